@@ -1,0 +1,125 @@
+"""Stage 5a, Lowering -> command line, in the forms people and programs want it; and plan.json, the channel into training."""
+
+import json
+import shlex
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from nam_megatron import __version__
+from nam_megatron.errors import Problem, Refused
+from nam_megatron.lower import Lowering, translate
+from nam_megatron.mcore import v0_19
+from nam_megatron.recipe import from_tree, to_tree
+from nam_megatron.report import header
+
+
+def argv(lowering: Lowering) -> tuple[str, ...]:
+    """The words Megatron's parser gets."""
+    return tuple(word for s in lowering.settings for word in v0_19.words(s))
+
+
+def shell(lowering: Lowering) -> str:
+    """Plain words for `$(...)`, which splits at blanks and takes quotes literally.
+
+    Raises:
+        Refused: if a word has a blank, a quote or a backslash, and would arrive as something else.
+    """
+    words = argv(lowering)
+    for word in words:
+        if any(c in word for c in " \t\n'\"\\"):
+            raise Refused(
+                Problem(f"`{word}` does not survive `$(...)`", None, "use `out=DIR` and its run.sh, or `format=json`")
+            )
+    return " ".join(words) + "\n"
+
+
+def lines(lowering: Lowering) -> str:
+    """One flag a line, grouped by owner, with a header of comments."""
+    text = [f"# {line}" if line else "#" for line in header(lowering)]
+    for owner, group in groupby(lowering.settings, key=lambda s: s.owner):
+        if shown := [words for s in group if (words := v0_19.words(s))]:
+            text += ["", f"# {owner}", *(shlex.join(words) for words in shown)]
+    return "\n".join(text) + "\n"
+
+
+def flat_yaml(lowering: Lowering) -> str:
+    """`flag: value` for tools that build the command line themselves; a flag without a value is `true`."""
+    entries: dict[str, Any] = {}
+    for s in lowering.settings:
+        if words := v0_19.words(s):
+            values = list(s.value) if isinstance(s.value, tuple) else s.value
+            entries[words[0].removeprefix("--")] = True if len(words) == 1 else values
+    return "".join(f"{k}: {json.dumps(v)}\n" for k, v in entries.items())
+
+
+def run_script(lowering: Lowering) -> str:
+    """A bash script beside plan.json that starts the training with torchrun."""
+    cluster = lowering.plan.recipe.cluster
+    text = ["#!/usr/bin/env bash", *(f"# {line}" if line else "#" for line in header(lowering)), "set -euo pipefail"]
+    for env in lowering.env:
+        text += [f"export {env.name}={env.value}" if env.value is not None else f"unset {env.name}"]
+    start = ["exec torchrun", f"--nproc-per-node {cluster.gpus_per_node}"]
+    if cluster.nodes > 1:
+        start += [f"--nnodes {cluster.nodes}", '--node-rank "${NODE_RANK:?}"', '--master-addr "${MASTER_ADDR:?}"']
+    start += ["-m nam_megatron.train", '--nam-plan "$(dirname "$0")/plan.json"']
+    flags = [shlex.join(words) for s in lowering.settings if (words := v0_19.words(s))]
+    return "\n".join([*text, " \\\n  ".join([" ".join(start), *flags])]) + "\n"
+
+
+def plan_json(lowering: Lowering) -> str:
+    """All there is to know of a plan. The recipe alone determines the rest, which is there to be read."""
+    p = lowering.plan
+    tree = {
+        "nam_megatron": __version__,
+        "megatron_core": v0_19.PIN,
+        "recipe": to_tree(p.recipe),
+        "world_size": p.recipe.world_size,
+        "pattern": p.pattern,
+        "layers": [
+            {k: getattr(l, k) for k in ("number", "letter", "kind", "rank", "segment", "source")} for l in p.layers
+        ],
+        "mtp": {"depths": p.mtp_depths, "kinds": list(p.mtp)},
+        "departures": list(p.departures),
+        "substitutions": [
+            {"letter": s.letter, "designed": s.designed, "standing": s.standing, "by": s.by} for s in p.substitutions
+        ],
+        "not_built": [{"owner": s.owner, "missing": s.missing, "layers": list(s.numbers)} for s in p.not_built],
+        "settings": [{"name": s.name, "value": s.value, "owner": s.owner, "key": s.key} for s in lowering.settings],
+        "env": {e.name: e.value for e in lowering.env},
+        "argv": list(argv(lowering)),
+    }
+    return json.dumps(tree, indent=1) + "\n"
+
+
+def load_plan(path: Path | str) -> Lowering:
+    """Read a plan.json back.
+
+    Raises:
+        Refused: if it cannot be read, or if its recipe means something else to this version of nam_megatron.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+        recipe = json.loads(text)["recipe"]
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as err:
+        raise Refused(
+            Problem(
+                f"`{path}` is no plan.json: {err}",
+                None,
+                "write one with `python -m nam_megatron.translate ... out=DIR`",
+            )
+        ) from None
+    lowering = translate(from_tree(recipe))
+    if plan_json(lowering) != text:
+        raise Refused(
+            Problem(
+                f"`{path}` was edited, or written by another version: its recipe gives another plan now",
+                None,
+                "translate the recipe again",
+            )
+        )
+    return lowering
+
+
+FORMATS = {"shell": shell, "lines": lines, "json": plan_json, "yaml": flat_yaml}

@@ -1,0 +1,62 @@
+"""Dump every flag of the installed Megatron: python -m nam_megatron.mcore.flags.dump > nam_megatron/mcore/flags/v0_19.json
+
+Run again for another Megatron; the result is never edited. Needs megatron-core and torch, no GPU.
+"""
+
+import argparse
+import contextlib
+import enum
+import json
+import sys
+import warnings
+from importlib.metadata import version
+
+ACTIONS = {
+    "_StoreAction": "store",
+    "_StoreTrueAction": "store_true",
+    "_StoreFalseAction": "store_false",
+    "BooleanOptionalAction": "boolean",
+}
+
+
+def dump() -> dict:
+    """{"megatron_core": version, "flags": {flag: {dest, action, nargs, type, choices, default, aliases}}}"""
+    warnings.filterwarnings("ignore")
+    with contextlib.redirect_stdout(sys.stderr):  # importing Megatron prints
+        from megatron.training.arguments import add_megatron_arguments
+
+        parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    flags = {}
+    for action in parser._actions:
+        if isinstance(action, argparse._HelpAction):
+            continue
+        name, *aliases = action.option_strings
+        entry = {"dest": action.dest, "action": ACTIONS[type(action).__name__]}
+        if entry["action"] == "store":
+            entry["type"] = getattr(action.type, "__name__", None)
+            if action.nargs is not None:
+                entry["nargs"] = action.nargs
+            if action.choices:
+                entry["choices"] = [_plain(c) for c in action.choices]
+        entry["default"] = _plain(action.default)
+        if aliases:
+            entry["aliases"] = aliases
+        flags[name] = entry
+    return {"megatron_core": version("megatron-core"), "flags": dict(sorted(flags.items()))}
+
+
+def render(dumped: dict) -> str:
+    """One flag a line, so that a new Megatron's diff can be read."""
+    lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in dumped["flags"].items()]
+    return '{"megatron_core": %s, "flags": {\n%s\n}}\n' % (json.dumps(dumped["megatron_core"]), ",\n".join(lines))
+
+
+def _plain(value):
+    """Enum members by the name the command line takes."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    return list(map(_plain, value)) if isinstance(value, (list, tuple)) else value
+
+
+if __name__ == "__main__":
+    sys.stdout.write(render(dump()))

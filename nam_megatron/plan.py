@@ -1,0 +1,366 @@
+"""Stage 2, Recipe -> Plan: letters become layers.
+
+`number` is Megatron's layer number, from 1 over the whole model; `rank` counts within a letter, from 0; a `segment` is
+a pipe-separated piece of the pattern, and pipeline rank r holds the segments r, r + pipeline, ...
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from nam_megatron.blocks import Block
+from nam_megatron.blocks.kinds import KINDS, LETTERS
+from nam_megatron.errors import Problem, Refused, raise_if
+from nam_megatron.recipe import Recipe
+
+HISTORIC = {"D": "gated delta net once", "G": "gated delta net once"}
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer of the main stack. `source`: number of the layer whose top-k it reuses; None if it computes its own."""
+
+    number: int
+    letter: str
+    kind: str
+    rank: int
+    segment: int
+    source: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Substitution:
+    """A block other than the one the family was designed with."""
+
+    letter: str
+    designed: str
+    standing: str
+    numbers: tuple[int, ...]
+    by: str
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """A block or feature whose torch side does not exist yet. `numbers`: the layers it concerns."""
+
+    owner: str
+    missing: str
+    numbers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    recipe: Recipe
+    layers: tuple[Layer, ...]
+    mtp: tuple[str, ...]  # kinds of one depth; empty without MTP
+    index_reuse: tuple[int, int] | None  # Megatron's (topk freq, skip offset) for the shared DSA index
+
+    @property
+    def mtp_depths(self) -> int:
+        return self.recipe.feature.mtp.depths
+
+    @cached_property
+    def kinds(self) -> frozenset[str]:
+        """Every kind that stands anywhere, MTP included."""
+        return frozenset(layer.kind for layer in self.layers) | frozenset(self.mtp)
+
+    @cached_property
+    def segments(self) -> tuple[tuple[Layer, ...], ...]:
+        count = self.layers[-1].segment + 1
+        return tuple(tuple(l for l in self.layers if l.segment == s) for s in range(count))
+
+    @property
+    def longest_stage(self) -> int:
+        """Layers of the pipeline rank that has most."""
+        return max(self.stage_lengths)
+
+    @property
+    def stage_lengths(self) -> tuple[int, ...]:
+        """Layers per pipeline rank."""
+        ranks = self.recipe.parallel.pipeline
+        return tuple(sum(len(s) for s in self.segments[r::ranks]) for r in range(ranks))
+
+    @cached_property
+    def reusing_layers(self) -> tuple[Layer, ...]:
+        return tuple(l for l in self.layers if l.source is not None)
+
+    @cached_property
+    def pattern(self) -> str:
+        """Megatron's hybrid layer pattern, pipes and MTP suffixes included."""
+        main = "|".join("".join(KINDS[l.kind].symbol for l in s) for s in self.segments)
+        suffix = "".join(KINDS[k].symbol for k in self.mtp)
+        return "/".join([main, *[suffix] * self.mtp_depths])
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """The configs of the kinds that speak to Megatron: those that stand, and those they stand on."""
+        needed = self.kinds | {n for k in self.kinds for n in KINDS[k].needs}
+        return tuple(getattr(self.recipe.model.blocks, k) for k in KINDS if k in needed)
+
+    def numbers(self, kind: str) -> tuple[int, ...]:
+        return tuple(l.number for l in self.layers if l.kind == kind)
+
+    @cached_property
+    def letter_counts(self) -> dict[str, int]:
+        return dict(sorted(Counter(l.letter for l in self.layers).items()))
+
+    @cached_property
+    def substitutions(self) -> tuple[Substitution, ...]:
+        """Where the lane puts another block than the family's design."""
+        model, lane = self.recipe.model, self.recipe.lane
+        found = []
+        for letter in LETTERS:
+            designed, standing = getattr(model.letters, letter), getattr(lane.blocks, letter, None)
+            numbers = tuple(l.number for l in self.layers if l.letter == letter)
+            if standing not in (None, designed) and numbers:
+                found.append(Substitution(letter, designed, standing, numbers, f"lane {lane.name}"))
+        return tuple(found)
+
+    @cached_property
+    def departures(self) -> tuple[str, ...]:
+        """Where the parallel layout is not the lane's own; part of the run's identity."""
+        lane, p = self.recipe.lane, self.recipe.parallel
+        pairs = {
+            "tensor": (lane.tensor, p.tensor), "sequence": (lane.sequence, p.sequence), "pipeline": (1, p.pipeline),
+            "virtual_pipeline": (1, p.virtual_pipeline), "context": (1, p.context), "expert": (1, p.expert),
+            "expert_tensor": (1, p.expert_tensor),
+        }  # fmt: skip
+        return tuple(f"{name}={is_}" for name, (said, is_) in pairs.items() if said != is_)
+
+    @cached_property
+    def not_built(self) -> tuple[Seam, ...]:
+        """Seams without a torch side: the plan can be read, not trained."""
+        seams = [Seam(k, KINDS[k].missing, self.numbers(k)) for k in KINDS if k in self.kinds and KINDS[k].missing]
+        seams += [Seam(f.name, f.missing) for f in self.recipe.feature.all() if f.on and f.missing]
+        return tuple(seams)
+
+
+def plan(recipe: Recipe) -> Plan:
+    """Lay the layers out.
+
+    Raises:
+        Refused: a letter, rank, cut or depth that cannot be, with every finding.
+    """
+    letters, pipes = _tile(recipe)
+    kinds = _kinds(recipe, letters)
+    sources = _sources(recipe, kinds)
+    cuts = _cuts(recipe, len(letters), pipes, sources)
+    ranks: Counter[str] = Counter()
+    layers = []
+    for number, (letter, kind) in enumerate(zip(letters, kinds, strict=True), 1):
+        segment = sum(number > cut for cut in cuts)
+        layers.append(Layer(number, letter, kind, ranks[letter], segment, sources.get(number)))
+        ranks[letter] += 1
+    attention = "mla" if {"mla", "dsa"} & set(kinds) else "attention" if "attention" in kinds else None
+    if recipe.feature.mtp.on and attention is None:
+        raise Refused(
+            Problem("MTP needs an attention kind and the pattern has none", "feature.mtp.depths", "set it to 0")
+        )
+    mtp = (attention, "mlp") if recipe.feature.mtp.on else ()
+    return Plan(recipe, tuple(layers), mtp, _index_reuse(recipe, kinds, sources))
+
+
+def _tile(recipe: Recipe) -> tuple[str, list[int]]:
+    """The letters of all layers, and the layer numbers after which pipes were written."""
+    pattern, depth = recipe.model.pattern, recipe.model.depth
+    problems = []
+    for letter in dict.fromkeys(pattern.replace("|", "")):
+        if letter in HISTORIC:
+            problems.append(
+                Problem(
+                    f"letter `{letter}` meant {HISTORIC[letter]} and something else in Megatron; it is not accepted",
+                    "model.pattern",
+                    f"letters are {', '.join(LETTERS)}; for sparse attention use `model.substitute`",
+                )
+            )
+        elif letter not in LETTERS:
+            problems.append(
+                Problem(
+                    f"`{letter}` is no letter of a pattern",
+                    "model.pattern",
+                    f"letters are {', '.join(LETTERS)} and `|`",
+                )
+            )
+    raise_if(problems)
+    if "|" not in pattern:
+        return "".join(pattern[i % len(pattern)] for i in range(depth)), []
+    pieces = pattern.split("|")
+    if not all(pieces):
+        raise Refused(
+            Problem(
+                "the pattern has an empty pipeline segment", "model.pattern", "write letters on both sides of each `|`"
+            )
+        )
+    if (total := sum(map(len, pieces))) != depth:
+        raise Refused(
+            Problem(
+                f"the pattern's segments have {total} letters and `model.depth` is {depth}; a pattern with `|` is not tiled",
+                "model.pattern",
+                f"set `model.depth={total}`, or write no `|` and let the planner cut",
+            )
+        )
+    ends, end = [], 0
+    for piece in pieces[:-1]:
+        end += len(piece)
+        ends.append(end)
+    return "".join(pieces), ends
+
+
+def _kinds(recipe: Recipe, letters: str) -> list[str]:
+    """The kind at each layer: the model's letter, the lane's block at M and R, then the substitutes by rank."""
+    model = recipe.model
+    standing = {
+        letter: getattr(recipe.lane.blocks, letter, None) or getattr(model.letters, letter) for letter in LETTERS
+    }
+    problems = []
+    for letter, kind in standing.items():
+        if letter in letters and kind not in LETTERS[letter]:
+            key = f"lane.blocks.{letter}" if hasattr(recipe.lane.blocks, letter) else f"model.letters.{letter}"
+            problems.append(
+                Problem(f"`{kind}` cannot stand at `{letter}`", key, f"one of {', '.join(LETTERS[letter])}")
+            )
+    kinds = [standing[letter] for letter in letters]
+    taken: dict[tuple[str, int], int] = {}
+    for index, sub in enumerate(model.substitute):
+        key = f"model.substitute[{index}]"
+        places = [i for i, letter in enumerate(letters) if letter == sub.letter]
+        if sub.kind not in LETTERS[sub.letter]:
+            problems.append(
+                Problem(
+                    f"`{sub.kind}` cannot stand at `{sub.letter}`",
+                    key + ".kind",
+                    f"one of {', '.join(LETTERS[sub.letter])}",
+                )
+            )
+        for rank in sub.ranks:
+            if rank >= len(places):
+                problems.append(
+                    Problem(
+                        f"there is no `{sub.letter}` of rank {rank}: {len(places)} of them, counted from 0",
+                        key + ".ranks",
+                        "ranks count within the letter; Megatron's layer numbers are something else",
+                    )
+                )
+            elif (sub.letter, rank) in taken:
+                problems.append(Problem(f"`{sub.letter}` rank {rank} is substituted twice", key + ".ranks"))
+            else:
+                taken[sub.letter, rank] = index
+                kinds[places[rank]] = sub.kind
+    if "attention" in kinds and {"mla", "dsa"} & set(kinds):
+        problems.append(
+            Problem(
+                "GQA and MLA in one model: Megatron would give GQA no position embedding",
+                "model.substitute",
+                "let `model.letters.A` be `mla`, or substitute nothing (`model.substitute=[]`)",
+            )
+        )
+    raise_if(problems)
+    return kinds
+
+
+def _sources(recipe: Recipe, kinds: list[str]) -> dict[int, int]:
+    """Reusing DSA layer -> the layer whose top-k it reuses: every `full_every`-th DSA layer computes its own."""
+    numbers = [n for n, kind in enumerate(kinds, 1) if kind == "dsa"]
+    every = recipe.model.blocks.dsa.full_every
+    return {n: numbers[i - i % every] for i, n in enumerate(numbers) if i % every}
+
+
+def _index_reuse(recipe: Recipe, kinds: list[str], sources: dict[int, int]) -> tuple[int, int] | None:
+    """Megatron's (freq, offset) that gives exactly `sources`.
+
+    Layer n computes iff max(n - offset, 0) % freq == 0, else it reuses layer n - (n - offset) % freq
+    (megatron-core 0.19.2, experimental_attention_variant/dsa.py: is_dsa_skip_topk_layer, source_dsa_compute_layer).
+    """
+    if not sources:
+        return None
+    numbers = [n for n, kind in enumerate(kinds, 1) if kind == "dsa"]
+    offset = numbers[0]
+    for freq in range(2, len(kinds) + 2):
+        if all(n - (n - offset) % freq == sources.get(n, n) for n in numbers):
+            return freq, offset
+    raise Refused(
+        Problem(
+            f"DSA layers {', '.join(map(str, numbers))} are not spaced so that Megatron can share one top-k among "
+            f"{recipe.model.blocks.dsa.full_every}",
+            "model.blocks.dsa.full_every",
+            "set `model.blocks.dsa.full_every=1`",
+        )
+    )
+
+
+def _cuts(recipe: Recipe, depth: int, pipes: list[int], sources: dict[int, int]) -> list[int]:
+    """Layer numbers after which a pipeline segment ends. Written pipes are checked; otherwise legal cuts are placed."""
+    p = recipe.parallel
+    want = p.pipeline * p.virtual_pipeline
+    if p.virtual_pipeline > 1 and p.pipeline == 1:
+        raise Refused(
+            Problem("virtual pipeline stages without pipeline parallelism", "parallel.virtual_pipeline", "set it to 1")
+        )
+    if pipes:
+        problems = []
+        if len(pipes) + 1 != want:
+            problems.append(
+                Problem(
+                    f"the pattern has {len(pipes) + 1} pipeline segments and the layout {want} (pipeline {p.pipeline} x virtual "
+                    f"{p.virtual_pipeline})",
+                    "model.pattern",
+                    f"write {want - 1} `|`, or none and let the planner cut",
+                )
+            )
+        for layer, source in sources.items():
+            if any(source <= cut < layer for cut in pipes):
+                there, here = (sum(n > cut for cut in pipes) for n in (source, layer))
+                problems.append(
+                    Problem(
+                        f"layer {layer} (dsa) reuses the top-k of layer {source}, which is in pipeline segment {there}, not {here}",
+                        "model.pattern",
+                        "cut so that each segment starts its own group, or set `model.blocks.dsa.full_every=1`",
+                    )
+                )
+        raise_if(problems)
+        return pipes
+    if want > depth:
+        raise Refused(Problem(f"{want} pipeline segments of {depth} layers", "parallel.pipeline", "use fewer stages"))
+    legal = [n for n in range(1, depth) if not any(source <= n < layer for layer, source in sources.items())]
+    return list(_best_cuts(depth, want, legal, recipe))
+
+
+def _best_cuts(depth: int, want: int, legal: list[int], recipe: Recipe) -> tuple[int, ...]:
+    """The legal cuts with the shortest longest segment, then the least uneven ones."""
+    # best[end] for k segments: (longest, sum of squares, cuts)
+    best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
+    for k in range(1, want + 1):
+        ends = [depth] if k == want else legal
+        step: dict[int, tuple[int, int, tuple[int, ...]]] = {}
+        for end in ends:
+            options = [
+                (max(longest, end - start), squares + (end - start) ** 2, cuts + ((end,) if end < depth else ()))
+                for start, (longest, squares, cuts) in best.items()
+                if start < end
+            ]
+            if options:
+                step[end] = min(options)
+        best = step
+    if depth not in best:
+        raise Refused(
+            Problem(
+                f"no {want - 1} legal pipeline cuts: only {len(legal)} places do not part a group of layers sharing a top-k",
+                "parallel.pipeline",
+                "use fewer stages or set `model.blocks.dsa.full_every=1`",
+            )
+        )
+    return best[depth][2]
+
+
+def identity(recipe: Recipe, p: Plan) -> str:
+    """What a run is, in one line: preset family, lane, departures from the lane."""
+    departs = f" ({', '.join(p.departures)})" if p.departures else ""
+    return f"{recipe.preset.family} / {recipe.lane.name}{departs}"
+
+
+def parts(p: Plan) -> Iterator[tuple[str, int, str]]:
+    """(title, count, where) by kind, for people."""
+    for kind, block in KINDS.items():
+        if numbers := p.numbers(kind):
+            yield block.title, len(numbers), ", ".join(map(str, numbers))

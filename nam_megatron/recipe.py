@@ -1,0 +1,306 @@
+"""Stage 1, conf -> Recipe: Hydra composes, OmegaConf goes out at once, strict frozen models come in.
+
+Everything after this module sees `Recipe` only.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+
+from nam_megatron.blocks.kinds import KINDS, Blocks
+from nam_megatron.errors import Problem, Refused
+from nam_megatron.features.names import Features
+from nam_megatron.setting import Config
+
+Letter = Literal["A", "E", "M", "R"]
+Kind = Literal[tuple(KINDS)]  # type: ignore[valid-type]
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Degree = Annotated[int, Field(ge=1, le=65536)]
+
+
+class Letters(Config):
+    """The kind of block at each letter of the pattern."""
+
+    A: Kind
+    E: Kind
+    M: Kind
+    R: Kind
+
+
+class LaneBlocks(Config):
+    """The kind of block a lane puts at M and R."""
+
+    M: Kind
+    R: Kind
+
+
+class Substitute(Config):
+    """Another kind at some ranks of a letter; ranks count within the letter, from 0."""
+
+    letter: Letter
+    ranks: tuple[NonNegativeInt, ...]
+    kind: Kind
+
+
+class Model(Config):
+    family: Name
+    pattern: Annotated[str, Field(min_length=1, max_length=8192)]
+    depth: Annotated[int, Field(ge=1, le=4096)]
+    hidden_size: PositiveInt
+    ffn_hidden_size: PositiveInt
+    num_attention_heads: PositiveInt
+    vocab_size: PositiveInt
+    seq_length: PositiveInt
+    tied_embeddings: bool
+    normalization: Literal["RMSNorm", "LayerNorm"]
+    norm_epsilon: PositiveFloat
+    linear_bias: bool
+    activation: Literal["squared_relu", "swiglu", "gelu"]
+    hidden_dropout: Fraction
+    attention_dropout: Fraction
+    rotary_base: PositiveInt
+    init_std: PositiveFloat
+    letters: Letters
+    substitute: tuple[Substitute, ...]
+    blocks: Blocks
+
+
+class Lane(Config):
+    name: Name
+    tensor: Degree
+    sequence: bool
+    blocks: LaneBlocks
+
+
+class Parallel(Config):
+    tensor: Degree
+    sequence: bool
+    pipeline: Degree
+    virtual_pipeline: Degree
+    context: Degree
+    expert: Degree
+    expert_tensor: Degree
+
+
+class Precision(Config):
+    name: Name
+    params: Literal["bf16"]
+    grad_reduce: Literal["fp32", "bf16"]
+    fused_cross_entropy: bool
+
+
+class Optim(Config):
+    name: Name
+    lr: PositiveFloat
+    min_lr: NonNegativeFloat
+    decay: Literal["constant", "linear", "cosine", "inverse-square-root"]
+    warmup_steps: NonNegativeInt
+    weight_decay: NonNegativeFloat
+    beta1: Fraction
+    beta2: Fraction
+    eps: PositiveFloat
+    clip_grad: NonNegativeFloat
+
+
+class Schedule(Config):
+    micro_batch_size: PositiveInt
+    global_batch_size: PositiveInt
+    train_steps: PositiveInt
+    decay_steps: PositiveInt
+    seed: NonNegativeInt
+    eval_steps: NonNegativeInt
+    eval_interval: PositiveInt
+    log_interval: PositiveInt
+    save: Name | None
+    load: Name | None
+    save_interval: PositiveInt | None
+
+
+class Data(Config):
+    name: Literal["mock", "indexed"]
+    path: Name | None
+    split: Name | None
+    tokenizer: Name | None
+    workers: NonNegativeInt
+
+
+class Device(Config):
+    name: Name
+    capability: tuple[NonNegativeInt, NonNegativeInt]
+    memory_gb: PositiveFloat
+    bf16_tflops: PositiveFloat
+
+
+class Cluster(Config):
+    name: Name
+    nodes: Degree
+    gpus_per_node: Degree
+
+
+class Preset(Config):
+    name: Name
+    alias_of: Name | None
+    family: Name
+    about: Name
+
+
+class Recipe(Config):
+    """What a person meant, every value of it."""
+
+    preset: Preset
+    model: Model
+    lane: Lane
+    parallel: Parallel
+    feature: Features
+    precision: Precision
+    optim: Optim
+    schedule: Schedule
+    data: Data
+    device: Device
+    cluster: Cluster
+    assumptions: dict[str, Name]
+
+    @property
+    def world_size(self) -> int:
+        return self.cluster.nodes * self.cluster.gpus_per_node
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that hold the same weights: world / (tensor * pipeline * context)."""
+        p = self.parallel
+        return self.world_size // (p.tensor * p.pipeline * p.context)
+
+    @property
+    def expert_data_parallel(self) -> int:
+        """Ranks that hold the same experts: world / (pipeline * expert * expert_tensor)."""
+        p = self.parallel
+        return self.world_size // (p.pipeline * p.expert * p.expert_tensor)
+
+
+def conf_dir() -> Path:
+    """The folder of configs: beside the package in a checkout, inside it in a wheel."""
+    inside = Path(__file__).parent / "conf"
+    return inside if inside.is_dir() else Path(__file__).parent.parent / "conf"
+
+
+def load(preset: str = "nam56r", overrides: Iterable[str] = ()) -> Recipe:
+    """Compose and check a recipe in this process.
+
+    Args:
+        preset: a name in conf/preset.
+        overrides: Hydra overrides, e.g. `lane=nemo_native`, `cluster.gpus_per_node=4`.
+
+    Raises:
+        Refused: with every finding.
+    """
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+
+    from nam_megatron.origin import Origin, hydra_problem
+
+    words = [f"preset={preset}", *overrides]
+    before = GlobalHydra.instance().hydra  # a caller inside a Hydra app (diff=...) gets its own back
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            try:
+                cfg = compose("recipe", overrides=words)
+            except (HydraException, OmegaConfBaseException) as err:
+                raise Refused(hydra_problem(err)) from None
+            return from_config(cfg, Origin("recipe", words))
+    finally:
+        GlobalHydra.instance().hydra = before
+
+
+def from_config(cfg: DictConfig, origin: Any = None, without: Iterable[str] = ()) -> Recipe:
+    """A composed Hydra config as a Recipe. `without`: top-level keys that belong to the command, not the recipe.
+
+    Raises:
+        Refused: unknown and missing keys, wrong types, values out of range, dangling interpolations.
+    """
+    try:
+        tree = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as err:
+        key = getattr(err, "full_key", None) or None
+        raise Refused(Problem(_first_line(err), key, _missing_hint(key)), origin) from None
+    for key in without:
+        tree.pop(key, None)
+    return from_tree(tree, origin)
+
+
+def from_tree(tree: Mapping[str, Any], origin: Any = None) -> Recipe:
+    """A plain nested mapping as a Recipe."""
+    try:
+        return Recipe.model_validate(_tuples(tree))
+    except ValidationError as err:
+        raise Refused((_problem(e) for e in err.errors(include_url=False)), origin) from None
+
+
+def to_tree(recipe: Recipe) -> dict[str, Any]:
+    """A Recipe as plain JSON-able data; `from_tree(to_tree(r)) == r`."""
+    return recipe.model_dump(mode="json")
+
+
+def _tuples(node: Any) -> Any:
+    """Lists as tuples, all the way down: strict frozen models take no lists."""
+    if isinstance(node, Mapping):
+        return {k: _tuples(v) for k, v in node.items()}
+    return tuple(map(_tuples, node)) if isinstance(node, (list, tuple)) else node
+
+
+def _first_line(err: Exception) -> str:
+    return str(err).splitlines()[0].rstrip(".") if str(err) else type(err).__name__
+
+
+def _missing_hint(key: str | None) -> str | None:
+    return f"give it: `{key}=...`" if key else None
+
+
+def _dotted(loc: Iterable[Any]) -> str:
+    text = ""
+    for part in loc:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text
+
+
+def _fields_at(loc: Iterable[Any]) -> Iterable[str]:
+    """Names of the keys that exist under `loc`."""
+    model: Any = Recipe
+    for part in loc:
+        if isinstance(part, int):
+            continue
+        annotation = model.model_fields[part].annotation
+        args = getattr(annotation, "__args__", ())
+        model = next((t for t in (annotation, *args) if isinstance(t, type) and issubclass(t, BaseModel)), None)
+        if model is None:
+            return ()
+    return model.model_fields
+
+
+def _problem(error: Mapping[str, Any]) -> Problem:
+    """One pydantic error in our words."""
+    kind, loc, value = error["type"], error["loc"], error.get("input")
+    key = _dotted(loc)
+    if kind == "extra_forbidden":
+        close = difflib.get_close_matches(str(loc[-1]), list(_fields_at(loc[:-1])), 1)
+        meant = f", did you mean `{close[0]}`?" if close else ""
+        return Problem(f"unknown key `{loc[-1]}`{meant}", _dotted(loc[:-1]) or str(loc[-1]))
+    if kind == "missing":
+        return Problem(f"key `{loc[-1]}` is missing", _dotted(loc[:-1]) or str(loc[-1]), _missing_hint(key))
+    shown = repr(value) if len(repr(value)) < 80 else repr(value)[:77] + "..."
+    if kind == "literal_error":
+        close = difflib.get_close_matches(
+            str(value), [w.strip("'") for w in error["ctx"]["expected"].replace(" or ", ", ").split(", ")], 1
+        )
+        meant = f"did you mean `{close[0]}`?" if close else None
+        return Problem(f"{shown} is not one of {error['ctx']['expected']}", key, meant)
+    text = error["msg"].replace("Input should be", "must be")
+    wrong_type = kind.endswith("_type") or kind == "int_from_float"
+    return Problem(f"{text}, not {shown}" + (f" ({type(value).__name__})" if wrong_type else ""), key)

@@ -1,0 +1,121 @@
+"""A plan in plain text, for people: the header of every output, the layer strip, and what differs between two."""
+
+import difflib
+from collections.abc import Iterator
+
+from nam_megatron.blocks.kinds import KINDS
+from nam_megatron.lower import Lowering
+from nam_megatron.plan import Plan, identity, parts
+
+COLOURS = {
+    "attention": "bright_blue", "mla": "bright_blue", "dsa": "bright_cyan", "moe": "bright_yellow", "mlp": "yellow",
+    "mamba2": "bright_green", "mamba3": "bright_green", "m2rnn": "bright_magenta",
+}  # fmt: skip
+
+
+def header(lowering: Lowering) -> Iterator[str]:
+    """What a run is, what was given up, what is not built, what is assumed."""
+    p = lowering.plan
+    r = p.recipe
+    alias = f" (alias of {r.preset.alias_of})" if r.preset.alias_of else ""
+    yield f"{r.preset.name}{alias}: {r.preset.about}"
+    yield f"identity: {identity(r, p)}"
+    yield (
+        f"layers: {len(p.layers)} = "
+        + " ".join(f"{letter}{count}" for letter, count in p.letter_counts.items())
+        + mtp(p)
+    )
+    yield f"layout: {layout(p)}"
+    yield f"batch: {r.schedule.micro_batch_size} per pass, {r.schedule.global_batch_size} per step, {r.model.seq_length} tokens each"
+    if p.departures:
+        yield f"departs from lane {r.lane.name}: {', '.join(p.departures)}"
+    for s in p.substitutions:
+        yield f"gives up {KINDS[s.designed].title} at {s.letter} ({len(s.numbers)} layers): {s.by} puts {KINDS[s.standing].title} there"
+    if "mlp" in {l.kind for l in p.layers}:
+        yield f"E is a dense MLP of {r.model.ffn_hidden_size}: {len(p.numbers('mlp'))} layers"
+    for seam in p.not_built:
+        where = f", layers {', '.join(map(str, seam.numbers))}" if seam.numbers else ""
+        yield f"NOT BUILT: {seam.owner} ({seam.missing}{where}); this plan can be read, not trained"
+    for name, why in sorted(r.assumptions.items()):
+        yield f"assumed: {name}: {why}"
+
+
+def mtp(p: Plan) -> str:
+    return f", MTP {p.mtp_depths} x ({' + '.join(KINDS[k].title for k in p.mtp)})" if p.mtp else ""
+
+
+def layout(p: Plan) -> str:
+    """The parallel layout in one line; experts only where there are any."""
+    r, a = p.recipe, p.recipe.parallel
+    words = [
+        f"{r.world_size} GPUs ({r.cluster.name})",
+        f"tensor {a.tensor}{' + sequence' if a.sequence else ''}",
+        f"pipeline {a.pipeline}",
+    ]
+    if a.virtual_pipeline > 1:
+        words.append(f"virtual {a.virtual_pipeline}")
+    words += [f"context {a.context}", f"data {r.data_parallel}"]
+    if "moe" in p.kinds:
+        words += [f"expert {a.expert}", f"expert tensor {a.expert_tensor}", f"expert data {r.expert_data_parallel}"]
+    return ", ".join(words)
+
+
+def strip(p: Plan) -> tuple[str, str, str]:
+    """(ruler, source letters, Megatron's symbols), one column a layer and a bar at each pipeline cut."""
+    ruler, letters, symbols = "", "", ""
+    for layer in p.layers:
+        if layer.number > 1 and layer.segment != p.layers[layer.number - 2].segment:
+            ruler, letters, symbols = ruler.ljust(len(letters)) + " ", letters + "|", symbols + "|"
+        if layer.number == 1 or layer.number % 10 == 0:
+            ruler = ruler.ljust(len(letters)) + str(layer.number)
+        letters += layer.letter
+        symbols += KINDS[layer.kind].symbol
+    return ruler, letters, symbols
+
+
+def plan_text(lowering: Lowering) -> str:
+    """The whole plan as plain text."""
+    p = lowering.plan
+    ruler, letters, symbols = strip(p)
+    text = [
+        *header(lowering),
+        "",
+        f"number  {ruler}",
+        f"letter  {letters}",
+        f"symbol  {symbols}",
+        f"pattern {p.pattern}",
+        "",
+    ]
+    text += [f"{title:<8} {count:>3}  {where}" for title, count, where in parts(p)]
+    if p.index_reuse:
+        groups: dict[int, list[int]] = {}
+        for layer in p.reusing_layers:
+            groups.setdefault(layer.source, []).append(layer.number)
+        text += ["top-k shared: " + "; ".join(f"{s} -> {', '.join(map(str, reuse))}" for s, reuse in groups.items())]
+    if p.recipe.parallel.pipeline > 1:
+        text += ["layers per pipeline rank: " + " ".join(map(str, p.stage_lengths))]
+    for env in lowering.env:
+        text += [f"environment: {env.name}{'=' + env.value if env.value is not None else ' unset'} ({env.why})"]
+    return "\n".join(text) + "\n"
+
+
+def diff(ours: Lowering, theirs: Lowering) -> str:
+    """Plans as a unified diff, then the settings that differ."""
+    names = ours.plan.recipe.preset.name, theirs.plan.recipe.preset.name
+    plans = difflib.unified_diff(
+        plan_text(theirs).splitlines(), plan_text(ours).splitlines(), names[1], names[0], n=0, lineterm=""
+    )
+    text = [line for line in plans if not line.startswith("@@")]
+    rows = []
+    for name in dict.fromkeys([*ours.by_name, *theirs.by_name]):
+        a, b = (x.by_name[name].value if name in x.by_name else "(not set)" for x in (ours, theirs))
+        if a != b:
+            rows.append((name, str(b), str(a)))
+    if not rows:
+        return "\n".join([*text, "the same arguments"]) + "\n"
+    widths = [max(len(row[i]) for row in [("setting", names[1], names[0]), *rows]) for i in range(2)]
+    text += [
+        "",
+        *(f"{n:<{widths[0]}}  {b:<{widths[1]}}  {a}".rstrip() for n, b, a in [("setting", names[1], names[0]), *rows]),
+    ]
+    return "\n".join(text) + "\n"

@@ -1,0 +1,41 @@
+"""The words blocks, features and sections speak: a strict config, a setting, an environment variable."""
+
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ConfigDict
+
+Value = bool | int | float | str | tuple | None
+
+
+class Config(BaseModel):
+    """A piece of the recipe: frozen, strict (`"8"`, `true` and `52.0` are not integers), no unknown keys.
+
+    Fields have no defaults in Python: every value stands in a YAML file, where a person can read it.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One thing Megatron is told.
+
+    name: the argument's destination in Megatron's parser (`hidden_size`); None as value pins "not given".
+    why: one clause. key: the recipe key that decides it, None where the owner pins it. owner: who sets it.
+    """
+
+    name: str
+    value: Value
+    why: str
+    key: str | None = None
+    owner: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Env:
+    """One environment variable of the training processes; value None means it must be unset."""
+
+    name: str
+    value: str | None
+    why: str
+    owner: str = ""

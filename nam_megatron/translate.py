@@ -1,0 +1,157 @@
+"""The command: python -m nam_megatron.translate conf=nam56r"""
+
+import difflib
+import sys
+from collections.abc import Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from nam_megatron import app, argv, report
+from nam_megatron.errors import OK, Problem, Refused
+from nam_megatron.lower import Lowering, translate
+from nam_megatron.mcore import v0_19
+from nam_megatron.origin import Origin
+from nam_megatron.recipe import Recipe, conf_dir, load
+
+KEYS = ("format", "out", "explain", "diff", "list")
+
+
+def task(recipe: Recipe, words: Mapping[str, Any], origin: Origin) -> int:
+    """Print what was asked for. The product goes to stdout; notes go to stderr, or stand in the table on a terminal."""
+    form = words["format"]
+    if form != "auto" and form not in argv.FORMATS:
+        raise Refused(Problem(f"no format `{form}`", "format", f"there are: auto, {', '.join(argv.FORMATS)}"))
+    if words["list"] is not None:
+        if words["list"] != "presets":
+            raise Refused(Problem(f"cannot list `{words['list']}`", "list", "there is `list=presets`"))
+        sys.stdout.write(presets())
+        return OK
+    lowering = translate(recipe)
+    if words["out"] is not None:
+        write(lowering, Path(str(words["out"])))
+    if words["explain"] is not None:
+        sys.stdout.write(explain(lowering, str(words["explain"]), origin))
+    elif words["diff"] is not None:
+        sys.stdout.write(report.diff(lowering, translate(load(str(words["diff"])))))
+    elif form == "auto" and sys.stdout.isatty():
+        table(lowering)
+    elif form != "auto" or words["out"] is None:
+        sys.stdout.write(argv.FORMATS["shell" if form == "auto" else form](lowering))
+        for seam in lowering.plan.not_built:
+            sys.stderr.write(f"note: {seam.owner} is not built ({seam.missing}); this plan can be read, not trained\n")
+    return OK
+
+
+def write(lowering: Lowering, folder: Path) -> None:
+    """args.txt, run.sh and plan.json into `folder`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in (
+            ("args.txt", argv.lines(lowering)),
+            ("run.sh", argv.run_script(lowering)),
+            ("plan.json", argv.plan_json(lowering)),
+        ):
+            (folder / name).write_text(text, encoding="utf-8")
+        (folder / "run.sh").chmod(0o755)
+    except OSError as err:
+        raise Refused(
+            Problem(f"cannot write to `{folder}`: {err.strerror}", "out", "name a folder you may write to")
+        ) from None
+    sys.stderr.write(f"wrote {folder}/args.txt, run.sh, plan.json\n")
+
+
+def explain(lowering: Lowering, name: str, origin: Origin) -> str:
+    """Who sets a flag, from which key, file and line, and why."""
+    name = name if name.startswith("-") else "--" + name.replace("_", "-")
+    flag = v0_19.by_name(name)
+    if flag is None:
+        close = difflib.get_close_matches(name, v0_19.flags(), 1)
+        raise Refused(
+            Problem(
+                f"Megatron {v0_19.PIN} has no flag `{name}`",
+                "explain",
+                f"did you mean `{close[0]}`?" if close else None,
+            )
+        )
+    s = lowering.by_name.get(flag.dest)
+    if s is None:
+        return f"{flag.name}\n  not set by this recipe; Megatron's default is {flag.default!r}\n"
+    shown = " ".join(v0_19.words(s)) or f"(no word needed for {s.value!r})"
+    set_by = f"{s.key} @ {origin.where(s.key)}" if s.key else f"pinned by {s.owner}"
+    return f"{flag.name}\n  says   {shown}\n  owner  {s.owner}\n  set    {set_by}\n  why    {s.why}\n  default {flag.default!r} in Megatron {v0_19.PIN}\n"
+
+
+def presets() -> str:
+    """Every preset, one line each."""
+    found = [load(path.stem).preset for path in sorted((conf_dir() / "preset").glob("*.yaml"))]
+    width = max(len(p.name) for p in found)
+    return "".join(f"{p.name:<{width}}  {f'alias of {p.alias_of}' if p.alias_of else p.about}\n" for p in found)
+
+
+def table(lowering: Lowering) -> None:
+    """The layer strip, the totals and every setting by owner, in colour where the terminal has it."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    p, out = lowering.plan, Console(highlight=False)
+    title, *rest = report.header(lowering)
+    out.print(Text(title, "bold"))
+    for line in rest:
+        out.print(
+            Text(
+                line,
+                "bold red"
+                if line.startswith("NOT BUILT")
+                else "yellow"
+                if line.startswith(("gives up", "departs"))
+                else "dim",
+            )
+        )
+    ruler, letters, symbols = report.strip(p)
+    kinds = iter(p.layers)
+    columns = [None if c == "|" else next(kinds).kind for c in letters]
+    out.print()
+    width = max(out.width - 2, 20)
+    for start in range(0, len(letters), width):  # a narrow terminal folds the strip, all three rows together
+        piece = slice(start, start + width)
+        out.print(Text(ruler[piece], "dim"), no_wrap=True)
+        for row in (letters, symbols):
+            out.print(
+                Text.assemble(
+                    *((c, report.COLOURS.get(k, "white")) for c, k in zip(row[piece], columns[piece], strict=True))
+                ),
+                no_wrap=True,
+            )
+    out.print(Text(p.pattern, "dim"))
+    for kind, numbers in ((k, p.numbers(k)) for k in report.COLOURS):
+        if numbers:
+            text = f"{report.KINDS[kind].title:<8} {len(numbers):>3}  {', '.join(map(str, numbers))}"
+            out.print(Text(text, report.COLOURS[kind]))
+    grid = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("owner", "argument", "key", "why"):
+        grid.add_column(column, overflow="fold")
+    for owner, group in groupby(lowering.settings, key=lambda s: s.owner):
+        for i, s in enumerate(group):
+            shown = " ".join(v0_19.words(s)) or f"{s.name} = {s.value}"
+            grid.add_row(
+                "" if i else Text(owner, "bold"),
+                Text(shown, "" if v0_19.words(s) else "dim"),
+                Text(s.key or "", "dim"),
+                Text(s.why, "dim"),
+            )
+    out.print()
+    out.print(grid)
+    for env in lowering.env:
+        out.print(
+            Text(f"environment: {env.name}{'=' + env.value if env.value is not None else ' unset'}  ({env.why})", "dim")
+        )
+
+
+def main() -> None:
+    app.run("translate", KEYS, task)
+
+
+if __name__ == "__main__":
+    main()

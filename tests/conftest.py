@@ -1,0 +1,22 @@
+"""Options of the test suite."""
+
+import pytest
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--rewrite-golden", action="store_true", help="write tests/golden/ anew instead of comparing with it"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    """GPU tests run only where they are asked for (`-m gpu`), so that nothing is skipped silently elsewhere."""
+    if "gpu" not in (config.option.markexpr or ""):
+        gpu = [item for item in items if item.get_closest_marker("gpu")]
+        items[:] = [item for item in items if item not in gpu]
+        config.hook.pytest_deselected(items=gpu)
+
+
+@pytest.fixture(scope="session")
+def rewrite_golden(request) -> bool:
+    return request.config.getoption("--rewrite-golden")
