@@ -102,7 +102,8 @@ def _model(p: Plan) -> Iterator[Setting]:
     yield Setting("quick_geglu", False, "not offered")
     yield Setting("openai_gelu", False, "not offered")
     yield Setting("bias_gelu_fusion", False, "needs biases and gelu", "model.activation")
-    yield Setting("bias_swiglu_fusion", m.activation == "swiglu", "only with swiglu", "model.activation")
+    if m.activation == "swiglu":
+        yield Setting("bias_swiglu_fusion", True, "same formula, fused", "model.activation")
     yield Setting("hidden_dropout", m.hidden_dropout, "Megatron's default is 0.1", "model.hidden_dropout")
     yield Setting("attention_dropout", m.attention_dropout, "Megatron's default is 0.1", "model.attention_dropout")
     yield Setting("position_embedding_type", "rope", "Megatron's default is a learned table")

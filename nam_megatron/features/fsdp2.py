@@ -39,6 +39,12 @@ class Fsdp2(Switch):
                 at,
                 "set `parallel.tensor=1 parallel.sequence=false parallel.context=1`",
             )
+        if r.precision.grad_reduce != "bf16":
+            yield Problem(
+                "torch FSDP2 reduces gradients in the weights' dtype, whatever Megatron is told",
+                "precision.grad_reduce",
+                "set `precision.grad_reduce=bf16`",
+            )
         if r.model.tied_embeddings:
             yield Problem("torch FSDP2 needs untied embeddings", at, "set `model.tied_embeddings=false`")
         if r.feature.fp8.param_gather:

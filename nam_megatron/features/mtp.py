@@ -20,10 +20,7 @@ class Mtp(Feature):
         return self.depths > 0
 
     def settings(self, plan) -> Iterator[Setting]:
-        if self.on:
-            yield Setting("mtp_num_layers", self.depths, "depths; the pattern holds as many suffixes", "depths")
+        if self.on:  # how many depths there are, the pattern says
             yield Setting("mtp_loss_scaling_factor", self.loss_weight, "weight of the extra losses", "loss_weight")
             yield Setting("mtp_use_repeated_layer", False, "each depth has its own weights")
             yield Setting("mtp_detach_heads", False, "the extra losses train the trunk")
-        else:
-            yield Setting("mtp_num_layers", None, "no extra prediction depth", "depths")

@@ -34,9 +34,12 @@ class Dsa(Block):
             "indexer_loss_coeff",
         )
         yield Setting("dsa_indexer_use_sparse_loss", False, "KL over all positions, not over the selected ones")
-        freq, offset = plan.index_reuse or (1, 0)
-        yield Setting("dsa_indexer_topk_freq", freq, "layers between two that compute their top-k", "full_every")
-        yield Setting("dsa_indexer_skip_topk_offset", offset, "first layer that computes one", "full_every")
+        freq, offset = plan.index_reuse or (1, None)
+        yield Setting(
+            "dsa_indexer_topk_freq", freq, "layers between two that compute their top-k; 1: all do", "full_every"
+        )
+        if plan.index_reuse:
+            yield Setting("dsa_indexer_skip_topk_offset", offset, "first layer that computes one", "full_every")
         yield Setting("dsa_indexer_rotate_activation", False, "on by default; needs fast_hadamard_transform")
         yield Setting("dsa_indexer_rope_interleaved", False, "halves, as the attention itself")
         yield Setting("dsa_indexer_scoring_relu", True, "as published")
