@@ -1,0 +1,165 @@
+"""verify agrees with what is right and objects to what is wrong, on Megatron's own parser and configs."""
+
+import json
+import subprocess
+import sys
+
+import mutation
+import pytest
+from presets import NAMES, lowered
+
+from nam_megatron import argv
+from nam_megatron.mcore.oracle import Oracle
+from nam_megatron.verify import MISMATCH, UNFINISHED, VERIFIED, reviewed_fields, summary, verify
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    with Oracle() as warm:
+        yield warm
+
+
+GPUS = {1: ["cluster=h200_1"], 2: ["cluster=h200_2"], 4: ["cluster=h200_4"], 8: ["cluster=h200_8"]}
+GPUS[16] = ["cluster=h200_2x8", "parallel.pipeline=2"]
+
+
+def layouts():
+    """Every preset on every GPU count its lane and batch can have."""
+    for name in NAMES:
+        r = lowered(name).plan.recipe
+        for gpus, overrides in GPUS.items():
+            data = gpus // r.lane.tensor // (2 if gpus == 16 else 1)
+            if data and r.schedule.global_batch_size % (r.schedule.micro_batch_size * data) == 0:
+                yield pytest.param(name, tuple(overrides), id=f"{name}-{gpus}")
+
+
+@pytest.mark.parametrize(("name", "overrides"), list(layouts()))
+def test_preset_is_what_megatron_builds(name, overrides, oracle):
+    lowering = lowered(name, *overrides)
+    verdict = verify(lowering, oracle)
+    assert verdict.refused is None
+    assert verdict.mismatches == () and verdict.unknown == ()
+    assert verdict.word == (UNFINISHED if lowering.plan.not_built else VERIFIED)
+
+
+# Switches that bring fields of their own: each must be compared, and agree.
+VARIANTS = {
+    "muon": ("nam56r_native_dp", "optim=muon"),
+    "megatron-fsdp": ("nam56r_native_dp", "feature.megatron_fsdp.enabled=true"),
+    "fsdp2": (
+        "nam56r_native_dp",
+        "feature.fsdp2.enabled=true",
+        "precision.grad_reduce=bf16",
+        "feature.distributed_optimizer.enabled=false",
+        "feature.distributed_optimizer.overlap_grad_reduce=false",
+        "feature.distributed_optimizer.overlap_param_gather=false",
+    ),
+    "selective-recompute": ("nam56r_native_dp", "feature.recompute.granularity=selective", "feature.recompute.modules=[moe_act]"),
+    "full-recompute": (
+        "nam56r_native_dp",
+        "feature.recompute.granularity=full",
+        "feature.recompute.method=uniform",
+        "feature.recompute.layers=2",
+    ),
+    "experts": ("nam56r_native_dp", "parallel.expert=4"),
+    "virtual-pipeline": ("nam56r_native_dp", "cluster=h200_2x8", "parallel.pipeline=4", "parallel.virtual_pipeline=2"),
+    "context": ("nam56r_native_dp", "parallel.context=2"),
+    "dense": ("nam56r_native_dp", "model.letters.E=mlp"),
+    "mha": ("nam56r_native_dp", "model.blocks.attention.query_groups=56"),
+    "swiglu": ("nam56r_native_dp", "model.activation=swiglu"),
+    "gelu": ("nam56r_native_dp", "model.activation=gelu"),
+    "mtp-2": ("nam56r", "lane=native_dp", "feature.mtp.depths=2"),
+    "no-reuse": ("nam56r", "lane=native_dp", "model.blocks.dsa.full_every=1"),
+    "fp8-edges": ("nam56r_native_dp_fp8", "feature.fp8.first_last_bf16=true", "feature.fp8.param_gather=true"),
+    "capacity": ("nam56r_native_dp", "model.blocks.moe.capacity_factor=1.25"),
+    "indexed": ("nam56r_native_dp", "data=indexed", "data.path=corpus_text_document", "data.tokenizer=tokenizer"),
+    "checkpoints": ("nam56r_native_dp", "schedule.save=ckpt", "schedule.save_interval=10", "schedule.load=ckpt"),
+    "fused-loss": ("nam56r_native_dp", "precision.fused_cross_entropy=true"),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variant_is_what_megatron_builds(variant, oracle):
+    name, *overrides = VARIANTS[variant]
+    verdict = verify(lowered(name, *overrides), oracle)
+    assert (verdict.refused, verdict.mismatches, verdict.unknown) == (None, (), ())
+
+
+def without(words, flag, values=0):
+    at = words.index(flag)
+    return (*words[:at], *words[at + 1 + values :])
+
+
+def put(words, flag, value):
+    at = words.index(flag)
+    return (*words[: at + 1], value, *words[at + 2 :])
+
+
+WRONG = {
+    "GQA off": ("nam56r_nemo_native", lambda w: without(w, "--group-query-attention"), "transformer.num_query_groups"),
+    "yarn": ("nam56r", lambda w: put(w, "--rope-type", "yarn"), "transformer.rope_type"),
+    "yarn factor 40": ("nam56r", lambda w: put(w, "--rotary-scaling-factor", "40"), "transformer.rotary_scaling_factor"),
+    "dropout default": ("nam56r_smoke", lambda w: without(w, "--hidden-dropout", 1), "transformer.hidden_dropout"),
+    "expert count": ("nam56r_native_dp", lambda w: put(w, "--num-experts", "32"), "transformer.num_moe_experts"),
+    "no such spec": ("nam56r_smoke", lambda w: (*w, "--spec", "nowhere", "nothing"), "args.spec"),
+    "a flag of nobody's": ("nam56r_smoke", lambda w: (*w, "--moe-z-loss-coeff", "0.1"), "transformer.moe_z_loss_coeff"),
+    "a layer moved": ("nam56r_smoke", lambda w: put(w, "--hybrid-layer-pattern", "E*ME*EME*EMM"), "layers.1"),
+    "another top-k source": ("nam56r", lambda w: put(w, "--dsa-indexer-topk-freq", "8"), "layers.13"),
+    "NaN check off": ("nam56r_smoke", lambda w: (*w, "--no-check-for-nan-in-loss-and-grad"), "ddp.check_for_nan_in_grad"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments_are_named(case, oracle):
+    name, change, field = WRONG[case]
+    lowering = lowered(name)
+    verdict = verify(lowering, oracle, change(argv.argv(lowering)))
+    assert verdict.word == MISMATCH
+    assert verdict.refused or field in {row.field for row in verdict.mismatches}
+    assert MISMATCH in summary(lowering, verdict)
+
+
+def test_what_megatron_refuses_is_a_mismatch_with_its_words(oracle):
+    lowering = lowered("nam56r_smoke")
+    verdict = verify(lowering, oracle, (*argv.argv(lowering), "--no-such-flag"))
+    assert verdict.word == MISMATCH and "--no-such-flag" in verdict.refused
+
+
+def test_a_field_nobody_looked_at_is_a_mismatch(oracle, monkeypatch):
+    demanded, derived = reviewed_fields()
+    fewer = {f: v for f, v in demanded.items() if f != "transformer.softmax_scale"}
+    monkeypatch.setattr("nam_megatron.verify.reviewed_fields", lambda: (fewer, derived))
+    verdict = verify(lowered("nam56r_smoke"), oracle)
+    assert verdict.unknown == ("transformer.softmax_scale",) and verdict.word == MISMATCH
+
+
+def test_no_reviewed_field_is_gone_from_megatron(oracle):
+    demanded, derived = reviewed_fields()
+    fields = set()
+    for name in ("nam56r", "nam56r_native_dp_fp8"):
+        lowering = lowered(name)
+        fields |= set(oracle.ask(argv.argv(lowering), 8, (9, 0), {}).values)
+    assert {*demanded, *derived} - fields == set()
+
+
+@pytest.mark.parametrize("name", ["nam56r", "nam56r_native_dp_fp8"])
+def test_sample_of_mutants_is_killed(name, oracle):
+    assert mutation.run(name, oracle, every=4)["survivors"] == []
+
+
+def command(*words):
+    return subprocess.run([sys.executable, "-m", "nam_megatron.verify", *words], capture_output=True, text=True)
+
+
+def test_command_says_it_in_three_lines_and_exits_with_the_verdict():
+    done = command("conf=nam56r")
+    assert done.returncode == 3
+    first, second, third = done.stdout.splitlines()
+    assert "fields compared" in first and "pinned" in second and third.endswith("not built: mamba3, m2rnn")
+
+
+def test_command_as_json():
+    done = command("conf=nam56r_smoke", "format=json")
+    tree = json.loads(done.stdout)
+    assert done.returncode == 0 and tree["verdict"] == VERIFIED
+    assert all(row["agrees"] for row in tree["rows"])
