@@ -49,3 +49,10 @@ class Mla(Block):
     def check(self, plan) -> Iterator[Problem]:
         if self.qk_rope_head_dim % 2:
             yield Problem(f"RoPE needs an even width, not {self.qk_rope_head_dim}", "model.blocks.mla.qk_rope_head_dim")
+        if plan.recipe.parallel.tensor > 1 and not plan.recipe.parallel.sequence:
+            # Measured on Megatron 0.19.2: the latent norms' gradients come out multiplied by the tensor size.
+            yield Problem(
+                "MLA under tensor parallelism gets wrong gradients without sequence parallelism",
+                "parallel.sequence",
+                "set `parallel.sequence=true`",
+            )

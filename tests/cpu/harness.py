@@ -1,0 +1,456 @@
+"""Real HybridModels on a CPU: Megatron's classes and schedules over gloo, each rank a fork of one warm parent.
+
+`on_ranks(case, job)` forks one process per rank, builds the model of `case` there with our stack spec, and returns what
+`job(rig)` returned on each rank. Weights depend on a parameter's checkpoint key and global shape alone, so every
+parallel layout of one pattern is the same model. Only the children are patched; the parent never initialises
+torch.distributed.
+
+Patterns are written in Megatron's symbols, plus `R` for m2rnn and `3` for mamba3 (`M` to Megatron).
+"""
+
+import contextlib
+import multiprocessing
+import pickle
+import tempfile
+import time
+import traceback
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import megatron.core.models.hybrid.hybrid_model  # noqa: F401  (warm: the slow imports happen once, in the parent)
+import modules
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+
+from nam_megatron.mcore.stack import hybrid_stack_spec
+
+CPU = torch.device("cpu")
+KIND = {"*": "attention", "+": "mla", "D": "dsa", "E": "moe", "-": "mlp", "M": "mamba2", "3": "mamba3", "R": "m2rnn"}
+SEQUENCE, BATCH, VOCAB = 32, 2, 128
+
+
+@dataclass(frozen=True)
+class Layer:
+    number: int
+    kind: str
+    letter: str
+    rank: int
+    segment: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What hybrid_stack_spec reads of a plan."""
+
+    layers: tuple[Layer, ...]
+    mtp: tuple[str, ...]
+    mtp_depths: int
+    recipe: SimpleNamespace
+
+
+def recipe_of(latent_norm: bool = True, grouped_gemm: bool = True) -> SimpleNamespace:
+    blocks = {"mla": SimpleNamespace(latent_norm=latent_norm), "moe": SimpleNamespace(grouped_gemm=grouped_gemm)}
+    return SimpleNamespace(model=SimpleNamespace(blocks=SimpleNamespace(**blocks)))
+
+
+def plan_of(pattern: str, latent_norm: bool = True) -> Plan:
+    main, *mtp = pattern.split("/")
+    letters = [(letter, i) for i, segment in enumerate(main.split("|")) for letter in segment]
+    ranks = [sum(a == letter for a, _ in letters[:i]) for i, (letter, _) in enumerate(letters)]
+    layers = [Layer(i + 1, KIND[a], a, ranks[i], segment) for i, (a, segment) in enumerate(letters)]
+    return Plan(tuple(layers), tuple(KIND[a] for a in mtp[0]) if mtp else (), len(mtp), recipe_of(latent_norm))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pattern in a layout. `microbatches`: over all data-parallel ranks. `config`: fields other than config_of's.
+
+    meta: build on the meta device, without weights and without DDP.
+    """
+
+    pattern: str
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    microbatches: int = 2
+    vocab: int = VOCAB
+    config: dict = field(default_factory=dict)
+    mixers: dict = field(default_factory=dict)
+    latent_norm: bool = True
+    meta: bool = False
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.pp * self.dp
+
+
+@dataclass
+class Rig:
+    """What a job gets: the bare HybridModel and the same model inside Megatron's DDP."""
+
+    case: Case
+    rank: int
+    config: Any
+    model: Any
+    ddp: Any
+
+
+class RankFailed(AssertionError):
+    """A rank raised: the text is its traceback."""
+
+
+def on_ranks(case: Case, job: Callable[[Rig], Any], limit_s: float = 120.0) -> list[Any]:
+    """`job`'s result on each rank of `case`, in rank order.
+
+    Raises:
+        RankFailed: with the tracebacks of the ranks that failed.
+    """
+
+    def rank_job(rank: int, folder: Path) -> Any:
+        with patched():
+            return job(_rig(case, rank, folder))
+
+    return _forked(rank_job, case.world, limit_s)
+
+
+def in_child(job: Callable[[], Any], limit_s: float = 120.0) -> Any:
+    """`job`'s result in one forked process, which it may patch as it likes. Raises RankFailed with its traceback."""
+    (result,) = _forked(lambda rank, folder: job(), 1, limit_s)
+    return result
+
+
+def _forked(job: Callable[[int, Path], Any], world: int, limit_s: float) -> list[Any]:
+    fork = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        children = [fork.Process(target=_child, args=(job, rank, folder)) for rank in range(world)]
+        for child in children:
+            child.start()
+        deadline = time.monotonic() + limit_s
+        # A rank that failed leaves the others waiting in a collective: the first error ends them all.
+        while (
+            any(child.is_alive() for child in children)
+            and time.monotonic() < deadline
+            and not list(folder.glob("*.error"))
+        ):
+            time.sleep(0.01)
+        for child in children:
+            if list(folder.glob("*.error")) or time.monotonic() >= deadline:
+                child.kill()
+            child.join()
+        if errors := [path.read_text() for path in sorted(folder.glob("*.error"))]:
+            raise RankFailed("\n".join(errors))
+        done = {int(path.stem): pickle.loads(path.read_bytes()) for path in folder.glob("*.pickle")}
+    if lost := sorted(set(range(world)) - done.keys()):
+        raise RankFailed(f"ranks {lost} ended without a result (killed, or {limit_s:.0f} s were up)")
+    return [done[rank] for rank in range(world)]
+
+
+def _child(job: Callable[[int, Path], Any], rank: int, folder: Path) -> None:
+    part = folder / f"{rank}.part"
+    try:
+        part.write_bytes(pickle.dumps(job(rank, folder)))
+        part.rename(part.with_suffix(".pickle"))
+    except BaseException:
+        part.write_text(f"rank {rank}:\n{traceback.format_exc()}")
+        part.rename(part.with_suffix(".error"))
+
+
+# The machine ---------------------------------------------------------------------------------------------------------
+
+
+class _CudaToCpu(torch.overrides.TorchFunctionMode):
+    """device="cuda", .cuda() and pinned memory become the CPU: schedules, rope and trackers name the device."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
+            return args[0]
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = CPU
+        if func is torch.Tensor.to:
+            args = tuple(CPU if isinstance(a, str | torch.device) and str(a).startswith("cuda") else a for a in args)
+        return func(*args, **kwargs)
+
+
+class _Idle:
+    """A stream or an event: every method does nothing."""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def __getattr__(self, name):
+        return lambda *_, **__: self
+
+
+def _rearrange(x, pattern):
+    """The three einops patterns of Megatron's Mamba mixer in training; einops itself need not be installed."""
+    return x.squeeze(1) if pattern == "d 1 w -> d w" else x.transpose(0, 1)
+
+
+@contextlib.contextmanager
+def patched() -> Iterator[None]:
+    """This process runs Megatron on the CPU from here on. The patches of modules stay: for a process that ends soon."""
+    import megatron.core.models.hybrid.hybrid_block as hybrid_block
+    import megatron.core.ssm.mamba_context_parallel as mamba_cp
+    import megatron.core.ssm.mamba_mixer as mamba_mixer
+    import megatron.core.tensor_parallel.random as random
+    import megatron.core.transformer.experimental_attention_variant.absorbed_mla as absorbed_mla
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+    import megatron.core.transformer.multi_latent_attention as mla
+
+    torch.set_num_threads(1)
+    torch._dynamo.config.disable = True
+    idle = _Idle()
+    torch.cuda.current_device = lambda: CPU
+    torch.cuda.synchronize = lambda *_, **__: None
+    torch.cuda.Stream = torch.cuda.Event = _Idle
+    torch.cuda.current_stream = lambda *_, **__: idle
+    torch.cuda.stream = lambda _: contextlib.nullcontext()
+    random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    # The dispatcher turns its splits into numbers on the way off the GPU; gloo wants numbers too.
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda t, as_numpy=False, **_: (
+        t.numpy() if as_numpy and torch.is_tensor(t) else t
+    )
+    # Where TE is installed the router multiplies with its GEMM.
+    moe_utils.te_general_gemm = None
+    # HybridStack names TENorm itself, and the two MLAs ask for TELinear to see that a projection is replicated.
+    hybrid_block.TENorm = modules.Norm
+    mla.TELinear = absorbed_mla.TELinear = modules.ReplicatedLinear
+    # The real Mamba mixer, with its two Triton kernels in plain torch.
+    mamba_mixer.HAVE_MAMBA_SSM = mamba_mixer.HAVE_EINOPS = mamba_cp.HAVE_EINOPS = True
+    mamba_mixer.MAMBA_HAS_STATE_DTYPE = False
+    mamba_mixer.rearrange = _rearrange
+    mamba_mixer.ExtendedRMSNorm = modules.GatedNorm
+    mamba_mixer.mamba_split_conv1d_scan_combined = modules.mamba2_scan
+    with _CudaToCpu():
+        yield
+
+
+# The model -----------------------------------------------------------------------------------------------------------
+
+ATTENTION = dict(num_query_groups=2, kv_channels=16)
+LATENT = dict(q_lora_rank=16, kv_lora_rank=24, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=16, qk_layernorm=True)
+LATENT |= dict(rope_type="rope", rotary_base=500000)
+# The indexer of layer 3 serves layers 3 to 6, that of 7 serves 7 to 10, and so on. Hadamard needs a CUDA package.
+DSA = dict(experimental_attention_variant="dsa", dsa_indexer_n_heads=4, dsa_indexer_head_dim=16, dsa_indexer_topk=8)
+DSA |= dict(dsa_indexer_loss_coeff=0.01, dsa_indexer_rotate_activation=False)
+DSA |= dict(dsa_indexer_topk_freq=4, dsa_indexer_skip_topk_offset=3)
+MOE = dict(num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=32, moe_shared_expert_intermediate_size=48)
+MOE |= dict(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_dtype="fp32")
+MOE |= dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=1e-2, moe_token_dispatcher_type="alltoall")
+MOE |= dict(moe_grouped_gemm=True)
+MAMBA = dict(mamba_num_heads=8, mamba_head_dim=8, mamba_state_dim=16, mamba_num_groups=2)
+
+
+def config_of(case: Case) -> Any:
+    """The TransformerConfig of `case`: NAM56R's choices at width 64, fp32, every fusion off."""
+    from megatron.core.activations import squared_relu
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+    plan = plan_of(case.pattern)
+    kinds = {layer.kind for layer in plan.layers} | set(plan.mtp)
+    fields = dict(
+        num_layers=len(plan.layers), mtp_num_layers=plan.mtp_depths or None, hidden_size=64, ffn_hidden_size=96
+    )
+    fields |= dict(num_attention_heads=4, activation_func=squared_relu, normalization="RMSNorm", add_bias_linear=False)
+    fields |= dict(hidden_dropout=0.0, attention_dropout=0.0, is_hybrid_model=True, use_cpu_initialization=True)
+    fields |= dict(params_dtype=torch.float32, pipeline_dtype=torch.float32, transformer_impl="local")
+    fields |= dict(bias_activation_fusion=False, bias_dropout_fusion=False, persist_layer_norm=False)
+    fields |= dict(gradient_accumulation_fusion=False, apply_rope_fusion=False, masked_softmax_fusion=False)
+    fields |= dict(tensor_model_parallel_size=case.tp, sequence_parallel=case.tp > 1, expert_tensor_parallel_size=1)
+    fields |= dict(pipeline_model_parallel_size=case.pp, expert_model_parallel_size=case.ep)
+    latent = bool(kinds & {"mla", "dsa"})
+    for kind, more in (("attention", ATTENTION), ("dsa", DSA), ("moe", MOE), ("mamba2", MAMBA)):
+        fields |= more if kind in kinds else {}
+    fields |= LATENT if latent else {}
+    return (MLATransformerConfig if latent else TransformerConfig)(**{**fields, **case.config})
+
+
+def _rig(case: Case, rank: int, folder: Path) -> Rig:
+    from megatron.core import parallel_state as ps
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=case.world)
+    ps.initialize_model_parallel(
+        tensor_model_parallel_size=case.tp,
+        pipeline_model_parallel_size=case.pp,
+        expert_model_parallel_size=case.ep,
+        expert_tensor_parallel_size=1,
+        create_gloo_process_groups=False,
+    )
+    config = config_of(case)
+    # Another seed in every layout: equal losses then prove that fill() reached every parameter.
+    torch.manual_seed(1000 + rank + case.world)
+    with torch.device("meta") if case.meta else contextlib.nullcontext():
+        model = HybridModel(
+            config,
+            hybrid_stack_spec(plan_of(case.pattern, case.latent_norm), modules.CpuBackend(), case.mixers),
+            vocab_size=case.vocab,
+            max_sequence_length=SEQUENCE,
+            hybrid_layer_pattern=case.pattern.replace("R", "M").replace("3", "M"),
+            position_embedding_type="rope",
+            rotary_base=500000,
+            pre_process=ps.is_pipeline_first_stage(),
+            post_process=ps.is_pipeline_last_stage(),
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        )
+    if case.meta:
+        return Rig(case, rank, config, model, None)
+    fill(model)
+    ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
+    config.finalize_model_grads_func = finalize_model_grads
+    return Rig(case, rank, config, model, ddp)
+
+
+def shapes(case: Case) -> dict[str, tuple[int, ...]]:
+    """Parameter name -> shape of the model of `case` (one rank), without memory: full widths are welcome."""
+    no_memory = dict(use_cpu_initialization=False, perform_initialization=False)
+    case = replace(case, meta=True, config=no_memory | case.config)
+    (found,) = on_ranks(case, lambda rig: {name: tuple(p.shape) for name, p in rig.model.named_parameters()})
+    return found
+
+
+# Global tensors ------------------------------------------------------------------------------------------------------
+
+
+def shards(model: Any) -> list[Any]:
+    """Megatron's own account of which part of which global tensor a local tensor is: a checkpoint's ShardedTensors."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+    state = model.sharded_state_dict(metadata={"dp_cp_group": model.pg_collection.dp_cp})
+    apply_factories(state)
+    return [s for s in nested_values(state) if isinstance(s, ShardedTensor)]
+
+
+def _window(shard: Any) -> tuple[slice | int, ...]:
+    """Where in the global tensor the shard's local data lies."""
+    lead = shard.prepend_axis_num
+    sizes = shard.local_shape
+    return (
+        *shard.global_offset[:lead],
+        *(slice(o, o + n) for o, n in zip(shard.global_offset[lead:], sizes, strict=True)),
+    )
+
+
+@torch.no_grad()
+def fill(model: Any) -> None:
+    """Set every parameter from its checkpoint key and global shape; asserts that the checkpoint holds every one."""
+    waiting = {p.data_ptr(): p.numel() for p in model.parameters()}
+    regions = {p.untyped_storage().data_ptr(): p.data_ptr() for p in model.parameters()}
+    for shard in shards(model):
+        owner = regions.get(shard.data.untyped_storage().data_ptr())
+        if owner is None:
+            continue
+        generator = torch.Generator().manual_seed(zlib.crc32(shard.key.encode()))
+        values = torch.randn(shard.global_shape, generator=generator)
+        values = 1 + 0.2 * values if "norm" in shard.key else 0.15 * values
+        shard.data.copy_(values[_window(shard)])
+        waiting[owner] -= shard.data.numel()
+    missing = [name for name, p in model.named_parameters() if waiting[p.data_ptr()]]
+    assert not missing, f"not in the sharded state dict: {missing}"
+
+
+Shard = tuple[str, tuple, tuple, torch.Tensor]
+
+
+@torch.no_grad()
+def gathered(model: Any, value: Callable[[torch.nn.Parameter], torch.Tensor]) -> list[Shard]:
+    """(checkpoint key, global shape, window, local part) of `value` of every parameter, cut as the parameter is."""
+    kept = {name: p.data for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.data = value(p).clone()
+    storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    # Read before the weights go back: a shard is the parameter itself, or a view of what it holds now.
+    result = [
+        (s.key, tuple(s.global_shape), _window(s), s.data.clone())
+        for s in shards(model)
+        if s.data.untyped_storage().data_ptr() in storages
+    ]
+    for name, p in model.named_parameters():
+        p.data = kept[name]
+    return result
+
+
+def weights(rig: Rig) -> list[Shard]:
+    return gathered(rig.model, lambda p: p.data)
+
+
+def gradients(rig: Rig) -> list[Shard]:
+    """As the optimizer would see them: summed over microbatches, reduced over every group."""
+    return gathered(rig.model, lambda p: p.main_grad)
+
+
+def assemble(per_rank: list[list[Shard]]) -> dict[str, torch.Tensor]:
+    """Global tensors by checkpoint key from all ranks' shards; asserts that replicas agree and nothing is missing."""
+    whole: dict[str, torch.Tensor] = {}
+    for key, shape, window, local in (shard for rank in per_rank for shard in rank):
+        target = whole.setdefault(key, torch.full(shape, torch.nan))
+        seen = target[window]
+        assert seen.isnan().all() or torch.allclose(seen, local, rtol=1e-4, atol=1e-7), f"replicas of {key} differ"
+        target[window] = local
+    assert not (bad := [key for key, t in whole.items() if t.isnan().any()]), f"incomplete or not finite: {bad}"
+    return whole
+
+
+# The step ------------------------------------------------------------------------------------------------------------
+
+
+def step(rig: Rig) -> list[float]:
+    """One forward and backward through Megatron's schedule; each microbatch's loss (on the last pipeline stage)."""
+    from megatron.core import parallel_state as ps
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    generator = torch.Generator().manual_seed(7)
+    data = [torch.randint(0, VOCAB, (BATCH, SEQUENCE + 1), generator=generator) for _ in range(rig.case.microbatches)]
+    mine = data[ps.get_data_parallel_rank() :: rig.case.dp]
+
+    def forward(batches, model):
+        tokens = next(batches)
+        mask = torch.ones(BATCH, SEQUENCE)
+        positions = torch.arange(SEQUENCE).expand(BATCH, SEQUENCE)
+        # An explicit (unused) mask: with index reuse Megatron hangs the shared top-k on it, one per microbatch.
+        attention_mask = torch.ones(BATCH, 1, SEQUENCE, SEQUENCE).triu(1).bool()
+        out = model(tokens[:, :-1], positions, attention_mask, labels=tokens[:, 1:], loss_mask=mask)
+        return out, lambda o: (
+            o.float().sum(),
+            torch.tensor(BATCH * SEQUENCE, dtype=torch.int),
+            {"loss": o.float().mean().item()},
+        )
+
+    rig.ddp.zero_grad_buffer()
+    report = get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=iter(mine),
+        model=[rig.ddp],
+        num_microbatches=len(mine),
+        seq_length=SEQUENCE,
+        micro_batch_size=BATCH,
+        forward_only=False,
+    )
+    return [r["loss"] for r in report]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """losses: by microbatch, in the order of the data. gradients: global, by checkpoint key."""
+
+    losses: list[float]
+    gradients: dict[str, torch.Tensor]
+
+
+def train(case: Case) -> Trained:
+    """One step of `case` in its layout, put together from all ranks."""
+    ranks = on_ranks(case, lambda rig: (step(rig), gradients(rig)))
+    reporting = [losses for losses, _ in ranks if losses]
+    by_dp = reporting[:: len(reporting) // case.dp]
+    losses = [by_dp[i % case.dp][i // case.dp] for i in range(case.microbatches)]
+    return Trained(losses, assemble([grads for _, grads in ranks]))

@@ -1,0 +1,581 @@
+"""The stack of mcore/stack.py inside Megatron's real HybridModel, on a CPU and in every layout.
+
+Mamba-2 is Megatron's own MambaMixer with its Triton kernels in plain torch; mamba3 and m2rnn, which are not built yet,
+are toy mixers; Transformer Engine's modules have stand-ins with the same parameters (tests/cpu/modules.py).
+"""
+
+import dataclasses
+import importlib
+from functools import partial
+from types import SimpleNamespace
+
+import harness
+import modules
+import pytest
+import torch
+from harness import Case, in_child, on_ranks, plan_of, recipe_of, train
+from megatron.core.extensions import transformer_engine as te
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+
+from nam_megatron.errors import Refused
+from nam_megatron.mcore.stack import AbsentSlot, hybrid_stack_spec
+
+MIXERS = {"mamba3": modules.toy_mixer(2), "m2rnn": modules.toy_mixer(1)}
+
+# Every kind, twice: as the native lane has them and as the family was designed. D at 5 reuses the top-k of D at 3.
+NATIVE = Case("*EM-M*|E-MM*/*-", mixers={})
+DESIGN = Case("+EDED-3M|R+E/+-/+-", mixers=MIXERS)
+FAMILIES = {"native": NATIVE, "design": DESIGN}
+LAYOUTS = {
+    "tp2": {"tp": 2},
+    "pp2": {"pp": 2},
+    "dp2": {"dp": 2},
+    "ep2": {"dp": 2, "ep": 2},
+    "tp2ep2": {"tp": 2, "ep": 2},
+}
+
+
+def in_layout(case: Case, **layout) -> Case:
+    pattern = case.pattern if layout.get("pp", 1) > 1 else case.pattern.replace("|", "")
+    return dataclasses.replace(case, pattern=pattern, **layout)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """One step of each family on one rank."""
+    return {name: train(in_layout(case)) for name, case in FAMILIES.items()}
+
+
+# The harness ----------------------------------------------------------------------------------------------------------
+
+
+def test_harness_gradients_are_the_slopes_of_its_losses():
+    """What every comparison below stands on: moving a weight along its gradient moves the loss by the gradient."""
+
+    def slopes(rig):
+        loss = lambda: sum(harness.step(rig)) / rig.case.microbatches  # noqa: E731
+        loss()
+        found, eps = {}, 1e-2
+        for name, p in rig.model.named_parameters():
+            gradient = p.main_grad.clone()
+            along = gradient / gradient.norm()
+            with torch.no_grad():
+                p.add_(along, alpha=eps)
+                up = loss()
+                p.sub_(along, alpha=2 * eps)
+                down = loss()
+                p.add_(along, alpha=eps)
+            found[name] = ((up - down) / (2 * eps), gradient.norm().item())
+            loss()
+        return found
+
+    (found,) = on_ranks(Case("*-M", microbatches=1), slopes)
+    bad = {name: pair for name, pair in found.items() if abs(pair[0] - pair[1]) > 0.02 * pair[1] + 1e-3}
+    assert not bad
+
+
+def test_harness_gradients_are_not_the_weights(whole):
+    (held,) = on_ranks(in_layout(NATIVE), harness.weights)
+    gradients = whole["native"].gradients
+    assert {key for key, *_ in held} == gradients.keys()
+    assert not [key for key, _, window, part in held if torch.equal(gradients[key][window], part)]
+
+
+def test_harness_tells_where_a_rank_failed():
+    def fail(rig):
+        if rig.rank == 1:
+            raise KeyError("on purpose")
+        torch.distributed.barrier()
+
+    with pytest.raises(harness.RankFailed, match=r"(?s)rank 1:.*on purpose"):
+        on_ranks(Case("*-", dp=2), fail, limit_s=30)
+
+
+def test_harness_mamba_scan_is_the_published_sum():
+    """mamba2_scan against y_t = sum over s <= t of C_t.B_s exp(sum of dt A over (s, t]) dt_s x_s (arXiv 2405.21060)."""
+    batch, length, heads, dim, groups, state = 2, 9, 4, 3, 2, 5
+    inner, packed = heads * dim, groups * state
+    torch.manual_seed(0)
+    z, x, bc, dt = (torch.randn(batch, length, n) for n in (inner, inner, 2 * packed, heads))
+    weight, bias, dt_bias, a, d = (torch.randn(n) for n in ((inner + 2 * packed, 4), inner + 2 * packed, *[heads] * 3))
+    a = -a.exp()
+    joined = torch.cat([x, bc], -1)
+    taps = [torch.cat([torch.zeros_like(joined[:, :lag]), joined[:, : length - lag]], 1) for lag in (3, 2, 1, 0)]
+    mixed = torch.nn.functional.silu(sum(tap * weight[:, i] for i, tap in enumerate(taps)) + bias)
+    u, b, c = mixed.split([inner, packed, packed], -1)
+    u = u.view(batch, length, heads, dim)
+    b, c = (
+        t.view(batch, length, groups, 1, state).expand(-1, -1, -1, heads // groups, -1).flatten(2, 3) for t in (b, c)
+    )
+    step = torch.nn.functional.softplus(dt + dt_bias)
+    decay = (step * a).cumsum(1)
+    expected = torch.zeros_like(u)
+    for t in range(length):
+        for s in range(t + 1):
+            gain = (c[:, t] * b[:, s]).sum(-1) * (decay[:, t] - decay[:, s]).exp() * step[:, s]
+            expected[:, t] += gain[..., None] * u[:, s]
+    expected = (expected + d[:, None] * u).flatten(2) * torch.nn.functional.silu(z)
+    found = modules.mamba2_scan(
+        torch.cat([z, x, bc, dt], -1), weight, bias, dt_bias, a, D=d, headdim=dim, ngroups=groups, chunk_size=4
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+# What is built --------------------------------------------------------------------------------------------------------
+
+
+def describe(rig):
+    """(layer number, layer class, class of what does the work) of the layers on this rank."""
+
+    def worker(layer):
+        for name in ("mixer", "mlp", "self_attention"):
+            module = getattr(layer, name, None)
+            if module is not None and not isinstance(module, IdentityOp):
+                return type(module).__name__ + (
+                    f" {module.expand}" if name == "mixer" and hasattr(module, "decay") else ""
+                )
+
+    layers = list(rig.model.decoder.layers)
+    mtp = [list(depth.mtp_model_layer.layers) for depth in rig.model.mtp.layers] if rig.model.mtp_process else []
+    return [[(x.layer_number, type(x).__name__, worker(x)) for x in part] for part in (layers, *mtp)]
+
+
+BUILT = {
+    "*": ("TransformerLayer", "SelfAttention"),
+    "+": ("TransformerLayer", "MLASelfAttention"),
+    "D": ("TransformerLayer", "AbsorbedMLASelfAttention"),
+    "E": ("MoETransformerLayer", "MoELayer"),
+    "-": ("MLPLayer", "MLP"),
+    "M": ("MambaLayer", "MambaMixer"),
+    "3": ("MambaLayer", "ToyMixer 2"),
+    "R": ("MambaLayer", "ToyMixer 1"),
+}
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_number_has_its_layer(family, pp):
+    case = in_layout(FAMILIES[family], pp=pp)
+    main, *mtp = case.pattern.split("/")
+    expected = [(number, *BUILT[letter]) for number, letter in enumerate(main.replace("|", ""), 1)]
+    ranks = on_ranks(case, describe)
+    assert [layer for rank in ranks for layer in rank[0]] == expected
+    inner = [[(number, *BUILT[letter]) for number, letter in enumerate(depth, 1)] for depth in mtp]
+    assert ranks[-1][1:] == inner
+    assert all(len(rank) == 1 for rank in ranks[:-1])
+
+
+def test_mtp_restarts_its_numbers_and_still_gets_its_own_mixer():
+    (parts,) = on_ranks(Case("R*3-/3-/3-", mixers=MIXERS), describe)
+    assert [worker for _, _, worker in parts[0]] == ["ToyMixer 1", "SelfAttention", "ToyMixer 2", "MLP"]
+    assert parts[1][0] == parts[2][0] == (1, "MambaLayer", "ToyMixer 2")
+
+
+def test_layers_in_one_index_group_share_one_indexer():
+    (owners,) = on_ranks(
+        Case("+EDED-D-D"),
+        lambda rig: [
+            layer.layer_number
+            for layer in rig.model.decoder.layers
+            if type(layer.self_attention).__name__ == "AbsorbedMLASelfAttention"
+            and layer.self_attention.core_attention.indexer is not None
+        ],
+    )
+    assert owners == [3, 7]
+
+
+# Names and shapes -----------------------------------------------------------------------------------------------------
+
+
+def parameters(letter: str, c: SimpleNamespace) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the parameters of a layer, whole (not sharded), from the fields of its config."""
+    h = c.hidden_size
+    if letter == "*":
+        queries, keys = c.num_attention_heads * c.kv_channels, c.num_query_groups * c.kv_channels
+        return {
+            "self_attention.linear_proj.weight": (h, queries),
+            "self_attention.linear_qkv.layer_norm_weight": (h,),
+            "self_attention.linear_qkv.weight": (queries + 2 * keys, h),
+        }
+    if letter in "+D":
+        n, q, kv, rope = c.num_attention_heads, c.q_lora_rank, c.kv_lora_rank, c.qk_pos_emb_head_dim
+        latent = {
+            "input_layernorm.weight": (h,),
+            "self_attention.linear_proj.weight": (h, n * c.v_head_dim),
+            "self_attention.linear_q_down_proj.weight": (q, h),
+            "self_attention.linear_q_up_proj.weight": (n * (c.qk_head_dim + rope), q),
+            "self_attention.linear_kv_down_proj.weight": (kv + rope, h),
+            "self_attention.linear_kv_up_proj.weight": (n * (c.qk_head_dim + c.v_head_dim), kv),
+            "self_attention.q_layernorm.weight": (q,),
+            "self_attention.kv_layernorm.weight": (kv,),
+        }
+        indexer = {
+            "linear_wq_b.weight": (c.dsa_indexer_n_heads * c.dsa_indexer_head_dim, q),
+            "linear_wk.weight": (c.dsa_indexer_head_dim, h),
+            "k_norm.weight": (c.dsa_indexer_head_dim,),
+            "k_norm.bias": (c.dsa_indexer_head_dim,),
+            "linear_weights_proj.weight": (c.dsa_indexer_n_heads, h),
+        }
+        prefix = "self_attention.core_attention.indexer."
+        return latent | ({prefix + name: shape for name, shape in indexer.items()} if letter == "D" else {})
+    if letter == "E":
+        f, shared = c.moe_ffn_hidden_size, c.moe_shared_expert_intermediate_size
+        experts = range(c.num_moe_experts)
+        return {
+            "pre_mlp_layernorm.weight": (h,),
+            "mlp.router.weight": (c.num_moe_experts, h),
+            **{f"mlp.experts.linear_fc1.weight{i}": (f, h) for i in experts},
+            **{f"mlp.experts.linear_fc2.weight{i}": (h, f) for i in experts},
+            "mlp.shared_experts.linear_fc1.weight": (shared, h),
+            "mlp.shared_experts.linear_fc2.weight": (h, shared),
+        }
+    if letter == "-":
+        return {
+            "mlp.linear_fc1.layer_norm_weight": (h,),
+            "mlp.linear_fc1.weight": (c.ffn_hidden_size, h),
+            "mlp.linear_fc2.weight": (h, c.ffn_hidden_size),
+        }
+    assert letter == "M"
+    heads, inner, bc = c.mamba_num_heads, c.mamba_num_heads * c.mamba_head_dim, c.mamba_num_groups * c.mamba_state_dim
+    return {
+        "mixer.conv1d_weight": (inner + 2 * bc, 1, 4),
+        "mixer.conv1d_bias": (inner + 2 * bc,),
+        "mixer.dt_bias": (heads,),
+        "mixer.A_log": (heads,),
+        "mixer.D": (heads,),
+        "mixer.in_proj.layer_norm_weight": (h,),
+        "mixer.in_proj.weight": (2 * inner + 2 * bc + heads, h),
+        "mixer.norm.weight": (inner,),
+        "mixer.out_proj.weight": (h, inner),
+    }
+
+
+@pytest.mark.parametrize("pattern", ["*EM-/*-", "+ED-/+-/+-", "DEM"])
+def test_names_and_shapes(pattern):
+    fields = {**harness.ATTENTION, **harness.LATENT, **harness.DSA, **harness.MOE, **harness.MAMBA}
+    c = SimpleNamespace(hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, **fields)
+    main, *mtp = pattern.split("/")
+    stacks = {"decoder.layers": main}
+    stacks |= {f"mtp.layers.{i}.mtp_model_layer.layers": depth for i, depth in enumerate(mtp)}
+    expected = {
+        f"{stack}.{i}.{name}": shape
+        for stack, letters in stacks.items()
+        for i, letter in enumerate(letters)
+        for name, shape in parameters(letter, c).items()
+    }
+    expected |= dict.fromkeys(("embedding.word_embeddings.weight", "output_layer.weight"), (harness.VOCAB, 64))
+    expected["decoder.final_norm.weight"] = (64,)
+    for depth in range(len(mtp)):
+        expected |= {f"mtp.layers.{depth}.{norm}.weight": (64,) for norm in ("enorm", "hnorm", "final_layernorm")}
+        expected[f"mtp.layers.{depth}.eh_proj.weight"] = (64, 128)
+    assert harness.shapes(Case(pattern)) == expected
+
+
+def test_native_preset_has_the_measured_number_of_parameters():
+    """3,996,461,352 was counted on GPUs with TE's and mamba-ssm's own modules (NAM56R, GQA, no QK norm, no MTP)."""
+    wide = {"hidden_size": 3584, "ffn_hidden_size": 18944, "num_attention_heads": 56, "num_query_groups": 8}
+    wide |= {"kv_channels": 64, "num_moe_experts": 16, "moe_router_topk": 4, "moe_ffn_hidden_size": 896}
+    wide |= {"moe_shared_expert_intermediate_size": 1024, "mamba_num_heads": 56, "mamba_head_dim": 64}
+    wide |= {"mamba_state_dim": 64, "mamba_num_groups": 8}
+    pattern = "".join("*EME*EME*EMM"[i % 12] for i in range(52))
+    found = harness.shapes(Case(pattern, vocab=65536, config=wide))
+    assert sum(torch.Size(shape).numel() for shape in found.values()) == 3_996_461_352
+
+
+# Training -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layout_is_the_same_model(whole, family, layout):
+    one = whole[family]
+    other = train(in_layout(FAMILIES[family], **LAYOUTS[layout]))
+    assert other.losses == pytest.approx(one.losses, rel=1e-6)
+    assert other.gradients.keys() == one.gradients.keys()
+    far = {}
+    for key, expected in one.gradients.items():
+        error = (other.gradients[key] - expected).abs().max() / expected.abs().max()
+        if not error < 1e-4:
+            far[key] = error.item()
+    assert not far
+
+
+def test_mla_under_tensor_without_sequence_parallelism_drifts_apart():
+    """Megatron trains this pair: the replicated down projections get other gradients on each rank (0.19.2)."""
+    with pytest.raises(AssertionError, match=r"replicas of .* differ"):
+        train(Case("+-", tp=2, config={"sequence_parallel": False}))
+    assert train(Case("*-", tp=2, config={"sequence_parallel": False})).losses
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_is_trained(whole, family):
+    """No exceptions: 64 tokens reach each of the 4 experts, and the top-k indexer has its own loss."""
+    still = [key for key, g in whole[family].gradients.items() if not g.abs().sum() > 0]
+    experts = {key: g for key, g in whole[family].gradients.items() if ".experts.experts." in key}
+    still += [f"{key}[{i}]" for key, g in experts.items() for i in range(len(g)) if not g[i].abs().sum() > 0]
+    assert experts and not still
+
+
+def test_latent_norms_take_part():
+    """The norms of the latents do something: without them the losses differ, and Megatron refuses half of the pair."""
+    normed = train(Case("+-D"))
+    plain = {"qk_layernorm": False}
+    with pytest.raises(harness.RankFailed, match="supposed to be disabled"):
+        train(Case("+-D", config=plain))
+    bare = train(Case("+-D", config=plain, latent_norm=False))
+    assert {key.split(".")[-2] for key in normed.gradients.keys() - bare.gradients.keys()} == {
+        "q_layernorm",
+        "kv_layernorm",
+    }
+    assert bare.losses != pytest.approx(normed.losses, rel=1e-3)
+
+
+# The optimizer --------------------------------------------------------------------------------------------------------
+
+
+def muon_parameters(rig):
+    """Names on this rank that Megatron's own factory gives to Muon; the others, which it gives to Adam."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+
+    config = OptimizerConfig(optimizer="muon", lr=1e-3, muon_tp_mode="blockwise", use_distributed_optimizer=False)
+    chain = get_megatron_optimizer(config, [rig.ddp], get_standard_config_overrides(config))
+    names = {p: name for name, p in rig.model.named_parameters()}
+    split = {True: set(), False: set()}
+    for optimizer in chain.chained_optimizers:
+        muon = "Muon" in type(optimizer.optimizer).__name__
+        split[muon] |= {names[p] for group in optimizer.param_groups for p in group["params"]}
+    return split[True], split[False]
+
+
+def test_muon_takes_every_matrix_but_embedding_and_output():
+    ((muon, adam),) = on_ranks(in_layout(DESIGN), muon_parameters)
+    assert not muon & adam
+    shapes = harness.shapes(in_layout(DESIGN))
+    assert muon | adam == shapes.keys()
+    tables = {"embedding.word_embeddings.weight", "output_layer.weight"}
+    assert muon == {name for name, shape in shapes.items() if len(shape) == 2} - tables
+    layers = "decoder.layers."
+    # Not obvious, and so: the router, the indexer, the packed projection of Mamba as one matrix.
+    assert {layers + "1.mlp.router.weight", layers + "7.mixer.in_proj.weight", "mtp.layers.0.eh_proj.weight"} <= muon
+    assert layers + "2.self_attention.core_attention.indexer.linear_weights_proj.weight" in muon
+    assert {layers + "7.mixer.conv1d_weight", layers + "7.mixer.A_log", layers + "1.pre_mlp_layernorm.weight"} <= adam
+
+
+def test_the_copy_of_the_embedding_that_mtp_keeps_on_the_last_stage_is_not_muons():
+    ranks = on_ranks(in_layout(DESIGN, pp=2), muon_parameters)
+    assert all("embedding.word_embeddings.weight" in adam for _, adam in ranks)
+
+
+# Checkpoints ----------------------------------------------------------------------------------------------------------
+
+
+def save(folder, rig):
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    # Made here by a fork; Megatron would start a fresh interpreter for it, which imports all of this once more.
+    filesystem_async.get_write_results_queue("fork")
+    for i, bias in enumerate(expert_biases(rig.model)):
+        bias.copy_(torch.arange(len(bias)) + i)
+    dist_checkpointing.save(state(rig), str(folder))
+    return harness.weights(rig)
+
+
+def load(folder, rig):
+    from megatron.core import dist_checkpointing
+
+    with torch.no_grad():
+        for tensor in (*rig.model.parameters(), *expert_biases(rig.model)):
+            tensor.fill_(torch.nan)
+    rig.model.load_state_dict(dist_checkpointing.load(state(rig), str(folder)))
+    biases = [(b.dtype, b.tolist()) for b in expert_biases(rig.model)]
+    return harness.weights(rig), biases
+
+
+def state(rig):
+    return rig.model.sharded_state_dict(metadata={"dp_cp_group": rig.model.pg_collection.dp_cp})
+
+
+def expert_biases(model):
+    return [b for name, b in model.named_buffers() if name.endswith("expert_bias")]
+
+
+@pytest.mark.parametrize(("written", "read"), [("tp2", "tp2"), ("one", "tp2"), ("tp2", "one"), ("pp2", "ep2")])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpoint_is_read_in_any_layout(tmp_path, family, written, read):
+    layouts = LAYOUTS | {"one": {}}
+    saved = on_ranks(in_layout(FAMILIES[family], **layouts[written]), partial(save, tmp_path))
+    loaded = on_ranks(in_layout(FAMILIES[family], **layouts[read]), partial(load, tmp_path))
+    before, after = harness.assemble(saved), harness.assemble([weights for weights, _ in loaded])
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    for _, biases in loaded:
+        # Each router's own, in fp32 (a stage that was saved alone counted its routers from 0).
+        first = biases[0][1][0]
+        assert all(dtype is torch.float32 for dtype, _ in biases)
+        assert all(values == [values[0] + i for i in range(4)] for _, values in biases) and first == 0
+
+
+# Megatron's own spec --------------------------------------------------------------------------------------------------
+
+
+def differences(ours, theirs, path=""):
+    """Dotted paths at which two specs differ; looks into partials, which compare by identity."""
+    if type(ours) is not type(theirs):
+        return {path}
+    if isinstance(ours, partial):
+        pairs = {"func": (ours.func, theirs.func), "args": (ours.args, theirs.args)}
+        pairs |= {key: (ours.keywords.get(key), theirs.keywords.get(key)) for key in ours.keywords | theirs.keywords}
+    elif isinstance(ours, list):
+        pairs = dict(enumerate(zip(ours, theirs, strict=True)))
+    elif dataclasses.is_dataclass(ours) and not isinstance(ours, type):
+        pairs = {f.name: (getattr(ours, f.name), getattr(theirs, f.name)) for f in dataclasses.fields(ours)}
+    else:
+        return set() if ours == theirs else {path}
+    return {d for key, (a, b) in pairs.items() for d in differences(a, b, f"{path}.{key}".lstrip("."))}
+
+
+def compared_with_upstream():
+    """Slot -> where it differs. Without TE its classes are Megatron's mocks, one per class: still told apart."""
+    import megatron.core.extensions.transformer_engine_spec_provider as provider
+    import megatron.core.models.hybrid.hybrid_layer_specs as upstream
+
+    if not te.HAVE_TE:
+        te.HAVE_TE = True
+        for name in ("TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear", "TEActivationOp"):
+            cls = type(name, (), {})
+            setattr(te, name, cls)
+            setattr(provider, name, cls)
+        upstream = importlib.reload(upstream)
+    theirs, found = upstream.hybrid_stack_spec.submodules, {}
+    for pattern in ("*EM-/*-", "+DEM/+-"):
+        ours = hybrid_stack_spec(plan_of(pattern)).submodules
+        built = {f.name: getattr(ours, f.name) for f in dataclasses.fields(ours)}
+        for slot, spec in built.items():
+            if not (isinstance(spec, ModuleSpec) and spec.module is AbsentSlot):
+                found[slot] = differences(spec, getattr(theirs, slot))
+    return found
+
+
+def test_slots_are_megatrons_own_but_for_the_latent_norms():
+    latent = {f"submodules.self_attention.submodules.{name}" for name in ("q_layernorm", "kv_layernorm")}
+    assert in_child(compared_with_upstream) == {
+        "attention_layer": set(),
+        "mamba_layer": set(),
+        "mlp_layer": set(),
+        "moe_layer": set(),
+        "mtp_block_spec": set(),
+        "mla_layer": latent,
+        "dsa_layer": latent,
+    }
+
+
+# Refusals -------------------------------------------------------------------------------------------------------------
+
+
+def problems(*args, **kwargs):
+    with pytest.raises(Refused) as refused:
+        hybrid_stack_spec(*args, **kwargs)
+    return [p.message for p in refused.value.problems]
+
+
+def test_kinds_without_a_mixer_are_refused_all_at_once():
+    assert problems(plan_of("3*R3-R/3-"), modules.CpuBackend()) == [
+        "`mamba3` is not built yet, but the plan has it at layers 1, 4 and MTP",
+        "`m2rnn` is not built yet, but the plan has it at layers 3, 6",
+    ]
+
+
+def spec_from_backend(backend):
+    return modules.toy_mixer(2)
+
+
+def test_a_mixer_can_be_named_by_its_path():
+    spec = hybrid_stack_spec(plan_of("3*"), modules.CpuBackend(), {"mamba3": f"{__name__}.spec_from_backend"})
+    mixer = spec.submodules.mamba_layer.submodules.mixer
+    assert mixer.params["by_number"] == {1: modules.toy_mixer(2)}
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (
+            "no_such_package.spec",
+            "layer spec `no_such_package.spec` cannot be imported: No module named 'no_such_package'",
+        ),
+        ("modules.no_such_spec", "layer spec `modules.no_such_spec` cannot be imported"),
+        ("spec", "layer spec `spec` cannot be imported"),
+        ("modules.CpuBackend", "`modules.CpuBackend` is not a layer spec nor a function that makes one"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_refused(path, message):
+    (found,) = problems(plan_of("3*"), modules.CpuBackend(), {"mamba3": path})
+    assert found.startswith(message)
+
+
+def test_a_mixer_without_a_norm_is_refused():
+    column, row = modules.CpuBackend().column_parallel_linear(), modules.CpuBackend().row_parallel_linear()
+    bare = ModuleSpec(modules.ToyMixer, submodules=MambaMixerSubmodules(in_proj=column, out_proj=row))
+    (found,) = problems(plan_of("3*"), modules.CpuBackend(), {"mamba3": bare})
+    assert found == "the mixer of `mamba3` has no norm for its input, and the M slot has none"
+
+
+class NoNormAndLinear(LocalSpecProvider):
+    """Megatron's local backend: it has no fused norm, so the norm would be missing from these layers."""
+
+    def linear(self):
+        return modules.ReplicatedLinear
+
+
+class NoAttention(modules.CpuBackend):
+    def core_attention(self):
+        return IdentityOp
+
+
+@pytest.mark.parametrize(
+    ("pattern", "backend", "slots"),
+    [
+        (
+            "*-M",
+            NoNormAndLinear(),
+            {"attention_layer": "linear_qkv", "mlp_layer": "linear_fc1", "mamba_layer": "in_proj"},
+        ),
+        ("+D", NoAttention(), {"mla_layer": "core_attention"}),
+    ],
+)
+def test_an_empty_slot_is_refused(pattern, backend, slots):
+    found = problems(plan_of(pattern), backend)
+    assert len(found) == len(slots)
+    for slot, field in slots.items():
+        assert any(f"slot `{slot}` would be built without" in p and f"{field}`" in p for p in found)
+
+
+def test_a_slot_that_the_plan_does_not_use_cannot_be_built():
+    spec = hybrid_stack_spec(plan_of("*-"), modules.CpuBackend())
+    with pytest.raises(AssertionError, match="the plan has no layer for slot moe_layer"):
+        build_module(spec.submodules.moe_layer, config=None, layer_number=3)
+
+
+def test_without_transformer_engine_nothing_is_built_by_default(monkeypatch):
+    monkeypatch.setattr(te, "HAVE_TE", False)
+    assert problems(plan_of("*-")) == ["Transformer Engine cannot be imported, so no trainable stack can be built"]
+    monkeypatch.setattr(te, "HAVE_TE", True)
+    monkeypatch.setattr(te, "TEColumnParallelGroupedLinear", None)
+    assert problems(plan_of("*-")) == ["this Transformer Engine has no grouped linear layer for the experts"]
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_the_recipe_decides_about_grouped_gemm(grouped):
+    """Megatron's own hybrid spec groups whatever the flag says."""
+    asked = []
+
+    class Backend(modules.CpuBackend):
+        def grouped_mlp_modules(self, moe_use_grouped_gemm):
+            asked.append(moe_use_grouped_gemm)
+            return super().grouped_mlp_modules(True)
+
+    hybrid_stack_spec(dataclasses.replace(plan_of("*E"), recipe=recipe_of(grouped_gemm=grouped)), Backend())
+    assert asked == [grouped]
