@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import hydra
-import yaml
 from hydra._internal import utils as hydra_utils
+from hydra._internal.hydra import Hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nam_megatron.errors import OK, REFUSED, Refused
+from nam_megatron.errors import OK, REFUSED, Problem, Refused
 from nam_megatron.origin import Origin, hydra_problem
 from nam_megatron.recipe import Recipe, conf_dir, from_config
 
@@ -30,29 +29,60 @@ def run(config_name: str, keys: Sequence[str], task: Task) -> NoReturn:
     """
     sys.argv[1:] = [f"preset={a.removeprefix('conf=')}" if a.startswith("conf=") else a for a in sys.argv[1:]]
     codes = [OK]
-    origin: Origin | None = None
+    # Outside a job Hydra composes, and whatever it raises is over what it was given; in a job, errors are ours.
+    in_job = False
 
     def job(cfg: DictConfig) -> None:
-        nonlocal origin
-        origin = Origin(config_name, HydraConfig.get().overrides.task)
+        nonlocal in_job
+        in_job = True
+        # Unresolved: `${...}` in an override is the config's business, which says where it stands.
+        origin = Origin(config_name, OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False))
         try:
-            words = {key: cfg[key] for key in keys}
-            codes.append(task(from_config(cfg, origin, without=keys), words, origin))
+            recipe = from_config(cfg, origin, without=keys)
+            words = _words(cfg, keys)
+            codes.append(task(recipe, words, origin))
+            sys.stdout.flush()
         except Refused as refused:
             codes.append(_refuse(refused, origin))
+        except OSError as err:
+            if err.filename:  # not stdout
+                raise
+            codes.append(_unwritten(err))
+        in_job = False
 
     # Hydra would print its own errors and exit with 1; ours name the key, give a hint, and exit with 2.
     hydra_utils.run_and_report = lambda function: function()
+    Hydra.get_mode = _mode
     try:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=config_name)(job)()
         sys.stdout.flush()
-    except Refused as refused:
-        codes.append(_refuse(refused, origin))
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as err:
+    except BrokenPipeError as err:
+        codes.append(_unwritten(err))
+    except Exception as err:
+        if in_job:
+            raise
         codes.append(_refuse(Refused(hydra_problem(err))))
-    except BrokenPipeError:  # `| head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(max(codes))
+
+
+def _mode(hydra_app: Hydra, config_name: str | None, overrides: Sequence[str], ask=Hydra.get_mode) -> Any:
+    """`hydra.mode`, for which Hydra composes everything a first time; none of our files sets it, so None without that."""
+    return ask(hydra_app, config_name, list(overrides)) if any("hydra." in text for text in overrides) else None
+
+
+def _words(cfg: DictConfig, keys: Sequence[str]) -> dict[str, Any]:
+    try:
+        return {key: cfg[key] for key in keys}
+    except OmegaConfBaseException as err:
+        raise Refused(hydra_problem(err)) from None
+
+
+def _unwritten(err: OSError) -> int:
+    """stdout is closed or full. What is still buffered goes nowhere, or Python would complain once more at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(err, BrokenPipeError):  # `| head` has read enough
+        return OK
+    return _refuse(Refused(Problem(f"cannot write the output: {err.strerror}", None, "give it somewhere with room")))
 
 
 def _refuse(refused: Refused, origin: Origin | None = None) -> int:

@@ -23,11 +23,11 @@ def shell(lowering: Lowering) -> str:
     """Plain words for `$(...)`, which splits at blanks and takes quotes literally.
 
     Raises:
-        Refused: if a word has a blank, a quote or a backslash, and would arrive as something else.
+        Refused: if a word is empty or has a blank, a quote or a backslash, and would arrive as something else.
     """
     words = argv(lowering)
     for word in words:
-        if any(c in word for c in " \t\n'\"\\"):
+        if not word or any(c in word for c in " \t\n'\"\\"):
             raise Refused(
                 Problem(f"`{word}` does not survive `$(...)`", None, "use `out=DIR` and its run.sh, or `format=json`")
             )
@@ -49,7 +49,8 @@ def flat_yaml(lowering: Lowering) -> str:
     for s in lowering.settings:
         if words := v0_19.words(s):
             values = list(s.value) if isinstance(s.value, tuple) else s.value
-            entries[words[0].removeprefix("--")] = True if len(words) == 1 else values
+            name, joined, _ = words[0].removeprefix("--").partition("=")
+            entries[name] = values if joined or len(words) > 1 else True
     return "".join(f"{k}: {json.dumps(v)}\n" for k, v in entries.items())
 
 
@@ -102,7 +103,7 @@ def load_plan(path: Path | str) -> Lowering:
     try:
         text = path.read_text(encoding="utf-8")
         recipe = json.loads(text)["recipe"]
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as err:
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as err:
         raise Refused(
             Problem(
                 f"`{path}` is no plan.json: {err}",
@@ -110,7 +111,12 @@ def load_plan(path: Path | str) -> Lowering:
                 "write one with `python -m nam_megatron.translate ... out=DIR`",
             )
         ) from None
-    lowering = translate(from_tree(recipe))
+    try:
+        lowering = translate(from_tree(recipe))
+    except Refused as refused:
+        first = refused.problems[0]
+        text = f"`{path}` holds no recipe that this version would train: {first.message}"
+        raise Refused(Problem(text, first.key, "translate the recipe again")) from None
     if plan_json(lowering) != text:
         raise Refused(
             Problem(

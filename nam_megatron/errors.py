@@ -13,11 +13,15 @@ OK, FINDINGS, REFUSED, INCOMPLETE = 0, 1, 2, 3
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One finding: a message, the recipe key it is about (dotted), and what to change."""
+    """One finding: a message, the recipe key it is about (dotted), and what to change.
+
+    place: the key whose file and line are shown, where that is not `key` itself (a key that should not be there).
+    """
 
     message: str
     key: str | None = None
     hint: str | None = None
+    place: str | None = None
 
 
 class Refused(Exception):
@@ -36,7 +40,7 @@ class Refused(Exception):
         """The text for a person, each key with the file and line (or override) that set it where `origin` knows."""
         lines, origin = [], self.origin or origin
         for p in self.problems:
-            where = origin.where(p.key) if origin and p.key else None
+            where = origin.where(p.place or p.key) if origin and p.key else None
             place = f" @ {p.key}" + (f" ({where})" if where else "") if p.key else ""
             lines += [f"error: {p.message}{place}"]
             if p.hint:

@@ -38,12 +38,11 @@ def translate(recipe: Recipe) -> Lowering:
 def lower(p: Plan) -> Lowering:
     """All settings of a plan, checked: layouts, blocks, features, and that no setting has two owners."""
     r = p.recipe
-    problems = [*_layout(r), *_batches(r), *_model_checks(r), *_data_checks(r)]
+    problems = [*_layout(r), *_batches(r), *_model_checks(r), *_data_checks(r), *_expert_checks(p)]
     for block in p.blocks:
         problems += block.check(p)
     for feature in r.feature.all():
-        if feature.on:
-            problems += feature.check(p)
+        problems += feature.check(p) if feature.on else feature.idle()
     raise_if(problems)
 
     settings: list[Setting] = []
@@ -285,6 +284,12 @@ def _batches(r: Recipe) -> Iterator[Problem]:
             "schedule.global_batch_size",
             f"{s.micro_batch_size * dp} and its multiples fit",
         )
+    if (r.optim.name == "muon") != r.feature.muon.on:
+        yield Problem(
+            f"the optimizer is called {r.optim.name} and Muon is {'on' if r.feature.muon.on else 'off'}",
+            "optim.name",
+            "set `optim=muon` or `optim=adamw`",
+        )
     if r.optim.min_lr > r.optim.lr:
         yield Problem(f"min_lr {r.optim.min_lr} is above lr {r.optim.lr}", "optim.min_lr")
     if r.optim.warmup_steps >= s.decay_steps:
@@ -308,6 +313,13 @@ def _model_checks(r: Recipe) -> Iterator[Problem]:
         yield Problem(f"a sequence of {m.seq_length} cannot be cut into 2 x context {p.context}", "model.seq_length")
     if r.feature.mtp.on and m.tied_embeddings:
         yield Problem("MTP with tied embeddings is not tested upstream", "model.tied_embeddings", "set it to false")
+
+
+def _expert_checks(p: Plan) -> Iterator[Problem]:
+    if "moe" not in p.kinds:
+        for name in ("expert", "expert_tensor"):
+            if (degree := getattr(p.recipe.parallel, name)) > 1:
+                yield Problem(f"{name} parallel {degree} in a model without experts", f"parallel.{name}", "set it to 1")
 
 
 def _data_checks(r: Recipe) -> Iterator[Problem]:

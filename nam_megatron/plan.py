@@ -4,10 +4,12 @@
 a pipe-separated piece of the pattern, and pipeline rank r holds the segments r, r + pipeline, ...
 """
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 from nam_megatron.blocks import Block
 from nam_megatron.blocks.kinds import KINDS, LETTERS
@@ -67,8 +69,7 @@ class Plan:
 
     @cached_property
     def segments(self) -> tuple[tuple[Layer, ...], ...]:
-        count = self.layers[-1].segment + 1
-        return tuple(tuple(l for l in self.layers if l.segment == s) for s in range(count))
+        return tuple(tuple(group) for _, group in groupby(self.layers, key=lambda l: l.segment))
 
     @property
     def longest_stage(self) -> int:
@@ -149,7 +150,7 @@ def plan(recipe: Recipe) -> Plan:
     ranks: Counter[str] = Counter()
     layers = []
     for number, (letter, kind) in enumerate(zip(letters, kinds, strict=True), 1):
-        segment = sum(number > cut for cut in cuts)
+        segment = bisect_left(cuts, number)
         layers.append(Layer(number, letter, kind, ranks[letter], segment, sources.get(number)))
         ranks[letter] += 1
     attention = "mla" if {"mla", "dsa"} & set(kinds) else "attention" if "attention" in kinds else None
@@ -322,27 +323,13 @@ def _cuts(recipe: Recipe, depth: int, pipes: list[int], sources: dict[int, int])
         return pipes
     if want > depth:
         raise Refused(Problem(f"{want} pipeline segments of {depth} layers", "parallel.pipeline", "use fewer stages"))
-    legal = [n for n in range(1, depth) if not any(source <= n < layer for layer, source in sources.items())]
-    return list(_best_cuts(depth, want, legal, recipe))
+    parted = {n for layer, source in sources.items() for n in range(source, layer)}
+    return list(_best_cuts(depth, want, [n for n in range(1, depth) if n not in parted]))
 
 
-def _best_cuts(depth: int, want: int, legal: list[int], recipe: Recipe) -> tuple[int, ...]:
-    """The legal cuts with the shortest longest segment, then the least uneven ones."""
-    # best[end] for k segments: (longest, sum of squares, cuts)
-    best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
-    for k in range(1, want + 1):
-        ends = [depth] if k == want else legal
-        step: dict[int, tuple[int, int, tuple[int, ...]]] = {}
-        for end in ends:
-            options = [
-                (max(longest, end - start), squares + (end - start) ** 2, cuts + ((end,) if end < depth else ()))
-                for start, (longest, squares, cuts) in best.items()
-                if start < end
-            ]
-            if options:
-                step[end] = min(options)
-        best = step
-    if depth not in best:
+def _best_cuts(depth: int, want: int, legal: list[int]) -> tuple[int, ...]:
+    """The legal cuts into `want` segments with the shortest longest segment, then the least uneven ones."""
+    if len(legal) < want - 1:
         raise Refused(
             Problem(
                 f"no {want - 1} legal pipeline cuts: only {len(legal)} places do not part a group of layers sharing a top-k",
@@ -350,7 +337,33 @@ def _best_cuts(depth: int, want: int, legal: list[int], recipe: Recipe) -> tuple
                 "use fewer stages or set `model.blocks.dsa.full_every=1`",
             )
         )
-    return best[depth][2]
+    ends = [*legal, depth]
+    # Fewer segments than wanted can be cut further, so the length alone decides what can be reached.
+    longest = bisect_left(range(depth), True, key=lambda length: _fewest(ends, length) <= want)
+    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}  # end -> (sum of squares, cuts) of k segments
+    for k in range(1, want + 1):
+        step = {}
+        for end in ends if k < want else [depth]:
+            if end < depth - (want - k) * longest or end > k * longest:
+                continue
+            starts = [s for s in best if end - longest <= s < end]
+            if starts:
+                squares, cuts = min((best[s][0] + (end - s) ** 2, best[s][1]) for s in starts)
+                step[end] = (squares, cuts if end == depth else (*cuts, end))
+        best = step
+    return best[depth][1]
+
+
+def _fewest(ends: list[int], longest: int) -> float:
+    """How few segments of at most `longest` layers reach the last end; infinite where none do."""
+    count, start, last = 1, 0, 0
+    for end in ends:
+        if end - start > longest:
+            count, start = count + 1, last
+            if end - start > longest:
+                return float("inf")
+        last = end
+    return count
 
 
 def identity(recipe: Recipe, p: Plan) -> str:

@@ -4,22 +4,23 @@ Everything after this module sees `Recipe` only.
 """
 
 import difflib
-from collections.abc import Iterable, Mapping
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
 from nam_megatron.blocks.kinds import KINDS, Blocks
 from nam_megatron.errors import Problem, Refused
 from nam_megatron.features.names import Features
-from nam_megatron.setting import Config
+from nam_megatron.setting import Config, Name
 
 Letter = Literal["A", "E", "M", "R"]
 Kind = Literal[tuple(KINDS)]  # type: ignore[valid-type]
-Name = Annotated[str, Field(min_length=1, max_length=200)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Degree = Annotated[int, Field(ge=1, le=65536)]
 
@@ -96,7 +97,7 @@ class Precision(Config):
 
 
 class Optim(Config):
-    name: Name
+    name: Literal["adamw", "muon"]
     lr: PositiveFloat
     min_lr: NonNegativeFloat
     decay: Literal["constant", "linear", "cosine", "inverse-square-root"]
@@ -113,7 +114,7 @@ class Schedule(Config):
     global_batch_size: PositiveInt
     train_steps: PositiveInt
     decay_steps: PositiveInt
-    seed: NonNegativeInt
+    seed: Annotated[int, Field(ge=0, lt=2**31)]  # numpy takes 32 bits, and Megatron adds the rank's offset
     eval_steps: NonNegativeInt
     eval_interval: PositiveInt
     log_interval: PositiveInt
@@ -134,13 +135,33 @@ class Device(Config):
     name: Name
     capability: tuple[NonNegativeInt, NonNegativeInt]
     memory_gb: PositiveFloat
+    total_gib: PositiveFloat
+    runtime_gib: NonNegativeFloat
+    allocator_gib: NonNegativeFloat
+    headroom_gib: NonNegativeFloat
     bf16_tflops: PositiveFloat
+    gemm_tflops: PositiveFloat
+    link: Name
+    gemm_floor_tflops: PositiveFloat
+    allreduce_floor_gbs: PositiveFloat
+
+
+class Storage(Config):
+    """Folders by what becomes of their files: kept (data, checkpoints), thrown away (caches, logs, temp), the record of runs."""
+
+    durable: Name
+    scratch: Name
+    receipts: Name
 
 
 class Cluster(Config):
+    """Hosts of one kind. `waivers`: preflight findings that these hosts cannot satisfy, by name, and why."""
+
     name: Name
     nodes: Degree
     gpus_per_node: Degree
+    storage: Storage
+    waivers: dict[Name, Name]
 
 
 class Preset(Config):
@@ -164,7 +185,7 @@ class Recipe(Config):
     data: Data
     device: Device
     cluster: Cluster
-    assumptions: dict[str, Name]
+    assumptions: dict[Name, Name]
 
     @property
     def world_size(self) -> int:
@@ -201,7 +222,6 @@ def load(preset: str = "nam56r", overrides: Iterable[str] = ()) -> Recipe:
     """
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
 
     from nam_megatron.origin import Origin, hydra_problem
 
@@ -212,7 +232,7 @@ def load(preset: str = "nam56r", overrides: Iterable[str] = ()) -> Recipe:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
             try:
                 cfg = compose("recipe", overrides=words)
-            except (HydraException, OmegaConfBaseException) as err:
+            except Exception as err:  # whatever Hydra raises, it raises over what it was given
                 raise Refused(hydra_problem(err)) from None
             return from_config(cfg, Origin("recipe", words))
     finally:
@@ -227,9 +247,12 @@ def from_config(cfg: DictConfig, origin: Any = None, without: Iterable[str] = ()
     """
     try:
         tree = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue:
+        absent = sorted(OmegaConf.missing_keys(cfg))
+        raise Refused((Problem(f"key `{k}` must be given", k, _missing_hint(k)) for k in absent), origin) from None
     except OmegaConfBaseException as err:
         key = getattr(err, "full_key", None) or None
-        raise Refused(Problem(_first_line(err), key, _missing_hint(key)), origin) from None
+        raise Refused(Problem(_first_line(err), key, "`${...}` names a key of the composed config"), origin) from None
     for key in without:
         tree.pop(key, None)
     return from_tree(tree, origin)
@@ -238,9 +261,12 @@ def from_config(cfg: DictConfig, origin: Any = None, without: Iterable[str] = ()
 def from_tree(tree: Mapping[str, Any], origin: Any = None) -> Recipe:
     """A plain nested mapping as a Recipe."""
     try:
-        return Recipe.model_validate(_tuples(tree))
+        recipe = Recipe.model_validate(_tuples(tree))
     except ValidationError as err:
         raise Refused((_problem(e) for e in err.errors(include_url=False)), origin) from None
+    if endless := list(_endless(recipe.model_dump())):
+        raise Refused((Problem("an integer of more than 63 bits", key) for key in endless), origin)
+    return recipe
 
 
 def to_tree(recipe: Recipe) -> dict[str, Any]:
@@ -255,12 +281,24 @@ def _tuples(node: Any) -> Any:
     return tuple(map(_tuples, node)) if isinstance(node, (list, tuple)) else node
 
 
+def _endless(node: Any, key: str = "") -> Iterator[str]:
+    """Keys of integers that no flag takes and whose digits Python may refuse to print."""
+    if isinstance(node, dict):
+        for name, value in node.items():
+            yield from _endless(value, f"{key}.{name}" if key else name)
+    elif isinstance(node, tuple):
+        for value in node:
+            yield from _endless(value, key)
+    elif isinstance(node, int) and node.bit_length() > 63:
+        yield key
+
+
 def _first_line(err: Exception) -> str:
     return str(err).splitlines()[0].rstrip(".") if str(err) else type(err).__name__
 
 
 def _missing_hint(key: str | None) -> str | None:
-    return f"give it: `{key}=...`" if key else None
+    return f"give it: `{re.sub(r'\[(\d+)\]', r'.\1', key)}=...`" if key else None
 
 
 def _dotted(loc: Iterable[Any]) -> str:
@@ -291,16 +329,48 @@ def _problem(error: Mapping[str, Any]) -> Problem:
     if kind == "extra_forbidden":
         close = difflib.get_close_matches(str(loc[-1]), list(_fields_at(loc[:-1])), 1)
         meant = f", did you mean `{close[0]}`?" if close else ""
-        return Problem(f"unknown key `{loc[-1]}`{meant}", _dotted(loc[:-1]) or str(loc[-1]))
+        return Problem(f"unknown key `{loc[-1]}`{meant}", _dotted(loc[:-1]) or key, place=key)
+    if kind == "missing" and isinstance(loc[-1], int):
+        return Problem(f"item {loc[-1]}, counted from 0, is missing", _dotted(loc[:-1]))
     if kind == "missing":
-        return Problem(f"key `{loc[-1]}` is missing", _dotted(loc[:-1]) or str(loc[-1]), _missing_hint(key))
-    shown = repr(value) if len(repr(value)) < 80 else repr(value)[:77] + "..."
+        return Problem(f"key `{loc[-1]}` is missing", _dotted(loc[:-1]) or key, _missing_hint(key), place=key)
+    if kind == "invalid_key" or loc[-1:] == ("[key]",):
+        return Problem(f"{_shown(value)} cannot be a key", _dotted(loc[: -1 if kind == "invalid_key" else -2]) or None)
+    shown = _shown(value)
     if kind == "literal_error":
         close = difflib.get_close_matches(
             str(value), [w.strip("'") for w in error["ctx"]["expected"].replace(" or ", ", ").split(", ")], 1
         )
         meant = f"did you mean `{close[0]}`?" if close else None
         return Problem(f"{shown} is not one of {error['ctx']['expected']}", key, meant)
-    text = error["msg"].replace("Input should be", "must be")
+    if kind == "string_pattern_mismatch":
+        return Problem(f"{shown} begins with a blank or `-`, or has a control character", key)
+    if kind == "too_long":
+        return Problem(
+            f"must have at most {error['ctx']['max_length']} items, not {error['ctx']['actual_length']}", key
+        )
+    text = error["msg"].replace("String should", "must").replace("Input should be", "must be")
+    for theirs, ours in TYPES.items():
+        text = re.sub(theirs, ours, text)
     wrong_type = kind.endswith("_type") or kind == "int_from_float"
-    return Problem(f"{text}, not {shown}" + (f" ({type(value).__name__})" if wrong_type else ""), key)
+    kind_of = f" ({type(value).__name__})" if wrong_type and isinstance(value, (bool, int, float, str)) else ""
+    return Problem(f"{text}, not {shown}{kind_of}", key or None)
+
+
+# Pydantic's names of types, and what a person who writes YAML calls them.
+TYPES = {
+    r"a valid tuple": "a list",
+    r"a valid dictionary.*": "a mapping",
+    r"a valid integer": "an integer",
+    r"a valid boolean": "true or false",
+    r"a valid": "a",
+}
+
+
+def _shown(value: Any) -> str:
+    """A value as YAML has it, shortened."""
+    try:
+        text = repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):  # a set or a date; an integer of thousands of digits
+        text = f"{type(value).__name__}"
+    return text if len(text) < 80 else text[:77] + "..."

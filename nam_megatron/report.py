@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Iterator
 
 from nam_megatron.blocks.kinds import KINDS
+from nam_megatron.budget import parameters
 from nam_megatron.lower import Lowering
 from nam_megatron.plan import Plan, identity, parts
 
@@ -25,6 +26,9 @@ def header(lowering: Lowering) -> Iterator[str]:
         + " ".join(f"{letter}{count}" for letter, count in p.letter_counts.items())
         + mtp(p)
     )
+    total, active = parameters(p)
+    designed = ", counted as designed" if p.not_built else ""
+    yield f"parameters: {total:,} in all, {active:,} active for a token{designed}"
     yield f"layout: {layout(p)}"
     yield f"batch: {r.schedule.micro_batch_size} per pass, {r.schedule.global_batch_size} per step, {r.model.seq_length} tokens each"
     if p.departures:

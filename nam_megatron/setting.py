@@ -1,10 +1,19 @@
 """The words blocks, features and sections speak: a strict config, a setting, an environment variable."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 Value = bool | int | float | str | tuple | None
+
+# One line of text that stays one word on a command line and one comment in a script.
+Name = Annotated[
+    str,
+    Field(
+        min_length=1, max_length=200, pattern=r"^[^\x00-\x20\x7f-\xa0\u2028\u2029-][^\x00-\x1f\x7f-\x9f\u2028\u2029]*$"
+    ),
+]
 
 
 class Config(BaseModel):

@@ -3,6 +3,7 @@
 import difflib
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,11 @@ KEYS = ("format", "out", "explain", "diff", "list")
 
 def task(recipe: Recipe, words: Mapping[str, Any], origin: Origin) -> int:
     """Print what was asked for. The product goes to stdout; notes go to stderr, or stand in the table on a terminal."""
+    for key, word in words.items():
+        if word == "" or (word is not None and type(word) not in (str, int)):
+            raise Refused(
+                Problem(f"`{key}` takes one word, not `{word}`", key, "put a name into quotes if it needs them")
+            )
     form = words["format"]
     if form != "auto" and form not in argv.FORMATS:
         raise Refused(Problem(f"no format `{form}`", "format", f"there are: auto, {', '.join(argv.FORMATS)}"))
@@ -33,7 +39,11 @@ def task(recipe: Recipe, words: Mapping[str, Any], origin: Origin) -> int:
     if words["explain"] is not None:
         sys.stdout.write(explain(lowering, str(words["explain"]), origin))
     elif words["diff"] is not None:
-        sys.stdout.write(report.diff(lowering, translate(load(str(words["diff"])))))
+        try:
+            other = translate(load(str(words["diff"])))
+        except Refused as refused:
+            raise Refused(replace(p, key="diff") for p in refused.problems) from None
+        sys.stdout.write(report.diff(lowering, other))
     elif form == "auto" and sys.stdout.isatty():
         table(lowering)
     elif form != "auto" or words["out"] is None:
@@ -79,7 +89,9 @@ def explain(lowering: Lowering, name: str, origin: Origin) -> str:
         return f"{flag.name}\n  not set by this recipe; Megatron's default is {flag.default!r}\n"
     shown = " ".join(v0_19.words(s)) or f"(no word needed for {s.value!r})"
     set_by = f"{s.key} @ {origin.where(s.key)}" if s.key else f"pinned by {s.owner}"
-    return f"{flag.name}\n  says   {shown}\n  owner  {s.owner}\n  set    {set_by}\n  why    {s.why}\n  default {flag.default!r} in Megatron {v0_19.PIN}\n"
+    rows = {"says": shown, "owner": s.owner, "set": set_by, "why": s.why}
+    rows["default"] = f"{flag.default!r} in Megatron {v0_19.PIN}"
+    return f"{flag.name}\n" + "".join(f"  {name:<7} {text}\n" for name, text in rows.items())
 
 
 def presets() -> str:

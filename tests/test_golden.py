@@ -9,9 +9,10 @@ import pytest
 from presets import NAMES, lowered
 
 from nam_megatron import argv, report
+from nam_megatron.budget import text
 
 GOLDEN = Path(__file__).parent / "golden"
-FILES = {"plan.txt": report.plan_text, "args.txt": argv.lines}
+FILES = {"plan.txt": report.plan_text, "args.txt": argv.lines, "budget.txt": text.golden}
 
 
 @pytest.mark.parametrize("name", NAMES)

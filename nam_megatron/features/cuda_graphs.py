@@ -8,8 +8,10 @@ from pydantic import NonNegativeInt
 from nam_megatron.errors import Problem
 from nam_megatron.features import Feature
 from nam_megatron.setting import Env, Setting
+from nam_megatron.sizes import GRAPHS, UNMEASURED, Line
 
 NEEDS = {"mamba": ("mamba2", "mamba3", "m2rnn"), "mlp": ("mlp",), "moe_router": ("moe",), "moe_preprocess": ("moe",)}
+KINDS_OF = {**NEEDS, "attn": ("attention", "mla")}
 
 
 class CudaGraphs(Feature):
@@ -35,6 +37,14 @@ class CudaGraphs(Feature):
         if self.on:
             yield Env("NCCL_GRAPH_REGISTER", "0", "graphs with expandable segments read freed memory otherwise")
 
+    def idle(self) -> Iterator[Problem]:
+        if self.modules:
+            yield Problem(
+                "modules to capture and no CUDA graphs",
+                "feature.cuda_graphs.modules",
+                "set `feature.cuda_graphs.impl=transformer_engine`, or `feature.cuda_graphs.modules=[]`",
+            )
+
     def check(self, plan) -> Iterator[Problem]:
         at, r = "feature.cuda_graphs.", plan.recipe
         if not self.modules:
@@ -58,3 +68,27 @@ class CudaGraphs(Feature):
             yield Problem(
                 "stock DSA synchronises with the host and cannot be captured", at + "modules", "leave `attn` out"
             )
+
+    def captures(self, kind: str, line: Line) -> bool:
+        """Whether a tensor that a layer keeps lives in a graph's pool: reserved, not allocated."""
+        if kind == "moe":
+            inside = ("input", "norm statistics", "norm output", "router", "shared expert")
+            return "moe_router" in self.modules and line.name in inside
+        return any(kind in KINDS_OF[module] for module in self.modules)
+
+    def activations(self, z, stage) -> Iterator[Line]:
+        """What graphs add to the eager budget: all captured layers at once, as no backward pass precedes a forward pass."""
+
+        def layers(*modules: str) -> int:
+            kinds = {kind for module in modules if module in self.modules for kind in KINDS_OF[module]}
+            return sum(layer.kind in kinds for layer in stage.layers)
+
+        z = z.own(layers=layers(*self.modules), attention=layers("attn"), routed=layers("moe_preprocess"))
+        more = {"bucket": GRAPHS, "mark": UNMEASURED}
+        yield z.line("static inputs", "2 Ts h layers", "of each captured layer, outside the pool", **more)
+        yield z.line(
+            "static masks", "b s s attention", "a bool mask for each attention layer, outside the pool", **more
+        )
+        z = z.own(R=z.value(f"{z.model.blocks.moe.top_k} Ts et imbalance"))
+        why = "permuted rows, shared output and residual, which eager code frees"
+        yield z.line("static outputs of routing", "(2 R h + 4 Ts h) routed", why, place="reserved", **more)

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from nam_megatron.errors import Problem
 from nam_megatron.features import Switch
-from nam_megatron.setting import Setting
+from nam_megatron.setting import Name, Setting
 
 Rate = Annotated[float, Field(gt=0, le=1)]  # Megatron's own check refuses 0
 
@@ -18,11 +18,11 @@ class Fim(Switch):
 
     rate: Rate
     spm_rate: Rate
-    prefix_token: str
-    middle_token: str
-    suffix_token: str
-    pad_token: str
-    eod_token: str
+    prefix_token: Name
+    middle_token: Name
+    suffix_token: Name
+    pad_token: Name
+    eod_token: Name
 
     def settings(self, plan) -> Iterator[Setting]:
         yield Setting("fim_data", self.enabled, "documents are split and permuted", "enabled")

@@ -8,6 +8,7 @@ from pydantic import PositiveInt
 from nam_megatron.errors import Problem
 from nam_megatron.features import Feature
 from nam_megatron.setting import Setting
+from nam_megatron.sizes import UNMEASURED, WORKSPACE, Line
 
 
 class Fp8(Feature):
@@ -41,6 +42,11 @@ class Fp8(Feature):
             yield Setting("num_layers_at_end_in_bf16", self.bf16_layers_at_end, "last layers", "bf16_layers_at_end")
         yield Setting("moe_router_padding_for_quantization", False, "TE pads each expert's tokens itself")
 
+    def idle(self) -> Iterator[Problem]:
+        for name in ("param_gather", "first_last_bf16"):
+            if getattr(self, name):
+                yield Problem(f"`{name}` without FP8", f"feature.fp8.{name}", "set `precision=fp8_tensorwise`")
+
     def check(self, plan) -> Iterator[Problem]:
         at, r = "feature.fp8.", plan.recipe
         mamba = r.model.blocks.mamba2
@@ -72,3 +78,17 @@ class Fp8(Feature):
                 yield Problem(
                     f"FP8 GEMMs need widths that 16 divides, not {width} / tensor {r.parallel.tensor}", "model." + name
                 )
+
+    def in_bf16(self, number: int | None, depth: int) -> bool:
+        """Whether layer `number` of `depth` (None: MTP's, which have no edge) stays in bf16."""
+        edge = self.on and self.first_last_bf16 and number is not None
+        return not self.on or (edge and not self.bf16_layers_at_start < number <= depth - self.bf16_layers_at_end)
+
+    def state(self, z, group) -> Iterator[Line]:
+        """FP8 copies of the weights that TE multiplies with; gathered in FP8 they replace the bf16 weights at equal size."""
+        if self.param_gather:
+            return
+        depth = len(z.plan.layers)
+        held = [x for x in group.held if x.param.role == "weight" and not self.in_bf16(x.layer, depth)]
+        why = "row-wise and transposed FP8 weights, cached over the microbatches"
+        yield from group.line(z, WORKSPACE, "FP8 weights", "2", why, held, mark=UNMEASURED)

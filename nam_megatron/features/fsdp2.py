@@ -1,11 +1,15 @@
 """PyTorch's fully_shard (FSDP2) through Megatron's --use-torch-fsdp2."""
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import ClassVar
 
 from nam_megatron.errors import Problem
 from nam_megatron.features import Switch
 from nam_megatron.setting import Setting
+from nam_megatron.sizes import COMMUNICATION, GRADIENTS, OTHER, UNMEASURED, Line
+
+UNWRAPPED = ("mamba2", "mamba3", "m2rnn", "mtp")
 
 
 class Fsdp2(Switch):
@@ -49,3 +53,30 @@ class Fsdp2(Switch):
             yield Problem("torch FSDP2 needs untied embeddings", at, "set `model.tied_embeddings=false`")
         if r.feature.fp8.param_gather:
             yield Problem("torch FSDP2 gathers weights in bf16", "feature.fp8.param_gather", "set it to false")
+
+    def state(self, z, group) -> Iterator[Line]:
+        share, more = f" / {group.shares}", {"mark": UNMEASURED}
+        yield from group.weights(z, "2" + share, "bf16, sharded", **more)
+        yield from group.line(z, GRADIENTS, "gradients", "2" + share, "bf16, sharded", **more)
+        yield from group.line(z, OTHER, "master weights", "4" + share, "fp32, sharded", since="init", **more)
+        yield from group.line(z, OTHER, "moments", "8" + share, "two, fp32, sharded", since="step", **more)
+        why = "copy of the bf16 gradients for the step"
+        yield from group.line(z, OTHER, "fp32 gradients", "4" + share, why, since="stepping", **more)
+
+    def buffers(self, z, groups) -> Iterator[Line]:
+        """Megatron wraps TransformerLayer and embeddings, not MambaLayer: Mamba's parameters fall to the root unit."""
+        held = [x for group in groups for x in group.held]
+        root = sum(x.elements * x.count for x in held if x.owner in UNWRAPPED)
+        units: Counter[int | str] = Counter()
+        for x in held:
+            if x.owner not in UNWRAPPED:
+                units[x.layer or x.param.name] += x.elements * x.count
+        z = z.own(root=root, unit=max(units.values(), default=0))
+        more = {"bucket": COMMUNICATION, "mark": UNMEASURED}
+        if root:
+            why = "weights and gradients of the M slot, whole from the first forward to the end of the backward pass"
+            yield z.line("root unit", "4 root", why, **more)
+        kept = 2 if self.reshard_after_forward else len(units)
+        yield z.line(
+            "gathered units", f"{2 * kept} unit + 2 unit", "weights of this and the next, gradients of this", **more
+        )

@@ -1,11 +1,13 @@
 """Megatron-FSDP: weights, gradients and optimizer state sharded over data parallel."""
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from nam_megatron.errors import Problem
 from nam_megatron.features import Switch
 from nam_megatron.setting import Setting
+from nam_megatron.sizes import COMMUNICATION, GRADIENTS, OTHER, UNMEASURED, Line
 
 
 class MegatronFsdp(Switch):
@@ -35,3 +37,36 @@ class MegatronFsdp(Switch):
                 at,
                 "set `parallel.tensor=1 parallel.sequence=false parallel.context=1`",
             )
+
+    def state(self, z, group) -> Iterator[Line]:
+        share = f" / {group.shares}"
+        more = {"mark": UNMEASURED}
+        whole = {
+            "optim": ("2", "2"),
+            "optim_grads": ("2", "2" + share),
+            "optim_grads_params": ("2" + share, "2" + share),
+        }
+        weights, gradients = whole[self.strategy]
+        yield from group.weights(z, weights, f"bf16, strategy {self.strategy}", **more)
+        why = "bf16: --megatron-fsdp-main-grads-dtype is `auto`"
+        yield from group.line(z, GRADIENTS, "gradients", gradients, why, since="init", **more)
+        yield from group.line(z, OTHER, "master weights", "4" + share, "fp32, sharded", since="init", **more)
+        yield from group.line(z, OTHER, "moments", "8" + share, "two, fp32, sharded", since="step", **more)
+        why = "copy of the bf16 gradients for the step"
+        yield from group.line(z, OTHER, "fp32 gradients", "4" + share, why, since="stepping", **more)
+
+    def buffers(self, z, groups) -> Iterator[Line]:
+        """Whole units in flight: gathered weights ahead of use, gradients on their way out."""
+        elements = sum(group.elements() for group in groups)
+        units: Counter[int | None] = Counter()
+        for held in (x for group in groups for x in group.held):
+            units[held.layer] += held.elements * held.count
+        z = z.own(W=elements, unit=max((size for layer, size in units.items() if layer is not None), default=0))
+        more = {"bucket": COMMUNICATION, "mark": UNMEASURED}
+        if self.strategy == "optim_grads_params":
+            yield z.line(
+                "gathered weights", "2 min(W, unit + 5e8)", "the largest unit and 5e8 elements of prefetch", **more
+            )
+        if self.strategy != "optim":
+            why = "1e9 elements, or two units: more are not queued"
+            yield z.line("gradients in flight", "2 min(W, max(1e9, 2 unit))", why, **more)

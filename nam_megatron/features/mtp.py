@@ -1,18 +1,20 @@
 """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437): the pattern's `/` suffix."""
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from dataclasses import replace
+from typing import Annotated, ClassVar
 
-from pydantic import NonNegativeFloat
+from pydantic import Field, NonNegativeFloat
 
 from nam_megatron.features import Feature
 from nam_megatron.setting import Setting
+from nam_megatron.sizes import MTP, Line, Param, Work
 
 
 class Mtp(Feature):
     name: ClassVar[str] = "mtp"
 
-    depths: Literal[0, 1, 2]
+    depths: Annotated[int, Field(ge=0, le=2)]  # a Literal would take `true` for 1
     loss_weight: NonNegativeFloat
 
     @property
@@ -24,3 +26,25 @@ class Mtp(Feature):
             yield Setting("mtp_loss_scaling_factor", self.loss_weight, "weight of the extra losses", "loss_weight")
             yield Setting("mtp_use_repeated_layer", False, "each depth has its own weights")
             yield Setting("mtp_detach_heads", False, "the extra losses train the trunk")
+
+    def params(self, z, stage) -> Iterator[Param]:
+        if not stage.last:
+            return
+        h = z.model.hidden_size
+        for depth in range(self.depths):
+            at = f"mtp.layers.{depth}."
+            for norm in ("enorm", "hnorm", "final_layernorm"):
+                yield from z.norm(f"{at}{norm}.", h)
+            yield Param(f"{at}eh_proj.weight", (h, 2 * h), "tensor", "weight")
+            for i, kind in enumerate(z.plan.mtp):
+                for p in getattr(z.model.blocks, kind).params(z, None):
+                    yield replace(p, name=f"{at}mtp_model_layer.layers.{i}.{p.name}")
+
+    def activations(self, z, stage) -> Iterator[Line]:
+        if stage.last:
+            why = "shifted embedding, both concatenated (twice as wide), the last inner residual, its share of all depths' and the trunk's"
+            yield z.line("around the inner layers", "12 Ts h D", why, bucket=MTP)
+
+    def flops(self, z) -> Iterator[Work]:
+        yield z.work("eh projection", "4 h h D", "embedding and hidden state to one")
+        yield z.work("logits", "2 h V D", "of every depth")

@@ -1,6 +1,7 @@
 """Muon for matrices (Keller Jordan, 2024), AdamW for the rest: Megatron's --optimizer muon."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from heapq import heapreplace
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -8,6 +9,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from nam_megatron.errors import Problem
 from nam_megatron.features import Switch
 from nam_megatron.setting import Setting
+from nam_megatron.sizes import MATRIX, UNMEASURED, Held, Line
 
 
 class Muon(Switch):
@@ -51,3 +53,30 @@ class Muon(Switch):
                     "feature.muon.enabled",
                     f"set `feature.{other.name}.enabled=false`",
                 )
+
+    def state(self, z, group) -> Iterator[Line]:
+        """Master weights and momentum of the matrices; whole matrices are dealt to ranks when the optimizer is distributed."""
+        matrices = group.split("matrix")
+        if not z.plan.recipe.feature.distributed_optimizer.enabled:
+            yield from group.line(z, MATRIX, "master weights", "4", "fp32, whole on each rank", matrices, since="init")
+            yield from group.line(z, MATRIX, "momentum", "4", "fp32, whole on each rank", matrices, since="step")
+        elif matrices:
+            z = z.own(Wmax=_busiest(matrices, group.ranks))
+            why = f"fp32; of the rank that got most of {len(matrices)} kinds of matrices, dealt largest first"
+            more = {"bucket": MATRIX, "mark": UNMEASURED}
+            yield z.line(f"master weights, {group.name}", "4 Wmax", why, since="init", **more)
+            yield z.line(f"momentum, {group.name}", "4 Wmax", why, since="step", **more)
+        if matrices:
+            rows, columns = max((x.param.shape for x in matrices), key=lambda shape: shape[0] * shape[-1])
+            z = z.own(rows=rows, columns=columns)
+            why = "of one matrix: four fp32 and two bf16 copies and four small squares"
+            formula = "20 rows columns / t + 4 min(rows, columns) min(rows, columns)"
+            yield z.line(f"Newton-Schulz, {group.name}", formula, why, bucket=MATRIX, since="stepping", mark=UNMEASURED)
+
+
+def _busiest(matrices: Iterable[Held], ranks: int) -> int:
+    """Elements of the fullest rank when whole matrices are dealt out, the largest first, each to the emptiest rank."""
+    loads = [0] * ranks
+    for size in sorted((x.elements for x in matrices for _ in range(x.count)), reverse=True):
+        heapreplace(loads, loads[0] + size)
+    return max(loads)

@@ -7,6 +7,7 @@ from pydantic import Field, NonNegativeInt
 
 from nam_megatron.errors import Problem
 from nam_megatron.features import Switch
+from nam_megatron.sizes import ESTIMATED, FEATURES, Line, Param
 
 
 class NgramHash(Switch):
@@ -21,3 +22,14 @@ class NgramHash(Switch):
             yield Problem(
                 "n-gram embeddings without buckets", "feature.ngram_hash.buckets", "set it to the size of the table"
             )
+
+    # As designed, not as built: one table, looked up once a token and n-gram length, added to the embedding.
+
+    def params(self, z, stage) -> Iterator[Param]:
+        if stage.first:
+            yield Param("ngram_embeddings.weight", (self.buckets, z.model.hidden_size), "tensor", "table")
+
+    def activations(self, z, stage) -> Iterator[Line]:
+        if stage.first:
+            z = z.own(order=self.order)
+            yield z.line("n-gram positions", "8 T (order - 1)", "int64 buckets", bucket=FEATURES, mark=ESTIMATED)

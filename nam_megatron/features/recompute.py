@@ -35,6 +35,15 @@ class Recompute(Feature):
         yield Setting("recompute_num_layers", self.layers if full else None, "layers per group", "layers")
         yield Setting("distribute_saved_activations", False, "saved inputs stay whole on each rank")
 
+    def idle(self) -> Iterator[Problem]:
+        for name in ("modules", "method", "layers"):
+            if getattr(self, name):
+                yield Problem(
+                    f"`{name}` of a recompute that is off",
+                    f"feature.recompute.{name}",
+                    "set `feature.recompute.granularity` to selective or full",
+                )
+
     def check(self, plan) -> Iterator[Problem]:
         at = "feature.recompute."
         if self.granularity == "selective":
@@ -77,3 +86,11 @@ class Recompute(Feature):
                     at + "granularity",
                     "set `model.blocks.dsa.full_every=1` or use selective recompute",
                 )
+
+    def groups(self, layers: int) -> Iterator[tuple[range, bool]]:
+        """How the `layers` of a pipeline segment are kept: (indices, whether only the first one's input is)."""
+        full = self.granularity == "full"
+        size = self.layers if full and self.method == "uniform" else 1
+        for start in range(0, layers, size):
+            checkpointed = full and (self.method == "uniform" or start < self.layers)
+            yield range(start, min(start + size, layers)), checkpointed

@@ -62,7 +62,13 @@ def words(setting: Setting) -> tuple[str, ...]:
     if flag.action == "store":
         if value is None:
             return ()
-        return (flag.name, *(_word(v) for v in (value if isinstance(value, tuple) else (value,))))
+        said = [_word(v) for v in (value if isinstance(value, tuple) else (value,))]
+        if said[0].startswith(
+            "-"
+        ):  # a pattern that begins with a dense layer; apart, the parser would take it for a flag
+            assert len(said) == 1, f"{setting.owner} sets {flag.name} to {value!r}"
+            return (f"{flag.name}={said[0]}",)
+        return (flag.name, *said)
     if flag.action == "boolean":
         return (flag.name if value else flag.name.replace("--", "--no-", 1),)
     return (flag.name,) if value is (flag.action == "store_true") else ()

@@ -5,9 +5,10 @@ from typing import ClassVar
 
 from pydantic import PositiveInt
 
-from nam_megatron.blocks import Block, divides
+from nam_megatron.blocks import Block, divides, residual
 from nam_megatron.errors import Problem
 from nam_megatron.setting import Setting
+from nam_megatron.sizes import UNMEASURED, Line, Param, Sizes, State, Work
 
 
 class Attention(Block):
@@ -42,3 +43,50 @@ class Attention(Block):
             )
         if self.head_dim % 2:
             yield Problem(f"RoPE needs an even head width, not {self.head_dim}", "model.blocks.attention.head_dim")
+
+    def _sizes(self, z: Sizes) -> Sizes:
+        """n heads, g key/value groups (at least one a rank) of width d."""
+        return z.own(n=z.model.num_attention_heads, g=max(self.query_groups, int(z["t"])), d=self.head_dim)
+
+    def params(self, z, layer) -> Iterator[Param]:
+        h, width = z.model.hidden_size, z.model.num_attention_heads * self.head_dim
+        yield from z.norm("self_attention.linear_qkv.layer_norm_", h)
+        yield from z.column("self_attention.linear_qkv", width + 2 * self.query_groups * self.head_dim, h)
+        yield from z.row("self_attention.linear_proj", h, width)
+        if self.qk_norm:
+            yield from z.norm("self_attention.q_layernorm.", self.head_dim)
+            yield from z.norm("self_attention.k_layernorm.", self.head_dim)
+
+    def activations(self, z, layer) -> Iterator[Line]:
+        z = self._sizes(z)
+        yield from residual(z)
+        yield z.line("queries", "2 T n d / t", "after RoPE")
+        yield z.line("keys", "2 T g d / t", "after RoPE")
+        if "core_attn" in z.recompute:
+            yield z.line(
+                "packed qkv", "2 T (n + 2 g) d / t", "the checkpoint keeps `value`, a view of the whole projection"
+            )
+        else:
+            yield z.line("values", "2 T g d / t", "a copy: cuDNN's layout cannot take the view")
+            yield z.line("softmax statistics", "4 T n / t", "fp32")
+        yield z.line("output", "2 T n d / t", "also the input of the output projection")
+        if self.qk_norm:
+            yield z.line(
+                "before the qk norm", "2 T (n + g) d / t + 4 T (n + g) / t", "kept by the two norms", mark=UNMEASURED
+            )
+
+    def working(self, z, layer) -> Iterator[Line]:
+        z = self._sizes(z)
+        yield z.line("forward", "2 T (n + 2 g) d / t + 2 Ts h", "packed qkv and the layer's output")
+        yield z.line(
+            "backward", "2 T h + 8 T n d / t + 4 T g d / t", "gradients of output, q (fp32 and bf16), k, v and input"
+        )
+
+    def flops(self, z, layer) -> Iterator[Work]:
+        z = self._sizes(z).own(g=self.query_groups)
+        yield z.work("projections", "2 h (n + 2 g) d + 2 n d h", "qkv and output")
+        yield z.work("core", "4 n d x", "causal: S / 2 keys a token", redone=("core_attn",))
+
+    def serving(self, z, layer) -> Iterator[State]:
+        z = self._sizes(z)
+        yield z.state("keys and values", "4 g d / t", "bf16", "token", page=256)

@@ -8,6 +8,7 @@ from pydantic import NonNegativeFloat, PositiveInt
 from nam_megatron.blocks import Block
 from nam_megatron.errors import Problem
 from nam_megatron.setting import Setting
+from nam_megatron.sizes import Line, Param, Sizes, State, Work
 
 
 class Dsa(Block):
@@ -67,3 +68,77 @@ class Dsa(Block):
             )
         if r.model.linear_bias:
             yield Problem("DSA has no linear bias", "model.linear_bias", "set `model.linear_bias=false`")
+
+    def _sizes(self, z: Sizes) -> Sizes:
+        """MLA's symbols; ih indexer heads of iw; A, one fp32 score tensor [b, n / t, s, s]; K keys a token attends to."""
+        top, tokens = self.top_k, z.model.seq_length
+        keys = (top * (top + 1) / 2 + (tokens - top) * top) / tokens
+        z = z.model.blocks.mla.sizes(z).own(ih=self.indexer_heads, iw=self.indexer_head_dim, top=top, K=keys)
+        return z.own(A=z.value("4 b n s s / t"))
+
+    def params(self, z, layer) -> Iterator[Param]:
+        yield from z.model.blocks.mla.params(z, layer)
+        if computes(layer):
+            h, at = z.model.hidden_size, "self_attention.core_attention.indexer."
+            wide = self.indexer_heads * self.indexer_head_dim
+            yield Param(f"{at}linear_wq_b.weight", (wide, z.model.blocks.mla.q_lora_rank), "replicated", "weight")
+            yield Param(f"{at}linear_wk.weight", (self.indexer_head_dim, h), "replicated", "weight")
+            yield Param(f"{at}linear_weights_proj.weight", (self.indexer_heads, h), "replicated", "weight")
+            for part in ("weight", "bias"):  # a LayerNorm, whatever the model's norm
+                yield Param(f"{at}k_norm.{part}", (self.indexer_head_dim,), "replicated", "other")
+
+    def activations(self, z, layer) -> Iterator[Line]:
+        z = self._sizes(z)
+        yield from z.model.blocks.mla.latents(z)
+        yield z.line("queries", "2 T n (dq + dr) / t", "packed: the absorption keeps a view of it")
+        yield z.line("absorbed queries", "2 T n (rkv + dr) / t", "queries in the latent space")
+        yield z.line("latent keys", "2 T (rkv + dr)", "one for all heads")
+        yield z.line("output", "2 T n dv / t", "also the input of the output projection")
+        if "core_attn" in z.recompute:
+            return
+        if computes(layer):
+            if self.indexer_loss_coeff:
+                yield z.line("indexer queries", "2 T ih iw", "the indexer's loss computes the rest again")
+            yield z.line(
+                "indexer weights and top-k", "2 T ih + 8 b s top + 8 s dr", "weights, int64 positions, cos and sin"
+            )
+        yield z.line("scores", "3.25 A", "stock fallback: exp fp32, probabilities fp32 and bf16, three bool masks")
+        yield z.line("fp32 queries and keys", "4 T (n / t + 1) (rkv + dr) + 16 T n / t", "and row statistics")
+        yield z.line("latent output", "2 T n rkv / t", "before the value absorption")
+        if z["b"] > 1:
+            why = "keys and values copied for each head: a broadcast product is a view only at one sample"
+            yield z.line("copies by head", "4 T n (rkv + dr) / t + 2 T n rkv / t", why)
+
+    def working(self, z, layer) -> Iterator[Line]:
+        z = self._sizes(z)
+        yield z.line("forward", "max(0, 3.5 A - 2 T n (rkv + dv) / t)", "6.75 score tensors in place of 3.25")
+        yield z.line("backward", "max(0, 4.25 A - 2 T n (rkv + dv) / t) + 2 T h", "7.5 score tensors in place of 3.25")
+
+    def flops(self, z, layer) -> Iterator[Work]:
+        z = self._sizes(z)
+        yield z.work("down projections", "2 h (rq + rkv + dr)", "to the latents")
+        yield z.work("up projections", "2 rq n (dq + dr) + 2 n dq rkv + 2 n rkv dv", "queries, and both absorptions")
+        yield z.work("output projection", "2 n dv h", "")
+        yield z.work("sparse core", "2 n (2 rkv + dr) K", "over the top-k positions alone", redone=("core_attn",))
+        if computes(layer):
+            indexer = "2 rq ih iw + 2 h iw + 2 h ih + 2 ih (iw + 1) x"
+            yield z.work("indexer", indexer, "scores all earlier positions", redone=("core_attn",))
+            if self.indexer_loss_coeff:
+                loss = {"passes": 1, "model": False, "redone": ("core_attn",)}
+                yield z.work("indexer loss", "2 n (rkv + dr) x", "its target: dense scores, forward only", **loss)
+        why = "stock fallback: all S keys, no mask, where the model needs the top-k"
+        yield z.work("dense core", "2 n (2 rkv + dr) (S - K)", why, model=False, redone=("core_attn",))
+
+    def serving(self, z, layer) -> Iterator[State]:
+        z = self._sizes(z)
+        mark = "Megatron 0.19.2 cannot serve DSA"
+        yield z.state(
+            "latent and rope", "2 (rkv + dr)", "bf16, whole on every tensor rank", "token", page=64, mark=mark
+        )
+        if computes(layer):
+            yield z.state("indexer keys", "2 iw", "bf16, only where the top-k is computed", "token", page=64, mark=mark)
+
+
+def computes(layer) -> bool:
+    """Whether the layer has an indexer of its own, or uses the top-k of another."""
+    return layer is None or layer.source is None

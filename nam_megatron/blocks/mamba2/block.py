@@ -5,9 +5,13 @@ from typing import ClassVar
 
 from pydantic import PositiveInt
 
-from nam_megatron.blocks import Block, divides
+from nam_megatron.blocks import Block, divides, residual
 from nam_megatron.errors import Problem
 from nam_megatron.setting import Setting
+from nam_megatron.sizes import Line, Param, Sizes, State, Work
+
+CHUNK = 128  # MambaMixer's default chunk_size; not a flag
+CONV = 4  # its d_conv
 
 
 class Mamba2(Block):
@@ -40,3 +44,51 @@ class Mamba2(Block):
             at + "heads", self.heads, p.tensor * p.context, "Mamba-2 heads", "parallel.tensor * parallel.context"
         )
         yield from divides(at + "groups", self.groups, p.tensor, "Mamba-2 groups", "parallel.tensor")
+
+    def _sizes(self, z: Sizes) -> Sizes:
+        """nh heads of P, in all di wide; B and C of G groups of ns; scanned in chunks of L."""
+        return z.own(
+            nh=self.heads, P=self.head_dim, di=self.heads * self.head_dim, G=self.groups, ns=self.state_dim, L=CHUNK
+        )
+
+    def params(self, z, layer) -> Iterator[Param]:
+        h, inner = z.model.hidden_size, self.heads * self.head_dim
+        conv = inner + 2 * self.groups * self.state_dim
+        yield from z.norm("mixer.in_proj.layer_norm_", h)
+        yield Param("mixer.in_proj.weight", (self.in_proj_width, h), "tensor", "weight")
+        yield Param("mixer.conv1d_weight", (conv, 1, CONV), "tensor", "other")
+        yield Param("mixer.conv1d_bias", (conv,), "tensor", "other")
+        for name in ("dt_bias", "A_log", "D"):
+            yield Param(f"mixer.{name}", (self.heads,), "tensor", "other")
+        yield Param("mixer.norm.weight", (inner,), "tensor", "other")
+        yield Param("mixer.out_proj.weight", (h, inner), "tensor", "weight")
+
+    def activations(self, z, layer) -> Iterator[Line]:
+        z = self._sizes(z)
+        yield from residual(z)
+        yield z.line(
+            "z, x, B, C, dt", "2 T (2 di + 2 G ns + nh) / t", "batch first: a copy of the projection, which is freed"
+        )
+        yield z.line("scan output", "2 T di / t", "the scan computes convolution and chunk states again")
+        yield z.line("gated norm", "2 T di / t + 4 T G / t", "its input, sequence first, and statistics")
+        yield z.line("gated output", "w T di / t", "input of the output projection")
+
+    def working(self, z, layer) -> Iterator[Line]:
+        z = self._sizes(z)
+        forward = "2 T (2 di + 2 G ns) / t + 4 T L G / t + 6 T di ns / (L t)"
+        yield z.line("forward", forward, "convolution, output, C B products and chunk states, fp32 and bf16")
+        backward = (
+            "6 T (di + 2 G ns) / t + 2 T (3 di + 2 G ns + nh) / t + 8 T nh / t + 8 T (L + ns) G / t + 4 T di ns / (L t)"
+        )
+        yield z.line("backward", backward, "the same again, and the gradients of each")
+
+    def flops(self, z, layer) -> Iterator[Work]:
+        z = self._sizes(z)
+        yield z.work("projections", "2 h (2 di + 2 G ns + nh) + 2 di h", "in and out")
+        yield z.work("convolution", "8 (di + 2 G ns)", "width 4")
+        yield z.work("scan", "L ns G + L di + 4 ns di", "causal half of a chunk, and the states between chunks")
+
+    def serving(self, z, layer) -> Iterator[State]:
+        z = self._sizes(z)
+        yield z.state("convolution window", "8 (di + 2 G ns) / t", "the last 4 columns, bf16", "sequence")
+        yield z.state("recurrent state", "2 di ns / t", "one matrix a head, bf16", "sequence")

@@ -5,9 +5,10 @@ from typing import ClassVar
 
 from pydantic import PositiveInt
 
-from nam_megatron.blocks import Block
+from nam_megatron.blocks import Block, residual
 from nam_megatron.errors import Problem
 from nam_megatron.setting import Setting
+from nam_megatron.sizes import Line, Param, Sizes, State, Work
 
 
 class Mla(Block):
@@ -56,3 +57,60 @@ class Mla(Block):
                 "parallel.sequence",
                 "set `parallel.sequence=true`",
             )
+
+    def sizes(self, z: Sizes) -> Sizes:
+        """n heads; latents of ranks rq and rkv; a query/key head is dq + dr wide, a value head dv."""
+        sizes = {"rq": self.q_lora_rank, "rkv": self.kv_lora_rank, "n": z.model.num_attention_heads}
+        return z.own(dq=self.qk_head_dim, dr=self.qk_rope_head_dim, dv=self.v_head_dim, **sizes)
+
+    def params(self, z, layer) -> Iterator[Param]:
+        h, n, at = z.model.hidden_size, z.model.num_attention_heads, "self_attention."
+        down = {"q": self.q_lora_rank, "kv": self.kv_lora_rank + self.qk_rope_head_dim}
+        up = {
+            "q": (n * (self.qk_head_dim + self.qk_rope_head_dim), self.q_lora_rank),
+            "kv": (n * (self.qk_head_dim + self.v_head_dim), self.kv_lora_rank),
+        }
+        yield from z.norm("input_layernorm.", h)
+        for part in ("q", "kv"):  # no biases, whatever the model has
+            yield Param(f"{at}linear_{part}_down_proj.weight", (down[part], h), "replicated", "weight")
+            yield Param(f"{at}linear_{part}_up_proj.weight", up[part], "tensor", "weight")
+            if self.latent_norm:
+                yield from z.norm(f"{at}{part}_layernorm.", up[part][1])
+        yield from z.row(f"{at}linear_proj", h, n * self.v_head_dim)
+
+    def latents(self, z: Sizes) -> Iterator[Line]:
+        """What MLA and DSA keep alike, up to the latents. `z` has this block's symbols."""
+        yield from residual(z, "layernorm")
+        yield z.line("latents", "2 Ts (rq + rkv + dr)", "outputs of the down projections")
+        if self.latent_norm:
+            yield z.line(
+                "normed latents", "w Ts (rq + rkv) + 8 Ts", "inputs of the up projections, and the norms' statistics"
+            )
+        yield z.line("cos and sin", "8 s dr", "bf16, of queries and of keys: RoPE is not fused")
+
+    def activations(self, z, layer) -> Iterator[Line]:
+        z = self.sizes(z)
+        yield from self.latents(z)
+        if "mla_up_proj" not in z.recompute:
+            yield z.line("queries and keys", "4 T n (dq + dr) / t", "after RoPE and concatenation")
+            yield z.line("values", "2 T n dv / t", "contiguous")
+        yield z.line("output", "2 T n dv / t", "also the input of the output projection")
+        if "core_attn" not in z.recompute:
+            yield z.line("softmax statistics", "4 T n / t", "fp32")
+
+    def working(self, z, layer) -> Iterator[Line]:
+        z = self.sizes(z)
+        yield z.line("forward", "2 T n (dq + dv) / t + 2 Ts h", "packed up projection and the layer's output")
+        why = "gradients of output, q (fp32 and bf16), k, v and input"
+        yield z.line("backward", "2 T h + 4 T n dv / t + 8 T n (dq + dr) / t", why)
+
+    def flops(self, z, layer) -> Iterator[Work]:
+        z = self.sizes(z)
+        yield z.work("down projections", "2 h (rq + rkv + dr)", "to the latents")
+        yield z.work("up projections", "2 rq n (dq + dr) + 2 rkv n (dq + dv)", "from them", redone=("mla_up_proj",))
+        yield z.work("output projection", "2 n dv h", "")
+        yield z.work("core", "2 n (dq + dr + dv) x", "causal: S / 2 keys a token", redone=("core_attn",))
+
+    def serving(self, z, layer) -> Iterator[State]:
+        z = self.sizes(z)
+        yield z.state("latent and rope", "2 (rkv + dr)", "bf16, whole on every tensor rank", "token", page=64)

@@ -1,13 +1,16 @@
 """Mixture of experts: Megatron's MoELayer with a shared expert, symbol `E`."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
 from typing import ClassVar, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from nam_megatron.blocks import Block, divides
+from nam_megatron.blocks import Block, divides, residual
 from nam_megatron.errors import Problem
 from nam_megatron.setting import Setting
+from nam_megatron.sizes import ROUTING, UNMEASURED, Line, Param, Sizes, Work
 
 
 class Moe(Block):
@@ -102,3 +105,79 @@ class Moe(Block):
                 "parallel.sequence",
                 "set `parallel.sequence=true`",
             )
+
+    def _sizes(self, z: Sizes) -> Sizes:
+        """E experts, k of them a token, f wide; a shared one of fs; u projections in; R rows a rank's experts get."""
+        z = z.own(E=self.experts, k=self.top_k, f=self.expert_hidden_size, fs=self.shared_expert_hidden_size, u=z.gates)
+        return z.own(R=z.value("k Ts et imbalance") * (self.capacity_factor or 1))
+
+    def params(self, z, layer) -> Iterator[Param]:
+        h, f, fs, count = z.model.hidden_size, self.expert_hidden_size, self.shared_expert_hidden_size, self.experts
+        yield from z.norm("pre_mlp_layernorm.", h)
+        yield Param("mlp.router.weight", (count, h), "replicated", "router")
+        yield Param("mlp.experts.linear_fc1.weight*", (z.gates * f, h), "expert", "weight", count)
+        yield Param("mlp.experts.linear_fc2.weight*", (h, f), "expert", "weight", count)
+        if z.model.linear_bias:
+            yield Param("mlp.router.bias", (count,), "replicated", "other")
+            yield Param("mlp.experts.linear_fc1.bias*", (z.gates * f,), "expert", "other", count)
+            yield Param("mlp.experts.linear_fc2.bias*", (h,), "expert", "other", count)
+        if fs:
+            yield Param("mlp.shared_experts.linear_fc1.weight", (z.gates * fs, h), "tensor", "weight")
+            yield Param("mlp.shared_experts.linear_fc2.weight", (h, fs), "tensor", "weight")
+
+    def activations(self, z, layer) -> Iterator[Line]:
+        z = self._sizes(z)
+        if "moe" in z.recompute:
+            yield from residual(z.own(w=2))
+            return
+        yield from residual(z.own(w=2), "layernorm")  # router and shared expert keep it in bf16, under FP8 too
+        yield z.line(
+            "router", "Ts (22 E + 24 k) + 8 R", "logits, scores, an int64 sort over all experts, maps, probabilities"
+        )
+        yield z.line("rows for experts", "w R h", "sorted, as received; input of the first projection", bucket=ROUTING)
+        yield z.line("dispatch counts", "8 et e E", "tokens for each expert from each rank, int64", bucket=ROUTING)
+        mark = "" if z.model.activation == "squared_relu" else UNMEASURED
+        yield z.line("first projection", "2 R u f / et", "input of the activation", mark=mark)
+        if "moe_act" not in z.recompute:
+            if z.gates == 1:
+                yield z.line("activation", "2 R f / et", "kept to weigh it by the router's probabilities", mark=mark)
+            yield z.line("weighed activation", "w R f / et", "input of the second projection", mark=mark)
+        if self.shared_expert_hidden_size and "shared_experts" not in z.recompute:
+            yield z.line("shared expert", "(2 u + w) T fs / t", "first projection and activation", mark=mark)
+
+    def working(self, z, layer) -> Iterator[Line]:
+        z = self._sizes(z)
+        received = " + 2 R h" if z["e"] > 1 else ""
+        why = (
+            "permuted rows, the experts' output and the unsorted rows, all held by Python frames, and the shared output"
+        )
+        yield z.line("forward", "2 (3 R + Ts) h" + received, why, bucket=ROUTING)
+        yield z.line("backward", "2 (2 R + Ts) h" + received, "the same on the way back", bucket=ROUTING)
+
+    def flops(self, z, layer) -> Iterator[Work]:
+        z = self._sizes(z)
+        yield z.work("router", "2 h E", "", redone=("moe",))
+        yield z.work("experts", "2 (u + 1) k h f", "the k active ones", redone=("moe",))
+        if self.shared_expert_hidden_size:
+            yield z.work("shared expert", "2 (u + 1) h fs", "", redone=("moe", "shared_experts"))
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Buffers of one routing step. capacity: rows an expert takes from one rank. Bytes: counts; rows in; rows out."""
+
+    capacity: int
+    counts: int
+    receive: int
+    combine: int
+
+
+def scratch(tokens: int, top_k: int, experts: int, local: int, hidden: int, factor: float | None) -> Scratch:
+    """What routing `tokens` of one rank needs, bf16, expert tensor size 1. factor: capacity factor; None is dropless.
+
+    Receive and combine are one source rank's share of a rank with `local` experts; dropless, their mean.
+    """
+    rows = tokens * top_k / experts
+    capacity = ceil(rows * factor) if factor is not None else ceil(rows)
+    counts = 8 * experts * (experts // local)
+    return Scratch(capacity, counts, 2 * local * capacity * hidden, 2 * local * capacity * hidden)

@@ -1,0 +1,122 @@
+"""Measure peak memory and step time of many plans on this host's GPUs, one training process group after another.
+
+    python benchmarks/measure.py --out measured.json [--limit SECONDS] [NAME ...]
+
+Each case is a preset with overrides (CASES), translated, trained for a few steps on mock data by benchmarks/peak_memory.py.
+The file is rewritten after each case, so a killed sitting keeps what it has; a case that fails is written down with its error.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from nam_megatron import argv
+from nam_megatron.lower import translate
+from nam_megatron.recipe import load
+
+HERE = Path(__file__).parent
+CUT = ("model.depth=13", "schedule.global_batch_size=16", "schedule.train_steps=6", "schedule.decay_steps=12")
+ONE = ("cluster=h200_1", *CUT)
+FOUR = ("cluster=h200_4", "schedule.train_steps=5", "schedule.decay_steps=12")
+MLA = ("lane=native_dp", "model.substitute=[]", "feature.mtp.depths=0")
+DSA = ("lane=native_dp", "model.substitute=[{letter: A, ranks: [1, 2, 3], kind: dsa}]", "feature.mtp.depths=0")
+FUSED = "precision.fused_cross_entropy=true"
+GRAPHS = ("feature.cuda_graphs.impl=transformer_engine", "feature.cuda_graphs.modules=[attn,mamba,moe_router,moe_preprocess]")
+EAGER = ("feature.cuda_graphs.impl=none", "feature.cuda_graphs.modules=[]")
+FULL = ("feature.recompute.granularity=full", "feature.recompute.method=uniform", "feature.recompute.layers=1")
+SELECTIVE = ("feature.recompute.granularity=selective", "feature.recompute.modules=[moe_act,layernorm]")
+
+# name -> (preset, overrides)
+CASES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "smoke": ("nam56r_smoke", ("schedule.train_steps=6", "schedule.decay_steps=12")),
+    "gqa13": ("nam56r_native_dp", ONE),
+    "gqa13_fused_ce": ("nam56r_native_dp", (*ONE, FUSED)),
+    "gqa13_mbs2": ("nam56r_native_dp", (*ONE, "schedule.micro_batch_size=2")),
+    "gqa13_full_recompute": ("nam56r_native_dp", (*ONE, *FULL)),
+    "gqa13_selective_recompute": ("nam56r_native_dp", (*ONE, *SELECTIVE)),
+    "gqa13_graphs": ("nam56r_native_dp", (*ONE, *GRAPHS)),
+    "gqa13_fp8": ("nam56r_native_dp_fp8", (*ONE, *EAGER, "schedule.micro_batch_size=4")),
+    "gqa13_muon": ("nam56r_native_dp", (*ONE, "optim=muon")),
+    "gqa26_mbs2": ("nam56r_native_dp", (*ONE, "model.depth=26", "schedule.micro_batch_size=2")),
+    "dense13": ("nam56r_native_dp", (*ONE, "model.letters.E=mlp", "schedule.micro_batch_size=2")),
+    "mla13": ("nam56r", (*ONE, *MLA)),
+    "mla13_mtp1": ("nam56r", (*ONE, *MLA, "feature.mtp.depths=1")),
+    "dsa13_mbs1": ("nam56r", (*ONE, *DSA, "schedule.micro_batch_size=1", "schedule.global_batch_size=4")),
+    "gqa52_dp4": ("nam56r_native_dp", FOUR),
+    "gqa52_tp2": ("nam56r_nemo_native", FOUR),
+    "gqa52_ep4": ("nam56r_native_dp", (*FOUR, "parallel.expert=4")),
+    "gqa52_pp2": ("nam56r_native_dp", (*FOUR, "parallel.pipeline=2")),
+    "gqa52_full_recompute": ("nam56r_native_dp", (*FOUR, *FULL)),
+    "mla52_mbs2": ("nam56r", (*FOUR, *MLA, "schedule.micro_batch_size=2")),
+    "gqa52_fsdp": ("nam56r_native_dp", (*FOUR, "feature.megatron_fsdp.enabled=true")),
+    "gqa52_graphs": ("nam56r_native_dp", (*FOUR, *GRAPHS)),
+}  # fmt: skip
+
+
+def measure(name: str, folder: Path, limit: int) -> dict:
+    """One case: its figures, or why there are none."""
+    preset, overrides = CASES[name]
+    lowering = translate(load(preset, overrides))
+    plan, out, log = folder / f"{name}.plan.json", folder / f"{name}.json", folder / f"{name}.log"
+    plan.write_text(argv.plan_json(lowering))
+    env = dict(os.environ)
+    for e in lowering.env:
+        env.pop(e.name, None)
+        if e.value is not None:
+            env[e.name] = e.value
+    gpus = lowering.plan.recipe.world_size
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
+    command += [str(HERE / "peak_memory.py"), "--out", str(out), "--nam-plan", str(plan), *argv.argv(lowering)]
+    entry = {"name": name, "preset": preset, "overrides": list(overrides), "gpus": gpus}
+    begin = time.monotonic()
+    with log.open("w") as stream:
+        try:
+            code = subprocess.run(command, env=env, stdout=stream, stderr=subprocess.STDOUT, timeout=limit).returncode
+        except subprocess.TimeoutExpired:
+            code = f"over {limit} s"
+    entry["wall_seconds"] = round(time.monotonic() - begin, 1)
+    if code != 0 or not out.exists():
+        said = [x for x in log.read_text(errors="replace").splitlines() if "Error" in x or x.startswith("error:")]
+        return {**entry, "error": f"exit {code}: {said[0][:300] if said else shlex.join(command[-3:])}"}
+    return entry | json.loads(out.read_text())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--limit", type=int, default=540, help="seconds for all cases together")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CASES)}; all by default")
+    options = parser.parse_args()
+    if unknown := [n for n in options.names if n not in CASES]:
+        parser.error(f"no case {', '.join(unknown)}")
+    end, entries = time.monotonic() + options.limit, []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in options.names or CASES:
+            left = int(end - time.monotonic())
+            if left < 30:
+                print(f"{name}: no time left", flush=True)
+                continue
+            entry = measure(name, Path(folder), left)
+            entries.append(entry)
+            options.out.write_text(json.dumps(entries, indent=1) + "\n")
+            log = (Path(folder) / f"{name}.log").read_text(errors="replace")
+            options.out.with_name(f"{name}.log").write_text(log[-200_000:])
+            if "error" in entry:
+                print(f"{name}: {entry['error']} ({entry['wall_seconds']} s)", flush=True)
+                continue
+            steady = entry["peak_bytes"]["steady"]
+            print(
+                f"{name}: {entry['median_step_seconds'] * 1e3:.0f} ms a step, steady peak {steady['allocated'] / 1e9:.2f} GB allocated, "
+                f"{steady['reserved'] / 1e9:.2f} GB reserved ({entry['wall_seconds']} s)",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

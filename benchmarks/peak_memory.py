@@ -1,0 +1,158 @@
+"""Peak memory by phase, step times, losses and gradient norms of a plan's training, as JSON.
+
+    torchrun --nproc-per-node N benchmarks/peak_memory.py --out peak.json --nam-plan plan.json $(args)
+
+It is nam_megatron.train with a clock and a gauge around each step, so it trains exactly the plan, all of its steps; translate one with
+`data=mock schedule.train_steps=12` or so. Steps 1 and 2 hold compilation and autotuning: the median time leaves them out.
+"""
+
+import hashlib
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from nam_megatron import train
+
+WARM_UP = 2
+PACKAGES = (
+    "torch",
+    "megatron-core",
+    "transformer-engine",
+    "triton",
+    "mamba-ssm",
+    "causal-conv1d",
+    "nvidia-cudnn-cu13",
+    "nvidia-nccl-cu13",
+)
+
+
+class Meter:
+    """Measures each call of Megatron's train_step, and writes `out` after the last.
+
+    The first phase is everything before the first step: model, optimizer, data. Each later one begins where the one before it ended,
+    so what happens between two steps (logging, graph capture) counts to the second. Bytes are torch's; `device_used` is the driver's
+    figure, other processes on the device included.
+    """
+
+    def __init__(self, out: Path, plan: Path):
+        self.out, self.plan = out, plan
+        self.peaks: list[dict[str, int]] = []
+        self.steps: list[dict[str, Any]] = []
+
+    def attach(self) -> None:
+        """Put the meter around the train_step that Megatron's training loop calls."""
+        from megatron.training import training
+
+        training.train_step = self.around(training.train_step)
+
+    def around(self, train_step: Callable[..., tuple]) -> Callable[..., tuple]:
+        import torch
+        from megatron.training import get_args
+
+        def measured(forward_step: Any, samples: Any, model: list[torch.nn.Module], *rest: Any, **named: Any) -> tuple:
+            torch.cuda.synchronize()
+            if not self.peaks:
+                self.mark()
+            begin = time.perf_counter()
+            result = train_step(forward_step, samples, model, *rest, **named)
+            torch.cuda.synchronize()
+            seconds = time.perf_counter() - begin
+            losses, skipped, norm = result[0], result[1], result[5]
+            losses = {name: float(value) for name, value in losses.items()}
+            self.steps.append(
+                {
+                    "seconds": seconds,
+                    "losses": losses,
+                    "grad_norm": None if norm is None else float(norm),
+                    "skipped": skipped,
+                }
+            )
+            self.mark()
+            if named["iteration"] + 1 == get_args().train_iters:
+                self.report(model)
+            return result
+
+        return measured
+
+    def mark(self) -> None:
+        """End a phase."""
+        import torch
+
+        self.peaks.append(
+            {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+        )
+        torch.cuda.reset_peak_memory_stats()
+
+    def report(self, model: list[Any]) -> None:
+        """Collect all ranks and write the file on the first."""
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        setup, first, *later = self.peaks
+        mine = {
+            "parameters": sum(p.numel() for chunk in model for p in chunk.parameters()),
+            "peak": {
+                "setup": setup,
+                "first_step": first,
+                "steady": {k: max(p[k] for p in later or [first]) for k in first},
+            },
+            "peak_by_step": self.peaks[1:],
+            "device_used": total - free,
+            "seconds": [step["seconds"] for step in self.steps],
+            "losses": [step["losses"] for step in self.steps],
+        }
+        world = torch.distributed.get_world_size()
+        ranks: list[Any] = [None] * world
+        torch.distributed.all_gather_object(ranks, mine)
+        if torch.distributed.get_rank() > 0:
+            return
+        losses = ranks[-1].pop("losses")  # the last rank holds the last pipeline stage, as in Megatron's log
+        seconds = [max(rank["seconds"][i] for rank in ranks) for i in range(len(self.steps))]
+        for rank in ranks:
+            rank.pop("losses", None)
+        document = {
+            "plan_sha256": hashlib.sha256(self.plan.read_bytes()).hexdigest(),
+            "device": torch.cuda.get_device_name(),
+            "world_size": world,
+            "versions": versions(),
+            "median_step_seconds": statistics.median(seconds[WARM_UP:] or seconds),
+            "peak_bytes": {k: {m: max(r["peak"][k][m] for r in ranks) for m in v} for k, v in ranks[0]["peak"].items()},
+            "steps": [
+                {"seconds": t, "losses": loss, "grad_norm": step["grad_norm"], "skipped": step["skipped"]}
+                for t, loss, step in zip(seconds, losses, self.steps, strict=True)
+            ],
+            "ranks": ranks,
+        }
+        self.out.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def versions() -> dict[str, str | None]:
+    """Of the packages that decide speed and memory; None for what is not installed."""
+    found: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def main(words: list[str], started: float) -> int:
+    if "--out" not in words[:-1]:
+        if int(os.environ.get(train.RANK, 0)) == 0:
+            print(__doc__, file=sys.stderr)
+        return 2
+    at = words.index("--out")
+    out, words = Path(words[at + 1]), words[:at] + words[at + 2 :]
+    before = Meter(out, train.split(words)[0]).attach if "--nam-plan" in words[:-1] else None
+    return train.main(words, started, before)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], time.time()))

@@ -1,0 +1,207 @@
+"""The command: python -m nam_megatron.budget conf=nam56r"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import ListConfig
+
+from nam_megatron import app
+from nam_megatron.budget import picture, search, text
+from nam_megatron.budget.cost import cost
+from nam_megatron.budget.memory import Budget, budget
+from nam_megatron.budget.serving import serve
+from nam_megatron.errors import FINDINGS, OK, Problem, Refused, raise_if
+from nam_megatron.lower import translate
+from nam_megatron.origin import Origin
+from nam_megatron.recipe import Recipe, load
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+KEYS = ("format", "against", "fit", "sweep", "plot", "serve", "batch", "context", "page", "imbalance")
+FORMATS = ("auto", "table", "lines", "json")
+SERVING = ("batch", "context", "page")
+
+
+def task(recipe: Recipe, words: Mapping[str, Any], origin: Origin) -> int:
+    """Print what was asked for: the product to stdout, notes to stderr. 1 if it does not fit."""
+    raise_if(_problems(words))
+    target = picture.check(words["plot"]) if words["plot"] else None
+    imbalance = float(words["imbalance"])
+    if words["sweep"]:
+        return _sweep(recipe, words["sweep"], target, imbalance)
+    if words["fit"]:
+        return _fit(recipe, words["fit"], imbalance)
+    plan = translate(recipe).plan
+    ours = budget(plan, imbalance)
+    if words["serve"]:
+        return _serve(ours, words)
+    others = [budget(_other(name), imbalance) for name in _names(words["against"])]
+    if target:
+        picture.draw([ours, *others], target)
+        sys.stderr.write(f"wrote {target}\n")
+    _show(ours, others, words["format"])
+    if ours.fits and not ours.roomy:
+        sys.stderr.write(f"warning: {text.verdict(ours)}\n")
+    return OK if ours.fits else FINDINGS
+
+
+def _problems(words: Mapping[str, Any]):
+    def number(key: str, low: int) -> Problem | None:
+        value = words[key]
+        good = value is None or (type(value) is int and value >= low)
+        return None if good else Problem(f"`{key}` takes an integer of at least {low}, not `{value}`", key)
+
+    if words["format"] not in FORMATS:
+        yield Problem(f"no format `{words['format']}`", "format", f"there are: {', '.join(FORMATS)}")
+    for key in ("fit", "sweep", "plot"):
+        if words[key] is not None and (not isinstance(words[key], str) or not words[key]):
+            yield Problem(f"`{key}` takes one word, not `{words[key]}`", key)
+    names = words["against"]
+    if names is not None and (not names or not all(isinstance(n, str) and n for n in _names(names))):
+        yield Problem(
+            f"`against` takes names of presets, not `{names}`", "against", "`translate list=presets` lists them"
+        )
+    if not isinstance(words["serve"], bool):
+        yield Problem(f"`serve` is true or false, not `{words['serve']}`", "serve")
+    yield from filter(None, (number(key, 1) for key in SERVING))
+    if (
+        not isinstance(words["imbalance"], (int, float))
+        or isinstance(words["imbalance"], bool)
+        or words["imbalance"] < 1
+    ):
+        yield Problem(
+            f"`imbalance` is the busiest rank over the mean, at least 1, not `{words['imbalance']}`", "imbalance"
+        )
+    if words["serve"] is False:
+        for key in SERVING:
+            if words[key] is not None:
+                yield Problem(f"`{key}` belongs to serving", key, "add `serve=true`")
+    views = [key for key in ("sweep", "fit", "against", "serve") if words[key]]
+    if len(views) > 1:
+        yield Problem(f"`{views[0]}` and `{views[1]}` answer different questions", views[1], "ask one at a time")
+    if words["plot"] and (words["fit"] or words["serve"]):
+        yield Problem("there is nothing to draw of that", "plot", "leave `plot` out")
+
+
+def _names(against: Any) -> Sequence[Any]:
+    return [] if against is None else list(against) if isinstance(against, (list, ListConfig)) else [against]
+
+
+def _other(name: str):
+    """Another preset, overrides behind it: what it asks for is checked like our own."""
+    preset, *overrides = name.split()
+    try:
+        return translate(load(preset, overrides)).plan
+    except Refused as refused:
+        raise Refused(replace(p, key="against") for p in refused.problems) from None
+
+
+def _show(ours: Budget, others: Sequence[Budget], form: str) -> None:
+    if form == "json":
+        sys.stdout.write(text.to_json(text.tree(ours, cost(ours.plan))))
+    elif form == "lines":
+        sys.stdout.write(text.lines(ours) + "\n" + text.cost_text(cost(ours.plan)))
+    elif form == "auto" and sys.stdout.isatty():
+        from rich.console import Console
+
+        terminal(ours, others, Console(highlight=False))
+        return
+    elif not others:
+        sys.stdout.write(text.table(ours) + "\n" + text.cost_text(cost(ours.plan)))
+    for other in others if form != "json" else ():
+        sys.stdout.write(text.against(ours, other))
+
+
+def terminal(ours: Budget, others: Sequence[Budget], out: "Console") -> None:
+    """Bars to the scale of the device, the table, the verdict."""
+    from rich.text import Text
+
+    found = picture.bars([ours, *others])
+    margin = max(map(len, found))
+    for label, buckets in found.items():
+        bar = picture.strip(buckets, ours.capacity, max(20, out.width - margin - 22))
+        out.print(Text.assemble(f"{label:<{margin}} ", bar), no_wrap=True, overflow="ignore", crop=False)
+    legend = Text()
+    for bucket in picture.HUES:
+        if any(buckets[bucket] for buckets in found.values()):
+            legend.append("█ ", picture.HUES[bucket][1]).append(f"{bucket}  ")
+    out.print(legend)
+    out.print()
+    if others:
+        for other in others:
+            out.print(text.against(ours, other), soft_wrap=True)
+    else:
+        out.print(text.table(ours), soft_wrap=True)
+        out.print(text.cost_text(cost(ours.plan)), soft_wrap=True)
+    style = "bold green" if ours.roomy else "bold yellow" if ours.fits else "bold red"
+    out.print(Text(text.verdict(ours), style))
+
+
+def _fit(recipe: Recipe, name: str, imbalance: float) -> int:
+    key = search.resolve(recipe, name, "fit")
+    translate(recipe)  # what is wrong before anything is changed is said as always
+    fit = search.largest(recipe, key, imbalance)
+    if fit.best is None:
+        why = fit.beyond.reason or text.verdict(fit.beyond.budget)
+        sys.stdout.write(f"no value of {key} leaves the headroom; {fit.beyond.value}: {why}\n")
+        return FINDINGS
+    sys.stdout.write(f"{key}={fit.best.value}: {text.verdict(fit.best.budget)}\n")
+    if fit.best.note:
+        sys.stdout.write(f"with {fit.best.note}\n")
+    if fit.beyond is None:
+        sys.stdout.write("memory sets no limit to it\n")
+    else:
+        word = "refused: " + fit.beyond.reason if fit.beyond.budget is None else text.verdict(fit.beyond.budget)
+        sys.stdout.write(f"{key}={fit.beyond.value}: {word}\n")
+    return OK
+
+
+def _sweep(recipe: Recipe, words: str, target: Path | None, imbalance: float) -> int:
+    from rich.console import Console
+    from rich.progress import track
+
+    name, points = search.values(words)
+    key = search.resolve(recipe, name, "sweep")
+    trials = search.sweep(recipe, key, points, imbalance)
+    console = Console(stderr=True)
+    seen = list(
+        track(trials, f"{key}", total=len(points), console=console, transient=True, disable=not console.is_terminal)
+    )
+    rows = [(key, "GiB allocated", "in use", "free", "verdict")]
+    for t in seen:
+        if t.budget is None:
+            rows.append((str(t.value), "", "", "", f"refused: {t.reason}"))
+            continue
+        worst = t.budget.worst
+        word = "fits" if t.budget.roomy else "fits, without the headroom" if t.budget.fits else "does not fit"
+        sizes = text.gib(worst.steady.allocated), text.gib(worst.worst.total), text.gib(t.budget.free)
+        rows.append((str(t.value), *sizes, f"{word}{'; ' + t.note if t.note else ''}"))
+    if not any(t.budget for t in seen):
+        raise Refused(Problem(f"every value of {key} is refused: {seen[0].reason}", "sweep"))
+    sys.stdout.write(text.grid(rows, right=(0, 1, 2, 3)))
+    if target:
+        picture.draw_sweep(key, seen, target)
+        sys.stderr.write(f"wrote {target}\n")
+    return OK
+
+
+def _serve(ours: Budget, words: Mapping[str, Any]) -> int:
+    context = words["context"] or ours.plan.recipe.model.seq_length
+    stages = serve(ours.plan, words["batch"] or 1, context, words["page"])
+    if words["format"] == "json":
+        sys.stdout.write(text.to_json(text.tree(ours, cost(ours.plan), stages)))
+    else:
+        sys.stdout.write(text.serving_text(stages))
+    return OK if all(s.fits("paged") for s in stages) else FINDINGS
+
+
+def main() -> None:
+    app.run("budget", KEYS, task)
+
+
+if __name__ == "__main__":
+    main()

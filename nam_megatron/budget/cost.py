@@ -1,0 +1,108 @@
+"""Plan -> Cost: operations per token by block kind, and what the device's peak makes of them."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from nam_megatron.budget import ends
+from nam_megatron.plan import Plan
+from nam_megatron.sizes import Sizes, Work
+
+MEGATRONS_COUNT = (
+    "Megatron's own count takes MLA and DSA layers for nothing, Mamba's inner width for 2 hidden_size, "
+    "and leaves out convolutions, routers, indexers and MTP's projection"
+)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Floating-point operations of training on one token; `works` of one forward pass, equal layers as one.
+
+    model: what the mathematics needs, forward and backward. hardware: and what recompute and stock kernels add.
+    megatron: what megatron-core 0.19.2 logs its TFLOP/s by.
+    """
+
+    plan: Plan
+    works: tuple[Work, ...]
+    recomputed: float
+    megatron: float
+
+    @cached_property
+    def model(self) -> float:
+        return sum(w.passes * w.flops for w in self.works if w.model)
+
+    @cached_property
+    def hardware(self) -> float:
+        return sum(w.passes * w.flops for w in self.works) + self.recomputed
+
+    def floor(self, tflops: float) -> float:
+        """Tokens a second and GPU if every operation of the model ran at `tflops`."""
+        return tflops * 1e12 / self.model
+
+    def utilisation(self, tokens_per_second: float) -> float:
+        """Share of the peak on paper that a measured rate (a second and GPU) is: model FLOPs utilisation."""
+        return tokens_per_second / self.floor(self.plan.recipe.device.bf16_tflops)
+
+    def by_owner(self) -> dict[str, float]:
+        """Model operations of one forward pass and token by block kind and feature."""
+        found: dict[str, float] = {}
+        for work in self.works:
+            if work.model:
+                found[work.owner] = found.get(work.owner, 0.0) + work.flops
+        return found
+
+
+def cost(plan: Plan) -> Cost:
+    z, recompute = Sizes.of(plan), plan.recipe.feature.recompute
+    whole: set[int | None] = set()  # layers recomputed from their input
+    for segment in plan.segments:
+        for indices, checkpointed in recompute.groups(len(segment)):
+            whole |= {segment[i].number for i in indices if checkpointed}
+    if recompute.granularity == "full":
+        whole.add(None)  # MTP's inner layers
+    counts: Counter[Work] = Counter()
+    again = 0.0
+    for number, work in _works(z):
+        counts[work] += 1
+        # MTP's logits and the ends are outside every checkpoint.
+        if (number in whole and work.owner != "ends") or z.recompute & set(work.redone):
+            again += work.flops
+    works = tuple(replace(work, flops=work.flops * n, count=n) for work, n in counts.items())
+    return Cost(plan, works, again, megatron(plan))
+
+
+def _works(z: Sizes) -> Iterator[tuple[int | None, Work]]:
+    """(layer number, work of one token's forward pass); 0 for what is in no layer."""
+    plan, blocks = z.plan, z.model.blocks
+    for layer in plan.layers:
+        for work in getattr(blocks, layer.kind).flops(z, layer):
+            yield layer.number, replace(work, owner=layer.kind)
+    for _ in range(plan.mtp_depths):
+        for kind in plan.mtp:
+            for work in getattr(blocks, kind).flops(z, None):
+                yield None, replace(work, owner="mtp")
+    for feature in plan.recipe.feature.all():
+        if feature.on:
+            yield from ((0, replace(work, owner=feature.name)) for work in feature.flops(z))
+    yield from ((0, replace(work, owner="ends")) for work in ends.flops(z))
+
+
+def megatron(plan: Plan) -> float:
+    """Per token, what megatron-core 0.19.2 counts (training/training.py, num_floating_point_operations)."""
+    m, blocks = plan.recipe.model, plan.recipe.model.blocks
+    every, h = plan.pattern.replace("|", "").replace("/", ""), m.hidden_size
+    a, moe = blocks.attention, blocks.moe
+    width = a.head_dim * m.num_attention_heads
+    attention = 4 * width * (h + h * a.query_groups / m.num_attention_heads) + 2 * m.seq_length * width
+    state, groups, heads = 128, 8, 2 * h // 64  # its defaults
+    if "mamba2" in plan.kinds:
+        state, groups, heads = blocks.mamba2.state_dim, blocks.mamba2.groups, blocks.mamba2.heads
+    inner = 2 * h
+    mamba = 2 * h * (2 * inner + 2 * groups * state + heads) + 7 * inner * state + 2 * inner * h
+    gated = 1.5 if m.activation == "swiglu" else 1.0
+    experts = 4 * h * gated * (moe.expert_hidden_size * moe.top_k + moe.shared_expert_hidden_size)
+    mlp = 4 * h * gated * m.ffn_hidden_size
+    per_symbol = {"*": attention, "M": mamba, "E": experts, "-": mlp}
+    forward = sum(per_symbol.get(symbol, 0.0) for symbol in every)
+    return 3 * (forward + 2 * h * m.vocab_size * (1 + plan.mtp_depths))

@@ -1,0 +1,74 @@
+"""What stands before and after the layers: embedding, final norm, output layer, loss."""
+
+from collections.abc import Iterator
+
+from nam_megatron.sizes import ACTIVATIONS, ESTIMATED, LOSS, MTP, Line, Param, Sizes, Stage, Work
+
+
+def params(z: Sizes, stage: Stage) -> Iterator[Param]:
+    """Copies included: MTP and a tied output layer have the embedding again where it is not already."""
+    m, table = z.model, (z.model.vocab_size, z.model.hidden_size)
+    if stage.first or (stage.last and (z.plan.mtp or m.tied_embeddings)):
+        yield Param("embedding.word_embeddings.weight", table, "tensor", "table")
+    if stage.last:
+        yield from z.norm("decoder.final_norm.", m.hidden_size)
+        if not m.tied_embeddings:
+            yield Param("output_layer.weight", table, "tensor", "table")
+
+
+def activations(z: Sizes, stage: Stage) -> Iterator[Line]:
+    """Kept by one microbatch outside the layers."""
+    if stage.last:
+        why = "its input, its output for the output layer, statistics"
+        yield z.line("final norm", "4 Ts h + 4 Ts", why, bucket=ACTIVATIONS, owner="ends")
+
+
+def buffers(z: Sizes, stage: Stage) -> Iterator[Line]:
+    """Made once, on first use."""
+    blocks = z.model.blocks
+    latent = z.plan.kinds & {"mla", "dsa"}
+    z = z.own(d=blocks.mla.qk_rope_head_dim if latent else blocks.attention.head_dim)
+    yield z.line(
+        "RoPE table", "4 S d", "fp32 angles of every position, whatever the layers", bucket=ACTIVATIONS, owner="ends"
+    )
+    if z.plan.index_reuse:
+        yield z.line(
+            "attention mask",
+            "b S S",
+            "bool, from the data loader: it carries the shared top-k",
+            bucket=ACTIVATIONS,
+            owner="dsa",
+        )
+
+
+def loss(z: Sizes) -> Iterator[tuple[str, tuple[Line, ...]]]:
+    """The moments of the output layer and the loss, with what each holds above all kept activations.
+
+    MTP's losses run first in the forward pass and the main one first in the backward pass, so that all softmaxes are
+    alive at once (megatron-core 0.19.2, models/hybrid/hybrid_model.py; tensor_parallel/cross_entropy.py).
+    """
+    if z.plan.recipe.feature.linear_ce.on:
+        z = z.own(piece=min(1024, z["T"]))
+        why = "as designed: logits of 1024 tokens at a time, bf16 and fp32"
+        yield (
+            "loss",
+            (z.line("logits of a piece", "6 piece V / t", why, bucket=LOSS, owner="linear_ce", mark=ESTIMATED),),
+        )
+        return
+    of = {"bucket": LOSS, "owner": "loss"}
+    logits = z.line("logits", "2 T V / t", "bf16, all positions", **of)
+    softmax = z.line(
+        "softmax", "4 T V / t", "fp32, kept for the backward pass and turned into the gradient in place", **of
+    )
+    depths = (z.line("softmax", "4 T V D / t", "fp32, of every depth", bucket=MTP, owner="mtp"),) if z["D"] else ()
+    clone = ()
+    if z.plan.recipe.precision.fused_cross_entropy:
+        why = "the compiled gradient keeps the softmax and makes another fp32 tensor of its size"
+        clone = (z.line("compiled gradient", "4 T V / t", why, **of),)
+    yield "cross entropy backward", (logits, softmax, *depths, *clone)
+    gradients = z.line("gradients of the output layer", "2 T h + 2 V h / t", "of its input and of its weight", **of)
+    yield "output layer backward", (logits, *depths, gradients)
+
+
+def flops(z: Sizes) -> Iterator[Work]:
+    yield z.work("logits", "2 h V", "all positions")

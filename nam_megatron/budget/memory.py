@@ -1,0 +1,319 @@
+"""Plan -> Budget: adds up what blocks and features say, at the worst moment of each pipeline stage."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from nam_megatron.budget import ends, static
+from nam_megatron.plan import Layer, Plan
+from nam_megatron.sizes import (
+    ACTIVATIONS,
+    BUCKETS,
+    COMMUNICATION,
+    FEATURES,
+    GIB,
+    GRADIENTS,
+    MTP,
+    PARAMETERS,
+    UNMEASURED,
+    WORKSPACE,
+    Line,
+    Sizes,
+    Stage,
+)  # fmt: skip
+
+if TYPE_CHECKING:
+    from nam_megatron.blocks import Block
+
+PHASES = ("build", "after_init", "first_step", "between_steps", "steady")
+TRITON = ("mamba2", "mamba3")  # kinds whose kernels are autotuned by Triton in the first step
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a rank holds at one moment."""
+
+    event: str
+    lines: tuple[Line, ...]
+
+    def sum(self, *places: str) -> int:
+        return sum(line.bytes for line in self.lines if line.place in places)
+
+    @cached_property
+    def allocated(self) -> int:
+        """What torch.cuda.memory_allocated shows."""
+        return self.sum("allocated")
+
+    @cached_property
+    def reserved(self) -> int:
+        """What torch.cuda.memory_reserved shows."""
+        return self.sum("allocated", "reserved")
+
+    @cached_property
+    def total(self) -> int:
+        """What the device has in use."""
+        return self.sum("allocated", "reserved", "outside")
+
+    @cached_property
+    def buckets(self) -> dict[str, int]:
+        found = dict.fromkeys(BUCKETS, 0)
+        for line in self.lines:
+            found[line.bucket] += line.bytes
+        return found
+
+
+@dataclass(frozen=True)
+class StageBudget:
+    """The worst rank of a pipeline stage. `moments`: the worst of each phase.
+
+    build: while the model is made. after_init: before the first step. first_step: its peak, without moments in the
+    optimizer until its end. between_steps: at rest afterwards. steady: the peak of every later step.
+    """
+
+    stage: Stage
+    parameters: int
+    moments: dict[str, Moment]
+
+    @property
+    def startup(self) -> Moment:
+        return max(self.moments["build"], self.moments["first_step"], key=lambda m: m.total)
+
+    @property
+    def steady(self) -> Moment:
+        return self.moments["steady"]
+
+    @property
+    def worst(self) -> Moment:
+        return max(self.startup, self.steady, key=lambda m: m.total)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Memory of a plan on its device. `parameters`, `active`: of the whole model."""
+
+    plan: Plan
+    parameters: int
+    active: int
+    stages: tuple[StageBudget, ...]
+
+    @property
+    def worst(self) -> StageBudget:
+        return max(self.stages, key=lambda s: s.worst.total)
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of a device."""
+        return int(self.plan.recipe.device.total_gib * GIB)
+
+    @property
+    def free(self) -> int:
+        """Bytes left on the worst device; negative where it does not fit."""
+        return self.capacity - self.worst.worst.total
+
+    @property
+    def fits(self) -> bool:
+        return self.free >= 0
+
+    @property
+    def roomy(self) -> bool:
+        """Whether the headroom of the device file is left."""
+        return self.free >= self.plan.recipe.device.headroom_gib * GIB
+
+
+def budget(plan: Plan, imbalance: float = 1.0) -> Budget:
+    """Forecast of the memory of each pipeline stage's worst rank.
+
+    imbalance: rows of the busiest expert rank over the mean, where experts are spread over ranks.
+    """
+    z = Sizes.of(plan, imbalance)
+    return Budget(plan, *static.parameters(plan), tuple(_stage(z, stage) for stage in static.stages(plan)))
+
+
+def _stage(z: Sizes, stage: Stage) -> StageBudget:
+    held = static.groups(z, stage)
+    fixed = tuple(static.lines(z, stage, held))
+    at = {
+        since: tuple(x for x in fixed if x.since == since) for since in ("build", "init", "forward", "step", "stepping")
+    }
+    moving = _Moving(z, stage)
+    before, after = (*at["init"], *at["forward"]), (*at["init"], *at["forward"], *at["step"])
+    # While the model is built there is no optimizer yet.
+    buffers = (*PARAMETERS.values(), GRADIENTS, COMMUNICATION)
+    made = tuple(x for x in at["init"] if x.bucket in buffers or x.place != "allocated")
+    step = Moment("optimizer step", (*after, *at["stepping"]))
+    moments = {
+        "build": Moment("building the model", (*made, *at["build"])),
+        "after_init": Moment("before the first step", at["init"]),
+        "first_step": max(Moment(*moving.worst(before, first=True)), step, key=lambda m: m.total),
+        "between_steps": Moment("between steps", after),
+        "steady": max(Moment(*moving.worst(after)), step, key=lambda m: m.total),
+    }
+    return StageBudget(stage, sum(g.elements() for g in held), {k: _sorted(v) for k, v in moments.items()})
+
+
+def _sorted(moment: Moment) -> Moment:
+    """Equal lines as one, by bucket."""
+    counts = Counter(moment.lines)
+    merged = [replace(line, bytes=line.bytes * n, count=line.count * n) for line, n in counts.items()]
+    return Moment(moment.event, tuple(sorted(merged, key=lambda line: BUCKETS.index(line.bucket))))
+
+
+# What microbatches hold ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Something a microbatch passes through. kept: for its backward pass. events: (name, all it holds while it works)."""
+
+    kept: tuple[Line, ...]
+    events: tuple[tuple[str, tuple[Line, ...]], ...] = ()
+
+
+class _Moving:
+    """The activations of one stage, as parts in the order of the forward pass, for each of its segments."""
+
+    def __init__(self, z: Sizes, stage: Stage):
+        self.z, self.stage = z, stage
+        self.plain = replace(z, recompute=frozenset())
+        self.costs: dict[tuple, tuple] = {}
+        self.chunks = [list(self._parts(chunk)) for chunk in stage.chunks]
+        self.chunks[0] = [_Part(tuple(self._features())), *self.chunks[0]]
+        if stage.last:
+            self.chunks[-1] += self._tail()
+
+    def worst(self, fixed: Sequence[Line], first: bool = False) -> tuple[str, tuple[Line, ...]]:
+        """The event in which most is held, with everything that is. first: in the first step, which autotunes."""
+        tune = self.z.line("autotuning", "256 MiB", "Triton flushes this buffer between trials", bucket=WORKSPACE)
+        tune = replace(tune, owner="device")
+        best: tuple[int, str, tuple[Line, ...]] = (-1, "", ())
+        kept = [_bytes(line for part in chunk for line in part.kept) for chunk in self.chunks]
+        for sets, now in in_flight(self.z.plan, self.stage):
+            before = sum(n * size for n, size in zip(sets, kept, strict=True))
+            for i, part in enumerate(self.chunks[now]):
+                for name, lines in part.events:
+                    more = (tune,) if first and name.split()[0] in TRITON else ()
+                    size = before + _bytes(lines) + _bytes(more)
+                    if size > best[0]:
+                        passed = [line for p in self.chunks[now][:i] for line in p.kept]
+                        others = [
+                            x
+                            for n, c in zip(sets, self.chunks, strict=True)
+                            for p in c
+                            for x in p.kept
+                            for _ in range(n)
+                        ]
+                        best = size, name, (*fixed, *others, *passed, *lines, *more)
+                before += _bytes(part.kept)
+        return best[1:]
+
+    def _parts(self, layers: Sequence[Layer]) -> Iterator[_Part]:
+        for indices, checkpointed in self.z.plan.recipe.feature.recompute.groups(len(layers)):
+            group = [layers[i] for i in indices]
+            names = [f"{layer.kind} {layer.number}" for layer in group]
+            yield self._part([self._cost(x.kind, x) for x in group], names, checkpointed)
+
+    def _part(self, costs: Sequence[tuple], names: Sequence[str], checkpointed: bool, owner: str = "") -> _Part:
+        kept = tuple(line for c in costs for line in c[0])
+        gradient: tuple[Line, ...] = ()
+        if checkpointed:
+            why = "all that a checkpointed group of layers keeps"
+            more = {"bucket": costs[0][0][0].bucket, "owner": owner or "recompute"}
+            kept = (self.z.line("input of a group", "2 Ts h", why, **more),)
+            gradient = (self.z.line("gradient", "2 Ts h", "on its way back into the group", **more),)
+        events, open_ = [], ()
+        for name, (_, whole, working) in zip(names, costs, strict=True):
+            open_ += whole
+            events += [(f"{name} {line.name}", (*open_, line, *self._gathered(), *gradient)) for line in working]
+        return _Part(kept, tuple(events))
+
+    def _cost(self, kind: str, layer: Layer | None) -> tuple[tuple[Line, ...], tuple[Line, ...], tuple[Line, ...]]:
+        """(what a layer keeps, what it holds while it runs or is recomputed, what it needs besides)."""
+        f, depth = self.z.plan.recipe.feature, len(self.z.plan.layers)
+        number = layer.number if layer else None
+        key = kind, layer and layer.source is None, layer is None, f.fp8.in_bf16(number, depth)
+        if key not in self.costs:
+            block: Block = getattr(self.z.model.blocks, kind)
+            width = {"w": 2} if f.fp8.in_bf16(number, depth) else {}
+            z, plain = self.z.own(**width), self.plain.own(**width)
+            kept = tuple(self._owned(kind, layer, block.activations(z, layer)))
+            whole = (
+                kept
+                if z.recompute == plain.recompute
+                else tuple(self._owned(kind, layer, block.activations(plain, layer)))
+            )
+            self.costs[key] = kept, whole, tuple(self._owned(kind, layer, block.working(z, layer)))
+        return self.costs[key]
+
+    def _owned(self, kind: str, layer: Layer | None, lines: Iterator[Line]) -> Iterator[Line]:
+        graphs = self.z.plan.recipe.feature.cuda_graphs
+        for line in lines:
+            if layer is None:
+                yield replace(line, bucket=MTP, owner="mtp")
+            else:
+                pooled = graphs.on and line.name not in ("forward", "backward") and graphs.captures(kind, line)
+                place = "reserved" if pooled else line.place
+                yield replace(line, bucket=line.bucket or ACTIVATIONS, owner=kind, place=place)
+
+    def _gathered(self) -> tuple[Line, ...]:
+        if not self.z.plan.recipe.parallel.sequence:
+            return ()
+        of = {"bucket": COMMUNICATION, "owner": "parallel", "mark": UNMEASURED}
+        return (self.z.line("gathered input", "2 T h", "of the running column-parallel layer", **of),)
+
+    def _features(self) -> Iterator[Line]:
+        for feature in self.z.plan.recipe.feature.all():
+            if feature.on and feature.name != "mtp":
+                for line in feature.activations(self.z, self.stage):
+                    yield replace(line, bucket=line.bucket or FEATURES, owner=feature.name)
+
+    def _tail(self) -> Iterator[_Part]:
+        z, f = self.z, self.z.plan.recipe.feature
+        yield _Part(tuple(ends.activations(z, self.stage)))
+        for depth in range(z.plan.mtp_depths):
+            names = [f"mtp {depth} {kind}" for kind in z.plan.mtp]
+            costs = [self._cost(kind, None) for kind in z.plan.mtp]
+            if f.recompute.granularity == "full":
+                yield self._part(costs, names, True, "mtp")
+            else:
+                yield from (self._part([c], [n], False) for c, n in zip(costs, names, strict=True))
+        if z.plan.mtp:
+            yield _Part(tuple(replace(line, owner="mtp") for line in f.mtp.activations(z, self.stage)))
+        yield _Part((), tuple(ends.loss(z)))
+
+
+def _bytes(lines) -> int:
+    return sum(line.bytes for line in lines)
+
+
+def in_flight(plan: Plan, stage: Stage) -> set[tuple[tuple[int, ...], int]]:
+    """(microbatches held besides the current one, for each segment of the stage; the segment at work).
+
+    Megatron's 1F1B and interleaved 1F1B (megatron-core 0.19.2, pipeline_parallel/schedules.py: warm-up, then one forward
+    and one backward pass in turn).
+    """
+    r, chunks = plan.recipe, len(stage.chunks)
+    per_step = max(1, r.schedule.global_batch_size // (r.schedule.micro_batch_size * r.data_parallel))
+    batches = min(per_step, 4 * stage.of)  # the rest repeats
+    later = stage.of - stage.rank - 1
+    warm_up = later if chunks == 1 else 2 * later + (chunks - 1) * stage.of
+    order = [
+        chunk
+        for start in range(0, batches, stage.of)
+        for chunk in range(chunks)
+        for _ in range(min(stage.of, batches - start))
+    ]
+    counts, found = [0] * chunks, set()
+    for i, chunk in enumerate(order):
+        counts[chunk] += 1
+        found.add((tuple(n - (k == chunk) for k, n in enumerate(counts)), chunk))
+        if i >= warm_up:
+            back = chunks - 1 - order[i - warm_up]
+            found.add((tuple(n - (k == back) for k, n in enumerate(counts)), back))
+            counts[back] -= 1
+    for i in range(max(0, len(order) - warm_up), len(order)):  # cool-down
+        back = chunks - 1 - order[i]
+        found.add((tuple(n - (k == back) for k, n in enumerate(counts)), back))
+        counts[back] -= 1
+    return found

@@ -1,0 +1,142 @@
+"""What-if: the recipe with another value at one key. The largest that fits, and a sweep over many."""
+
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nam_megatron.budget.memory import Budget, budget
+from nam_megatron.errors import Problem, Refused
+from nam_megatron.lower import translate
+from nam_megatron.recipe import Recipe, from_tree, to_tree
+
+LIMIT = 2**24  # no integer of a recipe means more
+PATIENCE = 256  # refused values in a row, after which a search gives up
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The recipe with `value`. budget: None where it was refused, `reason` says why. note: what else had to change."""
+
+    value: int
+    budget: Budget | None
+    reason: str = ""
+    note: str = ""
+
+    @property
+    def good(self) -> bool:
+        return self.budget is not None and self.budget.roomy
+
+
+@dataclass(frozen=True)
+class Fit:
+    """best: the largest value that leaves the headroom, None if none does. beyond: the first that does not, if any."""
+
+    key: str
+    best: Trial | None
+    beyond: Trial | None
+
+
+def resolve(recipe: Recipe, name: str, word: str) -> str:
+    """The dotted key of an integer: itself, or the only one whose last part is `name`.
+
+    Raises:
+        Refused: no such integer, or several; `word` is the command's key.
+    """
+    keys = list(_integers(to_tree(recipe)))
+    found = [key for key in keys if name in (key, key.rsplit(".", 1)[-1])]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise Refused(Problem(f"`{name}` is {len(found)} keys", word, f"say which: {', '.join(found)}"))
+    close = difflib.get_close_matches(name, [*keys, *(key.rsplit(".", 1)[-1] for key in keys)], 1)
+    meant = f"did you mean `{close[0]}`?" if close else "any integer of the recipe, by its dotted path or its last name"
+    raise Refused(Problem(f"no integer key `{name}`", word, meant))
+
+
+def _integers(node: Any, path: str = "") -> Iterator[str]:
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield from _integers(value, f"{path}.{key}" if path else key)
+    elif isinstance(node, int) and not isinstance(node, bool):
+        yield path
+
+
+def attempt(recipe: Recipe, key: str, value: int, imbalance: float = 1.0) -> Trial:
+    """The recipe with `value` at `key`; the global batch follows to the next multiple where it must."""
+    tree = to_tree(recipe)
+    *path, last = key.split(".")
+    node = tree
+    for part in path:
+        node = node[part]
+    node[last] = value
+    note = ""
+    try:
+        changed = from_tree(tree)
+        s = changed.schedule
+        step = s.micro_batch_size * max(1, changed.data_parallel)
+        if key != "schedule.global_batch_size" and s.global_batch_size % step:
+            batch = -(-s.global_batch_size // step) * step
+            note = f"global batch {s.global_batch_size} -> {batch}, a multiple of {s.micro_batch_size} x {changed.data_parallel}"
+            tree["schedule"]["global_batch_size"] = batch
+            changed = from_tree(tree)
+        return Trial(value, budget(translate(changed).plan, imbalance), note=note)
+    except Refused as refused:
+        return Trial(value, None, "; ".join(p.message for p in refused.problems))
+
+
+def largest(recipe: Recipe, key: str, imbalance: float = 1.0) -> Fit:
+    """The largest value that leaves the headroom: doubled until one does not or is refused, then halved in between.
+
+    In between, refused values are stepped over. Memory must not shrink again above the first value that is too large.
+    """
+    tried: dict[int, Trial] = {}
+
+    def at(value: int) -> Trial:
+        if value not in tried:
+            tried[value] = attempt(recipe, key, value, imbalance)
+        return tried[value]
+
+    start = to_tree(recipe)
+    for part in key.split("."):
+        start = start[part]
+    best, beyond = 0, max(1, start)
+    while at(beyond).good and beyond <= LIMIT:
+        best, beyond = beyond, 2 * beyond
+    if beyond > LIMIT:
+        return Fit(key, at(best), None)
+    while (middle := _tested(at, best, beyond)) is not None:
+        if at(middle).good:
+            best = middle
+        else:
+            beyond = middle
+    return Fit(key, at(best) if best else None, at(beyond))
+
+
+def _tested(at, low: int, high: int) -> int | None:
+    """A value between that is not refused, the nearest to the middle; None if there is none."""
+    middle = (low + high) // 2
+    near = sorted(range(max(low + 1, middle - PATIENCE), min(high, middle + PATIENCE)), key=lambda v: abs(v - middle))
+    return next((v for v in near if at(v).budget is not None), None)
+
+
+def values(text: str) -> tuple[str, range]:
+    """`KEY:FROM:TO[:STEP]`, both ends included.
+
+    Raises:
+        Refused: it is something else.
+    """
+    name, *numbers = text.split(":")
+    if len(numbers) not in (2, 3) or not all(n.isdecimal() for n in numbers):
+        raise Refused(Problem(f"cannot read the sweep `{text}`", "sweep", "write KEY:FROM:TO or KEY:FROM:TO:STEP"))
+    first, last, step = (*map(int, numbers), 1)[:3]
+    if not step or last < first:
+        raise Refused(
+            Problem(f"the sweep `{text}` has no values", "sweep", "FROM must not exceed TO, and STEP not be 0")
+        )
+    return name, range(first, last + 1, step)
+
+
+def sweep(recipe: Recipe, key: str, points: Sequence[int], imbalance: float = 1.0) -> Iterator[Trial]:
+    for value in points:
+        yield attempt(recipe, key, value, imbalance)

@@ -1,0 +1,126 @@
+"""What a rank holds whatever the microbatches do: parameters, gradients, optimizer state, buffers, workspaces.
+
+Placement order: tensor parallelism cuts the tensors, pipeline parallelism deals out the layers, the data-parallel ranks
+share the optimizer state (or, under FSDP, more), expert parallelism deals out the experts.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from nam_megatron.budget import ends
+from nam_megatron.features import Feature
+from nam_megatron.plan import Plan
+from nam_megatron.sizes import (
+    ALLOCATOR,
+    COMMUNICATION,
+    RUNTIME,
+    UNMEASURED,
+    WORKSPACE,
+    Group,
+    Held,
+    Line,
+    Param,
+    Sizes,
+    Stage,
+)  # fmt: skip
+
+
+def stages(plan: Plan) -> tuple[Stage, ...]:
+    of = plan.recipe.parallel.pipeline
+    return tuple(Stage(rank, of, plan.segments[rank::of]) for rank in range(of))
+
+
+def parts(z: Sizes, stage: Stage) -> Iterator[tuple[str, int | None, Param]]:
+    """(owner, layer number, parameter) of everything on a stage."""
+    for param in ends.params(z, stage):
+        yield "ends", None, param
+    blocks = z.model.blocks
+    for layer in stage.layers:
+        for param in getattr(blocks, layer.kind).params(z, layer):
+            yield layer.kind, layer.number, param
+    for feature in z.plan.recipe.feature.all():
+        if feature.on:
+            for param in feature.params(z, stage):
+                yield feature.name, None, param
+
+
+def parameters(plan: Plan) -> tuple[int, int]:
+    """(all parameters of the model, those that one token uses). Embedding and output layer are among both."""
+    z = Sizes.of(plan)
+    total, idle = 0, 0
+    moe = plan.recipe.model.blocks.moe
+    for _, _, param in parts(z, Stage(0, 1, plan.segments)):
+        total += param.elements
+        if param.shard == "expert":
+            idle += param.elements // moe.experts * (moe.experts - moe.top_k)
+    return total, total - idle
+
+
+def by_kind(plan: Plan) -> dict[str, int]:
+    """Parameters of the whole model by owner, in the order of the model."""
+    found: dict[str, int] = {}
+    for owner, _, param in parts(Sizes.of(plan), Stage(0, 1, plan.segments)):
+        found[owner] = found.get(owner, 0) + param.elements
+    return found
+
+
+def groups(z: Sizes, stage: Stage) -> tuple[Group, ...]:
+    """The parameters of a rank by buffer. Experts have one of their own where their ranks are others.
+
+    megatron-core 0.19.2: `is_expert_parallel` of distributed_data_parallel.py, set where EP > 1 or ETP != TP.
+    """
+    apart = z["e"] > 1 or z["et"] != z["t"]
+    dense, experts = [], []
+    for owner, number, param in parts(z, stage):
+        (experts if apart and param.shard == "expert" else dense).append(Held.of(z, param, owner, number))
+    return (
+        Group("dense", tuple(dense), int(z["N"]), "N"),
+        *([Group("experts", tuple(experts), int(z["Ne"]), "Ne")] if experts else []),
+    )
+
+
+def lines(z: Sizes, stage: Stage, held: Sequence[Group]) -> Iterator[Line]:
+    """Everything static on a rank, with the phase in which it first exists."""
+    f = z.plan.recipe.feature
+    # One feature says how weights, gradients and Adam's state lie; others change or add to it.
+    keeper = f.fsdp2 if f.fsdp2.on else f.megatron_fsdp if f.megatron_fsdp.on else f.distributed_optimizer
+    for feature in (keeper, *(other for other in (f.muon, f.fp8) if other.on)):
+        for group in held:
+            yield from _of(feature, feature.state(z, group))
+    for feature in f.all():
+        if feature.on:
+            yield from _of(feature, feature.buffers(z, held))
+    yield from ends.buffers(z, stage)
+    yield from _communication(z)
+    yield from _workspaces(z)
+    yield from _device(z)
+
+
+def _of(feature: Feature, found: Iterator[Line]) -> Iterator[Line]:
+    return (replace(line, owner=line.owner or feature.name) for line in found)
+
+
+def _communication(z: Sizes) -> Iterator[Line]:
+    more = {"bucket": COMMUNICATION, "owner": "parallel", "mark": UNMEASURED}
+    if z.plan.recipe.parallel.sequence:
+        yield z.line("sequence gather", "2 T h", "Megatron's global buffer for the output layer's input", **more)
+    if z.plan.recipe.parallel.pipeline > 1:
+        yield z.line("pipeline exchange", "4 Ts h", "a received gradient and a received input", **more)
+
+
+def _workspaces(z: Sizes) -> Iterator[Line]:
+    """cuBLAS's, on Hopper: Transformer Engine 2.20.2 module/base.py; torch 2.11 CUDABlas.cpp, one for each thread."""
+    of = {"bucket": WORKSPACE, "owner": "device"}
+    yield z.line("Transformer Engine's cuBLAS", "32 MiB + 1024", "one", **of)
+    if "moe" in z.plan.kinds and z.model.blocks.moe.grouped_gemm:
+        yield z.line("grouped GEMM", "4 (32 MiB + 1024)", "one more for each of four streams", **of)
+    yield z.line("torch's cuBLAS", "64 MiB", "32 for the forward and for the autograd thread", **of)
+
+
+def _device(z: Sizes) -> Iterator[Line]:
+    device = z.plan.recipe.device
+    z = z.own(runtime=device.runtime_gib, overhead=device.allocator_gib)
+    why = "CUDA context, NCCL's process groups, loaded kernels: outside torch's allocator"
+    yield z.line("runtime", "runtime GiB", why, bucket=RUNTIME, owner="device", since="init", place="outside")
+    why = "reserved beyond what is allocated: fragments, not modelled"
+    yield z.line("allocator", "overhead GiB", why, bucket=ALLOCATOR, owner="device", since="init", place="reserved")

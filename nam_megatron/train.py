@@ -1,0 +1,185 @@
+"""Stage 7, the training process: plan.json -> stack of layers -> Megatron's pretrain(), one process per GPU (torch side).
+
+    torchrun --nproc-per-node 8 -m nam_megatron.train --nam-plan plan.json $(args)
+
+`plan.json` decides everything. The arguments after it are Megatron's, as the plan was translated; they stand on the command line so
+that whoever looks at the process sees them, and differ from the plan's at the price of a refusal.
+
+Exit codes: 0 trained, 1 the loss was not a number or a checkpoint is damaged, 2 refused, 3 the plan has a part that is not built; 16
+and 17 are Megatron's, when it has found and repeated a wrong result.
+"""
+
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nam_megatron.argv import argv as argv_of
+from nam_megatron.argv import load_plan
+from nam_megatron.errors import FINDINGS, INCOMPLETE, OK, REFUSED, Problem, Refused, raise_if
+from nam_megatron.mcore import v0_19
+from nam_megatron.plan import Plan
+from nam_megatron.setting import Env
+
+# What torchrun tells each process. Nothing else of the environment decides anything; what the plan demands of it is checked.
+RANK, WORLD_SIZE = "RANK", "WORLD_SIZE"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the training process has to do: the plan, Megatron's arguments that it was lowered to, and the environment they need."""
+
+    plan: Plan
+    argv: tuple[str, ...]
+    env: tuple[Env, ...]
+
+
+def load(path: Path) -> Job:
+    """Read a plan file. Raises Refused for one that is missing, damaged or of another version."""
+    lowering = load_plan(path)
+    return Job(lowering.plan, argv_of(lowering), lowering.env)
+
+
+def split(words: Sequence[str]) -> tuple[Path, tuple[str, ...]]:
+    """The plan file and Megatron's arguments, from the command line."""
+    at = words.index("--nam-plan") if "--nam-plan" in words else len(words)
+    if at + 1 >= len(words):
+        hint = "torchrun --nproc-per-node N -m nam_megatron.train --nam-plan plan.json $(args)"
+        raise Refused(Problem("no plan: the trainer trains what a plan file says", hint=hint))
+    return Path(words[at + 1]), (*words[:at], *words[at + 2 :])
+
+
+def objections(job: Job, argv: Sequence[str], environ: Mapping[str, str]) -> Iterator[Problem]:
+    """What speaks against running `job` in this process, as far as it can be told without importing torch."""
+    world = job.plan.recipe.world_size
+    if RANK not in environ or WORLD_SIZE not in environ:
+        yield Problem("this process was not started by torchrun", hint=f"start {world} processes with torchrun")
+    elif int(environ[WORLD_SIZE]) != world:
+        cluster = job.plan.recipe.cluster
+        hint = f"start {cluster.nodes} x {cluster.gpus_per_node} processes, or translate again with another `cluster`"
+        yield Problem(f"{environ[WORLD_SIZE]} processes, and the plan is for {world}", "cluster", hint)
+    for env in job.env:
+        # None asks for an unset variable; a platform may force one, which is slower at worst.
+        if env.value is not None and environ.get(env.name) != env.value:
+            here = f"is `{environ[env.name]}`" if env.name in environ else "is not set"
+            yield Problem(
+                f"{env.name} {here}, and the plan needs `{env.value}`: {env.why}", hint=f"export {env.name}={env.value}"
+            )
+    if tuple(argv) != job.argv:
+        yield Problem(
+            f"the arguments are not the plan's: {difference(argv, job.argv)}",
+            hint="pass the plan's own, or translate again",
+        )
+
+
+def difference(given: Sequence[str], planned: Sequence[str]) -> str:
+    """How two command lines differ, by flag with its values."""
+    here, there = flags(given), flags(planned)
+    extra, missing = [f for f in here if f not in there], [f for f in there if f not in here]
+    sides = ("given only", extra), ("in the plan only", missing)
+    parts = [f"{side} `{' '.join(words)}`" for side, words in sides if words]
+    return "; ".join(parts) or "the same flags in another order or number"
+
+
+def flags(argv: Sequence[str]) -> list[str]:
+    """`--lr 1 --bf16` as [`--lr 1`, `--bf16`]."""
+    found: list[str] = []
+    for word in argv:
+        if word.startswith("--") or not found:
+            found.append(word)
+        else:
+            found[-1] += f" {word}"
+    return found
+
+
+def installed_megatron() -> str:
+    """The version of the megatron-core that Python imports here, without the commit that it appends inside a git checkout."""
+    try:
+        from megatron.core.package_info import PRE_RELEASE, __shortversion__
+    except ImportError as cause:
+        hint = "install the `train` extra on the training host"
+        raise Refused(Problem(f"megatron-core cannot be imported: {cause}", hint=hint)) from cause
+    return __shortversion__ + PRE_RELEASE
+
+
+def accept(words: Sequence[str], environ: Mapping[str, str]) -> Job:
+    """The job of this command line, checked before anything is built.
+
+    Raises:
+        Refused: no such plan; another world, other arguments or another Megatron than the plan's.
+    """
+    path, argv = split(words)
+    job = load(path)
+    raise_if(objections(job, argv, environ))
+    if (found := installed_megatron()) != v0_19.PIN:
+        hint = f"install megatron-core=={v0_19.PIN}"
+        raise Refused(Problem(f"megatron-core {found} is installed, and the plan is for {v0_19.PIN}", hint=hint))
+    return job
+
+
+def unbuilt(job: Job) -> str:
+    """One line for each part of the plan that has no torch side yet; empty for a plan that can be trained."""
+    return "".join(
+        f"error: `{seam.owner}` is not built: {seam.missing}"
+        + (f" (layers {', '.join(map(str, seam.numbers))})" if seam.numbers else "")
+        + "\n"
+        for seam in job.plan.not_built
+    )
+
+
+def main(words: Sequence[str], started: float, before: Callable[[], None] | None = None) -> int:
+    """The command. Returns the exit code.
+
+    words: what follows the module's name. started: time.time() at the start of the process. before: called once the job is accepted
+    and Megatron imported, before anything is built; for measurements.
+    """
+    if words and words[0] in ("-h", "--help"):
+        print(__doc__)
+        return OK
+    rank = int(os.environ.get(RANK, 0))
+    if rank:
+        # Every rank would print the same ones: Python's (a filter would not do, since libraries set their own) and torch's of C++.
+        warnings.showwarning = lambda *_, **__: None
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    try:
+        job = accept(words, os.environ)
+    except Refused as refused:
+        return stop(rank, REFUSED, refused.render())
+    if missing := unbuilt(job):
+        return stop(rank, INCOMPLETE, missing)
+
+    from nam_megatron.mcore import pretrain, stack
+
+    if before is not None:
+        before()
+    try:
+        pretrain.run(job.argv, stack.hybrid_stack_spec(job.plan), started)
+    except Refused as refused:
+        return stop(rank, REFUSED, refused.render())
+    except pretrain.NonFinite as stopped:
+        print(f"error: {stopped}", file=sys.stderr, flush=True)
+        return FINDINGS
+    except SystemExit as end:
+        if end.code is not None:
+            raise
+        return stop(rank, FINDINGS, "error: Megatron gave up before the end; its reason stands above\n")
+    return OK
+
+
+def stop(rank: int, code: int, message: str) -> int:
+    """Say once why nothing is trained. Every rank comes here: the others wait, since torchrun kills all when the first one ends."""
+    if rank:
+        time.sleep(10)
+    else:
+        print(message, end="", file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    # Under its own name, so that the processes which torch spawns and unpickles into find one copy of this module.
+    from nam_megatron.train import main as command
+
+    sys.exit(command(sys.argv[1:], time.time()))

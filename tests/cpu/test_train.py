@@ -1,0 +1,696 @@
+"""The trainer, from the command line to the loss: Megatron's own pretrain(), data and optimizer on a CPU."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import cache, partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import megatron.core.package_info
+import numpy
+import pretend
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.mamba_mixer import MambaMixer
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.training import get_args
+from megatron.training.arguments import parse_and_validate_args
+
+from nam_megatron import train
+from nam_megatron.argv import argv as argv_of
+from nam_megatron.argv import plan_json
+from nam_megatron.errors import Problem, Refused
+from nam_megatron.lower import translate
+from nam_megatron.mcore import pretrain
+from nam_megatron.mcore.stack import hybrid_stack_spec
+from nam_megatron.recipe import load
+
+SMALL = (
+    "model.seq_length=32",
+    "model.depth=6",
+    "model.hidden_size=64",
+    "model.ffn_hidden_size=96",
+    "model.vocab_size=256",
+)
+SMALL += ("model.blocks.mamba2.heads=8", "model.blocks.mamba2.head_dim=8", "model.blocks.attention.head_dim=16")
+SMALL += ("data.workers=0",)
+TORCHRUN = dict(RANK="0", WORLD_SIZE="1", PYTORCH_ALLOC_CONF="expandable_segments:True")
+
+
+@cache
+def lowered(*overrides: str):
+    return translate(load("nam56r_smoke", (*SMALL, *overrides)))
+
+
+def command(folder: Path, *overrides: str) -> list[str]:
+    """The plan written to `folder`, and the words after `-m nam_megatron.train`."""
+    lowering = lowered(*overrides)
+    path = folder / "plan.json"
+    path.write_text(plan_json(lowering))
+    return ["--nam-plan", str(path), *argv_of(lowering)]
+
+
+def run(folder: Path, *overrides: str, world: int = 1, before=lambda: None, main=train.main) -> list[pretend.Rank]:
+    """The training command on `world` ranks, after `before()` in each of them."""
+    words = command(folder, *overrides)
+
+    def job() -> int:
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        before()
+        return main(words, time.time())
+
+    return pretend.fork(world, job)
+
+
+def logged(ranks: list[pretend.Rank], what: str = "lm loss") -> list[float]:
+    """A figure of each step's log line, over all that was printed; so a line printed twice counts twice."""
+    text = "".join(rank.out for rank in ranks)
+    return [
+        float(line.split(f" {what}: ")[1].split()[0])
+        for line in text.splitlines()
+        if " iteration " in line and what in line
+    ]
+
+
+def trained(ranks: list[pretend.Rank]) -> list[float]:
+    """The losses of a run that ended well."""
+    assert all(rank.code == 0 for rank in ranks), "".join(rank.err[-3000:] for rank in ranks)
+    return logged(ranks)
+
+
+# What is refused ---------------------------------------------------------------------------------------------------------------
+
+
+def refusal(words: list[str], **environ: str) -> tuple[Problem, ...]:
+    with pytest.raises(Refused) as refused:
+        train.accept(words, TORCHRUN | environ)
+    return refused.value.problems
+
+
+def test_the_plan_as_written_is_accepted(tmp_path):
+    job = train.accept(command(tmp_path), TORCHRUN)
+    assert job.plan == lowered().plan
+
+
+def test_without_a_plan_nothing_is_guessed():
+    for words in ([], ["--bf16"], ["--bf16", "--nam-plan"]):
+        assert "no plan" in refusal(words)[0].message
+
+
+def test_another_world_is_refused(tmp_path):
+    (problem,) = refusal(command(tmp_path), WORLD_SIZE="4")
+    assert problem.message == "4 processes, and the plan is for 1"
+
+
+def test_a_plain_python_process_is_refused(tmp_path):
+    with pytest.raises(Refused, match="not started by torchrun"):
+        train.accept(command(tmp_path), {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+
+
+def test_the_environment_the_plan_needs_is_demanded(tmp_path):
+    words = command(tmp_path, "cluster=h200_2", "parallel.tensor=2", "parallel.sequence=true")
+    (problem,) = refusal(words, WORLD_SIZE="2", CUDA_DEVICE_MAX_CONNECTIONS="8")
+    assert problem.message.startswith("CUDA_DEVICE_MAX_CONNECTIONS is `8`, and the plan needs `1`")
+    train.accept(words, TORCHRUN | dict(WORLD_SIZE="2", CUDA_DEVICE_MAX_CONNECTIONS="1"))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda w: [*w, "--tie-all"], "given only `--tie-all`"),
+        (lambda w: [x for x in w if x != "--bf16"], "in the plan only `--bf16`"),
+        (lambda w: [*w[:-1], w[-2], w[-1]], "same flags in another order or number"),
+        (
+            lambda w: ["1e-9" if x == "0.0003" else x for x in w],
+            "given only `--lr 1e-9`; in the plan only `--lr 0.0003`",
+        ),
+    ],
+)
+def test_arguments_other_than_the_plans_are_refused(tmp_path, change, said):
+    (problem,) = refusal(change(command(tmp_path)))
+    assert said in problem.message
+
+
+def test_another_megatron_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(megatron.core.package_info, "__shortversion__", "0.20.0")
+    assert refusal(command(tmp_path))[0].message == "megatron-core 0.20.0 is installed, and the plan is for 0.19.2"
+
+
+def test_a_plan_with_unbuilt_parts_is_incomplete(tmp_path, monkeypatch, capfd):
+    lowering = translate(load("nam56r_smoke", (*SMALL, "lane=author_dp")))
+    (tmp_path / "plan.json").write_text(plan_json(lowering))
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert train.main(["--nam-plan", str(tmp_path / "plan.json"), *argv_of(lowering)], time.time()) == 3
+    err = capfd.readouterr().err
+    assert "`mamba3` is not built" in err
+    assert "layers 3" in err
+
+
+def test_a_refusal_is_said_once_under_torchrun(tmp_path):
+    """Two ranks that refuse at the same time: whoever ends first must not take the message with it."""
+    words = command(tmp_path)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "nam_megatron.train"]
+    env = os.environ | dict(
+        PYTHONPATH=str(Path(train.__file__).parents[1]), **{k: v for k, v in TORCHRUN.items() if "ALLOC" in k}
+    )
+    done = subprocess.run([*torchrun, *words], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert (done.stdout + done.stderr).count("2 processes, and the plan is for 1") == 1
+    assert "exitcode  : 2" in done.stderr
+
+
+@pytest.mark.parametrize("flag", ["--log-straggler", "--sft", "--spec x y"])
+def test_arguments_that_nothing_would_act_on_are_refused(flag):
+    def job():
+        sys.argv = ["", *argv_of(lowered()), *flag.split()]
+        with pytest.raises(Refused, match=flag.split()[0]):
+            pretrain.settings(
+                parse_and_validate_args(), hybrid_stack_spec(lowered().plan, pretend.modules.CpuBackend())
+            )
+
+    in_rank(job)
+
+
+# A whole run -------------------------------------------------------------------------------------------------------------------
+
+EIGHT = ("schedule.train_steps=8", "schedule.decay_steps=8", "optim.lr=0.01")
+
+
+@pytest.fixture(scope="module")
+def eight_steps(tmp_path_factory) -> list[float]:
+    return trained(run(tmp_path_factory.mktemp("one"), *EIGHT))
+
+
+def test_it_learns(eight_steps):
+    assert len(eight_steps) == 8
+    assert eight_steps[-1] < eight_steps[0] - 0.2
+
+
+def test_two_data_parallel_ranks_are_one(tmp_path, eight_steps):
+    """Same seed, same data, half the microbatches each; and every step is logged once, by one rank."""
+    assert trained(run(tmp_path, *EIGHT, "cluster=h200_2", world=2)) == pytest.approx(eight_steps, abs=2e-2)
+
+
+LAYOUTS = {
+    "tensor and sequence": ("parallel.tensor=2", "parallel.sequence=true"),
+    "expert": ("parallel.expert=2",),
+    "pipeline with MTP": ("parallel.pipeline=2", "feature.mtp.depths=2"),
+    "virtual pipeline with MTP": (
+        "parallel.pipeline=2", "parallel.virtual_pipeline=2", "feature.mtp.depths=1", "schedule.global_batch_size=8",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_layouts_train(tmp_path, layout):
+    ranks = run(tmp_path, "cluster=h200_2", *layout, world=2)
+    losses = trained(ranks)
+    assert len(losses) == 2
+    assert losses == pytest.approx([5.55, 5.55], abs=0.1)  # ln 256 at the start
+    depths = [int(word.split("=")[1]) for word in layout if "depths" in word]
+    for depth in range(1, 1 + sum(depths)):
+        assert logged(ranks, f"mtp_{depth} loss") == pytest.approx([5.55, 5.55], abs=0.1)
+
+
+def test_one_rank_speaks(tmp_path):
+    """No line is printed by two ranks, warnings included."""
+    first, last = (
+        {*rank.out.splitlines(), *rank.err.splitlines()} for rank in run(tmp_path, "cluster=h200_2", world=2)
+    )
+    assert "training ..." in first
+    assert first & last <= {""}
+
+
+def test_resuming_goes_on_with_the_same_losses(tmp_path):
+    save = (
+        "schedule.train_steps=4",
+        f"schedule.save={tmp_path}/ckpt",
+        "schedule.save_interval=2",
+        "schedule.decay_steps=4",
+    )
+    # Megatron's distributed optimizer cannot read back the state of torch's Adam, which stands in for TE's here.
+    save += tuple(f"feature.distributed_optimizer.{key}=false" for key in ("enabled", "overlap_param_gather"))
+    whole = trained(run(tmp_path, *save))
+    (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").write_text("2")
+    again = trained(run(tmp_path, *save, f"schedule.load={tmp_path}/ckpt"))
+    # Megatron's second log line of a process is the mean of its first two steps.
+    assert again == [whole[2], pytest.approx((whole[2] + whole[3]) / 2, abs=1e-6)]
+
+
+def test_a_checkpoint_that_is_not_there_is_not_started_without(tmp_path):
+    """Megatron would start from random weights."""
+    (rank,) = run(tmp_path, f"schedule.load={tmp_path}/ckpt")
+    assert rank.code == 2
+    assert f"error: no checkpoint in `{tmp_path}/ckpt`" in rank.err
+
+
+def test_a_damaged_checkpoint_is_a_failure(tmp_path):
+    """Megatron says why and exits with code 0."""
+    (tmp_path / "ckpt").mkdir()
+    (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").write_text("tw")
+    (rank,) = run(tmp_path, f"schedule.load={tmp_path}/ckpt")
+    assert rank.code == 1
+    assert "Invalid metadata file" in rank.out
+    assert "error: Megatron gave up before the end" in rank.err
+
+
+def sigterm_in(step: int) -> None:
+    """From here on, this process gets a SIGTERM at the start of `step`."""
+    forward = pretrain.forward_step
+
+    def interrupted(samples, model):
+        if get_args().curr_iteration + 1 == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return forward(samples, model)
+
+    pretrain.forward_step = interrupted
+
+
+def test_a_signal_ends_the_run_with_a_checkpoint_and_success(tmp_path):
+    save = (f"schedule.save={tmp_path}/ckpt", "schedule.save_interval=100", "schedule.train_steps=4")
+
+    def job():
+        sigterm_in(3)
+        argv = (*argv_of(lowered(*save)), "--exit-signal-handler")
+        pretrain.run(argv, hybrid_stack_spec(lowered().plan, pretend.modules.CpuBackend()), time.time())
+
+    (rank,) = pretend.fork(1, job)
+    assert rank.code == 0, rank.err
+    assert len(logged([rank])) == 3
+    assert (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").read_text() == "3"
+    assert not torch.distributed.is_initialized()
+
+
+def test_the_memory_benchmark_reports_what_was_trained(tmp_path):
+    spec = importlib.util.spec_from_file_location(
+        "peak_memory", Path(train.__file__).parents[1] / "benchmarks" / "peak_memory.py"
+    )
+    peak_memory = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(peak_memory)
+    resets = []
+
+    def gauge():
+        torch.cuda.reset_peak_memory_stats = lambda: resets.append(None)
+        torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved = lambda: 10 + 10 * len(resets), lambda: 1000
+        torch.cuda.mem_get_info, torch.cuda.get_device_name = lambda: (1, 5), lambda: "pretended"
+
+    out = tmp_path / "peak.json"
+    layout = ("cluster=h200_2", "parallel.pipeline=2", "schedule.train_steps=4")
+    ranks = run(
+        tmp_path,
+        *layout,
+        world=2,
+        before=gauge,
+        main=lambda words, now: peak_memory.main(["--out", str(out), *words], now),
+    )
+    losses = trained(ranks)
+    document = json.loads(out.read_text())
+    steps = document["steps"]
+    assert [step["losses"]["lm loss"] for step in steps][::2] == pytest.approx(losses[::2], abs=1e-5)
+    assert [step["grad_norm"] for step in steps] == pytest.approx(logged(ranks, "grad norm"), abs=1e-3)
+    assert document["peak_bytes"]["setup"] == {"allocated": 10, "reserved": 1000}
+    assert document["peak_bytes"]["first_step"]["allocated"] == 20
+    assert document["peak_bytes"]["steady"]["allocated"] == 50
+    assert document["median_step_seconds"] == pytest.approx(sum(step["seconds"] for step in steps[2:]) / 2)
+    assert [r["device_used"] for r in document["ranks"]] == [4, 4]
+    assert sum(r["parameters"] for r in document["ranks"]) == 321944  # as Megatron counts this model on one rank
+
+
+# The model ---------------------------------------------------------------------------------------------------------------------
+
+
+class MarkedMixer(MambaMixer):
+    """Megatron's mixer with one parameter that asks for fp32."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.A_log.keep_in_fp32 = True
+
+
+def test_marked_parameters_stay_in_fp32():
+    """bf16 casts A_log and D of Megatron's own mixer, in 0.19.2; a marked one keeps its type and every bit of its value."""
+
+    def job():
+        plan = lowered().plan
+        spec = hybrid_stack_spec(plan, pretend.modules.CpuBackend())
+        mixer = spec.submodules.mamba_layer.submodules.mixer
+        spec.submodules.mamba_layer.submodules.mixer = ModuleSpec(MarkedMixer, mixer.params, mixer.submodules)
+        args = _initialised(argv_of(lowered()))
+        container = pretrain.settings(args, spec)
+        builder = container.model.get_builder_cls()(container.model)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        made = {}
+        container.model.pre_wrap_hooks.append(
+            lambda models: made.update({n: p.detach().clone() for n, p in models[0].named_parameters()}) or models
+        )
+        (model,) = builder.build_distributed_models(groups, ddp_config=container.ddp)
+        types = {n.removeprefix("module.module."): p.dtype for n, p in model.named_parameters()}
+        kept = {n for n, dtype in types.items() if dtype == torch.float32}
+        assert kept == {"decoder.layers.2.mixer.A_log"}
+        assert types["decoder.layers.2.mixer.D"] == types["decoder.layers.2.mixer.dt_bias"] == torch.bfloat16
+        value = dict(model.named_parameters())["module.module.decoder.layers.2.mixer.A_log"]
+        assert torch.equal(value, made["decoder.layers.2.mixer.A_log"])
+        assert not torch.equal(value, value.bfloat16().float())
+
+    in_rank(job)
+
+
+def test_a_missing_stack_is_never_replaced():
+    """Megatron's builder would train its default stack; so would its config lose ours on the way through arguments."""
+
+    def job():
+        args = _initialised(argv_of(lowered()))
+        container = pretrain.settings(args, None)
+        with pytest.raises(AssertionError, match="no stack"):
+            container.model.get_builder_cls()(container.model).build_model(
+                ProcessGroupCollection.use_mpu_process_groups()
+            )
+
+    in_rank(job)
+
+
+# Batches -----------------------------------------------------------------------------------------------------------------------
+
+WHOLE = {
+    "tokens": torch.arange(64).view(2, 32),
+    "labels": torch.arange(64).view(2, 32) + 1,
+    "loss_mask": torch.arange(64.0).view(2, 32) % 3,
+    "position_ids": torch.arange(32).expand(2, 32).contiguous(),
+}
+
+
+def _initialised(argv: tuple[str, ...]):
+    """Megatron's arguments and groups, as pretrain() has them when it builds the model."""
+    from megatron.training import training
+
+    sys.argv = ["", *argv]
+    pretrain.keep_shipped_helpers()
+    args = parse_and_validate_args()
+    training.initialize_megatron()
+    return args
+
+
+def batch_of(rank: int, layout: tuple[str, ...], vp_stage: int | None = None) -> dict[str, torch.Tensor | None]:
+    _initialised(argv_of(lowered("cluster=h200_2", *layout)))
+    # The first tensor rank alone has an iterator with anything in it.
+    samples = iter([WHOLE] if parallel_state.get_tensor_model_parallel_rank() == 0 else [])
+    return pretrain.get_batch(samples, vp_stage)
+
+
+def expect(layout: tuple[str, ...], wanted, vp_stage: int | None = None):
+    """Each rank's batch is `wanted(rank)`, compared in the rank itself."""
+
+    def job():
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        rank = int(os.environ["RANK"])
+        batch = batch_of(rank, layout, vp_stage)
+        want = dict.fromkeys(pretrain.BATCH) | wanted(rank)
+        assert batch.keys() == want.keys()
+        for name, tensor in want.items():
+            assert (batch[name] is None) == (tensor is None), f"rank {rank}: {name}"
+            assert tensor is None or torch.equal(batch[name], tensor), f"rank {rank}: {name}"
+
+    for rank in pretend.fork(2, job):
+        assert rank.code == 0, rank.err
+
+
+def test_the_first_tensor_rank_reads_for_all():
+    expect(("parallel.tensor=2", "parallel.sequence=true"), lambda rank: WHOLE)
+
+
+def test_pipeline_ends_get_what_they_use():
+    parts = (("tokens", "position_ids"), ("labels", "loss_mask"))
+    expect(("parallel.pipeline=2",), lambda rank: {name: WHOLE[name] for name in parts[rank]})
+
+
+def test_the_stage_with_mtp_gets_tokens_too():
+    parts = (("tokens", "position_ids"), tuple(WHOLE))
+    expect(("parallel.pipeline=2", "feature.mtp.depths=1"), lambda rank: {name: WHOLE[name] for name in parts[rank]})
+
+
+def test_inner_virtual_stages_read_nothing():
+    layout = (
+        "parallel.pipeline=2",
+        "parallel.virtual_pipeline=2",
+        "feature.mtp.depths=1",
+        "schedule.global_batch_size=8",
+    )
+    # Rank 0 holds virtual stages 0 and 2 of four, rank 1 holds 1 and 3.
+    expect(layout, lambda rank: ({}, WHOLE)[rank], vp_stage=1)
+
+
+def test_context_ranks_share_a_sequence_evenly():
+    """Rank r of two takes quarters r and 3 - r, so that causal attention costs both the same."""
+
+    def wanted(rank):
+        cut = slice(None), torch.cat([torch.arange(8) + 8 * rank, torch.arange(8) + 8 * (3 - rank)])
+        return {name: tensor[cut] for name, tensor in WHOLE.items()}
+
+    expect(("parallel.context=2",), wanted)
+
+
+# Loss --------------------------------------------------------------------------------------------------------------------------
+
+
+def past_the_first_step(job) -> None:
+    """`job(machine)` in a rank, with Megatron's rerun state machine inside its second step and every check asked for."""
+
+    def in_step():
+        args = _initialised(argv_of(lowered()))
+        args.check_for_spiky_loss, args.curr_iteration = True, 1
+        machine = pretrain.get_rerun_state_machine()
+        machine.first_iteration_complete = True
+        assert machine.should_run_forward_backward(None)
+        job(machine)
+
+    in_rank(in_step)
+
+
+def in_rank(job) -> None:
+    (rank,) = pretend.fork(1, job)
+    assert rank.code == 0, rank.err
+
+
+def test_the_loss_is_the_masked_sum():
+    def job(machine):
+        losses, mask = torch.rand(2, 8), torch.tensor([[1.0, 0, 1, 1, 0, 1, 1, 1], [0.0] * 8])
+        loss, tokens, report = pretrain.loss_func(mask, None, losses)
+        assert loss.item() == pytest.approx((losses * mask).sum().item())
+        assert (tokens.item(), tokens.dtype) == (6, torch.int)
+        assert report["lm loss"].tolist() == [pytest.approx(loss.item()), 6]
+        assert not machine.rerun_requested
+
+    past_the_first_step(job)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_loss_that_is_no_number_asks_for_a_rerun(value):
+    def job(machine):
+        losses = torch.ones(2, 8)
+        losses[1, 3] = value
+        pretrain.loss_func(torch.ones(2, 8), None, losses)
+        assert machine.rerun_requested
+
+    past_the_first_step(job)
+
+
+def test_a_spiky_loss_asks_for_a_rerun_and_a_doubled_one_does_not():
+    def job(machine):
+        mask = torch.ones(2, 8)
+        for _ in range(100):  # the largest loss is learned from the first hundred
+            pretrain.loss_func(mask, None, mask)
+        pretrain.loss_func(mask, None, 2 * mask)
+        assert not machine.rerun_requested
+        pretrain.loss_func(mask, None, 200 * mask)
+        assert machine.rerun_requested
+
+    past_the_first_step(job)
+
+
+def poison(step: int, module: str) -> None:
+    """From here on, `module`'s output is NaN in `step` (from 1)."""
+    build = pretrain.NamModelBuilder.build_model
+
+    def poisoned(*args, **kwargs):
+        model = build(*args, **kwargs)
+
+        def hook(_, __, output):
+            if get_args().curr_iteration + 1 != step:
+                return output
+            first, *rest = output if isinstance(output, tuple) else (output,)
+            return (first * torch.nan, *rest) if isinstance(output, tuple) else first * torch.nan
+
+        dict(model.named_modules())[module].register_forward_hook(hook)
+        return model
+
+    pretrain.NamModelBuilder.build_model = poisoned
+
+
+@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize(
+    ("module", "named"),
+    [
+        ("embedding", "embedding (LanguageModelEmbedding)"),
+        ("decoder.layers.2", "decoder.layers.2 (layer 3, MambaLayer)"),
+        ("output_layer", "output_layer (ColumnParallelLinear)"),
+    ],
+)
+def test_a_nan_ends_the_run_and_is_traced(tmp_path, step, module, named):
+    (rank,) = run(tmp_path, "schedule.train_steps=4", before=partial(poison, step, module))
+    assert rank.code == 1
+    assert f"error: step {step}, rank 0: the loss is nan; first seen in the output of {named}\n" in rank.err
+    assert len(logged([rank])) == step - 1
+
+
+def test_a_nan_in_an_earlier_pipeline_stage_is_traced_there(tmp_path):
+    layout = ("cluster=h200_2", "parallel.pipeline=2")
+    first, last = run(tmp_path, *layout, world=2, before=partial(_poison_first_stage, 2))
+    assert last.code == 1
+    assert (
+        "error: step 2, rank 0: NaN or Inf, first seen in the output of decoder.layers.1 (layer 2, MoETransformerLayer)\n"
+        in first.err
+    )
+    assert "step 2, rank 1: the loss is nan; it came with the input of this pipeline stage" in last.err
+
+
+def _poison_first_stage(step: int) -> None:
+    if os.environ["RANK"] == "0":
+        poison(step, "decoder.layers.1")
+
+
+def test_a_nan_with_a_checkpoint_folder_saves_the_state_before_it(tmp_path):
+    save = (f"schedule.save={tmp_path}/ckpt", "schedule.save_interval=100", "schedule.train_steps=4")
+    (rank,) = run(tmp_path, *save, before=partial(poison, 3, "decoder.layers.4"))
+    assert rank.code == 16  # Megatron's: resume to see whether another device says the same
+    assert rank.err.count("first seen in the output of decoder.layers.4 (layer 5, TransformerLayer)") == 1
+    assert (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").read_text() == "2"
+
+
+# Data --------------------------------------------------------------------------------------------------------------------------
+
+
+def indexed(folder: Path, documents: int = 40) -> str:
+    """A Megatron indexed dataset: documents of 5 to 44 tokens, each one number over and over, then 255."""
+    prefix = str(folder / "corpus")
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
+    for i in range(documents):
+        builder.add_document([i] * (4 + i) + [255], [5 + i])
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+MARKS = {"<fim_prefix>": 250, "<fim_middle>": 251, "<fim_suffix>": 252, "<fim_pad>": 254, "<|endoftext|>": 255}
+
+
+class Words:
+    """A tokenizer of a few words, as Megatron wraps them."""
+
+    vocab_size, eod, pad = 256, 255, 254
+
+    @property
+    def unique_identifiers(self):
+        return {"class": "Words"}
+
+    @property
+    def _tokenizer(self):
+        return self
+
+    def tokens_to_ids(self, tokens):
+        return [MARKS.get(t, 0) for t in tokens]  # 0 is its unknown token
+
+    def ids_to_tokens(self, ids):
+        return [{v: k for k, v in MARKS.items()}.get(i, "<unk>") for i in ids]
+
+    def ids_to_text(self, ids, remove_special_tokens):
+        return "".join(chr(33 + i) for i in ids)
+
+    def text_to_ids(self, text):
+        return [ord(c) - 33 for c in text]
+
+
+def built(folder: Path, *flags: str, tokenizer=Words) -> list:
+    """Train, validation and test datasets of these arguments, from the provider that Megatron calls."""
+    argv = [*argv_of(lowered()), "--split", "80,20,0", *flags]
+    if any("data-path" in f for f in flags):
+        argv.remove("--mock-data")
+    _initialised(tuple(argv))
+    pretrain.get_tokenizer = tokenizer
+    return pretrain.datasets((6, 2, 0))
+
+
+def test_indexed_data_is_read_in_order_of_tokens(tmp_path):
+    prefix = indexed(tmp_path)
+
+    def job():
+        train_set, valid, test = built(tmp_path, "--data-path", prefix)
+        assert len(train_set) >= 6
+        assert len(valid) >= 2
+        assert test is None
+        sample = train_set[0]
+        assert torch.equal(sample["tokens"][1:], sample["labels"][:-1])
+        documents = {int(t) for i in range(6) for t in train_set[i]["tokens"]} - {255}
+        assert documents <= set(range(32)), "validation documents in the training split"
+
+    in_rank(job)
+
+
+def test_fill_in_the_middle_reorders_and_marks(tmp_path):
+    prefix = indexed(tmp_path)
+
+    def job():
+        train_set, *_ = built(
+            tmp_path, "--data-path", prefix, "--fim-data", "--fim-rate", "1.0", "--fim-spm-rate", "0.5"
+        )
+        samples = [train_set[i] for i in range(6)]
+        for sample in samples:
+            ids = sample["tokens"].tolist()
+            assert len(ids) == 32
+            assert 250 in ids, "no prefix mark in a sample of rate 1"
+        assert any(251 in s["tokens"] and 252 in s["tokens"] for s in samples)
+
+    in_rank(job)
+
+
+def test_fill_in_the_middle_needs_its_tokens(tmp_path):
+    prefix = indexed(tmp_path)
+
+    def job():
+        flags = ("--data-path", prefix, "--fim-data", "--fim-suffix-token", "<suf>", "--fim-eod-token", "<eod>")
+        with pytest.raises(Refused) as refused:
+            built(tmp_path, *flags)
+        assert [p.key for p in refused.value.problems] == ["feature.fim.suffix_token", "feature.fim.eod_token"]
+
+    in_rank(job)
+
+
+@pytest.mark.parametrize(
+    ("flags", "without", "said"),
+    [
+        (("--data-path", "x"), (), "mock data and a data path at once"),
+        ((), ("--mock-data",), "no training data"),
+        (("--fim-data",), (), "fill-in-the-middle of mock data"),
+    ],
+)
+def test_data_is_never_replaced_by_mock_data(flags, without, said):
+    """Megatron takes the absence of a data path for a wish for mock data."""
+    asked = SimpleNamespace(
+        **dict.fromkeys(("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path"))
+    )
+    asked.per_split_data_args_path, asked.mock_data, asked.fim_data = (
+        None,
+        "--mock-data" not in without,
+        "--fim-data" in flags,
+    )
+    if "--data-path" in flags:
+        asked.data_path = ["x"]
+    with pytest.raises(Refused, match=said):
+        pretrain.dataset_config(asked)

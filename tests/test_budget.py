@@ -1,0 +1,618 @@
+"""The budget: what each bucket does not care about, sums, published figures, what is refused, and the command."""
+
+import importlib.util
+import io
+import json
+import re
+from math import isclose
+from pathlib import Path
+from statistics import median
+
+import pytest
+from command import warm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from nam_megatron.blocks.moe.block import scratch
+from nam_megatron.budget import budget, parameters, search, static
+from nam_megatron.budget.__main__ import terminal
+from nam_megatron.budget.cost import cost
+from nam_megatron.budget.memory import _Moving, in_flight
+from nam_megatron.budget.picture import HUES
+from nam_megatron.budget.serving import serve
+from nam_megatron.errors import Refused
+from nam_megatron.lower import translate
+from nam_megatron.recipe import load
+from nam_megatron.sizes import BUCKETS, PARAMETERS, Sizes, Stage, _code
+
+MEASURED = Path(__file__).parent.parent / "benchmarks" / "measured_h200.json"
+COMMAND = "nam_megatron.budget.__main__"
+WEIGHTS = tuple(PARAMETERS.values())
+STATIC = (*WEIGHTS, "gradients", "matrix optimizer", "other optimizer")
+CORE = ("attention", "mamba2", "moe", "mla", "dsa", "mlp")
+
+
+def plan_of(preset, *overrides):
+    return translate(load(preset, overrides)).plan
+
+
+def bill(preset, *overrides, phase="steady") -> dict[tuple[str, str], int]:
+    """(bucket, owner) -> bytes, of stage 0."""
+    found: dict[tuple[str, str], int] = {}
+    for line in budget(plan_of(preset, *overrides)).stages[0].moments[phase].lines:
+        key = line.bucket, line.owner
+        found[key] = found.get(key, 0) + line.bytes
+    return found
+
+
+def of(found, *buckets, owners=None):
+    return {k: n for k, n in found.items() if k[0] in buckets and (owners is None or k[1] in owners)}
+
+
+# What each bucket does not care about ---------------------------------------------------------------------------------
+
+NATIVE = ("nam56r_native_dp",)
+DENSE = ("nam56r_native_dp", "model.letters.E=mlp", "parallel.tensor=2")  # MoE demands sequence parallelism
+LATENT = ("nam56r", "lane=native_dp", "model.substitute=[]")
+RECOMPUTE = ("feature.recompute.granularity=selective", "feature.recompute.modules=[moe_act,shared_experts,layernorm]")
+FULL = ("feature.recompute.granularity=full", "feature.recompute.method=uniform", "feature.recompute.layers=1")
+GRAPHS = (
+    "feature.cuda_graphs.impl=transformer_engine",
+    "feature.cuda_graphs.modules=[attn,mamba,moe_router,moe_preprocess]",
+)
+DULL = (
+    "schedule.seed=7",
+    "schedule.train_steps=9999",
+    "optim.lr=1e-3",
+    "data.workers=9",
+    "schedule.global_batch_size=128",
+)
+OVERLAP = ("enabled", "overlap_grad_reduce", "overlap_param_gather")
+REST = ("workspaces", "runtime reserve", "allocator overhead")
+
+# name -> (the plan, what is changed, buckets that stay, owners they are compared for or None)
+INDIFFERENT = {
+    "experts: replicated and tensor-sharded": (NATIVE, ("parallel.expert=4",), (*WEIGHTS[:2], "logits and loss", *REST), None),
+    "experts: other layers": (NATIVE, ("parallel.expert=4",), ("activations",), ("attention", "mamba2", "ends")),
+    "sequence: static": (DENSE, ("parallel.sequence=true",), (*STATIC, "logits and loss", *REST), None),
+    "context: static": (NATIVE, ("parallel.context=2",), (*STATIC, *REST), None),
+    "micro batch: static": (NATIVE, ("schedule.micro_batch_size=2",), (*STATIC, *REST), None),
+    "sequence length: static": (NATIVE, ("model.seq_length=2048",), (*STATIC, *REST), None),
+    "data ranks: all but the optimizer": (
+        NATIVE, ("cluster=h200_4",), (*WEIGHTS, "gradients", "activations", "routing scratch", "logits and loss", *REST), None,
+    ),
+    "optimizer: all but itself": (
+        NATIVE, ("optim=muon",), (*WEIGHTS, "gradients", "activations", "routing scratch", "logits and loss", *REST), None,
+    ),
+    "gradient dtype: all but gradients": (
+        NATIVE, ("precision.grad_reduce=bf16",), (*WEIGHTS, "other optimizer", "activations", "logits and loss", *REST), None,
+    ),
+    "recompute: all but activations": (NATIVE, RECOMPUTE, (*STATIC, "routing scratch", "logits and loss", *REST), None),
+    "recompute of MoE: other layers": (NATIVE, RECOMPUTE, ("activations",), ("attention", "mamba2", "ends")),
+    "full recompute: static and loss": (NATIVE, FULL, (*STATIC, "logits and loss", *REST), None),
+    "loss fusion: all but the loss": (
+        NATIVE, ("precision.fused_cross_entropy=true",), (*STATIC, "activations", "routing scratch", *REST), None,
+    ),
+    "vocabulary: the layers": (NATIVE, ("model.vocab_size=131072",), ("activations", "routing scratch", *REST), None),
+    "prediction depths: the trunk": (LATENT, ("feature.mtp.depths=2",), ("activations", "routing scratch", *REST), None),
+    "graphs: static and loss": (NATIVE, GRAPHS, (*STATIC, "activations", "routing scratch", "logits and loss", *REST), None),
+    "FP8: bf16 state": (
+        ("nam56r_native_dp", "model.blocks.mamba2.heads=64"), ("precision=fp8_tensorwise",), (*STATIC, "logits and loss"), None,
+    ),
+    "overlap: everything": (
+        NATIVE, ("feature.distributed_optimizer.overlap_param_gather=false",), BUCKETS, None,
+    ),
+    "what decides no shape: everything": (NATIVE, DULL, BUCKETS, None),
+    "streams: the layers": (NATIVE, ("feature.mhc.streams=4",), ("activations", "routing scratch", *REST), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", INDIFFERENT)
+def test_bucket_does_not_care(case):
+    base, change, buckets, owners = INDIFFERENT[case]
+    before, after = bill(*base), bill(*base, *change)
+    assert of(before, *buckets, owners=owners) and of(before, *buckets, owners=owners) == of(
+        after, *buckets, owners=owners
+    )
+
+
+def test_dense_layers_need_no_routing_scratch_under_any_tensor_size():
+    for size in (1, 2, 4):
+        found = bill("nam56r_native_dp", "model.letters.E=mlp", f"parallel.tensor={size}")
+        assert not of(found, "routing scratch")
+
+
+def test_dispatch_counts_do_not_grow_with_tokens_or_tensor_ranks():
+    def counts(*overrides):
+        lines = budget(plan_of("nam56r_nemo_native", *overrides)).stages[0].steady.lines
+        return [line.bytes for line in lines if line.name == "dispatch counts"]
+
+    assert counts() == counts("schedule.micro_batch_size=1") == counts("parallel.tensor=4")
+
+
+TRAINING_ONLY = (
+    "optim=muon",
+    "precision.grad_reduce=bf16",
+    "schedule.micro_batch_size=1",
+    "precision.fused_cross_entropy=true",
+)
+
+
+@pytest.mark.parametrize("change", [*((word,) for word in TRAINING_ONLY), RECOMPUTE, FULL])
+def test_serving_ignores_training_only_state(change):
+    ours, theirs = (serve(plan_of("nam56r_native_dp", *c), 8, 1000) for c in ((), change))
+    assert [(s.weights, s.pools, s.cache_map, s.logits) for s in ours] == [
+        (s.weights, s.pools, s.cache_map, s.logits) for s in theirs
+    ]
+
+
+def test_what_each_bucket_does_care_about():
+    """The other way round, so that no bucket above is constant by mistake."""
+    base = bill(*NATIVE)
+    moves = {
+        "schedule.micro_batch_size=2": ("activations", "routing scratch", "logits and loss"),
+        "parallel.expert=4": ("expert parameters",),
+        "cluster=h200_4": ("other optimizer",),
+        "precision.grad_reduce=bf16": ("gradients",),
+        "model.hidden_size=7168": (
+            "replicated parameters",
+            "tensor-sharded parameters",
+            "expert parameters",
+            "activations",
+        ),
+        "optim=muon": ("matrix optimizer", "other optimizer"),
+        "device.runtime_gib=3.0": ("runtime reserve",),
+    }
+    for change, buckets in moves.items():
+        after = bill(*NATIVE, change)
+        for bucket in buckets:
+            assert sum(of(after, bucket).values()) != sum(of(base, bucket).values()), (change, bucket)
+
+
+# Sums and shapes ------------------------------------------------------------------------------------------------------
+
+
+def test_formula_says_what_is_computed():
+    z = {"T": 3, "n": 5, "g": 2, "d": 7, "t": 4, "min": 9}
+    for formula, expected in {
+        "2 T (n + 2 g) d / t": 2 * 3 * (5 + 4) * 7 / 4,
+        "(2 + n) T d": 7 * 3 * 7,
+        "4 T n (d + 1) / (n t)": 4 * 3 * 5 * 8 / 20,
+        "2 min(T, max(1e2, n)) + 1": 7,
+        "3.25 T - 1": 8.75,
+    }.items():
+        assert eval(_code(formula), {"max": max, "min": min}, {k: v for k, v in z.items() if k != "min"}) == expected
+
+
+def test_formula_with_a_stray_sign_is_our_mistake():
+    with pytest.raises(AssertionError):
+        _code("2 T % n")
+
+
+@pytest.mark.parametrize("pipeline", [1, 2, 4])
+def test_stages_share_the_parameters(pipeline):
+    plan = plan_of("nam56r_native_dp", "cluster=h200_8", f"parallel.pipeline={pipeline}")
+    assert sum(s.parameters for s in budget(plan).stages) == parameters(plan)[0]
+
+
+def test_last_stage_has_the_embedding_again_under_mtp():
+    plan = plan_of("nam56r", "lane=native_dp", "parallel.pipeline=2", "cluster=h200_8")
+    table = plan.recipe.model.vocab_size * plan.recipe.model.hidden_size
+    assert sum(s.parameters for s in budget(plan).stages) == parameters(plan)[0] + table
+
+
+KEYS = {
+    "schedule.micro_batch_size": st.integers(1, 6),
+    "model.seq_length": st.sampled_from([512, 1024, 4096]),
+    "model.depth": st.integers(12, 30),
+    "parallel.tensor": st.sampled_from([1, 2, 4]),
+    "parallel.expert": st.sampled_from([1, 2, 4]),
+    "parallel.pipeline": st.sampled_from([1, 2, 4]),
+    "feature.mtp.depths": st.integers(0, 2),
+    "optim": st.sampled_from(["adamw", "muon"]),
+    "feature.distributed_optimizer.enabled": st.booleans(),
+}
+
+
+def random_plan(words):
+    sequence = f"parallel.sequence={str(words['parallel.tensor'] > 1).lower()}"
+    enabled = str(words["feature.distributed_optimizer.enabled"]).lower()
+    overlap = f"feature.distributed_optimizer.overlap_param_gather={enabled}"
+    batch = 16 * words["schedule.micro_batch_size"]
+    overrides = [f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in words.items()]
+    return plan_of(
+        "nam56r_nemo_native", *overrides, sequence, overlap, "cluster=h200_2x8", f"schedule.global_batch_size={batch}"
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.fixed_dictionaries(KEYS))
+def test_any_plan_adds_up(words):
+    plan = random_plan(words)
+    ours = budget(plan)
+    assert ours == budget(plan)
+    assert len(ours.stages) == plan.recipe.parallel.pipeline
+    for s in ours.stages:
+        for moment in s.moments.values():
+            assert moment.total == sum(moment.buckets.values()) >= moment.reserved >= moment.allocated > 0
+            assert all(line.bytes >= 0 and line.why and line.owner for line in moment.lines)
+        held = {phase: m.allocated for phase, m in s.moments.items()}
+        assert held["after_init"] <= held["between_steps"] <= held["steady"]
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.fixed_dictionaries(KEYS))
+def test_more_samples_never_take_less(words):
+    words = {**words, "schedule.micro_batch_size": min(words["schedule.micro_batch_size"], 3)}
+    more = {**words, "schedule.micro_batch_size": 2 * words["schedule.micro_batch_size"]}
+    small, large = (budget(random_plan(w)) for w in (words, more))
+    for a, b in zip(small.stages, large.stages, strict=True):
+        assert a.steady.allocated <= b.steady.allocated
+
+
+VARIANTS = {
+    "muon, whole": ("optim=muon", *(f"feature.distributed_optimizer.{k}=false" for k in OVERLAP)),
+    "megatron-fsdp": ("feature.megatron_fsdp.enabled=true",),
+    "megatron-fsdp, state alone": ("feature.megatron_fsdp.enabled=true", "feature.megatron_fsdp.strategy=optim"),
+    "fsdp2": (
+        "feature.fsdp2.enabled=true", "precision.grad_reduce=bf16",
+        *(f"feature.distributed_optimizer.{k}=false" for k in OVERLAP),
+    ),
+    "edges in bf16": ("precision=fp8_tensorwise", "model.blocks.mamba2.heads=64", "feature.fp8.first_last_bf16=true"),
+    "gathered in FP8": ("precision=fp8_tensorwise", "model.blocks.mamba2.heads=64", "feature.fp8.param_gather=true"),
+    "blocks of layers recomputed": (*FULL, "feature.recompute.method=block", "feature.recompute.layers=20"),
+    "streams and n-grams": ("feature.mhc.streams=4", "feature.ngram_hash.enabled=true", "feature.ngram_hash.buckets=1000"),
+    "fused output layer": ("feature.linear_ce.enabled=true",),
+    "capacity": ("model.blocks.moe.capacity_factor=1.25", "parallel.expert=4"),
+    "layer norms and biases": ("model.normalization=LayerNorm", "model.linear_bias=true", "model.letters.E=mlp"),
+    "depths in a pipeline": ("feature.mtp.depths=2", "parallel.pipeline=4", "parallel.virtual_pipeline=2", "cluster=h200_2x8"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_has_a_budget_of_its_own(name):
+    plain, ours = budget(plan_of(*NATIVE)), budget(plan_of(*NATIVE, *VARIANTS[name]))
+    assert all(line.bytes >= 0 for s in ours.stages for line in s.steady.lines)
+    assert {(x.bucket, x.owner, x.bytes) for x in ours.worst.steady.lines} != {
+        (x.bucket, x.owner, x.bytes) for x in plain.worst.steady.lines
+    }
+
+
+def test_sharding_divides_what_it_says_it_shares():
+    """Bytes a parameter on 8 ranks: facts of each optimizer, dense and experts alike."""
+    count = parameters(plan_of(*NATIVE))[0]
+
+    def rate(*overrides, which=STATIC):
+        return round(sum(of(bill(*NATIVE, *overrides), *which).values()) / count, 2)
+
+    off = tuple(f"feature.distributed_optimizer.{k}=false" for k in OVERLAP)
+    assert rate() == 2 + 4 + 12 / 8
+    assert rate(*off) == 18
+    assert rate("feature.megatron_fsdp.enabled=true") == (2 + 2 + 12) / 8
+    assert rate("feature.fsdp2.enabled=true", "precision.grad_reduce=bf16", *off) == (2 + 2 + 12) / 8
+    muon = rate("optim=muon", *off)
+    assert 14 < muon < 18  # 14 for matrices, 18 for the rest
+    assert rate("optim=muon") == pytest.approx(2 + 4 + 8 / 8, abs=0.15)
+
+
+def test_full_recompute_keeps_one_input_a_layer():
+    found = bill(*NATIVE, *FULL)
+    # The first event is the loss: 52 inputs, what the final norm keeps and the RoPE table.
+    tokens = 4 * 4096
+    assert of(found, "activations", owners=("recompute",)) == {("activations", "recompute"): 52 * 2 * tokens * 3584}
+
+
+def test_terminal_shows_bars_to_the_scale_of_the_device():
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system="standard")
+    ours, other = budget(plan_of(*NATIVE)), budget(plan_of("nam56r"))
+    terminal(ours, [other], console)
+    bars = console.file.getvalue().splitlines()[:2]
+    plain = [re.sub(r"\x1b\[[0-9;]*m", "", bar) for bar in bars]
+    filled = [bar.count("█") / (bar.count("█") + bar.count("░")) for bar in plain]
+    assert filled[0] == pytest.approx(ours.worst.steady.total / ours.capacity, abs=0.02)
+    assert filled[1] == 1 and plain[1].endswith("4.1 x the device")
+
+
+def test_every_bucket_has_a_colour():
+    assert tuple(HUES) == BUCKETS
+
+
+# Pipelines ------------------------------------------------------------------------------------------------------------
+
+
+def sets(pipeline, virtual, rank, batches):
+    overrides = (f"parallel.pipeline={pipeline}", f"parallel.virtual_pipeline={virtual}", "cluster=h200_8")
+    data = 8 // pipeline
+    plan = plan_of("nam56r_native_dp", *overrides, f"schedule.global_batch_size={4 * data * batches}")
+    found = in_flight(plan, static.stages(plan)[rank])
+    return max(sum(counts) + 1 for counts, _ in found)
+
+
+def test_stages_hold_as_many_microbatches_as_the_schedule_lets_in():
+    """1F1B: one less for each later stage. Interleaved: Narayanan et al. 2021, (v - 1) p + 2 (p - rank - 1) + 1 pieces."""
+    assert [sets(4, 1, rank, 16) for rank in range(4)] == [4, 3, 2, 1]
+    assert [sets(4, 1, rank, 2) for rank in range(4)] == [2, 2, 2, 1]
+    assert [sets(4, 2, rank, 16) for rank in range(4)] == [11, 9, 7, 5]
+    assert [sets(4, 2, rank, 4) for rank in range(4)] == [8, 8, 7, 5]
+
+
+def test_every_microbatch_that_goes_in_comes_out():
+    plan = plan_of("nam56r_native_dp", "parallel.pipeline=4", "parallel.virtual_pipeline=2", "cluster=h200_8")
+    for stage in static.stages(plan):
+        assert all(min(counts) >= 0 for counts, _ in in_flight(plan, stage))
+
+
+# The real model on fake tensors, recorded -----------------------------------------------------------------------------
+
+# Bytes alive after the forward pass of Megatron's real HybridModel (megatron-core 0.19.2) on torch's fake tensors, with
+# stand-ins that save what TE 2.20.2's and mamba-ssm's autograd functions save: GB, one layer, micro batch 4 (DSA: 1),
+# vocabulary 128, the fp32 softmax included.
+ONE = ("nam56r_native_dp", "model.depth=1", "model.vocab_size=128", "cluster=h200_1", "model.substitute=[]")
+RECORDED = {
+    "*": (("model.pattern=A",), 0.754),
+    "E": (("model.pattern=E",), 1.376),
+    "M": (("model.pattern=M",), 1.102),
+    "-": (("model.pattern=E", "model.letters.E=mlp"), 1.721),
+    "+": (("model.pattern=A", "model.letters.A=mla"), 1.199),
+    "D": (("model.pattern=A", "model.letters.A=dsa", "schedule.micro_batch_size=1"), 12.669),
+    "E moe_act": (("model.pattern=E", "modules=[moe_act]"), 1.141),
+    "E moe": (("model.pattern=E", "modules=[moe]"), 0.481),
+    "E shared_experts": (("model.pattern=E", "modules=[shared_experts]"), 1.309),
+    "E layernorm": (("model.pattern=E", "modules=[layernorm]"), 1.259),
+    "* core_attn": (("model.pattern=A", "modules=[core_attn]"), 0.884),
+    "+ mla_up_proj": (("model.pattern=A", "model.letters.A=mla", "modules=[mla_up_proj]"), 0.613),
+    "+ layernorm": (("model.pattern=A", "model.letters.A=mla", "modules=[layernorm]"), 1.081),
+    "- mlp": (("model.pattern=E", "model.letters.E=mlp", "modules=[mlp]"), 0.362),
+    "D core_attn": (("model.pattern=A", "model.letters.A=dsa", "modules=[core_attn]", "schedule.micro_batch_size=1"), 0.273),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_kept_activations_are_the_real_models(name):
+    overrides, expected = RECORDED[name]
+    words = [w.replace("modules=", "feature.recompute.modules=") for w in overrides]
+    if words != list(overrides):
+        words.append("feature.recompute.granularity=selective")
+    plan = plan_of(*ONE, *words)
+    z, (stage,) = Sizes.of(plan), static.stages(plan)
+    kept = sum(line.bytes for chunk in _Moving(z, stage).chunks for part in chunk for line in part.kept)
+    rope = sum(line.bytes for line in static.ends.buffers(z, stage) if line.name == "RoPE table")
+    softmax = 4 * z["T"] * 128
+    assert isclose(kept + rope + softmax, expected * 1e9, rel_tol=5e-3)
+
+
+# Published figures ----------------------------------------------------------------------------------------------------
+
+
+def errors():
+    """(entry, phase, forecast / measured - 1) of allocated memory; of reserved memory where graphs have pools."""
+    for entry in json.loads(MEASURED.read_text())["entries"]:
+        plan = plan_of(entry["preset"], *entry["overrides"])
+        ours, what = budget(plan).worst, "reserved" if plan.recipe.feature.cuda_graphs.on else "allocated"
+        for phase, peak in entry["peaks"].items():
+            if peak.get(what):
+                yield entry["name"], phase, getattr(ours.moments[phase], what) / peak[what] - 1
+
+
+def test_forecast_is_within_five_percent_of_every_measured_peak():
+    far = [row for row in errors() if abs(row[2]) > 0.05]
+    assert not far
+    assert median(abs(row[2]) for row in errors() if row[1] == "steady") < 0.03
+
+
+def test_table_of_errors_is_todays():
+    """benchmarks/memory.py has been run since the formulas or the measurements changed."""
+    root = MEASURED.parent.parent
+    spec = importlib.util.spec_from_file_location("memory_benchmark", root / "benchmarks" / "memory.py")
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    result = json.loads((root / "benchmarks" / "memory.json").read_text())
+    assert result["rows"] == benchmark.rows()
+    docs = (root / "docs" / "budget.md").read_text()
+    assert docs == benchmark.page(docs, result)
+
+
+def test_measured_runs_are_of_plans_that_can_be_trained():
+    for entry in json.loads(MEASURED.read_text())["entries"]:
+        plan = plan_of(entry["preset"], *entry["overrides"])
+        assert not plan.not_built and plan.recipe.world_size == entry["gpus"], entry["name"]
+
+
+def test_worked_example_of_the_memory_article():
+    """4096 tokens, top-k 2 of 128 experts, capacity factor 1.2, hidden 4096, 4 local experts, bf16."""
+    found = scratch(tokens=4096, top_k=2, experts=128, local=4, hidden=4096, factor=1.2)
+    assert found.capacity == 77
+    assert found.counts == 32 * 1024
+    assert found.receive == found.combine == 2_523_136
+    dropless = scratch(tokens=4096, top_k=2, experts=128, local=4, hidden=4096, factor=None)
+    assert dropless.receive == 4 * 64 * 4096 * 2
+
+
+def test_cost_of_the_native_lane():
+    c = cost(plan_of(*NATIVE))
+    assert isclose(c.model, 13.613e9, rel_tol=1e-4)
+    assert isclose(c.utilisation(25_500), 0.351, rel_tol=1e-3)  # reported beside it
+    assert c.hardware == c.model
+
+
+def test_recompute_costs_forward_passes_and_no_model_flops():
+    plain, full = cost(plan_of(*NATIVE)), cost(plan_of(*NATIVE, *FULL))
+    assert full.model == plain.model
+    logits = 2 * 3584 * 65536
+    assert isclose(full.hardware, plain.model * 4 / 3 - logits)
+    moe = cost(plan_of(*NATIVE, "feature.recompute.granularity=selective", "feature.recompute.modules=[moe]"))
+    assert isclose(moe.hardware - moe.model, plain.by_owner()["moe"])
+
+
+def test_stock_dsa_does_more_than_the_model_needs():
+    c = cost(plan_of("nam56r", "lane=native_dp"))
+    assert isclose(c.model, 14.660e9, rel_tol=1e-4)
+    extra = {w.name for w in c.works if not w.model}
+    assert extra == {"indexer loss", "dense core"} and c.hardware > c.model
+
+
+# Serving --------------------------------------------------------------------------------------------------------------
+
+
+def test_cache_is_of_attention_layers_alone():
+    plan = plan_of(*NATIVE)
+    (s,) = serve(plan, batch=8, context=4096)
+    assert list(s.cache_map) == list(plan.numbers("attention")) and list(s.cache_map.values()) == list(range(13))
+    assert s.cache("contiguous") == 13 * 8 * 4096 * 2048  # two tensors of 8 groups of 64 in bf16
+    assert s.recurrent == 17 * 8 * (36_864 + 458_752)
+
+
+def test_pages_are_whole():
+    (s,) = serve(plan_of(*NATIVE), batch=3, context=257)
+    assert s.cache("paged") == s.cache("contiguous") // 257 * 512
+    (s,) = serve(plan_of(*NATIVE), batch=3, context=257, page=1)
+    assert s.cache("paged") == s.cache("contiguous")
+
+
+def test_latents_are_cached_whole_and_indexer_keys_where_they_are_computed():
+    for tensor in ((), ("parallel.tensor=2", "parallel.sequence=true")):
+        (s,) = serve(plan_of("nam56r", "lane=native_dp", *tensor), batch=1, context=1)
+        token = {(p.kind, p.state.name): p.contiguous for p in s.pools if p.state.per == "token"}
+        assert token == {
+            ("mla", "latent and rope"): 4 * 256,
+            ("dsa", "latent and rope"): 9 * 256,
+            ("dsa", "indexer keys"): 3 * 128,
+        }
+
+
+def test_recurrent_states_of_the_author_lane():
+    (s,) = serve(plan_of("nam56r"), batch=1, context=1)
+    states = {kind: sum(p.contiguous // p.layers for p in s.pools if p.kind == kind) for kind in ("mamba3", "m2rnn")}
+    assert states["mamba3"] == 3_813_376  # mamba_ssm's allocate_inference_cache at these sizes
+    assert states["m2rnn"] == 44 * 64 * 16 * 4 + 4 * (2 * 64 + 44 * 16) * 2
+
+
+# What-if --------------------------------------------------------------------------------------------------------------
+
+
+def test_fit_is_the_last_value_with_headroom():
+    recipe = load("nam56r_native_dp")
+    fit = search.largest(recipe, "schedule.micro_batch_size")
+    assert fit.best.good and not fit.beyond.good and fit.beyond.value == fit.best.value + 1
+    assert not any(search.attempt(recipe, fit.key, fit.best.value + i).good for i in range(1, 9))
+
+
+def test_fit_says_what_else_it_had_to_change():
+    trial = search.attempt(load("nam56r_native_dp"), "schedule.micro_batch_size", 3)
+    assert trial.note == "global batch 64 -> 72, a multiple of 3 x 8"
+    assert search.attempt(load("nam56r_native_dp"), "schedule.micro_batch_size", 2).note == ""
+
+
+def test_fit_steps_over_refused_values():
+    """20 steps of 56 heads: between two multiples of the tensor size every value is refused."""
+    fit = search.largest(load("nam56r_nemo_native"), "model.vocab_size")
+    assert fit.best.value % 2 == 0 and fit.beyond.value - fit.best.value == 2 and fit.beyond.budget
+
+
+def test_fit_finds_nothing_where_nothing_fits():
+    fit = search.largest(load("nam56r_native_dp", ["device.total_gib=20.0"]), "schedule.micro_batch_size")
+    assert fit.best is None and fit.beyond.value == 1
+
+
+def test_fit_of_a_key_that_takes_no_memory_has_no_limit():
+    fit = search.largest(load("nam56r_native_dp"), "schedule.log_interval")
+    assert fit.beyond is None
+
+
+def test_resolving_a_key():
+    recipe = load("nam56r_native_dp")
+    assert search.resolve(recipe, "micro_batch_size", "fit") == "schedule.micro_batch_size"
+    assert search.resolve(recipe, "model.blocks.moe.top_k", "fit") == "model.blocks.moe.top_k"
+    for name, message in {
+        "heads": "`heads` is 3 keys",
+        "sequence": "no integer key `sequence`",  # a switch
+        "lr": "no integer key `lr`",
+    }.items():
+        with pytest.raises(Refused, match=re.escape(message)):
+            search.resolve(recipe, name, "fit")
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+def run(*words, cwd="."):
+    return warm(*words, cwd=cwd, module=COMMAND)
+
+
+def test_command_says_whether_it_fits():
+    done = run("conf=nam56r_native_dp")
+    assert done.code == 0 and "fits h200: " in done.out and done.err == ""
+    done = run("conf=nam56r")
+    assert done.code == 1 and "does not fit h200: " in done.out
+    tight = run("conf=nam56r_native_dp", "device.headroom_gib=100.0")
+    assert tight.code == 0 and tight.err.startswith("warning: fits h200") and "headroom of 100" in tight.err
+
+
+def test_json_has_every_line():
+    done = run("conf=nam56r_native_dp", "format=json")
+    found = json.loads(done.out)
+    (stage,) = found["stages"]
+    assert found["parameters"] == 3_996_461_352
+    assert sum(line["bytes"] for line in stage["lines"]) == stage["moments"]["steady"]["total"]
+
+
+def test_against_names_the_bucket_that_grows():
+    done = run("conf=nam56r_native_dp", "against='nam56r_native_dp schedule.micro_batch_size=2'")
+    assert done.code == 0 and done.out.endswith("activations grows most: +16.76 GiB\n")
+
+
+def test_fit_and_sweep():
+    done = run("conf=nam56r_native_dp", "fit=micro_batch_size", "cluster=h200_4", "precision.fused_cross_entropy=true")
+    assert done.code == 0
+    assert done.out.splitlines()[1] == "with global batch 64 -> 84, a multiple of 7 x 4"
+    done = run("conf=nam56r_nemo_native", "sweep=vocab_size:65535:65537")
+    rows = done.out.splitlines()
+    assert done.code == 0 and "refused: vocab_size 65535 is not divisible by tensor size 2" in rows[1]
+    assert rows[2].split()[0] == "65536" and rows[2].endswith("fits")
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+@pytest.mark.parametrize(
+    "words", [("against=[nam56r_smoke]",), ("sweep=micro_batch_size:1:4",), ("parallel.pipeline=2",)]
+)
+def test_plot(tmp_path, words, suffix):
+    done = run("conf=nam56r_native_dp", f"plot=m.{suffix}", *words, cwd=tmp_path)
+    assert done.code == 0 and done.err.endswith(f"wrote m.{suffix}\n")
+    drawn = (tmp_path / f"m.{suffix}").read_bytes()
+    assert len(drawn) > 2000 and drawn.startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
+
+
+REFUSED = {
+    "no GPUs": (("cluster.gpus_per_node=0",), "greater than or equal to 1, not 0 @ cluster.gpus_per_node"),
+    "a batch that does not divide": (("schedule.micro_batch_size=3",), "@ schedule.global_batch_size"),
+    "a context beyond the model": (("serve=true", "context=4097"), "beyond the model's 4096 @ context"),
+    "no batch": (("serve=true", "batch=0"), "@ batch"),
+    "a batch without serving": (("batch=4",), "`batch` belongs to serving @ batch"),
+    "two questions": (("serve=true", "fit=depth"), "`fit` and `serve` answer different questions"),
+    "no such format": (("format=yaml",), "no format `yaml` @ format"),
+    "no such key": (("fit=micro_batch_sise",), "no integer key `micro_batch_sise` @ fit"),
+    "no such preset": (("against=nam57",), "@ against"),
+    "a sweep that is none": (("sweep=depth",), "cannot read the sweep `depth` @ sweep"),
+    "a sweep of nothing": (("sweep=depth:5:1",), "has no values @ sweep"),
+    "a picture of no format": (("plot=m.pdf",), "cannot draw `m.pdf` @ plot"),
+    "a picture nowhere": (("plot=nowhere/m.png",), "there is no folder `nowhere` @ plot"),
+    "less than balanced": (("imbalance=0.5",), "@ imbalance"),
+    "a word for a switch": (("serve=8",), "`serve` is true or false, not `8` @ serve"),
+    "a list for a word": (("fit=[a,b]",), "`fit` takes one word, not `['a', 'b']` @ fit"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_nonsense_is_refused_with_its_key(case):
+    words, message = REFUSED[case]
+    done = run("conf=nam56r_native_dp", *words)
+    assert done.code == 2 and done.out == ""
+    assert done.err.startswith("error: ") and message in done.err and "Traceback" not in done.err
+
+
+def test_model_is_the_whole_of_its_stages():
+    """Parameters counted over one imaginary stage: what `parameters` and the header say."""
+    plan = plan_of("nam56r")
+    every = [p.elements for _, _, p in static.parts(Sizes.of(plan), Stage(0, 1, plan.segments))]
+    assert sum(every) == parameters(plan)[0] == sum(static.by_kind(plan).values())

@@ -1,0 +1,696 @@
+"""Settings, their owners, the parallel algebra, refusals, and Megatron's traps: each impossible or refused."""
+
+import ast
+import contextlib
+import importlib
+import itertools
+import json
+import pkgutil
+import sys
+from functools import cache
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from presets import NAMES, changed, lowered
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from nam_megatron import argv, blocks, features, lower
+from nam_megatron.errors import Problem, Refused
+from nam_megatron.lower import translate
+from nam_megatron.mcore import v0_19
+from nam_megatron.recipe import Recipe, load, to_tree
+from nam_megatron.setting import Setting
+
+NATIVE, DESIGN = "nam56r_native_dp", "nam56r"
+MUON = {"optim.name": "muon", "feature.muon.enabled": True}
+PLAIN_OPTIMIZER = {
+    "feature.distributed_optimizer.enabled": False,
+    "feature.distributed_optimizer.overlap_grad_reduce": False,
+    "feature.distributed_optimizer.overlap_param_gather": False,
+}
+FSDP2 = {"feature.fsdp2.enabled": True, "precision.grad_reduce": "bf16"} | PLAIN_OPTIMIZER
+FSDP = {"feature.megatron_fsdp.enabled": True}
+TP = {"parallel.tensor": 2, "parallel.sequence": True}
+INDEXED = {"data.name": "indexed", "data.path": "/d/x", "data.split": "99,1,0", "data.tokenizer": "/t"}
+FULL = {"feature.recompute.granularity": "full", "feature.recompute.method": "uniform", "feature.recompute.layers": 1}
+GRAPHS = {"feature.cuda_graphs.impl": "transformer_engine", "feature.cuda_graphs.modules": ["attn", "mamba"]}
+
+
+def settings(base, **changes):
+    return {s.name: s.value for s in translated(base, changes).settings}
+
+
+def translated(base, changes=()):
+    return translate(changed(base, dict(changes)))
+
+
+def words(base, *overrides):
+    return argv.argv(lowered(base, *overrides))
+
+
+def value_of(words, flag):
+    return words[words.index(flag) + 1]
+
+
+def refused(base, changes):
+    with pytest.raises(Refused) as error:
+        translated(base, changes)
+    return {p.key: p.message for p in error.value.problems}
+
+
+# Traps: each one silently trained a different model somewhere ------------------------------------------------------
+
+
+def test_trap_query_groups_without_group_query_attention():
+    """Megatron ignores --num-query-groups alone. One field decides both."""
+    for groups in (1, 2, 4, 7, 8, 14, 28, 56):
+        now = settings(NATIVE, **{"model.blocks.attention.query_groups": groups})
+        assert now["group_query_attention"] is (groups < 56)
+        assert now["num_query_groups"] == (groups if groups < 56 else 1)
+    assert value_of(words("nam56r_nemo_native"), "--num-query-groups") == "8"
+    assert "--group-query-attention" in words("nam56r_nemo_native")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_trap_mla_without_rope_type(name):
+    """Unset, Megatron takes yarn with a factor of 40."""
+    said = {s.name: s.value for s in lowered(name).settings}
+    if said.get("multi_latent_attention"):
+        assert value_of(words(name), "--rope-type") == "rope"
+        assert value_of(words(name), "--rotary-scaling-factor") == "1.0"
+        assert (said["mscale"], said["mscale_all_dim"]) == (1.0, 0.0)
+    else:
+        assert "rope_type" not in said
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_trap_gqa_under_mla_loses_its_positions(name):
+    """`*` and --multi-latent-attention never meet, MTP's part included; a recipe that mixes them is refused."""
+    for depths in (0, 1, 2):
+        p = lowered(name, f"feature.mtp.depths={depths}")
+        assert ("*" in p.plan.pattern) != ("--multi-latent-attention" in argv.argv(p))
+    mixed = {"model.substitute": [{"letter": "A", "ranks": [0], "kind": "mla"}]}
+    assert refused(NATIVE, mixed) == {
+        "model.substitute": "GQA and MLA in one model: Megatron would give GQA no position embedding"
+    }
+
+
+def test_trap_expert_tensor_size_unset_is_the_tensor_size():
+    assert value_of(words("nam56r_nemo_native"), "--tensor-model-parallel-size") == "2"
+    assert value_of(words("nam56r_nemo_native"), "--expert-tensor-parallel-size") == "1"
+    assert value_of(words("nam56r_nemo_native", "parallel.expert_tensor=2"), "--expert-tensor-parallel-size") == "2"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_trap_a_spec_that_cannot_be_imported_is_replaced(name):
+    """--spec is never said, and owned so that nothing else can say it; ours goes in as an object (mcore/stack.py)."""
+    assert "--spec" not in words(name)
+    assert lowered(name).by_name["spec"].value is None
+
+
+def test_trap_latent_norms():
+    """The flag follows the field, and the field is on in every MLA preset; the norms stand in our spec (tests/cpu)."""
+    for name in NAMES:
+        if "mla" in lowered(name).plan.kinds:
+            assert "--qk-layernorm" in words(name)
+    assert "--qk-layernorm" not in words(DESIGN, "model.blocks.mla.latent_norm=false")
+    assert "--qk-layernorm" not in words(NATIVE)
+    assert "--qk-layernorm" in words(NATIVE, "model.blocks.attention.qk_norm=true")
+
+
+DEFAULTS = {  # destination -> (what every preset says, Megatron's default, which would train another model)
+    "hidden_dropout": (0.0, 0.1),
+    "attention_dropout": (0.0, 0.1),
+    "position_embedding_type": ("rope", "learned_absolute"),
+    "normalization": ("RMSNorm", "LayerNorm"),
+    "add_bias_linear": (False, True),
+    "squared_relu": (True, False),
+    "untie_embeddings_and_output_weights": (True, False),
+    "rotary_base": (500000, 10000),
+    "adam_beta2": (0.95, 0.999),
+    "weight_decay": (0.1, 0.01),
+    "lr_decay_style": ("cosine", "linear"),
+    "moe_token_dispatcher_type": ("alltoall", "allgather"),
+    "moe_router_score_function": ("sigmoid", "softmax"),
+    "moe_router_enable_expert_bias": (True, False),
+    "moe_aux_loss_coeff": ((0.0001,), 0.0),
+    "moe_router_dtype": ("fp32", None),
+    "moe_grouped_gemm": (True, False),
+    "moe_ffn_hidden_size": (896, None),
+    "moe_shared_expert_intermediate_size": (1024, None),
+}
+
+
+@pytest.mark.parametrize("dest", DEFAULTS)
+def test_trap_defaults_that_are_not_ours(dest):
+    said, default = DEFAULTS[dest]
+    flag = v0_19.by_dest()[dest]
+    assert flag.default == (list(default) if isinstance(default, tuple) else default), "Megatron moved: review"
+    for name in NAMES:
+        if name != "nam56r_smoke":
+            lowering = lowered(name)
+            assert lowering.by_name[dest].value == said
+            assert v0_19.words(lowering.by_name[dest])[0] in argv.argv(lowering), (
+                "said aloud, since the default differs"
+            )
+
+
+def test_trap_balancing_is_said_whole():
+    """An unset coefficient is 0. Without a balancing loss the coefficient must be 0, or it would be dropped."""
+    assert value_of(words(NATIVE), "--moe-aux-loss-coeff") == "0.0001"
+    assert value_of(words(NATIVE), "--moe-router-load-balancing-type") == "aux_loss"
+    assert "model.blocks.moe.aux_loss_coeff" in refused(NATIVE, {"model.blocks.moe.balancing": "none"})
+
+
+def test_trap_kv_lora_rank():
+    """32 on Megatron's command line, 512 in its config: said for MLA and for DSA, which stands on it."""
+    for name in ("nam56r", "nam52_h200_sparse_8_11_ref_v1"):
+        assert value_of(words(name), "--kv-lora-rank") == "64"
+    only_dsa = {"model.substitute": [{"letter": "A", "ranks": list(range(13)), "kind": "dsa"}]}
+    assert (
+        settings(DESIGN, **only_dsa | {"model.blocks.dsa.full_every": 1, "feature.mtp.depths": 0})["kv_lora_rank"] == 64
+    )
+
+
+def test_trap_cuda_graph_modules_without_impl():
+    assert refused(NATIVE, {"feature.cuda_graphs.modules": ["attn"]}) == {
+        "feature.cuda_graphs.modules": "modules to capture and no CUDA graphs"
+    }
+    both = words("nam56r_native_dp_fp8")
+    assert value_of(both, "--cuda-graph-impl") == "transformer_engine"
+    assert value_of(both, "--cuda-graph-modules") == "attn"
+    assert value_of(words(NATIVE), "--cuda-graph-impl") == "none"
+    assert "--cuda-graph-modules" not in words(NATIVE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_trap_attention_backend_flash(name):
+    """`flash` would switch cuDNN off; a recipe has no way to say it."""
+    assert value_of(words(name), "--attention-backend") == "auto"
+    assert lowered(name).by_name["attention_backend"].key is None
+
+
+def test_trap_cross_entropy_fusion():
+    """`te` is refused by Megatron, and linear cross entropy exists for no hybrid: not built, never said."""
+    fused = words(NATIVE, "precision.fused_cross_entropy=true")
+    assert "--cross-entropy-loss-fusion" in fused
+    assert value_of(fused, "--cross-entropy-fusion-impl") == "native"
+    linear = lowered(NATIVE, "feature.linear_ce.enabled=true")
+    assert [s.owner for s in linear.plan.not_built] == ["linear_ce"]
+    assert value_of(argv.argv(linear), "--cross-entropy-fusion-impl") == "native"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_trap_rope_fusion_with_mla(name):
+    assert ("--no-rope-fusion" in words(name)) == ("mla" in lowered(name).plan.kinds)
+
+
+@pytest.mark.parametrize("name", ["nam56r", "nam52_h200_sparse_8_11_ref_v1"])
+def test_trap_dsa(name):
+    said = words(name)
+    assert value_of(said, "--experimental-attention-variant") == "dsa"
+    assert "--no-dsa-indexer-rotate-activation" in said
+    assert value_of(said, "--dsa-kernel-backend") == "none"
+    assert value_of(said, "--dsa-indexer-loss-coeff") == "0.001"
+
+
+def test_trap_fp8_with_56_mamba_heads():
+    """Megatron wants 16 to divide 2 * d_inner + 2 * groups * state + heads (core/ssm/mamba_mixer.py)."""
+    for heads in range(8, 129, 8):
+        fits = (2 * heads * 64 + 2 * 8 * 64 + heads) % 16 == 0
+        changes = {"model.blocks.mamba2.heads": heads}
+        if fits:
+            assert settings("nam56r_native_dp_fp8", **changes)["fp8"] == "hybrid"
+        else:
+            (said,) = refused("nam56r_native_dp_fp8", changes).items()
+            assert said[0] == "model.blocks.mamba2.heads"
+    assert "model.blocks.mamba2.heads" in refused("nam56r_native_dp_fp8", {"model.blocks.mamba2.heads": 56})
+
+
+def test_trap_fp8_delayed_with_edge_layers_in_bf16():
+    delayed = {"feature.fp8.recipe": "delayed", "feature.fp8.first_last_bf16": True}
+    assert refused("nam56r_native_dp_fp8", delayed) == {
+        "feature.fp8.first_last_bf16": "delayed scaling excludes bf16 edge layers"
+    }
+
+
+def test_trap_device_max_connections():
+    def connections(base, **changes):
+        return {e.name: e.value for e in translated(base, changes).env}["CUDA_DEVICE_MAX_CONNECTIONS"]
+
+    assert connections("nam56r_nemo_native") == "1"
+    assert connections(NATIVE, **{"parallel.context": 2}) == "1"
+    assert connections(NATIVE) is None
+    assert connections(NATIVE, **FSDP) is None
+    assert connections(NATIVE, **FSDP2) is None
+    for fsdp in ("feature.megatron_fsdp.enabled", "feature.fsdp2.enabled"):
+        both = refused(NATIVE, {"parallel.context": 2} | (FSDP2 if "fsdp2" in fsdp else FSDP))
+        assert "CUDA_DEVICE_MAX_CONNECTIONS" in both[fsdp]
+    script = argv.run_script(translated(NATIVE, {}))
+    assert "unset CUDA_DEVICE_MAX_CONNECTIONS" in script
+    assert "export CUDA_DEVICE_MAX_CONNECTIONS=1" in argv.run_script(translated("nam56r_nemo_native", {}))
+
+
+def test_trap_megatron_fsdp():
+    assert settings(NATIVE, **FSDP)["ckpt_format"] == "fsdp_dtensor"
+    assert settings(NATIVE)["ckpt_format"] == "torch_dist"
+    assert "feature.muon.enabled" in refused(NATIVE, FSDP | MUON)
+    assert "feature.megatron_fsdp.enabled" in refused(NATIVE, FSDP | PLAIN_OPTIMIZER)
+
+
+def test_trap_index_reuse_without_a_mask():
+    """Without one the shared top-k rides on the config object across microbatches."""
+    assert "--create-attention-mask-in-dataloader" not in words(DESIGN), "on is Megatron's default"
+    assert lowered(DESIGN).by_name["create_attention_mask_in_dataloader"].value is True
+    assert lowered("nam52_h200_sparse_8_11_ref_v1").by_name["create_attention_mask_in_dataloader"].value is False
+
+
+def test_trap_index_reuse_under_full_recompute():
+    assert refused(DESIGN, FULL) == {
+        "feature.recompute.granularity": "full recompute with DSA index reuse gives wrong gradients"
+    }
+    assert settings(DESIGN, **FULL | {"model.blocks.dsa.full_every": 1})["recompute_granularity"] == "full"
+
+
+def test_trap_muon():
+    said = words(NATIVE, "optim=muon")
+    assert value_of(said, "--optimizer") == "muon"
+    assert value_of(said, "--muon-tp-mode") == "blockwise"
+    assert value_of(words(NATIVE), "--optimizer") == "adam"
+    for fsdp in (FSDP, FSDP2):
+        assert "feature.muon.enabled" in refused(NATIVE, fsdp | MUON)
+
+
+def test_trap_a_name_of_an_optimizer_that_is_not_the_one():
+    assert list(refused(NATIVE, {"optim.name": "muon"})) == ["optim.name"]
+    assert list(refused(NATIVE, {"feature.muon.enabled": True})) == ["optim.name"]
+
+
+def test_trap_torch_fsdp2():
+    assert "--use-torch-fsdp2" in argv.argv(translated(NATIVE, FSDP2))
+    for excluded in ({"parallel.expert": 2}, {"parallel.pipeline": 2}, {"feature.distributed_optimizer.enabled": True}):
+        assert "feature.fsdp2.enabled" in refused(NATIVE, FSDP2 | excluded)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_trap_features_of_gpt_only(name):
+    """Overlap of expert communication, delayed weight gradients and layer offloading do nothing in a hybrid."""
+    never = {"--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute", "--cpu-offloading-num-layers"}
+    assert never <= v0_19.flags().keys()
+    assert not never & set(words(name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_trap_checks_that_must_stay_on(name):
+    assert lowered(name).by_name["check_for_nan_in_loss_and_grad"].value is True
+
+
+# Parallel algebra ---------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def fake_world(size):
+    """Process groups without processes."""
+    torch.distributed.init_process_group(backend="fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+LAYOUTS = list(itertools.product((1, 2, 4), (1, 2, 3), (1, 2), (1, 2, 4), (1, 2)))
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 6, 8, 16])
+def test_group_sizes_are_megatrons(world):
+    """Every layout that Megatron can group has our sizes; every other one is refused."""
+    fits = 0
+    with fake_world(world):
+        for tp, pp, cp, ep, etp in LAYOUTS:
+            changes = {
+                "cluster.nodes": 1,
+                "cluster.gpus_per_node": world,
+                "parallel.tensor": tp,
+                "parallel.pipeline": pp,
+            }
+            changes |= {"parallel.context": cp, "parallel.expert": ep, "parallel.expert_tensor": etp}
+            recipe = changed(NATIVE, changes)
+            refusals = {p.key for p in lower._layout(recipe)}
+            try:
+                parallel_state.initialize_model_parallel(
+                    tensor_model_parallel_size=tp,
+                    pipeline_model_parallel_size=pp,
+                    context_parallel_size=cp,
+                    expert_model_parallel_size=ep,
+                    expert_tensor_parallel_size=etp,
+                    create_gloo_process_groups=False,
+                )
+            except RuntimeError as error:
+                assert "not divisible" in str(error)
+                assert refusals, (tp, pp, cp, ep, etp)
+            else:
+                assert not refusals, (tp, pp, cp, ep, etp)
+                assert recipe.data_parallel == parallel_state.get_data_parallel_world_size()
+                assert recipe.expert_data_parallel == parallel_state.get_expert_data_parallel_world_size()
+                fits += 1
+            finally:
+                parallel_state.destroy_model_parallel()
+    assert fits > 0
+
+
+def test_sizes_of_the_presets():
+    nemo = lowered("nam56r_nemo_native").plan.recipe
+    assert (nemo.world_size, nemo.data_parallel, nemo.expert_data_parallel) == (8, 4, 8)
+    two = lowered("nam56r_nemo_native", "cluster=h200_2x8", "parallel.pipeline=2", "parallel.expert=4").plan.recipe
+    assert (two.world_size, two.data_parallel, two.expert_data_parallel) == (16, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("micro", "batch", "gpus", "fits"),
+    [(4, 64, 8, True), (4, 60, 8, False), (5, 320, 8, True), (3, 64, 8, False), (4, 64, 4, True)],
+)
+def test_batches(micro, batch, gpus, fits):
+    changes = {"schedule.micro_batch_size": micro, "schedule.global_batch_size": batch, "cluster.gpus_per_node": gpus}
+    if fits:
+        assert settings(NATIVE, **changes)["global_batch_size"] == batch
+    else:
+        assert list(refused(NATIVE, changes)) == ["schedule.global_batch_size"]
+
+
+# Owners -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_setting_has_one_owner_a_reason_and_a_key_that_exists(name):
+    lowering = lowered(name)
+    assert len({s.name for s in lowering.settings}) == len(lowering.settings)
+    for s in lowering.settings:
+        assert s.owner and s.why, s
+        node = to_tree(lowering.plan.recipe)
+        for part in s.key.split(".") if s.key else ():
+            node = node[part]
+
+
+def test_a_second_owner_is_our_mistake(monkeypatch):
+    def twice(plan):
+        yield Setting("hidden_size", 8, "also me")
+
+    monkeypatch.setitem(lower.SECTIONS, "impostor", twice)
+    with pytest.raises(AssertionError, match="hidden_size is set by model and by impostor"):
+        translate(changed(NATIVE, {}))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_translating_twice_is_byte_identical(name):
+    first, second = (argv.plan_json(translate(load(name))) for _ in range(2))
+    assert first == second
+
+
+# A recipe says nothing in vain --------------------------------------------------------------------------------------
+
+CONTEXTS = {
+    "design": (DESIGN, {}),
+    "native": (NATIVE, {}),
+    "lane nemo_native": ("nam56r_nemo_native", {}),
+    "fp8": ("nam56r_native_dp_fp8", {"feature.fp8.first_last_bf16": True}),
+    "muon": (NATIVE, MUON),
+    "megatron_fsdp": (NATIVE, FSDP),
+    "fsdp2": (NATIVE, FSDP2),
+    "full recompute": (NATIVE, FULL),
+    "selective recompute": (
+        NATIVE,
+        {"feature.recompute.granularity": "selective", "feature.recompute.modules": ["moe"]},
+    ),
+    "fill-in-the-middle": (NATIVE, INDEXED | {"feature.fim.enabled": True}),
+    "checkpoints": (NATIVE, {"schedule.save": "/c", "schedule.save_interval": 5, "schedule.load": "/c"}),
+    "softmax scores": (NATIVE, {"model.blocks.moe.expert_bias": False}),
+    "plain optimizer": (NATIVE, PLAIN_OPTIMIZER),
+    "pipeline": (NATIVE, {"parallel.pipeline": 2}),
+    "dense layers under tensor parallelism": (NATIVE, {"model.letters.E": "mlp", "parallel.tensor": 2}),
+    "n-grams": (NATIVE, {"feature.ngram_hash.buckets": 8}),
+}
+
+# Leaves that stand only with others: those are changed with them.
+TOGETHER = {
+    "optim.name": MUON,
+    "feature.muon.enabled": MUON,
+    "data.name": INDEXED,
+    "feature.recompute.granularity": FULL,
+}
+
+# Leaves that change neither settings nor layers, and why that is right; `section.` stands for all of a section.
+# Everything else must move something.
+REVIEWED = {
+    "preset.name": "a name",
+    "preset.alias_of": "a name",
+    "preset.family": "a name; part of the identity, by which results are compared",
+    "preset.about": "a sentence for people",
+    "assumptions": "sentences for people",
+    "model.family": "a name",
+    "lane.name": "a name; part of the identity",
+    "lane.tensor": "parallel.tensor follows it when Hydra composes; a difference is a departure",
+    "lane.sequence": "parallel.sequence follows it when Hydra composes; a difference is a departure",
+    "model.letters.M": "the family's design; the lane decides, and the plan says what it gives up",
+    "model.letters.R": "the family's design; the lane decides, and the plan says what it gives up",
+    "precision.name": "a name",
+    "precision.params": "bf16 is the only value",
+    "cluster.name": "a name; the sizes beside it count",
+    "device.": "for the budget and the checks before a run",
+    "cluster.storage.": "where a run's files lie",
+    "cluster.waivers": "which checks before a run are waived",
+    "feature.ngram_hash.order": "not built: the plan says so and training refuses",
+    "feature.ngram_hash.buckets": "not built: the plan says so and training refuses",
+    "model.blocks.mamba3.": "travels in plan.json; Megatron has no flag for our layers",
+    "model.blocks.m2rnn.": "travels in plan.json; Megatron has no flag for our layers",
+}  # fmt: skip
+
+
+def leaves(model=Recipe, prefix=""):
+    """Every leaf of the recipe: dotted key, annotation."""
+    for name, field in model.model_fields.items():
+        if hasattr(field.annotation, "model_fields"):
+            yield from leaves(field.annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field.annotation
+
+
+def others(value, annotation):
+    """Values to try in place of `value`."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [n for n in (value + 1, 2 * value, value // 2, 16 * value, 1, 2, 3, 4, 0) if n != value]
+    if isinstance(value, float):
+        return [value / 2, value * 2, 0.25]
+    choices = [c for a in (annotation, *get_args(annotation)) for c in get_args(a) if isinstance(c, str)]
+    if isinstance(value, list):
+        return [[c] for c in choices] + [[], [*value, *value]]
+    return [c for c in choices if c != value] or ["other", "AEMR", 5, None]
+
+
+def outcome(recipe):
+    """All of plan.json that the recipe decides."""
+    tree = json.loads(argv.plan_json(translate(recipe)))
+    keep = ("world_size", "pattern", "layers", "mtp", "not_built", "env")
+    return {k: tree[k] for k in keep} | {"settings": [(s["name"], s["value"]) for s in tree["settings"]]}
+
+
+@cache
+def start(context):
+    recipe = changed(*CONTEXTS[context])
+    return to_tree(recipe), outcome(recipe)
+
+
+def moves(key, annotation):
+    """Whether some other value of the leaf changes the outcome in some context."""
+    for context, (base, changes) in CONTEXTS.items():
+        node, unchanged = start(context)
+        for part in key.split("."):
+            node = node[part]
+        for other in others(node, annotation):
+            with contextlib.suppress(Refused):
+                after = changes | TOGETHER.get(key, {key: other})
+                if outcome(changed(base, after)) != unchanged:
+                    return True
+    return False
+
+
+def reviewed(key):
+    return REVIEWED.get(key) or next(
+        (why for k, why in REVIEWED.items() if k.endswith(".") and key.startswith(k)), None
+    )
+
+
+@pytest.mark.parametrize(("key", "annotation"), list(leaves()), ids=[key for key, _ in leaves()])
+def test_every_leaf_changes_the_outcome_or_is_reviewed(key, annotation):
+    assert moves(key, annotation) != bool(reviewed(key)), reviewed(key) or "nothing follows from it"
+
+
+def test_the_reviewed_list_names_what_there_is():
+    for name in REVIEWED:
+        assert any(key.startswith(name) if name.endswith(".") else key == name for key, _ in leaves()), name
+
+
+# Refusals: one case each, and no refusal without a case -------------------------------------------------------------
+
+REFUSALS = [
+    # base, changes, key, part of the message
+    (NATIVE, {"parallel.tensor": 3}, "cluster.gpus_per_node", "8 GPUs cannot hold tensor 3 x pipeline 1 x context 1 = 3"),
+    (NATIVE, {"parallel.expert": 16}, "parallel.expert", "8 GPUs cannot hold pipeline 1 x expert 16 x expert tensor 1"),
+    (NATIVE, {"parallel.sequence": True}, "parallel.sequence", "switch sequence parallelism off at tensor size 1"),
+    (NATIVE, {"schedule.global_batch_size": 60}, "schedule.global_batch_size", "60 is not a multiple of micro batch 4"),
+    (NATIVE, {"optim.name": "muon"}, "optim.name", "called muon and Muon is off"),
+    (NATIVE, {"optim.min_lr": 1.0}, "optim.min_lr", "min_lr 1.0 is above lr 0.0003"),
+    (NATIVE, {"optim.warmup_steps": 1000}, "optim.warmup_steps", "warm-up of 1000 steps leaves nothing of 1000"),
+    (NATIVE, {"schedule.save": "/c"}, "schedule.save_interval", "`save` and `save_interval` go together"),
+    (NATIVE, TP | {"model.vocab_size": 65535}, "model.vocab_size", "vocab_size 65535 is not divisible by tensor size 2"),
+    (NATIVE, TP | {"model.seq_length": 4095}, "model.seq_length", "a sequence of 4095 cannot be shared by 2 ranks"),
+    (NATIVE, {"parallel.context": 2, "model.seq_length": 4094}, "model.seq_length", "cannot be cut into 2 x context 2"),
+    (DESIGN, {"model.tied_embeddings": True}, "model.tied_embeddings", "MTP with tied embeddings"),
+    (NATIVE, {"parallel.expert": 2, "model.letters.E": "mlp"}, "parallel.expert", "expert parallel 2 in a model without"),
+    (NATIVE, {"data.name": "indexed"}, "data.path", "indexed data without `path`"),
+    (NATIVE, {"data.path": "/d/x"}, "data.path", "mock data with a `path`"),
+    # attention
+    (NATIVE, {"model.blocks.attention.query_groups": 5}, "model.num_attention_heads", "attention heads 56 is not divisible"),
+    (NATIVE, TP | {"model.blocks.attention.query_groups": 7}, "model.blocks.attention.query_groups", "7 query groups are"),
+    (NATIVE, {"model.blocks.attention.head_dim": 63}, "model.blocks.attention.head_dim", "even head width, not 63"),
+    # mla and dsa
+    (DESIGN, {"model.blocks.mla.qk_rope_head_dim": 63}, "model.blocks.mla.qk_rope_head_dim", "even width, not 63"),
+    (DESIGN, {"parallel.tensor": 2}, "parallel.sequence", "wrong gradients without sequence parallelism"),
+    (DESIGN, {"model.blocks.dsa.top_k": 4097}, "model.blocks.dsa.top_k", "top-k 4097 exceeds the sequence of 4096"),
+    (DESIGN, {"model.blocks.dsa.indexer_head_dim": 32}, "model.blocks.dsa.indexer_head_dim", "cannot hold the 64 RoPE"),
+    (DESIGN, {"parallel.context": 2}, "parallel.context", "DSA does not run under context parallelism"),
+    (DESIGN, {"model.linear_bias": True}, "model.linear_bias", "DSA has no linear bias"),
+    # recurrent blocks
+    (DESIGN, TP | {"model.blocks.m2rnn.heads": 45}, "model.blocks.m2rnn.heads", "M2RNN heads 45 is not divisible"),
+    ("nam56r", {"parallel.context": 2}, "parallel.context", "M2RNN does not run under context parallelism"),
+    ("nam52_h200_dense_ref_v1", {"parallel.context": 2}, "parallel.context", "Mamba-3 does not run under context"),
+    (DESIGN, {"model.blocks.mamba3.groups": 3}, "model.blocks.mamba3.heads", "Mamba-3 heads 112 is not divisible"),
+    (DESIGN, TP | {"model.blocks.mamba3.heads": 111, "model.blocks.mamba3.groups": 1}, "model.blocks.mamba3.heads", "tensor"),
+    (DESIGN, TP | {"model.blocks.mamba3.groups": 7}, "model.blocks.mamba3.groups", "Mamba-3 groups 7 is not divisible"),
+    (DESIGN, {"model.blocks.mamba3.rope_fraction": 1.5}, "model.blocks.mamba3.rope_fraction", "1.5 is above 1"),
+    (NATIVE, {"model.blocks.mamba2.groups": 3}, "model.blocks.mamba2.heads", "Mamba-2 heads 56 is not divisible"),
+    (NATIVE, TP | {"model.blocks.mamba2.heads": 57, "model.blocks.mamba2.groups": 3}, "model.blocks.mamba2.heads", "tensor"),
+    (NATIVE, TP | {"model.blocks.mamba2.groups": 7}, "model.blocks.mamba2.groups", "Mamba-2 groups 7 is not divisible"),
+    # moe
+    (NATIVE, {"model.blocks.moe.top_k": 17}, "model.blocks.moe.top_k", "top-k 17 of 16 experts"),
+    (NATIVE, {"parallel.expert": 8, "model.blocks.moe.experts": 12}, "model.blocks.moe.experts", "12 is not divisible"),
+    (NATIVE, {"parallel.expert_tensor": 2, "model.blocks.moe.expert_hidden_size": 895},
+     "model.blocks.moe.expert_hidden_size", "expert width 895 is not divisible by `parallel.expert_tensor` = 2"),
+    (NATIVE, TP | {"model.blocks.moe.shared_expert_hidden_size": 1023}, "model.blocks.moe.shared_expert_hidden_size", "1023"),
+    (NATIVE, {"model.blocks.moe.score_function": "softmax"}, "model.blocks.moe.expert_bias", "needs sigmoid scores"),
+    (NATIVE, {"model.blocks.moe.score_function": "softmax", "model.blocks.moe.top_k": 1}, "model.blocks.moe.top_k", "no gradient"),
+    (NATIVE, {"model.blocks.moe.balancing": "none"}, "model.blocks.moe.aux_loss_coeff", "without a balancing loss"),
+    (NATIVE, {"parallel.tensor": 2}, "parallel.sequence", "MoE under tensor parallelism trains only with sequence"),
+    # cuda_graphs
+    (NATIVE, {"feature.cuda_graphs.modules": ["attn"]}, "feature.cuda_graphs.modules", "no CUDA graphs"),
+    (NATIVE, GRAPHS | {"feature.cuda_graphs.modules": []}, "feature.cuda_graphs.modules", "without modules would capture"),
+    (NATIVE, GRAPHS | {"feature.cuda_graphs.modules": ["mlp"]}, "feature.cuda_graphs.modules", "no layer has the part `mlp`"),
+    (NATIVE, GRAPHS | {"feature.cuda_graphs.modules": ["moe_preprocess"]}, "feature.cuda_graphs.modules", "with `moe_router`"),
+    (NATIVE, GRAPHS | {"feature.cuda_graphs.modules": ["mlp"], "feature.mtp.depths": 1}, "feature.cuda_graphs.modules",
+     "only in models without MoE"),
+    (NATIVE, GRAPHS | {"feature.cuda_graphs.modules": ["moe_router", "moe_preprocess"], "model.blocks.moe.capacity_factor": 1.0},
+     "feature.cuda_graphs.modules", "with a capacity factor"),
+    (NATIVE, GRAPHS | FULL, "feature.cuda_graphs.impl", "exclude each other"),
+    (DESIGN, GRAPHS, "feature.cuda_graphs.modules", "synchronises with the host"),
+    # distributed_optimizer
+    (NATIVE, {"feature.distributed_optimizer.enabled": False}, "feature.distributed_optimizer.overlap_param_gather", "no sharded"),
+    (NATIVE, {"feature.distributed_optimizer.overlap_grad_reduce": False}, "feature.distributed_optimizer.overlap_grad_reduce",
+     "`overlap_param_gather` needs `overlap_grad_reduce`"),
+    # fim, ngram_hash
+    (NATIVE, {"feature.fim.enabled": True}, "feature.fim.enabled", "on mock data"),
+    (NATIVE, {"feature.ngram_hash.enabled": True}, "feature.ngram_hash.buckets", "without buckets"),
+    # fp8
+    (NATIVE, {"feature.fp8.param_gather": True}, "feature.fp8.param_gather", "`param_gather` without FP8"),
+    ("nam56r_native_dp_fp8", {"model.blocks.mamba2.heads": 56}, "model.blocks.mamba2.heads", "which 16 does not divide"),
+    ("nam56r_native_dp_fp8", {"feature.fp8.recipe": "delayed", "feature.fp8.first_last_bf16": True},
+     "feature.fp8.first_last_bf16", "delayed scaling excludes bf16 edge layers"),
+    ("nam56r_native_dp_fp8", PLAIN_OPTIMIZER | {"feature.fp8.param_gather": True}, "feature.fp8.param_gather", "needs sharded"),
+    ("nam56r_native_dp_fp8", {"feature.fp8.recipe": "delayed", "feature.recompute.granularity": "selective",
+     "feature.recompute.modules": ["layernorm"]}, "feature.fp8.recipe", "excludes recompute of"),
+    ("nam56r_native_dp_fp8", {"feature.fp8.first_last_bf16": True, "feature.fp8.bf16_layers_at_end": 53},
+     "feature.fp8.bf16_layers_at_start", "more bf16 layers than a pipeline stage has"),
+    ("nam56r_native_dp_fp8", {"model.hidden_size": 3592}, "model.hidden_size", "FP8 GEMMs need widths that 16 divides"),
+    # fsdp
+    (NATIVE, FSDP2 | {"feature.distributed_optimizer.enabled": True}, "feature.fsdp2.enabled", "excludes the distributed"),
+    (NATIVE, FSDP2 | {"parallel.pipeline": 2}, "feature.fsdp2.enabled", "without expert and pipeline parallelism"),
+    (NATIVE, FSDP2 | {"parallel.context": 2}, "feature.fsdp2.enabled", "wants CUDA_DEVICE_MAX_CONNECTIONS=1"),
+    (NATIVE, FSDP2 | {"precision.grad_reduce": "fp32"}, "precision.grad_reduce", "reduces gradients in the weights' dtype"),
+    (NATIVE, FSDP2 | {"model.tied_embeddings": True}, "feature.fsdp2.enabled", "needs untied embeddings"),
+    ("nam56r_native_dp_fp8", FSDP2 | {"feature.fp8.param_gather": True}, "feature.fp8.param_gather", "gathers weights in bf16"),
+    (NATIVE, FSDP | PLAIN_OPTIMIZER, "feature.megatron_fsdp.enabled", "stands on the distributed optimizer"),
+    (NATIVE, FSDP | FSDP2, "feature.megatron_fsdp.enabled", "two FSDPs at once"),
+    (NATIVE, FSDP | {"parallel.context": 2}, "feature.megatron_fsdp.enabled", "wants CUDA_DEVICE_MAX_CONNECTIONS=1"),
+    (NATIVE, FSDP | MUON, "feature.muon.enabled", "Muon does not run under `megatron_fsdp`"),
+    # recompute
+    (NATIVE, {"feature.recompute.layers": 2}, "feature.recompute.layers", "`layers` of a recompute that is off"),
+    (NATIVE, {"feature.recompute.granularity": "selective"}, "feature.recompute.modules", "recomputes `core_attn` silently"),
+    (NATIVE, FULL | {"feature.recompute.granularity": "selective", "feature.recompute.modules": ["moe"]},
+     "feature.recompute.method", "belong to full recompute"),
+    (NATIVE, {"feature.recompute.granularity": "selective", "feature.recompute.modules": ["mla_up_proj"]},
+     "feature.recompute.modules", "in a model without mla"),
+    (NATIVE, {"feature.recompute.granularity": "selective", "feature.recompute.modules": ["moe_act"],
+     "model.blocks.moe.grouped_gemm": False}, "feature.recompute.modules", "only with grouped GEMM"),
+    (NATIVE, FULL | {"feature.recompute.modules": ["moe"]}, "feature.recompute.modules", "belong to selective recompute"),
+    (NATIVE, FULL | {"feature.recompute.layers": None}, "feature.recompute.method", "needs `method` and `layers`"),
+    (NATIVE, FULL | {"feature.recompute.layers": 53}, "feature.recompute.layers", "exceed the longest stage of 52"),
+    (DESIGN, FULL, "feature.recompute.granularity", "gives wrong gradients"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSALS, ids=[f"{c[2]}: {c[3]}"[:90] for c in REFUSALS])
+def test_refusal(case):
+    base, changes, key, part = case
+    with pytest.raises(Refused) as error:
+        translated(base, changes)
+    found = [p for p in error.value.problems if p.key == key and part in p.message]
+    assert len(found) == 1, error.value.problems
+
+
+def sources():
+    """Modules that refuse: the sections, the blocks, the features."""
+    yield lower
+    for package in (blocks, features):
+        yield package
+        for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+            if info.name.split(".")[-1] in ("block", "names") or package is features:
+                yield importlib.import_module(info.name)
+
+
+def test_no_refusal_without_a_case(monkeypatch):
+    """Each `Problem(...)` and each `divides(...)` in the source is reached by some case above."""
+    reached = set()
+
+    def record(*args, **kwargs):
+        for depth in (1, 2):  # the line itself, and for `divides` the line that calls it
+            frame = sys._getframe(depth)
+            reached.add((frame.f_code.co_filename, frame.f_lineno))
+        return Problem(*args, **kwargs)
+
+    written = {}
+    for module in sources():
+        if hasattr(module, "Problem"):
+            monkeypatch.setattr(module, "Problem", record)
+        for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("Problem", "divides"):
+                written[module.__file__, node.lineno] = node.end_lineno
+    for base, changes, *_ in REFUSALS:
+        with contextlib.suppress(Refused):
+            translated(base, changes)
+    missed = [
+        f"{Path(file).parent.name}/{Path(file).name}:{start}"
+        for (file, start), end in written.items()
+        if not any(name == file and start <= line <= end for name, line in reached)
+    ]
+    assert len(written) > 50
+    assert missed == []
+
+
+def test_every_finding_is_said_at_once():
+    found = refused(
+        NATIVE, {"parallel.tensor": 3, "optim.min_lr": 1.0, "model.blocks.moe.top_k": 17, "data.path": "/d"}
+    )
+    assert {"cluster.gpus_per_node", "optim.min_lr", "model.blocks.moe.top_k", "data.path"} <= found.keys()

@@ -1,0 +1,298 @@
+"""Strictness of the recipe, through Hydra as a user meets it, and the exact text of what is said about mistakes."""
+
+import copy
+import inspect
+import re
+import shutil
+
+import pytest
+from hydra import compose, initialize_config_dir
+from presets import NAMES, lowered
+
+from nam_megatron.errors import Refused
+from nam_megatron.lower import translate
+from nam_megatron.recipe import Recipe, conf_dir, from_tree, load, to_tree
+
+# overrides -> the whole text, line numbers as {file:key}
+MESSAGES = {
+    "a fraction": (
+        ["model.depth=52.5"],
+        "error: must be an integer, not 52.5 (float) @ model.depth (command line: model.depth=52.5)",
+    ),
+    "a boolean": (
+        ["parallel.tensor=true"],
+        "error: must be an integer, not true (bool) @ parallel.tensor (command line: parallel.tensor=true)",
+    ),
+    "a quoted number": (
+        ['model.hidden_size="8"'],
+        'error: must be an integer, not "8" (str) @ model.hidden_size (command line: model.hidden_size="8")',
+    ),
+    "a whole float": (
+        ["schedule.train_steps=10.0", "schedule.decay_steps=10"],
+        "error: must be an integer, not 10.0 (float) @ schedule.train_steps (command line: schedule.train_steps=10.0)",
+    ),
+    "a number for a switch": (
+        ["feature.muon.enabled=1"],
+        "error: must be true or false, not 1 (int) @ feature.muon.enabled (command line: feature.muon.enabled=1)",
+    ),
+    "not a number": (["optim.lr=nan"], "error: must be a finite number, not nan @ optim.lr (command line: optim.lr=nan)"),
+    "infinite": (["optim.lr=inf"], "error: must be a finite number, not inf @ optim.lr (command line: optim.lr=inf)"),
+    "null": (["model.depth=null"], "error: must be an integer, not null @ model.depth (command line: model.depth=null)"),
+    "out of range": (
+        ["schedule.seed=-1"],
+        "error: must be greater than or equal to 0, not -1 @ schedule.seed (command line: schedule.seed=-1)",
+    ),
+    "a list for a number": (
+        ["model.depth=[1,2]"],
+        "error: must be an integer, not [1, 2] @ model.depth (command line: model.depth=[1,2])",
+    ),
+    "a number for a list": (
+        ["model.substitute=3"],
+        "error: must be a list, not 3 (int) @ model.substitute (command line: model.substitute=3)",
+    ),
+    "a number for a section": (
+        ["model.blocks.mla=3"],
+        "error: must be a mapping, not 3 (int) @ model.blocks.mla (command line: model.blocks.mla=3)",
+    ),
+    "a choice that is none": (
+        ["model.normalization=RMSnorm"],
+        "error: \"RMSnorm\" is not one of 'RMSNorm' or 'LayerNorm' @ model.normalization "
+        "(command line: model.normalization=RMSnorm)\n\nhint: did you mean `RMSNorm`?",
+    ),
+    "a misspelt key": (
+        ["model.hiden_size=8"],
+        "error: unknown key `hiden_size`, did you mean `hidden_size`? @ model\n\n"
+        "hint: `--cfg job` prints every key there is",
+    ),
+    "a misspelt key, forced": (
+        ["+model.hiden_size=8"],
+        "error: unknown key `hiden_size`, did you mean `hidden_size`? @ model (command line: +model.hiden_size=8)",
+    ),
+    "a misspelt section": (
+        ["modl.depth=8"],
+        "error: unknown key `modl`, did you mean `model`?\n\nhint: `--cfg job` prints every key there is",
+    ),
+    "a misspelt option": (["lane=nemonative"], "error: no lane `nemonative` @ lane\n\nhint: did you mean `nemo_native`? "
+        "there are: author_dp, native_dp, nemo_native"),
+    "a key taken away": (
+        ["~model.depth"],
+        "error: key `depth` is missing @ model (command line: ~model.depth)\n\nhint: give it: `model.depth=...`",
+    ),
+    "a key that must be given": (
+        ["model.depth=???"],
+        "error: key `model.depth` must be given @ model.depth (command line: model.depth=???)\n\n"
+        "hint: give it: `model.depth=...`",
+    ),
+    "two keys that must be given": (
+        ["data=indexed"],
+        "error: key `data.path` must be given @ data.path ({data/indexed.yaml:path})\n\nhint: give it: `data.path=...`\n\n"
+        "error: key `data.tokenizer` must be given @ data.tokenizer ({data/indexed.yaml:tokenizer})\n\n"
+        "hint: give it: `data.tokenizer=...`",
+    ),
+    "a link to nothing": (
+        ["model.depth=${model.dept}"],
+        "error: Interpolation key 'model.dept' not found @ model.depth (command line: model.depth=${model.dept})\n\n"
+        "hint: `${...}` names a key of the composed config",
+    ),
+    "a key that is there": (
+        ["+model.depth=8"],
+        "error: `model.depth` is there already @ model.depth\n\nhint: leave the `+` out",
+    ),
+    "no override": (
+        ["model.depth"],
+        "error: cannot read the override `model.depth`\n\n"
+        "hint: it is read as KEY=VALUE; a value with blanks or signs needs quotes of its own: KEY=\"'...'\"",
+    ),
+    "several values": (
+        ["model.depth=1,2"],
+        "error: `model.depth=1,2` has several values\n\nhint: a list is `KEY=[a,b]`; to sweep, add `--multirun`",
+    ),
+    "a group without a name": (
+        ["lane=null"],
+        "error: a group of configs takes the name of one of them\n\nhint: write GROUP=NAME; `--help` lists both",
+    ),
+    "an item short": (
+        ["device.capability=[9]"],
+        "error: item 1, counted from 0, is missing @ device.capability (command line: device.capability=[9])",
+    ),
+    "an item in a list": (
+        ["model.substitute=[{letter: A, ranks: [1], kind: dsa, rank: 3}]"],
+        "error: unknown key `rank`, did you mean `ranks`? @ model.substitute[0] "
+        "(command line: model.substitute=[{letter: A, ranks: [1], kind: dsa, rank: 3}])",
+    ),
+    "a word that would be read as a flag": (
+        ["schedule.save=--bf16", "schedule.save_interval=5"],
+        'error: "--bf16" begins with a blank or `-`, or has a control character @ schedule.save '
+        "(command line: schedule.save=--bf16)",
+    ),
+    "a line that would end a comment": (
+        ['preset.about="x\nrm -r y"'],
+        'error: "x\\nrm -r y" begins with a blank or `-`, or has a control character @ preset.about '
+        '(command line: preset.about="x\nrm -r y")',
+    ),
+    "a value set in a file, wrong by what it links to": (
+        ["schedule.train_steps=0"],
+        "error: must be greater than 0, not 0 @ schedule.train_steps (command line: schedule.train_steps=0)\n"
+        "error: must be greater than 0, not 0 @ schedule.decay_steps (command line: schedule.train_steps=0)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MESSAGES)
+def test_message(case):
+    overrides, text = MESSAGES[case]
+    with pytest.raises(Refused) as refused:
+        load("nam56r", overrides)
+    assert refused.value.render() == at_lines(text) + "\n"
+
+
+def test_every_finding_is_said_at_once():
+    with pytest.raises(Refused) as refused:
+        load("nam56r", ["model.depth=0", "optim.lr=x", "model.blocks.moe.top_k=2.5", "+parallel.tensr=2"])
+    keys = [p.key for p in refused.value.problems]
+    assert keys == ["model.depth", "model.blocks.moe.top_k", "parallel", "optim.lr"]
+
+
+def test_a_misspelt_preset_is_guessed():
+    with pytest.raises(Refused) as refused:
+        load("nam56r_nemo_nativ")
+    (problem,) = refused.value.problems
+    assert problem.message == "no preset `nam56r_nemo_nativ`"
+    assert problem.hint.startswith("did you mean `nam56r_nemo_native`? there are: " + ", ".join(NAMES))
+
+
+def test_a_wrong_value_in_a_file_names_its_line(tmp_path, monkeypatch):
+    shutil.copytree(conf_dir(), tmp_path / "conf")
+    file = tmp_path / "conf" / "model" / "nam56r.yaml"
+    file.write_text(
+        file.read_text().replace("hidden_size: 3584", "hidden_size: 3584.5").replace("norm_epsilon", "norm_epsilom")
+    )
+    monkeypatch.setattr("nam_megatron.recipe.conf_dir", lambda: tmp_path / "conf")
+    with pytest.raises(Refused) as refused:
+        load("nam56r")
+    lines = [line for line in refused.value.render().splitlines() if line.startswith("error")]
+    here, there = at_lines("{model/nam56r.yaml:hidden_size}"), at_lines("{model/nam56r.yaml:norm_epsilon}")
+    assert lines == [
+        f"error: must be an integer, not 3584.5 (float) @ model.hidden_size ({here})",
+        "error: key `norm_epsilon` is missing @ model (conf/model/nam56r.yaml)",
+        f"error: unknown key `norm_epsilom`, did you mean `norm_epsilon`? @ model ({there})",
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_round_trip(name):
+    recipe = lowered(name).plan.recipe
+    assert from_tree(to_tree(recipe)) == recipe
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if lowered(n).plan.recipe.preset.alias_of])
+def test_an_alias_is_its_target_under_another_name(name):
+    alias = lowered(name)
+    target = lowered(alias.plan.recipe.preset.alias_of)
+    ours, theirs = to_tree(alias.plan.recipe), to_tree(target.plan.recipe)
+    assert ours["preset"].pop("name") == name
+    assert ours["preset"].pop("alias_of") == theirs["preset"].pop("name")
+    assert theirs["preset"].pop("alias_of") is None, "an alias of an alias"
+    assert ours == theirs
+    assert alias.settings == target.settings
+
+
+def test_the_aliases_are_the_published_ones():
+    targets = {name: lowered(name).plan.recipe.preset.alias_of for name in NAMES}
+    assert {name: target for name, target in targets.items() if target} == {
+        "nam52_h200_moe_no_dsa_ref_v1": "nam52_h200_dense_ref_v1",
+        "nam52r_h200_prod_candidate_v1": "nam52r_h200_4full_9sparse_candidate_v1",
+        "nam56r_author_dp": "nam56r",
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_knows_its_own_name(name):
+    assert lowered(name).plan.recipe.preset.name == name
+
+
+@pytest.mark.parametrize("name", ["current", "head", "v19c"])
+def test_names_that_are_no_presets(name):
+    with pytest.raises(Refused, match=f"no preset `{name}`"):
+        load(name)
+
+
+def test_a_lane_does_not_change_the_attention_or_mtp():
+    """`lane=nemo_native` is layout and the blocks at M and R; only the preset of that name chooses GQA and no MTP."""
+    ours = lowered("nam56r", "lane=nemo_native")
+    assert ours.plan.pattern == lowered("nam56r").plan.pattern
+    assert {"mla", "dsa", "mamba2"} <= ours.plan.kinds
+    assert ours.by_name["tensor_model_parallel_size"].value == 2
+    assert [s.designed for s in ours.plan.substitutions] == ["mamba3", "m2rnn"]
+
+
+def test_a_recipe_cannot_be_changed():
+    recipe = lowered("nam56r").plan.recipe
+    with pytest.raises(ValueError, match="frozen"):
+        recipe.model.depth = 3
+    with pytest.raises(ValueError, match="frozen"):
+        recipe.model.blocks.mla.q_lora_rank = 3
+
+
+def models(model=Recipe):
+    """Every model in the recipe's tree."""
+    yield model
+    for field in model.model_fields.values():
+        for t in (field.annotation, *getattr(field.annotation, "__args__", ())):
+            if inspect.isclass(t) and hasattr(t, "model_fields"):
+                yield from models(t)
+
+
+def test_no_value_has_its_default_in_python():
+    assert {f"{m.__name__}.{n}" for m in models() for n, f in m.model_fields.items() if not f.is_required()} == set()
+
+
+def leaves(tree, path=()):
+    if isinstance(tree, dict) and tree:
+        for key, value in tree.items():
+            yield from leaves(value, (*path, key))
+    else:
+        yield path, tree
+
+
+TREE = to_tree(lowered("nam56r").plan.recipe)
+
+
+@pytest.mark.parametrize("path", [".".join(p) for p, _ in leaves(TREE)])
+def test_no_leaf_is_coerced(path):
+    """A value of every other type is refused at every leaf, and the message names the leaf."""
+    *parents, last = path.split(".")
+    for wrong in (1, 1.5, True, "1", "x", None, [1], {"x": 1}, float("nan")):
+        tree = copy.deepcopy(TREE)
+        node = tree
+        for key in parents:
+            node = node[key]
+        node[last] = wrong
+        try:
+            got = to_tree(from_tree(tree))
+        except Refused as refused:
+            for problem in refused.problems:
+                assert (problem.key or "").startswith(path), f"{path} = {wrong!r}: {problem}"
+            continue
+        for key in parents:
+            got = got[key]
+        assert got[last] == wrong or (got[last] is None and wrong is None)
+        assert type(got[last]) is type(wrong) or (type(got[last]), type(wrong)) == (float, int), f"{path}: {wrong!r}"
+
+
+def test_a_context_manager_of_hydra_is_left_alone():
+    """`load` inside a Hydra app (diff=...) gives the app its own Hydra back."""
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        assert translate(load("nam56r_smoke")).plan.recipe.model.depth == 12
+        assert compose("recipe").model.depth == 52
+
+
+def at_lines(text: str) -> str:
+    """`{data/mock.yaml:name}` -> conf/data/mock.yaml:LINE, so that a comment more in a file breaks no test."""
+
+    def line(match):
+        file, key = match.groups()
+        lines = (conf_dir() / file).read_text().splitlines()
+        return f"conf/{file}:{next(i for i, l in enumerate(lines, 1) if re.match(rf' *{key}:', l))}"
+
+    return re.sub(r"\{([\w/]+\.yaml):(\w+)\}", line, text)

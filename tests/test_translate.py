@@ -1,0 +1,510 @@
+"""The command as users run it: forms of output, files, questions, exit codes, and what is said about bad input."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from command import TRANSLATE, cold, on_terminal, warm
+from presets import NAMES, lowered
+
+from nam_megatron import argv
+from nam_megatron.errors import Refused
+from nam_megatron.lower import translate
+from nam_megatron.recipe import conf_dir, load
+
+ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@pytest.fixture
+def here(tmp_path):
+    """An empty folder to run in; what a command leaves there is seen."""
+    yield tmp_path
+    assert not {"outputs", "multirun", ".hydra", "multirun.yaml"} & {p.name for p in tmp_path.rglob("*")}
+
+
+def one_error(ran, *parts):
+    """Exit code 2, nothing on stdout, no traceback, one error and one hint."""
+    assert (ran.code, ran.out) == (2, ""), ran
+    assert "Traceback" not in ran.err and "Error executing job" not in ran.err
+    assert ran.err.startswith("error: ") and ran.err.count("error: ") == 1, ran.err
+    assert ran.err.count("\nhint: ") == 1, ran.err
+    for part in parts:
+        assert part in ran.err, ran.err
+
+
+# Forms --------------------------------------------------------------------------------------------------------------
+
+
+def test_in_a_pipe_it_is_plain_words(here):
+    ran = cold("conf=nam56r", cwd=here)
+    assert ran.code == 0
+    assert ran.out.split() == list(argv.argv(lowered("nam56r")))
+    assert ran.out.count("\n") == 1
+    assert ran.err == (
+        "note: mamba3 is not built (the Mamba-3 mixer); this plan can be read, not trained\n"
+        "note: m2rnn is not built (the M2RNN mixer); this plan can be read, not trained\n"
+    )
+    assert list(here.iterdir()) == []
+
+
+def test_the_words_survive_a_shells_substitution(here):
+    """`$(...)` splits the words exactly as argv has them, although the pattern has stars and plus signs."""
+    script = (
+        f'printf "%s\\n" $({sys.executable} -m {TRANSLATE} conf=nam56r_nemo_native parallel.pipeline=2 2>/dev/null)'
+    )
+    done = subprocess.run(["bash", "-c", script], cwd=here, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.splitlines() == list(argv.argv(lowered("nam56r_nemo_native", "parallel.pipeline=2")))
+
+
+@pytest.mark.parametrize("form", ["shell", "lines", "json", "yaml"])
+def test_formats(form, here):
+    ran = warm("conf=nam56r", f"format={form}", cwd=here)
+    assert ran.code == 0
+    assert ran.out == argv.FORMATS[form](lowered("nam56r"))
+    assert ran == warm("conf=nam56r", f"format={form}", cwd=here), "byte-identical twice"
+
+
+def test_a_word_that_a_shell_would_split_is_refused_in_shell_form_only(here):
+    words = ("conf=nam56r_native_dp", "data=indexed", "data.path='/my data/x'", "data.tokenizer=/t")
+    one_error(warm(*words, cwd=here), "`/my data/x` does not survive `$(...)`", "out=DIR")
+    assert warm(*words, "format=lines", cwd=here).code == 0
+    assert warm(*words, "out=d", cwd=here).code == 0
+    shown = subprocess.run(["bash", "-n", "d/run.sh"], cwd=here, check=True, timeout=20, capture_output=True, text=True)
+    assert shown.stderr == ""
+    assert "'/my data/x'" in (here / "d" / "run.sh").read_text()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_conf_preset_and_both_spellings_agree(name):
+    """`conf=NAME` is `preset=NAME`; only the conf= of the words, not of a value, is rewritten."""
+    if name == "nam56r_smoke":
+        ran = warm(f"preset={name}", "+assumptions.x='conf=y'")
+        assert ran.out == warm(f"conf={name}", "+assumptions.x='conf=y'").out != ""
+    assert warm(f"conf={name}").out.split() == list(argv.argv(lowered(name)))
+
+
+# Files --------------------------------------------------------------------------------------------------------------
+
+
+def test_out_writes_three_files(here):
+    ran = warm("conf=nam56r_smoke", "out=a/b", cwd=here)
+    assert (ran.code, ran.out, ran.err) == (0, "", "wrote a/b/args.txt, run.sh, plan.json\n")
+    folder = here / "a" / "b"
+    assert sorted(p.name for p in folder.iterdir()) == ["args.txt", "plan.json", "run.sh"]
+    lowering = lowered("nam56r_smoke")
+    assert (folder / "args.txt").read_text() == argv.lines(lowering)
+    assert argv.load_plan(folder / "plan.json") == lowering
+    subprocess.run(["bash", "-n", folder / "run.sh"], check=True, timeout=20)
+    assert os.access(folder / "run.sh", os.X_OK)
+
+
+def test_run_script_hands_torchrun_every_word(here):
+    """Run with a torchrun that prints what it gets: the words, the plan and the environment."""
+    for name in ("nam56r_nemo_native", "nam56r_native_dp_fp8"):
+        assert warm(f"conf={name}", f"out={name}", cwd=here).code == 0
+        fake = here / "bin"
+        fake.mkdir(exist_ok=True)
+        (fake / "torchrun").write_text('#!/bin/sh\nprintf "%s\\n" "$@" "C=${CUDA_DEVICE_MAX_CONNECTIONS-unset}"\n')
+        (fake / "torchrun").chmod(0o755)
+        env = {"PATH": f"{fake}:{os.environ['PATH']}", "CUDA_DEVICE_MAX_CONNECTIONS": "7"}
+        done = subprocess.run(
+            [here / name / "run.sh"], env=env, capture_output=True, text=True, check=True, timeout=20, cwd="/"
+        )
+        *words, connections = done.stdout.splitlines()
+        start = words.index("nam_megatron.train")
+        assert words[:start] == ["--nproc-per-node", "8", "-m"]
+        assert words[start + 1 : start + 3] == ["--nam-plan", str(here / name / "plan.json")]
+        assert words[start + 3 :] == list(argv.argv(lowered(name)))
+        assert connections == ("C=1" if name == "nam56r_nemo_native" else "C=unset")
+
+
+def test_run_script_of_several_nodes_wants_its_rank(here):
+    assert warm("conf=nam56r_native_dp", "cluster=h200_2x8", "parallel.pipeline=2", "out=d", cwd=here).code == 0
+    done = subprocess.run([here / "d" / "run.sh"], capture_output=True, text=True, check=False, timeout=20, env={})
+    assert done.returncode != 0
+    assert "NODE_RANK" in done.stderr
+
+
+def test_an_edited_plan_is_refused(tmp_path):
+    path = tmp_path / "plan.json"
+    text = argv.plan_json(lowered("nam56r_smoke"))
+    tree = json.loads(text)
+    path.write_text(text)
+    assert argv.load_plan(path) == lowered("nam56r_smoke")
+    edits = {
+        "an argument": lambda t: t["argv"].remove("--bf16"),
+        "a setting": lambda t: t["settings"][3].update(value=8),
+        "a layer": lambda t: t["layers"][0].update(kind="mla"),
+        "the recipe": lambda t: t["recipe"]["model"].update(hidden_size=512),
+        "the recipe, wrongly": lambda t: t["recipe"]["model"].update(hidden_size=512.5),
+        "a version": lambda t: t.update(nam_megatron="9.9.9"),
+    }
+    for what, edit in edits.items():
+        edited = json.loads(text)
+        edit(edited)
+        assert edited != tree, what
+        path.write_text(json.dumps(edited, indent=1) + "\n")
+        with pytest.raises(Refused):
+            argv.load_plan(path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [None, b"", b"{", b"[]", b"{}", b"3", b'{"recipe": 3}', b'{"recipe": {}}', b"\xff", b"[" * 100000, b"9" * 5000],
+)
+def test_a_file_that_is_no_plan_is_refused(content, tmp_path):
+    path = tmp_path / "plan.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(Refused) as refused:
+        argv.load_plan(path)
+    assert str(path) in refused.value.render() and "hint: " in refused.value.render()
+
+
+# Questions ----------------------------------------------------------------------------------------------------------
+
+
+def answer(*words):
+    ran = warm(*words)
+    assert (ran.code, ran.err) == (0, ""), ran
+    return {line.split(None, 1)[0]: line.split(None, 1)[1] for line in ran.out.splitlines()[1:]}
+
+
+def line_of(file, key):
+    lines = (conf_dir() / file).read_text().splitlines()
+    return next(i for i, line in enumerate(lines, 1) if re.match(rf" *{key}:", line))
+
+
+def test_explain_what_a_file_sets():
+    assert answer("conf=nam56r", "explain=--rotary-base") == {
+        "says": "--rotary-base 500000",
+        "owner": "model",
+        "set": f"model.rotary_base @ conf/model/nam56r.yaml:{line_of('model/nam56r.yaml', 'rotary_base')}",
+        "why": "RoPE theta",
+        "default": "10000 in Megatron 0.19.2",
+    }
+
+
+def test_explain_what_the_lane_sets_through_a_link():
+    said = answer("conf=nam56r_nemo_native", "explain=--tensor-model-parallel-size")
+    assert said["says"] == "--tensor-model-parallel-size 2"
+    assert said["set"] == f"parallel.tensor @ conf/lane/nemo_native.yaml:{line_of('lane/nemo_native.yaml', 'tensor')}"
+
+
+def test_explain_what_a_preset_sets_over_the_model():
+    said = answer("conf=nam56r_native_dp_fp8", "explain=--mamba-num-heads")
+    assert said["set"] == (
+        f"model.blocks.mamba2.heads @ conf/preset/nam56r_native_dp_fp8.yaml:{line_of('preset/nam56r_native_dp_fp8.yaml', 'mamba2')}"
+    )
+
+
+def test_explain_what_a_preset_inherits_from_another():
+    said = answer("conf=nam56r_author_dp", "explain=--mtp-loss-scaling-factor")
+    assert said["set"].startswith("feature.mtp.loss_weight @ conf/feature/mtp.yaml:")
+
+
+def test_explain_what_the_command_line_sets():
+    said = answer("conf=nam56r", "model.rotary_base=10000", "explain=rotary_base")
+    assert said["set"] == "model.rotary_base @ command line: model.rotary_base=10000"
+    assert said["says"] == "--rotary-base 10000"
+
+
+def test_explain_what_a_word_of_a_group_sets():
+    said = answer("conf=nam56r", "lane=nemo_native", "explain=--sequence-parallel")
+    assert said["set"].startswith("parallel.sequence @ conf/lane/nemo_native.yaml:")
+
+
+def test_explain_what_is_pinned():
+    said = answer("conf=nam56r", "explain=--attention-backend")
+    assert said["set"] == "pinned by device"
+    assert answer("conf=nam56r", "explain=--moe-z-loss-coeff")["says"] == "(no word needed for None)"
+
+
+def test_explain_what_is_not_set():
+    ran = warm("conf=nam56r", "explain=--group-query-attention")
+    assert ran.out.startswith("--group-query-attention\n  says    (no word needed for False)")
+    assert warm("conf=nam56r", "explain=--wandb-project").out == (
+        "--wandb-project\n  not set by this recipe; Megatron's default is None\n"
+    )
+
+
+def test_explain_a_flag_that_does_not_exist(here):
+    one_error(
+        warm("conf=nam56r", "explain=--rotary-bas", cwd=here),
+        "Megatron 0.19.2 has no flag `--rotary-bas` @ explain (command line: explain=--rotary-bas)",
+        "hint: did you mean `--rotary-base`?",
+    )
+
+
+def test_diff():
+    ran = warm("conf=nam56r", "diff=nam56r_nemo_native")
+    assert ran.code == 0
+    assert "-pattern *EMEMEM" not in ran.out and "-pattern *EME*EME*EMM" in ran.out
+    assert "+pattern +EMEDEME" in ran.out
+    rows = dict(line.split(None, 1) for line in ran.out.splitlines() if line.startswith(("tensor_model", "num_query")))
+    assert rows["tensor_model_parallel_size"].split() == ["2", "1"]
+    assert (
+        rows["num_query_groups"].split(None, 1) == ["8", "           (not set)"]
+        or "(not set)" in rows["num_query_groups"]
+    )
+    assert warm("conf=nam56r", "diff=nam56r").out == "the same arguments\n"
+    alias = warm("conf=nam56r", "diff=nam56r_author_dp").out
+    assert alias.endswith("the same arguments\n") and "+nam56r: " in alias
+
+
+def test_list():
+    ran = warm("list=presets")
+    assert ran.code == 0
+    assert [line.split()[0] for line in ran.out.splitlines()] == NAMES
+    assert re.search(r"^nam56r_author_dp +alias of nam56r$", ran.out, re.M)
+    assert re.search(r"^nam56r_smoke +NAM56R's pattern, everything small", ran.out, re.M)
+
+
+# Hydra's own manners ------------------------------------------------------------------------------------------------
+
+
+def test_cfg_job(here):
+    ran = warm("conf=nam56r", "model.depth=13", "--cfg", "job", cwd=here)
+    assert ran.code == 0
+    assert "  depth: 13\n" in ran.out and "tensor: ${lane.tensor}" in ran.out
+    assert list(here.iterdir()) == []
+
+
+def test_help_names_groups_and_examples(here):
+    ran = warm("--help", cwd=here)
+    assert ran.code == 0
+    assert "python -m nam_megatron.translate conf=nam56r" in ran.out
+    assert re.search(r"^lane: author_dp, native_dp, nemo_native$", ran.out, re.M)
+
+
+def test_info(here):
+    ran = warm("conf=nam56r_nemo_native", "--info", "defaults", cwd=here)
+    assert ran.code == 0
+    assert "lane/nemo_native" in ran.out
+
+
+def test_multirun(here):
+    ran = warm("--multirun", "conf=nam56r_smoke,nam56r_native_dp", cwd=here)
+    assert ran.code == 0
+    assert [line.split() for line in ran.out.splitlines()] == [
+        list(argv.argv(lowered(name))) for name in ("nam56r_smoke", "nam56r_native_dp")
+    ]
+    assert list(here.iterdir()) == []
+
+
+def test_multirun_by_hydras_own_key(here):
+    sweep = f"hydra.sweep.dir={here}"
+    ran = warm("hydra.mode=MULTIRUN", sweep, "conf=nam56r_smoke", "schedule.seed=1,2", cwd=here)
+    assert (ran.code, ran.out.count("\n")) == (0, 2)
+    (here / "multirun.yaml").unlink()  # Hydra's record, in the folder that was asked for
+    assert warm("hydra.mode=RUN", "conf=nam56r_smoke", cwd=here).out.count("\n") == 1
+
+
+def test_a_multirun_with_a_refusal_runs_the_rest_and_exits_with_2(here):
+    ran = warm("--multirun", "conf=nam56r_smoke", "model.depth=0,12", cwd=here)
+    assert ran.code == 2
+    assert ran.out.split() == list(argv.argv(lowered("nam56r_smoke")))
+    assert ran.err.startswith(
+        "error: must be greater than or equal to 1, not 0 @ model.depth (command line: model.depth=0)"
+    )
+
+
+def test_shell_completion(here):
+    script = warm("-sc", "install=bash", cwd=here)
+    assert script.code == 0
+    assert "complete -o nospace -o default -F hydra_bash_completion" in script.out
+    done = subprocess.run(
+        [sys.executable, "-m", TRANSLATE, "-sc", "query=bash"],
+        env=os.environ | {"COMP_LINE": "nam-megatron-translate lane=n", "COMP_POINT": "29"},
+        cwd=here, capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert done.stdout.split() == ["lane=native_dp", "lane=nemo_native"]
+
+
+# A terminal ---------------------------------------------------------------------------------------------------------
+
+
+def test_on_a_terminal_there_is_a_table():
+    ran = on_terminal("conf=nam56r", columns=200)
+    assert ran.code == 0
+    assert ESCAPE.search(ran.out)
+    text = ESCAPE.sub("", ran.out)
+    lines = [line.rstrip() for line in text.splitlines()]
+    assert "AEMEAEMEAEMR" * 4 + "AEME" in lines
+    assert "+EMEDEMEDEMMDEME+EMEDEMMDEMEDEME+EMMDEMEDEMEDEMM+EME" in lines
+    assert "1        10        20        30        40        50" in lines
+    assert "NOT BUILT: m2rnn (the M2RNN mixer, layers 12, 24, 36, 48); this plan can be read, not trained" in lines
+    assert "DSA        9  5, 9, 13, 21, 25, 29, 37, 41, 45" in lines
+    for s in lowered("nam56r").settings:
+        assert s.why.split()[0] in text
+    assert re.search(r"^dsa +--experimental-attention-variant", text, re.M)
+
+
+def test_no_color_is_honoured():
+    ran = on_terminal("conf=nam56r", env={"NO_COLOR": "1"})
+    assert "AEMEAEMEAEMR" in ESCAPE.sub("", ran.out)
+    colours = [code for code in ESCAPE.findall(ran.out) if re.search(r"\[(3|4|9|10)[0-7]", code)]
+    assert colours == []
+
+
+def test_a_narrow_terminal_folds_the_strip():
+    text = ESCAPE.sub("", on_terminal("conf=nam56r", columns=42).out)
+    rows = [line.rstrip() for line in text.splitlines()]
+    at = next(i for i, row in enumerate(rows) if row.startswith("AEMEAEME"))
+    assert rows[at] + rows[at + 3] == "AEMEAEMEAEMR" * 4 + "AEME"
+    assert max(map(len, rows)) <= 42
+
+
+def test_a_lane_that_gives_blocks_up_says_so_on_the_terminal():
+    text = ESCAPE.sub("", on_terminal("conf=nam56r_nemo_native", columns=200).out)
+    assert "gives up M2RNN at R (4 layers): lane nemo_native puts Mamba-2 there" in text
+    assert "gives up Mamba-3 at M (13 layers): lane nemo_native puts Mamba-2 there" in text
+
+
+# Bad input ----------------------------------------------------------------------------------------------------------
+
+BAD = {
+    "unknown preset": (["conf=nam56"], "no preset `nam56` @ preset", "hint: did you mean `nam56r`? there are: "),
+    "override typo": (["conf=nam56r", "model.dept=3"], "unknown key `dept`, did you mean `depth`? @ model"),
+    "group typo": (["conf=nam56r", "lanes=nemo_native"], "unknown key `lanes`, did you mean `lane`?"),
+    "option typo": (["conf=nam56r", "lane=nemo"], "no lane `nemo` @ lane", "author_dp, native_dp, nemo_native"),
+    "no override": (["conf=nam56r", "model.depth"], "cannot read the override `model.depth`"),
+    "quotes": (["conf=nam56r", "model.pattern='A"], "cannot read the override `model.pattern='A`"),
+    "format": (["conf=nam56r", "format=nonsense"], "no format `nonsense` @ format", "auto, shell, lines, json, yaml"),
+    "list": (["list=models"], "cannot list `models` @ list", "`list=presets`"),
+    "diff": (["conf=nam56r", "diff=nam"], "no preset `nam` @ diff (command line: diff=nam)", "did you mean `nam56r`?"),
+    "diff of nothing": (["conf=nam56r", "diff="], "`diff` takes one word, not `` @ diff"),
+    "out of no name": (["conf=nam56r", "out="], "`out` takes one word, not `` @ out"),
+    "out of a list": (["conf=nam56r", "out=[a]"], "`out` takes one word, not `['a']` @ out"),
+    "out where nothing can be written": (["conf=nam56r", "out=/proc/x/y"], "cannot write to `/proc/x/y`"),
+    "a word that links to nothing": (["conf=nam56r", "diff=${a.b}"], "'a.b' not found @ diff (command line: diff=${a.b})"),
+    "a folder that is not there": (["--config-dir", "/nowhere", "conf=nam56r"], "'/nowhere' not found"),
+    "a link to nothing": (["conf=nam56r", "model.depth=${a.b}"], "'a.b' not found @ model.depth (command line: "),
+    "not UTF-8": (["conf=nam56r", "model.pattern=\udcff"], "cannot read the override"),
+    "a whole number that is none": (["conf=nam56r", "model.depth=9" + "9" * 5000], "limit (4300 digits)"),
+    "a group's name of 9,000 letters": (["conf=nam56r", "x" * 9000 + "=1"], "name too long"),
+    "an empty key": (["conf=nam56r", "+="], "Hydra cannot make sense of this: AssertionError"),
+    "a sweep without multirun": (["conf=nam56r", "model.depth=1,2"], "`model.depth=1,2` has several values"),
+    "a command's word in the recipe": (["conf=nam56r", "model.format=json"], "unknown key `format` @ model"),
+    "a layout": (["conf=nam56r", "parallel.expert=16"], "8 GPUs cannot hold pipeline 1 x expert 16 x expert tensor 1 = 16 @ "
+        "parallel.expert (command line: parallel.expert=16)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_words(case, here):
+    words, *parts = BAD[case]
+    one_error(warm(*words, cwd=here), *parts)
+    assert list(here.iterdir()) == []
+
+
+FILES = {
+    "not UTF-8": (b'a: "\xff"\n', "preset/mine.yaml is not UTF-8: invalid start byte at byte 4", "save it as UTF-8"),
+    "not YAML": (b"a: [1\nb: 2\n", "preset/mine.yaml:2 is not YAML: expected ',' or ']'", "check quotes"),
+    "tabs": (b"a:\n\tb: 2\n", "preset/mine.yaml:2 is not YAML: found character '\\t'", "check quotes"),
+    "a key twice": (b"a: 1\na: 2\n", "preset/mine.yaml:2 is not YAML: found duplicate key a", "check quotes"),
+    "a control character": (b"a: 1\x00\n", "preset/mine.yaml is not YAML: unacceptable character #x0000", "check quotes"),
+    "a Python object": (b"a: !!python/name:os.system\n", "preset/mine.yaml:1 is not YAML: could not determine", "check"),
+    "defaults that are none": (b"defaults: 3\n", "defaults must be a list (got int)", "--help"),
+    "a default that is not there": (
+        b"# @package _global_\ndefaults:\n  - nam56r\n  - override /lane: nemo\n  - _self_\n", "no lane `nemo` @ lane", "author_dp"),
+    "a file that includes itself": (b"# @package _global_\ndefaults:\n  - mine\n", "includes itself", "look at its `defaults`"),
+}  # fmt: skip
+GOOD = b"# @package _global_\ndefaults:\n  - nam56r\n  - _self_\n"
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_bad_files(case, here):
+    content, *parts = FILES[case]
+    (here / "preset").mkdir()
+    (here / "preset" / "mine.yaml").write_bytes(content)
+    one_error(warm("--config-dir", ".", "conf=mine", cwd=here), *parts)
+
+
+def test_a_file_of_ones_own(here):
+    """--config-dir adds presets; a mistake in one names its line, and a right one works."""
+    file = here / "preset" / "mine.yaml"
+    file.parent.mkdir()
+    file.write_bytes(GOOD + b"model:\n  depht: 12\n")
+    ran = warm("--config-dir", ".", "conf=mine", cwd=here)
+    assert ran.code == 2
+    assert ran.err == f"error: unknown key `depht`, did you mean `depth`? @ model ({file}:6)\n"
+    file.write_bytes(GOOD + b"model:\n  depth: 13.0\n")
+    ran = warm("--config-dir", ".", "conf=mine", cwd=here)
+    assert ran.err == f"error: must be an integer, not 13.0 (float) @ model.depth ({file}:6)\n"
+    file.write_bytes(GOOD + b"schedule: {seed: 7}\npreset: {name: mine}\n")
+    ran = warm("--config-dir", ".", "conf=mine", "format=lines", cwd=here)
+    assert ran.code == 0 and ran.out.startswith("# mine: ")
+
+
+def test_an_unreadable_file(here):
+    file = here / "preset" / "mine.yaml"
+    file.parent.mkdir()
+    file.symlink_to(file)
+    one_error(warm("--config-dir", ".", "conf=mine", cwd=here), "mine")
+
+
+def test_hydras_own_options_are_checked(here):
+    ran = warm("--cfg", "nonsense", cwd=here)
+    assert ran.code == 2 and "invalid choice: 'nonsense'" in ran.err
+
+
+def test_every_finding_is_on_stderr_with_its_place(here):
+    ran = warm("conf=nam56r", "optim.lr=x", "model.blocks.moe.top_k=2.5", "+parallel.tensr=2", cwd=here)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err == (
+        "error: must be an integer, not 2.5 (float) @ model.blocks.moe.top_k (command line: model.blocks.moe.top_k=2.5)\n"
+        "error: unknown key `tensr`, did you mean `tensor`? @ parallel (command line: +parallel.tensr=2)\n"
+        'error: must be a number, not "x" (str) @ optim.lr (command line: optim.lr=x)\n'
+    )
+
+
+def test_a_mistake_of_ours_stays_a_traceback(here, monkeypatch):
+    """Only composing is forgiven: a ValueError of our own is not dressed up as the user's."""
+    code = (
+        "import sys\nfrom nam_megatron import translate\n"
+        "def broken(recipe): raise ValueError('ours')\n"
+        "translate.translate = broken\nsys.argv = ['x', 'conf=nam56r']\ntranslate.main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=here, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert "ValueError: ours" in done.stderr
+
+
+# Pipes --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["shell", "json"])
+def test_a_reader_that_has_read_enough(form, here):
+    """`| head` closes the pipe early: no traceback, whether the output fits the buffer or not."""
+    script = f"set -o pipefail; {sys.executable} -m {TRANSLATE} conf=nam56r_native_dp format={form} | head -c 20"
+    done = subprocess.run(["bash", "-c", script], cwd=here, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, len(done.stdout), done.stderr) == (0, 20, "")
+
+
+def test_a_full_disk(here):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", TRANSLATE, "conf=nam56r_native_dp", "format=json"],
+            cwd=here, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and "No space left" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_checkout_somewhere_else(tmp_path):
+    """Nothing depends on the folder the package lies in."""
+    shutil.copytree(
+        conf_dir().parent / "nam_megatron",
+        tmp_path / "place" / "nam_megatron",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
+    shutil.copytree(conf_dir(), tmp_path / "place" / "conf")
+    ran = cold("conf=nam56r_smoke", "format=json", cwd=tmp_path / "place")
+    assert ran.out == argv.plan_json(translate(load("nam56r_smoke")))
