@@ -1,0 +1,47 @@
+"""Which model does this command line really train? For any launch of Megatron-Core 0.19.2, ours or not.
+
+read.py finds the launch in a text (shell.py and follow.py: a shell script), values.py reads its words as Megatron's parser would,
+model.py derives what is built, count.py counts it, rules.py are the traps, describe.py the words, recipe.py a recipe of ours.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from nam_megatron.errors import FINDINGS, OK
+from nam_megatron.lint.model import Model
+from nam_megatron.lint.read import Launch, read
+from nam_megatron.lint.rules import Finding, check
+from nam_megatron.lint.values import Args
+
+
+@dataclass(frozen=True)
+class Report:
+    """A launch, what it trains, and the traps it steps in."""
+
+    name: str
+    launch: Launch
+    args: Args
+    model: Model
+    findings: tuple[Finding, ...]
+
+    @property
+    def exit_code(self) -> int:
+        return FINDINGS if self.findings else OK
+
+
+def lint(text: str, name: str = "-", gpus: int | None = None, ignore: Iterable[str] = ()) -> Report:
+    """Look at a launch.
+
+    Args:
+        text: a list of flags, a shell script, or YAML.
+        name: what messages call it.
+        gpus: world size, where the text does not say.
+        ignore: ids of rules to leave out.
+
+    Raises:
+        Refused: if there is no launch in the text.
+    """
+    launch = read(text, name)
+    args = Args(launch if launch.gpus or gpus is None else launch.on(gpus))
+    model = Model(args)
+    return Report(name, launch, args, model, tuple(check(args, model, tuple(ignore))))

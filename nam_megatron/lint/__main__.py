@@ -1,0 +1,132 @@
+"""The command: python -m nam_megatron.lint train.sh"""
+
+import argparse
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from nam_megatron.errors import OK, REFUSED, Problem, Refused
+from nam_megatron.lint import Report, lint, report
+from nam_megatron.lint.rules import BY_ID
+
+KEYS = {
+    "format": "text (default) or json",
+    "gpus": "world size, where the text does not say",
+    "ignore": "rules to leave out, comma-separated",
+    "recipe": "a file NAME.yaml: write the nearest recipe of ours there, a preset for conf/preset",
+}
+EXAMPLES = """
+keys:
+{keys}
+
+examples:
+  python -m nam_megatron.lint train.sh                       what this script trains, and the traps it steps in
+  python -m nam_megatron.lint - < flags.txt                  the same of a list of flags
+  python -m nam_megatron.lint model_config.yaml gpus=16      a YAML of flags does not say on how many GPUs
+  python -m nam_megatron.lint train.sh recipe=mine.yaml      and write the nearest recipe of ours
+  python -m nam_megatron.lint train.sh format=json ignore=default-bias,default-activation
+
+exit code: 0 nothing found, 1 findings, 2 no launch in the text
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m nam_megatron.lint",
+        usage="%(prog)s FILE [KEY=VALUE ...]",
+        description="Which model a Megatron-Core 0.19.2 launch really trains, and which traps it steps in. Nothing is executed.",
+        epilog=EXAMPLES.format(keys="\n".join(f"  {key:<7} {what}" for key, what in KEYS.items())),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "file", metavar="FILE", help="a shell script, a list of flags, or a YAML of flags; `-` is standard input"
+    )
+    parser.add_argument("options", nargs="*", metavar="KEY=VALUE", help=argparse.SUPPRESS)
+    words = parser.parse_args(argv)
+    try:
+        options = _options(words.options)
+        found = lint(_text(words.file), words.file, options["gpus"], options["ignore"])
+        _print(found, options["format"])
+        return max(found.exit_code, _recipe(found, options["recipe"]) if options["recipe"] else OK)
+    except Refused as refused:
+        sys.stderr.write(refused.render())
+        return REFUSED
+
+
+def _options(words: list[str]) -> dict:
+    found: dict = {"recipe": None, "format": "text", "gpus": None, "ignore": ()}
+    for word in words:
+        key, equals, value = word.lstrip("-").partition("=")
+        if not equals or key not in KEYS or not value:
+            raise Refused(Problem(f"`{word}` is no option", None, "; ".join(f"{k}={v}" for k, v in KEYS.items())))
+        found[key] = value
+    if found["format"] not in ("text", "json"):
+        raise Refused(Problem(f"no format `{found['format']}`", "format", "there are: text, json"))
+    if found["gpus"] is not None:
+        if not (found["gpus"].isascii() and found["gpus"].isdigit() and 0 < int(found["gpus"]) < 1_000_000):
+            raise Refused(Problem(f"`{found['gpus']}` is no number of GPUs", "gpus"))
+        found["gpus"] = int(found["gpus"])
+    if found["ignore"]:
+        found["ignore"] = tuple(found["ignore"].split(","))
+        for name in found["ignore"]:
+            if name not in BY_ID:
+                raise Refused(Problem(f"no rule `{name}`", "ignore", "docs/lint.md lists them"))
+    return found
+
+
+def _text(name: str) -> str:
+    try:
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    except (OSError, ValueError) as err:
+        reason = getattr(err, "strerror", None) or str(err)
+        raise Refused(
+            Problem(f"cannot read `{name}`: {reason}", None, "name a file, or `-` for standard input")
+        ) from None
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as err:
+        raise Refused(
+            Problem(f"`{name}` is not UTF-8: {err.reason} at byte {err.start}", None, "save it as UTF-8")
+        ) from None
+
+
+def _recipe(found: Report, out: str) -> int:
+    from nam_megatron.lint import recipe  # Hydra, only for those who want it
+
+    sys.stdout.flush()
+    made = recipe.write(found, out)
+    sys.stderr.write("\n" + made.text())
+    return made.exit_code
+
+
+def _print(found: Report, form: str) -> None:
+    if form == "json":
+        sys.stdout.write(report.as_json(found))
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    out = Console(highlight=False)
+    if not out.is_terminal:
+        sys.stdout.write(report.text(found))
+        return
+    for line in report.lines(found, max(60, min(out.width, 120))):
+        out.print(
+            "".join(text for text, _ in line) if out.no_color else Text.assemble(*line), soft_wrap=True, markup=False
+        )
+
+
+def run() -> NoReturn:
+    code = OK
+    with contextlib.suppress(BrokenPipeError):  # `| head` has read enough
+        code = main()
+        sys.stdout.flush()
+        sys.exit(code)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,383 @@
+"""Args -> Model: what Megatron 0.19.2 makes of them, as its validate_args, config classes and model builders do.
+
+Whatever hangs on a value that is not known raises NotKnown.
+"""
+
+import math
+from collections.abc import Callable
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+from nam_megatron.lint.count import READS, Count, count
+from nam_megatron.lint.values import Args, NotKnown
+
+SYMBOLS = {"*": "attention", "+": "mla", "D": "dsa", "E": "moe", "-": "mlp", "M": "mamba2", "G": "gdn"}
+TITLES = {
+    "attention": "attention", "mla": "MLA", "dsa": "DSA", "moe": "MoE", "mlp": "MLP", "mamba2": "Mamba-2", "gdn": "gated delta net",
+}  # fmt: skip
+ATTENTION = ("attention", "mla", "dsa")
+MAMBA = ("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups")
+MOST = 10_000  # layers
+STOCK_SPECS = {  # what 0.19.2 has for --spec and builds without it
+    ("megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"),
+    ("megatron.core.models.hybrid.hybrid_layer_specs", "mamba_stack_spec"),
+    ("megatron.core.models.mamba.mamba_layer_specs", "hybrid_stack_spec"),
+    ("megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"),
+}
+
+
+class Model:
+    """Derived values. `self.a` are the arguments themselves."""
+
+    def __init__(self, args: Args):
+        self.a = args
+        script = (args.launch.script or "").rsplit("/", 1)[-1]
+        self.gpt_script = "gpt" in script
+        self.hybrid_script = "hybrid" in script or "mamba" in script
+        self.ours = script.startswith("nam_megatron.") or "--nam-plan" in args.launch.words
+
+    # Layers
+
+    @cached_property
+    def pattern(self) -> str | None:
+        """The hybrid pattern, old spellings included; None without."""
+        a = self.a
+        text = a.hybrid_layer_pattern if a.hybrid_layer_pattern is not None else a.hybrid_override_pattern
+        if a.mtp_hybrid_override_pattern is not None and a.mtp_num_layers and "/" not in (text or ""):
+            if a.mtp_num_layers > MOST:
+                raise NotKnown("mtp_num_layers")
+            text = "/".join([text or "", *[a.mtp_hybrid_override_pattern] * a.mtp_num_layers])
+        return text
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether a HybridModel is built: the script decides; a pattern, where its name does not say."""
+        return self.hybrid_script or (self.pattern is not None and not self.gpt_script)
+
+    @cached_property
+    def parts(self) -> tuple[str, ...]:
+        """The main pattern and each MTP part, as written."""
+        return tuple((self.pattern or "").split("/"))
+
+    @cached_property
+    def segments(self) -> tuple[str, ...]:
+        return tuple(self.parts[0].split("|"))
+
+    @cached_property
+    def bad_symbols(self) -> tuple[str, ...]:
+        text = self.parts[0].replace("|", "") + "".join(self.parts[1:])
+        return tuple(dict.fromkeys(c for c in text if c not in SYMBOLS))
+
+    @cached_property
+    def num_layers(self) -> int:
+        """Megatron's num_layers: the pattern's letters, else what the flag says."""
+        if self.pattern is not None:
+            return len(self.parts[0].replace("|", ""))
+        number = self.a.num_layers if self.a.num_layers is not None else self.a.encoder_num_layers
+        return self.need("num_layers", number)
+
+    @cached_property
+    def layers(self) -> tuple[tuple[int, str], ...]:
+        """(Megatron's layer number, kind) of every sublayer; a GPT layer has two, attention and MLP or MoE."""
+        if self.bad_symbols or len(self.parts[0]) > MOST:
+            raise NotKnown("hybrid_layer_pattern")
+        if self.hybrid:
+            return tuple((n, SYMBOLS[c]) for n, c in enumerate(self.parts[0].replace("|", ""), 1))
+        if self.num_layers > MOST:
+            raise NotKnown("num_layers")
+        linear = (
+            _every(self.a.linear_attention_freq, self.num_layers, last_is=0)
+            if self.variant == "gated_delta_net"
+            else None
+        )
+        attention = "dsa" if self.variant == "dsa" else "mla" if self.mla else "attention"
+        sparse = (
+            _every(self.a.moe_layer_freq, self.num_layers, first_is=1) if self.a.num_experts else [0] * self.num_layers
+        )
+        found = []
+        for i in range(self.num_layers):
+            found.append((i + 1, "gdn" if linear and linear[i] else attention))
+            found.append((i + 1, "moe" if sparse[i] else "mlp"))
+        return tuple(found)
+
+    def numbers(self, kind: str) -> tuple[int, ...]:
+        """Megatron's numbers of the layers that have this kind."""
+        return tuple(n for n, k in self.layers if k == kind)
+
+    @cached_property
+    def kinds(self) -> frozenset[str]:
+        """Every kind that stands anywhere, MTP included."""
+        return frozenset(k for _, k in self.layers) | frozenset(self.mtp_layers)
+
+    @cached_property
+    def mtp_depths(self) -> int:
+        if self.hybrid:
+            return len(self.parts) - 1 if any(self.parts[1:]) else 0
+        return self.a.mtp_num_layers or 0
+
+    @cached_property
+    def mtp_layers(self) -> tuple[str, ...]:
+        """Kinds of one MTP depth; a GPT repeats its last layer."""
+        if not self.mtp_depths:
+            return ()
+        if self.hybrid:
+            return tuple(SYMBOLS[c] for c in self.parts[1] if c in SYMBOLS)
+        return tuple(k for n, k in self.layers if n == self.num_layers)
+
+    # Attention
+
+    @cached_property
+    def variant(self) -> str | None:
+        """experimental_attention_variant as the config has it."""
+        return "dsa" if "D" in (self.pattern or "") else self.a.experimental_attention_variant
+
+    @cached_property
+    def mla(self) -> bool:
+        return self.a.multi_latent_attention or any(c in (self.pattern or "") for c in "+D")
+
+    @property
+    def dsa(self) -> bool:
+        return "dsa" in self.kinds
+
+    @property
+    def moe(self) -> bool:
+        return "moe" in self.kinds
+
+    @property
+    def attends(self) -> bool:
+        return bool(self.kinds & set(ATTENTION))
+
+    @property
+    def has_mlps(self) -> bool:
+        return bool(self.kinds & {"mlp", "moe"})
+
+    @cached_property
+    def heads(self) -> int:
+        return self.need("num_attention_heads")
+
+    @cached_property
+    def head_dim(self) -> int:
+        if self.a.kv_channels is not None:
+            return self.a.kv_channels
+        if not self.heads:
+            raise NotKnown("num_attention_heads")
+        return self.need("hidden_size") // self.heads
+
+    @cached_property
+    def groups(self) -> int:
+        return self.a.num_query_groups if self.a.group_query_attention else self.heads
+
+    @cached_property
+    def positions(self) -> str:
+        """position_embedding_type after the old flags."""
+        return "rope" if self.a.use_rotary_position_embeddings else self.a.position_embedding_type
+
+    @cached_property
+    def rope_fusion(self) -> bool:
+        return self.a.apply_rope_fusion and self.positions == "rope"
+
+    @cached_property
+    def rope_type(self) -> str:
+        """MLA's own rotary embedding."""
+        return self.a.rope_type or "yarn"
+
+    def topk_source(self, number: int) -> int:
+        """The DSA layer whose top-k layer `number` uses: itself, or the one it shares with (megatron-core 0.19.2, dsa.py)."""
+        frequency, offset = self.a.dsa_indexer_topk_freq, max(self.a.dsa_indexer_skip_topk_offset, 1)
+        return number if frequency < 2 or number <= offset else number - (number - offset) % frequency
+
+    # Widths
+
+    @cached_property
+    def gated(self) -> bool:
+        return self.a.swiglu or self.a.quick_geglu
+
+    @cached_property
+    def activation(self) -> str:
+        a = self.a
+        named = [
+            n
+            for n, on in (("SwiGLU", a.swiglu), ("squared ReLU", a.squared_relu), ("quick GeGLU", a.quick_geglu))
+            if on
+        ]
+        return named[0] if named else "GELU"
+
+    @cached_property
+    def ffn(self) -> int:
+        if self.a.ffn_hidden_size is not None:
+            return self.a.ffn_hidden_size
+        hidden = self.need("hidden_size")
+        return int((4 * hidden * 2 / 3) / 64) * 64 if self.a.swiglu else 4 * hidden
+
+    @cached_property
+    def moe_ffn(self) -> int:
+        return self.a.moe_ffn_hidden_size if self.a.moe_ffn_hidden_size is not None else self.ffn
+
+    @cached_property
+    def mamba_heads(self) -> int:
+        return self.a.mamba_num_heads or 2 * self.need("hidden_size") // max(self.a.mamba_head_dim, 1)
+
+    @cached_property
+    def mamba_projection(self) -> int:
+        """Columns of the packed input projection: z, x, B, C, dt."""
+        a = self.a
+        return 2 * self.mamba_heads * a.mamba_head_dim + 2 * a.mamba_num_groups * a.mamba_state_dim + self.mamba_heads
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """Rows of the embedding, as far as flags tell: a tokenizer of another size decides otherwise."""
+        if self.a.padded_vocab_size is not None:
+            return self.a.padded_vocab_size
+        size, multiple = self.need("vocab_size"), self.a.make_vocab_size_divisible_by * self.tp
+        if multiple < 1:
+            raise NotKnown("vocab_size")
+        return size if not self.a.pad_vocab_size else math.ceil(size / multiple) * multiple
+
+    @property
+    def vocabulary_is_the_tokenizers(self) -> bool:
+        """Whether the tokenizer decides and not the flags."""
+        return (
+            self.a.padded_vocab_size is None
+            and self.a.tokenizer_type not in ("NullTokenizer", None)
+            and self.a.pad_vocab_size
+        )
+
+    @cached_property
+    def count(self) -> Count:
+        """Parameters of the whole model; without embeddings where their size is not known."""
+        a = self.a
+        plain = {name: getattr(a, name) for name in READS}
+        plain |= {
+            "hidden_size": self.need("hidden_size"), "heads": self.heads, "groups": self.groups, "head_dim": self.head_dim,
+            "ffn": self.ffn, "moe_ffn": self.moe_ffn, "gated": self.gated, "experts": a.num_experts or 0,
+            "mamba_heads": self.mamba_heads, "vocabulary": known(lambda: self.vocabulary, 0),
+            "tied": not a.untie_embeddings_and_output_weights,
+            "learned_positions": self.need("max_position_embeddings") if self.positions == "learned_absolute" else 0,
+        }  # fmt: skip
+        if any(v is None for k, v in plain.items() if k.startswith("dsa_") and self.dsa):
+            raise NotKnown("dsa_indexer")
+        indexers = frozenset(n for n in self.numbers("dsa") if self.topk_source(n) == n)
+        return count(plain, self.layers, self.mtp_layers, self.mtp_depths, indexers)
+
+    # Layout
+
+    @cached_property
+    def tp(self) -> int:
+        return self.need("tensor_model_parallel_size")
+
+    @cached_property
+    def pp(self) -> int:
+        return self.need("pipeline_model_parallel_size")
+
+    @cached_property
+    def cp(self) -> int:
+        return self.need("context_parallel_size")
+
+    @cached_property
+    def ep(self) -> int:
+        return self.need("expert_model_parallel_size")
+
+    @cached_property
+    def etp(self) -> int:
+        return self.tp if self.a.expert_tensor_parallel_size is None else self.need("expert_tensor_parallel_size")
+
+    @cached_property
+    def sequence_parallel(self) -> bool:
+        return self.a.sequence_parallel and self.tp > 1
+
+    @cached_property
+    def dp(self) -> int:
+        """Ranks with the same weights; not known without the number of GPUs."""
+        size = self.tp * self.pp * self.cp
+        if not self.a.launch.gpus or size < 1 or self.a.launch.gpus % size:
+            raise NotKnown("world size")
+        return self.a.launch.gpus // size
+
+    @cached_property
+    def cuts(self) -> tuple[int, ...]:
+        """Layer numbers after which a pipeline segment ends."""
+        if len(self.segments) > 1:
+            return tuple(accumulate(map(len, self.segments[:-1])))
+        first, last, stages = self.a.decoder_first_pipeline_num_layers, self.a.decoder_last_pipeline_num_layers, self.pp
+        if stages < 2 or stages > self.num_layers:
+            return ()
+        rest, middle = self.num_layers - (first or 0) - (last or 0), stages - (first is not None) - (last is not None)
+        if rest < 0 or (middle and rest % middle):
+            raise NotKnown("pipeline split")
+        sizes = [first] * (first is not None) + [rest // middle] * middle if middle else [first] * (first is not None)
+        sizes += [last] * (last is not None)
+        return tuple(sum(sizes[: i + 1]) for i in range(len(sizes) - 1))
+
+    # Execution
+
+    @cached_property
+    def fsdp(self) -> bool:
+        return self.a.use_megatron_fsdp or self.a.use_torch_fsdp2
+
+    @cached_property
+    def recompute(self) -> str | None:
+        return (
+            "selective" if self.a.recompute_activations or self.a.moe_layer_recompute else self.a.recompute_granularity
+        )
+
+    @cached_property
+    def graphs(self) -> str:
+        if self.a.enable_cuda_graph:
+            return "local"
+        return "transformer_engine" if self.a.external_cuda_graph else self.a.cuda_graph_impl
+
+    @cached_property
+    def graph_modules(self) -> tuple[str, ...]:
+        return tuple(self.a.cuda_graph_modules or self.a.cuda_graph_scope_deprecated or ())
+
+    @cached_property
+    def balancing(self) -> tuple[str, ...]:
+        value = self.a.moe_router_load_balancing_type
+        return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+    @cached_property
+    def aux_coefficients(self) -> tuple[float, ...]:
+        value = self.a.moe_aux_loss_coeff
+        return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+    @cached_property
+    def from_elsewhere(self) -> tuple[str, ...]:
+        """Flags that hand the model's description to a file this tool does not see."""
+        a = self.a
+        names = {
+            "--use-checkpoint-args": a.use_checkpoint_args, "--yaml-cfg": a.yaml_cfg,
+            "--heterogeneous-layers-config-path": a.heterogeneous_layers_config_path,
+            "--heterogeneous-layers-config-encoded-json": a.heterogeneous_layers_config_encoded_json,
+        }  # fmt: skip
+        return tuple(name for name, value in names.items() if value)
+
+    def need(self, name: str, value: Any = None) -> int:
+        """A positive number that Megatron cannot do without; not known if the launch lacks it."""
+        value = getattr(self.a, name) if value is None else value
+        if value is None or value < 1:
+            raise NotKnown(name)
+        return value
+
+
+def _every(
+    frequency: int | list[int] | None, layers: int, first_is: int | None = None, last_is: int | None = None
+) -> list[int]:
+    """A frequency as a list: every n-th layer is 1 from the first on, or all but every n-th are 1."""
+    if isinstance(frequency, list):
+        if len(frequency) != layers:
+            raise NotKnown("layer frequency")
+        return frequency
+    if not frequency or frequency < 0:
+        raise NotKnown("layer frequency")
+    if first_is is not None:
+        return [int(i % frequency == 0) for i in range(layers)]
+    return [int((i + 1) % frequency != 0) for i in range(layers)]
+
+
+def known(function: Callable[[], Any], otherwise: Any = None) -> Any:
+    """`function()`, or `otherwise` where that hangs on a value that is not known."""
+    try:
+        return function()
+    except NotKnown:
+        return otherwise

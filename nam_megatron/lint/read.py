@@ -1,0 +1,243 @@
+"""Text -> Launch: the words Megatron's parser would get, the environment, the number of GPUs.
+
+Three kinds of text: a list of words (`--hidden-size 4096 ...`, over any number of lines), a shell script, YAML or JSON.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import yaml
+
+from nam_megatron.errors import Problem, Refused
+from nam_megatron.lint import follow
+from nam_megatron.lint.shell import Lexer, ShellError
+from nam_megatron.mcore import v0_19
+
+LONGEST = 1_000_000  # characters
+DEEPEST, MOST = 30, 5_000  # YAML: levels, entries
+ENVIRONMENT = re.compile(r"env(ironment)?(_?va?rs?)?", re.IGNORECASE)
+# The first line of a YAML or JSON: `key:`, `- item`, `---`, an opening bracket that is no test of a shell's.
+YAML = re.compile(r"""(-\s+)?["']?[\w.-]+["']?\s*:(\s|$)|-\s|---$|[{\[]\s*(["'\]}]|$)|\{\s*[\w.-]+\s*:""")
+Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What starts a training.
+
+    words: for Megatron's parser; a hole (see follow.py) where the text leaves something open. env: what the text exports, None
+    where it unsets. script: the training script or module, None if the text names none. gpus: world size, None if not known.
+    partial: only variables for another script to use, so that flags may be missing.
+    """
+
+    words: tuple[str, ...]
+    kind: str
+    text: str
+    env: Mapping[str, str | None] = field(default_factory=dict)
+    script: str | None = None
+    gpus: int | None = None
+    notes: tuple[str, ...] = ()
+    partial: bool = False
+
+    def on(self, gpus: int) -> "Launch":
+        """The same launch on so many GPUs."""
+        return replace(self, gpus=gpus)
+
+    def lines(self, flag: str) -> tuple[int, ...]:
+        """The lines of the text that say `flag`."""
+        name, dashes = flag.lstrip("-"), "--" if flag.startswith("-") and self.kind != "yaml" else "(?:--)?"
+        found = re.compile(rf"(?<![\w-]){dashes}({re.escape(name)}|{re.escape(name.replace('-', '_'))})(?![\w-])")
+        lines = enumerate(self.text.splitlines(), 1)
+        return tuple(n for n, line in lines if not line.lstrip().startswith("#") and found.search(line))
+
+
+def read(text: str, name: str = "-") -> Launch:
+    """Find the launch in a text.
+
+    Raises:
+        Refused: if there is none.
+    """
+    if len(text) > LONGEST:
+        raise Refused(Problem(f"`{name}` has {len(text):,} characters, which no launch has"))
+    text = (
+        text.replace("\r\n", "\n")
+        .translate({ord(c): None for c in (follow.OPEN, follow.CLOSE, follow.BLANK, "\0")})
+        .removeprefix("\ufeff")
+    )
+    first = next((line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")), "")
+    try:
+        if YAML.match(first):
+            launch = _yaml(text)
+        elif first.startswith("-"):
+            launch = _plain(text)
+        else:
+            launch = _shell(text)
+    except (ShellError, yaml.YAMLError, RecursionError) as err:
+        what = " ".join(str(err).split()) or "nested too deep"
+        raise Refused(Problem(f"`{name}` cannot be read: {what}", None, FORMS)) from None
+    if not _flags(launch.words):
+        raise Refused(Problem(f"there is no Megatron flag in `{name}`", None, FORMS))
+    return launch
+
+
+FORMS = "give a list of flags, a shell script that starts a training, or a YAML of flags"
+
+
+def _plain(text: str) -> Launch:
+    follower = follow.Follower(follow.Run())
+    words = [follower.joined(token.parts) for token in Lexer(text, plain=True).tokens()]
+    return Launch(tuple(words), "words", text)
+
+
+# Shell --------------------------------------------------------------------------------------------------------------------
+
+
+def _shell(text: str) -> Launch:
+    run = follow.run(text)
+    best = max(run.commands, key=lambda c: _flags(_split(c[0])[1]), default=((), {}))
+    (launcher, words, script), env, notes = _split(best[0]), best[1], list(run.notes)
+    if partial := not _flags(words):  # a file that only sets variables, for another script to use
+        words = [
+            w
+            for value in run.variables.values()
+            if (found := _words(value))[:1] and found[0].startswith("--")
+            for w in found
+        ]
+        launcher, script, env = (), None, run.env
+        notes.append("no command here has Megatron's flags: those that variables hold are taken, in their order")
+    if not _flags(words):
+        return Launch((), "shell", text)
+    if used := sorted(name for name in run.unset if name.isidentifier()):
+        notes.append(f"taken as not set in your environment (the script has its own defaults): {', '.join(used)}")
+    return Launch(tuple(words), "shell", text, env, script, _gpus(launcher, text, run.variables), tuple(notes), partial)
+
+
+def _words(value: str | list[str]) -> list[str]:
+    return list(value) if isinstance(value, list) else value.split()
+
+
+def _flags(words: tuple[str, ...] | list[str]) -> int:
+    return sum(w.startswith("--") and v0_19.by_name(w.split("=")[0]) is not None for w in words)
+
+
+def _split(words: tuple[str, ...]) -> tuple[tuple[str, ...], list[str], str | None]:
+    """A command as (launcher's words, Megatron's words, training script or module)."""
+    for i, word in enumerate(words):
+        module = (
+            word in ("-m", "--module")
+            and i + 1 < len(words)
+            and not re.match(r"torch\.distributed|torchrun", words[i + 1])
+        )
+        if module or (word.endswith(".py") and not word.startswith("-")):
+            return words[:i], list(words[i + 1 + module :]), words[i + module]
+    for i, word in enumerate(words):
+        if word.startswith("--") and v0_19.by_name(word.split("=")[0]):
+            return words[:i], list(words[i:]), None
+    return words, [], None
+
+
+def _gpus(launcher: tuple[str, ...], text: str, variables: Mapping[str, str | list[str]]) -> int | None:
+    """World size: torchrun's processes times nodes, Slurm's tasks, or a variable WORLD_SIZE."""
+
+    def count(names: str, words: str) -> int | None:
+        match = re.search(rf"(?:^|\s)(?:{names})(?:[=\s:]|gpu:)*(\d{{1,6}})(?=\s|$)", words)
+        return int(match[1]) if match else None
+
+    words = " ".join(launcher)
+    if "--nproc" in words:
+        each = count("--nproc[-_]per[-_]node", words)
+        nodes = count("--nnodes", words) if "--nnodes" in words else 1
+        return each * nodes if each and nodes else None
+    directives = re.findall(r"^\s*#SBATCH\s+(.*)$", text, re.MULTILINE)
+    slurm = " ".join([*directives, words if words.startswith("srun") else ""])
+    if total := count("-n|--ntasks", slurm):
+        return total
+    each, nodes = count("--ntasks-per-node|--gpus-per-node|--gres", slurm), count("-N|--nodes", slurm)
+    if each:
+        return each * (nodes or 1)
+    world = variables.get("WORLD_SIZE")
+    return int(world) if isinstance(world, str) and world.isascii() and world.isdigit() and len(world) < 7 else None
+
+
+# YAML ---------------------------------------------------------------------------------------------------------------------
+
+
+def _yaml(text: str) -> Launch:
+    root = yaml.compose(text, Loader=Loader)
+    entries: list[tuple[str, Any]] = []
+    env: dict[str, str | None] = {}
+    words: list[str] = []
+    if isinstance(root, yaml.SequenceNode):  # a list of words
+        words = [
+            w for node in root.value[:MOST] if isinstance(node, yaml.ScalarNode) for w in _holes(node.value).split()
+        ]
+    elif isinstance(root, yaml.MappingNode):
+        plan = next((v for k, v in root.value if k.value == "argv" and isinstance(v, yaml.SequenceNode)), None)
+        if plan is not None:  # our own plan.json
+            words = [_holes(node.value) for node in plan.value[:MOST] if isinstance(node, yaml.ScalarNode)]
+        else:
+            entries = list(_entries(root, env))
+    dashed = any(name.startswith("--") for name, _ in entries)
+    for name, node in entries:
+        if name.startswith("--") or not dashed:
+            words += _entry(name, node)
+    return Launch(tuple(words), "yaml", text, env)
+
+
+def _entries(root: yaml.MappingNode, env: dict[str, str | None]) -> Iterator[tuple[str, yaml.Node]]:
+    """Every `name: value` whose value is no group, groups of environment variables apart."""
+    stack, seen = [iter(root.value)], 0
+    while stack:
+        pair = next(stack[-1], None)
+        if pair is None:
+            stack.pop()
+            continue
+        key, node = pair
+        if (seen := seen + 1) > MOST or len(stack) > DEEPEST:
+            raise yaml.YAMLError("more entries than a launch has")
+        if isinstance(node, yaml.MappingNode):
+            if isinstance(key.value, str) and ENVIRONMENT.fullmatch(key.value):
+                pairs = [(k.value, v) for k, v in node.value if isinstance(v, yaml.ScalarNode)]
+                env |= {str(k): None if _null(v) else str(v.value) for k, v in pairs}
+            else:
+                stack.append(iter(node.value))
+        elif isinstance(key, yaml.ScalarNode):
+            yield key.value, node
+
+
+def _null(node: yaml.Node) -> bool:
+    return node.tag == "tag:yaml.org,2002:null"
+
+
+def _holes(text: str) -> str:
+    """`$NAME` and `${NAME}` as holes."""
+    return re.sub(r"\$\{?([A-Za-z_]\w*)\}?", lambda m: follow.hole(m[1]), text)
+
+
+def _entry(name: str, node: yaml.Node) -> list[str]:
+    """One entry as words. `name` is a flag with or without dashes, or the name of Megatron's argument."""
+    flag_name = name if name.startswith("--") else "--" + name.replace("_", "-")
+    flag = v0_19.by_name(flag_name)
+    if flag is None and (found := v0_19.by_dest().get(name.lstrip("-").replace("-", "_"))) is not None:
+        flag, flag_name = found, found.name
+    if _null(node):
+        return []
+    if isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:bool":
+        truth = node.value.lower() in ("true", "yes", "on")
+        by_name = flag is not None and flag.name.lstrip("-").replace("-", "_") != name.lstrip("-").replace("-", "_")
+        if by_name and flag.action in ("store_true", "store_false"):  # named as the argument, not as the flag
+            return [flag_name] if truth is (flag.action == "store_true") else []
+        if flag is not None and flag.action == "boolean" and not truth:
+            return [flag_name.replace("--", "--no-", 1)]
+        return [flag_name] if truth else []
+    if isinstance(node, yaml.SequenceNode):
+        values = [_holes(v.value) for v in node.value[:MOST] if isinstance(v, yaml.ScalarNode)]
+        return [flag_name, *values] if flag is None or flag.nargs else [flag_name, f"[{','.join(values)}]"]
+    value = _holes(str(node.value))
+    if flag is not None and flag.nargs and (match := re.fullmatch(r"\[(.*)\]", value)):
+        return [flag_name, *match[1].replace(",", " ").split()]
+    if flag is not None and flag.action == "store" and not flag.nargs:
+        return [f"{flag_name}={value}"]
+    return [flag_name, value]

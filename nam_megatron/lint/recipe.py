@@ -1,0 +1,514 @@
+"""Model -> the nearest recipe of ours: a preset file, and an honest list of what it does not carry over.
+
+The file is composed, checked and translated before it is written; the list is the difference between what the launch tells
+Megatron and what the recipe's own arguments do.
+"""
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from nam_megatron.argv import argv
+from nam_megatron.errors import FINDINGS, OK, Problem, Refused
+from nam_megatron.lint import Report
+from nam_megatron.lint.follow import holes
+from nam_megatron.lint.model import MAMBA, STOCK_SPECS, Model, known
+from nam_megatron.lint.read import Launch
+from nam_megatron.lint.values import Args, NotKnown, Open
+from nam_megatron.lower import Lowering, translate
+from nam_megatron.recipe import load, to_tree
+
+LETTER = {"attention": "A", "mla": "A", "dsa": "A", "moe": "E", "mlp": "E", "mamba2": "M"}
+Tree = dict[str, Any]
+
+
+@dataclass
+class Made:
+    """The preset and what it leaves behind. refused: why our compiler would not translate it; None: it does."""
+
+    path: Path
+    yaml: str
+    lost: list[str] = field(default_factory=list)  # other values than the launch's
+    added: list[str] = field(default_factory=list)  # pinned by the recipe, left to Megatron by the launch
+    keyless: list[str] = field(default_factory=list)  # arguments that no recipe of ours has
+    refused: str | None = None
+
+    @property
+    def exit_code(self) -> int:
+        return FINDINGS if self.refused else OK
+
+    def text(self) -> str:
+        """For stderr: where it is, and what it does not carry over."""
+        say = [
+            f"wrote {self.path}: put it into conf/preset/, then `python -m nam_megatron.translate conf={self.path.stem}`"
+        ]
+        if self.refused:
+            say.append("translate refuses it as it stands:")
+            say += [f"  {line}" for line in self.refused.splitlines() if line]
+        say += ["not carried over:", *(f"  {line}" for line in self.lost)] if self.lost else []
+        say += [f"without a key in a recipe: {', '.join(self.keyless)}"] if self.keyless else []
+        say += [f"said by the recipe, left to Megatron by the launch: {', '.join(self.added)}"] if self.added else []
+        return (
+            "\n".join(say if self.lost or self.refused or self.keyless else [*say, "everything is carried over"]) + "\n"
+        )
+
+
+def write(report: Report, out: str) -> Made:
+    """Write the nearest recipe.
+
+    Raises:
+        Refused: if there is none near, or the file cannot be written.
+    """
+    path = Path(out)
+    if not path.stem.isidentifier() or path.suffix not in (".yaml", ".yml"):
+        raise Refused(
+            Problem(f"`{out}` is no file name for a preset", "recipe", "letters, digits and `_`, ending in .yaml")
+        )
+    made = make(report, path)
+    try:
+        path.write_text(made.yaml, encoding="utf-8")
+    except OSError as err:
+        raise Refused(Problem(f"cannot write `{out}`: {err.strerror}", "recipe", "name a file you may write")) from None
+    return made
+
+
+def make(report: Report, path: Path) -> Made:
+    """The preset's text, checked; nothing is written."""
+    a, m = report.args, report.model
+    lost: list[str] = []
+    try:
+        groups, wanted = _groups(a, m), _wanted(a, m, path.stem, lost)
+    except NotKnown as err:
+        raise Refused(
+            Problem(f"no recipe: `{err}` is not known", "recipe", "the findings say what is missing")
+        ) from None
+    wanted, text, recipe = _composed(wanted, groups, path.stem, _comment(report.name), lost)
+    made = Made(path, text, lost)
+    try:
+        _compare(a, m, translate(recipe), made)
+    except Refused as refused:
+        made.refused = refused.render()
+    return made
+
+
+def _composed(wanted: Tree, groups: Tree, name: str, source: str, lost: list[str]) -> tuple[Tree, str, Any]:
+    """Render what differs from the groups' own values; values that our schema does not take are dropped and listed."""
+    header = {"preset": {k: wanted["preset"][k] for k in ("name", "alias_of", "family", "about")}}
+    base = to_tree(_load(_yaml(groups, header, source), name))
+    for _ in range(20):
+        text = _yaml(groups, {**header, **_difference(wanted, base)}, source)
+        try:
+            return wanted, text, _load(text, name)
+        except Refused as refused:
+            for problem in refused.problems:
+                lost.append(f"{problem.key}: {problem.message}")
+                if not _drop(wanted, base, problem.key or ""):
+                    raise
+    raise AssertionError("dropping keys does not end")
+
+
+def _comment(name: str) -> str:
+    """The input's name for a comment: without its folder, in one line."""
+    return "".join(c for c in name.rsplit("/", 1)[-1] if c.isprintable()) or "a launch"
+
+
+def _load(text: str, name: str) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "preset").mkdir()
+        (Path(folder) / "preset" / f"{name}.yaml").write_text(text, encoding="utf-8")
+        return load(name, [f"hydra.searchpath=[file://{folder}]"])
+
+
+def _drop(wanted: Tree, base: Tree, key: str) -> bool:
+    """Put the base's value at a dotted key (list indices left off)."""
+    *parents, last = key.split("[")[0].split(".")
+    for part in parents:
+        wanted, base = wanted.get(part, {}), base.get(part, {})
+    if last not in base or last not in wanted or wanted[last] == base[last]:
+        return False
+    wanted[last] = base[last]
+    return True
+
+
+def _difference(wanted: Mapping[str, Any], base: Mapping[str, Any]) -> Tree:
+    found: Tree = {}
+    for key, value in wanted.items():
+        if isinstance(value, Mapping) and isinstance(base.get(key), Mapping):
+            if inner := _difference(value, base[key]):
+                found[key] = inner
+        elif base.get(key) != value:
+            found[key] = value
+    return found
+
+
+# Rendering
+
+ORDER = ("preset", "model", "parallel", "precision", "optim", "schedule", "data", "feature", "cluster", "assumptions")
+
+
+def _yaml(groups: Mapping[str, str], tree: Mapping[str, Any], source: str) -> str:
+    lines = [
+        "# @package _global_",
+        "# yaml-language-server: $schema=../schema.json#/$defs/Recipe",
+        f"# From {source} by nam_megatron.lint",
+        "defaults:",
+    ]
+    lines += [f"  - override /{group}: {option}" for group, option in groups.items()] + ["  - _self_"]
+    for key in sorted(tree, key=lambda k: ORDER.index(k) if k in ORDER else len(ORDER)):
+        lines += _node(key, tree[key], 0)
+    return "\n".join(lines) + "\n"
+
+
+def _node(key: str, value: Any, depth: int) -> list[str]:
+    pad = "  " * depth
+    if isinstance(value, Mapping):
+        return [f"{pad}{key}:", *(line for k, v in value.items() for line in _node(k, v, depth + 1))]
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], Mapping):
+        return [f"{pad}{key}:", *(f"{pad}  - {_flow(v)}" for v in value)]
+    return [f"{pad}{key}: {_flow(value)}"]
+
+
+def _flow(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{k}: {_flow(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_flow, value)) + "]"
+    if isinstance(value, float):
+        text = repr(value)
+        return text if "e" not in text or "." in text else text.replace("e", ".0e")  # YAML 1.1 reads 1e-05 as text
+    if isinstance(value, str):
+        return (
+            value
+            if value.isidentifier() and value.lower() not in RESERVED
+            else json.dumps(value.replace("${", "\\${"), ensure_ascii=False)
+        )
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+RESERVED = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}
+
+
+# What the launch says, in a recipe's words -------------------------------------------------------------------------------
+
+CLUSTERS = {1: "h200_1", 2: "h200_2", 4: "h200_4", 8: "h200_8", 16: "h200_2x8"}
+
+
+def _groups(a: Args, m: Model) -> Tree:
+    return {
+        "model": "nam56r",
+        "lane": "nemo_native" if m.tp > 1 else "native_dp",
+        "precision": "fp8_tensorwise" if a.fp8 and a.fp8_recipe == "tensorwise" else "bf16",
+        "optim": "muon" if a.optimizer in ("muon", "dist_muon") else "adamw",
+        "data": "indexed" if _indexed(a) else "mock",
+        "cluster": CLUSTERS.get(_gpus(a, m), "h200_8"),
+    }
+
+
+def _gpus(a: Args, m: Model) -> int:
+    """GPUs of the launch; where it does not say, the least number from 8 up that the layout divides."""
+    if a.launch.gpus:
+        return a.launch.gpus
+    dense, sparse = max(m.tp * m.pp * m.cp, 1), max(m.etp * m.ep * m.pp, 1)
+    return next((n for n in range(8, 100_000) if n % dense == 0 and n % sparse == 0), 8)
+
+
+def _indexed(a: Args) -> bool:
+    path = a.value("data_path")
+    known_path = isinstance(path, list) and len(path) == 1
+    return bool(
+        known_path
+        and a.tokenizer_type == "HuggingFaceTokenizer"
+        and isinstance(a.value("tokenizer_model"), str)
+        and a.split
+    )
+
+
+def _wanted(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
+    """Everything a recipe can say of the launch. What no recipe can say at all goes into `lost`."""
+    if m.bad_symbols or not m.layers:
+        raise Refused(Problem("no recipe: the launch builds no layers", "recipe"))
+    if "gdn" in m.kinds:
+        raise Refused(
+            Problem(
+                "no recipe: there is no block of ours for gated delta net layers", "recipe", "use another kind of layer"
+            )
+        )
+    gpus = _gpus(a, m)
+    if not a.launch.gpus:
+        lost.append(f"number of GPUs: the launch does not say it; the recipe has {gpus}")
+    tree: Tree = {
+        "preset": {"name": name, "alias_of": None, "family": name, "about": f"{'Hybrid' if m.hybrid else 'GPT'} of a linted launch"},
+        "model": _model(a, m, name, lost),
+        "parallel": {"tensor": m.tp, "sequence": m.sequence_parallel, "pipeline": m.pp, "virtual_pipeline": _virtual(m), "context": m.cp,
+                     "expert": m.ep, "expert_tensor": m.etp if m.moe else 1},
+        "precision": {"grad_reduce": "bf16" if a.grad_reduce_in_bf16 else "fp32", "fused_cross_entropy": a.cross_entropy_loss_fusion},
+        "optim": {"lr": m.a.lr, "min_lr": a.min_lr, "decay": a.lr_decay_style, "warmup_steps": _warmup(a), "weight_decay": a.weight_decay,
+                  "beta1": a.adam_beta1, "beta2": a.adam_beta2, "eps": a.adam_eps, "clip_grad": a.clip_grad},
+        "schedule": _schedule(a, m),
+        "feature": _features(a, m),
+    }  # fmt: skip
+    if gpus not in CLUSTERS:
+        nodes = gpus // 8 if gpus % 8 == 0 else 1
+        tree["cluster"] = {"name": f"h200_{gpus}", "nodes": nodes, "gpus_per_node": gpus // nodes}
+    data: Tree = {"workers": a.num_workers}
+    if _indexed(a):
+        data |= {"path": a.value("data_path")[0], "split": a.split, "tokenizer": a.tokenizer_model}
+    tree["data"] = data
+    return tree
+
+
+def _model(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
+    letters = "".join(LETTER[k] for _, k in m.layers)
+    usual = {letter: _commonest([k for _, k in m.layers if LETTER[k] == letter]) for letter in "AEM"}
+    attention = "mla" if usual["A"] == "dsa" or ("mla" in m.kinds) else usual["A"]
+    kinds = {"A": attention or "attention", "E": usual["E"] or "moe", "M": "mamba2", "R": "mamba2"}
+    substitute = []
+    for letter, kind in kinds.items():
+        places = [k for _, k in m.layers if LETTER[k] == letter]
+        for other in dict.fromkeys(k for k in places if k != kind):
+            substitute.append(
+                {"letter": letter, "ranks": [i for i, k in enumerate(places) if k == other], "kind": other}
+            )
+    if not m.hybrid:
+        lost.append(f"GPT layers: {m.num_layers} layers of two parts become {len(m.layers)} layers of one, of the same computation; "
+                    "initial values of output layers are scaled otherwise")  # fmt: skip
+    return {
+        "family": name, "pattern": _pattern(m, letters), "depth": len(letters), "hidden_size": m.need("hidden_size"),
+        "ffn_hidden_size": m.ffn, "num_attention_heads": m.heads, "vocab_size": known(lambda: m.vocabulary, 65536),
+        "seq_length": m.need("seq_length"), "tied_embeddings": not a.untie_embeddings_and_output_weights,
+        "normalization": a.normalization, "norm_epsilon": a.layernorm_epsilon, "linear_bias": a.add_bias_linear,
+        "activation": {"SwiGLU": "swiglu", "squared ReLU": "squared_relu"}.get(m.activation, m.activation.lower().replace(" ", "_")),
+        "hidden_dropout": a.hidden_dropout, "attention_dropout": a.attention_dropout, "rotary_base": a.rotary_base,
+        "init_std": a.init_method_std, "letters": kinds, "substitute": substitute, "blocks": _blocks(a, m, lost),
+    }  # fmt: skip
+
+
+def _pattern(m: Model, letters: str) -> str:
+    """The letters with their cuts, or the shortest piece whose repetition they are."""
+    scale = 1 if m.hybrid else 2
+    if m.pp > 1:
+        cuts = [0, *(c * scale for c in m.cuts), len(letters)]
+        return "|".join(letters[a:b] for a, b in pairwise(cuts))
+    return next(
+        letters[:n]
+        for n in range(1, len(letters) + 1)
+        if all(letters[i] == letters[i % n] for i in range(len(letters)))
+    )
+
+
+def _virtual(m: Model) -> int:
+    return max(len(m.segments) // m.pp, 1) if m.hybrid and m.pp > 1 else 1
+
+
+def _commonest(kinds: list[str]) -> str | None:
+    return max(kinds, key=kinds.count) if kinds else None
+
+
+def _blocks(a: Args, m: Model, lost: list[str]) -> Tree:
+    blocks: Tree = {}
+    if "attention" in m.kinds:
+        blocks["attention"] = {"head_dim": m.head_dim, "query_groups": m.groups, "qk_norm": a.qk_layernorm}
+    if {"mla", "dsa"} & m.kinds:
+        blocks["mla"] = {"q_lora_rank": a.q_lora_rank, "kv_lora_rank": a.kv_lora_rank, "qk_head_dim": a.qk_head_dim,
+                         "qk_rope_head_dim": a.qk_pos_emb_head_dim, "v_head_dim": a.v_head_dim, "latent_norm": a.qk_layernorm}  # fmt: skip
+    if "dsa" in m.kinds:
+        numbers = m.numbers("dsa")
+        every = next(
+            (
+                k
+                for k in range(1, len(numbers) + 1)
+                if all(m.topk_source(n) == numbers[i - i % k] for i, n in enumerate(numbers))
+            ),
+            None,
+        )
+        if every is None:
+            lost.append(
+                "--dsa-indexer-topk-freq: our recipes share a top-k among equal numbers of layers only; none is shared here"
+            )
+        blocks["dsa"] = {"indexer_heads": a.dsa_indexer_n_heads, "indexer_head_dim": a.dsa_indexer_head_dim, "top_k": a.dsa_indexer_topk,
+                         "indexer_loss_coeff": a.dsa_indexer_loss_coeff or 0.0, "full_every": every or 1}  # fmt: skip
+    if m.moe:
+        balanced = m.balancing[0] if len(m.balancing) == 1 else "several"
+        blocks["moe"] = {
+            "experts": a.num_experts, "top_k": a.moe_router_topk, "expert_hidden_size": m.moe_ffn,
+            "shared_expert_hidden_size": a.moe_shared_expert_intermediate_size or 0, "score_function": a.moe_router_score_function,
+            "expert_bias": a.moe_router_enable_expert_bias, "expert_bias_update_rate": a.moe_router_bias_update_rate,
+            "router_dtype": a.moe_router_dtype or "the weights'", "balancing": balanced, "aux_loss_coeff": m.aux_coefficients[0],
+            "dispatcher": a.moe_token_dispatcher_type, "grouped_gemm": a.moe_grouped_gemm, "permute_fusion": a.moe_permute_fusion,
+            "capacity_factor": a.moe_expert_capacity_factor,
+        }  # fmt: skip
+    if "mamba2" in m.kinds:
+        blocks["mamba2"] = {
+            "heads": m.mamba_heads,
+            "head_dim": a.mamba_head_dim,
+            "state_dim": a.mamba_state_dim,
+            "groups": a.mamba_num_groups,
+        }
+        if not a.any_said(*MAMBA):
+            lost.append("the block at `M`: no flag says which; Mamba-2 of Megatron's default sizes is written (Mamba-3 and M2RNN stand in "
+                        "plan.json alone)")  # fmt: skip
+    return blocks
+
+
+def _warmup(a: Args) -> int:
+    if a.lr_warmup_fraction is not None:
+        return int(a.lr_warmup_fraction * (_decay(a) or 0))
+    return a.lr_warmup_iters or _steps(a, a.lr_warmup_samples) or 0
+
+
+def _steps(a: Args, samples: int | None) -> int | None:
+    return samples // a.global_batch_size if samples and a.global_batch_size else None
+
+
+def _decay(a: Args) -> int | None:
+    return a.lr_decay_iters or _steps(a, a.lr_decay_samples) or _train(a)
+
+
+def _train(a: Args) -> int | None:
+    return a.train_iters or _steps(a, a.train_samples)
+
+
+def _schedule(a: Args, m: Model) -> Tree:
+    batch = a.global_batch_size or m.need("micro_batch_size") * known(lambda: m.dp, 1)
+    found = {"micro_batch_size": m.need("micro_batch_size"), "global_batch_size": batch, "train_steps": _train(a), "decay_steps": _decay(a),
+             "seed": a.seed, "eval_steps": a.eval_iters, "eval_interval": a.eval_interval, "log_interval": a.log_interval}  # fmt: skip
+    if all(isinstance(a.value(n), (str, int)) for n in ("save", "save_interval")):
+        found |= {"save": a.save, "save_interval": a.save_interval}
+    if isinstance(a.value("load"), str):
+        found["load"] = a.load
+    return {k: v for k, v in found.items() if v is not None}
+
+
+def _features(a: Args, m: Model) -> Tree:
+    on = m.recompute or "none"
+    found: Tree = {
+        "mtp": {"depths": m.mtp_depths, "loss_weight": a.mtp_loss_scaling_factor},
+        "recompute": {
+            "granularity": on,
+            "modules": list(a.recompute_modules or ("core_attn",)) if on == "selective" else [],
+            "method": a.recompute_method if on == "full" else None,
+            "layers": a.recompute_num_layers if on == "full" else None,
+        },
+        "cuda_graphs": {
+            "impl": m.graphs, "modules": list(m.graph_modules) if m.graphs != "none" else [], "warmup_steps": a.cuda_graph_warmup_steps,
+        },
+        "distributed_optimizer": {
+            "enabled": a.use_distributed_optimizer or a.use_megatron_fsdp, "overlap_grad_reduce": a.overlap_grad_reduce,
+            "overlap_param_gather": a.overlap_param_gather,
+        },
+        "megatron_fsdp": {"enabled": a.use_megatron_fsdp},
+        "fsdp2": {"enabled": a.use_torch_fsdp2, "reshard_after_forward": a.torch_fsdp2_reshard_after_forward},
+        "fp8": {"recipe": a.fp8_recipe if a.fp8 else "none"},
+    }  # fmt: skip
+    if a.use_megatron_fsdp:
+        found["megatron_fsdp"]["strategy"] = a.data_parallel_sharding_strategy
+    if a.fp8:
+        found["fp8"] |= {
+            "format": a.fp8,
+            "param_gather": a.fp8_param_gather,
+            "first_last_bf16": a.first_last_layers_bf16,
+        }
+        if a.first_last_layers_bf16:
+            found["fp8"] |= {
+                "bf16_layers_at_start": a.num_layers_at_start_in_bf16,
+                "bf16_layers_at_end": a.num_layers_at_end_in_bf16,
+            }
+    if a.optimizer in ("muon", "dist_muon"):
+        found["muon"] = {"momentum": a.muon_momentum, "nesterov": a.muon_nesterov, "scale_mode": a.muon_scale_mode,
+                         "ns_steps": a.muon_num_ns_steps, "tp_mode": a.muon_tp_mode, "extra_scale_factor": a.muon_extra_scale_factor,
+                         "split_qkv": a.muon_split_qkv}  # fmt: skip
+    if a.fim_data:
+        names = ("rate", "spm_rate", *(f"{p}_token" for p in ("prefix", "middle", "suffix", "pad", "eod")))
+        found["fim"] = {
+            "enabled": True,
+            **{n: v for n in names if (v := a.value(f"fim_{n}")) is not None and not isinstance(v, Open)},
+        }
+    return found
+
+
+# What the recipe tells Megatron, against what the launch does ------------------------------------------------------------
+
+# Arguments whose effect is a derived value; compared by that.
+DERIVED: dict[str, Callable[[Model], Any]] = {
+    "hybrid_layer_pattern": lambda m: (m.layers, m.mtp_layers, m.mtp_depths, m.cuts) if m.hybrid else None,
+    "hidden_size": lambda m: m.a.hidden_size,
+    "ffn_hidden_size": lambda m: m.ffn if "mlp" in m.kinds else None,
+    "kv_channels": lambda m: m.head_dim if "attention" in m.kinds else None,
+    "num_query_groups": lambda m: m.groups if "attention" in m.kinds else None,
+    "group_query_attention": lambda m: m.groups != m.heads if "attention" in m.kinds else None,
+    "moe_ffn_hidden_size": lambda m: m.moe_ffn if m.moe else None,
+    "mamba_num_heads": lambda m: m.mamba_heads if "mamba2" in m.kinds else None,
+    "padded_vocab_size": lambda m: known(lambda: m.vocabulary),
+    "vocab_size": lambda m: known(lambda: m.vocabulary),
+    "mtp_num_layers": lambda m: m.mtp_depths,
+    "multi_latent_attention": lambda m: m.mla,
+    "experimental_attention_variant": lambda m: m.variant,
+    "expert_tensor_parallel_size": lambda m: m.etp if m.moe else None,
+    "sequence_parallel": lambda m: m.sequence_parallel,
+    "apply_rope_fusion": lambda m: m.rope_fusion,
+    "position_embedding_type": lambda m: m.positions,
+    "rope_type": lambda m: m.rope_type if m.mla else None,
+    "add_qkv_bias": lambda m: m.a.add_qkv_bias or m.a.add_bias_linear,
+    "bias_gelu_fusion": lambda m: m.a.bias_gelu_fusion and m.activation == "GELU" and m.a.add_bias_linear,
+    "bias_swiglu_fusion": lambda m: m.a.bias_swiglu_fusion and m.a.swiglu,
+    "accumulate_allreduce_grads_in_fp32": lambda m: (m.a.accumulate_allreduce_grads_in_fp32 or m.a.bf16) and not m.a.grad_reduce_in_bf16,
+    "recompute_granularity": lambda m: m.recompute,
+    "cuda_graph_impl": lambda m: m.graphs,
+    "cuda_graph_modules": lambda m: m.graph_modules if m.graphs != "none" else (),
+    "te_rng_tracker": lambda m: m.a.te_rng_tracker or m.graphs != "none",
+    "dataloader_type": lambda m: m.a.dataloader_type or "single",
+    "lr_decay_iters": lambda m: _decay(m.a),
+    "train_iters": lambda m: _train(m.a),
+    "lr_warmup_iters": lambda m: _warmup(m.a),
+    "moe_aux_loss_coeff": lambda m: m.aux_coefficients,
+    "moe_router_load_balancing_type": lambda m: m.balancing,
+    "eval_interval": lambda m: m.a.eval_interval if m.a.eval_iters else None,
+    "max_position_embeddings": lambda m: m.a.max_position_embeddings if m.positions == "learned_absolute" else None,
+    "muon_nesterov": lambda m: m.a.muon_nesterov if "muon" in m.a.optimizer else None,
+    "spec": lambda m: None if tuple(m.a.spec or ()) in STOCK_SPECS else m.a.spec,
+    "dsa_indexer_skip_topk_offset": lambda m: [m.topk_source(n) for n in m.numbers("dsa")],
+    "dsa_indexer_topk_freq": lambda m: [m.topk_source(n) for n in m.numbers("dsa")],
+}  # fmt: skip
+# Said by a launch in another way, or only about other arguments above.
+OTHER_WAYS = {
+    "num_layers", "encoder_num_layers", "hybrid_override_pattern", "mtp_hybrid_override_pattern", "moe_layer_freq",
+    "deprecated_use_mcore_models",
+    "use_rotary_position_embeddings", "recompute_activations", "enable_cuda_graph", "external_cuda_graph", "cuda_graph_scope_deprecated",
+    "train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_warmup_fraction", "make_vocab_size_divisible_by",
+}  # fmt: skip
+
+
+def _compare(a: Args, m: Model, lowering: Lowering, made: Made) -> None:
+    theirs = Args(Launch(argv(lowering), "words", "", gpus=a.launch.gpus))
+    other = Model(theirs)
+    for name in dict.fromkeys([*lowering.by_name, *a.given]):
+        if name in OTHER_WAYS or (name == "hybrid_layer_pattern" and not m.hybrid):
+            continue
+        if name not in lowering.by_name and a.said(name):
+            made.keyless.append(a.written(name))
+            continue
+        if isinstance(a.value(name), Open):
+            made.lost.append(f"{a.written(name)} (not known here) -> {_said(theirs, name)}")
+            continue
+        derive = DERIVED.get(name, lambda model, name=name: model.a.value(name))
+        if known(lambda d=derive: _plain(d(m))) == known(lambda d=derive: _plain(d(other))):
+            continue
+        if a.said(name) or name in DERIVED:
+            made.lost.append(f"{_said(a, name)} -> {_said(theirs, name)}")
+        else:
+            made.added.append(theirs.written(name))
+
+
+def _said(a: Args, name: str) -> str:
+    """As written; as `name = value` where it stands on Megatron's default."""
+    return a.written(name) if a.said(name) else f"{name} = {a.value(name)}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_plain, value))
+    return None if isinstance(value, str) and holes(value) else value

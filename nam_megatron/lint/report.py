@@ -1,0 +1,118 @@
+"""A report as text for people and as JSON for programs."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+from nam_megatron import __version__
+from nam_megatron.lint import Report, describe
+from nam_megatron.lint.rules import SEVERITIES
+from nam_megatron.mcore import v0_19
+
+STYLES = {
+    "wrong model": "bold red",
+    "will fail": "bold magenta",
+    "cost": "bold yellow",
+    "fragile": "bold blue",
+    "open": "bold cyan",
+}
+Line = list[tuple[str, str]]  # (text, style) pieces
+
+
+def lines(report: Report, width: int = 110) -> Iterator[Line]:
+    """The report line by line; `width` in characters."""
+    yield [(f"{_printable(report.name)}: ", ""), (_printable(_headline(report)), "bold")]
+    yield []
+    for label, text in describe.rows(report.args, report.model):
+        hang = 21 if label == "layers" else 0
+        for i, line in enumerate(line for part in text.splitlines() for line in _wrap(part, width - 13, hang)):
+            yield [(f"{label if not i else '':<11}  ", "dim"), (line, "")]
+    found = list(describe.notes(report.args, report.model))
+    if found:
+        yield []
+    for note in found:
+        yield from _paragraph("note", note, width, "dim")
+    for finding in report.findings:
+        yield []
+        at = f"  (line {', '.join(map(str, finding.lines))})" if finding.lines else ""
+        yield [
+            (finding.severity, STYLES[finding.severity]),
+            (f"  {_brief(finding.flag)}", "bold"),
+            (f"{at}  ", "dim"),
+            (f"[{finding.id}]", "dim"),
+        ]
+        yield from _paragraph("", finding.message + (f" ({finding.detail})" if finding.detail else ""), width)
+        yield from _paragraph("fix:", finding.fix, width)
+    yield []
+    yield [(summary(report), "bold" if report.findings else "")]
+
+
+def summary(report: Report) -> str:
+    """The last line: how much of what was found."""
+    counts = Counter(f.severity for f in report.findings)
+    flags = f"{len(report.args.given)} arguments said, {len(v0_19.by_dest()) - len(report.args.given)} at Megatron {v0_19.PIN}'s defaults"
+    return f"{', '.join(f'{counts[s]} {s}' for s in SEVERITIES if counts[s]) or 'no finding'}; {flags}"
+
+
+def text(report: Report, width: int = 110) -> str:
+    """The report without colours."""
+    return "".join("".join(piece for piece, _ in line).rstrip() + "\n" for line in lines(report, width))
+
+
+def as_json(report: Report) -> str:
+    tree = {
+        "nam_megatron": __version__,
+        "megatron_core": v0_19.PIN,
+        "name": report.name,
+        "script": report.launch.script,
+        "gpus": report.args.launch.gpus,
+        "environment": dict(report.launch.env),
+        "trains": describe.data(report.args, report.model),
+        "findings": [
+            {
+                "id": f.id,
+                "severity": f.severity,
+                "flag": f.flag,
+                "lines": list(f.lines),
+                "message": f.message,
+                "detail": f.detail,
+                "fix": f.fix,
+            }
+            for f in report.findings
+        ],
+        "notes": list(describe.notes(report.args, report.model)),
+    }
+    return json.dumps(tree, indent=1, allow_nan=False, default=str) + "\n"
+
+
+def _headline(report: Report) -> str:
+    launch = report.launch
+    source = {"words": "a list of flags", "yaml": "YAML", "shell": "a shell script"}[launch.kind]
+    return (launch.script or source) + (f" on {launch.gpus} GPUs" if launch.gpus else "")
+
+
+def _brief(flag: str) -> str:
+    flag = _printable(flag)
+    return flag if len(flag) < 80 else flag[:77] + "..."
+
+
+def _printable(text: str) -> str:
+    """No control characters on somebody's terminal."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _paragraph(mark: str, text: str, width: int, style: str = "") -> Iterator[Line]:
+    for i, line in enumerate(_wrap(text, width - 7)):
+        yield [(f"  {mark if not i else '':<5}" if mark else "  ", "dim"), (line, style)]
+
+
+def _wrap(text: str, width: int, hang: int = 0) -> list[str]:
+    """Cut at blanks, other blanks as they are; further lines start `hang` columns in."""
+    done, line = [], ""
+    for blanks, word in re.findall(r"(\s*)(\S+)", _printable(text)):
+        if line.strip() and len(line) + len(blanks) + len(word) > width:
+            done.append(line)
+            line, blanks = " " * hang, ""
+        line += blanks + word
+    return [*done, line]

@@ -1,0 +1,172 @@
+"""Attention and position embeddings."""
+
+from nam_megatron.lint.model import Model
+from nam_megatron.lint.rules.rule import CONFIG, FAIL, FROM_ARGS, HYBRID, VALIDATE, WRONG, Rule, each
+from nam_megatron.lint.values import Args
+
+MLA_ONLY = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "cache_mla_latents")
+
+ROPE_ONLY = (
+    "rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling",
+    "rope_scaling_factor", "no_rope_freq",
+)  # fmt: skip
+
+
+def _mla_refuses(a: Args, m: Model) -> list[str]:
+    names = ("group_query_attention", "qk_l2_norm", "attention_output_gate", "rotary_interleaved")
+    return [f"{a.written(n)}\t" for n in names if m.mla and getattr(a, n)]
+
+
+RULES = (
+    Rule(
+        "gqa-ignored",
+        WRONG,
+        "num_query_groups",
+        lambda a, m: "attention" in m.kinds
+        and a.said("num_query_groups")
+        and not a.group_query_attention
+        and a.num_query_groups != m.heads
+        and f"{m.heads} key/value heads",
+        "the groups are ignored: full multi-head attention is trained",
+        "add `--group-query-attention`",
+        FROM_ARGS,
+    ),
+    Rule(
+        "gqa-one-group",
+        WRONG,
+        "group_query_attention",
+        lambda a, m: "attention" in m.kinds
+        and a.group_query_attention
+        and not a.said("num_query_groups")
+        and not m.mla,
+        "without --num-query-groups there is one group: multi-query attention is trained",
+        "add `--num-query-groups`",
+        FROM_ARGS,
+    ),
+    Rule("mla-refuses", FAIL, "", _mla_refuses, "MLA refuses it", "leave it out", f"{VALIDATE}, {CONFIG}"),
+    Rule(
+        "mla-flags-ignored",
+        WRONG,
+        "",
+        lambda a, m: [] if m.mla else each(a, MLA_ONLY),
+        "ignored: MLA is not on",
+        "add `--multi-latent-attention` (in a hybrid, `+` in the pattern)",
+        FROM_ARGS,
+    ),
+    Rule(
+        "mla-rope-type",
+        FAIL,
+        "rope_type",
+        lambda a, m: not m.mla and a.rope_type == "yarn",
+        "yarn by --rope-type is MLA's; other attention takes --position-embedding-type yarn",
+        "leave it out",
+        FROM_ARGS,
+    ),
+    Rule(
+        "mla-no-latent-norm",
+        WRONG,
+        "qk_layernorm",
+        lambda a, m: m.mla and bool({"mla", "dsa"} & m.kinds) and not a.qk_layernorm,
+        "the latents of MLA go without a norm; every published MLA model has one on each",
+        "add `--qk-layernorm`",
+        "core/transformer/mla_qk_norm_config.py",
+    ),
+    Rule(
+        "default-kv-lora-rank",
+        WRONG,
+        "kv_lora_rank",
+        lambda a, m: m.mla and not a.said("kv_lora_rank"),
+        "32 on the command line, 512 in Megatron's config and in the papers",
+        "say `--kv-lora-rank`",
+        "training/arguments.py _add_mla_args",
+    ),
+    Rule(
+        "default-rope-type",
+        WRONG,
+        "rope_type",
+        lambda a, m: m.mla
+        and not a.said("rope_type")
+        and f"factor {a.rotary_scaling_factor:g}"
+        + (": the angles are still RoPE's" if a.rotary_scaling_factor == 1 else ""),
+        "MLA's rotary embedding is yarn unless said otherwise",
+        "say `--rope-type rope --no-rope-fusion`, or `--rope-type yarn` if that is meant",
+        CONFIG,
+    ),
+    Rule(
+        "rope-scales-softmax",
+        WRONG,
+        "rotary_scaling_factor",
+        lambda a, m: m.mla and m.rope_type == "rope" and a.rotary_scaling_factor > 1 and a.mscale_all_dim != 0,
+        "yarn's factor and mscale-all-dim scale the softmax even with plain RoPE",
+        "add `--rotary-scaling-factor 1 --mscale-all-dim 0`",
+        "core/transformer/multi_latent_attention.py",
+    ),
+    Rule(
+        "mla-rope-fusion",
+        FAIL,
+        "apply_rope_fusion",
+        lambda a, m: m.mla and m.variant != "dsa" and m.rope_type == "rope" and m.rope_fusion,
+        "RoPE fusion is on by default and MLA has it for yarn only",
+        "add `--no-rope-fusion`",
+        CONFIG,
+    ),
+    Rule(
+        "dsa-rope-fusion",
+        FAIL,
+        "apply_rope_fusion",
+        lambda a, m: m.variant == "dsa" and m.rope_fusion,
+        "RoPE fusion is on by default and DSA does not have it",
+        "add `--no-rope-fusion`",
+        CONFIG,
+    ),
+    Rule(
+        "mla-yarn-fusion-heads",
+        WRONG,
+        "apply_rope_fusion",
+        lambda a, m: m.mla
+        and m.variant != "dsa"
+        and m.rope_type == "yarn"
+        and m.rope_fusion
+        and bool((m.heads // m.tp) & (m.heads // m.tp - 1))
+        and f"{m.heads // m.tp} heads a rank",
+        "the fused yarn kernels mask heads wrongly when their number is no power of two",
+        "add `--no-rope-fusion`",
+        "core/fusions/fused_mla_yarn_rope_apply.py, upstream issue 7103",
+    ),
+    Rule(
+        "rope-flags-ignored",
+        WRONG,
+        "",
+        lambda a, m: [] if m.mla or m.positions in ("rope", "yarn", "mrope") else each(a, ROPE_ONLY),
+        "ignored: positions are not rotary",
+        "add `--position-embedding-type rope`",
+        HYBRID,
+    ),
+    Rule(
+        "hybrid-positions",
+        WRONG,
+        "position_embedding_type",
+        lambda a, m: m.hybrid and "attention" in m.kinds and m.positions in ("mrope", "relative"),
+        "a hybrid knows rope, yarn and learned tables; with this one attention has no positions",
+        "use `rope`",
+        HYBRID,
+    ),
+    Rule(
+        "hybrid-rope-scaling",
+        WRONG,
+        "use_rope_scaling",
+        lambda a, m: m.hybrid and a.use_rope_scaling,
+        "hybrids ignore it: RoPE stays unscaled",
+        "leave it out",
+        "training/argument_utils.py hybrid_config_from_args",
+    ),
+    Rule(
+        "positions-short",
+        FAIL,
+        "max_position_embeddings",
+        lambda a, m: m.need("max_position_embeddings") < m.need("seq_length"),
+        "must be at least --seq-length",
+        "raise it",
+        VALIDATE,
+    ),
+)

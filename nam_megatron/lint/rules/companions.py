@@ -1,0 +1,114 @@
+"""Flags that Megatron refuses without another one: one rule, a line for each."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+from nam_megatron.lint.model import Model
+from nam_megatron.lint.rules.rule import CONFIG, FAIL, VALIDATE, Rule
+from nam_megatron.lint.values import Args
+
+
+@dataclass(frozen=True)
+class Companion:
+    """An argument, how a launch gives it, what it wants beside it, and whether that is so. The source is Megatron's own check."""
+
+    name: str
+    given: str
+    wants: str
+    met: Callable[[Args, Model], bool]
+
+
+def _precise(a: Args, m: Model) -> bool:
+    return a.use_precision_aware_optimizer
+
+
+def _overlaps(a: Args, m: Model) -> bool:
+    return a.overlap_moe_expert_parallel_comm
+
+
+def _virtual(a: Args, m: Model) -> bool:
+    stages = (a.num_layers_per_virtual_pipeline_stage, a.num_virtual_stages_per_pipeline_rank)
+    return m.pp > 1 and (any(s is not None for s in stages) or len(m.segments) > m.pp)
+
+
+def _ramp(a: Args, m: Model) -> bool:
+    return a.weight_decay_incr_style != "constant"
+
+
+COMPANIONS = (
+    Companion("tp_comm_overlap", "", "--sequence-parallel", lambda a, m: m.sequence_parallel),
+    Companion("overlap_moe_expert_parallel_comm", "", "--expert-model-parallel-size above 1", lambda a, m: m.ep > 1),
+    Companion("delay_wgrad_compute", "", "--overlap-moe-expert-parallel-comm", _overlaps),
+    Companion("ep_overlap_early_attn_memory_release", "", "--overlap-moe-expert-parallel-comm", _overlaps),
+    Companion("overlap_param_gather_with_optimizer_step", "", "virtual pipeline stages, --overlap-param-gather", _virtual),
+    Companion("overlap_p2p_comm_warmup_flush", "", "virtual pipeline stages", _virtual),
+    Companion("num_layers_per_virtual_pipeline_stage", "2", "--pipeline-model-parallel-size above 1", lambda a, m: m.pp > 1),
+    Companion("num_virtual_stages_per_pipeline_rank", "2", "--pipeline-model-parallel-size above 1", lambda a, m: m.pp > 1),
+    Companion("defer_embedding_wgrad_compute", "", "--pipeline-model-parallel-size above 1", lambda a, m: m.pp > 1),
+    Companion("hierarchical_context_parallel_sizes", "2 2", "sizes whose product is --context-parallel-size",
+              lambda a, m: prod(a.hierarchical_context_parallel_sizes) == m.cp),
+    Companion("hybrid_context_parallel", "", "--calculate-per-token-loss", lambda a, m: a.calculate_per_token_loss),
+    Companion("distribute_saved_activations", "", "--tensor-model-parallel-size above 1 and full recompute",
+              lambda a, m: m.tp > 1 and m.recompute == "full"),
+    Companion("use_precision_aware_optimizer", "", "--use-distributed-optimizer", lambda a, m: a.use_distributed_optimizer or m.fsdp),
+    Companion("optimizer_cpu_offload", "", "--use-precision-aware-optimizer", _precise),
+    Companion("main_grads_dtype", "bf16", "--use-precision-aware-optimizer", lambda a, m: a.main_grads_dtype == "fp32" or _precise(a, m)),
+    Companion("main_params_dtype", "fp16", "--use-precision-aware-optimizer", lambda a, m: a.main_params_dtype == "fp32" or _precise(a, m)),
+    Companion("exp_avg_dtype", "bf16", "--use-precision-aware-optimizer", lambda a, m: a.exp_avg_dtype == "fp32" or _precise(a, m)),
+    Companion("exp_avg_sq_dtype", "bf16", "--use-precision-aware-optimizer", lambda a, m: a.exp_avg_sq_dtype == "fp32" or _precise(a, m)),
+    Companion("start_weight_decay", "0.01", "--weight-decay-incr-style linear or cosine", _ramp),
+    Companion("end_weight_decay", "0.1", "--weight-decay-incr-style linear or cosine", _ramp),
+    Companion("weight_decay_incr_style", "linear", "--start-weight-decay and --end-weight-decay",
+              lambda a, m: not _ramp(a, m) or None not in (a.start_weight_decay, a.end_weight_decay)),
+    Companion("fp16_lm_cross_entropy", "", "--fp16", lambda a, m: a.fp16),
+    Companion("fp4_param_gather", "", "--fp4-format", lambda a, m: bool(a.fp4)),
+    Companion("fp8_output_proj", "", "--fp8-format with --fp8-recipe mxfp8", lambda a, m: bool(a.fp8) and a.fp8_recipe == "mxfp8"),
+    Companion("reuse_grad_buf_for_mxfp8_param_ag", "", "--fp8-recipe mxfp8 with --fp8-param-gather",
+              lambda a, m: bool(a.fp8) and a.fp8_recipe == "mxfp8" and a.fp8_param_gather),
+    Companion("moe_router_padding_for_quantization", "", "--fp8-format or --fp4-format", lambda a, m: bool(a.fp8 or a.fp4)),
+    Companion("moe_router_padding_for_fp8", "", "--fp8-format or --fp4-format", lambda a, m: bool(a.fp8 or a.fp4)),
+    Companion("moe_single_grouped_weight", "", "--moe-grouped-gemm and --use-transformer-engine-op-fuser",
+              lambda a, m: a.moe_grouped_gemm and a.use_transformer_engine_op_fuser),
+    Companion("moe_enable_deepep", "", "--moe-token-dispatcher-type flex", lambda a, m: a.moe_token_dispatcher_type == "flex"),
+    Companion("moe_flex_dispatcher_backend", "ncclep", "--moe-token-dispatcher-type flex",
+              lambda a, m: a.moe_flex_dispatcher_backend != "ncclep" or a.moe_token_dispatcher_type == "flex"),
+    Companion("moe_paged_stash", "", "--moe-expert-rank-capacity-factor", lambda a, m: a.moe_expert_rank_capacity_factor is not None),
+    Companion("moe_expert_rank_capacity_factor", "1.5", "--moe-flex-dispatcher-backend hybridep or ncclep",
+              lambda a, m: a.moe_flex_dispatcher_backend in ("hybridep", "ncclep")),
+    Companion("moe_single_grouped_bias", "", "--moe-grouped-gemm and linear bias", lambda a, m: a.moe_grouped_gemm and a.add_bias_linear),
+    Companion("moe_latent_size", "64", "--num-experts", lambda a, m: bool(a.num_experts)),
+    Companion("mla_down_proj_fusion", "", "MLA", lambda a, m: m.mla),
+    Companion("experimental_attention_variant", "gated_delta_net", "--linear-attention-freq",
+              lambda a, m: m.variant != "gated_delta_net" or a.linear_attention_freq is not None),
+    Companion("glu_linear_offset", "1.0", "--quick-geglu, or no fused SwiGLU",
+              lambda a, m: not a.glu_linear_offset or a.quick_geglu or not (a.swiglu and a.bias_swiglu_fusion)),
+    Companion("use_te_activation_func", "", "an activation of TE's, and no fusion of it with the bias",
+              lambda a, m: not (a.squared_relu or a.quick_geglu or (a.swiglu and a.bias_swiglu_fusion)
+                                or (m.activation == "GELU" and a.bias_gelu_fusion and a.add_bias_linear))),
+    Companion("init_method_xavier_uniform", "", "another Megatron: 0.19.2 hands it to its config under a name that is not there",
+              lambda a, m: not a.init_method_xavier_uniform),
+    Companion("fsdp_manual_registration", "", "--use-megatron-fsdp and --use-nccl-ub", lambda a, m: a.use_megatron_fsdp and a.nccl_ub),
+    Companion("fim_data", "", "real data, not --mock-data", lambda a, m: not a.mock_data),
+    Companion("log_memory_interval", "3", "a multiple of --log-interval",
+              lambda a, m: a.log_interval > 0 and a.log_memory_interval % a.log_interval == 0),
+)  # fmt: skip
+
+
+def _alone(a: Args, m: Model) -> Iterator[str]:
+    for c in COMPANIONS:
+        if a.said(c.name) and not c.met(a, m):
+            yield f"{a.written(c.name)}\twants {c.wants}"
+
+
+RULES = (
+    Rule(
+        "companion",
+        FAIL,
+        "",
+        _alone,
+        "refused without what it stands on",
+        "give what it wants, or leave it out",
+        f"{VALIDATE}, {CONFIG}",
+    ),
+)

@@ -1,0 +1,133 @@
+"""Megatron's defaults are GPT-2's: beside anything newer they are seldom meant."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from nam_megatron.lint.model import Model
+from nam_megatron.lint.rules.rule import CONFIG, COST, FAIL, FROM_ARGS, VALIDATE, WRONG, Rule, When, without
+from nam_megatron.lint.values import Args
+from nam_megatron.mcore import v0_19
+
+
+def _beside_newer(when: When) -> When:
+    """`when`, for a launch that says more than GPT-2 would."""
+
+    def modern(a: Args, m: Model) -> bool:
+        newer = a.swiglu or a.squared_relu or a.quick_geglu or a.normalization == "RMSNorm" or a.group_query_attention
+        rotary = m.positions in ("rope", "yarn", "mrope")
+        return m.hybrid or m.moe or m.mla or newer or rotary or a.untie_embeddings_and_output_weights
+
+    return lambda a, m: modern(a, m) and when(a, m)
+
+
+def _dropouts(a: Args, m: Model) -> Iterator[str]:
+    for name in ("hidden_dropout", "attention_dropout"):
+        if not a.said(name) and (name == "hidden_dropout" or m.attends):
+            yield without(v0_19.by_dest()[name].name) + "\t"
+
+
+_SELDOM_MEANT = (
+    Rule(
+        "default-positions",
+        WRONG,
+        "position_embedding_type",
+        lambda a, m: not a.any_said("position_embedding_type", "use_rotary_position_embeddings"),
+        "a learned table of absolute positions is trained",
+        "say `--position-embedding-type rope` (or `none`, or `learned_absolute` if meant)",
+        "training/arguments.py _add_network_size_args",
+    ),
+    Rule(
+        "default-normalization",
+        WRONG,
+        "normalization",
+        lambda a, m: not a.said("normalization"),
+        "LayerNorm is trained",
+        "say `--normalization RMSNorm` (or LayerNorm, if meant)",
+        CONFIG,
+    ),
+    Rule(
+        "default-bias",
+        WRONG,
+        "add_bias_linear",
+        lambda a, m: a.add_bias_linear,
+        "every linear layer has a bias",
+        "add `--disable-bias-linear`",
+        CONFIG,
+    ),
+    Rule(
+        "default-activation",
+        WRONG,
+        "",
+        lambda a, m: m.activation == "GELU" and m.has_mlps and without("--swiglu or --squared-relu") + "\t",
+        "MLPs and experts have GELU, without a gate",
+        "add `--swiglu` or `--squared-relu`",
+        FROM_ARGS,
+    ),
+    Rule(
+        "default-dropout",
+        WRONG,
+        "",
+        _dropouts,
+        "a dropout of 0.1",
+        "say 0.0 (or 0.1, if meant)",
+        CONFIG,
+    ),
+    Rule(
+        "default-beta2",
+        WRONG,
+        "adam_beta2",
+        lambda a, m: not a.said("adam_beta2") and a.optimizer != "sgd",
+        "Adam's second moment decays with 0.999",
+        "say `--adam-beta2 0.95` (or 0.999, if meant)",
+        "core/optimizer/optimizer_config.py",
+    ),
+    Rule(
+        "default-router-scores",
+        WRONG,
+        "moe_router_score_function",
+        lambda a, m: m.moe and not a.said("moe_router_score_function"),
+        "the router's scores are a softmax",
+        "say `--moe-router-score-function` sigmoid or softmax",
+        CONFIG,
+    ),
+    Rule(
+        "default-dispatcher",
+        COST,
+        "moe_token_dispatcher_type",
+        lambda a, m: m.moe and not a.said("moe_token_dispatcher_type"),
+        "allgather: every expert rank gets every token",
+        "say `--moe-token-dispatcher-type alltoall`",
+        CONFIG,
+    ),
+    Rule(
+        "default-expert-tensor",
+        COST,
+        "expert_tensor_parallel_size",
+        lambda a, m: m.moe and m.tp > 1 and not a.said("expert_tensor_parallel_size"),
+        "experts are cut by the tensor parallel size too",
+        "say `--expert-tensor-parallel-size 1`",
+        VALIDATE,
+    ),
+)
+
+RULES = (
+    *(replace(rule, when=_beside_newer(rule.when)) for rule in _SELDOM_MEANT),
+    Rule(
+        "activations",
+        FAIL,
+        "squared_relu|quick_geglu",
+        lambda a, m: a.swiglu and (a.squared_relu or a.quick_geglu),
+        "two activations",
+        "keep one",
+        FROM_ARGS,
+    ),
+    Rule(
+        "squared-relu-fusion",
+        FAIL,
+        "squared_relu",
+        lambda a, m: a.squared_relu and a.bias_gelu_fusion and a.add_bias_linear,
+        "bias-GELU fusion is on by default and refuses squared ReLU",
+        "add `--disable-bias-linear` or `--no-bias-gelu-fusion`",
+        CONFIG,
+    ),
+)

@@ -1,0 +1,178 @@
+"""Mixture of experts."""
+
+from nam_megatron.lint.rules.rule import CONFIG, COST, FAIL, FROM_ARGS, HYBRID, MOE, VALIDATE, WRONG, Rule, each
+
+MOE_ONLY = (
+    "moe_router_topk", "moe_shared_expert_intermediate_size", "moe_router_score_function", "moe_router_enable_expert_bias",
+    "moe_aux_loss_coeff", "moe_layer_freq", "moe_token_dispatcher_type", "moe_grouped_gemm",
+)  # fmt: skip
+
+
+RULES = (
+    Rule(
+        "experts-not-in-pattern",
+        WRONG,
+        "num_experts",
+        lambda a, m: m.hybrid and bool(a.num_experts) and not m.moe and bool(m.layers),
+        "no layer of the pattern is `E`: the experts are not built",
+        "write `E` where they belong",
+        HYBRID,
+    ),
+    Rule(
+        "pattern-without-experts",
+        FAIL,
+        "num_experts",
+        lambda a, m: m.hybrid and m.moe and not a.num_experts,
+        "`E` in the pattern and no number of experts",
+        "add `--num-experts`",
+        f"{MOE}moe_layer.py",
+    ),
+    Rule(
+        "moe-flags-ignored",
+        WRONG,
+        "",
+        lambda a, m: [] if a.num_experts or m.moe else each(a, MOE_ONLY),
+        "ignored: there are no experts",
+        "add `--num-experts`",
+        FROM_ARGS,
+    ),
+    Rule(
+        "moe-width-without-experts",
+        FAIL,
+        "moe_ffn_hidden_size",
+        lambda a, m: not a.num_experts and a.moe_ffn_hidden_size is not None and a.moe_layer_freq == 1,
+        "a width of experts and no experts",
+        "add `--num-experts`",
+        CONFIG,
+    ),
+    Rule(
+        "moe-no-balancing",
+        WRONG,
+        "moe_aux_loss_coeff",
+        lambda a, m: m.moe
+        and not a.moe_router_enable_expert_bias
+        and not any(m.aux_coefficients)
+        and any("aux_loss" in b for b in m.balancing),
+        "the coefficient is 0 unless said: nothing balances the experts",
+        "say `--moe-aux-loss-coeff`, 1e-4 say (or `--moe-router-load-balancing-type none`, if meant)",
+        CONFIG,
+    ),
+    Rule(
+        "moe-forced-balancing",
+        WRONG,
+        "moe_router_force_load_balancing",
+        lambda a, m: m.moe and a.moe_router_force_load_balancing,
+        "the router's choice is thrown away and tokens go anywhere: for benchmarks",
+        "leave it out",
+        f"{MOE}router.py",
+    ),
+    Rule(
+        "moe-balancing-lists",
+        FAIL,
+        "moe_aux_loss_coeff",
+        lambda a, m: len(m.balancing) > 1 and len(m.balancing) != len(m.aux_coefficients),
+        "several balancing losses need as many coefficients",
+        "give one for each",
+        CONFIG,
+    ),
+    Rule(
+        "moe-expert-bias",
+        FAIL,
+        "moe_router_enable_expert_bias",
+        lambda a, m: a.moe_router_enable_expert_bias and a.moe_router_score_function not in ("sigmoid", "sqrtsoftplus"),
+        "an expert bias needs sigmoid scores",
+        "add `--moe-router-score-function sigmoid`",
+        CONFIG,
+    ),
+    Rule(
+        "moe-top-k",
+        FAIL,
+        "moe_router_topk",
+        lambda a, m: m.moe and bool(a.num_experts) and a.moe_router_topk > a.num_experts,
+        "more experts a token than there are",
+        "lower it",
+        f"{MOE}moe_utils.py",
+    ),
+    Rule(
+        "moe-top-1",
+        FAIL,
+        "moe_router_topk",
+        lambda a, m: a.moe_router_topk == 1
+        and a.moe_router_score_function == "softmax"
+        and not a.moe_router_pre_softmax
+        and "sinkhorn" not in m.balancing,
+        "softmax over one chosen expert has no gradient",
+        "add `--moe-router-pre-softmax`",
+        CONFIG,
+    ),
+    Rule(
+        "moe-groups",
+        FAIL,
+        "moe_router_group_topk",
+        lambda a, m: bool(a.moe_router_group_topk)
+        and (
+            not a.moe_router_num_groups
+            or a.moe_router_group_topk > a.moe_router_num_groups
+            or bool((a.num_experts or 0) % a.moe_router_num_groups)
+        ),
+        "group-limited routing needs --moe-router-num-groups, a divisor of the experts and no smaller",
+        "set both",
+        CONFIG,
+    ),
+    Rule(
+        "moe-expert-parallel",
+        FAIL,
+        "expert_model_parallel_size",
+        lambda a, m: m.ep > 1 and not a.num_experts,
+        "expert parallelism without experts",
+        "leave it out",
+        VALIDATE,
+    ),
+    Rule(
+        "moe-bias",
+        FAIL,
+        "add_bias_linear",
+        lambda a, m: m.moe and a.add_bias_linear and (m.etp > 1 or bool(a.moe_shared_expert_intermediate_size)),
+        "linear bias is on by default; shared experts and cut experts refuse it",
+        "add `--disable-bias-linear`",
+        f"{MOE}shared_experts.py",
+    ),
+    Rule(
+        "moe-sequence",
+        FAIL,
+        "sequence_parallel",
+        lambda a, m: m.moe and m.tp > 1 and not a.sequence_parallel,
+        "experts under tensor parallelism train only with sequence parallelism",
+        "add `--sequence-parallel`",
+        f"{MOE}moe_layer.py",
+    ),
+    Rule(
+        "moe-shared-overlap",
+        FAIL,
+        "moe_shared_expert_overlap",
+        lambda a, m: a.moe_shared_expert_overlap
+        and bool(a.moe_shared_expert_intermediate_size)
+        and a.moe_token_dispatcher_type == "allgather",
+        "the overlap needs the alltoall or flex dispatcher",
+        "add `--moe-token-dispatcher-type alltoall`",
+        CONFIG,
+    ),
+    Rule(
+        "moe-padding",
+        FAIL,
+        "moe_pad_expert_input_to_capacity",
+        lambda a, m: a.moe_pad_expert_input_to_capacity and a.moe_expert_capacity_factor is None,
+        "padding to a capacity that is not set",
+        "add `--moe-expert-capacity-factor`",
+        CONFIG,
+    ),
+    Rule(
+        "moe-sequential",
+        COST,
+        "moe_grouped_gemm",
+        lambda a, m: m.moe and not m.hybrid and not a.moe_grouped_gemm,
+        "experts are computed one after the other",
+        "add `--moe-grouped-gemm`",
+        "core/models/gpt/moe_module_specs.py",
+    ),
+)

@@ -1,0 +1,121 @@
+"""CUDA graphs and the environment."""
+
+from collections.abc import Iterator
+
+from nam_megatron.lint.model import Model
+from nam_megatron.lint.rules.rule import CONFIG, COST, FAIL, VALIDATE, Rule
+from nam_megatron.lint.values import Args
+
+
+def _graph_modules(a: Args, m: Model) -> Iterator[str]:
+    modules = set(m.graph_modules)
+    if m.graphs == "full_iteration":
+        if modules:
+            yield "modules with `full_iteration`, which captures everything"
+        if a.check_for_nan_in_loss_and_grad:
+            yield "`full_iteration` without `--no-check-for-nan-in-loss-and-grad`"
+    elif m.graphs != "none":
+        if {"moe", "moe_router"} <= modules:
+            yield "`moe` together with `moe_router`"
+        if "moe_preprocess" in modules and "moe_router" not in modules and m.graphs != "local":
+            yield "`moe_preprocess` without `moe_router`"
+        if not a.num_experts and modules & {"moe", "moe_router"}:
+            yield "`moe` modules in a model without experts"
+        if a.num_experts and "mlp" in modules and a.moe_layer_freq == 1:
+            yield "`mlp` in a model with experts"
+        if (
+            a.num_experts
+            and "moe" in modules
+            and not (a.moe_expert_capacity_factor and a.moe_pad_expert_input_to_capacity)
+        ):
+            yield "`moe` without capacity factor and padding to it"
+        if m.recompute == "full":
+            yield "full recompute under per-layer graphs"
+
+
+def _connections(a: Args, m: Model) -> str | None:
+    """CUDA_DEVICE_MAX_CONNECTIONS as the text exports it: a value, `unset`, or None if it is silent on it."""
+    if "CUDA_DEVICE_MAX_CONNECTIONS" not in a.launch.env:
+        return None
+    value = a.launch.env["CUDA_DEVICE_MAX_CONNECTIONS"]
+    return "unset" if value is None else None if "\ue000" in value else value
+
+
+def _expandable(a: Args) -> bool:
+    return any(
+        "expandable_segments:True" in (a.launch.env.get(n) or "")
+        for n in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    )
+
+
+RULES = (
+    Rule(
+        "graphs-ignored",
+        COST,
+        "cuda_graph_modules|cuda_graph_scope_deprecated",
+        lambda a, m: m.graphs == "none" and bool(m.graph_modules),
+        "without --cuda-graph-impl there are no graphs",
+        "add `--cuda-graph-impl transformer_engine`",
+        CONFIG,
+    ),
+    Rule(
+        "graphs-modules",
+        FAIL,
+        "cuda_graph_modules|cuda_graph_impl|enable_cuda_graph|external_cuda_graph",
+        _graph_modules,
+        "graphs that cannot be captured",
+        "capture other modules",
+        CONFIG,
+    ),
+    Rule(
+        "graphs-twice",
+        FAIL,
+        "cuda_graph_impl",
+        lambda a, m: ((a.enable_cuda_graph or a.external_cuda_graph) and a.cuda_graph_impl != "none")
+        or (a.enable_cuda_graph and a.external_cuda_graph),
+        "graphs asked for in two ways",
+        "keep `--cuda-graph-impl`",
+        VALIDATE,
+    ),
+    Rule(
+        "graphs-allocator",
+        FAIL,
+        "PYTORCH_CUDA_ALLOC_CONF|PYTORCH_ALLOC_CONF",
+        lambda a, m: m.graphs == "transformer_engine"
+        and _expandable(a)
+        and a.launch.env.get("NCCL_GRAPH_REGISTER") != "0",
+        "graphs with expandable segments read freed memory unless NCCL registers none",
+        "export NCCL_GRAPH_REGISTER=0",
+        VALIDATE,
+    ),
+    Rule(
+        "connections-not-one",
+        FAIL,
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        lambda a, m: (m.tp > 1 or m.cp > 1)
+        and not m.fsdp
+        and not a.overlap_moe_expert_parallel_comm
+        and _connections(a, m) not in (None, "1"),
+        "tensor and context parallelism demand 1 on Hopper and before",
+        "export CUDA_DEVICE_MAX_CONNECTIONS=1",
+        VALIDATE,
+    ),
+    Rule(
+        "connections-fsdp",
+        FAIL,
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        lambda a, m: m.fsdp and _connections(a, m) == "1",
+        "an FSDP forbids 1",
+        "unset CUDA_DEVICE_MAX_CONNECTIONS",
+        VALIDATE,
+    ),
+    Rule(
+        "connections-leftover",
+        COST,
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        lambda a, m: m.tp == 1 and m.cp == 1 and not m.fsdp and _connections(a, m) == "1",
+        "nothing demands 1 here, and it serialises the overlap of communication",
+        "unset CUDA_DEVICE_MAX_CONNECTIONS",
+        VALIDATE,
+    ),
+)

@@ -1,0 +1,152 @@
+"""Which layers are built."""
+
+from nam_megatron.lint.model import STOCK_SPECS, Model
+from nam_megatron.lint.rules.rule import FAIL, HYBRID, PATTERN, VALIDATE, WRONG, Rule
+from nam_megatron.lint.values import Args
+
+
+def _mixed(m: Model) -> bool:
+    return any("*" in part and ("+" in part or "D" in part) for part in m.parts)
+
+
+def _spec(a: Args, m: Model) -> bool:
+    words = tuple(a.spec or ())
+    known = words in STOCK_SPECS or words[:1] == ("megatron.core.models.gpt.gpt_layer_specs",)
+    return len(words) == 2 and not known and not m.ours
+
+
+RULES = (
+    Rule(
+        "gpt-script-with-pattern",
+        WRONG,
+        "hybrid_layer_pattern|hybrid_override_pattern",
+        lambda a, m: m.gpt_script and m.pattern is not None,
+        "pretrain_gpt.py builds a GPT whatever the pattern: as many transformer layers as it has letters, attention and MLP in each",
+        "start pretrain_hybrid.py",
+        "training/argument_utils.py gpt_config_from_args",
+    ),
+    Rule(
+        "no-layers",
+        WRONG,
+        "hybrid_layer_pattern|num_layers",
+        lambda a, m: m.hybrid and (m.pattern is None or not m.num_layers),
+        "a hybrid without a pattern has no layers: embedding, final norm and output are all that is trained",
+        "give `--hybrid-layer-pattern`; `--num-layers` alone builds nothing here",
+        f"{HYBRID}, {PATTERN}",
+    ),
+    Rule(
+        "num-layers-ignored",
+        WRONG,
+        "num_layers",
+        lambda a, m: m.pattern is not None
+        and a.said("num_layers")
+        and a.num_layers != m.num_layers
+        and f"the pattern has {m.num_layers}",
+        "the pattern counts, not --num-layers",
+        "leave `--num-layers` out",
+        VALIDATE,
+    ),
+    Rule(
+        "two-patterns",
+        FAIL,
+        "hybrid_override_pattern",
+        lambda a, m: a.said("hybrid_override_pattern", "hybrid_layer_pattern"),
+        "two patterns",
+        "keep `--hybrid-layer-pattern`",
+        VALIDATE,
+    ),
+    Rule(
+        "pattern-symbol",
+        FAIL,
+        "hybrid_layer_pattern|hybrid_override_pattern",
+        lambda a, m: " ".join(f"`{c}`" for c in m.bad_symbols),
+        "a letter that is no layer of Megatron's",
+        "layers are M G * D + - E; `|` cuts the pipeline, `/` starts an MTP depth",
+        PATTERN,
+    ),
+    Rule(
+        "mixed-attention",
+        FAIL,
+        "hybrid_layer_pattern|hybrid_override_pattern",
+        lambda a, m: _mixed(m),
+        "`*` stands beside `+` or `D`: attention cannot be mixed with MLA or DSA",
+        "use one of them",
+        PATTERN,
+    ),
+    Rule(
+        "attention-without-positions",
+        WRONG,
+        "multi_latent_attention|hybrid_layer_pattern",
+        lambda a, m: m.hybrid and m.mla and "attention" in m.kinds and not _mixed(m) and m.positions == "rope",
+        "MLA is on, so `*` layers get no position embedding at all",
+        "use `+` for `*`, or no MLA anywhere (MTP depths included)",
+        HYBRID,
+    ),
+    Rule(
+        "mtp-without-pattern",
+        WRONG,
+        "mtp_num_layers",
+        lambda a, m: m.hybrid and bool(a.mtp_num_layers) and not m.mtp_depths,
+        "the pattern has no `/` part: no MTP depth is built",
+        "append a part for each depth, `.../*-`",
+        HYBRID,
+    ),
+    Rule(
+        "mtp-depths",
+        WRONG,
+        "mtp_num_layers",
+        lambda a, m: m.hybrid
+        and bool(a.mtp_num_layers)
+        and bool(m.mtp_depths)
+        and a.mtp_num_layers != m.mtp_depths
+        and f"the pattern has {m.mtp_depths}",
+        "the pattern's depths count, not --mtp-num-layers",
+        "make them agree",
+        VALIDATE,
+    ),
+    Rule(
+        "mtp-unequal",
+        FAIL,
+        "hybrid_layer_pattern|hybrid_override_pattern",
+        lambda a, m: len(set(m.parts[1:])) > 1,
+        "MTP depths must be alike",
+        "repeat one part",
+        PATTERN,
+    ),
+    Rule(
+        "mtp-positions",
+        FAIL,
+        "position_embedding_type",
+        lambda a, m: bool(m.mtp_depths or a.mtp_num_layers) and a.position_embedding_type not in ("rope", "none"),
+        "MTP runs with `rope` or `none` only",
+        "add `--position-embedding-type rope`",
+        VALIDATE,
+    ),
+    Rule(
+        "spec-words",
+        FAIL,
+        "spec",
+        lambda a, m: a.said("spec") and len(a.spec) != 2,
+        "--spec is a module and a name in it: two words",
+        "give both",
+        "core/transformer/spec_utils.py import_module",
+    ),
+    Rule(
+        "spec-not-stock",
+        WRONG,
+        "spec",
+        _spec,
+        "if this cannot be imported, Megatron logs a line and trains its own stack; a slot it leaves empty is skipped in silence",
+        "import it by hand first: `python -c 'from MODULE import NAME'`",
+        "core/transformer/spec_utils.py import_module",
+    ),
+    Rule(
+        "moe-layer-freq-ignored",
+        WRONG,
+        "moe_layer_freq",
+        lambda a, m: m.hybrid and a.said("moe_layer_freq"),
+        "a hybrid's pattern says where experts stand, not --moe-layer-freq",
+        "leave it out",
+        HYBRID,
+    ),
+)

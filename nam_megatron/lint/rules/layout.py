@@ -1,0 +1,219 @@
+"""Parallel layout, batches, recomputation."""
+
+from collections.abc import Iterator
+
+from nam_megatron.lint.model import Model
+from nam_megatron.lint.rules.rule import CONFIG, COST, FAIL, FRAGILE, PATTERN, VALIDATE, Rule, each
+from nam_megatron.lint.values import Args
+
+UNEVEN = (
+    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank", "pipeline_model_parallel_layout",
+)  # fmt: skip
+
+NOT_WITH_PATTERN = (*UNEVEN[2:], "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+
+
+def _indivisible(a: Args, m: Model) -> Iterator[str]:
+    """(flag, why) of every width that the layout cannot cut."""
+
+    def cut(name: str, value: int | None, by: int, what: str) -> Iterator[str]:
+        if value and by > 0 and value % by:
+            yield f"{a.written(name)}\t{value} is not divisible by {what} {by}"
+
+    yield from cut("num_attention_heads", m.heads, m.tp, "tensor parallel size")
+    if "attention" in m.kinds and m.groups > 0 and m.groups % m.tp and m.tp % m.groups:
+        yield f"{a.written('num_query_groups')}\t{m.groups} is neither a multiple nor a divisor of tensor parallel size {m.tp}"
+    if "attention" in m.kinds and a.group_query_attention:
+        yield from cut("num_attention_heads", m.heads, m.groups, "the number of query groups")
+    if not a.said("kv_channels"):
+        yield from cut("hidden_size", a.hidden_size, m.heads, "the number of heads, and there is no --kv-channels:")
+    if "mamba2" in m.kinds:
+        yield from cut("mamba_num_heads", m.mamba_heads, m.tp, "tensor parallel size")
+        yield from cut("mamba_num_groups", a.mamba_num_groups, m.tp, "tensor parallel size")
+        yield from cut("mamba_num_heads", m.mamba_heads, a.mamba_num_groups, "the number of Mamba groups")
+    if "mlp" in m.kinds:
+        yield from cut("ffn_hidden_size", m.ffn, m.tp, "tensor parallel size")
+    if m.moe:
+        yield from cut("moe_ffn_hidden_size", m.moe_ffn, m.etp, "expert tensor parallel size")
+        yield from cut("num_experts", a.num_experts, m.ep, "expert parallel size")
+    if m.sequence_parallel:
+        yield from cut("seq_length", a.seq_length, m.tp, "tensor parallel size, under sequence parallelism,")
+    if m.cp > 1:
+        yield from cut("seq_length", a.seq_length, 2 * m.cp, "twice the context parallel size,")
+
+
+def _world(a: Args, m: Model) -> Iterator[str]:
+    gpus = a.launch.gpus
+    if gpus and m.tp * m.pp * m.cp > 0 and gpus % (m.tp * m.pp * m.cp):
+        yield f"--tensor-model-parallel-size {m.tp}\t{gpus} GPUs, tensor {m.tp} x pipeline {m.pp} x context {m.cp}"
+    if gpus and m.moe and m.etp * m.ep * m.pp > 0 and gpus % (m.etp * m.ep * m.pp):
+        yield f"--expert-model-parallel-size {m.ep}\t{gpus} GPUs, expert tensor {m.etp} x expert {m.ep} x pipeline {m.pp}"
+
+
+def _pipeline(a: Args, m: Model) -> Iterator[str]:
+    ends = [
+        size for size in (a.decoder_first_pipeline_num_layers, a.decoder_last_pipeline_num_layers) if size is not None
+    ]
+    if len(m.segments) > 1:
+        if m.pp == 1 or len(m.segments) % m.pp:
+            yield f"{len(m.segments)} segments, and pipeline size {m.pp}"
+    elif ends:
+        rest, middle = m.num_layers - sum(ends), m.pp - len(ends)
+        if bool(rest) != bool(middle) or (middle and rest % middle):
+            yield f"{rest} layers for the {middle} other stages"
+    elif m.pattern is not None:
+        if m.num_layers % m.pp:
+            yield f"{m.num_layers} layers without `|`, and pipeline size {m.pp}"
+    elif not a.any_said(*UNEVEN):
+        layers = m.num_layers + a.account_for_embedding_in_pipeline_split + a.account_for_loss_in_pipeline_split
+        if layers % m.pp:
+            yield f"{layers} layers, and pipeline size {m.pp}"
+
+
+def _recompute(a: Args, m: Model) -> Iterator[str]:
+    if m.recompute == "full":
+        if a.recompute_method is None:
+            yield "full recompute without `--recompute-method`"
+        if a.recompute_num_layers is None:
+            yield "full recompute without `--recompute-num-layers`"
+        if a.distribute_saved_activations and m.sequence_parallel:
+            yield "`--distribute-saved-activations` with sequence parallelism"
+    elif m.recompute == "selective":
+        if a.recompute_method is not None:
+            yield "`--recompute-method` with selective recompute"
+        if a.recompute_num_layers is not None:
+            yield "`--recompute-num-layers` with selective recompute"
+        modules = set(a.recompute_modules or ())
+        if "moe_act" in modules and not a.moe_grouped_gemm:
+            yield "`moe_act` without `--moe-grouped-gemm`"
+        if "mla_up_proj" in modules and not m.mla:
+            yield "`mla_up_proj` without MLA"
+
+
+SIZES = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
+    "expert_tensor_parallel_size", "micro_batch_size", "global_batch_size", "hidden_size", "num_attention_heads", "seq_length",
+)  # fmt: skip
+
+
+def _not_positive(a: Args, m: Model) -> Iterator[str]:
+    for name in SIZES:
+        if isinstance(value := a.value(name), int) and value < 1:
+            yield f"{a.written(name)}\t"
+
+
+RULES = (
+    Rule("not-positive", FAIL, "", _not_positive, "must be 1 or more", "correct it", VALIDATE),
+    Rule("world-size", FAIL, "", _world, "the layout does not divide the GPUs", "change one of them", VALIDATE),
+    Rule(
+        "indivisible",
+        FAIL,
+        "",
+        _indivisible,
+        "the layout cannot cut it",
+        "change one of them",
+        f"{CONFIG}, core/ssm/mamba_mixer.py",
+    ),
+    Rule(
+        "batch",
+        FAIL,
+        "global_batch_size",
+        lambda a, m: bool(a.global_batch_size)
+        and bool(a.global_batch_size % (m.need("micro_batch_size") * m.dp))
+        and f"{a.micro_batch_size} a pass x {m.dp} ranks",
+        "not a multiple of the micro batch times the data parallel ranks",
+        "change one of them",
+        VALIDATE,
+    ),
+    Rule(
+        "sequence-parallel-off",
+        COST,
+        "sequence_parallel",
+        lambda a, m: a.sequence_parallel and m.tp == 1,
+        "switched off at tensor parallel size 1, with a line in the log",
+        "leave it out",
+        VALIDATE,
+    ),
+    Rule(
+        "pipeline-split",
+        FAIL,
+        "pipeline_model_parallel_size",
+        _pipeline,
+        "the layers cannot be cut so",
+        "let `|` in the pattern (or the number of layers) agree with the pipeline size",
+        f"{VALIDATE}, {PATTERN}",
+    ),
+    Rule(
+        "pipeline-auto-split",
+        FRAGILE,
+        "pipeline_model_parallel_size",
+        lambda a, m: m.hybrid and m.pattern is not None and m.pp > 1 and len(m.segments) == 1,
+        "without `|` Megatron cuts the layers into equal pieces, wherever that falls",
+        "write `|` at the cuts",
+        PATTERN,
+    ),
+    Rule(
+        "pipeline-flags",
+        FAIL,
+        "",
+        lambda a, m: m.pattern is not None and each(a, NOT_WITH_PATTERN + (UNEVEN[:2] if len(m.segments) > 1 else ())),
+        "a pattern excludes it",
+        "cut the pipeline with `|` in the pattern",
+        VALIDATE,
+    ),
+    Rule(
+        "gpt-only",
+        COST,
+        "",
+        lambda a, m: [
+            f"{a.written(n)}\t"
+            for n in ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "cpu_offloading_num_layers")
+            if m.hybrid and a.value(n)
+        ],
+        "for GPT models; a hybrid gains nothing by it",
+        "leave it out",
+        "core/pipeline_parallel/combined_1f1b.py",
+    ),
+    Rule(
+        "overlap-param-gather",
+        FAIL,
+        "overlap_param_gather",
+        lambda a, m: a.overlap_param_gather
+        and (
+            not a.overlap_grad_reduce
+            or not (a.use_distributed_optimizer or a.use_megatron_fsdp or a.optimizer == "dist_muon")
+        ),
+        "needs --overlap-grad-reduce, and a distributed optimizer or Megatron-FSDP",
+        "add them",
+        VALIDATE,
+    ),
+    Rule(
+        "cpu-offloading",
+        FAIL,
+        "cpu_offloading_num_layers",
+        lambda a, m: a.cpu_offloading_num_layers > 0
+        and (m.pp > 1 or bool(m.recompute) or a.cpu_offloading_num_layers >= m.num_layers),
+        "offloads fewer layers than there are, without pipeline parallelism and without recompute",
+        "leave one of them out",
+        CONFIG,
+    ),
+    Rule(
+        "recompute",
+        FAIL,
+        "recompute_granularity|recompute_modules",
+        _recompute,
+        "recompute flags that do not fit",
+        "full: `--recompute-method uniform --recompute-num-layers 1`; selective: `--recompute-modules` only",
+        CONFIG,
+    ),
+    Rule(
+        "recompute-ignored",
+        COST,
+        "",
+        lambda a, m: [] if m.recompute else each(a, ("recompute_modules", "recompute_method", "recompute_num_layers")),
+        "ignored: nothing is recomputed",
+        "add `--recompute-granularity`",
+        CONFIG,
+    ),
+)

@@ -1,0 +1,189 @@
+"""What argparse makes of the words."""
+
+import re
+from collections.abc import Iterator
+
+from nam_megatron.lint.follow import shown
+from nam_megatron.lint.model import Model, known
+from nam_megatron.lint.rules.rule import (
+    FAIL,
+    FRAGILE,
+    OPEN,
+    PARSER,
+    VALIDATE,
+    WRONG,
+    Rule,
+    When,
+    each,
+    without,
+)
+from nam_megatron.lint.values import Args, harmless
+from nam_megatron.mcore import v0_19
+
+OLD = {
+    "hybrid_override_pattern": "use `--hybrid-layer-pattern`",
+    "mtp_hybrid_override_pattern": "use `--hybrid-layer-pattern` with a `/` before each MTP depth",
+    "use_rotary_position_embeddings": "use `--position-embedding-type rope`",
+    "cuda_graph_scope_deprecated": "use `--cuda-graph-modules`",
+    "enable_cuda_graph": "use `--cuda-graph-impl local`",
+    "external_cuda_graph": "use `--cuda-graph-impl transformer_engine`",
+    "moe_layer_recompute": "use `--recompute-granularity selective --recompute-modules moe`",
+    "moe_router_padding_for_fp8": "use `--moe-router-padding-for-quantization`",
+    "moe_enable_deepep": "use `--moe-flex-dispatcher-backend deepep`",
+    "moe_deepep_num_sms": "use `--moe-flex-dispatcher-num-sms`",
+    "moe_hybridep_num_sms": "use `--moe-flex-dispatcher-num-sms`",
+    "no_weight_decay_cond_type": "use `--apply-wd-to-qk-layernorm`",
+    "deprecated_use_mcore_models": "leave it out: there are no others",
+    "use_dist_ckpt_deprecated": "use `--ckpt-format`",
+    "dist_ckpt_format_deprecated": "use `--ckpt-format`",
+    "ckpt_fully_parallel_save_deprecated": "leave it out: it is on",
+    "disable_msc_deprecated": "leave it out: it is off",
+    "add_position_embedding": "use `--position-embedding-type`",
+    "use_flash_attn": "leave it out: nothing reads it; `--attention-backend` chooses",
+    "onnx_safe": "leave it out: nothing reads it",
+}
+
+GONE = {
+    "batch_size": "use `--micro-batch-size`",
+    "warmup": "use `--lr-warmup-fraction`",
+    "model_parallel_size": "use `--tensor-model-parallel-size`",
+    "checkpoint_activations": "use `--recompute-activations`",
+}
+
+
+# Rules about what a launch lacks; they say nothing where it may be given elsewhere.
+ABSENCES = re.compile("missing-flag|no-layers|default-.*|gqa-one-group|mla-no-latent-norm")
+
+
+def elsewhere(a: Args, m: Model) -> bool:
+    """Whether flags may come from elsewhere: a checkpoint, a YAML, a script that reads these variables, or a variable not set here."""
+    opened = any(t.rule == "unknown-variable" for t in a.trouble)
+    return (
+        bool(known(lambda: m.from_elsewhere, True))
+        or a.launch.partial
+        or (opened and bool(known(lambda: _missing(a, m), True)))
+    )
+
+
+def _trouble(rule: str) -> When:
+    return lambda a, m: [f"{t.about}\t{t.detail}\t{t.fix}" for t in a.trouble if t.rule == rule]
+
+
+def _missing(a: Args, m: Model) -> list[str]:
+    names = ["hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings", "micro_batch_size", "lr"]
+    if "D" in (m.pattern or "") or m.variant == "dsa":
+        names += ["dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"]
+    missing = [
+        v0_19.by_dest()[n].name
+        for n in names
+        if not a.said(n) and not (n == "seq_length" and a.said("encoder_seq_length"))
+    ]
+    if not a.any_said("num_layers", "encoder_num_layers", "hybrid_layer_pattern", "hybrid_override_pattern"):
+        missing.append("--num-layers or --hybrid-layer-pattern")
+    if not a.any_said("train_iters", "train_samples"):
+        missing.append("--train-iters or --train-samples")
+    return [] if a.skip_train else missing
+
+
+def _unknown(a: Args, m: Model) -> Iterator[str]:
+    yield from (f"{t.about}\tnothing in the text sets it" for t in a.trouble if t.rule == "unknown-variable")
+    for name, variables in a.open_values():
+        if not harmless(name):
+            yield f"{a.written(name)}\tnothing in the text sets {', '.join(dict.fromkeys(variables))}"
+
+
+RULES = (
+    Rule(
+        "unknown-variable",
+        OPEN,
+        "",
+        _unknown,
+        "a variable that the text does not set: everything that hangs on it is left open",
+        "put the value in, or lint the text after your shell has expanded it",
+        "nam_megatron/lint/follow.py",
+    ),
+    Rule(
+        "unknown-flag",
+        FAIL,
+        "",
+        _trouble("unknown-flag"),
+        "Megatron 0.19.2 has no such flag and its parser stops at it",
+        "correct it; a flag that your training script adds itself is fine",
+        PARSER,
+    ),
+    Rule(
+        "removed-flag",
+        FAIL,
+        "",
+        _trouble("removed-flag"),
+        "Megatron 0.19.2 has this flag no more and its parser stops at it",
+        "say it as 0.19.2 does",
+        PARSER,
+    ),
+    Rule(
+        "missing-value",
+        FAIL,
+        "",
+        _trouble("missing-value"),
+        "the flag has no value; a value with a dash in front reads as a flag",
+        "give it one, as `--flag=VALUE` where the value starts with a dash",
+        PARSER,
+    ),
+    Rule("bad-value", FAIL, "", _trouble("bad-value"), "not a value of this flag", "correct it", PARSER),
+    Rule(
+        "stray-word",
+        FAIL,
+        "",
+        _trouble("stray-word"),
+        "a word that belongs to no flag stops the parser",
+        "remove it, or look at the quotes around it",
+        PARSER,
+    ),
+    Rule(
+        "given-twice",
+        WRONG,
+        "",
+        lambda a, m: [
+            f"{' ... '.join(shown(g[2]) for g in a.given[n])}\tthe last one counts" for n in a.contradictions
+        ],
+        "given more than once, with different values",
+        "keep one",
+        PARSER,
+    ),
+    Rule(
+        "missing-flag",
+        FAIL,
+        "",
+        lambda a, m: [without(flag) + "\t" for flag in _missing(a, m)],
+        "Megatron does not start without it",
+        "give it",
+        VALIDATE,
+    ),
+    Rule(
+        "old-flag",
+        FRAGILE,
+        "",
+        lambda a, m: [f"{a.written(n)}\t\t{OLD[n]}" for n in OLD if a.said(n)],
+        "deprecated: read today, or not even that",
+        "say it as 0.19.2 does",
+        VALIDATE,
+    ),
+    Rule(
+        "gone-flag",
+        FAIL,
+        "",
+        lambda a, m: [f"{a.written(n)}\t\t{GONE[n]}" for n in GONE if a.said(n)],
+        "still parsed, then refused",
+        "say it as 0.19.2 does",
+        VALIDATE,
+    ),
+    Rule(
+        "ignored-flag",
+        WRONG,
+        "",
+        lambda a, m: each(a, ("openai_gelu", "apply_residual_connection_post_layernorm")),
+        "nothing in Megatron 0.19.2 reads it: the model is built without it",
+        "leave it out",
+        "no reader in the package",
+    ),
+)

@@ -1,0 +1,98 @@
+"""Precision and kernels."""
+
+from nam_megatron.lint.rules.rule import CONFIG, COST, FAIL, VALIDATE, Rule, each
+
+FP8_ONLY = ("fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "first_last_layers_bf16")
+
+
+RULES = (
+    Rule(
+        "fp32",
+        COST,
+        "bf16",
+        lambda a, m: not a.bf16 and not a.fp16,
+        "weights and activations are fp32",
+        "add `--bf16`",
+        VALIDATE,
+    ),
+    Rule("two-precisions", FAIL, "fp16", lambda a, m: a.bf16 and a.fp16, "bf16 and fp16", "keep one", VALIDATE),
+    Rule(
+        "fp8-flags-ignored",
+        COST,
+        "",
+        lambda a, m: [] if a.fp8 else each(a, FP8_ONLY),
+        "ignored: FP8 is not on",
+        "add `--fp8-format hybrid`",
+        CONFIG,
+    ),
+    Rule(
+        "fp8-gather-without-fp8",
+        FAIL,
+        "fp8_param_gather",
+        lambda a, m: a.fp8_param_gather and not a.fp8,
+        "FP8 weights without FP8",
+        "add `--fp8-format hybrid`",
+        CONFIG,
+    ),
+    Rule("fp8-and-fp4", FAIL, "fp4", lambda a, m: bool(a.fp8 and a.fp4), "FP8 and FP4", "keep one", VALIDATE),
+    Rule(
+        "fp8-mamba-width",
+        FAIL,
+        "mamba_num_heads|fp8",
+        lambda a, m: bool(a.fp8)
+        and "mamba2" in m.kinds
+        and m.mamba_projection % 16 > 0
+        and f"2 heads x width + 2 groups x state + heads = {m.mamba_projection}",
+        "FP8 wants Mamba's input projection in multiples of 16",
+        "choose the heads so, e.g. a multiple of 16",
+        "core/ssm/mamba_mixer.py",
+    ),
+    Rule(
+        "fp8-delayed-edges",
+        FAIL,
+        "first_last_layers_bf16",
+        lambda a, m: bool(a.fp8) and a.first_last_layers_bf16 and a.fp8_recipe == "delayed",
+        "delayed scaling, the default recipe, refuses bf16 edge layers",
+        "add `--fp8-recipe tensorwise`",
+        CONFIG,
+    ),
+    Rule(
+        "fp8-delayed-recompute",
+        FAIL,
+        "recompute_modules",
+        lambda a, m: bool(a.fp8)
+        and a.fp8_recipe == "delayed"
+        and m.recompute == "selective"
+        and bool({"moe_act", "layernorm"} & set(a.recompute_modules or ())),
+        "delayed scaling, the default recipe, refuses their recompute",
+        "add `--fp8-recipe tensorwise`",
+        CONFIG,
+    ),
+    Rule(
+        "fp8-gather",
+        FAIL,
+        "fp8_param_gather",
+        lambda a, m: a.fp8_param_gather and not (a.use_distributed_optimizer or m.fsdp),
+        "needs sharded weights",
+        "add `--use-distributed-optimizer`",
+        VALIDATE,
+    ),
+    Rule(
+        "fused-cross-entropy-te",
+        FAIL,
+        "cross_entropy_fusion_impl",
+        lambda a, m: a.cross_entropy_loss_fusion and a.cross_entropy_fusion_impl == "te",
+        "Megatron 0.19.2 refuses TE's fused cross entropy",
+        "use `--cross-entropy-fusion-impl native`",
+        VALIDATE,
+    ),
+    Rule(
+        "flash-backend",
+        COST,
+        "attention_backend",
+        lambda a, m: a.attention_backend == "flash" and m.attends,
+        "switches cuDNN's attention off; without flash-attn installed no backend is left",
+        "use `--attention-backend auto`",
+        "core/transformer/transformer_config.py, measured on H200",
+    ),
+)

@@ -1,0 +1,174 @@
+"""DeepSeek sparse attention."""
+
+from nam_megatron.lint.model import Model
+from nam_megatron.lint.rules.rule import CONFIG, COST, DSA, FAIL, HYBRID, WRONG, Rule, each
+from nam_megatron.lint.values import Args
+
+DSA_ONLY = (
+    "dsa_indexer_n_heads",
+    "dsa_indexer_head_dim",
+    "dsa_indexer_topk",
+    "dsa_indexer_loss_coeff",
+    "dsa_indexer_topk_freq",
+)
+
+
+def _shares_topk(m: Model) -> list[tuple[int, int]]:
+    """(DSA layer, the layer whose top-k it reuses)."""
+    return [(n, s) for n in m.numbers("dsa") if (s := m.topk_source(n)) != n]
+
+
+def _without_source(a: Args, m: Model) -> str:
+    sparse = set(m.numbers("dsa"))
+    return ", ".join(f"layer {n} wants layer {s}'s" for n, s in _shares_topk(m) if s not in sparse)
+
+
+def _recompute_parts_group(a: Args, m: Model) -> bool:
+    size = a.recompute_num_layers or 1
+    whole = a.recompute_method == "uniform" and m.pp == 1
+    return any(not whole or (n - 1) // size != (s - 1) // size for n, s in _shares_topk(m))
+
+
+def _kernel_declines(a: Args, m: Model) -> bool:
+    heads = m.heads // m.tp
+    power = heads >= 16 and heads & (heads - 1) == 0
+    fits = a.kv_lora_rank == 512 and a.kv_lora_rank + a.qk_pos_emb_head_dim == 576
+    return not fits or not (power or (a.dsa_kernel_backend == "cudnn" and heads % 64 == 0))
+
+
+RULES = (
+    Rule(
+        "dsa-flags-ignored",
+        WRONG,
+        "",
+        lambda a, m: []
+        if m.dsa
+        else each(a, DSA_ONLY)
+        or (
+            m.hybrid
+            and a.experimental_attention_variant == "dsa"
+            and [f"{a.written('experimental_attention_variant')}\t"]
+        ),
+        "ignored: no layer is sparse",
+        "put `D` in the pattern (without a pattern: `--experimental-attention-variant dsa`)",
+        HYBRID,
+    ),
+    Rule(
+        "dsa-without-mla",
+        FAIL,
+        "experimental_attention_variant",
+        lambda a, m: not m.hybrid and m.variant == "dsa" and not m.mla,
+        "DSA stands on MLA",
+        "add `--multi-latent-attention`",
+        "core/transformer/experimental_attention_variant/absorbed_mla.py",
+    ),
+    Rule(
+        "dsa-bias",
+        FAIL,
+        "add_bias_linear",
+        lambda a, m: m.variant == "dsa" and a.add_bias_linear,
+        "linear bias is on by default and DSA refuses it",
+        "add `--disable-bias-linear`",
+        CONFIG,
+    ),
+    Rule(
+        "dsa-rotate",
+        FAIL,
+        "dsa_indexer_rotate_activation",
+        lambda a, m: m.dsa and a.dsa_indexer_rotate_activation,
+        "on by default; needs the package fast_hadamard_transform, which has no wheels",
+        "add `--no-dsa-indexer-rotate-activation`",
+        DSA,
+    ),
+    Rule(
+        "dsa-untrained-indexer",
+        WRONG,
+        "dsa_indexer_loss_coeff",
+        lambda a, m: m.dsa and not a.dsa_indexer_loss_coeff,
+        "without its loss the indexer is never trained: it picks positions at random",
+        "say `--dsa-indexer-loss-coeff`, 0.001 say",
+        DSA,
+    ),
+    Rule(
+        "dsa-latent-norm",
+        FAIL,
+        "qk_layernorm",
+        lambda a, m: m.variant == "dsa" and a.qk_layernorm and a.q_lora_rank is None,
+        "DSA has latent norms only with a query latent",
+        "add `--q-lora-rank`",
+        "core/transformer/mla_qk_norm_config.py",
+    ),
+    Rule(
+        "dsa-kernel-declines",
+        COST,
+        "dsa_kernel_backend",
+        lambda a, m: m.dsa and a.dsa_kernel_backend != "none" and _kernel_declines(a, m),
+        "these kernels take latents of 512 + 64 and 16, 32, 64, ... heads a rank; others fall to dense fp32 attention, with a debug line",
+        "use those shapes, or `--dsa-kernel-backend none` and know what it costs",
+        "dsa_kernels.py, ops/tilelang_dsa.py",
+    ),
+    Rule(
+        "dsa-context",
+        FAIL,
+        "cp_comm_type",
+        lambda a, m: m.variant == "dsa"
+        and m.cp > 1
+        and any(
+            str(t).replace("_", "").lower() != "allgather"
+            for t in ([a.cp_comm_type] if isinstance(a.cp_comm_type, str) else a.cp_comm_type)
+        ),
+        "DSA under context parallelism takes all-gather only",
+        "add `--cp-comm-type allgather`",
+        CONFIG,
+    ),
+    Rule(
+        "dsa-sequence",
+        FAIL,
+        "sequence_parallel",
+        lambda a, m: m.dsa and m.tp > 1 and not a.sequence_parallel,
+        "DSA under tensor parallelism needs sequence parallelism",
+        "add `--sequence-parallel`",
+        "core/transformer/experimental_attention_variant/absorbed_mla.py",
+    ),
+    Rule(
+        "dsa-reuse-source",
+        FAIL,
+        "dsa_indexer_topk_freq",
+        _without_source,
+        "the layer whose top-k is to be reused is not sparse",
+        "choose --dsa-indexer-topk-freq and -skip-topk-offset by Megatron's layer numbers",
+        DSA,
+    ),
+    Rule(
+        "dsa-reuse-cut",
+        FAIL,
+        "dsa_indexer_topk_freq",
+        lambda a, m: ", ".join(
+            f"layer {n} wants layer {s}'s, cut after layer {c}"
+            for n, s in _shares_topk(m)
+            for c in m.cuts
+            if s <= c < n
+        ),
+        "a pipeline cut parts layers that share a top-k",
+        "cut elsewhere, or reuse nothing",
+        DSA,
+    ),
+    Rule(
+        "dsa-reuse-recompute",
+        WRONG,
+        "recompute_granularity|dsa_indexer_topk_freq",
+        lambda a, m: m.dsa and m.recompute == "full" and _recompute_parts_group(a, m),
+        "recomputed apart, a layer reads another group's top-k: gradients are silently wrong",
+        "recompute selectively, reuse nothing, or let one chunk cover each group",
+        DSA,
+    ),
+    Rule(
+        "dsa-reuse-mask",
+        WRONG,
+        "create_attention_mask_in_dataloader",
+        lambda a, m: m.dsa and bool(_shares_topk(m)) and not a.create_attention_mask_in_dataloader,
+        "without a mask the shared top-k travels on the config object and lives across microbatches",
+        "leave `--no-create-attention-mask-in-dataloader` out",
+        DSA,
+    ),
+)

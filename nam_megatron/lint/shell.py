@@ -1,0 +1,441 @@
+"""Bash as text -> words, commands, branches, loops: what launch scripts use of it. follow.py says what they come to."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+DEPTH = 40
+OPERATORS = (
+    "<<<",
+    "<<-",
+    "&>>",
+    "&&",
+    "||",
+    ";;",
+    "<<",
+    ">>",
+    "&>",
+    ">&",
+    "<&",
+    ">|",
+    "\n",
+    ";",
+    "&",
+    "|",
+    "(",
+    ")",
+    "<",
+    ">",
+)
+REDIRECTS = {"<", ">", ">>", "<<<", "&>", "&>>", ">&", "<&", ">|"}
+CLOSERS = {"then", "elif", "else", "fi", "do", "done", "esac", "}", ")", ";;"}
+NAME = re.compile(r"[A-Za-z_]\w*")
+
+
+class ShellError(ValueError):
+    """The text is no shell script, or one that is no launch."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a word: `raw` or `quoted` text, `double`-quoted source, a `var`, an `arith` or a `command` substitution."""
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Token:
+    """A `word` of parts, an `op`, or an `array` assignment `NAME=(elements)`."""
+
+    kind: str
+    text: str = ""
+    parts: tuple[Part, ...] = ()
+    elements: tuple["Token", ...] = ()
+    line: int = 0
+
+    @property
+    def literal(self) -> str | None:
+        """The text of a word that has nothing to expand."""
+        if self.kind == "word" and all(p.kind in ("raw", "quoted") for p in self.parts):
+            return "".join(p.text for p in self.parts)
+        return None
+
+    def all_parts(self) -> Iterator[Part]:
+        """Every part, those inside double quotes and array elements too."""
+        for part in self.parts:
+            yield from inside(part.text) if part.kind == "double" else (part,)
+        for element in self.elements:
+            yield from element.all_parts()
+
+
+@dataclass
+class Command:
+    """Words (assignments among them) and the numbers of the heredocs that feed it."""
+
+    words: list[Token]
+    line: int
+    heredocs: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Branch:
+    """`if` and `case`: arms of (condition, body). A condition is nodes or, with a subject, patterns; None: otherwise."""
+
+    arms: list[tuple[list | None, list]]
+    line: int
+    subject: Token | None = None
+
+
+@dataclass
+class Chain:
+    """`left && right` or `left || right`."""
+
+    left: object
+    op: str
+    right: object
+    line: int
+
+
+@dataclass
+class Loop:
+    """Its variable (`for`) or condition (`while`), and its body."""
+
+    variable: str | None
+    condition: list
+    body: list
+
+
+class Lexer:
+    """Cuts a text into tokens. `plain`: a list of words, where only blanks, quotes, `#` and `$` mean something."""
+
+    def __init__(self, text: str, plain: bool = False):
+        self.text, self.plain, self.at = text, plain, 0
+        self.blanks = " \t\r\f\v\n" if plain else " \t\r\f\v"
+        self.ends = self.blanks + ("" if plain else "\n;&|<>()")
+        self.wanted: list[
+            tuple[str, bool]
+        ] = []  # heredocs whose bodies start after this line: (delimiter, tabs dropped)
+        self.bodies: list[str] = []
+        self._line, self._counted = 1, 0
+
+    @property
+    def line(self) -> int:
+        self._line += self.text.count("\n", self._counted, self.at)
+        self._counted = self.at
+        return self._line
+
+    def tokens(self) -> Iterator[Token]:
+        delimiter_next: str | None = None
+        while (token := self.next()) is not None:
+            if delimiter_next and token.kind == "word":
+                word = "".join(p.text for p in token.parts)
+                self.wanted.append((word, delimiter_next == "<<-"))
+                delimiter_next = None
+                continue
+            delimiter_next = token.text if token.kind == "op" and token.text in ("<<", "<<-") else None
+            yield token
+        self._read_bodies()
+
+    def next(self) -> Token | None:
+        while self.at < len(self.text):
+            if self.text.startswith("\\\n", self.at):
+                self.at += 2
+            elif self.text[self.at] in self.blanks:
+                self.at += 1
+            elif self.text[self.at] == "#":
+                end = self.text.find("\n", self.at)
+                self.at = len(self.text) if end < 0 else end
+            else:
+                break
+        if self.at >= len(self.text):
+            return None
+        line = self.line
+        if not self.plain:
+            for op in OPERATORS:
+                if self.text.startswith(op, self.at):
+                    self.at += len(op)
+                    if op == "\n":
+                        self._read_bodies()
+                    return Token("op", op, line=line)
+        parts: list[Part] = []
+        while self.at < len(self.text) and self.text[self.at] not in self.ends:
+            parts.append(self.part())
+        name = "".join(p.text for p in parts) if all(p.kind == "raw" for p in parts) else ""
+        if not self.plain and name.isdigit() and self.text[self.at : self.at + 1] in ("<", ">"):
+            return self.next()  # `2>`: the number of a stream
+        if not self.plain and self.text[self.at : self.at + 1] == "(" and re.fullmatch(r"[A-Za-z_]\w*\+?=", name):
+            self.at += 1
+            return Token("array", name, elements=tuple(self._elements(line)), line=line)
+        return Token("word", parts=tuple(parts), line=line)
+
+    def _elements(self, line: int) -> Iterator[Token]:
+        while (token := self.next()) is not None:
+            if token.kind != "op":
+                yield token
+            elif token.text == ")":
+                return
+            elif token.text != "\n":
+                raise ShellError(f"line {token.line}: `{token.text}` inside an array; quote the word it stands in")
+        raise ShellError(f"line {line}: an array without its `)`")
+
+    def part(self) -> Part:
+        """The piece that starts at `at`."""
+        text, start, c = self.text, self.at, self.text[self.at]
+        if c == "\\":
+            self.at = min(start + 2, len(text))
+            return Part("quoted", text[start + 1 : self.at].replace("\n", ""))
+        if c == "'" or text.startswith("$'", start):
+            return Part("quoted", self._until("'", start + 1 + (c == "$"), "a quote"))
+        if c == "`":
+            return Part("command", self._until("`", start + 1, "a backtick"))
+        if c == '"' or text.startswith('$"', start):
+            self.at += 1 + (c == "$")
+            return Part("double", self._double())
+        if c == "$":
+            return self._dollar()
+        self.at += 1
+        while self.at < len(text) and text[self.at] not in self.ends and text[self.at] not in "\\'\"$`":
+            self.at += 1
+        return Part("raw", text[start : self.at])
+
+    def _until(self, mark: str, start: int, what: str) -> str:
+        end = self.text.find(mark, start)
+        if end < 0:
+            raise ShellError(f"line {self.line}: {what} without its end")
+        self.at = end + 1
+        return self.text[start:end]
+
+    def _double(self) -> str:
+        """The source inside double quotes; the opening quote is behind us."""
+        start, line = self.at, self.line
+        while self.at < len(self.text):
+            c = self.text[self.at]
+            if c == '"':
+                self.at += 1
+                return self.text[start : self.at - 1]
+            if c == "$" and self.text[self.at + 1 : self.at + 2] in ("(", "{"):
+                self._dollar()
+            else:
+                self.at += 1 + (c == "\\")
+        raise ShellError(f"line {line}: a double quote without its end")
+
+    def _dollar(self) -> Part:
+        text = self.text
+        if text.startswith("$(", self.at):
+            self.at += 1
+            body = self._balanced("(", ")")
+            return (
+                Part("arith", body[2:-2])
+                if body.startswith("((") and body.endswith("))")
+                else Part("command", body[1:-1])
+            )
+        if text.startswith("${", self.at):
+            self.at += 1
+            return Part("var", self._balanced("{", "}")[1:-1])
+        if match := re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]").match(text, self.at + 1):
+            self.at = match.end()
+            return Part("var", match[0])
+        self.at += 1
+        return Part("raw", "$")
+
+    def _balanced(self, opening: str, closing: str) -> str:
+        """From the bracket at `at` to its partner, both included; a bracket behind a backslash does not count."""
+        start, depth, line = self.at, 0, self.line
+        while self.at < len(self.text):
+            c = self.text[self.at]
+            depth += (c == opening) - (c == closing)
+            self.at += 1 + (c == "\\")
+            if depth == 0:
+                return self.text[start : self.at]
+        raise ShellError(f"line {line}: a `{opening}` without its `{closing}`")
+
+    def _read_bodies(self) -> None:
+        for delimiter, tabs in self.wanted:
+            lines = []
+            while self.at < len(self.text):
+                end = self.text.find("\n", self.at)
+                end = len(self.text) if end < 0 else end
+                line, self.at = self.text[self.at : end], min(end + 1, len(self.text))
+                if (line.lstrip("\t") if tabs else line).rstrip() == delimiter:
+                    break
+                lines.append(line)
+            self.bodies.append("\n".join(lines))
+        self.wanted.clear()
+
+
+def inside(text: str) -> Iterator[Part]:
+    """The parts of the source between double quotes."""
+    lexer, start = Lexer(text), 0
+    while lexer.at < len(text):
+        c = text[lexer.at]
+        if c == "\\" and text[lexer.at + 1 : lexer.at + 2] in ("\\", '"', "$", "`", "\n"):
+            yield Part("quoted", text[start : lexer.at] + text[lexer.at + 1].replace("\n", ""))
+            start = lexer.at = lexer.at + 2
+        elif c in "$`":
+            yield Part("quoted", text[start : lexer.at])
+            yield lexer.part()
+            start = lexer.at
+        else:
+            lexer.at += 1
+    yield Part("quoted", text[start:])
+
+
+def blanks_kept(text: str) -> Iterator[Part]:
+    """The parts of a text that is one word whatever blanks it has, as behind `:-`."""
+    lexer = Lexer(text, plain=True)
+    while lexer.at < len(text):
+        if text[lexer.at] in lexer.blanks:
+            lexer.at += 1
+            yield Part("quoted", text[lexer.at - 1])
+        else:
+            yield lexer.part()
+
+
+class Parser:
+    """Tokens -> nodes: `Parser(text).block()` is the whole script, `bodies` its heredocs."""
+
+    def __init__(self, text: str):
+        lexer = Lexer(text)
+        self.tokens, self.bodies = list(lexer.tokens()), lexer.bodies
+        self.at = self.depth = self.heredocs = 0
+
+    @property
+    def token(self) -> Token | None:
+        return self.tokens[self.at] if self.at < len(self.tokens) else None
+
+    @property
+    def word(self) -> str | None:
+        """What the next token says where a command may start: an operator, or a word with nothing to expand."""
+        token = self.token
+        return None if token is None else token.text if token.kind == "op" else token.literal
+
+    def eat(self) -> Token:
+        if self.token is None:
+            raise ShellError("the script ends in the middle of a command")
+        self.at += 1
+        return self.tokens[self.at - 1]
+
+    def block(self, *until: str) -> list:
+        """Commands up to one of `until`, which is eaten and kept in `ended`; up to the end of the text without `until`."""
+        self.depth += 1
+        if self.depth > DEPTH:
+            raise ShellError("nested too deep")
+        nodes: list = []
+        while self.token is not None and self.word not in until:
+            if self.word in CLOSERS or self.word in ("\n", ";", "&", "|"):
+                self.eat()
+            else:
+                nodes.append(self.chain())
+        self.depth -= 1
+        if until:
+            if self.token is None:
+                raise ShellError(f"the script ends before its `{until[-1]}`")
+            self.ended = self.word
+            self.eat()
+        return nodes
+
+    def chain(self) -> object:
+        node = self.command()
+        while self.word in ("&&", "||") and self.token.kind == "op":
+            op = self.eat()
+            while self.word == "\n":
+                self.eat()
+            if self.token is None:
+                break
+            node = Chain(node, op.text, self.command(), op.line)
+        return node
+
+    def command(self) -> object:
+        line, word = self.token.line, self.word
+        if word == "if":
+            self.eat()
+            return self._if(line)
+        if word == "case":
+            self.eat()
+            return self._case(line)
+        if word in ("while", "until"):
+            self.eat()
+            condition = self.block("do")
+            return Loop(None, condition if word == "while" else [], self.block("done"))
+        if word in ("for", "select"):
+            self.eat()
+            name = self.word
+            while self.token is not None and self.word != "do":
+                self.eat()
+            self.block("do")
+            return Loop(name or "loop", [], self.block("done"))
+        if word in ("{", "("):
+            self.eat()
+            return Branch([(None, self.block("}" if word == "{" else ")"))], line)
+        return self._simple(line)
+
+    def _if(self, line: int) -> Branch:
+        arms: list = []
+        condition: list | None = self.block("then")
+        while True:
+            arms.append((condition, self.block("elif", "else", "fi")))
+            if self.ended == "fi":
+                return Branch(arms, line)
+            condition = self.block("then") if self.ended == "elif" else None
+
+    def _case(self, line: int) -> Branch:
+        subject, arms = self.token, []
+        if subject is None or subject.kind != "word":
+            raise ShellError(f"line {line}: a `case` without its word")
+        self.eat()
+        while self.word in ("in", "\n"):
+            self.eat()
+        while self.token is not None and self.word != "esac":
+            patterns = []
+            while self.token is not None and self.word != ")":
+                if self.token.kind == "word":
+                    patterns.append(self.token)
+                self.eat()
+            if self.token is None:
+                raise ShellError(f"line {line}: a `case` arm without its `)`")
+            self.eat()
+            nodes: list = []
+            while self.token is not None and self.word not in (";;", "esac"):
+                if self.word in ("\n", ";", "&", "|"):
+                    self.eat()
+                else:
+                    nodes.append(self.chain())
+            while self.word in (";;", "\n"):
+                self.eat()
+            arms.append((patterns, nodes))
+        if self.token is None:
+            raise ShellError(f"line {line}: a `case` without its `esac`")
+        self.eat()
+        return Branch(arms, line, subject)
+
+    def _simple(self, line: int) -> object:
+        node, start = Command([], line), self.at
+        while self.token is not None:
+            if self.token.kind != "op":
+                node.words.append(self.eat())
+            elif self.word in ("<<", "<<-"):
+                self.eat()
+                node.heredocs.append(self.heredocs)
+                self.heredocs += 1
+            elif self.word in REDIRECTS:
+                self.eat()
+                if self.token is not None and self.token.kind == "word":
+                    self.eat()
+            elif (
+                self.word == "("
+                and len(node.words) == 1
+                and self.at + 1 < len(self.tokens)
+                and self.tokens[self.at + 1].text == ")"
+            ):
+                self.at += 2  # name() { ... }: its body, once
+                while self.word == "\n":
+                    self.eat()
+                return node if self.token is None else self.command()
+            elif self.word == "(":
+                raise ShellError(f"line {self.token.line}: `(` in the middle of a command; quote the word it stands in")
+            else:
+                break
+        if self.at == start:
+            self.eat()  # an operator where a command should start
+        return node

@@ -1,0 +1,283 @@
+"""Words -> Args: every argument of Megatron's parser with its value, said in the launch or Megatron's own default.
+
+Reads words as argparse does (exact names, last one wins) without Megatron: from the dumped flags.
+"""
+
+import ast
+import difflib
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from nam_megatron.lint.follow import holes, shown
+from nam_megatron.lint.read import Launch
+from nam_megatron.mcore import v0_19
+from nam_megatron.mcore.v0_19 import Flag
+
+# Parsers of pretraining scripts add these to Megatron's (megatron/post_training/arguments.py, with nvidia-modelopt installed).
+OF_SCRIPTS = re.compile(
+    r"--(export-.+|modelopt-enabled|enable-gpt-oss|qad-train-target|freeze-base-for-mtp|finetune-(hf-dataset|data-split))"
+)
+OURS = {"--nam-plan": 1}  # nam_megatron.train's own
+
+GRAPH_MODULES = (
+    "attn",
+    "mlp",
+    "moe",
+    "moe_router",
+    "moe_preprocess",
+    "mamba",
+    "full",
+    "full_iteration",
+    "full_iteration_inference",
+)
+LONGEST_LIST = 10_000
+
+# Flags of earlier Megatrons that 0.19.2 has no more, and what says it now.
+REMOVED = {
+    "--hybrid-attention-ratio": "write the layers out with `--hybrid-layer-pattern`",
+    "--hybrid-mlp-ratio": "write the layers out with `--hybrid-layer-pattern`",
+    "--use-legacy-models": "leave it out; there are only Megatron-Core models",
+    "--use-custom-fsdp": "use `--use-megatron-fsdp`",
+    "--moe-extended-tp": "use `--expert-tensor-parallel-size`",
+    "--moe-token-dropping": "use `--moe-expert-capacity-factor`",
+    "--moe-use-legacy-grouped-gemm": "use `--moe-grouped-gemm`",
+    "--muon-use-nesterov": "use `--muon-nesterov`",
+    "--legacy-tokenizer": "leave it out",
+    "--standalone-embedding-stage": "use `--account-for-embedding-in-pipeline-split`",
+    "--pipeline-model-parallel-split-rank": "leave it out",
+    "--encoder-tensor-model-parallel-size": "use `--tensor-model-parallel-size`",
+    "--encoder-pipeline-model-parallel-size": "use `--pipeline-model-parallel-size`",
+    "--no-async-tensor-model-parallel-allreduce": "leave it out",
+    "--delay-param-gather": "`--align-param-gather` is on by default",
+    "--no-delay-grad-reduce": "use `--no-align-grad-reduce`",
+    "--s3-cache-path": "use `--object-storage-cache-path`",
+    "--tokenizer-hf-use-fast": "on by default; `--tokenizer-hf-no-use-fast` switches it off",
+    "--tokenizer-hf-include-special-tokens": "on by default; `--tokenizer-hf-no-include-special-tokens` switches it off",
+}
+
+
+class NotKnown(Exception):
+    """A value that the launch leaves open, or gives in a form that Megatron's parser would not take."""
+
+
+@dataclass(frozen=True)
+class Open:
+    """Stands for a value that is not known. `names`: what would have to be."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Words the parser would stumble over. rule: the finding they make (rules.py). about: the words concerned."""
+
+    rule: str
+    about: str
+    detail: str = ""
+    fix: str = ""
+
+
+class Args:
+    """Arguments by Megatron's names: `args.hidden_size`. What is not known raises NotKnown when asked for."""
+
+    def __init__(self, launch: Launch):
+        self.launch = launch
+        self.given: dict[str, list[tuple[str, Any, str]]] = defaultdict(list)  # argument -> (flag, value, as written)
+        self.trouble: list[Trouble] = []
+        self.script_flags: list[str] = []
+        self._parse(list(launch.words))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in v0_19.by_dest():
+            raise AttributeError(name)
+        value = self.value(name)
+        if isinstance(value, Open):
+            raise NotKnown(name)
+        return value
+
+    def value(self, name: str) -> Any:
+        """The value of an argument, `Open` if it is not known; a list of one as its element."""
+        value = self.given[name][-1][1] if self.said(name) else v0_19.by_dest()[name].default
+        return value[0] if isinstance(value, (list, tuple)) and len(value) == 1 and name in UNPACKED else value
+
+    def said(self, *names: str) -> bool:
+        """Whether the launch itself gives all of these arguments."""
+        return all(name in self.given for name in names)
+
+    def any_said(self, *names: str) -> tuple[str, ...]:
+        return tuple(name for name in names if name in self.given)
+
+    def written(self, name: str) -> str:
+        """An argument as the launch gives it; the flag's name if it does not."""
+        return shown(self.given[name][-1][2]) if self.said(name) else v0_19.by_dest()[name].name
+
+    # Reading the words, as argparse does
+
+    def _parse(self, words: list[str]) -> None:
+        at = 0
+        while at < len(words):
+            word, at = words[at], at + 1
+            if not self._is_flag(word):
+                if names := holes(word):
+                    self.trouble.append(Trouble("unknown-variable", shown(word), _list(names)))
+                elif word != "--":
+                    stray = [word, *itertools.takewhile(lambda w: not self._is_flag(w) and not holes(w), words[at:])]
+                    at += len(stray) - 1
+                    self.trouble.append(Trouble("stray-word", " ".join(stray)))
+                continue
+            name, equals, inline = word.partition("=")
+            flag, positive = self._flag(name)
+            following = []
+            if not equals:
+                while at + len(following) < len(words) and not self._is_flag(words[at + len(following)]):
+                    following.append(words[at + len(following)])
+            if flag is None:
+                taken = following[: OURS.get(name, len(following))]
+                self._unknown(name)
+            elif flag.action != "store":
+                taken = []
+                if equals:
+                    self.trouble.append(Trouble("bad-value", shown(word), "takes no value"))
+                else:
+                    self.given[flag.dest].append((name, positive, name))
+            else:
+                values = [inline] if equals else following
+                count = len(values) if flag.nargs in ("+", "*") else flag.nargs if isinstance(flag.nargs, int) else 1
+                taken = [] if equals else values[:count]
+                self._store(flag, name, values[:count], count)
+            at += len(taken)
+
+    def _is_flag(self, word: str) -> bool:
+        """argparse: a word with a dash in front is a flag, unless it is a negative number or has a blank in it."""
+        if not word.startswith("-") or len(word) == 1 or re.fullmatch(r"-\d+|-\d*\.\d+", word):
+            return False
+        return " " not in word or self._flag(word.partition("=")[0])[0] is not None
+
+    @staticmethod
+    def _flag(name: str) -> tuple[Flag | None, bool]:
+        """The flag of a name, and the truth a flag without a value stands for under it."""
+        flag = v0_19.by_name(name)
+        if flag is None:
+            return None, True
+        return flag, not (flag.action == "store_false" or (flag.action == "boolean" and name.startswith("--no-")))
+
+    def _unknown(self, name: str) -> None:
+        if name in OURS:
+            return
+        if OF_SCRIPTS.fullmatch(name):
+            self.script_flags.append(name)
+        elif name in REMOVED:
+            self.trouble.append(Trouble("removed-flag", name, "", REMOVED[name]))
+        else:
+            names = [*v0_19.flags(), *(a for f in v0_19.flags().values() for a in f.aliases)]
+            close = difflib.get_close_matches(name, names, 1, 0.75)
+            self.trouble.append(Trouble("unknown-flag", shown(name), f"did you mean `{close[0]}`?" if close else ""))
+
+    def _store(self, flag: Flag, name: str, words: list[str], count: int) -> None:
+        written = " ".join([name, *words])
+        if len(words) < count or (not words and flag.nargs == "+"):
+            self.trouble.append(Trouble("missing-value", name))
+            self.given[flag.dest].append((name, Open(()), written))
+            return
+        if names := tuple(n for w in words for n in holes(w)):
+            self.given[flag.dest].append((name, Open(names), written))
+            return
+        try:
+            values = [convert(flag, w) for w in words]
+        except ValueError as err:
+            self.trouble.append(Trouble("bad-value", written, str(err)))
+            self.given[flag.dest].append((name, Open(()), written))
+            return
+        self.given[flag.dest].append((name, values if flag.nargs else values[0], written))
+
+    # Flags twice
+
+    @cached_property
+    def contradictions(self) -> tuple[str, ...]:
+        """Arguments given more than once, with different values."""
+        return tuple(n for n, given in self.given.items() if len({repr(value) for _, value, _ in given}) > 1)
+
+    def open_values(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Arguments whose value hangs on something the text does not say."""
+        for name, given in self.given.items():
+            if isinstance(given[-1][1], Open) and given[-1][1].names:
+                yield name, given[-1][1].names
+
+
+UNPACKED = {"moe_router_load_balancing_type", "moe_aux_loss_coeff", "cp_comm_type"}
+
+
+def convert(flag: Flag, text: str) -> Any:
+    """A word as the flag's type.
+
+    Raises:
+        ValueError: with what is wrong, for people.
+    """
+    kind = flag.type
+    if kind in ("int", "float"):
+        try:
+            value: Any = int(text) if kind == "int" else float(text)
+        except ValueError:
+            raise ValueError(f"is no {'whole number' if kind == 'int' else 'number'}") from None
+    elif kind == "_parse_cuda_graph_modules_arg":
+        if text not in GRAPH_MODULES:
+            raise ValueError(f"there are {', '.join(GRAPH_MODULES[:6])}")
+        value = text
+    elif kind == "tuple_type":
+        if not re.fullmatch(r"\(*\s*-?\d{1,9}\s*(,\s*-?\d{1,9}\s*)*\)*", text):
+            raise ValueError("is no list of whole numbers")
+        value = tuple(int(i) for i in re.findall(r"-?\d+", text))
+    elif kind in ("moe_freq_type", "la_freq_type", "no_rope_freq_type"):
+        value = _frequency(text)
+    else:
+        value = bool(text) if kind == "bool" else text
+    if flag.choices and value not in flag.choices:
+        raise ValueError(f"there are {', '.join(map(str, flag.choices))}")
+    return value
+
+
+def _frequency(text: str) -> int | list[int]:
+    """`4`, or a Python list expression such as `([0]*3+[1]*5)`."""
+
+    def value(node: ast.AST) -> Any:
+        match node:
+            case ast.Constant(value=int(number)):
+                return number
+            case ast.List(elts=elements) | ast.Tuple(elts=elements):
+                return [value(e) for e in elements]
+            case ast.BinOp(left, ast.Add(), right):
+                return value(left) + value(right)
+            case ast.BinOp(left, ast.Mult(), right):
+                a, b = value(left), value(right)
+                size = (len(a) if isinstance(a, list) else a) * (len(b) if isinstance(b, list) else b)
+                if abs(size) > LONGEST_LIST:
+                    raise ValueError
+                return a * b
+        raise ValueError
+
+    try:
+        found = value(ast.parse(text.strip(), mode="eval").body) if "[" in text and len(text) < 2000 else int(text)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        raise ValueError("is neither a whole number nor a list such as ([0]*3+[1]*5)") from None
+    if isinstance(found, list) and not all(isinstance(i, int) for i in found):
+        raise ValueError("is no flat list")
+    return found
+
+
+def harmless(name: str) -> bool:
+    """Whether an argument is a path or a name, which nothing here depends on."""
+    flag = v0_19.by_dest()[name]
+    return (
+        flag.type in ("str", None)
+        and not flag.choices
+        and name not in ("hybrid_layer_pattern", "hybrid_override_pattern", "spec")
+    )
+
+
+def _list(names: tuple[str, ...]) -> str:
+    return ", ".join(dict.fromkeys(names))

@@ -1,0 +1,677 @@
+"""Lint: launches that people write, each with the traps it steps in; every rule against Megatron's own parser and configs."""
+
+import argparse
+import contextlib
+import json
+import random
+import re
+import subprocess
+import sys
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lint_cases import CASES, DSA, FSDP, GPT, HYBRID, LATER, MLA, MOE, NEEDS_CUDA
+from presets import NAMES, lowered
+
+from nam_megatron import argv
+from nam_megatron.errors import Refused
+from nam_megatron.lint import __main__ as command
+from nam_megatron.lint import follow, lint, recipe, report, rules
+from nam_megatron.lint.read import read
+from nam_megatron.lint.rules import companions
+from nam_megatron.lint.rules.rule import FAIL
+from nam_megatron.lint.shell import ShellError
+from nam_megatron.lint.values import Args, NotKnown
+from nam_megatron.lower import translate
+from nam_megatron.mcore import v0_19
+from nam_megatron.mcore.oracle import Oracle
+
+ROOT = Path(__file__).parent.parent
+FIXTURES = sorted((Path(__file__).parent / "lint").iterdir())
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    with Oracle() as warm:
+        yield warm
+
+
+def ids(found) -> Counter:
+    return Counter(f.id for f in found.findings)
+
+
+def ask(oracle, found):
+    """What Megatron makes of a launch; variables that nobody set are paths, and a tokenizer's size is its own."""
+    words = [follow.HOLE.sub("somewhere", word) for word in found.launch.words]
+    words += [] if "--vocab-size" in " ".join(words) else ["--vocab-size", "1000"]
+    silent = {"CUDA_DEVICE_MAX_CONNECTIONS": None, "PYTORCH_CUDA_ALLOC_CONF": None, "NCCL_GRAPH_REGISTER": None}
+    return oracle.ask(words, found.args.launch.gpus or 8, (9, 0), silent | dict(found.launch.env))
+
+
+# Launches --------------------------------------------------------------------------------------------------------------
+
+
+def declared(path: Path, what: str) -> list[str]:
+    return re.search(rf"^# {what}:(.*)$", path.read_text(), re.MULTILINE)[1].split()
+
+
+@pytest.mark.parametrize("path", FIXTURES, ids=lambda p: p.name)
+def test_launch_steps_in_exactly_these_traps(path):
+    assert ids(lint(path.read_text(), path.name)) == Counter(declared(path, "finds"))
+
+
+@pytest.mark.parametrize("path", FIXTURES, ids=lambda p: p.name)
+def test_megatron_refuses_what_will_fail_and_nothing_else(path, oracle):
+    (verdict,) = declared(path, "megatron")
+    found = lint(path.read_text(), path.name)
+    if verdict != "unknown":
+        answer = ask(oracle, found)
+        assert (answer.error is None) == (verdict == "accepts"), answer.error
+        assert (verdict == "refuses") >= any(f.severity == FAIL for f in found.findings if f.id not in LATER)
+
+
+DERIVED = {
+    "num_layers": lambda m: m.num_layers, "num_query_groups": lambda m: m.groups, "kv_channels": lambda m: m.head_dim,
+    "ffn_hidden_size": lambda m: m.ffn, "apply_rope_fusion": lambda m: m.rope_fusion,
+    "mtp_num_layers": lambda m: m.mtp_depths or m.a.mtp_num_layers,
+    "sequence_parallel": lambda m: m.sequence_parallel, "gated_linear_unit": lambda m: m.gated, "multi_latent_attention": lambda m: m.mla,
+    "experimental_attention_variant": lambda m: m.variant, "expert_tensor_parallel_size": lambda m: m.etp,
+    "moe_ffn_hidden_size": lambda m: m.moe_ffn if m.a.num_experts else None, "rope_type": lambda m: m.rope_type if m.mla else None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", FIXTURES, ids=lambda p: p.name)
+def test_derived_values_are_those_of_megatrons_config(path, oracle):
+    found = lint(path.read_text(), path.name)
+    if declared(path, "megatron") == ["accepts"]:
+        values = ask(oracle, found).values
+        ours = {name: derive(found.model) for name, derive in DERIVED.items()}
+        assert ours == {name: values.get(f"transformer.{name}") for name in DERIVED}
+        assert found.model.positions == values["args.position_embedding_type"]
+
+
+def test_many_launches_of_every_family():
+    words = " ".join(p.read_text() for p in FIXTURES)
+    assert len(FIXTURES) >= 20
+    for family in (
+        "hybrid-layer-pattern",
+        "multi-latent",
+        "dsa-indexer",
+        "group-query",
+        "num-experts",
+        "fp8",
+        "fsdp",
+        "pipeline",
+    ):
+        assert family in words
+
+
+# Rules -----------------------------------------------------------------------------------------------------------------
+
+
+def words(flags: dict) -> list[str]:
+    return [
+        w
+        for flag, value in flags.items()
+        if value is not None
+        for w in ([flag] if value is True else [flag, *value.split()])
+    ]
+
+
+def launch(base: dict, change: dict, env: dict | None = None):
+    text = "\n".join(f"export {k}={v}" for k, v in (env or {}).items())
+    line = " ".join(f"'{w}'" if set(w) & set("*|") else w for w in words(base | change))
+    return lint(f"{text}\ntorchrun --nproc-per-node 8 train.py {line}", "case")
+
+
+@pytest.mark.parametrize("rule", CASES)
+def test_rule_finds_its_trap_and_megatron_agrees(rule, oracle):
+    base, change, *env = CASES[rule]
+    clean, found = (
+        launch(base, {}, *env if rule != "connections-leftover" and "fsdp" not in rule else []),
+        launch(base, change, *env),
+    )
+    assert ids(found)[rule] and not ids(clean)[rule]
+    if rule in NEEDS_CUDA:
+        return
+    refused = ask(oracle, found).error
+    assert (refused is not None) == (rules.BY_ID[rule].severity == FAIL and rule not in LATER), refused
+    assert ask(oracle, clean).error is None or rule in ("connections-not-one", "connections-fsdp"), ask(
+        oracle, clean
+    ).error
+
+
+@pytest.mark.parametrize("companion", companions.COMPANIONS, ids=lambda c: c.name)
+def test_flag_without_its_companion_is_refused_by_megatron_too(companion, oracle):
+    flag = v0_19.by_dest()[companion.name].name
+    found = launch(GPT, {flag: companion.given or True})
+    (finding,) = [f for f in found.findings if f.id == "companion"]
+    assert companion.wants in finding.detail
+    assert ask(oracle, found).error is not None
+
+
+@pytest.mark.parametrize("base", [GPT, HYBRID, MOE, MLA, DSA, FSDP], ids=["gpt", "hybrid", "moe", "mla", "dsa", "fsdp"])
+def test_clean_launch_reports_nothing(base):
+    assert ids(launch(base, {})) == Counter()
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "pipeline", "fits"),
+    [
+        ("1", None, "4", True),
+        ("2", None, "4", False),
+        ("5", "5", "2", True),
+        ("5", "4", "2", False),
+        (None, "6", "2", True),
+    ],
+)
+def test_uneven_pipeline_stages(first, last, pipeline, fits, oracle):
+    flags = {"--decoder-first-pipeline-num-layers": first, "--decoder-last-pipeline-num-layers": last}
+    found = launch(HYBRID, flags | {"--pipeline-model-parallel-size": pipeline, "--hybrid-layer-pattern": "M-M*-M-M-M"})
+    assert (ids(found)["pipeline-split"] == 0) is fits
+    assert (ask(oracle, found).error is None) is fits
+
+
+def test_every_rule_is_tested():
+    planted = {name for path in FIXTURES for name in declared(path, "finds")}
+    assert planted | CASES.keys() == set(rules.BY_ID)
+
+
+def test_traps_change_megatrons_config(oracle):
+    """Where Megatron says nothing, its config says what the finding says."""
+    groups = ask(oracle, launch(*CASES["gqa-ignored"])).values
+    assert groups["transformer.num_query_groups"] == 16
+    assert ask(oracle, launch(*CASES["gqa-one-group"])).values["transformer.num_query_groups"] == 1
+    assert ask(oracle, launch(*CASES["default-rope-type"])).values["transformer.rope_type"] == "yarn"
+    assert ask(oracle, launch(*CASES["default-kv-lora-rank"])).values["transformer.kv_lora_rank"] == 32
+    assert ask(oracle, launch(*CASES["default-dropout"])).values["transformer.hidden_dropout"] == 0.1
+    assert ask(oracle, launch(*CASES["default-positions"])).values["args.position_embedding_type"] == "learned_absolute"
+    assert ask(oracle, launch(*CASES["sequence-parallel-off"])).values["transformer.sequence_parallel"] is False
+    assert ask(oracle, launch(*CASES["graphs-ignored"])).values["transformer.cuda_graph_impl"] == "none"
+
+
+# Words -----------------------------------------------------------------------------------------------------------------
+
+
+def parser() -> argparse.ArgumentParser:
+    """Megatron's parser as argparse builds it, from the dump; words stay words."""
+    made = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
+    for flag in v0_19.flags().values():
+        if flag.action == "store":
+            made.add_argument(flag.name, *flag.aliases, dest=flag.dest, nargs=flag.nargs, default=argparse.SUPPRESS)
+        elif flag.action == "boolean":
+            made.add_argument(
+                flag.name, dest=flag.dest, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS
+            )
+        else:
+            made.add_argument(flag.name, *flag.aliases, dest=flag.dest, action=flag.action, default=argparse.SUPPRESS)
+    return made
+
+
+ARGPARSE = parser()
+VALUES = ("1", "-1", "-0.5", "1e-5", "-1e-5", "rope", "-", "--", "-x", "M-M*", "a b", "-a b", "--bf16 x", "=", "")
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.randoms(use_true_random=False), st.integers(0, 12))
+def test_words_are_read_as_argparse_reads_them(rng: random.Random, count):
+    names = [*v0_19.flags(), *(a for f in v0_19.flags().values() for a in f.aliases), "--no-such-flag"]
+    line = []
+    for _ in range(count):
+        name = rng.choice(names)
+        values = [rng.choice(VALUES) for _ in range(rng.choice((0, 0, 1, 1, 1, 2, 3)))]
+        line += [f"{name}={values[0]}", *values[1:]] if values and rng.random() < 0.3 else [name, *values]
+    line = [w for w in line if w != "--"]
+    try:
+        theirs, extra = ARGPARSE.parse_known_args(line)
+    except (argparse.ArgumentError, SystemExit):
+        theirs = extra = None
+    ours = Args(read("--bf16").on(8).__class__(tuple(line), "words", ""))
+    stumbles = {t.rule for t in ours.trouble} - {"bad-value"} | {
+        t.rule for t in ours.trouble if t.detail == "takes no value"
+    }
+    if theirs is None:
+        assert stumbles & {"missing-value", "bad-value"}
+    else:
+        assert bool(stumbles) == bool(extra)
+        assert set(vars(theirs)) == set(ours.given)
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "value"),
+    [("--moe-layer-freq", "([0]*3+[1]*5)", [0] * 3 + [1] * 5), ("--moe-layer-freq", "2", 2), ("--window-size", "(127,0)", (127, 0)),
+     ("--lr", "1e-5", 1e-5), ("--hidden-size", "4096", 4096), ("--attention-backend", "auto", "auto")],
+)  # fmt: skip
+def test_values_have_megatrons_types(flag, text, value):
+    args = Args(read(f"{flag} {text}"))
+    assert getattr(args, v0_19.by_name(flag).dest) == value and not args.trouble
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "--moe-layer-freq [0]*999999*999999",
+        "--moe-layer-freq [[1]]",
+        "--hidden-size 1.5",
+        "--lr x",
+        "--window-size a,b",
+    ],
+)
+def test_values_of_another_type_are_found_and_then_not_known(text):
+    args = Args(read(text))
+    assert [t.rule for t in args.trouble] == ["bad-value"]
+    with pytest.raises(NotKnown):
+        getattr(args, v0_19.by_name(text.split()[0]).dest)
+
+
+# Shell -----------------------------------------------------------------------------------------------------------------
+
+SHELL = {
+    "X=4; torchrun t.py --hidden-size ${X}": "4",
+    "X=4\ntorchrun t.py --hidden-size=$X": "4",
+    "torchrun t.py --hidden-size ${X:-4}": "4",
+    "export X=4; torchrun t.py --hidden-size $((X * 2))": "8",
+    "A=(--hidden-size 4 # width\n)\ntorchrun t.py ${A[@]}": "4",
+    "A=(--lr 1)\nA+=(--hidden-size\n4)\ntorchrun t.py \"${A[@]}\"": "4",
+    "A=(--lr 1); A=(\"${A[@]}\" --hidden-size 4); torchrun t.py ${A[*]}": "4",
+    "A='--lr 1'; A+=' --hidden-size 4'; torchrun t.py $A": "4",
+    "A=\"--lr 1 \\\n  --hidden-size 4\"; torchrun t.py $A": "4",
+    "torchrun t.py \\\n  --hidden-size \\\n 4": "4",
+    "if [ 1 -eq 1 ]; then X=4; else X=5; fi; torchrun t.py --hidden-size $X": "4",
+    "S=big; if [[ $S == small ]]; then X=5; elif [[ \"$S\" == b* ]]; then X=4; fi; torchrun t.py --hidden-size $X": "4",
+    "if [ -z \"$X\" ]; then X=4; fi; torchrun t.py --hidden-size $X": "4",
+    "S=a; case $S in b|c) X=5;; a) X=4;; *) X=6;; esac; torchrun t.py --hidden-size $X": "4",
+    "[[ -n \"$DEBUG\" ]] && X=5 || X=4; torchrun t.py --hidden-size $X": "4",
+    "cd /x && X=4 && torchrun t.py --hidden-size $X": "4",
+    "f() { torchrun t.py --hidden-size 4 \"$@\"; }\nf": "4",
+    "while [[ $# -gt 0 ]]; do X=$1; shift; done\nX=${X:-4}; torchrun t.py --hidden-size $X": "4",
+    "C='python t.py --hidden-size 4'; eval $C": "4",
+    "C='python t.py --hidden-size 4'; srun -l sh -c \"$C\"": "4",
+    "sbatch <<EOF\n#!/bin/bash\nsrun python t.py --hidden-size 4\nEOF": "4",
+    "X=4 torchrun t.py --hidden-size 4 > log 2>&1 &": "4",
+    "OMP_NUM_THREADS=1 python -m torch.distributed.run --nproc-per-node 2 t.py --hidden-size 4 | tee log": "4",
+    "torchrun t.py --hidden-size '4'": "4",
+    "X=\"a'b\"; torchrun t.py --hidden-size 4 --save \"$X\"": "4",
+    "torchrun t.py --hidden-size 4 --moe-layer-freq \"([0]*1+[1]*3)\"": "4",
+    "for x in 1 2; do torchrun t.py --hidden-size 4 --lr $x; done": "4",
+    "MODEL_ARGS=\" \\\n --hidden-size 4 \\\n\"\n": "4",
+    "torchrun t.py --hidden-size $X": None,
+    "torchrun t.py --hidden-size $(cat width)": None,
+    "if grep -q a b; then X=4; else X=5; fi; torchrun t.py --hidden-size $X": None,
+    "X=4; if test -f a; then X=5; fi; torchrun t.py --hidden-size $X": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("script", SHELL)
+def test_shell_scripts_are_followed_and_not_guessed(script):
+    args = Args(read(script))
+    if SHELL[script] is None:
+        assert [name for name, _ in args.open_values()] == ["hidden_size"]
+    else:
+        assert args.hidden_size == int(SHELL[script])
+
+
+def test_branch_that_cannot_be_told_is_left_out_and_noted():
+    launch = read("A=(--hidden-size 4)\nif grep -q a b; then\n  A+=(--log-throughput)\nfi\ntorchrun t.py ${A[@]}")
+    assert launch.words == ("--hidden-size", "4")
+    assert launch.notes == ("line 2: its condition cannot be told here, left out: --log-throughput",)
+
+
+@pytest.mark.parametrize(
+    ("script", "gpus"),
+    [("torchrun --nproc_per_node 8 --nnodes=2 t.py --bf16", 16), ("torchrun --nproc-per-node=4 t.py --bf16", 4),
+     ("torchrun --nproc-per-node gpu t.py --bf16", None), ("torchrun --nproc-per-node 8 --nnodes $N t.py --bf16", None),
+     ("#SBATCH --nodes=4\n#SBATCH --ntasks-per-node=8\nsrun python t.py --bf16", 32),
+     ("#SBATCH -N 2\n#SBATCH --gres=gpu:4\nsrun python t.py --bf16", 8),
+     ("srun -n 16 python t.py --bf16", 16), ("WORLD_SIZE=$((2*8))\npython t.py --bf16", 16), ("python t.py --bf16", None)],
+)  # fmt: skip
+def test_gpus_are_counted_where_the_text_says_so(script, gpus):
+    assert read(script).gpus == gpus
+
+
+def test_control_characters_do_not_reach_the_terminal():
+    found = lint("--hidden-size \x1b[31m --hiden 3 --num-layers \x07", "a\x1b[0mb")
+    assert not set(report.text(found)) & {"\x1b", "\x07"}
+
+
+NO_LAUNCH = [
+    "", "  \n# nothing\n", "hello world", "a: 1", "[]", "{}", "- 1", "x = (", "echo 'a", "if true; then", "\x00", "<", "torchrun t.py",
+    "(" * 5000, "{a: " * 5000, "[" * 5000, "$(" * 999, "a=" + "$a" * 50, "--no-such-flag 1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", NO_LAUNCH)
+def test_text_without_a_launch_is_refused(text):
+    with pytest.raises(Refused):
+        lint(text)
+
+
+def test_doubling_variables_end():
+    script = "a=xxxxxxxx\n" + "a=$a$a\n" * 60 + "torchrun t.py --save $a --bf16"
+    with pytest.raises(Refused, match="too long"):
+        lint(script)
+
+
+# YAML ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", [
+    "hidden-size: 4096\nbf16: true\nfp16: false\nload: null", "--hidden-size: 4096\n--bf16: true", "hidden_size: 4096\nbf16: true",
+    "MODEL_ARGS:\n  --hidden-size: 4096\n  --bf16: true\nTEST_TYPE: regular", "model:\n  hidden_size: 4096\ntraining:\n  bf16: yes",
+    '{"--hidden-size": 4096, "--bf16": true}', '["--hidden-size", "4096", "--bf16"]', "- --hidden-size\n- 4096\n- --bf16",
+    '{"argv": ["--hidden-size", "4096", "--bf16"], "world_size": 8}',
+])  # fmt: skip
+def test_yaml_forms(text):
+    args = Args(read(text))
+    assert args.hidden_size == 4096 and args.bf16 and set(args.given) == {"hidden_size", "bf16"} and not args.trouble
+
+
+def test_yaml_by_argument_name_and_lists_and_environment():
+    launch = read("ENV_VARS: {CUDA_DEVICE_MAX_CONNECTIONS: 1, A: null}\nadd_bias_linear: false\napply_rope_fusion: true\n"
+                  "moe_layer_freq: [0, 1]\nspec: '[a.b c]'\nrecompute_modules: [mlp, moe]\nsave: $OUT/x")  # fmt: skip
+    args = Args(launch)
+    assert launch.env == {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "A": None}
+    assert args.given.keys() == {"add_bias_linear", "moe_layer_freq", "spec", "recompute_modules", "save"}
+    assert (args.add_bias_linear, args.moe_layer_freq, args.spec, args.recompute_modules) == (
+        False,
+        [0, 1],
+        ["a.b", "c"],
+        ["mlp", "moe"],
+    )
+    assert dict(args.open_values()) == {"save": ("OUT",)}
+
+
+def test_yaml_bomb_is_refused():
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    doubled = [f"{c}: &{c} {{x: *{p}, y: *{p}}}" for p, c in pairwise(letters)]
+    with pytest.raises(Refused):
+        lint("\n".join(["a: &a [1, 2]", *doubled]))
+
+
+# What is said ----------------------------------------------------------------------------------------------------------
+
+
+def test_native_preset_is_counted_exactly():
+    count = lint(argv.shell(lowered("nam56r_native_dp"))).model.count
+    assert (count.total, count.active) == (3_996_461_352, 2_300_913_960)
+
+
+@pytest.mark.parametrize(("fixture", "change", "total"), [
+    ("clean_gqa.sh", ("", ""), 8_030_261_248),  # Llama 3 8B
+    ("clean_moe.sh", ("", ""), 46_702_792_704),  # Mixtral 8x7B
+])  # fmt: skip
+def test_published_models_are_counted_exactly(fixture, change, total):
+    assert lint((Path(__file__).parent / "lint" / fixture).read_text().replace(*change)).model.count.total == total
+
+
+def test_text_names_what_is_trained():
+    text = report.text(lint(argv.run_script(lowered("nam56r_nemo_native")), "run.sh"))
+    for line in (
+        "model        hybrid, 52 layers: *EME*EME*EMM*EME*EME*EMM*EME*EME*EMM*EME*EME*EMM*EME",
+        "layers        13 attention        1, 5, ... 49 (every 4)",
+        "parameters   3,996,461,352, 2,300,913,960 active per token",
+        "attention    GQA: 56 heads of 64, 8 key/value heads",
+        "positions    RoPE, base 500000",
+        "norms        RMSNorm, epsilon 1e-05, none on queries and keys",
+        "activation   squared ReLU, not gated, no linear bias",
+        "layout       8 GPUs: tensor 2 + sequence, pipeline 1, context 1, data 4, expert 1, expert tensor 1",
+    ):
+        assert line in text.splitlines()
+    assert text.splitlines()[-1].startswith("no finding; ")
+
+
+def test_text_of_findings():
+    found = launch(GPT, {"--num-query-groups": "4", "--hiden-size": "3"})
+    assert (
+        report.text(found).split("\n\n", 2)[2]
+        == """\
+wrong model  --num-query-groups 4  (line 2)  [gqa-ignored]
+  the groups are ignored: full multi-head attention is trained (16 key/value heads)
+  fix: add `--group-query-attention`
+
+will fail  --hiden-size  (line 2)  [unknown-flag]
+  Megatron 0.19.2 has no such flag and its parser stops at it (did you mean `--hidden-size`?)
+  fix: correct it; a flag that your training script adds itself is fine
+
+1 wrong model, 1 will fail; 22 arguments said, 784 at Megatron 0.19.2's defaults
+"""
+    )
+
+
+def test_json_is_the_same_for_programs():
+    tree = json.loads(report.as_json(launch(MOE, {"--moe-aux-loss-coeff": None, "--lr": "nan"})))
+    assert tree["trains"]["kind"] == "gpt" and tree["trains"]["num_layers"] == 8 and tree["gpus"] == 8
+    assert tree["trains"]["layers"][:2] == [{"number": 1, "kind": "attention"}, {"number": 1, "kind": "moe"}]
+    assert [f["id"] for f in tree["findings"]] == ["moe-no-balancing"]
+    assert tree["findings"][0]["severity"] == "wrong model" and tree["findings"][0]["fix"]
+
+
+# Our own presets -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("form", [*argv.FORMATS, "run.sh"])
+def test_preset_in_every_form_is_clean(name, form):
+    lowering = lowered(name)
+    text = argv.run_script(lowering) if form == "run.sh" else argv.FORMATS[form](lowering)
+    found = lint(text)
+    assert not found.findings
+    assert found.model.num_layers == len(lowering.plan.layers)
+
+
+MIXERS = "the block at `M`: no flag says which"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_preset_comes_back_as_a_recipe_with_the_same_arguments(name, tmp_path):
+    lowering = lowered(name)
+    path = tmp_path / "back.yaml"
+    made = recipe.write(lint(argv.run_script(lowering), "run.sh"), str(path))
+    again = argv.argv(translate(recipe._load(path.read_text(), "back")))
+    ours = not lowering.plan.kinds & {"mamba3", "m2rnn"}
+    assert made.exit_code == 0 and not made.keyless and not made.added
+    assert [line.split(";")[0] for line in made.lost] == ([] if ours else [MIXERS])
+    without = [w for w in again if "mamba" not in w]
+    assert (
+        again == argv.argv(lowering)
+        if ours
+        else Counter(argv.argv(lowering)) <= Counter(again) and len(without) == len(argv.argv(lowering)) + 4
+    )
+
+
+def test_recipe_lists_what_it_does_not_carry():
+    found = launch(
+        GPT, {"--position-embedding-type": "none", "--tensorboard-dir": "tb", "--vocab-size": "32000", "--seed": "5"}
+    )
+    made = recipe.make(found, Path("mine.yaml"))
+    assert made.refused is None
+    assert "--position-embedding-type none -> --position-embedding-type rope" in made.lost
+    assert made.keyless == ["--tensorboard-dir tb"]
+    assert any(line.startswith("GPT layers: 8 layers of two parts become 16") for line in made.lost)
+    again = recipe._load(made.yaml, "mine")
+    assert (again.model.pattern, again.model.depth, again.schedule.seed, again.model.activation) == (
+        "AE",
+        16,
+        5,
+        "swiglu",
+    )
+
+
+@pytest.mark.parametrize("path", [p for p in FIXTURES if p.name.startswith("clean_")], ids=lambda p: p.name)
+def test_clean_launches_become_recipes(path):
+    found = lint(path.read_text(), path.name)
+    made = recipe.make(found, Path("mine.yaml"))
+    again = recipe._load(made.yaml, "mine")
+    assert again.model.hidden_size == found.args.hidden_size
+    if made.refused is None:
+        theirs = lint(argv.shell(translate(again))).model
+        assert [k for _, k in theirs.layers] == [k for _, k in found.model.layers]
+        assert theirs.mtp_depths == found.model.mtp_depths
+
+
+def test_recipe_that_our_compiler_refuses_is_written_and_says_so(tmp_path, capsys):
+    file, out = tmp_path / "x.txt", tmp_path / "mine.yaml"
+    file.write_text(" ".join(words(MOE | {"--tensor-model-parallel-size": "2", "--expert-tensor-parallel-size": "1"})))
+    assert command.main([str(file), f"recipe={out}"]) == 1
+    assert "translate refuses it as it stands:" in capsys.readouterr().err
+    assert recipe._load(out.read_text(), "mine").parallel.tensor == 2
+
+
+def test_recipe_of_a_layer_we_do_not_have_is_refused():
+    with pytest.raises(Refused, match="gated delta net"):
+        recipe.make(launch(HYBRID, {"--hybrid-layer-pattern": "G-G*-"}), Path("mine.yaml"))
+
+
+# The command -----------------------------------------------------------------------------------------------------------
+
+
+def run(*options: str, text: str | bytes = "") -> subprocess.CompletedProcess:
+    data = text.encode() if isinstance(text, str) else text
+    command_line = [sys.executable, "-m", "nam_megatron.lint", "-", *options]
+    return subprocess.run(command_line, input=data, capture_output=True, timeout=60, cwd=ROOT, check=False)
+
+
+def test_exit_codes(tmp_path, capsys):
+    clean, trap = tmp_path / "clean.txt", tmp_path / "trap.txt"
+    clean.write_text(" ".join(words(GPT)))
+    trap.write_text(" ".join(words(GPT | {"--num-query-groups": "4"})))
+    assert [command.main([str(p)]) for p in (clean, trap)] == [0, 1]
+    assert command.main([str(trap), "ignore=gqa-ignored"]) == 0
+    assert command.main([str(tmp_path / "none.sh")]) == 2
+    assert capsys.readouterr().err.startswith("error: cannot read ")
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    (["formatt=json"], "is no option"), (["format=xml"], "no format `xml`"), (["gpus=many"], "is no number of GPUs"),
+    (["ignore=gqa"], "no rule `gqa`"), (["recipe=a b.yaml"], "is no file name"), (["recipe=/no/such/dir/x.yaml"], "cannot write"),
+    (["gpus=9" * 20], "is no number of GPUs"),
+])  # fmt: skip
+def test_options_are_checked(options, says, tmp_path, capsys):
+    file = tmp_path / "x.txt"
+    file.write_text(" ".join(words(GPT)))
+    assert command.main([str(file), *options]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_command_line_end_to_end(tmp_path):
+    done = run("recipe=" + str(tmp_path / "mine.yaml"), "format=json", "gpus=4", text=" ".join(words(GPT)))
+    assert done.returncode == 0 and json.loads(done.stdout)["gpus"] == 4
+    assert b"wrote" in done.stderr and (tmp_path / "mine.yaml").is_file()
+    assert run(text=b"\xff\xfe--bf16").returncode == 2
+    assert b"not UTF-8" in run(text=b"\xff\xfe--bf16").stderr
+    assert b"\x1b[" not in run(text=" ".join(words(GPT))).stdout
+
+
+def test_needs_no_torch_and_no_megatron():
+    blocked = "import sys; sys.modules.update(torch=None, megatron=None, transformer_engine=None)\n"
+    code = blocked + "from nam_megatron.lint.__main__ import main; sys.exit(main(['-']))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=" ".join(words(MOE)),
+        text=True,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_docs_are_current(rewrite_golden):
+    """The page's example is run and its table of rules is the code's."""
+    page = ROOT / "docs" / "lint.md"
+    text = page.read_text()
+    example = re.search(r"<!-- input -->\n```bash\n(.*?)```", text, re.DOTALL)[1]
+    now = _between(text, "<!-- output -->\n```text\n", "```", report.text(lint(example, "train.sh")))
+    now = _between(now, "--rewrite-golden` -->\n", "<!-- end of rules -->", rules.table())
+    if rewrite_golden:
+        page.write_text(now)
+    assert now == text or rewrite_golden, "pytest tests/test_lint.py -k docs --rewrite-golden"
+    severities = [f"| **{name}** | {meaning} |" for name, meaning in rules.SEVERITIES.items()]
+    assert "\n".join(severities) in text
+
+
+def _between(text: str, start: str, end: str, new: str) -> str:
+    before, rest = text.split(start, 1)
+    return before + start + new + rest[rest.index(end) :]
+
+
+# Nonsense --------------------------------------------------------------------------------------------------------------
+
+SNIPPETS = st.sampled_from([
+    "--hidden-size 64", "--num-layers 2", "--hybrid-layer-pattern", "M*E|D+-/", "--spec", "--moe-layer-freq", "([1]*", "--", "--bf16=1",
+    "torchrun", "t.py", "pretrain_gpt.py", "eval", "bash -c", "export", "if", "then", "fi", "case", "esac", "in", "for", "do", "done",
+    "{", "}", "(", ")", "=(", "A=(", "A+=", "X=", "$X", "${X", "${X:-", "$((1/0))", "$(", "`", '"', "'", "\\\n", "<<EOF", "EOF", "\n", ";",
+    "&&", "||", "|", "#", "[[", "]]", "[", "]", "-z", "==", "=", "a: b", "---", "? ", "- ", "&a", "*a", "!!python/object:x y", "\t", "\x00",
+    "-1", "0", "99999999999999999999", "nan", "1e400", "\ue000", "\ue001", "é",
+])  # fmt: skip
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    st.one_of(
+        st.text(max_size=200),
+        st.lists(SNIPPETS, max_size=30).map(" ".join),
+        st.lists(SNIPPETS, max_size=30).map("".join),
+    )
+)
+def test_any_text_is_read_or_refused(text):
+    try:
+        found = lint(text)
+    except Refused:
+        return
+    report.text(found), report.as_json(found)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(max_size=120))
+def test_any_script_is_followed_or_refused(text):
+    with contextlib.suppress(ShellError):
+        follow.run(text)
+
+
+ODD = (
+    "0",
+    "-1",
+    "1",
+    "2",
+    "3",
+    "7",
+    "64",
+    "1000000007",
+    "nan",
+    "inf",
+    "-inf",
+    "1e309",
+    "",
+    "[]",
+    "[1]*3",
+    "none",
+    "rope",
+    "MEM*|D+/-G",
+    "a,b",
+    "$X",
+    "é",
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.data())
+def test_any_flags_are_described_and_checked(data):
+    """Random flags, of random values, on top of random parts of a launch."""
+    base = data.draw(st.sampled_from([GPT, HYBRID, MOE, MLA, DSA, FSDP, {}]))
+    flags = {k: v for k, v in base.items() if data.draw(st.integers(0, 9)) > 0}
+    for name in data.draw(st.lists(st.sampled_from(sorted(v0_19.flags())), max_size=12)):
+        flag = v0_19.by_name(name)
+        odd = st.sampled_from(ODD + tuple(map(str, flag.choices or ())))
+        flags[name] = True if flag.action != "store" else data.draw(odd)
+    if not flags:
+        return
+    found = lint(json.dumps(words(flags)), gpus=data.draw(st.sampled_from((None, 1, 6, 8))))
+    report.text(found), report.as_json(found)
+    if data.draw(st.integers(0, 29)) == 0:
+        with contextlib.suppress(Refused):
+            recipe.make(found, Path("mine.yaml"))
