@@ -1,0 +1,1 @@
+"""What touches the world: hosts, processes, files outside the checkout. Nothing else in this repository does."""

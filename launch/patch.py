@@ -1,0 +1,316 @@
+"""patches/<project>/<version>/: what we change upstream, as a series of mails for `git am`, proven by tree hashes.
+
+    python -m launch patch verify [PROJECT] [onto=DIR]            # the queue itself; is DIR (default: the installed one) patched?
+    python -m launch patch apply PROJECT [onto=DIR] [commits=true]   # commits=true: leave a repository, to work on the series
+    python -m launch patch export PROJECT onto=DIR                # the commits since the tag `pristine` become the series
+
+`apply` changes nothing unless the whole series fits and the result has the expected hash.
+"""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from email.parser import HeaderParser
+from pathlib import Path
+
+from launch.tree import files, tree_hash
+from nam_megatron.errors import FINDINGS, OK, Problem, Refused, quoted, raise_if
+
+ROOT = Path(__file__).parent.parent / "patches"
+TRAILERS = ("Reason", "Upstream", "Drop-when", "Test")
+BASE_TAG = "pristine"
+WHO = ("-c", "user.name=nam_megatron", "-c", "user.email=nam_megatron@users.noreply.invalid")
+
+
+@dataclass(frozen=True)
+class Queue:
+    """The patches for one version of one project. `before`, `after`: hashes of the package's Python files."""
+
+    folder: Path
+    project: str
+    version: str
+    package: str
+    source: str
+    before: str
+    after: str
+    series: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.project} {self.version}"
+
+    def state(self, root: Path) -> str:
+        """`pristine`, `patched` or `foreign`: what the package under `root` is."""
+        return {self.before: "pristine", self.after: "patched"}.get(tree_hash(root, self.package), "foreign")
+
+
+def queues(root: Path = ROOT) -> list[Queue]:
+    """Every queue on disk. Raises Refused for a damaged one."""
+    return [read(path.parent) for path in sorted(root.glob("*/*/pin.toml"))]
+
+
+def read(folder: Path) -> Queue:
+    try:
+        pin = tomllib.loads((folder / "pin.toml").read_text(encoding="utf-8"))
+        series = tuple(
+            l for l in (folder / "series").read_text(encoding="utf-8").splitlines() if l and not l.startswith("#")
+        )
+        tree = pin["tree"]
+        return Queue(
+            folder,
+            folder.parent.name,
+            folder.name,
+            pin["package"],
+            pin["source"],
+            tree["before"],
+            tree["after"],
+            series,
+        )
+    except (OSError, ValueError, KeyError, TypeError) as err:
+        raise Refused(
+            Problem(f"`{_shown(folder)}` is no patch queue: {err}", None, "it needs pin.toml and series")
+        ) from None
+
+
+def find(project: str | None) -> Queue:
+    known = queues()
+    found = [q for q in known if project in (None, q.project)]
+    if len(found) != 1:
+        raise Refused(
+            Problem(
+                f"no patches for `{project}`" if project else "which project?",
+                None,
+                f"there are: {quoted(q.name for q in known)}",
+            )
+        )
+    return found[0]
+
+
+def objections(queue: Queue) -> Iterator[Problem]:
+    """What is wrong with the queue's own files."""
+    on_disk = {p.name for p in queue.folder.glob("*.patch")}
+    for name in sorted(on_disk ^ set(queue.series)):
+        where = "in the folder and not in series" if name in on_disk else "in series and not in the folder"
+        yield Problem(f"`{_shown(queue.folder / name)}` is {where}")
+    for name in queue.series:
+        if name in on_disk:
+            missing = [t for t in TRAILERS if not trailers((queue.folder / name).read_text(encoding="utf-8")).get(t)]
+            if missing:
+                yield Problem(
+                    f"`{_shown(queue.folder / name)}` lacks {quoted(missing)}",
+                    None,
+                    "trailers end the message, one a line",
+                )
+
+
+def trailers(mail: str) -> dict[str, str]:
+    """The trailers of a patch: the last paragraph of its message."""
+    message = HeaderParser().parsestr(mail).get_payload().split("\n---\n")[0]
+    last = message.strip().split("\n\n")[-1]
+    return dict(m.groups() for m in re.finditer(r"^([A-Z][A-Za-z-]*): (.+)$", last, re.MULTILINE))
+
+
+def installed(queue: Queue) -> Path:
+    """The folder that holds the package which Python would import here; imports nothing of it."""
+    try:
+        spec = importlib.util.find_spec(queue.package)
+    except (ImportError, ValueError):
+        spec = None
+    places = [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
+    if not places:
+        raise Refused(Problem(f"`{queue.package}` is not installed here", None, "name a folder: `onto=DIR`"))
+    return places[0].parent
+
+
+def apply(queue: Queue, root: Path, commits: bool = False) -> str:
+    """Bring the package under `root` from `before` to `after`; returns what was done, in one line.
+
+    commits: `root` becomes a repository with the pristine state tagged and one commit a patch.
+
+    Raises:
+        Refused: not the pinned version, a patch that does not fit (with git's words), another result than expected.
+    """
+    raise_if(objections(queue))
+    state = queue.state(root)
+    if commits and (root / ".git").exists():
+        raise Refused(Problem(f"`{root}` is a repository already", None, "unpack the wheel into an empty folder"))
+    if state == "patched" and not commits:
+        return f"{queue.name}: patched already"
+    if state != "pristine":
+        hint = f"unpack {queue.source} into an empty folder"
+        raise Refused(
+            Problem(f"`{root}` holds no pristine {queue.name}: tree {tree_hash(root, queue.package)}", None, hint)
+        )
+    with tempfile.TemporaryDirectory(prefix="nam_megatron_patch_") as work:
+        copy = Path(work)
+        _am(queue, root, copy)
+        if (found := tree_hash(copy, queue.package)) != queue.after:
+            raise Refused(
+                Problem(
+                    f"the patched {queue.name} has tree {found}, and pin.toml says {queue.after}",
+                    None,
+                    "export the series again",
+                )
+            )
+        try:
+            for path in sorted({*files(root, queue.package), *files(copy, queue.package)}):
+                _replace(root / path, copy / path)
+            if commits:
+                shutil.copytree(copy / ".git", root / ".git")
+        except OSError as err:
+            raise Refused(
+                Problem(
+                    f"cannot write to `{root}`: {err.strerror}", None, "its files may be half patched: unpack it again"
+                )
+            ) from None
+    return f"{queue.name}: {len(queue.series)} patch{'es' * (len(queue.series) != 1)} applied, tree {queue.after}"
+
+
+def export(queue: Queue, repo: Path) -> str:
+    """Write the commits of `repo` since the tag `pristine` as the queue's series, with its hashes."""
+    tracked = _git(repo, "ls-files", "--", queue.package)
+    if _git(repo, "status", "--porcelain", "--untracked-files=no") or not tracked:
+        raise Refused(Problem(f"`{repo}` has uncommitted changes or no `{queue.package}`", None, "commit them first"))
+    with tempfile.TemporaryDirectory(prefix="nam_megatron_patch_") as work:
+        out, base = Path(work, "series"), Path(work, "base")
+        _git(
+            repo, "format-patch", "--zero-commit", "--no-signature", "--full-index", "-o", str(out), f"{BASE_TAG}..HEAD"
+        )
+        names = tuple(sorted(p.name for p in out.glob("*.patch"))) if out.exists() else ()
+        if not names:
+            raise Refused(Problem(f"`{repo}` has no commits after `{BASE_TAG}`"))
+        _git(repo, "worktree", "add", "--detach", str(base), BASE_TAG)
+        before = tree_hash(base, queue.package)
+        _git(repo, "worktree", "remove", "--force", str(base))
+        if before != queue.before:
+            raise Refused(Problem(f"`{BASE_TAG}` in `{repo}` is no pristine {queue.name}: tree {before}"))
+        made = Queue(
+            out,
+            queue.project,
+            queue.version,
+            queue.package,
+            queue.source,
+            before,
+            tree_hash(repo, queue.package),
+            names,
+        )
+        raise_if(objections(made))
+        for old in queue.folder.glob("*.patch"):
+            old.unlink()
+        for name in names:
+            shutil.copyfile(out / name, queue.folder / name)
+    (queue.folder / "series").write_text("".join(f"{name}\n" for name in names), encoding="utf-8")
+    (queue.folder / "pin.toml").write_text(pin(made), encoding="utf-8")
+    return f"{queue.name}: {len(names)} patch{'es' * (len(names) != 1)} exported, tree {made.after}"
+
+
+def pin(queue: Queue) -> str:
+    return (
+        f'package = "{queue.package}"\nsource = "{queue.source}"\n\n'
+        "# Git's tree hash of the package's Python files (launch/tree.py), pristine and with the series applied.\n"
+        f'[tree]\nbefore = "{queue.before}"\nafter = "{queue.after}"\n'
+    )
+
+
+def command(words: Sequence[str], options: dict[str, str]) -> int:
+    verbs = {"apply", "verify", "export"}
+    verb, project = (*words, None, None)[:2]
+    if verb not in verbs or len(words) > 2:
+        raise Refused(
+            Problem("`patch` takes apply, verify or export, and a project", None, "python -m launch patch verify")
+        )
+    onto = Path(options["onto"]) if "onto" in options else None
+    if onto is not None and not onto.is_dir():
+        raise Refused(Problem(f"`{onto}` is no folder", "onto"))
+    if verb == "export":
+        if onto is None:
+            raise Refused(
+                Problem(
+                    "`export` needs a repository",
+                    None,
+                    "`onto=DIR`, made with `patch apply PROJECT onto=DIR commits=true`",
+                )
+            )
+        print(export(find(project), onto))
+        return OK
+    if verb == "apply":
+        queue = find(project)
+        print(apply(queue, onto or installed(queue), options.get("commits") == "true"))
+        return OK
+    return verify([find(project)] if project else queues(), onto)
+
+
+def verify(chosen: Sequence[Queue], onto: Path | None) -> int:
+    raise_if(problem for queue in chosen for problem in objections(queue))
+    states = []
+    for queue in chosen:
+        root = onto or installed(queue)
+        states.append(queue.state(root))
+        print(f"{queue.name}: {states[-1]}, tree {tree_hash(root, queue.package)}")
+    return OK if all(state == "patched" for state in states) else FINDINGS
+
+
+def _am(queue: Queue, root: Path, copy: Path) -> None:
+    """`copy` becomes a repository with the package of `root` committed and tagged, and the series on top."""
+    for path in files(root, queue.package):
+        (copy / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(root / path, copy / path)
+    _git(copy, "init", "--quiet")
+    # A file that the user's own gitignore hides must not be lost, nor line ends changed.
+    for key, value in (("core.autocrlf", "false"), ("core.excludesFile", os.devnull), ("core.fileMode", "false")):
+        _git(copy, "config", key, value)
+    _git(copy, "add", "--all", "--force", ".")
+    _git(copy, *WHO, "commit", "--quiet", "--no-verify", "--no-gpg-sign", "-m", f"{queue.name}, pristine")
+    _git(copy, "tag", BASE_TAG)
+    if queue.series:
+        _git(
+            copy,
+            *WHO,
+            "am",
+            "--quiet",
+            "--no-gpg-sign",
+            *(str((queue.folder / name).resolve()) for name in queue.series),
+        )
+
+
+def _replace(old: Path, new: Path) -> None:
+    """Bring one file of the package to its new content. A new file takes the old one's place: installers link files to a shared cache."""
+    if not new.exists():
+        old.unlink()
+    elif not old.exists() or old.read_bytes() != new.read_bytes():
+        old.parent.mkdir(parents=True, exist_ok=True)
+        beside = old.with_name(old.name + ".new")
+        shutil.copyfile(new, beside)
+        os.replace(beside, old)
+
+
+def _git(where: Path, *words: str) -> str:
+    try:
+        done = subprocess.run(["git", *words], cwd=where, capture_output=True, text=True, timeout=120, env=_clean())
+    except (OSError, subprocess.TimeoutExpired) as err:
+        raise Refused(Problem(f"git cannot be run: {err}", None, "install git")) from None
+    if done.returncode:
+        said = "\n".join(l for l in (done.stdout + done.stderr).splitlines() if l.strip() and not l.startswith("hint:"))
+        raise Refused(Problem(f"`git {next(w for w in words if w in GIT_VERBS)}` failed:\n{said}"))
+    return done.stdout
+
+
+GIT_VERBS = ("init", "config", "add", "commit", "tag", "am", "format-patch", "worktree", "status", "ls-files")
+
+
+def _clean() -> dict[str, str]:
+    """The environment without what would point git elsewhere."""
+    return {k: v for k, v in os.environ.items() if not k.startswith("GIT_")} | {
+        "GIT_CONFIG_NOSYSTEM": "1",
+        "LC_ALL": "C",
+    }
+
+
+def _shown(path: Path) -> str:
+    return str(path.relative_to(ROOT.parent)) if path.is_relative_to(ROOT.parent) else str(path)

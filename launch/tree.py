@@ -1,0 +1,40 @@
+"""Git's hash of a folder's Python files, without git and without a repository."""
+
+import hashlib
+from pathlib import Path
+
+
+def files(root: Path, package: str) -> list[Path]:
+    """The Python files of a package, as paths below `root`; compiled files differ by platform and are left out."""
+    return sorted(p.relative_to(root) for p in (root / package).rglob("*.py") if "__pycache__" not in p.parts)
+
+
+def tree_hash(root: Path, package: str) -> str:
+    """The hash that `git add package/**/*.py; git write-tree` gives, in hex.
+
+    Every file counts as not executable, so that an unpacked archive and a checkout agree.
+    Raises OSError where a file cannot be read.
+    """
+    nested: dict = {}
+    for path in files(root, package):
+        *folders, name = path.parts
+        node = nested
+        for folder in folders:
+            node = node.setdefault(folder, {})
+        node[name] = _object("blob", (root / path).read_bytes())
+    return _tree(nested).hex()
+
+
+def _tree(node: dict) -> bytes:
+    entries = []
+    for name, child in node.items():
+        folder = isinstance(child, dict)
+        # Git sorts a folder as if its name ended in a slash.
+        key = name.encode() + (b"/" if folder else b"")
+        mode, digest = (b"40000", _tree(child)) if folder else (b"100644", child)
+        entries.append((key, mode + b" " + name.encode() + b"\0" + digest))
+    return _object("tree", b"".join(entry for _, entry in sorted(entries)))
+
+
+def _object(kind: str, body: bytes) -> bytes:
+    return hashlib.sha1(f"{kind} {len(body)}\0".encode() + body, usedforsecurity=False).digest()

@@ -1,0 +1,32 @@
+"""The command line of the verbs that take no recipe: names, and KEY=VALUE."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+from nam_megatron.errors import Problem, Refused
+
+
+def parse(words: Sequence[str], keys: Iterable[str]) -> tuple[list[str], dict[str, str]]:
+    """(names, options). A leading `--` of an option is allowed; `--anyway` is short for `anyway=true`.
+
+    Raises:
+        Refused: an option that is not one of `keys`.
+    """
+    keys, names, options = tuple(keys), [], {}
+    for word in words:
+        flag = word.startswith("--")
+        key, sign, value = word.removeprefix("--").partition("=")
+        if not flag and not sign:
+            names.append(word)
+        elif key in keys:
+            options[key] = value if sign else "true"
+        else:
+            close = difflib.get_close_matches(key, keys, 1)
+            raise Refused(
+                Problem(
+                    f"no option `{key}`",
+                    None,
+                    f"did you mean `{close[0]}`?" if close else f"there are: {', '.join(keys) or 'none'}",
+                )
+            )
+    return names, options

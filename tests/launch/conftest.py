@@ -1,0 +1,23 @@
+"""What the launch tests share: a copy of the installed Megatron to patch."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from launch import patch
+
+
+@pytest.fixture(scope="session")
+def queue() -> patch.Queue:
+    return patch.find("megatron-core")
+
+
+@pytest.fixture
+def unpacked(queue, tmp_path) -> Path:
+    """A folder with the installed Megatron in it, as an unpacked wheel has it."""
+    root = tmp_path / "unpacked"
+    shutil.copytree(
+        patch.installed(queue) / queue.package, root / queue.package, ignore=shutil.ignore_patterns("__pycache__")
+    )
+    return root

@@ -1,0 +1,139 @@
+"""patches/ onto a real, pristine Megatron."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from launch import patch
+from launch.tree import tree_hash
+from launch.words import parse
+from nam_megatron.errors import Refused
+from nam_megatron.mcore import v0_19
+
+REPO = Path(__file__).parents[2]
+FUSED = "megatron/core/fusions/fused_mla_yarn_rope_apply.py"
+
+
+def git(where: Path, *words: str) -> str:
+    who = ("-c", "user.name=t", "-c", "user.email=t@t.invalid", "-c", "core.autocrlf=false")
+    return subprocess.run(["git", *who, *words], cwd=where, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_every_queue_is_whole_and_megatrons_is_for_the_pin():
+    assert [p for q in patch.queues() for p in patch.objections(q)] == []
+    assert [q.version for q in patch.queues() if q.project == "megatron-core"] == [v0_19.PIN]
+
+
+def test_each_trailers_test_exists():
+    for queue in patch.queues():
+        for name in queue.series:
+            assert (REPO / patch.trailers((queue.folder / name).read_text())["Test"]).is_file()
+
+
+def test_apply_is_proven_by_gits_own_hash(queue, unpacked):
+    linked = unpacked.parent / "an installer's cache"
+    os.link(unpacked / FUSED, linked)
+    before = linked.read_text()
+    assert queue.state(unpacked) == "pristine"
+    assert "1 patch applied" in patch.apply(queue, unpacked)
+    assert queue.state(unpacked) == "patched" and not (unpacked / ".git").exists()
+    assert linked.read_text() == before != (unpacked / FUSED).read_text()
+    assert patch.apply(queue, unpacked) == f"{queue.name}: patched already"
+    git(unpacked, "init", "--quiet")
+    git(unpacked, "add", "--force", "*.py")
+    assert git(unpacked, "write-tree") == queue.after
+
+
+def test_a_changed_file_is_not_patched(queue, unpacked):
+    (unpacked / FUSED).write_text((unpacked / FUSED).read_text() + "\n# mine\n")
+    with pytest.raises(Refused, match=r"holds no pristine megatron-core 0\.19\.2"):
+        patch.apply(queue, unpacked)
+
+
+def test_a_patch_that_does_not_fit_shows_gits_words_and_changes_nothing(queue, unpacked):
+    (unpacked / FUSED).write_text((unpacked / FUSED).read_text().replace("mask = x_off", "mask  = x_off"))
+    moved = tree_hash(unpacked, "megatron")
+    with pytest.raises(Refused, match=r"(?s)`git am` failed:.*fused_mla_yarn_rope_apply\.py.*does not apply"):
+        patch.apply(replace(queue, before=moved), unpacked)
+    assert tree_hash(unpacked, "megatron") == moved
+
+
+def test_a_series_with_another_result_is_refused(queue, unpacked):
+    with pytest.raises(Refused, match="toml says 0000"):
+        patch.apply(replace(queue, after="0000"), unpacked)
+    assert queue.state(unpacked) == "pristine"
+
+
+def test_export_gives_back_what_was_applied_and_what_was_added(queue, unpacked, tmp_path):
+    patch.apply(queue, unpacked, commits=True)
+    mine = replace(queue, folder=tmp_path / "megatron-core" / "0.19.2")
+    mine.folder.mkdir(parents=True)
+    patch.export(mine, unpacked)
+    again = patch.read(mine.folder)
+    assert (again.series, again.before, again.after) == (queue.series, queue.before, queue.after)
+    (unpacked / "megatron/core/new.py").write_text("x = 1\n")
+    git(unpacked, "add", "megatron/core/new.py")
+    git(unpacked, "commit", "-qm", "Add x\n\nNo trailers.")
+    with pytest.raises(Refused, match="lacks `Reason`, `Upstream`, `Drop-when` and `Test`"):
+        patch.export(mine, unpacked)
+    git(unpacked, "commit", "-q", "--amend", "-m", "Add x\n\nReason: r\nUpstream: none\nDrop-when: never\nTest: t")
+    patch.export(mine, unpacked)
+    assert len(patch.read(mine.folder).series) == 2 and tree_hash(unpacked, "megatron") == patch.read(mine.folder).after
+
+
+def test_a_stray_patch_and_a_missing_one_are_named(queue, tmp_path):
+    (tmp_path / "stray.patch").write_text("")
+    found = [p.message for p in patch.objections(replace(queue, folder=tmp_path))]
+    assert any("stray.patch` is in the folder and not in series" in m for m in found)
+    assert any(m.endswith("is in series and not in the folder") for m in found)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("patch", "verify"), 1, "megatron-core 0.19.2: pristine"),
+        (("patch", "aply"), 2, "`patch` takes apply, verify or export"),
+        (("patch", "apply", "torch"), 2, "no patches for `torch`"),
+        (("patch", "apply", "ont=x"), 2, "did you mean `onto`?"),
+        (("patch", "verify", "onto=/nowhere"), 2, "`/nowhere` is no folder"),
+        (("fly",), 2, "no verb `fly`"),
+    ],
+)
+def test_the_command(words, code, said):
+    done = subprocess.run([sys.executable, "-m", "launch", *words], cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == code and said in done.stdout + done.stderr and "Traceback" not in done.stderr
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.dictionaries(
+        st.from_regex(r"[a-z]{1,8}(/[a-z]{1,8}){0,2}\.py", fullmatch=True),
+        st.binary(max_size=20),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_tree_hash_is_gits(tmp_path_factory, tree):
+    root = tmp_path_factory.mktemp("t")
+    for name, body in tree.items():
+        path = root / "p" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(body)
+    git(root, "init", "--quiet")
+    git(root, "add", "--force", ".")
+    assert git(root, "write-tree") == tree_hash(root, "p")
+
+
+@given(st.lists(st.text(max_size=20), max_size=5))
+def test_any_words_are_parsed_or_refused(words):
+    try:
+        names, options = parse(words, ("onto", "anyway"))
+    except Refused:
+        return
+    assert set(options) <= {"onto", "anyway"} and len(names) + len(options) <= len(words)
