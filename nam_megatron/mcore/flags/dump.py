@@ -48,7 +48,8 @@ def dump() -> dict:
 def render(dumped: dict) -> str:
     """One flag a line, so that a new Megatron's diff can be read."""
     lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in dumped["flags"].items()]
-    return '{"megatron_core": %s, "flags": {\n%s\n}}\n' % (json.dumps(dumped["megatron_core"]), ",\n".join(lines))
+    head = f'{{"megatron_core": {json.dumps(dumped["megatron_core"])}, "flags": {{'
+    return head + "\n" + ",\n".join(lines) + "\n}}\n"
 
 
 def _plain(value):
