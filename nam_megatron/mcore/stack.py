@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any, NoReturn
 
 from megatron.core.extensions import transformer_engine as te
@@ -91,23 +92,21 @@ _EMPTY = {
     "mtp_block_spec": {"layer_specs.0.mtp_model_layer"},
 }
 
-Mixer = ModuleSpec | str
-
 
 def hybrid_stack_spec(
-    plan: Any, backend: BackendSpecProvider | None = None, mixers: Mapping[str, Mixer] | None = None
+    plan: Any, backend: BackendSpecProvider | None = None, mixers: Mapping[str, ModuleSpec] | None = None
 ) -> ModuleSpec:
     """The spec of the decoder (and of MTP's inner stacks) for `plan`, complete or refused.
 
     plan: `layers` (each with `number`, Megatron's from 1, and `kind`), `mtp`, the kinds of one MTP depth, and `recipe`.
     backend: Megatron's provider of module classes, with `linear()` for replicated ones; None is Transformer Engine.
-    mixers: spec of the mixer of `mamba3` and `m2rnn`, or the dotted path of one, or of a function from backend to one.
-      A mixer normalises its own input: its submodules must hold the backend's norm or its norm-and-linear.
+    mixers: kind -> spec of its mixer, in place of blocks/<kind>/layer.py's. A mixer normalises its own input: its
+      submodules must hold the backend's norm or its norm-and-linear.
 
     The norms on the latents of MLA and DSA need --qk-layernorm: Megatron's resolver refuses them without it.
 
     Raises:
-        Refused: a kind without a mixer, a path that cannot be imported, a backend that leaves a slot empty.
+        Refused: kernels that cannot serve the plan, a mixer without a norm, a backend that leaves a slot empty.
     """
     backend = transformer_engine_backend() if backend is None else backend
     kinds = {layer.kind for layer in plan.layers} | set(plan.mtp)
@@ -115,11 +114,11 @@ def hybrid_stack_spec(
     used = {SLOTS[kind] for kind in kinds} | ({"mtp_block_spec"} if plan.mtp else set())
     build = {
         "attention_layer": _attention,
-        "mla_layer": lambda b: _mla(b, plan),
-        "dsa_layer": lambda b: _dsa(b, plan),
+        "mla_layer": lambda b: (_mla if megatrons(plan, "mla") else ours("mla").spec)(b, plan),
+        "dsa_layer": lambda b: (_dsa if megatrons(plan, "dsa") else ours("dsa").spec)(b, plan),
         "mlp_layer": _mlp,
         "moe_layer": lambda b: _moe(b, plan),
-        "mamba_layer": lambda b: _mamba(b, plan, _resolve_mixers(plan, b, mixers or {})),
+        "mamba_layer": lambda b: _mamba(b, plan, _our_mixers(plan, b, mixers or {})),
         "mtp_block_spec": _mtp,
     }
     slots = {
@@ -145,17 +144,14 @@ def transformer_engine_backend() -> BackendSpecProvider:
     return TESpecProvider()
 
 
-def import_spec(path: str) -> Any:
-    """The object at the dotted `path`.
+def ours(kind: str) -> ModuleType:
+    """blocks/<kind>/layer.py: `spec(backend, plan)`, and `EMPTY`, the fields of it that are meant to be empty."""
+    return importlib.import_module(f"nam_megatron.blocks.{kind}.layer")
 
-    Raises:
-        Refused: it cannot be imported, and why. Megatron's --spec logs this and trains its default spec.
-    """
-    module, _, name = path.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as cause:
-        raise Refused(Problem(f"layer spec `{path}` cannot be imported: {cause}")) from cause
+
+def megatrons(plan: Any, kind: str) -> bool:
+    """Whether the recipe chose Megatron's own modules for this kind."""
+    return getattr(plan.recipe.model.blocks, kind).kernels == "megatron"
 
 
 class MixerRouter:
@@ -284,38 +280,11 @@ def _mamba(backend: BackendSpecProvider, plan: Any, mixers: Mapping[str, ModuleS
     return ModuleSpec(MambaLayer, submodules=MambaLayerSubmodules(mixer=mixer, mamba_bda=get_bias_dropout_add))
 
 
-def _resolve_mixers(plan: Any, backend: BackendSpecProvider, given: Mapping[str, Mixer]) -> dict[str, ModuleSpec]:
-    assert given.keys() <= set(OUR_MIXERS), f"not a mixer of ours: {given.keys() - set(OUR_MIXERS)}"
-    needed = {kind: _places(plan, kind) for kind in OUR_MIXERS}
-    needed = {kind: places for kind, places in needed.items() if places}
-    raise_if(
-        Problem(
-            f"`{kind}` is not built yet, but the plan has it at {places}", hint="choose a lane with built-in blocks"
-        )
-        for kind, places in needed.items()
-        if kind not in given
-    )
-    mixers = {kind: _spec_of(given[kind], backend) for kind in needed}
+def _our_mixers(plan: Any, backend: BackendSpecProvider, given: Mapping[str, ModuleSpec]) -> dict[str, ModuleSpec]:
+    kinds = [kind for kind in OUR_MIXERS if kind in plan.mtp or any(layer.kind == kind for layer in plan.layers)]
+    mixers = {kind: given.get(kind) or ours(kind).spec(backend, plan) for kind in kinds}
     raise_if(_without_norm(mixers, backend))
     return mixers
-
-
-def _places(plan: Any, kind: str) -> str:
-    numbers = [str(layer.number) for layer in plan.layers if layer.kind == kind]
-    parts = [f"layer{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"] if numbers else []
-    return " and ".join(parts + (["MTP"] if kind in plan.mtp else []))
-
-
-def _spec_of(mixer: Mixer, backend: BackendSpecProvider) -> ModuleSpec:
-    if isinstance(mixer, ModuleSpec):
-        return mixer
-    found = import_spec(mixer)
-    spec = found(backend) if callable(found) and not isinstance(found, ModuleSpec | type) else found
-    if not isinstance(spec, ModuleSpec):
-        raise Refused(
-            Problem(f"`{mixer}` is not a layer spec nor a function that makes one, but {type(spec).__name__}")
-        )
-    return spec
 
 
 def _without_norm(mixers: Mapping[str, ModuleSpec], backend: BackendSpecProvider) -> Iterator[Problem]:
@@ -329,8 +298,10 @@ def _without_norm(mixers: Mapping[str, ModuleSpec], backend: BackendSpecProvider
 def _empty_slots(slots: Mapping[str, ModuleSpec], plan: Any) -> Iterator[Problem]:
     for slot, spec in slots.items():
         meant = _EMPTY[slot]
-        if slot in ("mla_layer", "dsa_layer") and not plan.recipe.model.blocks.mla.latent_norm:
-            meant = meant | {"self_attention.q_layernorm", "self_attention.kv_layernorm"}
+        if kind := {"mla_layer": "mla", "dsa_layer": "dsa"}.get(slot):
+            meant = meant if megatrons(plan, kind) else ours(kind).EMPTY
+            if not plan.recipe.model.blocks.mla.latent_norm:
+                meant = meant | {"self_attention.q_layernorm", "self_attention.kv_layernorm"}
         empty = {path for path, value in _leaves(spec) if value in (None, IdentityOp, IdentityFuncOp)}
         if bad := sorted(empty - meant):
             yield Problem(f"slot `{slot}` would be built without {quoted(bad)}, which Megatron passes over in silence")

@@ -53,7 +53,11 @@ class Plan:
 
 
 def recipe_of(latent_norm: bool = True, grouped_gemm: bool = True) -> SimpleNamespace:
-    blocks = {"mla": SimpleNamespace(latent_norm=latent_norm), "moe": SimpleNamespace(grouped_gemm=grouped_gemm)}
+    blocks = {
+        "mla": SimpleNamespace(latent_norm=latent_norm, kernels="megatron"),
+        "dsa": SimpleNamespace(kernels="megatron"),
+        "moe": SimpleNamespace(grouped_gemm=grouped_gemm),
+    }
     return SimpleNamespace(model=SimpleNamespace(blocks=SimpleNamespace(**blocks)))
 
 

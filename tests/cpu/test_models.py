@@ -482,40 +482,6 @@ def problems(*args, **kwargs):
     return [p.message for p in refused.value.problems]
 
 
-def test_kinds_without_a_mixer_are_refused_all_at_once():
-    assert problems(plan_of("3*R3-R/3-"), modules.CpuBackend()) == [
-        "`mamba3` is not built yet, but the plan has it at layers 1, 4 and MTP",
-        "`m2rnn` is not built yet, but the plan has it at layers 3, 6",
-    ]
-
-
-def spec_from_backend(backend):
-    return modules.toy_mixer(2)
-
-
-def test_a_mixer_can_be_named_by_its_path():
-    spec = hybrid_stack_spec(plan_of("3*"), modules.CpuBackend(), {"mamba3": f"{__name__}.spec_from_backend"})
-    mixer = spec.submodules.mamba_layer.submodules.mixer
-    assert mixer.params["by_number"] == {1: modules.toy_mixer(2)}
-
-
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        (
-            "no_such_package.spec",
-            "layer spec `no_such_package.spec` cannot be imported: No module named 'no_such_package'",
-        ),
-        ("modules.no_such_spec", "layer spec `modules.no_such_spec` cannot be imported"),
-        ("spec", "layer spec `spec` cannot be imported"),
-        ("modules.CpuBackend", "`modules.CpuBackend` is not a layer spec nor a function that makes one"),
-    ],
-)
-def test_a_path_that_leads_nowhere_is_refused(path, message):
-    (found,) = problems(plan_of("3*"), modules.CpuBackend(), {"mamba3": path})
-    assert found.startswith(message)
-
-
 def test_a_mixer_without_a_norm_is_refused():
     column, row = modules.CpuBackend().column_parallel_linear(), modules.CpuBackend().row_parallel_linear()
     bare = ModuleSpec(modules.ToyMixer, submodules=MambaMixerSubmodules(in_proj=column, out_proj=row))

@@ -1,7 +1,7 @@
 """DeepSeek sparse attention (DeepSeek-V3.2): MLA over the top-k positions a small indexer picks, symbol `D`."""
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import NonNegativeFloat, PositiveInt
 
@@ -17,11 +17,16 @@ class Dsa(Block):
     title: ClassVar[str] = "DSA"
     needs: ClassVar[tuple[str, ...]] = ("mla",)
 
+    kernels: Literal["fused", "megatron", "naive"]
     indexer_heads: PositiveInt
     indexer_head_dim: PositiveInt
     top_k: PositiveInt
     indexer_loss_coeff: NonNegativeFloat
     full_every: PositiveInt
+
+    @property
+    def missing(self) -> str | None:
+        return None if self.kernels == "megatron" else f"the {self.kernels} kernels of {self.title}"
 
     def settings(self, plan) -> Iterator[Setting]:
         yield Setting("experimental_attention_variant", "dsa", "Megatron checks a DSA config only when this is said")

@@ -4,7 +4,7 @@ The layer's sizes travel in plan.json; Megatron has no flags for them.
 """
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import PositiveInt
 
@@ -21,6 +21,7 @@ class M2Rnn(Block):
     title: ClassVar[str] = "M2RNN"
     missing: ClassVar[str | None] = "the M2RNN mixer"
 
+    kernels: Literal["fused", "naive"]
     k_dim: PositiveInt
     v_dim: PositiveInt
     heads: PositiveInt

@@ -4,7 +4,7 @@ The layer's sizes travel in plan.json; Megatron has no flags for them.
 """
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
@@ -19,6 +19,7 @@ class Mamba3(Block):
     title: ClassVar[str] = "Mamba-3"
     missing: ClassVar[str | None] = "the Mamba-3 mixer"
 
+    kernels: Literal["fused", "naive"]
     heads: PositiveInt
     head_dim: PositiveInt
     state_dim: PositiveInt

@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): Megatron's MLASelfAttention, symbol `+`."""
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import PositiveInt
 
@@ -16,12 +16,17 @@ class Mla(Block):
     symbol: ClassVar[str] = "+"
     title: ClassVar[str] = "MLA"
 
+    kernels: Literal["fused", "megatron", "naive"]
     q_lora_rank: PositiveInt
     kv_lora_rank: PositiveInt
     qk_head_dim: PositiveInt
     qk_rope_head_dim: PositiveInt
     v_head_dim: PositiveInt
     latent_norm: bool
+
+    @property
+    def missing(self) -> str | None:
+        return None if self.kernels == "megatron" else f"the {self.kernels} kernels of {self.title}"
 
     def settings(self, plan) -> Iterator[Setting]:
         yield Setting("multi_latent_attention", True, "said outright; Megatron would infer it from the pattern")
