@@ -20,7 +20,7 @@ from nam_megatron.sizes import GIB
 
 HERE = Path(__file__).parent
 MEASURED, RESULT, DOCS = HERE / "measured_h200.json", HERE / "memory.json", HERE.parent / "docs" / "budget.md"
-PHASES = ("after_init", "first_step", "between_steps", "steady")
+PHASES = ("after_init", "first_step", "warm_up", "between_steps", "steady")
 
 
 def entries() -> list[dict]:
@@ -38,6 +38,9 @@ def rows() -> list[dict]:
                     moment = worst.moments[phase]
                     row = {"name": entry["name"], "phase": phase, "what": what, "moment": moment.event}
                     found.append(row | {"measured": measured, "forecast": getattr(moment, what)})
+        if used := entry.get("device_used"):
+            row = {"name": entry["name"], "phase": "whole run", "what": "in use", "moment": worst.worst.event}
+            found.append(row | {"measured": used, "forecast": worst.worst.total})
     return found
 
 

@@ -131,12 +131,23 @@ class Data(Config):
     workers: NonNegativeInt
 
 
+class ProcessGroups(Config):
+    """GiB of NCCL's buffers on a rank for each kind of process group that has more than one member."""
+
+    data: NonNegativeFloat
+    tensor: NonNegativeFloat
+    pipeline: NonNegativeFloat
+    context: NonNegativeFloat
+    expert: NonNegativeFloat
+
+
 class Device(Config):
     name: Name
     capability: tuple[NonNegativeInt, NonNegativeInt]
     memory_gb: PositiveFloat
     total_gib: PositiveFloat
     runtime_gib: NonNegativeFloat
+    groups_gib: ProcessGroups
     allocator_gib: NonNegativeFloat
     headroom_gib: NonNegativeFloat
     bf16_tflops: PositiveFloat

@@ -17,7 +17,6 @@ from nam_megatron.sizes import (
     GRADIENTS,
     MTP,
     PARAMETERS,
-    UNMEASURED,
     WORKSPACE,
     Line,
     Sizes,
@@ -27,7 +26,6 @@ from nam_megatron.sizes import (
 if TYPE_CHECKING:
     from nam_megatron.blocks import Block
 
-PHASES = ("build", "after_init", "first_step", "between_steps", "steady")
 TRITON = ("mamba2", "mamba3")  # kinds whose kernels are autotuned by Triton in the first step
 
 
@@ -69,7 +67,8 @@ class StageBudget:
     """The worst rank of a pipeline stage. `moments`: the worst of each phase.
 
     build: while the model is made. after_init: before the first step. first_step: its peak, without moments in the
-    optimizer until its end. between_steps: at rest afterwards. steady: the peak of every later step.
+    optimizer until its end. warm_up: the peak of the steps that still run eagerly, where CUDA graphs are captured later.
+    between_steps: at rest afterwards. steady: the peak of every later step.
     """
 
     stage: Stage
@@ -78,7 +77,8 @@ class StageBudget:
 
     @property
     def startup(self) -> Moment:
-        return max(self.moments["build"], self.moments["first_step"], key=lambda m: m.total)
+        passing = (self.moments[k] for k in ("build", "first_step", "warm_up") if k in self.moments)
+        return max(passing, key=lambda m: m.total)
 
     @property
     def steady(self) -> Moment:
@@ -137,7 +137,9 @@ def _stage(z: Sizes, stage: Stage) -> StageBudget:
     at = {
         since: tuple(x for x in fixed if x.since == since) for since in ("build", "init", "forward", "step", "stepping")
     }
-    moving = _Moving(z, stage)
+    graphs = z.plan.recipe.feature.cuda_graphs
+    moving = _Moving(z, stage, graphs.on)
+    eager = _Moving(z, stage, graphs=False) if graphs.on and graphs.warmup_steps else moving
     before, after = (*at["init"], *at["forward"]), (*at["init"], *at["forward"], *at["step"])
     # While the model is built there is no optimizer yet.
     buffers = (*PARAMETERS.values(), GRADIENTS, COMMUNICATION)
@@ -146,7 +148,8 @@ def _stage(z: Sizes, stage: Stage) -> StageBudget:
     moments = {
         "build": Moment("building the model", (*made, *at["build"])),
         "after_init": Moment("before the first step", at["init"]),
-        "first_step": max(Moment(*moving.worst(before, first=True)), step, key=lambda m: m.total),
+        "first_step": max(Moment(*eager.worst(before, first=True)), step, key=lambda m: m.total),
+        **({"warm_up": max(Moment(*eager.worst(after)), step, key=lambda m: m.total)} if eager is not moving else {}),
         "between_steps": Moment("between steps", after),
         "steady": max(Moment(*moving.worst(after)), step, key=lambda m: m.total),
     }
@@ -174,8 +177,8 @@ class _Part:
 class _Moving:
     """The activations of one stage, as parts in the order of the forward pass, for each of its segments."""
 
-    def __init__(self, z: Sizes, stage: Stage):
-        self.z, self.stage = z, stage
+    def __init__(self, z: Sizes, stage: Stage, graphs: bool):
+        self.z, self.stage, self.graphs = z, stage, graphs
         self.plain = replace(z, recompute=frozenset())
         self.costs: dict[tuple, tuple] = {}
         self.chunks = [list(self._parts(chunk)) for chunk in stage.chunks]
@@ -252,19 +255,19 @@ class _Moving:
             if layer is None:
                 yield replace(line, bucket=MTP, owner="mtp")
             else:
-                pooled = graphs.on and line.name not in ("forward", "backward") and graphs.captures(kind, line)
+                pooled = self.graphs and line.name not in ("forward", "backward") and graphs.captures(kind, line)
                 place = "reserved" if pooled else line.place
                 yield replace(line, bucket=line.bucket or ACTIVATIONS, owner=kind, place=place)
 
     def _gathered(self) -> tuple[Line, ...]:
         if not self.z.plan.recipe.parallel.sequence:
             return ()
-        of = {"bucket": COMMUNICATION, "owner": "parallel", "mark": UNMEASURED}
+        of = {"bucket": COMMUNICATION, "owner": "parallel"}
         return (self.z.line("gathered input", "2 T h", "of the running column-parallel layer", **of),)
 
     def _features(self) -> Iterator[Line]:
         for feature in self.z.plan.recipe.feature.all():
-            if feature.on and feature.name != "mtp":
+            if feature.on and feature.name != "mtp" and (self.graphs or feature.name != "cuda_graphs"):
                 for line in feature.activations(self.z, self.stage):
                     yield replace(line, bucket=line.bucket or FEATURES, owner=feature.name)
 

@@ -14,7 +14,6 @@ from nam_megatron.sizes import (
     ALLOCATOR,
     COMMUNICATION,
     RUNTIME,
-    UNMEASURED,
     WORKSPACE,
     Group,
     Held,
@@ -101,7 +100,7 @@ def _of(feature: Feature, found: Iterator[Line]) -> Iterator[Line]:
 
 
 def _communication(z: Sizes) -> Iterator[Line]:
-    more = {"bucket": COMMUNICATION, "owner": "parallel", "mark": UNMEASURED}
+    more = {"bucket": COMMUNICATION, "owner": "parallel"}
     if z.plan.recipe.parallel.sequence:
         yield z.line("sequence gather", "2 T h", "Megatron's global buffer for the output layer's input", **more)
     if z.plan.recipe.parallel.pipeline > 1:
@@ -120,7 +119,16 @@ def _workspaces(z: Sizes) -> Iterator[Line]:
 def _device(z: Sizes) -> Iterator[Line]:
     device = z.plan.recipe.device
     z = z.own(runtime=device.runtime_gib, overhead=device.allocator_gib)
-    why = "CUDA context, NCCL's process groups, loaded kernels: outside torch's allocator"
-    yield z.line("runtime", "runtime GiB", why, bucket=RUNTIME, owner="device", since="init", place="outside")
+    of = {"bucket": RUNTIME, "owner": "device", "since": "init", "place": "outside"}
+    yield z.line("runtime", "runtime GiB", "CUDA context and loaded kernels: outside torch's allocator", **of)
+    layout = z.plan.recipe.parallel
+    members = {
+        "data": z.plan.recipe.data_parallel, "tensor": layout.tensor, "pipeline": layout.pipeline,
+        "context": layout.context, "expert": layout.expert,
+    }  # fmt: skip
+    for group, n in members.items():
+        if n > 1:
+            z = z.own(group=getattr(device.groups_gib, group))
+            yield z.line(f"{group} group", "group GiB", "NCCL's buffers, outside torch's allocator", **of)
     why = "reserved beyond what is allocated: fragments, not modelled"
     yield z.line("allocator", "overhead GiB", why, bucket=ALLOCATOR, owner="device", since="init", place="reserved")

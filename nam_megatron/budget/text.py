@@ -17,6 +17,7 @@ PHASES = {
     "build": "building the model",
     "after_init": "before the first step",
     "first_step": "first step",
+    "warm_up": "before capture",
     "between_steps": "between steps",
     "steady": "steady",
 }

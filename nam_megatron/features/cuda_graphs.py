@@ -8,7 +8,7 @@ from pydantic import NonNegativeInt
 from nam_megatron.errors import Problem
 from nam_megatron.features import Feature
 from nam_megatron.setting import Env, Setting
-from nam_megatron.sizes import GRAPHS, UNMEASURED, Line
+from nam_megatron.sizes import GRAPHS, Line
 
 NEEDS = {"mamba": ("mamba2", "mamba3", "m2rnn"), "mlp": ("mlp",), "moe_router": ("moe",), "moe_preprocess": ("moe",)}
 KINDS_OF = {**NEEDS, "attn": ("attention", "mla")}
@@ -84,7 +84,7 @@ class CudaGraphs(Feature):
             return sum(layer.kind in kinds for layer in stage.layers)
 
         z = z.own(layers=layers(*self.modules), attention=layers("attn"), routed=layers("moe_preprocess"))
-        more = {"bucket": GRAPHS, "mark": UNMEASURED}
+        more = {"bucket": GRAPHS}
         yield z.line("static inputs", "2 Ts h layers", "of each captured layer, outside the pool", **more)
         yield z.line(
             "static masks", "b s s attention", "a bool mask for each attention layer, outside the pool", **more

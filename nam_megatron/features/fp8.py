@@ -8,7 +8,7 @@ from pydantic import PositiveInt
 from nam_megatron.errors import Problem
 from nam_megatron.features import Feature
 from nam_megatron.setting import Setting
-from nam_megatron.sizes import UNMEASURED, WORKSPACE, Line
+from nam_megatron.sizes import WORKSPACE, Line
 
 
 class Fp8(Feature):
@@ -91,4 +91,4 @@ class Fp8(Feature):
         depth = len(z.plan.layers)
         held = [x for x in group.held if x.param.role == "weight" and not self.in_bf16(x.layer, depth)]
         why = "row-wise and transposed FP8 weights, cached over the microbatches"
-        yield from group.line(z, WORKSPACE, "FP8 weights", "2", why, held, mark=UNMEASURED)
+        yield from group.line(z, WORKSPACE, "FP8 weights", "2", why, held)

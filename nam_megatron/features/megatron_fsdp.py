@@ -38,9 +38,13 @@ class MegatronFsdp(Switch):
                 "set `parallel.tensor=1 parallel.sequence=false parallel.context=1`",
             )
 
+    def _mark(self) -> dict[str, str]:
+        """Of the strategies only full sharding has been measured."""
+        return {} if self.strategy == "optim_grads_params" else {"mark": UNMEASURED}
+
     def state(self, z, group) -> Iterator[Line]:
         share = f" / {group.shares}"
-        more = {"mark": UNMEASURED}
+        more = self._mark()
         whole = {
             "optim": ("2", "2"),
             "optim_grads": ("2", "2" + share),
@@ -62,7 +66,7 @@ class MegatronFsdp(Switch):
         for held in (x for group in groups for x in group.held):
             units[held.layer] += held.elements * held.count
         z = z.own(W=elements, unit=max((size for layer, size in units.items() if layer is not None), default=0))
-        more = {"bucket": COMMUNICATION, "mark": UNMEASURED}
+        more = {"bucket": COMMUNICATION, **self._mark()}
         if self.strategy == "optim_grads_params":
             yield z.line(
                 "gathered weights", "2 min(W, unit + 5e8)", "the largest unit and 5e8 elements of prefetch", **more

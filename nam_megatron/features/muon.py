@@ -63,7 +63,8 @@ class Muon(Switch):
         elif matrices:
             z = z.own(Wmax=_busiest(matrices, group.ranks))
             why = f"fp32; of the rank that got most of {len(matrices)} kinds of matrices, dealt largest first"
-            more = {"bucket": MATRIX, "mark": UNMEASURED}
+            # On several ranks the dealing has not been measured.
+            more = {"bucket": MATRIX, "mark": UNMEASURED if group.ranks > 1 else ""}
             yield z.line(f"master weights, {group.name}", "4 Wmax", why, since="init", **more)
             yield z.line(f"momentum, {group.name}", "4 Wmax", why, since="step", **more)
         if matrices:
@@ -71,7 +72,7 @@ class Muon(Switch):
             z = z.own(rows=rows, columns=columns)
             why = "of one matrix: four fp32 and two bf16 copies and four small squares"
             formula = "20 rows columns / t + 4 min(rows, columns) min(rows, columns)"
-            yield z.line(f"Newton-Schulz, {group.name}", formula, why, bucket=MATRIX, since="stepping", mark=UNMEASURED)
+            yield z.line(f"Newton-Schulz, {group.name}", formula, why, bucket=MATRIX, since="stepping")
 
 
 def _busiest(matrices: Iterable[Held], ranks: int) -> int:
