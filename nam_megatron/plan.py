@@ -132,7 +132,9 @@ class Plan:
     @cached_property
     def not_built(self) -> tuple[Seam, ...]:
         """Seams without a torch side: the plan can be read, not trained."""
-        seams = [Seam(b.kind, b.missing, self.numbers(b.kind)) for b in self.blocks if b.kind in self.kinds and b.missing]
+        seams = [
+            Seam(b.kind, b.missing, self.numbers(b.kind)) for b in self.blocks if b.kind in self.kinds and b.missing
+        ]
         seams += [Seam(f.name, f.missing) for f in self.recipe.feature.all() if f.on and f.missing]
         return tuple(seams)
 

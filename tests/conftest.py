@@ -1,6 +1,11 @@
 """Options of the test suite."""
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes says how busy the machine is; what CI tries is what everybody tries.
+settings.register_profile("house", deadline=None, derandomize=True)
+settings.load_profile("house")
 
 
 def pytest_addoption(parser):

@@ -386,7 +386,9 @@ def test_graph_runs_are_eager_until_the_capture():
     graphs, eager = budget(plan_of(*NATIVE, *GRAPHS)).worst.moments, budget(plan_of(*NATIVE)).worst.moments
     for warm, cold in (("first_step", "first_step"), ("warm_up", "steady")):
         assert (graphs[warm].event, graphs[warm].total) == (eager[cold].event, eager[cold].total)
-    assert graphs["steady"].allocated < eager["steady"].allocated and graphs["steady"].reserved > eager["steady"].reserved
+    assert (
+        graphs["steady"].allocated < eager["steady"].allocated and graphs["steady"].reserved > eager["steady"].reserved
+    )
     at_once = budget(plan_of(*NATIVE, *GRAPHS, "feature.cuda_graphs.warmup_steps=0")).worst.moments
     assert "warm_up" not in at_once and at_once["first_step"].reserved > eager["first_step"].reserved
 

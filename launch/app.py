@@ -1,0 +1,90 @@
+"""The verbs with a recipe: Hydra composes it as for every other command."""
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from launch import finding, slurm
+from launch.context import Context
+from launch.job import TRAINERS
+from nam_megatron import app
+from nam_megatron.errors import FINDINGS, INCOMPLETE, OK, Problem, Refused, raise_if
+from nam_megatron.lower import translate
+from nam_megatron.origin import Origin
+from nam_megatron.recipe import Recipe
+
+KEYS = ("format", "revision", "dirty", "over_memory", "trainer", "sanity", "port", "lock", "diagnostic", "image")
+WAIVERS = "cluster.waivers"
+TEXTS = ("revision", "lock", "diagnostic", "image")
+CHOICES = {"dirty": ("refuse", "store"), "over_memory": ("refuse", "allow"), "trainer": tuple(TRAINERS)}
+FORMATS = {
+    "show": ("auto", "torchrun", "sbatch", "kubernetes"),
+    "check": ("auto", "text", "json", "markdown", "line"),
+    "run": ("auto",),
+}
+
+
+def run(verb: str, rest: list[str]) -> NoReturn:
+    overrides = tuple(rest)
+
+    def task(recipe: Recipe, words: Mapping[str, Any], origin: Origin) -> int:
+        context = Context(translate(recipe), checked(verb, words), overrides, os.environ)
+        return {"show": show, "check": check, "run": train}[verb](context)
+
+    # Hydra adds keys only where it is told to, and a waiver is one: `cluster.waivers={git: why}`, `cluster.waivers.git=why`.
+    sys.argv[1:] = [f"++{word}" if word.startswith(WAIVERS) else word for word in rest]
+    app.run("launch", KEYS, task)
+
+
+def checked(verb: str, words: Mapping[str, Any]) -> dict[str, Any]:
+    """The command's words, each of its type. Raises Refused."""
+    problems = []
+    if words["format"] not in FORMATS[verb]:
+        hint = f"there are: {', '.join(FORMATS[verb])}"
+        problems.append(Problem(f"no format `{words['format']}` of {verb}", "format", hint))
+    for key, allowed in CHOICES.items():
+        if words[key] not in allowed:
+            problems.append(Problem(f"`{key}` is {' or '.join(allowed)}, not `{words[key]}`", key))
+    if type(words["sanity"]) is not bool:
+        problems.append(Problem("`sanity` is true or false", "sanity"))
+    if type(words["port"]) is not int or not 1024 <= words["port"] < 65536:
+        problems.append(Problem("`port` is a number from 1024 to 65535", "port"))
+    for key in TEXTS:
+        # A hash of digits alone arrives as a number; one with an `e` in it would have arrived as another.
+        if words[key] is not None and (type(words[key]) not in (str, int) or words[key] == ""):
+            problems.append(Problem(f"`{key}` takes one word", key, f"put it into quotes: `'{key}=\"...\"'`"))
+    raise_if(problems)
+    return {k: str(v) if k in TEXTS and v is not None else v for k, v in words.items()}
+
+
+def show(context: Context) -> int:
+    from launch import show
+
+    sys.stdout.write(show.text(context))
+    return OK
+
+
+def check(context: Context) -> int:
+    from launch import preflight
+
+    found = preflight.check(context).findings
+    form = {"auto": "text"}.get(context.words["format"], context.words["format"])
+    sys.stdout.write(finding.render(found, form, socket.gethostname()))
+    return OK if finding.passed(found) else FINDINGS
+
+
+def train(context: Context) -> int:
+    from launch import run
+
+    if not_built := context.lowering.plan.not_built:
+        sys.stderr.write("".join(f"error: `{s.owner}` is not built: {s.missing}\n" for s in not_built))
+        return INCOMPLETE
+    nodes = context.cluster.nodes
+    if nodes > 1 and slurm.JOB not in context.environ:
+        hint = "`python -m launch show ... format=sbatch > job.sh`, and `sbatch job.sh`"
+        raise Refused(Problem(f"{nodes} nodes, and this is no Slurm job", "cluster.nodes", hint))
+    if nodes > 1 and len(found := slurm.hosts(context.environ)) != nodes:
+        raise Refused(Problem(f"this Slurm job has {len(found)} nodes, and the plan is for {nodes}", "cluster.nodes"))
+    return run.run(context)

@@ -1,0 +1,181 @@
+"""`python -m launch inspect RUN`: look at a run that hangs, crawls or has died. Every question is bounded in time; nothing is ended.
+
+python -m launch inspect RUN [receipts=DIR] [seconds=10]     RUN: a receipt's name, its beginning, or its folder
+"""
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch import gpu, host, oom, receipt
+from launch.bounded import ask
+from launch.receipts import RECEIPTS
+from nam_megatron.errors import OK, Problem, Refused
+
+PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
+DUMP = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+STATUS = ("State", "Threads", "VmRSS", "voluntary_ctxt_switches")
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A training process of the run. rank None: the launcher of the ranks."""
+
+    pid: int
+    rank: int | None
+    environ: Mapping[str, str]
+
+
+def command(names: Sequence[str], options: Mapping[str, str]) -> int:
+    if len(names) != 1:
+        raise Refused(
+            Problem("which run?", None, "`python -m launch inspect RUN`; `python -m launch receipts` lists them")
+        )
+    seconds = options.get("seconds", "10")
+    if not (seconds.isascii() and seconds.isdecimal() and 1 <= int(seconds[:9]) <= 600):
+        raise Refused(Problem(f"`{seconds}` is no number from 1 to 600", "seconds"))
+    folder = find(names[0], Path(options["receipts"]) if "receipts" in options else RECEIPTS)
+    for line in report(folder, receipt.read(folder), int(seconds)):
+        print(line, flush=True)
+    return OK
+
+
+def find(name: str, root: Path) -> Path:
+    """The folder of a run. Raises Refused where there is none, or several."""
+    if Path(name).is_dir():
+        return Path(name)
+    found = [f for f in receipt.folders(root) if f.name.startswith(name)]
+    if len(found) != 1:
+        said = f"{len(found)} runs" if found else "no run"
+        hint = ", ".join(f.name for f in found[-5:]) or "`python -m launch receipts` lists them"
+        raise Refused(Problem(f"{said} `{name}` in `{root}`", None, hint))
+    return found[0]
+
+
+def report(folder: Path, content: Mapping[str, Any], seconds: int, proc: Path = host.PROC) -> Iterator[str]:
+    end = (content.get("outcome") or {}).get("end")
+    yield f"run {content['run']}: {content['state']}" + (f", {end}" if end else "")
+    found = ranks(folder, proc)
+    yield "processes:"
+    yield from (f"  PID {r.pid}: {f'rank {r.rank}' if r.rank is not None else 'torchrun'}" for r in found)
+    if not found:
+        yield "  none on this host"
+    if training := [r for r in found if r.rank is not None]:
+        yield "stacks:"
+        with ThreadPoolExecutor(len(training)) as pool:
+            for rank, lines in zip(training, pool.map(lambda r: list(stack(r, seconds, proc)), training), strict=True):
+                yield f"  rank {rank.rank}, PID {rank.pid}"
+                yield from (f"    {line}" for line in lines)
+        yield "NCCL flight recorder:"
+        yield from (f"  {line}" for line in recorder(training, seconds))
+    yield "memory:"
+    yield from (f"  {line}" for line in memory({r.pid: r.rank for r in found}, seconds))
+    yield "out of memory:"
+    yield from (f"  {line}" for line in errors(folder / receipt.LOG))
+
+
+def ranks(folder: Path, proc: Path = host.PROC) -> list[Rank]:
+    """Processes that were started with this run's plan, by rank; the launcher of the ranks first."""
+    plans = {str(folder / receipt.PLAN), str((folder / receipt.PLAN).resolve())}
+    found = []
+    for process in host.processes(proc):
+        if plans & set(process.words):
+            environ = host.text(proc / str(process.pid) / "environ") or ""
+            known = dict(pair.split("=", 1) for pair in environ.split("\0") if "=" in pair)
+            number = known.get("RANK", "")
+            found.append(Rank(process.pid, int(number[:9]) if number.isdecimal() else None, known))
+    return sorted(found, key=lambda r: (-1 if r.rank is None else r.rank, r.pid))
+
+
+def stack(rank: Rank, seconds: float, proc: Path = host.PROC) -> Iterator[str]:
+    """Where a rank is: py-spy's view of its Python, or the kernel's where there is no py-spy."""
+    if spy := shutil.which("py-spy"):
+        answer = ask([spy, "dump", "--nonblocking", "--pid", str(rank.pid)], seconds)
+        if answer.ok:
+            yield from answer.out.splitlines()
+            return
+        yield f"py-spy: {answer.failure}"
+    else:
+        yield "no py-spy here: `pip install py-spy` shows Python's stack; this is the kernel's view"
+    yield from kernel(rank.pid, proc)
+
+
+def kernel(pid: int, proc: Path = host.PROC) -> Iterator[str]:
+    """State, what it waits for, and its kernel stack where that may be read. Of a process that has gone: nothing but that."""
+    status = host.text(proc / str(pid) / "status")
+    if status is None:
+        yield "gone"
+        return
+    pairs = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    yield ", ".join(f"{key} {' '.join(pairs[key].split())}" for key in STATUS if key in pairs)
+    for name in ("wchan", "stack"):
+        if said := (host.text(proc / str(pid) / name) or "").strip("\0 \n"):
+            yield f"{name}: " + " < ".join(said.splitlines())
+
+
+def recorder(training: Sequence[Rank], seconds: float) -> Iterator[str]:
+    """Ask every rank for its last collectives, where the run was started with the recorder's pipe."""
+    if not (armed := [r for r in training if r.environ.get(PIPE)]):
+        yield f"not armed: the run needs TORCH_FR_BUFFER_SIZE=2000 and {PIPE}=PREFIX; then PREFIX<rank>.pipe asks for a dump"
+        return
+    start = time.time()
+    files = {r.rank: dump_file(r) for r in armed}
+    for rank in armed:
+        with contextlib.suppress(OSError):  # no pipe, or nobody reads it: its dump will be missing
+            pipe = os.open(f"{rank.environ[PIPE]}{rank.rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
+            os.write(pipe, b"1\n")
+            os.close(pipe)
+    while time.time() < start + seconds and not all(_newer(f, start) for f in files.values()):
+        time.sleep(0.2)
+    for number, file in files.items():
+        yield f"rank {number}: {file}" if _newer(file, start) else f"rank {number}: no dump within {seconds:g} s"
+    if any(_newer(f, start) for f in files.values()):
+        yield "`torchfrtrace FOLDER -p PREFIX` compares the dumps of all ranks, once they are in one folder"
+
+
+def dump_file(rank: Rank) -> Path:
+    """Where torch 2.11 writes a rank's dump."""
+    named = next((rank.environ[name] for name in DUMP if rank.environ.get(name)), None)
+    cache = rank.environ.get("XDG_CACHE_HOME") or rank.environ.get("HOME", "/tmp") + "/.cache"
+    return Path(f"{named or cache + '/torch/comm_lib_trace_rank_'}{rank.rank}")
+
+
+def _newer(file: Path, start: float) -> bool:
+    try:
+        return file.stat().st_mtime >= start - 1  # file systems count in larger steps
+    except OSError:
+        return False
+
+
+def memory(numbers: Mapping[int, int | None], seconds: float) -> Iterator[str]:
+    """numbers: {PID: rank} of the run."""
+    answer = ask(gpu.WORDS, seconds)
+    smi = gpu.parse(answer.out) if answer.ok else None
+    if smi is None:
+        yield f"`{' '.join(gpu.WORDS)}`: {answer.failure if not answer.ok else 'it printed no report'}"
+        return
+    for g in smi.gpus:
+        who = [
+            f"{f'rank {numbers[p.pid]}' if p.pid in numbers else p.name} (PID {p.pid}) {p.mib or 0:.0f} MiB"
+            for p in g.processes
+        ]
+        yield f"GPU {g.index}: {g.used_mib or 0:.0f} of {g.total_mib or 0:.0f} MiB; {', '.join(who) or 'no process to be seen'}"
+
+
+def errors(log: Path) -> Iterator[str]:
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as err:
+        yield f"no log: {err.strerror}"
+        return
+    found = oom.triage(lines)
+    if not found:
+        yield "not in the log"
+    for error in found:
+        yield from oom.told(error)

@@ -1,0 +1,136 @@
+"""What is started: one torchrun over the GPUs of each host; and what is known of it before."""
+
+import shlex
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launch.finding import Finding
+from nam_megatron.argv import argv
+from nam_megatron.budget import budget, text
+from nam_megatron.budget.cost import cost
+from nam_megatron.lower import Lowering
+from nam_megatron.mcore import v0_19
+from nam_megatron.sizes import GIB
+
+if TYPE_CHECKING:
+    from launch.context import Context
+
+TRAINERS = {"megatron": "nam_megatron.train", "bridge": "nam_megatron.nemo.train"}
+# What a trainer runs on beside the packages of launch/stack.toml.
+PACKAGES = {"megatron": (), "bridge": ("megatron-bridge", "nvidia-resiliency-ext", "nemo-toolkit")}
+
+
+def torchrun(lowering: Lowering, port: int | str, head: str, job: str) -> list[str]:
+    """The words before the trainer's. head: the first host, job: the batch system's name of this job; both for several hosts only."""
+    cluster = lowering.plan.recipe.cluster
+    start = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={cluster.nodes}"]
+    start += [f"--nproc-per-node={cluster.gpus_per_node}"]
+    if cluster.nodes == 1:
+        return [*start, "--master-addr=127.0.0.1", f"--master-port={port}"]
+    srun = ["srun", f"--nodes={cluster.nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
+    return [*srun, *start, "--rdzv-backend=c10d", f"--rdzv-endpoint={head}:{port}", f"--rdzv-id={job}"]
+
+
+def words(context: "Context", plan: Path, head: str = "", job: str = "") -> list[str]:
+    """The whole command: torchrun, one of TRAINERS, the plan, Megatron's arguments."""
+    start = torchrun(context.lowering, context.words["port"], head, job)
+    return [*start, *trainer(context), str(plan), *argv(context.lowering)]
+
+
+def trainer(context: "Context") -> tuple[str, ...]:
+    return ("-m", TRAINERS[context.words["trainer"]], "--nam-plan")
+
+
+def shell_text(context: "Context") -> str:
+    """What `run` starts, for a shell; $RUN is the folder of the run."""
+    lowering, envs = context.lowering, context.envs
+    lines = [f"export {e.name}={shlex.quote(e.value)}" if e.value is not None else f"unset {e.name}" for e in envs]
+    start = torchrun(lowering, context.words["port"], "$HEAD", "$SLURM_JOB_ID")
+    start = [
+        "python" if word == sys.executable else f'"{word}"' if "$" in word else shlex.quote(word) for word in start
+    ]
+    flags = [shlex.join(flag) for s in lowering.settings if (flag := v0_19.words(s))]
+    command = " \\\n  ".join([" ".join([*start, *trainer(context), '"$RUN/plan.json"']), *flags])
+    lines += [f'export {name}="{value}"' for name, value in inside("$RUN").items()]
+    return "\n".join([*lines, command]) + "\n"
+
+
+def inside(folder: Path | str) -> dict[str, str]:
+    """Variables that point into the folder of the run: what NCCL says of itself, and where its last collectives can be asked for."""
+    return {
+        "NCCL_DEBUG_FILE": f"{folder}/nccl.%h.%p",
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{folder}/flight_pipe_",
+        "TORCH_FR_DUMP_TEMP_FILE": f"{folder}/flight_rank_",
+    }
+
+
+def facts(context: "Context") -> dict[str, Any]:
+    """The job as the receipt has it."""
+    r = context.lowering.plan.recipe
+    return {
+        "trainer": context.words["trainer"],
+        "packages": {name: version(name) for name in PACKAGES[context.words["trainer"]]},
+        "nodes": r.cluster.nodes,
+        "world": r.world_size,
+        "tokens_per_step": r.schedule.global_batch_size * r.model.seq_length,
+        "train_steps": r.schedule.train_steps,
+        "log_interval": r.schedule.log_interval,
+        "stop_every": r.schedule.stop_every,
+        "nan_check": bool(context.lowering.by_name["check_for_nan_in_loss_and_grad"].value),
+        "diagnostic": context.words["diagnostic"],
+        "overlay": {e.name: {"value": e.value, "why": e.why} for e in context.envs},
+        "waivers": dict(r.cluster.waivers),
+    }
+
+
+def version(package: str) -> str | None:
+    """Of the installed package; nothing is imported."""
+    return next((found.version for found in metadata.distributions(name=package)), None)
+
+
+def lineage(context: "Context") -> dict[str, str]:
+    """What two runs must share before their figures may be compared: host lineage, preset family, launch regime."""
+    r, p = context.lowering.plan.recipe, context.lowering.plan
+    a = r.parallel
+    departs = f" ({', '.join(p.departures)})" if p.departures else ""
+    tensor = f"tensor {a.tensor}{' + sequence' if a.sequence else ''}"
+    layout = f"{tensor}, pipeline {a.pipeline} x {a.virtual_pipeline}, context {a.context}, expert {a.expert} x {a.expert_tensor}"
+    regime = f"{r.lane.name}{departs}; {r.cluster.nodes} x {r.cluster.gpus_per_node} GPUs; {layout}; {context.words['trainer']}"
+    return {"host": r.cluster.name, "family": r.preset.family, "regime": regime}
+
+
+def forecast(lowering: Lowering) -> dict[str, Any]:
+    """The budget's figures for the worst rank, and operations per token by our own count and by Megatron's."""
+    b, c = budget(lowering.plan), cost(lowering.plan)
+    worst = b.worst.worst
+    return {
+        "parameters": b.parameters,
+        "active": b.active,
+        "peak_allocated_gib": round(worst.allocated / GIB, 3),
+        "peak_reserved_gib": round(worst.reserved / GIB, 3),
+        "device_gib": round(worst.total / GIB, 3),
+        "free_gib": round(b.free / GIB, 3),
+        "fits": b.fits,
+        "verdict": text.verdict(b),
+        "model_flops_per_token": c.model,
+        "megatron_flops_per_token": c.megatron,
+        "peak_tflops": lowering.plan.recipe.device.bf16_tflops,
+    }
+
+
+def findings(context: "Context") -> Iterator[Finding]:
+    """Whether this plan can be trained at all: every part built, and room for it."""
+    for seam in context.lowering.plan.not_built:
+        yield Finding("built", "fail", f"{seam.owner} is not built ({seam.missing})", "another lane, or switch it off")
+    b = budget(context.lowering.plan)
+    verdict = text.verdict(b)
+    if b.fits:
+        yield Finding("memory", "ok" if b.roomy else "note", verdict)
+    elif context.words["over_memory"] == "allow":
+        yield Finding("memory", "note", f"{verdict}; over_memory=allow")
+    else:
+        hint = "`python -m nam_megatron.budget` says what takes it; `over_memory=allow` runs it all the same"
+        yield Finding("memory", "fail", verdict, hint)

@@ -1,0 +1,152 @@
+"""What a log says of a run's end: figures, memory, the ranks' devices, the last errors, and forecast against measured."""
+
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from launch import steps
+from launch.receipt import LOG
+
+# The launcher's own lines at the start and the end of a log; the hours are the host's, as Megatron's are.
+STARTED, ENDED = "launch: started", "launch: ended"
+CLOCK = re.compile(rf"^\[([\d :.-]+)\] ({STARTED}|{ENDED})")
+ERROR = re.compile(
+    r"^(?:\[rank\d+\]:\s*)?(?:error:|(?:\w+\.)*\w*(?:Error|Exception)\b\s*(?::|$))|\bout of memory\b|NCCL (?:WARN|error)"
+)
+TRAINER_CODE = re.compile(r"^\s*exitcode\s*:\s*(-?\d{1,9})\b")
+NCCL_RANK = re.compile(
+    r"\brank (\d{1,6}) nranks (\d{1,6}) cudaDev (\d{1,3})(?: nvmlDev (\d{1,3}))? busId ([0-9a-fA-F]{1,10})\b"
+)
+NCCL_VERSION = re.compile(r"NCCL version (\d+(?:\.\d+)+\S*)")
+NCCL_NET = re.compile(r"Using network (\S+)")
+NCCL_FILES = "nccl.*"
+LINE = 4000  # characters of a line that are looked at
+KEPT = 20  # last lines that look like errors
+
+
+def of_log(folder: Path, receipt: Mapping[str, Any]) -> dict[str, Any]:
+    """What came of a run, from its folder and its receipt. Works on half a log as on a whole one."""
+    said, errors, codes = steps.Said(), deque(maxlen=KEPT), []
+    clocks: dict[str, datetime] = {}
+    first = None
+    for line in _lines(folder / LOG):
+        found = said.add(line)
+        if found is None and ERROR.search(line):
+            errors.append(line.strip())
+            first = first or errors[-1]
+        elif code := TRAINER_CODE.match(line):
+            codes.append(int(code[1]))
+        elif (clock := CLOCK.match(line)) and (when := steps.time_of_day(clock[1])):
+            clocks[clock[2]] = when
+    job = receipt.get("job") or {}
+    figures = steps.figures(said, job.get("tokens_per_step") or 0, job.get("world") or 1)
+    memory = steps.memory(said)
+    view = nccl(folder.glob(NCCL_FILES))
+    return {
+        "trainer_exit_code": codes[0] if codes else None,
+        "reason": first,
+        "errors": list(errors),
+        "figures": figures,
+        "nan_check": job.get("nan_check"),
+        "memory": memory,
+        "bad_put": steps.bad_put(said, clocks.get(STARTED), clocks.get(ENDED)),
+        "against_forecast": against(receipt.get("forecast") or {}, figures, memory),
+        "ranks": ranks(said, view, receipt.get("host") or {}),
+        "nccl": view and {k: v for k, v in view.items() if k != "ranks"},
+    }
+
+
+def summary(outcome: Mapping[str, Any]) -> str:
+    """A run in a few lines, for the terminal and the log."""
+    figures, memory = outcome["figures"], outcome["memory"]
+    last = f"loss {figures['loss_last']}, gradient norm {figures['grad_norm_last']}" if figures["steps"] else "no step"
+    text = [f"{outcome['end']}: {outcome['reason']}" if outcome.get("reason") else str(outcome["end"])]
+    text += [f"steps {figures['last_step'] or 0} of {figures['planned_steps'] or '?'}; {last}"]
+    if window := figures["window"]:
+        spread = f"p10 {window['p10_ms']}, p90 {window['p90_ms']}; steps {window['first']} to {window['last']}"
+        text += [f"{window['median_ms']} ms a step ({spread}), {window['tokens_per_s_per_gpu']} tokens/s/GPU"]
+    against = outcome["against_forecast"] or {}
+    if "model_flops_utilisation" in against:
+        theirs = f"; Megatron says {figures['window']['megatron_tflops_per_gpu']}" if figures["window"] else ""
+        mfu = f"{against['model_flops_utilisation']:.1%}"
+        text += [f"model FLOPs utilisation {mfu} ({against['model_tflops_per_gpu']} TFLOP/s/GPU by our count{theirs})"]
+    if memory:
+        ratio = against.get("peak_allocated_ratio")
+        said = f" ({ratio:.1%} of the forecast)" if ratio else ""
+        text += [f"peak {memory['peak_allocated_gib']} GiB allocated{said}, {memory['peak_reserved_gib']} reserved"]
+    return "\n".join(text) + "\n"
+
+
+def _lines(path: Path) -> Iterator[str]:
+    try:
+        with open(path, encoding="utf-8", errors="replace", newline="\n") as log:
+            while line := log.readline(LINE):
+                yield line.rstrip("\n")
+    except OSError:
+        return
+
+
+def nccl(files: Iterable[Path]) -> dict[str, Any] | None:
+    """NCCL's own view, from the files that NCCL_DEBUG_FILE asked for: version, network, GPU and bus of each rank of the world."""
+    ranks: dict[int, dict[str, Any]] = {}
+    version = network = None
+    world = 0
+    for file in sorted(files):
+        for line in _lines(file):
+            if found := NCCL_RANK.search(line):
+                rank, size, cuda, _, bus = found.groups()
+                if int(size) > world:  # smaller communicators number their ranks anew
+                    ranks, world = {}, int(size)
+                if int(size) == world:
+                    ranks[int(rank)] = {"device": int(cuda), "bus": bus_of(int(bus, 16))}
+            version = version or ((m := NCCL_VERSION.search(line)) and m[1])
+            network = network or ((m := NCCL_NET.search(line)) and m[1])
+    return {"version": version, "network": network, "world": world, "ranks": ranks} if ranks or version else None
+
+
+def bus_of(number: int) -> str:
+    """NCCL's number of a place on the PCI bus as `nvidia-smi` prints it."""
+    return f"{number >> 20:08X}:{number >> 12 & 0xFF:02X}:{number >> 4 & 0xFF:02X}.{number & 0xF:X}"
+
+
+def ranks(said: steps.Said, view: Mapping[str, Any] | None, host: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Which GPU each rank really had, as it said itself and as NCCL saw it, and the NICs and CPUs near it.
+
+    Topology is known of the launcher's host; on others of a job the NICs are those of the same GPU there.
+    """
+    theirs = (view or {}).get("ranks", {})
+    gpus = {g.get("bus"): f"GPU{i}" for i, g in enumerate(host.get("gpus") or []) if isinstance(g, Mapping)}
+    near = host.get("topology") or {}
+    found = []
+    for rank, device in sorted({r.rank: r.device for r in said.readings if r.device}.items()):
+        gpu = gpus.get(device["bus"])
+        seen = theirs.get(rank)
+        found.append(
+            {
+                "rank": rank,
+                **device,
+                "gpu": gpu,
+                "nics": (near.get("nics") or {}).get(gpu),
+                "cpus": (near.get("cpus") or {}).get(gpu),
+                "nccl_agrees": None if seen is None else seen["bus"] == device["bus"],
+            }
+        )
+    return found
+
+
+def against(
+    forecast: Mapping[str, Any], figures: Mapping[str, Any], memory: Mapping[str, Any] | None
+) -> dict[str, Any] | None:
+    """Measured over forecast, where both are known; model FLOPs utilisation by our own count."""
+    made: dict[str, Any] = {}
+    for kind in ("allocated", "reserved"):
+        if memory and (expected := forecast.get(f"peak_{kind}_gib")):
+            made[f"peak_{kind}_ratio"] = round(memory[f"peak_{kind}_gib"] / expected, 4)
+    rate = (figures.get("window") or {}).get("tokens_per_s_per_gpu")
+    if rate and (flops := forecast.get("model_flops_per_token")) and (peak := forecast.get("peak_tflops")):
+        made["model_tflops_per_gpu"] = round(rate * flops / 1e12, 2)
+        made["model_flops_utilisation"] = round(rate * flops / (peak * 1e12), 4)
+    return made or None

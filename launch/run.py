@@ -1,0 +1,195 @@
+"""`launch run`: a receipt, the checks, one torchrun, and the receipt sealed with what came of it."""
+
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from launch import finding, job, outcome, patch, preflight, receipt, slurm, steps
+from launch.context import Context
+from launch.process import Interrupted, Process, Signals, ignore, interrupt
+from launch.receipt import Receipt
+from launch.redact import Redactor
+from launch.terminal import Terminal
+from launch.tree import tree_hash
+from nam_megatron.argv import plan_json
+from nam_megatron.errors import FINDINGS, OK, REFUSED, Problem, Refused
+from nam_megatron.recipe import to_tree
+
+Start = Callable[..., list[str]]
+
+
+def run(context: Context, start: Start = job.words) -> int:
+    """Check, train, and leave a receipt. Returns the exit code.
+
+    start: makes the words that are started, see `job.words`; the tests put a small trainer there.
+    Raises Refused where no receipt can be written, or another launch has the port.
+    """
+    for name in receipt.seal_lost(context.receipts, outcome.of_log):
+        sys.stderr.write(f"note: {name} lost its launcher; it is sealed now\n")
+    with port_held(context.words["port"]), Signals() as signals:
+        preset = context.lowering.plan.recipe.preset.name
+        opened = receipt.open_receipt(context.receipts, preset, known(context), context.redactor)
+        sys.stderr.write(f"receipt: {opened.folder}\n")
+        verdict: Verdict | int = Verdict("failed", FINDINGS, "the launcher broke down")
+        try:
+            verdict = attempt(context, opened, signals, start)
+        except Interrupted:
+            verdict = Verdict("interrupted", FINDINGS, f"{signals.seen[0]} before the training was started")
+        except Refused as refused:
+            verdict = Verdict("refused", REFUSED, refused.problems[0].message)
+            sys.stderr.write(refused.render())
+        finally:
+            signals.do(ignore)
+            came = outcome.of_log(opened.folder, opened.content)
+            if isinstance(verdict, int):
+                verdict = ended(verdict, came, opened.content["job"], signals.seen)
+            came |= {"reason": verdict.reason, "signals": signals.seen}
+            opened.seal(verdict.end, came)
+            sys.stderr.write(outcome.summary({**came, "end": verdict.end}))
+            sys.stderr.write(f"sealed: {opened.folder / receipt.FILE}\n")
+    return verdict.code
+
+
+class Verdict(NamedTuple):
+    """end: one of receipt.ENDS. code: the launcher's exit code."""
+
+    end: str
+    code: int
+    reason: str | None
+
+
+def known(context: Context) -> dict[str, Any]:
+    """What a receipt says before anything was imported or started."""
+    return {
+        "lineage": job.lineage(context),
+        "words": list(context.overrides),
+        "source": context.source.facts(),
+        "patches": {q.name: patched(q) for q in patch.queues()},
+        "recipe": to_tree(context.lowering.plan.recipe),
+        "job": job.facts(context),
+        "environ": context.redactor.environ(context.child_environ),
+        "forecast": job.forecast(context.lowering),
+    }
+
+
+def patched(queue: patch.Queue) -> dict[str, str | None]:
+    """The hash of the installed package's files and what it is by that: pristine, patched, foreign."""
+    try:
+        tree = tree_hash(patch.installed(queue), queue.package)
+    except (Refused, OSError):
+        return {"state": "not installed", "tree": None}
+    return {"state": {queue.before: "pristine", queue.after: "patched"}.get(tree, "foreign"), "tree": tree}
+
+
+def attempt(context: Context, opened: Receipt, signals: Signals, start: Start) -> Verdict | int:
+    """Check and train. Returns torchrun's exit code, or the verdict where it was not left to finish. Raises Refused, Interrupted."""
+    signals.do(interrupt)
+    report = preflight.check(context)
+    found = [{"name": f.name, "level": f.level, "message": f.message} for f in report.findings]
+    opened.record(host=report.facts, findings=found)
+    sys.stderr.write(finding.render(report.findings, "text", socket.gethostname()))
+    if not finding.passed(report.findings):
+        return Verdict("refused", FINDINGS, f"preflight: {finding.verdict(report.findings)}")
+    with receipt.writing(opened.folder):
+        (opened.folder / receipt.PLAN).write_text(plan_json(context.lowering), encoding="utf-8")
+        if context.source.diff:
+            diff = context.redactor.secrets(context.source.diff)
+            (opened.folder / receipt.DIFF).write_text(diff, encoding="utf-8", errors="surrogateescape")
+    environ = {**context.child_environ, **job.inside(opened.folder)}
+    with receipt.writing(context.scratch, "cluster.storage.scratch"):
+        Path(environ["TMPDIR"]).mkdir(parents=True, exist_ok=True)
+    several = slurm.hosts(context.environ) if context.cluster.nodes > 1 else ()
+    head, name = (several[0], context.environ[slurm.JOB]) if several else ("", "")
+    words = start(context, opened.folder / receipt.PLAN, head, name)
+    opened.record(job={**opened.content["job"], "command": words, "launcher_pid": os.getpid()})
+    try:
+        return train(words, environ, context, opened.folder, signals)
+    except OSError as err:
+        problem = receipt.unwritable(opened.folder, err, "cluster.storage.receipts")
+        sys.stderr.write(Refused(problem).render())
+        return Verdict("failed", FINDINGS, problem.message)
+
+
+def ended(code: int, came: Mapping[str, Any], job: Mapping[str, Any], signals: Sequence[str]) -> Verdict:
+    """What torchrun's exit code means. 0 is a success only if the last step was reached."""
+    last, planned = came["figures"]["last_step"] or 0, job["train_steps"]
+    if code == 0 and last > 0 and last + job["log_interval"] > planned:
+        return Verdict("completed", OK, f"{signals[0]} came too late to matter" if signals else None)
+    if code == 0 and job["stop_every"] and last > 0 and last % job["stop_every"] == 0:
+        return Verdict("completed", OK, f"stopped at step {last} of {planned}, as `schedule.stop_every` says")
+    if signals:
+        return Verdict("interrupted", FINDINGS, f"{signals[0]}; torchrun ended with {code}")
+    if code == 0:
+        return Verdict("interrupted", FINDINGS, f"the trainer ended at step {last} of {planned}")
+    if came["trainer_exit_code"] == REFUSED:
+        return Verdict("refused", REFUSED, came["reason"])
+    return Verdict("failed", FINDINGS, f"torchrun ended with {code}: {came['reason'] or 'the log does not say why'}")
+
+
+def train(words: Sequence[str], environ: Mapping[str, str], context: Context, folder: Path, signals: Signals) -> int:
+    """Start `words`, keep and show what they print, and wait. Returns the exit code; raises OSError where the log cannot be written."""
+    terminal, failure = Terminal(context.lowering.plan.recipe.schedule.train_steps), None
+    signals.do(ignore)  # until there is a process that can be ended
+    try:
+        with Log(folder / receipt.LOG, context.redactor) as log:
+            log.clock(outcome.STARTED)
+            process = Process(words, environ, context.checkout)
+            signals.do(process.end)
+            for line in process.lines():
+                if failure is None:
+                    try:
+                        line = log.line(line)
+                    except OSError as err:
+                        # Nobody would know what came of it: stop as for a signal, and keep the pipe from filling.
+                        failure = err
+                        process.end()
+                terminal.line(line, found if isinstance(found := steps.parse(line), steps.Step) else None)
+            code = process.wait()
+            if failure is not None:
+                raise failure
+            log.clock(outcome.ENDED)
+            return code
+    finally:
+        terminal.close()
+
+
+class Log:
+    """The log of a run, without secrets. Raises OSError where it cannot be written."""
+
+    def __init__(self, path: Path, redactor: Redactor):
+        self._file = open(path, "ab")  # noqa: SIM115  closed by __exit__
+        self._redactor = redactor
+
+    def __enter__(self) -> "Log":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):  # what could not be flushed was raised before
+            self._file.close()
+
+    def line(self, text: str) -> str:
+        """Write a line; returns it as it was written."""
+        text = self._redactor.secrets(text)
+        self._file.write(text.encode() + b"\n")
+        self._file.flush()
+        return text
+
+    def clock(self, what: str) -> None:
+        """A line with the local time, as Megatron's have it."""
+        self.line(f"[{datetime.now():%Y-%m-%d %H:%M:%S.%f}] {what}")
+
+
+@contextlib.contextmanager
+def port_held(port: int) -> Iterator[None]:
+    """No second launch on this host takes the port between our look at it and torchrun's binding. Ends with this process."""
+    with socket.socket(socket.AF_UNIX) as name:
+        try:
+            name.bind(f"\0nam_megatron.launch.{port}")
+        except OSError:
+            raise Refused(Problem(f"another launch on this host has port {port}", "port", "`port=...`")) from None
+        yield

@@ -1,0 +1,41 @@
+"""`launch show`: everything that a run would be, as text. Touches nothing."""
+
+from launch import job, kubernetes, slurm
+from launch.context import Context
+from launch.overlay import shown
+from nam_megatron import argv, report
+from nam_megatron.budget import budget
+from nam_megatron.budget import text as budget_text
+from nam_megatron.budget.cost import cost
+
+
+def text(context: Context) -> str:
+    """The whole, or with `format` only what starts it: torchrun's words, a batch script, a PyTorchJob."""
+    lowering, form = context.lowering, context.words["format"]
+    command = job.shell_text(context)
+    if form == "torchrun":
+        return command
+    if form == "sbatch":
+        return slurm.sbatch(lowering, context.overrides)
+    if form == "kubernetes":
+        return kubernetes.pytorch_job(context)
+    b, c = budget(lowering.plan), cost(lowering.plan)
+    cluster = context.cluster
+    storage = {"durable": context.durable, "scratch": context.scratch, "receipts": context.receipts}
+    parts = {
+        "Plan": report.plan_text(lowering),
+        "Settings by owner": argv.lines(lowering).split("\n\n", 1)[1],
+        "Budget": f"{budget_text.verdict(b)}\n{c.model / 1e9:.2f} GFLOP a token by our own count, {c.megatron / 1e9:.2f} by Megatron's\n",
+        "Lineage": rows(job.lineage(context)),
+        "Storage": rows(storage),
+        "Waivers": rows(cluster.waivers) or "none\n",
+        "Environment": "".join(f"{shown(e)}  # {e.why}\n" for e in context.envs),
+        "Command": command,
+    }
+    if cluster.nodes > 1:
+        parts["sbatch"] = slurm.sbatch(lowering, context.overrides)
+    return "\n".join(f"== {title} ==\n{part}" for title, part in parts.items())
+
+
+def rows(table: dict) -> str:
+    return "".join(f"{key}: {value}\n" for key, value in table.items())

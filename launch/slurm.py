@@ -1,0 +1,69 @@
+"""Slurm: the batch script of a run, and the hosts of the job that this process is in."""
+
+import os
+import shlex
+import subprocess
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+from nam_megatron import report
+from nam_megatron.errors import Problem, Refused
+from nam_megatron.lower import Lowering
+
+JOB, NODES = "SLURM_JOB_ID", "SLURM_JOB_NODELIST"
+# Words of `launch` that are not the recipe's: those for one host's screen, and those of a run.
+SCREEN = ("format", "sanity", "image")
+RUN = ("revision", "dirty", "over_memory", "trainer", "port", "lock", "diagnostic", "cluster.waivers")
+
+
+def for_launch(overrides: Sequence[str]) -> str:
+    """The words of this command line, for another verb on another host."""
+    return shlex.join(w for w in overrides if w.partition("=")[0] not in SCREEN)
+
+
+def for_translate(overrides: Sequence[str]) -> str:
+    """Those that choose the recipe."""
+    return shlex.join(w for w in overrides if not w.startswith((*SCREEN, *RUN)))
+
+
+def sbatch(lowering: Lowering, overrides: Sequence[str]) -> str:
+    """A batch script: preflight on every host, each one line of a pass/fail list, then one launcher for all of them."""
+    r = lowering.plan.recipe
+    recipe = for_launch(overrides)
+    return f"""#!/usr/bin/env bash
+# {next(report.header(lowering))}
+#SBATCH --job-name={r.preset.name}
+#SBATCH --nodes={r.cluster.nodes}
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node={r.cluster.gpus_per_node}
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --output=%x-%j.out
+#SBATCH --signal=B:TERM@120
+set -euo pipefail
+cd "${{SLURM_SUBMIT_DIR:?}}"
+
+# One line a host; a single FAIL ends the job here.
+srun --label python -m launch check format=line {recipe}
+
+# The launcher runs on the first host, starts torchrun on all of them with srun, and seals the receipt.
+exec python -m launch run {recipe}
+"""
+
+
+def hosts(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The hosts of this Slurm job, the first one first; empty outside of one. Raises Refused where Slurm does not name them."""
+    return _hosts(environ[NODES]) if environ.get(JOB) and environ.get(NODES) else ()
+
+
+@cache
+def _hosts(nodes: str) -> tuple[str, ...]:
+    command = ["scontrol", "show", "hostnames", nodes]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=dict(os.environ))
+        names = tuple(done.stdout.split()) if done.returncode == 0 else ()
+    except (OSError, subprocess.TimeoutExpired):
+        names = ()
+    if not names:
+        raise Refused(Problem(f"this is a Slurm job, and `{shlex.join(command[:3])}` does not name its hosts"))
+    return names

@@ -1,0 +1,196 @@
+"""The software of a training host: locked in stack.toml, compared with what is installed, and asked what it was built for."""
+
+import importlib.metadata
+import json
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch import patch
+from launch.bounded import ask
+from launch.finding import Finding
+from nam_megatron.errors import OK, Problem, Refused
+
+LOCK = Path(__file__).parent / "stack.toml"
+PROBE = Path(__file__).parent / "probe.py"
+SOURCES = ("wheel", "build", "torch")
+ALSO = (
+    "nvidia-cublas",
+    "flash-attn",
+    "numpy",
+    "nvidia-ml-py",
+    "hydra-core",
+    "omegaconf",
+    "pydantic",
+)  # recorded, not locked
+SECONDS = 44  # for one import, cold, beside others
+STEPS = "`python -m launch stack` prints how it is installed"
+
+
+@dataclass(frozen=True)
+class Package:
+    """One line of the lock; stack.toml says what each field means."""
+
+    name: str
+    version: str
+    source: str
+    module: str | None = None
+    env: str = ""
+    alone: bool = False
+    with_: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Lock:
+    torch_cuda: str
+    packages: tuple[Package, ...]
+
+    @property
+    def torch(self) -> Package:
+        return self.packages[0]
+
+
+def load(path: Path = LOCK) -> Lock:
+    """Raises Refused for a file that is no lock."""
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        packages = tuple(
+            Package(**{k: v for k, v in entry.items() if k != "with"}, with_=tuple(entry.get("with", ())))
+            for entry in tree["package"]
+        )
+        cuda = tree["torch_cuda"]
+        if not packages or packages[0].name != "torch":
+            raise ValueError("the first package must be torch: all others are built against it")
+        if bad := [p.name for p in packages if p.source not in SOURCES]:
+            raise ValueError(f"the source of {bad[0]} is none of {', '.join(SOURCES)}")
+        if bad := [v for p in packages for v in (p.name, p.version, p.env, cuda) if not isinstance(v, str)]:
+            raise ValueError(f"{bad[0]!r} stands where a word should")
+        return Lock(cuda, packages)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as err:
+        raise Refused(Problem(f"`{path}` is no lock file: {err}", "lock", f"see launch/{LOCK.name}")) from None
+
+
+def versions(lock: Lock) -> dict[str, str | None]:
+    """Installed versions by package, from their metadata: nothing is imported."""
+    names = (*(p.name for p in lock.packages), *ALSO)
+    return {"python": sys.version.split()[0], **{name: _version(name) for name in names}}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def probe(lock: Lock, environ: Mapping[str, str], seconds: float = SECONDS) -> dict[str, dict[str, Any]]:
+    """{module: what came of importing it}, each in a process of its own: one that crashes or hangs takes no other along."""
+    modules = [p.module for p in lock.packages if p.module]
+    with ThreadPoolExecutor(len(modules)) as pool:
+        return dict(zip(modules, pool.map(lambda m: probed(m, environ, seconds), modules), strict=True))
+
+
+def probed(module: str, environ: Mapping[str, str], seconds: float) -> dict[str, Any]:
+    # -P: without it launch/ would be searched first, and launch/inspect.py found for Python's own.
+    answer = ask([sys.executable, "-P", str(PROBE), module], seconds, environ)
+    try:
+        said = json.loads(answer.out.splitlines()[-1])
+        return said if isinstance(said, dict) else {"error": "the import printed nonsense"}
+    except (ValueError, IndexError):
+        return {"error": answer.failure}
+
+
+def findings(
+    lock: Lock, installed: Mapping[str, str | None], imported: Mapping[str, Mapping[str, Any]]
+) -> Iterator[Finding]:
+    """torch first: whatever replaced it explains the rest."""
+    said = imported.get("torch", {})
+    torch, found = lock.torch, installed.get("torch")
+    if found is None or found.partition("+")[0] != torch.version:
+        hint = f"something replaced it; {STEPS}"
+        yield Finding("torch", "fail", f"torch is {found or 'not installed'}, and the lock says {torch.version}", hint)
+    elif "error" in said or "torch" not in said:
+        yield Finding("torch", "fail", f"torch cannot be imported: {said.get('error')}", STEPS)
+    elif said.get("cuda") != lock.torch_cuda:
+        what = f"torch {said['torch']} is built for CUDA {said.get('cuda')}, and the lock says {lock.torch_cuda}"
+        yield Finding("torch", "fail", what, f"something replaced it; {STEPS}")
+    else:
+        yield Finding(
+            "torch", "ok", ", ".join(f"{k} {said.get(k)}" for k in ("torch", "cuda", "cudnn", "nccl", "triton"))
+        )
+    wrong = [p for p in lock.packages[1:] if (installed.get(p.name) or "").partition("+")[0] != p.version]
+    for p in wrong:
+        what = f"{p.name} is {installed.get(p.name) or 'not installed'}, and the lock says {p.version}"
+        yield Finding("lock", "fail", what, STEPS)
+    if not wrong:
+        yield Finding("lock", "ok", f"{len(lock.packages)} packages as locked")
+    extensions = {p.module: p for p in lock.packages[1:] if p.module}
+    broken = {m: imported.get(m, {}).get("error", "not tried") for m in extensions if not imported.get(m, {}).get("ok")}
+    for module, why in broken.items():
+        package = extensions[module]
+        hint = f"built for another torch: build it again; {STEPS}" if _foreign(why) else STEPS
+        yield Finding("extensions", "fail", f"{package.name}: `import {module}` fails: {why}", hint)
+    if not broken:
+        yield Finding("extensions", "ok", f"{len(extensions)} packages load beside this torch")
+
+
+def _foreign(why: str) -> bool:
+    """Whether an import failed for want of what another torch, CUDA or compiler has."""
+    return any(
+        word in why for word in ("undefined symbol", "cannot open shared object", "version `GLIBCXX", "libc10", "ABI")
+    )
+
+
+def megatron() -> tuple[Finding, str | None]:
+    """Which Megatron would be imported, by the hash of its files; and its state: pristine, patched, foreign."""
+    try:
+        queue = patch.find("megatron-core")
+        state = queue.state(patch.installed(queue))
+    except (Refused, OSError) as err:
+        return Finding("patches", "fail", f"which Megatron this is cannot be told: {err}", STEPS), None
+    if state == "foreign":
+        hint = "install it again; changes to it belong into patches/"
+        return Finding(
+            "patches", "fail", f"the installed Megatron is neither {queue.name} nor our patched one", hint
+        ), state
+    said = (
+        "is patched"
+        if state == "patched"
+        else "is pristine: `python -m launch patch apply megatron-core` would patch it"
+    )
+    return Finding("patches", "ok" if state == "patched" else "note", f"{queue.name} {said}"), state
+
+
+def steps(lock: Lock) -> str:
+    """Shell commands that install the lock, in its order."""
+    torch = f"{lock.torch.name}=={lock.torch.version}"
+    text = [
+        f"# Python {sys.version_info[0]}.{sys.version_info[1]}, CUDA {lock.torch_cuda}",
+        "# torch is named in every step: pip then refuses to replace it",
+        f"pip install {torch}",
+        f"python -c 'import torch; assert torch.version.cuda == \"{lock.torch_cuda}\", torch.version.cuda'",
+    ]
+    for p in lock.packages[1:]:
+        if p.source == "torch":
+            continue
+        words = ["pip install", *([f"--no-build-isolation --no-binary {p.name}"] if p.source == "build" else [])]
+        if p.alone:
+            if p.with_:
+                text.append(" ".join(["pip install", torch, *p.with_]))
+            words.append("--no-deps")
+        text.append(
+            " ".join([*([p.env] if p.env else []), *words, *([] if p.alone else [torch]), f"{p.name}=={p.version}"])
+        )
+    return "\n".join([*text, "python -m launch patch apply megatron-core"]) + "\n"
+
+
+def command(names: Sequence[str], options: Mapping[str, str]) -> int:
+    """python -m launch stack [lock=FILE]"""
+    if names:
+        raise Refused(Problem("`stack` takes no names", None, "python -m launch stack [lock=FILE]"))
+    sys.stdout.write(steps(load(Path(options["lock"]) if "lock" in options else LOCK)))
+    return OK

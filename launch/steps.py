@@ -1,0 +1,255 @@
+"""Megatron's log -> numbers: the step lines of `training_log`, its memory and checkpoint lines (megatron-core 0.19.2), our readings."""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+STEP = re.compile(r"\biteration\s+(\d{1,18})/\s*(\d{1,18})\s+\|(.*)")
+NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf)"
+FIELD = re.compile(rf"^\s*([^|]+?):\s*({NUMBER})\s*$", re.IGNORECASE)
+TIME_OF_DAY = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d{1,6})?)\]")
+SAVE = re.compile(r"\] (saving|successfully saved) checkpoint (?:at|from) iteration\s+(\d{1,18})\b")
+READING = re.compile(r"nam_megatron\.readings (\{.*\})\s*$")
+MEMORY = re.compile(
+    r"\[Rank (\d{1,9})\] \(after (\d{1,18}) iterations\) memory \(MB\) \| allocated: (\d{1,15}\.\d+) \| max allocated: (\d{1,15}\.\d+)"
+    r" \| reserved: (\d{1,15}\.\d+) \| max reserved: (\d{1,15}\.\d+)"
+)
+TIME, NORM, TFLOPS, LOSS = "elapsed time per iteration (ms)", "grad norm", "throughput per GPU (TFLOP/s/GPU)", "lm loss"
+NAN_STEPS, SKIPPED = "number of nan iterations", "number of skipped iterations"
+APART = 3  # first steps, in which Triton tunes, cuDNN plans and the allocator grows
+WINDOW = 50  # step lines that the figures are taken from, at most
+BYTES = ("allocated", "peak_allocated", "reserved", "peak_reserved")
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step line. `values`: every `name: number` of it, by Megatron's names. when: the host's local time, if it is there."""
+
+    number: int
+    total: int
+    values: dict[str, float]
+    when: datetime | None = None
+
+    @property
+    def ms(self) -> float | None:
+        """Time a step; None where it is no number."""
+        ms = self.values.get(TIME)
+        return ms if ms is not None and math.isfinite(ms) and ms > 0 else None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Bytes that torch held on a rank after a step. device: which GPU it is, where the line says it."""
+
+    rank: int
+    when: str
+    step: int
+    allocated: float
+    peak_allocated: float
+    reserved: float
+    peak_reserved: float
+    device: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Save:
+    """A checkpoint after a step is begun, or done. when: the host's local time."""
+
+    step: int
+    done: bool
+    when: datetime
+
+
+def parse(line: str) -> Step | Reading | Save | None:
+    """What a line of the log says; None for all others, torn and foreign ones included."""
+    if found := STEP.search(line):
+        fields = (m.groups() for part in found[3].split("|") if (m := FIELD.match(part)))
+        values = {name: float(value) for name, value in fields}
+        if TIME not in values:
+            return None
+        clock = TIME_OF_DAY.search(line)
+        return Step(int(found[1]), int(found[2]), values, time_of_day(clock[1]) if clock else None)
+    if found := READING.search(line):
+        return _reading(found[1])
+    if found := MEMORY.search(line):
+        rank, step, *mib = found.groups()
+        return Reading(int(rank), "step", int(step), *(float(v) * 2**20 for v in mib))
+    if (found := SAVE.search(line)) and (clock := TIME_OF_DAY.search(line)) and (when := time_of_day(clock[1])):
+        return Save(int(found[2]), found[1] != "saving", when)
+    return None
+
+
+def time_of_day(text: str) -> datetime | None:
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:  # the 31st of February
+        return None
+
+
+def _reading(text: str) -> Reading | None:
+    try:
+        said = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(said, dict) or said.get("when") not in ("built", "step", "end"):
+        return None
+    whole = [said.get(key) for key in ("rank", "step", *BYTES)]
+    if not all(type(v) is int and 0 <= v < 2**63 for v in whole):
+        return None
+    device = {k: said.get(k) for k in ("node", "device", "bus", "name", "expandable")} if "device" in said else None
+    return Reading(whole[0], said["when"], *whole[1:], device)
+
+
+@dataclass
+class Said:
+    """All that a log said: steps by number, a repeated one as it was said last; memory and checkpoints in order."""
+
+    steps: dict[int, Step] = field(default_factory=dict)
+    readings: list[Reading] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+
+    def add(self, line: str) -> Step | Reading | Save | None:
+        found = parse(line)
+        if isinstance(found, Step):
+            self.steps[found.number] = found
+        elif isinstance(found, Reading):
+            self.readings.append(found)
+        elif isinstance(found, Save):
+            self.saves.append(found)
+        return found
+
+
+def read(lines: Iterable[str]) -> Said:
+    said = Said()
+    for line in lines:
+        said.add(line)
+    return said
+
+
+def split(steps: Sequence[Step]) -> tuple[list[Step], list[Step]]:
+    """(the first lines, those of steady steps), both with a time.
+
+    A line's time is the mean since the line before, but Megatron logs the first step once more within the next line. So a line is
+    steady if none of the first APART steps is in it.
+    """
+    timed = [s for s in steps if s.ms is not None]
+    if not timed:
+        return [], []
+    start = timed[0].number - 1
+    since = [start, start, *(s.number for s in timed[1:])]
+    steady = [s for s, before in zip(timed, since, strict=False) if before >= start + APART]
+    return timed[: len(timed) - len(steady)], steady
+
+
+def figures(said: Said, tokens_per_step: int, world: int) -> dict[str, Any]:
+    """Figures of a run: its first window of steady steps, the steps before it, and whether the numbers were numbers.
+
+    tokens_per_step: of the whole job. A run too short for a window has `window: null`.
+    """
+    steps = [said.steps[n] for n in sorted(said.steps)]
+    first, steady = split(steps)
+    norms = [s.values.get(NORM) for s in steps]
+    losses = [s.values.get(LOSS) for s in steps]
+    return {
+        "steps": steps[-1].number - steps[0].number + 1 if steps else 0,
+        "last_step": steps[-1].number if steps else None,
+        "planned_steps": steps[-1].total if steps else None,
+        "first_lines_ms": [s.ms for s in first],
+        "window": _window(steady[:WINDOW], tokens_per_step, world) if steady else None,
+        "loss_first": losses[0] if losses else None,
+        "loss_last": losses[-1] if losses else None,
+        # Megatron leaves a loss out of the line when it is NaN.
+        "loss_finite": all(l is not None and math.isfinite(l) for l in losses) if losses else None,
+        "grad_norm_last": norms[-1] if norms else None,
+        "grad_norm_finite": all(n is not None and math.isfinite(n) for n in norms) if norms else None,
+        "nan_steps": sum(s.values.get(NAN_STEPS, 0) for s in steps),
+        "skipped_steps": sum(s.values.get(SKIPPED, 0) for s in steps),
+    }
+
+
+def _window(window: Sequence[Step], tokens_per_step: int, world: int) -> dict[str, Any]:
+    ms = sorted(s.ms for s in window)
+    middle = median(ms)
+    tflops = [v for s in window if (v := s.values.get(TFLOPS)) is not None and math.isfinite(v)]
+    return {
+        "first": window[0].number,
+        "last": window[-1].number,
+        "lines": len(window),
+        "median_ms": round(middle, 3),
+        "p10_ms": round(quantile(ms, 0.1), 3),
+        "p90_ms": round(quantile(ms, 0.9), 3),
+        "tokens_per_s_per_gpu": round(tokens_per_step / world / middle * 1000, 1),
+        "megatron_tflops_per_gpu": round(median(tflops), 2) if tflops else None,
+    }
+
+
+def quantile(ordered: Sequence[float], q: float) -> float:
+    """Linear between the neighbours."""
+    at = q * (len(ordered) - 1)
+    low = math.floor(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+def memory(said: Said) -> dict[str, Any] | None:
+    """Peaks over all ranks, GiB, and how far reserved runs ahead of allocated at the worst rank of each reading."""
+    if not said.readings:
+        return None
+    moments: dict[tuple[str, int], list[Reading]] = {}
+    for r in said.readings:
+        moments.setdefault((r.when, r.step), []).append(r)
+    worst = [
+        (when, step, max(rs, key=lambda r: r.peak_reserved - r.peak_allocated)) for (when, step), rs in moments.items()
+    ]
+    return {
+        "ranks": len({r.rank for r in said.readings}),
+        "peak_allocated_gib": _gib(max(r.peak_allocated for r in said.readings)),
+        "peak_reserved_gib": _gib(max(r.peak_reserved for r in said.readings)),
+        "gap": [
+            {"when": when, "step": step, "rank": r.rank, "gib": _gib(r.peak_reserved - r.peak_allocated)}
+            for when, step, r in worst[:64]
+        ],
+    }
+
+
+def _gib(size: float) -> float:
+    return round(size / GIB, 3)
+
+
+def bad_put(said: Said, started: datetime | None, ended: datetime | None) -> dict[str, Any] | None:
+    """Seconds that were no steady training: until the first step began, what the first steps took beyond steady ones, checkpoints.
+
+    started, ended: local times of the launcher; what is unknown is None.
+    """
+    steps = [said.steps[n] for n in sorted(said.steps)]
+    first, steady = split(steps)
+    began = None
+    if steps and steps[0].when and steps[0].ms is not None and started:
+        began = (steps[0].when - started).total_seconds() - steps[0].ms / 1000
+    saving: dict[int, datetime] = {}
+    saved = []
+    for save in said.saves:
+        if not save.done:
+            saving[save.step] = save.when
+        elif begun := saving.pop(save.step, None):
+            saved.append((save.when - begun).total_seconds())
+    excess = None
+    if steady:  # then there are two lines before it: the second has the first step in it again
+        lines = [(first[1], first[0].number - 1), *((s, before.number) for before, s in pairwise(first[1:]))]
+        middle = median(s.ms for s in steady[:WINDOW])
+        excess = sum((s.ms - middle) * (s.number - before) for s, before in lines) / 1000
+    known = {
+        "wall_s": (ended - started).total_seconds() if started and ended else None,
+        "until_first_step_s": began if began is not None and began >= 0 else None,
+        "first_steps_excess_s": excess,
+        "checkpoints_s": sum(saved, 0.0),
+    }
+    known = {k: None if v is None or not math.isfinite(v) else round(v, 1) + 0.0 for k, v in known.items()}
+    return {**known, "checkpoints": len(saved)}

@@ -1,0 +1,182 @@
+"""Where the files of a run would go: three classes of folders, none on the root volume, with room for the checkpoints."""
+
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.finding import Finding
+from launch.overlay import CACHES
+from nam_megatron.recipe import Recipe
+
+MOUNTS = Path("/proc/self/mountinfo")
+CHECKPOINT_BYTES = 14  # a parameter: bf16 weight, fp32 master weight, two fp32 moments
+FLEETING = ("tmpfs", "ramfs", "overlay")  # gone with the host or its container
+
+
+@dataclass(frozen=True)
+class Mount:
+    point: Path
+    device: str  # major:minor
+    kind: str  # of file system
+    source: str
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder that a run uses. name: what for; kind: durable, scratch, receipts or cache."""
+
+    name: str
+    kind: str
+    path: Path
+
+
+def mounts(said: str) -> list[Mount]:
+    """/proc/self/mountinfo, in its order: of two on one point the later one is seen."""
+    found = []
+    for line in said.splitlines():
+        left, _, right = line.partition(" - ")
+        cells, more = left.split(" "), right.split(" ")
+        if len(cells) > 5 and len(more) > 1:
+            found.append(Mount(Path(_unescaped(cells[4])), cells[2], more[0], _unescaped(more[1])))
+    return found
+
+
+def _unescaped(said: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8) % 256), said)
+
+
+def volume(path: Path, mounted: Sequence[Mount]) -> Mount | None:
+    """The mount that `path` (absolute, links resolved; it need not exist) lies on."""
+    holding = [m for m in mounted if path.is_relative_to(m.point)]
+    return max(reversed(holding), key=lambda m: len(m.point.parts), default=None)
+
+
+def one_volume(a: Mount, b: Mount) -> bool:
+    """Whether two mounts are one disk: the same device, or parts of one (subvolumes have numbers of their own)."""
+    return a.device == b.device or (a.source == b.source and a.source.startswith("/dev/"))
+
+
+def places(recipe: Recipe, checkout: Path, environ: Mapping[str, str]) -> list[Place]:
+    """Every folder that the run would write to, and its data. environ: the run's, overlay included."""
+    storage, schedule = recipe.cluster.storage, recipe.schedule
+    kept = {"save": schedule.save, "load": schedule.load, "data": recipe.data.path}
+    found = [
+        Place("durable", "durable", Path(storage.durable)),
+        Place("scratch", "scratch", Path(storage.scratch)),
+        Place("receipts and logs", "receipts", Path(storage.receipts)),
+        *(Place(name, "durable", Path(path)) for name, path in kept.items() if path),
+        *(Place(name, "cache", Path(environ[name])) for name in CACHES if environ.get(name)),
+    ]
+    return [Place(p.name, p.kind, (checkout / p.path.expanduser()).resolve()) for p in found]
+
+
+def findings(used: Sequence[Place], mounted: Sequence[Mount]) -> Iterator[Finding]:
+    yield from root_volume(used, mounted)
+    yield from classes(used, mounted)
+    yield from caches(used)
+
+
+def root_volume(used: Sequence[Place], mounted: Sequence[Mount]) -> Iterator[Finding]:
+    """The root volume is small, shared with the system, and full when it hurts most."""
+    root = volume(Path("/"), mounted)
+    if root is None:
+        yield Finding("root-volume", "fail", "which volumes there are cannot be read", f"look at {MOUNTS}, or waive it")
+        return
+    on = [p.name for p in used if (m := volume(p.path, mounted)) and one_volume(m, root)]
+    if on:
+        hint = "other paths: `cluster.storage`, `schedule.save`; waive it on hosts with one disk"
+        yield Finding("root-volume", "fail", f"on the root volume: {', '.join(on)}", hint)
+    else:
+        yield Finding("root-volume", "ok", "nothing of the run lies on the root volume")
+
+
+def classes(used: Sequence[Place], mounted: Sequence[Mount]) -> Iterator[Finding]:
+    """Folders that exist and may be written to; what is kept on disks that keep; checkpoints and data in the durable class."""
+    clean = True
+    durable = next(p.path for p in used if p.name == "durable")
+    for p in used:
+        if p.name in ("durable", "scratch") and not p.path.is_dir():
+            said, hint = f"{p.name} folder `{p.path}` is not there", f"make it, or `cluster.storage.{p.name}=DIR`"
+        elif p.name != "data" and p.name != "load" and not _writable(p.path):
+            said, hint = f"{p.name}: `{p.path}` cannot be written to", "another folder, or its rights"
+        elif p.kind == "durable" and not p.path.is_relative_to(durable):
+            said, hint = (
+                f"{p.name}: `{p.path}` is outside the durable folder `{durable}`",
+                "move it, or set `cluster.storage.durable`",
+            )
+        elif p.name == "durable" and (m := volume(p.path, mounted)) and m.kind in FLEETING:
+            said, hint = (
+                f"the durable folder lies on {m.kind}, which goes with the host",
+                "`cluster.storage.durable=DIR` on a disk",
+            )
+        else:
+            continue
+        clean = False
+        yield Finding("storage", "fail", said, hint)
+    if clean:
+        yield Finding("storage", "ok", "durable, scratch and receipts can be written to")
+
+
+def _writable(path: Path) -> bool:
+    """Whether files can be made in the folder, or in the one in which it would be made."""
+    there = next((p for p in (path, *path.parents) if p.exists()), None)
+    return there is not None and there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+
+
+def caches(used: Sequence[Place]) -> Iterator[Finding]:
+    """Compile caches beside the data slow its reading, and are kept for ever with it."""
+    data = [p.path.parent if p.name == "data" else p.path for p in used if p.kind == "durable"]
+    if bad := [p.name for p in used if p.kind == "cache" and any(p.path.is_relative_to(d) for d in data)]:
+        hint = "`cluster.storage.scratch` outside the durable folder"
+        yield Finding("caches", "fail", f"on the data path: {', '.join(bad)}", hint)
+    else:
+        yield Finding("caches", "ok", "temp and compile caches are off the data path")
+
+
+def space(recipe: Recipe, parameters: int, free: int | None) -> Finding:
+    """free: bytes where checkpoints go. Nothing deletes old ones, so that all of a run must fit."""
+    schedule = recipe.schedule
+    if schedule.save is None or schedule.save_interval is None:
+        return Finding("space", "ok", f"no checkpoints are written{_free(free)}")
+    one = CHECKPOINT_BYTES * parameters
+    count = max(1, schedule.train_steps // schedule.save_interval)
+    said = f"{count} checkpoints of up to {one / 1e9:.1f} GB"
+    if free is None:
+        return Finding("space", "fail", f"{said}, and free space cannot be read", "name a folder that exists")
+    if count * one > free:
+        return Finding("space", "fail", f"{said}{_free(free)}", "a larger `schedule.save_interval`, or another folder")
+    return Finding("space", "ok", f"{said}{_free(free)}")
+
+
+def _free(free: int | None) -> str:
+    return f", {free / 1e9:.1f} GB free" if free is not None else ""
+
+
+def free(path: Path) -> int | None:
+    """Bytes that may still be written where `path` is or would be."""
+    for there in (path, *path.parents):
+        try:
+            return shutil.disk_usage(there).free
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return None
+    return None
+
+
+def facts(used: Sequence[Place], mounted: Sequence[Mount]) -> dict[str, Any]:
+    """By class, without the paths: file system, whether it is the root volume, free space."""
+    root, found = volume(Path("/"), mounted), {}
+    for p in used:
+        if p.name in ("durable", "scratch", "receipts and logs") and (m := volume(p.path, mounted)):
+            left = free(p.path)
+            found[p.kind] = {
+                "file_system": m.kind,
+                "root_volume": root is not None and one_volume(m, root),
+                "free_gb": None if left is None else round(left / 1e9, 1),
+            }
+    return found

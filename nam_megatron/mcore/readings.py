@@ -1,0 +1,71 @@
+"""What each rank says of its memory and its device, one line of JSON at a time, for whoever reads the log (torch side).
+
+    nam_megatron.readings {"rank": 0, "when": "built", "step": 0, "allocated": 1, "peak_allocated": 1, ...}
+
+`when`: built (model and optimizer are there, before the first step), step (after steps 1, 2, 4, 8, ...), end (however it ends).
+Bytes are torch's; the peaks are those since the process began. `built` also says which GPU this rank has, and whether the allocator
+grows its segments as the plan's environment asks.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+
+MARK = "nam_megatron.readings"
+
+
+class Readings:
+    """Prints a reading where one is due. Costs one comparison in a microbatch, and a synchronous look at counters in few."""
+
+    def __init__(self) -> None:
+        self._next = 1
+
+    def built(self) -> None:
+        _say("built", 0, **device())
+
+    def step(self, done: int) -> None:
+        """To be called with the number of steps that are done, as often as one likes."""
+        if done >= self._next:
+            _say("step", done)
+            while self._next <= done:
+                self._next *= 2
+
+    def end(self, done: int) -> None:
+        _say("end", done)
+
+
+def memory() -> dict[str, int]:
+    return {
+        "allocated": torch.cuda.memory_allocated(),
+        "peak_allocated": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.memory_reserved(),
+        "peak_reserved": torch.cuda.max_memory_reserved(),
+    }
+
+
+def device() -> dict[str, Any]:
+    """Which GPU this is: its number in this process, its place on the PCI bus as `nvidia-smi` prints it, its name.
+
+    expandable: whether any segment of the allocator can grow (PYTORCH_ALLOC_CONF=expandable_segments:True); None without a segment.
+    """
+    index = torch.cuda.current_device()
+    properties = torch.cuda.get_device_properties(index)
+    place = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    segments = torch.cuda.memory_snapshot()
+    return {
+        "node": int(os.environ.get("GROUP_RANK", 0)),  # torchrun's number of the host
+        "device": index,
+        "bus": None if None in place else "{:08X}:{:02X}:{:02X}.0".format(*place),
+        "name": properties.name,
+        "expandable": any(s.get("is_expandable", False) for s in segments) if segments else None,
+    }
+
+
+def _say(when: str, step: int, **more: Any) -> None:
+    """In one write: the ranks of a host share a pipe, which keeps lines of less than 4096 bytes whole."""
+    reading = {"rank": int(os.environ["RANK"]), "when": when, "step": step, **memory(), **more}
+    sys.stdout.write(f"{MARK} {json.dumps(reading)}\n")
+    sys.stdout.flush()

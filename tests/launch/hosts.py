@@ -1,0 +1,89 @@
+"""Pretend hosts: what `nvidia-smi` of driver 580 prints on H200s, healthy but for what a test changes, and the program that prints it."""
+
+import stat
+from pathlib import Path
+
+FIXTURES = Path(__file__).parent / "fixtures"
+
+GPU = """
+	<gpu id="00000000:{bus}:00.0">
+		<product_name>{name}</product_name>
+		<product_architecture>Hopper</product_architecture>
+		<mig_mode><current_mig>{mig}</current_mig><pending_mig>{mig}</pending_mig></mig_mode>
+		<serial>1650000000000</serial>
+		<uuid>GPU-00000000-0000-0000-0000-000000000000</uuid>
+		<gpu_recovery_action>{recovery}</gpu_recovery_action>
+		<pci><pci_bus_id>00000000:{bus}:00.0</pci_bus_id></pci>
+		<clocks_event_reasons>
+			<clocks_event_reason_gpu_idle>Active</clocks_event_reason_gpu_idle>
+			<clocks_event_reason_sw_power_cap>Not Active</clocks_event_reason_sw_power_cap>
+			<clocks_event_reason_hw_slowdown>{hw_slowdown}</clocks_event_reason_hw_slowdown>
+			<clocks_event_reason_hw_thermal_slowdown>{hw_thermal}</clocks_event_reason_hw_thermal_slowdown>
+			<clocks_event_reason_sw_thermal_slowdown>Not Active</clocks_event_reason_sw_thermal_slowdown>
+		</clocks_event_reasons>
+		<fb_memory_usage><total>{total}</total><reserved>635 MiB</reserved><used>{used}</used></fb_memory_usage>
+		<ecc_mode><current_ecc>{ecc}</current_ecc><pending_ecc>{ecc}</pending_ecc></ecc_mode>
+		<ecc_errors>
+			<volatile>
+				<sram_correctable>3</sram_correctable>
+				<sram_uncorrectable_parity>{sram}</sram_uncorrectable_parity>
+				<sram_uncorrectable_secded>0</sram_uncorrectable_secded>
+				<dram_correctable>0</dram_correctable>
+				<dram_uncorrectable>{dram}</dram_uncorrectable>
+			</volatile>
+			<aggregate><dram_uncorrectable>7</dram_uncorrectable></aggregate>
+		</ecc_errors>
+		<remapped_rows>
+			<remapped_row_pending>{remap}</remapped_row_pending>
+			<remapped_row_failure>No</remapped_row_failure>
+		</remapped_rows>
+		<gpu_power_readings>
+			<current_power_limit>{limit}</current_power_limit>
+			<default_power_limit>700.00 W</default_power_limit>
+		</gpu_power_readings>
+		<clocks><sm_clock>345 MHz</sm_clock></clocks>
+		<applications_clocks><graphics_clock>{app}</graphics_clock></applications_clocks>
+		<default_applications_clocks><graphics_clock>1980 MHz</graphics_clock></default_applications_clocks>
+		<max_clocks><sm_clock>1980 MHz</sm_clock></max_clocks>
+		<fabric><state>{fabric}</state><status>Success</status></fabric>
+		<processes>{processes}</processes>
+	</gpu>"""
+HEALTHY = {
+    "name": "NVIDIA H200", "mig": "Disabled", "recovery": "None", "hw_slowdown": "Not Active", "hw_thermal": "Not Active",
+    "total": "143771 MiB", "used": "0 MiB", "ecc": "Enabled", "sram": "0", "dram": "0", "remap": "No", "limit": "700.00 W",
+    "app": "1980 MHz", "fabric": "Completed", "processes": "",
+}  # fmt: skip
+
+
+def process(pid: int, name: str = "/home/someone/python -m x", mib: str = "4242 MiB") -> str:
+    return (
+        f"<process_info><pid>{pid}</pid><type>C</type><process_name>{name}</process_name>"
+        f"<used_memory>{mib}</used_memory></process_info>"
+    )
+
+
+def smi(count: int = 1, at: int = 0, driver: str = "580.159.04", cuda: str = "13.0", **changes: str) -> str:
+    """The XML report of `count` GPUs; `changes` are of GPU `at`."""
+    gpus = (GPU.format(bus=f"{i:02X}", **{**HEALTHY, **(changes if i == at else {})}) for i in range(count))
+    return (
+        '<?xml version="1.0" ?>\n<!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">\n<nvidia_smi_log>\n'
+        f"\t<driver_version>{driver}</driver_version>\n\t<cuda_version>{cuda}</cuda_version>\n"
+        f"\t<attached_gpus>{count}</attached_gpus>{''.join(gpus)}\n</nvidia_smi_log>\n"
+    )
+
+
+def program(folder: Path, name: str, script: str) -> Path:
+    """An executable `name` in `folder`."""
+    folder.mkdir(exist_ok=True)
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def nvidia_smi(folder: Path, report: str, topo: str) -> Path:
+    """A program that answers the two questions that preflight asks."""
+    folder.mkdir(exist_ok=True)
+    (folder / "report").write_text(report)
+    (folder / "topo").write_text(topo)
+    return program(folder, "nvidia-smi", f'[ "$1" = topo ] && exec cat {folder}/topo; exec cat {folder}/report')

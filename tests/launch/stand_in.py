@@ -1,0 +1,129 @@
+"""A run on a CPU: `launch run` as it is, with a small trainer in the place of torchrun, and a preflight that has nothing to say.
+
+    python stand_in.py launch ROOT WORDS [OVERRIDE ...]    a launcher whose receipts lie in ROOT; WORDS: of the trainer
+        STAND_IN_CHECKS=SECONDS of preflight; STAND_IN_RANKS=N trainers under a real torchrun
+    python stand_in.py train WORDS                         the trainer: `steps=5 sleep=0.01 ...`, see `train`
+
+What it cannot show: GPUs, NCCL, Megatron. The lines are those of megatron-core 0.19.2's training_log.
+"""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+
+HERE = Path(__file__)
+
+
+def now() -> str:
+    return f"{datetime.now():%Y-%m-%d %H:%M:%S.%f}"
+
+
+def step_line(step: int, steps: int, ms: float = 845.1, loss: float = 6.931472, norm: str = "1.234") -> str:
+    return (
+        f" [{now()}] iteration {step:8d}/{steps:8d} | consumed samples: {step * 4:12d} |"
+        f" elapsed time per iteration (ms): {ms:.1f} | throughput per GPU (TFLOP/s/GPU): 301.2 | learning rate: 3.000000E-04 |"
+        f" global batch size:     4 | lm loss: {loss:.6E} | loss scale: 1.0 | grad norm: {norm} |"
+        " number of skipped iterations:   0 | number of nan iterations:   0 |"
+    )
+
+
+def reading(when: str, step: int, gap: int, **more: object) -> str:
+    gib = 1 << 30
+    bytes_ = {"allocated": gib, "peak_allocated": 2 * gib, "reserved": 3 * gib, "peak_reserved": 2 * gib + gap}
+    rank = int(os.environ.get("RANK", 0))
+    return "nam_megatron.readings " + json.dumps({"rank": rank, "when": when, "step": step, **bytes_, **more})
+
+
+def train(words: dict[str, str]) -> int:
+    """steps, sleep (seconds a step), stop (last step printed), code, say (a last line), touch (a file, once running), deaf, child."""
+    stopped = []
+    if "deaf" in words:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    else:
+        signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+    if "child" in words:  # a rank that outlives its torchrun and holds the pipe
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    steps = int(words.get("steps", 5))
+    device = {"node": 0, "device": 0, "bus": "00000000:18:00.0", "name": "stand-in", "expandable": True}
+    print(reading("built", 0, 1 << 30, **device), flush=True)
+    for step in range(1, int(words.get("stop", steps)) + 1):
+        print(step_line(step, steps, 9000 if step == 1 else 100 + step), flush=True)
+        if "touch" in words:
+            Path(words["touch"]).touch()
+        time.sleep(float(words.get("sleep", 0)))
+        if stopped:
+            print(f"[{now()}] saving checkpoint at iteration {step:7d} to ckpt in torch_dist format", flush=True)
+            print(
+                f"  [{now()}] successfully saved checkpoint from iteration {step:7d} to ckpt [ t 1/1, p 1/1 ]",
+                flush=True,
+            )
+            print(reading("end", step, 1 << 20), flush=True)
+            return 0
+    print(reading("end", steps, 1 << 20), flush=True)
+    if "say" in words:
+        print(words["say"], flush=True)
+    return int(words.get("code", 0))
+
+
+def launch(root: str, trainer: str, overrides: list[str]) -> int:
+    sys.path[:0] = [str(HERE.parents[2])]
+    from launch import preflight, run
+    from launch.context import Context
+    from nam_megatron.errors import Refused
+    from nam_megatron.lower import translate
+    from nam_megatron.recipe import load
+
+    facts = {
+        "versions": {"torch": "2.11.0"},
+        "gpus": [{"name": "stand-in", "bus": "00000000:18:00.0"}],
+        "topology": {"nics": {"GPU0": ["mlx5_0 (PIX)"]}, "cpus": {"GPU0": "0-1"}},
+    }
+
+    def check(context: Context) -> preflight.Report:
+        Path(root, "checking").touch()
+        time.sleep(float(context.environ.get("STAND_IN_CHECKS", 0)))
+        return preflight.Report([], facts)
+
+    preflight.check = check
+    words = {
+        "revision": None,
+        "dirty": "store",
+        "over_memory": "refuse",
+        "port": 29500,
+        "diagnostic": None,
+        "trainer": "megatron",
+    }
+    own = {k: v for k, _, v in (o.partition("=") for o in overrides) if k in words}
+    words |= {k: int(v) if k == "port" else v for k, v in own.items()}
+    recipe = [o for o in overrides if o.partition("=")[0] not in words]
+    storage = [f"cluster.storage.receipts={root}", f"cluster.storage.scratch={root}/scratch"]
+    planned = dict(word.partition("=")[::2] for word in shlex.split(trainer)).get("steps", 5)
+    lowering = translate(load("nam56r_smoke", [*storage, f"schedule.train_steps={planned}", *recipe]))
+    context = Context(lowering, words, tuple(overrides), os.environ)
+    command = [sys.executable, str(HERE), "train", *shlex.split(trainer)]
+    if ranks := os.environ.get("STAND_IN_RANKS"):  # under a real torchrun
+        start = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={words['port']}"]
+        command[1:1] = [*start, "--master-addr=127.0.0.1"]
+    try:
+        code = run.run(context, lambda *_: command)
+        return 99 if {"torch", "megatron"} & sys.modules.keys() else code  # the launcher needs neither
+    except Refused as refused:
+        sys.stderr.write(refused.render())
+        return 2
+
+
+def main() -> None:
+    role, *rest = sys.argv[1:]
+    if role == "train":
+        sys.exit(train(dict(word.partition("=")[::2] for word in rest)))
+    sys.exit(launch(rest[0], rest[1], rest[2:]))
+
+
+if __name__ == "__main__":
+    main()

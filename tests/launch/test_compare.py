@@ -1,0 +1,145 @@
+"""Receipts side by side: what may be compared, what differs, and the list of them."""
+
+import copy
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launch import __main__ as command
+from launch import compare, receipt, receipts
+from launch.redact import Redactor
+from nam_megatron.errors import Refused
+
+LINEAGE = {"host": "h200_8", "family": "nam56r", "regime": "native_dp; 1 x 8 GPUs"}
+RECIPE = {
+    "preset": {"name": "a", "family": "nam56r"},
+    "model": {"depth": 52, "letters": {"A": "attention"}, "substitute": []},
+    "schedule": {"micro_batch_size": 4, "log_interval": 1},
+    "cluster": {"waivers": {}, "nodes": 1},
+}
+OUTCOME = {
+    "figures": {"window": {"median_ms": 2567.0, "tokens_per_s_per_gpu": 25500.0}, "steps": 20},
+    "nan_check": True,
+}
+
+
+def made(run="one", end="completed", lineage=LINEAGE, **more):
+    content = {
+        "schema": receipt.SCHEMA,
+        "run": run,
+        "state": "open",
+        "lineage": lineage,
+        "recipe": copy.deepcopy(RECIPE),
+        **more,
+    }
+    return receipt.sealed(content, end, OUTCOME) if end else content
+
+
+def test_equal_runs_have_no_differences():
+    text = compare.table([made("one"), made("two")])
+    assert "== changes the computation: none ==" in text and "== execution only: none ==" in text
+    assert "median ms" in text and text.count("2567") == 2
+    assert "RUMOR" not in text
+
+
+@pytest.mark.parametrize("key", compare.LINEAGE)
+def test_another_lineage_is_refused_by_its_name_and_a_rumor_with_anyway(key):
+    pair = [made("one"), made("two", lineage=LINEAGE | {key: "else"})]
+    with pytest.raises(Refused) as refused:
+        compare.table(pair)
+    assert [p.message for p in refused.value.problems] == [
+        f"{compare.LINEAGE[key]} differs: `{LINEAGE[key]}` and `else`"
+    ]
+    text = compare.table(pair, anyway=True)
+    assert text.startswith("RUMOR: these runs are not comparable\n") and "== figures (RUMOR) ==" in text
+
+
+def test_all_objections_come_at_once():
+    pair = [made("one", end=None), made("two", lineage={"host": "x", "family": None, "regime": LINEAGE["regime"]})]
+    with pytest.raises(Refused) as refused:
+        compare.table(pair)
+    assert [p.message for p in refused.value.problems] == [
+        "`one` is not sealed", "host lineage differs: `h200_8` and `x`", "preset family is not named in `two`",
+    ]  # fmt: skip
+
+
+def test_differences_are_split_by_what_they_change():
+    other = made(
+        "two", patches={"megatron-core 0.19.2": {"state": "patched"}}, host={"versions": {"torch": "2.12.0"}, "driver": "580"},
+        job={"overlay": {"OMP_NUM_THREADS": {"value": "1"}}, "tokens_per_step": 9},
+    )  # fmt: skip
+    other["recipe"]["model"]["depth"] = 13
+    other["recipe"]["model"]["letters"]["A"] = "mla"
+    other["recipe"]["schedule"]["log_interval"] = 10
+    other["recipe"]["cluster"]["waivers"] = {"git": "a copy"}
+    other["recipe"]["preset"]["name"] = "b"
+    (_, computing), (_, executing) = compare.differences([made("one"), other])
+    assert [key for key, _ in computing] == [
+        "recipe.model.depth", "recipe.model.letters.A", "patches.megatron-core 0.19.2.state", "host.versions.torch",
+    ]  # fmt: skip
+    assert computing[0][1] == ["52", "13"]
+    keys = {key for key, _ in executing}
+    assert {"recipe.schedule.log_interval", "recipe.cluster.waivers.git", "recipe.preset.name", "host.driver"} <= keys
+    assert "job.overlay.OMP_NUM_THREADS.value" in keys and not any(key.startswith("job.tokens") for key in keys)
+
+
+TREES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@given(
+    st.lists(
+        st.dictionaries(st.sampled_from(["recipe", "host", "job", "outcome", "patches", "forecast"]), TREES),
+        min_size=2,
+        max_size=3,
+    )
+)
+def test_no_receipt_is_a_traceback(contents):
+    receipts_ = [
+        {**receipt.plain(c), "run": f"r{i}", "state": "sealed", "lineage": LINEAGE} for i, c in enumerate(contents)
+    ]
+    assert "==" in compare.table(receipts_)
+
+
+def test_the_commands(tmp_path, capsys, monkeypatch):
+    root = tmp_path / "receipts"
+    runs = []
+    for preset, end in (("a", "completed"), ("b", "failed")):
+        opened = receipt.open_receipt(
+            root, preset, {"lineage": LINEAGE, "recipe": {"preset": {"name": preset}}}, Redactor({})
+        )
+        opened.seal(end, OUTCOME)
+        runs.append(opened.folder)
+    (root / "broken").mkdir()
+    (root / "broken" / receipt.FILE).write_text("{}")
+    assert receipts.command([str(root)], {}) == 0
+    text = capsys.readouterr().out
+    assert [line.split()[1] for line in text.splitlines()] == ["completed", "failed", "DAMAGED:"]
+    assert "2567.0 ms, 25500.0 tokens/s/GPU" in text
+    receipts.command([str(root)], {"end": "failed", "host": "h200_8"})
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if "DAMAGED" not in line] == [runs[1].name]
+    receipts.command([str(root)], {"family": "other"})
+    assert capsys.readouterr().out.count("\n") == 1  # a damaged one is always shown
+    assert compare.command([str(run) for run in runs], {}) == 0
+    for words in (
+        ["compare", str(runs[0])],
+        ["compare", str(root), str(runs[0])],
+        ["receipts", "nowhere"],
+        ["compare", "--anywya"],
+        ["no"],
+    ):
+        monkeypatch.setattr("sys.argv", ["launch", *words])
+        with pytest.raises(SystemExit) as ended:
+            command.main()
+        assert ended.value.code == 2 and capsys.readouterr().err.startswith("error: ")
+
+
+def test_committed_receipts_are_whole_and_name_no_machine():
+    for folder in receipt.folders(receipts.RECEIPTS):
+        found = receipt.read(folder)
+        if found["state"] == "sealed":
+            assert Redactor({}).tree(found) == found, folder.name

@@ -1,0 +1,124 @@
+"""/proc and /sys: of this machine with real processes, and of others as folders."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launch import host
+
+SLEEP = "import time; print(flush=True); time.sleep(60)"
+
+
+@pytest.fixture
+def child():
+    """Start processes that live as long as the test."""
+    started = []
+
+    def start(*words, **more):
+        process = subprocess.Popen([sys.executable, "-c", SLEEP, *words], stdout=subprocess.PIPE, **more)
+        process.stdout.readline()
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("said", "level"), [("0\n", "ok"), ("1\n", "fail"), ("2", "fail"), (None, "fail"), ("", "fail"), ("x", "fail")]
+)
+def test_numa(said, level):
+    assert host.numa(said).level == level
+
+
+@pytest.mark.parametrize(
+    "word", ["nam_megatron.train", "torch.distributed.run", "/usr/bin/torchrun", "/w/pretrain_gpt.py"]
+)
+def test_training_that_runs_is_named_and_lives_on(child, word):
+    process = child(word)
+    found = host.stale(host.processes(), os.getpid())
+    assert found.level == "fail" and f"PID {process.pid} ({word.rsplit('/', 1)[-1]})" in found.message
+    assert process.poll() is None
+
+
+def test_ones_own_launcher_is_not_stale(child):
+    """A check that a training's launcher started looks at everybody but that line."""
+    running = [
+        host.Process(10, 1, ("torchrun",)),
+        host.Process(11, 10, ("sh",)),
+        host.Process(12, 11, ("python", "-m", "launch")),
+    ]
+    assert host.stale(running, 12).level == "ok" and host.stale(running[:1], 12).level == "fail"
+    process = child("torch.distributed.run")
+    assert {process.pid, os.getpid()} <= host.ancestors(host.processes(), process.pid)
+
+
+def test_a_word_within_a_word_is_no_training(child):
+    process = child("--note=nam_megatron.train", "nam_megatron.trainer")
+    assert f"PID {process.pid} " not in host.stale(host.processes(), os.getpid()).message
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_who_holds_the_port_is_named(family):
+    with socket.socket(family) as listener:
+        try:
+            listener.bind(("", 0))
+        except OSError:
+            assert family == socket.AF_INET6, "IPv4 is everywhere"
+            return
+        port = listener.getsockname()[1]
+        assert host.port_free(port).level == "ok"  # bound is not yet listening
+        listener.listen()
+        found = host.port_free(port)
+        assert found.level == "fail" and f"port {port} is in use by PID {os.getpid()}" in found.message
+    assert host.port_free(port).level == "ok"
+
+
+def test_a_connection_is_no_listener():
+    head = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
+    row = "   0: 0100007F:733C 0100007F:A1B2 {} 00000000:00000000 00:00000000 00000000     0        0 4242 1 0\n"
+    assert host.listening(head + row.format("0A"), 29500) == {"4242"}
+    assert host.listening(head + row.format("01"), 29500) == set() == host.listening(head + row.format("0A"), 29501)
+
+
+def test_a_host_whose_sockets_cannot_be_read(tmp_path):
+    assert "cannot be read" in host.port_free(29500, tmp_path).message
+
+
+def test_infiniband_ports(tmp_path):
+    for name, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "1: DOWN")):
+        port = tmp_path / "class/infiniband" / name / "ports/1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(state + "\n")
+        (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
+    ports = host.infiniband(tmp_path)
+    assert ports["mlx5_1/1"] == {"state": "1: DOWN", "rate": "400 Gb/sec (4X NDR)", "link_layer": "unknown"}
+    assert host.network(ports, 2).level == "ok" and host.network(ports, 2).message.startswith("1 of 2")
+    down = {"mlx5_1/1": ports["mlx5_1/1"]}
+    assert (host.network(down, 2).level, host.network(down, 1).level, host.network({}, 1).level) == (
+        "fail",
+        "note",
+        "note",
+    )
+
+
+def test_facts_carry_no_name_of_this_host():
+    known = host.facts()
+    assert known["cpus"] and known["memory_gib"] > 0
+    assert socket.gethostname() not in str(known) and "-" not in known["kernel"]
+
+
+HEX = st.sampled_from(["0100007F:733C", "00000000:733C", ":733C", "0A", "01", "", "12345", "x", "\x00"])
+
+
+@given(st.lists(st.lists(HEX, max_size=12).map(" ".join), max_size=5).map("\n".join) | st.text(), st.integers(1, 65535))
+def test_no_socket_table_ends_in_a_traceback(table, port):
+    host.listening(table, port)

@@ -1,0 +1,308 @@
+"""The whole life of a run, with a stand-in for the trainer: receipts, signals, kills, full disks, two launches at once."""
+
+import contextlib
+import os
+import random
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import stand_in
+from command import SERVER, _child
+
+from launch import outcome, receipt, receipts
+from launch.redact import Redactor
+from launch.run import ended
+from nam_megatron.errors import Refused
+
+TERM = signal.SIGTERM
+
+
+@dataclass
+class Launcher:
+    """A launcher in a process of its own, its output in files."""
+
+    process: object
+    root: Path
+    folder: Path
+
+    @classmethod
+    def start(cls, root: Path, trainer: str, *overrides: str, port: int | None = None, **env: str) -> "Launcher":
+        folder = root.parent / f"launcher{random.getrandbits(32)}"
+        folder.mkdir()
+        words = ("launch", str(root), trainer, f"port={port or free_port()}", *overrides)
+        args = ("stand_in", words, str(root.parent), str(folder / "out"), str(folder / "err"), env)
+        process = SERVER.Process(target=_child, args=args)
+        process.start()
+        return cls(process, root, folder)
+
+    def wait(self) -> int:
+        self.process.join(60)
+        assert self.process.exitcode is not None, self.err
+        return self.process.exitcode
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    @property
+    def out(self) -> str:
+        return (self.folder / "out").read_text()
+
+    @property
+    def err(self) -> str:
+        return (self.folder / "err").read_text()
+
+    @property
+    def receipt(self) -> dict:
+        (folder,) = receipt.folders(self.root)
+        return receipt.read(folder)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def appears(path: Path) -> None:
+    for _ in range(400):
+        if path.exists():
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{path} did not appear")
+
+
+def trainers(mark: str) -> list[int]:
+    """Trainers whose command line holds `mark`, and which are no zombies."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            words = (folder / "cmdline").read_bytes()
+            if folder.name.isdecimal() and b"train" in words and mark.encode() in words and b"launch\0" not in words:
+                found.append(int(folder.name))
+    return found
+
+
+def gone(mark: str) -> bool:
+    return any(not trainers(mark) or time.sleep(0.05) for _ in range(200))
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    return tmp_path / "receipts"
+
+
+def test_a_run_from_the_receipt_to_the_seal(root):
+    launcher = Launcher.start(root, "steps=5", HF_TOKEN="hunter2-is-a-secret", NCCL_IB_HCA="hunter2-is-a-secret")
+    assert launcher.wait() == 0, launcher.err
+    found = launcher.receipt
+    assert (found["state"], found["outcome"]["end"], found["outcome"]["reason"]) == ("sealed", "completed", None)
+    figures = found["outcome"]["figures"]
+    assert (figures["window"]["first"], figures["window"]["last"], figures["window"]["median_ms"]) == (4, 5, 104.5)
+    assert figures["window"]["tokens_per_s_per_gpu"] == round(4 * 128 / 0.1045, 1)
+    assert found["outcome"]["against_forecast"]["peak_allocated_ratio"] == round(
+        2 / found["forecast"]["peak_allocated_gib"], 4
+    )
+    assert [gap["gib"] for gap in found["outcome"]["memory"]["gap"]] == [1.0, 0.001]
+    (rank,) = found["outcome"]["ranks"]
+    assert (rank["gpu"], rank["nics"], rank["nccl_agrees"]) == ("GPU0", ["mlx5_0 (PIX)"], None)
+    assert found["job"]["command"][2:] == ["train", "steps=5"]
+    assert {"host", "recipe", "source", "patches", "forecast", "findings"} <= found.keys()
+    (folder,) = receipt.folders(root)
+    assert not (folder / receipt.RESERVE).exists()
+    assert (folder / receipt.LOG).read_text().count(" consumed samples") == 5 == launcher.out.count(" consumed samples")
+    everything = b"".join(f.read_bytes() for f in folder.iterdir() if f.name != receipt.DIFF)
+    assert b"hunter2" not in everything
+    text = (folder / receipt.FILE).read_text()
+    assert found["environ"]["NCCL_IB_HCA"] == "<secret>"
+    assert socket.gethostname() not in text and str(root) not in text
+
+
+def test_a_killed_launcher_is_lost_and_its_trainer_dies(root):
+    mark = f"touch={root.parent}/running"
+    launcher = Launcher.start(root, f"steps=50 sleep=0.2 {mark}")
+    appears(root.parent / "running")
+    assert receipt.seal_lost(root, outcome.of_log) == []  # it lives
+    assert launcher.receipt["state"] == "open"
+    launcher.signal(signal.SIGKILL)
+    launcher.process.join()
+    assert gone(mark)
+    assert receipts.command([str(root)], {}) == 0
+    found = launcher.receipt
+    assert (found["state"], found["outcome"]["end"]) == ("sealed", "lost")
+    assert found["outcome"]["figures"]["last_step"] >= 1
+    assert receipt.seal_lost(root, outcome.of_log) == []
+
+
+def test_a_launcher_killed_in_its_checks_has_a_receipt(root):
+    launcher = Launcher.start(root, "steps=5", STAND_IN_CHECKS="60")
+    appears(root / "checking")
+    launcher.signal(signal.SIGKILL)
+    launcher.process.join()
+    second = Launcher.start(root, "steps=5")  # the next command seals it
+    assert second.wait() == 0
+    ends = [receipt.read(f)["outcome"]["end"] for f in receipt.folders(root)]
+    assert sorted(ends) == ["completed", "lost"] and "lost its launcher" in second.err
+
+
+def test_a_signal_in_the_checks(root):
+    launcher = Launcher.start(root, "steps=5", STAND_IN_CHECKS="60")
+    appears(root / "checking")
+    launcher.signal(TERM)
+    assert launcher.wait() == 1
+    assert launcher.receipt["outcome"]["reason"] == "SIGTERM before the training was started"
+
+
+def test_sigterm_reaches_the_ranks_below_a_real_torchrun(root):
+    mark = f"touch={root.parent}/running"
+    launcher = Launcher.start(root, f"steps=500 sleep=0.1 {mark}", STAND_IN_RANKS="2")
+    appears(root.parent / "running")
+    time.sleep(0.5)
+    launcher.signal(TERM)
+    assert launcher.wait() == 1
+    found = launcher.receipt["outcome"]
+    assert (found["end"], found["signals"]) == ("interrupted", ["SIGTERM"])
+    assert found["reason"] == "SIGTERM; torchrun ended with 0", launcher.out  # both ranks checkpointed and left
+    assert found["bad_put"]["checkpoints"] >= 1 and found["memory"]["ranks"] == 2
+    assert [r["rank"] for r in found["ranks"]] == [0, 1]
+    assert gone(mark)
+
+
+def test_ranks_that_do_not_listen_are_killed_at_the_third_signal(root):
+    mark = f"touch={root.parent}/running"
+    launcher = Launcher.start(root, f"steps=500 sleep=0.1 deaf=1 {mark}")
+    appears(root.parent / "running")
+    for _ in range(3):
+        launcher.signal(TERM)
+        time.sleep(0.3)
+    assert launcher.wait() == 1
+    assert launcher.receipt["outcome"]["signals"] == ["SIGTERM"] * 3
+    assert gone(mark)
+
+
+def test_a_rank_that_outlives_its_torchrun_is_ended(root):
+    launcher = Launcher.start(root, "steps=5 child=1")
+    begin = time.monotonic()
+    assert launcher.wait() == 0
+    assert time.monotonic() - begin < 30 and "outlived torchrun" in launcher.err
+
+
+def test_two_launches_do_not_mix(root):
+    port = free_port()
+    mark = f"touch={root.parent}/running"
+    first = Launcher.start(root, f"steps=5 sleep=0.5 {mark}", port=port)
+    appears(root.parent / "running")
+    second = Launcher.start(root, "steps=5", port=port)
+    third = Launcher.start(root, "steps=5")
+    assert second.wait() == 2 and f"another launch on this host has port {port}" in second.err
+    assert (first.wait(), third.wait()) == (0, 0)
+    folders = receipt.folders(root)
+    assert len(folders) == 2
+    for folder in folders:
+        assert receipt.read(folder)["outcome"]["figures"]["steps"] == 5
+
+
+OOM = "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "signals", "expected"),
+    [
+        ([], 0, [], ("interrupted", 1, "the trainer ended at step 0 of 5")),
+        ([3], 0, [], ("interrupted", 1, "the trainer ended at step 3 of 5")),
+        ([5], 0, [], ("completed", 0, None)),
+        ([5], 0, ["SIGTERM"], ("completed", 0, "SIGTERM came too late to matter")),
+        ([3], 0, ["SIGTERM"], ("interrupted", 1, "SIGTERM; torchrun ended with 0")),
+        ([3], -15, ["SIGTERM"], ("interrupted", 1, "SIGTERM; torchrun ended with -15")),
+        ([4], 0, [], ("completed", 0, "stopped at step 4 of 5, as `schedule.stop_every` says")),
+        ([5], 7, [], ("failed", 1, "torchrun ended with 7: the log does not say why")),
+        ([3, "  what:  x", OOM, "later.Error: y"], 1, [], ("failed", 1, f"torchrun ended with 1: {OOM}")),
+        (
+            ["error: no checkpoint in `x`", "  exitcode  : 2 (pid: 17)"],
+            1,
+            [],
+            ("refused", 2, "error: no checkpoint in `x`"),
+        ),
+    ],
+)
+def test_how_it_ended(tmp_path, said, code, signals, expected):
+    lines = [stand_in.step_line(word, 5) if isinstance(word, int) else word for word in said]
+    (tmp_path / receipt.LOG).write_text("\n".join(lines))
+    assert (
+        ended(code, outcome.of_log(tmp_path, {}), {"train_steps": 5, "log_interval": 1, "stop_every": 4}, signals)
+        == expected
+    )
+
+
+def limited(bytes_: int, trainer: str, root: Path) -> subprocess.CompletedProcess:
+    """A launcher that may write no file longer than that, which fails as a full disk does."""
+    command = [sys.executable, stand_in.__file__, "launch", str(root), trainer, f"port={free_port()}"]
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_, bytes_))
+
+    return subprocess.run(command, preexec_fn=limit, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_log_that_cannot_be_written_stops_the_run_and_is_said(root):
+    done = limited(5 << 20, "steps=100000 sleep=0.00001", root)
+    assert done.returncode == 1 and "the disk is full" in done.stderr and "Traceback" not in done.stderr
+    (folder,) = receipt.folders(root)
+    found = receipt.read(folder)["outcome"]
+    assert found["end"] == "failed" and "the disk is full" in found["reason"] and found["figures"]["last_step"] > 1000
+
+
+def test_no_room_for_a_receipt_starts_nothing(root):
+    done = limited(1 << 20, f"steps=5 touch={root.parent}/running", root)
+    assert done.returncode == 2 and "the disk is full" in done.stderr and "Traceback" not in done.stderr
+    assert receipt.folders(root) == [] and not (root.parent / "running").exists()
+
+
+def test_a_kill_at_any_moment_leaves_receipts_whole(root):
+    """Open, record and seal in a loop, killed after a random time: what lies there is whole, and what was open is sealed as lost."""
+    chance = random.Random(5)
+    for _ in range(25):
+        child = os.fork()
+        if not child:
+            try:
+                while True:
+                    opened = receipt.open_receipt(root, "x", {"job": {"n": "x" * 20000}}, Redactor({}))
+                    opened.record(more=[1, 2, 3])
+                    opened.seal("completed", {})
+            finally:
+                os._exit(0)
+        time.sleep(0.01 + chance.random() * 0.05)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    folders = receipt.folders(root)
+    unsealed = [f for f in folders if receipt.read(f)["state"] == "open"]
+    assert len(folders) > len(unsealed) > 0
+    assert sorted(receipt.seal_lost(root, outcome.of_log)) == [f.name for f in unsealed]
+    ends = {receipt.read(f)["outcome"]["end"] for f in folders}
+    assert ends == {"completed", "lost"} and not list(root.glob(f"*/{receipt.RESERVE}"))[len(unsealed) :]
+
+
+def test_an_edited_receipt_is_none(root):
+    opened = receipt.open_receipt(root, "x", {}, Redactor({}))
+    opened.seal("completed", {"figures": {"loss": 1.0}})
+    file = opened.folder / receipt.FILE
+    receipt.read(opened.folder)
+    file.write_text(file.read_text().replace("1.0", "0.5"))
+    with pytest.raises(Refused, match="was changed after it was sealed"):
+        receipt.read(opened.folder)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", "null", '{"schema": 1}', "\x00", "[" * 100000, '{"schema": "nam_megatron.receipt/1"}']
+)
+def test_what_is_no_receipt_is_refused(tmp_path, text):
+    (tmp_path / receipt.FILE).write_text(text)
+    with pytest.raises(Refused):
+        receipt.read(tmp_path)
+    assert receipt.seal_lost(tmp_path.parent, outcome.of_log) == []

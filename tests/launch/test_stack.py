@@ -1,0 +1,215 @@
+"""The lock against the project and against what is installed; imports that fail, hang and crash."""
+
+import importlib.metadata
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from launch import patch, stack
+from nam_megatron.errors import Refused
+
+REPO = Path(__file__).parents[2]
+LOCK = stack.load()
+GOOD = {p.name: p.version for p in LOCK.packages}
+TORCH = {"torch": "2.11.0+cu130", "cuda": "13.0", "cudnn": 91900, "nccl": "2.28.9", "triton": "3.6.0"}
+LOADED = {p.module: {"ok": True} for p in LOCK.packages if p.module} | {"torch": TORCH}
+
+
+def failures(installed=GOOD, imported=LOADED):
+    return [(f.name, f.message) for f in stack.findings(LOCK, installed, imported) if f.level == "fail"]
+
+
+def test_the_lock_is_what_the_project_asks_of_a_training_host():
+    asked = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]["train"]
+    pinned = {name: version for name, _, version in (line.partition("==") for line in asked) if version}
+    assert {p.name: p.version for p in LOCK.packages if p.source != "torch"} == pinned
+
+
+def test_what_torch_brings_is_what_torch_asks_for():
+    asked = {}
+    for line in importlib.metadata.requires("torch"):
+        wanted = Requirement(line)
+        asked[wanted.name] = str(wanted.specifier).removeprefix("==")
+    for p in LOCK.packages:
+        if p.source == "torch":
+            assert asked[p.name].split(";")[0] == p.version, p.name
+
+
+def test_a_host_as_locked_passes():
+    found = list(stack.findings(LOCK, GOOD, LOADED))
+    assert [(f.name, f.level) for f in found] == [("torch", "ok"), ("lock", "ok"), ("extensions", "ok")]
+
+
+@pytest.mark.parametrize(
+    ("installed", "imported", "said"),
+    [
+        ({"torch": "2.10.0"}, {}, "torch is 2.10.0, and the lock says 2.11.0"),
+        ({"torch": None}, {}, "torch is not installed, and the lock says 2.11.0"),
+        ({}, {"torch": TORCH | {"cuda": "12.8"}}, "torch 2.11.0+cu130 is built for CUDA 12.8, and the lock says 13.0"),
+        ({}, {"torch": TORCH | {"cuda": None}}, "torch 2.11.0+cu130 is built for CUDA None, and the lock says 13.0"),
+        ({}, {"torch": {"error": "OSError: libcudart"}}, "torch cannot be imported: OSError: libcudart"),
+    ],
+)
+def test_a_replaced_torch_is_the_first_error_of_all(installed, imported, said):
+    broken = {"causal_conv1d": {"error": "ImportError: undefined symbol: _ZN3c10"}}
+    found = failures(GOOD | {"mamba-ssm": "1.0"} | installed, LOADED | broken | imported)
+    assert found[0] == ("torch", said) and [name for name, _ in found[1:]] == ["lock", "extensions"]
+
+
+def test_an_extension_for_another_torch_is_told_from_a_missing_one():
+    imported = LOADED | {
+        "causal_conv1d": {"error": "ImportError: x.so: undefined symbol: _ZN3c105ErrorC2E"},
+        "mamba_ssm.ops.triton.ssd_combined": {"error": "ModuleNotFoundError: No module named 'mamba_ssm'"},
+    }
+    hints = [f.hint for f in stack.findings(LOCK, GOOD, imported) if f.level == "fail"]
+    assert hints[0].startswith("built for another torch") and not hints[1].startswith("built")
+
+
+def test_imports_that_fail_hang_or_crash_are_told_apart_and_bounded(tmp_path):
+    for name, body in {
+        "fails": "raise ImportError('lib.so: undefined symbol: _ZN3c10')",
+        "hangs": "import time; time.sleep(600)",
+        "crashes": "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
+        "leaves": "raise SystemExit(0)",
+        "talks": "print('{')",
+    }.items():
+        (tmp_path / f"{name}.py").write_text(body + "\n")
+    # A torch that costs nothing to import.
+    (tmp_path / "torch.py").write_text("")
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+
+    def said(module, seconds=20):
+        return stack.probed(module, environ, seconds)
+
+    assert said("fails") == {"error": "ImportError: lib.so: undefined symbol: _ZN3c10"}
+    assert said("hangs", 1) == {"error": "no answer within 1 s"}
+    assert said("crashes")["error"] == "exit code -11"
+    assert said("leaves") == {"error": "SystemExit: 0"}
+    assert said("talks") == {"ok": True}
+    assert "No module named 'absent'" in said("absent")["error"]
+
+
+def test_the_installed_torch_says_what_the_lock_says():
+    said = stack.probed("torch", os.environ, 120)
+    assert {k: said[k] for k in ("torch", "cuda", "triton", "nccl", "cudnn")} == TORCH
+
+
+def test_this_host_has_the_python_packages_and_not_the_extensions():
+    found = stack.versions(LOCK)
+    assert found["megatron-core"] == "0.19.2" and found["transformer-engine-torch"] is None
+    assert ("lock", "transformer-engine-torch is not installed, and the lock says 2.20.2") in failures(found)
+
+
+def test_which_megatron_would_be_imported(queue, unpacked, monkeypatch):
+    monkeypatch.setattr(patch, "installed", lambda queue: unpacked)
+    assert stack.megatron()[1] == "pristine"
+    (unpacked / "megatron/core/mine.py").write_text("")
+    finding, state = stack.megatron()
+    assert (finding.level, state) == ("fail", "foreign")
+    (unpacked / "megatron/core/mine.py").unlink()
+    patch.apply(queue, unpacked)
+    finding, state = stack.megatron()
+    assert (finding.level, state) == ("ok", "patched")
+
+
+def test_the_steps_are_a_shell_script_in_the_order_of_the_lock():
+    text = stack.steps(LOCK)
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+    lines = [shlex.split(line) for line in text.splitlines() if not line.startswith("#")]
+    order = [word.partition("==")[0] for line in lines if "pip" in line for word in line[-1:]]
+    assert [n for n in order if n in GOOD] == [p.name for p in LOCK.packages if p.source != "torch"]
+    for line in lines[2:]:
+        # Whatever is resolved with its dependencies names torch, so that pip may not replace it.
+        assert "--no-deps" in line or f"torch=={GOOD['torch']}" in line or "pip" not in line
+    for p in LOCK.packages:
+        if p.source == "build":
+            (line,) = (line for line in lines if line[-1].startswith(p.name + "=="))
+            assert line[0] == p.env and {"--no-build-isolation", "--no-binary"} <= set(line)
+
+
+def test_the_command(capsys):
+    assert stack.command([], {}) == 0
+    assert capsys.readouterr().out == stack.steps(LOCK)
+    with pytest.raises(Refused, match="takes no names"):
+        stack.command(["torch"], {})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("", "torch_cuda|package"),
+        ('torch_cuda = "13.0"\npackage = []', "first package must be torch"),
+        (
+            'torch_cuda = "13.0"\n[[package]]\nname = "numpy"\nversion = "2"\nsource = "wheel"',
+            "first package must be torch",
+        ),
+        (
+            'torch_cuda = "13.0"\n[[package]]\nname = "torch"\nversion = "2"\nsource = "magic"',
+            "source of torch is none of",
+        ),
+        (
+            'torch_cuda = 13\n[[package]]\nname = "torch"\nversion = "2"\nsource = "wheel"',
+            "13 stands where a word should",
+        ),
+        ('torch_cuda = "1"\n[[package]]\nname = "torch"\nversion = "2"\nsource = "wheel"\nhash = "x"', "hash"),
+        ('torch_cuda = "1"\npackage = ["torch"]', "no lock file"),
+        ("[", "no lock file"),
+    ],
+)
+def test_a_damaged_lock_is_refused(tmp_path, change, said):
+    path = tmp_path / "lock.toml"
+    path.write_text(change)
+    with pytest.raises(Refused) as refused:
+        stack.load(path)
+    assert re.search(said, refused.value.render()) and "Traceback" not in refused.value.render()
+
+
+def test_another_lock_is_compared_as_ones_own(tmp_path):
+    path = tmp_path / "lock.toml"
+    path.write_text(
+        'torch_cuda = "12.8"\n[[package]]\nname = "torch"\nversion = "2.11.0"\nsource = "wheel"\nmodule = "torch"\n'
+    )
+    lock = stack.load(path)
+    assert lock == replace(lock, torch_cuda="12.8") and len(lock.packages) == 1
+    (found,) = (f for f in stack.findings(lock, {"torch": "2.11.0"}, LOADED) if f.level == "fail")
+    assert "built for CUDA 13.0, and the lock says 12.8" in found.message
+
+
+def test_the_probe_counts_nvlinks():
+    probe = subprocess.run([sys.executable, "-P", str(stack.PROBE), "nvlinks"], capture_output=True, text=True)
+    assert probe.returncode == 0  # with or without nvidia-ml-py: one line of JSON
+
+    from launch.probe import nvlinks
+
+    class Nvml:
+        NVML_NVLINK_MAX_LINKS = 18
+        NVMLError = RuntimeError
+        open = 0
+
+        def nvmlInit(self):
+            self.open += 1
+
+        def nvmlShutdown(self):
+            self.open -= 1
+
+        def nvmlDeviceGetCount(self):
+            return 3
+
+        def nvmlDeviceGetHandleByIndex(self, index):
+            return index
+
+        def nvmlDeviceGetNvLinkState(self, handle, link):
+            if handle == 2 or (handle == 1 and link > 15):
+                raise self.NVMLError("not supported")
+            return 1 if (handle, link) != (1, 3) else 0
+
+    nvml = Nvml()
+    assert nvlinks(nvml) == {"0": 18, "1": 15, "2": None} and nvml.open == 0

@@ -1,0 +1,380 @@
+"""What a launch takes from the world around it: the environment, git, Slurm; and what it tells it: commands and job files."""
+
+import os
+import stat
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from command import warm
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launch import __main__ as command
+from launch import app, job, kubernetes, overlay, show, slurm, source
+from launch.context import Context
+from launch.finding import passed, waive
+from nam_megatron.argv import argv
+from nam_megatron.errors import INCOMPLETE, Refused
+from nam_megatron.lower import translate
+from nam_megatron.recipe import load
+
+WORDS = {"format": "auto", "revision": None, "dirty": "refuse", "over_memory": "refuse", "sanity": False, "port": 29500}
+WORDS |= {"trainer": "megatron", "lock": None, "diagnostic": None, "image": None}
+
+
+def context(*overrides, preset="nam56r_smoke", environ=None, checkout=None, **words) -> Context:
+    lowering = translate(load(preset, [f"++{o}" if o.startswith("cluster.waivers") else o for o in overrides]))
+    more = {} if checkout is None else {"checkout": checkout}
+    return Context(lowering, WORDS | words, (f"conf={preset}", *overrides), environ or {}, **more)
+
+
+# The environment
+
+
+def said(found, name="environment"):
+    return [(f.level, f.message) for f in found if f.name == name]
+
+
+def test_a_clean_shell_passes_and_every_variable_has_a_reason():
+    c = context()
+    assert passed(overlay.findings(c)) and all(e.why for e in c.envs)
+    made = c.child_environ
+    assert made["PYTORCH_ALLOC_CONF"] == "expandable_segments:True" and "CUDA_DEVICE_MAX_CONNECTIONS" not in made
+    assert made["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "7200" and made["TORCH_NCCL_HIGH_PRIORITY"] == "1"
+    assert made["TRITON_CACHE_DIR"] == "/scratch/cache/triton"
+
+
+def test_leftovers_that_contradict_the_plan_fail_and_are_not_quoted():
+    environ = {"CUDA_DEVICE_MAX_CONNECTIONS": "s3cret", "PYTORCH_CUDA_ALLOC_CONF": "backend:x", "OMP_NUM_THREADS": "9"}
+    found = list(overlay.findings(context(environ=environ)))
+    assert said(found, "connections")[0][0] == "fail"
+    assert [level for level, _ in said(found)] == [
+        "note",
+        "fail",
+    ]  # OMP_NUM_THREADS is replaced, the old alias is not ours
+    assert not any("s3cret" in f.message or "backend" in f.message for f in found)
+    made = context(environ=environ).child_environ
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in made and made["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_platform_that_forces_the_connections_gets_cudas_default():
+    c = context("cluster.waivers={connections: the platform sets it}", environ={"CUDA_DEVICE_MAX_CONNECTIONS": "32"})
+    (env,) = [e for e in c.envs if e.name == "CUDA_DEVICE_MAX_CONNECTIONS"]
+    assert (env.value, c.child_environ[env.name]) == ("8", "8") and "the platform sets it" in env.why
+    assert passed(waive(overlay.findings(c), c.cluster.waivers))
+
+
+def test_tensor_parallelism_keeps_its_one_connection_whatever_the_platform_forces():
+    c = context(
+        "cluster.waivers={connections: x}",
+        "cluster=h200_2",
+        preset="nam56r_nemo_native",
+        environ={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+    )
+    assert c.child_environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and passed(overlay.findings(c))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "diagnostic", "fine"),
+    [
+        ("CUDA_VISIBLE_DEVICES", "0", None, False),
+        ("CUDA_VISIBLE_DEVICES", "0", "one sick GPU", True),
+        ("NCCL_MNNVL_ENABLE", "0", None, False),
+        ("NCCL_MNNVL_ENABLE", "0", "no fabric", True),
+        ("NCCL_MNNVL_ENABLE", "1", "no fabric", False),
+    ],
+)
+def test_what_only_a_diagnostic_run_may_set(name, value, diagnostic, fine):
+    assert passed(overlay.findings(context(environ={name: value}, diagnostic=diagnostic))) == fine
+
+
+NAMES = st.sampled_from(
+    [*overlay.CACHES, *(e.name for e in overlay.OURS), overlay.VISIBLE, overlay.MNNVL, overlay.CONNECTIONS, "X"]
+)
+ENVIRONS = st.dictionaries(NAMES, st.text(max_size=8))
+SMOKE = context()
+
+
+@given(ENVIRONS, st.none() | st.text(min_size=1, max_size=5))
+def test_no_environment_is_a_traceback_and_the_child_has_the_overlay(environ, diagnostic):
+    c = Context(SMOKE.lowering, WORDS | {"diagnostic": diagnostic}, (), environ)
+    list(overlay.findings(c))
+    made = c.child_environ
+    assert all(made.get(e.name) == e.value for e in c.envs)
+    assert {k: v for k, v in made.items() if k not in {e.name for e in c.envs}}.items() <= environ.items()
+
+
+# Memory
+
+
+def test_a_plan_over_the_device_is_refused_unless_told():
+    big = ("schedule.micro_batch_size=512", "schedule.global_batch_size=512", "model.seq_length=16384")
+    (found,) = [f for f in job.findings(context(*big)) if f.name == "memory"]
+    assert found.level == "fail" and "over_memory=allow" in found.hint and "too much" in found.message
+    (found,) = [f for f in job.findings(context(*big, over_memory="allow")) if f.name == "memory"]
+    assert found.level == "note"
+    assert passed(job.findings(context()))
+
+
+def test_what_is_not_built_is_said(monkeypatch):
+    c = context()
+    seams = (SimpleNamespace(owner="mhc", missing="no torch side"),)
+    monkeypatch.setattr(type(c.lowering.plan), "not_built", property(lambda plan: seams))
+    assert [f.message for f in job.findings(c) if f.level == "fail"] == ["mhc is not built (no torch side)"]
+    assert app.train(c) == INCOMPLETE
+
+
+# Git
+
+
+def git(where: Path, *words: str) -> str:
+    who = ("-c", "user.name=t", "-c", "user.email=t@t.invalid", "-c", "commit.gpgsign=false")
+    return subprocess.run(["git", *who, *words], cwd=where, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    where = tmp_path / "checkout"
+    (where / "nam_megatron").mkdir(parents=True)
+    (where / "nam_megatron" / "a.py").write_text("a = 1\n")
+    (where / "launch").mkdir()
+    (where / ".gitignore").write_text("*.log\n")
+    git(where, "init", "--quiet")
+    git(where, "add", ".")
+    git(where, "commit", "--quiet", "-m", "one")
+    return where
+
+
+def level(c: Context) -> str:
+    (found,) = source.findings(c)
+    return found.level
+
+
+def test_a_clean_checkout_is_its_revision(checkout):
+    (checkout / "receipts").mkdir()
+    (checkout / "receipts" / "receipt.json").touch()  # not part of the code
+    (checkout / "x.log").touch()
+    c = context(checkout=checkout)
+    assert level(c) == "ok" and c.source.facts()["dirty"] is False
+    assert c.source.revision == git(checkout, "rev-parse", "HEAD")
+    assert level(context(checkout=checkout, revision=c.source.revision[:9])) == "ok"
+    with pytest.raises(Refused, match="was handed in, and this checkout is at"):
+        level(context(checkout=checkout, revision="0" * 9))
+
+
+def test_the_stored_difference_makes_the_tree_again(checkout, tmp_path):
+    """Changed, deleted, new and binary files; the repository and its index stay as they were."""
+    (checkout / "nam_megatron" / "a.py").write_text("a = 2\n")
+    (checkout / ".gitignore").unlink()
+    (checkout / "new file").write_bytes(bytes(range(256)))
+    before, index = git(checkout, "status", "--porcelain"), (checkout / ".git" / "index").read_bytes()
+    objects = sorted((checkout / ".git" / "objects").rglob("*"))
+    c = context(checkout=checkout)
+    assert level(c) == "fail" and level(context(checkout=checkout, dirty="store")) == "ok"
+    assert "in 3 files" in next(source.findings(c)).message
+    assert (
+        git(checkout, "status", "--porcelain") == before
+        and sorted((checkout / ".git" / "objects").rglob("*")) == objects
+    )
+    assert (checkout / ".git" / "index").read_bytes() == index
+    again = tmp_path / "again"
+    git(tmp_path, "clone", "--quiet", str(checkout), str(again))
+    (tmp_path / "diff").write_text(c.source.diff, errors="surrogateescape")
+    git(again, "apply", str(tmp_path / "diff"))
+    assert git(again, "status", "--porcelain") == before
+    assert source.tree_hash(again, "nam_megatron") == c.source.trees["nam_megatron"]
+
+
+def test_new_files_too_large_to_store_are_said(checkout, monkeypatch):
+    monkeypatch.setattr(source, "UNTRACKED", 10)
+    (checkout / "large").write_text("x" * 11)
+    assert "ignore them" in next(source.findings(context(checkout=checkout, dirty="store"))).hint
+
+
+def test_a_copy_needs_a_revision_and_a_waiver(tmp_path):
+    for package in source.PACKAGES:
+        (tmp_path / package).mkdir()
+    assert "no revision" in next(source.findings(context(checkout=tmp_path))).message
+    with pytest.raises(Refused, match="`main` is no git revision"):
+        level(context(checkout=tmp_path, revision="main"))
+    c = context("cluster.waivers={git: a copy}", checkout=tmp_path, revision="0123abc")
+    (found,) = waive(source.findings(c), c.cluster.waivers)
+    assert found.level == "waived" and "0123abc" in found.message and "a copy" in found.message
+    assert c.source.facts() | {"trees": None} == {
+        "revision": "0123abc", "handed_in": True, "dirty": None, "diff_sha256": None, "trees": None,
+    }  # fmt: skip
+
+
+def test_a_misspelt_waiver_is_refused():
+    with pytest.raises(Refused, match="no finding `gti` to waive"):
+        context("cluster.waivers={gti: a copy}")
+
+
+# Commands
+
+
+def test_the_shell_text_is_what_is_started(tmp_path):
+    """Bash itself reads it: the same words, the same environment."""
+    c = context()
+    for name, script in {"python": 'printf "%s\\n" "$@"; echo "$PYTORCH_ALLOC_CONF $NCCL_DEBUG_FILE"'}.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
+        (tmp_path / name).chmod(stat.S_IRWXU)
+    text = job.shell_text(c)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RUN": "/r u n", "PYTORCH_CUDA_ALLOC_CONF": "x"}
+    done = subprocess.run(["bash", "-euc", text], env=env, capture_output=True, text=True, check=True)
+    words = job.words(c, Path("/r u n/plan.json"))
+    assert done.stdout.splitlines() == [*words[1:], "expandable_segments:True /r u n/nccl.%h.%p"]
+    assert words[-len(argv(c.lowering)) :] == list(argv(c.lowering))
+
+
+def test_several_hosts_are_started_by_srun():
+    words = job.words(context(preset="nam56r_native_dp"), Path("p"))
+    assert words[1:3] == ["-m", "torch.distributed.run"]
+    c = context("cluster=h200_2x8", preset="nam56r_native_dp", port=29501)
+    words = job.words(c, Path("p"), "n1", "77")
+    assert words[:4] == ["srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
+    assert {"--nnodes=2", "--nproc-per-node=8", "--rdzv-endpoint=n1:29501", "--rdzv-id=77"} <= set(words)
+
+
+def test_sbatch_repeats_the_words_that_matter(tmp_path):
+    given = [
+        "conf=nam56r_native_dp",
+        "cluster=h200_2x8",
+        "cluster.waivers={git: a b}",
+        "port=29501",
+        "format=sbatch",
+        "sanity=true",
+    ]
+    text = slurm.sbatch(context("cluster=h200_2x8", preset="nam56r_native_dp").lowering, given)
+    expected = "conf=nam56r_native_dp cluster=h200_2x8 'cluster.waivers={git: a b}' port=29501"
+    assert f"\nexec python -m launch run {expected}\n" in text
+    assert f"\nsrun --label python -m launch check format=line {expected}\n" in text
+    assert "#SBATCH --nodes=2\n" in text and "#SBATCH --gpus-per-node=8\n" in text
+    (tmp_path / "job.sh").write_text(text)
+    subprocess.run(["bash", "-n", tmp_path / "job.sh"], check=True)
+
+
+def test_slurm_names_its_hosts(tmp_path, monkeypatch):
+    (tmp_path / "scontrol").write_text('#!/bin/sh\n[ "$3" = "n[1-2]" ] && printf "n1\\nn2\\n"\n')
+    (tmp_path / "scontrol").chmod(stat.S_IRWXU)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert slurm.hosts({"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-2]"}) == ("n1", "n2")
+    assert slurm.hosts({}) == ()
+    with pytest.raises(Refused, match="does not name its hosts"):
+        slurm.hosts({"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "other"})
+
+
+def test_a_pytorch_job(tmp_path):
+    places = ("cluster.storage.receipts=/receipts",)
+    c = context("cluster=h200_2x8", "cluster.waivers={git: x}", *places, preset="nam56r_native_dp", image="r/i:1")
+    text = kubernetes.pytorch_job(c)
+    tree = yaml.safe_load(text)
+    spec = tree["spec"]["pytorchReplicaSpecs"]
+    assert (tree["spec"]["nprocPerNode"], spec["Master"]["replicas"], spec["Worker"]["replicas"]) == ("8", 1, 1)
+    (container,) = spec["Worker"]["template"]["spec"]["containers"]
+    assert (container["name"], container["image"], container["resources"]["limits"]) == (
+        "pytorch",
+        "r/i:1",
+        {"nvidia.com/gpu": 8},
+    )
+    assert {"name": "receipts", "mountPath": "/receipts"} in container["volumeMounts"]
+    script = container["command"][2]
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    assert (
+        "translate conf=nam56r_native_dp cluster=h200_2x8 cluster.storage.receipts=/receipts out=/tmp/run\n" in script
+    )
+    one = yaml.safe_load(kubernetes.pytorch_job(context(*places, image="r/i:1")))["spec"]["pytorchReplicaSpecs"]
+    assert list(one) == ["Master"] and "launch run" in one["Master"]["template"]["spec"]["containers"][0]["command"][2]
+
+
+def test_a_pytorch_job_without_an_image_or_with_a_path_of_ours():
+    with pytest.raises(Refused) as refused:
+        kubernetes.pytorch_job(context())
+    assert [p.key for p in refused.value.problems] == ["image", "cluster.storage.receipts"]
+
+
+def test_show_has_everything_and_touches_nothing(tmp_path):
+    before = sorted(tmp_path.rglob("*"))
+    c = context(
+        f"cluster.storage.receipts={tmp_path}/r", f"cluster.storage.scratch={tmp_path}/s", "cluster.waivers={git: WHY}"
+    )
+    text = show.text(c)
+    titles = ("Plan", "Settings by owner", "Budget", "Lineage", "Storage", "Waivers", "Environment", "Command")
+    assert [line[3:-3] for line in text.splitlines() if line.startswith("== ")] == list(titles)
+    assert "fits h200" in text and "git: WHY" in text and job.shell_text(c) in text
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("verb", "words", "key"),
+    [
+        ("show", {"format": "json"}, "format"),
+        ("check", {"format": "sbatch"}, "format"),
+        ("run", {"format": "json"}, "format"),
+        ("run", {"dirty": "yes"}, "dirty"),
+        ("run", {"over_memory": True}, "over_memory"),
+        ("run", {"trainer": "nemo"}, "trainer"),
+        ("check", {"sanity": "on"}, "sanity"),
+        ("run", {"port": 80}, "port"),
+        ("run", {"port": "29500"}, "port"),
+        ("run", {"revision": 1.0}, "revision"),
+        ("run", {"diagnostic": ""}, "diagnostic"),
+    ],
+)
+def test_wrong_words_are_refused(verb, words, key):
+    with pytest.raises(Refused) as refused:
+        app.checked(verb, WORDS | words)
+    assert [p.key for p in refused.value.problems] == [key]
+
+
+def test_a_hash_of_digits_alone_stays_a_hash():
+    assert app.checked("run", WORDS | {"revision": 1234567})["revision"] == "1234567"
+
+
+def test_several_nodes_run_in_slurm_only(tmp_path, monkeypatch):
+    c = context("cluster=h200_2x8", preset="nam56r_native_dp")
+    with pytest.raises(Refused, match="this is no Slurm job"):
+        app.train(c)
+    monkeypatch.setattr(slurm, "_hosts", lambda nodes: ("n1",))
+    environ = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1"}
+    with pytest.raises(Refused, match="has 1 nodes, and the plan is for 2"):
+        app.train(context("cluster=h200_2x8", preset="nam56r_native_dp", environ=environ))
+
+
+# The command line
+
+
+def launch(*words: str):
+    return warm(*words, module="launch.__main__")
+
+
+def test_waivers_on_the_command_line_need_no_plus():
+    for word in ("cluster.waivers={git: a copy, root-volume: one disk}", "cluster.waivers.git=a copy"):
+        done = launch("show", "conf=nam56r_smoke", word)
+        assert done.code == 0 and "\ngit: a copy\n" in done.out, done.err
+    done = launch("show", "conf=nam56r_smoke", "cluster.waivers={gti: x}")
+    assert done.code == 2 and done.err.startswith("error: no finding `gti` to waive @ cluster.waivers.gti")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("show", "conf=nam56r_smoke", "prot=1"), 2, "error: unknown key `prot`"),
+        (("run", "conf=nam56r_smoke", "dirty=yes"), 2, "error: `dirty` is refuse or store, not `yes`"),
+        (("run", "conf=nam56r_native_dp", "cluster=h200_2x8"), 2, "error: 2 nodes, and this is no Slurm job"),
+        (("shwo",), 2, "error: no verb `shwo`"),
+        (("receipts", "stat=open"), 2, "error: no option `stat`"),
+    ],
+)
+def test_mistakes_on_the_command_line(words, code, said):
+    done = launch(*words)
+    assert (done.code, done.out) == (code, "") and done.err.startswith(said)
+
+
+def test_help_names_every_verb():
+    text = launch("--help").out
+    assert all(f"\n  {verb} " in text for verb in (*command.WITH_A_RECIPE, *command.OPTIONS))
+    assert "python -m launch run   conf=nam56r_smoke" in launch("run", "--help").out
