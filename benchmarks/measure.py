@@ -10,14 +10,19 @@ import argparse
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from nam_megatron import argv
-from nam_megatron.lower import translate
+from nam_megatron.data import manifest
+from nam_megatron.errors import Refused
+from nam_megatron.lower import Lowering, translate
 from nam_megatron.recipe import load
 
 HERE = Path(__file__).parent
@@ -27,10 +32,15 @@ FOUR = ("cluster=h200_4", "schedule.train_steps=5", "schedule.decay_steps=12")
 MLA = ("lane=native_dp", "model.substitute=[]", "feature.mtp.depths=0")
 DSA = ("lane=native_dp", "model.substitute=[{letter: A, ranks: [1, 2, 3], kind: dsa}]", "feature.mtp.depths=0")
 FUSED = "precision.fused_cross_entropy=true"
-GRAPHS = ("feature.cuda_graphs.impl=transformer_engine", "feature.cuda_graphs.modules=[attn,mamba,moe_router,moe_preprocess]")
+GRAPHS = (
+    "feature.cuda_graphs.impl=transformer_engine",
+    "feature.cuda_graphs.modules=[attn,mamba,moe_router,moe_preprocess]",
+)
 EAGER = ("feature.cuda_graphs.impl=none", "feature.cuda_graphs.modules=[]")
 FULL = ("feature.recompute.granularity=full", "feature.recompute.method=uniform", "feature.recompute.layers=1")
 SELECTIVE = ("feature.recompute.granularity=selective", "feature.recompute.modules=[moe_act,layernorm]")
+# Hydra composes one config at a time.
+COMPOSING = threading.Lock()
 
 # name -> (preset, overrides)
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -61,30 +71,99 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
 
 def measure(name: str, folder: Path, limit: int) -> dict:
     """One case: its figures, or why there are none."""
-    preset, overrides = CASES[name]
-    lowering = translate(load(preset, overrides))
+    return trial(name, *CASES[name], folder, limit)
+
+
+def built(data: str | None, folder: Path) -> tuple[str, ...]:
+    """The overrides that train on a built dataset, through links in `folder`: Megatron keeps an index beside what it reads, and
+    processes of their own would write it over each other."""
+    if data is None:
+        return ()
+    folder.mkdir()
+    for name in (*manifest.read(Path(data)).files, manifest.NAME):
+        link = folder / name
+        link.parent.mkdir(exist_ok=True)
+        link.symlink_to((Path(data) / name).resolve())
+    return "data=built", f"data.path={folder}"
+
+
+def lowered(preset: str, overrides: Sequence[str]) -> Lowering:
+    with COMPOSING:
+        return translate(load(preset, overrides))
+
+
+def trial(
+    name: str,
+    preset: str,
+    overrides: Sequence[str],
+    folder: Path,
+    limit: float,
+    words: Sequence[str] = (),
+    gpus: Sequence[int] = (),
+) -> dict:
+    """Train a preset with overrides under benchmarks/peak_memory.py, which gets `words`: its figures, or an `error`.
+
+    The log is `folder`/`name`.log. limit: seconds. gpus: the devices to use, where other trials run beside this one.
+    """
+    entry = {"name": name, "preset": preset, "overrides": list(overrides), "words": list(words)}
+    try:
+        lowering = lowered(preset, overrides)
+    except Refused as refused:
+        return {**entry, "wall_seconds": 0.0, "error": refused.render().splitlines()[0]}
     plan, out, log = folder / f"{name}.plan.json", folder / f"{name}.json", folder / f"{name}.log"
     plan.write_text(argv.plan_json(lowering))
-    env = dict(os.environ)
+    out.unlink(missing_ok=True)
+    env = dict(os.environ) | {"TRITON_CACHE_AUTOTUNING": "1"}  # the next process need not try again
     for e in lowering.env:
         env.pop(e.name, None)
         if e.value is not None:
             env[e.name] = e.value
-    gpus = lowering.plan.recipe.world_size
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
-    command += [str(HERE / "peak_memory.py"), "--out", str(out), "--nam-plan", str(plan), *argv.argv(lowering)]
-    entry = {"name": name, "preset": preset, "overrides": list(overrides), "gpus": gpus}
+    if gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+    entry["gpus"] = lowering.plan.recipe.world_size
+    command = [sys.executable, str(HERE / "peak_memory.py"), "--out", str(out), *words, "--nam-plan", str(plan)]
     begin = time.monotonic()
-    with log.open("w") as stream:
-        try:
-            code = subprocess.run(command, env=env, stdout=stream, stderr=subprocess.STDOUT, timeout=limit).returncode
-        except subprocess.TimeoutExpired:
-            code = f"over {limit} s"
+    code = ranks([*command, *argv.argv(lowering)], env, entry["gpus"], log, limit)
     entry["wall_seconds"] = round(time.monotonic() - begin, 1)
     if code != 0 or not out.exists():
         said = [x for x in log.read_text(errors="replace").splitlines() if "Error" in x or x.startswith("error:")]
         return {**entry, "error": f"exit {code}: {said[0][:300] if said else shlex.join(command[-3:])}"}
     return entry | json.loads(out.read_text())
+
+
+def ranks(command: Sequence[str], env: Mapping[str, str], world: int, log: Path, limit: float) -> int | str:
+    """Run `command` as each rank of one host: 0, or the first other exit code, or that the limit was reached; nothing is left running.
+
+    torchrun would do the same, but takes seconds to start and half a minute to end ranks that do not answer.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    job = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    deadline = time.monotonic() + limit
+    with log.open("w") as stream:
+        running = [
+            subprocess.Popen(
+                command,
+                env={**env, **{k: str(v) for k, v in (job | {"RANK": r, "LOCAL_RANK": r}).items()}},
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+            )
+            for r in range(world)
+        ]
+        try:
+            while None in (codes := [p.poll() for p in running]):
+                if failed := next(filter(None, codes), None):
+                    time.sleep(3)  # for what the others have to say
+                    return failed
+                if time.monotonic() > deadline:
+                    return f"over {limit:.0f} s"
+                time.sleep(0.1)
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
+    return next((p.returncode for p in running if p.returncode), 0)
 
 
 def main() -> None:

@@ -1,21 +1,28 @@
 """Peak memory by phase, step times, losses and gradient norms of a plan's training, as JSON.
 
-    torchrun --nproc-per-node N benchmarks/peak_memory.py --out peak.json --nam-plan plan.json $(args)
+    torchrun --nproc-per-node N benchmarks/peak_memory.py --out peak.json [--profile trace.json] [--stock] --nam-plan plan.json $(args)
 
 It is nam_megatron.train with a clock and a gauge around each step, so it trains exactly the plan, all of its steps; translate one with
 `data=mock schedule.train_steps=12` or so. Steps 1 and 2 hold compilation and autotuning: the median time leaves them out.
+
+--profile FILE  torch.profiler's trace of the first rank's last step; its kernels by kind (benchmarks/kernels.py) go into the report,
+                and the median time leaves the step out.
+--stock         Megatron's own builder and default stack of layers in place of ours, on the same arguments: the baseline.
 """
 
+import argparse
+import contextlib
 import hashlib
 import json
-import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import kernels
 
 from nam_megatron import train
 
@@ -40,8 +47,9 @@ class Meter:
     figure, other processes on the device included.
     """
 
-    def __init__(self, out: Path, plan: Path):
-        self.out, self.plan = out, plan
+    def __init__(self, out: Path, plan: Path, trace: Path | None = None):
+        self.out, self.plan, self.trace = out, plan, trace
+        self.kernels: dict[str, Any] | None = None
         self.peaks: list[dict[str, int]] = []
         self.steps: list[dict[str, Any]] = []
 
@@ -59,9 +67,12 @@ class Meter:
             torch.cuda.synchronize()
             if not self.peaks:
                 self.mark()
+            args, done = get_args(), named["iteration"] + 1
+            last = done == args.train_iters or bool(args.exit_interval and done % args.exit_interval == 0)
             begin = time.perf_counter()
-            result = train_step(forward_step, samples, model, *rest, **named)
-            torch.cuda.synchronize()
+            with self.profiled(last):
+                result = train_step(forward_step, samples, model, *rest, **named)
+                torch.cuda.synchronize()
             seconds = time.perf_counter() - begin
             losses, skipped, norm = result[0], result[1], result[5]
             losses = {name: float(value) for name, value in losses.items()}
@@ -74,11 +85,37 @@ class Meter:
                 }
             )
             self.mark()
-            if named["iteration"] + 1 == get_args().train_iters:
+            if last:
                 self.report(model)
             return result
 
         return measured
+
+    @contextlib.contextmanager
+    def profiled(self, last: bool) -> Iterator[None]:
+        """Trace the kernels of the last step, where a trace is wanted; of the CPU nothing, which would make the gaps longer.
+
+        A host without a working profiler has its times all the same: `kernels` then says why there are none.
+        """
+        import torch
+
+        if not last or self.trace is None or torch.distributed.get_rank() > 0:
+            yield
+            return
+        with contextlib.ExitStack() as stack:
+            try:
+                activity = torch.profiler.ProfilerActivity.CUDA
+                profile = stack.enter_context(torch.profiler.profile(activities=[activity]))
+            except (AssertionError, RuntimeError) as err:
+                self.kernels = {"error": str(err)}
+                yield
+                return
+            yield
+        try:
+            profile.export_chrome_trace(str(self.trace))
+            self.kernels = kernels.table(json.loads(self.trace.read_text()))
+        except (RuntimeError, OSError, ValueError) as err:
+            self.kernels = {"error": str(err)}
 
     def mark(self) -> None:
         """End a phase."""
@@ -121,7 +158,8 @@ class Meter:
             "device": torch.cuda.get_device_name(),
             "world_size": world,
             "versions": versions(),
-            "median_step_seconds": statistics.median(seconds[WARM_UP:] or seconds),
+            "median_step_seconds": statistics.median(seconds[WARM_UP : len(seconds) - bool(self.trace)] or seconds),
+            "kernels": self.kernels,
             "peak_bytes": {k: {m: max(r["peak"][k][m] for r in ranks) for m in v} for k, v in ranks[0]["peak"].items()},
             "steps": [
                 {"seconds": t, "losses": loss, "grad_norm": step["grad_norm"], "skipped": step["skipped"]}
@@ -143,14 +181,28 @@ def versions() -> dict[str, str | None]:
     return found
 
 
+def stock() -> None:
+    """From here on, the trainer builds what Megatron builds by itself from the same arguments."""
+    from megatron.training.argument_utils import hybrid_config_from_args, pretrain_cfg_container_from_args
+
+    from nam_megatron.mcore import pretrain
+
+    pretrain.settings = lambda args, _: pretrain_cfg_container_from_args(args, hybrid_config_from_args(args))
+
+
 def main(words: list[str], started: float) -> int:
-    if "--out" not in words[:-1]:
-        if int(os.environ.get(train.RANK, 0)) == 0:
-            print(__doc__, file=sys.stderr)
-        return 2
-    at = words.index("--out")
-    out, words = Path(words[at + 1]), words[:at] + words[at + 2 :]
-    before = Meter(out, train.split(words)[0]).attach if "--nam-plan" in words[:-1] else None
+    parser = argparse.ArgumentParser(usage=__doc__, add_help=False)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--profile", type=Path)
+    parser.add_argument("--stock", action="store_true")
+    own = words[: words.index("--nam-plan")] if "--nam-plan" in words else words
+    options, words = parser.parse_args(own), words[len(own) :]
+
+    def before() -> None:
+        Meter(options.out, train.split(words)[0], options.profile).attach()
+        if options.stock:
+            stock()
+
     return train.main(words, started, before)
 
 

@@ -3,9 +3,11 @@
 The sections of the recipe are lowered here; blocks and features bring their own settings.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import PurePosixPath
 
 from nam_megatron.errors import Problem, raise_if
 from nam_megatron.plan import Plan, plan
@@ -38,7 +40,14 @@ def translate(recipe: Recipe) -> Lowering:
 def lower(p: Plan) -> Lowering:
     """All settings of a plan, checked: layouts, blocks, features, and that no setting has two owners."""
     r = p.recipe
-    problems = [*_layout(r), *_batches(r), *_model_checks(r), *_data_checks(r), *_expert_checks(p)]
+    problems = [
+        *_layout(r),
+        *_batches(r),
+        *_model_checks(r),
+        *_data_checks(r),
+        *_precision_checks(r),
+        *_expert_checks(p),
+    ]
     for block in p.blocks:
         problems += block.check(p)
     for feature in r.feature.all():
@@ -157,7 +166,12 @@ def _precision(p: Plan) -> Iterator[Setting]:
     yield Setting("cross_entropy_fusion_impl", "native", "Megatron refuses `te`")
     yield Setting("fp16_lm_cross_entropy", False, "loss in fp32")
     yield Setting("use_precision_aware_optimizer", False, "fp32 master weights and moments")
-    yield Setting("gradient_accumulation_fusion", False, "its kernel is APEX's, which is not in the supported stack")
+    yield Setting(
+        "gradient_accumulation_fusion",
+        x.fused_grad_accumulation,
+        "on by default, with a kernel of APEX's; TE's is used here",
+        "precision.fused_grad_accumulation",
+    )
 
 
 def _optim(p: Plan) -> Iterator[Setting]:
@@ -196,20 +210,32 @@ def _schedule(p: Plan) -> Iterator[Setting]:
     yield Setting("save", s.save, "checkpoint folder", "schedule.save")
     yield Setting("save_interval", s.save_interval, "steps between checkpoints", "schedule.save_interval")
     yield Setting("load", s.load, "checkpoint to resume from", "schedule.load")
+    yield Setting("exit_interval", s.stop_every, "a command does so many steps, the run goes on", "schedule.stop_every")
+    yield Setting("exit_signal_handler", True, "SIGTERM ends the run after the step, with a checkpoint where `save` is")
+    yield Setting(
+        "distributed_timeout_minutes",
+        s.timeout_minutes,
+        "how long a lost rank goes unnoticed at most",
+        "schedule.timeout_minutes",
+    )
     if not p.recipe.feature.megatron_fsdp.on:
         yield Setting("ckpt_format", "torch_dist", "sharded, readable in another layout")
 
 
 def _data(p: Plan) -> Iterator[Setting]:
     d = p.recipe.data
-    mock = d.name == "mock"
+    mock, built = d.name == "mock", PurePosixPath(d.path) if d.name == "built" else None
     yield Setting("mock_data", mock, "random tokens", "data.name")
-    yield Setting("data_path", None if mock else (d.path,), "indexed dataset", "data.path")
-    yield Setting("split", None if mock else d.split, "train,valid,test weights", "data.split")
+    yield Setting("data_path", (d.path,) if d.name == "indexed" else None, "indexed dataset", "data.path")
+    yield Setting("split", d.split, "train,valid,test weights", "data.split")
+    yield Setting("train_data_path", (str(built / "train"),) if built else None, "split by document", "data.path")
+    valid = (str(built / "valid"),) if built and p.recipe.schedule.eval_steps else None
+    yield Setting("valid_data_path", valid, "split by document; only for evaluations", "data.path")
     yield Setting(
         "tokenizer_type", "NullTokenizer" if mock else "HuggingFaceTokenizer", "mock data has none", "data.name"
     )
-    yield Setting("tokenizer_model", None if mock else d.tokenizer, "tokenizer folder or file", "data.tokenizer")
+    tokenizer = str(built / "tokenizer") if built else d.tokenizer
+    yield Setting("tokenizer_model", tokenizer, "its folder", "data.path" if built else "data.tokenizer")
     yield Setting("num_workers", d.workers, "loader processes per rank", "data.workers")
     yield Setting("dataloader_type", "single", "in order, once")
     yield Setting("reset_position_ids", False, "positions run through documents")
@@ -300,6 +326,19 @@ def _batches(r: Recipe) -> Iterator[Problem]:
         )
     if (s.save is None) != (s.save_interval is None):
         yield Problem("`save` and `save_interval` go together", "schedule.save_interval", "give both or neither")
+    if s.stop_every and s.save is None:
+        yield Problem(
+            "a run that stops on its way and saves nothing", "schedule.stop_every", "set `schedule.save`, or null"
+        )
+
+
+def _precision_checks(r: Recipe) -> Iterator[Problem]:
+    if r.precision.fused_grad_accumulation and (r.feature.fsdp2.on or r.feature.megatron_fsdp.on):
+        yield Problem(
+            "no FSDP keeps the buffer that gradients would be added to",
+            "precision.fused_grad_accumulation",
+            "set it to false",
+        )
 
 
 def _model_checks(r: Recipe) -> Iterator[Problem]:
@@ -322,13 +361,24 @@ def _expert_checks(p: Plan) -> Iterator[Problem]:
                 yield Problem(f"{name} parallel {degree} in a model without experts", f"parallel.{name}", "set it to 1")
 
 
+# The keys of `data` that each kind of it has; `data.workers` has all.
+DATA_KEYS = {"mock": (), "indexed": ("path", "split", "tokenizer"), "built": ("path",)}
+
+
 def _data_checks(r: Recipe) -> Iterator[Problem]:
     d = r.data
-    if d.name == "indexed":
-        for name in ("path", "split", "tokenizer"):
-            if getattr(d, name) is None:
-                yield Problem(f"indexed data without `{name}`", f"data.{name}", f"give it: `data.{name}=...`")
-    else:
-        for name in ("path", "split", "tokenizer"):
-            if getattr(d, name) is not None:
-                yield Problem(f"mock data with a `{name}`", f"data.{name}", "set `data=indexed`")
+    for name in ("path", "split", "tokenizer"):
+        given, wanted = getattr(d, name) is not None, name in DATA_KEYS[d.name]
+        if wanted and not given:
+            yield Problem(f"{d.name} data without `{name}`", f"data.{name}", f"give it: `data.{name}=...`")
+        if given and not wanted:
+            right = " or ".join(f"`data={kind}`" for kind, keys in DATA_KEYS.items() if name in keys)
+            yield Problem(f"{d.name} data with a `{name}`", f"data.{name}", f"set {right}")
+    if d.split is not None and not re.fullmatch(r"\d+(\.\d+)?(,\d+(\.\d+)?){2}", d.split):
+        yield Problem(f"`{d.split}` is no split", "data.split", "three weights for train,valid,test: `99,1,0`")
+    elif d.split is not None:
+        train, valid, _ = map(float, d.split.split(","))
+        if not train:
+            yield Problem("nothing is left for training", "data.split", "`99,1,0` holds out one document in a hundred")
+        if r.schedule.eval_steps and not valid:
+            yield Problem("evaluations and no documents for them", "data.split", "`99,1,0`, or `schedule.eval_steps=0`")

@@ -94,6 +94,7 @@ class Precision(Config):
     params: Literal["bf16"]
     grad_reduce: Literal["fp32", "bf16"]
     fused_cross_entropy: bool
+    fused_grad_accumulation: bool
 
 
 class Optim(Config):
@@ -121,10 +122,12 @@ class Schedule(Config):
     save: Name | None
     load: Name | None
     save_interval: PositiveInt | None
+    stop_every: PositiveInt | None
+    timeout_minutes: PositiveInt
 
 
 class Data(Config):
-    name: Literal["mock", "indexed"]
+    name: Literal["mock", "indexed", "built"]
     path: Name | None
     split: Name | None
     tokenizer: Name | None

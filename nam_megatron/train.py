@@ -15,11 +15,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from nam_megatron.argv import argv as argv_of
 from nam_megatron.argv import load_plan
+from nam_megatron.data import manifest
 from nam_megatron.errors import FINDINGS, INCOMPLETE, OK, REFUSED, Problem, Refused, raise_if
+from nam_megatron.lower import Lowering
 from nam_megatron.mcore import v0_19
 from nam_megatron.plan import Plan
 from nam_megatron.setting import Env
@@ -32,15 +35,24 @@ RANK, WORLD_SIZE = "RANK", "WORLD_SIZE"
 class Job:
     """What the training process has to do: the plan, Megatron's arguments that it was lowered to, and the environment they need."""
 
-    plan: Plan
-    argv: tuple[str, ...]
-    env: tuple[Env, ...]
+    lowering: Lowering
+
+    @property
+    def plan(self) -> Plan:
+        return self.lowering.plan
+
+    @property
+    def env(self) -> tuple[Env, ...]:
+        return self.lowering.env
+
+    @cached_property
+    def argv(self) -> tuple[str, ...]:
+        return argv_of(self.lowering)
 
 
 def load(path: Path) -> Job:
     """Read a plan file. Raises Refused for one that is missing, damaged or of another version."""
-    lowering = load_plan(path)
-    return Job(lowering.plan, argv_of(lowering), lowering.env)
+    return Job(load_plan(path))
 
 
 def split(words: Sequence[str]) -> tuple[Path, tuple[str, ...]]:
@@ -73,6 +85,21 @@ def objections(job: Job, argv: Sequence[str], environ: Mapping[str, str]) -> Ite
             f"the arguments are not the plan's: {difference(argv, job.argv)}",
             hint="pass the plan's own, or translate again",
         )
+    yield from unfit_data(job.plan)
+
+
+def unfit_data(plan: Plan) -> Iterator[Problem]:
+    """Why the built dataset of a plan cannot be trained on: it is not there, not whole, or made for a larger vocabulary."""
+    data = plan.recipe.data
+    if data.name != "built":
+        return
+    try:
+        made = manifest.read(Path(data.path))
+    except Refused as refused:
+        yield from refused.problems
+    else:
+        yield from manifest.damage(Path(data.path), made, thorough=False)
+        yield from manifest.misfit(made, plan.recipe.model.vocab_size)
 
 
 def difference(given: Sequence[str], planned: Sequence[str]) -> str:
@@ -151,11 +178,15 @@ def main(words: Sequence[str], started: float, before: Callable[[], None] | None
     if missing := unbuilt(job):
         return stop(rank, INCOMPLETE, missing)
 
-    from nam_megatron.mcore import pretrain, stack
+    from nam_megatron.mcore import checkpoint, pretrain, stack
 
     if before is not None:
         before()
     try:
+        raise_if(checkpoint.objections(job.lowering))
+        if not rank:
+            checkpoint.sign(job.lowering)
+            announce(job.plan)
         pretrain.run(job.argv, stack.hybrid_stack_spec(job.plan), started)
     except Refused as refused:
         return stop(rank, REFUSED, refused.render())
@@ -167,6 +198,14 @@ def main(words: Sequence[str], started: float, before: Callable[[], None] | None
             raise
         return stop(rank, FINDINGS, "error: Megatron gave up before the end; its reason stands above\n")
     return OK
+
+
+def announce(plan: Plan) -> None:
+    """Say what no log line of Megatron's says: how often the data will be read."""
+    data, schedule = plan.recipe.data, plan.recipe.schedule
+    if data.name == "built":
+        tokens = schedule.train_steps * schedule.global_batch_size * plan.recipe.model.seq_length
+        print(f"> data: {manifest.passes(manifest.read(Path(data.path)), tokens)}", flush=True)
 
 
 def stop(rank: int, code: int, message: str) -> int:

@@ -153,6 +153,8 @@ def expectations(p: Plan) -> Iterator[tuple[str, Any, str]]:
     if not r.feature.fsdp2.on:
         yield "ddp.grad_reduce_in_fp32", r.precision.grad_reduce == "fp32", "precision.grad_reduce"
     yield "transformer.cross_entropy_loss_fusion", r.precision.fused_cross_entropy, "precision.fused_cross_entropy"
+    fused = r.precision.fused_grad_accumulation
+    yield "transformer.gradient_accumulation_fusion", fused, "precision.fused_grad_accumulation"
     for key, field in OPTIM.items():
         yield field, getattr(r.optim, key), f"optim.{key}"
     for key, field in SCHEDULE.items():
@@ -205,6 +207,8 @@ SCHEDULE = {
     "save": "checkpoint.save",
     "load": "checkpoint.load",
     "save_interval": "checkpoint.save_interval",
+    "stop_every": "train.exit_interval",
+    "timeout_minutes": "dist.distributed_timeout_minutes",
 }
 MLA = {
     "q_lora_rank": "q_lora_rank",
@@ -233,6 +237,8 @@ MOE = {
     "dispatcher": "moe_token_dispatcher_type",
     "grouped_gemm": "moe_grouped_gemm",
     "permute_fusion": "moe_permute_fusion",
+    "router_fusion": "moe_router_fusion",
+    "shared_overlap": "moe_shared_expert_overlap",
     "capacity_factor": "moe_expert_capacity_factor",
 }
 
@@ -306,6 +312,8 @@ def _features(p: Plan) -> Iterator[tuple[str, Any, str]]:
         dist.overlap_param_gather,
         "feature.distributed_optimizer.overlap_param_gather",
     )
+    reshardable = "feature.distributed_optimizer.reshardable"
+    yield "checkpoint.dist_ckpt_optim_fully_reshardable", dist.reshardable, reshardable
     if not f.fsdp2.on:  # torch's FSDP has no such config
         at = "feature.distributed_optimizer."
         yield "ddp.use_distributed_optimizer", dist.enabled and not f.muon.on, at + "enabled"
@@ -334,10 +342,13 @@ def _features(p: Plan) -> Iterator[tuple[str, Any, str]]:
 def _data(r: Recipe) -> Iterator[tuple[str, Any, str]]:
     d, mock = r.data, r.data.name == "mock"
     yield "args.mock_data", mock, "data.name"
-    yield "args.data_path", None if mock else [d.path], "data.path"
+    yield "args.data_path", [d.path] if d.name == "indexed" else None, "data.path"
     yield "args.split", d.split, "data.split"
+    built = d.name == "built"
+    yield "args.train_data_path", [f"{d.path}/train"] if built else None, "data.path"
+    yield "args.valid_data_path", [f"{d.path}/valid"] if built and r.schedule.eval_steps else None, "data.path"
     yield "tokenizer.tokenizer_type", "NullTokenizer" if mock else "HuggingFaceTokenizer", "data.name"
-    yield "tokenizer.tokenizer_model", d.tokenizer, "data.tokenizer"
+    yield "tokenizer.tokenizer_model", f"{d.path}/tokenizer" if built else d.tokenizer, "data.tokenizer"
     yield "tokenizer.vocab_size", r.model.vocab_size, "model.vocab_size"
     yield "args.seq_length", r.model.seq_length, "model.seq_length"
     yield "args.num_workers", d.workers, "data.workers"

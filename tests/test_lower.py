@@ -425,7 +425,10 @@ CONTEXTS = {
         {"feature.recompute.granularity": "selective", "feature.recompute.modules": ["moe"]},
     ),
     "fill-in-the-middle": (NATIVE, INDEXED | {"feature.fim.enabled": True}),
-    "checkpoints": (NATIVE, {"schedule.save": "/c", "schedule.save_interval": 5, "schedule.load": "/c"}),
+    "checkpoints": (
+        NATIVE,
+        {"schedule.save": "/c", "schedule.save_interval": 5, "schedule.load": "/c", "schedule.stop_every": 7},
+    ),
     "softmax scores": (NATIVE, {"model.blocks.moe.expert_bias": False}),
     "plain optimizer": (NATIVE, PLAIN_OPTIMIZER),
     "pipeline": (NATIVE, {"parallel.pipeline": 2}),
@@ -488,7 +491,7 @@ def others(value, annotation):
     choices = [c for a in (annotation, *get_args(annotation)) for c in get_args(a) if isinstance(c, str)]
     if isinstance(value, list):
         return [[c] for c in choices] + [[], [*value, *value]]
-    return [c for c in choices if c != value] or ["other", "AEMR", 5, None]
+    return [c for c in choices if c != value] or ["other", "AEMR", 5, None, "98,1,1"]
 
 
 def outcome(recipe):
@@ -545,6 +548,7 @@ REFUSALS = [
     (NATIVE, {"optim.name": "muon"}, "optim.name", "called muon and Muon is off"),
     (NATIVE, {"optim.min_lr": 1.0}, "optim.min_lr", "min_lr 1.0 is above lr 0.0003"),
     (NATIVE, {"optim.warmup_steps": 1000}, "optim.warmup_steps", "warm-up of 1000 steps leaves nothing of 1000"),
+    (NATIVE, {"schedule.stop_every": 5}, "schedule.stop_every", "stops on its way and saves nothing"),
     (NATIVE, {"schedule.save": "/c"}, "schedule.save_interval", "`save` and `save_interval` go together"),
     (NATIVE, TP | {"model.vocab_size": 65535}, "model.vocab_size", "vocab_size 65535 is not divisible by tensor size 2"),
     (NATIVE, TP | {"model.seq_length": 4095}, "model.seq_length", "a sequence of 4095 cannot be shared by 2 ranks"),
@@ -553,6 +557,11 @@ REFUSALS = [
     (NATIVE, {"parallel.expert": 2, "model.letters.E": "mlp"}, "parallel.expert", "expert parallel 2 in a model without"),
     (NATIVE, {"data.name": "indexed"}, "data.path", "indexed data without `path`"),
     (NATIVE, {"data.path": "/d/x"}, "data.path", "mock data with a `path`"),
+    (NATIVE, {"data.name": "built"}, "data.path", "built data without `path`"),
+    (NATIVE, INDEXED | {"data.name": "built"}, "data.split", "built data with a `split`"),
+    (NATIVE, INDEXED | {"data.split": "99;1;0"}, "data.split", "`99;1;0` is no split"),
+    (NATIVE, INDEXED | {"data.split": "0,1,0"}, "data.split", "nothing is left for training"),
+    (NATIVE, INDEXED | {"data.split": "1,0,0", "schedule.eval_steps": 1}, "data.split", "and no documents for them"),
     # attention
     (NATIVE, {"model.blocks.attention.query_groups": 5}, "model.num_attention_heads", "attention heads 56 is not divisible"),
     (NATIVE, TP | {"model.blocks.attention.query_groups": 7}, "model.blocks.attention.query_groups", "7 query groups are"),
@@ -572,6 +581,12 @@ REFUSALS = [
     (DESIGN, TP | {"model.blocks.mamba3.heads": 111, "model.blocks.mamba3.groups": 1}, "model.blocks.mamba3.heads", "tensor"),
     (DESIGN, TP | {"model.blocks.mamba3.groups": 7}, "model.blocks.mamba3.groups", "Mamba-3 groups 7 is not divisible"),
     (DESIGN, {"model.blocks.mamba3.rope_fraction": 1.5}, "model.blocks.mamba3.rope_fraction", "1.5 is above 1"),
+    (DESIGN, {"model.blocks.mamba3.rope_fraction": 0.01}, "model.blocks.mamba3.rope_fraction", "turns no pair"),
+    (DESIGN, TP | {"model.blocks.mamba3.rope_fraction": 0.05}, "model.blocks.mamba3.rope_fraction", "angles 3 is not divisible"),
+    (DESIGN, {"model.blocks.mamba3.head_dim": 48}, "model.blocks.mamba3.head_dim", "a power of two from 16, not 48"),
+    (DESIGN, {"model.blocks.mamba3.chunk": 64}, "model.blocks.mamba3.chunk", "from 16 to 128, not 64 x 4"),
+    ("nam56r_native_dp_fp8", {"lane.blocks.M": "mamba3", "model.blocks.mamba3.heads": 111, "model.blocks.mamba3.groups": 1},
+     "model.blocks.mamba3.heads", "no FP8 GEMM"),
     (NATIVE, {"model.blocks.mamba2.groups": 3}, "model.blocks.mamba2.heads", "Mamba-2 heads 56 is not divisible"),
     (NATIVE, TP | {"model.blocks.mamba2.heads": 57, "model.blocks.mamba2.groups": 3}, "model.blocks.mamba2.heads", "tensor"),
     (NATIVE, TP | {"model.blocks.mamba2.groups": 7}, "model.blocks.mamba2.groups", "Mamba-2 groups 7 is not divisible"),
@@ -600,6 +615,13 @@ REFUSALS = [
     (NATIVE, {"feature.distributed_optimizer.enabled": False}, "feature.distributed_optimizer.overlap_param_gather", "no sharded"),
     (NATIVE, {"feature.distributed_optimizer.overlap_grad_reduce": False}, "feature.distributed_optimizer.overlap_grad_reduce",
      "`overlap_param_gather` needs `overlap_grad_reduce`"),
+    (NATIVE, PLAIN_OPTIMIZER | {"feature.distributed_optimizer.reshardable": True},
+     "feature.distributed_optimizer.reshardable", "always reshardable"),
+    (NATIVE, FSDP | {"precision.fused_grad_accumulation": True}, "precision.fused_grad_accumulation", "no FSDP keeps"),
+    (NATIVE, {"model.blocks.moe.shared_overlap": True, "model.blocks.moe.dispatcher": "allgather"},
+     "model.blocks.moe.shared_overlap", "only the all-to-all dispatcher"),
+    (NATIVE, {"model.blocks.moe.shared_overlap": True, "model.blocks.moe.shared_expert_hidden_size": 0},
+     "model.blocks.moe.shared_overlap", "no shared expert to overlap"),
     # fim, ngram_hash
     (NATIVE, {"feature.fim.enabled": True}, "feature.fim.enabled", "on mock data"),
     (NATIVE, {"feature.ngram_hash.enabled": True}, "feature.ngram_hash.buckets", "without buckets"),

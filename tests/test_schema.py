@@ -66,7 +66,7 @@ def test_a_misspelt_key_is_seen_in_every_file(file):
             if key in ("defaults", "assumptions"):  # Hydra's own; names of one's own
                 continue
             yield {**{k: v for k, v in node.items() if k != key}, key[:-1]: value}
-            for inner in misspelt(value):
+            for inner in misspelt(value) if key != "waivers" else ():  # names of findings: launch/ knows them
                 yield {**node, key: inner}
 
     for wrong in misspelt(read(file)):

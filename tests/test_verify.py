@@ -54,7 +54,11 @@ VARIANTS = {
         "feature.distributed_optimizer.overlap_grad_reduce=false",
         "feature.distributed_optimizer.overlap_param_gather=false",
     ),
-    "selective-recompute": ("nam56r_native_dp", "feature.recompute.granularity=selective", "feature.recompute.modules=[moe_act]"),
+    "selective-recompute": (
+        "nam56r_native_dp",
+        "feature.recompute.granularity=selective",
+        "feature.recompute.modules=[moe_act]",
+    ),
     "full-recompute": (
         "nam56r_native_dp",
         "feature.recompute.granularity=full",
@@ -72,9 +76,23 @@ VARIANTS = {
     "no-reuse": ("nam56r", "lane=native_dp", "model.blocks.dsa.full_every=1"),
     "fp8-edges": ("nam56r_native_dp_fp8", "feature.fp8.first_last_bf16=true", "feature.fp8.param_gather=true"),
     "capacity": ("nam56r_native_dp", "model.blocks.moe.capacity_factor=1.25"),
+    "built": ("nam56r_native_dp", "data=built", "data.path=corpus", "schedule.eval_steps=2"),
     "indexed": ("nam56r_native_dp", "data=indexed", "data.path=corpus_text_document", "data.tokenizer=tokenizer"),
-    "checkpoints": ("nam56r_native_dp", "schedule.save=ckpt", "schedule.save_interval=10", "schedule.load=ckpt"),
+    "checkpoints": (
+        "nam56r_native_dp",
+        "schedule.save=ckpt",
+        "schedule.save_interval=10",
+        "schedule.load=ckpt",
+        "schedule.stop_every=5",
+    ),
     "fused-loss": ("nam56r_native_dp", "precision.fused_cross_entropy=true"),
+    "fused-gradients": ("nam56r_native_dp", "precision.fused_grad_accumulation=true"),
+    "fused-experts": (
+        "nam56r_native_dp",
+        "model.blocks.moe.router_fusion=true",
+        "model.blocks.moe.permute_fusion=true",
+        "model.blocks.moe.shared_overlap=true",
+    ),
 }
 
 
@@ -98,14 +116,22 @@ def put(words, flag, value):
 WRONG = {
     "GQA off": ("nam56r_nemo_native", lambda w: without(w, "--group-query-attention"), "transformer.num_query_groups"),
     "yarn": ("nam56r", lambda w: put(w, "--rope-type", "yarn"), "transformer.rope_type"),
-    "yarn factor 40": ("nam56r", lambda w: put(w, "--rotary-scaling-factor", "40"), "transformer.rotary_scaling_factor"),
+    "yarn factor 40": (
+        "nam56r",
+        lambda w: put(w, "--rotary-scaling-factor", "40"),
+        "transformer.rotary_scaling_factor",
+    ),
     "dropout default": ("nam56r_smoke", lambda w: without(w, "--hidden-dropout", 1), "transformer.hidden_dropout"),
     "expert count": ("nam56r_native_dp", lambda w: put(w, "--num-experts", "32"), "transformer.num_moe_experts"),
     "no such spec": ("nam56r_smoke", lambda w: (*w, "--spec", "nowhere", "nothing"), "args.spec"),
     "a flag of nobody's": ("nam56r_smoke", lambda w: (*w, "--moe-z-loss-coeff", "0.1"), "transformer.moe_z_loss_coeff"),
     "a layer moved": ("nam56r_smoke", lambda w: put(w, "--hybrid-layer-pattern", "E*ME*EME*EMM"), "layers.1"),
     "another top-k source": ("nam56r", lambda w: put(w, "--dsa-indexer-topk-freq", "8"), "layers.13"),
-    "NaN check off": ("nam56r_smoke", lambda w: (*w, "--no-check-for-nan-in-loss-and-grad"), "ddp.check_for_nan_in_grad"),
+    "NaN check off": (
+        "nam56r_smoke",
+        lambda w: (*w, "--no-check-for-nan-in-loss-and-grad"),
+        "ddp.check_for_nan_in_grad",
+    ),
 }
 
 

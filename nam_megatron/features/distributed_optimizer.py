@@ -15,10 +15,11 @@ class DistributedOptimizer(Feature):
     enabled: bool
     overlap_grad_reduce: bool
     overlap_param_gather: bool
+    reshardable: bool
 
     @property
     def on(self) -> bool:
-        return self.enabled or self.overlap_grad_reduce or self.overlap_param_gather
+        return self.enabled or self.overlap_grad_reduce or self.overlap_param_gather or self.reshardable
 
     def settings(self, plan) -> Iterator[Setting]:
         yield Setting("use_distributed_optimizer", self.enabled, "master weights and moments are sharded", "enabled")
@@ -34,6 +35,12 @@ class DistributedOptimizer(Feature):
             "weights are gathered during forward",
             "overlap_param_gather",
         )
+        yield Setting(
+            "dist_ckpt_optim_fully_reshardable",
+            self.reshardable,
+            "else its state fits the layout that wrote it, but for the data-parallel size",
+            "reshardable",
+        )
 
     def check(self, plan) -> Iterator[Problem]:
         at = "feature.distributed_optimizer."
@@ -41,6 +48,8 @@ class DistributedOptimizer(Feature):
             yield Problem(
                 "there are no sharded weights to gather", at + "overlap_param_gather", f"set `{at}enabled=true`"
             )
+        if self.reshardable and not self.enabled:
+            yield Problem("unsharded state is always reshardable", at + "reshardable", "set it to false")
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             yield Problem(
                 "`overlap_param_gather` needs `overlap_grad_reduce`",

@@ -14,7 +14,6 @@ Rate = Annotated[float, Field(gt=0, le=1)]  # Megatron's own check refuses 0
 
 class Fim(Switch):
     name: ClassVar[str] = "fim"
-    missing: ClassVar[str | None] = "the training data pipeline"
 
     rate: Rate
     spm_rate: Rate
@@ -38,5 +37,5 @@ class Fim(Switch):
             yield Problem(
                 "fill-in-the-middle on mock data",
                 "feature.fim.enabled",
-                "set `data=indexed data.path=... data.tokenizer=...`",
+                "set `data=built data.path=...`",
             )

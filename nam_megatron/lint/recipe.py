@@ -245,7 +245,8 @@ def _wanted(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
         "model": _model(a, m, name, lost),
         "parallel": {"tensor": m.tp, "sequence": m.sequence_parallel, "pipeline": m.pp, "virtual_pipeline": _virtual(m), "context": m.cp,
                      "expert": m.ep, "expert_tensor": m.etp if m.moe else 1},
-        "precision": {"grad_reduce": "bf16" if a.grad_reduce_in_bf16 else "fp32", "fused_cross_entropy": a.cross_entropy_loss_fusion},
+        "precision": {"grad_reduce": "bf16" if a.grad_reduce_in_bf16 else "fp32", "fused_cross_entropy": a.cross_entropy_loss_fusion,
+                      "fused_grad_accumulation": a.gradient_accumulation_fusion},
         "optim": {"lr": m.a.lr, "min_lr": a.min_lr, "decay": a.lr_decay_style, "warmup_steps": _warmup(a), "weight_decay": a.weight_decay,
                   "beta1": a.adam_beta1, "beta2": a.adam_beta2, "eps": a.adam_eps, "clip_grad": a.clip_grad},
         "schedule": _schedule(a, m),
@@ -339,6 +340,7 @@ def _blocks(a: Args, m: Model, lost: list[str]) -> Tree:
             "expert_bias": a.moe_router_enable_expert_bias, "expert_bias_update_rate": a.moe_router_bias_update_rate,
             "router_dtype": a.moe_router_dtype or "the weights'", "balancing": balanced, "aux_loss_coeff": m.aux_coefficients[0],
             "dispatcher": a.moe_token_dispatcher_type, "grouped_gemm": a.moe_grouped_gemm, "permute_fusion": a.moe_permute_fusion,
+            "router_fusion": a.moe_router_fusion, "shared_overlap": a.moe_shared_expert_overlap,
             "capacity_factor": a.moe_expert_capacity_factor,
         }  # fmt: skip
     if "mamba2" in m.kinds:

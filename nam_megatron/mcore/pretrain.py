@@ -34,15 +34,18 @@ from megatron.core.utils import (
 from megatron.training import get_args, get_timers, get_tokenizer, pretrain, print_rank_0, set_startup_timestamps
 from megatron.training.argument_utils import hybrid_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
-from megatron.training.checkpointing import checkpoint_exists
 from megatron.training.config.container import PretrainConfigContainer
 from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 from megatron.training.models.hybrid import HybridModelBuilder, HybridModelConfig
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
-from nam_megatron.errors import Problem, raise_if
+from nam_megatron.errors import Problem, Refused, raise_if
+from nam_megatron.mcore import wgrad
 from nam_megatron.mcore.nonfinite import Watch
+from nam_megatron.mcore.readings import Readings
 
+# What this process says of its memory in the log.
+READINGS = Readings()
 # What one microbatch is made of.
 BATCH = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 # A loss this many times the largest one seen is called spiky.
@@ -89,10 +92,29 @@ class NamModelBuilder(HybridModelBuilder):
         vp_stage: int | None = None,
     ) -> HybridModel:
         assert self._model_config.hybrid_stack_spec is not None, "no stack: Megatron would build its default one"
-        return super().build_model(pg_collection, pre_process, post_process, vp_stage)
+        model = super().build_model(pg_collection, pre_process, post_process, vp_stage)
+        if plain_adam(get_args()):
+            set_experts_apart(model)
+        return model
 
     def build_distributed_models(self, *args: Any, **kwargs: Any) -> list[HybridModel]:
         return super().build_distributed_models(*args, mixed_precision_wrapper=Float16ExceptMarked, **kwargs)
+
+
+def plain_adam(args: Namespace) -> bool:
+    """Whether the weights are kept by Megatron's DDP and updated by Adam: then any parallel layout can read any other's checkpoint."""
+    return args.optimizer == "adam" and not args.use_megatron_fsdp and not args.use_torch_fsdp2
+
+
+def set_experts_apart(model: torch.nn.Module) -> None:
+    """Give the experts an optimizer and gradient buffers of their own in every layout.
+
+    Megatron does where they are sharded otherwise than the rest, and 0.19.2 cannot read a checkpoint of two optimizers into one or
+    back ("Expected 2 entries in state dict"). Where they are not, the group that they are reduced over has the same ranks.
+    """
+    for name, parameter in model.named_parameters():
+        if ".mlp.experts." in name:
+            parameter.allreduce = False
 
 
 class NamModelConfig(HybridModelConfig):
@@ -116,12 +138,16 @@ def run(argv: Sequence[str], stack: ModuleSpec, started: float) -> None:
     set_startup_timestamps(program_start=started, main_entry=time.time())
     keep_shipped_helpers()
     args = parse_and_validate_args()
+    if args.gradient_accumulation_fusion:
+        wgrad.provide()
     try:
         pretrain(settings(args, stack), datasets, ModelType.encoder_or_decoder, forward_step)
     except SystemExit as end:
         if end.code is not None:  # without a code one rank may be alone
             leave()
         raise
+    finally:
+        READINGS.end(getattr(args, "curr_iteration", 0))
     leave()
 
 
@@ -145,18 +171,13 @@ def leave() -> None:
 def settings(args: Namespace, stack: ModuleSpec) -> PretrainConfigContainer:
     """Megatron's container of configs with our model in it.
 
-    Raises Refused for arguments that nothing here would act on, and for a checkpoint that is not there.
+    Raises Refused for arguments that nothing here would act on.
     """
     problems = [
         Problem(f"`--{name.replace('_', '-')}` is not served by this trainer", hint="take it out of the recipe")
         for name in UNSERVED
         if getattr(args, name)
     ]
-    if args.load is not None and not checkpoint_exists(args.load):
-        # Megatron would start from random weights.
-        problems.append(
-            Problem(f"no checkpoint in `{args.load}`", "schedule.load", "set `schedule.load=null` to start afresh")
-        )
     raise_if(problems)
     model = hybrid_config_from_args(args, model_config_cls=NamModelConfig)
     model.hybrid_stack_spec = stack
@@ -223,7 +244,9 @@ def loss_func(
 
     loss_mask, output: [microbatch, sequence], 0 or 1 and the losses per token. `watch` saw this forward pass.
 
-    Megatron adds the counts over all microbatches and ranks and divides once, so every token of a step weighs the same.
+    Megatron divides each microbatch's sum by its own count and averages over microbatches and ranks, so a token of a microbatch with
+    masked ones (padding, as fill-in-the-middle makes it) weighs a little more. The loss it logs is the sum of sums over the sum of
+    counts.
     """
     mask = loss_mask.view(-1).float()
     loss = torch.sum(output.view(-1).float() * mask)
@@ -288,6 +311,7 @@ def forward_step(
 ) -> tuple[torch.Tensor, partial]:
     """One microbatch through this pipeline stage: its output and the function that makes the loss of the last stage's."""
     timers = get_timers()
+    READINGS.step(get_args().curr_iteration)
     timers("batch-generator", log_level=2).start()
     batch = get_batch(samples, get_attr_wrapped_model(model, "vp_stage"))
     timers("batch-generator").stop()
@@ -315,6 +339,8 @@ def forward_step(
 def datasets(sizes: Sequence[int | None], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
     """Train, validation and test datasets of at least `sizes` samples; None on ranks that read none, and for splits that are empty."""
     args = get_args()
+    if not vp_stage:
+        READINGS.built()  # Megatron asks for data once model and optimizer are there
     kind, config = dataset_config(args)
 
     def built_here() -> bool:
@@ -339,6 +365,9 @@ def dataset_config(args: Namespace) -> tuple[type[GPTDataset] | type[MockGPTData
         + [Problem("fill-in-the-middle of mock data", "feature.fim")] * (args.mock_data and args.fim_data)
     )
     tokenizer = get_tokenizer()
+    if not args.mock_data and tokenizer.vocab_size > args.padded_vocab_size:
+        text = f"the tokenizer has {tokenizer.vocab_size} entries, and the model's vocabulary {args.padded_vocab_size}"
+        raise Refused(Problem(text, "model.vocab_size", "use another tokenizer, or a model with a larger vocabulary"))
     common = dict(
         random_seed=args.seed,
         sequence_length=args.seq_length,

@@ -24,9 +24,11 @@ import megatron.core.tensor_parallel.random as rng
 import megatron.core.utils
 import modules
 import torch
+from megatron.core import optimizer
+from megatron.core.optimizer import distrib_optimizer
 from megatron.training import training
 
-from nam_megatron.mcore import pretrain, stack
+from nam_megatron.mcore import pretrain, readings, stack
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,33 @@ def _child(job: Callable[[], int | None], rank: int, world: int, port: int, fold
     os._exit(code)
 
 
+class FusedAdam(torch.optim.Optimizer):
+    """AdamW as Transformer Engine keeps its state: the step is counted in each group, and a tensor's state has its moments alone.
+
+    Megatron's distributed optimizer saves and loads that form; it cannot read back the state of torch's AdamW.
+    """
+
+    def __init__(self, params, lr, betas, eps, weight_decay, capturable, adam_w_mode):
+        assert adam_w_mode and not capturable
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = step = group.get("step", 0) + 1
+            (beta1, beta2), params = group["betas"], [p for p in group["params"] if p.grad is not None]
+            for p in params:
+                if not self.state[p]:
+                    self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            if params:
+                states = [self.state[p] for p in params]
+                torch.optim._functional.adamw(
+                    params, [p.grad for p in params], [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], [],
+                    [torch.tensor(step - 1.0) for _ in params], amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"],
+                    weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+                )  # fmt: skip
+
+
 class _LooksLikeCuda(torch.overrides.TorchFunctionMode):
     """Optimizers read the name of a tensor's type; some indices are pinned."""
 
@@ -112,6 +141,8 @@ def pretended() -> Iterator[None]:
         setattr(torch.cuda, name, value)
     init = torch.distributed.init_process_group
     torch.distributed.init_process_group = lambda *a, backend, **kw: init(*a, backend="gloo", **kw)
+    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
     megatron.core.utils._te_version = megatron.core.utils.PkgVersion("2.20.2")
     initialize = training.initialize_megatron
     training.initialize_megatron = lambda **kw: initialize(allow_no_cuda=True, **kw)
@@ -125,6 +156,7 @@ def pretended() -> Iterator[None]:
         return made(args, spec)
 
     stack.transformer_engine_backend, pretrain.settings = modules.CpuBackend, settings
+    readings.device = lambda: {"name": "cpu"}
     with harness.patched(), _LooksLikeCuda():
         # Tensor ranks draw different weights, and checkpoints hold the state of each stream: the harness does without.
         rng._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()

@@ -6,9 +6,10 @@ from typing import ClassVar, Literal
 from pydantic import NonNegativeFloat, PositiveInt
 
 from nam_megatron.blocks import Block
+from nam_megatron.blocks.mla.block import WIDTHS
 from nam_megatron.errors import Problem
 from nam_megatron.setting import Setting
-from nam_megatron.sizes import Line, Param, Sizes, State, Work
+from nam_megatron.sizes import ESTIMATED, UNMEASURED, Line, Param, Sizes, State, Work
 
 
 class Dsa(Block):
@@ -23,10 +24,6 @@ class Dsa(Block):
     top_k: PositiveInt
     indexer_loss_coeff: NonNegativeFloat
     full_every: PositiveInt
-
-    @property
-    def missing(self) -> str | None:
-        return None if self.kernels == "megatron" else f"the {self.kernels} kernels of {self.title}"
 
     def settings(self, plan) -> Iterator[Setting]:
         yield Setting("experimental_attention_variant", "dsa", "Megatron checks a DSA config only when this is said")
@@ -55,11 +52,14 @@ class Dsa(Block):
             "dsa_kernel_backend", "none", "tilelang and cudnn decline these shapes and fall to dense fp32 silently"
         )
         if plan.index_reuse:
-            why = "carries the shared top-k; without a mask it would ride on the config object across microbatches"
-            yield Setting("create_attention_mask_in_dataloader", True, why, "full_every")
+            why = "our layers hand the top-k on themselves"
+            if stock := self.kernels == "megatron":
+                why = "carries the shared top-k; without a mask it would ride on the config object across microbatches"
+            yield Setting("create_attention_mask_in_dataloader", stock, why, "full_every")
 
     def check(self, plan) -> Iterator[Problem]:
         r = plan.recipe
+        yield from self._unserved(r)
         if self.top_k > r.model.seq_length:
             yield Problem(f"top-k {self.top_k} exceeds the sequence of {r.model.seq_length}", "model.blocks.dsa.top_k")
         if self.indexer_head_dim < r.model.blocks.mla.qk_rope_head_dim:
@@ -73,6 +73,21 @@ class Dsa(Block):
             )
         if r.model.linear_bias:
             yield Problem("DSA has no linear bias", "model.linear_bias", "set `model.linear_bias=false`")
+
+    def _unserved(self, recipe) -> Iterator[Problem]:
+        """What our kernels cannot do as the recipe has it."""
+        if self.kernels == "megatron":
+            return
+        at, mla = "model.blocks.", recipe.model.blocks.mla
+        hint = "set `model.blocks.dsa.kernels=megatron`"
+        widths = {"dsa.indexer_head_dim": self.indexer_head_dim, "mla.q_lora_rank": mla.q_lora_rank}
+        widths |= {"mla.kv_lora_rank": mla.kv_lora_rank, "mla.qk_rope_head_dim": mla.qk_rope_head_dim}
+        for key, width in widths.items():
+            served = WIDTHS[1:] if key == "mla.qk_rope_head_dim" else WIDTHS  # RoPE turns halves
+            if self.kernels == "fused" and width not in served:
+                yield Problem(f"DSA's fused kernels take widths of {served}, not {width}", at + key, hint)
+        if recipe.feature.fp8.on:
+            yield Problem("our DSA projects queries in bf16, not in FP8", at + "dsa.kernels", hint)
 
     def _sizes(self, z: Sizes) -> Sizes:
         """MLA's symbols; ih indexer heads of iw; A, one fp32 score tensor [b, n / t, s, s]; K keys a token attends to."""
@@ -94,6 +109,36 @@ class Dsa(Block):
 
     def activations(self, z, layer) -> Iterator[Line]:
         z = self._sizes(z)
+        lines = {"fused": self._fused, "megatron": self._megatron, "naive": self._naive}[self.kernels]
+        yield from lines(z, layer)
+
+    def _fused(self, z: Sizes, layer) -> Iterator[Line]:
+        more = {"mark": UNMEASURED}
+        yield from z.model.blocks.mla._our_latents(z)
+        if "mla_up_proj" not in z.recompute:
+            yield z.line("absorbed queries", "2 T n (rkv + dr) / t", "queries in the latent space", **more)
+            yield z.line("latent keys", "2 T (rkv + dr)", "one for all heads", **more)
+        yield z.line("output", "2 T n dv / t", "input of the output projection", **more)
+        if "core_attn" not in z.recompute:
+            yield z.line(
+                "latent output", "2 T n rkv / t + 4 T n / t", "before the value absorption; row statistics", **more
+            )
+            if computes(layer) and self.indexer_loss_coeff:
+                why = "its input, the only normed one that is kept, and the gradients of its queries, keys and weights"
+                yield z.line("indexer", "2 T (h + rq) + 2 T (ih iw + 3 iw + ih) + 8 s dr", why, **more)
+        if computes(layer):
+            yield z.line(
+                "top-k", "8 b s top + 4 b s", "int32, by query and by key; the reusing layers share it", **more
+            )
+
+    def _naive(self, z: Sizes, layer) -> Iterator[Line]:
+        more = {"mark": ESTIMATED}
+        yield z.line("queries, keys and latents", "6 T n (rkv + dr) / t + 4 Ts h", "plain torch", **more)
+        yield z.line("scores", "3.25 A", "probabilities of all keys", **more)
+        if computes(layer):
+            yield z.line("indexer", "8 b ih s s", "fp32 [b, ih, s, s], before and after the ReLU", **more)
+
+    def _megatron(self, z: Sizes, layer) -> Iterator[Line]:
         yield from z.model.blocks.mla.latents(z)
         yield z.line("queries", "2 T n (dq + dr) / t", "packed: the absorption keeps a view of it")
         yield z.line("absorbed queries", "2 T n (rkv + dr) / t", "queries in the latent space")
@@ -116,6 +161,15 @@ class Dsa(Block):
 
     def working(self, z, layer) -> Iterator[Line]:
         z = self._sizes(z)
+        if self.kernels == "fused":
+            more = {"mark": UNMEASURED}
+            loss = computes(layer) and self.indexer_loss_coeff
+            scores = "10 b s s" if loss else "4 b s s" if computes(layer) else "0"
+            why = "fp32 scores and target and the scores' gradients, once for all heads" if loss else "fp32 scores"
+            yield z.line("forward", f"max({scores}, 2 Ts h)", why, **more)
+            why = "gradients of queries and outputs, and what each query of a sample adds to each of its keys"
+            yield z.line("backward", "2 T n (2 rkv + dr + dv) / t + 2 s top (rkv + dr)", why, **more)
+            return
         yield z.line("forward", "max(0, 3.5 A - 2 T n (rkv + dv) / t)", "6.75 score tensors in place of 3.25")
         yield z.line("backward", "max(0, 4.25 A - 2 T n (rkv + dv) / t) + 2 T h", "7.5 score tensors in place of 3.25")
 
@@ -130,7 +184,10 @@ class Dsa(Block):
             yield z.work("indexer", indexer, "scores all earlier positions", redone=("core_attn",))
             if self.indexer_loss_coeff:
                 loss = {"passes": 1, "model": False, "redone": ("core_attn",)}
-                yield z.work("indexer loss", "2 n (rkv + dr) x", "its target: dense scores, forward only", **loss)
+                dense = "4 n (rkv + dr) x + 4 ih iw x" if self.kernels == "fused" else "2 n (rkv + dr) x"
+                yield z.work("indexer loss", dense, "its target: dense scores, forward only", **loss)
+        if self.kernels == "fused":
+            return
         why = "stock fallback: all S keys, no mask, where the model needs the top-k"
         yield z.work("dense core", "2 n (2 rkv + dr) (S - K)", why, model=False, redone=("core_attn",))
 

@@ -1,4 +1,4 @@
-"""M2RNN: a recurrent layer with a matrix state, h = f h + (1 - f) tanh(h W + k v^T). Ours, in Megatron's `M` slot.
+"""M2RNN (arXiv 2603.14360): recurrence with a matrix state, h = f h + (1 - f) tanh(h W + k v^T). Ours, in Megatron's `M` slot.
 
 The layer's sizes travel in plan.json; Megatron has no flags for them.
 """
@@ -10,16 +10,16 @@ from pydantic import PositiveInt
 
 from nam_megatron.blocks import Block, divides, residual
 from nam_megatron.errors import Problem
-from nam_megatron.sizes import ESTIMATED, Line, Param, Sizes, State, Work
+from nam_megatron.sizes import ESTIMATED, UNMEASURED, Line, Param, Sizes, State, Work
 
-CHECKPOINT = 64  # tokens between two states that are kept for the backward pass
+CHECKPOINT = 4  # tokens between two states that are kept for the backward pass (kernel.Config.tokens)
+ROWS = 16  # of a head's state that one program of the kernels owns (kernel.Config.rows)
 
 
 class M2Rnn(Block):
     kind: ClassVar[str] = "m2rnn"
     symbol: ClassVar[str] = "M"
     title: ClassVar[str] = "M2RNN"
-    missing: ClassVar[str | None] = "the M2RNN mixer"
 
     kernels: Literal["fused", "naive"]
     k_dim: PositiveInt
@@ -28,58 +28,105 @@ class M2Rnn(Block):
     conv_width: PositiveInt
 
     def check(self, plan) -> Iterator[Problem]:
-        p = plan.recipe.parallel
-        yield from divides("model.blocks.m2rnn.heads", self.heads, p.tensor, "M2RNN heads", "parallel.tensor")
+        at, p = "model.blocks.m2rnn.", plan.recipe.parallel
+        yield from self.unserved()
+        yield from divides(at + "heads", self.heads, p.tensor, "M2RNN heads", "parallel.tensor")
+        yield from divides(at + "k_dim", self.k_dim, p.tensor, "M2RNN's key width", "parallel.tensor")
         if p.context > 1:
             yield Problem(
                 "M2RNN does not run under context parallelism", "parallel.context", "set `parallel.context=1`"
             )
+        if plan.recipe.feature.fp8.on and self.in_proj_width % (16 * p.tensor):
+            yield Problem(
+                f"M2RNN's input projection is {self.in_proj_width} / tensor {p.tensor} wide, which 16 does not divide: no FP8 GEMM",
+                at + "heads",
+                "a multiple of 16 heads for each tensor rank fits",
+            )
 
-    # As designed (one query and one key head, gate and norm behind the recurrence), not as built.
+    def unserved(self) -> Iterator[Problem]:
+        """Sizes that the fused kernels do not take: tensor cores multiply tiles of 16, and Triton's sides are powers of two."""
+        at = "model.blocks.m2rnn."
+        if self.kernels == "fused" and self.k_dim % ROWS:
+            yield Problem(f"M2RNN's kernels take key widths that {ROWS} divides, not {self.k_dim}", at + "k_dim")
+        if self.kernels == "fused" and self.v_dim not in (16, 32):
+            yield Problem(f"M2RNN's kernels take value widths of 16 and 32, not {self.v_dim}", at + "v_dim")
+
+    @property
+    def in_proj_width(self) -> int:
+        """Columns of the packed input projection: q, k, v, gate, forget."""
+        return 2 * self.k_dim + 2 * self.heads * self.v_dim + self.heads
 
     def _sizes(self, z: Sizes) -> Sizes:
-        """nh heads with a state of K x Vh; a convolution of width c over q, k and v; state checkpoints every L tokens."""
-        return z.own(nh=self.heads, K=self.k_dim, Vh=self.v_dim, c=self.conv_width, L=CHECKPOINT)
+        """nh heads with a state of K x Vh; a convolution of width c over q, k and v; states kept every L tokens."""
+        own = dict(nh=self.heads, K=self.k_dim, Vh=self.v_dim, c=self.conv_width, L=CHECKPOINT)
+        return z.own(**own, parts=self.k_dim / ROWS)
 
     def params(self, z, layer) -> Iterator[Param]:
         h, inner = z.model.hidden_size, self.heads * self.v_dim
         conv = 2 * self.k_dim + inner
         yield from z.norm("mixer.in_proj.layer_norm_", h)
-        yield Param("mixer.in_proj.weight", (conv + inner + self.heads, h), "tensor", "weight")  # q, k, v; gate; forget
         yield Param("mixer.conv1d_weight", (conv, 1, self.conv_width), "tensor", "other")
         yield Param("mixer.conv1d_bias", (conv,), "tensor", "other")
+        yield Param("mixer.norm_weight", (inner,), "tensor", "other")
         yield Param("mixer.state_weight", (self.heads, self.v_dim, self.v_dim), "tensor", "other")
-        yield Param("mixer.forget_bias", (self.heads,), "tensor", "other")
-        yield Param("mixer.norm.weight", (inner,), "tensor", "other")
+        yield Param("mixer.D", (inner,), "tensor", "other")
+        yield Param("mixer.A_log", (self.heads,), "tensor", "other")
+        yield Param("mixer.dt_bias", (self.heads,), "tensor", "other")
+        yield Param("mixer.in_proj.weight", (self.in_proj_width, h), "tensor", "weight")
         yield Param("mixer.out_proj.weight", (h, inner), "tensor", "weight")
 
     def activations(self, z, layer) -> Iterator[Line]:
-        z = self._sizes(z)
+        z, naive = self._sizes(z), self.kernels == "naive"
         yield from residual(z)
-        yield z.line("q, k, v, gate, forget", "2 T (2 K + 2 nh Vh + nh) / t", "the whole projection", mark=ESTIMATED)
-        yield z.line("after the convolution", "2 T (2 K + nh Vh) / t", "bf16", mark=ESTIMATED)
+        yield z.line("q, k, v, gate, forget", "2 T (2 K + 2 nh Vh + nh) / t", "the whole projection", mark=UNMEASURED)
         yield z.line(
-            "states", "4 T nh K Vh / (L t)", "fp32, one every L tokens; the rest is computed again", mark=ESTIMATED
+            "after the convolution",
+            "2 T (2 K + nh Vh) / t + 4 T K (t - 1) / t",
+            "q, k and v; q and k are gathered",
+            mark=UNMEASURED,
         )
+        yield z.line("forget gate", "12 T nh / t", "fp32: its input, softplus and result", mark=UNMEASURED)
+        if naive:
+            yield z.line("every state", "24 T nh K Vh / t", "fp32: what autograd keeps of each step", mark=ESTIMATED)
+        else:
+            yield z.line(
+                "states", "4 T nh K Vh / (L t)", "fp32, one every L tokens; the rest is computed again", mark=UNMEASURED
+            )
         yield z.line(
-            "output", "(2 + w) T nh Vh / t", "of the recurrence, and gated: input of the projection", mark=ESTIMATED
+            "output",
+            "(2 + w) T nh Vh / t + 4 T",
+            "of the recurrence, and gated: input of the projection",
+            mark=UNMEASURED,
         )
 
     def working(self, z, layer) -> Iterator[Line]:
         z = self._sizes(z)
-        yield z.line("forward", "2 Ts h", "the layer's output", mark=ESTIMATED)
-        backward = "4 T nh K Vh / t + 2 T (4 K + 4 nh Vh + nh) / t + 2 T h"
-        yield z.line("backward", backward, "every state's gradient for the parallel post-pass, fp32", mark=ESTIMATED)
+        if self.kernels == "naive":
+            yield z.line("backward", "24 nh K Vh b / t", "one step's gradients", mark=ESTIMATED)
+            return
+        yield z.line(
+            "forward",
+            "4 T nh Vh parts / t + 2 T nh Vh / t",
+            "each program's share of the output, fp32",
+            mark=UNMEASURED,
+        )
+        backward = "8 T nh K / t + 4 T nh Vh parts / t + 4 T nh parts / t + 4 T (2 K + nh Vh) / t"
+        yield z.line(
+            "backward",
+            backward,
+            "each head's share of q's and k's gradients, each program's of v's and f's",
+            mark=UNMEASURED,
+        )
 
     def flops(self, z, layer) -> Iterator[Work]:
         z = self._sizes(z)
-        yield z.work("projections", "2 h (2 K + 2 nh Vh + nh) + 2 nh Vh h", "in and out", mark=ESTIMATED)
-        yield z.work("convolution", "2 c (2 K + nh Vh)", "", mark=ESTIMATED)
-        yield z.work("recurrence", "nh (2 K Vh Vh + 8 K Vh)", "h W, k v, forget, q h", mark=ESTIMATED)
+        yield z.work("projections", "2 h (2 K + 2 nh Vh + nh) + 2 nh Vh h", "in and out")
+        yield z.work("convolution", "2 c (2 K + nh Vh)", "")
+        yield z.work("recurrence", "nh (2 K Vh Vh + 8 K Vh)", "h W, k v, forget, q h")
 
     def serving(self, z, layer) -> Iterator[State]:
         z = self._sizes(z)
-        yield z.state("recurrent state", "4 nh K Vh / t", "one matrix a head, fp32", "sequence", mark=ESTIMATED)
+        yield z.state("recurrent state", "4 nh K Vh / t", "one matrix a head, fp32", "sequence", mark=UNMEASURED)
         yield z.state(
-            "convolution window", "2 c (2 K + nh Vh) / t", "the last columns, bf16", "sequence", mark=ESTIMATED
+            "convolution window", "2 c (2 K + nh Vh) / t", "the last columns, bf16", "sequence", mark=UNMEASURED
         )

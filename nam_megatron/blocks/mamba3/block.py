@@ -10,7 +10,7 @@ from pydantic import PositiveFloat, PositiveInt
 
 from nam_megatron.blocks import Block, divides, residual
 from nam_megatron.errors import Problem
-from nam_megatron.sizes import ESTIMATED, Line, Param, Sizes, State, Work
+from nam_megatron.sizes import UNMEASURED, Line, Param, Sizes, State, Work
 
 
 class Mamba3(Block):
@@ -20,6 +20,7 @@ class Mamba3(Block):
     missing: ClassVar[str | None] = "the Mamba-3 mixer"
 
     kernels: Literal["fused", "naive"]
+    recompute: Literal["none", "in_proj"]  # whose output is computed again in the backward pass instead of kept
     heads: PositiveInt
     head_dim: PositiveInt
     state_dim: PositiveInt
@@ -28,35 +29,68 @@ class Mamba3(Block):
     chunk: PositiveInt
     rope_fraction: PositiveFloat
 
-    def check(self, plan) -> Iterator[Problem]:
-        at, p = "model.blocks.mamba3.", plan.recipe.parallel
-        yield from divides(at + "heads", self.heads, self.groups, "Mamba-3 heads", at + "groups")
-        yield from divides(at + "heads", self.heads, p.tensor, "Mamba-3 heads", "parallel.tensor")
-        yield from divides(at + "groups", self.groups, p.tensor, "Mamba-3 groups", "parallel.tensor")
-        if self.rope_fraction > 1:
-            yield Problem(f"rope_fraction {self.rope_fraction} is above 1", at + "rope_fraction")
-        if p.context > 1:
-            yield Problem(
-                "Mamba-3 does not run under context parallelism", "parallel.context", "set `parallel.context=1`"
-            )
-
-    # As designed (mamba-ssm 2.3.2.post1, modules/mamba3.py, with our groups and Megatron's projections), not as built.
-
-    def _sizes(self, z: Sizes) -> Sizes:
-        """nh heads of P, in all di wide; B and C of G groups of ns, r of them; a angles; scanned in chunks of L."""
-        sizes = {"nh": self.heads, "P": self.head_dim, "di": self.heads * self.head_dim, "r": self.mimo_rank}
-        return z.own(**sizes, G=self.groups, ns=self.state_dim, a=self.angles, L=self.chunk)
-
     @property
     def angles(self) -> int:
         """Rotary angles of B and C, shared by all heads: one for each pair of turned state columns."""
         return int(self.state_dim * self.rope_fraction) // 2
 
+    @property
+    def in_proj_width(self) -> int:
+        """Columns of the packed input projection: z, x, B, C, dt, A, trap, angles."""
+        return (
+            2 * self.heads * self.head_dim
+            + 2 * self.state_dim * self.groups * self.mimo_rank
+            + 3 * self.heads
+            + self.angles
+        )
+
+    def check(self, plan) -> Iterator[Problem]:
+        at, p = "model.blocks.mamba3.", plan.recipe.parallel
+        yield from divides(at + "heads", self.heads, self.groups, "Mamba-3 heads", at + "groups")
+        yield from divides(at + "heads", self.heads, p.tensor, "Mamba-3 heads", "parallel.tensor")
+        yield from divides(at + "groups", self.groups, p.tensor, "Mamba-3 groups", "parallel.tensor")
+        yield from divides(at + "rope_fraction", self.angles, p.tensor, "Mamba-3 angles", "parallel.tensor")
+        if self.rope_fraction > 1:
+            yield Problem(f"rope_fraction {self.rope_fraction} is above 1", at + "rope_fraction")
+        if not self.angles:
+            yield Problem(f"rope_fraction {self.rope_fraction} turns no pair of columns", at + "rope_fraction")
+        if p.context > 1:
+            yield Problem(
+                "Mamba-3 does not run under context parallelism", "parallel.context", "set `parallel.context=1`"
+            )
+        if plan.recipe.feature.fp8.on and self.in_proj_width // p.tensor % 16:
+            yield Problem(
+                f"Mamba-3's input projection is {self.in_proj_width} wide, which 16 x {p.tensor} tensor ranks do not divide: no FP8 GEMM",
+                at + "heads",
+            )
+        yield from self.unserved()
+
+    def unserved(self) -> Iterator[Problem]:
+        """Sizes at which the chosen kernels cannot run."""
+        if self.kernels == "naive":
+            return
+        at = "model.blocks.mamba3."
+        hint = f"`{at}kernels=naive` runs any size, slowly"
+        least = {"head_dim": 16, "state_dim": 32, "mimo_rank": 1, "chunk": 1}
+        sizes = {name: getattr(self, name) for name in least}
+        odd = [name for name, size in sizes.items() if size < least[name] or size & (size - 1)]
+        for name in odd:
+            yield Problem(
+                f"Mamba-3's kernels need a power of two from {least[name]}, not {sizes[name]}", at + name, hint
+            )
+        if not odd and not 16 <= self.chunk * self.mimo_rank <= 128:
+            text = f"Mamba-3's kernels need `chunk` x `mimo_rank` from 16 to 128, not {self.chunk} x {self.mimo_rank}"
+            yield Problem(text, at + "chunk", hint)
+
+    def _sizes(self, z: Sizes) -> Sizes:
+        """nh heads of P, in all di wide; B and C of G groups of ns, r of them; a angles; scanned in chunks of L."""
+        sizes = {"nh": self.heads, "P": self.head_dim, "di": self.heads * self.head_dim, "r": self.mimo_rank}
+        return z.own(**sizes, G=self.groups, ns=self.state_dim, a=self.angles, L=self.chunk, W=self.in_proj_width)
+
     def params(self, z, layer) -> Iterator[Param]:
         h, inner, rank = z.model.hidden_size, self.heads * self.head_dim, self.mimo_rank
-        packed = 2 * inner + 2 * self.state_dim * self.groups * rank + 3 * self.heads + self.angles
         yield from z.norm("mixer.in_proj.layer_norm_", h)
-        yield Param("mixer.in_proj.weight", (packed, h), "tensor", "weight")
+        yield Param("mixer.in_proj.weight", (self.in_proj_width, h), "tensor", "weight")
         yield Param("mixer.dt_bias", (self.heads,), "tensor", "other")
         yield Param("mixer.D", (self.heads,), "tensor", "other")
         for name in ("B", "C"):
@@ -69,40 +103,44 @@ class Mamba3(Block):
 
     def activations(self, z, layer) -> Iterator[Line]:
         z = self._sizes(z)
-        yield from residual(z)
-        packed = "2 T (2 di + 2 ns G r + 3 nh + a) / t"
-        yield z.line("z, x, B, C, dt, A, trap, angles", packed, "the whole projection", mark=ESTIMATED)
-        yield z.line("normed B and C", "4 T ns G r / t", "bf16", mark=ESTIMATED)
-        yield z.line(
-            "angles", "4 T a nh / t", "fp32, copied for each head: the released kernels want it", mark=ESTIMATED
-        )
-        yield z.line("steps and decays", "8 T nh / t", "fp32", mark=ESTIMATED)
-        yield z.line(
-            "output", "w T di / t", "input of the output projection; chunk states are computed again", mark=ESTIMATED
-        )
+        if self.recompute == "in_proj":
+            yield z.line("input", "2 Ts h", "kept for the input projection; the residual branch shares it")
+        else:
+            yield from residual(z)
+            yield z.line("z, x, B, C, dt, A, trap, angles", "2 T W / t", "all that the scan keeps", mark=UNMEASURED)
+        yield z.line("output", "w T di / t", "input of the output projection", mark=UNMEASURED)
+        if self.kernels == "naive":
+            yield z.line("states", "16 T di ns / t", "the state after each token and its terms, fp32", mark=UNMEASURED)
 
     def working(self, z, layer) -> Iterator[Line]:
+        if self.kernels == "naive":
+            return
         z = self._sizes(z)
-        states = "4 T di ns / (L t)"
-        yield z.line("forward", f"{states} + 2 Ts h", "fp32 chunk states and the layer's output", mark=ESTIMATED)
-        backward = f"2 {states} + 2 T (3 di + 2 ns G r + 3 nh + a) / t + 8 T ns G r / t + 4 T a nh / t"
+        prepared = "(4 T G r ns + 4 T nh a + 12 T nh) / t"
+        forward = f"2 T di ns / (L t) + {prepared} + 2 Ts h"
         yield z.line(
-            "backward",
-            backward,
-            "states and their gradients in fp32, and a gradient of all that is kept",
-            mark=ESTIMATED,
+            "forward", forward, "chunk states; normed B and C, cos and sin, steps; the output", mark=UNMEASURED
         )
+        # The gradients' partial sums over four chunks are small beside these.
+        gradients = "(2 T W + 2 T di + 4 T G r ns + 4 T nh a + 16 T nh) / t + T nh r (2 ns + 3 P) / (L t)"
+        backward = f"4 T di ns / (L t) + {prepared} + {gradients}"
+        yield z.line("backward", backward, "the same again, and the gradient of each", mark=UNMEASURED)
 
     def flops(self, z, layer) -> Iterator[Work]:
         z = self._sizes(z)
-        yield z.work("projections", "2 h (2 di + 2 ns G r + 3 nh + a) + 2 di h", "in and out", mark=ESTIMATED)
-        scan = "r r L (ns nh + di) + 4 r ns di + 6 r di"
+        yield z.work("projections", "2 h W + 2 di h", "in and out")
+        if self.recompute == "in_proj":
+            yield z.work("input projection again", "2 h W", "its output is not kept", passes=1, model=False)
+        chunk = "r r L (ns nh + di)"
         yield z.work(
-            "scan", scan, "rank r as r tokens: causal half of a chunk, states, rank projections", mark=ESTIMATED
+            "scan", f"{chunk} + 4 r ns di + 6 r di", "rank r as r tokens: causal half of a chunk, states, rank weights"
         )
+        if self.kernels == "fused":
+            yield z.work("other half of a chunk", chunk, "computed and masked", model=False)
+            yield z.work("chunk states again", "2 r ns di", "not kept for the backward pass", passes=1, model=False)
 
     def serving(self, z, layer) -> Iterator[State]:
         z = self._sizes(z)
-        yield z.state("recurrent state", "4 di ns / t", "one matrix a head, fp32", "sequence", mark=ESTIMATED)
-        yield z.state("last k and v", "2 r nh ns / t + 2 di / t", "bf16, for the trapezoid", "sequence", mark=ESTIMATED)
-        yield z.state("angles", "4 nh a / t", "fp32", "sequence", mark=ESTIMATED)
+        yield z.state("recurrent state", "4 di ns / t", "one matrix a head, fp32", "sequence")
+        yield z.state("last k and x", "2 r nh ns / t + 2 di / t", "bf16, for the trapezoid", "sequence")
+        yield z.state("angles", "4 nh a / t", "fp32", "sequence")

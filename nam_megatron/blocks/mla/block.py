@@ -8,7 +8,16 @@ from pydantic import PositiveInt
 from nam_megatron.blocks import Block, residual
 from nam_megatron.errors import Problem
 from nam_megatron.setting import Setting
-from nam_megatron.sizes import Line, Param, Sizes, State, Work
+from nam_megatron.sizes import ESTIMATED, UNMEASURED, Line, Param, Sizes, State, Work
+
+# Of latents and of parts of heads that the fused projections take: a tile's side is a power of two. Beyond a rank of 174
+# (750 TFLOP/s over 4.3 TB/s) products are bound by arithmetic, and cuBLAS does them better.
+WIDTHS = (16, 32, 64, 128)
+
+
+def low_rank(q_rank: int, kv_rank: int, nope: int, rope: int, value: int) -> bool:
+    """Whether `kernels=fused` projects in our kernels, or in Megatron's modules with our kernels behind them."""
+    return {q_rank, kv_rank, nope, rope, value} <= set(WIDTHS) and rope >= 32  # RoPE turns halves
 
 
 class Mla(Block):
@@ -23,10 +32,6 @@ class Mla(Block):
     qk_rope_head_dim: PositiveInt
     v_head_dim: PositiveInt
     latent_norm: bool
-
-    @property
-    def missing(self) -> str | None:
-        return None if self.kernels == "megatron" else f"the {self.kernels} kernels of {self.title}"
 
     def settings(self, plan) -> Iterator[Setting]:
         yield Setting("multi_latent_attention", True, "said outright; Megatron would infer it from the pattern")
@@ -53,6 +58,9 @@ class Mla(Block):
         yield Setting("group_query_attention", False, "excluded by MLA")
 
     def check(self, plan) -> Iterator[Problem]:
+        if self.kernels != "megatron" and plan.recipe.feature.fp8.on:
+            hint = "set `model.blocks.mla.kernels=megatron`"
+            yield Problem("our MLA projects in bf16, not in FP8", "model.blocks.mla.kernels", hint)
         if self.qk_rope_head_dim % 2:
             yield Problem(f"RoPE needs an even width, not {self.qk_rope_head_dim}", "model.blocks.mla.qk_rope_head_dim")
         if plan.recipe.parallel.tensor > 1 and not plan.recipe.parallel.sequence:
@@ -93,9 +101,25 @@ class Mla(Block):
             )
         yield z.line("cos and sin", "8 s dr", "bf16, of queries and of keys: RoPE is not fused")
 
+    def _projects(self) -> bool:
+        """Whether our kernels norm and project; the modules do otherwise, and keep what they keep."""
+        sizes = (self.q_lora_rank, self.kv_lora_rank, self.qk_head_dim, self.qk_rope_head_dim, self.v_head_dim)
+        return self.kernels == "naive" or (self.kernels == "fused" and low_rank(*sizes))
+
+    def _our_latents(self, z: Sizes) -> Iterator[Line]:
+        mark = ESTIMATED if self.kernels == "naive" else UNMEASURED
+        yield z.line("input", "2 Ts h", "kept by the projection; the residual branch shares it", mark=mark)
+        if self.kernels == "naive":
+            yield z.line("norms", "10 Ts h + 12 Ts (rq + rkv)", "fp32 inside, and their outputs", mark=mark)
+        else:
+            why = "before their norms; statistics of all; the weights with gamma in them"
+            yield z.line("latents", "2 (Ts + h) (rq + rkv + dr) + 12 Ts", why, mark=mark)
+        yield z.line("normed latents", "2 T (rq + rkv + dr)", "of all positions, one tensor", mark=mark)
+        yield z.line("cos and sin", "4 s dr", "fp32, kept from the first step on", mark=mark)
+
     def activations(self, z, layer) -> Iterator[Line]:
         z = self.sizes(z)
-        yield from self.latents(z)
+        yield from self._our_latents(z) if self._projects() else self.latents(z)
         if "mla_up_proj" not in z.recompute:
             yield z.line("queries and keys", "4 T n (dq + dr) / t", "after RoPE and concatenation")
             yield z.line("values", "2 T n dv / t", "contiguous")
@@ -105,7 +129,10 @@ class Mla(Block):
 
     def working(self, z, layer) -> Iterator[Line]:
         z = self.sizes(z)
-        yield z.line("forward", "2 T n (dq + dv) / t + 2 Ts h", "packed up projection and the layer's output")
+        if self._projects():
+            yield z.line("forward", "2 Ts h", "the layer's output")
+        else:
+            yield z.line("forward", "2 T n (dq + dv) / t + 2 Ts h", "packed up projection and the layer's output")
         why = "gradients of output, q (fp32 and bf16), k, v and input"
         yield z.line("backward", "2 T h + 4 T n dv / t + 8 T n (dq + dr) / t", why)
 

@@ -31,6 +31,8 @@ class Moe(Block):
     dispatcher: Literal["alltoall", "allgather"]
     grouped_gemm: bool
     permute_fusion: bool
+    router_fusion: bool
+    shared_overlap: bool
     capacity_factor: PositiveFloat | None
 
     def settings(self, plan) -> Iterator[Setting]:
@@ -44,7 +46,12 @@ class Moe(Block):
             "moe_shared_expert_intermediate_size", shared, "one shared expert; 0 for none", "shared_expert_hidden_size"
         )
         yield Setting("moe_shared_expert_gate", False, "the shared expert is added ungated")
-        yield Setting("moe_shared_expert_overlap", False, "no overlap of the shared expert with the dispatch")
+        yield Setting(
+            "moe_shared_expert_overlap",
+            self.shared_overlap,
+            "a stream of its own beside the dispatch",
+            "shared_overlap",
+        )
         yield Setting(
             "moe_router_score_function", self.score_function, "Megatron's default is softmax", "score_function"
         )
@@ -65,6 +72,7 @@ class Moe(Block):
         yield Setting("moe_token_dispatcher_type", self.dispatcher, "Megatron's default is allgather", "dispatcher")
         yield Setting("moe_grouped_gemm", self.grouped_gemm, "all local experts in one GEMM", "grouped_gemm")
         yield Setting("moe_permute_fusion", self.permute_fusion, "TE's fused permutation", "permute_fusion")
+        yield Setting("moe_router_fusion", self.router_fusion, "TE's fused scores, top-k and balance", "router_fusion")
         yield Setting("moe_expert_capacity_factor", self.capacity_factor, "unset: dropless", "capacity_factor")
         yield Setting("moe_pad_expert_input_to_capacity", False, "no padding to the capacity")
         yield Setting("moe_apply_probs_on_input", False, "probabilities weigh the experts' output")
@@ -91,6 +99,14 @@ class Moe(Block):
         )
         if self.expert_bias and self.score_function != "sigmoid":
             yield Problem("an expert bias needs sigmoid scores", at + "expert_bias", f"set `{at}expert_bias=false`")
+        if self.shared_overlap and self.dispatcher != "alltoall":
+            yield Problem(
+                "only the all-to-all dispatcher runs beside the shared expert",
+                at + "shared_overlap",
+                f"set `{at}dispatcher=alltoall`, or this to false",
+            )
+        if self.shared_overlap and not self.shared_expert_hidden_size:
+            yield Problem("there is no shared expert to overlap", at + "shared_overlap", "set it to false")
         if self.top_k == 1 and self.score_function == "softmax":
             yield Problem(
                 "softmax over one chosen expert has no gradient", at + "top_k", "use sigmoid scores or top-k above 1"

@@ -1,0 +1,95 @@
+"""Where a training step goes on the GPU: the kernels of a trace by what they are for, and the gaps between them.
+
+    python benchmarks/kernels.py trace.json
+
+A trace is torch.profiler's (export_chrome_trace). Kernels are told by their names, the first rule that fits; `top` keeps the names, so
+that a table can be checked and made again.
+"""
+
+import json
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+TOP = 60
+DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+# What a kernel is for -> words of its name, case aside. Names of: NCCL, cuDNN and flash attention, mamba_ssm and causal_conv1d, TE and
+# torch for routing, TE's and emerging_optimizers' optimizers, cuBLAS, CUTLASS and nvjet, TE's norms, torch's pointwise kernels.
+RULES: dict[str, str] = {
+    "NCCL": r"nccl",
+    "attention core": r"sdpa|flash|fmha|fused_attn|dot_product_attention|mha_|compute_dot_do_o|convert_dq",
+    "Mamba scan, conv, norm": r"causal_conv1d|_chunk_(scan|state|cumsum)|_state_passing|_bmm_chunk|^_layer_norm_(fwd|bwd)|ssd_|_swiglu",
+    "optimizer": r"multi_tensor|adam|l2norm|newton|_muon",
+    "MoE permute, sort, router": (
+        r"permut|sort|radix|bitonic|topk|top_k|router|moe|histc|bincount|histogram|cumsum|scan_|tensor_kernel_scan|gather|scatter|"
+        r"index_(select|put|add|copy|kernel)|indexSelect|indexFunc|masked_|nonzero|flag|chunk_sort"
+    ),
+    "GEMM": r"gemm|nvjet|cutlass|cublas|xmma|wgmma|splitk|gemv|s16816|s1688|tensorop|matmul",
+    "norms": r"rmsnorm|layernorm|ln_(fwd|bwd)|norm_(fwd|bwd)|_norm_",
+    "cross entropy, compiled": r"cross_entropy|softmax|nll|logsumexp|^triton_",
+    "gradient adds": r"CUDAFunctor_add|CUDAFunctorOnSelf_add|AddFunctor",
+    "FP8 casts": r"cast_|quantize|amax|fp8|transpose_kernel",
+    "copies and fills": r"memcpy|memset|copy|fill|CatArray|transpose",
+    "element-wise": r"elementwise|relu|reduce_kernel|pointwise|unrolled|vectorized|dropout|act_",
+}
+COMPILED = {kind: re.compile(rule, re.IGNORECASE) for kind, rule in RULES.items()}
+
+
+def kind_of(name: str) -> str:
+    return next((kind for kind, rule in COMPILED.items() if rule.search(name)), "other")
+
+
+def table(trace: dict[str, Any]) -> dict[str, Any]:
+    """Milliseconds and launches by kind, the time no kernel ran between the first and the last, and the kernels that took most.
+
+    Kernels that run at the same time each count in full under their kind; `busy_ms` counts such time once.
+    """
+    events = [e for e in trace["traceEvents"] if e.get("cat") in DEVICE and e.get("ph") == "X"]
+    if not events:
+        raise ValueError("the trace has no kernels")
+    kinds: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    names: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    for event in events:
+        for where, key in ((kinds, kind_of(event["name"])), (names, event["name"])):
+            where[key][0] += event["dur"] / 1e3
+            where[key][1] += 1
+    first = min(e["ts"] for e in events)
+    last = max(e["ts"] + e["dur"] for e in events)
+    busy = covered((e["ts"], e["ts"] + e["dur"]) for e in events)
+    order = sorted(names.items(), key=lambda item: -item[1][0])
+    return {
+        "span_ms": round((last - first) / 1e3, 3),
+        "busy_ms": round(busy / 1e3, 3),
+        "gaps_ms": round((last - first - busy) / 1e3, 3),
+        "kinds": {
+            kind: {"ms": round(ms, 3), "launches": int(count)}
+            for kind, (ms, count) in sorted(kinds.items(), key=lambda item: -item[1][0])
+        },
+        "top": [
+            {"name": n[:160], "kind": kind_of(n), "ms": round(ms, 3), "launches": int(c)} for n, (ms, c) in order[:TOP]
+        ],
+    }
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of intervals."""
+    total, end = 0.0, float("-inf")
+    for a, b in sorted(spans):
+        total += max(0.0, b - max(a, end))
+        end = max(end, b)
+    return total
+
+
+def text(found: dict[str, Any]) -> str:
+    """The table as a person reads it."""
+    rows = [(kind, row["ms"], row["launches"]) for kind, row in found["kinds"].items()]
+    rows += [("gaps", found["gaps_ms"], ""), ("first to last kernel", found["span_ms"], "")]
+    width = max(len(kind) for kind, _, _ in rows)
+    return "".join(f"{kind:<{width}}  {ms:>10.2f} ms  {count:>6}\n" for kind, ms, count in rows)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(text(table(json.loads(Path(sys.argv[1]).read_text()))))

@@ -1,0 +1,583 @@
+"""Mamba-3 on one H200: is it right, how long does it take, what does it keep?
+
+    python benchmarks/mamba3.py --out mamba3.json [--quick] [--sweep] [--released] [--seconds 300]
+
+First the kernels against blocks/mamba3/naive.py in fp64: |x - reference| / |reference| of the output and of every gradient;
+uninitialised memory is NaN. Then whole mixers, projections included, hidden 3584, sequence 4096: ours (its input norm
+included) for rank 1 and 4, Megatron's Mamba-2 mixer (the same), and with --released mamba-ssm's own Mamba-3 module (no norm in
+it), rank 1 only, since its rank-4 kernels need TileLang; its first call tunes itself for minutes. A time is a median over
+CUDA events over rotating inputs. `floor` is the larger of bytes / 4.3 TB/s and FLOPs / 750 TFLOP/s, of the projections,
+the scan at its chunk, and each tensor between them once each way.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nam_megatron.blocks.mamba3 import kernel, naive
+from nam_megatron.blocks.mamba3.naive import Shape, State, Weights
+
+BANDWIDTH, PEAK = 4.3e12, 750e12
+HIDDEN, SEQUENCE = 3584, 4096
+NAM56R = Shape(heads=112, head_dim=64, state_dim=128, groups=8, rank=4, angles=32)
+SISO = NAM56R._replace(rank=1)
+
+
+# Correctness ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs of a comparison with naive.py. documents: lengths of packed documents, which make up s, or none."""
+
+    shape: Shape
+    chunk: int
+    s: int
+    b: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    documents: tuple[int, ...] = ()
+    launch: kernel.Launch | None = None
+
+    def __str__(self) -> str:
+        h, p, n, g, r, a = self.shape
+        kind = str(self.dtype).removeprefix("torch.")
+        text = (
+            f"heads {h} x {p} state {n} groups {g} rank {r} angles {a} chunk {self.chunk} [{self.b}, {self.s}] {kind}"
+        )
+        return text + (f" documents {','.join(map(str, self.documents))}" if self.documents else "")
+
+    @property
+    def limit(self) -> float:
+        """Largest relative error allowed; in bf16 several roundings of 2^-9 follow one another."""
+        return {torch.float32: 2e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}[self.dtype]
+
+
+SMALL = Shape(heads=8, head_dim=64, state_dim=128, groups=2, rank=4, angles=32)
+TINY = Shape(heads=4, head_dim=16, state_dim=32, groups=2, rank=4, angles=8)
+CASES = [
+    *(Case(SMALL._replace(groups=g), 16, 203, 2) for g in (1, 2, 8)),
+    *(Case(SMALL._replace(groups=g, rank=1), 64, 333, 2) for g in (1, 2, 8)),
+    *(Case(SMALL, chunk, 130) for chunk in (8, 32)),
+    *(Case(SMALL._replace(rank=1, angles=64), chunk, 130) for chunk in (32, 128)),
+    Case(SMALL._replace(rank=2), 32, 97),
+    Case(SMALL, 16, 1, 3),
+    Case(SMALL, 16, 203, documents=(1, 60, 4, 64, 74)),
+    Case(SMALL._replace(rank=1), 64, 203, documents=(64, 64, 75)),
+    *(Case(TINY._replace(groups=g), 4, 61, 2, torch.float32) for g in (1, 2, 4)),
+    *(Case(TINY._replace(rank=1), chunk, 61, 2, torch.float32) for chunk in (16, 32)),
+    Case(TINY._replace(rank=2, angles=16), 8, 61, 1, torch.float32, (9, 20, 32)),
+    Case(TINY, 4, 61, 2, torch.float32, launch=kernel.Launch(columns=16, chunks=3, programs=1)),
+]
+
+
+def weights_of(shape: Shape, device: str, dtype: torch.dtype, generator: torch.Generator) -> Weights:
+    """Around their initial values, so that every gradient matters."""
+    h, p, n, _, r, _ = shape
+
+    def draw(*size: int, mean: float, spread: float) -> Tensor:
+        return mean + spread * torch.randn(*size, device=device, generator=generator)
+
+    mimo = [draw(h, r, p, mean=m, spread=0.3) for m in (1 / r, 1, 1 / r)] if r > 1 else [None] * 3
+    bias = [draw(h, r, n, mean=1, spread=0.3) for _ in range(2)]
+    norm = [draw(n, mean=1, spread=0.2).to(dtype) for _ in range(2)]
+    every = Weights(draw(h, mean=-3, spread=1), draw(h, mean=1, spread=1), *bias, *norm, *mimo)
+    return Weights(*(None if w is None else w.requires_grad_() for w in every))
+
+
+def packed_of(shape: Shape, s: int, b: int, device: str, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    width = sum(shape.parts.values())
+    return torch.randn(s, b, width, device=device, generator=generator).to(dtype).requires_grad_()
+
+
+def documents_of(case: Case, device: str) -> Tensor | None:
+    if not case.documents:
+        return None
+    assert sum(case.documents) == case.s
+    numbers = torch.arange(len(case.documents)).repeat_interleave(torch.tensor(case.documents))
+    return numbers.to(device, torch.int32).unsqueeze(0)
+
+
+def named(shape: Shape, y: Tensor, packed: Tensor, weights: Weights) -> dict[str, Tensor]:
+    """Output and gradients by name; the packed one's by part."""
+    parts = zip(shape.parts, packed.split(list(shape.parts.values()), -1), strict=True)
+    return {
+        "y": y,
+        **{f"d {name}": part for name, part in parts},
+        **{f"d {n}": w for n, w in weights._asdict().items() if w is not None},
+    }
+
+
+def run(scan: Callable[[Tensor, Weights], Tensor], packed: Tensor, weights: Weights, dy: Tensor) -> tuple:
+    leaves = [packed, *(w for w in weights if w is not None)]
+    y = scan(packed, weights)
+    d_packed, *rest = torch.autograd.grad(y, leaves, dy.to(y.dtype))
+    grads = iter(rest)
+    return y, d_packed, Weights(*(None if w is None else next(grads) for w in weights))
+
+
+def double(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.detach().double().requires_grad_()
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    wanted = wanted.double()
+    return ((found.double() - wanted).norm() / wanted.norm().clamp(min=1e-6)).item()
+
+
+def errors(case: Case, device: str = "cuda", seed: int = 0) -> dict[str, float]:
+    """Of our output and gradients, by name."""
+    generator = torch.Generator(device).manual_seed(seed)
+    weights = weights_of(case.shape, device, case.dtype, generator)
+    packed = packed_of(case.shape, case.s, case.b, device, case.dtype, generator)
+    dy = torch.randn(case.s, case.b, case.shape.inner, device=device, generator=generator)
+    documents = documents_of(case, device)
+    exact = run(
+        lambda x, w: naive.scan(x, w, case.shape, None, documents)[0],
+        double(packed),
+        Weights(*map(double, weights)),
+        dy,
+    )
+    ours = run(
+        lambda x, w: kernel.scan(x, w, case.shape, case.chunk, documents, launch=case.launch), packed, weights, dy
+    )
+    wanted = named(case.shape, *exact)
+    return {name: error(found, wanted[name]) for name, found in named(case.shape, *ours).items()}
+
+
+def halves(case: Case, device: str = "cuda") -> dict[str, float]:
+    """Errors of a sequence taken in three pieces, the last of one token, against naive's whole one."""
+    generator = torch.Generator(device).manual_seed(1)
+    weights = weights_of(case.shape, device, case.dtype, generator)
+    packed = packed_of(case.shape, case.s, case.b, device, case.dtype, generator).detach()
+    wanted, last = naive.scan(packed.double(), Weights(*map(double, weights)), case.shape)
+    ys, state = [], None
+    for piece in packed.split([case.s // 3, case.s - case.s // 3 - 1, 1]):
+        y, state = kernel.prefill(piece, weights, case.shape, case.chunk, state)
+        ys.append(y)
+    angles = {"angle": error(state.angle.cos(), last.angle.cos())}
+    states = {n: error(getattr(state, n), getattr(last, n)) for n in State._fields if n != "angle"}
+    return {"y": error(torch.cat(ys), wanted)} | angles | states
+
+
+# Time ----------------------------------------------------------------------------------------------------------------
+
+
+def median_ms(work: Callable[[int], Any], repetitions: int) -> float:
+    """work(i) uses the i-th of several inputs."""
+    for i in range(3):
+        work(i)
+    spans = []
+    for i in range(repetitions):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(4_000_000)  # about 2 ms: the host gets ahead
+        start.record()
+        work(i)
+        end.record()
+        spans.append((start, end))
+        torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in spans)
+
+
+def host_ms(work: Callable[[int], Any], repetitions: int) -> float:
+    """Of the host's time alone: how long it takes to queue the work."""
+    spans = []
+    for i in range(repetitions):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        work(i)
+        spans.append(1e3 * (time.perf_counter() - start))
+    torch.cuda.synchronize()
+    return statistics.median(spans)
+
+
+def measure(module: torch.nn.Module, batch: int, repetitions: int, batch_first: bool = False) -> dict[str, float]:
+    """Forward, forward and backward in ms; GiB kept in between, less the output, and the peak of both, parameter gradients in it."""
+    size = (batch, SEQUENCE) if batch_first else (SEQUENCE, batch)
+    inputs = [torch.randn(*size, HIDDEN, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+    dy = torch.randn(*size, HIDDEN, device="cuda", dtype=torch.bfloat16)
+
+    def forward(i: int) -> Tensor:
+        out = module(inputs[i % 3])
+        return out[0] if isinstance(out, tuple) else out
+
+    def both(i: int) -> None:
+        module.zero_grad(set_to_none=True)
+        inputs[i % 3].grad = None
+        forward(i).backward(dy)
+
+    both(0)
+    module.zero_grad(set_to_none=True)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = forward(0)
+    kept = torch.cuda.memory_allocated() - before - out.numel() * out.element_size()
+    out.backward(dy)
+    peak = torch.cuda.max_memory_allocated() - before
+    del out
+    result = {"forward": median_ms(forward, repetitions), "both": median_ms(both, repetitions)}
+    result |= {"host": host_ms(both, 5), "kept_gib": kept / 2**30, "peak_gib": peak / 2**30}
+    return result
+
+
+def floors(shape: Shape, chunk: int, batch: int) -> dict[str, float]:
+    """Least ms, forward and both ways."""
+    tokens, width = SEQUENCE * batch, sum(shape.parts.values())
+    h, p, n, _, r, _ = shape
+    rows = chunk * r
+    projections = 2 * HIDDEN * (width + shape.inner)
+    scan = r * h * (rows * (n + p) + 4 * n * p)  # half of the scores is masked
+    moved = 2 * tokens * (2 * HIDDEN + 2 * width + 2 * shape.inner) + 2 * HIDDEN * (width + shape.inner)
+    flops, least = tokens * (projections + scan), moved / BANDWIDTH
+    return {"forward": 1e3 * max(least, flops / PEAK), "both": 3e3 * max(least, flops / PEAK), "tflop": flops / 1e12}
+
+
+class Megatron:
+    """Mixers as Megatron builds them on one GPU. Raises where Megatron or Transformer Engine is missing."""
+
+    def __init__(self) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.process_groups_config import ProcessGroupCollection
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+        from nam_megatron.mcore.stack import transformer_engine_backend
+
+        self.backend = transformer_engine_backend()
+        if torch.distributed.is_initialized():
+            self.groups = ProcessGroupCollection.use_mpu_process_groups()
+            return
+        store = f"file://{tempfile.mkdtemp()}/store"
+        torch.distributed.init_process_group("nccl", init_method=store, rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+        model_parallel_cuda_manual_seed(1)
+        self.groups = ProcessGroupCollection.use_mpu_process_groups()
+
+    def config(self, **more: Any) -> Any:
+        from megatron.core.transformer import TransformerConfig
+
+        fields = dict(num_layers=1, hidden_size=HIDDEN, num_attention_heads=56, ffn_hidden_size=128)
+        fields |= dict(normalization="RMSNorm", add_bias_linear=False, is_hybrid_model=True, bf16=True)
+        fields |= dict(params_dtype=torch.bfloat16, gradient_accumulation_fusion=False)
+        return TransformerConfig(**fields | more)
+
+    def parts(self) -> Any:
+        from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
+
+        in_proj, out_proj = self.backend.column_parallel_layer_norm_linear(), self.backend.row_parallel_linear()
+        return MambaMixerSubmodules(in_proj=in_proj, out_proj=out_proj)
+
+    def mamba3(self, shape: Shape, chunk: int, recompute: str = "none") -> torch.nn.Module:
+        from nam_megatron.blocks.mamba3.layer import Mamba3Mixer
+
+        sizes = dict(zip(("heads", "head_dim", "state_dim", "groups", "mimo_rank", "angles"), shape, strict=True))
+        return Mamba3Mixer(
+            self.config(), self.parts(), HIDDEN, **sizes, chunk=chunk, recompute=recompute, kernels="fused",
+            layer_number=1, pg_collection=self.groups,
+        ).cuda()  # fmt: skip
+
+    def mamba2(self, heads: int, state: int) -> torch.nn.Module:
+        from megatron.core.ssm.mamba_mixer import MambaMixer
+
+        sizes = dict(mamba_num_heads=heads, mamba_head_dim=64, mamba_state_dim=state, mamba_num_groups=8)
+        return MambaMixer(
+            self.config(**sizes), self.parts(), HIDDEN, layer_number=1, pg_collection=self.groups
+        ).cuda()  # fmt: skip
+
+
+def released(groups: int) -> torch.nn.Module:
+    """mamba-ssm's module, SISO, at NAM56R's sizes."""
+    from mamba_ssm.modules.mamba3 import Mamba3
+
+    sizes = dict(d_state=SISO.state_dim, expand=2, headdim=SISO.head_dim, ngroups=groups, chunk_size=64)
+    return Mamba3(HIDDEN, **sizes, device="cuda", dtype=torch.bfloat16)
+
+
+def released_errors(module: torch.nn.Module, s: int = 512) -> tuple[dict[str, float], dict[str, float]]:
+    """(mamba-ssm's, ours): errors against naive in fp64 of the output and the gradients, same bf16 inputs and weights.
+
+    mamba-ssm turns neighbouring state columns, we columns half the state apart.
+    """
+    shape = SISO._replace(groups=module.num_bc_heads)
+    generator = torch.Generator("cuda").manual_seed(2)
+    weights = weights_of(shape, "cuda", torch.bfloat16, generator)
+    packed = packed_of(shape, s, 1, "cuda", torch.bfloat16, generator)
+    dy = torch.randn(s, 1, shape.inner, device="cuda", generator=generator)
+    half = shape.state_dim // 2
+    theirs = torch.arange(shape.state_dim, device="cuda").view(2, half).t().flatten()
+
+    def module_scan(x: Tensor, w: Weights) -> Tensor:
+        z, v, B, C, *rest = x.split(list(shape.parts.values()), -1)
+        B, C = (t.unflatten(-1, (-1, shape.state_dim))[..., theirs].flatten(-2) for t in (B, C))
+        x = torch.cat([z, v, B, C, *rest], -1).transpose(0, 1)
+        names = {"dt_bias": w.dt_bias, "D": w.D, "B_bias": w.B_bias[..., theirs], "C_bias": w.C_bias[..., theirs]}
+        names |= {"B_norm.weight": w.B_norm[theirs], "C_norm.weight": w.C_norm[theirs]}
+        kept = module.in_proj, module.out_proj
+        module.in_proj = module.out_proj = torch.nn.Identity()
+        y = torch.func.functional_call(module, names, (x,)).transpose(0, 1)
+        module.in_proj, module.out_proj = kept
+        return y
+
+    exact = run(lambda x, w: naive.scan(x, w, shape)[0], double(packed), Weights(*map(double, weights)), dy)
+    wanted = named(shape, *exact)
+    found = [
+        run(scan, packed, weights, dy) for scan in (module_scan, lambda x, w: kernel.scan(x, w, shape, 64))
+    ]  # fmt: skip
+    return tuple({n: error(t, wanted[n]) for n, t in named(shape, *each).items()} for each in found)
+
+
+# Kernels one by one --------------------------------------------------------------------------------------------------
+
+
+def kernel_times(case: Case, passes: int = 3) -> dict[str, float]:
+    """Mean ms of each CUDA kernel of a scan, forward and backward, as torch's profiler sees them."""
+    generator = torch.Generator("cuda").manual_seed(3)
+    weights = weights_of(case.shape, "cuda", case.dtype, generator)
+    packed = packed_of(case.shape, case.s, case.b, "cuda", case.dtype, generator)
+    leaves = [packed, *(w for w in weights if w is not None)]
+    dy = torch.randn(case.s, case.b, case.shape.inner, device="cuda", dtype=case.dtype, generator=generator)
+
+    def once() -> None:
+        torch.autograd.grad(kernel.scan(packed, weights, case.shape, case.chunk, launch=case.launch), leaves, dy)
+
+    once()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(passes):
+            once()
+        torch.cuda.synchronize()
+    times: dict[str, float] = {}
+    for event in profile.key_averages():
+        name = event.key if event.key.startswith("_") else "torch"
+        times[name] = times.get(name, 0) + event.device_time_total / 1e3 / passes
+    return dict(sorted(times.items(), key=lambda item: -item[1]))
+
+
+def sweep() -> Iterator[Case]:
+    """What to try: all kernels change at once, each is judged by its own time."""
+    for shape, small in ((NAM56R, 16), (SISO, 64)):
+        for columns, chunks, warps, stages, registers in (
+            (32, 4, 4, 1, 168),
+            (32, 4, 4, 1, 128),
+            (32, 4, 8, 1, 128),
+            (32, 1, 4, 2, 0),
+            (16, 4, 4, 1, 0),
+            (16, 4, 4, 1, 168),
+            (64, 4, 4, 1, 0),
+        ):
+            loop, once = (warps, stages, registers), (warps, 1, registers)
+            launch = kernel.Launch(columns, chunks, 1056, loop, once, loop, once, once)
+            yield Case(shape, small, SEQUENCE, 4, launch=launch)
+
+
+def compile_for(case: Case) -> None:
+    """Fill Triton's cache on disk, from another process."""
+    generator = torch.Generator("cuda").manual_seed(3)
+    weights = weights_of(case.shape, "cuda", case.dtype, generator)
+    packed = packed_of(case.shape, case.s, case.b, "cuda", case.dtype, generator)
+    documents = documents_of(case, "cuda")
+    y = kernel.scan(packed, weights, case.shape, case.chunk, documents, launch=case.launch)
+    y.backward(torch.ones_like(y))
+
+
+def compile_share(make: Callable[[], torch.nn.Module], batch_first: bool, share: int, of: int) -> None:
+    """Compile every `of`-th configuration among which others' autotuned kernels choose, from another process."""
+    from triton.runtime.autotuner import Autotuner
+
+    whole = Autotuner.prune_configs
+
+    def part(self: Autotuner, kwargs: dict) -> list:
+        configs = whole(self, kwargs)
+        return configs[share::of] or configs[:1]
+
+    Autotuner.prune_configs = part
+    for batch in (1, 4):
+        size = (batch, SEQUENCE) if batch_first else (SEQUENCE, batch)
+        out = make()(torch.randn(*size, HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=True))
+        out = out[0] if isinstance(out, tuple) else out
+        out.backward(torch.ones_like(out))
+
+
+def mamba2(heads: int, state: int) -> torch.nn.Module:
+    return Megatron().mamba2(heads, state)
+
+
+def compile_all(cases: list[Case], with_released: bool) -> None:
+    """One at a time they would take longer than everything else. What fails here fails again where it is used."""
+    with ProcessPoolExecutor(max(1, min(15, (os.cpu_count() or 2) - 1)), get_context("spawn")) as pool:
+        jobs = [pool.submit(compile_for, case) for case in cases]
+        others = [(partial(mamba2, 56, 64), False), (partial(mamba2, 112, 128), False)]
+        others += [(partial(released, 8), True)] if with_released else []
+        jobs += [pool.submit(compile_share, *each, i, 5) for each in others for i in range(5)]
+        for job in jobs:
+            if cause := job.exception():
+                say(f"compiling: {type(cause).__name__}: {str(cause)[:200]}")
+
+
+# The sitting ---------------------------------------------------------------------------------------------------------
+
+
+class Sitting:
+    """What has been found so far, written after every step; nothing starts once the time is up."""
+
+    def __init__(self, out: Path, seconds: float):
+        self.out, self.end = out, time.monotonic() + seconds
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+        self.data: dict[str, Any] = {
+            "device": device,
+            "torch": torch.__version__,
+            "hidden": HIDDEN,
+            "sequence": SEQUENCE,
+        }
+        self.save()
+
+    def save(self) -> None:
+        self.out.write_text(json.dumps(self.data, indent=1) + "\n")
+
+    def add(self, part: str, **entry: Any) -> None:
+        self.data.setdefault(part, []).append(entry)
+        self.save()
+
+    def attempt(self, name: str, step: Callable[[], None]) -> None:
+        if time.monotonic() > self.end:
+            say(f"{name}: no time left")
+            return
+        try:
+            step()
+        except Exception as cause:
+            say(f"{name}: FAILED {type(cause).__name__}: {str(cause)[:400]}", *traceback.format_exc().splitlines()[-6:])
+            self.add("failed", name=name, cause=f"{type(cause).__name__}: {str(cause)[:400]}")
+            torch.cuda.empty_cache()
+
+
+def say(*lines: str) -> None:
+    print(*lines, sep="\n", flush=True)
+
+
+def check(sitting: Sitting, case: Case) -> None:
+    def step() -> None:
+        found = errors(case)
+        name, worst = max(found.items(), key=lambda item: item[1] if item[1] == item[1] else float("inf"))
+        verdict = "PASS" if worst < case.limit else "FAIL"
+        say(f"{verdict} {worst:.1e} ({name}; limit {case.limit:.0e}, y {found['y']:.1e}) {case}")
+        if verdict == "FAIL":
+            say("     " + " ".join(f"{n} {e:.1e}" for n, e in found.items()))
+        sitting.add("checks", case=str(case), limit=case.limit, verdict=verdict, errors=found)
+
+    sitting.attempt(str(case), step)
+
+
+def row(
+    sitting: Sitting, name: str, module: Callable[[], torch.nn.Module], batch: int, repetitions: int, **more: Any
+) -> None:
+    floor = more.pop("floor", None)
+
+    def step() -> None:
+        start = time.monotonic()
+        found = measure(module(), batch, repetitions, **more)
+        text = f"{name:44s} batch {batch} forward {found['forward']:7.2f} both {found['both']:7.2f} host {found['host']:6.2f} ms"
+        text += f"  kept {found['kept_gib']:5.2f} peak {found['peak_gib']:5.2f} GiB"
+        text += f"  floor {floor['forward']:.2f} / {floor['both']:.2f} ms" if floor else ""
+        say(f"{text}  ({time.monotonic() - start:.0f} s)")
+        sitting.add("rows", name=name, batch=batch, floor=floor, **found)
+        torch.cuda.empty_cache()
+
+    sitting.attempt(name, step)
+
+
+def profile(sitting: Sitting, case: Case) -> None:
+    def step() -> None:
+        found = kernel_times(case)
+        say(f"kernels of {case}, {case.launch or kernel.Launch()}: {sum(found.values()):.2f} ms")
+        say("   " + "  ".join(f"{n} {t:.3f}" for n, t in found.items() if t > 0.004))
+        launch = (case.launch or kernel.Launch())._asdict()
+        sitting.add("kernels", rank=case.shape.rank, chunk=case.chunk, batch=case.b, launch=launch, ms=found)
+
+    sitting.attempt(f"{case} {case.launch}", step)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--quick", action="store_true", help="fewer checks and repetitions")
+    parser.add_argument("--sweep", action="store_true", help="times of each kernel under several launches")
+    parser.add_argument("--released", action="store_true", help="mamba-ssm's module too")
+    parser.add_argument("--seconds", type=float, default=600, help="start nothing after this")
+    given = parser.parse_args()
+    torch.use_deterministic_algorithms(False)
+    sitting = Sitting(given.out, given.seconds)
+    repetitions = 10 if given.quick else 30
+
+    main_cases = [Case(shape, chunk, SEQUENCE, b) for shape, chunk in ((SISO, 64), (NAM56R, 16)) for b in (1, 4)]
+    tried = list(sweep()) if given.sweep else []
+    checked = CASES[::4] if given.quick else CASES
+    start = time.monotonic()
+    sitting.attempt("compiling", lambda: compile_all([*main_cases, *tried, *checked], given.released))
+    say(f"compiled in {time.monotonic() - start:.0f} s")
+
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    for case in checked:
+        check(sitting, case)
+    for case in (Case(SMALL, 16, 203, 2), Case(SMALL._replace(rank=1), 64, 203, 2)):
+        say(f"in three pieces, {case}: " + " ".join(f"{n} {e:.1e}" for n, e in halves(case).items()))
+    torch.use_deterministic_algorithms(False)
+
+    for case in main_cases:
+        profile(sitting, case)
+    sitting.attempt("our layers", lambda: rows(sitting, repetitions))
+    for case in tried:
+        profile(sitting, case)
+    sitting.attempt("other layers", lambda: others(sitting, repetitions, given.released))
+    return 1 if any(c["verdict"] == "FAIL" for c in sitting.data.get("checks", [])) or "failed" in sitting.data else 0
+
+
+def rows(sitting: Sitting, repetitions: int) -> None:
+    megatron = Megatron()
+    for batch in (1, 4):
+        for name, shape, chunk in (
+            ("Mamba-3 SISO groups 1", SISO._replace(groups=1), 64),
+            ("Mamba-3 SISO groups 8", SISO, 64),
+            ("Mamba-3 MIMO rank 4 groups 8", NAM56R, 16),
+        ):
+            floor = floors(shape, chunk, batch)
+            row(sitting, name, partial(megatron.mamba3, shape, chunk), batch, repetitions, floor=floor)
+    again = partial(megatron.mamba3, NAM56R, 16, "in_proj")
+    row(sitting, "Mamba-3 MIMO, in_proj computed again", again, 4, repetitions)
+
+
+def others(sitting: Sitting, repetitions: int, with_released: bool) -> None:
+    megatron = Megatron()
+    for heads, state in ((56, 64), (112, 128)):
+        for batch in (1, 4):
+            name = f"Mamba-2 {heads} heads state {state} groups 8"
+            row(sitting, name, partial(megatron.mamba2, heads, state), batch, repetitions)
+    if with_released:
+        name = "mamba-ssm 2.3.2.post1 Mamba-3 SISO groups "
+        for groups, batch in ((8, 1), (8, 4), (1, 1)):
+            row(sitting, f"{name}{groups}", partial(released, groups), batch, repetitions, batch_first=True)
+        sitting.attempt("errors beside mamba-ssm's", partial(compare, sitting))
+
+
+def compare(sitting: Sitting) -> None:
+    for whose, each in zip(("mamba-ssm", "ours"), released_errors(released(8)), strict=True):
+        say(f"errors of {whose:9s} " + " ".join(f"{n} {e:.1e}" for n, e in each.items()))
+        sitting.add("errors", whose=whose, errors=each)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""The same plan trained twice on this host: by Megatron's pretrain and by Megatron-Bridge's. Losses and step times side by side.
+
+    python benchmarks/nemo.py --out nemo.json --logs DIR [--limit SECONDS] [NAME ...]
+
+Both get one plan.json, so the seed, the data and every field are the same; only the training program differs. The baseline is Megatron's
+run in the same sitting. Steps up to WARM are left out of the times: kernels are tuned in them.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from measure import CUT, MLA, ranks
+
+from nam_megatron import argv
+from nam_megatron.lower import Lowering, translate
+from nam_megatron.nemo import doctor
+from nam_megatron.recipe import load
+
+TRAINERS = {"megatron": "nam_megatron.train", "bridge": "nam_megatron.nemo.train"}
+STEPS, WARM = 20, 5
+ONE = ("cluster=h200_1", *CUT, f"schedule.train_steps={STEPS}", "schedule.decay_steps=40", "schedule.log_interval=1")
+CASES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "smoke": (
+        "nam56r_smoke",
+        (f"schedule.train_steps={STEPS}", "schedule.decay_steps=40", "schedule.log_interval=1"),
+    ),
+    "gqa13": ("nam56r_native_dp", ONE),
+    "mla13_mtp1": ("nam56r", (*ONE, *MLA, "feature.mtp.depths=1", "schedule.micro_batch_size=2")),
+}
+
+FIGURES = {
+    "step": re.compile(r"\biteration\s+(\d+)/"),
+    "ms": re.compile(r"elapsed time per iteration \(ms\): ([\d.]+)"),
+    "loss": re.compile(r"\blm loss: (\S+)"),
+    "grad_norm": re.compile(r"\bgrad norm: (\S+)"),
+}
+PEAK = re.compile(r'"peak_allocated": (\d+)')
+
+
+def measure(name: str, folder: Path, limit: float) -> dict[str, Any]:
+    """One case under both trainers."""
+    preset, overrides = CASES[name]
+    lowering = translate(load(preset, overrides))
+    runs = {trainer: run(name, trainer, lowering, folder, limit) for trainer in TRAINERS}
+    entry = {"name": name, "preset": preset, "overrides": list(overrides), **runs}
+    losses = [[step["loss"] for step in runs[trainer]["steps"]] for trainer in TRAINERS]
+    if all(len(side) == STEPS for side in losses):
+        # Megatron's line of step 2 is the mean of the first two.
+        losses[1][1] = (losses[1][0] + losses[1][1]) / 2
+        apart = [abs(a - b) / a for a, b in zip(*losses, strict=True)]
+        entry["loss_apart"] = {"first": apart[0], "worst": max(apart), "last": apart[-1]}
+    return entry
+
+
+def run(name: str, trainer: str, lowering: Lowering, folder: Path, limit: float) -> dict[str, Any]:
+    """Steps as the log has them, the median step and tokens per second and GPU after WARM, the peak; or an error."""
+    plan, log = folder / f"{name}.plan.json", folder / f"{name}.{trainer}.log"
+    plan.write_text(argv.plan_json(lowering))
+    r = lowering.plan.recipe
+    env = dict(os.environ)
+    for e in lowering.env:
+        env.pop(e.name, None)
+        if e.value is not None:
+            env[e.name] = e.value
+    command = [sys.executable, "-m", TRAINERS[trainer], "--nam-plan", str(plan), *argv.argv(lowering)]
+    begin = time.monotonic()
+    code = ranks(command, env, r.world_size, log, limit)
+    found: dict[str, Any] = {"exit": code, "wall_seconds": round(time.monotonic() - begin, 1), "steps": []}
+    for line in log.read_text(errors="replace").splitlines():
+        hits = {key: pattern.search(line) for key, pattern in FIGURES.items()}
+        if hits["step"] and hits["loss"]:
+            found["steps"].append({key: float(hit[1]) for key, hit in hits.items() if hit})
+        if peak := PEAK.search(line):
+            found["peak_allocated_gb"] = round(max(found.get("peak_allocated_gb", 0), int(peak[1]) / 1e9), 3)
+    if times := [step["ms"] for step in found["steps"] if step["step"] > WARM]:
+        tokens = r.schedule.global_batch_size * r.model.seq_length
+        found["median_ms"] = median(times)
+        found["tokens_per_s_per_gpu"] = round(tokens / median(times) * 1000 / r.world_size)
+    if code != 0:
+        said = [x for x in log.read_text(errors="replace").splitlines() if "Error" in x or x.startswith("error:")]
+        found["error"] = said[-1][:400] if said else "see the log"
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--logs", type=Path, required=True)
+    parser.add_argument("--limit", type=float, default=240, help="seconds for one training")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(CASES))
+    args = parser.parse_args()
+    if unknown := set(args.names) - set(CASES):
+        parser.error(f"no case {', '.join(sorted(unknown))}")
+    args.logs.mkdir(parents=True, exist_ok=True)
+    smi = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    host = subprocess.run(smi, capture_output=True, text=True, check=False).stdout.splitlines()
+    findings = [f.message for f in doctor.findings()]
+    made = {
+        "steps": STEPS,
+        "warm": WARM,
+        "gpus": host,
+        "versions": doctor.recorded(),
+        "findings": findings,
+        "cases": [],
+    }
+    failed = False
+    for name in args.names or CASES:
+        entry = measure(name, args.logs, args.limit)
+        made["cases"].append(entry)
+        failed |= "loss_apart" not in entry
+        args.out.write_text(json.dumps(made, indent=1) + "\n")
+        print(name, entry.get("loss_apart", "no comparison"), flush=True)
+        for trainer in TRAINERS:
+            of = entry[trainer]
+            print(
+                f"  {trainer}: {of.get('median_ms')} ms, {of.get('tokens_per_s_per_gpu')} tok/s/GPU",
+                of.get("error", ""),
+            )
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

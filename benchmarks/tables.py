@@ -1,0 +1,107 @@
+"""The measured tables of docs/training.md: python benchmarks/tables.py
+
+Reads benchmarks/{throughput,stock,ladder}_h200.json and writes each table between its marks.
+"""
+
+import json
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+DOCS = HERE.parent / "docs" / "training.md"
+TRACED = ("baseline", "fusions", "fusions_graphs", "fp8_tensorwise")
+
+
+def read(name: str) -> Any:
+    return json.loads((HERE / f"{name}_h200.json").read_text())
+
+
+def throughput() -> Iterator[str]:
+    """Each rung beside the baseline of the same GPU and sitting."""
+    yield "| rung | ms a step | tokens/s | gain | of the peak | GB |"
+    yield "|---|---|---|---|---|---|"
+    for sitting in read("throughput"):
+        rungs = [r for r in sitting["rungs"] if "error" not in r]
+        baseline = {r["gpu"]: r["tokens_per_second"] for r in rungs if r["name"] == "baseline"}
+        rates = sorted(baseline.values())
+        first = next(r for r in rungs if r["name"] == "baseline")
+        for rung in [first, *(r for r in rungs if r["name"] != "baseline")]:
+            rate = rung["tokens_per_second"]
+            gain = (
+                f"{rate / baseline[rung['gpu']] - 1:+.1%}"
+                if rung is not first
+                else f"{rates[0]:,.0f} to {rates[-1]:,.0f}"
+            )
+            peak = rung["peak_bytes"]["steady"]["allocated"] / 1e9
+            ms = rung["median_step_seconds"] * 1e3
+            yield f"| {rung['name']} | {ms:.0f} | {rate:,.0f} | {gain} | {rung['utilisation']:.1%} | {peak:.1f} |"
+
+
+def kernels() -> Iterator[str]:
+    """Milliseconds of one step by what the kernels are for; of a rung measured on several GPUs, the first."""
+    rungs = {
+        r["name"]: r
+        for s in reversed(read("throughput"))
+        for r in reversed(s["rungs"])
+        if "kinds" in (r.get("kernels") or ())
+    }
+    tables = {name: rungs[name]["kernels"] for name in TRACED if name in rungs}
+    kinds = dict.fromkeys(kind for table in tables.values() for kind in table["kinds"])
+    yield f"| kind | {' | '.join(tables)} |"
+    yield "|---" * (1 + len(tables)) + "|"
+    for kind in kinds:
+        cells = (table["kinds"].get(kind, {"ms": 0.0})["ms"] for table in tables.values())
+        yield f"| {kind} | {' | '.join(f'{ms:.1f}' for ms in cells)} |"
+    for key, title in (("gaps_ms", "no kernel runs"), ("span_ms", "first to last kernel")):
+        yield f"| {title} | {' | '.join(f'{table[key]:.1f}' for table in tables.values())} |"
+
+
+def stock() -> Iterator[str]:
+    found = read("stock")["compared"]
+    loss = {name: found["lm loss"][name] for name in ("ours", "stock", "again")}
+    yield "| | ours | Megatron's default stack | ours again |"
+    yield "|---|---|---|---|"
+    for step in (1, 10, 20, 30, 40, 50):
+        yield f"| loss, step {step} | {' | '.join(f'{values[step - 1]:.4f}' for values in loss.values())} |"
+
+    def apart(name: str, pick: Any) -> str:
+        return f"{pick([abs(a - b) for a, b in zip(loss['ours'], loss[name], strict=True)]):.4f}"
+
+    for title, pick in (("largest", max), ("median", statistics.median)):
+        yield f"| {title} difference of a step's loss from ours | | {apart('stock', pick)} | {apart('again', pick)} |"
+    yield "| ms a step | " + " | ".join(f"{s * 1e3:.1f}" for s in found["median_step_seconds"].values()) + " |"
+    yield "| GB | " + " | ".join(f"{b / 1e9:.2f}" for b in found["steady_allocated"].values()) + " |"
+
+
+def ladder() -> Iterator[str]:
+    yield "| rung | GPUs | losses of steps 1-3, then 4-6 from the checkpoint | gradient norms | both checkpoints, GB | last step, ms | GB |"
+    yield "|---|---|---|---|---|---|---|"
+    for rung in read("ladder"):
+        if "error" in rung:
+            yield f"| {rung['name']} | {rung['gpus']} | {rung['error']} | | | | |"
+            continue
+        halves = [rung[half]["steps"] for half in ("first", "resumed")]
+        losses, norms = (
+            "; ".join(", ".join(f"{read(s):.{n}f}" for s in half) for half in halves)
+            for read, n in ((lambda s: s["losses"]["lm loss"], 3), (lambda s: s["grad_norm"], 1))
+        )
+        peak = max(rung[half]["peak_bytes"]["steady"]["allocated"] for half in ("first", "resumed")) / 1e9
+        saved = "; ".join(rung["checkpoint"]["wrong"]) or f"{rung['checkpoint']['bytes'] / 1e9:.1f}"
+        last = halves[-1][-1]["seconds"] * 1e3
+        yield f"| {rung['name']} | {rung['gpus']} | {losses} | {norms} | {saved} | {last:.0f} | {peak:.1f} |"
+
+
+def main() -> None:
+    text = DOCS.read_text()
+    for table in (throughput, kernels, stock, ladder):
+        head, begin, rest = text.partition(f"<!-- begin: {table.__name__} -->\n")
+        assert begin, f"docs/training.md has no place for {table.__name__}"
+        _, end, tail = rest.partition("<!-- end -->")
+        text = head + begin + "\n".join(table()) + "\n" + end + tail
+    DOCS.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""A NAM recipe as a NeMo-Run job on Slurm. Prints the batch script it would submit; needs neither a cluster nor Megatron.
+
+    python examples/nemo/slurm.py conf=nam56r_native_dp cluster=h200_2x8 > nam56r.sbatch
+
+Hosts, GPUs and environment come from the recipe; account, partition and container are yours to set below. Needs the extra `nemo-run`.
+"""
+
+import shlex
+import sys
+import tempfile
+
+import nemo_run as run
+from nemo_run.core.execution.slurm import SlurmBatchRequest
+
+from nam_megatron.lower import translate
+from nam_megatron.recipe import load
+
+ACCOUNT, PARTITION, CONTAINER = "your_account", "batch", "your/container:tag"
+
+
+def script(words: list[str]) -> str:
+    """The batch script of `python -m nam_megatron.nemo pretrain` with these words, conf=NAME among them."""
+    preset = next((word.removeprefix("conf=") for word in words if word.startswith("conf=")), "nam56r")
+    lowering = translate(load(preset, [word for word in words if not word.startswith("conf=")]))
+    cluster = lowering.plan.recipe.cluster
+    executor = run.SlurmExecutor(
+        account=ACCOUNT,
+        partition=PARTITION,
+        container_image=CONTAINER,
+        nodes=cluster.nodes,
+        ntasks_per_node=1,
+        gpus_per_node=cluster.gpus_per_node,
+        env_vars={env.name: env.value for env in lowering.env if env.value is not None},
+        tunnel=run.LocalTunnel(job_dir=tempfile.mkdtemp()),
+    )
+    executor.job_name, executor.experiment_id = preset, preset
+    executor.job_dir = tempfile.mkdtemp()
+    rendezvous = "--rdzv-backend=c10d --rdzv-endpoint=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -1):29500 --rdzv-id=$SLURM_JOB_ID"
+    torchrun = f"torchrun --nnodes {cluster.nodes} --nproc-per-node {cluster.gpus_per_node} {rendezvous}"
+    command = f"{torchrun} -m nam_megatron.nemo pretrain {shlex.join(words)}"
+    request = SlurmBatchRequest(
+        launch_cmd=["sbatch", "--parsable"],
+        jobs=[preset],
+        command_groups=[["bash", "-c", shlex.quote(command)]],
+        executor=executor,
+        max_retries=0,
+        extra_env={},
+    )
+    return request.materialize()
+
+
+if __name__ == "__main__":
+    sys.stdout.write(script(sys.argv[1:]))

@@ -1,0 +1,289 @@
+"""DSA as a Megatron layer: our core attention inside AbsorbedMLASelfAttention, with Megatron's own indexer module.
+
+Parameters, their names, shapes and sharding are those of Megatron's DSA (megatron-core 0.19.2,
+transformer/experimental_attention_variant/{absorbed_mla,dsa}.py), so a checkpoint fits both; so do scores, top-k, loss,
+its coefficient, its scaling and its logging. What differs: how it is computed, and how layers share a top-k.
+"""
+
+import importlib
+from collections import deque
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput, is_checkpointing
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.experimental_attention_variant.absorbed_mla import (
+    AbsorbedMLASelfAttention,
+    AbsorbedMLASelfAttentionSubmodules,
+)
+from megatron.core.transformer.experimental_attention_variant.dsa import (
+    DSAIndexer,
+    DSAIndexerLossAutoScaler,
+    DSAIndexerLossLoggingHelper,
+    DSAIndexerSubmodules,
+    DSAttentionSubmodules,
+    source_dsa_compute_layer,
+)
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+from triton import knobs
+
+from nam_megatron.blocks.mla.layer import FusedMLASelfAttention
+from nam_megatron.blocks.mla.layer import _weight as weight_of
+from nam_megatron.blocks.mla.naive import Rope, absorbed_weight
+from nam_megatron.errors import Problem, Refused
+
+# A DSA layer has neither cross attention nor an MLP.
+EMPTY = frozenset(
+    {"pre_cross_attn_layernorm", "cross_attention", "cross_attn_bda", "pre_mlp_layernorm", "mlp", "mlp_bda"}
+)
+
+Kernels = Literal["fused", "naive"]
+
+
+def _module(kind: str, kernels: Kernels) -> ModuleType:
+    """The functions of a block in Triton or in plain torch: two modules with the same names."""
+    return importlib.import_module(f"nam_megatron.blocks.{kind}.{'kernel' if kernels == 'fused' else 'naive'}")
+
+
+def spec(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
+    """The whole layer. The recipe's `model.blocks.dsa.kernels` is `fused` or `naive`.
+
+    Raises:
+        Refused: the fused kernels without a GPU; nothing else is put in their place.
+    """
+    blocks = plan.recipe.model.blocks
+    kernels = blocks.dsa.kernels
+    if kernels == "fused" and not (torch.cuda.is_available() or knobs.runtime.interpret):
+        hint = "set `model.blocks.dsa.kernels=naive` to run it in plain torch"
+        raise Refused(Problem("the fused kernels of DSA need a GPU", "model.blocks.dsa.kernels", hint))
+    column, linear = backend.column_parallel_linear(), backend.linear()
+    norm = backend.layer_norm(rms_norm=True, for_qk=True) if blocks.mla.latent_norm else IdentityOp
+    indexer = DSAIndexerSubmodules(
+        linear_wq_b=linear, linear_wk=linear, k_norm=backend.layer_norm(), linear_weights_proj=linear
+    )
+    core = ModuleSpec(
+        SparseAttention,
+        params={"kernels": kernels},
+        submodules=DSAttentionSubmodules(indexer=ModuleSpec(DSAIndexer, submodules=indexer)),
+    )
+    attention = AbsorbedMLASelfAttentionSubmodules(
+        linear_q_proj=column,
+        linear_q_down_proj=linear,
+        linear_q_up_proj=column,
+        linear_kv_down_proj=linear,
+        linear_kv_up_proj=column,
+        core_attention=core,
+        linear_proj=backend.row_parallel_linear(),
+        q_layernorm=norm,
+        kv_layernorm=norm,
+    )
+    parts = TransformerLayerSubmodules(
+        input_layernorm=backend.layer_norm(rms_norm=True),
+        self_attention=ModuleSpec(
+            SparseSelfAttention,
+            params={"attn_mask_type": AttnMaskType.causal, "kernels": kernels},
+            submodules=attention,
+        ),
+        self_attn_bda=get_bias_dropout_add,
+    )
+    return ModuleSpec(SparseLayer, submodules=parts)
+
+
+class SparseLayer(TransformerLayer):
+    """A transformer layer whose input norm hands its input on: the attention normalises while it projects."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        norm, attention = self.input_layernorm, self.self_attention
+        attention.input_norm = (norm,)
+        attention.core_attention.normalise = norm.forward
+        # Called as before, so that the hooks of DDP's overlapped all-gather still run.
+        norm.forward = _itself
+        # There is no norm output to drop; dropping this one would drop the residual.
+        self.recompute_input_layernorm = False
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
+class SparseSelfAttention(AbsorbedMLASelfAttention):
+    """AbsorbedMLASelfAttention with MLA's ingress: its modules up to queries and keys are only asked for their weights."""
+
+    table = FusedMLASelfAttention._table
+
+    def __init__(
+        self, config: MLATransformerConfig, submodules: Any, layer_number: int, *, kernels: Kernels, **rest: Any
+    ):
+        super().__init__(config, submodules, layer_number, **rest)
+        self.ops = _module("mla", kernels)
+        self.input_norm: tuple = ()  # of the layer around us; in a tuple, so that it is not registered twice
+        self._tables: dict = {}
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, key_value_states: None = None, packed_seq_params: None = None, **_: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Absorbed queries [s, b, n / t, r + p], keys [s, b, 1, r + p] and query latents, of this rank's positions alone, of
+        hidden states [s, b, h] before the input norm.
+        """
+        assert packed_seq_params is None
+        c = self.config
+        norms = [None if isinstance(n, IdentityOp) else weight_of(n) for n in (self.q_layernorm, self.kv_layernorm)]
+        down = [weight_of(p) for p in (self.linear_q_down_proj, self.linear_kv_down_proj)]
+        gamma, rope = weight_of(self.input_norm[0]), c.qk_pos_emb_head_dim
+        latents = self.ops.ingress(hidden_states, gamma, *down, *norms, rope, c.layernorm_epsilon)
+        q_latent = latents[..., : c.q_lora_rank].contiguous()
+        if c.sequence_parallel:
+            latents = gather_from_sequence_parallel_region(latents, group=self.tp_group)
+        angles = Rope(*self.table(self.rotary_pos_emb.get_rotary_seq_len(None, None, hidden_states, c, None), False))
+
+        def up(latents: Tensor) -> tuple[Tensor, Tensor]:
+            n, q, kv = self.num_attention_heads_per_partition, self.linear_q_up_proj, self.linear_kv_up_proj
+            weight = absorbed_weight(weight_of(q), weight_of(kv), n, rope, c.v_head_dim)
+            return self.ops.absorbed(latents, weight, angles, n, c.q_lora_rank)
+
+        if self.recompute_up_proj:
+            # AbsorbedMLASelfAttention.forward drops both behind the core attention and has them made again.
+            self.qkv_up_checkpoint = CheckpointWithoutOutput(fp8=None)
+            return *self.qkv_up_checkpoint.checkpoint(up, latents), q_latent
+        return *up(latents), q_latent
+
+
+class SparseAttention(MegatronModule):
+    """Each query attends to the top-k keys of an indexer: its own, or that of the layer whose top-k this one reuses."""
+
+    # What AbsorbedMLASelfAttention asks of its core.
+    consumes_absorbed_v_up_projection = True
+    requires_dsa_inputs = True
+
+    def __init__(
+        self,
+        config: MLATransformerConfig,
+        submodules: DSAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        softmax_scale: float,
+        kernels: Kernels,
+        pg_collection: ProcessGroupCollection,
+        **_: Any,
+    ):
+        super().__init__(config=config)
+        assert attention_type == "self" and attn_mask_type is AttnMaskType.causal
+        assert config.context_parallel_size == 1 and config.dsa_indexer_scoring_relu
+        assert not config.dsa_indexer_use_sparse_loss
+        self.layer_number, self.softmax_scale, self.groups = layer_number, softmax_scale, pg_collection
+        self.ops = _module("dsa", kernels)
+        self.normalise = lambda x: x  # the layer's input norm, for the indexer
+        self.source = source_dsa_compute_layer(
+            layer_number, config.dsa_indexer_skip_topk_offset, config.dsa_indexer_topk_freq
+        )
+        self.shelf = Shelf.of(config)
+        self.rerun: deque = deque()  # selections that an activation checkpoint's second run will want
+        if self.source == layer_number:
+            self.indexer = build_module(submodules.indexer, config=config, pg_collection=pg_collection)
+        else:
+            self.indexer = None
+            self.shelf.reads(self.source, layer_number)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: None,
+        attention_mask: Tensor | None,
+        x: Tensor,
+        qr: Tensor,
+        up_v_weight: Tensor,
+        packed_seq_params: None = None,
+        **_: Any,
+    ) -> Tensor:
+        """query [s, b, n / t, r + p], key [s, b, 1, r + p], x [s, b, h] before the input norm and qr [s, b, q rank] (s / t under sequence
+        parallelism), up_v_weight [n / t, d, r] -> [s, b, n / t d]. The mask is causal, whatever `attention_mask` says.
+        """
+        assert value is None and packed_seq_params is None and len(query) == len(key)
+        config = self.config
+        coefficient = config.dsa_indexer_loss_coeff or 0.0
+        loss = None
+        if self.indexer is None:
+            selection = self._once(lambda: self.shelf.take(self.source, self.layer_number))
+        else:
+            learns = self.training and torch.is_grad_enabled() and coefficient > 0
+            with torch.no_grad():
+                x = self.normalise(x)
+            with torch.set_grad_enabled(learns):
+                q, k, w = self.indexer.forward_before_topk(x, qr.detach())
+                scores = self.ops.index_scores(q, k, w)
+            selection = self._once(lambda: self._select(scores.detach()))
+            if learns:
+                kl = self.ops.indexer_kl(q, k, w, scores, query, key, self.softmax_scale, self.groups.tp)
+                queries = 1 if config.calculate_per_token_loss else query.size(0) * query.size(1)
+                loss = kl * (coefficient / queries)
+        out = self.ops.attend(query, key, selection, self.softmax_scale, config.kv_lora_rank)
+        out = self.ops.values(out, up_v_weight)
+        if loss is not None:
+            DSAIndexerLossLoggingHelper.save_loss_to_tracker(loss, self.layer_number, config.num_layers)
+            out = DSAIndexerLossAutoScaler.apply(out, loss)
+        return out
+
+    def _select(self, scores: Tensor) -> Any:
+        selection = self.ops.select(scores, min(self.config.dsa_indexer_topk, scores.size(1)))
+        self.shelf.put(self.layer_number, selection)
+        return selection
+
+    def _once(self, make: Any) -> Any:
+        """`make`'s selection; in the second run of an activation checkpoint that of the first run, whatever ran between.
+
+        Megatron's schedules run the backward passes of a layer in the order of its forward passes.
+        """
+        if is_checkpointing() and torch.is_grad_enabled():
+            return self.rerun.popleft()
+        selection = make()
+        if is_checkpointing():
+            self.rerun.append(selection)
+        return selection
+
+
+class Shelf:
+    """The selections on their way from the layers that compute them to the layers that reuse them, of one model.
+
+    A forward pass runs all layers of a share group one after another, so a source has one selection at a time; it is
+    dropped when the last reusing layer has it. It lives on the config, which the layers share.
+    """
+
+    def __init__(self):
+        self.readers: dict[int, list[int]] = {}  # layer numbers by source
+        self.selections: dict[int, Any] = {}
+
+    @classmethod
+    def of(cls, config: MLATransformerConfig) -> "Shelf":
+        if not hasattr(config, "nam_dsa_shelf"):
+            config.nam_dsa_shelf = cls()
+        return config.nam_dsa_shelf
+
+    def reads(self, source: int, layer: int) -> None:
+        self.readers.setdefault(source, []).append(layer)
+
+    def put(self, source: int, selection: Any) -> None:
+        if source in self.readers:
+            self.selections[source] = selection
+
+    def take(self, source: int, layer: int) -> Any:
+        assert source in self.selections, (
+            f"layer {layer} reuses the top-k of layer {source}, which has not run before it in this pass: "
+            "a pipeline cut parts them, or something other than Megatron's own checkpoint runs this layer again"
+        )
+        selection = self.selections[source]
+        if layer == max(self.readers[source]):
+            del self.selections[source]
+        return selection

@@ -1,0 +1,394 @@
+"""Element-wise Triton kernels on both sides of the scan: what it needs of the packed projection, and the gradient of that.
+
+`Prepared.of` runs in the forward pass and again in the backward pass, so nothing it makes is kept in between.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nam_megatron.blocks.mamba3.naive import A_FLOOR, NORM_EPSILON, Shape, Weights
+
+PI = tl.constexpr(math.pi)
+# Of a step along the sequence where that is not the chunk, and the angles of a program there.
+TOKENS, ANGLES = 64, 8
+
+
+class Prepared(NamedTuple):
+    """What the scan reads besides z and x. Sequence last or next to last, so that a head's chunk is contiguous.
+
+    keys, queries: [b, s, groups, rank, state_dim], normed B and C. cos, sin: [b, heads, s, angles] of the summed angles.
+    decay: [b, heads, s] fp32, log of the decay since the chunk began. now, scale: [b, heads, s] fp32, the weight of a token's
+    input in its own output and in all later ones. angle: [b, heads, angles], where the sum ends.
+    """
+
+    keys: Tensor
+    queries: Tensor
+    cos: Tensor
+    sin: Tensor
+    decay: Tensor
+    now: Tensor
+    scale: Tensor
+    angle: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        packed: Tensor,
+        weights: Weights,
+        shape: Shape,
+        chunk: int,
+        angles: Tensor,
+        documents: Tensor | None = None,
+        start: Tensor | None = None,
+    ) -> "Prepared":
+        """For packed [s, b, *], whose first columns are shape.parts without the angles, and all angles [s, b, angles].
+
+        start: [b, heads, angles] fp32, where the sum of angles starts; 0 if None.
+        """
+        s, b, _ = packed.shape
+        h, _, n, g, r, a = shape
+        starts, strides = offsets(shape), (packed.stride(0), packed.stride(1))
+        # cos and sin lie in [-1, 1], where fp16 has three more bits than bf16.
+        turned = torch.float32 if packed.dtype == torch.float32 else torch.float16
+        cos, sin = (packed.new_empty(b, h, s, a, dtype=turned) for _ in range(2))
+        end = packed.new_empty(b, h, a, dtype=torch.float32)
+        block = min(ANGLES, triton.next_power_of_2(a))
+        _angles[(h, triton.cdiv(a, block), b)](
+            packed, angles, weights.dt_bias, start, cos, sin, end, s, *strides, angles.stride(0), angles.stride(1),
+            starts["dt"], h, a, block, TOKENS, start is not None, num_warps=4,
+        )  # fmt: skip
+        decay, now, scale = (packed.new_empty(b, h, s, dtype=torch.float32) for _ in range(3))
+        heads = min(16, triton.next_power_of_2(h))
+        _steps[(triton.cdiv(s, chunk), triton.cdiv(h, heads), b)](
+            packed, weights.dt_bias, documents, decay, now, scale, s, *strides, starts["dt"], starts["A"], starts["trap"],
+            h, chunk, heads, A_FLOOR, documents is not None, num_warps=4,
+        )  # fmt: skip
+        keys, queries = (packed.new_empty(b, s, g, r, n) for _ in range(2))
+        rows = max(1, 2048 // n)
+        _norm[(triton.cdiv(b * s * g * r, rows), 2)](
+            packed, weights.B_norm, weights.C_norm, keys, queries, b * s * g * r, s, *strides, starts["B"], starts["C"],
+            g * r, n, rows, NORM_EPSILON, num_warps=4,
+        )  # fmt: skip
+        return cls(keys, queries, cos, sin, decay, now, scale, end)
+
+
+class Raw(NamedTuple):
+    """Gradients that the scan's backward pass leaves for `packed_gradients`.
+
+    keys, queries: [splits, b, s, groups, rank, state_dim], to be summed over splits. angles: [b, heads, s, angles] fp32, of
+    each token's summed angle. row, now, scale: [b, heads, s] fp32; row is of `decay` from the query side alone, the key side's
+    is -scale * its gradient. ends: [b, heads, chunks] fp32, of the decay over a whole chunk.
+    """
+
+    keys: Tensor
+    queries: Tensor
+    angles: Tensor
+    row: Tensor
+    now: Tensor
+    scale: Tensor
+    ends: Tensor
+
+
+def offsets(shape: Shape) -> dict[str, int]:
+    """Where each part of the packed projection starts."""
+    starts, total = {}, 0
+    for name, width in shape.parts.items():
+        starts[name], total = total, total + width
+    return starts
+
+
+def packed_gradients(
+    raw: Raw,
+    d_packed: Tensor,
+    packed: Tensor,
+    weights: Weights,
+    shape: Shape,
+    chunk: int,
+    angles: Tensor,
+    scale: Tensor,
+    documents: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Fills d_packed but for z, x and angles; `scale` is what Prepared had.
+
+    Returns the gradients of angles [s, b, angles], dt_bias, B_norm and C_norm.
+    """
+    s, b, _ = packed.shape
+    h, _, n, g, r, a = shape
+    starts, strides = offsets(shape), (packed.stride(0), packed.stride(1))
+    out = (d_packed.stride(0), d_packed.stride(1))
+    chunks = raw.ends.size(2)
+
+    block = min(ANGLES, triton.next_power_of_2(a))
+    blocks = triton.cdiv(a, block)
+    d_dt = packed.new_empty(blocks, b, h, s, dtype=torch.float32)
+    _angles_backward[(h, blocks, b)](
+        packed, angles, weights.dt_bias, raw.angles, d_dt, s, *strides, angles.stride(0), angles.stride(1),
+        starts["dt"], h, a, block, TOKENS, num_warps=4,
+    )  # fmt: skip
+    d_angles = raw.angles.sum(1).transpose(0, 1) * (math.pi * (1 - angles.float().tanh().square()))
+
+    heads = min(16, triton.next_power_of_2(h))
+    bias = packed.new_empty(b, chunks, h, dtype=torch.float32)
+    _steps_backward[(chunks, triton.cdiv(h, heads), b)](
+        packed, weights.dt_bias, documents, raw.row, raw.now, raw.scale, scale, raw.ends, d_dt.sum(0), d_packed, bias,
+        s, *strides, *out, starts["dt"], starts["A"], starts["trap"],
+        h, chunks, chunk, heads, A_FLOOR, documents is not None, num_warps=4,
+    )  # fmt: skip
+
+    rows, lines = max(1, 2048 // n), b * s * g * r
+    programs = min(triton.cdiv(lines, rows), 1024)
+    norm = packed.new_empty(2, programs, n, dtype=torch.float32)
+    _norm_backward[(programs, 2)](
+        packed, weights.B_norm, weights.C_norm, raw.keys, raw.queries, d_packed, norm, lines, s, *strides, *out,
+        starts["B"], starts["C"], g * r, n, rows, raw.keys.size(0), NORM_EPSILON, num_warps=4,
+    )  # fmt: skip
+    d_norm = norm.sum(1)
+    return (
+        d_angles.to(packed.dtype),
+        bias.sum((0, 1)),
+        d_norm[0].to(weights.B_norm.dtype),
+        d_norm[1].to(weights.C_norm.dtype),
+    )
+
+
+@triton.jit
+def _softplus(x):
+    # log(1 + u) loses the bits of a small u: there the series is used.
+    u = tl.exp(-tl.abs(x))
+    small = u * (1 - u * (0.5 - u * (0.33333333 - u * 0.25)))
+    return tl.maximum(x, 0.0) + tl.where(u < 0.01, small, tl.log(1 + u))
+
+
+@triton.jit
+def _tanh(x):
+    return 2 * tl.sigmoid(2 * x) - 1
+
+
+@triton.jit
+def _cos_sin(x):
+    """For |x| up to some hundreds, to 1e-6: the library's ones provide for any x, at several times the price."""
+    quarter = tl.floor(x * (2 / PI) + 0.5)
+    x = (x - quarter * 1.5703125) - quarter * 4.838267948966e-4
+    y = x * x
+    c = 1 + y * (-0.5 + y * (4.16666418e-2 + y * (-1.388731625e-3 + y * 2.443315711e-5)))
+    s = x + x * y * (-1.6666654611e-1 + y * (8.3321608736e-3 + y * -1.9515295891e-4))
+    turn = quarter.to(tl.int32) & 3
+    odd = (turn & 1) == 1
+    cos = tl.where(odd, s, c)
+    sin = tl.where(odd, c, s)
+    return tl.where((turn == 1) | (turn == 2), -cos, cos), tl.where(turn >= 2, -sin, sin)
+
+
+@triton.jit
+def _steps_of(packed, dt_bias, documents, s, stride_s, at_dt, at_trap, token, head, ok, PACKED: tl.constexpr):
+    """dt, gate of tokens x heads, and of the next token of the same document (0 if there is none)."""
+    at = packed + token[:, None].to(tl.int64) * stride_s + head[None, :]
+    more = ok & (token + 1 < s)[:, None]
+    if PACKED:
+        here = tl.load(documents + token, mask=token < s, other=0)
+        then = tl.load(documents + token + 1, mask=token + 1 < s, other=0)
+        more = more & (here == then)[:, None]
+    dt = _softplus(tl.load(at + at_dt, mask=ok, other=0.0).to(tl.float32) + dt_bias[None, :])
+    gate = tl.sigmoid(tl.load(at + at_trap, mask=ok, other=0.0).to(tl.float32))
+    next_dt = _softplus(tl.load(at + stride_s + at_dt, mask=more, other=0.0).to(tl.float32) + dt_bias[None, :])
+    next_gate = tl.sigmoid(tl.load(at + stride_s + at_trap, mask=more, other=0.0).to(tl.float32))
+    return dt, gate, tl.where(more, next_dt, 0.0), next_gate
+
+
+@triton.jit
+def _steps(
+    packed, dt_bias, documents, decay, now, scale, s, stride_s, stride_b, at_dt, at_A, at_trap,
+    H: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr, FLOOR: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(2).to(tl.int64)
+    token = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    ok = (token < s)[:, None] & (head < H)[None, :]
+    packed += b * stride_b
+    if PACKED:
+        documents += b * s
+    bias = tl.load(dt_bias + head, mask=head < H, other=0.0)
+    dt, gate, next_dt, next_gate = _steps_of(
+        packed, bias, documents, s, stride_s, at_dt, at_trap, token, head, ok, PACKED
+    )
+    raw = tl.load(packed + token[:, None].to(tl.int64) * stride_s + at_A + head[None, :], mask=ok, other=0.0)
+    log = tl.where(ok, -tl.maximum(_softplus(raw.to(tl.float32)), FLOOR) * dt, 0.0)
+    to = (b * H + head[None, :]) * s + token[:, None]
+    tl.store(decay + to, tl.cumsum(log, 0), mask=ok)
+    tl.store(now + to, gate * dt, mask=ok)
+    tl.store(scale + to, gate * dt + (1 - next_gate) * next_dt, mask=ok)
+
+
+@triton.jit
+def _steps_backward(
+    packed, dt_bias, documents, d_row, d_now, d_scale, scale, d_ends, d_dt, d_packed, d_bias,
+    s, stride_s, stride_b, out_s, out_b, at_dt, at_A, at_trap,
+    H: tl.constexpr, CHUNKS, CHUNK: tl.constexpr, HEADS: tl.constexpr, FLOOR: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0)
+    b = tl.program_id(2).to(tl.int64)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    known = head < H
+    ok = (token < s)[:, None] & known[None, :]
+    packed += b * stride_b
+    if PACKED:
+        documents += b * s
+    bias = tl.load(dt_bias + head, mask=known, other=0.0)
+    dt, gate, _, _ = _steps_of(packed, bias, documents, s, stride_s, at_dt, at_trap, token, head, ok, PACKED)
+    at = packed + token[:, None].to(tl.int64) * stride_s + head[None, :]
+    raw_dt = tl.load(at + at_dt, mask=ok, other=0.0).to(tl.float32) + bias[None, :]
+    raw_A = tl.load(at + at_A, mask=ok, other=0.0).to(tl.float32)
+    soft = _softplus(raw_A)
+    A = -tl.maximum(soft, FLOOR)
+
+    to = (b * H + head[None, :]) * s + token[:, None]
+    g_scale = tl.load(d_scale + to, mask=ok, other=0.0)
+    g_now = tl.load(d_now + to, mask=ok, other=0.0) + g_scale
+    # The token before this one holds (1 - gate) dt of this one in its scale.
+    linked = ok & (token > 0)[:, None]
+    if PACKED:
+        here = tl.load(documents + token, mask=token < s, other=0)
+        before = tl.load(documents + token - 1, mask=(token > 0) & (token < s), other=0)
+        linked = linked & (here == before)[:, None]
+    g_before = tl.load(d_scale + to - 1, mask=linked, other=0.0)
+
+    g_decay = tl.load(d_row + to, mask=ok, other=0.0) - g_scale * tl.load(scale + to, mask=ok, other=0.0)
+    end = tl.load(d_ends + (b * H + head) * CHUNKS + chunk, mask=known, other=0.0)
+    g_log = tl.cumsum(g_decay, 0, reverse=True) + end[None, :]
+    g_dt = tl.load(d_dt + to, mask=ok, other=0.0) + g_log * A + g_now * gate + g_before * (1 - gate)
+    g_dt *= tl.sigmoid(raw_dt)
+    g_A = tl.where(soft > FLOOR, -g_log * dt * tl.sigmoid(raw_A), 0.0)
+    g_trap = (g_now - g_before) * dt * gate * (1 - gate)
+
+    out = d_packed + b * out_b + token[:, None].to(tl.int64) * out_s + head[None, :]
+    kind = d_packed.dtype.element_ty
+    tl.store(out + at_dt, g_dt.to(kind), mask=ok)
+    tl.store(out + at_A, g_A.to(kind), mask=ok)
+    tl.store(out + at_trap, g_trap.to(kind), mask=ok)
+    tl.store(d_bias + (b * CHUNKS + chunk) * H + head, tl.sum(tl.where(ok, g_dt, 0.0), 0), mask=known)
+
+
+@triton.jit
+def _angles(
+    packed, angles, dt_bias, start, cos, sin, end, s, stride_s, stride_b, angles_s, angles_b, at_dt,
+    H: tl.constexpr, A: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, STARTED: tl.constexpr,
+):  # fmt: skip
+    h = tl.program_id(0)
+    b = tl.program_id(2).to(tl.int64)
+    packed += b * stride_b
+    angles += b * angles_b
+    row = b * H + h
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    known = column < A
+    bias = tl.load(dt_bias + h)
+    total = tl.zeros([BLOCK], tl.float32)
+    if STARTED:
+        total = tl.load(start + row * A + column, mask=known, other=0.0)
+    for first in range(0, s, TOKENS):
+        token = first + tl.arange(0, TOKENS)
+        dt = tl.load(packed + token.to(tl.int64) * stride_s + at_dt + h, mask=token < s, other=0.0)
+        dt = _softplus(dt.to(tl.float32) + bias)
+        ok = (token < s)[:, None] & known[None, :]
+        at = angles + token[:, None].to(tl.int64) * angles_s + column[None, :]
+        theta = tl.load(at, mask=ok, other=0.0).to(tl.float32)
+        turns = tl.where(ok, PI * _tanh(theta) * dt[:, None], 0.0)
+        sums = total[None, :] + tl.cumsum(turns, 0)
+        to = (row * s + token[:, None]) * A + column[None, :]
+        c, sn = _cos_sin(sums)
+        tl.store(cos + to, c.to(cos.dtype.element_ty), mask=ok)
+        tl.store(sin + to, sn.to(sin.dtype.element_ty), mask=ok)
+        total += tl.sum(turns, 0)
+        # Kept small, so that fp32 resolves it at any length.
+        total -= 2 * PI * tl.floor(total / (2 * PI))
+    tl.store(end + row * A + column, total, mask=known)
+
+
+@triton.jit
+def _angles_backward(
+    packed, angles, dt_bias, d_angles, d_dt, s, stride_s, stride_b, angles_s, angles_b, at_dt,
+    H: tl.constexpr, A: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """In place: d_angles of the summed angles becomes this head's share of the gradient of pi tanh(angles)."""
+    h = tl.program_id(0)
+    b = tl.program_id(2).to(tl.int64)
+    packed += b * stride_b
+    angles += b * angles_b
+    row = b * H + h
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    known = column < A
+    bias = tl.load(dt_bias + h)
+    later = tl.zeros([BLOCK], tl.float32)
+    steps = tl.cdiv(s, TOKENS)
+    for i in range(steps):
+        token = (steps - 1 - i) * TOKENS + tl.arange(0, TOKENS)
+        dt = tl.load(packed + token.to(tl.int64) * stride_s + at_dt + h, mask=token < s, other=0.0)
+        dt = _softplus(dt.to(tl.float32) + bias)
+        ok = (token < s)[:, None] & known[None, :]
+        at = angles + token[:, None].to(tl.int64) * angles_s + column[None, :]
+        theta = tl.load(at, mask=ok, other=0.0).to(tl.float32)
+        to = d_angles + (row * s + token[:, None]) * A + column[None, :]
+        own = tl.load(to, mask=ok, other=0.0)
+        summed = later[None, :] + tl.cumsum(own, 0, reverse=True)
+        tl.store(to, summed * dt[:, None], mask=ok)
+        tl.store(
+            d_dt + (tl.program_id(1) * tl.num_programs(2) * H + row) * s + token,
+            tl.sum(summed * PI * _tanh(theta), 1),
+            mask=token < s,
+        )
+        later += tl.sum(own, 0)
+
+
+@triton.jit
+def _norm(
+    packed, B_norm, C_norm, keys, queries, lines, s, stride_s, stride_b, at_B, at_C,
+    KEYS: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, EPSILON: tl.constexpr,
+):  # fmt: skip
+    at, weight, out = at_B, B_norm, keys
+    if tl.program_id(1) == 1:
+        at, weight, out = at_C, C_norm, queries
+    line = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, N)
+    token = line // KEYS
+    start = (token % s) * stride_s + (token // s) * stride_b + at + (line % KEYS) * N
+    ok = (line < lines)[:, None]
+    x = tl.load(packed + start[:, None] + column[None, :], mask=ok, other=0.0).to(tl.float32)
+    rms = tl.rsqrt(tl.sum(x * x, 1) / N + EPSILON)
+    y = x * rms[:, None] * tl.load(weight + column).to(tl.float32)[None, :]
+    tl.store(out + line[:, None] * N + column[None, :], y.to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _norm_backward(
+    packed, B_norm, C_norm, d_keys, d_queries, d_packed, d_norm, lines, s, stride_s, stride_b, out_s, out_b, at_B, at_C,
+    KEYS: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, EPSILON: tl.constexpr,
+):  # fmt: skip
+    at, weight, grad = at_B, B_norm, d_keys
+    if tl.program_id(1) == 1:
+        at, weight, grad = at_C, C_norm, d_queries
+    programs = tl.num_programs(0)
+    column = tl.arange(0, N)
+    w = tl.load(weight + column).to(tl.float32)
+    total = tl.zeros([N], tl.float32)
+    for i in range(tl.cdiv(lines, programs * ROWS)):
+        line = (i * programs + tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        token = line // KEYS
+        ok = (line < lines)[:, None]
+        start = (token % s) * stride_s + (token // s) * stride_b + at + (line % KEYS) * N
+        x = tl.load(packed + start[:, None] + column[None, :], mask=ok, other=0.0).to(tl.float32)
+        g = tl.zeros([ROWS, N], tl.float32)
+        for split in tl.static_range(SPLITS):
+            share = grad + (split * lines + line[:, None]) * N + column[None, :]
+            g += tl.load(share, mask=ok, other=0.0).to(tl.float32)
+        rms = tl.rsqrt(tl.sum(x * x, 1) / N + EPSILON)[:, None]
+        total += tl.sum(g * x * rms, 0)
+        g *= w[None, :]
+        dx = rms * g - x * (rms * rms * rms * (tl.sum(g * x, 1) / N)[:, None])
+        to = (token % s) * out_s + (token // s) * out_b + at + (line % KEYS) * N
+        tl.store(d_packed + to[:, None] + column[None, :], dx.to(d_packed.dtype.element_ty), mask=ok)
+    tl.store(d_norm + (tl.program_id(1) * programs + tl.program_id(0)) * N + column, total)

@@ -1,0 +1,253 @@
+"""MLA as a Megatron layer with our ingress: Megatron's modules own the parameters, its core attention attends.
+
+Stock (megatron-core 0.19.2, transformer/multi_latent_attention.py): a norm, two products, two norms, two products, rotation
+and concatenation, each reading and writing whole tensors. Here the modules up to the queries, keys and values are only
+asked for their weights. What is checkpointed, sharded and reduced is theirs, under Megatron's names.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+
+from nam_megatron.blocks.mla import naive
+from nam_megatron.blocks.mla.block import low_rank
+from nam_megatron.blocks.mla.cache import LatentCache
+from nam_megatron.blocks.mla.naive import Rope
+from nam_megatron.errors import Problem, Refused, raise_if
+
+_NO_CROSS = {"pre_cross_attn_layernorm", "cross_attention", "cross_attn_bda"}
+_NO_MLP = {"pre_mlp_layernorm", "mlp", "mlp_bda"}
+# Empty on purpose; Megatron would fill linear_qkv_down_proj itself, on a copy of the spec with its own attention in it.
+EMPTY = frozenset({*_NO_CROSS, *_NO_MLP, "self_attention.linear_qkv_down_proj"})
+
+
+def spec(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
+    """The whole layer of slot `+`. Reads `plan.recipe.model.blocks.mla`: kernels ("fused" or "naive") and latent_norm."""
+    block = plan.recipe.model.blocks.mla
+    column, linear = backend.column_parallel_linear(), backend.linear()
+    norm = backend.layer_norm(rms_norm=True, for_qk=True) if block.latent_norm else IdentityOp
+    parts = MLASelfAttentionSubmodules(
+        linear_q_proj=column,
+        linear_q_down_proj=linear,
+        linear_q_up_proj=column,
+        linear_kv_down_proj=linear,
+        linear_kv_up_proj=column,
+        q_layernorm=norm,
+        kv_layernorm=norm,
+        core_attention=backend.core_attention(),
+        linear_proj=backend.row_parallel_linear(),
+    )
+    params = {"attn_mask_type": AttnMaskType.causal, "kernels": block.kernels}
+    layer = TransformerLayerSubmodules(
+        input_layernorm=backend.layer_norm(rms_norm=True),
+        self_attention=ModuleSpec(FusedMLASelfAttention, params=params, submodules=parts),
+        self_attn_bda=get_bias_dropout_add,
+    )
+    return ModuleSpec(FusedMLALayer, submodules=layer)
+
+
+class FusedMLALayer(TransformerLayer):
+    """A transformer layer whose input norm hands its input on: the attention normalises while it projects."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        assert isinstance(self.self_attention, FusedMLASelfAttention), "another attention stands in our layer"
+        self.self_attention.input_norm = (self.input_layernorm,)
+        if self.self_attention.normalises_input:
+            # Called as before, so that the hooks of DDP's overlapped all-gather still run.
+            self.input_layernorm.forward = _itself
+            # There is no norm output to drop; dropping this one would drop the residual.
+            self.recompute_input_layernorm = False
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
+class FusedMLASelfAttention(MLASelfAttention):
+    """MLASelfAttention with other ways to the queries, keys and values.
+
+    kernels: "fused", Triton: at low ranks both norms, all projections, rotation and concatenation in three kernels; at
+    others, where products are bound by arithmetic, the modules' own products and one kernel behind each. "naive": plain torch.
+
+    Raises:
+        Refused: what these kernels do not serve, with every reason, when the layer is built.
+    """
+
+    def __init__(self, config: Any, submodules: Any, layer_number: int, *, kernels: str, **rest: Any):
+        raise_if(_refusals(config, kernels))
+        super().__init__(config, submodules, layer_number, **rest)
+        self.ops, self.normalises_input = naive, True
+        if kernels == "fused":
+            from nam_megatron.blocks.mla import kernel
+
+            widths = (config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim)
+            self.ops = kernel
+            self.normalises_input = low_rank(config.q_lora_rank, config.kv_lora_rank, *widths)
+        self.input_norm: tuple = ()  # of the layer around us; in a tuple, so that it is not registered twice
+        self._tables: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}
+
+    # Training ---------------------------------------------------------------------------------------------------------
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        packed_seq_params: Any = None,
+        inference_context: Any = None,
+        *,
+        inference_params: Any = None,
+    ) -> tuple[Tensor, ...]:
+        """(q, k, v, query latent, key-value latent) of hidden states [s, b, h], or [t, 1, h] when packed.
+
+        The hidden states are before the input norm where `normalises_input`, else behind it.
+        """
+        if inference_context is not None or inference_params is not None:
+            raise Refused(Problem("this MLA layer does not decode in Megatron's engine", hint="use its `decode`"))
+        parts, up = (
+            (self._latents(hidden_states), self._up)
+            if self.normalises_input
+            else (self._latents_by_modules(hidden_states), self._up_by_modules)
+        )
+        if packed_seq_params is not None:
+            parts = tuple(part.squeeze(1) for part in parts)
+        up = partial(up, rope=self._rope(hidden_states, packed_seq_params, len(parts[2])))
+        if self.recompute_up_proj:
+            # MultiLatentAttention.forward drops q, k and v behind the core attention and has them made again.
+            self.qkv_up_checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=None)
+            up = partial(self.qkv_up_checkpoint.checkpoint, up)
+        return *up(*parts), *parts[:2]
+
+    def _latents(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Query latent, key-value latent and unrotated rope head of all tokens, slices of one tensor."""
+        norms = [None if isinstance(n, IdentityOp) else _weight(n) for n in (self.q_layernorm, self.kv_layernorm)]
+        gamma, down = _weight(self.input_norm[0]), (self.linear_q_down_proj, self.linear_kv_down_proj)
+        rope, eps = self.config.qk_pos_emb_head_dim, self.config.layernorm_epsilon
+        latents = self.ops.ingress(x, gamma, *map(_weight, down), *norms, rope, eps)
+        if self.config.sequence_parallel:
+            latents = gather_from_sequence_parallel_region(latents, group=self.tp_group)
+        return latents.split((self.config.q_lora_rank, self.config.kv_lora_rank, rope), -1)
+
+    def _up(self, q_latent: Tensor, kv_latent: Tensor, k_rope: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
+        q, kv = _weight(self.linear_q_up_proj), _weight(self.linear_kv_up_proj)
+        heads, value = self.num_attention_heads_per_partition, self.config.v_head_dim
+        return self.ops.queries(q_latent, q, rope, heads), *self.ops.keys_values(
+            kv_latent, k_rope, kv, rope, heads, value
+        )
+
+    def _latents_by_modules(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The same by Megatron's modules: here the up projections gather the latents, and only the rope head is whole."""
+        q, kv = self._qkv_down_projection(x)
+        latent, k_rope = kv.split((self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim), -1)
+        if self.config.sequence_parallel:
+            k_rope = gather_from_sequence_parallel_region(k_rope, group=self.tp_group)
+        return self.q_layernorm(q), self.kv_layernorm(latent), k_rope
+
+    def _up_by_modules(
+        self, q_latent: Tensor, kv_latent: Tensor, k_rope: Tensor, rope: Rope
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        heads = self.num_attention_heads_per_partition
+        q, kv = (up(x)[0] for up, x in ((self.linear_q_up_proj, q_latent), (self.linear_kv_up_proj, kv_latent)))
+        q, kv = (x.view(*x.shape[:-1], heads, -1) for x in (q, kv))
+        return self.ops.rotate_queries(q, rope), *self.ops.split_keys_values(kv, k_rope, rope, self.config.v_head_dim)
+
+    def _rope(self, hidden_states: Tensor, packed: Any, tokens: int) -> Rope:
+        length = self.rotary_pos_emb.get_rotary_seq_len(None, None, hidden_states, self.config, packed)
+        if packed is None:
+            return Rope(*self._table(length, False))
+        assert packed.qkv_format == "thd" and packed.local_cp_size is None, "packed sequences come as THD"
+        # Powers of two, so that lengths which differ from batch to batch fill few tables.
+        cos, sin = self._table(1 << (length - 1).bit_length(), True)
+        ends = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+        cp = self.pg_collection.cp
+        return Rope(cos, sin, naive.packed_positions(ends, tokens, len(cos), cp.rank(), cp.size()))
+
+    def _table(self, length: int, packed: bool) -> tuple[Tensor, Tensor]:
+        """cos and sin, kept for good: CUDA graphs hold their addresses. Unpacked ones are this context rank's."""
+        if (length, packed) not in self._tables:
+            angles, scale = self.rotary_pos_emb(length, packed_seq=packed), 1.0
+            if self.config.rope_type == "yarn":
+                angles, scale = angles
+            angles = angles[:, 0, 0, : self.config.qk_pos_emb_head_dim // 2].float()
+            self._tables[length, packed] = ((angles.cos() * scale).contiguous(), (angles.sin() * scale).contiguous())
+        return self._tables[length, packed]
+
+    # Decoding ---------------------------------------------------------------------------------------------------------
+
+    def new_cache(self, batch: int, length: int) -> LatentCache:
+        """A cache for `length` tokens of `batch` sequences. It absorbs the weights as they are now."""
+        c, heads = self.config, self.num_attention_heads_per_partition
+        if c.sequence_parallel or c.context_parallel_size > 1:
+            raise Refused(Problem("decoding takes whole sequences: no sequence or context parallelism"))
+        q, kv = self.linear_q_up_proj.weight, self.linear_kv_up_proj.weight
+        with torch.no_grad():
+            query = naive.absorbed_weight(q, kv, heads, c.qk_pos_emb_head_dim, c.v_head_dim)
+            value = kv.unflatten(0, (heads, -1))[:, c.qk_head_dim :].clone()
+        return LatentCache(q.new_empty(length, batch, c.kv_lora_rank + c.qk_pos_emb_head_dim), query, value)
+
+    @torch.no_grad()
+    def decode(self, hidden_states: Tensor, cache: LatentCache) -> tuple[Tensor, Tensor | None]:
+        """Output [s, b, h] and bias for the next s tokens, hidden states [s, b, h] before the input norm; fills the cache."""
+        c, new = self.config, cache.next(len(hidden_states))
+        gamma, norms = self.input_norm[0].weight, (self.q_layernorm, self.kv_layernorm)
+        latent_gammas = [None if isinstance(n, IdentityOp) else n.weight for n in norms]
+        down = self.linear_q_down_proj.weight, self.linear_kv_down_proj.weight
+        latents = naive.ingress(hidden_states, gamma, *down, *latent_gammas, c.qk_pos_emb_head_dim, c.layernorm_epsilon)
+        cos, sin = self._table(cache.length, False)
+        rope = Rope(cos[new], sin[new])
+        heads = self.num_attention_heads_per_partition
+        query, key = naive.absorbed(latents, cache.query_weight, rope, heads, c.q_lora_rank)
+        return self.linear_proj(cache.attend(query, key, self.softmax_scale))
+
+
+def new_caches(model: torch.nn.Module, batch: int, length: int) -> dict[int, LatentCache]:
+    """A cache for each MLA layer of ours in `model`, by Megatron's layer number; other layers get none."""
+    ours = [m for m in model.modules() if isinstance(m, FusedMLASelfAttention)]
+    return {m.layer_number: m.new_cache(batch, length) for m in ours}
+
+
+def _weight(module: torch.nn.Module) -> Tensor:
+    """The weight of a module that is not called, behind what runs before a call: DDP waits there for its all-gather."""
+    for hook in module._forward_pre_hooks.values():
+        hook(module, ())
+    return module.weight
+
+
+def _refusals(config: Any, kernels: str) -> Iterator[Problem]:
+    assert kernels in ("fused", "naive"), kernels
+    ours, key = f"`kernels={kernels}` of MLA", "model.blocks.mla.kernels"
+    hint = "set `model.blocks.mla.kernels=megatron`"
+    refused = {
+        "another norm than RMSNorm": config.normalization != "RMSNorm",
+        "norms whose gamma is centred at zero": config.layernorm_zero_centered_gamma,
+        "queries without a latent": config.q_lora_rank is None,
+        "FP8 or FP4": config.fp8 or config.fp4,
+        "weight gradients computed later": config.delay_wgrad_compute,
+        "RoPE on a part of the rope head": config.rotary_percent != 1.0,
+        "Megatron's cache of latents": config.cache_mla_latents,
+        "its own fused down projection": config.mla_down_proj_fusion,
+        "tensor without sequence parallelism": config.tensor_model_parallel_size > 1 and not config.sequence_parallel,
+    }
+    for what, is_so in refused.items():
+        if is_so:
+            yield Problem(f"{ours} does not serve {what}", key, hint)
+    if kernels == "fused":
+        from triton import knobs
+
+        if not torch.cuda.is_available() and not knobs.runtime.interpret:
+            yield Problem(f"{ours} needs a GPU", key, hint)
+        if config.params_dtype != torch.bfloat16 and not knobs.runtime.interpret:
+            yield Problem(f"{ours} computes in bf16, not {config.params_dtype}", key, hint)

@@ -1,0 +1,140 @@
+"""The command: python -m nam_megatron.data {corpus, tokenizer, build, check} ..."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from nam_megatron.data import corpus, manifest, sources
+from nam_megatron.errors import FINDINGS, OK, REFUSED, Problem, Refused
+
+EXAMPLES = """
+examples:
+  python -m nam_megatron.data corpus cpp.jsonl --from torch                  C++ that an installed package carries
+  python -m nam_megatron.data tokenizer bpe cpp.jsonl --entries 65536        train a tokenizer on it
+  python -m nam_megatron.data build set cpp.jsonl --tokenizer bpe            encode: set/{train,valid}.{bin,idx}, set/manifest.json
+  python -m nam_megatron.data check set --vocabulary 65536                   read it again, every byte
+  python -m nam_megatron.translate conf=nam56r_smoke data=built data.path=set
+
+Text is a JSONL or Parquet file with a field `text`, or a folder of source files (--suffix .h --suffix .cpp). A killed build goes on
+where it was. Exit code: 0 done, 1 check found something, 2 refused.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="python -m nam_megatron.data",
+        description="Text and source files to Megatron indexed datasets.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    def verb(name: str, what: str, out: str) -> argparse.ArgumentParser:
+        made = verbs.add_parser(name, help=what, description=what)
+        made.add_argument("out", type=Path, metavar=out)
+        return made
+
+    def read(made: argparse.ArgumentParser) -> None:
+        made.add_argument("inputs", type=Path, nargs="+", metavar="INPUT", help="a .jsonl, a .parquet, or a folder")
+        made.add_argument("--field", default="text", help="key or column of the text (default: text)")
+        made.add_argument("--suffix", action="append", default=[], help="which files of a folder; may be repeated")
+
+    made = verb("corpus", "Write the C++ files of installed packages as JSONL.", "FILE.jsonl")
+    made.add_argument("--from", dest="packages", action="append", required=True, metavar="PACKAGE")
+    made = verb("tokenizer", "Train a byte-level BPE tokenizer.", "FOLDER")
+    read(made)
+    made.add_argument("--entries", type=_count, required=True, help="size of the vocabulary, special tokens included")
+    made = verb("build", "Encode text into a dataset for `data=built`.", "FOLDER")
+    read(made)
+    made.add_argument("--tokenizer", type=Path, required=True, metavar="FOLDER")
+    made.add_argument("--valid", type=_share, default=0.01, help="share of documents held out (default: 0.01)")
+    made.add_argument("--duplicates", choices=("refuse", "drop", "keep"), default="refuse")
+    made.add_argument("--workers", type=_count, default=len(os.sched_getaffinity(0)), help="processes (default: cores)")
+    made = verb("check", "Read a built dataset again and compare it with its manifest.", "FOLDER")
+    made.add_argument("--vocabulary", type=_count, help="of the model it is for")
+    return top
+
+
+def _count(word: str) -> int:
+    if not (word.isascii() and word.isdigit() and 0 < int(word) < 10**9):
+        raise argparse.ArgumentTypeError(f"`{word}` is no positive integer")
+    return int(word)
+
+
+def _share(word: str) -> float:
+    try:
+        share = float(word)
+    except ValueError:
+        share = 0.0
+    if not 0 < share < 1:
+        raise argparse.ArgumentTypeError(f"`{word}` is no share between 0 and 1")
+    return share
+
+
+def main(argv: list[str] | None = None) -> int:
+    words = parser().parse_args(argv)
+    try:
+        return {"corpus": _corpus, "tokenizer": _tokenizer, "build": _build, "check": _check}[words.verb](words)
+    except Refused as refused:
+        sys.stderr.write(refused.render())
+    except OSError as err:
+        sys.stderr.write(Refused(Problem(f"`{err.filename}`: {err.strerror}")).render())
+    return REFUSED
+
+
+def _sources(words: argparse.Namespace) -> list[sources.Source]:
+    return [sources.source(path, words.field, tuple(words.suffix)) for path in words.inputs]
+
+
+def _corpus(words: argparse.Namespace) -> int:
+    counts = corpus.write(words.out, words.packages)
+    print(f"{words.out}: " + ", ".join(f"{count:,} {what}" for what, count in counts.items()))
+    return OK
+
+
+def _tokenizer(words: argparse.Namespace) -> int:
+    from nam_megatron.data import tokenizer
+
+    def texts():
+        for source in _sources(words):
+            for piece in sources.pieces(source):
+                for at, text in sources.documents(piece):
+                    if not isinstance(text, str):
+                        raise Refused(Problem(f"{sources.place(piece, at)}: {text}"))
+                    yield text
+
+    if (words.out / tokenizer.FILE).exists():
+        raise Refused(Problem(f"`{words.out}` holds a tokenizer", None, "name another folder"))
+    tokenizer.save(tokenizer.train(texts(), words.entries, progress=sys.stderr.isatty()), words.out)
+    print(f"{words.out}: {words.entries:,} entries")
+    return OK
+
+
+def _build(words: argparse.Namespace) -> int:
+    from nam_megatron.data import build
+
+    options = build.Options(words.tokenizer, words.valid, words.duplicates, words.workers)
+    _print(words.out, build.build(words.out, _sources(words), options))
+    return OK
+
+
+def _check(words: argparse.Namespace) -> int:
+    from nam_megatron.data import build
+
+    made, problems = build.check(words.out, words.vocabulary)
+    if problems:
+        sys.stderr.write(Refused(problems).render())
+        return FINDINGS
+    _print(words.out, made)
+    return OK
+
+
+def _print(folder: Path, made: manifest.Manifest) -> None:
+    for name, split in made.splits.items():
+        print(f"{folder / name}: {split.documents:,} documents, {split.tokens:,} tokens")
+    print(f"vocabulary {made.vocabulary:,}; left out: {made.duplicates:,} duplicates, {made.empty:,} empty documents")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

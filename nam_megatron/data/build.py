@@ -1,0 +1,301 @@
+"""Documents -> a built dataset: pieces are scanned, then encoded, in parallel; what is finished is not done twice (torch side).
+
+The result depends on the inputs, the tokenizer and the options alone: not on the number of processes, nor on how often the build was
+killed and started again.
+"""
+
+import hashlib
+import json
+import logging
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cache, partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy
+from rich.console import Console
+from rich.progress import Progress
+
+from nam_megatron.data import manifest as manifests
+from nam_megatron.data import sources, tokenizer
+from nam_megatron.data.manifest import SPLITS, TOKENIZER, File, Input, Manifest, Split
+from nam_megatron.data.sources import Piece, Source
+from nam_megatron.errors import Problem, Refused, raise_if
+
+with warnings.catch_warnings():  # of what only training needs
+    warnings.simplefilter("ignore")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+warnings.filterwarnings("ignore", module="megatron.core._rank_utils")  # there are no ranks here
+
+SHOWN = 10  # findings of one kind that are printed
+
+
+@dataclass(frozen=True)
+class Options:
+    """valid_share: of the documents, chosen by the hash of their text, so that a document stays on its side in every build."""
+
+    tokenizer: Path
+    valid_share: float
+    duplicates: Literal["refuse", "drop", "keep"]
+    workers: int
+
+
+def build(out: Path, inputs: Sequence[Source], options: Options) -> Manifest:
+    """Build `out` from `inputs`, or finish what a killed build left there; returns at once if it is finished.
+
+    Raises:
+        Refused: rows that are no documents, duplicates, an empty split, an input named twice, `out` holds another dataset.
+    """
+    twice = [s.path for i, s in enumerate(inputs) if s.path.resolve() in [o.path.resolve() for o in inputs[:i]]]
+    raise_if(Problem(f"`{path}` is named twice") for path in twice)
+    entries = tokenizer.load(options.tokenizer).get_vocab_size()
+    with pool(options.workers) as run:
+        contents = run("hash", sources.content, inputs)
+        key = _key(inputs, contents, options)
+        if (out / manifests.NAME).exists():
+            done = manifests.read(out)
+            raise_if([Problem(f"`{out}` holds another dataset", None, "name another folder")] * (done.key != key))
+            return done
+        work = out / "work" / key
+        work.mkdir(parents=True, exist_ok=True)
+        pieces = [piece for source in inputs for piece in sources.pieces(source)]
+        scans = run("read", _scan, pieces, [work / f"{i:06}.scan.json" for i in range(len(pieces))])
+        left_out = _judge(pieces, scans, options)
+        jobs = [partial(_encode, options.tokenizer, options.valid_share, frozenset(skip)) for skip in left_out]
+        parts = [work / f"{i:06}" for i in range(len(pieces))]
+        counts = run("encode", _call, jobs, pieces, parts)
+    _merge(out, parts, counts, entries)
+    (out / TOKENIZER).mkdir(exist_ok=True)
+    for name in (tokenizer.FILE, tokenizer.CONFIG):
+        shutil.copyfile(options.tokenizer / name, out / TOKENIZER / name)
+    names = [f"{split}.{end}" for split in SPLITS for end in ("bin", "idx")]
+    names += [f"{TOKENIZER}/{name}" for name in (tokenizer.FILE, tokenizer.CONFIG)]
+    of_source = {source: [] for source in inputs}
+    for piece, scan in zip(pieces, scans, strict=True):
+        of_source[piece.source].append(len(scan["digests"]))
+    made = Manifest(
+        version=1,
+        key=key,
+        inputs=tuple(
+            Input(path=str(s.path), sha256=content, documents=sum(of_source[s]))
+            for s, content in zip(inputs, contents, strict=True)
+        ),
+        valid_share=options.valid_share,
+        duplicates=sum(map(len, left_out)),
+        empty=sum(scan["empty"] for scan in scans),
+        vocabulary=entries,
+        largest_id=max(count["largest_id"] for count in counts),
+        splits={s: Split(**{k: sum(c[s][k] for c in counts) for k in ("documents", "tokens")}) for s in SPLITS},
+        files={n: File(sha256=manifests.digest(out / n), bytes=(out / n).stat().st_size) for n in names},
+    )
+    manifests.write(out, made)
+    shutil.rmtree(out / "work")
+    return made
+
+
+def _key(inputs: Sequence[Source], contents: Sequence[str], options: Options) -> str:
+    """Hash of everything that decides the result."""
+    made_with = [manifests.digest(options.tokenizer / name) for name in (tokenizer.FILE, tokenizer.CONFIG)]
+    read = [[s.kind, s.field, s.suffixes, content] for s, content in zip(inputs, contents, strict=True)]
+    decisive = [read, made_with, options.valid_share, options.duplicates, sources.PIECE]
+    return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
+
+
+# Reading
+
+
+def _scan(piece: Piece, out: Path) -> dict[str, Any]:
+    """What is in a piece: place and hash of each document, how many are empty, which rows are none. Kept in `out`."""
+    if out.exists():
+        return json.loads(out.read_text())
+    found: dict[str, Any] = {"digests": [], "empty": 0, "problems": []}
+    for at, text in sources.documents(piece):
+        if not isinstance(text, str):
+            found["problems"].append(f"{sources.place(piece, at)}: {text}")
+            if len(found["problems"]) == SHOWN:
+                break
+        elif not text.strip():
+            found["empty"] += 1
+        else:
+            found["digests"].append([at, hashlib.sha256(text.encode()).hexdigest()])
+    if not found["problems"]:  # else the input must change
+        _write(out, json.dumps(found))
+    return found
+
+
+def _judge(pieces: Sequence[Piece], scans: Sequence[dict], options: Options) -> list[list[int]]:
+    """The places in each piece of documents to leave out. Raises Refused for what cannot be built."""
+    problems = [p for scan in scans for p in scan["problems"]]
+    raise_if(_listed("unreadable rows", problems, "mend or remove them"))
+    first: dict[str, tuple[int, int]] = {}
+    twice: list[tuple[int, int, str]] = []
+    for i, scan in enumerate(scans):
+        for at, digest in scan["digests"]:
+            if first.setdefault(digest, (i, at)) != (i, at):
+                twice.append((i, at, digest))
+    if options.duplicates != "keep" and twice:
+        named = []
+        for i, at, digest in twice[:SHOWN]:
+            before, there = first[digest]
+            named.append(f"{sources.place(pieces[i], at)} is {sources.place(pieces[before], there)}")
+        if options.duplicates == "refuse":
+            hint = "`--duplicates drop` keeps the first of each, `--duplicates keep` all"
+            raise Refused(_listed("duplicates", named, hint, len(twice)))
+        print(f"{len(twice)} duplicates left out, the first: {'; '.join(named)}", file=sys.stderr)
+    valid = sum(_is_valid(digest, options.valid_share) for digest in first)
+    for split, count in (("train", len(first) - valid), ("valid", valid)):
+        if not count:
+            hint = "give more documents or another `--valid`"
+            raise Refused(Problem(f"none of {len(first)} documents falls into the split `{split}`", None, hint))
+    skip: list[list[int]] = [[] for _ in pieces]
+    if options.duplicates == "drop":
+        for i, at, _ in twice:
+            skip[i].append(at)
+    return skip
+
+
+def _listed(what: str, lines: Sequence[str], hint: str, total: int | None = None) -> list[Problem]:
+    """At most SHOWN findings, and how many there are."""
+    total = len(lines) if total is None else total
+    rest = [Problem(f"... and {total - SHOWN} more {what}")] if total > SHOWN else []
+    shown = [*(Problem(line) for line in lines[:SHOWN]), *rest]
+    return [*shown[:-1], Problem(shown[-1].message, None, hint)] if shown else []
+
+
+def _is_valid(digest: str, share: float) -> bool:
+    return int(digest[:16], 16) < share * 2**64
+
+
+# Writing
+
+
+def _encode(folder: Path, share: float, skip: frozenset[int], piece: Piece, out: Path) -> dict[str, Any]:
+    """Write a piece's documents to `out`.{train,valid}.{bin,idx}, each with its end; what was written, kept in `out`.json."""
+    done = out.with_suffix(".json")
+    if done.exists():
+        return json.loads(done.read_text())
+    encoder = _tokenizer(folder)
+    end = encoder.token_to_id(tokenizer.END)
+    dtype = _dtype(encoder.get_vocab_size())
+    builders = {split: IndexedDatasetBuilder(f"{out}.{split}.bin", dtype) for split in SPLITS}
+    count: dict[str, Any] = {split: {"documents": 0, "tokens": 0} for split in SPLITS} | {"largest_id": end}
+    for at, text in sources.documents(piece):
+        assert isinstance(text, str), f"{sources.place(piece, at)} was readable before"
+        if at in skip or not text.strip():
+            continue
+        split = "valid" if _is_valid(hashlib.sha256(text.encode()).hexdigest(), share) else "train"
+        ids = numpy.array([*encoder.encode(text, add_special_tokens=False).ids, end], dtype)
+        builders[split].add_document(ids, [len(ids)])
+        count[split]["documents"] += 1
+        count[split]["tokens"] += len(ids)
+        count["largest_id"] = max(count["largest_id"], int(ids.max()))
+    for split, builder in builders.items():
+        builder.finalize(f"{out}.{split}.idx")
+    _write(done, json.dumps(count))
+    return count
+
+
+@cache
+def _tokenizer(folder: Path) -> Any:
+    """Once per process: it is read in a second."""
+    return tokenizer.load(folder)
+
+
+def _dtype(entries: int) -> type[numpy.number]:
+    """Megatron's own choice is 4 bytes from 65,500 entries on; ids of 65,536 fit into two."""
+    return numpy.uint16 if entries <= 2**16 else numpy.int32
+
+
+def _merge(out: Path, parts: Sequence[Path], counts: Sequence[dict], entries: int) -> None:
+    for split in SPLITS:
+        builder = IndexedDatasetBuilder(str(out / f"{split}.bin"), _dtype(entries))
+        for part, count in zip(parts, counts, strict=True):
+            if count[split]["documents"]:  # an index without sequences cannot be read
+                builder.add_index(f"{part}.{split}")
+        builder.finalize(str(out / f"{split}.idx"))
+
+
+def _write(path: Path, text: str) -> None:
+    """A file that is there is whole."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text)
+    part.replace(path)
+
+
+# Checking
+
+
+def check(folder: Path, vocab_size: int | None) -> tuple[Manifest, list[Problem]]:
+    """Read a built dataset again, every byte of it. vocab_size: of the model it is for, if that is to be checked.
+
+    Raises Refused where there is no manifest; what else is wrong is returned.
+    """
+    manifest = manifests.read(folder)
+    problems = list(manifests.damage(folder, manifest, thorough=True))
+    if vocab_size is not None:
+        problems += manifests.misfit(manifest, vocab_size)
+    if problems:
+        return manifest, problems
+    encoder = tokenizer.load(folder / TOKENIZER)
+    if encoder.get_vocab_size() != manifest.vocabulary:
+        problems.append(Problem(f"the tokenizer has {encoder.get_vocab_size()} entries, not {manifest.vocabulary}"))
+    for split, said in manifest.splits.items():
+        problems += _wrong(
+            IndexedDataset(str(folder / split)), split, said, manifest, encoder.token_to_id(tokenizer.END)
+        )
+    return manifest, problems
+
+
+def _wrong(data: IndexedDataset, split: str, said: Split, manifest: Manifest, end: int) -> Iterator[Problem]:
+    lengths = data.sequence_lengths
+    if (found := (len(data.document_indices) - 1, int(lengths.sum()))) != (said.documents, said.tokens):
+        yield Problem(
+            f"`{split}` has {found[0]} documents and {found[1]} tokens, not {said.documents} and {said.tokens}"
+        )
+    unended, largest = 0, 0
+    for i in range(len(data)):
+        ids = data[i]
+        unended += int(ids[-1]) != end
+        largest = max(largest, int(ids.max()))
+    if unended:
+        yield Problem(f"{unended} documents of `{split}` do not end with `{tokenizer.END}`")
+    if largest > manifest.largest_id:
+        yield Problem(f"`{split}` has token {largest}, and the manifest knows of {manifest.largest_id} as the largest")
+
+
+# Many processes
+
+
+class pool:
+    """`with pool(n) as run: run(title, function, *arguments)` is `list(map(function, *arguments))` in n processes, with a bar on
+    terminals."""
+
+    def __init__(self, workers: int):
+        # From a server without threads: a fork of this process would lose the tokenizer library's and the bar's. It imports torch once.
+        context = get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        self._pool = ProcessPoolExecutor(workers, mp_context=context) if workers > 1 else None
+
+    def __enter__(self) -> Callable[..., list]:
+        return self._run
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def _run(self, title: str, function: Callable, *arguments: Sequence) -> list:
+        each = self._pool.map if self._pool is not None else map
+        console = Console(stderr=True)
+        with Progress(console=console, disable=not console.is_terminal) as bar:
+            return list(bar.track(each(function, *arguments), len(arguments[0]), description=title))
+
+
+def _call(function: Callable, *arguments: Any) -> Any:
+    return function(*arguments)

@@ -1,0 +1,110 @@
+"""What a built dataset is and what it was made of: manifest.json, written last, read by the trainer before anything is built."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError
+
+from nam_megatron.errors import Problem, Refused
+from nam_megatron.setting import Config
+
+NAME = "manifest.json"
+SPLITS = ("train", "valid")
+TOKENIZER = "tokenizer"  # the folder of the dataset that holds its tokenizer
+BUILD = "`python -m nam_megatron.data build` writes one"
+
+
+class Input(Config):
+    """One path as it was given. `sha256`: of the file; of a tree, of its files' relative paths and hashes."""
+
+    path: str
+    sha256: str
+    documents: NonNegativeInt
+
+
+class Split(Config):
+    documents: PositiveInt
+    tokens: PositiveInt
+
+
+class File(Config):
+    sha256: str
+    bytes: PositiveInt
+
+
+class Manifest(Config):
+    """key: hash of everything that decides the result. duplicates, empty: documents that were left out. largest_id: of any token."""
+
+    version: Literal[1]
+    key: str
+    inputs: tuple[Input, ...]
+    valid_share: NonNegativeFloat
+    duplicates: NonNegativeInt
+    empty: NonNegativeInt
+    vocabulary: PositiveInt
+    largest_id: NonNegativeInt
+    splits: dict[Literal[SPLITS], Split]  # type: ignore[valid-type]
+    files: dict[str, File]
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of a built dataset. Raises Refused for a folder without one, or with one that cannot be understood."""
+    path = folder / NAME
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        return Manifest.model_validate(tree | {"inputs": tuple(tree["inputs"])})
+    except OSError as err:
+        raise Refused(
+            Problem(f"`{folder}` is no built dataset: {err.strerror}: `{path}`", "data.path", BUILD)
+        ) from None
+    except (ValueError, TypeError, KeyError) as err:
+        said = err.errors()[0]["msg"] if isinstance(err, ValidationError) else err
+        raise Refused(Problem(f"`{path}` cannot be understood: {said}", "data.path", "build it again")) from None
+
+
+def write(folder: Path, manifest: Manifest) -> None:
+    part = folder / f"{NAME}.part"
+    part.write_text(json.dumps(manifest.model_dump(), indent=1) + "\n", encoding="utf-8")
+    part.replace(folder / NAME)
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, in hex."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def damage(folder: Path, manifest: Manifest, thorough: bool) -> Iterator[Problem]:
+    """Files that are not the manifest's: missing, of another size, or, where that is asked or cheap, of another content."""
+    for name, file in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            yield Problem(f"`{path}` is missing", "data.path", "build the dataset again")
+        elif (size := path.stat().st_size) != file.bytes:
+            yield Problem(f"`{path}` has {size} bytes, not {file.bytes}", "data.path", "build the dataset again")
+        elif (thorough or name.startswith(f"{TOKENIZER}/")) and digest(path) != file.sha256:
+            what = "another tokenizer than the dataset's" if name.startswith(TOKENIZER) else "not what was built"
+            yield Problem(f"`{path}` is {what}", "data.path", "build the dataset again")
+
+
+def misfit(manifest: Manifest, vocab_size: int) -> Iterator[Problem]:
+    """Why a model with a vocabulary of `vocab_size` cannot be trained on the dataset."""
+    if manifest.vocabulary > vocab_size:
+        yield Problem(
+            f"the dataset's tokenizer has {manifest.vocabulary} entries, and the model's vocabulary {vocab_size}",
+            "model.vocab_size",
+            "build the dataset with a smaller tokenizer",
+        )
+    if manifest.largest_id >= manifest.vocabulary:
+        yield Problem(
+            f"the dataset has token {manifest.largest_id} of a vocabulary of {manifest.vocabulary}", "data.path"
+        )
+
+
+def passes(manifest: Manifest, tokens: int) -> str:
+    """How often a run that reads `tokens` tokens goes through the training split, in a clause."""
+    have = manifest.splits["train"].tokens
+    return f"{tokens:,} tokens of a training split of {have:,}: {tokens / have:.2f} passes"

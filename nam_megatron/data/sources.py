@@ -1,0 +1,175 @@
+"""Documents out of JSONL, Parquet and trees of source files, in pieces that can be read apart from each other."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Literal
+
+from nam_megatron.data.manifest import digest
+from nam_megatron.errors import Problem, Refused
+
+if TYPE_CHECKING:
+    from pyarrow.parquet import ParquetFile
+
+PIECE = 8 * 2**20  # bytes of one piece of work, about
+SUFFIXES = {".jsonl": "jsonl", ".parquet": "parquet"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """An input as it was given. field: the key or column of the text. suffixes: of the files of a tree that are read."""
+
+    path: Path
+    kind: Literal["jsonl", "parquet", "tree"]
+    field: str
+    suffixes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of a source: bytes [first, last) of JSONL, row groups of Parquet, files of a tree by their place in the sorted list."""
+
+    source: Source
+    first: int
+    last: int
+
+
+class Unreadable(Exception):
+    """Why a row or file is no document."""
+
+
+def source(path: Path, field: str, suffixes: tuple[str, ...]) -> Source:
+    """Raises Refused for what is none of the three kinds."""
+    if path.is_dir():
+        if not suffixes:
+            raise Refused(Problem(f"`{path}` is a folder", None, "say which files: `--suffix .h --suffix .cpp`"))
+        return Source(path, "tree", field, tuple(sorted(suffixes)))
+    if not path.is_file():
+        raise Refused(Problem(f"no file or folder `{path}`"))
+    if (kind := SUFFIXES.get(path.suffix)) is None:
+        raise Refused(Problem(f"`{path}` is neither a folder nor a file in {', '.join(SUFFIXES)}"))
+    return Source(path, kind, field, ())  # type: ignore[arg-type]
+
+
+def files(tree: Source) -> list[Path]:
+    """The files of a tree with its suffixes, sorted by path; links are not followed."""
+    found = (
+        folder / name
+        for folder, _, names in tree.path.walk()
+        for name in names
+        if name.endswith(tree.suffixes) and not (folder / name).is_symlink()
+    )
+    return sorted(found)
+
+
+def content(source: Source) -> str:
+    """Hash of all that a source holds."""
+    if source.kind != "tree":
+        return digest(source.path)
+    whole = hashlib.sha256()
+    for path in files(source):
+        whole.update(f"{path.relative_to(source.path)}\0{digest(path)}\n".encode("utf-8", "surrogateescape"))
+    return whole.hexdigest()
+
+
+def pieces(source: Source) -> Iterator[Piece]:
+    """The source cut into pieces of about PIECE bytes; how depends on its content alone."""
+    if source.kind == "parquet":
+        for group in range(_parquet(source).metadata.num_row_groups):
+            yield Piece(source, group, group + 1)
+    elif source.kind == "jsonl":
+        size = source.path.stat().st_size
+        for first in range(0, size, PIECE):
+            yield Piece(source, first, min(first + PIECE, size))
+    else:
+        first, size, paths = 0, 0, files(source)
+        for number, path in enumerate(paths, 1):
+            size += path.stat().st_size
+            if size >= PIECE or number == len(paths):
+                yield Piece(source, first, number)
+                first, size = number, 0
+
+
+def documents(piece: Piece) -> Iterator[tuple[int, str | Unreadable]]:
+    """Each document's place within the piece, from 0 (see `place`), and its text or why there is none."""
+    read = {"jsonl": _lines, "parquet": _rows, "tree": _texts}[piece.source.kind]
+    for at, get in read(piece):
+        try:
+            text = get()
+            if not isinstance(text, str):
+                raise Unreadable(f"`{piece.source.field}` is {type(text).__name__}, not text")
+            text.encode("utf-8")  # JSON can hold halves of characters
+        except KeyError:
+            yield at, Unreadable(f"no `{piece.source.field}`")
+        except (Unreadable, ValueError, RecursionError) as err:
+            yield at, Unreadable(str(err))
+        else:
+            yield at, text
+
+
+def place(piece: Piece, at: int) -> str:
+    """`file:line` or `file:row`, from 1, or the file, of a document; reads the file up to there."""
+    path = piece.source.path
+    if piece.source.kind == "tree":
+        return str(files(piece.source)[piece.first + at])
+    if piece.source.kind == "parquet":
+        metadata = _parquet(piece.source).metadata
+        return f"{path}:{sum(metadata.row_group(group).num_rows for group in range(piece.first)) + at + 1}"
+    with path.open("rb") as stream:
+        before = _begin(stream, piece.first)
+        stream.seek(0)
+        lines = sum(stream.read(min(2**20, before - i)).count(b"\n") for i in range(0, before, 2**20))
+    return f"{path}:{lines + at + 1}"
+
+
+def _begin(stream: BinaryIO, offset: int) -> int:
+    """Go to the first line that begins at `offset` or later; where that is."""
+    stream.seek(max(offset - 1, 0))
+    if offset:
+        stream.readline()
+    return stream.tell()
+
+
+def _lines(piece: Piece) -> Iterator[tuple[int, Callable[[], object]]]:
+    """A line belongs to the piece in which it begins. Blank lines are no documents."""
+    with piece.source.path.open("rb") as stream:
+        _begin(stream, piece.first)
+        at = 0
+        while stream.tell() < piece.last and (line := stream.readline()):
+            if line.strip():
+                yield at, partial(_field, line, piece.source.field)
+            at += 1
+
+
+def _field(line: bytes, field: str) -> object:
+    row = json.loads(line)
+    if not isinstance(row, dict):
+        raise Unreadable("not a JSON object")
+    return row[field]
+
+
+def _parquet(source: Source) -> "ParquetFile":
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        file = ParquetFile(source.path)
+    except (OSError, pyarrow.ArrowException) as err:
+        raise Refused(Problem(f"`{source.path}` is no Parquet file: {err}")) from None
+    if source.field not in (columns := file.schema_arrow.names):
+        raise Refused(Problem(f"`{source.path}` has no column `{source.field}`", None, f"it has {', '.join(columns)}"))
+    return file
+
+
+def _rows(piece: Piece) -> Iterator[tuple[int, Callable[[], object]]]:
+    field = piece.source.field
+    table = _parquet(piece.source).read_row_groups(range(piece.first, piece.last), columns=[field])
+    return ((at, value.as_py) for at, value in enumerate(table.column(field)))
+
+
+def _texts(piece: Piece) -> Iterator[tuple[int, Callable[[], object]]]:
+    paths = files(piece.source)[piece.first : piece.last]
+    return ((at, partial(path.read_text, "utf-8")) for at, path in enumerate(paths))

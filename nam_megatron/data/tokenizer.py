@@ -1,0 +1,77 @@
+"""The tokenizer: byte-level BPE of the `tokenizers` library, in the folder form that Megatron's HuggingFaceTokenizer reads."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from nam_megatron.errors import Problem, Refused
+
+END = "<|endoftext|>"
+# The names that conf/feature/fim.yaml expects. One token pads all: Megatron takes the tokenizer's padding out of the loss.
+PAD = "<fim_pad>"
+SPECIAL = (END, "<fim_prefix>", "<fim_middle>", "<fim_suffix>", PAD)
+FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
+
+
+def train(texts: Iterable[str], entries: int, progress: bool) -> Tokenizer:
+    """A tokenizer of exactly `entries` entries, the special ones first.
+
+    Bytes are the alphabet, so every text can be encoded and comes back unchanged. Digits stand alone (a number is not one of many
+    entries); otherwise words, punctuation and runs of blanks are merged as GPT-2's pattern parts them.
+
+    Raises:
+        Refused: the texts have too few different pairs for so many entries.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=entries,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=progress,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if (reached := tokenizer.get_vocab_size()) != entries:
+        hint = f"give more text, or a vocabulary: `--entries {reached}`"
+        raise Refused(Problem(f"these texts give a tokenizer of {reached} entries, not {entries}", None, hint))
+    return tokenizer
+
+
+def save(tokenizer: Tokenizer, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "pad_token": PAD,
+        "extra_special_tokens": [t for t in SPECIAL if t not in (END, PAD)],
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 10**9,  # else the library warns at every longer text
+    }
+    (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    tokenizer.save(str(folder / FILE))
+
+
+def load(folder: Path) -> Tokenizer:
+    """The tokenizer of a folder; the names of special tokens inside a text are text to it.
+
+    Raises:
+        Refused: the folder cannot be read, has no end of document, or has ids that are not 0, 1, 2, ...
+    """
+    try:
+        tokenizer = Tokenizer.from_file(str(folder / FILE))
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except Exception as err:  # the library raises Exception itself
+        hint = "`python -m nam_megatron.data tokenizer` makes one"
+        raise Refused(Problem(f"`{folder}` holds no tokenizer: {err}", None, hint)) from None
+    if config.get("eos_token") != END or tokenizer.token_to_id(END) is None:
+        raise Refused(Problem(f"the tokenizer in `{folder}` does not end documents with `{END}`"))
+    ids = tokenizer.get_vocab().values()
+    if max(ids) + 1 != len(ids):
+        raise Refused(Problem(f"the tokenizer in `{folder}` has {len(ids)} entries and the id {max(ids)}"))
+    tokenizer.encode_special_tokens = True
+    return tokenizer

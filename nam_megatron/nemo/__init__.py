@@ -1,0 +1,71 @@
+"""NAM recipes as NeMo's: functions without required arguments that return Megatron-Bridge's ConfigContainer.
+
+    from nam_megatron.nemo import nam56r_pretrain_config
+
+Two names for each preset, as NeMo has them: `nam56r_pretrain_config`, and the canonical one, which also says what the recipe was
+written for, `nam56r_pretrain_8gpu_h200_bf16_config`. `dir()` and `python -m nam_megatron.nemo list` show all. Made when asked for, so
+that listing them needs no Bridge.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from nam_megatron.recipe import Recipe, conf_dir, load
+
+if TYPE_CHECKING:
+    from nam_megatron.nemo.container import NamContainer
+
+
+def names() -> dict[str, str]:
+    """Name of each recipe function -> its preset."""
+    presets = sorted(path.stem for path in (conf_dir() / "preset").glob("*.yaml"))
+    return {name: preset for preset in presets for name in (f"{preset}_pretrain_config", canonical(load(preset)))}
+
+
+def canonical(recipe: Recipe) -> str:
+    """`nam56r_pretrain_8gpu_h200_bf16_config`: the preset, its GPUs and its precision."""
+    precision = "fp8" if recipe.feature.fp8.on else recipe.precision.params
+    return f"{recipe.preset.name}_pretrain_{recipe.world_size}gpu_{recipe.device.name}_{precision}_config"
+
+
+def recipe(preset: str, overrides: Iterable[str] = ()) -> "NamContainer":
+    """The container of a preset, not yet validated.
+
+    Args:
+        preset: a name in conf/preset.
+        overrides: changes of the recipe, as on the command line of every other tool here: `lane=nemo_native`.
+
+    Raises:
+        Refused: with every finding.
+    """
+    from nam_megatron.lower import translate
+    from nam_megatron.nemo.container import container
+
+    return container(translate(load(preset, overrides)))
+
+
+def _preset(name: str) -> str | None:
+    """The preset of a recipe function's name, without composing all of them."""
+    preset, _, rest = name.partition("_pretrain_")
+    if not rest.endswith("config") or not (conf_dir() / "preset" / f"{preset}.yaml").is_file():
+        return None
+    return preset if name in (f"{preset}_pretrain_config", canonical(load(preset))) else None
+
+
+def __getattr__(name: str) -> Callable[..., "NamContainer"]:
+    preset = _preset(name)
+    if preset is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def function(overrides: Iterable[str] = ()) -> "NamContainer":
+        return recipe(preset, overrides)
+
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = (
+        f"The container of preset `{preset}`. overrides: of the recipe, `lane=nemo_native`. Raises Refused."
+    )
+    return globals().setdefault(name, function)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *names()])

@@ -1,0 +1,82 @@
+"""The command: python -m nam_megatron.nemo dump|pretrain|list|doctor conf=nam56r"""
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from nam_megatron import app, nemo, train
+from nam_megatron.errors import FINDINGS, OK, REFUSED, Problem, Refused, raise_if
+from nam_megatron.lower import translate
+from nam_megatron.nemo import doctor
+from nam_megatron.origin import Origin
+from nam_megatron.recipe import Recipe
+
+
+def dump(recipe: Recipe, words: Mapping[str, Any], origin: Origin) -> int:
+    """The container's YAML to stdout, or to the file `out`. Needs Bridge, no GPU."""
+    raise_if(Problem(f.message, hint=f.hint) for f in doctor.findings() if f.fatal and f.name != doctor.RESILIENCY)
+    with contextlib.redirect_stdout(sys.stderr):  # imports talk
+        from nam_megatron.nemo.container import container
+
+        made = container(translate(recipe))
+        if words["out"] is not None:
+            made.to_yaml(str(words["out"]))
+            return OK
+        with tempfile.NamedTemporaryFile() as file:
+            made.to_yaml(file.name)
+            text = Path(file.name).read_text(encoding="utf-8")
+    sys.stdout.write(text)
+    return OK
+
+
+def pretrain(recipe: Recipe, words: Mapping[str, Any], origin: Origin) -> int:
+    """Train by Bridge's pretrain; under torchrun, on every rank."""
+    from nam_megatron.nemo.train import begin
+
+    job = train.Job(translate(recipe))
+    raise_if(train.objections(job, job.argv, os.environ))
+    return begin(job)
+
+
+def names() -> int:
+    """Every recipe function and its preset."""
+    found = nemo.names()
+    width = max(map(len, found))
+    for name, preset in found.items():
+        print(f"nam_megatron.nemo.{name:<{width}}  {preset}")
+    return OK
+
+
+def diagnose() -> int:
+    """What is installed, and every finding."""
+    for name, version in doctor.recorded().items():
+        print(f"{name:<24} {version or 'not installed'}")
+    code = OK
+    for finding in doctor.findings():
+        print(f"\n{'error' if finding.fatal else 'note'}: {finding.message}\nhint: {finding.hint}")
+        code = FINDINGS if finding.fatal else code
+    return code
+
+
+def main() -> NoReturn:
+    """The first word says what to do; the rest is the recipe's."""
+    task, *rest = sys.argv[1:] or [""]
+    if task in ("list", "doctor") and not rest:
+        sys.exit({"list": names, "doctor": diagnose}[task]())
+    if task in ("dump", "pretrain"):
+        sys.argv[1:] = rest
+        app.run("nemo", ("out",), {"dump": dump, "pretrain": pretrain}[task])
+    if task in ("-h", "--help"):
+        sys.argv[1:] = ["--help"]
+        app.run("nemo", ("out",), dump)
+    hint = "there are: dump conf=NAME, pretrain conf=NAME, list, doctor"
+    sys.stderr.write(Refused(Problem(f"no task `{' '.join([task, *rest])}`", hint=hint)).render())
+    sys.exit(REFUSED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""What stands between this machine and NeMo's route: the traps of its packages, each as a finding with a way out.
+
+Reads what is installed; imports nothing of it. Every finding was met with megatron-bridge 0.6.2.
+"""
+
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from nam_megatron.mcore import v0_19
+
+BRIDGE, TOOLKIT = "0.6.2", "3.0.0"
+RESILIENCY = "nvidia-resiliency-ext"
+GLIBC = Version("2.39")  # of nvidia-resiliency-ext 0.6.0's only wheel, by its name; its code asks for 2.32
+BY_HAND = "uv pip install --no-deps --python-platform x86_64-manylinux_2_39 nvidia-resiliency-ext==0.6.0"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is not as NeMo's route needs it. fatal: nothing can be trained; else somebody will stumble over it."""
+
+    name: str
+    fatal: bool
+    message: str
+    hint: str
+
+
+def installed(name: str) -> Version | None:
+    try:
+        return Version(importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+# What has to be there, and what happens where it is not.
+NEEDED = {
+    f"megatron-core=={v0_19.PIN}": "on an old glibc pip falls back to megatron-core 0.13 without a word, for the sake of its `dev` extra",
+    f"megatron-bridge=={BRIDGE}": "another version has other fields",
+    "hydra-core>=1.3.4,<1.4": "omegaconf 2.4 drags it back to 1.3.0; `nemo-toolkit[core]` asks for 1.3.2 at most",
+    "omegaconf>=2.3,<2.4": "2.4 has no Hydra that Bridge accepts",
+    "transformers>=5.8,<=5.12.1": "Bridge imports every model family it knows",
+    "transformer-engine-torch>=2.18": "Bridge imports it at the first line; the package `transformer-engine` alone is empty",
+}
+
+
+def findings() -> Iterator[Finding]:
+    """Everything found, the fatal ones first."""
+    yield from sorted(_found(), key=lambda f: not f.fatal)
+
+
+def _found() -> Iterator[Finding]:
+    if sys.version_info[:2] != (3, 12):
+        yield Finding("python", True, f"Python {platform.python_version()}; Bridge {BRIDGE} is for 3.12", "use 3.12")
+    for text, why in NEEDED.items():
+        need = Requirement(text)
+        found = installed(need.name)
+        if found is None or not need.specifier.contains(found, prereleases=True):
+            has = f"is {found}" if found else "is missing"
+            yield Finding(
+                need.name, True, f"{need.name} {has}, and {need.specifier} is needed: {why}", f"install `{text}`"
+            )
+    yield from _resiliency()
+    yield from _engine()
+    yield from _toolkit()
+    yield from _runners()
+
+
+def _resiliency() -> Iterator[Finding]:
+    found = installed(RESILIENCY)
+    if found is not None and found.release[:2] == (0, 6):
+        return
+    libc, version = platform.libc_ver()
+    has = f"is {found}, and 0.6 is needed" if found else "is missing"
+    hint = f"install `{RESILIENCY}==0.6.0`"
+    if libc != "glibc" or Version(version) < GLIBC:
+        has += f"; this system has {libc or 'no glibc'} {version}, and the only wheel is named for glibc {GLIBC}"
+        hint = f"its code runs from glibc 2.32 on: `{BY_HAND}`, then defusedxml, grpcio and nvidia-ml-py"
+    yield Finding(RESILIENCY, True, f"{RESILIENCY} {has}: Bridge's pretrain imports it", hint)
+
+
+def _engine() -> Iterator[Finding]:
+    engine, frontend = installed("transformer-engine-torch"), installed("nvidia-cudnn-frontend")
+    if engine and engine >= Version("2.19") and frontend and frontend < Version("1.28"):
+        message = f"nvidia-cudnn-frontend {frontend} beside Transformer Engine {engine}, which asks for 1.28 or newer"
+        hint = "`megatron-core[dev]` pins 1.26.0: install Bridge without its dependencies, or Transformer Engine 2.18"
+        yield Finding("cudnn-frontend", False, message, hint)
+
+
+def _toolkit() -> Iterator[Finding]:
+    found = installed("nemo-toolkit")
+    if found is not None and found.major != Version(TOOLKIT).major:
+        message = f"nemo-toolkit {found}: from 3.0 on it trains no language models, before it did so by itself"
+        yield Finding(
+            "nemo-toolkit", False, message, f"`nemo-toolkit=={TOOLKIT}` without extras can stand beside Bridge"
+        )
+
+
+def _runners() -> Iterator[Finding]:
+    runner, lepton = installed("nemo-run"), installed("leptonai")
+    if runner and lepton and lepton >= Version("0.28"):
+        message = f"nemo-run {runner} cannot be imported with leptonai {lepton}"
+        yield Finding("leptonai", False, message, "install `leptonai<0.28`")
+
+
+def recorded() -> dict[str, str | None]:
+    """Versions for the receipt."""
+    names = ("megatron-bridge", "megatron-core", RESILIENCY, "nemo-toolkit", "nemo-run", "transformers")
+    return {name: str(found) if (found := installed(name)) else None for name in names}

@@ -1,0 +1,207 @@
+"""Our DSA against Megatron's: function by function, and inside its real HybridModel on a CPU.
+
+kernel.py is checked by tests/gpu/test_dsa.py, which this file also runs in Triton's interpreter.
+"""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import mangle_type
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))
+
+import harness
+import megatron.core.tensor_parallel.random as rng
+from harness import Case, RankFailed, on_ranks, train
+from megatron.core.transformer.experimental_attention_variant import dsa as theirs
+
+from benchmarks import dsa as bench
+from nam_megatron.blocks.dsa import naive
+
+S, B, N, H, D, R, P, K, SCALE = 19, 2, 3, 4, 8, 12, 8, 5, 0.3
+CASE = Case("+MDD-D")  # the harness's indexer: layer 3 serves 4 and 6
+
+
+@pytest.fixture
+def draw():
+    torch.manual_seed(3)
+    shapes = dict(q=(S, B, H, D), k=(S, B, D), w=(S, B, H), query=(S, B, N, R + P), key=(S, B, 1, R + P))
+    return SimpleNamespace(**{name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()})
+
+
+# The definition ------------------------------------------------------------------------------------------------------
+
+
+def causal_bounds() -> dict:
+    return dict(varlen_starts=torch.zeros(S, dtype=torch.long), varlen_ends=torch.arange(1, S + 1))
+
+
+def test_scores_and_top_k_are_megatrons(draw):
+    scores = naive.index_scores(draw.q, draw.k, draw.w)
+    wanted, indices = theirs.fused_qk_topk_naive(draw.q.float(), draw.k.float(), draw.w.float(), K, **causal_bounds())
+    torch.testing.assert_close(scores.float(), wanted, rtol=1e-4, atol=1e-5)
+    mask = torch.zeros(B, S, S + 1, dtype=torch.bool).scatter_(-1, indices.where(indices >= 0, S), True)[..., :S]
+    assert torch.equal(naive.select(scores, K).selected, mask)
+
+
+def test_sparse_attention_is_megatrons(draw):
+    selection = naive.select(naive.index_scores(draw.q, draw.k, draw.w), K)
+    indices = selection.selected.to(torch.int8).topk(K).indices
+    indices = indices.where(selection.selected.gather(-1, indices), -1)
+    wanted = theirs._unfused_absorbed_dsa_fn(draw.query.float(), draw.key.float(), indices, SCALE, R, **causal_bounds())
+    torch.testing.assert_close(naive.attend(draw.query, draw.key, selection, SCALE, R).float(), wanted)
+
+
+def test_indexer_loss_and_its_gradients_are_megatrons(draw):
+    ours = [t.clone().requires_grad_() for t in (draw.q, draw.k, draw.w)]
+    kl = naive.indexer_kl(*ours, naive.index_scores(*ours), draw.query, draw.key, SCALE)
+    (kl * 0.7 / (B * S)).backward()
+
+    its = [t.float().requires_grad_() for t in (draw.q, draw.w, draw.k)]
+    key = draw.key.float().expand(-1, -1, N, -1)
+    group = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1))
+    rest = (SCALE, K, 0.7, None, False, group, *causal_bounds().values())
+    _, loss = theirs.FusedDSAIndexerLoss.apply(*its, draw.query.float(), key, *rest)
+    loss.backward()
+    torch.testing.assert_close((kl * 0.7 / (B * S)).float(), loss)
+    for name, found, wanted in zip("qkw", ours, (its[0], its[2], its[1]), strict=True):
+        torch.testing.assert_close(found.grad.float(), wanted.grad, rtol=1e-3, atol=1e-6, msg=f"gradient of {name}")
+
+
+def test_with_every_key_selected_it_is_dense_attention(draw):
+    selection = naive.select(naive.index_scores(draw.q, draw.k, draw.w), S)
+    q, k = draw.query.permute(1, 2, 0, 3), draw.key.permute(1, 2, 0, 3).expand(-1, N, -1, -1)
+    dense = torch.nn.functional.scaled_dot_product_attention(q, k, k[..., :R], is_causal=True, scale=SCALE)
+    torch.testing.assert_close(naive.attend(draw.query, draw.key, selection, SCALE, R), dense.permute(2, 0, 1, 3))
+
+
+# The layer -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Chooses the recipe's kernels of MLA and DSA for the models that follow."""
+    recipe_of = harness.recipe_of
+    # Megatron's checkpoints keep the GPU's random state; nothing here is random.
+    monkeypatch.setattr(rng, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state())
+    monkeypatch.setattr(rng, "_set_cuda_rng_state", lambda *_, **__: None)
+
+    def choose(name: str) -> None:
+        def recipe(*args, **kwargs):
+            made = recipe_of(*args, **kwargs)
+            made.model.blocks.dsa.kernels = made.model.blocks.mla.kernels = name
+            return made
+
+        monkeypatch.setattr(harness, "recipe_of", recipe)
+
+    choose("naive")
+    return choose
+
+
+@pytest.fixture(scope="module")
+def stock():
+    """One step of four microbatches with Megatron's own layers."""
+    return train(replace(CASE, microbatches=4))
+
+
+def full(layers: int) -> dict:
+    return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=layers)
+
+
+def selective(*modules: str) -> dict:
+    return dict(recompute_granularity="selective", recompute_modules=list(modules))
+
+
+LAYOUTS = {
+    "tp1": {},
+    "tp2_sp": dict(tp=2),
+    "recomputed_core": dict(config=selective("core_attn", "layernorm", "mla_up_proj")),
+    # Each layer is run again on its own, after later microbatches have put other selections in place of its own.
+    "recomputed_layers_pp2": dict(pattern="+M|DD-D", pp=2, config=full(1)),
+    # The second chunk reuses what the first computed.
+    "recomputed_chunks": dict(config=full(3)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_it_is_megatrons_model(kernels, stock, layout):
+    found = train(replace(CASE, microbatches=4, **layout))
+    assert found.gradients.keys() == stock.gradients.keys(), "other checkpoint names"
+    torch.testing.assert_close(found.losses, stock.losses, rtol=1e-5, atol=1e-6)
+    for key, gradient in stock.gradients.items():
+        error = (found.gradients[key] - gradient).norm() / gradient.norm()
+        assert error < 1e-4, f"gradient of {key}: off by {error:.1e}"
+
+
+def test_a_selection_is_dropped_when_its_last_reader_has_it(kernels):
+    def job(rig):
+        harness.step(rig)
+        return len(rig.config.nam_dsa_shelf.selections)
+
+    assert on_ranks(CASE, job) == [0]
+
+
+def test_checkpoints_take_back_all_they_left_behind(kernels):
+    def job(rig):
+        harness.step(rig)
+        cores = [m for m in rig.model.modules() if hasattr(m, "rerun")]
+        return [len(core.rerun) for core in cores]
+
+    assert on_ranks(replace(CASE, config=full(1)), job) == [[0, 0, 0]]
+
+
+def test_a_cut_share_group_is_an_error_not_another_model(kernels):
+    with pytest.raises(RankFailed, match="layer 4 reuses the top-k of layer 3, which has not run before it"):
+        train(replace(CASE, pattern="+MD|D-D", pp=2))
+
+
+def test_fused_without_a_gpu_is_refused(kernels):
+    kernels("fused")
+    with pytest.raises(RankFailed, match="fused kernels of DSA need a GPU"):
+        on_ranks(Case("MMD"), lambda rig: None)
+
+
+# The kernels ---------------------------------------------------------------------------------------------------------
+
+
+def test_kernels_compile_for_hopper(monkeypatch):
+    """The interpreter takes what the compiler refuses: shapes that change in a loop, or sides no tensor core has."""
+    compiled = {}
+
+    def run(self, *args, grid, warmup, **kwargs):
+        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+        values = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        constants = {p.name: values[p.name] for p in self.params if p.is_constexpr}
+        # As the launcher has it, an argument of 1 is a constant.
+        ones = {
+            p.name: 1
+            for p in self.params
+            if type(values[p.name]) is int and values[p.name] == 1 and not p.do_not_specialize
+        }
+        constants |= ones
+        types = {name: "constexpr" if name in constants else mangle_type(value) for name, value in values.items()}
+        source = ASTSource(self, {name: types[name] for name in self.arg_names}, constants)
+        compiled[self.fn.__name__] = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", run)
+    monkeypatch.setattr(bench, "DEVICE", "cpu")
+    bench.train_core(bench.inputs(2, 32, 28))
+    assert len(compiled) == 11
+    assert all(kernel.metadata.shared <= 227 * 1024 for kernel in compiled.values()), "more than an SM's shared memory"
+
+
+def test_kernels_in_the_interpreter():
+    path = Path(__file__).parents[1] / "gpu" / "test_dsa.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(path)]
+    ran = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr

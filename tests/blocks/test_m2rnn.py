@@ -1,0 +1,333 @@
+"""M2RNN: its definition, and its mixer inside Megatron's real HybridModel on a CPU.
+
+kernel.py and elementwise.py are checked by tests/gpu/test_m2rnn.py, which this file also runs in Triton's interpreter.
+"""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import harness
+import interpreter
+import modules
+import triton
+from harness import Case, on_ranks, train
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import mangle_type
+
+from benchmarks import m2rnn as bench
+from nam_megatron.blocks.m2rnn import kernel, layer, naive
+from nam_megatron.blocks.m2rnn.block import CHECKPOINT, ROWS, M2Rnn
+from nam_megatron.errors import Refused
+from nam_megatron.lower import translate
+from nam_megatron.recipe import load
+from nam_megatron.sizes import Sizes
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def block(**sizes) -> M2Rnn:
+    return M2Rnn(**dict(kernels="naive", k_dim=8, v_dim=4, heads=6, conv_width=4) | sizes)
+
+
+def spec(**sizes):
+    blocks = SimpleNamespace(m2rnn=block(**sizes))
+    return layer.spec(
+        modules.CpuBackend(), SimpleNamespace(recipe=SimpleNamespace(model=SimpleNamespace(blocks=blocks)))
+    )
+
+
+CASE = Case("*R-R", mixers={"m2rnn": spec()})
+
+
+def mixer_of(rig) -> layer.M2RnnMixer:
+    return next(m for m in rig.model.modules() if isinstance(m, layer.M2RnnMixer))
+
+
+# The definition ------------------------------------------------------------------------------------------------------
+
+
+def test_scan_is_the_published_recurrence():
+    """Written out number by number; h W has the state's row, y = q h sums over rows."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2), torch.randn(3, 1, 2), torch.randn(3, 1, 1, 3)
+    f, w, h = torch.rand(3, 1, 1), torch.randn(1, 3, 3), torch.randn(1, 1, 2, 3)
+    y, last = naive.scan(q, k, v, f, w, h)
+    state = [[h[0, 0, i, j].item() for j in range(3)] for i in range(2)]
+    for t in range(3):
+        before = [list(row) for row in state]
+        for i in range(2):
+            for j in range(3):
+                x = sum(before[i][m] * w[0, m, j] for m in range(3)) + k[t, 0, i] * v[t, 0, 0, j]
+                state[i][j] = (f[t, 0, 0] * before[i][j] + (1 - f[t, 0, 0]) * torch.tanh(x)).item()
+        for j in range(3):
+            assert y[t, 0, 0, j].item() == pytest.approx(
+                sum(q[t, 0, i].item() * state[i][j] for i in range(2)), rel=1e-5
+            )
+    torch.testing.assert_close(last[0, 0], torch.tensor(state))
+
+
+def test_two_halves_are_the_whole():
+    x = bench_inputs(9)
+    y, last = naive.scan(*x)
+    first, state = naive.scan(*(t[:4] for t in x[:4]), x[4])
+    second, end = naive.scan(*(t[4:] for t in x[:4]), x[4], state)
+    torch.testing.assert_close((torch.cat([first, second]), end), (y, last))
+
+
+def test_packed_documents_do_not_see_each_other():
+    x, cu = bench_inputs(9), torch.tensor([0, 2, 2, 9])
+    x = [t[:, :1] for t in x[:4]] + [x[4]]
+    y, last = naive.scan(*x, cu_seqlens=cu)
+    channels, weight, bias = torch.randn(9, 1, 5), torch.randn(5, 1, 4), torch.randn(5)
+    convolved = naive.conv(channels, weight, bias, cu)
+    for n, (first, end) in enumerate(((0, 2), (2, 9))):
+        alone, state = naive.scan(*(t[first:end] for t in x[:4]), x[4])
+        torch.testing.assert_close((y[first:end], last[2 * n]), (alone, state[0]))
+        torch.testing.assert_close(convolved[first:end], naive.conv(channels[first:end], weight, bias))
+    assert not last[1].any()  # of the empty document
+
+
+def bench_inputs(s: int) -> list[torch.Tensor]:
+    torch.manual_seed(s)
+    return [
+        torch.randn(s, 2, 5),
+        torch.randn(s, 2, 5),
+        torch.randn(s, 2, 3, 4),
+        torch.rand(s, 2, 3),
+        torch.randn(3, 4, 4),
+    ]
+
+
+# In Megatron ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return train(CASE)
+
+
+@pytest.mark.parametrize("layout", [dict(tp=2), dict(tp=2, config={"sequence_parallel": False}), dict(pp=2)], ids=str)
+def test_every_layout_is_the_same_model(whole, layout):
+    pattern = "*R|-R" if "pp" in layout else CASE.pattern
+    other = train(replace(CASE, pattern=pattern, **layout))
+    assert other.losses == pytest.approx(whole.losses, rel=1e-6)
+    assert other.gradients.keys() == whole.gradients.keys()
+    for key, wanted in whole.gradients.items():
+        error = (other.gradients[key] - wanted).abs().max() / wanted.abs().max()
+        assert error < 1e-4, f"gradient of {key}: off by {error:.1e}"
+
+
+def test_every_parameter_is_trained(whole):
+    assert not [key for key, gradient in whole.gradients.items() if not gradient.abs().sum() > 0]
+
+
+def state(rig):
+    return rig.model.sharded_state_dict(metadata={"dp_cp_group": rig.model.pg_collection.dp_cp})
+
+
+@pytest.mark.parametrize(("written", "read"), [(1, 2), (2, 1)])
+def test_checkpoint_is_read_under_another_tensor_parallel_size(tmp_path, written, read):
+    def save(rig):
+        from megatron.core import dist_checkpointing
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+        # Made here by a fork; Megatron would start a fresh interpreter for it, which imports all of this once more.
+        filesystem_async.get_write_results_queue("fork")
+        dist_checkpointing.save(state(rig), str(tmp_path))
+        return harness.weights(rig)
+
+    def restore(rig):
+        from megatron.core import dist_checkpointing
+
+        with torch.no_grad():
+            for tensor in rig.model.parameters():
+                tensor.fill_(torch.nan)
+        rig.model.load_state_dict(dist_checkpointing.load(state(rig), str(tmp_path)))
+        return harness.weights(rig)
+
+    saved = harness.assemble(on_ranks(replace(CASE, tp=written), save))
+    loaded = harness.assemble(on_ranks(replace(CASE, tp=read), restore))
+    assert saved.keys() == loaded.keys() and all(torch.equal(saved[key], loaded[key]) for key in saved)
+    parts = {key.rsplit(".", 1)[1]: tensor.shape for key, tensor in saved.items() if "in_proj.weight." in key}
+    assert {name: shape[-2] for name, shape in parts.items()} == {"q": 8, "k": 8, "v": 24, "gate": 24, "forget": 6}
+
+
+def test_a_later_token_changes_nothing_before_it():
+    def job(rig):
+        mixer, x = mixer_of(rig), torch.randn(12, 2, 64)
+        other = x.clone()
+        other[7:] += 1
+        one, two = (mixer(t)[0] for t in (x, other))
+        return torch.equal(one[:7], two[:7]) and not torch.isclose(one[7:], two[7:]).all(-1).any()
+
+    assert on_ranks(CASE, job) == [True]
+
+
+def test_documents_of_a_packed_sequence_are_sequences():
+    def job(rig):
+        mixer, x = mixer_of(rig), torch.randn(12, 1, 64)
+        packed = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 5, 9]), cu_seqlens_q_padded=None)
+        alone = torch.cat([mixer(part)[0] for part in (x[:5], x[5:9], x[9:])])
+        torch.testing.assert_close(mixer(x, packed_seq_params=packed)[0], alone)
+
+    on_ranks(CASE, job)
+
+
+def test_decoding_continues_the_prompt():
+    """Token by token, and several at once, from the states that the context keeps; and a new prompt starts afresh."""
+
+    def job(rig):
+        from megatron.core.inference.contexts import StaticInferenceContext
+
+        mixer, x, context = mixer_of(rig), torch.randn(12, 2, 64), StaticInferenceContext(2, 12)
+        with torch.no_grad():
+            whole = mixer(x)[0]
+            for _ in range(2):
+                context.reset()
+                parts = []
+                for part in x.split([2, 5, 1, 1, 3]):
+                    parts.append(mixer(part, inference_context=context)[0])
+                    context.increment_sequence_len_offset(len(part))
+                torch.testing.assert_close(torch.cat(parts), whole)
+        window, matrix = context.key_value_memory_dict[mixer.layer_number]
+        assert (window.shape[1:], matrix.shape[1:]) == mixer.mamba_state_shapes_per_request()
+
+    on_ranks(CASE, job)
+
+
+def test_what_the_recurrence_owns_stays_fp32():
+    def job(rig):
+        from nam_megatron.mcore.pretrain import Float16ExceptMarked
+
+        mixer = mixer_of(rig)
+        rig.config.bf16 = True
+        Float16ExceptMarked(rig.config, mixer)
+        kept = {name for name, p in mixer.named_parameters() if p.dtype == torch.float32}
+        mixer.in_proj.config.params_dtype = torch.bfloat16
+        out, _ = mixer(torch.randn(6, 2, 64, dtype=torch.bfloat16))
+        return kept, out.dtype
+
+    assert on_ranks(CASE, job) == [({"state_weight", "D", "A_log", "dt_bias"}, torch.bfloat16)]
+
+
+def test_forget_gates_begin_between_long_and_short_memory():
+    def job(rig):
+        mixer = layer.M2RnnMixer  # a fresh one: the harness fills those of its model
+        groups = rig.model.pg_collection
+        made = mixer(
+            rig.config, spec().submodules, d_model=64, layer_number=1, pg_collection=groups, **spec(heads=600).params
+        )
+        f = naive.forget(torch.zeros(1, 1, 600), made.dt_bias, made.A_log)
+        return f.min().item(), f.max().item(), made.state_weight[3].tolist()
+
+    ((low, high, w),) = on_ranks(CASE, job)
+    assert 0.15 < low < 0.5 and 0.99 < high < 1 and w == torch.eye(4).tolist()
+
+
+# The block -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_blocks_parameters_are_the_layers(tp):
+    wide = dict(kernels="naive", k_dim=64, v_dim=16, heads=44)
+    case = Case("R", tp=tp, config=dict(hidden_size=3584), mixers={"m2rnn": spec(**wide)}, meta=True)
+    case = replace(case, config=case.config | dict(use_cpu_initialization=False, perform_initialization=False))
+    found = on_ranks(case, lambda rig: {n: tuple(p.shape) for n, p in rig.model.decoder.layers[0].named_parameters()})
+    plan = translate(load("nam56r", ["model.blocks.m2rnn.kernels=naive"])).plan
+    wanted = {}
+    for p in block(**wide).params(Sizes.of(plan), None):
+        wanted[p.name] = tuple(p.shape)
+        if p.shard == "tensor":
+            axis = 1 if p.name == "mixer.out_proj.weight" else 0
+            wanted[p.name] = tuple(n // tp if i == axis else n for i, n in enumerate(p.shape))
+    assert found == [wanted] * tp
+
+
+def test_the_block_knows_how_the_kernels_are_cut():
+    assert (kernel.Config().tokens, kernel.Config().rows) == (CHECKPOINT, ROWS)
+
+
+def test_fused_without_a_gpu_is_refused():
+    with pytest.raises(Refused, match="fused kernels of M2RNN need a GPU"):
+        spec(kernels="fused", k_dim=16, v_dim=16)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.blocks.m2rnn.k_dim=72"], "M2RNN's kernels take key widths that 16 divides, not 72"),
+        (["model.blocks.m2rnn.v_dim=24"], "M2RNN's kernels take value widths of 16 and 32, not 24"),
+        (["precision=fp8_tensorwise"], "M2RNN's input projection is 1580 / tensor 1 wide, which 16 does not divide"),
+    ],
+)
+def test_sizes_without_a_kernel_are_refused(overrides, message):
+    with pytest.raises(Refused) as refused:
+        translate(load("nam56r", overrides))
+    assert any(p.message.startswith(message) for p in refused.value.problems)
+    if "fp8" not in overrides[0]:
+        translate(load("nam56r", [*overrides, "model.blocks.m2rnn.kernels=naive"]))
+
+
+# The kernels ---------------------------------------------------------------------------------------------------------
+
+
+def test_kernels_compile_for_hopper(monkeypatch):
+    """The interpreter takes what the compiler refuses: shapes that change in a loop, or sides no tensor core has."""
+    compiled = {}
+
+    def run(self, *args, grid, warmup, **kwargs):
+        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+        values = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        constants = {p.name: values[p.name] for p in self.params if p.is_constexpr}
+        constants |= {name: value for name, value in values.items() if value is None}
+        types = {name: "constexpr" if name in constants else mangle_type(value) for name, value in values.items()}
+        source = ASTSource(self, {name: types[name] for name in self.arg_names}, constants)
+        compiled[self.fn.__name__] = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", run)
+    monkeypatch.setattr(bench, "DEVICE", "cpu")
+    bench.run(lambda *t: kernel.scan(*t, config=kernel.Config(tokens=2)), bench.inputs(8, 1, 2))
+    bench.check_around(SimpleNamespace(check=lambda *_: None), torch.bfloat16, 8, 1)
+    assert len(compiled) == 7
+    with torch.no_grad():  # no state is kept
+        kernel.scan(
+            torch.zeros(8, 1, 64),
+            torch.zeros(8, 1, 64),
+            torch.zeros(8, 1, 2, 16),
+            torch.zeros(8, 1, 2),
+            torch.zeros(2, 16, 16),
+        )
+
+
+if INTERPRETED:
+
+    @pytest.mark.parametrize("tp", [1, 2])
+    def test_fused_layer_is_the_naive_one(monkeypatch, tp):
+        interpreter.mend(monkeypatch)
+        sizes = dict(k_dim=16, v_dim=16, heads=2)
+        cases = [
+            Case("R", tp=tp, microbatches=1, mixers={"m2rnn": spec(kernels=k, **sizes)}) for k in ("fused", "naive")
+        ]
+        fused, plain = (train(case) for case in cases)
+        assert fused.losses == pytest.approx(plain.losses, rel=1e-5)
+        for key, wanted in plain.gradients.items():
+            error = (fused.gradients[key] - wanted).norm() / wanted.norm()
+            assert error < 1e-3, f"gradient of {key}: off by {error:.1e}"
+
+
+def test_kernels_in_the_interpreter():
+    paths = [str(Path(__file__).parents[1] / "gpu" / "test_m2rnn.py"), f"{__file__}::test_fused_layer_is_the_naive_one"]
+    command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider", "-p", "no:xdist", *paths]
+    ran = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr

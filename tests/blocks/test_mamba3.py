@@ -1,0 +1,288 @@
+"""Our Mamba-3 layer inside Megatron's real HybridModel on a CPU, and naive.py, its definition.
+
+kernel.py is checked by tests/gpu/test_mamba3.py, which this file also runs in Triton's interpreter.
+"""
+
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))
+
+import harness
+import megatron.core.tensor_parallel.random as rng
+import modules
+from harness import Case, on_ranks, train
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from nam_megatron.blocks.mamba3 import layer, naive
+from nam_megatron.blocks.mamba3.block import Mamba3
+from nam_megatron.blocks.mamba3.naive import Shape, State, Weights
+from nam_megatron.errors import Refused
+
+SHAPE = Shape(heads=4, head_dim=8, state_dim=16, groups=2, rank=2, angles=3)
+SIZES = dict(kernels="naive", recompute="none", heads=8, head_dim=8, state_dim=16, groups=2, mimo_rank=2, chunk=8)
+
+
+def mixer(**changes):
+    block = Mamba3(**{**SIZES, "rope_fraction": 0.5, **changes})
+    plan = SimpleNamespace(recipe=SimpleNamespace(model=SimpleNamespace(blocks=SimpleNamespace(mamba3=block))))
+    return {"mamba3": layer.spec(modules.CpuBackend(), plan)}
+
+
+CASE = Case("3-3", mixers=mixer())
+
+
+@pytest.fixture(autouse=True)
+def no_random_state_of_a_gpu(monkeypatch):
+    monkeypatch.setattr(rng, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state())
+    monkeypatch.setattr(rng, "_set_cuda_rng_state", lambda *_, **__: None)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return train(CASE)
+
+
+def same(found, wanted):
+    assert found.gradients.keys() == wanted.gradients.keys()
+    torch.testing.assert_close(found.losses, wanted.losses, rtol=1e-5, atol=1e-6)
+    for name, gradient in wanted.gradients.items():
+        assert gradient.abs().max() > 0, f"no gradient reaches {name}"
+        torch.testing.assert_close(
+            found.gradients[name], gradient, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def inputs(shape=SHAPE, s=9, b=2, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *size: torch.randn(*size, generator=generator, dtype=torch.float64)  # noqa: E731
+    h, p, n, _, r, _ = shape
+    mimo = [draw(h, r, p) for _ in range(3)] if r > 1 else [None] * 3
+    weights = Weights(draw(h), draw(h), draw(h, r, n), draw(h, r, n), 1 + draw(n), 1 + draw(n), *mimo)
+    return draw(s, b, sum(shape.parts.values())), weights
+
+
+# The definition -------------------------------------------------------------------------------------------------------
+
+
+def test_output_is_the_sum_over_all_pairs_of_tokens():
+    """The closed form of the recurrence: attention with decays, a trapezoid's weights and relative rotations."""
+    shape, s = SHAPE._replace(groups=4), 7
+    packed, w = inputs(shape, s, 1)
+    z, x, B, C, dt, A, trap, angles = (t[:, 0] for t in packed.split(list(shape.parts.values()), -1))
+    dt, gate = F.softplus(dt + w.dt_bias), trap.sigmoid()
+    log = -F.softplus(A).clamp(min=1e-4) * dt
+    turned = (math.pi * angles.tanh()[:, None] * dt[..., None]).cumsum(0)
+    heads = []
+    for h in range(shape.heads):
+        head = lambda t: t.unflatten(-1, (shape.heads, -1))[:, h]  # noqa: E731, B023
+        q, k = (
+            F.rms_norm(head(t).unflatten(-1, (2, 16)), (16,), norm, 1e-5) + bias[h]
+            for t, norm, bias in ((C, w.C_norm, w.C_bias), (B, w.B_norm, w.B_bias))
+        )
+        # A pair of columns is a complex number.
+        q, k = (torch.complex(t[..., :8], t[..., 8:]) for t in (q, k))
+        rows = []
+        for i in range(s):
+            o = w.D[h] * head(x)[i] * w.mimo_x[h]
+            for j in range(i + 1):
+                weight = gate[j, h] * dt[j, h] + (j < i) * (1 - gate[min(j + 1, s - 1), h]) * dt[min(j + 1, s - 1), h]
+                relative = F.pad(turned[i, h] - turned[j, h], (0, 5))
+                scores = (
+                    q[i].conj()[:, None] * k[j][None] * torch.polar(torch.ones_like(relative), -relative)
+                ).real.sum(-1)
+                o = o + weight * log[j + 1 : i + 1, h].sum().exp() * scores @ (head(x)[j] * w.mimo_x[h])
+            rows.append((w.mimo_o[h] * o * F.silu(head(z)[i] * w.mimo_z[h])).sum(0))
+        heads.append(torch.stack(rows))
+    torch.testing.assert_close(naive.scan(packed, w, shape)[0][:, 0], torch.cat(heads, -1))
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_two_halves_are_one_sequence(rank):
+    shape = SHAPE._replace(rank=rank)
+    packed, weights = inputs(shape)
+    y, last = naive.scan(packed, weights, shape)
+    first, state = naive.scan(packed[:4], weights, shape)
+    second, state = naive.scan(packed[4:], weights, shape, state)
+    torch.testing.assert_close(torch.cat([first, second]), y)
+    for found, wanted in zip(state, last, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_packed_documents_do_not_see_each_other():
+    packed, weights = inputs(s=9, b=1)
+    numbers = torch.tensor([[0, 0, 0, 2, 3, 3, 3, 3, 3]])
+    apart = torch.cat([naive.scan(part, weights, SHAPE)[0] for part in packed.split([3, 1, 5])])
+    torch.testing.assert_close(naive.scan(packed, weights, SHAPE, None, numbers)[0], apart)
+
+
+def test_groups_share_their_keys():
+    """With the groups' B and C repeated for every head it is the same scan with as many groups as heads."""
+    packed, weights = inputs()
+    parts = dict(zip(SHAPE.parts, packed.split(list(SHAPE.parts.values()), -1), strict=True))
+    for name in ("B", "C"):
+        parts[name] = parts[name].unflatten(-1, (2, -1)).repeat_interleave(2, -2).flatten(-2)
+    each = naive.scan(torch.cat(list(parts.values()), -1), weights, SHAPE._replace(groups=4))[0]
+    torch.testing.assert_close(each, naive.scan(packed, weights, SHAPE)[0])
+
+
+# The kernels ----------------------------------------------------------------------------------------------------------
+
+
+def test_kernels_in_tritons_interpreter():
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:xdist", "tests/gpu/test_mamba3.py"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "5 passed, 2 deselected" in done.stdout
+
+
+# The layer ------------------------------------------------------------------------------------------------------------
+
+
+def test_two_tensor_ranks_are_one(whole):
+    same(train(replace(CASE, tp=2)), whole)
+
+
+def test_two_tensor_ranks_are_one_without_sequence_parallelism(whole):
+    same(train(replace(CASE, tp=2, config={"sequence_parallel": False})), whole)
+
+
+def test_in_proj_computed_again_gives_the_same_gradients(whole):
+    case = replace(CASE, mixers=mixer(recompute="in_proj"))
+    same(train(case), whole)
+
+    def job(rig):
+        calls = []
+        rig.model.decoder.layers[0].mixer.in_proj.register_forward_hook(
+            lambda *_: calls.append(torch.is_grad_enabled())
+        )
+        harness.step(rig)
+        return calls
+
+    assert on_ranks(case, job) == [[False, True] * case.microbatches]
+
+
+def test_checkpoint_of_two_tensor_ranks_is_that_of_one():
+    """Each key is one tensor, cut the same way whatever the number of ranks: so either can load the other's."""
+    one = harness.assemble(on_ranks(CASE, harness.weights))
+    two = harness.assemble(on_ranks(replace(CASE, tp=2), harness.weights))
+    assert one.keys() == two.keys() and {"z", "x", "B", "C", "dt", "A", "trap", "angles"} <= {
+        k.rsplit(".")[-1] for k in one
+    }
+    for key, tensor in one.items():
+        torch.testing.assert_close(two[key], tensor, rtol=0, atol=0)
+
+
+def test_parameters_are_those_of_the_block():
+    """Names, shapes and what stays in fp32, at NAM56R's sizes and without memory."""
+    block = Mamba3(
+        kernels="naive", recompute="none", heads=112, head_dim=64, state_dim=128, groups=8, mimo_rank=4, chunk=16,
+        rope_fraction=0.5,
+    )  # fmt: skip
+    sizes = SimpleNamespace(model=SimpleNamespace(hidden_size=3584), norm=lambda name, width: [_Norm(name, width)])
+    wanted = {p.name: p.shape for p in block.params(sizes, None)}
+    case = Case("3", mixers=mixer(**block.model_dump()), config=dict(hidden_size=3584, num_attention_heads=56))
+    prefix = "decoder.layers.0."
+    found = {
+        n.removeprefix(prefix): s for n, s in harness.shapes(replace(case, meta=True)).items() if n.startswith(prefix)
+    }
+    assert found == wanted
+
+
+class _Norm:
+    def __init__(self, name, width):
+        self.name, self.shape = name + "weight", (width,)
+
+
+def test_scan_parameters_are_marked_and_start_as_in_mamba_ssm():
+    def job(rig):
+        mixer = rig.model.decoder.layers[0].mixer
+        kept = {n for n, p in mixer.named_parameters() if getattr(p, "keep_in_fp32", False)}
+        return kept, F.softplus(mixer.dt_bias.detach())
+
+    ((kept, _),) = on_ranks(CASE, job)
+    assert kept == {"dt_bias", "D", "B_bias", "C_bias", "mimo_x", "mimo_z", "mimo_o"}
+    ((_, dt),) = on_ranks(replace(CASE, meta=True), job)  # harness.fill has not touched it
+    assert (dt > 0.0009).all() and (dt < 0.11).all() and dt.std() > 0
+
+
+def test_packed_sequences_reach_the_scan():
+    def job(rig):
+        mixer = rig.model.decoder.layers[0].mixer
+        hidden = torch.randn(12, 1, 64, generator=torch.Generator().manual_seed(1))
+        ends = torch.tensor([0, 5, 5, 6, 12], dtype=torch.int32)
+        together = mixer(hidden, packed_seq_params=PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends))[0]
+        apart = torch.cat([mixer(part)[0] for part in hidden.split([5, 1, 6])])
+        return together.detach(), apart.detach()
+
+    ((together, apart),) = on_ranks(CASE, job)
+    torch.testing.assert_close(together, apart)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_decoding_token_by_token_is_the_whole_sequence(tp):
+    def job(rig):
+        mixer = rig.model.decoder.layers[0].mixer
+        hidden = torch.randn(9, 2, 64, generator=torch.Generator().manual_seed(1))
+        context = SimpleNamespace(is_static_batching=lambda: True, key_value_memory_dict={}, sequence_len_offset=0)
+        outs = []
+        for piece in hidden.split([4, 1, 1, 3]):
+            outs.append(mixer(piece, inference_context=context)[0])
+            context.sequence_len_offset += piece.size(0)
+        state = context.key_value_memory_dict[mixer.layer_number]
+        angle, ssm, k, x = (t[0].numel() for t in state)
+        assert mixer.mamba_state_shapes_per_request() == ((angle + k + x,), tuple(state.ssm.shape[1:]))
+        assert ssm == state.ssm[0].numel()
+        return torch.cat(outs).detach(), mixer(hidden)[0].detach()
+
+    for steps, once in on_ranks(replace(CASE, tp=tp, config={"sequence_parallel": False}), job):
+        torch.testing.assert_close(steps, once)
+
+
+def test_dynamic_batches_are_refused():
+    def job(rig):
+        context = SimpleNamespace(is_static_batching=lambda: False)
+        with pytest.raises(Refused, match="dynamic"):
+            rig.model.decoder.layers[0].mixer(torch.randn(4, 1, 64), inference_context=context)
+
+    on_ranks(CASE, job)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        (dict(head_dim=8), "head_dim"),
+        (dict(state_dim=48), "state_dim"),
+        (dict(mimo_rank=3), "mimo_rank"),
+        (dict(chunk=64, mimo_rank=4), "chunk"),
+        (dict(chunk=2, mimo_rank=4), "chunk"),
+    ],
+)
+def test_sizes_that_the_kernels_do_not_serve_are_refused(changes, key):
+    sizes = dict(
+        heads=8, head_dim=16, state_dim=32, groups=2, mimo_rank=4, chunk=16, rope_fraction=0.5, recompute="none"
+    )
+    fused = Mamba3(kernels="fused", **{**sizes, **changes})
+    assert [p.key for p in fused.unserved()] == [f"model.blocks.mamba3.{key}"]
+    assert not list(fused.model_copy(update={"kernels": "naive"}).unserved())
+
+
+def test_fused_kernels_without_a_gpu_are_refused():
+    with pytest.raises(Refused, match="need a GPU"):
+        mixer(kernels="fused")
+
+
+def test_state_of_no_tokens_is_zero():
+    state = State.zeros(3, SHAPE, "cpu", torch.bfloat16)
+    packed, weights = inputs(b=3)
+    torch.testing.assert_close(naive.scan(packed, weights, SHAPE, state)[0], naive.scan(packed, weights, SHAPE)[0])

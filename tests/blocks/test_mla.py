@@ -1,0 +1,177 @@
+"""Our MLA layer inside Megatron's real HybridModel on a CPU, against the stock layer; and its decoding.
+
+kernel.py is checked by tests/gpu/test_mla.py, which this file also runs in Triton's interpreter.
+"""
+
+import itertools
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))
+
+import harness
+import megatron.core.tensor_parallel.random as rng
+from harness import Case, RankFailed, on_ranks, recipe_of, train
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from nam_megatron.blocks.mla import layer, naive
+
+CASE = Case("+-+")
+YARN = dict(rope_type="yarn", rotary_scaling_factor=4.0, original_max_position_embeddings=16, mscale=1.0)
+YARN |= dict(mscale_all_dim=0.5)
+MTP = Case("+-+/+-")
+BARE = replace(CASE, latent_norm=False, config=dict(qk_layernorm=False))
+RECOMPUTED = dict(recompute_granularity="selective", recompute_modules=["mla_up_proj", "layernorm"])
+
+
+@pytest.fixture
+def ours(monkeypatch):
+    """Slot `+` holds our layer."""
+
+    def install(kernels: str = "naive") -> None:
+        def recipe(*args, **kwargs):
+            made = recipe_of(*args, **kwargs)
+            made.model.blocks.mla.kernels = kernels
+            return made
+
+        monkeypatch.setattr(harness, "recipe_of", recipe)
+
+    # Megatron's checkpoints keep the GPU's random state; nothing here is random.
+    monkeypatch.setattr(rng, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state())
+    monkeypatch.setattr(rng, "_set_cuda_rng_state", lambda *_, **__: None)
+    install()
+    return install
+
+
+@pytest.fixture(scope="module")
+def stock():
+    """One step with Megatron's own layers, by configuration."""
+    cases = {"rope": CASE, "yarn": replace(CASE, config=YARN), "no latent norms": BARE, "mtp": MTP}
+    return {name: train(case) for name, case in cases.items()}
+
+
+def same(found, wanted):
+    assert found.gradients.keys() == wanted.gradients.keys(), "other checkpoint names"
+    torch.testing.assert_close(found.losses, wanted.losses, rtol=1e-5, atol=1e-6)
+    for key, gradient in wanted.gradients.items():
+        error = (found.gradients[key] - gradient).norm() / gradient.norm()
+        assert error < 1e-4, f"gradient of {key}: off by {error:.1e}"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "case"),
+    [
+        ("rope", CASE),
+        ("rope", replace(CASE, tp=2)),
+        ("rope", replace(CASE, config=RECOMPUTED)),
+        ("yarn", replace(CASE, tp=2, config=YARN | RECOMPUTED)),
+        ("no latent norms", BARE),
+        ("mtp", replace(MTP, pattern="+-|+/+-", pp=2)),
+    ],
+    ids=["tp1", "tp2_sp", "recomputed", "yarn_tp2_sp_recomputed", "no_latent_norms", "mtp_pp2"],
+)
+def test_it_is_megatrons_model(ours, stock, wanted, case):
+    same(train(case), stock[wanted])
+
+
+def test_weights_that_are_only_read_are_waited_for(ours):
+    """Megatron's DDP with overlapped all-gather waits in the pre-forward hook of each module that has parameters."""
+
+    def job(rig):
+        block, waited = rig.model.decoder.layers[0], set()
+        owners = {name: m for name, m in block.named_modules() if list(m.parameters(recurse=False))}
+        for name, module in owners.items():
+            module.register_forward_pre_hook(lambda *_, name=name: waited.add(name))
+        block(torch.zeros(4, 1, 64), None)
+        return set(owners), waited
+
+    ((owners, waited),) = on_ranks(CASE, job)
+    assert owners == waited and "self_attention.kv_layernorm" in owners
+
+
+def attention(rig) -> layer.FusedMLASelfAttention:
+    return rig.model.decoder.layers[0].self_attention
+
+
+def test_decoding_token_by_token_equals_training(ours):
+    def job(rig):
+        block, cases = rig.model.decoder.layers[0], []
+        x = torch.randn(11, 2, 64, generator=torch.Generator().manual_seed(5))
+        with torch.no_grad():
+            wanted, _ = block.self_attention(block.input_layernorm(x), None)
+        caches = layer.new_caches(rig.model, batch=2, length=11)
+        cache = caches[block.layer_number]
+        parts = [block.self_attention.decode(part, cache)[0] for part in x.split([4, 1, 1, 1, 1, 1, 2])]
+        cases.append((torch.cat(parts), wanted))
+        return cases, sorted(caches), tuple(cache.latents.shape)
+
+    ((pairs, numbers, shape),) = on_ranks(Case("+-+"), job)
+    assert numbers == [1, 3] and shape == (11, 2, 24 + 8), "caches of attention layers alone, latent and rope alone"
+    for found, wanted in pairs:
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_full_cache_is_an_error(ours):
+    def job(rig):
+        cache = attention(rig).new_cache(batch=1, length=2)
+        attention(rig).decode(torch.zeros(3, 1, 64), cache)
+
+    with pytest.raises(RankFailed, match="a cache of 2 tokens, 3 asked for"):
+        on_ranks(CASE, job)
+
+
+def test_packed_sequences_start_at_zero(ours):
+    ends = torch.tensor([0, 5, 6, 13], dtype=torch.int32)
+    packed = PackedSeqParams("thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=7, max_seqlen_kv=7)
+    x = torch.randn(13, 1, 64, generator=torch.Generator().manual_seed(6))
+
+    def job(rig):
+        whole = attention(rig).get_query_key_value_tensors(x, packed_seq_params=packed)[:3]
+        parts = [attention(rig).get_query_key_value_tensors(part)[:3] for part in x.split([5, 1, 7])]
+        return [t.detach() for t in whole], [torch.cat(p).detach() for p in zip(*parts, strict=True)]
+
+    ((whole, parts),) = on_ranks(CASE, job)
+    for packed_part, part in zip(whole, parts, strict=True):
+        torch.testing.assert_close(packed_part, part.squeeze(1))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_positions_under_context_parallelism_cover_each_sequence_once(size):
+    ends = torch.tensor([0, 8, 24, 32])
+    ranks = [naive.packed_positions(ends, 32 // size, 99, rank, size) for rank in range(size)]
+    for start, end in itertools.pairwise(ends):
+        part = torch.cat([r[start // size : end // size] for r in ranks])
+        assert sorted(part.tolist()) == list(range(end - start))
+    if size == 2:
+        assert ranks[0][4:12].tolist() == [0, 1, 2, 3, 12, 13, 14, 15], "the first chunk and the last, as TE splits"
+
+
+def test_tokens_behind_the_last_sequence_stay_inside_the_table():
+    assert naive.packed_positions(torch.tensor([0, 3]), 8, 4).tolist() == [0, 1, 2, 3, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("kernels", "config", "said"),
+    [
+        ("fused", {}, "needs a GPU"),
+        ("naive", dict(layernorm_zero_centered_gamma=True), "centred at zero"),
+        ("naive", dict(rotary_percent=0.5), "part of the rope head"),
+    ],
+)
+def test_refusals_when_the_layer_is_built(ours, kernels, config, said):
+    ours(kernels)
+    with pytest.raises(RankFailed, match=said):
+        on_ranks(replace(CASE, config=config), lambda rig: None)
+
+
+def test_kernels_in_the_interpreter():
+    path = Path(__file__).parents[1] / "gpu" / "test_mla.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(path)]
+    ran = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -1,0 +1,209 @@
+"""The measured comparisons: what they report is what was trained, and every rung is a recipe."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from test_train import lowered, run, trained
+
+from nam_megatron import train
+
+sys.path.insert(0, str(Path(train.__file__).parents[1] / "benchmarks"))
+
+import kernels
+import ladder
+import measure
+import peak_memory
+import stock
+import throughput
+
+
+def gauge() -> None:
+    """From here on, in this process: a GPU's counters, and a profiler that looks at the CPU."""
+    resets, profile = [], torch.profiler.profile
+    torch.cuda.reset_peak_memory_stats = lambda: resets.append(None)
+    torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved = lambda: 10 + 10 * len(resets), lambda: 1000
+    torch.cuda.mem_get_info, torch.cuda.get_device_name = lambda: (1, 5), lambda: "pretended"
+    torch.profiler.profile = lambda activities: profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    kernels.table = lambda trace: {"events": len(trace["traceEvents"])}
+
+
+def test_the_memory_benchmark_reports_what_was_trained(tmp_path):
+    out = tmp_path / "peak.json"
+    layout = ("cluster=h200_2", "parallel.pipeline=2", "schedule.train_steps=4")
+    ranks = run(
+        tmp_path,
+        *layout,
+        world=2,
+        before=gauge,
+        main=lambda words, now: peak_memory.main(
+            ["--out", str(out), "--profile", f"{tmp_path}/trace.json", *words], now
+        ),
+    )
+    losses = trained(ranks)
+    document = json.loads(out.read_text())
+    steps = document["steps"]
+    # Megatron's second log line is the mean of the first two steps.
+    assert [step["losses"]["lm loss"] for step in steps][::2] == pytest.approx(losses[::2], abs=1e-5)
+    assert document["peak_bytes"]["setup"] == {"allocated": 10, "reserved": 1000}
+    assert document["peak_bytes"]["first_step"]["allocated"] == 20
+    assert document["peak_bytes"]["steady"]["allocated"] == 50
+    assert document["median_step_seconds"] == steps[2]["seconds"]  # the first two warm up, the last is profiled
+    assert document["kernels"]["events"] > 1000
+    assert [r["device_used"] for r in document["ranks"]] == [4, 4]
+    assert sum(r["parameters"] for r in document["ranks"]) == 321944  # as Megatron counts this model on one rank
+
+
+def test_stock_is_megatrons_own_builder_and_stack(tmp_path):
+    """Its default stack needs TE; here ours stands in its place, in the module where Megatron keeps it."""
+
+    def default_stack() -> None:
+        import megatron.training.models.hybrid as hybrid
+        import modules
+
+        from nam_megatron.mcore import pretrain, stack
+
+        gauge()
+        hybrid.default_hybrid_stack_spec = stack.hybrid_stack_spec(lowered().plan, modules.CpuBackend())
+        pretrain.NamModelBuilder.build_model = None  # whoever calls it fails
+        told = peak_memory.stock
+
+        def stock_on_cpu() -> None:
+            told()
+            made = pretrain.settings
+
+            def settings(args, spec):
+                args.apply_rope_fusion = False  # a kernel of TE
+                return made(args, spec)
+
+            pretrain.settings = settings
+
+        peak_memory.stock = stock_on_cpu
+
+    def losses(*words: str, before) -> list[float]:
+        out = tmp_path / "peak.json"
+        trained(
+            run(tmp_path, before=before, main=lambda w, now: peak_memory.main(["--out", str(out), *words, *w], now))
+        )
+        return [step["losses"]["lm loss"] for step in json.loads(out.read_text())["steps"]]
+
+    assert losses("--stock", before=default_stack) == losses(before=gauge)
+
+
+def test_the_report_comes_where_a_command_stops(tmp_path):
+    out = tmp_path / "peak.json"
+    save = (f"schedule.save={tmp_path}/ckpt", "schedule.save_interval=2", "schedule.stop_every=2")
+    words = ("--out", str(out))
+    trained(
+        run(
+            tmp_path, "schedule.train_steps=5", *save, before=gauge,
+            main=lambda w, now: peak_memory.main([*words, *w], now),
+        )
+    )  # fmt: skip
+    assert len(json.loads(out.read_text())["steps"]) == 2
+
+
+# Kernels -------------------------------------------------------------------------------------------------------------------------
+
+NAMES = {
+    "nvjet_sm90_hsh_128x256_64x4_2x1_v_bz_coopB_NTT": "GEMM",
+    "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>": "GEMM",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_3": "attention core",
+    "_chunk_scan_chunk_state_bwd_dx_kernel": "Mamba scan, conv, norm",
+    "void causal_conv1d_bwd_kernel<Causal_conv1d_bwd_kernel_traits<128, 4, true, bf16>>": "Mamba scan, conv, norm",
+    "_layer_norm_bwd_kernel": "Mamba scan, conv, norm",
+    "void transformer_engine::normalization::rmsnorm_fwd_tuned_kernel<>": "norms",
+    "void transformer_engine::multi_tensor_adam::AdamFunctorMaster": "optimizer",
+    "_permute_kernel": "MoE permute, sort, router",
+    "void at::native::(anonymous namespace)::indexSelectLargeIndex<>": "MoE permute, sort, router",
+    "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL": "NCCL",
+    "triton_red_fused__to_copy_max_sub_0": "cross entropy, compiled",
+    "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>": "gradient adds",
+    "void at::native::vectorized_elementwise_kernel<4, at::native::relu_kernel>": "element-wise",
+    "Memcpy DtoD (Device -> Device)": "copies and fills",
+    "something new": "other",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_kernel_is_told_by_its_name(name):
+    assert kernels.kind_of(name) == NAMES[name]
+
+
+def test_gaps_are_where_no_kernel_runs():
+    """Times are microseconds in a trace; two streams may overlap."""
+    spans = [("nvjet_a", 0, 1000), ("ncclDevKernel_b", 500, 1000), ("nvjet_a", 3000, 500), ("Memset", 3100, 100)]
+    events = [{"ph": "X", "cat": "kernel", "name": n, "ts": t, "dur": d} for n, t, d in spans]
+    events += [{"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 0, "dur": 9000}, {"ph": "M"}]
+    found = kernels.table({"traceEvents": events})
+    assert (found["span_ms"], found["busy_ms"], found["gaps_ms"]) == (3.5, 2.0, 1.5)
+    assert found["kinds"]["GEMM"] == {"ms": 1.5, "launches": 2}
+    assert found["top"][0] == {"name": "nvjet_a", "kind": "GEMM", "ms": 1.5, "launches": 2}
+    with pytest.raises(ValueError, match="no kernels"):
+        kernels.table({"traceEvents": []})
+
+
+# Trials --------------------------------------------------------------------------------------------------------------------------
+
+
+def ranks(tmp_path: Path, code: str, limit: float = 20.0) -> tuple[int | str, str, float]:
+    begin = time.monotonic()
+    ended = measure.ranks([sys.executable, "-c", code], os.environ, 3, tmp_path / "log", limit)
+    return ended, (tmp_path / "log").read_text(), time.monotonic() - begin
+
+
+def test_ranks_are_told_who_they_are(tmp_path):
+    code = "import os; print(os.environ['RANK'] + os.environ['LOCAL_RANK'] + os.environ['WORLD_SIZE'])"
+    ended, said, _ = ranks(tmp_path, code)
+    assert ended == 0
+    assert sorted(said.split()) == ["003", "113", "223"]
+
+
+def test_a_rank_that_fails_ends_the_others(tmp_path):
+    ended, _, seconds = ranks(
+        tmp_path, "import os, sys, time; os.environ['RANK'] == '1' and sys.exit(7); time.sleep(60)"
+    )
+    assert ended == 7
+    assert seconds < 15
+
+
+def test_nothing_outlives_the_limit(tmp_path):
+    stay = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('here', flush=True); time.sleep(60)"
+    )
+    ended, _, seconds = ranks(tmp_path, stay, limit=2.0)
+    assert ended == "over 2 s"
+    assert seconds < 10
+
+
+def test_a_recipe_that_cannot_be_is_a_row_with_its_reason(tmp_path):
+    entry = measure.trial("x", "nam56r_smoke", ["parallel.tensor=3"], tmp_path, 9)
+    assert entry["error"].startswith("error: 1 GPUs cannot hold tensor 3")
+
+
+def test_every_rung_is_a_plan_that_can_be_trained():
+    for overrides, _ in throughput.RUNGS.values():
+        assert measure.lowered(throughput.PRESET, (*throughput.CUT, *overrides)).plan.not_built == ()
+    for world, overrides in ladder.RUNGS.values():
+        plan = measure.lowered(
+            ladder.PRESET, (f"cluster=h200_{world}", *ladder.CUT, *ladder.STEPS, *overrides, "schedule.save=x")
+        ).plan
+        assert plan.not_built == ()
+        assert plan.recipe.world_size == world
+    assert measure.lowered(stock.PRESET, stock.CUT).plan.not_built == ()
+
+
+def test_stock_is_compared_step_by_step():
+    def trial(shift: float, seconds: float) -> dict:
+        steps = [{"losses": {"lm loss": 5.0 - i + shift * i}, "grad_norm": 1.0 + shift} for i in range(3)]
+        return {"steps": steps, "median_step_seconds": seconds, "peak_bytes": {"steady": {"allocated": 7}}}
+
+    found = stock.compare({"ours": trial(0.0, 1.0), "stock": trial(0.25, 2.0), "again": trial(0.0, 1.0)})
+    assert found["lm loss"]["largest difference, stock"] == 0.5
+    assert found["grad norm"]["largest difference, stock"] == 0.25
+    assert found["lm loss"]["largest difference, again"] == 0.0
+    assert "   3    3.000000    3.500000   -5.00e-01\n" in stock.text(found)

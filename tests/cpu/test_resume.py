@@ -1,0 +1,267 @@
+"""Checkpoints and faults: a run in several commands and layouts is one run, and what cannot be gone on with is refused."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.training import get_args
+from test_train import TORCHRUN, command, lowered, poison, run, trained
+
+from nam_megatron import computation, train
+from nam_megatron.data import manifest
+from nam_megatron.mcore import checkpoint, pretrain
+from nam_megatron.recipe import Recipe
+
+SIX = ("schedule.train_steps=6", "schedule.decay_steps=6", "schedule.save_interval=2", "optim.lr=0.01")
+SIX += ("feature.distributed_optimizer.reshardable=true",)
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> tuple[Path, list[float]]:
+    """The checkpoints of a run of six steps on one rank, and its losses. Its second log line is the mean of its first two steps."""
+    folder = tmp_path_factory.mktemp("whole")
+    first, mean, *rest = trained(run(folder, *SIX, f"schedule.save={folder}/ckpt"))
+    return folder / "ckpt", [first, 2 * mean - first, *rest]
+
+
+@pytest.fixture
+def at_two(whole, tmp_path) -> tuple[str, ...]:
+    """A copy of that run as it was after two steps: the overrides that go on with it."""
+    folder = tmp_path / "ckpt"
+    shutil.copytree(whole[0], folder)
+    for step in (4, 6):
+        shutil.rmtree(folder / f"iter_{step:07d}")
+    (folder / TRACKER).write_text("2")
+    return (*SIX, f"schedule.save={folder}", f"schedule.load={folder}")
+
+
+# One run in several commands -----------------------------------------------------------------------------------------------------
+
+
+def test_commands_that_stop_and_resume_are_one_run(whole, at_two, tmp_path):
+    _, losses = whole
+    middle = trained(run(tmp_path, *at_two, "schedule.stop_every=4"))
+    assert middle == [losses[2], pytest.approx((losses[2] + losses[3]) / 2, abs=1e-6)]
+    end = trained(run(tmp_path, *at_two, "schedule.stop_every=4"))
+    assert end == [losses[4], pytest.approx((losses[4] + losses[5]) / 2, abs=1e-6)]
+
+
+LAYOUTS = {
+    "tensor and sequence": ("parallel.tensor=2", "parallel.sequence=true"),
+    "data": (),
+    "pipeline": ("parallel.pipeline=2",),
+    "expert": ("parallel.expert=2",),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_a_run_goes_on_in_another_layout_and_comes_back(whole, at_two, tmp_path, layout):
+    """Two ranks do steps 3 and 4, one rank the rest: the losses are those of one rank throughout, but for bf16's rounding."""
+    _, losses = whole
+    two = trained(run(tmp_path, *at_two, "cluster=h200_2", *layout, "schedule.stop_every=4", world=2))
+    assert two == pytest.approx([losses[2], (losses[2] + losses[3]) / 2], abs=1e-2)
+    assert (tmp_path / "ckpt" / TRACKER).read_text() == "4"
+    one = trained(run(tmp_path, *at_two))
+    assert one == pytest.approx([losses[4], (losses[4] + losses[5]) / 2], abs=1e-2)
+    assert abs(losses[5] - losses[2]) > 5e-2, "the losses move too little to tell steps apart"
+
+
+# What cannot be gone on with -----------------------------------------------------------------------------------------------------
+
+
+def objections(*overrides: str) -> list[tuple[str | None, str]]:
+    return [(p.key, p.message) for p in checkpoint.objections(lowered(*overrides))]
+
+
+def test_another_computation_is_refused_by_field(at_two, tmp_path):
+    """In the training command, before anything is built, and every field at once."""
+    (rank,) = run(tmp_path, *at_two, "optim.lr=0.02", "model.blocks.moe.top_k=1")
+    assert rank.code == 2
+    assert "error: the checkpoint has `optim.lr` 0.01, and the plan 0.02 @ optim.lr" in rank.err
+    assert "error: the checkpoint has `model.blocks.moe.top_k` 2, and the plan 1" in rank.err
+    assert rank.err.count("error:") == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "keys"),
+    [
+        ("schedule.train_steps=8", ["schedule.train_steps"]),
+        ("schedule.micro_batch_size=1", ["schedule.micro_batch_size"]),
+        ("model.depth=5", ["model.depth"]),
+        ("schedule.seed=1", ["schedule.seed"]),
+        ("schedule.log_interval=2", []),
+        ("feature.cuda_graphs.warmup_steps=1", []),
+        ("cluster=h200_2", []),
+    ],
+)
+def test_what_computes_and_what_only_carries_out(at_two, change, keys):
+    assert [key for key, _ in objections(*at_two, change)] == keys
+
+
+@pytest.mark.parametrize(("reshardable", "refused"), [("false", ["parallel.expert"]), ("true", [])])
+def test_a_flattened_optimizer_state_stays_in_its_layout(tmp_path, reshardable, refused):
+    """But for the data-parallel size."""
+    save = (f"schedule.save={tmp_path}", "schedule.save_interval=2", "schedule.global_batch_size=8", "cluster=h200_2")
+    save = (*save, "parallel.expert=2")
+    checkpoint.sign(lowered(*save, f"feature.distributed_optimizer.reshardable={reshardable}"))
+    other = lowered(*save[:-1])
+    assert [p.key for p in checkpoint.another(tmp_path, other)] == refused
+    assert [
+        p.key for p in checkpoint.another(tmp_path, lowered(*save[:-2], "cluster=h200_4", "parallel.expert=2"))
+    ] == []
+
+
+def test_a_shorter_command_is_pointed_to(at_two):
+    (problem,) = checkpoint.objections(lowered(*at_two, "schedule.train_steps=4"))
+    assert "the order of the data depends on it" in problem.hint and "schedule.stop_every" in problem.hint
+
+
+def test_a_setting_of_another_version_is_a_difference(at_two, tmp_path):
+    """Pins have no key: what an older compiler told Megatron by itself."""
+    plan = json.loads((tmp_path / "ckpt" / "plan.json").read_text())
+    next(s for s in plan["settings"] if s["name"] == "qk_clip")["value"] = True
+    (tmp_path / "ckpt" / "plan.json").write_text(json.dumps(plan))
+    assert objections(*at_two) == [
+        ("settings.qk_clip", "the checkpoint has `settings.qk_clip` true, and the plan false")
+    ]
+
+
+def test_the_table_names_keys_that_there_are():
+    for key in computation.EXECUTION:
+        model = Recipe
+        if key.startswith("settings."):
+            assert key.removeprefix("settings.") in lowered().by_name
+            continue
+        for part in key.split("."):
+            assert part in model.model_fields, key
+            model = model.model_fields[part].annotation
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_a_truncated_checkpoint_is_refused(at_two, tmp_path, name):
+    path = tmp_path / "ckpt" / "iter_0000002" / name
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) * 2 // 3])
+    (rank,) = run(tmp_path, *at_two)
+    assert rank.code == 2
+    assert f"`{tmp_path}/ckpt/iter_0000002`" in rank.err
+    assert "write an earlier step into" in rank.err
+    path.unlink()
+    assert len(objections(*at_two)) == 1
+
+
+def test_a_checkpoint_that_nobody_signed_is_refused(at_two, tmp_path):
+    (tmp_path / "ckpt" / "plan.json").unlink()
+    assert [key for key, _ in objections(*at_two)] == ["schedule.load"]
+
+
+def test_checkpoints_of_another_run_are_not_written_over(at_two, tmp_path):
+    afresh = [word for word in at_two if "load" not in word]
+    assert objections(*afresh) == [("schedule.save", f"`{tmp_path}/ckpt` holds the checkpoints of a run")]
+    branch = [word for word in at_two if "save=" not in word]
+    assert objections(*branch, f"schedule.save={tmp_path}/branch") == []
+
+
+def test_a_checkpoint_that_is_not_there_is_not_started_without(tmp_path):
+    """Megatron would start from random weights."""
+    (rank,) = run(tmp_path, f"schedule.load={tmp_path}/ckpt")
+    assert rank.code == 2
+    assert f"error: no checkpoint in `{tmp_path}/ckpt`" in rank.err
+
+
+def test_a_tracker_that_says_no_step_is_refused(tmp_path):
+    """Megatron says so, and exits with code 0."""
+    (tmp_path / TRACKER).write_text("tw")
+    assert objections(f"schedule.load={tmp_path}")[0][1].endswith("says `tw`, which is no step")
+
+
+def dataset(folder: Path, key: str) -> str:
+    """A manifest, which is all of a built dataset that resuming looks at."""
+    split = manifest.Split(documents=1, tokens=9)
+    made = manifest.Manifest(
+        version=1, key=key, inputs=(), valid_share=0.1, duplicates=0, empty=0, vocabulary=256, largest_id=255,
+        splits=dict.fromkeys(manifest.SPLITS, split), files={},
+    )  # fmt: skip
+    folder.mkdir()
+    manifest.write(folder, made)
+    return str(folder)
+
+
+def test_the_dataset_may_move_and_may_not_change(tmp_path):
+    save = f"schedule.save={tmp_path}/ckpt", "schedule.save_interval=2"
+    data = [dataset(tmp_path / name, key) for name, key in (("old", "1"), ("moved", "1"), ("other", "2"))]
+    checkpoint.sign(lowered(*save, "data=built", f"data.path={data[0]}"))
+    found = [list(checkpoint.another(tmp_path / "ckpt", lowered(*save, "data=built", f"data.path={d}"))) for d in data]
+    assert found[:2] == [[], []]
+    assert [p.message for p in found[2]] == [f"the checkpoint was trained on another dataset, `{data[0]}`"]
+
+
+# Faults ----------------------------------------------------------------------------------------------------------------------------
+
+
+def signal_in(step: int, number: int, rank: str = "0") -> None:
+    """From here on, the process of this rank gets a signal at the start of `step` (from 1)."""
+    forward = pretrain.forward_step
+
+    def interrupted(samples, model):
+        if get_args().curr_iteration + 1 == step and os.environ["RANK"] == rank:
+            os.kill(os.getpid(), number)
+        return forward(samples, model)
+
+    pretrain.forward_step = interrupted
+
+
+def test_a_signal_ends_the_run_with_a_checkpoint_and_success(tmp_path):
+    """One rank gets it; both finish the step, save and end."""
+    save = (f"schedule.save={tmp_path}/ckpt", "schedule.save_interval=100", "schedule.train_steps=5", "cluster=h200_2")
+    ranks = run(tmp_path, *save, world=2, before=partial(signal_in, 3, signal.SIGTERM, "1"))
+    assert len(trained(ranks)) == 3
+    assert (tmp_path / "ckpt" / TRACKER).read_text() == "3"
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_signal_without_a_checkpoint_folder_ends_the_run_with_success(tmp_path):
+    ranks = run(tmp_path, "schedule.train_steps=5", before=partial(signal_in, 2, signal.SIGTERM))
+    assert len(trained(ranks)) == 2
+
+
+def test_a_killed_rank_ends_the_job_and_is_named(tmp_path):
+    """Under a real torchrun: the other rank is not waited for, and the rank and its signal are said."""
+    words = command(tmp_path, "cluster=h200_2", "schedule.train_steps=50")
+    script = tmp_path / "rank.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import os, signal, sys, time
+        sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(train.__file__).parents[1])!r}]
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+        import pretend, test_resume
+        with pretend.pretended():
+            test_resume.signal_in(3, signal.SIGKILL, "1")
+            sys.exit(test_resume.train.main({words!r}, time.time()))
+    """)
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    begin = time.monotonic()
+    done = subprocess.run(torchrun, env=os.environ | TORCHRUN, capture_output=True, text=True, timeout=150, check=False)
+    assert time.monotonic() - begin < 100
+    assert done.returncode == 1
+    assert "rank      : 1 (local_rank: 1)" in done.stderr
+    assert "Signal 9 (SIGKILL) received by PID" in done.stderr
+
+
+def test_a_nan_with_a_checkpoint_folder_saves_the_state_before_it(tmp_path):
+    save = (f"schedule.save={tmp_path}/ckpt", "schedule.save_interval=100", "schedule.train_steps=4")
+    (rank,) = run(tmp_path, *save, before=partial(poison, 3, "decoder.layers.4"))
+    assert rank.code == 16  # Megatron's: resume to see whether another device says the same
+    assert rank.err.count("first seen in the output of decoder.layers.4 (layer 5, TransformerLayer)") == 1
+    assert (tmp_path / "ckpt" / TRACKER).read_text() == "2"

@@ -1,0 +1,100 @@
+"""blocks/dsa/kernel.py against naive.py in fp64: values, every gradient, repeated runs, poisoned memory.
+
+With TRITON_INTERPRET=1 the same on a CPU, in fp32 and small (tests/blocks/test_dsa.py does that). The checks themselves, and
+their limits, are those of benchmarks/dsa.py, which prints them beside the times.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks import dsa as bench
+from nam_megatron.blocks.dsa import kernel
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+
+CASES = [(2, 1025, 56), (1, 2048, 28), (1, 2049, 7), (1, 2048, 14), (1, 2047, 32), (1, 4097, 64), (1, 8192, 7)]
+if INTERPRETED:
+    CASES = [(2, 19, 7), (1, 37, 2)]
+
+
+@pytest.fixture(autouse=True)
+def strict(monkeypatch):
+    """Torch's deterministic mode: memory comes filled with NaN, and what is not deterministic raises."""
+    if INTERPRETED:
+        import triton.runtime.interpreter as interpreter
+
+        patch = interpreter._patch_lang_tensor
+
+        def patch_index(tensor, scope):
+            patch(tensor, scope)
+            # NumPy 2.5 refuses int() of the arrays of one element that Triton 3.6 gives it.
+            scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+        monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_index)
+        for name, value in dict(DEVICE="cpu", DTYPE=torch.float32, H=3, R=32, P=16, D=16, K=8).items():
+            monkeypatch.setattr(bench, name, value)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def passed(check, *args) -> None:
+    report = bench.Report(None, 1e9)
+    check(report, *args)
+    assert report.data["checks"] and not [c for c in report.data["checks"] if c["verdict"] != "PASS"]
+
+
+@pytest.mark.parametrize(("b", "s", "n"), CASES)
+def test_forward_backward_and_again(b, s, n):
+    passed(bench.check, b, s, n)
+
+
+def test_with_every_key_selected_it_is_dense_attention():
+    passed(bench.check_dense, 1, 40 if INTERPRETED else 1000, 7 if INTERPRETED else 56)
+
+
+def test_equal_scores_are_taken_from_the_left():
+    s = 70
+    scores = torch.zeros(1, s, 80, device=bench.DEVICE)
+    scores[..., 0::3], scores[..., 1::3] = 1.0, -1.0
+    taken = kernel.select(scores, 4).indices[0]
+    assert taken[69].tolist() == [0, 3, 6, 9], "the first of the largest"
+    assert taken[5].tolist() == [0, 2, 3, 5], "all of the largest, then of the next"
+    assert taken[2].tolist() == [0, 1, 2, -1], "all there is"
+
+
+if INTERPRETED:
+
+    def test_the_fused_layer_is_megatrons_in_its_hybrid_model(monkeypatch):
+        sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))
+        import harness
+
+        # 16 heads: where all of few heads score below zero, scores are equal and the top-k is anyone's choice.
+        widths = dict(q_lora_rank=16, kv_lora_rank=16, qk_pos_emb_head_dim=32, dsa_indexer_head_dim=32)
+        sharing = dict(dsa_indexer_n_heads=16, dsa_indexer_skip_topk_offset=1)
+        case = harness.Case("D-D", microbatches=1, config=widths | sharing)
+        wanted, recipe_of = harness.train(case), harness.recipe_of
+
+        def fused(*args):
+            recipe = recipe_of(*args)
+            recipe.model.blocks.dsa.kernels = "fused"
+            return recipe
+
+        torch.use_deterministic_algorithms(False)
+        monkeypatch.setattr(harness, "recipe_of", fused)
+        found = harness.train(case)
+        torch.testing.assert_close(found.losses, wanted.losses)
+        for key, gradient in wanted.gradients.items():
+            torch.testing.assert_close(found.gradients[key], gradient, rtol=1e-3, atol=1e-6, msg=key)
+
+else:
+
+    def test_it_can_be_captured_in_a_cuda_graph():
+        passed(bench.check_graph)

@@ -1,0 +1,95 @@
+"""blocks/m2rnn's kernels against naive.py in fp64: values, every gradient, repeated runs, poisoned memory.
+
+With TRITON_INTERPRET=1 the same on a CPU and small (tests/blocks/test_m2rnn.py does that). The checks themselves, and their limits,
+are those of benchmarks/m2rnn.py, which prints them beside the times.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "blocks"))
+
+from benchmarks import m2rnn as bench
+from nam_megatron.blocks.m2rnn import elementwise, kernel
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+
+# (tokens, sequences, heads, sizes); the interpreter is some hundred times slower than naive.py.
+CASES = [(1, 1, 1, {}), (7, 1, 3, {"k": 16}), (8, 2, 3, {"k": 128}), (64, 3, 2, {"v": 32}), (517, 2, 44, {})]
+CONFIGS = [dict(tokens=8), dict(tokens=16), dict(rows=32, warps=2), dict(exact=False)]
+if INTERPRETED:
+    CASES = [(9, 2, 1, {"k": 32}), (3, 1, 1, {"k": 16, "v": 32})]
+    CONFIGS = [dict(tokens=8), dict(exact=False)]
+
+
+class Failures(bench.Report):
+    """Collects what the benchmark would print."""
+
+    def __init__(self):
+        super().__init__(None, 1e9)
+        self.seen = 0
+
+    def check(self, name, ours, limit, reference=None):
+        self.seen += 1
+        assert ours <= limit, f"{name}: {ours:.2e} > {limit:.2e} (naive in bf16: {reference})"
+
+    def attempt(self, name, work):
+        work()
+
+
+@pytest.fixture
+def report(monkeypatch):
+    """Torch's deterministic mode: memory comes filled with NaN, and what is not deterministic raises."""
+    if INTERPRETED:
+        import interpreter
+
+        interpreter.mend(monkeypatch)
+        monkeypatch.setattr(bench, "DEVICE", "cpu")
+        monkeypatch.setattr(elementwise, "ROWS", 16)
+        monkeypatch.setattr(elementwise, "STRIPS", 2)
+    torch.use_deterministic_algorithms(True)
+    report = Failures()
+    yield report
+    torch.use_deterministic_algorithms(False)
+    assert report.seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "batch", "heads", "sizes"), CASES)
+def test_recurrence(report, tokens, batch, heads, sizes, dtype):
+    bench.check_scan(report, "", tokens, batch, heads, dtype, **sizes)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_every_way_to_cut_it(report, config):
+    bench.check_scan(report, "", 9, 1, 1, torch.float32, config=kernel.Config(**config), k=32)
+
+
+def test_packed_documents(report):
+    if INTERPRETED:
+        bench.check_documents(report, [0, 2, 2, 11], 1, k=16)
+    else:
+        bench.check_documents(report)
+
+
+def test_evaluation_is_training(report):
+    bench.check_evaluation(report, *((5, 1, 1) if INTERPRETED else (61, 2, 4)), k=16)
+
+
+def test_two_halves_are_the_whole(report):
+    if INTERPRETED:
+        bench.check_halves(report, 9, 1, 1, k=16)
+    else:
+        bench.check_halves(report)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "batch", "borders"), [(13, 2, None), (37, 1, [0, 5, 5, 21, 37])])
+def test_convolution_and_gate(report, tokens, batch, borders, dtype):
+    bench.check_around(report, dtype, tokens, batch, borders)

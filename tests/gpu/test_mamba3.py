@@ -1,0 +1,111 @@
+"""blocks/mamba3/kernel.py against naive.py in fp64: outputs, every gradient, pieces of a sequence, poisoned memory.
+
+On a GPU in bf16 and fp32. With TRITON_INTERPRET=1 tiny cases on a CPU in fp32 (tests/blocks/test_mamba3.py does that). The
+comparisons and their limits are those of benchmarks/mamba3.py, which prints them beside the times.
+"""
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks import mamba3 as bench
+from nam_megatron.blocks.mamba3 import kernel
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]  # where each test is not anyway
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+CASES = bench.CASES
+if INTERPRETED:
+    # Together: split heads, several chunks a program, an unfinished chunk, documents, every rank.
+    two, split, long = bench.TINY._replace(heads=2), kernel.Launch(programs=1000), kernel.Launch(chunks=2, programs=1)
+    CASES = [
+        bench.Case(two._replace(groups=1), 4, 6, 2, torch.float32, launch=split),
+        bench.Case(two._replace(rank=1), 16, 35, 1, torch.float32, launch=long),
+        bench.Case(two._replace(rank=2, groups=1, angles=16), 8, 19, 1, torch.float32, (5, 7, 7)),
+    ]
+WHOLE = CASES[0]
+assert not WHOLE.documents
+
+
+@pytest.fixture(autouse=True)
+def strict(monkeypatch):
+    """Torch's deterministic mode: memory comes filled with NaN."""
+    if INTERPRETED:
+        import triton.runtime.interpreter as interpreter
+
+        patch = interpreter._patch_lang_tensor
+
+        def patch_index(tensor, scope):
+            patch(tensor, scope)
+            # NumPy 2.5 refuses int() of the arrays of one element that Triton 3.6 gives it.
+            scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+        monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_index)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def below(found: dict[str, float], limit: float) -> None:
+    assert not {name: e for name, e in found.items() if not e < limit}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_output_and_every_gradient(case):
+    below(bench.errors(case, DEVICE), case.limit)
+
+
+def test_pieces_of_a_sequence_are_the_whole():
+    below(bench.halves(WHOLE, DEVICE), WHOLE.limit)
+
+
+@pytest.mark.gpu
+def test_launches_differ_in_speed_only():
+    """Splits of a group's heads, several chunks a program: the same sums in another order."""
+    shape = WHOLE.shape._replace(groups=1)
+    for launch in (kernel.Launch(chunks=3, programs=1), kernel.Launch(chunks=1, programs=1000)):
+        case = replace(WHOLE, shape=shape, launch=launch)
+        below(bench.errors(case, DEVICE), case.limit)
+
+
+@pytest.mark.gpu
+def test_gradients_are_reproducible():
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    weights = bench.weights_of(bench.NAM56R, DEVICE, torch.bfloat16, generator)
+    packed = bench.packed_of(bench.NAM56R, 1000, 1, DEVICE, torch.bfloat16, generator)
+    dy = torch.randn(1000, 1, bench.NAM56R.inner, device=DEVICE, generator=generator)
+    first, second = (bench.run(lambda x, w: kernel.scan(x, w, bench.NAM56R, 16), packed, weights, dy) for _ in range(2))
+    for a, b in zip([*first[:2], *first[2]], [*second[:2], *second[2]], strict=True):
+        assert torch.equal(a, b)
+
+
+if INTERPRETED:
+    sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))
+
+    def test_layer_on_two_tensor_ranks_is_the_naive_one_on_one():
+        """Megatron's layer around the kernels, which gather the angles themselves."""
+        import harness
+        import modules
+
+        from nam_megatron.blocks.mamba3 import layer
+        from nam_megatron.blocks.mamba3.block import Mamba3
+
+        def case(kernels: str, tp: int) -> harness.Case:
+            sizes = dict(heads=4, head_dim=16, state_dim=32, groups=2, mimo_rank=2, chunk=8, rope_fraction=0.5)
+            block = Mamba3(kernels=kernels, recompute="none", **sizes)
+            plan = SimpleNamespace(recipe=SimpleNamespace(model=SimpleNamespace(blocks=SimpleNamespace(mamba3=block))))
+            mixers = {"mamba3": layer.spec(modules.CpuBackend(), plan)}
+            return harness.Case("3", mixers=mixers, tp=tp, microbatches=1)
+
+        wanted, found = harness.train(case("naive", 1)), harness.train(case("fused", 2))
+        torch.testing.assert_close(found.losses, wanted.losses, rtol=1e-5, atol=1e-6)
+        for name, gradient in wanted.gradients.items():
+            torch.testing.assert_close(found.gradients[name], gradient, rtol=1e-3, atol=1e-5)

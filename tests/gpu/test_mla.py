@@ -1,0 +1,98 @@
+"""blocks/mla/kernel.py against naive.py: outputs and every gradient by name, uninitialised memory poisoned.
+
+On a GPU in bf16: at most twice the error that plain torch has in bf16. `TRITON_INTERPRET=1` runs tiny cases on a CPU in fp32
+(tests/blocks/test_mla.py does), and the whole layer with them.
+"""
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))
+
+import mla as bench
+
+from nam_megatron.blocks.mla import kernel
+from nam_megatron.blocks.mla.block import low_rank
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+DEVICE, DTYPE = ("cpu", torch.float32) if INTERPRETED else ("cuda", torch.bfloat16)
+
+TINY = bench.Case(s=19, b=2, h=80, n=3, rq=16, rkv=32, dq=16, dr=32, dv=16)
+CASES = [TINY, replace(TINY, s=21, b=1, packed=True, interleaved=False, norm=False)] if INTERPRETED else bench.CASES
+HIGH = [replace(TINY, s=5, n=7, dq=24, dr=16, dv=40)] if INTERPRETED else [bench.HIGH, bench.ODD]
+SMALL_TILES = dict(BM=16, BK=16, BN=32, GROUP=2, programs=6)
+
+
+@pytest.fixture(autouse=True)
+def tiles(monkeypatch):
+    """Tiny cases must not fit into one tile."""
+    if INTERPRETED:
+        import triton.runtime.interpreter as interpreter
+
+        # Triton 3.6 turns arrays of one element into integers as NumPy 2.4 no longer does.
+        patch = interpreter._patch_lang_tensor
+
+        def patched(tensor, scope):
+            patch(tensor, scope)
+            scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+        monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+        small = {k: t | {n: v for n, v in SMALL_TILES.items() if n in t} for k, t in kernel.TILES.items()}
+        monkeypatch.setattr(kernel, "TILES", small)
+
+
+@pytest.mark.parametrize("case", CASES, ids=bench.differing)
+def test_ingress_queries_keys_and_values(case):
+    verdict = bench.judge(case, DEVICE, bench.up, DTYPE)
+    assert verdict.passed, verdict
+
+
+def test_absorbed():
+    verdict = bench.judge(CASES[0], DEVICE, bench.absorbed, DTYPE)
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("case", HIGH, ids=bench.differing)
+def test_behind_products(case):
+    verdict = bench.judge(case, DEVICE, bench.behind_products, DTYPE)
+    assert verdict.passed, verdict
+
+
+def test_two_runs_are_bit_equal():
+    assert not bench.repeats(CASES[0], DEVICE, DTYPE)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "served"),
+    [((64, 64, 64, 64, 64), True), ((1536, 512, 128, 64, 128), False), ((96, 64, 64, 64, 64), False)],
+)
+def test_where_products_take_over(sizes, served):
+    assert low_rank(*sizes) == served
+
+
+if INTERPRETED:
+    import harness
+
+    @pytest.mark.parametrize(
+        "sizes",
+        [dict(kv_lora_rank=16, qk_pos_emb_head_dim=32), {}],
+        ids=["low rank: projections in kernels", "no power of two: Megatron's products"],
+    )
+    def test_the_layer_with_kernels_is_the_naive_layer(sizes, monkeypatch):
+        trained, recipe_of = {}, harness.recipe_of
+        for kernels in ("fused", "naive"):
+            recipe = recipe_of()
+            recipe.model.blocks.mla.kernels = kernels
+            monkeypatch.setattr(harness, "recipe_of", lambda *_, recipe=recipe: recipe)
+            trained[kernels] = harness.train(harness.Case("+", microbatches=1, config=sizes))
+        found, wanted = trained["fused"], trained["naive"]
+        assert found.losses == pytest.approx(wanted.losses, rel=1e-5)
+        for key, gradient in wanted.gradients.items():
+            assert (found.gradients[key] - gradient).norm() < 1e-4 * gradient.norm(), key

@@ -1,0 +1,176 @@
+"""Three routes, one model: argv through Megatron's parser, HybridModelConfig, Bridge's container. Field by field, for every preset."""
+
+import dataclasses
+from functools import cache
+
+import pytest
+
+from nam_megatron import bridge
+from nam_megatron.argv import argv
+from nam_megatron.lower import Lowering, translate
+from nam_megatron.mcore.oracle import _plain
+from nam_megatron.nemo.container import CLASSES, container
+from nam_megatron.recipe import conf_dir, load
+
+PRESETS = sorted(path.stem for path in (conf_dir() / "preset").glob("*.yaml"))
+SHARDING = ("enabled", "overlap_param_gather", "overlap_grad_reduce")
+VARIANTS = {
+    "pipeline": ("parallel.pipeline=2",),
+    "experts": ("parallel.expert=8",),
+    "context": ("parallel.context=2",),
+    "gated": ("model.activation=swiglu",),
+    "dense": ("model.letters.E=mlp",),
+    "mtp": ("feature.mtp.depths=1",),
+    "recompute": (
+        "feature.recompute.granularity=full",
+        "feature.recompute.method=uniform",
+        "feature.recompute.layers=1",
+    ),
+    "muon": ("optim=muon", *(f"feature.distributed_optimizer.{key}=false" for key in SHARDING)),
+    "bf16 gradients": ("precision.grad_reduce=bf16",),
+    "fsdp": ("feature.megatron_fsdp.enabled=true",),
+    "indexed": ("data=indexed", "data.path=/d/x", "data.split='99,1,0'", "data.tokenizer=/t"),
+    "checkpoints": ("schedule.save=/c", "schedule.save_interval=5"),
+}
+CASES = [(preset, ()) for preset in PRESETS] + [("nam56r_native_dp", words) for words in VARIANTS.values()]
+
+# Fields that Bridge fills in where Megatron works the value out elsewhere, or that do nothing there.
+DIFFERENT = {
+    "scheduler.lr_decay_steps": "Megatron's scheduler multiplies steps by the batch itself",
+    "scheduler.lr_warmup_steps": "the same",
+    "scheduler.wd_incr_steps": "the same",
+    "transformer.use_cpu_initialization": "false and null are both no",
+    "transformer.use_te_rng_tracker": "Bridge copies it from rng.te_rng_tracker",
+    "model.hybrid_stack_spec": "Megatron's is handed over in the training process",
+    "tokenizer.pad_vocab_size": "the model's should_pad_vocab decides in both",
+    "ddp.use_custom_fsdp": "old name of use_megatron_fsdp, read nowhere",
+}
+# What Bridge's classes have beyond Megatron's, by section: at Bridge's defaults each does nothing.
+BRIDGE_ONLY = {
+    "model": {"hf_model_id", "hf_model_revision", "keep_mtp_spec_in_bf16", "mamba_chunk_size", "nam_recipe"},
+    "train": {
+        "check_optimizer_step_success",
+        "eval_interval",
+        "eval_iters",
+        "num_epochs",
+        "skip_sync_grad_norm_across_mp",
+        "skip_train",
+    },
+    "scheduler": {"max_steps"},
+    "rerun_state_machine": {"spiky_loss_factor"},
+    "dist": {
+        "enable_megatron_core_experimental",
+        "eval_context_parallel_size",
+        "external_gpu_device_mapping",
+        "use_decentralized_pg",
+    },
+}
+MEGATRON_ONLY = {"model.extra_checkpoint_metadata", "model.pre_wrap_hooks", "model.post_wrap_hooks"}
+
+
+ANSWERS: dict = {}
+
+
+@cache
+def lowered(preset: str, words: tuple[str, ...]) -> Lowering:
+    return translate(load(preset, words))
+
+
+@pytest.fixture(params=CASES, ids=[preset if not words else words[0] for preset, words in CASES])
+def case(request, oracle, ranks, monkeypatch):
+    """(lowering, Megatron's answer), with the environment that the training would have."""
+    lowering = lowered(*request.param)
+    world = lowering.plan.recipe.world_size
+    env = {e.name: e.value for e in lowering.env}
+    if request.param not in ANSWERS:
+        ANSWERS[request.param] = oracle.ask(argv(lowering), world, lowering.plan.recipe.device.capability, env)
+    answer = ANSWERS[request.param]
+    assert answer.error is None
+    ranks(world)
+    for name, value in env.items():
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    return lowering, answer.values
+
+
+def differing(section: str, config, values) -> dict[str, tuple]:
+    """field -> (here, in Megatron's parser's configs), where both have the field and do not agree."""
+    found = {}
+    for field in dataclasses.fields(config):
+        name = f"{section}.{field.name}"
+        if name in values and name not in DIFFERENT:
+            here = _plain(getattr(config, field.name))
+            if here != values[name]:
+                found[name] = here, values[name]
+    return found
+
+
+def test_hybrid_model_config_agrees_with_the_parser(case):
+    lowering, values = case
+    config = bridge.hybrid_model_config(lowering)
+    assert not differing("transformer", config.transformer, values)
+    assert not differing("model", config, {k: v for k, v in values.items() if k != "model.transformer"})
+    # All fields that Megatron has are there.
+    here = {f"transformer.{field.name}" for field in dataclasses.fields(config.transformer)}
+    assert here == {name for name in values if name.startswith("transformer.")}
+
+
+def test_bridges_container_agrees_with_the_parser(case):
+    lowering, values = case
+    made = container(lowering)
+    made.validate()
+    assert not differing("transformer", made.model, values)
+    # Of one name the model's is the transformer's, where that has it too.
+    assert not differing(
+        "model", made.model, {k: v for k, v in values.items() if k.replace("model.", "transformer.") not in values}
+    )
+    for section in CLASSES:
+        assert not differing(section, getattr(made, section), values)
+
+
+def test_no_field_is_overlooked(case):
+    """Bridge's extra fields are the ones that somebody has looked at, and it lacks none of Megatron's."""
+    lowering, values = case
+    made = container(lowering)
+    here = {f.name for f in dataclasses.fields(made.model)}
+    theirs = {name.partition(".")[2] for name in values if name.startswith(("transformer.", "model."))}
+    assert {name for name in here - theirs if not name.startswith("_")} == BRIDGE_ONLY["model"]
+    assert {f"model.{name}" for name in theirs - here} <= MEGATRON_ONLY | {"model.transformer"}
+    for section in set(BRIDGE_ONLY) - {"model"}:
+        here = {f.name for f in dataclasses.fields(getattr(made, section)) if not f.name.startswith("_")}
+        theirs = {name.partition(".")[2] for name in values if name.startswith(f"{section}.")}
+        assert here - theirs == BRIDGE_ONLY[section]
+
+
+def test_extra_fields_keep_bridges_defaults():
+    """Nothing of ours sets one by accident, whatever its name means to Megatron's parser."""
+    made = container(lowered("nam56r", ()))
+    for section, names in BRIDGE_ONLY.items():
+        config = getattr(made, section)
+        defaults = {f.name: f.default for f in dataclasses.fields(config)}
+        for name in names - {"nam_recipe", "eval_interval", "eval_iters", "skip_train"}:
+            assert getattr(config, name) == defaults[name], f"{section}.{name}"
+
+
+def test_every_setting_ends_in_a_field_of_its_name_or_its_rules():
+    """One place a setting, or the places that Megatron itself copies it to."""
+    from nam_megatron.nemo.container import ELSEWHERE, _made
+
+    copies = {
+        "bf16": {
+            "model.bf16",
+            "model.params_dtype",
+            "model.pipeline_dtype",
+            "optimizer.bf16",
+            "optimizer.params_dtype",
+        },
+        "seed": {"dataset.random_seed", "rng.seed", "model.inference_sampling_seed"},
+    }
+    for preset in PRESETS:
+        lowering = lowered(preset, ())
+        _, a = _made(lowering)
+        for setting in lowering.settings:
+            ends = set(a.fields[setting.name])
+            assert ends or setting.name in ELSEWHERE, setting.name
+            if setting.name in copies:
+                assert ends == copies[setting.name]

@@ -1,0 +1,95 @@
+"""What the doctor says of other people's machines."""
+
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+
+from nam_megatron.nemo import doctor
+
+GOOD = {
+    "megatron-core": "0.19.2",
+    "megatron-bridge": "0.6.2",
+    "hydra-core": "1.3.8",
+    "omegaconf": "2.3.1",
+    "transformers": "5.12.1",
+    "transformer-engine-torch": "2.20.2",
+    "nvidia-resiliency-ext": "0.6.0",
+    "nemo-toolkit": "3.0.0",
+}
+
+
+def told(
+    monkeypatch, packages: dict[str, str], glibc: str = "2.39", python: tuple = (3, 12, 3)
+) -> dict[str, doctor.Finding]:
+    """Findings by name on a machine with these packages."""
+
+    def version(name: str) -> str:
+        if name not in packages:
+            raise PackageNotFoundError(name)
+        return packages[name]
+
+    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", glibc))
+    monkeypatch.setattr(sys, "version_info", python)
+    found = list(doctor.findings())
+    assert [f.fatal for f in found] == sorted((f.fatal for f in found), reverse=True), "the fatal ones come first"
+    return {f.name: f for f in found}
+
+
+def test_nothing_to_say(monkeypatch):
+    assert told(monkeypatch, GOOD) == {}
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "said"),
+    [
+        ("megatron-core", "0.13.1", "falls back to megatron-core 0.13"),
+        ("megatron-bridge", None, "is missing"),
+        ("hydra-core", "1.3.2", "1.3.2"),
+        ("hydra-core", "1.3.0", "omegaconf 2.4 drags it back"),
+        ("omegaconf", "2.4.0", "is 2.4.0"),
+        ("transformers", "5.23.0", "is 5.23.0"),
+        ("transformer-engine-torch", None, "alone is empty"),
+        ("nvidia-resiliency-ext", None, "Bridge's pretrain imports it"),
+    ],
+)
+def test_a_package_that_is_missing_or_another(package, version, said, monkeypatch):
+    packages = {k: v for k, v in GOOD.items() if k != package} | ({package: version} if version else {})
+    found = told(monkeypatch, packages)
+    assert list(found) == [package] and found[package].fatal
+    assert said in found[package].message
+    assert "install" in found[package].hint
+
+
+def test_an_old_glibc_gets_another_way_to_install(monkeypatch):
+    packages = {k: v for k, v in GOOD.items() if k != "nvidia-resiliency-ext"}
+    old = told(monkeypatch, packages, glibc="2.36")["nvidia-resiliency-ext"]
+    assert "glibc 2.36" in old.message and "--python-platform x86_64-manylinux_2_39" in old.hint
+    new = told(monkeypatch, packages, glibc="2.39")["nvidia-resiliency-ext"]
+    assert "glibc" not in new.message and new.hint == "install `nvidia-resiliency-ext==0.6.0`"
+
+
+def test_another_python(monkeypatch):
+    assert told(monkeypatch, GOOD, python=(3, 13, 0))["python"].fatal
+
+
+@pytest.mark.parametrize(
+    ("packages", "name"),
+    [
+        ({"nvidia-cudnn-frontend": "1.26.0"}, "cudnn-frontend"),
+        ({"nemo-run": "0.11.1", "leptonai": "0.47.1"}, "leptonai"),
+        ({"nemo-toolkit": "2.6.0"}, "nemo-toolkit"),
+    ],
+)
+def test_what_somebody_will_stumble_over(packages, name, monkeypatch):
+    found = told(monkeypatch, GOOD | packages)
+    assert list(found) == [name] and not found[name].fatal
+
+
+def test_what_goes_well_together(monkeypatch):
+    together = {"nvidia-cudnn-frontend": "1.29.0", "nemo-run": "0.11.1", "leptonai": "0.27.3"}
+    assert told(monkeypatch, GOOD | together) == {}
+    older = {"nvidia-cudnn-frontend": "1.26.0", "transformer-engine-torch": "2.18.0"}
+    assert told(monkeypatch, GOOD | older) == {}

@@ -1,0 +1,392 @@
+"""The data command: what it writes is what was given, however often it is killed, and what it refuses, it names."""
+
+import json
+from pathlib import Path
+
+import numpy
+import pyarrow
+import pyarrow.parquet
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.utils import Split
+from megatron.core.tokenizers.text.models.default_tokenizer import DefaultTokenizerText
+from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
+
+from nam_megatron.data import __main__ as command
+from nam_megatron.data import build, manifest, sources, tokenizer
+from nam_megatron.recipe import load
+
+TEXTS = [
+    f"// file {i}\n#include <vector>\nint f{i}(int x) {{\n\treturn {i * 37} * x;  // naïve €{i}\n}}\n"
+    for i in range(60)
+]
+
+
+@pytest.fixture(autouse=True)
+def no_collection(monkeypatch):
+    """Megatron collects garbage after each piece that it merges; here that would be all of Megatron's and pytest's."""
+    monkeypatch.setattr("megatron.core.datasets.indexed_dataset.gc.collect", lambda: 0)
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("bpe")
+    tokenizer.save(tokenizer.train(TEXTS, 290, progress=False), folder)
+    return folder
+
+
+def jsonl(path: Path, texts=TEXTS) -> Path:
+    path.write_text("".join(json.dumps({"text": text, "n": i}) + "\n" for i, text in enumerate(texts)))
+    return path
+
+
+def run(*words: object) -> int:
+    return command.main([str(word) for word in words])
+
+
+def built(folder: Path, bpe: Path, *more: object) -> Path:
+    out = folder / "set"
+    assert run("build", out, *more, "--tokenizer", bpe, "--valid", "0.2", "--workers", 1) == 0
+    return out
+
+
+def texts(out: Path, split: str) -> list[str]:
+    """The documents of a split, decoded, without their ends."""
+    encoder, data = tokenizer.load(out / "tokenizer"), IndexedDataset(str(out / split))
+    assert all(document[-1] == encoder.token_to_id("<|endoftext|>") for document in data)
+    return [encoder.decode(document[:-1].tolist(), skip_special_tokens=False) for document in data]
+
+
+# What is written ---------------------------------------------------------------------------------------------------------------
+
+
+def test_documents_come_back_unchanged_each_in_one_split(tmp_path, bpe):
+    out = built(tmp_path, bpe, jsonl(tmp_path / "a.jsonl"))
+    train, valid = texts(out, "train"), texts(out, "valid")
+    assert train == [t for t in TEXTS if t not in valid]  # in the order given
+    assert {*train, *valid} == {*TEXTS}
+    assert 3 <= len(valid) <= 25
+    assert run("check", out, "--vocabulary", 290) == 0
+
+
+def test_a_document_stays_on_its_side(tmp_path, bpe):
+    """More data, another order: what was held out is never trained on."""
+    (tmp_path / "more").mkdir()
+    before = texts(built(tmp_path, bpe, jsonl(tmp_path / "a.jsonl")), "valid")
+    more = [f"more {i}" for i in range(30)]
+    after = texts(built(tmp_path / "more", bpe, jsonl(tmp_path / "b.jsonl", [*more, *reversed(TEXTS)])), "valid")
+    assert {*before} == {*after} - {*more}
+
+
+def test_the_three_kinds_of_input_say_the_same(tmp_path, bpe, monkeypatch):
+    monkeypatch.setattr(sources, "PIECE", 2500)  # several pieces of each
+    tree = tmp_path / "tree"
+    for i, text in enumerate(TEXTS):
+        path = tree / f"{i // 10}" / f"{i:02}.h"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tree / "notes.txt").write_text("not a header")
+    table = pyarrow.table({"code": TEXTS, "n": range(60)})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=25)
+    found = []
+    for name, words in (
+        ("lines", [jsonl(tmp_path / "a.jsonl")]),
+        ("rows", [tmp_path / "a.parquet", "--field", "code"]),
+        ("files", [tree, "--suffix", ".h"]),
+    ):
+        (tmp_path / name).mkdir()
+        out = built(tmp_path / name, bpe, *words)
+        found.append([(out / f"{split}.bin").read_bytes() for split in manifest.SPLITS])
+    assert found[0] == found[1] == found[2]
+
+
+def test_names_of_special_tokens_in_a_text_are_text(tmp_path, bpe):
+    text = "a tokenizer's own code says <|endoftext|> and <fim_prefix>"
+    out = built(tmp_path, bpe, jsonl(tmp_path / "a.jsonl", [*TEXTS, text]))
+    assert text in texts(out, "train") + texts(out, "valid")
+    special = range(len(tokenizer.SPECIAL))
+    for split in manifest.SPLITS:
+        assert not any(id in special for document in IndexedDataset(str(out / split)) for id in document[:-1])
+
+
+def test_sixteen_bits_are_enough_for_65536_entries():
+    assert build._dtype(2**16) is numpy.uint16
+    assert build._dtype(2**16 + 1) is numpy.int32
+
+
+def test_the_tokenizer_is_the_same_every_time(bpe, tmp_path):
+    tokenizer.save(tokenizer.train(TEXTS, 290, progress=False), tmp_path)
+    assert (tmp_path / "tokenizer.json").read_bytes() == (bpe / "tokenizer.json").read_bytes()
+
+
+def test_the_corpus_is_what_the_package_carries(tmp_path, capsys):
+    assert run("corpus", tmp_path / "c.jsonl", "--from", "numpy") == 0
+    rows = [json.loads(line) for line in (tmp_path / "c.jsonl").read_text().splitlines()]
+    assert all(row["package"] == f"numpy {numpy.__version__}" for row in rows)
+    header = next(row for row in rows if row["path"].endswith("ndarraytypes.h"))
+    assert header["text"] == (Path(numpy.__file__).parents[1] / header["path"]).read_text()
+    assert len({row["text"] for row in rows}) == len(rows)
+
+
+# Killed and started again ------------------------------------------------------------------------------------------------------
+
+
+def contents(out: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(out)): p.read_bytes() for p in out.rglob("*") if p.is_file()}
+
+
+def test_the_number_of_processes_does_not_change_the_result(tmp_path, bpe, monkeypatch):
+    monkeypatch.setattr(sources, "PIECE", 2000)
+    inputs = [sources.source(jsonl(tmp_path / "a.jsonl"), "text", ())]
+    for workers in (1, 2):
+        build.build(tmp_path / str(workers), inputs, build.Options(bpe, 0.2, "refuse", workers))
+    assert contents(tmp_path / "1") == contents(tmp_path / "2")
+
+
+class Killed(BaseException):
+    """What no handler of the build catches, as a signal would not be caught."""
+
+
+def test_a_killed_build_goes_on_and_ends_the_same(tmp_path, bpe, monkeypatch):
+    monkeypatch.setattr(sources, "PIECE", 2000)
+    inputs = [sources.source(jsonl(tmp_path / "a.jsonl"), "text", ())]
+    options = build.Options(bpe, 0.2, "refuse", 1)
+    build.build(tmp_path / "whole", inputs, options)
+    finished: list[str] = []
+
+    class Builder(build.IndexedDatasetBuilder):
+        """Is killed within the second of four pieces, between its splits, and then between the two merges."""
+
+        def finalize(self, path):
+            if len(finished) in (3, 11):
+                finished.append("killed")
+                raise Killed
+            finished.append(path)
+            super().finalize(path)
+
+    monkeypatch.setattr(build, "IndexedDatasetBuilder", Builder)
+    for _ in range(2):
+        with pytest.raises(Killed):
+            build.build(tmp_path / "killed", inputs, options)
+    assert not (tmp_path / "killed" / "manifest.json").exists()
+    made = build.build(tmp_path / "killed", inputs, options)
+    pieces = [Path(path).name for path in finished if "work" in path]
+    assert pieces == [f"00000{i}.{split}.idx" for i, split in (
+        (0, "train"), (0, "valid"), (1, "train"), (1, "train"), (1, "valid"), (2, "train"), (2, "valid"), (3, "train"), (3, "valid"),
+    )]  # fmt: skip
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+    before = len(finished)
+    assert build.build(tmp_path / "killed", inputs, options) == made
+    assert len(finished) == before, "a finished build was done again"
+
+
+def test_other_data_is_not_written_over_a_dataset(tmp_path, bpe, capsys):
+    out = built(tmp_path, bpe, jsonl(tmp_path / "a.jsonl"))
+    before = contents(out)
+    again = (
+        "build",
+        out,
+        jsonl(tmp_path / "a.jsonl", TEXTS[:-1]),
+        "--tokenizer",
+        bpe,
+        "--valid",
+        "0.2",
+        "--workers",
+        1,
+    )
+    assert run(*again) == 2
+    assert "holds another dataset" in capsys.readouterr().err
+    assert contents(out) == before
+
+
+# What is refused ---------------------------------------------------------------------------------------------------------------
+
+
+def refusal(capsys, *words: object) -> str:
+    assert run(*words) == 2
+    return capsys.readouterr().err
+
+
+def test_rows_that_are_no_documents_are_named(tmp_path, bpe, capsys, monkeypatch):
+    monkeypatch.setattr(sources, "PIECE", 150)  # most lines are in another piece than the first
+    rows = [json.dumps({"text": t}) for t in TEXTS]
+    rows[10], rows[20], rows[30] = "{", '{"txt": "x"}', '{"text": 5}'
+    rows[40], rows[50] = '{"text": "\\ud800"}', "[1]"
+    rows[5] = ""
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(rows))
+    said = refusal(capsys, "build", tmp_path / "set", path, "--tokenizer", bpe, "--workers", 1)
+    for line, why in (
+        (11, "Expecting"),
+        (21, "no `text`"),
+        (31, "int, not text"),
+        (41, "surrogates"),
+        (51, "not a JSON"),
+    ):
+        assert f"error: {path}:{line}: " in said
+        assert why in next(x for x in said.splitlines() if f":{line}: " in x)
+    assert said.count("error:") == 5
+    rows = [None if i == 33 else t for i, t in enumerate(TEXTS)]
+    pyarrow.parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "a.parquet", row_group_size=7)
+    said = refusal(capsys, "build", tmp_path / "set", tmp_path / "a.parquet", "--tokenizer", bpe, "--workers", 1)
+    assert said.startswith(f"error: {tmp_path}/a.parquet:34: `text` is NoneType, not text\n")
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "latin.h").write_bytes("// é".encode("latin-1"))
+    words = ("build", tmp_path / "set", tmp_path / "tree", "--suffix", ".h", "--tokenizer", bpe, "--workers", 1)
+    assert refusal(capsys, *words).startswith(f"error: {tmp_path}/tree/latin.h: 'utf-8' codec can't decode")
+
+
+def test_duplicates_are_named_or_left_out_or_kept_by_choice(tmp_path, bpe, capsys):
+    path = jsonl(tmp_path / "a.jsonl", [*TEXTS, TEXTS[3], "   ", TEXTS[0]])
+    words = ("--tokenizer", bpe, "--valid", "0.2", "--workers", 1)
+    said = refusal(capsys, "build", tmp_path / "set", path, *words)
+    assert f"error: {path}:61 is {path}:4\nerror: {path}:63 is {path}:1\n" in said
+    for choice, left in (("drop", TEXTS), ("keep", [*TEXTS, TEXTS[3], TEXTS[0]])):
+        out = tmp_path / choice
+        assert run("build", out, path, *words, "--duplicates", choice) == 0
+        made = manifest.read(out)
+        assert (made.duplicates, made.empty) == (len(TEXTS) + 2 - len(left), 1)
+        assert sorted(texts(out, "train") + texts(out, "valid")) == sorted(left)
+
+
+@pytest.mark.parametrize(("share", "split"), [("0.000001", "valid"), ("0.999999", "train")])
+def test_an_empty_split_is_refused(tmp_path, bpe, capsys, share, split):
+    path = jsonl(tmp_path / "a.jsonl")
+    said = refusal(capsys, "build", tmp_path / "set", path, "--tokenizer", bpe, "--valid", share, "--workers", 1)
+    assert f"none of 60 documents falls into the split `{split}`" in said
+
+
+def test_too_little_text_for_a_tokenizer_is_said(tmp_path, capsys):
+    said = refusal(capsys, "tokenizer", tmp_path / "bpe", jsonl(tmp_path / "a.jsonl"), "--entries", 5000)
+    reached = int(said.split("a tokenizer of ")[1].split()[0])
+    assert 261 < reached < 5000
+    assert run("tokenizer", tmp_path / "bpe", tmp_path / "a.jsonl", "--entries", reached) == 0
+
+
+def test_an_unreadable_row_ends_the_training_of_a_tokenizer(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{\n')
+    said = refusal(capsys, "tokenizer", tmp_path / "bpe", tmp_path / "a.jsonl", "--entries", 290)
+    assert said.startswith(f"error: {tmp_path}/a.jsonl:2: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nothing.jsonl"], "no file or folder `nothing.jsonl`"),
+        (["."], "`.` is a folder"),
+        (["notes.txt"], "is neither a folder nor"),
+        (["a.jsonl", "a.jsonl"], "`a.jsonl` is named twice"),
+        (["not.parquet"], "is no Parquet file"),
+        (["a.parquet", "--field", "body"], "has no column `body`"),
+        (["a.jsonl", "--tokenizer", "none"], "`none` holds no tokenizer"),
+    ],
+)
+def test_what_cannot_be_an_input_is_refused(tmp_path, monkeypatch, bpe, capsys, words, said):
+    monkeypatch.chdir(tmp_path)
+    jsonl(tmp_path / "a.jsonl")
+    for name in ("notes.txt", "not.parquet"):
+        Path(name).write_text("x")
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), "a.parquet")
+    assert said in refusal(capsys, "build", "set", "--tokenizer", bpe, *words, "--workers", 1)
+
+
+# A dataset that is not what it was ----------------------------------------------------------------------------------------------
+
+
+def test_check_reads_every_byte(tmp_path, bpe, capsys):
+    out = built(tmp_path, bpe, jsonl(tmp_path / "a.jsonl"))
+    data = bytearray((out / "train.bin").read_bytes())
+    data[100] ^= 1
+    (out / "train.bin").write_bytes(data)
+    assert run("check", out) == 1
+    assert capsys.readouterr().err == (
+        f"error: `{out}/train.bin` is not what was built @ data.path\n\nhint: build the dataset again\n"
+    )
+    assert list(manifest.damage(out, manifest.read(out), thorough=False)) == []  # the trainer looks at sizes
+    (out / "train.bin").write_bytes(data[:-2])
+    (problem,) = manifest.damage(out, manifest.read(out), thorough=False)
+    assert problem.message == f"`{out}/train.bin` has {len(data) - 2} bytes, not {len(data)}"
+
+
+def test_another_tokenizer_in_its_place_is_seen(tmp_path, bpe):
+    out = built(tmp_path, bpe, jsonl(tmp_path / "a.jsonl"))
+    tokenizer.save(tokenizer.train([t.upper() for t in TEXTS], 285, progress=False), out / "tokenizer")
+    problems = manifest.damage(out, manifest.read(out), thorough=False)
+    assert any("tokenizer.json" in p.message for p in problems)
+
+
+def test_a_vocabulary_that_is_too_small_is_refused(tmp_path, bpe, capsys):
+    out = built(tmp_path, bpe, jsonl(tmp_path / "a.jsonl"))
+    assert run("check", out, "--vocabulary", 289) == 1
+    assert "has 290 entries, and the model's vocabulary 289" in capsys.readouterr().err
+
+
+def test_what_check_finds_in_the_tokens_themselves(tmp_path, bpe):
+    """A manifest that fits its files and lies about them."""
+    out = built(tmp_path, bpe, jsonl(tmp_path / "a.jsonl"))
+    builder = build.IndexedDatasetBuilder(str(out / "valid.bin"), numpy.uint16)
+    builder.add_document([5, 6, 289], [3])
+    builder.finalize(str(out / "valid.idx"))
+    made = manifest.read(out)
+    for name in ("valid.bin", "valid.idx"):
+        file = manifest.File(sha256=manifest.digest(out / name), bytes=(out / name).stat().st_size)
+        made = made.model_copy(update={"files": made.files | {name: file}, "largest_id": 288})
+    manifest.write(out, made)
+    _, problems = build.check(out, 290)
+    said = [p.message for p in problems if "`valid`" in p.message]
+    assert "1 documents and 3 tokens, not" in said[0]
+    assert said[1:] == [
+        "1 documents of `valid` do not end with `<|endoftext|>`",
+        "`valid` has token 289, and the manifest knows of 288 as the largest",
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"version": 2}', "null"])
+def test_a_damaged_manifest_is_refused(tmp_path, capsys, text):
+    (tmp_path / "manifest.json").write_text(text)
+    assert "cannot be understood" in refusal(capsys, "check", tmp_path)
+
+
+# In Megatron's hands ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def megatrons(bpe) -> DefaultTokenizerText:
+    """The tokenizer as the trainer gets it."""
+    return DefaultTokenizerText(str(bpe), {"library": "huggingface", "metadata_path": None})
+
+
+def test_megatron_reads_the_same_tokenizer(bpe, megatrons):
+    ours = tokenizer.load(bpe)
+    assert megatrons.vocab_size == 290
+    assert [megatrons.eod, megatrons.pad] == [ours.token_to_id(t) for t in (tokenizer.END, tokenizer.PAD)]
+    for text in (*TEXTS[:5], "\n\n  two  spaces \n", "", "€"):
+        assert megatrons.tokenize(text) == ours.encode(text).ids
+        assert megatrons.detokenize(ours.encode(text).ids) == text
+
+
+def test_fill_in_the_middle_of_our_data_is_the_text_permuted(tmp_path, bpe, megatrons):
+    """Each document of a sample comes back as prefix, suffix and middle of the document it was; padding has no loss."""
+    out, fim = built(tmp_path, bpe, jsonl(tmp_path / "a.jsonl")), load("nam56r_smoke").feature.fim
+    config = GPTFIMDatasetConfig(
+        random_seed=1, sequence_length=600, blend=None, blend_per_split=[([str(out / "train")], None), None, None],
+        path_to_cache=str(tmp_path / "cache"), tokenizer=megatrons, reset_position_ids=False, reset_attention_mask=False,
+        eod_mask_loss=False, create_attention_mask=False, fim_rate=1.0, fim_spm_rate=0.5,
+        fim_extra_tokens={name: getattr(fim, f"{name}_token") for name in ("prefix", "middle", "suffix", "pad", "eod")},
+    )  # fmt: skip
+    data = IndexedDataset(str(out / "train"))
+    samples = GPTFIMDataset(data, str(out / "train"), numpy.arange(len(data)), 4, Split.train, config)
+    whole, padded = 0, 0
+    for i in range(len(samples)):
+        sample = samples[i]
+        documents = megatrons.detokenize(sample["tokens"].tolist()).split(tokenizer.END)
+        for document in documents[1:-1]:  # the first and the last are cut
+            before, rest = document.removeprefix("<fim_prefix>").split("<fim_suffix>")
+            after, middle = rest.split("<fim_middle>")
+            psm, spm = before + middle + after, middle + after  # suffix first: the prefix stands with the middle
+            assert psm in TEXTS or (not before and spm in TEXTS)
+            whole += 1
+        ended = sample["labels"] == 0  # where Megatron puts padding
+        padded += int((sample["loss_mask"] == 0).sum())
+        assert not sample["loss_mask"][ended & (sample["tokens"] == 0)].any()
+    assert whole > 10
