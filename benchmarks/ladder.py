@@ -43,7 +43,7 @@ def run(name: str, folder: Path, limit: float, gpus: Sequence[int], data: str | 
     saved = folder / f"{name}.checkpoint"
     whole = (f"cluster=h200_{world}", *CUT, *STEPS, *overrides, *measure.built(data, folder / f"{name}.data"))
     whole = (*whole, f"schedule.save={saved}")
-    entry: dict[str, Any] = {"name": name, "gpus": world, "overrides": list(whole[:-1])}
+    entry: dict[str, Any] = {"name": name, "gpus": world, "overrides": measure.told(whole[:-1])}
     end = time.monotonic() + limit
     for half, load in (("first", ()), ("resumed", (f"schedule.load={saved}",))):
         left = max(1.0, end - time.monotonic())

@@ -74,6 +74,15 @@ def measure(name: str, folder: Path, limit: int) -> dict:
     return trial(name, *CASES[name], folder, limit)
 
 
+def told(words: Sequence[str]) -> list[str]:
+    """Words for the record: of a file, its name."""
+    parts = (
+        (key, equals, Path(value).name if "/" in value else value)
+        for key, equals, value in (w.partition("=") for w in words)
+    )
+    return ["".join(part) if part[1] else Path(part[0]).name for part in parts]
+
+
 def built(data: str | None, folder: Path) -> tuple[str, ...]:
     """The overrides that train on a built dataset, through links in `folder`: Megatron keeps an index beside what it reads, and
     processes of their own would write it over each other."""
@@ -105,7 +114,7 @@ def trial(
 
     The log is `folder`/`name`.log. limit: seconds. gpus: the devices to use, where other trials run beside this one.
     """
-    entry = {"name": name, "preset": preset, "overrides": list(overrides), "words": list(words)}
+    entry = {"name": name, "preset": preset, "overrides": told(overrides), "words": told(words)}
     try:
         lowering = lowered(preset, overrides)
     except Refused as refused:

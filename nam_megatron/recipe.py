@@ -269,7 +269,25 @@ def from_config(cfg: DictConfig, origin: Any = None, without: Iterable[str] = ()
         raise Refused(Problem(_first_line(err), key, "`${...}` names a key of the composed config"), origin) from None
     for key in without:
         tree.pop(key, None)
-    return from_tree(tree, origin)
+    recipe = from_tree(tree, origin)
+    if renamed := list(_lane_in_name_only(recipe)):
+        raise Refused(renamed, origin)
+    return recipe
+
+
+def _lane_in_name_only(recipe: Recipe) -> Iterator[Problem]:
+    """A lane is part of a run's identity: under the name of a file in conf/lane stands what that file says."""
+    file = conf_dir() / "lane" / f"{recipe.lane.name}.yaml"
+    if not file.is_file():
+        return
+    said, given = OmegaConf.to_container(OmegaConf.load(file)), recipe.lane.model_dump()
+    pairs = {key: (said[key], given[key]) for key in ("tensor", "sequence")}
+    pairs |= {f"blocks.{letter}": (said["blocks"][letter], kind) for letter, kind in given["blocks"].items()}
+    for key, (there, here) in pairs.items():
+        if there != here:
+            instead = "write a lane of your own" if key.startswith("blocks.") else f"set `parallel.{key}`"
+            hint = f"{instead}, or give this lane another name: `lane.name=NAME`"
+            yield Problem(f"lane `{recipe.lane.name}` has `{there}`, not `{here}`", f"lane.{key}", hint)
 
 
 def from_tree(tree: Mapping[str, Any], origin: Any = None) -> Recipe:

@@ -2,12 +2,11 @@
 
     python examples/nemo/slurm.py conf=nam56r_native_dp cluster=h200_2x8 > nam56r.sbatch
 
-Hosts, GPUs and environment come from the recipe; account, partition and container are yours to set below. Needs the extra `nemo-run`.
+Hosts, GPUs and environment come from the recipe; the rest is yours to set below. Needs the extra `nemo-run`.
 """
 
 import shlex
 import sys
-import tempfile
 
 import nemo_run as run
 from nemo_run.core.execution.slurm import SlurmBatchRequest
@@ -15,7 +14,7 @@ from nemo_run.core.execution.slurm import SlurmBatchRequest
 from nam_megatron.lower import translate
 from nam_megatron.recipe import load
 
-ACCOUNT, PARTITION, CONTAINER = "your_account", "batch", "your/container:tag"
+ACCOUNT, PARTITION, TIME, CONTAINER, FOLDER = "your_account", "batch", "04:00:00", "your/container:tag", "/your/jobs"
 
 
 def script(words: list[str]) -> str:
@@ -26,16 +25,17 @@ def script(words: list[str]) -> str:
     executor = run.SlurmExecutor(
         account=ACCOUNT,
         partition=PARTITION,
+        time=TIME,
         container_image=CONTAINER,
         nodes=cluster.nodes,
         ntasks_per_node=1,
         gpus_per_node=cluster.gpus_per_node,
         env_vars={env.name: env.value for env in lowering.env if env.value is not None},
-        tunnel=run.LocalTunnel(job_dir=tempfile.mkdtemp()),
+        tunnel=run.LocalTunnel(job_dir=FOLDER),
     )
     executor.job_name, executor.experiment_id = preset, preset
-    executor.job_dir = tempfile.mkdtemp()
-    rendezvous = "--rdzv-backend=c10d --rdzv-endpoint=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -1):29500 --rdzv-id=$SLURM_JOB_ID"
+    executor.job_dir = f"{FOLDER}/{preset}"
+    rendezvous = "--rdzv-backend=c10d --rdzv-endpoint=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -1):29500"
     torchrun = f"torchrun --nnodes {cluster.nodes} --nproc-per-node {cluster.gpus_per_node} {rendezvous}"
     command = f"{torchrun} -m nam_megatron.nemo pretrain {shlex.join(words)}"
     request = SlurmBatchRequest(

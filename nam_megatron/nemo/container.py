@@ -18,7 +18,6 @@ from megatron.bridge.models.transformer_config import MLATransformerConfig
 from megatron.bridge.training import config as bridge_config
 from megatron.bridge.training import initialize
 from megatron.bridge.training.utils import omegaconf_utils
-from megatron.bridge.utils.common_utils import get_world_size_safe
 from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
 from megatron.core.datasets import utils as dataset_utils
 from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -30,8 +29,8 @@ from nam_megatron.bridge import Arguments
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.lower import Lowering, translate
 from nam_megatron.mcore.pretrain import Float16ExceptMarked, keep_shipped_helpers, set_experts_apart
+from nam_megatron.nemo import overrides
 from nam_megatron.recipe import Recipe, from_tree, to_tree
-from nam_megatron.setting import Setting
 
 # Bridge makes objects of YAML only where the name of their class begins with a registered prefix.
 register_allowed_target_prefix("nam_megatron.")
@@ -110,25 +109,13 @@ CLASSES: Mapping[str, type] = {
     "rerun_state_machine": bridge_config.RerunStateMachineConfig,
     "profiling": bridge_config.ProfilingConfig,
 }
-# What a runner may set as it likes: where a run writes and what it reports, and when it stops.
-FREE = (
-    "logger.",
-    "profiling.",
-    "straggler",
-    "nvrx_straggler",
-    "ft",
-    "env_vars",
-    "checkpoint.most_recent_k",
-    "train.exit_duration_in_mins",
-    "train.manual_gc",
-)
 
 
 def _blend(a: Arguments) -> Any:
     mock, paths = a("mock_data"), a("data_path")
-    return (
-        None if mock or not paths else dataset_utils.get_blend_from_list(list(paths))
-    )  # no blend means mock data to Bridge
+    if mock or not paths:
+        return None  # Bridge takes that for mock data
+    return dataset_utils.get_blend_from_list(list(paths))
 
 
 def _blend_per_split(a: Arguments) -> Any:
@@ -175,7 +162,7 @@ class NamContainer(bridge_config.ConfigContainer):
         Raises:
             Refused: the recipe's findings on the changed fields, or a change of a field that no recipe key decides.
         """
-        settle(self)
+        overrides.settle(self)
         super().validate()
 
 
@@ -185,24 +172,24 @@ def container(lowering: Lowering) -> NamContainer:
     Raises:
         Refused: a setting that Bridge has no field for.
     """
-    container, _ = _made(lowering)
-    return container
+    return made(lowering)[0]
 
 
-def _made(lowering: Lowering) -> tuple[NamContainer, Arguments]:
+def made(lowering: Lowering) -> tuple[NamContainer, Arguments]:
+    """The container, and which of its fields each setting became. Raises Refused."""
     raise_if(_unserved(lowering.plan.recipe))
     a = Arguments(lowering)
-    latent = issubclass(bridge.transformer_class(lowering), MLATransformerConfig.__mro__[2])
+    latent = bridge.transformer_class(lowering) is bridge.MLATransformerConfig
     provider = NamLatentProvider if latent else NamProvider
     model = a.of("model", provider) | {"hybrid_stack_spec": stack_spec, "nam_recipe": _line(lowering.plan.recipe)}
-    made = NamContainer(
+    c = NamContainer(
         model=provider(**model),
         env_vars={env.name: env.value for env in lowering.env if env.value is not None},
         mixed_precision=None,  # the settings say it field by field
         **{section: cls(**a.of(section, cls)) for section, cls in CLASSES.items()},
     )
     raise_if(a.homeless(ELSEWHERE))
-    return made, a
+    return c, a
 
 
 def _unserved(r: Recipe) -> Iterator[Problem]:
@@ -222,122 +209,3 @@ def _unserved(r: Recipe) -> Iterator[Problem]:
 
 def _line(recipe: Recipe) -> str:
     return json.dumps(to_tree(recipe), separators=(",", ":"))
-
-
-# Changes made by a runner -------------------------------------------------------------------------------------------------
-
-
-def settle(c: NamContainer) -> None:
-    """Make a container's fields agree with its recipe, after the recipe took over what was changed in the fields.
-
-    Raises Refused.
-    """
-    recipe = from_tree(json.loads(c.model.nam_recipe))
-    meant, a = _made(translate(recipe))
-    before, now = flat(meant), flat(c)
-    changed = {path: now[path] for path in now if now[path] != before[path] and not path.startswith(FREE)}
-    if changed and get_world_size_safe() == recipe.world_size:
-        # A container that was saved with a checkpoint holds what validation derived.
-        bridge_config.ConfigContainer.validate(meant)
-        derived = flat(meant)
-        changed = {path: value for path, value in changed.items() if value != derived[path]}
-    new = _with_world(_with(recipe, changed, a))
-    if new == recipe:
-        return
-    fresh = container(translate(new))
-    after = flat(fresh)
-    raise_if(
-        Problem(f"`{path}` is {value!r}, and the recipe with all these changes makes {after.get(path)!r} of it")
-        for path, value in changed.items()
-        if after.get(path) != value
-    )
-    free = {path for path in now if path.startswith(FREE) and now[path] != before.get(path)}
-    for field in dataclasses.fields(c):
-        ours, theirs = getattr(fresh, field.name), getattr(c, field.name)
-        for path in free:
-            section, _, name = path.partition(".")
-            if section == field.name and name and hasattr(theirs, name):
-                setattr(ours, name, getattr(theirs, name))
-        if field.name not in free:
-            setattr(c, field.name, ours)
-
-
-def flat(c: bridge_config.ConfigContainer) -> dict[str, Any]:
-    """`section.field` -> value, in a form that does not depend on whether lists were tuples."""
-    found = {}
-    for field in dataclasses.fields(c):
-        value = getattr(c, field.name)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            for inner in dataclasses.fields(value):
-                if not inner.name.startswith("_"):
-                    found[f"{field.name}.{inner.name}"] = _plain(getattr(value, inner.name, None))
-        elif not field.name.startswith("_"):
-            found[field.name] = _plain(value)
-    return found
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if callable(value):
-        # Made anew at each construction: two are the same if they come from the same code.
-        inner = getattr(value, "func", value)
-        return f"{getattr(inner, '__module__', '')}.{getattr(inner, '__qualname__', type(inner).__qualname__)}"
-    if dataclasses.is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name, None)) for f in dataclasses.fields(value)}
-    return value
-
-
-def _with(recipe: Recipe, changed: Mapping[str, Any], a: Arguments) -> Recipe:
-    """The recipe with the keys that decide the changed fields set to what the fields say."""
-    owners: dict[str, Setting] = {}
-    for setting in a.lowering.settings:
-        for path in a.fields[setting.name]:
-            owners.setdefault(path, setting)
-    said: dict[str, Any] = {}
-    problems = []
-    for path, value in changed.items():
-        setting = owners.get(path)
-        if setting is None:
-            message = f"`{path}` was set to {value!r}, and no recipe key decides it"
-            problems.append(Problem(message, hint="leave it out; if it has to change, it needs a key in the recipe"))
-        elif setting.key is None:
-            problems.append(Problem(f"`{path}` was set to {value!r}, and `{setting.owner}` pins it: {setting.why}"))
-        elif _held(recipe, setting.key) != setting.value:
-            message = f"`{path}` was set to {value!r}; it follows from another value of the recipe"
-            problems.append(Problem(message, setting.key, f"change that key: `overrides=['{setting.key}=...']`"))
-        elif said.setdefault(setting.key, value) != value:
-            problems.append(
-                Problem(f"`{path}` was set to {value!r}, and another field to {said[setting.key]!r}", setting.key)
-            )
-    raise_if(problems)
-    tree = to_tree(recipe)
-    for key, value in said.items():
-        node, last = _node(tree, key)
-        node[last] = value
-    return from_tree(tree)
-
-
-def _held(recipe: Recipe, key: str) -> Any:
-    node, last = _node(to_tree(recipe), key)
-    return tuple(node[last]) if isinstance(node[last], list) else node[last]
-
-
-def _node(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
-    *parents, last = key.split(".")
-    for name in parents:
-        tree = tree[name]
-    return tree, last
-
-
-def _with_world(recipe: Recipe) -> Recipe:
-    """The recipe on as many GPUs as the runner has started."""
-    world = get_world_size_safe()
-    if world == recipe.world_size:
-        return recipe
-    a_node = min(world, recipe.cluster.gpus_per_node)
-    if world % a_node:
-        hint = f"start full hosts of {a_node} GPUs, or change `cluster.gpus_per_node`"
-        raise Refused(Problem(f"{world} processes on hosts of {a_node} GPUs", "cluster.gpus_per_node", hint))
-    cluster = recipe.cluster.model_copy(update={"nodes": world // a_node, "gpus_per_node": a_node})
-    return recipe.model_copy(update={"cluster": cluster})

@@ -59,7 +59,6 @@ def test_commands_that_stop_and_resume_are_one_run(whole, at_two, tmp_path):
 LAYOUTS = {
     "tensor and sequence": ("parallel.tensor=2", "parallel.sequence=true"),
     "data": (),
-    "pipeline": ("parallel.pipeline=2",),
     "expert": ("parallel.expert=2",),
 }
 

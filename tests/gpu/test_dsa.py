@@ -21,7 +21,7 @@ pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 
 CASES = [(2, 1025, 56), (1, 2048, 28), (1, 2049, 7), (1, 2048, 14), (1, 2047, 32), (1, 4097, 64), (1, 8192, 7)]
 if INTERPRETED:
-    CASES = [(2, 19, 7), (1, 37, 2)]
+    CASES = [(2, 21, 7)]
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +40,11 @@ def strict(monkeypatch):
         monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_index)
         for name, value in dict(DEVICE="cpu", DTYPE=torch.float32, H=3, R=32, P=16, D=16, K=8).items():
             monkeypatch.setattr(bench, name, value)
+        # Several tiles in so few positions.
+        for name, tile in kernel.TILES.items():
+            small = {"rows": 32} | dict.fromkeys("IJEM", 16)
+            small = {side: size for side, size in small.items() if side in tile}
+            monkeypatch.setitem(kernel.TILES, name, tile | small)
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -184,7 +184,7 @@ class SparseAttention(MegatronModule):
         assert not config.dsa_indexer_use_sparse_loss
         self.layer_number, self.softmax_scale, self.groups = layer_number, softmax_scale, pg_collection
         self.ops = _module("dsa", kernels)
-        self.normalise = lambda x: x  # the layer's input norm, for the indexer
+        self.normalise = _itself  # the layer's input norm, for the indexer
         self.source = source_dsa_compute_layer(
             layer_number, config.dsa_indexer_skip_topk_offset, config.dsa_indexer_topk_freq
         )

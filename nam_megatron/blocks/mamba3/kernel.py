@@ -20,9 +20,12 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Launch(NamedTuple):
-    """How the kernels are started. columns: of half the state dimension, taken at once. chunks: of a backward program.
+    """How the kernels are started.
+
+    columns: of half the state dimension, taken at once; not in the kernel of B and C. chunks: of a backward program.
     programs: splits of a group's heads are made until there are so many. (warps, stages, registers of a thread) of each
-    kernel; 0 registers: no limit."""
+    kernel; 0 registers: no limit.
+    """
 
     columns: int = 32
     chunks: int = 4
@@ -240,17 +243,16 @@ def _backward(
         out_s=d_packed.stride(0), out_b=d_packed.stride(1), B=b, PER=per, COLUMNS=columns,
         **common, **_options(launch.values),
     )  # fmt: skip
-    tiles = n // 2 // columns
-    per = max(1, min(launch.chunks, b * chunks * g * tiles // launch.programs))
+    per = max(1, min(launch.chunks, b * chunks * g // launch.programs))
     slots, splits = triton.cdiv(chunks, per), 1
-    while h // g % (2 * splits) == 0 and slots * b * g * tiles * splits < launch.programs:
+    while h // g % (2 * splits) == 0 and slots * b * g * splits < launch.programs:
         splits *= 2
     d_keys, d_queries = (packed.new_empty(splits, b, s, g, r, n) for _ in range(2))
     d_B, d_C = (fp32(b, slots, h, r, n) for _ in range(2))
     d_angles = fp32(b, h, s, a)
-    _keys_kernel[(slots, g * splits * tiles, b)](
+    _keys_kernel[(slots, g * splits, b)](
         *sources, d_keys, d_queries, d_angles, d_B, d_C,
-        B=b, SPLITS=splits, PER=per, COLUMNS=columns, **common, **_options(launch.keys),
+        B=b, SPLITS=splits, PER=per, **common, **_options(launch.keys),
     )  # fmt: skip
     raw = Raw(d_keys, d_queries, d_angles, row, now, scale, ends.sum(0) + key_ends)
     return raw, [None if t is None else t.sum((0, 1)) for t in (d_D, d_B, d_C, d_x, d_z, d_o)]
@@ -684,15 +686,14 @@ def _values_kernel(
 def _keys_kernel(
     packed, mimo_x, mimo_z, mimo_o, B_bias, C_bias, D, keys, queries, cos, sin, decay, now, scale, states, d_states, dy,
     d_keys, d_queries, d_angles, d_B, d_C,
-    documents, s, stride_s, stride_b, B, SPLITS: tl.constexpr, PER: tl.constexpr, COLUMNS: tl.constexpr,
+    documents, s, stride_s, stride_b, B, SPLITS: tl.constexpr, PER: tl.constexpr,
     H: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr, R: tl.constexpr, A: tl.constexpr,
     L: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Per chunk, group and some columns: gradients of B, C, their biases, and of the summed angles."""
-    TILES: tl.constexpr = HALF // COLUMNS
-    column = tl.program_id(1) % TILES * COLUMNS + tl.arange(0, COLUMNS)
-    split = tl.program_id(1) // TILES % SPLITS
-    group = tl.program_id(1) // (TILES * SPLITS)
+    """Per chunk and group: gradients of B, C, their biases, and of the summed angles."""
+    column = tl.arange(0, HALF)
+    group = tl.program_id(1) // SPLITS
+    split = tl.program_id(1) % SPLITS
     b = tl.program_id(2).to(tl.int64)
     HEADS: tl.constexpr = H // G // SPLITS
     p = tl.arange(0, P)
@@ -710,10 +711,10 @@ def _keys_kernel(
         if chunk < chunks:
             token, rank, ok = _rows(chunk, s, L, R)
             single = chunk * L + tl.arange(0, L)
-            dq_low_total = tl.zeros([L * R, COLUMNS], tl.float32)
-            dq_high_total = tl.zeros([L * R, COLUMNS], tl.float32)
-            dk_low_total = tl.zeros([L * R, COLUMNS], tl.float32)
-            dk_high_total = tl.zeros([L * R, COLUMNS], tl.float32)
+            dq_low_total = tl.zeros([L * R, HALF], tl.float32)
+            dq_high_total = tl.zeros([L * R, HALF], tl.float32)
+            dk_low_total = tl.zeros([L * R, HALF], tl.float32)
+            dk_high_total = tl.zeros([L * R, HALF], tl.float32)
             for i in tl.range(HEADS, disable_licm=True):
                 h = group * (H // G) + split * HEADS + i
                 of = b * H + h
@@ -762,7 +763,7 @@ def _keys_kernel(
                 cosine, sine = _angle(cos + of * s * A, sin + of * s * A, token, ok, column, A)
                 to = ((b * tl.num_programs(0) + tl.program_id(0)) * H + h) * (R * 2 * HALF)
                 to += ranks[:, None] * (2 * HALF) + column[None, :]
-                every = tl.full([R, COLUMNS], True, tl.int1)
+                every = tl.full([R, HALF], True, tl.int1)
                 low = cosine * dq_low + sine * dq_high
                 high = cosine * dq_high - sine * dq_low
                 dq_low_total += low

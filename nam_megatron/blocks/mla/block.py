@@ -8,7 +8,7 @@ from pydantic import PositiveInt
 from nam_megatron.blocks import Block, residual
 from nam_megatron.errors import Problem
 from nam_megatron.setting import Setting
-from nam_megatron.sizes import ESTIMATED, UNMEASURED, Line, Param, Sizes, State, Work
+from nam_megatron.sizes import ESTIMATED, Line, Param, Sizes, State, Work
 
 # Of latents and of parts of heads that the fused projections take: a tile's side is a power of two. Beyond a rank of 174
 # (750 TFLOP/s over 4.3 TB/s) products are bound by arithmetic, and cuBLAS does them better.
@@ -107,7 +107,7 @@ class Mla(Block):
         return self.kernels == "naive" or (self.kernels == "fused" and low_rank(*sizes))
 
     def _our_latents(self, z: Sizes) -> Iterator[Line]:
-        mark = ESTIMATED if self.kernels == "naive" else UNMEASURED
+        mark = ESTIMATED if self.kernels == "naive" else ""
         yield z.line("input", "2 Ts h", "kept by the projection; the residual branch shares it", mark=mark)
         if self.kernels == "naive":
             yield z.line("norms", "10 Ts h + 12 Ts (rq + rkv)", "fp32 inside, and their outputs", mark=mark)

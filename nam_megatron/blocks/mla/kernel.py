@@ -18,16 +18,16 @@ from nam_megatron.blocks.mla.naive import Rope
 # Tile sizes and launch options of each kernel at NAM56R's shapes on H200; benchmarks/mla.py --sweep measures others.
 TILES: dict[str, dict[str, int]] = {
     "ingress": dict(BM=128, BK=64, num_warps=8, num_stages=4),
-    "latent_norm_back": dict(BM=32, num_warps=4, num_stages=1),
-    "ingress_input": dict(BM=128, BN=64, num_warps=8, num_stages=3, programs=256),
+    "latent_norm_back": dict(BM=64, num_warps=8, num_stages=1),
+    "ingress_input": dict(BM=128, BN=64, num_warps=8, num_stages=2, programs=256),
     "ingress_weights": dict(BN=32, num_warps=4, num_stages=2),
     "total": dict(BN=1024, num_warps=4, num_stages=4),
-    "queries": dict(BM=128, num_warps=8, num_stages=3, programs=256),
+    "queries": dict(BM=64, num_warps=4, num_stages=4, programs=256),
     "queries_latent": dict(BM=128, num_warps=8, num_stages=3),
-    "queries_weight": dict(BM=64, GROUP=2, num_warps=8, num_stages=3, programs=264),
-    "keys_values": dict(BM=128, num_warps=8, num_stages=3, programs=256),
+    "queries_weight": dict(BM=32, GROUP=2, num_warps=8, num_stages=3, programs=264),
+    "keys_values": dict(BM=64, num_warps=4, num_stages=3, programs=256),
     "keys_values_latent": dict(BM=128, num_warps=8, num_stages=3),
-    "keys_values_weight": dict(BM=64, GROUP=2, num_warps=8, num_stages=3, programs=264),
+    "keys_values_weight": dict(BM=64, GROUP=2, num_warps=8, num_stages=3, programs=132),
     "rotate": dict(GROUP=16, num_warps=4, num_stages=1),
     "split": dict(GROUP=16, num_warps=4, num_stages=1),
 }
@@ -36,10 +36,10 @@ TILES: dict[str, dict[str, int]] = {
 WIDE: dict[str, dict[str, int]] = {
     "ingress": dict(BM=64, num_stages=3),
     "ingress_input": dict(BM=64, num_stages=2),
-    "queries": dict(BM=64, num_stages=2),
+    "queries": dict(num_warps=8, num_stages=2),
     "queries_latent": dict(BM=64, num_stages=2),
-    "queries_weight": dict(GROUP=1, num_stages=2),
-    "keys_values": dict(BM=64, num_stages=2),
+    "queries_weight": dict(BM=64, GROUP=1, num_stages=2),
+    "keys_values": dict(num_warps=8, num_stages=2),
     "keys_values_latent": dict(BM=64, num_stages=2),
     "keys_values_weight": dict(GROUP=1, num_stages=2),
 }

@@ -1,12 +1,21 @@
 """The container under other people's hands: YAML there and back, any number of GPUs, overrides that Bridge would take."""
 
+import importlib
+from pathlib import Path
+
 import pytest
 from megatron.bridge.training.config import ConfigContainer
-from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
+from megatron.bridge.training.utils.omegaconf_utils import (
+    apply_overrides,
+    create_omegaconf_dict_config,
+    process_config_with_overrides,
+)
+from omegaconf import OmegaConf
 
 import nam_megatron.nemo as nemo
 from nam_megatron.errors import Refused
-from nam_megatron.nemo.container import NamContainer, flat, settle, stack_spec
+from nam_megatron.nemo.container import NamContainer, stack_spec
+from nam_megatron.nemo.overrides import flat, settle
 from nam_megatron.recipe import conf_dir, from_tree, load
 
 PRESETS = sorted(path.stem for path in (conf_dir() / "preset").glob("*.yaml"))
@@ -175,3 +184,17 @@ def test_the_stack_is_found_again_from_the_config_alone(monkeypatch):
     stack_spec(made.model)
     assert asked[0] == made.model.lowering.plan
     assert asked[0].recipe == load("nam56r", ["lane=native_dp"]) == from_tree(asked[0].recipe.model_dump(mode="json"))
+
+
+def test_the_example_for_the_nemotron_cli(ranks):
+    """As its scripts do: import the target, call it with the other keys, lay the rest over the container."""
+    config = OmegaConf.load(Path(__file__).parents[3] / "examples/nemo/nemotron.yaml")
+    recipe = OmegaConf.to_container(config.pop("recipe"))
+    module, _, name = recipe.pop("_target_").rpartition(".")
+    made = getattr(importlib.import_module(module), name)(**recipe)
+    fields, kept = create_omegaconf_dict_config(made)
+    apply_overrides(made, OmegaConf.to_container(OmegaConf.merge(fields, config)), kept)
+    ranks(16)
+    made.validate()
+    after = made.model.lowering.plan.recipe.schedule
+    assert (after.train_steps, after.save, made.logger.log_interval) == (2000, "/checkpoints/nam56r", 10)

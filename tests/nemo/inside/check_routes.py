@@ -154,7 +154,7 @@ def test_extra_fields_keep_bridges_defaults():
 
 def test_every_setting_ends_in_a_field_of_its_name_or_its_rules():
     """One place a setting, or the places that Megatron itself copies it to."""
-    from nam_megatron.nemo.container import ELSEWHERE, _made
+    from nam_megatron.nemo.container import ELSEWHERE, made
 
     copies = {
         "bf16": {
@@ -168,7 +168,7 @@ def test_every_setting_ends_in_a_field_of_its_name_or_its_rules():
     }
     for preset in PRESETS:
         lowering = lowered(preset, ())
-        _, a = _made(lowering)
+        _, a = made(lowering)
         for setting in lowering.settings:
             ends = set(a.fields[setting.name])
             assert ends or setting.name in ELSEWHERE, setting.name
