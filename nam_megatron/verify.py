@@ -268,6 +268,10 @@ def _attention(p: Plan) -> Iterator[tuple[str, Any, str]]:
         # The sharing itself is compared layer by layer; without it Megatron must not share at all.
         if m.blocks.dsa.full_every == 1:
             yield "transformer.dsa_indexer_topk_freq", 1, "model.blocks.dsa.full_every"
+        else:
+            # Stock layers hand the shared top-k on beside the mask, ours by themselves.
+            masked = m.blocks.dsa.kernels == "megatron"
+            yield "args.create_attention_mask_in_dataloader", masked, "model.blocks.dsa.kernels"
 
 
 def _moe(r: Recipe) -> Iterator[tuple[str, Any, str]]:

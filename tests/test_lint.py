@@ -459,7 +459,9 @@ def test_preset_in_every_form_is_clean(name, form):
     lowering = lowered(name)
     text = argv.run_script(lowering) if form == "run.sh" else argv.FORMATS[form](lowering)
     found = lint(text)
-    assert not found.findings
+    # Our own DSA hands the shared top-k on by itself; Megatron's, which these words describe, would not.
+    reused = bool(lowering.plan.index_reuse)
+    assert [f.id for f in found.findings] == ["dsa-reuse-mask"] * reused
     assert found.model.num_layers == len(lowering.plan.layers)
 
 

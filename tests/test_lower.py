@@ -263,8 +263,9 @@ def test_trap_megatron_fsdp():
 
 def test_trap_index_reuse_without_a_mask():
     """Without one the shared top-k rides on the config object across microbatches."""
-    assert "--create-attention-mask-in-dataloader" not in words(DESIGN), "on is Megatron's default"
-    assert lowered(DESIGN).by_name["create_attention_mask_in_dataloader"].value is True
+    stock = "model.blocks.dsa.kernels=megatron"
+    assert "--no-create-attention-mask-in-dataloader" not in words(DESIGN, stock), "on is Megatron's default"
+    assert "--no-create-attention-mask-in-dataloader" in words(DESIGN), "our layers hand it on themselves"
     assert lowered("nam52_h200_sparse_8_11_ref_v1").by_name["create_attention_mask_in_dataloader"].value is False
 
 
@@ -466,6 +467,7 @@ REVIEWED = {
     "cluster.waivers": "which checks before a run are waived",
     "feature.ngram_hash.order": "not built: the plan says so and training refuses",
     "feature.ngram_hash.buckets": "not built: the plan says so and training refuses",
+    "model.blocks.mla.kernels": "which modules stand there: the stack's spec reads it, Megatron has no flag",
     "model.blocks.mamba3.": "travels in plan.json; Megatron has no flag for our layers",
     "model.blocks.m2rnn.": "travels in plan.json; Megatron has no flag for our layers",
 }  # fmt: skip
@@ -577,6 +579,13 @@ REFUSALS = [
     (DESIGN, TP | {"model.blocks.m2rnn.heads": 45}, "model.blocks.m2rnn.heads", "M2RNN heads 45 is not divisible"),
     ("nam56r", {"parallel.context": 2}, "parallel.context", "M2RNN does not run under context parallelism"),
     ("nam52_h200_dense_ref_v1", {"parallel.context": 2}, "parallel.context", "Mamba-3 does not run under context"),
+    ("nam56r_native_dp_fp8", {"model.letters.A": "mla"}, "model.blocks.mla.kernels", "our MLA projects in bf16"),
+    ("nam56r_native_dp_fp8", {"model.letters.A": "dsa"}, "model.blocks.dsa.kernels", "our DSA projects queries in bf16"),
+    (DESIGN, {"model.blocks.mla.kv_lora_rank": 96}, "model.blocks.mla.kv_lora_rank", "fused kernels take widths"),
+    (DESIGN, TP | {"model.blocks.m2rnn.k_dim": 65}, "model.blocks.m2rnn.k_dim", "M2RNN's key width 65 is not divisible"),
+    ("nam56r_native_dp_fp8", {"lane.blocks.R": "m2rnn"}, "model.blocks.m2rnn.heads", "M2RNN's input projection"),
+    (DESIGN, {"model.blocks.m2rnn.k_dim": 40}, "model.blocks.m2rnn.k_dim", "key widths that 16 divides, not 40"),
+    (DESIGN, {"model.blocks.m2rnn.v_dim": 8}, "model.blocks.m2rnn.v_dim", "value widths of 16 and 32, not 8"),
     (DESIGN, {"model.blocks.mamba3.groups": 3}, "model.blocks.mamba3.heads", "Mamba-3 heads 112 is not divisible"),
     (DESIGN, TP | {"model.blocks.mamba3.heads": 111, "model.blocks.mamba3.groups": 1}, "model.blocks.mamba3.heads", "tensor"),
     (DESIGN, TP | {"model.blocks.mamba3.groups": 7}, "model.blocks.mamba3.groups", "Mamba-3 groups 7 is not divisible"),

@@ -44,10 +44,7 @@ def test_in_a_pipe_it_is_plain_words(here):
     assert ran.code == 0
     assert ran.out.split() == list(argv.argv(lowered("nam56r")))
     assert ran.out.count("\n") == 1
-    assert ran.err == (
-        "note: mamba3 is not built (the Mamba-3 mixer); this plan can be read, not trained\n"
-        "note: m2rnn is not built (the M2RNN mixer); this plan can be read, not trained\n"
-    )
+    assert ran.err == ("note: mamba3 is not built (the Mamba-3 mixer); this plan can be read, not trained\n")
     assert list(here.iterdir()) == []
 
 
@@ -337,7 +334,7 @@ def test_on_a_terminal_there_is_a_table():
     assert "AEMEAEMEAEMR" * 4 + "AEME" in lines
     assert "+EMEDEMEDEMMDEME+EMEDEMMDEMEDEME+EMMDEMEDEMEDEMM+EME" in lines
     assert "1        10        20        30        40        50" in lines
-    assert "NOT BUILT: m2rnn (the M2RNN mixer, layers 12, 24, 36, 48); this plan can be read, not trained" in lines
+    assert any(line.startswith("NOT BUILT: mamba3 (the Mamba-3 mixer, layers 3,") for line in lines)
     assert "DSA        9  5, 9, 13, 21, 25, 29, 37, 41, 45" in lines
     for s in lowered("nam56r").settings:
         assert s.why.split()[0] in text
