@@ -49,6 +49,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
+from nam_megatron.blocks.mla.layer import projections
 from nam_megatron.errors import Problem, Refused, quoted, raise_if
 
 # Which slot of HybridStackSubmodules builds a kind. All layers of one Megatron symbol share a slot.
@@ -205,23 +206,8 @@ def _attention(backend: BackendSpecProvider) -> ModuleSpec:
     return _layer(None, ModuleSpec(SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=parts))
 
 
-def _latents(backend: BackendSpecProvider, plan: Any) -> dict[str, Any]:
-    column, linear = backend.column_parallel_linear(), backend.linear()
-    norm = backend.layer_norm(rms_norm=True, for_qk=True) if plan.recipe.model.blocks.mla.latent_norm else IdentityOp
-    return {
-        "linear_q_proj": column,
-        "linear_q_down_proj": linear,
-        "linear_q_up_proj": column,
-        "linear_kv_down_proj": linear,
-        "linear_kv_up_proj": column,
-        "linear_proj": backend.row_parallel_linear(),
-        "q_layernorm": norm,
-        "kv_layernorm": norm,
-    }
-
-
 def _mla(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
-    parts = MLASelfAttentionSubmodules(core_attention=backend.core_attention(), **_latents(backend, plan))
+    parts = MLASelfAttentionSubmodules(core_attention=backend.core_attention(), **projections(backend, plan))
     mla = ModuleSpec(MLASelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=parts)
     return _layer(backend.layer_norm(rms_norm=True), mla)
 
@@ -233,7 +219,7 @@ def _dsa(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
     )
     core = DSAttentionSubmodules(indexer=ModuleSpec(DSAIndexer, submodules=indexer))
     parts = AbsorbedMLASelfAttentionSubmodules(
-        core_attention=ModuleSpec(DSAttention, submodules=core), **_latents(backend, plan)
+        core_attention=ModuleSpec(DSAttention, submodules=core), **projections(backend, plan)
     )
     dsa = ModuleSpec(AbsorbedMLASelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=parts)
     return _layer(backend.layer_norm(rms_norm=True), dsa)

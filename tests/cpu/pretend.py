@@ -83,6 +83,9 @@ def _child(job: Callable[[], int | None], rank: int, world: int, port: int, fold
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
+    # Megatron's checkpoint writer keeps a manager process, which only the interpreter's regular end would stop.
+    for started in multiprocessing.active_children():
+        started.kill()
     os._exit(code)
 
 

@@ -37,8 +37,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 from triton import knobs
 
-from nam_megatron.blocks.mla.layer import FusedMLASelfAttention
-from nam_megatron.blocks.mla.layer import _weight as weight_of
+from nam_megatron.blocks.mla.layer import FusedMLASelfAttention, itself, projections, weight_of
 from nam_megatron.blocks.mla.naive import Rope, absorbed_weight
 from nam_megatron.errors import Problem, Refused
 
@@ -61,13 +60,11 @@ def spec(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
     Raises:
         Refused: the fused kernels without a GPU; nothing else is put in their place.
     """
-    blocks = plan.recipe.model.blocks
-    kernels = blocks.dsa.kernels
+    kernels = plan.recipe.model.blocks.dsa.kernels
     if kernels == "fused" and not (torch.cuda.is_available() or knobs.runtime.interpret):
         hint = "set `model.blocks.dsa.kernels=naive` to run it in plain torch"
         raise Refused(Problem("the fused kernels of DSA need a GPU", "model.blocks.dsa.kernels", hint))
-    column, linear = backend.column_parallel_linear(), backend.linear()
-    norm = backend.layer_norm(rms_norm=True, for_qk=True) if blocks.mla.latent_norm else IdentityOp
+    linear = backend.linear()
     indexer = DSAIndexerSubmodules(
         linear_wq_b=linear, linear_wk=linear, k_norm=backend.layer_norm(), linear_weights_proj=linear
     )
@@ -76,17 +73,7 @@ def spec(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
         params={"kernels": kernels},
         submodules=DSAttentionSubmodules(indexer=ModuleSpec(DSAIndexer, submodules=indexer)),
     )
-    attention = AbsorbedMLASelfAttentionSubmodules(
-        linear_q_proj=column,
-        linear_q_down_proj=linear,
-        linear_q_up_proj=column,
-        linear_kv_down_proj=linear,
-        linear_kv_up_proj=column,
-        core_attention=core,
-        linear_proj=backend.row_parallel_linear(),
-        q_layernorm=norm,
-        kv_layernorm=norm,
-    )
+    attention = AbsorbedMLASelfAttentionSubmodules(core_attention=core, **projections(backend, plan))
     parts = TransformerLayerSubmodules(
         input_layernorm=backend.layer_norm(rms_norm=True),
         self_attention=ModuleSpec(
@@ -108,19 +95,15 @@ class SparseLayer(TransformerLayer):
         attention.input_norm = (norm,)
         attention.core_attention.normalise = norm.forward
         # Called as before, so that the hooks of DDP's overlapped all-gather still run.
-        norm.forward = _itself
+        norm.forward = itself
         # There is no norm output to drop; dropping this one would drop the residual.
         self.recompute_input_layernorm = False
-
-
-def _itself(x: Tensor) -> Tensor:
-    return x
 
 
 class SparseSelfAttention(AbsorbedMLASelfAttention):
     """AbsorbedMLASelfAttention with MLA's ingress: its modules up to queries and keys are only asked for their weights."""
 
-    table = FusedMLASelfAttention._table
+    table = FusedMLASelfAttention.table
 
     def __init__(
         self, config: MLATransformerConfig, submodules: Any, layer_number: int, *, kernels: Kernels, **rest: Any
@@ -184,7 +167,7 @@ class SparseAttention(MegatronModule):
         assert not config.dsa_indexer_use_sparse_loss
         self.layer_number, self.softmax_scale, self.groups = layer_number, softmax_scale, pg_collection
         self.ops = _module("dsa", kernels)
-        self.normalise = _itself  # the layer's input norm, for the indexer
+        self.normalise = itself  # the layer's input norm, for the indexer
         self.source = source_dsa_compute_layer(
             layer_number, config.dsa_indexer_skip_topk_offset, config.dsa_indexer_topk_freq
         )

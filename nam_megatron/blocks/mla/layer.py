@@ -36,19 +36,7 @@ EMPTY = frozenset({*_NO_CROSS, *_NO_MLP, "self_attention.linear_qkv_down_proj"})
 def spec(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
     """The whole layer of slot `+`. Reads `plan.recipe.model.blocks.mla`: kernels ("fused" or "naive") and latent_norm."""
     block = plan.recipe.model.blocks.mla
-    column, linear = backend.column_parallel_linear(), backend.linear()
-    norm = backend.layer_norm(rms_norm=True, for_qk=True) if block.latent_norm else IdentityOp
-    parts = MLASelfAttentionSubmodules(
-        linear_q_proj=column,
-        linear_q_down_proj=linear,
-        linear_q_up_proj=column,
-        linear_kv_down_proj=linear,
-        linear_kv_up_proj=column,
-        q_layernorm=norm,
-        kv_layernorm=norm,
-        core_attention=backend.core_attention(),
-        linear_proj=backend.row_parallel_linear(),
-    )
+    parts = MLASelfAttentionSubmodules(core_attention=backend.core_attention(), **projections(backend, plan))
     params = {"attn_mask_type": AttnMaskType.causal, "kernels": block.kernels}
     layer = TransformerLayerSubmodules(
         input_layernorm=backend.layer_norm(rms_norm=True),
@@ -56,6 +44,22 @@ def spec(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
         self_attn_bda=get_bias_dropout_add,
     )
     return ModuleSpec(FusedMLALayer, submodules=layer)
+
+
+def projections(backend: BackendSpecProvider, plan: Any) -> dict[str, Any]:
+    """The submodules that MLA and DSA have alike, ours and Megatron's: all but the core attention."""
+    column, linear = backend.column_parallel_linear(), backend.linear()
+    norm = backend.layer_norm(rms_norm=True, for_qk=True) if plan.recipe.model.blocks.mla.latent_norm else IdentityOp
+    return {
+        "linear_q_proj": column,
+        "linear_q_down_proj": linear,
+        "linear_q_up_proj": column,
+        "linear_kv_down_proj": linear,
+        "linear_kv_up_proj": column,
+        "linear_proj": backend.row_parallel_linear(),
+        "q_layernorm": norm,
+        "kv_layernorm": norm,
+    }
 
 
 class FusedMLALayer(TransformerLayer):
@@ -67,12 +71,12 @@ class FusedMLALayer(TransformerLayer):
         self.self_attention.input_norm = (self.input_layernorm,)
         if self.self_attention.normalises_input:
             # Called as before, so that the hooks of DDP's overlapped all-gather still run.
-            self.input_layernorm.forward = _itself
+            self.input_layernorm.forward = itself
             # There is no norm output to drop; dropping this one would drop the residual.
             self.recompute_input_layernorm = False
 
 
-def _itself(x: Tensor) -> Tensor:
+def itself(x: Tensor) -> Tensor:
     return x
 
 
@@ -133,16 +137,16 @@ class FusedMLASelfAttention(MLASelfAttention):
 
     def _latents(self, x: Tensor) -> tuple[Tensor, ...]:
         """Query latent, key-value latent and unrotated rope head of all tokens, slices of one tensor."""
-        norms = [None if isinstance(n, IdentityOp) else _weight(n) for n in (self.q_layernorm, self.kv_layernorm)]
-        gamma, down = _weight(self.input_norm[0]), (self.linear_q_down_proj, self.linear_kv_down_proj)
+        norms = [None if isinstance(n, IdentityOp) else weight_of(n) for n in (self.q_layernorm, self.kv_layernorm)]
+        gamma, down = weight_of(self.input_norm[0]), (self.linear_q_down_proj, self.linear_kv_down_proj)
         rope, eps = self.config.qk_pos_emb_head_dim, self.config.layernorm_epsilon
-        latents = self.ops.ingress(x, gamma, *map(_weight, down), *norms, rope, eps)
+        latents = self.ops.ingress(x, gamma, *map(weight_of, down), *norms, rope, eps)
         if self.config.sequence_parallel:
             latents = gather_from_sequence_parallel_region(latents, group=self.tp_group)
         return latents.split((self.config.q_lora_rank, self.config.kv_lora_rank, rope), -1)
 
     def _up(self, q_latent: Tensor, kv_latent: Tensor, k_rope: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
-        q, kv = _weight(self.linear_q_up_proj), _weight(self.linear_kv_up_proj)
+        q, kv = weight_of(self.linear_q_up_proj), weight_of(self.linear_kv_up_proj)
         heads, value = self.num_attention_heads_per_partition, self.config.v_head_dim
         return self.ops.queries(q_latent, q, rope, heads), *self.ops.keys_values(
             kv_latent, k_rope, kv, rope, heads, value
@@ -167,15 +171,15 @@ class FusedMLASelfAttention(MLASelfAttention):
     def _rope(self, hidden_states: Tensor, packed: Any, tokens: int) -> Rope:
         length = self.rotary_pos_emb.get_rotary_seq_len(None, None, hidden_states, self.config, packed)
         if packed is None:
-            return Rope(*self._table(length, False))
+            return Rope(*self.table(length, False))
         assert packed.qkv_format == "thd" and packed.local_cp_size is None, "packed sequences come as THD"
         # Powers of two, so that lengths which differ from batch to batch fill few tables.
-        cos, sin = self._table(1 << (length - 1).bit_length(), True)
+        cos, sin = self.table(1 << (length - 1).bit_length(), True)
         ends = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
         cp = self.pg_collection.cp
         return Rope(cos, sin, naive.packed_positions(ends, tokens, len(cos), cp.rank(), cp.size()))
 
-    def _table(self, length: int, packed: bool) -> tuple[Tensor, Tensor]:
+    def table(self, length: int, packed: bool) -> tuple[Tensor, Tensor]:
         """cos and sin, kept for good: CUDA graphs hold their addresses. Unpacked ones are this context rank's."""
         if (length, packed) not in self._tables:
             angles, scale = self.rotary_pos_emb(length, packed_seq=packed), 1.0
@@ -206,7 +210,7 @@ class FusedMLASelfAttention(MLASelfAttention):
         latent_gammas = [None if isinstance(n, IdentityOp) else n.weight for n in norms]
         down = self.linear_q_down_proj.weight, self.linear_kv_down_proj.weight
         latents = naive.ingress(hidden_states, gamma, *down, *latent_gammas, c.qk_pos_emb_head_dim, c.layernorm_epsilon)
-        cos, sin = self._table(cache.length, False)
+        cos, sin = self.table(cache.length, False)
         rope = Rope(cos[new], sin[new])
         heads = self.num_attention_heads_per_partition
         query, key = naive.absorbed(latents, cache.query_weight, rope, heads, c.q_lora_rank)
@@ -219,7 +223,7 @@ def new_caches(model: torch.nn.Module, batch: int, length: int) -> dict[int, Lat
     return {m.layer_number: m.new_cache(batch, length) for m in ours}
 
 
-def _weight(module: torch.nn.Module) -> Tensor:
+def weight_of(module: torch.nn.Module) -> Tensor:
     """The weight of a module that is not called, behind what runs before a call: DDP waits there for its all-gather."""
     for hook in module._forward_pre_hooks.values():
         hook(module, ())
