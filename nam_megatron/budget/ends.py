@@ -31,7 +31,7 @@ def buffers(z: Sizes, stage: Stage) -> Iterator[Line]:
     yield z.line(
         "RoPE table", "4 S d", "fp32 angles of every position, whatever the layers", bucket=ACTIVATIONS, owner="ends"
     )
-    if z.plan.index_reuse:
+    if z.plan.index_reuse and blocks.dsa.kernels == "megatron":
         yield z.line(
             "attention mask",
             "b S S",
