@@ -9,11 +9,9 @@ larger of bytes / 4.3 TB/s and FLOPs / 750 TFLOP/s. Errors are |x - reference| /
 
 import argparse
 import itertools
-import json
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from benchmarks.report import Report
 from nam_megatron.blocks.dsa import kernel, naive
 
 BANDWIDTH, PEAK = 4.3e12, 750e12
@@ -56,44 +55,6 @@ SWEEP = {
 }
 
 
-class Report:
-    """Prints each result as it comes and keeps the file up to date."""
-
-    def __init__(self, path: Path | None, seconds: float):
-        self.path, self.until = path, time.monotonic() + seconds
-        self.sweep_until = self.until - 0.45 * seconds  # leaves time for what comes after
-        self.data: dict = {"host": {}, "checks": [], "rows": [], "sweep": [], "failed": []}
-
-    def add(self, part: str, **entry) -> None:
-        self.data[part].append(entry)
-        words = [f"{v:.3g}" if isinstance(v, float) else str(v) for v in entry.values()]
-        print(
-            f"{part[:6]:6} {words[0]:54}",
-            *(f"{k}={w}" for k, w in list(zip(entry, words, strict=True))[1:]),
-            flush=True,
-        )
-        if self.path:
-            self.path.write_text(json.dumps(self.data, indent=1) + "\n")
-
-    def check(self, name: str, ours: float, limit: float, reference: float | None = None) -> None:
-        verdict = "PASS" if ours <= limit else "FAIL"  # NaN fails
-        more = {} if reference is None else {"reference": reference}
-        self.add("checks", name=name, ours=ours, **more, limit=limit, verdict=verdict)
-
-    def attempt(self, name: str, work: Callable[[], None]) -> None:
-        """A failure is printed and the rest goes on."""
-        if time.monotonic() > self.until:
-            self.add("failed", name=name, why="no time left")
-            return
-        try:
-            work()
-        except Exception as error:
-            last = traceback.format_exc().strip().splitlines()[-6:]
-            self.add("failed", name=name, why=f"{type(error).__name__}: {str(error)[:300]}")
-            print(*last, sep="\n", flush=True)
-        torch.cuda.empty_cache()
-
-
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
@@ -111,7 +72,7 @@ def main(argv: list[str]) -> int:
     if not o.layers:
         check_all(report, o.quick)
         if o.sweep:
-            sweep(report)
+            sweep(report, report.until - 0.45 * o.seconds)  # leaves time for what comes after
         time_kernels(report, 4, 4096)
     if LAYERS:
         report.add("failed", name="layers", why=LAYERS)
@@ -470,7 +431,7 @@ def memory(report: Report, at: str, x: SimpleNamespace) -> None:
                gb=(torch.cuda.max_memory_allocated() - before) / 1e9)  # fmt: skip
 
 
-def sweep(report: Report) -> None:
+def sweep(report: Report, until: float) -> None:
     """Times the tiles of SWEEP and leaves the best in kernel.TILES."""
     x = inputs(4, 4096)
     scores = kernel.index_scores(x.q, x.k, x.w)
@@ -499,7 +460,7 @@ def sweep(report: Report) -> None:
     for name, changes in SWEEP.items():
         usual, times = kernel.TILES[name], {}
         for change in changes:
-            if time.monotonic() > report.sweep_until:
+            if time.monotonic() > until:
                 break
             kernel.TILES[name] = tile = usual | change
 

@@ -9,12 +9,8 @@ medians over CUDA events, the L2 overwritten before each; kernels of the same ro
 """
 
 import argparse
-import gc
-import json
 import statistics
 import sys
-import time
-import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -26,6 +22,7 @@ import triton
 from torch import Tensor
 
 from benchmarks import m2rnn_every_state
+from benchmarks.report import Report
 from nam_megatron.blocks.m2rnn import kernel, naive
 
 B, S, H, K, V, WIDTH, HIDDEN = 4, 4096, 44, 64, 16, 4, 3584  # NAM56R at micro batch 4
@@ -36,40 +33,6 @@ CUTS = [
     *(kernel.Config(rows, warps, tokens) for rows, warps, tokens in ((32, 2, 4), (32, 1, 4), (64, 4, 4), (64, 2, 4))),
 ]  # what --sweep tries
 NAMES = ("y", "last", "dq, dk, dv", "df", "dw", "dh0")
-
-
-class Report:
-    """Prints each result as it comes and keeps the file up to date."""
-
-    def __init__(self, path: Path | None, seconds: float):
-        self.path, self.until = path, time.monotonic() + seconds
-        self.data: dict = {"host": {}, "checks": [], "rows": [], "failed": []}
-
-    def add(self, part: str, **entry) -> None:
-        self.data[part].append(entry)
-        name, *rest = entry.items()
-        words = [f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in rest]
-        print(f"{part[:6]:6} {name[1]:46}", *words, flush=True)
-        if self.path:
-            self.path.write_text(json.dumps(self.data, indent=1) + "\n")
-
-    def check(self, name: str, ours: float, limit: float, reference: float | None = None) -> None:
-        verdict = "PASS" if ours <= limit else "FAIL"  # NaN fails
-        self.add("checks", name=name, ours=ours, reference=reference, limit=limit, verdict=verdict)
-
-    def attempt(self, name: str, work: Callable[[], None]) -> None:
-        """A failure is printed and the rest goes on."""
-        if time.monotonic() > self.until:
-            self.add("failed", name=name, why="no time left")
-            return
-        try:
-            work()
-        except Exception as error:
-            self.add("failed", name=name, why=f"{type(error).__name__}: {str(error)[:300]}")
-            print(*traceback.format_exc().strip().splitlines()[-6:], sep="\n", flush=True)
-        gc.collect()
-        if DEVICE == "cuda":
-            torch.cuda.empty_cache()
 
 
 def main(argv: list[str]) -> int:
