@@ -5,12 +5,14 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 EXCEPTION = re.compile(r"^(?:\[\w+\]:\s*)?[\w.]*(?:Error|Exception)\b.*:", re.ASCII)
 
 _live: set[int] = set()  # process groups that have not answered yet
+_over = threading.Event()  # nobody waits for answers any more
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ def ask(words: Sequence[str], seconds: float, environ: Mapping[str, str] | None 
         return Answer(None, why=f"`{words[0]}` cannot be started: {err.strerror}")
     _live.add(process.pid)
     try:
+        if _over.is_set():  # looked at after _live was written, so that `at_once` misses nothing that starts beside it
+            _end(process.pid)
         out, err = process.communicate(timeout=seconds)
         return Answer(process.returncode, out, err)
     except subprocess.TimeoutExpired:
@@ -66,10 +70,16 @@ def ask(words: Sequence[str], seconds: float, environ: Mapping[str, str] | None 
         _live.discard(process.pid)
 
 
-def end_all() -> None:
-    """End everything that other threads are still waiting for; their answers come at once."""
-    for group in tuple(_live):
-        _end(group)
+@contextlib.contextmanager
+def at_once() -> Iterator[None]:
+    """End what other threads are waiting for, and in this context whatever they still start: their answers come at once."""
+    _over.set()
+    try:
+        for group in tuple(_live):
+            _end(group)
+        yield
+    finally:
+        _over.clear()
 
 
 def _end(group: int) -> None:

@@ -1,7 +1,6 @@
 """`python -m launch check`: look at a host from every side, at once, and say all that was found. Changes nothing."""
 
 import os
-import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from launch import gpu, host, job, overlay, sanity, source, stack, storage, topology
-from launch.bounded import ask, end_all
+from launch.bounded import ask, at_once
 from launch.context import Context
 from launch.finding import Finding, waive
 from nam_megatron.budget import parameters
@@ -36,18 +35,17 @@ def check(context: Context) -> Report:
     # Before anything of ours imports CUDA: an import that opens a GPU would be found on it.
     devices = gpus(context, environ, lock)
     with ThreadPoolExecutor() as pool:
-        looks = [
-            pool.submit(software, environ, lock),
-            pool.submit(links, context, environ),
-            pool.submit(system, context),
-            pool.submit(disks, context, environ),
-        ]
         try:
+            looks = [
+                pool.submit(software, environ, lock),
+                pool.submit(links, context, environ),
+                pool.submit(system, context),
+                pool.submit(disks, context, environ),
+            ]
             packages, *others = (look.result() for look in looks)
         except BaseException:  # Ctrl-C does not reach what the threads wait for, or are about to start
-            while not all(look.done() for look in looks):
-                end_all()
-                time.sleep(0.1)
+            with at_once():
+                pool.shutdown(cancel_futures=True)
             raise
     looked = [packages, devices, *others, intent(context)]
     findings = waive((f for found, _ in looked for f in found), context.cluster.waivers)
