@@ -1,6 +1,6 @@
 """The measured tables of docs/training.md: python benchmarks/tables.py
 
-Reads benchmarks/{throughput,stock,ladder}_h200.json and writes each table between its marks.
+Reads benchmarks/{throughput,stock,ladder}_h200.json and receipts/, and writes each table between its marks.
 """
 
 import json
@@ -93,9 +93,34 @@ def ladder() -> Iterator[str]:
         yield f"| {rung['name']} | {rung['gpus']} | {losses} | {norms} | {saved} | {last:.0f} | {peak:.1f} |"
 
 
+def runs() -> Iterator[str]:
+    """Completed runs, the newest last."""
+    yield "| receipt | layers, lane | GPUs | batch, steps | loss | tokens/s/GPU | of the peak | GiB, forecast | first step after |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for path in sorted((HERE.parent / "receipts").glob("*/receipt.json")):
+        found = json.loads(path.read_text())
+        recipe, came = found["recipe"], found["outcome"]
+        if came["end"] != "completed":
+            continue
+        figures, window, peak = came["figures"], came["figures"]["window"], came["memory"]["peak_allocated_gib"]
+        finite = figures["loss_finite"] and figures["grad_norm_finite"]
+        cells = (
+            f"[{path.parent.name}](../receipts/{path.parent.name}/receipt.json)",
+            f"{recipe['model']['depth']}, {recipe['lane']['name']}",
+            recipe["cluster"]["gpus_per_node"] * recipe["cluster"]["nodes"],
+            f"{recipe['schedule']['global_batch_size']}, {figures['steps']}",
+            f"{figures['loss_first']:.2f} to {figures['loss_last']:.2f}" + ("" if finite else ", not always finite"),
+            f"{window['tokens_per_s_per_gpu']:,.0f}",
+            f"{came['against_forecast']['model_flops_utilisation']:.1%}",
+            f"{peak:.1f}, {found['forecast']['peak_allocated_gib']:.1f}",
+            f"{came['bad_put']['until_first_step_s']:.0f} s",
+        )
+        yield f"| {' | '.join(map(str, cells))} |"
+
+
 def main() -> None:
     text = DOCS.read_text()
-    for table in (throughput, kernels, stock, ladder):
+    for table in (throughput, kernels, stock, ladder, runs):
         head, begin, rest = text.partition(f"<!-- begin: {table.__name__} -->\n")
         assert begin, f"docs/training.md has no place for {table.__name__}"
         _, end, tail = rest.partition("<!-- end -->")

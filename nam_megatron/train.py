@@ -20,6 +20,7 @@ from pathlib import Path
 
 from nam_megatron.argv import argv as argv_of
 from nam_megatron.argv import load_plan
+from nam_megatron.budget.cost import cost
 from nam_megatron.data import manifest
 from nam_megatron.errors import FINDINGS, INCOMPLETE, OK, REFUSED, Problem, Refused, raise_if
 from nam_megatron.lower import Lowering
@@ -187,7 +188,7 @@ def main(words: Sequence[str], started: float, before: Callable[[], None] | None
         if not rank:
             checkpoint.sign(job.lowering)
             announce(job.plan)
-        pretrain.run(job.argv, stack.hybrid_stack_spec(job.plan), started)
+        pretrain.run(job.argv, stack.hybrid_stack_spec(job.plan), started, operations(job.plan))
     except Refused as refused:
         return stop(rank, REFUSED, refused.render())
     except pretrain.NonFinite as stopped:
@@ -198,6 +199,11 @@ def main(words: Sequence[str], started: float, before: Callable[[], None] | None
             raise
         return stop(rank, FINDINGS, "error: Megatron gave up before the end; its reason stands above\n")
     return OK
+
+
+def operations(plan: Plan) -> float:
+    """Of the model for one sequence, forward and backward, a GPU's share."""
+    return cost(plan).model * plan.recipe.model.seq_length / plan.recipe.world_size
 
 
 def announce(plan: Plan) -> None:

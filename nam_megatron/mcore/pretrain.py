@@ -40,7 +40,7 @@ from megatron.training.models.hybrid import HybridModelBuilder, HybridModelConfi
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from nam_megatron.errors import Problem, Refused, raise_if
-from nam_megatron.mcore import wgrad
+from nam_megatron.mcore import rate, wgrad
 from nam_megatron.mcore.nonfinite import Watch
 from nam_megatron.mcore.readings import Readings
 
@@ -123,10 +123,10 @@ class NamModelConfig(HybridModelConfig):
     builder: ClassVar[str] = f"{NamModelBuilder.__module__}.{NamModelBuilder.__qualname__}"
 
 
-def run(argv: Sequence[str], stack: ModuleSpec, started: float) -> None:
+def run(argv: Sequence[str], stack: ModuleSpec, started: float, operations: float) -> None:
     """Train the model of `argv` (Megatron's arguments) with the layers of `stack`; returns on every rank once training is over.
 
-    started: time.time() when the process began.
+    started: time.time() when the process began. operations: of one sequence, for the log; see rate.provide.
 
     Raises:
         Refused: `argv` holds an argument that would not be served.
@@ -137,6 +137,7 @@ def run(argv: Sequence[str], stack: ModuleSpec, started: float) -> None:
     sys.argv = [sys.argv[0], *argv]  # Megatron's parser reads nothing else
     set_startup_timestamps(program_start=started, main_entry=time.time())
     keep_shipped_helpers()
+    rate.provide(operations)
     args = parse_and_validate_args()
     if args.gradient_accumulation_fusion:
         wgrad.provide()

@@ -26,7 +26,7 @@ from nam_megatron.argv import argv as argv_of
 from nam_megatron.argv import plan_json
 from nam_megatron.errors import Problem, Refused
 from nam_megatron.lower import translate
-from nam_megatron.mcore import pretrain
+from nam_megatron.mcore import pretrain, rate
 from nam_megatron.mcore.stack import hybrid_stack_spec
 from nam_megatron.recipe import load
 
@@ -237,6 +237,7 @@ def test_layouts_train(tmp_path, layout):
     losses = trained(ranks)
     assert len(losses) == 2
     assert losses == pytest.approx([5.55, 5.55], abs=0.1)  # ln 256 at the start
+    assert len(logged(ranks, rate.NAME)) == len(logged(ranks, "throughput per GPU (TFLOP/s/GPU)")) == 2
     depths = [int(word.split("=")[1]) for word in layout if "depths" in word]
     for depth in range(1, 1 + sum(depths)):
         assert logged(ranks, f"mtp_{depth} loss") == pytest.approx([5.55, 5.55], abs=0.1)
