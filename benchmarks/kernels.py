@@ -23,17 +23,21 @@ RULES: dict[str, str] = {
     "attention core": r"sdpa|flash|fmha|fused_attn|dot_product_attention|mha_|compute_dot_do_o|convert_dq",
     "Mamba scan, conv, norm": r"causal_conv1d|_chunk_(scan|state|cumsum)|_state_passing|_bmm_chunk|^_layer_norm_(fwd|bwd)|ssd_|_swiglu",
     "optimizer": r"multi_tensor|adam|l2norm|newton|_muon",
+    # Compiled, by torch 2.11's names: maximum, exponentials, division, the gradient at the label, the gradient's cast.
+    "cross entropy": (
+        r"cross_entropy|softmax|nll|logsumexp|^triton_red_fused_(_to_copy_max|copy__exp)|"
+        r"^triton_poi_fused_(copy__div|_to_copy_(arange|copy))"
+    ),
     "MoE permute, sort, router": (
         r"permut|sort|radix|bitonic|topk|top_k|router|moe|histc|bincount|histogram|cumsum|scan_|tensor_kernel_scan|gather|scatter|"
         r"index_(select|put|add|copy|kernel)|indexSelect|indexFunc|masked_|nonzero|flag|chunk_sort"
     ),
     "GEMM": r"gemm|nvjet|cutlass|cublas|xmma|wgmma|splitk|gemv|s16816|s1688|tensorop|matmul",
     "norms": r"rmsnorm|layernorm|ln_(fwd|bwd)|norm_(fwd|bwd)|_norm_",
-    "cross entropy, compiled": r"cross_entropy|softmax|nll|logsumexp|^triton_",
     "gradient adds": r"CUDAFunctor_add|CUDAFunctorOnSelf_add|AddFunctor",
     "FP8 casts": r"cast_|quantize|amax|fp8|transpose_kernel",
     "copies and fills": r"memcpy|memset|copy|fill|CatArray|transpose",
-    "element-wise": r"elementwise|relu|reduce_kernel|pointwise|unrolled|vectorized|dropout|act_",
+    "element-wise": r"^triton_|elementwise|relu|reduce_kernel|pointwise|unrolled|vectorized|dropout|act_",
 }
 COMPILED = {kind: re.compile(rule, re.IGNORECASE) for kind, rule in RULES.items()}
 

@@ -31,7 +31,7 @@ ONE = ("cluster=h200_1", *CUT)
 FOUR = ("cluster=h200_4", "schedule.train_steps=5", "schedule.decay_steps=12")
 MLA = ("lane=native_dp", "model.substitute=[]", "feature.mtp.depths=0")
 DSA = ("lane=native_dp", "model.substitute=[{letter: A, ranks: [1, 2, 3], kind: dsa}]", "feature.mtp.depths=0")
-FUSED = "precision.fused_cross_entropy=true"
+FUSED = "precision.cross_entropy=compiled"
 GRAPHS = (
     "feature.cuda_graphs.impl=transformer_engine",
     "feature.cuda_graphs.modules=[attn,mamba,moe_router,moe_preprocess]",

@@ -11,7 +11,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs" / "training.md"
-TRACED = ("baseline", "fusions", "fusions_graphs", "fp8_tensorwise")
+TRACED = ("baseline", "fusions", "all", "fusions_graphs", "fp8_tensorwise")
 
 
 def read(name: str) -> Any:

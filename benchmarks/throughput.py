@@ -25,8 +25,10 @@ PRESET = "nam56r_native_dp"
 STEPS = 10
 CUT = ("cluster=h200_1", "model.depth=13", "schedule.global_batch_size=16", "optim.warmup_steps=2")
 MOE = "model.blocks.moe."
+OURS = "precision.cross_entropy=fused"
 CE, WGRAD, PERMUTE = measure.FUSED, "precision.fused_grad_accumulation=true", f"{MOE}permute_fusion=true"
 ROUTER, SHARED = f"{MOE}router_fusion=true", f"{MOE}shared_overlap=true"
+ALLGATHER = f"{MOE}dispatcher=allgather"
 GRAPHS, EAGER = measure.GRAPHS, measure.EAGER
 MBS8 = "schedule.micro_batch_size=8"
 HEADS = "model.blocks.mamba2.heads=64"
@@ -39,9 +41,14 @@ RUNGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     STOCK: ((), ("--stock",)),
     "grad_accumulation": ((WGRAD,), ()),
     "cross_entropy": ((CE,), ()),
+    "our_cross_entropy": ((OURS,), ()),
     "permute": ((PERMUTE,), ()),
     "router": ((ROUTER,), ()),
     "fusions": ((WGRAD, CE, PERMUTE, ROUTER), (TRACE,)),
+    "fusions_our_cross_entropy": ((WGRAD, OURS, PERMUTE, ROUTER), (TRACE,)),
+    "all": ((WGRAD, OURS, PERMUTE, ROUTER, ALLGATHER), (TRACE,)),
+    "all_mbs8": ((WGRAD, OURS, PERMUTE, ROUTER, ALLGATHER, MBS8), ()),
+    "all_gbs64": ((WGRAD, OURS, PERMUTE, ROUTER, ALLGATHER, MBS8, "schedule.global_batch_size=64"), ()),
     "graphs": (GRAPHS, ()),
     "fusions_graphs": ((WGRAD, CE, PERMUTE, ROUTER, *GRAPHS), (TRACE,)),
     "fusions_mbs8": ((WGRAD, CE, PERMUTE, ROUTER, MBS8), ()),
@@ -49,7 +56,7 @@ RUNGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "fusions_gbs64": ((WGRAD, CE, PERMUTE, ROUTER, "schedule.global_batch_size=64"), ()),
     "mbs2": (("schedule.micro_batch_size=2",), ()),
     "mbs8": ((MBS8,), ()),
-    "allgather": ((f"{MOE}dispatcher=allgather",), ()),
+    "allgather": ((ALLGATHER,), ()),
     "shared_overlap": ((SHARED,), ()),
     "no_overlap": (
         ("feature.distributed_optimizer.overlap_grad_reduce=false", "feature.distributed_optimizer.overlap_param_gather=false"),

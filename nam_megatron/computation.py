@@ -21,7 +21,7 @@ EXECUTION: dict[str, str] = {
     "cluster": "the hosts",
     "device": "for the forecast and the checks before a run",
     "precision.name": "a name",
-    "precision.fused_cross_entropy": "the same formula, compiled",
+    "precision.cross_entropy": "the same formula by another program",
     "precision.fused_grad_accumulation": "the same sums",
     "schedule.log_interval": "what is printed",
     "schedule.eval_steps": "what is looked at",

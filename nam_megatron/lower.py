@@ -161,7 +161,7 @@ def _precision(p: Plan) -> Iterator[Setting]:
     yield Setting("attention_softmax_in_fp32", False, "TE's kernels keep it in fp32 themselves")
     yield Setting("apply_query_key_layer_scaling", False, "no scaling by layer")
     yield Setting(
-        "cross_entropy_loss_fusion", x.fused_cross_entropy, "same formula, compiled", "precision.fused_cross_entropy"
+        "cross_entropy_loss_fusion", x.cross_entropy == "compiled", "`fused` is ours", "precision.cross_entropy"
     )
     yield Setting("cross_entropy_fusion_impl", "native", "Megatron refuses `te`")
     yield Setting("fp16_lm_cross_entropy", False, "loss in fp32")

@@ -93,7 +93,7 @@ class Precision(Config):
     name: Name
     params: Literal["bf16"]
     grad_reduce: Literal["fp32", "bf16"]
-    fused_cross_entropy: bool
+    cross_entropy: Literal["megatron", "compiled", "fused"]
     fused_grad_accumulation: bool
 
 

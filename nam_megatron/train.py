@@ -188,7 +188,9 @@ def main(words: Sequence[str], started: float, before: Callable[[], None] | None
         if not rank:
             checkpoint.sign(job.lowering)
             announce(job.plan)
-        pretrain.run(job.argv, stack.hybrid_stack_spec(job.plan), started, operations(job.plan))
+        fused_loss = job.plan.recipe.precision.cross_entropy == "fused"
+        spec = stack.hybrid_stack_spec(job.plan)
+        pretrain.run(job.argv, spec, started, operations=operations(job.plan), fused_loss=fused_loss)
     except Refused as refused:
         return stop(rank, REFUSED, refused.render())
     except pretrain.NonFinite as stopped:

@@ -152,7 +152,8 @@ def expectations(p: Plan) -> Iterator[tuple[str, Any, str]]:
     yield "optimizer.bf16", r.precision.params == "bf16", "precision.params"
     if not r.feature.fsdp2.on:
         yield "ddp.grad_reduce_in_fp32", r.precision.grad_reduce == "fp32", "precision.grad_reduce"
-    yield "transformer.cross_entropy_loss_fusion", r.precision.fused_cross_entropy, "precision.fused_cross_entropy"
+    compiled = r.precision.cross_entropy == "compiled"
+    yield "transformer.cross_entropy_loss_fusion", compiled, "precision.cross_entropy"
     fused = r.precision.fused_grad_accumulation
     yield "transformer.gradient_accumulation_fusion", fused, "precision.fused_grad_accumulation"
     for key, field in OPTIM.items():

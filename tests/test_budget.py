@@ -93,7 +93,10 @@ INDIFFERENT = {
     "recompute of MoE: other layers": (NATIVE, RECOMPUTE, ("activations",), ("attention", "mamba2", "ends")),
     "full recompute: static and loss": (NATIVE, FULL, (*STATIC, "logits and loss", *REST), None),
     "loss fusion: all but the loss": (
-        NATIVE, ("precision.fused_cross_entropy=true",), (*STATIC, "activations", "routing scratch", *REST), None,
+        NATIVE, ("precision.cross_entropy=compiled",), (*STATIC, "activations", "routing scratch", *REST), None,
+    ),
+    "our loss: all but the loss": (
+        NATIVE, ("precision.cross_entropy=fused",), (*STATIC, "activations", "routing scratch", *REST), None,
     ),
     "vocabulary: the layers": (NATIVE, ("model.vocab_size=131072",), ("activations", "routing scratch", *REST), None),
     "prediction depths: the trunk": (LATENT, ("feature.mtp.depths=2",), ("activations", "routing scratch", *REST), None),
@@ -136,7 +139,7 @@ TRAINING_ONLY = (
     "optim=muon",
     "precision.grad_reduce=bf16",
     "schedule.micro_batch_size=1",
-    "precision.fused_cross_entropy=true",
+    "precision.cross_entropy=compiled",
 )
 
 
@@ -146,6 +149,20 @@ def test_serving_ignores_training_only_state(change):
     assert [(s.weights, s.pools, s.cache_map, s.logits) for s in ours] == [
         (s.weights, s.pools, s.cache_map, s.logits) for s in theirs
     ]
+
+
+def test_the_fused_loss_makes_nothing_but_the_logits():
+    """Of tokens x vocabulary: bf16 for each depth, where Megatron keeps fp32 beside the main one's."""
+    fused, megatron = (
+        {
+            line.name: line.bytes
+            for line in budget(plan_of(*LATENT, "feature.mtp.depths=2", f"precision.cross_entropy={which}"))
+            .stages[-1]
+            .steady.lines
+        }
+        for which in ("fused", "megatron")
+    )
+    assert fused["logits of MTP"] == 2 * fused["logits"] and "softmax" not in fused and "softmax" in megatron
 
 
 def test_what_each_bucket_does_care_about():
@@ -586,7 +603,7 @@ def test_against_names_the_bucket_that_grows():
 
 
 def test_fit_and_sweep():
-    done = run("conf=nam56r_native_dp", "fit=micro_batch_size", "cluster=h200_4", "precision.fused_cross_entropy=true")
+    done = run("conf=nam56r_native_dp", "fit=micro_batch_size", "cluster=h200_4", "precision.cross_entropy=compiled")
     assert done.code == 0
     assert done.out.splitlines()[1] == "with global batch 64 -> 84, a multiple of 7 x 4"
     done = run("conf=nam56r_nemo_native", "sweep=vocab_size:65535:65537")

@@ -195,9 +195,9 @@ def test_trap_attention_backend_flash(name):
 
 def test_trap_cross_entropy_fusion():
     """`te` is refused by Megatron, and linear cross entropy exists for no hybrid: not built, never said."""
-    fused = words(NATIVE, "precision.fused_cross_entropy=true")
-    assert "--cross-entropy-loss-fusion" in fused
-    assert value_of(fused, "--cross-entropy-fusion-impl") == "native"
+    compiled, ours = (words(NATIVE, f"precision.cross_entropy={which}") for which in ("compiled", "fused"))
+    assert "--cross-entropy-loss-fusion" in compiled and "--cross-entropy-loss-fusion" not in ours
+    assert value_of(compiled, "--cross-entropy-fusion-impl") == "native"
     linear = lowered(NATIVE, "feature.linear_ce.enabled=true")
     assert [s.owner for s in linear.plan.not_built] == ["linear_ce"]
     assert value_of(argv.argv(linear), "--cross-entropy-fusion-impl") == "native"
@@ -270,10 +270,12 @@ def test_trap_index_reuse_without_a_mask():
 
 
 def test_trap_index_reuse_under_full_recompute():
-    assert refused(DESIGN, FULL) == {
-        "feature.recompute.granularity": "full recompute with DSA index reuse gives wrong gradients"
+    stock = FULL | {"model.blocks.dsa.kernels": "megatron"}
+    assert refused(DESIGN, stock) == {
+        "feature.recompute.granularity": "stock DSA loses a shared top-k under full recompute"
     }
-    assert settings(DESIGN, **FULL | {"model.blocks.dsa.full_every": 1})["recompute_granularity"] == "full"
+    for served in (stock | {"model.blocks.dsa.full_every": 1}, FULL):
+        assert settings(DESIGN, **served)["recompute_granularity"] == "full"
 
 
 def test_trap_muon():
@@ -580,7 +582,9 @@ REFUSALS = [
     ("nam56r", {"parallel.context": 2}, "parallel.context", "M2RNN does not run under context parallelism"),
     ("nam52_h200_dense_ref_v1", {"parallel.context": 2}, "parallel.context", "Mamba-3 does not run under context"),
     ("nam56r_native_dp_fp8", {"model.letters.A": "mla"}, "model.blocks.mla.kernels", "our MLA projects in bf16"),
-    ("nam56r_native_dp_fp8", {"model.letters.A": "dsa"}, "model.blocks.dsa.kernels", "our DSA projects queries in bf16"),
+    ("nam56r_native_dp_fp8", {"model.letters.A": "dsa"}, "model.blocks.dsa.kernels", "our DSA projects in bf16"),
+    (DESIGN, {"model.normalization": "LayerNorm"}, "model.blocks.mla.kernels", "RMSNorm in its projections, not LayerNorm"),
+    (DESIGN, {"model.normalization": "LayerNorm"}, "model.blocks.dsa.kernels", "RMSNorm in its projections, not LayerNorm"),
     (DESIGN, {"model.blocks.mla.kv_lora_rank": 96}, "model.blocks.mla.kv_lora_rank", "fused kernels take widths"),
     (DESIGN, TP | {"model.blocks.m2rnn.k_dim": 65}, "model.blocks.m2rnn.k_dim", "M2RNN's key width 65 is not divisible"),
     ("nam56r_native_dp_fp8", {"lane.blocks.R": "m2rnn"}, "model.blocks.m2rnn.heads", "M2RNN's input projection"),
@@ -619,7 +623,10 @@ REFUSALS = [
     (NATIVE, GRAPHS | {"feature.cuda_graphs.modules": ["moe_router", "moe_preprocess"], "model.blocks.moe.capacity_factor": 1.0},
      "feature.cuda_graphs.modules", "with a capacity factor"),
     (NATIVE, GRAPHS | FULL, "feature.cuda_graphs.impl", "exclude each other"),
-    (DESIGN, GRAPHS, "feature.cuda_graphs.modules", "synchronises with the host"),
+    (NATIVE, GRAPHS | {"feature.recompute.granularity": "selective", "feature.recompute.modules": ["core_attn"]},
+     "feature.cuda_graphs.modules", "captured attention keeps"),
+    (DESIGN, GRAPHS | {"model.blocks.dsa.kernels": "megatron"}, "feature.cuda_graphs.modules", "synchronises with the host"),
+    (DESIGN, GRAPHS | {"feature.cuda_graphs.impl": "local"}, "feature.cuda_graphs.impl", "not safe in Megatron's own graphs"),
     # distributed_optimizer
     (NATIVE, {"feature.distributed_optimizer.enabled": False}, "feature.distributed_optimizer.overlap_param_gather", "no sharded"),
     (NATIVE, {"feature.distributed_optimizer.overlap_grad_reduce": False}, "feature.distributed_optimizer.overlap_grad_reduce",
@@ -668,7 +675,7 @@ REFUSALS = [
     (NATIVE, FULL | {"feature.recompute.modules": ["moe"]}, "feature.recompute.modules", "belong to selective recompute"),
     (NATIVE, FULL | {"feature.recompute.layers": None}, "feature.recompute.method", "needs `method` and `layers`"),
     (NATIVE, FULL | {"feature.recompute.layers": 53}, "feature.recompute.layers", "exceed the longest stage of 52"),
-    (DESIGN, FULL, "feature.recompute.granularity", "gives wrong gradients"),
+    (DESIGN, FULL | {"model.blocks.dsa.kernels": "megatron"}, "feature.recompute.granularity", "loses a shared top-k"),
 ]  # fmt: skip
 
 

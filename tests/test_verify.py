@@ -85,7 +85,8 @@ VARIANTS = {
         "schedule.load=ckpt",
         "schedule.stop_every=5",
     ),
-    "fused-loss": ("nam56r_native_dp", "precision.fused_cross_entropy=true"),
+    "compiled-loss": ("nam56r_native_dp", "precision.cross_entropy=compiled"),
+    "fused-loss": ("nam56r_native_dp", "precision.cross_entropy=fused"),
     "fused-gradients": ("nam56r_native_dp", "precision.fused_grad_accumulation=true"),
     "fused-experts": (
         "nam56r_native_dp",

@@ -57,16 +57,21 @@ def loss(z: Sizes) -> Iterator[tuple[str, tuple[Line, ...]]]:
         return
     of = {"bucket": LOSS, "owner": "loss"}
     logits = z.line("logits", "2 T V / t", "bf16, all positions", **of)
+    gradients = z.line("gradients of the output layer", "2 T h + 2 V h / t", "of its input and of its weight", **of)
+    if z.plan.recipe.precision.cross_entropy == "fused":
+        why = "bf16, of every depth; each becomes its gradient in place"
+        depths = (z.line("logits of MTP", "2 T V D / t", why, bucket=MTP, owner="mtp"),) if z["D"] else ()
+        yield "output layer backward", (logits, *depths, gradients)
+        return
     softmax = z.line(
         "softmax", "4 T V / t", "fp32, kept for the backward pass and turned into the gradient in place", **of
     )
     depths = (z.line("softmax", "4 T V D / t", "fp32, of every depth", bucket=MTP, owner="mtp"),) if z["D"] else ()
     clone = ()
-    if z.plan.recipe.precision.fused_cross_entropy:
+    if z.plan.recipe.precision.cross_entropy == "compiled":
         why = "the compiled gradient keeps the softmax and makes another fp32 tensor of its size"
         clone = (z.line("compiled gradient", "4 T V / t", why, **of),)
     yield "cross entropy backward", (logits, softmax, *depths, *clone)
-    gradients = z.line("gradients of the output layer", "2 T h + 2 V h / t", "of its input and of its weight", **of)
     yield "output layer backward", (logits, *depths, gradients)
 
 

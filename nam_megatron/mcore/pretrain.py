@@ -40,7 +40,7 @@ from megatron.training.models.hybrid import HybridModelBuilder, HybridModelConfi
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from nam_megatron.errors import Problem, Refused, raise_if
-from nam_megatron.mcore import rate, wgrad
+from nam_megatron.mcore import cross_entropy, rate, wgrad
 from nam_megatron.mcore.nonfinite import Watch
 from nam_megatron.mcore.readings import Readings
 
@@ -123,10 +123,11 @@ class NamModelConfig(HybridModelConfig):
     builder: ClassVar[str] = f"{NamModelBuilder.__module__}.{NamModelBuilder.__qualname__}"
 
 
-def run(argv: Sequence[str], stack: ModuleSpec, started: float, operations: float) -> None:
+def run(argv: Sequence[str], stack: ModuleSpec, started: float, *, operations: float, fused_loss: bool) -> None:
     """Train the model of `argv` (Megatron's arguments) with the layers of `stack`; returns on every rank once training is over.
 
-    started: time.time() when the process began. operations: of one sequence, for the log; see rate.provide.
+    started: time.time() when the process began. operations: of one sequence, for the log; see rate.provide. fused_loss: the loss is
+    cross_entropy.py's, not Megatron's.
 
     Raises:
         Refused: `argv` holds an argument that would not be served.
@@ -142,7 +143,10 @@ def run(argv: Sequence[str], stack: ModuleSpec, started: float, operations: floa
     if args.gradient_accumulation_fusion:
         wgrad.provide()
     try:
-        pretrain(settings(args, stack), datasets, ModelType.encoder_or_decoder, forward_step)
+        config = settings(args, stack)
+        if fused_loss:
+            config.model.pre_wrap_hooks.append(cross_entropy.provide)
+        pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)
     except SystemExit as end:
         if end.code is not None:  # without a code one rank may be alone
             leave()

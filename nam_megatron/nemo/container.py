@@ -28,6 +28,7 @@ from nam_megatron import bridge
 from nam_megatron.bridge import Arguments
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.lower import Lowering, translate
+from nam_megatron.mcore import cross_entropy
 from nam_megatron.mcore.pretrain import Float16ExceptMarked, keep_shipped_helpers, set_experts_apart
 from nam_megatron.nemo import overrides
 from nam_megatron.recipe import Recipe, from_tree, to_tree
@@ -69,7 +70,10 @@ class NamProvider(HybridModelProvider):
         self, pre_process: bool | None = None, post_process: bool | None = None, vp_stage: int | None = None
     ) -> HybridModel:
         model = super().provide(pre_process, post_process, vp_stage)
-        if not self.lowering.plan.recipe.feature.muon.on:
+        recipe = self.lowering.plan.recipe
+        if recipe.precision.cross_entropy == "fused":
+            cross_entropy.provide([model])
+        if not recipe.feature.muon.on:
             set_experts_apart(model)
         return model
 

@@ -451,9 +451,9 @@ class Trained:
     gradients: dict[str, torch.Tensor]
 
 
-def train(case: Case) -> Trained:
-    """One step of `case` in its layout, put together from all ranks."""
-    ranks = on_ranks(case, lambda rig: (step(rig), gradients(rig)))
+def train(case: Case, before: Callable[[Rig], object] = lambda rig: None) -> Trained:
+    """One step of `case` in its layout after `before(rig)` on each rank, put together from all ranks."""
+    ranks = on_ranks(case, lambda rig: (before(rig), step(rig), gradients(rig))[1:])
     reporting = [losses for losses, _ in ranks if losses]
     by_dp = reporting[:: len(reporting) // case.dp]
     losses = [by_dp[i % case.dp][i // case.dp] for i in range(case.microbatches)]

@@ -15,6 +15,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -26,7 +27,7 @@ from nam_megatron.argv import argv as argv_of
 from nam_megatron.argv import plan_json
 from nam_megatron.errors import Problem, Refused
 from nam_megatron.lower import translate
-from nam_megatron.mcore import pretrain, rate
+from nam_megatron.mcore import cross_entropy, pretrain, rate
 from nam_megatron.mcore.stack import hybrid_stack_spec
 from nam_megatron.recipe import load
 
@@ -219,6 +220,34 @@ def test_gradients_that_the_gemm_adds_are_the_same(tmp_path, eight_steps):
     assert (
         int(rank.out.split(" GEMMs")[0].split()[-1]) >= 8 * 2
     )  # at least the output layer, in each of two microbatches
+
+
+def test_the_recipe_chooses_the_loss(tmp_path):
+    """Without a GPU ours is refused, not replaced; where it is there, each stage of the pipeline gets it before it is wrapped."""
+    (rank,) = run(tmp_path, "precision.cross_entropy=fused")
+    assert rank.code == 2 and "the fused cross entropy needs a GPU" in rank.err
+
+    def in_torch() -> None:
+        def loss(labels, logits):
+            print(f"ours of {logits.shape}")
+            return torch.nn.functional.cross_entropy(logits.float().permute(1, 2, 0), labels, reduction="none")
+
+        def provide(models):
+            for model in models:
+                assert isinstance(model, HybridModel)
+                model.compute_language_model_loss = loss
+            return models
+
+        cross_entropy.provide = provide
+
+    pipeline = ("cluster=h200_2", "parallel.pipeline=2", "feature.mtp.depths=1", "precision.cross_entropy=fused")
+    first, last = run(tmp_path, *pipeline, world=2, before=in_torch)
+    assert len(trained([first, last])) == 2
+    assert "ours of" not in first.out
+    schedule = lowered(*pipeline).plan.recipe.schedule
+    microbatches = schedule.global_batch_size // schedule.micro_batch_size
+    # in each of two steps: the model's loss and MTP's
+    assert last.out.count(f"ours of torch.Size([32, {schedule.micro_batch_size}, 256])") == 2 * microbatches * 2
 
 
 LAYOUTS = {

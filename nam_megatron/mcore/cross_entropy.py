@@ -1,0 +1,119 @@
+"""Cross entropy that reads the logits once forward and turns them into their gradient backward (torch side, Triton).
+
+Of bf16 logits Megatron 0.19.2 makes fp32 tensors of tokens x vocabulary and passes over them several times, compiled or not, which is
+also where the memory of a run without DSA peaks. What is needed of a row is the logarithm of its sum of exponentials:
+
+    loss = lse - logit of the label            lse = log sum exp
+    gradient = (exp(logit - lse) - [label]) * gradient of the loss
+
+Bytes a logit in bf16: 2 forward, 4 backward; nothing else grows with the vocabulary.
+"""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from torch import Tensor
+from triton import knobs
+
+from nam_megatron.errors import Problem, Refused
+
+WARPS = 8
+COLUMNS = 8 * 32 * WARPS  # 16 bytes of bf16 a thread
+PIECES = 4  # so many columns of one thread are read before its maximum moves
+
+
+def provide(models: list[HybridModel]) -> list[HybridModel]:
+    """Let the stages of a model compute their losses here, those of MTP's depths too. In the form of Megatron's hooks before wrapping.
+
+    Raises:
+        Refused: no GPU; Megatron's is not put in its place.
+    """
+    if not (torch.cuda.is_available() or knobs.runtime.interpret):
+        hint = "set `precision.cross_entropy=compiled`, or `megatron`"
+        raise Refused(Problem("the fused cross entropy needs a GPU", "precision.cross_entropy", hint))
+
+    for model in models:
+        model.compute_language_model_loss = partial(_of_batch, model.tp_group)
+    return models
+
+
+def _of_batch(group: dist.ProcessGroup, labels: Tensor, logits: Tensor) -> Tensor:
+    """Megatron's compute_language_model_loss: labels and losses [b, s]."""
+    return cross_entropy(logits, labels.t().contiguous(), group).t().contiguous()
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Loss of each token [s, b] in fp32, of logits [s, b, vocabulary / tensor ranks] and labels [s, b].
+
+    The backward pass overwrites the logits with their gradient: nothing else may need them by then, and it runs once. With a `group`
+    of tensor ranks each holds its slice of the vocabulary, in rank order. NaN and +inf among the logits make the loss NaN.
+    """
+    return _CrossEntropy.apply(logits, labels, group)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        logits, slice_ = logits.contiguous(), logits.size(-1)
+        ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
+        labels = (labels - rank * slice_).contiguous()
+        # Per row: the maximum; the sum of exponentials below it; the label's logit, on the rank that holds it.
+        most, sums, own = torch.empty(3, *labels.shape, dtype=torch.float32, device=logits.device)
+        _cross_entropy_sums[(labels.numel(),)](
+            logits, labels, most, sums, own, slice_, COLUMNS=COLUMNS, PIECES=PIECES, num_warps=WARPS
+        )
+        if ranks > 1:
+            top = most.clone()
+            dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+            both = torch.stack((sums * torch.exp(most - top), own))
+            dist.all_reduce(both, group=group)
+            most, (sums, own) = top, both
+        lse = most + torch.log(sums)
+        ctx.save_for_backward(logits, labels, lse)
+        return lse - own
+
+    @staticmethod
+    def backward(ctx, d_loss: Tensor) -> tuple[Tensor, None, None]:
+        logits, labels, lse = ctx.saved_tensors
+        _cross_entropy_gradient[(labels.numel(),)](
+            logits, labels, lse, d_loss.contiguous(), logits.size(-1), COLUMNS=COLUMNS * PIECES, num_warps=WARPS
+        )
+        return logits.detach(), None, None
+
+
+@triton.jit
+def _cross_entropy_sums(logits, labels, most, sums, own, slice_, COLUMNS: tl.constexpr, PIECES: tl.constexpr):
+    row = tl.program_id(0)
+    logits += row.to(tl.int64) * slice_
+    column = tl.arange(0, PIECES)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    # Finite, so that a thread which has seen nothing but -inf can still subtract it.
+    top = tl.full([COLUMNS], -3e38, tl.float32)
+    total = tl.zeros([COLUMNS], tl.float32)
+    for first in range(0, slice_, PIECES * COLUMNS):
+        x = tl.load(logits + first + column, mask=first + column < slice_, other=float("-inf")).to(tl.float32)
+        new = tl.maximum(top, tl.max(x, 0))
+        total = total * tl.exp(top - new) + tl.sum(tl.exp(x - new[None, :]), 0)
+        top = new
+    high = tl.max(top, 0)
+    tl.store(most + row, high)
+    tl.store(sums + row, tl.sum(total * tl.exp(top - high), 0))
+    label = tl.load(labels + row)
+    held = (label >= 0) & (label < slice_)
+    tl.store(own + row, tl.load(logits + label, mask=held, other=0.0).to(tl.float32))
+
+
+@triton.jit
+def _cross_entropy_gradient(logits, labels, lse, d_loss, slice_, COLUMNS: tl.constexpr):
+    row = tl.program_id(0)
+    logits += row.to(tl.int64) * slice_
+    label, by = tl.load(labels + row), tl.load(d_loss + row)
+    whole = tl.load(lse + row)
+    for first in range(0, slice_, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        x = tl.load(logits + column, mask=column < slice_, other=0.0).to(tl.float32)
+        d = (tl.exp(x - whole) - tl.where(column == label, 1.0, 0.0)) * by
+        tl.store(logits + column, d.to(logits.dtype.element_ty), mask=column < slice_)

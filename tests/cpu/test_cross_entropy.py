@@ -1,0 +1,64 @@
+"""The fused cross entropy in real HybridModels, in Triton's interpreter: it is Megatron's, on one rank and with a split vocabulary.
+
+The kernels themselves are checked by tests/gpu/test_cross_entropy.py, which this file also runs in the interpreter.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "blocks"))
+
+import interpreter
+from harness import Case, train
+
+from nam_megatron.errors import Refused
+from nam_megatron.mcore import cross_entropy
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+LAYOUTS = {
+    "one rank, MTP": dict(pattern="*-/*-"),
+    "split vocabulary": dict(pattern="*-", tp=2),
+    "last stage": dict(pattern="*|-", pp=2),
+}
+
+
+def test_without_a_gpu_megatrons_is_not_put_in_its_place():
+    with pytest.raises(Refused, match="needs a GPU") as refused:
+        cross_entropy.provide([])
+    assert refused.value.problems[0].key == "precision.cross_entropy"
+
+
+if INTERPRETED:
+
+    @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+    def test_a_model_learns_the_same_from_it(monkeypatch, layout):
+        interpreter.mend(monkeypatch)
+        calls = []
+
+        def before(rig):
+            (model,) = cross_entropy.provide([rig.model])
+            loss = model.compute_language_model_loss
+            model.compute_language_model_loss = lambda *a: calls.append(1) or loss(*a)
+
+        case = Case(**layout)
+        ours, megatrons = train(case, before), train(case)
+        assert ours.losses == pytest.approx(megatrons.losses, rel=1e-6)
+        for key, wanted in megatrons.gradients.items():
+            error = (ours.gradients[key] - wanted).norm() / wanted.norm()
+            assert error < 1e-5, f"gradient of {key}: off by {error:.1e}"
+
+
+def test_kernels_and_models_in_the_interpreter():
+    paths = [
+        str(Path(__file__).parents[1] / "gpu" / "test_cross_entropy.py"),
+        f"{__file__}::test_a_model_learns_the_same_from_it",
+    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider", "-p", "no:xdist", *paths]
+    ran = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
