@@ -8,6 +8,7 @@ larger of bytes / 4.3 TB/s and FLOPs / 750 TFLOP/s. Errors are |x - reference| /
 """
 
 import argparse
+import contextlib
 import itertools
 import os
 import sys
@@ -77,7 +78,8 @@ def main(argv: list[str]) -> int:
     if LAYERS:
         report.add("failed", name="layers", why=LAYERS)
     else:
-        report.attempt("layers", lambda: time_layers(report))
+        with one_rank():
+            report.attempt("layers", lambda: time_layers(report))
     if not o.layers and not o.quick:
         time_kernels(report, 2, 8192)
     bad = [c["name"] for c in report.data["checks"] if c["verdict"] != "PASS"]
@@ -476,19 +478,25 @@ def sweep(report: Report, until: float) -> None:
 # Whole layers --------------------------------------------------------------------------------------------------------
 
 
-def time_layers(report: Report) -> None:
-    """TransformerLayers of NAM56R's width, built by Megatron from our specs and from its own."""
+@contextlib.contextmanager
+def one_rank() -> Iterator[None]:
+    """Megatron's process groups of one GPU."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer import MLATransformerConfig
-    from megatron.core.transformer.spec_utils import build_module
-
-    from nam_megatron.mcore import stack
 
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)
+    yield
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+def config(**more):
+    """NAM56R's: layer 5 computes a top-k, 9 and 13 reuse it."""
+    from megatron.core.transformer import MLATransformerConfig
+
     fields = dict(
         num_layers=52, hidden_size=3584, num_attention_heads=N, ffn_hidden_size=18944, q_lora_rank=64, kv_lora_rank=R,
         qk_head_dim=64, qk_pos_emb_head_dim=P, v_head_dim=64, qk_layernorm=True, rope_type="rope", rotary_base=500000,
@@ -498,15 +506,26 @@ def time_layers(report: Report) -> None:
         dsa_indexer_n_heads=H, dsa_indexer_head_dim=D, dsa_indexer_topk=K, dsa_indexer_loss_coeff=COEFFICIENT,
         dsa_indexer_rotate_activation=False, dsa_indexer_topk_freq=16, dsa_indexer_skip_topk_offset=5,
     )  # fmt: skip
+    return MLATransformerConfig(**fields | more)
 
-    def layer(kind: str, number: int):
-        kernels = "megatron" if kind != "dsa" else "fused"
-        chosen = {"mla": SimpleNamespace(latent_norm=True, kernels="megatron"), "dsa": SimpleNamespace(kernels=kernels)}
-        plan = SimpleNamespace(recipe=SimpleNamespace(model=SimpleNamespace(blocks=SimpleNamespace(**chosen))))
-        backend = stack.transformer_engine_backend()
-        spec = {"stock": stack._dsa, "mla": stack._mla, "dsa": stack.ours("dsa").spec}[kind](backend, plan)
-        config = MLATransformerConfig(**fields)
-        return build_module(spec, config=config, layer_number=number).cuda().train()
+
+def layer(kind: str, number: int, config):
+    """kind: dsa (ours), stock (Megatron's DSA) or mla (Megatron's dense MLA). Ours on one config hand their top-k on by it."""
+    from megatron.core.transformer.spec_utils import build_module
+
+    from nam_megatron.mcore import stack
+
+    kernels = "megatron" if kind != "dsa" else "fused"
+    chosen = {"mla": SimpleNamespace(latent_norm=True, kernels="megatron"), "dsa": SimpleNamespace(kernels=kernels)}
+    plan = SimpleNamespace(recipe=SimpleNamespace(model=SimpleNamespace(blocks=SimpleNamespace(**chosen))))
+    spec = {"stock": stack._dsa, "mla": stack._mla, "dsa": stack.ours("dsa").spec}[kind]
+    return (
+        build_module(spec(stack.transformer_engine_backend(), plan), config=config, layer_number=number).cuda().train()
+    )
+
+
+def time_layers(report: Report) -> None:
+    """TransformerLayers of NAM56R's width, built by Megatron from our specs and from its own."""
 
     def passes(module, b: int, s: int, before: Callable[[], None] = lambda: None) -> Callable[[], None]:
         x = torch.randn(s, b, 3584, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -522,35 +541,46 @@ def time_layers(report: Report) -> None:
 
         return work
 
+    def kept(module, b: int, s: int, before: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """GB over the input and its gradient's: of the output and what is kept, and at the highest."""
+        x = torch.randn(s, b, 3584, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        dy = torch.randn_like(x)
+        before()
+        start = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        y, _ = module(x, attention_mask=None)
+        held = torch.cuda.memory_allocated() - start
+        y.backward(dy)
+        module.zero_grad(set_to_none=True)
+        return dict(kept_gb=held / 1e9, peak_gb=(torch.cuda.max_memory_allocated() - start) / 1e9)
+
     def stock() -> None:
-        ms = milliseconds(passes(layer("stock", 5), 1, 4096), 0.0)
+        ms = milliseconds(passes(layer("stock", 5, config()), 1, 4096), 0.0)
         row(report, "b1 s4096 layer: Megatron's DSA fallback, computing", ms, baseline="itself")
         row(report, "b4 s4096 layer: Megatron's DSA fallback, four times b1", 4 * ms, baseline="itself")
 
     def ours(b: int, s: int) -> None:
-        computing = layer("dsa", 5)
+        computing = layer("dsa", 5, config())
         work = passes(computing, b, s)
-        torch.cuda.reset_peak_memory_stats()
-        row(report, f"b{b} s{s} layer: ours, computing, with loss", milliseconds(work),
-            peak_gb=torch.cuda.max_memory_allocated() / 1e9)  # fmt: skip
+        row(report, f"b{b} s{s} layer: ours, computing, with loss", milliseconds(work), **kept(computing, b, s))
         profile(report, f"b{b} s{s} layer: ours, computing", work)
-        reusing = layer("dsa", 6)
+        reusing = layer("dsa", 6, config())
         x = inputs(b, s)
         selection = kernel.select(kernel.index_scores(x.q, x.k, x.w), K)
         core = reusing.self_attention.core_attention
-        work = passes(reusing, b, s, lambda: core.shelf.selections.update({5: selection}))
-        row(report, f"b{b} s{s} layer: ours, reusing", milliseconds(work))
+        take = lambda: core.shelf.selections.update({5: selection})  # noqa: E731
+        work = passes(reusing, b, s, take)
+        row(report, f"b{b} s{s} layer: ours, reusing", milliseconds(work), **kept(reusing, b, s, take))
         profile(report, f"b{b} s{s} layer: ours, reusing", work)
 
     def dense(b: int, s: int) -> None:
-        work = passes(layer("mla", 1), b, s)
+        work = passes(layer("mla", 1, config()), b, s)
         row(report, f"b{b} s{s} layer: Megatron's dense MLA, cuDNN", milliseconds(work), baseline="itself")
 
     for b, s in ((4, 4096), (2, 8192)):
         report.attempt(f"our layer b{b} s{s}", lambda b=b, s=s: ours(b, s))
         report.attempt(f"dense MLA b{b} s{s}", lambda b=b, s=s: dense(b, s))
     report.attempt("stock DSA", stock)
-    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

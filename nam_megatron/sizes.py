@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from math import ceil, lcm, prod
 from types import CodeType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from nam_megatron.plan import Layer, Plan
@@ -67,6 +67,7 @@ class Line:
     since: when they first exist: `init`, `forward`, `step` (the first optimizer step, which makes the moments); `build` and
     `stepping` exist only while the model is built and only during each optimizer step.
     place: `allocated`, only `reserved` (CUDA-graph pools, fragments) or `outside` torch's allocator.
+    stays: kept by a layer that is recomputed from its input, too.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Line:
     since: Literal["build", "init", "forward", "step", "stepping"] = "forward"
     place: Literal["allocated", "reserved", "outside"] = "allocated"
     mark: str = ""
+    stays: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +186,7 @@ class Sizes:
     def value(self, formula: str) -> float:
         return eval(_code(formula), {"__builtins__": {}, "max": max, "min": min}, dict(self.symbols))
 
-    def line(self, name: str, formula: str, why: str, **more: str) -> Line:
+    def line(self, name: str, formula: str, why: str, **more: Any) -> Line:
         return Line(name, ceil(self.value(formula) - 1e-6), formula, why, **more)
 
     def work(self, name: str, formula: str, why: str, **more) -> Work:

@@ -321,6 +321,13 @@ def test_full_recompute_keeps_one_input_a_layer():
     assert of(found, "activations", owners=("recompute",)) == {("activations", "recompute"): 52 * 2 * tokens * 3584}
 
 
+def test_full_recompute_keeps_the_top_k_of_our_dsa():
+    """Of the three layers that compute one: both runs of a layer use the same."""
+    found = bill("nam56r", "lane=native_dp", *FULL)
+    top_k = 8 * 4 * 4096 * 256 + 4 * 4 * 4096
+    assert of(found, "activations", owners=("dsa",)) == {("activations", "dsa"): 3 * top_k}
+
+
 def test_terminal_shows_bars_to_the_scale_of_the_device():
     console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system="standard")
     ours, other = budget(plan_of(*NATIVE)), budget(plan_of("nam56r", *STOCK))

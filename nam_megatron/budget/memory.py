@@ -223,7 +223,7 @@ class _Moving:
         if checkpointed:
             why = "all that a checkpointed group of layers keeps"
             more = {"bucket": costs[0][0][0].bucket, "owner": owner or "recompute"}
-            kept = (self.z.line("input of a group", "2 Ts h", why, **more),)
+            kept = (self.z.line("input of a group", "2 Ts h", why, **more), *(line for line in kept if line.stays))
             gradient = (self.z.line("gradient", "2 Ts h", "on its way back into the group", **more),)
         events, open_ = [], ()
         for name, (_, whole, working) in zip(names, costs, strict=True):

@@ -11,7 +11,7 @@ from nam_megatron.setting import Env, Setting
 from nam_megatron.sizes import GRAPHS, Line
 
 NEEDS = {"mamba": ("mamba2", "mamba3", "m2rnn"), "mlp": ("mlp",), "moe_router": ("moe",), "moe_preprocess": ("moe",)}
-KINDS_OF = {**NEEDS, "attn": ("attention", "mla")}
+KINDS_OF = {**NEEDS, "attn": ("attention", "mla", "dsa")}
 
 
 class CudaGraphs(Feature):
@@ -64,10 +64,29 @@ class CudaGraphs(Feature):
             yield Problem("`moe_preprocess` cannot be captured with a capacity factor", at + "modules", "leave it out")
         if r.feature.recompute.granularity == "full":
             yield Problem("full recompute and per-layer CUDA graphs exclude each other", at + "impl")
-        if "dsa" in plan.kinds and "attn" in self.modules:
+        if "attn" in self.modules and r.feature.recompute.on and "core_attn" in r.feature.recompute.modules:
+            # Megatron's checkpoint is a plain call while a graph is captured.
             yield Problem(
-                "stock DSA synchronises with the host and cannot be captured", at + "modules", "leave `attn` out"
+                "captured attention keeps what recompute of `core_attn` would drop",
+                at + "modules",
+                "leave one of them out",
             )
+        if "dsa" in plan.kinds and "attn" in self.modules:
+            if r.model.blocks.dsa.kernels == "megatron":
+                yield Problem(
+                    "stock DSA synchronises with the host and cannot be captured",
+                    at + "modules",
+                    "leave `attn` out, or set `model.blocks.dsa.kernels=fused`",
+                )
+            elif plan.reusing_layers:
+                # The graph of a reusing layer reads what that of another wrote. Megatron's own take whichever of a layer's graphs is
+                # free. Transformer Engine's are replayed in the order of their capture, one for each microbatch in flight, so there
+                # it should hold (tests/gpu/test_dsa.py); it has not been seen on a GPU.
+                yield Problem(
+                    "a top-k that layers share has not been proven in CUDA graphs",
+                    at + "modules",
+                    "leave `attn` out, or set `model.blocks.dsa.full_every=1`",
+                )
 
     def captures(self, kind: str, line: Line) -> bool:
         """Whether a tensor that a layer keeps lives in a graph's pool: reserved, not allocated."""

@@ -22,11 +22,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))
 
 import harness
 import megatron.core.tensor_parallel.random as rng
+import megatron.core.transformer.cuda_graphs as cuda_graphs
+import modules
 from harness import Case, RankFailed, on_ranks, train
 from megatron.core.transformer.experimental_attention_variant import dsa as theirs
 
 from benchmarks import dsa as bench
 from nam_megatron.blocks.dsa import naive
+from nam_megatron.errors import Refused
+from nam_megatron.mcore.stack import hybrid_stack_spec
 
 S, B, N, H, D, R, P, K, SCALE = 19, 2, 3, 4, 8, 12, 8, 5, 0.3
 CASE = Case("+MDD-D")  # the harness's indexer: layer 3 serves 4 and 6
@@ -114,8 +118,8 @@ def stock():
     return train(replace(CASE, microbatches=4))
 
 
-def full(layers: int) -> dict:
-    return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=layers)
+def full(method: str, layers: int) -> dict:
+    return dict(recompute_granularity="full", recompute_method=method, recompute_num_layers=layers)
 
 
 def selective(*modules: str) -> dict:
@@ -126,10 +130,7 @@ LAYOUTS = {
     "tp1": {},
     "tp2_sp": dict(tp=2),
     "recomputed_core": dict(config=selective("core_attn", "layernorm", "mla_up_proj")),
-    # Each layer is run again on its own, after later microbatches have put other selections in place of its own.
-    "recomputed_layers_pp2": dict(pattern="+M|DD-D", pp=2, config=full(1)),
-    # The second chunk reuses what the first computed.
-    "recomputed_chunks": dict(config=full(3)),
+    "recomputed_layers_pp2": dict(pattern="+M|DD-D", pp=2, config=full("uniform", 1)),
 }
 
 
@@ -141,6 +142,25 @@ def test_it_is_megatrons_model(kernels, stock, layout):
     for key, gradient in stock.gradients.items():
         error = (found.gradients[key] - gradient).norm() / gradient.norm()
         assert error < 1e-4, f"gradient of {key}: off by {error:.1e}"
+
+
+@pytest.mark.parametrize("layout", [CASE, replace(CASE, pattern="+MDD|-MDD", pp=2)], ids=["pp1", "pp2_1f1b"])
+def test_full_recompute_changes_no_bit_however_layers_are_grouped(kernels, layout):
+    """Chunks that cut share groups, layers recomputed beside others that are not: each takes back its own microbatch's top-k."""
+    layout = replace(layout, microbatches=4)
+    wanted = train(layout)
+    for method, layers in [("uniform", 1), ("uniform", 2), ("uniform", 3), ("uniform", 4), ("block", 3), ("block", 4)]:
+        found = train(replace(layout, config=full(method, layers)))
+        assert found.losses == wanted.losses
+        differ = [k for k, gradient in wanted.gradients.items() if not torch.equal(found.gradients[k], gradient)]
+        assert not differ, f"{method}, {layers} layers: {differ}"
+
+
+def test_full_recompute_parts_stock_layers_from_their_top_k(kernels):
+    """Why features/recompute.py refuses it for them alone."""
+    kernels("megatron")
+    with pytest.raises(RankFailed, match="needs top-k indices from source computing layer 3"):
+        train(replace(CASE, config=full("uniform", 1)))
 
 
 def test_a_selection_is_dropped_when_its_last_reader_has_it(kernels):
@@ -157,7 +177,27 @@ def test_checkpoints_take_back_all_they_left_behind(kernels):
         cores = [m for m in rig.model.modules() if hasattr(m, "rerun")]
         return [len(core.rerun) for core in cores]
 
-    assert on_ranks(replace(CASE, config=full(1)), job) == [[0, 0, 0]]
+    assert on_ranks(replace(CASE, config=full("uniform", 1)), job) == [[0, 0, 0]]
+
+
+def test_layers_can_be_captured_one_by_one(kernels):
+    """Transformer Engine runs a layer several times before it comes to the next; each reads what its source left last."""
+
+    def job(rig):
+        generator, mask = torch.Generator().manual_seed(1), None
+        layers = [rig.model.decoder.layers[number - 1] for number in (3, 4, 6)]
+        x = torch.randn(32, 1, 64, generator=generator)
+        wanted = [layer(x, mask)[0].detach() for layer in layers]
+        cuda_graphs._set_capture_start()
+        for layer in layers:
+            for _ in range(3):
+                layer(torch.randn(32, 1, 64, generator=generator), mask)
+        found = [layer(x, mask)[0].detach() for layer in layers]
+        cuda_graphs._set_capture_end()
+        again = [layer(x, mask)[0].detach() for layer in layers]
+        return [torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(wanted, found, again, strict=True)]
+
+    assert on_ranks(CASE, job) == [[True, True, True]]
 
 
 def test_a_cut_share_group_is_an_error_not_another_model(kernels):
@@ -165,10 +205,13 @@ def test_a_cut_share_group_is_an_error_not_another_model(kernels):
         train(replace(CASE, pattern="+MD|D-D", pp=2))
 
 
-def test_fused_without_a_gpu_is_refused(kernels):
-    kernels("fused")
-    with pytest.raises(RankFailed, match="fused kernels of DSA need a GPU"):
-        on_ranks(Case("MMD"), lambda rig: None)
+def test_fused_without_a_gpu_is_refused():
+    plan = harness.plan_of("MMD")
+    plan.recipe.model.blocks.dsa.kernels = "fused"
+    with pytest.raises(Refused) as refused:
+        hybrid_stack_spec(plan, modules.CpuBackend())
+    (problem,) = refused.value.problems
+    assert problem.key == "model.blocks.dsa.kernels" and "fused kernels of DSA need a GPU" in problem.message
 
 
 # The kernels ---------------------------------------------------------------------------------------------------------

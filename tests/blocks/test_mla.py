@@ -17,10 +17,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))
 
 import harness
 import megatron.core.tensor_parallel.random as rng
+import modules
 from harness import Case, RankFailed, on_ranks, recipe_of, train
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from nam_megatron.blocks.mla import layer, naive
+from nam_megatron.errors import Refused
+from nam_megatron.mcore.stack import hybrid_stack_spec
 
 CASE = Case("+-+")
 YARN = dict(rope_type="yarn", rotary_scaling_factor=4.0, original_max_position_embeddings=16, mscale=1.0)
@@ -156,17 +159,25 @@ def test_tokens_behind_the_last_sequence_stay_inside_the_table():
     assert naive.packed_positions(torch.tensor([0, 3]), 8, 4).tolist() == [0, 1, 2, 3, 3, 3, 3, 3]
 
 
+def test_fused_without_a_gpu_is_refused(ours):
+    """Before Megatron builds a module: its build_module makes another exception of one, without the key."""
+    plan = harness.plan_of("+")
+    plan.recipe.model.blocks.mla.kernels = "fused"
+    with pytest.raises(Refused) as refused:
+        hybrid_stack_spec(plan, modules.CpuBackend())
+    (problem,) = refused.value.problems
+    assert problem.key == "model.blocks.mla.kernels" and "fused kernels of MLA need a GPU" in problem.message
+
+
 @pytest.mark.parametrize(
-    ("kernels", "config", "said"),
+    ("config", "said"),
     [
-        ("fused", {}, "needs a GPU"),
-        ("naive", dict(layernorm_zero_centered_gamma=True), "centred at zero"),
-        ("naive", dict(rotary_percent=0.5), "part of the rope head"),
+        (dict(layernorm_zero_centered_gamma=True), "centred at zero"),
+        (dict(rotary_percent=0.5), "part of the rope head"),
     ],
 )
-def test_refusals_when_the_layer_is_built(ours, kernels, config, said):
-    ours(kernels)
-    with pytest.raises(RankFailed, match=said):
+def test_a_config_that_no_recipe_leads_to_is_our_mistake(ours, config, said):
+    with pytest.raises(RankFailed, match=f"AssertionError: our projections do not serve .*{said}"):
         on_ranks(replace(CASE, config=config), lambda rig: None)
 
 

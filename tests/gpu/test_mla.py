@@ -79,19 +79,30 @@ def test_where_products_take_over(sizes, served):
 
 if INTERPRETED:
     import harness
+    import megatron.core.tensor_parallel.random as rng
+
+    LOW = dict(kv_lora_rank=16, qk_pos_emb_head_dim=32)
+    AGAIN = dict(recompute_granularity="selective", recompute_modules=["mla_up_proj"])
 
     @pytest.mark.parametrize(
-        "sizes",
-        [dict(kv_lora_rank=16, qk_pos_emb_head_dim=32), {}],
-        ids=["low rank: projections in kernels", "no power of two: Megatron's products"],
+        ("config", "tp"),
+        [(LOW, 1), ({}, 1), (AGAIN, 2)],
+        ids=[
+            "low rank: in kernels",
+            "no power of two: by cuBLAS",
+            "by cuBLAS, again in the backward pass, two tensor ranks",
+        ],
     )
-    def test_the_layer_with_kernels_is_the_naive_layer(sizes, monkeypatch):
+    def test_the_layer_with_kernels_is_the_naive_layer(config, tp, monkeypatch):
+        # Megatron's checkpoints keep the GPU's random state; nothing here is random.
+        monkeypatch.setattr(rng, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state())
+        monkeypatch.setattr(rng, "_set_cuda_rng_state", lambda *_, **__: None)
         trained, recipe_of = {}, harness.recipe_of
-        for kernels in ("fused", "naive"):
+        for kernels, ranks in (("fused", tp), ("naive", 1)):
             recipe = recipe_of()
             recipe.model.blocks.mla.kernels = kernels
             monkeypatch.setattr(harness, "recipe_of", lambda *_, recipe=recipe: recipe)
-            trained[kernels] = harness.train(harness.Case("+", microbatches=1, config=sizes))
+            trained[kernels] = harness.train(harness.Case("+", microbatches=1, tp=ranks, config=config))
         found, wanted = trained["fused"], trained["naive"]
         assert found.losses == pytest.approx(wanted.losses, rel=1e-5)
         for key, gradient in wanted.gradients.items():

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 from pydantic import NonNegativeFloat, PositiveInt
 
 from nam_megatron.blocks import Block
-from nam_megatron.blocks.mla.block import WIDTHS
+from nam_megatron.blocks.mla.block import WIDTHS, unserved
 from nam_megatron.errors import Problem
 from nam_megatron.setting import Setting
 from nam_megatron.sizes import ESTIMATED, UNMEASURED, Line, Param, Sizes, State, Work
@@ -86,8 +86,7 @@ class Dsa(Block):
             served = WIDTHS[1:] if key == "mla.qk_rope_head_dim" else WIDTHS  # RoPE turns halves
             if self.kernels == "fused" and width not in served:
                 yield Problem(f"DSA's fused kernels take widths of {served}, not {width}", at + key, hint)
-        if recipe.feature.fp8.on:
-            yield Problem("our DSA projects queries in bf16, not in FP8", at + "dsa.kernels", hint)
+        yield from unserved("DSA", self.kind, recipe)
 
     def _sizes(self, z: Sizes) -> Sizes:
         """MLA's symbols; ih indexer heads of iw; A, one fp32 score tensor [b, n / t, s, s]; K keys a token attends to."""
@@ -113,23 +112,19 @@ class Dsa(Block):
         yield from lines(z, layer)
 
     def _fused(self, z: Sizes, layer) -> Iterator[Line]:
-        more = {"mark": UNMEASURED}
         yield from z.model.blocks.mla._our_latents(z)
         if "mla_up_proj" not in z.recompute:
-            yield z.line("absorbed queries", "2 T n (rkv + dr) / t", "queries in the latent space", **more)
-            yield z.line("latent keys", "2 T (rkv + dr)", "one for all heads", **more)
-        yield z.line("output", "2 T n dv / t", "input of the output projection", **more)
+            yield z.line("absorbed queries", "2 T n (rkv + dr) / t", "queries in the latent space")
+            yield z.line("latent keys", "2 T (rkv + dr)", "one for all heads")
+        yield z.line("output", "2 T n dv / t", "input of the output projection")
         if "core_attn" not in z.recompute:
-            yield z.line(
-                "latent output", "2 T n rkv / t + 4 T n / t", "before the value absorption; row statistics", **more
-            )
+            yield z.line("latent output", "2 T n rkv / t + 4 T n / t", "before the value absorption; row statistics")
             if computes(layer) and self.indexer_loss_coeff:
                 why = "its input, the only normed one that is kept, and the gradients of its queries, keys and weights"
-                yield z.line("indexer", "2 T (h + rq) + 2 T (ih iw + 3 iw + ih) + 8 s dr", why, **more)
+                yield z.line("indexer", "2 T (h + rq) + 2 T (ih iw + 3 iw + ih) + 8 s dr", why)
         if computes(layer):
-            yield z.line(
-                "top-k", "8 b s top + 4 b s", "int32, by query and by key; the reusing layers share it", **more
-            )
+            why = "int32, by query and by key; the reusing layers share it"
+            yield z.line("top-k", "8 b s top + 4 b s", why, stays=True)
 
     def _naive(self, z: Sizes, layer) -> Iterator[Line]:
         more = {"mark": ESTIMATED}
@@ -137,6 +132,7 @@ class Dsa(Block):
         yield z.line("scores", "3.25 A", "probabilities of all keys", **more)
         if computes(layer):
             yield z.line("indexer", "8 b ih s s", "fp32 [b, ih, s, s], before and after the ReLU", **more)
+            yield z.line("top-k", "b s s", "bool; the reusing layers share it", stays=True, **more)
 
     def _megatron(self, z: Sizes, layer) -> Iterator[Line]:
         yield from z.model.blocks.mla.latents(z)

@@ -16,6 +16,7 @@ from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput, is_checkpointing
+from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.experimental_attention_variant.absorbed_mla import (
     AbsorbedMLASelfAttention,
@@ -35,11 +36,16 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
-from triton import knobs
 
-from nam_megatron.blocks.mla.layer import FusedMLASelfAttention, itself, projections, weight_of
+from nam_megatron.blocks.mla.layer import (
+    FusedMLASelfAttention,
+    assert_served,
+    itself,
+    projections,
+    require_gpu,
+    weight_of,
+)
 from nam_megatron.blocks.mla.naive import Rope, absorbed_weight
-from nam_megatron.errors import Problem, Refused
 
 # A DSA layer has neither cross attention nor an MLP.
 EMPTY = frozenset(
@@ -61,9 +67,7 @@ def spec(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
         Refused: the fused kernels without a GPU; nothing else is put in their place.
     """
     kernels = plan.recipe.model.blocks.dsa.kernels
-    if kernels == "fused" and not (torch.cuda.is_available() or knobs.runtime.interpret):
-        hint = "set `model.blocks.dsa.kernels=naive` to run it in plain torch"
-        raise Refused(Problem("the fused kernels of DSA need a GPU", "model.blocks.dsa.kernels", hint))
+    require_gpu("DSA", "dsa", kernels)
     linear = backend.linear()
     indexer = DSAIndexerSubmodules(
         linear_wq_b=linear, linear_wk=linear, k_norm=backend.layer_norm(), linear_weights_proj=linear
@@ -108,6 +112,7 @@ class SparseSelfAttention(AbsorbedMLASelfAttention):
     def __init__(
         self, config: MLATransformerConfig, submodules: Any, layer_number: int, *, kernels: Kernels, **rest: Any
     ):
+        assert_served(config, kernels)
         super().__init__(config, submodules, layer_number, **rest)
         self.ops = _module("mla", kernels)
         self.input_norm: tuple = ()  # of the layer around us; in a tuple, so that it is not registered twice
@@ -242,6 +247,11 @@ class Shelf:
 
     A forward pass runs all layers of a share group one after another, so a source has one selection at a time; it is
     dropped when the last reusing layer has it. It lives on the config, which the layers share.
+
+    While CUDA graphs are captured nothing is dropped: Transformer Engine runs each layer several times to warm up, then captures
+    it, before it comes to the next. The graph of a reusing layer reads the memory that its source's graph writes, which both keep
+    for their backward passes; as there is a graph for each microbatch in flight, replayed in the order of the capture, it holds
+    the same microbatch's.
     """
 
     def __init__(self):
@@ -267,6 +277,6 @@ class Shelf:
             "a pipeline cut parts them, or something other than Megatron's own checkpoint runs this layer again"
         )
         selection = self.selections[source]
-        if layer == max(self.readers[source]):
+        if layer == max(self.readers[source]) and not is_graph_capturing():
             del self.selections[source]
         return selection

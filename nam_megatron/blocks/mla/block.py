@@ -8,7 +8,7 @@ from pydantic import PositiveInt
 from nam_megatron.blocks import Block, residual
 from nam_megatron.errors import Problem
 from nam_megatron.setting import Setting
-from nam_megatron.sizes import ESTIMATED, Line, Param, Sizes, State, Work
+from nam_megatron.sizes import ESTIMATED, UNMEASURED, Line, Param, Sizes, State, Work
 
 # Of latents and of parts of heads that the fused projections take: a tile's side is a power of two. Beyond a rank of 174
 # (750 TFLOP/s over 4.3 TB/s) products are bound by arithmetic, and cuBLAS does them better.
@@ -18,6 +18,16 @@ WIDTHS = (16, 32, 64, 128)
 def low_rank(q_rank: int, kv_rank: int, nope: int, rope: int, value: int) -> bool:
     """Whether `kernels=fused` projects in our kernels, or in Megatron's modules with our kernels behind them."""
     return {q_rank, kv_rank, nope, rope, value} <= set(WIDTHS) and rope >= 32  # RoPE turns halves
+
+
+def unserved(title: str, kind: str, recipe) -> Iterator[Problem]:
+    """What our MLA and our DSA, which project alike, cannot do as the recipe has it."""
+    key = f"model.blocks.{kind}.kernels"
+    hint = f"set `{key}=megatron`"
+    if recipe.feature.fp8.on:
+        yield Problem(f"our {title} projects in bf16, not in FP8", key, hint)
+    if recipe.model.normalization != "RMSNorm":
+        yield Problem(f"our {title} has RMSNorm in its projections, not {recipe.model.normalization}", key, hint)
 
 
 class Mla(Block):
@@ -58,9 +68,9 @@ class Mla(Block):
         yield Setting("group_query_attention", False, "excluded by MLA")
 
     def check(self, plan) -> Iterator[Problem]:
-        if self.kernels != "megatron" and plan.recipe.feature.fp8.on:
-            hint = "set `model.blocks.mla.kernels=megatron`"
-            yield Problem("our MLA projects in bf16, not in FP8", "model.blocks.mla.kernels", hint)
+        # DSA stands on these settings too, and has kernels of its own.
+        if self.kernels != "megatron" and "mla" in plan.kinds:
+            yield from unserved("MLA", self.kind, plan.recipe)
         if self.qk_rope_head_dim % 2:
             yield Problem(f"RoPE needs an even width, not {self.qk_rope_head_dim}", "model.blocks.mla.qk_rope_head_dim")
         if plan.recipe.parallel.tensor > 1 and not plan.recipe.parallel.sequence:
@@ -120,6 +130,8 @@ class Mla(Block):
     def activations(self, z, layer) -> Iterator[Line]:
         z = self.sizes(z)
         yield from self._our_latents(z) if self._projects() else self.latents(z)
+        if self.kernels == "fused" and not self._projects():
+            yield z.line("down weights", "2 h (rq + rkv + dr)", "as one matrix", mark=UNMEASURED)
         if "mla_up_proj" not in z.recompute:
             yield z.line("queries and keys", "4 T n (dq + dr) / t", "after RoPE and concatenation")
             yield z.line("values", "2 T n dv / t", "contiguous")

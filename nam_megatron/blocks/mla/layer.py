@@ -5,11 +5,11 @@ and concatenation, each reading and writing whole tensors. Here the modules up t
 asked for their weights. What is checkpointed, sharded and reduced is theirs, under Megatron's names.
 """
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider
@@ -25,7 +25,7 @@ from nam_megatron.blocks.mla import naive
 from nam_megatron.blocks.mla.block import low_rank
 from nam_megatron.blocks.mla.cache import LatentCache
 from nam_megatron.blocks.mla.naive import Rope
-from nam_megatron.errors import Problem, Refused, raise_if
+from nam_megatron.errors import Problem, Refused
 
 _NO_CROSS = {"pre_cross_attn_layernorm", "cross_attention", "cross_attn_bda"}
 _NO_MLP = {"pre_mlp_layernorm", "mlp", "mlp_bda"}
@@ -34,8 +34,13 @@ EMPTY = frozenset({*_NO_CROSS, *_NO_MLP, "self_attention.linear_qkv_down_proj"})
 
 
 def spec(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
-    """The whole layer of slot `+`. Reads `plan.recipe.model.blocks.mla`: kernels ("fused" or "naive") and latent_norm."""
+    """The whole layer of slot `+`. Reads `plan.recipe.model.blocks.mla`: kernels ("fused" or "naive") and latent_norm.
+
+    Raises:
+        Refused: the fused kernels without a GPU; nothing else is put in their place.
+    """
     block = plan.recipe.model.blocks.mla
+    require_gpu("MLA", "mla", block.kernels)
     parts = MLASelfAttentionSubmodules(core_attention=backend.core_attention(), **projections(backend, plan))
     params = {"attn_mask_type": AttnMaskType.causal, "kernels": block.kernels}
     layer = TransformerLayerSubmodules(
@@ -44,6 +49,20 @@ def spec(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
         self_attn_bda=get_bias_dropout_add,
     )
     return ModuleSpec(FusedMLALayer, submodules=layer)
+
+
+def require_gpu(title: str, kind: str, kernels: str) -> None:
+    """Raises Refused where a block's fused kernels cannot run: neither a GPU nor Triton's interpreter is there."""
+    if kernels == "fused" and not (torch.cuda.is_available() or _interpreted()):
+        key = f"model.blocks.{kind}.kernels"
+        hint = f"set `{key}=naive` to run it in plain torch"
+        raise Refused(Problem(f"the fused kernels of {title} need a GPU", key, hint))
+
+
+def _interpreted() -> bool:
+    from triton import knobs  # not needed by the stock stack, which imports this file too
+
+    return knobs.runtime.interpret
 
 
 def projections(backend: BackendSpecProvider, plan: Any) -> dict[str, Any]:
@@ -84,14 +103,11 @@ class FusedMLASelfAttention(MLASelfAttention):
     """MLASelfAttention with other ways to the queries, keys and values.
 
     kernels: "fused", Triton: at low ranks both norms, all projections, rotation and concatenation in three kernels; at
-    others, where products are bound by arithmetic, the modules' own products and one kernel behind each. "naive": plain torch.
-
-    Raises:
-        Refused: what these kernels do not serve, with every reason, when the layer is built.
+    others, where products are bound by arithmetic, the library's products and one kernel behind each. "naive": plain torch.
     """
 
     def __init__(self, config: Any, submodules: Any, layer_number: int, *, kernels: str, **rest: Any):
-        raise_if(_refusals(config, kernels))
+        assert_served(config, kernels)
         super().__init__(config, submodules, layer_number, **rest)
         self.ops, self.normalises_input = naive, True
         if kernels == "fused":
@@ -153,10 +169,12 @@ class FusedMLASelfAttention(MLASelfAttention):
         )
 
     def _latents_by_modules(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The same by Megatron's modules: here the up projections gather the latents, and only the rope head is whole."""
-        q, kv = self._qkv_down_projection(x)
-        latent, k_rope = kv.split((self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim), -1)
-        if self.config.sequence_parallel:
+        """The same by the library and Megatron's modules: here the up projections gather the latents, and only the rope head is
+        whole. One product for both down projections: narrow ones waste a wave of tiles, and two gradients of x are added."""
+        down = torch.cat([weight_of(p) for p in (self.linear_q_down_proj, self.linear_kv_down_proj)])
+        c = self.config
+        q, latent, k_rope = F.linear(x, down).split((c.q_lora_rank, c.kv_lora_rank, c.qk_pos_emb_head_dim), -1)
+        if c.sequence_parallel:
             k_rope = gather_from_sequence_parallel_region(k_rope, group=self.tp_group)
         return self.q_layernorm(q), self.kv_layernorm(latent), k_rope
 
@@ -230,28 +248,18 @@ def weight_of(module: torch.nn.Module) -> Tensor:
     return module.weight
 
 
-def _refusals(config: Any, kernels: str) -> Iterator[Problem]:
+def assert_served(config: Any, kernels: str) -> None:
+    """What no recipe can say and our projections do not do; what a recipe can say, block.py refuses."""
     assert kernels in ("fused", "naive"), kernels
-    ours, key = f"`kernels={kernels}` of MLA", "model.blocks.mla.kernels"
-    hint = "set `model.blocks.mla.kernels=megatron`"
-    refused = {
-        "another norm than RMSNorm": config.normalization != "RMSNorm",
+    unserved = {
         "norms whose gamma is centred at zero": config.layernorm_zero_centered_gamma,
         "queries without a latent": config.q_lora_rank is None,
-        "FP8 or FP4": config.fp8 or config.fp4,
         "weight gradients computed later": config.delay_wgrad_compute,
         "RoPE on a part of the rope head": config.rotary_percent != 1.0,
         "Megatron's cache of latents": config.cache_mla_latents,
         "its own fused down projection": config.mla_down_proj_fusion,
-        "tensor without sequence parallelism": config.tensor_model_parallel_size > 1 and not config.sequence_parallel,
     }
-    for what, is_so in refused.items():
-        if is_so:
-            yield Problem(f"{ours} does not serve {what}", key, hint)
-    if kernels == "fused":
-        from triton import knobs
-
-        if not torch.cuda.is_available() and not knobs.runtime.interpret:
-            yield Problem(f"{ours} needs a GPU", key, hint)
-        if config.params_dtype != torch.bfloat16 and not knobs.runtime.interpret:
-            yield Problem(f"{ours} computes in bf16, not {config.params_dtype}", key, hint)
+    if kernels == "fused" and not _interpreted():
+        unserved[f"parameters of {config.params_dtype}"] = config.params_dtype != torch.bfloat16
+    found = [what for what, is_so in unserved.items() if is_so]
+    assert not found, f"our projections do not serve {', '.join(found)}"

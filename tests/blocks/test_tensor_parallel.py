@@ -1,0 +1,32 @@
+"""tests/gpu/tensor_parallel.py with plain torch on a CPU; tests/gpu/test_two_gpus.py runs it with the kernels."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+PROGRAM = Path(__file__).parents[1] / "gpu" / "tensor_parallel.py"
+
+
+def assert_same_on_two_ranks(folder: Path, *options: str, limit: float) -> None:
+    """Runs the program on one rank and on two; no tensor may be off by more than `limit`, relatively."""
+    found = {}
+    for ranks in (1, 2):
+        file = folder / f"{ranks}.pt"
+        command = [sys.executable, str(PROGRAM), str(ranks), str(file), *options]
+        # Megatron wants it under tensor parallelism.
+        env = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        found[ranks] = torch.load(file)
+    one, two = found.values()
+    assert one.keys() == two.keys() and len(one) > 20
+    errors = {name: float((two[name] - tensor).norm() / tensor.norm()) for name, tensor in one.items()}
+    bad = {name: error for name, error in errors.items() if not error <= limit}
+    assert not bad, f"two ranks are not one: {bad}"
+
+
+def test_two_tensor_ranks_are_one(tmp_path):
+    assert_same_on_two_ranks(tmp_path, "--cpu", limit=1e-4)
