@@ -343,6 +343,9 @@ def _precision_checks(r: Recipe) -> Iterator[Problem]:
 
 def _model_checks(r: Recipe) -> Iterator[Problem]:
     m, p = r.model, r.parallel
+    if m.hidden_size % 8:
+        message = f"hidden_size {m.hidden_size} is not a multiple of 8: rows of bf16 would not be 16 bytes apart"
+        yield Problem(message, "model.hidden_size", f"{(m.hidden_size // 8 + 1) * 8} fits")
     for name in ("hidden_size", "num_attention_heads", "vocab_size", "ffn_hidden_size"):
         if getattr(m, name) % p.tensor:
             yield Problem(f"{name} {getattr(m, name)} is not divisible by tensor size {p.tensor}", f"model.{name}")

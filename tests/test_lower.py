@@ -613,6 +613,7 @@ REFUSALS = [
     (NATIVE, {"model.blocks.moe.score_function": "softmax", "model.blocks.moe.top_k": 1}, "model.blocks.moe.top_k", "no gradient"),
     (NATIVE, {"model.blocks.moe.balancing": "none"}, "model.blocks.moe.aux_loss_coeff", "without a balancing loss"),
     (NATIVE, {"parallel.tensor": 2}, "parallel.sequence", "MoE under tensor parallelism trains only with sequence"),
+    (NATIVE, {"model.hidden_size": 3588}, "model.hidden_size", "not a multiple of 8"),
     # cuda_graphs
     (NATIVE, {"feature.cuda_graphs.modules": ["attn"]}, "feature.cuda_graphs.modules", "no CUDA graphs"),
     (NATIVE, GRAPHS | {"feature.cuda_graphs.modules": []}, "feature.cuda_graphs.modules", "without modules would capture"),

@@ -206,9 +206,6 @@ def _unserved(r: Recipe) -> Iterator[Problem]:
     if r.feature.muon.on and r.feature.distributed_optimizer.enabled:
         message = "Megatron-Bridge does not shard the state of Muon"
         yield Problem(message, "feature.distributed_optimizer.enabled", f"set it to false, or {hint}")
-    if r.model.hidden_size % 8:
-        message = f"hidden_size {r.model.hidden_size} is not a multiple of 8: rows of bf16 would not be 16 bytes apart"
-        yield Problem(message, "model.hidden_size", f"{r.model.hidden_size // 8 * 8} fits")
 
 
 def _line(recipe: Recipe) -> str:
