@@ -5,7 +5,8 @@
 The kernels need torch and Triton; the rows of whole layers need megatron-core and Transformer Engine and say so where these are
 missing. FOLDER holds the package `xma` of github.com/open-lm-engine/accelerated-model-architectures, the authors' kernels (PyPI's `xma`
 is another library). Errors are |x - reference| / |reference| with the reference in fp64, beside those of naive.py in bf16. Times are
-medians over CUDA events, the L2 overwritten before each; kernels of the same row run in one process.
+medians over CUDA events, the L2 overwritten before each. Each part runs in a process of its own, a row only once its check has passed,
+and the file is whole after every line.
 """
 
 import argparse
@@ -29,7 +30,7 @@ B, S, H, K, V, WIDTH, HIDDEN = 4, 4096, 44, 64, 16, 4, 3584  # NAM56R at micro b
 BANDWIDTH, PEAK = 4.3e12, 750e12
 DEVICE = "cuda"  # tests/gpu/test_m2rnn.py runs the checks in Triton's interpreter too
 CUTS = [
-    *(kernel.Config(tokens=t, exact=exact) for t in (8, 4) for exact in (True, False)),
+    *(kernel.Config(tokens=t, exact=exact) for t in (8, 4, 2) for exact in (True, False)),
     *(kernel.Config(rows, warps, tokens) for rows, warps, tokens in ((32, 2, 4), (32, 1, 4), (64, 4, 4), (64, 2, 4))),
 ]  # what --sweep tries
 NAMES = ("y", "last", "dq, dk, dv", "df", "dw", "dh0")
@@ -37,36 +38,37 @@ NAMES = ("y", "last", "dq, dk, dv", "df", "dw", "dh0")
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--quick", action="store_true", help="few checks, few sizes")
     parser.add_argument("--sweep", action="store_true", help="time other ways to cut the kernels")
     parser.add_argument("--seconds", type=float, default=600.0, help="start nothing new after this time")
     parser.add_argument("--xma", type=Path, help="time the authors' kernels too")
     o = parser.parse_args(argv)
     report = Report(o.out, o.seconds)
+    report.apart("host", lambda: host(report))
+    report.apart("recurrence", lambda: time_both(report))
+    report.apart("layer", lambda: time_layer(report))
+    report.apart("elementwise", lambda: time_elementwise(report))
+    if o.xma:
+        report.apart("xma", lambda: time_xma(report, o.xma))
+    if o.sweep:
+        report.apart("compile", lambda: compile_all(CUTS))
+        for config in CUTS:
+            report.apart(title(config), lambda c=config: time_cut(report, c))
+    report.apart("checks", lambda: check_all(report, o.quick))
+    if not o.quick:
+        for b, s in ((1, 4096), (2, 8192), (8, 4096)):
+            report.apart(f"recurrence b{b} s{s}", lambda b=b, s=s: time_recurrence(report, b, s))
+    return report.end()
+
+
+def host(report: Report) -> None:
     report.data["host"] = {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
         "config": vars(kernel.Config()),
     }  # fmt: skip
     print(report.data["host"], flush=True)
-    if o.sweep:
-        report.attempt("compile", lambda: compile_all(CUTS))
-    report.attempt("recurrence", lambda: time_recurrence(report, B, S))
-    report.attempt("every state", lambda: time_every_state(report))
-    report.attempt("layer", lambda: time_layer(report))
-    if o.sweep:
-        sweep(report)
-    check_all(report, o.quick)
-    report.attempt("elementwise", lambda: time_elementwise(report))
-    report.attempt("torch loop", lambda: time_loop(report))
-    if o.xma:
-        report.attempt("xma", lambda: time_xma(report, o.xma))
-    if not o.quick:
-        for b, s in ((1, 4096), (2, 8192), (8, 4096)):
-            report.attempt(f"recurrence b{b} s{s}", lambda b=b, s=s: time_recurrence(report, b, s))
-    bad = [c["name"] for c in report.data["checks"] if c["verdict"] != "PASS"]
-    print(f"{len(report.data['checks'])} checks, {len(bad)} failed: {bad}; {len(report.data['failed'])} not run")
-    return 1 if bad or report.data["failed"] else 0
+    report.save()
 
 
 # Inputs --------------------------------------------------------------------------------------------------------------
@@ -131,23 +133,22 @@ def check_all(report: Report, quick: bool) -> None:
         for dtype in (torch.float32, torch.bfloat16):
             name = f"s{s} b{b} h{h} {more or ''} {str(dtype)[6:]}"
             report.attempt(name, lambda a=(name, s, b, h, dtype), m=more: check_scan(report, *a, **m))
-    configs = [kernel.Config(tokens=4), kernel.Config(exact=False)]
-    configs += [] if quick else [kernel.Config(tokens=16), kernel.Config(rows=32, warps=2)]
+    configs = [kernel.Config(tokens=2), kernel.Config(exact=False)]
+    configs += [] if quick else [kernel.Config(tokens=8), kernel.Config(rows=32, warps=2)]
     for config in configs:
         name = " ".join(f"{key}={value}" for key, value in vars(config).items())
         report.attempt(name, lambda n=name, c=config: check_scan(report, n, 61, 2, 4, torch.float32, config=c))
     report.attempt("documents", lambda: check_documents(report))
     report.attempt("halves", lambda: check_halves(report))
     report.attempt("evaluation", lambda: check_evaluation(report))
-    report.attempt("baseline", lambda: check_every_state(report))
-    report.attempt("elementwise", lambda: check_elementwise(report))
     torch.use_deterministic_algorithms(False)
 
 
 def limit(dtype: torch.dtype, its: float, config: kernel.Config | None = None) -> float:
     """By what the same arithmetic in bf16 loses: fp32 has 8 bits more in its products, the hardware's tanh 3, bf16 none."""
-    loose = config is not None and config.exact is False
-    return its / 5 if loose else its / 50 if dtype == torch.float32 else max(2 * its, 4e-3)
+    if dtype == torch.bfloat16:
+        return max(2 * its, 4e-3)
+    return its / 5 if config is not None and config.exact is False else its / 50
 
 
 def check_scan(
@@ -308,19 +309,27 @@ def row(report: Report, name: str, t: SimpleNamespace, b: int, s: int, h: int = 
     )  # fmt: skip
 
 
+def time_both(report: Report) -> None:
+    """Ours, the obvious kernel and the torch loop, one after the other."""
+    time_recurrence(report, B, S)
+    time_every_state(report)
+    report.attempt("torch loop", lambda: time_loop(report))
+
+
 def time_recurrence(report: Report, b: int, s: int) -> None:
-    row(report, f"ours b{b} s{s}", both(lambda *t: kernel.scan(*t)[0], inputs(s, b)), b, s)
+    name = f"ours b{b} s{s}"
+    if report.sound(name, lambda: check_scan(report, f"{name}, 61 of them", 61, b, H, torch.bfloat16)):
+        row(report, name, both(lambda *t: kernel.scan(*t)[0], inputs(s, b)), b, s)
 
 
-def sweep(report: Report) -> None:
-    x = inputs(S, B)
-    for config in CUTS:
-        name = " ".join(f"{key} {value}" for key, value in vars(config).items())
+def title(config: kernel.Config) -> str:
+    return " ".join(f"{key} {value}" for key, value in vars(config).items())
 
-        def work(name=name, config=config):
-            row(report, name, both(lambda *t: kernel.scan(*t, config=config)[0], x), B, S)
 
-        report.attempt(name, work)
+def time_cut(report: Report, config: kernel.Config) -> None:
+    name = title(config)
+    if report.sound(name, lambda: check_scan(report, name, 61, 2, 4, torch.bfloat16, config=config)):
+        row(report, name, both(lambda *t: kernel.scan(*t, config=config)[0], inputs(S, B)), B, S)
 
 
 def compile_all(cuts: Sequence[kernel.Config]) -> None:
@@ -334,6 +343,8 @@ def compile_cut(config: kernel.Config) -> None:
 
 
 def time_every_state(report: Report) -> None:
+    if not report.sound("every state", lambda: check_every_state(report)):
+        return
     x = inputs(S, B)
     for warps in (2, 4, 8):
         t = both(lambda *t, warps=warps: m2rnn_every_state.scan(*t, warps=warps), x)
@@ -361,7 +372,9 @@ def time_xma(report: Report, folder: Path) -> None:
         return m2rnn(*leaves)[0]
 
     wanted = kernel.scan(*x.qkv[..., : 2 * K].split(K, -1), x.qkv[..., 2 * K :].unflatten(-1, (H, V)), x.f, x.w)[0]
-    report.add("rows", name="xma, difference from ours", error=error(forward().transpose(0, 1), wanted))
+    # Its tensors are all bf16, the forget gates too.
+    if not report.sound("xma", lambda: report.check("xma against ours", error(forward().transpose(0, 1), wanted), 0.1)):
+        return
     ahead = timed(forward)
     y = forward()
     back = timed(lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True))
@@ -382,6 +395,8 @@ def time_loop(report: Report, steps: int = 64) -> None:
 
 def time_elementwise(report: Report) -> None:
     """Convolution and gate with norm, in Triton and in plain torch, against the bytes that must move."""
+    if not report.sound("elementwise", lambda: check_elementwise(report)):
+        return
     g = torch.Generator(DEVICE).manual_seed(0)
     c, inner = 2 * K + H * V, H * V
     packed = torch.randn(S, B, c + inner + H, generator=g, device=DEVICE).bfloat16().requires_grad_()
@@ -458,10 +473,14 @@ def time_layer(report: Report) -> None:
         }
 
     plain.load_state_dict(fused.state_dict())
-    found, wanted = graded(fused), graded(plain)
-    for name in found:
-        report.check(f"layer {name}", error(found[name], wanted[name]), 2e-2)
-    del plain, found, wanted
+
+    def check() -> None:
+        found, wanted = graded(fused), graded(plain)
+        for name in found:
+            report.check(f"layer {name}", error(found[name], wanted[name]), 5e-2)
+
+    if not report.sound("layer", check):
+        return
     x = torch.randn(S, B, HIDDEN, device=DEVICE).bfloat16().requires_grad_()
     up = torch.randn_like(x)
     leaves = [x, *fused.parameters()]

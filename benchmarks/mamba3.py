@@ -5,22 +5,23 @@
 First the kernels against blocks/mamba3/naive.py in fp64: |x - reference| / |reference| of the output and of every gradient;
 uninitialised memory is NaN. Then whole mixers, projections included, hidden 3584, sequence 4096: ours (its input norm
 included) for rank 1 and 4, Megatron's Mamba-2 mixer (the same), and with --released mamba-ssm's own Mamba-3 module (no norm in
-it), rank 1 only, since its rank-4 kernels need TileLang; its first call tunes itself for minutes. A time is a median over
-CUDA events over rotating inputs. `floor` is the larger of bytes / 4.3 TB/s and FLOPs / 750 TFLOP/s, of the projections,
-the scan at its chunk, and each tensor between them once each way.
+it); its first call tunes itself for minutes, and its rank 4 needs TileLang and one group. A time is a median over CUDA events over
+rotating inputs, the host's is of one step without waiting for the GPU. `floor` is the larger of bytes / 4.3 TB/s and FLOPs /
+750 TFLOP/s, of the projections, the scan at its chunk, and each tensor between them once each way.
+
+Each part runs in a process of its own, so that what crashes ends nothing else; ours are timed only where they are right; the file is
+whole after every step.
 """
 
 import argparse
-import json
 import os
 import statistics
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.report import Report
 from nam_megatron.blocks.mamba3 import kernel, naive
 from nam_megatron.blocks.mamba3.naive import Shape, State, Weights
 
@@ -299,12 +301,12 @@ class Megatron:
         ).cuda()  # fmt: skip
 
 
-def released(groups: int) -> torch.nn.Module:
-    """mamba-ssm's module, SISO, at NAM56R's sizes."""
+def released(groups: int, rank: int = 1) -> torch.nn.Module:
+    """mamba-ssm's module at NAM56R's sizes, with the chunk that it recommends."""
     from mamba_ssm.modules.mamba3 import Mamba3
 
-    sizes = dict(d_state=SISO.state_dim, expand=2, headdim=SISO.head_dim, ngroups=groups, chunk_size=64)
-    return Mamba3(HIDDEN, **sizes, device="cuda", dtype=torch.bfloat16)
+    sizes = dict(d_state=SISO.state_dim, expand=2, headdim=SISO.head_dim, ngroups=groups, chunk_size=64 // rank)
+    return Mamba3(HIDDEN, **sizes, is_mimo=rank > 1, mimo_rank=rank, device="cuda", dtype=torch.bfloat16)
 
 
 def released_errors(module: torch.nn.Module, s: int = 512) -> tuple[dict[str, float], dict[str, float]]:
@@ -431,58 +433,50 @@ def compile_all(cases: list[Case], with_released: bool) -> None:
 # The sitting ---------------------------------------------------------------------------------------------------------
 
 
-class Sitting:
-    """What has been found so far, written after every step; nothing starts once the time is up."""
-
-    def __init__(self, out: Path, seconds: float):
-        self.out, self.end = out, time.monotonic() + seconds
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-        self.data: dict[str, Any] = {
-            "device": device,
-            "torch": torch.__version__,
-            "hidden": HIDDEN,
-            "sequence": SEQUENCE,
-        }
-        self.save()
-
-    def save(self) -> None:
-        self.out.write_text(json.dumps(self.data, indent=1) + "\n")
-
-    def add(self, part: str, **entry: Any) -> None:
-        self.data.setdefault(part, []).append(entry)
-        self.save()
-
-    def attempt(self, name: str, step: Callable[[], None]) -> None:
-        if time.monotonic() > self.end:
-            say(f"{name}: no time left")
-            return
-        try:
-            step()
-        except Exception as cause:
-            say(f"{name}: FAILED {type(cause).__name__}: {str(cause)[:400]}", *traceback.format_exc().splitlines()[-6:])
-            self.add("failed", name=name, cause=f"{type(cause).__name__}: {str(cause)[:400]}")
-            torch.cuda.empty_cache()
-
-
 def say(*lines: str) -> None:
     print(*lines, sep="\n", flush=True)
 
 
-def check(sitting: Sitting, case: Case) -> None:
-    def step() -> None:
-        found = errors(case)
-        name, worst = max(found.items(), key=lambda item: item[1] if item[1] == item[1] else float("inf"))
-        verdict = "PASS" if worst < case.limit else "FAIL"
-        say(f"{verdict} {worst:.1e} ({name}; limit {case.limit:.0e}, y {found['y']:.1e}) {case}")
-        if verdict == "FAIL":
-            say("     " + " ".join(f"{n} {e:.1e}" for n, e in found.items()))
-        sitting.add("checks", case=str(case), limit=case.limit, verdict=verdict, errors=found)
+def check(report: Report, case: Case) -> None:
+    found = errors(case)
+    name, worst = max(found.items(), key=lambda item: item[1] if item[1] == item[1] else float("inf"))
+    verdict = "PASS" if worst < case.limit else "FAIL"
+    say(f"{verdict} {worst:.1e} ({name}; limit {case.limit:.0e}, y {found['y']:.1e}) {case}")
+    if verdict == "FAIL":
+        say("     " + " ".join(f"{n} {e:.1e}" for n, e in found.items()))
+    report.keep("checks", name=str(case), limit=case.limit, verdict=verdict, errors=found)
 
-    sitting.attempt(str(case), step)
+
+def check_all(report: Report, cases: list[Case]) -> None:
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    for case in cases:
+        report.attempt(str(case), partial(check, report, case))
+    whole = cases[0]
+    if not whole.documents:
+        report.attempt(
+            "pieces", lambda: say(f"in pieces, {whole}: " + " ".join(f"{n} {e:.1e}" for n, e in halves(whole).items()))
+        )
+
+
+def small(case: Case) -> Case:
+    """Of the same kernels, few enough tokens for naive.py."""
+    return replace(case, s=203, b=1)
+
+
+def profile(report: Report, case: Case) -> None:
+    name = f"kernels of {case}, {case.launch or kernel.Launch()}"
+    if not report.sound(name, lambda: check(report, small(case))):
+        return
+    found = kernel_times(case)
+    say(f"{name}: {sum(found.values()):.2f} ms")
+    say("   " + "  ".join(f"{n} {t:.3f}" for n, t in found.items() if t > 0.004))
+    launch = (case.launch or kernel.Launch())._asdict()
+    report.keep("kernels", rank=case.shape.rank, chunk=case.chunk, batch=case.b, launch=launch, ms=found)
 
 
 def row(
-    sitting: Sitting, name: str, module: Callable[[], torch.nn.Module], batch: int, repetitions: int, **more: Any
+    report: Report, name: str, module: Callable[[], torch.nn.Module], batch: int, repetitions: int, **more: Any
 ) -> None:
     floor = more.pop("floor", None)
 
@@ -493,91 +487,88 @@ def row(
         text += f"  kept {found['kept_gib']:5.2f} peak {found['peak_gib']:5.2f} GiB"
         text += f"  floor {floor['forward']:.2f} / {floor['both']:.2f} ms" if floor else ""
         say(f"{text}  ({time.monotonic() - start:.0f} s)")
-        sitting.add("rows", name=name, batch=batch, floor=floor, **found)
-        torch.cuda.empty_cache()
+        report.keep("rows", name=name, batch=batch, floor=floor, **found)
 
-    sitting.attempt(name, step)
-
-
-def profile(sitting: Sitting, case: Case) -> None:
-    def step() -> None:
-        found = kernel_times(case)
-        say(f"kernels of {case}, {case.launch or kernel.Launch()}: {sum(found.values()):.2f} ms")
-        say("   " + "  ".join(f"{n} {t:.3f}" for n, t in found.items() if t > 0.004))
-        launch = (case.launch or kernel.Launch())._asdict()
-        sitting.add("kernels", rank=case.shape.rank, chunk=case.chunk, batch=case.b, launch=launch, ms=found)
-
-    sitting.attempt(f"{case} {case.launch}", step)
+    report.attempt(f"{name} batch {batch}", step)
 
 
-def main() -> int:
+def ours(report: Report, name: str, shape: Shape, chunk: int, repetitions: int) -> None:
+    if not report.sound(name, lambda: check(report, Case(shape, chunk, 203))):
+        return
+    megatron = Megatron()
+    for batch in (1, 4):
+        module = partial(megatron.mamba3, shape, chunk)
+        row(report, name, module, batch, repetitions, floor=floors(shape, chunk, batch))
+    again = partial(megatron.mamba3, shape, chunk, "in_proj")
+    row(report, f"{name}, in_proj computed again", again, 4, repetitions)
+
+
+def mamba2_rows(report: Report, heads: int, state: int, repetitions: int) -> None:
+    for batch in (1, 4):
+        row(report, f"Mamba-2 {heads} heads state {state} groups 8", partial(mamba2, heads, state), batch, repetitions)
+
+
+def released_rows(report: Report, groups: int, rank: int, repetitions: int) -> None:
+    name = f"mamba-ssm 2.3.2.post1 Mamba-3 {'SISO' if rank == 1 else f'MIMO rank {rank}'} groups {groups}"
+    for batch in (1, 4):
+        row(report, name, partial(released, groups, rank), batch, repetitions, batch_first=True)
+
+
+def compare(report: Report) -> None:
+    for whose, each in zip(("mamba-ssm", "ours"), released_errors(released(8)), strict=True):
+        say(f"errors of {whose:9s} " + " ".join(f"{n} {e:.1e}" for n, e in each.items()))
+        report.keep("errors", whose=whose, errors=each)
+
+
+def host(report: Report) -> None:
+    report.data["host"] = {
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "hidden": HIDDEN, "sequence": SEQUENCE,
+    }  # fmt: skip
+    report.save()
+
+
+LAYERS = {
+    "Mamba-3 SISO groups 1": (SISO._replace(groups=1), 64),
+    "Mamba-3 SISO groups 8": (SISO, 64),
+    "Mamba-3 MIMO rank 4 groups 1": (NAM56R._replace(groups=1), 16),
+    "Mamba-3 MIMO rank 4 groups 8": (NAM56R, 16),
+}
+
+
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--quick", action="store_true", help="fewer checks and repetitions")
     parser.add_argument("--sweep", action="store_true", help="times of each kernel under several launches")
     parser.add_argument("--released", action="store_true", help="mamba-ssm's module too")
     parser.add_argument("--seconds", type=float, default=600, help="start nothing after this")
-    given = parser.parse_args()
-    torch.use_deterministic_algorithms(False)
-    sitting = Sitting(given.out, given.seconds)
-    repetitions = 10 if given.quick else 30
+    given = parser.parse_args(argv)
+    report, repetitions = Report(given.out, given.seconds), 10 if given.quick else 30
 
     main_cases = [Case(shape, chunk, SEQUENCE, b) for shape, chunk in ((SISO, 64), (NAM56R, 16)) for b in (1, 4)]
     tried = list(sweep()) if given.sweep else []
     checked = CASES[::4] if given.quick else CASES
-    start = time.monotonic()
-    sitting.attempt("compiling", lambda: compile_all([*main_cases, *tried, *checked], given.released))
-    say(f"compiled in {time.monotonic() - start:.0f} s")
-
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    for case in checked:
-        check(sitting, case)
-    for case in (Case(SMALL, 16, 203, 2), Case(SMALL._replace(rank=1), 64, 203, 2)):
-        say(f"in three pieces, {case}: " + " ".join(f"{n} {e:.1e}" for n, e in halves(case).items()))
-    torch.use_deterministic_algorithms(False)
-
-    for case in main_cases:
-        profile(sitting, case)
-    sitting.attempt("our layers", lambda: rows(sitting, repetitions))
-    for case in tried:
-        profile(sitting, case)
-    sitting.attempt("other layers", lambda: others(sitting, repetitions, given.released))
-    return 1 if any(c["verdict"] == "FAIL" for c in sitting.data.get("checks", [])) or "failed" in sitting.data else 0
-
-
-def rows(sitting: Sitting, repetitions: int) -> None:
-    megatron = Megatron()
-    for batch in (1, 4):
-        for name, shape, chunk in (
-            ("Mamba-3 SISO groups 1", SISO._replace(groups=1), 64),
-            ("Mamba-3 SISO groups 8", SISO, 64),
-            ("Mamba-3 MIMO rank 4 groups 8", NAM56R, 16),
-        ):
-            floor = floors(shape, chunk, batch)
-            row(sitting, name, partial(megatron.mamba3, shape, chunk), batch, repetitions, floor=floor)
-    again = partial(megatron.mamba3, NAM56R, 16, "in_proj")
-    row(sitting, "Mamba-3 MIMO, in_proj computed again", again, 4, repetitions)
-
-
-def others(sitting: Sitting, repetitions: int, with_released: bool) -> None:
-    megatron = Megatron()
+    wanted = [*main_cases, *(Case(shape, chunk, SEQUENCE, 1) for shape, chunk in LAYERS.values()), *tried]
+    report.apart("host", partial(host, report))
+    report.apart("compiling", partial(compile_all, [*wanted, *map(small, wanted), *checked], given.released))
+    for name, (shape, chunk) in LAYERS.items():
+        report.apart(name, partial(ours, report, name, shape, chunk, repetitions))
     for heads, state in ((56, 64), (112, 128)):
-        for batch in (1, 4):
-            name = f"Mamba-2 {heads} heads state {state} groups 8"
-            row(sitting, name, partial(megatron.mamba2, heads, state), batch, repetitions)
-    if with_released:
-        name = "mamba-ssm 2.3.2.post1 Mamba-3 SISO groups "
-        for groups, batch in ((8, 1), (8, 4), (1, 1)):
-            row(sitting, f"{name}{groups}", partial(released, groups), batch, repetitions, batch_first=True)
-        sitting.attempt("errors beside mamba-ssm's", partial(compare, sitting))
-
-
-def compare(sitting: Sitting) -> None:
-    for whose, each in zip(("mamba-ssm", "ours"), released_errors(released(8)), strict=True):
-        say(f"errors of {whose:9s} " + " ".join(f"{n} {e:.1e}" for n, e in each.items()))
-        sitting.add("errors", whose=whose, errors=each)
+        report.apart(f"Mamba-2 {heads} heads", partial(mamba2_rows, report, heads, state, repetitions))
+    if given.released:
+        report.apart("errors beside mamba-ssm's", partial(compare, report))
+        for groups, rank in ((1, 1), (8, 1), (1, 4)):
+            report.apart(
+                f"mamba-ssm groups {groups} rank {rank}", partial(released_rows, report, groups, rank, repetitions)
+            )
+    for case in (*main_cases, *tried):
+        report.apart(f"kernels of {case} {case.launch}", partial(profile, report, case))
+    for rank in (1, 2, 4):
+        cases = [case for case in checked if case.shape.rank == rank]
+        if cases:
+            report.apart(f"checks of rank {rank}", partial(check_all, report, cases))
+    return report.end()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -5,9 +5,12 @@ import json
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
+
+GRACE = 30.0  # seconds for what runs when the time is up, before it is killed
 
 
 class Report:
@@ -17,13 +20,19 @@ class Report:
         self.path, self.until = path, time.monotonic() + seconds
         self.data: dict = {"host": {}, "checks": [], "rows": [], "sweep": [], "failed": []}
 
+    def keep(self, part: str, **entry) -> None:
+        self.data.setdefault(part, []).append(entry)
+        self.save()
+
+    def save(self) -> None:
+        if self.path:
+            self.path.write_text(json.dumps(self.data, indent=1) + "\n")
+
     def add(self, part: str, **entry) -> None:
-        self.data[part].append(entry)
         name, *rest = entry.items()
         words = [f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in rest]
         print(f"{part[:6]:6} {name[1]:54}", *words, flush=True)
-        if self.path:
-            self.path.write_text(json.dumps(self.data, indent=1) + "\n")
+        self.keep(part, **entry)
 
     def check(self, name: str, ours: float, limit: float, reference: float | None = None) -> None:
         verdict = "PASS" if ours <= limit else "FAIL"  # NaN fails
@@ -43,3 +52,41 @@ class Report:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+    def sound(self, name: str, check: Callable[[], object]) -> bool:
+        """Whether all passes that `check` checks: what is wrong is not timed."""
+        first = len(self.data["checks"])
+        check()
+        bad = [c["name"] for c in self.data["checks"][first:] if c["verdict"] != "PASS"]
+        if bad:
+            self.add("failed", name=name, why=f"not timed: {', '.join(bad)} failed")
+        return not bad
+
+    def apart(self, name: str, work: Callable[[], object]) -> None:
+        """`attempt` in a process of its own, so that a crash or an illegal address ends nothing else.
+
+        The process is a fork and reports through the file; the GPU must not have been used before, nor be used here.
+        """
+        assert self.path and not torch.cuda.is_initialized()
+        self.save()
+        if time.monotonic() > self.until:
+            self.add("failed", name=name, why="no time left")
+            return
+        process = get_context("fork").Process(target=self.attempt, args=(name, work))
+        process.start()
+        process.join(self.until + GRACE - time.monotonic())
+        if process.is_alive():
+            process.kill()
+            process.join()
+        self.data = json.loads(self.path.read_text())
+        if process.exitcode:
+            self.add("failed", name=name, why=f"its process ended with {process.exitcode}")
+
+    def end(self) -> int:
+        """Prints what went wrong; the exit code."""
+        bad = [c["name"] for c in self.data["checks"] if c["verdict"] != "PASS"]
+        print(
+            f"{len(self.data['checks'])} checks, {len(bad)} failed: {bad}; {len(self.data['failed'])} not run",
+            flush=True,
+        )
+        return 1 if bad or self.data["failed"] else 0

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ import kernels
 import ladder
 import measure
 import peak_memory
+import report
 import stock
 import throughput
 
@@ -210,3 +212,47 @@ def test_stock_is_compared_step_by_step():
     assert found["grad norm"]["largest difference, stock"] == 0.25
     assert found["lm loss"]["largest difference, again"] == 0.0
     assert "   3    3.000000    3.500000   -5.00e-01\n" in stock.text(found)
+
+
+# Records of kernel benchmarks ----------------------------------------------------------------------------------------------------
+
+
+def test_what_crashes_ends_its_own_part_alone(tmp_path, capfd):
+    book = report.Report(tmp_path / "rows.json", seconds=60.0)
+
+    def timed(name: str, error: float) -> None:
+        if book.sound(name, lambda: book.check(f"{name} y", error, 1e-2)):
+            book.add("rows", name=name, ms=1.0)
+
+    def crash() -> None:
+        timed("before the crash", 0.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    book.apart("right", lambda: timed("right", 1e-3))
+    book.apart("crash", crash)
+    book.apart("raises", lambda: timed("raises", [][0]))
+    book.apart("wrong", lambda: timed("wrong", float("nan")))
+    book.apart("last", lambda: timed("last", 0.0))
+    written = json.loads((tmp_path / "rows.json").read_text())
+    assert written == book.data
+    assert [row["name"] for row in written["rows"]] == ["right", "before the crash", "last"]
+    why = {entry["name"]: entry["why"] for entry in written["failed"]}
+    assert why == {
+        "crash": f"its process ended with -{signal.SIGKILL.value}",
+        "raises": "IndexError: list index out of range",
+        "wrong": "not timed: wrong y failed",
+    }
+    assert book.end() == 1
+    assert "before the crash" in capfd.readouterr().out
+
+
+def test_no_part_outlives_the_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "GRACE", 0.2)
+    book, begin = report.Report(tmp_path / "rows.json", seconds=0.5), time.monotonic()
+    book.apart("long", lambda: time.sleep(60))
+    book.apart("late", lambda: book.add("rows", name="late"))
+    assert time.monotonic() - begin < 20
+    assert [(entry["name"], entry["why"]) for entry in book.data["failed"]] == [
+        ("long", f"its process ended with -{signal.SIGKILL.value}"),
+        ("late", "no time left"),
+    ]

@@ -30,7 +30,7 @@ _EXACT_TANH = tl.constexpr(
 class Config:
     """How the kernels are cut. Chosen from measurements (benchmarks/m2rnn_h200.json), not tuned at run time.
 
-    rows: of the state that a program owns. tokens: between two states kept for the backward pass; as many are unrolled.
+    rows: of the state that a program owns. tokens: between two states kept for the backward pass, 2, 4 or 8; as many are unrolled.
     exact: tanh to 3e-7 (absolute) from 2^x and 1/x; else the hardware's own, to 5e-4 (relative). None: exact for fp32 inputs.
     """
 
@@ -79,25 +79,67 @@ def _matmul(x, hi, lo, acc):
 
 
 @triton.jit
-def _load(p, at, index, ok):
-    return tl.load(p + at + index, mask=ok, other=0.0)
+def _times_input(x, y, acc):
+    """acc + x y, for fp32 x and y of the inputs' type, nearly exact."""
+    if y.dtype == tl.bfloat16:
+        hi, lo = _split(x)
+        acc = tl.dot(hi, y, acc)
+        return tl.dot(lo, y, acc)
+    else:
+        hi, lo = _split(y)
+        return _matmul(x, hi, lo, acc)
+
+
+@triton.jit
+def _input_times(x, y, acc):
+    """acc + x y, for x of the inputs' type and y, which is rounded to bf16 where x is bf16."""
+    if x.dtype == tl.bfloat16:
+        return tl.dot(x, y.to(tl.bfloat16), acc)
+    else:
+        hi, lo = _split(y)
+        return _matmul(x, hi, lo, acc)
 
 
 @triton.jit
 def _step(h, kt, vt, ft, w_hi, w_lo, EXACT: tl.constexpr):
-    """(z, next h). Past the end k and v are 0 and f is 1, which leaves h as it is."""
+    """(z, next h)."""
     kt = kt.to(tl.float32) * (_C if EXACT else 1.0)
     z = _tanh(_matmul(h, w_hi, w_lo, kt[:, None] * vt.to(tl.float32)[None, :]), EXACT)
     return z, (1 - ft) * z + ft * h
 
 
 @triton.jit
-def _fetch(p):
-    """Ask the L2 for what the addresses `p` hold, and do not wait."""
-    if _ASSEMBLY:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [p], dtype=tl.int32, is_pure=False, pack=1
-        )
+def _token(t, length):
+    """t; past the end the last token instead."""
+    return tl.maximum(tl.minimum(t, length - 1), 0)
+
+
+@triton.jit
+def _vectors(p, start, length, stride, index, TOKENS: tl.constexpr):
+    """Of each token of a block, its numbers at `index`."""
+    xs = ()
+    for u in tl.static_range(TOKENS):
+        xs = xs + (tl.load(p + _token(start + u, length) * stride + index),)
+    return xs
+
+
+@triton.jit
+def _columns(p, start, length, stride, index):
+    """The same as the columns of a matrix, of which tensor cores take 8."""
+    return tl.load(p + _token(start + tl.arange(0, 8), length)[None, :] * stride + index[:, None])
+
+
+@triton.jit
+def _load_state(p, ROWS: tl.constexpr, V: tl.constexpr):
+    """Rows of a kept state. They lie in memory as a warp holds an accumulator in its registers, so that nothing moves between lanes."""
+    x = tl.reshape(tl.load(p + tl.arange(0, ROWS * V)), (ROWS // 8, V // 16, 8, 4, 2, 2))
+    return tl.reshape(tl.permute(x, (0, 2, 1, 4, 3, 5)), (ROWS, V))
+
+
+@triton.jit
+def _keep_state(p, h, ROWS: tl.constexpr, V: tl.constexpr):
+    x = tl.permute(tl.reshape(h, (ROWS // 8, 8, V // 16, 2, 4, 2)), (0, 2, 1, 4, 3, 5))
+    tl.store(p + tl.arange(0, ROWS * V), tl.reshape(x, (ROWS * V,)))
 
 
 @triton.jit
@@ -119,7 +161,9 @@ def _span(cu, n, tokens, TOKENS: tl.constexpr):
         return tokens * 0, tokens, n, n * tl.cdiv(tokens, TOKENS)
     else:
         first = tl.load(cu + n)
-        return first, tl.load(cu + n + 1) - first, n * 0, first // TOKENS + n
+        length = tl.load(cu + n + 1) - first
+        # A last document without tokens begins past the end.
+        return tl.minimum(first, tokens - 1), length, n * 0, first // TOKENS + n
 
 
 @triton.jit
@@ -141,42 +185,30 @@ def _forward(
     tile = rows[:, None] * V + cols[None, :]
     own = (n.to(tl.int64) * heads + head) * K * V
     if states is not None:
-        states += (block.to(tl.int64) * heads + head) * K * V
+        states += (block.to(tl.int64) * heads + head) * K * V + part * ROWS * V
     w_hi, w_lo = _split_once(tl.load(w + head * V * V + square + cols[None, :]) * (_C if EXACT else 1.0))
     h = tl.load(h0 + own + tile) if h0 is not None else tl.zeros((ROWS, V), tl.float32)
 
     # Inputs are loaded one block ahead, into registers.
-    now = ()
-    for u in tl.static_range(TOKENS):
-        ok = u < length
-        now = now + (
-            (
-                _load(q, u * q_token, rows, ok),
-                _load(k, u * k_token, rows, ok),
-                _load(v, u * v_token, cols, ok),
-                tl.load(f + u * f_token, mask=ok, other=1.0),
-            ),
-        )
+    qs, ks = _vectors(q, 0, length, q_token, rows, TOKENS), _vectors(k, 0, length, k_token, rows, TOKENS)
+    vs, fs = _vectors(v, 0, length, v_token, cols, TOKENS), _vectors(f, 0, length, f_token, 0, TOKENS)
     for start in range(0, length, TOKENS):
         if states is not None:
-            tl.store(states + tile, h)
+            _keep_state(states, h, ROWS, V)
             states += heads * K * V
-        ahead, ys = (), ()
+        after = start + TOKENS
+        q_next = _vectors(q, after, length, q_token, rows, TOKENS)
+        k_next = _vectors(k, after, length, k_token, rows, TOKENS)
+        v_next, f_next = (
+            _vectors(v, after, length, v_token, cols, TOKENS),
+            _vectors(f, after, length, f_token, 0, TOKENS),
+        )
+        ys = ()
         for u in tl.static_range(TOKENS):
-            qt, kt, vt, ft = now[u]
-            _, h = _step(h, kt, vt, ft, w_hi, w_lo, EXACT)
-            ys = ys + (tl.sum(qt.to(tl.float32)[:, None] * h, 0),)
-            t = start + TOKENS + u
-            ok = t < length
-            ahead = ahead + (
-                (
-                    _load(q, t * q_token, rows, ok),
-                    _load(k, t * k_token, rows, ok),
-                    _load(v, t * v_token, cols, ok),
-                    tl.load(f + t * f_token, mask=ok, other=1.0),
-                ),
-            )
-        now = ahead
+            ft = tl.where(start + u < length, fs[u], 1.0)  # past the end the state stays
+            _, h = _step(h, ks[u], vs[u], ft, w_hi, w_lo, EXACT)
+            ys = ys + (tl.sum(qs[u].to(tl.float32)[:, None] * h, 0),)
+        qs, ks, vs, fs = q_next, k_next, v_next, f_next
         # One store of a block: each would cost a way through shared memory and a barrier.
         t = start + tl.arange(0, TOKENS)
         tl.store(y + t[None, :] * y_token + cols[:, None], _stack(ys, TOKENS), mask=(t < length)[None, :])
@@ -188,8 +220,7 @@ def _backward(
     q, k, v, f, w, states, cu, dy, dlast, dq, dk, dv, df, dw, dh0,
     tokens, q_token, q_batch, k_token, k_batch, v_token, v_batch, f_token, f_batch, y_token, y_batch,
     k_head, dk_token, dk_batch, v_part, df_part, df_token, df_batch,
-    K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    EXACT: tl.constexpr, SPLIT: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     part, head, n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
@@ -207,58 +238,66 @@ def _backward(
     df += part.to(tl.int64) * df_part + batch * df_batch + first * df_token + head
     tile = rows[:, None] * V + cols[None, :]
     own = (n.to(tl.int64) * heads + head) * K * V
-    blocks = tl.cdiv(length, TOKENS)
-    states += ((block.to(tl.int64) + blocks) * heads + head) * K * V
+    start = (tl.cdiv(length, TOKENS) - 1) * TOKENS
+    states += ((block.to(tl.int64) + tl.maximum(start, 0) // TOKENS) * heads + head) * K * V + part * ROWS * V
     wt = tl.load(w + head * V * V + square + cols[None, :])
     w_hi, w_lo = _split_once(wt * (_C if EXACT else 1.0))
     back_hi, back_lo = _split_once(tl.trans(wt))
     carry = tl.load(dlast + own + tile) if dlast is not None else tl.zeros((ROWS, V), tl.float32)
     dw_sum = tl.zeros((V, V), tl.float32)
+    few, no_rows, no_cols = tl.arange(0, 8), tl.zeros((ROWS, 8), tl.float32), tl.zeros((V, 8), tl.float32)
 
-    for index in range(0, blocks):
-        start = (blocks - 1 - index) * TOKENS
-        states -= heads * K * V
-        h = tl.load(states + tile)
-        # The next block, which registers have no room for.
-        t = tl.minimum(tl.maximum(start - TOKENS, 0) + tl.arange(0, TOKENS), length - 1)
-        _fetch(q + t * q_token + part * ROWS)
-        _fetch(k + t * k_token + part * ROWS)
-        _fetch(v + t * v_token)
-        _fetch(f + t * f_token)
-        _fetch(dy + t * y_token)
-        _fetch(states - tl.minimum(start, 1) * heads * K * V + rows * V)
-        before, zs = (), ()
+    # An input is loaded for the next block as soon as it has served this one: no copies, and the loads have the rest of the block's time.
+    h = _load_state(states, ROWS, V)
+    ks, vs = _vectors(k, start, length, k_token, rows, TOKENS), _vectors(v, start, length, v_token, cols, TOKENS)
+    fs = _vectors(f, start, length, f_token, 0, TOKENS)
+    k_cols, v_cols = _columns(k, start, length, k_token, rows), _columns(v, start, length, v_token, cols)
+    dy_cols = _columns(dy, start, length, y_token, cols)
+    for _ in range(0, tl.cdiv(length, TOKENS)):
+        qs, dys = _vectors(q, start, length, q_token, rows, TOKENS), _vectors(dy, start, length, y_token, cols, TOKENS)
+        before, gates, zs = (), (), ()
         for u in tl.static_range(TOKENS):
-            t = start + u
-            ok = t < length
-            before = before + (h,)
-            kt, vt = _load(k, t * k_token, rows, ok), _load(v, t * v_token, cols, ok)
-            z, h = _step(h, kt, vt, tl.load(f + t * f_token, mask=ok, other=1.0), w_hi, w_lo, EXACT)
+            ft = tl.where(start + u < length, fs[u], 1.0)
+            before, gates = before + (h,), gates + (ft,)
+            z, h = _step(h, ks[u], vs[u], ft, w_hi, w_lo, EXACT)
             zs = zs + (z,)
+        earlier = tl.maximum(start - TOKENS, 0)
+        states -= tl.where(start > 0, heads * K * V, 0)
+        h_next = _load_state(states, ROWS, V)
+        ks, vs = (
+            _vectors(k, earlier, length, k_token, rows, TOKENS),
+            _vectors(v, earlier, length, v_token, cols, TOKENS),
+        )
+        fs = _vectors(f, earlier, length, f_token, 0, TOKENS)
+
+        # Sums over rows or columns: products with the vectors of all the block's tokens, of which one column is kept.
+        dqs, dks, dvs, dfs = no_rows, no_rows, no_cols, tl.zeros((8,), tl.float32)
         for u in tl.static_range(TOKENS - 1, -1, -1):
-            t = start + u
-            ok = t < length
-            qt, kt = _load(q, t * q_token, rows, ok).to(tl.float32), _load(k, t * k_token, rows, ok).to(tl.float32)
-            vt, dyt = _load(v, t * v_token, cols, ok).to(tl.float32), _load(dy, t * y_token, cols, ok).to(tl.float32)
-            ft = tl.load(f + t * f_token, mask=ok, other=1.0)
-            prev, z = before[u], zs[u]
-            dh = carry + qt[:, None] * dyt[None, :]
+            ft, prev, z = gates[u], before[u], zs[u]
+            qt = tl.where(start + u < length, qs[u].to(tl.float32), 0.0)
+            dh = carry + qt[:, None] * dys[u].to(tl.float32)[None, :]
             dx = (1 - ft) * (1 - z * z) * dh
             carry = _matmul(dx, back_hi, back_lo, ft * dh)
-            tl.store(df + t * df_token, tl.sum(dh * (prev - z)), mask=ok)
-            tl.store(dq + t * dk_token + rows, tl.sum(h * dyt[None, :], 1), mask=ok)
-            tl.store(dk + t * dk_token + rows, tl.sum(dx * vt[None, :], 1), mask=ok)
-            tl.store(dv + t * y_token + cols, tl.sum(dx * kt[:, None], 0), mask=ok)
-            if SPLIT:
-                dx_hi, dx_lo = _split(dx)
-                dw_sum = _matmul(tl.trans(prev), dx_hi, dx_lo, dw_sum)
-            else:
-                dw_sum = tl.dot(tl.trans(prev).to(tl.bfloat16), dx.to(tl.bfloat16), dw_sum)
+            dqs = tl.where(few[None, :] == u, _times_input(h, dy_cols, no_rows), dqs)
+            dks = tl.where(few[None, :] == u, _times_input(dx, v_cols, no_rows), dks)
+            dx_t = tl.trans(dx.to(k_cols.dtype))
+            dvs = tl.where(few[None, :] == u, _input_times(dx_t, k_cols, no_cols), dvs)
+            dfs = tl.where(few == u, tl.sum(dh * (prev - z)), dfs)
+            dw_sum = _input_times(dx_t, prev, dw_sum)
             h = prev
+        t = start + few
+        ok = (few < TOKENS) & (t < length)
+        tl.store(dq + t[None, :] * dk_token + rows[:, None], dqs, mask=ok[None, :])
+        tl.store(dk + t[None, :] * dk_token + rows[:, None], dks, mask=ok[None, :])
+        tl.store(dv + t[None, :] * y_token + cols[:, None], dvs, mask=ok[None, :])
+        tl.store(df + t * df_token, dfs, mask=ok)
+        start, h = earlier, h_next
+        k_cols, v_cols = _columns(k, start, length, k_token, rows), _columns(v, start, length, v_token, cols)
+        dy_cols = _columns(dy, start, length, y_token, cols)
     if dh0 is not None:
         tl.store(dh0 + own + tile, carry)
     dw += ((n.to(tl.int64) * tl.num_programs(0) + part) * heads + head) * V * V
-    tl.store(dw + square + cols[None, :], dw_sum)
+    tl.store(dw + cols[None, :] * V + tl.arange(0, V)[:, None], dw_sum)
 
 
 class _Scan(torch.autograd.Function):
@@ -276,7 +315,8 @@ class _Scan(torch.autograd.Function):
         _forward[(parts, heads, count)](
             q, k, v, f, w, h0, cu_seqlens, y, states, last,
             tokens, *_steps(q), *_steps(k), *_steps(v), *_steps(f), *_steps(y[0]), y.stride(0),
-            K=depth, V=width, ROWS=config.rows, TOKENS=config.tokens, EXACT=config.exact_for(q), num_warps=config.warps,
+            K=depth, V=width, ROWS=config.rows, TOKENS=config.tokens, EXACT=config.exact_for(q),
+            num_warps=config.warps, num_stages=1,
         )  # fmt: skip
         ctx.save_for_backward(q, k, v, f, w, states, cu_seqlens)
         ctx.config, ctx.given = config, h0 is not None
@@ -302,7 +342,7 @@ class _Scan(torch.autograd.Function):
             tokens, *_steps(q), *_steps(k), *_steps(v), *_steps(f), *_steps(dy),
             dq.stride(0), *_steps(dq[0]), dv.stride(0), df.stride(0), *_steps(df[0]),
             K=depth, V=width, ROWS=config.rows, TOKENS=config.tokens, EXACT=config.exact_for(q),
-            SPLIT=q.dtype == torch.float32, num_warps=config.warps,
+            num_warps=config.warps, num_stages=1,
         )  # fmt: skip
         sums = dq.sum(0).to(q.dtype), dk.sum(0).to(k.dtype), dv.sum(0).to(v.dtype), df.sum(0), dw.sum((0, 1))
         return *sums, dh0, None, None
@@ -331,6 +371,6 @@ def scan(
     assert q.dtype == k.dtype == v.dtype and f.dtype == w.dtype == torch.float32
     assert q.stride(2) == k.stride(2) == v.stride(3) == f.stride(2) == 1 and v.stride(2) == width
     assert w.shape == (heads, width, width) and w.is_contiguous() and (h0 is None or h0.is_contiguous())
-    assert q.size(2) % config.rows == 0 and config.rows >= 16
+    assert q.size(2) % config.rows == 0 and config.rows >= 16 and config.tokens in (2, 4, 8)
     assert cu_seqlens is None or (cu_seqlens.dtype == torch.int32 and v.size(1) == 1)
     return _Scan.apply(q, k, v, f, w, h0, cu_seqlens, config)

@@ -1,0 +1,73 @@
+"""NAM56R as designed, small, trained from its recipe: MLA, DSA with its indexer's loss, experts, Mamba-3, M2RNN and MTP in one model.
+
+All of ours in plain torch (`kernels: naive`), in Megatron's own pretrain() on a CPU.
+"""
+
+import math
+import os
+import time
+from pathlib import Path
+
+import pretend
+import pytest
+from test_train import logged, trained
+
+from nam_megatron import train
+from nam_megatron.argv import argv, plan_json
+from nam_megatron.blocks.mamba3.block import Mamba3
+from nam_megatron.lower import translate
+from nam_megatron.recipe import load
+
+SMALL = {
+    "model": "depth=12 seq_length=32 hidden_size=64 ffn_hidden_size=96 num_attention_heads=4 vocab_size=256",
+    "model.blocks.mla": "kernels=naive q_lora_rank=16 kv_lora_rank=16 qk_head_dim=16 qk_rope_head_dim=8 v_head_dim=16",
+    "model.blocks.dsa": "kernels=naive indexer_heads=4 indexer_head_dim=16 top_k=8 indexer_loss_coeff=0.1",
+    "model.blocks.moe": "experts=4 top_k=2 expert_hidden_size=32 shared_expert_hidden_size=48",
+    "model.blocks.mamba3": "kernels=naive heads=4 head_dim=8 state_dim=16 groups=2",
+    "model.blocks.m2rnn": "kernels=naive k_dim=8 v_dim=4 heads=4",
+    "schedule": "micro_batch_size=2 global_batch_size=4 train_steps=4 decay_steps=4",
+    "optim": "warmup_steps=1 lr=0.01",
+    "data": "workers=0",
+}
+RECIPE = [f"{group}.{word}" for group, words in SMALL.items() for word in words.split()]
+RECIPE.append("model.substitute=[{letter: A, ranks: [1, 2], kind: dsa}]")
+
+
+@pytest.fixture(autouse=True)
+def mamba3_is_built(monkeypatch):
+    """Its recipe may say that the fused layer is not ready; in plain torch it is."""
+    monkeypatch.setattr(Mamba3, "missing", None)
+
+
+def steps(folder: Path, *overrides: str, world: int = 1) -> list[pretend.Rank]:
+    lowering = translate(load("nam56r", [*RECIPE, *overrides]))
+    kinds = {layer.kind for layer in lowering.plan.layers}
+    assert kinds == {"mla", "dsa", "moe", "mamba3", "m2rnn"} and lowering.plan.mtp_depths == 1
+    (folder / "plan.json").write_text(plan_json(lowering))
+
+    def job() -> int:
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        return train.main(["--nam-plan", str(folder / "plan.json"), *argv(lowering)], time.time())
+
+    return pretend.fork(world, job)
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Mamba3, "missing", None)
+        return steps(tmp_path_factory.mktemp("one"), "cluster=h200_1")
+
+
+def test_it_learns_with_every_loss_on(one_rank):
+    losses = trained(one_rank)
+    assert len(losses) == 4 and losses[-1] < losses[0] - 0.05
+    for what in ("mtp_1 loss", "load_balancing_loss", "indexer loss", "grad norm"):
+        found = logged(one_rank, what)
+        assert len(found) == 4 and all(math.isfinite(x) and x > 0 for x in found), what
+
+
+def test_two_tensor_ranks_train_the_same_model(tmp_path, one_rank):
+    """From other random weights, since each rank draws its own: what is the same is how it learns."""
+    ranks = steps(tmp_path, "cluster=h200_2", "parallel.tensor=2", "parallel.sequence=true", world=2)
+    assert trained(ranks) == pytest.approx(trained(one_rank), abs=0.1)
