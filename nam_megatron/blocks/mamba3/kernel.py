@@ -691,6 +691,8 @@ def _keys_kernel(
     L: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Per chunk and group: gradients of B, C, their biases, and of the summed angles."""
+    # Not in tiles of fewer columns than P: one piece of shared memory then holds operands of two swizzles, and ptxas 12.8
+    # took a wrong register for the address of one of them. README.md beside this has the details.
     column = tl.arange(0, HALF)
     group = tl.program_id(1) // SPLITS
     split = tl.program_id(1) % SPLITS
