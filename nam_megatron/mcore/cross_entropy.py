@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
-from triton import knobs
 
+from nam_megatron.blocks.gpu import runs_kernels
 from nam_megatron.errors import Problem, Refused
 
 WARPS = 8
@@ -32,7 +32,7 @@ def provide(models: list[HybridModel]) -> list[HybridModel]:
     Raises:
         Refused: no GPU; Megatron's is not put in its place.
     """
-    if not (torch.cuda.is_available() or knobs.runtime.interpret):
+    if not runs_kernels():
         hint = "set `precision.cross_entropy=compiled`, or `megatron`"
         raise Refused(Problem("the fused cross entropy needs a GPU", "precision.cross_entropy", hint))
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "blocks"))
 
 from benchmarks import dsa as bench
 from nam_megatron.blocks.dsa import kernel
@@ -28,16 +29,9 @@ if INTERPRETED:
 def strict(monkeypatch):
     """Torch's deterministic mode: memory comes filled with NaN, and what is not deterministic raises."""
     if INTERPRETED:
-        import triton.runtime.interpreter as interpreter
+        import interpreter
 
-        patch = interpreter._patch_lang_tensor
-
-        def patch_index(tensor, scope):
-            patch(tensor, scope)
-            # NumPy 2.5 refuses int() of the arrays of one element that Triton 3.6 gives it.
-            scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-        monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_index)
+        interpreter.mend(monkeypatch)
         for name, value in dict(DEVICE="cpu", DTYPE=torch.float32, H=3, R=32, P=16, D=16, K=8).items():
             monkeypatch.setattr(bench, name, value)
         # Several tiles in so few positions.

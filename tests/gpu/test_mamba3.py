@@ -14,6 +14,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "blocks"))
 
 from benchmarks import mamba3 as bench
 from nam_megatron.blocks.mamba3 import kernel
@@ -39,16 +40,9 @@ assert not WHOLE.documents
 def strict(monkeypatch):
     """Torch's deterministic mode: memory comes filled with NaN."""
     if INTERPRETED:
-        import triton.runtime.interpreter as interpreter
+        import interpreter
 
-        patch = interpreter._patch_lang_tensor
-
-        def patch_index(tensor, scope):
-            patch(tensor, scope)
-            # NumPy 2.5 refuses int() of the arrays of one element that Triton 3.6 gives it.
-            scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-        monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_index)
+        interpreter.mend(monkeypatch)
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)

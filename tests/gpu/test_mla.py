@@ -14,6 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "blocks"))
 
 import mla as bench
 
@@ -34,16 +35,9 @@ SMALL_TILES = dict(BM=16, BK=16, BN=32, GROUP=2, programs=6)
 def tiles(monkeypatch):
     """Tiny cases must not fit into one tile."""
     if INTERPRETED:
-        import triton.runtime.interpreter as interpreter
+        import interpreter
 
-        # Triton 3.6 turns arrays of one element into integers as NumPy 2.4 no longer does.
-        patch = interpreter._patch_lang_tensor
-
-        def patched(tensor, scope):
-            patch(tensor, scope)
-            scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-        monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+        interpreter.mend(monkeypatch)
         small = {k: t | {n: v for n, v in SMALL_TILES.items() if n in t} for k, t in kernel.TILES.items()}
         monkeypatch.setattr(kernel, "TILES", small)
 

@@ -37,15 +37,16 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
+from nam_megatron.blocks.gpu import without_gpu
 from nam_megatron.blocks.mla.layer import (
     FusedMLASelfAttention,
     assert_served,
     itself,
     projections,
-    require_gpu,
     weight_of,
 )
 from nam_megatron.blocks.mla.naive import Rope, absorbed_weight
+from nam_megatron.errors import raise_if
 
 # A DSA layer has neither cross attention nor an MLP.
 EMPTY = frozenset(
@@ -67,7 +68,7 @@ def spec(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
         Refused: the fused kernels without a GPU; nothing else is put in their place.
     """
     kernels = plan.recipe.model.blocks.dsa.kernels
-    require_gpu("DSA", "dsa", kernels)
+    raise_if(without_gpu("DSA", "dsa", kernels))
     linear = backend.linear()
     indexer = DSAIndexerSubmodules(
         linear_wq_b=linear, linear_wk=linear, k_norm=backend.layer_norm(), linear_weights_proj=linear

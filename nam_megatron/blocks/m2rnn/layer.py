@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-import triton
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
@@ -30,8 +29,9 @@ from megatron.core.utils import deprecate_inference_params
 from torch import Tensor
 from torch.nn import Parameter
 
+from nam_megatron.blocks.gpu import without_gpu
 from nam_megatron.blocks.m2rnn import naive
-from nam_megatron.errors import Problem, raise_if
+from nam_megatron.errors import raise_if
 
 # As the authors begin: A is uniform in (0, 16), softplus(dt_bias) is uniform in its logarithm.
 A_MAX, DT_MIN, DT_MAX = 16.0, 1e-3, 0.1
@@ -44,11 +44,7 @@ def spec(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
         Refused: the recipe's kernels cannot serve the sizes, or not on this machine.
     """
     block = plan.recipe.model.blocks.m2rnn
-    problems = list(block.unserved())
-    if block.kernels == "fused" and not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
-        hint = "set `model.blocks.m2rnn.kernels=naive` to run it in plain torch"
-        problems.append(Problem("the fused kernels of M2RNN need a GPU", "model.blocks.m2rnn.kernels", hint))
-    raise_if(problems)
+    raise_if([*block.unserved(), *without_gpu("M2RNN", "m2rnn", block.kernels)])
     parts = MambaMixerSubmodules(
         in_proj=backend.column_parallel_layer_norm_linear(), out_proj=backend.row_parallel_linear()
     )

@@ -26,8 +26,8 @@ from megatron.core.transformer.utils import (
     sharded_state_dict_default,
 )
 from torch import Tensor
-from triton import knobs
 
+from nam_megatron.blocks.gpu import without_gpu
 from nam_megatron.blocks.mamba3 import kernel, naive
 from nam_megatron.blocks.mamba3.naive import NORM_EPSILON, Shape, State, Weights
 from nam_megatron.errors import Problem, Refused, raise_if
@@ -44,9 +44,7 @@ def spec(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
         Refused: fused kernels without a GPU, or at sizes that they do not serve; nothing else is put in their place.
     """
     block = plan.recipe.model.blocks.mamba3
-    if block.kernels == "fused" and not (torch.cuda.is_available() or knobs.runtime.interpret):
-        hint = "set `model.blocks.mamba3.kernels=naive` to run it in plain torch"
-        raise Refused(Problem("the fused kernels of Mamba-3 need a GPU", "model.blocks.mamba3.kernels", hint))
+    raise_if(without_gpu("Mamba-3", "mamba3", block.kernels))
     parts = MambaMixerSubmodules(
         in_proj=backend.column_parallel_layer_norm_linear(), out_proj=backend.row_parallel_linear()
     )
@@ -61,9 +59,6 @@ class Mamba3Mixer(MegatronModule):
     heads, groups, angles: of the whole layer; each is spread over tensor ranks, which must divide it. chunk: tokens that the
     fused kernels take at once. recompute: `in_proj` computes the output of the input projection again in the backward pass
     instead of keeping it. d_model: Megatron's hidden size. Other keywords that MambaLayer gives are not used.
-
-    Raises:
-        Refused: sizes or dtypes that the chosen kernels do not serve, context parallelism.
     """
 
     def __init__(
@@ -92,8 +87,9 @@ class Mamba3Mixer(MegatronModule):
         ranks = self.tp_group.size()
         self.shape = Shape(heads // ranks, head_dim, state_dim, groups // ranks, mimo_rank, angles)
         self.parts = self.shape.parts | {"angles": angles // ranks}
-        whole = {"heads": heads, "groups": groups, "angles": angles}
-        raise_if(self._refusals(whole, pg_collection))
+        # The recipe's check has refused all else.
+        assert not any(size % ranks for size in (heads, groups, angles)) and pg_collection.cp.size() == 1
+        assert kernels == "naive" or config.params_dtype in kernel.DTYPES, config.params_dtype
 
         def linear(module: Any, inputs: int, outputs: int, part: str, **more: Any) -> Any:
             own = name and f"{name}.{part}"
@@ -113,20 +109,6 @@ class Mamba3Mixer(MegatronModule):
             tp_comm_buffer_name="fc2",
         )  # fmt: skip
         self._build_weights()
-
-    def _refusals(self, whole: dict[str, int], pg_collection: Any) -> list[Problem]:
-        ranks = self.tp_group.size()
-        problems = [
-            Problem(f"Mamba-3's {size} {name} cannot be spread over {ranks} tensor ranks", "parallel.tensor")
-            for name, size in whole.items()
-            if size % ranks
-        ]
-        if pg_collection.cp.size() > 1:
-            problems.append(Problem("Mamba-3 does not run under context parallelism", "parallel.context"))
-        if self.kernels == "fused" and self.config.params_dtype not in kernel.DTYPES:
-            text = f"Mamba-3's kernels do not serve {self.config.params_dtype}"
-            problems.append(Problem(text, "model.blocks.mamba3.kernels"))
-        return problems
 
     def _build_weights(self) -> None:
         """The parameters of the scan, with mamba-ssm's initial values."""

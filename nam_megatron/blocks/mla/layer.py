@@ -21,11 +21,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
+from nam_megatron.blocks.gpu import interpreted, without_gpu
 from nam_megatron.blocks.mla import naive
 from nam_megatron.blocks.mla.block import low_rank
 from nam_megatron.blocks.mla.cache import LatentCache
 from nam_megatron.blocks.mla.naive import Rope
-from nam_megatron.errors import Problem, Refused
+from nam_megatron.errors import Problem, Refused, raise_if
 
 _NO_CROSS = {"pre_cross_attn_layernorm", "cross_attention", "cross_attn_bda"}
 _NO_MLP = {"pre_mlp_layernorm", "mlp", "mlp_bda"}
@@ -40,7 +41,7 @@ def spec(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
         Refused: the fused kernels without a GPU; nothing else is put in their place.
     """
     block = plan.recipe.model.blocks.mla
-    require_gpu("MLA", "mla", block.kernels)
+    raise_if(without_gpu("MLA", "mla", block.kernels))
     parts = MLASelfAttentionSubmodules(core_attention=backend.core_attention(), **projections(backend, plan))
     params = {"attn_mask_type": AttnMaskType.causal, "kernels": block.kernels}
     layer = TransformerLayerSubmodules(
@@ -49,20 +50,6 @@ def spec(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
         self_attn_bda=get_bias_dropout_add,
     )
     return ModuleSpec(FusedMLALayer, submodules=layer)
-
-
-def require_gpu(title: str, kind: str, kernels: str) -> None:
-    """Raises Refused where a block's fused kernels cannot run: neither a GPU nor Triton's interpreter is there."""
-    if kernels == "fused" and not (torch.cuda.is_available() or _interpreted()):
-        key = f"model.blocks.{kind}.kernels"
-        hint = f"set `{key}=naive` to run it in plain torch"
-        raise Refused(Problem(f"the fused kernels of {title} need a GPU", key, hint))
-
-
-def _interpreted() -> bool:
-    from triton import knobs  # not needed by the stock stack, which imports this file too
-
-    return knobs.runtime.interpret
 
 
 def projections(backend: BackendSpecProvider, plan: Any) -> dict[str, Any]:
@@ -259,7 +246,7 @@ def assert_served(config: Any, kernels: str) -> None:
         "Megatron's cache of latents": config.cache_mla_latents,
         "its own fused down projection": config.mla_down_proj_fusion,
     }
-    if kernels == "fused" and not _interpreted():
+    if kernels == "fused" and not interpreted():
         unserved[f"parameters of {config.params_dtype}"] = config.params_dtype != torch.bfloat16
     found = [what for what, is_so in unserved.items() if is_so]
     assert not found, f"our projections do not serve {', '.join(found)}"
