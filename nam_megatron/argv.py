@@ -27,7 +27,8 @@ def shell(lowering: Lowering) -> str:
     """
     words = argv(lowering)
     for word in words:
-        if not word or any(c in word for c in " \t\n'\"\\"):
+        # Any blank of Unicode's: a shell keeps a no-break space, a reader that splits as Python does would not.
+        if not word or any(c.isspace() or c in "'\"\\" for c in word):
             raise Refused(
                 Problem(f"`{word}` does not survive `$(...)`", None, "use `out=DIR` and its run.sh, or `format=json`")
             )

@@ -65,14 +65,15 @@ def test_formats(form, here):
     assert ran == warm("conf=nam56r", f"format={form}", cwd=here), "byte-identical twice"
 
 
-def test_a_word_that_a_shell_would_split_is_refused_in_shell_form_only(here):
-    words = ("conf=nam56r_native_dp", "data=indexed", "data.path='/my data/x'", "data.tokenizer=/t")
-    one_error(warm(*words, cwd=here), "`/my data/x` does not survive `$(...)`", "out=DIR")
+@pytest.mark.parametrize("blank", [" ", "\N{NO-BREAK SPACE}"], ids=["space", "no-break space"])
+def test_a_word_that_a_reader_would_split_is_refused_in_shell_form_only(here, blank):
+    words = ("conf=nam56r_native_dp", "data=indexed", f"data.path='/my{blank}data/x'", "data.tokenizer=/t")
+    one_error(warm(*words, cwd=here), f"`/my{blank}data/x` does not survive `$(...)`", "out=DIR")
     assert warm(*words, "format=lines", cwd=here).code == 0
     assert warm(*words, "out=d", cwd=here).code == 0
     shown = subprocess.run(["bash", "-n", "d/run.sh"], cwd=here, check=True, timeout=20, capture_output=True, text=True)
     assert shown.stderr == ""
-    assert "'/my data/x'" in (here / "d" / "run.sh").read_text()
+    assert f"'/my{blank}data/x'" in (here / "d" / "run.sh").read_text()
 
 
 @pytest.mark.parametrize("name", NAMES)
