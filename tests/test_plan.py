@@ -16,6 +16,7 @@ from presets import NAMES, changed, lowered
 
 from nam_megatron import report
 from nam_megatron.blocks.kinds import KINDS
+from nam_megatron.blocks.mamba3.block import Mamba3
 from nam_megatron.errors import Refused
 from nam_megatron.plan import identity, plan
 
@@ -425,7 +426,11 @@ def test_departures_from_the_lane_are_part_of_the_identity():
 
 
 def test_what_is_not_built_is_in_the_plan():
-    assert [s.owner for s in lowered("nam52_h200_dense_ref_v1").plan.not_built] == ["mamba3", "mhc"]
-    (mamba3,) = lowered("nam56r").plan.not_built
-    assert (mamba3.owner, len(mamba3.numbers), mamba3.numbers[0]) == ("mamba3", 13, 3)
-    assert lowered("nam56r_nemo_native").plan.not_built == ()
+    assert [s.owner for s in lowered("nam52_h200_dense_ref_v1").plan.not_built] == ["mhc"]
+    assert lowered("nam56r").plan.not_built == ()
+
+
+def test_a_block_that_is_not_built_is_named_with_its_layers(monkeypatch):
+    monkeypatch.setattr(Mamba3, "missing", "the mixer")
+    (seam,) = planned().not_built
+    assert (seam.owner, seam.missing, len(seam.numbers), seam.numbers[0]) == ("mamba3", "the mixer", 13, 3)

@@ -44,8 +44,14 @@ def test_in_a_pipe_it_is_plain_words(here):
     assert ran.code == 0
     assert ran.out.split() == list(argv.argv(lowered("nam56r")))
     assert ran.out.count("\n") == 1
-    assert ran.err == ("note: mamba3 is not built (the Mamba-3 mixer); this plan can be read, not trained\n")
+    assert ran.err == ""
     assert list(here.iterdir()) == []
+
+
+def test_what_is_not_built_is_said_beside_the_words(here):
+    ran = cold("conf=nam56r", "feature.linear_ce.enabled=true", cwd=here)
+    assert ran.code == 0
+    assert ran.err == "note: linear_ce is not built (the fused output layer); this plan can be read, not trained\n"
 
 
 def test_the_words_survive_a_shells_substitution(here):
@@ -327,7 +333,7 @@ def test_shell_completion(here):
 
 
 def test_on_a_terminal_there_is_a_table():
-    ran = on_terminal("conf=nam56r", columns=200)
+    ran = on_terminal("conf=nam56r", "feature.linear_ce.enabled=true", columns=200)
     assert ran.code == 0
     assert ESCAPE.search(ran.out)
     text = ESCAPE.sub("", ran.out)
@@ -335,7 +341,7 @@ def test_on_a_terminal_there_is_a_table():
     assert "AEMEAEMEAEMR" * 4 + "AEME" in lines
     assert "+EMEDEMEDEMMDEME+EMEDEMMDEMEDEME+EMMDEMEDEMEDEMM+EME" in lines
     assert "1        10        20        30        40        50" in lines
-    assert any(line.startswith("NOT BUILT: mamba3 (the Mamba-3 mixer, layers 3,") for line in lines)
+    assert any(line.startswith("NOT BUILT: linear_ce (the fused output layer") for line in lines)
     assert "DSA        9  5, 9, 13, 21, 25, 29, 37, 41, 45" in lines
     for s in lowered("nam56r").settings:
         assert s.why.split()[0] in text

@@ -179,10 +179,10 @@ def command(*words):
 
 
 def test_command_says_it_in_three_lines_and_exits_with_the_verdict():
-    done = command("conf=nam56r")
+    done = command("conf=nam56r", "feature.linear_ce.enabled=true")
     assert done.returncode == 3
     first, second, third = done.stdout.splitlines()
-    assert "fields compared" in first and "pinned" in second and third.endswith("not built: mamba3")
+    assert "fields compared" in first and "pinned" in second and third.endswith("not built: linear_ce")
 
 
 def test_command_as_json():

@@ -14,7 +14,6 @@ from test_train import logged, trained
 
 from nam_megatron import train
 from nam_megatron.argv import argv, plan_json
-from nam_megatron.blocks.mamba3.block import Mamba3
 from nam_megatron.lower import translate
 from nam_megatron.recipe import load
 
@@ -33,12 +32,6 @@ RECIPE = [f"{group}.{word}" for group, words in SMALL.items() for word in words.
 RECIPE.append("model.substitute=[{letter: A, ranks: [1, 2], kind: dsa}]")
 
 
-@pytest.fixture(autouse=True)
-def mamba3_is_built(monkeypatch):
-    """Its recipe may say that the fused layer is not ready; in plain torch it is."""
-    monkeypatch.setattr(Mamba3, "missing", None)
-
-
 def steps(folder: Path, *overrides: str, world: int = 1) -> list[pretend.Rank]:
     lowering = translate(load("nam56r", [*RECIPE, *overrides]))
     kinds = {layer.kind for layer in lowering.plan.layers}
@@ -54,9 +47,7 @@ def steps(folder: Path, *overrides: str, world: int = 1) -> list[pretend.Rank]:
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Mamba3, "missing", None)
-        return steps(tmp_path_factory.mktemp("one"), "cluster=h200_1")
+    return steps(tmp_path_factory.mktemp("one"), "cluster=h200_1")
 
 
 def test_it_learns_with_every_loss_on(one_rank):

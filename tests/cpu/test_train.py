@@ -143,14 +143,13 @@ def test_another_megatron_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_plan_with_unbuilt_parts_is_incomplete(tmp_path, monkeypatch, capfd):
-    lowering = translate(load("nam56r_smoke", (*SMALL, "lane=author_dp")))
+    lowering = translate(load("nam56r_smoke", (*SMALL, "feature.linear_ce.enabled=true")))
     (tmp_path / "plan.json").write_text(plan_json(lowering))
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     assert train.main(["--nam-plan", str(tmp_path / "plan.json"), *argv_of(lowering)], time.time()) == 3
     err = capfd.readouterr().err
-    assert "`mamba3` is not built" in err
-    assert "layers 3" in err
+    assert "`linear_ce` is not built" in err
 
 
 def test_a_refusal_is_said_once_under_torchrun(tmp_path):

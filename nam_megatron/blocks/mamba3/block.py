@@ -17,7 +17,6 @@ class Mamba3(Block):
     kind: ClassVar[str] = "mamba3"
     symbol: ClassVar[str] = "M"
     title: ClassVar[str] = "Mamba-3"
-    missing: ClassVar[str | None] = "the Mamba-3 mixer"
 
     kernels: Literal["fused", "naive"]
     recompute: Literal["none", "in_proj"]  # whose output is computed again in the backward pass instead of kept
