@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -20,12 +21,12 @@ from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_ent
 from report import Report
 from torch import Tensor
 from torch.nn import functional
-from triton.testing import do_bench
 
 from nam_megatron.mcore import cross_entropy
 
 BYTES_PER_SECOND = 4.3e12
 GIB = 2**30
+REPETITIONS, WARM = 25, 5
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -67,11 +68,19 @@ def measure(
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    torch.autograd.grad(loss(logits, labels), logits, d_loss)
+    spans = []
+    for _ in range(REPETITIONS):
+        start, between, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        torch.cuda._sleep(4_000_000)  # about 2 ms: the host gets ahead
+        start.record()
+        kept = loss(logits, labels)
+        between.record()
+        torch.autograd.grad(kept, logits, d_loss)  # once a forward pass: most write over what they kept
+        end.record()
+        torch.cuda.synchronize()
+        spans.append((start.elapsed_time(between), between.elapsed_time(end)))
     peak = torch.cuda.max_memory_allocated() - before
-    forward = do_bench(lambda: loss(logits, labels), return_mode="median")
-    kept = loss(logits, labels)
-    backward = do_bench(lambda: torch.autograd.grad(kept, logits, d_loss, retain_graph=True), return_mode="median")
+    forward, backward = map(median, zip(*spans[WARM:], strict=True))
     read = logits.numel() * logits.element_size() / BYTES_PER_SECOND * 1e3
     report.add(
         part, name=name, forward_ms=forward, forward_floor_ms=read, backward_ms=backward, backward_floor_ms=2 * read,

@@ -58,6 +58,8 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "mla13": ("nam56r", (*ONE, *MLA)),
     "mla13_mtp1": ("nam56r", (*ONE, *MLA, "feature.mtp.depths=1")),
     "dsa13_mbs1": ("nam56r", (*ONE, *DSA, "schedule.micro_batch_size=1", "schedule.global_batch_size=4")),
+    "dsa13": ("nam56r", (*ONE, *DSA)),
+    "dsa13_graphs": ("nam56r", (*ONE, *DSA, *GRAPHS)),
     "gqa52_dp4": ("nam56r_native_dp", FOUR),
     "gqa52_tp2": ("nam56r_nemo_native", FOUR),
     "gqa52_ep4": ("nam56r_native_dp", (*FOUR, "parallel.expert=4")),

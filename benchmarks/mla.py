@@ -9,14 +9,11 @@ and FLOPs / 750 TFLOP/s. Errors are |x - reference| / |reference|, reference in 
 """
 
 import argparse
-import json
 import os
 import statistics
 import sys
 import tempfile
-import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +23,8 @@ from typing import Any
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the checks run in torch's deterministic mode
 
 import torch
+import triton
+from report import Report
 from torch import Tensor
 
 from nam_megatron.blocks.mla import kernel, naive
@@ -179,19 +178,24 @@ def error(found: Tensor, reference: Tensor) -> float:
 class Verdict:
     """The tensor that does worst against its allowance: twice the bf16 error of plain torch, which rounds like Megatron."""
 
-    passed: bool
     worst: str
     ours: float
     plain: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        return self.ours <= self.limit
 
 
 def verdict(found: Run, plain: Run, reference: Run, floor: float = 1e-6) -> Verdict:
     """floor: an error that is let pass whatever plain torch has (it may be exactly 0)."""
     assert found.keys() == plain.keys() == reference.keys()
     pairs = {k: (error(found[k], reference[k]), error(plain[k], reference[k])) for k in reference}
-    short = {k: a / max(2 * b, floor) if a == a else float("inf") for k, (a, b) in pairs.items()}
+    limits = {k: max(2 * plain, floor) for k, (_, plain) in pairs.items()}
+    short = {k: ours / limits[k] if ours == ours else float("inf") for k, (ours, _) in pairs.items()}
     worst = max(short, key=lambda k: short[k])
-    return Verdict(short[worst] <= 1, worst, *pairs[worst])
+    return Verdict(worst, *pairs[worst], limits[worst])
 
 
 def judge(case: Case, device: str, way: Callable, dtype: torch.dtype = torch.bfloat16) -> Verdict:
@@ -405,7 +409,7 @@ class Megatron:
         return Subject(lambda: layer(x, None)[:1], [x, *layer.parameters()], [back])
 
 
-# The sitting ----------------------------------------------------------------------------------------------------------
+# The rows --------------------------------------------------------------------------------------------------------------
 
 # Tried by --sweep: changes to kernel.TILES.
 SWEEP: dict[str, list[dict[str, int]]] = {
@@ -429,80 +433,43 @@ SWEEP: dict[str, list[dict[str, int]]] = {
 }  # fmt: skip
 
 
-class Sitting:
-    def __init__(self, out: Path, seconds: float):
-        self.out, self.until = out, time.monotonic() + seconds
-        self.record: dict[str, Any] = {
-            "checks": [],
-            "rows": [],
-            "sweep": [],
-            "kernels": [],
-            "memory": [],
-            "missing": [],
-        }
-
-    def save(self) -> None:
-        self.out.write_text(json.dumps(self.record, indent=1) + "\n")
-
-    def add(self, table: str, /, **entry: Any) -> None:
-        self.record[table].append(entry)
-        self.save()
-
-    @property
-    def over(self) -> bool:
-        return time.monotonic() > self.until
-
-    def attempt(self, name: str, step: Callable[[], None]) -> None:
-        """A step that fails is told and does not stop the others."""
-        try:
-            step()
-        except Exception:
-            text = traceback.format_exc().strip().splitlines()
-            say(f"FAILED {name}", *text[-6:])
-            self.add("missing", name=name, why="\n".join(text[-6:]))
-
-
-def say(*lines: str) -> None:
-    print("\n   ".join(lines), flush=True)
-
-
 def differing(case: Case) -> str:
     return ", ".join(f"{k}={v}" for k, v in asdict(case).items() if v != getattr(FULL, k)) or "NAM56R"
 
 
-def check_all(sitting: Sitting, cases: Iterable[Case]) -> None:
+def check_all(report: Report, cases: Iterable[Case]) -> None:
     runs = [(case, up) for case in cases] + [(FULL, absorbed), (FULL, behind_products), (HIGH, behind_products)]
     for case, way in [*runs, (ODD, behind_products)]:
         name = f"{way.__name__}: {differing(case)}"
 
-        def one(case: Case = case, way: Callable = way, name: str = name) -> None:
+        def one(name: str = name, case: Case = case, way: Callable = way) -> None:
             v = judge(case, "cuda", way)
-            said = f"ours {v.ours:.2e} plain {v.plain:.2e} ({v.worst})"
-            say(f"{'PASS' if v.passed else 'FAIL'} {name:60s} {said}")
-            sitting.add("checks", name=name, **asdict(v))
+            report.check(f"{name}: {v.worst}", v.ours, v.limit, v.plain)
 
-        sitting.attempt(name, one)
-        torch.cuda.empty_cache()
-    bad = repeats(FULL, "cuda")
-    say(f"{'FAIL' if bad else 'PASS'} deterministic: two runs are bit-equal {bad or ''}")
-    sitting.add("checks", name="deterministic", passed=not bad, differ=bad)
+        report.attempt(name, one)
+
+    def again() -> None:
+        bad = repeats(FULL, "cuda")
+        report.check(f"two runs differ in {', '.join(bad) or 'nothing'}", len(bad), 0)
+
+    report.attempt("two runs", again)
 
 
-def row(sitting: Sitting, clock: Clock, name: str, against: str, subject: Subject, case: Case, way: Callable) -> None:
+def row(report: Report, clock: Clock, name: str, against: str, subject: Subject, case: Case, way: Callable) -> None:
+    """Of the forward and of the backward pass. against: the name of the rows that were measured before for comparison."""
     work = work_of(case, way)
-    times = {"forward": clock(lambda _: subject.forward()), "backward": clock(subject.gradients, subject.forward)}
-    for part, us in times.items():
+    passes = {"forward": (lambda _: subject.forward(),), "backward": (subject.gradients, subject.forward)}
+    for part, timed in passes.items():
+        us = clock(*timed)
         size, flops = work[part]
         floor = 1e6 * max(size / BANDWIDTH, flops / PEAK)
-        found = [r for r in sitting.record["rows"] if r["name"] == against and r["part"] == part]
-        gain = f"{found[0]['us'] / us:5.2f}x {against}" if found else ""
-        say(
-            f"{part:9s} {name:44s} {us:8.1f} us  {size / 1e6:7.1f} MB {flops / 1e9:6.1f} GF floor {floor:6.1f} us  {gain}"
-        )
-        sitting.add("rows", name=name, part=part, us=us, bytes=size, flops=flops, floor_us=floor, against=against)
+        theirs = [r["us"] for r in report.data["rows"] if r["name"] == against and r["part"] == part]
+        gain = {"gain": theirs[0] / us} if theirs else {}
+        more = dict(bytes=size, flops=flops, floor_us=floor, against=against)
+        report.add("rows", name=name, part=part, us=us, **gain, **more)
 
 
-def time_all(sitting: Sitting, clock: Clock, megatron: Megatron | None) -> None:
+def time_all(report: Report, clock: Clock, megatron: Megatron | None) -> None:
     yarn = Case(stretch=1.3)
     stock: dict[str, tuple[Callable[[], Subject], Case, Callable]] = {}
     if megatron:
@@ -514,8 +481,7 @@ def time_all(sitting: Sitting, clock: Clock, megatron: Megatron | None) -> None:
         }
     stock["naive"] = (lambda: kernels_subject(FULL, up, naive), FULL, up)
     for name, (build, case, way) in stock.items():
-        sitting.attempt(name, lambda n=name, b=build, c=case, w=way: row(sitting, clock, n, "", b(), c, w))
-        torch.cuda.empty_cache()
+        report.attempt(name, lambda n=name, b=build, c=case, w=way: row(report, clock, n, "", b(), c, w))
     ours = {
         "ours against native yarn": ("Megatron, everything native (yarn)", yarn, up),
         "ours": ("Megatron, plain RoPE", FULL, up),
@@ -525,13 +491,12 @@ def time_all(sitting: Sitting, clock: Clock, megatron: Megatron | None) -> None:
     for name, (against, case, way) in ours.items():
 
         def one(name: str = name, against: str = against, case: Case = case, way: Callable = way) -> None:
-            row(sitting, clock, name, against, kernels_subject(case, way, kernel), case, way)
+            row(report, clock, name, against, kernels_subject(case, way, kernel), case, way)
 
-        sitting.attempt(name, one)
-        torch.cuda.empty_cache()
+        report.attempt(name, one)
 
 
-def kernels_of(sitting: Sitting, name: str, subject: Subject) -> None:
+def kernels_of(report: Report, name: str, subject: Subject) -> None:
     """Where the time of one forward and backward pass goes, kernel by kernel."""
     subject.gradients(subject.forward())
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -539,15 +504,13 @@ def kernels_of(sitting: Sitting, name: str, subject: Subject) -> None:
             subject.gradients(subject.forward())
         torch.cuda.synchronize()
     events = sorted(profile.key_averages(), key=lambda e: -e.device_time_total)  # microseconds
-    say(f"kernels of {name}")
     for e in events[:24]:
         us = e.device_time_total / 5
         if us >= 1:
-            say(f"   {us:8.1f} us in {e.count / 5:4.1f} launches  {e.key[:90]}")
-            sitting.add("kernels", of=name, kernel=e.key[:90], us=us, launches=e.count / 5)
+            report.add("kernels", of=name, kernel=e.key[:90], us=us, launches=e.count / 5)
 
 
-def sweep(sitting: Sitting, clock: Clock) -> None:
+def sweep(report: Report, clock: Clock) -> None:
     """Each kernel's candidates, timed through the smallest pass that holds it."""
     made, rope = tensors(FULL, "cuda"), rope_of(FULL, "cuda")
     p, back = leaves(made, torch.bfloat16)
@@ -572,49 +535,33 @@ def sweep(sitting: Sitting, clock: Clock) -> None:
         subject = next(s for prefix, s in passes.items() if name.startswith(prefix))
         base = kernel.TILES[name]
         for change in candidates:
-            if sitting.over:
-                say("the seconds are up: the rest of the sweep is left out")
-                return
             kernel.TILES[name] = base | change
-            try:
-                forward = name in ("ingress", "queries", "keys_values")
-                work = (lambda _, s=subject: s.forward()) if forward else subject.gradients
-                us = clock(work, (lambda: None) if forward else subject.forward)
-                say(f"   {name:20s} {us:8.1f} us  {change}")
-                sitting.add("sweep", kernel=name, us=us, **change)
-            except Exception as cause:
-                say(f"   {name:20s} failed  {change}: {str(cause).splitlines()[0][:100]}")
-            finally:
-                kernel.TILES[name] = base
+
+            def measure(name: str = name, subject: Subject = subject, change: dict[str, int] = change) -> None:
+                if name in ("ingress", "queries", "keys_values"):
+                    us = clock(lambda _: subject.forward())
+                else:
+                    us = clock(subject.gradients, subject.forward)
+                report.add("sweep", kernel=name, us=us, **change)
+
+            report.attempt(f"{name} {change}", measure)
+        kernel.TILES[name] = base
 
 
-def layers(sitting: Sitting, clock: Clock, megatron: Megatron) -> None:
-    """The whole attention layer, ours and Megatron's, from the same weights; and high ranks."""
-    ours, stock = megatron.ours(FULL), megatron.stock(FULL)
-    ours.load_state_dict(stock.state_dict())
-    runs = {}
-    for name, layer in (("ours", ours), ("stock", stock)):
-        subject = megatron.whole(layer, FULL)
-        (out,) = subject.forward()
-        names = ["x", *(k for k, _ in layer.named_parameters())]
-        runs[name] = {"out": out} | dict(zip(names, subject.gradients((out,)), strict=True))
-    for key in runs["stock"]:
-        e = error(runs["ours"][key], runs["stock"][key])
-        say(f"{'PASS' if e < 0.03 else 'FAIL'} whole layer, ours and Megatron's in bf16: {key:50s} apart {e:.2e}")
-        sitting.add("checks", name=f"layer {key}", passed=e < 0.03, apart=e)
-    del runs
+def layers(report: Report, clock: Clock, megatron: Megatron) -> None:
+    """The whole attention layer, ours and Megatron's, from the same weights."""
+    report.attempt("whole layers from the same weights", lambda: same_layers(report, megatron))
     recompute = dict(recompute_granularity="selective", recompute_modules=["mla_up_proj"])
     for name, make in {
-        "layer: Megatron, plain RoPE": lambda: megatron.stock(FULL),
-        "layer: Megatron, everything native (yarn)": lambda: megatron.best(FULL),
-        "layer: ours": lambda: megatron.ours(FULL),
-        "layer: Megatron, plain RoPE, up projections again": lambda: megatron.stock(FULL, **recompute),
-        "layer: ours, up projections again": lambda: megatron.ours(FULL, **recompute),
+        "layer: Megatron, plain RoPE": megatron.stock,
+        "layer: Megatron, everything native (yarn)": megatron.best,
+        "layer: ours": megatron.ours,
+        "layer: Megatron, plain RoPE, up projections again": partial(megatron.stock, **recompute),
+        "layer: ours, up projections again": partial(megatron.ours, **recompute),
     }.items():
 
-        def one(name: str = name, make: Callable[[], Any] = make) -> None:
-            layer = make()
-            subject = megatron.whole(layer, FULL)
+        def one(name: str = name, make: Callable[[Case], Any] = make) -> None:
+            subject = megatron.whole(make(FULL), FULL)
             # Through .backward(): Megatron's checkpoints refuse autograd.grad.
             forward = clock(lambda _: subject.forward())
             backward = clock(lambda out: torch.autograd.backward(out, subject.back), subject.forward)
@@ -625,74 +572,83 @@ def layers(sitting: Sitting, clock: Clock, megatron: Megatron) -> None:
             kept = torch.cuda.memory_allocated() - before
             torch.autograd.backward(out, subject.back)
             peak = torch.cuda.max_memory_allocated() - before
-            entry = dict(forward_us=forward, backward_us=backward, kept_mb=kept / 1e6, peak_mb=peak / 1e6)
-            say(f"{name:52s}" + "".join(f" {k} {v:9.1f}" for k, v in entry.items()))
-            sitting.add("memory", name=name, **entry)
+            times = dict(forward_us=forward, backward_us=backward)
+            report.add("memory", name=name, **times, kept_mb=kept / 1e6, peak_mb=peak / 1e6)
 
-        sitting.attempt(name, one)
-        torch.cuda.empty_cache()
+        report.attempt(name, one)
+
+
+def same_layers(report: Report, megatron: Megatron) -> None:
+    """Output and every gradient, both in bf16."""
+    ours, stock = megatron.ours(FULL), megatron.stock(FULL)
+    ours.load_state_dict(stock.state_dict())
+    runs = {}
+    for name, layer in (("ours", ours), ("stock", stock)):
+        subject = megatron.whole(layer, FULL)
+        (out,) = subject.forward()
+        names = ["x", *(k for k, _ in layer.named_parameters())]
+        runs[name] = {"out": out} | dict(zip(names, subject.gradients((out,)), strict=True))
+    for key in runs["stock"]:
+        report.check(f"layer {key}", error(runs["ours"][key], runs["stock"][key]), 0.03)
+
+
+def high_ranks(report: Report, clock: Clock, megatron: Megatron) -> None:
+    """DeepSeek-V3's ranks, where arithmetic bounds the products: times, and where they go."""
     high = Case(n=28, rq=1536, rkv=512, dq=128, dr=64, dv=128)
-    for name, against, make in (
-        ("Megatron, ranks 1536 and 512", "", megatron.stock),
-        ("Megatron, everything native, ranks 1536 and 512", "", megatron.best),
-        ("ours, ranks 1536 and 512", "Megatron, ranks 1536 and 512", megatron.ours),
-        (
-            "ours, yarn, ranks 1536 and 512",
+    made = {
+        "Megatron, ranks 1536 and 512": ("", megatron.stock),
+        "Megatron, everything native, ranks 1536 and 512": ("", megatron.best),
+        "ours, ranks 1536 and 512": ("Megatron, ranks 1536 and 512", megatron.ours),
+        "ours, yarn, ranks 1536 and 512": (
             "Megatron, everything native, ranks 1536 and 512",
             partial(megatron.ours, yarn=True),
         ),
-    ):
-        sitting.attempt(
-            name,
-            lambda n=name, a=against, m=make: row(sitting, clock, n, a, megatron.ingress(m(high), high), high, up),
-        )
-        torch.cuda.empty_cache()
-        if make is not megatron.stock:
-            sitting.attempt(name, lambda n=name, m=make: kernels_of(sitting, n, megatron.ingress(m(high), high)))
+    }
+
+    def subject(name: str) -> Subject:
+        return megatron.ingress(made[name][1](high), high)
+
+    for name, (against, _) in made.items():
+        report.attempt(name, lambda n=name, a=against: row(report, clock, n, a, subject(n), high, up))
+    for name in made:
+        report.attempt(f"kernels of {name}", lambda n=name: kernels_of(report, n, subject(n)))
 
 
-def steps(sitting: Sitting, arguments: argparse.Namespace) -> Iterator[tuple[str, Callable[[], None]]]:
-    clock = Clock(10 if arguments.quick else 30)
-    yield "checks", lambda: check_all(sitting, CASES[::4] if arguments.quick else CASES)
-    megatron = None
-    try:
-        megatron = Megatron()
-    except Exception as cause:
-        say(f"MISSING: rows of Megatron and of whole layers: {type(cause).__name__}: {cause}")
-        sitting.add("missing", name="Megatron", why=str(cause))
-    yield "times", lambda: time_all(sitting, clock, megatron)
-    if megatron:
-        yield "layers", lambda: layers(sitting, clock, megatron)
-    yield "kernels of ours", lambda: kernels_of(sitting, "ours", kernels_subject(FULL, up, kernel))
-    if megatron:
-        best = lambda: megatron.ingress(megatron.best(FULL), FULL)  # noqa: E731
-        yield "kernels of Megatron", lambda: kernels_of(sitting, "Megatron, everything native", best())
-    if arguments.sweep:
-        yield "sweep", lambda: sweep(sitting, Clock(10))
-
-
-def main() -> int:
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--quick", action="store_true", help="a quarter of the checks and ten repetitions")
     parser.add_argument("--layers", action="store_true", help="only whole layers and high ranks")
     parser.add_argument("--sweep", action="store_true", help="time other tile sizes, too")
-    parser.add_argument("--seconds", type=float, default=300, help="after which the sweep stops")
-    arguments = parser.parse_args()
+    parser.add_argument("--seconds", type=float, default=300, help="start nothing new after this time")
+    o = parser.parse_args(argv)
     torch.backends.cuda.matmul.allow_tf32 = False
-    sitting = Sitting(arguments.out, arguments.seconds)
-    versions = {"torch": torch.__version__, "gpu": torch.cuda.get_device_name()}
-    sitting.record |= versions
-    say(str(versions))
-    for name, step in steps(sitting, arguments):
-        if arguments.layers and name != "layers":
-            continue
-        began = time.monotonic()
-        sitting.attempt(name, step)
-        say(f"-- {name}: {time.monotonic() - began:.0f} s")
-    sitting.save()
-    return int(any(not c["passed"] for c in sitting.record["checks"]))
+    report = Report(o.out, o.seconds)
+    report.data["host"] = {
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+    }  # fmt: skip
+    print(report.data["host"], flush=True)
+    megatron = None
+    try:
+        megatron = Megatron()
+    except Exception as missing:
+        report.add("failed", name="Megatron", why=f"no row of Megatron or of whole layers: {missing}")
+    clock = Clock(10 if o.quick else 30)
+    if not o.layers:
+        check_all(report, CASES[::4] if o.quick else CASES)
+        time_all(report, clock, megatron)
+    if megatron:
+        layers(report, clock, megatron)
+        high_ranks(report, clock, megatron)
+    if not o.layers:
+        report.attempt("kernels of ours", lambda: kernels_of(report, "ours", kernels_subject(FULL, up, kernel)))
+        if megatron:
+            name, build = "Megatron, everything native", lambda: megatron.ingress(megatron.best(FULL), FULL)
+            report.attempt(f"kernels of {name}", lambda: kernels_of(report, name, build()))
+        if o.sweep:
+            report.attempt("sweep", lambda: sweep(report, Clock(10)))
+    return report.end()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,6 +1,7 @@
 """Peak memory by phase, step times, losses and gradient norms of a plan's training, as JSON.
 
-    torchrun --nproc-per-node N benchmarks/peak_memory.py --out peak.json [--profile trace.json] [--stock] --nam-plan plan.json $(args)
+    torchrun --nproc-per-node N benchmarks/peak_memory.py --out peak.json [--profile trace.json] [--stock] [--blocks] \\
+        --nam-plan plan.json $(args)
 
 It is nam_megatron.train with a clock and a gauge around each step, so it trains exactly the plan, all of its steps; translate one with
 `data=mock schedule.train_steps=12` or so. Steps 1 and 2 hold compilation and autotuning: the median time leaves them out.
@@ -8,23 +9,29 @@ It is nam_megatron.train with a clock and a gauge around each step, so it trains
 --profile FILE  torch.profiler's trace of the first rank's last step; its kernels by kind (benchmarks/kernels.py) go into the report,
                 and the median time leaves the step out.
 --stock         Megatron's own builder and default stack of layers in place of ours, on the same arguments: the baseline.
+--blocks        Forward and backward times of each layer (benchmarks/blocks.py), of the first rank.
 """
 
 import argparse
 import contextlib
 import hashlib
 import json
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import kernels
 
 from nam_megatron import train
+from nam_megatron.errors import REFUSED, Refused, raise_if
+
+if TYPE_CHECKING:
+    from blocks import Marks
 
 WARM_UP = 2
 PACKAGES = (
@@ -47,8 +54,8 @@ class Meter:
     figure, other processes on the device included.
     """
 
-    def __init__(self, out: Path, plan: Path, trace: Path | None = None):
-        self.out, self.plan, self.trace = out, plan, trace
+    def __init__(self, out: Path, plan: Path, trace: Path | None = None, blocks: "Marks | None" = None):
+        self.out, self.plan, self.trace, self.blocks = out, plan, trace, blocks
         self.kernels: dict[str, Any] | None = None
         self.peaks: list[dict[str, int]] = []
         self.steps: list[dict[str, Any]] = []
@@ -69,11 +76,15 @@ class Meter:
                 self.mark()
             args, done = get_args(), named["iteration"] + 1
             last = done == args.train_iters or bool(args.exit_interval and done % args.exit_interval == 0)
+            if self.blocks:
+                self.blocks.begin(model)
             begin = time.perf_counter()
             with self.profiled(last):
                 result = train_step(forward_step, samples, model, *rest, **named)
                 torch.cuda.synchronize()
             seconds = time.perf_counter() - begin
+            if self.blocks:
+                self.blocks.end()
             losses, skipped, norm = result[0], result[1], result[5]
             losses = {name: float(value) for name, value in losses.items()}
             self.steps.append(
@@ -153,12 +164,13 @@ class Meter:
         seconds = [max(rank["seconds"][i] for rank in ranks) for i in range(len(self.steps))]
         for rank in ranks:
             rank.pop("losses", None)
+        steady = slice(WARM_UP, len(seconds) - bool(self.trace))
         document = {
             "plan_sha256": hashlib.sha256(self.plan.read_bytes()).hexdigest(),
             "device": torch.cuda.get_device_name(),
             "world_size": world,
             "versions": versions(),
-            "median_step_seconds": statistics.median(seconds[WARM_UP : len(seconds) - bool(self.trace)] or seconds),
+            "median_step_seconds": statistics.median(seconds[steady] or seconds),
             "kernels": self.kernels,
             "peak_bytes": {k: {m: max(r["peak"][k][m] for r in ranks) for m in v} for k, v in ranks[0]["peak"].items()},
             "steps": [
@@ -167,6 +179,8 @@ class Meter:
             ],
             "ranks": ranks,
         }
+        if self.blocks:
+            document["blocks"] = self.blocks.report(steady)
         self.out.write_text(json.dumps(document, indent=1) + "\n")
 
 
@@ -190,16 +204,30 @@ def stock() -> None:
     pretrain.settings = lambda args, _: pretrain_cfg_container_from_args(args, hybrid_config_from_args(args))
 
 
+def marks_of(words: list[str]) -> "Marks":
+    """For the layers of the plan that is to be trained. Raises Refused for a plan whose layers cannot be timed."""
+    import blocks
+
+    plan = train.load(train.split(words)[0]).plan
+    raise_if(blocks.unfit(plan))
+    return blocks.Marks(plan)
+
+
 def main(words: list[str], started: float) -> int:
     parser = argparse.ArgumentParser(usage=__doc__, add_help=False)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--stock", action="store_true")
+    parser.add_argument("--blocks", action="store_true")
     own = words[: words.index("--nam-plan")] if "--nam-plan" in words else words
     options, words = parser.parse_args(own), words[len(own) :]
+    try:
+        marks = marks_of(words) if options.blocks else None
+    except Refused as refused:
+        return train.stop(int(os.environ.get(train.RANK, 0)), REFUSED, refused.render())
 
     def before() -> None:
-        Meter(options.out, train.split(words)[0], options.profile).attach()
+        Meter(options.out, train.split(words)[0], options.profile, marks).attach()
         if options.stock:
             stock()
 

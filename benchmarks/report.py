@@ -20,17 +20,19 @@ class Report:
         self.path, self.until = path, time.monotonic() + seconds
         self.data: dict = {"host": {}, "checks": [], "rows": [], "sweep": [], "failed": []}
 
-    def keep(self, part: str, **entry) -> None:
+    def keep(self, part: str, /, **entry) -> None:
         self.data.setdefault(part, []).append(entry)
         self.save()
 
     def save(self) -> None:
         if self.path:
-            self.path.write_text(json.dumps(self.data, indent=1) + "\n")
+            new = self.path.with_name(f"{self.path.name}.new")  # a kill in the middle of writing leaves the old file
+            new.write_text(json.dumps(self.data, indent=1) + "\n")
+            new.replace(self.path)
 
-    def add(self, part: str, **entry) -> None:
+    def add(self, part: str, /, **entry) -> None:
         name, *rest = entry.items()
-        words = [f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in rest]
+        words = [f"{k}={short(v)}" for k, v in rest]
         print(f"{part[:6]:6} {name[1]:54}", *words, flush=True)
         self.keep(part, **entry)
 
@@ -90,3 +92,10 @@ class Report:
             flush=True,
         )
         return 1 if bad or self.data["failed"] else 0
+
+
+def short(value: object) -> str:
+    """Three digits, or all before the point of a time in microseconds."""
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.0f}" if 1e3 <= abs(value) < 1e6 else f"{value:.3g}"

@@ -627,7 +627,7 @@ REFUSALS = [
     (NATIVE, GRAPHS | {"feature.recompute.granularity": "selective", "feature.recompute.modules": ["core_attn"]},
      "feature.cuda_graphs.modules", "captured attention keeps"),
     (DESIGN, GRAPHS | {"model.blocks.dsa.kernels": "megatron"}, "feature.cuda_graphs.modules", "synchronises with the host"),
-    (DESIGN, GRAPHS | {"feature.cuda_graphs.impl": "local"}, "feature.cuda_graphs.modules", "not been proven in CUDA graphs"),
+    (DESIGN, GRAPHS | {"feature.cuda_graphs.impl": "local"}, "feature.cuda_graphs.modules", "another microbatch's top-k"),
     # distributed_optimizer
     (NATIVE, {"feature.distributed_optimizer.enabled": False}, "feature.distributed_optimizer.overlap_param_gather", "no sharded"),
     (NATIVE, {"feature.distributed_optimizer.overlap_grad_reduce": False}, "feature.distributed_optimizer.overlap_grad_reduce",

@@ -78,14 +78,13 @@ class CudaGraphs(Feature):
                     at + "modules",
                     "leave `attn` out, or set `model.blocks.dsa.kernels=fused`",
                 )
-            elif plan.reusing_layers:
-                # The graph of a reusing layer reads what that of another wrote. Megatron's own take whichever of a layer's graphs is
-                # free. Transformer Engine's are replayed in the order of their capture, one for each microbatch in flight, so there
-                # it should hold (tests/gpu/test_dsa.py); it has not been seen on a GPU.
+            elif plan.reusing_layers and self.impl == "local":
+                # The graph of a reusing layer reads what that of another wrote. Transformer Engine's are replayed in the order of
+                # their capture, one for each microbatch in flight; Megatron's own take whichever of a layer's graphs is free.
                 yield Problem(
-                    "a top-k that layers share has not been proven in CUDA graphs",
+                    "a reusing layer's graph may read another microbatch's top-k in Megatron's own graphs",
                     at + "modules",
-                    "leave `attn` out, or set `model.blocks.dsa.full_every=1`",
+                    "set `feature.cuda_graphs.impl=transformer_engine`, leave `attn` out, or set `model.blocks.dsa.full_every=1`",
                 )
 
     def captures(self, kind: str, line: Line) -> bool:
