@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from nam_megatron.errors import FINDINGS, OK, REFUSED, Problem, Refused
-from nam_megatron.plan import Plan
+from nam_megatron.plan import Layer, Plan
 
 PRESET = "nam56r"
 CUT = ("cluster=h200_1", "model.depth=13", "model.substitute=[{letter: A, ranks: [1, 2, 3], kind: dsa}]")
@@ -58,6 +58,11 @@ def unfit(plan: Plan) -> Iterator[Problem]:
         )
 
 
+def kind_of(layer: Layer) -> str:
+    """A row of the report: DSA that takes another layer's top-k costs a third of what computing one does."""
+    return layer.kind if layer.source is None else f"{layer.kind}, reused top-k"
+
+
 class Mark(torch.autograd.Function):
     """The tensor itself, not copied; `reached()` is called in the backward pass when its gradient is complete."""
 
@@ -80,7 +85,7 @@ class Marks:
     """
 
     def __init__(self, plan: Plan):
-        self.kinds = {l.number: l.kind if l.source is None else f"{l.kind}, reused top-k" for l in plan.layers}
+        self.kinds = {layer.number: kind_of(layer) for layer in plan.layers}
         self.calls: dict[int | str, list[dict[str, torch.cuda.Event]]] = {}
         self.steps: list[dict[int | str, dict[str, float]]] = []
 

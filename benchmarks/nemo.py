@@ -1,9 +1,10 @@
 """The same plan trained twice on this host: by Megatron's pretrain and by Megatron-Bridge's. Losses and step times side by side.
 
-    python benchmarks/nemo.py --out nemo.json --logs DIR [--limit SECONDS] [NAME ...]
+    python benchmarks/nemo.py --out nemo.json --logs DIR [--data FOLDER] [--limit SECONDS] [NAME ...]
 
 Both get one plan.json, so the seed, the data and every field are the same; only the training program differs. The baseline is Megatron's
-run in the same sitting. Steps up to WARM are left out of the times: kernels are tuned in them.
+run in the same sitting; a second one of Megatron's says how far apart equal runs are, since kernels with atomics make them differ. Steps
+up to WARM are left out of the times: kernels are tuned in them.
 """
 
 import argparse
@@ -17,14 +18,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from measure import CUT, MLA, ranks
+from measure import CUT, MLA, built, ranks
 
 from nam_megatron import argv
 from nam_megatron.lower import Lowering, translate
 from nam_megatron.nemo import doctor
 from nam_megatron.recipe import load
 
-TRAINERS = {"megatron": "nam_megatron.train", "bridge": "nam_megatron.nemo.train"}
+MEGATRON, BRIDGE, AGAIN = "megatron", "bridge", "megatron again"
+TRAINERS = {MEGATRON: "nam_megatron.train", BRIDGE: "nam_megatron.nemo.train", AGAIN: "nam_megatron.train"}
 STEPS, WARM = 20, 5
 ONE = ("cluster=h200_1", *CUT, f"schedule.train_steps={STEPS}", "schedule.decay_steps=40", "schedule.log_interval=1")
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -45,24 +47,29 @@ FIGURES = {
 PEAK = re.compile(r'"peak_allocated": (\d+)')
 
 
-def measure(name: str, folder: Path, limit: float) -> dict[str, Any]:
-    """One case under both trainers."""
+def measure(name: str, folder: Path, limit: float, data: str | None) -> dict[str, Any]:
+    """One case under both trainers, and once more under the first."""
     preset, overrides = CASES[name]
-    lowering = translate(load(preset, overrides))
+    lowering = translate(load(preset, (*overrides, *built(data, folder / f"{name}.data"))))
     runs = {trainer: run(name, trainer, lowering, folder, limit) for trainer in TRAINERS}
-    entry = {"name": name, "preset": preset, "overrides": list(overrides), **runs}
-    losses = [[step["loss"] for step in runs[trainer]["steps"]] for trainer in TRAINERS]
-    if all(len(side) == STEPS for side in losses):
+    entry = {"name": name, "preset": preset, "overrides": list(overrides), "data": data and Path(data).name, **runs}
+    losses = {trainer: [step["loss"] for step in runs[trainer]["steps"]] for trainer in TRAINERS}
+    if all(len(side) == STEPS for side in losses.values()):
         # Megatron's line of step 2 is the mean of the first two.
-        losses[1][1] = (losses[1][0] + losses[1][1]) / 2
-        apart = [abs(a - b) / a for a, b in zip(*losses, strict=True)]
-        entry["loss_apart"] = {"first": apart[0], "worst": max(apart), "last": apart[-1]}
+        losses[BRIDGE][1] = (losses[BRIDGE][0] + losses[BRIDGE][1]) / 2
+        entry["loss_apart"] = {trainer: apart(losses[MEGATRON], losses[trainer]) for trainer in (BRIDGE, AGAIN)}
     return entry
+
+
+def apart(ours: list[float], theirs: list[float]) -> dict[str, float]:
+    """Differences of the steps' losses."""
+    differences = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
+    return {"first": differences[0], "median": median(differences), "worst": max(differences), "last": differences[-1]}
 
 
 def run(name: str, trainer: str, lowering: Lowering, folder: Path, limit: float) -> dict[str, Any]:
     """Steps as the log has them, the median step and tokens per second and GPU after WARM, the peak; or an error."""
-    plan, log = folder / f"{name}.plan.json", folder / f"{name}.{trainer}.log"
+    plan, log = folder / f"{name}.plan.json", folder / f"{name}.{trainer.replace(' ', '_')}.log"
     plan.write_text(argv.plan_json(lowering))
     r = lowering.plan.recipe
     env = dict(os.environ)
@@ -94,6 +101,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--logs", type=Path, required=True)
+    parser.add_argument("--data", help="a built dataset; mock data by default")
     parser.add_argument("--limit", type=float, default=240, help="seconds for one training")
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(CASES))
     args = parser.parse_args()
@@ -113,7 +121,7 @@ def main() -> int:
     }
     failed = False
     for name in args.names or CASES:
-        entry = measure(name, args.logs, args.limit)
+        entry = measure(name, args.logs, args.limit, args.data)
         made["cases"].append(entry)
         failed |= "loss_apart" not in entry
         args.out.write_text(json.dumps(made, indent=1) + "\n")

@@ -1,13 +1,20 @@
 """The measured tables of docs/training.md: python benchmarks/tables.py
 
-Reads benchmarks/{throughput,stock,ladder}_h200.json and receipts/, and writes each table between its marks.
+Reads benchmarks/{throughput,stock,ladder,blocks}_h200.json and receipts/, and writes each table between its marks. Needs the package:
+how many layers of a kind the full model has stands in its plan.
 """
 
 import json
 import statistics
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from blocks import kind_of
+
+from nam_megatron.lower import translate
+from nam_megatron.recipe import load
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs" / "training.md"
@@ -40,12 +47,9 @@ def throughput() -> Iterator[str]:
 
 
 def kernels() -> Iterator[str]:
-    """Milliseconds of one step by what the kernels are for; of a rung measured on several GPUs, the first."""
+    """Milliseconds of one step by what the kernels are for; of a rung measured more than once, the newest sitting's first."""
     rungs = {
-        r["name"]: r
-        for s in reversed(read("throughput"))
-        for r in reversed(s["rungs"])
-        if "kinds" in (r.get("kernels") or ())
+        r["name"]: r for s in read("throughput") for r in reversed(s["rungs"]) if "kinds" in (r.get("kernels") or ())
     }
     tables = {name: rungs[name]["kernels"] for name in TRACED if name in rungs}
     kinds = dict.fromkeys(kind for table in tables.values() for kind in table["kinds"])
@@ -94,21 +98,21 @@ def ladder() -> Iterator[str]:
 
 
 def runs() -> Iterator[str]:
-    """Completed runs, the newest last."""
+    """The newest last."""
     yield "| receipt | layers, lane | GPUs | batch, steps | loss | tokens/s/GPU | of the peak | GiB, forecast | first step after |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for path in sorted((HERE.parent / "receipts").glob("*/receipt.json")):
         found = json.loads(path.read_text())
         recipe, came = found["recipe"], found["outcome"]
-        if came["end"] != "completed":
-            continue
         figures, window, peak = came["figures"], came["figures"]["window"], came["memory"]["peak_allocated_gib"]
         finite = figures["loss_finite"] and figures["grad_norm_finite"]
+        whole = came["end"] == "completed"
         cells = (
             f"[{path.parent.name}](../receipts/{path.parent.name}/receipt.json)",
             f"{recipe['model']['depth']}, {recipe['lane']['name']}",
             recipe["cluster"]["gpus_per_node"] * recipe["cluster"]["nodes"],
-            f"{recipe['schedule']['global_batch_size']}, {figures['steps']}",
+            f"{recipe['schedule']['global_batch_size']}, {figures['steps']}"
+            + ("" if whole else f" of {figures['planned_steps']}, {came['end']}"),
             f"{figures['loss_first']:.2f} to {figures['loss_last']:.2f}" + ("" if finite else ", not always finite"),
             f"{window['tokens_per_s_per_gpu']:,.0f}",
             f"{came['against_forecast']['model_flops_utilisation']:.1%}",
@@ -118,9 +122,28 @@ def runs() -> Iterator[str]:
         yield f"| {' | '.join(map(str, cells))} |"
 
 
+def blocks() -> Iterator[str]:
+    """A layer of each kind as it was measured, and what those of the whole model take at that rate."""
+    found = read("blocks")["blocks"]
+    plan = translate(load("nam56r")).plan
+    layers = Counter(kind_of(layer) for layer in plan.layers)
+    yield "| | forward, ms | backward, ms | of the 13-layer step | layers of 52 | ms in a 52-layer step |"
+    yield "|---|---|---|---|---|---|"
+    total = 0.0
+    for name, row in (*found["kinds"].items(), *found["parts"].items()):
+        count = layers.get(name, 1)
+        ms = count * (row["forward_ms"] + row["backward_ms"])
+        total += ms
+        share = f"{row['forward_ms']:.1f} | {row['backward_ms']:.1f} | {row['share']:.1%}"
+        yield f"| {name} | {share} | {layers.get(name, '')} | {ms:.0f} |"
+    rest = found["everything else"]
+    yield f"| everything else: embedding, losses, optimizer | | | {rest['share']:.1%} | | {rest['ms']:.0f} in 13 layers |"
+    yield f"| step | | | {found['step_ms']:.0f} ms | | {total:.0f} and the rest |"
+
+
 def main() -> None:
     text = DOCS.read_text()
-    for table in (throughput, kernels, stock, ladder, runs):
+    for table in (throughput, kernels, stock, ladder, runs, blocks):
         head, begin, rest = text.partition(f"<!-- begin: {table.__name__} -->\n")
         assert begin, f"docs/training.md has no place for {table.__name__}"
         _, end, tail = rest.partition("<!-- end -->")
