@@ -28,7 +28,7 @@ TILES: dict[str, dict[str, int]] = {
     "keys_values": dict(BM=64, num_warps=4, num_stages=3, programs=256),
     "keys_values_latent": dict(BM=128, num_warps=8, num_stages=3),
     "keys_values_weight": dict(BM=64, GROUP=2, num_warps=8, num_stages=3, programs=132),
-    "rotate": dict(GROUP=16, num_warps=4, num_stages=1),
+    "rotate": dict(GROUP=16, num_warps=1, num_stages=1),
     "split": dict(GROUP=16, num_warps=4, num_stages=1),
 }
 
@@ -459,25 +459,26 @@ def _rotate(
     HALF: tl.constexpr = ROPE // 2
     token = tl.program_id(0)
     place = tl.load(positions + token) if PACKED else token // batch
-    j = tl.arange(0, HALF)
-    c, s = tl.load(cos + place * HALF + j)[None, :], tl.load(sin + place * HALF + j)[None, :]
-    first, second = _pair(ROPE, INTERLEAVED)
-    for begin in range(0, heads, GROUP):
-        head = begin + tl.arange(0, GROUP)
-        here = (head < heads)[:, None]
-        at = q + (token.to(tl.int64) * heads + head)[:, None] * width + keep
-        if BACK:
-            u = tl.load(at + j[None, :], mask=here, other=0.0).to(tl.float32)
-            v = tl.load(at + HALF + j[None, :], mask=here, other=0.0).to(tl.float32)
-            tl.debug_barrier()  # another thread's channels are overwritten below
-            tl.store(at + first[None, :], (u * c + v * s).to(q.dtype.element_ty), mask=here)
-            tl.store(at + second[None, :], (v * c - u * s).to(q.dtype.element_ty), mask=here)
-        else:
-            x = tl.load(at + first[None, :], mask=here, other=0.0).to(tl.float32)
-            y = tl.load(at + second[None, :], mask=here, other=0.0).to(tl.float32)
-            tl.debug_barrier()
-            tl.store(at + j[None, :], (x * c - y * s).to(q.dtype.element_ty), mask=here)
-            tl.store(at + HALF + j[None, :], (y * c + x * s).to(q.dtype.element_ty), mask=here)
+    head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
+    here = (head < heads)[:, None]
+    i, j = tl.arange(0, ROPE)[None, :], tl.arange(0, HALF)[None, :]
+    c, s = tl.load(cos + place * HALF + j), tl.load(sin + place * HALF + j)
+    at = q + (token.to(tl.int64) * heads + head)[:, None] * width + keep
+    # Pairs that lie side by side are read and written as whole rows: single channels would be half of each sector.
+    if INTERLEAVED and not BACK:
+        x, y = tl.split(tl.reshape(tl.load(at + i, mask=here, other=0.0), [GROUP, HALF, 2]))
+    else:
+        x, y = tl.load(at + j, mask=here, other=0.0), tl.load(at + HALF + j, mask=here, other=0.0)
+    x, y = x.to(tl.float32), y.to(tl.float32)
+    tl.debug_barrier()  # another thread's channels are overwritten below
+    if BACK:
+        s = -s
+    first, second = (x * c - y * s).to(q.dtype.element_ty), (y * c + x * s).to(q.dtype.element_ty)
+    if INTERLEAVED and BACK:
+        tl.store(at + i, tl.reshape(tl.join(first, second), [GROUP, ROPE]), mask=here)
+    else:
+        tl.store(at + j, first, mask=here)
+        tl.store(at + HALF + j, second, mask=here)
 
 
 @triton.jit
@@ -735,7 +736,9 @@ def _turn(q: Tensor, rope: Rope, back: bool) -> Tensor:
     heads, width = q.shape[-2:]
     tokens, batch = q.numel() // (heads * width), _batch(q[..., 0, :])
     constants |= dict(ROPE=rope.width, BACK=back)
-    _rotate[(tokens,)](q, cos, sin, positions, batch, heads, width, width - rope.width, **constants, **TILES["rotate"])
+    tiles = TILES["rotate"]
+    grid = tokens, triton.cdiv(heads, tiles["GROUP"])
+    _rotate[grid](q, cos, sin, positions, batch, heads, width, width - rope.width, **constants, **tiles)
     return q
 
 
