@@ -7,6 +7,7 @@ import contextlib
 import os
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,11 +26,16 @@ STATUS = ("State", "Threads", "VmRSS", "voluntary_ctxt_switches")
 
 @dataclass(frozen=True)
 class Rank:
-    """A training process of the run. rank None: the launcher of the ranks."""
+    """A training process of the run. rank None: the launcher of the ranks. workers: what it forked, to load data."""
 
     pid: int
     rank: int | None
     environ: Mapping[str, str]
+    workers: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        who = "torchrun" if self.rank is None else f"rank {self.rank}"
+        return f"PID {self.pid}: {who}" + (f", its workers {', '.join(map(str, self.workers))}" if self.workers else "")
 
 
 def command(names: Sequence[str], options: Mapping[str, str]) -> int:
@@ -63,11 +69,13 @@ def report(folder: Path, content: Mapping[str, Any], seconds: int, proc: Path = 
     yield f"run {content['run']}: {content['state']}" + (f", {end}" if end else "")
     found = ranks(folder, proc)
     yield "processes:"
-    yield from (f"  PID {r.pid}: {f'rank {r.rank}' if r.rank is not None else 'torchrun'}" for r in found)
+    yield from (f"  {r}" for r in found)
     if not found:
         yield "  none on this host"
     if training := [r for r in found if r.rank is not None]:
         yield "stacks:"
+        if not shutil.which("py-spy"):
+            yield "  no py-spy here: `pip install py-spy` shows Python's stack; this is the kernel's view"
         with ThreadPoolExecutor(len(training)) as pool:
             for rank, lines in zip(training, pool.map(lambda r: list(stack(r, seconds, proc)), training), strict=True):
                 yield f"  rank {rank.rank}, PID {rank.pid}"
@@ -83,14 +91,23 @@ def report(folder: Path, content: Mapping[str, Any], seconds: int, proc: Path = 
 def ranks(folder: Path, proc: Path = host.PROC) -> list[Rank]:
     """Processes that were started with this run's plan, by rank; the launcher of the ranks first."""
     plans = {str(folder / receipt.PLAN), str((folder / receipt.PLAN).resolve())}
-    found = []
-    for process in host.processes(proc):
-        if plans & set(process.words):
-            environ = host.text(proc / str(process.pid) / "environ") or ""
-            known = dict(pair.split("=", 1) for pair in environ.split("\0") if "=" in pair)
-            number = known.get("RANK", "")
-            found.append(Rank(process.pid, int(number[:9]) if number.isdecimal() else None, known))
+    running = {p.pid: p for p in host.processes(proc) if plans & set(p.words)}
+    environs = {pid: environ(proc / str(pid)) for pid in running}
+    number = {pid: int(n[:9]) if (n := known.get("RANK", "")).isdecimal() else None for pid, known in environs.items()}
+    # A fork has its parent's command line and environment.
+    workers = defaultdict(list)
+    for pid, process in running.items():
+        if number[pid] is not None and number.get(process.parent) is not None:
+            workers[process.parent].append(pid)
+    forked = {pid for pids in workers.values() for pid in pids}
+    found = [Rank(pid, number[pid], environs[pid], tuple(workers[pid])) for pid in running if pid not in forked]
     return sorted(found, key=lambda r: (-1 if r.rank is None else r.rank, r.pid))
+
+
+def environ(process: Path) -> dict[str, str]:
+    """A process' environment variables, of its folder in /proc."""
+    said = host.text(process / "environ") or ""
+    return dict(pair.split("=", 1) for pair in said.split("\0") if "=" in pair)
 
 
 def stack(rank: Rank, seconds: float, proc: Path = host.PROC) -> Iterator[str]:
@@ -101,8 +118,6 @@ def stack(rank: Rank, seconds: float, proc: Path = host.PROC) -> Iterator[str]:
             yield from answer.out.splitlines()
             return
         yield f"py-spy: {answer.failure}"
-    else:
-        yield "no py-spy here: `pip install py-spy` shows Python's stack; this is the kernel's view"
     yield from kernel(rank.pid, proc)
 
 

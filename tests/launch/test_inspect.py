@@ -1,6 +1,7 @@
 """inspect on real processes: found by their plan, looked at, and left alone."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -53,6 +54,22 @@ def test_the_processes_of_this_run_and_no_other(run, start, tmp_path):
     launcher, one, zero = start(None), start(1), start(0)
     start(0, folder=tmp_path / "another")
     assert [(r.pid, r.rank) for r in inspect.ranks(run)] == [(launcher.pid, None), (zero.pid, 0), (one.pid, 1)]
+
+
+def test_what_a_rank_forked_is_no_rank(run):
+    """A data loader's workers have the rank's command line and environment."""
+    words = [sys.executable, "-c", f"import os; os.fork(); {SLEEP}", "--nam-plan", str(run / receipt.PLAN)]
+    rank = subprocess.Popen(words, stdout=subprocess.PIPE, env={**os.environ, "RANK": "0"}, start_new_session=True)
+    try:
+        rank.stdout.readline(), rank.stdout.readline()
+        (found,) = inspect.ranks(run)
+        assert found.pid == rank.pid and len(found.workers) == 1
+        text = said(run)
+        assert text.count("rank 0, PID") == 1 and f"rank 0, its workers {found.workers[0]}" in text
+    finally:
+        os.killpg(rank.pid, signal.SIGKILL)
+        rank.wait()
+        rank.stdout.close()
 
 
 def test_without_py_spy_it_says_how_to_get_it_and_reads_the_kernels_view(run, start, tmp_path, monkeypatch):
