@@ -1,8 +1,8 @@
 """Measure peak memory and step time of many plans on this host's GPUs, one training process group after another.
 
-    python benchmarks/measure.py --out measured.json [--limit SECONDS] [NAME ...]
+    python benchmarks/measure.py --out measured.json [--data FOLDER] [--profile] [--limit SECONDS] [NAME ...]
 
-Each case is a preset with overrides (CASES), translated, trained for a few steps on mock data by benchmarks/peak_memory.py.
+Each case is a preset with overrides (CASES), translated, trained for a few steps by benchmarks/peak_memory.py.
 The file is rewritten after each case, so a killed sitting keeps what it has; a case that fails is written down with its error.
 """
 
@@ -18,6 +18,8 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import kernels
 
 from nam_megatron import argv
 from nam_megatron.data import manifest
@@ -38,6 +40,8 @@ GRAPHS = (
 )
 EAGER = ("feature.cuda_graphs.impl=none", "feature.cuda_graphs.modules=[]")
 FULL = ("feature.recompute.granularity=full", "feature.recompute.method=uniform", "feature.recompute.layers=1")
+FAST = ("precision.cross_entropy=fused", "precision.fused_grad_accumulation=true")
+FAST += tuple(f"model.blocks.moe.{k}" for k in ("permute_fusion=true", "router_fusion=true", "dispatcher=allgather"))
 SELECTIVE = ("feature.recompute.granularity=selective", "feature.recompute.modules=[moe_act,layernorm]")
 # Hydra composes one config at a time.
 COMPOSING = threading.Lock()
@@ -68,12 +72,16 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "mla52_mbs2": ("nam56r", (*FOUR, *MLA, "schedule.micro_batch_size=2")),
     "gqa52_fsdp": ("nam56r_native_dp", (*FOUR, "feature.megatron_fsdp.enabled=true")),
     "gqa52_graphs": ("nam56r_native_dp", (*FOUR, *GRAPHS)),
+    "gqa52_gbs64": ("nam56r_native_dp_fused", (*FOUR, "schedule.global_batch_size=64")),
+    "nam56r_gbs64": ("nam56r", (*FOUR, "schedule.global_batch_size=64", *FAST)),
 }  # fmt: skip
 
 
-def measure(name: str, folder: Path, limit: int) -> dict:
+def measure(name: str, folder: Path, limit: int, data: str | None, profile: bool) -> dict:
     """One case: its figures, or why there are none."""
-    return trial(name, *CASES[name], folder, limit)
+    preset, overrides = CASES[name]
+    words = ("--profile", str(folder / f"{name}.trace.json")) if profile else ()
+    return trial(name, preset, (*overrides, *built(data, folder / f"{name}.data")), folder, limit, words)
 
 
 def told(words: Sequence[str]) -> list[str]:
@@ -180,6 +188,8 @@ def ranks(command: Sequence[str], env: Mapping[str, str], world: int, log: Path,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--data", help="a built dataset; mock data by default")
+    parser.add_argument("--profile", action="store_true", help="the kernels of the last step, too")
     parser.add_argument("--limit", type=int, default=540, help="seconds for all cases together")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CASES)}; all by default")
     options = parser.parse_args()
@@ -192,7 +202,7 @@ def main() -> None:
             if left < 30:
                 print(f"{name}: no time left", flush=True)
                 continue
-            entry = measure(name, Path(folder), left)
+            entry = measure(name, Path(folder), left, options.data, options.profile)
             entries.append(entry)
             options.out.write_text(json.dumps(entries, indent=1) + "\n")
             log = (Path(folder) / f"{name}.log").read_text(errors="replace")
@@ -206,6 +216,8 @@ def main() -> None:
                 f"{steady['reserved'] / 1e9:.2f} GB reserved ({entry['wall_seconds']} s)",
                 flush=True,
             )
+            if "kinds" in (entry["kernels"] or ()):
+                print(kernels.text(entry["kernels"]), end="", flush=True)
 
 
 if __name__ == "__main__":
