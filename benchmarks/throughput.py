@@ -28,7 +28,11 @@ MOE = "model.blocks.moe."
 OURS = "precision.cross_entropy=fused"
 CE, WGRAD, PERMUTE = measure.FUSED, "precision.fused_grad_accumulation=true", f"{MOE}permute_fusion=true"
 ROUTER, SHARED = f"{MOE}router_fusion=true", f"{MOE}shared_overlap=true"
-ALLGATHER = f"{MOE}dispatcher=allgather"
+ALLGATHER, LOCAL = f"{MOE}dispatcher=allgather", f"{MOE}dispatcher=local"
+WEIGHED, NORMS = f"{MOE}fused_weighted_squared_relu=true", "precision.norm_kernels=cudnn"
+STRIDED = "model.blocks.mamba2.strided=true"
+FUSED = (WGRAD, OURS, PERMUTE, ROUTER)
+NEW = (LOCAL, WEIGHED, NORMS, STRIDED)
 GRAPHS, EAGER = measure.GRAPHS, measure.EAGER
 MBS8 = "schedule.micro_batch_size=8"
 HEADS = "model.blocks.mamba2.heads=64"
@@ -45,10 +49,17 @@ RUNGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "permute": ((PERMUTE,), ()),
     "router": ((ROUTER,), ()),
     "fusions": ((WGRAD, CE, PERMUTE, ROUTER), (TRACE,)),
-    "fusions_our_cross_entropy": ((WGRAD, OURS, PERMUTE, ROUTER), (TRACE,)),
-    "all": ((WGRAD, OURS, PERMUTE, ROUTER, ALLGATHER), (TRACE,)),
-    "all_mbs8": ((WGRAD, OURS, PERMUTE, ROUTER, ALLGATHER, MBS8), ()),
-    "all_gbs64": ((WGRAD, OURS, PERMUTE, ROUTER, ALLGATHER, MBS8, "schedule.global_batch_size=64"), ()),
+    "fusions_our_cross_entropy": (FUSED, (TRACE,)),
+    "all": ((*FUSED, ALLGATHER), (TRACE,)),
+    "all_weighed": ((*FUSED, ALLGATHER, WEIGHED), (TRACE,)),
+    "all_norms": ((*FUSED, ALLGATHER, NORMS), (TRACE,)),
+    "all_local": ((*FUSED, LOCAL), (TRACE,)),
+    "all_strided": ((*FUSED, ALLGATHER, STRIDED), (TRACE,)),
+    "everything": ((*FUSED, *NEW), (TRACE,)),
+    "everything_mbs8": ((*FUSED, *NEW, MBS8), ()),
+    "everything_gbs64": ((*FUSED, *NEW, MBS8, "schedule.global_batch_size=64"), ()),
+    "all_mbs8": ((*FUSED, ALLGATHER, MBS8), ()),
+    "all_gbs64": ((*FUSED, ALLGATHER, MBS8, "schedule.global_batch_size=64"), ()),
     "graphs": (GRAPHS, ()),
     "fusions_graphs": ((WGRAD, CE, PERMUTE, ROUTER, *GRAPHS), (TRACE,)),
     "fusions_mbs8": ((WGRAD, CE, PERMUTE, ROUTER, MBS8), ()),

@@ -273,6 +273,15 @@ def _env(p: Plan) -> Iterator[Env]:
             else "nothing demands it; a leftover 1 slows the overlap"
         )
         yield Env("CUDA_DEVICE_MAX_CONNECTIONS", None, why, "parallel")
+    # Transformer Engine reads both once, at the first norm.
+    cudnn = p.recipe.precision.norm_kernels == "cudnn"
+    why = (
+        "`norm_kernels` is cudnn"
+        if cudnn
+        else "`norm_kernels` is transformer_engine; a leftover 1 would choose cuDNN's"
+    )
+    for way in ("FWD", "BWD"):
+        yield Env(f"NVTE_NORM_{way}_USE_CUDNN", "1" if cudnn else None, why, "precision")
     for feature in f.all():
         yield from (replace(e, owner=feature.name) for e in feature.env(p))
 

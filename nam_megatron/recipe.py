@@ -95,6 +95,7 @@ class Precision(Config):
     grad_reduce: Literal["fp32", "bf16"]
     cross_entropy: Literal["megatron", "compiled", "fused"]
     fused_grad_accumulation: bool
+    norm_kernels: Literal["transformer_engine", "cudnn"]
 
 
 class Optim(Config):

@@ -30,6 +30,8 @@ from nam_megatron.setting import Env
 
 # What torchrun tells each process. Nothing else of the environment decides anything; what the plan demands of it is checked.
 RANK, WORLD_SIZE = "RANK", "WORLD_SIZE"
+# Platforms force a value, which is slower at worst where the plan wants it unset.
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ def objections(job: Job, argv: Sequence[str], environ: Mapping[str, str]) -> Ite
         hint = f"start {cluster.nodes} x {cluster.gpus_per_node} processes, or translate again with another `cluster`"
         yield Problem(f"{environ[WORLD_SIZE]} processes, and the plan is for {world}", "cluster", hint)
     for env in job.env:
-        # None asks for an unset variable; a platform may force one, which is slower at worst.
+        if env.value is None and env.name in environ and env.name != CONNECTIONS:
+            yield Problem(f"{env.name} is set, and the plan needs it unset: {env.why}", hint=f"unset {env.name}")
         if env.value is not None and environ.get(env.name) != env.value:
             here = f"is `{environ[env.name]}`" if env.name in environ else "is not set"
             yield Problem(

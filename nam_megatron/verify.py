@@ -235,11 +235,11 @@ MOE = {
     "router_dtype": "moe_router_dtype",
     "balancing": "moe_router_load_balancing_type",
     "aux_loss_coeff": "moe_aux_loss_coeff",
-    "dispatcher": "moe_token_dispatcher_type",
     "grouped_gemm": "moe_grouped_gemm",
     "permute_fusion": "moe_permute_fusion",
     "router_fusion": "moe_router_fusion",
     "shared_overlap": "moe_shared_expert_overlap",
+    "fused_weighted_squared_relu": "use_fused_weighted_squared_relu",
     "capacity_factor": "moe_expert_capacity_factor",
 }
 
@@ -279,6 +279,8 @@ def _moe(r: Recipe) -> Iterator[tuple[str, Any, str]]:
     moe = r.model.blocks.moe
     for key, field in MOE.items():
         yield f"transformer.{field}", getattr(moe, key), f"model.blocks.moe.{key}"
+    told = {"local": "allgather"}.get(moe.dispatcher, moe.dispatcher)
+    yield "transformer.moe_token_dispatcher_type", told, "model.blocks.moe.dispatcher"
     shared = moe.shared_expert_hidden_size or None
     yield "transformer.moe_shared_expert_intermediate_size", shared, "model.blocks.moe.shared_expert_hidden_size"
 

@@ -68,6 +68,7 @@ DULL = (
     "data.workers=9",
     "schedule.global_batch_size=128",
 )
+WEIGHED = ("model.blocks.moe.fused_weighted_squared_relu=true",)
 OVERLAP = ("enabled", "overlap_grad_reduce", "overlap_param_gather")
 HERE = ("workspaces", "allocator overhead")
 REST = (*HERE, "runtime reserve")  # which has a share for each kind of process group
@@ -108,6 +109,12 @@ INDIFFERENT = {
         NATIVE, ("feature.distributed_optimizer.overlap_param_gather=false",), BUCKETS, None,
     ),
     "what decides no shape: everything": (NATIVE, DULL, BUCKETS, None),
+    "fused activation: all but activations": (NATIVE, WEIGHED, (*STATIC, "routing scratch", "logits and loss", *REST), None),
+    "fused activation: other layers": (NATIVE, WEIGHED, ("activations",), ("attention", "mamba2", "ends")),
+    "fused activation: nothing where it is recomputed": ((*NATIVE, *RECOMPUTE), WEIGHED, BUCKETS, None),
+    "strides and the dispatcher: everything": (
+        NATIVE, ("model.blocks.mamba2.strided=true", "model.blocks.moe.dispatcher=local"), BUCKETS, None,
+    ),
     "streams: the layers": (NATIVE, ("feature.mhc.streams=4",), ("activations", "routing scratch", *REST), None),
 }  # fmt: skip
 
@@ -125,6 +132,12 @@ def test_dense_layers_need_no_routing_scratch_under_any_tensor_size():
     for size in (1, 2, 4):
         found = bill("nam56r_native_dp", "model.letters.E=mlp", f"parallel.tensor={size}")
         assert not of(found, "routing scratch")
+
+
+def test_the_fused_activation_keeps_the_unweighed_one_no_more():
+    plain, fused = bill(*NATIVE), bill(*NATIVE, *WEIGHED)
+    rows, width, layers = 4 * 4096 * 4, 896, 22  # of each microbatch: tokens x top-k, bf16
+    assert plain["activations", "moe"] - fused["activations", "moe"] == 2 * rows * width * layers
 
 
 def test_dispatch_counts_do_not_grow_with_tokens_or_tensor_ranks():

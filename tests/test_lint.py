@@ -503,6 +503,20 @@ def test_recipe_lists_what_it_does_not_carry():
     )
 
 
+NORMS = ("NVTE_NORM_FWD_USE_CUDNN", "NVTE_NORM_BWD_USE_CUDNN")
+
+
+@pytest.mark.parametrize(
+    ("said", "kernels", "lost"),
+    [(NORMS, "cudnn", False), (NORMS[:1], "transformer_engine", True), ((), "transformer_engine", False)],
+    ids=str,
+)
+def test_recipe_has_the_norm_kernels_of_the_environment(said, kernels, lost):
+    made = recipe.make(launch(MOE, {}, dict.fromkeys(said, "1")), Path("mine.yaml"))
+    assert recipe._load(made.yaml, "mine").precision.norm_kernels == kernels
+    assert any(NORMS[0] in line for line in made.lost) is lost
+
+
 @pytest.mark.parametrize("path", [p for p in FIXTURES if p.name.startswith("clean_")], ids=lambda p: p.name)
 def test_clean_launches_become_recipes(path):
     found = lint(path.read_text(), path.name)

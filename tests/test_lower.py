@@ -37,6 +37,9 @@ TP = {"parallel.tensor": 2, "parallel.sequence": True}
 INDEXED = {"data.name": "indexed", "data.path": "/d/x", "data.split": "99,1,0", "data.tokenizer": "/t"}
 FULL = {"feature.recompute.granularity": "full", "feature.recompute.method": "uniform", "feature.recompute.layers": 1}
 GRAPHS = {"feature.cuda_graphs.impl": "transformer_engine", "feature.cuda_graphs.modules": ["attn", "mamba"]}
+LOCAL = {"model.blocks.moe.dispatcher": "local"}
+WEIGHED_KEY = "model.blocks.moe.fused_weighted_squared_relu"
+WEIGHED = {WEIGHED_KEY: True}
 
 
 def settings(base, **changes):
@@ -144,6 +147,10 @@ DEFAULTS = {  # destination -> (what every preset says, Megatron's default, whic
 }
 
 
+# The preset that takes what is fastest: Megatron's default, by choice.
+CHOSEN = {("nam56r_native_dp_fused", "moe_token_dispatcher_type"): "allgather"}
+
+
 @pytest.mark.parametrize("dest", DEFAULTS)
 def test_trap_defaults_that_are_not_ours(dest):
     said, default = DEFAULTS[dest]
@@ -152,7 +159,7 @@ def test_trap_defaults_that_are_not_ours(dest):
     for name in NAMES:
         if name != "nam56r_smoke":
             lowering = lowered(name)
-            assert lowering.by_name[dest].value == said
+            assert lowering.by_name[dest].value == CHOSEN.get((name, dest), said)
             assert v0_19.words(lowering.by_name[dest])[0] in argv.argv(lowering), (
                 "said aloud, since the default differs"
             )
@@ -252,6 +259,19 @@ def test_trap_device_max_connections():
     script = argv.run_script(translated(NATIVE, {}))
     assert "unset CUDA_DEVICE_MAX_CONNECTIONS" in script
     assert "export CUDA_DEVICE_MAX_CONNECTIONS=1" in argv.run_script(translated("nam56r_nemo_native", {}))
+
+
+def test_norm_kernels_are_two_variables():
+    """Transformer Engine chooses by the environment alone: both are set, or both demanded unset."""
+
+    def norms(name):
+        made = translated(NATIVE, {"precision.norm_kernels": name})
+        assert {s.name: s.value for s in made.settings} == settings(NATIVE)
+        return {e.name: e.value for e in made.env if "NORM" in e.name}
+
+    both = ("NVTE_NORM_FWD_USE_CUDNN", "NVTE_NORM_BWD_USE_CUDNN")
+    assert norms("cudnn") == dict.fromkeys(both, "1")
+    assert norms("transformer_engine") == dict.fromkeys(both)
 
 
 def test_trap_megatron_fsdp():
@@ -469,6 +489,7 @@ REVIEWED = {
     "cluster.waivers": "which checks before a run are waived",
     "feature.ngram_hash.order": "not built: the plan says so and training refuses",
     "feature.ngram_hash.buckets": "not built: the plan says so and training refuses",
+    "model.blocks.mamba2.strided": "which mixer stands there: the stack's spec reads it, Megatron has no flag",
     "model.blocks.mla.kernels": "which modules stand there: the stack's spec reads it, Megatron has no flag",
     "model.blocks.mamba3.": "travels in plan.json; Megatron has no flag for our layers",
     "model.blocks.m2rnn.": "travels in plan.json; Megatron has no flag for our layers",
@@ -603,6 +624,9 @@ REFUSALS = [
     (NATIVE, {"model.blocks.mamba2.groups": 3}, "model.blocks.mamba2.heads", "Mamba-2 heads 56 is not divisible"),
     (NATIVE, TP | {"model.blocks.mamba2.heads": 57, "model.blocks.mamba2.groups": 3}, "model.blocks.mamba2.heads", "tensor"),
     (NATIVE, TP | {"model.blocks.mamba2.groups": 7}, "model.blocks.mamba2.groups", "Mamba-2 groups 7 is not divisible"),
+    (NATIVE, {"model.blocks.mamba2.strided": True, "model.blocks.mamba2.heads": 63, "model.blocks.mamba2.groups": 3},
+     "model.blocks.mamba2.strided", "strides that 8 divides"),
+    (NATIVE, TP | {"model.blocks.mamba2.strided": True}, "model.blocks.mamba2.strided", "columns on each GPU"),
     # moe
     (NATIVE, {"model.blocks.moe.top_k": 17}, "model.blocks.moe.top_k", "top-k 17 of 16 experts"),
     (NATIVE, {"parallel.expert": 8, "model.blocks.moe.experts": 12}, "model.blocks.moe.experts", "12 is not divisible"),
@@ -612,6 +636,14 @@ REFUSALS = [
     (NATIVE, {"model.blocks.moe.score_function": "softmax"}, "model.blocks.moe.expert_bias", "needs sigmoid scores"),
     (NATIVE, {"model.blocks.moe.score_function": "softmax", "model.blocks.moe.top_k": 1}, "model.blocks.moe.top_k", "no gradient"),
     (NATIVE, {"model.blocks.moe.balancing": "none"}, "model.blocks.moe.aux_loss_coeff", "without a balancing loss"),
+    (NATIVE, LOCAL | {"parallel.expert": 2}, "model.blocks.moe.dispatcher", "the experts are on several GPUs"),
+    (NATIVE, LOCAL | {"parallel.expert_tensor": 2}, "model.blocks.moe.dispatcher", "the experts are on several GPUs"),
+    (NATIVE, LOCAL | {"model.blocks.moe.capacity_factor": 1.0}, "model.blocks.moe.dispatcher", "drops nothing"),
+    (NATIVE, LOCAL | GRAPHS | {"feature.cuda_graphs.modules": ["moe_router"]}, "model.blocks.moe.dispatcher", "leaves for later"),
+    (NATIVE, LOCAL | {"model.blocks.moe.shared_overlap": True}, "model.blocks.moe.shared_overlap", "only the all-to-all"),
+    (NATIVE, WEIGHED | {"model.activation": "swiglu"}, WEIGHED_KEY, "is squared ReLU, not swiglu"),
+    (NATIVE, WEIGHED | {"model.blocks.moe.grouped_gemm": False}, WEIGHED_KEY, "grouped experts only"),
+    (NATIVE, WEIGHED | {"model.linear_bias": True}, WEIGHED_KEY, "takes no bias"),
     (NATIVE, {"parallel.tensor": 2}, "parallel.sequence", "MoE under tensor parallelism trains only with sequence"),
     (NATIVE, {"model.hidden_size": 3588}, "model.hidden_size", "not a multiple of 8"),
     # cuda_graphs

@@ -93,7 +93,9 @@ VARIANTS = {
         "model.blocks.moe.router_fusion=true",
         "model.blocks.moe.permute_fusion=true",
         "model.blocks.moe.shared_overlap=true",
+        "model.blocks.moe.fused_weighted_squared_relu=true",
     ),
+    "local-experts": ("nam56r_native_dp", "model.blocks.moe.dispatcher=local"),
 }
 
 

@@ -247,7 +247,7 @@ def _wanted(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
                      "expert": m.ep, "expert_tensor": m.etp if m.moe else 1},
         "precision": {"grad_reduce": "bf16" if a.grad_reduce_in_bf16 else "fp32",
                       "cross_entropy": "compiled" if a.cross_entropy_loss_fusion else "megatron",
-                      "fused_grad_accumulation": a.gradient_accumulation_fusion},
+                      "fused_grad_accumulation": a.gradient_accumulation_fusion, "norm_kernels": _norm_kernels(a, lost)},
         "optim": {"lr": m.a.lr, "min_lr": a.min_lr, "decay": a.lr_decay_style, "warmup_steps": _warmup(a), "weight_decay": a.weight_decay,
                   "beta1": a.adam_beta1, "beta2": a.adam_beta2, "eps": a.adam_eps, "clip_grad": a.clip_grad},
         "schedule": _schedule(a, m),
@@ -261,6 +261,14 @@ def _wanted(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
         data |= {"path": a.value("data_path")[0], "split": a.split, "tokenizer": a.tokenizer_model}
     tree["data"] = data
     return tree
+
+
+def _norm_kernels(a: Args, lost: list[str]) -> str:
+    names = ("NVTE_NORM_FWD_USE_CUDNN", "NVTE_NORM_BWD_USE_CUDNN")
+    said = {a.launch.env.get(name) == "1" for name in names}
+    if len(said) > 1:
+        lost.append(f"{' and '.join(names)}: our recipes set both or none; none is set")
+    return "cudnn" if said == {True} else "transformer_engine"
 
 
 def _model(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
@@ -342,6 +350,7 @@ def _blocks(a: Args, m: Model, lost: list[str]) -> Tree:
             "router_dtype": a.moe_router_dtype or "the weights'", "balancing": balanced, "aux_loss_coeff": m.aux_coefficients[0],
             "dispatcher": a.moe_token_dispatcher_type, "grouped_gemm": a.moe_grouped_gemm, "permute_fusion": a.moe_permute_fusion,
             "router_fusion": a.moe_router_fusion, "shared_overlap": a.moe_shared_expert_overlap,
+            "fused_weighted_squared_relu": a.use_fused_weighted_squared_relu,
             "capacity_factor": a.moe_expert_capacity_factor,
         }  # fmt: skip
     if "mamba2" in m.kinds:
@@ -350,6 +359,7 @@ def _blocks(a: Args, m: Model, lost: list[str]) -> Tree:
             "head_dim": a.mamba_head_dim,
             "state_dim": a.mamba_state_dim,
             "groups": a.mamba_num_groups,
+            "strided": False,
         }
         if not a.any_said(*MAMBA):
             lost.append("the block at `M`: no flag says which; Mamba-2 of Megatron's default sizes is written (Mamba-3 and M2RNN stand in "

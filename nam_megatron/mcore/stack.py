@@ -1,9 +1,10 @@
 """Plan -> Megatron's hybrid stack spec: the only builder of HybridStackSubmodules (torch side).
 
 Megatron's own spec is core/models/hybrid/hybrid_layer_specs.py (megatron-core 0.19.2). Attention, MoE, MLP, Mamba-2 and
-MTP are the very same modules here, so that the native lane is Megatron's model. What differs: real norms on the latents
-of MLA and DSA; M-slot layers routed by number; slots that the plan does not use refuse to be built instead of passing
-their input through.
+MTP are the very same modules here, so that the native lane is Megatron's model; only where a recipe says so (MoE's
+`dispatcher: local`, Mamba-2's `strided`) does a subclass stand in its place. What differs: real norms on the latents of
+MLA and DSA; M-slot layers routed by number; slots that the plan does not use refuse to be built instead of passing their
+input through.
 """
 
 import importlib
@@ -238,6 +239,8 @@ def _moe(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
     # grouped GEMM: Megatron's own hybrid spec groups whatever --moe-grouped-gemm says.
     grouped = plan.recipe.model.blocks.moe.grouped_gemm
     moe = get_moe_module_spec_for_backend(backend, num_experts=1, moe_grouped_gemm=grouped)
+    if plan.recipe.model.blocks.moe.dispatcher == "local":
+        moe = partial(ours("moe").LocalMoELayer, **moe.keywords)
     parts = TransformerLayerSubmodules(
         pre_mlp_layernorm=backend.layer_norm(rms_norm=True), mlp=moe, mlp_bda=get_bias_dropout_add
     )
@@ -257,7 +260,8 @@ def _mamba(backend: BackendSpecProvider, plan: Any, mixers: Mapping[str, ModuleS
     mamba2 = MambaMixerSubmodules(
         in_proj=backend.column_parallel_layer_norm_linear(), out_proj=backend.row_parallel_linear()
     )
-    table = {"mamba2": ModuleSpec(MambaMixer, submodules=mamba2), **mixers}
+    module = ours("mamba2").StridedMambaMixer if plan.recipe.model.blocks.mamba2.strided else MambaMixer
+    table = {"mamba2": ModuleSpec(module, submodules=mamba2), **mixers}
     by_number = {x.number: table[x.kind] for x in plan.layers if SLOTS[x.kind] == "mamba_layer"}
     by_depth = {i: table[kind] for i, kind in enumerate(plan.mtp, 1) if SLOTS[kind] == "mamba_layer"}
     # With Mamba-2 alone the spec is Megatron's own, without a router.

@@ -52,21 +52,25 @@ class Plan:
     recipe: SimpleNamespace
 
 
-def recipe_of(latent_norm: bool = True, grouped_gemm: bool = True) -> SimpleNamespace:
+def recipe_of(
+    latent_norm: bool = True, grouped_gemm: bool = True, dispatcher: str = "alltoall", strided: bool = False
+) -> SimpleNamespace:
     blocks = {
         "mla": SimpleNamespace(latent_norm=latent_norm, kernels="megatron"),
         "dsa": SimpleNamespace(kernels="megatron"),
-        "moe": SimpleNamespace(grouped_gemm=grouped_gemm),
+        "moe": SimpleNamespace(grouped_gemm=grouped_gemm, dispatcher=dispatcher),
+        "mamba2": SimpleNamespace(strided=strided),
     }
     return SimpleNamespace(model=SimpleNamespace(blocks=SimpleNamespace(**blocks)))
 
 
-def plan_of(pattern: str, latent_norm: bool = True) -> Plan:
+def plan_of(pattern: str, latent_norm: bool = True, dispatcher: str = "alltoall", strided: bool = False) -> Plan:
     main, *mtp = pattern.split("/")
     letters = [(letter, i) for i, segment in enumerate(main.split("|")) for letter in segment]
     ranks = [sum(a == letter for a, _ in letters[:i]) for i, (letter, _) in enumerate(letters)]
     layers = [Layer(i + 1, KIND[a], a, ranks[i], segment) for i, (a, segment) in enumerate(letters)]
-    return Plan(tuple(layers), tuple(KIND[a] for a in mtp[0]) if mtp else (), len(mtp), recipe_of(latent_norm))
+    depth = tuple(KIND[a] for a in mtp[0]) if mtp else ()
+    return Plan(tuple(layers), depth, len(mtp), recipe_of(latent_norm, True, dispatcher, strided))
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,8 @@ class Case:
     config: dict = field(default_factory=dict)
     mixers: dict = field(default_factory=dict)
     latent_norm: bool = True
+    dispatcher: str = "alltoall"
+    strided: bool = False
     meta: bool = False
 
     @property
@@ -248,7 +254,7 @@ DSA |= dict(dsa_indexer_loss_coeff=0.01, dsa_indexer_rotate_activation=False)
 DSA |= dict(dsa_indexer_topk_freq=4, dsa_indexer_skip_topk_offset=3)
 MOE = dict(num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=32, moe_shared_expert_intermediate_size=48)
 MOE |= dict(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_dtype="fp32")
-MOE |= dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=1e-2, moe_token_dispatcher_type="alltoall")
+MOE |= dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=1e-2)
 MOE |= dict(moe_grouped_gemm=True)
 MAMBA = dict(mamba_num_heads=8, mamba_head_dim=8, mamba_state_dim=16, mamba_num_groups=2)
 
@@ -273,6 +279,8 @@ def config_of(case: Case) -> Any:
     latent = bool(kinds & {"mla", "dsa"})
     for kind, more in (("attention", ATTENTION), ("dsa", DSA), ("moe", MOE), ("mamba2", MAMBA)):
         fields |= more if kind in kinds else {}
+    if "moe" in kinds:
+        fields["moe_token_dispatcher_type"] = "allgather" if case.dispatcher == "local" else case.dispatcher
     fields |= LATENT if latent else {}
     return (MLATransformerConfig if latent else TransformerConfig)(**{**fields, **case.config})
 
@@ -296,7 +304,11 @@ def _rig(case: Case, rank: int, folder: Path) -> Rig:
     with torch.device("meta") if case.meta else contextlib.nullcontext():
         model = HybridModel(
             config,
-            hybrid_stack_spec(plan_of(case.pattern, case.latent_norm), modules.CpuBackend(), case.mixers),
+            hybrid_stack_spec(
+                plan_of(case.pattern, case.latent_norm, case.dispatcher, case.strided),
+                modules.CpuBackend(),
+                case.mixers,
+            ),
             vocab_size=case.vocab,
             max_sequence_length=SEQUENCE,
             hybrid_layer_pattern=case.pattern.replace("R", "M").replace("3", "M"),

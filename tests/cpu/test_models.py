@@ -10,6 +10,8 @@ from functools import partial
 from types import SimpleNamespace
 
 import harness
+import megatron.core.ssm.mamba_mixer as upstream
+import megatron.core.tensor_parallel.random as rng
 import modules
 import pytest
 import torch
@@ -18,8 +20,11 @@ from megatron.core.extensions import transformer_engine as te
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe import experts
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
+from nam_megatron.blocks.moe import layer as moe
 from nam_megatron.errors import Refused
 from nam_megatron.mcore.stack import AbsentSlot, hybrid_stack_spec
 
@@ -301,6 +306,83 @@ def test_every_layout_is_the_same_model(whole, family, layout):
         if not error < 1e-4:
             far[key] = error.item()
     assert not far
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"dp": 2}], ids=str)
+def test_the_local_dispatcher_trains_what_allgather_does(layout):
+    """Row by row the same values: the losses are equal, and gradients differ in the order of sums alone."""
+    theirs, ours = (train(Case("*E-E", dispatcher=name, **layout)) for name in ("allgather", "local"))
+    assert ours.losses == theirs.losses
+    torch.testing.assert_close(ours.gradients, theirs.gradients, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}], ids=str)
+def test_the_strided_mixer_is_megatrons(layout):
+    """The same values, and what its scan sees is the projection itself, not a copy."""
+
+    def where(rig):
+        seen, scan = [], upstream.mamba_split_conv1d_scan_combined
+
+        def look(packed, *weights, **kw):
+            seen.append(packed.transpose(0, 1).is_contiguous())
+            return scan(packed, *weights, **kw)
+
+        upstream.mamba_split_conv1d_scan_combined = look
+        harness.step(rig)
+        return set(seen)
+
+    ours, theirs = (Case("M*M", strided=strided, **layout) for strided in (True, False))
+    assert on_ranks(ours, where)[0] == {True} and on_ranks(theirs, where)[0] == {False}
+    found, expected = train(ours), train(theirs)
+    assert found.losses == expected.losses
+    torch.testing.assert_close(found.gradients, expected.gradients, rtol=1e-4, atol=1e-6)
+
+
+def test_the_local_dispatcher_waits_once_and_late(monkeypatch):
+    """The GPU has the shared expert and the sort to do while the host waits for the counts; nobody waits in the backward pass."""
+
+    def order(rig):
+        seen, (layer,) = [], [m for m in rig.model.modules() if isinstance(m, MoELayer)]
+        event = SimpleNamespace(synchronize=lambda: seen.append("wait"))
+        stream = SimpleNamespace(record_event=lambda: seen.append("copy") or event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+        sort = moe.permute
+        monkeypatch.setattr(moe, "permute", lambda *a, **kw: seen.append("sort") or sort(*a, **kw))
+        for name in ("router", "shared_experts", "experts"):
+            getattr(layer, name).register_forward_pre_hook(lambda *_, name=name: seen.append(name))
+        harness.step(rig)
+        return seen
+
+    (found,) = on_ranks(Case("E", dispatcher="local", microbatches=1), order)
+    assert found == ["router", "copy", "shared_experts", "sort", "wait", "experts"]
+
+
+@pytest.mark.parametrize("modules", [["moe"], ["shared_experts"]], ids=str)
+def test_the_local_dispatcher_under_recompute(modules):
+    def no_cuda_state(rig):
+        rng._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+        rng._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+    again = {"recompute_granularity": "selective", "recompute_modules": modules}
+    kept, computed = (train(Case("*E", dispatcher="local", config=c), no_cuda_state) for c in ({}, again))
+    assert computed.losses == kept.losses
+    torch.testing.assert_close(computed.gradients, kept.gradients, rtol=1e-4, atol=1e-6)
+
+
+def test_the_fused_activation_is_the_same_formula():
+    """And it is the fused one that runs, in each of two microbatches; the shared expert's is Megatron's plain one either way."""
+
+    def count(rig):
+        calls, fused = [], experts.weighted_squared_relu_impl
+        experts.weighted_squared_relu_impl = lambda x, probs: calls.append(probs.dtype) or fused(x, probs)
+        harness.step(rig)
+        return calls
+
+    one = Case("*E", config={"use_fused_weighted_squared_relu": True})
+    assert on_ranks(one, count) == [[torch.float32] * 2]
+    plain, fused = train(Case("*E")), train(one)
+    assert fused.losses == pytest.approx(plain.losses, rel=1e-6)
+    torch.testing.assert_close(fused.gradients, plain.gradients, rtol=1e-4, atol=1e-6)
 
 
 def test_mla_under_tensor_without_sequence_parallelism_drifts_apart():

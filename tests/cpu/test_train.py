@@ -120,6 +120,14 @@ def test_the_environment_the_plan_needs_is_demanded(tmp_path):
     train.accept(words, TORCHRUN | dict(WORLD_SIZE="2", CUDA_DEVICE_MAX_CONNECTIONS="1"))
 
 
+def test_a_variable_the_plan_needs_unset_is_refused(tmp_path):
+    """Another program would compute the norms than the recipe says. Platforms force the connections, which are only slower."""
+    (problem,) = refusal(command(tmp_path), NVTE_NORM_BWD_USE_CUDNN="1", CUDA_DEVICE_MAX_CONNECTIONS="8")
+    assert problem.message.startswith("NVTE_NORM_BWD_USE_CUDNN is set, and the plan needs it unset")
+    both = dict(NVTE_NORM_FWD_USE_CUDNN="1", NVTE_NORM_BWD_USE_CUDNN="1")
+    train.accept(command(tmp_path, "precision.norm_kernels=cudnn"), TORCHRUN | both)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -219,6 +227,13 @@ def test_gradients_that_the_gemm_adds_are_the_same(tmp_path, eight_steps):
     assert (
         int(rank.out.split(" GEMMs")[0].split()[-1]) >= 8 * 2
     )  # at least the output layer, in each of two microbatches
+
+
+def test_what_only_makes_it_faster_learns_the_same(tmp_path, eight_steps):
+    """The dispatcher and the mixer that are ours, and the activation that Megatron fuses: from the recipe to the last step."""
+    keys = ("moe.dispatcher=local", "moe.fused_weighted_squared_relu=true", "mamba2.strided=true")
+    faster = run(tmp_path, *EIGHT, *(f"model.blocks.{key}" for key in keys))
+    assert trained(faster) == pytest.approx(eight_steps, abs=1e-2)
 
 
 def test_the_recipe_chooses_the_loss(tmp_path):

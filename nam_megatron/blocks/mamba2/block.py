@@ -23,6 +23,7 @@ class Mamba2(Block):
     head_dim: PositiveInt
     state_dim: PositiveInt
     groups: PositiveInt
+    strided: bool
 
     @property
     def in_proj_width(self) -> int:
@@ -44,6 +45,15 @@ class Mamba2(Block):
             at + "heads", self.heads, p.tensor * p.context, "Mamba-2 heads", "parallel.tensor * parallel.context"
         )
         yield from divides(at + "groups", self.groups, p.tensor, "Mamba-2 groups", "parallel.tensor")
+        # Megatron repeats a group whose heads are spread over context ranks.
+        ranks, groups = p.tensor * p.context, max(self.groups // (p.tensor * p.context), 1)
+        width = self.heads // ranks * (2 * self.head_dim + 1) + 2 * groups * self.state_dim
+        if self.strided and width % 8:
+            yield Problem(
+                f"causal-conv1d wants strides that 8 divides, and the projection has {width} columns on each GPU",
+                at + "strided",
+                "set it to false, or make the heads of a GPU a multiple of 8",
+            )
 
     def _sizes(self, z: Sizes) -> Sizes:
         """nh heads of P, in all di wide; B and C of G groups of ns; scanned in chunks of L."""
@@ -66,9 +76,9 @@ class Mamba2(Block):
     def activations(self, z, layer) -> Iterator[Line]:
         z = self._sizes(z)
         yield from residual(z)
-        yield z.line(
-            "z, x, B, C, dt", "2 T (2 di + 2 G ns + nh) / t", "batch first: a copy of the projection, which is freed"
-        )
+        copied = "batch first: a copy of the projection, which is freed"
+        why = "the projection where it lies" if self.strided else copied
+        yield z.line("z, x, B, C, dt", "2 T (2 di + 2 G ns + nh) / t", why)
         yield z.line("scan output", "2 T di / t", "the scan computes convolution and chunk states again")
         yield z.line("gated norm", "2 T di / t + 4 T G / t", "its input, sequence first, and statistics")
         yield z.line("gated output", "w T di / t", "input of the output projection")

@@ -28,11 +28,12 @@ class Moe(Block):
     router_dtype: Literal["fp32", "fp64"]
     balancing: Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
     aux_loss_coeff: NonNegativeFloat
-    dispatcher: Literal["alltoall", "allgather"]
+    dispatcher: Literal["alltoall", "allgather", "local"]
     grouped_gemm: bool
     permute_fusion: bool
     router_fusion: bool
     shared_overlap: bool
+    fused_weighted_squared_relu: bool
     capacity_factor: PositiveFloat | None
 
     def settings(self, plan) -> Iterator[Setting]:
@@ -69,10 +70,18 @@ class Moe(Block):
         yield Setting("moe_input_jitter_eps", None, "no jitter")
         yield Setting("moe_router_topk_scaling_factor", None, "no scaling of the router's weights")
         yield Setting("moe_router_num_groups", None, "no group-limited routing")
-        yield Setting("moe_token_dispatcher_type", self.dispatcher, "Megatron's default is allgather", "dispatcher")
+        # Ours is Megatron's allgather where nothing is gathered; blocks/moe/layer.py.
+        told = "allgather" if self.dispatcher == "local" else self.dispatcher
+        yield Setting("moe_token_dispatcher_type", told, "Megatron's default is allgather", "dispatcher")
         yield Setting("moe_grouped_gemm", self.grouped_gemm, "all local experts in one GEMM", "grouped_gemm")
         yield Setting("moe_permute_fusion", self.permute_fusion, "TE's fused permutation", "permute_fusion")
         yield Setting("moe_router_fusion", self.router_fusion, "TE's fused scores, top-k and balance", "router_fusion")
+        yield Setting(
+            "use_fused_weighted_squared_relu",
+            self.fused_weighted_squared_relu,
+            "the activation and its weighing by the router in one kernel",
+            "fused_weighted_squared_relu",
+        )
         yield Setting("moe_expert_capacity_factor", self.capacity_factor, "unset: dropless", "capacity_factor")
         yield Setting("moe_pad_expert_input_to_capacity", False, "no padding to the capacity")
         yield Setting("moe_apply_probs_on_input", False, "probabilities weigh the experts' output")
@@ -107,6 +116,27 @@ class Moe(Block):
             )
         if self.shared_overlap and not self.shared_expert_hidden_size:
             yield Problem("there is no shared expert to overlap", at + "shared_overlap", "set it to false")
+        if self.dispatcher == "local":
+            if p.expert * p.expert_tensor > 1:
+                yield Problem(
+                    "the local dispatcher sends nothing, and the experts are on several GPUs",
+                    at + "dispatcher",
+                    f"set `{at}dispatcher=alltoall`",
+                )
+            if self.capacity_factor is not None:
+                yield Problem(
+                    "the local dispatcher drops nothing, and a capacity factor does",
+                    at + "dispatcher",
+                    f"set `{at}dispatcher=alltoall`, or `{at}capacity_factor=null`",
+                )
+            if "moe_router" in plan.recipe.feature.cuda_graphs.modules:
+                yield Problem(
+                    "a graph of the router has to end with the shared expert's output, which the local dispatcher leaves for later",
+                    at + "dispatcher",
+                    "leave `moe_router` out of `feature.cuda_graphs.modules`, or set another dispatcher",
+                )
+        if self.fused_weighted_squared_relu:
+            yield from self._unfused(plan, at + "fused_weighted_squared_relu")
         if self.top_k == 1 and self.score_function == "softmax":
             yield Problem(
                 "softmax over one chosen expert has no gradient", at + "top_k", "use sigmoid scores or top-k above 1"
@@ -121,6 +151,16 @@ class Moe(Block):
                 "parallel.sequence",
                 "set `parallel.sequence=true`",
             )
+
+    def _unfused(self, plan, key: str) -> Iterator[Problem]:
+        """Where Megatron has no fused activation and would ignore the flag, or stop."""
+        m = plan.recipe.model
+        if m.activation != "squared_relu":
+            yield Problem(f"the fused activation is squared ReLU, not {m.activation}", key, "set it to false")
+        if not self.grouped_gemm:
+            yield Problem("Megatron fuses the activation of grouped experts only", key, "set it to false")
+        if m.linear_bias:
+            yield Problem("the fused activation takes no bias", key, "set it to false")
 
     def _sizes(self, z: Sizes) -> Sizes:
         """E experts, k of them a token, f wide; a shared one of fs; u projections in; R rows a rank's experts get."""
@@ -155,7 +195,7 @@ class Moe(Block):
         mark = "" if z.model.activation == "squared_relu" else UNMEASURED
         yield z.line("first projection", "2 R u f / et", "input of the activation", mark=mark)
         if "moe_act" not in z.recompute:
-            if z.gates == 1:
+            if z.gates == 1 and not self.fused_weighted_squared_relu:
                 yield z.line("activation", "2 R f / et", "kept to weigh it by the router's probabilities", mark=mark)
             yield z.line("weighed activation", "w R f / et", "input of the second projection", mark=mark)
         if self.shared_expert_hidden_size and "shared_experts" not in z.recompute:

@@ -1,0 +1,36 @@
+"""Megatron's Mamba-2 mixer without its copy of the input projection's output (torch side).
+
+core/ssm/mamba_mixer.py of megatron-core 0.19.2 has the sequence before the batch. mamba-ssm wants the batch first, so the mixer copies
+the packed z, x, B, C, dt, and the linear layer copies their gradient back. mamba-ssm 2.3.2.post1 and causal-conv1d 1.7.0 read strides,
+and the gradient has those of its tensor: a transposed view does.
+"""
+
+import megatron.core.ssm.mamba_mixer as upstream
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+
+class StridedMambaMixer(upstream.MambaMixer):
+    """MambaMixer whose scan reads the projection's output where it lies. Batches of one sample lie the same either way."""
+
+    def _ssm_training(self, zxBCdt: Tensor, packed_seq_params: PackedSeqParams | None = None) -> Tensor:
+        """[s, b, z + x + B + C + dt] -> [s, b, inner], gated and normalised."""
+        assert packed_seq_params is None and not self.D_has_hdim, "nothing of ours asks for either"
+        states = {"state_dtype": self.mamba_training_ssm_states_dtype} if upstream.MAMBA_HAS_STATE_DTYPE else {}
+        y = upstream.mamba_split_conv1d_scan_combined(
+            zxBCdt.transpose(0, 1),
+            self.cp.get_conv1d_weight().squeeze(1),
+            self.cp.get_conv1d_bias(),
+            self.cp.get_dt_bias().float(),
+            -torch.exp(self.cp.get_A_log().float()),
+            D=self.cp.get_D(),
+            chunk_size=self.chunk_size,
+            activation=self.activation,
+            headdim=self.headdim,
+            ngroups=self.cp.ngroups_local_tpcp,
+            norm_before_gate=self.norm_before_gate,
+            **states,
+        )
+        y = self.cp.post_conv_ssm(y.transpose(0, 1).contiguous(), None)
+        return self.norm(y) if self.rmsnorm else y

@@ -1,0 +1,67 @@
+"""Mixture of experts where every rank holds all of them: Megatron's MoELayer with one sort and one wait of the host (torch side).
+
+Written against core/transformer/moe/{moe_layer,token_dispatcher}.py of megatron-core 0.19.2. Without expert parallelism its dispatchers
+do what only expert parallelism needs: all-to-all sorts rows by chunks that are in order already, in forward and backward; allgather
+has the host wait for the GPU twice, for the rows of each expert and for the size of a masked selection, and the GPU then has nothing
+to do until the host has launched the experts' first GEMM.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection, permute
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
+from torch import Tensor
+
+
+class LocalDispatcher(MoEAllGatherTokenDispatcher):
+    """Sorts a rank's tokens by expert, all of which it holds; nothing travels. Dropless: every token has top-k rows.
+
+    Values and their order are those of Megatron's dispatchers.
+    """
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Starts the copy of the rows of each expert to the host: whatever is launched from here on runs while the host waits."""
+        self.rows_of_experts = self.routing_map.sum(dim=0).to("cpu", non_blocking=True)
+        self.copied = torch.cuda.current_stream().record_event()
+        return hidden_states, probs
+
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[tokens, hidden], [tokens, experts] -> rows [tokens x top-k, hidden] by expert, how many each has (on the host), their probs."""
+        self.hidden_shape_before_permute, self.local_map = hidden_states.shape, self.routing_map
+        rows, probs, self.reversed_local_input_permutation_mapping, _, _ = permute(
+            hidden_states,
+            self.routing_map,
+            probs=probs,
+            num_out_tokens=hidden_states.size(0) * self.router_topk,
+            fused=self.config.moe_permute_fusion,
+        )
+        self.routing_map = None
+        self.copied.synchronize()
+        return rows, self.rows_of_experts, probs
+
+
+class LocalMoELayer(MoELayer):
+    """MoELayer with a LocalDispatcher, and the shared expert between the copy of the counts and the wait for it."""
+
+    def __init__(self, *args: Any, pg_collection: Any = None, **kwargs: Any):
+        pg_collection = pg_collection or get_default_pg_collection()
+        super().__init__(*args, pg_collection=pg_collection, **kwargs)
+        assert pg_collection.ep.size() == pg_collection.expt_tp.size() == 1, "a rank without some of the experts"
+        self.token_dispatcher = LocalDispatcher(
+            self.num_local_experts, self.local_expert_indices, config=self.config, pg_collection=pg_collection
+        )
+        self.shared_output: Tensor | None = None
+
+    def shared_experts_compute(self, hidden_states: Tensor) -> None:
+        """Not yet: in `dispatch`."""
+
+    def dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        hidden_states, probs = super().dispatch(hidden_states, probs)
+        self.shared_output = super().shared_experts_compute(hidden_states.view(self.token_dispatcher.hidden_shape))
+        return hidden_states, probs
+
+    def postprocess(self, output: Tensor, shared_expert_output: None) -> Tensor:
+        shared, self.shared_output = self.shared_output, None
+        return super().postprocess(output, shared)
