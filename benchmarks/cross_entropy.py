@@ -12,10 +12,10 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median
 
 import torch
 import torch.distributed as dist
+from clock import Clock
 from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from report import Report
@@ -26,7 +26,7 @@ from nam_megatron.mcore import cross_entropy
 
 BYTES_PER_SECOND = 4.3e12
 GIB = 2**30
-REPETITIONS, WARM = 25, 5
+REPETITIONS = 20
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -64,23 +64,15 @@ def check(report: Report, name: str, loss: Loss, tokens: int, vocabulary: int) -
 def measure(
     report: Report, name: str, loss: Loss, tokens: int, vocabulary: int, part: str = "rows", **more: int
 ) -> None:
-    logits, labels, d_loss = inputs(tokens, vocabulary)
+    clock, (logits, labels, d_loss) = Clock(REPETITIONS), inputs(tokens, vocabulary)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    spans = []
-    for _ in range(REPETITIONS):
-        start, between, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-        torch.cuda._sleep(4_000_000)  # about 2 ms: the host gets ahead
-        start.record()
-        kept = loss(logits, labels)
-        between.record()
-        torch.autograd.grad(kept, logits, d_loss)  # once a forward pass: most write over what they kept
-        end.record()
-        torch.cuda.synchronize()
-        spans.append((start.elapsed_time(between), between.elapsed_time(end)))
+    torch.autograd.grad(loss(logits, labels), logits, d_loss)
     peak = torch.cuda.max_memory_allocated() - before
-    forward, backward = map(median, zip(*spans[WARM:], strict=True))
+    # A forward pass for each backward one: most write over what they kept.
+    backward = clock(lambda kept: torch.autograd.grad(kept, logits, d_loss), lambda: loss(logits, labels)) / 1e3
+    forward = clock(lambda _: loss(logits, labels)) / 1e3
     read = logits.numel() * logits.element_size() / BYTES_PER_SECOND * 1e3
     report.add(
         part, name=name, forward_ms=forward, forward_floor_ms=read, backward_ms=backward, backward_floor_ms=2 * read,

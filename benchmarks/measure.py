@@ -33,15 +33,17 @@ ONE = ("cluster=h200_1", *CUT)
 FOUR = ("cluster=h200_4", "schedule.train_steps=5", "schedule.decay_steps=12")
 MLA = ("lane=native_dp", "model.substitute=[]", "feature.mtp.depths=0")
 DSA = ("lane=native_dp", "model.substitute=[{letter: A, ranks: [1, 2, 3], kind: dsa}]", "feature.mtp.depths=0")
-FUSED = "precision.cross_entropy=compiled"
+MOE = "model.blocks.moe."
+COMPILED, OURS = "precision.cross_entropy=compiled", "precision.cross_entropy=fused"
+WGRAD, PERMUTE = "precision.fused_grad_accumulation=true", f"{MOE}permute_fusion=true"
+ROUTER, ALLGATHER = f"{MOE}router_fusion=true", f"{MOE}dispatcher=allgather"
+FUSED = (WGRAD, OURS, PERMUTE, ROUTER)
 GRAPHS = (
     "feature.cuda_graphs.impl=transformer_engine",
     "feature.cuda_graphs.modules=[attn,mamba,moe_router,moe_preprocess]",
 )
 EAGER = ("feature.cuda_graphs.impl=none", "feature.cuda_graphs.modules=[]")
 FULL = ("feature.recompute.granularity=full", "feature.recompute.method=uniform", "feature.recompute.layers=1")
-FAST = ("precision.cross_entropy=fused", "precision.fused_grad_accumulation=true")
-FAST += tuple(f"model.blocks.moe.{k}" for k in ("permute_fusion=true", "router_fusion=true", "dispatcher=allgather"))
 SELECTIVE = ("feature.recompute.granularity=selective", "feature.recompute.modules=[moe_act,layernorm]")
 # Hydra composes one config at a time.
 COMPOSING = threading.Lock()
@@ -50,7 +52,7 @@ COMPOSING = threading.Lock()
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "smoke": ("nam56r_smoke", ("schedule.train_steps=6", "schedule.decay_steps=12")),
     "gqa13": ("nam56r_native_dp", ONE),
-    "gqa13_fused_ce": ("nam56r_native_dp", (*ONE, FUSED)),
+    "gqa13_fused_ce": ("nam56r_native_dp", (*ONE, COMPILED)),
     "gqa13_mbs2": ("nam56r_native_dp", (*ONE, "schedule.micro_batch_size=2")),
     "gqa13_full_recompute": ("nam56r_native_dp", (*ONE, *FULL)),
     "gqa13_selective_recompute": ("nam56r_native_dp", (*ONE, *SELECTIVE)),
@@ -73,7 +75,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "gqa52_fsdp": ("nam56r_native_dp", (*FOUR, "feature.megatron_fsdp.enabled=true")),
     "gqa52_graphs": ("nam56r_native_dp", (*FOUR, *GRAPHS)),
     "gqa52_gbs64": ("nam56r_native_dp_fused", (*FOUR, "schedule.global_batch_size=64")),
-    "nam56r_gbs64": ("nam56r", (*FOUR, "schedule.global_batch_size=64", *FAST)),
+    "nam56r_gbs64": ("nam56r", (*FOUR, "schedule.global_batch_size=64", *FUSED, ALLGATHER)),
 }  # fmt: skip
 
 

@@ -10,7 +10,6 @@ and FLOPs / 750 TFLOP/s. Errors are |x - reference| / |reference|, reference in 
 
 import argparse
 import os
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
@@ -24,6 +23,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the checks run in
 
 import torch
 import triton
+from clock import Clock
 from report import Report
 from torch import Tensor
 
@@ -229,29 +229,6 @@ def repeats(case: Case, device: str, dtype: torch.dtype = torch.bfloat16) -> lis
 
 
 # Time -----------------------------------------------------------------------------------------------------------------
-
-
-class Clock:
-    def __init__(self, repetitions: int):
-        self.repetitions = repetitions
-        self.dirt = torch.empty(2**28, dtype=torch.uint8, device="cuda")
-
-    def __call__(self, work: Callable, prepare: Callable[[], Any] = lambda: None) -> float:
-        """Median microseconds of `work(prepare())` on the GPU."""
-        for _ in range(3):
-            work(prepare())
-        spans = []
-        for _ in range(self.repetitions):
-            given = prepare()
-            self.dirt.zero_()
-            torch.cuda._sleep(8_000_000)  # about 4 ms: the host queues all of `work` meanwhile
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            work(given)
-            end.record()
-            spans.append((start, end))
-            torch.cuda.synchronize()
-        return 1e3 * statistics.median(a.elapsed_time(b) for a, b in spans)
 
 
 @dataclass

@@ -18,22 +18,18 @@ from typing import Any
 
 import kernels
 import measure
+from measure import ALLGATHER, COMPILED, FUSED, GRAPHS, MOE, OURS, PERMUTE, ROUTER, WGRAD
 
 from nam_megatron.budget.cost import cost
 
 PRESET = "nam56r_native_dp"
 STEPS = 10
 CUT = ("cluster=h200_1", "model.depth=13", "schedule.global_batch_size=16", "optim.warmup_steps=2")
-MOE = "model.blocks.moe."
-OURS = "precision.cross_entropy=fused"
-CE, WGRAD, PERMUTE = measure.FUSED, "precision.fused_grad_accumulation=true", f"{MOE}permute_fusion=true"
-ROUTER, SHARED = f"{MOE}router_fusion=true", f"{MOE}shared_overlap=true"
-ALLGATHER, LOCAL = f"{MOE}dispatcher=allgather", f"{MOE}dispatcher=local"
+SHARED, LOCAL = f"{MOE}shared_overlap=true", f"{MOE}dispatcher=local"
 WEIGHED, NORMS = f"{MOE}fused_weighted_squared_relu=true", "precision.norm_kernels=cudnn"
 STRIDED = "model.blocks.mamba2.strided=true"
-FUSED = (WGRAD, OURS, PERMUTE, ROUTER)
+ALL = (*FUSED, ALLGATHER)
 NEW = (LOCAL, WEIGHED, NORMS, STRIDED)
-GRAPHS, EAGER = measure.GRAPHS, measure.EAGER
 MBS8 = "schedule.micro_batch_size=8"
 HEADS = "model.blocks.mamba2.heads=64"
 FP8 = ("precision=fp8_tensorwise", HEADS)
@@ -44,27 +40,27 @@ RUNGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     BASELINE: ((), (TRACE,)),
     STOCK: ((), ("--stock",)),
     "grad_accumulation": ((WGRAD,), ()),
-    "cross_entropy": ((CE,), ()),
+    "cross_entropy": ((COMPILED,), ()),
     "our_cross_entropy": ((OURS,), ()),
     "permute": ((PERMUTE,), ()),
     "router": ((ROUTER,), ()),
-    "fusions": ((WGRAD, CE, PERMUTE, ROUTER), (TRACE,)),
+    "fusions": ((WGRAD, COMPILED, PERMUTE, ROUTER), (TRACE,)),
     "fusions_our_cross_entropy": (FUSED, (TRACE,)),
-    "all": ((*FUSED, ALLGATHER), (TRACE,)),
-    "all_weighed": ((*FUSED, ALLGATHER, WEIGHED), (TRACE,)),
-    "all_norms": ((*FUSED, ALLGATHER, NORMS), (TRACE,)),
+    "all": (ALL, (TRACE,)),
+    "all_weighed": ((*ALL, WEIGHED), (TRACE,)),
+    "all_norms": ((*ALL, NORMS), (TRACE,)),
     "all_local": ((*FUSED, LOCAL), (TRACE,)),
-    "all_strided": ((*FUSED, ALLGATHER, STRIDED), (TRACE,)),
+    "all_strided": ((*ALL, STRIDED), (TRACE,)),
     "everything": ((*FUSED, *NEW), (TRACE,)),
     "everything_mbs8": ((*FUSED, *NEW, MBS8), ()),
     "everything_gbs64": ((*FUSED, *NEW, MBS8, "schedule.global_batch_size=64"), ()),
-    "all_mbs8": ((*FUSED, ALLGATHER, MBS8), ()),
-    "all_gbs64": ((*FUSED, ALLGATHER, MBS8, "schedule.global_batch_size=64"), ()),
+    "all_mbs8": ((*ALL, MBS8), ()),
+    "all_gbs64": ((*ALL, MBS8, "schedule.global_batch_size=64"), ()),
     "graphs": (GRAPHS, ()),
-    "fusions_graphs": ((WGRAD, CE, PERMUTE, ROUTER, *GRAPHS), (TRACE,)),
-    "fusions_mbs8": ((WGRAD, CE, PERMUTE, ROUTER, MBS8), ()),
-    "fusions_graphs_mbs8": ((WGRAD, CE, PERMUTE, ROUTER, MBS8, *GRAPHS), ()),
-    "fusions_gbs64": ((WGRAD, CE, PERMUTE, ROUTER, "schedule.global_batch_size=64"), ()),
+    "fusions_graphs": ((WGRAD, COMPILED, PERMUTE, ROUTER, *GRAPHS), (TRACE,)),
+    "fusions_mbs8": ((WGRAD, COMPILED, PERMUTE, ROUTER, MBS8), ()),
+    "fusions_graphs_mbs8": ((WGRAD, COMPILED, PERMUTE, ROUTER, MBS8, *GRAPHS), ()),
+    "fusions_gbs64": ((WGRAD, COMPILED, PERMUTE, ROUTER, "schedule.global_batch_size=64"), ()),
     "mbs2": (("schedule.micro_batch_size=2",), ()),
     "mbs8": ((MBS8,), ()),
     "allgather": ((ALLGATHER,), ()),
@@ -80,8 +76,8 @@ RUNGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "fp8_tensorwise": (FP8, (TRACE,)),
     "fp8_blockwise": ((*FP8, "feature.fp8.recipe=blockwise"), ()),
     "fp8_delayed": ((*FP8, "feature.fp8.recipe=delayed"), ()),
-    "fp8_fusions": ((*FP8, WGRAD, CE, PERMUTE, ROUTER), ()),
-    "fp8_fusions_graphs_mbs8": ((*FP8, WGRAD, CE, PERMUTE, ROUTER, MBS8, *GRAPHS), ()),
+    "fp8_fusions": ((*FP8, WGRAD, COMPILED, PERMUTE, ROUTER), ()),
+    "fp8_fusions_graphs_mbs8": ((*FP8, WGRAD, COMPILED, PERMUTE, ROUTER, MBS8, *GRAPHS), ()),
 }  # fmt: skip
 # Worth a device's minutes first.
 FIRST = (

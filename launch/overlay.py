@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from launch.finding import Finding
 from nam_megatron.lower import Lowering
-from nam_megatron.setting import Env
+from nam_megatron.setting import CONNECTIONS, Env
 
 if TYPE_CHECKING:
     from launch.context import Context
 
-CONNECTIONS, OLD_ALLOC = "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF"
+OLD_ALLOC = "PYTORCH_CUDA_ALLOC_CONF"
 MNNVL, VISIBLE = "NCCL_MNNVL_ENABLE", "CUDA_VISIBLE_DEVICES"
 FORCED = "connections"  # the waiver of hosts that force CUDA_DEVICE_MAX_CONNECTIONS
 CUDAS_DEFAULT = "8"

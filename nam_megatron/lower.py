@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 from nam_megatron.errors import Problem, raise_if
 from nam_megatron.plan import Plan, plan
 from nam_megatron.recipe import Recipe
-from nam_megatron.setting import Env, Setting
+from nam_megatron.setting import CONNECTIONS, Env, Setting
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ def _env(p: Plan) -> Iterator[Env]:
     yield Env("PYTORCH_ALLOC_CONF", "expandable_segments:True", "without it fragmentation decides what fits", "device")
     if layout.tensor > 1 or layout.context > 1:
         yield Env(
-            "CUDA_DEVICE_MAX_CONNECTIONS",
+            CONNECTIONS,
             "1",
             "Megatron demands it on this device under tensor or context parallelism",
             "parallel",
@@ -272,7 +272,7 @@ def _env(p: Plan) -> Iterator[Env]:
             if f.megatron_fsdp.on or f.fsdp2.on
             else "nothing demands it; a leftover 1 slows the overlap"
         )
-        yield Env("CUDA_DEVICE_MAX_CONNECTIONS", None, why, "parallel")
+        yield Env(CONNECTIONS, None, why, "parallel")
     # Transformer Engine reads both once, at the first norm.
     cudnn = p.recipe.precision.norm_kernels == "cudnn"
     why = (

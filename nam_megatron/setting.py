@@ -7,6 +7,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Value = bool | int | float | str | tuple | None
 
+# Platforms force a value, which is slower at worst where a plan wants it unset.
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
 # One line of text that stays one word on a command line and one comment in a script.
 Name = Annotated[
     str,

@@ -26,12 +26,10 @@ from nam_megatron.errors import FINDINGS, INCOMPLETE, OK, REFUSED, Problem, Refu
 from nam_megatron.lower import Lowering
 from nam_megatron.mcore import v0_19
 from nam_megatron.plan import Plan
-from nam_megatron.setting import Env
+from nam_megatron.setting import CONNECTIONS, Env
 
 # What torchrun tells each process. Nothing else of the environment decides anything; what the plan demands of it is checked.
 RANK, WORLD_SIZE = "RANK", "WORLD_SIZE"
-# Platforms force a value, which is slower at worst where the plan wants it unset.
-CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 @dataclass(frozen=True)

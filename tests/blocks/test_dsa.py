@@ -23,14 +23,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))
 import harness
 import megatron.core.tensor_parallel.random as rng
 import megatron.core.transformer.cuda_graphs as cuda_graphs
-import modules
 from harness import Case, RankFailed, on_ranks, train
 from megatron.core.transformer.experimental_attention_variant import dsa as theirs
 
 from benchmarks import dsa as bench
 from nam_megatron.blocks.dsa import naive
-from nam_megatron.errors import Refused
-from nam_megatron.mcore.stack import hybrid_stack_spec
 
 S, B, N, H, D, R, P, K, SCALE = 19, 2, 3, 4, 8, 12, 8, 5, 0.3
 CASE = Case("+MDD-D")  # the harness's indexer: layer 3 serves 4 and 6
@@ -203,15 +200,6 @@ def test_layers_can_be_captured_one_by_one(kernels):
 def test_a_cut_share_group_is_an_error_not_another_model(kernels):
     with pytest.raises(RankFailed, match="layer 4 reuses the top-k of layer 3, which has not run before it"):
         train(replace(CASE, pattern="+MD|D-D", pp=2))
-
-
-def test_fused_without_a_gpu_is_refused():
-    plan = harness.plan_of("MMD")
-    plan.recipe.model.blocks.dsa.kernels = "fused"
-    with pytest.raises(Refused) as refused:
-        hybrid_stack_spec(plan, modules.CpuBackend())
-    (problem,) = refused.value.problems
-    assert problem.key == "model.blocks.dsa.kernels" and "fused kernels of DSA need a GPU" in problem.message
 
 
 # The kernels ---------------------------------------------------------------------------------------------------------

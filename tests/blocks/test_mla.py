@@ -17,13 +17,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))
 
 import harness
 import megatron.core.tensor_parallel.random as rng
-import modules
 from harness import Case, RankFailed, on_ranks, recipe_of, train
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from nam_megatron.blocks.mla import layer, naive
-from nam_megatron.errors import Refused
-from nam_megatron.mcore.stack import hybrid_stack_spec
 
 CASE = Case("+-+")
 YARN = dict(rope_type="yarn", rotary_scaling_factor=4.0, original_max_position_embeddings=16, mscale=1.0)
@@ -157,16 +154,6 @@ def test_positions_under_context_parallelism_cover_each_sequence_once(size):
 
 def test_tokens_behind_the_last_sequence_stay_inside_the_table():
     assert naive.packed_positions(torch.tensor([0, 3]), 8, 4).tolist() == [0, 1, 2, 3, 3, 3, 3, 3]
-
-
-def test_fused_without_a_gpu_is_refused(ours):
-    """Before Megatron builds a module: its build_module makes another exception of one, without the key."""
-    plan = harness.plan_of("+")
-    plan.recipe.model.blocks.mla.kernels = "fused"
-    with pytest.raises(Refused) as refused:
-        hybrid_stack_spec(plan, modules.CpuBackend())
-    (problem,) = refused.value.problems
-    assert problem.key == "model.blocks.mla.kernels" and "fused kernels of MLA need a GPU" in problem.message
 
 
 @pytest.mark.parametrize(
