@@ -38,6 +38,11 @@ COMPILED, OURS = "precision.cross_entropy=compiled", "precision.cross_entropy=fu
 WGRAD, PERMUTE = "precision.fused_grad_accumulation=true", f"{MOE}permute_fusion=true"
 ROUTER, ALLGATHER = f"{MOE}router_fusion=true", f"{MOE}dispatcher=allgather"
 FUSED = (WGRAD, OURS, PERMUTE, ROUTER)
+LOCAL, WEIGHED = f"{MOE}dispatcher=local", f"{MOE}fused_weighted_squared_relu=true"
+NORMS, STRIDED = "precision.norm_kernels=cudnn", "model.blocks.mamba2.strided=true"
+NEW = (LOCAL, WEIGHED, NORMS, STRIDED)
+MBS8 = "schedule.micro_batch_size=8"
+GBS64 = "schedule.global_batch_size=64"
 GRAPHS = (
     "feature.cuda_graphs.impl=transformer_engine",
     "feature.cuda_graphs.modules=[attn,mamba,moe_router,moe_preprocess]",
@@ -74,8 +79,11 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "mla52_mbs2": ("nam56r", (*FOUR, *MLA, "schedule.micro_batch_size=2")),
     "gqa52_fsdp": ("nam56r_native_dp", (*FOUR, "feature.megatron_fsdp.enabled=true")),
     "gqa52_graphs": ("nam56r_native_dp", (*FOUR, *GRAPHS)),
-    "gqa52_gbs64": ("nam56r_native_dp_fused", (*FOUR, "schedule.global_batch_size=64")),
-    "nam56r_gbs64": ("nam56r", (*FOUR, "schedule.global_batch_size=64", *FUSED, ALLGATHER)),
+    "gqa52_gbs64": ("nam56r_native_dp_fused", (*FOUR, GBS64)),
+    "gqa52_gbs64_mbs8": ("nam56r_native_dp_fused", (*FOUR, GBS64, MBS8)),
+    "gqa52_gbs64_new": ("nam56r_native_dp_fused", (*FOUR, GBS64, *NEW)),
+    "gqa52_gbs64_new_mbs8": ("nam56r_native_dp_fused", (*FOUR, GBS64, *NEW, MBS8)),
+    "nam56r_gbs64": ("nam56r", (*FOUR, GBS64, *FUSED, ALLGATHER)),
 }  # fmt: skip
 
 

@@ -18,19 +18,32 @@ from typing import Any
 
 import kernels
 import measure
-from measure import ALLGATHER, COMPILED, FUSED, GRAPHS, MOE, OURS, PERMUTE, ROUTER, WGRAD
+from measure import (
+    ALLGATHER,
+    COMPILED,
+    FUSED,
+    GBS64,
+    GRAPHS,
+    LOCAL,
+    MBS8,
+    MOE,
+    NEW,
+    NORMS,
+    OURS,
+    PERMUTE,
+    ROUTER,
+    STRIDED,
+    WEIGHED,
+    WGRAD,
+)
 
 from nam_megatron.budget.cost import cost
 
 PRESET = "nam56r_native_dp"
 STEPS = 10
 CUT = ("cluster=h200_1", "model.depth=13", "schedule.global_batch_size=16", "optim.warmup_steps=2")
-SHARED, LOCAL = f"{MOE}shared_overlap=true", f"{MOE}dispatcher=local"
-WEIGHED, NORMS = f"{MOE}fused_weighted_squared_relu=true", "precision.norm_kernels=cudnn"
-STRIDED = "model.blocks.mamba2.strided=true"
+SHARED = f"{MOE}shared_overlap=true"
 ALL = (*FUSED, ALLGATHER)
-NEW = (LOCAL, WEIGHED, NORMS, STRIDED)
-MBS8 = "schedule.micro_batch_size=8"
 HEADS = "model.blocks.mamba2.heads=64"
 FP8 = ("precision=fp8_tensorwise", HEADS)
 BASELINE, STOCK = "baseline", "stock"
@@ -53,14 +66,14 @@ RUNGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "all_strided": ((*ALL, STRIDED), (TRACE,)),
     "everything": ((*FUSED, *NEW), (TRACE,)),
     "everything_mbs8": ((*FUSED, *NEW, MBS8), ()),
-    "everything_gbs64": ((*FUSED, *NEW, MBS8, "schedule.global_batch_size=64"), ()),
+    "everything_gbs64": ((*FUSED, *NEW, MBS8, GBS64), ()),
     "all_mbs8": ((*ALL, MBS8), ()),
-    "all_gbs64": ((*ALL, MBS8, "schedule.global_batch_size=64"), ()),
+    "all_gbs64": ((*ALL, MBS8, GBS64), ()),
     "graphs": (GRAPHS, ()),
     "fusions_graphs": ((WGRAD, COMPILED, PERMUTE, ROUTER, *GRAPHS), (TRACE,)),
     "fusions_mbs8": ((WGRAD, COMPILED, PERMUTE, ROUTER, MBS8), ()),
     "fusions_graphs_mbs8": ((WGRAD, COMPILED, PERMUTE, ROUTER, MBS8, *GRAPHS), ()),
-    "fusions_gbs64": ((WGRAD, COMPILED, PERMUTE, ROUTER, "schedule.global_batch_size=64"), ()),
+    "fusions_gbs64": ((WGRAD, COMPILED, PERMUTE, ROUTER, GBS64), ()),
     "mbs2": (("schedule.micro_batch_size=2",), ()),
     "mbs8": ((MBS8,), ()),
     "allgather": ((ALLGATHER,), ()),
