@@ -16,6 +16,8 @@ from typing import Any
 
 TOP = 60
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+# Microseconds between two kernels that the host launched in time; of longer gaps it says what they waited for.
+PROMPT = 10.0
 # What a kernel is for -> words of its name, case aside. Names of: NCCL, cuDNN and flash attention, mamba_ssm and causal_conv1d, TE and
 # torch for routing, TE's and emerging_optimizers' optimizers, cuBLAS, CUTLASS and nvjet, TE's norms, torch's pointwise kernels.
 RULES: dict[str, str] = {
@@ -47,7 +49,8 @@ def kind_of(name: str) -> str:
 
 
 def table(trace: dict[str, Any]) -> dict[str, Any]:
-    """Milliseconds and launches by kind, the time no kernel ran between the first and the last, and the kernels that took most.
+    """Milliseconds and launches by kind, the time no kernel ran between the first and the last, what the longer of those gaps lie
+    between (`waits`), and the kernels that took most.
 
     Kernels that run at the same time each count in full under their kind; `busy_ms` counts such time once.
     """
@@ -63,6 +66,11 @@ def table(trace: dict[str, Any]) -> dict[str, Any]:
     first = min(e["ts"] for e in events)
     last = max(e["ts"] + e["dur"] for e in events)
     busy = covered((e["ts"], e["ts"] + e["dur"]) for e in events)
+    waits: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0])
+    for before, after, gap in gaps(events):
+        if gap > PROMPT:
+            waits[kind_of(before), kind_of(after)][0] += gap / 1e3
+            waits[kind_of(before), kind_of(after)][1] += 1
     order = sorted(names.items(), key=lambda item: -item[1][0])
     return {
         "span_ms": round((last - first) / 1e3, 3),
@@ -72,10 +80,24 @@ def table(trace: dict[str, Any]) -> dict[str, Any]:
             kind: {"ms": round(ms, 3), "launches": int(count)}
             for kind, (ms, count) in sorted(kinds.items(), key=lambda item: -item[1][0])
         },
+        "waits": [
+            {"after": a, "before": b, "ms": round(ms, 3), "gaps": int(count)}
+            for (a, b), (ms, count) in sorted(waits.items(), key=lambda item: -item[1][0])[:TOP]
+        ],
         "top": [
             {"name": n[:160], "kind": kind_of(n), "ms": round(ms, 3), "launches": int(c)} for n, (ms, c) in order[:TOP]
         ],
     }
+
+
+def gaps(events: Iterable[dict[str, Any]]) -> Iterable[tuple[str, str, float]]:
+    """Where no kernel runs: the kernel that ended last before it, the one that ends it, its microseconds."""
+    end, last = float("inf"), ""
+    for event in sorted(events, key=lambda e: e["ts"]):
+        if event["ts"] > end:
+            yield last, event["name"], event["ts"] - end
+        if not last or event["ts"] + event["dur"] > end:
+            end, last = event["ts"] + event["dur"], event["name"]
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
@@ -92,7 +114,9 @@ def text(found: dict[str, Any]) -> str:
     rows = [(kind, row["ms"], row["launches"]) for kind, row in found["kinds"].items()]
     rows += [("gaps", found["gaps_ms"], ""), ("first to last kernel", found["span_ms"], "")]
     width = max(len(kind) for kind, _, _ in rows)
-    return "".join(f"{kind:<{width}}  {ms:>10.2f} ms  {count:>6}\n" for kind, ms, count in rows)
+    lines = [f"{kind:<{width}}  {ms:>10.2f} ms  {count:>6}\n" for kind, ms, count in rows]
+    longest = [f"  {w['ms']:.1f} ms in {w['gaps']} gaps: {w['after']} -> {w['before']}\n" for w in found["waits"][:8]]
+    return "".join(lines + longest)
 
 
 if __name__ == "__main__":

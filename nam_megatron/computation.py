@@ -32,6 +32,7 @@ EXECUTION: dict[str, str] = {
     "schedule.load": "where they come from",
     "schedule.stop_every": "when a command ends",
     "schedule.timeout_minutes": "how long a rank waits",
+    "schedule.manual_gc_interval": "when Python tidies up",
     "data.workers": "who reads",
     "feature.cuda_graphs": "the same kernels, launched at once",
     "feature.recompute": "the same values, computed twice",

@@ -218,6 +218,8 @@ def _schedule(p: Plan) -> Iterator[Setting]:
         "how long a lost rank goes unnoticed at most",
         "schedule.timeout_minutes",
     )
+    yield Setting("manual_gc", s.manual_gc_interval > 0, "all ranks at once", "schedule.manual_gc_interval")
+    yield Setting("manual_gc_interval", s.manual_gc_interval, "in steps", "schedule.manual_gc_interval")
     if not p.recipe.feature.megatron_fsdp.on:
         yield Setting("ckpt_format", "torch_dist", "sharded, readable in another layout")
 

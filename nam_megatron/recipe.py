@@ -125,6 +125,7 @@ class Schedule(Config):
     save_interval: PositiveInt | None
     stop_every: PositiveInt | None
     timeout_minutes: PositiveInt
+    manual_gc_interval: NonNegativeInt
 
 
 class Data(Config):

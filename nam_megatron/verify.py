@@ -160,6 +160,7 @@ def expectations(p: Plan) -> Iterator[tuple[str, Any, str]]:
         yield field, getattr(r.optim, key), f"optim.{key}"
     for key, field in SCHEDULE.items():
         yield field, getattr(r.schedule, key), f"schedule.{key}"
+    yield "train.manual_gc", r.schedule.manual_gc_interval > 0, "schedule.manual_gc_interval"
     yield from _features(p)
     yield from _data(r)
 
@@ -210,6 +211,7 @@ SCHEDULE = {
     "save_interval": "checkpoint.save_interval",
     "stop_every": "train.exit_interval",
     "timeout_minutes": "dist.distributed_timeout_minutes",
+    "manual_gc_interval": "train.manual_gc_interval",
 }
 MLA = {
     "q_lora_rank": "q_lora_rank",

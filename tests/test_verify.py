@@ -85,6 +85,7 @@ VARIANTS = {
         "schedule.load=ckpt",
         "schedule.stop_every=5",
     ),
+    "garbage": ("nam56r_native_dp", "schedule.manual_gc_interval=50"),
     "compiled-loss": ("nam56r_native_dp", "precision.cross_entropy=compiled"),
     "fused-loss": ("nam56r_native_dp", "precision.cross_entropy=fused"),
     "fused-gradients": ("nam56r_native_dp", "precision.fused_grad_accumulation=true"),

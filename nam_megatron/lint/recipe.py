@@ -391,6 +391,8 @@ def _schedule(a: Args, m: Model) -> Tree:
              "seed": a.seed, "eval_steps": a.eval_iters, "eval_interval": a.eval_interval, "log_interval": a.log_interval}  # fmt: skip
     if all(isinstance(a.value(n), (str, int)) for n in ("save", "save_interval")):
         found |= {"save": a.save, "save_interval": a.save_interval}
+    if a.manual_gc:
+        found["manual_gc_interval"] = a.manual_gc_interval
     if isinstance(a.value("load"), str):
         found["load"] = a.load
     return {k: v for k, v in found.items() if v is not None}

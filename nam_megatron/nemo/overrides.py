@@ -31,7 +31,6 @@ FREE = (
     "env_vars",
     "checkpoint.most_recent_k",
     "train.exit_duration_in_mins",
-    "train.manual_gc",
 )
 
 

@@ -67,7 +67,9 @@ def test_the_local_dispatcher_is_megatrons(theirs, fused, groups):
     made = [layer_of(name, groups, stack.transformer_engine_backend(), **half) for name in ("local", theirs)]
     made[1].load_state_dict(made[0].state_dict())
     (found, gradients), (wanted, expected) = map(step, made)
-    assert torch.equal(found, wanted) and found.norm() > 0
+    # Without Transformer Engine's permutation a token's experts are added by atomics, in whatever order.
+    assert found.norm() > 0 and (torch.equal(found, wanted) or not fused)
+    expected["output"], gradients["output"] = wanted, found
     far = {name: (gradients[name] - g).norm() / g.norm() for name, g in expected.items()}
     assert not {name: error for name, error in far.items() if not error < 1e-2}  # bf16, summed in another order
 

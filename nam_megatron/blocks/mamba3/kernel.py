@@ -1,7 +1,8 @@
 """The Mamba-3 scan on a GPU, SISO and MIMO in one: chunks of tokens with the state between them, in Triton.
 
-README.md beside this derives it. A chunk of L tokens of rank r is M = L r rows. The state at the start of every chunk is
-written by one sequential pass over the sequence, its gradient at the end of every chunk by another in reverse; all else is
+README.md beside this derives it. A chunk of L tokens of rank r is M = L r rows. Element-wise kernels first write what every
+product reads, per head: turned q and k, v, and in the backward pass the gradient g of o. The state at the start of every chunk
+is written by one sequential pass over the sequence, its gradient at the end of every chunk by another in reverse; all else is
 parallel over chunks.
 """
 
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nam_megatron.blocks.mamba3.block import ENTRIES
 from nam_megatron.blocks.mamba3.naive import Shape, State, Weights, turn
 from nam_megatron.blocks.mamba3.prepare import Prepared, Raw, offsets, packed_gradients
 
@@ -22,19 +24,82 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class Launch(NamedTuple):
     """How the kernels are started.
 
-    columns: of half the state dimension, taken at once; not in the kernel of B and C. chunks: of a backward program.
-    programs: splits of a group's heads are made until there are so many. (warps, stages, registers of a thread) of each
-    kernel; 0 registers: no limit.
+    columns: of the state, of a program of the walks over chunks. output_tile, gradients_tile: columns of the state taken at once
+    by these kernels, which read q, k and the states once more if that is less than all. All three from 64 on in half
+    precision: see `_options`. written: rows of a program that writes q, k, v or g. rows, halves: rows and columns of half the
+    state of a program of the gradients of B and C. steps, chunks: rows of a step and steps of a program of the gradients of z
+    and x; fewer where there would be fewer than `programs`. entries: of the batch, taken at once, 0 for all: less memory, fewer
+    programs. (warps, stages, registers of a thread) of each kernel; 0 warps: by the rows of a chunk, and no limit where these are
+    many; 0 registers: no limit.
     """
 
-    columns: int = 32
-    chunks: int = 4
+    columns: int = 64
+    output_tile: int = 128
+    gradients_tile: int = 128
+    written: int = 64
+    rows: int = 64
+    halves: int = 32
+    steps: int = 16
+    chunks: int = 64
     programs: int = 1056
-    forward_states: tuple[int, int, int] = (4, 1, 0)
-    output: tuple[int, int, int] = (4, 1, 0)
-    backward_states: tuple[int, int, int] = (4, 1, 0)
+    entries: int = ENTRIES
+    forward_states: tuple[int, int, int] = (4, 3, 0)
+    output: tuple[int, int, int] = (0, 1, 0)
+    backward_states: tuple[int, int, int] = (4, 3, 0)
+    gradients: tuple[int, int, int] = (0, 1, 0)
     values: tuple[int, int, int] = (4, 1, 0)
-    keys: tuple[int, int, int] = (4, 1, 0)
+    keys: tuple[int, int, int] = (4, 1, 128)
+
+
+class Operands(NamedTuple):
+    """What the products read. Rows of [b, heads, s * rank, state_dim or head_dim] in the working precision.
+
+    begun, until, kept: [b, heads, s] fp32, how much of the state at its chunk's start is left at a token, how much of a token's
+    input is left at its chunk's end, and that times `scale`. left: [b, heads, chunks], of the state at its start at its end.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor | None
+    begun: Tensor
+    until: Tensor
+    kept: Tensor
+    left: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        packed: Tensor,
+        weights: Weights,
+        prepared: Prepared,
+        shape: Shape,
+        chunk: int,
+        launch: Launch,
+        documents: Tensor | None,
+        dy: Tensor | None = None,
+    ) -> "Operands":
+        """g only with dy [s, b, inner], any stride of s and b."""
+        s, b, _ = packed.shape
+        h, p, n, g, r, a = shape
+        rows = max(1, launch.written // r)
+        q, k = (packed.new_empty(b, h, s * r, n) for _ in range(2))
+        _turn_kernel[(h, triton.cdiv(s, rows), b)](
+            prepared.keys, prepared.queries, weights.B_bias, weights.C_bias, prepared.cos, prepared.sin, k, q, s,
+            H=h, HALF=n // 2, G=g, R=r, A=a, TOKENS=rows, EVEN=s % rows == 0, num_warps=4,
+        )  # fmt: skip
+        v, gradient = (packed.new_empty(b, h, s * r, p) if t is not None else None for t in (packed, dy))
+        _rows_kernel[(h, triton.cdiv(s, rows), b)](
+            packed, dy, *_mimo(weights), v, gradient, s, packed.stride(0), packed.stride(1),
+            *((0, 0) if dy is None else dy.stride()[:2]), H=h, P=p, R=r, TOKENS=rows, EVEN=s % rows == 0, num_warps=4,
+        )  # fmt: skip
+        begun, until, kept = (torch.empty_like(prepared.decay) for _ in range(3))
+        left = prepared.decay.new_empty(b, h, triton.cdiv(s, chunk))
+        _bounds_kernel[(triton.cdiv(s, 512), h, b)](
+            prepared.decay, prepared.scale, documents, begun, until, kept, left, s,
+            H=h, L=chunk, PACKED=documents is not None, TOKENS=512, num_warps=4,
+        )  # fmt: skip
+        return cls(q, k, v, gradient, begun, until, kept, left)
 
 
 def scan(
@@ -69,8 +134,10 @@ def prefill(
     start = None if state is None else state.angle
     prepared = Prepared.of(packed, weights, shape, chunk, _angles(packed, shape, group), start=start)
     before = None if state is None else _with_trapezoid(packed, weights, shape, state)
-    states, end = _states(packed, weights, prepared, shape, chunk, launch, None, before, ends=True)
-    y = _output(packed, weights, prepared, states, shape, chunk, launch, None)
+    operands = Operands.of(packed, weights, prepared, shape, chunk, launch, None)
+    states, end = _states(packed, operands, shape, chunk, launch, before, ends=True)
+    y = packed.new_empty(*packed.shape[:2], shape.inner)
+    _output(y, packed, weights, prepared, operands, states, shape, chunk, launch, None)
     key = prepared.keys[:, -1].float().repeat_interleave(shape.heads // shape.groups, 1) + weights.B_bias
     x = packed[-1, :, shape.inner : 2 * shape.inner].unflatten(-1, (shape.heads, shape.head_dim))
     return y, State(prepared.angle, end, turn(key, prepared.angle).to(packed.dtype), x.contiguous())
@@ -112,8 +179,14 @@ class _Scan(torch.autograd.Function):
         ctx.save_for_backward(packed, documents, *weights)
         weights = Weights(*weights)
         prepared = Prepared.of(packed, weights, shape, chunk, _angles(packed, shape, group), documents)
-        states, _ = _states(packed, weights, prepared, shape, chunk, launch, documents)
-        return _output(packed, weights, prepared, states, shape, chunk, launch, documents)
+        y = packed.new_empty(*packed.shape[:2], shape.inner)
+        for of in _entries(packed.size(1), launch):
+            own, mine, numbers = packed[:, of], _at(prepared, of), None if documents is None else documents[of]
+            operands = Operands.of(own, weights, mine, shape, chunk, launch, numbers)
+            states, _ = _states(own, operands, shape, chunk, launch)
+            _output(y[:, of], own, weights, mine, operands, states, shape, chunk, launch, numbers)
+            del operands, states  # before the next ones are made
+        return y
 
     @staticmethod
     def backward(ctx, dy):
@@ -121,11 +194,8 @@ class _Scan(torch.autograd.Function):
         shape, chunk, group, launch = ctx.sizes
         weights, angles = Weights(*weights), _angles(packed, shape, group)
         prepared = Prepared.of(packed, weights, shape, chunk, angles, documents)
-        states, _ = _states(packed, weights, prepared, shape, chunk, launch, documents)
         d_packed = torch.empty_like(packed, memory_format=torch.contiguous_format)
-        raw, sums = _backward(
-            packed, weights, prepared, states, dy.contiguous(), d_packed, shape, chunk, launch, documents
-        )
+        raw, sums = _backward(packed, weights, prepared, dy.contiguous(), d_packed, shape, chunk, launch, documents)
         d_angles, d_bias, d_B_norm, d_C_norm = packed_gradients(
             raw, d_packed, packed, weights, shape, chunk, angles, prepared.scale, documents
         )
@@ -133,64 +203,83 @@ class _Scan(torch.autograd.Function):
         return d_packed, None, None, None, None, None, d_bias, *sums[:3], d_B_norm, d_C_norm, *sums[3:]
 
 
-def _common(packed: Tensor, shape: Shape, chunk: int, documents: Tensor | None) -> dict:
-    """Arguments that every kernel below takes by name."""
-    h, p, n, g, r, a = shape
-    return dict(
-        documents=documents, s=packed.size(0), stride_s=packed.stride(0), stride_b=packed.stride(1),
-        H=h, P=p, HALF=n // 2, G=g, R=r, A=a, L=chunk, PACKED=documents is not None,
-        PRECISION="ieee" if packed.dtype == torch.float32 else "tf32",
-    )  # fmt: skip
+def _entries(b: int, launch: Launch) -> list[slice]:
+    """The batch entries that are taken at once."""
+    step = launch.entries or b
+    return [slice(first, min(first + step, b)) for first in range(0, b, step)]
+
+
+def _at(tensors: NamedTuple, of: slice) -> NamedTuple:
+    """Some batch entries of tensors that have them first."""
+    return type(tensors)(*(t[of] for t in tensors))
+
+
+def _common(packed: Tensor, shape: Shape, chunk: int) -> dict:
+    """Arguments that every kernel of products takes by name."""
+    h, p, n, _, r, _ = shape
+    s, precision = packed.size(0), "ieee" if packed.dtype == torch.float32 else "tf32"
+    return dict(s=s, H=h, P=p, N=n, R=r, L=chunk, EVEN=s % chunk == 0, PRECISION=precision)
 
 
 def _states(
     packed: Tensor,
-    weights: Weights,
-    prepared: Prepared,
+    operands: Operands,
     shape: Shape,
     chunk: int,
     launch: Launch,
-    documents: Tensor | None,
     start: Tensor | None = None,
     ends: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """The state at the start of each chunk [b, chunks, heads, head_dim, state_dim], and the last one in fp32 if asked for."""
     s, b, _ = packed.shape
     h, p, n = shape[:3]
-    columns = min(launch.columns, n // 2)
+    columns = min(launch.columns, n)
     states = packed.new_empty(b, triton.cdiv(s, chunk), h, p, n)
     end = packed.new_empty(b, h, p, n, dtype=torch.float32) if ends else None
-    _states_kernel[(n // 2 // columns, h, b)](
-        packed, _mimo(weights)[0], weights.B_bias, prepared.keys, prepared.cos, prepared.sin, prepared.decay, prepared.scale,
-        start, states, end, COLUMNS=columns, STARTED=start is not None, ENDS=ends,
-        **_common(packed, shape, chunk, documents), **_options(launch.forward_states),
+    _states_kernel[(n // columns, h, b)](
+        operands.k, operands.v, operands.kept, operands.left, start, states, end,
+        COLUMNS=columns, STARTED=start is not None, ENDS=ends,
+        **_common(packed, shape, chunk), **_options(launch.forward_states, shape, chunk),
     )  # fmt: skip
     return states, end
 
 
 def _output(
+    y: Tensor,
     packed: Tensor,
     weights: Weights,
     prepared: Prepared,
+    operands: Operands,
     states: Tensor,
     shape: Shape,
     chunk: int,
     launch: Launch,
     documents: Tensor | None,
-) -> Tensor:
+) -> None:
+    """Writes y [s, b, inner]."""
     s, b, _ = packed.shape
-    y = packed.new_empty(s, b, shape.inner)
-    _output_kernel[(triton.cdiv(s, chunk), shape.heads, b)](
-        packed, *_mimo(weights), weights.B_bias, weights.C_bias, weights.D, prepared.keys, prepared.queries,
-        prepared.cos, prepared.sin, prepared.decay, prepared.now, prepared.scale, states, y, B=b,
-        COLUMNS=min(launch.columns, shape.state_dim // 2),
-        **_common(packed, shape, chunk, documents), **_options(launch.output),
+    _output_kernel[(shape.heads, triton.cdiv(s, chunk), b)](
+        packed, *_mimo(weights), weights.D, operands.q, operands.k, operands.v, prepared.decay, prepared.now, prepared.scale,
+        operands.begun, states, y, documents, packed.stride(0), packed.stride(1), y.stride(0), y.stride(1),
+        TILE=_tile_of(launch.output_tile, packed, shape), PACKED=documents is not None,
+        **_common(packed, shape, chunk), **_options(launch.output, shape, chunk),
     )  # fmt: skip
-    return y
 
 
-def _options(chosen: tuple[int, int, int]) -> dict[str, int]:
+def _tile_of(wanted: int, packed: Tensor, shape: Shape) -> int:
+    # The compiler writes products of fp32 out, one multiplication at a time.
+    return min(wanted, shape.state_dim, 32 if packed.dtype == torch.float32 else shape.state_dim)
+
+
+def _options(chosen: tuple[int, int, int], shape: Shape, chunk: int) -> dict[str, int]:
     warps, stages, registers = chosen
+    if not warps:
+        # Warps of chained products lie along the rows, 16 each. Of 8 there is one program at a time, whatever its registers.
+        warps, registers = (4, registers) if shape.rank * chunk <= 64 else (8, 0)
+    if min(shape.head_dim, shape.state_dim) < 64:
+        # Operands of several widths would lie at one place in shared memory, with several swizzles, and ptxas 12.8 takes wrong
+        # addresses for some. With fewer than 4 warps there is no wgmma, and no such address.
+        warps, registers = 2, 0
     return dict(num_warps=warps, num_stages=stages) | (dict(maxnreg=registers) if registers else {})
 
 
@@ -203,7 +292,6 @@ def _backward(
     packed: Tensor,
     weights: Weights,
     prepared: Prepared,
-    states: Tensor,
     dy: Tensor,
     d_packed: Tensor,
     shape: Shape,
@@ -215,61 +303,75 @@ def _backward(
     D, B_bias, C_bias, mimo_x, mimo_z, mimo_o."""
     s, b, _ = packed.shape
     h, p, n, g, r, a = shape
-    chunks = triton.cdiv(s, chunk)
-    common = _common(packed, shape, chunk, documents)
+    chunks, columns = triton.cdiv(s, chunk), min(launch.columns, n)
+    common = _common(packed, shape, chunk)
 
     def fp32(*size: int) -> Tensor:
         return packed.new_empty(*size, dtype=torch.float32)
 
-    columns = min(launch.columns, n // 2)
-    d_states, ends = torch.empty_like(states), fp32(n // 2 // columns, b, h, chunks)
-    _d_states_kernel[(n // 2 // columns, h, b)](
-        packed, *_mimo(weights), weights.C_bias, prepared.queries, prepared.cos, prepared.sin, prepared.decay,
-        states, dy, d_states, ends, B=b, COLUMNS=columns, **common, **_options(launch.backward_states),
+    raw = Raw(
+        *(packed.new_empty(1, b, s, g, r, n) for _ in range(2)), fp32(b, h, s, a), *(fp32(b, h, s) for _ in range(3)),
+        fp32(b, h, chunks),
     )  # fmt: skip
-
-    # A program sums the gradients of weights over some chunks, and those of B and C over some heads of a group.
-    per = max(1, min(launch.chunks, b * chunks * h // launch.programs))
-    slots = triton.cdiv(chunks, per)
-    sources = (
-        packed, *_mimo(weights), weights.B_bias, weights.C_bias, weights.D, prepared.keys, prepared.queries,
-        prepared.cos, prepared.sin, prepared.decay, prepared.now, prepared.scale, states, d_states, dy,
-    )  # fmt: skip
-    row, now, scale = (fp32(b, h, s) for _ in range(3))
-    key_ends, d_D = fp32(b, h, chunks), fp32(b, slots, h)
+    tokens, steps = max(1, launch.rows // r), max(1, launch.steps // r)
+    tiles, halves = triton.cdiv(s, tokens), min(launch.halves, n // 2)
+    # A program sums the gradients of mimo weights over some tokens.
+    per = max(1, min(launch.chunks, min(launch.entries or b, b) * h * triton.cdiv(s, steps) // launch.programs))
+    slots = triton.cdiv(s, steps * per)
+    d_D = fp32(b, chunks, h)
     d_x, d_z, d_o = (fp32(b, slots, h, r, p) if r > 1 else None for _ in range(3))
-    _values_kernel[(slots, h, b)](
-        *sources, d_packed, row, now, scale, key_ends, d_x, d_z, d_o, d_D,
-        out_s=d_packed.stride(0), out_b=d_packed.stride(1), B=b, PER=per, COLUMNS=columns,
-        **common, **_options(launch.values),
-    )  # fmt: skip
-    per = max(1, min(launch.chunks, b * chunks * g // launch.programs))
-    slots, splits = triton.cdiv(chunks, per), 1
-    while h // g % (2 * splits) == 0 and slots * b * g * splits < launch.programs:
-        splits *= 2
-    d_keys, d_queries = (packed.new_empty(splits, b, s, g, r, n) for _ in range(2))
-    d_B, d_C = (fp32(b, slots, h, r, n) for _ in range(2))
-    d_angles = fp32(b, h, s, a)
-    _keys_kernel[(slots, g * splits, b)](
-        *sources, d_keys, d_queries, d_angles, d_B, d_C,
-        B=b, SPLITS=splits, PER=per, **common, **_options(launch.keys),
-    )  # fmt: skip
-    raw = Raw(d_keys, d_queries, d_angles, row, now, scale, ends.sum(0) + key_ends)
+    more_angles, more_ends = torch.empty_like(raw.angles), torch.empty_like(raw.ends)
+    d_B, d_C = (fp32(b, tiles, h, r, n) for _ in range(2))
+
+    for of in _entries(b, launch):
+        own, mine, numbers = packed[:, of], _at(prepared, of), None if documents is None else documents[of]
+        entries, dy_of, out = own.size(1), dy[:, of], d_packed[:, of]
+        operands = Operands.of(own, weights, mine, shape, chunk, launch, numbers, dy_of)
+        states, _ = _states(own, operands, shape, chunk, launch)
+        d_states = torch.empty_like(states)
+        _d_states_kernel[(n // columns, h, entries)](
+            operands.q, operands.g, operands.begun, operands.left, d_states, COLUMNS=columns,
+            **common, **_options(launch.backward_states, shape, chunk),
+        )  # fmt: skip
+        _gradients_kernel[(h, chunks, entries)](
+            weights.D, operands.q, operands.k, operands.v, operands.g, mine.decay, mine.now, mine.scale,
+            operands.begun, operands.until, operands.left, states, d_states,
+            raw.row[of], raw.now[of], raw.scale[of], raw.ends[of], more_ends[of], d_D[of], numbers,
+            TILE=_tile_of(launch.gradients_tile, packed, shape), PACKED=numbers is not None,
+            **common, **_options(launch.gradients, shape, chunk),
+        )  # fmt: skip
+        # From here on the gradients of q, k and v lie where these were, and o where its gradient was.
+        _values_kernel[(h, slots, entries)](
+            own, dy_of, *_mimo(weights), operands.v, operands.g, out, *(None if t is None else t[of] for t in (d_x, d_z, d_o)),
+            s, own.stride(0), own.stride(1), *dy_of.stride()[:2], *out.stride()[:2],
+            H=h, P=p, R=r, TOKENS=steps, PER=per, EVEN=s % (steps * per) == 0,
+            **_options(launch.values, shape, chunk),
+        )  # fmt: skip
+        _keys_kernel[(2 * tiles, g * (n // 2 // halves), entries)](
+            mine.keys, mine.queries, weights.B_bias, weights.C_bias, mine.cos, mine.sin, operands.k, operands.q,
+            raw.keys[0, of], raw.queries[0, of], raw.angles[of], more_angles[of], d_B[of], d_C[of], s,
+            H=h, HALF=n // 2, G=g, R=r, A=a, TOKENS=tokens, COLUMNS=halves, EVEN=s % tokens == 0,
+            **_options(launch.keys, shape, chunk),
+        )  # fmt: skip
+        del operands, states, d_states  # before the next ones are made
+    raw.angles.add_(more_angles)
+    raw.ends.add_(more_ends)
     return raw, [None if t is None else t.sum((0, 1)) for t in (d_D, d_B, d_C, d_x, d_z, d_o)]
 
 
 # Kernels -------------------------------------------------------------------------------------------------------------
 #
-# Names: row m of a chunk is token m // R, rank m % R. q, k: turned queries and keys, in two halves (low, high) whose columns
-# are turned together. v, g: rows of x mimo_x and of the gradient of o. c: log decay since the chunk began.
+# Names: row m of a chunk is token m // R, rank m % R. q, k: turned queries and keys. v, g: rows of x mimo_x and of the
+# gradient of o. c: log decay since the chunk began. [M, M] matrices have queries in rows, keys in columns.
 
 
 @triton.jit
-def _rows(chunk, s, L: tl.constexpr, R: tl.constexpr):
-    """Token, rank and presence of each row of a chunk."""
+def _rows(chunk, s, L: tl.constexpr, R: tl.constexpr, EVEN: tl.constexpr):
+    """Token, rank and presence of each row of a chunk; with EVEN every chunk is whole, and the compiler drops the masks."""
     row = tl.arange(0, L * R)
     token = chunk * L + row // R
-    return token, row % R, token < s
+    ok = tl.full([L * R], True, tl.int1) if EVEN else token < s
+    return token, row % R, ok
 
 
 @triton.jit
@@ -330,117 +432,6 @@ def _by_token(x, L: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
-def _add(to, x, mask, again):
-    """Store, or add to what this program has stored there before."""
-    tl.store(to, x + tl.load(to, mask=mask & again, other=0.0), mask=mask)
-
-
-@triton.jit
-def _since(documents, chunk, token, s, L: tl.constexpr, PACKED: tl.constexpr):
-    """1 for rows of the document that the chunk before handed over, 0 for others."""
-    same = token < s
-    if PACKED:
-        same = tl.load(documents + token, mask=same, other=-1) == tl.load(documents + tl.maximum(chunk * L - 1, 0))
-    return same.to(tl.float32)
-
-
-@triton.jit
-def _until(documents, chunk, token, s, L: tl.constexpr, PACKED: tl.constexpr):
-    """1 for rows of the document that the chunk hands over, 0 for others."""
-    same = token < s
-    if PACKED:
-        last = tl.load(documents + tl.minimum(chunk * L + L, s) - 1)
-        same = tl.load(documents + token, mask=same, other=-1) == last
-    return same.to(tl.float32)
-
-
-@triton.jit
-def _last(decay, chunk, s, L: tl.constexpr):
-    """Log decay over the whole chunk."""
-    return tl.load(decay + tl.minimum(chunk * L + L, s) - 1)
-
-
-@triton.jit
-def _left(last, documents, chunk, s, L: tl.constexpr, PACKED: tl.constexpr):
-    """How much of the state at the chunk's start is left at its end."""
-    left = tl.exp(last)
-    if PACKED:
-        before = tl.load(documents + tl.maximum(chunk * L - 1, 0))
-        left = tl.where(tl.load(documents + tl.minimum(chunk * L + L, s) - 1) == before, left, 0.0)
-    return left
-
-
-@triton.jit
-def _states_kernel(
-    packed, mimo_x, B_bias, keys, cos, sin, decay, scale, start, states, end,
-    documents, s, stride_s, stride_b,
-    COLUMNS: tl.constexpr, STARTED: tl.constexpr, ENDS: tl.constexpr,
-    H: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr, R: tl.constexpr, A: tl.constexpr,
-    L: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    h = tl.program_id(1)
-    b = tl.program_id(2).to(tl.int64)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    p = tl.arange(0, P)
-    x = packed + b * stride_b + (H + h) * P
-    mimo_x += h * R * P
-    B_bias += h * R * 2 * HALF
-    keys += (b * s * G + h // (H // G)) * (R * 2 * HALF)
-    of = b * H + h
-    cos += of * s * A
-    sin += of * s * A
-    decay += of * s
-    scale += of * s
-    if PACKED:
-        documents += b * s
-    kind = states.dtype.element_ty
-    chunks = tl.cdiv(s, L)
-    tile = p[:, None] * (2 * HALF) + column[None, :]
-    states += (b * chunks * H + h) * (P * 2 * HALF) + tile
-
-    low = tl.zeros([P, COLUMNS], tl.float32)
-    high = tl.zeros([P, COLUMNS], tl.float32)
-    if STARTED:
-        low = tl.load(start + of * P * 2 * HALF + tile)
-        high = tl.load(start + of * P * 2 * HALF + tile + HALF)
-    for chunk in range(chunks):
-        tl.store(states, low.to(kind))
-        tl.store(states + HALF, high.to(kind))
-        states += H * P * 2 * HALF
-        token, rank, ok = _rows(chunk, s, L, R)
-        k_low, k_high = _turned(keys, B_bias, cos, sin, token, rank, ok, column, G, R, HALF, A)
-        value, weight = _values(x, stride_s, mimo_x, token, rank, ok, P, R)
-        last = _last(decay, chunk, s, L)
-        left = _left(last, documents, chunk, s, L, PACKED)
-        until = _until(documents, chunk, token, s, L, PACKED)
-        c = tl.load(decay + token, mask=ok, other=0.0)
-        by = tl.exp(tl.minimum(last - c, 0.0)) * tl.load(scale + token, mask=ok, other=0.0) * until
-        v = tl.trans((value * weight * by[:, None]).to(kind))
-        low = tl.dot(v, k_low, low * left, input_precision=PRECISION)
-        high = tl.dot(v, k_high, high * left, input_precision=PRECISION)
-    if ENDS:
-        tl.store(end + of * P * 2 * HALF + tile, low)
-        tl.store(end + of * P * 2 * HALF + tile + HALF, high)
-
-
-@triton.jit
-def _weights_of(c_query, c_key, token_query, token_key, documents, s, PACKED: tl.constexpr):
-    """[queries, keys]: the decay between them, 0 unless the key is earlier; and whether they are of one token.
-
-    The four vectors are already shaped to broadcast to [queries, keys], or both ways round.
-    """
-    earlier = token_key < token_query
-    if PACKED:
-        earlier = earlier & (
-            tl.load(documents + token_query, mask=token_query < s, other=-1)
-            == tl.load(documents + token_key, mask=token_key < s, other=-1)
-        )
-    # Only what the mask drops can be above 0.
-    between = tl.where(earlier, tl.exp(tl.minimum(c_query - c_key, 0.0)), 0.0)
-    return between, token_key == token_query
-
-
-@triton.jit
 def _diagonal(value, M: tl.constexpr):
     """[M, M] with `value` on its diagonal: D, which skips the state, is a score of each row with itself."""
     row = tl.arange(0, M)
@@ -448,339 +439,441 @@ def _diagonal(value, M: tl.constexpr):
 
 
 @triton.jit
-def _output_kernel(
-    packed, mimo_x, mimo_z, mimo_o, B_bias, C_bias, D, keys, queries, cos, sin, decay, now, scale, states, y,
-    documents, s, stride_s, stride_b, B, COLUMNS: tl.constexpr,
-    H: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr, R: tl.constexpr, A: tl.constexpr,
-    L: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+def _row(pointer, token, ok):
+    """One number a token, for each row; 0 for rows that are not there."""
+    return tl.load(pointer + token, mask=ok, other=0.0)
+
+
+@triton.jit
+def _tile(pointer, row, ok, column, WIDTH: tl.constexpr):
+    """[rows, columns] of a matrix of WIDTH columns; rows that are not there are 0."""
+    return tl.load(pointer + row[:, None] * WIDTH + column[None, :], mask=ok[:, None], other=0.0)
+
+
+@triton.jit
+def _turn_kernel(
+    keys, queries, B_bias, C_bias, cos, sin, k, q, s,
+    H: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr, R: tl.constexpr, A: tl.constexpr, TOKENS: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
-    chunk = tl.program_id(0)
-    h = tl.program_id(1)
+    h = tl.program_id(0)
     b = tl.program_id(2).to(tl.int64)
-    p = tl.arange(0, P)
-    packed += b * stride_b + h * P
+    column = tl.arange(0, HALF)
+    token, rank, ok = _rows(tl.program_id(1), s, TOKENS, R, EVEN)
     at_group = (b * s * G + h // (H // G)) * (R * 2 * HALF)
-    at_head = h * R * 2 * HALF
     of = b * H + h
+    to = of * s * (R * 2 * HALF) + (token * R + rank)[:, None] * (2 * HALF) + column[None, :]
     cos += of * s * A
     sin += of * s * A
-    decay += of * s
+    bias = h * R * 2 * HALF
+    low, high = _turned(keys + at_group, B_bias + bias, cos, sin, token, rank, ok, column, G, R, HALF, A)
+    tl.store(k + to, low, mask=ok[:, None])
+    tl.store(k + to + HALF, high, mask=ok[:, None])
+    low, high = _turned(queries + at_group, C_bias + bias, cos, sin, token, rank, ok, column, G, R, HALF, A)
+    tl.store(q + to, low, mask=ok[:, None])
+    tl.store(q + to + HALF, high, mask=ok[:, None])
+
+
+@triton.jit
+def _rows_kernel(
+    packed, dy, mimo_x, mimo_z, mimo_o, v, g, s, stride_s, stride_b, dy_s, dy_b,
+    H: tl.constexpr, P: tl.constexpr, R: tl.constexpr, TOKENS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    h = tl.program_id(0)
+    b = tl.program_id(2).to(tl.int64)
+    token, rank, ok = _rows(tl.program_id(1), s, TOKENS, R, EVEN)
+    packed += b * stride_b + h * P
+    at = h * R * P
+    to = (b * H + h) * s * (R * P) + (token * R + rank)[:, None] * P + tl.arange(0, P)[None, :]
+    x, weight = _values(packed + H * P, stride_s, mimo_x + at, token, rank, ok, P, R)
+    tl.store(v + to, (x * weight).to(v.dtype.element_ty), mask=ok[:, None])
+    if g is not None:
+        z, by = _values(packed, stride_s, mimo_z + at, token, rank, ok, P, R)
+        d_out, out = _values(dy + b * dy_b + h * P, dy_s, mimo_o + at, token, rank, ok, P, R)
+        gate = z * by
+        tl.store(g + to, (d_out * out * gate * tl.sigmoid(gate)).to(g.dtype.element_ty), mask=ok[:, None])
+
+
+@triton.jit
+def _bounds_kernel(
+    decay, scale, documents, begun, until, kept, left, s,
+    H: tl.constexpr, L: tl.constexpr, PACKED: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    of = tl.program_id(2).to(tl.int64) * H + tl.program_id(1)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    ok = token < s
+    at = of * s + token
+    first = token // L * L
+    end = tl.minimum(first + L, s) - 1
+    c = tl.load(decay + at, mask=ok, other=0.0)
+    last = tl.load(decay + of * s + end, mask=ok, other=0.0)
+    since = tl.exp(c)
+    till = tl.exp(tl.minimum(last - c, 0.0))
+    whole = tl.exp(last)
+    if PACKED:
+        documents += tl.program_id(2) * s
+        here = tl.load(documents + token, mask=ok, other=0)
+        before = tl.load(documents + tl.maximum(first - 1, 0), mask=ok, other=0)
+        then = tl.load(documents + end, mask=ok, other=0)
+        since = tl.where(here == before, since, 0.0)
+        till = tl.where(here == then, till, 0.0)
+        whole = tl.where(before == then, whole, 0.0)
+    tl.store(begun + at, since, mask=ok)
+    tl.store(until + at, till, mask=ok)
+    tl.store(kept + at, till * tl.load(scale + at, mask=ok, other=0.0), mask=ok)
+    tl.store(left + of * tl.cdiv(s, L) + token // L, whole, mask=ok & (token == first))
+
+
+@triton.jit
+def _states_kernel(
+    k, v, kept, left, start, states, end, s,
+    COLUMNS: tl.constexpr, STARTED: tl.constexpr, ENDS: tl.constexpr, EVEN: tl.constexpr,
+    H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, R: tl.constexpr, L: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    h = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    p = tl.arange(0, P)
+    of = b * H + h
+    k += of * s * R * N
+    v += of * s * R * P
+    kept += of * s
+    chunks = tl.cdiv(s, L)
+    left += of * chunks
+    kind = states.dtype.element_ty
+    tile = p[:, None] * N + column[None, :]
+    states += (b * chunks * H + h) * (P * N) + tile
+    state = tl.zeros([P, COLUMNS], tl.float32)
+    if STARTED:
+        state = tl.load(start + of * (P * N) + tile)
+    for chunk in range(chunks):
+        tl.store(states, state.to(kind))
+        states += H * P * N
+        token, rank, ok = _rows(chunk, s, L, R, EVEN)
+        row = token * R + rank
+        rows = _tile(v, row, ok, p, P).to(tl.float32) * _row(kept, token, ok)[:, None]
+        key = _tile(k, row, ok, column, N)
+        state = tl.dot(tl.trans(rows.to(kind)), key, state * tl.load(left + chunk), input_precision=PRECISION)
+    if ENDS:
+        tl.store(end + of * (P * N) + tile, state)
+
+
+@triton.jit
+def _d_states_kernel(
+    q, g, begun, left, d_states, s,
+    COLUMNS: tl.constexpr, EVEN: tl.constexpr,
+    H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, R: tl.constexpr, L: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    h = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    p = tl.arange(0, P)
+    of = b * H + h
+    q += of * s * R * N
+    g += of * s * R * P
+    begun += of * s
+    chunks = tl.cdiv(s, L)
+    left += of * chunks
+    kind = d_states.dtype.element_ty
+    d_states += ((b * chunks + chunks - 1) * H + h) * (P * N) + p[:, None] * N + column[None, :]
+    state = tl.zeros([P, COLUMNS], tl.float32)
+    for i in range(chunks):
+        chunk = chunks - 1 - i
+        tl.store(d_states, state.to(kind))
+        d_states -= H * P * N
+        token, rank, ok = _rows(chunk, s, L, R, EVEN)
+        row = token * R + rank
+        rows = _tile(g, row, ok, p, P).to(tl.float32) * _row(begun, token, ok)[:, None]
+        query = _tile(q, row, ok, column, N)
+        state = tl.dot(tl.trans(rows.to(kind)), query, state * tl.load(left + chunk), input_precision=PRECISION)
+
+
+@triton.jit
+def _between(c, token, documents, s, PACKED: tl.constexpr):
+    """[M, M]: the decay between a query and a key, 0 unless the key is earlier; and whether they are of one token."""
+    earlier = token[None, :] < token[:, None]
+    if PACKED:
+        number = tl.load(documents + token, mask=token < s, other=-1)
+        earlier = earlier & (number[:, None] == number[None, :])
+    # Only what the mask drops can be above 0.
+    between = tl.exp(tl.where(earlier, c[:, None] - c[None, :], float("-inf")))
+    return between, token[None, :] == token[:, None]
+
+
+@triton.jit
+def _output_kernel(
+    packed, mimo_x, mimo_z, mimo_o, D, q, k, v, decay, now, scale, begun, states, y,
+    documents, stride_s, stride_b, y_s, y_b, s, TILE: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
+    H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, R: tl.constexpr, L: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    h = tl.program_id(0)
+    chunk = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
+    p = tl.arange(0, P)
+    of = b * H + h
     if PACKED:
         documents += b * s
     kind = states.dtype.element_ty
-    token, rank, ok = _rows(chunk, s, L, R)
-
-    at_state = states + ((b * tl.cdiv(s, L) + chunk) * H + h) * (P * 2 * HALF) + p[:, None] * (2 * HALF)
+    token, rank, ok = _rows(chunk, s, L, R, EVEN)
+    row = token * R + rank
+    q += of * s * R * N
+    k += of * s * R * N
+    states += ((b * tl.cdiv(s, L) + chunk) * H + h) * (P * N)
+    every = tl.full([P], True, tl.int1)
     scores = tl.zeros([L * R, L * R], tl.float32)
     o = tl.zeros([L * R, P], tl.float32)
-    for first in tl.range(0, HALF, COLUMNS, disable_licm=True):
-        column = first + tl.arange(0, COLUMNS)
-        q_low, q_high = _turned(queries + at_group, C_bias + at_head, cos, sin, token, rank, ok, column, G, R, HALF, A)
-        k_low, k_high = _turned(keys + at_group, B_bias + at_head, cos, sin, token, rank, ok, column, G, R, HALF, A)
-        scores = tl.dot(q_low, tl.trans(k_low), scores, input_precision=PRECISION)
-        scores = tl.dot(q_high, tl.trans(k_high), scores, input_precision=PRECISION)
-        state = at_state + column[None, :]
-        o = tl.dot(q_low, tl.trans(tl.load(state)), o, input_precision=PRECISION)
-        o = tl.dot(q_high, tl.trans(tl.load(state + HALF)), o, input_precision=PRECISION)
-    c = tl.load(decay + token, mask=ok, other=0.0)
-    since = _since(documents, chunk, token, s, L, PACKED)
-    o *= (tl.exp(c) * since)[:, None]
-
-    between, same = _weights_of(c[:, None], c[None, :], token[:, None], token[None, :], documents, s, PACKED)
-    later = tl.load(scale + of * s + token, mask=ok, other=0.0)
-    own = tl.load(now + of * s + token, mask=ok, other=0.0)
+    for first in tl.range(0, N, TILE, disable_licm=True):
+        column = first + tl.arange(0, TILE)
+        query = _tile(q, row, ok, column, N)
+        scores = tl.dot(query, tl.trans(_tile(k, row, ok, column, N)), scores, input_precision=PRECISION)
+        o = tl.dot(query, tl.trans(_tile(states, p, every, column, N)), o, input_precision=PRECISION)
+    o *= _row(begun + of * s, token, ok)[:, None]
+    between, same = _between(_row(decay + of * s, token, ok), token, documents, s, PACKED)
+    later, own = _row(scale + of * s, token, ok), _row(now + of * s, token, ok)
     scores = scores * tl.where(same, own[None, :], between * later[None, :]) + _diagonal(tl.load(D + h), L * R)
-    x, weight = _values(packed + H * P, stride_s, mimo_x + h * R * P, token, rank, ok, P, R)
-    o = tl.dot(scores.to(kind), (x * weight).to(kind), o, input_precision=PRECISION)
+    o = tl.dot(scores.to(kind), _tile(v + of * s * R * P, row, ok, p, P), o, input_precision=PRECISION)
 
-    z, by = _values(packed, stride_s, mimo_z + h * R * P, token, rank, ok, P, R)
+    z, by = _values(packed + b * stride_b + h * P, stride_s, mimo_z + h * R * P, token, rank, ok, P, R)
     gate = z * by
     o *= gate * tl.sigmoid(gate)
     if R > 1:
         o *= tl.load(mimo_o + h * R * P + rank[:, None] * P + p[None, :])
     o = _over_ranks(o, L, R)
     token = chunk * L + tl.arange(0, L)
-    to = y + (token.to(tl.int64) * B + b)[:, None] * (H * P) + h * P + p[None, :]
+    to = y + b * y_b + token[:, None].to(tl.int64) * y_s + h * P + p[None, :]
     tl.store(to, o.to(kind), mask=(token < s)[:, None])
 
 
 @triton.jit
-def _d_outputs(
-    dy, packed, mimo_z, mimo_o, stride_s, token, rank, ok, B, H: tl.constexpr, P: tl.constexpr, R: tl.constexpr
-):
-    """Gradient of each row's o, [M, P] fp32. dy and packed: of a batch entry and head, packed at z."""
-    z, by = _values(packed, stride_s, mimo_z, token, rank, ok, P, R)
-    g, out = _values(dy, B * H * P, mimo_o, token, rank, ok, P, R)
-    gate = z * by
-    return g * out * gate * tl.sigmoid(gate)
+def _both_ways(rows, state, by, scores, others, PRECISION: tl.constexpr):
+    """What rows meet in a state of which `by` is left, and by their scores in the chunk's other rows."""
+    out = tl.dot(rows, state, input_precision=PRECISION) * by[:, None]
+    return tl.dot(scores, others, out, input_precision=PRECISION)
 
 
 @triton.jit
-def _d_states_kernel(
-    packed, mimo_x, mimo_z, mimo_o, C_bias, queries, cos, sin, decay, states, dy, d_states, ends,
-    documents, s, stride_s, stride_b, B,
-    COLUMNS: tl.constexpr,
-    H: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr, R: tl.constexpr, A: tl.constexpr,
-    L: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+def _gradients_kernel(
+    D, q, k, v, g, decay, now, scale, begun, until, left, states, d_states,
+    d_row, d_now, d_scale, ends, more_ends, d_D, documents, s, TILE: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
+    H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, R: tl.constexpr, L: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    h = tl.program_id(1)
+    """Per chunk and head: gradients of D, steps and decays; those of q, k and v in the places of q, k and v, o in that of g."""
+    h = tl.program_id(0)
+    chunk = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    M: tl.constexpr = L * R
     p = tl.arange(0, P)
-    packed += b * stride_b + h * P
-    dy += (b * H + h) * P
-    C_bias += h * R * 2 * HALF
-    queries += (b * s * G + h // (H // G)) * (R * 2 * HALF)
+    every = tl.full([P], True, tl.int1)
+    chunks = tl.cdiv(s, L)
+    kind = q.dtype.element_ty
     of = b * H + h
-    cos += of * s * A
-    sin += of * s * A
-    decay += of * s
     if PACKED:
         documents += b * s
-    kind = states.dtype.element_ty
-    chunks = tl.cdiv(s, L)
-    ends += ((tl.program_id(0) * B + b) * H + h) * chunks
-    last = ((b * chunks + chunks - 1) * H + h) * (P * 2 * HALF) + p[:, None] * (2 * HALF) + column[None, :]
-    states += last
-    d_states += last
+    token, rank, ok = _rows(chunk, s, L, R, EVEN)
+    row = token * R + rank
+    single = chunk * L + tl.arange(0, L)
+    q += of * s * R * N
+    k += of * s * R * N
+    v += of * s * R * P
+    g += of * s * R * P
+    at_state = ((b * chunks + chunk) * H + h) * (P * N)
+    states += at_state
+    d_states += at_state
 
-    low = tl.zeros([P, COLUMNS], tl.float32)
-    high = tl.zeros([P, COLUMNS], tl.float32)
-    for i in range(chunks):
-        chunk = chunks - 1 - i
-        tl.store(d_states, low.to(kind))
-        tl.store(d_states + HALF, high.to(kind))
-        left = _left(_last(decay, chunk, s, L), documents, chunk, s, L, PACKED)
-        low *= left
-        high *= left
-        both = low * tl.load(states).to(tl.float32) + high * tl.load(states + HALF).to(tl.float32)
-        states -= H * P * 2 * HALF
-        d_states -= H * P * 2 * HALF
-        tl.store(ends + chunk, tl.sum(tl.sum(both, 1), 0))
-        token, rank, ok = _rows(chunk, s, L, R)
-        q_low, q_high = _turned(queries, C_bias, cos, sin, token, rank, ok, column, G, R, HALF, A)
-        g = _d_outputs(dy, packed, mimo_z + h * R * P, mimo_o + h * R * P, stride_s, token, rank, ok, B, H, P, R)
-        since = _since(documents, chunk, token, s, L, PACKED)
-        by = tl.exp(tl.load(decay + token, mask=ok, other=0.0)) * since
-        g = tl.trans((g * by[:, None]).to(kind))
-        low = tl.dot(g, q_low, low, input_precision=PRECISION)
-        high = tl.dot(g, q_high, high, input_precision=PRECISION)
+    # The sum of state * d_state is the diagonal of a product: so neither has to be in registers. d_states are read again below:
+    # what lies in shared memory at once decides how many programs run.
+    end = tl.zeros([P], tl.float32)
+    if TILE == N:
+        state = _tile(states, p, every, tl.arange(0, N), N)
+    for first in tl.range(0, N, TILE, disable_licm=True):
+        column = first + tl.arange(0, TILE)
+        state_part = _tile(states, p, every, column, N) if TILE < N else state
+        d_state_part = _tile(d_states, p, every, column, N)
+        products = tl.dot(state_part, tl.trans(d_state_part), input_precision=PRECISION)
+        end += tl.sum(products * _diagonal(1.0, P), 1)
+    tl.store(ends + of * chunks + chunk, tl.sum(end, 0) * tl.load(left + of * chunks + chunk))
+
+    scores = tl.zeros([M, M], tl.float32)
+    if TILE == N:
+        query = _tile(q, row, ok, tl.arange(0, N), N)
+        key = _tile(k, row, ok, tl.arange(0, N), N)
+        scores = tl.dot(query, tl.trans(key), scores, input_precision=PRECISION)
+    else:
+        for first in tl.range(0, N, TILE, disable_licm=True):
+            column = first + tl.arange(0, TILE)
+            query_part = _tile(q, row, ok, column, N)
+            key_part = _tile(k, row, ok, column, N)
+            scores = tl.dot(query_part, tl.trans(key_part), scores, input_precision=PRECISION)
+    rows_v = _tile(v, row, ok, p, P)
+    rows_g = _tile(g, row, ok, p, P)
+    d_scores = tl.dot(rows_g, tl.trans(rows_v), input_precision=PRECISION)
+
+    later, own = _row(scale + of * s, token, ok), _row(now + of * s, token, ok)
+    between, same = _between(_row(decay + of * s, token, ok), token, documents, s, PACKED)
+    tl.store(d_D + (b * chunks + chunk) * H + h, tl.sum(tl.sum(d_scores * _diagonal(1.0, M), 1), 0))
+    both = scores * d_scores
+    at_once = tl.sum(tl.where(same, both, 0.0), 1)
+    tl.store(d_now + of * s + single, _by_token(at_once, L, R), mask=single < s)
+    both *= between
+    of_row = tl.sum(both * later[None, :], 1)
+    step = _by_token(tl.sum(both, 0), L, R)
+    weights = tl.where(same, own[None, :], between * later[None, :])
+    d_scores = (d_scores * weights).to(kind)
+    scores = (scores * weights + _diagonal(tl.load(D + h), M)).to(kind)
+
+    at_p = row[:, None] * P + p[None, :]
+    since = _row(begun + of * s, token, ok)
+    o = tl.zeros([M, P], tl.float32)
+    for first in tl.range(0, N, TILE, disable_licm=True):
+        column = first + tl.arange(0, TILE)
+        if TILE < N:
+            query_part = _tile(q, row, ok, column, N)
+            state_part = _tile(states, p, every, column, N)
+        else:
+            query_part, state_part = query, state
+        o = tl.dot(query_part, tl.trans(state_part), o, input_precision=PRECISION)
+    o *= since[:, None]
+    of_row += tl.sum(rows_g.to(tl.float32) * o, 1)
+    tl.store(d_row + of * s + single, _by_token(of_row, L, R), mask=single < s)
+    o = tl.dot(scores, rows_v, o, input_precision=PRECISION)
+    tl.store(g + at_p, o.to(kind), mask=ok[:, None])
+    if TILE == N:
+        # Before d_states are read: less lies in shared memory at once.
+        at = row[:, None] * N + tl.arange(0, N)[None, :]
+        dq = _both_ways(rows_g, state, since, d_scores, key, PRECISION)
+        tl.store(q + at, dq.to(kind), mask=ok[:, None])
+
+    till = _row(until + of * s, token, ok)
+    dv = tl.zeros([M, P], tl.float32)
+    if TILE == N:
+        d_state = _tile(d_states, p, every, tl.arange(0, N), N)
+    for first in tl.range(0, N, TILE, disable_licm=True):
+        column = first + tl.arange(0, TILE)
+        if TILE < N:
+            key_part = _tile(k, row, ok, column, N)
+            d_state_part = _tile(d_states, p, every, column, N)
+        else:
+            key_part, d_state_part = key, d_state
+        dv = tl.dot(key_part, tl.trans(d_state_part), dv, input_precision=PRECISION)
+    dv *= till[:, None]
+    carried = tl.sum(rows_v.to(tl.float32) * dv, 1)
+    tl.store(more_ends + of * chunks + chunk, tl.sum(carried * later, 0))
+    tl.store(d_scale + of * s + single, step + _by_token(carried, L, R), mask=single < s)
+    dv = tl.dot(tl.trans(scores), rows_g, dv * later[:, None], input_precision=PRECISION)
+    tl.store(v + at_p, dv.to(kind), mask=ok[:, None])
+    if TILE == N:
+        dk = _both_ways(rows_v, d_state, till * later, tl.trans(d_scores), query, PRECISION)
+        tl.store(k + at, dk.to(kind), mask=ok[:, None])
+    else:
+        for first in tl.range(0, N, TILE, disable_licm=True):
+            column = first + tl.arange(0, TILE)
+            query_part = _tile(q, row, ok, column, N)
+            key_part = _tile(k, row, ok, column, N)
+            state_part = _tile(states, p, every, column, N)
+            d_state_part = _tile(d_states, p, every, column, N)
+            at = row[:, None] * N + column[None, :]
+            dq = _both_ways(rows_g, state_part, since, d_scores, key_part, PRECISION)
+            tl.store(q + at, dq.to(kind), mask=ok[:, None])
+            dk = _both_ways(rows_v, d_state_part, till * later, tl.trans(d_scores), query_part, PRECISION)
+            tl.store(k + at, dk.to(kind), mask=ok[:, None])
 
 
 @triton.jit
 def _values_kernel(
-    packed, mimo_x, mimo_z, mimo_o, B_bias, C_bias, D, keys, queries, cos, sin, decay, now, scale, states, d_states, dy,
-    d_packed, d_row, d_now, d_scale, ends, d_mimo_x, d_mimo_z, d_mimo_o, d_D,
-    documents, s, stride_s, stride_b, out_s, out_b, B, PER: tl.constexpr, COLUMNS: tl.constexpr,
-    H: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr, R: tl.constexpr, A: tl.constexpr,
-    L: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    packed, dy, mimo_x, mimo_z, mimo_o, dv, o, d_packed, d_mimo_x, d_mimo_z, d_mimo_o,
+    s, stride_s, stride_b, dy_s, dy_b, out_s, out_b,
+    H: tl.constexpr, P: tl.constexpr, R: tl.constexpr, TOKENS: tl.constexpr, PER: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Per chunk and head, all that needs scores: gradients of x, z, mimo_*, D, and of steps and decays."""
-    h = tl.program_id(1)
+    """From rows of o and of the gradient of v: gradients of x, z and mimo_*."""
+    h = tl.program_id(0)
     b = tl.program_id(2).to(tl.int64)
     p = tl.arange(0, P)
     ranks = tl.arange(0, R)
-    chunks = tl.cdiv(s, L)
-    kind = packed.dtype.element_ty
-    of = b * H + h
     packed += b * stride_b + h * P
     d_packed += b * out_b + h * P
-    dy += of * P
-    keys += (b * s * G + h // (H // G)) * (R * 2 * HALF)
-    queries += (b * s * G + h // (H // G)) * (R * 2 * HALF)
-    B_bias += h * R * 2 * HALF
-    C_bias += h * R * 2 * HALF
-    cos += of * s * A
-    sin += of * s * A
-    decay += of * s
-    now += of * s
-    scale += of * s
+    dy += b * dy_b + h * P
+    of = (b * H + h) * s * (R * P)
     if R > 1:
         mimo_x += h * R * P
         mimo_z += h * R * P
         mimo_o += h * R * P
-    if PACKED:
-        documents += b * s
-    slot = (b * tl.num_programs(0) + tl.program_id(0)) * H + h
-    for part in tl.range(PER, disable_licm=True):
-        chunk = tl.program_id(0) * PER + part
-        if chunk < chunks:
-            token, rank, ok = _rows(chunk, s, L, R)
-            single = chunk * L + tl.arange(0, L)
-            at_state = ((b * chunks + chunk) * H + h) * (P * 2 * HALF) + p[:, None] * (2 * HALF)
-            scores = tl.zeros([L * R, L * R], tl.float32)
-            o = tl.zeros([L * R, P], tl.float32)
-            for first in tl.range(0, HALF, COLUMNS, disable_licm=True):
-                column = first + tl.arange(0, COLUMNS)
-                q_low, q_high = _turned(queries, C_bias, cos, sin, token, rank, ok, column, G, R, HALF, A)
-                k_low, k_high = _turned(keys, B_bias, cos, sin, token, rank, ok, column, G, R, HALF, A)
-                scores = tl.dot(q_low, tl.trans(k_low), scores, input_precision=PRECISION)
-                scores = tl.dot(q_high, tl.trans(k_high), scores, input_precision=PRECISION)
-                tile = at_state + column[None, :]
-                o = tl.dot(q_low, tl.trans(tl.load(states + tile)), o, input_precision=PRECISION)
-                o = tl.dot(q_high, tl.trans(tl.load(states + tile + HALF)), o, input_precision=PRECISION)
-
-            x, weight = _values(packed + H * P, stride_s, mimo_x, token, rank, ok, P, R)
-            v = (x * weight).to(kind)
-            g = _d_outputs(dy, packed, mimo_z, mimo_o, stride_s, token, rank, ok, B, H, P, R).to(kind)
-            c = tl.load(decay + token, mask=ok, other=0.0)
-            later = tl.load(scale + token, mask=ok, other=0.0)
-            own = tl.load(now + token, mask=ok, other=0.0)
-            o *= (tl.exp(c) * _since(documents, chunk, token, s, L, PACKED))[:, None]
-            row = tl.sum(g.to(tl.float32) * o, 1)
-
-            d_scores = tl.dot(g, tl.trans(v), input_precision=PRECISION)
-            skip = tl.sum(tl.sum(d_scores * _diagonal(1.0, L * R), 1), 0)
-            if part > 0:
-                skip += tl.load(d_D + slot)
-            tl.store(d_D + slot, skip)
-            between, same = _weights_of(c[:, None], c[None, :], token[:, None], token[None, :], documents, s, PACKED)
-            d_scores *= scores
-            at_once = tl.sum(tl.where(same, d_scores, 0.0), 0)
-            tl.store(d_now + of * s + single, _by_token(at_once, L, R), mask=single < s)
-            d_scores *= between
-            row += tl.sum(d_scores * later[None, :], 1)
-            tl.store(d_row + of * s + single, _by_token(row, L, R), mask=single < s)
-            step = tl.sum(d_scores, 0)
-            weights = tl.where(same, own[None, :], between * later[None, :])
-            scores = (scores * weights + _diagonal(tl.load(D + h), L * R)).to(kind)
-            o = tl.dot(scores, v, o, input_precision=PRECISION)
-
-            to = d_packed + single[:, None].to(tl.int64) * out_s + p[None, :]
-            at = slot * (R * P) + ranks[:, None] * P + p[None, :]
-            each = tl.full([R, P], True, tl.int1)
-            # Read again instead of kept: registers are scarce here.
-            z, by = _values(packed, stride_s, mimo_z, token, rank, ok, P, R)
-            d_out, out = _values(dy, B * H * P, mimo_o, token, rank, ok, P, R)
-            gate = z * by
-            sigmoid = tl.sigmoid(gate)
-            o *= d_out
-            d_gate = o * out * (sigmoid * (1 + gate * (1 - sigmoid)))
-            tl.store(to, _over_ranks(d_gate * by, L, R).to(kind), mask=(single < s)[:, None])
-            if R > 1:
-                _add(d_mimo_z + at, _over_tokens(d_gate * z, L, R), each, part > 0)
-                _add(d_mimo_o + at, _over_tokens(o * gate * sigmoid, L, R), each, part > 0)
-
-            dv = tl.zeros([L * R, P], tl.float32)
-            for first in tl.range(0, HALF, COLUMNS, disable_licm=True):
-                column = first + tl.arange(0, COLUMNS)
-                k_low, k_high = _turned(keys, B_bias, cos, sin, token, rank, ok, column, G, R, HALF, A)
-                tile = at_state + column[None, :]
-                dv = tl.dot(k_low, tl.trans(tl.load(d_states + tile)), dv, input_precision=PRECISION)
-                dv = tl.dot(k_high, tl.trans(tl.load(d_states + tile + HALF)), dv, input_precision=PRECISION)
-            kept = tl.exp(tl.minimum(_last(decay, chunk, s, L) - c, 0.0)) * _until(
-                documents, chunk, token, s, L, PACKED
-            )
-            dv *= kept[:, None]
-            x, weight = _values(packed + H * P, stride_s, mimo_x, token, rank, ok, P, R)
-            carried = tl.sum(x * weight * dv, 1)
-            tl.store(ends + of * chunks + chunk, tl.sum(carried * later, 0))
-            tl.store(d_scale + of * s + single, _by_token(step + carried, L, R), mask=single < s)
-            dv = tl.dot(tl.trans(scores), g, dv * later[:, None], input_precision=PRECISION)
-            tl.store(to + H * P, _over_ranks(dv * weight, L, R).to(kind), mask=(single < s)[:, None])
-            if R > 1:
-                _add(d_mimo_x + at, _over_tokens(dv * x, L, R), each, part > 0)
+        sum_x = tl.zeros([TOKENS * R, P], tl.float32)
+        sum_z = tl.zeros([TOKENS * R, P], tl.float32)
+        sum_o = tl.zeros([TOKENS * R, P], tl.float32)
+    kind = packed.dtype.element_ty
+    for part in tl.range(PER):
+        tile = tl.program_id(1) * PER + part
+        token, rank, ok = _rows(tile, s, TOKENS, R, EVEN)
+        single = tile * TOKENS + tl.arange(0, TOKENS)
+        there = (single < s)[:, None]
+        to = d_packed + single[:, None].to(tl.int64) * out_s + p[None, :]
+        at = of + (token * R + rank)[:, None] * P + p[None, :]
+        z, by = _values(packed, stride_s, mimo_z, token, rank, ok, P, R)
+        d_out, out = _values(dy, dy_s, mimo_o, token, rank, ok, P, R)
+        gate = z * by
+        sigmoid = tl.sigmoid(gate)
+        d_out *= tl.load(o + at, mask=ok[:, None], other=0.0).to(tl.float32)
+        d_gate = d_out * out * (sigmoid * (1 + gate * (1 - sigmoid)))
+        tl.store(to, _over_ranks(d_gate * by, TOKENS, R).to(kind), mask=there)
+        x, weight = _values(packed + H * P, stride_s, mimo_x, token, rank, ok, P, R)
+        gradient = tl.load(dv + at, mask=ok[:, None], other=0.0).to(tl.float32)
+        tl.store(to + H * P, _over_ranks(gradient * weight, TOKENS, R).to(kind), mask=there)
+        if R > 1:
+            sum_z += d_gate * z
+            sum_o += d_out * gate * sigmoid
+            sum_x += gradient * x
+    if R > 1:
+        slot = ((b * tl.num_programs(1) + tl.program_id(1)) * H + h) * (R * P) + ranks[:, None] * P + p[None, :]
+        tl.store(d_mimo_x + slot, _over_tokens(sum_x, TOKENS, R))
+        tl.store(d_mimo_z + slot, _over_tokens(sum_z, TOKENS, R))
+        tl.store(d_mimo_o + slot, _over_tokens(sum_o, TOKENS, R))
 
 
 @triton.jit
 def _keys_kernel(
-    packed, mimo_x, mimo_z, mimo_o, B_bias, C_bias, D, keys, queries, cos, sin, decay, now, scale, states, d_states, dy,
-    d_keys, d_queries, d_angles, d_B, d_C,
-    documents, s, stride_s, stride_b, B, SPLITS: tl.constexpr, PER: tl.constexpr,
-    H: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr, R: tl.constexpr, A: tl.constexpr,
-    L: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    keys, queries, B_bias, C_bias, cos, sin, dk, dq, d_keys, d_queries, d_angles_k, d_angles_q, d_B, d_C, s,
+    H: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr, R: tl.constexpr, A: tl.constexpr,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Per chunk and group: gradients of B, C, their biases, and of the summed angles."""
-    # Not in tiles of fewer columns than P: one piece of shared memory then holds operands of two swizzles, and ptxas 12.8
-    # took a wrong register for the address of one of them. README.md beside this has the details.
-    column = tl.arange(0, HALF)
-    group = tl.program_id(1) // SPLITS
-    split = tl.program_id(1) % SPLITS
+    """Per group and some tokens, from the gradients of every head's k (or q): of B (C), its bias, and its share of the summed angles'."""
+    plain, bias, turned, out, d_angles, d_bias = keys, B_bias, dk, d_keys, d_angles_k, d_B
+    if tl.program_id(0) % 2 == 1:
+        plain, bias, turned, out, d_angles, d_bias = queries, C_bias, dq, d_queries, d_angles_q, d_C
+    tile = tl.program_id(0) // 2
+    group = tl.program_id(1) // (HALF // COLUMNS)
     b = tl.program_id(2).to(tl.int64)
-    HEADS: tl.constexpr = H // G // SPLITS
-    p = tl.arange(0, P)
+    first = tl.program_id(1) % (HALF // COLUMNS) * COLUMNS
+    column = first + tl.arange(0, COLUMNS)
     ranks = tl.arange(0, R)
-    chunks = tl.cdiv(s, L)
-    kind = packed.dtype.element_ty
-    packed += b * stride_b
-    keys += (b * s * G + group) * (R * 2 * HALF)
-    queries += (b * s * G + group) * (R * 2 * HALF)
-    if PACKED:
-        documents += b * s
-    tile = p[:, None] * (2 * HALF) + column[None, :]
-    for part in tl.range(PER, disable_licm=True):
-        chunk = tl.program_id(0) * PER + part
-        if chunk < chunks:
-            token, rank, ok = _rows(chunk, s, L, R)
-            single = chunk * L + tl.arange(0, L)
-            dq_low_total = tl.zeros([L * R, HALF], tl.float32)
-            dq_high_total = tl.zeros([L * R, HALF], tl.float32)
-            dk_low_total = tl.zeros([L * R, HALF], tl.float32)
-            dk_high_total = tl.zeros([L * R, HALF], tl.float32)
-            for i in tl.range(HEADS, disable_licm=True):
-                h = group * (H // G) + split * HEADS + i
-                of = b * H + h
-                at_head = h * R * 2 * HALF
-                x, weight = _values(packed + (H + h) * P, stride_s, mimo_x + h * R * P, token, rank, ok, P, R)
-                v = (x * weight).to(kind)
-                g = _d_outputs(
-                    dy + of * P, packed + h * P, mimo_z + h * R * P, mimo_o + h * R * P,
-                    stride_s, token, rank, ok, B, H, P, R,
-                ).to(kind)  # fmt: skip
-                d_scores = tl.dot(g, tl.trans(v), input_precision=PRECISION)
-                c = tl.load(decay + of * s + token, mask=ok, other=0.0)
-                later = tl.load(scale + of * s + token, mask=ok, other=0.0)
-                own = tl.load(now + of * s + token, mask=ok, other=0.0)
-                begun = tl.exp(c) * _since(documents, chunk, token, s, L, PACKED)
-                kept = tl.exp(tl.minimum(_last(decay + of * s, chunk, s, L) - c, 0.0)) * later
-                kept *= _until(documents, chunk, token, s, L, PACKED)
-                between, same = _weights_of(
-                    c[:, None], c[None, :], token[:, None], token[None, :], documents, s, PACKED
-                )
-                d_scores = (d_scores * tl.where(same, own[None, :], between * later[None, :])).to(kind)
-
-                k_low, k_high = _turned(
-                    keys, B_bias + at_head, cos + of * s * A, sin + of * s * A,
-                    token, rank, ok, column, G, R, HALF, A,
-                )  # fmt: skip
-                at = ((b * chunks + chunk) * H + h) * (P * 2 * HALF) + tile
-                dq_low = tl.dot(g, tl.load(states + at), input_precision=PRECISION) * begun[:, None]
-                dq_low = tl.dot(d_scores, k_low, dq_low, input_precision=PRECISION)
-                dq_high = tl.dot(g, tl.load(states + at + HALF), input_precision=PRECISION) * begun[:, None]
-                dq_high = tl.dot(d_scores, k_high, dq_high, input_precision=PRECISION)
-                q_low, q_high = _turned(
-                    queries, C_bias + at_head, cos + of * s * A, sin + of * s * A,
-                    token, rank, ok, column, G, R, HALF, A,
-                )  # fmt: skip
-                dk_low = tl.dot(v, tl.load(d_states + at), input_precision=PRECISION) * kept[:, None]
-                dk_low = tl.dot(tl.trans(d_scores), q_low, dk_low, input_precision=PRECISION)
-                dk_high = tl.dot(v, tl.load(d_states + at + HALF), input_precision=PRECISION) * kept[:, None]
-                dk_high = tl.dot(tl.trans(d_scores), q_high, dk_high, input_precision=PRECISION)
-
-                angle = q_low.to(tl.float32) * dq_high - q_high.to(tl.float32) * dq_low
-                angle += k_low.to(tl.float32) * dk_high - k_high.to(tl.float32) * dk_low
-                to = d_angles + (of * s + single[:, None]) * A + column[None, :]
-                known = (single < s)[:, None] & (column < A)[None, :]
-                tl.store(to, _over_ranks(angle, L, R), mask=known)
-                cosine, sine = _angle(cos + of * s * A, sin + of * s * A, token, ok, column, A)
-                to = ((b * tl.num_programs(0) + tl.program_id(0)) * H + h) * (R * 2 * HALF)
-                to += ranks[:, None] * (2 * HALF) + column[None, :]
-                every = tl.full([R, HALF], True, tl.int1)
-                low = cosine * dq_low + sine * dq_high
-                high = cosine * dq_high - sine * dq_low
-                dq_low_total += low
-                dq_high_total += high
-                _add(d_C + to, _over_tokens(low, L, R), every, part > 0)
-                _add(d_C + to + HALF, _over_tokens(high, L, R), every, part > 0)
-                low = cosine * dk_low + sine * dk_high
-                high = cosine * dk_high - sine * dk_low
-                dk_low_total += low
-                dk_high_total += high
-                _add(d_B + to, _over_tokens(low, L, R), every, part > 0)
-                _add(d_B + to + HALF, _over_tokens(high, L, R), every, part > 0)
-            to = (split * B + b) * s * (G * R * 2 * HALF) + group * (R * 2 * HALF)
-            to += (token * (G * R) + rank)[:, None] * (2 * HALF) + column[None, :]
-            tl.store(d_queries + to, dq_low_total.to(kind), mask=ok[:, None])
-            tl.store(d_queries + to + HALF, dq_high_total.to(kind), mask=ok[:, None])
-            tl.store(d_keys + to, dk_low_total.to(kind), mask=ok[:, None])
-            tl.store(d_keys + to + HALF, dk_high_total.to(kind), mask=ok[:, None])
+    token, rank, ok = _rows(tile, s, TOKENS, R, EVEN)
+    single = tile * TOKENS + tl.arange(0, TOKENS)
+    known = ok[:, None]
+    turning = (single < s)[:, None] & (column < A)[None, :]
+    row = (token * R + rank)[:, None] * (2 * HALF) + column[None, :]
+    at = (b * s * G + group) * (R * 2 * HALF) + (token * (G * R) + rank)[:, None] * (2 * HALF) + column[None, :]
+    plain += (b * s * G + group) * (R * 2 * HALF)
+    low_total = tl.zeros([TOKENS * R, COLUMNS], tl.float32)
+    high_total = tl.zeros([TOKENS * R, COLUMNS], tl.float32)
+    for i in tl.range(H // G, disable_licm=True):
+        h = group * (H // G) + i
+        of = b * H + h
+        of_head = turned + of * s * (R * 2 * HALF) + row
+        low = tl.load(of_head, mask=known, other=0.0).to(tl.float32)
+        high = tl.load(of_head + HALF, mask=known, other=0.0).to(tl.float32)
+        if first < A:
+            c, sn = _angle(cos + of * s * A, sin + of * s * A, token, ok, column, A)
+            own_low, own_high = _turned(
+                plain, bias + h * R * 2 * HALF, cos + of * s * A, sin + of * s * A, token, rank, ok, column, G, R, HALF, A
+            )  # fmt: skip
+            sums = _over_ranks(own_low * high - own_high * low, TOKENS, R)
+            tl.store(d_angles + (of * s + single[:, None]) * A + column[None, :], sums, mask=turning)
+            low, high = c * low + sn * high, c * high - sn * low
+        low_total += low
+        high_total += high
+        to = d_bias + ((b * (tl.num_programs(0) // 2) + tile) * H + h) * (R * 2 * HALF)
+        to += ranks[:, None] * (2 * HALF) + column[None, :]
+        tl.store(to, _over_tokens(low, TOKENS, R))
+        tl.store(to + HALF, _over_tokens(high, TOKENS, R))
+    kind = out.dtype.element_ty
+    tl.store(out + at, low_total.to(kind), mask=known)
+    tl.store(out + at + HALF, high_total.to(kind), mask=known)
