@@ -31,6 +31,8 @@ HERE = Path(__file__).parent
 CUT = ("model.depth=13", "schedule.global_batch_size=16", "schedule.train_steps=6", "schedule.decay_steps=12")
 ONE = ("cluster=h200_1", *CUT)
 FOUR = ("cluster=h200_4", "schedule.train_steps=5", "schedule.decay_steps=12")
+# Routing settles after the first steps.
+FOUR64 = ("cluster=h200_4", "schedule.global_batch_size=64", "schedule.train_steps=8", "schedule.decay_steps=16")
 MLA = ("lane=native_dp", "model.substitute=[]", "feature.mtp.depths=0")
 DSA = ("lane=native_dp", "model.substitute=[{letter: A, ranks: [1, 2, 3], kind: dsa}]", "feature.mtp.depths=0")
 MOE = "model.blocks.moe."
@@ -43,11 +45,9 @@ NORMS, STRIDED = "precision.norm_kernels=cudnn", "model.blocks.mamba2.strided=tr
 NEW = (LOCAL, WEIGHED, NORMS, STRIDED)
 MBS8 = "schedule.micro_batch_size=8"
 GBS64 = "schedule.global_batch_size=64"
-GRAPHS = (
-    "feature.cuda_graphs.impl=transformer_engine",
-    "feature.cuda_graphs.modules=[attn,mamba,moe_router,moe_preprocess]",
-)
-EAGER = ("feature.cuda_graphs.impl=none", "feature.cuda_graphs.modules=[]")
+MODULES = "feature.cuda_graphs.modules="
+GRAPHS = ("feature.cuda_graphs.impl=transformer_engine", f"{MODULES}[attn,mamba,moe_router,moe_preprocess]")
+EAGER = ("feature.cuda_graphs.impl=none", f"{MODULES}[]")
 FULL = ("feature.recompute.granularity=full", "feature.recompute.method=uniform", "feature.recompute.layers=1")
 SELECTIVE = ("feature.recompute.granularity=selective", "feature.recompute.modules=[moe_act,layernorm]")
 # Hydra composes one config at a time.
@@ -79,11 +79,12 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "mla52_mbs2": ("nam56r", (*FOUR, *MLA, "schedule.micro_batch_size=2")),
     "gqa52_fsdp": ("nam56r_native_dp", (*FOUR, "feature.megatron_fsdp.enabled=true")),
     "gqa52_graphs": ("nam56r_native_dp", (*FOUR, *GRAPHS)),
-    "gqa52_gbs64": ("nam56r_native_dp_fused", (*FOUR, GBS64)),
-    "gqa52_gbs64_mbs8": ("nam56r_native_dp_fused", (*FOUR, GBS64, MBS8)),
-    "gqa52_gbs64_new": ("nam56r_native_dp_fused", (*FOUR, GBS64, *NEW)),
-    "gqa52_gbs64_new_mbs8": ("nam56r_native_dp_fused", (*FOUR, GBS64, *NEW, MBS8)),
-    "nam56r_gbs64": ("nam56r", (*FOUR, GBS64, *FUSED, ALLGATHER)),
+    "gqa52_gbs64": ("nam56r_native_dp_fused", FOUR64),
+    "gqa52_gbs64_mbs8": ("nam56r_native_dp_fused", (*FOUR64, MBS8)),
+    "gqa52_gbs64_new": ("nam56r_native_dp_fused", (*FOUR64, *NEW)),
+    "gqa52_gbs64_new_mbs8": ("nam56r_native_dp_fused", (*FOUR64, *NEW, MBS8)),
+    "gqa52_gbs64_new_graphs": ("nam56r_native_dp_fused", (*FOUR64, *NEW, GRAPHS[0], f"{MODULES}[attn,mamba]")),
+    "nam56r_gbs64": ("nam56r", (*FOUR64, *FUSED, LOCAL, WEIGHED, NORMS)),
 }  # fmt: skip
 
 
