@@ -12,6 +12,8 @@ from nam_megatron.blocks import Block, divides, residual
 from nam_megatron.errors import Problem
 from nam_megatron.sizes import UNMEASURED, Line, Param, Sizes, State, Work
 
+ENTRIES = 2  # of the batch, that the fused kernels take at once, to bound what they hold
+
 
 class Mamba3(Block):
     kind: ClassVar[str] = "mamba3"
@@ -82,9 +84,12 @@ class Mamba3(Block):
             yield Problem(text, at + "chunk", hint)
 
     def _sizes(self, z: Sizes) -> Sizes:
-        """nh heads of P, in all di wide; B and C of G groups of ns, r of them; a angles; scanned in chunks of L."""
+        """nh heads of P, in all di wide; B and C of G groups of ns, r of them; a angles; scanned in chunks of L, E tokens at once."""
+        at_once = min(ENTRIES, z["b"]) * z["s"]
         sizes = {"nh": self.heads, "P": self.head_dim, "di": self.heads * self.head_dim, "r": self.mimo_rank}
-        return z.own(**sizes, G=self.groups, ns=self.state_dim, a=self.angles, L=self.chunk, W=self.in_proj_width)
+        return z.own(
+            **sizes, G=self.groups, ns=self.state_dim, a=self.angles, L=self.chunk, E=at_once, W=self.in_proj_width
+        )
 
     def params(self, z, layer) -> Iterator[Param]:
         h, inner, rank = z.model.hidden_size, self.heads * self.head_dim, self.mimo_rank
@@ -116,13 +121,13 @@ class Mamba3(Block):
             return
         z = self._sizes(z)
         prepared = "(4 T G r ns + 4 T nh a + 12 T nh) / t"
-        forward = f"2 T di ns / (L t) + {prepared} + 2 Ts h"
-        yield z.line(
-            "forward", forward, "chunk states; normed B and C, cos and sin, steps; the output", mark=UNMEASURED
-        )
-        # The gradients' partial sums over four chunks are small beside these.
-        gradients = "(2 T W + 2 T di + 4 T G r ns + 4 T nh a + 16 T nh) / t + T nh r (2 ns + 3 P) / (L t)"
-        backward = f"4 T di ns / (L t) + {prepared} + {gradients}"
+        operands = "(4 E r nh ns + 2 E r di + 12 E nh) / t"
+        forward = f"{operands} + 2 E di ns / (L t) + {prepared} + 2 Ts h"
+        why = "turned q and k, v; chunk states; normed B and C, cos and sin, steps; the output"
+        yield z.line("forward", forward, why, mark=UNMEASURED)
+        # The last term: partial sums of the biases' gradients over 64 rows, of the rank weights' over 1024; the others are small.
+        gradients = "(2 T W + 2 T di + 4 T G r ns + 8 T nh a + 16 T nh) / t + T nh r r (ns / 8 + 3 P / 256) / t"
+        backward = f"{operands} + (2 E r di + 4 E di ns / L) / t + {prepared} + {gradients}"
         yield z.line("backward", backward, "the same again, and the gradient of each", mark=UNMEASURED)
 
     def flops(self, z, layer) -> Iterator[Work]:

@@ -315,8 +315,9 @@ def _backward(
     )  # fmt: skip
     tokens, steps = max(1, launch.rows // r), max(1, launch.steps // r)
     tiles, halves = triton.cdiv(s, tokens), min(launch.halves, n // 2)
-    # A program sums the gradients of mimo weights over some tokens.
+    # A program sums the gradients of mimo weights over some tokens. A power of two mostly divides s: no masks.
     per = max(1, min(launch.chunks, min(launch.entries or b, b) * h * triton.cdiv(s, steps) // launch.programs))
+    per = 1 << (per.bit_length() - 1)
     slots = triton.cdiv(s, steps * per)
     d_D = fp32(b, chunks, h)
     d_x, d_z, d_o = (fp32(b, slots, h, r, p) if r > 1 else None for _ in range(3))
@@ -858,16 +859,32 @@ def _keys_kernel(
         h = group * (H // G) + i
         of = b * H + h
         of_head = turned + of * s * (R * 2 * HALF) + row
-        low = tl.load(of_head, mask=known, other=0.0).to(tl.float32)
-        high = tl.load(of_head + HALF, mask=known, other=0.0).to(tl.float32)
         if first < A:
-            c, sn = _angle(cos + of * s * A, sin + of * s * A, token, ok, column, A)
+            # The vectors as the products read them, rounded: then what a pair of tokens adds at one it takes away at the other.
+            # Before the gradients are loaded: fewer registers.
             own_low, own_high = _turned(
-                plain, bias + h * R * 2 * HALF, cos + of * s * A, sin + of * s * A, token, rank, ok, column, G, R, HALF, A
-            )  # fmt: skip
+                plain,
+                bias + h * R * 2 * HALF,
+                cos + of * s * A,
+                sin + of * s * A,
+                token,
+                rank,
+                ok,
+                column,
+                G,
+                R,
+                HALF,
+                A,
+            )
+            low = tl.load(of_head, mask=known, other=0.0).to(tl.float32)
+            high = tl.load(of_head + HALF, mask=known, other=0.0).to(tl.float32)
             sums = _over_ranks(own_low * high - own_high * low, TOKENS, R)
             tl.store(d_angles + (of * s + single[:, None]) * A + column[None, :], sums, mask=turning)
+            c, sn = _angle(cos + of * s * A, sin + of * s * A, token, ok, column, A)
             low, high = c * low + sn * high, c * high - sn * low
+        else:
+            low = tl.load(of_head, mask=known, other=0.0).to(tl.float32)
+            high = tl.load(of_head + HALF, mask=known, other=0.0).to(tl.float32)
         low_total += low
         high_total += high
         to = d_bias + ((b * (tl.num_programs(0) // 2) + tile) * H + h) * (R * 2 * HALF)
