@@ -52,7 +52,8 @@ def table(trace: dict[str, Any]) -> dict[str, Any]:
     """Milliseconds and launches by kind, the time no kernel ran between the first and the last, what the longer of those gaps lie
     between (`waits`), and the kernels that took most.
 
-    Kernels that run at the same time each count in full under their kind; `busy_ms` counts such time once.
+    Kernels that run at the same time each count in full under their kind; `busy_ms` counts such time once. NCCL's
+    kernels wait inside for slower ranks: `nccl_alone_ms` is what they cost.
     """
     events = [e for e in trace["traceEvents"] if e.get("cat") in DEVICE and e.get("ph") == "X"]
     if not events:
@@ -66,6 +67,7 @@ def table(trace: dict[str, Any]) -> dict[str, Any]:
     first = min(e["ts"] for e in events)
     last = max(e["ts"] + e["dur"] for e in events)
     busy = covered((e["ts"], e["ts"] + e["dur"]) for e in events)
+    computing = covered((e["ts"], e["ts"] + e["dur"]) for e in events if kind_of(e["name"]) != "NCCL")
     waits: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0])
     for before, after, gap in gaps(events):
         if gap > PROMPT:
@@ -76,6 +78,7 @@ def table(trace: dict[str, Any]) -> dict[str, Any]:
         "span_ms": round((last - first) / 1e3, 3),
         "busy_ms": round(busy / 1e3, 3),
         "gaps_ms": round((last - first - busy) / 1e3, 3),
+        "nccl_alone_ms": round((busy - computing) / 1e3, 3),
         "kinds": {
             kind: {"ms": round(ms, 3), "launches": int(count)}
             for kind, (ms, count) in sorted(kinds.items(), key=lambda item: -item[1][0])
@@ -112,6 +115,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 def text(found: dict[str, Any]) -> str:
     """The table as a person reads it."""
     rows = [(kind, row["ms"], row["launches"]) for kind, row in found["kinds"].items()]
+    rows += [("NCCL with nothing beside it", found["nccl_alone_ms"], "")]
     rows += [("gaps", found["gaps_ms"], ""), ("first to last kernel", found["span_ms"], "")]
     width = max(len(kind) for kind, _, _ in rows)
     lines = [f"{kind:<{width}}  {ms:>10.2f} ms  {count:>6}\n" for kind, ms, count in rows]

@@ -30,9 +30,10 @@ from nam_megatron.recipe import load
 HERE = Path(__file__).parent
 CUT = ("model.depth=13", "schedule.global_batch_size=16", "schedule.train_steps=6", "schedule.decay_steps=12")
 ONE = ("cluster=h200_1", *CUT)
+MBS8, GBS64 = "schedule.micro_batch_size=8", "schedule.global_batch_size=64"
 FOUR = ("cluster=h200_4", "schedule.train_steps=5", "schedule.decay_steps=12")
 # Routing settles after the first steps.
-FOUR64 = ("cluster=h200_4", "schedule.global_batch_size=64", "schedule.train_steps=8", "schedule.decay_steps=16")
+FOUR64 = ("cluster=h200_4", GBS64, "schedule.train_steps=8", "schedule.decay_steps=16")
 MLA = ("lane=native_dp", "model.substitute=[]", "feature.mtp.depths=0")
 DSA = ("lane=native_dp", "model.substitute=[{letter: A, ranks: [1, 2, 3], kind: dsa}]", "feature.mtp.depths=0")
 MOE = "model.blocks.moe."
@@ -40,11 +41,6 @@ COMPILED, OURS = "precision.cross_entropy=compiled", "precision.cross_entropy=fu
 WGRAD, PERMUTE = "precision.fused_grad_accumulation=true", f"{MOE}permute_fusion=true"
 ROUTER, ALLGATHER = f"{MOE}router_fusion=true", f"{MOE}dispatcher=allgather"
 FUSED = (WGRAD, OURS, PERMUTE, ROUTER)
-LOCAL, WEIGHED = f"{MOE}dispatcher=local", f"{MOE}fused_weighted_squared_relu=true"
-NORMS, STRIDED = "precision.norm_kernels=cudnn", "model.blocks.mamba2.strided=true"
-NEW = (LOCAL, WEIGHED, NORMS, STRIDED)
-MBS8 = "schedule.micro_batch_size=8"
-GBS64 = "schedule.global_batch_size=64"
 MODULES = "feature.cuda_graphs.modules="
 GRAPHS = ("feature.cuda_graphs.impl=transformer_engine", f"{MODULES}[attn,mamba,moe_router,moe_preprocess]")
 EAGER = ("feature.cuda_graphs.impl=none", f"{MODULES}[]")
@@ -79,12 +75,10 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "mla52_mbs2": ("nam56r", (*FOUR, *MLA, "schedule.micro_batch_size=2")),
     "gqa52_fsdp": ("nam56r_native_dp", (*FOUR, "feature.megatron_fsdp.enabled=true")),
     "gqa52_graphs": ("nam56r_native_dp", (*FOUR, *GRAPHS)),
-    "gqa52_gbs64": ("nam56r_native_dp_fused", FOUR64),
-    "gqa52_gbs64_mbs8": ("nam56r_native_dp_fused", (*FOUR64, MBS8)),
-    "gqa52_gbs64_new": ("nam56r_native_dp_fused", (*FOUR64, *NEW)),
-    "gqa52_gbs64_new_mbs8": ("nam56r_native_dp_fused", (*FOUR64, *NEW, MBS8)),
-    "gqa52_gbs64_new_graphs": ("nam56r_native_dp_fused", (*FOUR64, *NEW, GRAPHS[0], f"{MODULES}[attn,mamba]")),
-    "nam56r_gbs64": ("nam56r", (*FOUR64, *FUSED, LOCAL, WEIGHED, NORMS)),
+    "fused52": ("nam56r_native_dp_fused", FOUR64),
+    "fused52_mbs8": ("nam56r_native_dp_fused", (*FOUR64, MBS8)),
+    "fused52_graphs": ("nam56r_native_dp_fused", (*FOUR64, GRAPHS[0], f"{MODULES}[attn,mamba]")),
+    "author52": ("nam56r_fused", FOUR64),
 }  # fmt: skip
 
 

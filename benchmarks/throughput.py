@@ -18,32 +18,18 @@ from typing import Any
 
 import kernels
 import measure
-from measure import (
-    ALLGATHER,
-    COMPILED,
-    FUSED,
-    GBS64,
-    GRAPHS,
-    LOCAL,
-    MBS8,
-    MOE,
-    NEW,
-    NORMS,
-    OURS,
-    PERMUTE,
-    ROUTER,
-    STRIDED,
-    WEIGHED,
-    WGRAD,
-)
+from measure import ALLGATHER, COMPILED, FUSED, GBS64, GRAPHS, MBS8, MOE, OURS, PERMUTE, ROUTER, WGRAD
 
 from nam_megatron.budget.cost import cost
 
 PRESET = "nam56r_native_dp"
 STEPS = 10
 CUT = ("cluster=h200_1", "model.depth=13", "schedule.global_batch_size=16", "optim.warmup_steps=2")
-SHARED = f"{MOE}shared_overlap=true"
+SHARED, LOCAL = f"{MOE}shared_overlap=true", f"{MOE}dispatcher=local"
+WEIGHED, NORMS = f"{MOE}fused_weighted_squared_relu=true", "precision.norm_kernels=cudnn"
+STRIDED = "model.blocks.mamba2.strided=true"
 ALL = (*FUSED, ALLGATHER)
+NEW = (LOCAL, WEIGHED, NORMS, STRIDED)
 HEADS = "model.blocks.mamba2.heads=64"
 FP8 = ("precision=fp8_tensorwise", HEADS)
 BASELINE, STOCK = "baseline", "stock"

@@ -147,6 +147,7 @@ def test_gaps_are_where_no_kernel_runs():
     found = kernels.table({"traceEvents": events})
     assert (found["span_ms"], found["busy_ms"], found["gaps_ms"]) == (3.5, 2.0, 1.5)
     assert found["kinds"]["GEMM"] == {"ms": 1.5, "launches": 2}
+    assert found["nccl_alone_ms"] == 0.5
     assert found["waits"] == [{"after": "NCCL", "before": "GEMM", "ms": 1.5, "gaps": 1}]
     assert found["top"][0] == {"name": "nvjet_a", "kind": "GEMM", "ms": 1.5, "launches": 2}
     with pytest.raises(ValueError, match="no kernels"):

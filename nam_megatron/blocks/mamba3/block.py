@@ -125,8 +125,8 @@ class Mamba3(Block):
         forward = f"{operands} + 2 E di ns / (L t) + {prepared} + 2 Ts h"
         why = "turned q and k, v; chunk states; normed B and C, cos and sin, steps; the output"
         yield z.line("forward", forward, why, mark=UNMEASURED)
-        # The last term: partial sums of the biases' gradients over 64 rows, of the rank weights' over 1024; the others are small.
-        gradients = "(2 T W + 2 T di + 4 T G r ns + 8 T nh a + 16 T nh) / t + T nh r r (ns / 8 + 3 P / 256) / t"
+        # The last term: partial sums of the biases' gradients over 32 rows, of the rank weights' over 512; the others are small.
+        gradients = "(2 T W + 2 T di + 4 T G r ns + 8 T nh a + 16 T nh) / t + T nh r r (ns / 4 + 3 P / 128) / t"
         backward = f"{operands} + (2 E r di + 4 E di ns / L) / t + {prepared} + {gradients}"
         yield z.line("backward", backward, "the same again, and the gradient of each", mark=UNMEASURED)
 

@@ -26,29 +26,30 @@ class Launch(NamedTuple):
 
     columns: of the state, of a program of the walks over chunks. output_tile, gradients_tile: columns of the state taken at once
     by these kernels, which read q, k and the states once more if that is less than all. All three from 64 on in half
-    precision: see `_options`. written: rows of a program that writes q, k, v or g. rows, halves: rows and columns of half the
-    state of a program of the gradients of B and C. steps, chunks: rows of a step and steps of a program of the gradients of z
-    and x; fewer where there would be fewer than `programs`. entries: of the batch, taken at once, 0 for all: less memory, fewer
-    programs. (warps, stages, registers of a thread) of each kernel; 0 warps: by the rows of a chunk, and no limit where these are
-    many; 0 registers: no limit.
+    precision: see `_options`. turned: rows of a program that writes q and k, written: of one that writes v and g. rows, halves:
+    rows and columns of half the state of a program of the gradients of B and C. steps, chunks: rows of a step and steps of a
+    program of the gradients of z and x; fewer where there would be fewer than `programs`. entries: of the batch, taken at once,
+    0 for all: less memory, fewer programs. values, keys: warps of a program of these gradients. Of kernels with products (warps,
+    stages, registers of a thread); 0 warps: by the rows of a chunk, and no limit where these are many; 0 registers: no limit.
     """
 
     columns: int = 64
     output_tile: int = 128
     gradients_tile: int = 128
+    turned: int = 32
     written: int = 64
-    rows: int = 64
-    halves: int = 32
+    rows: int = 32
+    halves: int = 16
     steps: int = 16
-    chunks: int = 64
+    chunks: int = 32
     programs: int = 1056
     entries: int = ENTRIES
     forward_states: tuple[int, int, int] = (4, 3, 0)
     output: tuple[int, int, int] = (0, 1, 0)
     backward_states: tuple[int, int, int] = (4, 3, 0)
     gradients: tuple[int, int, int] = (0, 1, 0)
-    values: tuple[int, int, int] = (4, 1, 0)
-    keys: tuple[int, int, int] = (4, 1, 128)
+    values: int = 2
+    keys: int = 1
 
 
 class Operands(NamedTuple):
@@ -82,11 +83,11 @@ class Operands(NamedTuple):
         """g only with dy [s, b, inner], any stride of s and b."""
         s, b, _ = packed.shape
         h, p, n, g, r, a = shape
-        rows = max(1, launch.written // r)
+        tokens, rows = max(1, launch.turned // r), max(1, launch.written // r)
         q, k = (packed.new_empty(b, h, s * r, n) for _ in range(2))
-        _turn_kernel[(h, triton.cdiv(s, rows), b)](
+        _turn_kernel[(triton.cdiv(s, tokens), h, b)](
             prepared.keys, prepared.queries, weights.B_bias, weights.C_bias, prepared.cos, prepared.sin, k, q, s,
-            H=h, HALF=n // 2, G=g, R=r, A=a, TOKENS=rows, EVEN=s % rows == 0, num_warps=4,
+            H=h, HALF=n // 2, G=g, R=r, A=a, TOKENS=tokens, EVEN=s % tokens == 0, num_warps=4,
         )  # fmt: skip
         v, gradient = (packed.new_empty(b, h, s * r, p) if t is not None else None for t in (packed, dy))
         _rows_kernel[(h, triton.cdiv(s, rows), b)](
@@ -345,14 +346,13 @@ def _backward(
         _values_kernel[(h, slots, entries)](
             own, dy_of, *_mimo(weights), operands.v, operands.g, out, *(None if t is None else t[of] for t in (d_x, d_z, d_o)),
             s, own.stride(0), own.stride(1), *dy_of.stride()[:2], *out.stride()[:2],
-            H=h, P=p, R=r, TOKENS=steps, PER=per, EVEN=s % (steps * per) == 0,
-            **_options(launch.values, shape, chunk),
+            H=h, P=p, R=r, TOKENS=steps, PER=per, EVEN=s % (steps * per) == 0, num_warps=launch.values,
         )  # fmt: skip
-        _keys_kernel[(2 * tiles, g * (n // 2 // halves), entries)](
+        _keys_kernel[(2 * tiles * (n // 2 // halves), g, entries)](
             mine.keys, mine.queries, weights.B_bias, weights.C_bias, mine.cos, mine.sin, operands.k, operands.q,
             raw.keys[0, of], raw.queries[0, of], raw.angles[of], more_angles[of], d_B[of], d_C[of], s,
             H=h, HALF=n // 2, G=g, R=r, A=a, TOKENS=tokens, COLUMNS=halves, EVEN=s % tokens == 0,
-            **_options(launch.keys, shape, chunk),
+            num_warps=launch.keys,
         )  # fmt: skip
         del operands, states, d_states  # before the next ones are made
     raw.angles.add_(more_angles)
@@ -376,26 +376,13 @@ def _rows(chunk, s, L: tl.constexpr, R: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _angle(cos, sin, token, ok, column, A: tl.constexpr):
-    """cos and sin of each row and column of a half; columns from A on do not turn. Pointers of a batch entry and head."""
-    turning = ok[:, None] & (column < A)[None, :]
+def _angle(cos, sin, token, ok, column, A: tl.constexpr, ALL: tl.constexpr):
+    """cos and sin of each row and column of a half; columns from A on do not turn; ALL: there are none.
+    Pointers of a batch entry and head."""
+    turning = ok[:, None] if ALL else ok[:, None] & (column < A)[None, :]
     at = token[:, None] * A + column[None, :]
     c = tl.load(cos + at, mask=turning, other=1.0).to(tl.float32)
     return c, tl.load(sin + at, mask=turning, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _turned(
-    keys, bias, cos, sin, token, rank, ok, column, G: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, A: tl.constexpr
-):
-    """Both halves of normed keys (or queries) + bias, turned. keys: of a batch entry and group, bias of a head."""
-    at = keys + (token * (G * R) + rank)[:, None] * (2 * HALF) + column[None, :]
-    add = bias + rank[:, None] * (2 * HALF) + column[None, :]
-    low = tl.load(at, mask=ok[:, None], other=0.0).to(tl.float32) + tl.load(add)
-    high = tl.load(at + HALF, mask=ok[:, None], other=0.0).to(tl.float32) + tl.load(add + HALF)
-    c, s = _angle(cos, sin, token, ok, column, A)
-    kind = keys.dtype.element_ty
-    return (low * c - high * s).to(kind), (low * s + high * c).to(kind)
 
 
 @triton.jit
@@ -452,27 +439,46 @@ def _tile(pointer, row, ok, column, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _turned(plain_low, plain_high, bias, c, s, HALF: tl.constexpr):
+    """Both halves of normed keys (or queries) + bias, turned."""
+    low = plain_low.to(tl.float32) + tl.load(bias)
+    high = plain_high.to(tl.float32) + tl.load(bias + HALF)
+    return (low * c - high * s).to(plain_low.dtype), (low * s + high * c).to(plain_low.dtype)
+
+
+@triton.jit
 def _turn_kernel(
     keys, queries, B_bias, C_bias, cos, sin, k, q, s,
     H: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr, R: tl.constexpr, A: tl.constexpr, TOKENS: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
-    h = tl.program_id(0)
+    h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
     column = tl.arange(0, HALF)
-    token, rank, ok = _rows(tl.program_id(1), s, TOKENS, R, EVEN)
-    at_group = (b * s * G + h // (H // G)) * (R * 2 * HALF)
+    token, rank, ok = _rows(tl.program_id(0), s, TOKENS, R, EVEN)
+    known = ok[:, None]
     of = b * H + h
-    to = of * s * (R * 2 * HALF) + (token * R + rank)[:, None] * (2 * HALF) + column[None, :]
-    cos += of * s * A
-    sin += of * s * A
-    bias = h * R * 2 * HALF
-    low, high = _turned(keys + at_group, B_bias + bias, cos, sin, token, rank, ok, column, G, R, HALF, A)
-    tl.store(k + to, low, mask=ok[:, None])
-    tl.store(k + to + HALF, high, mask=ok[:, None])
-    low, high = _turned(queries + at_group, C_bias + bias, cos, sin, token, rank, ok, column, G, R, HALF, A)
-    tl.store(q + to, low, mask=ok[:, None])
-    tl.store(q + to + HALF, high, mask=ok[:, None])
+    of_group = (b * s * G + h // (H // G)) * (R * 2 * HALF)
+    at = (token * (G * R) + rank)[:, None] * (2 * HALF) + column[None, :]
+    keys += of_group
+    queries += of_group
+    key_low = tl.load(keys + at, mask=known, other=0.0)
+    key_high = tl.load(keys + at + HALF, mask=known, other=0.0)
+    query_low = tl.load(queries + at, mask=known, other=0.0)
+    query_high = tl.load(queries + at + HALF, mask=known, other=0.0)
+    c, sn = _angle(cos + of * s * A, sin + of * s * A, token, ok, column, A, A == HALF)
+    bias = rank[:, None] * (2 * HALF) + column[None, :]
+    B_bias += h * (R * 2 * HALF)
+    C_bias += h * (R * 2 * HALF)
+    k += of * s * (R * 2 * HALF)
+    q += of * s * (R * 2 * HALF)
+    to = (token * R + rank)[:, None] * (2 * HALF) + column[None, :]
+    low, high = _turned(key_low, key_high, B_bias + bias, c, sn, HALF)
+    tl.store(k + to, low, mask=known)
+    tl.store(k + to + HALF, high, mask=known)
+    low, high = _turned(query_low, query_high, C_bias + bias, c, sn, HALF)
+    tl.store(q + to, low, mask=known)
+    tl.store(q + to + HALF, high, mask=known)
 
 
 @triton.jit
@@ -785,49 +791,64 @@ def _values_kernel(
     s, stride_s, stride_b, dy_s, dy_b, out_s, out_b,
     H: tl.constexpr, P: tl.constexpr, R: tl.constexpr, TOKENS: tl.constexpr, PER: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """From rows of o and of the gradient of v: gradients of x, z and mimo_*."""
+    """From rows of o and of the gradient of v: gradients of x, z and mimo_*. One rank after the other, so that a thread has all
+    ranks of its tokens: it loads what they share once and sums over them in registers."""
     h = tl.program_id(0)
     b = tl.program_id(2).to(tl.int64)
     p = tl.arange(0, P)
-    ranks = tl.arange(0, R)
     packed += b * stride_b + h * P
     d_packed += b * out_b + h * P
     dy += b * dy_b + h * P
-    of = (b * H + h) * s * (R * P)
-    if R > 1:
-        mimo_x += h * R * P
-        mimo_z += h * R * P
-        mimo_o += h * R * P
-        sum_x = tl.zeros([TOKENS * R, P], tl.float32)
-        sum_z = tl.zeros([TOKENS * R, P], tl.float32)
-        sum_o = tl.zeros([TOKENS * R, P], tl.float32)
+    dv += (b * H + h) * s * (R * P)
+    o += (b * H + h) * s * (R * P)
     kind = packed.dtype.element_ty
-    for part in tl.range(PER):
-        tile = tl.program_id(1) * PER + part
-        token, rank, ok = _rows(tile, s, TOKENS, R, EVEN)
-        single = tile * TOKENS + tl.arange(0, TOKENS)
-        there = (single < s)[:, None]
-        to = d_packed + single[:, None].to(tl.int64) * out_s + p[None, :]
-        at = of + (token * R + rank)[:, None] * P + p[None, :]
-        z, by = _values(packed, stride_s, mimo_z, token, rank, ok, P, R)
-        d_out, out = _values(dy, dy_s, mimo_o, token, rank, ok, P, R)
-        gate = z * by
-        sigmoid = tl.sigmoid(gate)
-        d_out *= tl.load(o + at, mask=ok[:, None], other=0.0).to(tl.float32)
-        d_gate = d_out * out * (sigmoid * (1 + gate * (1 - sigmoid)))
-        tl.store(to, _over_ranks(d_gate * by, TOKENS, R).to(kind), mask=there)
-        x, weight = _values(packed + H * P, stride_s, mimo_x, token, rank, ok, P, R)
-        gradient = tl.load(dv + at, mask=ok[:, None], other=0.0).to(tl.float32)
-        tl.store(to + H * P, _over_ranks(gradient * weight, TOKENS, R).to(kind), mask=there)
+    # As many weights as there are values: a smaller load would lie in other threads.
+    weight = h * R * P + tl.arange(0, TOKENS)[:, None] * 0 + p[None, :]
+    sum_x, sum_z, sum_o = (), (), ()
+    for _ in tl.static_range(R):
+        sum_x += (tl.zeros([TOKENS, P], tl.float32),)
+        sum_z += (tl.zeros([TOKENS, P], tl.float32),)
+        sum_o += (tl.zeros([TOKENS, P], tl.float32),)
+    for part in tl.range(PER, disable_licm=True):
+        token = (tl.program_id(1) * PER + part) * TOKENS + tl.arange(0, TOKENS)
+        known = (tl.full([TOKENS], True, tl.int1) if EVEN else token < s)[:, None]
+        far = token[:, None].to(tl.int64)
+        at = token[:, None] * (R * P) + p[None, :]
+        z = tl.load(packed + far * stride_s + p[None, :], mask=known, other=0.0).to(tl.float32)
+        x = tl.load(packed + H * P + far * stride_s + p[None, :], mask=known, other=0.0).to(tl.float32)
+        d_y = tl.load(dy + far * dy_s + p[None, :], mask=known, other=0.0).to(tl.float32)
+        d_z = tl.zeros([TOKENS, P], tl.float32)
+        d_x = tl.zeros([TOKENS, P], tl.float32)
+        more_x, more_z, more_o = (), (), ()
+        for r in tl.static_range(R):
+            d_out = tl.load(o + at + r * P, mask=known, other=0.0).to(tl.float32) * d_y
+            gradient = tl.load(dv + at + r * P, mask=known, other=0.0).to(tl.float32)
+            if R > 1:
+                by = tl.load(mimo_z + weight + r * P)
+                gate = z * by
+                sigmoid = tl.sigmoid(gate)
+                more_o += (sum_o[r] + d_out * gate * sigmoid,)
+                d_out *= tl.load(mimo_o + weight + r * P)
+                d_gate = d_out * (sigmoid * (1 + gate * (1 - sigmoid)))
+                more_z += (sum_z[r] + d_gate * z,)
+                more_x += (sum_x[r] + gradient * x,)
+                d_z += d_gate * by
+                d_x += gradient * tl.load(mimo_x + weight + r * P)
+            else:
+                sigmoid = tl.sigmoid(z)
+                d_z += d_out * (sigmoid * (1 + z * (1 - sigmoid)))
+                d_x += gradient
         if R > 1:
-            sum_z += d_gate * z
-            sum_o += d_out * gate * sigmoid
-            sum_x += gradient * x
+            sum_x, sum_z, sum_o = more_x, more_z, more_o
+        to = d_packed + far * out_s + p[None, :]
+        tl.store(to, d_z.to(kind), mask=known)
+        tl.store(to + H * P, d_x.to(kind), mask=known)
     if R > 1:
-        slot = ((b * tl.num_programs(1) + tl.program_id(1)) * H + h) * (R * P) + ranks[:, None] * P + p[None, :]
-        tl.store(d_mimo_x + slot, _over_tokens(sum_x, TOKENS, R))
-        tl.store(d_mimo_z + slot, _over_tokens(sum_z, TOKENS, R))
-        tl.store(d_mimo_o + slot, _over_tokens(sum_o, TOKENS, R))
+        slot = ((b * tl.num_programs(1) + tl.program_id(1)) * H + h) * (R * P) + p
+        for r in tl.static_range(R):
+            tl.store(d_mimo_x + slot + r * P, tl.sum(sum_x[r], 0))
+            tl.store(d_mimo_z + slot + r * P, tl.sum(sum_z[r], 0))
+            tl.store(d_mimo_o + slot + r * P, tl.sum(sum_o[r], 0))
 
 
 @triton.jit
@@ -836,61 +857,68 @@ def _keys_kernel(
     H: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr, R: tl.constexpr, A: tl.constexpr,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Per group and some tokens, from the gradients of every head's k (or q): of B (C), its bias, and its share of the summed angles'."""
+    """Per group and some tokens, from the gradients of every head's k (or q): of B (C), its bias, and its share of the summed
+    angles'. Columns that turn and those that do not have a loop each: behind a branch a program would wait for what it loads."""
+    BLOCKS: tl.constexpr = HALF // COLUMNS
     plain, bias, turned, out, d_angles, d_bias = keys, B_bias, dk, d_keys, d_angles_k, d_B
-    if tl.program_id(0) % 2 == 1:
+    if tl.program_id(0) // BLOCKS % 2 == 1:
         plain, bias, turned, out, d_angles, d_bias = queries, C_bias, dq, d_queries, d_angles_q, d_C
-    tile = tl.program_id(0) // 2
-    group = tl.program_id(1) // (HALF // COLUMNS)
+    first = tl.program_id(0) % BLOCKS * COLUMNS
+    tile = tl.program_id(0) // (2 * BLOCKS)
+    tiles = tl.num_programs(0) // (2 * BLOCKS)
+    group = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
-    first = tl.program_id(1) % (HALF // COLUMNS) * COLUMNS
+    start = group * (H // G)
     column = first + tl.arange(0, COLUMNS)
     ranks = tl.arange(0, R)
     token, rank, ok = _rows(tile, s, TOKENS, R, EVEN)
-    single = tile * TOKENS + tl.arange(0, TOKENS)
     known = ok[:, None]
-    turning = (single < s)[:, None] & (column < A)[None, :]
-    row = (token * R + rank)[:, None] * (2 * HALF) + column[None, :]
-    at = (b * s * G + group) * (R * 2 * HALF) + (token * (G * R) + rank)[:, None] * (2 * HALF) + column[None, :]
+    of = b * H + start
     plain += (b * s * G + group) * (R * 2 * HALF)
+    out += (b * s * G + group) * (R * 2 * HALF)
+    turned += of * s * (R * 2 * HALF)
+    d_bias += ((b * tiles + tile) * H + start) * (R * 2 * HALF)
+    at = (token * (G * R) + rank)[:, None] * (2 * HALF) + column[None, :]
+    row = (token * R + rank)[:, None] * (2 * HALF) + column[None, :]
+    to = ranks[:, None] * (2 * HALF) + column[None, :]
+    far = tl.cast(s, tl.int64)
     low_total = tl.zeros([TOKENS * R, COLUMNS], tl.float32)
     high_total = tl.zeros([TOKENS * R, COLUMNS], tl.float32)
-    for i in tl.range(H // G, disable_licm=True):
-        h = group * (H // G) + i
-        of = b * H + h
-        of_head = turned + of * s * (R * 2 * HALF) + row
-        if first < A:
+    if first < A:
+        single = tile * TOKENS + tl.arange(0, TOKENS)
+        turning = (single < s)[:, None] & (column < A)[None, :]
+        angle = of * s * A
+        bias += start * (R * 2 * HALF)
+        add = rank[:, None] * (2 * HALF) + column[None, :]
+        sums_at = single[:, None] * A + column[None, :]
+        for _ in tl.range(H // G, disable_licm=True):
+            low = tl.load(turned + row, mask=known, other=0.0).to(tl.float32)
+            high = tl.load(turned + row + HALF, mask=known, other=0.0).to(tl.float32)
+            c, sn = _angle(cos + angle, sin + angle, token, ok, column, A, A % COLUMNS == 0)
+            plain_low = tl.load(plain + at, mask=known, other=0.0)
+            plain_high = tl.load(plain + at + HALF, mask=known, other=0.0)
             # The vectors as the products read them, rounded: then what a pair of tokens adds at one it takes away at the other.
-            # Before the gradients are loaded: fewer registers.
-            own_low, own_high = _turned(
-                plain,
-                bias + h * R * 2 * HALF,
-                cos + of * s * A,
-                sin + of * s * A,
-                token,
-                rank,
-                ok,
-                column,
-                G,
-                R,
-                HALF,
-                A,
-            )
-            low = tl.load(of_head, mask=known, other=0.0).to(tl.float32)
-            high = tl.load(of_head + HALF, mask=known, other=0.0).to(tl.float32)
+            own_low, own_high = _turned(plain_low, plain_high, bias + add, c, sn, HALF)
             sums = _over_ranks(own_low * high - own_high * low, TOKENS, R)
-            tl.store(d_angles + (of * s + single[:, None]) * A + column[None, :], sums, mask=turning)
-            c, sn = _angle(cos + of * s * A, sin + of * s * A, token, ok, column, A)
             low, high = c * low + sn * high, c * high - sn * low
-        else:
-            low = tl.load(of_head, mask=known, other=0.0).to(tl.float32)
-            high = tl.load(of_head + HALF, mask=known, other=0.0).to(tl.float32)
-        low_total += low
-        high_total += high
-        to = d_bias + ((b * (tl.num_programs(0) // 2) + tile) * H + h) * (R * 2 * HALF)
-        to += ranks[:, None] * (2 * HALF) + column[None, :]
-        tl.store(to, _over_tokens(low, TOKENS, R))
-        tl.store(to + HALF, _over_tokens(high, TOKENS, R))
-    kind = out.dtype.element_ty
-    tl.store(out + at, low_total.to(kind), mask=known)
-    tl.store(out + at + HALF, high_total.to(kind), mask=known)
+            low_total += low
+            high_total += high
+            tl.store(d_angles + angle + sums_at, sums, mask=turning)
+            tl.store(d_bias + to, _over_tokens(low, TOKENS, R))
+            tl.store(d_bias + to + HALF, _over_tokens(high, TOKENS, R))
+            turned += far * (R * 2 * HALF)
+            angle += far * A
+            bias += R * 2 * HALF
+            d_bias += R * 2 * HALF
+    else:
+        for _ in tl.range(H // G, disable_licm=True):
+            low = tl.load(turned + row, mask=known, other=0.0).to(tl.float32)
+            high = tl.load(turned + row + HALF, mask=known, other=0.0).to(tl.float32)
+            low_total += low
+            high_total += high
+            tl.store(d_bias + to, _over_tokens(low, TOKENS, R))
+            tl.store(d_bias + to + HALF, _over_tokens(high, TOKENS, R))
+            turned += far * (R * 2 * HALF)
+            d_bias += R * 2 * HALF
+    tl.store(out + at, low_total.to(out.dtype.element_ty), mask=known)
+    tl.store(out + at + HALF, high_total.to(out.dtype.element_ty), mask=known)
