@@ -127,7 +127,7 @@ def trial(
 ) -> dict:
     """Train a preset with overrides under benchmarks/peak_memory.py, which gets `words`: its figures, or an `error`.
 
-    The log is `folder`/`name`.log. limit: seconds. gpus: the devices to use, where other trials run beside this one.
+    The log is `folder`/`name`.log. limit: seconds. gpus: which of the visible devices to use, where other trials run beside this one.
     """
     entry = {"name": name, "preset": preset, "overrides": told(overrides), "words": told(words)}
     try:
@@ -143,7 +143,8 @@ def trial(
         if e.value is not None:
             env[e.name] = e.value
     if gpus:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        visible = env.get("CUDA_VISIBLE_DEVICES")
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[i] if visible else str(i) for i in gpus)
     entry["gpus"] = lowering.plan.recipe.world_size
     command = [sys.executable, str(HERE / "peak_memory.py"), "--out", str(out), *words, "--nam-plan", str(plan)]
     begin = time.monotonic()
