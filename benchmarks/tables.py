@@ -1,6 +1,6 @@
 """The measured tables of docs/training.md: python benchmarks/tables.py
 
-Reads benchmarks/{throughput,stock,ladder,blocks}_h200.json and receipts/, and writes each table between its marks. Needs the package:
+Reads benchmarks/{throughput,full,stock,ladder,blocks}_h200.json and receipts/, and writes each table between its marks. Needs the package:
 how many layers of a kind the full model has stands in its plan.
 """
 
@@ -18,7 +18,7 @@ from nam_megatron.recipe import load
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs" / "training.md"
-TRACED = ("baseline", "fusions", "all", "fusions_graphs", "fp8_tensorwise")
+TRACED = ("baseline", "fusions", "all", "everything", "fusions_graphs", "fp8_tensorwise")
 
 
 def read(name: str) -> Any:
@@ -51,7 +51,15 @@ def kernels() -> Iterator[str]:
     rungs = {
         r["name"]: r for s in read("throughput") for r in reversed(s["rungs"]) if "kinds" in (r.get("kernels") or ())
     }
-    tables = {name: rungs[name]["kernels"] for name in TRACED if name in rungs}
+    yield from by_kind({name: rungs[name]["kernels"] for name in TRACED if name in rungs})
+
+
+def full() -> Iterator[str]:
+    """The same at 52 layers on four GPUs, of the first rank (benchmarks/measure.py --profile)."""
+    yield from by_kind({entry["name"]: entry["kernels"] for entry in read("full")})
+
+
+def by_kind(tables: dict[str, Any]) -> Iterator[str]:
     kinds = dict.fromkeys(kind for table in tables.values() for kind in table["kinds"])
     yield f"| kind | {' | '.join(tables)} |"
     yield "|---" * (1 + len(tables)) + "|"
@@ -143,7 +151,7 @@ def blocks() -> Iterator[str]:
 
 def main() -> None:
     text = DOCS.read_text()
-    for table in (throughput, kernels, stock, ladder, runs, blocks):
+    for table in (throughput, kernels, full, stock, ladder, runs, blocks):
         head, begin, rest = text.partition(f"<!-- begin: {table.__name__} -->\n")
         assert begin, f"docs/training.md has no place for {table.__name__}"
         _, end, tail = rest.partition("<!-- end -->")
