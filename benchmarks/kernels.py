@@ -35,7 +35,7 @@ RULES: dict[str, str] = {
         r"index_(select|put|add|copy|kernel)|indexSelect|indexFunc|masked_|nonzero|flag|chunk_sort"
     ),
     "GEMM": r"gemm|nvjet|cutlass|cublas|xmma|wgmma|splitk|gemv|s16816|s1688|tensorop|matmul",
-    "norms": r"rmsnorm|layernorm|ln_(fwd|bwd)|norm_(fwd|bwd)|_norm_",
+    "norms": r"rmsnorm|layernorm|ln_(tma_)?(fwd|bwd)|norm_(fwd|bwd)|_norm_",
     "gradient adds": r"CUDAFunctor_add|CUDAFunctorOnSelf_add|AddFunctor",
     "FP8 casts": r"cast_|quantize|amax|fp8|transpose_kernel",
     "copies and fills": r"memcpy|memset|copy|fill|CatArray|transpose",

@@ -119,6 +119,7 @@ NAMES = {
     "void causal_conv1d_bwd_kernel<Causal_conv1d_bwd_kernel_traits<128, 4, true, bf16>>": "Mamba scan, conv, norm",
     "_layer_norm_bwd_kernel": "Mamba scan, conv, norm",
     "void transformer_engine::normalization::rmsnorm_fwd_tuned_kernel<>": "norms",
+    "ln_tma_bwd_kernel": "norms",  # cuDNN's
     "void transformer_engine::multi_tensor_adam::AdamFunctorMaster": "optimizer",
     "_permute_kernel": "MoE permute, sort, router",
     "void at::native::(anonymous namespace)::indexSelectLargeIndex<>": "MoE permute, sort, router",
