@@ -33,6 +33,7 @@ if INTERPRETED:
         bench.Case(two._replace(groups=1), 4, 8, 2, torch.float32, launch=tiled),
         bench.Case(two._replace(rank=1), 16, 35, 1, torch.float32, launch=long),
         bench.Case(two._replace(rank=2, groups=1, angles=16), 8, 19, 1, torch.float32, (5, 7, 7)),
+        bench.Case(two._replace(rank=2), 8, 1, 1, torch.float32),
     ]
 WHOLE = CASES[0]
 assert not WHOLE.documents
