@@ -8,6 +8,7 @@
 """
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -30,12 +31,15 @@ WHO = ("-c", "user.name=nam_megatron", "-c", "user.email=nam_megatron@users.nore
 
 @dataclass(frozen=True)
 class Queue:
-    """The patches for one version of one project. `before`, `after`: hashes of the package's Python files."""
+    """The patches for one version of one project. `before`, `after`: hashes of its packages' Python files.
+
+    packages: folders; others may lie beside them, as Megatron-Bridge in the namespace `megatron`.
+    """
 
     folder: Path
     project: str
     version: str
-    package: str
+    packages: tuple[str, ...]
     source: str
     before: str
     after: str
@@ -46,8 +50,8 @@ class Queue:
         return f"{self.project} {self.version}"
 
     def state(self, root: Path) -> str:
-        """`pristine`, `patched` or `foreign`: what the package under `root` is."""
-        return {self.before: "pristine", self.after: "patched"}.get(tree_hash(root, self.package), "foreign")
+        """`pristine`, `patched` or `foreign`: what the packages under `root` are."""
+        return {self.before: "pristine", self.after: "patched"}.get(tree_hash(root, *self.packages), "foreign")
 
 
 def queues(root: Path = ROOT) -> list[Queue]:
@@ -66,7 +70,7 @@ def read(folder: Path) -> Queue:
             folder,
             folder.parent.name,
             folder.name,
-            pin["package"],
+            tuple(pin["packages"]),
             pin["source"],
             tree["before"],
             tree["after"],
@@ -117,19 +121,20 @@ def trailers(mail: str) -> dict[str, str]:
 
 
 def installed(queue: Queue) -> Path:
-    """The folder that holds the package which Python would import here; imports nothing of it."""
+    """The folder that holds the packages which Python would import here; imports nothing of them."""
     try:
-        spec = importlib.util.find_spec(queue.package)
+        spec = importlib.util.find_spec(Path(queue.packages[0]).parts[0])
     except (ImportError, ValueError):
         spec = None
-    places = [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
-    if not places:
-        raise Refused(Problem(f"`{queue.package}` is not installed here", None, "name a folder: `onto=DIR`"))
-    return places[0].parent
+    roots = [Path(p).parent for p in (spec.submodule_search_locations or ())] if spec else []
+    for root in roots:
+        if (root / queue.packages[0]).is_dir():
+            return root
+    raise Refused(Problem(f"`{queue.packages[0]}` is not installed here", None, "name a folder: `onto=DIR`"))
 
 
 def apply(queue: Queue, root: Path, commits: bool = False) -> str:
-    """Bring the package under `root` from `before` to `after`; returns what was done, in one line.
+    """Bring the packages under `root` from `before` to `after`; returns what was done, in one line.
 
     commits: `root` becomes a repository with the pristine state tagged and one commit a patch.
 
@@ -145,12 +150,12 @@ def apply(queue: Queue, root: Path, commits: bool = False) -> str:
     if state != "pristine":
         hint = f"unpack {queue.source} into an empty folder"
         raise Refused(
-            Problem(f"`{root}` holds no pristine {queue.name}: tree {tree_hash(root, queue.package)}", None, hint)
+            Problem(f"`{root}` holds no pristine {queue.name}: tree {tree_hash(root, *queue.packages)}", None, hint)
         )
     with tempfile.TemporaryDirectory(prefix="nam_megatron_patch_") as work:
         copy = Path(work)
         _am(queue, root, copy)
-        if (found := tree_hash(copy, queue.package)) != queue.after:
+        if (found := tree_hash(copy, *queue.packages)) != queue.after:
             raise Refused(
                 Problem(
                     f"the patched {queue.name} has tree {found}, and pin.toml says {queue.after}",
@@ -159,7 +164,7 @@ def apply(queue: Queue, root: Path, commits: bool = False) -> str:
                 )
             )
         try:
-            for path in sorted({*files(root, queue.package), *files(copy, queue.package)}):
+            for path in sorted({*files(root, *queue.packages), *files(copy, *queue.packages)}):
                 _replace(root / path, copy / path)
             if commits:
                 shutil.copytree(copy / ".git", root / ".git")
@@ -174,9 +179,11 @@ def apply(queue: Queue, root: Path, commits: bool = False) -> str:
 
 def export(queue: Queue, repo: Path) -> str:
     """Write the commits of `repo` since the tag `pristine` as the queue's series, with its hashes."""
-    tracked = _git(repo, "ls-files", "--", queue.package)
+    tracked = _git(repo, "ls-files", "--", *queue.packages)
     if _git(repo, "status", "--porcelain", "--untracked-files=no") or not tracked:
-        raise Refused(Problem(f"`{repo}` has uncommitted changes or no `{queue.package}`", None, "commit them first"))
+        raise Refused(
+            Problem(f"`{repo}` has uncommitted changes or no `{queue.packages[0]}`", None, "commit them first")
+        )
     with tempfile.TemporaryDirectory(prefix="nam_megatron_patch_") as work:
         out, base = Path(work, "series"), Path(work, "base")
         _git(
@@ -186,7 +193,7 @@ def export(queue: Queue, repo: Path) -> str:
         if not names:
             raise Refused(Problem(f"`{repo}` has no commits after `{BASE_TAG}`"))
         _git(repo, "worktree", "add", "--detach", str(base), BASE_TAG)
-        before = tree_hash(base, queue.package)
+        before = tree_hash(base, *queue.packages)
         _git(repo, "worktree", "remove", "--force", str(base))
         if before != queue.before:
             raise Refused(Problem(f"`{BASE_TAG}` in `{repo}` is no pristine {queue.name}: tree {before}"))
@@ -194,10 +201,10 @@ def export(queue: Queue, repo: Path) -> str:
             out,
             queue.project,
             queue.version,
-            queue.package,
+            queue.packages,
             queue.source,
             before,
-            tree_hash(repo, queue.package),
+            tree_hash(repo, *queue.packages),
             names,
         )
         raise_if(objections(made))
@@ -212,8 +219,9 @@ def export(queue: Queue, repo: Path) -> str:
 
 def pin(queue: Queue) -> str:
     return (
-        f'package = "{queue.package}"\nsource = "{queue.source}"\n\n'
-        "# Git's tree hash of the package's Python files (launch/tree.py), pristine and with the series applied.\n"
+        f"packages = {json.dumps(list(queue.packages))}\n"
+        f'source = "{queue.source}"\n\n'
+        "# Git's tree hash of the packages' Python files (launch/tree.py), pristine and with the series applied.\n"
         f'[tree]\nbefore = "{queue.before}"\nafter = "{queue.after}"\n'
     )
 
@@ -252,13 +260,13 @@ def verify(chosen: Sequence[Queue], onto: Path | None) -> int:
     for queue in chosen:
         root = onto or installed(queue)
         states.append(queue.state(root))
-        print(f"{queue.name}: {states[-1]}, tree {tree_hash(root, queue.package)}")
+        print(f"{queue.name}: {states[-1]}, tree {tree_hash(root, *queue.packages)}")
     return OK if all(state == "patched" for state in states) else FINDINGS
 
 
 def _am(queue: Queue, root: Path, copy: Path) -> None:
-    """`copy` becomes a repository with the package of `root` committed and tagged, and the series on top."""
-    for path in files(root, queue.package):
+    """`copy` becomes a repository with the packages of `root` committed and tagged, and the series on top."""
+    for path in files(root, *queue.packages):
         (copy / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(root / path, copy / path)
     _git(copy, "init", "--quiet")
@@ -280,7 +288,7 @@ def _am(queue: Queue, root: Path, copy: Path) -> None:
 
 
 def _replace(old: Path, new: Path) -> None:
-    """Bring one file of the package to its new content. A new file takes the old one's place: installers link files to a shared cache."""
+    """Bring one file to its new content. A new file takes the old one's place: installers link files to a shared cache."""
     if not new.exists():
         old.unlink()
     elif not old.exists() or old.read_bytes() != new.read_bytes():

@@ -78,9 +78,9 @@ def known(context: Context) -> dict[str, Any]:
 
 
 def patched(queue: patch.Queue) -> dict[str, str | None]:
-    """The hash of the installed package's files and what it is by that: pristine, patched, foreign."""
+    """The hash of the installed packages' files and what they are by that: pristine, patched, foreign."""
     try:
-        tree = tree_hash(patch.installed(queue), queue.package)
+        tree = tree_hash(patch.installed(queue), *queue.packages)
     except (Refused, OSError):
         return {"state": "not installed", "tree": None}
     return {"state": {queue.before: "pristine", queue.after: "patched"}.get(tree, "foreign"), "tree": tree}

@@ -1,22 +1,23 @@
-"""Git's hash of a folder's Python files, without git and without a repository."""
+"""Git's hash of the Python files in some folders, without git and without a repository."""
 
 import hashlib
 from pathlib import Path
 
 
-def files(root: Path, package: str) -> list[Path]:
-    """The Python files of a package, as paths below `root`; compiled files differ by platform and are left out."""
-    return sorted(p.relative_to(root) for p in (root / package).rglob("*.py") if "__pycache__" not in p.parts)
+def files(root: Path, *packages: str) -> list[Path]:
+    """The Python files of packages (`a`, `a/b`), as paths below `root`; compiled files differ by platform and are left out."""
+    found = (p.relative_to(root) for package in packages for p in (root / package).rglob("*.py"))
+    return sorted(p for p in found if "__pycache__" not in p.parts)
 
 
-def tree_hash(root: Path, package: str) -> str:
-    """The hash that `git add package/**/*.py; git write-tree` gives, in hex.
+def tree_hash(root: Path, *packages: str) -> str:
+    """The hash that `git add PACKAGE/**/*.py; git write-tree` gives, in hex.
 
     Every file counts as not executable, so that an unpacked archive and a checkout agree.
     Raises OSError where a file cannot be read.
     """
     nested: dict = {}
-    for path in files(root, package):
+    for path in files(root, *packages):
         *folders, name = path.parts
         node = nested
         for folder in folders:

@@ -18,6 +18,6 @@ def unpacked(queue, tmp_path) -> Path:
     """A folder with the installed Megatron in it, as an unpacked wheel has it."""
     root = tmp_path / "unpacked"
     shutil.copytree(
-        patch.installed(queue) / queue.package, root / queue.package, ignore=shutil.ignore_patterns("__pycache__")
+        patch.installed(queue) / "megatron", root / "megatron", ignore=shutil.ignore_patterns("__pycache__")
     )
     return root

@@ -56,6 +56,23 @@ def test_a_changed_file_is_not_patched(queue, unpacked):
         patch.apply(queue, unpacked)
 
 
+def test_what_others_install_beside_it_is_not_the_projects(queue, unpacked):
+    """Megatron-Bridge and megatron-energon live in the namespace `megatron`, too."""
+    (unpacked / "megatron/bridge").mkdir()
+    (unpacked / "megatron/bridge/__init__.py").write_text("x = 1\n")
+    assert queue.state(unpacked) == "pristine"
+    (unpacked / "megatron/core/mine.py").write_text("x = 1\n")
+    assert queue.state(unpacked) == "foreign"
+
+
+def test_the_installed_one_is_found_where_others_share_its_namespace(queue, tmp_path, monkeypatch):
+    (tmp_path / "megatron/bridge").mkdir(parents=True)
+    there = patch.installed(queue)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "megatron", raising=False)
+    assert patch.installed(queue) == there
+
+
 def test_a_patch_that_does_not_fit_shows_gits_words_and_changes_nothing(queue, unpacked):
     (unpacked / FUSED).write_text((unpacked / FUSED).read_text().replace("mask = x_off", "mask  = x_off"))
     moved = tree_hash(unpacked, "megatron")
