@@ -144,7 +144,9 @@ def trial(
             env[e.name] = e.value
     if gpus:
         visible = env.get("CUDA_VISIBLE_DEVICES")
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[i] if visible else str(i) for i in gpus)
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(
+            map(str, gpus) if visible is None else [visible.split(",")[i] for i in gpus]
+        )
     entry["gpus"] = lowering.plan.recipe.world_size
     command = [sys.executable, str(HERE / "peak_memory.py"), "--out", str(out), *words, "--nam-plan", str(plan)]
     begin = time.monotonic()

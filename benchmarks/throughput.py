@@ -9,6 +9,7 @@ file gets one more sitting, written anew after each rung. A rung that fails stan
 
 import argparse
 import json
+import os
 import tempfile
 import threading
 import time
@@ -29,7 +30,7 @@ SHARED, LOCAL = f"{MOE}shared_overlap=true", f"{MOE}dispatcher=local"
 WEIGHED, NORMS = f"{MOE}fused_weighted_squared_relu=true", "precision.norm_kernels=cudnn"
 STRIDED = "model.blocks.mamba2.strided=true"
 ALL = (*FUSED, ALLGATHER)
-NEW = (LOCAL, WEIGHED, NORMS, STRIDED)
+OVERLAY = "+overlay=fused"
 HEADS = "model.blocks.mamba2.heads=64"
 FP8 = ("precision=fp8_tensorwise", HEADS)
 BASELINE, STOCK = "baseline", "stock"
@@ -50,9 +51,9 @@ RUNGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "all_norms": ((*ALL, NORMS), (TRACE,)),
     "all_local": ((*FUSED, LOCAL), (TRACE,)),
     "all_strided": ((*ALL, STRIDED), (TRACE,)),
-    "everything": ((*FUSED, *NEW), (TRACE,)),
-    "everything_mbs8": ((*FUSED, *NEW, MBS8), ()),
-    "everything_gbs64": ((*FUSED, *NEW, MBS8, GBS64), ()),
+    "overlay": ((OVERLAY,), (TRACE,)),
+    "overlay_mbs8": ((OVERLAY, MBS8), ()),
+    "overlay_gbs64": ((OVERLAY, MBS8, GBS64), ()),
     "all_mbs8": ((*ALL, MBS8), ()),
     "all_gbs64": ((*ALL, MBS8, GBS64), ()),
     "graphs": (GRAPHS, ()),
@@ -131,6 +132,9 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := [n for n in options.rungs if n not in RUNGS]:
         parser.error(f"no rung {', '.join(unknown)}")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and options.gpus > visible.count(",") + 1:
+        parser.error(f"--gpus {options.gpus}, and CUDA_VISIBLE_DEVICES is `{visible}`")
     sittings = json.loads(options.out.read_text()) if options.out.exists() else []
     sitting: dict[str, Any] = {"tokens": "mock" if not options.data else options.data, "rungs": []}
     sittings.append(sitting)

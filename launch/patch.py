@@ -65,12 +65,14 @@ def read(folder: Path) -> Queue:
         series = tuple(
             l for l in (folder / "series").read_text(encoding="utf-8").splitlines() if l and not l.startswith("#")
         )
-        tree = pin["tree"]
+        tree, packages = pin["tree"], pin["packages"]
+        if not (isinstance(packages, list) and packages and all(isinstance(p, str) for p in packages)):
+            raise ValueError("`packages` is no list of folders")
         return Queue(
             folder,
             folder.parent.name,
             folder.name,
-            tuple(pin["packages"]),
+            tuple(packages),
             pin["source"],
             tree["before"],
             tree["after"],

@@ -121,6 +121,8 @@ def hydra_problem(err: Exception) -> Problem:
         )
     if match := re.search(r"Could not override '([^']+)'", text):
         return _unknown_override(getattr(err.__cause__, "full_key", None) or match[1])
+    if match := re.search(r"(\w+) appears more than once in the final defaults list", text):
+        return Problem(f"the preset has this `{match[1]}` already", match[1], f"leave `+{match[1]}=...` out")
     if match := re.search(r"An item is already at '([^']+)'", text):
         return Problem(f"`{match[1]}` is there already", match[1], "leave the `+` out")
     if isinstance(err, yaml.YAMLError):
@@ -168,13 +170,15 @@ def _options(text: str) -> list[str]:
 
 
 def _unknown_override(key: str) -> Problem:
-    from nam_megatron.recipe import Recipe, _fields_at
+    from nam_megatron.recipe import Recipe, _fields_at, conf_dir
 
     *parents, last = key.split(".")
     try:
         names: Iterable[str] = _fields_at(parents) if parents else Recipe.model_fields
     except KeyError:
         names = ()
+    if not parents and (conf_dir() / last).is_dir():
+        return Problem(f"no `{last}` is in use", last, f"to lay one over the preset: `+{last}=NAME`")
     close = difflib.get_close_matches(last, list(names), 1)
     meant = f", did you mean `{close[0]}`?" if close else ""
     return Problem(f"unknown key `{last}`{meant}", ".".join(parents) or None, "`--cfg job` prints every key there is")

@@ -374,6 +374,8 @@ def test_a_lane_that_gives_blocks_up_says_so_on_the_terminal():
 BAD = {
     "unknown preset": (["conf=nam56"], "no preset `nam56` @ preset", "hint: did you mean `nam56r`? there are: "),
     "override typo": (["conf=nam56r", "model.dept=3"], "unknown key `dept`, did you mean `depth`? @ model"),
+    "overlay as a group": (["conf=nam56r", "overlay=fused"], "to lay one over the preset: `+overlay=NAME`"),
+    "overlay twice": (["conf=nam56r_fused", "+overlay=fused"], "the preset has this `overlay` already"),
     "group typo": (["conf=nam56r", "lanes=nemo_native"], "unknown key `lanes`, did you mean `lane`?"),
     "option typo": (["conf=nam56r", "lane=nemo"], "no lane `nemo` @ lane", "author_dp, native_dp, nemo_native"),
     "no override": (["conf=nam56r", "model.depth"], "cannot read the override `model.depth`"),

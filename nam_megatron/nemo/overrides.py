@@ -50,13 +50,20 @@ def settle(c: "NamContainer") -> None:
         ConfigContainer.validate(meant)
         derived = flat(meant)
         changed = {path: value for path, value in changed.items() if value != derived[path]}
-    new = _with_world(_with(recipe, changed, a))
-    if new == recipe:
+    new, follows = _with(recipe, changed, a)
+    new = _with_world(new)
+    if new == recipe and not follows:
         return
     fresh = container(translate(new))
     after = flat(fresh)
     raise_if(
-        Problem(f"`{path}` is {value!r}, and the recipe with all these changes makes {after.get(path)!r} of it")
+        Problem(
+            f"`{path}` was set to {value!r}; it follows from another value of the recipe",
+            follows[path],
+            f"change that key: `overrides=['{follows[path]}=...']`",
+        )
+        if path in follows
+        else Problem(f"`{path}` is {value!r}, and the recipe with all these changes makes {after.get(path)!r} of it")
         for path, value in changed.items()
         if after.get(path) != value
     )
@@ -97,13 +104,17 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _with(recipe: Recipe, changed: Mapping[str, Any], a: Arguments) -> Recipe:
-    """The recipe with the keys that decide the changed fields set to what the fields say."""
+def _with(recipe: Recipe, changed: Mapping[str, Any], a: Arguments) -> tuple[Recipe, dict[str, str]]:
+    """The recipe with the keys that decide the changed fields set to what the fields say.
+
+    And {field: key} of the changed ones that follow from a key without being its value: whether they fit shows when all is made anew.
+    """
     owners: dict[str, Setting] = {}
     for setting in a.lowering.settings:
         for path in a.fields[setting.name]:
             owners.setdefault(path, setting)
     said: dict[str, Any] = {}
+    follows: dict[str, str] = {}
     problems = []
     for path, value in changed.items():
         setting = owners.get(path)
@@ -112,9 +123,8 @@ def _with(recipe: Recipe, changed: Mapping[str, Any], a: Arguments) -> Recipe:
             problems.append(Problem(message, hint="leave it out; if it has to change, it needs a key in the recipe"))
         elif setting.key is None:
             problems.append(Problem(f"`{path}` was set to {value!r}, and `{setting.owner}` pins it: {setting.why}"))
-        elif _held(recipe, setting.key) != setting.value:
-            message = f"`{path}` was set to {value!r}; it follows from another value of the recipe"
-            problems.append(Problem(message, setting.key, f"change that key: `overrides=['{setting.key}=...']`"))
+        elif not _same(_held(recipe, setting.key), setting.value):
+            follows[path] = setting.key
         elif said.setdefault(setting.key, value) != value:
             problems.append(
                 Problem(f"`{path}` was set to {value!r}, and another field to {said[setting.key]!r}", setting.key)
@@ -124,7 +134,12 @@ def _with(recipe: Recipe, changed: Mapping[str, Any], a: Arguments) -> Recipe:
     for key, value in said.items():
         node, last = _node(tree, key)
         node[last] = value
-    return from_tree(tree)
+    return from_tree(tree), follows
+
+
+def _same(held: Any, value: Any) -> bool:
+    """Python's False equals 0, which is no switch."""
+    return isinstance(held, bool) == isinstance(value, bool) and held == value
 
 
 def _held(recipe: Recipe, key: str) -> Any:

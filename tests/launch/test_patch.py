@@ -1,6 +1,8 @@
 """patches/ onto a real, pristine Megatron."""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -109,6 +111,15 @@ def test_a_stray_patch_and_a_missing_one_are_named(queue, tmp_path):
     found = [p.message for p in patch.objections(replace(queue, folder=tmp_path))]
     assert any("stray.patch` is in the folder and not in series" in m for m in found)
     assert any(m.endswith("is in series and not in the folder") for m in found)
+
+
+@pytest.mark.parametrize("packages", ['"megatron/core"', "[]", "[1]"])
+def test_a_pin_names_folders(queue, tmp_path, packages):
+    shutil.copytree(queue.folder, tmp_path / "0.19.2")
+    pin = tmp_path / "0.19.2" / "pin.toml"
+    pin.write_text(re.sub(r"packages = .*", f"packages = {packages}", pin.read_text()))
+    with pytest.raises(Refused, match="`packages` is no list of folders"):
+        patch.read(pin.parent)
 
 
 @pytest.mark.parametrize(

@@ -111,8 +111,8 @@ class Mamba3(Block):
             yield z.line("input", "2 Ts h", "kept for the input projection; the residual branch shares it")
         else:
             yield from residual(z)
-            yield z.line("z, x, B, C, dt, A, trap, angles", "2 T W / t", "all that the scan keeps", mark=UNMEASURED)
-        yield z.line("output", "w T di / t", "input of the output projection", mark=UNMEASURED)
+            yield z.line("z, x, B, C, dt, A, trap, angles", "2 T W / t", "all that the scan keeps")
+        yield z.line("output", "w T di / t", "input of the output projection")
         if self.kernels == "naive":
             yield z.line("states", "16 T di ns / t", "the state after each token and its terms, fp32", mark=UNMEASURED)
 
@@ -128,7 +128,7 @@ class Mamba3(Block):
         # The last term: partial sums of the biases' gradients over 32 rows, of the rank weights' over 512; the others are small.
         gradients = "(2 T W + 2 T di + 4 T G r ns + 8 T nh a + 16 T nh) / t + T nh r r (ns / 4 + 3 P / 128) / t"
         backward = f"{operands} + (2 E r di + 4 E di ns / L) / t + {prepared} + {gradients}"
-        yield z.line("backward", backward, "the same again, and the gradient of each", mark=UNMEASURED)
+        yield z.line("backward", backward, "the same again, and the gradient of each")
 
     def flops(self, z, layer) -> Iterator[Work]:
         z = self._sizes(z)

@@ -123,9 +123,17 @@ def test_what_runners_set_themselves_is_left_to_them(ranks):
     assert made.optimizer.lr == 1e-4 == made.model.lowering.plan.recipe.optim.lr
 
 
+def test_garbage_is_collected_as_bridges_own_recipes_ask(ranks):
+    """They set the switch and the interval; ours is one key."""
+    ranks(8)
+    made = overridden("train.manual_gc=true", "train.manual_gc_interval=100")
+    assert made.model.lowering.plan.recipe.schedule.manual_gc_interval == 100
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
+        (["train.manual_gc=true"], "(?s)follows from another value.*schedule.manual_gc_interval"),
         (["model.rotary_interleaved=true"], "`model` pins it: halves, not pairs"),
         (["model.softmax_scale=0.5"], "no recipe key decides it"),
         (["mixed_precision=bf16_mixed"], "no recipe key decides it"),
