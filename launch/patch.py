@@ -49,9 +49,20 @@ class Queue:
     def name(self) -> str:
         return f"{self.project} {self.version}"
 
+    def tree(self, root: Path) -> str:
+        """The hash of the packages under `root`."""
+        return tree_hash(root, *self.packages)
+
+    def files(self, root: Path) -> list[Path]:
+        """Their Python files, as paths below `root`."""
+        return files(root, *self.packages)
+
+    def word(self, tree: str) -> str:
+        """`pristine`, `patched` or `foreign`: what packages of this hash are."""
+        return {self.before: "pristine", self.after: "patched"}.get(tree, "foreign")
+
     def state(self, root: Path) -> str:
-        """`pristine`, `patched` or `foreign`: what the packages under `root` are."""
-        return {self.before: "pristine", self.after: "patched"}.get(tree_hash(root, *self.packages), "foreign")
+        return self.word(self.tree(root))
 
 
 def queues(root: Path = ROOT) -> list[Queue]:
@@ -151,13 +162,11 @@ def apply(queue: Queue, root: Path, commits: bool = False) -> str:
         return f"{queue.name}: patched already"
     if state != "pristine":
         hint = f"unpack {queue.source} into an empty folder"
-        raise Refused(
-            Problem(f"`{root}` holds no pristine {queue.name}: tree {tree_hash(root, *queue.packages)}", None, hint)
-        )
+        raise Refused(Problem(f"`{root}` holds no pristine {queue.name}: tree {queue.tree(root)}", None, hint))
     with tempfile.TemporaryDirectory(prefix="nam_megatron_patch_") as work:
         copy = Path(work)
         _am(queue, root, copy)
-        if (found := tree_hash(copy, *queue.packages)) != queue.after:
+        if (found := queue.tree(copy)) != queue.after:
             raise Refused(
                 Problem(
                     f"the patched {queue.name} has tree {found}, and pin.toml says {queue.after}",
@@ -166,7 +175,7 @@ def apply(queue: Queue, root: Path, commits: bool = False) -> str:
                 )
             )
         try:
-            for path in sorted({*files(root, *queue.packages), *files(copy, *queue.packages)}):
+            for path in sorted({*queue.files(root), *queue.files(copy)}):
                 _replace(root / path, copy / path)
             if commits:
                 shutil.copytree(copy / ".git", root / ".git")
@@ -195,7 +204,7 @@ def export(queue: Queue, repo: Path) -> str:
         if not names:
             raise Refused(Problem(f"`{repo}` has no commits after `{BASE_TAG}`"))
         _git(repo, "worktree", "add", "--detach", str(base), BASE_TAG)
-        before = tree_hash(base, *queue.packages)
+        before = queue.tree(base)
         _git(repo, "worktree", "remove", "--force", str(base))
         if before != queue.before:
             raise Refused(Problem(f"`{BASE_TAG}` in `{repo}` is no pristine {queue.name}: tree {before}"))
@@ -206,7 +215,7 @@ def export(queue: Queue, repo: Path) -> str:
             queue.packages,
             queue.source,
             before,
-            tree_hash(repo, *queue.packages),
+            queue.tree(repo),
             names,
         )
         raise_if(objections(made))
@@ -261,14 +270,15 @@ def verify(chosen: Sequence[Queue], onto: Path | None) -> int:
     states = []
     for queue in chosen:
         root = onto or installed(queue)
-        states.append(queue.state(root))
-        print(f"{queue.name}: {states[-1]}, tree {tree_hash(root, *queue.packages)}")
+        tree = queue.tree(root)
+        states.append(queue.word(tree))
+        print(f"{queue.name}: {states[-1]}, tree {tree}")
     return OK if all(state == "patched" for state in states) else FINDINGS
 
 
 def _am(queue: Queue, root: Path, copy: Path) -> None:
     """`copy` becomes a repository with the packages of `root` committed and tagged, and the series on top."""
-    for path in files(root, *queue.packages):
+    for path in queue.files(root):
         (copy / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(root / path, copy / path)
     _git(copy, "init", "--quiet")

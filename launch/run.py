@@ -15,7 +15,6 @@ from launch.process import Interrupted, Process, Signals, ignore, interrupt
 from launch.receipt import Receipt
 from launch.redact import Redactor
 from launch.terminal import Terminal
-from launch.tree import tree_hash
 from nam_megatron.argv import plan_json
 from nam_megatron.errors import FINDINGS, OK, REFUSED, Problem, Refused
 from nam_megatron.recipe import to_tree
@@ -80,10 +79,10 @@ def known(context: Context) -> dict[str, Any]:
 def patched(queue: patch.Queue) -> dict[str, str | None]:
     """The hash of the installed packages' files and what they are by that: pristine, patched, foreign."""
     try:
-        tree = tree_hash(patch.installed(queue), *queue.packages)
+        tree = queue.tree(patch.installed(queue))
     except (Refused, OSError):
         return {"state": "not installed", "tree": None}
-    return {"state": {queue.before: "pristine", queue.after: "patched"}.get(tree, "foreign"), "tree": tree}
+    return {"state": queue.word(tree), "tree": tree}
 
 
 def attempt(context: Context, opened: Receipt, signals: Signals, start: Start) -> Verdict | int:

@@ -239,7 +239,7 @@ def _states(
     end = packed.new_empty(b, h, p, n, dtype=torch.float32) if ends else None
     _states_kernel[(n // columns, h, b)](
         operands.k, operands.v, operands.kept, operands.left, start, states, end,
-        COLUMNS=columns, STARTED=start is not None, ENDS=ends,
+        COLUMNS=columns, STARTED=start is not None, ENDS=ends, BACK=False,
         **_common(packed, shape, chunk), **_options(launch.forward_states, shape, chunk),
     )  # fmt: skip
     return states, end
@@ -311,7 +311,7 @@ def _backward(
         return packed.new_empty(*size, dtype=torch.float32)
 
     raw = Raw(
-        *(packed.new_empty(1, b, s, g, r, n) for _ in range(2)), fp32(b, h, s, a), *(fp32(b, h, s) for _ in range(3)),
+        *(packed.new_empty(b, s, g, r, n) for _ in range(2)), fp32(b, h, s, a), *(fp32(b, h, s) for _ in range(3)),
         fp32(b, h, chunks),
     )  # fmt: skip
     tokens, steps = max(1, launch.rows // r), max(1, launch.steps // r)
@@ -331,8 +331,9 @@ def _backward(
         operands = Operands.of(own, weights, mine, shape, chunk, launch, numbers, dy_of)
         states, _ = _states(own, operands, shape, chunk, launch)
         d_states = torch.empty_like(states)
-        _d_states_kernel[(n // columns, h, entries)](
-            operands.q, operands.g, operands.begun, operands.left, d_states, COLUMNS=columns,
+        _states_kernel[(n // columns, h, entries)](
+            operands.q, operands.g, operands.begun, operands.left, None, d_states, None,
+            COLUMNS=columns, STARTED=False, ENDS=False, BACK=True,
             **common, **_options(launch.backward_states, shape, chunk),
         )  # fmt: skip
         _gradients_kernel[(h, chunks, entries)](
@@ -350,7 +351,7 @@ def _backward(
         )  # fmt: skip
         _keys_kernel[(2 * tiles * (n // 2 // halves), g, entries)](
             mine.keys, mine.queries, weights.B_bias, weights.C_bias, mine.cos, mine.sin, operands.k, operands.q,
-            raw.keys[0, of], raw.queries[0, of], raw.angles[of], more_angles[of], d_B[of], d_C[of], s,
+            raw.keys[of], raw.queries[of], raw.angles[of], more_angles[of], d_B[of], d_C[of], s,
             H=h, HALF=n // 2, G=g, R=r, A=a, TOKENS=tokens, COLUMNS=halves, EVEN=s % tokens == 0,
             num_warps=launch.keys,
         )  # fmt: skip
@@ -533,10 +534,12 @@ def _bounds_kernel(
 
 @triton.jit
 def _states_kernel(
-    k, v, kept, left, start, states, end, s,
-    COLUMNS: tl.constexpr, STARTED: tl.constexpr, ENDS: tl.constexpr, EVEN: tl.constexpr,
+    k, v, factor, left, start, states, end, s,
+    COLUMNS: tl.constexpr, STARTED: tl.constexpr, ENDS: tl.constexpr, BACK: tl.constexpr, EVEN: tl.constexpr,
     H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, R: tl.constexpr, L: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """The state at the start of each chunk, of k and the rows of v times `factor`. BACK: from the last chunk to the first; with q, g
+    and `begun` it is the gradient of the state at the end of each."""
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -544,55 +547,26 @@ def _states_kernel(
     of = b * H + h
     k += of * s * R * N
     v += of * s * R * P
-    kept += of * s
+    factor += of * s
     chunks = tl.cdiv(s, L)
     left += of * chunks
     kind = states.dtype.element_ty
     tile = p[:, None] * N + column[None, :]
-    states += (b * chunks * H + h) * (P * N) + tile
+    states += ((b * chunks + (chunks - 1 if BACK else 0)) * H + h) * (P * N) + tile
     state = tl.zeros([P, COLUMNS], tl.float32)
     if STARTED:
         state = tl.load(start + of * (P * N) + tile)
-    for chunk in range(chunks):
+    for i in range(chunks):
+        chunk = chunks - 1 - i if BACK else i
         tl.store(states, state.to(kind))
-        states += H * P * N
+        states += -H * P * N if BACK else H * P * N
         token, rank, ok = _rows(chunk, s, L, R, EVEN)
         row = token * R + rank
-        rows = _tile(v, row, ok, p, P).to(tl.float32) * _row(kept, token, ok)[:, None]
+        rows = _tile(v, row, ok, p, P).to(tl.float32) * _row(factor, token, ok)[:, None]
         key = _tile(k, row, ok, column, N)
         state = tl.dot(tl.trans(rows.to(kind)), key, state * tl.load(left + chunk), input_precision=PRECISION)
     if ENDS:
         tl.store(end + of * (P * N) + tile, state)
-
-
-@triton.jit
-def _d_states_kernel(
-    q, g, begun, left, d_states, s,
-    COLUMNS: tl.constexpr, EVEN: tl.constexpr,
-    H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, R: tl.constexpr, L: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    h = tl.program_id(1)
-    b = tl.program_id(2).to(tl.int64)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    p = tl.arange(0, P)
-    of = b * H + h
-    q += of * s * R * N
-    g += of * s * R * P
-    begun += of * s
-    chunks = tl.cdiv(s, L)
-    left += of * chunks
-    kind = d_states.dtype.element_ty
-    d_states += ((b * chunks + chunks - 1) * H + h) * (P * N) + p[:, None] * N + column[None, :]
-    state = tl.zeros([P, COLUMNS], tl.float32)
-    for i in range(chunks):
-        chunk = chunks - 1 - i
-        tl.store(d_states, state.to(kind))
-        d_states -= H * P * N
-        token, rank, ok = _rows(chunk, s, L, R, EVEN)
-        row = token * R + rank
-        rows = _tile(g, row, ok, p, P).to(tl.float32) * _row(begun, token, ok)[:, None]
-        query = _tile(q, row, ok, column, N)
-        state = tl.dot(tl.trans(rows.to(kind)), query, state * tl.load(left + chunk), input_precision=PRECISION)
 
 
 @triton.jit

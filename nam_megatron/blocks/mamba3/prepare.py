@@ -80,7 +80,7 @@ class Prepared(NamedTuple):
 class Raw(NamedTuple):
     """Gradients that the scan's backward pass leaves for `packed_gradients`.
 
-    keys, queries: [splits, b, s, groups, rank, state_dim], to be summed over splits. angles: [b, heads, s, angles] fp32, of
+    keys, queries: [b, s, groups, rank, state_dim]. angles: [b, heads, s, angles] fp32, of
     each token's summed angle. row, now, scale: [b, heads, s] fp32; row is of `decay` from the query side alone, the key side's
     is -scale * its gradient. ends: [b, heads, chunks] fp32, of the decay over a whole chunk.
     """
@@ -145,7 +145,7 @@ def packed_gradients(
     norm = packed.new_empty(2, programs, n, dtype=torch.float32)
     _norm_backward[(programs, 2)](
         packed, weights.B_norm, weights.C_norm, raw.keys, raw.queries, d_packed, norm, lines, s, *strides, *out,
-        starts["B"], starts["C"], g * r, n, rows, raw.keys.size(0), NORM_EPSILON, num_warps=4,
+        starts["B"], starts["C"], g * r, n, rows, NORM_EPSILON, num_warps=4,
     )  # fmt: skip
     d_norm = norm.sum(1)
     return (
@@ -366,7 +366,7 @@ def _norm(
 @triton.jit
 def _norm_backward(
     packed, B_norm, C_norm, d_keys, d_queries, d_packed, d_norm, lines, s, stride_s, stride_b, out_s, out_b, at_B, at_C,
-    KEYS: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, EPSILON: tl.constexpr,
+    KEYS: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, EPSILON: tl.constexpr,
 ):  # fmt: skip
     at, weight, grad = at_B, B_norm, d_keys
     if tl.program_id(1) == 1:
@@ -381,10 +381,7 @@ def _norm_backward(
         ok = (line < lines)[:, None]
         start = (token % s) * stride_s + (token // s) * stride_b + at + (line % KEYS) * N
         x = tl.load(packed + start[:, None] + column[None, :], mask=ok, other=0.0).to(tl.float32)
-        g = tl.zeros([ROWS, N], tl.float32)
-        for split in tl.static_range(SPLITS):
-            share = grad + (split * lines + line[:, None]) * N + column[None, :]
-            g += tl.load(share, mask=ok, other=0.0).to(tl.float32)
+        g = tl.load(grad + line[:, None] * N + column[None, :], mask=ok, other=0.0).to(tl.float32)
         rms = tl.rsqrt(tl.sum(x * x, 1) / N + EPSILON)[:, None]
         total += tl.sum(g * x * rms, 0)
         g *= w[None, :]
