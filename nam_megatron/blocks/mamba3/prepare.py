@@ -13,9 +13,9 @@ from torch import Tensor
 
 from nam_megatron.blocks.mamba3.naive import A_FLOOR, NORM_EPSILON, Shape, Weights
 
-PI = tl.constexpr(math.pi)
-# Of a step along the sequence where that is not the chunk, and the angles of a program there.
-TOKENS, ANGLES = 64, 8
+PI, TURN = tl.constexpr(math.pi), tl.constexpr(2.0**32)
+# Sums of angles: tokens of a program, and of a step as rows x run. A thread has whole runs, so it mostly sums by itself.
+SPAN, ROWS, RUN = 256, 8, 4
 
 
 class Prepared(NamedTuple):
@@ -57,11 +57,14 @@ class Prepared(NamedTuple):
         turned = torch.float32 if packed.dtype == torch.float32 else torch.float16
         cos, sin = (packed.new_empty(b, h, s, a, dtype=turned) for _ in range(2))
         end = packed.new_empty(b, h, a, dtype=torch.float32)
-        block = min(ANGLES, triton.next_power_of_2(a))
-        _angles[(h, triton.cdiv(a, block), b)](
-            packed, angles, weights.dt_bias, start, cos, sin, end, s, *strides, angles.stride(0), angles.stride(1),
-            starts["dt"], h, a, block, TOKENS, start is not None, num_warps=4,
-        )  # fmt: skip
+        tanh, spans = angles.float().tanh(), triton.cdiv(s, SPAN)
+        sums = packed.new_empty(b, h, spans, a, dtype=torch.int32)
+        for last in (False, True):
+            _angles[(spans, h, b)](
+                packed, tanh, weights.dt_bias, start, sums, cos, sin, end, s, *strides, tanh.stride(0), tanh.stride(1),
+                starts["dt"], h, a, triton.next_power_of_2(a), SPAN, ROWS, RUN, start is not None, last,
+                num_warps=_warps(a),
+            )  # fmt: skip
         decay, now, scale = (packed.new_empty(b, h, s, dtype=torch.float32) for _ in range(3))
         heads = min(16, triton.next_power_of_2(h))
         _steps[(triton.cdiv(s, chunk), triton.cdiv(h, heads), b)](
@@ -123,19 +126,19 @@ def packed_gradients(
     out = (d_packed.stride(0), d_packed.stride(1))
     chunks = raw.ends.size(2)
 
-    block = min(ANGLES, triton.next_power_of_2(a))
-    blocks = triton.cdiv(a, block)
-    d_dt = packed.new_empty(blocks, b, h, s, dtype=torch.float32)
-    _angles_backward[(h, blocks, b)](
-        packed, angles, weights.dt_bias, raw.angles, d_dt, s, *strides, angles.stride(0), angles.stride(1),
-        starts["dt"], h, a, block, TOKENS, num_warps=4,
-    )  # fmt: skip
-    d_angles = raw.angles.sum(1).transpose(0, 1) * (math.pi * (1 - angles.float().tanh().square()))
+    tanh, d_dt, spans = angles.float().tanh(), torch.empty_like(raw.now), triton.cdiv(s, SPAN)
+    sums = packed.new_empty(b, h, spans, a, dtype=torch.float32)
+    for last in (False, True):
+        _angles_backward[(spans, h, b)](
+            packed, tanh, weights.dt_bias, raw.angles, sums, d_dt, s, *strides, tanh.stride(0), tanh.stride(1),
+            starts["dt"], h, a, triton.next_power_of_2(a), SPAN, ROWS, RUN, last, num_warps=_warps(a),
+        )  # fmt: skip
+    d_angles = raw.angles.sum(1).transpose(0, 1) * (math.pi * (1 - tanh.square()))
 
     heads = min(16, triton.next_power_of_2(h))
     bias = packed.new_empty(b, chunks, h, dtype=torch.float32)
     _steps_backward[(chunks, triton.cdiv(h, heads), b)](
-        packed, weights.dt_bias, documents, raw.row, raw.now, raw.scale, scale, raw.ends, d_dt.sum(0), d_packed, bias,
+        packed, weights.dt_bias, documents, raw.row, raw.now, raw.scale, scale, raw.ends, d_dt, d_packed, bias,
         s, *strides, *out, starts["dt"], starts["A"], starts["trap"],
         h, chunks, chunk, heads, A_FLOOR, documents is not None, num_warps=4,
     )  # fmt: skip
@@ -156,6 +159,11 @@ def packed_gradients(
     )
 
 
+def _warps(angles: int) -> int:
+    """One is enough for a step of up to 32 angles, and no sum crosses warps."""
+    return max(1, triton.next_power_of_2(angles) // 32)
+
+
 @triton.jit
 def _softplus(x):
     # log(1 + u) loses the bits of a small u: there the series is used.
@@ -165,15 +173,10 @@ def _softplus(x):
 
 
 @triton.jit
-def _tanh(x):
-    return 2 * tl.sigmoid(2 * x) - 1
-
-
-@triton.jit
-def _cos_sin(x):
-    """For |x| up to some hundreds, to 1e-6: the library's ones provide for any x, at several times the price."""
-    quarter = tl.floor(x * (2 / PI) + 0.5)
-    x = (x - quarter * 1.5703125) - quarter * 4.838267948966e-4
+def _cos_sin(turns):
+    """To 1e-6: the library's ones, which take radians of any size, cost several times as much."""
+    quarter = tl.floor(turns * 4 + 0.5)
+    x = (turns - quarter * 0.25) * (2 * PI)
     y = x * x
     c = 1 + y * (-0.5 + y * (4.16666418e-2 + y * (-1.388731625e-3 + y * 2.443315711e-5)))
     s = x + x * y * (-1.6666654611e-1 + y * (8.3321608736e-3 + y * -1.9515295891e-4))
@@ -275,73 +278,104 @@ def _steps_backward(
 
 
 @triton.jit
+def _fixed(turns):
+    """In 2^-32 of a turn: sums of these wrap where angles do, and are exact at any length."""
+    return ((turns - tl.floor(turns + 0.5)) * TURN).to(tl.int32)
+
+
+@triton.jit
+def _summed(x):
+    """Sums of rows x run x angles up to each token."""
+    rows = tl.sum(x, 1)
+    return tl.cumsum(x, 1) + (tl.cumsum(rows, 0) - rows)[:, None, :]
+
+
+@triton.jit
+def _rates(packed, tanh, bias, token, column, s, stride_s, tanh_s, at_dt, A: tl.constexpr):
+    """dt and tanh(angles) of rows x run of tokens; 0 beyond the end."""
+    ok, far = token < s, token.to(tl.int64)
+    dt = tl.load(packed + far * stride_s + at_dt, mask=ok, other=0.0).to(tl.float32)
+    dt = tl.where(ok, _softplus(dt + bias), 0.0)
+    at = tanh + far[:, :, None] * tanh_s + column[None, None, :]
+    return dt, tl.load(at, mask=ok[:, :, None] & (column < A)[None, None, :], other=0.0)
+
+
+@triton.jit
 def _angles(
-    packed, angles, dt_bias, start, cos, sin, end, s, stride_s, stride_b, angles_s, angles_b, at_dt,
-    H: tl.constexpr, A: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, STARTED: tl.constexpr,
+    packed, tanh, dt_bias, start, sums, cos, sin, end, s, stride_s, stride_b, tanh_s, tanh_b, at_dt,
+    H: tl.constexpr, A: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, RUN: tl.constexpr,
+    STARTED: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    h = tl.program_id(0)
+    """First for the sum of each span of tokens, and at last, from those before it, for cos and sin."""
+    span, spans, h = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
-    packed += b * stride_b
-    angles += b * angles_b
+    packed += b * stride_b + h
+    tanh += b * tanh_b
     row = b * H + h
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.arange(0, COLUMNS)
     known = column < A
     bias = tl.load(dt_bias + h)
-    total = tl.zeros([BLOCK], tl.float32)
-    if STARTED:
-        total = tl.load(start + row * A + column, mask=known, other=0.0)
-    for first in range(0, s, TOKENS):
-        token = first + tl.arange(0, TOKENS)
-        dt = tl.load(packed + token.to(tl.int64) * stride_s + at_dt + h, mask=token < s, other=0.0)
-        dt = _softplus(dt.to(tl.float32) + bias)
-        ok = (token < s)[:, None] & known[None, :]
-        at = angles + token[:, None].to(tl.int64) * angles_s + column[None, :]
-        theta = tl.load(at, mask=ok, other=0.0).to(tl.float32)
-        turns = tl.where(ok, PI * _tanh(theta) * dt[:, None], 0.0)
-        sums = total[None, :] + tl.cumsum(turns, 0)
-        to = (row * s + token[:, None]) * A + column[None, :]
-        c, sn = _cos_sin(sums)
-        tl.store(cos + to, c.to(cos.dtype.element_ty), mask=ok)
-        tl.store(sin + to, sn.to(sin.dtype.element_ty), mask=ok)
-        total += tl.sum(turns, 0)
-        # Kept small, so that fp32 resolves it at any length.
-        total -= 2 * PI * tl.floor(total / (2 * PI))
-    tl.store(end + row * A + column, total, mask=known)
+    step = tl.arange(0, ROWS)[:, None] * RUN + tl.arange(0, RUN)[None, :]
+    total = tl.zeros([COLUMNS], tl.int32)
+    if LAST:
+        if STARTED:
+            total = _fixed(tl.load(start + row * A + column, mask=known, other=0.0) / (2 * PI))
+        for before in range(span):
+            total += tl.load(sums + (row * spans + before) * A + column, mask=known, other=0)
+    for first in range(span * SPAN, min((span + 1) * SPAN, s), ROWS * RUN):
+        token = first + step
+        dt, rate = _rates(packed, tanh, bias, token, column, s, stride_s, tanh_s, at_dt, A)
+        turns = (0.5 * dt)[:, :, None] * rate
+        if LAST:
+            c, sn = _cos_sin(_summed(turns) + (total.to(tl.float32) / TURN)[None, None, :])
+            to = (row * s + token[:, :, None]) * A + column[None, None, :]
+            ok = (token < s)[:, :, None] & known[None, None, :]
+            tl.store(cos + to, c.to(cos.dtype.element_ty), mask=ok)
+            tl.store(sin + to, sn.to(sin.dtype.element_ty), mask=ok)
+        total += _fixed(tl.sum(tl.sum(turns, 1), 0))
+    if not LAST:
+        tl.store(sums + (row * spans + span) * A + column, total, mask=known)
+    elif span == spans - 1:
+        angle = total.to(tl.float32) * (2 * PI / TURN)
+        tl.store(end + row * A + column, tl.where(angle < 0, angle + 2 * PI, angle), mask=known)
 
 
 @triton.jit
 def _angles_backward(
-    packed, angles, dt_bias, d_angles, d_dt, s, stride_s, stride_b, angles_s, angles_b, at_dt,
-    H: tl.constexpr, A: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+    packed, tanh, dt_bias, d_angles, sums, d_dt, s, stride_s, stride_b, tanh_s, tanh_b, at_dt,
+    H: tl.constexpr, A: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, RUN: tl.constexpr,
+    LAST: tl.constexpr,
 ):  # fmt: skip
-    """In place: d_angles of the summed angles becomes this head's share of the gradient of pi tanh(angles)."""
-    h = tl.program_id(0)
+    """As _angles, from the last token to the first. In place: d_angles of the summed angles becomes this head's share of
+    the gradient of pi tanh(angles)."""
+    span, spans, h = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
-    packed += b * stride_b
-    angles += b * angles_b
+    packed += b * stride_b + h
+    tanh += b * tanh_b
     row = b * H + h
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.arange(0, COLUMNS)
     known = column < A
     bias = tl.load(dt_bias + h)
-    later = tl.zeros([BLOCK], tl.float32)
-    steps = tl.cdiv(s, TOKENS)
-    for i in range(steps):
-        token = (steps - 1 - i) * TOKENS + tl.arange(0, TOKENS)
-        dt = tl.load(packed + token.to(tl.int64) * stride_s + at_dt + h, mask=token < s, other=0.0)
-        dt = _softplus(dt.to(tl.float32) + bias)
-        ok = (token < s)[:, None] & known[None, :]
-        at = angles + token[:, None].to(tl.int64) * angles_s + column[None, :]
-        theta = tl.load(at, mask=ok, other=0.0).to(tl.float32)
-        to = d_angles + (row * s + token[:, None]) * A + column[None, :]
-        own = tl.load(to, mask=ok, other=0.0)
-        summed = later[None, :] + tl.cumsum(own, 0, reverse=True)
-        tl.store(to, summed * dt[:, None], mask=ok)
-        tl.store(
-            d_dt + (tl.program_id(1) * tl.num_programs(2) * H + row) * s + token,
-            tl.sum(summed * PI * _tanh(theta), 1),
-            mask=token < s,
-        )
-        later += tl.sum(own, 0)
+    step = tl.arange(0, ROWS)[:, None] * RUN + tl.arange(0, RUN)[None, :]
+    later = tl.zeros([COLUMNS], tl.float32)
+    if LAST:
+        for after in range(span + 1, spans):
+            later += tl.load(sums + (row * spans + after) * A + column, mask=known, other=0.0)
+    end = min((span + 1) * SPAN, s)
+    for back in range(0, end - span * SPAN, ROWS * RUN):
+        token = end - 1 - back - step
+        inside = token >= span * SPAN
+        ok = inside[:, :, None] & known[None, None, :]
+        at = d_angles + (row * s + token[:, :, None]) * A + column[None, None, :]
+        own = tl.load(at, mask=ok, other=0.0)
+        if LAST:
+            dt, rate = _rates(packed, tanh, bias, tl.where(inside, token, s), column, s, stride_s, tanh_s, at_dt, A)
+            summed = _summed(own) + later[None, None, :]
+            tl.store(at, summed * dt[:, :, None], mask=ok)
+            tl.store(d_dt + row * s + token, PI * tl.sum(summed * rate, 2), mask=inside)
+        later += tl.sum(tl.sum(own, 1), 0)
+    if not LAST:
+        tl.store(sums + (row * spans + span) * A + column, later, mask=known)
 
 
 @triton.jit
