@@ -18,9 +18,13 @@ TOP = 60
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 # Microseconds between two kernels that the host launched in time; of longer gaps it says what they waited for.
 PROMPT = 10.0
-# What a kernel is for -> words of its name, case aside. Names of: NCCL, cuDNN and flash attention, mamba_ssm and causal_conv1d, TE and
+# What a kernel is for -> words of its name, case aside. Names of: our blocks' kernels, NCCL, cuDNN and flash attention, mamba_ssm and causal_conv1d, TE and
 # torch for routing, TE's and emerging_optimizers' optimizers, cuBLAS, CUTLASS and nvjet, TE's norms, torch's pointwise kernels.
 RULES: dict[str, str] = {
+    "Mamba-3": r"^_(angles|bounds|gradients|keys|norm|output|rows|states|steps|turn|values)(_kernel|_backward)?$",
+    "M2RNN": r"^_((conv|gate)_)?(forward|backward)(_pre|_x)?$",
+    "MLA": r"^_(ingress|keys_values|latent_norm|queries|rotate|split|total)",
+    "DSA": r"^_(attend(_back)?|collect|index_d[qk]|kl|lse|scores|select|sum_of_softmax|transpose)$",
     "NCCL": r"nccl",
     "attention core": r"sdpa|flash|fmha|fused_attn|dot_product_attention|mha_|compute_dot_do_o|convert_dq",
     "Mamba scan, conv, norm": r"causal_conv1d|_chunk_(scan|state|cumsum)|_state_passing|_bmm_chunk|^_layer_norm_(fwd|bwd)|ssd_|_swiglu",
