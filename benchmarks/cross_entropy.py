@@ -10,18 +10,17 @@ Engine's computes the gradient in its forward pass; Megatron 0.19.2 refuses it (
 import argparse
 import sys
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from clock import Clock
 from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from report import Report
 from torch import Tensor
 from torch.nn import functional
 
+from benchmarks.clock import Clock, memory
+from benchmarks.report import Report
 from nam_megatron.mcore import cross_entropy
 
 BYTES_PER_SECOND = 4.3e12
@@ -65,14 +64,15 @@ def measure(
     report: Report, name: str, loss: Loss, tokens: int, vocabulary: int, part: str = "rows", **more: int
 ) -> None:
     clock, (logits, labels, d_loss) = Clock(REPETITIONS), inputs(tokens, vocabulary)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    torch.autograd.grad(loss(logits, labels), logits, d_loss)
-    peak = torch.cuda.max_memory_allocated() - before
-    # A forward pass for each backward one: most write over what they kept.
-    backward = clock(lambda kept: torch.autograd.grad(kept, logits, d_loss), lambda: loss(logits, labels)) / 1e3
-    forward = clock(lambda _: loss(logits, labels)) / 1e3
+
+    def ahead() -> Tensor:
+        return loss(logits, labels)
+
+    def back(kept: Tensor) -> object:
+        return torch.autograd.grad(kept, logits, d_loss)
+
+    _, peak = memory(ahead, back)
+    forward, backward = clock(ahead), clock(back, ahead)  # a forward pass for each: most write over what they kept
     read = logits.numel() * logits.element_size() / BYTES_PER_SECOND * 1e3
     report.add(
         part, name=name, forward_ms=forward, forward_floor_ms=read, backward_ms=backward, backward_floor_ms=2 * read,
@@ -103,10 +103,7 @@ def main() -> int:
     size = options.tokens, options.vocabulary
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     report = Report(options.out, options.seconds)
-    report.data["host"] = {"device": torch.cuda.get_device_name()} | {
-        name: version(name) for name in ("torch", "triton", "megatron-core")
-    }
-    report.data["size"] = {"tokens": size[0], "vocabulary": size[1]}
+    report.host(tokens=size[0], vocabulary=size[1])
     for name, loss in ways():
 
         def work(name: str = name, loss: Loss = loss) -> None:

@@ -3,13 +3,12 @@
     python benchmarks/dsa.py --out dsa.json [--quick] [--sweep] [--seconds 240]
 
 The kernels need torch and Triton. Rows that compare with Megatron and Transformer Engine say so where these are missing.
-Times are medians over CUDA events; every input is larger than the L2 or is rewritten by the step before. A floor is the
-larger of bytes / 4.3 TB/s and FLOPs / 750 TFLOP/s. Errors are |x - reference| / |reference|, reference in fp64.
+Times are medians over CUDA events (clock.py). A floor is the larger of bytes / 4.3 TB/s and FLOPs / 750 TFLOP/s. Errors are
+|x - reference| / |reference|, reference in fp64.
 """
 
 import argparse
 import contextlib
-import itertools
 import os
 import sys
 import time
@@ -32,6 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from benchmarks.clock import Clock, by_kernel, memory
 from benchmarks.report import Report
 from nam_megatron.blocks.dsa import kernel, naive
 
@@ -65,26 +65,21 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=600.0, help="start nothing new after this time")
     o = parser.parse_args(argv)
     report = Report(o.out, o.seconds)
-    report.data["host"] = {
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-        "tiles": kernel.TILES,
-    }  # fmt: skip
-    print(report.data["host"], flush=True)
+    report.host(tiles=kernel.TILES)
+    clock = Clock(10 if o.quick else 30)
     if not o.layers:
         check_all(report, o.quick)
         if o.sweep:
             sweep(report, report.until - 0.45 * o.seconds)  # leaves time for what comes after
-        time_kernels(report, 4, 4096)
+        time_kernels(report, clock, 4, 4096)
     if LAYERS:
         report.add("failed", name="layers", why=LAYERS)
     else:
         with one_rank():
-            report.attempt("layers", lambda: time_layers(report))
+            report.attempt("layers", lambda: time_layers(report, clock))
     if not o.layers and not o.quick:
-        time_kernels(report, 2, 8192)
-    bad = [c["name"] for c in report.data["checks"] if c["verdict"] != "PASS"]
-    print(f"{len(report.data['checks'])} checks, {len(bad)} failed: {bad}; {len(report.data['failed'])} not run")
-    return 1 if bad or report.data["failed"] else 0
+        time_kernels(report, clock, 2, 8192)
+    return report.end()
 
 
 # Inputs --------------------------------------------------------------------------------------------------------------
@@ -332,23 +327,6 @@ def packed(selection: kernel.Selection) -> Tensor:
 # Times ---------------------------------------------------------------------------------------------------------------
 
 
-def milliseconds(work: Callable[[], object], seconds: float = 0.25) -> float:
-    """Median of 5 to 30 runs, enqueued without a pause, after two to warm up."""
-    work()
-    torch.cuda.synchronize()
-    begin = time.monotonic()
-    work()
-    torch.cuda.synchronize()
-    runs = max(5, min(30, int(seconds / (time.monotonic() - begin))))
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(runs + 1)]
-    events[0].record()
-    for event in events[1:]:
-        work()
-        event.record()
-    torch.cuda.synchronize()
-    return sorted(a.elapsed_time(b) for a, b in itertools.pairwise(events))[runs // 2]
-
-
 def row(report: Report, name: str, ms: float, gb: float = 0.0, gflop: float = 0.0, **more) -> None:
     floor = max(gb * 1e9 / BANDWIDTH, gflop * 1e9 / PEAK) * 1e3
     known = dict(gb=gb, gflop=gflop, floor_ms=floor, over_floor=ms / floor) if floor else {}
@@ -405,37 +383,27 @@ def steps(b: int, s: int) -> Iterator[tuple[str, Callable[[], object], float, fl
     yield "whole core, computing its top-k, with loss", lambda: train_core(x), 0.0, 0.0
 
 
-def time_kernels(report: Report, b: int, s: int) -> None:
+def time_kernels(report: Report, clock: Clock, b: int, s: int) -> None:
     for name, work, gb, gflop in steps(b, s):
-        report.attempt(name, lambda n=name, w=work, g=gb, f=gflop: row(report, f"b{b} s{s} {n}", milliseconds(w), g, f))
+        report.attempt(name, lambda n=name, w=work, g=gb, f=gflop: row(report, f"b{b} s{s} {n}", clock(w), g, f))
     x = inputs(b, s)
     report.attempt("kernels", lambda: profile(report, f"b{b} s{s}", lambda: train_core(x)))
-    report.attempt("memory", lambda: memory(report, f"b{b} s{s}", x))
+    report.attempt("memory", lambda: peak_of_core(report, f"b{b} s{s}", x))
 
 
 def profile(report: Report, at: str, work: Callable[[], object]) -> None:
-    """Time of each kernel in one run of `work`."""
-    work()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-        work()
-        torch.cuda.synchronize()
-    events = sorted(found.key_averages(), key=lambda e: -e.device_time_total)
-    for e in events[:16]:
-        row(report, f"{at} kernel {e.key[:40]} x{e.count}", e.device_time_total / 1e3)
+    for name, (ms, launches) in list(by_kernel(work).items())[:16]:
+        row(report, f"{at} kernel {name[:40]} x{launches:g}", ms)
 
 
-def memory(report: Report, at: str, x: SimpleNamespace) -> None:
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    train_core(x)
-    report.add("rows", name=f"{at} peak memory of the whole core over its inputs",
-               gb=(torch.cuda.max_memory_allocated() - before) / 1e9)  # fmt: skip
+def peak_of_core(report: Report, at: str, x: SimpleNamespace) -> None:
+    _, peak = memory(lambda: train_core(x))
+    report.add("rows", name=f"{at} peak memory of the whole core over its inputs", gb=peak / 1e9)
 
 
 def sweep(report: Report, until: float) -> None:
     """Times the tiles of SWEEP and leaves the best in kernel.TILES."""
-    x = inputs(4, 4096)
+    clock, x = Clock(10), inputs(4, 4096)
     scores = kernel.index_scores(x.q, x.k, x.w)
     selection = kernel.select(scores, K)
     query, key = leaves(x.query, x.key)
@@ -467,7 +435,7 @@ def sweep(report: Report, until: float) -> None:
             kernel.TILES[name] = tile = usual | change
 
             def measure(name: str = name, tile: dict = tile, times: dict = times) -> None:
-                times[tuple(tile.items())] = ms = milliseconds(work[name], 0.05)
+                times[tuple(tile.items())] = ms = clock(work[name])
                 report.add("sweep", name=f"{name} {tile}", ms=ms)
 
             report.attempt(f"{name} {change}", measure)
@@ -524,58 +492,52 @@ def layer(kind: str, number: int, config):
     )
 
 
-def time_layers(report: Report) -> None:
+def time_layers(report: Report, clock: Clock) -> None:
     """TransformerLayers of NAM56R's width, built by Megatron from our specs and from its own."""
 
-    def passes(module, b: int, s: int, before: Callable[[], None] = lambda: None) -> Callable[[], None]:
+    def passes(module, b: int, s: int, before: Callable[[], None] = lambda: None) -> tuple[Callable, Callable]:
         x = torch.randn(s, b, 3584, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         dy = torch.randn_like(x)
         mask = torch.ones(1, 1, 1, 1, device="cuda", dtype=torch.bool)
 
-        def work() -> None:
+        def forward() -> Tensor:
             before()
-            y, _ = module(x, attention_mask=mask)
+            return module(x, attention_mask=mask)[0]
+
+        def backward(y: Tensor) -> None:
             y.backward(dy)
             x.grad = None
             module.zero_grad(set_to_none=True)
 
-        return work
+        return forward, backward
 
-    def kept(module, b: int, s: int, before: Callable[[], None] = lambda: None) -> dict[str, float]:
-        """GB over the input and its gradient's: of the output and what is kept, and at the highest."""
-        x = torch.randn(s, b, 3584, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        dy = torch.randn_like(x)
-        before()
-        start = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        y, _ = module(x, attention_mask=None)
-        held = torch.cuda.memory_allocated() - start
-        y.backward(dy)
-        module.zero_grad(set_to_none=True)
-        return dict(kept_gb=held / 1e9, peak_gb=(torch.cuda.max_memory_allocated() - start) / 1e9)
-
-    def stock() -> None:
-        ms = milliseconds(passes(layer("stock", 5, config()), 1, 4096), 0.0)
-        row(report, "b1 s4096 layer: Megatron's DSA fallback, computing", ms, baseline="itself")
-        row(report, "b4 s4096 layer: Megatron's DSA fallback, four times b1", 4 * ms, baseline="itself")
+    def timed(name: str, clock: Clock, forward: Callable, backward: Callable, **more) -> float:
+        """Of both passes together."""
+        ms = clock(lambda: backward(forward()))
+        kept, peak = memory(forward, backward)
+        row(report, name, ms, kept_gb=kept / 1e9, peak_gb=peak / 1e9, **more)
+        return ms
 
     def ours(b: int, s: int) -> None:
-        computing = layer("dsa", 5, config())
-        work = passes(computing, b, s)
-        row(report, f"b{b} s{s} layer: ours, computing, with loss", milliseconds(work), **kept(computing, b, s))
-        profile(report, f"b{b} s{s} layer: ours, computing", work)
-        reusing = layer("dsa", 6, config())
         x = inputs(b, s)
         selection = kernel.select(kernel.index_scores(x.q, x.k, x.w), K)
-        core = reusing.self_attention.core_attention
-        take = lambda: core.shelf.selections.update({5: selection})  # noqa: E731
-        work = passes(reusing, b, s, take)
-        row(report, f"b{b} s{s} layer: ours, reusing", milliseconds(work), **kept(reusing, b, s, take))
-        profile(report, f"b{b} s{s} layer: ours, reusing", work)
+        computing, reusing = layer("dsa", 5, config()), layer("dsa", 6, config())
+        shelf = reusing.self_attention.core_attention.shelf
+        for name, work in (
+            (f"b{b} s{s} layer: ours, computing", passes(computing, b, s)),
+            (f"b{b} s{s} layer: ours, reusing", passes(reusing, b, s, lambda: shelf.selections.update({5: selection}))),
+        ):
+            timed(name, clock, *work)
+            profile(report, name, lambda forward=work[0], backward=work[1]: backward(forward()))
 
     def dense(b: int, s: int) -> None:
         work = passes(layer("mla", 1, config()), b, s)
-        row(report, f"b{b} s{s} layer: Megatron's dense MLA, cuDNN", milliseconds(work), baseline="itself")
+        timed(f"b{b} s{s} layer: Megatron's dense MLA, cuDNN", clock, *work, baseline="itself")
+
+    def stock() -> None:
+        work = passes(layer("stock", 5, config()), 1, 4096)
+        ms = timed("b1 s4096 layer: Megatron's DSA fallback, computing", Clock(5), *work, baseline="itself")
+        row(report, "b4 s4096 layer: Megatron's DSA fallback, four times b1", 4 * ms, baseline="itself")
 
     for b, s in ((4, 4096), (2, 8192)):
         report.attempt(f"our layer b{b} s{s}", lambda b=b, s=s: ours(b, s))

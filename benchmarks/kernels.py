@@ -18,8 +18,9 @@ TOP = 60
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 # Microseconds between two kernels that the host launched in time; of longer gaps it says what they waited for.
 PROMPT = 10.0
-# What a kernel is for -> words of its name, case aside. Names of: our blocks' kernels, NCCL, cuDNN and flash attention, mamba_ssm and causal_conv1d, TE and
-# torch for routing, TE's and emerging_optimizers' optimizers, cuBLAS, CUTLASS and nvjet, TE's norms, torch's pointwise kernels.
+# What a kernel is for -> words of its name, case aside. Names of: our blocks' kernels, NCCL, cuDNN and flash attention, mamba_ssm and
+# causal_conv1d, TE and torch for routing, TE's and emerging_optimizers' optimizers, cuBLAS, CUTLASS and nvjet, TE's norms, torch's
+# pointwise kernels.
 RULES: dict[str, str] = {
     "Mamba-3": r"^_(angles|bounds|gradients|keys|norm|output|rows|states|steps|turn|values)(_kernel|_backward)?$",
     "M2RNN": r"^_((conv|gate)_)?(forward|backward)(_pre|_x)?$",

@@ -5,12 +5,11 @@
 The kernels need torch and Triton; the rows of whole layers need megatron-core and Transformer Engine and say so where these are
 missing. FOLDER holds the package `xma` of github.com/open-lm-engine/accelerated-model-architectures, the authors' kernels (PyPI's `xma`
 is another library). Errors are |x - reference| / |reference| with the reference in fp64, beside those of naive.py in bf16. Times are
-medians over CUDA events, the L2 overwritten before each. Each part runs in a process of its own, a row only once its check has passed,
-and the file is whole after every line.
+medians over CUDA events (clock.py). Each part runs in a process of its own, a row only once its check has passed, and the file is
+whole after every line.
 """
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -23,6 +22,7 @@ import triton
 from torch import Tensor
 
 from benchmarks import m2rnn_every_state
+from benchmarks.clock import Clock, by_kernel, memory
 from benchmarks.report import Report
 from nam_megatron.blocks.m2rnn import kernel, naive
 
@@ -33,6 +33,7 @@ CUTS = [
     *(kernel.Config(tokens=t, exact=exact) for t in (8, 4, 2) for exact in (True, False)),
     *(kernel.Config(rows, warps, tokens) for rows, warps, tokens in ((32, 2, 4), (32, 1, 4), (64, 4, 4), (64, 2, 4))),
 ]  # what --sweep tries
+REPETITIONS = 20
 NAMES = ("y", "last", "dq, dk, dv", "df", "dw", "dh0")
 
 
@@ -45,7 +46,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--xma", type=Path, help="time the authors' kernels too")
     o = parser.parse_args(argv)
     report = Report(o.out, o.seconds)
-    report.apart("host", lambda: host(report))
+    report.apart("host", lambda: report.host(config=vars(kernel.Config())))
     report.apart("recurrence", lambda: time_both(report))
     report.apart("layer", lambda: time_layer(report))
     report.apart("elementwise", lambda: time_elementwise(report))
@@ -60,15 +61,6 @@ def main(argv: list[str]) -> int:
         for b, s in ((1, 4096), (2, 8192), (8, 4096)):
             report.apart(f"recurrence b{b} s{s}", lambda b=b, s=s: time_recurrence(report, b, s))
     return report.end()
-
-
-def host(report: Report) -> None:
-    report.data["host"] = {
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-        "config": vars(kernel.Config()),
-    }  # fmt: skip
-    print(report.data["host"], flush=True)
-    report.save()
 
 
 # Inputs --------------------------------------------------------------------------------------------------------------
@@ -261,40 +253,26 @@ def check_around(report: Report, dtype: torch.dtype, s: int, b: int, borders: li
 # Times ---------------------------------------------------------------------------------------------------------------
 
 
-def timed(work: Callable[[], object], runs: int = 9) -> float:
-    """Seconds of the GPU, the median."""
-    cold = torch.empty(64 * 2**20, dtype=torch.int32, device=DEVICE)
-    for _ in range(2):
-        work()
-    times = []
-    for _ in range(runs):
-        cold.zero_()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(times)
+def both(forward: Callable[[], Tensor], leaves: Sequence[Tensor], dy: Tensor) -> SimpleNamespace:
+    """Milliseconds of the forward and of the backward pass, and the peak above the inputs."""
+    clock = Clock(REPETITIONS)
+
+    def backward(y: Tensor) -> object:
+        return torch.autograd.grad(y, leaves, dy)
+
+    times = dict(forward=clock(forward), backward=clock(backward, forward))
+    return SimpleNamespace(**times, peak=memory(forward, backward)[1])
 
 
-def both(scan: Callable[..., Tensor], x: SimpleNamespace) -> SimpleNamespace:
-    """Seconds of the forward pass and of the backward pass of `scan`(q, k, v, f, w) -> y, and the peak above the inputs."""
+def scanned(scan: Callable[..., Tensor], x: SimpleNamespace) -> SimpleNamespace:
+    """`both` of `scan`(q, k, v, f, w) -> y."""
     qkv, f, w = (t.detach().clone().requires_grad_() for t in (x.qkv, x.f, x.w))
 
     def forward() -> Tensor:
         q, k, v = qkv.split([x.k, x.k, f.size(-1) * x.v], -1)
         return scan(q, k, v.unflatten(-1, (-1, x.v)), f, w)
 
-    ahead = timed(forward)
-    y = forward()
-    back = timed(lambda: torch.autograd.grad(y, (qkv, f, w), x.dy, retain_graph=True))
-    y = None
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    torch.autograd.grad(forward(), (qkv, f, w), x.dy)
-    return SimpleNamespace(forward=ahead, backward=back, peak=torch.cuda.max_memory_allocated() - before)
+    return both(forward, (qkv, f, w), x.dy)
 
 
 def row(report: Report, name: str, t: SimpleNamespace, b: int, s: int, h: int = H, **more) -> None:
@@ -303,8 +281,8 @@ def row(report: Report, name: str, t: SimpleNamespace, b: int, s: int, h: int = 
     clock = torch.cuda.get_device_properties(0).multi_processor_count * 16 * 1.755e9
     ahead = b * s * (2 * 2 * K + 2 * 2 * h * V + 4 * h)
     report.add(
-        "rows", name=name, forward_ms=t.forward * 1e3, backward_ms=t.backward * 1e3,
-        forward_us_step=t.forward / s * 1e6, backward_us_step=t.backward / s * 1e6, peak_GB=t.peak / 1e9,
+        "rows", name=name, forward_ms=t.forward, backward_ms=t.backward,
+        forward_us_step=t.forward / s * 1e3, backward_us_step=t.backward / s * 1e3, peak_GB=t.peak / 1e9,
         floor_bytes_ms=ahead / BANDWIDTH * 1e3, floor_flops_ms=2 * n * V / PEAK * 1e3, floor_mufu_ms=2 * n / clock * 1e3, **more,
     )  # fmt: skip
 
@@ -319,7 +297,7 @@ def time_both(report: Report) -> None:
 def time_recurrence(report: Report, b: int, s: int) -> None:
     name = f"ours b{b} s{s}"
     if report.sound(name, lambda: check_scan(report, f"{name}, 61 of them", 61, b, H, torch.bfloat16)):
-        row(report, name, both(lambda *t: kernel.scan(*t)[0], inputs(s, b)), b, s)
+        row(report, name, scanned(lambda *t: kernel.scan(*t)[0], inputs(s, b)), b, s)
 
 
 def title(config: kernel.Config) -> str:
@@ -329,7 +307,7 @@ def title(config: kernel.Config) -> str:
 def time_cut(report: Report, config: kernel.Config) -> None:
     name = title(config)
     if report.sound(name, lambda: check_scan(report, name, 61, 2, 4, torch.bfloat16, config=config)):
-        row(report, name, both(lambda *t: kernel.scan(*t, config=config)[0], inputs(S, B)), B, S)
+        row(report, name, scanned(lambda *t: kernel.scan(*t, config=config)[0], inputs(S, B)), B, S)
 
 
 def compile_all(cuts: Sequence[kernel.Config]) -> None:
@@ -339,7 +317,7 @@ def compile_all(cuts: Sequence[kernel.Config]) -> None:
 
 
 def compile_cut(config: kernel.Config) -> None:
-    both(lambda *t: kernel.scan(*t, config=config)[0], inputs(64, B))
+    scanned(lambda *t: kernel.scan(*t, config=config)[0], inputs(64, B))
 
 
 def time_every_state(report: Report) -> None:
@@ -347,7 +325,7 @@ def time_every_state(report: Report) -> None:
         return
     x = inputs(S, B)
     for warps in (2, 4, 8):
-        t = both(lambda *t, warps=warps: m2rnn_every_state.scan(*t, warps=warps), x)
+        t = scanned(lambda *t, warps=warps: m2rnn_every_state.scan(*t, warps=warps), x)
         row(report, f"every state, {warps} warps", t, B, S)
 
 
@@ -375,20 +353,12 @@ def time_xma(report: Report, folder: Path) -> None:
     # Its tensors are all bf16, the forget gates too.
     if not report.sound("xma", lambda: report.check("xma against ours", error(forward().transpose(0, 1), wanted), 0.1)):
         return
-    ahead = timed(forward)
-    y = forward()
-    back = timed(lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True))
-    y = None
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    torch.autograd.grad(forward(), leaves, dy)
-    peak = torch.cuda.max_memory_allocated() - before
-    row(report, "xma", SimpleNamespace(forward=ahead, backward=back, peak=peak), B, S)
+    row(report, "xma", both(forward, leaves, dy), B, S)
 
 
-def time_loop(report: Report, steps: int = 64) -> None:
-    """naive.scan in fp32 over a few tokens; milliseconds and bytes are multiplied up to the whole sequence."""
-    t = both(lambda *t: naive.scan(*t)[0], inputs(steps, B))
+def time_loop(report: Report, steps: int = 32) -> None:
+    """naive.scan in fp32 over so few tokens that the GPU's queue holds their kernels; times and bytes are multiplied up to all."""
+    t = scanned(lambda *t: naive.scan(*t)[0], inputs(steps, B))
     t = SimpleNamespace(**{key: value * S / steps for key, value in vars(t).items()})
     row(report, f"torch loop, {S} tokens extrapolated from {steps}", t, B, S)
 
@@ -417,11 +387,9 @@ def time_elementwise(report: Report) -> None:
     }  # fmt: skip
     for name, (work, leaves, grad, ahead, back) in works.items():
         for kind, ops in (("ours", kernel), ("torch", naive)):
-            forward = timed(lambda work=work, ops=ops: work(ops))
-            out = work(ops)
-            backward = timed(lambda o=out, w=leaves, g=grad: torch.autograd.grad(o, w, g, retain_graph=True))
+            t = both(lambda work=work, ops=ops: work(ops), leaves, grad)
             report.add(
-                "rows", name=f"{name}, {kind}", forward_ms=forward * 1e3, backward_ms=backward * 1e3,
+                "rows", name=f"{name}, {kind}", forward_ms=t.forward, backward_ms=t.backward,
                 floor_forward_ms=ahead * element, floor_backward_ms=back * element,
             )  # fmt: skip
 
@@ -484,33 +452,19 @@ def time_layer(report: Report) -> None:
     x = torch.randn(S, B, HIDDEN, device=DEVICE).bfloat16().requires_grad_()
     up = torch.randn_like(x)
     leaves = [x, *fused.parameters()]
-    forward = timed(lambda: fused(x))
-    both_ways = timed(lambda: torch.autograd.grad(fused(x)[0], leaves, up))  # TE's linears go backward once
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    out, _ = fused(x)
-    kept = torch.cuda.memory_allocated() - before
-    torch.autograd.grad(out, leaves, up)
-    peak = torch.cuda.max_memory_allocated() - before
-    report.add(
-        "rows",
-        name="layer",
-        forward_ms=forward * 1e3,
-        backward_ms=(both_ways - forward) * 1e3,
-        kept_GB=kept / 1e9,
-        peak_GB=peak / 1e9,
-    )
-    with torch.profiler.profile() as profile:
-        for _ in range(3):
-            torch.autograd.grad(fused(x)[0], leaves, up)
-        torch.cuda.synchronize()
-    events = sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)
-    for event in events[:24]:
-        if event.self_device_time_total:
-            report.add(
-                "rows", name=f"layer: {event.key[:60]}", ms=event.self_device_time_total / 3e3, calls=event.count // 3
-            )
+    clock = Clock(REPETITIONS)
+
+    def forward() -> Tensor:
+        return fused(x)[0]
+
+    def backward(out: Tensor) -> object:
+        return torch.autograd.grad(out, leaves, up)
+
+    times = dict(forward_ms=clock(forward), backward_ms=clock(backward, forward))
+    kept, peak = memory(forward, backward)
+    report.add("rows", name="layer", **times, kept_GB=kept / 1e9, peak_GB=peak / 1e9)
+    for key, (ms, launches) in list(by_kernel(lambda: backward(forward())).items())[:24]:
+        report.add("rows", name=f"layer: {key[:60]}", ms=ms, calls=launches)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
 """Mamba-3 on one H200: is it right, how long does it take, what does it keep?
 
-    python benchmarks/mamba3.py --out mamba3.json [--quick] [--only PART ...] [--released] [--sweep] [--seconds 300]
+    python benchmarks/mamba3.py --out mamba3.json [--quick] [--only PART ...] [--sweep] [--seconds 300]
 
 Parts, in this order. ours: whole mixers, projections and input norm included, hidden 3584, sequence 4096, rank 1 and 4. released:
 mamba-ssm's own Mamba-3 module (no norm in it), only if asked for; its rank 4 needs TileLang and one group. mamba2: Megatron's
-Mamba-2 mixer. kernels: times of ours one by one, with --sweep under several launches. checks: more cases against naive.py.
+Mamba-2 mixer. scan: ours without projections, kernel by kernel too, with --sweep under several launches. checks: more cases
+against naive.py.
 
 Right means: |x - reference| / |reference| of the output and of every gradient against blocks/mamba3/naive.py in fp64, in the last
-part with NaN in uninitialised memory. Ours are timed only where they are right. A time is a median over CUDA events over
-rotating inputs, the host's is of one step without waiting for the GPU. `floor` is the larger of bytes / 4.3 TB/s and FLOPs /
-750 TFLOP/s, of the projections, the scan at its chunk, and each tensor between them once each way.
+part with NaN in uninitialised memory. Ours are timed only where they are right. A time is a median over CUDA events (clock.py),
+the host's is of one step without waiting for the GPU. `floor` is the larger of bytes / 4.3 TB/s and FLOPs / 750 TFLOP/s, of the
+projections, the scan at its chunk, and each tensor between them once each way.
 
 Others' kernels choose among all of their configurations, at batch 1 as their keys know no batch; each is tried for 30 ms instead of
 Triton's 125. Everything is compiled before, in as many processes as there are CPU cores, without running it. Each part runs in a
@@ -38,6 +39,7 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 from triton.testing import do_bench
 
+from benchmarks.clock import Clock, by_kernel, memory
 from benchmarks.report import Report
 from nam_megatron.blocks.mamba3 import kernel, naive
 from nam_megatron.blocks.mamba3.naive import Shape, State, Weights
@@ -203,62 +205,36 @@ def halves(case: Case, device: str = "cuda") -> dict[str, float]:
 # Time ----------------------------------------------------------------------------------------------------------------
 
 
-def median_ms(work: Callable[[int], Any], repetitions: int) -> float:
-    """work(i) uses the i-th of several inputs."""
-    for i in range(3):
-        work(i)
-    spans = []
-    for i in range(repetitions):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(4_000_000)  # about 2 ms: the host gets ahead
-        start.record()
-        work(i)
-        end.record()
-        spans.append((start, end))
-        torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in spans)
-
-
-def host_ms(work: Callable[[int], Any], repetitions: int) -> float:
+def host_ms(work: Callable[[], Any], repetitions: int) -> float:
     """Of the host's time alone: how long it takes to queue the work."""
     spans = []
-    for i in range(repetitions):
+    for _ in range(repetitions):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        work(i)
+        work()
         spans.append(1e3 * (time.perf_counter() - start))
     torch.cuda.synchronize()
     return statistics.median(spans)
 
 
-def measure(module: torch.nn.Module, batch: int, repetitions: int, batch_first: bool = False) -> dict[str, float]:
+def measure(module: torch.nn.Module, batch: int, clock: Clock, batch_first: bool = False) -> dict[str, float]:
     """Forward, forward and backward in ms; GiB kept in between, less the output, and the peak of both, parameter gradients in it."""
     size = (batch, SEQUENCE) if batch_first else (SEQUENCE, batch)
-    inputs = [torch.randn(*size, HIDDEN, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
-    dy = torch.randn(*size, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(*size, HIDDEN, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    dy = torch.randn_like(x)
 
-    def forward(i: int) -> Tensor:
-        out = module(inputs[i % 3])
+    def forward() -> Tensor:
+        out = module(x)
         return out[0] if isinstance(out, tuple) else out
 
-    def both(i: int) -> None:
+    def both() -> None:
+        forward().backward(dy)
         module.zero_grad(set_to_none=True)
-        inputs[i % 3].grad = None
-        forward(i).backward(dy)
+        x.grad = None
 
-    both(0)
-    module.zero_grad(set_to_none=True)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    out = forward(0)
-    kept = torch.cuda.memory_allocated() - before - out.numel() * out.element_size()
-    out.backward(dy)
-    peak = torch.cuda.max_memory_allocated() - before
-    del out
-    result = {"forward": median_ms(forward, repetitions), "both": median_ms(both, repetitions)}
-    result |= {"host": host_ms(both, 5), "kept_gib": kept / 2**30, "peak_gib": peak / 2**30}
-    return result
+    result = {"forward": clock(forward), "both": clock(both), "host": host_ms(both, 5)}
+    kept, peak = memory(forward, lambda out: out.backward(dy))
+    return result | {"kept_gib": (kept - dy.nbytes) / 2**30, "peak_gib": peak / 2**30}
 
 
 def floors(shape: Shape, chunk: int, batch: int) -> dict[str, float]:
@@ -366,31 +342,30 @@ def released_errors(module: torch.nn.Module, s: int = 512) -> tuple[dict[str, fl
     return tuple({n: error(t, wanted[n]) for n, t in named(shape, *each).items()} for each in found)
 
 
-# Kernels one by one --------------------------------------------------------------------------------------------------
+# The scan alone ------------------------------------------------------------------------------------------------------
 
 
-def kernel_times(case: Case, passes: int = 3) -> dict[str, float]:
-    """Mean ms of each CUDA kernel of a scan, forward and backward, as torch's profiler sees them."""
+def measure_scan(case: Case, clock: Clock) -> dict[str, Any]:
+    """Forward and backward in ms, the peak above the inputs, and the ms of each kernel in both, torch's own together."""
     generator = torch.Generator("cuda").manual_seed(3)
     weights = weights_of(case.shape, "cuda", case.dtype, generator)
     packed = packed_of(case.shape, case.s, case.b, "cuda", case.dtype, generator)
     leaves = [packed, *(w for w in weights if w is not None)]
     dy = torch.randn(case.s, case.b, case.shape.inner, device="cuda", dtype=case.dtype, generator=generator)
 
-    def once() -> None:
-        torch.autograd.grad(kernel.scan(packed, weights, case.shape, case.chunk, launch=case.launch), leaves, dy)
+    def forward() -> Tensor:
+        return kernel.scan(packed, weights, case.shape, case.chunk, launch=case.launch)
 
-    once()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(passes):
-            once()
-        torch.cuda.synchronize()
-    times: dict[str, float] = {}
-    for event in profile.key_averages():
-        name = event.key if event.key.startswith("_") else "torch"
-        times[name] = times.get(name, 0) + event.device_time_total / 1e3 / passes
-    return dict(sorted(times.items(), key=lambda item: -item[1]))
+    def backward(y: Tensor) -> object:
+        return torch.autograd.grad(y, leaves, dy)
+
+    times = {"forward": clock(forward), "backward": clock(backward, forward)}
+    kernels: dict[str, float] = {}
+    for key, (ms, _) in by_kernel(lambda: backward(forward())).items():
+        name = key if key.startswith("_") else "torch"
+        kernels[name] = kernels.get(name, 0.0) + ms
+    _, peak = memory(forward, backward)
+    return times | {"both": sum(times.values()), "peak_gib": peak / 2**30, "kernels": kernels}
 
 
 def sweep() -> Iterator[Case]:
@@ -466,7 +441,7 @@ def compile_theirs(make: Callable[[], torch.nn.Module], sizes: list[tuple[int, i
             try:
                 self.fn.run(*arguments, **options, **config.all_kwargs())
             except Exception as error:  # some do not fit, and are passed over when the module chooses, too
-                say(f"compiling: {self.base_fn.__name__} {config}: {type(error).__name__}")
+                print(f"compiling: {self.base_fn.__name__} {config}: {type(error).__name__}", flush=True)
 
     Autotuner.run = tune
     try:
@@ -498,38 +473,29 @@ def compile_all(cases: list[Case], others: list[Callable[[], None]]) -> None:
     with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 1), get_context("spawn")) as pool:
         for done in as_completed([pool.submit(job) for job in jobs]):
             if cause := done.exception():
-                say(f"compiling: {type(cause).__name__}: {str(cause)[:200]}")
-    say(f"compiled in {time.monotonic() - start:.0f} s, {len(jobs)} jobs")
+                print(f"compiling: {type(cause).__name__}: {str(cause)[:200]}", flush=True)
+    print(f"compiled in {time.monotonic() - start:.0f} s, {len(jobs)} jobs", flush=True)
 
 
 # The sitting ---------------------------------------------------------------------------------------------------------
 
 
-def say(*lines: str) -> None:
-    print(*lines, sep="\n", flush=True)
-
-
-def check(report: Report, case: Case) -> None:
-    found = errors(case)
-    name, worst = max(found.items(), key=lambda item: item[1] if item[1] == item[1] else float("inf"))
-    verdict = "FAIL" if case.wrong(found) else "PASS"
-    say(f"{verdict} {worst:.1e} ({name}; limit {case.limit(name):.0e}, y {found['y']:.1e}) {case}")
-    if verdict == "FAIL":
-        say("     " + " ".join(f"{n} {e:.1e}" for n, e in found.items()))
+def check(report: Report, name: str, case: Case, find: Callable[[Case], dict[str, float]] = errors) -> None:
+    found = find(case)
     limits = {"limit": case.limit("y"), "limit_angles": case.limit("d angles")}
-    report.keep("checks", name=str(case), **limits, verdict=verdict, errors=found)
+    verdict = "FAIL" if case.wrong(found) else "PASS"
+    report.add("checks", name=name, verdict=verdict, **limits, errors=found)
 
 
 def check_all(report: Report, cases: list[Case]) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True, warn_only=True)
     for case in cases:
-        report.attempt(str(case), partial(check, report, case))
+        report.attempt(str(case), partial(check, report, str(case), case))
     whole = cases[0]
     if not whole.documents:
-        report.attempt(
-            "pieces", lambda: say(f"in pieces, {whole}: " + " ".join(f"{n} {e:.1e}" for n, e in halves(whole).items()))
-        )
+        name = f"in pieces: {whole}"
+        report.attempt(name, partial(check, report, name, whole, halves))
 
 
 def small(case: Case) -> Case:
@@ -537,15 +503,13 @@ def small(case: Case) -> Case:
     return replace(case, s=203, b=1)
 
 
-def profile(report: Report, case: Case) -> None:
-    name = f"kernels of {case}, {case.launch or kernel.Launch()}"
-    if not report.sound(name, lambda: check(report, small(case))):
-        return
-    found = kernel_times(case)
-    say(f"{name}: {sum(found.values()):.2f} ms")
-    say("   " + "  ".join(f"{n} {t:.3f}" for n, t in found.items() if t > 0.004))
-    launch = (case.launch or kernel.Launch())._asdict()
-    report.keep("kernels", rank=case.shape.rank, chunk=case.chunk, batch=case.b, launch=launch, ms=found)
+def scan_alone(report: Report, case: Case, repetitions: int) -> None:
+    kind = "SISO" if case.shape.rank == 1 else f"MIMO rank {case.shape.rank}"
+    name = f"{kind}, groups {case.shape.groups}"
+    if report.sound(name, lambda: check(report, str(small(case)), small(case))):
+        found = measure_scan(case, Clock(repetitions))
+        launch = (case.launch or kernel.Launch())._asdict()
+        report.add("scan", name=name, batch=case.b, chunk=case.chunk, **found, launch=launch)
 
 
 def row(
@@ -554,19 +518,15 @@ def row(
     floor = more.pop("floor", None)
 
     def step() -> None:
-        start = time.monotonic()
-        found = measure(module(), batch, repetitions, **more)
-        text = f"{name:44s} batch {batch} forward {found['forward']:7.2f} both {found['both']:7.2f} host {found['host']:6.2f} ms"
-        text += f"  kept {found['kept_gib']:5.2f} peak {found['peak_gib']:5.2f} GiB"
-        text += f"  floor {floor['forward']:.2f} / {floor['both']:.2f} ms" if floor else ""
-        say(f"{text}  ({time.monotonic() - start:.0f} s)")
-        report.keep("rows", name=name, batch=batch, floor=floor, **found)
+        found = measure(module(), batch, Clock(repetitions), **more)
+        report.add("rows", name=name, batch=batch, **found, floor=floor)
 
     report.attempt(f"{name} batch {batch}", step)
 
 
 def ours(report: Report, name: str, shape: Shape, chunk: int, repetitions: int) -> None:
-    if not report.sound(name, lambda: check(report, Case(shape, chunk, 203))):
+    case = Case(shape, chunk, 203)
+    if not report.sound(name, lambda: check(report, str(case), case)):
         return
     megatron = Megatron()
     for batch in (1, 4):
@@ -614,15 +574,7 @@ def released_part(report: Report, repetitions: int) -> None:
 
 def compare(report: Report) -> None:
     for whose, each in zip(("mamba-ssm", "ours"), released_errors(released(8)), strict=True):
-        say(f"errors of {whose:9s} " + " ".join(f"{n} {e:.1e}" for n, e in each.items()))
-        report.keep("errors", whose=whose, errors=each)
-
-
-def host(report: Report) -> None:
-    report.data["host"] = {
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "hidden": HIDDEN, "sequence": SEQUENCE,
-    }  # fmt: skip
-    report.save()
+        report.add("errors", name=whose, tokens=512, errors=each)
 
 
 LAYERS = {
@@ -633,7 +585,7 @@ LAYERS = {
 }
 
 
-PARTS = ("ours", "released", "mamba2", "kernels", "checks")
+PARTS = ("ours", "released", "mamba2", "scan", "checks")
 DEFAULT = tuple(part for part in PARTS if part != "released")
 
 
@@ -644,12 +596,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--only", nargs="+", choices=PARTS, metavar="PART", default=DEFAULT, help=f"of {', '.join(PARTS)}"
     )
-    parser.add_argument("--released", action="store_true", help="mamba-ssm's module too")
     parser.add_argument("--sweep", action="store_true", help="times of each kernel under several launches")
     parser.add_argument("--seconds", type=float, default=600, help="start nothing after this")
     given = parser.parse_args(argv)
     report, repetitions = Report(given.out, given.seconds), 10 if given.quick else 30
-    parts = {*given.only, *(["released"] if given.released else [])}
+    parts = given.only
 
     # A process uses what another has chosen.
     os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
@@ -658,10 +609,10 @@ def main(argv: list[str]) -> int:
         [Case(shape, chunk, SEQUENCE, b) for shape, chunk in LAYERS.values() for b in (1, 4)] if "ours" in parts else []
     )
     timed = [Case(shape, chunk, SEQUENCE, b) for shape, chunk in ((SISO, 64), (NAM56R, 16)) for b in (1, 4)]
-    timed = [*timed, *(sweep() if given.sweep else [])] if "kernels" in parts else []
+    timed = [*timed, *(sweep() if given.sweep else [])] if "scan" in parts else []
     checked = (CASES[::4] if given.quick else CASES) if "checks" in parts else []
 
-    report.apart("host", partial(host, report))
+    report.apart("host", partial(report.host, hidden=HIDDEN, sequence=SEQUENCE))
     theirs = released_jobs() if "released" in parts else []
     report.apart("compiling", partial(compile_all, [*layers, *timed, *map(small, [*layers, *timed]), *checked], theirs))
     if "ours" in parts:
@@ -672,7 +623,7 @@ def main(argv: list[str]) -> int:
     if "mamba2" in parts:
         mamba2_part(report, repetitions)
     for case in timed:
-        report.apart(f"kernels of {case} {case.launch}", partial(profile, report, case))
+        report.apart(f"scan of {case} {case.launch}", partial(scan_alone, report, case, repetitions))
     for rank in (1, 2, 4):
         if cases := [case for case in checked if case.shape.rank == rank]:
             report.apart(f"checks of rank {rank}", partial(check_all, report, cases))

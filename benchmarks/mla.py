@@ -3,9 +3,9 @@
     python benchmarks/mla.py --out mla.json [--quick] [--layers] [--sweep] [--seconds 300]
 
 The kernels need torch and Triton. Rows that compare with Megatron and Transformer Engine say so where these are missing.
-A time is the median over CUDA events, of work queued while the GPU sleeps, so that launches cost nothing in any row, with
-the L2 overwritten before. `bytes` counts each input once and each output once; a floor is the larger of bytes / 4.3 TB/s
-and FLOPs / 750 TFLOP/s. Errors are |x - reference| / |reference|, reference in fp32; uninitialised memory is NaN in checks.
+A time is a median over CUDA events (clock.py). `bytes` counts each input once and each output once; a floor is the larger of
+bytes / 4.3 TB/s and FLOPs / 750 TFLOP/s. Errors are |x - reference| / |reference|, reference in fp32; uninitialised memory is
+NaN in checks.
 """
 
 import argparse
@@ -22,11 +22,10 @@ from typing import Any
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the checks run in torch's deterministic mode
 
 import torch
-import triton
-from clock import Clock
-from report import Report
 from torch import Tensor
 
+from benchmarks.clock import Clock, by_kernel, memory
+from benchmarks.report import Report
 from nam_megatron.blocks.mla import kernel, naive
 
 BANDWIDTH, PEAK = 4.3e12, 750e12
@@ -435,9 +434,9 @@ def check_all(report: Report, cases: Iterable[Case]) -> None:
 def row(report: Report, clock: Clock, name: str, against: str, subject: Subject, case: Case, way: Callable) -> None:
     """Of the forward and of the backward pass. against: the name of the rows that were measured before for comparison."""
     work = work_of(case, way)
-    passes = {"forward": (lambda _: subject.forward(),), "backward": (subject.gradients, subject.forward)}
+    passes = {"forward": (subject.forward,), "backward": (subject.gradients, subject.forward)}
     for part, timed in passes.items():
-        us = clock(*timed)
+        us = 1e3 * clock(*timed)
         size, flops = work[part]
         floor = 1e6 * max(size / BANDWIDTH, flops / PEAK)
         theirs = [r["us"] for r in report.data["rows"] if r["name"] == against and r["part"] == part]
@@ -475,16 +474,10 @@ def time_all(report: Report, clock: Clock, megatron: Megatron | None) -> None:
 
 def kernels_of(report: Report, name: str, subject: Subject) -> None:
     """Where the time of one forward and backward pass goes, kernel by kernel."""
-    subject.gradients(subject.forward())
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(5):
-            subject.gradients(subject.forward())
-        torch.cuda.synchronize()
-    events = sorted(profile.key_averages(), key=lambda e: -e.device_time_total)  # microseconds
-    for e in events[:24]:
-        us = e.device_time_total / 5
-        if us >= 1:
-            report.add("kernels", of=name, kernel=e.key[:90], us=us, launches=e.count / 5)
+    found = by_kernel(lambda: subject.gradients(subject.forward()))
+    for kernel_name, (ms, launches) in list(found.items())[:24]:
+        if ms >= 1e-3:
+            report.add("kernels", of=name, kernel=kernel_name[:90], us=1e3 * ms, launches=launches)
 
 
 def sweep(report: Report, clock: Clock) -> None:
@@ -515,11 +508,9 @@ def sweep(report: Report, clock: Clock) -> None:
             kernel.TILES[name] = base | change
 
             def measure(name: str = name, subject: Subject = subject, change: dict[str, int] = change) -> None:
-                if name in ("ingress", "queries", "keys_values"):
-                    us = clock(lambda _: subject.forward())
-                else:
-                    us = clock(subject.gradients, subject.forward)
-                report.add("sweep", kernel=name, us=us, **change)
+                forward = name in ("ingress", "queries", "keys_values")
+                ms = clock(subject.forward) if forward else clock(subject.gradients, subject.forward)
+                report.add("sweep", kernel=name, us=1e3 * ms, **change)
 
             report.attempt(f"{name} {change}", measure)
         kernel.TILES[name] = base
@@ -539,17 +530,12 @@ def layers(report: Report, clock: Clock, megatron: Megatron) -> None:
 
         def one(name: str = name, make: Callable[[Case], Any] = make) -> None:
             subject = megatron.whole(make(FULL), FULL)
-            # Through .backward(): Megatron's checkpoints refuse autograd.grad.
-            forward = clock(lambda _: subject.forward())
-            backward = clock(lambda out: torch.autograd.backward(out, subject.back), subject.forward)
-            torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            out = subject.forward()
-            kept = torch.cuda.memory_allocated() - before
-            torch.autograd.backward(out, subject.back)
-            peak = torch.cuda.max_memory_allocated() - before
-            times = dict(forward_us=forward, backward_us=backward)
+
+            def back(out: tuple[Tensor, ...]) -> None:
+                torch.autograd.backward(out, subject.back)  # Megatron's checkpoints refuse autograd.grad
+
+            times = dict(forward_us=1e3 * clock(subject.forward), backward_us=1e3 * clock(back, subject.forward))
+            kept, peak = memory(subject.forward, back)
             report.add("memory", name=name, **times, kept_mb=kept / 1e6, peak_mb=peak / 1e6)
 
         report.attempt(name, one)
@@ -601,10 +587,7 @@ def main(argv: list[str]) -> int:
     o = parser.parse_args(argv)
     torch.backends.cuda.matmul.allow_tf32 = False
     report = Report(o.out, o.seconds)
-    report.data["host"] = {
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-    }  # fmt: skip
-    print(report.data["host"], flush=True)
+    report.host()
     megatron = None
     try:
         megatron = Megatron()

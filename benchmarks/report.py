@@ -1,16 +1,22 @@
-"""The record of a kernel benchmark: printed line by line, and kept in a file that is whole after each of them."""
+"""The record of a kernel benchmark: printed line by line, and kept in a file that is whole after each of them.
+
+The file is a list of runs. A run comes behind those that the file has; what it holds was measured on one GPU with one installation.
+"""
 
 import gc
 import json
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 
 GRACE = 30.0  # seconds for what runs when the time is up, before it is killed
+PACKAGES = "torch", "triton", "megatron-core", "transformer-engine", "mamba-ssm"
 
 
 class Report:
@@ -19,6 +25,18 @@ class Report:
     def __init__(self, path: Path | None, seconds: float):
         self.path, self.until = path, time.monotonic() + seconds
         self.data: dict = {"host": {}, "checks": [], "rows": [], "sweep": [], "failed": []}
+        found = json.loads(path.read_text()) if path and path.exists() else []
+        self.earlier = found if isinstance(found, list) else [found]  # a file used to be one run
+
+    def host(self, **more: object) -> None:
+        """What is measured, and on what. more: sizes that hold for every row."""
+        self.data["host"] = {"gpu": torch.cuda.get_device_name()}
+        for name in PACKAGES:
+            with suppress(PackageNotFoundError):
+                self.data["host"][name] = version(name)
+        self.data["host"] |= more
+        print(short(self.data["host"]), flush=True)
+        self.save()
 
     def keep(self, part: str, /, **entry) -> None:
         self.data.setdefault(part, []).append(entry)
@@ -27,7 +45,7 @@ class Report:
     def save(self) -> None:
         if self.path:
             new = self.path.with_name(f"{self.path.name}.new")  # a kill in the middle of writing leaves the old file
-            new.write_text(json.dumps(self.data, indent=1) + "\n")
+            new.write_text(json.dumps([*self.earlier, self.data], indent=1) + "\n")
             new.replace(self.path)
 
     def add(self, part: str, /, **entry) -> None:
@@ -80,7 +98,7 @@ class Report:
         if process.is_alive():
             process.kill()
             process.join()
-        self.data = json.loads(self.path.read_text())
+        self.data = json.loads(self.path.read_text())[-1]
         if process.exitcode:
             self.add("failed", name=name, why=f"its process ended with {process.exitcode}")
 
@@ -95,7 +113,9 @@ class Report:
 
 
 def short(value: object) -> str:
-    """Three digits, or all before the point of a time in microseconds."""
+    """Three digits, or all before the point of a time in microseconds; what has names, with them."""
+    if isinstance(value, dict):
+        return " ".join(f"{key} {short(each)}" for key, each in value.items())
     if not isinstance(value, float):
         return str(value)
     return f"{value:.0f}" if 1e3 <= abs(value) < 1e6 else f"{value:.3g}"

@@ -18,7 +18,17 @@ from nam_megatron.recipe import load
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs" / "training.md"
-TRACED = ("baseline", "fusions", "all", "all_weighed", "all_norms", "all_local", "all_strided", "overlay", "fp8_tensorwise")
+TRACED = (
+    "baseline",
+    "fusions",
+    "all",
+    "all_weighed",
+    "all_norms",
+    "all_local",
+    "all_strided",
+    "overlay",
+    "fp8_tensorwise",
+)
 
 
 def read(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -15,6 +16,7 @@ from nam_megatron import train
 
 sys.path.insert(0, str(Path(train.__file__).parents[1] / "benchmarks"))
 
+import clock
 import kernels
 import ladder
 import measure
@@ -140,6 +142,15 @@ def test_a_kernel_is_told_by_its_name(name):
     assert kernels.kind_of(name) == NAMES[name]
 
 
+@pytest.mark.parametrize("folder, kind", [("mamba3", "Mamba-3"), ("m2rnn", "M2RNN"), ("mla", "MLA"), ("dsa", "DSA")])
+def test_every_kernel_that_a_block_launches_counts_as_the_blocks(folder, kind):
+    sources = [path.read_text() for path in (Path(train.__file__).parent / "blocks" / folder).glob("*.py")]
+    jitted = {name for source in sources for name in re.findall(r"@triton\.jit.*\ndef (\w+)\(", source)}
+    launched = jitted & {name for source in sources for name in re.findall(r"\b(\w+)\[", source)}
+    assert launched
+    assert {name: kernels.kind_of(name) for name in launched} == dict.fromkeys(launched, kind)
+
+
 def test_gaps_are_where_no_kernel_runs():
     """Times are microseconds in a trace; two streams may overlap."""
     spans = [("nvjet_a", 0, 1000), ("ncclDevKernel_b", 500, 1000), ("nvjet_a", 3000, 500), ("Memset", 3100, 100)]
@@ -236,7 +247,7 @@ def test_what_crashes_ends_its_own_part_alone(tmp_path, capfd):
     book.apart("raises", lambda: timed("raises", [][0]))
     book.apart("wrong", lambda: timed("wrong", float("nan")))
     book.apart("last", lambda: timed("last", 0.0))
-    written = json.loads((tmp_path / "rows.json").read_text())
+    (written,) = json.loads((tmp_path / "rows.json").read_text())
     assert written == book.data
     assert [row["name"] for row in written["rows"]] == ["right", "before the crash", "last"]
     why = {entry["name"]: entry["why"] for entry in written["failed"]}
@@ -259,3 +270,65 @@ def test_no_part_outlives_the_time(tmp_path, monkeypatch):
         ("long", f"its process ended with -{signal.SIGKILL.value}"),
         ("late", "no time left"),
     ]
+
+
+def test_a_run_comes_behind_those_that_the_file_has(tmp_path):
+    path, old = tmp_path / "rows.json", {"host": {"gpu": "old"}, "rows": [{"name": "old"}]}
+    path.write_text(json.dumps(old))  # as files were before they were lists
+    for name in ("second", "third"):
+        book = report.Report(path, seconds=60.0)
+        book.apart(name, lambda book=book, name=name: book.add("rows", name=name, kernels={"a": 1.0}))
+    runs = json.loads(path.read_text())
+    assert runs[0] == old
+    assert [[row["name"] for row in run["rows"]] for run in runs] == [["old"], ["second"], ["third"]]
+
+
+class Gpu:
+    """With time of its own, in seconds: runs what the host has queued, one after the other."""
+
+    def __init__(self, monkeypatch):
+        self.host = self.free = 0.0
+        fake = {
+            "synchronize": lambda: setattr(self, "host", max(self.host, self.free)),
+            "_sleep": lambda cycles: self.launch(0.0, cycles / clock.HERTZ),
+            "Event": lambda enable_timing: Event(self),
+        }
+        for name, function in fake.items():
+            monkeypatch.setattr(torch.cuda, name, function)
+        monkeypatch.setattr(clock.time, "perf_counter", lambda: self.host)
+        monkeypatch.setattr(torch, "empty", lambda *_, **__: torch.zeros(1))
+
+    def launch(self, host: float, gpu: float) -> None:
+        self.host += host
+        self.free = max(self.free, self.host) + gpu
+
+
+class Event:
+    def __init__(self, gpu: Gpu):
+        self.gpu = gpu
+
+    def record(self) -> None:
+        self.at = max(self.gpu.free, self.gpu.host)
+
+    def elapsed_time(self, end: "Event") -> float:
+        return 1e3 * (end.at - self.at)
+
+
+@pytest.mark.parametrize("launches", [1, 50])
+def test_a_time_is_the_gpus_alone(monkeypatch, launches):
+    """Neither the host's, which needs ten times as long, nor what is prepared, nor the first runs' compiling, nor an outlier."""
+    gpu, given = Gpu(monkeypatch), []
+
+    def prepare() -> int:
+        gpu.launch(0.5, 0.5)
+        return len(given)
+
+    def work(run: int) -> None:
+        given.append(run)
+        gpu.host += 100.0 if run == 0 else 0.0
+        for _ in range(launches):
+            gpu.launch(1e-3, 3e-4 if run == 5 else 1e-4)
+
+    assert clock.Clock(9)(work, prepare) == pytest.approx(0.1 * launches)
+    assert given == list(range(12))
+    assert gpu.host < 120

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "blocks"))
 
-import mla as bench
-
+from benchmarks import mla as bench
 from nam_megatron.blocks.mla import kernel
 from nam_megatron.blocks.mla.block import low_rank
 
