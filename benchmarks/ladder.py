@@ -2,7 +2,7 @@
 
     python benchmarks/ladder.py --out ladder.json --gpus N [--limit SECONDS] [--data FOLDER] [--scratch FOLDER] [RUNG ...]
 
-Each rung is a set of overrides of `nam56r_native_dp` cut to 6 layers, trained for three steps and a checkpoint, and then, in a new
+Each rung is an overlay of conf/overlay on `nam56r_native_dp` cut to 6 layers, trained for three steps and a checkpoint, and then, in a new
 process group, from that checkpoint for three more. Rungs that need more GPUs than `--gpus` are left out and said; smaller ones run
 beside each other. The file is written anew after each rung; rungs that stand there without an error are not run again.
 """
@@ -24,26 +24,21 @@ from nam_megatron.mcore import checkpoint
 PRESET = "nam56r_native_dp"
 CUT = ("model.depth=6", "schedule.micro_batch_size=2", "schedule.global_batch_size=8", "optim.warmup_steps=2")
 STEPS = ("schedule.train_steps=6", "schedule.decay_steps=8", "schedule.save_interval=3", "schedule.stop_every=3")
-TP = ("parallel.tensor=2", "parallel.sequence=true")
-# name -> (GPUs, overrides)
-RUNGS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "tp_sp": (2, TP),
-    "ep": (2, ("parallel.expert=2",)),
-    "tp_sp_ep": (2, (*TP, "parallel.expert=2")),
-    "pp_tp_sp": (4, (*TP, "parallel.pipeline=2")),
-    "fsdp_ep": (2, ("feature.megatron_fsdp.enabled=true", "parallel.expert=2")),
-    "graphs": (1, (*measure.GRAPHS, "feature.cuda_graphs.warmup_steps=1")),
-    "muon": (2, ("optim=muon",)),
-}
+# name, of a file in conf/overlay -> GPUs
+RUNGS = {"tp_sp": 2, "ep": 2, "tp_sp_ep": 2, "pp_tp_sp": 4, "fsdp_ep": 2, "graphs": 1, "muon": 2}
+# Capture comes after the warm-up, and a half has three steps.
+SOON = {"graphs": ("feature.cuda_graphs.warmup_steps=1",)}
+
+
+def overrides(name: str) -> tuple[str, ...]:
+    return (f"cluster=h200_{RUNGS[name]}", *CUT, *STEPS, f"+overlay={name}", *SOON.get(name, ()))
 
 
 def run(name: str, folder: Path, limit: float, gpus: Sequence[int], data: str | None) -> dict[str, Any]:
     """One rung on some GPUs: what each half was, and what was wrong with the checkpoint between them."""
-    world, overrides = RUNGS[name]
     saved = folder / f"{name}.checkpoint"
-    whole = (f"cluster=h200_{world}", *CUT, *STEPS, *overrides, *measure.built(data, folder / f"{name}.data"))
-    whole = (*whole, f"schedule.save={saved}")
-    entry: dict[str, Any] = {"name": name, "gpus": world, "overrides": measure.told(whole[:-1])}
+    whole = (*overrides(name), *measure.built(data, folder / f"{name}.data"), f"schedule.save={saved}")
+    entry: dict[str, Any] = {"name": name, "gpus": RUNGS[name], "overrides": measure.told(whole[:-1])}
     end = time.monotonic() + limit
     for half, load in (("first", ()), ("resumed", (f"schedule.load={saved}",))):
         left = max(1.0, end - time.monotonic())
@@ -90,10 +85,10 @@ def main() -> None:
     entries = json.loads(options.out.read_text()) if options.out.exists() else []
     done = {e["name"] for e in entries if "error" not in e}
     wanted = [n for n in options.rungs or RUNGS if n not in done]
-    for name in [n for n in wanted if RUNGS[n][0] > options.gpus]:
-        print(f"{name}: needs {RUNGS[name][0]} GPUs", flush=True)
+    for name in [n for n in wanted if RUNGS[n] > options.gpus]:
+        print(f"{name}: needs {RUNGS[name]} GPUs", flush=True)
         wanted.remove(name)
-    wanted.sort(key=lambda n: -RUNGS[n][0])  # the small ones fill what is left
+    wanted.sort(key=lambda n: -RUNGS[n])  # the small ones fill what is left
     end, free, changed = time.monotonic() + options.limit, set(range(options.gpus)), threading.Condition()
 
     def work(name: str, gpus: Sequence[int], folder: Path) -> None:
@@ -112,7 +107,7 @@ def main() -> None:
     threads = []
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
         for name in wanted:
-            world = RUNGS[name][0]
+            world = RUNGS[name]
             with changed:
                 changed.wait_for(lambda world=world: len(free) >= world)
                 if end - time.monotonic() < 60:
