@@ -52,7 +52,7 @@ def of_log(folder: Path, receipt: Mapping[str, Any]) -> dict[str, Any]:
         "figures": figures,
         "nan_check": job.get("nan_check"),
         "memory": memory,
-        "bad_put": steps.bad_put(said, clocks.get(STARTED), clocks.get(ENDED)),
+        "bad_put": steps.bad_put(said, clocks.get(STARTED), clocks.get(ENDED), twice=job.get("trainer") != "bridge"),
         "against_forecast": against(receipt.get("forecast") or {}, figures, memory),
         "ranks": ranks(said, view, receipt.get("host") or {}),
         "nccl": view and {k: v for k, v in view.items() if k != "ranks"},

@@ -223,10 +223,13 @@ def _gib(size: float) -> float:
     return round(size / GIB, 3)
 
 
-def bad_put(said: Said, started: datetime | None, ended: datetime | None) -> dict[str, Any] | None:
+def bad_put(
+    said: Said, started: datetime | None, ended: datetime | None, *, twice: bool = True
+) -> dict[str, Any] | None:
     """Seconds that were no steady training: until the first step began, what the first steps took beyond steady ones, checkpoints.
 
-    started, ended: local times of the launcher; what is unknown is None.
+    started, ended: local times of the launcher; what is unknown is None. twice: the second line has the first step in it once more,
+    as Megatron's does and Bridge's does not.
     """
     steps = [said.steps[n] for n in sorted(said.steps)]
     first, steady = split(steps)
@@ -241,8 +244,9 @@ def bad_put(said: Said, started: datetime | None, ended: datetime | None) -> dic
         elif begun := saving.pop(save.step, None):
             saved.append((save.when - begun).total_seconds())
     excess = None
-    if steady:  # then there are two lines before it: the second has the first step in it again
-        lines = [(first[1], first[0].number - 1), *((s, before.number) for before, s in pairwise(first[1:]))]
+    if steady:  # then there are two lines before it
+        rest = first[1:] if twice else first
+        lines = [(rest[0], first[0].number - 1), *((s, before.number) for before, s in pairwise(rest))]
         middle = median(s.ms for s in steady[:WINDOW])
         excess = sum((s.ms - middle) * (s.number - before) for s, before in lines) / 1000
     known = {

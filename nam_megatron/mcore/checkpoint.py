@@ -125,12 +125,12 @@ def damage(folder: Path) -> Iterator[Problem]:
             yield Problem(f"checkpoint `{step}` is damaged: `{path.name}` is cut off", "schedule.load", hint)
 
 
-def sign(lowering: Lowering) -> None:
-    """Write beside the checkpoints to come what computes them."""
+def sign(lowering: Lowering, within: str = "") -> None:
+    """Write beside the checkpoints to come what computes them, or into the folder `within` there."""
     recipe = lowering.plan.recipe
     if recipe.schedule.save is None:
         return
-    folder = Path(recipe.schedule.save)
+    folder = Path(recipe.schedule.save) / within
     folder.mkdir(parents=True, exist_ok=True)
     texts = {PLAN: plan_json(lowering)}
     if recipe.data.name == "built":

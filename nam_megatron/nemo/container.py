@@ -9,10 +9,12 @@ Made for megatron-bridge 0.6.2.
 import dataclasses
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch  # noqa: F401  before Transformer Engine, which needs the libraries that torch loads
+from megatron.bridge.data import loaders
 from megatron.bridge.models.hybrid.hybrid_provider import HybridModelProvider
 from megatron.bridge.models.transformer_config import MLATransformerConfig
 from megatron.bridge.training import config as bridge_config
@@ -28,10 +30,11 @@ from nam_megatron import bridge
 from nam_megatron.bridge import Arguments
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.lower import Lowering, translate
-from nam_megatron.mcore import cross_entropy
+from nam_megatron.mcore import cross_entropy, wgrad
 from nam_megatron.mcore.pretrain import Float16ExceptMarked, keep_shipped_helpers, set_experts_apart
 from nam_megatron.nemo import overrides
 from nam_megatron.recipe import Recipe, from_tree, to_tree
+from nam_megatron.setting import CONNECTIONS
 
 # Bridge makes objects of YAML only where the name of their class begins with a registered prefix.
 register_allowed_target_prefix("nam_megatron.")
@@ -52,6 +55,9 @@ omegaconf_utils.logger.addFilter(_Dropped())
 keep_shipped_helpers()
 initialize.compile_helpers = dataset_utils.compile_helpers
 
+# Bridge draws the samples of evaluations at random where the data is of this class, whatever `dataloader_type` says.
+loaders.GPTDatasetConfig = ()
+
 
 # The model --------------------------------------------------------------------------------------------------------------
 
@@ -69,11 +75,13 @@ class NamProvider(HybridModelProvider):
     def provide(
         self, pre_process: bool | None = None, post_process: bool | None = None, vp_stage: int | None = None
     ) -> HybridModel:
-        model = super().provide(pre_process, post_process, vp_stage)
         recipe = self.lowering.plan.recipe
+        if recipe.precision.fused_grad_accumulation:
+            wgrad.provide()
+        model = super().provide(pre_process, post_process, vp_stage)
         if recipe.precision.cross_entropy == "fused":
             cross_entropy.provide([model])
-        if not recipe.feature.muon.on:
+        if not (recipe.feature.muon.on or recipe.feature.megatron_fsdp.on):  # as `plain_adam` has it
             set_experts_apart(model)
         return model
 
@@ -164,10 +172,22 @@ class NamContainer(bridge_config.ConfigContainer):
         """Refuse what the recipe would refuse, then Bridge's own checks.
 
         Raises:
-            Refused: the recipe's findings on the changed fields, or a change of a field that no recipe key decides.
+            Refused: the recipe's findings on the changed fields, a change of a field that no recipe key decides, or an environment
+                that contradicts the recipe.
         """
         overrides.settle(self)
+        raise_if(_otherwise(self.model.lowering))
         super().validate()
+
+
+def _otherwise(lowering: Lowering) -> Iterator[Problem]:
+    """The environment where it contradicts the plan: Bridge sets what is missing there, and lets stand what is not."""
+    for env in lowering.env:
+        here = os.environ.get(env.name)
+        if here in (None, env.value) or (env.value is None and env.name == CONNECTIONS):
+            continue
+        wanted = "it unset" if env.value is None else f"`{env.value}`"
+        yield Problem(f"{env.name} is `{here}`, and the plan needs {wanted}: {env.why}", hint=f"unset {env.name}")
 
 
 def container(lowering: Lowering) -> NamContainer:

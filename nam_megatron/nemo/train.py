@@ -12,23 +12,50 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from nam_megatron import train
-from nam_megatron.errors import INCOMPLETE, OK, REFUSED, Problem, Refused, raise_if
+from nam_megatron.errors import FINDINGS, INCOMPLETE, OK, REFUSED, Problem, Refused, raise_if
 from nam_megatron.lower import Lowering
 from nam_megatron.nemo import doctor
 
-# What Bridge leaves beside its checkpoints, and looks for when it loads one.
+# What Bridge leaves beside its checkpoints, and looks for when it loads one; it writes Megatron's tracker too.
 TRACKER = "latest_train_state.pt"
+# The folder for what computed these weights. Not beside them: there `nam_megatron.train` would take it for its own, find no count of
+# samples in the checkpoint, and begin the data anew.
+SIGNED = "nam_megatron"
 
 
 def objections(lowering: Lowering) -> Iterator[Problem]:
-    """Checkpoints that Bridge would not find, and start from random weights, or would write over."""
+    """Why this plan cannot load what it asks for, or must not save where it asks to."""
+    from nam_megatron.mcore import checkpoint
+
     s = lowering.plan.recipe.schedule
-    if s.load is not None and not (Path(s.load) / TRACKER).is_file():
-        hint = "set `schedule.load=null` to start afresh; checkpoints of `nam_megatron.train` are of another form"
-        yield Problem(f"no checkpoint of Megatron-Bridge's in `{s.load}`", "schedule.load", hint)
-    if s.save is not None and s.save != s.load and (Path(s.save) / TRACKER).exists():
+    if s.load is not None:
+        folder = Path(s.load)
+        if not all((folder / name).is_file() for name in (TRACKER, checkpoint.TRACKER)):
+            # Bridge would start from random weights.
+            hint = "set `schedule.load=null` to start afresh; checkpoints of `nam_megatron.train` are of another form"
+            yield Problem(f"no checkpoint of Megatron-Bridge's in `{s.load}`", "schedule.load", hint)
+            return
+        yield from checkpoint.damage(folder)
+        yield from at_odds(folder, folder / checkpoint.TRACKER)
+        yield from checkpoint.another(folder / SIGNED, lowering)
+    same = s.save is not None and s.load is not None and Path(s.load).resolve() == Path(s.save).resolve()
+    if s.save is not None and not same and (Path(s.save) / checkpoint.TRACKER).exists():
         hint = f"`schedule.load={s.save}` goes on with it; or name another folder"
         yield Problem(f"`{s.save}` holds the checkpoints of a run", "schedule.save", hint)
+
+
+def at_odds(folder: Path, tracker: Path) -> Iterator[Problem]:
+    """Whether somebody has set back Megatron's tracker alone: Bridge goes by its own."""
+    import torch
+
+    try:
+        step = str(torch.load(folder / TRACKER, weights_only=True)["step"].item())
+    except Exception as err:  # whatever a cut-off file makes torch raise
+        yield Problem(f"`{folder / TRACKER}` cannot be read: {err}", "schedule.load")
+        return
+    if (said := tracker.read_text(encoding="utf-8", errors="replace").strip()) != step:
+        hint = f"copy the `train_state.pt` of the step that is meant over `{folder / TRACKER}`"
+        yield Problem(f"`{tracker.name}` says step {said}, and `{TRACKER}` {step}", "schedule.load", hint)
 
 
 def main(words: Sequence[str]) -> int:
@@ -45,43 +72,37 @@ def main(words: Sequence[str]) -> int:
 
 def begin(job: train.Job) -> int:
     """Train an accepted job. Returns the exit code."""
+    from nam_megatron.mcore import checkpoint
+
     rank = int(os.environ[train.RANK])
     try:
-        raise_if(objections(job.lowering))
         raise_if(Problem(f.message, hint=f.hint) for f in doctor.findings() if f.fatal)
         if missing := train.unbuilt(job):
             return train.stop(rank, INCOMPLETE, missing)
-        run(job.lowering)
+        raise_if(objections(job.lowering))
+        if not rank:
+            checkpoint.sign(job.lowering, SIGNED)
+            train.announce(job.plan)
+        return run(job)
     except Refused as refused:
         return train.stop(rank, REFUSED, refused.render())
-    return OK
+    except SystemExit as end:
+        if end.code is not None:
+            raise
+        return train.stop(rank, FINDINGS, "error: Megatron-Bridge gave up before the end; its reason stands above\n")
 
 
-def run(lowering: Lowering) -> None:
-    """Train a lowering by Bridge; returns on every rank once training is over. Raises Refused."""
-    from nam_megatron.mcore import pretrain as ours
+def run(job: train.Job) -> int:
+    """Train by Bridge. Returns the exit code, on every rank, once training is over. Raises Refused, and SystemExit as Bridge does."""
+    from nam_megatron.nemo import pretrain
     from nam_megatron.nemo.container import container
 
-    made = container(lowering)
-    from megatron.bridge.training.callbacks import Callback
-    from megatron.bridge.training.gpt_step import forward_step
-    from megatron.bridge.training.pretrain import pretrain
-
-    class Readings(Callback):
-        """The same lines in the log as `nam_megatron.train` writes."""
-
-        def on_data_init_start(self, context) -> None:
-            ours.READINGS.built()
-
-        def on_train_step_end(self, context) -> None:
-            ours.READINGS.step(context.state.train_state.step)
-
-        def on_train_end(self, context) -> None:
-            ours.READINGS.end(context.state.train_state.step)
-
-    if not int(os.environ[train.RANK]):
-        train.announce(lowering.plan)
-    pretrain(made, forward_step, callbacks=[Readings()])
+    try:
+        pretrain.run(container(job.lowering), train.operations(job.plan))
+    except pretrain.NonFinite as stopped:
+        print(f"error: {stopped}", file=sys.stderr, flush=True)
+        return FINDINGS
+    return OK
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ import importlib
 from pathlib import Path
 
 import pytest
+import torch
+from megatron.bridge.models.hybrid.hybrid_provider import HybridModelProvider
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.utils.omegaconf_utils import (
     apply_overrides,
@@ -168,6 +170,29 @@ def test_a_validated_container_comes_back_from_its_checkpoint(ranks, tmp_path):
 def test_what_bridge_cannot_do_is_refused_by_name(overrides, said):
     with pytest.raises(Refused, match=said):
         nemo.recipe("nam56r_native_dp", overrides)
+
+
+def test_an_environment_that_contradicts_the_recipe_is_refused(ranks, monkeypatch):
+    """Runners apply the container's variables only where there are none of that name."""
+    ranks(8)
+    fused = "nam56r_native_dp_fused"
+    monkeypatch.setenv("NVTE_NORM_FWD_USE_CUDNN", "1")
+    overridden(preset=fused)
+    with pytest.raises(Refused, match="NVTE_NORM_FWD_USE_CUDNN is `1`, and the plan needs it unset"):
+        overridden()
+    monkeypatch.setenv("NVTE_NORM_FWD_USE_CUDNN", "0")
+    with pytest.raises(Refused, match="NVTE_NORM_FWD_USE_CUDNN is `0`, and the plan needs `1`"):
+        overridden(preset=fused)
+
+
+@pytest.mark.parametrize(("overrides", "apart"), [((), True), (("feature.megatron_fsdp.enabled=true",), False)])
+def test_experts_stand_apart_where_megatrons_ddp_keeps_them(overrides, apart, monkeypatch):
+    model = torch.nn.ModuleDict(
+        {"layer": torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict({"experts": torch.nn.Linear(1, 1)})})}
+    )
+    monkeypatch.setattr(HybridModelProvider, "provide", lambda *_: model)
+    nemo.recipe("nam56r_native_dp", overrides).model.provide()
+    assert all(getattr(p, "allreduce", True) is not apart for p in model.parameters())
 
 
 def test_recipe_functions():

@@ -4,6 +4,7 @@ In a process of its own: Megatron is imported without Transformer Engine, so tha
 """
 
 import functools
+import logging
 import os
 import re
 import sys
@@ -15,15 +16,20 @@ sys.path[:0] = [str(TESTS / "cpu")]
 
 import pretend  # noqa: E402
 import pytest  # noqa: E402
+import torch  # noqa: E402
 from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
+from megatron.core.rerun_state_machine import get_rerun_state_machine  # noqa: E402
 
+from launch import steps as log  # noqa: E402
 from nam_megatron import argv, train  # noqa: E402
 from nam_megatron.lower import translate  # noqa: E402
+from nam_megatron.mcore import checkpoint, rate  # noqa: E402
 from nam_megatron.recipe import load  # noqa: E402
 
 sys.path.insert(0, str(TESTS / "nemo" / "stand_in"))
 
 import megatron.bridge.training.setup as bridge_setup  # noqa: E402
+import transformer_engine.pytorch.cpp_extensions as engine  # noqa: E402
 
 import nam_megatron.nemo.container as container  # noqa: E402
 import nam_megatron.nemo.train as nemo_train  # noqa: E402
@@ -42,14 +48,31 @@ SMALL = (
     "schedule.log_interval=1",
 )
 LAYOUTS = {
-    "one": (),
+    "one": ("schedule.eval_steps=1", "schedule.eval_interval=2"),
     "tensor": ("cluster=h200_2", "parallel.tensor=2", "parallel.sequence=true"),
     "pipeline": ("cluster=h200_2", "parallel.pipeline=2"),
+    # As far as conf/overlay/fused.yaml runs without a GPU.
+    "fused": (
+        "cluster=h200_2",
+        "precision.fused_grad_accumulation=true",
+        "model.blocks.moe.dispatcher=local",
+        "model.blocks.moe.fused_weighted_squared_relu=true",
+        "model.blocks.mamba2.strided=true",
+        "schedule.manual_gc_interval=2",
+    ),
 }
 
 
-def steps(plan: Path, main, overrides: tuple[str, ...]) -> dict[int, tuple[float, float]]:
-    """Step -> (loss, gradient norm) as logged by a run of `main`."""
+def general_gemm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor, **_) -> None:
+    """Transformer Engine's, as the linear layers' weight gradients need it."""
+    out += b.float().t() @ a.float()
+
+
+engine.general_gemm = general_gemm
+
+
+def ran(plan: Path, main, *overrides: str) -> list[pretend.Rank]:
+    """How `main` trained the small model."""
     lowering = translate(load("nam56r_smoke", (*SMALL, *overrides)))
     plan.write_text(argv.plan_json(lowering))
     words = ["--nam-plan", str(plan), *argv.argv(lowering)]
@@ -59,11 +82,19 @@ def steps(plan: Path, main, overrides: tuple[str, ...]) -> dict[int, tuple[float
         os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
         return main(words)
 
-    ranks = pretend.fork(lowering.plan.recipe.world_size, job)
+    return pretend.fork(lowering.plan.recipe.world_size, job)
+
+
+def steps(ranks: list[pretend.Rank]) -> dict[int, tuple[float, float]]:
+    """Step -> (loss, gradient norm) as logged by a run that ended well."""
     assert all(rank.code == 0 for rank in ranks), "".join(rank.err[-3000:] for rank in ranks)
     line = re.compile(r"iteration +(\d+)/.*lm loss: (\S+) .*grad norm: (\S+) ")
     found = [line.search(text) for rank in ranks for text in rank.out.splitlines()]
     return {int(hit[1]): (float(hit[2]), float(hit[3])) for hit in found if hit}
+
+
+def evaluations(ranks: list[pretend.Rank]) -> list[str]:
+    return re.findall(r"(?:validation|test) (?:loss|set)?.*?lm loss value: (\S+)", "".join(rank.out for rank in ranks))
 
 
 def by_bridge(words: list[str]) -> int:
@@ -71,6 +102,7 @@ def by_bridge(words: list[str]) -> int:
     bridge_setup.initialize_megatron = functools.partial(bridge_setup.initialize_megatron, allow_no_cuda=True)
     rope_utils.fused_apply_rotary_pos_emb = object()
     nemo_train.doctor.findings = lambda: iter(())
+    logging.basicConfig(force=True)  # pytest would keep what Bridge logs
     provide = container.NamProvider.provide
 
     def without_fused_rope(self, *args, **kwargs):
@@ -83,11 +115,69 @@ def by_bridge(words: list[str]) -> int:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_both_train_the_same(layout, tmp_path):
-    ours = steps(tmp_path / "plan.json", lambda words: train.main(words, time.time()), LAYOUTS[layout])
-    theirs = steps(tmp_path / "plan.json", by_bridge, LAYOUTS[layout])
+    by_megatron = ran(tmp_path / "plan.json", lambda words: train.main(words, time.time()), *LAYOUTS[layout])
+    by_bridges = ran(tmp_path / "plan.json", by_bridge, *LAYOUTS[layout])
+    ours, theirs = steps(by_megatron), steps(by_bridges)
+    assert evaluations(by_megatron) == evaluations(by_bridges)
+    assert len(evaluations(by_bridges)) == 4 * (layout == "one"), "twice, at the end, and of the test split"
     assert set(ours) == set(theirs) == {1, 2, 3, 4}
     # Megatron's line of step 2 is the mean of the first two.
     theirs[2] = (theirs[1][0] + theirs[2][0]) / 2, theirs[2][1]
     for step in ours:
         assert theirs[step] == pytest.approx(ours[step], rel=1e-6), step
     assert ours[4][0] < ours[1][0]
+
+
+def test_commands_that_stop_and_resume_are_one_run(tmp_path):
+    """And each says in its log what a launcher looks for."""
+    plan, save = tmp_path / "plan.json", tmp_path / "ckpt"
+    saved = (f"schedule.save={save}", "schedule.save_interval=2", "schedule.stop_every=2")
+    (first,) = ran(plan, by_bridge, *saved)
+    begun = steps([first])
+    goes_on = (*saved, f"schedule.load={save}")
+    assert refusals(*goes_on) == []
+    assert refusals(*goes_on, "optim.lr=0.002")[0].startswith("the checkpoint has `optim.lr`")
+    assert refusals(*saved) == [f"`{save}` holds the checkpoints of a run"]
+    assert "no checkpoint in" not in str(megatrons(*goes_on)) and megatrons(*goes_on), (
+        "its samples are not counted there"
+    )
+    (second,) = ran(plan, by_bridge, *goes_on)
+    whole = steps(ran(plan, by_bridge))
+    assert begun | steps([second]) == whole and (set(begun), set(whole)) == ({1, 2}, {1, 2, 3, 4})
+    assert "Traceback" not in first.err
+    said = log.read(first.out.splitlines())
+    assert [(s.step, s.done) for s in said.saves] == [(2, False), (2, True)]
+    assert [(r.when, r.step) for r in said.readings] == [("built", 0), ("step", 1), ("end", 2)]
+    assert all(rate.NAME in step.values for step in said.steps.values())
+    (save / "latest_checkpointed_iteration.txt").write_text("1")
+    assert any("says step 1, and `latest_train_state.pt` 4" in text for text in refusals(*goes_on))
+
+
+def refusals(*overrides: str) -> list[str]:
+    return [problem.message for problem in nemo_train.objections(translate(load("nam56r_smoke", (*SMALL, *overrides))))]
+
+
+def megatrons(*overrides: str) -> list:
+    return list(checkpoint.objections(translate(load("nam56r_smoke", (*SMALL, *overrides)))))
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_nan_ends_the_run_and_is_traced(step, tmp_path):
+    def poisoned(words: list[str]) -> int:
+        provide = container.NamProvider.provide
+
+        def with_nan(*args, **kwargs):
+            model = provide(*args, **kwargs)
+            now = get_rerun_state_machine
+            model.decoder.layers[2].register_forward_hook(
+                lambda _, __, output: output * torch.nan if now().current_iteration == step else output
+            )
+            return model
+
+        container.NamProvider.provide = with_nan
+        return by_bridge(words)
+
+    (rank,) = ran(tmp_path / "plan.json", poisoned)
+    assert rank.code == 1
+    assert f"error: step {step}, rank 0: the loss is nan; first seen in the output of decoder.layers.2" in rank.err
+    assert "Traceback" not in rank.err
