@@ -127,7 +127,8 @@ def runs() -> Iterator[str]:
         whole = came["end"] == "completed"
         cells = (
             f"[{path.parent.name}](../receipts/{path.parent.name}/receipt.json)",
-            f"{recipe['model']['depth']}, {recipe['lane']['name']}",
+            f"{recipe['model']['depth']}, {recipe['lane']['name']}"
+            + (", by Megatron-Bridge" if found["job"]["trainer"] == "bridge" else ""),
             recipe["cluster"]["gpus_per_node"] * recipe["cluster"]["nodes"],
             f"{recipe['schedule']['global_batch_size']}, {figures['steps']}"
             + ("" if whole else f" of {figures['planned_steps']}, {came['end']}"),
