@@ -13,11 +13,11 @@
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import NoReturn
 
 from launch.words import parse
-from nam_megatron.errors import OK, REFUSED, Problem, Refused
+from nam_megatron.errors import OK, Problem, Refused, finish, raise_if_twice
 
 WITH_A_RECIPE = ("show", "check", "run")
 # Verb -> its options, written KEY=VALUE.
@@ -31,44 +31,26 @@ OPTIONS = {
 
 
 def main() -> NoReturn:
+    finish(command)
+
+
+def command() -> int:
     verb, *rest = sys.argv[1:] or ["--help"]
     if verb in ("-h", "--help", "help"):
         print(__doc__)
-        sys.exit(OK)
+        return OK
     if verb in WITH_A_RECIPE:
         from launch import app
 
         app.run(verb, rest)
-    try:
-        if verb not in OPTIONS:
-            raise Refused(Problem(f"no verb `{verb}`", None, f"there are: {', '.join((*WITH_A_RECIPE, *OPTIONS))}"))
-        if {"-h", "--help"} & set(rest):
-            print(__doc__)
-            sys.exit(OK)
-        code = plain(verb, *parse(rest, OPTIONS[verb]))
-        sys.stdout.flush()
-        sys.exit(code)
-    except Refused as refused:
-        sys.stderr.write(refused.render())
-        sys.exit(REFUSED)
-    except BrokenPipeError:  # `| head` has read enough
-        sys.stderr.close()
-        sys.exit(OK)
-
-
-def plain(verb: str, names: Sequence[str], options: Mapping[str, str]) -> int:
-    """The verbs without a recipe; each imports its own module only."""
-    if verb == "compare":
-        from launch import compare as module
-    elif verb == "receipts":
-        from launch import receipts as module
-    elif verb == "inspect":
-        from launch import inspect as module
-    elif verb == "patch":
-        from launch import patch as module
-    else:
-        from launch import stack as module
-    return module.command(names, options)
+    if verb not in OPTIONS:
+        raise Refused(Problem(f"no verb `{verb}`", None, f"there are: {', '.join((*WITH_A_RECIPE, *OPTIONS))}"))
+    module = import_module(f"launch.{verb}")  # each imports what it needs only
+    if {"-h", "--help"} & set(rest):
+        print(module.__doc__, __doc__, sep="\n")
+        return OK
+    raise_if_twice(word.removeprefix("--").partition("=")[::2] for word in rest if word.startswith("--") or "=" in word)
+    return module.command(*parse(rest, OPTIONS[verb]))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ def run(verb: str, rest: list[str]) -> NoReturn:
     overrides = tuple(rest)
 
     def task(recipe: Recipe, words: Mapping[str, Any], origin: Origin) -> int:
+        sys.stderr.write(origin.unnamed_preset(recipe.preset.name))
         context = Context(translate(recipe), checked(verb, words), overrides, os.environ)
         return {"show": show, "check": check, "run": train}[verb](context)
 

@@ -77,7 +77,8 @@ def objections(context: "Context") -> Iterator[Problem]:
         yield Problem("several pods are started with Megatron's trainer", "trainer", "`trainer=megatron`")
     for kind, path in context.cluster.storage.model_dump().items():
         if not path.startswith("/"):
-            yield Problem(f"`{path}` is no path in a pod", f"cluster.storage.{kind}", "make it absolute")
+            hint = f"name where the claim `{kind}` is mounted: `cluster.storage.{kind}=/{kind}`"
+            yield Problem(f"`{path}` is no path in a pod", f"cluster.storage.{kind}", hint)
 
 
 class Dumper(yaml.SafeDumper):

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,11 @@ from nam_megatron.errors import FINDINGS, OK, Problem, Refused, quoted, raise_if
 ROOT = Path(__file__).parent.parent / "patches"
 TRAILERS = ("Reason", "Upstream", "Drop-when", "Test")
 BASE_TAG = "pristine"
+# What brings packages in another state than `patched` there.
+REMEDY = {
+    "pristine": "`python -m launch patch apply {project}` patches it",
+    "foreign": "install it again; changes to it belong into patches/",
+}
 WHO = ("-c", "user.name=nam_megatron", "-c", "user.email=nam_megatron@users.noreply.invalid")
 
 
@@ -90,8 +96,9 @@ def read(folder: Path) -> Queue:
             series,
         )
     except (OSError, ValueError, KeyError, TypeError) as err:
+        why = f"{err.strerror}: `{Path(err.filename).name}`" if isinstance(err, OSError) else err
         raise Refused(
-            Problem(f"`{_shown(folder)}` is no patch queue: {err}", None, "it needs pin.toml and series")
+            Problem(f"`{_shown(folder)}` is no patch queue: {why}", None, "it needs pin.toml and series")
         ) from None
 
 
@@ -273,6 +280,9 @@ def verify(chosen: Sequence[Queue], onto: Path | None) -> int:
         tree = queue.tree(root)
         states.append(queue.word(tree))
         print(f"{queue.name}: {states[-1]}, tree {tree}")
+        if states[-1] in REMEDY:
+            where = f"{queue.project} onto={onto}" if onto else queue.project
+            sys.stderr.write(f"hint: {REMEDY[states[-1]].format(project=where)}\n")
     return OK if all(state == "patched" for state in states) else FINDINGS
 
 

@@ -29,6 +29,7 @@ from nam_megatron.errors import Problem, Refused
 SCHEMA = "nam_megatron.receipt/1"
 FILE, LOCK, RESERVE, LOG, PLAN, DIFF = "receipt.json", "lock", "reserve", "log.txt", "plan.json", "diff.patch"
 RESERVED = 4 << 20  # bytes
+STATES = ("open", "sealed")
 ENDS = ("completed", "failed", "refused", "interrupted", "lost")
 # Written as they are: they name no machine, and readers depend on them.
 OURS = ("schema", "run", "opened", "state", "lineage")
@@ -111,10 +112,11 @@ def read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as err:
-        raise Refused(Problem(f"`{path}` is no receipt: {err}", None, hint)) from None
+        why = err.strerror if isinstance(err, OSError) else err
+        raise Refused(Problem(f"`{path}` is no receipt: {why}", None, hint)) from None
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise Refused(Problem(f"`{path}` is no receipt of schema `{SCHEMA}`", None, hint))
-    if content.get("state") not in ("open", "sealed") or not isinstance(content.get("run"), str):
+    if content.get("state") not in STATES or not isinstance(content.get("run"), str):
         raise Refused(Problem(f"`{path}` is a damaged receipt", None, hint))
     if content["state"] == "sealed" and content.get("seal") != digest(content):
         raise Refused(

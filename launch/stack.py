@@ -58,11 +58,7 @@ def load(path: Path = LOCK) -> Lock:
     """Raises Refused for a file that is no lock."""
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
-        packages = tuple(
-            Package(**{k: v for k, v in entry.items() if k != "with"}, with_=tuple(entry.get("with", ())))
-            for entry in tree["package"]
-        )
-        cuda = tree["torch_cuda"]
+        cuda, packages = tree["torch_cuda"], tuple(map(_package, tree["package"]))
         if not packages or packages[0].name != "torch":
             raise ValueError("the first package must be torch: all others are built against it")
         if bad := [p.name for p in packages if p.source not in SOURCES]:
@@ -70,8 +66,24 @@ def load(path: Path = LOCK) -> Lock:
         if bad := [v for p in packages for v in (p.name, p.version, p.env, cuda) if not isinstance(v, str)]:
             raise ValueError(f"{bad[0]!r} stands where a word should")
         return Lock(cuda, packages)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as err:
-        raise Refused(Problem(f"`{path}` is no lock file: {err}", "lock", f"see launch/{LOCK.name}")) from None
+    except OSError as err:
+        why = err.strerror
+    except KeyError as err:
+        why = f"it has no `{err.args[0]}`"
+    except (ValueError, TypeError) as err:
+        why = str(err)
+    raise Refused(Problem(f"`{path}` is no lock file: {why}", "lock", f"see launch/{LOCK.name}"))
+
+
+def _package(entry: Mapping[str, Any]) -> Package:
+    """Raises KeyError or ValueError for an entry that is no package."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"{entry!r} stands where a package should")
+    named = {"name": entry["name"], "version": entry["version"], "source": entry["source"]}
+    more = {k: v for k, v in entry.items() if k not in named and k != "with"}
+    if unknown := more.keys() - {"module", "env", "alone"}:
+        raise ValueError(f"a package has no `{min(unknown)}`")
+    return Package(**named, **more, with_=tuple(entry.get("with", ())))
 
 
 def versions(lock: Lock) -> dict[str, str | None]:
@@ -153,10 +165,8 @@ def megatron() -> tuple[Finding, str | None]:
     except (Refused, OSError) as err:
         return Finding("patches", "fail", f"which Megatron this is cannot be told: {err}", STEPS), None
     if state == "foreign":
-        hint = "install it again; changes to it belong into patches/"
-        return Finding(
-            "patches", "fail", f"the installed Megatron is neither {queue.name} nor our patched one", hint
-        ), state
+        what = f"the installed Megatron is neither {queue.name} nor our patched one"
+        return Finding("patches", "fail", what, patch.REMEDY[state]), state
     said = (
         "is patched"
         if state == "patched"

@@ -1,18 +1,19 @@
 """What every command shares: Hydra composes, we check, messages and exit codes are ours."""
 
-import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import hydra
 from hydra._internal import utils as hydra_utils
 from hydra._internal.hydra import Hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nam_megatron.errors import OK, REFUSED, Problem, Refused
+from nam_megatron.errors import OK, REFUSED, Refused, finish, raise_if_twice, unwritten
 from nam_megatron.origin import Origin, hydra_problem
 from nam_megatron.recipe import Recipe, conf_dir, from_config
 
@@ -27,7 +28,12 @@ def run(config_name: str, keys: Sequence[str], task: Task) -> NoReturn:
         keys: its top-level keys that are the command's words and not the recipe's.
         task: gets the recipe, those words and where things were set; returns the exit code. Called once per job of a multirun.
     """
+    finish(lambda: _run(config_name, keys, task))
+
+
+def _run(config_name: str, keys: Sequence[str], task: Task) -> int:
     sys.argv[1:] = [f"preset={a.removeprefix('conf=')}" if a.startswith("conf=") else a for a in sys.argv[1:]]
+    raise_if_twice(_given(sys.argv[1:]))
     codes = [OK]
     # Outside a job Hydra composes, and whatever it raises is over what it was given; in a job, errors are ours.
     in_job = False
@@ -45,9 +51,9 @@ def run(config_name: str, keys: Sequence[str], task: Task) -> NoReturn:
         except Refused as refused:
             codes.append(_refuse(refused, origin))
         except OSError as err:
-            if err.filename:  # not stdout
+            if (code := unwritten(err)) is None:
                 raise
-            codes.append(_unwritten(err))
+            codes.append(code)
         in_job = False
 
     # Hydra would print its own errors and exit with 1; ours name the key, give a hint, and exit with 2.
@@ -55,14 +61,37 @@ def run(config_name: str, keys: Sequence[str], task: Task) -> NoReturn:
     Hydra.get_mode = _mode
     try:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=config_name)(job)()
-        sys.stdout.flush()
-    except BrokenPipeError as err:
-        codes.append(_unwritten(err))
     except Exception as err:
         if in_job:
             raise
-        codes.append(_refuse(Refused(hydra_problem(err))))
-    sys.exit(max(codes))
+        code = unwritten(err)
+        codes.append(_refuse(Refused(hydra_problem(err))) if code is None else code)
+    return max(codes)
+
+
+def _given(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """(key, value) of every override: `key`, `+key` and `++key` are one key, and a mapping gives each of its keys."""
+    for word in words:
+        key, sign, value = word.partition("=")
+        if not sign or word.startswith(("-", "~")):
+            continue
+        key = key.lstrip("+")
+        key = "conf" if key == "preset" else key  # as it was typed, most likely
+        if value.startswith("{"):
+            try:
+                yield from _leaves(key, OverridesParser.create().parse_override(word).value())
+                continue
+            except OverrideParseException:  # Hydra will say so
+                pass
+        yield key, value
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _leaves(f"{key}.{name}", inner)
+    else:
+        yield key, str(value)
 
 
 def _mode(hydra_app: Hydra, config_name: str | None, overrides: Sequence[str], ask=Hydra.get_mode) -> Any:
@@ -75,14 +104,6 @@ def _words(cfg: DictConfig, keys: Sequence[str]) -> dict[str, Any]:
         return {key: cfg[key] for key in keys}
     except OmegaConfBaseException as err:
         raise Refused(hydra_problem(err)) from None
-
-
-def _unwritten(err: OSError) -> int:
-    """stdout is closed or full. What is still buffered goes nowhere, or Python would complain once more at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if isinstance(err, BrokenPipeError):  # `| head` has read enough
-        return OK
-    return _refuse(Refused(Problem(f"cannot write the output: {err.strerror}", None, "give it somewhere with room")))
 
 
 def _refuse(refused: Refused, origin: Origin | None = None) -> int:

@@ -100,33 +100,38 @@ def load_plan(path: Path | str) -> Lowering:
     Raises:
         Refused: if it cannot be read, or if its recipe means something else to this version of nam_megatron.
     """
-    path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
-        recipe = json.loads(text)["recipe"]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError) as err:
-        raise Refused(
-            Problem(
-                f"`{path}` is no plan.json: {err}",
-                None,
-                "write one with `python -m nam_megatron.translate ... out=DIR`",
-            )
-        ) from None
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as err:
+        raise Refused(_no_plan(str(path), err.strerror)) from None
+    except ValueError as err:
+        raise Refused(_no_plan(str(path), str(err))) from None
+    return parse_plan(text, str(path))
+
+
+def parse_plan(text: str, name: str) -> Lowering:
+    """`load_plan` of a text; `name` is what messages call it. Raises Refused."""
     try:
-        lowering = translate(from_tree(recipe))
+        tree = json.loads(text)
+    except (ValueError, RecursionError) as err:
+        raise Refused(_no_plan(name, str(err))) from None
+    if not isinstance(tree, dict) or "recipe" not in tree:
+        raise Refused(_no_plan(name, "it holds no recipe"))
+    try:
+        lowering = translate(from_tree(tree["recipe"]))
     except Refused as refused:
         first = refused.problems[0]
-        text = f"`{path}` holds no recipe that this version would train: {first.message}"
-        raise Refused(Problem(text, first.key, "translate the recipe again")) from None
+        said = f"`{name}` holds no recipe that this version would train: {first.message}"
+        raise Refused(Problem(said, first.key, "translate the recipe again")) from None
     if plan_json(lowering) != text:
-        raise Refused(
-            Problem(
-                f"`{path}` was edited, or written by another version: its recipe gives another plan now",
-                None,
-                "translate the recipe again",
-            )
-        )
+        said = f"`{name}` was edited, or written by another version: its recipe gives another plan now"
+        raise Refused(Problem(said, None, "translate the recipe again"))
     return lowering
+
+
+def _no_plan(name: str, why: str) -> Problem:
+    hint = "write one with `python -m nam_megatron.translate conf=NAME ... out=DIR`"
+    return Problem(f"`{name}` is no plan.json: {why}", None, hint)
 
 
 FORMATS = {"shell": shell, "lines": lines, "json": plan_json, "yaml": flat_yaml}

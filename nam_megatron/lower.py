@@ -3,6 +3,7 @@
 The sections of the recipe are lowered here; blocks and features bring their own settings.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -43,7 +44,7 @@ def lower(p: Plan) -> Lowering:
     problems = [
         *_layout(r),
         *_batches(r),
-        *_model_checks(r),
+        *_model_checks(p),
         *_data_checks(r),
         *_precision_checks(r),
         *_expert_checks(p),
@@ -352,11 +353,17 @@ def _precision_checks(r: Recipe) -> Iterator[Problem]:
         )
 
 
-def _model_checks(r: Recipe) -> Iterator[Problem]:
+def _model_checks(plan: Plan) -> Iterator[Problem]:
+    r = plan.recipe
     m, p = r.model, r.parallel
     if m.hidden_size % 8:
         message = f"hidden_size {m.hidden_size} is not a multiple of 8: rows of bf16 would not be 16 bytes apart"
         yield Problem(message, "model.hidden_size", f"{(m.hidden_size // 8 + 1) * 8} fits")
+    if "attention" not in plan.kinds and m.hidden_size % m.num_attention_heads:
+        # Megatron divides where `kv_channels` is not given.
+        step = math.lcm(8, m.num_attention_heads)
+        message = f"hidden_size {m.hidden_size} is not a multiple of num_attention_heads {m.num_attention_heads}"
+        yield Problem(message, "model.hidden_size", f"{(m.hidden_size // step + 1) * step} fits")
     for name in ("hidden_size", "num_attention_heads", "vocab_size", "ffn_hidden_size"):
         if getattr(m, name) % p.tensor:
             yield Problem(f"{name} {getattr(m, name)} is not divisible by tensor size {p.tensor}", f"model.{name}")

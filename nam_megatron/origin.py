@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
@@ -49,6 +49,11 @@ class Origin:
                 package = tuple(p for p in (default.package or "").split(".") if p)
                 files.append((path, package, yaml.compose(path.read_text(encoding="utf-8"), Loader=Loader)))
         return files
+
+    def unnamed_preset(self, name: str) -> str:
+        """A note for stderr where the command line leaves the preset to conf/recipe.yaml, which has `name`; else empty."""
+        named = any(text.startswith("preset=") for text in self.overrides)
+        return "" if named else f"note: no `conf=`: the preset {name}\n"
 
     def where(self, key: str) -> str | None:
         """`conf/model/nam56r.yaml:12`, or the override, or None if `key` is nowhere."""
@@ -105,7 +110,8 @@ def hydra_problem(err: Exception) -> Problem:
         group = re.search(r"Available options in '([^']*)'", text)[1]
         name = re.search(r"'([^']*)'", text.split("Could not find ")[-1])
         wanted = name[1].removeprefix(f"{group}/") if name else ""
-        close = difflib.get_close_matches(wanted, options, 1)
+        stem = wanted.rpartition("/")[2].removesuffix(".yaml")  # a path, as a shell completes it
+        close = difflib.get_close_matches(stem, options, 1)
         meant = f"did you mean `{close[0]}`? " if close else ""
         return Problem(f"no {group} `{wanted}`", group, f"{meant}there are: {', '.join(options)}")
     if isinstance(err, OverrideParseException):
@@ -113,7 +119,9 @@ def hydra_problem(err: Exception) -> Problem:
         return Problem(f"cannot read the override `{clipped(err.override)}`", None, hint)
     if match := re.search(r"Ambiguous value for argument '(.+)'", text):
         return Problem(
-            f"`{clipped(match[1])}` has several values", None, "a list is `KEY=[a,b]`; to sweep, add `--multirun`"
+            f"`{clipped(match[1])}` has several values",
+            None,
+            "a list is `KEY=[a,b]`; to sweep, add `--multirun` as the last word",
         )
     if text.startswith("Config group override"):
         return Problem(
@@ -170,15 +178,12 @@ def _options(text: str) -> list[str]:
 
 
 def _unknown_override(key: str) -> Problem:
-    from nam_megatron.recipe import Recipe, _fields_at, conf_dir
+    from nam_megatron.recipe import conf_dir, keys_at, keys_hint
 
     *parents, last = key.split(".")
-    try:
-        names: Iterable[str] = _fields_at(parents) if parents else Recipe.model_fields
-    except KeyError:
-        names = ()
     if not parents and (conf_dir() / last).is_dir():
         return Problem(f"no `{last}` is in use", last, f"to lay one over the preset: `+{last}=NAME`")
-    close = difflib.get_close_matches(last, list(names), 1)
+    close = difflib.get_close_matches(last, keys_at(parents), 1)
     meant = f", did you mean `{close[0]}`?" if close else ""
-    return Problem(f"unknown key `{last}`{meant}", ".".join(parents) or None, "`--cfg job` prints every key there is")
+    hint = keys_hint(() if close else parents)
+    return Problem(f"unknown key `{last}`{meant}", ".".join(parents) or None, hint)

@@ -6,7 +6,7 @@ Everything after this module sees `Recipe` only.
 import difflib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -271,10 +271,21 @@ def from_config(cfg: DictConfig, origin: Any = None, without: Iterable[str] = ()
         raise Refused(Problem(_first_line(err), key, "`${...}` names a key of the composed config"), origin) from None
     for key in without:
         tree.pop(key, None)
+    if features := list(_feature_as_a_group(origin.overrides if origin else ())):
+        raise Refused(features, origin)
     recipe = from_tree(tree, origin)
     if renamed := list(_lane_in_name_only(recipe)):
         raise Refused(renamed, origin)
     return recipe
+
+
+def _feature_as_a_group(overrides: Iterable[str]) -> Iterator[Problem]:
+    """`feature=fp8` would put the keys of one feature in the place of all of them."""
+    for text in overrides:
+        key, _, name = text.partition("=")
+        if key == "feature" and name in Features.model_fields:
+            hint = f"features are switched by key, e.g. `feature.{name}.{keys_at((key, name))[0]}=...`"
+            yield Problem(f"`{name}` is one feature, and `feature` is all of them", key, hint)
 
 
 def _lane_in_name_only(recipe: Recipe) -> Iterator[Problem]:
@@ -342,18 +353,24 @@ def _dotted(loc: Iterable[Any]) -> str:
     return text
 
 
-def _fields_at(loc: Iterable[Any]) -> Iterable[str]:
-    """Names of the keys that exist under `loc`."""
+def keys_at(loc: Iterable[Any]) -> tuple[str, ...]:
+    """Names of the keys that exist under `loc`, the parts of a key; none where `loc` itself does not exist."""
     model: Any = Recipe
     for part in loc:
         if isinstance(part, int):
             continue
-        annotation = model.model_fields[part].annotation
+        annotation = model.model_fields[part].annotation if part in model.model_fields else None
         args = getattr(annotation, "__args__", ())
         model = next((t for t in (annotation, *args) if isinstance(t, type) and issubclass(t, BaseModel)), None)
         if model is None:
             return ()
-    return model.model_fields
+    return tuple(model.model_fields)
+
+
+def keys_hint(loc: Sequence[Any]) -> str:
+    """For somebody who wrote a key under `loc` that does not exist. At the top a command has words of its own."""
+    names = keys_at(loc) if loc else ()
+    return f"there are: {', '.join(names)}" if names else "`--cfg job` prints every key there is"
 
 
 def _problem(error: Mapping[str, Any]) -> Problem:
@@ -361,9 +378,10 @@ def _problem(error: Mapping[str, Any]) -> Problem:
     kind, loc, value = error["type"], error["loc"], error.get("input")
     key = _dotted(loc)
     if kind == "extra_forbidden":
-        close = difflib.get_close_matches(str(loc[-1]), list(_fields_at(loc[:-1])), 1)
+        close = difflib.get_close_matches(str(loc[-1]), keys_at(loc[:-1]), 1)
         meant = f", did you mean `{close[0]}`?" if close else ""
-        return Problem(f"unknown key `{loc[-1]}`{meant}", _dotted(loc[:-1]) or key, place=key)
+        hint = None if close else keys_hint(loc[:-1])
+        return Problem(f"unknown key `{loc[-1]}`{meant}", _dotted(loc[:-1]) or key, hint, place=key)
     if kind == "missing" and isinstance(loc[-1], int):
         return Problem(f"item {loc[-1]}, counted from 0, is missing", _dotted(loc[:-1]))
     if kind == "missing":

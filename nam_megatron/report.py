@@ -54,7 +54,7 @@ def layout(p: Plan) -> str:
     """The parallel layout in one line; experts only where there are any."""
     r, a = p.recipe, p.recipe.parallel
     words = [
-        f"{r.world_size} GPUs ({r.cluster.name})",
+        f"{r.world_size} GPU{'s' * (r.world_size != 1)} ({r.cluster.name})",
         f"tensor {a.tensor}{' + sequence' if a.sequence else ''}",
         f"pipeline {a.pipeline}",
     ]

@@ -9,6 +9,7 @@ import json
 import sys
 from typing import Any
 
+from nam_megatron.errors import OK, Problem, Refused, finish
 from nam_megatron.features.names import Features
 from nam_megatron.recipe import Recipe
 
@@ -51,5 +52,12 @@ def render() -> str:
     return json.dumps(schema(), indent=1) + "\n"
 
 
+def command() -> int:
+    if sys.argv[1:] and sys.argv[1] not in ("-h", "--help"):
+        raise Refused(Problem(f"the schema takes no words, and here is `{sys.argv[1]}`", None, "`--help` says more"))
+    sys.stdout.write(__doc__ if sys.argv[1:] else render())
+    return OK
+
+
 if __name__ == "__main__":
-    sys.stdout.write(render())
+    finish(command)

@@ -60,7 +60,7 @@ def split(words: Sequence[str]) -> tuple[Path, tuple[str, ...]]:
     """The plan file and Megatron's arguments, from the command line."""
     at = words.index("--nam-plan") if "--nam-plan" in words else len(words)
     if at + 1 >= len(words):
-        hint = "torchrun --nproc-per-node N -m nam_megatron.train --nam-plan plan.json $(args)"
+        hint = "`python -m nam_megatron.translate conf=NAME ... out=DIR` writes one, and DIR/run.sh, which starts the training"
         raise Refused(Problem("no plan: the trainer trains what a plan file says", hint=hint))
     return Path(words[at + 1]), (*words[:at], *words[at + 2 :])
 
@@ -69,7 +69,8 @@ def objections(job: Job, argv: Sequence[str], environ: Mapping[str, str]) -> Ite
     """What speaks against running `job` in this process, as far as it can be told without importing torch."""
     world = job.plan.recipe.world_size
     if RANK not in environ or WORLD_SIZE not in environ:
-        yield Problem("this process was not started by torchrun", hint=f"start {world} processes with torchrun")
+        processes = f"{world} process{'es' * (world != 1)}"
+        yield Problem("this process was not started by torchrun", hint=f"start {processes} with torchrun")
     elif int(environ[WORLD_SIZE]) != world:
         cluster = job.plan.recipe.cluster
         hint = f"start {cluster.nodes} x {cluster.gpus_per_node} processes, or translate again with another `cluster`"
@@ -85,7 +86,7 @@ def objections(job: Job, argv: Sequence[str], environ: Mapping[str, str]) -> Ite
     if tuple(argv) != job.argv:
         yield Problem(
             f"the arguments are not the plan's: {difference(argv, job.argv)}",
-            hint="pass the plan's own, or translate again",
+            hint="start run.sh, which stands beside the plan, or pass `$(python -m nam_megatron.translate conf=NAME ...)`",
         )
     yield from unfit_data(job.plan)
 
@@ -105,12 +106,17 @@ def unfit_data(plan: Plan) -> Iterator[Problem]:
 
 
 def difference(given: Sequence[str], planned: Sequence[str]) -> str:
-    """How two command lines differ, by flag with its values."""
+    """How two command lines differ, by flag with its values; the first few."""
     here, there = flags(given), flags(planned)
     extra, missing = [f for f in here if f not in there], [f for f in there if f not in here]
     sides = ("given only", extra), ("in the plan only", missing)
-    parts = [f"{side} `{' '.join(words)}`" for side, words in sides if words]
+    parts = [f"{side} {listed(words)}" for side, words in sides if words]
     return "; ".join(parts) or "the same flags in another order or number"
+
+
+def listed(words: Sequence[str], most: int = 3, length: int = 60) -> str:
+    shown = ", ".join(f"`{w}`" if len(w) <= length else f"`{w[:length]}...`" for w in words[:most])
+    return shown + (f" and {len(words) - most} more" if len(words) > most else "")
 
 
 def flags(argv: Sequence[str]) -> list[str]:

@@ -1,38 +1,39 @@
 """The command: python -m nam_megatron.translate conf=nam56r"""
 
+import contextlib
 import difflib
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
 
 from nam_megatron import app, argv, report
-from nam_megatron.errors import OK, Problem, Refused
+from nam_megatron.errors import OK, Problem, Refused, quoted, raise_if
 from nam_megatron.lower import Lowering, translate
 from nam_megatron.mcore import v0_19
 from nam_megatron.origin import Origin
 from nam_megatron.recipe import Recipe, conf_dir, load
 
 KEYS = ("format", "out", "explain", "diff", "list")
+# What `out` writes: the name of each file, its text, and a piece of text by which one of ours is known.
+FILES = {
+    "args.txt": (argv.lines, "\n# identity: "),
+    "run.sh": (argv.run_script, "\n# identity: "),
+    "plan.json": (argv.plan_json, '{\n "nam_megatron": '),
+}
 
 
 def task(recipe: Recipe, words: Mapping[str, Any], origin: Origin) -> int:
     """Print what was asked for. The product goes to stdout; notes go to stderr, or stand in the table on a terminal."""
-    for key, word in words.items():
-        if word == "" or (word is not None and type(word) not in (str, int)):
-            raise Refused(
-                Problem(f"`{key}` takes one word, not `{word}`", key, "put a name into quotes if it needs them")
-            )
+    raise_if(_problems(words))
     form = words["format"]
-    if form != "auto" and form not in argv.FORMATS:
-        raise Refused(Problem(f"no format `{form}`", "format", f"there are: auto, {', '.join(argv.FORMATS)}"))
     if words["list"] is not None:
-        if words["list"] != "presets":
-            raise Refused(Problem(f"cannot list `{words['list']}`", "list", "there is `list=presets`"))
-        sys.stdout.write(presets())
+        sys.stdout.write(LISTS[words["list"]]())
         return OK
+    sys.stderr.write(origin.unnamed_preset(recipe.preset.name))
     lowering = translate(recipe)
     if words["out"] is not None:
         write(lowering, Path(str(words["out"])))
@@ -53,22 +54,60 @@ def task(recipe: Recipe, words: Mapping[str, Any], origin: Origin) -> int:
     return OK
 
 
+def _problems(words: Mapping[str, Any]) -> Iterator[Problem]:
+    """What is wrong with the command's words, each for itself first."""
+    for key, word in words.items():
+        if word == "" or (word is not None and type(word) not in (str, int)):
+            yield Problem(f"`{key}` takes one word, not `{word}`", key, "put a name into quotes if it needs them")
+            return
+    form = words["format"]
+    if form != "auto" and form not in argv.FORMATS:
+        yield Problem(f"no format `{form}`", "format", f"there are: auto, {', '.join(argv.FORMATS)}")
+    if words["list"] is not None and words["list"] not in LISTS:
+        yield Problem(f"cannot list `{words['list']}`", "list", f"there are {quoted(f'list={name}' for name in LISTS)}")
+    asked = [key for key in ("list", "explain", "diff") if words[key] is not None]
+    if len(asked) > 1:
+        yield Problem(f"`{asked[0]}` and `{asked[1]}` answer different questions", asked[1], "ask one at a time")
+    elif asked and form != "auto":
+        yield Problem(f"`{asked[0]}` has one form", "format", "leave `format` out")
+    elif asked == ["list"] and words["out"] is not None:
+        yield Problem("a list is printed, not written", "out", "leave `out` out")
+
+
 def write(lowering: Lowering, folder: Path) -> None:
-    """args.txt, run.sh and plan.json into `folder`."""
+    """FILES into `folder`, each put in place whole; two writers that mix theirs are caught by the trainer, which compares them.
+
+    Raises:
+        Refused: the folder cannot be written to, or holds a file of such a name that is none of ours.
+    """
+    replaced = []
+    parts = {name: folder / f".{name}.{os.getpid()}.part" for name in FILES}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, text in (
-            ("args.txt", argv.lines(lowering)),
-            ("run.sh", argv.run_script(lowering)),
-            ("plan.json", argv.plan_json(lowering)),
-        ):
-            (folder / name).write_text(text, encoding="utf-8")
-        (folder / "run.sh").chmod(0o755)
+        for name, (text_of, mark) in FILES.items():
+            text, path = text_of(lowering), folder / name
+            there = path.read_text(encoding="utf-8", errors="replace") if path.exists() else text
+            if mark not in there:
+                hint = "name another folder, or take the file away"
+                raise Refused(Problem(f"`{path}` was not written by `translate`", "out", hint))
+            replaced += [name] if there != text else []
+            parts[name].write_text(text, encoding="utf-8")
+        parts["run.sh"].chmod(0o755)
+        for name, part in parts.items():
+            part.replace(folder / name)
     except OSError as err:
         raise Refused(
             Problem(f"cannot write to `{folder}`: {err.strerror}", "out", "name a folder you may write to")
         ) from None
-    sys.stderr.write(f"wrote {folder}/args.txt, run.sh, plan.json\n")
+    finally:
+        with contextlib.suppress(OSError):
+            for part in parts.values():
+                part.unlink(missing_ok=True)
+    if replaced:
+        sys.stderr.write(
+            f"note: replaced {', '.join(replaced)} in {folder}: of another plan, another version, or edited\n"
+        )
+    sys.stderr.write(f"wrote {folder}/{', '.join(FILES)}\n")
 
 
 def explain(lowering: Lowering, name: str, origin: Origin) -> str:
@@ -99,6 +138,20 @@ def presets() -> str:
     found = [load(path.stem).preset for path in sorted((conf_dir() / "preset").glob("*.yaml"))]
     width = max(len(p.name) for p in found)
     return "".join(f"{p.name:<{width}}  {f'alias of {p.alias_of}' if p.alias_of else p.about}\n" for p in found)
+
+
+def overlays() -> str:
+    """Every file to lay over a preset, one line each: the first sentence of its comment."""
+    found = {}
+    for path in sorted((conf_dir() / "overlay").glob("*.yaml")):
+        head = takewhile(lambda line: line.startswith("# "), path.read_text(encoding="utf-8").splitlines())
+        said = " ".join(line[2:] for line in head if not line.startswith(("# @package", "# yaml-language-server")))
+        found[path.stem] = said.split(". ")[0].removesuffix(".")
+    width = max(map(len, found))
+    return "".join(f"{name:<{width}}  {said}\n" for name, said in found.items())
+
+
+LISTS = {"presets": presets, "overlays": overlays}
 
 
 def table(lowering: Lowering) -> None:

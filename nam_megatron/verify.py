@@ -415,7 +415,7 @@ def summary(lowering: Lowering, v: Verdict) -> str:
     elif v.not_built:
         verdict += f": everything built agrees; not built: {', '.join(s.owner for s in v.not_built)}"
     return (
-        f"{r.preset.name} on {r.world_size} GPUs against Megatron {v0_19.PIN}: {len(v.rows)} fields compared\n"
+        f"{r.preset.name} on {r.world_size} GPU{'s' * (r.world_size != 1)} against Megatron {v0_19.PIN}: {len(v.rows)} fields compared\n"
         f"fields:   {count['recipe']} follow from the recipe, {count['pinned']} are pinned, "
         f"{count['reviewed']} are reviewed defaults\n"
         f"{verdict}\n"
@@ -437,6 +437,7 @@ def task(recipe: Recipe, words: Mapping[str, Any], origin: Any) -> int:
     form = words["format"]
     if form not in ("auto", "table", "json"):
         raise Refused(Problem(f"no format `{form}`", "format", "there are: auto, table, json"))
+    sys.stderr.write(origin.unnamed_preset(recipe.preset.name))
     lowering = translate(recipe)
     with Oracle() as oracle:
         v = verify(lowering, oracle)

@@ -655,6 +655,10 @@ REFUSED = {
     "no such preset": (("against=nam57",), "@ against"),
     "a sweep that is none": (("sweep=depth",), "cannot read the sweep `depth` @ sweep"),
     "a sweep of nothing": (("sweep=depth:5:1",), "has no values @ sweep"),
+    "a sweep without end": (("sweep=seq_length:1:100000000:1",), "100,000,000 values, more than 10,000 @ sweep"),
+    "a sweep beyond numbers": (("sweep=seq_length:1:" + "9" * 5000,), "cannot read the sweep"),
+    "a sweep in JSON": (("sweep=depth:1:2", "format=json"), "`sweep` has no format `json` @ format"),
+    "JSON of one of two": (("against=nam56r", "format=json"), "`against` has no format `json` @ format"),
     "a picture of no format": (("plot=m.pdf",), "cannot draw `m.pdf` @ plot"),
     "a picture nowhere": (("plot=nowhere/m.png",), "there is no folder `nowhere` @ plot"),
     "less than balanced": (("imbalance=0.5",), "@ imbalance"),
@@ -669,6 +673,16 @@ def test_nonsense_is_refused_with_its_key(case):
     done = run("conf=nam56r_native_dp", *words)
     assert done.code == 2 and done.out == ""
     assert done.err.startswith("error: ") and message in done.err and "Traceback" not in done.err
+
+
+def test_the_hint_of_a_long_sweep_is_one_that_runs():
+    with pytest.raises(Refused) as refused:
+        search.values("seq_length:1:25003:2")
+    assert len(search.values(refused.value.problems[0].hint.split()[-1])[1]) <= search.MOST_POINTS
+
+
+def test_a_preset_that_nobody_named_is_said():
+    assert run("cluster=h200_1", "fit=depth").err.startswith("note: no `conf=`: the preset nam56r\n")
 
 
 def test_model_is_the_whole_of_its_stages():

@@ -1,6 +1,12 @@
 """The data command: what it writes is what was given, however often it is killed, and what it refuses, it names."""
 
 import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy
@@ -14,6 +20,7 @@ from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetC
 
 from nam_megatron.data import __main__ as command
 from nam_megatron.data import build, manifest, sources, tokenizer
+from nam_megatron.errors import Refused
 from nam_megatron.recipe import load
 
 TEXTS = [
@@ -128,6 +135,64 @@ def test_the_corpus_is_what_the_package_carries(tmp_path, capsys):
     assert len({row["text"] for row in rows}) == len(rows)
 
 
+# What was there before ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_corpus_is_written_over_nothing_and_whole_or_not_at_all(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("own.jsonl").write_text("mine")
+    Path("folder").mkdir()
+    for name in ("own.jsonl", "folder", "."):
+        assert refusal(capsys, "corpus", name, "--from", "numpy").startswith(f"error: `{name}` exists\n")
+    assert "`nothing-of-the-kind` is not" in refusal(
+        capsys, "corpus", "new.jsonl", "--from", "numpy", "--from", "nothing-of-the-kind"
+    )
+    assert refusal(capsys, "corpus", "none/new.jsonl", "--from", "numpy").startswith("error: no folder `none`\n")
+
+    def version(_: str) -> str:
+        """Somebody else is faster."""
+        Path("new.jsonl").write_text("theirs")
+        return "1"
+
+    monkeypatch.setattr(command.corpus.metadata, "version", version)
+    assert refusal(capsys, "corpus", "new.jsonl", "--from", "numpy").startswith("error: `new.jsonl` exists\n")
+    assert sorted(path.name for path in Path().iterdir()) == ["folder", "new.jsonl", "own.jsonl"]
+    assert (Path("own.jsonl").read_text(), Path("new.jsonl").read_text()) == ("mine", "theirs")
+
+
+def test_the_second_of_two_tokenizers_for_one_folder_is_refused(tmp_path, monkeypatch, capsys):
+    path, train = jsonl(tmp_path / "a.jsonl"), tokenizer.train
+
+    def slow(*words, **more):
+        """Is trained while another one is saved."""
+        made = train(*words, **more)
+        monkeypatch.setattr(tokenizer, "train", train)
+        assert run("tokenizer", tmp_path / "bpe", path, "--entries", 280) == 0
+        return made
+
+    monkeypatch.setattr(tokenizer, "train", slow)
+    assert f"`{tmp_path}/bpe` exists" in refusal(capsys, "tokenizer", tmp_path / "bpe", path, "--entries", 290)
+    assert tokenizer.load(tmp_path / "bpe").get_vocab_size() == 280
+    assert f"`{tmp_path}/bpe` exists" in refusal(capsys, "tokenizer", tmp_path / "bpe", path, "--entries", 290)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "bpe"]
+
+
+def test_a_dataset_is_built_in_a_folder_of_its_own(tmp_path, bpe, capsys):
+    path = jsonl(tmp_path / "a.jsonl")
+    words = ("--tokenizer", bpe, "--valid", "0.2", "--workers", 1)
+    assert f"`{path}` is a file, and a dataset is a folder" in refusal(capsys, "build", path, path, *words)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "train.bin").write_text("mine")
+    assert f"`{tmp_path}/other` holds `train.bin`" in refusal(capsys, "build", tmp_path / "other", path, *words)
+    assert (tmp_path / "other" / "train.bin").read_text() == "mine"
+    out = tmp_path / "set"
+    out.mkdir()
+    with build._locked(out):
+        assert f"another build is at work in `{out}`" in refusal(capsys, "build", out, path, *words)
+    assert run("build", out, path, *words) == 0
+    assert not (out / build.LOCK).exists()
+
+
 # Killed and started again ------------------------------------------------------------------------------------------------------
 
 
@@ -178,6 +243,21 @@ def test_a_killed_build_goes_on_and_ends_the_same(tmp_path, bpe, monkeypatch):
     before = len(finished)
     assert build.build(tmp_path / "killed", inputs, options) == made
     assert len(finished) == before, "a finished build was done again"
+
+
+def test_ctrl_c_is_a_line_whatever_the_processes_do(tmp_path, bpe):
+    jsonl(tmp_path / "a.jsonl", TEXTS * 1000)
+    options = ["--tokenizer", str(bpe), "--valid", "0.2", "--duplicates", "keep", "--workers", "2"]
+    begun = subprocess.Popen(
+        [sys.executable, "-m", "nam_megatron.data", "build", "set", "a.jsonl", *options], text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        cwd=tmp_path, start_new_session=True, env=os.environ | {"PYTHONPATH": str(Path(build.__file__).parents[2])},
+    )  # fmt: skip
+    while begun.poll() is None and not list(tmp_path.glob("set/work/*/*.bin")):
+        time.sleep(0.05)
+    os.killpg(begun.pid, signal.SIGINT)
+    assert begun.communicate(timeout=60) == ("", "interrupted\n")
+    assert begun.returncode == 130
 
 
 def test_other_data_is_not_written_over_a_dataset(tmp_path, bpe, capsys):
@@ -236,6 +316,13 @@ def test_rows_that_are_no_documents_are_named(tmp_path, bpe, capsys, monkeypatch
     assert refusal(capsys, *words).startswith(f"error: {tmp_path}/tree/latin.h: 'utf-8' codec can't decode")
 
 
+def test_an_option_that_is_given_twice_is_refused(capsys):
+    with pytest.raises(SystemExit) as end:
+        run("build", "set", "a.jsonl", "--tokenizer", "bpe", "--valid", "0.1", "--valid", "0.2")
+    assert end.value.code == 2
+    assert "argument --valid: given twice" in capsys.readouterr().err
+
+
 def test_duplicates_are_named_or_left_out_or_kept_by_choice(tmp_path, bpe, capsys):
     path = jsonl(tmp_path / "a.jsonl", [*TEXTS, TEXTS[3], "   ", TEXTS[0]])
     words = ("--tokenizer", bpe, "--valid", "0.2", "--workers", 1)
@@ -279,6 +366,8 @@ def test_an_unreadable_row_ends_the_training_of_a_tokenizer(tmp_path, capsys):
         (["not.parquet"], "is no Parquet file"),
         (["a.parquet", "--field", "body"], "has no column `body`"),
         (["a.jsonl", "--tokenizer", "none"], "`none` holds no tokenizer"),
+        ([".", "--suffix", ".zzz", "--suffix", ".h"], "no file in `.` ends in .h or .zzz"),
+        (["empty.jsonl"], "the inputs hold no documents"),
     ],
 )
 def test_what_cannot_be_an_input_is_refused(tmp_path, monkeypatch, bpe, capsys, words, said):
@@ -286,8 +375,10 @@ def test_what_cannot_be_an_input_is_refused(tmp_path, monkeypatch, bpe, capsys, 
     jsonl(tmp_path / "a.jsonl")
     for name in ("notes.txt", "not.parquet"):
         Path(name).write_text("x")
+    Path("empty.jsonl").write_text("\n")
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), "a.parquet")
-    assert said in refusal(capsys, "build", "set", "--tokenizer", bpe, *words, "--workers", 1)
+    tokenizer_of = () if "--tokenizer" in words else ("--tokenizer", bpe)
+    assert said in refusal(capsys, "build", "set", *words, *tokenizer_of, "--workers", 1)
 
 
 # A dataset that is not what it was ----------------------------------------------------------------------------------------------
@@ -300,7 +391,7 @@ def test_check_reads_every_byte(tmp_path, bpe, capsys):
     (out / "train.bin").write_bytes(data)
     assert run("check", out) == 1
     assert capsys.readouterr().err == (
-        f"error: `{out}/train.bin` is not what was built @ data.path\n\nhint: build the dataset again\n"
+        f"error: `{out}/train.bin` is not what was built\n\nhint: build the dataset again\n"
     )
     assert list(manifest.damage(out, manifest.read(out), thorough=False)) == []  # the trainer looks at sizes
     (out / "train.bin").write_bytes(data[:-2])
@@ -310,6 +401,7 @@ def test_check_reads_every_byte(tmp_path, bpe, capsys):
 
 def test_another_tokenizer_in_its_place_is_seen(tmp_path, bpe):
     out = built(tmp_path, bpe, jsonl(tmp_path / "a.jsonl"))
+    shutil.rmtree(out / "tokenizer")
     tokenizer.save(tokenizer.train([t.upper() for t in TEXTS], 285, progress=False), out / "tokenizer")
     problems = manifest.damage(out, manifest.read(out), thorough=False)
     assert any("tokenizer.json" in p.message for p in problems)
@@ -341,10 +433,33 @@ def test_what_check_finds_in_the_tokens_themselves(tmp_path, bpe):
     ]
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"version": 2}', "null"])
-def test_a_damaged_manifest_is_refused(tmp_path, capsys, text):
-    (tmp_path / "manifest.json").write_text(text)
-    assert "cannot be understood" in refusal(capsys, "check", tmp_path)
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "Invalid JSON: EOF"),
+        ("\xff", "Invalid JSON: "),
+        ("[" * 5000, "Invalid JSON: recursion limit"),
+        ("[]", "Input should be an object"),
+        ("null", "Input should be an object"),
+        ("{}", "version: Field required"),
+        ('{"version": 2}', "version: Input should be 1"),
+    ],
+)
+def test_a_damaged_manifest_is_refused(tmp_path, capsys, text, why):
+    (tmp_path / "manifest.json").write_text(text, encoding="latin-1")
+    said = refusal(capsys, "check", tmp_path)
+    assert said.startswith(f"error: `{tmp_path}/manifest.json` cannot be understood: {why}")
+    assert "data.path" not in said
+
+
+def test_where_a_relative_dataset_was_looked_for_is_said(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    hints = []
+    for folder in (Path("set"), tmp_path / "set"):
+        with pytest.raises(Refused) as refused:
+            manifest.read(folder)
+        hints.append(refused.value.problems[0].hint)
+    assert [str(tmp_path) in hint for hint in hints] == [True, False]
 
 
 # In Megatron's hands ------------------------------------------------------------------------------------------------------------

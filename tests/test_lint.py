@@ -18,9 +18,11 @@ from lint_cases import CASES, DSA, FSDP, GPT, HYBRID, LATER, MLA, MOE, NEEDS_CUD
 from presets import NAMES, lowered
 
 from nam_megatron import argv
+from nam_megatron.blocks.kinds import KINDS
+from nam_megatron.budget import parameters
 from nam_megatron.errors import Refused
 from nam_megatron.lint import __main__ as command
-from nam_megatron.lint import follow, lint, recipe, report, rules
+from nam_megatron.lint import describe, follow, lint, recipe, report, rules
 from nam_megatron.lint.read import read
 from nam_megatron.lint.rules import companions
 from nam_megatron.lint.rules.rule import FAIL
@@ -29,6 +31,9 @@ from nam_megatron.lint.values import Args, NotKnown
 from nam_megatron.lower import translate
 from nam_megatron.mcore import v0_19
 from nam_megatron.mcore.oracle import Oracle
+from nam_megatron.recipe import to_tree
+from nam_megatron.report import header
+from nam_megatron.translate import write
 
 ROOT = Path(__file__).parent.parent
 FIXTURES = sorted((Path(__file__).parent / "lint").iterdir())
@@ -178,7 +183,8 @@ def test_uneven_pipeline_stages(first, last, pipeline, fits, oracle):
 
 def test_every_rule_is_tested():
     planted = {name for path in FIXTURES for name in declared(path, "finds")}
-    assert planted | CASES.keys() == set(rules.BY_ID)
+    of_plans = {"not-the-plan", "not-built"}  # under "Our own presets"
+    assert planted | CASES.keys() | of_plans == set(rules.BY_ID)
 
 
 def test_traps_change_megatrons_config(oracle):
@@ -350,6 +356,13 @@ def test_text_without_a_launch_is_refused(text):
         lint(text)
 
 
+def test_broken_json_is_refused_by_its_own_name():
+    with pytest.raises(Refused) as refused:
+        lint('{"a": [1, 2', "bad.json")
+    assert "`bad.json` cannot be read" in str(refused.value) and "at line 1" in str(refused.value)
+    assert "unicode string" not in str(refused.value)
+
+
 def test_doubling_variables_end():
     script = "a=xxxxxxxx\n" + "a=$a$a\n" * 60 + "torchrun t.py --save $a --bf16"
     with pytest.raises(Refused, match="too long"):
@@ -424,6 +437,14 @@ def test_text_names_what_is_trained():
     assert text.splitlines()[-1].startswith("no finding; ")
 
 
+@pytest.mark.parametrize("base", [GPT, HYBRID, MOE, MLA, DSA], ids=["gpt", "hybrid", "moe", "mla", "dsa"])
+def test_text_has_no_value_that_nobody_said(base):
+    for flag in base:
+        for positions in ("rope", "learned_absolute"):
+            text = report.text(launch(base | {"--position-embedding-type": positions}, {flag: None}))
+            assert not re.search(r"\bNone\b", text), flag
+
+
 def test_text_of_findings():
     found = launch(GPT, {"--num-query-groups": "4", "--hiden-size": "3"})
     assert (
@@ -453,16 +474,114 @@ def test_json_is_the_same_for_programs():
 # Our own presets -------------------------------------------------------------------------------------------------------
 
 
+# What is true of a preset: it has hyper-connections, which are designed and not built.
+TRUE_OF = {name: {"not-built"} for name in ("nam52_h200_dense_ref_v1", "nam52_h200_moe_no_dsa_ref_v1")}
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("form", [*argv.FORMATS, "run.sh"])
 def test_preset_in_every_form_is_clean(name, form):
     lowering = lowered(name)
     text = argv.run_script(lowering) if form == "run.sh" else argv.FORMATS[form](lowering)
     found = lint(text)
-    # Our own DSA hands the shared top-k on by itself; Megatron's, which these words describe, would not.
+    # Our own DSA hands the shared top-k on by itself; Megatron's would not, and the words alone do not tell which trains them.
     reused = bool(lowering.plan.index_reuse)
-    assert [f.id for f in found.findings] == ["dsa-reuse-mask"] * reused
+    assert set(ids(found)) == (
+        TRUE_OF.get(name, set()) if form == "json" else {"dsa-reuse-kernels"} if reused else set()
+    )
     assert found.model.num_layers == len(lowering.plan.layers)
+
+
+@pytest.fixture
+def out(tmp_path):
+    """`translate conf=... out=DIR`, as a function of the recipe's words; gives DIR."""
+
+    def made(name: str, *overrides: str) -> Path:
+        write(lowered(name, *overrides), tmp_path / "out")
+        return tmp_path / "out"
+
+    return made
+
+
+def of(path: Path):
+    return lint(path.read_text(), str(path))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("file", ["plan.json", "run.sh"])
+def test_plan_of_a_preset_is_told_as_it_is_trained(name, file, out):
+    plan, found = lowered(name).plan, of(out(name) / file)
+    assert set(ids(found)) == TRUE_OF.get(name, set())
+    assert found.model.layers == tuple((l.number, l.kind) for l in plan.layers)
+    assert (found.model.count.total, found.model.count.active) == parameters(plan)
+    assert (found.args.launch.gpus, found.model.dp) == (plan.recipe.world_size, plan.recipe.data_parallel)
+    told = report.text(found)
+    assert all(KINDS[kind].title in told for kind in plan.kinds)
+    given_up = [line for line in header(lowered(name)) if line.startswith("gives up")]
+    assert all(line in " ".join(told.split()) for line in given_up)
+    assert all(seam.missing in told for seam in plan.not_built)
+
+
+@pytest.mark.parametrize(("overrides", "finds"), [
+    (["feature.recompute={granularity: full, modules: [], method: uniform, layers: 1}"], []),
+    (["model.blocks.dsa.kernels=naive"], []),
+    (["model.blocks.dsa.kernels=megatron"], []),
+    (["model.blocks.mla.latent_norm=false"], ["mla-no-latent-norm"]),
+    (["model.blocks.dsa.indexer_loss_coeff=0"], ["dsa-untrained-indexer"]),
+    (["feature.mtp.depths=0", "model.letters.E=mlp", "model.letters.A=attention", "model.substitute=[]", "model.linear_bias=true"], []),
+], ids=str)  # fmt: skip
+def test_plan_of_ours_has_the_findings_that_are_true_of_it(overrides, finds):
+    assert [f.id for f in lint(argv.plan_json(lowered("nam56r", *overrides))).findings] == finds
+
+
+@pytest.mark.parametrize(("kernels", "finds"), [("megatron", {"dsa-reuse-mask", "not-the-plan"}), ("fused", set())])
+def test_shared_topk_without_a_mask_is_a_trap_of_megatrons_kernels_alone(kernels, finds, out):
+    script = out("nam56r", f"model.blocks.dsa.kernels={kernels}") / "run.sh"
+    text, flag = script.read_text(), "--no-create-attention-mask-in-dataloader"
+    script.write_text(text if flag in text else f"{text.rstrip()} {flag}\n")
+    assert set(ids(of(script))) == finds
+
+
+def test_edited_plan_is_refused(out):
+    folder = out("nam56r_smoke")
+    plan = folder / "plan.json"
+    plan.write_text(plan.read_text().replace('"--seed"', '"--speed"'))
+    for file in ("plan.json", "run.sh"):
+        with pytest.raises(Refused, match=r"out/plan\.json` was edited"):
+            of(folder / file)
+
+
+def test_script_whose_plan_is_not_there_says_so(out, tmp_path):
+    folder = out("nam56r")
+    (folder / "plan.json").unlink()
+    (note, *_) = describe.notes((found := of(folder / "run.sh")).args, found.model)
+    assert note.startswith(f"`{folder}/plan.json` cannot be read from here")
+    assert lint((folder / "run.sh").read_text()).launch.plan is None  # from standard input: nobody knows where it lies
+
+
+@pytest.mark.parametrize(("was", "now", "says"), [
+    ("--lr 0.0003", "--lr 0.001", "given only `--lr 0.001`; in the plan only `--lr 0.0003`"),
+    ("--nproc-per-node 1", "--nproc-per-node 2", "2 GPUs, and the plan is for 1"),
+    ("unset NVTE_NORM_FWD_USE_CUDNN", "export NVTE_NORM_FWD_USE_CUDNN=1", "1, and the plan needs it unset"),
+    ("expandable_segments:True", "''", "unset, and the plan needs it expandable_segments:True"),
+])  # fmt: skip
+def test_script_that_departs_from_its_plan_will_fail(was, now, says, out):
+    script = out("nam56r_smoke") / "run.sh"
+    assert was in script.read_text()
+    script.write_text(script.read_text().replace(was, now))
+    (finding,) = of(script).findings
+    assert (finding.id, finding.severity, finding.detail) == ("not-the-plan", FAIL, says)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_plan_comes_back_as_its_own_recipe(name, tmp_path):
+    made = recipe.make(lint(argv.plan_json(lowered(name))), Path("back.yaml"))
+    assert made.refused is None and not (made.lost or made.added or made.keyless)
+    again, was = (
+        {k: v for k, v in to_tree(r).items() if k != "preset"}
+        for r in (recipe._load(made.yaml, "back"), lowered(name).plan.recipe)
+    )
+    assert again == was
 
 
 MIXERS = "the block at `M`: no flag says which"
@@ -494,6 +613,7 @@ def test_recipe_lists_what_it_does_not_carry():
     assert "--position-embedding-type none -> --position-embedding-type rope" in made.lost
     assert made.keyless == ["--tensorboard-dir tb"]
     assert any(line.startswith("GPT layers: 8 layers of two parts become 16") for line in made.lost)
+    assert "eval_interval unset -> --eval-interval 1000" in made.lost
     again = recipe._load(made.yaml, "mine")
     assert (again.model.pattern, again.model.depth, again.schedule.seed, again.model.activation) == (
         "AE",
@@ -501,6 +621,15 @@ def test_recipe_lists_what_it_does_not_carry():
         5,
         "swiglu",
     )
+
+
+def test_recipe_names_a_difference_as_one():
+    several = {"--moe-router-load-balancing-type": "aux_loss seq_aux_loss", "--moe-aux-loss-coeff": "1e-3 1e-3"}
+    for base, change in ((GPT, {"--position-embedding-type": "learned_absolute"}), (MOE, several), (MOE, {})):
+        made = recipe.make(launch(base, change), Path("mine.yaml"))
+        assert all(was != now for line in made.lost if " -> " in line for was, now in [line.split(" -> ")])
+        assert not any("is not one of" in line for line in made.lost)
+    assert "the router in the dtype of the weights: our recipes have fp32 and fp64" in made.lost
 
 
 NORMS = ("NVTE_NORM_FWD_USE_CUDNN", "NVTE_NORM_BWD_USE_CUDNN")
@@ -537,6 +666,18 @@ def test_recipe_that_our_compiler_refuses_is_written_and_says_so(tmp_path, capsy
     assert recipe._load(out.read_text(), "mine").parallel.tensor == 2
 
 
+def test_recipe_overwrites_only_what_lint_has_written(tmp_path, capsys):
+    file, out = tmp_path / "x.txt", tmp_path / "mine.yaml"
+    file.write_text(" ".join(words(GPT)))
+    for text in ("name: precious\n", "# From a by nam_megatron\n", "\xff"):
+        out.write_bytes(text.encode("latin-1"))
+        assert command.main([str(file), f"recipe={out}"]) == 2
+        assert f"error: `{out}` exists, and lint has not written it" in capsys.readouterr().err
+        assert out.read_bytes() == text.encode("latin-1")
+    out.unlink()
+    assert [command.main([str(file), f"recipe={out}"]) for _ in range(2)] == [0, 0]
+
+
 def test_recipe_of_a_layer_we_do_not_have_is_refused():
     with pytest.raises(Refused, match="gated delta net"):
         recipe.make(launch(HYBRID, {"--hybrid-layer-pattern": "G-G*-"}), Path("mine.yaml"))
@@ -564,13 +705,33 @@ def test_exit_codes(tmp_path, capsys):
 @pytest.mark.parametrize(("options", "says"), [
     (["formatt=json"], "is no option"), (["format=xml"], "no format `xml`"), (["gpus=many"], "is no number of GPUs"),
     (["ignore=gqa"], "no rule `gqa`"), (["recipe=a b.yaml"], "is no file name"), (["recipe=/no/such/dir/x.yaml"], "cannot write"),
-    (["gpus=9" * 20], "is no number of GPUs"),
+    (["gpus=9" * 20], "is no number of GPUs"), (["--formatt=json"], "`--formatt=json` is no option"), (["--format"], "is no option"),
 ])  # fmt: skip
 def test_options_are_checked(options, says, tmp_path, capsys):
     file = tmp_path / "x.txt"
     file.write_text(" ".join(words(GPT)))
     assert command.main([str(file), *options]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_options_may_have_dashes(tmp_path, capsys):
+    file = tmp_path / "x.txt"
+    file.write_text(" ".join(words(GPT)))
+    assert command.main(["--format=json", str(file), "--gpus=4"]) == 0
+    assert json.loads(capsys.readouterr().out)["gpus"] == 4
+
+
+def test_no_words_ask_for_a_file_alone(capsys):
+    with pytest.raises(SystemExit):
+        command.main([])
+    assert capsys.readouterr().err.splitlines()[-1].endswith("required: FILE")
+
+
+def test_gpus_that_the_text_contradicts_are_refused():
+    text = "torchrun --nproc-per-node 8 train.py --bf16"
+    with pytest.raises(Refused, match="`gpus=7`, and `-` says 8"):
+        lint(text, gpus=7)
+    assert lint(text, gpus=8).args.launch.gpus == 8
 
 
 def test_command_line_end_to_end(tmp_path):

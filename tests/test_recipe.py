@@ -105,7 +105,7 @@ MESSAGES = {
     ),
     "several values": (
         ["model.depth=1,2"],
-        "error: `model.depth=1,2` has several values\n\nhint: a list is `KEY=[a,b]`; to sweep, add `--multirun`",
+        "error: `model.depth=1,2` has several values\n\nhint: a list is `KEY=[a,b]`; to sweep, add `--multirun` as the last word",
     ),
     "a group without a name": (
         ["lane=null"],

@@ -106,6 +106,31 @@ def test_out_writes_three_files(here):
     assert os.access(folder / "run.sh", os.X_OK)
 
 
+def test_out_says_what_it_replaces(here):
+    assert warm("conf=nam56r_smoke", "out=d", cwd=here).err == "wrote d/args.txt, run.sh, plan.json\n"
+    assert warm("conf=nam56r_smoke", "out=d", cwd=here).err == "wrote d/args.txt, run.sh, plan.json\n", "the same plan"
+    (here / "d" / "mine.txt").write_text("mine")
+    ran = warm("conf=nam56r_native_dp", "out=d", cwd=here)
+    assert ran.code == 0 and ran.err.startswith("note: replaced args.txt, run.sh, plan.json in d: of another plan")
+    assert argv.load_plan(here / "d" / "plan.json") == lowered("nam56r_native_dp")
+    assert sorted(p.name for p in (here / "d").iterdir()) == ["args.txt", "mine.txt", "plan.json", "run.sh"]
+
+
+@pytest.mark.parametrize("name", ["args.txt", "run.sh", "plan.json"])
+def test_out_replaces_nothing_that_is_not_its_own(name, here):
+    (here / name).write_text("#!/bin/sh\n{}\n")
+    one_error(
+        warm("conf=nam56r_smoke", "out=.", cwd=here), f"`{name}` was not written by `translate` @ out", "another folder"
+    )
+    assert [(p.name, p.read_text()) for p in here.iterdir()] == [(name, "#!/bin/sh\n{}\n")]
+
+
+def test_out_writes_all_files_or_none(here):
+    (here / "plan.json").mkdir()
+    one_error(warm("conf=nam56r_smoke", "out=.", cwd=here), "cannot write to `.`")
+    assert [p.name for p in here.iterdir()] == ["plan.json"]
+
+
 def test_run_script_hands_torchrun_every_word(here):
     """Run with a torchrun that prints what it gets: the words, the plan and the environment."""
     for name in ("nam56r_nemo_native", "nam56r_native_dp_fp8"):
@@ -166,7 +191,9 @@ def test_a_file_that_is_no_plan_is_refused(content, tmp_path):
         path.write_bytes(content)
     with pytest.raises(Refused) as refused:
         argv.load_plan(path)
-    assert str(path) in refused.value.render() and "hint: " in refused.value.render()
+    text = refused.value.render()
+    assert str(path) in text and "hint: " in text
+    assert not re.search(r"Errno|: 'recipe'|indices|subscriptable", text), "Python's words for it say nothing to a user"
 
 
 # Questions ----------------------------------------------------------------------------------------------------------
@@ -268,6 +295,22 @@ def test_list():
     assert re.search(r"^nam56r_smoke +NAM56R's pattern, everything small", ran.out, re.M)
 
 
+def test_list_of_overlays():
+    """One line each, the first sentence of the file's comment; each can be laid over a preset."""
+    ran = warm("list=overlays")
+    assert (ran.code, ran.err) == (0, "")
+    rows = dict(line.split(None, 1) for line in ran.out.splitlines())
+    assert sorted(rows) == sorted(path.stem for path in (conf_dir() / "overlay").glob("*.yaml"))
+    assert rows["tp_sp"] == "Every matrix in two tensor ranks, with sequence parallelism"
+    assert ". " not in rows["fused"], "its comment has several sentences"
+
+
+def test_a_preset_that_nobody_named_is_said():
+    ran = warm("format=json")
+    assert ran.err == "note: no `conf=`: the preset nam56r\n" and ran.out == argv.plan_json(lowered("nam56r"))
+    assert warm("preset=nam56r", "format=json").err == ""
+
+
 # Hydra's own manners ------------------------------------------------------------------------------------------------
 
 
@@ -298,6 +341,11 @@ def test_multirun(here):
         list(argv.argv(lowered(name))) for name in ("nam56r_smoke", "nam56r_native_dp")
     ]
     assert list(here.iterdir()) == []
+
+
+def test_multirun_as_the_last_word(here):
+    ran = warm("conf=nam56r_smoke", "schedule.seed=1,2", "--multirun", cwd=here)
+    assert (ran.code, ran.out.count("\n")) == (0, 2)
 
 
 def test_multirun_by_hydras_own_key(here):
@@ -382,6 +430,14 @@ BAD = {
     "quotes": (["conf=nam56r", "model.pattern='A"], "cannot read the override `model.pattern='A`"),
     "format": (["conf=nam56r", "format=nonsense"], "no format `nonsense` @ format", "auto, shell, lines, json, yaml"),
     "list": (["list=models"], "cannot list `models` @ list", "`list=presets`"),
+    "two questions": (["conf=nam56r", "explain=--lr", "diff=nam56r_smoke"], "`explain` and `diff` answer different questions"),
+    "a list into files": (["list=presets", "out=d"], "a list is printed, not written @ out"),
+    "an answer in another form": (["conf=nam56r", "explain=--lr", "format=json"], "`explain` has one form @ format"),
+    "a path for a name": (["conf=conf/preset/nam56r.yaml"], "no preset `conf/preset/nam56r.yaml`", "did you mean `nam56r`?"),
+    "a feature as the group": (["conf=nam56r", "feature=mtp"], "`mtp` is one feature", "e.g. `feature.mtp.depths=...`"),
+    "a key that a feature lacks": (["conf=nam56r", "feature.fp8.enabled=true"], "unknown key `enabled` @ feature.fp8",
+        "hint: there are: recipe, format, "),
+    "the same, added": (["conf=nam56r", "+feature.fp8.enabled=true"], "unknown key `enabled`", "hint: there are: recipe, "),
     "diff": (["conf=nam56r", "diff=nam"], "no preset `nam` @ diff (command line: diff=nam)", "did you mean `nam56r`?"),
     "diff of nothing": (["conf=nam56r", "diff="], "`diff` takes one word, not `` @ diff"),
     "out of no name": (["conf=nam56r", "out="], "`out` takes one word, not `` @ out"),
@@ -394,11 +450,24 @@ BAD = {
     "a whole number that is none": (["conf=nam56r", "model.depth=9" + "9" * 5000], "limit (4300 digits)"),
     "a group's name of 9,000 letters": (["conf=nam56r", "x" * 9000 + "=1"], "name too long"),
     "an empty key": (["conf=nam56r", "+="], "Hydra cannot make sense of this: AssertionError"),
-    "a sweep without multirun": (["conf=nam56r", "model.depth=1,2"], "`model.depth=1,2` has several values"),
+    "a sweep without multirun": (["conf=nam56r", "model.depth=1,2"], "`model.depth=1,2` has several values",
+        "add `--multirun` as the last word"),
     "a command's word in the recipe": (["conf=nam56r", "model.format=json"], "unknown key `format` @ model"),
+    "a key twice": (["conf=nam56r", "model.depth=13", "model.depth=14"], "`model.depth` is given twice: `13` and `14`"),
+    "a value twice": (["conf=nam56r", "lane=native_dp", "lane=native_dp"], "`lane` is given twice"),
+    "a preset twice": (["conf=nam56r", "preset=nam56r_smoke"], "`conf` is given twice: `nam56r` and `nam56r_smoke`"),
+    "a key twice, once added": (["conf=nam56r", "++model.depth=14", "+model.depth=13"], "`model.depth` is given twice: `14` and"),
+    "a key twice, once in a mapping": (["conf=nam56r", "model={depth: 13}", "model.depth=14"], "`model.depth` is given twice: `13` and"),
+    "an overlay twice": (["conf=nam56r", "+overlay=fused", "+overlay=tp_sp"], "`overlay` is given twice: `fused` and `tp_sp`"),
     "a layout": (["conf=nam56r", "parallel.expert=16"], "8 GPUs cannot hold pipeline 1 x expert 16 x expert tensor 1 = 16 @ "
         "parallel.expert (command line: parallel.expert=16)"),
 }  # fmt: skip
+
+
+def test_mappings_that_share_no_key_are_not_contradictory():
+    apart = warm("conf=nam56r_smoke", "schedule={seed: 7}", "schedule={train_steps: 9}")
+    assert apart.code == 0
+    assert apart.out == warm("conf=nam56r_smoke", "schedule.seed=7", "schedule.train_steps=9").out
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -494,14 +563,94 @@ def test_a_reader_that_has_read_enough(form, here):
     assert (done.returncode, len(done.stdout), done.stderr) == (0, 20, "")
 
 
-def test_a_full_disk(here):
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", TRANSLATE, "conf=nam56r_native_dp", "format=json"],
-            cwd=here, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
-        )  # fmt: skip
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ") and "No space left" in done.stderr and "Traceback" not in done.stderr
+# Every command ends by `errors.finish`.
+COMMANDS = {
+    "translate": (TRANSLATE, "conf=nam56r_native_dp", "format=json"),
+    "budget": ("nam_megatron.budget", "conf=nam56r_smoke"),
+    "lint": ("nam_megatron.lint", "-"),
+    "data": ("nam_megatron.data", "--help"),
+    "nemo": ("nam_megatron.nemo", "list"),
+    "schema": ("nam_megatron.schema",),
+    "commands": ("nam_megatron",),
+    "launch show": ("launch", "show", "conf=nam56r_smoke"),
+    "launch receipts": ("launch", "receipts"),
+    "launch stack": ("launch", "stack"),
+}
+
+
+def ended(words, redirection):
+    """Exit code and stderr of `python -m words redirection` in a shell. Python's buffer is on, whatever the caller has."""
+    text = f"set -o pipefail; echo --num-layers 2 | {sys.executable} -m {' '.join(words)} {redirection}"
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        ["bash", "-c", text], cwd=conf_dir().parent, env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_disk_that_is_full_and_a_stdout_that_is_closed(name):
+    code, said = ended(COMMANDS[name], ">/dev/full")
+    assert said.endswith("error: cannot write: No space left on device\n\nhint: give it somewhere with room\n")
+    code_closed, said = ended(COMMANDS[name], ">&-")
+    assert (code, code_closed, "error" in said) == (2, 1 if name == "lint" else 0, False)
+
+
+def test_every_command_can_be_read_in_part():
+    for name in ("nemo", "schema", "launch stack"):
+        assert ended(COMMANDS[name], "| head -c 20 >/dev/null") == (0, "")
+
+
+def finished(body):
+    code = f"import os, signal, subprocess, sys\nfrom nam_megatron.errors import finish\ndef command():\n    {body}\nfinish(command)\n"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_ctrl_c_is_a_line():
+    done = finished("print('begun'); os.kill(os.getpid(), signal.SIGINT); signal.pause()")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "begun\n", "interrupted\n")
+
+
+def test_a_pipe_that_is_not_stdout_is_a_failure():
+    """A child that died (Megatron, say) must not look like a reader that has read enough."""
+    done = finished("p = subprocess.Popen('true', stdin=-1); p.wait(); p.stdin.write(b'x' * 10); p.stdin.flush()")
+    assert done.returncode == 1 and "BrokenPipeError" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("launch", "stack", "lock=a", "--lock=b"), "`lock` is given twice: `a` and `b`"),
+        (
+            ("launch", "check", "cluster.waivers.git=a", "'cluster.waivers={git: b}'"),
+            "`cluster.waivers.git` is given twice",
+        ),
+        (("nam_megatron.nemo", "dump", "out=a", "out=b"), "`out` is given twice: `a` and `b`"),
+        (("nam_megatron.nemo",), "no task is named"),
+        (("nam_megatron.nemo", "list", "all"), "`list` takes no words, and here is `all`"),
+        (("nam_megatron.schema", "conf=nam56r"), "the schema takes no words, and here is `conf=nam56r`"),
+        (("nam_megatron", "translate"), "no word `translate` here"),
+    ],
+)
+def test_words_that_other_commands_do_not_take(words, said):
+    code, err = ended(words, "")
+    assert code == 2 and err.startswith(f"error: {said}"), err
+
+
+@pytest.mark.parametrize(
+    "words", [("nam_megatron.nemo", "list"), ("nam_megatron.schema",), ("nam_megatron.mcore.flags.dump",)]
+)
+def test_help_is_help(words):
+    done = subprocess.run(
+        [sys.executable, "-m", *words, "--help"],
+        cwd=conf_dir().parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert f"python -m {words[0]}" in done.stdout and "{" not in done.stdout
 
 
 def test_a_checkout_somewhere_else(tmp_path):

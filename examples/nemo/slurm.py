@@ -8,18 +8,25 @@ Hosts, GPUs and environment come from the recipe; the rest is yours to set below
 import shlex
 import sys
 
-import nemo_run as run
-from nemo_run.core.execution.slurm import SlurmBatchRequest
-
+from nam_megatron.errors import OK, Problem, Refused, finish, raise_if_twice
 from nam_megatron.lower import translate
 from nam_megatron.recipe import load
+
+try:
+    import nemo_run as run
+    from nemo_run.core.execution.slurm import SlurmBatchRequest
+except ModuleNotFoundError as err:
+    sys.exit(Refused(Problem(f"no package `{err.name}`", None, "`uv sync --extra nemo-run` installs it")).render())
 
 ACCOUNT, PARTITION, TIME, CONTAINER, FOLDER = "your_account", "batch", "04:00:00", "your/container:tag", "/your/jobs"
 
 
 def script(words: list[str]) -> str:
     """The batch script of `python -m nam_megatron.nemo pretrain` with these words, conf=NAME among them."""
-    preset = next((word.removeprefix("conf=") for word in words if word.startswith("conf=")), "nam56r")
+    raise_if_twice(word.lstrip("+").partition("=")[::2] for word in words)
+    preset = next((word.removeprefix("conf=") for word in words if word.startswith("conf=")), None)
+    if preset is None:
+        raise Refused(Problem("no preset is named", None, "conf=NAME"))
     lowering = translate(load(preset, [word for word in words if not word.startswith("conf=")]))
     cluster = lowering.plan.recipe.cluster
     executor = run.SlurmExecutor(
@@ -49,5 +56,10 @@ def script(words: list[str]) -> str:
     return request.materialize()
 
 
-if __name__ == "__main__":
+def command() -> int:
     sys.stdout.write(script(sys.argv[1:]))
+    return OK
+
+
+if __name__ == "__main__":
+    finish(command)

@@ -24,11 +24,14 @@ if TYPE_CHECKING:
 KEYS = ("format", "against", "fit", "sweep", "plot", "serve", "batch", "context", "page", "imbalance")
 FORMATS = ("auto", "table", "lines", "json")
 SERVING = ("batch", "context", "page")
+# The forms that each question has beside `auto`.
+VIEWS = {"sweep": ("table",), "fit": (), "against": ("table", "lines"), "serve": ("table", "json")}
 
 
 def task(recipe: Recipe, words: Mapping[str, Any], origin: Origin) -> int:
     """Print what was asked for: the product to stdout, notes to stderr. 1 if it does not fit."""
     raise_if(_problems(words))
+    sys.stderr.write(origin.unnamed_preset(recipe.preset.name))
     target = picture.check(words["plot"]) if words["plot"] else None
     imbalance = float(words["imbalance"])
     if words["sweep"]:
@@ -80,9 +83,11 @@ def _problems(words: Mapping[str, Any]):
         for key in SERVING:
             if words[key] is not None:
                 yield Problem(f"`{key}` belongs to serving", key, "add `serve=true`")
-    views = [key for key in ("sweep", "fit", "against", "serve") if words[key]]
+    views = [key for key in VIEWS if words[key]]
     if len(views) > 1:
         yield Problem(f"`{views[0]}` and `{views[1]}` answer different questions", views[1], "ask one at a time")
+    elif views and words["format"] in FORMATS and words["format"] not in ("auto", *VIEWS[views[0]]):
+        yield Problem(f"`{views[0]}` has no format `{words['format']}`", "format", "leave `format` out")
     if words["plot"] and (words["fit"] or words["serve"]):
         yield Problem("there is nothing to draw of that", "plot", "leave `plot` out")
 

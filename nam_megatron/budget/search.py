@@ -11,6 +11,7 @@ from nam_megatron.lower import translate
 from nam_megatron.recipe import Recipe, from_tree, to_tree
 
 LIMIT = 2**24  # no integer of a recipe means more
+MOST_POINTS = 10_000  # of a sweep: some minutes
 PATIENCE = 256  # refused values in a row, after which a search gives up
 
 
@@ -127,14 +128,20 @@ def values(text: str) -> tuple[str, range]:
         Refused: it is something else.
     """
     name, *numbers = text.split(":")
-    if len(numbers) not in (2, 3) or not all(n.isdecimal() for n in numbers):
+    if len(numbers) not in (2, 3) or not all(n.isdecimal() and len(n) < 19 for n in numbers):
         raise Refused(Problem(f"cannot read the sweep `{text}`", "sweep", "write KEY:FROM:TO or KEY:FROM:TO:STEP"))
     first, last, step = (*map(int, numbers), 1)[:3]
     if not step or last < first:
         raise Refused(
             Problem(f"the sweep `{text}` has no values", "sweep", "FROM must not exceed TO, and STEP not be 0")
         )
-    return name, range(first, last + 1, step)
+    points = range(first, last + 1, step)
+    if len(points) > MOST_POINTS:
+        hint = f"a larger STEP: {name}:{first}:{last}:{-(-len(points) // MOST_POINTS) * step}"
+        raise Refused(
+            Problem(f"the sweep `{text}` has {len(points):,} values, more than {MOST_POINTS:,}", "sweep", hint)
+        )
+    return name, points
 
 
 def sweep(recipe: Recipe, key: str, points: Sequence[int], imbalance: float = 1.0) -> Iterator[Trial]:

@@ -3,10 +3,12 @@
 import argparse
 import os
 import sys
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from nam_megatron.data import corpus, manifest, sources
-from nam_megatron.errors import FINDINGS, OK, REFUSED, Problem, Refused
+from nam_megatron.errors import FINDINGS, OK, REFUSED, Problem, Refused, finish
 
 EXAMPLES = """
 examples:
@@ -21,6 +23,18 @@ where it was. Exit code: 0 done, 1 check found something, 2 refused.
 """
 
 
+class Once(argparse.Action):
+    """An option that is given twice is refused: the last would win."""
+
+    given = False
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        if self.given:
+            raise argparse.ArgumentError(self, "given twice")
+        self.given = True
+        setattr(namespace, self.dest, values)
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="python -m nam_megatron.data",
@@ -32,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
 
     def verb(name: str, what: str, out: str) -> argparse.ArgumentParser:
         made = verbs.add_parser(name, help=what, description=what)
+        made.register("action", None, Once)
         made.add_argument("out", type=Path, metavar=out)
         return made
 
@@ -77,10 +92,17 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return {"corpus": _corpus, "tokenizer": _tokenizer, "build": _build, "check": _check}[words.verb](words)
     except Refused as refused:
-        sys.stderr.write(refused.render())
+        _say(refused.problems)
     except OSError as err:
-        sys.stderr.write(Refused(Problem(f"`{err.filename}`: {err.strerror}")).render())
+        if err.filename is None:  # a full disk, or stdout
+            raise
+        _say([Problem(f"`{err.filename}`: {err.strerror}")])
     return REFUSED
+
+
+def _say(problems: Iterable[Problem]) -> None:
+    """Without the keys, which are a recipe's: these commands have none."""
+    sys.stderr.write(Refused(replace(p, key=None) for p in problems).render())
 
 
 def _sources(words: argparse.Namespace) -> list[sources.Source]:
@@ -104,8 +126,8 @@ def _tokenizer(words: argparse.Namespace) -> int:
                         raise Refused(Problem(f"{sources.place(piece, at)}: {text}"))
                     yield text
 
-    if (words.out / tokenizer.FILE).exists():
-        raise Refused(Problem(f"`{words.out}` holds a tokenizer", None, "name another folder"))
+    if words.out.exists():
+        raise Refused(tokenizer.taken(words.out))
     tokenizer.save(tokenizer.train(texts(), words.entries, progress=sys.stderr.isatty()), words.out)
     print(f"{words.out}: {words.entries:,} entries")
     return OK
@@ -124,7 +146,7 @@ def _check(words: argparse.Namespace) -> int:
 
     made, problems = build.check(words.out, words.vocabulary)
     if problems:
-        sys.stderr.write(Refused(problems).render())
+        _say(problems)
         return FINDINGS
     _print(words.out, made)
     return OK
@@ -137,4 +159,4 @@ def _print(folder: Path, made: manifest.Manifest) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    finish(main)

@@ -4,17 +4,20 @@ The result depends on the inputs, the tokenizer and the options alone: not on th
 killed and started again.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import logging
 import shutil
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +37,7 @@ with warnings.catch_warnings():  # of what only training needs
     from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 warnings.filterwarnings("ignore", module="megatron.core._rank_utils")  # there are no ranks here
 
+LOCK = "lock"
 SHOWN = 10  # findings of one kind that are printed
 
 
@@ -51,11 +55,21 @@ def build(out: Path, inputs: Sequence[Source], options: Options) -> Manifest:
     """Build `out` from `inputs`, or finish what a killed build left there; returns at once if it is finished.
 
     Raises:
-        Refused: rows that are no documents, duplicates, an empty split, an input named twice, `out` holds another dataset.
+        Refused: rows that are no documents, duplicates, an empty split, an input named twice; `out` is no folder, holds another
+            dataset or anything else, or another build is at work there.
     """
+    if out.exists() and not out.is_dir():
+        raise Refused(Problem(f"`{out}` is a file, and a dataset is a folder", None, "name another"))
     twice = [s.path for i, s in enumerate(inputs) if s.path.resolve() in [o.path.resolve() for o in inputs[:i]]]
     raise_if(Problem(f"`{path}` is named twice") for path in twice)
     entries = tokenizer.load(options.tokenizer).get_vocab_size()
+    out.mkdir(parents=True, exist_ok=True)
+    # A finished dataset is only read.
+    with contextlib.nullcontext() if (out / manifests.NAME).exists() else _locked(out):
+        return _build(out, inputs, options, entries)
+
+
+def _build(out: Path, inputs: Sequence[Source], options: Options, entries: int) -> Manifest:
     with pool(options.workers) as run:
         contents = run("hash", sources.content, inputs)
         key = _key(inputs, contents, options)
@@ -63,6 +77,9 @@ def build(out: Path, inputs: Sequence[Source], options: Options) -> Manifest:
             done = manifests.read(out)
             raise_if([Problem(f"`{out}` holds another dataset", None, "name another folder")] * (done.key != key))
             return done
+        begun = (out / "work").exists()
+        foreign = [] if begun else sorted(path.name for path in out.iterdir() if path.name != LOCK)
+        raise_if(Problem(f"`{out}` holds `{name}`", None, "name a folder that is empty or new") for name in foreign[:1])
         work = out / "work" / key
         work.mkdir(parents=True, exist_ok=True)
         pieces = [piece for source in inputs for piece in sources.pieces(source)]
@@ -98,6 +115,26 @@ def build(out: Path, inputs: Sequence[Source], options: Options) -> Manifest:
     manifests.write(out, made)
     shutil.rmtree(out / "work")
     return made
+
+
+@contextlib.contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """One build at a time. The lock ends with its process; the file stays until there is a manifest, which is as good."""
+    path = out / LOCK
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Refused(
+                Problem(f"another build is at work in `{out}`", None, "wait for it, or name another")
+            ) from None
+        except OSError as err:
+            raise Refused(Problem(f"`{path}` cannot be locked: {err.strerror}", None, "name a local folder")) from None
+        try:
+            yield
+        finally:
+            if (out / manifests.NAME).exists():
+                path.unlink(missing_ok=True)
 
 
 def _key(inputs: Sequence[Source], contents: Sequence[str], options: Options) -> str:
@@ -149,6 +186,7 @@ def _judge(pieces: Sequence[Piece], scans: Sequence[dict], options: Options) -> 
             hint = "`--duplicates drop` keeps the first of each, `--duplicates keep` all"
             raise Refused(_listed("duplicates", named, hint, len(twice)))
         print(f"{len(twice)} duplicates left out, the first: {'; '.join(named)}", file=sys.stderr)
+    raise_if([Problem("the inputs hold no documents")] * (not first))
     valid = sum(_is_valid(digest, options.valid_share) for digest in first)
     for split, count in (("train", len(first) - valid), ("valid", valid)):
         if not count:
@@ -281,7 +319,20 @@ class pool:
         # From a server without threads: a fork of this process would lose the tokenizer library's and the bar's. It imports torch once.
         context = get_context("forkserver")
         context.set_forkserver_preload([__name__])
-        self._pool = ProcessPoolExecutor(workers, mp_context=context) if workers > 1 else None
+        self._pool = None
+        if workers > 1:
+            # Ctrl-C reaches every process of a terminal. The server leaves it to this one, and the workers die of it in silence;
+            # until the first of them is there it has to wait, or that one would complain that nobody waits for it.
+            seen: list[int] = []
+            before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+            forkserver.ensure_running()
+            signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
+            self._pool = ProcessPoolExecutor(workers, context, signal.signal, (signal.SIGINT, signal.SIG_DFL))
+            self._pool.submit(int).result()
+            signal.signal(signal.SIGINT, before)
+            if seen:
+                self.__exit__()
+                raise KeyboardInterrupt
 
     def __enter__(self) -> Callable[..., list]:
         return self._run

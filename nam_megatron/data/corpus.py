@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -15,14 +16,19 @@ def write(out: Path, packages: Sequence[str]) -> dict[str, int]:
     """Write each file once, in the order of packages and paths; rows `{text, path, package}`. Returns what was left out, counted.
 
     Raises:
-        Refused: a package that is not installed, or has no such file.
+        Refused: `out` exists; a package that is not installed, or has no such file.
     """
+    if out.exists():
+        raise Refused(_taken(out))
+    files = [(package, name, path) for package in packages for name, path in _files(package)]
     seen: set[str] = set()
     counts = {"documents": 0, "bytes": 0, "duplicates": 0, "empty": 0, "not UTF-8": 0}
-    part = out.with_name(f"{out.name}.part")
-    with part.open("w", encoding="utf-8") as stream:
-        for package in packages:
-            for name, path in _files(package):
+    if not out.parent.is_dir():
+        raise Refused(Problem(f"no folder `{out.parent}`", None, "make it first"))
+    part = out.with_name(f"{out.name}.{os.getpid()}.part")
+    try:
+        with part.open("x", encoding="utf-8") as stream:
+            for package, name, path in files:
                 try:
                     text = path.read_bytes().decode("utf-8")
                 except UnicodeDecodeError:
@@ -37,8 +43,16 @@ def write(out: Path, packages: Sequence[str]) -> dict[str, int]:
                 stream.write(json.dumps(row, ensure_ascii=False) + "\n")
                 counts["documents"] += 1
                 counts["bytes"] += len(text.encode())
-    part.replace(out)
+        out.hardlink_to(part)  # which, unlike a rename, replaces nothing that somebody else has written meanwhile
+    except FileExistsError:
+        raise Refused(_taken(out)) from None
+    finally:
+        part.unlink(missing_ok=True)
     return counts
+
+
+def _taken(out: Path) -> Problem:
+    return Problem(f"`{out}` exists", None, "name another file")
 
 
 def _files(package: str) -> Iterator[tuple[str, Path]]:

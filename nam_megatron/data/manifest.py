@@ -54,14 +54,14 @@ def read(folder: Path) -> Manifest:
     """The manifest of a built dataset. Raises Refused for a folder without one, or with one that cannot be understood."""
     path = folder / NAME
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-        return Manifest.model_validate(tree | {"inputs": tuple(tree["inputs"])})
+        return Manifest.model_validate_json(path.read_bytes())
     except OSError as err:
-        raise Refused(
-            Problem(f"`{folder}` is no built dataset: {err.strerror}: `{path}`", "data.path", BUILD)
-        ) from None
-    except (ValueError, TypeError, KeyError) as err:
-        said = err.errors()[0]["msg"] if isinstance(err, ValidationError) else err
+        here = "" if folder.is_absolute() else f"`{folder}` is looked for in the current folder, `{Path.cwd()}`; "
+        message = f"`{folder}` is no built dataset: {err.strerror}: `{path}`"
+        raise Refused(Problem(message, "data.path", here + BUILD)) from None
+    except ValidationError as err:
+        first = err.errors()[0]
+        said = ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
         raise Refused(Problem(f"`{path}` cannot be understood: {said}", "data.path", "build it again")) from None
 
 

@@ -46,7 +46,12 @@ def source(path: Path, field: str, suffixes: tuple[str, ...]) -> Source:
     if path.is_dir():
         if not suffixes:
             raise Refused(Problem(f"`{path}` is a folder", None, "say which files: `--suffix .h --suffix .cpp`"))
-        return Source(path, "tree", field, tuple(sorted(suffixes)))
+        tree = Source(path, "tree", field, tuple(sorted(suffixes)))
+        if not files(tree):
+            raise Refused(
+                Problem(f"no file in `{path}` ends in {' or '.join(tree.suffixes)}", None, "another `--suffix`")
+            )
+        return tree
     if not path.is_file():
         raise Refused(Problem(f"no file or folder `{path}`"))
     if (kind := SUFFIXES.get(path.suffix)) is None:

@@ -1,6 +1,9 @@
 """The tokenizer: byte-level BPE of the `tokenizers` library, in the folder form that Megatron's HuggingFaceTokenizer reads."""
 
+import errno
 import json
+import os
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -43,7 +46,11 @@ def train(texts: Iterable[str], entries: int, progress: bool) -> Tokenizer:
 
 
 def save(tokenizer: Tokenizer, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write a tokenizer's folder, whole or not at all.
+
+    Raises:
+        Refused: `folder` is there and not empty.
+    """
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END,
@@ -52,8 +59,22 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
         "clean_up_tokenization_spaces": False,
         "model_max_length": 10**9,  # else the library warns at every longer text
     }
-    (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    tokenizer.save(str(folder / FILE))
+    part = folder.with_name(f"{folder.name}.{os.getpid()}.part")
+    part.mkdir(parents=True)
+    try:
+        (part / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+        (part / FILE).write_text(tokenizer.to_str(pretty=True), encoding="utf-8")  # its own `save` hides a full disk
+        part.rename(folder)
+    except OSError as err:
+        if err.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+            raise
+        raise Refused(taken(folder)) from None
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def taken(folder: Path) -> Problem:
+    return Problem(f"`{folder}` exists", None, "name another folder")
 
 
 def load(folder: Path) -> Tokenizer:

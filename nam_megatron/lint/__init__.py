@@ -1,13 +1,14 @@
 """Which model does this command line really train? For any launch of Megatron-Core 0.19.2, ours or not.
 
 read.py finds the launch in a text (shell.py and follow.py: a shell script), values.py reads its words as Megatron's parser would,
-model.py derives what is built, count.py counts it, rules.py are the traps, describe.py the words, recipe.py a recipe of ours.
+model.py derives what is built, count.py counts it, ours.py knows our own plans, rules are the traps, describe.py the words, recipe.py a
+recipe of ours.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nam_megatron.errors import FINDINGS, OK
+from nam_megatron.errors import FINDINGS, OK, Problem, Refused
 from nam_megatron.lint.model import Model
 from nam_megatron.lint.read import Launch, read
 from nam_megatron.lint.rules import Finding, check
@@ -39,9 +40,13 @@ def lint(text: str, name: str = "-", gpus: int | None = None, ignore: Iterable[s
         ignore: ids of rules to leave out.
 
     Raises:
-        Refused: if there is no launch in the text.
+        Refused: if there is no launch in the text, or one on another number of GPUs than `gpus`.
     """
     launch = read(text, name)
-    args = Args(launch if launch.gpus or gpus is None else launch.on(gpus))
+    if launch.gpus and gpus not in (None, launch.gpus):
+        raise Refused(
+            Problem(f"`gpus={gpus}`, and `{name}` says {launch.gpus}", "gpus", "leave it out, or change the text")
+        )
+    args = Args(launch if gpus is None else launch.on(gpus))
     model = Model(args)
     return Report(name, launch, args, model, tuple(check(args, model, tuple(ignore))))

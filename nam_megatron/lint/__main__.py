@@ -1,13 +1,10 @@
 """The command: python -m nam_megatron.lint train.sh"""
 
 import argparse
-import contextlib
-import os
 import sys
 from pathlib import Path
-from typing import NoReturn
 
-from nam_megatron.errors import OK, REFUSED, Problem, Refused
+from nam_megatron.errors import OK, REFUSED, Problem, Refused, finish, raise_if_twice
 from nam_megatron.lint import Report, lint, report
 from nam_megatron.lint.rules import BY_ID
 
@@ -15,7 +12,7 @@ KEYS = {
     "format": "text (default) or json",
     "gpus": "world size, where the text does not say",
     "ignore": "rules to leave out, comma-separated",
-    "recipe": "a file NAME.yaml: write the nearest recipe of ours there, a preset for conf/preset",
+    "recipe": "a file NAME.yaml: write the nearest recipe of ours there, a preset for conf/preset, over an earlier one of lint's alone",
 }
 EXAMPLES = """
 keys:
@@ -25,10 +22,11 @@ examples:
   python -m nam_megatron.lint train.sh                       what this script trains, and the traps it steps in
   python -m nam_megatron.lint - < flags.txt                  the same of a list of flags
   python -m nam_megatron.lint model_config.yaml gpus=16      a YAML of flags does not say on how many GPUs
+  python -m nam_megatron.lint out/plan.json                  what a plan of ours trains: all that no flag says, too
   python -m nam_megatron.lint train.sh recipe=mine.yaml      and write the nearest recipe of ours
   python -m nam_megatron.lint train.sh format=json ignore=default-bias,default-activation
 
-exit code: 0 nothing found, 1 findings, 2 no launch in the text
+exit code: 0 nothing found, 1 findings, 2 refused: no launch in the text, an edited plan.json, a wrong option
 """
 
 
@@ -39,14 +37,17 @@ def main(argv: list[str] | None = None) -> int:
         description="Which model a Megatron-Core 0.19.2 launch really trains, and which traps it steps in. Nothing is executed.",
         epilog=EXAMPLES.format(keys="\n".join(f"  {key:<7} {what}" for key, what in KEYS.items())),
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument(
-        "file", metavar="FILE", help="a shell script, a list of flags, or a YAML of flags; `-` is standard input"
+        "file",
+        metavar="FILE",
+        help="a shell script, a list of flags, a YAML of flags, or our plan.json; `-` is standard input",
     )
-    parser.add_argument("options", nargs="*", metavar="KEY=VALUE", help=argparse.SUPPRESS)
-    words = parser.parse_args(argv)
+    parser.add_argument("options", nargs="*", default=[], metavar="KEY=VALUE", help=argparse.SUPPRESS)
+    words, dashed = parser.parse_known_args(argv)  # `--format=json` is `format=json`
     try:
-        options = _options(words.options)
+        options = _options([*words.options, *dashed])
         found = lint(_text(words.file), words.file, options["gpus"], options["ignore"])
         _print(found, options["format"])
         return max(found.exit_code, _recipe(found, options["recipe"]) if options["recipe"] else OK)
@@ -57,8 +58,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _options(words: list[str]) -> dict:
     found: dict = {"recipe": None, "format": "text", "gpus": None, "ignore": ()}
+    raise_if_twice(word.removeprefix("--").partition("=")[::2] for word in words)
     for word in words:
-        key, equals, value = word.lstrip("-").partition("=")
+        key, equals, value = word.removeprefix("--").partition("=")
         if not equals or key not in KEYS or not value:
             raise Refused(Problem(f"`{word}` is no option", None, "; ".join(f"{k}={v}" for k, v in KEYS.items())))
         found[key] = value
@@ -118,15 +120,5 @@ def _print(found: Report, form: str) -> None:
         )
 
 
-def run() -> NoReturn:
-    code = OK
-    with contextlib.suppress(BrokenPipeError):  # `| head` has read enough
-        code = main()
-        sys.stdout.flush()
-        sys.exit(code)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(code)
-
-
 if __name__ == "__main__":
-    run()
+    finish(main)

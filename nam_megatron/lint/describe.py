@@ -27,6 +27,7 @@ def rows(a: Args, m: Model) -> Iterator[tuple[str, str]]:
     yield from row("activation", lambda: _activation(a, m))
     yield from row("experts", lambda: _experts(a, m))
     yield from row("Mamba", lambda: _mamba(a, m))
+    yield from m.plan.rows() if m.plan else ()
     yield from row("sequence", lambda: f"{m.need('seq_length')} tokens")
     yield from row("dropout", lambda: ", ".join(f"{n} {_v(a, f'{n}_dropout')}" for n in ("hidden", "attention")))
     yield from row("embedding", lambda: _embedding(a, m))
@@ -39,6 +40,7 @@ def rows(a: Args, m: Model) -> Iterator[tuple[str, str]]:
 def notes(a: Args, m: Model) -> Iterator[str]:
     """What is no trap and good to know."""
     yield from a.launch.notes
+    yield from m.plan.notes() if m.plan else ()
     if a.script_flags:
         yield f"flags of the training script, not of Megatron's parser: {', '.join(dict.fromkeys(a.script_flags))}"
     if known(lambda: m.from_elsewhere):
@@ -50,7 +52,7 @@ def notes(a: Args, m: Model) -> Iterator[str]:
     ]:
         yield f"not set in the text, and no matter here: {', '.join(paths)}"
     if known(lambda: "mamba2" in m.kinds and not a.any_said(*MAMBA), False):
-        plan = "; nam_megatron.train may put Mamba-3 and M2RNN there, which stand in plan.json alone" if m.ours else ""
+        plan = "" if m.a.launch.script and not m.ours else "; Mamba-3 and M2RNN of ours would stand in plan.json alone"
         yield f"`M` layers are taken as Mamba-2 of Megatron's default sizes: no flag says otherwise{plan}"
     if known(lambda: m.tp * m.cp > 1 and not m.fsdp and "CUDA_DEVICE_MAX_CONNECTIONS" not in a.launch.env, False):
         yield "tensor and context parallelism demand CUDA_DEVICE_MAX_CONNECTIONS=1 on Hopper and before; the text does not export it"
@@ -86,6 +88,15 @@ def _v(a: Args, name: str) -> str:
     value = getattr(a, name)
     text = f"{value:g}" if isinstance(value, float) else str(value)
     return text if a.said(name) else f"{text} (default)"
+
+
+def gpus(number: int) -> str:
+    return f"{number} GPU{'s' * (number != 1)}"
+
+
+def _or_open(value: object) -> object:
+    """A value that Megatron has no default for; `?` where the launch lacks it."""
+    return "?" if value is None else value
 
 
 def ranges(numbers: tuple[int, ...]) -> str:
@@ -151,7 +162,8 @@ def _attention(a: Args, m: Model) -> str | None:
                      f"{_v(a, 'qk_pos_emb_head_dim')} with RoPE, value {_v(a, 'v_head_dim')}")  # fmt: skip
     if "dsa" in m.kinds:
         loss = f"{a.dsa_indexer_loss_coeff or 0:g}"
-        text = f"DSA: top {a.dsa_indexer_topk} by {a.dsa_indexer_n_heads} indexer heads of {a.dsa_indexer_head_dim}, loss {loss}"
+        top, heads, width = map(_or_open, (a.dsa_indexer_topk, a.dsa_indexer_n_heads, a.dsa_indexer_head_dim))
+        text = f"DSA: top {top} by {heads} indexer heads of {width}, loss {loss}"
         groups: dict[int, list[int]] = {}
         for n in m.numbers("dsa"):
             if (source := m.topk_source(n)) != n:
@@ -166,7 +178,11 @@ def _attention(a: Args, m: Model) -> str | None:
 
 def _positions(a: Args, m: Model) -> str:
     default = "" if a.any_said("position_embedding_type", "use_rotary_position_embeddings") else " (default)"
-    table = f"learned table of {a.max_position_embeddings}{default}" if m.positions == "learned_absolute" else None
+    table = (
+        f"learned table of {_or_open(a.max_position_embeddings)}{default}"
+        if m.positions == "learned_absolute"
+        else None
+    )
     own = []
     if m.mla and {"mla", "dsa"} & m.kinds:
         scaled = f", factor {a.rotary_scaling_factor:g}" if m.rope_type == "yarn" else ""
@@ -217,9 +233,9 @@ def _experts(a: Args, m: Model) -> str | None:
     )
     balanced = " and ".join(filter(None, [balance, *losses])) or "nothing"
     lines = (
-        f"{a.num_experts} of {width}, top {_v(a, 'moe_router_topk')}{shared}",
+        f"{_or_open(a.num_experts)} of {width}, top {_v(a, 'moe_router_topk')}{shared}",
         f"{routing}, balanced by {balanced}",
-        f"{drop}, dispatcher {_v(a, 'moe_token_dispatcher_type')}",
+        f"{drop}, dispatcher {m.plan.dispatcher if m.plan else _v(a, 'moe_token_dispatcher_type')}",
     )
     return "\n".join(lines)
 
@@ -254,7 +270,7 @@ def _optimizer(a: Args, m: Model) -> str:
 
 
 def _layout(a: Args, m: Model) -> str:
-    gpus = f"{a.launch.gpus} GPUs: " if a.launch.gpus else ""
+    on = f"{gpus(a.launch.gpus)}: " if a.launch.gpus else ""
     words = [f"tensor {m.tp}" + (" + sequence" if m.sequence_parallel else ""), f"pipeline {m.pp}", f"context {m.cp}"]
     if data_parallel := known(lambda: m.dp):
         words.append(f"data {data_parallel}")
@@ -263,9 +279,9 @@ def _layout(a: Args, m: Model) -> str:
     sharding = "Megatron-FSDP" if a.use_megatron_fsdp else "torch FSDP2" if a.use_torch_fsdp2 else None
     recompute = f"recompute {m.recompute}" if m.recompute else None
     graphs = f"CUDA graphs {m.graphs}" if m.graphs != "none" else None
-    return gpus + ", ".join([*words, *filter(None, (sharding, recompute, graphs))])
+    return on + ", ".join([*words, *filter(None, (sharding, recompute, graphs))])
 
 
 def _batch(a: Args, m: Model) -> str:
     size = a.global_batch_size or known(lambda: f"{m.need('micro_batch_size') * m.dp} (default)", "? (default)")
-    return f"{a.micro_batch_size} per pass, {size} per step"
+    return f"{_or_open(a.micro_batch_size)} per pass, {size} per step"

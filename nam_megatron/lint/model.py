@@ -14,7 +14,8 @@ from nam_megatron.lint.values import Args, NotKnown
 
 SYMBOLS = {"*": "attention", "+": "mla", "D": "dsa", "E": "moe", "-": "mlp", "M": "mamba2", "G": "gdn"}
 TITLES = {
-    "attention": "attention", "mla": "MLA", "dsa": "DSA", "moe": "MoE", "mlp": "MLP", "mamba2": "Mamba-2", "gdn": "gated delta net",
+    "attention": "attention", "mla": "MLA", "dsa": "DSA", "moe": "MoE", "mlp": "MLP", "mamba2": "Mamba-2", "mamba3": "Mamba-3",
+    "m2rnn": "M2RNN", "gdn": "gated delta net",
 }  # fmt: skip
 ATTENTION = ("attention", "mla", "dsa")
 MAMBA = ("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups")
@@ -35,7 +36,15 @@ class Model:
         script = (args.launch.script or "").rsplit("/", 1)[-1]
         self.gpt_script = "gpt" in script
         self.hybrid_script = "hybrid" in script or "mamba" in script
-        self.ours = script.startswith("nam_megatron.") or "--nam-plan" in args.launch.words
+        self.plan = args.launch.plan
+        self.ours = script.startswith("nam_megatron.") or "--nam-plan" in args.launch.words or self.plan is not None
+
+    @property
+    def dsa_kernels(self) -> str | None:
+        """Whose sparse attention runs: `megatron`, or one of ours; None where the text does not tell who trains."""
+        if self.plan:
+            return self.plan.kernels("dsa")
+        return "megatron" if self.a.launch.script and not self.ours else None
 
     # Layers
 
@@ -80,6 +89,8 @@ class Model:
     @cached_property
     def layers(self) -> tuple[tuple[int, str], ...]:
         """(Megatron's layer number, kind) of every sublayer; a GPT layer has two, attention and MLP or MoE."""
+        if self.plan:
+            return self.plan.layers
         if self.bad_symbols or len(self.parts[0]) > MOST:
             raise NotKnown("hybrid_layer_pattern")
         if self.hybrid:
@@ -246,6 +257,8 @@ class Model:
     @cached_property
     def count(self) -> Count:
         """Parameters of the whole model; without embeddings where their size is not known."""
+        if self.plan:
+            return self.plan.count
         a = self.a
         plain = {name: getattr(a, name) for name in READS}
         plain |= {

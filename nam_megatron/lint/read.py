@@ -1,12 +1,14 @@
 """Text -> Launch: the words Megatron's parser would get, the environment, the number of GPUs.
 
-Three kinds of text: a list of words (`--hidden-size 4096 ...`, over any number of lines), a shell script, YAML or JSON.
+Three kinds of text: a list of words (`--hidden-size 4096 ...`, over any number of lines), a shell script, YAML or JSON; and our plan.json.
 """
 
+import os.path
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -14,6 +16,9 @@ from nam_megatron.errors import Problem, Refused
 from nam_megatron.lint import follow
 from nam_megatron.lint.shell import Lexer, ShellError
 from nam_megatron.mcore import v0_19
+
+if TYPE_CHECKING:
+    from nam_megatron.lint.ours import Planned
 
 LONGEST = 1_000_000  # characters
 DEEPEST, MOST = 30, 5_000  # YAML: levels, entries
@@ -29,7 +34,7 @@ class Launch:
 
     words: for Megatron's parser; a hole (see follow.py) where the text leaves something open. env: what the text exports, None
     where it unsets. script: the training script or module, None if the text names none. gpus: world size, None if not known.
-    partial: only variables for another script to use, so that flags may be missing.
+    partial: only variables for another script to use, so that flags may be missing. plan: of our own trainer, where it can be read.
     """
 
     words: tuple[str, ...]
@@ -40,6 +45,7 @@ class Launch:
     gpus: int | None = None
     notes: tuple[str, ...] = ()
     partial: bool = False
+    plan: "Planned | None" = None
 
     def on(self, gpus: int) -> "Launch":
         """The same launch on so many GPUs."""
@@ -54,10 +60,10 @@ class Launch:
 
 
 def read(text: str, name: str = "-") -> Launch:
-    """Find the launch in a text.
+    """Find the launch in a text. `name`: the file it is from, or `-`; what the text says of its own folder is looked up there.
 
     Raises:
-        Refused: if there is none.
+        Refused: if there is none, or if our trainer would not take the plan that it starts with.
     """
     if len(text) > LONGEST:
         raise Refused(Problem(f"`{name}` has {len(text):,} characters, which no launch has"))
@@ -69,20 +75,38 @@ def read(text: str, name: str = "-") -> Launch:
     first = next((line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")), "")
     try:
         if YAML.match(first):
-            launch = _yaml(text)
+            launch = _yaml(text, name)
         elif first.startswith("-"):
             launch = _plain(text)
         else:
             launch = _shell(text)
     except (ShellError, yaml.YAMLError, RecursionError) as err:
-        what = " ".join(str(err).split()) or "nested too deep"
+        what = " ".join(str(err).split()).replace('in "<unicode string>",', "at") or "nested too deep"
         raise Refused(Problem(f"`{name}` cannot be read: {what}", None, FORMS)) from None
     if not _flags(launch.words):
         raise Refused(Problem(f"there is no Megatron flag in `{name}`", None, FORMS))
-    return launch
+    return _planned(launch, name)
 
 
 FORMS = "give a list of flags, a shell script that starts a training, or a YAML of flags"
+
+
+def _planned(launch: Launch, name: str) -> Launch:
+    """A launch of our own trainer with the plan that it names, if that can be read from here; nothing else is looked for."""
+    if "--nam-plan" not in launch.words[:-1]:
+        return launch
+    word = launch.words[launch.words.index("--nam-plan") + 1]
+    if name != "-":
+        word = word.replace(follow.hole('dirname "$0"'), str(Path(name).parent))
+    if follow.holes(word) or not os.path.isfile(word):
+        note = f"`{follow.shown(word)}` cannot be read from here: what it says beyond its flags is not known"
+        return replace(launch, notes=(*launch.notes, note))
+    from nam_megatron.argv import load_plan  # Hydra, only for those who want it
+    from nam_megatron.lint.ours import Planned
+
+    plan = Planned(load_plan(word))
+    note = f"layers, parameters and kernels are those of the plan of {plan.name} in `{word}`"
+    return replace(launch, plan=plan, notes=(*launch.notes, note))
 
 
 def _plain(text: str) -> Launch:
@@ -164,7 +188,7 @@ def _gpus(launcher: tuple[str, ...], text: str, variables: Mapping[str, str | li
 # YAML ---------------------------------------------------------------------------------------------------------------------
 
 
-def _yaml(text: str) -> Launch:
+def _yaml(text: str, name: str) -> Launch:
     root = yaml.compose(text, Loader=Loader)
     entries: list[tuple[str, Any]] = []
     env: dict[str, str | None] = {}
@@ -174,9 +198,15 @@ def _yaml(text: str) -> Launch:
             w for node in root.value[:MOST] if isinstance(node, yaml.ScalarNode) for w in _holes(node.value).split()
         ]
     elif isinstance(root, yaml.MappingNode):
-        plan = next((v for k, v in root.value if k.value == "argv" and isinstance(v, yaml.SequenceNode)), None)
-        if plan is not None:  # our own plan.json
-            words = [_holes(node.value) for node in plan.value[:MOST] if isinstance(node, yaml.ScalarNode)]
+        keys = {k.value: v for k, v in root.value if isinstance(k, yaml.ScalarNode)}
+        if {"recipe", "argv"} <= keys.keys():  # our own plan.json
+            from nam_megatron.argv import parse_plan  # Hydra, only for those who want it
+            from nam_megatron.lint.ours import Planned
+
+            plan = Planned(parse_plan(text, name))
+            return Launch(plan.argv, "plan", text, plan.env, gpus=plan.gpus, plan=plan)
+        if isinstance(argv := keys.get("argv"), yaml.SequenceNode):
+            words = [_holes(node.value) for node in argv.value[:MOST] if isinstance(node, yaml.ScalarNode)]
         else:
             entries = list(_entries(root, env))
     dashed = any(name.startswith("--") for name, _ in entries)

@@ -7,7 +7,7 @@ Megatron and what the recipe's own arguments do.
 import json
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from nam_megatron.lint.values import Args, NotKnown, Open
 from nam_megatron.lower import Lowering, translate
 from nam_megatron.recipe import load, to_tree
 
+WRITTEN_BY = " by nam_megatron.lint"
 LETTER = {"attention": "A", "mla": "A", "dsa": "A", "moe": "E", "mlp": "E", "mamba2": "M"}
 Tree = dict[str, Any]
 
@@ -68,6 +69,7 @@ def write(report: Report, out: str) -> Made:
         raise Refused(
             Problem(f"`{out}` is no file name for a preset", "recipe", "letters, digits and `_`, ending in .yaml")
         )
+    _keep(path)
     made = make(report, path)
     try:
         path.write_text(made.yaml, encoding="utf-8")
@@ -76,12 +78,24 @@ def write(report: Report, out: str) -> Made:
     return made
 
 
+def _keep(path: Path) -> None:
+    """Refuse to write over what somebody else has written."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return
+    except (OSError, UnicodeDecodeError):
+        lines = []
+    if not any(line.startswith("# From ") and line.endswith(WRITTEN_BY) for line in lines[:3]):
+        raise Refused(Problem(f"`{path}` exists, and lint has not written it", "recipe", "name another file"))
+
+
 def make(report: Report, path: Path) -> Made:
     """The preset's text, checked; nothing is written."""
     a, m = report.args, report.model
     lost: list[str] = []
     try:
-        groups, wanted = _groups(a, m), _wanted(a, m, path.stem, lost)
+        groups, wanted = _groups(a, m), _ours(m, path.stem) or _wanted(a, m, path.stem, lost)
     except NotKnown as err:
         raise Refused(
             Problem(f"no recipe: `{err}` is not known", "recipe", "the findings say what is missing")
@@ -154,7 +168,7 @@ def _yaml(groups: Mapping[str, str], tree: Mapping[str, Any], source: str) -> st
     lines = [
         "# @package _global_",
         "# yaml-language-server: $schema=../schema.json#/$defs/Recipe",
-        f"# From {source} by nam_megatron.lint",
+        f"# From {source}{WRITTEN_BY}",
         "defaults:",
     ]
     lines += [f"  - override /{group}: {option}" for group, option in groups.items()] + ["  - _self_"]
@@ -200,7 +214,7 @@ CLUSTERS = {1: "h200_1", 2: "h200_2", 4: "h200_4", 8: "h200_8", 16: "h200_2x8"}
 def _groups(a: Args, m: Model) -> Tree:
     return {
         "model": "nam56r",
-        "lane": "nemo_native" if m.tp > 1 else "native_dp",
+        "lane": m.plan.lane if m.plan else "nemo_native" if m.tp > 1 else "native_dp",
         "precision": "fp8_tensorwise" if a.fp8 and a.fp8_recipe == "tensorwise" else "bf16",
         "optim": "muon" if a.optimizer in ("muon", "dist_muon") else "adamw",
         "data": "indexed" if _indexed(a) else "mock",
@@ -225,6 +239,14 @@ def _indexed(a: Args) -> bool:
         and isinstance(a.value("tokenizer_model"), str)
         and a.split
     )
+
+
+def _ours(m: Model, name: str) -> Tree | None:
+    """The recipe of a plan of ours, under another name."""
+    if m.plan is None:
+        return None
+    tree = to_tree(m.plan.lowering.plan.recipe)
+    return {**tree, "preset": {**tree["preset"], "name": name, "alias_of": None}}
 
 
 def _wanted(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
@@ -342,17 +364,22 @@ def _blocks(a: Args, m: Model, lost: list[str]) -> Tree:
         blocks["dsa"] = {"indexer_heads": a.dsa_indexer_n_heads, "indexer_head_dim": a.dsa_indexer_head_dim, "top_k": a.dsa_indexer_topk,
                          "indexer_loss_coeff": a.dsa_indexer_loss_coeff or 0.0, "full_every": every or 1}  # fmt: skip
     if m.moe:
-        balanced = m.balancing[0] if len(m.balancing) == 1 else "several"
         blocks["moe"] = {
             "experts": a.num_experts, "top_k": a.moe_router_topk, "expert_hidden_size": m.moe_ffn,
             "shared_expert_hidden_size": a.moe_shared_expert_intermediate_size or 0, "score_function": a.moe_router_score_function,
             "expert_bias": a.moe_router_enable_expert_bias, "expert_bias_update_rate": a.moe_router_bias_update_rate,
-            "router_dtype": a.moe_router_dtype or "the weights'", "balancing": balanced, "aux_loss_coeff": m.aux_coefficients[0],
+            "aux_loss_coeff": m.aux_coefficients[0],
             "dispatcher": a.moe_token_dispatcher_type, "grouped_gemm": a.moe_grouped_gemm, "permute_fusion": a.moe_permute_fusion,
             "router_fusion": a.moe_router_fusion, "shared_overlap": a.moe_shared_expert_overlap,
             "fused_weighted_squared_relu": a.use_fused_weighted_squared_relu,
             "capacity_factor": a.moe_expert_capacity_factor,
         }  # fmt: skip
+        if len(m.balancing) == 1:  # several have no word in a recipe; the comparison lists them
+            blocks["moe"]["balancing"] = m.balancing[0]
+        if a.moe_router_dtype:
+            blocks["moe"]["router_dtype"] = a.moe_router_dtype
+        else:
+            lost.append("the router in the dtype of the weights: our recipes have fp32 and fp64")
     if "mamba2" in m.kinds:
         blocks["mamba2"] = {
             "heads": m.mamba_heads,
@@ -498,7 +525,8 @@ OTHER_WAYS = {
 
 
 def _compare(a: Args, m: Model, lowering: Lowering, made: Made) -> None:
-    theirs = Args(Launch(argv(lowering), "words", "", gpus=a.launch.gpus))
+    plan = replace(m.plan, lowering=lowering) if m.plan else None
+    theirs = Args(Launch(argv(lowering), "words", "", gpus=a.launch.gpus, plan=plan))
     other = Model(theirs)
     for name in dict.fromkeys([*lowering.by_name, *a.given]):
         if name in OTHER_WAYS or (name == "hybrid_layer_pattern" and not m.hybrid):
@@ -512,15 +540,19 @@ def _compare(a: Args, m: Model, lowering: Lowering, made: Made) -> None:
         derive = DERIVED.get(name, lambda model, name=name: model.a.value(name))
         if known(lambda d=derive: _plain(d(m))) == known(lambda d=derive: _plain(d(other))):
             continue
-        if a.said(name) or name in DERIVED:
-            made.lost.append(f"{_said(a, name)} -> {_said(theirs, name)}")
-        else:
-            made.added.append(theirs.written(name))
+        was, now = _said(a, name), _said(theirs, name)
+        if not a.said(name) and name not in DERIVED:
+            made.added.append(now)
+        elif was != now:  # of equal words another flag, which is listed, makes something else
+            made.lost.append(f"{was} -> {now}")
 
 
 def _said(a: Args, name: str) -> str:
     """As written; as `name = value` where it stands on Megatron's default."""
-    return a.written(name) if a.said(name) else f"{name} = {a.value(name)}"
+    if a.said(name):
+        return a.written(name)
+    value = a.value(name)
+    return f"{name} unset" if value is None else f"{name} = {value}"
 
 
 def _plain(value: Any) -> Any:

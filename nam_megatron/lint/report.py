@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from nam_megatron import __version__
 from nam_megatron.lint import Report, describe
+from nam_megatron.lint.describe import gpus
 from nam_megatron.lint.rules import SEVERITIES
 from nam_megatron.mcore import v0_19
 
@@ -88,8 +89,11 @@ def as_json(report: Report) -> str:
 
 def _headline(report: Report) -> str:
     launch = report.launch
-    source = {"words": "a list of flags", "yaml": "YAML", "shell": "a shell script"}[launch.kind]
-    return (launch.script or source) + (f" on {launch.gpus} GPUs" if launch.gpus else "")
+    if launch.kind == "plan":
+        source = f"the plan of {launch.plan.name}"
+    else:
+        source = {"words": "a list of flags", "yaml": "YAML", "shell": "a shell script"}[launch.kind]
+    return (launch.script or source) + (f" on {gpus(launch.gpus)}" if launch.gpus else "")
 
 
 def _brief(flag: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nam_megatron import app, nemo, train
-from nam_megatron.errors import FINDINGS, OK, REFUSED, Problem, Refused, raise_if
+from nam_megatron.errors import FINDINGS, OK, Problem, Refused, finish, raise_if
 from nam_megatron.lower import translate
 from nam_megatron.nemo import doctor
 from nam_megatron.origin import Origin
@@ -63,19 +63,25 @@ def diagnose() -> int:
 
 
 def main() -> NoReturn:
+    finish(command)
+
+
+def command() -> int:
     """The first word says what to do; the rest is the recipe's."""
     task, *rest = sys.argv[1:] or [""]
-    if task in ("list", "doctor") and not rest:
-        sys.exit({"list": names, "doctor": diagnose}[task]())
+    helped = not {"-h", "--help"}.isdisjoint((task, *rest))
+    if helped and task not in ("dump", "pretrain"):
+        sys.argv[1:] = ["--help"]
+        app.run("nemo", ("out",), dump)
     if task in ("dump", "pretrain"):
         sys.argv[1:] = rest
         app.run("nemo", ("out",), {"dump": dump, "pretrain": pretrain}[task])
-    if task in ("-h", "--help"):
-        sys.argv[1:] = ["--help"]
-        app.run("nemo", ("out",), dump)
     hint = "there are: dump conf=NAME, pretrain conf=NAME, list, doctor"
-    sys.stderr.write(Refused(Problem(f"no task `{' '.join([task, *rest])}`", hint=hint)).render())
-    sys.exit(REFUSED)
+    if task not in ("list", "doctor"):
+        raise Refused(Problem(f"no task `{task}`" if task else "no task is named", None, hint))
+    if rest:
+        raise Refused(Problem(f"`{task}` takes no words, and here is `{rest[0]}`", None, hint))
+    return {"list": names, "doctor": diagnose}[task]()
 
 
 if __name__ == "__main__":

@@ -145,6 +145,11 @@ def test_arguments_other_than_the_plans_are_refused(tmp_path, change, said):
     assert said in problem.message
 
 
+def test_what_differs_is_clipped_and_run_sh_is_named(tmp_path):
+    (problem,) = refusal(command(tmp_path)[:2])
+    assert len(problem.message) < 400 and " more" in problem.message and "run.sh" in problem.hint
+
+
 def test_another_megatron_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(megatron.core.package_info, "__shortversion__", "0.20.0")
     assert refusal(command(tmp_path))[0].message == "megatron-core 0.20.0 is installed, and the plan is for 0.19.2"

@@ -123,19 +123,25 @@ def test_the_commands(tmp_path, capsys, monkeypatch):
     receipts.command([str(root)], {"end": "failed", "host": "h200_8"})
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if "DAMAGED" not in line] == [runs[1].name]
     receipts.command([str(root)], {"family": "other"})
-    assert capsys.readouterr().out.count("\n") == 1  # a damaged one is always shown
+    said = capsys.readouterr()
+    assert (
+        said.out.count("\n") == 1 and said.err == f"note: none of 3 receipts in {root}\n"
+    )  # a damaged one is always shown
     assert compare.command([str(run) for run in runs], {}) == 0
     for words in (
         ["compare", str(runs[0])],
         ["compare", str(root), str(runs[0])],
         ["receipts", "nowhere"],
+        ["receipts", str(root), "end=complete"],
+        ["receipts", str(root), "state=lost"],
         ["compare", "--anywya"],
         ["no"],
     ):
         monkeypatch.setattr("sys.argv", ["launch", *words])
         with pytest.raises(SystemExit) as ended:
             command.main()
-        assert ended.value.code == 2 and capsys.readouterr().err.startswith("error: ")
+        text = capsys.readouterr().err
+        assert ended.value.code == 2 and text.startswith("error: ") and "Errno" not in text
 
 
 def test_committed_receipts_are_whole_and_name_no_machine():

@@ -126,6 +126,8 @@ def test_a_pin_names_folders(queue, tmp_path, packages):
     ("words", "code", "said"),
     [
         (("patch", "verify"), 1, "megatron-core 0.19.2: pristine"),
+        (("patch", "verify"), 1, "hint: `python -m launch patch apply megatron-core` patches it"),
+        (("patch", "--help"), 0, "python -m launch patch export PROJECT onto=DIR"),
         (("patch", "aply"), 2, "`patch` takes apply, verify or export"),
         (("patch", "apply", "torch"), 2, "no patches for `torch`"),
         (("patch", "apply", "ont=x"), 2, "did you mean `onto`?"),

@@ -145,7 +145,8 @@ def test_the_command(capsys):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("", "torch_cuda|package"),
+        ("", "it has no `torch_cuda`"),
+        ('torch_cuda = "1"\n[[package]]\nname = "torch"', "it has no `version`"),
         ('torch_cuda = "13.0"\npackage = []', "first package must be torch"),
         (
             'torch_cuda = "13.0"\n[[package]]\nname = "numpy"\nversion = "2"\nsource = "wheel"',
@@ -159,8 +160,11 @@ def test_the_command(capsys):
             'torch_cuda = 13\n[[package]]\nname = "torch"\nversion = "2"\nsource = "wheel"',
             "13 stands where a word should",
         ),
-        ('torch_cuda = "1"\n[[package]]\nname = "torch"\nversion = "2"\nsource = "wheel"\nhash = "x"', "hash"),
-        ('torch_cuda = "1"\npackage = ["torch"]', "no lock file"),
+        (
+            'torch_cuda = "1"\n[[package]]\nname = "torch"\nversion = "2"\nsource = "wheel"\nhash = "x"',
+            "a package has no `hash`",
+        ),
+        ('torch_cuda = "1"\npackage = ["torch"]', "'torch' stands where a package should"),
         ("[", "no lock file"),
     ],
 )

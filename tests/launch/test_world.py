@@ -294,6 +294,8 @@ def test_a_pytorch_job_without_an_image_or_with_a_path_of_ours():
     with pytest.raises(Refused) as refused:
         kubernetes.pytorch_job(context())
     assert [p.key for p in refused.value.problems] == ["image", "cluster.storage.receipts"]
+    hinted = [p.hint.split("`")[-2] for p in refused.value.problems][1]
+    assert yaml.safe_load(kubernetes.pytorch_job(context(hinted, image="r/i:1")))["kind"] == "PyTorchJob"
 
 
 def test_show_has_everything_and_touches_nothing(tmp_path):

@@ -13,6 +13,7 @@ from nam_megatron.lint.rules import (
     layers,
     layout,
     parser,
+    plan,
     precision,
     sparse,
     training,
@@ -21,7 +22,7 @@ from nam_megatron.lint.rules.rule import SEVERITIES, Finding, Rule, without
 from nam_megatron.lint.values import Args, NotKnown
 from nam_megatron.mcore import v0_19
 
-FILES = (parser, layers, attention, sparse, defaults, experts, precision, layout, graphs, training, companions)
+FILES = (parser, layers, attention, sparse, defaults, experts, precision, layout, graphs, training, companions, plan)
 RULES: tuple[Rule, ...] = tuple(rule for file in FILES for rule in file.RULES)
 BY_ID = {rule.id: rule for rule in RULES}
 assert len(BY_ID) == len(RULES), "two rules of one id"

@@ -10,12 +10,13 @@ from nam_megatron.mcore import v0_19
 
 
 def _beside_newer(when: When) -> When:
-    """`when`, for a launch that says more than GPT-2 would."""
+    """`when`, for a launch that says more than GPT-2 would, and whose values no recipe of ours has chosen."""
 
     def modern(a: Args, m: Model) -> bool:
         newer = a.swiglu or a.squared_relu or a.quick_geglu or a.normalization == "RMSNorm" or a.group_query_attention
         rotary = m.positions in ("rope", "yarn", "mrope")
-        return m.hybrid or m.moe or m.mla or newer or rotary or a.untie_embeddings_and_output_weights
+        said = m.hybrid or m.moe or m.mla or newer or rotary or a.untie_embeddings_and_output_weights
+        return said and m.plan is None
 
     return lambda a, m: modern(a, m) and when(a, m)
 

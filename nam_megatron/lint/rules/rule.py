@@ -8,9 +8,9 @@ from nam_megatron.lint.values import Args
 
 WRONG, FAIL, COST, FRAGILE, OPEN = "wrong model", "will fail", "cost", "fragile", "open"
 SEVERITIES = {
-    WRONG: "Megatron trains another model than the launch reads like, and says nothing or a line in the log",
+    WRONG: "Megatron trains another model than the flags suggest, and says nothing or a line in the log",
     FAIL: "Megatron refuses or crashes: at the start, or at the first step",
-    COST: "slower, or more memory, than the launch reads like",
+    COST: "slower, or more memory, than the flags suggest",
     FRAGILE: "works with 0.19.2; deprecated, without effect, or another default in the next Megatron",
     OPEN: "cannot be told from this text",
 }

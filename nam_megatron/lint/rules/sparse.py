@@ -1,7 +1,9 @@
 """DeepSeek sparse attention."""
 
+from collections.abc import Iterator
+
 from nam_megatron.lint.model import Model
-from nam_megatron.lint.rules.rule import CONFIG, COST, DSA, FAIL, HYBRID, WRONG, Rule, each
+from nam_megatron.lint.rules.rule import CONFIG, COST, DSA, FAIL, HYBRID, OPEN, WRONG, Rule, each
 from nam_megatron.lint.values import Args
 
 DSA_ONLY = (
@@ -27,6 +29,23 @@ def _recompute_parts_group(a: Args, m: Model) -> bool:
     size = a.recompute_num_layers or 1
     whole = a.recompute_method == "uniform" and m.pp == 1
     return any(not whole or (n - 1) // size != (s - 1) // size for n, s in _shares_topk(m))
+
+
+# Megatron's DSA hands a shared top-k on with the attention mask or the config object; ours keeps it with its layers.
+def _recompute_loses(a: Args, m: Model) -> bool:
+    return m.dsa and m.recompute == "full" and _recompute_parts_group(a, m)
+
+
+def _mask_lacks(a: Args, m: Model) -> bool:
+    return m.dsa and bool(_shares_topk(m)) and not a.create_attention_mask_in_dataloader
+
+
+def _whose(a: Args, m: Model) -> Iterator[str]:
+    if m.dsa_kernels is None:
+        if _recompute_loses(a, m):
+            yield f"{a.written('recompute_granularity')}\tMegatron's reads another group's top-k when it recomputes layers apart"
+        if _mask_lacks(a, m):
+            yield f"{a.written('create_attention_mask_in_dataloader')}\tMegatron's hands the top-k on wrongly without a mask"
 
 
 def _kernel_declines(a: Args, m: Model) -> bool:
@@ -157,7 +176,7 @@ RULES = (
         "dsa-reuse-recompute",
         WRONG,
         "recompute_granularity|dsa_indexer_topk_freq",
-        lambda a, m: m.dsa and m.recompute == "full" and _recompute_parts_group(a, m),
+        lambda a, m: m.dsa_kernels == "megatron" and _recompute_loses(a, m),
         "recomputed apart, a layer reads another group's top-k: gradients are silently wrong",
         "recompute selectively, reuse nothing, or let one chunk cover each group",
         DSA,
@@ -166,9 +185,18 @@ RULES = (
         "dsa-reuse-mask",
         WRONG,
         "create_attention_mask_in_dataloader",
-        lambda a, m: m.dsa and bool(_shares_topk(m)) and not a.create_attention_mask_in_dataloader,
+        lambda a, m: m.dsa_kernels == "megatron" and _mask_lacks(a, m),
         "without a mask the shared top-k travels on the config object and lives across microbatches",
         "leave `--no-create-attention-mask-in-dataloader` out",
+        DSA,
+    ),
+    Rule(
+        "dsa-reuse-kernels",
+        OPEN,
+        "",
+        _whose,
+        "layers share a top-k, and the text does not tell whose sparse attention trains them; ours shares it safely",
+        "lint the script that starts the training, or our plan.json",
         DSA,
     ),
 )

@@ -11,6 +11,8 @@ import sys
 import warnings
 from importlib.metadata import version
 
+from nam_megatron.errors import OK, Problem, Refused, finish
+
 ACTIONS = {
     "_StoreAction": "store",
     "_StoreTrueAction": "store_true",
@@ -59,5 +61,12 @@ def _plain(value):
     return list(map(_plain, value)) if isinstance(value, (list, tuple)) else value
 
 
+def command() -> int:
+    if sys.argv[1:] and sys.argv[1] not in ("-h", "--help"):
+        raise Refused(Problem(f"the dump takes no words, and here is `{sys.argv[1]}`", None, "`--help` says more"))
+    sys.stdout.write(__doc__ if sys.argv[1:] else render(dump()))
+    return OK
+
+
 if __name__ == "__main__":
-    sys.stdout.write(render(dump()))
+    finish(command)
