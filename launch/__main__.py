@@ -47,7 +47,8 @@ def command() -> int:
         raise Refused(Problem(f"no verb `{verb}`", None, f"there are: {', '.join((*WITH_A_RECIPE, *OPTIONS))}"))
     module = import_module(f"launch.{verb}")  # each imports what it needs only
     if {"-h", "--help"} & set(rest):
-        print(module.__doc__, __doc__, sep="\n")
+        options = " ".join(f"[{key}=...]" for key in OPTIONS[verb])
+        print(module.__doc__, f"python -m launch {verb} ... {options}", sep="\n")
         return OK
     raise_if_twice(word.removeprefix("--").partition("=")[::2] for word in rest if word.startswith("--") or "=" in word)
     return module.command(*parse(rest, OPTIONS[verb]))

@@ -45,6 +45,7 @@ def of_log(folder: Path, receipt: Mapping[str, Any]) -> dict[str, Any]:
     figures = steps.figures(said, job.get("tokens_per_step") or 0, job.get("world") or 1)
     memory = steps.memory(said)
     view = nccl(folder.glob(NCCL_FILES))
+    every = job.get("log_interval") if job.get("trainer") == "bridge" else None
     return {
         "trainer_exit_code": codes[0] if codes else None,
         "reason": first,
@@ -52,7 +53,7 @@ def of_log(folder: Path, receipt: Mapping[str, Any]) -> dict[str, Any]:
         "figures": figures,
         "nan_check": job.get("nan_check"),
         "memory": memory,
-        "bad_put": steps.bad_put(said, clocks.get(STARTED), clocks.get(ENDED), twice=job.get("trainer") != "bridge"),
+        "bad_put": steps.bad_put(said, clocks.get(STARTED), clocks.get(ENDED), every=every),
         "against_forecast": against(receipt.get("forecast") or {}, figures, memory),
         "ranks": ranks(said, view, receipt.get("host") or {}),
         "nccl": view and {k: v for k, v in view.items() if k != "ranks"},

@@ -6,7 +6,7 @@ import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ def _package(entry: Mapping[str, Any]) -> Package:
         raise ValueError(f"{entry!r} stands where a package should")
     named = {"name": entry["name"], "version": entry["version"], "source": entry["source"]}
     more = {k: v for k, v in entry.items() if k not in named and k != "with"}
-    if unknown := more.keys() - {"module", "env", "alone"}:
+    if unknown := more.keys() - {f.name for f in fields(Package)}:
         raise ValueError(f"a package has no `{min(unknown)}`")
     return Package(**named, **more, with_=tuple(entry.get("with", ())))
 

@@ -224,12 +224,12 @@ def _gib(size: float) -> float:
 
 
 def bad_put(
-    said: Said, started: datetime | None, ended: datetime | None, *, twice: bool = True
+    said: Said, started: datetime | None, ended: datetime | None, *, every: int | None = None
 ) -> dict[str, Any] | None:
     """Seconds that were no steady training: until the first step began, what the first steps took beyond steady ones, checkpoints.
 
-    started, ended: local times of the launcher; what is unknown is None. twice: the second line has the first step in it once more,
-    as Megatron's does and Bridge's does not.
+    started, ended: local times of the launcher; what is unknown is None. every: steps of each line, where the first is like the others,
+    as Bridge's is; Megatron's first line is of one step, and its second has that step in it once more.
     """
     steps = [said.steps[n] for n in sorted(said.steps)]
     first, steady = split(steps)
@@ -245,8 +245,8 @@ def bad_put(
             saved.append((save.when - begun).total_seconds())
     excess = None
     if steady:  # then there are two lines before it
-        rest = first[1:] if twice else first
-        lines = [(rest[0], first[0].number - 1), *((s, before.number) for before, s in pairwise(rest))]
+        rest = first if every else first[1:]
+        lines = [(rest[0], first[0].number - (every or 1)), *((s, before.number) for before, s in pairwise(rest))]
         middle = median(s.ms for s in steady[:WINDOW])
         excess = sum((s.ms - middle) * (s.number - before) for s, before in lines) / 1000
     known = {

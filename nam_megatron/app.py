@@ -9,11 +9,10 @@ from hydra._internal import utils as hydra_utils
 from hydra._internal.hydra import Hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nam_megatron.errors import OK, REFUSED, Refused, finish, raise_if_twice, unwritten
+from nam_megatron.errors import OK, REFUSED, Refused, finish, raise_if_twice
 from nam_megatron.origin import Origin, hydra_problem
 from nam_megatron.recipe import Recipe, conf_dir, from_config
 
@@ -47,13 +46,8 @@ def _run(config_name: str, keys: Sequence[str], task: Task) -> int:
             recipe = from_config(cfg, origin, without=keys)
             words = _words(cfg, keys)
             codes.append(task(recipe, words, origin))
-            sys.stdout.flush()
         except Refused as refused:
             codes.append(_refuse(refused, origin))
-        except OSError as err:
-            if (code := unwritten(err)) is None:
-                raise
-            codes.append(code)
         in_job = False
 
     # Hydra would print its own errors and exit with 1; ours name the key, give a hint, and exit with 2.
@@ -64,26 +58,28 @@ def _run(config_name: str, keys: Sequence[str], task: Task) -> int:
     except Exception as err:
         if in_job:
             raise
-        code = unwritten(err)
-        codes.append(_refuse(Refused(hydra_problem(err))) if code is None else code)
+        codes.append(_refuse(Refused(hydra_problem(err))))
     return max(codes)
 
 
 def _given(words: Sequence[str]) -> Iterator[tuple[str, str]]:
     """(key, value) of every override: `key`, `+key` and `++key` are one key, and a mapping gives each of its keys."""
+    parser = OverridesParser.create()
     for word in words:
-        key, sign, value = word.partition("=")
-        if not sign or word.startswith(("-", "~")):
+        if word.startswith(("-", "~")):
             continue
-        key = key.lstrip("+")
-        key = "conf" if key == "preset" else key  # as it was typed, most likely
-        if value.startswith("{"):
-            try:
-                yield from _leaves(key, OverridesParser.create().parse_override(word).value())
-                continue
-            except OverrideParseException:  # Hydra will say so
-                pass
-        yield key, value
+        try:
+            override = parser.parse_override(word)
+            value = override.value()
+            leaves = list(_leaves(override.key_or_group, value)) if isinstance(value, dict) else None
+        except Exception:
+            continue
+        if leaves is not None:
+            yield from leaves
+        else:
+            key = override.key_or_group
+            # As it was typed, most likely.
+            yield "conf" if key == "preset" else key, word.partition("=")[2]
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:

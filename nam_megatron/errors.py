@@ -1,12 +1,11 @@
 """What a user is told when something is refused: every finding at once, each naming its key and file."""
 
-import errno
+import contextlib
 import os
-import select
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 if TYPE_CHECKING:
     from nam_megatron.origin import Origin
@@ -14,9 +13,6 @@ if TYPE_CHECKING:
 # Exit codes of every command.
 OK, FINDINGS, REFUSED, INCOMPLETE = 0, 1, 2, 3
 INTERRUPTED = 130  # Ctrl-C, as shells count it
-
-# What writing can meet that is no mistake of ours.
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,56 +72,64 @@ def raise_if_twice(words: Iterable[tuple[str, str]]) -> None:
     raise_if(problems)
 
 
+class Output:
+    """stdout or stderr that a command may always write to: what can no longer be written goes nowhere, and `lost` says why."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+        self.lost: OSError | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self.stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self.stream.flush)
+
+    def _try(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except OSError as err:
+            self.lost = self.lost or err
+            # What is still buffered too, or Python would complain once more at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+
 def finish(command: Callable[[], int]) -> NoReturn:
     """Run a command and end the process with its exit code, whatever a person, a pipe or a disk does to it meanwhile.
 
     A refusal and Ctrl-C are said in a line. A reader that has read enough (`| head`) changes nothing, a full disk refuses; a stream
     that was closed beforehand (`>&-`) takes everything.
     """
-    for name in ("stdout", "stderr"):
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  as long as the process
-    code: int | str | None = OK
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  as long as the process
+    streams = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = out, _ = Output(sys.stdout), Output(sys.stderr)
+    code: int | str | None
     try:
-        try:
-            code = command()
-        except SystemExit as end:  # argparse's, or of a command within
-            code = end.code
-        except Refused as refused:
-            code = REFUSED
-            sys.stderr.write(refused.render())
-        except KeyboardInterrupt:
-            code = INTERRUPTED
-            sys.stderr.write("interrupted\n")
+        code = command()
+    except SystemExit as end:  # argparse's, or of a command within
+        code = end.code
+    except Refused as refused:
+        code = REFUSED
+        sys.stderr.write(refused.render())
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+        sys.stderr.write("interrupted\n")
+    finally:
         sys.stdout.flush()
-    except OSError as err:
-        if (unwritten_code := unwritten(err)) is None:
-            raise
-        code = unwritten_code or code
+        sys.stderr.flush()
+        sys.stdout, sys.stderr = streams
+    if out.lost and not isinstance(out.lost, BrokenPipeError):
+        problem = Problem(f"cannot write: {out.lost.strerror}", None, "give it somewhere with room")
+        with contextlib.suppress(OSError):
+            sys.stderr.write(Refused(problem).render())
+        code = REFUSED
     sys.exit(code)
-
-
-def unwritten(err: Exception) -> int | None:
-    """The exit code where `err` says that stdout cannot be written, and why on stderr; None where it says something else.
-
-    What is still buffered goes nowhere, or Python would complain once more at exit.
-    """
-    left = isinstance(err, BrokenPipeError) and _reader_left()
-    full = isinstance(err, OSError) and err.filename is None and err.errno in UNWRITABLE
-    if not left and not full:
-        return None
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if left:
-        return OK
-    sys.stderr.write(Refused(Problem(f"cannot write: {err.strerror}", None, "give it somewhere with room")).render())
-    return REFUSED
-
-
-def _reader_left() -> bool:
-    """Whether it is stdout whose reader is gone, and not another pipe's, whose loss is a failure."""
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
-    return bool(poll.poll(0))
 
 
 def quoted(words: Iterable[object]) -> str:

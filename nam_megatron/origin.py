@@ -129,8 +129,9 @@ def hydra_problem(err: Exception) -> Problem:
         )
     if match := re.search(r"Could not override '([^']+)'", text):
         return _unknown_override(getattr(err.__cause__, "full_key", None) or match[1])
-    if match := re.search(r"(\w+) appears more than once in the final defaults list", text):
-        return Problem(f"the preset has this `{match[1]}` already", match[1], f"leave `+{match[1]}=...` out")
+    if match := re.search(r"(\w+) appears more than once in the final|Multiple values for (\w+)", text):
+        group = match[1] or match[2]
+        return Problem(f"the recipe has a `{group}` already", group, f"leave the `+` out: `{group}=NAME`")
     if match := re.search(r"An item is already at '([^']+)'", text):
         return Problem(f"`{match[1]}` is there already", match[1], "leave the `+` out")
     if isinstance(err, yaml.YAMLError):

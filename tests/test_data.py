@@ -182,15 +182,18 @@ def test_a_dataset_is_built_in_a_folder_of_its_own(tmp_path, bpe, capsys):
     words = ("--tokenizer", bpe, "--valid", "0.2", "--workers", 1)
     assert f"`{path}` is a file, and a dataset is a folder" in refusal(capsys, "build", path, path, *words)
     (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "train.bin").write_text("mine")
-    assert f"`{tmp_path}/other` holds `train.bin`" in refusal(capsys, "build", tmp_path / "other", path, *words)
-    assert (tmp_path / "other" / "train.bin").read_text() == "mine"
+    (tmp_path / "other" / "work").mkdir()
+    for name in ("train.bin", "work/thesis.txt", "lock"):
+        (tmp_path / "other" / name).write_text("mine")
+    before = contents(tmp_path / "other")
+    assert f"`{tmp_path}/other` holds `lock`" in refusal(capsys, "build", tmp_path / "other", path, *words)
+    assert contents(tmp_path / "other") == before
     out = tmp_path / "set"
     out.mkdir()
-    with build._locked(out):
+    with build._locked(out / build.WORK):
         assert f"another build is at work in `{out}`" in refusal(capsys, "build", out, path, *words)
     assert run("build", out, path, *words) == 0
-    assert not (out / build.LOCK).exists()
+    assert not (out / build.WORK).exists()
 
 
 # Killed and started again ------------------------------------------------------------------------------------------------------

@@ -600,7 +600,8 @@ REFUSALS = [
     (DESIGN, {"model.linear_bias": True}, "model.linear_bias", "DSA has no linear bias"),
     (DESIGN, {"model.hidden_size": 3592}, "model.hidden_size", "3592 is not a multiple of num_attention_heads 56"),
     # moe
-    (NATIVE, {"model.linear_bias": True}, "model.linear_bias", "grouped and shared experts take no bias"),
+    (NATIVE, {"model.linear_bias": True}, "model.linear_bias", "a shared expert takes no bias"),
+    (NATIVE, {"model.linear_bias": True, "model.blocks.moe.shared_expert_hidden_size": 0}, "model.linear_bias", "grouped experts take"),
     # recurrent blocks
     (DESIGN, TP | {"model.blocks.m2rnn.heads": 45}, "model.blocks.m2rnn.heads", "M2RNN heads 45 is not divisible"),
     ("nam56r", {"parallel.context": 2}, "parallel.context", "M2RNN does not run under context parallelism"),

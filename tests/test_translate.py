@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -422,8 +423,9 @@ def test_a_lane_that_gives_blocks_up_says_so_on_the_terminal():
 BAD = {
     "unknown preset": (["conf=nam56"], "no preset `nam56` @ preset", "hint: did you mean `nam56r`? there are: "),
     "override typo": (["conf=nam56r", "model.dept=3"], "unknown key `dept`, did you mean `depth`? @ model"),
+    "a group with a plus": (["conf=nam56r", "+lane=native_dp"], "leave the `+` out: `lane=NAME`"),
     "overlay as a group": (["conf=nam56r", "overlay=fused"], "to lay one over the preset: `+overlay=NAME`"),
-    "overlay twice": (["conf=nam56r_fused", "+overlay=fused"], "the preset has this `overlay` already"),
+    "overlay in the place of the preset's": (["conf=nam56r_fused", "overlay=tp_sp"], "lay one over the preset: `+overlay=NAME`"),
     "group typo": (["conf=nam56r", "lanes=nemo_native"], "unknown key `lanes`, did you mean `lane`?"),
     "option typo": (["conf=nam56r", "lane=nemo"], "no lane `nemo` @ lane", "author_dp, native_dp, nemo_native"),
     "no override": (["conf=nam56r", "model.depth"], "cannot read the override `model.depth`"),
@@ -597,6 +599,10 @@ def test_a_disk_that_is_full_and_a_stdout_that_is_closed(name):
     assert (code, code_closed, "error" in said) == (2, 1 if name == "lint" else 0, False)
 
 
+def test_a_stdin_that_is_closed_is_empty():
+    assert "there is no Megatron flag in `-`" in ended(COMMANDS["lint"], "<&-")[1]
+
+
 def test_every_command_can_be_read_in_part():
     for name in ("nemo", "schema", "launch stack"):
         assert ended(COMMANDS[name], "| head -c 20 >/dev/null") == (0, "")
@@ -612,10 +618,24 @@ def test_ctrl_c_is_a_line():
     assert (done.returncode, done.stdout, done.stderr) == (130, "begun\n", "interrupted\n")
 
 
-def test_a_pipe_that_is_not_stdout_is_a_failure():
-    """A child that died (Megatron, say) must not look like a reader that has read enough."""
+def test_what_is_not_stdout_is_a_failure():
+    """A child that died (Megatron, say) must not look like a reader that has read enough, nor a checkpoint's disk like stdout's."""
     done = finished("p = subprocess.Popen('true', stdin=-1); p.wait(); p.stdin.write(b'x' * 10); p.stdin.flush()")
     assert done.returncode == 1 and "BrokenPipeError" in done.stderr
+    done = finished("open('/dev/full', 'w').write('x' * 100000)")
+    assert done.returncode == 1 and "No space left" in done.stderr.splitlines()[-1]
+
+
+def test_a_reader_that_leaves_changes_nothing(tmp_path):
+    """The command goes on to its end and its exit code, stderr closed or not."""
+    target = tmp_path / "target"
+    body = (
+        f"print('x' * 10**6, flush=True); sys.stderr.write('y' * 10**6); open({str(target)!r}, 'w').close(); return 7"
+    )
+    code = f"import sys\nfrom nam_megatron.errors import finish\ndef command():\n    {body}\nfinish(command)\n"
+    script = f"set -o pipefail; {shlex.quote(sys.executable)} -c {shlex.quote(code)} 2>&1 | true"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr, target.exists()) == (7, "", True)
 
 
 @pytest.mark.parametrize(

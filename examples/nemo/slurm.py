@@ -12,17 +12,16 @@ from nam_megatron.errors import OK, Problem, Refused, finish, raise_if_twice
 from nam_megatron.lower import translate
 from nam_megatron.recipe import load
 
-try:
-    import nemo_run as run
-    from nemo_run.core.execution.slurm import SlurmBatchRequest
-except ModuleNotFoundError as err:
-    sys.exit(Refused(Problem(f"no package `{err.name}`", None, "`uv sync --extra nemo-run` installs it")).render())
-
 ACCOUNT, PARTITION, TIME, CONTAINER, FOLDER = "your_account", "batch", "04:00:00", "your/container:tag", "/your/jobs"
 
 
 def script(words: list[str]) -> str:
     """The batch script of `python -m nam_megatron.nemo pretrain` with these words, conf=NAME among them."""
+    try:
+        import nemo_run as run
+        from nemo_run.core.execution.slurm import SlurmBatchRequest
+    except ModuleNotFoundError as err:
+        raise Refused(Problem(f"no package `{err.name}`", None, "`uv sync --extra nemo-run` installs it")) from None
     raise_if_twice(word.lstrip("+").partition("=")[::2] for word in words)
     preset = next((word.removeprefix("conf=") for word in words if word.startswith("conf=")), None)
     if preset is None:

@@ -126,7 +126,7 @@ def _tokenizer(words: argparse.Namespace) -> int:
                         raise Refused(Problem(f"{sources.place(piece, at)}: {text}"))
                     yield text
 
-    if words.out.exists():
+    if words.out.exists() and not (words.out.is_dir() and not any(words.out.iterdir())):
         raise Refused(tokenizer.taken(words.out))
     tokenizer.save(tokenizer.train(texts(), words.entries, progress=sys.stderr.isatty()), words.out)
     print(f"{words.out}: {words.entries:,} entries")

@@ -37,7 +37,7 @@ with warnings.catch_warnings():  # of what only training needs
     from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 warnings.filterwarnings("ignore", module="megatron.core._rank_utils")  # there are no ranks here
 
-LOCK = "lock"
+WORK, LOCK = "work", "lock"
 SHOWN = 10  # findings of one kind that are printed
 
 
@@ -63,9 +63,12 @@ def build(out: Path, inputs: Sequence[Source], options: Options) -> Manifest:
     twice = [s.path for i, s in enumerate(inputs) if s.path.resolve() in [o.path.resolve() for o in inputs[:i]]]
     raise_if(Problem(f"`{path}` is named twice") for path in twice)
     entries = tokenizer.load(options.tokenizer).get_vocab_size()
-    out.mkdir(parents=True, exist_ok=True)
+    finished = (out / manifests.NAME).exists()
+    begun = (out / WORK / LOCK).exists()
+    foreign = sorted(path.name for path in out.iterdir()) if out.exists() and not (finished or begun) else []
+    raise_if(Problem(f"`{out}` holds `{name}`", None, "name a folder that is empty or new") for name in foreign[:1])
     # A finished dataset is only read.
-    with contextlib.nullcontext() if (out / manifests.NAME).exists() else _locked(out):
+    with contextlib.nullcontext() if finished else _locked(out / WORK):
         return _build(out, inputs, options, entries)
 
 
@@ -77,11 +80,8 @@ def _build(out: Path, inputs: Sequence[Source], options: Options, entries: int) 
             done = manifests.read(out)
             raise_if([Problem(f"`{out}` holds another dataset", None, "name another folder")] * (done.key != key))
             return done
-        begun = (out / "work").exists()
-        foreign = [] if begun else sorted(path.name for path in out.iterdir() if path.name != LOCK)
-        raise_if(Problem(f"`{out}` holds `{name}`", None, "name a folder that is empty or new") for name in foreign[:1])
-        work = out / "work" / key
-        work.mkdir(parents=True, exist_ok=True)
+        work = out / WORK / key
+        work.mkdir(exist_ok=True)
         pieces = [piece for source in inputs for piece in sources.pieces(source)]
         scans = run("read", _scan, pieces, [work / f"{i:06}.scan.json" for i in range(len(pieces))])
         left_out = _judge(pieces, scans, options)
@@ -113,28 +113,25 @@ def _build(out: Path, inputs: Sequence[Source], options: Options, entries: int) 
         files={n: File(sha256=manifests.digest(out / n), bytes=(out / n).stat().st_size) for n in names},
     )
     manifests.write(out, made)
-    shutil.rmtree(out / "work")
+    shutil.rmtree(out / WORK)
     return made
 
 
 @contextlib.contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    """One build at a time. The lock ends with its process; the file stays until there is a manifest, which is as good."""
-    path = out / LOCK
-    with path.open("w") as file:
+def _locked(work: Path) -> Iterator[None]:
+    """One build at a time. The lock ends with its process; its file says that the folder is ours, and stays as long as that does."""
+    work.mkdir(parents=True, exist_ok=True)
+    path = work / LOCK
+    with path.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Refused(
-                Problem(f"another build is at work in `{out}`", None, "wait for it, or name another")
+                Problem(f"another build is at work in `{work.parent}`", None, "wait for it, or name another")
             ) from None
         except OSError as err:
             raise Refused(Problem(f"`{path}` cannot be locked: {err.strerror}", None, "name a local folder")) from None
-        try:
-            yield
-        finally:
-            if (out / manifests.NAME).exists():
-                path.unlink(missing_ok=True)
+        yield
 
 
 def _key(inputs: Sequence[Source], contents: Sequence[str], options: Options) -> str:
@@ -325,11 +322,13 @@ class pool:
             # until the first of them is there it has to wait, or that one would complain that nobody waits for it.
             seen: list[int] = []
             before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-            forkserver.ensure_running()
-            signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
-            self._pool = ProcessPoolExecutor(workers, context, signal.signal, (signal.SIGINT, signal.SIG_DFL))
-            self._pool.submit(int).result()
-            signal.signal(signal.SIGINT, before)
+            try:
+                forkserver.ensure_running()
+                signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
+                self._pool = ProcessPoolExecutor(workers, context, signal.signal, (signal.SIGINT, signal.SIG_DFL))
+                self._pool.submit(int).result()
+            finally:
+                signal.signal(signal.SIGINT, before)
             if seen:
                 self.__exit__()
                 raise KeyboardInterrupt

@@ -74,7 +74,7 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def taken(folder: Path) -> Problem:
-    return Problem(f"`{folder}` exists", None, "name another folder")
+    return Problem(f"`{folder}` exists and is not empty", None, "name another folder")
 
 
 def load(folder: Path) -> Tokenizer:

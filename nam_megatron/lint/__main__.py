@@ -58,12 +58,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def _options(words: list[str]) -> dict:
     found: dict = {"recipe": None, "format": "text", "gpus": None, "ignore": ()}
-    raise_if_twice(word.removeprefix("--").partition("=")[::2] for word in words)
+    given = []
     for word in words:
         key, equals, value = word.removeprefix("--").partition("=")
         if not equals or key not in KEYS or not value:
             raise Refused(Problem(f"`{word}` is no option", None, "; ".join(f"{k}={v}" for k, v in KEYS.items())))
-        found[key] = value
+        given.append((key, value))
+    raise_if_twice(given)
+    found |= given
     if found["format"] not in ("text", "json"):
         raise Refused(Problem(f"no format `{found['format']}`", "format", "there are: text, json"))
     if found["gpus"] is not None:
@@ -97,7 +99,6 @@ def _text(name: str) -> str:
 def _recipe(found: Report, out: str) -> int:
     from nam_megatron.lint import recipe  # Hydra, only for those who want it
 
-    sys.stdout.flush()
     made = recipe.write(found, out)
     sys.stderr.write("\n" + made.text())
     return made.exit_code

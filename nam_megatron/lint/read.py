@@ -199,7 +199,7 @@ def _yaml(text: str, name: str) -> Launch:
         ]
     elif isinstance(root, yaml.MappingNode):
         keys = {k.value: v for k, v in root.value if isinstance(k, yaml.ScalarNode)}
-        if {"recipe", "argv"} <= keys.keys():  # our own plan.json
+        if {"nam_megatron", "recipe", "argv"} <= keys.keys():  # our own plan.json
             from nam_megatron.argv import parse_plan  # Hydra, only for those who want it
             from nam_megatron.lint.ours import Planned
 

@@ -55,7 +55,8 @@ omegaconf_utils.logger.addFilter(_Dropped())
 keep_shipped_helpers()
 initialize.compile_helpers = dataset_utils.compile_helpers
 
-# Bridge draws the samples of evaluations at random where the data is of this class, whatever `dataloader_type` says.
+# Bridge draws the samples of evaluations at random where the data is of this class, whatever `dataloader_type` says. This goes for every
+# container of the process.
 loaders.GPTDatasetConfig = ()
 
 

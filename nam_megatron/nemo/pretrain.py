@@ -34,7 +34,7 @@ def run(made: NamContainer, operations: float) -> None:
         SystemExit: as Megatron's pretrain does; see `nam_megatron.mcore.pretrain.run`.
     """
     stack_spec(made.model)  # what it refuses is said before any process group is there
-    speak_as_megatron(operations)
+    speak_as_megatron(operations)  # for good: a process trains once
     readings = Readings()
     try:
         bridge.pretrain(made, forward_step, callbacks=[readings])

@@ -51,8 +51,11 @@ def test_the_window_leaves_out_every_line_with_a_first_step_in_it():
     # Megatron's second line is the mean of steps 1 and 2: 2 x 45000 + 300, less 3 x 110.
     assert steps.bad_put(steps.read(lines), None, None)["first_steps_excess_s"] == pytest.approx(90.0, abs=0.05)
     # Bridge's is step 2 alone: 90000 + 45000 + 300, less 3 x 110.
-    put = steps.bad_put(steps.read(lines), None, None, twice=False)
+    put = steps.bad_put(steps.read(lines), None, None, every=1)
     assert put["first_steps_excess_s"] == pytest.approx(134.97, abs=0.05)
+    tens = [line(10, 9090), line(20, 100), line(30, 102)]
+    put = steps.bad_put(steps.read(tens), None, None, every=10)
+    assert put["first_steps_excess_s"] == pytest.approx(89.9, abs=0.05)
 
 
 def test_with_a_line_every_ten_steps_the_second_one_still_holds_the_first_step():

@@ -116,9 +116,13 @@ class Moe(Block):
             )
         if self.shared_overlap and not self.shared_expert_hidden_size:
             yield Problem("there is no shared expert to overlap", at + "shared_overlap", "set it to false")
-        if plan.recipe.model.linear_bias and (self.grouped_gemm or self.shared_expert_hidden_size):
-            message = "Megatron's grouped and shared experts take no bias"
-            yield Problem(message, "model.linear_bias", "set `model.linear_bias=false`")
+        if plan.recipe.model.linear_bias and self.shared_expert_hidden_size:
+            yield Problem("a shared expert takes no bias", "model.linear_bias", "set `model.linear_bias=false`")
+        if plan.recipe.model.linear_bias and self.grouped_gemm:
+            # bias_dropout_fusion, Megatron's default, which no key turns off
+            message = "grouped experts take no bias beside Megatron's fusion of bias and dropout"
+            hint = f"set `model.linear_bias=false`, or `{at}grouped_gemm=false`"
+            yield Problem(message, "model.linear_bias", hint)
         if self.dispatcher == "local":
             if p.expert * p.expert_tensor > 1:
                 yield Problem(
