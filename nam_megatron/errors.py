@@ -132,6 +132,11 @@ def finish(command: Callable[[], int]) -> NoReturn:
     sys.exit(code)
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 GPU`, `8 GPUs`, for messages."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def quoted(words: Iterable[object]) -> str:
     """`a`, `b` and `c`, for messages."""
     *most, last = [f"`{w}`" for w in words]

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from nam_megatron.blocks.kinds import KINDS
 from nam_megatron.budget import parameters
+from nam_megatron.errors import counted
 from nam_megatron.lower import Lowering
 from nam_megatron.plan import Plan, identity, parts
 
@@ -54,7 +55,7 @@ def layout(p: Plan) -> str:
     """The parallel layout in one line; experts only where there are any."""
     r, a = p.recipe, p.recipe.parallel
     words = [
-        f"{r.world_size} GPU{'s' * (r.world_size != 1)} ({r.cluster.name})",
+        f"{counted(r.world_size, 'GPU')} ({r.cluster.name})",
         f"tensor {a.tensor}{' + sequence' if a.sequence else ''}",
         f"pipeline {a.pipeline}",
     ]

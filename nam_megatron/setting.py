@@ -51,3 +51,7 @@ class Env:
     value: str | None
     why: str
     owner: str = ""
+
+    def allows(self, here: str | None) -> bool:
+        """Whether a process may run with `here`, None where the variable is not set. Platforms may force CONNECTIONS."""
+        return here == self.value or (self.value is None and self.name == CONNECTIONS)

@@ -26,7 +26,7 @@ from nam_megatron.errors import FINDINGS, INCOMPLETE, OK, REFUSED, Problem, Refu
 from nam_megatron.lower import Lowering
 from nam_megatron.mcore import v0_19
 from nam_megatron.plan import Plan
-from nam_megatron.setting import CONNECTIONS, Env
+from nam_megatron.setting import Env
 
 # What torchrun tells each process. Nothing else of the environment decides anything; what the plan demands of it is checked.
 RANK, WORLD_SIZE = "RANK", "WORLD_SIZE"
@@ -76,9 +76,11 @@ def objections(job: Job, argv: Sequence[str], environ: Mapping[str, str]) -> Ite
         hint = f"start {cluster.nodes} x {cluster.gpus_per_node} processes, or translate again with another `cluster`"
         yield Problem(f"{environ[WORLD_SIZE]} processes, and the plan is for {world}", "cluster", hint)
     for env in job.env:
-        if env.value is None and env.name in environ and env.name != CONNECTIONS:
+        if env.allows(environ.get(env.name)):
+            continue
+        if env.value is None:
             yield Problem(f"{env.name} is set, and the plan needs it unset: {env.why}", hint=f"unset {env.name}")
-        if env.value is not None and environ.get(env.name) != env.value:
+        else:
             here = f"is `{environ[env.name]}`" if env.name in environ else "is not set"
             yield Problem(
                 f"{env.name} {here}, and the plan needs `{env.value}`: {env.why}", hint=f"export {env.name}={env.value}"

@@ -16,7 +16,7 @@ import yaml
 
 from nam_megatron import app, argv
 from nam_megatron.blocks.kinds import KINDS
-from nam_megatron.errors import FINDINGS, INCOMPLETE, OK, Problem, Refused
+from nam_megatron.errors import FINDINGS, INCOMPLETE, OK, Problem, Refused, counted
 from nam_megatron.lower import Lowering, translate
 from nam_megatron.mcore import v0_19
 from nam_megatron.mcore.oracle import Answer, Oracle
@@ -415,7 +415,7 @@ def summary(lowering: Lowering, v: Verdict) -> str:
     elif v.not_built:
         verdict += f": everything built agrees; not built: {', '.join(s.owner for s in v.not_built)}"
     return (
-        f"{r.preset.name} on {r.world_size} GPU{'s' * (r.world_size != 1)} against Megatron {v0_19.PIN}: {len(v.rows)} fields compared\n"
+        f"{r.preset.name} on {counted(r.world_size, 'GPU')} against Megatron {v0_19.PIN}: {len(v.rows)} fields compared\n"
         f"fields:   {count['recipe']} follow from the recipe, {count['pinned']} are pinned, "
         f"{count['reviewed']} are reviewed defaults\n"
         f"{verdict}\n"

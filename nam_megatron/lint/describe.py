@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
+from nam_megatron.errors import counted
 from nam_megatron.lint.model import ATTENTION, MAMBA, TITLES, Model, known
 from nam_megatron.lint.values import Args, Open, harmless
 
@@ -88,10 +89,6 @@ def _v(a: Args, name: str) -> str:
     value = getattr(a, name)
     text = f"{value:g}" if isinstance(value, float) else str(value)
     return text if a.said(name) else f"{text} (default)"
-
-
-def gpus(number: int) -> str:
-    return f"{number} GPU{'s' * (number != 1)}"
 
 
 def _or_open(value: object) -> object:
@@ -270,7 +267,7 @@ def _optimizer(a: Args, m: Model) -> str:
 
 
 def _layout(a: Args, m: Model) -> str:
-    on = f"{gpus(a.launch.gpus)}: " if a.launch.gpus else ""
+    on = f"{counted(a.launch.gpus, 'GPU')}: " if a.launch.gpus else ""
     words = [f"tensor {m.tp}" + (" + sequence" if m.sequence_parallel else ""), f"pipeline {m.pp}", f"context {m.cp}"]
     if data_parallel := known(lambda: m.dp):
         words.append(f"data {data_parallel}")

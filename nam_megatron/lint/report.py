@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from nam_megatron import __version__
+from nam_megatron.errors import counted
 from nam_megatron.lint import Report, describe
-from nam_megatron.lint.describe import gpus
 from nam_megatron.lint.rules import SEVERITIES
 from nam_megatron.mcore import v0_19
 
@@ -93,7 +93,7 @@ def _headline(report: Report) -> str:
         source = f"the plan of {launch.plan.name}"
     else:
         source = {"words": "a list of flags", "yaml": "YAML", "shell": "a shell script"}[launch.kind]
-    return (launch.script or source) + (f" on {gpus(launch.gpus)}" if launch.gpus else "")
+    return (launch.script or source) + (f" on {counted(launch.gpus, 'GPU')}" if launch.gpus else "")
 
 
 def _brief(flag: str) -> str:

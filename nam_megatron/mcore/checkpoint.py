@@ -39,6 +39,12 @@ def objections(lowering: Lowering) -> Iterator[Problem]:
             return
         yield from damage(folder)
         yield from another(folder, lowering)
+    yield from occupied(lowering)
+
+
+def occupied(lowering: Lowering) -> Iterator[Problem]:
+    """Where the plan would save into the folder of a run that it does not go on with."""
+    schedule = lowering.plan.recipe.schedule
     if schedule.save is not None and (Path(schedule.save) / TRACKER).exists():
         same = schedule.load is not None and Path(schedule.load).resolve() == Path(schedule.save).resolve()
         if not same:

@@ -34,7 +34,6 @@ from nam_megatron.mcore import cross_entropy, wgrad
 from nam_megatron.mcore.pretrain import Float16ExceptMarked, keep_shipped_helpers, set_experts_apart
 from nam_megatron.nemo import overrides
 from nam_megatron.recipe import Recipe, from_tree, to_tree
-from nam_megatron.setting import CONNECTIONS
 
 # Bridge makes objects of YAML only where the name of their class begins with a registered prefix.
 register_allowed_target_prefix("nam_megatron.")
@@ -185,7 +184,7 @@ def _otherwise(lowering: Lowering) -> Iterator[Problem]:
     """The environment where it contradicts the plan: Bridge sets what is missing there, and lets stand what is not."""
     for env in lowering.env:
         here = os.environ.get(env.name)
-        if here in (None, env.value) or (env.value is None and env.name == CONNECTIONS):
+        if here is None or env.allows(here):
             continue
         wanted = "it unset" if env.value is None else f"`{env.value}`"
         yield Problem(f"{env.name} is `{here}`, and the plan needs {wanted}: {env.why}", hint=f"unset {env.name}")

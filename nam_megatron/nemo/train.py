@@ -38,10 +38,7 @@ def objections(lowering: Lowering) -> Iterator[Problem]:
         yield from checkpoint.damage(folder)
         yield from at_odds(folder, folder / checkpoint.TRACKER)
         yield from checkpoint.another(folder / SIGNED, lowering)
-    same = s.save is not None and s.load is not None and Path(s.load).resolve() == Path(s.save).resolve()
-    if s.save is not None and not same and (Path(s.save) / checkpoint.TRACKER).exists():
-        hint = f"`schedule.load={s.save}` goes on with it; or name another folder"
-        yield Problem(f"`{s.save}` holds the checkpoints of a run", "schedule.save", hint)
+    yield from checkpoint.occupied(lowering)
 
 
 def at_odds(folder: Path, tracker: Path) -> Iterator[Problem]:

@@ -2,12 +2,11 @@
 
 from collections.abc import Iterator
 
-from nam_megatron.lint.describe import gpus
+from nam_megatron.errors import counted
 from nam_megatron.lint.follow import holes
 from nam_megatron.lint.model import Model
 from nam_megatron.lint.rules.rule import FAIL, Rule
 from nam_megatron.lint.values import Args
-from nam_megatron.setting import CONNECTIONS
 
 
 def _departs(a: Args, m: Model) -> Iterator[str]:
@@ -20,11 +19,11 @@ def _departs(a: Args, m: Model) -> Iterator[str]:
     if words != plan.argv and not any(map(holes, words)):
         yield f"--nam-plan\t{difference(words, plan.argv)}"
     if launch.gpus not in (None, plan.gpus):
-        yield f"--nam-plan\t{gpus(launch.gpus)}, and the plan is for {plan.gpus}"
-    for name, value in plan.env.items():
-        said = launch.env.get(name, value)
-        if said != value and not holes(said or "") and (name, value) != (CONNECTIONS, None):
-            yield f"{name}\t{said or 'unset'}, and the plan needs it {value or 'unset'}"
+        yield f"--nam-plan\t{counted(launch.gpus, 'GPU')}, and the plan is for {plan.gpus}"
+    for env in plan.lowering.env:
+        said = launch.env.get(env.name, env.value)
+        if not env.allows(said) and not holes(said or ""):
+            yield f"{env.name}\t{said or 'unset'}, and the plan needs it {env.value or 'unset'}"
 
 
 RULES = (
