@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from benchmarks.clock import Clock, memory
 from benchmarks.report import Report
-from nam_megatron.mcore import cross_entropy
+from nam_megatron.runtime import cross_entropy
 
 BYTES_PER_SECOND = 4.3e12
 GIB = 2**30

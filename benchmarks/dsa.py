@@ -481,7 +481,7 @@ def layer(kind: str, number: int, config):
     """kind: dsa (ours), stock (Megatron's DSA) or mla (Megatron's dense MLA). Ours on one config hand their top-k on by it."""
     from megatron.core.transformer.spec_utils import build_module
 
-    from nam_megatron.mcore import stack
+    from nam_megatron.runtime import stack
 
     kernels = "megatron" if kind != "dsa" else "fused"
     chosen = {"mla": SimpleNamespace(latent_norm=True, kernels="megatron"), "dsa": SimpleNamespace(kernels=kernels)}

@@ -19,7 +19,7 @@ from typing import Any
 
 import measure
 
-from nam_megatron.mcore import checkpoint
+from nam_megatron.runtime import checkpoint
 
 PRESET = "nam56r_native_dp"
 CUT = ("model.depth=6", "schedule.micro_batch_size=2", "schedule.global_batch_size=8", "optim.warmup_steps=2")

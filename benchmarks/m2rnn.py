@@ -407,7 +407,7 @@ def build_layer(kernels: str):
 
     from nam_megatron.blocks.m2rnn import layer
     from nam_megatron.blocks.m2rnn.block import M2Rnn
-    from nam_megatron.mcore.stack import transformer_engine_backend
+    from nam_megatron.runtime.stack import transformer_engine_backend
 
     if not parallel_state.model_parallel_is_initialized():
         store = torch.distributed.HashStore()

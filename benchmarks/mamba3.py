@@ -257,7 +257,7 @@ class Megatron:
         from megatron.core.process_groups_config import ProcessGroupCollection
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-        from nam_megatron.mcore.stack import transformer_engine_backend
+        from nam_megatron.runtime.stack import transformer_engine_backend
 
         self.backend = transformer_engine_backend()
         if torch.distributed.is_initialized():

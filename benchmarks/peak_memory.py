@@ -199,7 +199,7 @@ def stock() -> None:
     """From here on, the trainer builds what Megatron builds by itself from the same arguments."""
     from megatron.training.argument_utils import hybrid_config_from_args, pretrain_cfg_container_from_args
 
-    from nam_megatron.mcore import pretrain
+    from nam_megatron.runtime import pretrain
 
     pretrain.settings = lambda args, _: pretrain_cfg_container_from_args(args, hybrid_config_from_args(args))
 

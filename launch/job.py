@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.finding import Finding
-from nam_megatron.argv import argv
+from nam_megatron import argv
 from nam_megatron.budget import budget, text
 from nam_megatron.budget.cost import cost
 from nam_megatron.lower import Lowering
-from nam_megatron.mcore import v0_19
 from nam_megatron.sizes import GIB
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ def torchrun(lowering: Lowering, port: int | str, head: str, job: str) -> list[s
 def words(context: "Context", plan: Path, head: str = "", job: str = "") -> list[str]:
     """The whole command: torchrun, one of TRAINERS, the plan, Megatron's arguments."""
     start = torchrun(context.lowering, context.words["port"], head, job)
-    return [*start, *trainer(context), str(plan), *argv(context.lowering)]
+    return [*start, *trainer(context), str(plan), *argv.words(context.lowering)]
 
 
 def trainer(context: "Context") -> tuple[str, ...]:
@@ -52,8 +51,8 @@ def shell_text(context: "Context") -> str:
     start = [
         "python" if word == sys.executable else f'"{word}"' if "$" in word else shlex.quote(word) for word in start
     ]
-    flags = [shlex.join(flag) for s in lowering.settings if (flag := v0_19.words(s))]
-    command = " \\\n  ".join([" ".join([*start, *trainer(context), '"$RUN/plan.json"']), *flags])
+    said = map(shlex.join, argv.flags(lowering))
+    command = " \\\n  ".join([" ".join([*start, *trainer(context), '"$RUN/plan.json"']), *said])
     lines += [f'export {name}="{value}"' for name, value in inside("$RUN").items()]
     return "\n".join([*lines, command]) + "\n"
 

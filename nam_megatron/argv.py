@@ -1,5 +1,6 @@
 """Stage 5a, Lowering -> command line, in the forms people and programs want it; and plan.json, the channel into training."""
 
+import hashlib
 import json
 import shlex
 from itertools import groupby
@@ -7,16 +8,43 @@ from pathlib import Path
 from typing import Any
 
 from nam_megatron import __version__
+from nam_megatron.blocks.kinds import KINDS
 from nam_megatron.errors import Problem, Refused
 from nam_megatron.lower import Lowering, translate
-from nam_megatron.mcore import v0_19
 from nam_megatron.recipe import from_tree, to_tree
 from nam_megatron.report import header
+
+MARKER = "--nam-model"
 
 
 def argv(lowering: Lowering) -> tuple[str, ...]:
     """The words Megatron's parser gets."""
-    return tuple(word for s in lowering.settings for word in v0_19.words(s))
+    return tuple(word for s in lowering.settings for word in lowering.target.words(s))
+
+
+def marker(lowering: Lowering) -> tuple[str, ...]:
+    """`--nam-model KINDS:DIGEST` where stock Megatron would train another model on these arguments, which it then refuses; else nothing.
+
+    The digest is of the keys of these kinds that no argument of Megatron's carries. The trainer compares it with the plan's.
+    """
+    p = lowering.plan
+    if not p.ours:
+        return ()
+    kinds = {seam.owner: to_tree(p.recipe)["model"]["blocks"][seam.owner] for seam in p.ours}
+    own = {k: {n: v for n, v in keys.items() if not KINDS[k].row(n).executes} for k, keys in kinds.items()}
+    digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
+    return MARKER, f"{'+'.join(kinds)}:{digest[:8]}"
+
+
+def words(lowering: Lowering) -> tuple[str, ...]:
+    """What a launch says: Megatron's arguments, and the marker of a model that only nam_megatron trains."""
+    return (*argv(lowering), *marker(lowering))
+
+
+def flags(lowering: Lowering) -> list[tuple[str, ...]]:
+    """`words`, those of one flag together."""
+    found = [said for s in lowering.settings if (said := lowering.target.words(s))]
+    return [*found, mark] if (mark := marker(lowering)) else found
 
 
 def shell(lowering: Lowering) -> str:
@@ -25,22 +53,24 @@ def shell(lowering: Lowering) -> str:
     Raises:
         Refused: if a word is empty or has a blank, a quote or a backslash, and would arrive as something else.
     """
-    words = argv(lowering)
-    for word in words:
+    said = words(lowering)
+    for word in said:
         # Any blank of Unicode's: a shell keeps a no-break space, a reader that splits as Python does would not.
         if not word or any(c.isspace() or c in "'\"\\" for c in word):
             raise Refused(
                 Problem(f"`{word}` does not survive `$(...)`", None, "use `out=DIR` and its run.sh, or `format=json`")
             )
-    return " ".join(words) + "\n"
+    return " ".join(said) + "\n"
 
 
 def lines(lowering: Lowering) -> str:
     """One flag a line, grouped by owner, with a header of comments."""
     text = [f"# {line}" if line else "#" for line in header(lowering)]
     for owner, group in groupby(lowering.settings, key=lambda s: s.owner):
-        if shown := [words for s in group if (words := v0_19.words(s))]:
+        if shown := [words for s in group if (words := lowering.target.words(s))]:
             text += ["", f"# {owner}", *(shlex.join(words) for words in shown)]
+    if mark := marker(lowering):
+        text += ["", "# nam_megatron: stock Megatron would train another model", shlex.join(mark)]
     return "\n".join(text) + "\n"
 
 
@@ -48,10 +78,12 @@ def flat_yaml(lowering: Lowering) -> str:
     """`flag: value` for tools that build the command line themselves; a flag without a value is `true`."""
     entries: dict[str, Any] = {}
     for s in lowering.settings:
-        if words := v0_19.words(s):
+        if words := lowering.target.words(s):
             values = list(s.value) if isinstance(s.value, tuple) else s.value
             name, joined, _ = words[0].removeprefix("--").partition("=")
             entries[name] = values if joined or len(words) > 1 else True
+    if mark := marker(lowering):
+        entries[mark[0].removeprefix("--")] = mark[1]
     return "".join(f"{k}: {json.dumps(v)}\n" for k, v in entries.items())
 
 
@@ -65,8 +97,7 @@ def run_script(lowering: Lowering) -> str:
     if cluster.nodes > 1:
         start += [f"--nnodes {cluster.nodes}", '--node-rank "${NODE_RANK:?}"', '--master-addr "${MASTER_ADDR:?}"']
     start += ["-m nam_megatron.train", '--nam-plan "$(dirname "$0")/plan.json"']
-    flags = [shlex.join(words) for s in lowering.settings if (words := v0_19.words(s))]
-    return "\n".join([*text, " \\\n  ".join([" ".join(start), *flags])]) + "\n"
+    return "\n".join([*text, " \\\n  ".join([" ".join(start), *map(shlex.join, flags(lowering))])]) + "\n"
 
 
 def plan_json(lowering: Lowering) -> str:
@@ -74,7 +105,7 @@ def plan_json(lowering: Lowering) -> str:
     p = lowering.plan
     tree = {
         "nam_megatron": __version__,
-        "megatron_core": v0_19.PIN,
+        "megatron_core": lowering.target.pin,
         "recipe": to_tree(p.recipe),
         "world_size": p.recipe.world_size,
         "pattern": p.pattern,
@@ -87,9 +118,13 @@ def plan_json(lowering: Lowering) -> str:
             {"letter": s.letter, "designed": s.designed, "standing": s.standing, "by": s.by} for s in p.substitutions
         ],
         "not_built": [{"owner": s.owner, "missing": s.missing, "layers": list(s.numbers)} for s in p.not_built],
-        "settings": [{"name": s.name, "value": s.value, "owner": s.owner, "key": s.key} for s in lowering.settings],
+        "settings": [
+            {"name": s.name, "value": s.value, "owner": s.owner, "key": s.key}
+            | ({"executes": True} if s.executes else {})
+            for s in lowering.settings
+        ],
         "env": {e.name: e.value for e in lowering.env},
-        "argv": list(argv(lowering)),
+        "argv": list(words(lowering)),
     }
     return json.dumps(tree, indent=1) + "\n"
 
@@ -123,10 +158,27 @@ def parse_plan(text: str, name: str) -> Lowering:
         first = refused.problems[0]
         said = f"`{name}` holds no recipe that this version would train: {first.message}"
         raise Refused(Problem(said, first.key, "translate the recipe again")) from None
-    if plan_json(lowering) != text:
-        said = f"`{name}` was edited, or written by another version: its recipe gives another plan now"
+    if changed := _changed(tree, json.loads(plan_json(lowering))):
+        said = f"`{name}` was edited, or another version means something else by its recipe: `{changed}` is another now"
         raise Refused(Problem(said, None, "translate the recipe again"))
     return lowering
+
+
+def _changed(stored: Any, now: Any, key: str = "") -> str | None:
+    """The first thing that a stored plan says and its recipe does not give any more. What came after it was written may be new."""
+    if isinstance(stored, dict) and isinstance(now, dict):
+        if key == "recipe" or key.startswith("recipe.") or not key:
+            stored = {k: v for k, v in stored.items() if key or k != "nam_megatron"}
+        elif extra := sorted(now.keys() - stored.keys()):
+            return f"{key}.{extra[0]}"
+        for name, value in stored.items():
+            at = f"{key}.{name}" if key else name
+            if name not in now:
+                return at
+            if found := _changed(value, now[name], at):
+                return found
+        return None
+    return None if stored == now else key
 
 
 def _no_plan(name: str, why: str) -> Problem:

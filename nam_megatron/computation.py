@@ -1,4 +1,8 @@
-"""What a plan computes, apart from how, where and how fast: the one table, for resuming a run and for comparing runs."""
+"""What a plan computes, apart from how, where and how fast: for resuming a run and for comparing runs.
+
+The row of each key says it (setting.Row.executes); whatever says nothing computes. The parallel layout only executes: the next step is
+the same one in another order of sums. The micro batch computes: the experts' balance is judged in each.
+"""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -6,55 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nam_megatron.blocks.kinds import KINDS
 from nam_megatron.errors import Problem, Refused
+from nam_megatron.features.names import FEATURES
+from nam_megatron.recipe import config_at, from_tree
+from nam_megatron.recipe.standing import idle
 
-# Recipe keys that leave the trained model as it is but for the order of sums; a key stands for all below it. Whatever is not here
-# computes. The parallel layout is here: the next step is the same one in another order. The micro batch is not: the experts' balance
-# is judged in each.
-EXECUTION: dict[str, str] = {
-    "preset": "names and a sentence",
-    "assumptions": "sentences",
-    "lane.name": "a name; its blocks and layout are compared themselves",
-    "lane.tensor": "`parallel` says what is used",
-    "lane.sequence": "`parallel` says what is used",
-    "parallel": "who computes what",
-    "cluster": "the hosts",
-    "device": "for the forecast and the checks before a run",
-    "precision.name": "a name",
-    "precision.cross_entropy": "the same formula by another program",
-    "precision.fused_grad_accumulation": "the same sums",
-    "precision.norm_kernels": "the same formula by another program",
-    "schedule.log_interval": "what is printed",
-    "schedule.eval_steps": "what is looked at",
-    "schedule.eval_interval": "what is looked at",
-    "schedule.save": "where checkpoints go",
-    "schedule.save_interval": "when they are written",
-    "schedule.load": "where they come from",
-    "schedule.stop_every": "when a command ends",
-    "schedule.timeout_minutes": "how long a rank waits",
-    "schedule.manual_gc_interval": "when Python tidies up",
-    "data.workers": "who reads",
-    "feature.cuda_graphs": "the same kernels, launched at once",
-    "feature.recompute": "the same values, computed twice",
-    "feature.distributed_optimizer.overlap_grad_reduce": "when gradients travel",
-    "feature.distributed_optimizer.overlap_param_gather": "when weights travel",
-    "feature.distributed_optimizer.reshardable": "what a checkpoint looks like",
-    "feature.megatron_fsdp.strategy": "what is sharded",
-    "feature.fsdp2.reshard_after_forward": "when weights are let go",
-    "model.blocks.mla.kernels": "the same formulas by another program",
-    "model.blocks.dsa.kernels": "the same formulas by another program",
-    "model.blocks.mamba3.kernels": "the same formulas by another program",
-    "model.blocks.m2rnn.kernels": "the same formulas by another program",
-    "model.blocks.mamba2.strided": "the same kernels on the same values",
-    "model.blocks.moe.permute_fusion": "the same permutation, fused",
-    "model.blocks.moe.dispatcher": "how tokens travel",
-    "model.blocks.moe.router_fusion": "the same formula, fused",
-    "model.blocks.moe.fused_weighted_squared_relu": "the same formula, fused",
-    "model.blocks.moe.shared_overlap": "when the shared expert runs",
-    "settings.log_throughput": "what is printed",
-    "settings.exit_signal_handler": "how a command ends",
-    "settings.check_for_nan_in_loss_and_grad": "what is looked at",
-}
+# Keys of older plans, and why they computed nothing.
+RETIRED = {"precision.name": "a name"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,24 +27,60 @@ class Difference:
     key: str
     before: Any
     after: Any
-
-    @property
-    def computes(self) -> bool:
-        return not executes(self.key)
+    computes: bool
 
 
-def executes(key: str) -> bool:
-    """Whether a recipe key (`parallel.tensor`) is one of EXECUTION."""
-    return any(key == name or key.startswith((f"{name}.", f"{name}[")) for name in EXECUTION)
+def executes(key: str) -> str | None:
+    """Why another value of a recipe key (`parallel.tensor`) computes the same; None if it does not, or is no key of today's."""
+    *parents, last = key.partition("[")[0].split(".")
+    for depth in range(len(parents) + 1):
+        config = config_at(parents[:depth])
+        name = [*parents, last][depth]
+        if config is None or name not in config.model_fields:
+            return RETIRED.get(key) or (config.executes if config else None)
+        if why := config.row(name).executes:
+            return why
+    return None
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Difference]:
-    """How two plans (the trees of plan.json) differ: their recipes, and the settings that no recipe key decides."""
-    sides = [_flat(tree["recipe"], "") | _pins(tree) for tree in (before, after)]
+    """How two plans (the trees of plan.json) differ: in what stands, and in the settings that no recipe key decides."""
+    sides = [_flat(standing(tree), "") | _pins(tree) for tree in (before, after)]
+    for side, tree in zip(sides, (before, after), strict=True):
+        for key in _unread(tree):
+            side.pop(key, None)
+    looked = {f"settings.{s['name']}" for tree in (before, after) for s in tree["settings"] if s.get("executes")}
     for key in dict.fromkeys((*sides[0], *sides[1])):
         there, here = (side.get(key) for side in sides)
         if there != here:
-            yield Difference(key, there, here)
+            yield Difference(key, there, here, key not in looked and not executes(key))
+
+
+def standing(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The recipe of a stored plan without what does not stand: plans of older versions hold every kind and feature."""
+    recipe = dict(tree["recipe"])
+    kinds = {layer["kind"] for layer in tree["layers"]} | set(tree["mtp"]["kinds"])
+    kinds |= {needed for kind in kinds if kind in KINDS for needed in KINDS[kind].needs}
+    blocks = {kind: keys for kind, keys in recipe["model"]["blocks"].items() if kind in kinds}
+    recipe["model"] = recipe["model"] | {"blocks": blocks}
+    on = {name: keys for name, keys in recipe["feature"].items() if _on(name, keys)}
+    return recipe | {"feature": on}
+
+
+def _unread(tree: Mapping[str, Any]) -> tuple[str, ...]:
+    """Keys that stand and that nothing reads; none are known of a plan that today's version cannot read."""
+    try:
+        return tuple(idle(from_tree(standing(tree))))
+    except Refused:
+        return ()
+
+
+def _on(name: str, keys: Mapping[str, Any]) -> bool:
+    return (
+        name not in FEATURES
+        or name == "distributed_optimizer"
+        or keys.get(FEATURES[name].switch) not in (False, 0, "none")
+    )
 
 
 def _pins(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,10 +100,11 @@ def read(path: Path) -> dict[str, Any]:
     """A plan.json as it stands, which another version may have written. Raises Refused."""
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
-        if not {"recipe", "settings", "megatron_core"} <= tree.keys():
+        if not {"recipe", "settings", "megatron_core", "layers", "mtp"} <= tree.keys():
             raise ValueError("it is no plan")
+        standing(tree)
     except OSError as err:
         raise Refused(Problem(f"`{path}` cannot be read: {err.strerror}", "schedule.load")) from None
-    except (ValueError, AttributeError, RecursionError) as err:
+    except (ValueError, AttributeError, RecursionError, KeyError, TypeError) as err:
         raise Refused(Problem(f"`{path}` cannot be understood: {err}", "schedule.load")) from None
     return tree

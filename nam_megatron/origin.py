@@ -2,19 +2,19 @@
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
 from traceback import walk_tb
+from typing import Any
 
 import yaml
+from hydra._internal import config_loader_impl
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
-from hydra.types import RunMode
 
 from nam_megatron.errors import Problem
 
@@ -32,6 +32,8 @@ class Origin:
     def __init__(self, config_name: str, overrides: Sequence[str]):
         self.config_name, self.overrides = config_name, list(overrides)
         self._search_path = GlobalHydra.instance().config_loader().get_search_path()
+        self._merged, self._roots = DEFAULTS.files, DEFAULTS.roots
+        self._lenient: list[str] = []
 
     @cached_property
     def _loader(self) -> ConfigLoaderImpl:
@@ -40,15 +42,60 @@ class Origin:
     @cached_property
     def _files(self) -> list[tuple[Path, tuple[str, ...], yaml.Node | None]]:
         """(file, package, parsed nodes) of every merged file, the last word first."""
-        merged = self._loader.compute_defaults_list(self.config_name, self.overrides, RunMode.RUN).defaults
-        roots = _roots(self._search_path)
+        merged = self._merged
         files = []
         for default in reversed(merged):
-            path = next((f for r in roots if (f := r / f"{default.config_path}.yaml").is_file()), None)
+            path = next((f for r in self._roots if (f := r / f"{default.config_path}.yaml").is_file()), None)
             if path:
                 package = tuple(p for p in (default.package or "").split(".") if p)
                 files.append((path, package, yaml.compose(path.read_text(encoding="utf-8"), Loader=Loader)))
         return files
+
+    def said(self, key: str) -> bool:
+        """Whether a person wrote `key` or one below it: on the command line, in a preset, in a file outside the library's conf/.
+
+        An overlay is laid over any preset; what it says of kinds and features that do not stand there is left out, and told (left_out).
+        """
+        if any(_within(said, key) for said in (*self._typed, *self._written["preset"])):
+            return True
+        self._lenient += [said for said in self._written["overlay"] if _within(said, key)]
+        return False
+
+    def left_out(self) -> list[str]:
+        """What overlays say of what does not stand here, for people."""
+        keys = ", ".join(dict.fromkeys(self._lenient))
+        return [f"the overlay is laid without {keys}: nothing here reads it"] if keys else []
+
+    @cached_property
+    def _typed(self) -> tuple[str, ...]:
+        """Keys of the command line."""
+        found = []
+        for text in self.overrides:
+            override = OverridesParser.create().parse_override(text)
+            if not self._loader.get_group_options(override.key_or_group):
+                found += leaves(override.key_or_group.replace("/", "."), _plain(override))
+        return tuple(found)
+
+    @cached_property
+    def _written(self) -> dict[str, tuple[str, ...]]:
+        """Keys of presets (and of files that are not the library's), and of overlays."""
+        from nam_megatron.recipe import conf_dir
+
+        found: dict[str, list[str]] = {"preset": [], "overlay": []}
+        for default in self._merged:
+            group = default.config_path.partition("/")[0]
+            path = next((f for r in self._roots if (f := r / f"{default.config_path}.yaml").is_file()), None)
+            if path is None or (group not in found and path.is_relative_to(conf_dir())):
+                continue
+            if path.is_relative_to(conf_dir()) and group == self.config_name:
+                continue
+            tree = yaml.load(path.read_text(encoding="utf-8"), Loader=Loader)
+            package = ".".join(p for p in (default.package or "").split(".") if p)
+            of = "overlay" if group == "overlay" else "preset"
+            for name, value in (tree or {}).items():
+                if name not in ("defaults", "hydra"):
+                    found[of] += leaves(f"{package}.{name}" if package else str(name), value)
+        return {of: tuple(keys) for of, keys in found.items()}
 
     def unnamed_preset(self, name: str) -> str:
         """A note for stderr where the command line leaves the preset to conf/recipe.yaml, which has `name`; else empty."""
@@ -74,6 +121,46 @@ class Origin:
         return next(
             (_short(path) for path, package, _ in self._files if package and package == parts[: len(package)]), None
         )
+
+
+class _Defaults:
+    """The list of files that Hydra merged last, which it throws away. Composing it a second time would take half as long as composing."""
+
+    def __init__(self) -> None:
+        self.files: Sequence[Any] = ()
+        self.roots: Sequence[Path] = ()
+        create = config_loader_impl.create_defaults_list
+
+        def record(*args: Any, **kwargs: Any) -> Any:
+            made = create(*args, **kwargs)
+            self.files = made.defaults
+            repo = kwargs["repo"] if "repo" in kwargs else args[0]
+            self.roots = [Path(s.path) for s in repo.get_sources() if s.scheme() == "file"]
+            return made
+
+        config_loader_impl.create_defaults_list = record
+
+
+DEFAULTS = _Defaults()
+
+
+def _within(said: str, key: str) -> bool:
+    """Whether what was said is `key`, or lies below it."""
+    return said == key or said.startswith(f"{key}.")
+
+
+def _plain(override: Any) -> Any:
+    try:
+        return override.value()
+    except Exception:  # a sweep, or what Hydra refuses itself
+        return None
+
+
+def leaves(key: str, value: Any) -> list[str]:
+    """Dotted keys of every value below `key`; the key itself where it is none."""
+    if not isinstance(value, Mapping) or not value:
+        return [key]
+    return [leaf for name, inner in value.items() for leaf in leaves(f"{key}.{name}", inner)]
 
 
 def clipped(text: str) -> str:
@@ -156,12 +243,6 @@ def hydra_problem(err: Exception) -> Problem:
     return Problem(
         first, getattr(err, "full_key", None), "`--help` lists groups and keys, `--cfg job` prints the composed config"
     )
-
-
-def _roots(search_path: ConfigSearchPath) -> list[Path]:
-    """The folders on disk where configs are looked for."""
-    paths = (source.path for source in search_path.get_path())
-    return [Path(p.removeprefix("file://")) for p in paths if not p.startswith(("pkg://", "structured://"))]
 
 
 def _read_when(err: Exception) -> str:

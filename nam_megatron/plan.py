@@ -14,9 +14,7 @@ from itertools import groupby
 from nam_megatron.blocks import Block
 from nam_megatron.blocks.kinds import KINDS, LETTERS
 from nam_megatron.errors import Problem, Refused, raise_if
-from nam_megatron.recipe import Recipe
-
-HISTORIC = {"D": "gated delta net once", "G": "gated delta net once"}
+from nam_megatron.recipe import Recipe, standing
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +42,7 @@ class Substitution:
 
 @dataclass(frozen=True, slots=True)
 class Seam:
-    """A block or feature whose torch side does not exist yet. `numbers`: the layers it concerns."""
+    """A block or feature that something is missing of: here, or in stock Megatron. `numbers`: the layers it concerns."""
 
     owner: str
     missing: str
@@ -60,7 +58,8 @@ class Plan:
 
     @property
     def mtp_depths(self) -> int:
-        return self.recipe.feature.mtp.depths
+        mtp = self.recipe.feature.mtp
+        return mtp.depths if mtp else 0
 
     @cached_property
     def kinds(self) -> frozenset[str]:
@@ -96,8 +95,7 @@ class Plan:
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
         """The configs of the kinds that speak to Megatron: those that stand, and those they stand on."""
-        needed = self.kinds | {n for k in self.kinds for n in KINDS[k].needs}
-        return tuple(getattr(self.recipe.model.blocks, k) for k in KINDS if k in needed)
+        return tuple(self.recipe.model.blocks.all())
 
     def numbers(self, kind: str) -> tuple[int, ...]:
         return tuple(l.number for l in self.layers if l.kind == kind)
@@ -112,10 +110,10 @@ class Plan:
         model, lane = self.recipe.model, self.recipe.lane
         found = []
         for letter in LETTERS:
-            designed, standing = getattr(model.letters, letter), getattr(lane.blocks, letter, None)
+            designed, here = getattr(model.letters, letter), getattr(lane.blocks, letter, None)
             numbers = tuple(l.number for l in self.layers if l.letter == letter)
-            if standing not in (None, designed) and numbers:
-                found.append(Substitution(letter, designed, standing, numbers, f"lane {lane.name}"))
+            if here not in (None, designed) and designed and numbers:
+                found.append(Substitution(letter, designed, here, numbers, f"lane {lane.name}"))
         return tuple(found)
 
     @cached_property
@@ -130,12 +128,18 @@ class Plan:
         return tuple(f"{name}={is_}" for name, (said, is_) in pairs.items() if said != is_)
 
     @cached_property
+    def ours(self) -> tuple[Seam, ...]:
+        """Layers that stock Megatron, given this plan's arguments, would train as others, with the reason."""
+        told = ((b.kind, b.ours(self)) for b in self.blocks if b.kind in self.kinds)
+        return tuple(Seam(kind, why, self.numbers(kind)) for kind, why in told if why)
+
+    @cached_property
     def not_built(self) -> tuple[Seam, ...]:
         """Seams without a torch side: the plan can be read, not trained."""
         seams = [
             Seam(b.kind, b.missing, self.numbers(b.kind)) for b in self.blocks if b.kind in self.kinds and b.missing
         ]
-        seams += [Seam(f.name, f.missing) for f in self.recipe.feature.all() if f.on and f.missing]
+        seams += [Seam(f.name, f.missing) for f in self.recipe.feature.all() if f.missing]
         return tuple(seams)
 
 
@@ -145,8 +149,9 @@ def plan(recipe: Recipe) -> Plan:
     Raises:
         Refused: a letter, rank, cut or depth that cannot be, with every finding.
     """
-    letters, pipes = _tile(recipe)
-    kinds = _kinds(recipe, letters)
+    raise_if(standing.missing(recipe))
+    letters, pipes = standing.letters(recipe)
+    kinds = standing.kinds(recipe, letters)
     sources = _sources(recipe, kinds)
     cuts = _cuts(recipe, len(letters), pipes, sources)
     ranks: Counter[str] = Counter()
@@ -155,117 +160,15 @@ def plan(recipe: Recipe) -> Plan:
         segment = bisect_left(cuts, number)
         layers.append(Layer(number, letter, kind, ranks[letter], segment, sources.get(number)))
         ranks[letter] += 1
-    attention = "mla" if {"mla", "dsa"} & set(kinds) else "attention" if "attention" in kinds else None
-    if recipe.feature.mtp.on and attention is None:
-        raise Refused(
-            Problem("MTP needs an attention kind and the pattern has none", "feature.mtp.depths", "set it to 0")
-        )
-    mtp = (attention, "mlp") if recipe.feature.mtp.on else ()
-    return Plan(recipe, tuple(layers), mtp, _index_reuse(recipe, kinds, sources))
-
-
-def _tile(recipe: Recipe) -> tuple[str, list[int]]:
-    """The letters of all layers, and the layer numbers after which pipes were written."""
-    pattern, depth = recipe.model.pattern, recipe.model.depth
-    problems = []
-    for letter in dict.fromkeys(pattern.replace("|", "")):
-        if letter in HISTORIC:
-            problems.append(
-                Problem(
-                    f"letter `{letter}` meant {HISTORIC[letter]} and something else in Megatron; it is not accepted",
-                    "model.pattern",
-                    f"letters are {', '.join(LETTERS)}; for sparse attention use `model.substitute`",
-                )
-            )
-        elif letter not in LETTERS:
-            problems.append(
-                Problem(
-                    f"`{letter}` is no letter of a pattern",
-                    "model.pattern",
-                    f"letters are {', '.join(LETTERS)} and `|`",
-                )
-            )
-    raise_if(problems)
-    if "|" not in pattern:
-        return "".join(pattern[i % len(pattern)] for i in range(depth)), []
-    pieces = pattern.split("|")
-    if not all(pieces):
-        raise Refused(
-            Problem(
-                "the pattern has an empty pipeline segment", "model.pattern", "write letters on both sides of each `|`"
-            )
-        )
-    if (total := sum(map(len, pieces))) != depth:
-        raise Refused(
-            Problem(
-                f"the pattern's segments have {total} letters and `model.depth` is {depth}; a pattern with `|` is not tiled",
-                "model.pattern",
-                f"set `model.depth={total}`, or write no `|` and let the planner cut",
-            )
-        )
-    ends, end = [], 0
-    for piece in pieces[:-1]:
-        end += len(piece)
-        ends.append(end)
-    return "".join(pieces), ends
-
-
-def _kinds(recipe: Recipe, letters: str) -> list[str]:
-    """The kind at each layer: the model's letter, the lane's block at M and R, then the substitutes by rank."""
-    model = recipe.model
-    standing = {
-        letter: getattr(recipe.lane.blocks, letter, None) or getattr(model.letters, letter) for letter in LETTERS
-    }
-    problems = []
-    for letter, kind in standing.items():
-        if letter in letters and kind not in LETTERS[letter]:
-            key = f"lane.blocks.{letter}" if hasattr(recipe.lane.blocks, letter) else f"model.letters.{letter}"
-            problems.append(
-                Problem(f"`{kind}` cannot stand at `{letter}`", key, f"one of {', '.join(LETTERS[letter])}")
-            )
-    kinds = [standing[letter] for letter in letters]
-    taken: dict[tuple[str, int], int] = {}
-    for index, sub in enumerate(model.substitute):
-        key = f"model.substitute[{index}]"
-        places = [i for i, letter in enumerate(letters) if letter == sub.letter]
-        if sub.kind not in LETTERS[sub.letter]:
-            problems.append(
-                Problem(
-                    f"`{sub.kind}` cannot stand at `{sub.letter}`",
-                    key + ".kind",
-                    f"one of {', '.join(LETTERS[sub.letter])}",
-                )
-            )
-        for rank in sub.ranks:
-            if rank >= len(places):
-                problems.append(
-                    Problem(
-                        f"there is no `{sub.letter}` of rank {rank}: {len(places)} of them, counted from 0",
-                        key + ".ranks",
-                        "ranks count within the letter; Megatron's layer numbers are something else",
-                    )
-                )
-            elif (sub.letter, rank) in taken:
-                problems.append(Problem(f"`{sub.letter}` rank {rank} is substituted twice", key + ".ranks"))
-            else:
-                taken[sub.letter, rank] = index
-                kinds[places[rank]] = sub.kind
-    if "attention" in kinds and {"mla", "dsa"} & set(kinds):
-        problems.append(
-            Problem(
-                "GQA and MLA in one model: Megatron would give GQA no position embedding",
-                "model.substitute",
-                "let `model.letters.A` be `mla`, or substitute nothing (`model.substitute=[]`)",
-            )
-        )
-    raise_if(problems)
-    return kinds
+    return Plan(recipe, tuple(layers), standing.mtp(recipe, kinds), _index_reuse(recipe, kinds, sources))
 
 
 def _sources(recipe: Recipe, kinds: list[str]) -> dict[int, int]:
     """Reusing DSA layer -> the layer whose top-k it reuses: every `full_every`-th DSA layer computes its own."""
+    if (dsa := recipe.model.blocks.dsa) is None:
+        return {}
     numbers = [n for n, kind in enumerate(kinds, 1) if kind == "dsa"]
-    every = recipe.model.blocks.dsa.full_every
+    every = dsa.full_every
     return {n: numbers[i - i % every] for i, n in enumerate(numbers) if i % every}
 
 
@@ -285,7 +188,7 @@ def _index_reuse(recipe: Recipe, kinds: list[str], sources: dict[int, int]) -> t
     raise Refused(
         Problem(
             f"DSA layers {', '.join(map(str, numbers))} are not spaced so that Megatron can share one top-k among "
-            f"{recipe.model.blocks.dsa.full_every}",
+            f"{getattr(recipe.model.blocks.dsa, 'full_every', None)}",
             "model.blocks.dsa.full_every",
             "set `model.blocks.dsa.full_every=1`",
         )
@@ -368,10 +271,21 @@ def _fewest(ends: list[int], longest: int) -> float:
     return count
 
 
-def identity(recipe: Recipe, p: Plan) -> str:
-    """What a run is, in one line: preset family, lane, departures from the lane."""
+def composition(p: Plan) -> str:
+    """What stands, in one line: `MLA 4, MoE 22, ...` by kind, and the features that own layers or tensors."""
+    words = [f"{title} {count}" for title, count, _ in parts(p)]
+    if p.mtp:
+        words.append(f"MTP {p.mtp_depths}")
+    fp8 = p.recipe.feature.fp8
+    words.append(f"FP8 {fp8.recipe}" if fp8 else p.recipe.precision.params)
+    words += [feature.name.replace("_", " ") for feature in p.recipe.feature.all() if feature.missing]
+    return ", ".join(words)
+
+
+def identity(p: Plan) -> str:
+    """What a run is, in one line: model family, what stands, lane, departures from the lane."""
     departs = f" ({', '.join(p.departures)})" if p.departures else ""
-    return f"{recipe.preset.family} / {recipe.lane.name}{departs}"
+    return f"{p.recipe.model.family} {composition(p)} / {p.recipe.lane.name}{departs}"
 
 
 def parts(p: Plan) -> Iterator[tuple[str, int, str]]:

@@ -1,18 +1,15 @@
 """A plan in plain text, for people: the header of every output, the layer strip, and what differs between two."""
 
 import difflib
+import json
 from collections.abc import Iterator
 
 from nam_megatron.blocks.kinds import KINDS
 from nam_megatron.budget import parameters
 from nam_megatron.errors import counted
 from nam_megatron.lower import Lowering
-from nam_megatron.plan import Plan, identity, parts
-
-COLOURS = {
-    "attention": "bright_blue", "mla": "bright_blue", "dsa": "bright_cyan", "moe": "bright_yellow", "mlp": "yellow",
-    "mamba2": "bright_green", "mamba3": "bright_green", "m2rnn": "bright_magenta",
-}  # fmt: skip
+from nam_megatron.plan import Plan, composition, identity, parts
+from nam_megatron.recipe import standing
 
 
 def header(lowering: Lowering) -> Iterator[str]:
@@ -20,13 +17,14 @@ def header(lowering: Lowering) -> Iterator[str]:
     p = lowering.plan
     r = p.recipe
     alias = f" (alias of {r.preset.alias_of})" if r.preset.alias_of else ""
-    yield f"{r.preset.name}{alias}: {r.preset.about}"
-    yield f"identity: {identity(r, p)}"
+    yield f"{r.preset.name}{alias}: {r.model.family} of {composition(p)}"
+    yield f"identity: {identity(p)}"
     yield (
         f"layers: {len(p.layers)} = "
         + " ".join(f"{letter}{count}" for letter, count in p.letter_counts.items())
         + mtp(p)
     )
+    yield from tiling(p)
     total, active = parameters(p)
     designed = ", counted as designed" if p.not_built else ""
     yield f"parameters: {total:,} in all, {active:,} active for a token{designed}"
@@ -34,17 +32,41 @@ def header(lowering: Lowering) -> Iterator[str]:
     yield f"batch: {r.schedule.micro_batch_size} per pass, {r.schedule.global_batch_size} per step, {r.model.seq_length} tokens each"
     if p.departures:
         yield f"departs from lane {r.lane.name}: {', '.join(p.departures)}"
-    for s in p.substitutions:
-        yield f"gives up {KINDS[s.designed].title} at {s.letter} ({len(s.numbers)} layers): {s.by} puts {KINDS[s.standing].title} there"
+    yield from given_up(p)
+    yield from only_here(p)
     if "mlp" in {l.kind for l in p.layers}:
         yield f"E is a dense MLP of {r.model.ffn_hidden_size}: {len(p.numbers('mlp'))} layers"
-    if r.feature.fsdp2.on:
+    if r.feature.fsdp2:
         yield "torch FSDP2: the loss is checked for NaN, gradients are not"
     for seam in p.not_built:
         where = f", layers {', '.join(map(str, seam.numbers))}" if seam.numbers else ""
         yield f"NOT BUILT: {seam.owner} ({seam.missing}{where}); this plan can be read, not trained"
-    for name, why in sorted(r.assumptions.items()):
-        yield f"assumed: {name}: {why}"
+    for _, assumed in sorted(r.assumptions.items()):
+        yield f"assumed: {assumed.key}={_said(assumed.value)}: {assumed.why}"
+
+
+def tiling(p: Plan) -> Iterator[str]:
+    """How a shorter pattern becomes the layers."""
+    if tiled := standing.tiling(p.recipe):
+        yield f"pattern: {tiled}"
+
+
+def given_up(p: Plan) -> Iterator[str]:
+    """What the family was designed with and the lane replaces."""
+    for s in p.substitutions:
+        there = f"{s.by} puts {KINDS[s.standing].title} there"
+        yield f"gives up {KINDS[s.designed].title} at {s.letter} ({len(s.numbers)} layers): {there}"
+
+
+def only_here(p: Plan) -> Iterator[str]:
+    """Why stock Megatron must refuse the plan's arguments: one line for each kind."""
+    for seam in p.ours:
+        where = f"layers {', '.join(map(str, seam.numbers))}" if seam.numbers else "MTP"
+        yield f"only nam_megatron trains {KINDS[seam.owner].title} ({where}): {seam.missing}"
+
+
+def _said(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def mtp(p: Plan) -> str:

@@ -7,11 +7,14 @@ conf/model/, `#/$defs/Mtp` for conf/feature/mtp.yaml. Its first lines name it (`
 
 import json
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from nam_megatron.errors import OK, Problem, Refused, finish
 from nam_megatron.features.names import Features
 from nam_megatron.recipe import Recipe
+from nam_megatron.setting import Config, section
+from nam_megatron.targets import current
 
 # What may stand for any value until Hydra has composed the recipe: `???` (must be given) and `${other.key}`.
 LATER = {"type": "string", "pattern": r"^(\?\?\?|\$\{.+\})$"}
@@ -23,9 +26,13 @@ def schema() -> dict[str, Any]:
     tree = Recipe.model_json_schema()
     defs = {"Recipe": tree, **tree.pop("$defs")}
     defs = {name: fragment(definition) for name, definition in defs.items()}
-    groups = [field.annotation for model in (Recipe, Features) for field in model.model_fields.values()]
-    for name in ("Recipe", *(group.__name__ for group in groups if group.__name__ in defs)):
+    groups = [section(field.annotation) for model in (Recipe, Features) for field in model.model_fields.values()]
+    for name in ("Recipe", *(group.__name__ for group in groups if group)):
         defs[name]["properties"]["defaults"] = DEFAULTS
+    for _, config in configs():
+        for key, value in defs[config.__name__]["properties"].items():
+            if key in config.model_fields:
+                value["description"] = hover(config, key)
     # A command's own file includes a recipe and adds its words, whose types the command checks.
     own = {"type": ["string", "number", "boolean", "null"]}
     properties = {**defs["Recipe"]["properties"], "hydra": {"type": "object"}}
@@ -35,6 +42,25 @@ def schema() -> dict[str, Any]:
         "title": "Files in conf/ (generated: python -m nam_megatron.schema)",
         "$defs": dict(sorted(defs.items())),
     }
+
+
+def configs(config: type[Config] = Recipe, path: str = "") -> Iterator[tuple[str, type[Config]]]:
+    """(dotted prefix, class) of the recipe and of every section in it, in the order of the recipe."""
+    yield path, config
+    for name, field in config.model_fields.items():
+        if inner := section(field.annotation):
+            yield from configs(inner, f"{path}{name}.")
+
+
+def hover(config: type[Config], key: str) -> str:
+    """What an editor shows of a key."""
+    row = config.row(key)
+    said = [row.doc]
+    if row.argument:
+        said.append(f"Megatron's {current().by_dest[row.argument].name}")
+    if row.executes:
+        said.append(f"Computes nothing: {row.executes}")
+    return ". ".join(said)
 
 
 def fragment(definition: dict[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,18 @@
-"""The words blocks, features and sections speak: a strict config, a setting, an environment variable."""
+"""The words blocks, features and sections speak: a strict config, the row of a key, a setting, an environment variable."""
 
-from dataclasses import dataclass
-from typing import Annotated
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Value = bool | int | float | str | tuple | None
+if TYPE_CHECKING:
+    from nam_megatron.errors import Problem
+    from nam_megatron.plan import Plan
+    from nam_megatron.recipe import Recipe
+
+Value = bool | int | float | str | tuple[Any, ...] | None
 
 # Platforms force a value, which is slower at worst where a plan wants it unset.
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -18,14 +25,86 @@ Name = Annotated[
     ),
 ]
 
+# Why a choice between kernels computes nothing else.
+SAME = "the same formula by another program"
+
+NEEDED = object()  # stands for "there is no value that plans without this key had"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a recipe key is, written once beside it: `heads: Annotated[PositiveInt, Row("query heads", "num_heads")]`.
+
+    Lowering, verify, lint's way back to a recipe, resuming, comparing, `explain=`, the editors' schema and docs/reference.md read it.
+
+    doc: what it is, for people; also the reason of the setting. argument: destination in Megatron's parser that gets the value as it
+    stands; None where there is none, or `settings` computes it. fields: where Megatron keeps the value, as `config.field`; by the
+    argument's name unless given. executes: why another value leaves the trained model as it is but for the order of sums; None: it
+    computes. was: the value that plans stored before the key existed meant.
+    """
+
+    doc: str
+    argument: str | None = None
+    fields: tuple[str, ...] | None = None
+    executes: str | None = None
+    was: Any = NEEDED
+
 
 class Config(BaseModel):
     """A piece of the recipe: frozen, strict (`"8"`, `true` and `52.0` are not integers), no unknown keys.
 
-    Fields have no defaults in Python: every value stands in a YAML file, where a person can read it.
+    Fields have no defaults in Python: every value stands in a YAML file, where a person can read it. None as the default marks a
+    field that may not stand at all: of a kind, a feature or a key that nothing in this plan reads.
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+    executes: ClassVar[str | None] = None  # of every key that does not say otherwise
+
+    @classmethod
+    def row(cls, name: str) -> Row:
+        """The row of a field; a section of its own has its docstring's first line."""
+        return _rows(cls)[name]
+
+    def lowered(self, plan: "Plan") -> Iterator["Setting"]:
+        """Every setting of this section: each key's own, and beside it what `settings` computes from it."""
+        computed = list(self.settings(plan))
+        for name, row in _rows(type(self)).items():
+            value = getattr(self, name)
+            if row.argument and (type(self).model_fields[name].is_required() or value is not None):
+                yield Setting(row.argument, value, row.doc, name, fields=row.fields)
+            yield from (s for s in computed if s.place == name)
+        yield from (s for s in computed if s.place not in type(self).model_fields)
+
+    def settings(self, plan: "Plan") -> Iterator["Setting"]:
+        """What Megatron is told besides the rows: values computed from keys, and pins. Keys are field names of this config."""
+        return iter(())
+
+    def check(self, plan: "Plan") -> Iterator["Problem"]:
+        """Why this cannot be trained as `plan` has it."""
+        return iter(())
+
+    def idle(self, recipe: "Recipe", kinds: frozenset[str]) -> Iterator[tuple[str, str]]:
+        """(key, why) of keys that nothing reads where these kinds stand: nobody may say them; those with a default go."""
+        return iter(())
+
+
+@cache
+def _rows(cls: type[Config]) -> Mapping[str, Row]:
+    found = {}
+    for name, field in cls.model_fields.items():
+        row = next((m for m in field.metadata if isinstance(m, Row)), None)
+        if row is None:
+            inner = section(field.annotation)
+            row = Row((inner.__doc__ or "").strip().partition("\n")[0] if inner else "")
+        found[name] = row if row.executes or not cls.executes else replace(row, executes=cls.executes)
+    return found
+
+
+def section(annotation: Any) -> type[Config] | None:
+    """The config class that a field holds, if it holds one: `Fp8`, `Fp8 | None`, `tuple[Substitute, ...]`."""
+    kinds = (annotation, *getattr(annotation, "__args__", ()))
+    return next((t for t in kinds if isinstance(t, type) and issubclass(t, Config)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +113,9 @@ class Setting:
 
     name: the argument's destination in Megatron's parser (`hidden_size`); None as value pins "not given".
     why: one clause. key: the recipe key that decides it, None where the owner pins it. owner: who sets it.
+    beside: the key that a pin stands beside when settings are read. fields: what Megatron must hold then, by `config.field`; only
+    names where it is the value itself; None: the value, wherever Megatron keeps a field of the argument's name.
+    executes: of a pin, as of a Row.
     """
 
     name: str
@@ -41,6 +123,14 @@ class Setting:
     why: str
     key: str | None = None
     owner: str = ""
+    beside: str | None = None
+    fields: Mapping[str, Any] | tuple[str, ...] | None = None
+    executes: str | None = None
+
+    @property
+    def place(self) -> str | None:
+        """The key of its owner that it is read with."""
+        return self.key if self.beside is None else self.beside
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from nam_megatron.blocks import Block
     from nam_megatron.plan import Layer, Plan
     from nam_megatron.recipe import Model
 
@@ -165,13 +166,14 @@ class Sizes:
             "N": r.data_parallel * p.context,
             "Ne": r.expert_data_parallel,
             "D": plan.mtp_depths,
-            "w": 1 if r.feature.fp8.on else 2,
+            "w": 1 if r.feature.fp8 else 2,
             "imbalance": imbalance if p.expert > 1 else 1.0,
             "MiB": 2**20,
             "GiB": GIB,
         }
         chosen = r.feature.recompute
-        return cls(plan, symbols, frozenset(chosen.modules if chosen.granularity == "selective" else ()))
+        selective = chosen is not None and chosen.granularity == "selective"
+        return cls(plan, symbols, frozenset(chosen.modules if selective else ()))
 
     def __getitem__(self, symbol: str) -> float:
         return self.symbols[symbol]
@@ -179,6 +181,10 @@ class Sizes:
     @property
     def model(self) -> "Model":
         return self.plan.recipe.model
+
+    def block(self, kind: str) -> "Block":
+        """The config of a kind that stands."""
+        return self.model.blocks.of(kind)
 
     def own(self, **symbols: float) -> "Sizes":
         return replace(self, symbols={**self.symbols, **symbols})

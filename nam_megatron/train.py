@@ -18,13 +18,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from nam_megatron.argv import argv as argv_of
-from nam_megatron.argv import load_plan
+from nam_megatron import argv as said
 from nam_megatron.budget.cost import cost
 from nam_megatron.data import manifest
 from nam_megatron.errors import FINDINGS, INCOMPLETE, OK, REFUSED, Problem, Refused, raise_if
 from nam_megatron.lower import Lowering
-from nam_megatron.mcore import v0_19
 from nam_megatron.plan import Plan
 from nam_megatron.setting import Env
 
@@ -48,12 +46,13 @@ class Job:
 
     @cached_property
     def argv(self) -> tuple[str, ...]:
-        return argv_of(self.lowering)
+        """What a launch says after the plan's name: Megatron's arguments, and the marker where only we train them."""
+        return said.words(self.lowering)
 
 
 def load(path: Path) -> Job:
     """Read a plan file. Raises Refused for one that is missing, damaged or of another version."""
-    return Job(load_plan(path))
+    return Job(said.load_plan(path))
 
 
 def split(words: Sequence[str]) -> tuple[Path, tuple[str, ...]]:
@@ -151,9 +150,9 @@ def accept(words: Sequence[str], environ: Mapping[str, str]) -> Job:
     path, argv = split(words)
     job = load(path)
     raise_if(objections(job, argv, environ))
-    if (found := installed_megatron()) != v0_19.PIN:
-        hint = f"install megatron-core=={v0_19.PIN}"
-        raise Refused(Problem(f"megatron-core {found} is installed, and the plan is for {v0_19.PIN}", hint=hint))
+    if (found := installed_megatron()) != (pin := job.lowering.target.pin):
+        hint = f"install megatron-core=={pin}"
+        raise Refused(Problem(f"megatron-core {found} is installed, and the plan is for {pin}", hint=hint))
     return job
 
 
@@ -176,19 +175,20 @@ def main(words: Sequence[str], started: float, before: Callable[[], None] | None
     if words and words[0] in ("-h", "--help"):
         print(__doc__)
         return OK
-    rank = int(os.environ.get(RANK, 0))
+    environ = os.environ  # noqa: TID251  what torchrun tells, compared with the plan
+    rank = int(environ.get(RANK, 0))
     if rank:
         # Every rank would print the same ones: Python's (a filter would not do, since libraries set their own) and torch's of C++.
         warnings.showwarning = lambda *_, **__: None
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
-        job = accept(words, os.environ)
+        job = accept(words, environ)
     except Refused as refused:
         return stop(rank, REFUSED, refused.render())
     if missing := unbuilt(job):
         return stop(rank, INCOMPLETE, missing)
 
-    from nam_megatron.mcore import checkpoint, pretrain, stack
+    from nam_megatron.runtime import checkpoint, pretrain, stack
 
     if before is not None:
         before()
@@ -199,7 +199,7 @@ def main(words: Sequence[str], started: float, before: Callable[[], None] | None
             announce(job.plan)
         fused_loss = job.plan.recipe.precision.cross_entropy == "fused"
         spec = stack.hybrid_stack_spec(job.plan)
-        pretrain.run(job.argv, spec, started, operations=operations(job.plan), fused_loss=fused_loss)
+        pretrain.run(said.argv(job.lowering), spec, started, operations=operations(job.plan), fused_loss=fused_loss)
     except Refused as refused:
         return stop(rank, REFUSED, refused.render())
     except pretrain.NonFinite as stopped:

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from nam_megatron import app, argv, report
-from nam_megatron.errors import OK, Problem, Refused, quoted, raise_if
+from nam_megatron.blocks.kinds import KINDS
+from nam_megatron.errors import INCOMPLETE, OK, Problem, Refused, quoted, raise_if
 from nam_megatron.lower import Lowering, translate
-from nam_megatron.mcore import v0_19
 from nam_megatron.origin import Origin
-from nam_megatron.recipe import Recipe, conf_dir, load
+from nam_megatron.recipe import Recipe, conf_dir, config_at, keys_at, keys_hint, load, value_at
+from nam_megatron.setting import section
 
 KEYS = ("format", "out", "explain", "diff", "list")
 # What `out` writes: the name of each file, its text, and a piece of text by which one of ours is known.
@@ -35,6 +36,15 @@ def task(recipe: Recipe, words: Mapping[str, Any], origin: Origin) -> int:
         return OK
     sys.stderr.write(origin.unnamed_preset(recipe.preset.name))
     lowering = translate(recipe)
+    p, asked = lowering.plan, words["explain"] is not None or words["diff"] is not None
+    piped = not asked and not (form == "auto" and sys.stdout.isatty())
+    if p.not_built and (piped or words["out"] is not None):
+        for seam in p.not_built:
+            sys.stderr.write(
+                f"error: {seam.owner} is not built ({seam.missing}): nothing is written that would train without it\n"
+            )
+        sys.stderr.write("\nhint: `python -m nam_megatron.budget` prices it; `explain=` and `diff=` answer about it\n")
+        return INCOMPLETE
     if words["out"] is not None:
         write(lowering, Path(str(words["out"])))
     if words["explain"] is not None:
@@ -49,9 +59,10 @@ def task(recipe: Recipe, words: Mapping[str, Any], origin: Origin) -> int:
         table(lowering)
     elif form != "auto" or words["out"] is None:
         sys.stdout.write(argv.FORMATS["shell" if form == "auto" else form](lowering))
-        for seam in lowering.plan.not_built:
-            sys.stderr.write(f"note: {seam.owner} is not built ({seam.missing}); this plan can be read, not trained\n")
-    return OK
+    if piped:
+        for line in (*report.tiling(p), *report.given_up(p), *report.only_here(p), *origin.left_out()):
+            sys.stderr.write(f"note: {line}\n")
+    return INCOMPLETE if p.not_built and not asked else OK
 
 
 def _problems(words: Mapping[str, Any]) -> Iterator[Problem]:
@@ -111,26 +122,61 @@ def write(lowering: Lowering, folder: Path) -> None:
 
 
 def explain(lowering: Lowering, name: str, origin: Origin) -> str:
-    """Who sets a flag, from which key, file and line, and why."""
+    """Who sets a flag, or what a recipe key is: from which key, file and line, why, and what Megatron is told."""
+    if name.split(".")[0] in Recipe.model_fields and not name.startswith("-"):
+        return explain_key(lowering, name, origin)
     name = name if name.startswith("-") else "--" + name.replace("_", "-")
-    flag = v0_19.by_name(name)
+    target = lowering.target
+    flag = target.by_name(name)
     if flag is None:
-        close = difflib.get_close_matches(name, v0_19.flags(), 1)
-        raise Refused(
-            Problem(
-                f"Megatron {v0_19.PIN} has no flag `{name}`",
-                "explain",
-                f"did you mean `{close[0]}`?" if close else None,
-            )
+        close = difflib.get_close_matches(name, target.flags, 1)
+        hint = (
+            f"did you mean `{close[0]}`?" if close else "a recipe key is written with its section: `explain=optim.lr`"
         )
+        raise Refused(Problem(f"Megatron {target.pin} has no flag `{name}`", "explain", hint))
     s = lowering.by_name.get(flag.dest)
     if s is None:
         return f"{flag.name}\n  not set by this recipe; Megatron's default is {flag.default!r}\n"
-    shown = " ".join(v0_19.words(s)) or f"(no word needed for {s.value!r})"
+    shown = " ".join(target.words(s)) or f"(no word needed for {s.value!r})"
     set_by = f"{s.key} @ {origin.where(s.key)}" if s.key else f"pinned by {s.owner}"
     rows = {"says": shown, "owner": s.owner, "set": set_by, "why": s.why}
-    rows["default"] = f"{flag.default!r} in Megatron {v0_19.PIN}"
-    return f"{flag.name}\n" + "".join(f"  {name:<7} {text}\n" for name, text in rows.items())
+    rows["default"] = f"{flag.default!r} in Megatron {target.pin}"
+    return _told(flag.name, rows)
+
+
+def explain_key(lowering: Lowering, key: str, origin: Origin) -> str:
+    """What a recipe key is, its value here, and every setting that it decides."""
+    *parents, last = key.split(".")
+    config = config_at(parents)
+    if config is None or last not in config.model_fields:
+        close = difflib.get_close_matches(last, keys_at(parents), 1)
+        meant = f"did you mean `{'.'.join((*parents, close[0]))}`?" if close else keys_hint(parents)
+        raise Refused(Problem(f"there is no key `{key}`", "explain", meant))
+    row = config.row(last)
+    recipe = lowering.plan.recipe
+    stands = all(value_at(recipe, ".".join(parents[: i + 1])) is not None for i in range(len(parents)))
+    here = value_at(recipe, key)
+    if section(config.model_fields[last].annotation):
+        here = "on" if here is not None else "does not stand here"
+    elif not stands or (here is None and not config.model_fields[last].is_required()):
+        here = "does not stand here: nothing reads it in this plan"
+    rows = {"is": row.doc, "here": str(here)}
+    if place := origin.where(key):
+        rows["set"] = place
+    told = [
+        " ".join(lowering.target.words(s)) or f"{s.name}={s.value!r}, without a word"
+        for s in lowering.settings
+        if s.key == key
+    ]
+    rows["says"] = "; ".join(told) or "nothing to Megatron: it is read from plan.json, or by the commands"
+    rows["kind"] = (
+        f"executes: {row.executes}" if row.executes else "computes: another value is another model or training"
+    )
+    return _told(key, rows)
+
+
+def _told(title: str, rows: Mapping[str, str]) -> str:
+    return f"{title}\n" + "".join(f"  {name:<7} {text}\n" for name, text in rows.items())
 
 
 def presets() -> str:
@@ -170,7 +216,7 @@ def table(lowering: Lowering) -> None:
                 "bold red"
                 if line.startswith("NOT BUILT")
                 else "yellow"
-                if line.startswith(("gives up", "departs"))
+                if line.startswith(("gives up", "departs", "only nam"))
                 else "dim",
             )
         )
@@ -185,24 +231,25 @@ def table(lowering: Lowering) -> None:
         for row in (letters, symbols):
             out.print(
                 Text.assemble(
-                    *((c, report.COLOURS.get(k, "white")) for c, k in zip(row[piece], columns[piece], strict=True))
+                    *((c, KINDS[k].colour if k else "white") for c, k in zip(row[piece], columns[piece], strict=True))
                 ),
                 no_wrap=True,
             )
     out.print(Text(p.pattern, "dim"))
-    for kind, numbers in ((k, p.numbers(k)) for k in report.COLOURS):
+    for kind, numbers in ((k, p.numbers(k)) for k in KINDS):
         if numbers:
-            text = f"{report.KINDS[kind].title:<8} {len(numbers):>3}  {', '.join(map(str, numbers))}"
-            out.print(Text(text, report.COLOURS[kind]))
+            text = f"{KINDS[kind].title:<8} {len(numbers):>3}  {', '.join(map(str, numbers))}"
+            out.print(Text(text, KINDS[kind].colour))
     grid = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("owner", "argument", "key", "why"):
         grid.add_column(column, overflow="fold")
     for owner, group in groupby(lowering.settings, key=lambda s: s.owner):
         for i, s in enumerate(group):
-            shown = " ".join(v0_19.words(s)) or f"{s.name} = {s.value}"
+            words = " ".join(lowering.target.words(s))
+            shown = words or f"{s.name} = {s.value}"
             grid.add_row(
                 "" if i else Text(owner, "bold"),
-                Text(shown, "" if v0_19.words(s) else "dim"),
+                Text(shown, "" if words else "dim"),
                 Text(s.key or "", "dim"),
                 Text(s.why, "dim"),
             )

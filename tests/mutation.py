@@ -13,9 +13,9 @@ from presets import NAMES, lowered
 
 from nam_megatron import argv
 from nam_megatron.lower import Lowering
-from nam_megatron.mcore import v0_19
-from nam_megatron.mcore.oracle import Answer, Oracle
+from nam_megatron.runtime.oracle import Answer, Oracle
 from nam_megatron.setting import Setting
+from nam_megatron.targets import current
 from nam_megatron.verify import UNFINISHED, VERIFIED, verify
 
 # Flags whose value decides nothing Megatron keeps: none so far. A name here needs its reason beside it.
@@ -31,7 +31,7 @@ class Mutant:
 
 def mutants(lowering: Lowering) -> Iterator[Mutant]:
     """Every emitted flag with another value, and without it. A switch changes by being dropped."""
-    spoken = [(s, words) for s in lowering.settings if (words := v0_19.words(s))]
+    spoken = [(s, words) for s in lowering.settings if (words := current().words(s))]
     for i, (setting, words) in enumerate(spoken):
         rest = [[w for _, ws in spoken[:i] for w in ws], [w for _, ws in spoken[i + 1 :] for w in ws]]
         yield Mutant(words[0], "dropped", (*rest[0], *rest[1]))
@@ -41,7 +41,7 @@ def mutants(lowering: Lowering) -> Iterator[Mutant]:
 
 def changed(s: Setting) -> tuple[str, ...]:
     """Another value of the same type, a legal choice where there are choices."""
-    flag = v0_19.by_dest()[s.name]
+    flag = current().by_dest[s.name]
     value = s.value[0] if isinstance(s.value, tuple) else s.value
     if s.name == "hybrid_layer_pattern":  # swap the first two layers
         return (value[1] + value[0] + value[2:],)
@@ -94,6 +94,6 @@ if __name__ == "__main__":
             results[preset] = run(preset, warm)
             print(preset, json.dumps(results[preset]), flush=True)
     if not sys.argv[1:]:
-        tree = {"megatron_core": v0_19.PIN, "presets": results}
+        tree = {"megatron_core": current().pin, "presets": results}
         out = Path(__file__).parent.parent / "benchmarks" / "mutation.json"
         out.write_text(json.dumps(tree, indent=1) + "\n")

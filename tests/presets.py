@@ -4,14 +4,16 @@ import copy
 import json
 from collections.abc import Iterable, Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-from nam_megatron import mcore
-from nam_megatron.lower import Lowering, translate
-from nam_megatron.recipe import Recipe, conf_dir, from_tree, load, to_tree
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
-FLAGS = json.loads((Path(mcore.__file__).parent / "flags" / "v0_19.json").read_text())["flags"]
+from nam_megatron.lower import Lowering, translate
+from nam_megatron.recipe import Recipe, conf_dir, load, parsed, resolved
+from nam_megatron.targets import current
+
+FLAGS = json.loads(current().flags_file.read_text())["flags"]
 NAMES = sorted(path.stem for path in (conf_dir() / "preset").glob("*.yaml"))
 
 
@@ -21,13 +23,15 @@ def lowered(name: str, *overrides: str) -> Lowering:
 
 
 @cache
-def _tree(name: str) -> dict[str, Any]:
-    return to_tree(load(name))
+def written(name: str) -> dict[str, Any]:
+    """A preset with everything that conf/ writes out, whether it stands or not."""
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return OmegaConf.to_container(compose("recipe", overrides=[f"preset={name}"]), resolve=True)
 
 
 def changed(name: str, changes: Mapping[str, Any]) -> Recipe:
-    """A preset with values at dotted keys replaced; links between keys (tensor and the lane's) are not followed."""
-    tree = copy.deepcopy(_tree(name))
+    """A preset with values at dotted keys replaced, as if typed; links between keys (tensor and the lane's) are not followed."""
+    tree = copy.deepcopy(written(name))
     for key, value in changes.items():
         *parents, last = key.split(".")
         node = tree
@@ -35,7 +39,7 @@ def changed(name: str, changes: Mapping[str, Any]) -> Recipe:
             node = node[parent]
         assert last in node, key
         node[last] = value
-    return from_tree(tree)
+    return resolved(parsed(tree), lambda key: any(k == key or k.startswith(f"{key}.") for k in changes))
 
 
 def check_words(words: Iterable[str]) -> None:

@@ -6,16 +6,15 @@ import json
 import shlex
 from functools import cache
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 from megatron.training.arguments import add_megatron_arguments
 from presets import FLAGS, NAMES, check_words, lowered
 
 from nam_megatron import argv
-from nam_megatron.mcore import v0_19
-from nam_megatron.mcore.flags import dump
+from nam_megatron.runtime import dump
 from nam_megatron.setting import Setting
+from nam_megatron.targets import current
 
 # Further recipes that reach flags no preset has.
 MORE = {
@@ -54,8 +53,8 @@ def plain(value):
 
 
 def test_the_dump_is_the_installed_megatrons():
-    assert version("megatron-core") == v0_19.PIN
-    assert Path(dump.__file__).with_name("v0_19.json").read_text() == dump.render(dump.dump())
+    assert version("megatron-core") == current().pin
+    assert current().flags_file.read_text() == dump.render(dump.dump())
 
 
 def test_every_flag_of_the_parser_is_in_the_dump():
@@ -118,7 +117,7 @@ def test_every_form_says_the_same(recipe):
 
 def test_words_of_a_setting():
     def words(name, value):
-        return v0_19.words(Setting(name, value, "why", owner="test"))
+        return current().words(Setting(name, value, "why", owner="test"))
 
     assert words("hidden_size", 8) == ("--hidden-size", "8")
     assert words("lr", 1e-5) == ("--lr", "1e-05")
@@ -150,4 +149,4 @@ def test_words_of_a_setting():
 def test_a_value_its_flag_cannot_say_is_our_mistake(name, value):
     """Megatron has a default for each of these, so silence would train something else."""
     with pytest.raises(AssertionError, match="test sets --"):
-        v0_19.words(Setting(name, value, "why", owner="test"))
+        current().words(Setting(name, value, "why", owner="test"))

@@ -23,16 +23,16 @@ from nam_megatron.budget import parameters
 from nam_megatron.errors import Refused
 from nam_megatron.lint import __main__ as command
 from nam_megatron.lint import describe, follow, lint, recipe, report, rules
-from nam_megatron.lint.read import read
+from nam_megatron.lint.read import Launch, read
 from nam_megatron.lint.rules import companions
 from nam_megatron.lint.rules.rule import FAIL
 from nam_megatron.lint.shell import ShellError
 from nam_megatron.lint.values import Args, NotKnown
 from nam_megatron.lower import translate
-from nam_megatron.mcore import v0_19
-from nam_megatron.mcore.oracle import Oracle
 from nam_megatron.recipe import to_tree
 from nam_megatron.report import header
+from nam_megatron.runtime.oracle import Oracle
+from nam_megatron.targets import current
 from nam_megatron.translate import write
 
 ROOT = Path(__file__).parent.parent
@@ -152,7 +152,7 @@ def test_rule_finds_its_trap_and_megatron_agrees(rule, oracle):
 
 @pytest.mark.parametrize("companion", companions.COMPANIONS, ids=lambda c: c.name)
 def test_flag_without_its_companion_is_refused_by_megatron_too(companion, oracle):
-    flag = v0_19.by_dest()[companion.name].name
+    flag = current().by_dest[companion.name].name
     found = launch(GPT, {flag: companion.given or True})
     (finding,) = [f for f in found.findings if f.id == "companion"]
     assert companion.wants in finding.detail
@@ -206,7 +206,7 @@ def test_traps_change_megatrons_config(oracle):
 def parser() -> argparse.ArgumentParser:
     """Megatron's parser as argparse builds it, from the dump; words stay words."""
     made = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
-    for flag in v0_19.flags().values():
+    for flag in current().flags.values():
         if flag.action == "store":
             made.add_argument(flag.name, *flag.aliases, dest=flag.dest, nargs=flag.nargs, default=argparse.SUPPRESS)
         elif flag.action == "boolean":
@@ -225,7 +225,7 @@ VALUES = ("1", "-1", "-0.5", "1e-5", "-1e-5", "rope", "-", "--", "-x", "M-M*", "
 @settings(max_examples=400, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(0, 12))
 def test_words_are_read_as_argparse_reads_them(rng: random.Random, count):
-    names = [*v0_19.flags(), *(a for f in v0_19.flags().values() for a in f.aliases), "--no-such-flag"]
+    names = [*current().flags, *(a for f in current().flags.values() for a in f.aliases), "--no-such-flag"]
     line = []
     for _ in range(count):
         name = rng.choice(names)
@@ -236,7 +236,7 @@ def test_words_are_read_as_argparse_reads_them(rng: random.Random, count):
         theirs, extra = ARGPARSE.parse_known_args(line)
     except (argparse.ArgumentError, SystemExit):
         theirs = extra = None
-    ours = Args(read("--bf16").on(8).__class__(tuple(line), "words", ""))
+    ours = Args(Launch(current(), tuple(line), "words", ""))
     stumbles = {t.rule for t in ours.trouble} - {"bad-value"} | {
         t.rule for t in ours.trouble if t.detail == "takes no value"
     }
@@ -253,8 +253,8 @@ def test_words_are_read_as_argparse_reads_them(rng: random.Random, count):
      ("--lr", "1e-5", 1e-5), ("--hidden-size", "4096", 4096), ("--attention-backend", "auto", "auto")],
 )  # fmt: skip
 def test_values_have_megatrons_types(flag, text, value):
-    args = Args(read(f"{flag} {text}"))
-    assert getattr(args, v0_19.by_name(flag).dest) == value and not args.trouble
+    args = Args(read(f"{flag} {text}", current()))
+    assert getattr(args, current().by_name(flag).dest) == value and not args.trouble
 
 
 @pytest.mark.parametrize(
@@ -268,10 +268,10 @@ def test_values_have_megatrons_types(flag, text, value):
     ],
 )
 def test_values_of_another_type_are_found_and_then_not_known(text):
-    args = Args(read(text))
+    args = Args(read(text, current()))
     assert [t.rule for t in args.trouble] == ["bad-value"]
     with pytest.raises(NotKnown):
-        getattr(args, v0_19.by_name(text.split()[0]).dest)
+        getattr(args, current().by_name(text.split()[0]).dest)
 
 
 # Shell -----------------------------------------------------------------------------------------------------------------
@@ -314,7 +314,7 @@ SHELL = {
 
 @pytest.mark.parametrize("script", SHELL)
 def test_shell_scripts_are_followed_and_not_guessed(script):
-    args = Args(read(script))
+    args = Args(read(script, current()))
     if SHELL[script] is None:
         assert [name for name, _ in args.open_values()] == ["hidden_size"]
     else:
@@ -322,7 +322,9 @@ def test_shell_scripts_are_followed_and_not_guessed(script):
 
 
 def test_branch_that_cannot_be_told_is_left_out_and_noted():
-    launch = read("A=(--hidden-size 4)\nif grep -q a b; then\n  A+=(--log-throughput)\nfi\ntorchrun t.py ${A[@]}")
+    launch = read(
+        "A=(--hidden-size 4)\nif grep -q a b; then\n  A+=(--log-throughput)\nfi\ntorchrun t.py ${A[@]}", current()
+    )
     assert launch.words == ("--hidden-size", "4")
     assert launch.notes == ("line 2: its condition cannot be told here, left out: --log-throughput",)
 
@@ -336,7 +338,7 @@ def test_branch_that_cannot_be_told_is_left_out_and_noted():
      ("srun -n 16 python t.py --bf16", 16), ("WORLD_SIZE=$((2*8))\npython t.py --bf16", 16), ("python t.py --bf16", None)],
 )  # fmt: skip
 def test_gpus_are_counted_where_the_text_says_so(script, gpus):
-    assert read(script).gpus == gpus
+    assert read(script, current()).gpus == gpus
 
 
 def test_control_characters_do_not_reach_the_terminal():
@@ -379,13 +381,13 @@ def test_doubling_variables_end():
     '{"argv": ["--hidden-size", "4096", "--bf16"], "world_size": 8}',
 ])  # fmt: skip
 def test_yaml_forms(text):
-    args = Args(read(text))
+    args = Args(read(text, current()))
     assert args.hidden_size == 4096 and args.bf16 and set(args.given) == {"hidden_size", "bf16"} and not args.trouble
 
 
 def test_yaml_by_argument_name_and_lists_and_environment():
     launch = read("ENV_VARS: {CUDA_DEVICE_MAX_CONNECTIONS: 1, A: null}\nadd_bias_linear: false\napply_rope_fusion: true\n"
-                  "moe_layer_freq: [0, 1]\nspec: '[a.b c]'\nrecompute_modules: [mlp, moe]\nsave: $OUT/x")  # fmt: skip
+                  "moe_layer_freq: [0, 1]\nspec: '[a.b c]'\nrecompute_modules: [mlp, moe]\nsave: $OUT/x", current())  # fmt: skip
     args = Args(launch)
     assert launch.env == {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "A": None}
     assert args.given.keys() == {"add_bias_linear", "moe_layer_freq", "spec", "recompute_modules", "save"}
@@ -841,8 +843,8 @@ def test_any_flags_are_described_and_checked(data):
     """Random flags, of random values, on top of random parts of a launch."""
     base = data.draw(st.sampled_from([GPT, HYBRID, MOE, MLA, DSA, FSDP, {}]))
     flags = {k: v for k, v in base.items() if data.draw(st.integers(0, 9)) > 0}
-    for name in data.draw(st.lists(st.sampled_from(sorted(v0_19.flags())), max_size=12)):
-        flag = v0_19.by_name(name)
+    for name in data.draw(st.lists(st.sampled_from(sorted(current().flags)), max_size=12)):
+        flag = current().by_name(name)
         odd = st.sampled_from(ODD + tuple(map(str, flag.choices or ())))
         flags[name] = True if flag.action != "store" else data.draw(odd)
     if not flags:

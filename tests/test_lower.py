@@ -4,12 +4,10 @@ import ast
 import contextlib
 import importlib
 import itertools
-import json
 import pkgutil
 import sys
-from functools import cache
 from pathlib import Path
-from typing import get_args
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,9 +18,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from nam_megatron import argv, blocks, features, lower
 from nam_megatron.errors import Problem, Refused
 from nam_megatron.lower import translate
-from nam_megatron.mcore import v0_19
-from nam_megatron.recipe import Recipe, load, to_tree
+from nam_megatron.recipe import Device, load, to_tree
 from nam_megatron.setting import Setting
+from nam_megatron.targets import current
 
 NATIVE, DESIGN = "nam56r_native_dp", "nam56r"
 MUON = {"optim.name": "muon", "feature.muon.enabled": True}
@@ -109,7 +107,7 @@ def test_trap_expert_tensor_size_unset_is_the_tensor_size():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_trap_a_spec_that_cannot_be_imported_is_replaced(name):
-    """--spec is never said, and owned so that nothing else can say it; ours goes in as an object (mcore/stack.py)."""
+    """--spec is never said, and owned so that nothing else can say it; ours goes in as an object (runtime/stack.py)."""
     assert "--spec" not in words(name)
     assert lowered(name).by_name["spec"].value is None
 
@@ -154,13 +152,13 @@ CHOSEN = {(p, "moe_token_dispatcher_type"): "allgather" for p in ("nam56r_fused"
 @pytest.mark.parametrize("dest", DEFAULTS)
 def test_trap_defaults_that_are_not_ours(dest):
     said, default = DEFAULTS[dest]
-    flag = v0_19.by_dest()[dest]
+    flag = current().by_dest[dest]
     assert flag.default == (list(default) if isinstance(default, tuple) else default), "Megatron moved: review"
     for name in NAMES:
         if name != "nam56r_smoke":
             lowering = lowered(name)
             assert lowering.by_name[dest].value == CHOSEN.get((name, dest), said)
-            assert v0_19.words(lowering.by_name[dest])[0] in argv.argv(lowering), (
+            assert current().words(lowering.by_name[dest])[0] in argv.argv(lowering), (
                 "said aloud, since the default differs"
             )
 
@@ -184,7 +182,7 @@ def test_trap_kv_lora_rank():
 
 def test_trap_cuda_graph_modules_without_impl():
     assert refused(NATIVE, {"feature.cuda_graphs.modules": ["attn"]}) == {
-        "feature.cuda_graphs.modules": "modules to capture and no CUDA graphs"
+        "feature.cuda_graphs.modules": "`modules` of a feature that is off"
     }
     both = words("nam56r_native_dp_fp8")
     assert value_of(both, "--cuda-graph-impl") == "transformer_engine"
@@ -322,7 +320,7 @@ def test_trap_torch_fsdp2():
 def test_trap_features_of_gpt_only(name):
     """Overlap of expert communication, delayed weight gradients and layer offloading do nothing in a hybrid."""
     never = {"--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute", "--cpu-offloading-num-layers"}
-    assert never <= v0_19.flags().keys()
+    assert never <= current().flags.keys()
     assert not never & set(words(name))
 
 
@@ -361,7 +359,7 @@ def test_group_sizes_are_megatrons(world):
             }
             changes |= {"parallel.context": cp, "parallel.expert": ep, "parallel.expert_tensor": etp}
             recipe = changed(NATIVE, changes)
-            refusals = {p.key for p in lower._layout(recipe)}
+            refusals = {p.key for p in recipe.parallel.check(SimpleNamespace(recipe=recipe, kinds={"moe"}))}
             try:
                 parallel_state.initialize_model_parallel(
                     tensor_model_parallel_size=tp,
@@ -418,11 +416,11 @@ def test_every_setting_has_one_owner_a_reason_and_a_key_that_exists(name):
 
 
 def test_a_second_owner_is_our_mistake(monkeypatch):
-    def twice(plan):
+    def twice(self, plan):
         yield Setting("hidden_size", 8, "also me")
 
-    monkeypatch.setitem(lower.SECTIONS, "impostor", twice)
-    with pytest.raises(AssertionError, match="hidden_size is set by model and by impostor"):
+    monkeypatch.setattr(Device, "settings", twice)
+    with pytest.raises(AssertionError, match="hidden_size is set by model and by device"):
         translate(changed(NATIVE, {}))
 
 
@@ -432,139 +430,10 @@ def test_translating_twice_is_byte_identical(name):
     assert first == second
 
 
-# A recipe says nothing in vain --------------------------------------------------------------------------------------
-
-CONTEXTS = {
-    "design": (DESIGN, {}),
-    "native": (NATIVE, {}),
-    "lane nemo_native": ("nam56r_nemo_native", {}),
-    "fp8": ("nam56r_native_dp_fp8", {"feature.fp8.first_last_bf16": True}),
-    "muon": (NATIVE, MUON),
-    "megatron_fsdp": (NATIVE, FSDP),
-    "fsdp2": (NATIVE, FSDP2),
-    "full recompute": (NATIVE, FULL),
-    "selective recompute": (
-        NATIVE,
-        {"feature.recompute.granularity": "selective", "feature.recompute.modules": ["moe"]},
-    ),
-    "fill-in-the-middle": (NATIVE, INDEXED | {"feature.fim.enabled": True}),
-    "checkpoints": (
-        NATIVE,
-        {"schedule.save": "/c", "schedule.save_interval": 5, "schedule.load": "/c", "schedule.stop_every": 7},
-    ),
-    "softmax scores": (NATIVE, {"model.blocks.moe.expert_bias": False}),
-    "plain optimizer": (NATIVE, PLAIN_OPTIMIZER),
-    "pipeline": (NATIVE, {"parallel.pipeline": 2}),
-    "dense layers under tensor parallelism": (NATIVE, {"model.letters.E": "mlp", "parallel.tensor": 2}),
-    "n-grams": (NATIVE, {"feature.ngram_hash.buckets": 8}),
-}
-
-# Leaves that stand only with others: those are changed with them.
-TOGETHER = {
-    "optim.name": MUON,
-    "feature.muon.enabled": MUON,
-    "data.name": INDEXED,
-    "feature.recompute.granularity": FULL,
-}
-
-# Leaves that change neither settings nor layers, and why that is right; `section.` stands for all of a section.
-# Everything else must move something.
-REVIEWED = {
-    "preset.name": "a name",
-    "preset.alias_of": "a name",
-    "preset.family": "a name; part of the identity, by which results are compared",
-    "preset.about": "a sentence for people",
-    "assumptions": "sentences for people",
-    "model.family": "a name",
-    "lane.name": "a name; part of the identity",
-    "lane.tensor": "parallel.tensor follows it when Hydra composes; a difference is a departure",
-    "lane.sequence": "parallel.sequence follows it when Hydra composes; a difference is a departure",
-    "model.letters.M": "the family's design; the lane decides, and the plan says what it gives up",
-    "model.letters.R": "the family's design; the lane decides, and the plan says what it gives up",
-    "precision.name": "a name",
-    "precision.params": "bf16 is the only value",
-    "cluster.name": "a name; the sizes beside it count",
-    "device.": "for the budget and the checks before a run",
-    "cluster.storage.": "where a run's files lie",
-    "cluster.waivers": "which checks before a run are waived",
-    "feature.ngram_hash.order": "not built: the plan says so and training refuses",
-    "feature.ngram_hash.buckets": "not built: the plan says so and training refuses",
-    "model.blocks.mamba2.strided": "which mixer stands there: the stack's spec reads it, Megatron has no flag",
-    "model.blocks.mla.kernels": "which modules stand there: the stack's spec reads it, Megatron has no flag",
-    "model.blocks.mamba3.": "travels in plan.json; Megatron has no flag for our layers",
-    "model.blocks.m2rnn.": "travels in plan.json; Megatron has no flag for our layers",
-}  # fmt: skip
-
-
-def leaves(model=Recipe, prefix=""):
-    """Every leaf of the recipe: dotted key, annotation."""
-    for name, field in model.model_fields.items():
-        if hasattr(field.annotation, "model_fields"):
-            yield from leaves(field.annotation, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", field.annotation
-
-
-def others(value, annotation):
-    """Values to try in place of `value`."""
-    if isinstance(value, bool):
-        return [not value]
-    if isinstance(value, int):
-        return [n for n in (value + 1, 2 * value, value // 2, 16 * value, 1, 2, 3, 4, 0) if n != value]
-    if isinstance(value, float):
-        return [value / 2, value * 2, 0.25]
-    choices = [c for a in (annotation, *get_args(annotation)) for c in get_args(a) if isinstance(c, str)]
-    if isinstance(value, list):
-        return [[c] for c in choices] + [[], [*value, *value]]
-    return [c for c in choices if c != value] or ["other", "AEMR", 5, None, "98,1,1"]
-
-
-def outcome(recipe):
-    """All of plan.json that the recipe decides."""
-    tree = json.loads(argv.plan_json(translate(recipe)))
-    keep = ("world_size", "pattern", "layers", "mtp", "not_built", "env")
-    return {k: tree[k] for k in keep} | {"settings": [(s["name"], s["value"]) for s in tree["settings"]]}
-
-
-@cache
-def start(context):
-    recipe = changed(*CONTEXTS[context])
-    return to_tree(recipe), outcome(recipe)
-
-
-def moves(key, annotation):
-    """Whether some other value of the leaf changes the outcome in some context."""
-    for context, (base, changes) in CONTEXTS.items():
-        node, unchanged = start(context)
-        for part in key.split("."):
-            node = node[part]
-        for other in others(node, annotation):
-            with contextlib.suppress(Refused):
-                after = changes | TOGETHER.get(key, {key: other})
-                if outcome(changed(base, after)) != unchanged:
-                    return True
-    return False
-
-
-def reviewed(key):
-    return REVIEWED.get(key) or next(
-        (why for k, why in REVIEWED.items() if k.endswith(".") and key.startswith(k)), None
-    )
-
-
-@pytest.mark.parametrize(("key", "annotation"), list(leaves()), ids=[key for key, _ in leaves()])
-def test_every_leaf_changes_the_outcome_or_is_reviewed(key, annotation):
-    assert moves(key, annotation) != bool(reviewed(key)), reviewed(key) or "nothing follows from it"
-
-
-def test_the_reviewed_list_names_what_there_is():
-    for name in REVIEWED:
-        assert any(key.startswith(name) if name.endswith(".") else key == name for key, _ in leaves()), name
-
-
 # Refusals: one case each, and no refusal without a case -------------------------------------------------------------
 
 REFUSALS = [
+    (NATIVE, {"device.capability": [10, 0]}, "device.capability", "10.0 is not served: CUDA_DEVICE_MAX_CONNECTIONS follows other"),
     # base, changes, key, part of the message
     (NATIVE, {"parallel.tensor": 3}, "cluster.gpus_per_node", "8 GPUs cannot hold tensor 3 x pipeline 1 x context 1 = 3"),
     (NATIVE, {"parallel.expert": 16}, "parallel.expert", "8 GPUs cannot hold pipeline 1 x expert 16 x expert tensor 1"),
@@ -652,7 +521,7 @@ REFUSALS = [
     (NATIVE, {"parallel.tensor": 2}, "parallel.sequence", "MoE under tensor parallelism trains only with sequence"),
     (NATIVE, {"model.hidden_size": 3588}, "model.hidden_size", "not a multiple of 8"),
     # cuda_graphs
-    (NATIVE, {"feature.cuda_graphs.modules": ["attn"]}, "feature.cuda_graphs.modules", "no CUDA graphs"),
+    (NATIVE, {"feature.cuda_graphs.modules": ["attn"]}, "feature.cuda_graphs.modules", "`modules` of a feature that is off"),
     (NATIVE, GRAPHS | {"feature.cuda_graphs.modules": []}, "feature.cuda_graphs.modules", "without modules would capture"),
     (NATIVE, GRAPHS | {"feature.cuda_graphs.modules": ["mlp"]}, "feature.cuda_graphs.modules", "no layer has the part `mlp`"),
     (NATIVE, GRAPHS | {"feature.cuda_graphs.modules": ["moe_preprocess"]}, "feature.cuda_graphs.modules", "with `moe_router`"),
@@ -680,7 +549,7 @@ REFUSALS = [
     (NATIVE, {"feature.fim.enabled": True}, "feature.fim.enabled", "on mock data"),
     (NATIVE, {"feature.ngram_hash.enabled": True}, "feature.ngram_hash.buckets", "without buckets"),
     # fp8
-    (NATIVE, {"feature.fp8.param_gather": True}, "feature.fp8.param_gather", "`param_gather` without FP8"),
+    (NATIVE, {"feature.fp8.param_gather": True}, "feature.fp8.param_gather", "`param_gather` of a feature that is off"),
     ("nam56r_native_dp_fp8", {"model.blocks.mamba2.heads": 56}, "model.blocks.mamba2.heads", "which 16 does not divide"),
     ("nam56r_native_dp_fp8", {"feature.fp8.recipe": "delayed", "feature.fp8.first_last_bf16": True},
      "feature.fp8.first_last_bf16", "delayed scaling excludes bf16 edge layers"),
@@ -702,7 +571,7 @@ REFUSALS = [
     (NATIVE, FSDP | {"parallel.context": 2}, "feature.megatron_fsdp.enabled", "wants CUDA_DEVICE_MAX_CONNECTIONS=1"),
     (NATIVE, FSDP | MUON, "feature.muon.enabled", "Muon does not run under `megatron_fsdp`"),
     # recompute
-    (NATIVE, {"feature.recompute.layers": 2}, "feature.recompute.layers", "`layers` of a recompute that is off"),
+    (NATIVE, {"feature.recompute.layers": 2}, "feature.recompute.layers", "`layers` of a feature that is off"),
     (NATIVE, {"feature.recompute.granularity": "selective"}, "feature.recompute.modules", "recomputes `core_attn` silently"),
     (NATIVE, FULL | {"feature.recompute.granularity": "selective", "feature.recompute.modules": ["moe"]},
      "feature.recompute.method", "belong to full recompute"),

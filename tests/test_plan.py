@@ -101,7 +101,7 @@ def test_a_pattern_is_tiled_by_index_modulo():
     rng = random.Random(0)
     for _ in range(200):
         pattern = "".join(rng.choices("AEMR", k=rng.randint(1, 20)))
-        depth = rng.randint(1, 60)
+        depth = rng.randint(len(pattern), 60)
         p = planned("nam56r_native_dp", model__pattern=pattern, model__depth=depth)
         assert "".join(l.letter for l in p.layers) == "".join(pattern[i % len(pattern)] for i in range(depth))
 
@@ -205,7 +205,8 @@ def test_placed_cuts_are_legal_and_as_even_as_can_be():
         ranks = sorted(rng.sample(range(depth), rng.randint(0, depth)))
         substitute = [{"letter": "A", "ranks": ranks, "kind": "dsa"}]
         changes = {"model__pattern": "A", "model__depth": depth, "model__substitute": substitute}
-        changes |= {"model__blocks__dsa__full_every": every, "parallel__pipeline": want}
+        changes |= {"model__blocks__dsa__full_every": every} if ranks else {}
+        changes |= {"parallel__pipeline": want}
         sources = {r + 1: ranks[i - i % every] + 1 for i, r in enumerate(ranks) if i % every}
         legal = [n for n in range(1, depth) if not any(s <= n < l for l, s in sources.items())]
         expected = brute_cuts(depth, want, legal)
@@ -254,7 +255,10 @@ def test_virtual_stages_need_a_pipeline():
 
 
 def test_more_segments_than_layers():
-    assert refusal("nam56r_native_dp", model__depth=3, parallel__pipeline=4).key == "parallel.pipeline"
+    assert (
+        refusal("nam56r_native_dp", model__pattern="AEM", model__depth=3, parallel__pipeline=4).key
+        == "parallel.pipeline"
+    )
 
 
 def test_more_stages_than_legal_places():
@@ -284,7 +288,7 @@ def test_index_reuse_is_what_megatron_computes_and_is_refused_only_where_it_cann
     seen = Counter()
     for _ in range(600):
         pattern = "".join(rng.choices("AEMR", weights=(3, 1, 1, 1), k=rng.randint(1, 12)))
-        depth, every = rng.randint(1, 40), rng.randint(1, 5)
+        depth, every = rng.randint(len(pattern), 40), rng.randint(1, 5)
         numbers = [i + 1 for i in range(depth) if pattern[i % len(pattern)] == "A"]
         step = rng.choice((1, 1, 2, 3))
         ranks = list(range(rng.randrange(3), len(numbers), step))
@@ -292,7 +296,8 @@ def test_index_reuse_is_what_megatron_computes_and_is_refused_only_where_it_cann
             ranks = sorted(rng.sample(range(len(numbers)), rng.randint(0, len(numbers))))
         dsa = [numbers[r] for r in ranks]
         wanted = wanted_sources(dsa, every)
-        changes = {"model__pattern": pattern, "model__depth": depth, "model__blocks__dsa__full_every": every}
+        changes = {"model__pattern": pattern, "model__depth": depth}
+        changes |= {"model__blocks__dsa__full_every": every} if dsa else {}
         substitute = [{"letter": "A", "ranks": ranks, "kind": "dsa"}]
         try:
             p = planned("nam52_h200_sparse_8_11_ref_v1", model__substitute=substitute, **changes)
@@ -419,10 +424,11 @@ def test_departures_from_the_lane_are_part_of_the_identity():
     assert lowered("nam56r_nemo_native").plan.departures == ()
     p = lowered("nam56r_nemo_native", "parallel.tensor=4", "parallel.pipeline=2", "parallel.expert=2").plan
     assert p.departures == ("tensor=4", "pipeline=2", "expert=2")
-    assert identity(p.recipe, p) == "nam56r_native / nemo_native (tensor=4, pipeline=2, expert=2)"
+    standing = "NAM56R GQA 13, MoE 22, Mamba-2 17, bf16"
+    assert identity(p) == f"{standing} / nemo_native (tensor=4, pipeline=2, expert=2)"
     other = lowered("nam56r_nemo_native", "parallel.sequence=false", "parallel.tensor=1").plan
     assert other.departures == ("tensor=1", "sequence=False")
-    assert identity(other.recipe, other) != identity(p.recipe, p)
+    assert identity(other) != identity(p)
 
 
 def test_what_is_not_built_is_in_the_plan():

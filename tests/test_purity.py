@@ -57,7 +57,7 @@ translate.main()
 
 
 def test_the_block_blocks():
-    for name in ("torch", "megatron.core", "transformer_engine", "nam_megatron.mcore.stack"):
+    for name in ("torch", "megatron.core", "transformer_engine", "nam_megatron.runtime.stack"):
         done = run(f"import {name}")
         assert done.returncode == 1 and "was imported" in done.stderr
 

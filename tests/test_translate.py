@@ -659,7 +659,7 @@ def test_words_that_other_commands_do_not_take(words, said):
 
 
 @pytest.mark.parametrize(
-    "words", [("nam_megatron.nemo", "list"), ("nam_megatron.schema",), ("nam_megatron.mcore.flags.dump",)]
+    "words", [("nam_megatron.nemo", "list"), ("nam_megatron.schema",), ("nam_megatron.runtime.dump",)]
 )
 def test_help_is_help(words):
     done = subprocess.run(

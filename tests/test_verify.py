@@ -9,7 +9,7 @@ import pytest
 from presets import NAMES, lowered
 
 from nam_megatron import argv
-from nam_megatron.mcore.oracle import Oracle
+from nam_megatron.runtime.oracle import Oracle
 from nam_megatron.verify import MISMATCH, UNFINISHED, VERIFIED, reviewed_fields, summary, verify
 
 

@@ -1,32 +1,57 @@
 """One folder per kind of layer. A kind that owns a place in the pattern is a block; anything else is a feature."""
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from nam_megatron.errors import Problem
-from nam_megatron.setting import Config, Setting
+from nam_megatron.setting import Config
 from nam_megatron.sizes import Line, Param, Sizes, State, Work
 
 if TYPE_CHECKING:
+    from megatron.core.models.backends import BackendSpecProvider
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
     from nam_megatron.plan import Layer, Plan
+
+Slot = Literal["attention_layer", "mla_layer", "dsa_layer", "moe_layer", "mlp_layer", "mamba_layer"]
+GraphPart = Literal["attn", "mamba", "mlp", "moe_router", "moe_preprocess"]
 
 
 class Block(Config):
-    """A kind of layer. Its fields are the YAML under `model.blocks.<kind>`."""
+    """A kind of layer, and all that is particular to it. Its fields are the YAML under `model.blocks.<kind>`."""
 
     kind: ClassVar[str]
+    title: ClassVar[str]  # for people
+    colour: ClassVar[str]  # of the layer strip on a terminal, as rich names colours
+    letters: ClassVar[tuple[str, ...]]  # of the source pattern, at which it may stand
     symbol: ClassVar[str]  # Megatron's letter for it (megatron-core 0.19.2, hybrid_layer_allocation.Symbols)
-    title: ClassVar[str]
+    slot: ClassVar[
+        Slot
+    ]  # the field of Megatron's HybridStackSubmodules that builds it; all layers of a symbol share one
+    stock: ClassVar[bool] = True  # whether Megatron has this layer; a mixer of ours stands in its Mamba slot
     needs: ClassVar[tuple[str, ...]] = ()  # kinds whose settings it stands on
     missing: ClassVar[str | None] = None  # the torch side that is still to be written; None: the kind can be trained
+    fixed: ClassVar[Mapping[str, tuple[Any, str]]] = {}  # model keys that it does not read: the value it has, and why
+    graph_parts: ClassVar[tuple[GraphPart, ...]] = ()  # what a CUDA graph may capture of it
+    fsdp_unit: ClassVar[bool] = True  # whether torch's FSDP2 shards each layer of it apart, or with the rest
+    cached: ClassVar[bool] = False  # whether it owns a place in the key/value cache
+    autotuned: ClassVar[bool] = False  # whether Triton tries its kernels out in the first step
 
-    def settings(self, plan: "Plan") -> Iterator[Setting]:
-        """What Megatron must be told when this kind stands in `plan`. Keys are field names of this config."""
-        return iter(())
+    def build(self, backend: "BackendSpecProvider", plan: "Plan") -> "ModuleSpec":
+        """The spec of its layer, or of its mixer where the slot is `mamba_layer` (torch side: blocks/<kind>/layer.py)."""
+        raise NotImplementedError(self.kind)
 
-    def check(self, plan: "Plan") -> Iterator[Problem]:
-        """Why this kind cannot be trained as `plan` has it."""
-        return iter(())
+    def empty(self, plan: "Plan") -> frozenset[str]:
+        """Fields of that spec that are meant to be empty: Megatron passes over an empty field in silence (torch side)."""
+        return frozenset()
+
+    def ours(self, plan: "Plan") -> str | None:
+        """Why stock Megatron would train another model on this plan's arguments; None where it would not."""
+        return None if self.stock else "Megatron has no such layer and would build its Mamba-2 there"
+
+    def captured(self, line: Line, parts: frozenset[str]) -> bool:
+        """Whether a tensor that a layer keeps lives in the pool of a CUDA graph of these parts."""
+        return bool(parts & set(self.graph_parts))
 
     # What a layer of this kind costs. `layer` is None inside MTP.
 

@@ -1,5 +1,7 @@
 """The closed list of kinds. A new block is a folder and a line here."""
 
+from collections.abc import Iterator
+
 from nam_megatron.blocks import Block
 from nam_megatron.blocks.attention.block import Attention
 from nam_megatron.blocks.dsa.block import Dsa
@@ -11,34 +13,40 @@ from nam_megatron.blocks.mlp.block import Mlp
 from nam_megatron.blocks.moe.block import Moe
 from nam_megatron.setting import Config
 
-KINDS: dict[str, type[Block]] = {
-    "attention": Attention,
-    "mla": Mla,
-    "dsa": Dsa,
-    "moe": Moe,
-    "mlp": Mlp,
-    "mamba2": Mamba2,
-    "mamba3": Mamba3,
-    "m2rnn": M2Rnn,
-}
+
+class Blocks(Config):
+    """`model.blocks`: the config of every kind that stands."""
+
+    attention: Attention | None = None
+    mla: Mla | None = None
+    dsa: Dsa | None = None
+    moe: Moe | None = None
+    mlp: Mlp | None = None
+    mamba2: Mamba2 | None = None
+    mamba3: Mamba3 | None = None
+    m2rnn: M2Rnn | None = None
+
+    def of(self, kind: str) -> Block:
+        """The config of a kind that stands."""
+        block = getattr(self, kind)
+        assert block is not None, f"`{kind}` does not stand"
+        return block
+
+    def all(self) -> Iterator[Block]:
+        return (block for kind in KINDS if (block := getattr(self, kind)) is not None)
+
+
+def _kinds() -> dict[str, type[Block]]:
+    """The classes of the fields above, by name."""
+    return {
+        name: next(t for t in field.annotation.__args__ if t is not type(None))
+        for name, field in Blocks.model_fields.items()
+    }
+
+
+KINDS: dict[str, type[Block]] = _kinds()
 
 # What may stand at a letter of the source pattern.
 LETTERS: dict[str, tuple[str, ...]] = {
-    "A": ("attention", "mla", "dsa"),
-    "E": ("moe", "mlp"),
-    "M": ("mamba2", "mamba3"),
-    "R": ("m2rnn", "mamba2", "mamba3"),
+    letter: tuple(kind for kind, block in KINDS.items() if letter in block.letters) for letter in ("A", "E", "M", "R")
 }
-
-
-class Blocks(Config):
-    """`model.blocks`: the config of every kind, whether the pattern uses it or not."""
-
-    attention: Attention
-    mla: Mla
-    dsa: Dsa
-    moe: Moe
-    mlp: Mlp
-    mamba2: Mamba2
-    mamba3: Mamba3
-    m2rnn: M2Rnn

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from nam_megatron.budget import ends
+from nam_megatron.features.recompute import groups
 from nam_megatron.plan import Plan
 from nam_megatron.sizes import Sizes, Work
 
@@ -57,9 +58,9 @@ def cost(plan: Plan) -> Cost:
     z, recompute = Sizes.of(plan), plan.recipe.feature.recompute
     whole: set[int | None] = set()  # layers recomputed from their input
     for segment in plan.segments:
-        for indices, checkpointed in recompute.groups(len(segment)):
+        for indices, checkpointed in groups(recompute, len(segment)):
             whole |= {segment[i].number for i in indices if checkpointed}
-    if recompute.granularity == "full":
+    if recompute and recompute.granularity == "full":
         whole.add(None)  # MTP's inner layers
     counts: Counter[Work] = Counter()
     again = 0.0
@@ -74,17 +75,16 @@ def cost(plan: Plan) -> Cost:
 
 def _works(z: Sizes) -> Iterator[tuple[int | None, Work]]:
     """(layer number, work of one token's forward pass); 0 for what is in no layer."""
-    plan, blocks = z.plan, z.model.blocks
+    plan = z.plan
     for layer in plan.layers:
-        for work in getattr(blocks, layer.kind).flops(z, layer):
+        for work in z.block(layer.kind).flops(z, layer):
             yield layer.number, replace(work, owner=layer.kind)
     for _ in range(plan.mtp_depths):
         for kind in plan.mtp:
-            for work in getattr(blocks, kind).flops(z, None):
+            for work in z.block(kind).flops(z, None):
                 yield None, replace(work, owner="mtp")
     for feature in plan.recipe.feature.all():
-        if feature.on:
-            yield from ((0, replace(work, owner=feature.name)) for work in feature.flops(z))
+        yield from ((0, replace(work, owner=feature.name)) for work in feature.flops(z))
     yield from ((0, replace(work, owner="ends")) for work in ends.flops(z))
 
 
@@ -92,16 +92,18 @@ def megatron(plan: Plan) -> float:
     """Per token, what megatron-core 0.19.2 counts (training/training.py, num_floating_point_operations)."""
     m, blocks = plan.recipe.model, plan.recipe.model.blocks
     every, h = plan.pattern.replace("|", "").replace("/", ""), m.hidden_size
-    a, moe = blocks.attention, blocks.moe
-    width = a.head_dim * m.num_attention_heads
-    attention = 4 * width * (h + h * a.query_groups / m.num_attention_heads) + 2 * m.seq_length * width
+    a, moe, attention, experts = blocks.attention, blocks.moe, 0.0, 0.0
+    if a:
+        width = a.head_dim * m.num_attention_heads
+        attention = 4 * width * (h + h * a.query_groups / m.num_attention_heads) + 2 * m.seq_length * width
     state, groups, heads = 128, 8, 2 * h // 64  # its defaults
-    if "mamba2" in plan.kinds:
+    if blocks.mamba2:
         state, groups, heads = blocks.mamba2.state_dim, blocks.mamba2.groups, blocks.mamba2.heads
     inner = 2 * h
     mamba = 2 * h * (2 * inner + 2 * groups * state + heads) + 7 * inner * state + 2 * inner * h
     gated = 1.5 if m.activation == "swiglu" else 1.0
-    experts = 4 * h * gated * (moe.expert_hidden_size * moe.top_k + moe.shared_expert_hidden_size)
+    if moe:
+        experts = 4 * h * gated * (moe.expert_hidden_size * moe.top_k + moe.shared_expert_hidden_size)
     mlp = 4 * h * gated * m.ffn_hidden_size
     per_symbol = {"*": attention, "M": mamba, "E": experts, "-": mlp}
     forward = sum(per_symbol.get(symbol, 0.0) for symbol in every)

@@ -26,12 +26,13 @@ def activations(z: Sizes, stage: Stage) -> Iterator[Line]:
 def buffers(z: Sizes, stage: Stage) -> Iterator[Line]:
     """Made once, on first use."""
     blocks = z.model.blocks
-    latent = z.plan.kinds & {"mla", "dsa"}
-    z = z.own(d=blocks.mla.qk_rope_head_dim if latent else blocks.attention.head_dim)
+    # Without attention Megatron makes the table all the same, of the width that it divides itself.
+    plain = blocks.attention.head_dim if blocks.attention else z.model.hidden_size // z.model.num_attention_heads
+    z = z.own(d=blocks.mla.qk_rope_head_dim if blocks.mla else plain)
     yield z.line(
         "RoPE table", "4 S d", "fp32 angles of every position, whatever the layers", bucket=ACTIVATIONS, owner="ends"
     )
-    if z.plan.index_reuse and blocks.dsa.kernels == "megatron":
+    if z.plan.index_reuse and blocks.dsa and blocks.dsa.kernels == "megatron":
         yield z.line(
             "attention mask",
             "b S S",
@@ -47,7 +48,7 @@ def loss(z: Sizes) -> Iterator[tuple[str, tuple[Line, ...]]]:
     MTP's losses run first in the forward pass and the main one first in the backward pass, so that all softmaxes are
     alive at once (megatron-core 0.19.2, models/hybrid/hybrid_model.py; tensor_parallel/cross_entropy.py).
     """
-    if z.plan.recipe.feature.linear_ce.on:
+    if z.plan.recipe.feature.linear_ce:
         z = z.own(piece=min(1024, z["T"]))
         why = "as designed: logits of 1024 tokens at a time, bf16 and fp32"
         yield (

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from nam_megatron.budget import ends, static
+from nam_megatron.features.recompute import groups
 from nam_megatron.plan import Layer, Plan
 from nam_megatron.sizes import (
     ACTIVATIONS,
@@ -24,9 +25,7 @@ from nam_megatron.sizes import (
 )  # fmt: skip
 
 if TYPE_CHECKING:
-    from nam_megatron.blocks import Block
-
-TRITON = ("mamba2", "mamba3")  # kinds whose kernels are autotuned by Triton in the first step
+    pass
 
 
 @dataclass(frozen=True)
@@ -138,8 +137,8 @@ def _stage(z: Sizes, stage: Stage) -> StageBudget:
         since: tuple(x for x in fixed if x.since == since) for since in ("build", "init", "forward", "step", "stepping")
     }
     graphs = z.plan.recipe.feature.cuda_graphs
-    moving = _Moving(z, stage, graphs.on)
-    eager = _Moving(z, stage, graphs=False) if graphs.on and graphs.warmup_steps else moving
+    moving = _Moving(z, stage, graphs is not None)
+    eager = _Moving(z, stage, graphs=False) if graphs and graphs.warmup_steps else moving
     before, after = (*at["init"], *at["forward"]), (*at["init"], *at["forward"], *at["step"])
     # While the model is built there is no optimizer yet.
     buffers = (*PARAMETERS.values(), GRADIENTS, COMMUNICATION)
@@ -181,6 +180,7 @@ class _Moving:
         self.z, self.stage, self.graphs = z, stage, graphs
         self.plain = replace(z, recompute=frozenset())
         self.costs: dict[tuple, tuple] = {}
+        self.autotuned = {block.kind for block in z.plan.blocks if block.autotuned}
         self.chunks = [list(self._parts(chunk)) for chunk in stage.chunks]
         self.chunks[0] = [_Part(tuple(self._features())), *self.chunks[0]]
         if stage.last:
@@ -196,7 +196,7 @@ class _Moving:
             before = sum(n * size for n, size in zip(sets, kept, strict=True))
             for i, part in enumerate(self.chunks[now]):
                 for name, lines in part.events:
-                    more = (tune,) if first and name.split()[0] in TRITON else ()
+                    more = (tune,) if first and name.split()[0] in self.autotuned else ()
                     size = before + _bytes(lines) + _bytes(more)
                     if size > best[0]:
                         passed = [line for p in self.chunks[now][:i] for line in p.kept]
@@ -212,7 +212,7 @@ class _Moving:
         return best[1:]
 
     def _parts(self, layers: Sequence[Layer]) -> Iterator[_Part]:
-        for indices, checkpointed in self.z.plan.recipe.feature.recompute.groups(len(layers)):
+        for indices, checkpointed in groups(self.z.plan.recipe.feature.recompute, len(layers)):
             group = [layers[i] for i in indices]
             names = [f"{layer.kind} {layer.number}" for layer in group]
             yield self._part([self._cost(x.kind, x) for x in group], names, checkpointed)
@@ -235,10 +235,11 @@ class _Moving:
         """(what a layer keeps, what it holds while it runs or is recomputed, what it needs besides)."""
         f, depth = self.z.plan.recipe.feature, len(self.z.plan.layers)
         number = layer.number if layer else None
-        key = kind, layer and layer.source is None, layer is None, f.fp8.in_bf16(number, depth)
+        bf16 = f.fp8 is None or f.fp8.in_bf16(number, depth)
+        key = kind, layer and layer.source is None, layer is None, bf16
         if key not in self.costs:
-            block: Block = getattr(self.z.model.blocks, kind)
-            width = {"w": 2} if f.fp8.in_bf16(number, depth) else {}
+            block = self.z.block(kind)
+            width = {"w": 2} if bf16 else {}
             z, plain = self.z.own(**width), self.plain.own(**width)
             kept = tuple(self._owned(kind, layer, block.activations(z, layer)))
             whole = (
@@ -255,7 +256,8 @@ class _Moving:
             if layer is None:
                 yield replace(line, bucket=MTP, owner="mtp")
             else:
-                pooled = self.graphs and line.name not in ("forward", "backward") and graphs.captures(kind, line)
+                parts = frozenset(graphs.modules) if self.graphs and graphs else frozenset()
+                pooled = line.name not in ("forward", "backward") and self.z.block(kind).captured(line, parts)
                 place = "reserved" if pooled else line.place
                 yield replace(line, bucket=line.bucket or ACTIVATIONS, owner=kind, place=place)
 
@@ -267,7 +269,7 @@ class _Moving:
 
     def _features(self) -> Iterator[Line]:
         for feature in self.z.plan.recipe.feature.all():
-            if feature.on and feature.name != "mtp" and (self.graphs or feature.name != "cuda_graphs"):
+            if feature.name != "mtp" and (self.graphs or feature.name != "cuda_graphs"):
                 for line in feature.activations(self.z, self.stage):
                     yield replace(line, bucket=line.bucket or FEATURES, owner=feature.name)
 
@@ -277,11 +279,11 @@ class _Moving:
         for depth in range(z.plan.mtp_depths):
             names = [f"mtp {depth} {kind}" for kind in z.plan.mtp]
             costs = [self._cost(kind, None) for kind in z.plan.mtp]
-            if f.recompute.granularity == "full":
+            if f.recompute and f.recompute.granularity == "full":
                 yield self._part(costs, names, True, "mtp")
             else:
                 yield from (self._part([c], [n], False) for c, n in zip(costs, names, strict=True))
-        if z.plan.mtp:
+        if f.mtp:
             yield _Part(tuple(replace(line, owner="mtp") for line in f.mtp.activations(z, self.stage)))
         yield _Part((), tuple(ends.loss(z)))
 

@@ -9,8 +9,6 @@ from nam_megatron.errors import Problem, raise_if
 from nam_megatron.plan import Plan
 from nam_megatron.sizes import GIB, Sizes, Stage, State
 
-ATTENTION = ("attention", "mla", "dsa")  # kinds that own a place in the key/value cache
-
 
 @dataclass(frozen=True, slots=True)
 class Pool:
@@ -84,7 +82,7 @@ def _problems(plan: Plan, batch: int, context: int) -> Iterator[Problem]:
 
 def _serve(z: Sizes, stage: Stage, batch: int, context: int, page: int | None) -> Serving:
     weights = sum(2 * group.elements() for group in static.groups(z, stage))
-    owners = [layer.number for layer in stage.layers if layer.kind in ATTENTION]
+    owners = [layer.number for layer in stage.layers if z.block(layer.kind).cached]
     logits = int(z.own(batch=batch).value("6 batch V / t")) if stage.last else 0
     cache_map = {number: place for place, number in enumerate(owners)}
     pools = tuple(_pools(z, stage, batch, context, page))
@@ -94,7 +92,7 @@ def _serve(z: Sizes, stage: Stage, batch: int, context: int, page: int | None) -
 def _pools(z: Sizes, stage: Stage, batch: int, context: int, page: int | None) -> Iterator[Pool]:
     counts: dict[tuple[str, State], int] = {}
     for layer in stage.layers:
-        for state in getattr(z.model.blocks, layer.kind).serving(z, layer):
+        for state in z.block(layer.kind).serving(z, layer):
             counts[layer.kind, state] = counts.get((layer.kind, state), 0) + 1
     for kind in KINDS:
         for (owner, state), layers in counts.items():

@@ -33,14 +33,12 @@ def parts(z: Sizes, stage: Stage) -> Iterator[tuple[str, int | None, Param]]:
     """(owner, layer number, parameter) of everything on a stage."""
     for param in ends.params(z, stage):
         yield "ends", None, param
-    blocks = z.model.blocks
     for layer in stage.layers:
-        for param in getattr(blocks, layer.kind).params(z, layer):
+        for param in z.block(layer.kind).params(z, layer):
             yield layer.kind, layer.number, param
     for feature in z.plan.recipe.feature.all():
-        if feature.on:
-            for param in feature.params(z, stage):
-                yield feature.name, None, param
+        for param in feature.params(z, stage):
+            yield feature.name, None, param
 
 
 def parameters(plan: Plan) -> tuple[int, int]:
@@ -50,7 +48,7 @@ def parameters(plan: Plan) -> tuple[int, int]:
     moe = plan.recipe.model.blocks.moe
     for _, _, param in parts(z, Stage(0, 1, plan.segments)):
         total += param.elements
-        if param.shard == "expert":
+        if moe and param.shard == "expert":
             idle += param.elements // moe.experts * (moe.experts - moe.top_k)
     return total, total - idle
 
@@ -82,13 +80,12 @@ def lines(z: Sizes, stage: Stage, held: Sequence[Group]) -> Iterator[Line]:
     """Everything static on a rank, with the phase in which it first exists."""
     f = z.plan.recipe.feature
     # One feature says how weights, gradients and Adam's state lie; others change or add to it.
-    keeper = f.fsdp2 if f.fsdp2.on else f.megatron_fsdp if f.megatron_fsdp.on else f.distributed_optimizer
-    for feature in (keeper, *(other for other in (f.muon, f.fp8) if other.on)):
+    keeper = f.fsdp2 or f.megatron_fsdp or f.distributed_optimizer
+    for feature in (keeper, *(other for other in (f.muon, f.fp8) if other)):
         for group in held:
             yield from _of(feature, feature.state(z, group))
     for feature in f.all():
-        if feature.on:
-            yield from _of(feature, feature.buffers(z, held))
+        yield from _of(feature, feature.buffers(z, held))
     yield from ends.buffers(z, stage)
     yield from _communication(z)
     yield from _workspaces(z)
@@ -111,7 +108,7 @@ def _workspaces(z: Sizes) -> Iterator[Line]:
     """cuBLAS's, on Hopper: Transformer Engine 2.20.2 module/base.py; torch 2.11 CUDABlas.cpp, one for each thread."""
     of = {"bucket": WORKSPACE, "owner": "device"}
     yield z.line("Transformer Engine's cuBLAS", "32 MiB + 1024", "one", **of)
-    if "moe" in z.plan.kinds and z.model.blocks.moe.grouped_gemm:
+    if (moe := z.model.blocks.moe) and moe.grouped_gemm:
         yield z.line("grouped GEMM", "4 (32 MiB + 1024)", "one more for each of four streams", **of)
     yield z.line("torch's cuBLAS", "64 MiB", "32 for the forward and for the autograd thread", **of)
 

@@ -174,7 +174,7 @@ def cost_text(c: Cost) -> str:
         f"100 % of {device.bf16_tflops:g} TFLOP/s is {c.floor(device.bf16_tflops):,.0f} tokens a second and GPU, "
         f"of the measured {device.gemm_tflops:g} {c.floor(device.gemm_tflops):,.0f}",
     ]
-    if c.plan.recipe.feature.fp8.on:
+    if c.plan.recipe.feature.fp8:
         text.append("FP8 GEMMs may go beyond these bf16 peaks")
     return "\n".join(text) + "\n"
 

@@ -1,10 +1,9 @@
 """What has no place in the pattern, one file each. Its fields are the YAML under `feature.<name>`."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from nam_megatron.errors import Problem
-from nam_megatron.setting import Config, Env, Setting
+from nam_megatron.setting import Config, Env, Row, Setting
 from nam_megatron.sizes import Group, Line, Param, Sizes, Stage, Work
 
 if TYPE_CHECKING:
@@ -12,26 +11,26 @@ if TYPE_CHECKING:
 
 
 class Feature(Config):
-    """A feature, on or off. When off it still pins what it owns, so that nothing is left to Megatron's default."""
+    """A feature that is on. Off, it is not there, and `off` pins what it owns, so that nothing is left to Megatron's default."""
 
     name: ClassVar[str]
+    switch: ClassVar[str] = "enabled"  # the key that puts it on or off
     missing: ClassVar[str | None] = None  # the torch side that is still to be written; None: it can be trained
 
     @property
     def on(self) -> bool:
-        raise NotImplementedError
+        """Whether the switch is on; of what stands in a plan it always is."""
+        return bool(getattr(self, self.switch))
 
-    def settings(self, plan: "Plan") -> Iterator[Setting]:
+    @classmethod
+    def off(cls, plan: "Plan") -> Iterator[Setting]:
+        """What Megatron is told where the feature is off; `beside` nothing."""
         return iter(())
 
     def env(self, plan: "Plan") -> Iterator[Env]:
         return iter(())
 
-    def check(self, plan: "Plan") -> Iterator[Problem]:
-        """Why this cannot be trained as `plan` has it; asked only when the feature is on."""
-        return iter(())
-
-    # What it costs; asked only when the feature is on, but for `state`: see budget/static.py.
+    # What it costs. `state`: see budget/static.py.
 
     def params(self, z: Sizes, stage: Stage) -> Iterator[Param]:
         """Parameters of its own on a pipeline stage."""
@@ -53,16 +52,8 @@ class Feature(Config):
         """Operations of one token's forward pass."""
         return iter(())
 
-    def idle(self) -> Iterator[Problem]:
-        """What is asked of the feature although it is off, and would be dropped silently; asked only then."""
-        return iter(())
-
 
 class Switch(Feature):
     """A feature whose switch is `enabled`."""
 
-    enabled: bool
-
-    @property
-    def on(self) -> bool:
-        return self.enabled
+    enabled: Annotated[bool, Row("on or off")]

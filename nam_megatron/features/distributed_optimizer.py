@@ -1,48 +1,58 @@
 """Optimizer state sharded over the data-parallel ranks (ZeRO-1): Megatron's --use-distributed-optimizer."""
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 from nam_megatron.errors import Problem
 from nam_megatron.features import Feature
-from nam_megatron.setting import Setting
-from nam_megatron.sizes import COMMUNICATION, GRADIENTS, OTHER, UNMEASURED, Line
+from nam_megatron.setting import Row, Setting
+from nam_megatron.sizes import COMMUNICATION, GRADIENTS, OTHER, UNMEASURED, Group, Line, Sizes
+
+if TYPE_CHECKING:
+    from nam_megatron.plan import Plan
 
 
 class DistributedOptimizer(Feature):
-    name: ClassVar[str] = "distributed_optimizer"
+    """Optimizer state shared by the data-parallel ranks (ZeRO-1). Always there: off, it says so."""
 
-    enabled: bool
-    overlap_grad_reduce: bool
-    overlap_param_gather: bool
-    reshardable: bool
+    name = "distributed_optimizer"
+
+    enabled: Annotated[bool, Row("master weights and moments are sharded")]
+    overlap_grad_reduce: Annotated[
+        bool,
+        Row(
+            "gradients are reduced during backward",
+            "overlap_grad_reduce",
+            ("ddp.overlap_grad_reduce",),
+            "when gradients travel",
+        ),
+    ]
+    overlap_param_gather: Annotated[
+        bool,
+        Row("weights are gathered during forward", "overlap_param_gather",
+            ("optimizer.overlap_param_gather", "ddp.overlap_param_gather"), "when weights travel"),
+    ]  # fmt: skip
+    reshardable: Annotated[
+        bool,
+        Row("checkpoints that any parallel layout can read; gathered on one rank to be written, so slower",
+            "dist_ckpt_optim_fully_reshardable", ("checkpoint.dist_ckpt_optim_fully_reshardable",), "what a checkpoint looks like"),
+    ]  # fmt: skip
+
+    def settings(self, plan: "Plan") -> Iterator[Setting]:
+        # Muon's state is sharded layer by layer, by another switch that Megatron throws itself.
+        muon = plan.recipe.feature.muon is not None
+        fields = dict.fromkeys(
+            ("optimizer.use_distributed_optimizer", "ddp.use_distributed_optimizer"), self.enabled and not muon
+        )
+        fields["args.use_layer_wise_distributed_optimizer"] = self.enabled and muon
+        why = "master weights and moments are sharded"
+        yield Setting("use_distributed_optimizer", self.enabled, why, "enabled", fields=fields)
 
     @property
     def on(self) -> bool:
-        return self.enabled or self.overlap_grad_reduce or self.overlap_param_gather or self.reshardable
+        return True
 
-    def settings(self, plan) -> Iterator[Setting]:
-        yield Setting("use_distributed_optimizer", self.enabled, "master weights and moments are sharded", "enabled")
-        yield Setting(
-            "overlap_grad_reduce",
-            self.overlap_grad_reduce,
-            "gradients are reduced during backward",
-            "overlap_grad_reduce",
-        )
-        yield Setting(
-            "overlap_param_gather",
-            self.overlap_param_gather,
-            "weights are gathered during forward",
-            "overlap_param_gather",
-        )
-        yield Setting(
-            "dist_ckpt_optim_fully_reshardable",
-            self.reshardable,
-            "else its state fits the layout that wrote it, but for the data-parallel size",
-            "reshardable",
-        )
-
-    def check(self, plan) -> Iterator[Problem]:
+    def check(self, plan: "Plan") -> Iterator[Problem]:
         at = "feature.distributed_optimizer."
         if self.overlap_param_gather and not self.enabled:
             yield Problem(
@@ -57,10 +67,10 @@ class DistributedOptimizer(Feature):
                 "switch both on or both off",
             )
 
-    def state(self, z, group) -> Iterator[Line]:
+    def state(self, z: Sizes, group: Group) -> Iterator[Line]:
         """Of plain data parallelism, with Adam's state whole or shared; Muon's matrices are not among it."""
         r, share = z.plan.recipe, f" / {group.shares}" if self.enabled else ""
-        adam = group.split("other") if r.feature.muon.on else group.held
+        adam = group.split("other") if r.feature.muon else group.held
         wide = r.precision.grad_reduce == "fp32"
         yield from group.weights(z, "2", "bf16, in the DDP buffer" if self.enabled else "bf16")
         why = "the DDP buffer; fp32 accumulation" if wide else "the DDP buffer; bf16 accumulation"

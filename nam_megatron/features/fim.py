@@ -1,38 +1,39 @@
 """Fill-in-the-middle (arXiv 2207.14255) on the training data: Megatron's --fim-data."""
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from nam_megatron.errors import Problem
 from nam_megatron.features import Switch
-from nam_megatron.setting import Name, Setting
+from nam_megatron.setting import Name, Row, Setting
+
+if TYPE_CHECKING:
+    from nam_megatron.plan import Plan
 
 Rate = Annotated[float, Field(gt=0, le=1)]  # Megatron's own check refuses 0
 
 
 class Fim(Switch):
-    name: ClassVar[str] = "fim"
+    """Fill-in-the-middle on the training data."""
 
-    rate: Rate
-    spm_rate: Rate
-    prefix_token: Name
-    middle_token: Name
-    suffix_token: Name
-    pad_token: Name
-    eod_token: Name
+    name = "fim"
 
-    def settings(self, plan) -> Iterator[Setting]:
-        yield Setting("fim_data", self.enabled, "documents are split and permuted", "enabled")
-        if self.on:
-            yield Setting("fim_rate", self.rate, "share of documents", "rate")
-            yield Setting("fim_spm_rate", self.spm_rate, "share of those in suffix-prefix-middle order", "spm_rate")
-            for part in ("prefix", "middle", "suffix", "pad", "eod"):
-                key = f"{part}_token"
-                yield Setting(f"fim_{key}", getattr(self, key), "must be one token of the tokenizer", key)
+    enabled: Annotated[bool, Row("documents are split and permuted", "fim_data", ("args.fim_data",))]
+    rate: Annotated[Rate, Row("share of documents", "fim_rate")]
+    spm_rate: Annotated[Rate, Row("share of those in suffix-prefix-middle order", "fim_spm_rate")]
+    prefix_token: Annotated[Name, Row("one token of the tokenizer: the prefix follows", "fim_prefix_token")]
+    middle_token: Annotated[Name, Row("one token of the tokenizer: the middle follows", "fim_middle_token")]
+    suffix_token: Annotated[Name, Row("one token of the tokenizer: the suffix follows", "fim_suffix_token")]
+    pad_token: Annotated[Name, Row("one token of the tokenizer: fills a sample", "fim_pad_token")]
+    eod_token: Annotated[Name, Row("one token of the tokenizer: a document ends", "fim_eod_token")]
 
-    def check(self, plan) -> Iterator[Problem]:
+    @classmethod
+    def off(cls, plan: "Plan") -> Iterator[Setting]:
+        yield Setting("fim_data", False, "documents as they are", fields=("args.fim_data",))
+
+    def check(self, plan: "Plan") -> Iterator[Problem]:
         if plan.recipe.data.name == "mock":
             yield Problem(
                 "fill-in-the-middle on mock data",

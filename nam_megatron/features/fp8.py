@@ -1,56 +1,74 @@
 """FP8 training through Transformer Engine: Megatron's --fp8-format and --fp8-recipe."""
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import PositiveInt
 
 from nam_megatron.errors import Problem
 from nam_megatron.features import Feature
-from nam_megatron.setting import Setting
-from nam_megatron.sizes import WORKSPACE, Line
+from nam_megatron.setting import Row, Setting
+from nam_megatron.sizes import WORKSPACE, Group, Line, Sizes
+
+if TYPE_CHECKING:
+    from nam_megatron.plan import Plan
+    from nam_megatron.recipe import Recipe
 
 
 class Fp8(Feature):
-    name: ClassVar[str] = "fp8"
+    """FP8 training through Transformer Engine."""
 
-    recipe: Literal["none", "tensorwise", "delayed", "blockwise"]
-    format: Literal["hybrid", "e4m3"]
-    param_gather: bool
-    first_last_bf16: bool
-    bf16_layers_at_start: PositiveInt
-    bf16_layers_at_end: PositiveInt
+    name = "fp8"
+    switch = "recipe"
+
+    recipe: Annotated[
+        Literal["none", "tensorwise", "delayed", "blockwise"],
+        Row("how tensors are scaled; Megatron's default is delayed"),
+    ]
+    format: Annotated[
+        Literal["hybrid", "e4m3"], Row("e4m3 forward, e5m2 gradients when hybrid", "fp8", ("transformer.fp8",))
+    ]
+    param_gather: Annotated[
+        bool, Row("weights are gathered in FP8", "fp8_param_gather", ("args.fp8_param_gather", "ddp.fp8_param_gather"))
+    ]
+    first_last_bf16: Annotated[
+        bool, Row("layers at the edges stay in bf16", "first_last_layers_bf16", ("transformer.first_last_layers_bf16",))
+    ]
+    bf16_layers_at_start: Annotated[
+        PositiveInt | None,
+        Row("first layers in bf16", "num_layers_at_start_in_bf16", ("transformer.num_layers_at_start_in_bf16",)),
+    ] = None
+    bf16_layers_at_end: Annotated[
+        PositiveInt | None,
+        Row("last layers in bf16", "num_layers_at_end_in_bf16", ("transformer.num_layers_at_end_in_bf16",)),
+    ] = None
 
     @property
     def on(self) -> bool:
         return self.recipe != "none"
 
-    def settings(self, plan) -> Iterator[Setting]:
-        yield Setting("fp8", self.format if self.on else None, "e4m3 forward, e5m2 gradients when hybrid", "format")
-        if self.on:
-            yield Setting("fp8_recipe", self.recipe, "Megatron's default is delayed", "recipe")
-            yield Setting("fp8_margin", 0, "no margin in the scale")
-            yield Setting("fp8_wgrad", True, "weight gradients in FP8 too")
-        yield Setting("fp8_param_gather", self.on and self.param_gather, "all-gather weights in FP8", "param_gather")
-        yield Setting(
-            "first_last_layers_bf16", self.on and self.first_last_bf16, "edge layers stay in bf16", "first_last_bf16"
-        )
-        if self.on and self.first_last_bf16:
-            yield Setting(
-                "num_layers_at_start_in_bf16", self.bf16_layers_at_start, "first layers", "bf16_layers_at_start"
-            )
-            yield Setting("num_layers_at_end_in_bf16", self.bf16_layers_at_end, "last layers", "bf16_layers_at_end")
+    def settings(self, plan: "Plan") -> Iterator[Setting]:
+        at = {"beside": "format", "fields": ("transformer.fp8_recipe",)}
+        yield Setting("fp8_recipe", self.recipe, "Megatron's default is delayed", "recipe", **at)
+        yield Setting("fp8_margin", 0, "no margin in the scale", beside="format")
+        yield Setting("fp8_wgrad", True, "weight gradients in FP8 too", beside="format")
         yield Setting("moe_router_padding_for_quantization", False, "TE pads each expert's tokens itself")
 
-    def idle(self) -> Iterator[Problem]:
-        for name in ("param_gather", "first_last_bf16"):
-            if getattr(self, name):
-                yield Problem(f"`{name}` without FP8", f"feature.fp8.{name}", "set `precision=fp8_tensorwise`")
+    @classmethod
+    def off(cls, plan: "Plan") -> Iterator[Setting]:
+        yield Setting("fp8", None, "bf16", fields=("transformer.fp8",))
+        yield Setting("fp8_param_gather", False, "bf16", fields=("args.fp8_param_gather", "ddp.fp8_param_gather"))
+        yield Setting("first_last_layers_bf16", False, "all of them", fields=("transformer.first_last_layers_bf16",))
+        yield Setting("moe_router_padding_for_quantization", False, "TE pads each expert's tokens itself")
 
-    def check(self, plan) -> Iterator[Problem]:
+    def idle(self, recipe: "Recipe", kinds: frozenset[str]) -> Iterator[tuple[str, str]]:
+        if not self.first_last_bf16:
+            for name in ("bf16_layers_at_start", "bf16_layers_at_end"):
+                yield name, "no layer stays in bf16 (`feature.fp8.first_last_bf16=false`)"
+
+    def check(self, plan: "Plan") -> Iterator[Problem]:
         at, r = "feature.fp8.", plan.recipe
-        mamba = r.model.blocks.mamba2
-        if "mamba2" in plan.kinds and (width := mamba.in_proj_width) % 16:
+        if (mamba := r.model.blocks.mamba2) and (width := mamba.in_proj_width) % 16:
             yield Problem(
                 f"Mamba-2's input projection is {width} wide, which 16 does not divide: no FP8 GEMM",
                 "model.blocks.mamba2.heads",
@@ -60,18 +78,17 @@ class Fp8(Feature):
             yield Problem(
                 "delayed scaling excludes bf16 edge layers", at + "first_last_bf16", "set it to false or use tensorwise"
             )
-        if self.param_gather and not (r.feature.distributed_optimizer.enabled or r.feature.megatron_fsdp.enabled):
+        if self.param_gather and not (r.feature.distributed_optimizer.enabled or r.feature.megatron_fsdp):
             yield Problem(
                 "FP8 all-gather needs sharded weights",
                 at + "param_gather",
                 "set `feature.distributed_optimizer.enabled=true`",
             )
-        if self.recipe == "delayed" and {"moe_act", "layernorm"} & set(r.feature.recompute.modules):
+        recompute = r.feature.recompute
+        if self.recipe == "delayed" and recompute and {"moe_act", "layernorm"} & set(recompute.modules):
             yield Problem("delayed scaling excludes recompute of `moe_act` and `layernorm`", at + "recipe")
-        if (
-            self.first_last_bf16
-            and max(self.bf16_layers_at_start, self.bf16_layers_at_end) > r.model.depth // r.parallel.pipeline
-        ):
+        edges = max(self.bf16_layers_at_start or 0, self.bf16_layers_at_end or 0)
+        if edges > r.model.depth // r.parallel.pipeline:
             yield Problem("more bf16 layers than a pipeline stage has", at + "bf16_layers_at_start")
         for name, width in (("hidden_size", r.model.hidden_size), ("ffn_hidden_size", r.model.ffn_hidden_size)):
             if width // r.parallel.tensor % 16:
@@ -81,10 +98,11 @@ class Fp8(Feature):
 
     def in_bf16(self, number: int | None, depth: int) -> bool:
         """Whether layer `number` of `depth` (None: MTP's, which have no edge) stays in bf16."""
-        edge = self.on and self.first_last_bf16 and number is not None
-        return not self.on or (edge and not self.bf16_layers_at_start < number <= depth - self.bf16_layers_at_end)
+        if not self.first_last_bf16 or number is None:
+            return False
+        return not (self.bf16_layers_at_start or 0) < number <= depth - (self.bf16_layers_at_end or 0)
 
-    def state(self, z, group) -> Iterator[Line]:
+    def state(self, z: Sizes, group: Group) -> Iterator[Line]:
         """FP8 copies of the weights that TE multiplies with; gathered in FP8 they replace the bf16 weights at equal size."""
         if self.param_gather:
             return

@@ -1,33 +1,35 @@
 """PyTorch's fully_shard (FSDP2) through Megatron's --use-torch-fsdp2."""
 
 from collections import Counter
-from collections.abc import Iterator
-from typing import ClassVar
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated
 
 from nam_megatron.errors import Problem
 from nam_megatron.features import Switch
-from nam_megatron.setting import Setting
-from nam_megatron.sizes import COMMUNICATION, GRADIENTS, OTHER, UNMEASURED, Line
+from nam_megatron.setting import Row, Setting
+from nam_megatron.sizes import COMMUNICATION, GRADIENTS, OTHER, UNMEASURED, Group, Line, Sizes
 
-UNWRAPPED = ("mamba2", "mamba3", "m2rnn", "mtp")
+if TYPE_CHECKING:
+    from nam_megatron.plan import Plan
 
 
 class Fsdp2(Switch):
-    name: ClassVar[str] = "fsdp2"
+    """PyTorch's FSDP2."""
 
-    reshard_after_forward: bool
+    name = "fsdp2"
 
-    def settings(self, plan) -> Iterator[Setting]:
-        yield Setting("use_torch_fsdp2", self.enabled, "shards over data parallel", "enabled")
-        if self.on:
-            yield Setting(
-                "torch_fsdp2_reshard_after_forward",
-                self.reshard_after_forward,
-                "frees weights early",
-                "reshard_after_forward",
-            )
+    enabled: Annotated[bool, Row("shards over data parallel", "use_torch_fsdp2", ("args.use_torch_fsdp2",))]
+    reshard_after_forward: Annotated[
+        bool,
+        Row("gathered weights are let go after the forward pass", "torch_fsdp2_reshard_after_forward",
+            ("ddp.reshard_after_forward",), "when weights are let go"),
+    ]  # fmt: skip
 
-    def check(self, plan) -> Iterator[Problem]:
+    @classmethod
+    def off(cls, plan: "Plan") -> Iterator[Setting]:
+        yield Setting("use_torch_fsdp2", False, "no FSDP2", fields=("args.use_torch_fsdp2",))
+
+    def check(self, plan: "Plan") -> Iterator[Problem]:
         r, at = plan.recipe, "feature.fsdp2.enabled"
         if r.feature.distributed_optimizer.enabled:
             yield Problem(
@@ -51,10 +53,10 @@ class Fsdp2(Switch):
             )
         if r.model.tied_embeddings:
             yield Problem("torch FSDP2 needs untied embeddings", at, "set `model.tied_embeddings=false`")
-        if r.feature.fp8.param_gather:
+        if r.feature.fp8 and r.feature.fp8.param_gather:
             yield Problem("torch FSDP2 gathers weights in bf16", "feature.fp8.param_gather", "set it to false")
 
-    def state(self, z, group) -> Iterator[Line]:
+    def state(self, z: Sizes, group: Group) -> Iterator[Line]:
         share, more = f" / {group.shares}", {"mark": UNMEASURED}
         yield from group.weights(z, "2" + share, "bf16, sharded", **more)
         yield from group.line(z, GRADIENTS, "gradients", "2" + share, "bf16, sharded", **more)
@@ -63,13 +65,14 @@ class Fsdp2(Switch):
         why = "copy of the bf16 gradients for the step"
         yield from group.line(z, OTHER, "fp32 gradients", "4" + share, why, since="stepping", **more)
 
-    def buffers(self, z, groups) -> Iterator[Line]:
+    def buffers(self, z: Sizes, groups: Sequence[Group]) -> Iterator[Line]:
         """Megatron wraps TransformerLayer and embeddings, not MambaLayer: Mamba's parameters fall to the root unit."""
         held = [x for group in groups for x in group.held]
-        root = sum(x.elements * x.count for x in held if x.owner in UNWRAPPED)
+        unwrapped = {"mtp", *(block.kind for block in z.plan.blocks if not block.fsdp_unit)}
+        root = sum(x.elements * x.count for x in held if x.owner in unwrapped)
         units: Counter[int | str] = Counter()
         for x in held:
-            if x.owner not in UNWRAPPED:
+            if x.owner not in unwrapped:
                 units[x.layer or x.param.name] += x.elements * x.count
         z = z.own(root=root, unit=max(units.values(), default=0))
         more = {"bucket": COMMUNICATION, "mark": UNMEASURED}

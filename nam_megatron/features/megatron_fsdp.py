@@ -1,27 +1,48 @@
 """Megatron-FSDP: weights, gradients and optimizer state sharded over data parallel."""
 
 from collections import Counter
-from collections.abc import Iterator
-from typing import ClassVar, Literal
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from nam_megatron.errors import Problem
 from nam_megatron.features import Switch
-from nam_megatron.setting import Setting
-from nam_megatron.sizes import COMMUNICATION, GRADIENTS, OTHER, UNMEASURED, Line
+from nam_megatron.setting import Row, Setting
+from nam_megatron.sizes import COMMUNICATION, GRADIENTS, OTHER, UNMEASURED, Group, Line, Sizes
+
+if TYPE_CHECKING:
+    from nam_megatron.plan import Plan
 
 
 class MegatronFsdp(Switch):
-    name: ClassVar[str] = "megatron_fsdp"
+    """Megatron-FSDP."""
 
-    strategy: Literal["optim", "optim_grads", "optim_grads_params"]
+    name = "megatron_fsdp"
 
-    def settings(self, plan) -> Iterator[Setting]:
-        yield Setting("use_megatron_fsdp", self.enabled, "shards over data parallel", "enabled")
-        if self.on:
-            yield Setting("data_parallel_sharding_strategy", self.strategy, "what is sharded", "strategy")
-            yield Setting("ckpt_format", "fsdp_dtensor", "the only checkpoint format it writes", "enabled")
+    enabled: Annotated[
+        bool, Row("shards over data parallel", "use_megatron_fsdp", ("args.use_megatron_fsdp", "ddp.use_megatron_fsdp"))
+    ]
+    strategy: Annotated[
+        Literal["optim", "optim_grads", "optim_grads_params"],
+        Row(
+            "what is sharded",
+            "data_parallel_sharding_strategy",
+            ("ddp.data_parallel_sharding_strategy",),
+            "what is sharded",
+        ),
+    ]
 
-    def check(self, plan) -> Iterator[Problem]:
+    def settings(self, plan: "Plan") -> Iterator[Setting]:
+        fields = ("checkpoint.ckpt_format",)
+        yield Setting(
+            "ckpt_format", "fsdp_dtensor", "the only checkpoint format it writes", "enabled", beside="", fields=fields
+        )
+
+    @classmethod
+    def off(cls, plan: "Plan") -> Iterator[Setting]:
+        fields = ("args.use_megatron_fsdp", "ddp.use_megatron_fsdp")
+        yield Setting("use_megatron_fsdp", False, "no FSDP", fields=fields)
+
+    def check(self, plan: "Plan") -> Iterator[Problem]:
         r, at = plan.recipe, "feature.megatron_fsdp.enabled"
         if not r.feature.distributed_optimizer.enabled:
             yield Problem(
@@ -29,7 +50,7 @@ class MegatronFsdp(Switch):
                 at,
                 "set `feature.distributed_optimizer.enabled=true`",
             )
-        if r.feature.fsdp2.on:
+        if r.feature.fsdp2:
             yield Problem("two FSDPs at once", at, "switch one of `feature.megatron_fsdp` and `feature.fsdp2` off")
         if r.parallel.tensor > 1 or r.parallel.context > 1:
             yield Problem(
@@ -38,11 +59,11 @@ class MegatronFsdp(Switch):
                 "set `parallel.tensor=1 parallel.sequence=false parallel.context=1`",
             )
 
-    def _mark(self) -> dict[str, str]:
+    def _mark(self) -> dict[str, Any]:
         """Of the strategies only full sharding has been measured."""
         return {} if self.strategy == "optim_grads_params" else {"mark": UNMEASURED}
 
-    def state(self, z, group) -> Iterator[Line]:
+    def state(self, z: Sizes, group: Group) -> Iterator[Line]:
         share = f" / {group.shares}"
         more = self._mark()
         whole = {
@@ -59,7 +80,7 @@ class MegatronFsdp(Switch):
         why = "copy of the bf16 gradients for the step"
         yield from group.line(z, OTHER, "fp32 gradients", "4" + share, why, since="stepping", **more)
 
-    def buffers(self, z, groups) -> Iterator[Line]:
+    def buffers(self, z: Sizes, groups: Sequence[Group]) -> Iterator[Line]:
         """Whole units in flight: gathered weights ahead of use, gradients on their way out."""
         elements = sum(group.elements() for group in groups)
         units: Counter[int | None] = Counter()

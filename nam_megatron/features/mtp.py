@@ -2,32 +2,36 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, NonNegativeFloat
 
 from nam_megatron.features import Feature
-from nam_megatron.setting import Setting
-from nam_megatron.sizes import MTP, Line, Param, Work
+from nam_megatron.setting import Row, Setting
+from nam_megatron.sizes import MTP, Line, Param, Sizes, Stage, Work
+
+if TYPE_CHECKING:
+    from nam_megatron.plan import Plan
 
 
 class Mtp(Feature):
-    name: ClassVar[str] = "mtp"
+    """Multi-token prediction: each depth is one attention layer (never DSA) and one dense MLP."""
 
-    depths: Annotated[int, Field(ge=0, le=2)]  # a Literal would take `true` for 1
-    loss_weight: NonNegativeFloat
+    name = "mtp"
+    switch = "depths"
 
-    @property
-    def on(self) -> bool:
-        return self.depths > 0
+    # A Literal would take `true` for 1. How many there are, the pattern says.
+    depths: Annotated[int, Field(ge=0, le=2), Row("depths; 0: off")]
+    loss_weight: Annotated[
+        NonNegativeFloat,
+        Row("weight of the extra losses", "mtp_loss_scaling_factor", ("transformer.mtp_loss_scaling_factor",)),
+    ]
 
-    def settings(self, plan) -> Iterator[Setting]:
-        if self.on:  # how many depths there are, the pattern says
-            yield Setting("mtp_loss_scaling_factor", self.loss_weight, "weight of the extra losses", "loss_weight")
-            yield Setting("mtp_use_repeated_layer", False, "each depth has its own weights")
-            yield Setting("mtp_detach_heads", False, "the extra losses train the trunk")
+    def settings(self, plan: "Plan") -> Iterator[Setting]:
+        yield Setting("mtp_use_repeated_layer", False, "each depth has its own weights")
+        yield Setting("mtp_detach_heads", False, "the extra losses train the trunk")
 
-    def params(self, z, stage) -> Iterator[Param]:
+    def params(self, z: Sizes, stage: Stage) -> Iterator[Param]:
         if not stage.last:
             return
         h = z.model.hidden_size
@@ -37,14 +41,14 @@ class Mtp(Feature):
                 yield from z.norm(f"{at}{norm}.", h)
             yield Param(f"{at}eh_proj.weight", (h, 2 * h), "tensor", "weight")
             for i, kind in enumerate(z.plan.mtp):
-                for p in getattr(z.model.blocks, kind).params(z, None):
+                for p in z.block(kind).params(z, None):
                     yield replace(p, name=f"{at}mtp_model_layer.layers.{i}.{p.name}")
 
-    def activations(self, z, stage) -> Iterator[Line]:
+    def activations(self, z: Sizes, stage: Stage) -> Iterator[Line]:
         if stage.last:
             why = "shifted embedding, both concatenated (twice as wide), the last inner residual, its share of all depths' and the trunk's"
             yield z.line("around the inner layers", "12 Ts h D", why, bucket=MTP)
 
-    def flops(self, z) -> Iterator[Work]:
+    def flops(self, z: Sizes) -> Iterator[Work]:
         yield z.work("eh projection", "4 h h D", "embedding and hidden state to one")
         yield z.work("logits", "2 h V D", "of every depth")

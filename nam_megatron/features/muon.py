@@ -2,59 +2,56 @@
 
 from collections.abc import Iterable, Iterator
 from heapq import heapreplace
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from nam_megatron.errors import Problem
 from nam_megatron.features import Switch
-from nam_megatron.setting import Setting
-from nam_megatron.sizes import MATRIX, UNMEASURED, Held, Line
+from nam_megatron.setting import Row, Setting
+from nam_megatron.sizes import MATRIX, UNMEASURED, Group, Held, Line, Sizes
+
+if TYPE_CHECKING:
+    from nam_megatron.plan import Plan
 
 
 class Muon(Switch):
-    name: ClassVar[str] = "muon"
+    """Muon for matrices, AdamW for the rest; learning rate and weight decay are `optim`'s."""
 
-    momentum: Annotated[float, Field(ge=0, lt=1)]
-    nesterov: bool
-    scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"]
-    ns_steps: PositiveInt
-    tp_mode: Literal["blockwise", "duplicated", "distributed"]
-    extra_scale_factor: PositiveFloat
-    split_qkv: bool
+    name = "muon"
 
-    def settings(self, plan) -> Iterator[Setting]:
-        if not self.on:
-            return
-        yield Setting(
-            "optimizer", "muon", "takes every 2-D parameter but embeddings: router and indexer included", "enabled"
-        )
-        yield Setting("muon_momentum", self.momentum, "momentum", "momentum")
-        yield Setting("muon_nesterov", self.nesterov, "Nesterov momentum", "nesterov")
-        yield Setting("muon_scale_mode", self.scale_mode, "scale of an update", "scale_mode")
-        yield Setting(
-            "muon_extra_scale_factor", self.extra_scale_factor, "further scale of an update", "extra_scale_factor"
-        )
-        yield Setting("muon_num_ns_steps", self.ns_steps, "Newton-Schulz iterations", "ns_steps")
-        yield Setting("muon_coefficient_type", "quintic", "Newton-Schulz polynomial")
-        yield Setting("muon_fp32_matmul_prec", "medium", "precision of its products")
-        yield Setting("muon_tp_mode", self.tp_mode, "Megatron 0.20 changes the default", "tp_mode")
-        yield Setting(
-            "muon_split_qkv", self.split_qkv, "queries, keys and values are orthogonalised apart", "split_qkv"
-        )
+    enabled: Annotated[bool, Row("takes every 2-D parameter but embeddings: router and indexer included")]
+    momentum: Annotated[float, Field(ge=0, lt=1), Row("momentum", "muon_momentum")]
+    nesterov: Annotated[bool, Row("Nesterov momentum", "muon_nesterov")]
+    scale_mode: Annotated[
+        Literal["spectral", "unit_rms_norm", "shape_scaling"], Row("scale of an update", "muon_scale_mode")
+    ]
+    extra_scale_factor: Annotated[PositiveFloat, Row("further scale of an update", "muon_extra_scale_factor")]
+    ns_steps: Annotated[PositiveInt, Row("Newton-Schulz iterations", "muon_num_ns_steps")]
+    tp_mode: Annotated[
+        Literal["blockwise", "duplicated", "distributed"],
+        Row("matrices that tensor ranks share; Megatron 0.20 changes the default", "muon_tp_mode"),
+    ]
+    split_qkv: Annotated[bool, Row("queries, keys and values are orthogonalised apart", "muon_split_qkv")]
+
+    def settings(self, plan: "Plan") -> Iterator[Setting]:
+        why = "takes every 2-D parameter but embeddings: router and indexer included"
+        yield Setting("optimizer", "muon", why, "enabled", fields=("optimizer.optimizer",))
+        yield Setting("muon_coefficient_type", "quintic", "Newton-Schulz polynomial", beside="ns_steps")
+        yield Setting("muon_fp32_matmul_prec", "medium", "precision of its products", beside="ns_steps")
         yield Setting("muon_scalar_optimizer", "adam", "for everything that is not a matrix")
 
-    def check(self, plan) -> Iterator[Problem]:
+    def check(self, plan: "Plan") -> Iterator[Problem]:
         f = plan.recipe.feature
         for other in (f.megatron_fsdp, f.fsdp2):
-            if other.on:
+            if other:
                 yield Problem(
                     f"Muon does not run under `{other.name}`",
                     "feature.muon.enabled",
                     f"set `feature.{other.name}.enabled=false`",
                 )
 
-    def state(self, z, group) -> Iterator[Line]:
+    def state(self, z: Sizes, group: Group) -> Iterator[Line]:
         """Master weights and momentum of the matrices; whole matrices are dealt to ranks when the optimizer is distributed."""
         matrices = group.split("matrix")
         if not z.plan.recipe.feature.distributed_optimizer.enabled:

@@ -19,20 +19,27 @@ from nam_megatron.setting import Config
 
 
 class Features(Config):
-    """`feature`: every feature, on or off."""
+    """`feature`: those that are on."""
 
-    mtp: Mtp
-    recompute: Recompute
-    cuda_graphs: CudaGraphs
-    fp8: Fp8
-    muon: Muon
+    mtp: Mtp | None = None
+    recompute: Recompute | None = None
+    cuda_graphs: CudaGraphs | None = None
+    fp8: Fp8 | None = None
+    muon: Muon | None = None
     distributed_optimizer: DistributedOptimizer
-    megatron_fsdp: MegatronFsdp
-    fsdp2: Fsdp2
-    fim: Fim
-    mhc: Mhc
-    ngram_hash: NgramHash
-    linear_ce: LinearCe
+    megatron_fsdp: MegatronFsdp | None = None
+    fsdp2: Fsdp2 | None = None
+    fim: Fim | None = None
+    mhc: Mhc | None = None
+    ngram_hash: NgramHash | None = None
+    linear_ce: LinearCe | None = None
 
     def all(self) -> Iterator[Feature]:
-        return (getattr(self, name) for name in type(self).model_fields)
+        """Those that are on, in the order above."""
+        return (feature for name in FEATURES if (feature := getattr(self, name)) is not None)
+
+
+FEATURES: dict[str, type[Feature]] = {
+    name: next(t for t in getattr(field.annotation, "__args__", (field.annotation,)) if t is not type(None))
+    for name, field in Features.model_fields.items()
+}

@@ -1,50 +1,58 @@
 """Activation recomputation: Megatron's --recompute-* family."""
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import PositiveInt
 
 from nam_megatron.errors import Problem
 from nam_megatron.features import Feature
-from nam_megatron.setting import Setting
+from nam_megatron.setting import Row, Setting
+
+if TYPE_CHECKING:
+    from nam_megatron.plan import Plan
 
 Module = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
+NONE = ["core_attn"]  # Megatron's word for no modules
 NEEDS = {"mla_up_proj": "mla", "moe": "moe", "moe_act": "moe", "shared_experts": "moe", "mlp": "mlp"}
 
 
 class Recompute(Feature):
-    name: ClassVar[str] = "recompute"
+    """Activation recomputation."""
 
-    granularity: Literal["none", "selective", "full"]
-    modules: tuple[Module, ...]
-    method: Literal["uniform", "block"] | None
-    layers: PositiveInt | None
+    name = "recompute"
+    switch = "granularity"
+    executes = "the same values, computed twice"
+
+    granularity: Annotated[Literal["none", "selective", "full"], Row("what is recomputed", "recompute_granularity")]
+    modules: Annotated[tuple[Module, ...], Row("which parts of layers, when selective")]
+    method: Annotated[Literal["uniform", "block"] | None, Row("how layers are grouped, when full", "recompute_method")]
+    layers: Annotated[
+        PositiveInt | None,
+        Row("layers of a group (uniform) or of a pipeline stage (block), when full", "recompute_num_layers"),
+    ]
 
     @property
     def on(self) -> bool:
         return self.granularity != "none"
 
-    def settings(self, plan) -> Iterator[Setting]:
-        selective, full = self.granularity == "selective", self.granularity == "full"
-        yield Setting(
-            "recompute_granularity", self.granularity if self.on else None, "what is recomputed", "granularity"
-        )
-        yield Setting("recompute_modules", self.modules if selective else None, "which parts", "modules")
-        yield Setting("recompute_method", self.method if full else None, "how layers are grouped", "method")
-        yield Setting("recompute_num_layers", self.layers if full else None, "layers per group", "layers")
+    def settings(self, plan: "Plan") -> Iterator[Setting]:
+        selective = self.granularity == "selective"
+        fields = {"transformer.recompute_modules": list(self.modules) if selective else NONE}
+        modules = self.modules if selective else None
+        yield Setting("recompute_modules", modules, "which parts", "modules", fields=fields)
         yield Setting("distribute_saved_activations", False, "saved inputs stay whole on each rank")
 
-    def idle(self) -> Iterator[Problem]:
-        for name in ("modules", "method", "layers"):
-            if getattr(self, name):
-                yield Problem(
-                    f"`{name}` of a recompute that is off",
-                    f"feature.recompute.{name}",
-                    "set `feature.recompute.granularity` to selective or full",
-                )
+    @classmethod
+    def off(cls, plan: "Plan") -> Iterator[Setting]:
+        of = {"executes": cls.executes}
+        yield Setting("recompute_granularity", None, "nothing is", **of)
+        yield Setting("recompute_modules", None, "nothing is", fields={"transformer.recompute_modules": NONE}, **of)
+        yield Setting("recompute_method", None, "nothing is", **of)
+        yield Setting("recompute_num_layers", None, "nothing is", **of)
+        yield Setting("distribute_saved_activations", False, "saved inputs stay whole on each rank", **of)
 
-    def check(self, plan) -> Iterator[Problem]:
+    def check(self, plan: "Plan") -> Iterator[Problem]:
         at = "feature.recompute."
         if self.granularity == "selective":
             if not self.modules:
@@ -60,7 +68,8 @@ class Recompute(Feature):
             for module in self.modules:
                 if (kind := NEEDS.get(module)) and kind not in plan.kinds:
                     yield Problem(f"recompute of `{module}` in a model without {kind}", at + "modules")
-            if "moe_act" in self.modules and not plan.recipe.model.blocks.moe.grouped_gemm:
+            moe = plan.recipe.model.blocks.moe
+            if "moe_act" in self.modules and moe and not moe.grouped_gemm:
                 yield Problem(
                     "`moe_act` is recomputed only with grouped GEMM",
                     at + "modules",
@@ -79,7 +88,8 @@ class Recompute(Feature):
                 yield Problem(
                     f"{self.layers} layers per group exceed the longest stage of {plan.longest_stage}", at + "layers"
                 )
-            if plan.reusing_layers and self.layers and plan.recipe.model.blocks.dsa.kernels == "megatron":
+            dsa = plan.recipe.model.blocks.dsa
+            if plan.reusing_layers and self.layers and dsa and dsa.kernels == "megatron":
                 # It travels with the microbatch's attention mask, of which the second run has another. Ours is kept by each layer.
                 yield Problem(
                     "stock DSA loses a shared top-k under full recompute",
@@ -87,10 +97,12 @@ class Recompute(Feature):
                     "set `model.blocks.dsa.kernels=fused`, `model.blocks.dsa.full_every=1`, or use selective recompute",
                 )
 
-    def groups(self, layers: int) -> Iterator[tuple[range, bool]]:
-        """How the `layers` of a pipeline segment are kept: (indices, whether only the first one's input is)."""
-        full = self.granularity == "full"
-        size = self.layers if full and self.method == "uniform" else 1
-        for start in range(0, layers, size):
-            checkpointed = full and (self.method == "uniform" or start < self.layers)
-            yield range(start, min(start + size, layers)), checkpointed
+
+def groups(recompute: Recompute | None, layers: int) -> Iterator[tuple[range, bool]]:
+    """How the `layers` of a pipeline segment are kept: (indices, whether only the first one's input is)."""
+    full = recompute if recompute and recompute.granularity == "full" else None
+    most = full.layers or 1 if full else 1
+    size = most if full and full.method == "uniform" else 1
+    for start in range(0, layers, size):
+        checkpointed = full is not None and (full.method == "uniform" or start < most)
+        yield range(start, min(start + size, layers)), checkpointed

@@ -13,6 +13,7 @@ from nam_megatron.lint.model import Model
 from nam_megatron.lint.read import Launch, read
 from nam_megatron.lint.rules import Finding, check
 from nam_megatron.lint.values import Args
+from nam_megatron.targets import Target, current
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,9 @@ class Report:
         return FINDINGS if self.findings else OK
 
 
-def lint(text: str, name: str = "-", gpus: int | None = None, ignore: Iterable[str] = ()) -> Report:
+def lint(
+    text: str, name: str = "-", gpus: int | None = None, ignore: Iterable[str] = (), target: Target | None = None
+) -> Report:
     """Look at a launch.
 
     Args:
@@ -38,11 +41,12 @@ def lint(text: str, name: str = "-", gpus: int | None = None, ignore: Iterable[s
         name: what messages call it.
         gpus: world size, where the text does not say.
         ignore: ids of rules to leave out.
+        target: the Megatron that would be started; the current one unless given.
 
     Raises:
         Refused: if there is no launch in the text, or one on another number of GPUs than `gpus`.
     """
-    launch = read(text, name)
+    launch = read(text, target or current(), name)
     if launch.gpus and gpus not in (None, launch.gpus):
         raise Refused(
             Problem(f"`gpus={gpus}`, and `{name}` says {launch.gpus}", "gpus", "leave it out, or change the text")

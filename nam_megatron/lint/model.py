@@ -9,15 +9,14 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
+from nam_megatron.blocks.kinds import KINDS, LETTERS
 from nam_megatron.lint.count import READS, Count, count
 from nam_megatron.lint.values import Args, NotKnown
 
-SYMBOLS = {"*": "attention", "+": "mla", "D": "dsa", "E": "moe", "-": "mlp", "M": "mamba2", "G": "gdn"}
-TITLES = {
-    "attention": "attention", "mla": "MLA", "dsa": "DSA", "moe": "MoE", "mlp": "MLP", "mamba2": "Mamba-2", "mamba3": "Mamba-3",
-    "m2rnn": "M2RNN", "gdn": "gated delta net",
-}  # fmt: skip
-ATTENTION = ("attention", "mla", "dsa")
+# Megatron's own kinds, and one that no recipe of ours has. Elsewhere attention need not be grouped.
+SYMBOLS = {block.symbol: kind for kind, block in KINDS.items() if block.stock} | {"G": "gdn"}
+TITLES = {kind: block.title for kind, block in KINDS.items()} | {"attention": "attention", "gdn": "gated delta net"}
+ATTENTION = LETTERS["A"]
 MAMBA = ("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups")
 MOST = 10_000  # layers
 STOCK_SPECS = {  # what 0.19.2 has for --spec and builds without it

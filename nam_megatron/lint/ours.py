@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from nam_megatron import report
-from nam_megatron.argv import argv
+from nam_megatron.argv import words
 from nam_megatron.blocks import Block
 from nam_megatron.budget import parameters
 from nam_megatron.budget.static import by_kind
@@ -24,7 +24,7 @@ class Planned:
 
     @cached_property
     def argv(self) -> tuple[str, ...]:
-        return argv(self.lowering)
+        return words(self.lowering)
 
     @cached_property
     def env(self) -> dict[str, str | None]:
@@ -52,18 +52,19 @@ class Planned:
 
     @property
     def dispatcher(self) -> str:
-        return self.lowering.plan.recipe.model.blocks.moe.dispatcher
+        return self.lowering.plan.recipe.model.blocks.of("moe").dispatcher
 
-    def kernels(self, kind: str) -> str:
-        return getattr(self.lowering.plan.recipe.model.blocks, kind).kernels
+    def kernels(self, kind: str) -> str | None:
+        """Whose kernels run a kind; None where no layer is of it."""
+        return getattr(getattr(self.lowering.plan.recipe.model.blocks, kind), "kernels", None)
 
     def rows(self) -> Iterator[tuple[str, str]]:
         """(label, text) of the blocks that have no flags, and of whose kernels run."""
         standing = [b for b in self.lowering.plan.blocks if b.kind in self.lowering.plan.kinds]
         for block in standing:
-            if block.kind in ("mamba3", "m2rnn"):
+            if not block.stock:
                 yield block.title, ", ".join(f"{name} {value}" for name, value in _sizes(block).items())
-        choice = [f"{b.title} {b.kernels}" for b in standing if hasattr(b, "kernels")]
+        choice = [f"{b.title} {b.kernels}" for b in standing if "kernels" in type(b).model_fields]
         yield "kernels", ", ".join([*choice, f"cross entropy {self.lowering.plan.recipe.precision.cross_entropy}"])
 
     def notes(self) -> Iterator[str]:
@@ -71,4 +72,4 @@ class Planned:
 
 
 def _sizes(block: Block) -> dict[str, object]:
-    return {name: value for name, value in block.model_dump().items() if name not in ("kernels", "recompute")}
+    return {name: value for name, value in block.model_dump().items() if not block.row(name).executes}

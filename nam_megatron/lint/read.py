@@ -15,7 +15,7 @@ import yaml
 from nam_megatron.errors import Problem, Refused
 from nam_megatron.lint import follow
 from nam_megatron.lint.shell import Lexer, ShellError
-from nam_megatron.mcore import v0_19
+from nam_megatron.targets import Target
 
 if TYPE_CHECKING:
     from nam_megatron.lint.ours import Planned
@@ -32,11 +32,13 @@ Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 class Launch:
     """What starts a training.
 
-    words: for Megatron's parser; a hole (see follow.py) where the text leaves something open. env: what the text exports, None
-    where it unsets. script: the training script or module, None if the text names none. gpus: world size, None if not known.
-    partial: only variables for another script to use, so that flags may be missing. plan: of our own trainer, where it can be read.
+    target: the Megatron whose parser reads it. words: for that parser; a hole (see follow.py) where the text leaves something open.
+    env: what the text exports, None where it unsets. script: the training script or module, None if the text names none. gpus: world
+    size, None if not known. partial: only variables for another script to use, so that flags may be missing. plan: of our own trainer,
+    where it can be read.
     """
 
+    target: Target
     words: tuple[str, ...]
     kind: str
     text: str
@@ -59,7 +61,7 @@ class Launch:
         return tuple(n for n, line in lines if not line.lstrip().startswith("#") and found.search(line))
 
 
-def read(text: str, name: str = "-") -> Launch:
+def read(text: str, target: Target, name: str = "-") -> Launch:
     """Find the launch in a text. `name`: the file it is from, or `-`; what the text says of its own folder is looked up there.
 
     Raises:
@@ -75,15 +77,15 @@ def read(text: str, name: str = "-") -> Launch:
     first = next((line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")), "")
     try:
         if YAML.match(first):
-            launch = _yaml(text, name)
+            launch = _yaml(text, target, name)
         elif first.startswith("-"):
-            launch = _plain(text)
+            launch = _plain(text, target)
         else:
-            launch = _shell(text)
+            launch = _shell(text, target)
     except (ShellError, yaml.YAMLError, RecursionError) as err:
         what = " ".join(str(err).split()).replace('in "<unicode string>",', "at") or "nested too deep"
         raise Refused(Problem(f"`{name}` cannot be read: {what}", None, FORMS)) from None
-    if not _flags(launch.words):
+    if not _flags(launch.words, target):
         raise Refused(Problem(f"there is no Megatron flag in `{name}`", None, FORMS))
     return _planned(launch, name)
 
@@ -109,20 +111,20 @@ def _planned(launch: Launch, name: str) -> Launch:
     return replace(launch, plan=plan, notes=(*launch.notes, note))
 
 
-def _plain(text: str) -> Launch:
+def _plain(text: str, target: Target) -> Launch:
     follower = follow.Follower(follow.Run())
     words = [follower.joined(token.parts) for token in Lexer(text, plain=True).tokens()]
-    return Launch(tuple(words), "words", text)
+    return Launch(target, tuple(words), "words", text)
 
 
 # Shell --------------------------------------------------------------------------------------------------------------------
 
 
-def _shell(text: str) -> Launch:
+def _shell(text: str, target: Target) -> Launch:
     run = follow.run(text)
-    best = max(run.commands, key=lambda c: _flags(_split(c[0])[1]), default=((), {}))
-    (launcher, words, script), env, notes = _split(best[0]), best[1], list(run.notes)
-    if partial := not _flags(words):  # a file that only sets variables, for another script to use
+    best = max(run.commands, key=lambda c: _flags(_split(c[0], target)[1], target), default=((), {}))
+    (launcher, words, script), env, notes = _split(best[0], target), best[1], list(run.notes)
+    if partial := not _flags(words, target):  # a file that only sets variables, for another script to use
         words = [
             w
             for value in run.variables.values()
@@ -131,22 +133,23 @@ def _shell(text: str) -> Launch:
         ]
         launcher, script, env = (), None, run.env
         notes.append("no command here has Megatron's flags: those that variables hold are taken, in their order")
-    if not _flags(words):
-        return Launch((), "shell", text)
+    if not _flags(words, target):
+        return Launch(target, (), "shell", text)
     if used := sorted(name for name in run.unset if name.isidentifier()):
         notes.append(f"taken as not set in your environment (the script has its own defaults): {', '.join(used)}")
-    return Launch(tuple(words), "shell", text, env, script, _gpus(launcher, text, run.variables), tuple(notes), partial)
+    gpus = _gpus(launcher, text, run.variables)
+    return Launch(target, tuple(words), "shell", text, env, script, gpus, tuple(notes), partial)
 
 
 def _words(value: str | list[str]) -> list[str]:
     return list(value) if isinstance(value, list) else value.split()
 
 
-def _flags(words: tuple[str, ...] | list[str]) -> int:
-    return sum(w.startswith("--") and v0_19.by_name(w.split("=")[0]) is not None for w in words)
+def _flags(words: tuple[str, ...] | list[str], target: Target) -> int:
+    return sum(w.startswith("--") and target.by_name(w.split("=")[0]) is not None for w in words)
 
 
-def _split(words: tuple[str, ...]) -> tuple[tuple[str, ...], list[str], str | None]:
+def _split(words: tuple[str, ...], target: Target) -> tuple[tuple[str, ...], list[str], str | None]:
     """A command as (launcher's words, Megatron's words, training script or module)."""
     for i, word in enumerate(words):
         module = (
@@ -157,7 +160,7 @@ def _split(words: tuple[str, ...]) -> tuple[tuple[str, ...], list[str], str | No
         if module or (word.endswith(".py") and not word.startswith("-")):
             return words[:i], list(words[i + 1 + module :]), words[i + module]
     for i, word in enumerate(words):
-        if word.startswith("--") and v0_19.by_name(word.split("=")[0]):
+        if word.startswith("--") and target.by_name(word.split("=")[0]):
             return words[:i], list(words[i:]), None
     return words, [], None
 
@@ -188,7 +191,7 @@ def _gpus(launcher: tuple[str, ...], text: str, variables: Mapping[str, str | li
 # YAML ---------------------------------------------------------------------------------------------------------------------
 
 
-def _yaml(text: str, name: str) -> Launch:
+def _yaml(text: str, target: Target, name: str) -> Launch:
     root = yaml.compose(text, Loader=Loader)
     entries: list[tuple[str, Any]] = []
     env: dict[str, str | None] = {}
@@ -204,7 +207,7 @@ def _yaml(text: str, name: str) -> Launch:
             from nam_megatron.lint.ours import Planned
 
             plan = Planned(parse_plan(text, name))
-            return Launch(plan.argv, "plan", text, plan.env, gpus=plan.gpus, plan=plan)
+            return Launch(target, plan.argv, "plan", text, plan.env, gpus=plan.gpus, plan=plan)
         if isinstance(argv := keys.get("argv"), yaml.SequenceNode):
             words = [_holes(node.value) for node in argv.value[:MOST] if isinstance(node, yaml.ScalarNode)]
         else:
@@ -212,8 +215,8 @@ def _yaml(text: str, name: str) -> Launch:
     dashed = any(name.startswith("--") for name, _ in entries)
     for name, node in entries:
         if name.startswith("--") or not dashed:
-            words += _entry(name, node)
-    return Launch(tuple(words), "yaml", text, env)
+            words += _entry(name, node, target)
+    return Launch(target, tuple(words), "yaml", text, env)
 
 
 def _entries(root: yaml.MappingNode, env: dict[str, str | None]) -> Iterator[tuple[str, yaml.Node]]:
@@ -246,11 +249,11 @@ def _holes(text: str) -> str:
     return re.sub(r"\$\{?([A-Za-z_]\w*)\}?", lambda m: follow.hole(m[1]), text)
 
 
-def _entry(name: str, node: yaml.Node) -> list[str]:
+def _entry(name: str, node: yaml.Node, target: Target) -> list[str]:
     """One entry as words. `name` is a flag with or without dashes, or the name of Megatron's argument."""
     flag_name = name if name.startswith("--") else "--" + name.replace("_", "-")
-    flag = v0_19.by_name(flag_name)
-    if flag is None and (found := v0_19.by_dest().get(name.lstrip("-").replace("-", "_"))) is not None:
+    flag = target.by_name(flag_name)
+    if flag is None and (found := target.by_dest.get(name.lstrip("-").replace("-", "_"))) is not None:
         flag, flag_name = found, found.name
     if _null(node):
         return []

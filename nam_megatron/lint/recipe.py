@@ -13,17 +13,28 @@ from pathlib import Path
 from typing import Any
 
 from nam_megatron.argv import argv
+from nam_megatron.blocks.attention.block import Attention
+from nam_megatron.blocks.dsa.block import Dsa
+from nam_megatron.blocks.kinds import KINDS
+from nam_megatron.blocks.mamba2.block import Mamba2
+from nam_megatron.blocks.mla.block import Mla
+from nam_megatron.blocks.moe.block import Moe
 from nam_megatron.errors import FINDINGS, OK, Problem, Refused
+from nam_megatron.features.fim import Fim
+from nam_megatron.features.fp8 import Fp8
+from nam_megatron.features.muon import Muon
 from nam_megatron.lint import Report
 from nam_megatron.lint.follow import holes
 from nam_megatron.lint.model import MAMBA, STOCK_SPECS, Model, known
 from nam_megatron.lint.read import Launch
 from nam_megatron.lint.values import Args, NotKnown, Open
 from nam_megatron.lower import Lowering, translate
-from nam_megatron.recipe import load, to_tree
+from nam_megatron.recipe import Optim, load, to_tree
+from nam_megatron.recipe.standing import IDLE
+from nam_megatron.setting import Config
 
 WRITTEN_BY = " by nam_megatron.lint"
-LETTER = {"attention": "A", "mla": "A", "dsa": "A", "moe": "E", "mlp": "E", "mamba2": "M"}
+LETTER = {kind: block.letters[0] for kind, block in KINDS.items()}
 Tree = dict[str, Any]
 
 
@@ -119,7 +130,8 @@ def _composed(wanted: Tree, groups: Tree, name: str, source: str, lost: list[str
             return wanted, text, _load(text, name)
         except Refused as refused:
             for problem in refused.problems:
-                lost.append(f"{problem.key}: {problem.message}")
+                if not problem.message.startswith(IDLE):  # what nothing reads is nothing lost
+                    lost.append(f"{problem.key}: {problem.message}")
                 if not _drop(wanted, base, problem.key or ""):
                     raise
     raise AssertionError("dropping keys does not end")
@@ -142,9 +154,12 @@ def _drop(wanted: Tree, base: Tree, key: str) -> bool:
     *parents, last = key.split("[")[0].split(".")
     for part in parents:
         wanted, base = wanted.get(part, {}), base.get(part, {})
-    if last not in base or last not in wanted or wanted[last] == base[last]:
+    if last not in wanted or wanted[last] == base.get(last):
         return False
-    wanted[last] = base[last]
+    if last in base:
+        wanted[last] = base[last]
+    else:
+        del wanted[last]
     return True
 
 
@@ -270,8 +285,7 @@ def _wanted(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
         "precision": {"grad_reduce": "bf16" if a.grad_reduce_in_bf16 else "fp32",
                       "cross_entropy": "compiled" if a.cross_entropy_loss_fusion else "megatron",
                       "fused_grad_accumulation": a.gradient_accumulation_fusion, "norm_kernels": _norm_kernels(a, lost)},
-        "optim": {"lr": m.a.lr, "min_lr": a.min_lr, "decay": a.lr_decay_style, "warmup_steps": _warmup(a), "weight_decay": a.weight_decay,
-                  "beta1": a.adam_beta1, "beta2": a.adam_beta2, "eps": a.adam_eps, "clip_grad": a.clip_grad},
+        "optim": _rows(Optim, a) | {"warmup_steps": _warmup(a)},
         "schedule": _schedule(a, m),
         "feature": _features(a, m),
     }  # fmt: skip
@@ -298,6 +312,7 @@ def _model(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
     usual = {letter: _commonest([k for _, k in m.layers if LETTER[k] == letter]) for letter in "AEM"}
     attention = "mla" if usual["A"] == "dsa" or ("mla" in m.kinds) else usual["A"]
     kinds = {"A": attention or "attention", "E": usual["E"] or "moe", "M": "mamba2", "R": "mamba2"}
+    kinds = {letter: kind for letter, kind in kinds.items() if letter in letters}
     substitute = []
     for letter, kind in kinds.items():
         places = [k for _, k in m.layers if LETTER[k] == letter]
@@ -343,10 +358,9 @@ def _commonest(kinds: list[str]) -> str | None:
 def _blocks(a: Args, m: Model, lost: list[str]) -> Tree:
     blocks: Tree = {}
     if "attention" in m.kinds:
-        blocks["attention"] = {"head_dim": m.head_dim, "query_groups": m.groups, "qk_norm": a.qk_layernorm}
+        blocks["attention"] = _rows(Attention, a) | {"head_dim": m.head_dim, "query_groups": m.groups}
     if {"mla", "dsa"} & m.kinds:
-        blocks["mla"] = {"q_lora_rank": a.q_lora_rank, "kv_lora_rank": a.kv_lora_rank, "qk_head_dim": a.qk_head_dim,
-                         "qk_rope_head_dim": a.qk_pos_emb_head_dim, "v_head_dim": a.v_head_dim, "latent_norm": a.qk_layernorm}  # fmt: skip
+        blocks["mla"] = _rows(Mla, a)
     if "dsa" in m.kinds:
         numbers = m.numbers("dsa")
         every = next(
@@ -361,37 +375,35 @@ def _blocks(a: Args, m: Model, lost: list[str]) -> Tree:
             lost.append(
                 "--dsa-indexer-topk-freq: our recipes share a top-k among equal numbers of layers only; none is shared here"
             )
-        blocks["dsa"] = {"indexer_heads": a.dsa_indexer_n_heads, "indexer_head_dim": a.dsa_indexer_head_dim, "top_k": a.dsa_indexer_topk,
-                         "indexer_loss_coeff": a.dsa_indexer_loss_coeff or 0.0, "full_every": every or 1}  # fmt: skip
+        blocks["dsa"] = _rows(Dsa, a) | {"full_every": every or 1}
+        blocks["dsa"]["indexer_loss_coeff"] = a.dsa_indexer_loss_coeff or 0.0
     if m.moe:
-        blocks["moe"] = {
-            "experts": a.num_experts, "top_k": a.moe_router_topk, "expert_hidden_size": m.moe_ffn,
-            "shared_expert_hidden_size": a.moe_shared_expert_intermediate_size or 0, "score_function": a.moe_router_score_function,
-            "expert_bias": a.moe_router_enable_expert_bias, "expert_bias_update_rate": a.moe_router_bias_update_rate,
+        blocks["moe"] = _rows(Moe, a) | {
+            "expert_hidden_size": m.moe_ffn,
+            "shared_expert_hidden_size": a.moe_shared_expert_intermediate_size or 0,
             "aux_loss_coeff": m.aux_coefficients[0],
-            "dispatcher": a.moe_token_dispatcher_type, "grouped_gemm": a.moe_grouped_gemm, "permute_fusion": a.moe_permute_fusion,
-            "router_fusion": a.moe_router_fusion, "shared_overlap": a.moe_shared_expert_overlap,
-            "fused_weighted_squared_relu": a.use_fused_weighted_squared_relu,
-            "capacity_factor": a.moe_expert_capacity_factor,
-        }  # fmt: skip
+            "dispatcher": a.moe_token_dispatcher_type,
+            "shared_overlap": a.moe_shared_expert_overlap,
+        }
         if len(m.balancing) == 1:  # several have no word in a recipe; the comparison lists them
             blocks["moe"]["balancing"] = m.balancing[0]
-        if a.moe_router_dtype:
-            blocks["moe"]["router_dtype"] = a.moe_router_dtype
-        else:
+        if not a.moe_router_dtype:
+            del blocks["moe"]["router_dtype"]
             lost.append("the router in the dtype of the weights: our recipes have fp32 and fp64")
     if "mamba2" in m.kinds:
-        blocks["mamba2"] = {
-            "heads": m.mamba_heads,
-            "head_dim": a.mamba_head_dim,
-            "state_dim": a.mamba_state_dim,
-            "groups": a.mamba_num_groups,
-            "strided": False,
-        }
+        blocks["mamba2"] = _rows(Mamba2, a) | {"heads": m.mamba_heads, "strided": False}
         if not a.any_said(*MAMBA):
             lost.append("the block at `M`: no flag says which; Mamba-2 of Megatron's default sizes is written (Mamba-3 and M2RNN stand in "
                         "plan.json alone)")  # fmt: skip
+    if "mlp" in m.kinds:
+        blocks["mlp"] = {}
     return blocks
+
+
+def _rows(cls: type[Config], a: Args) -> Tree:
+    """The keys of a section that are an argument of Megatron's, with what the launch gives it."""
+    rows = {name: cls.row(name).argument for name in cls.model_fields}
+    return {name: getattr(a, argument) for name, argument in rows.items() if argument}
 
 
 def _warmup(a: Args) -> int:
@@ -426,49 +438,37 @@ def _schedule(a: Args, m: Model) -> Tree:
 
 
 def _features(a: Args, m: Model) -> Tree:
-    on = m.recompute or "none"
     found: Tree = {
-        "mtp": {"depths": m.mtp_depths, "loss_weight": a.mtp_loss_scaling_factor},
-        "recompute": {
-            "granularity": on,
-            "modules": list(a.recompute_modules or ("core_attn",)) if on == "selective" else [],
-            "method": a.recompute_method if on == "full" else None,
-            "layers": a.recompute_num_layers if on == "full" else None,
-        },
-        "cuda_graphs": {
-            "impl": m.graphs, "modules": list(m.graph_modules) if m.graphs != "none" else [], "warmup_steps": a.cuda_graph_warmup_steps,
-        },
         "distributed_optimizer": {
             "enabled": a.use_distributed_optimizer or a.use_megatron_fsdp, "overlap_grad_reduce": a.overlap_grad_reduce,
             "overlap_param_gather": a.overlap_param_gather,
         },
-        "megatron_fsdp": {"enabled": a.use_megatron_fsdp},
-        "fsdp2": {"enabled": a.use_torch_fsdp2, "reshard_after_forward": a.torch_fsdp2_reshard_after_forward},
-        "fp8": {"recipe": a.fp8_recipe if a.fp8 else "none"},
     }  # fmt: skip
+    if m.mtp_depths:
+        found["mtp"] = {"depths": m.mtp_depths, "loss_weight": a.mtp_loss_scaling_factor}
+    if m.recompute:
+        full = m.recompute == "full"
+        found["recompute"] = {
+            "granularity": m.recompute,
+            "modules": [] if full else list(a.recompute_modules or ("core_attn",)),
+            "method": a.recompute_method if full else None,
+            "layers": a.recompute_num_layers if full else None,
+        }
+    if m.graphs != "none":
+        modules, steps = list(m.graph_modules), a.cuda_graph_warmup_steps
+        found["cuda_graphs"] = {"impl": m.graphs, "modules": modules, "warmup_steps": steps}
     if a.use_megatron_fsdp:
-        found["megatron_fsdp"]["strategy"] = a.data_parallel_sharding_strategy
+        found["megatron_fsdp"] = {"enabled": True, "strategy": a.data_parallel_sharding_strategy}
+    if a.use_torch_fsdp2:
+        found["fsdp2"] = {"enabled": True, "reshard_after_forward": a.torch_fsdp2_reshard_after_forward}
     if a.fp8:
-        found["fp8"] |= {
-            "format": a.fp8,
-            "param_gather": a.fp8_param_gather,
-            "first_last_bf16": a.first_last_layers_bf16,
-        }
-        if a.first_last_layers_bf16:
-            found["fp8"] |= {
-                "bf16_layers_at_start": a.num_layers_at_start_in_bf16,
-                "bf16_layers_at_end": a.num_layers_at_end_in_bf16,
-            }
+        found["fp8"] = _rows(Fp8, a) | {"recipe": a.fp8_recipe}
     if a.optimizer in ("muon", "dist_muon"):
-        found["muon"] = {"momentum": a.muon_momentum, "nesterov": a.muon_nesterov, "scale_mode": a.muon_scale_mode,
-                         "ns_steps": a.muon_num_ns_steps, "tp_mode": a.muon_tp_mode, "extra_scale_factor": a.muon_extra_scale_factor,
-                         "split_qkv": a.muon_split_qkv}  # fmt: skip
+        found["muon"] = {"enabled": True} | _rows(Muon, a)
     if a.fim_data:
-        names = ("rate", "spm_rate", *(f"{p}_token" for p in ("prefix", "middle", "suffix", "pad", "eod")))
-        found["fim"] = {
-            "enabled": True,
-            **{n: v for n in names if (v := a.value(f"fim_{n}")) is not None and not isinstance(v, Open)},
-        }
+        rows = {name: Fim.row(name).argument for name in Fim.model_fields}
+        given = {name: a.value(argument) for name, argument in rows.items() if argument}
+        found["fim"] = {n: v for n, v in given.items() if v is not None and not isinstance(v, Open)}
     return found
 
 
@@ -526,7 +526,7 @@ OTHER_WAYS = {
 
 def _compare(a: Args, m: Model, lowering: Lowering, made: Made) -> None:
     plan = replace(m.plan, lowering=lowering) if m.plan else None
-    theirs = Args(Launch(argv(lowering), "words", "", gpus=a.launch.gpus, plan=plan))
+    theirs = Args(Launch(lowering.target, argv(lowering), "words", "", gpus=a.launch.gpus, plan=plan))
     other = Model(theirs)
     for name in dict.fromkeys([*lowering.by_name, *a.given]):
         if name in OTHER_WAYS or (name == "hybrid_layer_pattern" and not m.hybrid):

@@ -9,7 +9,6 @@ from nam_megatron import __version__
 from nam_megatron.errors import counted
 from nam_megatron.lint import Report, describe
 from nam_megatron.lint.rules import SEVERITIES
-from nam_megatron.mcore import v0_19
 
 STYLES = {
     "wrong model": "bold red",
@@ -52,7 +51,8 @@ def lines(report: Report, width: int = 110) -> Iterator[Line]:
 def summary(report: Report) -> str:
     """The last line: how much of what was found."""
     counts = Counter(f.severity for f in report.findings)
-    flags = f"{len(report.args.given)} arguments said, {len(v0_19.by_dest()) - len(report.args.given)} at Megatron {v0_19.PIN}'s defaults"
+    given, target = len(report.args.given), report.args.target
+    flags = f"{given} arguments said, {len(target.by_dest) - given} at Megatron {target.pin}'s defaults"
     return f"{', '.join(f'{counts[s]} {s}' for s in SEVERITIES if counts[s]) or 'no finding'}; {flags}"
 
 
@@ -64,7 +64,7 @@ def text(report: Report, width: int = 110) -> str:
 def as_json(report: Report) -> str:
     tree = {
         "nam_megatron": __version__,
-        "megatron_core": v0_19.PIN,
+        "megatron_core": report.args.target.pin,
         "name": report.name,
         "script": report.launch.script,
         "gpus": report.args.launch.gpus,

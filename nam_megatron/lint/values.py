@@ -15,14 +15,13 @@ from typing import Any
 
 from nam_megatron.lint.follow import holes, shown
 from nam_megatron.lint.read import Launch
-from nam_megatron.mcore import v0_19
-from nam_megatron.mcore.v0_19 import Flag
+from nam_megatron.targets import Flag, Target
 
 # Parsers of pretraining scripts add these to Megatron's (megatron/post_training/arguments.py, with nvidia-modelopt installed).
 OF_SCRIPTS = re.compile(
     r"--(export-.+|modelopt-enabled|enable-gpt-oss|qad-train-target|freeze-base-for-mtp|finetune-(hf-dataset|data-split))"
 )
-OURS = {"--nam-plan": 1}  # nam_megatron.train's own
+OURS = {"--nam-plan": 1, "--nam-model": 1}  # nam_megatron.train's own
 
 GRAPH_MODULES = (
     "attn",
@@ -86,14 +85,14 @@ class Args:
     """Arguments by Megatron's names: `args.hidden_size`. What is not known raises NotKnown when asked for."""
 
     def __init__(self, launch: Launch):
-        self.launch = launch
+        self.launch, self.target = launch, launch.target
         self.given: dict[str, list[tuple[str, Any, str]]] = defaultdict(list)  # argument -> (flag, value, as written)
         self.trouble: list[Trouble] = []
         self.script_flags: list[str] = []
         self._parse(list(launch.words))
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name not in v0_19.by_dest():
+        if name.startswith("_") or name not in self.target.by_dest:
             raise AttributeError(name)
         value = self.value(name)
         if isinstance(value, Open):
@@ -102,7 +101,7 @@ class Args:
 
     def value(self, name: str) -> Any:
         """The value of an argument, `Open` if it is not known; a list of one as its element."""
-        value = self.given[name][-1][1] if self.said(name) else v0_19.by_dest()[name].default
+        value = self.given[name][-1][1] if self.said(name) else self.target.by_dest[name].default
         return value[0] if isinstance(value, (list, tuple)) and len(value) == 1 and name in UNPACKED else value
 
     def said(self, *names: str) -> bool:
@@ -114,7 +113,7 @@ class Args:
 
     def written(self, name: str) -> str:
         """An argument as the launch gives it; the flag's name if it does not."""
-        return shown(self.given[name][-1][2]) if self.said(name) else v0_19.by_dest()[name].name
+        return shown(self.given[name][-1][2]) if self.said(name) else self.target.by_dest[name].name
 
     # Reading the words, as argparse does
 
@@ -158,10 +157,9 @@ class Args:
             return False
         return " " not in word or self._flag(word.partition("=")[0])[0] is not None
 
-    @staticmethod
-    def _flag(name: str) -> tuple[Flag | None, bool]:
+    def _flag(self, name: str) -> tuple[Flag | None, bool]:
         """The flag of a name, and the truth a flag without a value stands for under it."""
-        flag = v0_19.by_name(name)
+        flag = self.target.by_name(name)
         if flag is None:
             return None, True
         return flag, not (flag.action == "store_false" or (flag.action == "boolean" and name.startswith("--no-")))
@@ -174,7 +172,7 @@ class Args:
         elif name in REMOVED:
             self.trouble.append(Trouble("removed-flag", name, "", REMOVED[name]))
         else:
-            names = [*v0_19.flags(), *(a for f in v0_19.flags().values() for a in f.aliases)]
+            names = [*self.target.flags, *(a for f in self.target.flags.values() for a in f.aliases)]
             close = difflib.get_close_matches(name, names, 1, 0.75)
             self.trouble.append(Trouble("unknown-flag", shown(name), f"did you mean `{close[0]}`?" if close else ""))
 
@@ -269,9 +267,9 @@ def _frequency(text: str) -> int | list[int]:
     return found
 
 
-def harmless(name: str) -> bool:
+def harmless(name: str, target: Target) -> bool:
     """Whether an argument is a path or a name, which nothing here depends on."""
-    flag = v0_19.by_dest()[name]
+    flag = target.by_dest[name]
     return (
         flag.type in ("str", None)
         and not flag.choices

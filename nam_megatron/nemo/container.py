@@ -27,13 +27,13 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from nam_megatron import bridge
-from nam_megatron.bridge import Arguments
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.lower import Lowering, translate
-from nam_megatron.mcore import cross_entropy, wgrad
-from nam_megatron.mcore.pretrain import Float16ExceptMarked, keep_shipped_helpers, set_experts_apart
 from nam_megatron.nemo import overrides
 from nam_megatron.recipe import Recipe, from_tree, to_tree
+from nam_megatron.runtime import cross_entropy, wgrad
+from nam_megatron.runtime.bridge import Arguments
+from nam_megatron.runtime.pretrain import Float16ExceptMarked, keep_shipped_helpers, set_experts_apart
 
 # Bridge makes objects of YAML only where the name of their class begins with a registered prefix.
 register_allowed_target_prefix("nam_megatron.")
@@ -81,7 +81,7 @@ class NamProvider(HybridModelProvider):
         model = super().provide(pre_process, post_process, vp_stage)
         if recipe.precision.cross_entropy == "fused":
             cross_entropy.provide([model])
-        if not (recipe.feature.muon.on or recipe.feature.megatron_fsdp.on):  # as `plain_adam` has it
+        if not (recipe.feature.muon or recipe.feature.megatron_fsdp):  # as `plain_adam` has it
             set_experts_apart(model)
         return model
 
@@ -99,7 +99,7 @@ def stack_spec(config: NamProvider) -> ModuleSpec:
 
     Raises Refused for a recipe whose layers are not built.
     """
-    from nam_megatron.mcore import stack
+    from nam_megatron.runtime import stack
 
     return stack.hybrid_stack_spec(config.lowering.plan)
 
@@ -221,9 +221,9 @@ def _unserved(r: Recipe) -> Iterator[Problem]:
     if r.parallel.virtual_pipeline > 1:
         message = "Megatron-Bridge builds no hybrid model with virtual pipeline stages"
         yield Problem(message, "parallel.virtual_pipeline", f"set it to 1, or {hint}")
-    if r.feature.fsdp2.on:
+    if r.feature.fsdp2:
         yield Problem("torch FSDP2 is not carried over to Megatron-Bridge", "feature.fsdp2.enabled", hint)
-    if r.feature.muon.on and r.feature.distributed_optimizer.enabled:
+    if r.feature.muon and r.feature.distributed_optimizer.enabled:
         message = "Megatron-Bridge does not shard the state of Muon"
         yield Problem(message, "feature.distributed_optimizer.enabled", f"set it to false, or {hint}")
 

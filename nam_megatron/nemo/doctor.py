@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from nam_megatron.mcore import v0_19
+from nam_megatron.targets import current
 
 BRIDGE, TOOLKIT = "0.6.2", "3.0.0"
 RESILIENCY = "nvidia-resiliency-ext"
@@ -39,7 +39,7 @@ def installed(name: str) -> Version | None:
 
 # What has to be there, and what happens where it is not.
 NEEDED = {
-    f"megatron-core=={v0_19.PIN}": "on an old glibc pip falls back to megatron-core 0.13 without a word, for the sake of its `dev` extra",
+    f"megatron-core=={current().pin}": "on an old glibc pip falls back to megatron-core 0.13 without a word, for its `dev` extra",
     f"megatron-bridge=={BRIDGE}": "another version has other fields",
     "hydra-core>=1.3.4,<1.4": "omegaconf 2.4 drags it back to 1.3.0; `nemo-toolkit[core]` asks for 1.3.2 at most",
     "omegaconf>=2.3,<2.4": "2.4 has no Hydra that Bridge accepts",

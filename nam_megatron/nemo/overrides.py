@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.utils.common_utils import get_world_size_safe
 
-from nam_megatron.bridge import Arguments
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.lower import translate
 from nam_megatron.recipe import Recipe, from_tree, to_tree
+from nam_megatron.runtime.bridge import Arguments
 from nam_megatron.setting import Setting
 
 if TYPE_CHECKING:

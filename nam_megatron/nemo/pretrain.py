@@ -1,4 +1,4 @@
-"""What Bridge's training loop lacks of `nam_megatron.mcore.pretrain`: the first step's check, and lines of the log (torch side).
+"""What Bridge's training loop lacks of `nam_megatron.runtime.pretrain`: the first step's check, and lines of the log (torch side).
 
 Made for megatron-bridge 0.6.2.
 """
@@ -19,10 +19,10 @@ from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_s
 from megatron.core.utils import unwrap_model
 
 from nam_megatron.errors import Refused
-from nam_megatron.mcore import rate
-from nam_megatron.mcore.nonfinite import Watch
-from nam_megatron.mcore.pretrain import READINGS, NonFinite, report
 from nam_megatron.nemo.container import NamContainer, stack_spec
+from nam_megatron.runtime import rate
+from nam_megatron.runtime.nonfinite import Watch
+from nam_megatron.runtime.pretrain import READINGS, NonFinite, report
 
 
 def run(made: NamContainer, operations: float) -> None:
@@ -31,7 +31,7 @@ def run(made: NamContainer, operations: float) -> None:
     Raises:
         Refused: what the container or its layers would not be built for.
         NonFinite: the loss is not a number.
-        SystemExit: as Megatron's pretrain does; see `nam_megatron.mcore.pretrain.run`.
+        SystemExit: as Megatron's pretrain does; see `nam_megatron.runtime.pretrain.run`.
     """
     stack_spec(made.model)  # what it refuses is said before any process group is there
     speak_as_megatron(operations)  # for good: a process trains once

@@ -25,7 +25,7 @@ SIGNED = "nam_megatron"
 
 def objections(lowering: Lowering) -> Iterator[Problem]:
     """Why this plan cannot load what it asks for, or must not save where it asks to."""
-    from nam_megatron.mcore import checkpoint
+    from nam_megatron.runtime import checkpoint
 
     s = lowering.plan.recipe.schedule
     if s.load is not None:
@@ -69,7 +69,7 @@ def main(words: Sequence[str]) -> int:
 
 def begin(job: train.Job) -> int:
     """Train an accepted job. Returns the exit code."""
-    from nam_megatron.mcore import checkpoint
+    from nam_megatron.runtime import checkpoint
 
     rank = int(os.environ[train.RANK])
     try:

@@ -176,7 +176,7 @@ def test_decoding_continues_the_prompt():
 
 def test_what_the_recurrence_owns_stays_fp32():
     def job(rig):
-        from nam_megatron.mcore.pretrain import Float16ExceptMarked
+        from nam_megatron.runtime.pretrain import Float16ExceptMarked
 
         mixer = mixer_of(rig)
         rig.config.bf16 = True

@@ -212,7 +212,7 @@ def test_scan_parameters_are_marked_and_start_as_in_mamba_ssm():
 
 def test_what_the_scan_owns_stays_fp32_in_a_bf16_model():
     def job(rig):
-        from nam_megatron.mcore.pretrain import Float16ExceptMarked
+        from nam_megatron.runtime.pretrain import Float16ExceptMarked
 
         mixer = rig.model.decoder.layers[0].mixer
         rig.config.bf16 = True

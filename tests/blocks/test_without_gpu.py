@@ -11,7 +11,7 @@ import harness
 import modules
 
 from nam_megatron.errors import Refused
-from nam_megatron.mcore.stack import hybrid_stack_spec
+from nam_megatron.runtime.stack import hybrid_stack_spec
 
 
 @pytest.mark.parametrize(("kind", "title", "pattern"), [("mla", "MLA", "+"), ("dsa", "DSA", "MMD")])

@@ -25,8 +25,11 @@ import megatron.core.models.hybrid.hybrid_model  # noqa: F401  (warm: the slow i
 import modules
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from presets import written
 
-from nam_megatron.mcore.stack import hybrid_stack_spec
+from nam_megatron.blocks import Block
+from nam_megatron.blocks.kinds import Blocks
+from nam_megatron.runtime.stack import hybrid_stack_spec
 
 CPU = torch.device("cpu")
 KIND = {"*": "attention", "+": "mla", "D": "dsa", "E": "moe", "-": "mlp", "M": "mamba2", "3": "mamba3", "R": "m2rnn"}
@@ -51,17 +54,29 @@ class Plan:
     mtp_depths: int
     recipe: SimpleNamespace
 
+    @property
+    def kinds(self) -> frozenset[str]:
+        return frozenset(layer.kind for layer in self.layers) | frozenset(self.mtp)
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The kinds that stand; sizes of Megatron's own come from its config (config_of), not from here."""
+        return tuple(block for block in self.recipe.model.blocks.all() if block.kind in self.kinds)
+
 
 def recipe_of(
     latent_norm: bool = True, grouped_gemm: bool = True, dispatcher: str = "alltoall", strided: bool = False
 ) -> SimpleNamespace:
-    blocks = {
-        "mla": SimpleNamespace(latent_norm=latent_norm, kernels="megatron"),
-        "dsa": SimpleNamespace(kernels="megatron"),
-        "moe": SimpleNamespace(grouped_gemm=grouped_gemm, dispatcher=dispatcher),
-        "mamba2": SimpleNamespace(strided=strided),
+    said = {
+        "mla": {"kernels": "megatron", "latent_norm": latent_norm},
+        "dsa": {"kernels": "megatron"},
+        "moe": {"grouped_gemm": grouped_gemm, "dispatcher": dispatcher},
+        "mamba2": {"strided": strided},
+        "mamba3": {"kernels": "naive"},
+        "m2rnn": {"kernels": "naive"},
     }
-    return SimpleNamespace(model=SimpleNamespace(blocks=SimpleNamespace(**blocks)))
+    blocks = {kind: keys | said.get(kind, {}) for kind, keys in written("nam56r")["model"]["blocks"].items()}
+    return SimpleNamespace(model=SimpleNamespace(blocks=Blocks.model_validate(blocks)))
 
 
 def plan_of(pattern: str, latent_norm: bool = True, dispatcher: str = "alltoall", strided: bool = False) -> Plan:

@@ -28,7 +28,7 @@ from megatron.core import optimizer
 from megatron.core.optimizer import distrib_optimizer
 from megatron.training import training
 
-from nam_megatron.mcore import pretrain, readings, stack
+from nam_megatron.runtime import pretrain, readings, stack
 
 
 @dataclass(frozen=True)

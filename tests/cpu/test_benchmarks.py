@@ -69,7 +69,7 @@ def test_stock_is_megatrons_own_builder_and_stack(tmp_path):
         import megatron.training.models.hybrid as hybrid
         import modules
 
-        from nam_megatron.mcore import pretrain, stack
+        from nam_megatron.runtime import pretrain, stack
 
         gauge()
         hybrid.default_hybrid_stack_spec = stack.hybrid_stack_spec(lowered().plan, modules.CpuBackend())

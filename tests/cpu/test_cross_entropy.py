@@ -16,7 +16,7 @@ import interpreter
 from harness import Case, train
 
 from nam_megatron.errors import Refused
-from nam_megatron.mcore import cross_entropy
+from nam_megatron.runtime import cross_entropy
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 

@@ -1,4 +1,4 @@
-"""The stack of mcore/stack.py inside Megatron's real HybridModel, on a CPU and in every layout.
+"""The stack of runtime/stack.py inside Megatron's real HybridModel, on a CPU and in every layout.
 
 Mamba-2 is Megatron's own MambaMixer with its Triton kernels in plain torch; mamba3 and m2rnn, which are not built yet,
 are toy mixers; Transformer Engine's modules have stand-ins with the same parameters (tests/cpu/modules.py).
@@ -26,7 +26,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from nam_megatron.blocks.moe import layer as moe
 from nam_megatron.errors import Refused
-from nam_megatron.mcore.stack import AbsentSlot, hybrid_stack_spec
+from nam_megatron.runtime.stack import AbsentSlot, hybrid_stack_spec
 
 MIXERS = {"mamba3": modules.toy_mixer(2), "m2rnn": modules.toy_mixer(1)}
 

@@ -13,9 +13,9 @@ from nam_megatron.budget import parameters
 from nam_megatron.budget.cost import cost
 from nam_megatron.budget.static import groups, parts, stages
 from nam_megatron.lower import translate
-from nam_megatron.mcore import v0_19
 from nam_megatron.recipe import load
 from nam_megatron.sizes import Sizes, Stage
+from nam_megatron.targets import current
 
 NATIVE, LATENT = ("nam56r_native_dp",), ("nam56r", "lane=native_dp")
 PLANS = {
@@ -72,7 +72,7 @@ def config_of(plan) -> dict:
 
 
 def case_of(plan, **layout) -> Case:
-    norm = plan.recipe.model.blocks.mla.latent_norm
+    norm = (mla := plan.recipe.model.blocks.mla) is None or mla.latent_norm
     return Case(plan.pattern, vocab=plan.recipe.model.vocab_size, config=config_of(plan), latent_norm=norm, **layout)
 
 
@@ -170,7 +170,7 @@ def test_megatrons_own_count_is_what_it_logs(name):
     lowering = translate(load(COUNTED[name][0], COUNTED[name][1:]))
     p = lowering.plan
     spoken = {s.name: s.value for s in lowering.settings}
-    args = Namespace(**{**{dest: flag.default for dest, flag in v0_19.by_dest().items()}, **spoken})
+    args = Namespace(**{**{dest: flag.default for dest, flag in current().by_dest.items()}, **spoken})
     args.mtp_num_layers = p.mtp_depths or None
     real = num_floating_point_operations(args, 1) / p.recipe.model.seq_length
     assert cost(p).megatron == pytest.approx(real, rel=1e-9)

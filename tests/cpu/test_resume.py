@@ -18,8 +18,8 @@ from test_train import TORCHRUN, command, lowered, poison, run, trained
 
 from nam_megatron import computation, train
 from nam_megatron.data import manifest
-from nam_megatron.mcore import checkpoint, pretrain
 from nam_megatron.recipe import Recipe
+from nam_megatron.runtime import checkpoint, pretrain
 
 SIX = ("schedule.train_steps=6", "schedule.decay_steps=6", "schedule.save_interval=2", "optim.lr=0.01")
 SIX += ("feature.distributed_optimizer.reshardable=true",)

@@ -27,9 +27,9 @@ from nam_megatron.argv import argv as argv_of
 from nam_megatron.argv import plan_json
 from nam_megatron.errors import Problem, Refused
 from nam_megatron.lower import translate
-from nam_megatron.mcore import cross_entropy, pretrain, rate
-from nam_megatron.mcore.stack import hybrid_stack_spec
 from nam_megatron.recipe import load
+from nam_megatron.runtime import cross_entropy, pretrain, rate
+from nam_megatron.runtime.stack import hybrid_stack_spec
 
 SMALL = (
     "model.seq_length=32",

@@ -28,7 +28,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import MLATransformerConfig
 from megatron.core.transformer.spec_utils import build_module
 
-from nam_megatron.mcore import stack
+from nam_megatron.runtime import stack
 
 # (positions, samples, config) of NAM56R's attention, narrower.
 GPU = 2048, 2, dict(hidden_size=1024, num_attention_heads=28, q_lora_rank=64, kv_lora_rank=64, qk_head_dim=64)

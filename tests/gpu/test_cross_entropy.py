@@ -13,7 +13,7 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "blocks"))
 
-from nam_megatron.mcore import cross_entropy
+from nam_megatron.runtime import cross_entropy
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

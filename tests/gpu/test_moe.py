@@ -17,7 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
-from nam_megatron.mcore import stack
+from nam_megatron.runtime import stack
 
 pytestmark = pytest.mark.gpu
 

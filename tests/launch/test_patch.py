@@ -16,7 +16,7 @@ from launch import patch
 from launch.tree import tree_hash
 from launch.words import parse
 from nam_megatron.errors import Refused
-from nam_megatron.mcore import v0_19
+from nam_megatron.targets import current
 
 REPO = Path(__file__).parents[2]
 FUSED = "megatron/core/fusions/fused_mla_yarn_rope_apply.py"
@@ -29,7 +29,7 @@ def git(where: Path, *words: str) -> str:
 
 def test_every_queue_is_whole_and_megatrons_is_for_the_pin():
     assert [p for q in patch.queues() for p in patch.objections(q)] == []
-    assert [q.version for q in patch.queues() if q.project == "megatron-core"] == [v0_19.PIN]
+    assert [q.version for q in patch.queues() if q.project == "megatron-core"] == [current().pin]
 
 
 def test_each_trailers_test_exists():

@@ -1,39 +1,58 @@
 """Multi-head and grouped-query attention: Megatron's SelfAttention, symbol `*`."""
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import PositiveInt
 
 from nam_megatron.blocks import Block, divides, residual
 from nam_megatron.errors import Problem
-from nam_megatron.setting import Setting
+from nam_megatron.setting import Row, Setting
 from nam_megatron.sizes import UNMEASURED, Line, Param, Sizes, State, Work
+
+if TYPE_CHECKING:
+    from megatron.core.models.backends import BackendSpecProvider
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from nam_megatron.plan import Layer, Plan
 
 
 class Attention(Block):
-    kind: ClassVar[str] = "attention"
-    symbol: ClassVar[str] = "*"
-    title: ClassVar[str] = "GQA"
+    """Multi-head or grouped-query attention: Megatron's own, with plain RoPE."""
 
-    head_dim: PositiveInt
-    query_groups: PositiveInt
-    qk_norm: bool
+    kind = "attention"
+    title = "GQA"
+    colour = "bright_blue"
+    letters = ("A",)
+    symbol = "*"
+    slot = "attention_layer"
+    graph_parts = ("attn",)
+    cached = True
 
-    def settings(self, plan) -> Iterator[Setting]:
+    head_dim: Annotated[PositiveInt, Row("width of one head", "kv_channels")]
+    query_groups: Annotated[PositiveInt, Row("key/value heads")]
+    qk_norm: Annotated[bool, Row("norm on queries and keys per head", "qk_layernorm")]
+
+    def settings(self, plan: "Plan") -> Iterator[Setting]:
         grouped = self.query_groups < plan.recipe.model.num_attention_heads
-        yield Setting("kv_channels", self.head_dim, "width of one head", "head_dim")
-        yield Setting(
-            "group_query_attention",
-            grouped,
-            "without it Megatron ignores the groups and trains full MHA",
-            "query_groups",
-        )
-        yield Setting("num_query_groups", self.query_groups if grouped else 1, "key/value heads", "query_groups")
-        yield Setting("qk_layernorm", self.qk_norm, "norm on queries and keys per head", "qk_norm")
+        why = "without it Megatron ignores the groups and trains full MHA"
+        yield Setting("group_query_attention", grouped, why, "query_groups", fields=())
+        fields = {"transformer.num_query_groups": self.query_groups, "model.rotary_base": plan.recipe.model.rotary_base}
+        groups = self.query_groups if grouped else 1
+        yield Setting("num_query_groups", groups, "key/value heads", "query_groups", fields=fields)
         yield Setting("apply_rope_fusion", True, "plain RoPE is fused for this kind")
 
-    def check(self, plan) -> Iterator[Problem]:
+    def build(self, backend: "BackendSpecProvider", plan: "Plan") -> "ModuleSpec":
+        from nam_megatron.blocks.attention import layer
+
+        return layer.spec(backend)
+
+    def empty(self, plan: "Plan") -> frozenset[str]:
+        from nam_megatron.blocks.attention import layer
+
+        return layer.EMPTY
+
+    def check(self, plan: "Plan") -> Iterator[Problem]:
         heads, tensor = plan.recipe.model.num_attention_heads, plan.recipe.parallel.tensor
         yield from divides("model.num_attention_heads", heads, self.query_groups, "attention heads", "query_groups")
         if self.query_groups % tensor and tensor % self.query_groups:
@@ -48,7 +67,7 @@ class Attention(Block):
         """n heads, g key/value groups (at least one a rank) of width d."""
         return z.own(n=z.model.num_attention_heads, g=max(self.query_groups, int(z["t"])), d=self.head_dim)
 
-    def params(self, z, layer) -> Iterator[Param]:
+    def params(self, z: Sizes, layer: "Layer | None") -> Iterator[Param]:
         h, width = z.model.hidden_size, z.model.num_attention_heads * self.head_dim
         yield from z.norm("self_attention.linear_qkv.layer_norm_", h)
         yield from z.column("self_attention.linear_qkv", width + 2 * self.query_groups * self.head_dim, h)
@@ -57,7 +76,7 @@ class Attention(Block):
             yield from z.norm("self_attention.q_layernorm.", self.head_dim)
             yield from z.norm("self_attention.k_layernorm.", self.head_dim)
 
-    def activations(self, z, layer) -> Iterator[Line]:
+    def activations(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
         z = self._sizes(z)
         yield from residual(z)
         yield z.line("queries", "2 T n d / t", "after RoPE")
@@ -75,18 +94,18 @@ class Attention(Block):
                 "before the qk norm", "2 T (n + g) d / t + 4 T (n + g) / t", "kept by the two norms", mark=UNMEASURED
             )
 
-    def working(self, z, layer) -> Iterator[Line]:
+    def working(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
         z = self._sizes(z)
         yield z.line("forward", "2 T (n + 2 g) d / t + 2 Ts h", "packed qkv and the layer's output")
         yield z.line(
             "backward", "2 T h + 8 T n d / t + 4 T g d / t", "gradients of output, q (fp32 and bf16), k, v and input"
         )
 
-    def flops(self, z, layer) -> Iterator[Work]:
+    def flops(self, z: Sizes, layer: "Layer | None") -> Iterator[Work]:
         z = self._sizes(z).own(g=self.query_groups)
         yield z.work("projections", "2 h (n + 2 g) d + 2 n d h", "qkv and output")
         yield z.work("core", "4 n d x", "causal: S / 2 keys a token", redone=("core_attn",))
 
-    def serving(self, z, layer) -> Iterator[State]:
+    def serving(self, z: Sizes, layer: "Layer | None") -> Iterator[State]:
         z = self._sizes(z)
         yield z.state("keys and values", "4 g d / t", "bf16", "token", page=256)

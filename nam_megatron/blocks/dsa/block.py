@@ -1,48 +1,86 @@
 """DeepSeek sparse attention (DeepSeek-V3.2): MLA over the top-k positions a small indexer picks, symbol `D`."""
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import NonNegativeFloat, PositiveInt
 
 from nam_megatron.blocks import Block
-from nam_megatron.blocks.mla.block import WIDTHS, unserved
+from nam_megatron.blocks.mla.block import WIDTHS, Mla, unserved
 from nam_megatron.errors import Problem
-from nam_megatron.setting import Setting
+from nam_megatron.setting import SAME, Row, Setting
 from nam_megatron.sizes import ESTIMATED, UNMEASURED, Line, Param, Sizes, State, Work
+
+if TYPE_CHECKING:
+    from megatron.core.models.backends import BackendSpecProvider
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from nam_megatron.plan import Layer, Plan
+    from nam_megatron.recipe import Recipe
 
 
 class Dsa(Block):
-    kind: ClassVar[str] = "dsa"
-    symbol: ClassVar[str] = "D"
-    title: ClassVar[str] = "DSA"
-    needs: ClassVar[tuple[str, ...]] = ("mla",)
+    """DeepSeek sparse attention, with the projections of `mla`."""
 
-    kernels: Literal["fused", "megatron", "naive"]
-    indexer_heads: PositiveInt
-    indexer_head_dim: PositiveInt
-    top_k: PositiveInt
-    indexer_loss_coeff: NonNegativeFloat
-    full_every: PositiveInt
+    kind = "dsa"
+    title = "DSA"
+    colour = "bright_cyan"
+    letters = ("A",)
+    symbol = "D"
+    slot = "dsa_layer"
+    needs = ("mla",)
+    graph_parts = ("attn",)
+    cached = True
+    fixed = MappingProxyType(
+        {"attention_dropout": (0.0, "neither Megatron's sparse attention nor ours drops anything")}
+    )
 
-    def settings(self, plan) -> Iterator[Setting]:
-        yield Setting("experimental_attention_variant", "dsa", "Megatron checks a DSA config only when this is said")
-        yield Setting("dsa_indexer_n_heads", self.indexer_heads, "indexer heads", "indexer_heads")
-        yield Setting("dsa_indexer_head_dim", self.indexer_head_dim, "indexer head width", "indexer_head_dim")
-        yield Setting("dsa_indexer_topk", self.top_k, "positions each query attends to", "top_k")
-        yield Setting(
-            "dsa_indexer_loss_coeff",
-            self.indexer_loss_coeff,
-            "unset leaves the indexer untrained",
-            "indexer_loss_coeff",
-        )
-        yield Setting("dsa_indexer_use_sparse_loss", False, "KL over all positions, not over the selected ones")
+    kernels: Annotated[
+        Literal["fused", "megatron", "naive"],
+        Row("ours in Triton, Megatron's own modules, or plain torch", executes=SAME),
+    ]
+    indexer_heads: Annotated[PositiveInt, Row("heads of the indexer", "dsa_indexer_n_heads")]
+    indexer_head_dim: Annotated[PositiveInt, Row("width of an indexer head", "dsa_indexer_head_dim")]
+    top_k: Annotated[PositiveInt, Row("positions each query attends to", "dsa_indexer_topk")]
+    indexer_loss_coeff: Annotated[
+        NonNegativeFloat, Row("weight of the indexer's loss; unset leaves it untrained", "dsa_indexer_loss_coeff")
+    ]
+    full_every: Annotated[
+        PositiveInt, Row("every so many DSA layers one computes its top-k, the others reuse it; 1: all compute")
+    ]
+
+    def build(self, backend: "BackendSpecProvider", plan: "Plan") -> "ModuleSpec":
+        from nam_megatron.blocks.dsa import layer
+
+        return layer.stock(backend, plan) if self.kernels == "megatron" else layer.spec(backend, plan)
+
+    def empty(self, plan: "Plan") -> frozenset[str]:
+        from nam_megatron.blocks.dsa import layer
+
+        return (layer.STOCK_EMPTY if self.kernels == "megatron" else layer.EMPTY) | mla(plan.recipe).without_norms()
+
+    def ours(self, plan: "Plan") -> str | None:
+        if plan.index_reuse and self.kernels != "megatron":
+            return "without an attention mask Megatron's shared top-k would live on across microbatches"
+        return None
+
+    def settings(self, plan: "Plan") -> Iterator[Setting]:
+        why = "Megatron checks a DSA config only when this is said"
+        # From the pattern in the config; in the arguments it decides whether Megatron checks the DSA config at all.
+        fields = ("transformer.experimental_attention_variant", "args.experimental_attention_variant")
+        name, key = "experimental_attention_variant", "model.substitute"
+        yield Setting(name, "dsa", why, key, beside="kernels", fields=fields)
+        why = "KL over all positions, not over the selected ones"
+        yield Setting("dsa_indexer_use_sparse_loss", False, why, beside="indexer_loss_coeff")
         freq, offset = plan.index_reuse or (1, None)
-        yield Setting(
-            "dsa_indexer_topk_freq", freq, "layers between two that compute their top-k; 1: all do", "full_every"
-        )
+        why = "layers between two that compute their top-k; 1: all do"
+        # The sharing itself is compared layer by layer; without it Megatron must not share at all.
+        fields = {"transformer.dsa_indexer_topk_freq": 1} if self.full_every == 1 else {}
+        yield Setting("dsa_indexer_topk_freq", freq, why, "full_every", fields=fields)
         if plan.index_reuse:
-            yield Setting("dsa_indexer_skip_topk_offset", offset, "first layer that computes one", "full_every")
+            name, why = "dsa_indexer_skip_topk_offset", "first layer that computes one"
+            yield Setting(name, offset, why, "full_every", fields=())
         yield Setting("dsa_indexer_rotate_activation", False, "on by default; needs fast_hadamard_transform")
         yield Setting("dsa_indexer_rope_interleaved", False, "halves, as the attention itself")
         yield Setting("dsa_indexer_scoring_relu", True, "as published")
@@ -55,16 +93,18 @@ class Dsa(Block):
             why = "our layers hand the top-k on themselves"
             if stock := self.kernels == "megatron":
                 why = "carries the shared top-k; without a mask it would ride on the config object across microbatches"
-            yield Setting("create_attention_mask_in_dataloader", stock, why, "full_every")
+            name = "create_attention_mask_in_dataloader"
+            yield Setting(name, stock, why, "full_every", beside="", fields=(f"args.{name}",))
 
-    def check(self, plan) -> Iterator[Problem]:
+    def check(self, plan: "Plan") -> Iterator[Problem]:
         r = plan.recipe
         yield from self._unserved(r)
+        rope = mla(r).qk_rope_head_dim
         if self.top_k > r.model.seq_length:
             yield Problem(f"top-k {self.top_k} exceeds the sequence of {r.model.seq_length}", "model.blocks.dsa.top_k")
-        if self.indexer_head_dim < r.model.blocks.mla.qk_rope_head_dim:
+        if self.indexer_head_dim < rope:
             yield Problem(
-                f"indexer heads of {self.indexer_head_dim} cannot hold the {r.model.blocks.mla.qk_rope_head_dim} RoPE dimensions",
+                f"indexer heads of {self.indexer_head_dim} cannot hold the {rope} RoPE dimensions",
                 "model.blocks.dsa.indexer_head_dim",
             )
         if r.parallel.context > 1:
@@ -74,14 +114,14 @@ class Dsa(Block):
         if r.model.linear_bias:
             yield Problem("DSA has no linear bias", "model.linear_bias", "set `model.linear_bias=false`")
 
-    def _unserved(self, recipe) -> Iterator[Problem]:
+    def _unserved(self, recipe: "Recipe") -> Iterator[Problem]:
         """What our kernels cannot do as the recipe has it."""
         if self.kernels == "megatron":
             return
-        at, mla = "model.blocks.", recipe.model.blocks.mla
+        at, latent = "model.blocks.", mla(recipe)
         hint = "set `model.blocks.dsa.kernels=megatron`"
-        widths = {"dsa.indexer_head_dim": self.indexer_head_dim, "mla.q_lora_rank": mla.q_lora_rank}
-        widths |= {"mla.kv_lora_rank": mla.kv_lora_rank, "mla.qk_rope_head_dim": mla.qk_rope_head_dim}
+        widths = {"dsa.indexer_head_dim": self.indexer_head_dim, "mla.q_lora_rank": latent.q_lora_rank}
+        widths |= {"mla.kv_lora_rank": latent.kv_lora_rank, "mla.qk_rope_head_dim": latent.qk_rope_head_dim}
         for key, width in widths.items():
             served = WIDTHS[1:] if key == "mla.qk_rope_head_dim" else WIDTHS  # RoPE turns halves
             if self.kernels == "fused" and width not in served:
@@ -92,27 +132,27 @@ class Dsa(Block):
         """MLA's symbols; ih indexer heads of iw; A, one fp32 score tensor [b, n / t, s, s]; K keys a token attends to."""
         top, tokens = self.top_k, z.model.seq_length
         keys = (top * (top + 1) / 2 + (tokens - top) * top) / tokens
-        z = z.model.blocks.mla.sizes(z).own(ih=self.indexer_heads, iw=self.indexer_head_dim, top=top, K=keys)
+        z = mla(z.plan.recipe).sizes(z).own(ih=self.indexer_heads, iw=self.indexer_head_dim, top=top, K=keys)
         return z.own(A=z.value("4 b n s s / t"))
 
-    def params(self, z, layer) -> Iterator[Param]:
-        yield from z.model.blocks.mla.params(z, layer)
+    def params(self, z: Sizes, layer: "Layer | None") -> Iterator[Param]:
+        yield from mla(z.plan.recipe).params(z, layer)
         if computes(layer):
             h, at = z.model.hidden_size, "self_attention.core_attention.indexer."
             wide = self.indexer_heads * self.indexer_head_dim
-            yield Param(f"{at}linear_wq_b.weight", (wide, z.model.blocks.mla.q_lora_rank), "replicated", "weight")
+            yield Param(f"{at}linear_wq_b.weight", (wide, mla(z.plan.recipe).q_lora_rank), "replicated", "weight")
             yield Param(f"{at}linear_wk.weight", (self.indexer_head_dim, h), "replicated", "weight")
             yield Param(f"{at}linear_weights_proj.weight", (self.indexer_heads, h), "replicated", "weight")
             for part in ("weight", "bias"):  # a LayerNorm, whatever the model's norm
                 yield Param(f"{at}k_norm.{part}", (self.indexer_head_dim,), "replicated", "other")
 
-    def activations(self, z, layer) -> Iterator[Line]:
+    def activations(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
         z = self._sizes(z)
         lines = {"fused": self._fused, "megatron": self._megatron, "naive": self._naive}[self.kernels]
         yield from lines(z, layer)
 
-    def _fused(self, z: Sizes, layer) -> Iterator[Line]:
-        yield from z.model.blocks.mla._our_latents(z)
+    def _fused(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
+        yield from mla(z.plan.recipe).our_latents(z)
         if "mla_up_proj" not in z.recompute:
             yield z.line("absorbed queries", "2 T n (rkv + dr) / t", "queries in the latent space")
             yield z.line("latent keys", "2 T (rkv + dr)", "one for all heads")
@@ -126,7 +166,7 @@ class Dsa(Block):
             why = "int32, by query and by key; the reusing layers share it"
             yield z.line("top-k", "8 b s top + 4 b s", why, stays=True)
 
-    def _naive(self, z: Sizes, layer) -> Iterator[Line]:
+    def _naive(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
         more = {"mark": ESTIMATED}
         yield z.line("queries, keys and latents", "6 T n (rkv + dr) / t + 4 Ts h", "plain torch", **more)
         yield z.line("scores", "3.25 A", "probabilities of all keys", **more)
@@ -134,8 +174,8 @@ class Dsa(Block):
             yield z.line("indexer", "8 b ih s s", "fp32 [b, ih, s, s], before and after the ReLU", **more)
             yield z.line("top-k", "b s s", "bool; the reusing layers share it", stays=True, **more)
 
-    def _megatron(self, z: Sizes, layer) -> Iterator[Line]:
-        yield from z.model.blocks.mla.latents(z)
+    def _megatron(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
+        yield from mla(z.plan.recipe).latents(z)
         yield z.line("queries", "2 T n (dq + dr) / t", "packed: the absorption keeps a view of it")
         yield z.line("absorbed queries", "2 T n (rkv + dr) / t", "queries in the latent space")
         yield z.line("latent keys", "2 T (rkv + dr)", "one for all heads")
@@ -155,7 +195,7 @@ class Dsa(Block):
             why = "keys and values copied for each head: a broadcast product is a view only at one sample"
             yield z.line("copies by head", "4 T n (rkv + dr) / t + 2 T n rkv / t", why)
 
-    def working(self, z, layer) -> Iterator[Line]:
+    def working(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
         z = self._sizes(z)
         if self.kernels == "fused":
             more = {"mark": UNMEASURED}
@@ -169,7 +209,7 @@ class Dsa(Block):
         yield z.line("forward", "max(0, 3.5 A - 2 T n (rkv + dv) / t)", "6.75 score tensors in place of 3.25")
         yield z.line("backward", "max(0, 4.25 A - 2 T n (rkv + dv) / t) + 2 T h", "7.5 score tensors in place of 3.25")
 
-    def flops(self, z, layer) -> Iterator[Work]:
+    def flops(self, z: Sizes, layer: "Layer | None") -> Iterator[Work]:
         z = self._sizes(z)
         yield z.work("down projections", "2 h (rq + rkv + dr)", "to the latents")
         yield z.work("up projections", "2 rq n (dq + dr) + 2 n dq rkv + 2 n rkv dv", "queries, and both absorptions")
@@ -187,7 +227,7 @@ class Dsa(Block):
         why = "stock fallback: all S keys, no mask, where the model needs the top-k"
         yield z.work("dense core", "2 n (2 rkv + dr) (S - K)", why, model=False, redone=("core_attn",))
 
-    def serving(self, z, layer) -> Iterator[State]:
+    def serving(self, z: Sizes, layer: "Layer | None") -> Iterator[State]:
         z = self._sizes(z)
         mark = "Megatron 0.19.2 cannot serve DSA"
         yield z.state(
@@ -197,6 +237,13 @@ class Dsa(Block):
             yield z.state("indexer keys", "2 iw", "bf16, only where the top-k is computed", "token", page=64, mark=mark)
 
 
-def computes(layer) -> bool:
+def mla(recipe: "Recipe") -> Mla:
+    """The projections that DSA stands on."""
+    block = recipe.model.blocks.mla
+    assert block is not None, "a recipe with DSA has mla's keys"
+    return block
+
+
+def computes(layer: "Layer | None") -> bool:
     """Whether the layer has an indexer of its own, or uses the top-k of another."""
     return layer is None or layer.source is None

@@ -27,6 +27,7 @@ from megatron.core.transformer.experimental_attention_variant.dsa import (
     DSAIndexerLossAutoScaler,
     DSAIndexerLossLoggingHelper,
     DSAIndexerSubmodules,
+    DSAttention,
     DSAttentionSubmodules,
     source_dsa_compute_layer,
 )
@@ -37,7 +38,6 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
-from nam_megatron.blocks.gpu import without_gpu
 from nam_megatron.blocks.mla.layer import (
     FusedMLASelfAttention,
     assert_served,
@@ -47,11 +47,11 @@ from nam_megatron.blocks.mla.layer import (
 )
 from nam_megatron.blocks.mla.naive import Rope, absorbed_weight
 from nam_megatron.errors import raise_if
+from nam_megatron.runtime.gpu import without_gpu
+from nam_megatron.runtime.stack import NO_CROSS, NO_MLP
 
 # A DSA layer has neither cross attention nor an MLP.
-EMPTY = frozenset(
-    {"pre_cross_attn_layernorm", "cross_attention", "cross_attn_bda", "pre_mlp_layernorm", "mlp", "mlp_bda"}
-)
+EMPTY = STOCK_EMPTY = NO_CROSS | NO_MLP
 
 Kernels = Literal["fused", "naive"]
 
@@ -69,15 +69,7 @@ def spec(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
     """
     kernels = plan.recipe.model.blocks.dsa.kernels
     raise_if(without_gpu("DSA", "dsa", kernels))
-    linear = backend.linear()
-    indexer = DSAIndexerSubmodules(
-        linear_wq_b=linear, linear_wk=linear, k_norm=backend.layer_norm(), linear_weights_proj=linear
-    )
-    core = ModuleSpec(
-        SparseAttention,
-        params={"kernels": kernels},
-        submodules=DSAttentionSubmodules(indexer=ModuleSpec(DSAIndexer, submodules=indexer)),
-    )
+    core = ModuleSpec(SparseAttention, params={"kernels": kernels}, submodules=_indexer(backend))
     attention = AbsorbedMLASelfAttentionSubmodules(core_attention=core, **projections(backend, plan))
     parts = TransformerLayerSubmodules(
         input_layernorm=backend.layer_norm(rms_norm=True),
@@ -89,6 +81,26 @@ def spec(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
         self_attn_bda=get_bias_dropout_add,
     )
     return ModuleSpec(SparseLayer, submodules=parts)
+
+
+def stock(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
+    """The whole layer of Megatron's own modules, with norms on the latents."""
+    core = ModuleSpec(DSAttention, submodules=_indexer(backend))
+    parts = AbsorbedMLASelfAttentionSubmodules(core_attention=core, **projections(backend, plan))
+    attention = ModuleSpec(AbsorbedMLASelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=parts)
+    norm = backend.layer_norm(rms_norm=True)
+    layer = TransformerLayerSubmodules(
+        input_layernorm=norm, self_attention=attention, self_attn_bda=get_bias_dropout_add
+    )
+    return ModuleSpec(TransformerLayer, submodules=layer)
+
+
+def _indexer(backend: BackendSpecProvider) -> DSAttentionSubmodules:
+    linear = backend.linear()
+    parts = DSAIndexerSubmodules(
+        linear_wq_b=linear, linear_wk=linear, k_norm=backend.layer_norm(), linear_weights_proj=linear
+    )
+    return DSAttentionSubmodules(indexer=ModuleSpec(DSAIndexer, submodules=parts))
 
 
 class SparseLayer(TransformerLayer):

@@ -4,30 +4,50 @@ The layer's sizes travel in plan.json; Megatron has no flags for them.
 """
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import PositiveInt
 
 from nam_megatron.blocks import Block, divides, residual
 from nam_megatron.errors import Problem
+from nam_megatron.setting import SAME, Row
 from nam_megatron.sizes import ESTIMATED, UNMEASURED, Line, Param, Sizes, State, Work
+
+if TYPE_CHECKING:
+    from megatron.core.models.backends import BackendSpecProvider
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from nam_megatron.plan import Layer, Plan
 
 CHECKPOINT = 4  # tokens between two states that are kept for the backward pass (kernel.Config.tokens)
 ROWS = 16  # of a head's state that one program of the kernels owns (kernel.Config.rows)
 
 
 class M2Rnn(Block):
-    kind: ClassVar[str] = "m2rnn"
-    symbol: ClassVar[str] = "M"
-    title: ClassVar[str] = "M2RNN"
+    """M2RNN, a recurrence with a matrix state: our own mixer."""
 
-    kernels: Literal["fused", "naive"]
-    k_dim: PositiveInt
-    v_dim: PositiveInt
-    heads: PositiveInt
-    conv_width: PositiveInt
+    kind = "m2rnn"
+    title = "M2RNN"
+    colour = "bright_magenta"
+    letters = ("R",)
+    symbol = "M"
+    slot = "mamba_layer"
+    stock = False
+    graph_parts = ("mamba",)
+    fsdp_unit = False
 
-    def check(self, plan) -> Iterator[Problem]:
+    kernels: Annotated[Literal["fused", "naive"], Row("ours in Triton, or plain torch", executes=SAME)]
+    k_dim: Annotated[PositiveInt, Row("rows of a head's state: width of queries and keys, one head of each")]
+    v_dim: Annotated[PositiveInt, Row("columns of a head's state: width of a value")]
+    heads: Annotated[PositiveInt, Row("heads of values, gates and states")]
+    conv_width: Annotated[PositiveInt, Row("tokens of the causal convolution over q, k and v")]
+
+    def build(self, backend: "BackendSpecProvider", plan: "Plan") -> "ModuleSpec":
+        from nam_megatron.blocks.m2rnn import layer
+
+        return layer.spec(backend, plan)
+
+    def check(self, plan: "Plan") -> Iterator[Problem]:
         at, p = "model.blocks.m2rnn.", plan.recipe.parallel
         yield from self.unserved()
         yield from divides(at + "heads", self.heads, p.tensor, "M2RNN heads", "parallel.tensor")
@@ -36,7 +56,7 @@ class M2Rnn(Block):
             yield Problem(
                 "M2RNN does not run under context parallelism", "parallel.context", "set `parallel.context=1`"
             )
-        if plan.recipe.feature.fp8.on and self.in_proj_width % (16 * p.tensor):
+        if plan.recipe.feature.fp8 and self.in_proj_width % (16 * p.tensor):
             yield Problem(
                 f"M2RNN's input projection is {self.in_proj_width} / tensor {p.tensor} wide, which 16 does not divide: no FP8 GEMM",
                 at + "heads",
@@ -61,7 +81,7 @@ class M2Rnn(Block):
         own = dict(nh=self.heads, K=self.k_dim, Vh=self.v_dim, c=self.conv_width, L=CHECKPOINT)
         return z.own(**own, parts=self.k_dim / ROWS)
 
-    def params(self, z, layer) -> Iterator[Param]:
+    def params(self, z: Sizes, layer: "Layer | None") -> Iterator[Param]:
         h, inner = z.model.hidden_size, self.heads * self.v_dim
         conv = 2 * self.k_dim + inner
         yield from z.norm("mixer.in_proj.layer_norm_", h)
@@ -75,7 +95,7 @@ class M2Rnn(Block):
         yield Param("mixer.in_proj.weight", (self.in_proj_width, h), "tensor", "weight")
         yield Param("mixer.out_proj.weight", (h, inner), "tensor", "weight")
 
-    def activations(self, z, layer) -> Iterator[Line]:
+    def activations(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
         z, naive = self._sizes(z), self.kernels == "naive"
         yield from residual(z)
         yield z.line("q, k, v, gate, forget", "2 T (2 K + 2 nh Vh + nh) / t", "the whole projection", mark=UNMEASURED)
@@ -99,7 +119,7 @@ class M2Rnn(Block):
             mark=UNMEASURED,
         )
 
-    def working(self, z, layer) -> Iterator[Line]:
+    def working(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
         z = self._sizes(z)
         if self.kernels == "naive":
             yield z.line("backward", "24 nh K Vh b / t", "one step's gradients", mark=ESTIMATED)
@@ -118,13 +138,13 @@ class M2Rnn(Block):
             mark=UNMEASURED,
         )
 
-    def flops(self, z, layer) -> Iterator[Work]:
+    def flops(self, z: Sizes, layer: "Layer | None") -> Iterator[Work]:
         z = self._sizes(z)
         yield z.work("projections", "2 h (2 K + 2 nh Vh + nh) + 2 nh Vh h", "in and out")
         yield z.work("convolution", "2 c (2 K + nh Vh)", "")
         yield z.work("recurrence", "nh (2 K Vh Vh + 8 K Vh)", "h W, k v, forget, q h")
 
-    def serving(self, z, layer) -> Iterator[State]:
+    def serving(self, z: Sizes, layer: "Layer | None") -> Iterator[State]:
         z = self._sizes(z)
         yield z.state("recurrent state", "4 nh K Vh / t", "one matrix a head, fp32", "sequence", mark=UNMEASURED)
         yield z.state(

@@ -29,9 +29,9 @@ from megatron.core.utils import deprecate_inference_params
 from torch import Tensor
 from torch.nn import Parameter
 
-from nam_megatron.blocks.gpu import without_gpu
 from nam_megatron.blocks.m2rnn import naive
 from nam_megatron.errors import raise_if
+from nam_megatron.runtime.gpu import without_gpu
 
 # As the authors begin: A is uniform in (0, 16), softplus(dt_bias) is uniform in its logarithm.
 A_MAX, DT_MIN, DT_MAX = 16.0, 1e-3, 0.1

@@ -1,44 +1,65 @@
 """Mamba-2 (arXiv 2405.21060): Megatron's MambaMixer, symbol `M`."""
 
 from collections.abc import Iterator
-from typing import ClassVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import PositiveInt
 
 from nam_megatron.blocks import Block, divides, residual
 from nam_megatron.errors import Problem
-from nam_megatron.setting import Setting
+from nam_megatron.setting import Row, Setting
 from nam_megatron.sizes import Line, Param, Sizes, State, Work
+
+if TYPE_CHECKING:
+    from megatron.core.models.backends import BackendSpecProvider
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from nam_megatron.plan import Layer, Plan
 
 CHUNK = 128  # MambaMixer's default chunk_size; not a flag
 CONV = 4  # its d_conv
 
 
 class Mamba2(Block):
-    kind: ClassVar[str] = "mamba2"
-    symbol: ClassVar[str] = "M"
-    title: ClassVar[str] = "Mamba-2"
+    """Mamba-2: Megatron's own mixer."""
 
-    heads: PositiveInt
-    head_dim: PositiveInt
-    state_dim: PositiveInt
-    groups: PositiveInt
-    strided: bool
+    kind = "mamba2"
+    title = "Mamba-2"
+    colour = "bright_green"
+    letters = ("M", "R")
+    symbol = "M"
+    slot = "mamba_layer"
+    graph_parts = ("mamba",)
+    fsdp_unit = False
+    autotuned = True
+    fixed = MappingProxyType({"norm_epsilon": (1e-5, "Megatron's gated norm has it from its own default")})
+
+    heads: Annotated[PositiveInt, Row("heads; unset, Megatron takes 2 * hidden_size / head_dim", "mamba_num_heads")]
+    head_dim: Annotated[PositiveInt, Row("width of one head", "mamba_head_dim")]
+    state_dim: Annotated[PositiveInt, Row("columns of a head's state; Megatron's default is 128", "mamba_state_dim")]
+    groups: Annotated[PositiveInt, Row("B and C groups", "mamba_num_groups")]
+    strided: Annotated[
+        bool,
+        Row("the scan reads its input where it lies; Megatron's mixer copies it, and the gradient back",
+            executes="the same kernels on the same values"),
+    ]  # fmt: skip
 
     @property
     def in_proj_width(self) -> int:
         """Columns of the packed input projection: z, x, B, C, dt."""
         return 2 * self.heads * self.head_dim + 2 * self.groups * self.state_dim + self.heads
 
-    def settings(self, plan) -> Iterator[Setting]:
-        yield Setting("mamba_num_heads", self.heads, "unset means 2 * hidden_size / head_dim", "heads")
-        yield Setting("mamba_head_dim", self.head_dim, "width of one head", "head_dim")
-        yield Setting("mamba_state_dim", self.state_dim, "Megatron's default is 128", "state_dim")
-        yield Setting("mamba_num_groups", self.groups, "B and C groups", "groups")
+    def settings(self, plan: "Plan") -> Iterator[Setting]:
         yield Setting("use_mamba_mem_eff_path", True, "the fused kernel; Megatron does not test the other")
         yield Setting("mamba_training_ssm_states_dtype", None, "chunk states in the parameters' dtype")
 
-    def check(self, plan) -> Iterator[Problem]:
+    def build(self, backend: "BackendSpecProvider", plan: "Plan") -> "ModuleSpec":
+        from nam_megatron.blocks.mamba2 import layer
+
+        return layer.spec(backend, self)
+
+    def check(self, plan: "Plan") -> Iterator[Problem]:
         at, p = "model.blocks.mamba2.", plan.recipe.parallel
         yield from divides(at + "heads", self.heads, self.groups, "Mamba-2 heads", at + "groups")
         yield from divides(
@@ -61,7 +82,7 @@ class Mamba2(Block):
             nh=self.heads, P=self.head_dim, di=self.heads * self.head_dim, G=self.groups, ns=self.state_dim, L=CHUNK
         )
 
-    def params(self, z, layer) -> Iterator[Param]:
+    def params(self, z: Sizes, layer: "Layer | None") -> Iterator[Param]:
         h, inner = z.model.hidden_size, self.heads * self.head_dim
         conv = inner + 2 * self.groups * self.state_dim
         yield from z.norm("mixer.in_proj.layer_norm_", h)
@@ -73,7 +94,7 @@ class Mamba2(Block):
         yield Param("mixer.norm.weight", (inner,), "tensor", "other")
         yield Param("mixer.out_proj.weight", (h, inner), "tensor", "weight")
 
-    def activations(self, z, layer) -> Iterator[Line]:
+    def activations(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
         z = self._sizes(z)
         yield from residual(z)
         copied = "batch first: a copy of the projection, which is freed"
@@ -83,7 +104,7 @@ class Mamba2(Block):
         yield z.line("gated norm", "2 T di / t + 4 T G / t", "its input, sequence first, and statistics")
         yield z.line("gated output", "w T di / t", "input of the output projection")
 
-    def working(self, z, layer) -> Iterator[Line]:
+    def working(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
         z = self._sizes(z)
         forward = "2 T (2 di + 2 G ns) / t + 4 T L G / t + 6 T di ns / (L t)"
         yield z.line("forward", forward, "convolution, output, C B products and chunk states, fp32 and bf16")
@@ -92,13 +113,13 @@ class Mamba2(Block):
         )
         yield z.line("backward", backward, "the same again, and the gradients of each")
 
-    def flops(self, z, layer) -> Iterator[Work]:
+    def flops(self, z: Sizes, layer: "Layer | None") -> Iterator[Work]:
         z = self._sizes(z)
         yield z.work("projections", "2 h (2 di + 2 G ns + nh) + 2 di h", "in and out")
         yield z.work("convolution", "8 (di + 2 G ns)", "width 4")
         yield z.work("scan", "L ns G + L di + 4 ns di", "causal half of a chunk, and the states between chunks")
 
-    def serving(self, z, layer) -> Iterator[State]:
+    def serving(self, z: Sizes, layer: "Layer | None") -> Iterator[State]:
         z = self._sizes(z)
         yield z.state("convolution window", "8 (di + 2 G ns) / t", "the last 4 columns, bf16", "sequence")
         yield z.state("recurrent state", "2 di ns / t", "one matrix a head, bf16", "sequence")

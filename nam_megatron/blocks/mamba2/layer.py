@@ -7,8 +7,20 @@ and the gradient has those of its tensor: a transposed view does.
 
 import megatron.core.ssm.mamba_mixer as upstream
 import torch
+from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
+
+from nam_megatron.blocks.mamba2.block import Mamba2
+
+
+def spec(backend: BackendSpecProvider, block: Mamba2) -> ModuleSpec:
+    """The mixer: Megatron's own, but for `strided`."""
+    parts = upstream.MambaMixerSubmodules(
+        in_proj=backend.column_parallel_layer_norm_linear(), out_proj=backend.row_parallel_linear()
+    )
+    return ModuleSpec(StridedMambaMixer if block.strided else upstream.MambaMixer, submodules=parts)
 
 
 class StridedMambaMixer(upstream.MambaMixer):

@@ -4,31 +4,60 @@ The layer's sizes travel in plan.json; Megatron has no flags for them.
 """
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
 from nam_megatron.blocks import Block, divides, residual
 from nam_megatron.errors import Problem
+from nam_megatron.setting import SAME, Row
 from nam_megatron.sizes import UNMEASURED, Line, Param, Sizes, State, Work
+
+if TYPE_CHECKING:
+    from megatron.core.models.backends import BackendSpecProvider
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from nam_megatron.plan import Layer, Plan
 
 ENTRIES = 2  # of the batch, that the fused kernels take at once, to bound what they hold
 
 
 class Mamba3(Block):
-    kind: ClassVar[str] = "mamba3"
-    symbol: ClassVar[str] = "M"
-    title: ClassVar[str] = "Mamba-3"
+    """Mamba-3: our own mixer."""
 
-    kernels: Literal["fused", "naive"]
-    recompute: Literal["none", "in_proj"]  # whose output is computed again in the backward pass instead of kept
-    heads: PositiveInt
-    head_dim: PositiveInt
-    state_dim: PositiveInt
-    groups: PositiveInt
-    mimo_rank: PositiveInt
-    chunk: PositiveInt
-    rope_fraction: PositiveFloat
+    kind = "mamba3"
+    title = "Mamba-3"
+    colour = "bright_green"
+    letters = ("M", "R")
+    symbol = "M"
+    slot = "mamba_layer"
+    stock = False
+    graph_parts = ("mamba",)
+    fsdp_unit = False
+    autotuned = True
+    fixed = MappingProxyType({"norm_epsilon": (1e-5, "its norms of B and C are those of the paper")})
+
+    kernels: Annotated[Literal["fused", "naive"], Row("ours in Triton, or plain torch", executes=SAME)]
+    recompute: Annotated[
+        Literal["none", "in_proj"],
+        Row(
+            "whose output is computed again in the backward pass instead of kept",
+            executes="the same values, computed twice",
+        ),
+    ]
+    heads: Annotated[PositiveInt, Row("heads")]
+    head_dim: Annotated[PositiveInt, Row("width of one head")]
+    state_dim: Annotated[PositiveInt, Row("columns of a head's state")]
+    groups: Annotated[PositiveInt, Row("B and C groups")]
+    mimo_rank: Annotated[PositiveInt, Row("inputs and outputs of a state update; 1 is SISO")]
+    chunk: Annotated[PositiveInt, Row("tokens that the kernels take at once", executes="the order of sums")]
+    rope_fraction: Annotated[PositiveFloat, Row("share of the state's columns that data-dependent angles turn")]
+
+    def build(self, backend: "BackendSpecProvider", plan: "Plan") -> "ModuleSpec":
+        from nam_megatron.blocks.mamba3 import layer
+
+        return layer.spec(backend, plan)
 
     @property
     def angles(self) -> int:
@@ -45,7 +74,7 @@ class Mamba3(Block):
             + self.angles
         )
 
-    def check(self, plan) -> Iterator[Problem]:
+    def check(self, plan: "Plan") -> Iterator[Problem]:
         at, p = "model.blocks.mamba3.", plan.recipe.parallel
         yield from divides(at + "heads", self.heads, self.groups, "Mamba-3 heads", at + "groups")
         yield from divides(at + "heads", self.heads, p.tensor, "Mamba-3 heads", "parallel.tensor")
@@ -59,7 +88,7 @@ class Mamba3(Block):
             yield Problem(
                 "Mamba-3 does not run under context parallelism", "parallel.context", "set `parallel.context=1`"
             )
-        if plan.recipe.feature.fp8.on and self.in_proj_width // p.tensor % 16:
+        if plan.recipe.feature.fp8 and self.in_proj_width // p.tensor % 16:
             yield Problem(
                 f"Mamba-3's input projection is {self.in_proj_width} wide, which 16 x {p.tensor} tensor ranks do not divide: no FP8 GEMM",
                 at + "heads",
@@ -98,7 +127,7 @@ class Mamba3(Block):
             **sizes, G=self.groups, ns=self.state_dim, a=self.angles, L=self.chunk, E=at_once, W=self.in_proj_width
         )
 
-    def params(self, z, layer) -> Iterator[Param]:
+    def params(self, z: Sizes, layer: "Layer | None") -> Iterator[Param]:
         h, inner, rank = z.model.hidden_size, self.heads * self.head_dim, self.mimo_rank
         yield from z.norm("mixer.in_proj.layer_norm_", h)
         yield Param("mixer.in_proj.weight", (self.in_proj_width, h), "tensor", "weight")
@@ -112,7 +141,7 @@ class Mamba3(Block):
                 yield Param(f"mixer.mimo_{name}", (self.heads, rank, self.head_dim), "tensor", "other")
         yield Param("mixer.out_proj.weight", (h, inner), "tensor", "weight")
 
-    def activations(self, z, layer) -> Iterator[Line]:
+    def activations(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
         z = self._sizes(z)
         if self.recompute == "in_proj":
             yield z.line("input", "2 Ts h", "kept for the input projection; the residual branch shares it")
@@ -123,7 +152,7 @@ class Mamba3(Block):
         if self.kernels == "naive":
             yield z.line("states", "16 T di ns / t", "the state after each token and its terms, fp32", mark=UNMEASURED)
 
-    def working(self, z, layer) -> Iterator[Line]:
+    def working(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
         if self.kernels == "naive":
             return
         z = self._sizes(z)
@@ -137,7 +166,7 @@ class Mamba3(Block):
         backward = f"{operands} + (2 E r di + 4 E di ns / L) / t + {prepared} + {gradients}"
         yield z.line("backward", backward, "the same again, and the gradient of each")
 
-    def flops(self, z, layer) -> Iterator[Work]:
+    def flops(self, z: Sizes, layer: "Layer | None") -> Iterator[Work]:
         z = self._sizes(z)
         yield z.work("projections", "2 h W + 2 di h", "in and out")
         if self.recompute == "in_proj":
@@ -150,7 +179,7 @@ class Mamba3(Block):
             yield z.work("other half of a chunk", chunk, "computed and masked", model=False)
             yield z.work("chunk states again", "2 r ns di", "not kept for the backward pass", passes=1, model=False)
 
-    def serving(self, z, layer) -> Iterator[State]:
+    def serving(self, z: Sizes, layer: "Layer | None") -> Iterator[State]:
         z = self._sizes(z)
         yield z.state("recurrent state", "4 di ns / t", "one matrix a head, fp32", "sequence")
         yield z.state("last k and x", "2 r nh ns / t + 2 di / t", "bf16, for the trapezoid", "sequence")

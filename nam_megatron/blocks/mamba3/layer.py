@@ -27,10 +27,10 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 
-from nam_megatron.blocks.gpu import without_gpu
 from nam_megatron.blocks.mamba3 import kernel, naive
 from nam_megatron.blocks.mamba3.naive import NORM_EPSILON, Shape, State, Weights
 from nam_megatron.errors import Problem, Refused, raise_if
+from nam_megatron.runtime.gpu import without_gpu
 
 DT_MIN, DT_MAX, DT_FLOOR = 1e-3, 0.1, 1e-4  # of the initial steps, as mamba-ssm 2.3.2.post1 draws them
 # Parameters that stay in fp32, all cut along their first dimension, the heads.

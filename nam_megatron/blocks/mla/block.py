@@ -1,14 +1,21 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): Megatron's MLASelfAttention, symbol `+`."""
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import PositiveInt
 
 from nam_megatron.blocks import Block, residual
 from nam_megatron.errors import Problem
-from nam_megatron.setting import Setting
+from nam_megatron.setting import SAME, Row, Setting
 from nam_megatron.sizes import ESTIMATED, UNMEASURED, Line, Param, Sizes, State, Work
+
+if TYPE_CHECKING:
+    from megatron.core.models.backends import BackendSpecProvider
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from nam_megatron.plan import Layer, Plan
+    from nam_megatron.recipe import Recipe
 
 # Of latents and of parts of heads that the fused projections take: a tile's side is a power of two. Beyond a rank of 174
 # (750 TFLOP/s over 4.3 TB/s) products are bound by arithmetic, and cuBLAS does them better.
@@ -20,54 +27,86 @@ def low_rank(q_rank: int, kv_rank: int, nope: int, rope: int, value: int) -> boo
     return {q_rank, kv_rank, nope, rope, value} <= set(WIDTHS) and rope >= 32  # RoPE turns halves
 
 
-def unserved(title: str, kind: str, recipe) -> Iterator[Problem]:
+def unserved(title: str, kind: str, recipe: "Recipe") -> Iterator[Problem]:
     """What our MLA and our DSA, which project alike, cannot do as the recipe has it."""
     key = f"model.blocks.{kind}.kernels"
     hint = f"set `{key}=megatron`"
-    if recipe.feature.fp8.on:
+    if recipe.feature.fp8:
         yield Problem(f"our {title} projects in bf16, not in FP8", key, hint)
     if recipe.model.normalization != "RMSNorm":
         yield Problem(f"our {title} has RMSNorm in its projections, not {recipe.model.normalization}", key, hint)
 
 
 class Mla(Block):
-    kind: ClassVar[str] = "mla"
-    symbol: ClassVar[str] = "+"
-    title: ClassVar[str] = "MLA"
+    """Multi-head latent attention; DSA has its projections, too."""
 
-    kernels: Literal["fused", "megatron", "naive"]
-    q_lora_rank: PositiveInt
-    kv_lora_rank: PositiveInt
-    qk_head_dim: PositiveInt
-    qk_rope_head_dim: PositiveInt
-    v_head_dim: PositiveInt
-    latent_norm: bool
+    kind = "mla"
+    title = "MLA"
+    colour = "bright_blue"
+    letters = ("A",)
+    symbol = "+"
+    slot = "mla_layer"
+    graph_parts = ("attn",)
+    cached = True
 
-    def settings(self, plan) -> Iterator[Setting]:
-        yield Setting("multi_latent_attention", True, "said outright; Megatron would infer it from the pattern")
-        yield Setting("q_lora_rank", self.q_lora_rank, "query latent", "q_lora_rank")
-        yield Setting(
-            "kv_lora_rank", self.kv_lora_rank, "32 on Megatron's command line, 512 in its config", "kv_lora_rank"
-        )
-        yield Setting("qk_head_dim", self.qk_head_dim, "query/key head without position", "qk_head_dim")
-        yield Setting("qk_pos_emb_head_dim", self.qk_rope_head_dim, "query/key head with RoPE", "qk_rope_head_dim")
-        yield Setting("v_head_dim", self.v_head_dim, "value head", "v_head_dim")
-        yield Setting("rope_type", "rope", "unset means yarn")
-        yield Setting("rotary_scaling_factor", 1.0, "40 in Megatron's config; scales the softmax even with plain RoPE")
-        yield Setting("mscale", 1.0, "yarn's, neutral")
-        yield Setting("mscale_all_dim", 0.0, "yarn's, neutral")
-        yield Setting(
-            "qk_layernorm", self.latent_norm, "norms on both latents; our stack spec holds them", "latent_norm"
-        )
+    kernels: Annotated[
+        Literal["fused", "megatron", "naive"] | None,
+        Row("ours in Triton, Megatron's own modules, or plain torch", executes=SAME),
+    ] = None
+    q_lora_rank: Annotated[PositiveInt, Row("width of the query latent", "q_lora_rank")]
+    kv_lora_rank: Annotated[
+        PositiveInt,
+        Row("width of the key/value latent; 32 on Megatron's command line, 512 in its config", "kv_lora_rank"),
+    ]
+    qk_head_dim: Annotated[PositiveInt, Row("part of a query/key head without position", "qk_head_dim")]
+    qk_rope_head_dim: Annotated[
+        PositiveInt, Row("part that RoPE turns, one key shared by all heads", "qk_pos_emb_head_dim")
+    ]
+    v_head_dim: Annotated[PositiveInt, Row("value head", "v_head_dim")]
+    latent_norm: Annotated[bool, Row("RMSNorm on both latents; our stack spec holds them", "qk_layernorm")]
+
+    def idle(self, recipe: "Recipe", kinds: frozenset[str]) -> Iterator[tuple[str, str]]:
+        if "mla" not in kinds:
+            yield "kernels", "DSA has its own"
+
+    def build(self, backend: "BackendSpecProvider", plan: "Plan") -> "ModuleSpec":
+        from nam_megatron.blocks.mla import layer
+
+        return layer.stock(backend, plan) if self.kernels == "megatron" else layer.spec(backend, plan)
+
+    def empty(self, plan: "Plan") -> frozenset[str]:
+        from nam_megatron.blocks.mla import layer
+
+        return (layer.STOCK_EMPTY if self.kernels == "megatron" else layer.EMPTY) | self.without_norms()
+
+    def without_norms(self) -> frozenset[str]:
+        """Fields that are empty because the latents have no norms."""
+        return frozenset(() if self.latent_norm else ("self_attention.q_layernorm", "self_attention.kv_layernorm"))
+
+    def settings(self, plan: "Plan") -> Iterator[Setting]:
+        m, key = plan.recipe.model, "model.letters.A"
+        heads = {"transformer.num_query_groups": m.num_attention_heads, "transformer.rotary_base": m.rotary_base}
+        fields = {
+            "transformer.multi_latent_attention": True,
+            "transformer.kv_channels": m.hidden_size // m.num_attention_heads,
+        }
+        why = "said outright; Megatron would infer it from the pattern"
+        yield Setting("multi_latent_attention", True, why, key, beside="kernels", fields=fields | heads)
+        at = {"beside": "v_head_dim"}
+        yield Setting("rope_type", "rope", "unset means yarn", **at)
+        why = "40 in Megatron's config; scales the softmax even with plain RoPE"
+        yield Setting("rotary_scaling_factor", 1.0, why, **at)
+        yield Setting("mscale", 1.0, "yarn's, neutral", **at)
+        yield Setting("mscale_all_dim", 0.0, "yarn's, neutral", **at)
         yield Setting("apply_rope_fusion", False, "Megatron fuses RoPE for MLA only with yarn, and never for DSA")
         yield Setting("cache_mla_latents", False, "inference only")
         yield Setting(
             "mla_down_proj_fusion", False, "one layer norm and two down projections, as the stack spec has them"
         )
         # GQA's settings stay at what MLA expects.
-        yield Setting("group_query_attention", False, "excluded by MLA")
+        yield Setting("group_query_attention", False, "excluded by MLA", fields=())
 
-    def check(self, plan) -> Iterator[Problem]:
+    def check(self, plan: "Plan") -> Iterator[Problem]:
         # DSA stands on these settings too, and has kernels of its own.
         if self.kernels != "megatron" and "mla" in plan.kinds:
             yield from unserved("MLA", self.kind, plan.recipe)
@@ -86,7 +125,7 @@ class Mla(Block):
         sizes = {"rq": self.q_lora_rank, "rkv": self.kv_lora_rank, "n": z.model.num_attention_heads}
         return z.own(dq=self.qk_head_dim, dr=self.qk_rope_head_dim, dv=self.v_head_dim, **sizes)
 
-    def params(self, z, layer) -> Iterator[Param]:
+    def params(self, z: Sizes, layer: "Layer | None") -> Iterator[Param]:
         h, n, at = z.model.hidden_size, z.model.num_attention_heads, "self_attention."
         down = {"q": self.q_lora_rank, "kv": self.kv_lora_rank + self.qk_rope_head_dim}
         up = {
@@ -111,12 +150,12 @@ class Mla(Block):
             )
         yield z.line("cos and sin", "8 s dr", "bf16, of queries and of keys: RoPE is not fused")
 
-    def _projects(self) -> bool:
+    def projects(self) -> bool:
         """Whether our kernels norm and project; the modules do otherwise, and keep what they keep."""
         sizes = (self.q_lora_rank, self.kv_lora_rank, self.qk_head_dim, self.qk_rope_head_dim, self.v_head_dim)
         return self.kernels == "naive" or (self.kernels == "fused" and low_rank(*sizes))
 
-    def _our_latents(self, z: Sizes) -> Iterator[Line]:
+    def our_latents(self, z: Sizes) -> Iterator[Line]:
         mark = ESTIMATED if self.kernels == "naive" else ""
         yield z.line("input", "2 Ts h", "kept by the projection; the residual branch shares it", mark=mark)
         if self.kernels == "naive":
@@ -127,10 +166,10 @@ class Mla(Block):
         yield z.line("normed latents", "2 T (rq + rkv + dr)", "of all positions, one tensor", mark=mark)
         yield z.line("cos and sin", "4 s dr", "fp32, kept from the first step on", mark=mark)
 
-    def activations(self, z, layer) -> Iterator[Line]:
+    def activations(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
         z = self.sizes(z)
-        yield from self._our_latents(z) if self._projects() else self.latents(z)
-        if self.kernels == "fused" and not self._projects():
+        yield from self.our_latents(z) if self.projects() else self.latents(z)
+        if self.kernels == "fused" and not self.projects():
             yield z.line("down weights", "2 h (rq + rkv + dr)", "as one matrix", mark=UNMEASURED)
         if "mla_up_proj" not in z.recompute:
             yield z.line("queries and keys", "4 T n (dq + dr) / t", "after RoPE and concatenation")
@@ -139,22 +178,22 @@ class Mla(Block):
         if "core_attn" not in z.recompute:
             yield z.line("softmax statistics", "4 T n / t", "fp32")
 
-    def working(self, z, layer) -> Iterator[Line]:
+    def working(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
         z = self.sizes(z)
-        if self._projects():
+        if self.projects():
             yield z.line("forward", "2 Ts h", "the layer's output")
         else:
             yield z.line("forward", "2 T n (dq + dv) / t + 2 Ts h", "packed up projection and the layer's output")
         why = "gradients of output, q (fp32 and bf16), k, v and input"
         yield z.line("backward", "2 T h + 4 T n dv / t + 8 T n (dq + dr) / t", why)
 
-    def flops(self, z, layer) -> Iterator[Work]:
+    def flops(self, z: Sizes, layer: "Layer | None") -> Iterator[Work]:
         z = self.sizes(z)
         yield z.work("down projections", "2 h (rq + rkv + dr)", "to the latents")
         yield z.work("up projections", "2 rq n (dq + dr) + 2 rkv n (dq + dv)", "from them", redone=("mla_up_proj",))
         yield z.work("output projection", "2 n dv h", "")
         yield z.work("core", "2 n (dq + dr + dv) x", "causal: S / 2 keys a token", redone=("core_attn",))
 
-    def serving(self, z, layer) -> Iterator[State]:
+    def serving(self, z: Sizes, layer: "Layer | None") -> Iterator[State]:
         z = self.sizes(z)
         yield z.state("latent and rope", "2 (rkv + dr)", "bf16, whole on every tensor rank", "token", page=64)

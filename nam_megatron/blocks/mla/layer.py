@@ -21,17 +21,16 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
-from nam_megatron.blocks.gpu import interpreted, without_gpu
 from nam_megatron.blocks.mla import naive
 from nam_megatron.blocks.mla.block import low_rank
 from nam_megatron.blocks.mla.cache import LatentCache
 from nam_megatron.blocks.mla.naive import Rope
 from nam_megatron.errors import Problem, Refused, raise_if
+from nam_megatron.runtime.gpu import interpreted, without_gpu
+from nam_megatron.runtime.stack import NO_CROSS, NO_MLP
 
-_NO_CROSS = {"pre_cross_attn_layernorm", "cross_attention", "cross_attn_bda"}
-_NO_MLP = {"pre_mlp_layernorm", "mlp", "mlp_bda"}
 # Empty on purpose; Megatron would fill linear_qkv_down_proj itself, on a copy of the spec with its own attention in it.
-EMPTY = frozenset({*_NO_CROSS, *_NO_MLP, "self_attention.linear_qkv_down_proj"})
+EMPTY = STOCK_EMPTY = NO_CROSS | NO_MLP | {"self_attention.linear_qkv_down_proj"}
 
 
 def spec(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
@@ -50,6 +49,17 @@ def spec(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
         self_attn_bda=get_bias_dropout_add,
     )
     return ModuleSpec(FusedMLALayer, submodules=layer)
+
+
+def stock(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
+    """The whole layer of Megatron's own modules, with norms on the latents."""
+    parts = MLASelfAttentionSubmodules(core_attention=backend.core_attention(), **projections(backend, plan))
+    attention = ModuleSpec(MLASelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=parts)
+    norm = backend.layer_norm(rms_norm=True)
+    layer = TransformerLayerSubmodules(
+        input_layernorm=norm, self_attention=attention, self_attn_bda=get_bias_dropout_add
+    )
+    return ModuleSpec(TransformerLayer, submodules=layer)
 
 
 def projections(backend: BackendSpecProvider, plan: Any) -> dict[str, Any]:

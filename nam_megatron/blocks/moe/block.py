@@ -3,91 +3,124 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from nam_megatron.blocks import Block, divides, residual
 from nam_megatron.errors import Problem
-from nam_megatron.setting import Setting
+from nam_megatron.setting import Row, Setting
 from nam_megatron.sizes import ROUTING, UNMEASURED, Line, Param, Sizes, Work
+
+if TYPE_CHECKING:
+    from megatron.core.models.backends import BackendSpecProvider
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from nam_megatron.plan import Layer, Plan
+    from nam_megatron.recipe import Recipe
 
 
 class Moe(Block):
-    kind: ClassVar[str] = "moe"
-    symbol: ClassVar[str] = "E"
-    title: ClassVar[str] = "MoE"
+    """Mixture of experts with a shared expert: Megatron's own."""
 
-    experts: PositiveInt
-    top_k: PositiveInt
-    expert_hidden_size: PositiveInt
-    shared_expert_hidden_size: NonNegativeInt
-    score_function: Literal["sigmoid", "softmax"]
-    expert_bias: bool
-    expert_bias_update_rate: NonNegativeFloat
-    router_dtype: Literal["fp32", "fp64"]
-    balancing: Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
-    aux_loss_coeff: NonNegativeFloat
-    dispatcher: Literal["alltoall", "allgather", "local"]
-    grouped_gemm: bool
-    permute_fusion: bool
-    router_fusion: bool
-    shared_overlap: bool
-    fused_weighted_squared_relu: bool
-    capacity_factor: PositiveFloat | None
+    kind = "moe"
+    title = "MoE"
+    colour = "bright_yellow"
+    letters = ("E",)
+    symbol = "E"
+    slot = "moe_layer"
+    graph_parts = ("moe_router", "moe_preprocess")
 
-    def settings(self, plan) -> Iterator[Setting]:
-        yield Setting("num_experts", self.experts, "routed experts", "experts")
-        yield Setting("moe_router_topk", self.top_k, "experts per token", "top_k")
-        yield Setting(
-            "moe_ffn_hidden_size", self.expert_hidden_size, "unset means ffn_hidden_size", "expert_hidden_size"
-        )
-        shared = self.shared_expert_hidden_size or None
-        yield Setting(
-            "moe_shared_expert_intermediate_size", shared, "one shared expert; 0 for none", "shared_expert_hidden_size"
-        )
-        yield Setting("moe_shared_expert_gate", False, "the shared expert is added ungated")
-        yield Setting(
-            "moe_shared_expert_overlap",
-            self.shared_overlap,
-            "a stream of its own beside the dispatch",
-            "shared_overlap",
-        )
-        yield Setting(
-            "moe_router_score_function", self.score_function, "Megatron's default is softmax", "score_function"
-        )
-        yield Setting("moe_router_pre_softmax", False, "scores are normalised over the chosen experts")
-        yield Setting(
-            "moe_router_enable_expert_bias", self.expert_bias, "bias that balances without a loss", "expert_bias"
-        )
-        yield Setting(
-            "moe_router_bias_update_rate", self.expert_bias_update_rate, "step of that bias", "expert_bias_update_rate"
-        )
-        yield Setting("moe_router_dtype", self.router_dtype, "unset means the parameters' dtype", "router_dtype")
-        yield Setting("moe_router_load_balancing_type", (self.balancing,), "balancing loss", "balancing")
-        yield Setting("moe_aux_loss_coeff", (self.aux_loss_coeff,), "unset means 0: no balancing", "aux_loss_coeff")
-        yield Setting("moe_z_loss_coeff", None, "no z-loss")
-        yield Setting("moe_input_jitter_eps", None, "no jitter")
-        yield Setting("moe_router_topk_scaling_factor", None, "no scaling of the router's weights")
-        yield Setting("moe_router_num_groups", None, "no group-limited routing")
+    experts: Annotated[PositiveInt, Row("routed experts", "num_experts", ("transformer.num_moe_experts",))]
+    top_k: Annotated[PositiveInt, Row("experts per token", "moe_router_topk")]
+    expert_hidden_size: Annotated[
+        PositiveInt, Row("width of an expert; unset, Megatron takes ffn_hidden_size", "moe_ffn_hidden_size")
+    ]
+    shared_expert_hidden_size: Annotated[NonNegativeInt, Row("width of the shared expert; 0 for none")]
+    score_function: Annotated[
+        Literal["sigmoid", "softmax"], Row("of the router; Megatron's default is softmax", "moe_router_score_function")
+    ]
+    expert_bias: Annotated[bool, Row("bias that balances without a loss", "moe_router_enable_expert_bias")]
+    expert_bias_update_rate: Annotated[
+        NonNegativeFloat | None, Row("step of that bias", "moe_router_bias_update_rate")
+    ] = None
+    router_dtype: Annotated[
+        Literal["fp32", "fp64"], Row("of the router's logits; unset, the parameters' dtype", "moe_router_dtype")
+    ]
+    balancing: Annotated[
+        Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"], Row("loss that balances the experts")
+    ]
+    aux_loss_coeff: Annotated[NonNegativeFloat, Row("weight of that loss; unset, Megatron has 0: no balancing")]
+    dispatcher: Annotated[
+        Literal["alltoall", "allgather", "local"],
+        Row("how tokens travel to experts; local is ours: no expert on another GPU", executes="how tokens travel"),
+    ]
+    grouped_gemm: Annotated[bool, Row("all local experts in one GEMM", "moe_grouped_gemm")]
+    permute_fusion: Annotated[
+        bool, Row("TE's fused permutation", "moe_permute_fusion", executes="the same permutation, fused")
+    ]
+    router_fusion: Annotated[
+        bool, Row("TE's fused scores, top-k and balance", "moe_router_fusion", executes="the same formula, fused")
+    ]
+    shared_overlap: Annotated[
+        bool,
+        Row("the shared expert on a stream of its own beside the dispatch", executes="when the shared expert runs"),
+    ]
+    fused_weighted_squared_relu: Annotated[
+        bool,
+        Row("the activation and its weighing by the router in one kernel", "use_fused_weighted_squared_relu",
+            executes="the same formula, fused"),
+    ]  # fmt: skip
+    capacity_factor: Annotated[
+        PositiveFloat | None, Row("rows an expert takes, over the mean; null: dropless", "moe_expert_capacity_factor")
+    ]
+
+    def settings(self, plan: "Plan") -> Iterator[Setting]:
+        shared, at = self.shared_expert_hidden_size or None, {"beside": "shared_expert_hidden_size"}
+        name = "moe_shared_expert_intermediate_size"
+        yield Setting(name, shared, "one shared expert; 0 for none", "shared_expert_hidden_size")
+        yield Setting("moe_shared_expert_gate", False, "the shared expert is added ungated", **at)
+        why = "a stream of its own beside the dispatch"
+        yield Setting("moe_shared_expert_overlap", self.shared_overlap, why, "shared_overlap", **at)
+        why = "scores are normalised over the chosen experts"
+        yield Setting("moe_router_pre_softmax", False, why, beside="score_function")
+        fields = {"transformer.moe_router_load_balancing_type": self.balancing}
+        name = "moe_router_load_balancing_type"
+        yield Setting(name, (self.balancing,), "balancing loss", "balancing", fields=fields)
+        why, fields = "unset means 0: no balancing", {"transformer.moe_aux_loss_coeff": self.aux_loss_coeff}
+        yield Setting("moe_aux_loss_coeff", (self.aux_loss_coeff,), why, "aux_loss_coeff", fields=fields)
+        at = {"beside": "aux_loss_coeff"}
+        yield Setting("moe_z_loss_coeff", None, "no z-loss", **at)
+        yield Setting("moe_input_jitter_eps", None, "no jitter", **at)
+        yield Setting("moe_router_topk_scaling_factor", None, "no scaling of the router's weights", **at)
+        yield Setting("moe_router_num_groups", None, "no group-limited routing", **at)
         # Ours is Megatron's allgather where nothing is gathered; blocks/moe/layer.py.
         told = "allgather" if self.dispatcher == "local" else self.dispatcher
         yield Setting("moe_token_dispatcher_type", told, "Megatron's default is allgather", "dispatcher")
-        yield Setting("moe_grouped_gemm", self.grouped_gemm, "all local experts in one GEMM", "grouped_gemm")
-        yield Setting("moe_permute_fusion", self.permute_fusion, "TE's fused permutation", "permute_fusion")
-        yield Setting("moe_router_fusion", self.router_fusion, "TE's fused scores, top-k and balance", "router_fusion")
-        yield Setting(
-            "use_fused_weighted_squared_relu",
-            self.fused_weighted_squared_relu,
-            "the activation and its weighing by the router in one kernel",
-            "fused_weighted_squared_relu",
-        )
-        yield Setting("moe_expert_capacity_factor", self.capacity_factor, "unset: dropless", "capacity_factor")
-        yield Setting("moe_pad_expert_input_to_capacity", False, "no padding to the capacity")
-        yield Setting("moe_apply_probs_on_input", False, "probabilities weigh the experts' output")
-        yield Setting("moe_latent_size", None, "experts at full width")
+        at = {"beside": "capacity_factor"}
+        yield Setting("moe_pad_expert_input_to_capacity", False, "no padding to the capacity", **at)
+        yield Setting("moe_apply_probs_on_input", False, "probabilities weigh the experts' output", **at)
+        yield Setting("moe_latent_size", None, "experts at full width", **at)
 
-    def check(self, plan) -> Iterator[Problem]:
+    def idle(self, recipe: "Recipe", kinds: frozenset[str]) -> Iterator[tuple[str, str]]:
+        if not self.expert_bias:
+            yield "expert_bias_update_rate", "there is no expert bias"
+
+    def build(self, backend: "BackendSpecProvider", plan: "Plan") -> "ModuleSpec":
+        from nam_megatron.blocks.moe import layer
+
+        return layer.spec(backend, self)
+
+    def empty(self, plan: "Plan") -> frozenset[str]:
+        from nam_megatron.blocks.moe import layer
+
+        return layer.EMPTY
+
+    def captured(self, line: Line, parts: frozenset[str]) -> bool:
+        inside = ("input", "norm statistics", "norm output", "router", "shared expert")
+        return "moe_router" in parts and line.name in inside
+
+    def check(self, plan: "Plan") -> Iterator[Problem]:
         at, p = "model.blocks.moe.", plan.recipe.parallel
         if self.top_k > self.experts:
             yield Problem(f"top-k {self.top_k} of {self.experts} experts", at + "top_k")
@@ -136,7 +169,7 @@ class Moe(Block):
                     at + "dispatcher",
                     f"set `{at}dispatcher=alltoall`, or `{at}capacity_factor=null`",
                 )
-            if "moe_router" in plan.recipe.feature.cuda_graphs.modules:
+            if (graphs := plan.recipe.feature.cuda_graphs) and "moe_router" in graphs.modules:
                 yield Problem(
                     "a graph of the router has to end with the shared expert's output, which the local dispatcher leaves for later",
                     at + "dispatcher",
@@ -159,7 +192,7 @@ class Moe(Block):
                 "set `parallel.sequence=true`",
             )
 
-    def _unfused(self, plan, key: str) -> Iterator[Problem]:
+    def _unfused(self, plan: "Plan", key: str) -> Iterator[Problem]:
         """Where Megatron has no fused activation and would ignore the flag, or stop."""
         m = plan.recipe.model
         if m.activation != "squared_relu":
@@ -174,7 +207,7 @@ class Moe(Block):
         z = z.own(E=self.experts, k=self.top_k, f=self.expert_hidden_size, fs=self.shared_expert_hidden_size, u=z.gates)
         return z.own(R=z.value("k Ts et imbalance") * (self.capacity_factor or 1))
 
-    def params(self, z, layer) -> Iterator[Param]:
+    def params(self, z: Sizes, layer: "Layer | None") -> Iterator[Param]:
         h, f, fs, count = z.model.hidden_size, self.expert_hidden_size, self.shared_expert_hidden_size, self.experts
         yield from z.norm("pre_mlp_layernorm.", h)
         yield Param("mlp.router.weight", (count, h), "replicated", "router")
@@ -188,7 +221,7 @@ class Moe(Block):
             yield Param("mlp.shared_experts.linear_fc1.weight", (z.gates * fs, h), "tensor", "weight")
             yield Param("mlp.shared_experts.linear_fc2.weight", (h, fs), "tensor", "weight")
 
-    def activations(self, z, layer) -> Iterator[Line]:
+    def activations(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
         z = self._sizes(z)
         if "moe" in z.recompute:
             yield from residual(z.own(w=2))
@@ -208,7 +241,7 @@ class Moe(Block):
         if self.shared_expert_hidden_size and "shared_experts" not in z.recompute:
             yield z.line("shared expert", "(2 u + w) T fs / t", "first projection and activation", mark=mark)
 
-    def working(self, z, layer) -> Iterator[Line]:
+    def working(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
         z = self._sizes(z)
         received = " + 2 R h" if z["e"] > 1 else ""
         why = (
@@ -217,7 +250,7 @@ class Moe(Block):
         yield z.line("forward", "2 (3 R + Ts) h" + received, why, bucket=ROUTING)
         yield z.line("backward", "2 (2 R + Ts) h" + received, "the same on the way back", bucket=ROUTING)
 
-    def flops(self, z, layer) -> Iterator[Work]:
+    def flops(self, z: Sizes, layer: "Layer | None") -> Iterator[Work]:
         z = self._sizes(z)
         yield z.work("router", "2 h E", "", redone=("moe",))
         yield z.work("experts", "2 (u + 1) k h f", "the k active ones", redone=("moe",))

@@ -6,13 +6,37 @@ has the host wait for the GPU twice, for the rows of each expert and for the siz
 to do until the host has launched the experts' first GEMM.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection, permute
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
+
+from nam_megatron.blocks.moe.block import Moe
+from nam_megatron.runtime.stack import NO_ATTENTION, NO_CROSS
+
+# Used only with --use-te-activation-func; a backend without TE has none.
+EMPTY = NO_CROSS | NO_ATTENTION | {"mlp.experts.activation_func", "mlp.shared_experts.activation_func"}
+
+
+def spec(backend: BackendSpecProvider, block: Moe) -> ModuleSpec:
+    """The whole layer: Megatron's own modules, but for the dispatcher `local`."""
+    # num_experts only has to be given; MoELayer takes the number from the config. It is the spec that decides about
+    # grouped GEMM: Megatron's own hybrid spec groups whatever --moe-grouped-gemm says.
+    moe = get_moe_module_spec_for_backend(backend, num_experts=1, moe_grouped_gemm=block.grouped_gemm)
+    if block.dispatcher == "local":
+        moe = partial(LocalMoELayer, **moe.keywords)
+    norm = backend.layer_norm(rms_norm=True)
+    parts = TransformerLayerSubmodules(pre_mlp_layernorm=norm, mlp=moe, mlp_bda=get_bias_dropout_add)
+    return ModuleSpec(MoETransformerLayer, submodules=parts)
 
 
 class LocalDispatcher(MoEAllGatherTokenDispatcher):

@@ -20,7 +20,6 @@ from nam_megatron.lint.rules import (
 )
 from nam_megatron.lint.rules.rule import SEVERITIES, Finding, Rule, without
 from nam_megatron.lint.values import Args, NotKnown
-from nam_megatron.mcore import v0_19
 
 FILES = (parser, layers, attention, sparse, defaults, experts, precision, layout, graphs, training, companions, plan)
 RULES: tuple[Rule, ...] = tuple(rule for file in FILES for rule in file.RULES)
@@ -58,7 +57,7 @@ def _shown(rule: Rule, a: Args) -> str:
     """What a finding is about, as the launch gives it."""
     names = rule.about.split("|")
     name = next((n for n in names if n in a.given or n in a.launch.env), names[0])
-    if name in v0_19.by_dest():
+    if name in a.target.by_dest:
         return a.written(name) if a.said(name) else without(a.written(name))
     value = a.launch.env.get(name)
     return name if value is None else f"{name}={value}"

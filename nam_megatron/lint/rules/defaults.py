@@ -6,7 +6,6 @@ from dataclasses import replace
 from nam_megatron.lint.model import Model
 from nam_megatron.lint.rules.rule import CONFIG, COST, FAIL, FROM_ARGS, VALIDATE, WRONG, Rule, When, without
 from nam_megatron.lint.values import Args
-from nam_megatron.mcore import v0_19
 
 
 def _beside_newer(when: When) -> When:
@@ -24,7 +23,7 @@ def _beside_newer(when: When) -> When:
 def _dropouts(a: Args, m: Model) -> Iterator[str]:
     for name in ("hidden_dropout", "attention_dropout"):
         if not a.said(name) and (name == "hidden_dropout" or m.attends):
-            yield without(v0_19.by_dest()[name].name) + "\t"
+            yield without(a.target.by_dest[name].name) + "\t"
 
 
 _SELDOM_MEANT = (

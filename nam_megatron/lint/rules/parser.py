@@ -18,7 +18,6 @@ from nam_megatron.lint.rules.rule import (
     without,
 )
 from nam_megatron.lint.values import Args, harmless
-from nam_megatron.mcore import v0_19
 
 OLD = {
     "hybrid_override_pattern": "use `--hybrid-layer-pattern`",
@@ -74,7 +73,7 @@ def _missing(a: Args, m: Model) -> list[str]:
     if "D" in (m.pattern or "") or m.variant == "dsa":
         names += ["dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"]
     missing = [
-        v0_19.by_dest()[n].name
+        a.target.by_dest[n].name
         for n in names
         if not a.said(n) and not (n == "seq_length" and a.said("encoder_seq_length"))
     ]
@@ -88,7 +87,7 @@ def _missing(a: Args, m: Model) -> list[str]:
 def _unknown(a: Args, m: Model) -> Iterator[str]:
     yield from (f"{t.about}\tnothing in the text sets it" for t in a.trouble if t.rule == "unknown-variable")
     for name, variables in a.open_values():
-        if not harmless(name):
+        if not harmless(name, a.target):
             yield f"{a.written(name)}\tnothing in the text sets {', '.join(dict.fromkeys(variables))}"
 
 

@@ -209,7 +209,7 @@ def test_recipe_functions():
 
 def test_the_stack_is_found_again_from_the_config_alone(monkeypatch):
     """Without Transformer Engine there is no stack to build; what the function asks for is the recipe's plan."""
-    from nam_megatron.mcore import stack
+    from nam_megatron.runtime import stack
 
     asked = []
     monkeypatch.setattr(stack, "hybrid_stack_spec", asked.append)

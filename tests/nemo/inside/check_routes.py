@@ -8,9 +8,9 @@ import pytest
 from nam_megatron import bridge
 from nam_megatron.argv import argv
 from nam_megatron.lower import Lowering, translate
-from nam_megatron.mcore.oracle import _plain
 from nam_megatron.nemo.container import CLASSES, container
 from nam_megatron.recipe import conf_dir, load
+from nam_megatron.runtime.oracle import _plain
 
 PRESETS = sorted(path.stem for path in (conf_dir() / "preset").glob("*.yaml"))
 SHARDING = ("enabled", "overlap_param_gather", "overlap_grad_reduce")

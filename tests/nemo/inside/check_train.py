@@ -23,8 +23,8 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine  # noqa: E
 from launch import steps as log  # noqa: E402
 from nam_megatron import argv, train  # noqa: E402
 from nam_megatron.lower import translate  # noqa: E402
-from nam_megatron.mcore import checkpoint, rate  # noqa: E402
 from nam_megatron.recipe import load  # noqa: E402
+from nam_megatron.runtime import checkpoint, rate  # noqa: E402
 
 sys.path.insert(0, str(TESTS / "nemo" / "stand_in"))
 

@@ -28,7 +28,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture(scope="session")
 def oracle() -> Iterator:
-    from nam_megatron.mcore.oracle import Oracle
+    from nam_megatron.runtime.oracle import Oracle
 
     with Oracle() as warm:
         yield warm

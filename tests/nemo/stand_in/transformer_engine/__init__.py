@@ -11,7 +11,7 @@ import types
 
 import torch
 
-__version__ = "2.20.2"  # as mcore/oracle.py pretends
+__version__ = "2.20.2"  # as runtime/oracle.py pretends
 
 
 class _Class(type):

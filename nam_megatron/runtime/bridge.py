@@ -22,7 +22,6 @@ from megatron.training.models.hybrid import HybridModelConfig
 
 from nam_megatron.errors import Problem
 from nam_megatron.lower import Lowering
-from nam_megatron.mcore import v0_19
 from nam_megatron.setting import Value
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -33,7 +32,7 @@ class Arguments:
 
     def __init__(self, lowering: Lowering):
         self.lowering = lowering
-        self.values = {flag.dest: flag.default for flag in v0_19.flags().values()}
+        self.values = {flag.dest: flag.default for flag in lowering.target.flags.values()}
         self.values |= {s.name: s.value for s in lowering.settings}
         self.fields: dict[str, list[str]] = {name: [] for name in self.values}
         self.field = ""

@@ -1,4 +1,4 @@
-"""Dump every flag of the installed Megatron: python -m nam_megatron.mcore.flags.dump > nam_megatron/mcore/flags/v0_19.json
+"""Dump every flag of the installed Megatron: python -m nam_megatron.runtime.dump > nam_megatron/targets/v0_19.json
 
 Run again for another Megatron; the result is never edited. Needs megatron-core and torch, no GPU.
 """

@@ -40,9 +40,9 @@ from megatron.training.models.hybrid import HybridModelBuilder, HybridModelConfi
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from nam_megatron.errors import Problem, Refused, raise_if
-from nam_megatron.mcore import cross_entropy, rate, wgrad
-from nam_megatron.mcore.nonfinite import Watch
-from nam_megatron.mcore.readings import Readings
+from nam_megatron.runtime import cross_entropy, rate, wgrad
+from nam_megatron.runtime.nonfinite import Watch
+from nam_megatron.runtime.readings import Readings
 
 # What this process says of its memory in the log.
 READINGS = Readings()

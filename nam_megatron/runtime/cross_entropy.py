@@ -18,8 +18,8 @@ import triton.language as tl
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 
-from nam_megatron.blocks.gpu import runs_kernels
 from nam_megatron.errors import Problem, Refused
+from nam_megatron.runtime.gpu import runs_kernels
 
 WARPS = 8
 COLUMNS = 8 * 32 * WARPS  # 16 bytes of bf16 a thread

@@ -38,7 +38,7 @@ class Oracle:
 
     def __enter__(self) -> "Oracle":
         self._server = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "nam_megatron.mcore.oracle"],
+            [sys.executable, "-W", "ignore", "-m", "nam_megatron.runtime.oracle"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -59,7 +59,7 @@ class Oracle:
         self._server.stdin.write(json.dumps(question) + "\n")
         self._server.stdin.flush()
         line = self._server.stdout.readline()
-        assert line, "Megatron's process died; run `python -m nam_megatron.mcore.oracle` to see why"
+        assert line, "Megatron's process died; run `python -m nam_megatron.runtime.oracle` to see why"
         return Answer(**json.loads(line))
 
 

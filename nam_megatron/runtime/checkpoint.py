@@ -68,7 +68,7 @@ def another(folder: Path, lowering: Lowering) -> Iterator[Problem]:
         if d.key == "data.path" and set(built.values()) == {"built"}:
             if _data_key(folder / DATA) != _data_key(Path(d.after) / manifest.NAME):
                 yield Problem(f"the checkpoint was trained on another dataset, `{d.before}`", d.key, _hint(d.key))
-        elif d.key in SHARDED_BY and not _reshardable(before["recipe"]):
+        elif d.key in SHARDED_BY and not _reshardable(computation.standing(before)):
             text = f"a checkpoint of `{d.key}` {d.before} cannot be read into {d.after}"
             hint = "resume in its layout, save with `feature.distributed_optimizer.reshardable=true`, then change it"
             yield Problem(text, d.key, hint)
@@ -81,7 +81,7 @@ def another(folder: Path, lowering: Lowering) -> Iterator[Problem]:
 def _reshardable(recipe: Mapping[str, Any]) -> bool:
     """Whether the optimizer's state was written parameter by parameter, and not as the layout had flattened it."""
     feature = recipe["feature"]
-    if feature["muon"]["enabled"] or feature["megatron_fsdp"]["enabled"] or feature["fsdp2"]["enabled"]:
+    if feature.keys() & {"muon", "megatron_fsdp", "fsdp2"}:
         return False
     return not feature["distributed_optimizer"]["enabled"] or feature["distributed_optimizer"]["reshardable"]
 

@@ -1,6 +1,6 @@
 """Stage 1, conf -> Recipe: Hydra composes, OmegaConf goes out at once, strict frozen models come in.
 
-Everything after this module sees `Recipe` only.
+A `Recipe` holds what was meant and stands: of the kinds and features that conf/ writes out, those that this model uses.
 """
 
 import difflib
@@ -8,187 +8,51 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
-from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic import ValidationError
 
-from nam_megatron.blocks.kinds import KINDS, Blocks
-from nam_megatron.errors import Problem, Refused
-from nam_megatron.features.names import Features
-from nam_megatron.setting import Config, Name
+from nam_megatron.errors import Problem, Refused, raise_if
+from nam_megatron.features.names import FEATURES, Features
+from nam_megatron.recipe import standing
+from nam_megatron.recipe.data import Data
+from nam_megatron.recipe.layout import Cluster, Device, Lane, LaneBlocks, Parallel, ProcessGroups, Storage
+from nam_megatron.recipe.model import Kind, Letter, Letters, Model, Substitute
+from nam_megatron.recipe.training import Optim, Precision, Schedule
+from nam_megatron.setting import NEEDED, Config, Name, Row, section
 
-Letter = Literal["A", "E", "M", "R"]
-Kind = Literal[tuple(KINDS)]  # type: ignore[valid-type]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Degree = Annotated[int, Field(ge=1, le=65536)]
-
-
-class Letters(Config):
-    """The kind of block at each letter of the pattern."""
-
-    A: Kind
-    E: Kind
-    M: Kind
-    R: Kind
-
-
-class LaneBlocks(Config):
-    """The kind of block a lane puts at M and R."""
-
-    M: Kind
-    R: Kind
-
-
-class Substitute(Config):
-    """Another kind at some ranks of a letter; ranks count within the letter, from 0."""
-
-    letter: Letter
-    ranks: tuple[NonNegativeInt, ...]
-    kind: Kind
-
-
-class Model(Config):
-    family: Name
-    pattern: Annotated[str, Field(min_length=1, max_length=8192)]
-    depth: Annotated[int, Field(ge=1, le=4096)]
-    hidden_size: PositiveInt
-    ffn_hidden_size: PositiveInt
-    num_attention_heads: PositiveInt
-    vocab_size: PositiveInt
-    seq_length: PositiveInt
-    tied_embeddings: bool
-    normalization: Literal["RMSNorm", "LayerNorm"]
-    norm_epsilon: PositiveFloat
-    linear_bias: bool
-    activation: Literal["squared_relu", "swiglu", "gelu"]
-    hidden_dropout: Fraction
-    attention_dropout: Fraction
-    rotary_base: PositiveInt
-    init_std: PositiveFloat
-    letters: Letters
-    substitute: tuple[Substitute, ...]
-    blocks: Blocks
-
-
-class Lane(Config):
-    name: Name
-    tensor: Degree
-    sequence: bool
-    blocks: LaneBlocks
-
-
-class Parallel(Config):
-    tensor: Degree
-    sequence: bool
-    pipeline: Degree
-    virtual_pipeline: Degree
-    context: Degree
-    expert: Degree
-    expert_tensor: Degree
-
-
-class Precision(Config):
-    name: Name
-    params: Literal["bf16"]
-    grad_reduce: Literal["fp32", "bf16"]
-    cross_entropy: Literal["megatron", "compiled", "fused"]
-    fused_grad_accumulation: bool
-    norm_kernels: Literal["transformer_engine", "cudnn"]
-
-
-class Optim(Config):
-    name: Literal["adamw", "muon"]
-    lr: PositiveFloat
-    min_lr: NonNegativeFloat
-    decay: Literal["constant", "linear", "cosine", "inverse-square-root"]
-    warmup_steps: NonNegativeInt
-    weight_decay: NonNegativeFloat
-    beta1: Fraction
-    beta2: Fraction
-    eps: PositiveFloat
-    clip_grad: NonNegativeFloat
-
-
-class Schedule(Config):
-    micro_batch_size: PositiveInt
-    global_batch_size: PositiveInt
-    train_steps: PositiveInt
-    decay_steps: PositiveInt
-    seed: Annotated[int, Field(ge=0, lt=2**31)]  # numpy takes 32 bits, and Megatron adds the rank's offset
-    eval_steps: NonNegativeInt
-    eval_interval: PositiveInt
-    log_interval: PositiveInt
-    save: Name | None
-    load: Name | None
-    save_interval: PositiveInt | None
-    stop_every: PositiveInt | None
-    timeout_minutes: PositiveInt
-    manual_gc_interval: NonNegativeInt
-
-
-class Data(Config):
-    name: Literal["mock", "indexed", "built"]
-    path: Name | None
-    split: Name | None
-    tokenizer: Name | None
-    workers: NonNegativeInt
-
-
-class ProcessGroups(Config):
-    """GiB of NCCL's buffers on a rank for each kind of process group that has more than one member."""
-
-    data: NonNegativeFloat
-    tensor: NonNegativeFloat
-    pipeline: NonNegativeFloat
-    context: NonNegativeFloat
-    expert: NonNegativeFloat
-
-
-class Device(Config):
-    name: Name
-    capability: tuple[NonNegativeInt, NonNegativeInt]
-    memory_gb: PositiveFloat
-    total_gib: PositiveFloat
-    runtime_gib: NonNegativeFloat
-    groups_gib: ProcessGroups
-    allocator_gib: NonNegativeFloat
-    headroom_gib: NonNegativeFloat
-    bf16_tflops: PositiveFloat
-    gemm_tflops: PositiveFloat
-    link: Name
-    gemm_floor_tflops: PositiveFloat
-    allreduce_floor_gbs: PositiveFloat
-
-
-class Storage(Config):
-    """Folders by what becomes of their files: kept (data, checkpoints), thrown away (caches, logs, temp), the record of runs."""
-
-    durable: Name
-    scratch: Name
-    receipts: Name
-
-
-class Cluster(Config):
-    """Hosts of one kind. `waivers`: preflight findings that these hosts cannot satisfy, by name, and why."""
-
-    name: Name
-    nodes: Degree
-    gpus_per_node: Degree
-    storage: Storage
-    waivers: dict[Name, Name]
+__all__ = [
+    "Assumption", "Cluster", "Data", "Device", "Kind", "Lane", "LaneBlocks", "Letter", "Letters", "Model", "Optim", "Parallel",
+    "Precision", "Preset", "ProcessGroups", "Recipe", "Schedule", "Storage", "Substitute", "conf_dir", "config_at", "from_config",
+    "from_tree", "keys_at", "keys_hint", "load", "parsed", "resolved", "to_tree", "value_at",
+]  # fmt: skip
 
 
 class Preset(Config):
-    name: Name
-    alias_of: Name | None
-    family: Name
-    about: Name
+    """What a preset is called."""
+
+    executes: ClassVar[str | None] = "names"
+
+    name: Annotated[Name, Row("of the preset")]
+    alias_of: Annotated[Name | None, Row("the preset that this is another name of")]
+    family: Annotated[Name, Row("of models that are told apart by nothing but lane, layout and kernels")]
+    about: Annotated[Name, Row("what it is for, in one sentence of `list=presets`; what it is, the plan says")]
+
+
+class Assumption(Config):
+    """A value that nobody published and we chose; said with every plan that still has it."""
+
+    key: Annotated[Name, Row("the recipe key")]
+    value: Annotated[
+        bool | int | float | str | None, Row("the value that was chosen; with another one the assumption is none")
+    ]
+    why: Annotated[Name, Row("one clause")]
 
 
 class Recipe(Config):
-    """What a person meant, every value of it."""
+    """What a person meant, every value of it that stands."""
 
     preset: Preset
     model: Model
@@ -201,7 +65,7 @@ class Recipe(Config):
     data: Data
     device: Device
     cluster: Cluster
-    assumptions: dict[Name, Name]
+    assumptions: Annotated[dict[Name, Assumption], Row("what nobody published and we chose", executes="sentences")]
 
     @property
     def world_size(self) -> int:
@@ -222,8 +86,9 @@ class Recipe(Config):
 
 def conf_dir() -> Path:
     """The folder of configs: beside the package in a checkout, inside it in a wheel."""
-    inside = Path(__file__).parent / "conf"
-    return inside if inside.is_dir() else Path(__file__).parent.parent / "conf"
+    package = Path(__file__).parent.parent
+    inside = package / "conf"
+    return inside if inside.is_dir() else package.parent / "conf"
 
 
 def load(preset: str = "nam56r", overrides: Iterable[str] = ()) -> Recipe:
@@ -273,17 +138,50 @@ def from_config(cfg: DictConfig, origin: Any = None, without: Iterable[str] = ()
         tree.pop(key, None)
     if features := list(_feature_as_a_group(origin.overrides if origin else ())):
         raise Refused(features, origin)
-    recipe = from_tree(tree, origin)
+    written = parsed(tree, origin)
+    try:
+        recipe = resolved(written, origin.said if origin else lambda key: False)
+    except Refused as refused:
+        raise Refused(refused.problems, origin) from None
     if renamed := list(_lane_in_name_only(recipe)):
         raise Refused(renamed, origin)
     return recipe
+
+
+def resolved(written: Recipe, said: standing.Said) -> Recipe:
+    """What stands of a whole recipe as conf/ writes it: see standing.py.
+
+    Raises:
+        Refused: a person said something of what does not stand, left out what does, or assumed a key that is none.
+    """
+    recipe = standing.stand(written, said)
+    raise_if([*standing.missing(recipe), *_assumed_nothing(recipe)])
+    held = {name: a for name, a in recipe.assumptions.items() if value_at(recipe, a.key) == a.value}
+    return recipe.model_copy(update={"assumptions": held})
+
+
+def value_at(recipe: Recipe, key: str) -> Any:
+    """The value at a dotted key; None where it does not stand."""
+    node: Any = recipe
+    for part in key.split("."):
+        node = getattr(node, part, None)
+    return node
+
+
+def _assumed_nothing(recipe: Recipe) -> Iterator[Problem]:
+    for name, assumption in recipe.assumptions.items():
+        *parents, last = assumption.key.split(".")
+        if last not in keys_at(parents):
+            yield Problem(
+                f"there is no key `{assumption.key}` to assume", f"assumptions.{name}.key", keys_hint(parents)
+            )
 
 
 def _feature_as_a_group(overrides: Iterable[str]) -> Iterator[Problem]:
     """`feature=fp8` would put the keys of one feature in the place of all of them."""
     for text in overrides:
         key, _, name = text.partition("=")
-        if key == "feature" and name in Features.model_fields:
+        if key == "feature" and name in FEATURES:
             hint = f"features are switched by key, e.g. `feature.{name}.{keys_at((key, name))[0]}=...`"
             yield Problem(f"`{name}` is one feature, and `feature` is all of them", key, hint)
 
@@ -295,7 +193,7 @@ def _lane_in_name_only(recipe: Recipe) -> Iterator[Problem]:
         return
     said, given = OmegaConf.to_container(OmegaConf.load(file)), recipe.lane.model_dump()
     pairs = {key: (said[key], given[key]) for key in ("tensor", "sequence")}
-    pairs |= {f"blocks.{letter}": (said["blocks"][letter], kind) for letter, kind in given["blocks"].items()}
+    pairs |= {f"blocks.{letter}": (said["blocks"][letter], kind) for letter, kind in given["blocks"].items() if kind}
     for key, (there, here) in pairs.items():
         if there != here:
             instead = "write a lane of your own" if key.startswith("blocks.") else f"set `parallel.{key}`"
@@ -304,7 +202,17 @@ def _lane_in_name_only(recipe: Recipe) -> Iterator[Problem]:
 
 
 def from_tree(tree: Mapping[str, Any], origin: Any = None) -> Recipe:
-    """A plain nested mapping as a Recipe."""
+    """A plain nested mapping, as `to_tree` makes it, as a Recipe. Raises Refused; what does not stand may not be in it."""
+    recipe = parsed(_filled(tree, Recipe), origin)
+    try:
+        raise_if([*standing.missing(recipe), *_assumed_nothing(recipe)])
+    except Refused as refused:
+        raise Refused(refused.problems, origin) from None
+    return recipe
+
+
+def parsed(tree: Mapping[str, Any], origin: Any = None) -> Recipe:
+    """A nested mapping as a Recipe, whether all of it stands or not. Raises Refused."""
     try:
         recipe = Recipe.model_validate(_tuples(tree))
     except ValidationError as err:
@@ -314,9 +222,33 @@ def from_tree(tree: Mapping[str, Any], origin: Any = None) -> Recipe:
     return recipe
 
 
+def _filled(tree: Any, cls: type[Config]) -> Any:
+    """A stored tree with the values that it meant by saying nothing: of keys that came after it was written."""
+    if not isinstance(tree, Mapping):
+        return tree
+    found = dict(tree)
+    for name, field in cls.model_fields.items():
+        inner = section(field.annotation)
+        if name in found and inner:
+            found[name] = _filled(found[name], inner)
+        elif name not in found and (was := cls.row(name).was) is not NEEDED:
+            found[name] = was
+    return found
+
+
 def to_tree(recipe: Recipe) -> dict[str, Any]:
-    """A Recipe as plain JSON-able data; `from_tree(to_tree(r)) == r`."""
-    return recipe.model_dump(mode="json")
+    """A Recipe as plain JSON-able data, without what does not stand; `from_tree(to_tree(r)) == r`."""
+    return _stands(recipe, recipe.model_dump(mode="json"))
+
+
+def _stands(config: Config, tree: dict[str, Any]) -> dict[str, Any]:
+    found = {}
+    for name, field in type(config).model_fields.items():
+        value = getattr(config, name)
+        if value is None and not field.is_required():
+            continue
+        found[name] = _stands(value, tree[name]) if isinstance(value, Config) else tree[name]
+    return found
 
 
 def _tuples(node: Any) -> Any:
@@ -355,16 +287,18 @@ def _dotted(loc: Iterable[Any]) -> str:
 
 def keys_at(loc: Iterable[Any]) -> tuple[str, ...]:
     """Names of the keys that exist under `loc`, the parts of a key; none where `loc` itself does not exist."""
-    model: Any = Recipe
+    found = config_at(loc)
+    return tuple(found.model_fields) if found else ()
+
+
+def config_at(loc: Iterable[Any]) -> type[Config] | None:
+    """The config class of the section at `loc`, the parts of a key; None where there is none."""
+    cls: type[Config] | None = Recipe
     for part in loc:
         if isinstance(part, int):
             continue
-        annotation = model.model_fields[part].annotation if part in model.model_fields else None
-        args = getattr(annotation, "__args__", ())
-        model = next((t for t in (annotation, *args) if isinstance(t, type) and issubclass(t, BaseModel)), None)
-        if model is None:
-            return ()
-    return tuple(model.model_fields)
+        cls = section(cls.model_fields[part].annotation) if cls and part in cls.model_fields else None
+    return cls
 
 
 def keys_hint(loc: Sequence[Any]) -> str:

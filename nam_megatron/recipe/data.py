@@ -1,0 +1,78 @@
+"""`data`: what is trained on."""
+
+import re
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import NonNegativeInt
+
+from nam_megatron.errors import Problem
+from nam_megatron.setting import Config, Name, Row, Setting
+
+if TYPE_CHECKING:
+    from nam_megatron.plan import Plan
+
+# The keys of `data` that each kind of it has; `data.workers` has all.
+KEYS = {"mock": (), "indexed": ("path", "split", "tokenizer"), "built": ("path",)}
+
+
+class Data(Config):
+    """The tokens: random ones, Megatron's indexed datasets, or one that `python -m nam_megatron.data build` made."""
+
+    name: Annotated[Literal["mock", "indexed", "built"], Row("kind of data")]
+    path: Annotated[Name | None, Row("the dataset")]
+    split: Annotated[Name | None, Row("train,valid,test weights", "split", ("args.split",))]
+    tokenizer: Annotated[Name | None, Row("folder of a Hugging Face tokenizer")]
+    workers: Annotated[
+        NonNegativeInt, Row("loader processes per rank", "num_workers", ("args.num_workers",), "who reads")
+    ]
+
+    def settings(self, plan: "Plan") -> Iterator[Setting]:
+        mock, built = self.name == "mock", PurePosixPath(self.path or "") if self.name == "built" else None
+        yield Setting("mock_data", mock, "random tokens", "name", fields=("args.mock_data",))
+        at = {"key": "path", "beside": "name"}
+        indexed = (self.path or "",) if self.name == "indexed" else None
+        yield Setting("data_path", indexed, "indexed dataset", fields=("args.data_path",), **at)
+        at = {"key": "path", "beside": "split"}
+        train = (str(built / "train"),) if built else None
+        yield Setting("train_data_path", train, "split by document", fields=("args.train_data_path",), **at)
+        valid = (str(built / "valid"),) if built and plan.recipe.schedule.eval_steps else None
+        why = "split by document; only for evaluations"
+        yield Setting("valid_data_path", valid, why, fields=("args.valid_data_path",), **at)
+        kind = "NullTokenizer" if mock else "HuggingFaceTokenizer"
+        fields = ("tokenizer.tokenizer_type",)
+        yield Setting("tokenizer_type", kind, "mock data has none", "name", beside="tokenizer", fields=fields)
+        tokenizer = str(built / "tokenizer") if built else self.tokenizer
+        key, fields = "path" if built else "tokenizer", ("tokenizer.tokenizer_model",)
+        yield Setting("tokenizer_model", tokenizer, "its folder", key, beside="tokenizer", fields=fields)
+        at = {"beside": "workers"}
+        yield Setting("dataloader_type", "single", "in order, once", **at)
+        yield Setting("reset_position_ids", False, "positions run through documents", **at)
+        yield Setting("reset_attention_mask", False, "attention runs through documents", **at)
+        yield Setting("eod_mask_loss", False, "the end of a document counts", **at)
+        if not plan.index_reuse:
+            name, why = "create_attention_mask_in_dataloader", "causal masks are made in the kernel"
+            yield Setting(name, False, why, **at)
+
+    def check(self, plan: "Plan") -> Iterator[Problem]:
+        for name in ("path", "split", "tokenizer"):
+            given, wanted = getattr(self, name) is not None, name in KEYS[self.name]
+            if wanted and not given:
+                yield Problem(f"{self.name} data without `{name}`", f"data.{name}", f"give it: `data.{name}=...`")
+            if given and not wanted:
+                right = " or ".join(f"`data={kind}`" for kind, keys in KEYS.items() if name in keys)
+                yield Problem(f"{self.name} data with a `{name}`", f"data.{name}", f"set {right}")
+        if self.split is None:
+            return
+        if not re.fullmatch(r"\d+(\.\d+)?(,\d+(\.\d+)?){2}", self.split):
+            message = f"`{self.split}` is no split"
+            yield Problem(message, "data.split", "three weights for train,valid,test: `99,1,0`")
+            return
+        train, valid, _ = map(float, self.split.split(","))
+        if not train:
+            hint = "`99,1,0` holds out one document in a hundred"
+            yield Problem("nothing is left for training", "data.split", hint)
+        if plan.recipe.schedule.eval_steps and not valid:
+            hint = "`99,1,0`, or `schedule.eval_steps=0`"
+            yield Problem("evaluations and no documents for them", "data.split", hint)

@@ -1,0 +1,192 @@
+"""`model`: widths, the pattern of layers, the kinds at its letters and what all of them share."""
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from nam_megatron.blocks.kinds import KINDS, LETTERS, Blocks
+from nam_megatron.errors import Problem
+from nam_megatron.setting import Config, Name, Row, Setting
+
+if TYPE_CHECKING:
+    from nam_megatron.plan import Plan
+
+Letter = Literal["A", "E", "M", "R"]
+Kind = Literal[tuple(KINDS)]  # type: ignore[valid-type]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+FUNCTIONS = {"squared_relu": "megatron.core.activations.squared_relu", "swiglu": "torch.nn.functional.silu"}
+
+
+class Letters(Config):
+    """The kind of block the family was designed with at each letter of the pattern."""
+
+    A: Annotated[Kind | None, Row("attention")] = None
+    E: Annotated[Kind | None, Row("experts, or a dense MLP")] = None
+    M: Annotated[Kind | None, Row("state space model; the lane may put another there, and the plan says so")] = None
+    R: Annotated[Kind | None, Row("recurrent tail; the lane may put another there, and the plan says so")] = None
+
+
+class Substitute(Config):
+    """Another kind at some ranks of a letter; ranks count within the letter, from 0."""
+
+    letter: Annotated[Letter, Row("whose ranks")]
+    ranks: Annotated[tuple[NonNegativeInt, ...], Row("counted within the letter, from 0; no layer numbers")]
+    kind: Annotated[Kind, Row("what stands there instead")]
+
+
+class Model(Config):
+    """The model, whatever trains it."""
+
+    family: Annotated[Name, Row("what people call these models", executes="a name")]
+    pattern: Annotated[
+        str,
+        Field(min_length=1, max_length=8192),
+        Row("source letters: A attention, E expert, M Mamba family, R recurrent tail; `|` cuts for pipeline stages"),
+    ]
+    depth: Annotated[int, Field(ge=1, le=4096), Row("layers; the pattern is repeated up to here, if it has no `|`")]
+    hidden_size: Annotated[PositiveInt, Row("width of the residual stream", "hidden_size")]
+    ffn_hidden_size: Annotated[
+        PositiveInt,
+        Row("width of a dense MLP; no other layer has it", "ffn_hidden_size", ("transformer.ffn_hidden_size",)),
+    ]
+    num_attention_heads: Annotated[PositiveInt, Row("query heads", "num_attention_heads")]
+    seq_length: Annotated[PositiveInt, Row("tokens per sample", "seq_length", ("model.seq_length", "args.seq_length"))]
+    vocab_size: Annotated[
+        PositiveInt, Row("entries of the tokenizer", "vocab_size", ("model.vocab_size", "tokenizer.vocab_size"))
+    ]
+    tied_embeddings: Annotated[bool, Row("whether the output layer is the embedding")]
+    normalization: Annotated[
+        Literal["RMSNorm", "LayerNorm"], Row("of every layer's input; Megatron's default is LayerNorm", "normalization")
+    ]
+    norm_epsilon: Annotated[PositiveFloat, Row("added to the variance", "layernorm_epsilon")]
+    linear_bias: Annotated[bool, Row("biases of linear layers; on by Megatron's default", "add_bias_linear")]
+    activation: Annotated[Literal["squared_relu", "swiglu", "gelu"], Row("of MLPs and experts")]
+    hidden_dropout: Annotated[Fraction, Row("on the residual branch; Megatron's default is 0.1", "hidden_dropout")]
+    attention_dropout: Annotated[
+        Fraction, Row("on attention's probabilities; Megatron's default is 0.1", "attention_dropout")
+    ]
+    rotary_base: Annotated[PositiveInt, Row("RoPE theta", "rotary_base", ())]  # each attention kind says where it is read
+    init_std: Annotated[PositiveFloat, Row("standard deviation of initial weights", "init_method_std")]
+    letters: Letters
+    substitute: Annotated[tuple[Substitute, ...], Row("other kinds at some ranks of a letter")]
+    blocks: Blocks
+
+    def settings(self, plan: "Plan") -> Iterator[Setting]:
+        yield Setting(
+            "hybrid_layer_pattern",
+            plan.pattern,
+            "one letter a layer; sets depth, MTP depths, pipeline segments",
+            "pattern",
+            fields=dict(_layers(plan)),
+        )
+        why = "Megatron wants at least the sequence"
+        yield Setting("max_position_embeddings", self.seq_length, why, "seq_length", fields=())
+        why = "rows of the embedding; else the tokenizer and a multiple of 128 decide"
+        fields = {"model.should_pad_vocab": False}
+        yield Setting("padded_vocab_size", self.vocab_size, why, "vocab_size", fields=fields)
+        untied = not self.tied_embeddings
+        fields = {"model.share_embeddings_and_output_weights": self.tied_embeddings}
+        name = "untie_embeddings_and_output_weights"
+        yield Setting(name, untied, "tied unless said", "tied_embeddings", fields=fields)
+        yield Setting("layernorm_zero_centered_gamma", False, "gamma starts at one", beside="norm_epsilon")
+        yield Setting("add_qkv_bias", self.linear_bias, "follows the other biases", "linear_bias")
+        function = FUNCTIONS.get(self.activation, "torch._C._nn.gelu")
+        swiglu, fields = self.activation == "swiglu", {"transformer.activation_func": function}
+        squared = self.activation == "squared_relu"
+        yield Setting("squared_relu", squared, "gelu by default", "activation", fields=fields)
+        fields = {"transformer.gated_linear_unit": swiglu, "transformer.bias_activation_fusion": swiglu}
+        yield Setting("swiglu", swiglu, "gated only when asked for", "activation", fields=fields)
+        yield Setting("quick_geglu", False, "not offered", beside="activation")
+        yield Setting("openai_gelu", False, "not offered", beside="activation")
+        yield Setting("bias_gelu_fusion", False, "needs biases and gelu", "activation", fields=())
+        if swiglu:
+            yield Setting("bias_swiglu_fusion", True, "same formula, fused", "activation", fields=())
+        # What positions are comes before their base.
+        at = {"beside": "attention_dropout"}
+        yield Setting("position_embedding_type", "rope", "Megatron's default is a learned table", **at)
+        at = {"beside": "rotary_base"}
+        yield Setting("rotary_percent", 1.0, "the whole head turns", **at)
+        yield Setting("rotary_interleaved", False, "halves, not pairs", **at)
+        yield Setting("rotary_seq_len_interpolation_factor", None, "no interpolation", **at)
+        yield Setting("use_rope_scaling", False, "no scaling", **at)
+        yield Setting("window_size", None, "full causal attention", **at)
+        yield Setting("softmax_type", "vanilla", "no sink", **at)
+        yield Setting("attention_output_gate", False, "no gate", **at)
+        yield Setting("qk_l2_norm", False, "no L2 norm", **at)
+        yield Setting("qk_clip", False, "no clipping", **at)
+        yield Setting("apply_residual_connection_post_layernorm", False, "pre-norm residuals", **at)
+        fields = {"transformer.embedding_init_method_std": self.init_std}
+        yield Setting("embedding_init_method_std", None, "as everything else", beside="init_std", fields=fields)
+        yield Setting("init_method_xavier_uniform", False, "normal, not Xavier", beside="init_std")
+        yield Setting("use_mup", False, "no muP", beside="init_std")
+        why = "a spec that cannot be imported is replaced silently; ours is handed over as an object"
+        yield Setting("spec", None, why, beside="init_std")
+
+    def check(self, plan: "Plan") -> Iterator[Problem]:
+        p = plan.recipe.parallel
+        if self.hidden_size % 8:
+            message = f"hidden_size {self.hidden_size} is not a multiple of 8: rows of bf16 would not be 16 bytes apart"
+            yield Problem(message, "model.hidden_size", f"{(self.hidden_size // 8 + 1) * 8} fits")
+        if "attention" not in plan.kinds and self.hidden_size % self.num_attention_heads:
+            # Megatron divides where `kv_channels` is not given.
+            step = math.lcm(8, self.num_attention_heads)
+            message = (
+                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"
+            )
+            yield Problem(message, "model.hidden_size", f"{(self.hidden_size // step + 1) * step} fits")
+        for name in ("hidden_size", "num_attention_heads", "vocab_size", "ffn_hidden_size"):
+            if getattr(self, name) % p.tensor:
+                yield Problem(
+                    f"{name} {getattr(self, name)} is not divisible by tensor size {p.tensor}", f"model.{name}"
+                )
+        if p.sequence and self.seq_length % p.tensor:
+            yield Problem(f"a sequence of {self.seq_length} cannot be shared by {p.tensor} ranks", "model.seq_length")
+        if p.context > 1 and self.seq_length % (2 * p.context):
+            message = f"a sequence of {self.seq_length} cannot be cut into 2 x context {p.context}"
+            yield Problem(message, "model.seq_length")
+        if plan.recipe.feature.mtp and self.tied_embeddings:
+            yield Problem("MTP with tied embeddings is not tested upstream", "model.tied_embeddings", "set it to false")
+        yield from self._unread(plan)
+
+    def _unread(self, plan: "Plan") -> Iterator[Problem]:
+        """Values that Megatron's config would hold and a module would not read."""
+        for name, modules in (("attention_dropout", "dropout"), ("norm_epsilon", "epsilon")):
+            for block in plan.blocks:
+                fixed: Any = block.fixed.get(name)
+                if fixed is not None and block.kind in plan.kinds and fixed[0] != getattr(self, name):
+                    value, where = fixed
+                    text = f"{block.title} has no {modules} but {value:g}: {where}"
+                    numbers = plan.numbers(block.kind)
+                    layers = f" ({len(numbers)} layers)" if numbers else ""
+                    yield Problem(f"{text}{layers}", f"model.{name}", f"set `model.{name}={value:g}`")
+
+    def idle(self, recipe: Any, kinds: frozenset[str]) -> Iterator[tuple[str, str]]:
+        """(key, why nothing reads it) of what stands, and may be at its default."""
+        if "mlp" not in kinds:
+            yield "ffn_hidden_size", "no layer is a dense MLP"
+        if not kinds & set(LETTERS["A"]):
+            for name in ("attention_dropout", "rotary_base"):
+                yield name, "no layer is attention"
+        if not kinds & set(LETTERS["E"]):
+            yield "activation", "no layer is an MLP or has experts"
+        for letter in type(self.letters).model_fields:
+            if letter not in self.pattern:
+                yield f"letters.{letter}", f"the pattern has no `{letter}`"
+
+
+def _layers(plan: "Plan") -> Iterator[tuple[str, object]]:
+    """What Megatron must make of the pattern: (symbol, segment, layer whose top-k it uses) of each layer, and MTP's."""
+    for layer in plan.layers:
+        source = (layer.source or layer.number) if layer.kind == "dsa" else None
+        yield f"layers.{layer.number}", (KINDS[layer.kind].symbol, layer.segment, source)
+    mtp = plan.recipe.feature.mtp
+    yield "layers.mtp", ("".join(KINDS[k].symbol for k in plan.mtp),) * plan.mtp_depths
+    yield "transformer.mtp_num_layers", mtp.depths if mtp else None
+    kinds = {"moe": "transformer.num_moe_experts", "dsa": "transformer.experimental_attention_variant"}
+    yield from ((field, None) for kind, field in kinds.items() if kind not in plan.kinds)
+    if "dsa" not in plan.kinds:
+        yield "args.experimental_attention_variant", None
+    if not plan.kinds & {"mla", "dsa"}:
+        yield "transformer.multi_latent_attention", False

@@ -1,0 +1,191 @@
+"""`precision`, `optim`, `schedule`: how the weights are trained."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from nam_megatron.errors import Problem
+from nam_megatron.recipe.model import Fraction
+from nam_megatron.setting import SAME, Config, Name, Row, Setting
+
+if TYPE_CHECKING:
+    from nam_megatron.plan import Plan
+
+
+class Precision(Config):
+    """Number formats, and whose kernels do what every model has."""
+
+    params: Annotated[Literal["bf16"], Row("weights and activations")]
+    grad_reduce: Annotated[Literal["fp32", "bf16"], Row("dtype in which gradients are accumulated and reduced")]
+    cross_entropy: Annotated[
+        Literal["megatron", "compiled", "fused"],
+        Row("Megatron's, the same by torch.compile, or `fused`: ours, in Triton", executes=SAME),
+    ]
+    fused_grad_accumulation: Annotated[
+        bool, Row("the GEMM of a weight's gradient adds it to the buffer, by TE's kernel", "gradient_accumulation_fusion",
+                  ("transformer.gradient_accumulation_fusion",), executes="the same sums")
+    ]  # fmt: skip
+    norm_kernels: Annotated[
+        Literal["transformer_engine", "cudnn"], Row("the kernels behind Transformer Engine's norms", executes=SAME)
+    ]
+
+    def settings(self, plan: "Plan") -> Iterator[Setting]:
+        bf16, fp32 = self.params == "bf16", self.grad_reduce == "fp32"
+        yield Setting("bf16", bf16, "weights and activations", "params", fields=("transformer.bf16", "optimizer.bf16"))
+        yield Setting("fp16", False, "not offered", beside="params")
+        ddp = {} if plan.recipe.feature.fsdp2 else {"ddp.grad_reduce_in_fp32": fp32}
+        yield Setting("accumulate_allreduce_grads_in_fp32", fp32, "said outright", "grad_reduce", fields=ddp)
+        yield Setting("grad_reduce_in_bf16", not fp32, "fp32 unless said", "grad_reduce", fields=())
+        at = {"beside": "grad_reduce"}
+        yield Setting("fp32_residual_connection", False, "residual stream in bf16", **at)
+        yield Setting("attention_softmax_in_fp32", False, "TE's kernels keep it in fp32 themselves", **at)
+        yield Setting("apply_query_key_layer_scaling", False, "no scaling by layer", **at)
+        compiled = self.cross_entropy == "compiled"
+        fields = ("transformer.cross_entropy_loss_fusion",)
+        yield Setting("cross_entropy_loss_fusion", compiled, "`fused` is ours", "cross_entropy", fields=fields)
+        at = {"beside": "cross_entropy"}
+        yield Setting("cross_entropy_fusion_impl", "native", "Megatron refuses `te`", **at)
+        yield Setting("fp16_lm_cross_entropy", False, "loss in fp32", **at)
+        yield Setting("use_precision_aware_optimizer", False, "fp32 master weights and moments", **at)
+
+    def check(self, plan: "Plan") -> Iterator[Problem]:
+        feature = plan.recipe.feature
+        if self.fused_grad_accumulation and (feature.fsdp2 or feature.megatron_fsdp):
+            message = "no FSDP keeps the buffer that gradients would be added to"
+            yield Problem(message, "precision.fused_grad_accumulation", "set it to false")
+
+
+class Optim(Config):
+    """The optimizer and its learning rate. Muon's own keys are `feature.muon`."""
+
+    name: Annotated[Literal["adamw", "muon"], Row("muon: for matrices, and AdamW for the rest")]
+    lr: Annotated[PositiveFloat, Row("peak learning rate", "lr", ("optimizer.lr",))]
+    min_lr: Annotated[NonNegativeFloat | None, Row("where the decay ends", "min_lr", ("optimizer.min_lr",))] = None
+    decay: Annotated[
+        Literal["constant", "linear", "cosine", "inverse-square-root"],
+        Row("of the learning rate; Megatron's default is linear", "lr_decay_style", ("scheduler.lr_decay_style",)),
+    ]
+    warmup_steps: Annotated[NonNegativeInt, Row("linear warm-up", "lr_warmup_iters", ("scheduler.lr_warmup_iters",))]
+    weight_decay: Annotated[
+        NonNegativeFloat, Row("decoupled; Megatron's default is 0.01", "weight_decay", ("optimizer.weight_decay",))
+    ]
+    beta1: Annotated[Fraction, Row("first moment", "adam_beta1", ("optimizer.adam_beta1",))]
+    beta2: Annotated[
+        Fraction, Row("second moment; Megatron's default is 0.999", "adam_beta2", ("optimizer.adam_beta2",))
+    ]
+    eps: Annotated[PositiveFloat, Row("added to the root", "adam_eps", ("optimizer.adam_eps",))]
+    clip_grad: Annotated[NonNegativeFloat, Row("global gradient norm; 0: none", "clip_grad", ("optimizer.clip_grad",))]
+
+    def settings(self, plan: "Plan") -> Iterator[Setting]:
+        if self.name == "adamw":
+            fields = {"optimizer.optimizer": "adam"}
+            yield Setting("optimizer", "adam", "AdamW: decoupled weight decay", "name", fields=fields)
+        if (steps := plan.recipe.schedule.decay_steps) is not None:
+            name, key, fields = "lr_decay_iters", "schedule.decay_steps", ("scheduler.lr_decay_iters",)
+            yield Setting(name, steps, "steps until min_lr", key, beside="decay", fields=fields)
+        yield Setting("lr_warmup_init", 0.0, "from zero", beside="warmup_steps")
+        yield Setting("decoupled_lr", None, "one learning rate for all", beside="warmup_steps")
+        yield Setting("weight_decay_incr_style", "constant", "no ramp", beside="weight_decay")
+        yield Setting("apply_wd_to_qk_layernorm", False, "norms are not decayed", beside="weight_decay")
+
+    def check(self, plan: "Plan") -> Iterator[Problem]:
+        steps, on = plan.recipe.schedule.decay_steps, plan.recipe.feature.muon is not None
+        if (self.name == "muon") != on:
+            message = f"the optimizer is called {self.name} and Muon is {'on' if on else 'off'}"
+            yield Problem(message, "optim.name", "set `optim=muon` or `optim=adamw`")
+        if self.min_lr is not None and self.min_lr > self.lr:
+            yield Problem(f"min_lr {self.min_lr} is above lr {self.lr}", "optim.min_lr")
+        if steps is not None and self.warmup_steps >= steps:
+            message = f"warm-up of {self.warmup_steps} steps leaves nothing of {steps}"
+            yield Problem(message, "optim.warmup_steps", "make it smaller")
+
+    def idle(self, recipe: Any, kinds: frozenset[str]) -> Iterator[tuple[str, str]]:
+        if self.decay == "constant":
+            yield "min_lr", "a constant learning rate has no end"
+
+
+class Schedule(Config):
+    """Batches, steps, and what happens between them."""
+
+    micro_batch_size: Annotated[
+        PositiveInt, Row("samples per forward pass and rank", "micro_batch_size", ("train.micro_batch_size",))
+    ]
+    global_batch_size: Annotated[
+        PositiveInt, Row("samples per step", "global_batch_size", ("train.global_batch_size",))
+    ]
+    train_steps: Annotated[PositiveInt, Row("steps of the run", "train_iters", ("train.train_iters",))]
+    decay_steps: Annotated[PositiveInt | None, Row("steps until the learning rate is at `optim.min_lr`")] = None
+    # numpy takes 32 bits, and Megatron adds the rank's offset.
+    seed: Annotated[int, Field(ge=0, lt=2**31), Row("weights and data order", "seed", ("rng.seed",))]
+    eval_steps: Annotated[
+        NonNegativeInt,
+        Row("batches per evaluation; 0: none", "eval_iters", ("validation.eval_iters",), "what is looked at"),
+    ]
+    eval_interval: Annotated[
+        PositiveInt,
+        Row("steps between evaluations", "eval_interval", ("validation.eval_interval",), "what is looked at"),
+    ]
+    log_interval: Annotated[
+        PositiveInt, Row("steps between log lines", "log_interval", ("logger.log_interval",), "what is printed")
+    ]
+    save: Annotated[
+        Name | None,
+        Row("checkpoint folder; null: none is written", "save", ("checkpoint.save",), "where checkpoints go"),
+    ]
+    save_interval: Annotated[
+        PositiveInt | None,
+        Row("steps between checkpoints", "save_interval", ("checkpoint.save_interval",), "when they are written"),
+    ]
+    load: Annotated[Name | None, Row("checkpoint to resume from", "load", ("checkpoint.load",), "where they come from")]
+    stop_every: Annotated[
+        PositiveInt | None,
+        Row("end the command, with a checkpoint, at every multiple of this step; resume to go on", "exit_interval",
+            ("train.exit_interval",), "when a command ends"),
+    ]  # fmt: skip
+    timeout_minutes: Annotated[
+        PositiveInt,
+        Row("a rank that waits longer than this for another ends the run", "distributed_timeout_minutes",
+            ("dist.distributed_timeout_minutes",), "how long a rank waits"),
+    ]  # fmt: skip
+    manual_gc_interval: Annotated[
+        NonNegativeInt,
+        Row("steps between Python's garbage collections, on all ranks at once; 0: each when it likes", "manual_gc_interval",
+            ("train.manual_gc_interval",), "when Python tidies up"),
+    ]  # fmt: skip
+
+    def settings(self, plan: "Plan") -> Iterator[Setting]:
+        at, looks = {"beside": "log_interval"}, "what is looked at"
+        yield Setting("log_throughput", True, "Megatron's own figure beside ours", executes="what is printed", **at)
+        yield Setting("check_for_nan_in_loss_and_grad", True, "the house's law: never off", executes=looks, **at)
+        why = "SIGTERM ends the run after the step, with a checkpoint where `save` is"
+        ends = "how a command ends"
+        yield Setting("exit_signal_handler", True, why, beside="stop_every", executes=ends)
+        gc = self.manual_gc_interval > 0
+        fields = ("train.manual_gc",)
+        yield Setting(
+            "manual_gc", gc, "all ranks at once", "manual_gc_interval", beside="timeout_minutes", fields=fields
+        )
+        if not plan.recipe.feature.megatron_fsdp:
+            at, fields = {"beside": "manual_gc_interval"}, ("checkpoint.ckpt_format",)
+            yield Setting("ckpt_format", "torch_dist", "sharded, readable in another layout", fields=fields, **at)
+
+    def check(self, plan: "Plan") -> Iterator[Problem]:
+        dp = plan.recipe.data_parallel
+        if dp and self.global_batch_size % (self.micro_batch_size * dp):
+            parts = f"micro batch {self.micro_batch_size} x data parallel {dp}"
+            message = f"global batch {self.global_batch_size} is not a multiple of {parts}"
+            hint = f"{self.micro_batch_size * dp} and its multiples fit"
+            yield Problem(message, "schedule.global_batch_size", hint)
+        if (self.save is None) != (self.save_interval is None):
+            message = "`save` and `save_interval` go together"
+            yield Problem(message, "schedule.save_interval", "give both or neither")
+        if self.stop_every and self.save is None:
+            message = "a run that stops on its way and saves nothing"
+            yield Problem(message, "schedule.stop_every", "set `schedule.save`, or null")
+
+    def idle(self, recipe: Any, kinds: frozenset[str]) -> Iterator[tuple[str, str]]:
+        if recipe.optim.decay == "constant":
+            yield "decay_steps", "a constant learning rate has no end"
+        if not self.eval_steps:
+            yield "eval_interval", "there are no evaluations (`schedule.eval_steps=0`)"
