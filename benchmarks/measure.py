@@ -150,7 +150,7 @@ def trial(
     entry["gpus"] = lowering.plan.recipe.world_size
     command = [sys.executable, str(HERE / "peak_memory.py"), "--out", str(out), *words, "--nam-plan", str(plan)]
     begin = time.monotonic()
-    code = ranks([*command, *argv.argv(lowering)], env, entry["gpus"], log, limit)
+    code = ranks([*command, *argv.words(lowering)], env, entry["gpus"], log, limit)
     entry["wall_seconds"] = round(time.monotonic() - begin, 1)
     if code != 0 or not out.exists():
         said = [x for x in log.read_text(errors="replace").splitlines() if "Error" in x or x.startswith("error:")]

@@ -77,7 +77,7 @@ def run(name: str, trainer: str, lowering: Lowering, folder: Path, limit: float)
         env.pop(e.name, None)
         if e.value is not None:
             env[e.name] = e.value
-    command = [sys.executable, "-m", TRAINERS[trainer], "--nam-plan", str(plan), *argv.argv(lowering)]
+    command = [sys.executable, "-m", TRAINERS[trainer], "--nam-plan", str(plan), *argv.words(lowering)]
     begin = time.monotonic()
     code = ranks(command, env, r.world_size, log, limit)
     found: dict[str, Any] = {"exit": code, "wall_seconds": round(time.monotonic() - begin, 1), "steps": []}

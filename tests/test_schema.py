@@ -10,7 +10,7 @@ from jsonschema import Draft202012Validator
 from presets import NAMES, lowered
 
 from nam_megatron import schema
-from nam_megatron.features.names import Features
+from nam_megatron.features.names import FEATURES
 from nam_megatron.recipe import Recipe, conf_dir, to_tree
 
 SCHEMA = json.loads((conf_dir() / "schema.json").read_text())
@@ -25,7 +25,7 @@ def definition(file):
     if (conf_dir() / file).read_text().startswith("# @package _global_\n"):
         return "Recipe"
     if group == "feature" and name != "default.yaml":
-        return Features.model_fields[name.removesuffix(".yaml")].annotation.__name__
+        return FEATURES[name.removesuffix(".yaml")].__name__
     return Recipe.model_fields[group].annotation.__name__
 
 

@@ -49,7 +49,7 @@ def notes(a: Args, m: Model) -> Iterator[str]:
     if paths := [
         f"{a.written(name).split()[0]} ({', '.join(f'${n}' for n in dict.fromkeys(names))})"
         for name, names in a.open_values()
-        if harmless(name)
+        if harmless(name, a.target)
     ]:
         yield f"not set in the text, and no matter here: {', '.join(paths)}"
     if known(lambda: "mamba2" in m.kinds and not a.any_said(*MAMBA), False):

@@ -24,7 +24,7 @@ def names() -> dict[str, str]:
 
 def canonical(recipe: Recipe) -> str:
     """`nam56r_pretrain_8gpu_h200_bf16_config`: the preset, its GPUs and its precision."""
-    precision = "fp8" if recipe.feature.fp8.on else recipe.precision.params
+    precision = "fp8" if recipe.feature.fp8 else recipe.precision.params
     return f"{recipe.preset.name}_pretrain_{recipe.world_size}gpu_{recipe.device.name}_{precision}_config"
 
 

@@ -28,7 +28,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from presets import written
 
 from nam_megatron.blocks import Block
-from nam_megatron.blocks.kinds import Blocks
+from nam_megatron.blocks.kinds import KINDS, Blocks
 from nam_megatron.runtime.stack import hybrid_stack_spec
 
 CPU = torch.device("cpu")
@@ -326,7 +326,7 @@ def _rig(case: Case, rank: int, folder: Path) -> Rig:
             ),
             vocab_size=case.vocab,
             max_sequence_length=SEQUENCE,
-            hybrid_layer_pattern=case.pattern.replace("R", "M").replace("3", "M"),
+            hybrid_layer_pattern="".join(KINDS[KIND[c]].symbol if c in KIND else c for c in case.pattern),
             position_embedding_type="rope",
             rotary_base=500000,
             pre_process=ps.is_pipeline_first_stage(),

@@ -25,6 +25,7 @@ from megatron.training.arguments import parse_and_validate_args
 from nam_megatron import train
 from nam_megatron.argv import argv as argv_of
 from nam_megatron.argv import plan_json
+from nam_megatron.argv import words as words_of
 from nam_megatron.errors import Problem, Refused
 from nam_megatron.lower import translate
 from nam_megatron.recipe import load
@@ -53,7 +54,7 @@ def command(folder: Path, *overrides: str) -> list[str]:
     lowering = lowered(*overrides)
     path = folder / "plan.json"
     path.write_text(plan_json(lowering))
-    return ["--nam-plan", str(path), *argv_of(lowering)]
+    return ["--nam-plan", str(path), *words_of(lowering)]
 
 
 def run(folder: Path, *overrides: str, world: int = 1, before=lambda: None, main=train.main) -> list[pretend.Rank]:
@@ -160,7 +161,7 @@ def test_a_plan_with_unbuilt_parts_is_incomplete(tmp_path, monkeypatch, capfd):
     (tmp_path / "plan.json").write_text(plan_json(lowering))
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    assert train.main(["--nam-plan", str(tmp_path / "plan.json"), *argv_of(lowering)], time.time()) == 3
+    assert train.main(["--nam-plan", str(tmp_path / "plan.json"), *words_of(lowering)], time.time()) == 3
     err = capfd.readouterr().err
     assert "`linear_ce` is not built" in err
 

@@ -75,7 +75,7 @@ def ran(plan: Path, main, *overrides: str) -> list[pretend.Rank]:
     """How `main` trained the small model."""
     lowering = translate(load("nam56r_smoke", (*SMALL, *overrides)))
     plan.write_text(argv.plan_json(lowering))
-    words = ["--nam-plan", str(plan), *argv.argv(lowering)]
+    words = ["--nam-plan", str(plan), *argv.words(lowering)]
 
     def job() -> int:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
