@@ -37,7 +37,10 @@ if INTERPRETED:
     ]
     STRONG = [
         bench.Case(two._replace(rank=1), 64, 255, 1, torch.float32, decay=4.0),
-        *(bench.Case(two._replace(rank=2, heads=1, groups=1), 8, s, 1, torch.float32, decay=6.0) for s in (1, 7, 9, 17)),
+        *(
+            bench.Case(two._replace(rank=2, heads=1, groups=1), 8, s, 1, torch.float32, decay=6.0)
+            for s in (1, 7, 9, 17)
+        ),
         bench.Case(two._replace(rank=2, groups=1), 8, 19, 1, torch.float32, (5, 7, 7), decay=6.0),
     ]
 WHOLE = CASES[0]

@@ -37,8 +37,8 @@ def index_scores(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
 
 
 def select(scores: Tensor, top_k: int) -> Selection:
-    """The `top_k` largest scores of each query, all of them where it has fewer keys."""
-    best = scores.topk(min(top_k, scores.size(-1)), dim=-1).indices
+    """The `top_k` largest scores of each query, all of them where it has fewer keys. Of equal scores the earlier keys are taken."""
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
     return Selection(torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & (scores > -torch.inf))
 
 
