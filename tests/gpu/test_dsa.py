@@ -58,6 +58,15 @@ def test_forward_backward_and_again(b, s, n):
     passed(bench.check, b, s, n)
 
 
+def test_the_indexer_learns_as_exactly_as_megatrons(monkeypatch):
+    """In bf16: scores' gradients stay fp32 and enter products as two bf16 numbers. Sharp scores too."""
+    monkeypatch.setattr(bench, "DTYPE", torch.bfloat16)
+    for scale in (1.0, 50.0):
+        x = bench.inputs(1, 40 if INTERPRETED else 1024, 3 if INTERPRETED else 56)
+        x.w *= scale
+        passed(bench.check_indexer, f"scores x {scale:g} ", x)
+
+
 def test_with_every_key_selected_it_is_dense_attention():
     passed(bench.check_dense, 1, 40 if INTERPRETED else 1000, 7 if INTERPRETED else 56)
 

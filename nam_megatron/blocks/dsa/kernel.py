@@ -351,40 +351,38 @@ def _by_head(x: Tensor) -> Tensor:
 
 
 def indexer_kl(
-    q: Tensor, k: Tensor, w: Tensor, scores: Tensor, query: Tensor, key: Tensor, scale: float, group=None
+    q: Tensor, k: Tensor, w: Tensor, scores: Tensor, query: Tensor, key: Tensor, scale: float, group=None, factor=1.0
 ) -> Tensor:
-    """Sum over all queries of KL(attention || indexer), each over all keys up to the query; a fp32 scalar.
+    """`factor` times the sum over all queries of KL(attention || indexer), each over all keys up to the query; a fp32 scalar.
 
     The attention's distribution is that over all keys, averaged over the heads of all ranks of `group`; it is a constant.
-    Differentiable in q, k and w, of which `scores` are index_scores.
+    Differentiable in q, k and w, of which `scores` are index_scores. Their gradients are rounded once if what the backward pass
+    multiplies them by is a power of two, so all else belongs into `factor`.
     """
-    return _IndexerKl.apply(q, k, w, scores, query.detach(), key.detach(), scale, group)
+    return _IndexerKl.apply(q, k, w, scores, query.detach(), key.detach(), scale, group, factor)
 
 
 class _IndexerKl(torch.autograd.Function):
     """The loss is a scalar and its gradients a multiple of what the forward pass has at hand, so that computes them."""
 
     @staticmethod
-    def forward(ctx, q, k, w, scores, query, key, scale, group):
+    def forward(ctx, q, k, w, scores, query, key, scale, group, factor):
         q, k, w, query, key = (t.contiguous() for t in (q, k, w, query, key))
         s, b = query.shape[:2]
         target = _target(query, key, scale, scores.stride(1))
         if group is not None and group.size() > 1:
             torch.distributed.all_reduce(target, group=group)
         rows = scores.new_empty(b, s)
-        dscores = scores.new_empty(scores.shape, dtype=q.dtype)
         tile = triton.next_power_of_2(s)
-        _kl[(s, b)](
-            scores, target, dscores, rows, s, scores.stride(1), width=tile, num_warps=min(16, max(4, tile // 1024))
-        )
-        del target
-        ctx.save_for_backward(*_index_back(q, k, w, dscores))
+        warps = min(16, max(4, tile // 1024))
+        _kl[(s, b)](scores, target, rows, s, scores.stride(1), factor, width=tile, num_warps=warps)
+        ctx.save_for_backward(*_index_back(q, k, w, dscores=target))
         return rows.sum()
 
     @staticmethod
     def backward(ctx, grad):
         dq, dk, dw = ctx.saved_tensors
-        return dq * grad, dk * grad, dw * grad, None, None, None, None, None
+        return dq * grad, dk * grad, dw * grad, None, None, None, None, None, None
 
 
 def _target(query: Tensor, key: Tensor, scale: float, pitch: int) -> Tensor:
@@ -487,8 +485,8 @@ def _sum_of_softmax(
 
 
 @triton.jit
-def _kl(scores, target, dscores, kl, S, pitch, width: tl.constexpr):
-    """One query a program: KL of its row, and the gradient with respect to its scores, predicted - target."""
+def _kl(scores, target, kl, S, pitch, factor, width: tl.constexpr):
+    """One query a program: factor KL of its row, and in the target's place the gradient of its scores, factor (predicted - target)."""
     i, b = tl.program_id(0), tl.program_id(1)
     j = tl.arange(0, width)
     at = (b * S + i).to(tl.int64) * pitch + j
@@ -500,12 +498,12 @@ def _kl(scores, target, dscores, kl, S, pitch, width: tl.constexpr):
     weight = tl.exp(score)
     total = tl.sum(weight, 0)
     terms = wanted * (tl.log(tl.maximum(wanted, 1e-10)) - (score - tl.log(total)))
-    tl.store(kl + b * S + i, tl.sum(tl.where(visible, terms, 0.0), 0))
-    tl.store(dscores + at, (weight / total - wanted).to(dscores.dtype.element_ty), mask=written)  # 0 behind the query
+    tl.store(kl + b * S + i, factor * tl.sum(tl.where(visible, terms, 0.0), 0))
+    tl.store(target + at, factor * (weight / total - wanted), mask=written)  # 0 behind the query
 
 
 def _index_back(q: Tensor, k: Tensor, w: Tensor, dscores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and w from those of the scores, which are 0 after the query in the part that is whole."""
+    """Gradients of q, k and w from those of the scores, fp32 and 0 after the query in the part that is whole."""
     s, b, h, d = q.shape
     dq, dw = torch.empty_like(q), torch.empty_like(w)
     t = TILES["index_dq"]
@@ -515,6 +513,17 @@ def _index_back(q: Tensor, k: Tensor, w: Tensor, dscores: Tensor) -> tuple[Tenso
     grid = (triton.cdiv(s, t["J"]), len(parts), b)
     _index_dk[grid](q, k, w, dscores, parts, s, dscores.stride(1), H=h, D=d, **t)
     return dq, parts.sum(0).to(k.dtype), dw
+
+
+@triton.jit
+def _wide_dot(x, y, total):
+    """total + x y for fp32 x. Where y is bf16, x is two such numbers, to 2^-17: a score's gradient rounded to one would be most of the
+    error of all that is learned from it."""
+    high = x.to(y.dtype)
+    total = tl.dot(high, y, total, input_precision="ieee")
+    if y.dtype != tl.float32:
+        total = tl.dot((x - high.to(tl.float32)).to(y.dtype), y, total, input_precision="ieee")
+    return total
 
 
 @triton.jit
@@ -534,8 +543,7 @@ def _index_dq(q, k, w, dscores, dq, dw, S, pitch, H: tl.constexpr, D: tl.constex
         keys = tl.load(k + (j * B + b)[:, None] * D + c[None, :], mask=(j < S)[:, None], other=0.0)
         d_score = tl.load(at + j[None, :], mask=rows[:, None], other=0.0)
         dots = tl.dot(queries, tl.trans(keys), input_precision="ieee")
-        d_dots = tl.where(dots > 0.0, d_score, 0.0)
-        total = tl.dot(d_dots, keys, total, input_precision="ieee")
+        total = _wide_dot(tl.where(dots > 0.0, d_score, 0.0), keys, total)
     tl.store(dq + row[:, None] * D + c[None, :], (total * weight[:, None]).to(dq.dtype.element_ty), mask=rows[:, None])
     # relu(q . k) = q . k where it is not zero, so the sum over keys that dw wants is q times the one that dq has.
     d_weight = tl.sum(queries.to(tl.float32) * total, 1)
@@ -557,13 +565,12 @@ def _index_dk(
     for first in range(begin, tl.minimum(part * rows + rows, S), I):
         i = first + tl.arange(0, I)
         at = dscores + (b * S + i).to(tl.int64)[None, :] * pitch + j[:, None]
-        d_score = tl.load(at, mask=(i < S)[None, :], other=0.0).to(tl.float32)
+        d_score = tl.load(at, mask=(i < S)[None, :], other=0.0)
         row = (i * B + b).to(tl.int64) * H
         for head in range(H):
             queries = tl.load(q + (row + head)[:, None] * D + c[None, :], mask=(i < S)[:, None], other=0.0)
             weight = tl.load(w + row + head, mask=i < S, other=0.0).to(tl.float32)
             dots = tl.dot(keys, tl.trans(queries), input_precision="ieee")
-            d_dots = tl.where(dots > 0.0, d_score * weight[None, :], 0.0).to(queries.dtype)
-            total = tl.dot(d_dots, queries, total, input_precision="ieee")
+            total = _wide_dot(tl.where(dots > 0.0, d_score * weight[None, :], 0.0), queries, total)
     at = parts + ((part * S + j).to(tl.int64) * B + b)[:, None] * D + c[None, :]
     tl.store(at, total, mask=(j < S)[:, None])
