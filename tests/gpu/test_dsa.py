@@ -67,6 +67,15 @@ def test_the_indexer_learns_as_exactly_as_megatrons(monkeypatch):
         passed(bench.check_indexer, f"scores x {scale:g} ", x)
 
 
+@pytest.mark.parametrize("scale", [1, 10, 50])
+def test_attention_however_sharp_is_as_exact_as_megatrons(monkeypatch, scale):
+    monkeypatch.setattr(bench, "DTYPE", torch.bfloat16)
+    x = bench.inputs(1, 40 if INTERPRETED else 1024, 4 if INTERPRETED else 56)
+    x.query *= scale
+    selection = kernel.select(kernel.index_scores(x.q, x.k, x.w), bench.K)
+    passed(bench.check_attend, f"logits x {scale} ", x, selection)
+
+
 def test_with_every_key_selected_it_is_dense_attention():
     passed(bench.check_dense, 1, 40 if INTERPRETED else 1000, 7 if INTERPRETED else 56)
 

@@ -190,14 +190,14 @@ class _Attend(torch.autograd.Function):
         lse = query.new_empty(s, b, n, dtype=torch.float32)
         sizes = dict(N=n, R=rank, P=width - rank, K=indices.size(2), heads=max(16, triton.next_power_of_2(n)))
         _attend[(s, b)](query, key, indices, out, lse, s, scale * LOG2E, **sizes, **TILES["attend"])
-        ctx.save_for_backward(query, key, indices, starts, pairs, out, lse)
+        ctx.save_for_backward(query, key, indices, starts, pairs, lse)
         ctx.scale, ctx.sizes = scale, sizes
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     def backward(ctx, dout, _):
-        query, key, indices, starts, pairs, out, lse = ctx.saved_tensors
+        query, key, indices, starts, pairs, lse = ctx.saved_tensors
         dout = dout.contiguous()
         s, b, _, width = query.shape
         dquery, dkey = torch.empty_like(query), torch.empty_like(key)
@@ -206,7 +206,7 @@ class _Attend(torch.autograd.Function):
         parts = key.new_empty(s * indices.size(2), width)
         for sample in range(b):
             _attend_back[(s,)](
-                query, key, indices, out, lse, dout, dquery, parts, s, b, sample, ctx.scale, ctx.scale * LOG2E,
+                query, key, indices, lse, dout, dquery, parts, s, b, sample, ctx.scale, ctx.scale * LOG2E,
                 **ctx.sizes, **TILES["attend_back"],
             )  # fmt: skip
             _collect[(s,)](
@@ -254,9 +254,22 @@ def _attend(
     tl.store(lse + row, highest + tl.log2(total), mask=real)
 
 
+@triton.jit
+def _weights(key, chosen, place, inside, q_latent, q_rope, d_out, lse, scale2, B, b, R: tl.constexpr, P: tl.constexpr):
+    """A tile of keys, and [keys, heads]: their weights and the gradients of these."""
+    j = tl.load(chosen + place, mask=inside, other=0)
+    at = key + (j * B + b)[:, None] * (R + P)
+    k_latent = tl.load(at + tl.arange(0, R)[None, :])
+    k_rope = tl.load(at + R + tl.arange(0, P)[None, :])
+    dots = tl.dot(k_latent, tl.trans(q_latent), input_precision="ieee")
+    dots = tl.dot(k_rope, tl.trans(q_rope), dots, input_precision="ieee")
+    weight = tl.where(inside[:, None], tl.exp2(dots * scale2 - lse[None, :]), 0.0)
+    return k_latent, k_rope, weight, tl.dot(k_latent, tl.trans(d_out), input_precision="ieee")
+
+
 @triton.jit(do_not_specialize=["b"])
 def _attend_back(
-    query, key, indices, out, lse, dout, dquery, parts, S, B, b, scale, scale2,
+    query, key, indices, lse, dout, dquery, parts, S, B, b, scale, scale2,
     N: tl.constexpr, R: tl.constexpr, P: tl.constexpr, K: tl.constexpr, heads: tl.constexpr, J: tl.constexpr,
 ):  # fmt: skip
     """One query a program. Tiles are [keys, heads]: P and dP leave the tensor cores as the operands that dK and dV want."""
@@ -268,24 +281,26 @@ def _attend_back(
     q_latent = tl.load(own + r[None, :], mask=real[:, None], other=0.0)
     q_rope = tl.load(own + R + p[None, :], mask=real[:, None], other=0.0)
     d_out = tl.load(dout + row[:, None] * R + r[None, :], mask=real[:, None], other=0.0)
-    o = tl.load(out + row[:, None] * R + r[None, :], mask=real[:, None], other=0.0)
-    delta = tl.sum(d_out.to(tl.float32) * o.to(tl.float32), 1)
     lse_ = tl.load(lse + row, mask=real, other=0.0)
-    dq_latent = tl.zeros([R, heads], tl.float32)
-    dq_rope = tl.zeros([P, heads], tl.float32)
     count = tl.minimum(i + 1, K)
     chosen = indices + (b * S + i).to(tl.int64) * K
+    # The sum of weights times their gradients is also out . dout, but out is rounded: where one key has nearly all the weight, what is
+    # left of its gradient less that sum would be the rounding.
+    delta = tl.zeros([heads], tl.float32)
+    for first in range(0, count, J):
+        place = first + tl.arange(0, J)
+        _, _, weight, d_weight = _weights(
+            key, chosen, place, place < count, q_latent, q_rope, d_out, lse_, scale2, B, b, R, P
+        )
+        delta += tl.sum(weight * d_weight, 0)
+    dq_latent = tl.zeros([R, heads], tl.float32)
+    dq_rope = tl.zeros([P, heads], tl.float32)
     for first in range(0, count, J):
         place = first + tl.arange(0, J)
         inside = place < count
-        j = tl.load(chosen + place, mask=inside, other=0)
-        at = key + (j * B + b)[:, None] * (R + P)
-        k_latent = tl.load(at + r[None, :])
-        k_rope = tl.load(at + R + p[None, :])
-        dots = tl.dot(k_latent, tl.trans(q_latent), input_precision="ieee")
-        dots = tl.dot(k_rope, tl.trans(q_rope), dots, input_precision="ieee")
-        weight = tl.where(inside[:, None], tl.exp2(dots * scale2 - lse_[None, :]), 0.0)
-        d_weight = tl.dot(k_latent, tl.trans(d_out), input_precision="ieee")
+        k_latent, k_rope, weight, d_weight = _weights(
+            key, chosen, place, inside, q_latent, q_rope, d_out, lse_, scale2, B, b, R, P
+        )
         d_dots = (weight * (d_weight - delta[None, :]) * scale).to(k_latent.dtype)
         dk_latent = tl.dot(weight.to(k_latent.dtype), d_out, input_precision="ieee")
         dk_latent = tl.dot(d_dots, q_latent, dk_latent, input_precision="ieee")
