@@ -67,7 +67,9 @@ class Model(Config):
     attention_dropout: Annotated[
         Fraction, Row("on attention's probabilities; Megatron's default is 0.1", "attention_dropout")
     ]
-    rotary_base: Annotated[PositiveInt, Row("RoPE theta", "rotary_base", ())]  # each attention kind says where it is read
+    rotary_base: Annotated[
+        PositiveInt, Row("RoPE theta", "rotary_base", ())
+    ]  # each attention kind says where it is read
     init_std: Annotated[PositiveFloat, Row("standard deviation of initial weights", "init_method_std")]
     letters: Letters
     substitute: Annotated[tuple[Substitute, ...], Row("other kinds at some ranks of a letter")]
