@@ -137,27 +137,10 @@ def check(report: Report, b: int, s: int, n: int) -> None:
     selection = kernel.select(scores, K)
     report.check(at + "top-k is not torch.topk's", different_top_k(scores, selection), 0)
     report.check(at + "keys' side of the top-k", wrong_pairs(selection), 0)
-    chosen = naive.Selection(as_mask(selection))
     again = kernel.select(kernel.index_scores(x.q, x.k, x.w), K)
     report.check(at + "top-k not repeated", float((again.pairs != selection.pairs).sum()), 0)
 
-    def attended(ops, dtype, picked) -> list[Tensor]:
-        query, key = leaves(x.query, x.key, dtype=dtype)
-        out = ops.attend(query, key, picked, SCALE, R)
-        return [out.detach(), *torch.autograd.grad(out, (query, key), x.dout.to(dtype))]
-
-    wanted, rounded = attended(naive, torch.float64, chosen), attended(naive, DTYPE, chosen)
-    found, second = attended(kernel, DTYPE, selection), attended(kernel, DTYPE, selection)
-    for name, f, r, w in zip(("out", "dquery", "dkey"), found, rounded, wanted, strict=True):
-        its = error(r, w)
-        report.check(at + f"attend {name}", error(f, w), max(2 * its, 1e-5), its)
-    report.check(at + "attend not repeated", float(sum((a != c).sum() for a, c in zip(found, second, strict=True))), 0)
-    del wanted, rounded, found, second
-
-    def learned(ops, dtype) -> list[Tensor]:
-        q, k, w = leaves(x.q, x.k, x.w, dtype=dtype)
-        kl = ops.indexer_kl(q, k, w, ops.index_scores(q, k, w), x.query.to(dtype), x.key.to(dtype), SCALE) / (b * s)
-        return [kl.detach(), *torch.autograd.grad(kl, (q, k, w))]
+    check_attend(report, at, x, selection)
 
     def valued(ops, dtype) -> list[Tensor]:
         latent, weight = leaves(x.dout, x.value, dtype=dtype)
@@ -171,11 +154,39 @@ def check(report: Report, b: int, s: int, n: int) -> None:
         its = error(r, w)
         report.check(at + f"values {name}", error(f, w), max(2 * its, 1e-5), its)
 
+    check_indexer(report, at, x)
+
+
+def check_attend(report: Report, at: str, x: SimpleNamespace, selection: kernel.Selection) -> None:
+    chosen = naive.Selection(as_mask(selection))
+
+    def attended(ops, dtype, picked) -> list[Tensor]:
+        query, key = leaves(x.query, x.key, dtype=dtype)
+        out = ops.attend(query, key, picked, SCALE, R)
+        return [out.detach(), *torch.autograd.grad(out, (query, key), x.dout.to(dtype))]
+
+    wanted, rounded = attended(naive, torch.float64, chosen), attended(naive, DTYPE, chosen)
+    found, second = attended(kernel, DTYPE, selection), attended(kernel, DTYPE, selection)
+    for name, f, r, w in zip(("out", "dquery", "dkey"), found, rounded, wanted, strict=True):
+        its = error(r, w)
+        report.check(at + f"attend {name}", error(f, w), max(1.5 * its, 1e-5), its)
+    report.check(at + "attend not repeated", float(sum((a != c).sum() for a, c in zip(found, second, strict=True))), 0)
+
+
+def check_indexer(report: Report, at: str, x: SimpleNamespace) -> None:
+    """The loss and its gradients, which Megatron computes in fp32 and rounds once: so must we, as naive.py does in DTYPE."""
+
+    def learned(ops, dtype) -> list[Tensor]:
+        q, k, w = leaves(x.q, x.k, x.w, dtype=dtype)
+        scores, core = ops.index_scores(q, k, w), (x.query.to(dtype), x.key.to(dtype))
+        kl = ops.indexer_kl(q, k, w, scores, *core, SCALE, factor=0.7 / x.k[..., 0].numel())
+        return [kl.detach(), *torch.autograd.grad(kl, (q, k, w))]
+
     wanted, rounded = learned(naive, torch.float64), learned(naive, DTYPE)
     found, second = learned(kernel, DTYPE), learned(kernel, DTYPE)
     for name, f, r, w in zip(("kl", "dq", "dk", "dw"), found, rounded, wanted, strict=True):
         its = error(r, w)
-        report.check(at + f"indexer {name}", error(f, w), max(2 * its, 1e-5), its)
+        report.check(at + f"indexer {name}", error(f, w), max(1.2 * its, 1e-5), its)
     report.check(at + "indexer not repeated", float(sum((a != c).sum() for a, c in zip(found, second, strict=True))), 0)
 
 

@@ -55,7 +55,8 @@ SISO = NAM56R._replace(rank=1)
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs of a comparison with naive.py. documents: lengths of packed documents, which make up s, or none."""
+    """Inputs of a comparison with naive.py. documents: lengths of packed documents, which make up s, or none. decay: what is added to
+    the inputs of A and dt: 4 makes a token leave e^-28 of the state, and a few of them less than fp32 has."""
 
     shape: Shape
     chunk: int
@@ -64,6 +65,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     documents: tuple[int, ...] = ()
     launch: kernel.Launch | None = None
+    decay: float = 0.0
 
     def __str__(self) -> str:
         h, p, n, g, r, a = self.shape
@@ -71,7 +73,8 @@ class Case:
         text = (
             f"heads {h} x {p} state {n} groups {g} rank {r} angles {a} chunk {self.chunk} [{self.b}, {self.s}] {kind}"
         )
-        return text + (f" documents {','.join(map(str, self.documents))}" if self.documents else "")
+        text += f" documents {','.join(map(str, self.documents))}" if self.documents else ""
+        return text + (f" decay {self.decay:g}" if self.decay else "")
 
     def limit(self, name: str) -> float:
         """Largest relative error allowed of the output or a gradient; in bf16 several roundings of 2^-9 follow one another.
@@ -104,6 +107,13 @@ CASES = [
     *(Case(TINY._replace(rank=1), chunk, 61, 2, torch.float32) for chunk in (16, 32)),
     Case(TINY._replace(rank=2, angles=16), 8, 61, 1, torch.float32, (9, 20, 32)),
     Case(TINY, 4, 61, 2, torch.float32, launch=kernel.Launch(columns=16, chunks=3, programs=1)),
+]
+# Where what is left of a state within a chunk is less than fp32 has.
+STRONG = [
+    *(Case(SMALL._replace(rank=1), 64, s, 2, decay=4.0) for s in (1, 63, 65, 255)),
+    *(Case(SMALL, 16, s, 1, decay=4.0) for s in (15, 17, 203)),
+    Case(SMALL, 16, 203, decay=4.0, documents=(1, 60, 4, 64, 74)),
+    Case(TINY._replace(rank=1), 32, 61, 2, torch.float32, decay=4.0),
 ]
 
 
@@ -169,6 +179,10 @@ def errors(case: Case, device: str = "cuda", seed: int = 0) -> dict[str, float]:
     generator = torch.Generator(device).manual_seed(seed)
     weights = weights_of(case.shape, device, case.dtype, generator)
     packed = packed_of(case.shape, case.s, case.b, device, case.dtype, generator)
+    if case.decay:
+        with torch.no_grad():
+            for name, part in zip(case.shape.parts, packed.split(list(case.shape.parts.values()), -1), strict=True):
+                part.add_(case.decay if name in ("dt", "A") else 0.0)
     dy = torch.randn(case.s, case.b, case.shape.inner, device=device, generator=generator)
     documents = documents_of(case, device)
     exact = run(
@@ -181,9 +195,9 @@ def errors(case: Case, device: str = "cuda", seed: int = 0) -> dict[str, float]:
         lambda x, w: kernel.scan(x, w, case.shape, case.chunk, documents, launch=case.launch), packed, weights, dy
     )
     wanted, found = named(case.shape, *exact), named(case.shape, *ours)
-    # Of a single token the angles' gradient is exactly zero: q's part and k's cancel. Each is about half as large as d B: what
-    # rounding leaves of them is judged by that.
-    sizes = wanted | ({"d angles": wanted["d B"]} if case.s == 1 else {})
+    # Of a token that no other sees the angles' gradient is exactly zero: q's part and k's cancel. Each is about half as large as
+    # d B: what rounding leaves of them is judged by that.
+    sizes = wanted | ({"d angles": wanted["d B"]} if case.s == 1 or case.decay else {})
     return {name: error(t, wanted[name], sizes[name]) for name, t in found.items()}
 
 
@@ -610,7 +624,7 @@ def main(argv: list[str]) -> int:
     )
     timed = [Case(shape, chunk, SEQUENCE, b) for shape, chunk in ((SISO, 64), (NAM56R, 16)) for b in (1, 4)]
     timed = [*timed, *(sweep() if given.sweep else [])] if "scan" in parts else []
-    checked = (CASES[::4] if given.quick else CASES) if "checks" in parts else []
+    checked = ([*CASES[::4], *STRONG[::4]] if given.quick else [*CASES, *STRONG]) if "checks" in parts else []
 
     report.apart("host", partial(report.host, hidden=HIDDEN, sequence=SEQUENCE))
     theirs = released_jobs() if "released" in parts else []

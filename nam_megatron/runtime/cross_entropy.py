@@ -3,10 +3,11 @@
 Of bf16 logits Megatron 0.19.2 makes fp32 tensors of tokens x vocabulary and passes over them several times, compiled or not, which is
 also where the memory of a run without DSA peaks. What is needed of a row is the logarithm of its sum of exponentials:
 
-    loss = lse - logit of the label            lse = log sum exp
-    gradient = (exp(logit - lse) - [label]) * gradient of the loss
+    loss = log sum - (logit of the label - most)            most = the largest logit, sum = of exp(logit - most)
+    gradient = (exp(logit - most) / sum - [label]) * gradient of the loss
 
-Bytes a logit in bf16: 2 forward, 4 backward; nothing else grows with the vocabulary.
+All differences are of logits: steps of fp32 are 1e-3 at 1e4, so most + log sum would be that far off. Bytes a logit in bf16: 2 forward,
+4 backward; nothing else grows with the vocabulary.
 """
 
 from functools import partial
@@ -49,44 +50,52 @@ def _of_batch(group: dist.ProcessGroup, labels: Tensor, logits: Tensor) -> Tenso
 def cross_entropy(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Loss of each token [s, b] in fp32, of logits [s, b, vocabulary / tensor ranks] and labels [s, b].
 
-    The backward pass overwrites the logits with their gradient: nothing else may need them by then, and it runs once. With a `group`
-    of tensor ranks each holds its slice of the vocabulary, in rank order. NaN and +inf among the logits make the loss NaN.
+    The backward pass overwrites the logits with their gradient and says so to autograd, which then refuses (RuntimeError) a second
+    one, and any other that still needs them; who reads them afterwards reads gradients. With a `group` of tensor ranks each holds its
+    slice of the vocabulary, in rank order. NaN and +inf among the logits, and a label outside the vocabulary of all ranks (-100 too: mask
+    losses by another label), make the loss and the row's gradient NaN.
     """
+    assert not (logits.is_leaf and logits.requires_grad), "a leaf would be overwritten by its gradient"
     return _CrossEntropy.apply(logits, labels, group)
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        logits, slice_ = logits.contiguous(), logits.size(-1)
+        logits, labels, slice_ = logits.contiguous(), labels.contiguous(), logits.size(-1)
         ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
-        labels = (labels - rank * slice_).contiguous()
-        # Per row: the maximum; the sum of exponentials below it; the label's logit, on the rank that holds it.
+        # Per row: the maximum; the sum of exponentials below it; the label's logit less the maximum, on the rank that holds it.
         most, sums, own = torch.empty(3, *labels.shape, dtype=torch.float32, device=logits.device)
         _cross_entropy_sums[(labels.numel(),)](
-            logits, labels, most, sums, own, slice_, COLUMNS=COLUMNS, PIECES=PIECES, num_warps=WARPS
-        )
+            logits, labels, most, sums, own, slice_, rank * slice_, ranks * slice_,
+            COLUMNS=COLUMNS, PIECES=PIECES, num_warps=WARPS,
+        )  # fmt: skip
         if ranks > 1:
             top = most.clone()
             dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-            both = torch.stack((sums * torch.exp(most - top), own))
+            held = (labels >= rank * slice_) & (labels < (rank + 1) * slice_)
+            both = torch.stack((sums * torch.exp(most - top), torch.where(held, own + (most - top), 0.0)))
             dist.all_reduce(both, group=group)
             most, (sums, own) = top, both
-        lse = most + torch.log(sums)
-        ctx.save_for_backward(logits, labels, lse)
-        return lse - own
+        ctx.save_for_backward(logits, labels, most, sums)
+        ctx.first = rank * slice_
+        return torch.log(sums) - own
 
     @staticmethod
     def backward(ctx, d_loss: Tensor) -> tuple[Tensor, None, None]:
-        logits, labels, lse = ctx.saved_tensors
+        logits, labels, most, sums = ctx.saved_tensors
         _cross_entropy_gradient[(labels.numel(),)](
-            logits, labels, lse, d_loss.contiguous(), logits.size(-1), COLUMNS=COLUMNS * PIECES, num_warps=WARPS
-        )
+            logits, labels, most, sums, d_loss.contiguous(), logits.size(-1), ctx.first,
+            COLUMNS=COLUMNS * PIECES, num_warps=WARPS,
+        )  # fmt: skip
+        torch.autograd.graph.increment_version(logits)
         return logits.detach(), None, None
 
 
 @triton.jit
-def _cross_entropy_sums(logits, labels, most, sums, own, slice_, COLUMNS: tl.constexpr, PIECES: tl.constexpr):
+def _cross_entropy_sums(
+    logits, labels, most, sums, own, slice_, slice_start, vocabulary, COLUMNS: tl.constexpr, PIECES: tl.constexpr
+):
     row = tl.program_id(0)
     logits += row.to(tl.int64) * slice_
     column = tl.arange(0, PIECES)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -100,20 +109,22 @@ def _cross_entropy_sums(logits, labels, most, sums, own, slice_, COLUMNS: tl.con
         top = new
     high = tl.max(top, 0)
     tl.store(most + row, high)
-    tl.store(sums + row, tl.sum(total * tl.exp(top - high), 0))
+    whole = tl.sum(total * tl.exp(top - high), 0)
     label = tl.load(labels + row)
+    tl.store(sums + row, tl.where((label >= 0) & (label < vocabulary), whole, float("nan")))
+    label -= slice_start
     held = (label >= 0) & (label < slice_)
-    tl.store(own + row, tl.load(logits + label, mask=held, other=0.0).to(tl.float32))
+    tl.store(own + row, tl.load(logits + label, mask=held, other=0.0).to(tl.float32) - high)
 
 
 @triton.jit
-def _cross_entropy_gradient(logits, labels, lse, d_loss, slice_, COLUMNS: tl.constexpr):
+def _cross_entropy_gradient(logits, labels, most, sums, d_loss, slice_, slice_start, COLUMNS: tl.constexpr):
     row = tl.program_id(0)
     logits += row.to(tl.int64) * slice_
-    label, by = tl.load(labels + row), tl.load(d_loss + row)
-    whole = tl.load(lse + row)
+    label, by = tl.load(labels + row) - slice_start, tl.load(d_loss + row)
+    high, scale = tl.load(most + row), 1 / tl.load(sums + row)
     for first in range(0, slice_, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
         x = tl.load(logits + column, mask=column < slice_, other=0.0).to(tl.float32)
-        d = (tl.exp(x - whole) - tl.where(column == label, 1.0, 0.0)) * by
+        d = (tl.exp(x - high) * scale - tl.where(column == label, 1.0, 0.0)) * by
         tl.store(logits + column, d.to(logits.dtype.element_ty), mask=column < slice_)

@@ -30,7 +30,9 @@ from benchmarks import dsa as bench
 from nam_megatron.blocks.dsa import naive
 
 S, B, N, H, D, R, P, K, SCALE = 19, 2, 3, 4, 8, 12, 8, 5, 0.3
-CASE = Case("+MDD-D")  # the harness's indexer: layer 3 serves 4 and 6
+# The harness's indexer: layer 3 serves 4 and 6. 16 heads: where all of few heads score below zero, scores are equal, and we take the
+# earliest keys, Megatron what torch.topk gives.
+CASE = Case("+MDD-D", config=dict(dsa_indexer_n_heads=16))
 
 
 @pytest.fixture
@@ -53,6 +55,21 @@ def test_scores_and_top_k_are_megatrons(draw):
     torch.testing.assert_close(scores.float(), wanted, rtol=1e-4, atol=1e-5)
     mask = torch.zeros(B, S, S + 1, dtype=torch.bool).scatter_(-1, indices.where(indices >= 0, S), True)[..., :S]
     assert torch.equal(naive.select(scores, K).selected, mask)
+
+
+def test_of_equal_scores_the_earliest_keys_are_taken(draw):
+    """Two heads: a third of the pairs score 0. What Megatron takes has the same scores, not the same keys."""
+    scores = naive.index_scores(draw.q[:, :, :2], draw.k, draw.w[:, :, :2])
+    taken = naive.select(scores, K).selected
+    for b in range(B):
+        for i in range(S):
+            ranked = sorted(range(i + 1), key=lambda j, row=scores[b, i]: (-row[j].item(), j))  # Python's sort
+            assert taken[b, i].nonzero().flatten().tolist() == sorted(ranked[:K])
+    rest = (draw.q[:, :, :2].float(), draw.k.float(), draw.w[:, :, :2].float(), K)
+    its, indices = theirs.fused_qk_topk_naive(*rest, **causal_bounds())
+    mask = torch.zeros(B, S, S + 1, dtype=torch.bool).scatter_(-1, indices.where(indices >= 0, S), True)[..., :S]
+    rows = [row.masked_fill(~chosen, -torch.inf).sort(-1).values for row, chosen in ((its, taken), (its, mask))]
+    torch.testing.assert_close(*rows)
 
 
 def test_sparse_attention_is_megatrons(draw):
@@ -116,11 +133,11 @@ def stock():
 
 
 def full(method: str, layers: int) -> dict:
-    return dict(recompute_granularity="full", recompute_method=method, recompute_num_layers=layers)
+    return CASE.config | dict(recompute_granularity="full", recompute_method=method, recompute_num_layers=layers)
 
 
 def selective(*modules: str) -> dict:
-    return dict(recompute_granularity="selective", recompute_modules=list(modules))
+    return CASE.config | dict(recompute_granularity="selective", recompute_modules=list(modules))
 
 
 LAYOUTS = {

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,7 +26,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import mangle_type
 
 from benchmarks import m2rnn as bench
-from nam_megatron.blocks.m2rnn import kernel, layer, naive
+from nam_megatron.blocks.m2rnn import elementwise, kernel, layer, naive
 from nam_megatron.blocks.m2rnn.block import CHECKPOINT, ROWS, M2Rnn
 from nam_megatron.errors import Refused
 from nam_megatron.lower import translate
@@ -36,7 +37,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def block(**sizes) -> M2Rnn:
-    return M2Rnn(**dict(kernels="naive", k_dim=8, v_dim=4, heads=6, conv_width=4) | sizes)
+    return M2Rnn(**dict(kernels="naive", k_dim=8, v_dim=4, heads=6, conv_width=4, gradient_clip=None) | sizes)
 
 
 def spec(**sizes):
@@ -74,6 +75,49 @@ def test_scan_is_the_published_recurrence():
                 sum(q[t, 0, i].item() * state[i][j] for i in range(2)), rel=1e-5
             )
     torch.testing.assert_close(last[0, 0], torch.tensor(state))
+
+
+@pytest.mark.parametrize("clip", [None, 0.3])
+def test_gradients_are_those_of_the_authors_kernels(clip):
+    """README's recursion written out; with a bound, what a state gets from later tokens is cut before its own output's share is added."""
+    torch.manual_seed(1)
+    q, k, v, f, w = (t[:, 0].double() if t.dim() > 3 or t.size(-1) == 5 else t.double() for t in bench_inputs(6))
+    f = f[:, 0]
+    dy, h0 = torch.randn(6, 3, 4, dtype=torch.float64), torch.randn(3, 5, 4, dtype=torch.float64)
+    states = [h0]
+    zs = []
+    for t in range(6):
+        zs.append(torch.tanh(states[t] @ w + k[t][None, :, None] * v[t][:, None, :]))
+        states.append(f[t][:, None, None] * states[t] + (1 - f[t][:, None, None]) * zs[t])
+    wanted = {name: torch.zeros_like(x) for name, x in dict(q=q, k=k, v=v, f=f, w=w).items()}
+    carry, cut = torch.zeros_like(h0), False
+    for t in reversed(range(6)):
+        if clip is not None:
+            cut |= bool((carry.abs() > clip).any())
+            carry = carry.clamp(-clip, clip)
+        dh = carry + q[t][None, :, None] * dy[t][:, None, :]
+        dx = (1 - f[t][:, None, None]) * (1 - zs[t] ** 2) * dh
+        wanted["q"][t] = torch.einsum("nkv,nv->k", states[t + 1], dy[t])
+        wanted["k"][t] = torch.einsum("nkv,nv->k", dx, v[t])
+        wanted["v"][t] = torch.einsum("nkv,k->nv", dx, k[t])
+        wanted["f"][t] = (dh * (states[t] - zs[t])).sum((1, 2))
+        wanted["w"] += states[t].transpose(1, 2) @ dx
+        carry = f[t][:, None, None] * dh + dx @ w.transpose(1, 2)
+    assert cut == (clip is not None)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, f, w, h0)]
+    batched = [x.unsqueeze(1) for x in leaves[:4]]
+    y, _ = naive.scan(*batched, leaves[4], leaves[5].unsqueeze(0), gradient_clip=clip)
+    found = torch.autograd.grad(y[:, 0], leaves, dy)
+    for name, one, exact in zip((*wanted, "h0"), found, (*wanted.values(), carry), strict=True):
+        torch.testing.assert_close(one, exact, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_forget_is_as_wide_as_its_input():
+    x, bias, a = torch.linspace(-30, 3, 9, dtype=torch.float64), 0.1, torch.tensor(2.7, dtype=torch.float64)
+    exact = np.exp(-np.exp(a.numpy()) * np.log1p(np.exp(x.numpy() + bias)))
+    found = naive.forget(x, torch.tensor(bias, dtype=torch.float64), a)
+    np.testing.assert_allclose(found.numpy(), exact, rtol=1e-14)
+    assert naive.forget(x.bfloat16(), torch.tensor(bias), a.float()).dtype == torch.float32
 
 
 def test_two_halves_are_the_whole():
@@ -152,6 +196,23 @@ def test_documents_of_a_packed_sequence_are_sequences():
     on_ranks(CASE, job)
 
 
+def test_what_pads_a_document_is_its_own():
+    def job(rig):
+        mixer, x = mixer_of(rig), torch.randn(12, 1, 64)
+        padded = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 3, 6]), cu_seqlens_q_padded=torch.tensor([0, 5, 9]))
+        alone = torch.cat([mixer(part)[0] for part in (x[:5], x[5:9], x[9:])])
+        torch.testing.assert_close(mixer(x, packed_seq_params=padded)[0], alone)
+
+    on_ranks(CASE, job)
+
+
+def test_a_bound_of_the_states_gradient_reaches_the_recurrence(whole):
+    other = train(replace(CASE, mixers={"m2rnn": spec(gradient_clip=1e-6)}))
+    assert other.losses == whole.losses
+    differ = [key for key, wanted in whole.gradients.items() if not torch.equal(other.gradients[key], wanted)]
+    assert any("state_weight" in key for key in differ)
+
+
 def test_decoding_continues_the_prompt():
     """Token by token, and several at once, from the states that the context keeps; and a new prompt starts afresh."""
 
@@ -197,10 +258,12 @@ def test_forget_gates_begin_between_long_and_short_memory():
             rig.config, spec().submodules, d_model=64, layer_number=1, pg_collection=groups, **spec(heads=600).params
         )
         f = naive.forget(torch.zeros(1, 1, 600), made.dt_bias, made.A_log)
-        return f.min().item(), f.max().item(), made.state_weight[3].tolist()
+        conv = made.conv1d_weight.std().item(), made.conv1d_bias.abs().max().item()
+        return f.min().item(), f.max().item(), made.state_weight[3].tolist(), conv, made.in_proj.weight.std().item()
 
-    ((low, high, w),) = on_ranks(CASE, job)
+    ((low, high, w, (weight, bias), linear),) = on_ranks(CASE, job)
     assert 0.15 < low < 0.5 and 0.99 < high < 1 and w == torch.eye(4).tolist()
+    assert weight == pytest.approx(linear, rel=0.05) and bias == 0  # lm-engine draws both alike
 
 
 # The block -----------------------------------------------------------------------------------------------------------
@@ -224,6 +287,22 @@ def test_the_blocks_parameters_are_the_layers(tp):
 
 def test_the_block_knows_how_the_kernels_are_cut():
     assert (kernel.Config().tokens, kernel.Config().rows) == (CHECKPOINT, ROWS)
+
+
+def test_more_than_32_bits_reach_is_refused():
+    """Without a GPU and without memory: 1.36 million tokens of NAM56R's packed projection."""
+    weight, bias = torch.zeros(832, 1, 4), torch.zeros(832)
+    for tokens in (1_359_000, 1_360_000):
+        packed = torch.empty(tokens // 2, 2, 1580, device="meta")
+        assert bool(list(elementwise.unreachable(packed))) == (tokens == 1_360_000)
+    with pytest.raises(Refused, match="1,360,000 tokens") as refused:
+        kernel.conv(packed[..., :832], weight, bias)
+    assert refused.value.problems[0].key == "schedule.micro_batch_size"
+    v, f, w = packed[..., :704].unflatten(-1, (44, 16)), packed[..., :44], torch.empty(44, 16, 16, device="meta")
+    with pytest.raises(Refused, match="1,360,000 tokens"):
+        kernel.scan(packed[..., :64], packed[..., 64:128], v, f, w)
+    with pytest.raises(Refused, match="1,360,000 tokens"):
+        kernel.gate(v, v, packed[..., :704], bias[:704], bias[:704], 1e-5)
 
 
 def test_fused_without_a_gpu_is_refused():
@@ -273,6 +352,8 @@ def test_kernels_compile_for_hopper(monkeypatch, tmp_path):
         assert " STACK:0 " in subprocess.run(usage, capture_output=True, text=True, check=True).stdout
     bench.check_around(SimpleNamespace(check=lambda *_: None), torch.bfloat16, 8, 1)
     assert len(compiled) == 7
+    bench.run(kernel.scan, bench.inputs(8, 1, 2, dtype=torch.float32))
+    bench.run(lambda *x: kernel.scan(*x, gradient_clip=1.0), bench.inputs(8, 1, 2))
     with torch.no_grad():  # no state is kept
         kernel.scan(
             torch.zeros(8, 1, 64),
@@ -289,6 +370,7 @@ if INTERPRETED:
     def test_fused_layer_is_the_naive_one(monkeypatch, tp):
         interpreter.mend(monkeypatch)
         sizes = dict(k_dim=16, v_dim=16, heads=2)
+        sizes["gradient_clip"] = 1e-3 if tp == 2 else None
         cases = [
             Case("R", tp=tp, microbatches=1, mixers={"m2rnn": spec(kernels=k, **sizes)}) for k in ("fused", "naive")
         ]

@@ -143,7 +143,7 @@ def test_kernels_in_tritons_interpreter():
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:xdist", "tests/gpu/test_mamba3.py"]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
-    assert "8 passed, 2 deselected" in done.stdout
+    assert "16 passed, 2 deselected" in done.stdout
 
 
 # The layer ------------------------------------------------------------------------------------------------------------
@@ -229,12 +229,18 @@ def test_what_the_scan_owns_stays_fp32_in_a_bf16_model():
     assert on_ranks(CASE, job) == [(kept, torch.bfloat16, [])]
 
 
-def test_packed_sequences_reach_the_scan():
+@pytest.mark.parametrize("padded", [False, True])
+def test_packed_sequences_reach_the_scan(padded):
+    """What pads a document comes with it; what lies behind the last one is a document of its own."""
+
     def job(rig):
         mixer = rig.model.decoder.layers[0].mixer
         hidden = torch.randn(12, 1, 64, generator=torch.Generator().manual_seed(1))
-        ends = torch.tensor([0, 5, 5, 6, 12], dtype=torch.int32)
-        together = mixer(hidden, packed_seq_params=PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends))[0]
+        ends = torch.tensor([0, 5, 5, 6], dtype=torch.int32)
+        given = {"cu_seqlens_q": ends}
+        if padded:
+            given = {"cu_seqlens_q": torch.tensor([0, 3, 3, 4], dtype=torch.int32), "cu_seqlens_q_padded": ends}
+        together = mixer(hidden, packed_seq_params=PackedSeqParams(qkv_format="thd", **given))[0]
         apart = torch.cat([mixer(part)[0] for part in hidden.split([5, 1, 6])])
         return together.detach(), apart.detach()
 

@@ -126,9 +126,13 @@ def test_a_full_cache_is_an_error(ours):
         on_ranks(CASE, job)
 
 
-def test_packed_sequences_start_at_zero(ours):
+@pytest.mark.parametrize("padded", [False, True])
+def test_packed_sequences_start_at_zero(ours, padded):
     ends = torch.tensor([0, 5, 6, 13], dtype=torch.int32)
     packed = PackedSeqParams("thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=7, max_seqlen_kv=7)
+    if padded:
+        packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = ends
+        packed.cu_seqlens_q = packed.cu_seqlens_kv = torch.tensor([0, 4, 5, 9], dtype=torch.int32)
     x = torch.randn(13, 1, 64, generator=torch.Generator().manual_seed(6))
 
     def job(rig):

@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "blocks"))
 
 import interpreter
-from harness import Case, train
+from harness import Case, on_ranks, train
 
 from nam_megatron.errors import Refused
 from nam_megatron.runtime import cross_entropy
@@ -53,11 +54,37 @@ if INTERPRETED:
             error = (ours.gradients[key] - wanted).norm() / wanted.norm()
             assert error < 1e-5, f"gradient of {key}: off by {error:.1e}"
 
+    @pytest.mark.parametrize("height", [0.0, 1e4])
+    def test_a_split_vocabulary_is_the_whole_one(monkeypatch, height):
+        """Labels of each rank's slice and of none; logits far from zero, whose largest lies on either rank."""
+        interpreter.mend(monkeypatch)
+        logits = height + 8 * torch.randn(6, 1, 20, generator=torch.Generator().manual_seed(0))
+        labels = torch.tensor([0, 9, 10, 19, 20, -1]).unsqueeze(1)
+        x = logits.double().requires_grad_()
+        wanted = torch.nn.functional.cross_entropy(x[:4, 0], labels[:4, 0], reduction="none")
+        wanted.sum().backward()
+
+        def job(rig):
+            group = rig.model.pg_collection.tp
+            own = logits[..., 10 * group.rank() :][..., :10].clone().requires_grad_()
+            losses = cross_entropy.cross_entropy(own * 1, labels, group)
+            losses.sum().backward()
+            return losses.detach().flatten(), own.grad
+
+        ranks = on_ranks(Case("-", tp=2), job)
+        d = torch.cat([gradient for _, gradient in ranks], -1)
+        for losses, _ in ranks:
+            torch.testing.assert_close(losses[:4].double(), wanted.detach(), rtol=1e-6, atol=1e-6)
+            assert losses[4:].isnan().all()
+        torch.testing.assert_close(d[:4].double(), x.grad[:4], rtol=1e-5, atol=1e-6)
+        assert d[4:].isnan().all()
+
 
 def test_kernels_and_models_in_the_interpreter():
     paths = [
         str(Path(__file__).parents[1] / "gpu" / "test_cross_entropy.py"),
         f"{__file__}::test_a_model_learns_the_same_from_it",
+        f"{__file__}::test_a_split_vocabulary_is_the_whole_one",
     ]
     command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider", "-p", "no:xdist", *paths]
     ran = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)

@@ -77,12 +77,59 @@ def test_the_gradient_takes_the_logits_place():
     assert places == [(at.data_ptr(), False)]
 
 
-def test_a_second_backward_pass_is_refused():
+@pytest.mark.parametrize(("kept", "message"), [(False, "second time"), (True, "modified by an inplace operation")])
+def test_a_second_backward_pass_is_refused(kept, message):
     logits, labels, _ = inputs(2, 1, 10, torch.float32)
     loss = cross_entropy.cross_entropy(logits.requires_grad_() * 1, labels).sum()
-    loss.backward()
-    with pytest.raises(RuntimeError, match="second time"):
+    loss.backward(retain_graph=kept)
+    with pytest.raises(RuntimeError, match=message):
         loss.backward()
+
+
+def test_another_use_of_the_logits_is_right_or_refused():
+    """Autograd runs the later of two uses first: what is behind it has the logits, what is before it their gradient."""
+    logits, labels, _ = inputs(2, 1, 10, torch.float32)
+    x, y = (logits.double().requires_grad_(), logits.clone().requires_grad_())
+    wanted = functional.cross_entropy(x.flatten(0, 1), labels.flatten(), reduction="sum") + x.square().sum()
+    wanted.backward()
+    at = y * 1
+    (cross_entropy.cross_entropy(at, labels).sum() + at.square().sum()).backward()
+    torch.testing.assert_close(y.grad, x.grad.float())
+    at = y * 1
+    first = at.square().sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (first + cross_entropy.cross_entropy(at, labels).sum()).backward()
+
+
+def test_logits_that_are_nobodys_output_are_not_overwritten():
+    logits, labels, _ = inputs(2, 1, 10, torch.float32)
+    with pytest.raises(AssertionError, match="leaf"):
+        cross_entropy.cross_entropy(logits.requires_grad_(), labels)
+
+
+@pytest.mark.parametrize("height", [1e4, -1e4])
+def test_far_from_zero_it_is_as_exact(height):
+    """Steps of fp32 are 1e-3 there: what is subtracted from the logits must be one of them, not the logarithm of their sum."""
+    logits, labels, d_loss = inputs(3, 2, PIECE + 1, torch.float32)
+    logits = (logits + height).requires_grad_()
+    exact = logits.detach().double().requires_grad_()
+    wanted = functional.cross_entropy(exact.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+    (d_wanted,) = torch.autograd.grad(wanted, exact, d_loss.double())
+    loss = cross_entropy.cross_entropy(logits * 1, labels)
+    (d,) = torch.autograd.grad(loss, logits, d_loss)
+    torch.testing.assert_close(loss.double(), wanted, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(d.double(), d_wanted, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("label", [-100, -1, PIECE + 9, 2**31])
+def test_a_label_outside_the_vocabulary_makes_its_loss_and_gradient_nan(label):
+    logits, labels, _ = inputs(3, 1, PIECE + 9, torch.bfloat16)
+    labels[1, 0] = label
+    logits.requires_grad_()
+    loss = cross_entropy.cross_entropy(logits * 1, labels)
+    (d,) = torch.autograd.grad(loss.sum(), logits)
+    assert loss.isfinite().flatten().tolist() == [True, False, True]
+    assert d[:, 0].isnan().all(-1).tolist() == [False, True, False] == d[:, 0].isnan().any(-1).tolist()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

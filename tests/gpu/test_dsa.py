@@ -6,23 +6,25 @@ their limits, are those of benchmarks/dsa.py, which prints them beside the times
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import triton
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "blocks"))
 
 from benchmarks import dsa as bench
-from nam_megatron.blocks.dsa import kernel
+from nam_megatron.blocks.dsa import kernel, naive
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 
 CASES = [(2, 1025, 56), (1, 2048, 28), (1, 2049, 7), (1, 2048, 14), (1, 2047, 32), (1, 4097, 64), (1, 8192, 7)]
 if INTERPRETED:
-    CASES = [(2, 21, 7)]
+    CASES = [(2, 21, 7), (1, 70, 3)]  # the second in several parts of lists and of gradients, in rows of three widths
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +36,7 @@ def strict(monkeypatch):
         interpreter.mend(monkeypatch)
         for name, value in dict(DEVICE="cpu", DTYPE=torch.float32, H=3, R=32, P=16, D=16, K=8).items():
             monkeypatch.setattr(bench, name, value)
+        monkeypatch.setattr(kernel, "ALIGN", triton.language.constexpr(32))
         # Several tiles in so few positions.
         for name, tile in kernel.TILES.items():
             small = {"rows": 32} | dict.fromkeys("IJEM", 16)
@@ -55,6 +58,24 @@ def test_forward_backward_and_again(b, s, n):
     passed(bench.check, b, s, n)
 
 
+def test_the_indexer_learns_as_exactly_as_megatrons(monkeypatch):
+    """In bf16: scores' gradients stay fp32 and enter products as two bf16 numbers. Sharp scores too."""
+    monkeypatch.setattr(bench, "DTYPE", torch.bfloat16)
+    for scale in (1.0, 50.0):
+        x = bench.inputs(1, 40 if INTERPRETED else 1024, 3 if INTERPRETED else 56)
+        x.w *= scale
+        passed(bench.check_indexer, f"scores x {scale:g} ", x)
+
+
+@pytest.mark.parametrize("scale", [1, 10, 50])
+def test_attention_however_sharp_is_as_exact_as_megatrons(monkeypatch, scale):
+    monkeypatch.setattr(bench, "DTYPE", torch.bfloat16)
+    x = bench.inputs(1, 40 if INTERPRETED else 1024, 4 if INTERPRETED else 56)
+    x.query *= scale
+    selection = kernel.select(kernel.index_scores(x.q, x.k, x.w), bench.K)
+    passed(bench.check_attend, f"logits x {scale} ", x, selection)
+
+
 def test_with_every_key_selected_it_is_dense_attention():
     passed(bench.check_dense, 1, 40 if INTERPRETED else 1000, 7 if INTERPRETED else 56)
 
@@ -69,26 +90,51 @@ def test_equal_scores_are_taken_from_the_left():
     assert taken[2].tolist() == [0, 1, 2, -1], "all there is"
 
 
+def test_kernel_and_definition_take_the_same_of_equal_scores():
+    """Of a few heads all are often below zero, and their scores 0: a third of these."""
+    s, top_k = 150, 40
+    make = torch.Generator(bench.DEVICE).manual_seed(0)
+    scores = torch.randn(2, s, s, generator=make, device=bench.DEVICE).relu()
+    scores[1] *= -1
+    causal = naive.causal(s, scores.device)
+    wanted = naive.select(scores.masked_fill(~causal, -torch.inf), top_k).selected
+    padded = torch.nn.functional.pad(scores, (0, -s % kernel.ALIGN.value))
+    indices = kernel.select(padded, top_k).indices.long()
+    found = torch.zeros(2, s, s + 1, dtype=torch.bool, device=scores.device)
+    found.scatter_(-1, indices.where(indices >= 0, s), True)
+    assert torch.equal(found[..., :s], wanted)
+
+
 if INTERPRETED:
 
-    def test_the_fused_layer_is_megatrons_in_its_hybrid_model(monkeypatch):
+    def kernels_of_layers(monkeypatch, name: str) -> None:
         sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))
         import harness
 
-        # 16 heads: where all of few heads score below zero, scores are equal and the top-k is anyone's choice.
-        widths = dict(q_lora_rank=16, kv_lora_rank=16, qk_pos_emb_head_dim=32, dsa_indexer_head_dim=32)
-        sharing = dict(dsa_indexer_n_heads=16, dsa_indexer_skip_topk_offset=1)
-        case = harness.Case("D-D", microbatches=1, config=widths | sharing)
-        wanted, recipe_of = harness.train(case), harness.recipe_of
+        recipe_of = harness.recipe_of
 
-        def fused(*args):
+        def chosen(*args):
             recipe = recipe_of(*args)
-            recipe.model.blocks.dsa.kernels = "fused"
+            recipe.model.blocks.dsa.kernels = name
             return recipe
 
+        monkeypatch.setattr(harness, "recipe_of", chosen)
+
+    WIDTHS = dict(q_lora_rank=16, kv_lora_rank=16, qk_pos_emb_head_dim=32, dsa_indexer_head_dim=32)
+
+    @pytest.mark.parametrize(("reference", "heads", "tp"), [("megatron", 16, 1), ("naive", 2, 1), ("naive", 2, 2)])
+    def test_the_fused_layer_in_megatrons_hybrid_model(monkeypatch, reference, heads, tp):
+        """Megatron's with 16 heads: of few all score below zero at once, and which of equal scores it takes is torch's choice."""
+        sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))
+        import harness
+
         torch.use_deterministic_algorithms(False)
-        monkeypatch.setattr(harness, "recipe_of", fused)
-        found = harness.train(case)
+        sharing = dict(dsa_indexer_n_heads=heads, dsa_indexer_skip_topk_offset=1)
+        case = harness.Case("D-D", microbatches=1, config=WIDTHS | sharing)
+        kernels_of_layers(monkeypatch, reference)
+        wanted = harness.train(case)
+        kernels_of_layers(monkeypatch, "fused")
+        found = harness.train(replace(case, tp=tp))
         torch.testing.assert_close(found.losses, wanted.losses)
         for key, gradient in wanted.gradients.items():
             torch.testing.assert_close(found.gradients[key], gradient, rtol=1e-3, atol=1e-6, msg=key)

@@ -66,6 +66,13 @@ def test_recurrence(report, tokens, batch, heads, sizes, dtype):
     bench.check_scan(report, "", tokens, batch, heads, dtype, **sizes)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_clipped_gradients_of_the_state(report, dtype):
+    """Bounds that some elements meet and some do not, at the end of the sequence and past it too."""
+    for clip in (0.05, 2.0):
+        bench.check_scan(report, f"clip {clip} ", 9, 1, 1, dtype, clip=clip, k=16)
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_every_way_to_cut_it(report, config):
     bench.check_scan(report, "", 9, 1, 1, torch.float32, config=kernel.Config(**config), k=32)
@@ -93,3 +100,18 @@ def test_two_halves_are_the_whole(report):
 @pytest.mark.parametrize(("tokens", "batch", "borders"), [(13, 2, None), (37, 1, [0, 5, 5, 21, 37])])
 def test_convolution_and_gate(report, tokens, batch, borders, dtype):
     bench.check_around(report, dtype, tokens, batch, borders)
+
+
+if INTERPRETED:
+
+    @pytest.mark.parametrize(("tokens", "batch", "borders"), [(13, 2, None), (37, 1, [0, 5, 5, 21, 37])])
+    def test_convolution_and_gate_in_many_programs(report, monkeypatch, tokens, batch, borders):
+        """Each sums over several rows and strips, and there are several of them."""
+        for name, value in dict(PROGRAMS=3, ROWS=4, STRIPS=2, CHANNELS=64).items():
+            monkeypatch.setattr(elementwise, name, value)
+        bench.check_around(report, torch.float32, tokens, batch, borders)
+
+else:
+
+    def test_convolution_and_gate_in_many_programs(report):
+        bench.check_around(report, torch.float32, 4097, 1)

@@ -17,13 +17,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "blocks"))
 
 from benchmarks import mamba3 as bench
-from nam_megatron.blocks.mamba3 import kernel
+from nam_megatron.blocks.mamba3 import kernel, prepare
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]  # where each test is not anyway
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
-CASES = bench.CASES
+CASES, STRONG = bench.CASES, bench.STRONG
 if INTERPRETED:
     # Together: several steps a program, tiles of the state, entries one by one, an unfinished chunk, documents, every rank.
     two, split, long = bench.TINY._replace(heads=2), kernel.Launch(programs=1000), kernel.Launch(chunks=2, programs=1)
@@ -34,6 +34,14 @@ if INTERPRETED:
         bench.Case(two._replace(rank=1), 16, 35, 1, torch.float32, launch=long),
         bench.Case(two._replace(rank=2, groups=1, angles=16), 8, 19, 1, torch.float32, (5, 7, 7)),
         bench.Case(two._replace(rank=2), 8, 1, 1, torch.float32),
+    ]
+    STRONG = [
+        bench.Case(two._replace(rank=1), 64, 255, 1, torch.float32, decay=4.0),
+        *(
+            bench.Case(two._replace(rank=2, heads=1, groups=1), 8, s, 1, torch.float32, decay=6.0)
+            for s in (1, 7, 9, 17)
+        ),
+        bench.Case(two._replace(rank=2, groups=1), 8, 19, 1, torch.float32, (5, 7, 7), decay=6.0),
     ]
 WHOLE = CASES[0]
 assert not WHOLE.documents
@@ -56,8 +64,31 @@ def test_output_and_every_gradient(case):
     assert not case.wrong(bench.errors(case, DEVICE))
 
 
+@pytest.mark.parametrize("case", STRONG, ids=str)
+def test_a_state_forgotten_within_an_unfinished_chunk(case):
+    """Rows past the end are later than all others, and e^(what has been forgotten until there) is no number."""
+    assert not case.wrong(bench.errors(case, DEVICE))
+
+
 def test_pieces_of_a_sequence_are_the_whole():
     assert not WHOLE.wrong(bench.halves(WHOLE, DEVICE))
+
+
+if INTERPRETED:
+
+    @pytest.mark.parametrize("documents", [(), (20, 1, 53, 26)], ids=["whole", "packed"])
+    def test_more_than_one_program_holds(documents, monkeypatch):
+        """Spans of summed angles, tokens of a program, chunks: each several times, and each ends in the midst of one."""
+        monkeypatch.setattr(prepare, "SPAN", prepare.ROWS * prepare.RUN)
+        monkeypatch.setattr(prepare, "PROGRAMS", 2)
+        monkeypatch.setattr(kernel, "BOUNDS", 16)
+        launch = kernel.Launch(turned=16, written=16, rows=16, steps=4, chunks=2, programs=1, columns=16)
+        case = bench.Case(two._replace(rank=2), 8, 100, 2, torch.float32, launch=launch)
+        if documents:
+            case = replace(case, b=1, documents=documents)
+        else:
+            assert not case.wrong(bench.halves(case, DEVICE))
+        assert not case.wrong(bench.errors(case, DEVICE))
 
 
 @pytest.mark.gpu

@@ -25,7 +25,14 @@ pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 DEVICE, DTYPE = ("cpu", torch.float32) if INTERPRETED else ("cuda", torch.bfloat16)
 
 TINY = bench.Case(s=19, b=2, h=80, n=3, rq=16, rkv=32, dq=16, dr=32, dv=16)
-CASES = [TINY, replace(TINY, s=21, b=1, packed=True, interleaved=False, norm=False)] if INTERPRETED else bench.CASES
+CASES = bench.CASES
+if INTERPRETED:
+    # Hidden sizes that the tiles of the ingress and of its input's gradient divide, or the first alone, or neither.
+    CASES = [
+        TINY,
+        replace(TINY, s=21, b=1, h=72, packed=True, interleaved=False, norm=False),
+        replace(TINY, s=33, h=96),
+    ]
 HIGH = [replace(TINY, s=5, n=7, dq=24, dr=16, dv=40)] if INTERPRETED else [bench.HIGH, bench.ODD]
 SMALL_TILES = dict(BM=16, BK=16, BN=32, GROUP=2, programs=6)
 
@@ -56,6 +63,28 @@ def test_absorbed():
 def test_behind_products(case):
     verdict = bench.judge(case, DEVICE, bench.behind_products, DTYPE)
     assert verdict.passed, verdict
+
+
+def test_turning_takes_nothing_from_others():
+    """A sum hands one gradient to all that it added; and what needs the queries as they were before is refused."""
+    case, rope = HIGH[0], bench.rope_of(HIGH[0], DEVICE)
+    q, other, d = (torch.randn(case.shape(case.n, case.dq + case.dr), device=DEVICE, dtype=DTYPE) for _ in range(3))
+    q, other = q.requires_grad_(), other.requires_grad_()
+
+    def turned() -> torch.Tensor:
+        return kernel.rotate_queries(q * 1, rope)
+
+    alone = torch.autograd.grad(turned(), q, d.clone())[0]
+    for add in (lambda: turned() + other, lambda: other + turned()):
+        given = d.clone()
+        found = torch.autograd.grad(add(), (q, other), given)
+        for one, wanted in zip((*found, given), (alone, d, d), strict=True):
+            assert torch.equal(one, wanted)
+
+    at = q * 1
+    kept = at.square().sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (kept + kernel.rotate_queries(at, rope).sum()).backward()
 
 
 def test_two_runs_are_bit_equal():

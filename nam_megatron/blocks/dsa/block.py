@@ -200,8 +200,8 @@ class Dsa(Block):
         if self.kernels == "fused":
             more = {"mark": UNMEASURED}
             loss = computes(layer) and self.indexer_loss_coeff
-            scores = "10 b s s" if loss else "4 b s s" if computes(layer) else "0"
-            why = "fp32 scores and target and the scores' gradients, once for all heads" if loss else "fp32 scores"
+            scores = "8 b s s" if loss else "4 b s s" if computes(layer) else "0"
+            why = "fp32 scores, and target or the scores' gradients, once for all heads" if loss else "fp32 scores"
             yield z.line("forward", f"max({scores}, 2 Ts h)", why, **more)
             why = "gradients of queries and outputs, and what each query of a sample adds to each of its keys"
             yield z.line("backward", "2 T n (2 rkv + dr + dv) / t + 2 s top (rkv + dr)", why, **more)

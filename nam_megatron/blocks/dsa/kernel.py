@@ -190,14 +190,14 @@ class _Attend(torch.autograd.Function):
         lse = query.new_empty(s, b, n, dtype=torch.float32)
         sizes = dict(N=n, R=rank, P=width - rank, K=indices.size(2), heads=max(16, triton.next_power_of_2(n)))
         _attend[(s, b)](query, key, indices, out, lse, s, scale * LOG2E, **sizes, **TILES["attend"])
-        ctx.save_for_backward(query, key, indices, starts, pairs, out, lse)
+        ctx.save_for_backward(query, key, indices, starts, pairs, lse)
         ctx.scale, ctx.sizes = scale, sizes
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     def backward(ctx, dout, _):
-        query, key, indices, starts, pairs, out, lse = ctx.saved_tensors
+        query, key, indices, starts, pairs, lse = ctx.saved_tensors
         dout = dout.contiguous()
         s, b, _, width = query.shape
         dquery, dkey = torch.empty_like(query), torch.empty_like(key)
@@ -206,7 +206,7 @@ class _Attend(torch.autograd.Function):
         parts = key.new_empty(s * indices.size(2), width)
         for sample in range(b):
             _attend_back[(s,)](
-                query, key, indices, out, lse, dout, dquery, parts, s, b, sample, ctx.scale, ctx.scale * LOG2E,
+                query, key, indices, lse, dout, dquery, parts, s, b, sample, ctx.scale, ctx.scale * LOG2E,
                 **ctx.sizes, **TILES["attend_back"],
             )  # fmt: skip
             _collect[(s,)](
@@ -254,9 +254,22 @@ def _attend(
     tl.store(lse + row, highest + tl.log2(total), mask=real)
 
 
+@triton.jit
+def _weights(key, chosen, place, inside, q_latent, q_rope, d_out, lse, scale2, B, b, R: tl.constexpr, P: tl.constexpr):
+    """A tile of keys, and [keys, heads]: their weights and the gradients of these."""
+    j = tl.load(chosen + place, mask=inside, other=0)
+    at = key + (j * B + b)[:, None] * (R + P)
+    k_latent = tl.load(at + tl.arange(0, R)[None, :])
+    k_rope = tl.load(at + R + tl.arange(0, P)[None, :])
+    dots = tl.dot(k_latent, tl.trans(q_latent), input_precision="ieee")
+    dots = tl.dot(k_rope, tl.trans(q_rope), dots, input_precision="ieee")
+    weight = tl.where(inside[:, None], tl.exp2(dots * scale2 - lse[None, :]), 0.0)
+    return k_latent, k_rope, weight, tl.dot(k_latent, tl.trans(d_out), input_precision="ieee")
+
+
 @triton.jit(do_not_specialize=["b"])
 def _attend_back(
-    query, key, indices, out, lse, dout, dquery, parts, S, B, b, scale, scale2,
+    query, key, indices, lse, dout, dquery, parts, S, B, b, scale, scale2,
     N: tl.constexpr, R: tl.constexpr, P: tl.constexpr, K: tl.constexpr, heads: tl.constexpr, J: tl.constexpr,
 ):  # fmt: skip
     """One query a program. Tiles are [keys, heads]: P and dP leave the tensor cores as the operands that dK and dV want."""
@@ -268,24 +281,26 @@ def _attend_back(
     q_latent = tl.load(own + r[None, :], mask=real[:, None], other=0.0)
     q_rope = tl.load(own + R + p[None, :], mask=real[:, None], other=0.0)
     d_out = tl.load(dout + row[:, None] * R + r[None, :], mask=real[:, None], other=0.0)
-    o = tl.load(out + row[:, None] * R + r[None, :], mask=real[:, None], other=0.0)
-    delta = tl.sum(d_out.to(tl.float32) * o.to(tl.float32), 1)
     lse_ = tl.load(lse + row, mask=real, other=0.0)
-    dq_latent = tl.zeros([R, heads], tl.float32)
-    dq_rope = tl.zeros([P, heads], tl.float32)
     count = tl.minimum(i + 1, K)
     chosen = indices + (b * S + i).to(tl.int64) * K
+    # The sum of weights times their gradients is also out . dout, but out is rounded: where one key has nearly all the weight, what is
+    # left of its gradient less that sum would be the rounding.
+    delta = tl.zeros([heads], tl.float32)
+    for first in range(0, count, J):
+        place = first + tl.arange(0, J)
+        _, _, weight, d_weight = _weights(
+            key, chosen, place, place < count, q_latent, q_rope, d_out, lse_, scale2, B, b, R, P
+        )
+        delta += tl.sum(weight * d_weight, 0)
+    dq_latent = tl.zeros([R, heads], tl.float32)
+    dq_rope = tl.zeros([P, heads], tl.float32)
     for first in range(0, count, J):
         place = first + tl.arange(0, J)
         inside = place < count
-        j = tl.load(chosen + place, mask=inside, other=0)
-        at = key + (j * B + b)[:, None] * (R + P)
-        k_latent = tl.load(at + r[None, :])
-        k_rope = tl.load(at + R + p[None, :])
-        dots = tl.dot(k_latent, tl.trans(q_latent), input_precision="ieee")
-        dots = tl.dot(k_rope, tl.trans(q_rope), dots, input_precision="ieee")
-        weight = tl.where(inside[:, None], tl.exp2(dots * scale2 - lse_[None, :]), 0.0)
-        d_weight = tl.dot(k_latent, tl.trans(d_out), input_precision="ieee")
+        k_latent, k_rope, weight, d_weight = _weights(
+            key, chosen, place, inside, q_latent, q_rope, d_out, lse_, scale2, B, b, R, P
+        )
         d_dots = (weight * (d_weight - delta[None, :]) * scale).to(k_latent.dtype)
         dk_latent = tl.dot(weight.to(k_latent.dtype), d_out, input_precision="ieee")
         dk_latent = tl.dot(d_dots, q_latent, dk_latent, input_precision="ieee")
@@ -351,40 +366,38 @@ def _by_head(x: Tensor) -> Tensor:
 
 
 def indexer_kl(
-    q: Tensor, k: Tensor, w: Tensor, scores: Tensor, query: Tensor, key: Tensor, scale: float, group=None
+    q: Tensor, k: Tensor, w: Tensor, scores: Tensor, query: Tensor, key: Tensor, scale: float, group=None, factor=1.0
 ) -> Tensor:
-    """Sum over all queries of KL(attention || indexer), each over all keys up to the query; a fp32 scalar.
+    """`factor` times the sum over all queries of KL(attention || indexer), each over all keys up to the query; a fp32 scalar.
 
     The attention's distribution is that over all keys, averaged over the heads of all ranks of `group`; it is a constant.
-    Differentiable in q, k and w, of which `scores` are index_scores.
+    Differentiable in q, k and w, of which `scores` are index_scores. Their gradients are rounded once if what the backward pass
+    multiplies them by is a power of two, so all else belongs into `factor`.
     """
-    return _IndexerKl.apply(q, k, w, scores, query.detach(), key.detach(), scale, group)
+    return _IndexerKl.apply(q, k, w, scores, query.detach(), key.detach(), scale, group, factor)
 
 
 class _IndexerKl(torch.autograd.Function):
     """The loss is a scalar and its gradients a multiple of what the forward pass has at hand, so that computes them."""
 
     @staticmethod
-    def forward(ctx, q, k, w, scores, query, key, scale, group):
+    def forward(ctx, q, k, w, scores, query, key, scale, group, factor):
         q, k, w, query, key = (t.contiguous() for t in (q, k, w, query, key))
         s, b = query.shape[:2]
         target = _target(query, key, scale, scores.stride(1))
         if group is not None and group.size() > 1:
             torch.distributed.all_reduce(target, group=group)
         rows = scores.new_empty(b, s)
-        dscores = scores.new_empty(scores.shape, dtype=q.dtype)
         tile = triton.next_power_of_2(s)
-        _kl[(s, b)](
-            scores, target, dscores, rows, s, scores.stride(1), width=tile, num_warps=min(16, max(4, tile // 1024))
-        )
-        del target
-        ctx.save_for_backward(*_index_back(q, k, w, dscores))
+        warps = min(16, max(4, tile // 1024))
+        _kl[(s, b)](scores, target, rows, s, scores.stride(1), factor, width=tile, num_warps=warps)
+        ctx.save_for_backward(*_index_back(q, k, w, dscores=target))
         return rows.sum()
 
     @staticmethod
     def backward(ctx, grad):
         dq, dk, dw = ctx.saved_tensors
-        return dq * grad, dk * grad, dw * grad, None, None, None, None, None
+        return dq * grad, dk * grad, dw * grad, None, None, None, None, None, None
 
 
 def _target(query: Tensor, key: Tensor, scale: float, pitch: int) -> Tensor:
@@ -487,8 +500,8 @@ def _sum_of_softmax(
 
 
 @triton.jit
-def _kl(scores, target, dscores, kl, S, pitch, width: tl.constexpr):
-    """One query a program: KL of its row, and the gradient with respect to its scores, predicted - target."""
+def _kl(scores, target, kl, S, pitch, factor, width: tl.constexpr):
+    """One query a program: factor KL of its row, and in the target's place the gradient of its scores, factor (predicted - target)."""
     i, b = tl.program_id(0), tl.program_id(1)
     j = tl.arange(0, width)
     at = (b * S + i).to(tl.int64) * pitch + j
@@ -500,12 +513,12 @@ def _kl(scores, target, dscores, kl, S, pitch, width: tl.constexpr):
     weight = tl.exp(score)
     total = tl.sum(weight, 0)
     terms = wanted * (tl.log(tl.maximum(wanted, 1e-10)) - (score - tl.log(total)))
-    tl.store(kl + b * S + i, tl.sum(tl.where(visible, terms, 0.0), 0))
-    tl.store(dscores + at, (weight / total - wanted).to(dscores.dtype.element_ty), mask=written)  # 0 behind the query
+    tl.store(kl + b * S + i, factor * tl.sum(tl.where(visible, terms, 0.0), 0))
+    tl.store(target + at, factor * (weight / total - wanted), mask=written)  # 0 behind the query
 
 
 def _index_back(q: Tensor, k: Tensor, w: Tensor, dscores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and w from those of the scores, which are 0 after the query in the part that is whole."""
+    """Gradients of q, k and w from those of the scores, fp32 and 0 after the query in the part that is whole."""
     s, b, h, d = q.shape
     dq, dw = torch.empty_like(q), torch.empty_like(w)
     t = TILES["index_dq"]
@@ -515,6 +528,17 @@ def _index_back(q: Tensor, k: Tensor, w: Tensor, dscores: Tensor) -> tuple[Tenso
     grid = (triton.cdiv(s, t["J"]), len(parts), b)
     _index_dk[grid](q, k, w, dscores, parts, s, dscores.stride(1), H=h, D=d, **t)
     return dq, parts.sum(0).to(k.dtype), dw
+
+
+@triton.jit
+def _wide_dot(x, y, total):
+    """total + x y for fp32 x. Where y is bf16, x is two such numbers, to 2^-17: a score's gradient rounded to one would be most of the
+    error of all that is learned from it."""
+    high = x.to(y.dtype)
+    total = tl.dot(high, y, total, input_precision="ieee")
+    if y.dtype != tl.float32:
+        total = tl.dot((x - high.to(tl.float32)).to(y.dtype), y, total, input_precision="ieee")
+    return total
 
 
 @triton.jit
@@ -534,8 +558,7 @@ def _index_dq(q, k, w, dscores, dq, dw, S, pitch, H: tl.constexpr, D: tl.constex
         keys = tl.load(k + (j * B + b)[:, None] * D + c[None, :], mask=(j < S)[:, None], other=0.0)
         d_score = tl.load(at + j[None, :], mask=rows[:, None], other=0.0)
         dots = tl.dot(queries, tl.trans(keys), input_precision="ieee")
-        d_dots = tl.where(dots > 0.0, d_score, 0.0)
-        total = tl.dot(d_dots, keys, total, input_precision="ieee")
+        total = _wide_dot(tl.where(dots > 0.0, d_score, 0.0), keys, total)
     tl.store(dq + row[:, None] * D + c[None, :], (total * weight[:, None]).to(dq.dtype.element_ty), mask=rows[:, None])
     # relu(q . k) = q . k where it is not zero, so the sum over keys that dw wants is q times the one that dq has.
     d_weight = tl.sum(queries.to(tl.float32) * total, 1)
@@ -557,13 +580,12 @@ def _index_dk(
     for first in range(begin, tl.minimum(part * rows + rows, S), I):
         i = first + tl.arange(0, I)
         at = dscores + (b * S + i).to(tl.int64)[None, :] * pitch + j[:, None]
-        d_score = tl.load(at, mask=(i < S)[None, :], other=0.0).to(tl.float32)
+        d_score = tl.load(at, mask=(i < S)[None, :], other=0.0)
         row = (i * B + b).to(tl.int64) * H
         for head in range(H):
             queries = tl.load(q + (row + head)[:, None] * D + c[None, :], mask=(i < S)[:, None], other=0.0)
             weight = tl.load(w + row + head, mask=i < S, other=0.0).to(tl.float32)
             dots = tl.dot(keys, tl.trans(queries), input_precision="ieee")
-            d_dots = tl.where(dots > 0.0, d_score * weight[None, :], 0.0).to(queries.dtype)
-            total = tl.dot(d_dots, queries, total, input_precision="ieee")
+            total = _wide_dot(tl.where(dots > 0.0, d_score * weight[None, :], 0.0), queries, total)
     at = parts + ((part * S + j).to(tl.int64) * B + b)[:, None] * D + c[None, :]
     tl.store(at, total, mask=(j < S)[:, None])

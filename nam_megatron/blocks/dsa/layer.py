@@ -227,9 +227,8 @@ class SparseAttention(MegatronModule):
                 scores = self.ops.index_scores(q, k, w)
             selection = self._once(lambda: self._select(scores.detach()))
             if learns:
-                kl = self.ops.indexer_kl(q, k, w, scores, query, key, self.softmax_scale, self.groups.tp)
-                queries = 1 if config.calculate_per_token_loss else query.size(0) * query.size(1)
-                loss = kl * (coefficient / queries)
+                factor = coefficient / (1 if config.calculate_per_token_loss else query.size(0) * query.size(1))
+                loss = self.ops.indexer_kl(q, k, w, scores, query, key, self.softmax_scale, self.groups.tp, factor)
         out = self.ops.attend(query, key, selection, self.softmax_scale, config.kv_lora_rank)
         out = self.ops.values(out, up_v_weight)
         if loss is not None:

@@ -37,8 +37,8 @@ def index_scores(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
 
 
 def select(scores: Tensor, top_k: int) -> Selection:
-    """The `top_k` largest scores of each query, all of them where it has fewer keys."""
-    best = scores.topk(min(top_k, scores.size(-1)), dim=-1).indices
+    """The `top_k` largest scores of each query, all of them where it has fewer keys. Of equal scores the earlier keys are taken."""
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
     return Selection(torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & (scores > -torch.inf))
 
 
@@ -57,9 +57,9 @@ def values(latent: Tensor, weight: Tensor) -> Tensor:
 
 
 def indexer_kl(
-    q: Tensor, k: Tensor, w: Tensor, scores: Tensor, query: Tensor, key: Tensor, scale: float, group=None
+    q: Tensor, k: Tensor, w: Tensor, scores: Tensor, query: Tensor, key: Tensor, scale: float, group=None, factor=1.0
 ) -> Tensor:
-    """Sum over all queries of KL(attention || indexer), each over all keys up to the query; a scalar.
+    """`factor` times the sum over all queries of KL(attention || indexer), each over all keys up to the query; a scalar.
 
     The attention's distribution is that over all keys, not only over the selected ones, averaged over the heads of all
     ranks of `group`; no gradient flows into it. `scores` are index_scores of q, k and w, through which gradients flow.
@@ -70,7 +70,7 @@ def indexer_kl(
             torch.distributed.all_reduce(target, group=group)
         target /= target.sum(-1, keepdim=True)
     predicted = scores.log_softmax(-1).masked_fill(~causal(len(query), query.device), 0.0)
-    return (target * (target.clamp_min(LOG_FLOOR).log() - predicted)).sum()
+    return factor * (target * (target.clamp_min(LOG_FLOOR).log() - predicted)).sum()
 
 
 def _probabilities(query: Tensor, key: Tensor, visible: Tensor, scale: float) -> Tensor:

@@ -6,7 +6,7 @@ The layer's sizes travel in plan.json; Megatron has no flags for them.
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import PositiveInt
+from pydantic import PositiveFloat, PositiveInt
 
 from nam_megatron.blocks import Block, divides, residual
 from nam_megatron.errors import Problem
@@ -41,6 +41,9 @@ class M2Rnn(Block):
     v_dim: Annotated[PositiveInt, Row("columns of a head's state: width of a value")]
     heads: Annotated[PositiveInt, Row("heads of values, gates and states")]
     conv_width: Annotated[PositiveInt, Row("tokens of the causal convolution over q, k and v")]
+    gradient_clip: Annotated[
+        PositiveFloat | None, Row("bound of each element of what a state's gradient gets from later tokens; null: none")
+    ]
 
     def build(self, backend: "BackendSpecProvider", plan: "Plan") -> "ModuleSpec":
         from nam_megatron.blocks.m2rnn import layer

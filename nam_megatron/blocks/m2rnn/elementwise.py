@@ -1,13 +1,31 @@
 """What stands before and behind M2RNN's recurrence, each in one pass over memory (Triton): convolution with SiLU, gate with norm."""
 
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.distributed import ProcessGroup, all_reduce
 
+from nam_megatron.errors import Problem, raise_if
+
+REACH = 2**31  # elements that a 32-bit offset reaches
 ROWS, CHANNELS = 16, 64  # tile of the convolution; a program sums its weights' gradient over ROWS * STRIPS rows
 STRIPS = 16
+PROGRAMS = 1024  # at most, of the gate's gradients
+
+
+def unreachable(*tensors: Tensor) -> Iterator[Problem]:
+    """Offsets within a sequence batch are 32 bits wide: wider ones would cost instructions in a recurrence that is bound by them."""
+    for x in tensors:
+        if (most := sum((size - 1) * abs(step) for size, step in zip(x.shape, x.stride(), strict=True))) >= REACH:
+            tokens = x.size(0) * x.size(1)
+            text = f"M2RNN's kernels reach {REACH:,} numbers of a tensor, and {tokens:,} tokens are {most + 1:,}"
+            yield Problem(
+                text, "schedule.micro_batch_size", "fewer or shorter sequences a micro batch, or more tensor ranks"
+            )
+            return
 
 
 @triton.jit
@@ -123,6 +141,7 @@ class _Conv(torch.autograd.Function):
 def conv(x: Tensor, weight: Tensor, bias: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     """naive.conv on a GPU. x: [s, b, c], a slice of the last axis of a contiguous tensor or a whole one; sums in fp32."""
     assert x.stride(2) == 1 and x.stride(0) == x.size(1) * x.stride(1) and weight.is_contiguous()
+    raise_if(unreachable(x))
     starts = None
     if cu_seqlens is not None:  # the first token of each token's document
         assert x.size(1) == 1
@@ -218,7 +237,7 @@ class _Gate(torch.autograd.Function):
     def backward(ctx, dout):
         y, v, g, d, weight, squares = ctx.saved_tensors
         rows, width = y.shape
-        programs = min(rows, 1024)
+        programs = min(rows, PROGRAMS)
         dout, dots = dout.contiguous(), torch.empty_like(squares)
         dy, dv, dg = (torch.empty(rows, width, device=y.device, dtype=x.dtype) for x in (y, v, g))
         sums = torch.empty(programs, 2, width, device=y.device, dtype=torch.float32)
@@ -238,4 +257,5 @@ def gate(
     tokens, batch = g.shape[:2]
     rows = [x.flatten(2).flatten(0, 1) for x in (y, v, g)]
     assert all(x.stride(1) == 1 for x in rows) and d.dtype == torch.float32
+    raise_if(unreachable(y, v, g))
     return _Gate.apply(*rows, d, weight, eps, group).view(tokens, batch, -1)

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nam_megatron.blocks.m2rnn.elementwise import conv, gate
+from nam_megatron.blocks.m2rnn.elementwise import conv, gate, unreachable
+from nam_megatron.errors import raise_if
 
 __all__ = ["Config", "conv", "gate", "scan"]
 
@@ -31,7 +32,8 @@ class Config:
     """How the kernels are cut. Chosen from measurements (benchmarks/m2rnn_h200.json), not tuned at run time.
 
     rows: of the state that a program owns. tokens: between two states kept for the backward pass, 2, 4 or 8; as many are unrolled.
-    exact: tanh to 3e-7 (absolute) from 2^x and 1/x; else the hardware's own, to 5e-4 (relative). None: exact for fp32 inputs.
+    exact: tanh to 3e-7 (absolute, and relative for fp32 inputs) from 2^x and 1/x; else the hardware's own, to 5e-4 (relative). None: exact
+    for fp32 inputs.
     """
 
     rows: int = 16
@@ -44,14 +46,23 @@ class Config:
 
 
 @triton.jit
-def _tanh(x, EXACT: tl.constexpr):
+def _tanh(x, EXACT: tl.constexpr, WIDE: tl.constexpr):
     """tanh(x / c), or tanh(x) of the hardware."""
     if _ASSEMBLY:
-        return tl.inline_asm_elementwise(
+        z = tl.inline_asm_elementwise(
             _EXACT_TANH if EXACT else "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
-        return 1 - 2 / (1 + tl.exp2(x if EXACT else x * _C))
+        z = 1 - 2 / (1 + tl.exp2(x if EXACT else x * _C))
+    if EXACT and WIDE:
+        # Near zero the difference from 1 has lost the bits of x. A least-squares fit to 1e-7 of (tanh x / x - 1) / x^2 below 0.55.
+        t = x * (1 / _C)
+        y = t * t
+        more = -0.3333333134651184 + y * (
+            0.13333044946193695 + y * (-0.05390177294611931 + y * (0.02127799019217491 + y * -0.006567004602402449))
+        )
+        z = tl.where(y < 0.3, t + t * (y * more), z)
+    return z
 
 
 @triton.jit
@@ -62,32 +73,38 @@ def _split(x):
 
 
 @triton.jit
-def _split_once(x):
-    """_split with rounding, to 2^-17, for what stays the same over all tokens."""
-    top = x.to(tl.bfloat16)
-    return top, (x - top.to(tl.float32)).to(tl.bfloat16)
+def _split_once(x, WIDE: tl.constexpr):
+    """_split with rounding, to 2^-17, for what stays the same over all tokens. WIDE: x as it is, twice."""
+    if WIDE:
+        return x, x
+    else:
+        top = x.to(tl.bfloat16)
+        return top, (x - top.to(tl.float32)).to(tl.bfloat16)
 
 
 @triton.jit
 def _matmul(x, hi, lo, acc):
-    """acc + x (hi + lo) on bf16 tensor cores, nearly as exact as fp32: only the product of the two small parts is left out."""
-    x_hi, x_lo = _split(x)
-    acc = tl.dot(x_hi, hi, acc)
-    rest = tl.dot(x_hi, lo)
-    rest = tl.dot(x_lo, hi, rest)
-    return acc + rest
+    """acc + x (hi + lo) on bf16 tensor cores, exact to 2^-16: only the product of the two small parts is left out. acc + x hi, exact, where
+    hi is fp32."""
+    if hi.dtype == tl.float32:
+        return tl.dot(x, hi, acc, input_precision="ieee")
+    else:
+        x_hi, x_lo = _split(x)
+        acc = tl.dot(x_hi, hi, acc)
+        rest = tl.dot(x_hi, lo)
+        rest = tl.dot(x_lo, hi, rest)
+        return acc + rest
 
 
 @triton.jit
 def _times_input(x, y, acc):
-    """acc + x y, for fp32 x and y of the inputs' type, nearly exact."""
+    """acc + x y, for fp32 x and y of the inputs' type."""
     if y.dtype == tl.bfloat16:
         hi, lo = _split(x)
         acc = tl.dot(hi, y, acc)
         return tl.dot(lo, y, acc)
     else:
-        hi, lo = _split(y)
-        return _matmul(x, hi, lo, acc)
+        return tl.dot(x, y, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -96,15 +113,15 @@ def _input_times(x, y, acc):
     if x.dtype == tl.bfloat16:
         return tl.dot(x, y.to(tl.bfloat16), acc)
     else:
-        hi, lo = _split(y)
-        return _matmul(x, hi, lo, acc)
+        return tl.dot(x, y, acc, input_precision="ieee")
 
 
 @triton.jit
 def _step(h, kt, vt, ft, w_hi, w_lo, EXACT: tl.constexpr):
     """(z, next h)."""
+    WIDE: tl.constexpr = kt.dtype == tl.float32
     kt = kt.to(tl.float32) * (_C if EXACT else 1.0)
-    z = _tanh(_matmul(h, w_hi, w_lo, kt[:, None] * vt.to(tl.float32)[None, :]), EXACT)
+    z = _tanh(_matmul(h, w_hi, w_lo, kt[:, None] * vt.to(tl.float32)[None, :]), EXACT, WIDE)
     return z, (1 - ft) * z + ft * h
 
 
@@ -186,7 +203,8 @@ def _forward(
     own = (n.to(tl.int64) * heads + head) * K * V
     if states is not None:
         states += (block.to(tl.int64) * heads + head) * K * V + part * ROWS * V
-    w_hi, w_lo = _split_once(tl.load(w + head * V * V + square + cols[None, :]) * (_C if EXACT else 1.0))
+    WIDE: tl.constexpr = k.dtype.element_ty == tl.float32
+    w_hi, w_lo = _split_once(tl.load(w + head * V * V + square + cols[None, :]) * (_C if EXACT else 1.0), WIDE)
     h = tl.load(h0 + own + tile) if h0 is not None else tl.zeros((ROWS, V), tl.float32)
 
     # Inputs are loaded one block ahead, into registers.
@@ -220,7 +238,7 @@ def _backward(
     q, k, v, f, w, states, cu, dy, dlast, dq, dk, dv, df, dw, dh0,
     tokens, q_token, q_batch, k_token, k_batch, v_token, v_batch, f_token, f_batch, y_token, y_batch,
     k_head, dk_token, dk_batch, v_part, df_part, df_token, df_batch,
-    K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, EXACT: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, EXACT: tl.constexpr, CLIP: tl.constexpr,
 ):  # fmt: skip
     part, head, n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
@@ -241,8 +259,9 @@ def _backward(
     start = (tl.cdiv(length, TOKENS) - 1) * TOKENS
     states += ((block.to(tl.int64) + tl.maximum(start, 0) // TOKENS) * heads + head) * K * V + part * ROWS * V
     wt = tl.load(w + head * V * V + square + cols[None, :])
-    w_hi, w_lo = _split_once(wt * (_C if EXACT else 1.0))
-    back_hi, back_lo = _split_once(tl.trans(wt))
+    WIDE: tl.constexpr = k.dtype.element_ty == tl.float32
+    w_hi, w_lo = _split_once(wt * (_C if EXACT else 1.0), WIDE)
+    back_hi, back_lo = _split_once(tl.trans(wt), WIDE)
     carry = tl.load(dlast + own + tile) if dlast is not None else tl.zeros((ROWS, V), tl.float32)
     dw_sum = tl.zeros((V, V), tl.float32)
     few, no_rows, no_cols = tl.arange(0, 8), tl.zeros((ROWS, 8), tl.float32), tl.zeros((V, 8), tl.float32)
@@ -275,6 +294,8 @@ def _backward(
         for u in tl.static_range(TOKENS - 1, -1, -1):
             ft, prev, z = gates[u], before[u], zs[u]
             qt = tl.where(start + u < length, qs[u].to(tl.float32), 0.0)
+            if CLIP is not None:
+                carry = tl.clamp(carry, -CLIP, CLIP, propagate_nan=tl.PropagateNan.ALL)
             dh = carry + qt[:, None] * dys[u].to(tl.float32)[None, :]
             dx = (1 - ft) * (1 - z * z) * dh
             carry = _matmul(dx, back_hi, back_lo, ft * dh)
@@ -302,7 +323,7 @@ def _backward(
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, f, w, h0, cu_seqlens, config):
+    def forward(ctx, q, k, v, f, w, h0, cu_seqlens, gradient_clip, config):
         (tokens, batch, heads, width), depth = v.shape, q.size(-1)
         count = batch if cu_seqlens is None else cu_seqlens.numel() - 1
         blocks = count * triton.cdiv(tokens, config.tokens) if cu_seqlens is None else tokens // config.tokens + count
@@ -319,7 +340,7 @@ class _Scan(torch.autograd.Function):
             num_warps=config.warps, num_stages=1,
         )  # fmt: skip
         ctx.save_for_backward(q, k, v, f, w, states, cu_seqlens)
-        ctx.config, ctx.given = config, h0 is not None
+        ctx.config, ctx.given, ctx.clip = config, h0 is not None, gradient_clip
         ctx.set_materialize_grads(False)
         return (y.sum(0).to(v.dtype) if parts > 1 else y[0]), last
 
@@ -341,11 +362,11 @@ class _Scan(torch.autograd.Function):
             q, k, v, f, w, states, cu_seqlens, dy, dlast, dq, dk, dv, df, dw, dh0,
             tokens, *_steps(q), *_steps(k), *_steps(v), *_steps(f), *_steps(dy),
             dq.stride(0), *_steps(dq[0]), dv.stride(0), df.stride(0), *_steps(df[0]),
-            K=depth, V=width, ROWS=config.rows, TOKENS=config.tokens, EXACT=config.exact_for(q),
+            K=depth, V=width, ROWS=config.rows, TOKENS=config.tokens, EXACT=config.exact_for(q), CLIP=ctx.clip,
             num_warps=config.warps, num_stages=1,
         )  # fmt: skip
         sums = dq.sum(0).to(q.dtype), dk.sum(0).to(k.dtype), dv.sum(0).to(v.dtype), df.sum(0), dw.sum((0, 1))
-        return *sums, dh0, None, None
+        return *sums, dh0, None, None, None
 
 
 def _steps(x: Tensor) -> tuple[int, int]:
@@ -361,11 +382,15 @@ def scan(
     w: Tensor,
     h0: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    gradient_clip: float | None = None,
     config: Config = Config(),  # noqa: B008  frozen
 ) -> tuple[Tensor, Tensor]:
     """naive.scan on a GPU. q, k and v in fp32 or bf16 (all three alike), the rest in fp32; cu_seqlens is int32.
 
     q, k and v may be slices of one tensor. States, products and sums are fp32; y has v's type.
+
+    Raises:
+        Refused: more numbers in a tensor than 32-bit offsets reach.
     """
     heads, width = v.shape[2:]
     assert q.dtype == k.dtype == v.dtype and f.dtype == w.dtype == torch.float32
@@ -373,4 +398,5 @@ def scan(
     assert w.shape == (heads, width, width) and w.is_contiguous() and (h0 is None or h0.is_contiguous())
     assert q.size(2) % config.rows == 0 and config.rows >= 16 and config.tokens in (2, 4, 8)
     assert cu_seqlens is None or (cu_seqlens.dtype == torch.int32 and v.size(1) == 1)
-    return _Scan.apply(q, k, v, f, w, h0, cu_seqlens, config)
+    raise_if(unreachable(q, k, v, f))
+    return _Scan.apply(q, k, v, f, w, h0, cu_seqlens, gradient_clip, config)

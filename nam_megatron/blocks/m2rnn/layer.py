@@ -33,7 +33,8 @@ from nam_megatron.blocks.m2rnn import naive
 from nam_megatron.errors import raise_if
 from nam_megatron.runtime.gpu import without_gpu
 
-# As the authors begin: A is uniform in (0, 16), softplus(dt_bias) is uniform in its logarithm.
+# As the authors begin: A is uniform in (0, 16), softplus(dt_bias) is uniform in its logarithm, the convolution is normal like every other
+# weight and without bias (theirs, in the configurations of their runs, has none at all).
 A_MAX, DT_MIN, DT_MAX = 16.0, 1e-3, 0.1
 
 
@@ -48,7 +49,9 @@ def spec(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
     parts = MambaMixerSubmodules(
         in_proj=backend.column_parallel_layer_norm_linear(), out_proj=backend.row_parallel_linear()
     )
-    sizes = {name: getattr(block, name) for name in ("kernels", "k_dim", "v_dim", "heads", "conv_width")}
+    sizes = {
+        name: getattr(block, name) for name in ("kernels", "k_dim", "v_dim", "heads", "conv_width", "gradient_clip")
+    }
     return ModuleSpec(M2RnnMixer, params=sizes, submodules=parts)
 
 
@@ -56,7 +59,7 @@ class M2RnnMixer(MegatronModule):
     """[s, b, hidden] -> [s, b, hidden]; under sequence parallelism s is this rank's share.
 
     k_dim, v_dim: rows and columns of a head's state. conv_width: tokens that a query, key or value is made of.
-    kernels: `fused` is Triton, `naive` plain torch.
+    gradient_clip: naive.scan's. kernels: `fused` is Triton, `naive` plain torch.
     """
 
     def __init__(
@@ -72,12 +75,14 @@ class M2RnnMixer(MegatronModule):
         v_dim: int,
         heads: int,
         conv_width: int,
+        gradient_clip: float | None = None,
         name: str | None = None,
         **kwargs: Any,
     ):
         super().__init__(config)
         self.layer_number, self.tp_group = layer_number, pg_collection.tp
         self.kernels, self.k_dim, self.v_dim, self.conv_width = kernels, k_dim, v_dim, conv_width
+        self.gradient_clip = gradient_clip
         parts = self.tp_group.size()
         assert heads % parts == 0 and k_dim % parts == 0 and pg_collection.cp.size() == 1
         self.heads = heads // parts
@@ -132,9 +137,8 @@ class M2RnnMixer(MegatronModule):
         self.conv1d_weight.partition_sizes = self.conv1d_bias.partition_sizes = list(self.convolved.values())
 
     def _draw(self) -> None:
-        bound = 1 / math.sqrt(self.conv_width)
-        self.conv1d_weight.uniform_(-bound, bound)
-        self.conv1d_bias.uniform_(-bound, bound)
+        self.config.init_method(self.conv1d_weight)
+        self.conv1d_bias.zero_()
         self.A_log.uniform_(0, A_MAX).clamp_(min=1e-4).log_()
         dt = torch.exp(torch.empty_like(self.dt_bias).uniform_(math.log(DT_MIN), math.log(DT_MAX)))
         self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus of it is dt
@@ -166,7 +170,7 @@ class M2RnnMixer(MegatronModule):
         x, g, forget = self._unpack(packed)
         q, k, v = self._heads(self._ops.conv(x, self.conv1d_weight, self.conv1d_bias, cu_seqlens))
         f = naive.forget(forget, self.dt_bias, self.A_log)
-        y, _ = self._ops.scan(q, k, v, f, self.state_weight, cu_seqlens=cu_seqlens)
+        y, _ = self._ops.scan(q, k, v, f, self.state_weight, None, cu_seqlens, self.gradient_clip)
         return self._gate(y, v, g)
 
     @property

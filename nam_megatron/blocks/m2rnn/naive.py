@@ -35,18 +35,40 @@ def conv(x: Tensor, weight: Tensor, bias: Tensor, cu_seqlens: Tensor | None = No
 
 
 def forget(x: Tensor, dt_bias: Tensor, a_log: Tensor) -> Tensor:
-    """How much of the state each head keeps, in (0, 1): exp(-A softplus(x + dt_bias)). x: [s, b, heads]; fp32 whatever x is."""
-    return torch.exp(-torch.exp(a_log.float()) * F.softplus(x.float() + dt_bias.float()))
+    """How much of the state each head keeps, in (0, 1): exp(-A softplus(x + dt_bias)). x: [s, b, heads]; in fp32, or fp64 where x is."""
+    x, dt_bias, a_log = (t.to(torch.promote_types(x.dtype, torch.float32)) for t in (x, dt_bias, a_log))
+    return torch.exp(-torch.exp(a_log) * F.softplus(x + dt_bias))
+
+
+class _Clipped(torch.autograd.Function):
+    """Itself, with each element of its gradient in [-bound, bound]."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, bound: float) -> Tensor:
+        ctx.bound = bound
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.clamp(-ctx.bound, ctx.bound), None
 
 
 def scan(
-    q: Tensor, k: Tensor, v: Tensor, f: Tensor, w: Tensor, h0: Tensor | None = None, cu_seqlens: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    f: Tensor,
+    w: Tensor,
+    h0: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    gradient_clip: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """h_t = f_t h_{t-1} + (1 - f_t) tanh(h_{t-1} W + k_t v_t^T), y_t = q_t h_t, for each head.
 
     q, k: [s, b, K], shared by all heads; v: [s, b, heads, V]; f: [s, b, heads]; w: [heads, V, V].
     h0: [sequences, heads, K, V], zero where None. Returns y [s, b, heads, V] and the last states [sequences, heads, K, V];
-    sequences: b, or the documents.
+    sequences: b, or the documents. gradient_clip: bound of each element of what the gradient of h_t gets from later tokens, before that
+    of y_t is added, as in the authors' kernels (their torch code bounds the sum). It is in units of the loss's gradient.
     """
     (tokens, batch, heads, width), depth, given = v.shape, q.size(-1), v.dtype
     q, k, v = (x.to(torch.promote_types(given, f.dtype)) for x in (q, k, v))
@@ -61,6 +83,8 @@ def scan(
             keep = f[t, :, :, None, None]
             h = keep * h + (1 - keep) * z
             ys.append((q[t, :, None, :, None] * h).sum(2))
+            if gradient_clip is not None:
+                h = _Clipped.apply(h, gradient_clip)
         last.append(h)
     return torch.stack(ys).to(given), torch.cat(last)
 

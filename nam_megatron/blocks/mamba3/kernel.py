@@ -19,6 +19,7 @@ from nam_megatron.blocks.mamba3.naive import Shape, State, Weights, turn
 from nam_megatron.blocks.mamba3.prepare import Prepared, Raw, offsets, packed_gradients
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+BOUNDS = 512  # tokens of a program that writes how much of a state is left
 
 
 class Launch(NamedTuple):
@@ -96,9 +97,9 @@ class Operands(NamedTuple):
         )  # fmt: skip
         begun, until, kept = (torch.empty_like(prepared.decay) for _ in range(3))
         left = prepared.decay.new_empty(b, h, triton.cdiv(s, chunk))
-        _bounds_kernel[(triton.cdiv(s, 512), h, b)](
+        _bounds_kernel[(triton.cdiv(s, BOUNDS), h, b)](
             prepared.decay, prepared.scale, documents, begun, until, kept, left, s,
-            H=h, L=chunk, PACKED=documents is not None, TOKENS=512, num_warps=4,
+            H=h, L=chunk, PACKED=documents is not None, TOKENS=BOUNDS, num_warps=4,
         )  # fmt: skip
         return cls(q, k, v, gradient, begun, until, kept, left)
 
@@ -570,9 +571,10 @@ def _states_kernel(
 
 
 @triton.jit
-def _between(c, token, documents, s, PACKED: tl.constexpr):
+def _between(c, token, ok, documents, s, PACKED: tl.constexpr):
     """[M, M]: the decay between a query and a key, 0 unless the key is earlier; and whether they are of one token."""
-    earlier = token[None, :] < token[:, None]
+    # A row past the end is later than every other and its c is 0: what has been forgotten until there would be above 0.
+    earlier = (token[None, :] < token[:, None]) & ok[:, None]
     if PACKED:
         number = tl.load(documents + token, mask=token < s, other=-1)
         earlier = earlier & (number[:, None] == number[None, :])
@@ -609,7 +611,7 @@ def _output_kernel(
         scores = tl.dot(query, tl.trans(_tile(k, row, ok, column, N)), scores, input_precision=PRECISION)
         o = tl.dot(query, tl.trans(_tile(states, p, every, column, N)), o, input_precision=PRECISION)
     o *= _row(begun + of * s, token, ok)[:, None]
-    between, same = _between(_row(decay + of * s, token, ok), token, documents, s, PACKED)
+    between, same = _between(_row(decay + of * s, token, ok), token, ok, documents, s, PACKED)
     later, own = _row(scale + of * s, token, ok), _row(now + of * s, token, ok)
     scores = scores * tl.where(same, own[None, :], between * later[None, :]) + _diagonal(tl.load(D + h), L * R)
     o = tl.dot(scores.to(kind), _tile(v + of * s * R * P, row, ok, p, P), o, input_precision=PRECISION)
@@ -690,7 +692,7 @@ def _gradients_kernel(
     d_scores = tl.dot(rows_g, tl.trans(rows_v), input_precision=PRECISION)
 
     later, own = _row(scale + of * s, token, ok), _row(now + of * s, token, ok)
-    between, same = _between(_row(decay + of * s, token, ok), token, documents, s, PACKED)
+    between, same = _between(_row(decay + of * s, token, ok), token, ok, documents, s, PACKED)
     tl.store(d_D + (b * chunks + chunk) * H + h, tl.sum(tl.sum(d_scores * _diagonal(1.0, M), 1), 0))
     both = scores * d_scores
     at_once = tl.sum(tl.where(same, both, 0.0), 1)

@@ -16,6 +16,7 @@ from nam_megatron.blocks.mamba3.naive import A_FLOOR, NORM_EPSILON, Shape, Weigh
 PI, TURN = tl.constexpr(math.pi), tl.constexpr(2.0**32)
 # Sums of angles: tokens of a program, and of a step as rows x run. A thread has whole runs, so it mostly sums by itself.
 SPAN, ROWS, RUN = 256, 8, 4
+PROGRAMS = 1024  # that sum the gradients of the norms' weights, at most
 
 
 class Prepared(NamedTuple):
@@ -144,7 +145,7 @@ def packed_gradients(
     )  # fmt: skip
 
     rows, lines = max(1, 2048 // n), b * s * g * r
-    programs = min(triton.cdiv(lines, rows), 1024)
+    programs = min(triton.cdiv(lines, rows), PROGRAMS)
     norm = packed.new_empty(2, programs, n, dtype=torch.float32)
     _norm_backward[(programs, 2)](
         packed, weights.B_norm, weights.C_norm, raw.keys, raw.queries, d_packed, norm, lines, s, *strides, *out,

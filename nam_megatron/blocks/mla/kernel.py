@@ -720,15 +720,17 @@ class _KeysValues(torch.autograd.Function):
 class _RotateQueries(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, rope):
-        # Not marked dirty: autograd would refuse a view or copy it thrice. A product does not keep its output.
+        # Not marked dirty: autograd would refuse a view or copy it thrice. But it learns of it, and refuses who kept q for later.
         ctx.save_for_backward(rope.cos, rope.sin, rope.positions)
         ctx.interleaved = rope.interleaved
+        torch.autograd.graph.increment_version(q)
         return _turn(q, rope, back=False)
 
     @staticmethod
     def backward(ctx, grad):
         cos, sin, positions = ctx.saved_tensors
-        return _turn(grad.contiguous(), Rope(cos, sin, positions, ctx.interleaved), back=True), None
+        grad = grad.clone(memory_format=torch.contiguous_format)  # a sum hands the same one to all that it added
+        return _turn(grad, Rope(cos, sin, positions, ctx.interleaved), back=True), None
 
 
 def _turn(q: Tensor, rope: Rope, back: bool) -> Tensor:
@@ -823,7 +825,7 @@ def absorbed(latents: Tensor, weight: Tensor, rope: Rope, heads: int, rq: int) -
 
 
 def rotate_queries(q: Tensor, rope: Rope) -> Tensor:
-    """q [..., n, dq + dr], contiguous, with its last dr channels turned **in place**, as its gradient will be."""
+    """q [..., n, dq + dr], contiguous, with its last dr channels turned **in place**; its gradient is a copy of the given one."""
     return _RotateQueries.apply(q, rope)
 
 
