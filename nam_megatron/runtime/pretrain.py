@@ -40,7 +40,7 @@ from megatron.training.models.hybrid import HybridModelBuilder, HybridModelConfi
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from nam_megatron.errors import Problem, Refused, raise_if
-from nam_megatron.runtime import cross_entropy, rate, wgrad
+from nam_megatron.runtime import checksums, cross_entropy, rate, wgrad
 from nam_megatron.runtime.nonfinite import Watch
 from nam_megatron.runtime.readings import Readings
 
@@ -139,6 +139,7 @@ def run(argv: Sequence[str], stack: ModuleSpec, started: float, *, operations: f
     set_startup_timestamps(program_start=started, main_entry=time.time())
     keep_shipped_helpers()
     rate.provide(operations)
+    checksums.provide()
     args = parse_and_validate_args()
     if args.gradient_accumulation_fusion:
         wgrad.provide()
