@@ -21,6 +21,7 @@ from nam_megatron.errors import OK, Problem, Refused
 
 PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 DUMP = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+LINE = 1 << 16  # characters; a log may be of gigabytes, and of one line
 STATUS = ("State", "Threads", "VmRSS", "voluntary_ctxt_switches")
 
 
@@ -185,11 +186,11 @@ def memory(numbers: Mapping[int, int | None], seconds: float) -> Iterator[str]:
 
 def errors(log: Path) -> Iterator[str]:
     try:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        with open(log, encoding="utf-8", errors="replace", newline="\n") as file:
+            found = oom.triage(iter(lambda: file.readline(LINE), ""))
     except OSError as err:
         yield f"no log: {err.strerror}"
         return
-    found = oom.triage(lines)
     if not found:
         yield "not in the log"
     for error in found:

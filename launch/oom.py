@@ -4,7 +4,8 @@ The texts are torch's (2.11 and its forerunners) and those of libraries that ask
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 
 from launch import steps
@@ -99,18 +100,20 @@ class Oom:
         )
 
 
-def triage(lines: Sequence[str]) -> list[Oom]:
-    """Every distinct error of a log, in its order. One that torchrun repeats at the end counts once."""
+def triage(lines: Iterable[str]) -> list[Oom]:
+    """Every distinct error of a log, in its order. One that torchrun repeats at the end counts once. Holds BEFORE lines at a time."""
     found: dict[tuple, Oom] = {}
+    before: deque[str] = deque(maxlen=BEFORE)
     done = 0
     for at, line in enumerate(lines):
         if isinstance(said := steps.parse(line), steps.Step):
             done = max(done, said.number)
         elif ERROR.search(line) or LIBRARY.search(line):
-            oom = read(line, at + 1, done, phase(frames(lines[max(0, at - BEFORE) : at], line)))
+            oom = read(line, at + 1, done, phase(frames(before, line)))
             same = tuple(getattr(oom, f.name) for f in fields(Oom) if f.name not in ("line", "phase"))
             if same not in found or found[same].phase == "unknown":
                 found[same] = oom
+        before.append(line)
     return list(found.values())
 
 
@@ -132,7 +135,7 @@ def _gib(found: re.Match[str] | None) -> float | None:
     return float(number) * UNITS[unit]
 
 
-def frames(before: Sequence[str], line: str) -> list[tuple[str, str]]:
+def frames(before: Iterable[str], line: str) -> list[tuple[str, str]]:
     """(file, function) of the traceback that ends at `line`, of its rank."""
     rank, found = RANK.search(line), []
     for text in before:

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launch import finding, job, outcome, patch, preflight, receipt, slurm, steps
+from launch import finding, job, outcome, patch, preflight, receipt, slurm
 from launch.context import Context
 from launch.process import Interrupted, Process, Signals, ignore, interrupt
 from launch.receipt import Receipt
@@ -139,15 +139,15 @@ def train(words: Sequence[str], environ: Mapping[str, str], context: Context, fo
             log.clock(outcome.STARTED)
             process = Process(words, environ, context.checkout)
             signals.do(process.end)
-            for line in process.lines():
+            for lines in process.lines():
                 if failure is None:
                     try:
-                        line = log.line(line)
+                        lines = log.lines(lines)
                     except OSError as err:
                         # Nobody would know what came of it: stop as for a signal, and keep the pipe from filling.
                         failure = err
                         process.end()
-                terminal.line(line, found if isinstance(found := steps.parse(line), steps.Step) else None)
+                terminal.lines(lines)
             code = process.wait()
             if failure is not None:
                 raise failure
@@ -171,16 +171,16 @@ class Log:
         with contextlib.suppress(OSError):  # what could not be flushed was raised before
             self._file.close()
 
-    def line(self, text: str) -> str:
-        """Write a line; returns it as it was written."""
-        text = self._redactor.secrets(text)
+    def lines(self, said: Sequence[str]) -> list[str]:
+        """Write lines, all at once; returns them as they were written."""
+        text = self._redactor.secrets("\n".join(said))
         self._file.write(text.encode() + b"\n")
         self._file.flush()
-        return text
+        return text.split("\n")
 
     def clock(self, what: str) -> None:
         """A line with the local time, as Megatron's have it."""
-        self.line(f"[{datetime.now():%Y-%m-%d %H:%M:%S.%f}] {what}")
+        self.lines([f"[{datetime.now():%Y-%m-%d %H:%M:%S.%f}] {what}"])
 
 
 @contextlib.contextmanager

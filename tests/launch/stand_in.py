@@ -41,7 +41,9 @@ def reading(when: str, step: int, gap: int, **more: object) -> str:
 
 
 def train(words: dict[str, str]) -> int:
-    """steps, sleep (seconds a step), stop (last step printed), code, say (a last line), touch (a file, once running), deaf, child."""
+    """steps, sleep (seconds a step), stop (last step printed), code, say (a last line), chat (MiB of noise), deaf, child,
+    touch (a file, once running).
+    """
     stopped = []
     if "deaf" in words:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -65,6 +67,8 @@ def train(words: dict[str, str]) -> int:
             )
             print(reading("end", step, 1 << 20), flush=True)
             return 0
+    for _ in range(int(words.get("chat", 0))):  # MiB
+        print((("x" * 127 + "\n") * 8192), end="", flush=True)
     print(reading("end", steps, 1 << 20), flush=True)
     if "say" in words:
         print(words["say"], flush=True)
@@ -72,7 +76,6 @@ def train(words: dict[str, str]) -> int:
 
 
 def launch(root: str, trainer: str, overrides: list[str]) -> int:
-    sys.path[:0] = [str(HERE.parents[2])]
     from launch import preflight, run
     from launch.context import Context
     from nam_megatron.errors import Refused
@@ -122,7 +125,10 @@ def main() -> None:
     role, *rest = sys.argv[1:]
     if role == "train":
         sys.exit(train(dict(word.partition("=")[::2] for word in rest)))
-    sys.exit(launch(rest[0], rest[1], rest[2:]))
+    sys.path[:0] = [str(HERE.parents[2])]
+    from nam_megatron.errors import finish
+
+    finish(lambda: launch(rest[0], rest[1], rest[2:]))
 
 
 if __name__ == "__main__":
