@@ -161,9 +161,14 @@ def megatron() -> tuple[Finding, str | None]:
     """Which Megatron would be imported, by the hash of its files; and its state: pristine, patched, foreign."""
     try:
         queue = patch.find("megatron-core")
-        state = queue.state(patch.installed(queue))
+        root = patch.installed(queue)
+        state = queue.state(root)
+        unfinished = patch.cut_off(queue, root)
     except (Refused, OSError) as err:
         return Finding("patches", "fail", f"which Megatron this is cannot be told: {err}", STEPS), None
+    if unfinished:
+        what = "`patch apply` was cut off here, and the installed Megatron is neither pristine nor patched"
+        return Finding("patches", "fail", what, patch.FINISH.format(project=queue.project)), state
     if state == "foreign":
         what = f"the installed Megatron is neither {queue.name} nor our patched one"
         return Finding("patches", "fail", what, patch.REMEDY[state]), state
