@@ -15,7 +15,19 @@ from nam_megatron.lower import translate
 from nam_megatron.origin import Origin
 from nam_megatron.recipe import Recipe
 
-KEYS = ("format", "revision", "dirty", "over_memory", "trainer", "sanity", "port", "lock", "diagnostic", "image")
+KEYS = (
+    "format",
+    "revision",
+    "dirty",
+    "over_memory",
+    "trainer",
+    "sanity",
+    "port",
+    "hang",
+    "lock",
+    "diagnostic",
+    "image",
+)
 WAIVERS = "cluster.waivers"
 TEXTS = ("revision", "lock", "diagnostic", "image")
 CHOICES = {"dirty": ("refuse", "store"), "over_memory": ("refuse", "allow"), "trainer": tuple(TRAINERS)}
@@ -52,6 +64,8 @@ def checked(verb: str, words: Mapping[str, Any]) -> dict[str, Any]:
         problems.append(Problem("`sanity` is true or false", "sanity"))
     if type(words["port"]) is not int or not 1024 <= words["port"] < 65536:
         problems.append(Problem("`port` is a number from 1024 to 65535", "port"))
+    if type(words["hang"]) not in (int, float) or not 0 <= words["hang"] < 1e6:
+        problems.append(Problem("`hang` is a number of seconds, 0 for never", "hang"))
     for key in TEXTS:
         # A hash of digits alone arrives as a number; one with an `e` in it would have arrived as another.
         if words[key] is not None and (type(words[key]) not in (str, int) or words[key] == ""):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch import gpu, host, oom, receipt
+from launch import gpu, hang, host, oom, receipt
 from launch.bounded import ask
 from launch.receipts import RECEIPTS
 from nam_megatron.errors import OK, Problem, Refused
@@ -83,6 +83,8 @@ def report(folder: Path, content: Mapping[str, Any], seconds: int, proc: Path = 
                 yield from (f"    {line}" for line in lines)
         yield "NCCL flight recorder:"
         yield from (f"  {line}" for line in recorder(training, seconds))
+    yield "heartbeats:"
+    yield from (f"  {line}" for line in hang.report(folder, (content.get("job") or {}).get("world") or 1, proc=proc))
     yield "memory:"
     yield from (f"  {line}" for line in memory({r.pid: r.rank for r in found}, seconds))
     yield "out of memory:"

@@ -88,6 +88,13 @@ class Process:
         else:
             _send(signal.SIGKILL, [self._popen.pid, *self._descendants()])
 
+    def kill(self) -> None:
+        """End it at once: ranks that hang in a collective hear nothing else. srun is asked, and kills its tasks on every host."""
+        if self._srun:
+            self.end()
+        else:
+            _send(signal.SIGKILL, [self._popen.pid, *self._descendants()])
+
     def wait(self) -> int:
         """Its exit code, once it has ended. Ranks that outlived it hold GPUs: they are ended too."""
         code = self._popen.wait()

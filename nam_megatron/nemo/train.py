@@ -14,6 +14,7 @@ from pathlib import Path
 from nam_megatron import train
 from nam_megatron.errors import FINDINGS, INCOMPLETE, OK, REFUSED, Problem, Refused, raise_if
 from nam_megatron.lower import Lowering
+from nam_megatron.runtime.heartbeat import HEART
 from nam_megatron.nemo import doctor
 
 # What Bridge leaves beside its checkpoints, and looks for when it loads one; it writes Megatron's tracker too.
@@ -64,6 +65,7 @@ def main(words: Sequence[str]) -> int:
         job = train.accept(words, os.environ)
     except Refused as refused:
         return train.stop(int(os.environ.get(train.RANK, 0)), REFUSED, refused.render())
+    HEART.start(train.split(words)[0], int(os.environ[train.RANK]))
     return begin(job)
 
 

@@ -21,7 +21,15 @@ from nam_megatron.errors import INCOMPLETE, Refused
 from nam_megatron.lower import translate
 from nam_megatron.recipe import load
 
-WORDS = {"format": "auto", "revision": None, "dirty": "refuse", "over_memory": "refuse", "sanity": False, "port": 29500}
+WORDS = {
+    "format": "auto",
+    "revision": None,
+    "dirty": "refuse",
+    "over_memory": "refuse",
+    "sanity": False,
+    "port": 29500,
+    "hang": 0,
+}
 WORDS |= {"trainer": "megatron", "lock": None, "diagnostic": None, "image": None}
 
 
