@@ -60,8 +60,8 @@ def checked(verb: str, words: Mapping[str, Any]) -> dict[str, Any]:
     for key, allowed in CHOICES.items():
         if words[key] not in allowed:
             problems.append(Problem(f"`{key}` is {' or '.join(allowed)}, not `{words[key]}`", key))
-    if type(words["sanity"]) is not bool:
-        problems.append(Problem("`sanity` is true or false", "sanity"))
+    if words["sanity"] not in (None, True, False) or type(words["sanity"]) is int:
+        problems.append(Problem("`sanity` is true, false or null", "sanity"))
     if type(words["port"]) is not int or not 1024 <= words["port"] < 65536:
         problems.append(Problem("`port` is a number from 1024 to 65535", "port"))
     if type(words["hang"]) not in (int, float) or not 0 <= words["hang"] < 1e6:
@@ -84,9 +84,10 @@ def show(context: Context) -> int:
 def check(context: Context) -> int:
     from launch import preflight
 
-    found = preflight.check(context).findings
+    report = preflight.check(context)
+    found, software = report.findings, preflight.fingerprint(report.facts)
     form = {"auto": "text"}.get(context.words["format"], context.words["format"])
-    sys.stdout.write(finding.render(found, form, socket.gethostname()))
+    sys.stdout.write(finding.render(found, form, socket.gethostname(), software))
     return OK if finding.passed(found) else FINDINGS
 
 

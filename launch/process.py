@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import resource
 import selectors
 import signal
 import subprocess
@@ -34,6 +35,8 @@ class Process:
 
         def tied() -> None:
             LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+            _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             if os.getppid() != launcher:
                 os._exit(1)
 

@@ -12,8 +12,8 @@ from nam_megatron.lower import Lowering
 
 JOB, NODES = "SLURM_JOB_ID", "SLURM_JOB_NODELIST"
 # Words of `launch` that are not the recipe's: those for one host's screen, and those of a run.
-SCREEN = ("format", "sanity", "image")
-RUN = ("revision", "dirty", "over_memory", "trainer", "port", "hang", "lock", "diagnostic", "cluster.waivers")
+SCREEN = ("format", "image", "time", "rdma")
+RUN = ("sanity", "revision", "dirty", "over_memory", "trainer", "port", "hang", "lock", "diagnostic", "cluster.waivers")
 
 
 def for_launch(overrides: Sequence[str]) -> str:
@@ -43,8 +43,12 @@ def sbatch(lowering: Lowering, overrides: Sequence[str]) -> str:
 set -euo pipefail
 cd "${{SLURM_SUBMIT_DIR:?}}"
 
-# One line a host; a single FAIL ends the job here.
-srun --label python -m launch check format=line {recipe}
+# One line a host; a single FAIL ends the job here, and so do hosts with other packages or drivers than the first.
+srun --label python -m launch check format=line {recipe} | tee "hosts-$SLURM_JOB_ID.txt"
+if [ "$(grep -o 'software=[0-9a-f]*' "hosts-$SLURM_JOB_ID.txt" | sort -u | wc -l)" -ne 1 ]; then
+  echo "error: the hosts differ in packages or drivers: hosts-$SLURM_JOB_ID.txt" >&2
+  exit 1
+fi
 
 # The launcher runs on the first host, starts torchrun on all of them with srun, and seals the receipt.
 exec python -m launch run {recipe}

@@ -257,12 +257,26 @@ def test_sbatch_repeats_the_words_that_matter(tmp_path):
         "sanity=true",
     ]
     text = slurm.sbatch(context("cluster=h200_2x8", preset="nam56r_native_dp").lowering, given)
-    expected = "conf=nam56r_native_dp cluster=h200_2x8 'cluster.waivers={git: a b}' port=29501"
+    expected = "conf=nam56r_native_dp cluster=h200_2x8 'cluster.waivers={git: a b}' port=29501 sanity=true"
     assert f"\nexec python -m launch run {expected}\n" in text
-    assert f"\nsrun --label python -m launch check format=line {expected}\n" in text
+    assert f"\nsrun --label python -m launch check format=line {expected} | tee " in text
     assert "#SBATCH --nodes=2\n" in text and "#SBATCH --gpus-per-node=8\n" in text
     (tmp_path / "job.sh").write_text(text)
     subprocess.run(["bash", "-n", tmp_path / "job.sh"], check=True)
+
+
+@pytest.mark.parametrize(("second", "code"), [("aaaaaaaaaaaa", 0), ("bbbbbbbbbbbb", 1)])
+def test_hosts_with_other_packages_end_a_job_before_it_starts(tmp_path, second, code):
+    """The script itself, with an srun that answers for two hosts."""
+    text = slurm.sbatch(context("cluster=h200_2x8", preset="nam56r_native_dp").lowering, ["conf=nam56r_native_dp"])
+    said = f'echo "0: PASS @ n1 software=aaaaaaaaaaaa"; echo "1: PASS @ n2 software={second}"'
+    for name, script in {"srun": said, "python": "echo started"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(stat.S_IRWXU)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", "-c", text], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == code and ("started" in done.stdout) == (code == 0), done.stderr
+    assert ("the hosts differ in packages or drivers" in done.stderr) == (code == 1)
 
 
 def test_slurm_names_its_hosts(tmp_path, monkeypatch):
