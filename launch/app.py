@@ -1,6 +1,7 @@
 """The verbs with a recipe: Hydra composes it as for every other command."""
 
 import os
+import re
 import socket
 import sys
 from collections.abc import Mapping
@@ -27,12 +28,15 @@ KEYS = (
     "lock",
     "diagnostic",
     "image",
+    "time",
+    "rdma",
 )
 WAIVERS = "cluster.waivers"
-TEXTS = ("revision", "lock", "diagnostic", "image")
+TEXTS = ("revision", "lock", "diagnostic", "image", "time", "rdma")
 CHOICES = {"dirty": ("refuse", "store"), "over_memory": ("refuse", "allow"), "trainer": tuple(TRAINERS)}
+TIME = re.compile(r"(?:(\d{1,3})-)?(\d{1,3}):([0-5]\d):([0-5]\d)", re.ASCII)
 FORMATS = {
-    "show": ("auto", "torchrun", "sbatch", "kubernetes"),
+    "show": ("auto", "torchrun", "sbatch", "kubernetes", "trainjob"),
     "check": ("auto", "text", "json", "markdown", "line"),
     "run": ("auto",),
 }
@@ -66,6 +70,9 @@ def checked(verb: str, words: Mapping[str, Any]) -> dict[str, Any]:
         problems.append(Problem("`port` is a number from 1024 to 65535", "port"))
     if type(words["hang"]) not in (int, float) or not 0 <= words["hang"] < 1e6:
         problems.append(Problem("`hang` is a number of seconds, 0 for never", "hang"))
+    if words["time"] is not None and not TIME.fullmatch(str(words["time"])):
+        hint = "`[D-]HH:MM:SS`; Hydra reads one without quotes as a number: `'time=\"24:00:00\"'`"
+        problems.append(Problem(f"`{words['time']}` is no time limit", "time", hint))
     for key in TEXTS:
         # A hash of digits alone arrives as a number; one with an `e` in it would have arrived as another.
         if words[key] is not None and (type(words[key]) not in (str, int) or words[key] == ""):

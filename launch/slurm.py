@@ -1,12 +1,15 @@
 """Slurm: the batch script of a run, and the hosts of the job that this process is in."""
 
 import os
+import re
 import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
 from functools import cache
 
+from launch.storage import grace
 from nam_megatron import report
+from nam_megatron.budget import parameters
 from nam_megatron.errors import Problem, Refused
 from nam_megatron.lower import Lowering
 
@@ -26,22 +29,32 @@ def for_translate(overrides: Sequence[str]) -> str:
     return shlex.join(w for w in overrides if not w.startswith((*SCREEN, *RUN)))
 
 
-def sbatch(lowering: Lowering, overrides: Sequence[str]) -> str:
-    """A batch script: preflight on every host, each one line of a pass/fail list, then one launcher for all of them."""
+def sbatch(lowering: Lowering, overrides: Sequence[str], time: str | None = None) -> str:
+    """A batch script: preflight on every host, each one line of a pass/fail list, then one launcher for all of them.
+
+    time: `[D-]HH:MM:SS`; None: the partition's own limit.
+    """
     r = lowering.plan.recipe
+    limit = f"#SBATCH --time={time}\n" if time else ""
+    locked = (
+        "# RDMA registers gigabytes; without it NCCL falls back or fails.\nulimit -l unlimited\n"
+        if r.cluster.nodes > 1
+        else ""
+    )
+    name = re.sub(r"[^\w.-]+", "-", r.preset.name)
     recipe = for_launch(overrides)
     return f"""#!/usr/bin/env bash
 # {next(report.header(lowering))}
-#SBATCH --job-name={r.preset.name}
+#SBATCH --job-name={name}
 #SBATCH --nodes={r.cluster.nodes}
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node={r.cluster.gpus_per_node}
 #SBATCH --exclusive
 #SBATCH --mem=0
 #SBATCH --output=%x-%j.out
-#SBATCH --signal=B:TERM@120
+{limit}#SBATCH --signal=B:TERM@{grace(r, parameters(lowering.plan)[0])}
 set -euo pipefail
-cd "${{SLURM_SUBMIT_DIR:?}}"
+{locked}cd "${{SLURM_SUBMIT_DIR:?}}"
 
 # One line a host; a single FAIL ends the job here, and so do hosts with other packages or drivers than the first.
 srun --label python -m launch check format=line {recipe} | tee "hosts-$SLURM_JOB_ID.txt"

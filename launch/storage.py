@@ -1,5 +1,6 @@
 """Where the files of a run would go: three classes of folders, none on the root volume, with room for the checkpoints."""
 
+import math
 import os
 import re
 import shutil
@@ -15,6 +16,10 @@ from nam_megatron.recipe import Recipe
 
 MOUNTS = Path("/proc/self/mountinfo")
 CHECKPOINT_BYTES = 14  # a parameter: bf16 weight, fp32 master weight, two fp32 moments
+SLOW, STEP = (
+    250_000_000,
+    120,
+)  # bytes a second to a shared file system on a bad day; seconds for a step, however long, and the end
 FLEETING = ("tmpfs", "ramfs", "overlay")  # gone with the host or its container
 
 
@@ -194,6 +199,13 @@ def space(recipe: Recipe, parameters: int, free: int | None) -> Finding:
 
 def _free(free: int | None) -> str:
     return f", {free / 1e9:.1f} GB free" if free is not None else ""
+
+
+def grace(recipe: Recipe, parameters: int) -> int:
+    """Seconds from the signal that ends a job until it is killed: the step under way, and a checkpoint where one is written."""
+    if recipe.schedule.save is None:
+        return STEP
+    return STEP + math.ceil(CHECKPOINT_BYTES * parameters / SLOW)
 
 
 def free(path: Path) -> int | None:
