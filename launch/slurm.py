@@ -37,7 +37,7 @@ def sbatch(lowering: Lowering, overrides: Sequence[str], time: str | None = None
     r = lowering.plan.recipe
     limit = f"#SBATCH --time={time}\n" if time else ""
     locked = (
-        "# RDMA registers gigabytes; without it NCCL falls back or fails.\nulimit -l unlimited\n"
+        "# RDMA registers gigabytes. Where it may not, `check` says so of each host: `limits`.\nulimit -l unlimited || true\n"
         if r.cluster.nodes > 1
         else ""
     )
