@@ -1,6 +1,7 @@
 """The verbs with a recipe: Hydra composes it as for every other command."""
 
 import os
+import re
 import socket
 import sys
 from collections.abc import Mapping
@@ -15,12 +16,27 @@ from nam_megatron.lower import translate
 from nam_megatron.origin import Origin
 from nam_megatron.recipe import Recipe
 
-KEYS = ("format", "revision", "dirty", "over_memory", "trainer", "sanity", "port", "lock", "diagnostic", "image")
+KEYS = (
+    "format",
+    "revision",
+    "dirty",
+    "over_memory",
+    "trainer",
+    "sanity",
+    "port",
+    "hang",
+    "lock",
+    "diagnostic",
+    "image",
+    "time",
+    "rdma",
+)
 WAIVERS = "cluster.waivers"
-TEXTS = ("revision", "lock", "diagnostic", "image")
+TEXTS = ("revision", "lock", "diagnostic", "image", "time", "rdma")
 CHOICES = {"dirty": ("refuse", "store"), "over_memory": ("refuse", "allow"), "trainer": tuple(TRAINERS)}
+TIME = re.compile(r"(?:(\d{1,3})-)?(\d{1,3}):([0-5]\d):([0-5]\d)", re.ASCII)
 FORMATS = {
-    "show": ("auto", "torchrun", "sbatch", "kubernetes"),
+    "show": ("auto", "torchrun", "sbatch", "kubernetes", "trainjob"),
     "check": ("auto", "text", "json", "markdown", "line"),
     "run": ("auto",),
 }
@@ -48,10 +64,15 @@ def checked(verb: str, words: Mapping[str, Any]) -> dict[str, Any]:
     for key, allowed in CHOICES.items():
         if words[key] not in allowed:
             problems.append(Problem(f"`{key}` is {' or '.join(allowed)}, not `{words[key]}`", key))
-    if type(words["sanity"]) is not bool:
-        problems.append(Problem("`sanity` is true or false", "sanity"))
+    if words["sanity"] not in (None, True, False) or type(words["sanity"]) is int:
+        problems.append(Problem("`sanity` is true, false or null", "sanity"))
     if type(words["port"]) is not int or not 1024 <= words["port"] < 65536:
         problems.append(Problem("`port` is a number from 1024 to 65535", "port"))
+    if type(words["hang"]) not in (int, float) or not 0 <= words["hang"] < 1e6:
+        problems.append(Problem("`hang` is a number of seconds, 0 for never", "hang"))
+    if words["time"] is not None and not TIME.fullmatch(str(words["time"])):
+        hint = "`[D-]HH:MM:SS`; Hydra reads one without quotes as a number: `'time=\"24:00:00\"'`"
+        problems.append(Problem(f"`{words['time']}` is no time limit", "time", hint))
     for key in TEXTS:
         # A hash of digits alone arrives as a number; one with an `e` in it would have arrived as another.
         if words[key] is not None and (type(words[key]) not in (str, int) or words[key] == ""):
@@ -70,9 +91,10 @@ def show(context: Context) -> int:
 def check(context: Context) -> int:
     from launch import preflight
 
-    found = preflight.check(context).findings
+    report = preflight.check(context)
+    found, software = report.findings, preflight.fingerprint(report.facts)
     form = {"auto": "text"}.get(context.words["format"], context.words["format"])
-    sys.stdout.write(finding.render(found, form, socket.gethostname()))
+    sys.stdout.write(finding.render(found, form, socket.gethostname(), software))
     return OK if finding.passed(found) else FINDINGS
 
 

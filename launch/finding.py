@@ -12,7 +12,7 @@ Level = Literal["ok", "note", "waived", "fail"]
 NAMES = (
     "gpus", "topology", "nic", "numa", "driver", "ecc", "throttle", "clocks", "idle", "stale", "port", "root-volume", "storage", "space",
     "caches", "lock", "torch", "extensions", "patches", "environment", "connections", "gemm", "collective", "git", "built", "memory",
-    "dcgm",
+    "dcgm", "pcie", "heat", "mode", "vbios", "xid", "limits", "shm", "clock", "venv",
 )  # fmt: skip
 
 
@@ -58,10 +58,10 @@ def verdict(findings: Sequence[Finding]) -> str:
     return text + (f" (waived: {', '.join(waived)})" if waived else "")
 
 
-def render(findings: Sequence[Finding], form: str, host: str) -> str:
-    """form: text | json | markdown | line. host: stands in `line`, the pass/fail list of several nodes."""
+def render(findings: Sequence[Finding], form: str, host: str, software: str = "unknown") -> str:
+    """form: text | json | markdown | line. host, software: stand in `line`, the pass/fail list of several nodes, which must agree."""
     if form == "line":
-        return f"{verdict(findings)} @ {host}\n"
+        return f"{verdict(findings)} @ {host} software={software}\n"
     if form == "json":
         return (
             json.dumps(

@@ -14,6 +14,10 @@ WORDS = ("nvidia-smi", "-q", "-x")
 # Reasons that slow a GPU whatever it is asked to do; the others (idle, a chosen clock, the power cap under load) are ordinary.
 SLOWED = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
 IDLE_MIB = 1024  # a driver without a process holds up to a few hundred
+# Since the driver was loaded. A few are ordinary; these many are a bad slot, cable or memory.
+REPLAYS, CORRECTED = 100, 100
+HEADROOM = 10  # degrees C below the point where it slows down, at least, while nothing runs
+HOT_MEMORY = 85  # degrees C, while nothing runs
 SIZE_OFF = 0.03  # nvidia-smi counts a little more than torch does
 
 
@@ -46,6 +50,22 @@ class Gpu:
     default_limit_w: float | None
     fabric: str | None
     processes: tuple[Process, ...]
+    state: str | None = None  # P0 is the fastest
+    width: float | None = None  # PCIe lanes, as they are and as they could be
+    max_width: float | None = None
+    gen: float | None = None
+    max_gen: float | None = None
+    replays: int = 0
+    corrected: int = 0
+    remapped: tuple[int, int] = (0, 0)  # rows, for correctable and for uncorrectable errors
+    spare: tuple[int, int] = (0, 0)  # banks with few spare rows, and with none
+    sram_exceeded: bool = False
+    headroom: float | None = None
+    memory_c: float | None = None
+    capped: bool = False
+    persistence: str | None = None
+    compute: str | None = None
+    vbios: str | None = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +113,49 @@ def _gpu(index: int, node: ET.Element) -> Gpu:
         _number(node, *default),
         _text(node, "fabric/state"),
         tuple(_processes(node)),
+        state=_text(node, "performance_state"),
+        width=_number(node, f"{LINK}/link_widths/current_link_width"),
+        max_width=_number(node, f"{LINK}/link_widths/max_link_width"),
+        gen=_number(node, f"{LINK}/pcie_gen/current_link_gen"),
+        max_gen=_number(node, f"{LINK}/pcie_gen/max_link_gen"),
+        replays=_count(node, "pci/replay_counter"),
+        corrected=sum(
+            int(_value(e.text) or 0)
+            for e in (volatile.iter() if volatile is not None else ())
+            if e.tag.endswith("_correctable")
+        ),
+        remapped=(_count(node, "remapped_rows/remapped_row_corr"), _count(node, "remapped_rows/remapped_row_unc")),
+        spare=(_count(node, f"{SPARE}_low"), _count(node, f"{SPARE}_none")),
+        sram_exceeded=_text(node, "ecc_errors/aggregate/sram_threshold_exceeded") == "Yes",
+        headroom=_headroom(node),
+        memory_c=_number(node, "temperature/memory_temp"),
+        capped=any(e.tag.endswith("reason_sw_power_cap") and e.text == "Active" for e in reasons),
+        persistence=_text(node, "persistence_mode"),
+        compute=_text(node, "compute_mode"),
+        vbios=_text(node, "vbios_version"),
     )
+
+
+LINK = "pci/pci_gpu_link_info"
+SPARE = "remapped_rows/row_remapper_histogram/row_remapper_histogram"
+
+
+def _count(node: ET.Element, path: str) -> int:
+    return int(_number(node, path) or 0)
+
+
+def _headroom(node: ET.Element) -> float | None:
+    """Degrees C until it slows down. Newer drivers say what is left until the limit, and at what of it (-2) it slows down."""
+    left, slow = (_degrees(node.findtext(f"temperature/gpu_temp_{k}")) for k in ("tlimit", "slow_tlimit_threshold"))
+    if left is not None:
+        return left - (slow or 0)
+    now, slow = (_degrees(node.findtext(f"temperature/gpu_temp{k}")) for k in ("", "_slow_threshold"))
+    return slow - now if now is not None and slow is not None else None
+
+
+def _degrees(text: str | None) -> float | None:
+    found = re.match(r"\s*(-?\d{1,4}) C\s*$", text or "", re.ASCII)
+    return float(found[1]) if found else None
 
 
 def _repair(node: ET.Element) -> Iterator[str]:
@@ -131,7 +193,7 @@ def _number(node: ET.Element, *paths: str) -> float | None:
 
 def _value(text: str | None) -> float | None:
     """`143771 MiB` -> 143771.0; None for words."""
-    found = re.match(r"\s*(\d{1,15}(?:\.\d{1,6})?)(?:\s|$)", text or "", re.ASCII)
+    found = re.match(r"\s*(\d{1,15}(?:\.\d{1,6})?)x?(?:\s|$)", text or "", re.ASCII)
     return float(found[1]) if found else None
 
 
@@ -142,6 +204,9 @@ def findings(smi: Smi, device: Device, count: int, cuda: str) -> Iterator[Findin
     yield from ecc(smi.gpus)
     yield from slowed(smi.gpus)
     yield from clocks(smi.gpus)
+    yield from pcie(smi.gpus)
+    yield from heat(smi.gpus)
+    yield from modes(smi.gpus)
     yield from idle(smi.gpus)
 
 
@@ -191,11 +256,24 @@ def ecc(gpus: Sequence[Gpu]) -> Iterator[Finding]:
         ([g for g in gpus if g.ecc is False], "ECC is off"),
         ([g for g in gpus if g.ecc is None], "whether ECC is on cannot be read"),
         ([g for g in gpus if g.uncorrected], "uncorrected memory errors since the driver was loaded"),
+        (
+            [g for g in gpus if g.corrected >= CORRECTED],
+            f"{CORRECTED} or more corrected memory errors since the driver was loaded",
+        ),
+        ([g for g in gpus if g.sram_exceeded], "SRAM errors are over the threshold at which the vendor replaces it"),
+        ([g for g in gpus if g.spare[1]], "a bank has no spare rows left"),
         *(([g for g in gpus if g.repair == r], "; ".join(r)) for r in dict.fromkeys(g.repair for g in gpus) if r),
     ):
         if bad:
             clean = False
             yield Finding("ecc", "fail", f"{on(bad)}: {words}", "drain the host and have it looked at")
+    for rows, words in ((0, "correctable"), (1, "uncorrectable")):
+        if some := [g for g in gpus if g.remapped[rows]]:
+            clean = False
+            yield Finding("ecc", "note", f"{on(some)}: rows were remapped after {words} errors")
+    if some := [g for g in gpus if g.spare[0]]:
+        clean = False
+        yield Finding("ecc", "note", f"{on(some)}: a bank has few spare rows left")
     if clean and gpus:
         yield Finding("ecc", "ok", "on, no uncorrected errors, nothing to repair")
 
@@ -204,7 +282,14 @@ def slowed(gpus: Sequence[Gpu]) -> Iterator[Finding]:
     for reason in SLOWED:
         if bad := [g for g in gpus if reason in g.slowed]:
             yield Finding("throttle", "fail", f"{on(bad)}: {reason.replace('_', ' ')}", "cooling, power, or a sick GPU")
-    if gpus and not any(g.slowed for g in gpus):
+    if bad := [g for g in gpus if g.capped and not g.processes]:
+        yield Finding(
+            "throttle",
+            "fail",
+            f"{on(bad)}: the power cap slows it while nothing runs",
+            "its power limit, or a sick GPU",
+        )
+    elif gpus and not any(g.slowed for g in gpus):
         yield Finding("throttle", "ok", "no GPU is slowed by heat or power")
 
 
@@ -227,6 +312,72 @@ def clocks(gpus: Sequence[Gpu]) -> Iterator[Finding]:
     if clean and gpus:
         first = gpus[0]
         yield Finding("clocks", "ok", f"SM up to {_shown(first.max_sm_mhz)} MHz, power up to {_shown(first.limit_w)} W")
+
+
+def pcie(gpus: Sequence[Gpu]) -> Iterator[Finding]:
+    """The link to the host: checkpoints, data and, between NVLink islands, collectives go over it. A seldom used one may slow down."""
+    clean = True
+    for words, level, test in (
+        ("fewer PCIe lanes than it has", "fail", lambda g: g.width and g.max_width and g.width < g.max_width),
+        ("a slower PCIe generation than it has", "fail", lambda g: slower(g) and g.state in (None, "P0")),
+        ("a slower PCIe generation than it has, at rest", "note", lambda g: slower(g) and g.state not in (None, "P0")),
+        (f"{REPLAYS} or more PCIe replays since the driver was loaded", "fail", lambda g: g.replays >= REPLAYS),
+        (
+            "another PCIe link than GPU 0",
+            "fail",
+            lambda g: (g.max_gen, g.max_width) != (gpus[0].max_gen, gpus[0].max_width),
+        ),
+    ):
+        if bad := [g for g in gpus if test(g)]:
+            clean = False
+            yield Finding("pcie", level, f"{on(bad)}: {words}", "reseat it, or another slot; `nvidia-smi -q -d PCIE`")
+    if clean and gpus:
+        yield Finding("pcie", "ok", f"generation {_shown(gpus[0].gen)}, {_shown(gpus[0].width)} lanes")
+
+
+def slower(g: Gpu) -> bool:
+    return bool(g.gen and g.max_gen and g.gen < g.max_gen)
+
+
+def heat(gpus: Sequence[Gpu]) -> Iterator[Finding]:
+    """Before anything runs: one that is hot now will be slowed soon."""
+    clean = True
+    for words, test in {
+        f"less than {HEADROOM} degrees below the point where it slows down": lambda g: g.headroom is not None
+        and g.headroom < HEADROOM,
+        f"memory at {HOT_MEMORY} degrees or more": lambda g: (g.memory_c or 0) >= HOT_MEMORY,
+    }.items():
+        if bad := [g for g in gpus if test(g)]:
+            clean = False
+            yield Finding("heat", "fail", f"{on(bad)}: {words}, and nothing runs yet", "fans, airflow, the water")
+    if clean and (known := [g.headroom for g in gpus if g.headroom is not None]):
+        yield Finding("heat", "ok", f"{min(known):g} degrees or more below the point where GPUs slow down")
+
+
+def modes(gpus: Sequence[Gpu]) -> Iterator[Finding]:
+    """How the driver was set up: for one process at most, for none, unloaded between runs; and with which firmware."""
+    shut = [g for g in gpus if g.compute == "Prohibited"]
+    alone = [g for g in gpus if g.compute not in (None, "Default", "Prohibited")]
+    off = [g for g in gpus if g.persistence == "Disabled"]
+    for bad, level, words, hint in (
+        (shut, "fail", "compute mode lets no process in", "as root: `nvidia-smi -c DEFAULT`"),
+        (alone, "note", "compute mode lets one process in: no profiler beside a rank", None),
+        (off, "note", "persistence mode is off: the driver is loaded anew for each run, and forgets clocks", None),
+    ):
+        if bad:
+            yield Finding("mode", level, f"{on(bad)}: {words}", hint)
+    if gpus and not (shut or alone or off):
+        yield Finding("mode", "ok", "persistent, compute mode Default")
+    if bad := [g for g in gpus if g.vbios != gpus[0].vbios]:
+        said = ", ".join(sorted({g.vbios or "unknown" for g in gpus}))
+        yield Finding(
+            "vbios",
+            "fail",
+            f"{on(bad)}: another VBIOS than GPU 0 ({said})",
+            "one firmware on all: clocks and limits differ",
+        )
+    elif gpus:
+        yield Finding("vbios", "ok", f"VBIOS {gpus[0].vbios or 'unknown'} on every GPU")
 
 
 def idle(gpus: Sequence[Gpu]) -> Iterator[Finding]:
@@ -263,6 +414,8 @@ def facts(smi: Smi) -> dict[str, Any]:
         "max_sm_mhz": g.max_sm_mhz,
         "power_limit_w": g.limit_w,
         "fabric": g.fabric,
+        "vbios": g.vbios,
+        "pcie": [g.gen, g.width],
     }
     return {"driver": smi.driver, "driver_cuda": smi.cuda, "gpus": [said(g) for g in smi.gpus]}
 

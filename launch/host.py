@@ -1,12 +1,15 @@
 """What /proc and /sys say of a host: NUMA balancing, training that still runs, who holds the port, InfiniBand. Reads only."""
 
+import ctypes
 import os
 import re
+import resource
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launch.bounded import ask
 from launch.finding import Finding
 
 PROC, SYS = Path("/proc"), Path("/sys")
@@ -16,6 +19,12 @@ TRAINING = re.compile(
     r"^(nam_megatron\.train|torch\.distributed\.(run|launch)|(.*/)?torchrun|(.*/)?(pretrain|finetune)_\w+\.py|megatron\.training\.\S+)$"
 )
 LISTEN = "0A"
+XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d{1,4})\b", re.ASCII)
+# Of NVIDIA's list: what a program of a user's does to itself. Every other number speaks of the GPU, its memory, its links or its driver.
+OF_PROGRAMS = {8, 13, 31, 32, 43, 45, 68, 69, 137}
+FILES = 65536  # a rank has sockets to every other one, and the data's files
+SHM = 512 << 20  # bytes of /dev/shm a GPU: NCCL's buffers between processes, batches of the data's workers
+UNSYNCHRONISED, ERROR = 0x40, 5  # of linux/timex.h: STA_UNSYNC, TIME_ERROR
 
 
 @dataclass(frozen=True)
@@ -136,6 +145,109 @@ def network(ports: dict[str, dict[str, str]], nodes: int) -> Finding:
         said = f"{len(ports)} InfiniBand ports, none of them active, and the plan is for {nodes} nodes"
         return Finding("nic", "fail", said, "bring a port up, or waive it where the nodes talk over Ethernet")
     return Finding("nic", "ok" if live else "note", f"{len(live)} of {len(ports)} InfiniBand ports are active")
+
+
+def xid(said: str | None) -> Finding:
+    """said: the kernel's log since it was started; None where it may not be read."""
+    if said is None:
+        return Finding("xid", "note", "the kernel's log cannot be read: whether a GPU had an error (Xid) is not known")
+    found: dict[tuple[str, int], int] = {}
+    for bus, number in XID.findall(said):
+        found[bus, int(number)] = found.get((bus, int(number)), 0) + 1
+    shown = ", ".join(
+        f"{n} on {bus}" + (f" ({times} times)" if times > 1 else "") for (bus, n), times in sorted(found.items())
+    )
+    if any(number not in OF_PROGRAMS for _, number in found):
+        return Finding(
+            "xid",
+            "fail",
+            f"errors of GPUs since the host was started: Xid {shown}",
+            "drain the host, or reset the GPU and look again",
+        )
+    if found:
+        return Finding("xid", "note", f"programs failed on GPUs since the host was started: Xid {shown}")
+    return Finding("xid", "ok", "no errors of GPUs in the kernel's log")
+
+
+def kernel_log(seconds: float) -> str | None:
+    for words in (["dmesg"], ["journalctl", "--dmesg", "--boot", "--no-pager", "--quiet"]):
+        answer = ask(words, seconds)
+        if answer.ok and answer.out.strip():
+            return answer.out
+    return None
+
+
+def limits(
+    nodes: int, files: tuple[int, int] | None = None, locked: tuple[int, int] | None = None
+) -> Iterator[Finding]:
+    """Open files, and memory that a NIC may be given. files, locked: (soft, hard) of this process."""
+    soft, hard = files or resource.getrlimit(resource.RLIMIT_NOFILE)
+    clean = True
+    if hard != resource.RLIM_INFINITY and hard < FILES:
+        clean = False
+        said = f"{hard} open files at most, and {FILES} are wanted"
+        yield Finding(
+            "limits",
+            "fail",
+            said,
+            "`ulimit -Hn`: limits.conf, LimitNOFILE= of the service, `--ulimit nofile=` of the container",
+        )
+    elif soft != resource.RLIM_INFINITY and soft < FILES:
+        clean = False
+        yield Finding("limits", "note", f"{soft} open files; `run` raises it to what is allowed")
+    most = (locked or resource.getrlimit(resource.RLIMIT_MEMLOCK))[1]
+    if nodes > 1 and most != resource.RLIM_INFINITY:
+        clean = False
+        said = f"{most >> 10} KiB of locked memory at most: RDMA registers gigabytes"
+        yield Finding(
+            "limits",
+            "fail",
+            said,
+            "`ulimit -Hl` must say unlimited: limits.conf, `--ulimit memlock=-1` of the container",
+        )
+    if clean:
+        yield Finding("limits", "ok", "open files and locked memory")
+
+
+def shm(count: int, path: Path = Path("/dev/shm")) -> Finding:
+    """count: GPUs of a host that the plan is for."""
+    try:
+        left = os.statvfs(path)
+    except OSError as err:
+        return Finding(
+            "shm", "fail", f"`{path}`: {err.strerror}", "mount a tmpfs there: ranks of a host talk through it"
+        )
+    free, want = left.f_bavail * left.f_frsize, count * SHM
+    said = f"{free >> 20} MiB free in `{path}`"
+    if free < want:
+        return Finding(
+            "shm", "fail", f"{said}, and {want >> 20} are wanted", "`--shm-size` or `--ipc=host` of the container"
+        )
+    return Finding("shm", "ok", said)
+
+
+def clock(nodes: int, state: tuple[int, int, int] | None = None) -> Finding:
+    """state: of `adjtimex`: what it returned, its status, its largest error in microseconds."""
+    returned, status, error = state or _adjtimex()
+    if returned < 0:
+        return Finding("clock", "note", "whether the clock is synchronised cannot be read")
+    if returned == ERROR or status & UNSYNCHRONISED:
+        # Logs of several hosts are put in order by it, and certificates and tokens expire by it.
+        said = "the clock is not synchronised"
+        return Finding(
+            "clock", "fail" if nodes > 1 else "note", said, "start chrony or systemd-timesyncd; `timedatectl`"
+        )
+    return Finding("clock", "ok", f"the clock is synchronised, to {error / 1000:.0f} ms")
+
+
+def _adjtimex() -> tuple[int, int, int]:
+    """`struct timex` has its modes, four longs of which the third is the largest error, and the status; 208 bytes. Changes nothing."""
+    buffer = (ctypes.c_long * 26)()
+    try:
+        returned = ctypes.CDLL(None).adjtimex(ctypes.byref(buffer))
+    except (OSError, AttributeError):
+        return -1, 0, 0
+    return returned, ctypes.c_int(buffer[5] & 0xFFFFFFFF).value, buffer[3]
 
 
 def facts(proc: Path = PROC, root: Path = SYS) -> dict[str, Any]:

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch import gpu, host, oom, receipt
+from launch import gpu, hang, host, oom, receipt
 from launch.bounded import ask
 from launch.receipts import RECEIPTS
 from nam_megatron.errors import OK, Problem, Refused
 
 PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 DUMP = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+LINE = 1 << 16  # characters; a log may be of gigabytes, and of one line
 STATUS = ("State", "Threads", "VmRSS", "voluntary_ctxt_switches")
 
 
@@ -82,6 +83,8 @@ def report(folder: Path, content: Mapping[str, Any], seconds: int, proc: Path = 
                 yield from (f"    {line}" for line in lines)
         yield "NCCL flight recorder:"
         yield from (f"  {line}" for line in recorder(training, seconds))
+    yield "heartbeats:"
+    yield from (f"  {line}" for line in hang.report(folder, (content.get("job") or {}).get("world") or 1, proc=proc))
     yield "memory:"
     yield from (f"  {line}" for line in memory({r.pid: r.rank for r in found}, seconds))
     yield "out of memory:"
@@ -185,11 +188,11 @@ def memory(numbers: Mapping[int, int | None], seconds: float) -> Iterator[str]:
 
 def errors(log: Path) -> Iterator[str]:
     try:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        with open(log, encoding="utf-8", errors="replace", newline="\n") as file:
+            found = oom.triage(iter(lambda: file.readline(LINE), ""))
     except OSError as err:
         yield f"no log: {err.strerror}"
         return
-    found = oom.triage(lines)
     if not found:
         yield "not in the log"
     for error in found:

@@ -1,4 +1,4 @@
-"""Kubernetes: a PyTorchJob (Kubeflow training-operator, kubeflow.org/v1) for a recipe."""
+"""Kubernetes: a PyTorchJob (Kubeflow training-operator, kubeflow.org/v1) or a TrainJob (Kubeflow Trainer 2) for a recipe."""
 
 import re
 import shlex
@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from launch.slurm import for_launch, for_translate
+from launch.storage import grace
 from nam_megatron import report
+from nam_megatron.budget import parameters
 from nam_megatron.errors import Problem, raise_if
 
 if TYPE_CHECKING:
@@ -26,23 +28,80 @@ def pytorch_job(context: "Context") -> str:
     Raises Refused where no image is named, or a folder is not.
     """
     raise_if(objections(context))
+    cluster, pod = context.cluster, spec(context, "pytorch")  # the operator looks for a container of that name
+    replicas = {"Master": 1, **({"Worker": cluster.nodes - 1} if cluster.nodes > 1 else {})}
+    deadline = {"runPolicy": {"activeDeadlineSeconds": seconds(context.words["time"])}} if context.words["time"] else {}
+    tree = {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "metadata": {"name": name(context)},
+        "spec": {
+            **deadline,
+            "nprocPerNode": str(cluster.gpus_per_node),
+            "pytorchReplicaSpecs": {
+                kind: {"replicas": count, "restartPolicy": "Never", "template": {"spec": pod}}
+                for kind, count in replicas.items()
+            },
+        },
+    }
+    return written(context, tree)
+
+
+def train_job(context: "Context") -> str:
+    """The same for Kubeflow Trainer 2 (trainer.kubeflow.org/v1alpha1): a TrainJob, and the runtime that it is an instance of.
+
+    A TrainJob alone cannot say how long its pods have to end. Raises Refused as above.
+    """
+    raise_if(objections(context))
+    pod, own = spec(context, "node"), name(context)  # as the Trainer calls container and job
+    step = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    job = {"backoffLimit": 0, "template": {"spec": pod}}
+    if context.words["time"]:
+        job["activeDeadlineSeconds"] = seconds(context.words["time"])
+    api, nodes = "trainer.kubeflow.org/v1alpha1", context.cluster.nodes
+    policy = {"numNodes": nodes, "torch": {"numProcPerNode": context.cluster.gpus_per_node}}
+    jobs = [{"name": "node", "template": {"metadata": {"labels": step}, "spec": job}}]
+    runtime = {
+        "apiVersion": api,
+        "kind": "TrainingRuntime",
+        "metadata": {"name": own, "labels": {"trainer.kubeflow.org/framework": "torch"}},
+        "spec": {"mlPolicy": policy, "template": {"spec": {"replicatedJobs": jobs}}},
+    }
+    reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": own}
+    instance = {"runtimeRef": reference, "trainer": {"numNodes": nodes}}
+    return written(
+        context, runtime, {"apiVersion": api, "kind": "TrainJob", "metadata": {"name": own}, "spec": instance}
+    )
+
+
+def spec(context: "Context", container: str) -> dict[str, Any]:
+    """The pod of a host."""
     lowering, cluster = context.lowering, context.cluster
     script = [f"exec python -m launch run {for_launch(context.overrides)}"]
     if cluster.nodes > 1:
         script = ["set -euo pipefail", f"python -m launch check format=line {for_launch(context.overrides)}"]
         script += [f"python -m nam_megatron.translate {for_translate(context.overrides)} out=/tmp/run"]
         script += [f"export {e.name}={shlex.quote(e.value)}" for e in context.envs if e.value is not None]
-        script += ['mkdir -p "$TMPDIR"', 'export NODE_RANK="${PET_NODE_RANK:?}"', "exec bash /tmp/run/run.sh"]
-    name = re.sub(r"[^a-z0-9]+", "-", lowering.plan.recipe.preset.name.lower())[:LONGEST_NAME].strip("-") or "run"
-    volumes = cluster.storage.model_dump()
-    pod = {
+        script += [
+            'mkdir -p "$TMPDIR"',
+            'export NODE_RANK="${PET_NODE_RANK:?}" MASTER_ADDR="${MASTER_ADDR:-${PET_MASTER_ADDR:?}}"',
+        ]
+        script += ["exec bash /tmp/run/run.sh"]
+    volumes, limits = cluster.storage.model_dump(), {"nvidia.com/gpu": cluster.gpus_per_node}
+    locked = {}
+    if cluster.nodes > 1 and context.words["rdma"] != "none":
+        limits[context.words["rdma"]] = 1
+        locked = {"securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}}  # RDMA locks what it registers
+    return {
         "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": grace(lowering.plan.recipe, parameters(lowering.plan)[0]),
         "containers": [
             {
-                "name": "pytorch",  # the operator looks for this name
+                "name": container,
                 "image": context.words["image"],
                 "command": ["bash", "-c", "\n".join(script)],
-                "resources": {"limits": {"nvidia.com/gpu": cluster.gpus_per_node}},
+                "resources": {"limits": limits},
+                **locked,
                 "volumeMounts": [
                     *({"name": kind, "mountPath": path} for kind, path in volumes.items()),
                     {"name": "shm", "mountPath": "/dev/shm"},
@@ -54,20 +113,23 @@ def pytorch_job(context: "Context") -> str:
             {"name": "shm", "emptyDir": {"medium": "Memory"}},
         ],
     }
-    replicas = {"Master": 1, **({"Worker": cluster.nodes - 1} if cluster.nodes > 1 else {})}
-    tree = {
-        "apiVersion": "kubeflow.org/v1",
-        "kind": "PyTorchJob",
-        "metadata": {"name": name},
-        "spec": {
-            "nprocPerNode": str(cluster.gpus_per_node),
-            "pytorchReplicaSpecs": {
-                kind: {"replicas": count, "restartPolicy": "Never", "template": {"spec": pod}}
-                for kind, count in replicas.items()
-            },
-        },
-    }
-    return f"# {next(report.header(lowering))}\n" + yaml.dump(tree, Dumper=Dumper, sort_keys=False, width=1000)
+
+
+def name(context: "Context") -> str:
+    said = context.lowering.plan.recipe.preset.name.lower()
+    return re.sub(r"[^a-z0-9]+", "-", said)[:LONGEST_NAME].strip("-") or "run"
+
+
+def seconds(time: str) -> int:
+    """Of `[D-]HH:MM:SS`."""
+    days, _, clock = time.rpartition("-")
+    hours, minutes, rest = map(int, clock.split(":"))
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + rest
+
+
+def written(context: "Context", *trees: dict[str, Any]) -> str:
+    text = "---\n".join(yaml.dump(tree, Dumper=Dumper, sort_keys=False, width=1000) for tree in trees)
+    return f"# {next(report.header(context.lowering))}\n{text}"
 
 
 def objections(context: "Context") -> Iterator[Problem]:
@@ -75,6 +137,9 @@ def objections(context: "Context") -> Iterator[Problem]:
         yield Problem("which container image?", "image", "`image=REGISTRY/NAME:TAG`")
     if context.cluster.nodes > 1 and context.words["trainer"] != "megatron":
         yield Problem("several pods are started with Megatron's trainer", "trainer", "`trainer=megatron`")
+    if context.cluster.nodes > 1 and context.words["rdma"] is None:
+        hint = "`rdma=rdma/NAME`, as `kubectl describe node` lists it; `rdma=none`: they talk over Ethernet"
+        yield Problem("which RDMA resource joins the nodes?", "rdma", hint)
     for kind, path in context.cluster.storage.model_dump().items():
         if not path.startswith("/"):
             hint = f"name where the claim `{kind}` is mounted: `cluster.storage.{kind}=/{kind}`"

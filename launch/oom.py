@@ -4,8 +4,9 @@ The texts are torch's (2.11 and its forerunners) and those of libraries that ask
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 
 from launch import steps
 
@@ -34,6 +35,12 @@ OPTIMIZER = re.compile(
     r"optim[^/]*/[^/]*$|/[^/]*optim[^/]*$"
 )  # torch/optim/adamw.py, core/optimizer/distrib_optimizer.py
 STEP = re.compile(r"step|adam|prepare_grads|_copy_model|_copy_main")
+# Our trainer's own line, nam_megatron/runtime/outofmemory.py: it comes before the traceback.
+PLACE = re.compile(
+    r"out of memory: step (\d{1,18}), rank (\d{1,6}), in the (forward|backward) pass"
+    r"(?: of (layer \d{1,6} \(\w{1,40}\): [\w.]{1,200})|, (in [\w ]{1,60}))?",
+    re.ASCII,
+)
 BEFORE = 400  # lines in which a traceback may stand: several ranks print at once
 UNITS = {"bytes": 2**-30, "KiB": 2**-20, "MiB": 2**-10, "GiB": 1.0}
 OUTSIDE = 0.05  # of the device; CUDA, NCCL and loaded kernels take less than that
@@ -41,7 +48,10 @@ OUTSIDE = 0.05  # of the device; CUDA, NCCL and loaded kernels take less than th
 
 @dataclass(frozen=True)
 class Oom:
-    """One error. Sizes in GiB, None where the text does not say. line: in the log, from 1; steps: how many were finished before it."""
+    """One error. Sizes in GiB, None where the text does not say. line: in the log, from 1; steps: how many were finished before it.
+
+    layer: where our trainer says that it was: `layer 5 (moe): decoder.layers.4`.
+    """
 
     line: int
     rank: int | None
@@ -55,6 +65,7 @@ class Oom:
     pools: float | None = None
     unallocated: float | None = None
     others: float = 0.0
+    layer: str | None = None
 
     @property
     def outside(self) -> float:
@@ -99,19 +110,33 @@ class Oom:
         )
 
 
-def triage(lines: Sequence[str]) -> list[Oom]:
-    """Every distinct error of a log, in its order. One that torchrun repeats at the end counts once."""
+def triage(lines: Iterable[str]) -> list[Oom]:
+    """Every distinct error of a log, in its order. One that torchrun repeats at the end counts once. Holds BEFORE lines at a time."""
     found: dict[tuple, Oom] = {}
+    before: deque[str] = deque(maxlen=BEFORE)
+    places: dict[int, tuple[str, str | None]] = {}
     done = 0
     for at, line in enumerate(lines):
         if isinstance(said := steps.parse(line), steps.Step):
             done = max(done, said.number)
         elif ERROR.search(line) or LIBRARY.search(line):
-            oom = read(line, at + 1, done, phase(frames(lines[max(0, at - BEFORE) : at], line)))
+            oom = read(line, at + 1, done, phase(frames(before, line)))
             same = tuple(getattr(oom, f.name) for f in fields(Oom) if f.name not in ("line", "phase"))
             if same not in found or found[same].phase == "unknown":
                 found[same] = oom
-    return list(found.values())
+        elif place := PLACE.search(line):
+            places[int(place[2])] = place[3], place[4] or place[5]
+        before.append(line)
+    return [_placed(oom, places) for oom in found.values()]
+
+
+def _placed(oom: Oom, places: Mapping[int, tuple[str, str | None]]) -> Oom:
+    """With what the trainer said of its rank; of a run of one rank, whose errors name none."""
+    rank = next(iter(places)) if oom.rank is None and len(places) == 1 else oom.rank
+    if rank not in places:
+        return oom
+    run, layer = places[rank]
+    return replace(oom, layer=layer, phase=run if oom.phase == "unknown" else oom.phase)
 
 
 def read(text: str, line: int = 1, done: int = 0, where: str = "unknown") -> Oom:
@@ -132,7 +157,7 @@ def _gib(found: re.Match[str] | None) -> float | None:
     return float(number) * UNITS[unit]
 
 
-def frames(before: Sequence[str], line: str) -> list[tuple[str, str]]:
+def frames(before: Iterable[str], line: str) -> list[tuple[str, str]]:
     """(file, function) of the traceback that ends at `line`, of its rank."""
     rank, found = RANK.search(line), []
     for text in before:
@@ -169,7 +194,8 @@ def told(oom: Oom) -> Iterator[str]:
     kind, advice = oom.kind
     when = "before step 1 was finished" if oom.steps == 0 else f"after step {oom.steps}"
     where = f"rank {oom.rank}, " if oom.rank is not None else ""
-    yield f"line {oom.line}: {where}{oom.phase}, {when}: {kind}"
+    layer = f" of {oom.layer}" if oom.layer else ""
+    yield f"line {oom.line}: {where}{oom.phase}{layer}, {when}: {kind}"
     known = {f: v for f in NUMBERS if (v := getattr(oom, f)) is not None}
     if oom.others:
         known["other processes"] = oom.others

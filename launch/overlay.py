@@ -21,6 +21,7 @@ OURS = (
     Env("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "7200", "the first steps compile for minutes while other ranks wait"),
     Env("OMP_NUM_THREADS", "1", "what torchrun sets for several processes, and leaves out for one"),
     Env("PYTHONUNBUFFERED", "1", "the log has what was said before a crash"),
+    Env("PYTHONIOENCODING", "utf-8:backslashreplace", "a locale of ASCII must not end a run at its first umlaut"),
     Env("NCCL_DEBUG", "INFO", "rank, GPU and bus as NCCL sees them, into files beside the log"),
     Env("NCCL_DEBUG_SUBSYS", "INIT,NET", "no more than that"),
     Env(OLD_ALLOC, None, "the old name of PYTORCH_ALLOC_CONF; two of them are one too many"),

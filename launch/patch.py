@@ -4,9 +4,13 @@
     python -m launch patch apply PROJECT [onto=DIR] [commits=true]   # commits=true: leave a repository, to work on the series
     python -m launch patch export PROJECT onto=DIR                # the commits since the tag `pristine` become the series
 
-`apply` changes nothing unless the whole series fits and the result has the expected hash.
+`apply` changes nothing unless the whole series fits and the result has the expected hash. What it changes then stands in a journal
+beside the packages first; one that was cut off (a kill, a full disk) is finished by the next `apply`.
 """
 
+import contextlib
+import fcntl
+import hashlib
 import importlib.util
 import json
 import os
@@ -27,6 +31,8 @@ from nam_megatron.errors import FINDINGS, OK, Problem, Refused, quoted, raise_if
 ROOT = Path(__file__).parent.parent / "patches"
 TRAILERS = ("Reason", "Upstream", "Drop-when", "Test")
 BASE_TAG = "pristine"
+LIST = "journal.json"
+FINISH = "`python -m launch patch apply {project}` finishes it"
 # What brings packages in another state than `patched` there.
 REMEDY = {
     "pristine": "`python -m launch patch apply {project}` patches it",
@@ -162,6 +168,14 @@ def apply(queue: Queue, root: Path, commits: bool = False) -> str:
         Refused: not the pinned version, a patch that does not fit (with git's words), another result than expected.
     """
     raise_if(objections(queue))
+    with _alone(root):
+        if cut_off(queue, root):
+            _finish(queue, root)
+        shutil.rmtree(_journal(queue, root), ignore_errors=True)  # one that was never begun, or is done but for itself
+        return _apply(queue, root, commits)
+
+
+def _apply(queue: Queue, root: Path, commits: bool) -> str:
     state = queue.state(root)
     if commits and (root / ".git").exists():
         raise Refused(Problem(f"`{root}` is a repository already", None, "unpack the wheel into an empty folder"))
@@ -181,17 +195,12 @@ def apply(queue: Queue, root: Path, commits: bool = False) -> str:
                     "export the series again",
                 )
             )
-        try:
-            for path in sorted({*queue.files(root), *queue.files(copy)}):
-                _replace(root / path, copy / path)
-            if commits:
-                shutil.copytree(copy / ".git", root / ".git")
-        except OSError as err:
-            raise Refused(
-                Problem(
-                    f"cannot write to `{root}`: {err.strerror}", None, "its files may be half patched: unpack it again"
-                )
-            ) from None
+        _record(queue, root, copy)
+        _finish(queue, root)
+        if commits:
+            with _writing(root, "it is patched, and is no repository; unpack it again"):
+                shutil.copytree(copy / ".git", root / ".git.part", dirs_exist_ok=True)
+                os.replace(root / ".git.part", root / ".git")
     return f"{queue.name}: {len(queue.series)} patch{'es' * (len(queue.series) != 1)} applied, tree {queue.after}"
 
 
@@ -280,7 +289,9 @@ def verify(chosen: Sequence[Queue], onto: Path | None) -> int:
         tree = queue.tree(root)
         states.append(queue.word(tree))
         print(f"{queue.name}: {states[-1]}, tree {tree}")
-        if states[-1] in REMEDY:
+        if cut_off(queue, root):
+            sys.stderr.write(f"hint: an `apply` was cut off: {FINISH.format(project=queue.project)}\n")
+        elif states[-1] in REMEDY:
             where = f"{queue.project} onto={onto}" if onto else queue.project
             sys.stderr.write(f"hint: {REMEDY[states[-1]].format(project=where)}\n")
     return OK if all(state == "patched" for state in states) else FINDINGS
@@ -309,15 +320,90 @@ def _am(queue: Queue, root: Path, copy: Path) -> None:
         )
 
 
-def _replace(old: Path, new: Path) -> None:
-    """Bring one file to its new content. A new file takes the old one's place: installers link files to a shared cache."""
-    if not new.exists():
-        old.unlink()
-    elif not old.exists() or old.read_bytes() != new.read_bytes():
-        old.parent.mkdir(parents=True, exist_ok=True)
-        beside = old.with_name(old.name + ".new")
-        shutil.copyfile(new, beside)
-        os.replace(beside, old)
+# The journal: a folder beside the packages with the new files, and last of all the list of what they replace.
+
+
+def _journal(queue: Queue, root: Path) -> Path:
+    return root / f".nam_megatron_patch_{queue.project}"
+
+
+def _record(queue: Queue, root: Path, copy: Path) -> None:
+    """Write down what brings `root` to `copy`, on the disk before this returns; changes no file of the packages. Raises Refused."""
+    folder, entries = _journal(queue, root), []
+    with _writing(root, "nothing was patched"):
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            for path in sorted({*queue.files(root), *queue.files(copy)}):
+                was, becomes = _hash(root / path), _hash(copy / path)
+                if was == becomes:
+                    continue
+                if becomes:
+                    _write(folder / str(len(entries)), (copy / path).read_bytes())
+                entries.append([str(path), was, becomes])
+            _write(folder / f"{LIST}.part", json.dumps(entries).encode())
+            os.replace(folder / f"{LIST}.part", folder / LIST)
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+
+def cut_off(queue: Queue, root: Path) -> bool:
+    """Whether an `apply` was begun here and not finished, and nobody has touched its files since."""
+    return bool(_entries(queue, root))
+
+
+def _entries(queue: Queue, root: Path) -> list[tuple[str, str | None, str | None]]:
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        found = [(path, was, becomes) for path, was, becomes in json.loads((_journal(queue, root) / LIST).read_bytes())]
+        if all(_hash(root / path) in (was, becomes) for path, was, becomes in found):
+            return found
+    return []
+
+
+def _finish(queue: Queue, root: Path) -> None:
+    """Do what the journal says, as far as it is not done. A new file takes the old one's place: installers link files to a shared
+    cache. Raises Refused.
+    """
+    with _writing(root, FINISH.format(project=queue.project)):
+        for number, (path, _, becomes) in enumerate(_entries(queue, root)):
+            if becomes is None:
+                (root / path).unlink(missing_ok=True)
+            elif _hash(root / path) != becomes:
+                (root / path).parent.mkdir(parents=True, exist_ok=True)
+                os.replace(_journal(queue, root) / str(number), root / path)
+        shutil.rmtree(_journal(queue, root))
+
+
+def _hash(path: Path) -> str | None:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+
+
+def _write(path: Path, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _writing(root: Path, hint: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as err:
+        raise Refused(Problem(f"cannot write to `{root}`: {err.strerror}", None, hint)) from None
+
+
+@contextlib.contextmanager
+def _alone(root: Path) -> Iterator[None]:
+    """One `apply` at a time; waits for another."""
+    at = os.open(root, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # file systems without locks
+            fcntl.flock(at, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(at)
 
 
 def _git(where: Path, *words: str) -> str:

@@ -1,5 +1,7 @@
 """`python -m launch check`: look at a host from every side, at once, and say all that was found. Changes nothing."""
 
+import hashlib
+import json
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +30,7 @@ class Report:
 
 
 def check(context: Context) -> Report:
-    """Look at this host. With `sanity=true` also GEMMs and collectives, where nothing speaks against them."""
+    """Look at this host. For several GPUs also GEMMs and collectives, where nothing speaks against them; `sanity` says otherwise."""
     # As the run would have it, but for what an import would leave behind.
     environ = {**context.child_environ, "PYTHONDONTWRITEBYTECODE": "1"}
     lock = stack.load(Path(given)) if (given := context.words["lock"]) else stack.load()
@@ -50,10 +52,23 @@ def check(context: Context) -> Report:
     looked = [packages, devices, *others, intent(context)]
     findings = waive((f for found, _ in looked for f in found), context.cluster.waivers)
     facts = {k: v for _, known in looked for k, v in known.items()}
-    if context.words["sanity"]:
+    if wanted(context):
         found, facts["sanity"] = passes(context, environ, findings)
         findings += waive(found, context.cluster.waivers)
     return Report(findings, facts)
+
+
+def wanted(context: Context) -> bool:
+    """Whether the sanity pass is: a link that is slow or dead shows in nothing else."""
+    said = context.words["sanity"]
+    return context.cluster.gpus_per_node > 1 if said is None else said
+
+
+def fingerprint(facts: Mapping[str, Any]) -> str:
+    """What hosts of one job must have in common: packages, torch, Megatron, driver, VBIOS. For comparison only."""
+    same = {k: facts.get(k) for k in ("versions", "torch", "megatron", "driver", "driver_cuda")}
+    same["vbios"] = sorted({str(g.get("vbios")) for g in facts.get("gpus") or []})
+    return hashlib.sha256(json.dumps(same, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
 def software(environ: Mapping[str, str], lock: stack.Lock) -> Look:
@@ -105,6 +120,10 @@ def system(context: Context) -> Look:
         host.stale(host.processes(), os.getpid()),
         host.port_free(context.words["port"]),
         host.network(host.infiniband(), context.cluster.nodes),
+        host.xid(host.kernel_log(SECONDS)),
+        *host.limits(context.cluster.nodes),
+        host.shm(context.cluster.gpus_per_node),
+        host.clock(context.cluster.nodes),
     ]
     return found, {"host": host.facts()}
 
@@ -116,6 +135,7 @@ def disks(context: Context, environ: Mapping[str, str]) -> Look:
     target = next((p.path for p in used if p.name == "save"), context.durable)
     found = [
         *storage.findings(used, mounted),
+        storage.environment(storage.programs(environ), used, mounted),
         storage.space(plan.recipe, parameters(plan)[0], storage.free(target)),
     ]
     return found, {"storage": storage.facts(used, mounted)}

@@ -2,7 +2,9 @@
 
 import contextlib
 import ctypes
+import fcntl
 import os
+import resource
 import selectors
 import signal
 import subprocess
@@ -17,6 +19,7 @@ from nam_megatron.errors import Problem, Refused
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 LONGEST = 1 << 16  # bytes of a line; a longer one is cut in two
+F_SETPIPE_SZ, PIPE = 1031, 1 << 20  # linux/fcntl.h; bytes that a chatty trainer may be ahead
 POLL, LINGER = 0.5, 3.0  # seconds: between two looks; that ranks may outlive their torchrun
 
 
@@ -32,6 +35,8 @@ class Process:
 
         def tied() -> None:
             LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+            _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             if os.getppid() != launcher:
                 os._exit(1)
 
@@ -43,27 +48,32 @@ class Process:
         except OSError as err:
             raise Refused(Problem(f"`{words[0]}` cannot be started: {err.strerror}")) from None
         self._srun = words[0] == "srun"
+        with contextlib.suppress(OSError):  # a user's pipes may be at their limit
+            fcntl.fcntl(self._popen.stdout, F_SETPIPE_SZ, PIPE)
 
-    def lines(self) -> Iterator[str]:
-        """What it prints, until it and all its ranks have closed the pipe, or it is gone and LINGER is over."""
+    def lines(self) -> Iterator[list[str]]:
+        """What it prints, as many lines at a time as there are, until it and all its ranks have closed the pipe, or it is gone and
+        LINGER is over.
+        """
         rest, gone = b"", None
         pipe = self._popen.stdout
         with selectors.DefaultSelector() as ready:
             ready.register(pipe, selectors.EVENT_READ)
             while gone is None or time.monotonic() - gone < LINGER:
                 if ready.select(POLL):
-                    piece = os.read(pipe.fileno(), LONGEST)
+                    piece = os.read(pipe.fileno(), PIPE)
                     if not piece:
                         break
-                    *whole, rest = (rest + piece).split(b"\n")
-                    yield from (text.decode("utf-8", "replace") for text in whole)
+                    whole, end, rest = (rest + piece).rpartition(b"\n")
+                    if end:
+                        yield whole.decode("utf-8", "replace").split("\n")
                     if len(rest) >= LONGEST:
-                        yield rest.decode("utf-8", "replace")
+                        yield [rest.decode("utf-8", "replace")]
                         rest = b""
                 if gone is None and self._popen.poll() is not None:
                     gone = time.monotonic()
         if rest:
-            yield rest.decode("utf-8", "replace")
+            yield [rest.decode("utf-8", "replace")]
 
     def end(self) -> None:
         """Ask for an end: first the ranks, which checkpoint and exit; then torchrun, which kills them after 30 s; then kill them all.
@@ -78,6 +88,13 @@ class Process:
             _send(signal.SIGTERM, ranks)
         elif self._asked < 3:
             _send(signal.SIGTERM, [self._popen.pid])
+        else:
+            _send(signal.SIGKILL, [self._popen.pid, *self._descendants()])
+
+    def kill(self) -> None:
+        """End it at once: ranks that hang in a collective hear nothing else. srun is asked, and kills its tasks on every host."""
+        if self._srun:
+            self.end()
         else:
             _send(signal.SIGKILL, [self._popen.pid, *self._descendants()])
 
@@ -121,7 +138,9 @@ class Signals:
         self._how: Callable[[], None] = ignore
 
     def __enter__(self) -> "Signals":
-        self._before = {s: signal.signal(s, self._on) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+        # What the caller had ignored, as nohup has SIGHUP and a shell the Ctrl-C of a background job, stays so.
+        asked = [s for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(s) != signal.SIG_IGN]
+        self._before = {s: signal.signal(s, self._on) for s in asked}
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launch import finding, job, outcome, patch, preflight, receipt, slurm, steps
+from launch import finding, hang, job, outcome, patch, preflight, receipt, slurm
 from launch.context import Context
 from launch.process import Interrupted, Process, Signals, ignore, interrupt
 from launch.receipt import Receipt
@@ -108,6 +108,8 @@ def attempt(context: Context, opened: Receipt, signals: Signals, start: Start) -
     opened.record(job={**opened.content["job"], "command": words, "launcher_pid": os.getpid()})
     try:
         return train(words, environ, context, opened.folder, signals)
+    except Hung as hung:
+        return Verdict("failed", FINDINGS, f"it hung: {hung}")
     except OSError as err:
         problem = receipt.unwritable(opened.folder, err, "cluster.storage.receipts")
         sys.stderr.write(Refused(problem).render())
@@ -130,8 +132,15 @@ def ended(code: int, came: Mapping[str, Any], job: Mapping[str, Any], signals: S
     return Verdict("failed", FINDINGS, f"torchrun ended with {code}: {came['reason'] or 'the log does not say why'}")
 
 
+class Hung(Exception):
+    """A rank did not go on for as long as `hang` allows; the message says why."""
+
+
 def train(words: Sequence[str], environ: Mapping[str, str], context: Context, folder: Path, signals: Signals) -> int:
-    """Start `words`, keep and show what they print, and wait. Returns the exit code; raises OSError where the log cannot be written."""
+    """Start `words`, keep and show what they print, and wait. Returns the exit code.
+
+    Raises OSError where the log cannot be written, Hung where the run was ended for want of a heartbeat.
+    """
     terminal, failure = Terminal(context.lowering.plan.recipe.schedule.train_steps), None
     signals.do(ignore)  # until there is a process that can be ended
     try:
@@ -139,19 +148,24 @@ def train(words: Sequence[str], environ: Mapping[str, str], context: Context, fo
             log.clock(outcome.STARTED)
             process = Process(words, environ, context.checkout)
             signals.do(process.end)
-            for line in process.lines():
-                if failure is None:
-                    try:
-                        line = log.line(line)
-                    except OSError as err:
-                        # Nobody would know what came of it: stop as for a signal, and keep the pipe from filling.
-                        failure = err
-                        process.end()
-                terminal.line(line, found if isinstance(found := steps.parse(line), steps.Step) else None)
+            with hang.Watch(
+                folder, context.lowering.plan.recipe.world_size, context.words["hang"], process.kill
+            ) as watch:
+                for lines in process.lines():
+                    if failure is None:
+                        try:
+                            lines = log.lines(lines)
+                        except OSError as err:
+                            # Nobody would know what came of it: stop as for a signal, and keep the pipe from filling.
+                            failure = err
+                            process.end()
+                    terminal.lines(lines)
             code = process.wait()
             if failure is not None:
                 raise failure
             log.clock(outcome.ENDED)
+            if watch.found and code:
+                raise Hung(watch.found)
             return code
     finally:
         terminal.close()
@@ -171,16 +185,16 @@ class Log:
         with contextlib.suppress(OSError):  # what could not be flushed was raised before
             self._file.close()
 
-    def line(self, text: str) -> str:
-        """Write a line; returns it as it was written."""
-        text = self._redactor.secrets(text)
+    def lines(self, said: Sequence[str]) -> list[str]:
+        """Write lines, all at once; returns them as they were written."""
+        text = self._redactor.secrets("\n".join(said))
         self._file.write(text.encode() + b"\n")
         self._file.flush()
-        return text
+        return text.split("\n")
 
     def clock(self, what: str) -> None:
         """A line with the local time, as Megatron's have it."""
-        self.line(f"[{datetime.now():%Y-%m-%d %H:%M:%S.%f}] {what}")
+        self.lines([f"[{datetime.now():%Y-%m-%d %H:%M:%S.%f}] {what}"])
 
 
 @contextlib.contextmanager

@@ -16,9 +16,11 @@ def text(context: Context) -> str:
     if form == "torchrun":
         return command
     if form == "sbatch":
-        return slurm.sbatch(lowering, context.overrides)
+        return slurm.sbatch(lowering, context.overrides, context.words["time"])
     if form == "kubernetes":
         return kubernetes.pytorch_job(context)
+    if form == "trainjob":
+        return kubernetes.train_job(context)
     b, c = budget(lowering.plan), cost(lowering.plan)
     cluster = context.cluster
     storage = {"durable": context.durable, "scratch": context.scratch, "receipts": context.receipts}
@@ -33,7 +35,7 @@ def text(context: Context) -> str:
         "Command": command,
     }
     if cluster.nodes > 1:
-        parts["sbatch"] = slurm.sbatch(lowering, context.overrides)
+        parts["sbatch"] = slurm.sbatch(lowering, context.overrides, context.words["time"])
     return "\n".join(f"== {title} ==\n{part}" for title, part in parts.items())
 
 

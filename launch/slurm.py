@@ -1,19 +1,22 @@
 """Slurm: the batch script of a run, and the hosts of the job that this process is in."""
 
 import os
+import re
 import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
 from functools import cache
 
+from launch.storage import grace
 from nam_megatron import report
+from nam_megatron.budget import parameters
 from nam_megatron.errors import Problem, Refused
 from nam_megatron.lower import Lowering
 
 JOB, NODES = "SLURM_JOB_ID", "SLURM_JOB_NODELIST"
 # Words of `launch` that are not the recipe's: those for one host's screen, and those of a run.
-SCREEN = ("format", "sanity", "image")
-RUN = ("revision", "dirty", "over_memory", "trainer", "port", "lock", "diagnostic", "cluster.waivers")
+SCREEN = ("format", "image", "time", "rdma")
+RUN = ("sanity", "revision", "dirty", "over_memory", "trainer", "port", "hang", "lock", "diagnostic", "cluster.waivers")
 
 
 def for_launch(overrides: Sequence[str]) -> str:
@@ -26,25 +29,39 @@ def for_translate(overrides: Sequence[str]) -> str:
     return shlex.join(w for w in overrides if not w.startswith((*SCREEN, *RUN)))
 
 
-def sbatch(lowering: Lowering, overrides: Sequence[str]) -> str:
-    """A batch script: preflight on every host, each one line of a pass/fail list, then one launcher for all of them."""
+def sbatch(lowering: Lowering, overrides: Sequence[str], time: str | None = None) -> str:
+    """A batch script: preflight on every host, each one line of a pass/fail list, then one launcher for all of them.
+
+    time: `[D-]HH:MM:SS`; None: the partition's own limit.
+    """
     r = lowering.plan.recipe
+    limit = f"#SBATCH --time={time}\n" if time else ""
+    locked = (
+        "# RDMA registers gigabytes. Where it may not, `check` says so of each host: `limits`.\nulimit -l unlimited || true\n"
+        if r.cluster.nodes > 1
+        else ""
+    )
+    name = re.sub(r"[^\w.-]+", "-", r.preset.name)
     recipe = for_launch(overrides)
     return f"""#!/usr/bin/env bash
 # {next(report.header(lowering))}
-#SBATCH --job-name={r.preset.name}
+#SBATCH --job-name={name}
 #SBATCH --nodes={r.cluster.nodes}
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node={r.cluster.gpus_per_node}
 #SBATCH --exclusive
 #SBATCH --mem=0
 #SBATCH --output=%x-%j.out
-#SBATCH --signal=B:TERM@120
+{limit}#SBATCH --signal=B:TERM@{grace(r, parameters(lowering.plan)[0])}
 set -euo pipefail
-cd "${{SLURM_SUBMIT_DIR:?}}"
+{locked}cd "${{SLURM_SUBMIT_DIR:?}}"
 
-# One line a host; a single FAIL ends the job here.
-srun --label python -m launch check format=line {recipe}
+# One line a host; a single FAIL ends the job here, and so do hosts with other packages or drivers than the first.
+srun --label python -m launch check format=line {recipe} | tee "hosts-$SLURM_JOB_ID.txt"
+if [ "$(grep -o 'software=[0-9a-f]*' "hosts-$SLURM_JOB_ID.txt" | sort -u | wc -l)" -ne 1 ]; then
+  echo "error: the hosts differ in packages or drivers: hosts-$SLURM_JOB_ID.txt" >&2
+  exit 1
+fi
 
 # The launcher runs on the first host, starts torchrun on all of them with srun, and seals the receipt.
 exec python -m launch run {recipe}

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import shlex
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +28,8 @@ ALSO = (
     "omegaconf",
     "pydantic",
 )  # recorded, not locked
+BUILD = ("setuptools", "wheel", "packaging", "ninja", "cmake", "pybind11")
+NCCL = "python -c 'import nvidia.nccl as n; print(list(n.__path__)[0] + \"/include\")'"
 SECONDS = 44  # for one import, cold, beside others
 STEPS = "`python -m launch stack` prints how it is installed"
 
@@ -161,9 +164,14 @@ def megatron() -> tuple[Finding, str | None]:
     """Which Megatron would be imported, by the hash of its files; and its state: pristine, patched, foreign."""
     try:
         queue = patch.find("megatron-core")
-        state = queue.state(patch.installed(queue))
+        root = patch.installed(queue)
+        state = queue.state(root)
+        unfinished = patch.cut_off(queue, root)
     except (Refused, OSError) as err:
         return Finding("patches", "fail", f"which Megatron this is cannot be told: {err}", STEPS), None
+    if unfinished:
+        what = "`patch apply` was cut off here, and the installed Megatron is neither pristine nor patched"
+        return Finding("patches", "fail", what, patch.FINISH.format(project=queue.project)), state
     if state == "foreign":
         what = f"the installed Megatron is neither {queue.name} nor our patched one"
         return Finding("patches", "fail", what, patch.REMEDY[state]), state
@@ -176,13 +184,23 @@ def megatron() -> tuple[Finding, str | None]:
 
 
 def steps(lock: Lock) -> str:
-    """Shell commands that install the lock, in its order."""
+    """Shell commands that install the lock, in its order: a script that stops at the first one that fails."""
     torch = f"{lock.torch.name}=={lock.torch.version}"
+    abi = f'import torch; assert torch.version.cuda == "{lock.torch_cuda}", torch.version.cuda'
     text = [
+        "set -eu",
         f"# Python {sys.version_info[0]}.{sys.version_info[1]}, CUDA {lock.torch_cuda}",
+        "# what is built below needs a compiler and the CUDA toolkit",
+        'for tool in gcc g++ nvcc; do command -v $tool > /dev/null || { echo "error: no $tool" >&2; exit 1; }; done',
+        f"nvcc --version | grep -q 'release {lock.torch_cuda},' || {{ echo 'error: nvcc is not of CUDA {lock.torch_cuda}' >&2; exit 1; }}",
         "# torch is named in every step: pip then refuses to replace it",
         f"pip install {torch}",
-        f"python -c 'import torch; assert torch.version.cuda == \"{lock.torch_cuda}\", torch.version.cuda'",
+        f"python -c '{abi}'",
+        "# this project's own packages, and what builds without isolation need",
+        shlex.join(["pip", "install", torch, *requirements(), *BUILD]),
+        "# the headers of the NCCL that torch brings, and a look whether the compiler finds them",
+        f'export CPATH="$({NCCL}):${{CUDA_HOME:-/usr/local/cuda}}/include${{CPATH:+:$CPATH}}"',
+        "printf '#include <cuda_runtime.h>\\n#include <nccl.h>\\n' | g++ -x c++ -E - > /dev/null",
     ]
     for p in lock.packages[1:]:
         if p.source == "torch":
@@ -195,7 +213,15 @@ def steps(lock: Lock) -> str:
         text.append(
             " ".join([*([p.env] if p.env else []), *words, *([] if p.alone else [torch]), f"{p.name}=={p.version}"])
         )
+    modules = ", ".join(p.module for p in lock.packages[1:] if p.module)
+    last = f'{abi}; import {modules}; assert torch.__version__.partition("+")[0] == "{lock.torch.version}", torch.__version__'
+    text += ["# whatever came since: the same torch, and all that was built loads beside it", f"python -c '{last}'"]
     return "\n".join([*text, "python -m launch patch apply megatron-core"]) + "\n"
+
+
+def requirements() -> list[str]:
+    """What this project itself needs, `launch` included."""
+    return tomllib.loads((LOCK.parent.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
 
 
 def command(names: Sequence[str], options: Mapping[str, str]) -> int:

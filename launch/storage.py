@@ -1,8 +1,10 @@
 """Where the files of a run would go: three classes of folders, none on the root volume, with room for the checkpoints."""
 
+import math
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,10 @@ from nam_megatron.recipe import Recipe
 
 MOUNTS = Path("/proc/self/mountinfo")
 CHECKPOINT_BYTES = 14  # a parameter: bf16 weight, fp32 master weight, two fp32 moments
+SLOW, STEP = (
+    250_000_000,
+    120,
+)  # bytes a second to a shared file system on a bad day; seconds for a step, however long, and the end
 FLEETING = ("tmpfs", "ramfs", "overlay")  # gone with the host or its container
 
 
@@ -121,6 +127,45 @@ def classes(used: Sequence[Place], mounted: Sequence[Mount]) -> Iterator[Finding
         yield Finding("storage", "ok", "durable, scratch and receipts can be written to")
 
 
+def programs(environ: Mapping[str, str]) -> list[Place]:
+    """Where Python and its packages lie, and the caches from which they could be installed again."""
+    home = Path(environ.get("HOME") or "/")
+    caches = {"uv's cache": ("UV_CACHE_DIR", "uv"), "pip's cache": ("PIP_CACHE_DIR", "pip")}
+    base = Path(environ.get("XDG_CACHE_HOME") or home / ".cache")
+    found = [Place("the virtual environment", "program", Path(sys.prefix).resolve())]
+    found += [
+        Place(name, "program", Path(environ.get(key) or base / folder).resolve())
+        for name, (key, folder) in caches.items()
+    ]
+    return [p for p in found if p.path.exists()]
+
+
+def environment(programs: Sequence[Place], used: Sequence[Place], mounted: Sequence[Mount]) -> Finding:
+    """Programs on a disk that goes with the host: the host comes back without what trained on it."""
+    where = {p.name: volume(p.path, mounted) for p in used if p.name in ("durable", "scratch")}
+    durable, scratch = where.get("durable"), where.get("scratch")
+    apart = scratch is not None and durable is not None and not one_volume(scratch, durable)
+    lost, image = [], []
+    for p in programs:
+        m = volume(p.path, mounted)
+        if m is None:
+            continue
+        if m.kind in ("tmpfs", "ramfs") or (apart and one_volume(m, scratch)):
+            lost.append(f"{p.name} (`{p.path}`)")
+        elif m.kind in FLEETING:
+            image.append(p.name)
+    if lost:
+        hint = "a folder on a disk that keeps: UV_PROJECT_ENVIRONMENT, UV_CACHE_DIR, PIP_CACHE_DIR"
+        return Finding("venv", "fail", f"on a disk that can be lost: {', '.join(lost)}", hint)
+    if image:
+        return Finding(
+            "venv",
+            "note",
+            f"in the container's own layer, which goes with it unless it is of the image: {', '.join(image)}",
+        )
+    return Finding("venv", "ok", "the virtual environment and the package caches lie on disks that keep")
+
+
 def _writable(path: Path) -> bool:
     """Whether files can be made in the folder, or in the one in which it would be made."""
     there = next((p for p in (path, *path.parents) if p.exists()), None)
@@ -154,6 +199,13 @@ def space(recipe: Recipe, parameters: int, free: int | None) -> Finding:
 
 def _free(free: int | None) -> str:
     return f", {free / 1e9:.1f} GB free" if free is not None else ""
+
+
+def grace(recipe: Recipe, parameters: int) -> int:
+    """Seconds from the signal that ends a job until it is killed: the step under way, and a checkpoint where one is written."""
+    if recipe.schedule.save is None:
+        return STEP
+    return STEP + math.ceil(CHECKPOINT_BYTES * parameters / SLOW)
 
 
 def free(path: Path) -> int | None:

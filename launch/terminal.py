@@ -2,9 +2,10 @@
 
 import contextlib
 import sys
+from collections.abc import Sequence
 from typing import Any
 
-from launch.steps import LOSS, NORM, Step
+from launch.steps import LOSS, NORM, Step, parse
 
 
 class Terminal:
@@ -21,13 +22,14 @@ class Terminal:
             self._task = self._bar.add_task("starting", total=total)
             self._bar.start()
 
-    def line(self, text: str, step: Step | None) -> None:
+    def lines(self, said: Sequence[str]) -> None:
+        text = "\n".join(said)
         with contextlib.suppress(OSError):
             if self._bar is None:
                 print(text, flush=True)
                 return
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
-            if step:
+            if step := next((s for s in map(parse, reversed(said)) if isinstance(s, Step)), None):
                 said = f"{step.ms:,.0f} ms" if step.ms else ""
                 for title, name in (("loss", LOSS), ("norm", NORM)):
                     said += f"  {title} {step.values[name]:.4g}" if name in step.values else ""

@@ -1,5 +1,6 @@
 """What every command shares: Hydra composes, we check, messages and exit codes are ours."""
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -12,10 +13,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nam_megatron.errors import OK, REFUSED, Refused, finish, raise_if_twice
-from nam_megatron.origin import Origin, hydra_problem
+from nam_megatron import files
+from nam_megatron.errors import OK, REFUSED, Problem, Refused, finish, raise_if_twice
+from nam_megatron.origin import Origin, clipped, hydra_problem
 from nam_megatron.recipe import Recipe, conf_dir, from_config
 
+# `-cn NAME`, `-cp PATH`: Hydra would compose something else, in a folder `outputs` of its own making.
+OTHER_CONFIG = re.compile(r"--config-(?:name|path)(?:=|$)|-c[np]")
 Task = Callable[[Recipe, Mapping[str, Any], Origin], int]
 
 
@@ -50,11 +54,17 @@ def _run(config_name: str, keys: Sequence[str], task: Task) -> int:
             codes.append(_refuse(refused, origin))
         in_job = False
 
+    if another := next((a for a in sys.argv[1:] if OTHER_CONFIG.match(a)), None):
+        hint = "`conf=NAME` chooses a preset; `--config-dir DIR` adds a folder of your own"
+        raise Refused(Problem(f"`{clipped(another)}`: a command has one config, and it is its own", None, hint))
+    files.guard()
     # Hydra would print its own errors and exit with 1; ours name the key, give a hint, and exit with 2.
     hydra_utils.run_and_report = lambda function: function()
     Hydra.get_mode = _mode
     try:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=config_name)(job)()
+    except Refused as refused:
+        codes.append(_refuse(refused))
     except Exception as err:
         if in_job:
             raise

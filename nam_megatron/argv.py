@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shlex
 from itertools import groupby
 from pathlib import Path
@@ -47,16 +48,23 @@ def flags(lowering: Lowering) -> list[tuple[str, ...]]:
     return [*found, mark] if (mark := marker(lowering)) else found
 
 
+LAYERS = re.compile(r"[A-Z*+|/-]*[A-Z][A-Z*+|/-]*")  # a layer pattern: no folder holds files of such names
+
+
 def shell(lowering: Lowering) -> str:
-    """Plain words for `$(...)`, which splits at blanks and takes quotes literally.
+    """Plain words for `$(...)`, which splits at blanks, takes quotes literally and patterns (`*`) for the files here.
 
     Raises:
-        Refused: if a word is empty or has a blank, a quote or a backslash, and would arrive as something else.
+        Refused: if a word is empty or has a blank, a quote, a backslash or a pattern, and would arrive as something else.
     """
     said = words(lowering)
     for word in said:
         # Any blank of Unicode's: a shell keeps a no-break space, a reader that splits as Python does would not.
-        if not word or any(c.isspace() or c in "'\"\\" for c in word):
+        if (
+            not word
+            or any(c.isspace() or c in "'\"\\" for c in word)
+            or (set(word) & set("*?[") and not LAYERS.fullmatch(word))
+        ):
             raise Refused(
                 Problem(f"`{word}` does not survive `$(...)`", None, "use `out=DIR` and its run.sh, or `format=json`")
             )

@@ -1,6 +1,7 @@
 """What a user is told when something is refused: every finding at once, each naming its key and file."""
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -107,6 +108,9 @@ def finish(command: Callable[[], int]) -> NoReturn:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  as long as the process
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A locale of ASCII must not end a run at the first name with an umlaut.
+        sys.stdout.reconfigure(errors="backslashreplace")
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = out, _ = Output(sys.stdout), Output(sys.stderr)
     code: int | str | None

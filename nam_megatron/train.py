@@ -188,12 +188,13 @@ def main(words: Sequence[str], started: float, before: Callable[[], None] | None
     if missing := unbuilt(job):
         return stop(rank, INCOMPLETE, missing)
 
-    from nam_megatron.runtime import checkpoint, pretrain, stack
+    from nam_megatron.runtime import checkpoint, heartbeat, outofmemory, pretrain, stack
 
+    heartbeat.HEART.start(split(words)[0], rank)
     if before is not None:
         before()
     try:
-        raise_if(checkpoint.objections(job.lowering))
+        raise_if(checkpoint.objections(job.lowering, thorough=not rank))
         if not rank:
             checkpoint.sign(job.lowering)
             announce(job.plan)
@@ -202,6 +203,10 @@ def main(words: Sequence[str], started: float, before: Callable[[], None] | None
         pretrain.run(said.argv(job.lowering), spec, started, operations=operations(job.plan), fused_loss=fused_loss)
     except Refused as refused:
         return stop(rank, REFUSED, refused.render())
+    except outofmemory.torch.OutOfMemoryError as err:
+        # The traceback follows; it names Megatron's functions, and no layer.
+        print(outofmemory.told(err, job.plan, pretrain.step_now(), rank), file=sys.stderr, flush=True)
+        raise
     except pretrain.NonFinite as stopped:
         print(f"error: {stopped}", file=sys.stderr, flush=True)
         return FINDINGS

@@ -1,5 +1,6 @@
 """The command: python -m nam_megatron.budget conf=nam56r"""
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -74,7 +75,7 @@ def _problems(words: Mapping[str, Any]):
     if (
         not isinstance(words["imbalance"], (int, float))
         or isinstance(words["imbalance"], bool)
-        or words["imbalance"] < 1
+        or not 1 <= words["imbalance"] < math.inf
     ):
         yield Problem(
             f"`imbalance` is the busiest rank over the mean, at least 1, not `{words['imbalance']}`", "imbalance"
@@ -157,6 +158,9 @@ def _fit(recipe: Recipe, name: str, imbalance: float) -> int:
     sys.stdout.write(f"{key}={fit.best.value}: {text.verdict(fit.best.budget)}\n")
     if fit.best.note:
         sys.stdout.write(f"with {fit.best.note}\n")
+        kept = search.largest(recipe, key, imbalance, keep=True).best
+        said = f"{key}={kept.value}: {text.verdict(kept.budget)}" if kept else f"no value of {key} fits"
+        sys.stdout.write(f"{said}, with the global batch of {recipe.schedule.global_batch_size} as it is\n")
     if fit.beyond is None:
         sys.stdout.write("memory sets no limit to it\n")
     else:

@@ -86,16 +86,18 @@ def attempt(recipe: Recipe, key: str, value: int, imbalance: float = 1.0) -> Tri
         return Trial(value, None, "; ".join(p.message for p in refused.problems))
 
 
-def largest(recipe: Recipe, key: str, imbalance: float = 1.0) -> Fit:
+def largest(recipe: Recipe, key: str, imbalance: float = 1.0, *, keep: bool = False) -> Fit:
     """The largest value that leaves the headroom: doubled until one does not or is refused, then halved in between.
 
+    keep: only values with which the global batch may stay as it is.
     In between, refused values are stepped over. Memory must not shrink again above the first value that is too large.
     """
     tried: dict[int, Trial] = {}
 
     def at(value: int) -> Trial:
         if value not in tried:
-            tried[value] = attempt(recipe, key, value, imbalance)
+            trial = attempt(recipe, key, value, imbalance)
+            tried[value] = Trial(value, None, trial.note) if keep and trial.note else trial
         return tried[value]
 
     start = to_tree(recipe)

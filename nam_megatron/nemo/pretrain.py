@@ -21,6 +21,7 @@ from megatron.core.utils import unwrap_model
 from nam_megatron.errors import Refused
 from nam_megatron.nemo.container import NamContainer, stack_spec
 from nam_megatron.runtime import rate
+from nam_megatron.runtime.heartbeat import HEART
 from nam_megatron.runtime.nonfinite import Watch
 from nam_megatron.runtime.pretrain import READINGS, NonFinite, report
 
@@ -90,14 +91,17 @@ class Readings(Callback):
 
     def on_data_init_start(self, context: CallbackContext) -> None:
         self.state = context.state
+        HEART.built()
         READINGS.built()
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         READINGS.step(context.state.train_state.step)
+        HEART.step(context.state.train_state.step)
 
     def end(self) -> None:
         """However the run ends: Bridge fires no event where it leaves early."""
         READINGS.end(self.state.train_state.step if self.state else 0)
+        HEART.end()
 
 
 class _Explained(logging.Filter):

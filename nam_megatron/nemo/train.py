@@ -14,6 +14,7 @@ from pathlib import Path
 from nam_megatron import train
 from nam_megatron.errors import FINDINGS, INCOMPLETE, OK, REFUSED, Problem, Refused, raise_if
 from nam_megatron.lower import Lowering
+from nam_megatron.runtime.heartbeat import HEART
 from nam_megatron.nemo import doctor
 
 # What Bridge leaves beside its checkpoints, and looks for when it loads one; it writes Megatron's tracker too.
@@ -23,8 +24,8 @@ TRACKER = "latest_train_state.pt"
 SIGNED = "nam_megatron"
 
 
-def objections(lowering: Lowering) -> Iterator[Problem]:
-    """Why this plan cannot load what it asks for, or must not save where it asks to."""
+def objections(lowering: Lowering, *, thorough: bool = True) -> Iterator[Problem]:
+    """Why this plan cannot load what it asks for, or must not save where it asks to. thorough: see `checkpoint.damage`."""
     from nam_megatron.runtime import checkpoint
 
     s = lowering.plan.recipe.schedule
@@ -35,7 +36,7 @@ def objections(lowering: Lowering) -> Iterator[Problem]:
             hint = "set `schedule.load=null` to start afresh; checkpoints of `nam_megatron.train` are of another form"
             yield Problem(f"no checkpoint of Megatron-Bridge's in `{s.load}`", "schedule.load", hint)
             return
-        yield from checkpoint.damage(folder)
+        yield from checkpoint.damage(folder, thorough=thorough)
         yield from at_odds(folder, folder / checkpoint.TRACKER)
         yield from checkpoint.another(folder / SIGNED, lowering)
     yield from checkpoint.occupied(lowering)
@@ -64,6 +65,7 @@ def main(words: Sequence[str]) -> int:
         job = train.accept(words, os.environ)
     except Refused as refused:
         return train.stop(int(os.environ.get(train.RANK, 0)), REFUSED, refused.render())
+    HEART.start(train.split(words)[0], int(os.environ[train.RANK]))
     return begin(job)
 
 
@@ -76,7 +78,7 @@ def begin(job: train.Job) -> int:
         raise_if(Problem(f.message, hint=f.hint) for f in doctor.findings() if f.fatal)
         if missing := train.unbuilt(job):
             return train.stop(rank, INCOMPLETE, missing)
-        raise_if(objections(job.lowering))
+        raise_if(objections(job.lowering, thorough=not rank))
         if not rank:
             checkpoint.sign(job.lowering, SIGNED)
             train.announce(job.plan)
@@ -91,9 +93,11 @@ def begin(job: train.Job) -> int:
 
 def run(job: train.Job) -> int:
     """Train by Bridge. Returns the exit code, on every rank, once training is over. Raises Refused, and SystemExit as Bridge does."""
+    from nam_megatron.runtime import checksums
     from nam_megatron.nemo import pretrain
     from nam_megatron.nemo.container import container
 
+    checksums.provide()
     try:
         pretrain.run(container(job.lowering), train.operations(job.plan))
     except pretrain.NonFinite as stopped:

@@ -4,21 +4,24 @@ Megatron's checkpoint folder holds `latest_checkpointed_iteration.txt` and a fol
 `plan.json` and, for a built dataset, `data.json`, its manifest: what computed these weights.
 """
 
+import io
 import json
 import pickle
+import re
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint import FileSystemReader
+import torch
 
 from nam_megatron import computation
 from nam_megatron.argv import plan_json
 from nam_megatron.data import manifest
 from nam_megatron.errors import Problem, Refused
 from nam_megatron.lower import Lowering
+from nam_megatron.runtime import checksums
 
 TRACKER, PLAN, DATA = "latest_checkpointed_iteration.txt", "plan.json", "data.json"
 
@@ -27,9 +30,24 @@ SHARDED_BY = frozenset(
     f"parallel.{name}" for name in ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor")
 )
 
+FOREIGN = re.compile(r"GLOBAL ([\w.]{1,80})")  # in what torch says of a class that may not be loaded
+# All that the index of a checkpoint is made of (torch 2.11), by module. Nothing else is looked up while it is read.
+INDEX = {
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+        "TensorProperties", "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size", "device"),
+    "pathlib": ("PosixPath", "PurePosixPath"),
+    "pathlib._local": ("PosixPath", "PurePosixPath"),
+    "collections": ("OrderedDict",),
+}  # fmt: skip
 
-def objections(lowering: Lowering) -> Iterator[Problem]:
-    """Why this plan cannot load what it asks for, or must not save where it asks to."""
+
+def objections(lowering: Lowering, *, thorough: bool = True) -> Iterator[Problem]:
+    """Why this plan cannot load what it asks for, or must not save where it asks to. thorough: see `damage`."""
     schedule = lowering.plan.recipe.schedule
     if schedule.load is not None:
         folder = Path(schedule.load)
@@ -37,7 +55,7 @@ def objections(lowering: Lowering) -> Iterator[Problem]:
             # Megatron would start from random weights.
             yield Problem(f"no checkpoint in `{folder}`", "schedule.load", "set `schedule.load=null` to start afresh")
             return
-        yield from damage(folder)
+        yield from damage(folder, thorough=thorough)
         yield from another(folder, lowering)
     yield from occupied(lowering)
 
@@ -103,32 +121,108 @@ def _data_key(path: Path) -> str | None:
         return None
 
 
-def damage(folder: Path) -> Iterator[Problem]:
-    """What is missing from the newest checkpoint, by the sizes that its own index names."""
-    word = (folder / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
-    if not word.isdecimal():
+def damage(folder: Path, *, thorough: bool = True) -> Iterator[Problem]:
+    """What is wrong with the newest checkpoint, by its checksums and by what its index names.
+
+    Nothing of it is trusted while it is looked at: whoever loads it afterwards runs no code of its own.
+    thorough: read the shards too; of a job one rank does that, and the others wait for it when they meet.
+    """
+    try:
+        word = (folder / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError as err:
+        yield Problem(f"`{folder / TRACKER}` cannot be read: {err.strerror}", "schedule.load")
+        return
+    if not (word.isascii() and word.isdecimal() and len(word) < 10):
         yield Problem(f"`{folder / TRACKER}` says `{word[:40]}`, which is no step", "schedule.load", "write the step")
         return
     step = folder / f"iter_{int(word):07d}"
     hint = f"write an earlier step into `{folder / TRACKER}`"
+    if not step.is_dir():
+        yield Problem(f"checkpoint `{step}` is not there", "schedule.load", hint)
+        return
+    found = list(dict.fromkeys((*checksums.damage(step, thorough=thorough), *of_index(step, thorough=thorough))))
+    found += [f"`{path.name}` is cut off" for path in sorted(step.glob("*.pt")) if not zipfile.is_zipfile(path)]
+    yield from (Problem(f"checkpoint `{step}` is damaged: {what}", "schedule.load", hint) for what in found)
+
+
+def of_index(step: Path, *, thorough: bool = True) -> Iterator[str]:
+    """What is missing of a checkpoint by its own index, and what of it would run code when it is loaded."""
     try:
-        index = FileSystemReader(step).read_metadata()
-    except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError, ValueError, IndexError) as err:
-        yield Problem(f"the index of checkpoint `{step}` cannot be read: {err}", "schedule.load", hint)
+        with open(step / ".metadata", "rb") as file:
+            index = Index(file).load()
+        stored = [(info.relative_path, info.offset, info.length, key.fqn) for key, info in index.storage_data.items()]
+        opaque = {name for name, m in index.state_dict_metadata.items() if type(m).__name__ == "BytesStorageMetadata"}
+        for name, offset, length, _ in stored:
+            if not isinstance(name, str) or not all(type(n) is int and 0 <= n < 2**62 for n in (offset, length)):
+                raise ValueError(f"it says {str(name)[:40]}, {offset}, {length}")
+            if name in ("", "..") or name != Path(name).name:
+                raise ValueError(f"it names `{name[:80]}`, which is no file of this checkpoint")
+    except FileNotFoundError:
+        yield "`.metadata` is missing"
+        return
+    except Exception as err:  # a pickle that is no pickle any more raises anything
+        yield f"its index `.metadata` cannot be read: {err or type(err).__name__}"
         return
     needed: Mapping[str, int] = defaultdict(int)
-    for stored in index.storage_data.values():
-        needed[stored.relative_path] = max(needed[stored.relative_path], stored.offset + stored.length)
+    for name, offset, length, _ in stored:
+        needed[name] = max(needed[name], offset + length)
+    whole = True
     for name, size in needed.items():
         path = step / name
         if not path.is_file():
-            yield Problem(f"checkpoint `{step}` is damaged: `{name}` is missing", "schedule.load", hint)
-        elif (found := path.stat().st_size) < size:
-            text = f"checkpoint `{step}` is damaged: `{name}` has {found} bytes of {size}"
-            yield Problem(text, "schedule.load", hint)
-    for path in sorted(step.glob("*.pt")):
-        if not zipfile.is_zipfile(path):
-            yield Problem(f"checkpoint `{step}` is damaged: `{path.name}` is cut off", "schedule.load", hint)
+            whole = False
+            yield f"`{name}` is missing"
+        elif (there := path.stat().st_size) < size:
+            whole = False
+            yield f"`{name}` has {there} bytes of {size}"
+    if thorough and whole:
+        for name, offset, length, key in stored:
+            if key in opaque and (why := unsafe(step / name, offset, length)):
+                yield f"`{key}` in `{name}` cannot be loaded: {why}"
+
+
+def unsafe(path: Path, offset: int, length: int) -> str | None:
+    """Why an object that stands among the tensors of a shard (the state of random streams, Megatron's arguments) is not loaded."""
+    from megatron.core.safe_globals import register_safe_globals
+
+    register_safe_globals()
+    try:
+        with open(path, "rb") as file:
+            file.seek(offset)
+            torch.load(io.BytesIO(file.read(length)), map_location="cpu", weights_only=True)
+    except Exception as err:  # as of any pickle; torch's own text says how to run the code all the same
+        named = FOREIGN.search(str(err))
+        return (
+            f"it names `{named[1]}`, which Megatron does not"
+            if named
+            else f"it is no object of torch's ({type(err).__name__})"
+        )
+    return None
+
+
+class Index(pickle.Unpickler):
+    """Reads `.metadata`: every class in it becomes an inert one, and one that has no place in an index is an error."""
+
+    def find_class(self, module: str, name: str) -> type:
+        if name in INDEX.get(module, ()) or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return Frozen(name, (Inert,), {})
+        raise pickle.UnpicklingError(f"it names `{module[:40]}.{name[:40]}`, which has no place in an index")
+
+
+class Frozen(type):
+    """A class that a pickle cannot change."""
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        raise pickle.UnpicklingError(f"it changes `{cls.__name__}`")
+
+
+class Inert(metaclass=Frozen):
+    def __init__(self, *_: object) -> None:
+        """Takes what the class that it stands for would."""
+
+    def __setstate__(self, state: object) -> None:
+        if isinstance(state, dict):  # a TensorProperties keeps a tuple, of which nothing is asked
+            self.__dict__.update(state)
 
 
 def sign(lowering: Lowering, within: str = "") -> None:

@@ -10,6 +10,7 @@ import enum
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -43,11 +44,16 @@ class Oracle:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
+            start_new_session=True,  # a Ctrl-C is ours to pass on, also one that reaches nobody else
         )
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._server.stdin.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:  # it may be importing Megatron, or answering: nobody waits for that
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._server.pid, signal.SIGKILL)
+        with contextlib.suppress(BrokenPipeError):
+            self._server.stdin.close()
         self._server.wait()
         self._server.stdout.close()
 

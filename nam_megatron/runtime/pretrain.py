@@ -40,7 +40,8 @@ from megatron.training.models.hybrid import HybridModelBuilder, HybridModelConfi
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from nam_megatron.errors import Problem, Refused, raise_if
-from nam_megatron.runtime import cross_entropy, rate, wgrad
+from nam_megatron.runtime import checksums, cross_entropy, rate, wgrad
+from nam_megatron.runtime.heartbeat import HEART
 from nam_megatron.runtime.nonfinite import Watch
 from nam_megatron.runtime.readings import Readings
 
@@ -139,6 +140,7 @@ def run(argv: Sequence[str], stack: ModuleSpec, started: float, *, operations: f
     set_startup_timestamps(program_start=started, main_entry=time.time())
     keep_shipped_helpers()
     rate.provide(operations)
+    checksums.provide()
     args = parse_and_validate_args()
     if args.gradient_accumulation_fusion:
         wgrad.provide()
@@ -153,6 +155,7 @@ def run(argv: Sequence[str], stack: ModuleSpec, started: float, *, operations: f
         raise
     finally:
         READINGS.end(getattr(args, "curr_iteration", 0))
+        HEART.end()
     leave()
 
 
@@ -257,6 +260,8 @@ def loss_func(
     loss = torch.sum(output.view(-1).float() * mask)
     tokens = mask.sum().detach().to(torch.int)
     check(loss.detach(), watch)
+    if get_args().check_for_nan_in_loss_and_grad:
+        HEART.looked()
     return loss, tokens, {"lm loss": torch.cat([loss.detach().view(1), tokens.view(1)])}
 
 
@@ -291,8 +296,13 @@ def check(loss: torch.Tensor, watch: Watch | None) -> None:
         )
 
 
+def step_now() -> int:
+    """The step under way, from 1; before the first one is begun 1 as well."""
+    return getattr(get_args(), "curr_iteration", 0) + 1
+
+
 def whereabouts() -> str:
-    return f"step {get_args().curr_iteration + 1}, rank {torch.distributed.get_rank()}"
+    return f"step {step_now()}, rank {torch.distributed.get_rank()}"
 
 
 @cache
@@ -317,6 +327,7 @@ def forward_step(
     """One microbatch through this pipeline stage: its output and the function that makes the loss of the last stage's."""
     timers = get_timers()
     READINGS.step(get_args().curr_iteration)
+    HEART.step(get_args().curr_iteration)
     timers("batch-generator", log_level=2).start()
     batch = get_batch(samples, get_attr_wrapped_model(model, "vp_stage"))
     timers("batch-generator").stop()
@@ -345,6 +356,7 @@ def datasets(sizes: Sequence[int | None], vp_stage: int | None = None) -> tuple[
     """Train, validation and test datasets of at least `sizes` samples; None on ranks that read none, and for splits that are empty."""
     args = get_args()
     if not vp_stage:
+        HEART.built()
         READINGS.built()  # Megatron asks for data once model and optimizer are there
     kind, config = dataset_config(args)
 

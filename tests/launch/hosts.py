@@ -13,10 +13,27 @@ GPU = """
 		<serial>1650000000000</serial>
 		<uuid>GPU-00000000-0000-0000-0000-000000000000</uuid>
 		<gpu_recovery_action>{recovery}</gpu_recovery_action>
-		<pci><pci_bus_id>00000000:{bus}:00.0</pci_bus_id></pci>
+		<persistence_mode>{persistence}</persistence_mode>
+		<vbios_version>{vbios}</vbios_version>
+		<pci>
+			<pci_bus_id>00000000:{bus}:00.0</pci_bus_id>
+			<pci_gpu_link_info>
+				<pcie_gen><max_link_gen>5</max_link_gen><current_link_gen>{gen}</current_link_gen></pcie_gen>
+				<link_widths><max_link_width>16x</max_link_width><current_link_width>{width}</current_link_width></link_widths>
+			</pci_gpu_link_info>
+			<replay_counter>{replays}</replay_counter>
+		</pci>
+		<performance_state>{state}</performance_state>
+		<compute_mode>{compute}</compute_mode>
+		<temperature>
+			<gpu_temp>32 C</gpu_temp>
+			<gpu_temp_tlimit>{tlimit}</gpu_temp_tlimit>
+			<gpu_temp_slow_tlimit_threshold>-2 C</gpu_temp_slow_tlimit_threshold>
+			<memory_temp>{memory_temp}</memory_temp>
+		</temperature>
 		<clocks_event_reasons>
 			<clocks_event_reason_gpu_idle>Active</clocks_event_reason_gpu_idle>
-			<clocks_event_reason_sw_power_cap>Not Active</clocks_event_reason_sw_power_cap>
+			<clocks_event_reason_sw_power_cap>{cap}</clocks_event_reason_sw_power_cap>
 			<clocks_event_reason_hw_slowdown>{hw_slowdown}</clocks_event_reason_hw_slowdown>
 			<clocks_event_reason_hw_thermal_slowdown>{hw_thermal}</clocks_event_reason_hw_thermal_slowdown>
 			<clocks_event_reason_sw_thermal_slowdown>Not Active</clocks_event_reason_sw_thermal_slowdown>
@@ -25,15 +42,21 @@ GPU = """
 		<ecc_mode><current_ecc>{ecc}</current_ecc><pending_ecc>{ecc}</pending_ecc></ecc_mode>
 		<ecc_errors>
 			<volatile>
-				<sram_correctable>3</sram_correctable>
+				<sram_correctable>{corrected}</sram_correctable>
 				<sram_uncorrectable_parity>{sram}</sram_uncorrectable_parity>
 				<sram_uncorrectable_secded>0</sram_uncorrectable_secded>
 				<dram_correctable>0</dram_correctable>
 				<dram_uncorrectable>{dram}</dram_uncorrectable>
 			</volatile>
-			<aggregate><dram_uncorrectable>7</dram_uncorrectable></aggregate>
+			<aggregate><dram_uncorrectable>7</dram_uncorrectable><sram_threshold_exceeded>{exceeded}</sram_threshold_exceeded></aggregate>
 		</ecc_errors>
 		<remapped_rows>
+			<remapped_row_corr>0</remapped_row_corr>
+			<remapped_row_unc>{remapped}</remapped_row_unc>
+			<row_remapper_histogram>
+				<row_remapper_histogram_low>0 bank(s)</row_remapper_histogram_low>
+				<row_remapper_histogram_none>{spare}</row_remapper_histogram_none>
+			</row_remapper_histogram>
 			<remapped_row_pending>{remap}</remapped_row_pending>
 			<remapped_row_failure>No</remapped_row_failure>
 		</remapped_rows>
@@ -51,7 +74,10 @@ GPU = """
 HEALTHY = {
     "name": "NVIDIA H200", "mig": "Disabled", "recovery": "None", "hw_slowdown": "Not Active", "hw_thermal": "Not Active",
     "total": "143771 MiB", "used": "0 MiB", "ecc": "Enabled", "sram": "0", "dram": "0", "remap": "No", "limit": "700.00 W",
-    "app": "1980 MHz", "fabric": "Completed", "processes": "",
+    "app": "1980 MHz", "fabric": "Completed", "processes": "", "persistence": "Enabled",
+    "vbios": "96.00.A5.00.1A", "gen": "5", "width": "16x",
+    "replays": "0", "state": "P0", "compute": "Default", "tlimit": "56 C", "memory_temp": "35 C", "cap": "Not Active", "corrected": "3",
+    "exceeded": "No", "remapped": "0", "spare": "0 bank(s)",
 }  # fmt: skip
 
 

@@ -41,7 +41,12 @@ def reading(when: str, step: int, gap: int, **more: object) -> str:
 
 
 def train(words: dict[str, str]) -> int:
-    """steps, sleep (seconds a step), stop (last step printed), code, say (a last line), touch (a file, once running), deaf, child."""
+    """steps, sleep (seconds a step), stop (last step printed), code, say (a last line), chat (MiB of noise), deaf, child,
+    touch (a file, once running).
+    """
+    sys.path[:0] = [str(HERE.parents[2])]
+    from nam_megatron.runtime.heartbeat import Heart
+
     stopped = []
     if "deaf" in words:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -52,7 +57,14 @@ def train(words: dict[str, str]) -> int:
     steps = int(words.get("steps", 5))
     device = {"node": 0, "device": 0, "bus": "00000000:18:00.0", "name": "stand-in", "expandable": True}
     print(reading("built", 0, 1 << 30, **device), flush=True)
+    heart = Heart()
+    if "beat" in words:  # with a heart; rank 1 stops in this step
+        run = max(Path(words["root"]).glob("*/receipt.json"), key=lambda f: f.stat().st_mtime).parent
+        heart.start(run / "plan.json", int(os.environ.get("RANK", 0)))
     for step in range(1, int(words.get("stop", steps)) + 1):
+        heart.step(step - 1)
+        if words.get("beat") == str(step) and os.environ.get("RANK") == "1":
+            os.kill(os.getpid(), signal.SIGSTOP)
         print(step_line(step, steps, 9000 if step == 1 else 100 + step), flush=True)
         if "touch" in words:
             Path(words["touch"]).touch()
@@ -65,6 +77,8 @@ def train(words: dict[str, str]) -> int:
             )
             print(reading("end", step, 1 << 20), flush=True)
             return 0
+    for _ in range(int(words.get("chat", 0))):  # MiB
+        print((("x" * 127 + "\n") * 8192), end="", flush=True)
     print(reading("end", steps, 1 << 20), flush=True)
     if "say" in words:
         print(words["say"], flush=True)
@@ -72,7 +86,6 @@ def train(words: dict[str, str]) -> int:
 
 
 def launch(root: str, trainer: str, overrides: list[str]) -> int:
-    sys.path[:0] = [str(HERE.parents[2])]
     from launch import preflight, run
     from launch.context import Context
     from nam_megatron.errors import Refused
@@ -96,17 +109,24 @@ def launch(root: str, trainer: str, overrides: list[str]) -> int:
         "dirty": "store",
         "over_memory": "refuse",
         "port": 29500,
+        "hang": 0,
         "diagnostic": None,
         "trainer": "megatron",
     }
     own = {k: v for k, _, v in (o.partition("=") for o in overrides) if k in words}
-    words |= {k: int(v) if k == "port" else v for k, v in own.items()}
+    words |= {k: int(v) if k in ("port", "hang") else v for k, v in own.items()}
     recipe = [o for o in overrides if o.partition("=")[0] not in words]
     storage = [f"cluster.storage.receipts={root}", f"cluster.storage.scratch={root}/scratch"]
     planned = dict(word.partition("=")[::2] for word in shlex.split(trainer)).get("steps", 5)
     lowering = translate(load("nam56r_smoke", [*storage, f"schedule.train_steps={planned}", *recipe]))
     context = Context(lowering, words, tuple(overrides), os.environ)
-    command = [sys.executable, str(HERE), "train", *shlex.split(trainer)]
+    command = [
+        sys.executable,
+        str(HERE),
+        "train",
+        *shlex.split(trainer),
+        *([f"root={root}"] if "beat=" in trainer else []),
+    ]
     if ranks := os.environ.get("STAND_IN_RANKS"):  # under a real torchrun
         start = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={words['port']}"]
         command[1:1] = [*start, "--master-addr=127.0.0.1"]
@@ -122,7 +142,10 @@ def main() -> None:
     role, *rest = sys.argv[1:]
     if role == "train":
         sys.exit(train(dict(word.partition("=")[::2] for word in rest)))
-    sys.exit(launch(rest[0], rest[1], rest[2:]))
+    sys.path[:0] = [str(HERE.parents[2])]
+    from nam_megatron.errors import finish
+
+    finish(lambda: launch(rest[0], rest[1], rest[2:]))
 
 
 if __name__ == "__main__":

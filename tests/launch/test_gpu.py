@@ -25,7 +25,18 @@ def failures(text, count=4, cuda="13.0"):
 def test_a_healthy_host_passes_and_says_each_thing_once(count):
     found = look(smi(count), count)
     assert {f.level for f in found} == {"ok"}
-    assert [f.name for f in found] == ["driver", "gpus", "ecc", "throttle", "clocks", "idle"]
+    assert [f.name for f in found] == [
+        "driver",
+        "gpus",
+        "ecc",
+        "throttle",
+        "clocks",
+        "pcie",
+        "heat",
+        "mode",
+        "vbios",
+        "idle",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -45,10 +56,40 @@ def test_a_healthy_host_passes_and_says_each_thing_once(count):
         ({"total": "81559 MiB"}, "gpus", f"GPU 2: memory is not that of `h200` ({DEVICE.total_gib} GiB)"),
         ({"name": "NVIDIA H100"}, "gpus", "GPUs of several kinds: NVIDIA H100, NVIDIA H200"),
         ({"used": "9000 MiB"}, "idle", "GPU 2: 9000 MiB in use by a process that cannot be seen from here"),
+        ({"width": "8x"}, "pcie", "GPU 2: fewer PCIe lanes than it has"),
+        ({"gen": "3"}, "pcie", "GPU 2: a slower PCIe generation than it has"),
+        ({"replays": "4711"}, "pcie", "GPU 2: 100 or more PCIe replays since the driver was loaded"),
+        (
+            {"tlimit": "5 C"},
+            "heat",
+            "GPU 2: less than 10 degrees below the point where it slows down, and nothing runs yet",
+        ),
+        ({"memory_temp": "97 C"}, "heat", "GPU 2: memory at 85 degrees or more, and nothing runs yet"),
+        ({"spare": "1 bank(s)"}, "ecc", "GPU 2: a bank has no spare rows left"),
+        ({"exceeded": "Yes"}, "ecc", "GPU 2: SRAM errors are over the threshold at which the vendor replaces it"),
+        ({"corrected": "5000"}, "ecc", "GPU 2: 100 or more corrected memory errors since the driver was loaded"),
+        ({"compute": "Prohibited"}, "mode", "GPU 2: compute mode lets no process in"),
+        ({"cap": "Active"}, "throttle", "GPU 2: the power cap slows it while nothing runs"),
+        ({"vbios": "96.00.68.00.01"}, "vbios", "GPU 2: another VBIOS than GPU 0 (96.00.68.00.01, 96.00.A5.00.1A)"),
     ],
 )
 def test_what_is_wrong_with_one_gpu_is_said_of_it(changes, name, message):
     assert (name, message) in failures(smi(4, at=2, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "message"),
+    [
+        ({"persistence": "Disabled"}, "mode", "GPU 2: persistence mode is off"),
+        ({"compute": "Exclusive_Process"}, "mode", "GPU 2: compute mode lets one process in"),
+        ({"remapped": "2"}, "ecc", "GPU 2: rows were remapped after uncorrectable errors"),
+        ({"gen": "1", "state": "P8"}, "pcie", "GPU 2: a slower PCIe generation than it has, at rest"),
+    ],
+)
+def test_what_is_worth_knowing_of_one_gpu_is_noted(changes, name, message):
+    text = smi(4, at=2, **changes)
+    assert failures(text) == set()
+    assert [f.message for f in look(text, 4) if f.level == "note" and f.name == name and f.message.startswith(message)]
 
 
 def test_deprecated_clocks_are_no_lowered_ones():

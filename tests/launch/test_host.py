@@ -1,15 +1,18 @@
 """/proc and /sys: of this machine with real processes, and of others as folders."""
 
 import os
+import resource
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from launch import host
+from launch.process import Process
 
 SLEEP = "import time; print(flush=True); time.sleep(60)"
 
@@ -122,3 +125,83 @@ HEX = st.sampled_from(["0100007F:733C", "00000000:733C", ":733C", "0A", "01", ""
 @given(st.lists(st.lists(HEX, max_size=12).map(" ".join), max_size=5).map("\n".join) | st.text(), st.integers(1, 65535))
 def test_no_socket_table_ends_in_a_traceback(table, port):
     host.listening(table, port)
+
+
+XIDS = """[   12.0] nvidia: loading
+[ 4711.1] NVRM: Xid (PCI:0000:18:00): 79, pid=1, GPU has fallen off the bus.
+[ 4712.1] NVRM: Xid (PCI:0000:2a:00): 31, pid=2, name=python
+[ 4713.1] NVRM: Xid (PCI:0000:2a:00): 31, pid=2, name=python
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "level", "message"),
+    [
+        (XIDS, "fail", "Xid 79 on 0000:18:00, 31 on 0000:2a:00 (2 times)"),
+        (XIDS.replace("79", "43"), "note", "programs failed"),
+        ("[ 1.0] nothing of it", "ok", "no errors"),
+        (None, "note", "cannot be read"),
+    ],
+)
+def test_errors_of_gpus_in_the_kernels_log(said, level, message):
+    found = host.xid(said)
+    assert found.level == level and message in found.message
+
+
+INFINITE = resource.RLIM_INFINITY
+
+
+@pytest.mark.parametrize(
+    ("nodes", "files", "locked", "expected"),
+    [
+        (1, (1 << 20, 1 << 20), (65536, 65536), [("ok", "open files")]),
+        (1, (INFINITE, INFINITE), (INFINITE, INFINITE), [("ok", "open files")]),
+        (1, (1024, 4096), (INFINITE, INFINITE), [("fail", "4096 open files at most")]),
+        (1, (1024, 1 << 20), (INFINITE, INFINITE), [("note", "1024 open files; `run` raises it")]),
+        (2, (1 << 20, 1 << 20), (65536, 8 << 20), [("fail", "8192 KiB of locked memory at most")]),
+        (2, (1 << 20, 1 << 20), (65536, INFINITE), [("ok", "open files")]),
+    ],
+)
+def test_limits_of_a_process(nodes, files, locked, expected):
+    found = list(host.limits(nodes, files, locked))
+    assert [f.level for f in found] == [level for level, _ in expected]
+    assert all(f.message.startswith(message) for f, (_, message) in zip(found, expected, strict=True))
+
+
+def test_the_ranks_get_all_open_files_that_are_allowed(tmp_path):
+    code = "import resource; print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, hard), hard))
+    try:
+        started = Process([sys.executable, "-c", code], os.environ, tmp_path)
+        ((line,),) = started.lines()
+        started.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert line == f"{hard} {hard}"
+
+
+def test_shared_memory(tmp_path, monkeypatch):
+    assert host.shm(8, tmp_path / "none").level == "fail"
+    for free, level in ((64 << 20, "fail"), (8 << 30, "ok")):  # a container's 64 MiB
+        monkeypatch.setattr(host.os, "statvfs", lambda _, f=free: SimpleNamespace(f_bavail=f >> 12, f_frsize=4096))
+        assert host.shm(8).level == level
+
+
+@pytest.mark.parametrize(
+    ("nodes", "state", "level"),
+    [
+        (2, (5, 0x40, 16_000_000), "fail"),
+        (2, (0, 0x40, 0), "fail"),
+        (1, (5, 0x40, 0), "note"),
+        (2, (0, 1, 3000), "ok"),
+        (2, (-1, 0, 0), "note"),
+    ],
+)
+def test_a_clock_that_nobody_synchronises(nodes, state, level):
+    assert host.clock(nodes, state).level == level
+
+
+def test_this_machines_clock_can_be_read():
+    returned, status, error = host._adjtimex()
+    assert -1 <= returned <= 5 and 0 <= status < 1 << 16 and error >= 0

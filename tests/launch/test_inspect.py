@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 
 import pytest
 from hosts import nvidia_smi, process, program, smi
@@ -159,6 +160,20 @@ def test_a_dead_run_is_read_from_its_log(run):
     )
     text = said(run)
     assert "none on this host" in text and "stacks:" not in text and "line 1: rank 0" in text and "tried 2.00" in text
+
+
+def test_a_long_log_is_not_held_in_memory(run):
+    """460 MB took 1.2 GB. Here one of 40 MB, with an error at its end, and a line that never ends."""
+    with open(run / "log.txt", "w") as log:
+        log.write("x" * (8 << 20) + "\n")
+        for _ in range(1 << 18):
+            log.write("y" * 127 + "\n")
+        log.write("[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\n")
+    tracemalloc.start()
+    text = "\n".join(inspect.errors(run / "log.txt"))
+    assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    tracemalloc.stop()
+    assert "rank 3" in text
 
 
 def test_a_run_is_found_by_the_beginning_of_its_name(run):

@@ -1,8 +1,10 @@
 """patches/ onto a real, pristine Megatron."""
 
+import errno
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -50,6 +52,113 @@ def test_apply_is_proven_by_gits_own_hash(queue, unpacked):
     git(unpacked, "init", "--quiet")
     git(unpacked, "add", "--force", "*.py")
     assert git(unpacked, "write-tree") == queue.after
+
+
+@pytest.fixture
+def large(tmp_path) -> tuple[patch.Queue, Path]:
+    """A queue that changes six files, adds two and takes one away; and a pristine tree."""
+    repo, pristine, folder = tmp_path / "repo", tmp_path / "pristine", tmp_path / "queue" / "thing" / "1.0"
+    (repo / "thing" / "inner").mkdir(parents=True)
+    folder.mkdir(parents=True)
+    for name in "abcdefgh":
+        (repo / "thing" / f"{name}.py").write_text(f"{name} = 1\n" * 50)
+    git(repo, "init", "--quiet")
+    git(repo, "add", ".")
+    git(repo, "commit", "-qm", "one")
+    git(repo, "tag", "pristine")
+    shutil.copytree(repo / "thing", pristine / "thing")
+    for name in "abcdef":
+        (repo / "thing" / f"{name}.py").write_text(f"{name} = 2\n" * 50)
+    (repo / "thing" / "g.py").unlink()
+    (repo / "thing" / "new.py").write_text("new = 1\n")
+    (repo / "thing" / "inner" / "newer.py").write_text("newer = 1\n")
+    git(repo, "add", "--all")
+    git(repo, "commit", "-qm", "Change much\n\nReason: r\nUpstream: none\nDrop-when: never\nTest: t")
+    (folder / "series").touch()
+    blank = patch.Queue(folder, "thing", "1.0", ("thing",), "thing==1.0", tree_hash(pristine, "thing"), "", ())
+    patch.export(blank, repo)
+    return patch.read(folder), pristine
+
+
+CALLS = ("os.replace", "os.unlink", "os.mkdir", "os.fsync", "os.rmdir")
+
+
+def test_a_kill_at_any_moment_leaves_a_tree_that_the_next_apply_finishes(large, tmp_path):
+    """Before each call that changes anything on the disk, and after it. Before, 6 of 6 kills between two files left a foreign tree."""
+    queue, pristine = large
+    states, killed = [], 0
+    for moment in range(1000):
+        root = tmp_path / f"root{moment}"
+        shutil.copytree(pristine, root)
+        child = os.fork()
+        if not child:
+            _kill_at(moment)
+            patch.apply(queue, root)
+            os._exit(0)
+        _, how = os.waitpid(child, 0)
+        if not os.WIFSIGNALED(how):
+            assert os.waitstatus_to_exitcode(how) == 0
+            break
+        killed += 1
+        states.append(queue.state(root))
+        assert states[-1] != "foreign" or patch.cut_off(queue, root)
+        patch.apply(queue, root)
+        assert queue.state(root) == "patched" and not list(root.glob(".nam_megatron*"))
+        shutil.rmtree(root)
+    assert killed > 50 and set(states) == {"pristine", "foreign", "patched"}
+
+
+def _kill_at(moment: int) -> None:
+    """From here on this process ends itself at the `moment`th edge of the calls that change the tree; not those of git's folder."""
+    passed = iter(range(10**6))
+
+    def around(call):
+        def killing(*words, **named):
+            here = not any("patch_" in str(w) and "/.nam_megatron" not in str(w) for w in words)
+            if here and next(passed) == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+            made = call(*words, **named)
+            if here and next(passed) == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return made
+
+        return killing
+
+    for name in CALLS:
+        setattr(os, name.removeprefix("os."), around(getattr(os, name.removeprefix("os."))))
+
+
+def test_a_full_disk_leaves_what_was_there(large, monkeypatch):
+    queue, root = large
+    write = patch._write
+    for full in ("0", "7", "journal.json.part"):
+
+        def filled(path, data, full=full):
+            if path.name == full:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            write(path, data)
+
+        monkeypatch.setattr(patch, "_write", filled)
+        with pytest.raises(Refused, match="No space left on device"):
+            patch.apply(queue, root)
+        assert queue.state(root) == "pristine" and not list(root.glob(".nam_megatron*"))
+
+
+def test_a_journal_of_files_that_were_installed_again_is_forgotten(large):
+    queue, root = large
+    copy = root.parent / "copy"
+    shutil.copytree(root, copy)
+    (copy / "thing" / "a.py").write_text("other\n")
+    patch._record(queue, root, copy)
+    assert patch.cut_off(queue, root)
+    (root / "thing" / "a.py").write_text("reinstalled\n")
+    assert not patch.cut_off(queue, root)
+    shutil.copytree(copy / "thing", root / "thing", dirs_exist_ok=True)
+    (root / "thing" / "a.py").write_text("a = 1\n" * 50)
+    patch._record(queue, root, copy)
+    (patch._journal(queue, root) / "journal.json").write_text("[1]")
+    patch.apply(queue, root)
+    assert queue.state(root) == "patched"
 
 
 def test_a_changed_file_is_not_patched(queue, unpacked):

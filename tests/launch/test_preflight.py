@@ -24,7 +24,7 @@ WORDS = {
     "over_memory": "refuse",
 }  # fmt: skip
 # What every machine that runs these tests lacks, or has in its own way.
-HERE = ("lock", "extensions", "root-volume", "git", "numa")
+HERE = ("lock", "extensions", "root-volume", "git", "numa", "xid", "limits", "shm", "clock", "venv")
 
 
 @pytest.fixture
@@ -139,6 +139,28 @@ def test_the_sanity_pass_gets_this_shells_nccl_variables(context, tmp_path, monk
     made = context(sanity=True)
     preflight.check(replace(made, environ={**made.environ, "NCCL_NVLS_ENABLE": "0"}))
     assert seen["NCCL_NVLS_ENABLE"] == "0" and seen["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "said", "runs"), [(4, None, True), (1, None, False), (4, False, False), (1, True, True)]
+)
+def test_the_collective_pass_is_the_default_of_several_gpus(context, tmp_path, monkeypatch, gpus, said, runs):
+    nvidia_smi(tmp_path / "bin", smi(gpus), (FIXTURES / f"topo_h200_x{gpus}.txt").read_text())
+    monkeypatch.setattr(preflight, "NEEDED", ())
+    asked = []
+    monkeypatch.setattr(preflight.sanity, "run", lambda *words: asked.append(words) or ([], {}))
+    preflight.check(context(f"cluster.gpus_per_node={gpus}", sanity=said))
+    assert bool(asked) == runs
+
+
+def test_hosts_of_one_job_are_compared_by_what_they_run(context, tmp_path):
+    healthy(tmp_path)
+    facts = preflight.check(context()).facts
+    same = preflight.fingerprint(facts)
+    assert preflight.fingerprint({**facts, "topology": None}) == same
+    others = {**facts, "driver": "570.1"}, {**facts, "versions": {**facts["versions"], "triton": "3.5.0"}}
+    assert same not in [preflight.fingerprint(f) for f in others]
+    assert finding.render([], "line", "n1", same) == f"PASS @ n1 software={same}\n"
 
 
 def test_a_check_leaves_nothing_behind(context, tmp_path):

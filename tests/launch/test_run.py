@@ -250,6 +250,51 @@ def limited(bytes_: int, trainer: str, root: Path) -> subprocess.CompletedProces
     return subprocess.run(command, preexec_fn=limit, capture_output=True, text=True, timeout=60, check=False)
 
 
+def in_a_shell(root: Path, trainer: str, before=lambda: None, **env: str) -> subprocess.CompletedProcess:
+    """The launcher as a program of its own; `before()` in it first."""
+    command = [sys.executable, stand_in.__file__, "launch", str(root), trainer, f"port={free_port()}"]
+    return subprocess.run(
+        command, preexec_fn=before, env=os.environ | env, capture_output=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_a_signal_that_the_caller_ignores_ends_nothing(root, number):
+    """`nohup python -m launch run`, and a job in the background of a shell that gets a Ctrl-C."""
+    trainer = f"steps=5 sleep=0.2 touch={root.parent}/running"
+    command = [sys.executable, stand_in.__file__, "launch", str(root), trainer, f"port={free_port()}"]
+    ignored = lambda: signal.signal(number, signal.SIG_IGN)  # noqa: E731
+    launcher = subprocess.Popen(
+        command, preexec_fn=ignored, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    appears(root.parent / "running")
+    launcher.send_signal(number)
+    _, said = launcher.communicate(timeout=60)
+    (folder,) = receipt.folders(root)
+    found = receipt.read(folder)["outcome"]
+    assert (launcher.returncode, found["end"], found["signals"]) == (0, "completed", []), said
+
+
+def test_names_that_a_terminal_cannot_write_end_nothing(root):
+    done = in_a_shell(root, "steps=5 say=Größe", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    assert b"Gr\\xf6\\xdfe" in done.stdout
+    (folder,) = receipt.folders(root)
+    assert "Größe" in (folder / receipt.LOG).read_text(encoding="utf-8")
+
+
+def test_a_chatty_trainer_is_not_held_up(root):
+    """By the processor time of both, which a loaded machine does not stretch as it does a clock: 6 MB/s before, over 30 now."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = in_a_shell(root, "steps=5 chat=64")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(b"x" * 127 + b"\n") == 64 * 8192
+    assert sum(getattr(after, k) - getattr(before, k) for k in ("ru_utime", "ru_stime")) < 8
+    (folder,) = receipt.folders(root)
+    assert (folder / receipt.LOG).stat().st_size > 64 << 20
+
+
 def test_a_log_that_cannot_be_written_stops_the_run_and_is_said(root):
     done = limited(5 << 20, "steps=100000 sleep=0.00001", root)
     assert done.returncode == 1 and "the disk is full" in done.stderr and "Traceback" not in done.stderr

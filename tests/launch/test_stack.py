@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -126,13 +127,61 @@ def test_the_steps_are_a_shell_script_in_the_order_of_the_lock():
     lines = [shlex.split(line) for line in text.splitlines() if not line.startswith("#")]
     order = [word.partition("==")[0] for line in lines if "pip" in line for word in line[-1:]]
     assert [n for n in order if n in GOOD] == [p.name for p in LOCK.packages if p.source != "torch"]
-    for line in lines[2:]:
+    for line in lines:
         # Whatever is resolved with its dependencies names torch, so that pip may not replace it.
         assert "--no-deps" in line or f"torch=={GOOD['torch']}" in line or "pip" not in line
     for p in LOCK.packages:
         if p.source == "build":
             (line,) = (line for line in lines if line[-1].startswith(p.name + "=="))
             assert line[0] == p.env and {"--no-build-isolation", "--no-binary"} <= set(line)
+
+
+def simulated(tmp_path: Path, **said: str) -> subprocess.CompletedProcess:
+    """The steps with programs that say what they are told to; `""`: there is no such program."""
+    said = {
+        "gcc": "true",
+        "g++": "cat > /dev/null",
+        "nvcc": "echo release 13.0, V13.0.1",
+        "pip": 'echo "pip $@"',
+    } | said
+    said |= {"python": 'echo "python $@"'} | ({"python": said["python"]} if "python" in said else {})
+    for name in ("grep", "printf", "cat", "sh"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    for name, script in said.items():
+        if script:
+            (tmp_path / name).write_text(f"#!{shutil.which('sh')}\n{script}\n")
+            (tmp_path / name).chmod(0o755)
+    bash = [shutil.which("bash"), "-c", stack.steps(LOCK)]
+    return subprocess.run(bash, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False)
+
+
+def test_the_steps_install_what_the_launcher_itself_needs(tmp_path):
+    done = simulated(tmp_path)
+    assert done.returncode == 0, done.stderr
+    own = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert all(f" {need} " in done.stdout or f" {need}\n" in done.stdout for need in own)
+    assert done.stdout.splitlines()[-1] == "python -m launch patch apply megatron-core"
+    assert done.stdout.splitlines()[-2].count("assert") == 2  # the ABI, after everything else was installed
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        ({"nvcc": ""}, "error: no nvcc"),
+        ({"g++": ""}, "error: no g++"),
+        ({"nvcc": "echo release 12.8, V12.8.93"}, "error: nvcc is not of CUDA 13.0"),
+        ({"g++": "echo nccl.h: No such file >&2; exit 1"}, "nccl.h: No such file"),
+    ],
+)
+def test_what_a_build_lacks_is_said_before_it(tmp_path, said, error):
+    done = simulated(tmp_path, **said)
+    assert done.returncode != 0 and error in done.stderr
+    assert "transformer-engine" not in done.stdout
+
+
+def test_a_step_that_replaces_torch_stops_the_script(tmp_path):
+    done = simulated(tmp_path, python='case "$*" in *mamba_ssm*) exit 1;; esac')
+    assert done.returncode != 0 and "mamba-ssm" in done.stdout
 
 
 def test_the_command(capsys):

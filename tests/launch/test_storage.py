@@ -164,3 +164,32 @@ def test_facts_name_no_path(tmp_path):
 def test_no_mount_table_ends_in_a_traceback(table):
     mounted = storage.mounts(table)
     list(storage.root_volume([storage.Place("durable", "durable", Path("/a"))], mounted))
+
+
+@pytest.mark.parametrize(
+    ("kind", "on", "level"),
+    [
+        ("ext4", "/dev/sda1", "ok"),
+        ("ext4", "/dev/nvme1", "fail"),  # the scratch disk: the host that was lost had its environment there
+        ("tmpfs", "tmpfs", "fail"),
+        ("overlay", "overlay", "note"),
+    ],
+)
+def test_an_environment_on_a_disk_that_can_be_lost(kind, on, level):
+    mounted = [
+        storage.Mount(Path("/"), "8:1", "ext4", "/dev/sda1"),
+        storage.Mount(Path("/data"), "8:2", "ext4", "/dev/sdb1"),
+        storage.Mount(Path("/scratch"), "259:1", "ext4", "/dev/nvme1"),
+        storage.Mount(Path("/venv"), "259:1" if "nvme" in on else f"0:{len(on)}", kind, on),
+    ]
+    used = [storage.Place("durable", "durable", Path("/data")), storage.Place("scratch", "scratch", Path("/scratch"))]
+    found = storage.environment([storage.Place("the virtual environment", "program", Path("/venv"))], used, mounted)
+    assert found.level == level
+    if level == "fail":
+        assert "the virtual environment (`/venv`)" in found.message
+
+
+def test_one_disk_for_all_is_no_reason(tmp_path):
+    mounted = [storage.Mount(Path("/"), "8:1", "ext4", "/dev/sda1")]
+    used = [storage.Place(n, n, Path(f"/{n}")) for n in ("durable", "scratch")]
+    assert storage.environment(storage.programs({"HOME": str(tmp_path)}), used, mounted).level == "ok"

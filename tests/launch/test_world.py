@@ -1,6 +1,7 @@
 """What a launch takes from the world around it: the environment, git, Slurm; and what it tells it: commands and job files."""
 
 import os
+import re
 import stat
 import subprocess
 from pathlib import Path
@@ -21,8 +22,16 @@ from nam_megatron.errors import INCOMPLETE, Refused
 from nam_megatron.lower import translate
 from nam_megatron.recipe import load
 
-WORDS = {"format": "auto", "revision": None, "dirty": "refuse", "over_memory": "refuse", "sanity": False, "port": 29500}
-WORDS |= {"trainer": "megatron", "lock": None, "diagnostic": None, "image": None}
+WORDS = {
+    "format": "auto",
+    "revision": None,
+    "dirty": "refuse",
+    "over_memory": "refuse",
+    "sanity": False,
+    "port": 29500,
+    "hang": 0,
+}
+WORDS |= {"trainer": "megatron", "lock": None, "diagnostic": None, "image": None, "time": None, "rdma": None}
 
 
 def context(*overrides, preset="nam56r_smoke", environ=None, checkout=None, **words) -> Context:
@@ -249,12 +258,26 @@ def test_sbatch_repeats_the_words_that_matter(tmp_path):
         "sanity=true",
     ]
     text = slurm.sbatch(context("cluster=h200_2x8", preset="nam56r_native_dp").lowering, given)
-    expected = "conf=nam56r_native_dp cluster=h200_2x8 'cluster.waivers={git: a b}' port=29501"
+    expected = "conf=nam56r_native_dp cluster=h200_2x8 'cluster.waivers={git: a b}' port=29501 sanity=true"
     assert f"\nexec python -m launch run {expected}\n" in text
-    assert f"\nsrun --label python -m launch check format=line {expected}\n" in text
+    assert f"\nsrun --label python -m launch check format=line {expected} | tee " in text
     assert "#SBATCH --nodes=2\n" in text and "#SBATCH --gpus-per-node=8\n" in text
     (tmp_path / "job.sh").write_text(text)
     subprocess.run(["bash", "-n", tmp_path / "job.sh"], check=True)
+
+
+@pytest.mark.parametrize(("second", "code"), [("aaaaaaaaaaaa", 0), ("bbbbbbbbbbbb", 1)])
+def test_hosts_with_other_packages_end_a_job_before_it_starts(tmp_path, second, code):
+    """The script itself, with an srun that answers for two hosts."""
+    text = slurm.sbatch(context("cluster=h200_2x8", preset="nam56r_native_dp").lowering, ["conf=nam56r_native_dp"])
+    said = f'echo "0: PASS @ n1 software=aaaaaaaaaaaa"; echo "1: PASS @ n2 software={second}"'
+    for name, script in {"srun": said, "python": "echo started"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(stat.S_IRWXU)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", "-c", text], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == code and ("started" in done.stdout) == (code == 0), done.stderr
+    assert ("the hosts differ in packages or drivers" in done.stderr) == (code == 1)
 
 
 def test_slurm_names_its_hosts(tmp_path, monkeypatch):
@@ -269,7 +292,15 @@ def test_slurm_names_its_hosts(tmp_path, monkeypatch):
 
 def test_a_pytorch_job(tmp_path):
     places = ("cluster.storage.receipts=/receipts",)
-    c = context("cluster=h200_2x8", "cluster.waivers={git: x}", *places, preset="nam56r_native_dp", image="r/i:1")
+    c = context(
+        "cluster=h200_2x8",
+        "cluster.waivers={git: x}",
+        *places,
+        preset="nam56r_native_dp",
+        image="r/i:1",
+        rdma="rdma/ib",
+        time="1-02:00:00",
+    )
     text = kubernetes.pytorch_job(c)
     tree = yaml.safe_load(text)
     spec = tree["spec"]["pytorchReplicaSpecs"]
@@ -278,8 +309,10 @@ def test_a_pytorch_job(tmp_path):
     assert (container["name"], container["image"], container["resources"]["limits"]) == (
         "pytorch",
         "r/i:1",
-        {"nvidia.com/gpu": 8},
+        {"nvidia.com/gpu": 8, "rdma/ib": 1},
     )
+    assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+    assert tree["spec"]["runPolicy"]["activeDeadlineSeconds"] == 26 * 3600
     assert {"name": "receipts", "mountPath": "/receipts"} in container["volumeMounts"]
     script = container["command"][2]
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
@@ -288,6 +321,51 @@ def test_a_pytorch_job(tmp_path):
     )
     one = yaml.safe_load(kubernetes.pytorch_job(context(*places, image="r/i:1")))["spec"]["pytorchReplicaSpecs"]
     assert list(one) == ["Master"] and "launch run" in one["Master"]["template"]["spec"]["containers"][0]["command"][2]
+
+
+def test_a_train_job_is_the_same_pod_under_kubeflows_present_api():
+    words = dict(preset="nam56r_native_dp", image="r/i:1", rdma="none", time="12:30:00")
+    c = context("cluster=h200_2x8", "cluster.storage.receipts=/receipts", **words)
+    runtime, instance = yaml.safe_load_all(kubernetes.train_job(c))
+    assert (runtime["kind"], instance["kind"]) == ("TrainingRuntime", "TrainJob")
+    assert instance["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    assert instance["spec"]["trainer"]["numNodes"] == runtime["spec"]["mlPolicy"]["numNodes"] == 2
+    assert runtime["spec"]["mlPolicy"]["torch"]["numProcPerNode"] == 8
+    (job,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    assert job["template"]["spec"]["activeDeadlineSeconds"] == 45000
+    pod = job["template"]["spec"]["template"]["spec"]
+    other = yaml.safe_load(kubernetes.pytorch_job(c))["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+    other["containers"][0]["name"] = "node"
+    assert pod == other and "securityContext" not in pod["containers"][0]  # Ethernet
+
+
+@pytest.mark.parametrize(
+    ("overrides", "least", "most"),
+    [((), 120, 120), (("schedule.save=/durable/x", "schedule.save_interval=100"), 300, 400)],
+)
+def test_the_time_to_end_is_that_of_a_checkpoint(overrides, least, most):
+    """4.0 billion parameters of 14 bytes each at 250 MB/s, and a step."""
+    c = context(
+        "cluster=h200_2x8", "cluster.storage.receipts=/r", *overrides, preset="nam56r_native_dp", image="i", rdma="none"
+    )
+    said = int(re.search(r"--signal=B:TERM@(\d+)", slurm.sbatch(c.lowering, [])).group(1))
+    assert least <= said <= most
+    assert f"terminationGracePeriodSeconds: {said}\n" in kubernetes.pytorch_job(c)
+
+
+def test_a_batch_script_has_its_time_limit_and_its_locked_memory():
+    two = slurm.sbatch(context("cluster=h200_2x8", preset="nam56r_native_dp").lowering, [], "2-00:00:00")
+    assert "#SBATCH --time=2-00:00:00\n" in two and "\nulimit -l unlimited || true\n" in two
+    one = slurm.sbatch(context().lowering, [])
+    assert "--time" not in one and "ulimit" not in one
+
+
+def test_several_pods_without_a_word_on_rdma_are_refused():
+    with pytest.raises(Refused) as refused:
+        kubernetes.train_job(
+            context("cluster=h200_2x8", "cluster.storage.receipts=/r", preset="nam56r_native_dp", image="i")
+        )
+    assert [p.key for p in refused.value.problems] == ["rdma"]
 
 
 def test_a_pytorch_job_without_an_image_or_with_a_path_of_ours():
@@ -324,6 +402,12 @@ def test_show_has_everything_and_touches_nothing(tmp_path):
         ("run", {"port": "29500"}, "port"),
         ("run", {"revision": 1.0}, "revision"),
         ("run", {"diagnostic": ""}, "diagnostic"),
+        ("run", {"hang": -1}, "hang"),
+        ("run", {"hang": "long"}, "hang"),
+        ("show", {"time": 86400}, "time"),
+        ("show", {"time": "24:00"}, "time"),
+        ("show", {"time": "1:00:00\n#SBATCH --x"}, "time"),
+        ("check", {"sanity": 1}, "sanity"),
     ],
 )
 def test_wrong_words_are_refused(verb, words, key):

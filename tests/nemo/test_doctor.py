@@ -1,8 +1,11 @@
 """What the doctor says of other people's machines."""
 
 import platform
+import re
+import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +64,20 @@ def test_a_package_that_is_missing_or_another(package, version, said, monkeypatc
     assert list(found) == [package] and found[package].fatal
     assert said in found[package].message
     assert "install" in found[package].hint
+
+
+def test_the_documented_steps_install_below_glibc_2_39():
+    """uv itself, asked what it would do on such a system; without the second flag it finds no wheel."""
+    text = (Path(__file__).parents[2] / "docs" / "nemo.md").read_text()
+    (line,) = re.findall(r"^(uv sync .*--extra nemo .*)$", text, re.MULTILINE)
+    words = [*line.split(), "--dry-run", "--frozen", "--offline", "--python-platform", "x86_64-manylinux_2_36"]
+    asked = [
+        subprocess.run(w, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+        for w in (words, words[:6] + words[8:])
+    ]
+    assert asked[0].returncode == 0, asked[0].stderr
+    assert asked[1].returncode != 0 and "nvidia-resiliency-ext" in asked[1].stderr
+    assert doctor.BY_HAND in text
 
 
 def test_an_old_glibc_gets_another_way_to_install(monkeypatch):

@@ -1,0 +1,163 @@
+"""A checksum for every file of a checkpoint, written when it is saved and compared when it is loaded (torch side).
+
+    python -m nam_megatron.runtime.checksums CHECKPOINT/iter_0000100     # for a checkpoint that has none, and whose files you trust
+
+The file is the one that Megatron's `--verify-integrity` writes and reads, `integrity.json`. Megatron's own way knows one of our two
+formats, and hashes a whole checkpoint in one thread of one rank; here each rank hashes what it wrote.
+
+An unkeyed hash finds what a disk, a network or a careless copy did. Whoever can write the files can write their checksums too.
+"""
+
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import checkpoint as dcp
+
+from nam_megatron.errors import OK, Problem, Refused, finish
+
+NAME, ALGORITHM = "integrity.json", "sha256"
+SHARD = re.compile(r"__(\d{1,9})_\d{1,9}\.distcp")  # rank, number
+DIGEST = re.compile(r"[0-9a-f]{64}")
+THREADS = 8  # hashlib lets go of the interpreter; a disk is slower than eight of them
+COMMAND = "python -m nam_megatron.runtime.checksums"
+
+
+def provide() -> None:
+    """Have each checkpoint that this process saves from now on get its checksums, before the tracker names it."""
+    from megatron.core import dist_checkpointing
+
+    dist_checkpointing.save = _followed(dist_checkpointing.save, lambda words, named: words[1])
+    dcp.save = _followed(dcp.save, lambda words, named: named["storage_writer"].path)
+
+
+def _followed(save: Callable, folder_of: Callable[[tuple, dict], Any]) -> Callable:
+    @wraps(save)
+    def saved(*words: Any, **named: Any) -> Any:
+        request, folder = save(*words, **named), Path(folder_of(words, named))
+        if hasattr(request, "finalize_fns"):  # saved in the background
+            request.finalize_fns.append(partial(write, folder))
+        else:
+            write(folder)
+        return request
+
+    return saved
+
+
+def write(folder: Path) -> None:
+    """Hash the files of a checkpoint, on every rank its own, and write them down on rank 0.
+
+    Raises OSError on every rank where a file cannot be read on one of them, or the result not be written.
+    """
+    torch.distributed.barrier()  # the files of the last rank
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    found: list[Any] = [None] * world
+    try:
+        mine: Any = digests(folder, [name for name in names(folder) if writer(name) % world == rank])
+    except OSError as err:
+        mine = str(err)
+    torch.distributed.all_gather_object(found, mine)
+    if failed := next((said for said in found if isinstance(said, str)), None):
+        raise OSError(f"no checksums of `{folder}`: {failed}")
+    if not rank:
+        put(folder, {name: digest for part in found for name, digest in part.items()})
+
+
+def writer(name: str) -> int:
+    """The rank that wrote a file."""
+    return int(found[1]) if (found := SHARD.fullmatch(name)) else 0
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.is_file() and path.name != NAME)
+
+
+def digests(folder: Path, chosen: Sequence[str]) -> dict[str, str]:
+    """{name: SHA-256 in hex}. Raises OSError."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        return dict(zip(chosen, pool.map(lambda name: digest(folder / name), chosen), strict=True))
+
+
+def digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, ALGORITHM).hexdigest()
+
+
+def put(folder: Path, found: dict[str, str]) -> None:
+    part = folder / f"{NAME}.part"
+    with open(part, "w", encoding="utf-8") as file:
+        json.dump({"algorithm": ALGORITHM, "files": dict(sorted(found.items()))}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(folder / NAME)
+
+
+def read(folder: Path) -> dict[str, str]:
+    """Raises FileNotFoundError where there is none, ValueError where it is no such file."""
+    text = (folder / NAME).read_text(encoding="utf-8")
+    try:
+        said = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    files = said.get("files") if isinstance(said, dict) else None
+    if not isinstance(files, dict) or said.get("algorithm") != ALGORITHM:
+        raise ValueError(f"it holds no {ALGORITHM} of files")
+    for name, value in files.items():
+        if not isinstance(value, str) or not DIGEST.fullmatch(value) or name != Path(name).name:
+            raise ValueError(f"it says `{name[:40]}` {str(value)[:40]}")
+    return files
+
+
+def damage(folder: Path, *, thorough: bool = True) -> Iterator[str]:
+    """What is wrong with the files of a checkpoint, each in words. thorough: the shards too, which hold nearly all of it."""
+    try:
+        told = read(folder)
+    except FileNotFoundError:
+        yield f"`{NAME}` is missing; if you trust the files: `{COMMAND} {folder}`"
+        return
+    except (OSError, ValueError) as err:
+        yield f"`{NAME}` cannot be read: {err}"
+        return
+    there = set(names(folder))
+    yield from (f"`{name}` is missing" for name in sorted(told.keys() - there))
+    yield from (f"`{name}` has no checksum" for name in sorted(filter(SHARD.fullmatch, there - told.keys())))
+    chosen = [name for name in sorted(told.keys() & there) if thorough or not SHARD.fullmatch(name)]
+    try:
+        found = digests(folder, chosen)
+    except OSError as err:
+        yield f"`{Path(err.filename or folder).name}` cannot be read: {err.strerror}"
+        return
+    yield from (f"`{name}` is not what was saved: its checksum differs" for name in chosen if found[name] != told[name])
+
+
+def command() -> int:
+    words = sys.argv[1:]
+    if len(words) != 1 or words[0] in ("-h", "--help"):
+        print(__doc__)
+        return OK
+    folder = Path(words[0])
+    if not (folder / ".metadata").is_file():
+        hint = "the folder of one step, `.../iter_0000100`"
+        raise Refused(Problem(f"`{folder}` is no checkpoint", None, hint))
+    if (folder / NAME).exists():
+        raise Refused(Problem(f"`{folder / NAME}` is there already", None, "take it away first if it is wrong"))
+    try:
+        put(folder, digests(folder, names(folder)))
+    except OSError as err:
+        raise Refused(
+            Problem(f"`{folder}`: {err.strerror}", None, "its files must be readable, the folder writable")
+        ) from None
+    print(f"{folder / NAME}: {len(read(folder))} files")
+    return OK
+
+
+if __name__ == "__main__":
+    finish(command)

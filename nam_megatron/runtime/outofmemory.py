@@ -1,0 +1,63 @@
+"""Where memory ran out: the layer, its kind and the modules inside it, from the traceback of the error (torch side).
+
+    out of memory: step 3, rank 1, in the forward pass of layer 5 (moe): decoder.layers.4 (MoETransformerLayer, MoELayer, TEGroupedMLP)
+
+Nothing is hooked and nothing costs anything before the error. In the backward pass autograd holds no modules: what is known there is the
+layer that is computed again, or the kind whose kernel asked.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+
+from nam_megatron.plan import Plan
+
+MARK = "out of memory"
+BLOCK = re.compile(r"/nam_megatron/blocks/(\w+)/")
+
+
+def told(err: BaseException, plan: Plan, step: int, rank: int) -> str:
+    """One line for the log."""
+    return f"{MARK}: step {step}, rank {rank}, {where(list(frames(err)), plan)}"
+
+
+def where(stack: Sequence[FrameType], plan: Plan) -> str:
+    names = {frame.f_code.co_name for frame in stack}
+    run = "backward" if names & {"backward", "backward_step"} else "forward"
+    modules = [m for m in dict.fromkeys(owner(frame) for frame in stack) if m is not None]
+    layers = [m for m in modules if isinstance(getattr(m, "layer_number", None), int)]
+    if not layers:
+        kind = next((found[1] for frame in reversed(stack) if (found := BLOCK.search(frame.f_code.co_filename))), None)
+        inside = f", in a kernel of {kind}" if kind else f", in {type(modules[-1]).__name__}" if modules else ""
+        return (
+            f"in the {run} pass{inside}" if names & {"forward_step", "backward_step"} else "outside of a step's passes"
+        )
+    layer = layers[0]  # parts of a layer have its number, too
+    within = modules[modules.index(layer) :]
+    name = next((n for n, m in modules[0].named_modules() if m is layer), type(layer).__name__).replace("module.", "")
+    chain = ", ".join(dict.fromkeys(type(m).__name__ for m in within))
+    return (
+        f"in the {run} pass of layer {layer.layer_number} ({kind_of(name, layer.layer_number, plan)}): {name} ({chain})"
+    )
+
+
+def kind_of(name: str, number: int, plan: Plan) -> str:
+    """MTP's layers are numbered from 1 again."""
+    kinds = plan.mtp if "mtp" in name.split(".") else [layer.kind for layer in plan.layers]
+    return kinds[number - 1] if 0 < number <= len(kinds) else "unknown"
+
+
+def frames(err: BaseException) -> Iterator[FrameType]:
+    at = err.__traceback__
+    while at is not None:
+        yield at.tb_frame
+        at = at.tb_next
+
+
+def owner(frame: FrameType) -> Any:
+    """The module whose method this is."""
+    found = frame.f_locals.get("self")
+    return found if isinstance(found, torch.nn.Module) else None

@@ -1,0 +1,177 @@
+"""Hangs, each with an injected fault: processes that are really stopped, busy, gone; and a launcher that ends such a run."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_run import Launcher, appears, gone
+
+from launch import hang, receipt
+
+SLEEP, SPIN = "import time; time.sleep(60)", "while True: pass"
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    """ranks(code, ...): a process for each, and a beat that says `step 5` for it; `with_` changes the beat of a rank."""
+    started = []
+    (tmp_path / hang.FOLDER).mkdir()
+
+    def start(*codes: str, with_: dict[int, dict] | None = None) -> list[subprocess.Popen]:
+        for rank, code in enumerate(codes):
+            started.append(subprocess.Popen([sys.executable, "-c", code]))
+            beat = {
+                "rank": rank,
+                "host": os.uname().nodename,
+                "pid": started[-1].pid,
+                "phase": "step",
+                "step": 5,
+                "micro": 40,
+            }
+            beat |= {"spent": 0.1, "at": time.time()} | (with_ or {}).get(rank, {})
+            (tmp_path / hang.FOLDER / str(rank)).write_text(json.dumps(beat))
+        time.sleep(0.5)
+        return started
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def found(folder: Path, world: int) -> hang.Hang:
+    known = hang.beats(folder)
+    pids = [b.pid for b in known.values()]
+    before = hang.look(pids)
+    time.sleep(0.5)
+    return hang.triage(known, world, before, hang.look(pids), 0.5)
+
+
+def test_a_rank_that_never_came(ranks, tmp_path):
+    ranks(
+        SLEEP, SLEEP, with_={0: {"phase": "start", "step": 0, "micro": 0}, 1: {"phase": "start", "step": 0, "micro": 0}}
+    )
+    said = found(tmp_path, 4)
+    assert (said.kind, said.ranks) == ("bootstrap", (2, 3))
+    assert "2 of 4 ranks never came: 2, 3" in said.text
+
+
+def test_ranks_that_do_not_meet(ranks, tmp_path):
+    start = {"phase": "start", "step": 0, "micro": 0}
+    ranks(SLEEP, SLEEP, with_={0: start, 1: start})
+    assert found(tmp_path, 2).kind == "bootstrap"
+    assert hang.triage({}, 2, {}, {}, 1).text.startswith("no rank has come")
+
+
+def test_autotuning_is_told_by_the_processor_time(ranks, tmp_path):
+    first = {"step": 1, "micro": 1}
+    ranks(SPIN, SLEEP, with_={0: first, 1: first})
+    said = found(tmp_path, 2)
+    assert said.kind == "compile" and said.ranks == (0,)
+
+
+def test_a_compiler_is_named(ranks, tmp_path):
+    """A child of a rank, by its name in /proc."""
+    (tmp_path / "ptxas").symlink_to("/bin/sleep")
+    child = f"import subprocess; subprocess.run([{str(tmp_path / 'ptxas')!r}, '60'])"
+    ranks(SLEEP, child, with_={r: {"phase": "built", "step": 0, "micro": 0} for r in (0, 1)})
+    said = found(tmp_path, 2)
+    assert (said.kind, said.ranks) == ("compile", (1,)) and "rank 1: ptxas" in said.text
+    subprocess.run(["true"], check=True)
+    os.system(f"kill $(pgrep -P {hang.beats(tmp_path)[1].pid})")
+
+
+@pytest.mark.parametrize("fault", ["stopped", "a zombie"])
+def test_a_rank_that_stopped_is_named_with_its_state(ranks, tmp_path, fault):
+    processes = ranks(SLEEP, SLEEP, SLEEP)
+    if fault == "stopped":
+        processes[1].send_signal(signal.SIGSTOP)
+    else:
+        processes[1].kill()  # and nobody waits for it
+    said = found(tmp_path, 3)
+    assert (said.kind, said.ranks) == ("stopped", (1,)) and fault in said.text
+
+
+def test_a_rank_that_is_behind_is_named_while_the_others_spin(ranks, tmp_path):
+    """As NCCL does while it waits."""
+    ranks(SPIN, SLEEP, with_={1: {"micro": 39}})
+    said = found(tmp_path, 2)
+    assert (said.kind, said.ranks) == ("stopped", (1,))
+    assert "rank 1 is behind, at step 5, microbatch 39" in said.text and "microbatch 40" in said.text
+
+
+def test_all_at_one_place_wait(ranks, tmp_path):
+    ranks(SLEEP, SLEEP)
+    assert found(tmp_path, 2).kind == "waiting"
+
+
+def test_processes_of_another_host_are_not_taken_for_ours(ranks, tmp_path):
+    ranks(SLEEP, SLEEP, with_={1: {"host": "another", "pid": 2**22 - 1}})
+    assert found(tmp_path, 2).kind == "waiting"
+
+
+def test_a_steady_skew_names_the_slow_rank(ranks, tmp_path):
+    ranks(SLEEP, SLEEP, SLEEP, with_={2: {"spent": 0.13}})
+    said = hang.skew(hang.beats(tmp_path))
+    assert said.ranks == (2,) and "rank 2 takes 130 ms of its own a microbatch, the others 100" in said.text
+    assert any("skew: rank 2" in line for line in hang.report(tmp_path, 3, 0.1))
+
+
+@pytest.mark.parametrize("spent", [{}, {0: 0.1}, {0: 0.1, 1: 0.11, 2: 0.1}, {0: None, 1: None}])
+def test_no_skew_is_found_where_there_is_none(spent):
+    beats = {r: hang.Beat(r, "h", 1, "step", 9, 9, v, 1.0) for r, v in spent.items()}
+    assert hang.skew(beats) is None
+
+
+@given(
+    st.lists(
+        st.one_of(st.binary(max_size=60), st.sampled_from([b"{}", b"[" * 9999, b'{"rank": 0}', b"null"])), max_size=4
+    )
+)
+def test_a_torn_beat_is_none(tmp_path_factory, texts):
+    folder = tmp_path_factory.mktemp("beats")
+    (folder / hang.FOLDER).mkdir()
+    for rank, text in enumerate(texts):
+        (folder / hang.FOLDER / str(rank)).write_bytes(text)
+    assert hang.beats(folder) == {}
+
+
+def test_a_launcher_ends_a_run_that_hangs_and_says_which_rank(tmp_path):
+    """Below a real torchrun: one of two ranks is stopped in its third step."""
+    root, mark = tmp_path / "receipts", f"touch={tmp_path}/running"
+    launcher = Launcher.start(
+        root, f"steps=500 sleep=0.1 beat=3 {mark}", "hang=10", "cluster=h200_2", STAND_IN_RANKS="2"
+    )
+    appears(tmp_path / "running")
+    assert launcher.wait() == 1
+    outcome = launcher.receipt["outcome"]
+    assert outcome["end"] == "failed"
+    assert outcome["reason"].startswith("it hung: stopped: rank 1 (PID "), outcome["reason"]
+    assert "is stopped, at step 3" in outcome["reason"]
+    assert gone(mark)
+
+
+def test_a_run_that_only_takes_long_is_not_ended(tmp_path):
+    launcher = Launcher.start(tmp_path / "receipts", "steps=12 sleep=0.5 beat=99", "hang=5")
+    assert launcher.wait() == 0
+    assert launcher.receipt["outcome"]["end"] == "completed"
+
+
+def test_inspect_shows_the_beats_of_a_live_run(tmp_path):
+    launcher = Launcher.start(tmp_path / "receipts", f"steps=60 sleep=0.2 beat=99 touch={tmp_path}/running")
+    appears(tmp_path / "running")
+    time.sleep(1)
+    from launch import inspect
+
+    (folder,) = receipt.folders(tmp_path / "receipts")
+    text = "\n".join(inspect.report(folder, receipt.read(folder), 1))
+    assert "heartbeats:\n  rank 0: step" in text
+    launcher.signal(signal.SIGTERM)
+    launcher.wait()

@@ -1,0 +1,169 @@
+"""Input that a person or a program may give by mistake or in bad faith: a refusal in a line, soon, and nothing left behind."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from command import warm
+
+REPO = Path(__file__).parents[1]
+SMOKE = REPO / "conf" / "preset" / "nam56r_smoke.yaml"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "own" / "preset").mkdir(parents=True)
+    return tmp_path
+
+
+def own(folder: Path, text: str, encoding: str = "utf-8"):
+    (folder / "own" / "preset" / "mine.yaml").write_text(text, encoding=encoding)
+    return warm("--config-dir", str(folder / "own"), "conf=mine", cwd=folder)
+
+
+def test_a_file_of_ones_own_is_read(folder):
+    assert own(folder, SMOKE.read_text()).code == 0
+
+
+def test_a_byte_order_mark_is_named(folder):
+    done = own(folder, SMOKE.read_text(), "utf-8-sig")
+    assert done.code == 2 and "mine.yaml` begins with a byte order mark" in done.err
+
+
+def test_a_missing_package_line_is_named(folder):
+    done = own(folder, SMOKE.read_text().replace("# @package _global_\n", ""))
+    assert done.code == 2 and "does not say where its keys belong" in done.err
+    assert "hint: its first line is `# @package _global_`" in done.err
+
+
+def test_an_anchor_bomb_is_refused_at_once(folder):
+    """A million values in six lines took 90 seconds."""
+    lines = ["# @package _global_", "a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
+    begun = time.monotonic()
+    done = own(folder, "\n".join(lines))
+    assert done.code == 2 and "its anchors written out" in done.err and time.monotonic() - begun < 20
+
+
+def test_an_anchor_of_itself_is_refused(folder):
+    done = own(folder, "# @package _global_\nx: &x\n  y: *x\n")
+    assert done.code == 2 and "Traceback" not in done.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("-cn", "recipe"), ("-cnrecipe",), ("--config-name=recipe",), ("--config-name", "recipe"), ("-cp", "/tmp")],
+)
+def test_another_config_leaves_nothing_behind(tmp_path, words):
+    done = warm(*words, cwd=tmp_path)
+    assert done.code == 2 and "a command has one config" in done.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("preset.about=${preset.family}", "preset.family=${preset.about}"),
+        ("model.depth=${model.hidden_size}", "model.hidden_size=${model.depth}"),
+        ("model.depth=${model.depth}",),
+        ("+overlay=${overlay}",),
+        ("format=${out}", "out=${format}"),
+        ("schedule=${schedule.seed}", "schedule.seed=${schedule}"),
+    ],
+)
+def test_interpolations_that_go_in_circles_are_refused(tmp_path, words):
+    done = warm("conf=nam56r_smoke", *words, cwd=tmp_path)
+    assert done.code == 2 and done.err.startswith("error: ") and "Traceback" not in done.err
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "0.5", "true", "x"])
+def test_an_imbalance_is_a_number(tmp_path, value):
+    done = warm("conf=nam56r_smoke", f"imbalance={value}", cwd=tmp_path, module="nam_megatron.budget.__main__")
+    assert done.code == 2 and "`imbalance` is the busiest rank over the mean" in done.err
+
+
+@pytest.mark.parametrize("name", ["*", "ckpt?", "[a]"])
+def test_a_pattern_does_not_go_into_a_pipe(tmp_path, name):
+    """`$(...)` would put the names of files in its place."""
+    words = ("conf=nam56r_smoke", f"schedule.save='{name}'", "schedule.save_interval=1")
+    done = warm(*words, cwd=tmp_path)
+    assert (done.code, done.out) == (2, "") and f"`{name}` does not survive" in done.err
+    done = warm(*words, "out=run", cwd=tmp_path)
+    assert done.code == 0 and f"--save '{name}'" in (tmp_path / "run" / "run.sh").read_text()
+
+
+def test_the_largest_that_fits_is_also_given_for_the_global_batch_as_it_is(tmp_path):
+    words = ("conf=nam56r_native_dp", "fit=micro_batch_size")
+    done = warm(*words, cwd=tmp_path, module="nam_megatron.budget.__main__")
+    lines = done.out.splitlines()
+    assert done.code == 0
+    if "with global batch" in done.out:
+        kept = next(line for line in lines if line.endswith("with the global batch of 64 as it is"))
+        best, kept = (int(re.match(r"schedule.micro_batch_size=(\d+):", line)[1]) for line in (lines[0], kept))
+        assert kept <= best and 64 % kept == 0
+
+
+def test_the_kept_batch_is_the_largest_divisor_that_fits():
+    from nam_megatron.budget import search
+    from nam_megatron.recipe import load
+
+    recipe = load("nam56r_native_dp", ["cluster=h200_2", "schedule.global_batch_size=48"])
+    free, kept = (search.largest(recipe, "schedule.micro_batch_size", keep=keep).best for keep in (False, True))
+    assert not kept.note and 48 % (2 * kept.value) == 0 and kept.value <= free.value
+    assert all(
+        search.attempt(recipe, "schedule.micro_batch_size", v).note
+        for v in range(kept.value + 1, free.value + 1)
+        if 48 % (2 * v)
+    )
+
+
+def interrupted(words: list[str], after: float, tmp_path: Path) -> tuple[int, str, float]:
+    """A program that gets a Ctrl-C, alone, so many seconds after its start: its exit code, its words, and how long it took to end."""
+    with subprocess.Popen(
+        [sys.executable, "-m", *words],
+        cwd=REPO,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        time.sleep(after)
+        process.send_signal(signal.SIGINT)
+        begun = time.monotonic()
+        _, said = process.communicate(timeout=60)
+        return process.returncode, said, time.monotonic() - begun
+
+
+@pytest.mark.parametrize("module", ["nam_megatron.translate", "nam_megatron.verify", "nam_megatron.budget", "launch"])
+@pytest.mark.parametrize("after", [0.08, 0.15, 0.25, 0.4])
+def test_ctrl_c_while_a_command_is_imported_is_no_traceback(tmp_path, module, after):
+    code, said, _ = interrupted(
+        [module, *(["show"] if module == "launch" else []), "conf=nam56r_smoke"], after, tmp_path
+    )
+    assert "nam_megatron" not in said or "Traceback" not in said, said
+    assert code in (130, -signal.SIGINT, 0), said
+
+
+def test_verify_ends_at_a_ctrl_c_that_reaches_it_alone(tmp_path):
+    """Its second process is importing Megatron then, or answering."""
+    code, said, took = interrupted(["nam_megatron.verify", "conf=nam56r_smoke"], 3.0, tmp_path)
+    assert code in (130, 0), said
+    assert took < 5 and "Traceback" not in said
+    left = [
+        p
+        for p in Path("/proc").iterdir()
+        if p.name.isdecimal() and b"mcore.oracle" in _words(p) and os.getppid() != int(p.name)
+    ]
+    assert all(time.time() - p.stat().st_ctime > 20 for p in left) or not left
+
+
+def _words(process: Path) -> bytes:
+    try:
+        return (process / "cmdline").read_bytes()
+    except OSError:
+        return b""
