@@ -492,14 +492,16 @@ def layer(kind: str, number: int, config):
     """kind: dsa (ours), stock (Megatron's DSA) or mla (Megatron's dense MLA). Ours on one config hand their top-k on by it."""
     from megatron.core.transformer.spec_utils import build_module
 
+    from nam_megatron.recipe import load
     from nam_megatron.runtime import stack
 
-    kernels = "megatron" if kind != "dsa" else "fused"
-    chosen = {"mla": SimpleNamespace(latent_norm=True, kernels="megatron"), "dsa": SimpleNamespace(kernels=kernels)}
-    plan = SimpleNamespace(recipe=SimpleNamespace(model=SimpleNamespace(blocks=SimpleNamespace(**chosen))))
-    spec = {"stock": stack._dsa, "mla": stack._mla, "dsa": stack.ours("dsa").spec}[kind]
+    blocks = load("nam56r").model.blocks
+    keys = {"mla": {"kernels": "megatron"}, "dsa": {"kernels": "fused" if kind == "dsa" else "megatron"}}
+    blocks = blocks.model_copy(update={k: blocks.of(k).model_copy(update=said) for k, said in keys.items()})
+    plan = SimpleNamespace(recipe=SimpleNamespace(model=SimpleNamespace(blocks=blocks)))
+    build = blocks.of("mla" if kind == "mla" else "dsa").build
     return (
-        build_module(spec(stack.transformer_engine_backend(), plan), config=config, layer_number=number).cuda().train()
+        build_module(build(stack.transformer_engine_backend(), plan), config=config, layer_number=number).cuda().train()
     )
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from nam_megatron import train
 from nam_megatron.errors import FINDINGS, INCOMPLETE, OK, REFUSED, Problem, Refused, raise_if
 from nam_megatron.lower import Lowering
-from nam_megatron.runtime.heartbeat import HEART
 from nam_megatron.nemo import doctor
+from nam_megatron.runtime.heartbeat import HEART
 
 # What Bridge leaves beside its checkpoints, and looks for when it loads one; it writes Megatron's tracker too.
 TRACKER = "latest_train_state.pt"
@@ -93,9 +93,9 @@ def begin(job: train.Job) -> int:
 
 def run(job: train.Job) -> int:
     """Train by Bridge. Returns the exit code, on every rank, once training is over. Raises Refused, and SystemExit as Bridge does."""
-    from nam_megatron.runtime import checksums
     from nam_megatron.nemo import pretrain
     from nam_megatron.nemo.container import container
+    from nam_megatron.runtime import checksums
 
     checksums.provide()
     try:

@@ -117,7 +117,8 @@ def kernels(monkeypatch):
     def choose(name: str) -> None:
         def recipe(*args, **kwargs):
             made = recipe_of(*args, **kwargs)
-            made.model.blocks.dsa.kernels = made.model.blocks.mla.kernels = name
+            harness.say(made, "dsa", kernels=name)
+            harness.say(made, "mla", kernels=name)
             return made
 
         monkeypatch.setattr(harness, "recipe_of", recipe)

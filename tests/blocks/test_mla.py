@@ -37,7 +37,7 @@ def ours(monkeypatch):
     def install(kernels: str = "naive") -> None:
         def recipe(*args, **kwargs):
             made = recipe_of(*args, **kwargs)
-            made.model.blocks.mla.kernels = kernels
+            harness.say(made, "mla", kernels=kernels)
             return made
 
         monkeypatch.setattr(harness, "recipe_of", recipe)

@@ -18,7 +18,7 @@ from nam_megatron.runtime.stack import hybrid_stack_spec
 def test_fused_without_a_gpu_is_refused(kind, title, pattern):
     """Megatron's build_module would make another exception of it, without the key."""
     plan = harness.plan_of(pattern)
-    getattr(plan.recipe.model.blocks, kind).kernels = "fused"
+    harness.say(plan.recipe, kind, kernels="fused")
     with pytest.raises(Refused) as refused:
         hybrid_stack_spec(plan, modules.CpuBackend())
     (problem,) = refused.value.problems

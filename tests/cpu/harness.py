@@ -79,6 +79,12 @@ def recipe_of(
     return SimpleNamespace(model=SimpleNamespace(blocks=Blocks.model_validate(blocks)))
 
 
+def say(recipe: Any, kind: str, **keys: Any) -> None:
+    """Other values at the keys of a kind."""
+    block = recipe.model.blocks.of(kind).model_copy(update=keys)
+    recipe.model.blocks = recipe.model.blocks.model_copy(update={kind: block})
+
+
 def plan_of(pattern: str, latent_norm: bool = True, dispatcher: str = "alltoall", strided: bool = False) -> Plan:
     main, *mtp = pattern.split("/")
     letters = [(letter, i) for i, segment in enumerate(main.split("|")) for letter in segment]

@@ -51,9 +51,10 @@ def config_of(sizes: dict[str, Any], ranks: int) -> MLATransformerConfig:
 
 def layer_of(kind: str, sizes: dict[str, Any], ranks: int, cpu: bool) -> torch.nn.Module:
     recipe = harness.recipe_of()
-    recipe.model.blocks.mla.kernels = recipe.model.blocks.dsa.kernels = "naive" if cpu else "fused"
+    for ours in ("mla", "dsa"):
+        harness.say(recipe, ours, kernels="naive" if cpu else "fused")
     backend = modules.CpuBackend() if cpu else stack.transformer_engine_backend()
-    spec = stack.ours(kind).spec(backend, SimpleNamespace(recipe=recipe))
+    spec = recipe.model.blocks.of(kind).build(backend, SimpleNamespace(recipe=recipe))
     groups = ProcessGroupCollection.use_mpu_process_groups()
     layer = build_module(spec, config=config_of(sizes, ranks), layer_number=1, pg_collection=groups)
     layer = layer if cpu else layer.cuda()

@@ -115,7 +115,7 @@ if INTERPRETED:
 
         def chosen(*args):
             recipe = recipe_of(*args)
-            recipe.model.blocks.dsa.kernels = name
+            harness.say(recipe, "dsa", kernels=name)
             return recipe
 
         monkeypatch.setattr(harness, "recipe_of", chosen)

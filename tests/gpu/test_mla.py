@@ -122,7 +122,7 @@ if INTERPRETED:
         trained, recipe_of = {}, harness.recipe_of
         for kernels, ranks in (("fused", tp), ("naive", 1)):
             recipe = recipe_of()
-            recipe.model.blocks.mla.kernels = kernels
+            harness.say(recipe, "mla", kernels=kernels)
             monkeypatch.setattr(harness, "recipe_of", lambda *_, recipe=recipe: recipe)
             trained[kernels] = harness.train(harness.Case("+", microbatches=1, tp=ranks, config=config))
         found, wanted = trained["fused"], trained["naive"]

@@ -45,7 +45,7 @@ def layer_of(dispatcher: str, groups: ProcessGroupCollection, backend, **more) -
     fields |= dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=1e-2, moe_grouped_gemm=True)
     fields |= dict(moe_token_dispatcher_type="allgather" if dispatcher == "local" else dispatcher)
     plan = SimpleNamespace(recipe=harness.recipe_of(True, True, dispatcher))
-    build = stack._moe(backend, plan).submodules.mlp
+    build = plan.recipe.model.blocks.moe.build(backend, plan).submodules.mlp
     layer = build(config=TransformerConfig(**fields | SIZES | more), pg_collection=groups, layer_number=1)
     return layer.to(DEVICE).train()
 
