@@ -38,17 +38,17 @@ WAYS = ("forward", "backward")
 
 def unfit(plan: Plan) -> Iterator[Problem]:
     """Why the layers of a plan cannot be timed."""
-    if plan.recipe.feature.recompute.granularity != "none":
+    if plan.recipe.feature.recompute:
         yield Problem(
             "with recomputation the forward pass of a layer runs inside backward passes",
             "feature.recompute.granularity",
             "to time blocks, set it to `none`",
         )
-    if plan.recipe.feature.cuda_graphs.impl != "none":
+    if plan.recipe.feature.cuda_graphs:
         yield Problem(
             "a layer inside a CUDA graph cannot be timed",
             "feature.cuda_graphs.impl",
-            "to time blocks, set it to `none`, and the modules to `[]`",
+            "to time blocks, set it to `none`",
         )
     if plan.recipe.parallel.pipeline > 1:
         yield Problem(

@@ -43,7 +43,7 @@ ROUTER, ALLGATHER = f"{MOE}router_fusion=true", f"{MOE}dispatcher=allgather"
 FUSED = (WGRAD, OURS, PERMUTE, ROUTER)
 MODULES = "feature.cuda_graphs.modules="
 GRAPHS = ("feature.cuda_graphs.impl=transformer_engine", f"{MODULES}[attn,mamba,moe_router,moe_preprocess]")
-EAGER = ("feature.cuda_graphs.impl=none", f"{MODULES}[]")
+EAGER = ("feature.cuda_graphs.impl=none",)
 FULL = ("feature.recompute.granularity=full", "feature.recompute.method=uniform", "feature.recompute.layers=1")
 SELECTIVE = ("feature.recompute.granularity=selective", "feature.recompute.modules=[moe_act,layernorm]")
 # Hydra composes one config at a time.

@@ -98,7 +98,7 @@ def executes(key: str) -> bool:
         return any(key == place or key.startswith(f"{place}.") for place in places)
 
     if key.startswith("recipe."):
-        return computation.executes(key.removeprefix("recipe."))
+        return computation.executes(key.removeprefix("recipe.")) is not None
     return below(EXECUTION) and not below(SOFTWARE)
 
 

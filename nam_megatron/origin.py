@@ -56,10 +56,14 @@ class Origin:
 
         An overlay is laid over any preset; what it says of kinds and features that do not stand there is left out, and told (left_out).
         """
-        if any(_within(said, key) for said in (*self._typed, *self._written["preset"])):
+        if self.typed(key) or any(_within(said, key) for said in self._written["preset"]):
             return True
         self._lenient += [said for said in self._written["overlay"] if _within(said, key)]
         return False
+
+    def typed(self, key: str) -> bool:
+        """Whether `key` or one below it stands on the command line."""
+        return any(_within(said, key) for said in self._typed)
 
     def left_out(self) -> list[str]:
         """What overlays say of what does not stand here, for people."""
@@ -72,7 +76,7 @@ class Origin:
         found = []
         for text in self.overrides:
             override = OverridesParser.create().parse_override(text)
-            if not self._loader.get_group_options(override.key_or_group):
+            if not override.is_delete() and not self._loader.get_group_options(override.key_or_group):
                 found += leaves(override.key_or_group.replace("/", "."), _plain(override))
         return tuple(found)
 
@@ -95,7 +99,12 @@ class Origin:
             for name, value in (tree or {}).items():
                 if name not in ("defaults", "hydra"):
                     found[of] += leaves(f"{package}.{name}" if package else str(name), value)
-        return {of: tuple(keys) for of, keys in found.items()}
+        taken = [
+            o.key_or_group.replace("/", ".")
+            for o in OverridesParser.create().parse_overrides(self.overrides)
+            if o.is_delete()
+        ]
+        return {of: tuple(k for k in keys if not any(_within(k, t) for t in taken)) for of, keys in found.items()}
 
     def unnamed_preset(self, name: str) -> str:
         """A note for stderr where the command line leaves the preset to conf/recipe.yaml, which has `name`; else empty."""

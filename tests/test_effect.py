@@ -154,6 +154,18 @@ def test_a_preset_that_configures_other_kinds_than_it_has_is_refused(tmp_path):
     assert "mine.yaml:8" in text and "`model.letters.A=attention`" in text and "`lane.blocks.M=mamba2`" in text
 
 
+def test_a_presets_word_can_be_taken_back():
+    """By switching its feature off, or with Hydra's `~`; what is typed for a feature that is off stays refused."""
+    fp8 = "nam56r_native_dp_fp8"
+    assert lowered(fp8, "feature.cuda_graphs.impl=none").plan.recipe.feature.cuda_graphs is None
+    assert lowered(fp8, "~feature.cuda_graphs").plan.recipe == lowered(fp8, "feature.cuda_graphs.impl=none").plan.recipe
+    with pytest.raises(Refused, match="`modules` of a feature that is off"):
+        load(fp8, ["feature.cuda_graphs.impl=none", "feature.cuda_graphs.modules=[attn]"])
+    with pytest.raises(Refused, match="no layer is Mamba-2"):
+        load(fp8, ["lane=author_dp"])
+    assert load(fp8, ["lane=author_dp", "~model.blocks.mamba2"]).model.blocks.mamba2 is None
+
+
 def test_words_follow_the_plan():
     """Title, identity and assumptions are of what stands, whatever the preset is called."""
     lines = list(report.header(lowered("nam56r_native_dp", "model.init_std=0.5", "model.depth=13")))

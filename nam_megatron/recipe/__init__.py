@@ -140,7 +140,7 @@ def from_config(cfg: DictConfig, origin: Any = None, without: Iterable[str] = ()
         raise Refused(features, origin)
     written = parsed(tree, origin)
     try:
-        recipe = resolved(written, origin.said if origin else lambda key: False)
+        recipe = resolved(written, origin.said, origin.typed) if origin else resolved(written, lambda key: False)
     except Refused as refused:
         raise Refused(refused.problems, origin) from None
     if renamed := list(_lane_in_name_only(recipe)):
@@ -148,13 +148,13 @@ def from_config(cfg: DictConfig, origin: Any = None, without: Iterable[str] = ()
     return recipe
 
 
-def resolved(written: Recipe, said: standing.Said) -> Recipe:
+def resolved(written: Recipe, said: standing.Said, typed: standing.Said | None = None) -> Recipe:
     """What stands of a whole recipe as conf/ writes it: see standing.py.
 
     Raises:
         Refused: a person said something of what does not stand, left out what does, or assumed a key that is none.
     """
-    recipe = standing.stand(written, said)
+    recipe = standing.stand(written, said, typed)
     raise_if([*standing.missing(recipe), *_assumed_nothing(recipe)])
     held = {name: a for name, a in recipe.assumptions.items() if value_at(recipe, a.key) == a.value}
     return recipe.model_copy(update={"assumptions": held})

@@ -138,8 +138,10 @@ def everywhere(recipe: "Recipe") -> frozenset[str]:
     return frozenset(main) | frozenset(mtp(recipe, main))
 
 
-def stand(recipe: "Recipe", said: Said) -> "Recipe":
-    """`recipe` with what stands alone. said: whether a person wrote this key, or a key below it.
+def stand(recipe: "Recipe", said: Said, typed: Said | None = None) -> "Recipe":
+    """`recipe` with what stands alone. said: whether a person wrote this key, or a key below it; typed: on the command line.
+
+    A feature that is switched off on the command line puts out what a preset says of it.
 
     Raises:
         Refused: something is said of a kind that no layer has, of a feature that is off, or of a key that nothing reads.
@@ -153,10 +155,11 @@ def stand(recipe: "Recipe", said: Said) -> "Recipe":
     off = [name for name in FEATURES if getattr(feature, name) is not None and not getattr(feature, name).on]
     for name in off:
         cls = FEATURES[name]
+        put_out = typed is not None and typed(f"feature.{name}.{cls.switch}")
         for key in cls.model_fields:
-            if key != cls.switch and said(f"feature.{name}.{key}"):
+            if key != cls.switch and (typed if put_out and typed else said)(f"feature.{name}.{key}"):
                 message = f"`{key}` of a feature that is off"
-                hint = f"switch it on with `feature.{name}.{cls.switch}`, or leave this out"
+                hint = f"switch it on with `feature.{name}.{cls.switch}`, or leave this out: `~feature.{name}`"
                 problems.append(Problem(message, f"feature.{name}.{key}", hint))
     idle = dict(_idle(recipe, here, configs, frozenset(off)))
     for key, why in idle.items():
@@ -178,7 +181,8 @@ def no_layer(kind: str, here: frozenset[str]) -> Problem:
     """For somebody who configures a kind that does not stand."""
     block = KINDS[kind]
     stands = quoted(k for k in KINDS if k in here)
-    hint = f"{stands} stand here; leave this out, or let a letter be `{kind}`: {', '.join(_ways(kind))}"
+    out = f"leave this out (a preset's word: `~model.blocks.{kind}`)"
+    hint = f"{stands} stand here; {out}, or let a letter be `{kind}`: {', '.join(_ways(kind))}"
     return Problem(f"no layer is {block.title}", f"model.blocks.{kind}", hint)
 
 

@@ -96,10 +96,10 @@ def test_another_computation_is_refused_by_field(at_two, tmp_path):
     [
         ("schedule.train_steps=8", ["schedule.train_steps"]),
         ("schedule.micro_batch_size=1", ["schedule.micro_batch_size"]),
-        ("model.depth=5", ["model.depth"]),
+        ("model.depth=7", ["model.depth"]),
         ("schedule.seed=1", ["schedule.seed"]),
         ("schedule.log_interval=2", []),
-        ("feature.cuda_graphs.warmup_steps=1", []),
+        ("schedule.timeout_minutes=9", []),
         ("cluster=h200_2", []),
     ],
 )

@@ -34,9 +34,9 @@ from nam_megatron.runtime.stack import hybrid_stack_spec
 
 SMALL = (
     "model.seq_length=32",
+    "model.pattern=AEMEAE",
     "model.depth=6",
     "model.hidden_size=64",
-    "model.ffn_hidden_size=96",
     "model.vocab_size=256",
 )
 SMALL += ("model.blocks.mamba2.heads=8", "model.blocks.mamba2.head_dim=8", "model.blocks.attention.head_dim=16")

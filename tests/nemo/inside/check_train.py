@@ -36,9 +36,9 @@ import nam_megatron.nemo.train as nemo_train  # noqa: E402
 
 SMALL = (
     "model.seq_length=32",
+    "model.pattern=AEMEAE",
     "model.depth=6",
     "model.hidden_size=64",
-    "model.ffn_hidden_size=96",
     "model.vocab_size=256",
     "model.blocks.mamba2.heads=8",
     "model.blocks.mamba2.head_dim=8",
