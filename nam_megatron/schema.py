@@ -49,7 +49,8 @@ def configs(config: type[Config] = Recipe, path: str = "") -> Iterator[tuple[str
     yield path, config
     for name, field in config.model_fields.items():
         if inner := section(field.annotation):
-            yield from configs(inner, f"{path}{name}.")
+            named = "NAME." if getattr(field.annotation, "__origin__", None) is dict else ""
+            yield from configs(inner, f"{path}{name}.{named}")
 
 
 def hover(config: type[Config], key: str) -> str:

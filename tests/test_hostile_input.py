@@ -157,7 +157,7 @@ def test_verify_ends_at_a_ctrl_c_that_reaches_it_alone(tmp_path):
     left = [
         p
         for p in Path("/proc").iterdir()
-        if p.name.isdecimal() and b"mcore.oracle" in _words(p) and os.getppid() != int(p.name)
+        if p.name.isdecimal() and b"runtime.oracle" in _words(p) and os.getppid() != int(p.name)
     ]
     assert all(time.time() - p.stat().st_ctime > 20 for p in left) or not left
 

@@ -13,6 +13,7 @@ from nam_megatron.blocks.kinds import KINDS
 from nam_megatron.errors import Refused
 from nam_megatron.lower import translate
 from nam_megatron.recipe import Recipe, conf_dir, from_tree, load, to_tree
+from nam_megatron.setting import section
 
 TREES = [to_tree(lowered(name).plan.recipe) for name in NAMES]
 
@@ -43,7 +44,7 @@ def judge(recipe, tree=()):
     )
     assert report.plan_text(lowering) and argv.lines(lowering) and argv.flat_yaml(lowering)
     try:
-        assert argv.shell(lowering).split() == list(words)
+        assert argv.shell(lowering).split() == list(argv.words(lowering))
     except Refused as refused:
         assert "does not survive" in refused.problems[0].message
     return lowering
@@ -58,7 +59,8 @@ def known(key):
             return True  # inside a list or a free mapping
         if part not in model.model_fields:
             return False
-        model = model.model_fields[part].annotation
+        annotation = model.model_fields[part].annotation
+        model = None if getattr(annotation, "__origin__", None) is dict else section(annotation)
     return True
 
 
