@@ -48,7 +48,8 @@ def flags(lowering: Lowering) -> list[tuple[str, ...]]:
     return [*found, mark] if (mark := marker(lowering)) else found
 
 
-LAYERS = re.compile(r"[A-Z*+|/-]*[A-Z][A-Z*+|/-]*")  # a layer pattern: no folder holds files of such names
+# A layer pattern: no folder holds files of such names.
+LAYERS = re.compile(r"[A-Z*+|/-]*[A-Z][A-Z*+|/-]*|[*+|/-]{16,}")
 
 
 def shell(lowering: Lowering) -> str:

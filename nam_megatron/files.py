@@ -46,10 +46,11 @@ def look(file: Path, group: str) -> None:
         if text.startswith("\ufeff"):
             hint = "save it as UTF-8 without one; Hydra would not see its `@package`"
             raise Refused(Problem(f"`{file}` begins with a byte order mark", None, hint))
+        node = yaml.compose(text, Loader=Loader)
         if group in GLOBAL and "@package" not in text[:HEADER]:
             hint = "its first line is `# @package _global_`"
             raise Refused(Problem(f"`{file}` does not say where its keys belong", None, hint))
-        if (found := size(yaml.compose(text, Loader=Loader), {})) > MOST:
+        if (found := size(node, {})) > MOST:
             raise Refused(Problem(f"`{file}` has {found} values, its anchors written out", None, f"{MOST} are enough"))
     except (yaml.YAMLError, UnicodeDecodeError, OSError):
         return

@@ -17,11 +17,11 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
 from megatron.core.tokenizers.text.models.default_tokenizer import DefaultTokenizerText
 from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
+from presets import written
 
 from nam_megatron.data import __main__ as command
 from nam_megatron.data import build, manifest, sources, tokenizer
 from nam_megatron.errors import Refused
-from nam_megatron.recipe import load
 
 TEXTS = [
     f"// file {i}\n#include <vector>\nint f{i}(int x) {{\n\treturn {i * 37} * x;  // naïve €{i}\n}}\n"
@@ -485,12 +485,12 @@ def test_megatron_reads_the_same_tokenizer(bpe, megatrons):
 
 def test_fill_in_the_middle_of_our_data_is_the_text_permuted(tmp_path, bpe, megatrons):
     """Each document of a sample comes back as prefix, suffix and middle of the document it was; padding has no loss."""
-    out, fim = built(tmp_path, bpe, jsonl(tmp_path / "a.jsonl")), load("nam56r_smoke").feature.fim
+    out, fim = built(tmp_path, bpe, jsonl(tmp_path / "a.jsonl")), written("nam56r_smoke")["feature"]["fim"]
     config = GPTFIMDatasetConfig(
         random_seed=1, sequence_length=600, blend=None, blend_per_split=[([str(out / "train")], None), None, None],
         path_to_cache=str(tmp_path / "cache"), tokenizer=megatrons, reset_position_ids=False, reset_attention_mask=False,
         eod_mask_loss=False, create_attention_mask=False, fim_rate=1.0, fim_spm_rate=0.5,
-        fim_extra_tokens={name: getattr(fim, f"{name}_token") for name in ("prefix", "middle", "suffix", "pad", "eod")},
+        fim_extra_tokens={name: fim[f"{name}_token"] for name in ("prefix", "middle", "suffix", "pad", "eod")},
     )  # fmt: skip
     data = IndexedDataset(str(out / "train"))
     samples = GPTFIMDataset(data, str(out / "train"), numpy.arange(len(data)), 4, Split.train, config)

@@ -103,7 +103,7 @@ def test_megatrons_parser_arrives_at_every_setting(recipe):
 def test_every_form_says_the_same(recipe):
     """shell and lines give the words of argv; yaml gives them to tools that build the line."""
     lowering = lowered(*RECIPES[recipe])
-    words = list(argv.argv(lowering))
+    words = list(argv.words(lowering))
     assert argv.shell(lowering).split() == words
     assert shlex.split(argv.lines(lowering), comments=True) == words
     rebuilt = []

@@ -166,7 +166,7 @@ def _drop(wanted: Tree, base: Tree, key: str) -> bool:
 def _difference(wanted: Mapping[str, Any], base: Mapping[str, Any]) -> Tree:
     found: Tree = {}
     for key, value in wanted.items():
-        if isinstance(value, Mapping) and isinstance(base.get(key), Mapping):
+        if isinstance(value, Mapping) and isinstance(base.get(key), Mapping):  # `mlp: {}` says that it stands
             if inner := _difference(value, base[key]):
                 found[key] = inner
         elif base.get(key) != value:
@@ -194,7 +194,7 @@ def _yaml(groups: Mapping[str, str], tree: Mapping[str, Any], source: str) -> st
 
 def _node(key: str, value: Any, depth: int) -> list[str]:
     pad = "  " * depth
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and value:
         return [f"{pad}{key}:", *(line for k, v in value.items() for line in _node(k, v, depth + 1))]
     if isinstance(value, (list, tuple)) and value and isinstance(value[0], Mapping):
         return [f"{pad}{key}:", *(f"{pad}  - {_flow(v)}" for v in value)]
