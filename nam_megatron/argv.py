@@ -64,7 +64,7 @@ def shell(lowering: Lowering) -> str:
         if (
             not word
             or any(c.isspace() or c in "'\"\\" for c in word)
-            or (set(word) & set("*?[") and not LAYERS.fullmatch(word))
+            or (set(word) & set("*?[") and not LAYERS.fullmatch(word.rpartition("=")[2]))
         ):
             raise Refused(
                 Problem(f"`{word}` does not survive `$(...)`", None, "use `out=DIR` and its run.sh, or `format=json`")

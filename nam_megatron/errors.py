@@ -110,7 +110,8 @@ def finish(command: Callable[[], int]) -> NoReturn:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  as long as the process
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A locale of ASCII must not end a run at the first name with an umlaut.
-        sys.stdout.reconfigure(errors="backslashreplace")
+        with contextlib.suppress(OSError):  # what is buffered cannot be written; that is said at the end
+            sys.stdout.reconfigure(errors="backslashreplace")
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = out, _ = Output(sys.stdout), Output(sys.stderr)
     code: int | str | None

@@ -10,6 +10,7 @@ from presets import NAMES, lowered
 
 from nam_megatron import argv
 from nam_megatron.runtime.oracle import Oracle
+from nam_megatron.targets import current
 from nam_megatron.verify import MISMATCH, UNFINISHED, VERIFIED, reviewed_fields, summary, verify
 
 
@@ -156,15 +157,15 @@ def test_what_megatron_refuses_is_a_mismatch_with_its_words(oracle):
 
 
 def test_a_field_nobody_looked_at_is_a_mismatch(oracle, monkeypatch):
-    demanded, derived = reviewed_fields()
+    demanded, derived = reviewed_fields(current())
     fewer = {f: v for f, v in demanded.items() if f != "transformer.softmax_scale"}
-    monkeypatch.setattr("nam_megatron.verify.reviewed_fields", lambda: (fewer, derived))
+    monkeypatch.setattr("nam_megatron.verify.reviewed_fields", lambda target: (fewer, derived))
     verdict = verify(lowered("nam56r_smoke"), oracle)
     assert verdict.unknown == ("transformer.softmax_scale",) and verdict.word == MISMATCH
 
 
 def test_no_reviewed_field_is_gone_from_megatron(oracle):
-    demanded, derived = reviewed_fields()
+    demanded, derived = reviewed_fields(current())
     fields = set()
     for name in ("nam56r", "nam56r_native_dp_fp8"):
         lowering = lowered(name)

@@ -163,7 +163,8 @@ def stand(recipe: "Recipe", said: Said, typed: Said | None = None) -> "Recipe":
                 problems.append(Problem(message, f"feature.{name}.{key}", hint))
     idle = dict(_idle(recipe, here, configs, frozenset(off)))
     for key, why in idle.items():
-        if said(key):
+        # A family's design has letters that not every pattern has.
+        if said(key) and not key.startswith("model.letters."):
             problems.append(Problem(f"{IDLE}: {why}", key, "leave it out"))
     raise_if(problems)
     blocks = {kind: None for kind in KINDS if kind not in configs}
