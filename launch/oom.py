@@ -159,7 +159,8 @@ def _gib(found: re.Match[str] | None) -> float | None:
 
 def frames(before: Iterable[str], line: str) -> list[tuple[str, str]]:
     """(file, function) of the traceback that ends at `line`, of its rank."""
-    rank, found = RANK.search(line), []
+    rank = RANK.search(line)
+    found: list[tuple[str, str]] = []
     for text in before:
         if rank and (other := RANK.search(text)) and other[1] != rank[1]:
             continue

@@ -57,6 +57,7 @@ class Process:
         """
         rest, gone = b"", None
         pipe = self._popen.stdout
+        assert pipe is not None, "started with a pipe"
         with selectors.DefaultSelector() as ready:
             ready.register(pipe, selectors.EVENT_READ)
             while gone is None or time.monotonic() - gone < LINGER:
