@@ -330,7 +330,8 @@ def _journal(queue: Queue, root: Path) -> Path:
 
 def _record(queue: Queue, root: Path, copy: Path) -> None:
     """Write down what brings `root` to `copy`, on the disk before this returns; changes no file of the packages. Raises Refused."""
-    folder, entries = _journal(queue, root), []
+    folder = _journal(queue, root)
+    entries: list[list[str | None]] = []
     with _writing(root, "nothing was patched"):
         try:
             shutil.rmtree(folder, ignore_errors=True)

@@ -159,7 +159,7 @@ def _fit(recipe: Recipe, name: str, imbalance: float) -> int:
     if fit.best.note:
         sys.stdout.write(f"with {fit.best.note}\n")
         kept = search.largest(recipe, key, imbalance, keep=True).best
-        said = f"{key}={kept.value}: {text.verdict(kept.budget)}" if kept else f"no value of {key} fits"
+        said = f"{key}={kept.value}: {_outcome(kept)}" if kept else f"no value of {key} fits"
         sys.stdout.write(f"{said}, with the global batch of {recipe.schedule.global_batch_size} as it is\n")
     if fit.beyond is None:
         sys.stdout.write("memory sets no limit to it\n")
