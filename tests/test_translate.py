@@ -515,7 +515,8 @@ FILES = {
     "tabs": (b"a:\n\tb: 2\n", "preset/mine.yaml:2 is not YAML: found character '\\t'", "check quotes"),
     "a key twice": (b"# @package _global_\na: 1\na: 2\n", "preset/mine.yaml:3 is not YAML: found duplicate key a", "check quotes"),
     "a control character": (b"a: 1\x00\n", "preset/mine.yaml is not YAML: unacceptable character #x0000", "check quotes"),
-    "a Python object": (b"# @package _global_\na: !!python/name:os.system\n", "preset/mine.yaml:2 is not YAML: could not determine", "check"),
+    "a Python object": (
+        b"# @package _global_\na: !!python/name:os.system\n", "preset/mine.yaml:2 is not YAML: could not determine", "check"),
     "defaults that are none": (b"# @package _global_\ndefaults: 3\n", "defaults must be a list (got int)", "--help"),
     "a default that is not there": (
         b"# @package _global_\ndefaults:\n  - nam56r\n  - override /lane: nemo\n  - _self_\n", "no lane `nemo` @ lane", "author_dp"),
