@@ -55,13 +55,13 @@ def ask(words: Sequence[str], seconds: float, environ: Mapping[str, str] | None 
     try:
         if _over.is_set():  # looked at after _live was written, so that `at_once` misses nothing that starts beside it
             _end(process.pid)
-        out, err = process.communicate(timeout=seconds)
-        return Answer(process.returncode, out, err)
+        out, said = process.communicate(timeout=seconds)
+        return Answer(process.returncode, out, said)
     except subprocess.TimeoutExpired:
         _end(process.pid)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            out, err = process.communicate(timeout=5)
-            return Answer(None, out, err, f"no answer within {seconds:g} s")
+            out, said = process.communicate(timeout=5)
+            return Answer(None, out, said, f"no answer within {seconds:g} s")
         return Answer(None, why=f"no answer within {seconds:g} s, and it cannot be ended")
     except BaseException:  # Ctrl-C: nothing of ours stays behind
         _end(process.pid)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from launch.finding import Finding
+from launch.finding import Finding, Level
 from nam_megatron.recipe import Device
 
 WORDS = ("nvidia-smi", "-q", "-x")
@@ -317,7 +317,7 @@ def clocks(gpus: Sequence[Gpu]) -> Iterator[Finding]:
 def pcie(gpus: Sequence[Gpu]) -> Iterator[Finding]:
     """The link to the host: checkpoints, data and, between NVLink islands, collectives go over it. A seldom used one may slow down."""
     clean = True
-    for words, level, test in (
+    checks: tuple[tuple[str, Level, Callable[[Gpu], Any]], ...] = (
         ("fewer PCIe lanes than it has", "fail", lambda g: g.width and g.max_width and g.width < g.max_width),
         ("a slower PCIe generation than it has", "fail", lambda g: slower(g) and g.state in (None, "P0")),
         ("a slower PCIe generation than it has, at rest", "note", lambda g: slower(g) and g.state not in (None, "P0")),
@@ -327,7 +327,8 @@ def pcie(gpus: Sequence[Gpu]) -> Iterator[Finding]:
             "fail",
             lambda g: (g.max_gen, g.max_width) != (gpus[0].max_gen, gpus[0].max_width),
         ),
-    ):
+    )
+    for words, level, test in checks:
         if bad := [g for g in gpus if test(g)]:
             clean = False
             yield Finding("pcie", level, f"{on(bad)}: {words}", "reseat it, or another slot; `nvidia-smi -q -d PCIE`")
@@ -359,11 +360,12 @@ def modes(gpus: Sequence[Gpu]) -> Iterator[Finding]:
     shut = [g for g in gpus if g.compute == "Prohibited"]
     alone = [g for g in gpus if g.compute not in (None, "Default", "Prohibited")]
     off = [g for g in gpus if g.persistence == "Disabled"]
-    for bad, level, words, hint in (
+    found: tuple[tuple[list[Gpu], Level, str, str | None], ...] = (
         (shut, "fail", "compute mode lets no process in", "as root: `nvidia-smi -c DEFAULT`"),
         (alone, "note", "compute mode lets one process in: no profiler beside a rank", None),
         (off, "note", "persistence mode is off: the driver is loaded anew for each run, and forgets clocks", None),
-    ):
+    )
+    for bad, level, words, hint in found:
         if bad:
             yield Finding("mode", level, f"{on(bad)}: {words}", hint)
     if gpus and not (shut or alone or off):

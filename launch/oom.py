@@ -7,6 +7,7 @@ import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from launch import steps
 
@@ -133,7 +134,7 @@ def triage(lines: Iterable[str]) -> list[Oom]:
 def _placed(oom: Oom, places: Mapping[int, tuple[str, str | None]]) -> Oom:
     """With what the trainer said of its rank; of a run of one rank, whose errors name none."""
     rank = next(iter(places)) if oom.rank is None and len(places) == 1 else oom.rank
-    if rank not in places:
+    if rank is None or rank not in places:
         return oom
     run, layer = places[rank]
     return replace(oom, layer=layer, phase=run if oom.phase == "unknown" else oom.phase)
@@ -141,7 +142,7 @@ def _placed(oom: Oom, places: Mapping[int, tuple[str, str | None]]) -> Oom:
 
 def read(text: str, line: int = 1, done: int = 0, where: str = "unknown") -> Oom:
     """One message."""
-    numbers = {name: _gib(pattern.search(text)) for name, pattern in NUMBERS.items()}
+    numbers: dict[str, Any] = {name: _gib(pattern.search(text)) for name, pattern in NUMBERS.items()}
     reserved = _gib(RESERVED.search(text))
     if reserved is not None and numbers["allocated"] is not None:
         numbers["unallocated"] = max(0.0, reserved - numbers["allocated"])
@@ -159,7 +160,8 @@ def _gib(found: re.Match[str] | None) -> float | None:
 
 def frames(before: Iterable[str], line: str) -> list[tuple[str, str]]:
     """(file, function) of the traceback that ends at `line`, of its rank."""
-    rank, found = RANK.search(line), []
+    rank = RANK.search(line)
+    found: list[tuple[str, str]] = []
     for text in before:
         if rank and (other := RANK.search(text)) and other[1] != rank[1]:
             continue

@@ -29,7 +29,8 @@ KEPT = 20  # last lines that look like errors
 
 def of_log(folder: Path, receipt: Mapping[str, Any]) -> dict[str, Any]:
     """What came of a run, from its folder and its receipt. Works on half a log as on a whole one."""
-    said, errors, codes = steps.Said(), deque(maxlen=KEPT), []
+    said, codes = steps.Said(), []
+    errors: deque[str] = deque(maxlen=KEPT)
     clocks: dict[str, datetime] = {}
     first = None
     for line in _lines(folder / LOG):

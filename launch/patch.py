@@ -141,9 +141,10 @@ def objections(queue: Queue) -> Iterator[Problem]:
 
 def trailers(mail: str) -> dict[str, str]:
     """The trailers of a patch: the last paragraph of its message."""
-    message = HeaderParser().parsestr(mail).get_payload().split("\n---\n")[0]
-    last = message.strip().split("\n\n")[-1]
-    return dict(m.groups() for m in re.finditer(r"^([A-Z][A-Za-z-]*): (.+)$", last, re.MULTILINE))
+    message = HeaderParser().parsestr(mail).get_payload()
+    assert isinstance(message, str), "HeaderParser makes no parts"
+    last = message.split("\n---\n")[0].strip().split("\n\n")[-1]
+    return {m[1]: m[2] for m in re.finditer(r"^([A-Z][A-Za-z-]*): (.+)$", last, re.MULTILINE)}
 
 
 def installed(queue: Queue) -> Path:
@@ -329,7 +330,8 @@ def _journal(queue: Queue, root: Path) -> Path:
 
 def _record(queue: Queue, root: Path, copy: Path) -> None:
     """Write down what brings `root` to `copy`, on the disk before this returns; changes no file of the packages. Raises Refused."""
-    folder, entries = _journal(queue, root), []
+    folder = _journal(queue, root)
+    entries: list[list[str | None]] = []
     with _writing(root, "nothing was patched"):
         try:
             shutil.rmtree(folder, ignore_errors=True)

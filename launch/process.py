@@ -48,20 +48,21 @@ class Process:
         except OSError as err:
             raise Refused(Problem(f"`{words[0]}` cannot be started: {err.strerror}")) from None
         self._srun = words[0] == "srun"
+        assert self._popen.stdout is not None, "started with a pipe"
+        self._pipe = self._popen.stdout
         with contextlib.suppress(OSError):  # a user's pipes may be at their limit
-            fcntl.fcntl(self._popen.stdout, F_SETPIPE_SZ, PIPE)
+            fcntl.fcntl(self._pipe, F_SETPIPE_SZ, PIPE)
 
     def lines(self) -> Iterator[list[str]]:
         """What it prints, as many lines at a time as there are, until it and all its ranks have closed the pipe, or it is gone and
         LINGER is over.
         """
         rest, gone = b"", None
-        pipe = self._popen.stdout
         with selectors.DefaultSelector() as ready:
-            ready.register(pipe, selectors.EVENT_READ)
+            ready.register(self._pipe, selectors.EVENT_READ)
             while gone is None or time.monotonic() - gone < LINGER:
                 if ready.select(POLL):
-                    piece = os.read(pipe.fileno(), PIPE)
+                    piece = os.read(self._pipe.fileno(), PIPE)
                     if not piece:
                         break
                     whole, end, rest = (rest + piece).rpartition(b"\n")

@@ -62,10 +62,10 @@ class Redactor:
         self._places = sorted(((p, n) for p, n in found.items() if len(p) > 3), key=lambda pn: -len(pn[0]))
         names = {socket.gethostname(), *hosts}
         names |= {name.split(".")[0] for name in names}
-        names = sorted((n for n in names if len(n) > 2 and n != "localhost"), key=len, reverse=True)
+        known = sorted((n for n in names if len(n) > 2 and n != "localhost"), key=len, reverse=True)
         # With the domain that may follow: `node1.cluster.example`.
         self._hosts = (
-            re.compile(rf"(?<![\w-])(?:{'|'.join(map(re.escape, names))})(?:\.[\w-]+)*(?![\w-])") if names else None
+            re.compile(rf"(?<![\w-])(?:{'|'.join(map(re.escape, known))})(?:\.[\w-]+)*(?![\w-])") if known else None
         )
 
     def secrets(self, text: str) -> str:

@@ -80,7 +80,8 @@ def parse(line: str) -> Step | Reading | Save | None:
         return _reading(found[1])
     if found := MEMORY.search(line):
         rank, step, *mib = found.groups()
-        return Reading(int(rank), "step", int(step), *(float(v) * 2**20 for v in mib))
+        a, b, c, d = (float(v) * 2**20 for v in mib)
+        return Reading(int(rank), "step", int(step), a, b, c, d)
     if (found := SAVE.search(line)) and (clock := TIME_OF_DAY.search(line)) and (when := time_of_day(clock[1])):
         return Save(int(found[2]), found[1] != "saving", when)
     return None
@@ -100,11 +101,11 @@ def _reading(text: str) -> Reading | None:
         return None
     if not isinstance(said, dict) or said.get("when") not in ("built", "step", "end"):
         return None
-    whole = [said.get(key) for key in ("rank", "step", *BYTES)]
-    if not all(type(v) is int and 0 <= v < 2**63 for v in whole):
+    whole = {key: v for key in ("rank", "step", *BYTES) if type(v := said.get(key)) is int and 0 <= v < 2**63}
+    if len(whole) < 2 + len(BYTES):
         return None
     device = {k: said.get(k) for k in ("node", "device", "bus", "name", "expandable")} if "device" in said else None
-    return Reading(whole[0], said["when"], *whole[1:], device)
+    return Reading(when=said["when"], device=device, **whole)
 
 
 @dataclass
@@ -148,6 +149,11 @@ def split(steps: Sequence[Step]) -> tuple[list[Step], list[Step]]:
     return timed[: len(timed) - len(steady)], steady
 
 
+def _ms(step: Step) -> float:
+    assert step.ms is not None, "`split` leaves lines without a time out"
+    return step.ms
+
+
 def figures(said: Said, tokens_per_step: int, world: int) -> dict[str, Any]:
     """Figures of a run: its first window of steady steps, the steps before it, and whether the numbers were numbers.
 
@@ -175,7 +181,7 @@ def figures(said: Said, tokens_per_step: int, world: int) -> dict[str, Any]:
 
 
 def _window(window: Sequence[Step], tokens_per_step: int, world: int) -> dict[str, Any]:
-    ms = sorted(s.ms for s in window)
+    ms = sorted(map(_ms, window))
     middle = median(ms)
     tflops = [v for s in window if (v := s.values.get(TFLOPS)) is not None and math.isfinite(v)]
     return {
@@ -247,8 +253,8 @@ def bad_put(
     if steady:  # then there are two lines before it
         rest = first if every else first[1:]
         lines = [(rest[0], first[0].number - (every or 1)), *((s, before.number) for before, s in pairwise(rest))]
-        middle = median(s.ms for s in steady[:WINDOW])
-        excess = sum((s.ms - middle) * (s.number - before) for s, before in lines) / 1000
+        middle = median(map(_ms, steady[:WINDOW]))
+        excess = sum((_ms(s) - middle) * (s.number - before) for s, before in lines) / 1000
     known = {
         "wall_s": (ended - started).total_seconds() if started and ended else None,
         "until_first_step_s": began if began is not None and began >= 0 else None,

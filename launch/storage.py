@@ -144,13 +144,13 @@ def environment(programs: Sequence[Place], used: Sequence[Place], mounted: Seque
     """Programs on a disk that goes with the host: the host comes back without what trained on it."""
     where = {p.name: volume(p.path, mounted) for p in used if p.name in ("durable", "scratch")}
     durable, scratch = where.get("durable"), where.get("scratch")
-    apart = scratch is not None and durable is not None and not one_volume(scratch, durable)
+    apart = scratch if scratch and durable and not one_volume(scratch, durable) else None
     lost, image = [], []
     for p in programs:
         m = volume(p.path, mounted)
         if m is None:
             continue
-        if m.kind in ("tmpfs", "ramfs") or (apart and one_volume(m, scratch)):
+        if m.kind in ("tmpfs", "ramfs") or (apart and one_volume(m, apart)):
             lost.append(f"{p.name} (`{p.path}`)")
         elif m.kind in FLEETING:
             image.append(p.name)

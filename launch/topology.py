@@ -81,8 +81,8 @@ def findings(topology: Topology, expected: str, count: int) -> Iterator[Finding]
         said = f"{link} between {shown}, and the device file expects {expected}"
         yield Finding("topology", "fail", said, "another host, or have this one repaired")
     if clean and not bad:
-        pairs = count * (count - 1) // 2
-        said = f"{expected} between all {pairs} pairs of GPUs" if pairs else "one GPU, no pairs"
+        number = count * (count - 1) // 2
+        said = f"{expected} between all {number} pairs of GPUs" if number else "one GPU, no pairs"
         yield Finding("topology", "ok", said)
     near = [f"{g}: {', '.join(topology.nearest(g)) or 'none'}" for g in topology.gpus]
     yield Finding("nic", "note", "nearest NICs: " + "; ".join(near) if topology.nics else "no NICs in the matrix")

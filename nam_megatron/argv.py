@@ -147,7 +147,7 @@ def load_plan(path: Path | str) -> Lowering:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as err:
-        raise Refused(_no_plan(str(path), err.strerror)) from None
+        raise Refused(_no_plan(str(path), err.strerror or str(err))) from None
     except ValueError as err:
         raise Refused(_no_plan(str(path), str(err))) from None
     return parse_plan(text, str(path))

@@ -99,7 +99,7 @@ def _flat(node: Any, key: str) -> dict[str, Any]:
 def read(path: Path) -> dict[str, Any]:
     """A plan.json as it stands, which another version may have written. Raises Refused."""
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if not {"recipe", "settings", "megatron_core", "layers", "mtp"} <= tree.keys():
             raise ValueError("it is no plan")
         standing(tree)

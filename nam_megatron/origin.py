@@ -202,8 +202,8 @@ def hydra_problem(err: Exception) -> Problem:
     """An error of Hydra, OmegaConf or the YAML parser in our words."""
     text = str(err).strip() or type(err).__name__
     first = text.splitlines()[0].rstrip(".")
-    if options := _options(text):
-        group = re.search(r"Available options in '([^']*)'", text)[1]
+    if (options := _options(text)) and (match := re.search(r"Available options in '([^']*)'", text)):
+        group = match[1]
         name = re.search(r"'([^']*)'", text.split("Could not find ")[-1])
         wanted = name[1].removeprefix(f"{group}/") if name else ""
         stem = wanted.rpartition("/")[2].removesuffix(".yaml")  # a path, as a shell completes it
@@ -232,8 +232,8 @@ def hydra_problem(err: Exception) -> Problem:
         return Problem(f"`{match[1]}` is there already", match[1], "leave the `+` out")
     if isinstance(err, yaml.YAMLError):
         mark = getattr(err, "problem_mark", None)
-        name = _short(Path(mark.name if mark else getattr(err, "name", None) or "a config file"))
-        place = f"{name}:{mark.line + 1}" if mark else name
+        file = _short(Path(mark.name if mark else getattr(err, "name", None) or "a config file"))
+        place = f"{file}:{mark.line + 1}" if mark else file
         return Problem(
             f"{place} is not YAML: {getattr(err, 'problem', None) or first}",
             None,

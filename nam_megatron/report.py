@@ -118,8 +118,9 @@ def plan_text(lowering: Lowering) -> str:
     text += [f"{title:<8} {count:>3}  {where}" for title, count, where in parts(p)]
     if p.index_reuse:
         groups: dict[int, list[int]] = {}
-        for layer in p.reusing_layers:
-            groups.setdefault(layer.source, []).append(layer.number)
+        for layer in p.layers:
+            if layer.source is not None:
+                groups.setdefault(layer.source, []).append(layer.number)
         text += ["top-k shared: " + "; ".join(f"{s} -> {', '.join(map(str, reuse))}" for s, reuse in groups.items())]
     if p.recipe.parallel.pipeline > 1:
         text += ["layers per pipeline rank: " + " ".join(map(str, p.stage_lengths))]

@@ -172,8 +172,8 @@ class Sizes:
             "GiB": GIB,
         }
         chosen = r.feature.recompute
-        selective = chosen is not None and chosen.granularity == "selective"
-        return cls(plan, symbols, frozenset(chosen.modules if selective else ()))
+        dropped = chosen.modules if chosen and chosen.granularity == "selective" else ()
+        return cls(plan, symbols, frozenset(dropped))
 
     def __getitem__(self, symbol: str) -> float:
         return self.symbols[symbol]
@@ -190,15 +190,16 @@ class Sizes:
         return replace(self, symbols={**self.symbols, **symbols})
 
     def value(self, formula: str) -> float:
-        return eval(_code(formula), {"__builtins__": {}, "max": max, "min": min}, dict(self.symbols))
+        number: float = eval(_code(formula), {"__builtins__": {}, "max": max, "min": min}, dict(self.symbols))
+        return number
 
     def line(self, name: str, formula: str, why: str, **more: Any) -> Line:
         return Line(name, ceil(self.value(formula) - 1e-6), formula, why, **more)
 
-    def work(self, name: str, formula: str, why: str, **more) -> Work:
+    def work(self, name: str, formula: str, why: str, **more: Any) -> Work:
         return Work(name, self.value(formula), formula, why, **more)
 
-    def state(self, name: str, formula: str, why: str, per: Literal["token", "sequence"], **more) -> State:
+    def state(self, name: str, formula: str, why: str, per: Literal["token", "sequence"], **more: Any) -> State:
         return State(name, ceil(self.value(formula) - 1e-6), formula, why, per, **more)
 
     # Parameters of the usual modules --------------------------------------------------------------------------------
@@ -238,8 +239,8 @@ class Held:
 
     @classmethod
     def of(cls, z: Sizes, param: Param, owner: str, layer: int | None = None) -> "Held":
-        parts = {"replicated": 1, "tensor": z["t"], "expert": z["et"]}[param.shard]
-        count = param.count // z["e"] if param.shard == "expert" else param.count
+        parts = {"replicated": 1, "tensor": int(z["t"]), "expert": int(z["et"])}[param.shard]
+        count = param.count // int(z["e"]) if param.shard == "expert" else param.count
         return cls(param, owner, layer, prod(param.shape) // parts, count)
 
 
@@ -270,7 +271,7 @@ class Group:
     def split(self, which: Literal["matrix", "other"]) -> tuple[Held, ...]:
         return tuple(x for x in self.held if x.param.optimizer == which)
 
-    def weights(self, z: Sizes, rate: str, why: str, **more) -> Iterator[Line]:
+    def weights(self, z: Sizes, rate: str, why: str, **more: Any) -> Iterator[Line]:
         """A line for each owner and way of sharding: `rate` bytes an element."""
         parts: dict[tuple[str, str], list[Held]] = {}
         for x in self.held:
@@ -281,7 +282,7 @@ class Group:
             )
 
     def line(
-        self, z: Sizes, bucket: str, name: str, rate: str, why: str, held: Iterable[Held] | None = None, **more
+        self, z: Sizes, bucket: str, name: str, rate: str, why: str, held: Iterable[Held] | None = None, **more: Any
     ) -> Iterator[Line]:
         """`rate` bytes for each element (symbol W) of `held`; nothing where there is none."""
         if elements := self.elements(held):

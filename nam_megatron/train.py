@@ -94,15 +94,15 @@ def objections(job: Job, argv: Sequence[str], environ: Mapping[str, str]) -> Ite
 
 def unfit_data(plan: Plan) -> Iterator[Problem]:
     """Why the built dataset of a plan cannot be trained on: it is not there, not whole, or made for a larger vocabulary."""
-    data = plan.recipe.data
-    if data.name != "built":
+    folder = plan.recipe.data.built
+    if folder is None:
         return
     try:
-        made = manifest.read(Path(data.path))
+        made = manifest.read(folder)
     except Refused as refused:
         yield from refused.problems
     else:
-        yield from manifest.damage(Path(data.path), made, thorough=False)
+        yield from manifest.damage(folder, made, thorough=False)
         yield from manifest.misfit(made, plan.recipe.model.vocab_size)
 
 
@@ -224,10 +224,10 @@ def operations(plan: Plan) -> float:
 
 def announce(plan: Plan) -> None:
     """Say what no log line of Megatron's says: how often the data will be read."""
-    data, schedule = plan.recipe.data, plan.recipe.schedule
-    if data.name == "built":
+    folder, schedule = plan.recipe.data.built, plan.recipe.schedule
+    if folder is not None:
         tokens = schedule.train_steps * schedule.global_batch_size * plan.recipe.model.seq_length
-        print(f"> data: {manifest.passes(manifest.read(Path(data.path)), tokens)}", flush=True)
+        print(f"> data: {manifest.passes(manifest.read(folder), tokens)}", flush=True)
 
 
 def stop(rank: int, code: int, message: str) -> int:

@@ -130,7 +130,7 @@ def _same(expected: Any, actual: Any) -> bool:
         return len(expected) == len(actual) and all(map(_same, expected, actual))
     if isinstance(expected, bool) or isinstance(actual, bool):
         return expected is actual
-    return expected == actual
+    return bool(expected == actual)
 
 
 # The command ----------------------------------------------------------------------------------------------------------

@@ -386,6 +386,11 @@ def test_yaml_forms(text):
     assert args.hidden_size == 4096 and args.bf16 and set(args.given) == {"hidden_size", "bf16"} and not args.trouble
 
 
+def test_a_path_that_is_not_set_is_no_matter():
+    found = lint("ARGS:\n  --hidden-size: 4096\n  --save: $OUT/x\n")
+    assert "not set in the text, and no matter here: --save ($OUT)" in describe.notes(found.args, found.model)
+
+
 def test_yaml_by_argument_name_and_lists_and_environment():
     launch = read("ENV_VARS: {CUDA_DEVICE_MAX_CONNECTIONS: 1, A: null}\nadd_bias_linear: false\napply_rope_fusion: true\n"
                   "moe_layer_freq: [0, 1]\nspec: '[a.b c]'\nrecompute_modules: [mlp, moe]\nsave: $OUT/x", current())  # fmt: skip

@@ -11,7 +11,7 @@ from nam_megatron.blocks.mamba3.block import Mamba3
 from nam_megatron.blocks.mla.block import Mla
 from nam_megatron.blocks.mlp.block import Mlp
 from nam_megatron.blocks.moe.block import Moe
-from nam_megatron.setting import Config
+from nam_megatron.setting import Config, section
 
 
 class Blocks(Config):
@@ -28,7 +28,7 @@ class Blocks(Config):
 
     def of(self, kind: str) -> Block:
         """The config of a kind that stands."""
-        block = getattr(self, kind)
+        block: Block | None = getattr(self, kind)
         assert block is not None, f"`{kind}` does not stand"
         return block
 
@@ -38,10 +38,12 @@ class Blocks(Config):
 
 def _kinds() -> dict[str, type[Block]]:
     """The classes of the fields above, by name."""
-    return {
-        name: next(t for t in field.annotation.__args__ if t is not type(None))
-        for name, field in Blocks.model_fields.items()
-    }
+    found = {}
+    for name, field in Blocks.model_fields.items():
+        kind = section(field.annotation)
+        assert kind is not None and issubclass(kind, Block), name
+        found[name] = kind
+    return found
 
 
 KINDS: dict[str, type[Block]] = _kinds()

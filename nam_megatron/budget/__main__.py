@@ -152,21 +152,25 @@ def _fit(recipe: Recipe, name: str, imbalance: float) -> int:
     translate(recipe)  # what is wrong before anything is changed is said as always
     fit = search.largest(recipe, key, imbalance)
     if fit.best is None:
-        why = fit.beyond.reason or text.verdict(fit.beyond.budget)
-        sys.stdout.write(f"no value of {key} leaves the headroom; {fit.beyond.value}: {why}\n")
+        assert fit.beyond is not None, "a search ends somewhere"
+        sys.stdout.write(f"no value of {key} leaves the headroom; {fit.beyond.value}: {_outcome(fit.beyond)}\n")
         return FINDINGS
-    sys.stdout.write(f"{key}={fit.best.value}: {text.verdict(fit.best.budget)}\n")
+    sys.stdout.write(f"{key}={fit.best.value}: {_outcome(fit.best)}\n")
     if fit.best.note:
         sys.stdout.write(f"with {fit.best.note}\n")
         kept = search.largest(recipe, key, imbalance, keep=True).best
-        said = f"{key}={kept.value}: {text.verdict(kept.budget)}" if kept else f"no value of {key} fits"
+        said = f"{key}={kept.value}: {_outcome(kept)}" if kept else f"no value of {key} fits"
         sys.stdout.write(f"{said}, with the global batch of {recipe.schedule.global_batch_size} as it is\n")
     if fit.beyond is None:
         sys.stdout.write("memory sets no limit to it\n")
     else:
-        word = "refused: " + fit.beyond.reason if fit.beyond.budget is None else text.verdict(fit.beyond.budget)
-        sys.stdout.write(f"{key}={fit.beyond.value}: {word}\n")
+        word = "refused: " if fit.beyond.budget is None else ""
+        sys.stdout.write(f"{key}={fit.beyond.value}: {word}{_outcome(fit.beyond)}\n")
     return OK
+
+
+def _outcome(trial: search.Trial) -> str:
+    return trial.reason if trial.budget is None else text.verdict(trial.budget)
 
 
 def _sweep(recipe: Recipe, words: str, target: Path | None, imbalance: float) -> int:

@@ -68,7 +68,7 @@ def loss(z: Sizes) -> Iterator[tuple[str, tuple[Line, ...]]]:
         "softmax", "4 T V / t", "fp32, kept for the backward pass and turned into the gradient in place", **of
     )
     depths = (z.line("softmax", "4 T V D / t", "fp32, of every depth", bucket=MTP, owner="mtp"),) if z["D"] else ()
-    clone = ()
+    clone: tuple[Line, ...] = ()
     if z.plan.recipe.precision.cross_entropy == "compiled":
         why = "the compiled gradient keeps the softmax and makes another fp32 tensor of its size"
         clone = (z.line("compiled gradient", "4 T V / t", why, **of),)

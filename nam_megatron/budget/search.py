@@ -1,7 +1,7 @@
 """What-if: the recipe with another value at one key. The largest that fits, and a sweep over many."""
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,9 +100,10 @@ def largest(recipe: Recipe, key: str, imbalance: float = 1.0, *, keep: bool = Fa
             tried[value] = Trial(value, None, trial.note) if keep and trial.note else trial
         return tried[value]
 
-    start = to_tree(recipe)
+    start: Any = to_tree(recipe)
     for part in key.split("."):
         start = start[part]
+    assert isinstance(start, int), key
     best, beyond = 0, max(1, start)
     while at(beyond).good and beyond <= LIMIT:
         best, beyond = beyond, 2 * beyond
@@ -116,7 +117,7 @@ def largest(recipe: Recipe, key: str, imbalance: float = 1.0, *, keep: bool = Fa
     return Fit(key, at(best) if best else None, at(beyond))
 
 
-def _tested(at, low: int, high: int) -> int | None:
+def _tested(at: Callable[[int], Trial], low: int, high: int) -> int | None:
     """A value between that is not refused, the nearest to the middle; None if there is none."""
     middle = (low + high) // 2
     near = sorted(range(max(low + 1, middle - PATIENCE), min(high, middle + PATIENCE)), key=lambda v: abs(v - middle))

@@ -67,7 +67,8 @@ def groups(z: Sizes, stage: Stage) -> tuple[Group, ...]:
     megatron-core 0.19.2: `is_expert_parallel` of distributed_data_parallel.py, set where EP > 1 or ETP != TP.
     """
     apart = z["e"] > 1 or z["et"] != z["t"]
-    dense, experts = [], []
+    dense: list[Held] = []
+    experts: list[Held] = []
     for owner, number, param in parts(z, stage):
         (experts if apart and param.shard == "expert" else dense).append(Held.of(z, param, owner, number))
     return (
@@ -81,7 +82,8 @@ def lines(z: Sizes, stage: Stage, held: Sequence[Group]) -> Iterator[Line]:
     f = z.plan.recipe.feature
     # One feature says how weights, gradients and Adam's state lie; others change or add to it.
     keeper = f.fsdp2 or f.megatron_fsdp or f.distributed_optimizer
-    for feature in (keeper, *(other for other in (f.muon, f.fp8) if other)):
+    changing: tuple[Feature | None, ...] = (keeper, f.muon, f.fp8)
+    for feature in filter(None, changing):
         for group in held:
             yield from _of(feature, feature.state(z, group))
     for feature in f.all():

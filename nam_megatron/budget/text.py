@@ -144,7 +144,7 @@ def against(ours: Budget, theirs: Budget) -> str:
     same = sum(a.buckets[bucket] for bucket in BUCKETS if not change[bucket])
     rows.append(("the same in both", gib(same), gib(same), "+0.00"))
     rows.append(("in use", gib(a.total), gib(b.total), f"{(a.total - b.total) / GIB:+.2f}"))
-    most = max(BUCKETS, key=change.get)
+    most = max(BUCKETS, key=lambda bucket: change[bucket])
     answer = f"{most} grows most: {change[most] / GIB:+.2f} GiB" if change[most] > 0 else "no bucket grows"
     moments = f"{names[0]} at {a.event}, {names[1]} at {b.event}"
     return grid(rows, right=(1, 2, 3)) + f"\n{moments}\nagainst {names[1]}: {answer}\n"

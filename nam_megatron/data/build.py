@@ -94,7 +94,7 @@ def _build(out: Path, inputs: Sequence[Source], options: Options, entries: int) 
         shutil.copyfile(options.tokenizer / name, out / TOKENIZER / name)
     names = [f"{split}.{end}" for split in SPLITS for end in ("bin", "idx")]
     names += [f"{TOKENIZER}/{name}" for name in (tokenizer.FILE, tokenizer.CONFIG)]
-    of_source = {source: [] for source in inputs}
+    of_source: dict[Source, list[int]] = {source: [] for source in inputs}
     for piece, scan in zip(pieces, scans, strict=True):
         of_source[piece.source].append(len(scan["digests"]))
     made = Manifest(

@@ -48,8 +48,8 @@ class Fp8(Feature):
         return self.recipe != "none"
 
     def settings(self, plan: "Plan") -> Iterator[Setting]:
-        at = {"beside": "format", "fields": ("transformer.fp8_recipe",)}
-        yield Setting("fp8_recipe", self.recipe, "Megatron's default is delayed", "recipe", **at)
+        why, fields = "Megatron's default is delayed", ("transformer.fp8_recipe",)
+        yield Setting("fp8_recipe", self.recipe, why, "recipe", beside="format", fields=fields)
         yield Setting("fp8_margin", 0, "no margin in the scale", beside="format")
         yield Setting("fp8_wgrad", True, "weight gradients in FP8 too", beside="format")
         yield Setting("moe_router_padding_for_quantization", False, "TE pads each expert's tokens itself")

@@ -57,13 +57,13 @@ class Fsdp2(Switch):
             yield Problem("torch FSDP2 gathers weights in bf16", "feature.fp8.param_gather", "set it to false")
 
     def state(self, z: Sizes, group: Group) -> Iterator[Line]:
-        share, more = f" / {group.shares}", {"mark": UNMEASURED}
-        yield from group.weights(z, "2" + share, "bf16, sharded", **more)
-        yield from group.line(z, GRADIENTS, "gradients", "2" + share, "bf16, sharded", **more)
-        yield from group.line(z, OTHER, "master weights", "4" + share, "fp32, sharded", since="init", **more)
-        yield from group.line(z, OTHER, "moments", "8" + share, "two, fp32, sharded", since="step", **more)
+        share = f" / {group.shares}"
+        yield from group.weights(z, "2" + share, "bf16, sharded", mark=UNMEASURED)
+        yield from group.line(z, GRADIENTS, "gradients", "2" + share, "bf16, sharded", mark=UNMEASURED)
+        yield from group.line(z, OTHER, "master weights", "4" + share, "fp32, sharded", since="init", mark=UNMEASURED)
+        yield from group.line(z, OTHER, "moments", "8" + share, "two, fp32, sharded", since="step", mark=UNMEASURED)
         why = "copy of the bf16 gradients for the step"
-        yield from group.line(z, OTHER, "fp32 gradients", "4" + share, why, since="stepping", **more)
+        yield from group.line(z, OTHER, "fp32 gradients", "4" + share, why, since="stepping", mark=UNMEASURED)
 
     def buffers(self, z: Sizes, groups: Sequence[Group]) -> Iterator[Line]:
         """Megatron wraps TransformerLayer and embeddings, not MambaLayer: Mamba's parameters fall to the root unit."""

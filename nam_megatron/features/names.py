@@ -15,7 +15,7 @@ from nam_megatron.features.mtp import Mtp
 from nam_megatron.features.muon import Muon
 from nam_megatron.features.ngram_hash import NgramHash
 from nam_megatron.features.recompute import Recompute
-from nam_megatron.setting import Config
+from nam_megatron.setting import Config, section
 
 
 class Features(Config):
@@ -39,7 +39,14 @@ class Features(Config):
         return (feature for name in FEATURES if (feature := getattr(self, name)) is not None)
 
 
-FEATURES: dict[str, type[Feature]] = {
-    name: next(t for t in getattr(field.annotation, "__args__", (field.annotation,)) if t is not type(None))
-    for name, field in Features.model_fields.items()
-}
+def _features() -> dict[str, type[Feature]]:
+    """The classes of the fields above, by name."""
+    found = {}
+    for name, field in Features.model_fields.items():
+        feature = section(field.annotation)
+        assert feature is not None and issubclass(feature, Feature), name
+        found[name] = feature
+    return found
+
+
+FEATURES: dict[str, type[Feature]] = _features()

@@ -1,6 +1,7 @@
 """Activation recomputation: Megatron's --recompute-* family."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import PositiveInt
@@ -45,12 +46,12 @@ class Recompute(Feature):
 
     @classmethod
     def off(cls, plan: "Plan") -> Iterator[Setting]:
-        of = {"executes": cls.executes}
-        yield Setting("recompute_granularity", None, "nothing is", **of)
-        yield Setting("recompute_modules", None, "nothing is", fields={"transformer.recompute_modules": NONE}, **of)
-        yield Setting("recompute_method", None, "nothing is", **of)
-        yield Setting("recompute_num_layers", None, "nothing is", **of)
-        yield Setting("distribute_saved_activations", False, "saved inputs stay whole on each rank", **of)
+        pin = partial(Setting, executes=cls.executes)
+        yield pin("recompute_granularity", None, "nothing is")
+        yield pin("recompute_modules", None, "nothing is", fields={"transformer.recompute_modules": NONE})
+        yield pin("recompute_method", None, "nothing is")
+        yield pin("recompute_num_layers", None, "nothing is")
+        yield pin("distribute_saved_activations", False, "saved inputs stay whole on each rank")
 
     def check(self, plan: "Plan") -> Iterator[Problem]:
         at = "feature.recompute."

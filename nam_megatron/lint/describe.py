@@ -161,12 +161,12 @@ def _attention(a: Args, m: Model) -> str | None:
         loss = f"{a.dsa_indexer_loss_coeff or 0:g}"
         top, heads, width = map(_or_open, (a.dsa_indexer_topk, a.dsa_indexer_n_heads, a.dsa_indexer_head_dim))
         text = f"DSA: top {top} by {heads} indexer heads of {width}, loss {loss}"
-        groups: dict[int, list[int]] = {}
+        shared: dict[int, list[int]] = {}
         for n in m.numbers("dsa"):
             if (source := m.topk_source(n)) != n:
-                groups.setdefault(source, []).append(n)
-        if groups:
-            text += "; top-k shared " + "; ".join(f"{s} -> {', '.join(map(str, to))}" for s, to in groups.items())
+                shared.setdefault(source, []).append(n)
+        if shared:
+            text += "; top-k shared " + "; ".join(f"{s} -> {', '.join(map(str, to))}" for s, to in shared.items())
         lines.append(text)
     if a.window_size is not None and "attention" in m.kinds:
         lines.append(f"window {a.window_size}")

@@ -11,6 +11,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 from nam_megatron.lint.shell import (
     Branch,
@@ -85,7 +86,8 @@ def run(text: str) -> Run:
 
 class Follower:
     def __init__(self, found: Run, depth: int = 0):
-        self.run, self.depth, self.bodies = found, depth, []
+        self.run, self.depth = found, depth
+        self.bodies: list[str] = []
 
     def script(self, text: str) -> None:
         parser = Parser(text)
@@ -125,7 +127,7 @@ class Follower:
     def branch(self, node: Branch) -> None:
         subject = " ".join(self.fields(node.subject)) if node.subject else ""
         for i, (condition, body) in enumerate(node.arms):
-            verdict = True
+            verdict: bool | None = True
             if condition is not None:
                 verdict = self.matches(subject, condition) if node.subject else self.truth(condition)
             if verdict is None:
@@ -224,8 +226,8 @@ class Follower:
             words.pop(0)
         if words and words[0].literal in DECLARE:
             for token in words[1:]:
-                name = self.assign(token) or token.literal
-                value = self.run.variables.get(name or "")
+                name = self.assign(token) or token.literal or ""
+                value = self.run.variables.get(name)
                 if words[0].literal == "export" and isinstance(value, str):
                     self.run.env[name] = value
             return
@@ -264,7 +266,8 @@ class Follower:
         value = [f for w in words for f in self.fields(w)] if token.kind == "array" else self.joined(words[0].parts)
         old = self.run.variables.get(name)
         if append and old is not None:
-            value = old + value if type(old) is type(value) else [*_listed(old), *_listed(value)]
+            text = isinstance(old, str) and isinstance(value, str)
+            value = f"{old}{value}" if text else [*_listed(old), *_listed(value)]
         self.run.spend(1 + sum(1 + len(v) // 64 for v in _listed(value)))
         self.run.variables[name] = value
         return name
@@ -350,7 +353,7 @@ class Follower:
         return hole(_brief(f"({text})")) if value is None else str(value)
 
 
-def _tests(node: object) -> bool:
+def _tests(node: object) -> TypeGuard[Command]:
     """Whether a node is a test: `[ ]`, `[[ ]]`, `test`, or half of a `[[ a && b ]]`."""
     if not isinstance(node, Command) or not node.words:
         return False

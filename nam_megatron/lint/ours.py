@@ -52,7 +52,9 @@ class Planned:
 
     @property
     def dispatcher(self) -> str:
-        return self.lowering.plan.recipe.model.blocks.of("moe").dispatcher
+        moe = self.lowering.plan.recipe.model.blocks.moe
+        assert moe is not None, "asked of a model with experts"
+        return moe.dispatcher
 
     def kernels(self, kind: str) -> str | None:
         """Whose kernels run a kind; None where no layer is of it."""
@@ -64,7 +66,7 @@ class Planned:
         for block in standing:
             if not block.stock:
                 yield block.title, ", ".join(f"{name} {value}" for name, value in _sizes(block).items())
-        choice = [f"{b.title} {b.kernels}" for b in standing if "kernels" in type(b).model_fields]
+        choice = [f"{b.title} {whose}" for b in standing if (whose := self.kernels(b.kind)) is not None]
         yield "kernels", ", ".join([*choice, f"cross entropy {self.lowering.plan.recipe.precision.cross_entropy}"])
 
     def notes(self) -> Iterator[str]:

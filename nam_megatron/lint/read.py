@@ -253,15 +253,21 @@ def _entry(name: str, node: yaml.Node, target: Target) -> list[str]:
     """One entry as words. `name` is a flag with or without dashes, or the name of Megatron's argument."""
     flag_name = name if name.startswith("--") else "--" + name.replace("_", "-")
     flag = target.by_name(flag_name)
-    if flag is None and (found := target.by_dest.get(name.lstrip("-").replace("-", "_"))) is not None:
+    dest = name.lstrip("-").replace("-", "_")
+    if flag is None and (found := target.by_dest.get(dest)) is not None:
         flag, flag_name = found, found.name
     if _null(node):
         return []
     if isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:bool":
         truth = node.value.lower() in ("true", "yes", "on")
-        by_name = flag is not None and flag.name.lstrip("-").replace("-", "_") != name.lstrip("-").replace("-", "_")
-        if by_name and flag.action in ("store_true", "store_false"):  # named as the argument, not as the flag
-            return [flag_name] if truth is (flag.action == "store_true") else []
+        if (
+            flag is not None
+            and flag.action in ("store_true", "store_false")
+            and flag.name[2:].replace("-", "_") != dest
+        ):
+            return (
+                [flag_name] if truth is (flag.action == "store_true") else []
+            )  # named as the argument, not as the flag
         if flag is not None and flag.action == "boolean" and not truth:
             return [flag_name.replace("--", "--no-", 1)]
         return [flag_name] if truth else []

@@ -537,14 +537,19 @@ def _compare(a: Args, m: Model, lowering: Lowering, made: Made) -> None:
         if isinstance(a.value(name), Open):
             made.lost.append(f"{a.written(name)} (not known here) -> {_said(theirs, name)}")
             continue
-        derive = DERIVED.get(name, lambda model, name=name: model.a.value(name))
-        if known(lambda d=derive: _plain(d(m))) == known(lambda d=derive: _plain(d(other))):
+        if _derived(m, name) == _derived(other, name):
             continue
         was, now = _said(a, name), _said(theirs, name)
         if not a.said(name) and name not in DERIVED:
             made.added.append(now)
         elif was != now:  # of equal words another flag, which is listed, makes something else
             made.lost.append(f"{was} -> {now}")
+
+
+def _derived(m: Model, name: str) -> Any:
+    """What comes of an argument, by DERIVED or as it stands; None where that is not known."""
+    derive = DERIVED.get(name)
+    return known(lambda: _plain(derive(m) if derive else m.a.value(name)))
 
 
 def _said(a: Args, name: str) -> str:

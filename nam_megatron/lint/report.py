@@ -89,7 +89,7 @@ def as_json(report: Report) -> str:
 
 def _headline(report: Report) -> str:
     launch = report.launch
-    if launch.kind == "plan":
+    if launch.plan is not None:
         source = f"the plan of {launch.plan.name}"
     else:
         source = {"words": "a list of flags", "yaml": "YAML", "shell": "a shell script"}[launch.kind]

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 DEPTH = 40
 OPERATORS = (
@@ -82,7 +83,7 @@ class Command:
 class Branch:
     """`if` and `case`: arms of (condition, body). A condition is nodes or, with a subject, patterns; None: otherwise."""
 
-    arms: list[tuple[list | None, list]]
+    arms: list[tuple[list[Any] | None, list[Any]]]
     line: int
     subject: Token | None = None
 
@@ -337,7 +338,7 @@ class Parser:
 
     def chain(self) -> object:
         node = self.command()
-        while self.word in ("&&", "||") and self.token.kind == "op":
+        while self.token is not None and self.token.kind == "op" and self.word in ("&&", "||"):
             op = self.eat()
             while self.word == "\n":
                 self.eat()
@@ -347,6 +348,7 @@ class Parser:
         return node
 
     def command(self) -> object:
+        assert self.token is not None, "asked for where there is one"
         line, word = self.token.line, self.word
         if word == "if":
             self.eat()
@@ -380,14 +382,15 @@ class Parser:
             condition = self.block("then") if self.ended == "elif" else None
 
     def _case(self, line: int) -> Branch:
-        subject, arms = self.token, []
+        subject = self.token
+        arms: list[tuple[list[Any] | None, list[Any]]] = []
         if subject is None or subject.kind != "word":
             raise ShellError(f"line {line}: a `case` without its word")
         self.eat()
         while self.word in ("in", "\n"):
             self.eat()
         while self.token is not None and self.word != "esac":
-            patterns = []
+            patterns: list[Token] = []
             while self.token is not None and self.word != ")":
                 if self.token.kind == "word":
                     patterns.append(self.token)

@@ -131,7 +131,7 @@ class Args:
                 continue
             name, equals, inline = word.partition("=")
             flag, positive = self._flag(name)
-            following = []
+            following: list[str] = []
             if not equals:
                 while at + len(following) < len(words) and not self._is_flag(words[at + len(following)]):
                     following.append(words[at + len(following)])

@@ -26,12 +26,11 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from nam_megatron import bridge
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.lower import Lowering, translate
 from nam_megatron.nemo import overrides
 from nam_megatron.recipe import Recipe, from_tree, to_tree
-from nam_megatron.runtime import cross_entropy, wgrad
+from nam_megatron.runtime import bridge, cross_entropy, wgrad
 from nam_megatron.runtime.bridge import Arguments
 from nam_megatron.runtime.pretrain import Float16ExceptMarked, keep_shipped_helpers, set_experts_apart
 

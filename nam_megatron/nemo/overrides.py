@@ -117,18 +117,17 @@ def _with(recipe: Recipe, changed: Mapping[str, Any], a: Arguments) -> tuple[Rec
     follows: dict[str, str] = {}
     problems = []
     for path, value in changed.items():
-        setting = owners.get(path)
-        if setting is None:
+        owner = owners.get(path)
+        if owner is None:
             message = f"`{path}` was set to {value!r}, and no recipe key decides it"
             problems.append(Problem(message, hint="leave it out; if it has to change, it needs a key in the recipe"))
-        elif setting.key is None:
-            problems.append(Problem(f"`{path}` was set to {value!r}, and `{setting.owner}` pins it: {setting.why}"))
-        elif not _same(_held(recipe, setting.key), setting.value):
-            follows[path] = setting.key
-        elif said.setdefault(setting.key, value) != value:
-            problems.append(
-                Problem(f"`{path}` was set to {value!r}, and another field to {said[setting.key]!r}", setting.key)
-            )
+        elif owner.key is None:
+            problems.append(Problem(f"`{path}` was set to {value!r}, and `{owner.owner}` pins it: {owner.why}"))
+        elif not _same(_held(recipe, owner.key), owner.value):
+            follows[path] = owner.key
+        elif said.setdefault(owner.key, value) != value:
+            message = f"`{path}` was set to {value!r}, and another field to {said[owner.key]!r}"
+            problems.append(Problem(message, owner.key))
     raise_if(problems)
     tree = to_tree(recipe)
     for key, value in said.items():

@@ -327,8 +327,8 @@ def _problem(error: Mapping[str, Any]) -> Problem:
         close = difflib.get_close_matches(
             str(value), [w.strip("'") for w in error["ctx"]["expected"].replace(" or ", ", ").split(", ")], 1
         )
-        meant = f"did you mean `{close[0]}`?" if close else None
-        return Problem(f"{shown} is not one of {error['ctx']['expected']}", key, meant)
+        hint = f"did you mean `{close[0]}`?" if close else None
+        return Problem(f"{shown} is not one of {error['ctx']['expected']}", key, hint)
     if kind == "string_pattern_mismatch":
         return Problem(f"{shown} begins with a blank or `-`, or has a control character", key)
     if kind == "too_long":

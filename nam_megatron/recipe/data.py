@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Iterator
-from pathlib import PurePosixPath
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import NonNegativeInt
@@ -28,32 +29,37 @@ class Data(Config):
         NonNegativeInt, Row("loader processes per rank", "num_workers", ("args.num_workers",), "who reads")
     ]
 
+    @property
+    def built(self) -> Path | None:
+        """Folder of the built dataset, where it is one."""
+        return Path(self.path or "") if self.name == "built" else None
+
     def settings(self, plan: "Plan") -> Iterator[Setting]:
-        mock, built = self.name == "mock", PurePosixPath(self.path or "") if self.name == "built" else None
+        mock, built = self.name == "mock", self.built
         yield Setting("mock_data", mock, "random tokens", "name", fields=("args.mock_data",))
-        at = {"key": "path", "beside": "name"}
+        setting = partial(Setting, key="path", beside="name")
         indexed = (self.path or "",) if self.name == "indexed" else None
-        yield Setting("data_path", indexed, "indexed dataset", fields=("args.data_path",), **at)
-        at = {"key": "path", "beside": "split"}
+        yield setting("data_path", indexed, "indexed dataset", fields=("args.data_path",))
+        setting = partial(Setting, key="path", beside="split")
         train = (str(built / "train"),) if built else None
-        yield Setting("train_data_path", train, "split by document", fields=("args.train_data_path",), **at)
+        yield setting("train_data_path", train, "split by document", fields=("args.train_data_path",))
         valid = (str(built / "valid"),) if built and plan.recipe.schedule.eval_steps else None
         why = "split by document; only for evaluations"
-        yield Setting("valid_data_path", valid, why, fields=("args.valid_data_path",), **at)
+        yield setting("valid_data_path", valid, why, fields=("args.valid_data_path",))
         kind = "NullTokenizer" if mock else "HuggingFaceTokenizer"
         fields = ("tokenizer.tokenizer_type",)
         yield Setting("tokenizer_type", kind, "mock data has none", "name", beside="tokenizer", fields=fields)
         tokenizer = str(built / "tokenizer") if built else self.tokenizer
         key, fields = "path" if built else "tokenizer", ("tokenizer.tokenizer_model",)
         yield Setting("tokenizer_model", tokenizer, "its folder", key, beside="tokenizer", fields=fields)
-        at = {"beside": "workers"}
-        yield Setting("dataloader_type", "single", "in order, once", **at)
-        yield Setting("reset_position_ids", False, "positions run through documents", **at)
-        yield Setting("reset_attention_mask", False, "attention runs through documents", **at)
-        yield Setting("eod_mask_loss", False, "the end of a document counts", **at)
+        pin = partial(Setting, beside="workers")
+        yield pin("dataloader_type", "single", "in order, once")
+        yield pin("reset_position_ids", False, "positions run through documents")
+        yield pin("reset_attention_mask", False, "attention runs through documents")
+        yield pin("eod_mask_loss", False, "the end of a document counts")
         if not plan.index_reuse:
             name, why = "create_attention_mask_in_dataloader", "causal masks are made in the kernel"
-            yield Setting(name, False, why, **at)
+            yield pin(name, False, why)
 
     def check(self, plan: "Plan") -> Iterator[Problem]:
         for name in ("path", "split", "tokenizer"):

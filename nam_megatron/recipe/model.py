@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -14,7 +15,10 @@ if TYPE_CHECKING:
     from nam_megatron.plan import Plan
 
 Letter = Literal["A", "E", "M", "R"]
-Kind = Literal[tuple(KINDS)]  # type: ignore[valid-type]
+if TYPE_CHECKING:
+    Kind = str  # a checker knows no list that is made while it runs; pydantic does
+else:
+    Kind = Literal[tuple(KINDS)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 FUNCTIONS = {"squared_relu": "megatron.core.activations.squared_relu", "swiglu": "torch.nn.functional.silu"}
 
@@ -86,10 +90,10 @@ class Model(Config):
         why = "Megatron wants at least the sequence"
         yield Setting("max_position_embeddings", self.seq_length, why, "seq_length", fields=())
         why = "rows of the embedding; else the tokenizer and a multiple of 128 decide"
-        fields = {"model.should_pad_vocab": False}
-        yield Setting("padded_vocab_size", self.vocab_size, why, "vocab_size", fields=fields)
+        chosen = {"model.should_pad_vocab": False}
+        yield Setting("padded_vocab_size", self.vocab_size, why, "vocab_size", fields=chosen)
         untied = not self.tied_embeddings
-        fields = {"model.share_embeddings_and_output_weights": self.tied_embeddings}
+        fields: dict[str, Any] = {"model.share_embeddings_and_output_weights": self.tied_embeddings}
         name = "untie_embeddings_and_output_weights"
         yield Setting(name, untied, "tied unless said", "tied_embeddings", fields=fields)
         yield Setting("layernorm_zero_centered_gamma", False, "gamma starts at one", beside="norm_epsilon")
@@ -106,19 +110,19 @@ class Model(Config):
         if swiglu:
             yield Setting("bias_swiglu_fusion", True, "same formula, fused", "activation", fields=())
         # What positions are comes before their base.
-        at = {"beside": "attention_dropout"}
-        yield Setting("position_embedding_type", "rope", "Megatron's default is a learned table", **at)
-        at = {"beside": "rotary_base"}
-        yield Setting("rotary_percent", 1.0, "the whole head turns", **at)
-        yield Setting("rotary_interleaved", False, "halves, not pairs", **at)
-        yield Setting("rotary_seq_len_interpolation_factor", None, "no interpolation", **at)
-        yield Setting("use_rope_scaling", False, "no scaling", **at)
-        yield Setting("window_size", None, "full causal attention", **at)
-        yield Setting("softmax_type", "vanilla", "no sink", **at)
-        yield Setting("attention_output_gate", False, "no gate", **at)
-        yield Setting("qk_l2_norm", False, "no L2 norm", **at)
-        yield Setting("qk_clip", False, "no clipping", **at)
-        yield Setting("apply_residual_connection_post_layernorm", False, "pre-norm residuals", **at)
+        pin = partial(Setting, beside="attention_dropout")
+        yield pin("position_embedding_type", "rope", "Megatron's default is a learned table")
+        pin = partial(Setting, beside="rotary_base")
+        yield pin("rotary_percent", 1.0, "the whole head turns")
+        yield pin("rotary_interleaved", False, "halves, not pairs")
+        yield pin("rotary_seq_len_interpolation_factor", None, "no interpolation")
+        yield pin("use_rope_scaling", False, "no scaling")
+        yield pin("window_size", None, "full causal attention")
+        yield pin("softmax_type", "vanilla", "no sink")
+        yield pin("attention_output_gate", False, "no gate")
+        yield pin("qk_l2_norm", False, "no L2 norm")
+        yield pin("qk_clip", False, "no clipping")
+        yield pin("apply_residual_connection_post_layernorm", False, "pre-norm residuals")
         fields = {"transformer.embedding_init_method_std": self.init_std}
         yield Setting("embedding_init_method_std", None, "as everything else", beside="init_std", fields=fields)
         yield Setting("init_method_xavier_uniform", False, "normal, not Xavier", beside="init_std")

@@ -1,6 +1,7 @@
 """`precision`, `optim`, `schedule`: how the weights are trained."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -37,17 +38,17 @@ class Precision(Config):
         ddp = {} if plan.recipe.feature.fsdp2 else {"ddp.grad_reduce_in_fp32": fp32}
         yield Setting("accumulate_allreduce_grads_in_fp32", fp32, "said outright", "grad_reduce", fields=ddp)
         yield Setting("grad_reduce_in_bf16", not fp32, "fp32 unless said", "grad_reduce", fields=())
-        at = {"beside": "grad_reduce"}
-        yield Setting("fp32_residual_connection", False, "residual stream in bf16", **at)
-        yield Setting("attention_softmax_in_fp32", False, "TE's kernels keep it in fp32 themselves", **at)
-        yield Setting("apply_query_key_layer_scaling", False, "no scaling by layer", **at)
+        pin = partial(Setting, beside="grad_reduce")
+        yield pin("fp32_residual_connection", False, "residual stream in bf16")
+        yield pin("attention_softmax_in_fp32", False, "TE's kernels keep it in fp32 themselves")
+        yield pin("apply_query_key_layer_scaling", False, "no scaling by layer")
         compiled = self.cross_entropy == "compiled"
         fields = ("transformer.cross_entropy_loss_fusion",)
         yield Setting("cross_entropy_loss_fusion", compiled, "`fused` is ours", "cross_entropy", fields=fields)
-        at = {"beside": "cross_entropy"}
-        yield Setting("cross_entropy_fusion_impl", "native", "Megatron refuses `te`", **at)
-        yield Setting("fp16_lm_cross_entropy", False, "loss in fp32", **at)
-        yield Setting("use_precision_aware_optimizer", False, "fp32 master weights and moments", **at)
+        pin = partial(Setting, beside="cross_entropy")
+        yield pin("cross_entropy_fusion_impl", "native", "Megatron refuses `te`")
+        yield pin("fp16_lm_cross_entropy", False, "loss in fp32")
+        yield pin("use_precision_aware_optimizer", False, "fp32 master weights and moments")
 
     def check(self, plan: "Plan") -> Iterator[Problem]:
         feature = plan.recipe.feature
@@ -79,8 +80,8 @@ class Optim(Config):
 
     def settings(self, plan: "Plan") -> Iterator[Setting]:
         if self.name == "adamw":
-            fields = {"optimizer.optimizer": "adam"}
-            yield Setting("optimizer", "adam", "AdamW: decoupled weight decay", "name", fields=fields)
+            adam = {"optimizer.optimizer": "adam"}
+            yield Setting("optimizer", "adam", "AdamW: decoupled weight decay", "name", fields=adam)
         if (steps := plan.recipe.schedule.decay_steps) is not None:
             name, key, fields = "lr_decay_iters", "schedule.decay_steps", ("scheduler.lr_decay_iters",)
             yield Setting(name, steps, "steps until min_lr", key, beside="decay", fields=fields)
@@ -155,9 +156,9 @@ class Schedule(Config):
     ]  # fmt: skip
 
     def settings(self, plan: "Plan") -> Iterator[Setting]:
-        at, looks = {"beside": "log_interval"}, "what is looked at"
-        yield Setting("log_throughput", True, "Megatron's own figure beside ours", executes="what is printed", **at)
-        yield Setting("check_for_nan_in_loss_and_grad", True, "the house's law: never off", executes=looks, **at)
+        pin, looks = partial(Setting, beside="log_interval"), "what is looked at"
+        yield pin("log_throughput", True, "Megatron's own figure beside ours", executes="what is printed")
+        yield pin("check_for_nan_in_loss_and_grad", True, "the house's law: never off", executes=looks)
         why = "SIGTERM ends the run after the step, with a checkpoint where `save` is"
         ends = "how a command ends"
         yield Setting("exit_signal_handler", True, why, beside="stop_every", executes=ends)
@@ -167,8 +168,8 @@ class Schedule(Config):
             "manual_gc", gc, "all ranks at once", "manual_gc_interval", beside="timeout_minutes", fields=fields
         )
         if not plan.recipe.feature.megatron_fsdp:
-            at, fields = {"beside": "manual_gc_interval"}, ("checkpoint.ckpt_format",)
-            yield Setting("ckpt_format", "torch_dist", "sharded, readable in another layout", fields=fields, **at)
+            pin, fields = partial(Setting, beside="manual_gc_interval"), ("checkpoint.ckpt_format",)
+            yield pin("ckpt_format", "torch_dist", "sharded, readable in another layout", fields=fields)
 
     def check(self, plan: "Plan") -> Iterator[Problem]:
         dp = plan.recipe.data_parallel

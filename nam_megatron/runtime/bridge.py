@@ -40,7 +40,8 @@ class Arguments:
     def __contains__(self, name: str) -> bool:
         return name in self.values
 
-    def __call__(self, name: str) -> Value:
+    def __call__(self, name: str) -> Any:
+        """The value; whoever asks for an argument knows what it is."""
         if self.field not in self.fields[name]:
             self.fields[name].append(self.field)
         return self.values[name]

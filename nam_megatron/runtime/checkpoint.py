@@ -163,7 +163,7 @@ def of_index(step: Path, *, thorough: bool = True) -> Iterator[str]:
     except Exception as err:  # a pickle that is no pickle any more raises anything
         yield f"its index `.metadata` cannot be read: {err or type(err).__name__}"
         return
-    needed: Mapping[str, int] = defaultdict(int)
+    needed: defaultdict[str, int] = defaultdict(int)
     for name, offset, length, _ in stored:
         needed[name] = max(needed[name], offset + length)
     whole = True
@@ -233,8 +233,8 @@ def sign(lowering: Lowering, within: str = "") -> None:
     folder = Path(recipe.schedule.save) / within
     folder.mkdir(parents=True, exist_ok=True)
     texts = {PLAN: plan_json(lowering)}
-    if recipe.data.name == "built":
-        texts[DATA] = (Path(recipe.data.path) / manifest.NAME).read_text(encoding="utf-8")
+    if recipe.data.built is not None:
+        texts[DATA] = (recipe.data.built / manifest.NAME).read_text(encoding="utf-8")
     for name, text in texts.items():
         part = folder / f"{name}.part"
         part.write_text(text, encoding="utf-8")

@@ -38,7 +38,7 @@ class Oracle:
     """A warm Megatron in a process of its own. Use as a context manager."""
 
     def __enter__(self) -> "Oracle":
-        self._server = subprocess.Popen(
+        server = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "nam_megatron.runtime.oracle"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -46,6 +46,8 @@ class Oracle:
             text=True,
             start_new_session=True,  # a Ctrl-C is ours to pass on, also one that reaches nobody else
         )
+        assert server.stdin is not None and server.stdout is not None, "started with pipes"
+        self._server, self._questions, self._answers = server, server.stdin, server.stdout
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -53,18 +55,18 @@ class Oracle:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._server.pid, signal.SIGKILL)
         with contextlib.suppress(BrokenPipeError):
-            self._server.stdin.close()
+            self._questions.close()
         self._server.wait()
-        self._server.stdout.close()
+        self._answers.close()
 
     def ask(
         self, argv: Sequence[str], world_size: int, capability: tuple[int, int], env: Mapping[str, str | None]
     ) -> Answer:
         """Parse, validate and build the configs of `argv` as rank 0 of `world_size` on such a device."""
         question = {"argv": list(argv), "world_size": world_size, "capability": list(capability), "env": dict(env)}
-        self._server.stdin.write(json.dumps(question) + "\n")
-        self._server.stdin.flush()
-        line = self._server.stdout.readline()
+        self._questions.write(json.dumps(question) + "\n")
+        self._questions.flush()
+        line = self._answers.readline()
         assert line, "Megatron's process died; run `python -m nam_megatron.runtime.oracle` to see why"
         return Answer(**json.loads(line))
 
@@ -104,7 +106,7 @@ def _answer(argv: list[str], world_size: int, capability: list[int], env: Mappin
     messages = io.StringIO()
     try:
         with contextlib.redirect_stderr(messages), contextlib.redirect_stdout(messages):
-            values, defaults = _configs(argv, world_size, tuple(capability), env)
+            values, defaults = _configs(argv, world_size, (capability[0], capability[1]), env)
         return {"error": None, "values": values, "defaults": defaults}
     except SystemExit:
         said = [line for line in messages.getvalue().splitlines() if line.strip()]

@@ -220,6 +220,7 @@ def get_batch(
     tensor_rank = mpu.get_tensor_model_parallel_rank()
     batch = {}
     if tensor_rank == 0:
+        assert samples is not None, "Megatron gives the first tensor rank an iterator"
         sample = next(samples)
         batch = {name: sample[name].cuda(non_blocking=True) if name in sample else None for name in BATCH}
     batch = get_batch_on_this_tp_rank(
@@ -368,7 +369,7 @@ def datasets(sizes: Sequence[int | None], vp_stage: int | None = None) -> tuple[
 
 
 # Megatron's mark of a provider that it may call on every rank; without it, ranks that read nothing would miss the builder's barriers.
-datasets.is_distributed = True
+datasets.is_distributed = True  # type: ignore[attr-defined]  # of a function
 
 
 def dataset_config(args: Namespace) -> tuple[type[GPTDataset] | type[MockGPTDataset], GPTDatasetConfig]:

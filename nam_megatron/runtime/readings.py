@@ -53,7 +53,7 @@ def device() -> dict[str, Any]:
     """
     index = torch.cuda.current_device()
     properties = torch.cuda.get_device_properties(index)
-    place = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    place: list[Any] = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     segments = torch.cuda.memory_snapshot()
     return {
         "node": int(os.environ.get("GROUP_RANK", 0)),  # torchrun's number of the host

@@ -14,7 +14,9 @@ NAMES = ("v0_19",)
 def target(name: str) -> Target:
     """The target of that name (one of NAMES)."""
     assert name in NAMES, name
-    return import_module(f"nam_megatron.targets.{name}").TARGET
+    found = import_module(f"nam_megatron.targets.{name}").TARGET
+    assert isinstance(found, Target), name
+    return found
 
 
 def current() -> Target:

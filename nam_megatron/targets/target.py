@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from nam_megatron.setting import Setting, Value
 
-TYPES = {"int": int, "float": (int, float), "str": str}
+TYPES: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,10 @@ class Target:
         """Every flag by its first name."""
         dumped = json.loads(self.flags_file.read_text(encoding="utf-8"))
         assert dumped["megatron_core"] == self.pin, "the dumped flags are another Megatron's"
-        return {
-            name: Flag(name, **{k: tuple(v) if k in ("choices", "aliases") else v for k, v in entry.items()})
-            for name, entry in dumped["flags"].items()
-        }
+        entries: dict[str, dict[str, Any]] = dumped["flags"]
+        for entry in entries.values():
+            entry |= {key: tuple(entry[key]) for key in ("choices", "aliases") if key in entry}
+        return {name: Flag(name, **entry) for name, entry in entries.items()}
 
     @cached_property
     def by_dest(self) -> Mapping[str, Flag]:
@@ -120,7 +120,7 @@ def legal(flag: Flag, value: Value) -> bool:
     items = value if isinstance(value, tuple) else (value,)
     if not items and flag.nargs == "+":
         return False
-    kind = TYPES.get(flag.type or "str", str)
+    kind = TYPES.get(flag.type or "str", (str,))
     return all(isinstance(v, kind) and not isinstance(v, bool) for v in items) and (
         flag.choices is None or all(v in flag.choices for v in items)
     )

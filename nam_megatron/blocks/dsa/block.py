@@ -68,9 +68,8 @@ class Dsa(Block):
     def settings(self, plan: "Plan") -> Iterator[Setting]:
         why = "Megatron checks a DSA config only when this is said"
         # From the pattern in the config; in the arguments it decides whether Megatron checks the DSA config at all.
-        fields = ("transformer.experimental_attention_variant", "args.experimental_attention_variant")
         name, key = "experimental_attention_variant", "model.substitute"
-        yield Setting(name, "dsa", why, key, beside="kernels", fields=fields)
+        yield Setting(name, "dsa", why, key, beside="kernels", fields=(f"transformer.{name}", f"args.{name}"))
         why = "KL over all positions, not over the selected ones"
         yield Setting("dsa_indexer_use_sparse_loss", False, why, beside="indexer_loss_coeff")
         freq, offset = plan.index_reuse or (1, None)

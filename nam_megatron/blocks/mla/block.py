@@ -1,6 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): Megatron's MLASelfAttention, symbol `+`."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import PositiveInt
@@ -92,12 +93,12 @@ class Mla(Block):
         }
         why = "said outright; Megatron would infer it from the pattern"
         yield Setting("multi_latent_attention", True, why, key, beside="kernels", fields=fields | heads)
-        at = {"beside": "v_head_dim"}
-        yield Setting("rope_type", "rope", "unset means yarn", **at)
+        pin = partial(Setting, beside="v_head_dim")
+        yield pin("rope_type", "rope", "unset means yarn")
         why = "40 in Megatron's config; scales the softmax even with plain RoPE"
-        yield Setting("rotary_scaling_factor", 1.0, why, **at)
-        yield Setting("mscale", 1.0, "yarn's, neutral", **at)
-        yield Setting("mscale_all_dim", 0.0, "yarn's, neutral", **at)
+        yield pin("rotary_scaling_factor", 1.0, why)
+        yield pin("mscale", 1.0, "yarn's, neutral")
+        yield pin("mscale_all_dim", 0.0, "yarn's, neutral")
         yield Setting("apply_rope_fusion", False, "Megatron fuses RoPE for MLA only with yarn, and never for DSA")
         yield Setting("cache_mla_latents", False, "inference only")
         yield Setting(

@@ -6,6 +6,7 @@ asked for their weights. What is checkpointed, sharded and reduced is theirs, un
 """
 
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -106,7 +107,8 @@ class FusedMLASelfAttention(MLASelfAttention):
     def __init__(self, config: Any, submodules: Any, layer_number: int, *, kernels: str, **rest: Any):
         assert_served(config, kernels)
         super().__init__(config, submodules, layer_number, **rest)
-        self.ops, self.normalises_input = naive, True
+        self.ops: ModuleType = naive
+        self.normalises_input = True
         if kernels == "fused":
             from nam_megatron.blocks.mla import kernel
 
@@ -222,9 +224,10 @@ class FusedMLASelfAttention(MLASelfAttention):
         """Output [s, b, h] and bias for the next s tokens, hidden states [s, b, h] before the input norm; fills the cache."""
         c, new = self.config, cache.next(len(hidden_states))
         gamma, norms = self.input_norm[0].weight, (self.q_layernorm, self.kv_layernorm)
-        latent_gammas = [None if isinstance(n, IdentityOp) else n.weight for n in norms]
+        q_gamma, kv_gamma = (None if isinstance(n, IdentityOp) else n.weight for n in norms)
         down = self.linear_q_down_proj.weight, self.linear_kv_down_proj.weight
-        latents = naive.ingress(hidden_states, gamma, *down, *latent_gammas, c.qk_pos_emb_head_dim, c.layernorm_epsilon)
+        rope_width, eps = c.qk_pos_emb_head_dim, c.layernorm_epsilon
+        latents = naive.ingress(hidden_states, gamma, *down, q_gamma, kv_gamma, rope_width, eps)
         cos, sin = self.table(cache.length, False)
         rope = Rope(cos[new], sin[new])
         heads = self.num_attention_heads_per_partition

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -76,31 +77,31 @@ class Moe(Block):
     ]
 
     def settings(self, plan: "Plan") -> Iterator[Setting]:
-        shared, at = self.shared_expert_hidden_size or None, {"beside": "shared_expert_hidden_size"}
+        shared, pin = self.shared_expert_hidden_size or None, partial(Setting, beside="shared_expert_hidden_size")
         name = "moe_shared_expert_intermediate_size"
         yield Setting(name, shared, "one shared expert; 0 for none", "shared_expert_hidden_size")
-        yield Setting("moe_shared_expert_gate", False, "the shared expert is added ungated", **at)
+        yield pin("moe_shared_expert_gate", False, "the shared expert is added ungated")
         why = "a stream of its own beside the dispatch"
-        yield Setting("moe_shared_expert_overlap", self.shared_overlap, why, "shared_overlap", **at)
+        yield pin("moe_shared_expert_overlap", self.shared_overlap, why, "shared_overlap")
         why = "scores are normalised over the chosen experts"
         yield Setting("moe_router_pre_softmax", False, why, beside="score_function")
-        fields = {"transformer.moe_router_load_balancing_type": self.balancing}
+        fields: dict[str, Any] = {"transformer.moe_router_load_balancing_type": self.balancing}
         name = "moe_router_load_balancing_type"
         yield Setting(name, (self.balancing,), "balancing loss", "balancing", fields=fields)
         why, fields = "unset means 0: no balancing", {"transformer.moe_aux_loss_coeff": self.aux_loss_coeff}
         yield Setting("moe_aux_loss_coeff", (self.aux_loss_coeff,), why, "aux_loss_coeff", fields=fields)
-        at = {"beside": "aux_loss_coeff"}
-        yield Setting("moe_z_loss_coeff", None, "no z-loss", **at)
-        yield Setting("moe_input_jitter_eps", None, "no jitter", **at)
-        yield Setting("moe_router_topk_scaling_factor", None, "no scaling of the router's weights", **at)
-        yield Setting("moe_router_num_groups", None, "no group-limited routing", **at)
+        pin = partial(Setting, beside="aux_loss_coeff")
+        yield pin("moe_z_loss_coeff", None, "no z-loss")
+        yield pin("moe_input_jitter_eps", None, "no jitter")
+        yield pin("moe_router_topk_scaling_factor", None, "no scaling of the router's weights")
+        yield pin("moe_router_num_groups", None, "no group-limited routing")
         # Ours is Megatron's allgather where nothing is gathered; blocks/moe/layer.py.
         told = "allgather" if self.dispatcher == "local" else self.dispatcher
         yield Setting("moe_token_dispatcher_type", told, "Megatron's default is allgather", "dispatcher")
-        at = {"beside": "capacity_factor"}
-        yield Setting("moe_pad_expert_input_to_capacity", False, "no padding to the capacity", **at)
-        yield Setting("moe_apply_probs_on_input", False, "probabilities weigh the experts' output", **at)
-        yield Setting("moe_latent_size", None, "experts at full width", **at)
+        pin = partial(Setting, beside="capacity_factor")
+        yield pin("moe_pad_expert_input_to_capacity", False, "no padding to the capacity")
+        yield pin("moe_apply_probs_on_input", False, "probabilities weigh the experts' output")
+        yield pin("moe_latent_size", None, "experts at full width")
 
     def idle(self, recipe: "Recipe", kinds: frozenset[str]) -> Iterator[tuple[str, str]]:
         if not self.expert_bias:

@@ -45,6 +45,8 @@ class LocalDispatcher(MoEAllGatherTokenDispatcher):
     Values and their order are those of Megatron's dispatchers.
     """
 
+    routing_map: Any  # bool [tokens, experts] of the running microbatch, else None
+
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Starts the copy of the rows of each expert to the host: whatever is launched from here on runs while the host waits."""
         self.rows_of_experts = self.routing_map.sum(dim=0).to("cpu", non_blocking=True)

@@ -5,11 +5,11 @@ from functools import cache
 
 import pytest
 
-from nam_megatron import bridge
 from nam_megatron.argv import argv
 from nam_megatron.lower import Lowering, translate
 from nam_megatron.nemo.container import CLASSES, container
 from nam_megatron.recipe import conf_dir, load
+from nam_megatron.runtime import bridge
 from nam_megatron.runtime.oracle import _plain
 
 PRESETS = sorted(path.stem for path in (conf_dir() / "preset").glob("*.yaml"))
