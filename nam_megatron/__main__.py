@@ -2,6 +2,7 @@
 
   python -m nam_megatron.translate conf=NAME    what Megatron must be told, or why it cannot be
   python -m nam_megatron.verify conf=NAME       do Megatron's own parser and configs agree?
+  python -m nam_megatron.prove conf=NAME        does its layout compute the same model as one rank?
   python -m nam_megatron.budget conf=NAME       does it fit, and what does it cost?
   python -m nam_megatron.lint FILE              which model does any Megatron command line train?
   python -m nam_megatron.data VERB ...          text to Megatron's indexed datasets

@@ -81,6 +81,16 @@ def _device(r: Recipe, target: Target) -> Iterator[Problem]:
     yield Problem(message, "device.capability", f"there is {served}")
 
 
+# What libraries read at their start, once a run has to be equal to the last bit. Megatron would set the first three itself where they
+# are not set, and refuse other values (megatron-core 0.19.2, determinism.py).
+DETERMINISTIC = (
+    ("NCCL_ALGO", "Ring", "a tree's order of summation is the machine's choice"),
+    ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0", "Transformer Engine's attention adds its gradients in one order"),
+    ("CUBLAS_WORKSPACE_CONFIG", ":4096:8", "cuBLAS splits a product the same way each time"),
+    ("TRITON_CACHE_AUTOTUNING", "1", "the kernel that the first run found fastest is every run's"),
+)
+
+
 def _env(p: Plan) -> Iterator[Env]:
     layout, f = p.recipe.parallel, p.recipe.feature
     yield Env("PYTORCH_ALLOC_CONF", "expandable_segments:True", "without it fragmentation decides what fits", "device")
@@ -97,5 +107,8 @@ def _env(p: Plan) -> Iterator[Env]:
     for way in ("FWD", "BWD"):
         more = "" if cudnn else "; a leftover 1 would choose cuDNN's"
         yield Env(f"NVTE_NORM_{way}_USE_CUDNN", "1" if cudnn else None, why + more, "precision")
+    if p.recipe.precision.deterministic:
+        for name, value, why in DETERMINISTIC:
+            yield Env(name, value, why, "precision")
     for feature in f.all():
         yield from (replace(e, owner=feature.name) for e in feature.env(p))

@@ -30,6 +30,8 @@ def header(lowering: Lowering) -> Iterator[str]:
     yield f"parameters: {total:,} in all, {active:,} active for a token{designed}"
     yield f"layout: {layout(p)}"
     yield f"batch: {r.schedule.micro_batch_size} per pass, {r.schedule.global_batch_size} per step, {r.model.seq_length} tokens each"
+    if drawn := drawn_by(p):
+        yield f"initial weights: each {drawn} draws its own; the same seed gives other weights in another layout"
     if p.departures:
         yield f"departs from lane {r.lane.name}: {', '.join(p.departures)}"
     yield from given_up(p)
@@ -87,6 +89,17 @@ def layout(p: Plan) -> str:
     if "moe" in p.kinds:
         words += [f"expert {a.expert}", f"expert tensor {a.expert_tensor}", f"expert data {r.expert_data_parallel}"]
     return ", ".join(words)
+
+
+def drawn_by(p: Plan) -> str:
+    """The ranks on which a weight's first value depends, beside the seed; empty where there is one of each.
+
+    Megatron seeds a stream for each pipeline stage, each tensor rank and each rank of the experts (0.19.2, _set_random_seed and
+    model_parallel_cuda_manual_seed).
+    """
+    a = p.recipe.parallel
+    degrees = {"pipeline stage": a.pipeline, "tensor rank": a.tensor, "expert rank": a.expert * a.expert_tensor}
+    return ", ".join(name for name, degree in degrees.items() if degree > 1)
 
 
 def strip(p: Plan) -> tuple[str, str, str]:

@@ -639,3 +639,26 @@ def test_every_finding_is_said_at_once():
         NATIVE, {"parallel.tensor": 3, "optim.min_lr": 1.0, "model.blocks.moe.top_k": 17, "data.path": "/d"}
     )
     assert {"cluster.gpus_per_node", "optim.min_lr", "model.blocks.moe.top_k", "data.path"} <= found.keys()
+
+
+# Deterministic runs and overlays of layouts ---------------------------------------------------------------------------
+
+
+def test_a_deterministic_run_says_so_to_megatron_and_to_its_libraries():
+    plain, exact = lowered("nam56r"), lowered("nam56r", "precision.deterministic=true")
+    assert not plain.by_name["deterministic_mode"].value and exact.by_name["deterministic_mode"].value
+    added = {e.name: e.value for e in exact.env if e not in plain.env}
+    assert added["NCCL_ALGO"] == "Ring" and added["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0" and len(added) == 4
+
+
+def test_a_deterministic_run_takes_no_compiled_loss():
+    with pytest.raises(Refused, match="compiled cross entropy is not deterministic"):
+        lowered("nam56r", "precision.deterministic=true", "precision.cross_entropy=compiled")
+
+
+@pytest.mark.parametrize("overlay", ["ep", "tp_sp_ep"])
+def test_experts_on_several_ranks_get_a_dispatcher_that_sends_tokens(overlay):
+    """The fused overlay's own does not, and was refused."""
+    found = lowered("nam56r_fused", f"+overlay={overlay}")
+    assert found.plan.recipe.model.blocks.moe.dispatcher == "alltoall"
+    assert found.plan.recipe.model.blocks.moe.permute_fusion

@@ -30,6 +30,10 @@ class Precision(Config):
     norm_kernels: Annotated[
         Literal["transformer_engine", "cudnn"], Row("the kernels behind Transformer Engine's norms", executes=SAME)
     ]
+    deterministic: Annotated[
+        bool, Row("two runs, and a run in several commands, are equal to the last bit", "deterministic_mode",
+                  ("transformer.deterministic_mode",), executes="the same sums in one order", was=False)
+    ]  # fmt: skip
 
     def settings(self, plan: "Plan") -> Iterator[Setting]:
         bf16, fp32 = self.params == "bf16", self.grad_reduce == "fp32"
@@ -52,6 +56,9 @@ class Precision(Config):
 
     def check(self, plan: "Plan") -> Iterator[Problem]:
         feature = plan.recipe.feature
+        if self.deterministic and self.cross_entropy == "compiled":
+            hint = "set `precision.cross_entropy=fused`, or `megatron`"
+            yield Problem("Megatron's compiled cross entropy is not deterministic", "precision.cross_entropy", hint)
         if self.fused_grad_accumulation and (feature.fsdp2 or feature.megatron_fsdp):
             message = "no FSDP keeps the buffer that gradients would be added to"
             yield Problem(message, "precision.fused_grad_accumulation", "set it to false")

@@ -21,6 +21,7 @@ from megatron.core.enums import ModelType
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import RerunMode, RerunState, RerunStateMachine, get_rerun_state_machine
+from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -99,7 +100,9 @@ class NamModelBuilder(HybridModelBuilder):
         return model
 
     def build_distributed_models(self, *args: Any, **kwargs: Any) -> list[HybridModel]:
-        return super().build_distributed_models(*args, mixed_precision_wrapper=Float16ExceptMarked, **kwargs)
+        models = super().build_distributed_models(*args, mixed_precision_wrapper=Float16ExceptMarked, **kwargs)
+        log_indexers_on_every_stage(models[0].config)
+        return models
 
 
 def plain_adam(args: Namespace) -> bool:
@@ -116,6 +119,17 @@ def set_experts_apart(model: torch.nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if ".mlp.experts." in name:
             parameter.allreduce = False
+
+
+def log_indexers_on_every_stage(config: TransformerConfig) -> None:
+    """Let a pipeline stage without a DSA layer take part in the log's sum of the indexers' losses.
+
+    Megatron sums them over the pipeline on the stages that have recorded one; the first log line would wait for the others for ever
+    (megatron-core 0.19.2, DSAIndexerLossLoggingHelper.reduce_loss_in_tracker).
+    """
+    if getattr(config, "dsa_indexer_loss_coeff", None):
+        nothing = torch.zeros((), device=torch.cuda.current_device())
+        DSAIndexerLossLoggingHelper.save_loss_to_tracker(nothing, 1, config.num_layers)
 
 
 class NamModelConfig(HybridModelConfig):

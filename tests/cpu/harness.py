@@ -15,7 +15,7 @@ import tempfile
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,9 +29,10 @@ from presets import written
 
 from nam_megatron.blocks import Block
 from nam_megatron.blocks.kinds import KINDS, Blocks
+from nam_megatron.prove.cpu import patched
+from nam_megatron.prove.tensors import Shard, gathered, shards, window
 from nam_megatron.runtime.stack import hybrid_stack_spec
 
-CPU = torch.device("cpu")
 KIND = {"*": "attention", "+": "mla", "D": "dsa", "E": "moe", "-": "mlp", "M": "mamba2", "3": "mamba3", "R": "m2rnn"}
 SEQUENCE, BATCH, VOCAB = 32, 2, 128
 
@@ -192,78 +193,6 @@ def _child(job: Callable[[int, Path], Any], rank: int, folder: Path) -> None:
         part.rename(part.with_suffix(".error"))
 
 
-# The machine ---------------------------------------------------------------------------------------------------------
-
-
-class _CudaToCpu(torch.overrides.TorchFunctionMode):
-    """device="cuda", .cuda() and pinned memory become the CPU: schedules, rope and trackers name the device."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
-            return args[0]
-        if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = CPU
-        if func is torch.Tensor.to:
-            args = tuple(CPU if isinstance(a, str | torch.device) and str(a).startswith("cuda") else a for a in args)
-        return func(*args, **kwargs)
-
-
-class _Idle:
-    """A stream or an event: every method does nothing."""
-
-    def __init__(self, *_, **__):
-        pass
-
-    def __getattr__(self, name):
-        return lambda *_, **__: self
-
-
-def _rearrange(x, pattern):
-    """The three einops patterns of Megatron's Mamba mixer in training; einops itself need not be installed."""
-    return x.squeeze(1) if pattern == "d 1 w -> d w" else x.transpose(0, 1)
-
-
-@contextlib.contextmanager
-def patched() -> Iterator[None]:
-    """This process runs Megatron on the CPU from here on. The patches of modules stay: for a process that ends soon."""
-    import megatron.core.models.hybrid.hybrid_block as hybrid_block
-    import megatron.core.ssm.mamba_context_parallel as mamba_cp
-    import megatron.core.ssm.mamba_mixer as mamba_mixer
-    import megatron.core.tensor_parallel.random as random
-    import megatron.core.transformer.experimental_attention_variant.absorbed_mla as absorbed_mla
-    import megatron.core.transformer.moe.moe_utils as moe_utils
-    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
-    import megatron.core.transformer.multi_latent_attention as mla
-
-    torch.set_num_threads(1)
-    torch._dynamo.config.disable = True
-    idle = _Idle()
-    torch.cuda.current_device = lambda: CPU
-    torch.cuda.synchronize = lambda *_, **__: None
-    torch.cuda.Stream = torch.cuda.Event = _Idle
-    torch.cuda.current_stream = lambda *_, **__: idle
-    torch.cuda.stream = lambda _: contextlib.nullcontext()
-    random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
-    # The dispatcher turns its splits into numbers on the way off the GPU; gloo wants numbers too.
-    token_dispatcher.maybe_move_tensor_to_cpu = lambda t, as_numpy=False, **_: (
-        t.numpy() if as_numpy and torch.is_tensor(t) else t
-    )
-    # Where TE is installed the router multiplies with its GEMM.
-    moe_utils.te_general_gemm = None
-    # HybridStack names TENorm itself, and the two MLAs ask for TELinear to see that a projection is replicated.
-    hybrid_block.TENorm = modules.Norm
-    mla.TELinear = absorbed_mla.TELinear = modules.ReplicatedLinear
-    # The real Mamba mixer, with its two Triton kernels in plain torch.
-    mamba_mixer.HAVE_MAMBA_SSM = mamba_mixer.HAVE_EINOPS = mamba_cp.HAVE_EINOPS = True
-    mamba_mixer.MAMBA_HAS_STATE_DTYPE = False
-    mamba_mixer.rearrange = _rearrange
-    mamba_mixer.ExtendedRMSNorm = modules.GatedNorm
-    mamba_mixer.mamba_split_conv1d_scan_combined = modules.mamba2_scan
-    with _CudaToCpu():
-        yield
-
-
 # The model -----------------------------------------------------------------------------------------------------------
 
 ATTENTION = dict(num_query_groups=2, kv_channels=16)
@@ -358,26 +287,6 @@ def shapes(case: Case) -> dict[str, tuple[int, ...]]:
 # Global tensors ------------------------------------------------------------------------------------------------------
 
 
-def shards(model: Any) -> list[Any]:
-    """Megatron's own account of which part of which global tensor a local tensor is: a checkpoint's ShardedTensors."""
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
-
-    state = model.sharded_state_dict(metadata={"dp_cp_group": model.pg_collection.dp_cp})
-    apply_factories(state)
-    return [s for s in nested_values(state) if isinstance(s, ShardedTensor)]
-
-
-def _window(shard: Any) -> tuple[slice | int, ...]:
-    """Where in the global tensor the shard's local data lies."""
-    lead = shard.prepend_axis_num
-    sizes = shard.local_shape
-    return (
-        *shard.global_offset[:lead],
-        *(slice(o, o + n) for o, n in zip(shard.global_offset[lead:], sizes, strict=True)),
-    )
-
-
 @torch.no_grad()
 def fill(model: Any) -> None:
     """Set every parameter from its checkpoint key and global shape; asserts that the checkpoint holds every one."""
@@ -390,31 +299,10 @@ def fill(model: Any) -> None:
         generator = torch.Generator().manual_seed(zlib.crc32(shard.key.encode()))
         values = torch.randn(shard.global_shape, generator=generator)
         values = 1 + 0.2 * values if "norm" in shard.key else 0.15 * values
-        shard.data.copy_(values[_window(shard)])
+        shard.data.copy_(values[window(shard)])
         waiting[owner] -= shard.data.numel()
     missing = [name for name, p in model.named_parameters() if waiting[p.data_ptr()]]
     assert not missing, f"not in the sharded state dict: {missing}"
-
-
-Shard = tuple[str, tuple, tuple, torch.Tensor]
-
-
-@torch.no_grad()
-def gathered(model: Any, value: Callable[[torch.nn.Parameter], torch.Tensor]) -> list[Shard]:
-    """(checkpoint key, global shape, window, local part) of `value` of every parameter, cut as the parameter is."""
-    kept = {name: p.data for name, p in model.named_parameters()}
-    for p in model.parameters():
-        p.data = value(p).clone()
-    storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    # Read before the weights go back: a shard is the parameter itself, or a view of what it holds now.
-    result = [
-        (s.key, tuple(s.global_shape), _window(s), s.data.clone())
-        for s in shards(model)
-        if s.data.untyped_storage().data_ptr() in storages
-    ]
-    for name, p in model.named_parameters():
-        p.data = kept[name]
-    return result
 
 
 def weights(rig: Rig) -> list[Shard]:
@@ -429,11 +317,11 @@ def gradients(rig: Rig) -> list[Shard]:
 def assemble(per_rank: list[list[Shard]]) -> dict[str, torch.Tensor]:
     """Global tensors by checkpoint key from all ranks' shards; asserts that replicas agree and nothing is missing."""
     whole: dict[str, torch.Tensor] = {}
-    for key, shape, window, local in (shard for rank in per_rank for shard in rank):
+    for key, shape, where, local in (shard for rank in per_rank for shard in rank):
         target = whole.setdefault(key, torch.full(shape, torch.nan))
-        seen = target[window]
+        seen = target[where]
         assert seen.isnan().all() or torch.allclose(seen, local, rtol=1e-4, atol=1e-7), f"replicas of {key} differ"
-        target[window] = local
+        target[where] = local
     assert not (bad := [key for key, t in whole.items() if t.isnan().any()]), f"incomplete or not finite: {bad}"
     return whole
 

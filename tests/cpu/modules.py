@@ -1,171 +1,21 @@
-"""CPU stand-ins for Transformer Engine's modules and Mamba's kernels: same parameters, names and sharding.
-
-Everything else in a model that the harness builds is Megatron's own class.
-"""
-
-from functools import partial
+"""Mixers of the tests' own for the M slot. The stand-ins for Transformer Engine's modules are the prove command's."""
 
 import torch
-import torch.nn.functional as F
-from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 
-
-def _norm_op(config):
-    return F.rms_norm if config.normalization == "RMSNorm" else F.layer_norm
-
-
-class Norm:
-    """TENorm. A class, not a function: build_module hands functions back unbuilt."""
-
-    def __new__(cls, config, hidden_size, eps=1e-5):
-        norm = (torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm)(hidden_size, eps=eps)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
-        return norm
-
-
-class NormColumnLinear(ColumnParallelLinear):
-    """TELayerNormColumnParallelLinear: the norm's weight lives in the linear as `layer_norm_weight`."""
-
-    def __init__(self, input_size, output_size, *, config, **kwargs):
-        super().__init__(input_size, output_size, config=config, **kwargs)
-        self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
-        self.layer_norm_weight.sequence_parallel = config.sequence_parallel
-
-    def forward(self, x):
-        shape, eps = (x.size(-1),), self.config.layernorm_epsilon
-        return super().forward(_norm_op(self.config)(x, shape, weight=self.layer_norm_weight, eps=eps))
-
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        state = self.state_dict(prefix="", keep_vars=True)
-        groups = dict(tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"])
-        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets, **groups)
-
-
-class ReplicatedLinear(torch.nn.Module):
-    """TELinear(parallel_mode="duplicated"): the weight is whole on every tensor-parallel rank."""
-
-    def __init__(self, input_size, output_size, *, config, init_method, parallel_mode, **_):
-        super().__init__()
-        assert parallel_mode == "duplicated"
-        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
-        init_method(self.weight)
-        self.weight.allreduce, self.weight.tensor_model_parallel = True, False
-        self.weight.sequence_parallel = config.sequence_parallel
-
-    def forward(self, x):
-        return F.linear(x, self.weight), None
-
-
-class CoreAttention(torch.nn.Module):
-    """TEDotProductAttention, causal; Megatron's own DotProductAttention does not take the head sizes of MLA."""
-
-    def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **_):
-        super().__init__()
-        self.scale = softmax_scale
-
-    def forward(self, query, key, value, *_, **__):
-        query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale, enable_gqa=True)
-        return out.permute(2, 0, 1, 3).flatten(2)
-
-
-class GroupedLinear(torch.nn.Module):
-    """TEColumnParallelGroupedLinear / TERowParallelGroupedLinear: weight0, weight1, ... of the local experts."""
-
-    def __init__(self, num_gemms, input_size, output_size, *, config, init_method, pg_collection, axis, **_):
-        super().__init__()
-        self.num_gemms, self.axis, self.groups = num_gemms, axis, pg_collection
-        size = [output_size, input_size]
-        size[axis] //= pg_collection.expt_tp.size()
-        expert_parallel = config.expert_model_parallel_size > 1
-        own_groups = expert_parallel or config.expert_tensor_parallel_size != config.tensor_model_parallel_size
-        for index in range(num_gemms):
-            weight = torch.nn.Parameter(torch.empty(size, dtype=config.params_dtype))
-            init_method(weight)
-            weight.allreduce, weight.tensor_model_parallel, weight.partition_dim = not own_groups, True, axis
-            self.register_parameter(f"weight{index}", weight)
-
-    def forward(self, x, splits):
-        parts = zip(x.split(splits), self.parameters(), strict=True)
-        return torch.cat([F.linear(part, weight) for part, weight in parts]), None
-
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        sharded, groups = {}, dict(tp_group=self.groups.expt_tp, dp_cp_group=metadata["dp_cp_group"])
-        first, total = self.groups.ep.rank() * self.num_gemms, self.groups.ep.size() * self.num_gemms
-        for index, weight in enumerate(self.parameters()):
-            offsets = (*sharded_offsets, (len(sharded_offsets), first + index, total))
-            one = make_sharded_tensors_for_checkpoint(
-                {"weight": weight}, prefix, {"weight": self.axis}, offsets, **groups
-            )
-            (tensor,) = one.values()
-            tensor.replica_id = (*tensor.replica_id[:2], self.groups.expt_dp.rank())
-            sharded[f"{prefix}weight{index}"] = tensor
-        return sharded
-
-
-class CpuBackend(LocalSpecProvider):
-    """What TESpecProvider is with Transformer Engine."""
-
-    def linear(self):
-        return ReplicatedLinear
-
-    def column_parallel_layer_norm_linear(self):
-        return NormColumnLinear
-
-    def layer_norm(self, rms_norm=False, for_qk=False, has_residual=False):
-        return Norm
-
-    def core_attention(self):
-        return CoreAttention
-
-    def grouped_mlp_modules(self, moe_use_grouped_gemm):
-        assert moe_use_grouped_gemm
-        fc1, fc2 = partial(GroupedLinear, axis=0), partial(GroupedLinear, axis=1)
-        return partial(TEGroupedMLP, submodules=GroupedMLPSubmodules(linear_fc1=fc1, linear_fc2=fc2))
-
-
-class GatedNorm(torch.nn.Module):
-    """ExtendedRMSNorm of Megatron's Mamba mixer without its Triton kernel: RMS norm by group, sharded by heads."""
-
-    def __init__(self, size, *, eps, group_size, dtype, **_):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(size, dtype=dtype))
-        self.eps, self.group_size = eps, group_size
-
-    def forward(self, x):
-        groups = F.rms_norm(x.unflatten(-1, (-1, self.group_size)), (self.group_size,), eps=self.eps)
-        return groups.flatten(-2) * self.weight
-
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        state, groups = {"weight": self.weight}, dict(tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"])
-        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets, **groups)
-
-
-def mamba2_scan(zxbcdt, conv_weight, conv_bias, dt_bias, A, *, D, headdim, ngroups, **_):
-    """mamba_split_conv1d_scan_combined of mamba-ssm, step by step: [b, l, 2 d + 2 g n + h] -> [b, l, d]."""
-    heads = dt_bias.numel()
-    inner = heads * headdim
-    state = (zxbcdt.size(-1) - 2 * inner - heads) // (2 * ngroups)
-    z, xbc, dt = zxbcdt.split([inner, inner + 2 * ngroups * state, heads], -1)
-    padded = F.pad(xbc.transpose(1, 2), (conv_weight.size(1) - 1, 0))
-    xbc = F.silu(F.conv1d(padded, conv_weight.unsqueeze(1), conv_bias, groups=padded.size(1))).transpose(1, 2)
-    x, B, C = xbc.split([inner, ngroups * state, ngroups * state], -1)
-    x, dt = x.unflatten(-1, (heads, headdim)), F.softplus(dt + dt_bias)
-    B, C = (t.unflatten(-1, (ngroups, state)).repeat_interleave(heads // ngroups, 2) for t in (B, C))
-    h, ys = x.new_zeros(x.size(0), heads, headdim, state), []
-    for t in range(x.size(1)):
-        decay = torch.exp(dt[:, t] * A)[..., None, None]
-        h = h * decay + (dt[:, t, :, None] * x[:, t])[..., None] * B[:, t, :, None, :]
-        ys.append((h * C[:, t, :, None, :]).sum(-1))
-    y = torch.stack(ys, 1) + D[:, None] * x
-    return (y * F.silu(z).unflatten(-1, (heads, headdim))).flatten(-2)
+from nam_megatron.prove.cpu_modules import (  # noqa: F401
+    CoreAttention,
+    CpuBackend,
+    GatedNorm,
+    GroupedLinear,
+    Norm,
+    NormColumnLinear,
+    ReplicatedLinear,
+    mamba2_scan,
+)
 
 
 def toy_mixer(expand: int) -> ModuleSpec:

@@ -1,0 +1,135 @@
+"""python -m nam_megatron.prove conf=NAME [+overlay=X ...] [device=cpu|cuda]"""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from nam_megatron import app
+from nam_megatron.errors import INCOMPLETE, Problem, Refused, counted
+from nam_megatron.lower import translate
+from nam_megatron.prove.compare import BITS, ORDER, Row
+from nam_megatron.prove.proof import Part, Proof, prove
+from nam_megatron.recipe import Recipe
+
+# `device` of a recipe is the GPU it is for; the word of that name becomes this one.
+KEYS = ("run_on", "steps", "resume", "format")
+
+
+def task(recipe: Recipe, words: Mapping[str, Any], origin: Any) -> int:
+    """Prove and print. stdout is the result."""
+    check(words)
+    sys.stderr.write(origin.unnamed_preset(recipe.preset.name))
+    if seams := translate(recipe).plan.not_built:
+        sys.stderr.write("".join(f"error: `{s.owner}` is not built: {s.missing}\n" for s in seams))
+        return INCOMPLETE
+    proof = prove(recipe, words["run_on"], words["steps"], words["resume"])
+    sys.stdout.write(as_json(proof) if words["format"] == "json" else text(proof, words["format"] == "table"))
+    return proof.code
+
+
+def check(words: Mapping[str, Any]) -> None:
+    choices = {"run_on": ("cpu", "cuda"), "format": ("auto", "table", "json"), "resume": (True, False)}
+    for key, allowed in choices.items():
+        if words[key] not in allowed:
+            raise Refused(Problem(f"no `{words[key]}`", key, f"there are: {', '.join(map(str, allowed))}"))
+    if not isinstance(words["steps"], int) or not 1 <= words["steps"] <= 100:
+        raise Refused(Problem(f"{words['steps']} steps", "steps", "2 or 3 show what there is to see"))
+
+
+def text(proof: Proof, every: bool = False) -> str:
+    """The proof for people. every: all rows, not only the worst of each kind and those that are off."""
+    r, plan = proof.pair.layout.plan.recipe, proof.pair.layout.plan
+    p = r.parallel
+    degrees = f"tensor {p.tensor}, pipeline {p.pipeline} x {p.virtual_pipeline}, expert {p.expert} x {p.expert_tensor}"
+    beside = f"one rank with naive kernels, {counted(proof.steps, 'step')}"
+    lines = [
+        f"{r.preset.name} on {counted(r.world_size, 'rank')} ({degrees}, data {r.data_parallel}) against {beside}",
+        f"model:    {plan.pattern}, of {proof.pair.full.pattern}",
+        f"limits:   {proof.limits.why}",
+        *(f"unproven: {sentence}" for sentence in proof.unproven),
+    ]
+    for part in proof.parts:
+        lines += ["", f"{part.title}: {said(part)}"]
+        lines += table(part.rows if every else [*worst(part.rows), *[x for x in part.rows if not x.agrees][:20]])
+    lines += ["", f"verdict:  {proof.word}"]
+    return "\n".join(lines) + "\n"
+
+
+def said(part: Part) -> str:
+    if part.broken:
+        return part.broken
+    if (first := part.first) is None:
+        return f"{len(part.rows)} comparisons agree"
+    off = sum(not row.agrees for row in part.rows)
+    place = f"layer {first.layer}, " if first.layer else ""
+    key = f" @ {first.key}" if first.key else ""
+    how = (
+        first.note or f"on {counted(int(first.off), 'rank')}"
+        if first.what == BITS
+        else first.note or f"off by {first.off:.1e} of {first.limit:.0e}"
+    )
+    where = f"{first.what} of {first.name}, step {first.step} ({place}{first.kind or 'model'}{key})"
+    return f"{off} of {len(part.rows)} differ; first: {where}: {how}"
+
+
+def worst(rows: Sequence[Row]) -> Iterator[Row]:
+    """Of each kind of comparison and step the one that is most off, among those that agree."""
+    found: dict[tuple, Row] = {}
+    for row in rows:
+        at = row.step, ORDER.index(row.what)
+        if row.agrees and (at not in found or row.off > found[at].off):
+            found[at] = row
+    yield from (found[at] for at in sorted(found))
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    cells = [("step", "what", "off by", "limit", "layer", "kind", "tensor", "")]
+    for x in rows:
+        off, limit = (f"{x.off:g}", f"{x.limit:g}") if x.what == BITS else (f"{x.off:.1e}", f"{x.limit:.0e}")
+        cells.append(
+            (
+                str(x.step),
+                x.what,
+                off,
+                limit,
+                str(x.layer or ""),
+                x.kind or "",
+                x.name,
+                x.note or ("" if x.agrees else "differs"),
+            )
+        )
+    if not rows:
+        return []
+    widths = [max(len(row[i]) for row in cells) for i in range(8)]
+    return ["  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
+
+
+def as_json(proof: Proof) -> str:
+    recipe = proof.pair.layout.plan.recipe
+    parts = [
+        {
+            "title": part.title, "broken": part.broken, "compared": len(part.rows), "first": _row(part.first),
+            "differ": [_row(r) for r in part.rows if not r.agrees], "worst": [_row(r) for r in worst(part.rows)],
+        }
+        for part in proof.parts
+    ]  # fmt: skip
+    tree = {"preset": recipe.preset.name, "verdict": proof.word, "device": proof.device, "ranks": recipe.world_size}
+    tree |= {"pattern": proof.pair.layout.plan.pattern, "limits": asdict(proof.limits), "unproven": proof.unproven}
+    return json.dumps(tree | {"cut": proof.pair.shrunk, "parts": parts}, indent=1, default=str) + "\n"
+
+
+def _row(row: Row | None) -> dict[str, Any] | None:
+    return None if row is None else asdict(row) | {"off": row.off if row.off != float("inf") else None}
+
+
+def main() -> None:
+    sys.argv[1:] = [
+        f"run_on={w.removeprefix('device=')}" if w in ("device=cpu", "device=cuda") else w for w in sys.argv[1:]
+    ]
+    app.run("prove", KEYS, task)
+
+
+if __name__ == "__main__":
+    main()

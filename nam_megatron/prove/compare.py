@@ -1,0 +1,249 @@
+"""What the two sides said, as rows: how far off each tensor, loss and count of each step is, and which row is the first."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf, isfinite, sqrt
+from typing import Any
+
+from nam_megatron.errors import Problem
+from nam_megatron.plan import Plan
+
+START, LOSS, COUNT, GRADIENT, WEIGHT = "start", "loss", "tokens of experts", "gradient", "weight"
+BITS = "bits of the ranks"  # of two runs that have to be equal to the last one
+ORDER = (START, LOSS, COUNT, GRADIENT, WEIGHT, BITS)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest relative difference that counts as rounding.
+
+    first: of the first step's gradients and of every weight: both sides start from equal bits. later: of the gradients of later steps,
+    which see weights that differ in their last bits. loss: of a microbatch. counts: the share of a layer's tokens that may go to
+    another expert: ties that rounding decides. why: where the numbers come from.
+    """
+
+    first: float
+    later: float
+    loss: float
+    counts: float
+    why: str
+
+    def of(self, what: str, step: int, same: int = 1) -> float:
+        """same: the step at whose beginning both sides had the same bits."""
+        if what == START:
+            return 0.0
+        if what == LOSS:
+            return self.loss
+        if what == COUNT:
+            return self.counts
+        return self.first if what == WEIGHT or step <= same else self.later
+
+
+# The share of tokens that bf16 may send to another expert than another order of sums would.
+COUNTS_BF16 = 0.02
+# fp32 over a few hundred terms: 2e-6 is the largest that any layout was seen to make in a first step, 1.1e-5 in a third.
+FP32 = Limits(1e-5, 1e-4, 1e-5, 0, "fp32: 1e-5, and 1e-4 for gradients after the first update")
+
+
+def beyond(noise: Iterable["Row"]) -> Limits:
+    """What may be told from noise on a GPU: ten times what two equal runs of one rank differ by, and bf16's rounding at least.
+
+    Two runs of one program on one GPU differ by the order in which atomics add. Kernels that round elsewhere differ by more: 2^-8 is a
+    rounding of bf16, and a gradient is the sum of many.
+    """
+    most = max((r.off for r in noise if r.what in (GRADIENT, WEIGHT) and isfinite(r.off)), default=0.0)
+    rounding = 2.0**-8
+    return Limits(
+        max(8 * rounding, 10 * most), max(16 * rounding, 20 * most), max(rounding, 10 * most), COUNTS_BF16,
+        f"bf16: {8 * rounding:.3f}, twice that after the first update, and ten times the noise of equal runs, {most:.1e}",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """One compared thing. off: relative difference, in norm; of counts: the share of tokens. note: what is wrong beyond a number."""
+
+    what: str
+    step: int
+    name: str
+    off: float
+    limit: float
+    layer: int | None = None
+    kind: str | None = None
+    key: str | None = None
+    note: str = ""
+
+    @property
+    def agrees(self) -> bool:
+        return self.off <= self.limit
+
+
+def rows(
+    reference: Iterable[Sequence[Any]], layout: Sequence[Iterable[Sequence[Any]]], names: Mapping[tuple, Iterable[str]], plan: Plan,
+    limits: Limits, steps: Iterable[int], same: int = 1,
+) -> tuple[Row, ...]:  # fmt: skip
+    """Every comparison of a proof.
+
+    reference, layout: what the one rank and each rank of the layout said (worker.Watch). names: (what, step) -> the tensors that the
+    reference has. steps: those that the layout was to do. same: see Limits.of.
+    """
+    found = [*_scalars(reference, layout, plan, limits, steps), *_tensors(layout, names, plan, limits, steps, same)]
+    return tuple(sorted(found, key=_place))
+
+
+def equal_bits(one: Sequence[Iterable], two: Sequence[Iterable], plan: Plan, steps: Iterable[int]) -> tuple[Row, ...]:
+    """Two runs of one layout, rank by rank: in how many ranks a tensor has other bits."""
+    wanted = set(steps)
+    bits = [{(step, name): bits for what, step, name, *bits in said if what == "bits"} for said in (*one, *two)]
+    found = []
+    for step, name in sorted({at for rank in bits for at in rank if at[0] in wanted}):
+        pairs = zip(bits[: len(one)], bits[len(one) :], strict=True)
+        off = sum(a.get((step, name)) != b.get((step, name)) for a, b in pairs)
+        found.append(Row(BITS, step, name, off, 0, *_of_key(plan, name.split(" ", 1)[1])))
+    return tuple(found)
+
+
+def first_off(found: Sequence[Row]) -> Row | None:
+    """The row to look at first: of the first step that is off; where its losses agree, the fault is in a backward pass."""
+    bad = [r for r in found if not r.agrees]
+    if not bad:
+        return None
+    step = min(r.step for r in bad)
+    bad = [r for r in bad if r.step == step]
+    if not any(r.what in (START, LOSS, COUNT) for r in bad) and (gradients := [r for r in bad if r.what == GRADIENT]):
+        # A gradient goes from the last layer to the first: the fault is where the first wrong one came out.
+        return max(gradients, key=lambda r: (_depth(r), r.off))
+    return min(bad, key=_place)
+
+
+def _place(row: Row) -> tuple:
+    return row.step, ORDER.index(row.what), _depth(row), row.name
+
+
+def _depth(row: Row) -> float:
+    if row.layer is not None:
+        return row.layer
+    return {"embedding": 0.0, "output": 1e6 + 1}.get(row.name.split("_")[0].split(".")[0], 1e6)
+
+
+def _scalars(
+    reference: Iterable, layout: Sequence[Iterable], plan: Plan, limits: Limits, steps: Iterable[int]
+) -> Iterator[Row]:
+    losses, counts = _said(reference)
+    ours_losses, ours_counts = defaultdict(list), defaultdict(list)
+    for said in layout:
+        a, b = _said(said)
+        for key, values in a.items():
+            ours_losses[key] += values
+        for key, values in b.items():
+            ours_counts[key] += values
+    wanted = set(steps)
+    for (step, index), ((loss, tokens),) in losses.items():
+        if step not in wanted:
+            continue
+        seen = ours_losses.get((step, index), [])
+        off = max((_relative(value, loss) for value, _ in seen), default=inf)
+        note = "" if seen else "no rank computed it"
+        if any(count != tokens for _, count in seen):
+            off, note = inf, f"over {sorted({c for _, c in seen})} tokens, not {tokens:g}"
+        yield Row(LOSS, step, f"microbatch {index + 1}", off, limits.of(LOSS, step), note=note)
+    for (step, layer), (expected,) in counts.items():
+        if step not in wanted:
+            continue
+        seen = [sum(c) for c in zip(*ours_counts.get((step, layer), []), strict=True)] or [0.0] * len(expected)
+        off = sum(abs(a - b) for a, b in zip(seen, expected, strict=True)) / 2
+        if sum(seen) != sum(expected):
+            off = max(off, abs(sum(seen) - sum(expected)))
+        off /= sum(expected)
+        yield Row(COUNT, step, "router", off, limits.of(COUNT, step), *_where(plan, int(layer)))
+
+
+def _said(said: Iterable) -> tuple[dict, dict]:
+    losses, counts = defaultdict(list), defaultdict(list)
+    for what, step, at, *rest in said:
+        if what in ("loss", "count"):
+            (losses if what == "loss" else counts)[step, at].append(rest[0])
+    return losses, counts
+
+
+def _tensors(
+    layout: Sequence[Iterable],
+    names: Mapping[tuple, Iterable[str]],
+    plan: Plan,
+    limits: Limits,
+    steps: Iterable[int],
+    same: int,
+) -> Iterator[Row]:
+    # (what, step, key) -> window -> (worst of its replicas, whole, elements); None for a tensor that the reference has not.
+    found: dict[tuple, dict] = defaultdict(dict)
+    for said in layout:
+        for what, step, key, *rest in said:
+            if what in ("gradient", "weight"):
+                window, off, whole, elements = rest
+                worst = max(off, found[what, step, key].get(window, (0.0,))[0]) if isfinite(off) else inf
+                found[what, step, key][window] = worst, whole, elements
+    for (what, step), keys in names.items():
+        if step not in {0, *steps} or (step == 0) != (what == "weight" and step == 0):
+            continue
+        said_as = START if step == 0 else what
+        limit = limits.of(said_as, step, same)
+        for key, elements in keys:
+            windows, place = found.pop((what, step, key), {}), _of_key(plan, key)
+            if None in windows:
+                yield Row(said_as, step, key, inf, limit, *place, note="another shape than on one rank")
+            elif sum(n for _, _, n in windows.values()) != elements:
+                yield Row(said_as, step, key, inf, limit, *place, note="the ranks do not hold all of it")
+            else:
+                off = sqrt(sum(o for o, _, _ in windows.values()))
+                whole = sqrt(max(w for _, w, _ in windows.values()))
+                yield Row(said_as, step, key, off / whole if whole else (inf if off else 0.0), limit, *place)
+    for what, step, key in found:
+        if step in {0, *steps}:
+            yield Row(
+                START if step == 0 else what,
+                step,
+                key,
+                inf,
+                0.0,
+                *_of_key(plan, key),
+                note="one rank has no such tensor",
+            )
+
+
+def _relative(value: float, expected: float) -> float:
+    off = abs(value - expected) / abs(expected) if expected else abs(value)
+    return off if isfinite(off) else inf
+
+
+LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+MTP = re.compile(r"^mtp\.layers\.\d+\.(?:mtp_model_layer\.layers\.(\d+)\.)?")
+
+
+def _of_key(plan: Plan, key: str) -> tuple[int | None, str | None, str | None]:
+    """Layer number, kind and recipe key of a checkpoint's tensor."""
+    if match := LAYER.match(key):
+        return _where(plan, int(match[1]) + 1)
+    if match := MTP.match(key):
+        kind = plan.mtp[int(match[1])] if match[1] else None
+        return None, f"MTP {kind or 'depth'}", "feature.mtp.depths"
+    if key.startswith("output_layer"):
+        return None, "output layer", "model.vocab_size"
+    if key.startswith("embedding"):
+        return None, "embedding", "model.vocab_size"
+    return None, "final norm", "model.normalization"
+
+
+def _where(plan: Plan, number: int) -> tuple[int, str, str]:
+    kind = plan.layers[number - 1].kind
+    return number, kind, "model.ffn_hidden_size" if kind == "mlp" else f"model.blocks.{kind}"
+
+
+def refusals(plan: Plan, device: str) -> Iterator[Problem]:
+    """What speaks against running a plan's two sides on this device, as far as it can be told without torch."""
+    for seam in plan.not_built:
+        yield Problem(f"`{seam.owner}` is not built: {seam.missing}")
+    if device == "cpu" and plan.recipe.parallel.context > 1:
+        hint = "`device=cuda`, on GPUs"
+        yield Problem("context parallelism needs Transformer Engine's attention", "parallel.context", hint)

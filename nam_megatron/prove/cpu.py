@@ -1,0 +1,173 @@
+"""A GPU's training program on a CPU: gloo for NCCL, plain torch for Transformer Engine and Mamba's kernels (torch side).
+
+What it cannot show: kernels, streams and their overlap, CUDA graphs, memory, NCCL. Both entries patch modules for good: they are for
+a process that ends soon.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import torch
+
+from nam_megatron.prove import cpu_modules as modules
+
+CPU = torch.device("cpu")
+
+
+class _CudaToCpu(torch.overrides.TorchFunctionMode):
+    """device="cuda", .cuda() and pinned memory become the CPU: schedules, rope and trackers name the device."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
+            return args[0]
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = CPU
+        if func is torch.Tensor.to:
+            args = tuple(CPU if isinstance(a, str | torch.device) and str(a).startswith("cuda") else a for a in args)
+        return func(*args, **kwargs)
+
+
+class _Idle:
+    """A stream or an event: every method does nothing."""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def __getattr__(self, name):
+        return lambda *_, **__: self
+
+
+def _rearrange(x, pattern):
+    """The three einops patterns of Megatron's Mamba mixer in training; einops itself need not be installed."""
+    return x.squeeze(1) if pattern == "d 1 w -> d w" else x.transpose(0, 1)
+
+
+@contextlib.contextmanager
+def patched() -> Iterator[None]:
+    """This process runs Megatron on the CPU from here on. The patches of modules stay: for a process that ends soon."""
+    import megatron.core.models.hybrid.hybrid_block as hybrid_block
+    import megatron.core.ssm.mamba_context_parallel as mamba_cp
+    import megatron.core.ssm.mamba_mixer as mamba_mixer
+    import megatron.core.tensor_parallel.random as random
+    import megatron.core.transformer.experimental_attention_variant.absorbed_mla as absorbed_mla
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+    import megatron.core.transformer.multi_latent_attention as mla
+
+    torch.set_num_threads(1)
+    torch._dynamo.config.disable = True
+    idle = _Idle()
+    torch.cuda.current_device = lambda: CPU
+    torch.cuda.synchronize = lambda *_, **__: None
+    torch.cuda.Stream = torch.cuda.Event = _Idle
+    torch.cuda.current_stream = lambda *_, **__: idle
+    torch.cuda.stream = lambda _: contextlib.nullcontext()
+    random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    # The dispatcher turns its splits into numbers on the way off the GPU; gloo wants numbers too.
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda t, as_numpy=False, **_: (
+        t.numpy() if as_numpy and torch.is_tensor(t) else t
+    )
+    # Where TE is installed the router multiplies with its GEMM.
+    moe_utils.te_general_gemm = None
+    # HybridStack names TENorm itself, and the two MLAs ask for TELinear to see that a projection is replicated.
+    hybrid_block.TENorm = modules.Norm
+    mla.TELinear = absorbed_mla.TELinear = modules.ReplicatedLinear
+    # The real Mamba mixer, with its two Triton kernels in plain torch.
+    mamba_mixer.HAVE_MAMBA_SSM = mamba_mixer.HAVE_EINOPS = mamba_cp.HAVE_EINOPS = True
+    mamba_mixer.MAMBA_HAS_STATE_DTYPE = False
+    mamba_mixer.rearrange = _rearrange
+    mamba_mixer.ExtendedRMSNorm = modules.GatedNorm
+    mamba_mixer.mamba_split_conv1d_scan_combined = modules.mamba2_scan
+    with _CudaToCpu():
+        yield
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """AdamW as Transformer Engine keeps its state: the step is counted in each group, and a tensor's state has its moments alone.
+
+    Megatron's distributed optimizer saves and loads that form; it cannot read back the state of torch's AdamW.
+    """
+
+    def __init__(self, params, lr, betas, eps, weight_decay, capturable, adam_w_mode):
+        assert adam_w_mode and not capturable
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = step = group.get("step", 0) + 1
+            (beta1, beta2), params = group["betas"], [p for p in group["params"] if p.grad is not None]
+            for p in params:
+                if not self.state[p]:
+                    self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            if params:
+                states = [self.state[p] for p in params]
+                torch.optim._functional.adamw(
+                    params, [p.grad for p in params], [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], [],
+                    [torch.tensor(step - 1.0) for _ in params], amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"],
+                    weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+                )  # fmt: skip
+
+
+class _LooksLikeCuda(torch.overrides.TorchFunctionMode):
+    """Optimizers read the name of a tensor's type; some indices are pinned."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = {k: v for k, v in (kwargs or {}).items() if k != "pin_memory"}
+        result = func(*args, **kwargs)
+        named = func is torch.Tensor.type and isinstance(result, str)
+        return result.replace("torch.", "torch.cuda.") if named else result
+
+
+@contextlib.contextmanager
+def pretended() -> Iterator[None]:
+    """In this process from here on: a Hopper GPU, NCCL and Transformer Engine, as far as Megatron's training program looks."""
+    import megatron.core.ssm.mamba_mixer as mamba_mixer
+    import megatron.core.tensor_parallel.random as rng
+    import megatron.core.utils
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+    from megatron.training import training
+
+    from nam_megatron.runtime import pretrain, readings, stack
+
+    device = SimpleNamespace(major=9, minor=0, total_memory=2**30, name="cpu", multi_processor_count=1)
+    for name, value in dict(
+        device_count=lambda: 1,
+        set_device=lambda *_: None,
+        empty_cache=lambda: None,
+        get_device_capability=lambda *_: (9, 0),
+        get_device_properties=lambda *_: device,
+        get_rng_state=lambda *_, **__: torch.get_rng_state(),
+        set_rng_state=lambda state, *_: torch.set_rng_state(state),
+        manual_seed=torch.manual_seed,
+        initial_seed=torch.initial_seed,
+    ).items():
+        setattr(torch.cuda, name, value)
+    init = torch.distributed.init_process_group
+    torch.distributed.init_process_group = lambda *a, backend, **kw: init(*a, backend="gloo", **kw)
+    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
+    megatron.core.utils._te_version = megatron.core.utils.PkgVersion("2.20.2")
+    initialize = training.initialize_megatron
+    training.initialize_megatron = lambda **kw: initialize(allow_no_cuda=True, **kw)
+
+    def scan(x, *weights, D, **kw):
+        """In fp32, as the kernel computes; activations keep their type."""
+        return modules.mamba2_scan(x.float(), *(w.float() for w in weights), D=D.float(), **kw).to(x.dtype)
+
+    def settings(args, spec, made=pretrain.settings):
+        args.apply_rope_fusion = False  # a kernel of TE
+        return made(args, spec)
+
+    stack.transformer_engine_backend, pretrain.settings = modules.CpuBackend, settings
+    readings.device = lambda: {"name": "cpu"}
+    with patched(), _LooksLikeCuda():
+        # Tensor ranks draw different weights, and checkpoints hold the state of each stream: a bare model does without.
+        rng._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+        rng._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+        rng.initialize_rng_tracker(force_reset=True)
+        mamba_mixer.mamba_split_conv1d_scan_combined = scan
+        yield

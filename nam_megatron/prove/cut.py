@@ -1,0 +1,303 @@
+"""What is run to prove a plan: its recipe cut down with the structure kept, and the one-rank recipe that it is compared with.
+
+The rule on a CPU. Kept: kinds, their order, index reuse, MTP, the layout with every degree of it, features, what the recipe chooses
+among kernels. Cut:
+
+- widths, each to the smaller of its own and WIDTHS's: every rank has at least two of whatever is shared, and sizes that meet in one matrix
+  differ where the model's may. The initialisation grows with the root of what the width lost, so that blocks weigh what they weigh;
+- depth, to the shortest run of at least four layers, two a pipeline segment, that holds every kind, a layer that reuses a top-k where one
+  does, and a legal place for every pipeline cut;
+- data parallel ranks to two, or to what the experts need; sequences to 32 tokens, two samples a microbatch, two microbatches a rank.
+
+On a GPU widths and sequences stay, and depth is cut by the same rule.
+
+The optimizer's numbers are the command's on both sides: a learning rate at which few steps move the weights, no warm-up, a clip that
+clips, and an epsilon that makes Adam's step a smooth function of the gradient (with 1e-8 its first step is the gradient's sign, and a
+rounding error becomes a whole step).
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nam_megatron.errors import Problem, Refused
+from nam_megatron.lower import Lowering, translate
+from nam_megatron.plan import Plan
+from nam_megatron.recipe import Recipe, parsed, resolved, to_tree
+
+SEQUENCE, SAMPLES, LEAST = 32, 2, 4
+OPTIM = {"lr": 0.01, "min_lr": 0.001, "decay": "constant", "warmup_steps": 0, "eps": 1e-3}
+CLIP = 0.5
+
+
+def widths(p: Any) -> dict[str, int]:
+    """The widths that a CPU gets, by key below `model`, for the degrees of `p` (recipe.parallel)."""
+    t, e = p.tensor, p.expert
+    return {
+        "hidden_size": 64 * -(-t // 8),
+        "ffn_hidden_size": 96 * -(-t // 8),
+        "num_attention_heads": max(4, 2 * t),
+        "vocab_size": 128 * -(-t // 8),
+        "seq_length": max(SEQUENCE, 2 * t),
+        "blocks.attention.head_dim": 16,
+        "blocks.attention.query_groups": max(2, t),
+        "blocks.mla.q_lora_rank": 16,
+        "blocks.mla.kv_lora_rank": 64,
+        "blocks.mla.qk_head_dim": 16,
+        "blocks.mla.qk_rope_head_dim": 32,
+        "blocks.mla.v_head_dim": 64,
+        "blocks.dsa.indexer_heads": 4,
+        "blocks.dsa.indexer_head_dim": 32,
+        "blocks.dsa.top_k": 8,
+        "blocks.moe.experts": max(4, 2 * e),
+        "blocks.moe.top_k": 2,
+        "blocks.moe.expert_hidden_size": 32,
+        "blocks.moe.shared_expert_hidden_size": 48,
+        "blocks.mamba2.heads": 8 * t,
+        "blocks.mamba2.head_dim": 8,
+        "blocks.mamba2.state_dim": 16,
+        "blocks.mamba2.groups": 2 * t,
+        "blocks.mamba3.heads": 4 * t,
+        "blocks.mamba3.head_dim": 16,
+        "blocks.mamba3.state_dim": 32,
+        "blocks.mamba3.groups": 2 * t,
+        "blocks.mamba3.mimo_rank": 2,
+        "blocks.mamba3.chunk": 16,
+        "blocks.m2rnn.k_dim": 16,
+        "blocks.m2rnn.v_dim": 16,
+        "blocks.m2rnn.heads": 2 * t,
+    }
+
+
+# Execution that one rank does without: what each key says there. Everything else is the same on both sides.
+PLAIN = {
+    "parallel.tensor": 1,
+    "parallel.sequence": False,
+    "parallel.pipeline": 1,
+    "parallel.virtual_pipeline": 1,
+    "parallel.context": 1,
+    "parallel.expert": 1,
+    "parallel.expert_tensor": 1,
+    "cluster.nodes": 1,
+    "cluster.gpus_per_node": 1,
+    "model.blocks.mla.kernels": "naive",
+    "model.blocks.dsa.kernels": "naive",
+    "model.blocks.mamba3.kernels": "naive",
+    "model.blocks.m2rnn.kernels": "naive",
+    "model.blocks.mamba3.recompute": "none",
+    "model.blocks.mamba2.strided": False,
+    "model.blocks.moe.dispatcher": "alltoall",
+    "model.blocks.moe.permute_fusion": False,
+    "model.blocks.moe.router_fusion": False,
+    "model.blocks.moe.shared_overlap": False,
+    "model.blocks.moe.fused_weighted_squared_relu": False,
+    "precision.cross_entropy": "megatron",
+    "precision.fused_grad_accumulation": False,
+    "precision.norm_kernels": "transformer_engine",
+    "feature.recompute": None,
+    "feature.cuda_graphs": None,
+    "feature.distributed_optimizer.overlap_grad_reduce": False,
+    "feature.distributed_optimizer.overlap_param_gather": False,
+    "feature.megatron_fsdp": None,
+    "feature.fsdp2": None,
+}
+
+# What a CPU runs otherwise than the recipe says, and why: key, the value that it cannot run, what it runs instead, the reason.
+NO_KERNEL = "Transformer Engine's or Triton's kernel"
+ANY = object()
+CPU_DOES_WITHOUT = (
+    ("model.blocks.mla.kernels", "fused", "naive", NO_KERNEL),
+    ("model.blocks.dsa.kernels", "fused", "naive", NO_KERNEL),
+    ("model.blocks.mamba3.kernels", "fused", "naive", NO_KERNEL),
+    ("model.blocks.m2rnn.kernels", "fused", "naive", NO_KERNEL),
+    ("model.blocks.moe.permute_fusion", True, False, NO_KERNEL),
+    ("model.blocks.moe.router_fusion", True, False, NO_KERNEL),
+    ("model.blocks.moe.shared_overlap", True, False, "no streams"),
+    ("precision.cross_entropy", "fused", "megatron", NO_KERNEL),
+    ("precision.cross_entropy", "compiled", "megatron", "torch.compile is off"),
+    ("precision.fused_grad_accumulation", True, False, NO_KERNEL),
+    ("precision.norm_kernels", "cudnn", "transformer_engine", NO_KERNEL),
+    ("feature.cuda_graphs", ANY, None, "no CUDA graphs"),
+    ("feature.fp8", ANY, None, "no FP8"),
+)
+# Features that a CPU has no way around, and what to call them. Megatron's Muon wants bf16 weights, and what is proven here is fp32.
+NOT_ON_A_CPU = {"megatron_fsdp": "Megatron-FSDP", "fsdp2": "torch's FSDP2", "muon": "Megatron's Muon, in bf16 alone,"}
+# On every run on a CPU, whatever the recipe.
+CPU_STANDS_IN = (
+    "precision.params: fp32 in place of bf16",
+    "Transformer Engine's linear layers, norms, attention and grouped GEMM: plain torch of the same parameters and sharding",
+    "NCCL, streams and their overlap: gloo",
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The two runs of a proof, and what they leave unproven: sentences that name a key."""
+
+    layout: Lowering
+    reference: Lowering
+    full: Plan
+    unproven: tuple[str, ...]
+
+    @property
+    def shrunk(self) -> tuple[str, ...]:
+        """What was cut, for people: `key: from -> to`."""
+        before, after = (dict(leaves(to_tree(x.recipe))) for x in (self.full, self.layout.plan))
+        names = [
+            k for k in after if k.startswith(("model.", "cluster.gpus", "cluster.nodes", "schedule.")) and k in before
+        ]
+        return tuple(f"{k}: {before[k]} -> {after[k]}" for k in names if before[k] != after[k])
+
+
+def pair(recipe: Recipe, device: str, steps: int, seed: int = 1234) -> Pair:
+    """The layout of `recipe` and one rank's reference, both cut by the rule above.
+
+    Raises:
+        Refused: the recipe itself is refused, or holds what this device cannot run.
+    """
+    full = translate(recipe).plan
+    if device == "cpu":
+        problems = [
+            Problem(f"{title} cannot be proven on a CPU", f"feature.{name}.enabled", "`device=cuda`, on GPUs")
+            for name, title in NOT_ON_A_CPU.items()
+            if _at(to_tree(recipe), f"feature.{name}") is not None
+        ]
+        if problems:
+            raise Refused(problems)
+    tree = copy.deepcopy(to_tree(recipe))
+    unproven = [*CPU_STANDS_IN] if device == "cpu" else []
+    if device == "cpu":
+        unproven += _without_kernels(tree, full)
+        for key, width in widths(recipe.parallel).items():
+            _least(tree, f"model.{key}", width)
+        # Blocks weigh as much beside the residual stream as at full width.
+        narrow = (full.recipe.model.hidden_size / _at(tree, "model.hidden_size")) ** 0.5
+        _put(tree, "model.init_std", round(full.recipe.model.init_std * narrow, 4))
+        _keep_grouped(tree, recipe)
+    _batches(tree, recipe, full, steps, seed, device)
+    layout, plain = _shortest(tree, full)
+    for key, value in PLAIN.items():
+        _put(plain, key, value)
+    return Pair(layout, translate(_recipe(plain)), full, tuple(unproven))
+
+
+def resumable(recipe: Recipe) -> bool:
+    """Whether another layout can read this one's optimizer, where the recipe asks for what that takes: nothing but Adam is reshardable."""
+    tree = to_tree(recipe)
+    return all(_at(tree, f"feature.{name}") is None for name in ("muon", "megatron_fsdp", "fsdp2"))
+
+
+def _without_kernels(tree: dict[str, Any], full: Plan) -> Iterator[str]:
+    """Put what a CPU runs in the place of what it cannot; says so of what stands."""
+    for key, was, gets, why in CPU_DOES_WITHOUT:
+        value = _at(tree, key)
+        if value is not None and was in (value, ANY):
+            _put(tree, key, gets)
+            yield f"{key}: {'off' if gets is None else gets} in place of {'what it says' if was is ANY else value} ({why})"
+
+
+def _keep_grouped(tree: dict[str, Any], recipe: Recipe) -> None:
+    """Query groups below, at or above one a head stay on their side of it."""
+    heads, groups = _at(tree, "model.num_attention_heads"), _at(tree, "model.blocks.attention.query_groups")
+    own = _at(to_tree(recipe), "model.blocks.attention.query_groups")
+    if groups is not None and (own == recipe.model.num_attention_heads or heads % groups):
+        _put(tree, "model.blocks.attention.query_groups", heads)
+
+
+def _batches(tree: dict[str, Any], recipe: Recipe, full: Plan, steps: int, seed: int, device: str) -> None:
+    p = recipe.parallel
+    dense, sparse = p.tensor * p.pipeline * p.context, p.pipeline * p.expert * p.expert_tensor
+    data = min(2, recipe.data_parallel)
+    while (dense * data) % sparse:
+        data += 1
+    _put(tree, "cluster.nodes", 1)
+    _put(tree, "cluster.gpus_per_node", dense * data)
+    micro = min(SAMPLES, recipe.schedule.micro_batch_size)
+    count = 2 * p.pipeline if p.virtual_pipeline > 1 else max(2, p.pipeline)
+    schedule = dict(micro_batch_size=micro, global_batch_size=micro * data * count, train_steps=steps)
+    schedule |= dict(decay_steps=steps, seed=seed, eval_steps=0, log_interval=1, save=None, load=None)
+    schedule |= dict(save_interval=None, stop_every=None, manual_gc_interval=0, timeout_minutes=5)
+    for key, value in schedule.items():
+        _put(tree, f"schedule.{key}", value)
+    for key, value in OPTIM.items():
+        _put(tree, f"optim.{key}", value)
+    _put(tree, "optim.clip_grad", min(CLIP, recipe.optim.clip_grad))
+    if resumable(recipe) and _at(tree, "feature.distributed_optimizer.enabled"):
+        _put(tree, "feature.distributed_optimizer.reshardable", True)
+    tree["data"] = dict.fromkeys(tree["data"]) | {"name": "mock", "workers": 0}
+    _put(tree, "feature.fim", None)
+
+
+def _shortest(tree: dict[str, Any], full: Plan) -> tuple[Lowering, dict[str, Any]]:
+    """The plan of the shortest run of layers that holds what the whole model holds; of several the first."""
+    p, total = full.recipe.parallel, len(full.layers)
+    wanted, reuse = {layer.kind for layer in full.layers}, bool(full.reusing_layers)
+    refused = None
+    for depth in range(min(total, max(LEAST, 2 * p.pipeline * p.virtual_pipeline)), total + 1):
+        for first in range(total - depth + 1):
+            if {layer.kind for layer in full.layers[first : first + depth]} != wanted:
+                continue
+            made = copy.deepcopy(tree)
+            _cut_depth(made, full, first, depth)
+            try:
+                found = translate(_recipe(made))
+            except Refused as why:  # no legal cut for the pipeline, no spacing that Megatron's index reuse knows
+                refused = refused or why
+                continue
+            if found.plan.reusing_layers or not reuse:
+                return found, made
+    assert refused is not None
+    raise refused
+
+
+def _cut_depth(tree: dict[str, Any], full: Plan, first: int, depth: int) -> None:
+    """Keep `depth` layers after the first `first`; pipes that were written go, and the planner cuts."""
+    before, layers = full.layers[:first], full.layers[first : first + depth]
+    tree["model"]["pattern"] = "".join(l.letter for l in layers)
+    tree["model"]["depth"] = depth
+    substitutes = []
+    for sub in tree["model"]["substitute"]:
+        past, here = (sum(l.letter == sub["letter"] for l in part) for part in (before, layers))
+        if ranks := [r - past for r in sub["ranks"] if 0 <= r - past < here]:
+            substitutes.append({**sub, "ranks": ranks})
+    tree["model"]["substitute"] = substitutes
+    recompute = (tree.get("feature") or {}).get("recompute") or {}
+    if recompute.get("layers"):
+        recompute["layers"] = min(recompute["layers"], max(1, depth // full.recipe.parallel.pipeline))
+
+
+def _recipe(tree: Mapping[str, Any]) -> Recipe:
+    """What stands of a tree that was cut: a letter or key of which nothing is left goes."""
+    return resolved(parsed(tree), lambda key: False)
+
+
+def _at(tree: Mapping[str, Any], key: str) -> Any:
+    """The value at a dotted key; None where there is none."""
+    node: Any = tree
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node
+
+
+def _put(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Set a key that there is; a block or feature that does not stand has none."""
+    *parents, last = key.split(".")
+    node = _at(tree, ".".join(parents))
+    if isinstance(node, dict) and last in node:
+        node[last] = value
+
+
+def _least(tree: dict[str, Any], key: str, width: int) -> None:
+    own = _at(tree, key)
+    if own is not None:
+        _put(tree, key, min(own, width))
+
+
+def leaves(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every leaf of a recipe's tree."""
+    if isinstance(tree, Mapping):
+        for name, value in tree.items():
+            yield from leaves(value, f"{key}.{name}" if key else name)
+    else:
+        yield key, tree

@@ -1,0 +1,108 @@
+"""Every preset with every overlay: python -m nam_megatron.prove.every [FILE] [--presets A,B] [--overlays none,X] [--resume]
+
+A line for each; FILE gets them as JSON. A pair whose two runs are those of an earlier one is not run again and says of which.
+
+Exit codes: 0 all are proven or refused by name, 1 something differs or does not run, 2 refused.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from nam_megatron import argv
+from nam_megatron.errors import FINDINGS, OK, Problem, Refused, finish
+from nam_megatron.lower import Lowering
+from nam_megatron.prove import cut
+from nam_megatron.prove.__main__ import said
+from nam_megatron.prove.proof import PROVEN, prove
+from nam_megatron.recipe import conf_dir, load
+
+NONE, AS = "none", "as"
+
+
+def pairs(presets: list[str], overlays: list[str]) -> Iterator[tuple[str, str]]:
+    yield from ((preset, overlay) for preset in presets for overlay in overlays)
+
+
+def outcome(preset: str, overlay: str, seen: dict[Any, str], resume: bool) -> dict[str, Any]:
+    """What became of one pair. seen: the plans that ran, and as whose."""
+    row: dict[str, Any] = {"preset": preset, "overlay": overlay}
+    begun = time.monotonic()
+    try:
+        recipe = load(preset, () if overlay == NONE else (f"+overlay={overlay}",))
+        pair = cut.pair(recipe, "cpu", 2)
+        if seams := pair.layout.plan.not_built:
+            return row | {"verdict": "not built", "why": ", ".join(s.owner for s in seams)}
+        row["unproven"] = pair.unproven
+        same = run_of(pair.layout), run_of(pair.reference)
+        if same in seen:
+            return row | {"verdict": AS, "why": seen[same]}
+        seen[same] = f"{preset} +overlay={overlay}" if overlay != NONE else preset
+        proof = prove(recipe, steps=2, resume=resume)
+    except Refused as refused:
+        return row | {"verdict": "refused", "why": "; ".join(p.message for p in refused.problems)}
+    worst = [
+        max((r.off for p in proof.parts for r in p.rows if r.what == what), default=0.0)
+        for what in ("gradient", "weight")
+    ]
+    row |= {"verdict": proof.word, "ranks": pair.layout.plan.recipe.world_size, "pattern": pair.layout.plan.pattern}
+    row |= {"gradient": worst[0], "weight": worst[1], "compared": sum(len(p.rows) for p in proof.parts)}
+    row |= {"unproven": proof.unproven, "seconds": round(time.monotonic() - begun, 1)}
+    why = [f"{p.title}: {said(p)}" for p in proof.parts if p.broken or p.first]
+    return row | ({"why": "; ".join(why)} if why else {})
+
+
+def run_of(lowering: Lowering) -> Any:
+    """What decides a run: Megatron's arguments, and of the recipe what goes by no argument."""
+    plan = lowering.plan
+    return (
+        argv.argv(lowering),
+        plan.layers,
+        plan.recipe.model.model_dump_json(),
+        plan.recipe.precision.model_dump_json(),
+    )
+
+
+def line(row: dict[str, Any]) -> str:
+    numbers = (
+        f" ({row['ranks']} ranks, gradients {row['gradient']:.1e}, weights {row['weight']:.1e})"
+        if "ranks" in row
+        else ""
+    )
+    return f"{row['preset']:40} {row['overlay']:10} {row['verdict']}{numbers}{': ' + row['why'] if row.get('why') else ''}\n"
+
+
+def command() -> int:
+    parser = argparse.ArgumentParser(prog="python -m nam_megatron.prove.every", description=__doc__.splitlines()[0])
+    parser.add_argument("file", nargs="?", type=Path)
+    names = {kind: sorted(p.stem for p in (conf_dir() / kind).glob("*.yaml")) for kind in ("preset", "overlay")}
+    parser.add_argument("--presets", default=",".join(names["preset"]))
+    parser.add_argument("--overlays", default=",".join([NONE, *names["overlay"]]))
+    parser.add_argument("--resume", action="store_true", help="also resume in the other side's layout, both ways")
+    o = parser.parse_args()
+    asked = {"preset": o.presets.split(","), "overlay": o.overlays.split(",")}
+    unknown = [(kind, n) for kind in asked for n in asked[kind] if n not in (*names[kind], NONE)]
+    if unknown:
+        raise Refused(
+            Problem(f"no {kind} `{name}`", None, f"there are: {', '.join(names[kind])}") for kind, name in unknown
+        )
+    seen: dict[Any, str] = {}
+    found = []
+    for preset, overlay in pairs(asked["preset"], asked["overlay"]):
+        found.append(outcome(preset, overlay, seen, o.resume))
+        sys.stdout.write(line(found[-1]))
+        sys.stdout.flush()
+        if o.file is not None:
+            o.file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    bad = [row for row in found if row["verdict"] not in (PROVEN, AS, "refused", "not built")]
+    count = {v: sum(row["verdict"] == v for row in found) for v in sorted({row["verdict"] for row in found})}
+    sys.stdout.write(", ".join(f"{n} {verdict}" for verdict, n in count.items()) + "\n")
+    return FINDINGS if bad else OK
+
+
+if __name__ == "__main__":
+    finish(command)

@@ -1,0 +1,203 @@
+"""A proof: both sides run in processes of their own, and what they saw compared. Torch and Megatron are imported when a bench opens."""
+
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from nam_megatron.errors import FINDINGS, OK, raise_if
+from nam_megatron.prove import compare, cut
+from nam_megatron.prove.compare import FP32, Limits, Row
+from nam_megatron.recipe import Recipe
+
+TWICE, AGAIN = "the layout, twice, to the last bit", "the layout, resumed in itself, to the last bit"
+PROVEN, DIFFERS, BROKEN = "proven", "differs", "does not run"
+LIMIT_S = {"cpu": 300.0, "cuda": 540.0}
+START, RESUMED, BACK = (
+    "from the same weights",
+    "resumed from one rank's checkpoint",
+    "one rank, resumed from the layout's checkpoint",
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One comparison. broken: what was said instead, where a side did not come to its end."""
+
+    title: str
+    rows: tuple[Row, ...]
+    broken: str = ""
+
+    @property
+    def first(self) -> Row | None:
+        return compare.first_off(self.rows)
+
+
+@dataclass(frozen=True)
+class Proof:
+    pair: cut.Pair
+    device: str
+    steps: int
+    limits: Limits
+    parts: tuple[Part, ...]
+
+    @property
+    def word(self) -> str:
+        if any(part.broken for part in self.parts):
+            return BROKEN
+        return DIFFERS if any(part.first for part in self.parts) else PROVEN
+
+    @property
+    def code(self) -> int:
+        return OK if self.word == PROVEN else FINDINGS
+
+    @property
+    def unproven(self) -> tuple[str, ...]:
+        resumed = any(part.title == RESUMED for part in self.parts)
+        return self.pair.unproven if resumed else (*self.pair.unproven, "a resume in another layout: not run")
+
+
+def prove(recipe: Recipe, device: str = "cpu", steps: int = 2, resume: bool = True) -> Proof:
+    """Run the plan of `recipe` and its one-rank reference, and compare them.
+
+    resume: also let each side go on from the checkpoint that the other wrote after step 1.
+
+    Raises:
+        Refused: the recipe, or what of it this device cannot run.
+    """
+    with Bench(recipe, device, steps) as bench:
+        parts = [bench.begin()]
+        if not parts[0].broken:
+            parts = [bench.start()]
+        if resume and bench.resumable and not parts[0].broken:
+            parts += [bench.resumed(), bench.back()]
+        if recipe.precision.deterministic and not parts[0].broken:
+            parts += bench.equal(resume)
+        return Proof(bench.pair, device, steps, bench.limits, tuple(parts))
+
+
+class Bench:
+    """The reference of one recipe, and as many runs beside it as are wanted.
+
+    Raises Refused as `prove` does.
+    """
+
+    def __init__(self, recipe: Recipe, device: str = "cpu", steps: int = 2):
+        self.pair, self.device, self.steps = cut.pair(recipe, device, steps), device, steps
+        raise_if(compare.refusals(self.pair.layout.plan, device))
+        self.resumable = steps > 1 and cut.resumable(recipe)
+        self.limits, self.limit_s = FP32, LIMIT_S[device]
+
+    def __enter__(self) -> "Bench":
+        warm()
+        self._temporary = tempfile.TemporaryDirectory(prefix="nam_megatron_prove_")
+        self.folder = Path(self._temporary.name)
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._temporary.cleanup()
+
+    def begin(self) -> Part:
+        """Run the reference; on a GPU twice, for the noise of equal runs."""
+        one = self._side("reference", reference=True, saves=self.resumable)
+        part = Part("one rank", (), self._run(one))
+        if self.device == "cuda" and not part.broken:
+            again = self._side("again", lowering=self.pair.reference)
+            noise = self._compared("one rank, twice", again, range(1, self.steps + 1))
+            self.limits = compare.beyond(noise.rows)
+            part = replace(noise, rows=())
+        return part
+
+    def start(self, before: Callable[[], object] | None = None) -> Part:
+        """The layout from the reference's weights. before: called in each of its ranks before anything is built."""
+        return self._compared(START, self._side("layout", saves=self.resumable), range(1, self.steps + 1), before)
+
+    def resumed(self, before: Callable[[], object] | None = None) -> Part:
+        return self._compared(RESUMED, self._side("resumed", resume="reference"), range(2, self.steps + 1), before)
+
+    def back(self, before: Callable[[], object] | None = None) -> Part:
+        side = self._side("back", lowering=self.pair.reference, resume="layout")
+        return self._compared(BACK, side, range(2, self.steps + 1), before)
+
+    def equal(self, resume: bool = True) -> list[Part]:
+        """The layout a second time and, where its checkpoint was written, resumed: equal to the last bit."""
+        found, first = [], self._said("layout")
+        runs = [(TWICE, self._side("twice"), 1)]
+        runs += [(AGAIN, self._side("again", resume="layout"), 2)] if resume and self.resumable else []
+        for title, side, begin in runs:
+            broken = self._run(side)
+            plan, steps = self.pair.layout.plan, range(begin, self.steps + 1)
+            rows = () if broken else compare.equal_bits(first, self._said(side.name), plan, steps)
+            found.append(Part(title, rows, broken))
+        return found
+
+    def _said(self, name: str) -> list[Any]:
+        import torch
+
+        return [torch.load(path, weights_only=True) for path in sorted(self.folder.glob(f"{name}-*.said"))]
+
+    def _side(self, name: str, lowering: Any = None, **more: Any) -> Any:
+        from nam_megatron.prove.worker import Side
+
+        reference = more.get("reference", False)
+        lowering = lowering or (self.pair.reference if reference else self.pair.layout)
+        return Side(lowering, self.folder, self.device, name, **more)
+
+    def _run(self, side: Any, before: Callable[[], object] | None = None) -> str:
+        """Run a side; what it said if it did not come to its end."""
+        from nam_megatron.prove import ranks, worker
+
+        world = side.lowering.plan.recipe.world_size
+        for old in self.folder.glob(f"{side.name}-*.said"):
+            old.unlink()
+        for _ in range(3):
+            ended = ranks.fork(world, partial(worker.run, side, before), self.limit_s, side.device)
+            if not any("EADDRINUSE" in rank.err for rank in ended):  # somebody took the port before rank 0 did
+                break
+        for number, rank in enumerate(ended):
+            if rank.code and rank.code > 0:
+                return f"rank {number} of {world} ended with code {rank.code}: {_last(rank.err)}"
+        if codes := [rank.code for rank in ended if rank.code != 0]:
+            return (
+                f"{len(codes)} of {world} ranks were stopped: they did not end in {self.limit_s:.0f} s, or were killed"
+            )
+        return ""
+
+    def _compared(
+        self, title: str, side: Any, steps: Iterable[int], before: Callable[[], object] | None = None
+    ) -> Part:
+        import torch
+
+        if broken := self._run(side, before):
+            return Part(title, (), broken)
+        read = partial(torch.load, weights_only=True, mmap=True)
+        names = {
+            (what, int(number)): [(key, tensor.numel()) for key, tensor in read(path).items()]
+            for path in self.folder.glob("*-*.pt")
+            for what, number in [path.stem.split("-")]
+            if int(number) in steps or (number == "0" and not side.resume)
+        }
+        (reference,) = self._said("reference")
+        same = 2 if side.resume == "reference" else 1
+        plan, said = side.lowering.plan, self._said(side.name)
+        return Part(title, compare.rows(reference, said, names, plan, self.limits, steps, same))
+
+
+def warm() -> None:
+    """What a fork need not import again. A spawned rank imports it itself."""
+    import megatron.core.models.hybrid.hybrid_model
+    import megatron.core.tokenizers.text.libraries
+    import megatron.training.checkpointing
+    import megatron.training.training  # noqa: F401
+
+    from nam_megatron.runtime import pretrain, stack  # noqa: F401
+
+
+def _last(text: str) -> str:
+    """The error that a traceback ends with."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("error:") or line.partition(":")[0].endswith("Error")]
+    return (errors or lines or ["it said nothing"])[-1]

@@ -1,0 +1,91 @@
+"""A job on the ranks of one host, as torchrun would start them (torch side)."""
+
+import contextlib
+import ctypes
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import socket
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1  # Linux, sys/prctl.h
+
+
+@dataclass(frozen=True)
+class Rank:
+    """How one rank ended: its exit code and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+def fork(world: int, job: Callable[[], int | None], limit_s: float = 180.0, device: str = "cpu") -> list[Rank]:
+    """`job`'s exit code (None is 0) and output on each rank. A rank that fails ends the others, as under torchrun.
+
+    On a CPU a rank is a fork of this process, which has paid for the imports, and may be given any function. CUDA outlives no fork: there
+    a rank is a new process, and `job` has to be picklable.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
+        more = (world, port, Path(folder), device)
+        children = [context.Process(target=_child, args=(job, rank, *more)) for rank in range(world)]
+        for child in children:
+            child.start()
+        waiting = list(children)
+        while waiting and limit_s > 0:
+            multiprocessing.connection.wait([c.sentinel for c in waiting], 1)
+            limit_s -= 1
+            if any(c.exitcode for c in children):
+                for child in waiting:
+                    child.join(3)  # time for a message of its own
+                break
+            waiting = [c for c in waiting if c.is_alive()]
+        for child in children:
+            child.kill()
+            child.join()
+        read = [[(Path(folder) / f"{r}.{name}").read_text() for name in ("out", "err")] for r in range(world)]
+        return [Rank(child.exitcode, *texts) for child, texts in zip(children, read, strict=True)]
+
+
+def _child(job: Callable[[], int | None], rank: int, world: int, port: int, folder: Path, device: str) -> None:
+    for fd, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT), fd)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # A rank whose parent was killed would wait for the others until a collective times out.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), PYTORCH_ALLOC_CONF="expandable_segments:True")
+    code = 1
+    try:
+        with machine(device):
+            code = job() or 0
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Megatron's checkpoint writer keeps a manager process, which only the interpreter's regular end would stop.
+    for started in multiprocessing.active_children():
+        started.kill()
+    os._exit(code)
+
+
+def machine(device: str) -> contextlib.AbstractContextManager[None]:
+    """What a rank runs on. Imported here: on a GPU the libraries must not be, before the environment is as the plan has it."""
+    if device == "cuda":
+        return contextlib.nullcontext()
+    from nam_megatron.prove.cpu import pretended
+
+    return pretended()

@@ -1,0 +1,295 @@
+"""One rank of one side of a proof: Megatron's whole training program, watched at every step (torch side).
+
+The reference writes what it sees to files, a whole tensor for each key; each rank of the layout compares its parts with those files and
+writes numbers. What is watched: each microbatch's losses, each gradient as the optimizer gets it, each weight and persistent buffer after
+the step, the tokens that each expert got.
+"""
+
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nam_megatron.argv import argv
+from nam_megatron.lower import Lowering
+from nam_megatron.prove.tensors import Shard, gathered, shards, window
+
+GRADIENTS, WEIGHTS, BITS = "gradient", "weight", "bits"
+BEGIN = "begin"  # the folder of the checkpoint of the weights that everything starts from
+
+
+@dataclass(frozen=True)
+class Side:
+    """What a rank has to do.
+
+    folder: where the reference's tensors are, the checkpoints and this side's findings. name: of its findings. reference: it writes
+    tensors and the checkpoint from which all others begin. saves: it writes a checkpoint after step 1, its optimizer included; resume:
+    the side whose checkpoint this one goes on from.
+    """
+
+    lowering: Lowering
+    folder: Path
+    device: str
+    name: str = "layout"
+    reference: bool = False
+    resume: str = ""
+    saves: bool = False
+
+
+def words(side: Side) -> list[str]:
+    """Megatron's arguments: the plan's, but for the checkpoints and, on a CPU, for the precision."""
+    said = list(argv(side.lowering))
+    if side.device == "cpu":
+        said.remove("--bf16")
+    if side.resume:
+        said += ["--load", str(side.folder / side.resume), "--no-load-rng"]
+    elif not side.reference:
+        said += ["--load", str(side.folder / BEGIN), "--no-load-rng", "--finetune", "--no-load-optim"]
+    return said
+
+
+def run(side: Side, before: Callable[[], object] | None = None) -> int:
+    """Train this rank's part of `side` to the end. `before`: called once everything is imported; tests plant their bugs there."""
+    from megatron.training import training
+
+    from nam_megatron.runtime import pretrain, stack
+
+    for env in side.lowering.env:
+        os.environ.pop(env.name, None)
+        if env.value is not None:
+            os.environ[env.name] = env.value
+
+    plan = side.lowering.plan
+    pretrain.datasets = partial(datasets, plan.recipe)
+    pretrain.datasets.is_distributed = True
+    watch = Watch(side)
+    training.train_step = partial(watch.step, training.train_step)
+    if before is not None:
+        before()
+    spec = stack.hybrid_stack_spec(plan)
+    fused = plan.recipe.precision.cross_entropy == "fused"
+    pretrain.run(words(side), spec, time.time(), operations=1.0, fused_loss=fused)
+    return 0
+
+
+# Batches -------------------------------------------------------------------------------------------------------------
+
+
+class Samples(torch.utils.data.Dataset):
+    """Random tokens, of which a few at the end of each sample do not count; sample `i` is the same everywhere."""
+
+    def __init__(self, number: int, length: int, vocabulary: int, seed: int, mask: bool):
+        self.number, self.length, self.vocabulary, self.seed, self.mask = number, length, vocabulary, seed, mask
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + int(i))
+        tokens = torch.randint(0, self.vocabulary, (self.length + 1,), generator=generator)
+        counts = torch.ones(self.length)
+        counts[self.length - int(i) % 4 :] = 0.0
+        sample = {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": counts}
+        sample["position_ids"] = torch.arange(self.length)
+        if self.mask:
+            sample["attention_mask"] = torch.ones(1, self.length, self.length).triu(1).bool()
+        return sample
+
+
+def datasets(recipe: Any, sizes: Any, vp_stage: int | None = None) -> tuple[Any, None, None]:
+    """As Megatron asks for data: training samples alone."""
+    from megatron.training import get_args
+
+    model, schedule = recipe.model, recipe.schedule
+    number = schedule.train_steps * schedule.global_batch_size
+    mask = get_args().create_attention_mask_in_dataloader
+    return Samples(number, model.seq_length, model.vocab_size, schedule.seed, mask), None, None
+
+
+# What is seen --------------------------------------------------------------------------------------------------------
+
+
+class Watch:
+    """Stands around Megatron's train_step."""
+
+    def __init__(self, side: Side):
+        self.side, self.started, self.said = side, False, []
+
+    def step(self, train_step: Callable[..., Any], forward: Callable, *rest: Any, iteration: int, **named: Any) -> Any:
+        _, model, optimizer, scheduler, *_ = rest
+        if not self.started:
+            self.started = True
+            self._start(model, optimizer, scheduler)
+        number = iteration + 1
+        losses: list[list[float]] = []
+        counts: dict[str, torch.Tensor] = {}
+        hooks = list(self._count(model, counts))
+        step = optimizer.step
+
+        def stepping() -> Any:
+            self._tensors(GRADIENTS, number, _gradients(model))
+            return step()
+
+        optimizer.step = stepping
+        try:
+            result = train_step(partial(_recorded, forward, losses), *rest, iteration=iteration, **named)
+        finally:
+            del optimizer.step
+            for hook in hooks:
+                hook.remove()
+        _whole_weights(model, optimizer)
+        self._tensors(WEIGHTS, number, _weights(model))
+        self._numbers(number, losses, counts)
+        if self.side.saves and number == 1:
+            _save(self.side.folder / self.side.name, model, optimizer, scheduler)
+        self._write()
+        return result
+
+    def _start(self, model: Any, optimizer: Any, scheduler: Any) -> None:
+        if self.side.resume:
+            return
+        if self.side.reference:
+            _tell_apart(model)
+            if self.side.device == "cuda":  # fp32 weights are the optimizer's own
+                optimizer.reload_model_params()
+            _save(self.side.folder / BEGIN, model)
+        _whole_weights(model, optimizer)
+        self._tensors(WEIGHTS, 0, _weights(model))
+
+    def _count(self, model: Any, counts: dict[str, torch.Tensor]) -> Iterator[Any]:
+        """Hooks that add up the tokens each expert gets, by layer number."""
+        from megatron.core import parallel_state as ps
+        from megatron.core.transformer.moe.router import TopKRouter
+
+        # Without sequence parallelism every tensor rank routes the same tokens.
+        counted = self.side.lowering.plan.recipe.parallel.sequence or ps.get_tensor_model_parallel_rank() == 0
+
+        def add(router: Any, inputs: Any, output: Any) -> None:
+            if torch.is_grad_enabled() and counted:  # what is recomputed runs without first
+                seen = output[1].sum(0).double().cpu()
+                counts[str(router.layer_number)] = counts.get(str(router.layer_number), 0) + seen
+
+        for chunk in model:
+            for module in chunk.modules():
+                if isinstance(module, TopKRouter):
+                    yield module.register_forward_hook(add)
+
+    def _tensors(self, what: str, number: int, found: list[Shard]) -> None:
+        path = self.side.folder / f"{what}-{number}.pt"
+        if self.side.reference:
+            whole: dict[str, torch.Tensor] = {}
+            for key, shape, where, local in found:
+                target = whole.setdefault(key, torch.full(shape, torch.nan, dtype=torch.float32))
+                target[where] = local.float().cpu()
+            torch.save(whole, path)
+            return
+        whole = torch.load(path, mmap=True, weights_only=True)
+        for key, shape, where, local in found:
+            self.said.append((BITS, number, f"{what} {key}", _digest(local)))
+            if key not in whole or tuple(whole[key].shape) != shape:
+                self.said.append((what, number, key, None, 0.0, 0.0, 0))
+                continue
+            there = whole[key][where].double()
+            off = (local.double().cpu() - there).square().sum().item()
+            spot = tuple((w.start, w.stop) if isinstance(w, slice) else w for w in where)
+            self.said.append((what, number, key, spot, off, whole[key].double().square().sum().item(), there.numel()))
+
+    def _numbers(self, number: int, losses: list[list[float]], counts: dict[str, torch.Tensor]) -> None:
+        from megatron.core import parallel_state as ps
+
+        rank, ranks = ps.get_data_parallel_rank(), ps.get_data_parallel_world_size()
+        for index, values in enumerate(losses):
+            self.said.append(("loss", number, index * ranks + rank, values))
+        for layer, count in counts.items():
+            self.said.append(("count", number, layer, count.tolist()))
+
+    def _write(self) -> None:
+        path = self.side.folder / f"{self.side.name}-{torch.distributed.get_rank()}.said"
+        torch.save(self.said, path.with_suffix(".part"))
+        path.with_suffix(".part").rename(path)
+
+
+def _save(folder: Path, model: Any, optimizer: Any = None, scheduler: Any = None) -> None:
+    """A checkpoint of Megatron's, of step 1: it reads none of step 0. Without an optimizer it is one of weights."""
+    from megatron.training import get_args
+    from megatron.training.checkpointing import save_checkpoint
+
+    args = get_args()
+    kept = args.save, args.no_save_optim, args.no_save_rng
+    args.save, args.no_save_optim, args.no_save_rng = str(folder), optimizer is None, True
+    save_checkpoint(1, model, optimizer, scheduler, 0)
+    args.save, args.no_save_optim, args.no_save_rng = kept
+
+
+@torch.no_grad()
+def _tell_apart(model: Any) -> None:
+    """Give vectors that start as ones or zeros values of their own: a shard in the wrong place would be its right one's equal."""
+    generator = torch.Generator().manual_seed(1)
+    for chunk in model:
+        for p in chunk.parameters():
+            if p.numel() > 1 and bool((p == p.flatten()[0]).all()):
+                p += (0.1 * torch.randn(p.shape, generator=generator)).to(p)
+
+
+def _recorded(forward: Callable, losses: list[list[float]], samples: Any, model: Any) -> Any:
+    output, loss_of = forward(samples, model)
+
+    def recorded(values: torch.Tensor) -> Any:
+        loss, tokens, report = loss_of(values)
+        losses.append([report["lm loss"][0].item(), report["lm loss"][1].item()])
+        return loss, tokens, report
+
+    return output, recorded
+
+
+def _whole_weights(model: Any, optimizer: Any) -> None:
+    """Gather what a distributed optimizer has updated in shards and would gather in the next forward pass."""
+    from megatron.training import training
+
+    if getattr(model[0].ddp_config, "overlap_param_gather", False):
+        training.force_param_sync(model, optimizer)
+
+
+@torch.no_grad()
+def _gradients(model: Any) -> list[Shard]:
+    """Gradients as the optimizer gets them; a distributed one gets its shard of each buffer, and here all shards are put together."""
+    from megatron.core.distributed.param_and_grad_buffer import shard_buffer
+
+    found = []
+    for chunk in model:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            group = buffer.data_parallel_group
+            if chunk.ddp_config.use_distributed_optimizer and group.size() > 1:
+                for bucket in buffer.buckets:
+                    mine = shard_buffer(bucket.grad_data, group.size())[group.rank()].clone()
+                    parts = [torch.empty_like(mine) for _ in range(group.size())]
+                    torch.distributed.all_gather(parts, mine, group=group)
+                    bucket.grad_data.copy_(torch.cat(parts))
+        found += gathered(_bare(chunk), lambda p: p.main_grad)
+    return found
+
+
+def _weights(model: Any) -> list[Shard]:
+    """Every tensor that a checkpoint of the model holds: parameters and buffers."""
+    return [
+        (s.key, tuple(s.global_shape), window(s), s.data.detach().clone())
+        for chunk in model
+        for s in shards(_bare(chunk))
+    ]
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    """Of a tensor's bits, whatever its type."""
+    return zlib.crc32(tensor.detach().contiguous().flatten().view(torch.uint8).cpu().numpy())
+
+
+def _bare(chunk: Any) -> Any:
+    from megatron.core.utils import unwrap_model
+
+    return unwrap_model(chunk)

@@ -1,0 +1,285 @@
+"""The prove command: what it cuts, what it compares, and that it finds what is planted."""
+
+import json
+import subprocess
+import sys
+from functools import cache
+from math import inf
+
+import planted
+import pytest
+from presets import NAMES, lowered
+
+from nam_megatron.errors import Refused
+from nam_megatron.prove import compare, cut, every, proof
+from nam_megatron.prove.__main__ import text
+from nam_megatron.prove.compare import COUNT, FP32, GRADIENT, LOSS, WEIGHT, Row
+from nam_megatron.recipe import load, to_tree
+
+# The cut ---------------------------------------------------------------------------------------------------------------------------
+
+LAYOUTS = {
+    "as it is": (),
+    "tensor 4": ("parallel.tensor=4", "parallel.sequence=true"),
+    "pipeline 2 x 2": ("parallel.pipeline=2", "parallel.virtual_pipeline=2"),
+    "experts 4 x 2": ("parallel.tensor=2", "parallel.sequence=true", "parallel.expert=4", "parallel.expert_tensor=2"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize("preset", ["nam56r", "nam56r_native_dp", "nam52_h200_sparse_8_11_ref_v1", "nam56r_fused"])
+def test_the_cut_keeps_what_makes_a_layout(preset, layout):
+    if "fused" in preset and any("expert=" in word for word in layout):
+        layout = (*layout, "model.blocks.moe.dispatcher=alltoall")
+    pair = cut.pair(load(preset, layout), "cpu", 2)
+    full, small, one = pair.full, pair.layout.plan, pair.reference.plan
+    assert small.kinds == full.kinds and small.mtp == full.mtp and small.mtp_depths == full.mtp_depths
+    assert bool(small.reusing_layers) == bool(full.reusing_layers)
+    assert small.recipe.parallel == full.recipe.parallel
+    assert len(small.segments) == len(full.segments) and len(small.layers) <= 12
+    assert [l.kind for l in one.layers] == [l.kind for l in small.layers]
+    assert (
+        one.recipe.world_size == 1 and one.recipe.schedule.global_batch_size == small.recipe.schedule.global_batch_size
+    )
+    assert small.recipe.model.hidden_size <= 64 and small.recipe.data_parallel >= min(2, full.recipe.data_parallel)
+
+
+def test_the_two_sides_differ_in_execution_alone():
+    pair = cut.pair(load("nam56r_fused", ("parallel.tensor=2", "parallel.sequence=true")), "cuda", 2)
+    sides = (dict(cut.leaves(to_tree(x.plan.recipe))) for x in (pair.layout, pair.reference))
+    layout, one = sides
+    changed = {key for key in one if layout[key] != one[key]}
+    assert changed <= cut.PLAIN.keys()
+    assert {
+        "model.blocks.dsa.kernels",
+        "parallel.tensor",
+        "precision.cross_entropy",
+        "model.blocks.moe.dispatcher",
+    } <= changed
+
+
+def test_what_a_cpu_cannot_run_is_said_and_not_counted():
+    said = "\n".join(cut.pair(load("nam56r_native_dp_fp8"), "cpu", 2).unproven)
+    for key in ("feature.fp8", "feature.cuda_graphs", "precision.params"):
+        assert key in said
+    assert "mamba3" not in said  # of which there is none
+    with pytest.raises(Refused, match="Megatron-FSDP cannot be proven on a CPU"):
+        cut.pair(load("nam56r_native_dp", ("+overlay=fsdp_ep",)), "cpu", 2)
+
+
+# The comparison --------------------------------------------------------------------------------------------------------------------
+
+
+def row(what: str, off: float, layer: int | None = None, step: int = 1, name: str = "decoder.layers.0.x") -> Row:
+    return Row(what, step, name, off, 1e-5, layer)
+
+
+def test_the_row_to_look_at_first():
+    """A wrong gradient spoils all below it, a wrong loss every gradient; whatever comes later is a consequence."""
+    backward = [
+        row(GRADIENT, 1e-2, 1),
+        row(GRADIENT, 1e-3, 5),
+        row(GRADIENT, 1e-7, 7),
+        row(LOSS, 0.0),
+        row(WEIGHT, 1.0, 1, 2),
+    ]
+    assert compare.first_off(backward) == backward[1]
+    forward = [*backward, row(LOSS, 1e-3, name="microbatch 1"), row(COUNT, 3, 2)]
+    assert compare.first_off(forward).what == LOSS
+    assert compare.first_off([row(GRADIENT, 1e-7, 3)]) is None
+
+
+@cache
+def plan():
+    return cut.pair(load("nam56r"), "cpu", 1).layout.plan
+
+
+NONE = {("gradient", 2): []}  # no tensor of the step that is compared
+
+
+def compared(*ranks: list, names=None, reference=()) -> dict[str, Row]:
+    names = names or {("gradient", 1): [("decoder.layers.1.mlp.router.weight", 8)]}
+    return {r.name: r for r in compare.rows(reference, ranks, names, plan(), FP32, [1])}
+
+
+def test_shards_are_added_up_and_the_worst_replica_counts():
+    key = "decoder.layers.1.mlp.router.weight"
+    halves = [("gradient", 1, key, ((0, 4),), 3e-12, 1.0, 4)], [("gradient", 1, key, ((4, 8),), 1e-12, 1.0, 4)]
+    found = compared(*halves)[key]
+    assert found.off == pytest.approx(2e-6) and found.agrees
+    assert (found.layer, found.kind, found.key) == (2, "moe", "model.blocks.moe")
+    other_replica = [("gradient", 1, key, ((4, 8),), 1e-2, 1.0, 4)]
+    assert compared(*halves, other_replica)[key].off == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("said", "note"),
+    [
+        ([], "the ranks do not hold all of it"),
+        (
+            [("gradient", 1, "decoder.layers.1.mlp.router.weight", ((0, 4),), 0.0, 1.0, 4)],
+            "the ranks do not hold all of it",
+        ),
+        ([("gradient", 1, "decoder.layers.1.mlp.router.weight", None, 0.0, 0.0, 0)], "another shape than on one rank"),
+        ([("gradient", 1, "decoder.layers.1.mlp.router.bias", ((0, 4),), 0.0, 1.0, 4)], "one rank has no such tensor"),
+        ([("gradient", 1, "decoder.layers.1.mlp.router.weight", ((0, 8),), float("nan"), 1.0, 8)], ""),
+    ],
+)
+def test_what_is_missing_or_no_number_differs(said, note):
+    bad = [r for r in compared(said).values() if r.off == inf]
+    assert note in [r.note for r in bad]
+
+
+def test_losses_and_counts_of_all_ranks_are_put_together():
+    reference = [("loss", 1, 0, [10.0, 4.0]), ("loss", 1, 1, [20.0, 4.0]), ("count", 1, "2", [5.0, 3.0])]
+    layout = (
+        [("loss", 1, 0, [10.0, 4.0]), ("count", 1, "2", [4.0, 1.0])],
+        [("loss", 1, 1, [20.0, 4.0]), ("count", 1, "2", [1.0, 2.0])],
+    )
+    assert all(r.agrees for r in compared(*layout, names=NONE, reference=reference).values())
+    (lost, *_), _ = layout
+    found = compared([lost], [("count", 1, "2", [4.0, 4.0])], names=NONE, reference=reference)
+    assert found["microbatch 2"].note == "no rank computed it" and found["router"].off == 1 / 8
+
+
+# The command -----------------------------------------------------------------------------------------------------------------------
+
+
+def command(*words: str) -> subprocess.CompletedProcess:
+    run = [sys.executable, "-W", "ignore", "-m", "nam_megatron.prove", *words]
+    return subprocess.run(run, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_the_author_stack_in_two_tensor_ranks_is_proven():
+    """From the command line, with a resume in either direction: what is proven, how far off, and what is not."""
+    ran = command("conf=nam56r", *planted.CASES["tensor"][1], "format=json")
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    told = json.loads(ran.stdout)
+    assert told["verdict"] == "proven" and told["ranks"] == 2
+    assert [(part["title"], part["first"]) for part in told["parts"]] == [
+        (t, None) for t in (proof.START, proof.RESUMED, proof.BACK)
+    ]
+    assert told["parts"][0]["compared"] > 500
+    worst = {row["what"]: row["off"] for row in told["parts"][0]["worst"] if row["step"] == 1}
+    assert 0 < worst["gradient"] <= 1e-5
+    assert any("dsa.kernels: naive in place of fused" in sentence for sentence in told["unproven"])
+
+
+REFUSED = {
+    "steps": (("steps=0",), 2, "0 steps"),
+    "format": (("format=xml",), 2, "no `xml`"),
+    "recipe": (("parallel.tensor=3",), 2, "8 GPUs cannot hold"),
+    "fsdp": (("conf=nam56r_native_dp", "+overlay=fsdp_ep"), 2, "Megatron-FSDP cannot be proven on a CPU"),
+    "not built": (("conf=nam52_h200_dense_ref_v1",), 3, "`mhc` is not built"),
+}
+
+
+@pytest.mark.parametrize(("words", "code", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_refusals(words, code, message):
+    ran = command(*words)
+    assert (ran.returncode, ran.stdout) == (code, "") and message in ran.stderr and "Traceback" not in ran.stderr
+
+
+# Layouts ---------------------------------------------------------------------------------------------------------------------------
+
+# A sample: `python -m nam_megatron.prove.every` does all presets with all overlays.
+SAMPLE = {
+    "two stages of two, MTP": (
+        "nam56r_native_dp", "parallel.pipeline=2", "parallel.virtual_pipeline=2", "feature.mtp.depths=2", "cluster=h200_2",
+    ),
+    "a stage without an indexer, whose loss Megatron's log sums over all stages": (
+        "nam56r", "parallel.pipeline=2", "cluster=h200_2",
+    ),
+    "Megatron's kernels, recomputed": (
+        "nam56r", "model.blocks.mla.kernels=megatron", "model.blocks.dsa.kernels=megatron", "feature.recompute.granularity=selective",
+        "feature.recompute.modules=[layernorm,moe]", "cluster=h200_1",
+    ),
+    "experts, local overlay and the bits of a second run": (
+        "nam56r_native_dp", "+overlay=ep", "cluster=h200_2", "precision.deterministic=true",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", SAMPLE.values(), ids=SAMPLE.keys())
+def test_a_sample_of_layouts_is_proven(words):
+    preset, *overrides = words
+    found = proof.prove(load(preset, overrides), steps=2, resume="precision.deterministic=true" in words)
+    assert found.word == proof.PROVEN, text(found)
+    if "precision.deterministic=true" in words:
+        assert [part.title for part in found.parts][-2:] == [proof.TWICE, proof.AGAIN]
+        assert all(len(part.rows) > 50 for part in found.parts)
+
+
+def test_a_layout_that_does_not_run_is_not_proven():
+    def breaks() -> None:
+        raise ValueError("no such layout")
+
+    with proof.Bench(load("nam56r_native_dp", ("cluster=h200_1",)), steps=1) as bench:
+        assert not bench.begin().broken
+        part = bench.start(breaks)
+    whole = proof.Proof(bench.pair, "cpu", 1, bench.limits, (part,))
+    assert whole.word == proof.BROKEN and whole.code == 1
+    assert "ValueError: no such layout" in text(whole)
+
+
+# Planted bugs ----------------------------------------------------------------------------------------------------------------------
+
+# Of each case; `python tests/prove/planted.py` plants them all.
+PLANTED = (
+    "latent_norms_count_twice",
+    "a_reusing_layer_gets_the_first_microbatchs_top_k",
+    "the_balancing_loss_is_dropped",
+)
+PLANTED += ("gradients_are_not_reduced", "each_rank_holds_the_others_experts", "adams_moments_are_not_read")
+
+
+@pytest.fixture(scope="module")
+def benches():
+    made: dict[str, proof.Bench] = {}
+
+    def bench(case: str) -> proof.Bench:
+        if case not in made:
+            preset, overrides, steps = planted.CASES[case]
+            made[case] = proof.Bench(load(preset, overrides), steps=steps).__enter__()
+            assert not made[case].begin().broken
+        return made[case]
+
+    yield bench
+    for one in made.values():
+        one.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_bug_is_found(benches, name):
+    bug = planted.BUGS[name]
+    found, said = planted.found(benches(bug.case), bug)
+    assert found, said
+
+
+# All pairs -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_every_pair_has_an_outcome_and_no_run_is_made_twice(monkeypatch, tmp_path, capsys):
+    ran = []
+
+    def proved(recipe, steps, resume):
+        ran.append(recipe.preset.name)
+        pair = cut.pair(recipe, "cpu", steps)
+        return proof.Proof(pair, "cpu", steps, FP32, (proof.Part(proof.START, ()),))
+
+    monkeypatch.setattr(every, "prove", proved)
+    presets, overlays = "nam56r,nam56r_author_dp,nam52_h200_dense_ref_v1", "none,graphs,ep,fsdp_ep"
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "all.json"), "--presets", presets, "--overlays", overlays])
+    assert every.command() == 0
+    rows = json.loads((tmp_path / "all.json").read_text())
+    verdicts = [r["verdict"] for r in rows]
+    assert verdicts == ["proven", "as", "proven", "refused", "as", "as", "as", "refused", *["not built"] * 3, "refused"]
+    assert ran == ["nam56r", "nam56r"]
+    assert any("cuda_graphs" in sentence for sentence in rows[1]["unproven"])
+    assert "8 " not in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_presets_can_be_cut():
+    for name in NAMES:
+        if not lowered(name).plan.not_built:
+            assert cut.pair(load(name), "cpu", 2).layout.plan.recipe.world_size <= 8
