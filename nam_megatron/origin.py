@@ -2,7 +2,8 @@
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
@@ -22,6 +23,13 @@ Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 LINK = re.compile(r"\$\{(\.*)(\w[\w.]*)\}")  # a value that is nothing but a link to another key
 
+# Words for runs that look like presets (docs/glossary.md): what each names.
+NO_PRESETS = {
+    "current": "what a wave of runs took as its baseline, another preset in the next wave",
+    "head": "whatever was launched from HEAD, so a revision and no recipe",
+    "v19c": "the tag of a wave of runs",
+}
+
 
 class Origin:
     """Looks keys up in the files Hydra merged, the last word first. Reads them a second time, so only on demand.
@@ -32,7 +40,7 @@ class Origin:
     def __init__(self, config_name: str, overrides: Sequence[str]):
         self.config_name, self.overrides = config_name, list(overrides)
         self._search_path = GlobalHydra.instance().config_loader().get_search_path()
-        self._merged, self._roots = DEFAULTS.files, DEFAULTS.roots
+        self._merged, self._roots, self._absent = DEFAULTS.files, DEFAULTS.roots, DEFAULTS.absent
         self._lenient: list[str] = []
 
     @cached_property
@@ -51,19 +59,76 @@ class Origin:
                 files.append((path, package, yaml.compose(path.read_text(encoding="utf-8"), Loader=Loader)))
         return files
 
+    @cached_property
+    def own(self) -> list[Path]:
+        """Folders of configs besides the library's, as they are searched."""
+        from nam_megatron.recipe import conf_dir
+
+        return [root for root in dict.fromkeys(self._roots) if root.resolve() != conf_dir().resolve()]
+
+    @property
+    def search(self) -> list[str]:
+        """The override that composes another preset from the same folders."""
+        quoted = [str(folder.absolute()).replace("\\", "\\\\").replace("'", "\\'") for folder in self.own]
+        return [f"hydra.searchpath=[{','.join(f"'{folder}'" for folder in quoted)}]"] if quoted else []
+
+    def files(self, group: str) -> list[Path]:
+        """Every file of a group, by name: the library's, and those of one's own folders."""
+        from nam_megatron.recipe import conf_dir
+
+        found = (path for root in (conf_dir(), *self.own) for path in (root / group).glob("*.yaml"))
+        return sorted(found, key=lambda path: path.stem)
+
+    def astray(self, called: str) -> Iterator[Problem]:
+        """What was not read as it was meant: folders that are none, files that two folders have, a preset under another's name.
+
+        called: `preset.name` of the recipe, which receipts and comparisons go by.
+        """
+        for folder in self._absent:
+            hint = "name a folder that has `preset/`: `--config-dir FOLDER`"
+            yield Problem(f"`{folder}` is no folder of configs", None, hint)
+        for default in self._merged if self.own else ():
+            roots = {root.resolve(): root for root in self._roots}.values()
+            same = [file for root in roots if (file := root / f"{default.config_path}.yaml").is_file()]
+            if len(same) > 1:
+                group, _, name = default.config_path.rpartition("/")
+                message = f"two files are {group or 'the config'} `{name}`: {' and '.join(map(_short, same))}"
+                yield Problem(message, None, "give yours another name; Hydra would take the first")
+        chosen = (d.config_path for d in self._merged if d.parent == "recipe" and d.config_path.startswith("preset/"))
+        name = next(chosen, "").removeprefix("preset/")
+        if name and called != name and "preset.name" not in self._typed:
+            hint = f"write `preset: {{name: {name}}}` into its file"
+            yield Problem(f"preset `{name}` calls itself `{called}`", "preset.name", hint)
+
     def said(self, key: str) -> bool:
-        """Whether a person wrote `key` or one below it: on the command line, in a preset, in a file outside the library's conf/.
+        """Whether a person wrote `key` or one below it, and could leave it out: typed, in a preset, in a file outside the library's conf/.
 
         An overlay is laid over any preset; what it says of kinds and features that do not stand there is left out, and told (left_out).
+        A model of one's own gives every key that a model needs, those that no layer of it reads too.
         """
-        if self.typed(key) or any(_within(said, key) for said in self._written["preset"]):
-            return True
+        if self.gave(key) or any(_within(said, key) for said in self._written["preset"]):
+            return not self._must_be_given(key)
         self._lenient += [said for said in self._written["overlay"] if _within(said, key)]
         return False
 
     def typed(self, key: str) -> bool:
         """Whether `key` or one below it stands on the command line."""
         return any(_within(said, key) for said in self._typed)
+
+    def gave(self, key: str) -> bool:
+        """Whether the command line or a file of one's own gives `key` a value, or one below it."""
+        return self.typed(key) or any(_within(said, key) for said in self._written["own"])
+
+    def _must_be_given(self, key: str) -> bool:
+        """Whether `key` would be missing without the one file that gives it."""
+        from nam_megatron.recipe import config_at
+
+        *parents, last = parts = key.split(".")
+        config = config_at(parents)
+        if config is None or last not in config.model_fields or not config.model_fields[last].is_required():
+            return False
+        given = [path for path, package, node in self._files if _find(node, package, tuple(parts))]
+        return len(given) == 1 and not self.typed(key)
 
     def left_out(self) -> list[str]:
         """What overlays say of what does not stand here, for people."""
@@ -82,10 +147,10 @@ class Origin:
 
     @cached_property
     def _written(self) -> dict[str, tuple[str, ...]]:
-        """Keys of presets (and of files that are not the library's), and of overlays."""
+        """Keys of the library's presets, of files of one's own, and of overlays."""
         from nam_megatron.recipe import conf_dir
 
-        found: dict[str, list[str]] = {"preset": [], "overlay": []}
+        found: dict[str, list[str]] = {"preset": [], "own": [], "overlay": []}
         for default in self._merged:
             group = default.config_path.partition("/")[0]
             path = next((f for r in self._roots if (f := r / f"{default.config_path}.yaml").is_file()), None)
@@ -95,7 +160,7 @@ class Origin:
                 continue
             tree = yaml.load(path.read_text(encoding="utf-8"), Loader=Loader)
             package = ".".join(p for p in (default.package or "").split(".") if p)
-            of = "overlay" if group == "overlay" else "preset"
+            of = "overlay" if group == "overlay" else "preset" if path.is_relative_to(conf_dir()) else "own"
             for name, value in (tree or {}).items():
                 if name not in ("defaults", "hydra"):
                     found[of] += leaves(f"{package}.{name}" if package else str(name), value)
@@ -138,19 +203,25 @@ class _Defaults:
     def __init__(self) -> None:
         self.files: Sequence[Any] = ()
         self.roots: Sequence[Path] = ()
+        self.absent: Sequence[str] = ()
         create = config_loader_impl.create_defaults_list
 
         def record(*args: Any, **kwargs: Any) -> Any:
             made = create(*args, **kwargs)
             self.files = made.defaults
             repo = kwargs["repo"] if "repo" in kwargs else args[0]
-            self.roots = [Path(s.path) for s in repo.get_sources() if s.scheme() == "file"]
+            folders = [s for s in repo.get_sources() if s.provider not in ("hydra", "schema")]
+            self.roots = [Path(s.path) for s in folders if s.scheme() == "file" and s.available()]
+            # `pkg://` too: whose word a key is, is read from files.
+            self.absent = [s.path for s in folders if s.scheme() != "file" or not s.available()]
             return made
 
         config_loader_impl.create_defaults_list = record
 
 
 DEFAULTS = _Defaults()
+# Hydra warns of a folder that is not there, and goes on; Origin.astray refuses it.
+warnings.filterwarnings("ignore", message="provider=.* is not available", category=UserWarning)
 
 
 def _within(said: str, key: str) -> bool:
@@ -177,9 +248,10 @@ def clipped(text: str) -> str:
 
 
 def _short(path: Path) -> str:
-    """`conf/...` however deep the folder lies."""
-    parts = path.parts
-    return "/".join(parts[len(parts) - 1 - parts[::-1].index("conf") :]) if "conf" in parts else str(path)
+    """`conf/...` for the library's, wherever it lies; a file of one's own in full."""
+    from nam_megatron.recipe import conf_dir
+
+    return f"conf/{path.relative_to(conf_dir())}" if path.is_relative_to(conf_dir()) else str(path)
 
 
 def _find(
@@ -207,6 +279,9 @@ def hydra_problem(err: Exception) -> Problem:
         name = re.search(r"'([^']*)'", text.split("Could not find ")[-1])
         wanted = name[1].removeprefix(f"{group}/") if name else ""
         stem = wanted.rpartition("/")[2].removesuffix(".yaml")  # a path, as a shell completes it
+        if group == "preset" and stem.lower() in NO_PRESETS:
+            hint = f"name the preset that was run; its receipt says which. There are: {', '.join(options)}"
+            return Problem(f"`{wanted}` is no preset but {NO_PRESETS[stem.lower()]}", group, hint)
         close = difflib.get_close_matches(stem, options, 1)
         meant = f"did you mean `{close[0]}`? " if close else ""
         return Problem(f"no {group} `{wanted}`", group, f"{meant}there are: {', '.join(options)}")
@@ -274,6 +349,8 @@ def _unknown_override(key: str) -> Problem:
     *parents, last = key.split(".")
     if not parents and (conf_dir() / last).is_dir():
         return Problem(f"no `{last}` is in use", last, f"to lay one over the preset: `+{last}=NAME`")
+    if last in keys_at(parents):  # of a model of one's own, or of a kind that its file leaves out
+        return Problem(f"no file gives `{last}`", ".".join(parents) or None, f"to add it: `+{key}=...`")
     close = difflib.get_close_matches(last, keys_at(parents), 1)
     meant = f", did you mean `{close[0]}`?" if close else ""
     hint = keys_hint(() if close else parents)

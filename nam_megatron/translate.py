@@ -4,7 +4,7 @@ import contextlib
 import difflib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import groupby, takewhile
 from pathlib import Path
@@ -13,11 +13,14 @@ from typing import Any
 from nam_megatron import app, argv, report
 from nam_megatron.blocks.kinds import KINDS
 from nam_megatron.errors import INCOMPLETE, OK, Problem, Refused, quoted, raise_if
+from nam_megatron.features.names import FEATURES
 from nam_megatron.lower import Lowering, translate
 from nam_megatron.origin import Origin
-from nam_megatron.recipe import Recipe, conf_dir, config_at, keys_at, keys_hint, load, value_at
-from nam_megatron.setting import section
+from nam_megatron.recipe import Recipe, config_at, keys_at, keys_hint, load, value_at
+from nam_megatron.schema import configs
+from nam_megatron.setting import Config, section
 
+Rows = Iterable[tuple[str, str]]
 KEYS = ("format", "out", "explain", "diff", "list")
 # What `out` writes: the name of each file, its text, and a piece of text by which one of ours is known.
 FILES = {
@@ -32,7 +35,7 @@ def task(recipe: Recipe, words: Mapping[str, Any], origin: Origin) -> int:
     raise_if(_problems(words))
     form = words["format"]
     if words["list"] is not None:
-        sys.stdout.write(LISTS[words["list"]]())
+        sys.stdout.write(listed(LISTS[words["list"]](origin)))
         return OK
     sys.stderr.write(origin.unnamed_preset(recipe.preset.name))
     lowering = translate(recipe)
@@ -51,7 +54,7 @@ def task(recipe: Recipe, words: Mapping[str, Any], origin: Origin) -> int:
         sys.stdout.write(explain(lowering, str(words["explain"]), origin))
     elif words["diff"] is not None:
         try:
-            other = translate(load(str(words["diff"])))
+            other = translate(load(str(words["diff"]), origin.search))
         except Refused as refused:
             raise Refused(replace(p, key="diff") for p in refused.problems) from None
         sys.stdout.write(report.diff(lowering, other))
@@ -179,25 +182,85 @@ def _told(title: str, rows: Mapping[str, str]) -> str:
     return f"{title}\n" + "".join(f"  {name:<7} {text}\n" for name, text in rows.items())
 
 
-def presets() -> str:
-    """Every preset, one line each."""
-    found = [load(path.stem).preset for path in sorted((conf_dir() / "preset").glob("*.yaml"))]
-    width = max(len(p.name) for p in found)
-    return "".join(f"{p.name:<{width}}  {f'alias of {p.alias_of}' if p.alias_of else p.about}\n" for p in found)
+def presets(origin: Origin) -> Rows:
+    """Every preset, those of one's own folders too; one that cannot be read says why."""
+    for path in origin.files("preset"):
+        try:
+            found = load(path.stem, origin.search).preset
+            said = f"alias of {found.alias_of}" if found.alias_of else found.about
+        except Refused as refused:
+            said = f"refused: {refused.problems[0].message}"
+        yield path.stem, said + _whose(path, origin)
 
 
-def overlays() -> str:
-    """Every file to lay over a preset, one line each: the first sentence of its comment."""
-    found = {}
-    for path in sorted((conf_dir() / "overlay").glob("*.yaml")):
-        head = takewhile(lambda line: line.startswith("# "), path.read_text(encoding="utf-8").splitlines())
-        said = " ".join(line[2:] for line in head if not line.startswith(("# @package", "# yaml-language-server")))
-        found[path.stem] = said.split(". ")[0].removesuffix(".")
-    width = max(map(len, found))
-    return "".join(f"{name:<{width}}  {said}\n" for name, said in found.items())
+def overlays(origin: Origin) -> Rows:
+    """Every file to lay over a preset."""
+    return ((path.stem, _comment(path) + _whose(path, origin)) for path in origin.files("overlay"))
 
 
-LISTS = {"presets": presets, "overlays": overlays}
+def lanes(origin: Origin) -> Rows:
+    """Every lane, and what it gives up."""
+    return ((path.stem, _comment(path) + _whose(path, origin)) for path in origin.files("lane"))
+
+
+def kinds(origin: Origin) -> Rows:
+    """Every kind of layer: the letters at which it may stand, Megatron's symbol, and what it is."""
+    for name, block in KINDS.items():
+        yield (
+            name,
+            f"at {' or '.join(block.letters)}, Megatron's {block.symbol}: {_first(block)}{_built(block.missing)}",
+        )
+
+
+def features(origin: Origin) -> Rows:
+    """Every feature, by the key that switches it on."""
+    for name, feature in FEATURES.items():
+        yield f"{name}.{feature.switch}", _first(feature) + _built(feature.missing)
+
+
+def keys(origin: Origin) -> Rows:
+    """Every key of a recipe; `explain=KEY` says more."""
+    for path, config in configs():
+        for name, field in config.model_fields.items():
+            if not section(field.annotation):
+                yield path + name, config.row(name).doc
+
+
+def _comment(path: Path) -> str:
+    """The first sentence of a file's comment."""
+    head = takewhile(lambda line: line.startswith("# "), path.read_text(encoding="utf-8").splitlines())
+    said = " ".join(line[2:] for line in head if not line.startswith(("# @package", "# yaml-language-server")))
+    return said.split(". ")[0].removesuffix(".")
+
+
+def _first(config: type[Config]) -> str:
+    return (config.__doc__ or "").partition("\n")[0].removesuffix(".")
+
+
+def _built(missing: str | None) -> str:
+    return f" (not built: {missing})" if missing else ""
+
+
+def _whose(path: Path, origin: Origin) -> str:
+    """The folder of a file that is not the library's."""
+    return next((f" ({folder})" for folder in origin.own if path.is_relative_to(folder)), "")
+
+
+LISTS = {
+    "presets": presets,
+    "overlays": overlays,
+    "lanes": lanes,
+    "kinds": kinds,
+    "features": features,
+    "keys": keys,
+}  # fmt: skip
+
+
+def listed(rows: Rows) -> str:
+    """One line each, in two columns."""
+    found = list(rows)
+    width = max(len(name) for name, _ in found)
+    return "".join(f"{name:<{width}}  {said}\n" for name, said in found)
 
 
 def table(lowering: Lowering) -> None:

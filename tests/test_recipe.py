@@ -211,10 +211,22 @@ def test_a_preset_knows_its_own_name(name):
     assert lowered(name).plan.recipe.preset.name == name
 
 
-@pytest.mark.parametrize("name", ["current", "head", "v19c"])
-def test_names_that_are_no_presets(name):
-    with pytest.raises(Refused, match=f"no preset `{name}`"):
+@pytest.mark.parametrize(
+    "name, meaning",
+    [
+        ("current", "what a wave of runs took as its baseline, another preset in the next wave"),
+        ("HEAD", "whatever was launched from HEAD, so a revision and no recipe"),
+        ("head", "whatever was launched from HEAD, so a revision and no recipe"),
+        ("v19c", "the tag of a wave of runs"),
+    ],
+)
+def test_names_of_runs_are_no_presets(name, meaning):
+    with pytest.raises(Refused) as refused:
         load(name)
+    assert refused.value.render() == (
+        f"error: `{name}` is no preset but {meaning} @ preset\n\n"
+        f"hint: name the preset that was run; its receipt says which. There are: {', '.join(NAMES)}\n"
+    )
 
 
 def test_a_lane_does_not_change_the_attention_or_mtp():

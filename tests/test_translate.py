@@ -13,7 +13,9 @@ from command import TRANSLATE, cold, on_terminal, warm
 from presets import NAMES, lowered
 
 from nam_megatron import argv, report
+from nam_megatron.blocks.kinds import KINDS
 from nam_megatron.errors import Refused
+from nam_megatron.features.names import FEATURES
 from nam_megatron.lower import translate
 from nam_megatron.recipe import conf_dir, load
 from nam_megatron.runtime.oracle import Oracle
@@ -334,6 +336,18 @@ def test_list_of_overlays():
     assert sorted(rows) == sorted(path.stem for path in (conf_dir() / "overlay").glob("*.yaml"))
     assert rows["tp_sp"] == "Every matrix in two tensor ranks, with sequence parallelism"
     assert ". " not in rows["fused"], "its comment has several sentences"
+
+
+def test_lists_of_words():
+    """Every lane, kind, feature and key, one line each, as the code has them."""
+    lines = {name: warm(f"list={name}").out.splitlines() for name in ("lanes", "kinds", "features", "keys")}
+    first = {name: [line.split()[0] for line in found] for name, found in lines.items()}
+    assert first["lanes"] == sorted(path.stem for path in (conf_dir() / "lane").glob("*.yaml"))
+    assert all("gives up" in line for line in lines["lanes"])
+    assert first["kinds"] == list(KINDS) and first["features"] == [f"{n}.{f.switch}" for n, f in FEATURES.items()]
+    assert "mhc.streams" in next(line for line in lines["features"] if "not built" in line)
+    assert {"optim.lr", "model.blocks.moe.top_k", "feature.mtp.depths"} <= set(first["keys"])
+    assert len(set(first["keys"])) == len(first["keys"])
 
 
 def test_a_preset_that_nobody_named_is_said():

@@ -1,0 +1,132 @@
+"""Presets outside the checkout (docs/presets.md): found, listed, compared, counted; never confused with the library's."""
+
+from pathlib import Path
+
+import pytest
+from command import warm
+
+from nam_megatron.budget import parameters
+from nam_megatron.errors import Refused
+from nam_megatron.lower import translate
+from nam_megatron.recipe import load
+
+OUTSIDE = Path(__file__).parent / "presets_outside"
+# Parameters: ours, and those of transformers 5.12.1's own modules of the published config, counted on the meta device.
+PUBLISHED = {
+    "nemotron_h_8b": (8_100_852_736, 8_100_852_736),
+    "jamba_mini": (51_460_000_640, 51_570_323_328),
+    "qwen3_next": (79_574_072_064, 79_674_391_296),
+}
+
+
+def outside(name: str, *overrides: str):
+    return translate(load(name, [f"hydra.searchpath=['{OUTSIDE}']", *overrides]))
+
+
+def preset(folder: Path, name: str, text: str = "", called: str | None = None) -> None:
+    """A preset over nam56r_smoke, in a folder of one's own."""
+    (folder / "preset").mkdir(exist_ok=True)
+    (folder / "preset" / f"{name}.yaml").write_text(
+        f"# @package _global_\ndefaults:\n  - nam56r_smoke\n  - _self_\npreset: {{name: {called or name}}}\n{text}"
+    )
+
+
+def test_every_file_outside_is_counted():
+    assert {path.stem for path in (OUTSIDE / "preset").glob("*.yaml")} == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_of_hybrids_that_are_not_nam(name):
+    p = outside(name).plan
+    assert parameters(p)[0] == PUBLISHED[name][0]
+    assert not p.not_built and not p.substitutions and not p.ours, "stock Megatron trains it"
+    assert not p.recipe.assumptions, "a value that its file gives is no assumption of ours"
+
+
+def test_what_jamba_is_off_by_is_its_mixer():
+    """Mamba-1's x and dt projections and its A and D of every channel, against B, C and dt in Mamba-2's packed projection."""
+    ours, theirs = PUBLISHED["jamba_mini"]
+    h, inner, state, rank, heads = 4096, 8192, 16, 256, 128
+    mamba1 = inner * (rank + 2 * state) + (rank + 1) * inner + inner * state + inner + rank + 2 * state
+    mamba2 = h * (2 * state + heads) + 2 * state * (4 + 1) + 3 * heads + inner
+    assert theirs - ours == 28 * (mamba1 - mamba2)
+
+
+def test_what_qwen3_next_is_off_by_is_named():
+    """Two gates, and what Mamba-2 has and a gated delta net has not: biases of the convolution, D, a norm of the whole width."""
+    ours, theirs = PUBLISHED["qwen3_next"]
+    gates = 12 * 2048 * 16 * 256 + 48 * 2048
+    mixer = (8192 + 3 * 64 + 4096) - (2 * 32 + 128)
+    assert theirs - ours == gates - 36 * mixer
+
+
+def test_a_key_that_every_model_gives_may_stand_unread_in_its_own_file_alone():
+    """No layer of qwen3_next is a dense MLP, and a model without `ffn_hidden_size` would miss a key."""
+    assert outside("qwen3_next").plan.recipe.model.ffn_hidden_size == 5632
+    with pytest.raises(Refused, match="nothing reads this: no layer is a dense MLP"):
+        outside("qwen3_next", "model.ffn_hidden_size=8")
+
+
+def test_list_and_diff_see_the_folder(tmp_path):
+    preset(tmp_path, "mine")
+    preset(tmp_path, "wrong", "model: {depht: 12}\n")
+    (tmp_path / "overlay").mkdir()
+    (tmp_path / "overlay" / "slow.yaml").write_text(
+        "# @package _global_\n# A smaller step. Of ours.\noptim: {lr: 1.0e-4}\n"
+    )
+    rows = warm("--config-dir", ".", "list=presets", cwd=tmp_path).out.splitlines()
+    assert [row.split()[0] for row in rows if str(tmp_path) in row] == ["mine", "wrong"]
+    assert any(row.startswith("wrong ") and "refused: unknown key `depht`" in row for row in rows)
+    rows = warm("--config-dir", ".", "list=overlays", cwd=tmp_path).out.splitlines()
+    assert f"A smaller step ({tmp_path})" in next(row for row in rows if row.startswith("slow "))
+    ran = warm("--config-dir", ".", "conf=nam56r_smoke", "diff=mine", cwd=tmp_path)
+    assert (ran.code, ran.out.splitlines()[-1]) == (0, "the same arguments")
+    ran = warm(f"hydra.searchpath=[{tmp_path}]", "conf=mine", "+overlay=slow", "diff=mine", cwd="/")
+    assert ran.code == 0 and "lr" in ran.out.splitlines()[-1]
+
+
+def test_a_folder_with_blanks_and_quotes(tmp_path):
+    folder = tmp_path / "a b,c'd"
+    folder.mkdir()
+    preset(folder, "mine")
+    assert warm("--config-dir", str(folder), "conf=nam56r_smoke", "diff=mine", cwd=tmp_path).code == 0
+
+
+def refused(*words: str, cwd: Path) -> str:
+    ran = warm(*words, cwd=cwd)
+    assert (ran.code, ran.out) == (2, "")
+    return ran.err
+
+
+def test_a_shadowed_name_is_refused(tmp_path):
+    """Hydra would take the library's and say nothing."""
+    preset(tmp_path, "nam56r_native_dp")
+    assert refused("--config-dir", ".", "conf=nam56r_native_dp", cwd=tmp_path) == (
+        "error: two files are preset `nam56r_native_dp`: conf/preset/nam56r_native_dp.yaml and "
+        f"{tmp_path}/preset/nam56r_native_dp.yaml\n\nhint: give yours another name; Hydra would take the first\n"
+    )
+    assert "two files are preset `nam56r_native_dp`" in refused("--config-dir", ".", "conf=nam56r_smoke", cwd=tmp_path)
+    assert warm("--config-dir", ".", "conf=nam56r", "format=lines", cwd=tmp_path).code == 0, (
+        "it stands on none of the two"
+    )
+
+
+def test_a_preset_under_the_name_of_another_is_refused(tmp_path):
+    preset(tmp_path, "mine", called="nam56r_smoke")
+    text = refused("--config-dir", ".", "conf=mine", cwd=tmp_path)
+    assert text.startswith(
+        f"error: preset `mine` calls itself `nam56r_smoke` @ preset.name ({tmp_path}/preset/mine.yaml:5)"
+    )
+
+
+@pytest.mark.parametrize("folder", ["/nowhere", "pkg://json"])
+def test_a_folder_that_is_none_is_refused(folder, tmp_path):
+    text = refused(f"hydra.searchpath=['{folder}']", "conf=nam56r_smoke", cwd=tmp_path)
+    assert text.startswith(f"error: `{folder.removeprefix('pkg://')}` is no folder of configs\n"), (
+        "no warning of Hydra's"
+    )
+
+
+def test_a_key_that_no_file_gives(tmp_path):
+    text = refused("--config-dir", str(OUTSIDE), "conf=qwen3_next", "model.blocks.mlp={}", cwd=tmp_path)
+    assert text == "error: no file gives `mlp` @ model.blocks\n\nhint: to add it: `+model.blocks.mlp=...`\n"
