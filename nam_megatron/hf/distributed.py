@@ -110,6 +110,11 @@ class Checkpoint:
             raise Refused(Problem(f"`{key}` is not whole in `{self.folder}`: {filled} of {whole.numel()} values"))
         return whole
 
+    def joined(self, tensor: Tensor) -> torch.Tensor:
+        """A tensor of the export. Raises Refused."""
+        pieces = [self.read(key, shape, DTYPES[tensor.dtype]) for key, shape in tensor.parts]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
     def _piece(self, key: str, stored: Any) -> torch.Tensor:
         if Path(stored.relative_path).name != stored.relative_path:
             raise Refused(Problem(f"the index of `{self.folder}` points outside it: `{stored.relative_path}`"))

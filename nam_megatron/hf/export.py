@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from nam_megatron.argv import load_plan, plan_json
 from nam_megatron.data import manifest as dataset
 from nam_megatron.data import tokenizer
@@ -36,7 +34,7 @@ def export(checkpoint: Path, out: Path, tokens: Path | None, say: Say, shard_byt
         Refused: a checkpoint or plan that cannot be exported, a tokenizer that does not fit, an `out` that is there.
     """
     step = distributed.step_folder(checkpoint)
-    lowering = load_plan(_plan_of(checkpoint, step))
+    lowering = load_plan(plan_of(checkpoint, step))
     plan = lowering.plan
     raise_if(describe.objections(plan))
     tokens = tokens or _trained_tokenizer(plan)
@@ -66,15 +64,10 @@ def _fill(
     say: Say,
     shard_bytes: int,
 ) -> dict[str, Any]:
-    def read(tensor: describe.Tensor) -> torch.Tensor:
-        kind = distributed.DTYPES[tensor.dtype]
-        pieces = [source.read(key, shape, kind) for key, shape in tensor.parts]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
     files, hashes, done = folder.shards(tensors, shard_bytes), {}, 0
     total = sum(tensor.nbytes for tensor in tensors)
     for name, group in files:
-        hashes[name] = folder.write_shard(part / name, group, read)
+        hashes[name] = folder.write_shard(part / name, group, source.joined)
         done += sum(tensor.nbytes for tensor in group)
         say(f"{name}: {done / 1e9:.2f} of {total / 1e9:.2f} GB")
     folder.write_index(part, files)
@@ -148,7 +141,7 @@ def _short(value: Any) -> str:
     return text if len(text) < 160 else f"{text[:160]}..."
 
 
-def _plan_of(checkpoint: Path, step: Path) -> Path:
+def plan_of(checkpoint: Path, step: Path) -> Path:
     """plan.json stands beside the steps, or, where a step was named, in the folder above it."""
     for path in (checkpoint / PLAN, step.parent / PLAN):
         if path.is_file():
