@@ -7,21 +7,27 @@ which torch.save wrote. The pickle is read with the few names that such a file n
 import io
 import json
 import pickle
+from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemWriter, filesystem, metadata
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, filesystem, metadata
 from torch.distributed.checkpoint import save as save_checkpoint
 
+from nam_megatron.argv import plan_json
 from nam_megatron.errors import Problem, Refused
 from nam_megatron.hf.describe import Tensor
-from nam_megatron.mcore.checkpoint import PLAN, TRACKER
+from nam_megatron.lower import Lowering
+from nam_megatron.mcore.checkpoint import PLAN, RELEASE, TRACKER
+
+COMPARED = ("hybrid_layer_pattern", "hidden_size", "num_attention_heads")
+# How 0.19.2 names what it saves.
+METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
-RELEASE = "release"  # Megatron's word for weights without a state of training
 
 _ALLOWED = {
     (metadata.__name__, name): getattr(metadata, name)
@@ -145,20 +151,24 @@ def model_keys(tensors: list[Tensor]) -> set[str]:
     return {key for tensor in tensors for key, _ in tensor.parts}
 
 
-def write(folder: Path, tensors: Mapping[str, torch.Tensor], plan: str) -> None:
-    """A checkpoint folder of weights alone, which Megatron starts a run from: tracker, plan and the step `release`.
+def write(folder: Path, tensors: Mapping[str, torch.Tensor], lowering: Lowering) -> None:
+    """A checkpoint folder of weights alone, which Megatron starts a run of this plan from: tracker, plan and the step `release`.
 
     tensors: by checkpoint key; memory-mapped ones are read as they are written.
     """
     step = folder / RELEASE
     # What each module says of its quantisation; nothing. Which modules say something depends on who built them: all may.
     modules = sorted({key.rpartition(".")[0] for key in tensors} | {m for key in tensors for m in _owners(key)})
-    said = {f"{module}._extra_state/shard_0_1": _bytes([None]) for module in modules if module}
-    common = {"common_state/shard_0_1": _bytes([{"checkpoint_version": 3.0, "iteration": 0}])}
+    said = {f"{module}._extra_state/shard_0_1": [None] for module in modules if module}
+    # What Megatron compares with a run's arguments; of a checkpoint without a pattern it says that a GPT wrote it.
+    args = Namespace(num_layers=len(lowering.plan.layers), **{n: lowering.by_name[n].value for n in COMPARED})
+    state = {"checkpoint_version": 3.0, "iteration": 0, "args": args, "content_metadata": METADATA}
+    common = {"common_state/shard_0_1": [state]}
     writer = FileSystemWriter(step, single_file_per_rank=True, thread_count=1, sync_files=True)
-    save_checkpoint({**tensors, **said, **common}, storage_writer=writer, no_dist=True)
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    save_checkpoint({**tensors, **said, **common}, storage_writer=writer, planner=planner, no_dist=True)
     (step / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
-    (folder / PLAN).write_text(plan, encoding="utf-8")
+    (folder / PLAN).write_text(plan_json(lowering), encoding="utf-8")
     (folder / TRACKER).write_text(RELEASE, encoding="utf-8")
 
 
@@ -169,9 +179,3 @@ def _owners(key: str) -> Iterator[str]:
         if part == "weight" and i + 1 < len(parts):
             yield ".".join(parts[:i])
 
-
-def _bytes(value: Any) -> io.BytesIO:
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    stream.seek(0)
-    return stream

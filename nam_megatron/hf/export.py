@@ -106,7 +106,7 @@ def load(export: Path, plan: Path, out: Path, say: Say) -> None:
         # The shards are memory-mapped, and their parts are views: nothing is copied before it is written.
         parts = {key: value for tensor in tensors for key, value in folder.cut(tensor, read(tensor))}
         say(f"{len(parts)} tensors, {sum(v.nbytes for v in parts.values()) / 1e9:.2f} GB")
-        distributed.write(part, parts, plan_json(lowering))
+        distributed.write(part, parts, lowering)
         part.rename(out)
     finally:
         shutil.rmtree(part, ignore_errors=True)

@@ -24,6 +24,7 @@ from nam_megatron.lower import Lowering
 from nam_megatron.runtime import checksums
 
 TRACKER, PLAN, DATA = "latest_checkpointed_iteration.txt", "plan.json", "data.json"
+RELEASE = "release"  # Megatron's word for weights without a state of training: a run starts from them at step 0
 
 # What the flattened state of a sharded optimizer depends on.
 SHARDED_BY = frozenset(
@@ -132,10 +133,10 @@ def damage(folder: Path, *, thorough: bool = True) -> Iterator[Problem]:
     except OSError as err:
         yield Problem(f"`{folder / TRACKER}` cannot be read: {err.strerror}", "schedule.load")
         return
-    if not (word.isascii() and word.isdecimal() and len(word) < 10):
+    if word != RELEASE and not (word.isascii() and word.isdecimal() and len(word) < 10):
         yield Problem(f"`{folder / TRACKER}` says `{word[:40]}`, which is no step", "schedule.load", "write the step")
         return
-    step = folder / f"iter_{int(word):07d}"
+    step = folder / (RELEASE if word == RELEASE else f"iter_{int(word):07d}")
     hint = f"write an earlier step into `{folder / TRACKER}`"
     if not step.is_dir():
         yield Problem(f"checkpoint `{step}` is not there", "schedule.load", hint)
