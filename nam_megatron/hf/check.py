@@ -3,6 +3,7 @@
 Megatron's model is built from the plan, on one device whatever the layout was, from the checkpoint's weights.
 """
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterator
@@ -138,7 +139,14 @@ def one_device(lowering: Lowering, dtype: str) -> Lowering:
 
 
 def megatron(lowering: Lowering, step: Path, tokens: Tensor, dtype: str) -> Run:
-    """Megatron's side, in this process: it becomes rank 0 of 1."""
+    """Megatron's side. What Megatron prints goes to stderr: stdout is the outcome's."""
+    with contextlib.redirect_stdout(sys.stderr):
+        model = built(lowering, step, dtype)
+    return observed(model, tokens.to(torch.cuda.current_device()))
+
+
+def built(lowering: Lowering, step: Path, dtype: str) -> Any:
+    """A HybridModel with the weights of a step, in this process, which becomes rank 0 of 1."""
     from megatron.core import dist_checkpointing
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.arguments import parse_and_validate_args
@@ -162,7 +170,7 @@ def megatron(lowering: Lowering, step: Path, tokens: Tensor, dtype: str) -> Run:
         model = pretrain.Float16ExceptMarked(config.model.transformer, model).module
     state = model.sharded_state_dict(metadata={"dp_cp_group": model.pg_collection.dp_cp})
     model.load_state_dict(dist_checkpointing.load(state, str(step)), strict=False)
-    return observed(model.eval(), tokens.to(torch.cuda.current_device()))
+    return model.eval()
 
 
 def rank_zero(lowering: Lowering) -> None:

@@ -511,8 +511,13 @@ class Mamba3(nn.Module):
 
         k, q = normed(B, self.B_norm, self.B_bias), normed(C, self.C_norm, self.C_bias)
         mimo_x, mimo_z, mimo_o = (1 if w is None else w for w in (self.mimo_x, self.mimo_z, self.mimo_o))
-        v = masked(v, step.real).unsqueeze(-2) * mimo_x  # [b, s, heads, rank, width]
-        o = self.scan(q, k, v, logs, dt, trap.sigmoid(), state) + self.D[:, None, None] * v
+        given = masked(v, step.real)
+        v = given.unsqueeze(-2) * mimo_x  # [b, s, heads, rank, width]
+        last = None
+        if "key" in state:
+            last = state["key"].to(k.dtype), state["value"].to(v.dtype).unsqueeze(-2) * mimo_x
+        o = self.scan(q, k, v, logs, dt, trap.sigmoid(), state, last) + self.D[:, None, None] * v
+        state["key"], state["value"] = k[:, -1].to(x.dtype), given[:, -1].to(x.dtype)
         y = (mimo_o * o * F.silu(z.unsqueeze(-2) * mimo_z)).sum(-2)
         return self.out(y.flatten(2).to(x.dtype))
 
@@ -523,15 +528,15 @@ class Mamba3(nn.Module):
         cos, sin = angle.cos(), angle.sin()
         return torch.cat((low * cos - high * sin, low * sin + high * cos), -1)
 
-    def scan(self, q, k, v, logs, dt, gate, state):
+    def scan(self, q, k, v, logs, dt, gate, state, last):
         """S_t = e^logs_t (S_t-1 + (1 - g_t) dt_t v_t-1' k_t-1) + g_t dt_t v_t' k_t, o_t = q_t S_t': [b, s, heads, rank, width].
 
-        What a token adds beyond its own step is so weighed by the next one's: (1 - g_t+1) dt_t+1.
+        last: k and v of the token before, or None. What a token adds beyond its own step is weighed by the next one's:
+        (1 - g_t+1) dt_t+1.
         """
         b, length = q.shape[:2]
         S = state.get("ssm", q.new_zeros(b, self.heads, self.width, self.states))
-        k_last = state.get("key", k.new_zeros(b, *k.shape[2:]))
-        v_last = state.get("value", v.new_zeros(b, *v.shape[2:]))
+        k_last, v_last = last or (k.new_zeros(b, *k.shape[2:]), v.new_zeros(b, *v.shape[2:]))
         parts = []
         for first in range(0, length, CHUNK):
             span = slice(first, first + CHUNK)
@@ -551,7 +556,7 @@ class Mamba3(nn.Module):
             S = S * total[:, -1].exp()[..., None, None]
             S = S + torch.einsum("bshrp,bshrn->bhpn", v_ * left[..., None, None], k_)
             k_last, v_last = k_[:, -1], v_[:, -1]
-        state["ssm"], state["key"], state["value"] = S, k_last.clone(), v_last.clone()
+        state["ssm"] = S
         return torch.cat(parts, 1)
 
 
