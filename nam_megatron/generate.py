@@ -43,7 +43,9 @@ class Options:
     grow: bool = False
 
 
-def decode(model: Any, prompts: Sequence[Sequence[int]], options: Options, cache: Any = None) -> Iterator[list[int | None]]:
+def decode(
+    model: Any, prompts: Sequence[Sequence[int]], options: Options, cache: Any = None
+) -> Iterator[list[int | None]]:
     """The next token of every sequence, until all have ended; None for one that has.
 
     cache: an empty NamCache to fill; one is made otherwise, of the size that is needed, unless it shall grow.
@@ -98,7 +100,9 @@ def _check(config: Any, prompts: Sequence[Sequence[int]], new: int) -> None:
     if not prompts or not all(prompts):
         raise Refused(Problem("an empty prompt", None, "give at least one token"))
     if (largest := max(map(max, prompts))) >= config.vocab_size or min(map(min, prompts)) < 0:
-        raise Refused(Problem(f"token {largest} of a vocabulary of {config.vocab_size}", None, "is it the right tokenizer?"))
+        raise Refused(
+            Problem(f"token {largest} of a vocabulary of {config.vocab_size}", None, "is it the right tokenizer?")
+        )
     if (length := max(map(len, prompts)) + new) > config.max_position_embeddings:
         most = config.max_position_embeddings
         raise Refused(Problem(f"{length} tokens, and the model was trained on {most}", None, "`--new` fewer"))
@@ -241,7 +245,9 @@ def _tokenizer(words: argparse.Namespace, needed: bool) -> Any:
     if not needed and not (folder / tokenizer.FILE).is_file():
         return None
     if not (folder / tokenizer.FILE).is_file():
-        raise Refused(Problem(f"`{folder}` holds no tokenizer", None, "give one: `--tokenizer FOLDER`, or tokens in a file"))
+        raise Refused(
+            Problem(f"`{folder}` holds no tokenizer", None, "give one: `--tokenizer FOLDER`, or tokens in a file")
+        )
     return tokenizer.load(folder)
 
 

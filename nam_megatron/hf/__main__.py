@@ -122,9 +122,7 @@ def _perplexity(words: argparse.Namespace) -> int:
     from nam_megatron.hf import perplexity
 
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[words.dtype]
-    made = perplexity.perplexity(
-        words.model, words.dataset, words.split, words.most, words.batch, dtype, words.device
-    )
+    made = perplexity.perplexity(words.model, words.dataset, words.split, words.most, words.batch, dtype, words.device)
     text = json.dumps(made, indent=1)
     print(text)
     if words.out is not None:

@@ -140,13 +140,14 @@ def one_device(lowering: Lowering, dtype: str) -> Lowering:
 
 def megatron(lowering: Lowering, step: Path, tokens: Tensor, dtype: str) -> Run:
     """Megatron's side. What Megatron prints goes to stderr: stdout is the outcome's."""
+    rank_zero(lowering)
     with contextlib.redirect_stdout(sys.stderr):
         model = built(lowering, step, dtype)
     return observed(model, tokens.to(torch.cuda.current_device()))
 
 
 def built(lowering: Lowering, step: Path, dtype: str) -> Any:
-    """A HybridModel with the weights of a step, in this process, which becomes rank 0 of 1."""
+    """This process's part of a HybridModel with the weights of a step, after torchrun or `rank_zero`."""
     from megatron.core import dist_checkpointing
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.arguments import parse_and_validate_args
@@ -156,7 +157,6 @@ def built(lowering: Lowering, step: Path, dtype: str) -> Any:
 
     words = [word for word in argv(lowering) if dtype != "fp32" or word != "--bf16"]
     pretrain.keep_shipped_helpers()
-    rank_zero(lowering)
     given, sys.argv = sys.argv, [sys.argv[0], *words]
     try:
         args = parse_and_validate_args()
@@ -164,7 +164,7 @@ def built(lowering: Lowering, step: Path, dtype: str) -> Any:
         initialize_megatron()
     finally:
         sys.argv = given
-    model = pretrain.NamModelBuilder(config.model).build_model(ProcessGroupCollection.use_mpu_process_groups(), True, True)
+    model = pretrain.NamModelBuilder(config.model).build_model(ProcessGroupCollection.use_mpu_process_groups())
     model = model.to(torch.cuda.current_device())
     if dtype == "bf16":
         model = pretrain.Float16ExceptMarked(config.model.transformer, model).module

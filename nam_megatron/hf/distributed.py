@@ -178,4 +178,3 @@ def _owners(key: str) -> Iterator[str]:
     for i, part in enumerate(parts):
         if part == "weight" and i + 1 < len(parts):
             yield ".".join(parts[:i])
-

@@ -25,7 +25,9 @@ AUTO = {
 Say = Callable[[str], None]
 
 
-def export(checkpoint: Path, out: Path, tokens: Path | None, say: Say, shard_bytes: int = folder.MOST) -> dict[str, Any]:
+def export(
+    checkpoint: Path, out: Path, tokens: Path | None, say: Say, shard_bytes: int = folder.MOST
+) -> dict[str, Any]:
     """Write the newest step of `checkpoint` to `out`; the manifest that was written.
 
     tokens: the tokenizer's folder; None: that of the dataset the plan was trained on, if it was one that we built.

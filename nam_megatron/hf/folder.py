@@ -1,4 +1,4 @@
-"""An export's folder: safetensors shards, their index, and nam_export.json, written last, which says what every file must be (torch side)."""
+"""An export's folder: shards, their index, and nam_export.json, written last, which says what every file must be (torch side)."""
 
 import hashlib
 import json
@@ -165,7 +165,9 @@ def _misfits(folder: Path, tensors: list[Tensor], said: dict, found: dict) -> It
         if dtype != tensor.dtype:
             yield Problem(f"`{tensor.name}` is {dtype} in `{name}`, not {tensor.dtype}")
     expected = {tensor.name for tensor in tensors}
-    yield from (Problem(f"`{key}` of `{found[key][0]}` is no tensor of the config's model") for key in found.keys() - expected)
+    yield from (
+        Problem(f"`{key}` of `{found[key][0]}` is no tensor of the config's model") for key in found.keys() - expected
+    )
 
 
 def fingerprint(hashes: dict[str, str]) -> str:

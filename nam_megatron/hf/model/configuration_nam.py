@@ -91,7 +91,10 @@ def _check(kinds, sources, mtp, depths, tied, given, blocks):
         raise ValueError("index_sources: one entry for each layer")
     for layer, source in enumerate(sources):
         fits = source is None or (
-            type(source) is int and 0 <= source < layer and kinds[layer] == kinds[source] == "dsa" and sources[source] is None
+            type(source) is int
+            and 0 <= source < layer
+            and kinds[layer] == kinds[source] == "dsa"
+            and sources[source] is None
         )
         if not fits:
             raise ValueError(f"index_sources[{layer}]: {source} is no DSA layer before it that computes its top-k")

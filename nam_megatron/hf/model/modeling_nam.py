@@ -429,9 +429,7 @@ class Mamba2(nn.Module):
     def __init__(self, c, index):
         super().__init__()
         b, self.index = c.mamba2, index
-        self.heads, self.width, self.states, self.groups = (
-            b[k] for k in ("heads", "head_dim", "state_dim", "groups")
-        )
+        self.heads, self.width, self.states, self.groups = (b[k] for k in ("heads", "head_dim", "state_dim", "groups"))
         self.inner, keys = self.heads * self.width, self.groups * self.states
         self.in_proj = linear(c.hidden_size, 2 * self.inner + 2 * keys + self.heads)
         self.conv_weight = nn.Parameter(torch.empty(self.inner + 2 * keys, 1, b["conv_width"]))
@@ -547,7 +545,7 @@ class Mamba3(nn.Module):
             total = logs_.cumsum(1)
             weight = (now + F.pad(late[:, 1:], (0, 0, 0, 1))).transpose(1, 2)[:, :, None, :]  # of s in a later t
             spread = decays(logs_)
-            spread = spread * weight - torch.diag_embed((weight[:, :, 0] - now.transpose(1, 2)))
+            spread = spread * weight - torch.diag_embed(weight[:, :, 0] - now.transpose(1, 2))
             dots = torch.einsum("bthrn,bshqn->bhtrsq", q_, k_) * spread[:, :, :, None, :, None]
             o = torch.einsum("bhtrsq,bshqp->bthrp", dots, v_)
             carried = torch.einsum("bthrn,bhpn->bthrp", q_, S) * total.exp()[..., None, None]
