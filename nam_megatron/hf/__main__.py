@@ -1,4 +1,4 @@
-"""The command: python -m nam_megatron.hf {export, import, check, perplexity} ..."""
+"""The command: python -m nam_megatron.hf {export, import, check, perplexity, watch} ..."""
 
 import argparse
 import json
@@ -15,6 +15,7 @@ examples:
   python -m nam_megatron.hf check runs/ckpt out/hf --device cuda           the same tokens through Megatron and the export
   python -m nam_megatron.hf import out/hf plan.json runs/again             weights that `schedule.load=runs/again` starts from
   python -m nam_megatron.hf perplexity out/hf set --device cuda            on the held-out documents of a built dataset
+  python -m nam_megatron.hf watch runs/ckpt out/steps --dataset set        each checkpoint as it appears, beside the run
 
 docs/checkpoints.md says more. Exit code: 0 done, 1 check found a difference, 2 refused.
 """
@@ -55,6 +56,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--batch", type=int, default=4)
     made.add_argument("--out", type=Path, metavar="JSON", help="write the result there too")
     _where(made, "cpu")
+    made = verb("watch", "Export every checkpoint of a run as it appears, without stopping the run.",
+                ("checkpoint", "the folder of the run's checkpoints"), ("out", "where the exports go"))  # fmt: skip
+    made.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="where the run has no dataset of ours")
+    made.add_argument("--dataset", type=Path, metavar="FOLDER", help="write the perplexity on its held-out split too")
+    made.add_argument("--until", type=int, metavar="STEP", help="end after this one (default: never)")
+    made.add_argument("--seconds", type=float, default=20.0, help="between two looks (default: 20)")
+    made.add_argument("--device", default="cpu", help="(default: cpu)")
     return top
 
 
@@ -66,7 +74,7 @@ def _where(made: argparse.ArgumentParser, device: str) -> None:
 def main(argv: list[str] | None = None) -> int:
     words = parser().parse_args(argv)
     try:
-        return {"export": _export, "import": _import, "check": _check, "perplexity": _perplexity}[words.verb](words)
+        return VERBS[words.verb](words)
     except Refused as refused:
         _say(refused.problems)
     except OSError as err:
@@ -128,6 +136,18 @@ def _perplexity(words: argparse.Namespace) -> int:
     if words.out is not None:
         words.out.write_text(text + "\n", encoding="utf-8")
     return OK
+
+
+def _watch(words: argparse.Namespace) -> int:
+    from nam_megatron.hf import watch
+
+    watch.watch(
+        words.checkpoint, words.out, words.tokenizer, words.dataset, words.device, words.until, words.seconds, _progress
+    )
+    return OK
+
+
+VERBS = {"export": _export, "import": _import, "check": _check, "perplexity": _perplexity, "watch": _watch}
 
 
 if __name__ == "__main__":

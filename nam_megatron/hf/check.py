@@ -38,11 +38,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """cosine: the least of all positions; kl: mean over positions; relative: largest difference over the largest value.
-    greedy: share of positions with the same best token. layers, ahead: relative, by layer and MTP depth."""
+    """cosine: the median over positions, and the least; kl: mean over positions; relative: largest difference over the largest
+    value. greedy: share of positions with the same best token. layers, ahead: relative, by layer and MTP depth.
+
+    In bf16 a rounding may turn a choice, of an expert or of a key, and the position is off by what was chosen: so the median.
+    """
 
     dtype: str
     cosine: float
+    least: float
     kl: float
     relative: float
     greedy: float
@@ -87,9 +91,11 @@ def compare(a: Run, b: Run, dtype: str) -> Outcome:
     if not (x.isfinite().all() and y.isfinite().all()):
         raise Refused(Problem("logits that are not finite: these weights are of no use"))
     p, q = x.log_softmax(-1), y.log_softmax(-1)
+    cosine = torch.nn.functional.cosine_similarity(x.double(), y.double(), dim=-1)
     return Outcome(
         dtype,
-        torch.nn.functional.cosine_similarity(x.double(), y.double(), dim=-1).min().item(),
+        cosine.median().item(),
+        cosine.min().item(),
         (p.exp() * (p - q)).sum(-1).mean().item(),
         _relative(x, y),
         (x.argmax(-1) == y.argmax(-1)).float().mean().item(),
@@ -104,7 +110,8 @@ def _relative(x: Tensor, y: Tensor) -> float:
 
 def report(outcome: Outcome, kinds: list[str]) -> Iterator[str]:
     """For a person."""
-    yield f"{outcome.dtype}: cosine {outcome.cosine:.6f} (least), KL {outcome.kl:.2e} (mean), relative {outcome.relative:.2e}"
+    cosine = f"cosine {outcome.cosine:.6f} (median), {outcome.least:.6f} (least)"
+    yield f"{outcome.dtype}: {cosine}, KL {outcome.kl:.2e} (mean), relative {outcome.relative:.2e}"
     yield f"same best token at {100 * outcome.greedy:.2f} % of the positions"
     worst, before = 0, 0.0
     for index, (kind, off) in enumerate(zip(kinds, outcome.layers, strict=True)):

@@ -19,7 +19,6 @@ MODEL = Path(__file__).parent / "model"
 CODE = ("configuration_nam.py", "modeling_nam.py")
 AUTO = {
     "AutoConfig": "configuration_nam.NamConfig",
-    "AutoModel": "modeling_nam.NamModel",
     "AutoModelForCausalLM": "modeling_nam.NamForCausalLM",
 }
 Say = Callable[[str], None]

@@ -67,7 +67,7 @@ def write_index(folder: Path, files: list[tuple[str, list[Tensor]]]) -> None:
 
 def write_manifest(folder: Path, known: dict[str, str], **said: Any) -> None:
     """What every file is, and `said` beside it. known: hashes of files that need not be read again."""
-    paths = sorted(p for p in folder.rglob("*") if p.is_file())
+    paths = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
     files = {
         str(p.relative_to(folder)): {"bytes": p.stat().st_size, "sha256": known.get(p.name) or digest(p)} for p in paths
     }

@@ -87,7 +87,7 @@ def another(folder: Path, lowering: Lowering) -> Iterator[Problem]:
         if d.key == "data.path" and set(built.values()) == {"built"}:
             if _data_key(folder / DATA) != _data_key(Path(d.after) / manifest.NAME):
                 yield Problem(f"the checkpoint was trained on another dataset, `{d.before}`", d.key, _hint(d.key))
-        elif d.key in SHARDED_BY and not _reshardable(computation.standing(before)):
+        elif d.key in SHARDED_BY and not weights_alone(folder) and not _reshardable(computation.standing(before)):
             text = f"a checkpoint of `{d.key}` {d.before} cannot be read into {d.after}"
             hint = "resume in its layout, save with `feature.distributed_optimizer.reshardable=true`, then change it"
             yield Problem(text, d.key, hint)
@@ -95,6 +95,11 @@ def another(folder: Path, lowering: Lowering) -> Iterator[Problem]:
             yield Problem(
                 f"the checkpoint has `{d.key}` {_shown(d.before)}, and the plan {_shown(d.after)}", d.key, _hint(d.key)
             )
+
+
+def weights_alone(folder: Path) -> bool:
+    """Whether a checkpoint has no state of training: an imported one."""
+    return (folder / TRACKER).read_text(encoding="utf-8", errors="replace").strip() == RELEASE
 
 
 def _reshardable(recipe: Mapping[str, Any]) -> bool:

@@ -6,6 +6,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -18,8 +19,8 @@ import test_train
 import torch
 from megatron.core import dist_checkpointing
 
-from nam_megatron import generate
-from nam_megatron.argv import load_plan, plan_json
+from nam_megatron import generate, train
+from nam_megatron.argv import argv, load_plan, plan_json
 from nam_megatron.data import tokenizer
 from nam_megatron.errors import Refused
 from nam_megatron.generate import Options, decode
@@ -29,7 +30,7 @@ from nam_megatron.hf.model.configuration_nam import NamConfig
 from nam_megatron.hf.model.modeling_nam import NamCache, NamForCausalLM
 from nam_megatron.hf.opened import open_model
 from nam_megatron.lower import translate
-from nam_megatron.recipe import from_tree, to_tree
+from nam_megatron.recipe import from_tree, load, to_tree
 
 AT = "model.blocks."
 # Three steps, so that biases, router and norms have left where they began.
@@ -70,13 +71,24 @@ def made(tmp_path_factory):
             else:
                 world = 2 if name.endswith((" tp", " ep")) else 1
                 overrides = (*overrides, f"cluster=h200_{world}", "schedule.global_batch_size=4")
-                run = partial(test_train.run, before=norm) if name in NATIVE else test_author_lane.steps
+                run = partial(test_train.run, before=norm) if name in NATIVE else author
                 test_train.trained(run(at, *overrides, world=world))
             export.export(at / "ckpt", at / "hf", None, lambda text: None, shard_bytes=150_000)
             done[name] = at / "ckpt", at / "hf"
         return done[name]
 
     return make
+
+
+def author(folder: Path, *overrides: str, world: int = 1) -> list[pretend.Rank]:
+    lowering = translate(load("nam56r", [*test_author_lane.RECIPE, *overrides]))
+    (folder / "plan.json").write_text(plan_json(lowering))
+
+    def job() -> int:
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        return train.main(["--nam-plan", str(folder / "plan.json"), *argv(lowering)], time.time())
+
+    return pretend.fork(world, job, 400.0)
 
 
 def norm() -> None:
@@ -94,9 +106,11 @@ def written_by_two_stages(checkpoint: Path, out: Path) -> None:
 
     def job():
         model = check.built(lowering, distributed.step_folder(checkpoint), "bf16")
-        dist_checkpointing.save(model.sharded_state_dict(metadata={"dp_cp_group": model.pg_collection.dp_cp}), str(step))
+        dist_checkpointing.save(
+            model.sharded_state_dict(metadata={"dp_cp_group": model.pg_collection.dp_cp}), str(step)
+        )
 
-    assert [rank.code for rank in pretend.fork(2, job)] == [0, 0]
+    assert [rank.code for rank in pretend.fork(2, job, 400.0)] == [0, 0]
     (out / "plan.json").write_text(plan_json(lowering))
     shutil.copyfile(checkpoint / "latest_checkpointed_iteration.txt", out / "latest_checkpointed_iteration.txt")
     assert {path.name for path in step.glob("*.distcp")} >= {"__0_0.distcp", "__1_0.distcp"}
@@ -115,7 +129,7 @@ def random(*shape: int, seed: int = 0, vocabulary: int = 256) -> torch.Tensor:
 
 def in_megatron(job) -> None:
     """`job` in a process where Megatron runs on the CPU; its assertions are ours."""
-    (rank,) = pretend.fork(1, lambda: (norm(), job())[1])
+    (rank,) = pretend.fork(1, lambda: (norm(), job())[1], 400.0)
     assert rank.code == 0, rank.err[-4000:]
 
 
@@ -205,7 +219,7 @@ def test_training_starts_from_imported_weights(made, tmp_path, name):
     """The first loss is that of the trained weights, not of fresh ones; another layout may read them."""
     checkpoint, exported = made(name)
     export.load(exported, checkpoint / "plan.json", tmp_path / "again", lambda text: None)
-    run = test_train.run if name == "native" else test_author_lane.steps
+    run = test_train.run if name == "native" else author
     overrides = (*STEPS, "schedule.global_batch_size=4", f"schedule.load={tmp_path}/again")
     overrides += ("schedule.save_interval=null",)
     (tmp_path / "fresh").mkdir()
@@ -334,7 +348,10 @@ def fresh(tmp_path_factory) -> list[str]:
     """A Python with what we have installed, but for ours, Megatron and Hydra."""
     packages = tmp_path_factory.mktemp("packages")
     for path in Path(torch.__file__).parents[1].iterdir():
-        if not path.name.lower().startswith(("nam_megatron", "_nam_megatron", "megatron", "hydra", "__editable")) and path.suffix != ".pth":
+        if (
+            not path.name.lower().startswith(("nam_megatron", "_nam_megatron", "megatron", "hydra", "__editable"))
+            and path.suffix != ".pth"
+        ):
             (packages / path.name).symlink_to(path)
     start = f"import sys; sys.path.insert(0, {str(packages)!r}); exec(sys.stdin.read())"
     return [sys.executable, "-I", "-S", "-c", start]
@@ -417,7 +434,9 @@ def test_damaged_shards_are_refused_by_name(copied, prompts, capsys, which):
 
 def test_shards_are_refused_without_the_manifests_help(copied):
     """The reader itself: hashes are no excuse for trusting a header."""
-    config = NamConfig(**{k: v for k, v in json.loads((copied / folder.CONFIG).read_text()).items() if k != "model_type"})
+    config = NamConfig(
+        **{k: v for k, v in json.loads((copied / folder.CONFIG).read_text()).items() if k != "model_type"}
+    )
     tensors = list(describe.tensors(config.to_dict()))
     first, second = sorted(copied.glob("*.safetensors"))[:2]
     a, b = first.read_bytes(), second.read_bytes()
@@ -535,12 +554,12 @@ def test_text_goes_in_and_comes_out(spoken, capsys):
     theirs = AutoTokenizer.from_pretrained(spoken[1])
     prompt = theirs("int naïve €").input_ids
     new = [t for (t,) in decode(open_model(spoken[1], torch.float32), [prompt], Options(6, end=theirs.eos_token_id))]
-    assert text == "int naïve €" + theirs.decode([t for t in new if t != theirs.eos_token_id]) + "\n"
+    assert text == "int naïve €" + theirs.decode(new, skip_special_tokens=True) + "\n"
 
 
 def test_another_tokenizer_is_refused(spoken, words_of, tmp_path, prompts, capsys):
     shutil.copytree(spoken[1], tmp_path / "hf")
-    tokenizer.save(tokenizer.train(TEXTS[::-1], 258, progress=False), tmp_path / "other")
+    tokenizer.save(tokenizer.train(TEXTS, 262, progress=False), tmp_path / "other")
     shutil.copyfile(tmp_path / "other" / tokenizer.FILE, tmp_path / "hf" / tokenizer.FILE)
     assert f"`{tmp_path}/hf/tokenizer.json`" in refusal(tmp_path / "hf", capsys)
 
@@ -565,3 +584,9 @@ def test_perplexity_is_that_of_the_windows(spoken, words_of, tmp_path, capsys):
     assert found[0]["loss"] == found[1]["loss"] == pytest.approx(loss, rel=1e-5)
     assert found[1]["weights"] == json.loads((spoken[1] / folder.MANIFEST).read_text())["weights"]
     assert found[0]["tokens"] == 96
+
+    watched = ["watch", str(spoken[0]), str(tmp_path / "steps"), "--dataset", str(tmp_path / "set"), "--until", "3"]
+    assert command.main([*watched, "--tokenizer", str(words_of / "large")]) == 0
+    seen = json.loads((tmp_path / "steps" / "iter_0000003.json").read_text())
+    assert seen["step"] == 3 and seen["weights"] == found[1]["weights"]
+    assert seen["loss"] == pytest.approx(loss, rel=0.05)

@@ -791,5 +791,5 @@ def _check_padding(seen, cached):
         raise ValueError("attention_mask: with a cache padding stands on the left")
 
 
-NamModel.register_for_auto_class("AutoModel")
+NamConfig.register_for_auto_class()
 NamForCausalLM.register_for_auto_class("AutoModelForCausalLM")
