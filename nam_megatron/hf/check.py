@@ -160,7 +160,7 @@ def built(lowering: Lowering, step: Path, dtype: str) -> Any:
     from megatron.training.arguments import parse_and_validate_args
     from megatron.training.training import initialize_megatron  # by this name tests replace it
 
-    from nam_megatron.mcore import pretrain, stack
+    from nam_megatron.runtime import pretrain, stack
 
     words = [word for word in argv(lowering) if dtype != "fp32" or word != "--bf16"]
     pretrain.keep_shipped_helpers()

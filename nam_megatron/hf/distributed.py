@@ -21,7 +21,7 @@ from nam_megatron.argv import plan_json
 from nam_megatron.errors import Problem, Refused
 from nam_megatron.hf.describe import Tensor
 from nam_megatron.lower import Lowering
-from nam_megatron.mcore.checkpoint import PLAN, RELEASE, TRACKER
+from nam_megatron.runtime.checkpoint import PLAN, RELEASE, TRACKER
 
 COMPARED = ("hybrid_layer_pattern", "hidden_size", "num_attention_heads")
 # How 0.19.2 names what it saves.

@@ -13,7 +13,7 @@ from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.hf import describe, distributed, folder
 from nam_megatron.hf.model.configuration_nam import NamConfig
 from nam_megatron.lower import Lowering
-from nam_megatron.mcore.checkpoint import PLAN
+from nam_megatron.runtime.checkpoint import PLAN
 
 MODEL = Path(__file__).parent / "model"
 CODE = ("configuration_nam.py", "modeling_nam.py")

@@ -13,7 +13,7 @@ import torch
 from nam_megatron.errors import Problem, Refused
 from nam_megatron.hf.export import export
 from nam_megatron.hf.perplexity import perplexity
-from nam_megatron.mcore.checkpoint import TRACKER
+from nam_megatron.runtime.checkpoint import TRACKER
 
 
 def watch(
