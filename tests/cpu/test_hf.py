@@ -20,7 +20,7 @@ import torch
 from megatron.core import dist_checkpointing
 
 from nam_megatron import generate, train
-from nam_megatron.argv import argv, load_plan, plan_json
+from nam_megatron.argv import load_plan, plan_json, words
 from nam_megatron.data import tokenizer
 from nam_megatron.errors import Refused
 from nam_megatron.generate import Options, decode
@@ -33,6 +33,8 @@ from nam_megatron.lower import translate
 from nam_megatron.recipe import from_tree, load, to_tree
 
 AT = "model.blocks."
+SMALL = ("model.pattern=AEMEAE", "model.depth=6", "model.seq_length=32", "model.hidden_size=64", "model.vocab_size=256")
+SMALL += (f"{AT}mamba2.heads=8", f"{AT}mamba2.head_dim=8", f"{AT}attention.head_dim=16", "data.workers=0")
 # Three steps, so that biases, router and norms have left where they began.
 STEPS = ("schedule.train_steps=3", "schedule.decay_steps=3", "schedule.save_interval=3", "optim.lr=0.01")
 TWO = {"tp": ("parallel.tensor=2", "parallel.sequence=true"), "ep": ("parallel.expert=2",)}
@@ -71,8 +73,7 @@ def made(tmp_path_factory):
             else:
                 world = 2 if name.endswith((" tp", " ep")) else 1
                 overrides = (*overrides, f"cluster=h200_{world}", "schedule.global_batch_size=4")
-                run = partial(test_train.run, before=norm) if name in NATIVE else author
-                test_train.trained(run(at, *overrides, world=world))
+                test_train.trained(run(name, at, *overrides, world=world))
             export.export(at / "ckpt", at / "hf", None, lambda text: None, shard_bytes=150_000)
             done[name] = at / "ckpt", at / "hf"
         return done[name]
@@ -80,13 +81,16 @@ def made(tmp_path_factory):
     return make
 
 
-def author(folder: Path, *overrides: str, world: int = 1) -> list[pretend.Rank]:
-    lowering = translate(load("nam56r", [*test_author_lane.RECIPE, *overrides]))
+def run(name: str, folder: Path, *overrides: str, world: int = 1) -> list[pretend.Rank]:
+    """The training command on a small cut of the lane that `name` begins with."""
+    small = SMALL if name.startswith("native") else test_author_lane.RECIPE
+    lowering = translate(load("nam56r_smoke" if name.startswith("native") else "nam56r", [*small, *overrides]))
     (folder / "plan.json").write_text(plan_json(lowering))
 
     def job() -> int:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-        return train.main(["--nam-plan", str(folder / "plan.json"), *argv(lowering)], time.time())
+        norm()
+        return train.main(["--nam-plan", str(folder / "plan.json"), *words(lowering)], time.time())
 
     return pretend.fork(world, job, 400.0)
 
@@ -219,13 +223,12 @@ def test_training_starts_from_imported_weights(made, tmp_path, name):
     """The first loss is that of the trained weights, not of fresh ones; another layout may read them."""
     checkpoint, exported = made(name)
     export.load(exported, checkpoint / "plan.json", tmp_path / "again", lambda text: None)
-    run = test_train.run if name == "native" else author
     overrides = (*STEPS, "schedule.global_batch_size=4", f"schedule.load={tmp_path}/again")
     overrides += ("schedule.save_interval=null",)
     (tmp_path / "fresh").mkdir()
-    fresh = test_train.trained(run(tmp_path / "fresh", *overrides[:-2], overrides[-1], "cluster=h200_1"))
-    one = test_train.trained(run(tmp_path, *overrides, "cluster=h200_1"))
-    two = test_train.trained(run(tmp_path, *overrides, "cluster=h200_2", *TWO["tp"], world=2))
+    fresh = test_train.trained(run(name, tmp_path / "fresh", *overrides[:-2], overrides[-1], "cluster=h200_1"))
+    one = test_train.trained(run(name, tmp_path, *overrides, "cluster=h200_1"))
+    two = test_train.trained(run(name, tmp_path, *overrides, "cluster=h200_2", *TWO["tp"], world=2))
     assert one[0] < fresh[0] - 0.1
     assert two[0] == pytest.approx(one[0], abs=1e-2)
 
@@ -362,9 +365,9 @@ def test_an_export_opens_without_us_and_without_megatron(made, fresh, tmp_path, 
     exported = made(name)[1]
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "HF_"))}
     environ |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
-    words = [*fresh, str(exported), str(tmp_path / "again")]
+    command_line = [*fresh, str(exported), str(tmp_path / "again")]
     done = subprocess.run(
-        words, input=FRESH, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+        command_line, input=FRESH, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     ours = decode(open_model(exported, torch.float32), [[1, 2, 3, 4, 5], [9, 8, 7, 6, 5]], Options(8))
@@ -540,7 +543,7 @@ def spoken(tmp_path_factory, words_of) -> tuple[Path, Path]:
     """A checkpoint of a vocabulary that the tokenizer fits, and its export with it."""
     at = tmp_path_factory.mktemp("spoken")
     overrides = (*STEPS, "model.vocab_size=264", f"schedule.save={at}/ckpt", "cluster=h200_1")
-    test_train.trained(test_train.run(at, *overrides))
+    test_train.trained(run("native", at, *overrides))
     export.export(at / "ckpt", at / "hf", words_of / "large", lambda text: None)
     return at / "ckpt", at / "hf"
 
