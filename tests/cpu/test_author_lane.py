@@ -13,7 +13,7 @@ import pytest
 from test_train import logged, trained
 
 from nam_megatron import train
-from nam_megatron.argv import argv, plan_json
+from nam_megatron.argv import plan_json, words
 from nam_megatron.lower import translate
 from nam_megatron.recipe import load
 
@@ -40,7 +40,7 @@ def steps(folder: Path, *overrides: str, world: int = 1) -> list[pretend.Rank]:
 
     def job() -> int:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-        return train.main(["--nam-plan", str(folder / "plan.json"), *argv(lowering)], time.time())
+        return train.main(["--nam-plan", str(folder / "plan.json"), *words(lowering)], time.time())
 
     return pretend.fork(world, job)
 
