@@ -21,6 +21,7 @@ from nam_megatron.argv import plan_json
 from nam_megatron.errors import Problem, Refused
 from nam_megatron.hf.describe import Tensor
 from nam_megatron.lower import Lowering
+from nam_megatron.runtime import checksums
 from nam_megatron.runtime.checkpoint import PLAN, RELEASE, TRACKER
 
 COMPARED = ("hybrid_layer_pattern", "hidden_size", "num_attention_heads")
@@ -168,6 +169,7 @@ def write(folder: Path, tensors: Mapping[str, torch.Tensor], lowering: Lowering)
     planner = DefaultSavePlanner(flatten_state_dict=False)
     save_checkpoint({**tensors, **said, **common}, storage_writer=writer, planner=planner, no_dist=True)
     (step / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+    checksums.put(step, checksums.digests(step, checksums.names(step)))
     (folder / PLAN).write_text(plan_json(lowering), encoding="utf-8")
     (folder / TRACKER).write_text(RELEASE, encoding="utf-8")
 

@@ -13,6 +13,7 @@ from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.hf import describe, distributed, folder
 from nam_megatron.hf.model.configuration_nam import NamConfig
 from nam_megatron.lower import Lowering
+from nam_megatron.runtime import checksums
 from nam_megatron.runtime.checkpoint import PLAN
 
 MODEL = Path(__file__).parent / "model"
@@ -41,6 +42,7 @@ def export(
     tokens = tokens or _trained_tokenizer(plan)
     if tokens is not None:
         _fits(tokens, plan.recipe.model.vocab_size)
+    raise_if(Problem(f"checkpoint `{step}` is damaged: {what}") for what in checksums.damage(step))
     source = distributed.Checkpoint(step)
     config = describe.config(plan)
     tensors = list(describe.tensors(config))

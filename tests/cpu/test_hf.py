@@ -31,6 +31,7 @@ from nam_megatron.hf.model.modeling_nam import NamCache, NamForCausalLM
 from nam_megatron.hf.opened import open_model
 from nam_megatron.lower import translate
 from nam_megatron.recipe import from_tree, load, to_tree
+from nam_megatron.runtime import checksums
 
 AT = "model.blocks."
 SMALL = ("model.pattern=AEMEAE", "model.depth=6", "model.seq_length=32", "model.hidden_size=64", "model.vocab_size=256")
@@ -115,6 +116,7 @@ def written_by_two_stages(checkpoint: Path, out: Path) -> None:
         )
 
     assert [rank.code for rank in pretend.fork(2, job, 400.0)] == [0, 0]
+    checksums.put(step, checksums.digests(step, checksums.names(step)))
     (out / "plan.json").write_text(plan_json(lowering))
     shutil.copyfile(checkpoint / "latest_checkpointed_iteration.txt", out / "latest_checkpointed_iteration.txt")
     assert {path.name for path in step.glob("*.distcp")} >= {"__0_0.distcp", "__1_0.distcp"}
