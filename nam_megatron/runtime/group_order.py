@@ -3,7 +3,8 @@
 megatron-core 0.19.2 (optimizer/distrib_optimizer.py) numbers a group's parameters in the order of the gradient buffers, bf16 before
 fp32, and then hands the group to Adam with the fp32 ones first. Saving and loading look a parameter's moments up by that number: of
 a model with Mamba-3 or M2RNN, whose recurrences keep fp32 parameters, each one's moments are written as those of another. Where
-the sizes differ saving fails; where they do not, nobody is told.
+the sizes differ saving fails; where they do not, nobody is told. Loading then copies into fp32 parameters outside of no_grad, which torch
+refuses.
 """
 
 from typing import Any
@@ -27,3 +28,6 @@ def provide() -> None:
 
     ordered.nam_ordered = True  # type: ignore[attr-defined]
     DistributedOptimizer._build_optimizer_group_ranges = staticmethod(ordered)
+    DistributedOptimizer._set_main_param_and_optimizer_states = torch.no_grad()(
+        DistributedOptimizer._set_main_param_and_optimizer_states
+    )
