@@ -6,6 +6,8 @@
   python -m nam_megatron.budget conf=NAME       does it fit, and what does it cost?
   python -m nam_megatron.lint FILE              which model does any Megatron command line train?
   python -m nam_megatron.data VERB ...          text to Megatron's indexed datasets
+  python -m nam_megatron.hf VERB ...            a checkpoint that transformers opens, and back
+  python -m nam_megatron.generate PATH ...      text from an export or a checkpoint
   python -m nam_megatron.nemo TASK ...          the same recipes under Megatron-Bridge
   python -m nam_megatron.schema                 JSON Schema of the files in conf/
   python -m launch VERB ...                     run it, with a receipt

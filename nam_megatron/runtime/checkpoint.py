@@ -24,6 +24,7 @@ from nam_megatron.lower import Lowering
 from nam_megatron.runtime import checksums
 
 TRACKER, PLAN, DATA = "latest_checkpointed_iteration.txt", "plan.json", "data.json"
+RELEASE = "release"  # Megatron's word for weights without a state of training: a run starts from them at step 0
 
 # What the flattened state of a sharded optimizer depends on.
 SHARDED_BY = frozenset(
@@ -86,7 +87,7 @@ def another(folder: Path, lowering: Lowering) -> Iterator[Problem]:
         if d.key == "data.path" and set(built.values()) == {"built"}:
             if _data_key(folder / DATA) != _data_key(Path(d.after) / manifest.NAME):
                 yield Problem(f"the checkpoint was trained on another dataset, `{d.before}`", d.key, _hint(d.key))
-        elif d.key in SHARDED_BY and not _reshardable(computation.standing(before)):
+        elif d.key in SHARDED_BY and not weights_alone(folder) and not _reshardable(computation.standing(before)):
             text = f"a checkpoint of `{d.key}` {d.before} cannot be read into {d.after}"
             hint = "resume in its layout, save with `feature.distributed_optimizer.reshardable=true`, then change it"
             yield Problem(text, d.key, hint)
@@ -94,6 +95,11 @@ def another(folder: Path, lowering: Lowering) -> Iterator[Problem]:
             yield Problem(
                 f"the checkpoint has `{d.key}` {_shown(d.before)}, and the plan {_shown(d.after)}", d.key, _hint(d.key)
             )
+
+
+def weights_alone(folder: Path) -> bool:
+    """Whether a checkpoint has no state of training: an imported one."""
+    return (folder / TRACKER).read_text(encoding="utf-8", errors="replace").strip() == RELEASE
 
 
 def _reshardable(recipe: Mapping[str, Any]) -> bool:
@@ -132,10 +138,10 @@ def damage(folder: Path, *, thorough: bool = True) -> Iterator[Problem]:
     except OSError as err:
         yield Problem(f"`{folder / TRACKER}` cannot be read: {err.strerror}", "schedule.load")
         return
-    if not (word.isascii() and word.isdecimal() and len(word) < 10):
+    if word != RELEASE and not (word.isascii() and word.isdecimal() and len(word) < 10):
         yield Problem(f"`{folder / TRACKER}` says `{word[:40]}`, which is no step", "schedule.load", "write the step")
         return
-    step = folder / f"iter_{int(word):07d}"
+    step = folder / (RELEASE if word == RELEASE else f"iter_{int(word):07d}")
     hint = f"write an earlier step into `{folder / TRACKER}`"
     if not step.is_dir():
         yield Problem(f"checkpoint `{step}` is not there", "schedule.load", hint)

@@ -41,7 +41,7 @@ from megatron.training.models.hybrid import HybridModelBuilder, HybridModelConfi
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from nam_megatron.errors import Problem, Refused, raise_if
-from nam_megatron.runtime import checksums, cross_entropy, rate, wgrad
+from nam_megatron.runtime import checksums, cross_entropy, group_order, rate, wgrad
 from nam_megatron.runtime.heartbeat import HEART
 from nam_megatron.runtime.nonfinite import Watch
 from nam_megatron.runtime.readings import Readings
@@ -81,6 +81,8 @@ class Float16ExceptMarked(Float16Module):
         super().__init__(config, module)
         for parameter, value in kept:
             parameter.data = value
+        if kept:
+            group_order.provide()
 
 
 class NamModelBuilder(HybridModelBuilder):

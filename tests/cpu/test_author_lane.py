@@ -13,7 +13,7 @@ import pytest
 from test_train import logged, trained
 
 from nam_megatron import train
-from nam_megatron.argv import argv, plan_json
+from nam_megatron.argv import plan_json, words
 from nam_megatron.lower import translate
 from nam_megatron.recipe import load
 
@@ -40,7 +40,7 @@ def steps(folder: Path, *overrides: str, world: int = 1) -> list[pretend.Rank]:
 
     def job() -> int:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-        return train.main(["--nam-plan", str(folder / "plan.json"), *argv(lowering)], time.time())
+        return train.main(["--nam-plan", str(folder / "plan.json"), *words(lowering)], time.time())
 
     return pretend.fork(world, job)
 
@@ -62,3 +62,15 @@ def test_two_tensor_ranks_train_the_same_model(tmp_path, one_rank):
     """From other random weights, since each rank draws its own: what is the same is how it learns."""
     ranks = steps(tmp_path, "cluster=h200_2", "parallel.tensor=2", "parallel.sequence=true", world=2)
     assert trained(ranks) == pytest.approx(trained(one_rank), abs=0.1)
+
+
+@pytest.mark.parametrize("reshardable", ["false", "true"])
+def test_it_is_saved_and_gone_on_with(tmp_path, one_rank, reshardable):
+    """Megatron writes the moments of fp32 parameters as those of others, or stops where their sizes differ; see group_order."""
+    save = (f"schedule.save={tmp_path}/ckpt", "schedule.save_interval=2", "schedule.stop_every=2", "cluster=h200_1")
+    save = (*save, f"feature.distributed_optimizer.reshardable={reshardable}")
+    losses = trained(one_rank)
+    trained(steps(tmp_path, *save))
+    # The second line of a command is the mean of its first two steps.
+    third, mean = trained(steps(tmp_path, *save, f"schedule.load={tmp_path}/ckpt"))
+    assert (third, mean) == (losses[2], pytest.approx((losses[2] + losses[3]) / 2, abs=1e-6))

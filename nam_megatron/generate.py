@@ -1,0 +1,261 @@
+"""The command: python -m nam_megatron.generate PATH --prompt TEXT ...: text from an export or straight from a checkpoint (torch side).
+
+A batch is padded on the left to its longest prompt and decoded together; what a sequence is remembered by lies in caches that are
+allocated once, or grow. One prompt is written as it comes, a file of them as JSONL.
+"""
+
+import argparse
+import codecs
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nam_megatron.errors import OK, REFUSED, Problem, Refused, finish
+
+if TYPE_CHECKING:
+    import torch
+
+EXAMPLES = """
+examples:
+  python -m nam_megatron.generate out/hf --prompt '#include <vector>' --new 200
+  python -m nam_megatron.generate runs/ckpt --tokenizer set/tokenizer --prompt 'int main' --temperature 0.8 --top-p 0.95 --seed 1
+  python -m nam_megatron.generate out/hf --file prompts.jsonl --batch 64 --device cuda > out.jsonl
+
+A line of the file is {"prompt": "text"} or {"tokens": [1, 2, 3]}; a line of the output has the same key, "text" or "new", and "ended".
+Exit code: 0 done, 2 refused.
+"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """temperature 0 is greedy. top_k 0 and top_p 1: all words. end: the token that ends a sequence, None: none does."""
+
+    new: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    end: int | None = None
+    grow: bool = False
+
+
+def decode(
+    model: Any, prompts: Sequence[Sequence[int]], options: Options, cache: Any = None
+) -> Iterator[list[int | None]]:
+    """The next token of every sequence, until all have ended; None for one that has.
+
+    cache: an empty NamCache to fill; one is made otherwise, of the size that is needed, unless it shall grow.
+
+    Raises:
+        Refused: no tokens, tokens beyond the vocabulary, or a length that the model was not trained on.
+    """
+    import torch
+
+    from nam_megatron.hf.model.modeling_nam import NamCache
+
+    _check(model.config, prompts, options.new)
+    device, longest = model.device, max(map(len, prompts))
+    cache = cache or NamCache(None if options.grow else longest + options.new)
+    padded = [[0] * (longest - len(p)) + list(p) for p in prompts]
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
+    tokens = torch.tensor(padded, device=device)
+    draw = torch.Generator(device).manual_seed(options.seed) if options.seed is not None else None
+    alive = [True] * len(prompts)
+    for _ in range(options.new):
+        with torch.inference_mode():
+            logits = model(tokens, attention_mask=mask, past_key_values=cache, logits_to_keep=1).logits[:, -1].float()
+        chosen = pick(logits, options, draw)
+        said = [token if there else None for token, there in zip(chosen.tolist(), alive, strict=True)]
+        yield said
+        alive = [there and token != options.end for token, there in zip(said, alive, strict=True)]
+        if not any(alive):
+            return
+        tokens, mask = chosen[:, None], torch.nn.functional.pad(mask, (0, 1), value=1)
+
+
+def pick(logits: "torch.Tensor", options: Options, draw: "torch.Generator | None") -> "torch.Tensor":
+    """A token for each row of logits [b, vocabulary]."""
+    import torch
+
+    if options.temperature == 0:
+        return logits.argmax(-1)
+    logits = logits / options.temperature
+    if options.top_k:
+        least = logits.topk(min(options.top_k, logits.size(-1)), -1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    if options.top_p < 1:
+        ordered, words = logits.sort(-1, descending=True)
+        shares = ordered.softmax(-1)
+        # The first word that reaches top_p stays.
+        ordered = ordered.masked_fill(shares.cumsum(-1) - shares >= options.top_p, -torch.inf)
+        logits = torch.empty_like(logits).scatter(-1, words, ordered)
+    return torch.multinomial(logits.softmax(-1), 1, generator=draw).squeeze(-1)
+
+
+def _check(config: Any, prompts: Sequence[Sequence[int]], new: int) -> None:
+    if not prompts or not all(prompts):
+        raise Refused(Problem("an empty prompt", None, "give at least one token"))
+    if (largest := max(map(max, prompts))) >= config.vocab_size or min(map(min, prompts)) < 0:
+        raise Refused(
+            Problem(f"token {largest} of a vocabulary of {config.vocab_size}", None, "is it the right tokenizer?")
+        )
+    if (length := max(map(len, prompts)) + new) > config.max_position_embeddings:
+        most = config.max_position_embeddings
+        raise Refused(Problem(f"{length} tokens, and the model was trained on {most}", None, "`--new` fewer"))
+
+
+# The command ---------------------------------------------------------------------------------------------------------
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="python -m nam_megatron.generate",
+        description="Text from an export or a checkpoint.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("path", type=Path, metavar="PATH", help="an export's folder, or a checkpoint's")
+    which = top.add_mutually_exclusive_group(required=True)
+    which.add_argument("--prompt", help="a text to go on with")
+    which.add_argument("--file", type=Path, metavar="JSONL", help="prompts, one a line")
+    top.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="of a checkpoint, or of an export without one")
+    top.add_argument("--new", type=_count, default=128, help="tokens to add at most (default: 128)")
+    top.add_argument("--batch", type=_count, default=16, help="prompts decoded together (default: 16)")
+    top.add_argument("--temperature", type=_number, default=0.0, help="0 is greedy (default)")
+    top.add_argument("--top-k", type=int, default=0, help="of the best words alone; 0: all")
+    top.add_argument("--top-p", type=_number, default=1.0, help="of the fewest words with this probability")
+    top.add_argument("--seed", type=int, help="the same words every time")
+    top.add_argument("--endless", action="store_true", help="go on behind the end of a document")
+    top.add_argument("--grow", action="store_true", help="caches grow with the text instead of being allocated once")
+    top.add_argument("--device", default="cpu")
+    top.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
+    return top
+
+
+def _count(word: str) -> int:
+    if not (word.isascii() and word.isdigit() and 0 < int(word) < 10**9):
+        raise argparse.ArgumentTypeError(f"`{word}` is no positive integer")
+    return int(word)
+
+
+def _number(word: str) -> float:
+    try:
+        value = float(word)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1e6:
+        raise argparse.ArgumentTypeError(f"`{word}` is no number from 0")
+    return value
+
+
+def main(argv: list[str] | None = None) -> int:
+    words = parser().parse_args(argv)
+    try:
+        return _run(words)
+    except Refused as refused:
+        sys.stderr.write(Refused(replace(p, key=None) for p in refused.problems).render())
+    return REFUSED
+
+
+def _run(words: argparse.Namespace) -> int:
+    import torch
+
+    from nam_megatron.hf.opened import open_model
+
+    asked = [{"prompt": words.prompt}] if words.file is None else list(_lines(words.file))
+    tokenizer = _tokenizer(words, needed=any("prompt" in line for line in asked))
+    model = open_model(words.path, {"bf16": torch.bfloat16, "fp32": torch.float32}[words.dtype], words.device)
+    if tokenizer is not None and tokenizer.get_vocab_size() > model.config.vocab_size:
+        said = f"the tokenizer has {tokenizer.get_vocab_size()} entries, and the model {model.config.vocab_size}"
+        raise Refused(Problem(said, None, "give the one that the data was built with"))
+    end = None if words.endless or tokenizer is None else _end(tokenizer)
+    options = Options(words.new, words.temperature, words.top_k, words.top_p, words.seed, end, words.grow)
+    prompts = [line["tokens"] if "tokens" in line else tokenizer.encode(line["prompt"]).ids for line in asked]
+    if words.file is None:
+        _stream(model, prompts[0], options, tokenizer)
+        return OK
+    for first in range(0, len(asked), words.batch):
+        these = slice(first, first + words.batch)
+        for line, new in zip(asked[these], _all(model, prompts[these], options), strict=True):
+            made = {"new": new} if "tokens" in line else {"text": tokenizer.decode([t for t in new if t != end])}
+            print(json.dumps({**line, **made, "ended": bool(new) and new[-1] == end}, ensure_ascii=False), flush=True)
+    return OK
+
+
+def _all(model: Any, prompts: Sequence[Sequence[int]], options: Options) -> list[list[int]]:
+    """All new tokens of a batch; says on stderr what it took."""
+    from nam_megatron.hf.model.modeling_nam import NamCache
+
+    cache = NamCache(None if options.grow else max(map(len, prompts)) + options.new)
+    found: list[list[int]] = [[] for _ in prompts]
+    begin = time.monotonic()
+    for said in decode(model, prompts, options, cache):
+        for new, token in zip(found, said, strict=True):
+            if token is not None:
+                new.append(token)
+    seconds, count = time.monotonic() - begin, sum(map(len, found))
+    took = f"{len(prompts)} sequences, {count:,} new tokens, {count / seconds:,.1f} tokens/s"
+    print(f"> {took}, cache {cache.nbytes / 2**30:.3f} GiB", file=sys.stderr)
+    return found
+
+
+def _stream(model: Any, prompt: Sequence[int], options: Options, tokenizer: Any) -> None:
+    """Write a text as it comes: whole characters, which byte-level tokens may part."""
+    shown, new = "", []
+    sys.stdout.write(tokenizer.decode(list(prompt)))
+    for (token,) in decode(model, [prompt], options):
+        if token == options.end:
+            break
+        new.append(token)
+        text = tokenizer.decode(new)
+        if not text.endswith("\ufffd"):
+            sys.stdout.write(text[len(shown) :])
+            sys.stdout.flush()
+            shown = text
+    sys.stdout.write(tokenizer.decode(new)[len(shown) :] + "\n")
+
+
+def _lines(path: Path) -> Iterable[dict[str, Any]]:
+    try:
+        texts = codecs.decode(path.read_bytes(), "utf-8").splitlines()
+    except (OSError, ValueError) as err:
+        raise Refused(Problem(f"`{path}` cannot be read: {err}")) from None
+    for number, text in enumerate(texts, 1):
+        if not text.strip():
+            continue
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError) as err:
+            raise Refused(Problem(f"line {number} of `{path}` is no JSON: {err}")) from None
+        ids = line.get("tokens") if isinstance(line, dict) else None
+        tokens = isinstance(ids, list) and ids and all(type(t) is int for t in ids)
+        if not tokens and not (isinstance(line, dict) and isinstance(line.get("prompt"), str)):
+            raise Refused(Problem(f"line {number} of `{path}` has neither a `prompt` nor `tokens`"))
+        yield line
+
+
+def _tokenizer(words: argparse.Namespace, needed: bool) -> Any:
+    from nam_megatron.data import tokenizer
+
+    folder = words.tokenizer or words.path
+    if not needed and not (folder / tokenizer.FILE).is_file():
+        return None
+    if not (folder / tokenizer.FILE).is_file():
+        raise Refused(
+            Problem(f"`{folder}` holds no tokenizer", None, "give one: `--tokenizer FOLDER`, or tokens in a file")
+        )
+    return tokenizer.load(folder)
+
+
+def _end(tokenizer: Any) -> int:
+    from nam_megatron.data.tokenizer import END
+
+    return tokenizer.token_to_id(END)
+
+
+if __name__ == "__main__":
+    finish(main)

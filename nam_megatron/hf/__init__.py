@@ -1,0 +1,1 @@
+"""Checkpoints in Hugging Face's form: export, import, check."""

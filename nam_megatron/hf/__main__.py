@@ -1,0 +1,154 @@
+"""The command: python -m nam_megatron.hf {export, import, check, perplexity, watch} ..."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from nam_megatron.errors import FINDINGS, OK, REFUSED, Problem, Refused, finish
+
+EXAMPLES = """
+examples:
+  python -m nam_megatron.hf export runs/ckpt out/hf                        the newest step; the tokenizer of the run's dataset
+  python -m nam_megatron.hf check runs/ckpt out/hf --device cuda           the same tokens through Megatron and the export
+  python -m nam_megatron.hf import out/hf plan.json runs/again             weights that `schedule.load=runs/again` starts from
+  python -m nam_megatron.hf perplexity out/hf set --device cuda            on the held-out documents of a built dataset
+  python -m nam_megatron.hf watch runs/ckpt out/steps --dataset set        each checkpoint as it appears, beside the run
+
+docs/checkpoints.md says more. Exit code: 0 done, 1 check found a difference, 2 refused.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="python -m nam_megatron.hf",
+        description="Megatron checkpoints in Hugging Face's form.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    def verb(name: str, what: str, *paths: tuple[str, str]) -> argparse.ArgumentParser:
+        made = verbs.add_parser(name, help=what, description=what)
+        for path, about in paths:
+            made.add_argument(path, type=Path, metavar=path.upper(), help=about)
+        return made
+
+    made = verb("export", "Write a checkpoint so that transformers opens it.",
+                ("checkpoint", "the folder of a run's checkpoints, or of one step"), ("out", "a new folder"))  # fmt: skip
+    made.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="where the run had no dataset of ours")
+    made.add_argument("--shard-gb", type=float, default=4.0, help="size of a file at most (default: 4)")
+    verb("import", "Write an export as weights that a run starts from.",
+         ("export", "an export's folder"), ("plan", "the run's plan.json"), ("out", "a new folder"))  # fmt: skip
+    made = verb("check", "Compare an export with its checkpoint in Megatron.",
+                ("checkpoint", "what was exported"), ("export", "the export's folder"))  # fmt: skip
+    made.add_argument("--length", type=int, default=128, help="tokens of a sequence (default: 128)")
+    made.add_argument("--batch", type=int, default=2, help="sequences (default: 2)")
+    made.add_argument("--seed", type=int, default=0, help="of the tokens, which are random")
+    made.add_argument("--json", action="store_true", help="for programs")
+    _where(made, "cuda")
+    made = verb("perplexity", "The loss on a dataset that `nam_megatron.data` built.",
+                ("model", "an export or a checkpoint"), ("dataset", "the dataset's folder"))  # fmt: skip
+    made.add_argument("--split", default="valid")
+    made.add_argument("--most", type=int, metavar="WINDOWS", help="of the model's length, to read")
+    made.add_argument("--batch", type=int, default=4)
+    made.add_argument("--out", type=Path, metavar="JSON", help="write the result there too")
+    _where(made, "cpu")
+    made = verb("watch", "Export every checkpoint of a run as it appears, without stopping the run.",
+                ("checkpoint", "the folder of the run's checkpoints"), ("out", "where the exports go"))  # fmt: skip
+    made.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="where the run has no dataset of ours")
+    made.add_argument("--dataset", type=Path, metavar="FOLDER", help="write the perplexity on its held-out split too")
+    made.add_argument("--until", type=int, metavar="STEP", help="end after this one (default: never)")
+    made.add_argument("--seconds", type=float, default=20.0, help="between two looks (default: 20)")
+    made.add_argument("--device", default="cpu", help="(default: cpu)")
+    return top
+
+
+def _where(made: argparse.ArgumentParser, device: str) -> None:
+    made.add_argument("--device", default=device, help=f"(default: {device})")
+    made.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
+
+
+def main(argv: list[str] | None = None) -> int:
+    words = parser().parse_args(argv)
+    try:
+        return VERBS[words.verb](words)
+    except Refused as refused:
+        _say(refused.problems)
+    except OSError as err:
+        if err.filename is None:  # a full disk, or stdout
+            raise
+        _say([Problem(f"`{err.filename}`: {err.strerror}")])
+    return REFUSED
+
+
+def _say(problems: Iterable[Problem]) -> None:
+    sys.stderr.write(Refused(replace(p, key=None) for p in problems).render())
+
+
+def _progress(text: str) -> None:
+    print(f"> {text}", file=sys.stderr, flush=True)
+
+
+def _export(words: argparse.Namespace) -> int:
+    from nam_megatron.hf import export
+
+    made = export.export(words.checkpoint, words.out, words.tokenizer, _progress, int(words.shard_gb * 2**30))
+    print(f"{words.out}: {made['step']}, weights {made['weights'][:16]}, {len(made['files'])} files")
+    return OK
+
+
+def _import(words: argparse.Namespace) -> int:
+    from nam_megatron.hf import export
+
+    export.load(words.export, words.plan, words.out, _progress)
+    print(f"{words.out}: start from it with `schedule.load={words.out}`")
+    return OK
+
+
+def _check(words: argparse.Namespace) -> int:
+    import torch
+
+    from nam_megatron.hf import check, export
+
+    config = export.config_of(words.export)
+    generator = torch.Generator().manual_seed(words.seed)
+    tokens = torch.randint(0, config.vocab_size, (words.batch, words.length), generator=generator)
+    outcome = check.check(words.checkpoint, words.export, tokens, words.dtype, words.device)
+    if words.json:
+        print(json.dumps(outcome.as_dict(), indent=1))
+    else:
+        print("\n".join(check.report(outcome, config.layer_kinds)))
+    return OK if outcome.passed else FINDINGS
+
+
+def _perplexity(words: argparse.Namespace) -> int:
+    import torch
+
+    from nam_megatron.hf import perplexity
+
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[words.dtype]
+    made = perplexity.perplexity(words.model, words.dataset, words.split, words.most, words.batch, dtype, words.device)
+    text = json.dumps(made, indent=1)
+    print(text)
+    if words.out is not None:
+        words.out.write_text(text + "\n", encoding="utf-8")
+    return OK
+
+
+def _watch(words: argparse.Namespace) -> int:
+    from nam_megatron.hf import watch
+
+    watch.watch(
+        words.checkpoint, words.out, words.tokenizer, words.dataset, words.device, words.until, words.seconds, _progress
+    )
+    return OK
+
+
+VERBS = {"export": _export, "import": _import, "check": _check, "perplexity": _perplexity, "watch": _watch}
+
+
+if __name__ == "__main__":
+    finish(main)

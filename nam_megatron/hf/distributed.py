@@ -1,0 +1,182 @@
+"""Megatron's distributed checkpoints (torch_dist), read and written tensor by tensor without a model (torch side).
+
+A folder of a step holds `.metadata`, a pickle that says where each piece of each global tensor lies, and files of pieces, each of
+which torch.save wrote. The pickle is read with the few names that such a file needs, the pieces as tensors alone.
+"""
+
+import io
+import json
+import pickle
+from argparse import Namespace
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, filesystem, metadata
+from torch.distributed.checkpoint import save as save_checkpoint
+
+from nam_megatron.argv import plan_json
+from nam_megatron.errors import Problem, Refused
+from nam_megatron.hf.describe import Tensor
+from nam_megatron.lower import Lowering
+from nam_megatron.runtime import checksums
+from nam_megatron.runtime.checkpoint import PLAN, RELEASE, TRACKER
+
+COMPARED = ("hybrid_layer_pattern", "hidden_size", "num_attention_heads")
+# How 0.19.2 names what it saves.
+METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+
+DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
+
+_ALLOWED = {
+    (metadata.__name__, name): getattr(metadata, name)
+    for name in (
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    )
+}  # fmt: skip
+_ALLOWED |= {(filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo, ("torch", "Size"): torch.Size}
+_ALLOWED |= {("torch.serialization", "_get_layout"): torch.serialization._get_layout}
+_ALLOWED |= {("collections", "OrderedDict"): dict, ("pathlib", "PosixPath"): lambda *parts: "/".join(parts)}
+
+
+class _Names(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if found := _ALLOWED.get((module, name)):
+            return found
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"it asks for `{module}.{name}`, which no index needs")
+
+
+def step_folder(checkpoint: Path) -> Path:
+    """The newest step of a checkpoint folder, or the folder itself where it is a step's. Raises Refused."""
+    if (checkpoint / ".metadata").is_file():
+        return checkpoint
+    try:
+        word = (checkpoint / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        raise Refused(Problem(f"no checkpoint in `{checkpoint}`", None, f"it holds no `{TRACKER}`")) from None
+    if word != RELEASE and not word.isdecimal():
+        raise Refused(Problem(f"`{checkpoint / TRACKER}` says `{word[:40]}`, which is no step", None, "write the step"))
+    return checkpoint / (RELEASE if word == RELEASE else f"iter_{int(word):07d}")
+
+
+class Checkpoint:
+    """The global tensors of a step's folder, whatever layout wrote them.
+
+    Raises:
+        Refused: the index cannot be read, or is no index.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        try:
+            with (folder / ".metadata").open("rb") as stream:
+                index = _Names(stream).load()
+            self.tensors: dict[str, metadata.TensorStorageMetadata] = {
+                key: of
+                for key, of in index.state_dict_metadata.items()
+                if isinstance(of, metadata.TensorStorageMetadata)
+            }
+            self.objects = [key for key in index.state_dict_metadata if key not in self.tensors]
+            self.places: dict[str, list[tuple[torch.Size, Any]]] = defaultdict(list)
+            for at, stored in index.storage_data.items():
+                if at.fqn in self.tensors:
+                    self.places[at.fqn].append((at.offset, stored))
+        except OSError as err:
+            raise Refused(Problem(f"`{folder}` is no step of a checkpoint: {err.strerror}: `.metadata`")) from None
+        except Exception as err:  # whatever a damaged pickle makes of itself
+            raise Refused(Problem(f"the index of `{folder}` cannot be read: {str(err)[:200]}")) from None
+
+    def read(self, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A whole global tensor.
+
+        Raises:
+            Refused: it is not there, of another shape or type, or its pieces are damaged or do not fill it.
+        """
+        if (of := self.tensors.get(key)) is None:
+            raise Refused(Problem(f"`{self.folder}` holds no `{key}`, and the plan has one"))
+        if tuple(of.size) != shape:
+            raise Refused(Problem(f"`{key}` is {list(of.size)} in `{self.folder}`, and {list(shape)} in the plan"))
+        if of.properties.dtype != dtype:
+            raise Refused(Problem(f"`{key}` is {of.properties.dtype} in `{self.folder}`, not {dtype}"))
+        whole, filled = torch.empty(shape, dtype=dtype), 0
+        sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in of.chunks}
+        for offset, stored in self.places[key]:
+            piece = self._piece(key, stored)
+            size = sizes.pop(tuple(offset or (0,) * len(shape)), None)
+            if size is None or tuple(piece.shape) != size or piece.dtype != dtype:
+                raise Refused(Problem(f"a piece of `{key}` in `{self.folder}` is not what its index says"))
+            window = tuple(slice(o, o + n) for o, n in zip(offset or (0,) * len(shape), size, strict=True))
+            whole[window] = piece
+            filled += piece.numel()
+        if sizes or filled != whole.numel():
+            raise Refused(Problem(f"`{key}` is not whole in `{self.folder}`: {filled} of {whole.numel()} values"))
+        return whole
+
+    def joined(self, tensor: Tensor) -> torch.Tensor:
+        """A tensor of the export. Raises Refused."""
+        pieces = [self.read(key, shape, DTYPES[tensor.dtype]) for key, shape in tensor.parts]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _piece(self, key: str, stored: Any) -> torch.Tensor:
+        if Path(stored.relative_path).name != stored.relative_path:
+            raise Refused(Problem(f"the index of `{self.folder}` points outside it: `{stored.relative_path}`"))
+        path = self.folder / stored.relative_path
+        try:
+            with path.open("rb") as stream:
+                stream.seek(stored.offset)
+                data = stream.read(stored.length)
+            if len(data) != stored.length:
+                raise ValueError(f"{stored.length - len(data)} bytes are missing")
+            piece = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except OSError as err:
+            raise Refused(Problem(f"`{path}` cannot be read: {err.strerror}")) from None
+        except Exception as err:
+            raise Refused(Problem(f"`{key}` in `{path}` is damaged: {str(err).splitlines()[0][:200]}")) from None
+        if not isinstance(piece, torch.Tensor):
+            raise Refused(Problem(f"`{key}` in `{path}` is a {type(piece).__name__}, not a tensor"))
+        return piece
+
+    def strangers(self, expected: set[str]) -> Iterator[str]:
+        """Tensors of the model that the plan does not have; the optimizer's are not the model's."""
+        for key in self.tensors:
+            if key not in expected and key.split(".")[0] in ("embedding", "decoder", "mtp", "output_layer"):
+                yield key
+
+
+def model_keys(tensors: list[Tensor]) -> set[str]:
+    return {key for tensor in tensors for key, _ in tensor.parts}
+
+
+def write(folder: Path, tensors: Mapping[str, torch.Tensor], lowering: Lowering) -> None:
+    """A checkpoint folder of weights alone, which Megatron starts a run of this plan from: tracker, plan and the step `release`.
+
+    tensors: by checkpoint key; memory-mapped ones are read as they are written.
+    """
+    step = folder / RELEASE
+    # What each module says of its quantisation; nothing. Which modules say something depends on who built them: all may.
+    modules = sorted({key.rpartition(".")[0] for key in tensors} | {m for key in tensors for m in _owners(key)})
+    said = {f"{module}._extra_state/shard_0_1": [None] for module in modules if module}
+    # What Megatron compares with a run's arguments; of a checkpoint without a pattern it says that a GPT wrote it.
+    args = Namespace(num_layers=len(lowering.plan.layers), **{n: lowering.by_name[n].value for n in COMPARED})
+    state = {"checkpoint_version": 3.0, "iteration": 0, "args": args, "content_metadata": METADATA}
+    common = {"common_state/shard_0_1": [state]}
+    writer = FileSystemWriter(step, single_file_per_rank=True, thread_count=1, sync_files=True)
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    save_checkpoint({**tensors, **said, **common}, storage_writer=writer, planner=planner, no_dist=True)
+    (step / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+    checksums.put(step, checksums.digests(step, checksums.names(step)))
+    (folder / PLAN).write_text(plan_json(lowering), encoding="utf-8")
+    (folder / TRACKER).write_text(RELEASE, encoding="utf-8")
+
+
+def _owners(key: str) -> Iterator[str]:
+    """The module of `in_proj.weight.z` is `in_proj`."""
+    parts = key.split(".")
+    for i, part in enumerate(parts):
+        if part == "weight" and i + 1 < len(parts):
+            yield ".".join(parts[:i])

@@ -1,0 +1,187 @@
+"""Megatron's checkpoint to a folder that transformers opens, and back (torch side). On a CPU host, a tensor at a time."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nam_megatron.argv import load_plan, plan_json
+from nam_megatron.data import manifest as dataset
+from nam_megatron.data import tokenizer
+from nam_megatron.errors import Problem, Refused, raise_if
+from nam_megatron.hf import describe, distributed, folder
+from nam_megatron.hf.model.configuration_nam import NamConfig
+from nam_megatron.lower import Lowering
+from nam_megatron.runtime import checksums
+from nam_megatron.runtime.checkpoint import PLAN
+
+MODEL = Path(__file__).parent / "model"
+CODE = ("configuration_nam.py", "modeling_nam.py")
+AUTO = {
+    "AutoConfig": "configuration_nam.NamConfig",
+    "AutoModelForCausalLM": "modeling_nam.NamForCausalLM",
+}
+Say = Callable[[str], None]
+
+
+def export(
+    checkpoint: Path, out: Path, tokens: Path | None, say: Say, shard_bytes: int = folder.MOST
+) -> dict[str, Any]:
+    """Write the newest step of `checkpoint` to `out`; the manifest that was written.
+
+    tokens: the tokenizer's folder; None: that of the dataset the plan was trained on, if it was one that we built.
+
+    Raises:
+        Refused: a checkpoint or plan that cannot be exported, a tokenizer that does not fit, an `out` that is there.
+    """
+    step = distributed.step_folder(checkpoint)
+    lowering = load_plan(plan_of(checkpoint, step))
+    plan = lowering.plan
+    raise_if(describe.objections(plan))
+    tokens = tokens or _trained_tokenizer(plan)
+    if tokens is not None:
+        _fits(tokens, plan.recipe.model.vocab_size)
+    raise_if(Problem(f"checkpoint `{step}` is damaged: {what}") for what in checksums.damage(step))
+    source = distributed.Checkpoint(step)
+    config = describe.config(plan)
+    tensors = list(describe.tensors(config))
+    if strangers := sorted(source.strangers(distributed.model_keys(tensors))):
+        raise Refused(Problem(f"`{step}` holds `{key}`, and the plan has no such tensor") for key in strangers[:8])
+    part = _fresh(out)
+    try:
+        manifest = _fill(part, source, tensors, config, lowering, tokens, say, shard_bytes)
+        part.rename(out)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return manifest
+
+
+def _fill(
+    part: Path,
+    source: distributed.Checkpoint,
+    tensors: list[describe.Tensor],
+    config: dict[str, Any],
+    lowering: Lowering,
+    tokens: Path | None,
+    say: Say,
+    shard_bytes: int,
+) -> dict[str, Any]:
+    files, hashes, done = folder.shards(tensors, shard_bytes), {}, 0
+    total = sum(tensor.nbytes for tensor in tensors)
+    for name, group in files:
+        hashes[name] = folder.write_shard(part / name, group, source.joined)
+        done += sum(tensor.nbytes for tensor in group)
+        say(f"{name}: {done / 1e9:.2f} of {total / 1e9:.2f} GB")
+    folder.write_index(part, files)
+    ends = _special(tokens) if tokens is not None else {}
+    more = {"architectures": ["NamForCausalLM"], "auto_map": AUTO, "dtype": "bfloat16", "model_type": "nam", **ends}
+    # Through the class, so that what it refuses is never written.
+    tree = {**NamConfig(**config).to_dict(), **more}
+    _write_json(part / folder.CONFIG, {k: v for k, v in tree.items() if k != "transformers_version"})
+    _write_json(part / "generation_config.json", {"use_cache": True, **ends})
+    for name in CODE:
+        shutil.copyfile(MODEL / name, part / name)
+    (part / PLAN).write_text(plan_json(lowering), encoding="utf-8")
+    if tokens is not None:
+        for name in (tokenizer.FILE, tokenizer.CONFIG):
+            shutil.copyfile(tokens / name, part / name)
+    said = {"step": source.folder.name, "weights": folder.fingerprint(hashes)}
+    folder.write_manifest(part, hashes, **said)
+    return folder.load_json(part / folder.MANIFEST)
+
+
+def load(export: Path, plan: Path, out: Path, say: Say) -> None:
+    """Write an export as Megatron weights that a run of `plan` starts from: `schedule.load=OUT`.
+
+    Raises:
+        Refused: a damaged export, a plan whose model is another, an `out` that is there.
+    """
+    folder.verified(export)
+    lowering = load_plan(plan)
+    raise_if(describe.objections(lowering.plan))
+    config = describe.config(lowering.plan)
+    raise_if(differences(export, config))
+    tensors = list(describe.tensors(config))
+    read = folder.reader(export, tensors)
+    part = _fresh(out)
+    try:
+        # The shards are memory-mapped, and their parts are views: nothing is copied before it is written.
+        parts = {key: value for tensor in tensors for key, value in folder.cut(tensor, read(tensor))}
+        say(f"{len(parts)} tensors, {sum(v.nbytes for v in parts.values()) / 1e9:.2f} GB")
+        distributed.write(part, parts, lowering)
+        part.rename(out)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def config_of(export: Path) -> NamConfig:
+    """config.json of an export, every key checked; no code of the folder runs. Raises Refused."""
+    tree = folder.load_json(export / folder.CONFIG)
+    if tree.get("model_type") != "nam":
+        raise Refused(Problem(f"`{export / folder.CONFIG}` is of a `{tree.get('model_type')}`, not of a `nam`"))
+    if (mapped := tree.get("auto_map")) != AUTO:
+        raise Refused(Problem(f"`{export / folder.CONFIG}` names other code than ours: {str(mapped)[:120]}"))
+    keys = {k: v for k, v in tree.items() if k not in ("model_type", "auto_map")}
+    try:
+        return NamConfig(**keys)
+    except Exception as err:
+        raise Refused(Problem(f"`{export / folder.CONFIG}`: {str(err)[:300]}", None, "export again")) from None
+
+
+def differences(export: Path, wanted: dict[str, Any]):
+    """Where the export's model is not the wanted one, by key."""
+    tree = config_of(export).to_dict()
+    kinds = set(describe.BLOCKS)
+    for key in [*wanted, *(kind for kind in kinds if kind in tree and kind not in wanted)]:
+        if tree.get(key) != wanted.get(key):
+            said = f"the export has `{key}` {_short(tree.get(key))}, and the plan {_short(wanted.get(key))}"
+            yield Problem(said, None, "give the plan that was exported")
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) < 160 else f"{text[:160]}..."
+
+
+def plan_of(checkpoint: Path, step: Path) -> Path:
+    """plan.json stands beside the steps, or, where a step was named, in the folder above it."""
+    for path in (checkpoint / PLAN, step.parent / PLAN):
+        if path.is_file():
+            return path
+    hint = "the trainer writes it; without it nobody knows what these weights compute"
+    raise Refused(Problem(f"`{checkpoint}` holds no `{PLAN}`", None, hint))
+
+
+def _trained_tokenizer(plan: Any) -> Path | None:
+    data = plan.recipe.data
+    return Path(data.path) / dataset.TOKENIZER if data.name == "built" else None
+
+
+def _fits(tokens: Path, vocabulary: int) -> None:
+    if (entries := tokenizer.load(tokens).get_vocab_size()) > vocabulary:
+        said = f"the tokenizer in `{tokens}` has {entries} entries, and the model's vocabulary {vocabulary}"
+        raise Refused(Problem(said, "model.vocab_size", "give the one that the data was built with"))
+
+
+def _special(tokens: Path) -> dict[str, int]:
+    made = tokenizer.load(tokens)
+    said = folder.load_json(tokens / tokenizer.CONFIG)
+    ids = {f"{name}_token_id": made.token_to_id(said.get(f"{name}_token") or "") for name in ("eos", "pad")}
+    return {name: number for name, number in ids.items() if number is not None}
+
+
+def _write_json(path: Path, tree: dict[str, Any]) -> None:
+    path.write_text(json.dumps(tree, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _fresh(out: Path) -> Path:
+    if out.exists():
+        raise Refused(Problem(f"`{out}` is there already", None, "name another folder"))
+    part = out.with_name(f"{out.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        part.mkdir(parents=True)
+    except OSError as err:
+        raise Refused(Problem(f"`{part}` cannot be made: {err.strerror}")) from None
+    return part

@@ -1,0 +1,148 @@
+"""What a NAM model computes, as config.json says it. Imports transformers alone."""
+
+from transformers import PretrainedConfig
+
+KINDS = ("attention", "mla", "dsa", "moe", "mlp", "mamba2", "mamba3", "m2rnn")
+NEEDS = {"dsa": ("mla",)}
+MOST = 2**31 - 1  # of any size
+
+# Sizes and choices of a kind, by type; a tuple lists the words that a key may be.
+BLOCKS = {
+    "attention": {"head_dim": int, "query_groups": int, "qk_norm": bool},
+    "mla": {
+        "q_lora_rank": int, "kv_lora_rank": int, "qk_head_dim": int, "qk_rope_head_dim": int, "v_head_dim": int,
+        "latent_norm": bool,
+    },
+    "dsa": {"indexer_heads": int, "indexer_head_dim": int, "top_k": int},
+    "moe": {
+        "experts": int, "top_k": int, "expert_hidden_size": int, "shared_expert_hidden_size": int,
+        "score_function": ("sigmoid", "softmax"), "expert_bias": bool, "router_dtype": ("fp32", "fp64"),
+    },
+    "mlp": {},
+    "mamba2": {"heads": int, "head_dim": int, "state_dim": int, "groups": int, "conv_width": int},
+    "mamba3": {"heads": int, "head_dim": int, "state_dim": int, "groups": int, "mimo_rank": int, "angles": int},
+    "m2rnn": {"k_dim": int, "v_dim": int, "heads": int, "conv_width": int},
+}  # fmt: skip
+MODEL = {
+    "vocab_size": int, "hidden_size": int, "ffn_hidden_size": int, "num_attention_heads": int,
+    "max_position_embeddings": int, "normalization": ("RMSNorm", "LayerNorm"), "norm_epsilon": float,
+    "activation": ("squared_relu", "swiglu", "gelu"), "rotary_base": int,
+}  # fmt: skip
+MAY_BE_ZERO = ("shared_expert_hidden_size",)
+
+
+class NamConfig(PretrainedConfig):
+    """layer_kinds: the kind of each layer. index_sources: for a DSA layer that reuses a top-k the layer, from 0, that computes it;
+    else null. mtp_kinds: the layers of one MTP depth. Of each kind that stands a mapping of its sizes, under its name.
+
+    Raises:
+        ValueError: a key is missing, unknown to the kind, of another type or out of range; it is named.
+    """
+
+    model_type = "nam"
+
+    def __init__(
+        self, layer_kinds=None, index_sources=None, mtp_kinds=(), mtp_depths=0, tie_word_embeddings=False, **keys
+    ):
+        given = {name: keys.pop(name) for name in MODEL if name in keys}
+        blocks = {kind: keys.pop(kind) for kind in KINDS if keys.get(kind) is not None}
+        for kind in KINDS:
+            keys.pop(kind, None)
+        keys.pop("num_hidden_layers", None)
+        if layer_kinds is None:  # transformers makes a default of every config, to write only what differs
+            assert not given and not blocks, "layer_kinds: missing"
+            layer_kinds = []
+        else:
+            _check(layer_kinds, index_sources, mtp_kinds, mtp_depths, tie_word_embeddings, given, blocks)
+        self.layer_kinds, self.mtp_kinds, self.mtp_depths = list(layer_kinds), list(mtp_kinds), mtp_depths
+        self.index_sources = list(index_sources or [])
+        self.num_hidden_layers = len(self.layer_kinds)
+        for name in MODEL:
+            setattr(self, name, given.get(name))
+        for kind in KINDS:
+            setattr(self, kind, blocks.get(kind))
+        super().__init__(tie_word_embeddings=tie_word_embeddings, **keys)
+
+    def to_dict(self):
+        return {k: v for k, v in super().to_dict().items() if k not in KINDS or v is not None}
+
+
+def _check(kinds, sources, mtp, depths, tied, given, blocks):
+    if missing := [name for name in MODEL if name not in given]:
+        raise ValueError(f"{missing[0]}: missing")
+    for name, kind in MODEL.items():
+        _typed(name, given[name], kind)
+    for name, value in (("layer_kinds", kinds), ("mtp_kinds", mtp)):
+        if not isinstance(value, (list, tuple)) or not all(isinstance(k, str) and k in KINDS for k in value):
+            raise ValueError(f"{name}: a list of {', '.join(KINDS)}, not {str(value)[:80]}")
+    if not kinds:
+        raise ValueError("layer_kinds: empty")
+    if type(depths) is not int or not 0 <= depths <= 64 or bool(depths) != bool(mtp):
+        raise ValueError(f"mtp_depths: {depths} for {len(mtp)} kinds")
+    if type(tied) is not bool:
+        raise ValueError(f"tie_word_embeddings: true or false, not {tied!r}")
+    standing = {*kinds, *mtp}
+    needed = standing | {n for kind in standing for n in NEEDS.get(kind, ())}
+    if stray := sorted(blocks.keys() - needed):
+        raise ValueError(f"{stray[0]}: no layer is of this kind")
+    for kind in sorted(needed):
+        _check_block(kind, blocks.get(kind))
+    if not isinstance(sources, (list, tuple)) or len(sources) != len(kinds):
+        raise ValueError("index_sources: one entry for each layer")
+    for layer, source in enumerate(sources):
+        fits = source is None or (
+            type(source) is int
+            and 0 <= source < layer
+            and kinds[layer] == kinds[source] == "dsa"
+            and sources[source] is None
+        )
+        if not fits:
+            raise ValueError(f"index_sources[{layer}]: {source} is no DSA layer before it that computes its top-k")
+    _check_sums(given, blocks)
+
+
+def _check_block(kind, block):
+    keys = BLOCKS[kind]
+    if not isinstance(block, dict):
+        raise ValueError(f"{kind}: missing" if block is None else f"{kind}: a mapping, not {str(block)[:80]}")
+    if stray := sorted(block.keys() - keys.keys()):
+        raise ValueError(f"{kind}.{stray[0]}: unknown key")
+    for name, of in keys.items():
+        if name not in block:
+            raise ValueError(f"{kind}.{name}: missing")
+        _typed(f"{kind}.{name}", block[name], of)
+
+
+def _check_sums(m, blocks):
+    def divides(what, whole, part):
+        if whole % part:
+            raise ValueError(f"{what}: {part} does not divide {whole}")
+
+    if b := blocks.get("attention"):
+        divides("attention.query_groups", m["num_attention_heads"], b["query_groups"])
+        divides("attention.head_dim", b["head_dim"], 2)
+    if b := blocks.get("mla"):
+        divides("mla.qk_rope_head_dim", b["qk_rope_head_dim"], 2)
+        if (d := blocks.get("dsa")) and d["indexer_head_dim"] < b["qk_rope_head_dim"]:
+            raise ValueError("dsa.indexer_head_dim: narrower than mla.qk_rope_head_dim")
+    if (b := blocks.get("moe")) and b["top_k"] > b["experts"]:
+        raise ValueError(f"moe.top_k: {b['top_k']} of {b['experts']} experts")
+    for kind in ("mamba2", "mamba3"):
+        if b := blocks.get(kind):
+            divides(f"{kind}.groups", b["heads"], b["groups"])
+    if (b := blocks.get("mamba3")) and (b["state_dim"] % 2 or b["angles"] > b["state_dim"] // 2):
+        raise ValueError(f"mamba3.angles: {b['angles']} of {b['state_dim']} columns")
+
+
+def _typed(name, value, kind):
+    if isinstance(kind, tuple):
+        if value not in kind:
+            raise ValueError(f"{name}: one of {', '.join(kind)}, not {str(value)[:80]}")
+    elif kind is bool:
+        if type(value) is not bool:
+            raise ValueError(f"{name}: true or false, not {str(value)[:80]}")
+    elif kind is float:
+        if type(value) not in (int, float) or not 0 < value < 1:
+            raise ValueError(f"{name}: between 0 and 1, not {str(value)[:80]}")
+    elif type(value) is not int or not (name.rpartition(".")[2] not in MAY_BE_ZERO) <= value <= MOST:
+        raise ValueError(f"{name}: a positive integer of 31 bits, not {str(value)[:80]}")

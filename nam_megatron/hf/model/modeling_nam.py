@@ -1,0 +1,795 @@
+"""NAM hybrid language models in plain torch: the definition that trained checkpoints are exported to.
+
+Imports torch and transformers alone; it runs on any device and floating type. Tensors are batch first: b sequences of s
+new tokens, t tokens with those of the cache. Sums, norms, rotations, softmax and recurrences are in fp32, or fp64 where
+the weights are. Formulas are those of megatron-core 0.19.2 and nam_megatron, whose tests compare them.
+
+Batches of unequal lengths are padded on one side: on the left where a cache is used.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.generation import GenerationMixin
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from .configuration_nam import NamConfig
+
+CHUNK = 64  # tokens that a scan takes at once
+QUERIES = 256  # that sparse attention takes at once
+EPSILON = 1e-5  # of the norms inside Mamba-2 and Mamba-3, whatever the model's
+A_FLOOR = 1e-4  # Mamba-3's least decay per unit of step
+
+
+def wide(x):
+    """At least fp32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+# The cache -----------------------------------------------------------------------------------------------------------
+
+
+class NamCache:
+    """What a batch of sequences is remembered by: for each layer its tensors by name, batch first.
+
+    Rows (keys, values, latents, indexer keys) grow with the tokens; states and windows do not. max_length: rows are
+    allocated once for so many tokens, and more are an error; None: they grow.
+    """
+
+    is_compileable = False
+
+    def __init__(self, max_length=None):
+        self.max_length, self.length = max_length, 0
+        self.layers = {}
+
+    def rows(self, layer, name, new):
+        """All rows so far, with those of the new tokens, [b, t, ...]."""
+        kept = self.layers.setdefault(layer, {})
+        if self.max_length is None:
+            kept[name] = torch.cat((kept[name], new), 1) if name in kept else new
+            return kept[name]
+        end = self.length + new.size(1)
+        if end > self.max_length:
+            raise ValueError(f"the cache holds {self.max_length} tokens, and {end} are asked for")
+        if name not in kept:
+            kept[name] = new.new_zeros(new.size(0), self.max_length, *new.shape[2:])
+        kept[name][:, self.length : end] = new
+        return kept[name][:, :end]
+
+    def state(self, layer):
+        """The layer's tensors that do not grow; a mapping to read and set."""
+        return self.layers.setdefault(layer, {})
+
+    def get_seq_length(self, layer_idx=0):
+        return self.length
+
+    def get_max_cache_shape(self, layer_idx=0):
+        return self.max_length
+
+    def reorder_cache(self, beam_idx):
+        for kept in self.layers.values():
+            for name, tensor in kept.items():
+                kept[name] = tensor.index_select(0, beam_idx.to(tensor.device))
+
+    @property
+    def nbytes(self):
+        return sum(t.numel() * t.element_size() for kept in self.layers.values() for t in kept.values())
+
+
+@dataclass
+class Step:
+    """What the layers of one forward pass share.
+
+    real: bool [b, s], which of the new tokens are no padding; None: all. seen: the same of all t tokens. positions: [b, s].
+    past: tokens in the cache. indices: the top-k of DSA layers, by layer.
+    """
+
+    cache: NamCache | None
+    past: int
+    positions: torch.Tensor
+    real: torch.Tensor | None
+    seen: torch.Tensor | None
+    indices: dict
+
+    def rows(self, layer, **new):
+        """The rows of all tokens, in the order given."""
+        found = [x if self.cache is None else self.cache.rows(layer, name, x) for name, x in new.items()]
+        return found[0] if len(found) == 1 else found
+
+    def state(self, layer):
+        return {} if self.cache is None else self.cache.state(layer)
+
+    def visible(self, first, last):
+        """bool [1 or b, queries, t]: which keys the new tokens from `first` to `last` see. A pad sees all before it, for
+        the sake of the softmax; nobody looks at its output."""
+        device = self.positions.device
+        total = self.past + self.positions.size(1)
+        query = torch.arange(self.past + first, self.past + last, device=device)
+        causal = (torch.arange(total, device=device) <= query[:, None])[None]
+        if self.real is None:
+            return causal
+        return causal & (self.seen[:, None] | ~self.real[:, first:last, None])
+
+
+# Parts ---------------------------------------------------------------------------------------------------------------
+
+
+class Norm(nn.Module):
+    """RMSNorm, or LayerNorm with a bias."""
+
+    def __init__(self, size, eps, kind="RMSNorm"):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+        self.bias = nn.Parameter(torch.zeros(size)) if kind == "LayerNorm" else None
+
+    def forward(self, x):
+        y = wide(x)
+        if self.bias is not None:
+            weight, bias = (p.to(y.dtype) for p in (self.weight, self.bias))
+            return F.layer_norm(y, (y.size(-1),), weight, bias, self.eps).to(x.dtype)
+        return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * self.weight.to(y.dtype)).to(x.dtype)
+
+
+def linear(inputs, outputs):
+    return nn.Linear(inputs, outputs, bias=False)
+
+
+def rope(x, positions, base, interleaved=False):
+    """x [b, s, ..., d] turned by its positions [b, s]: channels (i, i + d / 2) together, or (2i, 2i + 1) where interleaved;
+    what comes out is in halves either way."""
+    d = x.size(-1)
+    frequencies = 1.0 / (base ** (torch.arange(0, d, 2, dtype=torch.float32, device=x.device) / d))
+    angles = positions[..., None].float() * frequencies
+    angles = angles.view(*angles.shape[:2], *[1] * (x.dim() - 3), -1)
+    y = wide(x)
+    first, second = (y[..., 0::2], y[..., 1::2]) if interleaved else y.chunk(2, -1)
+    cos, sin = angles.cos().to(y.dtype), angles.sin().to(y.dtype)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+
+
+def activate(x, kind):
+    if kind == "squared_relu":
+        return F.relu(x).square()
+    if kind == "swiglu":
+        gate, value = x.chunk(2, -1)
+        return F.silu(gate) * value
+    return F.gelu(x)
+
+
+def gates(kind):
+    return 2 if kind == "swiglu" else 1
+
+
+def attend(q, k, v, step, scale):
+    """Softmax attention of q [b, s, n, d] over k [b, t, g, d] and v [b, t, g, e]: [b, s, n e]."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    whole = step.real is None and step.past == 0
+    mask = None if whole else step.visible(0, q.size(2))[:, None]
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=whole, scale=scale, enable_gqa=k.size(1) != q.size(1)
+    )
+    return out.transpose(1, 2).flatten(2)
+
+
+def masked(x, real):
+    """Zero where a token is padding."""
+    return x if real is None else x * real.view(*real.shape, *[1] * (x.dim() - 2)).to(x.dtype)
+
+
+def convolve(x, weight, bias, state, real):
+    """Causal convolution of each channel of x [b, s, c], then SiLU; the last columns are kept in `state`."""
+    x, width = masked(x, real), weight.size(-1)
+    before = state.get("window", x.new_zeros(x.size(0), width - 1, x.size(2)))
+    x = torch.cat((before, x), 1)
+    state["window"] = x[:, x.size(1) - width + 1 :].clone()
+    y = wide(x).transpose(1, 2)
+    y = F.conv1d(y, weight.to(y.dtype), bias.to(y.dtype), groups=y.size(1))
+    return F.silu(y).transpose(1, 2).to(x.dtype)
+
+
+def fp32(*size, fill=1.0):
+    """A parameter that stays in fp32 whatever the model is loaded in."""
+    return nn.Parameter(torch.full(size, fill, dtype=torch.float32))
+
+
+# Attention -----------------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with RoPE. `qkv` packs, group by group, the group's queries, its key and its value."""
+
+    def __init__(self, c, index):
+        super().__init__()
+        b = c.attention
+        self.index, self.base, self.width = index, c.rotary_base, b["head_dim"]
+        self.heads, self.groups = c.num_attention_heads, b["query_groups"]
+        self.qkv = linear(c.hidden_size, (self.heads + 2 * self.groups) * self.width)
+        self.out = linear(self.heads * self.width, c.hidden_size)
+        norm = (lambda: Norm(self.width, c.norm_epsilon, c.normalization)) if b["qk_norm"] else nn.Identity
+        self.q_norm, self.k_norm = norm(), norm()
+
+    def forward(self, x, step):
+        parts = self.qkv(x).unflatten(-1, (self.groups, -1, self.width))
+        q, k, v = parts.split((self.heads // self.groups, 1, 1), -2)
+        q, k = self.q_norm(q.flatten(2, 3)), self.k_norm(k.flatten(2, 3))
+        q, k = (rope(y, step.positions, self.base) for y in (q, k))
+        k, v = step.rows(self.index, keys=k, values=v.flatten(2, 3))
+        return self.out(attend(q, k, v, step, self.width**-0.5))
+
+
+class Latent(nn.Module):
+    """What MLA and DSA have alike: the latents and both ways from them to scores."""
+
+    def __init__(self, c, index):
+        super().__init__()
+        b, n, h = c.mla, c.num_attention_heads, c.hidden_size
+        self.index, self.base, self.heads = index, c.rotary_base, n
+        self.rq, self.rkv, self.dq, self.dr, self.dv = (
+            b[k] for k in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_rope_head_dim", "v_head_dim")
+        )
+        self.scale = (self.dq + self.dr) ** -0.5
+        self.q_down, self.kv_down = linear(h, self.rq), linear(h, self.rkv + self.dr)
+        self.q_up, self.kv_up = linear(self.rq, n * (self.dq + self.dr)), linear(self.rkv, n * (self.dq + self.dv))
+        self.out = linear(n * self.dv, h)
+        norm = (lambda size: Norm(size, c.norm_epsilon, c.normalization)) if b["latent_norm"] else nn.Identity
+        self.q_norm, self.kv_norm = norm(self.rq), norm(self.rkv)
+
+    def latents(self, x, step):
+        """Query latent [b, s, rq], and of the new tokens what is cached: [b, s, rkv + dr], latent and turned rope head."""
+        latent, key = self.kv_down(x).split((self.rkv, self.dr), -1)
+        key = rope(key, step.positions, self.base, interleaved=True)
+        return self.q_norm(self.q_down(x)), torch.cat((self.kv_norm(latent), key), -1)
+
+    def absorbed(self, q_latent, step):
+        """Queries [b, s, n, rkv + dr] of the key latent, since q . (U c) = (U^T q) . c."""
+        q = self.q_up.weight.unflatten(0, (self.heads, -1))
+        up = self.kv_up.weight.unflatten(0, (self.heads, -1))[:, : self.dq]
+        weight = torch.cat((torch.bmm(up.transpose(1, 2), q[:, : self.dq]), q[:, self.dq :]), 1)
+        query = F.linear(q_latent, weight.flatten(0, 1)).unflatten(-1, (self.heads, -1))
+        turned = rope(query[..., self.rkv :], step.positions, self.base, interleaved=True)
+        return torch.cat((query[..., : self.rkv], turned), -1)
+
+    def over_latents(self, query, rows, visible):
+        """Attention of absorbed queries over the rows that are visible: [b, s, n dv]."""
+        scores = torch.einsum("bsnc,btc->bnst", wide(query), wide(rows)) * self.scale
+        shares = scores.masked_fill(~visible[:, None], -torch.inf).softmax(-1).to(rows.dtype)
+        mixed = torch.einsum("bnst,btr->bsnr", shares, rows[..., : self.rkv])
+        values = self.kv_up.weight.unflatten(0, (self.heads, -1))[:, self.dq :]
+        return torch.einsum("bsnr,ndr->bsnd", mixed, values).flatten(2)
+
+
+class Mla(Latent):
+    """Multi-head latent attention (DeepSeek-V2). The cache holds latents; a single new token attends to them as they are."""
+
+    def forward(self, x, step):
+        q_latent, new = self.latents(x, step)
+        rows = step.rows(self.index, latents=new)
+        if x.size(1) == 1 and step.past:
+            return self.out(self.over_latents(self.absorbed(q_latent, step), rows, step.visible(0, 1)))
+        q = self.q_up(q_latent).unflatten(-1, (self.heads, -1))
+        q = torch.cat((q[..., : self.dq], rope(q[..., self.dq :], step.positions, self.base, interleaved=True)), -1)
+        k, v = self.kv_up(rows[..., : self.rkv]).unflatten(-1, (self.heads, -1)).split((self.dq, self.dv), -1)
+        shared = rows[:, :, None, self.rkv :].expand(-1, -1, self.heads, -1)
+        return self.out(attend(q, torch.cat((k, shared), -1), v, step, self.scale))
+
+
+class Indexer(nn.Module):
+    """Scores every earlier token for each new one."""
+
+    def __init__(self, c):
+        super().__init__()
+        b, self.base, self.dr = c.dsa, c.rotary_base, c.mla["qk_rope_head_dim"]
+        self.heads, self.width = b["indexer_heads"], b["indexer_head_dim"]
+        self.q = linear(c.mla["q_lora_rank"], self.heads * self.width)
+        self.k, self.k_norm = linear(c.hidden_size, self.width), Norm(self.width, c.norm_epsilon, "LayerNorm")
+        self.weights = linear(c.hidden_size, self.heads)
+
+    def turned(self, x, step):
+        return torch.cat((rope(x[..., : self.dr], step.positions, self.base), x[..., self.dr :]), -1)
+
+    def keys(self, x, step):
+        """[b, s, width], what is cached."""
+        return self.turned(self.k_norm(self.k(x)), step)
+
+    def queries(self, x, q_latent, step):
+        q = self.turned(self.q(q_latent).unflatten(-1, (self.heads, -1)), step)
+        return q, self.weights(x) * self.heads**-0.5 * self.width**-0.5
+
+    @staticmethod
+    def scores(q, weights, keys):
+        """[b, s, t] of q [b, s, h, d], weights [b, s, h] and keys [b, t, d]."""
+        dots = torch.einsum("bshd,btd->bhst", wide(q), wide(keys)).relu()
+        return torch.einsum("bhst,bsh->bst", dots, wide(weights))
+
+
+class Dsa(Latent):
+    """MLA over the `top_k` tokens that an indexer picks (DeepSeek-V3.2), its own or that of the layer `source`."""
+
+    def __init__(self, c, index):
+        super().__init__(c, index)
+        self.top_k, self.source = c.dsa["top_k"], c.index_sources[index]
+        self.indexer = Indexer(c) if self.source is None else None
+
+    def forward(self, x, step):
+        q_latent, new = self.latents(x, step)
+        rows = step.rows(self.index, latents=new)
+        if self.indexer is not None:
+            keys = step.rows(self.index, indexer=self.indexer.keys(x, step))
+            queries = self.indexer.queries(x, q_latent, step)
+            step.indices[self.index] = []
+        picked = step.indices[self.index if self.source is None else self.source]
+        query, parts = self.absorbed(q_latent, step), []
+        for block, first in enumerate(range(0, x.size(1), QUERIES)):
+            last = min(first + QUERIES, x.size(1))
+            visible = step.visible(first, last)
+            if self.indexer is not None:
+                scores = self.indexer.scores(*(part[:, first:last] for part in queries), keys)
+                scores = scores.masked_fill(~visible, -torch.inf)
+                # Of equal scores the earlier tokens, whatever comes after them.
+                picked.append(scores.sort(dim=-1, descending=True, stable=True).indices[..., : self.top_k])
+            chosen = torch.zeros(x.size(0), last - first, rows.size(1), dtype=torch.bool, device=x.device)
+            chosen = chosen.scatter(-1, picked[block], True) & visible
+            parts.append(self.over_latents(query[:, first:last], rows, chosen))
+        return self.out(torch.cat(parts, 1))
+
+
+# Feed-forward --------------------------------------------------------------------------------------------------------
+
+
+class Mlp(nn.Module):
+    def __init__(self, c, index=None, width=None):
+        super().__init__()
+        width, self.activation = width or c.ffn_hidden_size, c.activation
+        self.up, self.down = linear(c.hidden_size, gates(c.activation) * width), linear(width, c.hidden_size)
+
+    def forward(self, x, step=None):
+        return self.down(activate(self.up(x), self.activation))
+
+
+class Router(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        b = c.moe
+        self.weight = nn.Parameter(torch.empty(b["experts"], c.hidden_size))
+        self.expert_bias = fp32(b["experts"], fill=0.0) if b["expert_bias"] else None
+        self.top_k, self.function = b["top_k"], b["score_function"]
+        self.dtype = {"fp32": torch.float32, "fp64": torch.float64}[b["router_dtype"]]
+
+    def forward(self, x):
+        """Experts [tokens, k] of x [tokens, h] and what each counts."""
+        logits = F.linear(x.to(self.dtype), self.weight.to(self.dtype))
+        if self.function == "softmax":
+            best, experts = logits.topk(self.top_k, -1)
+            return experts, wide(best).softmax(-1)
+        scores = logits.float().sigmoid()
+        biased = scores if self.expert_bias is None else scores + self.expert_bias.float()
+        experts = biased.topk(self.top_k, -1).indices
+        scores = scores.gather(-1, experts)
+        if self.top_k > 1:
+            scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        return experts, scores.to(logits.dtype)
+
+
+class Experts(nn.Module):
+    """up: [experts, width, hidden]; down: [experts, hidden, width]."""
+
+    def __init__(self, c):
+        super().__init__()
+        count, width, self.activation = c.moe["experts"], c.moe["expert_hidden_size"], c.activation
+        self.up = nn.Parameter(torch.empty(count, gates(c.activation) * width, c.hidden_size))
+        self.down = nn.Parameter(torch.empty(count, c.hidden_size, width))
+
+    def forward(self, x, experts, shares):
+        order = experts.flatten().argsort(stable=True)
+        tokens, shares = order // experts.size(1), shares.flatten()[order, None]
+        out, first = torch.zeros_like(x), 0
+        for expert, count in enumerate(torch.bincount(experts.flatten(), minlength=len(self.up)).tolist()):
+            if count:
+                rows = slice(first, first + count)
+                y = activate(F.linear(x[tokens[rows]], self.up[expert]), self.activation)
+                y = (y * shares[rows]).to(x.dtype)
+                out.index_add_(0, tokens[rows], F.linear(y, self.down[expert]))
+                first += count
+        return out
+
+
+class Moe(nn.Module):
+    """A token's best experts, weighed before their second projection, and a shared one."""
+
+    def __init__(self, c, index):
+        super().__init__()
+        self.router, self.experts = Router(c), Experts(c)
+        shared = c.moe["shared_expert_hidden_size"]
+        self.shared = Mlp(c, width=shared) if shared else None
+
+    def forward(self, x, step):
+        flat = x.flatten(0, 1)
+        out = self.experts(flat, *self.router(flat)).view_as(x)
+        return out if self.shared is None else out + self.shared(x)
+
+
+# Recurrences ---------------------------------------------------------------------------------------------------------
+
+
+def decays(logs):
+    """exp of the sums of logs [b, l, h] over (s, t], lower triangular: [b, h, t, s]."""
+    total = logs.cumsum(1).transpose(1, 2)
+    spans = total[..., :, None] - total[..., None, :]
+    later = torch.ones(spans.shape[-2:], dtype=torch.bool, device=logs.device).triu(1)
+    return spans.masked_fill(later, -torch.inf).exp()
+
+
+class Mamba2(nn.Module):
+    """Mamba-2 (arXiv 2405.21060) with a norm by group behind the gate. `in_proj` packs z, x, B, C, dt."""
+
+    def __init__(self, c, index):
+        super().__init__()
+        b, self.index = c.mamba2, index
+        self.heads, self.width, self.states, self.groups = (b[k] for k in ("heads", "head_dim", "state_dim", "groups"))
+        self.inner, keys = self.heads * self.width, self.groups * self.states
+        self.in_proj = linear(c.hidden_size, 2 * self.inner + 2 * keys + self.heads)
+        self.conv_weight = nn.Parameter(torch.empty(self.inner + 2 * keys, 1, b["conv_width"]))
+        self.conv_bias = nn.Parameter(torch.zeros(self.inner + 2 * keys))
+        self.dt_bias, self.A_log, self.D = (nn.Parameter(torch.zeros(self.heads)) for _ in range(3))
+        self.norm_weight = nn.Parameter(torch.ones(self.inner))
+        self.out = linear(self.inner, c.hidden_size)
+
+    def forward(self, x, step):
+        state, keys = step.state(self.index), self.groups * self.states
+        z, xbc, dt = self.in_proj(x).split((self.inner, self.inner + 2 * keys, self.heads), -1)
+        xbc = wide(convolve(xbc, self.conv_weight, self.conv_bias, state, step.real))
+        v, B, C = xbc.split((self.inner, keys, keys), -1)
+        dt = masked(F.softplus(wide(dt) + wide(self.dt_bias)), step.real)
+        v = v.unflatten(-1, (self.heads, self.width))
+        B, C = (y.unflatten(-1, (self.groups, self.states)) for y in (B, C))
+        y = self.scan(v, dt, B, C, state) + wide(self.D)[:, None] * v
+        y = (y * F.silu(wide(z)).view_as(y)).to(x.dtype)
+        y = wide(y).flatten(2).unflatten(-1, (self.groups, -1))
+        y = F.rms_norm(y, (y.size(-1),), eps=EPSILON).flatten(2) * wide(self.norm_weight)
+        return self.out(y.to(x.dtype))
+
+    def scan(self, v, dt, B, C, state):
+        """h_t = e^(A dt_t) h_t-1 + dt_t v_t B_t', y_t = h_t C_t: [b, s, heads, width]."""
+        share, A = self.heads // self.groups, -torch.exp(wide(self.A_log))
+        h = state.get("ssm", v.new_zeros(v.size(0), self.heads, self.width, self.states))
+        parts = []
+        for first in range(0, v.size(1), CHUNK):
+            v_, dt_, B_, C_ = (y[:, first : first + CHUNK] for y in (v, dt, B, C))
+            logs, driven = dt_ * A, v_ * dt_[..., None]
+            total = logs.cumsum(1)
+            dots = torch.einsum("btgn,bsgn->bgts", C_, B_).repeat_interleave(share, 1) * decays(logs)
+            B_, C_ = (y.repeat_interleave(share, 2) for y in (B_, C_))
+            y = torch.einsum("bhts,bshp->bthp", dots, driven)
+            parts.append(y + torch.einsum("bthn,bhpn->bthp", C_, h) * total.exp()[..., None])
+            left = (total[:, -1:] - total).exp()[..., None]
+            h = h * total[:, -1].exp()[..., None, None] + torch.einsum("bshp,bshn->bhpn", driven * left, B_)
+        state["ssm"] = h
+        return torch.cat(parts, 1)
+
+
+class Mamba3(nn.Module):
+    """Mamba-3 (ICLR 2026): complex states by rotation, a trapezoidal step, `rank` inputs and outputs (MIMO).
+
+    `in_proj` packs z, x, B, C (each by group, rank and state), dt, A, trap and the angles that all heads share.
+    """
+
+    def __init__(self, c, index):
+        super().__init__()
+        b, self.index = c.mamba3, index
+        self.heads, self.width, self.states, self.groups, self.rank, self.angles = (
+            b[k] for k in ("heads", "head_dim", "state_dim", "groups", "mimo_rank", "angles")
+        )
+        h, r, inner, keys = self.heads, self.rank, self.heads * self.width, self.groups * self.rank * self.states
+        self.parts = (inner, inner, keys, keys, h, h, h, self.angles)
+        self.in_proj, self.out = linear(c.hidden_size, sum(self.parts)), linear(inner, c.hidden_size)
+        self.dt_bias, self.D = fp32(h, fill=0.0), fp32(h)
+        self.B_bias, self.C_bias = fp32(h, r, self.states), fp32(h, r, self.states)
+        self.B_norm, self.C_norm = Norm(self.states, EPSILON), Norm(self.states, EPSILON)
+        for name in ("mimo_x", "mimo_z", "mimo_o"):
+            self.register_parameter(name, fp32(h, r, self.width) if r > 1 else None)
+
+    def forward(self, x, step):
+        state, share = step.state(self.index), self.heads // self.groups
+        z, v, B, C, dt, A, trap, angles = wide(self.in_proj(x)).split(self.parts, -1)
+        z, v = (y.unflatten(-1, (self.heads, self.width)) for y in (z, v))
+        dt = masked(F.softplus(dt + self.dt_bias), step.real)
+        logs = -F.softplus(A).clamp(min=A_FLOOR) * dt
+        turns = math.pi * angles.tanh().unsqueeze(-2) * dt.unsqueeze(-1)
+        # Only differences of angles matter.
+        turned = turns.cumsum(1) + state.get("angle", 0)
+        state["angle"] = turned[:, -1:].remainder(2 * math.pi)
+
+        def normed(y, norm, bias):
+            y = norm(y.unflatten(-1, (self.groups, self.rank, self.states)))
+            return self.turn(y.repeat_interleave(share, 2) + bias, turned)
+
+        k, q = normed(B, self.B_norm, self.B_bias), normed(C, self.C_norm, self.C_bias)
+        mimo_x, mimo_z, mimo_o = (1 if w is None else w for w in (self.mimo_x, self.mimo_z, self.mimo_o))
+        given = masked(v, step.real)
+        v = given.unsqueeze(-2) * mimo_x  # [b, s, heads, rank, width]
+        last = None
+        if "key" in state:
+            last = state["key"].to(k.dtype), state["value"].to(v.dtype).unsqueeze(-2) * mimo_x
+        o = self.scan(q, k, v, logs, dt, trap.sigmoid(), state, last) + self.D[:, None, None] * v
+        state["key"], state["value"] = k[:, -1].to(x.dtype), given[:, -1].to(x.dtype)
+        y = (mimo_o * o * F.silu(z.unsqueeze(-2) * mimo_z)).sum(-2)
+        return self.out(y.flatten(2).to(x.dtype))
+
+    def turn(self, x, angle):
+        """x [..., heads, rank, states] turned by angle [..., heads, angles]: column i with i + states / 2."""
+        angle = F.pad(angle, (0, self.states // 2 - self.angles)).unsqueeze(-2)
+        low, high = x.chunk(2, -1)
+        cos, sin = angle.cos(), angle.sin()
+        return torch.cat((low * cos - high * sin, low * sin + high * cos), -1)
+
+    def scan(self, q, k, v, logs, dt, gate, state, last):
+        """S_t = e^logs_t (S_t-1 + (1 - g_t) dt_t v_t-1' k_t-1) + g_t dt_t v_t' k_t, o_t = q_t S_t': [b, s, heads, rank, width].
+
+        last: k and v of the token before, or None. What a token adds beyond its own step is weighed by the next one's:
+        (1 - g_t+1) dt_t+1.
+        """
+        b, length = q.shape[:2]
+        S = state.get("ssm", q.new_zeros(b, self.heads, self.width, self.states))
+        k_last, v_last = last or (k.new_zeros(b, *k.shape[2:]), v.new_zeros(b, *v.shape[2:]))
+        parts = []
+        for first in range(0, length, CHUNK):
+            span = slice(first, first + CHUNK)
+            q_, k_, v_, logs_, dt_, g = (y[:, span] for y in (q, k, v, logs, dt, gate))
+            now, late = g * dt_, (1 - g) * dt_
+            # The last token before the chunk is in the state but for this step's share of it.
+            S = S + torch.einsum("bhrp,bhrn->bhpn", v_last * late[:, 0, :, None, None], k_last)
+            total = logs_.cumsum(1)
+            weight = (now + F.pad(late[:, 1:], (0, 0, 0, 1))).transpose(1, 2)[:, :, None, :]  # of s in a later t
+            spread = decays(logs_)
+            spread = spread * weight - torch.diag_embed(weight[:, :, 0] - now.transpose(1, 2))
+            dots = torch.einsum("bthrn,bshqn->bhtrsq", q_, k_) * spread[:, :, :, None, :, None]
+            o = torch.einsum("bhtrsq,bshqp->bthrp", dots, v_)
+            carried = torch.einsum("bthrn,bhpn->bthrp", q_, S) * total.exp()[..., None, None]
+            parts.append(o + carried)
+            left = (total[:, -1:] - total).exp() * weight[:, :, 0].transpose(1, 2)  # the last one's is `now`
+            S = S * total[:, -1].exp()[..., None, None]
+            S = S + torch.einsum("bshrp,bshrn->bhpn", v_ * left[..., None, None], k_)
+            k_last, v_last = k_[:, -1], v_[:, -1]
+        state["ssm"] = S
+        return torch.cat(parts, 1)
+
+
+class M2Rnn(nn.Module):
+    """M2RNN (arXiv 2603.14360): h_t = f_t h_t-1 + (1 - f_t) tanh(h_t-1 W + k_t v_t'), y_t = q_t h_t, one q and k for all
+    heads. `in_proj` packs q, k, v, gate, forget."""
+
+    def __init__(self, c, index):
+        super().__init__()
+        b, self.index, self.eps = c.m2rnn, index, c.norm_epsilon
+        self.heads, self.rows, self.width = b["heads"], b["k_dim"], b["v_dim"]
+        inner = self.heads * self.width
+        self.convolved = (self.rows, self.rows, inner)
+        channels = sum(self.convolved)
+        self.in_proj = linear(c.hidden_size, channels + inner + self.heads)
+        self.conv_weight = nn.Parameter(torch.empty(channels, 1, b["conv_width"]))
+        self.conv_bias = nn.Parameter(torch.zeros(channels))
+        self.norm_weight = nn.Parameter(torch.ones(inner))
+        self.state_weight = fp32(self.heads, self.width, self.width)
+        self.D, self.A_log, self.dt_bias = fp32(inner), fp32(self.heads), fp32(self.heads, fill=0.0)
+        self.out = linear(inner, c.hidden_size)
+
+    def forward(self, x, step):
+        state = step.state(self.index)
+        channels = sum(self.convolved)
+        mixed, g, forget = self.in_proj(x).split((channels, self.heads * self.width, self.heads), -1)
+        mixed = convolve(mixed, self.conv_weight, self.conv_bias, state, step.real)
+        q, k, v = mixed.split(self.convolved, -1)
+        keep = torch.exp(-torch.exp(self.A_log) * F.softplus(wide(forget) + self.dt_bias))
+        if step.real is not None:
+            keep = torch.where(step.real[..., None], keep, 1.0)
+        y = self.scan(*(wide(t) for t in (q, k, v)), keep, state).to(x.dtype)
+        u = (wide(y).flatten(2) + self.D * wide(v)) * F.silu(wide(g))
+        u = u * torch.rsqrt(u.square().mean(-1, keepdim=True) + self.eps) * wide(self.norm_weight)
+        return self.out(u.to(x.dtype))
+
+    def scan(self, q, k, v, keep, state):
+        v = v.unflatten(-1, (self.heads, self.width))
+        h, ys = state.get("matrix", q.new_zeros(q.size(0), self.heads, self.rows, self.width)), []
+        for t in range(q.size(1)):
+            z = torch.tanh(h @ self.state_weight.to(h.dtype) + k[:, t, None, :, None] * v[:, t, :, None, :])
+            f = keep[:, t, :, None, None]
+            h = f * h + (1 - f) * z
+            ys.append((q[:, t, None, :, None] * h).sum(2))
+        state["matrix"] = h
+        return torch.stack(ys, 1)
+
+
+# The model -----------------------------------------------------------------------------------------------------------
+
+MIXERS = {
+    "attention": Attention, "mla": Mla, "dsa": Dsa, "moe": Moe, "mlp": Mlp,
+    "mamba2": Mamba2, "mamba3": Mamba3, "m2rnn": M2Rnn,
+}  # fmt: skip
+
+
+class Layer(nn.Module):
+    def __init__(self, c, kind, index):
+        super().__init__()
+        self.norm = Norm(c.hidden_size, c.norm_epsilon, c.normalization)
+        self.mixer = MIXERS[kind](c, index)
+
+    def forward(self, x, step):
+        return x + self.mixer(self.norm(x), step)
+
+
+class Ahead(nn.Module):
+    """One depth of multi-token prediction (DeepSeek-V3): from a token's hidden state and the next token, the one after."""
+
+    def __init__(self, c):
+        super().__init__()
+        norm = lambda: Norm(c.hidden_size, c.norm_epsilon, c.normalization)  # noqa: E731
+        self.embedding_norm, self.hidden_norm, self.norm = norm(), norm(), norm()
+        self.join = linear(2 * c.hidden_size, c.hidden_size)
+        self.layers = nn.ModuleList(Layer(c, kind, i) for i, kind in enumerate(c.mtp_kinds))
+
+    def forward(self, hidden, embedded, step):
+        x = self.join(torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), -1))
+        for layer in self.layers:
+            x = layer(x, step)
+        return self.norm(x)
+
+
+class NamPreTrainedModel(PreTrainedModel):
+    config_class = NamConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = False
+    _is_stateful = True  # a recurrence cannot be taken back by some tokens
+    _supports_sdpa = True
+    _no_split_modules = ["Layer"]
+    _keep_in_fp32_modules_strict = ["expert_bias", "state_weight", "dt_bias", "A_log", "B_bias", "C_bias"]
+    _keep_in_fp32_modules_strict += ["mimo_x", "mimo_z", "mimo_o", r"mixer\.D"]
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls):
+        return False
+
+    def _init_weights(self, module):
+        """Weights are read, not drawn: `from_pretrained` refuses to go on without one."""
+
+    @classmethod
+    def from_pretrained(cls, path, *args, output_loading_info=False, **kwargs):
+        """As transformers' own, but a missing, unexpected or misshapen tensor is an error."""
+        model, info = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
+        for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            if found := sorted(map(str, info.get(what) or ())):
+                raise ValueError(f"{path}: {what.replace('_', ' ')}: {', '.join(found[:4])}")
+        return (model, info) if output_loading_info else model
+
+
+class NamModel(NamPreTrainedModel):
+    def __init__(self, config):
+        super().__init__(config)
+        c = config
+        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.layers = nn.ModuleList(Layer(c, kind, i) for i, kind in enumerate(c.layer_kinds))
+        self.norm = Norm(c.hidden_size, c.norm_epsilon, c.normalization)
+        self.mtp = nn.ModuleList(Ahead(c) for _ in range(c.mtp_depths))
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.embed_tokens
+
+    def set_input_embeddings(self, value):
+        self.embed_tokens = value
+
+    def forward(self, x, step, each=None):
+        """Hidden states [b, s, h] behind the last norm, of embeddings; `each` is called with every layer's output."""
+        for index, layer in enumerate(self.layers):
+            x = layer(x, step)
+            if each is not None:
+                each(index, x)
+        return self.norm(x)
+
+    def ahead(self, hidden, tokens, step):
+        """The hidden states of every MTP depth; depth d at position i predicts the token d + 2 places on."""
+        found = []
+        for depth in self.mtp:
+            tokens = F.pad(tokens[:, 1:], (0, 1))
+            hidden = depth(hidden, self.embed_tokens(tokens), step)
+            found.append(hidden)
+        return found
+
+
+class NamForCausalLM(NamPreTrainedModel, GenerationMixin):
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = NamModel(config)
+        self.lm_head = linear(config.hidden_size, config.vocab_size)
+        self.post_init()
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def set_output_embeddings(self, value):
+        self.lm_head = value
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        labels=None,
+        use_cache=None,
+        logits_to_keep=0,
+        output_hidden_states=None,
+        mtp=False,
+        return_dict=True,
+        **_,
+    ):
+        """Logits [b, s, vocabulary], and the mean loss where `labels` are given (-100: not counted; they are shifted here).
+
+        attention_mask: [b, t], 0 for padding on one side. past_key_values: a NamCache, which is filled; use_cache makes one.
+        logits_to_keep: of the last tokens alone; 0 is all. mtp: `hidden_states` are those of the MTP depths instead of the
+        layers'; their logits are `lm_head` of them.
+        """
+        x = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        cache = past_key_values
+        if cache is None and use_cache:
+            cache = NamCache()
+        if cache is not None and not isinstance(cache, NamCache):
+            raise ValueError(f"past_key_values: a NamCache, not {type(cache).__name__}")
+        step = self._step(x, attention_mask, position_ids, cache)
+        kept = [x] if output_hidden_states else None
+        hidden = self.model(x, step, (lambda i, y: kept.append(y)) if output_hidden_states else None)
+        if mtp:
+            if cache is not None or input_ids is None:
+                raise ValueError("mtp: of whole sequences of tokens, without a cache")
+            kept = self.model.ahead(hidden, input_ids, step)
+        if cache is not None:
+            cache.length += x.size(1)
+        logits = self.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(wide(logits[:, :-1]).flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=cache, hidden_states=None if kept is None else tuple(kept)
+        )
+
+    def _step(self, x, mask, positions, cache):
+        past, (b, s) = cache.length if cache is not None else 0, x.shape[:2]
+        real = seen = None
+        if mask is not None:
+            if mask.shape != (b, past + s):
+                raise ValueError(f"attention_mask: {list(mask.shape)}, not {[b, past + s]}")
+            seen = mask.bool()
+            if s > 1:
+                _check_padding(seen, cache is not None)
+            if seen.all():
+                seen = None
+            else:
+                real = seen[:, past:]
+        if positions is None:
+            if seen is None:
+                positions = torch.arange(past, past + s, device=x.device).expand(b, s)
+            else:
+                positions = (seen.long().cumsum(1) - 1).clamp(min=0)[:, past:]
+        return Step(cache, past, positions.expand(b, s), real, seen, {})
+
+    def _reorder_cache(self, cache, beam_idx):
+        cache.reorder_cache(beam_idx)
+        return cache
+
+
+def _check_padding(seen, cached):
+    ends = (seen[:, 1:] != seen[:, :-1]).sum(1)
+    if (ends > 1).any():
+        raise ValueError("attention_mask: padding stands on one side, not between tokens")
+    if cached and not seen[:, -1].all():
+        raise ValueError("attention_mask: with a cache padding stands on the left")
+
+
+NamConfig.register_for_auto_class()
+NamForCausalLM.register_for_auto_class("AutoModelForCausalLM")

@@ -1,0 +1,57 @@
+"""The exported model in this process, of an export or straight of a checkpoint; no code of the folder runs (torch side)."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nam_megatron.argv import load_plan
+from nam_megatron.errors import raise_if
+from nam_megatron.hf import describe, distributed, folder
+from nam_megatron.hf.export import config_of, plan_of
+from nam_megatron.hf.model.configuration_nam import NamConfig
+from nam_megatron.hf.model.modeling_nam import NamForCausalLM
+
+
+def open_model(path: Path, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> NamForCausalLM:
+    """The model in `path`, an export or a checkpoint folder, ready to run.
+
+    Raises:
+        Refused: neither of both, or one that is damaged.
+    """
+    if (path / folder.MANIFEST).is_file() or (path / folder.CONFIG).is_file():
+        folder.verified(path)
+        config = config_of(path)
+        tensors = list(describe.tensors(config.to_dict()))
+        read = folder.reader(path, tensors)
+    else:
+        step = distributed.step_folder(path)
+        plan = load_plan(plan_of(path, step)).plan
+        raise_if(describe.objections(plan))
+        tree = describe.config(plan)
+        config, tensors = NamConfig(**tree), list(describe.tensors(tree))
+        read = distributed.Checkpoint(step).joined
+    return _built(config, tensors, read, dtype, device)
+
+
+def _built(
+    config: NamConfig,
+    tensors: list[describe.Tensor],
+    read: Callable[[describe.Tensor], torch.Tensor],
+    dtype: torch.dtype,
+    device: str,
+) -> NamForCausalLM:
+    with torch.device("meta"):
+        model = NamForCausalLM(config)
+
+    def placed(tensor: describe.Tensor) -> Any:
+        # fp32 parameters stay so beside bf16, and are no narrower than the rest.
+        kept = torch.promote_types(dtype, torch.float32) if tensor.dtype == "F32" else dtype
+        return read(tensor).to(device, kept)
+
+    state = {tensor.name: placed(tensor) for tensor in tensors}
+    if config.tie_word_embeddings:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    model.load_state_dict(state, strict=True, assign=True)
+    return model.eval().requires_grad_(False)

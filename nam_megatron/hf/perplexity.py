@@ -1,0 +1,71 @@
+"""How well a model predicts a split of a dataset that we built (torch side)."""
+
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from nam_megatron.data import manifest
+from nam_megatron.errors import Problem, Refused, raise_if
+from nam_megatron.hf import folder
+from nam_megatron.hf.opened import open_model
+
+
+def perplexity(
+    path: Path, dataset: Path, split: str, most: int | None, batch: int, dtype: torch.dtype, device: str
+) -> dict[str, Any]:
+    """The mean loss of the split's tokens in nats, and e to it.
+
+    The split is one row of tokens, cut into windows of the model's length as in training; a window's first token is not predicted.
+    path: an export or a checkpoint. most: windows to read, None: all.
+
+    Raises:
+        Refused: a dataset or a model that is damaged, or made for another vocabulary.
+    """
+    made = manifest.read(dataset)
+    raise_if(manifest.damage(dataset, made, thorough=False))
+    model = open_model(path, dtype, device)
+    raise_if(manifest.misfit(made, model.config.vocab_size))
+    if split not in manifest.SPLITS:
+        raise Refused(Problem(f"`{split}` is no split", None, f"there are: {', '.join(manifest.SPLITS)}"))
+    loss, tokens, begin = 0.0, 0, time.monotonic()
+    for windows in _batches(dataset / split, model.config.max_position_embeddings + 1, most, batch):
+        with torch.inference_mode():
+            logits = model(windows[:, :-1].to(device)).logits
+            labels = windows[:, 1:].to(device)
+            loss += F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum").item()
+        tokens += labels.numel()
+    if not tokens:
+        raise Refused(Problem(f"`{dataset / split}` has too few tokens for a window"))
+    weights = folder.load_json(path / folder.MANIFEST)["weights"] if (path / folder.MANIFEST).is_file() else None
+    return {
+        "loss": loss / tokens,
+        "perplexity": math.exp(min(loss / tokens, 700.0)),
+        "tokens": tokens,
+        "seconds": round(time.monotonic() - begin, 2),
+        "split": split,
+        "dataset": made.key,
+        "weights": weights,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def _batches(prefix: Path, length: int, most: int | None, batch: int) -> Iterator[torch.Tensor]:
+    """int64 [up to `batch`, length]; neighbouring windows share a token, so that all but the first are predicted."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    index = IndexedDataset(str(prefix))
+    row = np.memmap(f"{prefix}.bin", dtype=index.index.dtype, mode="r")
+    count = max((len(row) - 1) // (length - 1), 0)
+    if count == 0 and len(row) > 1:
+        yield torch.from_numpy(row.astype(np.int64))[None]
+        return
+    starts = [i * (length - 1) for i in range(count if most is None else min(count, most))]
+    for first in range(0, len(starts), batch):
+        windows = [row[at : at + length].astype(np.int64) for at in starts[first : first + batch]]
+        yield torch.from_numpy(np.stack(windows))

@@ -1,0 +1,597 @@
+"""Exports against Megatron's real models on a CPU: every lane, several layouts; and what a damaged or hostile folder is answered."""
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import megatron.core.transformer.attention as attention
+import modules
+import pretend
+import pytest
+import test_author_lane
+import test_train
+import torch
+from megatron.core import dist_checkpointing
+
+from nam_megatron import generate, train
+from nam_megatron.argv import load_plan, plan_json, words
+from nam_megatron.data import tokenizer
+from nam_megatron.errors import Refused
+from nam_megatron.generate import Options, decode
+from nam_megatron.hf import __main__ as command
+from nam_megatron.hf import check, describe, distributed, export, folder
+from nam_megatron.hf.model.configuration_nam import NamConfig
+from nam_megatron.hf.model.modeling_nam import NamCache, NamForCausalLM
+from nam_megatron.hf.opened import open_model
+from nam_megatron.lower import translate
+from nam_megatron.recipe import from_tree, load, to_tree
+from nam_megatron.runtime import checksums
+
+AT = "model.blocks."
+SMALL = ("model.pattern=AEMEAE", "model.depth=6", "model.seq_length=32", "model.hidden_size=64", "model.vocab_size=256")
+SMALL += (f"{AT}mamba2.heads=8", f"{AT}mamba2.head_dim=8", f"{AT}attention.head_dim=16", "data.workers=0")
+# Three steps, so that biases, router and norms have left where they began.
+STEPS = ("schedule.train_steps=3", "schedule.decay_steps=3", "schedule.save_interval=3", "optim.lr=0.01")
+TWO = {"tp": ("parallel.tensor=2", "parallel.sequence=true"), "ep": ("parallel.expert=2",)}
+NATIVE = {
+    "native": (),
+    "native gated": (
+        "model.activation=swiglu", f"{AT}attention.qk_norm=true", "model.tied_embeddings=true",
+        f"{AT}moe.score_function=softmax", f"{AT}moe.expert_bias=false", f"{AT}moe.shared_expert_hidden_size=0",
+    ),
+    "native tp": TWO["tp"],
+    "native pp": (),
+}  # fmt: skip
+AUTHOR = {
+    "author": (),
+    "author odd": (
+        f"{AT}mla.latent_norm=false", f"{AT}mamba3.mimo_rank=1", f"{AT}mamba3.chunk=16", f"{AT}dsa.full_every=1",
+        "feature.mtp.depths=2", f"{AT}m2rnn.conv_width=3", f"{AT}mla.kv_lora_rank=32",
+    ),
+    "author tp": TWO["tp"],
+    "author ep": TWO["ep"],
+    "author pp": (),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """name -> (checkpoint folder, export), trained in its layout; each made once."""
+    done: dict[str, tuple[Path, Path]] = {}
+
+    def make(name: str) -> tuple[Path, Path]:
+        if name not in done:
+            at = tmp_path_factory.mktemp(name.replace(" ", "_"))
+            overrides = (*(NATIVE | AUTHOR)[name], *STEPS, f"schedule.save={at}/ckpt")
+            if name.endswith(" pp"):
+                written_by_two_stages(make(name.removesuffix(" pp"))[0], at / "ckpt")
+            else:
+                world = 2 if name.endswith((" tp", " ep")) else 1
+                overrides = (*overrides, f"cluster=h200_{world}", "schedule.global_batch_size=4")
+                test_train.trained(run(name, at, *overrides, world=world))
+            export.export(at / "ckpt", at / "hf", None, lambda text: None, shard_bytes=150_000)
+            done[name] = at / "ckpt", at / "hf"
+        return done[name]
+
+    return make
+
+
+def run(name: str, folder: Path, *overrides: str, world: int = 1) -> list[pretend.Rank]:
+    """The training command on a small cut of the lane that `name` begins with."""
+    small = SMALL if name.startswith("native") else test_author_lane.RECIPE
+    lowering = translate(load("nam56r_smoke" if name.startswith("native") else "nam56r", [*small, *overrides]))
+    (folder / "plan.json").write_text(plan_json(lowering))
+
+    def job() -> int:
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        norm()
+        return train.main(["--nam-plan", str(folder / "plan.json"), *words(lowering)], time.time())
+
+    return pretend.fork(world, job, 400.0)
+
+
+def norm() -> None:
+    """Stock attention asks Transformer Engine for its norm of queries and keys."""
+    attention.HAVE_TE, attention.TENorm, attention.TELinear = True, modules.Norm, modules.ReplicatedLinear
+
+
+def written_by_two_stages(checkpoint: Path, out: Path) -> None:
+    """The checkpoint again, as two pipeline stages write it. Gloo's stages cannot train here: nothing passes between them."""
+    tree = to_tree(load_plan(checkpoint / "plan.json").plan.recipe)
+    tree["parallel"]["pipeline"] = tree["cluster"]["gpus_per_node"] = 2
+    tree["schedule"] |= {"save": None, "save_interval": None}
+    lowering, step = translate(from_tree(tree)), out / "iter_0000003"
+    step.mkdir(parents=True)
+
+    def job():
+        model = check.built(lowering, distributed.step_folder(checkpoint), "bf16")
+        dist_checkpointing.save(
+            model.sharded_state_dict(metadata={"dp_cp_group": model.pg_collection.dp_cp}), str(step)
+        )
+
+    assert [rank.code for rank in pretend.fork(2, job, 400.0)] == [0, 0]
+    checksums.put(step, checksums.digests(step, checksums.names(step)))
+    (out / "plan.json").write_text(plan_json(lowering))
+    shutil.copyfile(checkpoint / "latest_checkpointed_iteration.txt", out / "latest_checkpointed_iteration.txt")
+    assert {path.name for path in step.glob("*.distcp")} >= {"__0_0.distcp", "__1_0.distcp"}
+
+
+@pytest.fixture
+def copied(made, tmp_path):
+    """An export of the author's lane to be damaged."""
+    shutil.copytree(made("author")[1], tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+def random(*shape: int, seed: int = 0, vocabulary: int = 256) -> torch.Tensor:
+    return torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def in_megatron(job) -> None:
+    """`job` in a process where Megatron runs on the CPU; its assertions are ours."""
+    (rank,) = pretend.fork(1, lambda: (norm(), job())[1], 400.0)
+    assert rank.code == 0, rank.err[-4000:]
+
+
+# Against Megatron ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", [*NATIVE, *AUTHOR])
+def test_the_export_computes_what_megatron_does(made, name, dtype):
+    """Logits, every layer, MTP; from whatever layout wrote the checkpoint."""
+    checkpoint, exported = made(name)
+
+    def job():
+        outcome = check.check(checkpoint, exported, random(2, 32), dtype, "cpu")
+        assert outcome.passed, outcome
+        depths = load_plan(checkpoint / "plan.json").plan.mtp_depths
+        assert len(outcome.layers) in (6, 12) and len(outcome.ahead) == depths
+        if dtype == "fp32":
+            assert outcome.greedy == 1 and max(outcome.layers) <= 1e-5
+
+    in_megatron(job)
+
+
+@pytest.mark.parametrize("name", ["native", "author"])
+def test_a_hundred_greedy_continuations_are_megatrons(made, name):
+    """Megatron computes every sequence anew, the export from its caches."""
+    checkpoint, exported = made(name)
+    prompts, new = random(100, 12, seed=3), 6
+
+    def job():
+        step = distributed.step_folder(checkpoint)
+        lowering = check.one_device(load_plan(checkpoint / "plan.json"), "fp32")
+        check.rank_zero(lowering)
+        model, tokens = check.built(lowering, step, "fp32"), prompts
+        for _ in range(new):
+            logits = check.observed(model, tokens).logits[:, -1]
+            tokens = torch.cat((tokens, logits.argmax(-1, keepdim=True)), 1)
+        ours = list(decode(open_model(exported, torch.float32), prompts.tolist(), Options(new)))
+        assert torch.equal(torch.tensor(ours).T, tokens[:, 12:])
+
+    in_megatron(job)
+
+
+def test_a_difference_is_found_and_placed(made, tmp_path):
+    """Of one changed weight in layer 4, in both forms of the report."""
+    checkpoint, _ = made("native")
+    lowering = load_plan(checkpoint / "plan.json")
+    config = describe.config(lowering.plan)
+    read = distributed.Checkpoint(distributed.step_folder(checkpoint)).joined
+
+    def changed(tensor):
+        value = read(tensor)
+        return value * 1.5 if tensor.name == "model.layers.3.mixer.experts.up" else value
+
+    other = tmp_path / "hf"
+    shutil.copytree(made("native")[1], other)
+    for old in other.glob("*.safetensors"):
+        old.unlink()
+    files = folder.shards(describe.tensors(config))
+    hashes = {name: folder.write_shard(other / name, group, changed) for name, group in files}
+    folder.write_index(other, files)
+    folder.write_manifest(other, hashes, step="", weights="")
+
+    def job():
+        outcome = check.check(checkpoint, other, random(2, 32), "fp32", "cpu")
+        assert not outcome.passed
+        assert list(check.report(outcome, config["layer_kinds"]))[-1] == "they part most in layer 4 (moe)"
+
+    in_megatron(job)
+
+
+@pytest.mark.parametrize("name", [*NATIVE, *AUTHOR])
+def test_import_of_export_is_the_checkpoint_to_the_last_bit(made, tmp_path, name):
+    checkpoint, exported = made(name)
+    assert command.main(["import", str(exported), str(checkpoint / "plan.json"), str(tmp_path / "again")]) == 0
+    before, after = (distributed.Checkpoint(distributed.step_folder(p)) for p in (checkpoint, tmp_path / "again"))
+    keys = [key for key in before.tensors if not key.startswith(("optimizer", "chained_"))]
+    assert set(keys) == set(after.tensors)
+    for key in keys:
+        of = before.tensors[key]
+        x, y = (side.read(key, tuple(of.size), of.properties.dtype) for side in (before, after))
+        assert torch.equal(x.view(torch.uint8), y.view(torch.uint8)), key
+
+
+@pytest.mark.parametrize("name", ["native", "author"])
+def test_training_starts_from_imported_weights(made, tmp_path, name):
+    """The first loss is that of the trained weights, not of fresh ones; another layout may read them."""
+    checkpoint, exported = made(name)
+    export.load(exported, checkpoint / "plan.json", tmp_path / "again", lambda text: None)
+    overrides = (*STEPS, "schedule.global_batch_size=4", f"schedule.load={tmp_path}/again")
+    overrides += ("schedule.save_interval=null",)
+    (tmp_path / "fresh").mkdir()
+    fresh = test_train.trained(run(name, tmp_path / "fresh", *overrides[:-2], overrides[-1], "cluster=h200_1"))
+    one = test_train.trained(run(name, tmp_path, *overrides, "cluster=h200_1"))
+    two = test_train.trained(run(name, tmp_path, *overrides, "cluster=h200_2", *TWO["tp"], world=2))
+    assert one[0] < fresh[0] - 0.1
+    assert two[0] == pytest.approx(one[0], abs=1e-2)
+
+
+# Decoding ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["native", "native gated", "author", "author odd"])
+def model(request, made) -> NamForCausalLM:
+    return open_model(made(request.param)[1], torch.float32)
+
+
+@pytest.mark.parametrize("length", [None, 96])
+@torch.inference_mode()
+def test_prefill_and_steps_are_the_full_pass(model, length):
+    """Token by token, through chunks of the scans; growing and allocated caches."""
+    tokens = random(2, 80)
+    full, cache = model(tokens).logits, NamCache(length)
+    parts = [model(tokens[:, :70], past_key_values=cache).logits]
+    parts += [model(tokens[:, i : i + 1], past_key_values=cache).logits for i in range(70, 74)]
+    parts.append(model(tokens[:, 74:], past_key_values=cache).logits)
+    torch.testing.assert_close(torch.cat(parts, 1), full, rtol=0, atol=1e-5 * full.abs().max().item())
+    assert cache.get_seq_length() == 80
+
+
+@torch.inference_mode()
+def test_an_allocated_cache_takes_no_more_than_it_holds(model):
+    cache = NamCache(8)
+    model(random(1, 8), past_key_values=cache)
+    with pytest.raises(ValueError, match="holds 8 tokens, and 9 are asked for"):
+        model(random(1, 1), past_key_values=cache)
+
+
+@torch.inference_mode()
+def test_a_batch_of_unequal_lengths_is_each_alone(model):
+    prompts = [random(n, seed=n).tolist() for n in (3, 17, 9, 1)]
+    together = list(zip(*decode(model, prompts, Options(7)), strict=True))
+    for prompt, new in zip(prompts, together, strict=True):
+        alone = [token for (token,) in decode(model, [prompt], Options(7, grow=True))]
+        assert alone == list(new)
+
+
+@torch.inference_mode()
+def test_padding_on_the_right_changes_nothing_before_it(model):
+    tokens, mask = random(2, 20), torch.ones(2, 20, dtype=torch.long)
+    mask[1, 12:] = 0
+    full, short = model(tokens, attention_mask=mask).logits, model(tokens[1:, :12]).logits
+    torch.testing.assert_close(full[1:, :12], short, rtol=0, atol=1e-5 * short.abs().max().item())
+    for bad, cache, said in ((mask, NamCache(), "stands on the left"), (mask.roll(3, 1), None, "on one side")):
+        with pytest.raises(ValueError, match=said):
+            model(tokens, attention_mask=bad, past_key_values=cache)
+
+
+def test_what_a_cache_holds_is_what_the_budget_prices(made):
+    """Rows to the byte; states and windows never more than priced, but for Mamba-2's state, which is kept in fp32."""
+    from nam_megatron.budget.serving import serve
+
+    for name in ("native", "author"):
+        checkpoint, exported = made(name)
+        plan, cache = load_plan(checkpoint / "plan.json").plan, NamCache()
+        with torch.inference_mode():
+            open_model(exported)(random(3, 32), past_key_values=cache)
+        grows = ("keys", "values", "latents", "indexer")
+        sizes = {True: 0, False: 0}
+        for kept in cache.layers.values():
+            for key, tensor in kept.items():
+                sizes[key in grows] += tensor.nbytes
+        (forecast,) = serve(plan, 3, 32)
+        assert sizes[True] == forecast.cache("contiguous")
+        if name == "author":
+            assert 0.7 * forecast.recurrent < sizes[False] <= forecast.recurrent
+
+
+@torch.inference_mode()
+def test_loss_is_the_mean_over_the_next_tokens(model):
+    tokens, labels = random(2, 16), random(2, 16)
+    labels[0, :8] = -100
+    out = model(tokens, labels=labels)
+    each = out.logits[:, :-1].log_softmax(-1).gather(-1, labels[:, 1:].clamp(min=0)[..., None])[..., 0]
+    torch.testing.assert_close(out.loss, -each[labels[:, 1:] != -100].mean())
+
+
+def test_gradients_reach_every_weight(made):
+    """So an export can be trained further as it is; MTP's weights by a loss of their own."""
+    model = open_model(made("author")[1], torch.float32).requires_grad_(True)
+    tokens = random(2, 24)
+    out = model(tokens, labels=tokens, mtp=True)
+    (out.loss + model.lm_head(out.hidden_states[0]).logsumexp(-1).mean()).backward()
+    still = {n for n, p in model.named_parameters() if p.grad is None}
+    # The indexer and the bias of the experts choose; what they choose has no gradient.
+    assert all("indexer" in name or "expert_bias" in name for name in still), still
+
+
+# A fresh environment -------------------------------------------------------------------------------------------------
+
+FRESH = """
+import sys, torch
+for name in ("nam_megatron", "megatron", "hydra"):
+    try:
+        __import__(name)
+    except ImportError:
+        continue
+    sys.exit(f"{name} is here")
+from transformers import AutoConfig, AutoModelForCausalLM
+path, tokens = sys.argv[1], torch.tensor([[1, 2, 3, 4, 5], [9, 8, 7, 6, 5]])
+model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True).float()
+out = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=8, do_sample=False, pad_token_id=0)
+again = model.generate(tokens, max_new_tokens=8, do_sample=False, use_cache=False, pad_token_id=0)
+beams = model.generate(tokens, max_new_tokens=4, num_beams=3, pad_token_id=0)
+assert torch.equal(out, again) and beams.shape == (2, 9)
+model.save_pretrained(sys.argv[2])
+other = AutoModelForCausalLM.from_pretrained(sys.argv[2], trust_remote_code=True, dtype=torch.float32)
+assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values()))
+print(out[:, 5:].tolist())
+"""
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory) -> list[str]:
+    """A Python with what we have installed, but for ours, Megatron and Hydra."""
+    packages = tmp_path_factory.mktemp("packages")
+    for path in Path(torch.__file__).parents[1].iterdir():
+        if (
+            not path.name.lower().startswith(("nam_megatron", "_nam_megatron", "megatron", "hydra", "__editable"))
+            and path.suffix != ".pth"
+        ):
+            (packages / path.name).symlink_to(path)
+    start = f"import sys; sys.path.insert(0, {str(packages)!r}); exec(sys.stdin.read())"
+    return [sys.executable, "-I", "-S", "-c", start]
+
+
+@pytest.mark.parametrize("name", ["native gated", "author"])
+def test_an_export_opens_without_us_and_without_megatron(made, fresh, tmp_path, name):
+    exported = made(name)[1]
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "HF_"))}
+    environ |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    command_line = [*fresh, str(exported), str(tmp_path / "again")]
+    done = subprocess.run(
+        command_line, input=FRESH, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    ours = decode(open_model(exported, torch.float32), [[1, 2, 3, 4, 5], [9, 8, 7, 6, 5]], Options(8))
+    assert json.loads(done.stdout.splitlines()[-1]) == torch.tensor(list(ours)).T.tolist()
+
+
+def test_a_missing_tensor_is_no_warning_to_transformers(copied):
+    """transformers would draw it at random."""
+    index = json.loads((copied / folder.INDEX).read_text())
+    lost = index["weight_map"].pop("model.norm.weight")
+    (copied / folder.INDEX).write_text(json.dumps(index))
+    from safetensors.torch import load_file, save_file
+
+    rest = {k: v for k, v in load_file(copied / lost).items() if k != "model.norm.weight"}
+    save_file(rest, copied / lost, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"missing keys: model\.norm\.weight"):
+        NamForCausalLM.from_pretrained(copied)
+
+
+# What is refused -----------------------------------------------------------------------------------------------------
+
+
+def refusal(path: Path, capsys) -> str:
+    capsys.readouterr()
+    assert generate.main([str(path), "--file", str(path.parent / "p.jsonl"), "--new", "2"]) == 2
+    return capsys.readouterr().err
+
+
+@pytest.fixture
+def prompts(tmp_path) -> Path:
+    (tmp_path / "p.jsonl").write_text('{"tokens": [1, 2, 3]}\n')
+    return tmp_path / "p.jsonl"
+
+
+def test_generate_reads_an_export_or_a_checkpoint(made, prompts, capsys):
+    said = []
+    for path in made("author"):
+        assert generate.main([str(path), "--file", str(prompts), "--new", "5", "--dtype", "fp32"]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] and len(json.loads(said[0])["new"]) == 5
+
+
+def test_sampling_is_repeated_by_its_seed_and_bounded(made):
+    model = open_model(made("native")[1], torch.float32)
+    draw = lambda **kw: [t for (t,) in decode(model, [[1, 2, 3]], Options(20, **kw))]  # noqa: E731
+    warm = partial(draw, temperature=1.5)
+    assert warm(seed=1) == warm(seed=1) != warm(seed=2)
+    assert warm(seed=1, top_k=1) == warm(seed=2, top_p=1e-9) == draw()
+
+
+@pytest.mark.parametrize("which", ["cut", "swapped", "changed", "missing"])
+def test_damaged_shards_are_refused_by_name(copied, prompts, capsys, which):
+    first, second = sorted(copied.glob("*.safetensors"))[:2]
+    if which == "cut":
+        first.write_bytes(first.read_bytes()[:-100])
+    elif which == "swapped":
+        a, b = first.read_bytes(), second.read_bytes()
+        first.write_bytes(b), second.write_bytes(a)
+    elif which == "changed":
+        data = bytearray(first.read_bytes())
+        data[-1] ^= 1
+        first.write_bytes(data)
+    else:
+        first.unlink()
+    assert f"`{first}`" in refusal(copied, capsys)
+
+
+def test_shards_are_refused_without_the_manifests_help(copied):
+    """The reader itself: hashes are no excuse for trusting a header."""
+    config = NamConfig(
+        **{k: v for k, v in json.loads((copied / folder.CONFIG).read_text()).items() if k != "model_type"}
+    )
+    tensors = list(describe.tensors(config.to_dict()))
+    first, second = sorted(copied.glob("*.safetensors"))[:2]
+    a, b = first.read_bytes(), second.read_bytes()
+    for one, two, said in ((b, a, "the index says"), (a[:-7], b, "is damaged"), (b"\0" * 64, b, "is damaged")):
+        first.write_bytes(one), second.write_bytes(two)
+        with pytest.raises(Refused, match=said):
+            folder.reader(copied, tensors)
+
+
+HOSTILE = {
+    "hidden_size": (-64, 2**40, "64", 64.0, None, True, [64]),
+    "layer_kinds": ([], ["mla"] * 11 + ["os.system"], "mla", {"a": 1}),
+    "index_sources": ([None] * 3, [None] * 8 + [11] + [None] * 3, [None] * 8 + [3] + [None] * 3),
+    "mtp_depths": (-1, 1e9, 65, 0),
+    "activation": ("relu", ["squared_relu"]),
+    "norm_epsilon": (0, -1.0, float("nan"), "1e-5"),
+    "mla": (None, {}, [1], {"q_lora_rank": 16}),
+    "moe": ({"experts": 4, "top_k": 9},),
+    "auto_map": ({"AutoModelForCausalLM": "evil/repo--modeling_nam.NamForCausalLM"}, None),
+    "model_type": ("llama", None),
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(k, v) for k, values in HOSTILE.items() for v in values], ids=str)
+def test_a_hostile_config_is_refused_by_key(copied, prompts, capsys, key, value):
+    """Signed by a hostile manifest too, so that it is the config that is looked at."""
+    tree = json.loads((copied / folder.CONFIG).read_text())
+    (copied / folder.CONFIG).write_text(json.dumps({**tree, key: value}))
+    folder.write_manifest(copied, {}, step="", weights="")
+    said = refusal(copied, capsys)
+    assert said.startswith("error: ") and "config.json" in said
+    assert key in said or key in ("auto_map", "model_type")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"a":' * 5000, "\x00"])
+def test_a_config_that_is_none_is_refused(copied, prompts, capsys, text):
+    (copied / folder.CONFIG).write_text(text)
+    folder.write_manifest(copied, {}, step="", weights="")
+    assert "config.json` cannot be understood" in refusal(copied, capsys)
+
+
+def test_a_pickle_in_an_export_is_refused(copied, prompts, capsys):
+    (copied / "pytorch_model.bin").write_bytes(pickle.dumps({}))
+    assert "`pytorch_model.bin` is not of this export" in refusal(copied, capsys).replace(f"{copied}/", "")
+
+
+def test_an_index_that_would_run_code_is_refused(made, tmp_path, prompts, capsys):
+    shutil.copytree(made("native")[0], tmp_path / "ckpt")
+
+    class Evil:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path}/ran",)
+
+    (tmp_path / "ckpt" / "iter_0000003" / ".metadata").write_bytes(pickle.dumps(Evil()))
+    assert "it asks for `posix.system`" in refusal(tmp_path / "ckpt", capsys)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_cut_checkpoint_is_refused_by_tensor(made, tmp_path, prompts, capsys):
+    shutil.copytree(made("native")[0], tmp_path / "ckpt")
+    path = tmp_path / "ckpt" / "iter_0000003" / "__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:40000])
+    said = refusal(tmp_path / "ckpt", capsys)
+    assert f"in `{path}` is damaged" in said and "error: `" in said
+
+
+def test_another_plan_is_refused_by_key(made, tmp_path, capsys):
+    words = ["import", str(made("author")[1]), str(made("author odd")[0] / "plan.json"), str(tmp_path / "out")]
+    assert command.main(words) == 2
+    said = capsys.readouterr().err
+    assert "the export has `mtp_depths` 1, and the plan 2" in said and "`mamba3`" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_written_over(made, tmp_path, capsys):
+    checkpoint, exported = made("native")
+    assert command.main(["export", str(checkpoint), str(exported)]) == 2
+    assert "is there already" in capsys.readouterr().err
+
+
+# With a tokenizer ----------------------------------------------------------------------------------------------------
+
+TEXTS = [f"// file {i}\nint f{i}(int x) {{\n\treturn {i * 37} * x;  // naïve €{i}\n}}\n" for i in range(60)]
+
+
+@pytest.fixture(scope="module")
+def words_of(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("bpe")
+    tokenizer.save(tokenizer.train(TEXTS, 256 + 5, progress=False), path / "large")
+    return path
+
+
+def test_a_tokenizer_too_large_is_refused(made, words_of, tmp_path, capsys):
+    words = ["export", str(made("native")[0]), str(tmp_path / "hf"), "--tokenizer", str(words_of / "large")]
+    assert command.main(words) == 2
+    assert "has 261 entries, and the model's vocabulary 256" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def spoken(tmp_path_factory, words_of) -> tuple[Path, Path]:
+    """A checkpoint of a vocabulary that the tokenizer fits, and its export with it."""
+    at = tmp_path_factory.mktemp("spoken")
+    overrides = (*STEPS, "model.vocab_size=264", f"schedule.save={at}/ckpt", "cluster=h200_1")
+    test_train.trained(run("native", at, *overrides))
+    export.export(at / "ckpt", at / "hf", words_of / "large", lambda text: None)
+    return at / "ckpt", at / "hf"
+
+
+def test_text_goes_in_and_comes_out(spoken, capsys):
+    from transformers import AutoTokenizer
+
+    assert generate.main([str(spoken[1]), "--prompt", "int naïve €", "--new", "6", "--dtype", "fp32"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("int naïve €")
+    theirs = AutoTokenizer.from_pretrained(spoken[1])
+    prompt = theirs("int naïve €").input_ids
+    new = [t for (t,) in decode(open_model(spoken[1], torch.float32), [prompt], Options(6, end=theirs.eos_token_id))]
+    assert text == "int naïve €" + theirs.decode(new, skip_special_tokens=True) + "\n"
+
+
+def test_another_tokenizer_is_refused(spoken, words_of, tmp_path, prompts, capsys):
+    shutil.copytree(spoken[1], tmp_path / "hf")
+    tokenizer.save(tokenizer.train(TEXTS, 262, progress=False), tmp_path / "other")
+    shutil.copyfile(tmp_path / "other" / tokenizer.FILE, tmp_path / "hf" / tokenizer.FILE)
+    assert f"`{tmp_path}/hf/tokenizer.json`" in refusal(tmp_path / "hf", capsys)
+
+
+def test_perplexity_is_that_of_the_windows(spoken, words_of, tmp_path, capsys):
+    from nam_megatron.data import __main__ as data
+
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
+    words = ["build", tmp_path / "set", tmp_path / "t.jsonl", "--tokenizer", words_of / "large", "--valid", "0.2"]
+    assert data.main([str(w) for w in [*words, "--workers", 1]]) == 0
+    capsys.readouterr()
+    found = []
+    for path in spoken:
+        assert command.main(["perplexity", str(path), str(tmp_path / "set"), "--dtype", "fp32", "--most", "3"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    import numpy
+
+    row = torch.from_numpy(numpy.fromfile(tmp_path / "set" / "valid.bin", dtype=numpy.uint16).astype(numpy.int64))
+    model = open_model(spoken[1], torch.float32)
+    windows = torch.stack([row[i * 32 : i * 32 + 33] for i in range(3)])
+    loss = model(windows, labels=windows).loss.item()
+    assert found[0]["loss"] == found[1]["loss"] == pytest.approx(loss, rel=1e-5)
+    assert found[1]["weights"] == json.loads((spoken[1] / folder.MANIFEST).read_text())["weights"]
+    assert found[0]["tokens"] == 96
+
+    watched = ["watch", str(spoken[0]), str(tmp_path / "steps"), "--dataset", str(tmp_path / "set"), "--until", "3"]
+    assert command.main([*watched, "--tokenizer", str(words_of / "large")]) == 0
+    seen = json.loads((tmp_path / "steps" / "iter_0000003.json").read_text())
+    assert seen["step"] == 3 and seen["weights"] == found[1]["weights"]
+    assert seen["loss"] == pytest.approx(loss, rel=0.05)

@@ -1,0 +1,55 @@
+"""The two names of every tensor, against the budget's own list of parameters."""
+
+from math import prod
+
+import pytest
+from presets import NAMES, lowered
+
+from nam_megatron.hf import describe
+from nam_megatron.sizes import Sizes
+
+
+def of_the_budget(plan) -> dict[str, int]:
+    """Elements by kind over all layers, MTP's inner layers included."""
+    z, found = Sizes.of(plan), {}
+    layers = [(layer.kind, layer) for layer in plan.layers] + [(kind, None) for kind in plan.mtp] * plan.mtp_depths
+    for kind, layer in layers:
+        held = getattr(z.model.blocks, kind).params(z, layer)
+        found[kind] = found.get(kind, 0) + sum(prod(p.shape) * p.count for p in held)
+    return found
+
+
+def of_the_export(config) -> dict[str, int]:
+    kinds = dict(enumerate(config["layer_kinds"]))
+    found: dict[str, int] = {}
+    for tensor in describe.tensors(config):
+        words = tensor.name.split(".")
+        if "layers" not in words or tensor.name.endswith("expert_bias"):  # which is no parameter
+            continue
+        index = int(words[words.index("layers") + 1])
+        kind = config["mtp_kinds"][index] if "mtp" in words else kinds[index]
+        found[kind] = found.get(kind, 0) + prod(tensor.shape)
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_parameter_of_a_preset_is_exported_once(name):
+    plan = lowered(name).plan
+    if problems := list(describe.objections(plan)):
+        assert {p.message.split("`")[1] for p in problems} == {"mhc"}
+        return
+    config = describe.config(plan)
+    assert of_the_export(config) == of_the_budget(plan)
+    names = [tensor.name for tensor in describe.tensors(config)]
+    keys = [key for tensor in describe.tensors(config) for key, _ in tensor.parts]
+    assert len(set(names)) == len(names) and len(set(keys)) == len(keys)
+
+
+def test_biases_are_refused_by_key():
+    plan = lowered("nam56r_smoke", "model.linear_bias=true", "model.letters.E=mlp").plan
+    assert "model.linear_bias" in {p.key for p in describe.objections(plan)}
+
+
+def test_experts_with_a_capacity_are_refused_by_key():
+    plan = lowered("nam56r_smoke", "model.blocks.moe.capacity_factor=1.25").plan
+    assert [p.key for p in describe.objections(plan)] == ["model.blocks.moe.capacity_factor"]
