@@ -103,7 +103,7 @@ def _reading(text: str) -> Reading | None:
     whole = [said.get(key) for key in ("rank", "step", *BYTES)]
     if not all(type(v) is int and 0 <= v < 2**63 for v in whole):
         return None
-    device = {k: said.get(k) for k in ("node", "device", "bus", "name", "expandable")} if "device" in said else None
+    device = {k: said.get(k) for k in ("node", "device", "bus", "name", "expandable", "uuid")} if "device" in said else None
     return Reading(whole[0], said["when"], *whole[1:], device)
 
 
