@@ -9,15 +9,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launch import finding, hang, job, outcome, patch, preflight, receipt, slurm
+from launch import box, finding, hang, job, outcome, patch, preflight, receipt, signature, slurm
 from launch.context import Context
 from launch.process import Interrupted, Process, Signals, ignore, interrupt
 from launch.receipt import Receipt
-from launch.redact import Redactor
+from launch.redact import Redactor, Stream
 from launch.terminal import Terminal
+from nam_megatron import lineage
 from nam_megatron.argv import plan_json
 from nam_megatron.errors import FINDINGS, OK, REFUSED, Problem, Refused
-from nam_megatron.recipe import to_tree
 
 Start = Callable[..., list[str]]
 
@@ -28,6 +28,8 @@ def run(context: Context, start: Start = job.words) -> int:
     start: makes the words that are started, see `job.words`; the tests put a small trainer there.
     Raises Refused where no receipt can be written, or another launch has the port.
     """
+    with receipt.own(context.receipts):
+        pass  # its salt is in the marks of paths
     for name in receipt.seal_lost(context.receipts, outcome.of_log):
         sys.stderr.write(f"note: {name} lost its launcher; it is sealed now\n")
     with port_held(context.words["port"]), Signals() as signals:
@@ -48,9 +50,11 @@ def run(context: Context, start: Start = job.words) -> int:
             if isinstance(verdict, int):
                 verdict = ended(verdict, came, opened.content["job"], signals.seen)
             came |= {"reason": verdict.reason, "signals": signals.seen}
-            opened.seal(verdict.end, came)
             sys.stderr.write(outcome.summary({**came, "end": verdict.end}))
+            opened.seal(verdict.end, came)
             sys.stderr.write(f"sealed: {opened.folder / receipt.FILE}\n")
+            if key := context.words.get("sign"):
+                signature.sign(opened.folder, key)
     return verdict.code
 
 
@@ -66,10 +70,12 @@ def known(context: Context) -> dict[str, Any]:
     """What a receipt says before anything was imported or started."""
     return {
         "lineage": job.lineage(context),
+        "box": box.box(context.receipts, context.environ),
         "words": list(context.overrides),
         "source": context.source.facts(),
         "patches": {q.name: patched(q) for q in patch.queues()},
-        "recipe": to_tree(context.lowering.plan.recipe),
+        "stands": lineage.stands(context.lowering.plan),
+        "recipe": job.recipe(context.lowering),
         "job": job.facts(context),
         "environ": context.redactor.environ(context.child_environ),
         "forecast": job.forecast(context.lowering),
@@ -117,16 +123,17 @@ def attempt(context: Context, opened: Receipt, signals: Signals, start: Start) -
 
 
 def ended(code: int, came: Mapping[str, Any], job: Mapping[str, Any], signals: Sequence[str]) -> Verdict:
-    """What torchrun's exit code means. 0 is a success only if the last step was reached."""
-    last, planned = came["figures"]["last_step"] or 0, job["train_steps"]
-    if code == 0 and last > 0 and last + job["log_interval"] > planned:
+    """What torchrun's exit code means. 0 is a success only if the trainer says that it finished the last step."""
+    last, planned = came["last_step"], job["train_steps"]
+    if code == 0 and last is not None and last >= planned:
         return Verdict("completed", OK, f"{signals[0]} came too late to matter" if signals else None)
-    if code == 0 and job["stop_every"] and last > 0 and last % job["stop_every"] == 0:
+    if code == 0 and job["stop_every"] and last and last % job["stop_every"] == 0:
         return Verdict("completed", OK, f"stopped at step {last} of {planned}, as `schedule.stop_every` says")
     if signals:
         return Verdict("interrupted", FINDINGS, f"{signals[0]}; torchrun ended with {code}")
     if code == 0:
-        return Verdict("interrupted", FINDINGS, f"the trainer ended at step {last} of {planned}")
+        where = "without saying at which step" if last is None else f"at step {last} of {planned}"
+        return Verdict("interrupted", FINDINGS, f"the trainer ended {where}")
     if came["trainer_exit_code"] == REFUSED:
         return Verdict("refused", REFUSED, came["reason"])
     return Verdict("failed", FINDINGS, f"torchrun ended with {code}: {came['reason'] or 'the log does not say why'}")
@@ -176,7 +183,7 @@ class Log:
 
     def __init__(self, path: Path, redactor: Redactor):
         self._file = open(path, "ab")  # noqa: SIM115  closed by __exit__
-        self._redactor = redactor
+        self._stream = Stream(redactor)
 
     def __enter__(self) -> "Log":
         return self
@@ -187,7 +194,7 @@ class Log:
 
     def lines(self, said: Sequence[str]) -> list[str]:
         """Write lines, all at once; returns them as they were written."""
-        text = self._redactor.secrets("\n".join(said))
+        text = "\n".join(self._stream.lines(said))
         self._file.write(text.encode() + b"\n")
         self._file.flush()
         return text.split("\n")

@@ -36,7 +36,7 @@ def objections(plan: Plan) -> Iterator[Problem]:
         yield Problem(f"`{seam.owner}` is not built: {seam.missing}")
     if model.linear_bias:
         yield Problem("the export has no biases in its projections", "model.linear_bias")
-    if "moe" in plan.kinds and model.blocks.moe.capacity_factor is not None:
+    if model.blocks.moe and model.blocks.moe.capacity_factor is not None:
         text = "experts with a capacity drop tokens by what else is in the batch, and a decoded token has no batch"
         yield Problem(text, "model.blocks.moe.capacity_factor")
 
