@@ -85,7 +85,9 @@ def boxes(receipts: Sequence[Receipt]) -> Iterator[Problem]:
         yield Problem(f"no host is recorded in {quoted(unknown)}", None, f"{why}; {ANYWAY}")
     elif len(set(ids)) > 1:
         hint = f"run both on one, or declare that they are alike before they run: `cluster.pool=NAME`; {ANYWAY}"
-        yield Problem(f"{len(set(ids))} hosts: {quoted(dict.fromkeys(found[-1] for found in ids))}", None, hint)
+        yield Problem(
+            f"{len(set(ids))} hosts: {quoted(dict.fromkeys(found[-1] for found in ids if found))}", None, hint
+        )
 
 
 def parted(values: Sequence[str]) -> list[str]:

@@ -41,7 +41,7 @@ KEPT = 20  # last lines that look like errors
 def of_log(folder: Path, receipt: Mapping[str, Any]) -> dict[str, Any]:
     """What came of a run, from its folder and its receipt. Works on half a log as on a whole one."""
     said, codes = steps.Said(), []
-    errors: deque[str] = deque(maxlen=KEPT)
+    errors: deque[dict[str, Any]] = deque(maxlen=KEPT)
     clocks: dict[str, datetime] = {}
     first = None
     for number, line in enumerate(lines(folder / LOG), 1):

@@ -376,9 +376,10 @@ def broken(root: Path, found: Iterable[Mapping[str, Any]]) -> Iterator[tuple[boo
             yield True, f"`{one['run']}` and `{known[at[1]]['run']}` have one place in the chain"
         known[at[1]] = one
     for name, known in chains.items():
-        home = kept is not None and name == kept["id"]
-        last = kept["number"] if home else max(known)
-        if home and kept["pending"] and last + 1 in known:
+        mine = kept if kept is not None and name == kept["id"] else None
+        home = mine is not None
+        last = mine["number"] if mine else max(known)
+        if mine and mine["pending"] and last + 1 in known:
             last += 1
         if absent := list(islice((n for n in range(1, last + 1) if n not in known), 10)):
             where = "removed, or damaged" if home else f"another folder's chain, {name}"
@@ -389,7 +390,7 @@ def broken(root: Path, found: Iterable[Mapping[str, Any]]) -> Iterator[tuple[boo
             before = known.get(number - 1)
             if (before or number == 1) and one["chain"].get("before") != (before["seal"] if before else None):
                 yield True, f"`{one['run']}` does not follow `{before['run'] if before else 'nothing'}`"
-        if home and last in known and not kept["pending"] and known[last]["seal"] != kept["last"]:
+        if mine and last in known and not mine["pending"] and known[last]["seal"] != mine["last"]:
             yield True, f"`{known[last]['run']}` is not the receipt that was sealed last"
         if home and (later := [one["run"] for n, one in known.items() if n > last]):
             yield True, f"{quoted(later)} were not sealed here"

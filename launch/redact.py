@@ -227,7 +227,7 @@ class Stream:
             self._in_key = "-----END" not in text
             return MARK
         begins = KEY_BEGINS.search(text)
-        self._in_key = bool(begins) and "-----END" not in text[begins.end() :]
+        self._in_key = begins is not None and "-----END" not in text[begins.end() :]
         return self._redactor.secrets(text)
 
 

@@ -54,8 +54,8 @@ def stands(plan: Plan) -> dict[str, Any]:
     if "dsa" in numbers:
         reuse = {str(layer.number): layer.source for layer in plan.reusing_layers}
         found["dsa"] = {"a_ranks": [l.rank for l in plan.layers if l.kind == "dsa"], "index_reused_from": reuse}
-    if "moe" in numbers:
-        moe, parallel = plan.recipe.model.blocks.moe, plan.recipe.parallel
+    if moe := plan.recipe.model.blocks.moe:
+        parallel = plan.recipe.parallel
         placed = {"expert_parallel": parallel.expert, "expert_tensor_parallel": parallel.expert_tensor}
         placed["experts_per_rank"] = moe.experts // parallel.expert
         found["moe"] = {"experts": moe.experts, "top_k": moe.top_k, **placed}
@@ -102,7 +102,7 @@ def _digest(plan: Plan) -> str:
 
 
 def _how(kind: str, key: str) -> bool:
-    return key in HOW or executes(f"model.blocks.{kind}.{key}")
+    return key in HOW or executes(f"model.blocks.{kind}.{key}") is not None
 
 
 def _regime(plan: Plan) -> Iterator[str]:

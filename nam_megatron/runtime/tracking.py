@@ -58,7 +58,7 @@ class Tracker:
 
     def _mlflow(self, figures: dict[str, float], step: int) -> None:
         feature = self._plan.recipe.feature.tracking
-        if not feature.mlflow:
+        if feature is None or not feature.mlflow:
             return
         import mlflow
 
