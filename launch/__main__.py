@@ -23,7 +23,7 @@ WITH_A_RECIPE = ("show", "check", "run")
 # Verb -> its options, written KEY=VALUE.
 OPTIONS = {
     "compare": ("anyway",),
-    "receipts": ("state", "family", "host", "end", "preset"),
+    "receipts": ("state", "family", "host", "end", "preset", "signers"),
     "inspect": ("receipts", "seconds"),
     "patch": ("onto", "commits"),
     "stack": ("lock",),

@@ -51,6 +51,7 @@ def of_log(folder: Path, receipt: Mapping[str, Any]) -> dict[str, Any]:
         "trainer_exit_code": codes[0] if codes else None,
         "reason": first,
         "errors": list(errors),
+        "last_step": steps.last_step(said),
         "figures": figures,
         "nan_check": job.get("nan_check"),
         "memory": memory,
@@ -66,7 +67,8 @@ def summary(outcome: Mapping[str, Any]) -> str:
     figures, memory = outcome["figures"], outcome["memory"]
     last = f"loss {figures['loss_last']}, gradient norm {figures['grad_norm_last']}" if figures["steps"] else "no step"
     text = [f"{outcome['end']}: {outcome['reason']}" if outcome.get("reason") else str(outcome["end"])]
-    text += [f"steps {figures['last_step'] or 0} of {figures['planned_steps'] or '?'}; {last}"]
+    done = figures["last_step"] if outcome["last_step"] is None else outcome["last_step"]
+    text += [f"steps {done or 0} of {figures['planned_steps'] or '?'}; {last}"]
     if window := figures["window"]:
         spread = f"p10 {window['p10_ms']}, p90 {window['p90_ms']}; steps {window['first']} to {window['last']}"
         text += [f"{window['median_ms']} ms a step ({spread}), {window['tokens_per_s_per_gpu']} tokens/s/GPU"]

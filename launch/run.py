@@ -117,16 +117,17 @@ def attempt(context: Context, opened: Receipt, signals: Signals, start: Start) -
 
 
 def ended(code: int, came: Mapping[str, Any], job: Mapping[str, Any], signals: Sequence[str]) -> Verdict:
-    """What torchrun's exit code means. 0 is a success only if the last step was reached."""
-    last, planned = came["figures"]["last_step"] or 0, job["train_steps"]
-    if code == 0 and last > 0 and last + job["log_interval"] > planned:
+    """What torchrun's exit code means. 0 is a success only if the trainer says that it finished the last step."""
+    last, planned = came["last_step"], job["train_steps"]
+    if code == 0 and last is not None and last >= planned:
         return Verdict("completed", OK, f"{signals[0]} came too late to matter" if signals else None)
-    if code == 0 and job["stop_every"] and last > 0 and last % job["stop_every"] == 0:
+    if code == 0 and job["stop_every"] and last and last % job["stop_every"] == 0:
         return Verdict("completed", OK, f"stopped at step {last} of {planned}, as `schedule.stop_every` says")
     if signals:
         return Verdict("interrupted", FINDINGS, f"{signals[0]}; torchrun ended with {code}")
     if code == 0:
-        return Verdict("interrupted", FINDINGS, f"the trainer ended at step {last} of {planned}")
+        where = "without saying at which step" if last is None else f"at step {last} of {planned}"
+        return Verdict("interrupted", FINDINGS, f"the trainer ended {where}")
     if came["trainer_exit_code"] == REFUSED:
         return Verdict("refused", REFUSED, came["reason"])
     return Verdict("failed", FINDINGS, f"torchrun ended with {code}: {came['reason'] or 'the log does not say why'}")

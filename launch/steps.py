@@ -134,6 +134,14 @@ def read(lines: Iterable[str]) -> Said:
     return said
 
 
+def last_step(said: Said) -> int | None:
+    """The last step that the trainer says it finished, on the rank that finished fewest; None where it said nothing at its end.
+
+    Not that of the last step line: `log_interval` hides steps.
+    """
+    return min((r.step for r in said.readings if r.when == "end"), default=None)
+
+
 def split(steps: Sequence[Step]) -> tuple[list[Step], list[Step]]:
     """(the first lines, those of steady steps), both with a time.
 

@@ -170,7 +170,8 @@ def run(argv: Sequence[str], stack: ModuleSpec, started: float, *, operations: f
             leave()
         raise
     finally:
-        READINGS.end(getattr(args, "curr_iteration", 0))
+        # Steps that are done: `curr_iteration` is that of the last one begun, whether it ended or not.
+        READINGS.end(getattr(args, "consumed_train_samples", 0) // args.global_batch_size)
         HEART.end()
     leave()
 
