@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from launch import box
 from launch.receipt import read
 from nam_megatron import computation
 from nam_megatron.errors import OK, Problem, Refused, quoted, raise_if
@@ -13,6 +14,7 @@ from nam_megatron.errors import OK, Problem, Refused, quoted, raise_if
 Receipt = Mapping[str, Any]
 Row = tuple[str, list[str]]
 LINEAGE = {"host": "host lineage", "family": "preset family", "regime": "launch regime"}
+ANYWAY = "`--anyway` prints the table, marked as a rumor"
 # Where receipts can differ.
 PLACES = ("recipe", "source.trees", "patches", "host", "job.packages", "job.overlay", "job.diagnostic")
 # Outside the recipe: what changes how a run is carried out, not what it computes, but for the host's software. A key stands for all below.
@@ -54,16 +56,43 @@ def command(words: Sequence[str], options: Mapping[str, str]) -> int:
 
 def objections(receipts: Sequence[Receipt]) -> Iterator[Problem]:
     """What forbids comparing figures of these runs."""
+    names = [receipt["run"] for receipt in receipts]
+    for name in dict.fromkeys(n for n in names if names.count(n) > 1):
+        yield Problem(f"`{name}` is compared with itself", None, "name two runs")
     for receipt in receipts:
         if receipt["state"] != "sealed":
             yield Problem(f"`{receipt['run']}` is not sealed", None, "`python -m launch receipts` seals lost ones")
+        elif at(receipt, "outcome.end") == "lost":
+            hint = "its figures are of a log that lay open for anybody to edit"
+            yield Problem(f"`{receipt['run']}` lost its launcher", None, hint)
+    yield from boxes(receipts)
     for key, title in LINEAGE.items():
         values = [at(r, f"lineage.{key}") for r in receipts]
         if unnamed := [r["run"] for r, v in zip(receipts, values, strict=True) if not isinstance(v, str) or not v]:
             yield Problem(f"{title} is not named in {quoted(unnamed)}", None, "nothing can be compared with it")
         elif len(set(values)) > 1:
-            hint = "`--anyway` prints the table, marked as a rumor"
-            yield Problem(f"{title} differs: {quoted(dict.fromkeys(values))}", None, hint)
+            yield Problem(f"{title} differs: {quoted(dict.fromkeys(parted(values)))}", None, ANYWAY)
+
+
+def boxes(receipts: Sequence[Receipt]) -> Iterator[Problem]:
+    """Whether all ran on one host, or on hosts of one declared pool."""
+    pools = {at(r, "lineage.pool") for r in receipts}
+    if len(pools) == 1 and isinstance(next(iter(pools)), str):
+        return
+    ids = [box.of(r) for r in receipts]
+    if unknown := [r["run"] for r, found in zip(receipts, ids, strict=True) if found is None]:
+        why = "a cluster's name says what kind of host it was, not which one"
+        yield Problem(f"no host is recorded in {quoted(unknown)}", None, f"{why}; {ANYWAY}")
+    elif len(set(ids)) > 1:
+        hint = f"run both on one, or declare that they are alike before they run: `cluster.pool=NAME`; {ANYWAY}"
+        yield Problem(f"{len(set(ids))} hosts: {quoted(dict.fromkeys(found[-1] for found in ids))}", None, hint)
+
+
+def parted(values: Sequence[str]) -> list[str]:
+    """Lineages without the parts that all have."""
+    lists = [value.split("; ") for value in values]
+    shared = set(lists[0]).intersection(*lists[1:])
+    return ["; ".join(part for part in parts if part not in shared) or "nothing more" for parts in lists]
 
 
 def table(receipts: Sequence[Receipt], anyway: bool = False) -> str:

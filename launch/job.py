@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from launch.finding import Finding
 from nam_megatron import argv
+from nam_megatron import lineage as describe
 from nam_megatron.budget import budget, text
 from nam_megatron.budget.cost import cost
 from nam_megatron.lower import Lowering
+from nam_megatron.recipe import to_tree
 from nam_megatron.sizes import GIB
 
 if TYPE_CHECKING:
@@ -90,15 +92,25 @@ def version(package: str) -> str | None:
     return next((found.version for found in metadata.distributions(name=package)), None)
 
 
-def lineage(context: "Context") -> dict[str, str]:
+def lineage(context: "Context") -> dict[str, str | None]:
     """What two runs must share before their figures may be compared: host lineage, preset family, launch regime."""
-    r, p = context.lowering.plan.recipe, context.lowering.plan
-    a = r.parallel
-    departs = f" ({', '.join(p.departures)})" if p.departures else ""
-    tensor = f"tensor {a.tensor}{' + sequence' if a.sequence else ''}"
-    layout = f"{tensor}, pipeline {a.pipeline} x {a.virtual_pipeline}, context {a.context}, expert {a.expert} x {a.expert_tensor}"
-    regime = f"{r.lane.name}{departs}; {r.cluster.nodes} x {r.cluster.gpus_per_node} GPUs; {layout}; {context.words['trainer']}"
-    return {"host": r.cluster.name, "family": r.preset.family, "regime": regime}
+    plan = context.lowering.plan
+    cluster = plan.recipe.cluster
+    regime = f"{describe.regime(plan)}; {context.words['trainer']}"
+    return {"host": cluster.name, "pool": cluster.pool, "family": describe.family(plan), "regime": regime}
+
+
+def recipe(lowering: Lowering) -> dict[str, Any]:
+    """The recipe as the receipt has it: every value that stands, and no sentence. A kind that the lane put out is in `stands.given_up`."""
+    plan = lowering.plan
+    tree = to_tree(plan.recipe)
+    tree.pop("assumptions", None)
+    tree["preset"].pop("about", None)
+    model, standing = tree["model"], {block.kind for block in plan.blocks}
+    model["blocks"] = {kind: keys for kind, keys in model["blocks"].items() if kind in standing}
+    model["letters"] |= {s.letter: s.standing for s in plan.substitutions}
+    model["letters"] = {letter: kind for letter, kind in model["letters"].items() if kind in standing}
+    return tree
 
 
 def forecast(lowering: Lowering) -> dict[str, Any]:

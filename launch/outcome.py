@@ -1,5 +1,6 @@
 """What a log says of a run's end: figures, memory, the ranks' devices, the last errors, and forecast against measured."""
 
+import builtins
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,14 +15,24 @@ from launch.receipt import LOG
 STARTED, ENDED = "launch: started", "launch: ended"
 CLOCK = re.compile(rf"^\[([\d :.-]+)\] ({STARTED}|{ENDED})")
 ERROR = re.compile(
-    r"^(?:\[rank\d+\]:\s*)?(?:error:|(?:\w+\.)*\w*(?:Error|Exception)\b\s*(?::|$))|\bout of memory\b|NCCL (?:WARN|error)"
+    r"^(?:\[rank\d+\]:\s*)?(?:(?P<ours>error:)|(?P<name>(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit))\s*(?::|$))"
+    r"|\bout of memory\b|(?P<nccl>NCCL (?:WARN|error))",
+    re.ASCII,
 )
+RANK = re.compile(r"\[rank(\d{1,6})\]", re.ASCII)
+# Classes of exceptions that a receipt names: Python's, and those of what trains. Any other name may be anybody's word.
+CLASSES = {n for n, o in vars(builtins).items() if isinstance(o, type) and issubclass(o, BaseException)} | {
+    "OutOfMemoryError", "AcceleratorError", "DistBackendError", "DistError", "DistNetworkError", "DistStoreError", "ChildFailedError",
+    "SignalException", "RendezvousError", "RendezvousConnectionError", "RendezvousTimeoutError", "BackendCompilerFailed",
+    "InductorError", "CompilationError", "OutOfResources", "PTXASError", "CheckpointException", "CheckpointingException",
+    "JSONDecodeError", "CalledProcessError", "TimeoutExpired", "UnpicklingError", "ValidationError",
+}  # fmt: skip
 TRAINER_CODE = re.compile(r"^\s*exitcode\s*:\s*(-?\d{1,9})\b")
 NCCL_RANK = re.compile(
     r"\brank (\d{1,6}) nranks (\d{1,6}) cudaDev (\d{1,3})(?: nvmlDev (\d{1,3}))? busId ([0-9a-fA-F]{1,10})\b"
 )
-NCCL_VERSION = re.compile(r"NCCL version (\d+(?:\.\d+)+\S*)")
-NCCL_NET = re.compile(r"Using network (\S+)")
+NCCL_VERSION = re.compile(r"NCCL version (\d{1,4}(?:\.\d{1,4}){1,3}(?:\+cuda\d{1,3}\.\d{1,3})?)")
+NCCL_NET = re.compile(r"Using network (Socket|IB|AWS Libfabric|gIB|FasTrak|UCX|IBext\w{0,4}|OFI)\b")
 NCCL_FILES = "nccl.*"
 LINE = 4000  # characters of a line that are looked at
 KEPT = 20  # last lines that look like errors
@@ -33,10 +44,10 @@ def of_log(folder: Path, receipt: Mapping[str, Any]) -> dict[str, Any]:
     errors: deque[str] = deque(maxlen=KEPT)
     clocks: dict[str, datetime] = {}
     first = None
-    for line in _lines(folder / LOG):
+    for number, line in enumerate(_lines(folder / LOG), 1):
         found = said.add(line)
-        if found is None and ERROR.search(line):
-            errors.append(line.strip())
+        if found is None and (shown := error(line)):
+            errors.append({"what": shown, "line": number, **({"rank": int(m[1])} if (m := RANK.match(line)) else {})})
             first = first or errors[-1]
         elif code := TRAINER_CODE.match(line):
             codes.append(int(code[1]))
@@ -49,7 +60,7 @@ def of_log(folder: Path, receipt: Mapping[str, Any]) -> dict[str, Any]:
     every = job.get("log_interval") if job.get("trainer") == "bridge" else None
     return {
         "trainer_exit_code": codes[0] if codes else None,
-        "reason": first,
+        "reason": first and told(first),
         "errors": list(errors),
         "last_step": steps.last_step(said),
         "figures": figures,
@@ -60,6 +71,26 @@ def of_log(folder: Path, receipt: Mapping[str, Any]) -> dict[str, Any]:
         "ranks": ranks(said, view, receipt.get("host") or {}),
         "nccl": view and {k: v for k, v in view.items() if k != "ranks"},
     }
+
+
+def error(line: str) -> str | None:
+    """The class of a line that looks like an error, of a list of our own; None for any other line.
+
+    What it says stays in the log: a message may hold whatever the program had in hand.
+    """
+    if not (found := ERROR.search(line)):
+        return None
+    if found["name"]:
+        name = found["name"].rpartition(".")[2]
+        return name if name in CLASSES else "an exception of another class"
+    if found["ours"]:
+        return "a refusal of the trainer's"
+    return "NCCL" if found["nccl"] else "out of memory"
+
+
+def told(found: Mapping[str, Any]) -> str:
+    rank = f", rank {found['rank']}" if "rank" in found else ""
+    return f"{found['what']}, line {found['line']} of the log{rank}"
 
 
 def summary(outcome: Mapping[str, Any]) -> str:

@@ -9,15 +9,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launch import finding, hang, job, outcome, patch, preflight, receipt, slurm
+from launch import box, finding, hang, job, outcome, patch, preflight, receipt, slurm
 from launch.context import Context
 from launch.process import Interrupted, Process, Signals, ignore, interrupt
 from launch.receipt import Receipt
 from launch.redact import Redactor
 from launch.terminal import Terminal
+from nam_megatron import lineage
 from nam_megatron.argv import plan_json
 from nam_megatron.errors import FINDINGS, OK, REFUSED, Problem, Refused
-from nam_megatron.recipe import to_tree
 
 Start = Callable[..., list[str]]
 
@@ -66,10 +66,12 @@ def known(context: Context) -> dict[str, Any]:
     """What a receipt says before anything was imported or started."""
     return {
         "lineage": job.lineage(context),
+        "box": box.box(context.receipts, context.environ),
         "words": list(context.overrides),
         "source": context.source.facts(),
         "patches": {q.name: patched(q) for q in patch.queues()},
-        "recipe": to_tree(context.lowering.plan.recipe),
+        "stands": lineage.stands(context.lowering.plan),
+        "recipe": job.recipe(context.lowering),
         "job": job.facts(context),
         "environ": context.redactor.environ(context.child_environ),
         "forecast": job.forecast(context.lowering),

@@ -28,7 +28,7 @@ def text(context: Context) -> str:
         "Plan": report.plan_text(lowering),
         "Settings by owner": argv.lines(lowering).split("\n\n", 1)[1],
         "Budget": f"{budget_text.verdict(b)}\n{c.model / 1e9:.2f} GFLOP a token by our own count, {c.megatron / 1e9:.2f} by Megatron's\n",
-        "Lineage": rows(job.lineage(context)),
+        "Lineage": lineage(context),
         "Storage": rows(storage),
         "Waivers": rows(cluster.waivers) or "none\n",
         "Environment": "".join(f"{shown(e)}  # {e.why}\n" for e in context.envs),
@@ -37,6 +37,13 @@ def text(context: Context) -> str:
     if cluster.nodes > 1:
         parts["sbatch"] = slurm.sbatch(lowering, context.overrides, context.words["time"])
     return "\n".join(f"== {title} ==\n{part}" for title, part in parts.items())
+
+
+def lineage(context: Context) -> str:
+    """One line. Which host of this name it is, only a run can say: the receipt has the box."""
+    found = job.lineage(context)
+    pool = f" (pool {found['pool']})" if found["pool"] else ""
+    return f"lineage: {found['host']}{pool} / {found['family']} / {found['regime']}\n"
 
 
 def rows(table: dict) -> str:

@@ -104,7 +104,7 @@ def _reading(text: str) -> Reading | None:
     whole = {key: v for key in ("rank", "step", *BYTES) if type(v := said.get(key)) is int and 0 <= v < 2**63}
     if len(whole) < 2 + len(BYTES):
         return None
-    device = {k: said.get(k) for k in ("node", "device", "bus", "name", "expandable")} if "device" in said else None
+    device = {k: said.get(k) for k in ("node", "device", "bus", "name", "expandable", "uuid")} if "device" in said else None
     return Reading(when=said["when"], device=device, **whole)
 
 

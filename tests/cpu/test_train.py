@@ -22,6 +22,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.training import get_args
 from megatron.training.arguments import parse_and_validate_args
 
+from launch import steps
 from nam_megatron import train
 from nam_megatron.argv import argv as argv_of
 from nam_megatron.argv import plan_json
@@ -204,6 +205,14 @@ def eight_steps(tmp_path_factory) -> list[float]:
 def test_it_learns(eight_steps):
     assert len(eight_steps) == 8
     assert eight_steps[-1] < eight_steps[0] - 0.2
+
+
+def test_the_trainer_says_its_last_step_whatever_the_log_hides(tmp_path):
+    """`log_interval` hid it, and the step that was begun was told for the one that was done."""
+    (rank,) = run(tmp_path, "schedule.train_steps=3", "schedule.log_interval=2", "schedule.decay_steps=3", "optim.warmup_steps=0")
+    assert rank.code == 0, rank.err[-3000:]
+    said = steps.read(rank.out.splitlines())
+    assert (max(said.steps), steps.last_step(said)) == (2, 3)
 
 
 def test_two_data_parallel_ranks_are_one(tmp_path, eight_steps):

@@ -11,7 +11,8 @@ from launch import compare, receipt, receipts
 from launch.redact import Redactor
 from nam_megatron.errors import Refused
 
-LINEAGE = {"host": "h200_8", "family": "nam56r", "regime": "native_dp; 1 x 8 GPUs"}
+LINEAGE = {"host": "h200_8", "pool": None, "family": "nam56r", "regime": "native_dp; 1 x 8 GPUs"}
+BOX = {"gpus": "0123456789abcdef", "host": "aa", "salt": "bb"}
 RECIPE = {
     "preset": {"name": "a", "family": "nam56r"},
     "model": {"depth": 52, "letters": {"A": "attention"}, "substitute": []},
@@ -30,6 +31,7 @@ def made(run="one", end="completed", lineage=LINEAGE, **more):
         "run": run,
         "state": "open",
         "lineage": lineage,
+        "box": BOX,
         "recipe": copy.deepcopy(RECIPE),
         **more,
     }
@@ -48,9 +50,8 @@ def test_another_lineage_is_refused_by_its_name_and_a_rumor_with_anyway(key):
     pair = [made("one"), made("two", lineage=LINEAGE | {key: "else"})]
     with pytest.raises(Refused) as refused:
         compare.table(pair)
-    assert [p.message for p in refused.value.problems] == [
-        f"{compare.LINEAGE[key]} differs: `{LINEAGE[key]}` and `else`"
-    ]
+    said = {"regime": "`native_dp; 1 x 8 GPUs` and `else`"}.get(key, f"`{LINEAGE[key]}` and `else`")
+    assert [p.message for p in refused.value.problems] == [f"{compare.LINEAGE[key]} differs: {said}"]
     text = compare.table(pair, anyway=True)
     assert text.startswith("RUMOR: these runs are not comparable\n") and "== figures (RUMOR) ==" in text
 
@@ -102,7 +103,48 @@ def test_no_receipt_is_a_traceback(contents):
     receipts_ = [
         {**receipt.plain(c), "run": f"r{i}", "state": "sealed", "lineage": LINEAGE} for i, c in enumerate(contents)
     ]
-    assert "==" in compare.table(receipts_)
+    assert "==" in compare.table(receipts_, anyway=True)
+
+
+def refusals(*receipts_) -> list[str]:
+    return [p.message for p in compare.objections(receipts_)]
+
+
+def test_one_box_or_one_pool_is_compared_and_nothing_else():
+    """Three hosts behind one cluster name took 988, 1,205 and 1,414 ms, and were compared."""
+    one, two = made("one"), made("two", box={"gpus": "f" * 16, "host": "aa", "salt": "bb"})
+    assert refusals(one, made("two", box=BOX | {"host": "cc"})) == []  # a container's name changes, its GPUs do not
+    assert refusals(one, two) == ["2 hosts: `0123456789abcdef` and `ffffffffffffffff`"]
+    pooled = [made(name, box={"gpus": name}, lineage=LINEAGE | {"pool": "rack7"}) for name in ("a", "b", "c")]
+    assert refusals(*pooled) == []
+    assert refusals(pooled[0], one) == ["2 hosts: `a` and `0123456789abcdef`"]
+    older = made("older", schema=receipt.FIRST, box=None)
+    assert refusals(one, older) == ["no host is recorded in `older`"]
+    assert "RUMOR" in compare.table([one, older], anyway=True)
+
+
+def test_a_host_without_gpus_is_known_by_its_salted_name_within_one_folder():
+    def of(host, salt):
+        return made(host + salt, box={"gpus": None, "host": host, "salt": salt})
+
+    assert refusals(of("a", "x"), {**of("a", "x"), "run": "other"}) == []
+    assert len(refusals(of("a", "x"), of("a", "y"))) == 1
+
+
+def test_several_nodes_are_known_by_their_ranks_gpus():
+    def of(run, *gpus, said=2):
+        content = made(run, job={"nodes": 2, "world": 2})
+        content["outcome"] = {**content["outcome"], "ranks": [{"uuid": g} for g in gpus[:said]]}
+        return content
+
+    assert refusals(of("a", "g1", "g2"), of("b", "g2", "g1")) == []
+    assert refusals(of("a", "g1", "g2"), of("b", "g1", "g3"))[0].startswith("2 hosts: ")
+    assert refusals(of("a", "g1", "g2"), of("b", "g1", "g2", said=1)) == ["no host is recorded in `b`"]
+
+
+def test_a_run_is_not_compared_with_itself_nor_a_lost_one_at_all():
+    assert refusals(made("one"), made("one")) == ["`one` is compared with itself"]
+    assert refusals(made("one"), made("two", end="lost")) == ["`two` lost its launcher"]
 
 
 def test_the_commands(tmp_path, capsys, monkeypatch):
@@ -110,13 +152,13 @@ def test_the_commands(tmp_path, capsys, monkeypatch):
     runs = []
     for preset, end in (("a", "completed"), ("b", "failed")):
         opened = receipt.open_receipt(
-            root, preset, {"lineage": LINEAGE, "recipe": {"preset": {"name": preset}}}, Redactor({})
+            root, preset, {"lineage": LINEAGE, "box": BOX, "recipe": {"preset": {"name": preset}}}, Redactor({})
         )
         opened.seal(end, OUTCOME)
         runs.append(opened.folder)
     (root / "broken").mkdir()
     (root / "broken" / receipt.FILE).write_text("{}")
-    assert receipts.command([str(root)], {}) == 0
+    assert receipts.command([str(root)], {}) == 1  # one is damaged
     text = capsys.readouterr().out
     assert [line.split()[1] for line in text.splitlines()] == ["completed", "failed", "DAMAGED:"]
     assert "2567.0 ms, 25500.0 tokens/s/GPU" in text

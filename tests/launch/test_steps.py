@@ -137,7 +137,7 @@ def test_no_log_is_a_traceback_and_its_receipt_can_be_written(tmp_path_factory, 
     (folder / receipt.LOG).write_bytes(text[: len(text) - cut] if cut < len(text) else text)
     (folder / "nccl.1").write_bytes(text)
     came = outcome.of_log(folder, {"job": {"world": 2, "tokens_per_step": 5}, "forecast": {"peak_allocated_gib": 1.0}})
-    receipt.write(folder, receipt.sealed({"schema": receipt.SCHEMA, "run": "x"}, "lost", receipt.plain(came)))
+    receipt.write(folder, receipt.sealed({"schema": receipt.SCHEMA, "run": folder.name}, "lost", receipt.plain(came)))
     assert outcome.summary({**receipt.read(folder)["outcome"]})
 
 

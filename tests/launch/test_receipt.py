@@ -1,0 +1,209 @@
+"""What a receipt, a folder of receipts and a signature can and cannot be talked into."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from launch import compare, outcome, receipt, receipts, signature
+from launch.redact import Redactor
+from nam_megatron.errors import Refused
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    return tmp_path / "receipts"
+
+
+def opened(root: Path, preset: str = "x", **content) -> receipt.Receipt:
+    return receipt.open_receipt(root, preset, content, Redactor({}))
+
+
+def run(root: Path, preset: str = "x", log: str = "a log\n") -> Path:
+    """A sealed run with a log and a plan."""
+    made = opened(root, preset)
+    (made.folder / receipt.LOG).write_text(log)
+    (made.folder / receipt.PLAN).write_text("{}")
+    made.seal("completed", {"figures": {"loss": 1.0}})
+    return made.folder
+
+
+def edit(folder: Path, **changes) -> None:
+    file = folder / receipt.FILE
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def rehashed(folder: Path, **changes) -> None:
+    """What somebody does who has read receipt.py."""
+    edit(folder, **changes)
+    edit(folder, seal=receipt.digest(json.loads((folder / receipt.FILE).read_text())))
+
+
+def listed(root: Path, capsys, **options: str) -> tuple[int, str]:
+    code = receipts.command([str(root)], options)
+    return code, capsys.readouterr().out
+
+
+def change(folder: Path, name: str) -> None:
+    (folder / name).write_text("replaced")
+
+
+def twice(folder: Path, _: Path) -> None:
+    file = folder / receipt.FILE
+    file.write_text(file.read_text().replace("{", '{"state": "open",', 1))
+
+
+def swapped(a: Path, b: Path) -> None:
+    one, two = (f / receipt.FILE for f in (a, b))
+    text = one.read_text()
+    one.write_text(two.read_text())
+    two.write_text(text)
+
+
+ATTACKS = {
+    "edited": (lambda a, b: edit(a, opened="1999"), "was changed after it was sealed"),
+    "swapped": (swapped, "is the receipt of"),
+    "copied": (lambda a, b: shutil.copytree(a, a.with_name("20200101T000000Z-x-000000")), "is the receipt of"),
+    "log replaced": (lambda a, b: change(a, receipt.LOG), "`log.txt` of"),
+    "plan replaced": (lambda a, b: change(a, receipt.PLAN), "`plan.json` of"),
+    "key twice": (twice, "a key stands in it twice"),
+    "first removed": (lambda a, b: shutil.rmtree(a), "receipt 1 of 3 not here (removed, or damaged)"),
+    "last removed": (lambda a, b: shutil.rmtree(sorted(a.parent.glob("*-z-*"))[0]), "receipt 3 of 3 not here"),
+    "edited, hashed anew": (lambda a, b: rehashed(a, words=["other"]), "does not follow"),
+    "last edited, hashed anew": (
+        lambda a, b: rehashed(sorted(a.parent.glob("*-z-*"))[0], words=["other"]), "is not the receipt that was sealed last",
+    ),
+    "taken out of the chain": (lambda a, b: rehashed(b, chain=None), "has no place in a chain"),
+    "one place for two": (
+        lambda a, b: rehashed(b, chain=receipt.read(a)["chain"]), "have one place in the chain",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_folder_of_receipts_that_was_touched_is_a_finding(root, capsys, attack):
+    folders = [run(root, name) for name in "xyz"]
+    assert listed(root, capsys)[0] == 0
+    do, said = ATTACKS[attack]
+    do(*folders[:2])
+    code, out = listed(root, capsys)
+    assert code == 1 and said in out and "DAMAGED" in out
+
+
+def test_receipts_from_another_folder_are_read_without_its_chain(root, tmp_path, capsys):
+    """A few runs of a borrowed host come home: what is not among them is noted, not damage; what is out of order is."""
+    first, second, third = (run(root, name) for name in "xyz")
+    home = tmp_path / "home"
+    home.mkdir()
+    for folder in (first, third):
+        shutil.copytree(folder, home / folder.name)
+        (home / folder.name / receipt.LOG).unlink()  # published without it
+    code, out = listed(home, capsys)
+    assert code == 0 and "note: receipt 2 of 3 not here (another folder's chain" in out
+    shutil.copytree(second, home / second.name)
+    rehashed(home / second.name, words=["other"])
+    code, out = listed(home, capsys)
+    assert code == 1 and "does not follow" in out
+
+
+def test_an_open_receipt_that_was_edited_is_not_sealed_with_what_it_says(root, capsys):
+    made = opened(root, job={"tokens_per_step": 1})
+    os.close(made._lock)
+    edit(made.folder, job={"tokens_per_step": 10**9})
+    assert receipt.seal_lost(root, outcome.of_log) == []
+    code, out = listed(root, capsys)
+    assert code == 1 and "was changed" in out
+
+
+@pytest.mark.parametrize("how", ["vanished", "replaced"])
+def test_a_live_run_whose_lock_is_gone_is_not_sealed(root, capsys, how):
+    made = opened(root)
+    (made.folder / receipt.LOCK).rename(root / "kept")
+    if how == "replaced":
+        (made.folder / receipt.LOCK).touch()
+    code, out = listed(root, capsys)
+    assert code == 1 and "its lock is gone or another's" in out
+    assert receipt.read(made.folder)["state"] == "open"
+    made.seal("completed", {})
+    assert receipt.read(made.folder)["outcome"]["end"] == "completed"
+
+
+def test_a_seal_is_never_written_over(root):
+    made = opened(root)
+    with receipt.link(root, made.content["run"]) as chain:
+        sealed = receipt.sealed(receipt.read(made.folder) | {"chain": chain}, "lost", {})
+        receipt.write(made.folder, sealed)
+    for again in (lambda: made.record(more=1), lambda: made.seal("completed", {})):
+        with pytest.raises(Refused, match="was changed by somebody else during the run"):
+            again()
+    assert receipt.read(made.folder) == sealed
+
+
+def test_a_kill_between_the_seal_and_the_link_breaks_no_chain(root, capsys):
+    run(root)
+    kept = (root / receipt.CHAIN).read_text()
+    second = run(root, "y")
+    pending = json.loads(kept) | {"pending": second.name}
+    (root / receipt.CHAIN).write_text(json.dumps(pending))
+    assert listed(root, capsys)[0] == 0
+    run(root, "z")
+    assert listed(root, capsys)[0] == 0
+
+
+def test_a_preset_is_no_path(root):
+    with pytest.raises(Refused, match="cannot be part of a folder's name"):
+        opened(root, "../../elsewhere")
+    assert not root.exists()
+
+
+def test_a_kill_before_the_first_receipt_leaves_nothing(root):
+    left = root / f"{receipt.OPENING}20200101T000000Z-x-000000"
+    left.mkdir(parents=True)
+    (left / receipt.LOCK).touch()
+    (left / receipt.RESERVE).write_bytes(bytes(1 << 20))
+    assert receipt.seal_lost(root, outcome.of_log) == [] and not left.exists()
+
+
+def test_receipts_of_version_1_are_read_as_far_as_their_hash_goes(capsys):
+    found = [receipt.read(f) for f in receipt.folders(receipts.RECEIPTS)]
+    older = [r for r in found if r["schema"] == receipt.FIRST]
+    assert len(older) >= 17
+    assert receipts.standing(receipts.RECEIPTS / older[0]["run"], older[0], None) == ("version 1: its own hash only", False)
+    with pytest.raises(Refused, match="no host is recorded in"):
+        compare.table(older[:2])
+
+
+@pytest.fixture
+def keys(tmp_path) -> tuple[Path, Path]:
+    """(a private key, a file of allowed signers with it)"""
+    key = tmp_path / "key"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "me", "-f", str(key)], check=True)
+    signers = tmp_path / "signers"
+    signers.write_text(f"me@example.org {key.with_suffix('.pub').read_text()}")
+    return key, signers
+
+
+def test_a_signature_proves_what_a_hash_cannot(root, keys, capsys):
+    key, signers = keys
+    folder = run(root)
+    assert listed(root, capsys, signers=str(signers))[0] == 1  # nobody signed it
+    signature.sign(folder, str(key))
+    code, out = listed(root, capsys, signers=str(signers))
+    assert code == 0 and "signed by me@example.org" in out
+    rehashed(folder, words=["other"])  # by somebody without the key, who writes the chain's head anew, too
+    kept = json.loads((root / receipt.CHAIN).read_text()) | {"last": receipt.read(folder)["seal"]}
+    (root / receipt.CHAIN).write_text(json.dumps(kept))
+    assert listed(root, capsys)[0] == 0
+    code, out = listed(root, capsys, signers=str(signers))
+    assert code == 1 and "UNSIGNED" in out
+
+
+def test_a_key_that_cannot_sign_is_refused(root, tmp_path):
+    folder = run(root)
+    (tmp_path / "no-key").write_text("x")
+    with pytest.raises(Refused, match="is sealed and not signed"):
+        signature.sign(folder, str(tmp_path / "no-key"))
+    assert signature.key_objections(str(tmp_path / "nowhere")).key == "sign"
