@@ -4,12 +4,13 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from launch import finding, slurm
 from launch.context import Context
 from launch.job import TRAINERS
+from launch.redact import Redactor
 from nam_megatron import app
 from nam_megatron.errors import FINDINGS, INCOMPLETE, OK, Problem, Refused, raise_if
 from nam_megatron.lower import translate
@@ -44,6 +45,7 @@ FORMATS = {
 
 def run(verb: str, rest: list[str]) -> NoReturn:
     overrides = tuple(rest)
+    raise_if(telltale(overrides, os.environ))
 
     def task(recipe: Recipe, words: Mapping[str, Any], origin: Origin) -> int:
         sys.stderr.write(origin.unnamed_preset(recipe.preset.name))
@@ -53,6 +55,16 @@ def run(verb: str, rest: list[str]) -> NoReturn:
     # Hydra adds keys only where it is told to, and a waiver is one: `cluster.waivers={git: why}`, `cluster.waivers.git=why`.
     sys.argv[1:] = [f"++{word}" if word.startswith(WAIVERS) else word for word in rest]
     app.run("launch", KEYS, task)
+
+
+def telltale(overrides: Sequence[str], environ: Mapping[str, str]) -> Iterator[Problem]:
+    """Words of the command line that hold a secret: they would stand in scripts, in `ps`, in the history of the shell."""
+    redactor = Redactor(environ)
+    for number, word in enumerate(overrides, 1):
+        if redactor.betrays(word):
+            key = word.partition("=")[0]
+            hint = "leave it in a file or a variable of the host that needs it"
+            yield Problem(f"word {number} of the command line holds a secret", key if not redactor.betrays(key) else None, hint)
 
 
 def checked(verb: str, words: Mapping[str, Any]) -> dict[str, Any]:

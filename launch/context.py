@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from launch import slurm, source
+from launch import receipt, slurm, source
 from launch.finding import unknown
 from launch.overlay import child, overlay
 from launch.redact import Redactor
@@ -73,4 +73,5 @@ class Context:
             "<packages>": tuple(Path(p) for p in sys.path if p),
             "<home>": (Path(self.environ["HOME"]),) if self.environ.get("HOME") else (),
         }
-        return Redactor(self.environ, places, slurm.hosts(self.environ))
+        kept = receipt.kept_of(self.receipts)
+        return Redactor(self.environ, places, slurm.hosts(self.environ), kept["salt"] if kept else "")

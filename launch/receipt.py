@@ -43,6 +43,8 @@ STATES = ("open", "sealed")
 ENDS = ("completed", "failed", "refused", "interrupted", "lost")
 # Written as they are: they name no machine, and readers depend on them.
 OURS = ("schema", "run", "opened", "state", "lineage", "lock", "chain", "files", "box")
+# Here a text with a word that is not ours is left out whole: a person wrote it.
+WHOLE = ("words", "recipe", "job", "environ")
 
 
 @dataclass
@@ -82,7 +84,9 @@ class Receipt:
         self._written = content["seal"]
 
     def _redacted(self) -> dict[str, Any]:
-        return {k: plain(v) if k in OURS else self.redactor.tree(plain(v)) for k, v in self.content.items()}
+        return {
+            k: plain(v) if k in OURS else self.redactor.tree(plain(v), whole=k in WHOLE) for k, v in self.content.items()
+        }
 
 
 def open_receipt(root: Path, preset: str, content: Mapping[str, Any], redactor: Redactor) -> Receipt:

@@ -1,12 +1,18 @@
 """What may stand in a receipt: no secrets, no host names, no addresses, no paths of this machine."""
 
+import base64
 import hashlib
 import ipaddress
+import json
 import re
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, quote_plus
+
+from launch import steps
 
 # A variable is secret by a word of its name (`AWS_SECRET_ACCESS_KEY`) or by its name's end (`HFTOKEN`).
 SECRET_WORD = re.compile(
@@ -14,16 +20,48 @@ SECRET_WORD = re.compile(
     r"|(KEY|TOKEN|SECRET|PASSWORD|PASSWD)$",
     re.IGNORECASE,
 )
-# Secrets by their shape, wherever they come from.
+# Secrets by their shape, wherever they come from. What is given, a value after a name or a header, keeps its name.
 SECRET_SHAPE = re.compile(
-    r"\b(?:hf_\w{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|sk-[\w-]{16,}|nvapi-[\w-]{16,}|xox[abprs]-[\w-]{10,}"
-    r"|AKIA[0-9A-Z]{12,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+)|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*-----|\Z)"
+    r"\b(?:hf_\w{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|gl(?:pat|dt|rt|cbt)-[\w-]{16,}|sk-[\w-]{16,}|[sr]k_(?:live|test)_\w{10,}"
+    r"|nvapi-[\w-]{16,}|xox[abeprs]-[\w-]{10,}|xapp-[\w-]{10,}|(?:AKIA|ASIA|AROA|AIDA|AGPA|ANPA)[0-9A-Z]{12,}|AIza[\w-]{30,}|ya29\.[\w.-]{16,}"
+    r"|GOCSPX-[\w-]{16,}|\d+-\w{16,}\.apps\.googleusercontent\.com|\w{3}8Q~[\w.~-]{20,}|SG\.[\w-]{16,}\.[\w-]{16,}|npm_\w{30,}"
+    r"|pypi-[\w-]{16,}|do[opr]_v1_\w{16,}|dapi[0-9a-f]{32}|shp(?:at|ca|pa|ss)_\w{16,}|sq0\w{3}-[\w-]{16,}|key-[0-9a-f]{32}"
+    r"|hv[sbr]\.[\w-]{16,}|\w{14}\.atlasv1\.[\w-]{16,}|AGE-SECRET-KEY-1\w{16,}|PMAK-[\w-]{16,}|lin_api_\w{16,}|glsa_\w{16,}"
+    r"|\d{8,10}:[\w-]{35}|[\w-]{24,28}\.[\w-]{6}\.[\w-]{27,}|(?:SK|AC)[0-9a-f]{32}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+|arn:aws[\w:/+=,.@-]+"
+    r"|[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})"
+    r"|(?<![\w/+=])(?=[\w/+]*[a-z])(?=[\w/+]*[A-Z])(?=[\w/+]*\d)[A-Za-z0-9/+]{40}(?![\w/+=])"  # a secret access key
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY[A-Z ]*-----[\s\S]*?(?:-----END [A-Z ]*-----|\Z)"
 )
-IN_URL = re.compile(r"(?<=://)[^/\s@]+@")
+SECRET_NAME = (
+    r"(?:pass(?:word|wd|phrase)?|pwd|secret|token|api[_-]?key|apikey|access[_-]?key(?:[_-]?id)?|auth|credentials?|signature|sig"
+    r"|private[_-]?key|account[_-]?key|shared[_-]?key|shared[_-]?access[_-]?(?:key|signature)|encryption[_-]?key|client[_-]?id|tenant[_-]?id"
+    r"|subscription[_-]?id|key[_-]?pair[_-]?id|security[_-]?token|session[_-]?id)"
+)
+GIVEN = re.compile(
+    rf"(?i)((?:^|[^a-z])(?:[\w-]*[_-])?{SECRET_NAME}(?:[_-]?(?:key|token|id|value))?[\"']?\s*(?:=|:|=>|%3D)\s*[\"']?)(?!<secret>)[^\s\"'&,;|<>]+"
+)
+HEADER = re.compile(
+    r"(?i)(\b(?:proxy-)?authorization[\"']?\s*[:=]\s*[\"']?\w+\s+|\b(?:set-)?cookie[\"']?\s*:\s*|\bx-[\w-]*(?:token|key|secret)[\"']?\s*:\s*)[^\"'\r\n]+"
+)
+SCHEME = re.compile(r"(?i)(\b(?:bearer|basic|digest|negotiate)\s+)(?=[^\s\"']*[\d=_])[\w.~+/=-]{6,}")
+NETRC = re.compile(r"(?i)(\blogin\s+\S+\s+password\s+|\s-(?:p|pw)\s+|--(?:password|token|secret|api-key)\s+)\S+")
+KEY_BEGINS = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY[A-Z ]*-----")
+KEY_LINE = re.compile(r"(?:\[\w+\]:\s*)?\s*(?:[A-Za-z0-9+/=]{1,76}|[\w-]+: \S.{0,76}|-----END [A-Z ]*-----.*)?\s*")
+IN_URL = re.compile(r"(?<=://)[^/\s@]*:[^\s@]*@|(?<=://)[^/\s@]+@")
 # Variables that are recorded: those of the software that trains, and no others.
 RECORDED = re.compile(
     r"^(NCCL|TORCH|TORCHINDUCTOR|TORCHELASTIC|PYTORCH|CUDA|CUBLAS|CUDNN|NVTE|NVIDIA|TRITON|OMP|MKL|UCX|GLOO|NVSHMEM|TOKENIZERS)(_|$)"
 )
+# Of those, the values that say nothing but how. Any other variable is known by its name.
+PLAIN_VALUE = re.compile(r"\d{1,6}|true|false|on|off|yes|no|none|(?:INIT|NET|INFO|WARN|VERSION|TRACE|ALL|COLL|GRAPH)(?:,[A-Z]{2,8})*"
+    r"|expandable_segments:(?:True|False)|\d{1,3}(?:\.\d{1,4}){1,3}a?(?:-\d{1,3})?", re.IGNORECASE)  # fmt: skip
+SET = "<set>"
+# Whose values are known for what they are; any other variable's may be a secret under a name that does not say so.
+ORDINARY = re.compile(
+    r"^(HOME|PWD|OLDPWD|PATH|HOSTNAME|USER|LOGNAME|SHELL|TERM|LANG|LANGUAGE|LC_\w+|SHLVL|_|COLUMNS|LINES|MAIL|EDITOR|PAGER|VISUAL|DISPLAY|TZ"
+    r"|LS_COLORS|LESS\w*|XDG_\w+|PYTHON\w+|CONDA_\w+|VIRTUAL_ENV\w*|SLURM_\w+|PYTEST_\w+|MASTER_ADDR|MASTER_PORT|RANK|WORLD_SIZE)$"
+)
+PATHS = re.compile(r"(?:/[\w.@+ -]*)+(?::(?:/[\w.@+ -]*)+)*:?")
 # Two parts at least, and no `https://`. What a shell or Python quotes a path with ends it.
 PART = r"[^\s/'\"`:,;=()\[\]{}<>|]+"
 ABSOLUTE = re.compile(rf"(?<![\w.<>/-])(?!(?<=:)//)/+(?!(?:proc|sys|dev)/){PART}(?:/{PART})+/?")
@@ -34,16 +72,30 @@ PRIVATE = tuple(
 )
 NAME = re.compile(r"[\w.-]{1,64}")
 # A shorter value is not looked for in texts: it would be found everywhere. Characters, and digits where there is nothing else.
-SHORT, SHORT_NUMBER = 4, 8
+SHORT, SHORT_NUMBER, SHORT_UNNAMED = 4, 8, 6
 WORDS = {"true", "false", "none", "null", "auto"}
-MARK, HOST, ADDRESS = "<secret>", "<host>", "<address>"
+MARK, HOST, ADDRESS, TEXT = "<secret>", "<host>", "<address>", "<text>"
+ONE_MARK = r"<(?:secret|host|address|text|set|checkout|receipts|scratch|durable|python|packages|home|path [0-9a-f]{8})>"
+MARKS, PLACED = re.compile(rf"{ONE_MARK}(?:[/:,]{ONE_MARK})*"), re.compile(r"(<[a-z]+>)/(.+)", re.DOTALL)
+WORD = re.compile(r"\w+")
+TOKEN = re.compile(rf"(?P<mark>{ONE_MARK})|\w+")
+# Numbers, and names that are a kind and a number: of versions, GPUs, NICs, links, file systems.
+FIGURE = re.compile(
+    r"\d{1,9}|\d+(?:[eE]\d{1,3})|(?:cu|cuda|python|post|rc|dev|NV|GPU|NIC|v|H|A|B|GH|GB|sm|bond|eth|ib)\d{1,4}a?|mlx5_(?:bond_)?\d{1,3}|\d{1,3}[KMG]"
+    r"|[0-9A-Fa-f]{2}|[0-9A-Fa-f]{8}|\d{1,4}x\d{1,4}|ext[234]|nfs4?|\d+[TZ]"
+    r"|[ADEGMR]{1,64}"  # layers
+)
+LONG_NUMBER = re.compile(r"(?<![\w.])(?:\d[ -]?){12,}")
+# Keys whose values are hashes that we made.
+HASHES = ("revision", "tree", "diff_sha256", "nam_megatron", "launch", "uuid", "seal", "before", "id")
+HASH = re.compile(r"[0-9a-f]{7,64}")
 
 
 class Redactor:
     """Takes secrets, hosts, addresses and paths out of text.
 
     environ: whose secret values are looked for everywhere. places: name -> folders that it stands for. hosts: more names than this
-    host's own.
+    host's own. salt: makes the marks of paths those of one folder of receipts.
     """
 
     def __init__(
@@ -51,10 +103,16 @@ class Redactor:
         environ: Mapping[str, str],
         places: Mapping[str, Iterable[Path]] | None = None,
         hosts: Iterable[str] = (),
+        salt: str = "",
     ):
-        values = {v for k, v in environ.items() if SECRET_WORD.search(k)}
-        values |= {line.strip() for v in values for line in v.splitlines()}
-        self._secrets = sorted(filter(telling, values), key=len, reverse=True)
+        named = {part for k, v in environ.items() if SECRET_WORD.search(k) for part in (v, *_lines(v)) if telling(part)}
+        unnamed = {
+            part for k, v in environ.items() if not ORDINARY.match(k) for part in (v, *_lines(v)) if maybe_secret(part)
+        }
+        encoded = {form for value in named | unnamed for form in _encoded(value)}
+        by_length = partial(sorted, key=len, reverse=True)
+        self._named, self._secrets = by_length(named), by_length(named | unnamed | encoded)
+        self._salt = salt
         found = {
             str(p): name for name, paths in (places or {}).items() for path in paths for p in (path, path.resolve())
         }
@@ -72,29 +130,84 @@ class Redactor:
         """`text` without secrets; hosts and paths stay."""
         for value in self._secrets:
             text = text.replace(value, MARK)
-        return SECRET_SHAPE.sub(MARK, IN_URL.sub(f"{MARK}@", text))
+        return shapeless(text)
+
+    def betrays(self, word: str) -> bool:
+        """Whether a word of a command line holds a secret: the value of a variable that is called one, or something of its shape."""
+        return any(value in word for value in self._named if not published(value) == value) or shapeless(word) != word
 
     def text(self, text: str) -> str:
         """`text` without anything that names this machine."""
         text = self.secrets(text)
         for path, name in self._places:
             text = re.sub(re.escape(path) + r"(?![\w.-])", name, text)
-        text = ABSOLUTE.sub(_unnamed, FILE_URL.sub(" /", text))
+        text = ABSOLUTE.sub(self._unnamed, FILE_URL.sub(" /", text))
         text = IPV4.sub(_address, text)
         return self._hosts.sub(HOST, text) if self._hosts else text
 
-    def tree(self, node: Any) -> Any:
-        """The same for every text in plain data. Keys that are names stay: they are ours, or those of variables and packages."""
+    def tree(self, node: Any, whole: bool = False) -> Any:
+        """Plain data for a receipt: of every text only words that stand in our own files, numbers, and marks. Keys that are names stay.
+
+        whole: a text with any other word is left out whole, as what a person wrote is.
+        """
         if isinstance(node, str):
-            return self.text(node)
+            return self.shown(node, whole)
         if isinstance(node, Mapping):
-            return {k if NAME.fullmatch(k) else self.text(k): self.tree(v) for k, v in node.items()}
-        return [self.tree(v) for v in node] if isinstance(node, (list, tuple)) else node
+            return {
+                k if NAME.fullmatch(k) else self.shown(k, whole): v if k in HASHES and _is_hash(v) else self.tree(v, whole)
+                for k, v in node.items()
+            }
+        return [self.tree(v, whole) for v in node] if isinstance(node, (list, tuple)) else node
+
+    def shown(self, text: str, whole: bool) -> str:
+        """`text` for a receipt. `KEY=VALUE` keeps a key that is ours."""
+        text = self.text(text)
+        if (shown := published(text)) == text or not whole:
+            return shown
+        key, sign, value = text.partition("=")
+        if sign and published(key) == key:
+            return f"{key}={self.shown(value, whole)}"
+        if found := PLACED.fullmatch(text):
+            return f"{found[1]}/{self._mark(found[2])}"
+        return text if MARKS.fullmatch(text) else TEXT
 
     def environ(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """The variables that a receipt records."""
+        """The variables that a receipt records: by name, with a value where it says nothing but how."""
         kept = {k: v for k, v in sorted(environ.items()) if RECORDED.search(k)}
-        return {k: MARK if SECRET_WORD.search(k) else self.text(v) for k, v in kept.items()}
+        plain = {k: not SECRET_WORD.search(k) and PLAIN_VALUE.fullmatch(v) and self.secrets(v) == v for k, v in kept.items()}
+        return {k: v if plain[k] else SET for k, v in kept.items()}
+
+    def _unnamed(self, found: re.Match[str]) -> str:
+        return self._mark(found[0])
+
+    def _mark(self, path: str) -> str:
+        """A path as a mark by which two receipts of a folder can tell whether it was the same one."""
+        return f"<path {hashlib.sha256((self._salt + path.rstrip('/')).encode()).hexdigest()[:8]}>"
+
+
+class Stream:
+    """Takes secrets out of text that comes line by line: a key of several lines is one secret. What the steps' parser reads stays."""
+
+    def __init__(self, redactor: Redactor):
+        self._redactor, self._in_key = redactor, False
+
+    def lines(self, said: Sequence[str]) -> list[str]:
+        """Many at once: one look tells that there is nothing in them, as there mostly is not."""
+        text = "\n".join(said)
+        if not self._in_key and not KEY_BEGINS.search(text) and self._redactor.secrets(text) == text:
+            return list(said)
+        return [self.line(line) for line in said]
+
+    def line(self, text: str) -> str:
+        if steps.parse(text) is not None:
+            self._in_key = False
+            return steps.guarded(text, self._redactor.secrets)
+        if self._in_key and KEY_LINE.fullmatch(text):
+            self._in_key = "-----END" not in text
+            return MARK
+        begins = KEY_BEGINS.search(text)
+        self._in_key = bool(begins) and "-----END" not in text[begins.end() :]
+        return self._redactor.secrets(text)
 
 
 def telling(value: str) -> bool:
@@ -102,9 +215,55 @@ def telling(value: str) -> bool:
     return len(value) >= (SHORT_NUMBER if value.isdecimal() else SHORT) and value.lower() not in WORDS
 
 
-def _unnamed(found: re.Match[str]) -> str:
-    """A path as a mark by which two receipts can tell whether it was the same one."""
-    return f"<path {hashlib.sha256(found[0].rstrip('/').encode()).hexdigest()[:8]}>"
+def maybe_secret(value: str) -> bool:
+    """Whether the value of a variable may be a secret although its name does not say so: no path, no number, none of our own words."""
+    return len(value) >= SHORT_UNNAMED and not PATHS.fullmatch(value) and published(value) != value
+
+
+def shapeless(text: str) -> str:
+    """`text` without what has the shape of a secret."""
+    text = IN_URL.sub(f"{MARK}@", SECRET_SHAPE.sub(MARK, text))
+    for pattern in (HEADER, SCHEME, GIVEN, NETRC):
+        text = pattern.sub(rf"\g<1>{MARK}", text)
+    return text
+
+
+def _lines(value: str) -> list[str]:
+    return [line.strip() for line in value.splitlines()]
+
+
+def _encoded(value: str) -> Iterator[str]:
+    """The forms in which a secret travels: in a URL, in JSON, in hexadecimal digits, in base64 at any of its three places."""
+    raw = value.encode("utf-8", "surrogateescape")
+    if len(raw) < SHORT_UNNAMED:  # the forms of a short one are short, too, and found everywhere
+        return
+    yield from {quote(raw, safe=""), quote(raw), quote_plus(raw), json.dumps(value)[1:-1], repr(value)[1:-1]} - {value}
+    yield from (raw.hex(), raw.hex().upper())
+    for place in range(3):
+        text = base64.b64encode(bytes(place) + raw).decode()
+        # Characters that are of this secret alone, whatever stands before and after it.
+        inner = text[(0, 2, 3)[place] : len(text) - (0, 3, 2)[(place + len(raw)) % 3]]
+        yield from {inner, inner.replace("+", "-").replace("/", "_")}
+
+
+@cache
+def vocabulary() -> frozenset[str]:
+    """Every word of this checkout's own programs and configs: a receipt says no others."""
+    here = Path(__file__).parent
+    files = [*here.rglob("*.py"), *here.rglob("*.toml"), *(here.parent / "nam_megatron").rglob("*.py")]
+    files += [file for folder in (here.parent / "conf", here.parent / "nam_megatron" / "conf") for file in folder.rglob("*.yaml")]
+    words = {w for f in files for w in (f.stem, *WORD.findall(f.read_text(encoding="utf-8", errors="replace")))}
+    return frozenset(words | {part for word in words for part in word.split("_")})
+
+
+def published(text: str) -> str:
+    """`text` with `<text>` for every word that is not one of ours, and for long numbers."""
+    known = vocabulary()
+    return LONG_NUMBER.sub(TEXT, TOKEN.sub(lambda m: m[0] if m["mark"] or m[0] in known or FIGURE.fullmatch(m[0]) else TEXT, text))
+
+
+def _is_hash(value: Any) -> bool:
+    return isinstance(value, str) and HASH.fullmatch(value) is not None
 
 
 def _address(found: re.Match[str]) -> str:

@@ -13,7 +13,7 @@ from launch import box, finding, hang, job, outcome, patch, preflight, receipt, 
 from launch.context import Context
 from launch.process import Interrupted, Process, Signals, ignore, interrupt
 from launch.receipt import Receipt
-from launch.redact import Redactor
+from launch.redact import Redactor, Stream
 from launch.terminal import Terminal
 from nam_megatron import lineage
 from nam_megatron.argv import plan_json
@@ -28,6 +28,8 @@ def run(context: Context, start: Start = job.words) -> int:
     start: makes the words that are started, see `job.words`; the tests put a small trainer there.
     Raises Refused where no receipt can be written, or another launch has the port.
     """
+    with receipt.own(context.receipts):
+        pass  # its salt is in the marks of paths
     for name in receipt.seal_lost(context.receipts, outcome.of_log):
         sys.stderr.write(f"note: {name} lost its launcher; it is sealed now\n")
     with port_held(context.words["port"]), Signals() as signals:
@@ -179,7 +181,7 @@ class Log:
 
     def __init__(self, path: Path, redactor: Redactor):
         self._file = open(path, "ab")  # noqa: SIM115  closed by __exit__
-        self._redactor = redactor
+        self._stream = Stream(redactor)
 
     def __enter__(self) -> "Log":
         return self
@@ -190,7 +192,7 @@ class Log:
 
     def lines(self, said: Sequence[str]) -> list[str]:
         """Write lines, all at once; returns them as they were written."""
-        text = self._redactor.secrets("\n".join(said))
+        text = "\n".join(self._stream.lines(said))
         self._file.write(text.encode() + b"\n")
         self._file.flush()
         return text.split("\n")

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import pairwise
@@ -25,6 +25,8 @@ NAN_STEPS, SKIPPED = "number of nan iterations", "number of skipped iterations"
 APART = 3  # first steps, in which Triton tunes, cuDNN plans and the allocator grows
 WINDOW = 50  # step lines that the figures are taken from, at most
 BYTES = ("allocated", "peak_allocated", "reserved", "peak_reserved")
+DEVICE = ("node", "device", "bus", "name", "expandable", "uuid")
+KNOWN = ("rank", "when", "step", *BYTES, *DEVICE)
 GIB = 2**30
 
 
@@ -87,6 +89,32 @@ def parse(line: str) -> Step | Reading | Save | None:
     return None
 
 
+# What `guarded` lets stand: names of figures that Megatron and we print.
+NAMED = re.compile(
+    r"\|?\s*(?:consumed samples|elapsed time per iteration \(ms\)|throughput per GPU \(TFLOP/s/GPU\)|model TFLOP/s/GPU|learning rate"
+    r"|global batch size|(?:mtp_\d+|lm|indexer|dsa indexer) loss|(?:[a-z]+_)?load_balancing_loss|z_loss|loss scale|grad norm|num zeros|params norm"
+    r"|max attention logit|number of (?:skipped|nan) iterations):\s*" + NUMBER + r"\s*(?=\||$)",
+    re.IGNORECASE,
+)
+COUNT = re.compile(r"\biteration\s+\d{1,18}/\s*\d{1,18}\s+\|")
+
+
+def guarded(line: str, hide: Callable[[str], str]) -> str:
+    """A line that `parse` reads, with `hide` over everything but what it reads: no secret that looks like a word of it blinds the parser."""
+    if found := READING.search(line):
+        said = json.loads(found[1])
+        kept = {k: hide(v) if isinstance(v, str) and k != "when" else v for k, v in said.items() if k in KNOWN}
+        return f"{hide(line[: found.start()])}nam_megatron.readings {json.dumps(kept)}"
+    spans = sorted(m.span() for p in (TIME_OF_DAY, COUNT, NAMED, SAVE, MEMORY) for m in p.finditer(line))
+    text, done = "", 0
+    for start, end in spans:
+        if start >= done:
+            text, done = text + hide(line[done:start]) + line[start:end], end
+        else:
+            text, done = text + line[done : max(done, end)], max(done, end)
+    return text + hide(line[done:])
+
+
 def time_of_day(text: str) -> datetime | None:
     try:
         return datetime.fromisoformat(text)
@@ -104,7 +132,7 @@ def _reading(text: str) -> Reading | None:
     whole = {key: v for key in ("rank", "step", *BYTES) if type(v := said.get(key)) is int and 0 <= v < 2**63}
     if len(whole) < 2 + len(BYTES):
         return None
-    device = {k: said.get(k) for k in ("node", "device", "bus", "name", "expandable", "uuid")} if "device" in said else None
+    device = {k: said.get(k) for k in DEVICE} if "device" in said else None
     return Reading(when=said["when"], device=device, **whole)
 
 

@@ -1,7 +1,7 @@
 """A run on a CPU: `launch run` as it is, with a small trainer in the place of torchrun, and a preflight that has nothing to say.
 
     python stand_in.py launch ROOT WORDS [OVERRIDE ...]    a launcher whose receipts lie in ROOT; WORDS: of the trainer
-        STAND_IN_CHECKS=SECONDS of preflight; STAND_IN_RANKS=N trainers under a real torchrun
+        STAND_IN_CHECKS=SECONDS of preflight; STAND_IN_RANKS=N trainers under a real torchrun; STAND_IN_SAYS=FILE that they print
     python stand_in.py train WORDS                         the trainer: `steps=5 sleep=0.01 ...`, see `train`
 
 What it cannot show: GPUs, NCCL, Megatron. The lines are those of megatron-core 0.19.2's training_log.
@@ -40,6 +40,12 @@ def reading(when: str, step: int, gap: int, **more: object) -> str:
     return "nam_megatron.readings " + json.dumps({"rank": rank, "when": when, "step": step, **bytes_, **more})
 
 
+def say(text: str) -> None:
+    """In one write, as the trainer does: two ranks share the pipe, and print() ends a line in a second one when unbuffered."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
 def train(words: dict[str, str]) -> int:
     """steps, sleep (seconds a step), stop (last step printed), code, say (a last line), chat (MiB of noise), deaf, child,
     touch (a file, once running).
@@ -56,7 +62,7 @@ def train(words: dict[str, str]) -> int:
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
     steps = int(words.get("steps", 5))
     device = {"node": 0, "device": 0, "bus": "00000000:18:00.0", "name": "stand-in", "expandable": True}
-    print(reading("built", 0, 1 << 30, **device), flush=True)
+    say(reading("built", 0, 1 << 30, **device))
     heart = Heart()
     if "beat" in words:  # with a heart; rank 1 stops in this step
         run = max(Path(words["root"]).glob("*/receipt.json"), key=lambda f: f.stat().st_mtime).parent
@@ -65,23 +71,22 @@ def train(words: dict[str, str]) -> int:
         heart.step(step - 1)
         if words.get("beat") == str(step) and os.environ.get("RANK") == "1":
             os.kill(os.getpid(), signal.SIGSTOP)
-        print(step_line(step, steps, 9000 if step == 1 else 100 + step), flush=True)
+        say(step_line(step, steps, 9000 if step == 1 else 100 + step))
         if "touch" in words:
             Path(words["touch"]).touch()
         time.sleep(float(words.get("sleep", 0)))
         if stopped:
-            print(f"[{now()}] saving checkpoint at iteration {step:7d} to ckpt in torch_dist format", flush=True)
-            print(
-                f"  [{now()}] successfully saved checkpoint from iteration {step:7d} to ckpt [ t 1/1, p 1/1 ]",
-                flush=True,
-            )
-            print(reading("end", step, 1 << 20), flush=True)
+            say(f"[{now()}] saving checkpoint at iteration {step:7d} to ckpt in torch_dist format")
+            say(f"  [{now()}] successfully saved checkpoint from iteration {step:7d} to ckpt [ t 1/1, p 1/1 ]")
+            say(reading("end", step, 1 << 20))
             return 0
     for _ in range(int(words.get("chat", 0))):  # MiB
         print((("x" * 127 + "\n") * 8192), end="", flush=True)
-    print(reading("end", steps, 1 << 20), flush=True)
+    say(reading("end", steps, 1 << 20))
+    for line in Path(os.environ["STAND_IN_SAYS"]).read_text().splitlines() if "STAND_IN_SAYS" in os.environ else ():
+        say(line)
     if "say" in words:
-        print(words["say"], flush=True)
+        say(words["say"])
     return int(words.get("code", 0))
 
 

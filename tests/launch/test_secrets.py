@@ -1,0 +1,183 @@
+"""A sweep over classes of secrets: none reaches receipt.json, log or sbatch, wherever it comes from. And no weak one blinds the parser."""
+
+import base64
+import json
+import random
+import string
+from urllib.parse import quote
+
+import pytest
+import stand_in
+from command import warm
+from test_run import Launcher
+
+from launch import outcome, receipt, steps
+from launch.app import telltale
+from launch.redact import Redactor
+from launch.run import Log
+
+DICE = random.Random(17)
+
+
+def some(count: int, alphabet: str = string.ascii_letters + string.digits) -> str:
+    """Looks like a key: of every sort of character, never a word."""
+    text = "".join(DICE.choice(alphabet) for _ in range(count - 3))
+    return text + {16: "a1f"}.get(len(alphabet), "9aZ" if "Z" in alphabet and "a" in alphabet else alphabet[-3:])
+
+
+HEX, UPPER = "0123456789abcdef", string.ascii_uppercase + string.digits
+# class -> (a line that carries it, the secret in it). Made here, so that no scanner takes this file for a leak.
+BY_SHAPE: dict[str, tuple[str, str]] = {}
+
+
+def shape(name: str, line: str, secret: str) -> None:
+    BY_SHAPE[name] = (line.format(secret), secret)
+
+
+for name, secret in {
+    "Hugging Face token": "hf_" + some(34), "GitHub token": "ghp_" + some(36), "GitHub fine-grained": "github_pat_" + some(40),
+    "GitLab token": "glpat-" + some(20), "OpenAI key": "sk-" + some(40), "OpenAI project key": "sk-proj-" + some(40),
+    "Anthropic key": "sk-ant-api03-" + some(40), "Stripe key": "sk_live_" + some(24), "NVIDIA key": "nvapi-" + some(40),
+    "Slack token": "xoxb-" + some(24), "Slack app": "xapp-1-" + some(24), "AWS key id": "AKIA" + some(16, UPPER),
+    "AWS session id": "ASIA" + some(16, UPPER), "AWS role id": "AROA" + some(16, UPPER), "AWS secret key": some(40),
+    "AWS ARN": "arn:aws:iam::123456789012:role/" + some(12), "Google API key": "AIza" + some(35), "Google OAuth": "ya29." + some(40),
+    "Google client secret": "GOCSPX-" + some(28), "Google client id": f"1234567890-{some(32)}.apps.googleusercontent.com",
+    "Azure client secret": "abc8Q~" + some(34), "Azure tenant": "-".join(some(n, HEX) for n in (8, 4, 4, 4, 12)),
+    "SendGrid key": f"SG.{some(22)}.{some(43)}", "npm token": "npm_" + some(36), "PyPI token": "pypi-AgEI" + some(60),
+    "DigitalOcean token": "dop_v1_" + some(64, HEX), "Databricks token": "dapi" + some(32, HEX), "Vault token": "hvs." + some(24),
+    "Terraform token": f"{some(14)}.atlasv1.{some(60)}", "age key": "AGE-SECRET-KEY-1" + some(58, UPPER), "Telegram bot": "123456789:" + some(35),
+    "Grafana token": "glsa_" + some(32), "Mailgun key": "key-" + some(32, HEX), "Twilio key": "SK" + some(32, HEX),
+    "JSON web token": f"eyJ{some(20)}.eyJ{some(30)}.{some(43)}",
+}.items():  # fmt: skip
+    shape(name, "connecting with {} to the bucket", secret)
+for name, line in {
+    "bearer header": "Authorization: Bearer {}", "bearer alone": "got 401 for bearer {}", "basic header": "authorization: Basic {}",
+    "token header": "{{'Authorization': 'token {}'}}", "api key header": "X-Api-Key: {}", "cookie": "Cookie: session={}",
+    "password=": "dsn host=db password={} port=1", "PASSWORD:": "PASSWORD: {}", "json password": '{{"db_password": "{}"}}',
+    "flag with a space": "run --password {} now", "flag with =": "run --api-key={}", "client secret": "client_secret={}&grant=x",
+    "credentials in a URL": "s3 endpoint https://me:{}@store.example/x", "database URL": "postgres://svc:{}@db/x",
+    "AWS presigned URL": "GET https://b.s3.example/k?X-Amz-Expires=60&X-Amz-Signature={}",
+    "GCS presigned URL": "GET https://s.example/b/k?X-Goog-Signature={}", "Azure SAS": "https://a.blob.example/c?sv=2024&sig={}",
+    "Azure account key": "DefaultEndpointsProtocol=https;AccountKey={};X=y", "CloudFront": "https://d.example/f?Signature={}&Key-Pair-Id=K",
+    "netrc": "machine api.example login user password {}", "access_key": "aws_secret_access_key = {}", "encoded =": "next=a%26token%3D{}",
+}.items():  # fmt: skip
+    shape(name, line, some(24))
+
+# class -> (variable, value, the line that shows it, what must not be seen)
+WORDY = "correct-horse-Xq7-staple"
+BY_VALUE = {
+    "a variable that says secret": ("WANDB_API_KEY", some(40, HEX), "{}", None),
+    "a variable that does not": ("MY_SETTINGS", some(20), "using {}", None),
+    "a passphrase without a name": ("GREETING", WORDY, "using {}", None),
+    "a short password": ("DB_PASSWORD", "x7#q", "tried {}", None),
+    "of the recorded ones": ("NCCL_SOCKET_IFNAME", some(20), "NCCL said {}", None),
+    "base64": ("HF_TOKEN", WORDY, "sent " + base64.b64encode(WORDY.encode()).decode(), base64.b64encode(WORDY.encode())[2:-6].decode()),
+    "base64 in the middle": ("HF_TOKEN", WORDY, "sent " + base64.b64encode(f"u:{WORDY}:x".encode()).decode(), base64.b64encode(f"u:{WORDY}".encode())[4:-6].decode()),
+    "hexadecimal": ("HF_TOKEN", WORDY, "sent " + WORDY.encode().hex(), WORDY.encode().hex()),
+    "in a URL": ("HF_TOKEN", "p/w d+Xq7?", "sent " + quote("p/w d+Xq7?", safe=""), quote("p/w d+Xq7?", safe="")),
+    "in JSON": ("HF_TOKEN", 'p"w\\d9-Xq7', "sent " + json.dumps('p"w\\d9-Xq7'), 'p\\"w'),
+    "one of several lines": ("SERVICE_CONFIG", f"first\n{some(20)}\nlast", "{}", None),
+}  # fmt: skip
+PEM = ["-----BEGIN OPENSSH PRIVATE KEY-----", *(some(64) for _ in range(4)), some(20) + "==", "-----END OPENSSH PRIVATE KEY-----"]
+
+
+def written(tmp_path, lines: list[str], environ: dict[str, str]) -> tuple[str, str]:
+    """(log, receipt.json) of a run that says `lines` in every place there is."""
+    redactor = Redactor(environ, salt="s")
+    text = "\n".join(lines)
+    made = receipt.open_receipt(
+        tmp_path / "receipts", "x",
+        {
+            "words": [f"data.path={text}", text], "environ": redactor.environ(environ | {"NCCL_DEBUG_FILE": text}),
+            "recipe": {"data": {"path": text}, "cluster": {"waivers": {"git": text}}, "schedule": {"save": f"/data/{text}"}},
+            "job": {"command": ["python", f"--load={text}"], "overlay": {"TMPDIR": {"value": f"/x/{text}", "why": text}}},
+            "findings": [{"name": "stale", "level": "fail", "message": f"PID 5 ({text}) runs"}], "host": {"driver": text},
+        },
+        redactor,
+    )  # fmt: skip
+    with Log(made.folder / receipt.LOG, redactor) as log:
+        for line in lines:
+            log.lines([line])
+        for line in lines:
+            log.lines([f"RuntimeError: {line}"])
+            log.lines([f"error: {line}"])
+    made.seal("failed", outcome.of_log(made.folder, made.content))
+    return (made.folder / receipt.LOG).read_text(), (made.folder / receipt.FILE).read_text()
+
+
+@pytest.mark.parametrize("name", BY_SHAPE)
+def test_a_secret_by_its_shape(tmp_path, name):
+    line, secret = BY_SHAPE[name]
+    for text in written(tmp_path, [line], {}):
+        assert secret not in text and secret[-12:] not in text
+    (problem,) = telltale(["conf=nam56r", f"data.path={line}"], {})
+    assert problem.key == "data.path" and secret not in problem.message
+
+
+@pytest.mark.parametrize("name", BY_VALUE)
+def test_a_secret_of_the_environment(tmp_path, name):
+    variable, value, line, hidden = BY_VALUE[name]
+    shown = value.splitlines()[len(value.splitlines()) // 2]
+    for text in written(tmp_path, [line.format(shown) if "{}" in line else line], {variable: value}):
+        assert (hidden or shown) not in text and shown not in text
+
+
+def test_a_key_of_several_lines(tmp_path):
+    for text in written(tmp_path, PEM, {}):
+        assert not any(line in text for line in PEM[1:-1])
+
+
+def test_how_many_classes_there_are():
+    assert len(BY_SHAPE) + len(BY_VALUE) + 1 >= 40
+
+
+@pytest.mark.parametrize("word", ["iteration", "elapsed", "lm loss", "consumed", "grad", "nam_megatron", "when", "rank", "0000", "845.1"])
+def test_a_weak_secret_does_not_blind_the_parser(tmp_path, word):
+    lines = [stand_in.step_line(n, 3) for n in (1, 2, 3)] + [stand_in.reading("end", 3, 0)]
+    lines += [f"[{stand_in.now()}] saving checkpoint at iteration       3 to ckpt in torch_dist format"]
+    redactor = Redactor({"HF_TOKEN": word, "MY_PASSWORD": word * 2})
+    with Log(tmp_path / receipt.LOG, redactor) as log:
+        for line in lines:
+            log.lines([line])
+        log.lines([f"said {word}"])
+    text = (tmp_path / receipt.LOG).read_text()
+    said = steps.read(text.splitlines())
+    assert (list(said.steps), steps.last_step(said), len(said.saves)) == ([1, 2, 3], 3, 1)
+    assert [s.values[steps.LOSS] for s in said.steps.values()] == [6.931472] * 3
+    assert len(word) < 5 or f"said {word}" not in text
+
+
+def test_what_stands_between_the_figures_of_a_step_is_no_figure(tmp_path):
+    secret = some(20)
+    line = stand_in.step_line(1, 3) + f" {secret}: 5 | note {secret} |"
+    reading = stand_in.reading("built", 0, 0, device=0, node=0, bus="b", name=f"GPU {secret}", note=secret)
+    with Log(tmp_path / receipt.LOG, Redactor({"MY_SETTINGS": secret})) as log:
+        log.lines([line])
+        log.lines([reading])
+    text = (tmp_path / receipt.LOG).read_text()
+    assert secret not in text and len(steps.read(text.splitlines()).steps) == 1
+
+
+@pytest.mark.parametrize("verb", ["show format=sbatch", "show format=torchrun", "run", "check"])
+def test_no_command_takes_a_secret_as_a_word(verb):
+    secret = "hf_" + some(34)
+    ran = warm(*verb.split(), "conf=nam56r_smoke", f"schedule.save=/x/{secret}", "schedule.save_interval=1", module="launch.__main__")
+    assert ran.code == 2 and secret not in ran.out + ran.err, ran.err
+    assert "word 3 of the command line" in ran.err or "word 2 of the command line" in ran.err
+
+
+def test_a_whole_run_that_says_them_all(tmp_path):
+    """As it is started and sealed, with every class in its environment or in what its trainer prints."""
+    lines = [line for line, _ in BY_SHAPE.values()] + PEM
+    (tmp_path / "says").write_text("\n".join([*lines, *(f"ValueError: {line}" for line in lines)]))
+    values = {f"{variable}_{i}" if "_" in variable else variable: value for i, (variable, value, *_) in enumerate(BY_VALUE.values())}
+    launcher = Launcher.start(tmp_path / "receipts", "steps=5 code=1", STAND_IN_SAYS=str(tmp_path / "says"), **values)
+    assert launcher.wait() == 1, launcher.err
+    (folder,) = receipt.folders(tmp_path / "receipts")
+    found = receipt.read(folder)
+    assert found["outcome"]["end"] == "failed" and found["outcome"]["figures"]["steps"] == 5
+    assert found["outcome"]["errors"][-1]["what"] == "ValueError"
+    everything = "".join(f.read_text(errors="replace") for f in folder.iterdir() if f.name != receipt.DIFF) + launcher.out
+    leaked = [name for name, (_, secret) in BY_SHAPE.items() if secret in everything]
+    leaked += [v for v in values.values() for line in v.splitlines() if len(line) > 5 and line in everything]
+    assert not leaked and not any(line in everything for line in PEM[1:-1])
