@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import ValidationError
 
+from nam_megatron import resolvers
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.features.names import FEATURES, Features
 from nam_megatron.recipe import standing
@@ -127,12 +128,16 @@ def from_config(cfg: DictConfig, origin: Any = None, without: Iterable[str] = ()
         Refused: unknown and missing keys, wrong types, values out of range, dangling interpolations.
     """
     try:
-        tree = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+        with resolvers.pure() as impure:
+            tree = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue:
         absent = sorted(OmegaConf.missing_keys(cfg))
         raise Refused((Problem(f"key `{k}` must be given", k, _missing_hint(k)) for k in absent), origin) from None
     except OmegaConfBaseException as err:
         key = getattr(err, "full_key", None) or None
+        if impure:
+            hint = "write the value: a plan says what is trained on every machine, and so does its receipt"
+            raise Refused(Problem(f"`${{{impure[0]}:...}}` reads this machine", key, hint), origin) from None
         raise Refused(Problem(_first_line(err), key, "`${...}` names a key of the composed config"), origin) from None
     for key in without:
         tree.pop(key, None)
