@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from launch import finding, slurm
+from launch import finding, signature, slurm
 from launch.context import Context
 from launch.job import TRAINERS
 from launch.redact import Redactor
@@ -28,12 +28,13 @@ KEYS = (
     "hang",
     "lock",
     "diagnostic",
+    "sign",
     "image",
     "time",
     "rdma",
 )
 WAIVERS = "cluster.waivers"
-TEXTS = ("revision", "lock", "diagnostic", "image", "time", "rdma")
+TEXTS = ("revision", "lock", "diagnostic", "sign", "image", "time", "rdma")
 CHOICES = {"dirty": ("refuse", "store"), "over_memory": ("refuse", "allow"), "trainer": tuple(TRAINERS)}
 TIME = re.compile(r"(?:(\d{1,3})-)?(\d{1,3}):([0-5]\d):([0-5]\d)", re.ASCII)
 FORMATS = {
@@ -64,7 +65,9 @@ def telltale(overrides: Sequence[str], environ: Mapping[str, str]) -> Iterator[P
         if redactor.betrays(word):
             key = word.partition("=")[0]
             hint = "leave it in a file or a variable of the host that needs it"
-            yield Problem(f"word {number} of the command line holds a secret", key if not redactor.betrays(key) else None, hint)
+            yield Problem(
+                f"word {number} of the command line holds a secret", key if not redactor.betrays(key) else None, hint
+            )
 
 
 def checked(verb: str, words: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,6 +88,8 @@ def checked(verb: str, words: Mapping[str, Any]) -> dict[str, Any]:
     if words["time"] is not None and not TIME.fullmatch(str(words["time"])):
         hint = "`[D-]HH:MM:SS`; Hydra reads one without quotes as a number: `'time=\"24:00:00\"'`"
         problems.append(Problem(f"`{words['time']}` is no time limit", "time", hint))
+    if lacking := signature.key_objections(words["sign"]):
+        problems.append(lacking)
     for key in TEXTS:
         # A hash of digits alone arrives as a number; one with an `e` in it would have arrived as another.
         if words[key] is not None and (type(words[key]) not in (str, int) or words[key] == ""):

@@ -79,13 +79,16 @@ class Receipt:
                 found = refused.problems[0].message
             if found != self._written:
                 hint = "nothing was overwritten; the log beside it is this run's own"
-                raise Refused(Problem(f"`{self.folder / FILE}` was changed by somebody else during the run", None, hint))
+                raise Refused(
+                    Problem(f"`{self.folder / FILE}` was changed by somebody else during the run", None, hint)
+                )
         write(self.folder, content)
         self._written = content["seal"]
 
     def _redacted(self) -> dict[str, Any]:
         return {
-            k: plain(v) if k in OURS else self.redactor.tree(plain(v), whole=k in WHOLE) for k, v in self.content.items()
+            k: plain(v) if k in OURS else self.redactor.tree(plain(v), whole=k in WHOLE)
+            for k, v in self.content.items()
         }
 
 
@@ -98,7 +101,9 @@ def open_receipt(root: Path, preset: str, content: Mapping[str, Any], redactor: 
     now = datetime.now(UTC)
     run = f"{now:%Y%m%dT%H%M%SZ}-{preset}-{secrets.token_hex(3)}"
     if not RUN.fullmatch(run):
-        raise Refused(Problem(f"`{preset}` cannot be part of a folder's name", "preset.name", "letters, digits, `_`, `-`, `.`"))
+        raise Refused(
+            Problem(f"`{preset}` cannot be part of a folder's name", "preset.name", "letters, digits, `_`, `-`, `.`")
+        )
     # Under a name of its own until there is a receipt in it, so that a kill leaves no folder that looks like a run.
     opening, folder = root / f"{OPENING}{run}", root / run
     try:
@@ -164,9 +169,19 @@ def read(path: Path) -> dict[str, Any]:
         )
     folder = path.absolute().parent
     if content["run"] != folder.name and not folder.name.startswith(OPENING):
-        raise Refused(Problem(f"`{path}` is the receipt of `{content['run']}`", None, "it belongs into a folder of that name"))
-    if changed := [name for name, was in (content.get("files") or {}).items() if file_hash(folder / name) not in (None, was)]:
-        raise Refused(Problem(f"{quoted(changed)} of `{folder}` changed after the receipt was sealed", None, "they are not what it says"))
+        raise Refused(
+            Problem(f"`{path}` is the receipt of `{content['run']}`", None, "it belongs into a folder of that name")
+        )
+    if changed := [
+        name for name, was in (content.get("files") or {}).items() if file_hash(folder / name) not in (None, was)
+    ]:
+        raise Refused(
+            Problem(
+                f"{quoted(changed)} of `{folder}` changed after the receipt was sealed",
+                None,
+                "they are not what it says",
+            )
+        )
     return content
 
 
@@ -287,7 +302,13 @@ def own(root: Path) -> Iterator[dict[str, Any]]:
             fcntl.flock(lock, fcntl.LOCK_EX)
         kept = kept_of(root)
         if kept is None:
-            kept = {"id": secrets.token_hex(8), "salt": secrets.token_hex(16), "number": 0, "last": None, "pending": None}
+            kept = {
+                "id": secrets.token_hex(8),
+                "salt": secrets.token_hex(16),
+                "number": 0,
+                "last": None,
+                "pending": None,
+            }
             _keep(root, kept)
         yield kept
 
@@ -299,7 +320,9 @@ def kept_of(root: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as err:
-        raise Refused(Problem(f"`{root / CHAIN}` cannot be read: {err}", None, "move it away: a new chain begins")) from None
+        raise Refused(
+            Problem(f"`{root / CHAIN}` cannot be read: {err}", None, "move it away: a new chain begins")
+        ) from None
     types = {"id": str, "salt": str, "number": int, "last": str | None, "pending": str | None}
     if not isinstance(kept, dict) or not all(k in kept and isinstance(kept[k], kind) for k, kind in types.items()):
         raise Refused(Problem(f"`{root / CHAIN}` is damaged", None, "move it away: a new chain begins"))

@@ -134,7 +134,7 @@ class Redactor:
 
     def betrays(self, word: str) -> bool:
         """Whether a word of a command line holds a secret: the value of a variable that is called one, or something of its shape."""
-        return any(value in word for value in self._named if not published(value) == value) or shapeless(word) != word
+        return any(value in word for value in self._named if published(value) != value) or shapeless(word) != word
 
     def text(self, text: str) -> str:
         """`text` without anything that names this machine."""
@@ -154,7 +154,9 @@ class Redactor:
             return self.shown(node, whole)
         if isinstance(node, Mapping):
             return {
-                k if NAME.fullmatch(k) else self.shown(k, whole): v if k in HASHES and _is_hash(v) else self.tree(v, whole)
+                k if NAME.fullmatch(k) else self.shown(k, whole): v
+                if k in HASHES and _is_hash(v)
+                else self.tree(v, whole)
                 for k, v in node.items()
             }
         return [self.tree(v, whole) for v in node] if isinstance(node, (list, tuple)) else node
@@ -174,7 +176,9 @@ class Redactor:
     def environ(self, environ: Mapping[str, str]) -> dict[str, str]:
         """The variables that a receipt records: by name, with a value where it says nothing but how."""
         kept = {k: v for k, v in sorted(environ.items()) if RECORDED.search(k)}
-        plain = {k: not SECRET_WORD.search(k) and PLAIN_VALUE.fullmatch(v) and self.secrets(v) == v for k, v in kept.items()}
+        plain = {
+            k: not SECRET_WORD.search(k) and PLAIN_VALUE.fullmatch(v) and self.secrets(v) == v for k, v in kept.items()
+        }
         return {k: v if plain[k] else SET for k, v in kept.items()}
 
     def _unnamed(self, found: re.Match[str]) -> str:
@@ -251,7 +255,11 @@ def vocabulary() -> frozenset[str]:
     """Every word of this checkout's own programs and configs: a receipt says no others."""
     here = Path(__file__).parent
     files = [*here.rglob("*.py"), *here.rglob("*.toml"), *(here.parent / "nam_megatron").rglob("*.py")]
-    files += [file for folder in (here.parent / "conf", here.parent / "nam_megatron" / "conf") for file in folder.rglob("*.yaml")]
+    files += [
+        file
+        for folder in (here.parent / "conf", here.parent / "nam_megatron" / "conf")
+        for file in folder.rglob("*.yaml")
+    ]
     words = {w for f in files for w in (f.stem, *WORD.findall(f.read_text(encoding="utf-8", errors="replace")))}
     return frozenset(words | {part for word in words for part in word.split("_")})
 
@@ -259,7 +267,9 @@ def vocabulary() -> frozenset[str]:
 def published(text: str) -> str:
     """`text` with `<text>` for every word that is not one of ours, and for long numbers."""
     known = vocabulary()
-    return LONG_NUMBER.sub(TEXT, TOKEN.sub(lambda m: m[0] if m["mark"] or m[0] in known or FIGURE.fullmatch(m[0]) else TEXT, text))
+    return LONG_NUMBER.sub(
+        TEXT, TOKEN.sub(lambda m: m[0] if m["mark"] or m[0] in known or FIGURE.fullmatch(m[0]) else TEXT, text)
+    )
 
 
 def _is_hash(value: Any) -> bool:

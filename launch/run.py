@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launch import box, finding, hang, job, outcome, patch, preflight, receipt, slurm
+from launch import box, finding, hang, job, outcome, patch, preflight, receipt, signature, slurm
 from launch.context import Context
 from launch.process import Interrupted, Process, Signals, ignore, interrupt
 from launch.receipt import Receipt
@@ -50,9 +50,11 @@ def run(context: Context, start: Start = job.words) -> int:
             if isinstance(verdict, int):
                 verdict = ended(verdict, came, opened.content["job"], signals.seen)
             came |= {"reason": verdict.reason, "signals": signals.seen}
-            opened.seal(verdict.end, came)
             sys.stderr.write(outcome.summary({**came, "end": verdict.end}))
+            opened.seal(verdict.end, came)
             sys.stderr.write(f"sealed: {opened.folder / receipt.FILE}\n")
+            if key := context.words.get("sign"):
+                signature.sign(opened.folder, key)
     return verdict.code
 
 

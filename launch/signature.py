@@ -14,9 +14,9 @@ PURPOSE = "nam_megatron.receipt"  # ssh-keygen's namespace: a signature for anot
 SECONDS = 60  # a key on a token may ask for a touch
 
 
-def key_objections(key: str | None) -> Problem | None:
+def key_objections(key: object) -> Problem | None:
     """Why `key` cannot sign, told before a run and not after it."""
-    if key is not None and not Path(key).is_file():
+    if key is not None and not Path(str(key)).is_file():
         return Problem(f"no key `{key}`", "sign", "the path of a private key, or of a public one whose agent is there")
     return None
 
@@ -33,7 +33,9 @@ def sign(folder: Path, key: str) -> None:
 def signer(folder: Path, signers: Path) -> str | None:
     """Who of `signers` signed the receipt as it lies there; None for nobody. Raises Refused where ssh-keygen cannot be asked."""
     if not signers.is_file():
-        raise Refused(Problem(f"no file of allowed signers `{signers}`", "signers", "see ALLOWED SIGNERS in ssh-keygen(1)"))
+        raise Refused(
+            Problem(f"no file of allowed signers `{signers}`", "signers", "see ALLOWED SIGNERS in ssh-keygen(1)")
+        )
     signature = str(folder / SIGNATURE)
     found = _keygen("find-principals", "-s", signature, "-f", str(signers))
     content = (folder / FILE).read_bytes()

@@ -92,15 +92,15 @@ def parse(line: str) -> Step | Reading | Save | None:
 # What `guarded` lets stand: names of figures that Megatron and we print.
 NAMED = re.compile(
     r"\|?\s*(?:consumed samples|elapsed time per iteration \(ms\)|throughput per GPU \(TFLOP/s/GPU\)|model TFLOP/s/GPU|learning rate"
-    r"|global batch size|(?:mtp_\d+|lm|indexer|dsa indexer) loss|(?:[a-z]+_)?load_balancing_loss|z_loss|loss scale|grad norm|num zeros|params norm"
-    r"|max attention logit|number of (?:skipped|nan) iterations):\s*" + NUMBER + r"\s*(?=\||$)",
+    r"|global batch size|(?:mtp_\d+|lm|indexer|dsa indexer) loss|(?:[a-z]+_)?load_balancing_loss|z_loss|loss scale|grad norm"
+    r"|num zeros|params norm|max attention logit|number of (?:skipped|nan) iterations):\s*" + NUMBER + r"\s*(?=\||$)",
     re.IGNORECASE,
 )
 COUNT = re.compile(r"\biteration\s+\d{1,18}/\s*\d{1,18}\s+\|")
 
 
 def guarded(line: str, hide: Callable[[str], str]) -> str:
-    """A line that `parse` reads, with `hide` over everything but what it reads: no secret that looks like a word of it blinds the parser."""
+    """A line that `parse` reads, with `hide` over all but what it reads: no secret that looks like a word of it blinds the parser."""
     if found := READING.search(line):
         said = json.loads(found[1])
         kept = {k: hide(v) if isinstance(v, str) and k != "when" else v for k, v in said.items() if k in KNOWN}

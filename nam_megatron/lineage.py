@@ -93,7 +93,9 @@ def _digest(plan: Plan) -> str:
     content = {
         "model": widths,
         "layers": [(layer.kind, layer.source) for layer in plan.layers],
-        "blocks": {b.kind: {k: v for k, v in b.model_dump(mode="json").items() if not _how(b.kind, k)} for b in plan.blocks},
+        "blocks": {
+            b.kind: {k: v for k, v in b.model_dump(mode="json").items() if not _how(b.kind, k)} for b in plan.blocks
+        },
         "features": {name: f.model_dump(mode="json") for name in STANDING if (f := on(plan, name))},
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]

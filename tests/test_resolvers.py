@@ -26,6 +26,8 @@ def test_a_resolver_that_reads_the_machine_is_refused(monkeypatch, value):
 
 
 def test_one_that_reads_the_config_is_not():
-    recipe = load("nam56r_smoke", ["schedule.save='/x/${oc.select:model.family}/${preset.name}'", "schedule.save_interval=1"])
+    recipe = load(
+        "nam56r_smoke", ["schedule.save='/x/${oc.select:model.family}/${preset.name}'", "schedule.save_interval=1"]
+    )
     assert recipe.schedule.save == "/x/NAM56R/nam56r_smoke"
     assert OmegaConf.create({"a": "${oc.env:HOME}"}).a  # outside of a recipe it is as it was

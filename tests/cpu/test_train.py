@@ -209,7 +209,9 @@ def test_it_learns(eight_steps):
 
 def test_the_trainer_says_its_last_step_whatever_the_log_hides(tmp_path):
     """`log_interval` hid it, and the step that was begun was told for the one that was done."""
-    (rank,) = run(tmp_path, "schedule.train_steps=3", "schedule.log_interval=2", "schedule.decay_steps=3", "optim.warmup_steps=0")
+    (rank,) = run(
+        tmp_path, "schedule.train_steps=3", "schedule.log_interval=2", "schedule.decay_steps=3", "optim.warmup_steps=0"
+    )
     assert rank.code == 0, rank.err[-3000:]
     said = steps.read(rank.out.splitlines())
     assert (max(said.steps), steps.last_step(said)) == (2, 3)

@@ -117,6 +117,7 @@ def launch(root: str, trainer: str, overrides: list[str]) -> int:
         "hang": 0,
         "diagnostic": None,
         "trainer": "megatron",
+        "sign": None,
     }
     own = {k: v for k, _, v in (o.partition("=") for o in overrides) if k in words}
     words |= {k: int(v) if k in ("port", "hang") else v for k, v in own.items()}

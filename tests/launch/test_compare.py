@@ -192,12 +192,20 @@ def test_committed_receipts_are_whole_and_name_no_machine():
     def text_only(node):  # what version 1 was held to
         if isinstance(node, dict):
             return {key: text_only(value) for key, value in node.items()}
-        return [text_only(v) for v in node] if isinstance(node, list) else redactor.text(node) if isinstance(node, str) else node
+        return (
+            [text_only(v) for v in node]
+            if isinstance(node, list)
+            else redactor.text(node)
+            if isinstance(node, str)
+            else node
+        )
 
     for folder in receipt.folders(receipts.RECEIPTS):
         found = receipt.read(folder)
         if found["schema"] == receipt.FIRST:
-            assert text_only({k: v for k, v in found.items() if k != "seal"}) == {k: v for k, v in found.items() if k != "seal"}
+            assert text_only({k: v for k, v in found.items() if k != "seal"}) == {
+                k: v for k, v in found.items() if k != "seal"
+            }
         elif found["state"] == "sealed":
             for key in found.keys() - {*receipt.OURS, "seal", "closed"}:
                 assert redactor.tree(found[key], key in receipt.WHOLE) == found[key], (folder.name, key)

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from test_run import Launcher
 
 from launch import compare, outcome, receipt, receipts, signature
 from launch.redact import Redactor
@@ -171,7 +172,10 @@ def test_receipts_of_version_1_are_read_as_far_as_their_hash_goes(capsys):
     found = [receipt.read(f) for f in receipt.folders(receipts.RECEIPTS)]
     older = [r for r in found if r["schema"] == receipt.FIRST]
     assert len(older) >= 17
-    assert receipts.standing(receipts.RECEIPTS / older[0]["run"], older[0], None) == ("version 1: its own hash only", False)
+    assert receipts.standing(receipts.RECEIPTS / older[0]["run"], older[0], None) == (
+        "version 1: its own hash only",
+        False,
+    )
     with pytest.raises(Refused, match="no host is recorded in"):
         compare.table(older[:2])
 
@@ -199,6 +203,15 @@ def test_a_signature_proves_what_a_hash_cannot(root, keys, capsys):
     assert listed(root, capsys)[0] == 0
     code, out = listed(root, capsys, signers=str(signers))
     assert code == 1 and "UNSIGNED" in out
+
+
+def test_a_run_is_signed_as_it_is_sealed(root, keys, capsys):
+    key, signers = keys
+    launcher = Launcher.start(root, "steps=5", f"sign={key}")
+    assert launcher.wait() == 0, launcher.err
+    code, out = listed(root, capsys, signers=str(signers))
+    assert code == 0 and "signed by me@example.org" in out
+    assert str(key) not in (receipt.folders(root)[0] / receipt.FILE).read_text()
 
 
 def test_a_key_that_cannot_sign_is_refused(root, tmp_path):

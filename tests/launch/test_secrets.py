@@ -45,7 +45,8 @@ for name, secret in {
     "Azure client secret": "abc8Q~" + some(34), "Azure tenant": "-".join(some(n, HEX) for n in (8, 4, 4, 4, 12)),
     "SendGrid key": f"SG.{some(22)}.{some(43)}", "npm token": "npm_" + some(36), "PyPI token": "pypi-AgEI" + some(60),
     "DigitalOcean token": "dop_v1_" + some(64, HEX), "Databricks token": "dapi" + some(32, HEX), "Vault token": "hvs." + some(24),
-    "Terraform token": f"{some(14)}.atlasv1.{some(60)}", "age key": "AGE-SECRET-KEY-1" + some(58, UPPER), "Telegram bot": "123456789:" + some(35),
+    "Terraform token": f"{some(14)}.atlasv1.{some(60)}", "age key": "AGE-SECRET-KEY-1" + some(58, UPPER), 
+    "Telegram bot": "123456789:" + some(35),
     "Grafana token": "glsa_" + some(32), "Mailgun key": "key-" + some(32, HEX), "Twilio key": "SK" + some(32, HEX),
     "JSON web token": f"eyJ{some(20)}.eyJ{some(30)}.{some(43)}",
 }.items():  # fmt: skip
@@ -65,6 +66,7 @@ for name, line in {
 
 # class -> (variable, value, the line that shows it, what must not be seen)
 WORDY = "correct-horse-Xq7-staple"
+AMONG = base64.b64encode(f"u:{WORDY}:x".encode()).decode()
 BY_VALUE = {
     "a variable that says secret": ("WANDB_API_KEY", some(40, HEX), "{}", None),
     "a variable that does not": ("MY_SETTINGS", some(20), "using {}", None),
@@ -72,13 +74,18 @@ BY_VALUE = {
     "a short password": ("DB_PASSWORD", "x7#q", "tried {}", None),
     "of the recorded ones": ("NCCL_SOCKET_IFNAME", some(20), "NCCL said {}", None),
     "base64": ("HF_TOKEN", WORDY, "sent " + base64.b64encode(WORDY.encode()).decode(), base64.b64encode(WORDY.encode())[2:-6].decode()),
-    "base64 in the middle": ("HF_TOKEN", WORDY, "sent " + base64.b64encode(f"u:{WORDY}:x".encode()).decode(), base64.b64encode(f"u:{WORDY}".encode())[4:-6].decode()),
+    "base64 in the middle": ("HF_TOKEN", WORDY, f"sent {AMONG}", AMONG[4:-8]),
     "hexadecimal": ("HF_TOKEN", WORDY, "sent " + WORDY.encode().hex(), WORDY.encode().hex()),
     "in a URL": ("HF_TOKEN", "p/w d+Xq7?", "sent " + quote("p/w d+Xq7?", safe=""), quote("p/w d+Xq7?", safe="")),
     "in JSON": ("HF_TOKEN", 'p"w\\d9-Xq7', "sent " + json.dumps('p"w\\d9-Xq7'), 'p\\"w'),
     "one of several lines": ("SERVICE_CONFIG", f"first\n{some(20)}\nlast", "{}", None),
 }  # fmt: skip
-PEM = ["-----BEGIN OPENSSH PRIVATE KEY-----", *(some(64) for _ in range(4)), some(20) + "==", "-----END OPENSSH PRIVATE KEY-----"]
+PEM = [
+    "-----BEGIN OPENSSH PRIVATE KEY-----",
+    *(some(64) for _ in range(4)),
+    some(20) + "==",
+    "-----END OPENSSH PRIVATE KEY-----",
+]
 
 
 def written(tmp_path, lines: list[str], environ: dict[str, str]) -> tuple[str, str]:
@@ -131,7 +138,9 @@ def test_how_many_classes_there_are():
     assert len(BY_SHAPE) + len(BY_VALUE) + 1 >= 40
 
 
-@pytest.mark.parametrize("word", ["iteration", "elapsed", "lm loss", "consumed", "grad", "nam_megatron", "when", "rank", "0000", "845.1"])
+@pytest.mark.parametrize(
+    "word", ["iteration", "elapsed", "lm loss", "consumed", "grad", "nam_megatron", "when", "rank", "0000", "845.1"]
+)
 def test_a_weak_secret_does_not_blind_the_parser(tmp_path, word):
     lines = [stand_in.step_line(n, 3) for n in (1, 2, 3)] + [stand_in.reading("end", 3, 0)]
     lines += [f"[{stand_in.now()}] saving checkpoint at iteration       3 to ckpt in torch_dist format"]
@@ -161,7 +170,13 @@ def test_what_stands_between_the_figures_of_a_step_is_no_figure(tmp_path):
 @pytest.mark.parametrize("verb", ["show format=sbatch", "show format=torchrun", "run", "check"])
 def test_no_command_takes_a_secret_as_a_word(verb):
     secret = "hf_" + some(34)
-    ran = warm(*verb.split(), "conf=nam56r_smoke", f"schedule.save=/x/{secret}", "schedule.save_interval=1", module="launch.__main__")
+    ran = warm(
+        *verb.split(),
+        "conf=nam56r_smoke",
+        f"schedule.save=/x/{secret}",
+        "schedule.save_interval=1",
+        module="launch.__main__",
+    )
     assert ran.code == 2 and secret not in ran.out + ran.err, ran.err
     assert "word 3 of the command line" in ran.err or "word 2 of the command line" in ran.err
 
@@ -170,14 +185,19 @@ def test_a_whole_run_that_says_them_all(tmp_path):
     """As it is started and sealed, with every class in its environment or in what its trainer prints."""
     lines = [line for line, _ in BY_SHAPE.values()] + PEM
     (tmp_path / "says").write_text("\n".join([*lines, *(f"ValueError: {line}" for line in lines)]))
-    values = {f"{variable}_{i}" if "_" in variable else variable: value for i, (variable, value, *_) in enumerate(BY_VALUE.values())}
+    values = {
+        f"{variable}_{i}" if "_" in variable else variable: value
+        for i, (variable, value, *_) in enumerate(BY_VALUE.values())
+    }
     launcher = Launcher.start(tmp_path / "receipts", "steps=5 code=1", STAND_IN_SAYS=str(tmp_path / "says"), **values)
     assert launcher.wait() == 1, launcher.err
     (folder,) = receipt.folders(tmp_path / "receipts")
     found = receipt.read(folder)
     assert found["outcome"]["end"] == "failed" and found["outcome"]["figures"]["steps"] == 5
     assert found["outcome"]["errors"][-1]["what"] == "ValueError"
-    everything = "".join(f.read_text(errors="replace") for f in folder.iterdir() if f.name != receipt.DIFF) + launcher.out
+    everything = (
+        "".join(f.read_text(errors="replace") for f in folder.iterdir() if f.name != receipt.DIFF) + launcher.out
+    )
     leaked = [name for name, (_, secret) in BY_SHAPE.items() if secret in everything]
     leaked += [v for v in values.values() for line in v.splitlines() if len(line) > 5 and line in everything]
     assert not leaked and not any(line in everything for line in PEM[1:-1])
