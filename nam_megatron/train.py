@@ -188,19 +188,27 @@ def main(words: Sequence[str], started: float, before: Callable[[], None] | None
     if missing := unbuilt(job):
         return stop(rank, INCOMPLETE, missing)
 
-    from nam_megatron.runtime import checkpoint, heartbeat, outofmemory, pretrain, stack
+    from nam_megatron.runtime import checkpoint, heartbeat, outofmemory, pretrain, stack, tracking
 
     heartbeat.HEART.start(split(words)[0], rank)
     if before is not None:
         before()
     try:
         raise_if(checkpoint.objections(job.lowering, thorough=not rank))
+        raise_if(tracking.objections(job.plan))
         if not rank:
             checkpoint.sign(job.lowering)
             announce(job.plan)
         fused_loss = job.plan.recipe.precision.cross_entropy == "fused"
         spec = stack.hybrid_stack_spec(job.plan)
-        pretrain.run(said.argv(job.lowering), spec, started, operations=operations(job.plan), fused_loss=fused_loss)
+        pretrain.run(
+            said.argv(job.lowering),
+            spec,
+            started,
+            operations=operations(job.plan),
+            fused_loss=fused_loss,
+            track=tracking.tracker(job.plan),
+        )
     except Refused as refused:
         return stop(rank, REFUSED, refused.render())
     except outofmemory.torch.OutOfMemoryError as err:

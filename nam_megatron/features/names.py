@@ -15,6 +15,7 @@ from nam_megatron.features.mtp import Mtp
 from nam_megatron.features.muon import Muon
 from nam_megatron.features.ngram_hash import NgramHash
 from nam_megatron.features.recompute import Recompute
+from nam_megatron.features.tracking import Tracking
 from nam_megatron.setting import Config, section
 
 
@@ -33,6 +34,7 @@ class Features(Config):
     mhc: Mhc | None = None
     ngram_hash: NgramHash | None = None
     linear_ce: LinearCe | None = None
+    tracking: Tracking | None = None
 
     def all(self) -> Iterator[Feature]:
         """Those that are on, in the order above."""

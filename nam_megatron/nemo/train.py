@@ -28,7 +28,11 @@ def objections(lowering: Lowering, *, thorough: bool = True) -> Iterator[Problem
     """Why this plan cannot load what it asks for, or must not save where it asks to. thorough: see `checkpoint.damage`."""
     from nam_megatron.runtime import checkpoint
 
-    s = lowering.plan.recipe.schedule
+    s, tracking = lowering.plan.recipe.schedule, lowering.plan.recipe.feature.tracking
+    if tracking is not None and tracking.mlflow:
+        yield Problem(
+            "Bridge's trainer is not told of `mlflow`", "feature.tracking.mlflow", "`nam_megatron.train`, or null"
+        )
     if s.load is not None:
         folder = Path(s.load)
         if not all((folder / name).is_file() for name in (TRACKER, checkpoint.TRACKER)):

@@ -7,7 +7,7 @@ and the straggler detector are theirs alone: an argument that asks for one is re
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -140,11 +140,19 @@ class NamModelConfig(HybridModelConfig):
     builder: ClassVar[str] = f"{NamModelBuilder.__module__}.{NamModelBuilder.__qualname__}"
 
 
-def run(argv: Sequence[str], stack: ModuleSpec, started: float, *, operations: float, fused_loss: bool) -> None:
+def run(
+    argv: Sequence[str],
+    stack: ModuleSpec,
+    started: float,
+    *,
+    operations: float,
+    fused_loss: bool,
+    track: Callable[[str], None] | None = None,
+) -> None:
     """Train the model of `argv` (Megatron's arguments) with the layers of `stack`; returns on every rank once training is over.
 
-    started: time.time() when the process began. operations: of one sequence, for the log; see rate.provide. fused_loss: the loss is
-    cross_entropy.py's, not Megatron's.
+    started: time.time() when the process began. operations: of one sequence, for the log; track: sees its lines; see rate.provide.
+    fused_loss: the loss is cross_entropy.py's, not Megatron's.
 
     Raises:
         Refused: `argv` holds an argument that would not be served.
@@ -155,7 +163,7 @@ def run(argv: Sequence[str], stack: ModuleSpec, started: float, *, operations: f
     sys.argv = [sys.argv[0], *argv]  # Megatron's parser reads nothing else
     set_startup_timestamps(program_start=started, main_entry=time.time())
     keep_shipped_helpers()
-    rate.provide(operations)
+    rate.provide(operations, track)
     checksums.provide()
     args = parse_and_validate_args()
     if args.gradient_accumulation_fusion:

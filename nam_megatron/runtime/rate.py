@@ -4,6 +4,7 @@ Megatron's leaves out whole layers of these families (budget/cost.py says which)
 """
 
 import re
+from collections.abc import Callable
 
 from megatron.training import training
 
@@ -13,12 +14,18 @@ BATCH = re.compile(r"global batch size: +(\d+) \|")
 NAME = "model TFLOP/s/GPU"
 
 
-def provide(operations: float) -> None:
-    """Put the rate into every step line. operations: of the model for one sequence, forward and backward, a GPU's share."""
+def provide(operations: float, track: Callable[[str], None] | None = None) -> None:
+    """Put the rate into every step line. operations: of the model for one sequence, forward and backward, a GPU's share.
+
+    track: called with each line, on every rank.
+    """
     theirs = training.print_rank_last
 
     def ours(line: str) -> None:
-        theirs(beside(line, operations))
+        said = beside(line, operations)
+        theirs(said)
+        if track is not None:
+            track(said)
 
     training.print_rank_last = ours
 

@@ -1,0 +1,80 @@
+"""Our figures among the scalars that Megatron writes, and each step line for MLflow, which it has no writer for (torch side)."""
+
+import importlib.util
+import re
+from collections.abc import Callable, Iterator
+
+import torch
+from megatron.training import global_vars
+
+from nam_megatron.errors import Problem
+from nam_megatron.runtime import rate
+from nam_megatron.plan import Plan
+
+STEP = re.compile(r"\biteration +(\d+)/ *\d+ \|")
+FIELD = re.compile(r"\| ([a-zA-Z][^|:]*): +([-+.\deE]+) (?=\|)")
+GIB = 2**30
+# A key of `feature.tracking` and what it needs; without it Megatron prints a warning and goes on without (TensorBoard), or breaks.
+PACKAGES = {"tensorboard": "tensorboard", "wandb_project": "wandb", "mlflow": "mlflow"}
+
+
+def objections(plan: Plan) -> Iterator[Problem]:
+    """What is asked for and not installed here."""
+    for key, package in PACKAGES.items():
+        feature = plan.recipe.feature.tracking
+        if feature is not None and getattr(feature, key) and importlib.util.find_spec(package) is None:
+            hint = "`uv sync --extra tracking` on the training host, or null the key"
+            yield Problem(f"`{package}` is not installed: nothing would be written", f"feature.tracking.{key}", hint)
+
+
+def tracker(plan: Plan) -> Callable[[str], None] | None:
+    """What is to be called with every step line; None where nobody looks. Opens MLflow's run, on the last rank, at the first line."""
+    feature = plan.recipe.feature.tracking
+    return Tracker(plan) if feature is not None and feature.on else None
+
+
+class Tracker:
+    """Scalars of a step: `model TFLOP/s/GPU`, `MFU` (of the device's peak), `memory/...` in GiB, of the last rank, as Megatron's are."""
+
+    def __init__(self, plan: Plan):
+        self._plan, self._run = plan, None
+
+    def __call__(self, line: str) -> None:
+        step = STEP.search(line)
+        if not step or not last_rank():
+            return
+        said = {name: float(value) for name, value in FIELD.findall(line)}
+        ours = memory()
+        if rate.NAME in said:
+            peak = self._plan.recipe.device.bf16_tflops
+            ours |= {rate.NAME: said[rate.NAME], "MFU": said[rate.NAME] / peak}
+        number = int(step[1])
+        if writer := global_vars.get_tensorboard_writer():
+            for name, value in ours.items():
+                writer.add_scalar(name, value, number)
+        if wandb := global_vars.get_wandb_writer():
+            wandb.log(ours, number)
+        self._mlflow(said | ours, number)
+
+    def _mlflow(self, figures: dict[str, float], step: int) -> None:
+        feature = self._plan.recipe.feature.tracking
+        if not feature.mlflow:
+            return
+        import mlflow
+
+        if self._run is None:
+            mlflow.set_tracking_uri(feature.mlflow)
+            mlflow.set_experiment(feature.mlflow_experiment)
+            self._run = mlflow.start_run(run_name=self._plan.recipe.preset.name)
+        # MLflow takes no brackets in a name.
+        mlflow.log_metrics({re.sub(r"[^\w ./-]", "", name): value for name, value in figures.items()}, step=step)
+
+
+def last_rank() -> bool:
+    d = torch.distributed
+    return not d.is_initialized() or d.get_rank() == d.get_world_size() - 1
+
+
+def memory() -> dict[str, float]:
+    peaks = {"peak allocated": torch.cuda.max_memory_allocated(), "peak reserved": torch.cuda.max_memory_reserved()}
+    return {f"memory/{name} GiB": size / GIB for name, size in peaks.items()}
