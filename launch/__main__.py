@@ -5,6 +5,7 @@
   run conf=NAME ...             check, train, and leave a receipt
   compare RECEIPT RECEIPT ...   what differs, in config and figures (--anyway: even where it means nothing)
   receipts [DIR] [KEY=VALUE]    list them: state= family= host= end= preset=
+  report RUN ... [out=FILE]     one HTML page of a run, or of several that may be compared
   inspect RUN                   look at a run that hangs or has died, each question bounded in time
   patch apply|verify|export     patches/ onto Megatron
   stack                         the pinned packages and the steps that install them
@@ -24,6 +25,7 @@ WITH_A_RECIPE = ("show", "check", "run")
 OPTIONS = {
     "compare": ("anyway",),
     "receipts": ("state", "family", "host", "end", "preset", "signers"),
+    "report": ("out", "anyway"),
     "inspect": ("receipts", "seconds"),
     "patch": ("onto", "commits"),
     "stack": ("lock",),

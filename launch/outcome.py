@@ -44,7 +44,7 @@ def of_log(folder: Path, receipt: Mapping[str, Any]) -> dict[str, Any]:
     errors: deque[str] = deque(maxlen=KEPT)
     clocks: dict[str, datetime] = {}
     first = None
-    for number, line in enumerate(_lines(folder / LOG), 1):
+    for number, line in enumerate(lines(folder / LOG), 1):
         found = said.add(line)
         if found is None and (shown := error(line)):
             errors.append({"what": shown, "line": number, **({"rank": int(m[1])} if (m := RANK.match(line)) else {})})
@@ -115,7 +115,8 @@ def summary(outcome: Mapping[str, Any]) -> str:
     return "\n".join(text) + "\n"
 
 
-def _lines(path: Path) -> Iterator[str]:
+def lines(path: Path) -> Iterator[str]:
+    """Of a log, each cut off at LINE characters; none where it cannot be read."""
     try:
         with open(path, encoding="utf-8", errors="replace", newline="\n") as log:
             while line := log.readline(LINE):
@@ -130,7 +131,7 @@ def nccl(files: Iterable[Path]) -> dict[str, Any] | None:
     version = network = None
     world = 0
     for file in sorted(files):
-        for line in _lines(file):
+        for line in lines(file):
             if found := NCCL_RANK.search(line):
                 rank, size, cuda, _, bus = found.groups()
                 if int(size) > world:  # smaller communicators number their ranks anew

@@ -172,9 +172,8 @@ def read(path: Path) -> dict[str, Any]:
         raise Refused(
             Problem(f"`{path}` is the receipt of `{content['run']}`", None, "it belongs into a folder of that name")
         )
-    if changed := [
-        name for name, was in (content.get("files") or {}).items() if file_hash(folder / name) not in (None, was)
-    ]:
+    hashes = found if isinstance(found := content.get("files"), dict) else {}
+    if changed := [name for name, was in hashes.items() if file_hash(folder / name) not in (None, was)]:
         raise Refused(
             Problem(
                 f"{quoted(changed)} of `{folder}` changed after the receipt was sealed",
