@@ -49,7 +49,7 @@ def command(words: Sequence[str], options: Mapping[str, str]) -> int:
         whole.append(found)
         said, bad = standing(folder, found, signers)
         code = FINDINGS if bad else code
-        if bad or all(at(found, WHERE[key]) == value for key, value in options.items()):
+        if bad or all(is_of(key, at(found, WHERE[key]), value) for key, value in options.items()):
             print(line(found) + (f"  {said}" if said else ""))
             listed += 1
     for damage, said in receipt.broken(root, whole):
@@ -60,6 +60,11 @@ def command(words: Sequence[str], options: Mapping[str, str]) -> int:
     elif signers is None:
         sys.stderr.write(f"note: {UNKEYED}\n")
     return code
+
+
+def is_of(key: str, found: Any, asked: str) -> bool:
+    """`family=nam56r` asks for the name that a family begins with."""
+    return found == asked or (key == "family" and str(found).startswith(f"{asked}: "))
 
 
 def standing(folder: Path, found: Mapping[str, Any], signers: Path | None) -> tuple[str, bool]:

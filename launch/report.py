@@ -35,7 +35,7 @@ STYLE = """
 *{box-sizing:border-box}body{margin:0 auto;padding:28px 24px 60px;max-width:840px;background:var(--page);color:var(--ink);
 font:15px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif}h1{font-size:22px;margin:0 0 4px;overflow-wrap:anywhere}
 h2{font-size:16px;margin:34px 0 8px}p{margin:6px 0}.dim{color:var(--dim);font-size:13px}.bad{color:var(--bad)}
-.lineage{overflow-wrap:anywhere;font-size:13px;color:var(--dim)}.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));
+.lineage{overflow-wrap:anywhere;font-size:13px;color:var(--dim)}.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(116px,1fr));
 gap:10px;margin:16px 0}.tile{background:var(--card);border-radius:8px;padding:10px 14px}.tile b{display:block;font-size:22px;
 font-weight:600;
 font-variant-numeric:tabular-nums}.tile span{color:var(--dim);font-size:13px}svg{display:block;width:100%;height:auto}
@@ -191,7 +191,7 @@ def _what_ran(r: Mapping[str, Any]) -> Iterator[str]:
         yield f"by {escape(compare.shown(at(gone, 'by')))}</p>"
     for key in ("mtp", "moe", "dsa"):
         if isinstance(more := at(r, f"stands.{key}"), Mapping):
-            said = ", ".join(f"{k.replace('_', ' ')} {compare.shown(v)}" for k, v in more.items())
+            said = ", ".join(f"{k.replace('_', ' ')} {_plain(v)}" for k, v in more.items())
             yield f'<p class="dim">{key}: {escape(said)}</p>'
 
 
@@ -239,7 +239,13 @@ def _bound(times: Sequence[Sequence[tuple[int, float]]]) -> tuple[float, str]:
     """The top of the scale, by steady steps, and the steps above it."""
     values = sorted(v for series in times for _, v in series)
     top = 1.6 * steps.quantile(values, 0.5)
-    above = [f"step {n}: {v:,.0f}" for series in times for n, v in series if v > top]
+    several = len(times) > 1
+    above = [
+        f"{f'run {i}, ' if several else ''}step {n}: {v:,.0f}"
+        for i, one in enumerate(times, 1)
+        for n, v in one
+        if v > top
+    ]
     return (
         (top, ", ".join(above[:6]) + (f" and {len(above) - 6} more" if len(above) > 6 else ""))
         if above
@@ -440,6 +446,13 @@ def _real(value: Any) -> bool:
 
 def _percent(value: Any) -> str | None:
     return f"{value:.1%}" if _real(value) else None
+
+
+def _plain(value: Any) -> str:
+    """Numbers and names without JSON's marks."""
+    if isinstance(value, Mapping):
+        return " ".join(f"{k} from {_plain(v)}" for k, v in value.items()) or "none"
+    return " ".join(map(_plain, value)) if isinstance(value, (list, tuple)) else compare.shown(value)
 
 
 def _number(value: Any) -> str:

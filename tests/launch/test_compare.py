@@ -164,6 +164,8 @@ def test_the_commands(tmp_path, capsys, monkeypatch):
     assert "2567.0 ms, 25500.0 tokens/s/GPU" in text
     receipts.command([str(root)], {"end": "failed", "host": "h200_8"})
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if "DAMAGED" not in line] == [runs[1].name]
+    receipts.command([str(root)], {"family": "nam56r"})
+    assert len(capsys.readouterr().out.splitlines()) == 3
     receipts.command([str(root)], {"family": "other"})
     said = capsys.readouterr()
     assert (
