@@ -548,6 +548,11 @@ REFUSALS = [
     # fim, ngram_hash
     (NATIVE, {"feature.fim.enabled": True}, "feature.fim.enabled", "on mock data"),
     (NATIVE, {"feature.ngram_hash.enabled": True}, "feature.ngram_hash.buckets", "without buckets"),
+    # tracking
+    (NATIVE, {"feature.tracking.wandb_project": "p"}, "feature.tracking.tensorboard", "only beside TensorBoard"),
+    (NATIVE, {"feature.tracking.wandb_project": "p"}, "feature.tracking.wandb_dir", "Weights & Biases without"),
+    (NATIVE, {"feature.tracking.mlflow": "m"}, "feature.tracking.mlflow_experiment", "go together"),
+    (NATIVE, {"feature.tracking.tensorboard": "t", "feature.tracking.wandb_name": "n"}, "feature.tracking.wandb_project", "keys of"),
     # fp8
     (NATIVE, {"feature.fp8.param_gather": True}, "feature.fp8.param_gather", "`param_gather` of a feature that is off"),
     ("nam56r_native_dp_fp8", {"model.blocks.mamba2.heads": 56}, "model.blocks.mamba2.heads", "which 16 does not divide"),
