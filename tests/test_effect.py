@@ -28,6 +28,7 @@ ELSEWHERE = {
     "device.allreduce_floor_gbs": "the checks before a run (launch/sanity.py)",
     "device.headroom_gib": "budget: when it warns",
     "device.groups_gib": "the budget of a layout that has such groups",
+    "cluster.pool": "compare: hosts that may be compared as one",
     "cluster.storage": "the folders of a run (launch/)",
     "cluster.waivers": "the checks before a run (launch/preflight.py)",
 }  # fmt: skip

@@ -33,7 +33,9 @@ class Tracking(Feature):
     def settings(self, plan: "Plan") -> Iterator[Setting]:
         if self.tensorboard:
             yield Setting("tensorboard_log_interval", 1, "every step", executes=self.executes)
-            yield Setting("log_memory_to_tensorboard", True, "torch's counters, beside our peaks", executes=self.executes)
+            yield Setting(
+                "log_memory_to_tensorboard", True, "torch's counters, beside our peaks", executes=self.executes
+            )
 
     def check(self, plan: "Plan") -> Iterator[Problem]:
         at = "feature.tracking."

@@ -133,7 +133,10 @@ class Cluster(Config):
     executes: ClassVar[str | None] = "the hosts"
 
     name: Annotated[Name, Row("of the cluster: the host lineage of its receipts")]
-    pool: Annotated[Name | None, Row("a name for hosts whose figures may be compared as if they were one; null: each for itself", was=None)]
+    pool: Annotated[
+        Name | None,
+        Row("a name for hosts whose figures may be compared as if they were one; null: each for itself", was=None),
+    ]
     nodes: Annotated[Degree, Row("hosts")]
     gpus_per_node: Annotated[Degree, Row("GPUs of each")]
     storage: Storage

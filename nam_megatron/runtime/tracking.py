@@ -8,8 +8,8 @@ import torch
 from megatron.training import global_vars
 
 from nam_megatron.errors import Problem
-from nam_megatron.runtime import rate
 from nam_megatron.plan import Plan
+from nam_megatron.runtime import rate
 
 STEP = re.compile(r"\biteration +(\d+)/ *\d+ \|")
 FIELD = re.compile(r"\| ([a-zA-Z][^|:]*): +([-+.\deE]+) (?=\|)")

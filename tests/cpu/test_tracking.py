@@ -14,8 +14,8 @@ from test_train import lowered, run
 
 from nam_megatron.errors import Refused, raise_if
 from nam_megatron.lower import translate
-from nam_megatron.mcore import tracking
 from nam_megatron.recipe import load
+from nam_megatron.runtime import tracking
 
 SHORT = ("schedule.train_steps=3", "schedule.decay_steps=3", "optim.warmup_steps=0")
 
