@@ -45,6 +45,13 @@ HEADER = re.compile(
 )
 SCHEME = re.compile(r"(?i)(\b(?:bearer|basic|digest|negotiate)\s+)(?=[^\s\"']*[\d=_])[\w.~+/=-]{6,}")
 NETRC = re.compile(r"(?i)(\blogin\s+\S+\s+password\s+|\s-(?:p|pw)\s+|--(?:password|token|secret|api-key)\s+)\S+")
+# Of which words one stands in whatever a pattern finds.
+NEEDS = {
+    HEADER: ("authorization", "cookie", "x-"),
+    SCHEME: ("bearer", "basic", "digest", "negotiate"),
+    GIVEN: ("pass", "pwd", "secret", "token", "key", "auth", "credential", "sig", "id"),
+    NETRC: ("password", " -p", "--token", "--secret", "--api-key"),
+}
 KEY_BEGINS = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY[A-Z ]*-----")
 KEY_LINE = re.compile(r"(?:\[\w+\]:\s*)?\s*(?:[A-Za-z0-9+/=]{1,76}|[\w-]+: \S.{0,76}|-----END [A-Z ]*-----.*)?\s*")
 IN_URL = re.compile(r"(?<=://)[^/\s@]*:[^\s@]*@|(?<=://)[^/\s@]+@")
@@ -227,9 +234,13 @@ def maybe_secret(value: str) -> bool:
 
 def shapeless(text: str) -> str:
     """`text` without what has the shape of a secret."""
-    text = IN_URL.sub(f"{MARK}@", SECRET_SHAPE.sub(MARK, text))
-    for pattern in (HEADER, SCHEME, GIVEN, NETRC):
-        text = pattern.sub(rf"\g<1>{MARK}", text)
+    text = SECRET_SHAPE.sub(MARK, text)
+    if "://" in text and "@" in text:
+        text = IN_URL.sub(f"{MARK}@", text)
+    lower = text.lower()  # looking for a few words first is ten times as fast as a pattern that begins with any
+    for pattern, words in NEEDS.items():
+        if any(word in lower for word in words):
+            text = pattern.sub(rf"\g<1>{MARK}", text)
     return text
 
 

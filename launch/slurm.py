@@ -16,7 +16,19 @@ from nam_megatron.lower import Lowering
 JOB, NODES = "SLURM_JOB_ID", "SLURM_JOB_NODELIST"
 # Words of `launch` that are not the recipe's: those for one host's screen, and those of a run.
 SCREEN = ("format", "image", "time", "rdma")
-RUN = ("sanity", "revision", "dirty", "over_memory", "trainer", "port", "hang", "lock", "diagnostic", "sign", "cluster.waivers")
+RUN = (
+    "sanity",
+    "revision",
+    "dirty",
+    "over_memory",
+    "trainer",
+    "port",
+    "hang",
+    "lock",
+    "diagnostic",
+    "sign",
+    "cluster.waivers",
+)
 
 
 def for_launch(overrides: Sequence[str]) -> str:

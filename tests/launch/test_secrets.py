@@ -196,7 +196,8 @@ def test_a_whole_run_that_says_them_all(tmp_path):
     assert found["outcome"]["end"] == "failed" and found["outcome"]["figures"]["steps"] == 5
     assert found["outcome"]["errors"][-1]["what"] == "ValueError"
     everything = (
-        "".join(f.read_text(errors="replace") for f in folder.iterdir() if f.name != receipt.DIFF) + launcher.out
+        "".join(f.read_text(errors="replace") for f in folder.iterdir() if f.is_file() and f.name != receipt.DIFF)
+        + launcher.out
     )
     leaked = [name for name, (_, secret) in BY_SHAPE.items() if secret in everything]
     leaked += [v for v in values.values() for line in v.splitlines() if len(line) > 5 and line in everything]

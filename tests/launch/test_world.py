@@ -31,7 +31,15 @@ WORDS = {
     "port": 29500,
     "hang": 0,
 }
-WORDS |= {"trainer": "megatron", "lock": None, "diagnostic": None, "sign": None, "image": None, "time": None, "rdma": None}
+WORDS |= {
+    "trainer": "megatron",
+    "lock": None,
+    "diagnostic": None,
+    "sign": None,
+    "image": None,
+    "time": None,
+    "rdma": None,
+}
 
 
 def context(*overrides, preset="nam56r_smoke", environ=None, checkout=None, **words) -> Context:
