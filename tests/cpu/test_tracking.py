@@ -110,9 +110,9 @@ def test_a_writer_that_is_not_installed_is_refused(monkeypatch, key, package):
         (("wandb_project=p", "wandb_name=n", "wandb_dir=d"), "only beside TensorBoard"),
         (("tensorboard=t", "wandb_project=p", "wandb_dir=d"), "without `wandb_name`"),
         (("tensorboard=t", "wandb_name=n"), "without `wandb_project`"),
-        (("wandb_name=n",), "`wandb_name` without `wandb_project`"),
+        (("wandb_name=n",), "`wandb_name` of a feature that is off"),
         (("mlflow=m",), "go together"),
-        (("mlflow_experiment=m",), "`mlflow_experiment` without `mlflow`"),
+        (("mlflow_experiment=m",), "`mlflow_experiment` of a feature that is off"),
     ],
 )
 def test_what_would_be_dropped_is_refused(words, said):
