@@ -31,7 +31,7 @@ SECRET_SHAPE = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY[A-Z ]*-----[\s\S]*?(?:-----END [A-Z ]*-----|\Z)"
 )
 BEGINNINGS = (
-    "hf_", "gh", "gl", "sk", "rk_", "nvapi-", "xox", "xapp-", "akia", "asia", "aroa", "aida", "agpa", "anpa", "aiza", "ya29", "gocspx-",
+    "hf_", "gh", "github_pat_", "gl", "sk", "rk_", "nvapi-", "xox", "xapp-", "akia", "asia", "aroa", "aida", "agpa", "anpa", "aiza", "ya29", "gocspx-",
     "googleusercontent", "8q~", "sg.", "npm_", "pypi-", "_v1_", "dapi", "shp", "sq0", "key-", "hv", ".atlasv1.", "pmak-", "lin_api_", "ac",
     "eyj", "arn:aws", "-----begin",
 )  # fmt: skip
