@@ -31,9 +31,9 @@ SECRET_SHAPE = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY[A-Z ]*-----[\s\S]*?(?:-----END [A-Z ]*-----|\Z)"
 )
 BEGINNINGS = (
-    "hf_", "gh", "github_pat_", "gl", "sk", "rk_", "nvapi-", "xox", "xapp-", "akia", "asia", "aroa", "aida", "agpa", "anpa", "aiza", "ya29", "gocspx-",
-    "googleusercontent", "8q~", "sg.", "npm_", "pypi-", "_v1_", "dapi", "shp", "sq0", "key-", "hv", ".atlasv1.", "pmak-", "lin_api_", "ac",
-    "eyj", "arn:aws", "-----begin",
+    "hf_", "gh", "github_pat_", "gl", "sk", "rk_", "nvapi-", "xox", "xapp-", "akia", "asia", "aroa", "aida", "agpa", "anpa",
+    "aiza", "ya29", "gocspx-", "googleusercontent", "8q~", "sg.", "npm_", "pypi-", "_v1_", "dapi", "shp", "sq0", "key-",
+    "hv", ".atlasv1.", "pmak-", "lin_api_", "ac", "eyj", "arn:aws", "-----begin",
 )  # fmt: skip
 # Those that begin with nothing of their own: bot tokens, ids of clouds, a secret access key.
 LONG_SHAPE = re.compile(
