@@ -22,7 +22,13 @@ import measure
 from nam_megatron.runtime import checkpoint
 
 PRESET = "nam56r_native_dp"
-CUT = ("model.depth=6", "schedule.micro_batch_size=2", "schedule.global_batch_size=8", "optim.warmup_steps=2")
+CUT = (
+    "model.pattern=AEMEAE",
+    "model.depth=6",
+    "schedule.micro_batch_size=2",
+    "schedule.global_batch_size=8",
+    "optim.warmup_steps=2",
+)
 STEPS = ("schedule.train_steps=6", "schedule.decay_steps=8", "schedule.save_interval=3", "schedule.stop_every=3")
 # name, of a file in conf/overlay -> GPUs
 RUNGS = {"tp_sp": 2, "ep": 2, "tp_sp_ep": 2, "pp_tp_sp": 4, "fsdp_ep": 2, "graphs": 1, "muon": 2}

@@ -47,7 +47,8 @@ def lower(p: Plan, target: Target) -> Lowering:
     blocks: list[tuple[str, str, Config]] = [(b.kind, f"model.blocks.{b.kind}.", b) for b in p.blocks]
     features: list[tuple[str, str, Config]] = [(f.name, f"feature.{f.name}.", f) for f in r.feature.all()]
     problems = list(_device(r, target))
-    for _, _, config in (*sections, *blocks, *features):
+    # Whether the layout fits the machines comes first: what else is wrong may follow from it.
+    for _, _, config in (*sorted(sections, key=lambda s: s[0] != "parallel"), *blocks, *features):
         problems += config.check(p)
     raise_if(problems)
 

@@ -17,7 +17,8 @@ from test_benchmarks import gauge
 from test_train import run, trained
 
 from nam_megatron import train
-from nam_megatron.argv import argv, plan_json
+from nam_megatron.argv import plan_json
+from nam_megatron.argv import words as words_of
 from nam_megatron.lower import translate
 from nam_megatron.recipe import load
 
@@ -130,7 +131,7 @@ def author_lane(folder: Path, *words: str) -> tuple[list[float], dict]:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
         gauge()
         torch.cuda.Event = Event
-        words_of_plan = ["--nam-plan", str(plan), *argv(lowering)]
+        words_of_plan = ["--nam-plan", str(plan), *words_of(lowering)]
         return peak_memory.main(["--out", str(out), *words, *words_of_plan], time.time())
 
     return trained(pretend.fork(1, job)), json.loads(out.read_text())
