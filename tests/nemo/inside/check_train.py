@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 TESTS = Path(__file__).parents[2]
-sys.path[:0] = [str(TESTS / "cpu")]
+sys.path[:0] = [str(TESTS), str(TESTS / "cpu")]
 
 import pretend  # noqa: E402
 import pytest  # noqa: E402
