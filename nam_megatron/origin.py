@@ -211,7 +211,9 @@ class _Defaults:
             self.files = made.defaults
             repo = kwargs["repo"] if "repo" in kwargs else args[0]
             # A plugin of another package may put a source of its own beside them, as NeMo's storage client does: nobody named that one.
-            folders = [s for s in repo.get_sources() if s.provider.startswith(("main", "command-line", "hydra.searchpath"))]
+            folders = [
+                s for s in repo.get_sources() if s.provider.startswith(("main", "command-line", "hydra.searchpath"))
+            ]
             self.roots = [Path(s.path) for s in folders if s.scheme() == "file" and s.available()]
             # `pkg://` too: whose word a key is, is read from files.
             self.absent = [s.path for s in folders if s.scheme() != "file" or not s.available()]

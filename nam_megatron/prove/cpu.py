@@ -51,6 +51,7 @@ def patched() -> Iterator[None]:
     import megatron.core.ssm.mamba_context_parallel as mamba_cp
     import megatron.core.ssm.mamba_mixer as mamba_mixer
     import megatron.core.tensor_parallel.random as random
+    import megatron.core.transformer.attention as attention
     import megatron.core.transformer.experimental_attention_variant.absorbed_mla as absorbed_mla
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
@@ -71,8 +72,9 @@ def patched() -> Iterator[None]:
     )
     # Where TE is installed the router multiplies with its GEMM.
     moe_utils.te_general_gemm = None
-    # HybridStack names TENorm itself, and the two MLAs ask for TELinear to see that a projection is replicated.
-    hybrid_block.TENorm = modules.Norm
+    # HybridStack and the norms of queries and keys name TENorm itself; the two MLAs ask for TELinear to see that a projection is
+    # replicated.
+    hybrid_block.TENorm = attention.TENorm = modules.Norm
     mla.TELinear = absorbed_mla.TELinear = modules.ReplicatedLinear
     # The real Mamba mixer, with its two Triton kernels in plain torch.
     mamba_mixer.HAVE_MAMBA_SSM = mamba_mixer.HAVE_EINOPS = mamba_cp.HAVE_EINOPS = True

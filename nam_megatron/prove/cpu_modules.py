@@ -65,11 +65,12 @@ class CoreAttention(torch.nn.Module):
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **_):
         super().__init__()
-        self.scale = softmax_scale
+        self.scale, self.dropout = softmax_scale, config.attention_dropout
 
     def forward(self, query, key, value, *_, **__):
         query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale, enable_gqa=True)
+        dropped = self.dropout if self.training else 0.0
+        out = F.scaled_dot_product_attention(query, key, value, None, dropped, True, scale=self.scale, enable_gqa=True)
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
@@ -123,7 +124,8 @@ class CpuBackend(LocalSpecProvider):
         return CoreAttention
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm):
-        assert moe_use_grouped_gemm
+        if not moe_use_grouped_gemm:
+            return super().grouped_mlp_modules(moe_use_grouped_gemm)
         fc1, fc2 = partial(GroupedLinear, axis=0), partial(GroupedLinear, axis=1)
         return partial(TEGroupedMLP, submodules=GroupedMLPSubmodules(linear_fc1=fc1, linear_fc2=fc2))
 

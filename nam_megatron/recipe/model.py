@@ -65,7 +65,11 @@ class Model(Config):
         Literal["RMSNorm", "LayerNorm"], Row("of every layer's input; Megatron's default is LayerNorm", "normalization")
     ]
     norm_epsilon: Annotated[PositiveFloat, Row("added to the variance", "layernorm_epsilon")]
-    linear_bias: Annotated[bool, Row("biases of linear layers; on by Megatron's default", "add_bias_linear")]
+    linear_bias: Annotated[
+        bool,
+        Row("biases in attention and MLPs; on by Megatron's default. State space and recurrent layers have none",
+            "add_bias_linear"),
+    ]  # fmt: skip
     activation: Annotated[Literal["squared_relu", "swiglu", "gelu"], Row("of MLPs and experts")]
     hidden_dropout: Annotated[Fraction, Row("on the residual branch; Megatron's default is 0.1", "hidden_dropout")]
     attention_dropout: Annotated[
@@ -147,6 +151,9 @@ class Model(Config):
                 yield Problem(
                     f"{name} {getattr(self, name)} is not divisible by tensor size {p.tensor}", f"model.{name}"
                 )
+        if self.linear_bias and not plan.kinds & {*LETTERS["A"], *LETTERS["E"]}:
+            message = "no layer has such a bias: none is attention or an MLP"
+            yield Problem(message, "model.linear_bias", "set `model.linear_bias=false`")
         if p.sequence and self.seq_length % p.tensor:
             yield Problem(f"a sequence of {self.seq_length} cannot be shared by {p.tensor} ranks", "model.seq_length")
         if p.context > 1 and self.seq_length % (2 * p.context):

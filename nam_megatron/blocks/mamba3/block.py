@@ -80,6 +80,8 @@ class Mamba3(Block):
         yield from divides(at + "heads", self.heads, p.tensor, "Mamba-3 heads", "parallel.tensor")
         yield from divides(at + "groups", self.groups, p.tensor, "Mamba-3 groups", "parallel.tensor")
         yield from divides(at + "rope_fraction", self.angles, p.tensor, "Mamba-3 angles", "parallel.tensor")
+        if self.state_dim % 2:
+            yield Problem(f"angles turn pairs of columns, and a state has {self.state_dim}", at + "state_dim")
         if self.rope_fraction > 1:
             yield Problem(f"rope_fraction {self.rope_fraction} is above 1", at + "rope_fraction")
         if not self.angles:
