@@ -12,6 +12,7 @@ import io
 import logging
 import sys
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,10 +21,14 @@ from test_effect import others
 
 from nam_megatron.argv import argv
 from nam_megatron.blocks.kinds import KINDS
+from nam_megatron.budget import parameters
 from nam_megatron.errors import Refused
+from nam_megatron.lint import lint
 from nam_megatron.lower import Lowering, translate
 from nam_megatron.prove import cut, proof, ranks
 from nam_megatron.recipe import config_at, load, parsed, resolved, to_tree
+from nam_megatron.report import plan_text, strip
+from nam_megatron.translate import write
 
 SEED = 3
 MTP = "MTP"  # a whole model that has it
@@ -64,6 +69,22 @@ BETTER = {
 
 def test_every_kind_is_asked():
     assert OF.keys() == KINDS.keys()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_place_tells_the_same_of_a_kind(kind, tmp_path):
+    """Plan, strip, lint of the written plan, the budget's parameters, and the real model's."""
+    lowering = translate(resolved(parsed(alone(kind)), lambda key: False))
+    plan = lowering.plan
+    assert {layer.kind for layer in plan.layers} == {kind}
+    assert strip(plan)[2] == KINDS[kind].symbol * len(plan.layers) and KINDS[kind].title in plan_text(lowering)
+    write(lowering, tmp_path / "out")
+    told = lint((tmp_path / "out/plan.json").read_text(), "plan.json")
+    assert told.model.layers == tuple((layer.number, kind) for layer in plan.layers)
+    proof.warm()
+    (ended,) = ranks.fork(1, lambda: in_a_process(lambda: print(built(lowering)["parameters"])))
+    assert ended.code == 0, ended.err
+    assert int(ended.out.split()[-1]) == parameters(plan)[0] == told.model.count.total
 
 
 def alone(kind: str) -> dict[str, Any]:
@@ -163,6 +184,7 @@ def built(lowering: Lowering) -> dict[str, float]:
     groups = ProcessGroupCollection.use_mpu_process_groups()
     model = pretrain.NamModelBuilder(settings.model).build_model(groups, True, True).train()
     seen = {f"start {name}": number(p) for name, p in model.named_parameters()}
+    seen["parameters"] = sum(p.numel() for p in model.parameters())
     seen |= {f"eps {name}": module.eps for name, module in model.named_modules() if hasattr(module, "eps")}
 
     r = lowering.plan.recipe.model
@@ -196,7 +218,7 @@ def number(tensor: torch.Tensor) -> int:
     return zlib.crc32(repr(tuple(tensor.shape)).encode() + tensor.detach().float().contiguous().numpy().tobytes())
 
 
-def in_a_process(kind: str, only: str = "") -> None:
+def in_a_process(job: Callable[[], object]) -> None:
     from megatron.core import parallel_state
     from megatron.training.argument_utils import ArgumentGroupFactory
 
@@ -204,13 +226,13 @@ def in_a_process(kind: str, only: str = "") -> None:
     ArgumentGroupFactory._get_field_docstrings = lambda *_: {}  # help texts, read from source code each time
     torch.distributed.init_process_group(backend="gloo")
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
-    print("unread:", *unread(kind, only))
+    job()
 
 
 @pytest.mark.parametrize("kind", [*OF, MTP])
 def test_a_layer_reads_what_its_recipe_says(kind):
     proof.warm()
-    (ended,) = ranks.fork(1, lambda: in_a_process(kind))
+    (ended,) = ranks.fork(1, lambda: in_a_process(lambda: print("unread:", *unread(kind))))
     assert ended.code == 0, ended.err
     assert ended.out.splitlines()[-1].split()[1:] == []
 
@@ -220,5 +242,5 @@ def test_a_key_that_a_layer_passes_by_would_be_found(kind, key, monkeypatch):
     """As both were, until their kinds refused another value: Megatron's config held it, and no line read it."""
     monkeypatch.setattr(KINDS[kind], "fixed", {})
     proof.warm()
-    (ended,) = ranks.fork(1, lambda: in_a_process(kind, key))
+    (ended,) = ranks.fork(1, lambda: in_a_process(lambda: print("unread:", *unread(kind, key))))
     assert ended.out.splitlines()[-1].split()[1:] == [key], ended.err
