@@ -196,8 +196,9 @@ def errors(case: Case, device: str = "cuda", seed: int = 0) -> dict[str, float]:
     )
     wanted, found = named(case.shape, *exact), named(case.shape, *ours)
     # Of a token that no other sees the angles' gradient is exactly zero: q's part and k's cancel. Each is about half as large as
-    # d B: what rounding leaves of them is judged by that.
-    sizes = wanted | ({"d angles": wanted["d B"]} if case.s == 1 or case.decay else {})
+    # d B, and what rounding leaves of them counts dt times: judged by that.
+    dt = max(1.0, case.decay)
+    sizes = wanted | ({"d angles": dt * wanted["d B"]} if case.s == 1 or case.decay else {})
     return {name: error(t, wanted[name], sizes[name]) for name, t in found.items()}
 
 
