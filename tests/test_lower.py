@@ -468,6 +468,7 @@ REFUSALS = [
     (DESIGN, {"parallel.context": 2}, "parallel.context", "DSA does not run under context parallelism"),
     (DESIGN, {"model.linear_bias": True}, "model.linear_bias", "DSA has no linear bias"),
     (DESIGN, {"model.hidden_size": 3592}, "model.hidden_size", "3592 is not a multiple of num_attention_heads 56"),
+    (NATIVE, {"model.linear_bias": True, "model.pattern": "M", "model.depth": 4}, "model.linear_bias", "no layer has such a bias"),
     # moe
     (NATIVE, {"model.linear_bias": True}, "model.linear_bias", "a shared expert takes no bias"),
     (NATIVE, {"model.linear_bias": True, "model.blocks.moe.shared_expert_hidden_size": 0}, "model.linear_bias", "grouped experts take"),
@@ -484,6 +485,7 @@ REFUSALS = [
     ("nam56r_native_dp_fp8", {"lane.blocks.R": "m2rnn"}, "model.blocks.m2rnn.heads", "M2RNN's input projection"),
     (DESIGN, {"model.blocks.m2rnn.k_dim": 40}, "model.blocks.m2rnn.k_dim", "key widths that 16 divides, not 40"),
     (DESIGN, {"model.blocks.m2rnn.v_dim": 8}, "model.blocks.m2rnn.v_dim", "value widths of 16 and 32, not 8"),
+    (DESIGN, {"model.blocks.mamba3.state_dim": 33}, "model.blocks.mamba3.state_dim", "angles turn pairs of columns"),
     (DESIGN, {"model.blocks.mamba3.groups": 3}, "model.blocks.mamba3.heads", "Mamba-3 heads 112 is not divisible"),
     (DESIGN, TP | {"model.blocks.mamba3.heads": 111, "model.blocks.mamba3.groups": 1}, "model.blocks.mamba3.heads", "tensor"),
     (DESIGN, TP | {"model.blocks.mamba3.groups": 7}, "model.blocks.mamba3.groups", "Mamba-3 groups 7 is not divisible"),

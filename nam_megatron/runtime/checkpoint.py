@@ -99,7 +99,8 @@ def another(folder: Path, lowering: Lowering) -> Iterator[Problem]:
 
 def weights_alone(folder: Path) -> bool:
     """Whether a checkpoint has no state of training: an imported one."""
-    return (folder / TRACKER).read_text(encoding="utf-8", errors="replace").strip() == RELEASE
+    tracker = folder / TRACKER
+    return tracker.is_file() and tracker.read_text(encoding="utf-8", errors="replace").strip() == RELEASE
 
 
 def _reshardable(recipe: Mapping[str, Any]) -> bool:

@@ -252,7 +252,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path):
     script.write_text(
         textwrap.dedent(f"""
         import os, signal, sys, time
-        sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(train.__file__).parents[1])!r}]
+        sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1]), str(Path(train.__file__).parents[1])]!r}
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         import pretend, test_resume
         with pretend.pretended():
