@@ -1,7 +1,12 @@
 """Options of the test suite."""
 
+import signal
+
 import pytest
 from hypothesis import settings
+
+# A shell starts what it puts into the background with Ctrl-C ignored, and every process below inherits that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes says how busy the machine is; what CI tries is what everybody tries.
 settings.register_profile("house", deadline=None, derandomize=True)

@@ -6,6 +6,7 @@ a process that ends soon.
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -44,6 +45,14 @@ def _rearrange(x, pattern):
     return x.squeeze(1) if pattern == "d 1 w -> d w" else x.transpose(0, 1)
 
 
+def _earliest_of_equals(found, *args, **kwargs):
+    """Megatron's index scores and top-k, where equal scores are taken as torch.topk likes; ours take the earliest keys."""
+    scores, indices = found(*args, **kwargs)
+    best = scores.sort(dim=-1, descending=True, stable=True)
+    most = indices.size(-1)
+    return scores, best.indices[..., :most].masked_fill(best.values[..., :most] == -torch.inf, -1)
+
+
 @contextlib.contextmanager
 def patched() -> Iterator[None]:
     """This process runs Megatron on the CPU from here on. The patches of modules stay: for a process that ends soon."""
@@ -53,6 +62,7 @@ def patched() -> Iterator[None]:
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.attention as attention
     import megatron.core.transformer.experimental_attention_variant.absorbed_mla as absorbed_mla
+    import megatron.core.transformer.experimental_attention_variant.dsa as dsa
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
     import megatron.core.transformer.multi_latent_attention as mla
@@ -66,6 +76,10 @@ def patched() -> Iterator[None]:
     torch.cuda.current_stream = lambda *_, **__: idle
     torch.cuda.stream = lambda _: contextlib.nullcontext()
     random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    # Recomputed norms and experts ask Transformer Engine for its FP8 state, whatever the precision.
+    random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
+    random.activation_recompute_forward = random.fp8_autocast = lambda **_: contextlib.nullcontext()
+    dsa.fused_qk_topk_naive = partial(_earliest_of_equals, dsa.fused_qk_topk_naive)
     # The dispatcher turns its splits into numbers on the way off the GPU; gloo wants numbers too.
     token_dispatcher.maybe_move_tensor_to_cpu = lambda t, as_numpy=False, **_: (
         t.numpy() if as_numpy and torch.is_tensor(t) else t

@@ -169,6 +169,8 @@ def pair(recipe: Recipe, device: str, steps: int, seed: int = 1234) -> Pair:
     unproven = [*CPU_STANDS_IN] if device == "cpu" else []
     if device == "cpu":
         unproven += _without_kernels(tree, full)
+        if _at(tree, "model.blocks.dsa.kernels") == "megatron":
+            unproven.append("which of several equal index scores Megatron's top-k takes: the earliest, as ours do")
         for key, width in widths(recipe.parallel).items():
             _least(tree, f"model.{key}", width)
         # Blocks weigh as much beside the residual stream as at full width.
