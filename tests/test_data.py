@@ -1,5 +1,6 @@
 """The data command: what it writes is what was given, however often it is killed, and what it refuses, it names."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -280,6 +281,113 @@ def test_other_data_is_not_written_over_a_dataset(tmp_path, bpe, capsys):
     assert run(*again) == 2
     assert "holds another dataset" in capsys.readouterr().err
     assert contents(out) == before
+
+
+def test_a_build_with_another_choice_or_a_renamed_file_is_another_dataset(tmp_path, bpe, capsys):
+    """Each was given the old dataset, with exit code 0, once the key forgot it."""
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    for i, text in enumerate(TEXTS):
+        (tree / f"{i:02}.h").write_text(text)
+    words = ("build", tmp_path / "set", tree, "--suffix", ".h", "--tokenizer", bpe, "--workers", 1, "--valid")
+    assert run(*words, "0.2") == 0
+    for other in (
+        ("0.2", "--duplicates", "keep"),
+        ("0.2", "--duplicates", "drop"),
+        ("0.3",),
+        ("0.2", "--skip", tree / "07.h"),
+    ):
+        assert "holds another dataset" in refusal(capsys, *words, *other), other
+    (tree / "00.h").rename(tree / "99.h")  # the same documents, in another order
+    assert "holds another dataset" in refusal(capsys, *words, "0.2")
+    (tree / "99.h").rename(tree / "00.h")
+    assert run(*words, "0.2") == 0
+    tree.rename(tmp_path / "moved")  # where they lie decides nothing
+    assert run("build", tmp_path / "set", tmp_path / "moved", *words[3:], "0.2") == 0
+
+
+def test_every_line_is_in_one_piece_wherever_the_boundary_falls(tmp_path, monkeypatch):
+    """Lines of 20 bytes: boundaries on the last byte of one, on its newline, on the first byte of the next."""
+    lines = [json.dumps({"text": f"{i:07}"}) for i in range(9)]
+    assert {len(line) for line in lines} == {19}
+    for end in ("\n", ""):
+        path = tmp_path / "a.jsonl"
+        path.write_text("\n".join(lines) + end)
+        source = sources.source(path, "text", ())
+        for size in (*range(1, 62), 200):
+            monkeypatch.setattr(sources, "PIECE", size)
+            cut = list(sources.pieces(source))
+            found = [(sources.place(piece, at), text) for piece in cut for at, text in sources.documents(piece)]
+            assert found == [(f"{path}:{i + 1}", f"{i:07}") for i in range(9)], size
+
+
+def test_what_is_skipped_is_named_and_recorded(tmp_path, bpe, capsys, monkeypatch):
+    """One bad file of thousands: the place that a refusal names is the word that leaves it out."""
+    monkeypatch.setattr(sources, "PIECE", 300)
+    bad = '{"text": '
+    lines = [json.dumps({"text": text}) for text in TEXTS[:20]]
+    lines[10:10] = [bad]
+    rows = pyarrow.table({"text": [*TEXTS[20:30], None, *TEXTS[30:40]]})
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    pyarrow.parquet.write_table(rows, tmp_path / "b.parquet", row_group_size=7)
+    (tmp_path / "broken.parquet").write_text("no Parquet")
+    tree = tmp_path / "tree" / "inner"
+    tree.mkdir(parents=True)
+    for i, text in enumerate(TEXTS[40:]):
+        (tree / f"{i:02}.h").write_text(text)
+    (tree / "05a.h").write_bytes(b"\xff")
+    inputs = [tmp_path / name for name in ("a.jsonl", "b.parquet", "broken.parquet", "tree")]
+    words = (*inputs, "--suffix", ".h", "--tokenizer", bpe, "--valid", "0.2", "--workers", 1)
+    skip = ("--skip", inputs[2])
+    assert "broken.parquet` is no Parquet file" in refusal(capsys, "build", tmp_path / "set", *words)
+    named = refusal(capsys, "build", tmp_path / "set", *words, *skip)
+    places = [line.split(": ")[1] for line in named.splitlines() if line.startswith("error: ")]
+    assert places == [f"{inputs[0]}:11", f"{inputs[1]}:11", str(tree / "05a.h")] and "--skip" in named
+    skip += tuple(word for place in places for word in ("--skip", place))
+    assert run("build", tmp_path / "set", *words, *skip) == 0
+    assert f"left out by `--skip`: {inputs[2]}, {places[0]}" in capsys.readouterr().out
+    made = manifest.read(tmp_path / "set")
+    assert made.skipped == (str(inputs[2]), *places) and [i.documents for i in made.inputs] == [20, 20, 20]
+    left = [t for t in TEXTS if t not in texts(tmp_path / "set", "valid")]
+    assert texts(tmp_path / "set", "train") == left
+    assert run("check", tmp_path / "set") == 0
+    for wrong in (tmp_path / "nothing.h", f"{inputs[0]}:22", f"{inputs[0]}:0", f"{tmp_path / 'tree'}:1", tree):
+        assert f"`{wrong}` would not be read" in refusal(capsys, "build", tmp_path / "other", *words, "--skip", wrong)
+    assert "nothing is left" in refusal(capsys, "build", tmp_path / "other", inputs[0], *words[4:], "--skip", inputs[0])
+
+
+def test_a_dataset_without_a_skip_keeps_the_key_that_it_had(tmp_path, bpe):
+    """Checkpoints know their data by it."""
+    inputs = [sources.source(jsonl(tmp_path / "a.jsonl"), "text", ())]
+    said = build._key(inputs, ["content"], [], build.Options(bpe, 0.2, "refuse", 1))
+    with_tokenizer = [manifest.digest(bpe / name) for name in (tokenizer.FILE, tokenizer.CONFIG)]
+    old = [[["jsonl", "text", [], "content"]], with_tokenizer, 0.2, "refuse", sources.PIECE]
+    assert said == hashlib.sha256(json.dumps(old).encode()).hexdigest()
+
+
+def test_files_that_are_the_same_are_found_before_anything_is_read_whole(tmp_path, bpe, capsys, monkeypatch):
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    for i, text in enumerate(TEXTS):
+        (tree / f"{i:02}.h").write_text(text)
+    (tree / "98.h").write_text(TEXTS[3])
+    (tree / "97.h").write_text(" \n")
+    (tree / "96.h").write_text(" \n")  # no documents, so no duplicates
+    words = ("build", tmp_path / "set", tree, "--suffix", ".h", "--tokenizer", bpe, "--workers", 1, "--valid", "0.2")
+    hashed: list[Path] = []
+    digest = sources.digest
+    monkeypatch.setattr(sources, "digest", lambda path: (hashed.append(path), digest(path))[1])
+    with monkeypatch.context() as within:
+        within.setattr(build, "_scan", None)
+        said = refusal(capsys, *words)
+    assert said.startswith(f"error: {tree}/98.h is {tree}/03.h, byte for byte\n") and said.count("error:") == 1
+    assert f"`--skip {tree}/98.h`" in said
+    sizes = [path.stat().st_size for path in tree.iterdir()]
+    assert all(sizes.count(path.stat().st_size) > 1 for path in hashed), "a file without a twin of its size was read"
+    assert run(*words, "--skip", tree / "98.h") == 0
+    assert run(words[0], tmp_path / "all", *words[2:], "--duplicates", "keep") == 0
+    a, b = jsonl(tmp_path / "a.jsonl"), jsonl(tmp_path / "b.jsonl")
+    assert f"{b} is {a}, byte for byte" in refusal(capsys, "build", tmp_path / "two", a, b, *words[5:])
 
 
 # What is refused ---------------------------------------------------------------------------------------------------------------

@@ -54,6 +54,8 @@ def parser() -> argparse.ArgumentParser:
         made.add_argument("inputs", type=Path, nargs="+", metavar="INPUT", help="a .jsonl, a .parquet, or a folder")
         made.add_argument("--field", default="text", help="key or column of the text (default: text)")
         made.add_argument("--suffix", action="append", default=[], help="which files of a folder; may be repeated")
+        skipped = "leave this input, file of a folder, or FILE:LINE out; may be repeated"
+        made.add_argument("--skip", action="append", default=[], metavar="PLACE", help=skipped)
 
     made = verb("corpus", "Write the C++ files of installed packages as JSONL.", "FILE.jsonl")
     made.add_argument("--from", dest="packages", action="append", required=True, metavar="PACKAGE")
@@ -119,7 +121,7 @@ def _tokenizer(words: argparse.Namespace) -> int:
     from nam_megatron.data import tokenizer
 
     def texts():
-        for source in _sources(words):
+        for source in sources.without(_sources(words), words.skip):
             for piece in sources.pieces(source):
                 for at, text in sources.documents(piece):
                     if not isinstance(text, str):
@@ -136,7 +138,7 @@ def _tokenizer(words: argparse.Namespace) -> int:
 def _build(words: argparse.Namespace) -> int:
     from nam_megatron.data import build
 
-    options = build.Options(words.tokenizer, words.valid, words.duplicates, words.workers)
+    options = build.Options(words.tokenizer, words.valid, words.duplicates, words.workers, tuple(words.skip))
     _print(words.out, build.build(words.out, _sources(words), options))
     return OK
 
@@ -156,6 +158,8 @@ def _print(folder: Path, made: manifest.Manifest) -> None:
     for name, split in made.splits.items():
         print(f"{folder / name}: {split.documents:,} documents, {split.tokens:,} tokens")
     print(f"vocabulary {made.vocabulary:,}; left out: {made.duplicates:,} duplicates, {made.empty:,} empty documents")
+    if made.skipped:
+        print(f"left out by `--skip`: {', '.join(made.skipped)}")
 
 
 if __name__ == "__main__":

@@ -38,30 +38,38 @@ with warnings.catch_warnings():  # of what only training needs
 warnings.filterwarnings("ignore", module="megatron.core._rank_utils")  # there are no ranks here
 
 WORK, LOCK = "work", "lock"
+CHOICE = "`--duplicates drop` keeps the first of each, `--duplicates keep` all"
 SHOWN = 10  # findings of one kind that are printed
 
 
 @dataclass(frozen=True)
 class Options:
-    """valid_share: of the documents, chosen by the hash of their text, so that a document stays on its side in every build."""
+    """valid_share: of the documents, chosen by the hash of their text, so that a document stays on its side in every build.
+
+    skip: what of the inputs is left out, see sources.without.
+    """
 
     tokenizer: Path
     valid_share: float
     duplicates: Literal["refuse", "drop", "keep"]
     workers: int
+    skip: tuple[str, ...] = ()
 
 
 def build(out: Path, inputs: Sequence[Source], options: Options) -> Manifest:
     """Build `out` from `inputs`, or finish what a killed build left there; returns at once if it is finished.
 
     Raises:
-        Refused: rows that are no documents, duplicates, an empty split, an input named twice; `out` is no folder, holds another
-            dataset or anything else, or another build is at work there.
+        Refused: rows that are no documents, duplicates, an empty split, an input named twice, nothing there to skip; `out` is no
+            folder, holds another dataset or anything else, or another build is at work there.
     """
     if out.exists() and not out.is_dir():
         raise Refused(Problem(f"`{out}` is a file, and a dataset is a folder", None, "name another"))
     twice = [s.path for i, s in enumerate(inputs) if s.path.resolve() in [o.path.resolve() for o in inputs[:i]]]
     raise_if(Problem(f"`{path}` is named twice") for path in twice)
+    left = sources.without(inputs, options.skip)
+    raise_if([Problem("nothing is left to read")] * (not left))
+    gone = [s.path.name for s in inputs if s.path not in {o.path for o in left}]
     entries = tokenizer.load(options.tokenizer).get_vocab_size()
     finished = (out / manifests.NAME).exists()
     begun = (out / WORK / LOCK).exists()
@@ -69,13 +77,17 @@ def build(out: Path, inputs: Sequence[Source], options: Options) -> Manifest:
     raise_if(Problem(f"`{out}` holds `{name}`", None, "name a folder that is empty or new") for name in foreign[:1])
     # A finished dataset is only read.
     with contextlib.nullcontext() if finished else _locked(out / WORK):
-        return _build(out, inputs, options, entries)
+        return _build(out, left, gone, options, entries)
 
 
-def _build(out: Path, inputs: Sequence[Source], options: Options, entries: int) -> Manifest:
+def _build(out: Path, inputs: Sequence[Source], gone: Sequence[str], options: Options, entries: int) -> Manifest:
+    """gone: names of inputs that are skipped whole."""
+    if options.duplicates == "refuse":  # before anything is read whole
+        same = [f"{path} is {first}, byte for byte" for path, first in sources.twins(inputs)]
+        raise_if(_listed("duplicates", same, f"`--skip {same[0].split(' is ')[0]}`, or {CHOICE}" if same else ""))
     with pool(options.workers) as run:
         contents = run("hash", sources.content, inputs)
-        key = _key(inputs, contents, options)
+        key = _key(inputs, contents, gone, options)
         if (out / manifests.NAME).exists():
             done = manifests.read(out)
             raise_if([Problem(f"`{out}` holds another dataset", None, "name another folder")] * (done.key != key))
@@ -105,6 +117,7 @@ def _build(out: Path, inputs: Sequence[Source], options: Options, entries: int) 
             for s, content in zip(inputs, contents, strict=True)
         ),
         valid_share=options.valid_share,
+        skipped=options.skip,
         duplicates=sum(map(len, left_out)),
         empty=sum(scan["empty"] for scan in scans),
         vocabulary=entries,
@@ -134,11 +147,13 @@ def _locked(work: Path) -> Iterator[None]:
         yield
 
 
-def _key(inputs: Sequence[Source], contents: Sequence[str], options: Options) -> str:
-    """Hash of everything that decides the result."""
+def _key(inputs: Sequence[Source], contents: Sequence[str], gone: Sequence[str], options: Options) -> str:
+    """Hash of everything that decides the result, and of what was left out of it."""
     made_with = [manifests.digest(options.tokenizer / name) for name in (tokenizer.FILE, tokenizer.CONFIG)]
-    read = [[s.kind, s.field, s.suffixes, content] for s, content in zip(inputs, contents, strict=True)]
+    read: list[Any] = [[s.kind, s.field, s.suffixes, content] for s, content in zip(inputs, contents, strict=True)]
     decisive = [read, made_with, options.valid_share, options.duplicates, sources.PIECE]
+    if options.skip:
+        decisive.append([gone, [s.skip for s in inputs]])
     return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
 
 
@@ -167,7 +182,7 @@ def _scan(piece: Piece, out: Path) -> dict[str, Any]:
 def _judge(pieces: Sequence[Piece], scans: Sequence[dict], options: Options) -> list[list[int]]:
     """The places in each piece of documents to leave out. Raises Refused for what cannot be built."""
     problems = [p for scan in scans for p in scan["problems"]]
-    raise_if(_listed("unreadable rows", problems, "mend or remove them"))
+    raise_if(_listed("unreadable rows", problems, "mend them, or leave them out: `--skip` and the place"))
     first: dict[str, tuple[int, int]] = {}
     twice: list[tuple[int, int, str]] = []
     for i, scan in enumerate(scans):
@@ -180,8 +195,7 @@ def _judge(pieces: Sequence[Piece], scans: Sequence[dict], options: Options) -> 
             before, there = first[digest]
             named.append(f"{sources.place(pieces[i], at)} is {sources.place(pieces[before], there)}")
         if options.duplicates == "refuse":
-            hint = "`--duplicates drop` keeps the first of each, `--duplicates keep` all"
-            raise Refused(_listed("duplicates", named, hint, len(twice)))
+            raise Refused(_listed("duplicates", named, CHOICE, len(twice)))
         print(f"{len(twice)} duplicates left out, the first: {'; '.join(named)}", file=sys.stderr)
     raise_if([Problem("the inputs hold no documents")] * (not first))
     valid = sum(_is_valid(digest, options.valid_share) for digest in first)

@@ -36,12 +36,16 @@ class File(Config):
 
 
 class Manifest(Config):
-    """key: hash of everything that decides the result. duplicates, empty: documents that were left out. largest_id: of any token."""
+    """key: hash of everything that decides the result. duplicates, empty: documents that were left out. largest_id: of any token.
+
+    skipped: what of the inputs was left out, as it was named.
+    """
 
     version: Literal[1]
     key: str
     inputs: tuple[Input, ...]
     valid_share: NonNegativeFloat
+    skipped: tuple[str, ...] = ()
     duplicates: NonNegativeInt
     empty: NonNegativeInt
     vocabulary: PositiveInt

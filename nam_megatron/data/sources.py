@@ -2,14 +2,14 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
 from nam_megatron.data.manifest import digest
-from nam_megatron.errors import Problem, Refused
+from nam_megatron.errors import Problem, Refused, raise_if
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
@@ -20,12 +20,16 @@ SUFFIXES = {".jsonl": "jsonl", ".parquet": "parquet"}
 
 @dataclass(frozen=True)
 class Source:
-    """An input as it was given. field: the key or column of the text. suffixes: of the files of a tree that are read."""
+    """An input as it was given. field: the key or column of the text. suffixes: of the files of a tree that are read.
+
+    skip: what of it is not read: files of a tree, by their paths below it; lines of JSONL and rows of Parquet, from 1.
+    """
 
     path: Path
     kind: Literal["jsonl", "parquet", "tree"]
     field: str
     suffixes: tuple[str, ...]
+    skip: tuple[str | int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,41 @@ def source(path: Path, field: str, suffixes: tuple[str, ...]) -> Source:
     return Source(path, kind, field, ())  # type: ignore[arg-type]
 
 
+def without(inputs: Sequence[Source], places: Sequence[str]) -> list[Source]:
+    """The inputs without what `places` name, as `place` does: an input, a file of a tree, `file:line`, `file:row`.
+
+    Raises Refused for a place that would not be read: it may be misspelt.
+    """
+    left, left_out = {source.path.resolve(): source for source in inputs}, set()
+    problems = []
+    for word in dict.fromkeys(places):
+        path, (file, _, number) = Path(word).resolve(), word.rpartition(":")
+        row = Path(file).resolve()
+        tree = next((left[above] for above in path.parents if above in left and left[above].kind == "tree"), None)
+        if path in left:
+            left_out.add(path)
+        elif tree is not None and path in {found.resolve() for found in files(tree)}:
+            inside = path.relative_to(tree.path.resolve()).as_posix()
+            left[tree.path.resolve()] = replace(tree, skip=tuple(sorted({*tree.skip, inside})))
+        elif row in left and number.isascii() and number.isdigit() and 0 < int(number) <= _rows_of(left[row]):
+            left[row] = replace(left[row], skip=tuple(sorted({*left[row].skip, int(number)})))
+        else:
+            hint = "an input, a file of a folder, or `file:line`, as a refusal names them"
+            problems.append(Problem(f"`{word}` would not be read", None, hint))
+    raise_if(problems)
+    return [source for path, source in left.items() if path not in left_out]
+
+
+def _rows_of(source: Source) -> int:
+    """Lines of JSONL, rows of Parquet; none of a tree."""
+    if source.kind == "parquet":
+        return _parquet(source).metadata.num_rows
+    if source.kind == "tree":
+        return 0
+    with source.path.open("rb") as stream:
+        return sum(1 for _ in stream)
+
+
 def files(tree: Source) -> list[Path]:
     """The files of a tree with its suffixes, sorted by path; links are not followed."""
     found = (
@@ -67,11 +106,30 @@ def files(tree: Source) -> list[Path]:
         for name in names
         if name.endswith(tree.suffixes) and not (folder / name).is_symlink()
     )
-    return sorted(found)
+    return sorted(path for path in found if path.relative_to(tree.path).as_posix() not in tree.skip)
+
+
+def twins(inputs: Sequence[Source]) -> Iterator[tuple[Path, Path]]:
+    """Files that are another one byte for byte, each with the first of them. Only files of one size are read; blank ones are none."""
+    of_size: dict[int, list[Path]] = {}
+    for source in inputs:
+        for path in files(source) if source.kind == "tree" else [source.path]:
+            of_size.setdefault(path.stat().st_size, []).append(path)
+    for paths in of_size.values():
+        first: dict[str, Path] = {}
+        for path in paths if len(paths) > 1 else []:
+            before = first.setdefault(digest(path), path)
+            if before != path and not _blank(path):
+                yield path, before
+
+
+def _blank(path: Path) -> bool:
+    with path.open("rb") as stream:
+        return not any(block.strip() for block in iter(partial(stream.read, 2**20), b""))
 
 
 def content(source: Source) -> str:
-    """Hash of all that a source holds."""
+    """Hash of all that a source holds; of a tree, without the files that are skipped."""
     if source.kind != "tree":
         return digest(source.path)
     whole = hashlib.sha256()
@@ -117,17 +175,9 @@ def documents(piece: Piece) -> Iterator[tuple[int, str | Unreadable]]:
 
 def place(piece: Piece, at: int) -> str:
     """`file:line` or `file:row`, from 1, or the file, of a document; reads the file up to there."""
-    path = piece.source.path
     if piece.source.kind == "tree":
         return str(files(piece.source)[piece.first + at])
-    if piece.source.kind == "parquet":
-        metadata = _parquet(piece.source).metadata
-        return f"{path}:{sum(metadata.row_group(group).num_rows for group in range(piece.first)) + at + 1}"
-    with path.open("rb") as stream:
-        before = _begin(stream, piece.first)
-        stream.seek(0)
-        lines = sum(stream.read(min(2**20, before - i)).count(b"\n") for i in range(0, before, 2**20))
-    return f"{path}:{lines + at + 1}"
+    return f"{piece.source.path}:{_before(piece) + at + 1}"
 
 
 def _begin(stream: BinaryIO, offset: int) -> int:
@@ -140,13 +190,31 @@ def _begin(stream: BinaryIO, offset: int) -> int:
 
 def _lines(piece: Piece) -> Iterator[tuple[int, Callable[[], object]]]:
     """A line belongs to the piece in which it begins. Blank lines are no documents."""
+    skip = _places(piece)
     with piece.source.path.open("rb") as stream:
         _begin(stream, piece.first)
         at = 0
         while stream.tell() < piece.last and (line := stream.readline()):
-            if line.strip():
+            if line.strip() and at not in skip:
                 yield at, partial(_field, line, piece.source.field)
             at += 1
+
+
+def _places(piece: Piece) -> frozenset[int]:
+    """What is skipped of a piece of lines or rows, from 0 within it."""
+    skip = piece.source.skip
+    return frozenset(int(number) - 1 - _before(piece) for number in skip) if skip else frozenset()
+
+
+def _before(piece: Piece) -> int:
+    """Lines or rows of the source before the piece; reads the file up to there."""
+    if piece.source.kind == "parquet":
+        metadata = _parquet(piece.source).metadata
+        return sum(metadata.row_group(group).num_rows for group in range(piece.first))
+    with piece.source.path.open("rb") as stream:
+        end = _begin(stream, piece.first)
+        stream.seek(0)
+        return sum(stream.read(min(2**20, end - i)).count(b"\n") for i in range(0, end, 2**20))
 
 
 def _field(line: bytes, field: str) -> object:
@@ -172,7 +240,8 @@ def _parquet(source: Source) -> "ParquetFile":
 def _rows(piece: Piece) -> Iterator[tuple[int, Callable[[], object]]]:
     field = piece.source.field
     table = _parquet(piece.source).read_row_groups(range(piece.first, piece.last), columns=[field])
-    return ((at, value.as_py) for at, value in enumerate(table.column(field)))
+    skip = _places(piece)
+    return ((at, value.as_py) for at, value in enumerate(table.column(field)) if at not in skip)
 
 
 def _texts(piece: Piece) -> Iterator[tuple[int, Callable[[], object]]]:
