@@ -95,13 +95,17 @@ DETERMINISTIC = (
 def _env(p: Plan) -> Iterator[Env]:
     layout, f = p.recipe.parallel, p.recipe.feature
     yield Env("PYTORCH_ALLOC_CONF", "expandable_segments:True", "without it fragmentation decides what fits", "device")
-    if layout.tensor > 1 or layout.context > 1:
-        why = "Megatron demands it on this device under tensor or context parallelism"
-        yield Env(CONNECTIONS, "1", why, "parallel")
+    # megatron-core 0.19.2, training/arguments.py: an FSDP decides before the layout does.
+    ordered = layout.tensor > 1 or layout.context > 1
+    if f.megatron_fsdp or f.fsdp2:
+        more = ", which tensor and context parallelism would have for their overlap" if ordered else ""
+        yield Env(CONNECTIONS, None, f"an FSDP forbids 1{more}", "parallel", never="1")
+    elif ordered:
+        yield Env(
+            CONNECTIONS, "1", "Megatron demands it on this device under tensor or context parallelism", "parallel"
+        )
     else:
-        fsdp = f.megatron_fsdp or f.fsdp2
-        why = "FSDP forbids 1" if fsdp else "nothing demands it; a leftover 1 slows the overlap"
-        yield Env(CONNECTIONS, None, why, "parallel")
+        yield Env(CONNECTIONS, None, "nothing demands it; a leftover 1 slows the overlap", "parallel")
     # Transformer Engine reads both once, at the first norm.
     kernels = p.recipe.precision.norm_kernels
     cudnn, why = kernels == "cudnn", f"`norm_kernels` is {kernels}"

@@ -135,13 +135,17 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Env:
-    """One environment variable of the training processes; value None means it must be unset."""
+    """One environment variable of the training processes; value None means it must be unset.
+
+    never: what even a platform that forces a value may not force.
+    """
 
     name: str
     value: str | None
     why: str
     owner: str = ""
+    never: str | None = None
 
     def allows(self, here: str | None) -> bool:
         """Whether a process may run with `here`, None where the variable is not set. Platforms may force CONNECTIONS."""
-        return here == self.value or (self.value is None and self.name == CONNECTIONS)
+        return here == self.value or (self.value is None and self.name == CONNECTIONS and here != self.never)

@@ -251,9 +251,11 @@ def test_trap_device_max_connections():
     assert connections(NATIVE) is None
     assert connections(NATIVE, **FSDP) is None
     assert connections(NATIVE, **FSDP2) is None
-    for fsdp in ("feature.megatron_fsdp.enabled", "feature.fsdp2.enabled"):
-        both = refused(NATIVE, {"parallel.context": 2} | (FSDP2 if "fsdp2" in fsdp else FSDP))
-        assert "CUDA_DEVICE_MAX_CONNECTIONS" in both[fsdp]
+    tensor = {"parallel.tensor": 2, "parallel.sequence": True}
+    for layout in (tensor | {"parallel.expert": 2}, {"parallel.context": 2}):
+        assert connections(NATIVE, **FSDP | layout) is None
+    script = argv.run_script(translated(NATIVE, FSDP | tensor))
+    assert "unset CUDA_DEVICE_MAX_CONNECTIONS" in script
     script = argv.run_script(translated(NATIVE, {}))
     assert "unset CUDA_DEVICE_MAX_CONNECTIONS" in script
     assert "export CUDA_DEVICE_MAX_CONNECTIONS=1" in argv.run_script(translated("nam56r_nemo_native", {}))
@@ -569,13 +571,11 @@ REFUSALS = [
     # fsdp
     (NATIVE, FSDP2 | {"feature.distributed_optimizer.enabled": True}, "feature.fsdp2.enabled", "excludes the distributed"),
     (NATIVE, FSDP2 | {"parallel.pipeline": 2}, "feature.fsdp2.enabled", "without expert and pipeline parallelism"),
-    (NATIVE, FSDP2 | {"parallel.context": 2}, "feature.fsdp2.enabled", "wants CUDA_DEVICE_MAX_CONNECTIONS=1"),
     (NATIVE, FSDP2 | {"precision.grad_reduce": "fp32"}, "precision.grad_reduce", "reduces gradients in the weights' dtype"),
     (NATIVE, FSDP2 | {"model.tied_embeddings": True}, "feature.fsdp2.enabled", "needs untied embeddings"),
     ("nam56r_native_dp_fp8", FSDP2 | {"feature.fp8.param_gather": True}, "feature.fp8.param_gather", "gathers weights in bf16"),
     (NATIVE, FSDP | PLAIN_OPTIMIZER, "feature.megatron_fsdp.enabled", "stands on the distributed optimizer"),
     (NATIVE, FSDP | FSDP2, "feature.megatron_fsdp.enabled", "two FSDPs at once"),
-    (NATIVE, FSDP | {"parallel.context": 2}, "feature.megatron_fsdp.enabled", "wants CUDA_DEVICE_MAX_CONNECTIONS=1"),
     (NATIVE, FSDP | MUON, "feature.muon.enabled", "Muon does not run under `megatron_fsdp`"),
     # recompute
     (NATIVE, {"feature.recompute.layers": 2}, "feature.recompute.layers", "`layers` of a feature that is off"),

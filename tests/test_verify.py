@@ -47,6 +47,12 @@ def test_preset_is_what_megatron_builds(name, overrides, oracle):
 VARIANTS = {
     "muon": ("nam56r_native_dp", "optim=muon"),
     "megatron-fsdp": ("nam56r_native_dp", "feature.megatron_fsdp.enabled=true"),
+    "megatron-fsdp, every other layout": (
+        "nam56r_native_dp",
+        "+overlay=tp_sp_ep",
+        "feature.megatron_fsdp.enabled=true",
+    ),
+    "megatron-fsdp, context": ("nam56r_native_dp", "parallel.context=2", "feature.megatron_fsdp.enabled=true"),
     "fsdp2": (
         "nam56r_native_dp",
         "feature.fsdp2.enabled=true",

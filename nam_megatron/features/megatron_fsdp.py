@@ -52,12 +52,6 @@ class MegatronFsdp(Switch):
             )
         if r.feature.fsdp2:
             yield Problem("two FSDPs at once", at, "switch one of `feature.megatron_fsdp` and `feature.fsdp2` off")
-        if r.parallel.tensor > 1 or r.parallel.context > 1:
-            yield Problem(
-                "tensor or context parallelism wants CUDA_DEVICE_MAX_CONNECTIONS=1 on this device and FSDP forbids it",
-                at,
-                "set `parallel.tensor=1 parallel.sequence=false parallel.context=1`",
-            )
 
     def _mark(self) -> dict[str, Any]:
         """Of the strategies only full sharding has been measured."""

@@ -21,6 +21,8 @@ class _CudaToCpu(torch.overrides.TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
+        if func is torch.device and str(args[0]).startswith("cuda"):
+            return CPU
         if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
         if str(kwargs.get("device", "")).startswith("cuda"):
@@ -115,7 +117,8 @@ class FusedAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             group["step"] = step = group.get("step", 0) + 1
             (beta1, beta2), params = group["betas"], [p for p in group["params"] if p.grad is not None]
-            for p in params:
+            # Of all: an FSDP's rank that holds nothing of a tensor has no gradient of it, and saves its empty state with the others.
+            for p in group["params"]:
                 if not self.state[p]:
                     self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
             if params:
@@ -135,6 +138,14 @@ class _LooksLikeCuda(torch.overrides.TorchFunctionMode):
         result = func(*args, **kwargs)
         named = func is torch.Tensor.type and isinstance(result, str)
         return result.replace("torch.", "torch.cuda.") if named else result
+
+
+def _sharded_by_gloo() -> None:
+    """Megatron-FSDP names a mesh of GPUs."""
+    from torch.distributed import DeviceMesh
+
+    from_group = DeviceMesh.from_group
+    DeviceMesh.from_group = staticmethod(lambda group, device_type, *a, **kw: from_group(group, "cpu", *a, **kw))
 
 
 @contextlib.contextmanager
@@ -164,6 +175,7 @@ def pretended() -> Iterator[None]:
         setattr(torch.cuda, name, value)
     init = torch.distributed.init_process_group
     torch.distributed.init_process_group = lambda *a, backend, **kw: init(*a, backend="gloo", **kw)
+    _sharded_by_gloo()
     optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
     megatron.core.utils._te_version = megatron.core.utils.PkgVersion("2.20.2")

@@ -74,6 +74,33 @@ def test_a_run_goes_on_in_another_layout_and_comes_back(whole, at_two, tmp_path,
     assert abs(losses[5] - losses[2]) > 5e-2, "the losses move too little to tell steps apart"
 
 
+def test_a_sharded_run_is_the_run_and_goes_on_as_it_was(tmp_path):
+    """Tensor, sequence and expert parallelism under Megatron-FSDP, which no GPU of ours was needed for: four ranks over gloo."""
+    layout = (
+        "cluster=h200_2",
+        "cluster.gpus_per_node=4",
+        "parallel.tensor=2",
+        "parallel.sequence=true",
+        "parallel.expert=2",
+    )
+    small = ("model.pattern=AEM", "model.depth=3", "schedule.global_batch_size=4", "schedule.micro_batch_size=2")
+    small += ("schedule.train_steps=4", "schedule.decay_steps=4", "optim.lr=0.01", "optim.warmup_steps=0")
+    plain = trained(run(tmp_path, *small, *layout, world=4))
+
+    def unset() -> None:
+        del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
+
+    fsdp = (*small, *layout, "feature.megatron_fsdp.enabled=true", f"schedule.save={tmp_path}/ckpt")
+    fsdp += ("schedule.save_interval=2",)
+    losses = trained(run(tmp_path, *fsdp, world=4, before=unset))
+    assert losses == pytest.approx(plain, abs=2e-3)  # its gradients are summed in bf16
+    assert abs(losses[3] - losses[2]) > 5e-2, "the losses move too little to tell steps apart"
+    shutil.rmtree(tmp_path / "ckpt" / "iter_0000004")
+    (tmp_path / "ckpt" / TRACKER).write_text("2")
+    on = trained(run(tmp_path, *fsdp, f"schedule.load={tmp_path}/ckpt", world=4, before=unset))
+    assert on == [losses[2], pytest.approx((losses[2] + losses[3]) / 2, abs=1e-6)]
+
+
 # What cannot be gone on with -----------------------------------------------------------------------------------------------------
 
 

@@ -122,6 +122,18 @@ def test_the_environment_the_plan_needs_is_demanded(tmp_path):
     train.accept(words, TORCHRUN | dict(WORLD_SIZE="2", CUDA_DEVICE_MAX_CONNECTIONS="1"))
 
 
+def test_an_fsdp_forbids_the_one_connection_that_tensor_parallelism_wants(tmp_path):
+    """Megatron asserts it. Another value, as a platform may force it, and none are both fine."""
+    layout = ("cluster=h200_2", "parallel.tensor=2", "parallel.sequence=true", "parallel.expert=2")
+    words = command(tmp_path, *layout, "feature.megatron_fsdp.enabled=true")
+    (problem,) = refusal(words, WORLD_SIZE="2", CUDA_DEVICE_MAX_CONNECTIONS="1")
+    assert problem.message.startswith(
+        "CUDA_DEVICE_MAX_CONNECTIONS is set, and the plan needs it unset: an FSDP forbids 1"
+    )
+    for value in ({}, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}):
+        train.accept(words, TORCHRUN | {"WORLD_SIZE": "2"} | value)
+
+
 def test_a_variable_the_plan_needs_unset_is_refused(tmp_path):
     """Another program would compute the norms than the recipe says. Platforms force the connections, which are only slower."""
     (problem,) = refusal(command(tmp_path), NVTE_NORM_BWD_USE_CUDNN="1", CUDA_DEVICE_MAX_CONNECTIONS="8")
@@ -165,6 +177,21 @@ def test_a_plan_with_unbuilt_parts_is_incomplete(tmp_path, monkeypatch, capfd):
     assert train.main(["--nam-plan", str(tmp_path / "plan.json"), *words_of(lowering)], time.time()) == 3
     err = capfd.readouterr().err
     assert "`linear_ce` is not built" in err
+
+
+def test_torchs_fsdp2_is_refused_with_the_reason(tmp_path, monkeypatch, capfd):
+    """Megatron ends the run at the first checkpoint of a Mamba layer."""
+    off = [
+        f"feature.distributed_optimizer.{key}=false"
+        for key in ("enabled", "overlap_grad_reduce", "overlap_param_gather")
+    ]
+    words = command(tmp_path, "feature.fsdp2.enabled=true", "precision.grad_reduce=bf16", *off)
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert train.main(words, time.time()) == 3
+    assert (
+        "`fsdp2` is not built: Megatron 0.19.2 saves no checkpoint of a hybrid model under it" in capfd.readouterr().err
+    )
 
 
 def test_a_refusal_is_said_once_under_torchrun(tmp_path):
