@@ -9,7 +9,9 @@ among kernels. Cut:
   does, and a legal place for every pipeline cut;
 - data parallel ranks to two, or to what the experts need; sequences to 32 tokens, two samples a microbatch, two microbatches a rank.
 
-On a GPU widths and sequences stay, and depth is cut by the same rule.
+On a GPU widths stay, and depth is cut by the same rule. Sequences are cut to 512 tokens, of which DSA selects at most 128, one sample a
+microbatch: the reference's naive kernels keep whole [s, s] matrices and the state of every token, which 4,096 tokens of NAM56R's width
+are 140 GiB of.
 
 The optimizer's numbers are the command's on both sides: a learning rate at which few steps move the weights, no warm-up, a clip that
 clips, and an epsilon that makes Adam's step a smooth function of the gradient (with 1e-8 its first step is the gradient's sign, and a
@@ -27,6 +29,7 @@ from nam_megatron.plan import Plan
 from nam_megatron.recipe import Recipe, parsed, resolved, to_tree
 
 SEQUENCE, SAMPLES, LEAST = 32, 2, 4
+ON_GPU = {"model.seq_length": 512, "model.blocks.dsa.top_k": 128, "schedule.micro_batch_size": 1}
 OPTIM = {"lr": 0.01, "min_lr": 0.001, "decay": "constant", "warmup_steps": 0, "eps": 1e-3}
 CLIP = 0.5
 
@@ -177,6 +180,9 @@ def pair(recipe: Recipe, device: str, steps: int, seed: int = 1234) -> Pair:
         narrow = (full.recipe.model.hidden_size / _at(tree, "model.hidden_size")) ** 0.5
         _put(tree, "model.init_std", round(full.recipe.model.init_std * narrow, 4))
         _keep_grouped(tree, recipe)
+    else:
+        for key, most in ON_GPU.items():
+            _least(tree, key, most)
     _batches(tree, recipe, full, steps, seed, device)
     layout, plain = _shortest(tree, full)
     for key, value in PLAIN.items():
@@ -215,7 +221,7 @@ def _batches(tree: dict[str, Any], recipe: Recipe, full: Plan, steps: int, seed:
         data += 1
     _put(tree, "cluster.nodes", 1)
     _put(tree, "cluster.gpus_per_node", dense * data)
-    micro = min(SAMPLES, recipe.schedule.micro_batch_size)
+    micro = min(SAMPLES, _at(tree, "schedule.micro_batch_size"))
     count = 2 * p.pipeline if p.virtual_pipeline > 1 else max(2, p.pipeline)
     schedule = dict(micro_batch_size=micro, global_batch_size=micro * data * count, train_steps=steps)
     schedule |= dict(decay_steps=steps, seed=seed, eval_steps=0, log_interval=1, save=None, load=None)

@@ -46,6 +46,7 @@ def test_the_cut_keeps_what_makes_a_layout(preset, layout):
 
 def test_the_two_sides_differ_in_execution_alone():
     pair = cut.pair(load("nam56r_fused", ("parallel.tensor=2", "parallel.sequence=true")), "cuda", 2)
+    assert (pair.layout.plan.recipe.model.hidden_size, pair.layout.plan.recipe.model.seq_length) == (3584, 512)
     sides = (dict(cut.leaves(to_tree(x.plan.recipe))) for x in (pair.layout, pair.reference))
     layout, one = sides
     changed = {key for key in one if layout[key] != one[key]}
