@@ -76,11 +76,8 @@ def _unread(tree: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _on(name: str, keys: Mapping[str, Any]) -> bool:
-    return (
-        name not in FEATURES
-        or name == "distributed_optimizer"
-        or keys.get(FEATURES[name].switch) not in (False, 0, "none")
-    )
+    switch = FEATURES[name].switch if name in FEATURES else "enabled"  # of a feature that has gone since
+    return name == "distributed_optimizer" or keys.get(switch) not in (False, 0, "none")
 
 
 def _pins(tree: Mapping[str, Any]) -> dict[str, Any]:

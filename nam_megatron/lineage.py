@@ -130,8 +130,6 @@ def _regime(plan: Plan) -> Iterator[str]:
 def _sharding(plan: Plan) -> Iterator[str]:
     if fsdp := on(plan, "megatron_fsdp"):
         yield f"Megatron-FSDP {_values(fsdp.model_dump(), 'enabled')}"
-    elif fsdp := on(plan, "fsdp2"):
-        yield f"FSDP2 {_values(fsdp.model_dump(), 'enabled')}"
     else:
         yield "DDP"
     if optimizer := on(plan, "distributed_optimizer"):

@@ -97,7 +97,7 @@ def _env(p: Plan) -> Iterator[Env]:
     yield Env("PYTORCH_ALLOC_CONF", "expandable_segments:True", "without it fragmentation decides what fits", "device")
     # megatron-core 0.19.2, training/arguments.py: an FSDP decides before the layout does.
     ordered = layout.tensor > 1 or layout.context > 1
-    if f.megatron_fsdp or f.fsdp2:
+    if f.megatron_fsdp:
         more = ", which tensor and context parallelism would have for their overlap" if ordered else ""
         yield Env(CONNECTIONS, None, f"an FSDP forbids 1{more}", "parallel", never="1")
     elif ordered:

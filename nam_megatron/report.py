@@ -38,8 +38,6 @@ def header(lowering: Lowering) -> Iterator[str]:
     yield from only_here(p)
     if "mlp" in {l.kind for l in p.layers}:
         yield f"E is a dense MLP of {r.model.ffn_hidden_size}: {len(p.numbers('mlp'))} layers"
-    if r.feature.fsdp2:
-        yield "torch FSDP2: the loss is checked for NaN, gradients are not"
     for seam in p.not_built:
         where = f", layers {', '.join(map(str, seam.numbers))}" if seam.numbers else ""
         yield f"NOT BUILT: {seam.owner} ({seam.missing}{where}); this plan can be read, not trained"

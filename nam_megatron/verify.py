@@ -16,7 +16,7 @@ import yaml
 from nam_megatron import app, argv
 from nam_megatron.errors import FINDINGS, INCOMPLETE, OK, Problem, Refused, counted
 from nam_megatron.lower import Lowering, translate
-from nam_megatron.plan import Plan, Seam
+from nam_megatron.plan import Seam
 from nam_megatron.recipe import Recipe
 from nam_megatron.runtime.oracle import Answer, Oracle
 from nam_megatron.targets import Target
@@ -76,7 +76,7 @@ def verify(lowering: Lowering, oracle: Oracle, words: Sequence[str] | None = Non
     rows = list(_rows(lowering, answer))
     seen = {r.field for r in rows}
     reviewed, derived = reviewed_fields(lowering.target)
-    values = {f: v for f, v in answer.values.items() if not _unread(p, f)}
+    values = answer.values
     for field, value in reviewed.items():
         if field in values and field not in seen:
             expected = _default(field, answer, lowering.target) if value is DEFAULT else value
@@ -106,18 +106,13 @@ def _default(field: str, answer: Answer, target: Target) -> Any:
     return answer.defaults.get(field)
 
 
-def _unread(p: Plan, field: str) -> bool:
-    """Fields of a config that nothing reads in this plan: torch's FSDP has one of its own instead of DDP's, but for this."""
-    return p.recipe.feature.fsdp2 is not None and field.startswith("ddp.") and field != "ddp.reshard_after_forward"
-
-
 def expectations(lowering: Lowering, values: Mapping[str, Any]) -> Iterator[tuple[str, Any, str | None]]:
     """(Megatron's field, value, recipe key or None for a pin) of every setting. `values`: the fields that Megatron has."""
     yield "args.data_parallel_size", lowering.plan.recipe.data_parallel, "cluster.gpus_per_node"
     for s in lowering.settings:
         fields = lowering.target.fields(s.name, values) if s.fields is None else s.fields
         pairs = fields.items() if isinstance(fields, Mapping) else ((f, s.value) for f in fields)
-        yield from ((field, value, s.key) for field, value in pairs if not _unread(lowering.plan, field))
+        yield from ((field, value, s.key) for field, value in pairs)
 
 
 def _rows(lowering: Lowering, answer: Answer) -> Iterator[Row]:

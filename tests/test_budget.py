@@ -286,10 +286,6 @@ VARIANTS = {
     "muon, whole": ("optim=muon", *(f"feature.distributed_optimizer.{k}=false" for k in OVERLAP)),
     "megatron-fsdp": ("feature.megatron_fsdp.enabled=true",),
     "megatron-fsdp, state alone": ("feature.megatron_fsdp.enabled=true", "feature.megatron_fsdp.strategy=optim"),
-    "fsdp2": (
-        "feature.fsdp2.enabled=true", "precision.grad_reduce=bf16",
-        *(f"feature.distributed_optimizer.{k}=false" for k in OVERLAP),
-    ),
     "edges in bf16": ("precision=fp8_tensorwise", "model.blocks.mamba2.heads=64", "feature.fp8.first_last_bf16=true"),
     "gathered in FP8": ("precision=fp8_tensorwise", "model.blocks.mamba2.heads=64", "feature.fp8.param_gather=true"),
     "blocks of layers recomputed": (*FULL, "feature.recompute.method=block", "feature.recompute.layers=20"),
@@ -321,7 +317,6 @@ def test_sharding_divides_what_it_says_it_shares():
     assert rate() == 2 + 4 + 12 / 8
     assert rate(*off) == 18
     assert rate("feature.megatron_fsdp.enabled=true") == (2 + 2 + 12) / 8
-    assert rate("feature.fsdp2.enabled=true", "precision.grad_reduce=bf16", *off) == (2 + 2 + 12) / 8
     muon = rate("optim=muon", *off)
     assert 14 < muon < 18  # 14 for matrices, 18 for the rest
     assert rate("optim=muon") == pytest.approx(2 + 4 + 8 / 8, abs=0.15)

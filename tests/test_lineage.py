@@ -46,7 +46,6 @@ def test_another_model_is_another_family(name):
 ALONE = "feature.distributed_optimizer.enabled=false feature.distributed_optimizer.overlap_param_gather=false"
 REGIMES = {
     "Megatron-FSDP": "+overlay=fsdp_ep",
-    "FSDP2": f"feature.fsdp2.enabled=true precision.grad_reduce=bf16 {ALONE}",
     "distributed optimizer": ALONE,
     "overlap": "feature.distributed_optimizer.overlap_param_gather=false",
     "graphs": "+overlay=graphs",

@@ -29,7 +29,6 @@ PLAIN_OPTIMIZER = {
     "feature.distributed_optimizer.overlap_grad_reduce": False,
     "feature.distributed_optimizer.overlap_param_gather": False,
 }
-FSDP2 = {"feature.fsdp2.enabled": True, "precision.grad_reduce": "bf16"} | PLAIN_OPTIMIZER
 FSDP = {"feature.megatron_fsdp.enabled": True}
 TP = {"parallel.tensor": 2, "parallel.sequence": True}
 INDEXED = {"data.name": "indexed", "data.path": "/d/x", "data.split": "99,1,0", "data.tokenizer": "/t"}
@@ -250,7 +249,6 @@ def test_trap_device_max_connections():
     assert connections(NATIVE, **{"parallel.context": 2}) == "1"
     assert connections(NATIVE) is None
     assert connections(NATIVE, **FSDP) is None
-    assert connections(NATIVE, **FSDP2) is None
     tensor = {"parallel.tensor": 2, "parallel.sequence": True}
     for layout in (tensor | {"parallel.expert": 2}, {"parallel.context": 2}):
         assert connections(NATIVE, **FSDP | layout) is None
@@ -303,19 +301,12 @@ def test_trap_muon():
     assert value_of(said, "--optimizer") == "muon"
     assert value_of(said, "--muon-tp-mode") == "blockwise"
     assert value_of(words(NATIVE), "--optimizer") == "adam"
-    for fsdp in (FSDP, FSDP2):
-        assert "feature.muon.enabled" in refused(NATIVE, fsdp | MUON)
+    assert "feature.muon.enabled" in refused(NATIVE, FSDP | MUON)
 
 
 def test_trap_a_name_of_an_optimizer_that_is_not_the_one():
     assert list(refused(NATIVE, {"optim.name": "muon"})) == ["optim.name"]
     assert list(refused(NATIVE, {"feature.muon.enabled": True})) == ["optim.name"]
-
-
-def test_trap_torch_fsdp2():
-    assert "--use-torch-fsdp2" in argv.argv(translated(NATIVE, FSDP2))
-    for excluded in ({"parallel.expert": 2}, {"parallel.pipeline": 2}, {"feature.distributed_optimizer.enabled": True}):
-        assert "feature.fsdp2.enabled" in refused(NATIVE, FSDP2 | excluded)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -544,7 +535,7 @@ REFUSALS = [
      "`overlap_param_gather` needs `overlap_grad_reduce`"),
     (NATIVE, PLAIN_OPTIMIZER | {"feature.distributed_optimizer.reshardable": True},
      "feature.distributed_optimizer.reshardable", "always reshardable"),
-    (NATIVE, FSDP | {"precision.fused_grad_accumulation": True}, "precision.fused_grad_accumulation", "no FSDP keeps"),
+    (NATIVE, FSDP | {"precision.fused_grad_accumulation": True}, "precision.fused_grad_accumulation", "does not keep the buffer"),
     (NATIVE, {"model.blocks.moe.shared_overlap": True, "model.blocks.moe.dispatcher": "allgather"},
      "model.blocks.moe.shared_overlap", "only the all-to-all dispatcher"),
     (NATIVE, {"model.blocks.moe.shared_overlap": True, "model.blocks.moe.shared_expert_hidden_size": 0},
@@ -569,13 +560,7 @@ REFUSALS = [
      "feature.fp8.bf16_layers_at_start", "more bf16 layers than a pipeline stage has"),
     ("nam56r_native_dp_fp8", {"model.hidden_size": 3592}, "model.hidden_size", "FP8 GEMMs need widths that 16 divides"),
     # fsdp
-    (NATIVE, FSDP2 | {"feature.distributed_optimizer.enabled": True}, "feature.fsdp2.enabled", "excludes the distributed"),
-    (NATIVE, FSDP2 | {"parallel.pipeline": 2}, "feature.fsdp2.enabled", "without expert and pipeline parallelism"),
-    (NATIVE, FSDP2 | {"precision.grad_reduce": "fp32"}, "precision.grad_reduce", "reduces gradients in the weights' dtype"),
-    (NATIVE, FSDP2 | {"model.tied_embeddings": True}, "feature.fsdp2.enabled", "needs untied embeddings"),
-    ("nam56r_native_dp_fp8", FSDP2 | {"feature.fp8.param_gather": True}, "feature.fp8.param_gather", "gathers weights in bf16"),
     (NATIVE, FSDP | PLAIN_OPTIMIZER, "feature.megatron_fsdp.enabled", "stands on the distributed optimizer"),
-    (NATIVE, FSDP | FSDP2, "feature.megatron_fsdp.enabled", "two FSDPs at once"),
     (NATIVE, FSDP | MUON, "feature.muon.enabled", "Muon does not run under `megatron_fsdp`"),
     # recompute
     (NATIVE, {"feature.recompute.layers": 2}, "feature.recompute.layers", "`layers` of a feature that is off"),

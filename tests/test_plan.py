@@ -1,6 +1,8 @@
 """Letters become layers: numbers, ranks, segments, index sources, and what the plan says about itself."""
 
+import copy
 import itertools
+import json
 import random
 from collections import Counter
 
@@ -14,7 +16,7 @@ from megatron.core.transformer.experimental_attention_variant.dsa import (
 )
 from presets import NAMES, changed, lowered
 
-from nam_megatron import report
+from nam_megatron import argv, computation, report
 from nam_megatron.blocks.kinds import KINDS
 from nam_megatron.blocks.mamba3.block import Mamba3
 from nam_megatron.errors import Refused
@@ -440,3 +442,12 @@ def test_a_block_that_is_not_built_is_named_with_its_layers(monkeypatch):
     monkeypatch.setattr(Mamba3, "missing", "the mixer")
     (seam,) = planned().not_built
     assert (seam.owner, seam.missing, len(seam.numbers), seam.numbers[0]) == ("mamba3", "the mixer", 13, 3)
+
+
+@pytest.mark.parametrize(("switch", "differs"), [(False, []), (True, ["feature.fsdp2.enabled", "feature.fsdp2.eager"])])
+def test_a_stored_plan_may_have_a_feature_that_has_gone_since(switch, differs):
+    """Off it was nothing; on it trained what this version cannot."""
+    now = json.loads(argv.plan_json(lowered("nam56r")))
+    old = copy.deepcopy(now)
+    old["recipe"]["feature"]["fsdp2"] = {"enabled": switch, "eager": True}
+    assert sorted(d.key for d in computation.differences(old, now) if d.computes) == sorted(differs)

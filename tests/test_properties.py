@@ -162,7 +162,7 @@ ASPECTS = {  # what is drawn anew, by section
         "feature.recompute.method": st.sampled_from([None, "uniform", "block"]),
         "feature.recompute.layers": st.sampled_from([None, 1, 2]),
     },
-    "fsdp": lambda: {"feature.megatron_fsdp.enabled": st.booleans(), "feature.fsdp2.enabled": st.booleans()},
+    "fsdp": lambda: {"feature.megatron_fsdp.enabled": st.booleans()},
     "texts": lambda: {"preset.about": text, "schedule.load": text, "lane.name": text},
 }  # fmt: skip
 

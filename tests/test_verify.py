@@ -53,14 +53,6 @@ VARIANTS = {
         "feature.megatron_fsdp.enabled=true",
     ),
     "megatron-fsdp, context": ("nam56r_native_dp", "parallel.context=2", "feature.megatron_fsdp.enabled=true"),
-    "fsdp2": (
-        "nam56r_native_dp",
-        "feature.fsdp2.enabled=true",
-        "precision.grad_reduce=bf16",
-        "feature.distributed_optimizer.enabled=false",
-        "feature.distributed_optimizer.overlap_grad_reduce=false",
-        "feature.distributed_optimizer.overlap_param_gather=false",
-    ),
     "selective-recompute": (
         "nam56r_native_dp",
         "feature.recompute.granularity=selective",

@@ -33,7 +33,6 @@ class Block(Config):
     missing: ClassVar[str | None] = None  # the torch side that is still to be written; None: the kind can be trained
     fixed: ClassVar[Mapping[str, tuple[Any, str]]] = {}  # model keys that it does not read: the value it has, and why
     graph_parts: ClassVar[tuple[GraphPart, ...]] = ()  # what a CUDA graph may capture of it
-    fsdp_unit: ClassVar[bool] = True  # whether torch's FSDP2 shards each layer of it apart, or with the rest
     cached: ClassVar[bool] = False  # whether it owns a place in the key/value cache
     autotuned: ClassVar[bool] = False  # whether Triton tries its kernels out in the first step
 

@@ -81,7 +81,7 @@ def lines(z: Sizes, stage: Stage, held: Sequence[Group]) -> Iterator[Line]:
     """Everything static on a rank, with the phase in which it first exists."""
     f = z.plan.recipe.feature
     # One feature says how weights, gradients and Adam's state lie; others change or add to it.
-    keeper = f.fsdp2 or f.megatron_fsdp or f.distributed_optimizer
+    keeper = f.megatron_fsdp or f.distributed_optimizer
     changing: tuple[Feature | None, ...] = (keeper, f.muon, f.fp8)
     for feature in filter(None, changing):
         for group in held:

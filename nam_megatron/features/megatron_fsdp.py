@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from nam_megatron.plan import Plan
 
 
+# Seen on two ranks over gloo: it wraps whole layers in DTensors, and MambaMixer.sharded_state_dict wants a rank's whole in_proj.
+WHY = "Megatron 0.19.2 cannot save a Mamba layer under torch's FSDP2"
+NO_FSDP2 = Setting("use_torch_fsdp2", False, WHY, fields=("args.use_torch_fsdp2",))
+
+
 class MegatronFsdp(Switch):
     """Megatron-FSDP."""
 
@@ -36,11 +41,13 @@ class MegatronFsdp(Switch):
         yield Setting(
             "ckpt_format", "fsdp_dtensor", "the only checkpoint format it writes", "enabled", beside="", fields=fields
         )
+        yield NO_FSDP2
 
     @classmethod
     def off(cls, plan: "Plan") -> Iterator[Setting]:
         fields = ("args.use_megatron_fsdp", "ddp.use_megatron_fsdp")
         yield Setting("use_megatron_fsdp", False, "no FSDP", fields=fields)
+        yield NO_FSDP2
 
     def check(self, plan: "Plan") -> Iterator[Problem]:
         r, at = plan.recipe, "feature.megatron_fsdp.enabled"
@@ -50,8 +57,6 @@ class MegatronFsdp(Switch):
                 at,
                 "set `feature.distributed_optimizer.enabled=true`",
             )
-        if r.feature.fsdp2:
-            yield Problem("two FSDPs at once", at, "switch one of `feature.megatron_fsdp` and `feature.fsdp2` off")
 
     def _mark(self) -> dict[str, Any]:
         """Of the strategies only full sharding has been measured."""

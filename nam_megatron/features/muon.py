@@ -43,13 +43,9 @@ class Muon(Switch):
 
     def check(self, plan: "Plan") -> Iterator[Problem]:
         f = plan.recipe.feature
-        for other in (f.megatron_fsdp, f.fsdp2):
-            if other:
-                yield Problem(
-                    f"Muon does not run under `{other.name}`",
-                    "feature.muon.enabled",
-                    f"set `feature.{other.name}.enabled=false`",
-                )
+        if f.megatron_fsdp:
+            hint = "set `feature.megatron_fsdp.enabled=false`"
+            yield Problem("Muon does not run under `megatron_fsdp`", "feature.muon.enabled", hint)
 
     def state(self, z: Sizes, group: Group) -> Iterator[Line]:
         """Master weights and momentum of the matrices; whole matrices are dealt to ranks when the optimizer is distributed."""

@@ -7,7 +7,6 @@ from nam_megatron.features.cuda_graphs import CudaGraphs
 from nam_megatron.features.distributed_optimizer import DistributedOptimizer
 from nam_megatron.features.fim import Fim
 from nam_megatron.features.fp8 import Fp8
-from nam_megatron.features.fsdp2 import Fsdp2
 from nam_megatron.features.linear_ce import LinearCe
 from nam_megatron.features.megatron_fsdp import MegatronFsdp
 from nam_megatron.features.mhc import Mhc
@@ -29,7 +28,6 @@ class Features(Config):
     muon: Muon | None = None
     distributed_optimizer: DistributedOptimizer
     megatron_fsdp: MegatronFsdp | None = None
-    fsdp2: Fsdp2 | None = None
     fim: Fim | None = None
     mhc: Mhc | None = None
     ngram_hash: NgramHash | None = None

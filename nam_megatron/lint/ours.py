@@ -13,7 +13,7 @@ from nam_megatron.lint.count import Count
 from nam_megatron.lower import Lowering
 
 # Of a plan's header, what the flags do not show.
-TOLD = ("departs", "gives up", "torch FSDP2")
+TOLD = ("departs", "gives up")
 
 
 @dataclass(frozen=True)

@@ -460,8 +460,6 @@ def _features(a: Args, m: Model) -> Tree:
         found["cuda_graphs"] = {"impl": m.graphs, "modules": modules, "warmup_steps": steps}
     if a.use_megatron_fsdp:
         found["megatron_fsdp"] = {"enabled": True, "strategy": a.data_parallel_sharding_strategy}
-    if a.use_torch_fsdp2:
-        found["fsdp2"] = {"enabled": True, "reshard_after_forward": a.torch_fsdp2_reshard_after_forward}
     if a.fp8:
         found["fp8"] = _rows(Fp8, a) | {"recipe": a.fp8_recipe}
     if a.optimizer in ("muon", "dist_muon"):

@@ -103,7 +103,6 @@ PLAIN = {
     "feature.distributed_optimizer.overlap_grad_reduce": False,
     "feature.distributed_optimizer.overlap_param_gather": False,
     "feature.megatron_fsdp": None,
-    "feature.fsdp2": None,
 }
 
 # What a CPU runs otherwise than the recipe says, and why: key, the value that it cannot run, what it runs instead, the reason.
@@ -125,7 +124,7 @@ CPU_DOES_WITHOUT = (
     ("feature.fp8", ANY, None, "no FP8"),
 )
 # Features that a CPU has no way around, and what to call them. Megatron's Muon wants bf16 weights, and what is proven here is fp32.
-NOT_ON_A_CPU = {"megatron_fsdp": "Megatron-FSDP", "fsdp2": "torch's FSDP2", "muon": "Megatron's Muon, in bf16 alone,"}
+NOT_ON_A_CPU = {"megatron_fsdp": "Megatron-FSDP", "muon": "Megatron's Muon, in bf16 alone,"}
 # On every run on a CPU, whatever the recipe.
 CPU_STANDS_IN = (
     "precision.params: fp32 in place of bf16",
@@ -193,7 +192,7 @@ def pair(recipe: Recipe, device: str, steps: int, seed: int = 1234) -> Pair:
 def resumable(recipe: Recipe) -> bool:
     """Whether another layout can read this one's optimizer, where the recipe asks for what that takes: nothing but Adam is reshardable."""
     tree = to_tree(recipe)
-    return all(_at(tree, f"feature.{name}") is None for name in ("muon", "megatron_fsdp", "fsdp2"))
+    return all(_at(tree, f"feature.{name}") is None for name in ("muon", "megatron_fsdp"))
 
 
 def _without_kernels(tree: dict[str, Any], full: Plan) -> Iterator[str]:

@@ -39,8 +39,8 @@ class Precision(Config):
         bf16, fp32 = self.params == "bf16", self.grad_reduce == "fp32"
         yield Setting("bf16", bf16, "weights and activations", "params", fields=("transformer.bf16", "optimizer.bf16"))
         yield Setting("fp16", False, "not offered", beside="params")
-        ddp = {} if plan.recipe.feature.fsdp2 else {"ddp.grad_reduce_in_fp32": fp32}
-        yield Setting("accumulate_allreduce_grads_in_fp32", fp32, "said outright", "grad_reduce", fields=ddp)
+        fields: Any = {"ddp.grad_reduce_in_fp32": fp32}
+        yield Setting("accumulate_allreduce_grads_in_fp32", fp32, "said outright", "grad_reduce", fields=fields)
         yield Setting("grad_reduce_in_bf16", not fp32, "fp32 unless said", "grad_reduce", fields=())
         pin = partial(Setting, beside="grad_reduce")
         yield pin("fp32_residual_connection", False, "residual stream in bf16")
@@ -59,8 +59,8 @@ class Precision(Config):
         if self.deterministic and self.cross_entropy == "compiled":
             hint = "set `precision.cross_entropy=fused`, or `megatron`"
             yield Problem("Megatron's compiled cross entropy is not deterministic", "precision.cross_entropy", hint)
-        if self.fused_grad_accumulation and (feature.fsdp2 or feature.megatron_fsdp):
-            message = "no FSDP keeps the buffer that gradients would be added to"
+        if self.fused_grad_accumulation and feature.megatron_fsdp:
+            message = "Megatron-FSDP does not keep the buffer that gradients would be added to"
             yield Problem(message, "precision.fused_grad_accumulation", "set it to false")
 
 

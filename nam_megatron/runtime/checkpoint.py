@@ -106,7 +106,7 @@ def weights_alone(folder: Path) -> bool:
 def _reshardable(recipe: Mapping[str, Any]) -> bool:
     """Whether the optimizer's state was written parameter by parameter, and not as the layout had flattened it."""
     feature = recipe["feature"]
-    if feature.keys() & {"muon", "megatron_fsdp", "fsdp2"}:
+    if feature.keys() & {"muon", "megatron_fsdp"}:
         return False
     return not feature["distributed_optimizer"]["enabled"] or feature["distributed_optimizer"]["reshardable"]
 

@@ -179,21 +179,6 @@ def test_a_plan_with_unbuilt_parts_is_incomplete(tmp_path, monkeypatch, capfd):
     assert "`linear_ce` is not built" in err
 
 
-def test_torchs_fsdp2_is_refused_with_the_reason(tmp_path, monkeypatch, capfd):
-    """Megatron ends the run at the first checkpoint of a Mamba layer."""
-    off = [
-        f"feature.distributed_optimizer.{key}=false"
-        for key in ("enabled", "overlap_grad_reduce", "overlap_param_gather")
-    ]
-    words = command(tmp_path, "feature.fsdp2.enabled=true", "precision.grad_reduce=bf16", *off)
-    for name, value in TORCHRUN.items():
-        monkeypatch.setenv(name, value)
-    assert train.main(words, time.time()) == 3
-    assert (
-        "`fsdp2` is not built: Megatron 0.19.2 saves no checkpoint of a hybrid model under it" in capfd.readouterr().err
-    )
-
-
 def test_a_refusal_is_said_once_under_torchrun(tmp_path):
     """Two ranks that refuse at the same time: whoever ends first must not take the message with it."""
     words = command(tmp_path)

@@ -34,7 +34,6 @@ class M2Rnn(Block):
     slot = "mamba_layer"
     stock = False
     graph_parts = ("mamba",)
-    fsdp_unit = False
 
     kernels: Annotated[Literal["fused", "naive"], Row("ours in Triton, or plain torch", executes=SAME)]
     k_dim: Annotated[PositiveInt, Row("rows of a head's state: width of queries and keys, one head of each")]

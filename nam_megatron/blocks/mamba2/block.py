@@ -31,7 +31,6 @@ class Mamba2(Block):
     symbol = "M"
     slot = "mamba_layer"
     graph_parts = ("mamba",)
-    fsdp_unit = False
     autotuned = True
     fixed = MappingProxyType({"norm_epsilon": (1e-5, "Megatron's gated norm has it from its own default")})
 

@@ -34,7 +34,6 @@ class Mamba3(Block):
     slot = "mamba_layer"
     stock = False
     graph_parts = ("mamba",)
-    fsdp_unit = False
     autotuned = True
     fixed = MappingProxyType({"norm_epsilon": (1e-5, "its norms of B and C are those of the paper")})
 

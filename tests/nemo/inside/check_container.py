@@ -163,8 +163,6 @@ def test_a_validated_container_comes_back_from_its_checkpoint(ranks, tmp_path):
     [
         (["parallel.pipeline=2", "parallel.virtual_pipeline=2"], "virtual pipeline"),
         (["optim=muon"], "does not shard the state of Muon"),
-        (["feature.fsdp2.enabled=true", "precision.grad_reduce=bf16", *(f"feature.distributed_optimizer.{key}=false" for key in
-          ("enabled", "overlap_param_gather", "overlap_grad_reduce"))], "torch FSDP2 is not carried over"),
     ],
 )  # fmt: skip
 def test_what_bridge_cannot_do_is_refused_by_name(overrides, said):
