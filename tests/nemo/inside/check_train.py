@@ -26,7 +26,7 @@ from nam_megatron import argv, train
 from nam_megatron.lower import translate
 from nam_megatron.nemo import guards
 from nam_megatron.recipe import load
-from nam_megatron.runtime import checkpoint, rate
+from nam_megatron.runtime import checkpoint, checksums, rate
 
 SMALL = (
     "model.seq_length=32",
@@ -158,6 +158,7 @@ def test_commands_that_stop_and_resume_are_one_run(tmp_path):
     assert [(s.step, s.done) for s in said.saves] == [(2, False), (2, True)]
     assert [(r.when, r.step) for r in said.readings] == [("built", 0), ("step", 1), ("end", 2)]
     assert all(rate.NAME in step.values for step in said.steps.values())
+    assert (save / "iter_0000004" / checksums.NAME).is_file(), "which other runners write too"
     (save / "latest_checkpointed_iteration.txt").write_text("1")
     assert any("says step 1, and `latest_train_state.pt` 4" in text for text in refusals(*goes_on))
 
