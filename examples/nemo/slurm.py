@@ -1,25 +1,26 @@
-"""A NAM recipe as a NeMo-Run job on Slurm. Prints the batch script it would submit; needs neither a cluster nor Megatron.
+"""A NAM recipe as a NeMo-Run experiment on Slurm. Needs neither a cluster nor Megatron until it is run.
 
-    python examples/nemo/slurm.py conf=nam56r_native_dp cluster=h200_2x8 > nam56r.sbatch
+    python examples/nemo/slurm.py conf=nam56r_native_dp cluster=h200_2x8           # prints the batch script
+    python examples/nemo/slurm.py --run conf=nam56r_native_dp cluster=h200_2x8     # submits it
 
-Hosts, GPUs and environment come from the recipe; the rest is yours to set below. Needs the extra `nemo-run`.
+Hosts, GPUs and environment come from the recipe; the rest is yours to set below, as is a tunnel to another machine. Needs the extra
+`nemo-run`.
 """
 
-import shlex
 import sys
 
 from nam_megatron.errors import OK, Problem, Refused, finish, raise_if_twice
 from nam_megatron.lower import translate
 from nam_megatron.recipe import load
 
+# The container has what `python -m nam_megatron.nemo doctor` asks for; FOLDER is seen by all hosts.
 ACCOUNT, PARTITION, TIME, CONTAINER, FOLDER = "your_account", "batch", "04:00:00", "your/container:tag", "/your/jobs"
 
 
-def script(words: list[str]) -> str:
-    """The batch script of `python -m nam_megatron.nemo pretrain` with these words, conf=NAME among them."""
+def start(words: list[str], *, dryrun: bool) -> None:
+    """Submit `python -m nam_megatron.nemo pretrain` with these words, conf=NAME among them; or print what would be submitted."""
     try:
         import nemo_run as run
-        from nemo_run.core.execution.slurm import SlurmBatchRequest
     except ModuleNotFoundError as err:
         raise Refused(Problem(f"no package `{err.name}`", None, "`uv sync --extra nemo-run` installs it")) from None
     raise_if_twice(word.lstrip("+").partition("=")[::2] for word in words)
@@ -34,29 +35,23 @@ def script(words: list[str]) -> str:
         time=TIME,
         container_image=CONTAINER,
         nodes=cluster.nodes,
-        ntasks_per_node=1,
+        ntasks_per_node=cluster.gpus_per_node,  # of torchrun, which one task a host starts
         gpus_per_node=cluster.gpus_per_node,
         env_vars={env.name: env.value for env in lowering.env if env.value is not None},
+        launcher="torchrun",
+        # This checkout: its commit is what runs.
+        packager=run.Packager() if dryrun else run.GitArchivePackager(check_uncommitted_changes=True),
         tunnel=run.LocalTunnel(job_dir=FOLDER),
     )
-    executor.job_name, executor.experiment_id = preset, preset
-    executor.job_dir = f"{FOLDER}/{preset}"
-    rendezvous = "--rdzv-backend=c10d --rdzv-endpoint=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -1):29500"
-    torchrun = f"torchrun --nnodes {cluster.nodes} --nproc-per-node {cluster.gpus_per_node} {rendezvous}"
-    command = f"{torchrun} -m nam_megatron.nemo pretrain {shlex.join(words)}"
-    request = SlurmBatchRequest(
-        launch_cmd=["sbatch", "--parsable"],
-        jobs=[preset],
-        command_groups=[["bash", "-c", shlex.quote(command)]],
-        executor=executor,
-        max_retries=0,
-        extra_env={},
-    )
-    return request.materialize()
+    with run.Experiment(preset) as experiment:
+        script = run.Script("nam_megatron.nemo", args=["pretrain", *words], entrypoint="python", m=True)
+        experiment.add(script, executor, name=preset)
+        experiment.dryrun() if dryrun else experiment.run(detach=True)
 
 
 def command() -> int:
-    sys.stdout.write(script(sys.argv[1:]))
+    words = sys.argv[1:]
+    start([word for word in words if word != "--run"], dryrun="--run" not in words)
     return OK
 
 

@@ -7,24 +7,32 @@ written for, `nam56r_pretrain_8gpu_h200_bf16_config`. `dir()` and `python -m nam
 that listing them needs no Bridge.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import TYPE_CHECKING
 
+from nam_megatron.errors import Problem, raise_if
 from nam_megatron.recipe import Recipe, conf_dir, load
 
 if TYPE_CHECKING:
     from nam_megatron.nemo.container import NamContainer
 
 
-def names() -> dict[str, str]:
+@cache
+def names() -> Mapping[str, str]:
     """Name of each recipe function -> its preset."""
     presets = sorted(path.stem for path in (conf_dir() / "preset").glob("*.yaml"))
     return {name: preset for preset in presets for name in (f"{preset}_pretrain_config", canonical(load(preset)))}
 
 
+# How Bridge's own names of recipes spell the scaling of FP8: current, delayed, of blocks.
+PRECISIONS = {"tensorwise": "fp8cs", "delayed": "fp8ds", "blockwise": "fp8sc"}
+
+
 def canonical(recipe: Recipe) -> str:
     """`nam56r_pretrain_8gpu_h200_bf16_config`: the preset, its GPUs and its precision."""
-    precision = "fp8" if recipe.feature.fp8 else recipe.precision.params
+    fp8 = recipe.feature.fp8
+    precision = PRECISIONS[fp8.recipe] if fp8 else recipe.precision.params
     return f"{recipe.preset.name}_pretrain_{recipe.world_size}gpu_{recipe.device.name}_{precision}_config"
 
 
@@ -36,9 +44,12 @@ def recipe(preset: str, overrides: Iterable[str] = ()) -> "NamContainer":
         overrides: changes of the recipe, as on the command line of every other tool here: `lane=nemo_native`.
 
     Raises:
-        Refused: with every finding.
+        Refused: with every finding, or by the versions of what is installed.
     """
     from nam_megatron.lower import translate
+    from nam_megatron.nemo import doctor
+
+    raise_if(Problem(f.message, hint=f.hint) for f in doctor.of_another_version())
     from nam_megatron.nemo.container import container
 
     return container(translate(load(preset, overrides)))

@@ -17,9 +17,14 @@ from nam_megatron.recipe import Recipe
 
 
 def dump(recipe: Recipe, words: Mapping[str, Any], origin: Origin) -> int:
-    """The container's YAML to stdout, or to the file `out`. Needs Bridge, no GPU."""
-    raise_if(Problem(f.message, hint=f.hint) for f in doctor.findings() if f.fatal and f.name != doctor.RESILIENCY)
+    """The container's YAML to stdout, or to the file `out`. Needs Bridge, no GPU and no Transformer Engine."""
+    trains = (doctor.RESILIENCY, doctor.ENGINE)
+    raise_if(Problem(f.message, hint=f.hint) for f in doctor.findings() if f.fatal and f.name not in trains)
     with contextlib.redirect_stdout(sys.stderr):  # imports talk
+        if doctor.installed(doctor.ENGINE) is None:
+            from nam_megatron.nemo import engine
+
+            engine.provide()
         from nam_megatron.nemo.container import container
 
         made = container(translate(recipe))

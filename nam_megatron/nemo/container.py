@@ -28,7 +28,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.lower import Lowering, translate
-from nam_megatron.nemo import overrides
+from nam_megatron.nemo import guards, overrides
 from nam_megatron.recipe import Recipe, from_tree, to_tree
 from nam_megatron.runtime import bridge, cross_entropy, wgrad
 from nam_megatron.runtime.bridge import Arguments
@@ -39,15 +39,24 @@ register_allowed_target_prefix("nam_megatron.")
 
 
 class _Dropped(logging.Filter):
-    """Bridge leaves out an override that it cannot place, and says so in its log alone: here it is refused."""
+    """Bridge leaves out an override that it cannot place, and says so in its log alone: here it is refused.
+
+    But for what Nemotron's scripts keep at the top of their files for themselves: where a run runs, and the artifacts it uses.
+    """
+
+    OTHERS = tuple(
+        f"Key '{name}' in overrides not found in config object NamContainer" for name in ("run", "artifacts")
+    )
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if record.levelno >= logging.WARNING:
+        if record.levelno >= logging.WARNING and not record.getMessage().startswith(self.OTHERS):
             raise Refused(Problem(record.getMessage(), hint="name a field that exists, or leave it out"))
         return True
 
 
 omegaconf_utils.logger.addFilter(_Dropped())
+
+guards.explain_endings()
 
 # Bridge builds the datasets' helpers by `make` at every start and exits where that fails, and the wheel has no Makefile.
 keep_shipped_helpers()
@@ -85,7 +94,10 @@ class NamProvider(HybridModelProvider):
         return model
 
     def provide_distributed_model(self, *args: Any, **kwargs: Any) -> list[MegatronModule]:
-        return super().provide_distributed_model(*args, **{"mixed_precision_wrapper": Float16ExceptMarked} | kwargs)
+        models = super().provide_distributed_model(*args, **{"mixed_precision_wrapper": Float16ExceptMarked} | kwargs)
+        if kwargs.get("wrap_with_ddp", True):  # else it is not for training
+            guards.stand(models, self.lowering)
+        return models
 
 
 @dataclasses.dataclass
@@ -168,15 +180,21 @@ class NamContainer(bridge_config.ConfigContainer):
     """Bridge's container; validating it asks the recipe first."""
 
     def validate(self) -> None:
-        """Refuse what the recipe would refuse, then Bridge's own checks.
+        """Refuse what the recipe would refuse, then Bridge's own checks. Every start of a training comes here, on every rank.
 
         Raises:
-            Refused: the recipe's findings on the changed fields, a change of a field that no recipe key decides, or an environment
-                that contradicts the recipe.
+            Refused: the recipe's findings on the changed fields, a change of a field that no recipe key decides, an environment
+                that contradicts the recipe, or what `guards.objections` finds.
         """
         overrides.settle(self)
-        raise_if(_otherwise(self.model.lowering))
+        lowering = self.model.lowering
+        raise_if([*_otherwise(lowering), *guards.objections(lowering, thorough=os.environ.get("RANK", "0") == "0")])
         super().validate()
+
+    def set_data_parallel_size(self) -> None:
+        """Bridge's pretrain divides the GPUs here, before it validates: what does not fit is refused in our words."""
+        overrides.settle(self)
+        super().set_data_parallel_size()
 
 
 def _otherwise(lowering: Lowering) -> Iterator[Problem]:

@@ -15,7 +15,7 @@ from packaging.version import Version
 from nam_megatron.targets import current
 
 BRIDGE, TOOLKIT = "0.6.2", "3.0.0"
-RESILIENCY = "nvidia-resiliency-ext"
+RESILIENCY, ENGINE = "nvidia-resiliency-ext", "transformer-engine-torch"
 GLIBC = Version("2.39")  # of nvidia-resiliency-ext 0.6.0's only wheel, by its name; its code asks for 2.32
 BY_HAND = "uv pip install --no-deps --python-platform x86_64-manylinux_2_39 nvidia-resiliency-ext==0.6.0"
 
@@ -44,13 +44,24 @@ NEEDED = {
     "hydra-core>=1.3.4,<1.4": "omegaconf 2.4 drags it back to 1.3.0; `nemo-toolkit[core]` asks for 1.3.2 at most",
     "omegaconf>=2.3,<2.4": "2.4 has no Hydra that Bridge accepts",
     "transformers>=5.8,<=5.12.1": "Bridge imports every model family it knows",
-    "transformer-engine-torch>=2.18": "Bridge imports it at the first line; the package `transformer-engine` alone is empty",
+    f"{ENGINE}>=2.18": "Bridge imports it at the first line; the package `transformer-engine` alone is empty",
+    "nvidia-modelopt>=0.44": "Bridge's training imports it",
+    "datasets>=2.20": "Bridge's data imports it",
+    "diffusers>=0.36": "Bridge imports every model family it knows",
+    "megatron-energon>=7,<8": "Bridge's data imports it",
+    "multi-storage-client>=0.50,<0.52": "Bridge's checkpoints import it",
+    "peft>=0.18.1": "Bridge imports it",
 }
 
 
 def findings() -> Iterator[Finding]:
     """Everything found, the fatal ones first."""
     yield from sorted(_found(), key=lambda f: not f.fatal)
+
+
+def of_another_version() -> Iterator[Finding]:
+    """Whether Bridge or Megatron-Core is of a version that the container was not made for: fields would be others, or missing."""
+    yield from (f for f in findings() if f.fatal and f.name in ("megatron-bridge", "megatron-core"))
 
 
 def _found() -> Iterator[Finding]:

@@ -5,15 +5,18 @@ field that no key decides cannot be changed.
 """
 
 import dataclasses
+import difflib
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.mixed_precision import MixedPrecisionConfig, get_mixed_precision_config
 from megatron.bridge.utils.common_utils import get_world_size_safe
 
 from nam_megatron.errors import Problem, Refused, raise_if
-from nam_megatron.lower import translate
+from nam_megatron.lower import Lowering, translate
 from nam_megatron.recipe import Recipe, from_tree, to_tree
 from nam_megatron.runtime.bridge import Arguments
 from nam_megatron.setting import Setting
@@ -21,17 +24,22 @@ from nam_megatron.setting import Setting
 if TYPE_CHECKING:
     from nam_megatron.nemo.container import NamContainer
 
-# What a runner may set as it likes: where a run writes and what it reports, and when it stops.
+# What a runner may set as it likes: where a run writes and what it reports, when it stops and what starts it again.
 FREE = (
-    "logger.",
-    "profiling.",
+    "logger",
+    "profiling",
     "straggler",
     "nvrx_straggler",
     "ft",
-    "env_vars",
+    "inprocess_restart",
     "checkpoint.most_recent_k",
+    "checkpoint.exit_on_missing_checkpoint",
     "train.exit_duration_in_mins",
 )
+# What sets fields of the model, the optimizer and DDP, which are compared themselves, and does nothing else.
+APPLIED = ("mixed_precision", "comm_overlap")
+LEAVE = "leave it out; if it has to change, it needs a key in the recipe"
+ABSENT = object()
 
 
 def settle(c: "NamContainer") -> None:
@@ -41,20 +49,28 @@ def settle(c: "NamContainer") -> None:
     """
     from nam_megatron.nemo.container import container, made
 
+    raise_if(_replaced(c))
+    idle = _apply(c)
     recipe = from_tree(json.loads(c.model.nam_recipe))
     meant, a = made(translate(recipe))
+    raise_if(_strangers(c, meant))
     before, now = flat(meant), flat(c)
-    changed = {path: now[path] for path in now if now[path] != before[path] and not path.startswith(FREE)}
+    changed = {path: value for path, value in now.items() if not _free(path) and value != before.get(path, ABSENT)}
+    changed = {path: value for path, value in changed.items() if path not in idle}
     if changed and get_world_size_safe() == recipe.world_size:
         # A container that was saved with a checkpoint holds what validation derived.
         ConfigContainer.validate(meant)
         derived = flat(meant)
-        changed = {path: value for path, value in changed.items() if value != derived[path]}
-    new, follows = _with(recipe, changed, a)
+        changed = {path: value for path, value in changed.items() if value != derived.get(path, ABSENT)}
+    new, follows = _with(_corpus(recipe, changed, now), changed, a)
     new = _with_world(new)
-    if new == recipe and not follows:
-        return
     fresh = container(translate(new))
+    raise_if(_environment(c, fresh.model.lowering))
+    if new == recipe and not follows:
+        for path in idle:
+            section, _, name = path.partition(".")
+            setattr(getattr(c, section), name, getattr(getattr(fresh, section), name))
+        return
     after = flat(fresh)
     raise_if(
         Problem(
@@ -67,27 +83,41 @@ def settle(c: "NamContainer") -> None:
         for path, value in changed.items()
         if after.get(path) != value
     )
-    free = {path for path in now if path.startswith(FREE) and now[path] != before.get(path)}
     for field in dataclasses.fields(c):
-        ours, theirs = getattr(fresh, field.name), getattr(c, field.name)
-        for path in free:
-            section, _, name = path.partition(".")
-            if section == field.name and name and hasattr(theirs, name):
-                setattr(ours, name, getattr(theirs, name))
-        if field.name not in free:
-            setattr(c, field.name, ours)
+        if not _free(field.name) and field.name != "env_vars":
+            _renew(c, field.name, getattr(fresh, field.name))
+
+
+def _renew(c: "NamContainer", name: str, ours: Any) -> None:
+    """Give a section the values of `ours`. It stays the same object: whoever registered a hook there, or kept it, has the new values."""
+    theirs = getattr(c, name)
+    if type(theirs) is not type(ours) or not dataclasses.is_dataclass(ours):
+        for hooks in ("_pre_wrap_hooks", "_post_wrap_hooks"):
+            if hasattr(theirs, hooks):
+                setattr(ours, hooks, getattr(theirs, hooks))
+        setattr(c, name, ours)
+        return
+    for field in dataclasses.fields(ours):
+        if not field.name.startswith("_") and not _free(f"{name}.{field.name}") and hasattr(ours, field.name):
+            setattr(theirs, field.name, getattr(ours, field.name))
+
+
+def _free(path: str) -> bool:
+    return any(path == name or path.startswith(f"{name}.") for name in FREE)
 
 
 def flat(c: ConfigContainer) -> dict[str, Any]:
-    """`section.field` -> value, in a form that does not depend on whether lists were tuples."""
+    """`section.field` -> value, in a form that does not depend on whether lists were tuples; of a section that may be absent, whole."""
     found = {}
     for field in dataclasses.fields(c):
         value = getattr(c, field.name)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if field.name.startswith("_") or field.name == "env_vars":
+            continue
+        if dataclasses.is_dataclass(value) and not isinstance(value, type) and field.default is dataclasses.MISSING:
             for inner in dataclasses.fields(value):
                 if not inner.name.startswith("_"):
                     found[f"{field.name}.{inner.name}"] = _plain(getattr(value, inner.name, None))
-        elif not field.name.startswith("_"):
+        else:
             found[field.name] = _plain(value)
     return found
 
@@ -102,6 +132,149 @@ def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return {f.name: _plain(getattr(value, f.name, None)) for f in dataclasses.fields(value)}
     return value
+
+
+# What is no changed field -----------------------------------------------------------------------------------------------
+
+
+def _replaced(c: "NamContainer") -> Iterator[Problem]:
+    """Sections that are of another class than they were made, or that only Bridge could act on."""
+    from nam_megatron.nemo.container import CLASSES, NamProvider
+
+    for name, cls in {**CLASSES, "model": NamProvider}.items():
+        theirs = getattr(c, name)
+        if not isinstance(theirs, cls) and not _free(name):
+            message = f"`{name}` was replaced by {_named(theirs)}: it is no longer the recipe's"
+            yield Problem(message, hint=f"change its fields, or the recipe: `overrides=['{name}...']`")
+    for field in dataclasses.fields(c):
+        theirs = getattr(c, field.name)
+        if isinstance(theirs, dict) and field.name != "env_vars":
+            # Bridge's overrides leave a mapping where there was nothing, and it fails on that later.
+            hint = f"name its class in the YAML: `{field.name}._target_: megatron.bridge....`"
+            yield Problem(f"`{field.name}` is a mapping, and Bridge needs a config", hint=hint)
+        elif field.name in ("peft", "tensor_inspect") and theirs is not None:
+            why = {"peft": "adapters are another model", "tensor_inspect": "it may change how layers compute"}[
+                field.name
+            ]
+            yield Problem(
+                f"`{field.name}` was set to {_named(theirs)}, and no recipe key decides it: {why}", hint=LEAVE
+            )
+
+
+def _named(value: Any) -> str:
+    return "nothing" if value is None else f"a {type(value).__name__}"
+
+
+def _strangers(c: "NamContainer", meant: "NamContainer") -> Iterator[Problem]:
+    """Attributes that no class has: Python takes a misspelt name, and nothing reads it."""
+    sections = {field.name: (getattr(c, field.name), getattr(meant, field.name)) for field in dataclasses.fields(c)}
+    for section, (theirs, ours) in {"": (c, meant), **sections}.items():
+        if not dataclasses.is_dataclass(theirs) or isinstance(theirs, type):
+            continue
+        fields = {field.name for field in dataclasses.fields(theirs)}
+        for name in vars(theirs).keys() - fields - vars(ours or theirs).keys() - RUNTIME:
+            if not name.startswith("_"):
+                close = difflib.get_close_matches(name, fields, 1)
+                path = f"{section}.{name}" if section else name
+                hint = f"did you mean `{close[0]}`?" if close else "leave it out"
+                yield Problem(f"`{path}` was set, and there is no such field", hint=hint)
+
+
+# What Bridge itself keeps beside the fields of a container, some of it after validation.
+RUNTIME = {"data_parallel_size", "timers", "user_comm_overlap_cfg", "use_precision_aware_optimizer_no_fp8_or_ds_fp8"}
+
+
+def _apply(c: "NamContainer") -> set[str]:
+    """Let a container's mixed precision and overlap of communication set the fields that they set, and forget them.
+
+    Bridge's pretrain has done so before it validates. Returns the fields that hold such a value and that nothing reads: Bridge names
+    the settings of every precision, also where it is off.
+    """
+    idle = set()
+    mixed = get_mixed_precision_config(c.mixed_precision) if isinstance(c.mixed_precision, str) else c.mixed_precision
+    if mixed is not None:
+        mixed.finalize()
+        mixed.setup(c.model, c.optimizer, c.ddp)
+        names = set(_idle(mixed))
+        for section in ("model", "optimizer", "ddp"):
+            idle |= {f"{section}.{f.name}" for f in dataclasses.fields(getattr(c, section)) if f.name in names}
+        c.mixed_precision = None
+    if c.comm_overlap is not None:
+        ranks = (
+            c.model.tensor_model_parallel_size * c.model.pipeline_model_parallel_size * c.model.context_parallel_size
+        )
+        c.comm_overlap.data_parallel_size = max(1, get_world_size_safe() // ranks)
+        c.comm_overlap.finalize()
+        c.comm_overlap.setup(c.model, c.optimizer, c.ddp)
+        c.comm_overlap = None
+    return idle
+
+
+def _idle(mixed: MixedPrecisionConfig) -> Iterator[str]:
+    """Fields of a mixed precision that nothing reads where its kind is off; the switches themselves are compared."""
+    scaled = {"loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"}
+    for field in dataclasses.fields(mixed):
+        name = field.name
+        of_fp8 = name.startswith("fp8_") or name.endswith("_bf16") or name.startswith("reuse_grad_buf_for_mxfp8")
+        if (
+            (of_fp8 and not mixed.fp8)
+            or (name.startswith("fp4_") and not mixed.fp4)
+            or (name in scaled and not mixed.fp16)
+        ):
+            yield name
+
+
+def _environment(c: "NamContainer", lowering: Lowering) -> Iterator[Problem]:
+    """Give the container the variables of a plan, and the process those that a change of its recipe has brought.
+
+    Bridge has set the container's before it validates. Yields a finding for each that was set otherwise or taken out.
+    """
+    planned = {env.name: env.value for env in c.model.lowering.env}
+    for env in lowering.env:
+        said, before = c.env_vars.pop(env.name, None), planned.get(env.name)
+        if said is None and before is not None and os.environ.get(env.name) != before:
+            yield Problem(f"`env_vars` lacks {env.name}, and the plan needs `{before}`: {env.why}", hint="put it back")
+        elif said is not None and str(said) != before and not env.allows(str(said)):
+            needs = "it unset" if env.value is None else f"`{env.value}`"
+            message = f"`env_vars.{env.name}` is `{said}`, and the plan needs {needs}: {env.why}"
+            yield Problem(message, hint="leave it out")
+        if env.value is not None:
+            c.env_vars[env.name] = env.value
+        if env.value != before and os.environ.get(env.name) == before:
+            if env.value is None:
+                del os.environ[env.name]
+            else:
+                os.environ[env.name] = env.value
+
+
+# Changed fields ---------------------------------------------------------------------------------------------------------
+
+
+def _corpus(recipe: Recipe, changed: dict[str, Any], now: Mapping[str, Any]) -> Recipe:
+    """The recipe with the dataset that the fields of a container name in the place of random tokens; takes those fields out of `changed`.
+
+    Raises Refused.
+    """
+    path, blend = changed.get("dataset.data_path"), changed.get("dataset.blend")
+    if recipe.data.name != "mock" or not (path or blend):
+        return recipe
+    names = blend[0] if blend else str(path).split() if isinstance(path, str) else list(path or ())
+    if len(names) != 1:
+        message = f"the container names {len(names)} datasets or weights, and a recipe trains on one"
+        raise Refused(Problem(message, "data.path", "`dataset.data_path=FOLDER/PREFIX`"))
+    tokenizer, split = now["tokenizer.tokenizer_model"], now["dataset.split"]
+    raise_if(
+        Problem(f"a dataset without `{name}`", key, f"`{name}={example}`")
+        for name, key, example, value in (
+            ("tokenizer.tokenizer_model", "data.tokenizer", "FOLDER", tokenizer),
+            ("dataset.split", "data.split", "'99,1,0'", split),
+        )
+        if not value
+    )
+    for name in ("dataset.data_path", "dataset.blend"):
+        changed.pop(name, None)
+    data = {"name": "indexed", "path": names[0], "split": split, "tokenizer": tokenizer, "workers": recipe.data.workers}
+    return from_tree(to_tree(recipe) | {"data": data})
 
 
 def _with(recipe: Recipe, changed: Mapping[str, Any], a: Arguments) -> tuple[Recipe, dict[str, str]]:
@@ -119,8 +292,7 @@ def _with(recipe: Recipe, changed: Mapping[str, Any], a: Arguments) -> tuple[Rec
     for path, value in changed.items():
         owner = owners.get(path)
         if owner is None:
-            message = f"`{path}` was set to {value!r}, and no recipe key decides it"
-            problems.append(Problem(message, hint="leave it out; if it has to change, it needs a key in the recipe"))
+            problems.append(Problem(f"`{path}` was set to {value!r}, and no recipe key decides it", hint=LEAVE))
         elif owner.key is None:
             problems.append(Problem(f"`{path}` was set to {value!r}, and `{owner.owner}` pins it: {owner.why}"))
         elif not _same(_held(recipe, owner.key), owner.value):

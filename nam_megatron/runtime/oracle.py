@@ -122,8 +122,6 @@ def _configs(argv: list[str], world_size: int, capability: tuple[int, int], env:
 
     import megatron.core.utils as core_utils
     import torch
-    from megatron.core.models.common.embeddings import rope_utils
-    from megatron.core.transformer.moe import moe_utils
     from megatron.training.argument_utils import hybrid_config_from_args, pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_args, validate_args
     from packaging.version import Version
@@ -136,17 +134,8 @@ def _configs(argv: list[str], world_size: int, capability: tuple[int, int], env:
     torch.cuda.get_device_capability = lambda *_: capability
     torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(major=capability[0], minor=capability[1])
     core_utils._te_version = Version(TE_VERSION)
-    # TE brings these there.
-    rope_utils.fused_apply_rotary_pos_emb = rope_utils.fused_apply_rotary_pos_emb or object()
-    for name in (
-        "permute",
-        "permute_with_probs",
-        "sort_chunks_by_index",
-        "sort_chunks_by_index_with_probs",
-        "unpermute",
-    ):
-        setattr(moe_utils, f"fused_{name}", getattr(moe_utils, f"fused_{name}") or object())
-
+    for module, name in fusions():
+        setattr(module, name, getattr(module, name) or object())
     sys.argv = ["train", *argv]
     args = validate_args(parse_args())
     container = pretrain_cfg_container_from_args(args, hybrid_config_from_args(args))
@@ -167,6 +156,15 @@ def _configs(argv: list[str], world_size: int, capability: tuple[int, int], env:
     values |= {f"args.{k}": _plain(v) for k, v in vars(args).items()}
     values |= _layers(args)
     return values, defaults
+
+
+def fusions() -> list[tuple[Any, str]]:
+    """(module, name) of what Transformer Engine brings on a training host, and Megatron's configs ask for: None without it."""
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.transformer.moe import moe_utils
+
+    names = ("permute", "permute_with_probs", "sort_chunks_by_index", "sort_chunks_by_index_with_probs", "unpermute")
+    return [(rope_utils, "fused_apply_rotary_pos_emb"), *((moe_utils, f"fused_{name}") for name in names)]
 
 
 def _layers(args: Any) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from nam_megatron import nemo
+from nam_megatron.errors import Refused
 from nam_megatron.nemo import doctor
 
 GOOD = {
@@ -19,6 +21,12 @@ GOOD = {
     "transformers": "5.12.1",
     "transformer-engine-torch": "2.20.2",
     "nvidia-resiliency-ext": "0.6.0",
+    "nvidia-modelopt": "0.44.0",
+    "datasets": "5.0.1",
+    "diffusers": "0.39.0",
+    "megatron-energon": "7.4.0",
+    "multi-storage-client": "0.51.0",
+    "peft": "0.19.1",
     "nemo-toolkit": "3.0.0",
 }
 
@@ -56,6 +64,10 @@ def test_nothing_to_say(monkeypatch):
         ("transformers", "5.23.0", "is 5.23.0"),
         ("transformer-engine-torch", None, "alone is empty"),
         ("nvidia-resiliency-ext", None, "Bridge's pretrain imports it"),
+        ("nvidia-modelopt", None, "is missing"),
+        ("datasets", None, "is missing"),
+        ("diffusers", None, "is missing"),
+        ("megatron-energon", None, "is missing"),
     ],
 )
 def test_a_package_that_is_missing_or_another(package, version, said, monkeypatch):
@@ -64,6 +76,14 @@ def test_a_package_that_is_missing_or_another(package, version, said, monkeypatc
     assert list(found) == [package] and found[package].fatal
     assert said in found[package].message
     assert "install" in found[package].hint
+
+
+@pytest.mark.parametrize("version", ["0.6.0", "0.5.1"])
+def test_another_bridge_is_refused_before_it_is_imported(version, monkeypatch):
+    """0.6.0 would be used with fields of another version, 0.5.1 die in an import."""
+    told(monkeypatch, GOOD | {"megatron-bridge": version})
+    with pytest.raises(Refused, match=f"megatron-bridge is {version}, and ==0.6.2 is needed"):
+        nemo.recipe("nam56r_smoke")
 
 
 def test_the_documented_steps_install_below_glibc_2_39():

@@ -1,12 +1,28 @@
 """The container under other people's hands: YAML there and back, any number of GPUs, overrides that Bridge would take."""
 
 import importlib
+import io
+import os
+import runpy
+import shlex
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from megatron.bridge.models.hybrid.hybrid_provider import HybridModelProvider
-from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.peft.lora import LoRA
+from megatron.bridge.training.comm_overlap import CommOverlapConfig
+from megatron.bridge.training.config import (
+    ConfigContainer,
+    FaultToleranceConfig,
+    InProcessRestartConfig,
+    NVRxStragglerDetectionConfig,
+    StragglerDetectionConfig,
+    TensorInspectConfig,
+    runtime_config_update,
+)
 from megatron.bridge.training.utils.omegaconf_utils import (
     apply_overrides,
     create_omegaconf_dict_config,
@@ -15,12 +31,15 @@ from megatron.bridge.training.utils.omegaconf_utils import (
 from omegaconf import OmegaConf
 
 import nam_megatron.nemo as nemo
-from nam_megatron.errors import Refused
+from nam_megatron.errors import Problem, Refused
+from nam_megatron.nemo import doctor, engine, guards
+from nam_megatron.nemo.__main__ import command
 from nam_megatron.nemo.container import NamContainer, stack_spec
-from nam_megatron.nemo.overrides import flat, settle
-from nam_megatron.recipe import conf_dir, from_tree, load
+from nam_megatron.nemo.overrides import _plain, flat, settle
+from nam_megatron.recipe import from_tree, load
 
-PRESETS = sorted(path.stem for path in (conf_dir() / "preset").glob("*.yaml"))
+ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.usefixtures("fusions")
 
 
 def read_back(made: NamContainer, folder) -> NamContainer:
@@ -28,7 +47,11 @@ def read_back(made: NamContainer, folder) -> NamContainer:
     return NamContainer.from_yaml(str(folder / "container.yaml"))
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+# One of each shape of model and layout: the others differ from these by values that no rule here looks at.
+SHAPES = ["nam52_h200_dense_ref_v1", "nam56r", "nam56r_native_dp", "nam56r_native_dp_fp8", "nam56r_native_dp_fused"]
+
+
+@pytest.mark.parametrize("preset", [*SHAPES, "nam56r_nemo_native"])
 def test_yaml_there_and_back_is_equal(preset, tmp_path):
     made = nemo.recipe(preset)
     back = read_back(made, tmp_path)
@@ -38,12 +61,13 @@ def test_yaml_there_and_back_is_equal(preset, tmp_path):
 
 
 @pytest.mark.parametrize("world", [1, 8, 16])
-@pytest.mark.parametrize("preset", [p for p in PRESETS if p not in ("nam56r_nemo_native", "nam56r_smoke")])
+@pytest.mark.parametrize("preset", SHAPES)
 def test_it_validates_on_any_number_of_gpus(preset, world, ranks):
+    """As Bridge's pretrain has it done."""
     ranks(world)
     made = nemo.recipe(preset)
     batch = made.train.global_batch_size
-    made.validate()
+    runtime_config_update(made)
     assert made.data_parallel_size == world
     assert made.train.global_batch_size == batch
     assert made.model.lowering.plan.recipe.world_size == world
@@ -52,20 +76,20 @@ def test_it_validates_on_any_number_of_gpus(preset, world, ranks):
 def test_a_layout_that_does_not_fit_is_refused_in_our_words(ranks):
     ranks(1)
     with pytest.raises(Refused, match="1 GPU"):
-        nemo.recipe("nam56r_nemo_native").validate()
+        runtime_config_update(nemo.recipe("nam56r_nemo_native"))
     ranks(16)
     with pytest.raises(Refused, match="global batch 4 is not a multiple"):
-        nemo.recipe("nam56r_smoke").validate()
+        runtime_config_update(nemo.recipe("nam56r_smoke"))
     ranks(12)
     with pytest.raises(Refused, match="12 processes on hosts of 8"):
-        nemo.recipe("nam56r_native_dp").validate()
+        runtime_config_update(nemo.recipe("nam56r_native_dp"))
 
 
 def overridden(*overrides: str, preset: str = "nam56r_native_dp") -> NamContainer:
     """A container after a runner has laid `overrides` over it and Bridge has validated it."""
     made = nemo.recipe(preset)
     process_config_with_overrides(made, cli_overrides=list(overrides))
-    made.validate()
+    runtime_config_update(made)
     return made
 
 
@@ -125,6 +149,142 @@ def test_what_runners_set_themselves_is_left_to_them(ranks):
     assert made.optimizer.lr == 1e-4 == made.model.lowering.plan.recipe.optim.lr
 
 
+DATA = ("tokenizer.tokenizer_type=HuggingFaceTokenizer", "tokenizer.tokenizer_model=/t", "dataset.split='99,1,0'")
+
+
+@pytest.mark.parametrize("said", ["dataset.data_path=/d/x", "dataset.blend=[[/d/x],[1.0]]", "dataset.data_path=[/d/x]"])
+def test_a_corpus_by_the_containers_fields_alone(said, ranks):
+    ranks(8)
+    made = overridden(said, *DATA)
+    whole = nemo.recipe("nam56r_native_dp", ["data=indexed", "data.path=/d/x", "data.tokenizer=/t", "data.workers=2"])
+    assert made.model.lowering.plan.recipe.data == whole.model.lowering.plan.recipe.data
+    assert _plain(made.dataset.blend) == [["/d/x"], None] and not made.dataset.mock
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["dataset.data_path=/d/x"], "a dataset without `tokenizer.tokenizer_model`"),
+        (["dataset.blend=[[/d/x,/d/y],[1.0,2.0]]", *DATA], "names 2 datasets"),
+    ],
+)
+def test_half_a_corpus_is_refused(overrides, said, ranks):
+    ranks(8)
+    with pytest.raises(Refused, match=said):
+        overridden(*overrides)
+
+
+SECTIONS = {
+    "ft": FaultToleranceConfig(enable_ft_package=True),
+    "straggler": StragglerDetectionConfig(log_straggler=True),
+    "nvrx_straggler": NVRxStragglerDetectionConfig(),
+    "inprocess_restart": InProcessRestartConfig(),
+}
+
+
+def test_sections_that_are_left_to_runners(ranks):
+    """Optional in Bridge: absent before. What else is changed beside them rebuilds the rest."""
+    ranks(8)
+    made = nemo.recipe("nam56r_native_dp")
+    for name, section in SECTIONS.items():
+        setattr(made, name, section)
+    made.train.train_iters = 20
+    runtime_config_update(made)
+    assert all(getattr(made, name) is section for name, section in SECTIONS.items())
+    assert made.model.lowering.plan.recipe.schedule.train_steps == 20 == made.scheduler.wd_incr_steps // 64
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "said"),
+    [
+        ("peft", LoRA(), "`peft` was set to a LoRA"),
+        ("tensor_inspect", TensorInspectConfig(enabled=True), "`tensor_inspect` was set to a TensorInspectConfig"),
+        ("ft", {"enable_ft_package": True}, "`ft` is a mapping, and Bridge needs a config"),
+        ("model", SimpleNamespace(), "`model` was replaced by a SimpleNamespace: it is no longer the recipe's"),
+        ("rerun_state_machine", None, "`rerun_state_machine` was replaced by nothing"),
+        ("comm_overlap", CommOverlapConfig(tp_comm_overlap=False, bucket_size=7), "`ddp.bucket_size` was set to 7"),
+    ],
+)
+def test_sections_that_decide_what_is_trained_are_refused_by_name(name, section, said, ranks):
+    ranks(8)
+    made = nemo.recipe("nam56r_native_dp")
+    setattr(made, name, section)
+    with pytest.raises(Refused, match=said):
+        made.validate() if name == "model" else runtime_config_update(made)
+
+
+@pytest.mark.parametrize("preset", ["nam56r_native_dp", "nam56r_native_dp_fp8"])
+def test_the_precision_of_the_recipe_may_be_named(preset, ranks):
+    ranks(8)
+    plain = overridden(preset=preset)
+    name = "bf16_mixed" if preset == "nam56r_native_dp" else "bf16_with_fp8_current_scaling_mixed"
+    if preset == "nam56r_native_dp":
+        assert flat(overridden(f"mixed_precision={name}", preset=preset)) == flat(plain)
+    else:
+        # Bridge's recipe of that name keeps the first and last layers in bf16; ours does not.
+        with pytest.raises(Refused, match="`bf16_layers_at_start` is missing"):
+            overridden(f"mixed_precision={name}", preset=preset)
+
+
+def test_a_rebuilt_section_is_the_same_object_with_its_hooks(ranks):
+    ranks(8)
+    made = nemo.recipe("nam56r_native_dp")
+    model, hook = made.model, lambda models: models
+    model.register_pre_wrap_hook(hook)
+    model.moe_router_topk = 2
+    runtime_config_update(made)
+    assert made.model is model and made.model._pre_wrap_hooks == [hook]
+    assert made.model.lowering.plan.recipe.model.blocks.moe.top_k == 2
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "said"),
+    [("model", "moe_router_topkk", "did you mean `moe_router_topk`"), ("", "trian", "did you mean `train`")],
+)
+def test_a_misspelt_attribute_is_refused(section, name, said, ranks):
+    ranks(8)
+    made = nemo.recipe("nam56r_native_dp")
+    setattr(getattr(made, section) if section else made, name, 2)
+    with pytest.raises(Refused) as refused:
+        runtime_config_update(made)
+    assert said in refused.value.render()
+    runtime_config_update(again := nemo.recipe("nam56r_native_dp"))
+    again.validate()  # what Bridge itself keeps there is no such thing
+
+
+def test_a_checkpoint_that_is_not_there(ranks, tmp_path):
+    """Bridge would start from random weights."""
+    ranks(8)
+    with pytest.raises(Refused, match="no checkpoint of Megatron-Bridge's in"):
+        overridden(f"checkpoint.load={tmp_path}/absent")
+    both = f"checkpoint.load={tmp_path}/run", f"checkpoint.save={tmp_path}/run", "checkpoint.save_interval=5"
+    made = overridden(*both, "checkpoint.exit_on_missing_checkpoint=false")
+    assert made.checkpoint.load == made.checkpoint.save == f"{tmp_path}/run"
+    assert overridden(*both, "checkpoint.exit_on_missing_checkpoint=true").checkpoint.exit_on_missing_checkpoint
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("5")
+    with pytest.raises(Refused, match="no checkpoint of Megatron-Bridge's in"):
+        overridden(*both)
+
+
+def test_variables_of_the_container_that_contradict_its_plan(ranks):
+    ranks(8)
+    name = "NVTE_NORM_FWD_USE_CUDNN"
+    for said, why in (
+        ({}, f"`env_vars` lacks {name}"),
+        ({name: 0}, f"`env_vars.{name}` is `0`, and the plan needs `1`"),
+    ):
+        made = nemo.recipe("nam56r_native_dp_fused")
+        made.env_vars = said
+        with pytest.raises(Refused, match=why):
+            runtime_config_update(made)
+        os.environ.pop(name, None)
+    made = nemo.recipe("nam56r_native_dp")
+    made.model.tensor_model_parallel_size, made.model.sequence_parallel = 2, True
+    runtime_config_update(made)  # Bridge has set the variables of the plan before
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == made.env_vars["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+
+
 def test_garbage_is_collected_as_bridges_own_recipes_ask(ranks):
     """They set the switch and the interval; ours is one key."""
     ranks(8)
@@ -138,7 +298,7 @@ def test_garbage_is_collected_as_bridges_own_recipes_ask(ranks):
         (["train.manual_gc=true"], "`train.manual_gc` was set to True; it follows from another value"),
         (["model.rotary_interleaved=true"], "`model` pins it: halves, not pairs"),
         (["model.softmax_scale=0.5"], "no recipe key decides it"),
-        (["mixed_precision=bf16_mixed"], "no recipe key decides it"),
+        (["mixed_precision=fp16_mixed"], "`model.fp16` was set to True"),
         (["checkpoint.pretrained_checkpoint=/x"], "no recipe key decides it"),
         (["model.mtp_num_layers=3"], "follows from another value"),
         (["model.seq_length=2048", "dataset.seq_length=1024"], "another field to 2048"),
@@ -194,13 +354,11 @@ def test_experts_stand_apart_where_megatrons_ddp_keeps_them(overrides, apart, mo
 
 
 def test_recipe_functions():
-    assert len(nemo.names()) == 2 * len(PRESETS)
     for name in ("nam56r_pretrain_config", "nam56r_pretrain_8gpu_h200_bf16_config"):
         function = getattr(nemo, name)
-        assert function.__name__ == name and name in dir(nemo)
+        assert function.__name__ == name
         assert function() == nemo.recipe("nam56r")
     assert nemo.nam56r_pretrain_config(overrides=["lane=nemo_native"]).model.tensor_model_parallel_size == 2
-    assert nemo.names()["nam56r_native_dp_fp8_pretrain_8gpu_h200_fp8_config"] == "nam56r_native_dp_fp8"
     for absent in ("nam57_pretrain_config", "nam56r_pretrain_4gpu_h200_bf16_config", "nam56r_pretrain_x_config"):
         assert not hasattr(nemo, absent)
 
@@ -218,8 +376,12 @@ def test_the_stack_is_found_again_from_the_config_alone(monkeypatch):
 
 
 def test_the_example_for_the_nemotron_cli(ranks):
-    """As its scripts do: import the target, call it with the other keys, lay the rest over the container."""
-    config = OmegaConf.load(Path(__file__).parents[3] / "examples/nemo/nemotron.yaml")
+    """As its scripts do: import the target, call it with the other keys, lay the rest over the container.
+
+    What they keep at the top of such a file for themselves is among the rest.
+    """
+    config = OmegaConf.load(ROOT / "examples/nemo/nemotron.yaml")
+    config.run, config.artifacts = {"data": "corpus:v1", "env": {"container": "c"}}, {"input": "somewhere"}
     recipe = OmegaConf.to_container(config.pop("recipe"))
     module, _, name = recipe.pop("_target_").rpartition(".")
     made = getattr(importlib.import_module(module), name)(**recipe)
@@ -229,3 +391,68 @@ def test_the_example_for_the_nemotron_cli(ranks):
     made.validate()
     after = made.model.lowering.plan.recipe.schedule
     assert (after.train_steps, after.save, made.logger.log_interval) == (2000, "/checkpoints/nam56r", 10)
+    assert after.load == after.save, "so that a job that is started again goes on"
+
+
+def test_nemo_runs_own_dry_run(monkeypatch, tmp_path, capfd):
+    """Of the example, and of its command, which finds ours. Here, since importing NeMo-Run costs ten seconds a process."""
+    monkeypatch.setenv("NEMORUN_HOME", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "1000")
+    monkeypatch.setattr(sys, "stdin", io.StringIO())  # its shell commands read on
+    example = runpy.run_path(str(ROOT / "examples/nemo/slurm.py"))
+    words = [
+        "conf=nam56r_native_dp_fused",
+        "cluster=h200_2x8",
+        "data=indexed",
+        "data.path=/d/my set",
+        "data.tokenizer=/t",
+    ]
+    example["start"](words, dryrun=True)
+    text = capfd.readouterr().out
+    assert "#SBATCH --nodes=2" in text and "export NVTE_NORM_FWD_USE_CUDNN=1" in text
+    at = "--rdzv-endpoint $head_node_ip:29500"
+    assert at in text, "the shell of the batch job fills it in, and no quotes keep it from that"
+    assert "--nnodes 2 --nproc-per-node 8" in text
+    assert f"-m nam_megatron.nemo pretrain {shlex.join(words)}" in text
+
+    from nemo_run.cli.api import create_cli
+
+    words = ["nam", "pretrain", "--dryrun", "--yes", "conf=nam56r_smoke", "overrides=['lane=native_dp']"]
+    monkeypatch.setattr(sys, "argv", ["nemo", *words])  # it looks there which entry points to load
+    create_cli()(words, standalone_mode=False)
+    text = capfd.readouterr().out
+    assert "nam_megatron.nemo.cli:pretrain" in text and "['lane=native_dp']" in text
+
+
+def test_the_yaml_needs_no_transformer_engine(monkeypatch, tmp_path):
+    """None is installed here; in this process a stand-in takes its place already, as the command has it."""
+    assert doctor.installed(doctor.ENGINE) is None
+    monkeypatch.setattr(engine, "provide", lambda: provided.append(True))
+    monkeypatch.setattr(sys, "argv", ["nemo", "dump", "conf=nam56r_smoke", f"out={tmp_path}/container.yaml"])
+    provided = []
+    with pytest.raises(SystemExit) as end:
+        command()
+    assert not end.value.code and provided
+    assert NamContainer.from_yaml(f"{tmp_path}/container.yaml") == nemo.recipe("nam56r_smoke")
+
+
+def test_what_nobody_catches_ends_a_process_in_our_words(monkeypatch, capfd):
+    """Runners that know nothing of ours get our exit codes."""
+    monkeypatch.setenv("RANK", "0")
+    for error, code, text in (
+        (Refused(Problem("no", "a.key", "do")), 2, "error: no @ a.key\n\nhint: do\n"),
+        (guards.NonFinite("step 1, rank 0: the loss is nan"), 1, "error: step 1, rank 0: the loss is nan\n"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            sys.excepthook(type(error), error, None)
+        assert (end.value.code, capfd.readouterr().err) == (code, text)
+
+
+def test_a_first_run_says_what_it_does_not_do():
+    notes = list(guards.notes(load("nam56r_smoke")))
+    assert len(notes) == 2 and "learns nothing" in notes[0] and "nothing is saved" in notes[1]
+    assert not list(
+        guards.notes(
+            load("nam56r_smoke", ["data=built", "data.path=/d", "schedule.save=/c", "schedule.save_interval=2"])
+        )
+    )

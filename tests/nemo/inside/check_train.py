@@ -1,7 +1,4 @@
-"""The same plan trained by Megatron's pretrain and by Bridge's, on CPU ranks over gloo: the same losses and gradient norms.
-
-In a process of its own: Megatron is imported without Transformer Engine, so that it takes its own functions, Bridge with the stand-in.
-"""
+"""The same plan trained by Megatron's pretrain and by Bridge's, on CPU ranks over gloo: the same losses and gradient norms."""
 
 import functools
 import logging
@@ -11,28 +8,25 @@ import sys
 import time
 from pathlib import Path
 
-TESTS = Path(__file__).parents[2]
-sys.path[:0] = [str(TESTS), str(TESTS / "cpu")]
+import megatron.bridge.training.pretrain as bridge
+import megatron.bridge.training.setup as bridge_setup
+import pretend
+import pytest
+import torch
+import transformer_engine.pytorch.cpp_extensions as engine
+from megatron.bridge.training import gpt_step
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.rerun_state_machine import get_rerun_state_machine
 
-import pretend  # noqa: E402
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
-from megatron.core.rerun_state_machine import get_rerun_state_machine  # noqa: E402
-
-from launch import steps as log  # noqa: E402
-from nam_megatron import argv, train  # noqa: E402
-from nam_megatron.lower import translate  # noqa: E402
-from nam_megatron.recipe import load  # noqa: E402
-from nam_megatron.runtime import checkpoint, rate  # noqa: E402
-
-sys.path.insert(0, str(TESTS / "nemo" / "stand_in"))
-
-import megatron.bridge.training.setup as bridge_setup  # noqa: E402
-import transformer_engine.pytorch.cpp_extensions as engine  # noqa: E402
-
-import nam_megatron.nemo.container as container  # noqa: E402
-import nam_megatron.nemo.train as nemo_train  # noqa: E402
+import nam_megatron.nemo.container as container
+import nam_megatron.nemo.train as nemo_train
+from launch import steps as log
+from nam_megatron import argv, train
+from nam_megatron.lower import translate
+from nam_megatron.nemo import guards
+from nam_megatron.recipe import load
+from nam_megatron.runtime import checkpoint, checksums, rate
 
 SMALL = (
     "model.seq_length=32",
@@ -99,10 +93,26 @@ def evaluations(ranks: list[pretend.Rank]) -> list[str]:
 
 def by_bridge(words: list[str]) -> int:
     """nam_megatron.nemo.train where there is no GPU, no kernel of Transformer Engine's, and not all packages."""
+    pretended()
+    return nemo_train.main(words)
+
+
+def by_others(words: list[str]) -> int:
+    """The same by Bridge's pretrain alone, as other people's runners call it, and Python's end of a process."""
+    pretended()
+    try:
+        bridge.pretrain(container.container(train.load(Path(words[1])).lowering), gpt_step.forward_step)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    return 0
+
+
+def pretended() -> None:
     bridge_setup.initialize_megatron = functools.partial(bridge_setup.initialize_megatron, allow_no_cuda=True)
     rope_utils.fused_apply_rotary_pos_emb = object()
     nemo_train.doctor.findings = lambda: iter(())
     logging.basicConfig(force=True)  # pytest would keep what Bridge logs
+    filesystem_async.get_write_results_queue("fork")  # else the first save spawns a process that imports torch
     provide = container.NamProvider.provide
 
     def without_fused_rope(self, *args, **kwargs):
@@ -110,7 +120,6 @@ def by_bridge(words: list[str]) -> int:
         return provide(self, *args, **kwargs)
 
     container.NamProvider.provide = without_fused_rope
-    return nemo_train.main(words)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -141,7 +150,7 @@ def test_commands_that_stop_and_resume_are_one_run(tmp_path):
     assert "no checkpoint in" not in str(megatrons(*goes_on)) and megatrons(*goes_on), (
         "its samples are not counted there"
     )
-    (second,) = ran(plan, by_bridge, *goes_on)
+    (second,) = ran(plan, by_others, *goes_on)
     whole = steps(ran(plan, by_bridge))
     assert begun | steps([second]) == whole and (set(begun), set(whole)) == ({1, 2}, {1, 2, 3, 4})
     assert "Traceback" not in first.err
@@ -149,20 +158,21 @@ def test_commands_that_stop_and_resume_are_one_run(tmp_path):
     assert [(s.step, s.done) for s in said.saves] == [(2, False), (2, True)]
     assert [(r.when, r.step) for r in said.readings] == [("built", 0), ("step", 1), ("end", 2)]
     assert all(rate.NAME in step.values for step in said.steps.values())
+    assert (save / "iter_0000004" / checksums.NAME).is_file(), "which other runners write too"
     (save / "latest_checkpointed_iteration.txt").write_text("1")
     assert any("says step 1, and `latest_train_state.pt` 4" in text for text in refusals(*goes_on))
 
 
 def refusals(*overrides: str) -> list[str]:
-    return [problem.message for problem in nemo_train.objections(translate(load("nam56r_smoke", (*SMALL, *overrides))))]
+    return [problem.message for problem in guards.objections(translate(load("nam56r_smoke", (*SMALL, *overrides))))]
 
 
 def megatrons(*overrides: str) -> list:
     return list(checkpoint.objections(translate(load("nam56r_smoke", (*SMALL, *overrides)))))
 
 
-@pytest.mark.parametrize("step", [1, 3])
-def test_a_nan_ends_the_run_and_is_traced(step, tmp_path):
+@pytest.mark.parametrize(("step", "runner"), [(1, by_others), (3, by_bridge)])
+def test_a_nan_ends_the_run_and_is_traced(step, runner, tmp_path):
     def poisoned(words: list[str]) -> int:
         provide = container.NamProvider.provide
 
@@ -175,7 +185,7 @@ def test_a_nan_ends_the_run_and_is_traced(step, tmp_path):
             return model
 
         container.NamProvider.provide = with_nan
-        return by_bridge(words)
+        return runner(words)
 
     (rank,) = ran(tmp_path / "plan.json", poisoned)
     assert rank.code == 1

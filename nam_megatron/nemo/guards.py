@@ -1,0 +1,172 @@
+"""What guards a training run of ours under whatever runner starts it by Bridge's pretrain (torch side).
+
+The container asks `objections` when it is validated, and `stand` once its model is built: what loads, what is trained on, a loss that is
+not a number, and exit codes as of `nam_megatron.train`. Made for megatron-bridge 0.6.2.
+"""
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace, TracebackType
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
+from megatron.core.utils import unwrap_model
+
+from nam_megatron import train
+from nam_megatron.errors import FINDINGS, REFUSED, Problem, Refused
+from nam_megatron.lower import Lowering
+from nam_megatron.recipe import Recipe
+from nam_megatron.runtime import checkpoint, checksums
+from nam_megatron.runtime.nonfinite import Watch
+from nam_megatron.runtime.pretrain import NonFinite, report
+
+# What Bridge leaves beside its checkpoints, and looks for when it loads one; it writes Megatron's tracker too.
+TRACKER = "latest_train_state.pt"
+# The folder for what computed these weights. Not beside them: there `nam_megatron.train` would take it for its own, find no count of
+# samples in the checkpoint, and begin the data anew.
+SIGNED = "nam_megatron"
+
+
+# Before anything is built -----------------------------------------------------------------------------------------------
+
+
+def objections(lowering: Lowering, *, thorough: bool = True) -> Iterator[Problem]:
+    """Why this plan cannot load what it asks for, must not save where it asks to, or cannot read its data.
+
+    thorough: see `checkpoint.damage`.
+    """
+    s, tracking = lowering.plan.recipe.schedule, lowering.plan.recipe.feature.tracking
+    if tracking is not None and tracking.mlflow:
+        yield Problem(
+            "Bridge's trainer is not told of `mlflow`", "feature.tracking.mlflow", "`nam_megatron.train`, or null"
+        )
+    yield from train.unfit_data(lowering.plan)
+    if s.load is not None:
+        folder = Path(s.load)
+        there = [(folder / name).is_file() for name in (TRACKER, checkpoint.TRACKER)]
+        if not any(there) and s.save == s.load:
+            return  # the first of the commands that each go on where the last one ended
+        if not all(there):
+            # Bridge would start from random weights.
+            hint = "null starts afresh, and so does the folder that is saved to; checkpoints of `nam_megatron.train` are of another form"
+            yield Problem(f"no checkpoint of Megatron-Bridge's in `{s.load}`", "schedule.load", hint)
+            return
+        yield from checkpoint.damage(folder, thorough=thorough)
+        yield from at_odds(folder, folder / checkpoint.TRACKER)
+        yield from checkpoint.another(folder / SIGNED, lowering)
+    yield from checkpoint.occupied(lowering)
+
+
+def at_odds(folder: Path, tracker: Path) -> Iterator[Problem]:
+    """Whether somebody has set back Megatron's tracker alone: Bridge goes by its own."""
+    try:
+        step = str(torch.load(folder / TRACKER, weights_only=True)["step"].item())
+    except Exception as err:  # whatever a cut-off file makes torch raise
+        yield Problem(f"`{folder / TRACKER}` cannot be read: {err}", "schedule.load")
+        return
+    if (said := tracker.read_text(encoding="utf-8", errors="replace").strip()) != step:
+        hint = f"copy the `train_state.pt` of the step that is meant over `{folder / TRACKER}`"
+        yield Problem(f"`{tracker.name}` says step {said}, and `{TRACKER}` {step}", "schedule.load", hint)
+
+
+# Once the model is built ------------------------------------------------------------------------------------------------
+
+
+def stand(models: Sequence[torch.nn.Module], lowering: Lowering) -> None:
+    """Guard the training of `models`, this rank's part of what a lowering says; nothing is loaded yet."""
+    from megatron.bridge.training import checkpointing
+
+    recipe = lowering.plan.recipe
+    if not hasattr(dist_checkpointing.save, "__wrapped__"):  # an in-process restart comes here again
+        checksums.provide()
+    # Where it cannot load, Bridge says why and exits with code 0, by the only uses that this module has for `sys`.
+    ended = "error: Megatron-Bridge gave up before the end; its reason stands above"
+    checkpointing.sys = SimpleNamespace(exit=lambda: sys.exit(ended))
+    if torch.distributed.get_rank() == 0:
+        checkpoint.sign(lowering, SIGNED)
+        train.announce(lowering.plan)
+        for note in notes(recipe):
+            print(f"note: {note}", file=sys.stderr, flush=True)
+    for model in unwrap_model(list(models)):
+        model.forward = Watched(model, saves=recipe.schedule.save is not None)
+
+
+def notes(recipe: Recipe) -> Iterator[str]:
+    """What a first run by a recipe's name does not do."""
+    if recipe.data.name == "mock":
+        yield (
+            "this trains on random tokens and learns nothing. On a corpus: `python -m nam_megatron.data build` makes a folder, and "
+            "`overrides=['data=built','data.path=FOLDER']` of the recipe function trains on it"
+        )
+    if recipe.schedule.save is None:
+        yield "nothing is saved: `checkpoint.save=FOLDER checkpoint.save_interval=STEPS`, and the same folder as `checkpoint.load` to go on"
+
+
+class Watched:
+    """A model's forward pass with a look at a loss that is not a number.
+
+    Bridge leaves that to Megatron's rerun state machine alone, which skips the first step, and cannot end a run without `save`.
+    """
+
+    def __init__(self, model: torch.nn.Module, *, saves: bool):
+        self.model, self.forward, self.saves = model, model.forward, saves
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        machine = get_rerun_state_machine()
+        first, again = not machine.first_iteration_complete, machine.state == RerunState.RERUNNING_IN_PLACE
+        if machine.get_mode() == RerunMode.DISABLED or not (first or again):
+            return self.forward(*args, **kwargs)
+        watch = Watch(self.model)
+        try:
+            output = self.forward(*args, **kwargs)
+        finally:
+            watch.close()
+        where = f"step {machine.current_iteration}, rank {torch.distributed.get_rank()}"
+        if not self.model.post_process:
+            # An inner stage says it itself: the last one will only see that it came from elsewhere.
+            if watch.began_here():
+                report(f"{where}: NaN or Inf, {watch.verdict()}")
+        elif not (
+            loss := output.detach().float().sum()
+        ).isfinite():  # of each token, masked ones too: NaN times 0 is NaN
+            message = f"{where}: the loss is {loss.item()}; {watch.verdict()}"
+            if first or not self.saves:
+                raise NonFinite(message)
+            report(message)
+        return output
+
+
+# How it ends ------------------------------------------------------------------------------------------------------------
+
+
+class _Explained(logging.Filter):
+    """Bridge logs a traceback and "failed" at every early end: at a planned one, and at those that we explain ourselves."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], SystemExit | Refused | NonFinite))
+
+
+def explain_endings() -> None:
+    """Let what nobody catches end a process as our own commands end: in our words and with their exit codes."""
+    logging.getLogger("megatron.bridge.training.pretrain").addFilter(_Explained())
+    before = sys.excepthook
+
+    def ended(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(value, Refused | NonFinite):
+            before(kind, value, trace)
+            return
+        with contextlib.redirect_stderr(
+            sys.__stderr__
+        ):  # torch.distributed collects what its predecessor says, to say it later
+            if isinstance(value, Refused):
+                raise SystemExit(train.stop(int(os.environ.get(train.RANK, 0)), REFUSED, value.render()))
+            print(f"error: {value}", file=sys.stderr, flush=True)
+            raise SystemExit(FINDINGS)
+
+    sys.excepthook = ended

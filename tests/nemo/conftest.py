@@ -1,0 +1,3 @@
+"""What is inside runs in an environment of its own: test_bridge.py."""
+
+collect_ignore = ["inside"]
