@@ -46,13 +46,11 @@ def executes(key: str) -> str | None:
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Difference]:
     """How two plans (the trees of plan.json) differ: in what stands, and in the settings that no recipe key decides."""
     sides = [_flat(standing(tree), "") | _pins(tree) for tree in (before, after)]
-    for side, tree in zip(sides, (before, after), strict=True):
-        for key in _unread(tree):
-            side.pop(key, None)
+    unread = {key for tree in (before, after) for key in _unread(tree)}
     looked = {f"settings.{s['name']}" for tree in (before, after) for s in tree["settings"] if s.get("executes")}
     for key in dict.fromkeys((*sides[0], *sides[1])):
         there, here = (side.get(key) for side in sides)
-        if there != here:
+        if there != here and key not in unread:
             yield Difference(key, there, here, key not in looked and not executes(key))
 
 
@@ -68,7 +66,10 @@ def standing(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unread(tree: Mapping[str, Any]) -> tuple[str, ...]:
-    """Keys that stand and that nothing reads; none are known of a plan that today's version cannot read."""
+    """Keys that stand and that nothing reads; none are known of a plan that today's version cannot read.
+
+    What one side reads and the other does not is told by the key that makes it so.
+    """
     try:
         return tuple(idle(from_tree(standing(tree))))
     except Refused:

@@ -1,0 +1,183 @@
+"""Mistakes that people make and cosmic-ray has no operator for, in its terms (cosmic_ray.operators.operator.Operator), on parso's trees."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import parso
+from cosmic_ray.operators.operator import Operator
+
+
+def beside_the_program(node: Any) -> bool:
+    """Types, decorators, assertions, texts for people, what only a type checker reads: no mistake there trains another model."""
+    child = node
+    while (parent := child.parent) is not None:
+        if child.type in ("decorator", "decorators", "assert_stmt", "fstring", "tfpdef"):
+            return True
+        if parent.type == "funcdef" and child is parent.annotation:
+            return True
+        if parent.type == "if_stmt" and parent.children[1].get_code().strip() == "TYPE_CHECKING":
+            return True
+        # Of `key: Annotated[int, Row(...)] = None` the row counts, and `int | None` does not.
+        if child.type == "operator" and child.value == "|" and any(a.type == "annassign" for a in above(child)):
+            return True
+        child = parent
+    return False
+
+
+def above(node: Any) -> Iterator[Any]:
+    while (node := node.parent) is not None:
+        yield node
+
+
+class Own(Operator):
+    """An operator whose places in a node are numbered from 0."""
+
+    def places(self, node: Any) -> list:
+        raise NotImplementedError
+
+    def mutation_positions(self, node):
+        for place in self.places(node):
+            at = place[0] if isinstance(place, tuple) else place
+            yield at.start_pos, at.end_pos
+
+    @classmethod
+    def examples(cls):
+        return ()
+
+
+def elements(node: Any) -> list[list[Any]]:
+    """What stands between the commas of a list, a dict or a call."""
+    found: list[list[Any]] = [[]]
+    for child in node.children:
+        if child.type == "operator" and child.value == ",":
+            found.append([])
+        else:
+            found[-1].append(child)
+    return [element for element in found if element]
+
+
+def is_call(node: Any) -> bool:
+    return node.type == "arglist" and node.parent.type == "trailer"
+
+
+def positional(element: list[Any]) -> bool:
+    return len(element) == 1 and element[0].type != "argument" and element[0].get_code().strip() not in ("*", "/")
+
+
+def sort_of(node: Any) -> str:
+    """Arguments of two sorts are not mistaken for one another: a text for a number, a tuple for a name."""
+    if node.type in ("string", "strings", "number", "keyword", "lambdef"):
+        return node.type.rstrip("s")
+    return node.get_code().strip()[0] if node.type == "atom" else "name"
+
+
+def swapped(a: Any, b: Any) -> None:
+    """Exchange two nodes of one parent, or of two."""
+    (i, p), (k, q) = ((n.parent.children.index(n), n.parent) for n in (a, b))
+    before = a.get_first_leaf().prefix, b.get_first_leaf().prefix
+    p.children[i], q.children[k] = b, a
+    a.parent, b.parent = q, p
+    b.get_first_leaf().prefix, a.get_first_leaf().prefix = before
+
+
+class SwapArguments(Own):
+    """`f(a, b)` -> `f(b, a)`; `f(x=a, y=b)` -> `f(x=b, y=a)`."""
+
+    def places(self, node):
+        if not is_call(node):
+            return []
+        pairs = []
+        for one, two in zip(elements(node), elements(node)[1:], strict=False):
+            if positional(one) and positional(two):
+                pairs.append((one[0], two[0]))
+            elif all(len(e) == 1 and e[0].type == "argument" and len(e[0].children) == 3 for e in (one, two)):
+                pairs.append((one[0].children[2], two[0].children[2]))
+        return [(a, b) for a, b in pairs if a.get_code().strip() != b.get_code().strip() and sort_of(a) == sort_of(b)]
+
+    def mutate(self, node, index):
+        swapped(*self.places(node)[index])
+        return node
+
+
+class DropElement(Own):
+    """A row of a list, tuple, set or dict less, or a keyword of a call."""
+
+    def places(self, node):
+        if node.type in ("testlist_comp", "dictorsetmaker"):
+            if any(child.type in ("sync_comp_for", "comp_for") for child in node.children):
+                return []
+            found = elements(node)
+            return [element[0] for element in found] if len(found) > (node.parent.children[0].value == "(") + 1 else []
+        if is_call(node):
+            return [e[0] for e in elements(node) if e[0].type == "argument" and e[0].children[0].type == "name"]
+        return []
+
+    def mutate(self, node, index):
+        first = self.places(node)[index]
+        at = node.children.index(first)
+        end = at
+        while end < len(node.children) and node.children[end].get_code().strip() != ",":
+            end += 1
+        del node.children[at : end + 1]
+        return node
+
+
+class DropOperand(Own):
+    """A condition less: `a and b` -> `b`, `... for x in y if z` -> `... for x in y`, `a or b` -> `b`, `a | b` of sets -> `b`."""
+
+    def places(self, node):
+        if node.type in ("and_test", "or_test"):
+            return list(node.children[::2])
+        return [node] if node.type == "comp_if" else []
+
+    def mutate(self, node, index):
+        if node.type == "comp_if":
+            return parso.parse("").children[0] if len(node.children) == 2 else node.children[2]
+        at = 2 * index
+        prefix = node.children[0].get_first_leaf().prefix
+        first = max(at - 1, 0)  # the operand, and the word before or after it
+        del node.children[first : first + 2]
+        node.children[0].get_first_leaf().prefix = prefix
+        return node
+
+
+class DropStatement(Own):
+    """A call, a `yield`, a `raise` or an `x += y` less."""
+
+    def places(self, node):
+        if node.type != "simple_stmt" or node.parent.type != "suite":
+            return []
+        said = node.children[0]
+        if said.type == "expr_stmt":
+            return [said] if said.children[1].get_code().strip().endswith("=") and said.children[1].get_code().strip() != "=" else []
+        if said.type in ("atom_expr", "power"):
+            return [said]
+        return [said] if said.type in ("raise_stmt", "yield_expr", "del_stmt") else []
+
+    def mutate(self, node, index):
+        said = node.children[0]
+        put = parso.parse("pass").children[0]
+        put.prefix = said.get_first_leaf().prefix
+        node.children[0] = put
+        return node
+
+
+class DropAlternative(Own):
+    """A regular expression with an alternative less: `(a|b)` -> `(a)`."""
+
+    ONE = re.compile(r"\|(?:[\w\s.,:;<>@~#%&'_-]|\\[\w.])+(?=[|)])")
+
+    def places(self, node):
+        if node.type == "string" and node.value[:1] in "rR" and any(a.get_code().lstrip().startswith(("re.compile", "_RE")) or "re.compile" in
+                a.get_code()[:200] for a in above(node) if a.type in ("expr_stmt", "atom_expr", "power")):  # fmt: skip
+            return [(node, found) for found in self.ONE.finditer(node.value)]
+        return []
+
+    def mutate(self, node, index):
+        _, found = self.places(node)[index]
+        node.value = node.value[: found.start()] + node.value[found.end() :]
+        return node
+
+
+OWN = (SwapArguments, DropElement, DropOperand, DropStatement, DropAlternative)
