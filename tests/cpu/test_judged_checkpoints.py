@@ -1,0 +1,283 @@
+"""What stands beside a checkpoint and in it, judged part by part: small ones that torch writes, and none is trained."""
+
+import hashlib
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from test_train import lowered
+
+from nam_megatron.data import manifest
+from nam_megatron.runtime import checkpoint, checksums
+
+TRACKER, STEP = "latest_checkpointed_iteration.txt", "iter_0000012"
+
+
+@pytest.fixture
+def step(tmp_path) -> Path:
+    """A checkpoint of step 12 with two tensors and an object, its checksums and its tracker."""
+    folder = tmp_path / "ckpt" / STEP
+    held = {"a": torch.arange(64.0), "b": torch.ones(3, 5), "args": {"seed": 1}, "random": random.Random(1).getstate()}
+    dcp.save(held, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    torch.save({"iteration": 12}, folder / "common.pt")
+    (folder / "metadata.json").write_text("{}")
+    (folder.parent / TRACKER).write_text("12")
+    signed(folder)
+    return folder
+
+
+def signed(step: Path) -> None:
+    (step / checksums.NAME).unlink(missing_ok=True)
+    checksums.put(step, checksums.digests(step, checksums.names(step)))
+
+
+def found(step: Path, **words) -> list[str]:
+    return [p.message.partition("is damaged: ")[2] or p.message for p in checkpoint.damage(step.parent, **words)]
+
+
+# The tracker -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("word", ["12", "12\n", " 12 ", "0012", "release"])
+def test_a_tracker_that_names_a_step(step, word):
+    if word == "release":
+        step = step.rename(step.with_name("release"))
+    (step.parent / TRACKER).write_text(word)
+    assert found(step) == []
+    assert checkpoint.weights_alone(step.parent) == (word == "release")
+
+
+@pytest.mark.parametrize("word", ["", "-1", "1.0", "1e1", "١٢", "1234567890", "Release", "../release", "x" * 99])
+def test_a_tracker_that_names_none(step, word):
+    (step.parent / TRACKER).write_text(word)
+    (text,) = found(step)
+    assert text.endswith(f"says `{word[:40]}`, which is no step")
+
+
+def test_a_tracker_that_cannot_be_read_and_a_step_that_is_not_there(step):
+    (step.parent / TRACKER).write_text("13")
+    assert found(step) == [f"checkpoint `{step.parent}/iter_0000013` is not there"]
+    (step.parent / TRACKER).unlink()
+    (step.parent / TRACKER).mkdir()
+    assert found(step)[0].endswith("cannot be read: Is a directory")
+
+
+# Files and their checksums -----------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_wrong_with_what_was_saved(step):
+    assert {".metadata", "__0_0.distcp", "common.pt", "metadata.json"} == checksums.read(step).keys()
+    assert found(step) == [] == found(step, thorough=False)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "common.pt", "metadata.json"])
+def test_every_file_is_missed_and_a_changed_one_is_told(step, name):
+    data = (step / name).read_bytes()
+    (step / name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    told = f"`{name}` is not what was saved: its checksum differs"
+    assert told in found(step)
+    # Without the shards, which one rank of a job reads.
+    assert (told in found(step, thorough=False)) == (name != "__0_0.distcp")
+    (step / name).unlink()
+    assert f"`{name}` is missing" in found(step) and f"`{name}` is missing" in found(step, thorough=False)
+    assert len(found(step)) == 1
+
+
+def test_a_shard_that_nobody_hashed_and_a_file_of_somebodys(step):
+    (step / "notes.txt").write_text("mine")
+    assert found(step) == []
+    for name in ("__1_0.distcp", "__0_1.distcp"):
+        (step / name).write_bytes(b"x")
+    assert found(step) == ["`__0_1.distcp` has no checksum", "`__1_0.distcp` has no checksum"]
+
+
+def test_checksums_that_are_none(step):
+    said = json.loads((step / checksums.NAME).read_text())
+    wrong = [said | {"algorithm": "sha1"}, said | {"files": []}, {}, [], {"files": said["files"]}]
+    digest = said["files"]["common.pt"]
+    wrong += [said | {"files": said["files"] | more} for more in (
+        {"common.pt": digest.upper()}, {"common.pt": digest[:-1]}, {"common.pt": digest + "0"}, {"common.pt": 1}, {"../common.pt": digest},
+        {"a/b": digest},
+    )]  # fmt: skip
+    for tree in wrong:
+        (step / checksums.NAME).write_text(json.dumps(tree))
+        (text,) = found(step)
+        assert text.startswith(f"`{checksums.NAME}` cannot be read: "), tree
+    (step / checksums.NAME).write_text("[" * 100_000)
+    assert "cannot be read: it is nested too deep" in found(step)[0]
+    (step / checksums.NAME).unlink()
+    assert found(step)[0].startswith(f"`{checksums.NAME}` is missing; if you trust the files: `{checksums.COMMAND} {step}`")
+    assert len(found(step)) == 1
+
+
+def test_a_checksum_is_sha256_of_the_file(step):
+    assert checksums.read(step) == {
+        p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in step.iterdir() if p.name != checksums.NAME
+    }
+
+
+@pytest.mark.parametrize(("name", "rank"), [("__0_0.distcp", 0), ("__13_2.distcp", 13), ("__2_13.distcp", 2), (".metadata", 0), ("__1_0.x", 0)])
+def test_who_wrote_a_file(name, rank):
+    assert checksums.writer(name) == rank
+
+
+# The index ---------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["common.pt"])
+def test_a_file_that_is_cut_off_is_told_whatever_its_checksum_says(step, name):
+    data = (step / name).read_bytes()
+    (step / name).write_bytes(data[: len(data) // 2])
+    signed(step)
+    assert found(step) == [f"`{name}` is cut off"]
+
+
+def test_a_shard_is_as_long_as_the_index_says(step):
+    path = step / "__0_0.distcp"
+    data = path.read_bytes()
+    path.write_bytes(data + b"more")
+    signed(step)
+    assert found(step) == []  # what lies behind is read by nobody
+    for thorough in (True, False):
+        path.write_bytes(data[:-1])
+        signed(step)
+        assert found(step, thorough=thorough) == [f"`__0_0.distcp` has {len(data) - 1} bytes of {len(data)}"]
+    path.unlink()
+    signed(step)
+    assert found(step) == ["`__0_0.distcp` is missing"]
+
+
+def indexed(step: Path, **changes) -> list[str]:
+    """What is found where one entry of the index says something else."""
+    path = step / ".metadata"
+    metadata = dcp.FileSystemReader(step).read_metadata()
+    key = next(key for key in metadata.storage_data if key.fqn == "a")
+    for name, value in changes.items():
+        setattr(metadata.storage_data[key], name, value)
+    import pickle
+
+    path.write_bytes(pickle.dumps(metadata))
+    signed(step)
+    return found(step)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, None), ({"relative_path": "../x"}, "which is no file of this checkpoint"), ({"relative_path": ""}, "which is no file"),
+        ({"relative_path": ".."}, "which is no file"), ({"relative_path": "/etc/passwd"}, "which is no file"),
+        ({"relative_path": "a/b"}, "which is no file"), ({"relative_path": 7}, "it says 7"), ({"relative_path": "gone"}, "`gone` is missing"),
+        ({"offset": -1}, "cannot be read: it says"), ({"length": -1}, "cannot be read: it says"), ({"offset": True}, "cannot be read"),
+        ({"offset": 1.5}, "cannot be read"), ({"length": 2**62}, "cannot be read"), ({"length": 2**62 - 1}, "bytes of"),
+        ({"offset": 2**40}, "bytes of"),
+    ],
+)  # fmt: skip
+def test_what_an_index_says(step, change, said):
+    texts = indexed(step, **change)
+    assert len(texts) == (said is not None) and all(said in text for text in texts), texts
+
+
+def test_an_object_among_the_tensors_is_looked_at_and_only_it(step):
+    class Mine:
+        def __reduce__(self):
+            return print, ("ran",)
+
+    held = {"a": torch.ones(3), "args": Mine()}
+    dcp.save(held, storage_writer=dcp.FileSystemWriter(step), no_dist=True)
+    signed(step)
+    (text,) = found(step)
+    assert text.startswith("`args` in `__0_0.distcp` cannot be loaded: ")
+    assert found(step, thorough=False) == []
+
+
+# Whether a plan may go on ------------------------------------------------------------------------------------------------------------
+
+LAYOUTS = {
+    "parallel.tensor": ("parallel.tensor=2", "parallel.sequence=true"),
+    "parallel.pipeline": ("parallel.pipeline=2",),
+    "parallel.expert": ("parallel.expert=2",),
+    "parallel.expert_tensor": ("parallel.expert_tensor=2",),
+}
+OPTIMIZERS = {
+    "reshardable": ("feature.distributed_optimizer.reshardable=true",),
+    "whole": ("feature.distributed_optimizer.enabled=false", "feature.distributed_optimizer.overlap_param_gather=false"),
+    "muon": ("optim=muon", "feature.distributed_optimizer.reshardable=true"),
+}
+
+
+def refused(folder: Path, *words: str) -> list[str | None]:
+    return [p.key for p in checkpoint.another(folder, lowered(*words))]
+
+
+def test_a_layout_that_flattened_the_optimizer_is_kept(tmp_path):
+    """In either direction; weights alone go into any."""
+    save = (f"schedule.save={tmp_path}", "schedule.save_interval=2", "schedule.global_batch_size=16", "cluster=h200_8")
+    for key, layout in LAYOUTS.items():
+        (tmp_path / TRACKER).write_text("2")
+        checkpoint.sign(lowered(*save, *layout))
+        assert refused(tmp_path, *save) == [key]
+        (tmp_path / TRACKER).write_text(" release\n")
+        assert refused(tmp_path, *save) == []
+    (tmp_path / TRACKER).write_text("2")
+    checkpoint.sign(lowered(*save))
+    assert refused(tmp_path, *save, *LAYOUTS["parallel.tensor"]) == ["parallel.tensor"]
+    for name, words in OPTIMIZERS.items():
+        checkpoint.sign(lowered(*save, *words))
+        assert refused(tmp_path, *save, *words, *LAYOUTS["parallel.tensor"]) == ["parallel.tensor"] * (name == "muon")
+
+
+def test_an_fsdp_is_not_resharded():
+    def recipe(*features: str) -> dict:
+        return {"feature": {"distributed_optimizer": {"enabled": True, "reshardable": True}} | dict.fromkeys(features, {})}
+
+    assert checkpoint._reshardable(recipe("mtp"))
+    assert not any(checkpoint._reshardable(recipe("mtp", name)) for name in ("muon", "megatron_fsdp", "fsdp2"))
+
+
+def built(folder: Path, key: str) -> str:
+    folder.mkdir()
+    (folder / manifest.NAME).write_text(json.dumps({"key": key}))
+    return str(folder)
+
+
+def test_another_kind_of_data_is_another_computation_wherever_it_lies(tmp_path):
+    """Only of two built datasets the key is asked; one that cannot be read is another one, too."""
+    same, moved, other = (built(tmp_path / name, key) for name, key in (("a", "1"), ("b", "1"), ("c", "2")))
+    data = ("data=built", "schedule.save_interval=2", f"schedule.save={tmp_path}/ckpt")
+    (tmp_path / "ckpt").mkdir()
+    (tmp_path / "ckpt" / TRACKER).write_text("2")
+    checkpoint.sign(lowered(*data, f"data.path={same}"))
+    assert refused(tmp_path / "ckpt", *data, f"data.path={moved}") == []
+    assert refused(tmp_path / "ckpt", *data, f"data.path={other}") == ["data.path"]
+    (Path(moved) / manifest.NAME).write_text("{}")
+    assert refused(tmp_path / "ckpt", *data, f"data.path={moved}") == ["data.path"]
+    (Path(moved) / manifest.NAME).write_text(json.dumps({"key": "1"}))
+    indexed = ("data=indexed", f"data.path={moved}", "data.tokenizer=t", *data[1:])
+    assert "data.path" in refused(tmp_path / "ckpt", *indexed)
+
+
+def test_a_plan_is_signed_whole_or_not_at_all(tmp_path):
+    checkpoint.sign(lowered())  # saves nothing
+    lowering = lowered(f"schedule.save={tmp_path}/ckpt", "schedule.save_interval=2", "data=built", f"data.path={built(tmp_path / 'd', '1')}")
+    checkpoint.sign(lowering, "within")
+    assert {p.name for p in (tmp_path / "ckpt" / "within").iterdir()} == {"plan.json", "data.json"}
+    assert json.loads((tmp_path / "ckpt" / "within" / "data.json").read_text()) == {"key": "1"}
+
+
+def test_where_a_run_may_save(tmp_path):
+    """Into its own folder, and into one that holds no run."""
+    (tmp_path / "ckpt").mkdir()
+    (tmp_path / "other").mkdir()
+    save = ("schedule.save_interval=2", f"schedule.save={tmp_path}/ckpt")
+
+    def objections(*words: str) -> list[str | None]:
+        return [p.key for p in checkpoint.occupied(lowered(*save, *words))]
+
+    assert objections() == []
+    (tmp_path / "ckpt" / TRACKER).write_text("2")
+    assert objections() == ["schedule.save"]
+    assert objections(f"schedule.load={tmp_path}/ckpt") == [] == objections(f"schedule.load={tmp_path}/other/../ckpt")
+    assert objections(f"schedule.load={tmp_path}/other") == ["schedule.save"]
