@@ -54,7 +54,7 @@ GROUPS = {
     "rows": Group(
         ("nam_megatron/setting.py", "nam_megatron/lower.py", "nam_megatron/plan.py", "nam_megatron/argv.py", "nam_megatron/recipe/*.py")
         + ("nam_megatron/targets/*.py", "nam_megatron/blocks/*.py", "nam_megatron/blocks/*/block.py", "nam_megatron/features/*.py"),
-        (*PLAN, "tests/test_judges.py", "tests/test_schema.py::test_it_is_current", "tests/test_flags.py"),
+        (*PLAN, "tests/test_judges.py", "tests/test_schema.py::test_it_is_current", "tests/test_verify.py::test_variant_is_what_megatron_builds"),
     ),
     "sizes": Group(
         ("nam_megatron/sizes.py", "nam_megatron/budget/[!_pt]*.py"), ("tests/test_golden.py", "tests/test_budget.py"),
@@ -62,7 +62,7 @@ GROUPS = {
     "judges": Group(
         ("nam_megatron/verify.py", "nam_megatron/computation.py", "nam_megatron/runtime/checkpoint.py", "nam_megatron/runtime/checksums.py")
         + ("nam_megatron/runtime/nonfinite.py",),
-        ("tests/test_judges.py", "tests/cpu/test_judged_checkpoints.py"),
+        ("tests/test_judges.py", "tests/cpu/test_judged_checkpoints.py", "tests/cpu/test_guards.py"),
     ),
     "receipts": Group(
         ("launch/receipt.py", "launch/redact.py", "launch/signature.py", "launch/compare.py"),

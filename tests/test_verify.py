@@ -7,6 +7,7 @@ import sys
 import mutation
 import pytest
 from presets import NAMES, lowered
+from test_rows import ODD, odd
 
 from nam_megatron import argv
 from nam_megatron.runtime.oracle import Oracle
@@ -99,10 +100,9 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *ODD])
 def test_variant_is_what_megatron_builds(variant, oracle):
-    name, *overrides = VARIANTS[variant]
-    verdict = verify(lowered(name, *overrides), oracle)
+    verdict = verify(lowered(*VARIANTS[variant]) if variant in VARIANTS else odd(variant)[2], oracle)
     assert (verdict.refused, verdict.mismatches, verdict.unknown) == (None, (), ())
 
 
