@@ -115,6 +115,12 @@ def operators() -> dict[str, Any]:
     return {name: cosmic_ray.plugins.get_operator(f"core/{name}")() for name in core} | {o.__name__: o() for o in OWN}
 
 
+@cache
+def written(path: str) -> str:
+    """A file as it was when the mutants were drawn."""
+    return (REPO / path).read_text(encoding="utf-8")
+
+
 def places(path: str) -> list[list[tuple[str, int]]]:
     """Where a mistake can be made in a file: of each place the (operator, occurrence) that make one."""
     from cosmic_ray.ast import ast_nodes, get_ast
@@ -122,7 +128,7 @@ def places(path: str) -> list[list[tuple[str, int]]]:
 
     counts: Counter[str] = Counter()
     found: defaultdict[tuple, list[tuple[str, int]]] = defaultdict(list)
-    for node in ast_nodes(get_ast((REPO / path).read_text(encoding="utf-8"))):
+    for node in ast_nodes(get_ast(written(path))):
         outside = None
         for name, operator in operators().items():
             for start, _ in operator.mutation_positions(node):
@@ -137,7 +143,7 @@ def made(path: str, name: str, occurrence: int) -> Mutant | None:
     """None where nothing changes, or Python would not take it."""
     from cosmic_ray.mutating import mutate_code
 
-    source = (REPO / path).read_text(encoding="utf-8")
+    source = written(path)
     after = mutate_code(source, operators()[name], occurrence)
     if after is None or after == source or not compiles(after):
         return None
@@ -227,6 +233,7 @@ def judged(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
     begun, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     path = folder / task["path"] if task["path"] else None
     if path:
+        whole, times = path.read_bytes(), path.stat()
         path.write_text(task["source"], encoding="utf-8")
     said = tempfile.TemporaryFile("w+")
     try:
@@ -241,7 +248,8 @@ def judged(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
             os.waitpid(pid, 0)
     finally:
         if path:
-            shutil.copy2(REPO / task["path"], path)
+            path.write_bytes(whole)
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     said.seek(0)
     text = said.read()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -283,9 +291,8 @@ class Worker:
 
         g, source = GROUPS[group], None
         if mutant:
-            source = mutate_code((REPO / mutant.path).read_text("utf-8"), operators()[mutant.operator], mutant.occurrence)
-        tests = [test for test in g.tests if (REPO / test.partition("::")[0]).exists()]
-        task = {"path": mutant and mutant.path, "source": source, "tests": tests}
+            source = mutate_code(written(mutant.path), operators()[mutant.operator], mutant.occurrence)
+        task = {"path": mutant and mutant.path, "source": source, "tests": g.tests}
         assert self.process.stdin and self.process.stdout
         self.process.stdin.write(json.dumps(task) + "\n")
         self.process.stdin.flush()

@@ -40,7 +40,7 @@ ODD = {
         feature.mtp.loss_weight 0.23 mtp_loss_scaling_factor
         optim.lr 0.0011 lr
         optim.min_lr 0.00013 min_lr
-        optim.decay constant lr_decay_style
+        optim.decay inverse-square-root lr_decay_style
         optim.warmup_steps 17 lr_warmup_iters
         optim.weight_decay 0.019 weight_decay
         optim.beta1 0.83 adam_beta1

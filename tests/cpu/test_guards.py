@@ -1,0 +1,198 @@
+"""The trainer's wiring without a training: what stops a run at a NaN, and which argument reaches which field of the data's config."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.rerun_state_machine import RerunMode, RerunState
+
+from nam_megatron.errors import Refused
+from nam_megatron.runtime import pretrain
+
+# NaN ---------------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Machine:
+    """Megatron's rerun state machine, as far as it is asked."""
+
+    first_iteration_complete: bool = True
+    state: RerunState = RerunState.NOT_RUNNING_YET
+    mode: RerunMode = RerunMode.VALIDATE_RESULTS
+    rejected: list = field(default_factory=list)
+
+    def get_mode(self):
+        return self.mode
+
+    def validate_result(self, result, rejection_func, message, tolerance, fatal):
+        self.rejected.append((message, tolerance, fatal, bool(rejection_func(result))))
+
+    def is_unexpectedly_large(self, loss, threshold, context):
+        return loss > threshold and context == "loss"
+
+
+WATCH = SimpleNamespace(verdict=lambda: "first seen here", began_here=lambda: True)
+
+
+@pytest.fixture
+def guard(monkeypatch, capsys):
+    """(loss, watch, machine, arguments) -> what `check` does: the words of NonFinite or those on stderr, None for nothing."""
+
+    def checked(loss: float, watch=WATCH, machine=None, **args) -> str | None:
+        pretrain.report.cache_clear()
+        args = {"check_for_nan_in_loss_and_grad": True, "check_for_spiky_loss": False, "save": "ckpt", "curr_iteration": 6} | args
+        monkeypatch.setattr(pretrain, "get_args", lambda: SimpleNamespace(**args))
+        monkeypatch.setattr(pretrain, "get_rerun_state_machine", lambda: machine)
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
+        try:
+            pretrain.check(torch.tensor(loss), watch)
+        except pretrain.NonFinite as stop:
+            return f"stopped: {stop}"
+        return capsys.readouterr().err or None
+
+    return checked
+
+
+@pytest.mark.parametrize("loss", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(("save", "complete", "stops"), [("ckpt", True, False), ("ckpt", False, True), (None, True, True), (None, False, True)])
+def test_a_loss_that_is_no_number_ends_the_run_where_megatron_would_not(guard, loss, save, complete, stops):
+    """In step 1 also with a folder to save in: Megatron's machine skips it and would train on."""
+    machine = Machine(first_iteration_complete=complete)
+    said = guard(loss, machine=machine, save=save)
+    text = f"step 7, rank 3: the loss is {loss}; first seen here"
+    assert said == (f"stopped: {text}" if stops else f"error: {text}\n")
+    asked = {"found NaN in local forward loss calculation": loss != loss, "found Inf in local forward loss calculation": loss == abs(loss) or loss < 0}
+    assert machine.rejected == [(message, 0.0, True, rejected) for message, rejected in asked.items()]
+
+
+def test_nothing_is_said_of_a_loss_that_is_a_number_or_that_nobody_asked_about(guard):
+    assert guard(2.5, machine=Machine()) is None
+    assert guard(torch.nan, watch=None, machine=Machine()) is None  # Megatron's machine repeats the step, and it is watched then
+    silent = Machine()
+    assert guard(torch.nan, machine=silent, check_for_nan_in_loss_and_grad=False) is None and silent.rejected == []
+
+
+def test_a_spike_is_reported_and_trained_on(guard):
+    for loss, spiky in ((pretrain.SPIKY + 1.0, True), (pretrain.SPIKY - 1.0, False)):
+        machine = Machine()
+        assert guard(loss, machine=machine, check_for_spiky_loss=True) is None
+        assert machine.rejected[-1] == ("Spiky loss", 0.0, False, spiky) and len(machine.rejected) == 3
+    machine = Machine()
+    guard(99.0, machine=machine, check_for_spiky_loss=True, check_for_nan_in_loss_and_grad=False)
+    assert len(machine.rejected) == 1
+
+
+@pytest.mark.parametrize(
+    ("first_done", "state", "mode", "check", "watched"),
+    [
+        (False, RerunState.NOT_RUNNING_YET, RerunMode.VALIDATE_RESULTS, True, True),
+        (True, RerunState.NOT_RUNNING_YET, RerunMode.VALIDATE_RESULTS, True, False),
+        (True, RerunState.RERUNNING_IN_PLACE, RerunMode.VALIDATE_RESULTS, True, True),
+        (False, RerunState.NOT_RUNNING_YET, RerunMode.DISABLED, True, False),
+        (False, RerunState.NOT_RUNNING_YET, RerunMode.VALIDATE_RESULTS, False, False),
+        (True, RerunState.RERUNNING_IN_PLACE, RerunMode.DISABLED, True, False),
+    ],
+)
+def test_which_steps_are_watched(monkeypatch, first_done, state, mode, check, watched):
+    monkeypatch.setattr(pretrain, "get_args", lambda: SimpleNamespace(check_for_nan_in_loss_and_grad=check))
+    assert pretrain.watched(Machine(first_done, state, mode)) == watched
+
+
+# The data's config ---------------------------------------------------------------------------------------------------------------------
+
+# Megatron's field <- the argument that it is; all different, and none of them Megatron's default.
+FIELDS = {
+    "random_seed": "seed", "sequence_length": "seq_length", "split": "split", "multiple_validation_sets": "multiple_validation_sets",
+    "full_validation": "full_validation", "num_dataset_builder_threads": "num_dataset_builder_threads", "path_to_cache": "data_cache_path",
+    "mmap_bin_files": "mmap_bin_files", "reset_position_ids": "reset_position_ids", "reset_attention_mask": "reset_attention_mask",
+    "eod_mask_loss": "eod_mask_loss", "create_attention_mask": "create_attention_mask_in_dataloader",
+    "object_storage_cache_path": "object_storage_cache_path", "mid_level_dataset_surplus": "mid_level_dataset_surplus",
+    "allow_ambiguous_pad_tokens": "allow_ambiguous_pad_tokens", "fast_cache_load": "dataloader_fast_cache_load",
+    "defer_npy_index_mmap": "dataloader_defer_npy_index_mmap", "context_parallel_size": "context_parallel_size",
+    "data_parallel_size": "data_parallel_size",
+}  # fmt: skip
+FIM = {
+    "fim_rate": "fim_rate", "fim_spm_rate": "fim_spm_rate", "fim_split_sample": "fim_split_sample",
+    "fim_fragment_rate": "fim_fragment_rate", "fim_no_prefix": "fim_no_prefix",
+}  # fmt: skip
+TOKENS = {"prefix": "<p>", "middle": "<m>", "suffix": "<s>", "pad": "<q>", "eod": "<e>"}
+
+
+class Words:
+    vocab_size, known = 100, [*TOKENS.values()]
+
+    @property
+    def _tokenizer(self):
+        return self
+
+    def tokens_to_ids(self, tokens):
+        return [self.known.index(t) if t in self.known else None for t in tokens]
+
+    def ids_to_tokens(self, ids):
+        return [self.known[i] for i in ids]
+
+
+def arguments(**changes) -> SimpleNamespace:
+    """Each argument holds its own name, so that whatever arrives says where it comes from."""
+    given = {argument: f"<{argument}>" for argument in (*FIELDS.values(), *FIM.values())}
+    given |= {f"fim_{name}_token": token for name, token in TOKENS.items()}
+    given |= {"mock_data": False, "fim_data": False, "padded_vocab_size": 100, "tensor_model_parallel_size": 4, "sequence_parallel": True}
+    return SimpleNamespace(**given | changes)
+
+
+@pytest.fixture
+def configured(monkeypatch):
+    words = Words()
+    monkeypatch.setattr(pretrain, "GPTDatasetConfig", lambda **fields: fields)
+    monkeypatch.setattr(pretrain, "GPTFIMDatasetConfig", lambda **fields: fields)
+    monkeypatch.setattr(pretrain, "get_tokenizer", lambda: words)
+
+    def of(args: SimpleNamespace, blend=("blend", None)):
+        monkeypatch.setattr(pretrain, "get_blend_and_blend_per_split", lambda _: blend)
+        kind, fields = pretrain.dataset_config(args)
+        assert fields.pop("tokenizer") is words
+        return kind.__name__, fields
+
+    return of
+
+
+COMMON = {name: f"<{argument}>" for name, argument in FIELDS.items()} | {"sequence_parallel_size": 4}
+
+
+def test_every_argument_of_the_data_reaches_its_field(configured):
+    assert configured(arguments()) == ("GPTDataset", COMMON | {"blend": "blend", "blend_per_split": None})
+    assert configured(arguments(), (None, "parts")) == ("GPTDataset", COMMON | {"blend": None, "blend_per_split": "parts"})
+    mock = configured(arguments(mock_data=True), (None, None))
+    assert mock == ("MockGPTDataset", COMMON | {"blend": None, "blend_per_split": None})
+    assert configured(arguments(sequence_parallel=False))[1]["sequence_parallel_size"] == 0
+    fim = COMMON | {name: f"<{argument}>" for name, argument in FIM.items()} | {"fim_extra_tokens": TOKENS}
+    assert configured(arguments(fim_data=True)) == ("GPTFIMDataset", fim | {"blend": "blend", "blend_per_split": None})
+
+
+def test_a_vocabulary_that_the_model_has_not_is_refused(configured):
+    assert configured(arguments(padded_vocab_size=101)) and configured(arguments(padded_vocab_size=99, mock_data=True), (None, None))
+    with pytest.raises(Refused, match="the tokenizer has 100 entries, and the model's vocabulary 99"):
+        configured(arguments(padded_vocab_size=99))
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_a_token_that_the_tokenizer_has_not_is_refused_by_its_key(configured, name):
+    with pytest.raises(Refused) as refused:
+        configured(arguments(fim_data=True, **{f"fim_{name}_token": "<other>"}))
+    assert [(p.key, p.message) for p in refused.value.problems] == [(f"feature.fim.{name}_token", "the tokenizer has no token `<other>`")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "blend", "said"),
+    [
+        ({"mock_data": True}, ("x", None), "mock data and a data path at once"),
+        ({"mock_data": True}, (None, "x"), "mock data and a data path at once"),
+        ({}, (None, None), "no training data: neither a data path nor mock data"),
+        ({"mock_data": True, "fim_data": True}, (None, None), "fill-in-the-middle of mock data"),
+    ],
+)
+def test_data_is_never_replaced_by_mock_data(configured, changes, blend, said):
+    """Megatron takes the absence of a data path for a wish for mock data."""
+    with pytest.raises(Refused, match=said):
+        configured(arguments(**changes), blend)
