@@ -150,7 +150,11 @@ class DropStatement(Own):
             return []
         said = node.children[0]
         if said.type == "expr_stmt":
-            return [said] if said.children[1].get_code().strip().endswith("=") and said.children[1].get_code().strip() != "=" else []
+            return (
+                [said]
+                if said.children[1].get_code().strip().endswith("=") and said.children[1].get_code().strip() != "="
+                else []
+            )
         if said.type in ("atom_expr", "power"):
             return [said]
         return [said] if said.type in ("raise_stmt", "yield_expr", "del_stmt") else []
@@ -163,16 +167,20 @@ class DropStatement(Own):
         return node
 
 
+def compiled(node: Any) -> bool:
+    """Whether a statement or call is one of `re.compile`."""
+    return node.type in ("expr_stmt", "atom_expr", "power") and "re.compile" in node.get_code()[:200]
+
+
 class DropAlternative(Own):
     """A regular expression with an alternative less: `(a|b)` -> `(a)`."""
 
     ONE = re.compile(r"\|(?:[\w\s.,:;<>@~#%&'_-]|\\[\w.])+(?=[|)])")
 
     def places(self, node):
-        if node.type == "string" and node.value[:1] in "rR" and any(a.get_code().lstrip().startswith(("re.compile", "_RE")) or "re.compile" in
-                a.get_code()[:200] for a in above(node) if a.type in ("expr_stmt", "atom_expr", "power")):  # fmt: skip
-            return [(node, found) for found in self.ONE.finditer(node.value)]
-        return []
+        if node.type != "string" or node.value[:1] not in "rR" or not any(map(compiled, above(node))):
+            return []
+        return [(node, found) for found in self.ONE.finditer(node.value)]
 
     def mutate(self, node, index):
         _, found = self.places(node)[index]

@@ -1,14 +1,15 @@
 """Change our own code, one small mistake at a time: the tests must notice.
 
-    python tests/mutate_code.py                       # every place that can be mistaken, and benchmarks/mutants.json: under two hours on two cores
-    python tests/mutate_code.py sample=150 seed=7     # some of them, drawn by seed
-    python tests/mutate_code.py nam_megatron/plan.py  # of these files alone
+    python tests/mutate_code.py sample=150 seed=7     # mistakes in so many places, drawn by seed, and benchmarks/mutants.json
+    python tests/mutate_code.py                       # in every place
+    python tests/mutate_code.py nam_megatron/plan.py  # in these files alone; groups=rows,judges: in those groups'
 
-tests/mutate_flags.py changes the arguments that a plan becomes, and asks verify alone; this one changes the programs. What a mistake is, and
-where one can be made, cosmic-ray says, with operators of ours for what it has not: swapped arguments, a lost row, a dropped condition.
+tests/mutate_flags.py changes the arguments that a plan becomes, and asks verify alone; this one changes the programs. What a mistake
+is and where one can be made, cosmic-ray says, with operators of ours for what it has not: swapped arguments, a lost row, a dropped
+condition.
 
-A worker imports torch and Megatron once and forks for each mutant, which lies in a copy of the checkout; GROUPS says which tests should notice
-it. They run in that order and stop at the first that does.
+A worker imports torch and Megatron once and forks for each mutant, which lies in a copy of the checkout. GROUPS says which tests should
+notice it: they run in that order, and the first that fails ends it.
 """
 
 import contextlib
@@ -32,7 +33,10 @@ from typing import Any
 
 REPO = Path(__file__).parents[1]
 RESULT = REPO / "benchmarks" / "mutants.json"
-COPIED, LINKED = ("nam_megatron", "launch", "tests"), ("conf", "patches", "receipts", "benchmarks", "docs", "examples", "README.md")
+COPIED, LINKED = (
+    ("nam_megatron", "launch", "tests"),
+    ("conf", "patches", "receipts", "benchmarks", "docs", "examples", "README.md"),
+)
 LIMIT = 240  # seconds of a processor that a mutant's tests may take: more is noticed, too
 
 
@@ -44,30 +48,53 @@ class Group:
     tests: tuple[str, ...]
 
 
-PLAN = ("tests/test_golden.py", "tests/test_lower.py", "tests/test_plan.py", "tests/test_rows.py", "tests/test_recipe.py")
-# They ask Megatron, or a hundred plans: what they would notice others do as well.
-PLAN += tuple(f"--deselect=tests/test_{test}" for test in (
-    "plan.py::test_index_reuse_is_what_megatron_computes_and_is_refused_only_where_it_cannot", "lower.py::test_no_refusal_without_a_case",
-    "lower.py::test_trap_gqa_under_mla_loses_its_positions", "recipe.py::test_no_leaf_is_coerced",
-))  # fmt: skip
+# They ask Megatron, or a hundred plans, and others notice what they would.
+SLOW_LOWER = "--deselect=tests/test_lower.py::test_no_refusal_without_a_case"
+SLOW_LOWER += " --deselect=tests/test_lower.py::test_trap_gqa_under_mla_loses_its_positions"
+SLOW_PLAN = (
+    "--deselect=tests/test_plan.py::test_index_reuse_is_what_megatron_computes_and_is_refused_only_where_it_cannot"
+)
+SLOW_RECIPE = "--deselect=tests/test_recipe.py::test_no_leaf_is_coerced"
 GROUPS = {
     "rows": Group(
-        ("nam_megatron/setting.py", "nam_megatron/lower.py", "nam_megatron/plan.py", "nam_megatron/argv.py", "nam_megatron/recipe/*.py")
-        + ("nam_megatron/targets/*.py", "nam_megatron/blocks/*.py", "nam_megatron/blocks/*/block.py", "nam_megatron/features/*.py"),
-        (*PLAN, "tests/test_judges.py", "tests/test_schema.py::test_it_is_current", "tests/test_verify.py::test_variant_is_what_megatron_builds"),
+        (
+            "nam_megatron/setting.py", "nam_megatron/lower.py", "nam_megatron/plan.py", "nam_megatron/argv.py",
+            "nam_megatron/recipe/*.py", "nam_megatron/targets/*.py", "nam_megatron/blocks/*.py", "nam_megatron/blocks/*/block.py",
+            "nam_megatron/features/*.py",
+        ),
+        (
+            "tests/test_golden.py", "tests/test_rows.py", "tests/test_lower.py::test_refusal", "tests/test_schema.py::test_it_is_current",
+            f"tests/test_plan.py {SLOW_PLAN}", f"tests/test_recipe.py {SLOW_RECIPE}", "tests/test_judges.py",
+            f"tests/test_lower.py {SLOW_LOWER}", "tests/test_verify.py::test_variant_is_what_megatron_builds",
+        ),
     ),
     "sizes": Group(
         ("nam_megatron/sizes.py", "nam_megatron/budget/[!_pt]*.py"), ("tests/test_golden.py", "tests/test_budget.py"),
     ),
     "judges": Group(
-        ("nam_megatron/verify.py", "nam_megatron/computation.py", "nam_megatron/runtime/checkpoint.py", "nam_megatron/runtime/checksums.py")
-        + ("nam_megatron/runtime/nonfinite.py",),
+        (
+            "nam_megatron/verify.py", "nam_megatron/computation.py", "nam_megatron/runtime/checkpoint.py",
+            "nam_megatron/runtime/checksums.py", "nam_megatron/runtime/nonfinite.py",
+        ),
         ("tests/test_judges.py", "tests/cpu/test_judged_checkpoints.py", "tests/cpu/test_guards.py"),
     ),
     "receipts": Group(
         ("launch/receipt.py", "launch/redact.py", "launch/signature.py", "launch/compare.py"),
-        ("tests/launch/test_receipt.py", "tests/launch/test_redact.py", "tests/launch/test_secrets.py", "tests/launch/test_compare.py"),
+        (
+            "tests/launch/test_redact.py", "tests/launch/test_compare.py", "tests/launch/test_receipt.py",
+            "tests/launch/test_secrets.py",
+        ),
     ),
+} | {
+    f"naive {kind}": Group(
+        (f"nam_megatron/blocks/{kind}/naive.py",),
+        (
+            f"tests/blocks/test_{kind}.py " + " ".join(f"--deselect=tests/blocks/test_{kind}.py::test_kernels_{what}" for what in (
+                "in_the_interpreter", "in_tritons_interpreter", "compile_for_hopper",
+            )),
+        ),
+    )
+    for kind in ("mla", "dsa", "mamba3", "m2rnn")
 }  # fmt: skip
 
 # Survivors that are right: `path: the line as it was -> as it is`, and why no test can or should tell them apart.
@@ -211,13 +238,13 @@ def work(folder: Path) -> None:
     import _pytest.assertion.rewrite  # noqa: F401
     import hydra  # noqa: F401
     import hypothesis  # noqa: F401
+    import megatron.core.models.hybrid.hybrid_model
+    import megatron.training.argument_utils
+    import megatron.training.training  # noqa: F401
     import numpy  # noqa: F401
     import pydantic  # noqa: F401
     import pytest  # noqa: F401
     import rich.console  # noqa: F401
-    import megatron.core.models.hybrid.hybrid_model
-    import megatron.training.argument_utils
-    import megatron.training.training  # noqa: F401
     import torch
     import triton  # noqa: F401
 
@@ -235,7 +262,7 @@ def judged(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
     if path:
         whole, times = path.read_bytes(), path.stat()
         path.write_text(task["source"], encoding="utf-8")
-    said = tempfile.TemporaryFile("w+")
+    said = tempfile.TemporaryFile("w+")  # noqa: SIM115  the child writes to it
     try:
         if (pid := os.fork()) == 0:
             forked(said.fileno(), task["tests"])
@@ -262,7 +289,7 @@ def judged(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
 
 def forked(out: int, tests: Sequence[str]) -> None:
     """The tests, in a process and a session of their own. Ends it."""
-    code = 3
+    code = 0
     try:
         os.setsid()
         for stream in (1, 2):
@@ -272,8 +299,12 @@ def forked(out: int, tests: Sequence[str]) -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (LIMIT, LIMIT + 5))
         import pytest
 
-        words = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={tempfile.mkdtemp()}"]
-        code = int(pytest.main([*words, *tests]))
+        words = ["-x", "-q", "--tb=line", "-W", "ignore", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        for test in tests:  # one after the other, for each is collected before it runs
+            code = code or int(pytest.main([*words, f"--basetemp={tempfile.mkdtemp()}", *test.split()]))
+    except BaseException:
+        code = 1
+        raise
     finally:
         sys.stdout.flush()
         os._exit(code)
@@ -284,7 +315,9 @@ class Worker:
 
     def __init__(self, folder: Path):
         words = [sys.executable, "-W", "ignore", str(Path(__file__)), "worker", str(folder)]
-        self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        self.process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
 
     def ask(self, group: str, mutant: Mutant | None) -> dict[str, Any]:
         from cosmic_ray.mutating import mutate_code
@@ -342,15 +375,18 @@ def main(words: Sequence[str]) -> int:
     found = []
     for group, mutant, result in judge(chosen, int(options.get("workers", len(os.sched_getaffinity(0))))):
         found.append((group, mutant, result))
+        if log := options.get("log"):
+            with open(log, "a") as file:
+                file.write(json.dumps({"group": group, "text": mutant.text, "line": mutant.line} | result) + "\n")
         reason = SAME.get(mutant.text, "")
         if result["word"] in ("survived", "error"):
-            mark = f" ({reason})" if reason else ""
-            print(f"{result['word']} {mutant.path}:{mutant.line} {mutant.operator}: {mutant.was}\n    -> {mutant.becomes}{mark}", flush=True)
+            place = f"{mutant.path}:{mutant.line} {mutant.operator}"
+            print(
+                f"{result['word']} {place}: {mutant.was}\n    -> {mutant.becomes}" + f" ({reason})" * bool(reason),
+                flush=True,
+            )
             if result["word"] == "error":
                 print(result["text"])
-    if log := options.get("log"):
-        lines = [json.dumps({"group": g, "text": m.text, "line": m.line, "operator": m.operator} | r) + "\n" for g, m, r in found]
-        Path(log).write_text("".join(lines))
     seconds = time.monotonic() - begun
     counts = {g: Counter(r["word"] for h, _, r in found if h == g) for g in groups}
     lost = [m for _, m, r in found if r["word"] in ("survived", "error") and m.text not in SAME]

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -250,10 +251,23 @@ def test_a_killed_build_goes_on_and_ends_the_same(tmp_path, bpe, monkeypatch):
 
 
 def test_ctrl_c_is_a_line_whatever_the_processes_do(tmp_path, bpe):
-    jsonl(tmp_path / "a.jsonl", TEXTS * 1000)
+    jsonl(tmp_path / "a.jsonl", TEXTS * 100)
     options = ["--tokenizer", str(bpe), "--valid", "0.2", "--duplicates", "keep", "--workers", "2"]
+    # However late the Ctrl-C comes, it finds a build: this one waits for it before its pieces are merged.
+    waits = """
+        import signal
+        from nam_megatron.data import __main__ as command, build
+        def wait(*_):
+            while True:
+                signal.pause()
+        build._merge = wait
+        signal.alarm(300)  # nor does it wait for nobody
+        if __name__ == "__main__":
+            command.finish(command.main)
+    """
+    (tmp_path / "waits.py").write_text(textwrap.dedent(waits))
     begun = subprocess.Popen(
-        [sys.executable, "-m", "nam_megatron.data", "build", "set", "a.jsonl", *options], text=True,
+        [sys.executable, "waits.py", "build", "set", "a.jsonl", *options], text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         cwd=tmp_path, start_new_session=True, env=os.environ | {"PYTHONPATH": str(Path(build.__file__).parents[2])},
     )  # fmt: skip

@@ -143,7 +143,9 @@ def odd(name: str):
 @pytest.mark.parametrize("name", ODD)
 def test_each_value_arrives_where_it_means_something(name):
     rows, computed, lowering = odd(name)
-    expected = {argument: read(value) for _, value, argument in rows} | {k: v for more in computed.values() for k, v in more.items()}
+    expected = {argument: read(value) for _, value, argument in rows} | {
+        k: v for more in computed.values() for k, v in more.items()
+    }
     assert {argument: lowering.by_name[argument].value for argument in expected} == expected
     keys = {argument: key for key, _, argument in rows}
     assert {argument: lowering.by_name[argument].key for argument in keys} == keys
@@ -168,5 +170,8 @@ STANDS = {  # kind -> (Megatron's symbol, where it may stand)
 
 
 def test_every_kind_has_its_symbol_and_its_letters():
-    found = {kind: (cls.symbol, "".join(letter for letter in "AEMR" if kind in LETTERS[letter])) for kind, cls in KINDS.items()}
+    found = {
+        kind: (cls.symbol, "".join(letter for letter in "AEMR" if kind in LETTERS[letter]))
+        for kind, cls in KINDS.items()
+    }
     assert found == STANDS

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import pickle
 import random
 from pathlib import Path
 
@@ -109,7 +110,9 @@ def test_checksums_that_are_none(step):
     (step / checksums.NAME).write_text("[" * 100_000)
     assert "cannot be read: it is nested too deep" in found(step)[0]
     (step / checksums.NAME).unlink()
-    assert found(step)[0].startswith(f"`{checksums.NAME}` is missing; if you trust the files: `{checksums.COMMAND} {step}`")
+    assert found(step)[0].startswith(
+        f"`{checksums.NAME}` is missing; if you trust the files: `{checksums.COMMAND} {step}`"
+    )
     assert len(found(step)) == 1
 
 
@@ -119,7 +122,10 @@ def test_a_checksum_is_sha256_of_the_file(step):
     }
 
 
-@pytest.mark.parametrize(("name", "rank"), [("__0_0.distcp", 0), ("__13_2.distcp", 13), ("__2_13.distcp", 2), (".metadata", 0), ("__1_0.x", 0)])
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [("__0_0.distcp", 0), ("__13_2.distcp", 13), ("__2_13.distcp", 2), (".metadata", 0), ("__1_0.x", 0)],
+)
 def test_who_wrote_a_file(name, rank):
     assert checksums.writer(name) == rank
 
@@ -157,8 +163,6 @@ def indexed(step: Path, **changes) -> list[str]:
     key = next(key for key in metadata.storage_data if key.fqn == "a")
     for name, value in changes.items():
         setattr(metadata.storage_data[key], name, value)
-    import pickle
-
     path.write_bytes(pickle.dumps(metadata))
     signed(step)
     return found(step)
@@ -169,7 +173,8 @@ def indexed(step: Path, **changes) -> list[str]:
     [
         ({}, None), ({"relative_path": "../x"}, "which is no file of this checkpoint"), ({"relative_path": ""}, "which is no file"),
         ({"relative_path": ".."}, "which is no file"), ({"relative_path": "/etc/passwd"}, "which is no file"),
-        ({"relative_path": "a/b"}, "which is no file"), ({"relative_path": 7}, "it says 7"), ({"relative_path": "gone"}, "`gone` is missing"),
+        ({"relative_path": "a/b"}, "which is no file"), ({"relative_path": 7}, "it says 7"),
+        ({"relative_path": "gone"}, "`gone` is missing"),
         ({"offset": -1}, "cannot be read: it says"), ({"length": -1}, "cannot be read: it says"), ({"offset": True}, "cannot be read"),
         ({"offset": 1.5}, "cannot be read"), ({"length": 2**62}, "cannot be read"), ({"length": 2**62 - 1}, "bytes of"),
         ({"offset": 2**40}, "bytes of"),
@@ -203,7 +208,10 @@ LAYOUTS = {
 }
 OPTIMIZERS = {
     "reshardable": ("feature.distributed_optimizer.reshardable=true",),
-    "whole": ("feature.distributed_optimizer.enabled=false", "feature.distributed_optimizer.overlap_param_gather=false"),
+    "whole": (
+        "feature.distributed_optimizer.enabled=false",
+        "feature.distributed_optimizer.overlap_param_gather=false",
+    ),
     "muon": ("optim=muon", "feature.distributed_optimizer.reshardable=true"),
 }
 
@@ -231,7 +239,8 @@ def test_a_layout_that_flattened_the_optimizer_is_kept(tmp_path):
 
 def test_an_fsdp_is_not_resharded():
     def recipe(*features: str) -> dict:
-        return {"feature": {"distributed_optimizer": {"enabled": True, "reshardable": True}} | dict.fromkeys(features, {})}
+        found = {"distributed_optimizer": {"enabled": True, "reshardable": True}}
+        return {"feature": found | {name: {} for name in features}}
 
     assert checkpoint._reshardable(recipe("mtp"))
     assert not any(checkpoint._reshardable(recipe("mtp", name)) for name in ("muon", "megatron_fsdp", "fsdp2"))
@@ -261,7 +270,8 @@ def test_another_kind_of_data_is_another_computation_wherever_it_lies(tmp_path):
 
 def test_a_plan_is_signed_whole_or_not_at_all(tmp_path):
     checkpoint.sign(lowered())  # saves nothing
-    lowering = lowered(f"schedule.save={tmp_path}/ckpt", "schedule.save_interval=2", "data=built", f"data.path={built(tmp_path / 'd', '1')}")
+    data = ("data=built", f"data.path={built(tmp_path / 'd', '1')}")
+    lowering = lowered(f"schedule.save={tmp_path}/ckpt", "schedule.save_interval=2", *data)
     checkpoint.sign(lowering, "within")
     assert {p.name for p in (tmp_path / "ckpt" / "within").iterdir()} == {"plan.json", "data.json"}
     assert json.loads((tmp_path / "ckpt" / "within" / "data.json").read_text()) == {"key": "1"}

@@ -48,7 +48,7 @@ def say(text: str) -> None:
 
 def train(words: dict[str, str]) -> int:
     """steps, sleep (seconds a step), stop (last step printed), code, say (a last line), chat (MiB of noise), deaf, child,
-    touch (a file, once running).
+    touch (a file, once running; of a rank above 0 with its number).
     """
     sys.path[:0] = [str(HERE.parents[2])]
     from nam_megatron.runtime.heartbeat import Heart
@@ -73,7 +73,7 @@ def train(words: dict[str, str]) -> int:
             os.kill(os.getpid(), signal.SIGSTOP)
         say(step_line(step, steps, 9000 if step == 1 else 100 + step))
         if "touch" in words:
-            Path(words["touch"]).touch()
+            Path(words["touch"] + os.environ.get("RANK", "0").removeprefix("0")).touch()
         time.sleep(float(words.get("sleep", 0)))
         if stopped:
             say(f"[{now()}] saving checkpoint at iteration {step:7d} to ckpt in torch_dist format")
