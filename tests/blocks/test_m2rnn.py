@@ -250,22 +250,6 @@ def test_what_the_recurrence_owns_stays_fp32():
     assert on_ranks(CASE, job) == [({"state_weight", "D", "A_log", "dt_bias"}, torch.bfloat16)]
 
 
-def test_forget_gates_begin_between_long_and_short_memory():
-    def job(rig):
-        mixer = layer.M2RnnMixer  # a fresh one: the harness fills those of its model
-        groups = rig.model.pg_collection
-        made = mixer(
-            rig.config, spec().submodules, d_model=64, layer_number=1, pg_collection=groups, **spec(heads=600).params
-        )
-        f = naive.forget(torch.zeros(1, 1, 600), made.dt_bias, made.A_log)
-        conv = made.conv1d_weight.std().item(), made.conv1d_bias.abs().max().item()
-        return f.min().item(), f.max().item(), made.state_weight[3].tolist(), conv, made.in_proj.weight.std().item()
-
-    ((low, high, w, (weight, bias), linear),) = on_ranks(CASE, job)
-    assert 0.15 < low < 0.5 and 0.99 < high < 1 and w == torch.eye(4).tolist()
-    assert weight == pytest.approx(linear, rel=0.05) and bias == 0  # lm-engine draws both alike
-
-
 # The block -----------------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from launch import receipt
-from launch.redact import RECORDED, SHORT, Redactor, telling
+from launch.redact import RECORDED, SHORT, Redactor, shapeless, telling
 
 SECRET_NAMES = st.sampled_from(
     [
@@ -88,18 +88,116 @@ def test_no_environment_is_a_traceback(environ, text):
     redactor.text(text)
 
 
+# One for each alternative of a pattern, of characters that are in no other: what finds them is that alternative, and its word of those
+# that are looked for first. The second part is what is still seen, the third the shortest secret of this shape.
+NUMBER = "7" * 40
+SHAPES = [
+    *(("", f"{begin}{NUMBER[:16]}") for begin in (
+        "hf_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "gldt-", "glrt-", "glcbt-", "sk-", "nvapi-", "GOCSPX-", "hvs.",
+        "hvb.", "hvr.", "pypi-", "dop_v1_", "dor_v1_", "doo_v1_", "AGE-SECRET-KEY-1", "PMAK-", "lin_api_", "glsa_", "ya29.", "sq0atp-",
+        "shpat_", "shpca_", "shppa_", "shpss_", "77777777777777.atlasv1.",
+    )),
+    *(("", f"{begin}{NUMBER[:12]}") for begin in ("AKIA", "ASIA", "AROA", "AIDA", "AGPA", "ANPA")),
+    *(("", f"{begin}{NUMBER[:10]}") for begin in ("sk_live_", "sk_test_", "rk_live_", "rk_test_", "xapp-")),
+    *(("", f"xox{kind}-{NUMBER[:10]}") for kind in "abeprs"),
+    *(("", f"{begin}{NUMBER[:32]}") for begin in ("dapi", "key-", "SK", "AC")),
+    ("", f"AIza{NUMBER[:30]}"), ("", f"npm_{NUMBER[:30]}"), ("", f"1-{NUMBER[:16]}.apps.googleusercontent.com"), ("", f"7778Q~{NUMBER[:20]}"),
+    ("", f"SG.{NUMBER[:16]}.{NUMBER[:16]}"), ("", f"eyJ{NUMBER[:8]}.{NUMBER[:8]}.7"), ("", "arn:aws:x"),
+    ("", "-----BEGIN PRIVATE KEY-----\n7\n-----END PRIVATE KEY-----"), ("", "-----BEGIN EC PRIVATE KEY-----\n7"),
+    ("", f"77777777:{NUMBER[:35]}"), ("", f"7777777777:{NUMBER[:35]}"), ("", f"{NUMBER[:24]}.777777.{NUMBER[:27]}"),
+    ("", "77777777-7777-7777-7777-777777777777"), ("", "aZ7" + "7" * 37), ("", "/+aZ7" + "7" * 35),
+    *((f"{name}=", "7") for name in (
+        "pass", "password", "passwd", "passphrase", "pwd", "secret", "token", "api_key", "api-key", "apikey", "access_key", "access-key-id",
+        "auth", "credential", "credentials", "signature", "sig", "private_key", "account_key", "shared_key", "shared_access_key",
+        "shared-access-signature", "encryption_key", "client_id", "tenant_id", "subscription_id", "key_pair_id", "security_token",
+        "session_id", "my_secret_key", "db-token-value", "token_id", "x.password",
+    )),
+    *((f"password{sign}", "7") for sign in ("=", ":", " => ", "%3D", " = \"", ": '", "'=", '"=')),
+    ("Authorization: x ", "7"), ("proxy-authorization=x ", "7"), ("'authorization': 'x ", "7"), ("cookie: ", "7"), ("set-cookie: ", "7"),
+    ("x-my-token: ", "7"), ("x-key: ", "7"), ("x-a-secret: ", "7"),
+    *((f"{scheme} ", "7" * 6) for scheme in ("bearer", "basic", "digest", "negotiate")),
+    ("login me password ", "7"), *((f" {flag} ", "7") for flag in ("-p", "-pw", "--password", "--token", "--secret", "--api-key")),
+    ("https://", "me:7@"), ("https://", "7@"), ("s3://", ":7@"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("before", "secret"), SHAPES, ids=[f"{b}{s}"[:40].replace("\n", " ") for b, s in SHAPES])
+def test_secrets_are_known_by_their_shape(before, secret):
+    marked = "<secret>@" if secret.endswith("@") else "<secret>"
+    assert shapeless(f"{before}{secret}") == f"{before}{marked}"
+    assert Redactor({}).betrays(f"{before}{secret}")
+
+
 @pytest.mark.parametrize(
     "text",
     [
-        "hf_abcdefghijklmnopqrstuv", "token ghp_0123456789abcdefghij0123", "github_pat_11ABCDEFG0123456789_x", "sk-abcdefghijklmnop1234",
-        "AKIAIOSFODNN7EXAMPLE", "glpat-abcdefghij0123456789", "nvapi-abcdefghij0123456789", "xoxb-1234567890-abc",
-        "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.dozjgNryP4J3jVmNHl0w", "https://user:pa55@host/x",
-        "-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----",
+        f"hf_{NUMBER[:15]}", f"AKIA{NUMBER[:11]}", f"sk_live_{NUMBER[:9]}", f"AIza{NUMBER[:29]}", f"dapi{NUMBER[:31]}", "a" * 40, "7" * 40,
+        f"aZ7{'7' * 38}", f"aZ7{'7' * 36}", f"7777777:{NUMBER[:35]}", f"77777777:{NUMBER[:34]}", "77777777-7777-7777-7777-77777777777",
+        "bearer 77777", "bearer of news", "basic training", "passed=7", "tokens per second: 7", "monkey=7", "https://example.org/x",
+        "me@example.org", "design: 7", "-----BEGIN CERTIFICATE-----",
     ],
 )  # fmt: skip
-def test_secrets_are_known_by_their_shape(text):
-    assert "<secret>" in Redactor({}).text(f"it said {text} twice")
-    assert "pa55" not in Redactor({}).text(text) and "MIIE" not in Redactor({}).text(text)
+def test_what_is_shorter_or_a_word_is_no_secret(text):
+    assert shapeless(text) == text and not Redactor({}).betrays(text)
+
+
+# Variables -------------------------------------------------------------------------------------------------------------------------------
+
+SECRET = """
+KEY KEYS TOKEN TOKENS SECRET SECRETS PASS PASSPHRASE PASSWD PASSWORD PW CREDENTIAL CREDENTIALS AUTH COOKIE DSN PAT JWT BEARER NETRC
+"""
+OURS = """
+NCCL TORCH TORCHINDUCTOR TORCHELASTIC PYTORCH CUDA CUBLAS CUDNN NVTE NVIDIA TRITON OMP MKL UCX GLOO NVSHMEM TOKENIZERS
+"""
+PLAIN = """
+0 123456 true FALSE on off yes no none INIT NET INFO WARN VERSION TRACE ALL COLL GRAPH INIT,NET expandable_segments:True
+expandable_segments:False 12.9 1.2.3.4 9.0a 1.2-3
+"""
+
+
+def test_variables_are_recorded_by_name_and_their_values_where_they_say_how():
+    names = OURS.split()
+    environ = {f"{name}_X": "1" for name in names} | {name: "1" for name in names}
+    assert Redactor({}).environ(environ) == environ
+    assert Redactor({}).environ({"XNCCL_X": "1", "NCCLX": "1", "PATH": "1", "A_NCCL": "1"}) == {}
+    for value in PLAIN.split():
+        assert Redactor({}).environ({"NCCL_X": value}) == {"NCCL_X": value}
+    for value in ("1234567", "truest", "x", "", "1 2", "INIT,init9", "1.2.3.4.5"):
+        assert Redactor({}).environ({"NCCL_X": value}) == {"NCCL_X": "<set>"}
+
+
+def test_variables_are_secret_by_a_word_of_their_name():
+    """Their values are looked for everywhere, and never recorded."""
+    for word in SECRET.split():
+        for name in (f"NCCL_{word}", f"NCCL_{word}_X", f"nccl_{word.lower()}"):
+            redactor = Redactor({name: "none" * 2})
+            assert redactor.environ({name.upper(): "none"}) == {name.upper(): "<set>"}, name
+            assert redactor.betrays("nonenone") and redactor.secrets("say nonenone") == "say <secret>", name
+    for end in ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD"):
+        assert Redactor({}).environ({f"NCCL_MY{end}": "1"}) == {f"NCCL_MY{end}": "<set>"}
+    assert not Redactor({"NCCL_MONKEYS": "nonenone", "NCCL_PATH": "nonenone"}).betrays("nonenone")
+
+
+ORDINARY = """
+HOME PWD OLDPWD PATH HOSTNAME USER LOGNAME SHELL TERM LANG LANGUAGE LC_ALL SHLVL _ COLUMNS LINES MAIL EDITOR PAGER VISUAL DISPLAY TZ
+LS_COLORS LESS LESSOPEN XDG_X PYTHONPATH CONDA_X VIRTUAL_ENV VIRTUAL_ENV_PROMPT SLURM_X PYTEST_X MASTER_ADDR MASTER_PORT RANK WORLD_SIZE
+"""
+
+
+def test_the_value_of_a_variable_that_nobody_knows_may_be_a_secret():
+    for name in ORDINARY.split():
+        assert Redactor({name: "zebra-crossing"}).secrets("a zebra-crossing") == "a zebra-crossing", name
+    for name in ("MINE", "HOMES", "XHOME", "RANKS", "TERMINAL"):
+        assert Redactor({name: "zebra-crossing"}).secrets("a zebra-crossing") == "a <secret>", name
+        assert not Redactor({name: "zebra-crossing"}).betrays("a zebra-crossing")  # a name that says so, and a person would know
+    for value in ("zebra", "/data/zebra", "/a/zebra:/b/zebra", "resume", "12.5"):  # short, paths, our own words
+        assert Redactor({"MINE": value}).secrets(f"a {value}") == f"a {value}"
+    assert Redactor({"MINE": "zebra1"}).secrets("a zebra1") == "a <secret>"
+
+
+@pytest.mark.parametrize(("value", "found"), [("abc", False), ("abcd", True), ("1234567", False), ("12345678", True), ("True", False), ("auto", False)])
+def test_a_value_that_is_too_short_is_found_everywhere(value, found):
+    assert Redactor({"MY_KEY": value}).secrets(f"x{value}x") == ("x<secret>x" if found else f"x{value}x")
 
 
 PLACES = {"<scratch>": [Path("/fast/x/scratch")], "<checkout>": [Path("/fast/x")], "<home>": [Path("/home/me")]}

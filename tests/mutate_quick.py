@@ -1,0 +1,403 @@
+"""Change our own code, one small mistake at a time: the tests must notice.
+
+    python tests/mutate_code.py sample=150 seed=7     # mistakes in so many places, drawn by seed, and benchmarks/mutants.json
+    python tests/mutate_code.py                       # in every place
+    python tests/mutate_code.py nam_megatron/plan.py  # in these files alone; groups=rows,judges: in those groups'
+
+tests/mutate_flags.py changes the arguments that a plan becomes, and asks verify alone; this one changes the programs. What a mistake
+is and where one can be made, cosmic-ray says, with operators of ours for what it has not: swapped arguments, a lost row, a dropped
+condition.
+
+A worker imports torch and Megatron once and forks for each mutant, which lies in a copy of the checkout. GROUPS says which tests should
+notice it: they run in that order, and the first that fails ends it.
+"""
+
+import contextlib
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).parents[1]
+RESULT = REPO / "benchmarks" / "mutants.json"
+COPIED, LINKED = (
+    ("nam_megatron", "launch", "tests"),
+    ("conf", "patches", "receipts", "benchmarks", "docs", "examples", "README.md"),
+)
+LIMIT = 240  # seconds of a processor that a mutant's tests may take: more is noticed, too
+
+
+@dataclass(frozen=True)
+class Group:
+    """Files in which a mistake may be made, and the tests that should notice it, the quick and keen ones first."""
+
+    files: tuple[str, ...]
+    tests: tuple[str, ...]
+
+
+# They ask Megatron, or a hundred plans, and others notice what they would.
+SLOW_LOWER = "--deselect=tests/test_lower.py::test_no_refusal_without_a_case"
+SLOW_LOWER += " --deselect=tests/test_lower.py::test_trap_gqa_under_mla_loses_its_positions"
+SLOW_PLAN = (
+    "--deselect=tests/test_plan.py::test_index_reuse_is_what_megatron_computes_and_is_refused_only_where_it_cannot"
+)
+SLOW_RECIPE = "--deselect=tests/test_recipe.py::test_no_leaf_is_coerced"
+GROUPS = {
+    "rows": Group(
+        (
+            "nam_megatron/setting.py", "nam_megatron/lower.py", "nam_megatron/plan.py", "nam_megatron/argv.py",
+            "nam_megatron/recipe/*.py", "nam_megatron/targets/*.py", "nam_megatron/blocks/*.py", "nam_megatron/blocks/*/block.py",
+            "nam_megatron/features/*.py",
+        ),
+        (
+            "tests/test_golden.py", "tests/test_rows.py", "tests/test_lower.py::test_refusal", "tests/test_schema.py::test_it_is_current",
+            f"tests/test_plan.py {SLOW_PLAN}", f"tests/test_recipe.py {SLOW_RECIPE}", "tests/test_judges.py",
+            
+        ),
+    ),
+    "sizes": Group(
+        ("nam_megatron/sizes.py", "nam_megatron/budget/[!_pt]*.py"), ("tests/test_golden.py", "tests/test_budget.py"),
+    ),
+    "judges": Group(
+        (
+            "nam_megatron/verify.py", "nam_megatron/computation.py", "nam_megatron/runtime/checkpoint.py",
+            "nam_megatron/runtime/checksums.py", "nam_megatron/runtime/nonfinite.py",
+        ),
+        ("tests/test_judges.py", "tests/cpu/test_judged_checkpoints.py", "tests/cpu/test_guards.py"),
+    ),
+    "receipts": Group(
+        ("launch/receipt.py", "launch/redact.py", "launch/signature.py", "launch/compare.py"),
+        (
+            "tests/launch/test_redact.py", "tests/launch/test_compare.py", "tests/launch/test_receipt.py",
+            "tests/launch/test_secrets.py",
+        ),
+    ),
+} | {
+    f"naive {kind}": Group(
+        (f"nam_megatron/blocks/{kind}/naive.py",),
+        (
+            f"tests/blocks/test_{kind}.py " + " ".join(f"--deselect=tests/blocks/test_{kind}.py::test_kernels_{what}" for what in (
+                "in_the_interpreter", "in_tritons_interpreter", "compile_for_hopper",
+            )),
+        ),
+    )
+    for kind in ("mla", "dsa", "mamba3", "m2rnn")
+}  # fmt: skip
+
+# Survivors that are right: `path: the line as it was -> as it is`, and why no test can or should tell them apart.
+SAME: dict[str, str] = {}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`path` with one operator's `occurrence`-th mistake. was, becomes: the line it stands in."""
+
+    path: str
+    operator: str
+    occurrence: int
+    line: int
+    was: str
+    becomes: str
+
+    @property
+    def text(self) -> str:
+        return f"{self.path}: {self.was} -> {self.becomes}"
+
+
+# Mistakes ------------------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def operators() -> dict[str, Any]:
+    """Of cosmic-ray's operators those whose mistakes a person makes, and ours, by name."""
+    import cosmic_ray.plugins
+    from mistakes import OWN
+
+    core = [
+        *(f"ReplaceBinaryOperator_{a}_{b}" for a, b in (
+            ("Add", "Sub"), ("Sub", "Add"), ("Mul", "Add"), ("Div", "Mul"), ("FloorDiv", "Mul"), ("FloorDiv", "Add"), ("Mod", "FloorDiv"),
+            ("Pow", "Mul"), ("BitAnd", "BitOr"), ("BitOr", "BitAnd"), ("LShift", "RShift"), ("RShift", "LShift"),
+        )),
+        *(f"ReplaceComparisonOperator_{a}_{b}" for a, b in (
+            ("Eq", "NotEq"), ("NotEq", "Eq"), ("Lt", "LtE"), ("LtE", "Lt"), ("Gt", "GtE"), ("GtE", "Gt"), ("Lt", "Gt"), ("Gt", "Lt"),
+            ("LtE", "GtE"), ("GtE", "LtE"), ("Is", "IsNot"), ("IsNot", "Is"),
+        )),
+        "ReplaceUnaryOperator_USub_UAdd", "ReplaceUnaryOperator_Delete_Not", "ReplaceTrueWithFalse", "ReplaceFalseWithTrue",
+        "ReplaceAndWithOr", "ReplaceOrWithAnd", "AddNot", "NumberReplacer", "ReplaceBreakWithContinue", "ReplaceContinueWithBreak",
+        "ZeroIterationForLoop",
+    ]  # fmt: skip
+    return {name: cosmic_ray.plugins.get_operator(f"core/{name}")() for name in core} | {o.__name__: o() for o in OWN}
+
+
+@cache
+def written(path: str) -> str:
+    """A file as it was when the mutants were drawn."""
+    return (REPO / path).read_text(encoding="utf-8")
+
+
+def places(path: str) -> list[list[tuple[str, int]]]:
+    """Where a mistake can be made in a file: of each place the (operator, occurrence) that make one."""
+    from cosmic_ray.ast import ast_nodes, get_ast
+    from mistakes import beside_the_program
+
+    counts: Counter[str] = Counter()
+    found: defaultdict[tuple, list[tuple[str, int]]] = defaultdict(list)
+    for node in ast_nodes(get_ast(written(path))):
+        outside = None
+        for name, operator in operators().items():
+            for start, _ in operator.mutation_positions(node):
+                outside = beside_the_program(node) if outside is None else outside
+                if not outside:
+                    found[start].append((name, counts[name]))
+                counts[name] += 1
+    return list(found.values())
+
+
+def made(path: str, name: str, occurrence: int) -> Mutant | None:
+    """None where nothing changes, or Python would not take it."""
+    from cosmic_ray.mutating import mutate_code
+
+    source = written(path)
+    after = mutate_code(source, operators()[name], occurrence)
+    if after is None or after == source or not compiles(after):
+        return None
+    return Mutant(path, name, occurrence, *difference(source.splitlines(), after.splitlines()))
+
+
+def compiles(source: str) -> bool:
+    try:
+        compile(source, "mutant", "exec")
+    except SyntaxError:
+        return False
+    return True
+
+
+def difference(before: Sequence[str], after: Sequence[str]) -> tuple[int, str, str]:
+    """The number of the first line that differs, and what stands there on both sides."""
+    first = next(i for i, (a, b) in enumerate(zip(before, (*after, ""), strict=False)) if a != b)
+    rest = 0
+    while rest < min(len(before), len(after)) - first and before[-1 - rest] == after[-1 - rest]:
+        rest += 1
+    sides = (side[first : max(len(side) - rest, first)] for side in (before, after))
+    was, becomes = (" ".join(line.strip() for line in lines) for lines in sides)
+    return first + 1, was, becomes
+
+
+def drawn(groups: Sequence[str], files: Sequence[str], sample: int | None, seed: int) -> list[tuple[str, Mutant]]:
+    """(group, mutant), one of each place, or of `sample` places; the same for the same seed and code."""
+    found = []
+    for group in groups:
+        for path in sorted({str(p.relative_to(REPO)) for glob in GROUPS[group].files for p in REPO.glob(glob)}):
+            if not files or path in files:
+                found += [(group, path, ways) for ways in places(path)]
+    dice = random.Random(seed)
+    dice.shuffle(found)
+    chosen: list[tuple[str, Mutant]] = []
+    for group, path, ways in found:
+        if sample is not None and len(chosen) == sample:
+            break
+        if mutant := made(path, *dice.choice(ways)):
+            chosen.append((group, mutant))
+    return chosen
+
+
+# One after the other -------------------------------------------------------------------------------------------------------------
+
+
+def copied(folder: Path) -> Path:
+    """The checkout as a mutant may change it. Times of files stay, so that compiled ones are right for the others."""
+    for name in COPIED:
+        shutil.copytree(REPO / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in LINKED:
+        (folder / name).symlink_to(REPO / name)
+    shutil.copy2(REPO / "pyproject.toml", folder)
+    return folder
+
+
+def work(folder: Path) -> None:
+    """A worker: a line of JSON in for each mutant, one out. Everything heavy that is not ours is imported before the forks."""
+    os.chdir(folder)
+    # Beside its own folder, in which the tests' modules have their names.
+    sys.path[:] = [str(folder), *(p for p in sys.path if Path(p or ".").resolve() not in (REPO, Path(__file__).parent))]
+    os.environ |= {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    import _pytest.assertion.rewrite  # noqa: F401
+    import hydra  # noqa: F401
+    import hypothesis  # noqa: F401
+    import megatron.core.models.hybrid.hybrid_model
+    import megatron.training.argument_utils
+    import megatron.training.training  # noqa: F401
+    import numpy  # noqa: F401
+    import pydantic  # noqa: F401
+    import pytest  # noqa: F401
+    import rich.console  # noqa: F401
+    import torch
+    import triton  # noqa: F401
+
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        task = json.loads(line)
+        out.write(json.dumps(judged(folder, task)) + "\n")
+        out.flush()
+
+
+def judged(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
+    """{"word": killed | survived | time | error, "by": the test that noticed, "seconds": of a processor}"""
+    begun, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    path = folder / task["path"] if task["path"] else None
+    if path:
+        whole, times = path.read_bytes(), path.stat()
+        path.write_text(task["source"], encoding="utf-8")
+    said = tempfile.TemporaryFile("w+")  # noqa: SIM115  the child writes to it
+    try:
+        if (pid := os.fork()) == 0:
+            forked(said.fileno(), task["tests"])
+        end = begun + 5 * LIMIT
+        while (done := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < end:
+            time.sleep(0.02)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        if done[0] == 0:
+            os.waitpid(pid, 0)
+    finally:
+        if path:
+            path.write_bytes(whole)
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    said.seek(0)
+    text = said.read()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    code = os.waitstatus_to_exitcode(done[1]) if done[0] else None
+    word = {None: "time", 0: "survived", 1: "killed", 2: "killed"}.get(code, "killed" if code and code < 0 else "error")
+    by = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
+    seconds = round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1)
+    return {"word": word, "by": by[0] if by else None, "seconds": seconds, "text": text[-3000:]}
+
+
+def forked(out: int, tests: Sequence[str]) -> None:
+    """The tests, in a process and a session of their own. Ends it."""
+    code = 0
+    try:
+        os.setsid()
+        for stream in (1, 2):
+            os.dup2(out, stream)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, 1 << 30))
+        resource.setrlimit(resource.RLIMIT_CPU, (LIMIT, LIMIT + 5))
+        import pytest
+
+        words = ["-x", "-q", "--tb=line", "-W", "ignore", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        for test in tests:  # one after the other, for each is collected before it runs
+            code = code or int(pytest.main([*words, f"--basetemp={tempfile.mkdtemp()}", *test.split()]))
+    except BaseException:
+        code = 1
+        raise
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+class Worker:
+    """A process that judges; `busy` with one mutant at a time."""
+
+    def __init__(self, folder: Path):
+        words = [sys.executable, "-W", "ignore", str(Path(__file__)), "worker", str(folder)]
+        self.process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+
+    def ask(self, group: str, mutant: Mutant | None) -> dict[str, Any]:
+        from cosmic_ray.mutating import mutate_code
+
+        g, source = GROUPS[group], None
+        if mutant:
+            source = mutate_code(written(mutant.path), operators()[mutant.operator], mutant.occurrence)
+        task = {"path": mutant and mutant.path, "source": source, "tests": g.tests}
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(json.dumps(task) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+
+def judge(chosen: Sequence[tuple[str, Mutant]], workers: int) -> Iterator[tuple[str, Mutant, dict[str, Any]]]:
+    """Every mutant and what came of it, in the order in which they end. The tests must pass on what is not changed."""
+    from concurrent.futures import ThreadPoolExecutor, as_completed
+    from queue import SimpleQueue
+
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        os.environ["TMPDIR"] = folder  # of the tests, too: all of it goes
+        free: SimpleQueue[Worker] = SimpleQueue()
+        made = [Worker(copied(Path(folder, str(n)))) for n in range(workers)]
+        for worker in made:
+            free.put(worker)
+
+        def asked(group: str, mutant: Mutant | None) -> dict[str, Any]:
+            worker = free.get()
+            try:
+                return worker.ask(group, mutant)
+            finally:
+                free.put(worker)
+
+        with ThreadPoolExecutor(workers) as pool:
+            for group in dict.fromkeys(group for group, _ in chosen):
+                whole = asked(group, None)
+                assert whole["word"] == "survived", f"{group}: the tests fail on the code as it is:\n{whole['text']}"
+                print(f"{group}: {whole['seconds']} s without a mistake", file=sys.stderr, flush=True)
+            waiting = {pool.submit(asked, group, mutant): (group, mutant) for group, mutant in chosen}
+            for done in as_completed(waiting):
+                yield *waiting[done], done.result()
+        for worker in made:
+            worker.process.kill()
+            worker.process.wait()
+
+
+def main(words: Sequence[str]) -> int:
+    options = dict(word.split("=") for word in words if "=" in word)
+    files = [word for word in words if "=" not in word]
+    groups = options["groups"].split(",") if "groups" in options else list(GROUPS)
+    sample, seed = options.get("sample"), int(options.get("seed", 0))
+    begun = time.monotonic()
+    chosen = drawn(groups, files, int(sample) if sample else None, seed)
+    print(f"{len(chosen)} mutants", file=sys.stderr, flush=True)
+    found = []
+    for group, mutant, result in judge(chosen, int(options.get("workers", len(os.sched_getaffinity(0))))):
+        found.append((group, mutant, result))
+        if log := options.get("log"):
+            with open(log, "a") as file:
+                file.write(json.dumps({"group": group, "text": mutant.text, "line": mutant.line} | result) + "\n")
+        reason = SAME.get(mutant.text, "")
+        if result["word"] in ("survived", "error"):
+            place = f"{mutant.path}:{mutant.line} {mutant.operator}"
+            print(
+                f"{result['word']} {place}: {mutant.was}\n    -> {mutant.becomes}" + f" ({reason})" * bool(reason),
+                flush=True,
+            )
+            if result["word"] == "error":
+                print(result["text"])
+    seconds = time.monotonic() - begun
+    counts = {g: Counter(r["word"] for h, _, r in found if h == g) for g in groups}
+    lost = [m for _, m, r in found if r["word"] in ("survived", "error") and m.text not in SAME]
+    for group, count in counts.items():
+        print(f"{group}: {dict(count)}")
+    print(f"{len(found) - len(lost)} of {len(found)} noticed or the same, in {seconds:.0f} s")
+    return bool(lost)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["worker"]:
+        work(Path(sys.argv[2]))
+    else:
+        sys.exit(main(sys.argv[1:]))
