@@ -7,6 +7,8 @@ import pytest
 from presets import lowered
 
 from nam_megatron.blocks.kinds import KINDS, LETTERS
+from nam_megatron.targets import current
+from nam_megatron.verify import reviewed_fields
 
 # name -> (preset, what makes the rest legal, "key value argument", arguments that are computed from these)
 ODD = {
@@ -98,7 +100,7 @@ ODD = {
     ),
     "fp8": (
         "nam56r_native_dp_fp8",
-        ("feature.fp8.first_last_bf16=true", "feature.cuda_graphs.impl=transformer_engine"),
+        ("feature.fp8.first_last_bf16=true", "feature.cuda_graphs.impl=transformer_engine", "feature.mtp.depths=1"),
         """
         feature.fp8.recipe tensorwise fp8_recipe
         feature.fp8.format e4m3 fp8
@@ -159,6 +161,13 @@ def test_no_two_values_are_equal_and_none_is_the_default():
         assert len(set(numbers)) == len(numbers)
         defaults = {s.name: lowering.target.by_dest[s.name].default for s in lowering.settings}
         assert [argument for _, value, argument in rows if defaults[argument] == read(value)] == []
+
+
+def test_every_config_that_decides_what_is_trained_is_read():
+    """Of the others (how it logs, where it saves) only the fields of keys are."""
+    decide = {"transformer", "model", "optimizer", "ddp", "train", "scheduler", "rerun_state_machine", "rng", "validation"}
+    assert set(current().configs) == decide
+    assert {field.split(".")[0] for field in (*reviewed_fields(current())[0], *reviewed_fields(current())[1])} <= decide | {"args"}
 
 
 # A kind is what it says ----------------------------------------------------------------------------------------------------------------

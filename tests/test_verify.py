@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 
-import mutation
+import mutate_flags
 import pytest
 from presets import NAMES, lowered
 from test_rows import ODD, odd
@@ -172,8 +172,8 @@ def test_no_reviewed_field_is_gone_from_megatron(oracle):
 
 
 @pytest.mark.parametrize("name", ["nam56r", "nam56r_native_dp_fp8"])
-def test_sample_of_mutants_is_killed(name, oracle):
-    assert mutation.run(name, oracle, every=4)["survivors"] == []
+def test_sample_of_changed_flags_is_noticed(name, oracle):
+    assert mutate_flags.run(name, oracle, every=4)["survivors"] == []
 
 
 def command(*words):

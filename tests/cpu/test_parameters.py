@@ -29,6 +29,14 @@ PLANS = {
     "swiglu": (*NATIVE, "model.activation=swiglu"),
     "qk norm": (*NATIVE, "model.blocks.attention.qk_norm=true"),
     "biases": ("nam56r_smoke", "model.letters.E=mlp", "model.linear_bias=true"),
+    "no two widths alike": (
+        *LATENT, "model.num_attention_heads=57", "model.hidden_size=1824", "model.blocks.mla.q_lora_rank=40", "model.vocab_size=32768",
+        "model.blocks.mla.kv_lora_rank=44", "model.blocks.mla.qk_head_dim=56", "model.blocks.mla.qk_rope_head_dim=26",
+        "model.blocks.mla.v_head_dim=72", "model.blocks.mla.kernels=megatron", "model.blocks.dsa.kernels=megatron",
+        "model.blocks.dsa.indexer_heads=12", "model.blocks.dsa.indexer_head_dim=80", "model.blocks.moe.expert_hidden_size=640",
+        "model.blocks.moe.shared_expert_hidden_size=704", "model.blocks.moe.experts=24", "model.ffn_hidden_size=2000",
+        "model.blocks.mamba2.heads=80", "model.blocks.mamba2.head_dim=32", "model.blocks.mamba2.state_dim=96", "model.blocks.mamba2.groups=16",
+    ),
     "no shared expert": ("nam56r_smoke", "model.blocks.moe.shared_expert_hidden_size=0"),
     "tied": ("nam56r_smoke", "model.tied_embeddings=true"),
 }  # fmt: skip

@@ -1,6 +1,7 @@
 """Change and drop every flag of a plan, one at a time: verify must object.
 
-python tests/mutation.py [PRESET ...] runs all of them and writes benchmarks/mutation.json; tests/test_verify.py runs a sample.
+python tests/mutate_flags.py [PRESET ...] runs all of them and writes benchmarks/mutation.json; tests/test_verify.py runs a sample.
+tests/mutate_code.py changes the programs instead.
 """
 
 import json
