@@ -104,6 +104,8 @@ SAME: dict[str, str] = {
     "nam_megatron/recipe/standing.py: raise_if(problems) -> pass": "the same findings are raised a few lines below, with the next ones",
     'launch/redact.py: known = sorted((n for n in names if len(n) > 2 and n != "localhost"), key=len, reverse=True)'
     ' -> known = sorted((n for n in names if len(n) > 2 and n != "localhost"), key=len,)': "what follows a name decides, not the order",
+    'nam_megatron/setting.py: row = Row((inner.__doc__ or "").strip().partition("\\n")[0] if inner else "")'
+    ' -> row = Row((inner.__doc__).strip().partition("\\n")[0] if inner else "")': "every section has a docstring; schema.json holds it",
     "nam_megatron/verify.py: widths = [min(max(len(c[i]) for c in cells), 60) for i in range(5)]"
     " -> widths = [min(max(len(c[i]) for c in cells), 61) for i in range(5)]": "how wide a table is",
 }

@@ -16,12 +16,27 @@ from nam_megatron.budget import text
 GOLDEN = Path(__file__).parent / "golden"
 # Sizes that are all different: what two swapped ones would not survive. Their arguments are those of test_rows.py.
 ODDLY = {f"odd_{name.replace(' ', '_')}": name for name in ODD}
+# What no preset has, and what it takes.
+LAYOUTS = {
+    "layout_fsdp": ("nam56r_native_dp", "+overlay=fsdp_ep"),
+    "layout_fsdp2": (
+        "nam56r_native_dp", "feature.fsdp2.enabled=true", "precision.grad_reduce=bf16", "feature.distributed_optimizer.enabled=false",
+        "feature.distributed_optimizer.overlap_grad_reduce=false", "feature.distributed_optimizer.overlap_param_gather=false",
+    ),
+    "layout_tp_sp_ep": ("nam56r_fused", "+overlay=tp_sp_ep"),
+    "layout_pipeline": ("nam56r_native_dp", "cluster=h200_2x8", "parallel.pipeline=4", "parallel.virtual_pipeline=2", "+overlay=graphs"),
+    "layout_capacity": ("nam56r_native_dp", "parallel.expert=4", "model.blocks.moe.capacity_factor=1.25", "model.activation=swiglu"),
+    "layout_recompute": (
+        "nam56r", "feature.recompute.granularity=selective", "feature.recompute.modules=[moe_act,layernorm,core_attn,shared_experts]",
+    ),
+}  # fmt: skip
 FILES = {"plan.txt": report.plan_text, "args.txt": argv.lines, "budget.txt": text.golden}
 
 
-@pytest.mark.parametrize(("file", "name"), [*itertools.product(FILES, NAMES), *itertools.product(["budget.txt"], ODDLY)])
+@pytest.mark.parametrize(("file", "name"), [*itertools.product(FILES, NAMES), *itertools.product(["budget.txt"], (*ODDLY, *LAYOUTS))])
 def test_preset_is_as_reviewed(name, file, rewrite_golden):
-    path, text = GOLDEN / name / file, FILES[file](odd(ODDLY[name])[2] if name in ODDLY else lowered(name))
+    lowering = odd(ODDLY[name])[2] if name in ODDLY else lowered(*LAYOUTS.get(name, (name,)))
+    path, text = GOLDEN / name / file, FILES[file](lowering)
     if rewrite_golden:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -30,4 +45,4 @@ def test_preset_is_as_reviewed(name, file, rewrite_golden):
 
 
 def test_no_golden_without_a_preset():
-    assert {p.name for p in GOLDEN.iterdir()} == {*NAMES, *ODDLY}
+    assert {p.name for p in GOLDEN.iterdir()} == {*NAMES, *ODDLY, *LAYOUTS}

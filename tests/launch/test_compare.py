@@ -211,3 +211,13 @@ def test_committed_receipts_are_whole_and_name_no_machine():
         elif found["state"] == "sealed":
             for key in found.keys() - {*receipt.OURS, "seal", "closed"}:
                 assert redactor.tree(found[key], key in receipt.WHOLE) == found[key], (folder.name, key)
+
+
+def test_the_figures_that_are_compared():
+    """By name: a row that is lost is missed by nobody else."""
+    assert [title for title, _ in compare.FIGURES] == [
+        "end", "steps", "window, first step", "window, last step", "median ms", "p10 ms", "p90 ms", "tokens/s/GPU",
+        "model FLOPs utilisation", "Megatron's TFLOP/s/GPU", "peak allocated GiB", "peak reserved GiB", "forecast allocated GiB",
+        "until the first step, s", "first steps' excess, s", "checkpoints, s", "last loss", "losses finite", "gradient norms finite",
+        "NaN check",
+    ]  # fmt: skip

@@ -154,6 +154,51 @@ def test_a_kill_between_the_seal_and_the_link_breaks_no_chain(root, capsys):
     assert listed(root, capsys)[0] == 0
 
 
+KEPT = {"id": "a", "salt": "b", "number": 3, "last": "c", "pending": None}
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [[], {}, *({k: v for k, v in KEPT.items() if k != key} for key in KEPT)]
+    + [KEPT | {key: other} for key, other in (("id", 1), ("salt", None), ("number", "3"), ("last", 1), ("pending", 1))],
+)
+def test_a_damaged_chain_is_refused(root, kept):
+    """Nothing is sealed into it, and nothing is found whole by it."""
+    root.mkdir()
+    (root / receipt.CHAIN).write_text(json.dumps(KEPT))
+    assert receipt.kept_of(root) == KEPT
+    (root / receipt.CHAIN).write_text(json.dumps(kept))
+    for use in (lambda: receipt.kept_of(root), lambda: list(receipt.broken(root, [])), lambda: receipt.own(root).__enter__()):
+        with pytest.raises(Refused, match="is damaged"):
+            use()
+    (root / receipt.CHAIN).write_text("{")
+    with pytest.raises(Refused, match="cannot be read"):
+        receipt.kept_of(root)
+
+
+def test_a_sealed_receipt_is_of_one_piece(root):
+    """Whatever of it is changed, taken away or added, it is no receipt any more."""
+    folder = run(root)
+    whole = receipt.read(folder)
+    assert whole["files"].keys() == {receipt.LOG, receipt.PLAN}
+    for key in (*whole, "new"):
+        for value in ("other", None, ...):
+            made = {k: v for k, v in whole.items() if k != key} | ({} if value is ... else {key: value})
+            if made != whole:
+                (folder / receipt.FILE).write_text(json.dumps(made))
+                with pytest.raises(Refused):
+                    receipt.read(folder)
+    (folder / receipt.FILE).write_text(json.dumps(dict(reversed(whole.items())), indent=7))
+    assert receipt.read(folder) == whole  # how it is laid out says nothing
+
+
+def test_the_ways_a_run_can_end(root):
+    for end in ("completed", "failed", "refused", "interrupted", "lost"):
+        assert receipt.sealed({}, end, {"x": 1})["outcome"] == {"x": 1, "end": end}
+    with pytest.raises(AssertionError):
+        receipt.sealed({}, "over", {})
+
+
 def test_a_preset_is_no_path(root):
     with pytest.raises(Refused, match="cannot be part of a folder's name"):
         opened(root, "../../elsewhere")
