@@ -394,11 +394,16 @@ def main(words: Sequence[str]) -> int:
         if result["word"] == "survived":
             reason = SAME.get(mutant.text)
             place = f"{mutant.path}:{mutant.line} {mutant.operator}"
-            print(f"survived {place}: {mutant.was}\n    -> {mutant.becomes}" + f"\n    {reason}" * bool(reason), flush=True)
+            print(
+                f"survived {place}: {mutant.was}\n    -> {mutant.becomes}" + f"\n    {reason}" * bool(reason),
+                flush=True,
+            )
     told = report(found, sample, seed)
     if not files and "groups" not in options:
         RESULT.write_text(json.dumps(told, indent=1) + "\n")
-    print(f"{told['noticed']} of {told['mutants']} noticed, {len(told['same'])} the same, {len(told['survived'])} survived")
+    print(
+        f"{told['noticed']} of {told['mutants']} noticed, {len(told['same'])} the same, {len(told['survived'])} survived"
+    )
     return bool(told["survived"])
 
 

@@ -33,7 +33,9 @@ LAYOUTS = {
 FILES = {"plan.txt": report.plan_text, "args.txt": argv.lines, "budget.txt": text.golden}
 
 
-@pytest.mark.parametrize(("file", "name"), [*itertools.product(FILES, NAMES), *itertools.product(["budget.txt"], (*ODDLY, *LAYOUTS))])
+@pytest.mark.parametrize(
+    ("file", "name"), [*itertools.product(FILES, NAMES), *itertools.product(["budget.txt"], (*ODDLY, *LAYOUTS))]
+)
 def test_preset_is_as_reviewed(name, file, rewrite_golden):
     lowering = odd(ODDLY[name])[2] if name in ODDLY else lowered(*LAYOUTS.get(name, (name,)))
     path, text = GOLDEN / name / file, FILES[file](lowering)

@@ -578,6 +578,84 @@ REFUSALS = [
 ]  # fmt: skip
 
 
+# Neighbours: the last value that stands and the first that does not, and each clause of a condition alone.
+# (base, what stands, key, value of it that is refused: ... without the key, None where there is none)
+B = "model.blocks."
+FUSED3 = {"model.blocks.mamba3.kernels": "fused"}
+NAIVE3 = {"model.blocks.mamba3.kernels": "naive"}
+EDGES = {"feature.fp8.first_last_bf16": True, "feature.fp8.bf16_layers_at_start": 1}
+NEIGHBOURS = [
+    (NATIVE, {"optim.min_lr": 3e-4}, "optim.min_lr", 3.1e-4),
+    (NATIVE, {"optim.warmup_steps": 999}, "optim.warmup_steps", 1000),
+    (NATIVE, {"model.hidden_size": 3584}, "model.hidden_size", 3588),
+    (NATIVE, {"schedule.global_batch_size": 96}, "schedule.global_batch_size", 80),
+    (NATIVE, {"schedule.stop_every": 5, "schedule.save": "/c", "schedule.save_interval": 1}, "schedule.save", ...),
+    (NATIVE, {"schedule.save": "/c", "schedule.save_interval": 7}, "schedule.save_interval", ...),
+    (NATIVE, TP | {"model.seq_length": 4098}, "model.seq_length", 4097),
+    (NATIVE, {"parallel.context": 2, "model.seq_length": 4092}, "model.seq_length", 4094),
+    (NATIVE, TP | {B + "attention.query_groups": 1}, B + "attention.query_groups", 7),
+    (NATIVE, TP | {B + "attention.query_groups": 2}, B + "attention.query_groups", 7),
+    (NATIVE, {B + "attention.head_dim": 62}, B + "attention.head_dim", 61),
+    (NATIVE, INDEXED | {"data.split": "1,0,0"}, "data.split", "0,1,0"),
+    (NATIVE, INDEXED | {"data.split": "0.5,0.25,0.25", "schedule.eval_steps": 1}, "data.split", "0.5,0,0.25"),
+    (NATIVE, INDEXED | {"data.split": "99.5,0.5,0"}, "data.split", "99.,0.5,0"),
+    (NATIVE, INDEXED, "data.split", "99,1"),
+    (NATIVE, INDEXED, "data.split", "99,1,0,0"),
+    (NATIVE, {B + "moe.top_k": 16}, B + "moe.top_k", 17),
+    (NATIVE, {B + "moe.expert_bias": False, B + "moe.score_function": "softmax", B + "moe.top_k": 2}, B + "moe.top_k", 1),
+    (NATIVE, {B + "moe.top_k": 1}, B + "moe.top_k", None),
+    (NATIVE, {B + "moe.balancing": "none", B + "moe.aux_loss_coeff": 0.0}, B + "moe.aux_loss_coeff", 1e-9),
+    (NATIVE, {"parallel.expert": 8}, B + "moe.experts", 12),
+    (NATIVE, {"parallel.expert_tensor": 2}, B + "moe.expert_hidden_size", 895),
+    (NATIVE, {B + "moe.shared_overlap": True}, B + "moe.shared_expert_hidden_size", 0),
+    (NATIVE, LOCAL, "parallel.expert", 2),
+    (NATIVE, LOCAL | GRAPHS, "feature.cuda_graphs.modules", ["moe_router"]),
+    (NATIVE, WEIGHED, "model.activation", "gelu"),
+    (NATIVE, GRAPHS | {"feature.cuda_graphs.modules": ["moe_router", "moe_preprocess"]},
+     "feature.cuda_graphs.modules", ["moe_preprocess"]),
+    (NATIVE, GRAPHS | {"feature.cuda_graphs.modules": ["mamba"]} | {"feature.recompute.granularity": "selective",
+     "feature.recompute.modules": ["core_attn"]}, "feature.cuda_graphs.modules", ["attn"]),
+    (NATIVE, GRAPHS | {"feature.recompute.granularity": "selective", "feature.recompute.modules": ["moe_act"]},
+     "feature.recompute.modules", ["core_attn"]),
+    (NATIVE, FULL | {"feature.recompute.layers": 52}, "feature.recompute.layers", 53),
+    (NATIVE, FULL | {"parallel.pipeline": 2, "feature.recompute.layers": 26}, "feature.recompute.layers", 27),
+    (NATIVE, FSDP2, "parallel.expert", 2),
+    (NATIVE, FSDP | {"parallel.expert": 2}, "parallel.context", 2),
+    (NATIVE, {B + "mamba2.groups": 7}, B + "mamba2.groups", 3),
+    (NATIVE, {B + "mamba2.strided": True}, B + "mamba2.heads", 63),
+    (DESIGN, {B + "dsa.top_k": 4096}, B + "dsa.top_k", 4097),
+    (DESIGN, {B + "dsa.indexer_head_dim": 64}, B + "dsa.indexer_head_dim", 32),
+    (DESIGN, {B + "mla.kv_lora_rank": 128}, B + "mla.kv_lora_rank", 96),
+    (DESIGN, {B + "m2rnn.k_dim": 48}, B + "m2rnn.k_dim", 40),
+    (DESIGN, {B + "m2rnn.v_dim": 32}, B + "m2rnn.v_dim", 64),
+    (DESIGN, {B + "m2rnn.kernels": "naive", B + "m2rnn.k_dim": 40, B + "m2rnn.v_dim": 8}, B + "m2rnn.kernels", "fused"),
+    (DESIGN, {B + "mamba3.rope_fraction": 1.0}, B + "mamba3.rope_fraction", 1.01),
+    (DESIGN, {B + "mamba3.head_dim": 16}, B + "mamba3.head_dim", 8),
+    (DESIGN, {B + "mamba3.state_dim": 32}, B + "mamba3.state_dim", 16),
+    (DESIGN, {B + "mamba3.state_dim": 64}, B + "mamba3.state_dim", 96),
+    (DESIGN, {B + "mamba3.chunk": 32}, B + "mamba3.chunk", 64),
+    (DESIGN, {B + "mamba3.chunk": 4}, B + "mamba3.chunk", 2),
+    (DESIGN, {B + "mamba3.mimo_rank": 1, B + "mamba3.chunk": 128}, B + "mamba3.chunk", 256),
+    (DESIGN, {B + "mamba3.mimo_rank": 2}, B + "mamba3.mimo_rank", 3),
+    (DESIGN, NAIVE3 | {B + "mamba3.head_dim": 8, B + "mamba3.chunk": 64}, B + "mamba3.kernels", "fused"),
+    (DESIGN, {"model.seq_length": 2**19 - 8}, "model.seq_length", 2**19),
+    ("nam56r_native_dp_fp8", EDGES | {"feature.fp8.bf16_layers_at_end": 52}, "feature.fp8.bf16_layers_at_end", 53),
+    ("nam56r_native_dp_fp8", {"feature.fp8.param_gather": True}, "feature.distributed_optimizer.enabled", False),
+    ("nam56r_native_dp_fp8", {"model.hidden_size": 3600}, "model.hidden_size", 3592),
+    ("nam56r_native_dp_fp8", {"model.letters.E": "mlp"}, "model.ffn_hidden_size", 18952),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NEIGHBOURS, ids=[f"{c[2]} {c[3]}" for c in NEIGHBOURS])
+def test_the_last_that_stands_and_the_first_that_does_not(case):
+    base, stands, key, value = case
+    translated(base, stands)
+    if value is not None:
+        beyond = {k: v for k, v in stands.items() if k != key} | ({} if value is ... else {key: value})
+        with pytest.raises(Refused):
+            translated(base, beyond)
+
+
 @pytest.mark.parametrize("case", REFUSALS, ids=[f"{c[2]}: {c[3]}"[:90] for c in REFUSALS])
 def test_refusal(case):
     base, changes, key, part = case

@@ -49,5 +49,7 @@ def test_every_group_has_its_files_and_its_tests():
 def test_a_sample_of_mistakes_is_noticed():
     """Which ones, the seed and the code say: the same ones as long as neither changes."""
     words = ["groups=rows,judges,receipts,sizes", "sample=8", "seed=25", "workers=1", "trusted=true"]
-    ran = subprocess.run([sys.executable, str(HERE / "mutate_code.py"), *words], capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        [sys.executable, str(HERE / "mutate_code.py"), *words], capture_output=True, text=True, check=False
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -165,9 +165,21 @@ def test_no_two_values_are_equal_and_none_is_the_default():
 
 def test_every_config_that_decides_what_is_trained_is_read():
     """Of the others (how it logs, where it saves) only the fields of keys are."""
-    decide = {"transformer", "model", "optimizer", "ddp", "train", "scheduler", "rerun_state_machine", "rng", "validation"}
+    decide = {
+        "transformer",
+        "model",
+        "optimizer",
+        "ddp",
+        "train",
+        "scheduler",
+        "rerun_state_machine",
+        "rng",
+        "validation",
+    }
     assert set(current().configs) == decide
-    assert {field.split(".")[0] for field in (*reviewed_fields(current())[0], *reviewed_fields(current())[1])} <= decide | {"args"}
+    assert {
+        field.split(".")[0] for field in (*reviewed_fields(current())[0], *reviewed_fields(current())[1])
+    } <= decide | {"args"}
 
 
 # A kind is what it says ----------------------------------------------------------------------------------------------------------------

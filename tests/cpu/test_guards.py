@@ -9,6 +9,7 @@ from megatron.core.rerun_state_machine import RerunMode, RerunState
 
 from nam_megatron.errors import Refused
 from nam_megatron.runtime import pretrain
+from nam_megatron.runtime.nonfinite import Watch
 
 # NaN ---------------------------------------------------------------------------------------------------------------------------------
 
@@ -109,6 +110,68 @@ def test_a_spike_is_reported_and_trained_on(guard):
 def test_which_steps_are_watched(monkeypatch, first_done, state, mode, check, watched):
     monkeypatch.setattr(pretrain, "get_args", lambda: SimpleNamespace(check_for_nan_in_loss_and_grad=check))
     assert pretrain.watched(Machine(first_done, state, mode)) == watched
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, number: int | None, factor: float = 1.0):
+        super().__init__()
+        if number is not None:
+            self.layer_number = number
+        self.factor, self.inner = factor, torch.nn.Identity()
+
+    def forward(self, x, *, mask=None):
+        return self.inner(x) * self.factor, mask
+
+
+class Model(torch.nn.Module):
+    """A stage with blocks of every place that is named; those of `skipped` do not run."""
+
+    def __init__(self, skipped=(), **factors: float):
+        super().__init__()
+        self.embedding, self.output_layer = (
+            Layer(None, factors.get("embedding", 1)),
+            Layer(None, factors.get("output", 1)),
+        )
+        self.decoder, self.mtp = torch.nn.Module(), torch.nn.Module()
+        self.decoder.layers = torch.nn.ModuleList([Layer(4, factors.get("four", 1)), Layer(5, factors.get("five", 1))])
+        self.decoder.final_norm = Layer(None)
+        self.mtp.layers = torch.nn.ModuleList([Layer(1, factors.get("mtp", 1))])
+        self.skipped = skipped
+
+    def forward(self, x):
+        blocks = [self.embedding, *self.decoder.layers, self.decoder.final_norm, *self.mtp.layers, self.output_layer]
+        for i, block in enumerate(blocks):
+            if i not in self.skipped:
+                x, _ = block(x, mask=[torch.ones(1), {"ids": torch.tensor([7])}])
+        return x
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "here", "said"),
+    [
+        (Model(), 1.0, False, "every block's output is finite, so it began in the loss itself"),
+        (Model(), NAN, False, "it came with the input of this pipeline stage"),
+        (Model(embedding=NAN), 1.0, True, "first seen in the output of embedding (Layer)"),
+        (Model(four=float("inf"), five=0), 1.0, True, "first seen in the output of decoder.layers.0 (layer 4, Layer)"),
+        (Model(five=-float("inf")), 1.0, True, "first seen in the output of decoder.layers.1 (layer 5, Layer)"),
+        (Model(mtp=NAN), 1.0, True, "first seen in the output of mtp.layers.0 (layer 1, Layer)"),
+        (Model(output=NAN), 1.0, True, "first seen in the output of output_layer (Layer)"),
+        (Model(skipped=(1, 2), output=NAN), 1.0, True, "first seen in the output of output_layer (Layer) (2 blocks could not be seen)"),
+        (Model(skipped=(3,)), 1.0, False, "every block's output is finite, so it began in the loss itself (1 blocks could not be seen)"),
+    ],
+    ids=lambda v: v[:60] if isinstance(v, str) else "",
+)  # fmt: skip
+def test_where_a_nan_began(model, x, here, said):
+    watch = Watch(model)
+    with torch.no_grad():
+        model(torch.full((2, 3), x))
+    watch.close()
+    assert (watch.began_here(), watch.verdict()) == (here, said)
+    model(torch.full((2, 3), NAN))  # a recomputed pass is not looked at
+    assert watch.verdict() == said
 
 
 # The data's config ---------------------------------------------------------------------------------------------------------------------

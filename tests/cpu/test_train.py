@@ -6,7 +6,7 @@ import sys
 import time
 from functools import cache, partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import megatron.core.package_info
 import numpy
@@ -661,27 +661,3 @@ def test_fill_in_the_middle_needs_its_tokens(tmp_path):
         assert [p.key for p in refused.value.problems] == ["feature.fim.suffix_token", "feature.fim.eod_token"]
 
     in_rank(job)
-
-
-@pytest.mark.parametrize(
-    ("flags", "without", "said"),
-    [
-        (("--data-path", "x"), (), "mock data and a data path at once"),
-        ((), ("--mock-data",), "no training data"),
-        (("--fim-data",), (), "fill-in-the-middle of mock data"),
-    ],
-)
-def test_data_is_never_replaced_by_mock_data(flags, without, said):
-    """Megatron takes the absence of a data path for a wish for mock data."""
-    asked = SimpleNamespace(
-        **dict.fromkeys(("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path"))
-    )
-    asked.per_split_data_args_path, asked.mock_data, asked.fim_data = (
-        None,
-        "--mock-data" not in without,
-        "--fim-data" in flags,
-    )
-    if "--data-path" in flags:
-        asked.data_path = ["x"]
-    with pytest.raises(Refused, match=said):
-        pretrain.dataset_config(asked)

@@ -168,7 +168,11 @@ def test_a_damaged_chain_is_refused(root, kept):
     (root / receipt.CHAIN).write_text(json.dumps(KEPT))
     assert receipt.kept_of(root) == KEPT
     (root / receipt.CHAIN).write_text(json.dumps(kept))
-    for use in (lambda: receipt.kept_of(root), lambda: list(receipt.broken(root, [])), lambda: receipt.own(root).__enter__()):
+    for use in (
+        lambda: receipt.kept_of(root),
+        lambda: list(receipt.broken(root, [])),
+        lambda: receipt.own(root).__enter__(),
+    ):
         with pytest.raises(Refused, match="is damaged"):
             use()
     (root / receipt.CHAIN).write_text("{")

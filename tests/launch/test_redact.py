@@ -93,15 +93,16 @@ def test_no_environment_is_a_traceback(environ, text):
 NUMBER = "7" * 40
 SHAPES = [
     *(("", f"{begin}{NUMBER[:16]}") for begin in (
-        "hf_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "gldt-", "glrt-", "glcbt-", "sk-", "nvapi-", "GOCSPX-", "hvs.",
-        "hvb.", "hvr.", "pypi-", "dop_v1_", "dor_v1_", "doo_v1_", "AGE-SECRET-KEY-1", "PMAK-", "lin_api_", "glsa_", "ya29.", "sq0atp-",
+        "hf_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "gldt-", "glrt-", "glcbt-", "sk-", "nvapi-", "GOCSPX-",
+        "hvs.", "hvb.", "hvr.", "pypi-", "dop_v1_", "dor_v1_", "doo_v1_", "AGE-SECRET-KEY-1", "PMAK-", "lin_api_", "glsa_", "ya29.", "sq0atp-",
         "shpat_", "shpca_", "shppa_", "shpss_", "77777777777777.atlasv1.",
     )),
     *(("", f"{begin}{NUMBER[:12]}") for begin in ("AKIA", "ASIA", "AROA", "AIDA", "AGPA", "ANPA")),
     *(("", f"{begin}{NUMBER[:10]}") for begin in ("sk_live_", "sk_test_", "rk_live_", "rk_test_", "xapp-")),
     *(("", f"xox{kind}-{NUMBER[:10]}") for kind in "abeprs"),
     *(("", f"{begin}{NUMBER[:32]}") for begin in ("dapi", "key-", "SK", "AC")),
-    ("", f"AIza{NUMBER[:30]}"), ("", f"npm_{NUMBER[:30]}"), ("", f"1-{NUMBER[:16]}.apps.googleusercontent.com"), ("", f"7778Q~{NUMBER[:20]}"),
+    ("", f"AIza{NUMBER[:30]}"), ("", f"npm_{NUMBER[:30]}"), ("", f"1-{NUMBER[:16]}.apps.googleusercontent.com"),
+    ("", f"7778Q~{NUMBER[:20]}"),
     ("", f"SG.{NUMBER[:16]}.{NUMBER[:16]}"), ("", f"eyJ{NUMBER[:8]}.{NUMBER[:8]}.7"), ("", "arn:aws:x"),
     ("", "-----BEGIN PRIVATE KEY-----\n7\n-----END PRIVATE KEY-----"), ("", "-----BEGIN EC PRIVATE KEY-----\n7"),
     ("", f"77777777:{NUMBER[:35]}"), ("", f"7777777777:{NUMBER[:35]}"), ("", f"{NUMBER[:24]}.777777.{NUMBER[:27]}"),
@@ -189,13 +190,18 @@ def test_the_value_of_a_variable_that_nobody_knows_may_be_a_secret():
         assert Redactor({name: "zebra-crossing"}).secrets("a zebra-crossing") == "a zebra-crossing", name
     for name in ("MINE", "HOMES", "XHOME", "RANKS", "TERMINAL"):
         assert Redactor({name: "zebra-crossing"}).secrets("a zebra-crossing") == "a <secret>", name
-        assert not Redactor({name: "zebra-crossing"}).betrays("a zebra-crossing")  # a name that says so, and a person would know
+        assert not Redactor({name: "zebra-crossing"}).betrays(
+            "a zebra-crossing"
+        )  # a name that says so, and a person would know
     for value in ("zebra", "/data/zebra", "/a/zebra:/b/zebra", "resume", "12.5"):  # short, paths, our own words
         assert Redactor({"MINE": value}).secrets(f"a {value}") == f"a {value}"
     assert Redactor({"MINE": "zebra1"}).secrets("a zebra1") == "a <secret>"
 
 
-@pytest.mark.parametrize(("value", "found"), [("abc", False), ("abcd", True), ("1234567", False), ("12345678", True), ("True", False), ("auto", False)])
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [("abc", False), ("abcd", True), ("1234567", False), ("12345678", True), ("True", False), ("auto", False)],
+)
 def test_a_value_that_is_too_short_is_found_everywhere(value, found):
     assert Redactor({"MY_KEY": value}).secrets(f"x{value}x") == ("x<secret>x" if found else f"x{value}x")
 
