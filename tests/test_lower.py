@@ -642,7 +642,6 @@ NEIGHBOURS = [
     ("nam56r_native_dp_fp8", EDGES | {"feature.fp8.bf16_layers_at_end": 52}, "feature.fp8.bf16_layers_at_end", 53),
     ("nam56r_native_dp_fp8", {"feature.fp8.param_gather": True}, "feature.distributed_optimizer.enabled", False),
     ("nam56r_native_dp_fp8", {"model.hidden_size": 3600}, "model.hidden_size", 3592),
-    ("nam56r_native_dp_fp8", {"model.letters.E": "mlp"}, "model.ffn_hidden_size", 18952),
 ]  # fmt: skip
 
 

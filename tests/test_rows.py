@@ -7,6 +7,9 @@ import pytest
 from presets import lowered
 
 from nam_megatron.blocks.kinds import KINDS, LETTERS
+from nam_megatron.errors import Refused
+from nam_megatron.plan import plan
+from nam_megatron.recipe import Recipe, Substitute, config_at, from_tree, to_tree
 from nam_megatron.targets import current
 from nam_megatron.verify import reviewed_fields
 
@@ -196,3 +199,21 @@ def test_every_kind_has_its_symbol_and_its_letters():
         for kind, cls in KINDS.items()
     }
     assert found == STANDS
+
+
+def test_a_stored_lane_may_leave_a_letter_to_the_model():
+    tree = to_tree(lowered("nam56r_native_dp").plan.recipe)
+    assert tree["lane"]["blocks"].pop("R") == "mamba2"
+    tree["model"]["letters"]["R"] = "mamba2"
+    assert [layer.kind for layer in plan(from_tree(tree)).layers if layer.letter == "R"] == ["mamba2"] * 4
+    del tree["lane"]["tensor"]
+    with pytest.raises(Refused):
+        from_tree(tree)
+
+
+def test_the_section_of_a_key():
+    assert config_at(()) is Recipe
+    assert [
+        config_at(loc) for loc in (("nope",), ("nope", "model"), ("model", "depth"), ("model", "nope", "blocks"))
+    ] == [None] * 4
+    assert config_at(("model", "substitute", 0)) is config_at(("model", "substitute")) is Substitute

@@ -38,6 +38,8 @@ class Oracle:
     """A warm Megatron in a process of its own. Use as a context manager."""
 
     def __enter__(self) -> "Oracle":
+        # A Ctrl-C meanwhile comes when somebody knows the process that it has to end.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         server = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "nam_megatron.runtime.oracle"],
             stdin=subprocess.PIPE,
@@ -48,6 +50,11 @@ class Oracle:
         )
         assert server.stdin is not None and server.stdout is not None, "started with pipes"
         self._server, self._questions, self._answers = server, server.stdin, server.stdout
+        try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        except KeyboardInterrupt as err:
+            self.__exit__(type(err))
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -94,8 +94,8 @@ NUMBER = "7" * 40
 SHAPES = [
     *(("", f"{begin}{NUMBER[:16]}") for begin in (
         "hf_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "gldt-", "glrt-", "glcbt-", "sk-", "nvapi-", "GOCSPX-",
-        "hvs.", "hvb.", "hvr.", "pypi-", "dop_v1_", "dor_v1_", "doo_v1_", "AGE-SECRET-KEY-1", "PMAK-", "lin_api_", "glsa_", "ya29.", "sq0atp-",
-        "shpat_", "shpca_", "shppa_", "shpss_", "77777777777777.atlasv1.",
+        "hvs.", "hvb.", "hvr.", "pypi-", "dop_v1_", "dor_v1_", "doo_v1_", "AGE-SECRET-KEY-1", "PMAK-", "lin_api_", "glsa_", "ya29.",
+        "sq0atp-", "shpat_", "shpca_", "shppa_", "shpss_", "77777777777777.atlasv1.",
     )),
     *(("", f"{begin}{NUMBER[:12]}") for begin in ("AKIA", "ASIA", "AROA", "AIDA", "AGPA", "ANPA")),
     *(("", f"{begin}{NUMBER[:10]}") for begin in ("sk_live_", "sk_test_", "rk_live_", "rk_test_", "xapp-")),
