@@ -685,3 +685,10 @@ def test_model_is_the_whole_of_its_stages():
     plan = plan_of("nam56r")
     every = [p.elements for _, _, p in static.parts(Sizes.of(plan), Stage(0, 1, plan.segments))]
     assert sum(every) == parameters(plan)[0] == sum(static.by_kind(plan).values())
+
+
+def test_a_search_balances_the_experts_unless_it_is_told_otherwise():
+    recipe, key = load("nam56r_native_dp", []), "schedule.micro_batch_size"
+    even, skewed = search.attempt(recipe, key, 4, 1.0), search.attempt(recipe, key, 4, 2.0)
+    assert search.attempt(recipe, key, 4) == even != skewed
+    assert search.largest(recipe, key) == search.largest(recipe, key, imbalance=1.0)

@@ -122,6 +122,7 @@ def test_a_field_that_nobody_knows_is_a_mismatch_where_megatron_trains_by_it():
     for config in LOWERING.target.configs:
         verdict = judged(VALUES | {f"{config}.new": None})
         assert (verdict.unknown, verdict.mismatches, verdict.word) == ((f"{config}.new",), (), MISMATCH)
+        assert "mismatch: 0 fields disagree, 1 nobody has looked at" in summary(LOWERING, verdict)
     assert judged(VALUES | {"args.new": 1, "logger.new": 1}).word == VERIFIED
     (derived, *_) = sorted(reviewed_fields(current())[1])
     assert judged(VALUES | {derived: "anything"}).word == VERIFIED
