@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from nam_megatron.blocks.moe.block import scratch
-from nam_megatron.budget import budget, parameters, search, static
+from nam_megatron.budget import budget, ends, parameters, search, static
 from nam_megatron.budget.__main__ import terminal
 from nam_megatron.budget.cost import cost
 from nam_megatron.budget.memory import _Moving, in_flight
@@ -688,7 +688,25 @@ def test_model_is_the_whole_of_its_stages():
 
 
 def test_a_search_balances_the_experts_unless_it_is_told_otherwise():
-    recipe, key = load("nam56r_native_dp", []), "schedule.micro_batch_size"
+    recipe, key = load("nam56r_native_dp", ["parallel.expert=4"]), "schedule.micro_batch_size"
     even, skewed = search.attempt(recipe, key, 4, 1.0), search.attempt(recipe, key, 4, 2.0)
     assert search.attempt(recipe, key, 4) == even != skewed
     assert search.largest(recipe, key) == search.largest(recipe, key, imbalance=1.0)
+
+
+@pytest.mark.parametrize("kernels", ["megatron", "compiled", "fused"])
+@pytest.mark.parametrize("depths", [0, 2])
+def test_what_is_alive_while_the_loss_goes_back(kernels, depths):
+    """Bytes for a token and a word of the vocabulary; also where another moment is the peak."""
+    words = [f"precision.cross_entropy={kernels}", f"feature.mtp.depths={depths}"]
+    z = Sizes.of(translate(load("nam56r_native_dp", words)).plan)
+    gradients = 2 * z["T"] * z["h"] + 2 * z["V"] * z["h"]
+    found = {
+        name: (sum(line.bytes for line in lines) - gradients * ("output" in name)) / z["T"] / z["V"]
+        for name, lines in ends.loss(z)
+    }
+    if kernels == "fused":
+        assert found == {"output layer backward": 2 + 2 * depths}
+    else:
+        clone = 4 if kernels == "compiled" else 0
+        assert found == {"cross entropy backward": 2 + 4 + 4 * depths + clone, "output layer backward": 2 + 4 * depths}
