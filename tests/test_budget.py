@@ -477,6 +477,7 @@ def test_measured_runs_are_of_plans_that_can_be_trained():
 def test_worked_example_of_the_memory_article():
     """4096 tokens, top-k 2 of 128 experts, capacity factor 1.2, hidden 4096, 4 local experts, bf16."""
     found = scratch(tokens=4096, top_k=2, experts=128, local=4, hidden=4096, factor=1.2)
+    assert found.counts == 128 * 32 * 8  # int64, of each expert from each of 32 ranks
     assert found.capacity == 77
     assert found.counts == 32 * 1024
     assert found.receive == found.combine == 2_523_136
