@@ -573,6 +573,7 @@ REFUSALS = [
      "model.blocks.moe.grouped_gemm": False}, "feature.recompute.modules", "only with grouped GEMM"),
     (NATIVE, FULL | {"feature.recompute.modules": ["moe"]}, "feature.recompute.modules", "belong to selective recompute"),
     (NATIVE, FULL | {"feature.recompute.layers": None}, "feature.recompute.method", "needs `method` and `layers`"),
+    (NATIVE, FULL | {"feature.recompute.method": None}, "feature.recompute.method", "needs `method` and `layers`"),
     (NATIVE, FULL | {"feature.recompute.layers": 53}, "feature.recompute.layers", "exceed the longest stage of 52"),
     (DESIGN, FULL | {"model.blocks.dsa.kernels": "megatron"}, "feature.recompute.granularity", "loses a shared top-k"),
 ]  # fmt: skip

@@ -116,6 +116,14 @@ def test_checksums_that_are_none(step):
     assert len(found(step)) == 1
 
 
+def test_a_file_that_cannot_be_read_is_told(step, monkeypatch):
+    def broken(path: Path) -> str:
+        raise OSError(5, "Input/output error", str(path))
+
+    monkeypatch.setattr(checksums, "digest", broken)
+    assert found(step) == ["`.metadata` cannot be read: Input/output error"]
+
+
 def test_a_checksum_is_sha256_of_the_file(step):
     assert checksums.read(step) == {
         p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in step.iterdir() if p.name != checksums.NAME
