@@ -19,10 +19,6 @@ ODDLY = {f"odd_{name.replace(' ', '_')}": name for name in ODD}
 # What no preset has, and what it takes.
 LAYOUTS = {
     "layout_fsdp": ("nam56r_native_dp", "+overlay=fsdp_ep"),
-    "layout_fsdp2": (
-        "nam56r_native_dp", "feature.fsdp2.enabled=true", "precision.grad_reduce=bf16", "feature.distributed_optimizer.enabled=false",
-        "feature.distributed_optimizer.overlap_grad_reduce=false", "feature.distributed_optimizer.overlap_param_gather=false",
-    ),
     "layout_tp_sp_ep": ("nam56r_fused", "+overlay=tp_sp_ep"),
     "layout_pipeline": ("nam56r_native_dp", "cluster=h200_2x8", "parallel.pipeline=4", "parallel.virtual_pipeline=2", "+overlay=graphs"),
     "layout_capacity": ("nam56r_native_dp", "parallel.expert=4", "model.blocks.moe.capacity_factor=1.25", "model.activation=swiglu"),

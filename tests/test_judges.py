@@ -162,7 +162,7 @@ parallel.virtual_pipeline parallel.context parallel.expert parallel.expert_tenso
 feature.recompute.modules feature.recompute.method feature.recompute.layers feature.cuda_graphs.impl
 feature.cuda_graphs.modules feature.cuda_graphs.warmup_steps feature.distributed_optimizer.overlap_grad_reduce
 feature.distributed_optimizer.overlap_param_gather feature.distributed_optimizer.reshardable
-feature.megatron_fsdp.strategy feature.fsdp2.reshard_after_forward feature.tracking.tensorboard
+feature.megatron_fsdp.strategy feature.tracking.tensorboard
 feature.tracking.wandb_project feature.tracking.wandb_name feature.tracking.wandb_dir feature.tracking.wandb_entity
 feature.tracking.mlflow feature.tracking.mlflow_experiment precision.cross_entropy precision.fused_grad_accumulation
 precision.norm_kernels precision.deterministic schedule.eval_steps schedule.eval_interval schedule.log_interval
@@ -319,8 +319,8 @@ def test_what_does_not_stand_is_not_compared():
                 assert said(BEFORE, more) == [] == said(more, BEFORE), name
     assert {"mla", "dsa", "moe", "mamba3", "m2rnn", "mlp"} & recipe["model"]["blocks"].keys()
     assert computation.standing(more)["model"]["blocks"].keys() == recipe["model"]["blocks"].keys()
-    more["recipe"]["feature"]["unheard_of"] = {"enabled": False}  # of a later version: nobody knows what is off there
-    assert said(BEFORE, more) == [("feature.unheard_of.enabled", None, False, True)]
+    more["recipe"]["feature"]["unheard_of"] = {"enabled": True}  # of another version
+    assert said(BEFORE, more) == [("feature.unheard_of.enabled", None, True, True)]
 
 
 def test_a_distributed_optimizer_that_is_off_stands():

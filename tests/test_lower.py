@@ -620,7 +620,6 @@ NEIGHBOURS = [
      "feature.recompute.modules", ["core_attn"]),
     (NATIVE, FULL | {"feature.recompute.layers": 52}, "feature.recompute.layers", 53),
     (NATIVE, FULL | {"parallel.pipeline": 2, "feature.recompute.layers": 26}, "feature.recompute.layers", 27),
-    (NATIVE, FSDP2, "parallel.expert", 2),
     (NATIVE, {B + "mamba2.groups": 7}, B + "mamba2.groups", 3),
     (NATIVE, {B + "mamba2.strided": True}, B + "mamba2.heads", 63),
     (DESIGN, {B + "dsa.top_k": 4096}, B + "dsa.top_k", 4097),
