@@ -252,7 +252,7 @@ def test_an_fsdp_is_not_resharded():
         return {"feature": found | {name: {} for name in features}}
 
     assert checkpoint._reshardable(recipe("mtp"))
-    assert not any(checkpoint._reshardable(recipe("mtp", name)) for name in ("muon", "megatron_fsdp", "fsdp2"))
+    assert not any(checkpoint._reshardable(recipe("mtp", name)) for name in ("muon", "megatron_fsdp"))
 
 
 def built(folder: Path, key: str) -> str:
