@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from nam_megatron.lower import Lowering, translate
-from nam_megatron.recipe import Recipe, conf_dir, load, parsed, resolved
+from nam_megatron.recipe import Recipe, conf_dir, config_at, load, parsed, resolved
 from nam_megatron.targets import current
 
 FLAGS = json.loads(current().flags_file.read_text())["flags"]
@@ -37,7 +37,7 @@ def changed(name: str, changes: Mapping[str, Any]) -> Recipe:
         node = tree
         for parent in parents:
             node = node[parent]
-        assert last in node, key
+        assert last in node or last in config_at(parents).model_fields, key
         node[last] = value
     return resolved(parsed(tree), lambda key: any(k == key or k.startswith(f"{key}.") for k in changes))
 

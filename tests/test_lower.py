@@ -32,6 +32,8 @@ PLAIN_OPTIMIZER = {
 FSDP = {"feature.megatron_fsdp.enabled": True}
 TP = {"parallel.tensor": 2, "parallel.sequence": True}
 INDEXED = {"data.name": "indexed", "data.path": "/d/x", "data.split": "99,1,0", "data.tokenizer": "/t"}
+BLEND = {"data.name": "blend", "data.parts": [{"weight": 0.7, "path": "/a"}, {"weight": 1e-7, "path": "/b"}]}
+BLEND |= {"data.path": None, "data.split": "99,1,0", "data.tokenizer": "/t"}
 FULL = {"feature.recompute.granularity": "full", "feature.recompute.method": "uniform", "feature.recompute.layers": 1}
 GRAPHS = {"feature.cuda_graphs.impl": "transformer_engine", "feature.cuda_graphs.modules": ["attn", "mamba"]}
 LOCAL = {"model.blocks.moe.dispatcher": "local"}
@@ -304,6 +306,12 @@ def test_trap_muon():
     assert "feature.muon.enabled" in refused(NATIVE, FSDP | MUON)
 
 
+def test_a_blend_is_said_to_the_last_digit():
+    said = list(argv.argv(translated(NATIVE, BLEND)))
+    at = said.index("--data-path") + 1
+    assert said[at : at + 4] == ["0.7", "/a", "1e-07", "/b"]
+
+
 def test_trap_a_name_of_an_optimizer_that_is_not_the_one():
     assert list(refused(NATIVE, {"optim.name": "muon"})) == ["optim.name"]
     assert list(refused(NATIVE, {"feature.muon.enabled": True})) == ["optim.name"]
@@ -446,6 +454,9 @@ REFUSALS = [
     (NATIVE, {"data.path": "/d/x"}, "data.path", "mock data with a `path`"),
     (NATIVE, {"data.name": "built"}, "data.path", "built data without `path`"),
     (NATIVE, INDEXED | {"data.name": "built"}, "data.split", "built data with a `split`"),
+    (NATIVE, BLEND | {"data.parts": []}, "data.parts", "a blend of nothing"),
+    (NATIVE, BLEND | {"data.parts": 2 * [{"weight": 1, "path": "/a"}]}, "data.parts", "the blend has `/a` twice"),
+    (NATIVE, BLEND | {"data.path": "/d/x"}, "data.path", "blend data with a `path`"),
     (NATIVE, INDEXED | {"data.split": "99;1;0"}, "data.split", "`99;1;0` is no split"),
     (NATIVE, INDEXED | {"data.split": "0,1,0"}, "data.split", "nothing is left for training"),
     (NATIVE, INDEXED | {"data.split": "1,0,0", "schedule.eval_steps": 1}, "data.split", "and no documents for them"),

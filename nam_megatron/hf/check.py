@@ -136,7 +136,7 @@ def one_device(lowering: Lowering, dtype: str) -> Lowering:
     tree["cluster"] |= {"nodes": 1, "gpus_per_node": 1}
     tree["model"]["pattern"] = tree["model"]["pattern"].replace("|", "")
     tree["schedule"] |= {"save": None, "load": None, "save_interval": None}
-    tree["data"] |= {"name": "mock", "path": None, "split": None, "tokenizer": None}
+    tree["data"] |= {"name": "mock", "path": None, "parts": None, "split": None, "tokenizer": None}
     blocks = tree["model"]["blocks"]
     if dtype == "fp32":
         for kind in OURS:

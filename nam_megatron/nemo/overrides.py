@@ -258,10 +258,14 @@ def _corpus(recipe: Recipe, changed: dict[str, Any], now: Mapping[str, Any]) -> 
     path, blend = changed.get("dataset.data_path"), changed.get("dataset.blend")
     if recipe.data.name != "mock" or not (path or blend):
         return recipe
-    names = blend[0] if blend else str(path).split() if isinstance(path, str) else list(path or ())
-    if len(names) != 1:
-        message = f"the container names {len(names)} datasets or weights, and a recipe trains on one"
-        raise Refused(Problem(message, "data.path", "`dataset.data_path=FOLDER/PREFIX`"))
+    words = list(path.split() if isinstance(path, str) else path or ())
+    names, weights = blend or ((words[1::2], words[::2]) if len(words) > 1 else (words, None))
+    try:
+        parts = [{"weight": float(weight), "path": name} for weight, name in zip(weights or [1], names, strict=True)]
+    except (ValueError, TypeError):
+        message = f"the container names {', '.join(map(str, names))} with the weights {weights}"
+        hint = "a weight for each dataset: `dataset.data_path='0.7 FOLDER/A 0.3 FOLDER/B'`"
+        raise Refused(Problem(message, "data.parts", hint)) from None
     tokenizer, split = now["tokenizer.tokenizer_model"], now["dataset.split"]
     raise_if(
         Problem(f"a dataset without `{name}`", key, f"`{name}={example}`")
@@ -273,7 +277,16 @@ def _corpus(recipe: Recipe, changed: dict[str, Any], now: Mapping[str, Any]) -> 
     )
     for name in ("dataset.data_path", "dataset.blend"):
         changed.pop(name, None)
-    data = {"name": "indexed", "path": names[0], "split": split, "tokenizer": tokenizer, "workers": recipe.data.workers}
+    data = {
+        "name": "indexed",
+        "path": names[0],
+        "parts": None,
+        "split": split,
+        "tokenizer": tokenizer,
+        "workers": recipe.data.workers,
+    }
+    if len(parts) > 1:
+        data |= {"name": "blend", "path": None, "parts": parts}
     return from_tree(to_tree(recipe) | {"data": data})
 
 

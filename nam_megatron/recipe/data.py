@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import NonNegativeInt
+from pydantic import NonNegativeInt, PositiveFloat
 
 from nam_megatron.errors import Problem
 from nam_megatron.setting import Config, Name, Row, Setting
@@ -15,14 +15,27 @@ if TYPE_CHECKING:
     from nam_megatron.plan import Plan
 
 # The keys of `data` that each kind of it has; `data.workers` has all.
-KEYS = {"mock": (), "indexed": ("path", "split", "tokenizer"), "built": ("path",)}
+KEYS = {
+    "mock": (),
+    "indexed": ("path", "split", "tokenizer"),
+    "blend": ("parts", "split", "tokenizer"),
+    "built": ("path",),
+}
+
+
+class Part(Config):
+    """One of several datasets that are mixed."""
+
+    weight: Annotated[PositiveFloat, Row("its share of the samples, beside the others' weights")]
+    path: Annotated[Name, Row("the indexed dataset, without suffix")]
 
 
 class Data(Config):
-    """The tokens: random ones, Megatron's indexed datasets, or one that `python -m nam_megatron.data build` made."""
+    """The tokens: random ones, one or several of Megatron's indexed datasets, or what `python -m nam_megatron.data build` made."""
 
-    name: Annotated[Literal["mock", "indexed", "built"], Row("kind of data")]
+    name: Annotated[Literal["mock", "indexed", "blend", "built"], Row("kind of data")]
     path: Annotated[Name | None, Row("the dataset")]
+    parts: Annotated[tuple[Part, ...] | None, Row("the datasets of a blend and their weights", was=None)]
     split: Annotated[Name | None, Row("train,valid,test weights", "split", ("args.split",))]
     tokenizer: Annotated[Name | None, Row("folder of a Hugging Face tokenizer")]
     workers: Annotated[
@@ -39,7 +52,9 @@ class Data(Config):
         yield Setting("mock_data", mock, "random tokens", "name", fields=("args.mock_data",))
         setting = partial(Setting, key="path", beside="name")
         indexed = (self.path or "",) if self.name == "indexed" else None
-        yield setting("data_path", indexed, "indexed dataset", fields=("args.data_path",))
+        blended = tuple(word for part in self.parts or () for word in (str(part.weight), part.path))
+        why, key = ("weight and dataset, in turn", "parts") if self.parts else ("indexed dataset", "path")
+        yield setting("data_path", blended or indexed, why, key=key, fields=("args.data_path",))
         setting = partial(Setting, key="path", beside="split")
         train = (str(built / "train"),) if built else None
         yield setting("train_data_path", train, "split by document", fields=("args.train_data_path",))
@@ -62,7 +77,14 @@ class Data(Config):
             yield pin(name, False, why)
 
     def check(self, plan: "Plan") -> Iterator[Problem]:
-        for name in ("path", "split", "tokenizer"):
+        paths = [part.path for part in self.parts or ()]
+        if self.parts is not None and not paths:
+            yield Problem(
+                "a blend of nothing", "data.parts", "give its datasets: `data.parts=[{weight: 1, path: PREFIX}]`"
+            )
+        for path in sorted({path for path in paths if paths.count(path) > 1}):
+            yield Problem(f"the blend has `{path}` twice", "data.parts", "give it one weight")
+        for name in ("path", "parts", "split", "tokenizer"):
             given, wanted = getattr(self, name) is not None, name in KEYS[self.name]
             if wanted and not given:
                 yield Problem(f"{self.name} data without `{name}`", f"data.{name}", f"give it: `data.{name}=...`")

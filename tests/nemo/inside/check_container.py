@@ -161,11 +161,19 @@ def test_a_corpus_by_the_containers_fields_alone(said, ranks):
     assert _plain(made.dataset.blend) == [["/d/x"], None] and not made.dataset.mock
 
 
+def test_several_datasets_by_the_containers_fields_alone(ranks):
+    ranks(8)
+    made = overridden("dataset.blend=[[/d/x,/d/y],[1.0,2.0]]", *DATA)
+    assert [part.path for part in made.model.lowering.plan.recipe.data.parts] == ["/d/x", "/d/y"]
+    assert _plain(made.dataset.blend) == [["/d/x", "/d/y"], [1.0, 2.0]]
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
         (["dataset.data_path=/d/x"], "a dataset without `tokenizer.tokenizer_model`"),
-        (["dataset.blend=[[/d/x,/d/y],[1.0,2.0]]", *DATA], "names 2 datasets"),
+        (["dataset.blend=[[/d/x,/d/y],[1.0]]", *DATA], "with the weights"),
+        (["dataset.data_path=[/d/x,/d/y]", *DATA], "with the weights"),
     ],
 )
 def test_half_a_corpus_is_refused(overrides, said, ranks):
