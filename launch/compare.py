@@ -2,11 +2,13 @@
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from launch import box
+from launch.overlay import CACHES
 from launch.receipt import read
 from nam_megatron import computation
 from nam_megatron.errors import OK, Problem, Refused, quoted, raise_if
@@ -16,10 +18,12 @@ Row = tuple[str, list[str]]
 LINEAGE = {"host": "host lineage", "family": "preset family", "regime": "launch regime"}
 ANYWAY = "`--anyway` prints the table, marked as a rumor"
 # Where receipts can differ.
-PLACES = ("recipe", "source.trees", "patches", "host", "job.packages", "job.overlay", "job.diagnostic")
+PLACES = ("recipe", "source.trees", "patches", "host", "job.packages", "job.overlay", "job.diagnostic", "environ")
 # Outside the recipe: what changes how a run is carried out, not what it computes, but for the host's software. A key stands for all below.
-EXECUTION = ("job", "host", "source.trees.launch")
+EXECUTION = ("job", "host", "source.trees.launch", "environ")
 SOFTWARE = ("job.packages", "host.versions", "host.torch", "host.megatron")
+# Variables of the training processes that say where, on any host of its own: folders, and which GPUs, which the box says.
+WHERE = {*CACHES, "NVIDIA_VISIBLE_DEVICES"}
 FIGURES = (
     ("end", "outcome.end"),
     ("steps", "outcome.figures.steps"),
@@ -72,6 +76,18 @@ def objections(receipts: Sequence[Receipt]) -> Iterator[Problem]:
             yield Problem(f"{title} is not named in {quoted(unnamed)}", None, "nothing can be compared with it")
         elif len(set(values)) > 1:
             yield Problem(f"{title} differs: {quoted(dict.fromkeys(parted(values)))}", None, ANYWAY)
+    yield from environments(receipts)
+
+
+def environments(receipts: Sequence[Receipt]) -> Iterator[Problem]:
+    """What NCCL, CUDA and torch read and no plan names is part of the regime, too: CUDA_LAUNCH_BLOCKING, NCCL_NVLS_ENABLE."""
+    found = [at(r, "environ") for r in receipts]
+    known = [{k: v for k, v in e.items() if k not in WHERE} if isinstance(e, Mapping) else {} for e in found]
+    if len({at(r, "box.salt") for r in receipts}) > 1:  # marks of two folders say nothing of each other
+        known = [{k: re.sub("<set [0-9a-f]{8}>", "<set>", str(v)) for k, v in one.items()} for one in known]
+    for name in sorted({name for one in known for name in one}):
+        if len(values := dict.fromkeys(shown(one.get(name, "unset")) for one in known)) > 1:
+            yield Problem(f"launch regime differs: the training processes had {name} {quoted(values)}", None, ANYWAY)
 
 
 def boxes(receipts: Sequence[Receipt]) -> Iterator[Problem]:

@@ -64,14 +64,15 @@ NEEDS = {
 KEY_BEGINS = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY[A-Z ]*-----")
 KEY_LINE = re.compile(r"(?:\[\w+\]:\s*)?\s*(?:[A-Za-z0-9+/=]{1,76}|[\w-]+: \S.{0,76}|-----END [A-Z ]*-----.*)?\s*")
 IN_URL = re.compile(r"(?<=://)[^/\s@]*:[^\s@]*@|(?<=://)[^/\s@]+@")
-# Variables that are recorded: those of the software that trains, and no others.
+# Variables that are recorded: those that the software that trains reads, and no others.
 RECORDED = re.compile(
-    r"^(NCCL|TORCH|TORCHINDUCTOR|TORCHELASTIC|PYTORCH|CUDA|CUBLAS|CUDNN|NVTE|NVIDIA|TRITON|OMP|MKL|UCX|GLOO|NVSHMEM|TOKENIZERS)(_|$)"
+    r"^(?:(?:NCCL|TORCH|TORCHINDUCTOR|TORCHELASTIC|PYTORCH|CUDA|CUBLAS|CUDNN|CUTE|NVTE|NVIDIA|TRITON|TILELANG|MAMBA|MEGATRON|FLASH|OMP|KMP|MKL"
+    r"|UCX|UCC|FI|GLOO|NVSHMEM|TOKENIZERS|LD|MALLOC)(?:_|$)|PYTHON(?:OPTIMIZE|PATH)$)"
 )
 # Of those, the values that say nothing but how. Any other variable is known by its name.
 PLAIN_VALUE = re.compile(r"\d{1,6}|true|false|on|off|yes|no|none|(?:INIT|NET|INFO|WARN|VERSION|TRACE|ALL|COLL|GRAPH)(?:,[A-Z]{2,8})*"
     r"|expandable_segments:(?:True|False)|\d{1,3}(?:\.\d{1,4}){1,3}a?(?:-\d{1,3})?", re.IGNORECASE)  # fmt: skip
-SET = "<set>"
+SET = "<set>"  # of a variable that is recorded and whose value is not; `<set 1a2b3c4d>` tells in one folder whether it was the same
 # Whose values are known for what they are; any other variable's may be a secret under a name that does not say so.
 ORDINARY = re.compile(
     r"^(HOME|PWD|OLDPWD|PATH|HOSTNAME|USER|LOGNAME|SHELL|TERM|LANG|LANGUAGE|LC_\w+|SHLVL|_|COLUMNS|LINES|MAIL|EDITOR|PAGER|VISUAL|DISPLAY|TZ"
@@ -91,7 +92,7 @@ NAME = re.compile(r"[\w.-]{1,64}")
 SHORT, SHORT_NUMBER, SHORT_UNNAMED = 4, 8, 6
 WORDS = {"true", "false", "none", "null", "auto"}
 MARK, HOST, ADDRESS, TEXT = "<secret>", "<host>", "<address>", "<text>"
-ONE_MARK = r"<(?:secret|host|address|text|set|checkout|receipts|scratch|durable|python|packages|home|path [0-9a-f]{8})>"
+ONE_MARK = r"<(?:secret|host|address|text|set|checkout|receipts|scratch|durable|python|packages|home|(?:path|set) [0-9a-f]{8})>"
 MARKS, PLACED = re.compile(rf"{ONE_MARK}(?:[/:,]{ONE_MARK})*"), re.compile(r"(<[a-z]+>)/(.+)", re.DOTALL)
 WORD = re.compile(r"\w+")
 TOKEN = re.compile(rf"(?P<mark>{ONE_MARK})|\w+")
@@ -191,19 +192,29 @@ class Redactor:
         return text if MARKS.fullmatch(text) else TEXT
 
     def environ(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """The variables that a receipt records: by name, with a value where it says nothing but how."""
+        """The variables that a receipt records: by name, with a value where it says nothing but how; of others a mark of it.
+
+        A mark has the folder's salt in it, which nobody else knows; a variable that is called a secret has none.
+        """
         kept = {k: v for k, v in sorted(environ.items()) if RECORDED.search(k)}
-        plain = {
-            k: not SECRET_WORD.search(k) and PLAIN_VALUE.fullmatch(v) and self.secrets(v) == v for k, v in kept.items()
-        }
-        return {k: v if plain[k] else SET for k, v in kept.items()}
+        return {k: self._value(k, v) for k, v in kept.items()}
+
+    def _value(self, name: str, value: str) -> str:
+        if SECRET_WORD.search(name):
+            return SET
+        if PLAIN_VALUE.fullmatch(value) and self.secrets(value) == value:
+            return value
+        return f"<set {self._salted(value)}>" if self._salt else SET
 
     def _unnamed(self, found: re.Match[str]) -> str:
         return self._mark(found[0])
 
     def _mark(self, path: str) -> str:
         """A path as a mark by which two receipts of a folder can tell whether it was the same one."""
-        return f"<path {hashlib.sha256((self._salt + path.rstrip('/')).encode()).hexdigest()[:8]}>"
+        return f"<path {self._salted(path.rstrip('/'))}>"
+
+    def _salted(self, text: str) -> str:
+        return hashlib.sha256((self._salt + text).encode("utf-8", "surrogateescape")).hexdigest()[:8]
 
 
 class Stream:

@@ -56,6 +56,39 @@ def test_another_lineage_is_refused_by_its_name_and_a_rumor_with_anyway(key):
     assert text.startswith("RUMOR: these runs are not comparable\n") and "== figures (RUMOR) ==" in text
 
 
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("NCCL_NVLS_ENABLE", ("0", None)),
+        ("CUDA_LAUNCH_BLOCKING", ("1", None)),
+        ("NVTE_FUSED_ATTN", ("0", "1")),
+        ("LD_LIBRARY_PATH", ("/opt/a", "/opt/b")),
+        ("PYTHONOPTIMIZE", ("1", None)),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", ("8", None)),
+    ],
+)
+def test_another_environment_of_the_training_processes_is_another_regime(name, values):
+    redactor = Redactor({}, salt="s")
+    pair = [
+        made(run, environ=redactor.environ({"OMP_NUM_THREADS": "1"} | ({name: v} if v else {})))
+        for run, v in zip(("one", "two"), values, strict=True)
+    ]
+    with pytest.raises(Refused) as refused:
+        compare.table(pair)
+    (problem,) = refused.value.problems
+    assert name in problem.message
+    assert f"environ.{name}" in compare.table(pair, anyway=True)
+
+
+def test_marks_of_two_folders_say_nothing_of_each_other():
+    pair = [
+        made(run, lineage=LINEAGE | {"pool": "p"}, box=BOX | {"salt": salt},
+             environ=Redactor({}, salt=salt).environ({"LD_LIBRARY_PATH": "/opt/a", "TRITON_CACHE_DIR": f"/x/{salt}"}))
+        for run, salt in (("one", "a"), ("two", "b"))
+    ]  # fmt: skip
+    assert "RUMOR" not in compare.table(pair)
+
+
 def test_all_objections_come_at_once():
     pair = [made("one", end=None), made("two", lineage={"host": "x", "family": None, "regime": LINEAGE["regime"]})]
     with pytest.raises(Refused) as refused:
