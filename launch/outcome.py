@@ -116,7 +116,9 @@ def summary(outcome: Mapping[str, Any]) -> str:
 
 
 def lines(path: Path) -> Iterator[str]:
-    """Of a log, each cut off at LINE characters; none where it cannot be read."""
+    """Of a log, each cut off at LINE characters; none where it cannot be read, or is no file."""
+    if not path.is_file():
+        return
     try:
         with open(path, encoding="utf-8", errors="replace", newline="\n") as log:
             while line := log.readline(LINE):

@@ -64,9 +64,11 @@ class Receipt:
 
     def seal(self, end: str, outcome: Mapping[str, Any]) -> None:
         """Close the receipt for good. Raises Refused where it cannot be written, or is no longer ours."""
-        (self.folder / RESERVE).unlink(missing_ok=True)
+        with writing(self.folder):
+            (self.folder / RESERVE).unlink(missing_ok=True)
+            found = files(self.folder)
         with link(self.folder.parent, self.content["run"]) as chain:
-            content = self._redacted() | {"files": files(self.folder), "chain": chain}
+            content = self._redacted() | {"files": found, "chain": chain}
             self._replace(sealed(content, end, self.redactor.tree(plain(outcome))))
         os.close(self._lock)
 
@@ -173,7 +175,8 @@ def read(path: Path) -> dict[str, Any]:
             Problem(f"`{path}` is the receipt of `{content['run']}`", None, "it belongs into a folder of that name")
         )
     hashes = found if isinstance(found := content.get("files"), dict) else {}
-    if changed := [name for name, was in hashes.items() if file_hash(folder / name) not in (None, was)]:
+    beside = {name: was for name, was in hashes.items() if Path(name).name == name}
+    if changed := [n for n, was in hashes.items() if n not in beside or file_hash(folder / n) not in (None, was)]:
         raise Refused(
             Problem(
                 f"{quoted(changed)} of `{folder}` changed after the receipt was sealed",
@@ -200,7 +203,9 @@ def files(folder: Path) -> dict[str, str]:
 
 
 def file_hash(path: Path) -> str | None:
-    """None where there is no such file: a receipt may be published without its log."""
+    """None where there is no such file: a receipt may be published without its log. A pipe or a device is not read: it has no end."""
+    if path.exists() and not path.is_file():
+        return "no file"
     try:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

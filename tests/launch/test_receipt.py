@@ -78,10 +78,28 @@ ATTACKS = {
         lambda a, b: rehashed(sorted(a.parent.glob("*-z-*"))[0], words=["other"]), "is not the receipt that was sealed last",
     ),
     "taken out of the chain": (lambda a, b: rehashed(b, chain=None), "has no place in a chain"),
+    "log behind a pipe": (lambda a, b: (change(a, receipt.LOG), (a / receipt.LOG).unlink(), os.mkfifo(a / receipt.LOG)), "`log.txt` of"),
+    "a device among its files": (lambda a, b: rehashed(a, files={"/dev/zero": "0" * 64}), "`/dev/zero` of"),
+    "log of a device": (lambda a, b: ((a / receipt.LOG).unlink(), (a / receipt.LOG).symlink_to("/dev/zero")), "`log.txt` of"),
     "one place for two": (
         lambda a, b: rehashed(b, chain=receipt.read(a)["chain"]), "have one place in the chain",
     ),
 }  # fmt: skip
+
+
+def test_a_run_whose_folder_went_away_is_a_refusal(root):
+    made = opened(root)
+    shutil.rmtree(made.folder)
+    with pytest.raises(Refused, match="cannot write to"):
+        made.seal("completed", {})
+    assert receipt.seal_lost(root, outcome.of_log) == []
+
+
+def test_a_lost_run_whose_log_is_a_pipe_is_sealed(root):
+    made = opened(root)
+    os.mkfifo(made.folder / receipt.LOG)
+    os.close(made._lock)
+    assert receipt.seal_lost(root, outcome.of_log) == [made.content["run"]]
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
