@@ -1,11 +1,11 @@
 """What a plan computes, apart from how, where and how fast: for resuming a run and for comparing runs.
 
-The row of each key says it (setting.Row.executes); whatever says nothing computes. The parallel layout only executes: the next step is
-the same one in another order of sums. The micro batch computes: the experts' balance is judged in each.
+The row of each key says it (setting.Row.executes); whatever says nothing computes. The parallel layout only executes (but see `_shards`):
+the next step is the same one in another order of sums. The micro batch computes: the experts' balance is judged in each.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,12 +46,23 @@ def executes(key: str) -> str | None:
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Difference]:
     """How two plans (the trees of plan.json) differ: in what stands, and in the settings that no recipe key decides."""
     sides = [_flat(standing(tree), "") | _pins(tree) for tree in (before, after)]
-    unread = {key for tree in (before, after) for key in _unread(tree)}
+    out = [set(_unread(tree)) for tree in (before, after)]
+    sharded = {key for side, silent in zip(sides, out, strict=True) for key in _shards(side.keys() - silent, side)}
+    unread = out[0] | out[1]
     looked = {f"settings.{s['name']}" for tree in (before, after) for s in tree["settings"] if s.get("executes")}
     for key in dict.fromkeys((*sides[0], *sides[1])):
         there, here = (side.get(key) for side in sides)
         if there != here and key not in unread:
-            yield Difference(key, there, here, key not in looked and not executes(key))
+            yield Difference(key, there, here, key in sharded or (key not in looked and not executes(key)))
+
+
+def _shards(read: Set[str], side: Mapping[str, Any]) -> Iterator[str]:
+    """Keys of the layout that compute after all: where a rank decides by its own share of a matrix or of the tokens."""
+    mode = "feature.muon.tp_mode"
+    if mode in read and side[mode] == "blockwise":  # a share of a matrix is orthogonalised for itself
+        yield from ("parallel.tensor", "parallel.expert_tensor")
+    if side.get("model.blocks.moe.capacity_factor") is not None:  # an expert's places are counted on each rank
+        yield from ("parallel.tensor", "parallel.sequence", "parallel.context")
 
 
 def standing(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Here: settings, environment, layers, words, budget. What only the built modules 
 """
 
 import contextlib
+import json
 from functools import cache
 from typing import Any, get_args
 
@@ -12,6 +13,7 @@ from presets import NAMES, changed, lowered, written
 
 from nam_megatron import argv, report
 from nam_megatron.budget import text
+from nam_megatron.computation import differences
 from nam_megatron.errors import Refused
 from nam_megatron.lower import translate
 from nam_megatron.recipe import Recipe, config_at, load, parsed, resolved, to_tree
@@ -132,6 +134,10 @@ LEAKS = {
     "bf16 layers without them": ("nam56r_native_dp_fp8", "feature.fp8.bf16_layers_at_start=2", "feature.fp8.bf16_layers_at_start",
                                 "no layer stays in bf16"),
     "evaluations that are none": ("nam56r", "schedule.eval_interval=7", "schedule.eval_interval", "there are no evaluations"),
+    "Muon's split of what MLA has not": ("nam56r", "optim=muon feature.muon.split_qkv=false", "feature.muon.split_qkv",
+                                        "nothing reads this"),
+    "Muon's shares of one rank": ("nam56r_native_dp", "optim=muon feature.muon.tp_mode=distributed", "feature.muon.tp_mode",
+                                  "no matrix is shared"),
     "a Blackwell": ("nam56r", "device.name=b200 device.capability=[10,0]", "device.capability", "10.0 is not served"),
 }  # fmt: skip
 
@@ -143,6 +149,23 @@ def test_a_leak_is_stopped(case):
         translate(load(name, typed.split()))
     assert [p.key for p in refused.value.problems] == [key]
     assert said in refused.value.problems[0].message
+
+
+SHARED = ("lane=nemo_native", "cluster.gpus_per_node=4")
+COMPUTES = {
+    "Muon by shares": (("optim=muon",), ("optim=muon", *SHARED), {"parallel.tensor"}),
+    "Muon whole": (("optim=muon",), ("optim=muon", "feature.muon.tp_mode=duplicated", *SHARED), set()),
+    "places of an expert": (("model.blocks.moe.capacity_factor=1.5",), ("model.blocks.moe.capacity_factor=1.5", *SHARED),
+                            {"parallel.tensor", "parallel.sequence"}),
+    "neither": ((), SHARED, set()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", COMPUTES.values(), ids=COMPUTES)
+def test_a_layout_that_decides_what_is_computed_is_no_other_order_of_sums(case):
+    *sides, expected = case
+    trees = [json.loads(argv.plan_json(lowered("nam56r_native_dp", *words))) for words in sides]
+    assert {d.key for d in differences(*trees) if d.computes} == expected
 
 
 def test_a_preset_that_configures_other_kinds_than_it_has_is_refused(tmp_path):

@@ -13,6 +13,7 @@ from nam_megatron.sizes import MATRIX, UNMEASURED, Group, Held, Line, Sizes
 
 if TYPE_CHECKING:
     from nam_megatron.plan import Plan
+    from nam_megatron.recipe import Recipe
 
 
 class Muon(Switch):
@@ -40,6 +41,14 @@ class Muon(Switch):
         yield Setting("muon_coefficient_type", "quintic", "Newton-Schulz polynomial", beside="ns_steps")
         yield Setting("muon_fp32_matmul_prec", "medium", "precision of its products", beside="ns_steps")
         yield Setting("muon_scalar_optimizer", "adam", "for everything that is not a matrix")
+
+    def idle(self, recipe: "Recipe", kinds: frozenset[str]) -> Iterator[tuple[str, str]]:
+        if (
+            "attention" not in kinds
+        ):  # megatron-core 0.19.2, optimizer/__init__.py: `linear_qkv.weight`; "TODO: support MLA"
+            yield "split_qkv", "no layer has queries, keys and values in one matrix"
+        if recipe.parallel.tensor == recipe.parallel.expert_tensor == 1:
+            yield "tp_mode", "no matrix is shared by tensor ranks"
 
     def check(self, plan: "Plan") -> Iterator[Problem]:
         f = plan.recipe.feature
