@@ -20,25 +20,31 @@ SECRET_WORD = re.compile(
     r"|(KEY|TOKEN|SECRET|PASSWORD|PASSWD)$",
     re.IGNORECASE,
 )
-# Secrets by their shape, wherever they come from. What is given, a value after a name or a header, keeps its name.
+# Secrets by their shape, wherever they come from. What is given, a value after a name or a header, keeps its name. Whatever may repeat is
+# counted, or a line of dashes would be looked at for minutes.
 SECRET_SHAPE = re.compile(
-    r"\b(?:hf_\w{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|gl(?:pat|dt|rt|cbt)-[\w-]{16,}|sk-[\w-]{16,}|[sr]k_(?:live|test)_\w{10,}"
-    r"|nvapi-[\w-]{16,}|xox[abeprs]-[\w-]{10,}|xapp-[\w-]{10,}|(?:AKIA|ASIA|AROA|AIDA|AGPA|ANPA)[0-9A-Z]{12,}|AIza[\w-]{30,}|ya29\.[\w.-]{16,}"
-    r"|GOCSPX-[\w-]{16,}|\d+-\w{16,}\.apps\.googleusercontent\.com|\w{3}8Q~[\w.~-]{20,}|SG\.[\w-]{16,}\.[\w-]{16,}|npm_\w{30,}"
-    r"|pypi-[\w-]{16,}|do[opr]_v1_\w{16,}|dapi[0-9a-f]{32}|shp(?:at|ca|pa|ss)_\w{16,}|sq0\w{3}-[\w-]{16,}|key-[0-9a-f]{32}"
-    r"|hv[sbr]\.[\w-]{16,}|\w{14}\.atlasv1\.[\w-]{16,}|AGE-SECRET-KEY-1\w{16,}|PMAK-[\w-]{16,}|lin_api_\w{16,}|glsa_\w{16,}"
+    r"(?<![^\W_])(?:hf_\w{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|gl(?:pat|dt|rt|cbt)-[\w-]{16,}|sk-[\w-]{16,}|[sr]k_(?:live|test)_\w{10,}"
+    r"|nvapi-[\w-]{16,}|xox[abeprs]-[\w-]{10,}|xapp-[\w-]{10,}|(?:AKIA|ASIA|AROA|AIDA|AGPA|ANPA|LTAI)[0-9A-Za-z]{12,}|AIza[\w-]{30,}"
+    r"|ya29\.[\w.-]{16,}|1//0[\w-]{16,}|GOCSPX-[\w-]{16,}|\d{1,20}-\w{16,64}\.apps\.googleusercontent\.com|\w{3}8Q~[\w.~-]{20,}"
+    r"|SG\.[\w-]{16,64}\.[\w-]{16,}|npm_\w{30,}|pypi-[\w-]{16,}|do[opr]_v1_\w{16,}|dapi[0-9a-f]{32}|shp(?:at|ca|pa|ss)_\w{16,}"
+    r"|sq0\w{3}-[\w-]{16,}|key-[0-9a-f]{32}|hv[sbr]\.[\w-]{16,}|s\.[A-Za-z0-9]{24}(?!\w)|\w{14}\.atlasv1\.[\w-]{16,}|AGE-SECRET-KEY-1\w{16,}"
+    r"|PMAK-[\w-]{16,}|NRAK-\w{16,}|lin_api_\w{16,}|gl[sc]a?_\w{30,}|gsk_\w{30,}|r8_\w{30,}|ntn_\w{30,}|xai-\w{30,}|pplx-\w{30,}|pcsk_\w{30,}"
+    r"|tskey-[\w-]{16,}|lsv2_\w{30,}|pscale_\w{30,}|whsec_\w{16,}|sbp_\w{30,}|dp\.[a-z]{2,5}\.\w{30,}|fm[12]_[\w+/=]{30,}|figd_[\w-]{30,}"
+    r"|pat\w{14}\.[0-9a-f]{40,}|wandb_v1_\w{16,}|(?:LS0tLS1CRUdJTi|b3BlbnNzaC1rZXkt)[\w+/=]{16,}|[0-9a-f]{32}-us\d{1,2}(?!\d)"
     r"|(?:SK|AC)[0-9a-f]{32}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+|arn:aws[\w:/+=,.@-]+)"
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY[A-Z ]*-----[\s\S]*?(?:-----END [A-Z ]*-----|\Z)"
+    r"|(?<=hooks\.slack\.com/services/)[\w/]{16,}|(?<=/api/webhooks/)\d{16,20}/[\w-]{30,}"
+    r"|-----BEGIN [A-Z ]{0,40}PRIVATE KEY[A-Z ]{0,40}-----[\s\S]*?(?:-----END [A-Z ]{0,40}-----|\Z)"
 )
 BEGINNINGS = (
-    "hf_", "gh", "github_pat_", "gl", "sk", "rk_", "nvapi-", "xox", "xapp-", "akia", "asia", "aroa", "aida", "agpa", "anpa",
-    "aiza", "ya29", "gocspx-", "googleusercontent", "8q~", "sg.", "npm_", "pypi-", "_v1_", "dapi", "shp", "sq0", "key-",
-    "hv", ".atlasv1.", "pmak-", "lin_api_", "ac", "eyj", "arn:aws", "-----begin",
+    "hf_", "gh", "github_pat_", "gl", "sk", "rk_", "nvapi-", "xox", "xapp-", "akia", "asia", "aroa", "aida", "agpa", "anpa", "ltai",
+    "aiza", "ya29", "1//0", "gocspx-", "googleusercontent", "8q~", "sg.", "npm_", "pypi-", "_v1_", "dapi", "shp", "sq0", "key-",
+    "hv", "s.", ".atlasv1.", "pmak-", "nrak-", "lin_api_", "r8_", "ntn_", "xai-", "pplx-", "pcsk_", "lsv2_", "pscale_", "whsec_", "sbp_",
+    "dp.", "fm1_", "fm2_", "figd_", "pat", "ls0tls1", "b3blbnnz", "-us", "webhooks", "slack.com", "ac", "eyj", "arn:aws", "-----begin",
 )  # fmt: skip
 # Those that begin with nothing of their own: bot tokens, ids of clouds, a secret access key.
 LONG_SHAPE = re.compile(
-    r"(?<![\w/+=.-])(?:\d{8,10}:[\w-]{35}(?![\w-])|[\w-]{24,28}\.[\w-]{6}\.[\w-]{27,}|[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b"
-    r"|(?=[\w/+]*[a-z])(?=[\w/+]*[A-Z])(?=[\w/+]*\d)[A-Za-z0-9/+]{40}(?![\w/+=]))"
+    r"(?<![\w/+=.-])(?:\d{8,10}:[\w-]{35}(?![\w-])|[\w-]{24,28}\.[\w-]{6}\.[\w-]{27,}|[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b"
+    r"|(?=[\w/+]{0,39}[a-z])(?=[\w/+]{0,39}[A-Z])(?=[\w/+]{0,39}\d)[A-Za-z0-9/+]{40}(?![\w/+=]))"
 )
 LONG = re.compile(r"[\w/+-]{24}|\d{8}[:-]")
 SECRET_NAME = (
@@ -46,24 +52,42 @@ SECRET_NAME = (
     r"|private[_-]?key|account[_-]?key|shared[_-]?key|shared[_-]?access[_-]?(?:key|signature)|encryption[_-]?key|client[_-]?id|tenant[_-]?id"
     r"|subscription[_-]?id|key[_-]?pair[_-]?id|security[_-]?token|session[_-]?id)"
 )
+QUOTED = r"(?:\"[^\"\r\n]*|'[^'\r\n]*|[^\s\"']+)"
 GIVEN = re.compile(
-    rf"(?i)((?:^|[^a-z])(?:[\w-]*[_-])?{SECRET_NAME}(?:[_-]?(?:key|token|id|value))?[\"']?\s*(?:=|:|=>|%3D)\s*[\"']?)(?!<secret>)[^\s\"'&,;|<>]+"
+    rf"(?i)((?:^|[^a-z])(?:[\w-]{{0,40}}[_-])?(?:(?:access|session|refresh|secret|client|api|db|user|pg){{1,2}})?{SECRET_NAME}"
+    rf"(?:[_-]?(?:key|token|secret|id|value))?[\"']?\s{{0,8}}(?:=|:|=>|%3D|：)\s{{0,8}}(?:\x1b\[[\d;]{{0,8}}m)?)(?![\"']?<){QUOTED}"
+)
+# "the password is ...", "your API key ...": letters and digits, or it is a word of the sentence.
+SAID = re.compile(
+    r"(?i)((?:^|[^a-z])(?:pass(?:word|wd|phrase|wort)|pw|secret|token|(?:api|access|secret|private)[ _-]key)(?: for \w{1,20})?"
+    r"(?:\s{1,4}is)?\s{0,4}[:=]?\s{1,4}[\"']?)(?=[^\s\"']{0,64}[a-z])(?=[^\s\"']{0,64}\d)(?!<)[^\s\"']{8,}"
+)
+KEY_HEX = re.compile(
+    r"(?i)((?:^|[^a-z])(?:key|logged in with)[\"']?\s{0,4}[:= ]\s{0,4}[\"']?)[0-9a-f]{32,64}(?![0-9a-z])"
 )
 HEADER = re.compile(
-    r"(?i)(\b(?:proxy-)?authorization[\"']?\s*[:=]\s*[\"']?\w+\s+|\b(?:set-)?cookie[\"']?\s*:\s*|\bx-[\w-]*(?:token|key|secret)[\"']?\s*:\s*)[^\"'\r\n]+"
+    r"(?i)(\b(?:proxy-)?authorization[\"']?\s{0,8}[:=]\s{0,8}[\"']?(?:\w{1,20}\s{1,8})?|\b(?:set-)?cookie[\"']?\s{0,8}:\s{0,8}"
+    r"|\bx-(?:[\w-]{0,40}?)(?:token|key|secret)[\"']?\s{0,8}:\s{0,8})(?!<secret>)[^\"'\r\n]+"
 )
-SCHEME = re.compile(r"(?i)(\b(?:bearer|basic|digest|negotiate)\s+)(?=[^\s\"']*[\d=_])[\w.~+/=-]{6,}")
-NETRC = re.compile(r"(?i)(\blogin\s+\S+\s+password\s+|\s-(?:p|pw)\s+|--(?:password|token|secret|api-key)\s+)\S+")
+SCHEME = re.compile(
+    r"(?i)(\b(?:bearer|basic|digest|negotiate)\s{1,8})(?:(?=[^\s\"']{0,64}[\d=_])[\w.~+/=-]{6,}|[\w.~+/=-]{20,})"
+)
+NETRC = re.compile(
+    r"(?i)(\blogin\s{1,8}\S{1,200}\s{1,8}password\s{1,8}|\s-(?:p|pw)\s{1,8}|--(?:[\w-]{0,40}[_-])?(?:password|token|secret|api[_-]key)\s{1,8}"
+    r"|\bmysql\w{0,8}\s(?:\S{1,100}\s){0,8}?-p|\s(?:-u|--user)\s{1,8}[^\s:@/]{1,100}:|\sclone\s{1,8}[^\s:@/]{1,100}:(?=[^\s@]{1,200}@))\S+"
+)
 # Of which words one stands in whatever a pattern finds.
 NEEDS = {
     HEADER: ("authorization", "cookie", "x-"),
     SCHEME: ("bearer", "basic", "digest", "negotiate"),
     GIVEN: ("pass", "pwd", "secret", "token", "key", "auth", "credential", "sig", "id"),
-    NETRC: ("password", " -p", "--token", "--secret", "--api-key"),
+    SAID: ("pass", "pw", "secret", "token", "key"),
+    KEY_HEX: ("key", "logged in with"),
+    NETRC: ("password", " -p", "token", "secret", "api-key", "api_key", " -u", "--user", " clone "),
 }
-KEY_BEGINS = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY[A-Z ]*-----")
+KEY_BEGINS = re.compile(r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY[A-Z ]{0,40}-----")
 KEY_LINE = re.compile(r"(?:\[\w+\]:\s*)?\s*(?:[A-Za-z0-9+/=]{1,76}|[\w-]+: \S.{0,76}|-----END [A-Z ]*-----.*)?\s*")
-IN_URL = re.compile(r"(?<=://)[^/\s@]*:[^\s@]*@|(?<=://)[^/\s@]+@")
+IN_URL = re.compile(r"(?<=://)[^/\s@]{0,200}:[^\s@]{0,400}@|(?<=://)[^/\s@]{1,200}@")
 # Variables that are recorded: those that the software that trains reads, and no others.
 RECORDED = re.compile(
     r"^(?:(?:NCCL|TORCH|TORCHINDUCTOR|TORCHELASTIC|PYTORCH|CUDA|CUBLAS|CUDNN|CUTE|NVTE|NVIDIA|TRITON|TILELANG|MAMBA|MEGATRON|FLASH|OMP|KMP|MKL"
