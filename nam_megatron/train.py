@@ -28,6 +28,7 @@ from nam_megatron.setting import Env
 
 # What torchrun tells each process. Nothing else of the environment decides anything; what the plan demands of it is checked.
 RANK, WORLD_SIZE = "RANK", "WORLD_SIZE"
+OPTIMIZE = "PYTHONOPTIMIZE"  # Python leaves out every assert
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,9 @@ def objections(job: Job, argv: Sequence[str], environ: Mapping[str, str]) -> Ite
         cluster = job.plan.recipe.cluster
         hint = f"start {cluster.nodes} x {cluster.gpus_per_node} processes, or translate again with another `cluster`"
         yield Problem(f"{environ[WORLD_SIZE]} processes, and the plan is for {world}", "cluster", hint)
+    if environ.get(OPTIMIZE):
+        why = "what Megatron asserts of a model would not be checked"
+        yield Problem(f"{OPTIMIZE} is set: {why}", hint=f"unset {OPTIMIZE}")
     for env in job.env:
         if env.allows(environ.get(env.name)):
             continue
