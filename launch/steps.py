@@ -265,6 +265,11 @@ def _gib(size: float) -> float:
     return round(size / GIB, 3)
 
 
+def _forward(seconds: float) -> float | None:
+    """A time between two readings of the host's clock; None where that was set back between them, as it is every autumn."""
+    return seconds if seconds >= 0 else None
+
+
 def bad_put(
     said: Said, started: datetime | None, ended: datetime | None, *, every: int | None = None
 ) -> dict[str, Any] | None:
@@ -292,10 +297,10 @@ def bad_put(
         middle = median(map(_ms, steady[:WINDOW]))
         excess = sum((_ms(s) - middle) * (s.number - before) for s, before in lines) / 1000
     known = {
-        "wall_s": (ended - started).total_seconds() if started and ended else None,
-        "until_first_step_s": began if began is not None and began >= 0 else None,
+        "wall_s": _forward((ended - started).total_seconds()) if started and ended else None,
+        "until_first_step_s": None if began is None else _forward(began),
         "first_steps_excess_s": excess,
-        "checkpoints_s": sum(saved, 0.0),
+        "checkpoints_s": None if any(_forward(s) is None for s in saved) else sum(saved, 0.0),
     }
     known = {k: None if v is None or not math.isfinite(v) else round(v, 1) + 0.0 for k, v in known.items()}
     return {**known, "checkpoints": len(saved)}

@@ -1,6 +1,7 @@
 """What the parser makes of Megatron's log: a real one (a CPU's), lines by hand, and lines by Hypothesis."""
 
 import math
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,19 @@ def test_with_a_line_every_ten_steps_the_second_one_still_holds_the_first_step()
     made = figures(*lines)
     assert (made["window"]["first"], made["window"]["median_ms"], made["steps"]) == (20, 101, 30)
     assert steps.bad_put(steps.read(lines), None, None)["first_steps_excess_s"] == pytest.approx(89.9, abs=0.05)
+
+
+def test_a_clock_that_is_set_back_measures_nothing():
+    """As every autumn: the log's hours are local ones."""
+    noon = datetime(2026, 10, 25, 2, 59)
+    lines = []
+    for said, seconds in (
+        ("saving checkpoint at iteration", 0),
+        ("successfully saved checkpoint from iteration", 20 - 3600),
+    ):
+        lines.append(f" [{noon + timedelta(seconds=seconds):%Y-%m-%d %H:%M:%S.%f}] {said}       9 to c")
+    put = steps.bad_put(steps.read(lines), noon, noon - timedelta(seconds=3000))
+    assert (put["wall_s"], put["checkpoints_s"], put["checkpoints"]) == (None, None, 1)
 
 
 def test_a_resumed_run_counts_from_its_own_first_step():
