@@ -77,6 +77,10 @@ def objections(receipts: Sequence[Receipt]) -> Iterator[Problem]:
         elif len(set(values)) > 1:
             yield Problem(f"{title} differs: {quoted(dict.fromkeys(parted(values)))}", None, ANYWAY)
     yield from environments(receipts)
+    peaks = [at(r, "forecast.peak_tflops") for r in receipts]
+    if len(set(peaks)) > 1:
+        measure = quoted(dict.fromkeys(map(shown, peaks)))
+        yield Problem(f"MFU is measured by different peaks: {measure} TFLOP/s", None, f"leave `device` alone; {ANYWAY}")
 
 
 def environments(receipts: Sequence[Receipt]) -> Iterator[Problem]:

@@ -80,6 +80,12 @@ def test_another_environment_of_the_training_processes_is_another_regime(name, v
     assert f"environ.{name}" in compare.table(pair, anyway=True)
 
 
+def test_another_peak_is_another_utilisation():
+    pair = [made(run, forecast={"peak_tflops": peak}) for run, peak in (("one", 989.0), ("two", 500.0))]
+    with pytest.raises(Refused, match="MFU is measured by different peaks: `989` and `500` TFLOP/s"):
+        compare.table(pair)
+
+
 def test_marks_of_two_folders_say_nothing_of_each_other():
     pair = [
         made(run, lineage=LINEAGE | {"pool": "p"}, box=BOX | {"salt": salt},
