@@ -52,10 +52,11 @@ SECRET_NAME = (
     r"|private[_-]?key|account[_-]?key|shared[_-]?key|shared[_-]?access[_-]?(?:key|signature)|encryption[_-]?key|client[_-]?id|tenant[_-]?id"
     r"|subscription[_-]?id|key[_-]?pair[_-]?id|security[_-]?token|session[_-]?id)"
 )
-QUOTED = r"(?:\"[^\"\r\n]*|'[^'\r\n]*|[^\s\"']+)"
+# Up to the quote that it began with, or in one word.
+QUOTED = r"(?:(?<=\")[^\"\r\n]+|(?<=')[^'\r\n]+|[^\s\"']+)"
 GIVEN = re.compile(
     rf"(?i)((?:^|[^a-z])(?:[\w-]{{0,40}}[_-])?(?:(?:access|session|refresh|secret|client|api|db|user|pg){{1,2}})?{SECRET_NAME}"
-    rf"(?:[_-]?(?:key|token|secret|id|value))?[\"']?\s{{0,8}}(?:=|:|=>|%3D|：)\s{{0,8}}(?:\x1b\[[\d;]{{0,8}}m)?)(?![\"']?<){QUOTED}"
+    rf"(?:[_-]?(?:key|token|secret|id|value))?[\"']?\s{{0,8}}(?:=>|=|:|%3D|：)\s{{0,8}}(?:\x1b\[[\d;]{{0,8}}m)?[\"']?)(?![\"']?<){QUOTED}"
 )
 # "the password is ...", "your API key ...": letters and digits, or it is a word of the sentence.
 SAID = re.compile(

@@ -94,13 +94,14 @@ NUMBER = "7" * 40
 SHAPES = [
     *(("", f"{begin}{NUMBER[:16]}") for begin in (
         "hf_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "gldt-", "glrt-", "glcbt-", "sk-", "nvapi-", "GOCSPX-",
-        "hvs.", "hvb.", "hvr.", "pypi-", "dop_v1_", "dor_v1_", "doo_v1_", "AGE-SECRET-KEY-1", "PMAK-", "lin_api_", "glsa_", "ya29.",
+        "hvs.", "hvb.", "hvr.", "pypi-", "dop_v1_", "dor_v1_", "doo_v1_", "AGE-SECRET-KEY-1", "PMAK-", "lin_api_", "ya29.",
         "sq0atp-", "shpat_", "shpca_", "shppa_", "shpss_", "77777777777777.atlasv1.",
     )),
     *(("", f"{begin}{NUMBER[:12]}") for begin in ("AKIA", "ASIA", "AROA", "AIDA", "AGPA", "ANPA")),
     *(("", f"{begin}{NUMBER[:10]}") for begin in ("sk_live_", "sk_test_", "rk_live_", "rk_test_", "xapp-")),
     *(("", f"xox{kind}-{NUMBER[:10]}") for kind in "abeprs"),
     *(("", f"{begin}{NUMBER[:32]}") for begin in ("dapi", "key-", "SK", "AC")),
+    ("", f"glsa_{NUMBER[:30]}"),
     ("", f"AIza{NUMBER[:30]}"), ("", f"npm_{NUMBER[:30]}"), ("", f"1-{NUMBER[:16]}.apps.googleusercontent.com"),
     ("", f"7778Q~{NUMBER[:20]}"),
     ("", f"SG.{NUMBER[:16]}.{NUMBER[:16]}"), ("", f"eyJ{NUMBER[:8]}.{NUMBER[:8]}.7"), ("", "arn:aws:x"),
