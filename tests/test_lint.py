@@ -865,3 +865,15 @@ def test_any_flags_are_described_and_checked(data):
     if data.draw(st.integers(0, 29)) == 0:
         with contextlib.suppress(Refused):
             recipe.make(found, Path("mine.yaml"))
+
+
+def test_layers_of_ours_are_not_taken_as_megatrons():
+    """Translate's words for a pipe say that some `M` are ours, and no more."""
+    found = lint(" ".join(argv.words(lowered("nam56r"))))
+    rows = dict(describe.rows(found.args, found.model))
+    assert rows["parameters"] == "?" and "17 Mamba-2 or ours" in rows["layers"] and "Mamba" not in rows
+    notes = list(describe.notes(found.args, found.model))
+    assert any("mamba3, m2rnn of ours" in note for note in notes) and not any("no flag says" in note for note in notes)
+    assert {"number": 12, "kind": None} in describe.data(found.args, found.model)["layers"]
+    with pytest.raises(Refused, match="--nam-model"):
+        recipe.make(found, Path("mine.yaml"))

@@ -52,7 +52,10 @@ def notes(a: Args, m: Model) -> Iterator[str]:
         if harmless(name, a.target)
     ]:
         yield f"not set in the text, and no matter here: {', '.join(paths)}"
-    if known(lambda: "mamba2" in m.kinds and not a.any_said(*MAMBA), False):
+    if m.marked:
+        ours = f"`--nam-model` says that layers are {', '.join(m.marked)} of ours"
+        yield f"{ours}: stock Megatron stops at it; which and how large stands in plan.json"
+    if known(lambda: "mamba2" in m.kinds and not m.hidden_mixers and not a.any_said(*MAMBA), False):
         plan = "" if m.a.launch.script and not m.ours else "; Mamba-3 and M2RNN of ours would stand in plan.json alone"
         yield f"`M` layers are taken as Mamba-2 of Megatron's default sizes: no flag says otherwise{plan}"
     if known(lambda: m.tp * m.cp > 1 and not m.fsdp and "CUDA_DEVICE_MAX_CONNECTIONS" not in a.launch.env, False):
@@ -69,7 +72,9 @@ def data(a: Args, m: Model) -> dict[str, object]:
         "kind": known(lambda: "hybrid" if m.hybrid else "gpt"),
         "num_layers": known(lambda: m.num_layers),
         "pattern": known(lambda: m.pattern),
-        "layers": known(lambda: [{"number": n, "kind": k} for n, k in m.layers]),
+        "layers": known(
+            lambda: [{"number": n, "kind": None if m.hidden_mixers and k == "mamba2" else k} for n, k in m.layers]
+        ),
         "mtp": known(lambda: {"depths": m.mtp_depths, "kinds": list(m.mtp_layers)}),
         "parameters": known(lambda: {"total": m.count.total, "active": m.count.active, "by": dict(m.count.by)}),
         "arguments": {name: _plain(a.value(name)) for name in sorted(a.given)},
@@ -118,7 +123,8 @@ def _model(a: Args, m: Model) -> str:
 
 
 def _layers(m: Model) -> str | None:
-    lines = [f"{len(m.numbers(k)):>3} {TITLES[k]:<16} {ranges(m.numbers(k))}".rstrip() for k in TITLES if m.numbers(k)]
+    titles = TITLES | ({"mamba2": "Mamba-2 or ours"} if m.hidden_mixers else {})
+    lines = [f"{len(m.numbers(k)):>3} {titles[k]:<16} {ranges(m.numbers(k))}".rstrip() for k in TITLES if m.numbers(k)]
     return "\n".join(lines) or "none"
 
 
@@ -238,7 +244,7 @@ def _experts(a: Args, m: Model) -> str | None:
 
 
 def _mamba(a: Args, m: Model) -> str | None:
-    if "mamba2" not in m.kinds:
+    if "mamba2" not in m.kinds or m.hidden_mixers:
         return None
     heads = f"{m.mamba_heads}" + ("" if a.said("mamba_num_heads") else " (default)")
     return f"{heads} heads of {_v(a, 'mamba_head_dim')}, state {_v(a, 'mamba_state_dim')}, {_v(a, 'mamba_num_groups')} groups"

@@ -38,6 +38,19 @@ class Model:
         self.plan = args.launch.plan
         self.ours = script.startswith("nam_megatron.") or "--nam-plan" in args.launch.words or self.plan is not None
 
+    @cached_property
+    def marked(self) -> tuple[str, ...]:
+        """Kinds of ours that `--nam-model KINDS:DIGEST` names: only our trainer builds them, from a plan that is not here."""
+        words = self.a.launch.words
+        if self.plan or "--nam-model" not in words[:-1]:
+            return ()
+        return tuple(words[words.index("--nam-model") + 1].partition(":")[0].split("+"))
+
+    @property
+    def hidden_mixers(self) -> bool:
+        """Whether `M` stands for layers of ours too, and nothing here says which."""
+        return bool({"mamba3", "m2rnn"} & {*self.marked})
+
     @property
     def dsa_kernels(self) -> str | None:
         """Whose sparse attention runs: `megatron`, or one of ours; None where the text does not tell who trains."""
@@ -258,6 +271,8 @@ class Model:
         """Parameters of the whole model; without embeddings where their size is not known."""
         if self.plan:
             return self.plan.count
+        if self.hidden_mixers:
+            raise NotKnown("--nam-model")
         a = self.a
         plain = {name: getattr(a, name) for name in READS}
         plain |= {

@@ -105,6 +105,9 @@ def make(report: Report, path: Path) -> Made:
     """The preset's text, checked; nothing is written."""
     a, m = report.args, report.model
     lost: list[str] = []
+    if m.hidden_mixers:
+        hint = "lint the run.sh that stands beside its plan.json"
+        raise Refused(Problem("no recipe: what `--nam-model` stands for is not in the text", "recipe", hint))
     try:
         groups, wanted = _groups(a, m), _ours(m, path.stem) or _wanted(a, m, path.stem, lost)
     except NotKnown as err:
