@@ -176,15 +176,16 @@ class Origin:
         named = any(text.startswith("preset=") for text in self.overrides)
         return "" if named else f"note: no `conf=`: the preset {name}\n"
 
-    def where(self, key: str) -> str | None:
-        """`conf/model/nam56r.yaml:12`, or the override, or None if `key` is nowhere."""
+    def where(self, key: str, or_above: bool = True) -> str | None:
+        """`conf/model/nam56r.yaml:12`, or the override, or None if `key` is nowhere. or_above: where its parent stands will do."""
         parts = tuple(re.sub(r"\[(\d+)\]", "", key).split("."))
         for text in reversed(self.overrides):
             override = OverridesParser.create().parse_override(text)
             target = tuple(override.key_or_group.replace("/", ".").split("."))
             if target == parts[: len(target)] and not self._loader.get_group_options(override.key_or_group):
                 return f"command line: {clipped(text)}"
-        for length in range(len(parts), 0, -1):  # a missing or unknown key: where its parent stands
+        shortest = 1 if or_above else len(parts)
+        for length in range(len(parts), shortest - 1, -1):  # a missing or unknown key: where its parent stands
             for path, package, node in self._files:
                 if (found := _find(node, package, parts[:length])) is not None:
                     key_node, value = found
@@ -192,8 +193,16 @@ class Origin:
                         up, name = link.groups()  # each dot goes one level up from the key itself
                         return self.where(".".join((*parts[: length - len(up)], name) if up else (name,)))
                     return f"{_short(path)}:{key_node.start_mark.line + 1}"
+            below = (word for word in reversed(self.overrides) if length == len(parts) and _within(_key_of(word), key))
+            if word := next(below, None):
+                return f"command line: {clipped(word)}"
         return next(
-            (_short(path) for path, package, _ in self._files if package and package == parts[: len(package)]), None
+            (
+                _short(path)
+                for path, package, _ in self._files
+                if len(package or ()) >= shortest and package == parts[: len(package)]
+            ),
+            None,
         )
 
 
@@ -225,6 +234,12 @@ class _Defaults:
 DEFAULTS = _Defaults()
 # Hydra warns of a folder that is not there, and goes on; Origin.astray refuses it.
 warnings.filterwarnings("ignore", message="provider=.* is not available", category=UserWarning)
+
+
+def _key_of(override: str) -> str:
+    """The key that a word of the command line is about."""
+    key: str = OverridesParser.create().parse_override(override).key_or_group
+    return key.replace("/", ".")
 
 
 def _within(said: str, key: str) -> bool:

@@ -128,14 +128,21 @@ def explain(lowering: Lowering, name: str, origin: Origin) -> str:
     """Who sets a flag, or what a recipe key is: from which key, file and line, why, and what Megatron is told."""
     if name.split(".")[0] in Recipe.model_fields and not name.startswith("-"):
         return explain_key(lowering, name, origin)
-    name = name if name.startswith("-") else "--" + name.replace("_", "-")
+    asked, name = name, name if name.startswith("-") else "--" + name.replace("_", "-")
     target = lowering.target
+    if name == argv.MARKER:
+        return _told(name, _marked(lowering))
     flag = target.by_name(name)
     if flag is None:
         close = difflib.get_close_matches(name, target.flags, 1)
-        hint = (
-            f"did you mean `{close[0]}`?" if close else "a recipe key is written with its section: `explain=optim.lr`"
-        )
+        if ends := [f"`{key}`" for key, _ in keys(origin) if f".{key}".endswith(f".{asked}")]:
+            hint = f"a recipe key is written whole: {' or '.join(ends)}"
+        else:
+            hint = (
+                f"did you mean `{close[0]}`?"
+                if close
+                else "a recipe key is written with its section: `explain=optim.lr`"
+            )
         raise Refused(Problem(f"Megatron {target.pin} has no flag `{name}`", "explain", hint))
     s = lowering.by_name.get(flag.dest)
     if s is None:
@@ -145,6 +152,16 @@ def explain(lowering: Lowering, name: str, origin: Origin) -> str:
     rows = {"says": shown, "owner": s.owner, "set": set_by, "why": s.why}
     rows["default"] = f"{flag.default!r} in Megatron {target.pin}"
     return _told(flag.name, rows)
+
+
+def _marked(lowering: Lowering) -> Mapping[str, str]:
+    """Of the one argument that is ours."""
+    says = " ".join(argv.marker(lowering)) or "nothing: stock Megatron trains these arguments as they are meant"
+    return {
+        "says": says,
+        "why": "stock Megatron would train another model on these arguments; it has no such flag and stops",
+        "kind": "our trainer's own: layers that only it trains, and a digest of their keys; compared with plan.json",
+    }
 
 
 def explain_key(lowering: Lowering, key: str, origin: Origin) -> str:
@@ -160,11 +177,11 @@ def explain_key(lowering: Lowering, key: str, origin: Origin) -> str:
     stands = all(value_at(recipe, ".".join(parents[: i + 1])) is not None for i in range(len(parents)))
     here = value_at(recipe, key)
     if section(config.model_fields[last].annotation):
-        here = "on" if here is not None else "does not stand here"
+        here = getattr(here, "name", "on") if here is not None else "does not stand here"
     elif not stands or (here is None and not config.model_fields[last].is_required()):
         here = "does not stand here: nothing reads it in this plan"
     rows = {"is": row.doc, "here": str(here)}
-    if place := origin.where(key):
+    if place := origin.where(key, or_above=False):
         rows["set"] = place
     told = [
         " ".join(lowering.target.words(s)) or f"{s.name}={s.value!r}, without a word"
@@ -215,7 +232,7 @@ def kinds(origin: Origin) -> Rows:
 def features(origin: Origin) -> Rows:
     """Every feature, by the key that switches it on."""
     for name, feature in FEATURES.items():
-        yield f"{name}.{feature.switch}", _first(feature) + _built(feature.missing)
+        yield f"feature.{name}.{feature.switch}", _first(feature) + _built(feature.missing)
 
 
 def keys(origin: Origin) -> Rows:

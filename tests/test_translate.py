@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from command import TRANSLATE, cold, on_terminal, warm
@@ -296,6 +297,18 @@ def test_explain_what_is_not_set():
     )
 
 
+def test_explain_a_section_a_marker_and_a_key_by_its_end():
+    assert answer("conf=nam56r", "explain=lane")["here"] == "author_dp"
+    assert answer("conf=nam56r", "explain=--nam-model")["says"].startswith("--nam-model dsa+mamba3+m2rnn:")
+    assert warm("conf=nam56r", "explain=moe.top_k").err.endswith("written whole: `model.blocks.moe.top_k`\n")
+
+
+def test_explain_a_key_that_no_file_gives(here):
+    """Another key's line is not its place."""
+    words = ["--config-dir", str(Path(__file__).parent / "presets_outside"), "conf=qwen3_next"]
+    assert "set" not in answer(*words, "explain=model.blocks.mla.kernels")
+
+
 def test_explain_a_flag_that_does_not_exist(here):
     one_error(
         warm("conf=nam56r", "explain=--rotary-bas", cwd=here),
@@ -344,8 +357,10 @@ def test_lists_of_words():
     first = {name: [line.split()[0] for line in found] for name, found in lines.items()}
     assert first["lanes"] == sorted(path.stem for path in (conf_dir() / "lane").glob("*.yaml"))
     assert all("gives up" in line for line in lines["lanes"])
-    assert first["kinds"] == list(KINDS) and first["features"] == [f"{n}.{f.switch}" for n, f in FEATURES.items()]
-    assert "mhc.streams" in next(line for line in lines["features"] if "not built" in line)
+    assert first["kinds"] == list(KINDS) and first["features"] == [
+        f"feature.{n}.{f.switch}" for n, f in FEATURES.items()
+    ]
+    assert "feature.mhc.streams" in {line.split()[0] for line in lines["features"] if "not built" in line}
     assert {"optim.lr", "model.blocks.moe.top_k", "feature.mtp.depths"} <= set(first["keys"])
     assert len(set(first["keys"])) == len(first["keys"])
 
