@@ -76,7 +76,7 @@ MESSAGES = {
         "there are: author_dp, native_dp, nemo_native"),
     "a key taken away": (
         ["~model.depth"],
-        "error: key `depth` is missing @ model (command line: ~model.depth)\n\nhint: give it: `model.depth=...`",
+        "error: key `depth` is missing @ model (command line: ~model.depth)\n\nhint: give it: `+model.depth=...`",
     ),
     "a key that must be given": (
         ["model.depth=???"],
@@ -151,6 +151,49 @@ def test_every_finding_is_said_at_once():
         load("nam56r", ["model.depth=0", "optim.lr=x", "model.blocks.moe.top_k=2.5", "+parallel.tensr=2"])
     keys = [p.key for p in refused.value.problems]
     assert keys == ["model.depth", "model.blocks.moe.top_k", "parallel", "optim.lr"]
+
+
+FOLLOWED = {  # what somebody types -> what the hint says, which is then typed instead or too
+    "a key of a kind, taken away": (["~model.blocks.moe.top_k"], "+model.blocks.moe.top_k=4"),
+    "a key that hangs on another": (["~model.blocks.moe.expert_bias_update_rate"], "++model.blocks.moe.expert_bias_update_rate=0.1"),
+    "no depth of full recompute": (
+        ["feature.recompute.granularity=full"], "feature.recompute.method=uniform feature.recompute.layers=1",
+    ),
+    "no part to recompute": (["feature.recompute.granularity=selective"], "feature.recompute.modules=[core_attn]"),
+    "no part to capture": (["feature.cuda_graphs.impl=transformer_engine"], "feature.cuda_graphs.modules=[attn]"),
+    "plain data parallel": (
+        ["feature.distributed_optimizer.enabled=false"], "feature.distributed_optimizer.overlap_param_gather=false",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "then"), FOLLOWED.values(), ids=FOLLOWED)
+def test_a_hint_helps_who_follows_it_literally(words, then):
+    with pytest.raises(Refused) as refused:
+        translate(load("nam56r", words))
+    hint = refused.value.problems[0].hint
+    assert all(word.split("=")[0] in hint for word in then.split()), hint
+    translate(load("nam56r", [*words, *then.split()]))
+
+
+def test_one_key_of_a_kind_that_does_not_stand():
+    """It says that none stands, and asks for no more keys of it."""
+    with pytest.raises(Refused) as refused:
+        load("nam56r_native_dp", ["~model.blocks.mamba3", "+model.blocks.mamba3.heads=4", "lane=native_dp"])
+    (problem,) = refused.value.problems
+    assert problem.message == "no layer is Mamba-3"
+
+
+def test_a_letter_that_is_not_in_the_pattern_has_no_kind():
+    with pytest.raises(Refused, match="the pattern has no `R`"):
+        load("nam56r_native_dp", ["model.pattern=AEME", "model.letters.R=m2rnn"])
+    assert load("nam56r_native_dp", ["model.pattern=AEME"]).model.letters.R is None
+
+
+def test_a_kind_whose_letter_is_not_written():
+    with pytest.raises(Refused) as refused:
+        load("nam56r_native_dp", ["model.pattern=EMEM", "model.blocks.attention.head_dim=64"])
+    assert "write `A` into `model.pattern`" in refused.value.problems[0].hint
 
 
 def test_a_misspelt_preset_is_guessed():

@@ -58,7 +58,7 @@ class CudaGraphs(Feature):
             yield Problem(
                 "CUDA graphs without modules would capture whole layers, dropless MoE included",
                 at + "modules",
-                "name them",
+                f"name them: `{at}modules=[attn]`, or `+overlay=graphs`",
             )
         for module in self.modules:
             if module != "attn" and not any(module in block.graph_parts for block in plan.blocks):

@@ -56,7 +56,9 @@ class DistributedOptimizer(Feature):
         at = "feature.distributed_optimizer."
         if self.overlap_param_gather and not self.enabled:
             yield Problem(
-                "there are no sharded weights to gather", at + "overlap_param_gather", f"set `{at}enabled=true`"
+                "there are no sharded weights to gather",
+                at + "overlap_param_gather",
+                f"set `{at}overlap_param_gather=false`, or `{at}enabled=true`",
             )
         if self.reshardable and not self.enabled:
             yield Problem("unsharded state is always reshardable", at + "reshardable", "set it to false")

@@ -58,7 +58,9 @@ class Recompute(Feature):
         if self.granularity == "selective":
             if not self.modules:
                 yield Problem(
-                    "selective recompute without modules recomputes `core_attn` silently", at + "modules", "name them"
+                    "selective recompute without modules recomputes `core_attn` silently",
+                    at + "modules",
+                    f"name them: `{at}modules=[core_attn]`, say",
                 )
             if self.method or self.layers:
                 yield Problem(
@@ -83,7 +85,9 @@ class Recompute(Feature):
                 )
             if not self.method or not self.layers:
                 yield Problem(
-                    "full recompute needs `method` and `layers`", at + "method", "set `method=uniform layers=1`, say"
+                    "full recompute needs `method` and `layers`",
+                    at + "method",
+                    f"set `{at}method=uniform {at}layers=1`, say",
                 )
             elif self.layers > plan.longest_stage:
                 yield Problem(

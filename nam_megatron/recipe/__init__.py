@@ -132,7 +132,7 @@ def from_config(cfg: DictConfig, origin: Any = None, without: Iterable[str] = ()
             tree = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue:
         absent = sorted(OmegaConf.missing_keys(cfg))
-        raise Refused((Problem(f"key `{k}` must be given", k, _missing_hint(k)) for k in absent), origin) from None
+        raise Refused((Problem(f"key `{k}` must be given", k, f"give it: `{k}=...`") for k in absent), origin) from None
     except OmegaConfBaseException as err:
         key = getattr(err, "full_key", None) or None
         if impure:
@@ -224,7 +224,7 @@ def parsed(tree: Mapping[str, Any], origin: Any = None) -> Recipe:
     try:
         recipe = Recipe.model_validate(_tuples(tree))
     except ValidationError as err:
-        raise Refused((_problem(e) for e in err.errors(include_url=False)), origin) from None
+        raise Refused(_problems(err, tree), origin) from None
     if endless := list(_endless(recipe.model_dump())):
         raise Refused((Problem("an integer of more than 63 bits", key) for key in endless), origin)
     return recipe
@@ -283,7 +283,8 @@ def _first_line(err: Exception) -> str:
 
 
 def _missing_hint(key: str | None) -> str | None:
-    return f"give it: `{re.sub(r'\[(\d+)\]', r'.\1', key)}=...`" if key else None
+    """For a key that no file gives: Hydra takes it with a plus alone."""
+    return f"give it: `+{re.sub(r'\[(\d+)\]', r'.\1', key)}=...`" if key else None
 
 
 def _dotted(loc: Iterable[Any]) -> str:
@@ -313,6 +314,19 @@ def keys_hint(loc: Sequence[Any]) -> str:
     """For somebody who wrote a key under `loc` that does not exist. At the top a command has words of its own."""
     names = keys_at(loc) if loc else ()
     return f"there are: {', '.join(names)}" if names else "`--cfg job` prints every key there is"
+
+
+def _problems(err: ValidationError, tree: Any) -> Iterator[Problem]:
+    """What is wrong with a tree. Of a kind that no letter names its missing keys are not asked for: it is refused itself."""
+    named, told = standing.named(tree), set[str]()
+    for error in err.errors(include_url=False):
+        loc = error["loc"]
+        kind = loc[2] if loc[:2] == ("model", "blocks") and len(loc) > 3 and error["type"] == "missing" else None
+        if kind is None or kind in named:
+            yield _problem(error)
+        elif kind not in told:
+            told.add(str(kind))
+            yield standing.no_layer(str(kind), named)
 
 
 def _problem(error: Mapping[str, Any]) -> Problem:

@@ -151,7 +151,7 @@ def stand(recipe: "Recipe", said: Said, typed: Said | None = None) -> "Recipe":
     feature, problems = recipe.feature, list[Problem]()
     for kind in KINDS:
         if kind not in configs and said(f"model.blocks.{kind}"):
-            problems.append(no_layer(kind, here))
+            problems.append(no_layer(kind, here, recipe))
     off = [name for name in FEATURES if getattr(feature, name) is not None and not getattr(feature, name).on]
     for name in off:
         cls = FEATURES[name]
@@ -163,8 +163,8 @@ def stand(recipe: "Recipe", said: Said, typed: Said | None = None) -> "Recipe":
                 problems.append(Problem(message, f"feature.{name}.{key}", hint))
     idle = dict(_idle(recipe, here, configs, frozenset(off)))
     for key, why in idle.items():
-        # A family's design has letters that not every pattern has.
-        if said(key) and not key.startswith("model.letters."):
+        # A family's design, in a file, has letters that not every pattern has.
+        if typed(key) if typed and key.startswith("model.letters.") else said(key):
             problems.append(Problem(f"{IDLE}: {why}", key, "leave it out"))
     raise_if(problems)
     blocks = {kind: None for kind in KINDS if kind not in configs}
@@ -178,18 +178,56 @@ def stand(recipe: "Recipe", said: Said, typed: Said | None = None) -> "Recipe":
     return recipe
 
 
-def no_layer(kind: str, here: frozenset[str]) -> Problem:
+def no_layer(kind: str, here: frozenset[str], recipe: "Recipe | None" = None) -> Problem:
     """For somebody who configures a kind that does not stand."""
     block = KINDS[kind]
     stands = quoted(k for k in KINDS if k in here)
     out = f"leave this out (a preset's word: `~model.blocks.{kind}`)"
-    hint = f"{stands} stand here; {out}, or let a letter be `{kind}`: {', '.join(_ways(kind))}"
+    hint = f"{stands} stand here; {out}, or {_way(kind, recipe)}"
     return Problem(f"no layer is {block.title}", f"model.blocks.{kind}", hint)
 
 
-def _ways(kind: str) -> Iterator[str]:
-    for letter in KINDS[kind].letters:
-        yield f"`lane.blocks.{letter}={kind}`" if letter in ("M", "R") else f"`model.letters.{letter}={kind}`"
+def _way(kind: str, recipe: "Recipe | None") -> str:
+    """How a layer would become one. A letter may be `kind` already, and not be written."""
+    letters = KINDS[kind].letters
+    if recipe and (named := [x for x in letters if _stands_at(recipe, x) == kind]):
+        return f"write {' or '.join(f'`{x}`' for x in named)} into `model.pattern`"
+    # A lane of ours puts nothing else at its letters.
+    ways = (
+        f"lane.blocks.{x}={kind} lane.name=NAME" if x in ("M", "R") else f"model.letters.{x}={kind}" for x in letters
+    )
+    return f"let a letter be `{kind}`: " + ", ".join(f"`{way}`" for way in ways)
+
+
+def _stands_at(recipe: "Recipe", letter: str) -> str | None:
+    found: str | None = getattr(recipe.lane.blocks, letter, None) or getattr(recipe.model.letters, letter)
+    return found
+
+
+def _keys_of(kind: str) -> str:
+    keys = KINDS[kind].model_fields
+    return (
+        f"give its keys, {', '.join(keys)}: `+model.blocks.{kind}=...`"
+        if keys
+        else f"it has no keys: `+model.blocks.{kind}={{}}`"
+    )
+
+
+def _part(tree: Any, name: str) -> dict[str, Any]:
+    """A section of an unread recipe; nothing where it is none."""
+    found = tree.get(name) if isinstance(tree, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def named(tree: Any) -> frozenset[str]:
+    """Kinds that an unread recipe names at a letter, in its lane or for single ranks, and those that they need."""
+    model, lane = _part(tree, "model"), _part(tree, "lane")
+    substitute = model.get("substitute")
+    items = substitute if isinstance(substitute, (list, tuple)) else ()
+    at = _part(model, "letters") | {letter: kind for letter, kind in _part(lane, "blocks").items() if kind}
+    said = [*at.values(), *(item.get("kind") for item in items if isinstance(item, dict))]
+    found = {kind for kind in said if isinstance(kind, str)}
+    return frozenset(found | {needed for kind in found & KINDS.keys() for needed in KINDS[kind].needs})
 
 
 def idle(recipe: "Recipe") -> Iterator[str]:
@@ -222,11 +260,10 @@ def missing(recipe: "Recipe") -> Iterator[Problem]:
     for kind in KINDS:
         block = getattr(recipe.model.blocks, kind)
         if block is None and kind in configs:
-            yield Problem(
-                f"a layer is `{kind}`, and nothing says what that is", f"model.blocks.{kind}", "give its keys"
-            )
+            message = f"a layer is `{kind}`, and nothing says what that is"
+            yield Problem(message, f"model.blocks.{kind}", _keys_of(kind))
         elif block is not None and kind not in configs:
-            yield no_layer(kind, here)
+            yield no_layer(kind, here, recipe)
     for name, cls in FEATURES.items():
         feature = getattr(recipe.feature, name)
         if feature is not None and not feature.on:
@@ -238,7 +275,7 @@ def missing(recipe: "Recipe") -> Iterator[Problem]:
             if field.is_required() or key in KINDS or key in FEATURES:
                 continue
             if getattr(config, key) is None and at not in idle and not at.startswith("lane.blocks."):
-                yield Problem(f"key `{key}` is missing", at, f"give it: `{at}=...`")
+                yield Problem(f"key `{key}` is missing", at, f"give it: `++{at}=...`")
             elif getattr(config, key) is not None and at in idle:
                 yield Problem(f"{IDLE}: {idle[at]}", at, "leave it out")
 
