@@ -125,6 +125,11 @@ MESSAGES = {
         'error: "--bf16" begins with a blank or `-`, or has a control character @ schedule.save '
         "(command line: schedule.save=--bf16)",
     ),
+    "a folder for a name": (
+        ["preset.name=../../etc"],
+        'error: "../../etc" cannot be a file\'s name @ preset.name (command line: preset.name=../../etc)\n\n'
+        "hint: letters, digits, `_`, `.` and `-`",
+    ),
     "a line that would end a comment": (
         ['preset.about="x\nrm -r y"'],
         'error: "x\\nrm -r y" begins with a blank or `-`, or has a control character @ preset.about '

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from nam_megatron import resolvers
 from nam_megatron.errors import Problem, Refused, raise_if
@@ -31,12 +31,17 @@ __all__ = [
 ]  # fmt: skip
 
 
+# What may be part of a file's name: no path, no option.
+FILE_NAME = r"^\w[\w.-]*$"
+FileName = Annotated[str, Field(max_length=100, pattern=FILE_NAME)]
+
+
 class Preset(Config):
     """What a preset is called."""
 
     executes: ClassVar[str | None] = "names"
 
-    name: Annotated[Name, Row("of the preset")]
+    name: Annotated[FileName, Row("of the preset, and in the names of a run's folder and job")]
     alias_of: Annotated[Name | None, Row("the preset that this is another name of")]
     family: Annotated[Name, Row("of models that are told apart by nothing but lane, layout and kernels")]
     about: Annotated[Name, Row("what it is for, in one sentence of `list=presets`; what it is, the plan says")]
@@ -351,6 +356,8 @@ def _problem(error: Mapping[str, Any]) -> Problem:
         )
         hint = f"did you mean `{close[0]}`?" if close else None
         return Problem(f"{shown} is not one of {error['ctx']['expected']}", key, hint)
+    if kind == "string_pattern_mismatch" and error["ctx"]["pattern"] == FILE_NAME:
+        return Problem(f"{shown} cannot be a file's name", key, "letters, digits, `_`, `.` and `-`")
     if kind == "string_pattern_mismatch":
         return Problem(f"{shown} begins with a blank or `-`, or has a control character", key)
     if kind == "too_long":
