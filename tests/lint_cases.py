@@ -100,6 +100,7 @@ CASES = {
     "ignored-flag": (GPT, {"--apply-residual-connection-post-layernorm": True}),
     "indivisible": (GPT, TP2 | {"--num-attention-heads": "15", "--kv-channels": "64"}, ONE),
     "iterations-and-samples": (GPT, {"--lr-warmup-samples": "100"}),
+    "layer-frequency": (MOE, {"--moe-layer-freq": "([0]*3+[1]*6)"}),
     "learning-rates": (GPT, {"--min-lr": "1e-3"}),
     "missing-flag": (GPT, {"--micro-batch-size": None}),
     "mixed-attention": (MLA, {"--num-layers": None, "--hybrid-layer-pattern": "*-+-"}),
@@ -158,5 +159,5 @@ CASES = {
 }  # fmt: skip
 # What Megatron notices only when it builds the model or runs it (read in its source), or that needs a CUDA device to be seen.
 LATER = {"dsa-reuse-cut", "dsa-reuse-source", "dsa-rotate", "dsa-sequence", "dsa-latent-norm", "dsa-without-mla", "fp8-mamba-width",
-         "moe-sequence", "moe-top-k", "pattern-without-experts"}  # fmt: skip
+         "layer-frequency", "moe-sequence", "moe-top-k", "pattern-without-experts"}  # fmt: skip
 NEEDS_CUDA = {"dsa-kernel-declines"}

@@ -182,6 +182,28 @@ def test_uneven_pipeline_stages(first, last, pipeline, fits, oracle):
     assert (ask(oracle, found).error is None) is fits
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"--moe-layer-freq": "([0]*3+[1]*6)"}, "9 entries for 8 layers"),
+        ({"--moe-layer-freq": "([0]*3+[2]*5)"}, "an entry is neither 0 nor 1"),
+        ({"--moe-layer-freq": "0"}, "every 0 layers is no frequency"),
+        (
+            {"--experimental-attention-variant": "gated_delta_net", "--linear-attention-freq": "[1,0]"},
+            "2 entries for 8",
+        ),
+        ({"--experimental-attention-variant": "gated_delta_net"}, ""),
+    ],
+    ids=str,
+)
+def test_broken_layer_frequency_silences_nothing_else(change, says):
+    found = launch(MOE, change | {"--hidden-dropout": None})
+    assert {"layer-frequency", "default-dropout"} <= set(ids(found)) and found.exit_code == 1
+    (finding,) = [f for f in found.findings if f.id == "layer-frequency"]
+    assert says in finding.detail
+    assert dict(describe.rows(found.args, found.model))["layers"] != "?"
+
+
 def test_every_rule_is_tested():
     planted = {name for path in FIXTURES for name in declared(path, "finds")}
     of_plans = {"not-the-plan", "not-built"}  # under "Our own presets"
@@ -634,6 +656,18 @@ def test_recipe_lists_what_it_does_not_carry():
         5,
         "swiglu",
     )
+
+
+def test_recipe_of_one_data_path_and_its_tokenizer():
+    given = {
+        "--data-path": "a/b_text",
+        "--tokenizer-type": "HuggingFaceTokenizer",
+        "--tokenizer-model": "x/y",
+        "--split": "98,2,0",
+    }
+    made = recipe.make(launch(GPT, given | {"--mock-data": None}), Path("mine.yaml"))
+    data = recipe._load(made.yaml, "mine").data
+    assert (data.name, data.path, data.tokenizer, data.split) == ("indexed", "a/b_text", "x/y", "98,2,0")
 
 
 def test_recipe_names_a_difference_as_one():

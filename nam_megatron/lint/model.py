@@ -390,13 +390,16 @@ class Model:
 def _every(
     frequency: int | list[int] | None, layers: int, first_is: int | None = None, last_is: int | None = None
 ) -> list[int]:
-    """A frequency as a list: every n-th layer is 1 from the first on, or all but every n-th are 1."""
+    """A frequency as a list: every n-th layer is 1 from the first on, or all but every n-th are 1.
+
+    A list of another length, 0 and nothing stop Megatron, and a rule says so. Here a list is cut or its last entry goes on, and every
+    layer counts: the rest of the report stands.
+    """
     if isinstance(frequency, list):
-        if len(frequency) != layers:
+        if not frequency:
             raise NotKnown("layer frequency")
-        return frequency
-    if not frequency or frequency < 0:
-        raise NotKnown("layer frequency")
+        return (frequency + frequency[-1:] * layers)[:layers]
+    frequency = abs(frequency or 1)
     if first_is is not None:
         return [int(i % frequency == 0) for i in range(layers)]
     return [int((i + 1) % frequency != 0) for i in range(layers)]

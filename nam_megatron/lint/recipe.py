@@ -34,6 +34,7 @@ from nam_megatron.recipe.standing import IDLE
 from nam_megatron.setting import Config
 
 WRITTEN_BY = " by nam_megatron.lint"
+BLANK = "?"  # no path
 LETTER = {kind: block.letters[0] for kind, block in KINDS.items()}
 Tree = dict[str, Any]
 
@@ -126,7 +127,9 @@ def make(report: Report, path: Path) -> Made:
 def _composed(wanted: Tree, groups: Tree, name: str, source: str, lost: list[str]) -> tuple[Tree, str, Any]:
     """Render what differs from the groups' own values; values that our schema does not take are dropped and listed."""
     header = {"preset": {k: wanted["preset"][k] for k in ("name", "alias_of", "family", "about")}}
-    base = to_tree(_load(_yaml(groups, header, source), name))
+    # What a group leaves to be given stands in the base as a blank, so that the launch's own value is a difference.
+    blanks = {"data": {"path": BLANK, "tokenizer": BLANK}} if groups["data"] == "indexed" else {}
+    base = to_tree(_load(_yaml(groups, {**header, **blanks}, source), name))
     for _ in range(20):
         text = _yaml(groups, {**header, **_difference(wanted, base)}, source)
         try:

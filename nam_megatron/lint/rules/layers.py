@@ -1,7 +1,9 @@
 """Which layers are built."""
 
+from collections.abc import Iterator
+
 from nam_megatron.lint.model import STOCK_SPECS, Model
-from nam_megatron.lint.rules.rule import FAIL, HYBRID, PATTERN, VALIDATE, WRONG, Rule
+from nam_megatron.lint.rules.rule import FAIL, HYBRID, PATTERN, VALIDATE, WRONG, Rule, without
 from nam_megatron.lint.values import Args
 
 
@@ -15,7 +17,33 @@ def _spec(a: Args, m: Model) -> bool:
     return len(words) == 2 and not known and not m.ours
 
 
+def _frequencies(a: Args, m: Model) -> Iterator[str]:
+    """(flag, why) of every frequency that is no plan of the layers there are."""
+    read = {"moe_layer_freq": bool(a.num_experts), "linear_attention_freq": m.variant == "gated_delta_net"}
+    for name, is_read in read.items():
+        if m.hybrid or not is_read:
+            continue
+        match getattr(a, name):
+            case None:
+                yield without(a.written(name)) + "\t"
+            case list(found) if len(found) != m.num_layers:
+                yield f"{a.written(name)}\t{len(found)} entries for {m.num_layers} layers"
+            case list(found) if set(found) - {0, 1}:
+                yield f"{a.written(name)}\tan entry is neither 0 nor 1"
+            case 0:
+                yield f"{a.written(name)}\tevery 0 layers is no frequency"
+
+
 RULES = (
+    Rule(
+        "layer-frequency",
+        FAIL,
+        "moe_layer_freq|linear_attention_freq",
+        _frequencies,
+        "not a plan of the layers there are; the report takes a list cut, or its last entry as going on",
+        "give one entry a layer, such as `([0]*1+[1]*7)` for eight",
+        "core/models/gpt/gpt_layer_specs.py",
+    ),
     Rule(
         "gpt-script-with-pattern",
         WRONG,
