@@ -327,6 +327,14 @@ SHELL = {
     "X=\"a'b\"; torchrun t.py --hidden-size 4 --save \"$X\"": "4",
     "torchrun t.py --hidden-size 4 --moe-layer-freq \"([0]*1+[1]*3)\"": "4",
     "for x in 1 2; do torchrun t.py --hidden-size 4 --lr $x; done": "4",
+    "L=; for i in 1 2 3; do L=\"$L $i\"; done; torchrun t.py --hidden-size 4 --data-path $L": "4",
+    "for i in $(seq 1 4); do X=$i; done; torchrun t.py --hidden-size $X": "4",
+    "for i in {1..4}; do X=$i; done; torchrun t.py --hidden-size $X": "4",
+    "X=1; while [ $X -lt 4 ]; do X=$((X+1)); done; torchrun t.py --hidden-size $X": "4",
+    "C='torchrun t.py --hidden-size 4'; echo run $C --hidden-size 5; eval $C": "4",
+    "C='torchrun t.py --hidden-size 4'; if [ \"$DRY\" = 1 ]; then echo $C; else eval $C; fi": "4",
+    "C='torchrun t.py --hidden-size 4'; [ \"$DRY\" = 1 ] && echo $C || eval $C": "4",
+    "echo torchrun t.py --hidden-size 4 > job.sh": "4",
     "MODEL_ARGS=\" \\\n --hidden-size 4 \\\n\"\n": "4",
     "torchrun t.py --hidden-size $X": None,
     "torchrun t.py --hidden-size $(cat width)": None,
@@ -350,6 +358,30 @@ def test_branch_that_cannot_be_told_is_left_out_and_noted():
     )
     assert launch.words == ("--hidden-size", "4")
     assert launch.notes == ("line 2: its condition cannot be told here, left out: --log-throughput",)
+
+
+@pytest.mark.parametrize(
+    ("script", "note"),
+    [
+        (
+            'if [ "$A" = 1 ]; then torchrun t.py --hidden-size 4; fi',
+            "line 1: its condition cannot be told here; the launch",
+        ),
+        (
+            "for x in 1 2; do torchrun t.py --lr $x; done",
+            "the text has 2 launches: read is the one with the most flags",
+        ),
+        ("echo torchrun t.py --hidden-size 4 > job.sh", "nothing here starts this launch: the text only prints it"),
+    ],
+)
+def test_launch_that_is_chosen_among_others_is_said_to_be(script, note):
+    (said,) = read(script, current()).notes
+    assert said.startswith(note) or note in said
+
+
+def test_loop_of_unknown_length_leaves_what_it_appends_open():
+    args = Args(read('for f in $(ls data); do D="$D 1 $f"; done\ntorchrun t.py --bf16 --data-path $D', current()))
+    assert dict(args.open_values())["data_path"][-1] == "D of a loop"
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,16 @@
 
 Nothing is executed and nothing is guessed. What the script does not set is a hole, `hole("NAME")`, which travels through strings
 and arrays until somebody needs the value. Where a condition cannot be told no branch is taken: what the branches would set
-becomes a hole, flags they would append are noted.
+becomes a hole, flags they would append are noted, commands in them may run. A loop over known words is run for each of them; of
+another what it appends ends in a hole.
 """
 
 import ast
 import fnmatch
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
 from nam_megatron.lint.shell import (
@@ -33,6 +34,8 @@ SHELLS = {"bash", "sh", "zsh", "dash"}
 TAKES_SCRIPT = SHELLS | {"sbatch", "cat", "tee", "srun", "ssh", "qsub", "bsub"}
 DECLARE = {"export", "declare", "local", "readonly", "typeset"}
 NESTED = 8
+ROUNDS = 256  # of one loop
+PRINTS = {"echo", "printf"}
 
 
 def hole(name: str) -> str:
@@ -53,11 +56,14 @@ def shown(text: str) -> str:
 class Run:
     """What was found.
 
-    commands: (words, exported environment) in order. unset: names taken as absent from the environment, because the script has
+    commands: (words, exported environment) in order. perhaps: the same with a line, of branches whose condition cannot be told; each
+    branch as if taken. printed: what `echo` shows. unset: names taken as absent from the environment, because the script has
     a default for them. notes: what could not be told.
     """
 
     commands: list[tuple[tuple[str, ...], Mapping[str, str | None]]] = field(default_factory=list)
+    perhaps: list[tuple[tuple[str, ...], Mapping[str, str | None], int]] = field(default_factory=list)
+    printed: list[tuple[tuple[str, ...], Mapping[str, str | None]]] = field(default_factory=list)
     env: dict[str, str | None] = field(default_factory=dict)
     variables: dict[str, str | list[str]] = field(default_factory=dict)
     unset: set[str] = field(default_factory=set)
@@ -115,14 +121,38 @@ class Follower:
             case Command():
                 self.command(node)
             case Loop():
-                if not node.condition or self.truth(node.condition) is not False:
-                    if node.variable:
-                        self.run.variables[node.variable] = hole(node.variable)
-                    self.nodes(node.body)
+                self.loop(node)
             case Chain():
                 self.status(node)
             case Branch():
                 self.branch(node)
+
+    def loop(self, node: Loop) -> None:
+        """Every round, where it can be told how many there are; else one, and what it appends goes on."""
+        steady = not any(w in ("break", "continue", "shift", "read") for w in _first_words(node.body))
+        if node.words is not None and node.variable:
+            words = [f for w in node.words for f in _braces(self.fields(w))]
+            if steady and len(words) <= ROUNDS and not any(map(holes, words)):
+                for word in words:
+                    self.run.variables[node.variable] = word
+                    self.nodes(node.body)
+                return
+        if node.condition:
+            rounds = 0
+            while (
+                (verdict := self.truth(node.condition)) and steady and rounds < ROUNDS and not _forever(node.condition)
+            ):
+                self.nodes(node.body)
+                rounds += 1
+            if verdict is False:
+                return
+        if node.variable:
+            self.run.variables[node.variable] = hole(node.variable)
+        self.nodes(node.body)
+        for name in _appended(node.body):
+            value = self.run.variables.get(name, "")
+            more = hole(f"{name} of a loop")
+            self.run.variables[name] = [*value, more] if isinstance(value, list) else f"{value} {more}"
 
     def branch(self, node: Branch) -> None:
         subject = " ".join(self.fields(node.subject)) if node.subject else ""
@@ -131,6 +161,8 @@ class Follower:
             if condition is not None:
                 verdict = self.matches(subject, condition) if node.subject else self.truth(condition)
             if verdict is None:
+                for _, other in node.arms[i:]:
+                    self.suppose(other, node.line)
                 for _, other in node.arms[i:]:
                     self.skip(other, node.line)
                 return
@@ -153,6 +185,7 @@ class Follower:
         if isinstance(node, Chain):
             left = self.status(node.left)
             if left is None:
+                self.suppose([node.right], node.line)
                 self.skip([node.right], node.line)
             return self.status(node.right) if left is (node.op == "&&") else left
         if not _tests(node):
@@ -181,6 +214,25 @@ class Follower:
                 return NUMERIC[op](int(left), int(right))
         return None
 
+    def suppose(self, nodes: Iterable[object], line: int) -> None:
+        """What would be run if a branch were taken."""
+        actual = self.run
+        self.run = replace(
+            actual,
+            commands=[],
+            perhaps=[],
+            env=dict(actual.env),
+            variables=dict(actual.variables),
+            unset=set(),
+            notes=[],
+        )
+        try:
+            self.nodes(nodes)
+            found = [*((words, env, line) for words, env in self.run.commands), *self.run.perhaps]
+        finally:
+            actual.spent, self.run = self.run.spent, actual
+        actual.perhaps += found
+
     def skip(self, nodes: Iterable[object], line: int) -> None:
         """A branch that may or may not be taken: what it sets is not known afterwards."""
         flags: list[str] = []
@@ -192,8 +244,7 @@ class Follower:
                         name, append, words = _assignment(token)
                         if not name:
                             continue
-                        again = re.compile(rf"{name}(\W|$)")
-                        if append or any(p.kind == "var" and again.match(p.text) for w in words for p in w.all_parts()):
+                        if append or _again(name, words):
                             flags += [f for w in words for f in self.fields(w) if f.startswith("--")]
                         else:
                             self.run.variables[name] = hole(name)
@@ -232,6 +283,9 @@ class Follower:
                     self.run.env[name] = value
             return
         fields = [f for w in words if w.kind == "word" for f in self.fields(w)]
+        if fields and fields[0] in PRINTS:
+            self.run.printed.append((tuple(fields[1:]), {**self.run.env, **prefix}))
+            return
         if fields[:1] == ["unset"]:
             for name in fields[1:]:
                 self.run.variables.pop(name, None)
@@ -318,7 +372,12 @@ class Follower:
                 return [self.arithmetic(part.text)]
             case "var":
                 return self.variable(part.text)
-        return [hole(_brief(part.text))]
+        return self.sequence(part.text) or [hole(_brief(part.text))]
+
+    def sequence(self, text: str) -> list[str]:
+        """The numbers of `seq LAST` or `seq FIRST LAST` as one text; nothing of another command."""
+        match = re.fullmatch(r"\s*seq\s+(?:(-?\d{1,9})\s+)?(-?\d{1,9})\s*", self.joined(blanks_kept(text)))
+        return [" ".join(_counted(match[1] or "1", match[2]))] if match else []
 
     def variable(self, text: str) -> list[str]:
         """`$text` or `${text}`."""
@@ -369,6 +428,56 @@ def _assignment(token: Token) -> tuple[str | None, bool, tuple[Token, ...]]:
         rest = Part("raw", first.text[match.end() :])
         return match[1], bool(match[2]), (Token("word", parts=(rest, *token.parts[1:])),)
     return None, False, ()
+
+
+def _again(name: str, words: tuple[Token, ...]) -> bool:
+    """Whether a variable's new value has its old one in it."""
+    old = re.compile(rf"{name}(\W|$)")
+    return any(p.kind == "var" and old.match(p.text) for w in words for p in w.all_parts())
+
+
+def _commands(nodes: Iterable[object]) -> Iterator[Command]:
+    """Every command of some nodes, conditions left out."""
+    for node in nodes:
+        match node:
+            case Command():
+                yield node
+            case Branch():
+                for _, body in node.arms:
+                    yield from _commands(body)
+            case Chain():
+                yield from _commands([node.left, node.right])
+            case Loop():
+                yield from _commands(node.body)
+
+
+def _first_words(nodes: Iterable[object]) -> Iterator[str | None]:
+    return (node.words[0].literal for node in _commands(nodes) if node.words)
+
+
+def _appended(nodes: Iterable[object]) -> Iterator[str]:
+    """The variables that grow."""
+    for node in _commands(nodes):
+        for name, append, words in map(_assignment, node.words):
+            if name and (append or _again(name, words)):
+                yield name
+
+
+def _counted(first: str, last: str) -> list[str]:
+    """The numbers from first to last; a hole where they are too many to be meant."""
+    many = int(last) - int(first) >= ROUNDS
+    return [hole(f"{first} to {last}")] if many else [str(i) for i in range(int(first), int(last) + 1)]
+
+
+def _braces(words: Iterable[str]) -> Iterator[str]:
+    """`{1..4}` as four words."""
+    for word in words:
+        match = re.fullmatch(r"\{(\d{1,9})\.\.(\d{1,9})\}", word)
+        yield from _counted(match[1], match[2]) if match else [word]
+
+
+def _forever(condition: list) -> bool:
+    return all(isinstance(n, Command) and n.words and n.words[0].literal in ("true", ":") for n in condition)
 
 
 def _listed(value: str | list[str]) -> list[str]:

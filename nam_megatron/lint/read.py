@@ -122,8 +122,25 @@ def _plain(text: str, target: Target) -> Launch:
 
 def _shell(text: str, target: Target) -> Launch:
     run = follow.run(text)
-    best = max(run.commands, key=lambda c: _flags(_split(c[0], target)[1], target), default=((), {}))
-    (launcher, words, script), env, notes = _split(best[0], target), best[1], list(run.notes)
+
+    def flags(command: tuple) -> int:
+        return _flags(_split(command[0], target)[1], target)
+
+    best, notes = max(run.commands, key=flags, default=((), {})), list(run.notes)
+    if not flags(best) and (supposed := max(run.perhaps, key=flags, default=None)) and flags(supposed):
+        best = supposed[:2]
+        notes.append(
+            f"line {supposed[2]}: its condition cannot be told here; the launch that it decides about is read as if it held"
+        )
+    if not flags(best) and run.printed and flags(printed := max(run.printed, key=flags)):
+        best = printed
+        notes.append("nothing here starts this launch: the text only prints it")
+    others = {c[0] for c in (*run.commands, *run.perhaps) if 2 * flags(c) > flags(best)} - {best[0]}
+    if others:
+        notes.append(
+            f"the text has {len(others) + 1} launches: read is the one with the most flags, the first of equals"
+        )
+    (launcher, words, script), env = _split(best[0], target), best[1]
     if partial := not _flags(words, target):  # a file that only sets variables, for another script to use
         words = [
             w

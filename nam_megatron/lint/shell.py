@@ -100,11 +100,12 @@ class Chain:
 
 @dataclass
 class Loop:
-    """Its variable (`for`) or condition (`while`), and its body."""
+    """Its variable and words (`for`; words of None: not a list) or condition (`while`), and its body."""
 
     variable: str | None
     condition: list
     body: list
+    words: list[Token] | None = None
 
 
 class Lexer:
@@ -362,11 +363,15 @@ class Parser:
             return Loop(None, condition if word == "while" else [], self.block("done"))
         if word in ("for", "select"):
             self.eat()
-            name = self.word
+            name, words = self.word, None
+            if self.at + 1 < len(self.tokens) and self.tokens[self.at + 1].literal == "in":
+                self.at, words = self.at + 2, []
+                while self.token is not None and self.token.kind == "word":
+                    words.append(self.eat())
             while self.token is not None and self.word != "do":
                 self.eat()
             self.block("do")
-            return Loop(name or "loop", [], self.block("done"))
+            return Loop(name or "loop", [], self.block("done"), words)
         if word in ("{", "("):
             self.eat()
             return Branch([(None, self.block("}" if word == "{" else ")"))], line)
