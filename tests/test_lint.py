@@ -460,6 +460,37 @@ def test_yaml_by_argument_name_and_lists_and_environment():
     assert dict(args.open_values()) == {"save": ("OUT",)}
 
 
+@pytest.mark.parametrize(
+    "head",
+    ["extends: base.yaml", "bases:\n- base.yaml", "defaults:\n- _self_\n- model: base.yaml", "bases: [base.yaml]"],
+)
+def test_yaml_that_starts_from_another_lacks_nothing(head):
+    found = lint(f"{head}\nmodel:\n  hidden_size: 4096\n  swiglu: true\n")
+    assert not found.findings and found.args.hidden_size == 4096
+    (note,) = found.launch.notes
+    assert "not read" in note and note.endswith("base.yaml") and "_self_" not in note
+
+
+OPEN_ENDS = ("$(cat more)", "$MORE", "${MORE[@]}")
+
+
+@pytest.mark.parametrize("more", OPEN_ENDS)
+def test_flags_that_may_stand_in_an_open_word_are_not_absent(more):
+    lacking = {
+        "--hidden-dropout": None,
+        "--adam-beta2": None,
+        "--moe-aux-loss-coeff": None,
+        "--num-query-groups": "4",
+        "--lr": None,
+    }
+    base = MOE | lacking
+    line = " ".join(words(base))
+    assert {"default-dropout", "moe-no-balancing", "gqa-ignored", "missing-flag"} <= set(
+        ids(lint(f"torchrun t.py {line}"))
+    )
+    assert set(ids(lint(f"torchrun t.py {line} {more} --bf16=1"))) == {"unknown-variable", "bad-value"}
+
+
 def test_yaml_bomb_is_refused():
     letters = "abcdefghijklmnopqrstuvwxyz"
     doubled = [f"{c}: &{c} {{x: *{p}, y: *{p}}}" for p, c in pairwise(letters)]

@@ -46,6 +46,8 @@ def notes(a: Args, m: Model) -> Iterator[str]:
         yield f"flags of the training script, not of Megatron's parser: {', '.join(dict.fromkeys(a.script_flags))}"
     if known(lambda: m.from_elsewhere):
         yield f"part of the description is elsewhere ({', '.join(m.from_elsewhere)}): what is said here is of these flags alone"
+    if words := [t.about for t in a.trouble if t.rule == "unknown-variable"]:
+        yield f"flags may stand in {', '.join(words)}: what is said here is of the others, and of no flag is said that it lacks"
     if paths := [
         f"{a.written(name).split()[0]} ({', '.join(f'${n}' for n in dict.fromkeys(names))})"
         for name, names in a.open_values()

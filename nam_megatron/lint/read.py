@@ -22,6 +22,16 @@ if TYPE_CHECKING:
 
 LONGEST = 1_000_000  # characters
 DEEPEST, MOST = 30, 5_000  # YAML: levels, entries
+BASES = {
+    "extends",
+    "extend",
+    "defaults",
+    "bases",
+    "base",
+    "_base_",
+    "inherits",
+    "inherit_from",
+}  # of a YAML: other files, no flags
 ENVIRONMENT = re.compile(r"env(ironment)?(_?va?rs?)?", re.IGNORECASE)
 # The first line of a YAML or JSON: `key:`, `- item`, `---`, an opening bracket that is no test of a shell's.
 YAML = re.compile(r"""(-\s+)?["']?[\w.-]+["']?\s*:(\s|$)|-\s|---$|[{\[]\s*(["'\]}]|$)|\{\s*[\w.-]+\s*:""")
@@ -211,6 +221,7 @@ def _gpus(launcher: tuple[str, ...], text: str, variables: Mapping[str, str | li
 def _yaml(text: str, target: Target, name: str) -> Launch:
     root = yaml.compose(text, Loader=Loader)
     entries: list[tuple[str, Any]] = []
+    bases: list[str] = []
     env: dict[str, str | None] = {}
     words: list[str] = []
     if isinstance(root, yaml.SequenceNode):  # a list of words
@@ -228,16 +239,17 @@ def _yaml(text: str, target: Target, name: str) -> Launch:
         if isinstance(argv := keys.get("argv"), yaml.SequenceNode):
             words = [_holes(node.value) for node in argv.value[:MOST] if isinstance(node, yaml.ScalarNode)]
         else:
-            entries = list(_entries(root, env))
+            entries = list(_entries(root, env, bases))
     dashed = any(name.startswith("--") for name, _ in entries)
     for name, node in entries:
         if name.startswith("--") or not dashed:
             words += _entry(name, node, target)
-    return Launch(target, tuple(words), "yaml", text, env)
+    notes = [f"more of the description is in other files, which are not read: {', '.join(bases)}"] if bases else []
+    return Launch(target, tuple(words), "yaml", text, env, notes=tuple(notes), partial=bool(bases))
 
 
-def _entries(root: yaml.MappingNode, env: dict[str, str | None]) -> Iterator[tuple[str, yaml.Node]]:
-    """Every `name: value` whose value is no group, groups of environment variables apart."""
+def _entries(root: yaml.MappingNode, env: dict[str, str | None], bases: list[str]) -> Iterator[tuple[str, yaml.Node]]:
+    """Every `name: value` whose value is no group; environment variables and other files to start from go into `env` and `bases`."""
     stack, seen = [iter(root.value)], 0
     while stack:
         pair = next(stack[-1], None)
@@ -247,7 +259,9 @@ def _entries(root: yaml.MappingNode, env: dict[str, str | None]) -> Iterator[tup
         key, node = pair
         if (seen := seen + 1) > MOST or len(stack) > DEEPEST:
             raise yaml.YAMLError("more entries than a launch has")
-        if isinstance(node, yaml.MappingNode):
+        if isinstance(key.value, str) and key.value in BASES:
+            bases += _files(node)
+        elif isinstance(node, yaml.MappingNode):
             if isinstance(key.value, str) and ENVIRONMENT.fullmatch(key.value):
                 pairs = [(k.value, v) for k, v in node.value if isinstance(v, yaml.ScalarNode)]
                 env |= {str(k): None if _null(v) else str(v.value) for k, v in pairs}
@@ -255,6 +269,19 @@ def _entries(root: yaml.MappingNode, env: dict[str, str | None]) -> Iterator[tup
                 stack.append(iter(node.value))
         elif isinstance(key, yaml.ScalarNode):
             yield key.value, node
+
+
+def _files(node: yaml.Node) -> Iterator[str]:
+    """The files that a YAML starts from, but for itself: names, a list of them, or Hydra's `group: option`."""
+    match node:
+        case yaml.ScalarNode(value=str(name)):
+            yield from [name] if name not in ("_self_", "") and not _null(node) else []
+        case yaml.SequenceNode(value=list(nodes)):
+            for inner in nodes[:MOST]:
+                yield from _files(inner)
+        case yaml.MappingNode(value=list(pairs)):
+            for key, inner in pairs[:MOST]:
+                yield f"{key.value}: {inner.value}" if isinstance(inner, yaml.ScalarNode) else str(key.value)
 
 
 def _null(node: yaml.Node) -> bool:

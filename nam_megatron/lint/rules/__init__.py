@@ -29,12 +29,14 @@ assert len(BY_ID) == len(RULES), "two rules of one id"
 
 def check(a: Args, m: Model, ignore: Iterable[str] = ()) -> list[Finding]:
     """Every finding, the gravest first."""
-    found = []
+    found, elsewhere = [], parser.elsewhere(a, m)
     for rule in RULES:
-        if rule.id in ignore or (parser.ABSENCES.fullmatch(rule.id) and parser.elsewhere(a, m)):
+        if rule.id in ignore:
             continue
         for text in _texts(rule, a, m):
             flag, detail, fix = ([*text.split("\t"), "", ""] if "\t" in text else [_shown(rule, a), text, ""])[:3]
+            if elsewhere and parser.absence(rule, flag, fix):
+                continue
             lines = () if flag.startswith(without("")) else a.launch.lines(flag.split()[0].split("=")[0])
             found.append(Finding(rule.id, rule.severity, flag, rule.message, fix or rule.fix, detail, lines))
     order = list(SEVERITIES)

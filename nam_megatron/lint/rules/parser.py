@@ -50,18 +50,20 @@ GONE = {
 }
 
 
-# Rules about what a launch lacks; they say nothing where it may be given elsewhere.
+# Rules about what a launch lacks; they say nothing where it may be given elsewhere. So do findings "without" a flag and rules that are
+# mended by one more.
 ABSENCES = re.compile("missing-flag|no-layers|default-.*|gqa-one-group|mla-no-latent-norm")
 
 
+def absence(rule: Rule, flag: str, fix: str) -> bool:
+    """Whether a finding is about something that a launch lacks."""
+    return bool(ABSENCES.fullmatch(rule.id)) or flag.startswith(without("")) or (fix or rule.fix).startswith("add `--")
+
+
 def elsewhere(a: Args, m: Model) -> bool:
-    """Whether flags may come from elsewhere: a checkpoint, a YAML, a script that reads these variables, or a variable not set here."""
+    """Whether flags may come from elsewhere: a checkpoint, a YAML, a script that reads these variables, or words not known here."""
     opened = any(t.rule == "unknown-variable" for t in a.trouble)
-    return (
-        bool(known(lambda: m.from_elsewhere, True))
-        or a.launch.partial
-        or (opened and bool(known(lambda: _missing(a, m), True)))
-    )
+    return bool(known(lambda: m.from_elsewhere, True)) or a.launch.partial or opened
 
 
 def _trouble(rule: str) -> When:
