@@ -204,6 +204,49 @@ def test_broken_layer_frequency_silences_nothing_else(change, says):
     assert dict(describe.rows(found.args, found.model))["layers"] != "?"
 
 
+RECOMPUTE = {"--recompute-granularity": "selective", "--recompute-modules": None}
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "env", "rule"),
+    [
+        (GPT, RECOMPUTE | {"--recompute-modules": "attn mlp"}, {}, "recompute"),
+        (GPT, RECOMPUTE | {"--recompute-modules": "gdn_norm_out"}, {}, "recompute"),
+        (MOE, {"--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": "1",
+               "--moe-layer-recompute": True}, {}, "recompute"),
+        (GPT, {"--deterministic-mode": True}, {"NCCL_ALGO": "Tree"}, "deterministic"),
+        (GPT, {"--deterministic-mode": True}, {"CUBLAS_WORKSPACE_CONFIG": ":0:0"}, "deterministic"),
+    ],
+)  # fmt: skip
+def test_what_else_megatron_refuses(base, change, env, rule, oracle):
+    found = launch(base, change, env)
+    assert rule in ids(found) and rules.BY_ID[rule].severity == FAIL
+    assert ask(oracle, found).error is not None
+
+
+def test_deterministic_environment_is_taken(oracle):
+    found = launch(GPT, {"--deterministic-mode": True}, {"NCCL_ALGO": "Ring,^NVLS", "CUBLAS_WORKSPACE_CONFIG": ":16:8"})
+    assert not ids(found) and ask(oracle, found).error is None
+
+
+@pytest.mark.parametrize(
+    ("words_", "finds"), [("", 1), ("# GB200 nodes\n", 0), ("#SBATCH --gres=gpu:b200:8\n", 0), ("# debug20000\n", 1)]
+)
+def test_connections_are_no_matter_on_blackwell(words_, finds):
+    line = " ".join(words(GPT | {"--tensor-model-parallel-size": "2"}))
+    found = lint(f"{words_}export CUDA_DEVICE_MAX_CONNECTIONS=32\ntorchrun --nproc-per-node 8 t.py {line}")
+    assert ids(found)["connections-not-one"] == finds
+
+
+def test_modelopts_switch_for_gpt_oss_is_part_of_the_model():
+    change = {"--enable-gpt-oss": True, "--position-embedding-type": None, "--rotary-base": "150000"}
+    found = launch(GPT, change)
+    assert set(ids(found)) == {"default-positions"}  # the table of learned positions is built beside the yarn
+    positions = dict(describe.rows(found.args, found.model))["positions"]
+    assert "yarn of gpt-oss" in positions and "150000" in positions and "learned table" in positions
+    assert any("--enable-gpt-oss" in line for line in recipe.make(found, Path("mine.yaml")).lost)
+
+
 def test_every_rule_is_tested():
     planted = {name for path in FIXTURES for name in declared(path, "finds")}
     of_plans = {"not-the-plan", "not-built"}  # under "Our own presets"
@@ -489,6 +532,13 @@ def test_flags_that_may_stand_in_an_open_word_are_not_absent(more):
         ids(lint(f"torchrun t.py {line}"))
     )
     assert set(ids(lint(f"torchrun t.py {line} {more} --bf16=1"))) == {"unknown-variable", "bad-value"}
+
+
+def test_flags_that_a_checkpoint_holds_are_not_absent():
+    said = "--tensor-model-parallel-size 2 --moe-grouped-gemm --rotary-base 5 --num-query-groups 4 --mtp-num-layers 1"
+    found = lint(f"torchrun t.py --use-checkpoint-args --load x {said}")
+    assert not ids(found)
+    assert any("--use-checkpoint-args" in note for note in describe.notes(found.args, found.model))
 
 
 def test_yaml_bomb_is_refused():

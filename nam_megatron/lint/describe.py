@@ -60,7 +60,13 @@ def notes(a: Args, m: Model) -> Iterator[str]:
     if known(lambda: "mamba2" in m.kinds and not m.hidden_mixers and not a.any_said(*MAMBA), False):
         plan = "" if m.a.launch.script and not m.ours else "; Mamba-3 and M2RNN of ours would stand in plan.json alone"
         yield f"`M` layers are taken as Mamba-2 of Megatron's default sizes: no flag says otherwise{plan}"
-    if known(lambda: m.tp * m.cp > 1 and not m.fsdp and "CUDA_DEVICE_MAX_CONNECTIONS" not in a.launch.env, False):
+    if known(
+        lambda: m.tp * m.cp > 1
+        and not m.fsdp
+        and not m.blackwell
+        and "CUDA_DEVICE_MAX_CONNECTIONS" not in a.launch.env,
+        False,
+    ):
         yield "tensor and context parallelism demand CUDA_DEVICE_MAX_CONNECTIONS=1 on Hopper and before; the text does not export it"
     if known(lambda: a.log_throughput and m.hybrid and bool({"mla", "dsa"} & m.kinds), False):
         yield "the TFLOP/s that Megatron logs count `+` and `D` layers as 0"
@@ -194,7 +200,9 @@ def _positions(a: Args, m: Model) -> str:
         own.append(
             f"MLA: {m.rope_type}{'' if a.said('rope_type') else ' (default)'}{scaled}, base {_v(a, 'rotary_base')}"
         )
-    if "attention" in m.kinds and not table:
+    if "attention" in m.kinds and m.gpt_oss:
+        own.append(f"yarn of gpt-oss by --enable-gpt-oss (factor 32 over 131072 tokens), base {_v(a, 'rotary_base')}")
+    elif "attention" in m.kinds and not table:
         if m.positions in ("rope", "yarn") and not (m.hybrid and m.mla):
             scaled = f", scaled by {a.rope_scaling_factor:g}" if a.use_rope_scaling and not m.hybrid else ""
             part = f", {a.rotary_percent:.0%} of the head" if a.rotary_percent != 1 else ""

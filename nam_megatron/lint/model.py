@@ -4,6 +4,7 @@ Whatever hangs on a value that is not known raises NotKnown.
 """
 
 import math
+import re
 from collections.abc import Callable
 from functools import cached_property
 from itertools import accumulate
@@ -19,6 +20,7 @@ TITLES = {kind: block.title for kind, block in KINDS.items()} | {"attention": "a
 ATTENTION = LETTERS["A"]
 MAMBA = ("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups")
 MOST = 10_000  # layers
+BLACKWELL = re.compile(r"(?<![a-z0-9])(G?B[23]00|blackwell|sm_?10[03]a?)(?![a-z0-9])", re.IGNORECASE)
 STOCK_SPECS = {  # what 0.19.2 has for --spec and builds without it
     ("megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"),
     ("megatron.core.models.hybrid.hybrid_layer_specs", "mamba_stack_spec"),
@@ -50,6 +52,20 @@ class Model:
     def hidden_mixers(self) -> bool:
         """Whether `M` stands for layers of ours too, and nothing here says which."""
         return bool({"mamba3", "m2rnn"} & {*self.marked})
+
+    @cached_property
+    def blackwell(self) -> bool:
+        """Whether the launch says that it is for Blackwell: by a device's name, or by a format of numbers that no other has."""
+        return (
+            bool(BLACKWELL.search(self.a.launch.text))
+            or bool(self.a.fp4)
+            or bool(self.a.fp8 and self.a.fp8_recipe == "mxfp8")
+        )
+
+    @cached_property
+    def gpt_oss(self) -> bool:
+        """ModelOpt's switch, in its own builder: yarn of gpt-oss in attention, whatever the position flags say."""
+        return "--enable-gpt-oss" in self.a.script_flags and not self.hybrid
 
     @property
     def dsa_kernels(self) -> str | None:

@@ -280,6 +280,8 @@ def _wanted(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
                 "no recipe: there is no block of ours for gated delta net layers", "recipe", "use another kind of layer"
             )
         )
+    lost += [f"{flag}: of the training script, not of Megatron's parser" for flag in dict.fromkeys(a.script_flags)]
+    lost += [f"{flag}: what it names is not read" for flag in m.from_elsewhere]
     gpus = _gpus(a, m)
     if not a.launch.gpus:
         lost.append(f"number of GPUs: the launch does not say it; the recipe has {gpus}")

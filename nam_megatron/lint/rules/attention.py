@@ -137,7 +137,7 @@ RULES = (
         "rope-flags-ignored",
         WRONG,
         "",
-        lambda a, m: [] if m.mla or m.positions in ("rope", "yarn", "mrope") else each(a, ROPE_ONLY),
+        lambda a, m: [] if m.mla or m.gpt_oss or m.positions in ("rope", "yarn", "mrope") else each(a, ROPE_ONLY),
         "ignored: positions are not rotary",
         "add `--position-embedding-type rope`",
         HYBRID,

@@ -93,6 +93,7 @@ RULES = (
         FAIL,
         "CUDA_DEVICE_MAX_CONNECTIONS",
         lambda a, m: (m.tp > 1 or m.cp > 1)
+        and not m.blackwell
         and not m.fsdp
         and not a.overlap_moe_expert_parallel_comm
         and _connections(a, m) not in (None, "1"),
@@ -113,7 +114,7 @@ RULES = (
         "connections-leftover",
         COST,
         "CUDA_DEVICE_MAX_CONNECTIONS",
-        lambda a, m: m.tp == 1 and m.cp == 1 and not m.fsdp and _connections(a, m) == "1",
+        lambda a, m: ((m.tp == 1 and m.cp == 1) or m.blackwell) and not m.fsdp and _connections(a, m) == "1",
         "nothing demands 1 here, and it serialises the overlap of communication",
         "unset CUDA_DEVICE_MAX_CONNECTIONS",
         VALIDATE,

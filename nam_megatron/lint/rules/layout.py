@@ -71,7 +71,12 @@ def _pipeline(a: Args, m: Model) -> Iterator[str]:
             yield f"{layers} layers, and pipeline size {m.pp}"
 
 
+RECOMPUTED = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "gdn_norm_out")
+
+
 def _recompute(a: Args, m: Model) -> Iterator[str]:
+    if a.moe_layer_recompute and a.recompute_granularity == "full":
+        yield "`--moe-layer-recompute` with full recompute"
     if m.recompute == "full":
         if a.recompute_method is None:
             yield "full recompute without `--recompute-method`"
@@ -85,6 +90,12 @@ def _recompute(a: Args, m: Model) -> Iterator[str]:
         if a.recompute_num_layers is not None:
             yield "`--recompute-num-layers` with selective recompute"
         modules = set(a.recompute_modules or ())
+        if unknown := modules - set(RECOMPUTED):
+            yield f"{', '.join(f'`{name}`' for name in sorted(unknown))}: there are {', '.join(RECOMPUTED)}"
+        if "gdn_norm_out" in modules and m.variant != "gated_delta_net":
+            yield "`gdn_norm_out` without `--experimental-attention-variant gated_delta_net`"
+        if "shared_experts" in modules and a.moe_shared_expert_intermediate_size and a.moe_shared_expert_overlap:
+            yield "`shared_experts` with `--moe-shared-expert-overlap`"
         if "moe_act" in modules and not a.moe_grouped_gemm:
             yield "`moe_act` without `--moe-grouped-gemm`"
         if "mla_up_proj" in modules and not m.mla:

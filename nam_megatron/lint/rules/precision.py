@@ -1,11 +1,60 @@
 """Precision and kernels."""
 
+import re
+from collections.abc import Iterator
+
+from nam_megatron.lint.follow import holes
+from nam_megatron.lint.model import Model
 from nam_megatron.lint.rules.rule import CONFIG, COST, FAIL, VALIDATE, Rule, each
+from nam_megatron.lint.values import Args
 
 FP8_ONLY = ("fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "first_last_layers_bf16")
 
+# What deterministic mode takes of the environment, where a launch sets it.
+DETERMINISTIC = {
+    "NCCL_ALGO": r"\s*(Ring|CollnetDirect|CollnetChain|\^NVLS)\s*(,\s*(Ring|CollnetDirect|CollnetChain|\^NVLS)\s*)*",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8|:16:8",
+    "MAMBA_DETERMINISTIC": "(1.*)?",
+}
+
+
+def _deterministic(a: Args, m: Model) -> Iterator[str]:
+    if a.deterministic_mode:
+        yield from (a.written(n) + "\t" for n in ("cross_entropy_loss_fusion", "tp_comm_overlap") if getattr(a, n))
+        for name, accepted in DETERMINISTIC.items():
+            value = a.launch.env.get(name)
+            if value is not None and not holes(value) and not re.fullmatch(accepted, value):
+                yield f"{name}={value}\t\tunset {name}"
+
+
+def _edges(a: Args, m: Model) -> Iterator[str]:
+    if a.fp8 and a.first_last_layers_bf16:
+        most = m.num_layers // m.pp
+        for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+            if not 0 <= getattr(a, name) <= most:
+                yield f"{a.written(name)}\ta pipeline stage has {most}"
+
 
 RULES = (
+    Rule(
+        "deterministic",
+        FAIL,
+        "deterministic_mode",
+        _deterministic,
+        "deterministic mode refuses it",
+        "leave it out",
+        "training/determinism.py",
+    ),
+    Rule(
+        "fp8-edges",
+        FAIL,
+        "num_layers_at_start_in_bf16",
+        _edges,
+        "more layers stay in bf16 than a pipeline stage has",
+        "lower it",
+        CONFIG,
+    ),
     Rule(
         "fp32",
         COST,
