@@ -8,6 +8,31 @@ from nam_megatron.errors import counted
 from nam_megatron.lint.model import ATTENTION, MAMBA, TITLES, Model, known
 from nam_megatron.lint.values import Args, Open, harmless
 
+# Said by few launches, and part of what is trained: shown as written.
+ALSO = (
+    "apply_query_key_layer_scaling", "attention_softmax_in_fp32", "fp32_residual_connection", "rotary_interleaved",
+    "rotary_seq_len_interpolation_factor", "mrope_section", "glu_linear_offset", "activation_func_clamp_value", "use_mup",
+    "mup_attn_scale_power", "mup_base_head_dim", "mup_base_hidden_size", "mup_embedding_mult", "mup_output_mult", "mup_width_mult",
+    "qk_clip", "qk_clip_alpha", "qk_clip_threshold", "moe_router_bias_update_rate", "moe_router_force_biased",
+    "moe_router_force_load_balancing", "moe_apply_probs_on_input", "moe_enable_routing_replay", "moe_token_drop_policy",
+    "moe_router_quantile_balancing_ema", "moe_expert_rank_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_use_upcycling",
+    "mtp_use_repeated_layer", "mtp_detach_heads", "dsa_indexer_use_sparse_loss", "dsa_indexer_scoring_relu",
+    "dsa_indexer_rope_interleaved", "dsa_indexer_k_norm_epsilon", "dsa_indexer_rotate_activation", "mamba_training_ssm_states_dtype",
+    "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads",
+    "freeze_all_layers", "calculate_per_token_loss", "eod_mask_loss", "reset_position_ids", "reset_attention_mask",
+    "dataloader_inter_document_masking", "create_attention_mask_in_dataloader", "fim_data", "fim_rate", "fim_spm_rate", "sft", "finetune",
+    "rampup_batch_size", "step_batch_size_schedule", "decoupled_lr", "decoupled_min_lr", "lr_warmup_init", "adam_eps", "sgd_momentum",
+    "muon_momentum", "muon_nesterov", "muon_num_ns_steps", "muon_scale_mode", "muon_extra_scale_factor", "muon_split_qkv", "lion_beta1",
+    "lion_beta2", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style", "apply_wd_to_qk_layernorm", "first_last_layers_bf16",
+    "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "fp8_margin", "grad_reduce_in_bf16", "loss_scale",
+    "te_precision_config_file",
+    "batch_invariant_mode", "data_parallel_random_init", "decrease_batch_size_if_needed", "disable_bf16_reduced_precision_matmul",
+    "error_injection_rate", "exit_duration_in_mins", "fim_eod_token", "fim_middle_token", "fim_pad_token", "fim_prefix_token",
+    "fim_suffix_token", "fp8_interval", "fp8_quantizer_factory", "gradient_reduce_div_fusion", "iterations_to_skip",
+    "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler", "perform_initialization", "skip_train", "test_mode",
+    "use_kitchen_attention", "data_path", "train_data_path", "split", "seed",
+)  # fmt: skip
+
 
 def rows(a: Args, m: Model) -> Iterator[tuple[str, str]]:
     """(label, text); a text of `?` where it hangs on a value that is not known."""
@@ -34,6 +59,9 @@ def rows(a: Args, m: Model) -> Iterator[tuple[str, str]]:
     yield from row("embedding", lambda: _embedding(a, m))
     yield from row("precision", lambda: _precision(a, m))
     yield from row("optimizer", lambda: _optimizer(a, m))
+    yield from row("schedule", lambda: _schedule(a))
+    yield from row("start", lambda: _start(a))
+    yield from row("also", lambda: ", ".join(a.written(n) for n in ALSO if a.said(n)) or None)
     yield from row("layout", lambda: _layout(a, m))
     yield from row("batch", lambda: _batch(a, m))
 
@@ -183,7 +211,15 @@ def _attention(a: Args, m: Model) -> str | None:
             text += "; top-k shared " + "; ".join(f"{s} -> {', '.join(map(str, to))}" for s, to in shared.items())
         lines.append(text)
     if a.window_size is not None and "attention" in m.kinds:
-        lines.append(f"window {a.window_size}")
+        skip = a.window_attn_skip_freq
+        lines.append(f"window {a.window_size}" + ("" if skip is None else f", but for layers by frequency {skip}"))
+    extra = {
+        "a gate on its output": a.attention_output_gate, "bias of queries, keys and values": a.add_qkv_bias,
+        f"softmax {a.softmax_type}": a.softmax_type != "vanilla",
+    }  # fmt: skip
+    lines += (
+        [", ".join(name for name, on in extra.items() if on)] if "attention" in m.kinds and any(extra.values()) else []
+    )
     return "\n".join(lines)
 
 
@@ -196,7 +232,8 @@ def _positions(a: Args, m: Model) -> str:
     )
     own = []
     if m.mla and {"mla", "dsa"} & m.kinds:
-        scaled = f", factor {a.rotary_scaling_factor:g}" if m.rope_type == "yarn" else ""
+        yarn = f", factor {a.rotary_scaling_factor:g} over {a.max_position_embeddings}, mscale {a.mscale:g} and {a.mscale_all_dim:g}"
+        scaled = yarn if m.rope_type == "yarn" else ""
         own.append(
             f"MLA: {m.rope_type}{'' if a.said('rope_type') else ' (default)'}{scaled}, base {_v(a, 'rotary_base')}"
         )
@@ -209,6 +246,8 @@ def _positions(a: Args, m: Model) -> str:
             own.append(f"{'RoPE' if m.positions == 'rope' else 'yarn'}, base {_v(a, 'rotary_base')}{part}{scaled}")
         else:
             own.append("none in attention" if m.positions != "mrope" or m.hybrid else "mrope")
+    if own and a.no_rope_freq is not None:
+        own.append(f"no rotation in layers by frequency {a.no_rope_freq}")
     return "; ".join([*([table] if table else []), *own]) or f"none ({m.positions})"
 
 
@@ -224,6 +263,8 @@ def _norms(a: Args, m: Model) -> str:
         )
     if {"mla", "dsa"} & m.kinds:
         extra.append("on MLA's latents" if a.qk_layernorm else "none on MLA's latents")
+    if a.layernorm_zero_centered_gamma:
+        extra.append("weights centred at zero (1p)")
     return ", ".join([f"{_v(a, 'normalization')}, epsilon {_v(a, 'layernorm_epsilon')}", *extra])
 
 
@@ -244,6 +285,16 @@ def _experts(a: Args, m: Model) -> str | None:
     routing = (
         f"scores {_v(a, 'moe_router_score_function')}, router in {a.moe_router_dtype or 'the dtype of the weights'}"
     )
+    extra = {
+        "softmax before the choice": a.moe_router_pre_softmax,
+        f"weights scaled by {a.moe_router_topk_scaling_factor}": a.moe_router_topk_scaling_factor,
+        f"experts from {a.moe_router_group_topk} of {a.moe_router_num_groups} groups": a.moe_router_group_topk,
+        f"z-loss {a.moe_z_loss_coeff}": a.moe_z_loss_coeff,
+        f"input jitter {a.moe_input_jitter_eps}": a.moe_input_jitter_eps,
+        f"latent {a.moe_latent_size}": a.moe_latent_size,
+        "a gate on the shared expert": shared and a.moe_shared_expert_gate,
+    }
+    routing = ", ".join([routing, *(name for name, on in extra.items() if on)])
     balanced = " and ".join(filter(None, [balance, *losses])) or "nothing"
     lines = (
         f"{_or_open(a.num_experts)} of {width}, top {_v(a, 'moe_router_topk')}{shared}",
@@ -280,6 +331,33 @@ def _optimizer(a: Args, m: Model) -> str:
     sharded = ", sharded" if a.use_distributed_optimizer or m.fsdp else ""
     name = f"{names.get(a.optimizer, a.optimizer)}{sharded}"
     return f"{name}, {rate}, weight decay {_v(a, 'weight_decay')}{betas}, clip {_v(a, 'clip_grad')}"
+
+
+def _schedule(a: Args) -> str:
+    """How long, warmed up and decayed over how much; each in steps or samples, as the launch counts."""
+
+    def length(what: str) -> str | None:
+        for unit, name in (("steps", f"{what}_iters"), ("samples", f"{what}_samples")):
+            if getattr(a, name):
+                return f"{getattr(a, name)} {unit}"
+        return None
+
+    warmup = (
+        f"{a.lr_warmup_fraction:.2%} of the decay"
+        if a.lr_warmup_fraction is not None
+        else length("lr_warmup") or "none"
+    )
+    words = [length("train") or "?", f"warm-up {warmup}", f"decay over {length('lr_decay') or 'all of it'}"]
+    if a.lr_decay_style == "WSD":
+        words.append(f"the last {length('lr_wsd_decay') or '?'} {a.lr_wsd_decay_style}")
+    return ", ".join(words)
+
+
+def _start(a: Args) -> str:
+    std = "Xavier uniform" if a.init_method_xavier_uniform else f"normal, std {_v(a, 'init_method_std')}"
+    embedding = "" if a.embedding_init_method_std is None else f", embeddings {a.embedding_init_method_std}"
+    source = next((f"; weights of {a.written(n)}" for n in ("load", "pretrained_checkpoint") if a.said(n)), "")
+    return f"{std}{embedding}{source}"
 
 
 def _layout(a: Args, m: Model) -> str:

@@ -21,6 +21,7 @@ ATTENTION = LETTERS["A"]
 MAMBA = ("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups")
 MOST = 10_000  # layers
 BLACKWELL = re.compile(r"(?<![a-z0-9])(G?B[23]00|blackwell|sm_?10[03]a?)(?![a-z0-9])", re.IGNORECASE)
+PUBLISHED_MLA = re.compile(r"deepseek[-_. ]?(v[23]|r1)|kimi[-_. ]?k2|moonlight|glm[-_. ]?5", re.IGNORECASE)
 STOCK_SPECS = {  # what 0.19.2 has for --spec and builds without it
     ("megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"),
     ("megatron.core.models.hybrid.hybrid_layer_specs", "mamba_stack_spec"),
@@ -61,6 +62,11 @@ class Model:
             or bool(self.a.fp4)
             or bool(self.a.fp8 and self.a.fp8_recipe == "mxfp8")
         )
+
+    @cached_property
+    def of_published_mla(self) -> bool:
+        """Whether the launch names a published model with MLA. Each has a norm on its key/value latent."""
+        return bool(PUBLISHED_MLA.search(self.a.launch.text))
 
     @cached_property
     def gpt_oss(self) -> bool:
@@ -378,6 +384,12 @@ class Model:
     def balancing(self) -> tuple[str, ...]:
         value = self.a.moe_router_load_balancing_type
         return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+    @property
+    def unbalanced(self) -> bool:
+        """Whether experts are to be balanced by losses whose coefficients are all 0."""
+        losses = any("aux_loss" in b for b in self.balancing) and not any(self.aux_coefficients)
+        return self.moe and losses and not self.a.moe_router_enable_expert_bias
 
     @cached_property
     def aux_coefficients(self) -> tuple[float, ...]:

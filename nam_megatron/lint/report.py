@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from nam_megatron import __version__
 from nam_megatron.errors import counted
 from nam_megatron.lint import Report, describe
-from nam_megatron.lint.rules import SEVERITIES
+from nam_megatron.lint.rules import SEVERITIES, Finding
+from nam_megatron.lint.rules.rule import DEFAULT, without
 
 STYLES = {
     "wrong model": "bold red",
     "will fail": "bold magenta",
     "cost": "bold yellow",
     "fragile": "bold blue",
+    "default": "bold",
     "open": "bold cyan",
 }
 Line = list[tuple[str, str]]  # (text, style) pieces
@@ -33,7 +35,13 @@ def lines(report: Report, width: int = 110) -> Iterator[Line]:
         yield []
     for note in found:
         yield from _paragraph("note", note, width, "dim")
+    defaults = [f for f in report.findings if f.severity == DEFAULT]
     for finding in report.findings:
+        if finding.severity == DEFAULT:
+            if finding is defaults[0]:
+                yield []
+                yield from _folded(defaults, width)
+            continue
         yield []
         at = f"  (line {', '.join(map(str, finding.lines))})" if finding.lines else ""
         yield [
@@ -46,6 +54,18 @@ def lines(report: Report, width: int = 110) -> Iterator[Line]:
         yield from _paragraph("fix:", finding.fix, width)
     yield []
     yield [(summary(report), "bold" if report.findings else "")]
+
+
+def _folded(findings: list[Finding], width: int) -> Iterator[Line]:
+    """The defaults that nobody chose."""
+    yield [
+        (DEFAULT, STYLES[DEFAULT]),
+        (f"  {counted(len(findings), 'value')} that nobody chose; say what is meant", "bold"),
+    ]
+    for finding in findings:
+        detail = f" ({finding.detail})" if finding.detail else ""
+        told = f"{_brief(finding.flag).removeprefix(without(''))}: {finding.message}{detail}"
+        yield from _paragraph("", f"{told} [{finding.id}]", width)
 
 
 def summary(report: Report) -> str:

@@ -1,7 +1,7 @@
 """Attention and position embeddings."""
 
 from nam_megatron.lint.model import Model
-from nam_megatron.lint.rules.rule import CONFIG, FAIL, FROM_ARGS, HYBRID, VALIDATE, WRONG, Rule, each
+from nam_megatron.lint.rules.rule import CONFIG, DEFAULT, FAIL, FROM_ARGS, HYBRID, VALIDATE, WRONG, Rule, each
 from nam_megatron.lint.values import Args
 
 MLA_ONLY = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "cache_mla_latents")
@@ -66,14 +66,24 @@ RULES = (
         "mla-no-latent-norm",
         WRONG,
         "qk_layernorm",
-        lambda a, m: m.mla and bool({"mla", "dsa"} & m.kinds) and not a.qk_layernorm,
-        "the latents of MLA go without a norm; every published MLA model has one on each",
-        "add `--qk-layernorm`",
+        lambda a, m: m.mla and bool({"mla", "dsa"} & m.kinds) and not a.qk_layernorm and m.of_published_mla,
+        "the latents of MLA go without a norm; the model that the launch names has one",
+        "add `--qk-layernorm`; without a query latent see `mla-query-norm` then",
         "core/transformer/mla_qk_norm_config.py",
     ),
     Rule(
-        "default-kv-lora-rank",
+        "mla-query-norm",
         WRONG,
+        "qk_layernorm",
+        lambda a, m: "mla" in m.kinds and m.variant != "dsa" and a.qk_layernorm and a.q_lora_rank is None,
+        "without a query latent the query's norm is one more over the whole hidden width, before its projection; DeepSeek-V2-Lite, and "
+        "every published model of that kind, has a norm on the key/value latent alone",
+        "give a query latent with `--q-lora-rank`, or a `--spec` of your own without that norm",
+        "core/transformer/mla_qk_norm_config.py _resolve_mla_qk_layernorm",
+    ),
+    Rule(
+        "default-kv-lora-rank",
+        DEFAULT,
         "kv_lora_rank",
         lambda a, m: m.mla and not a.said("kv_lora_rank"),
         "32 on the command line, 512 in Megatron's config and in the papers",
@@ -82,7 +92,7 @@ RULES = (
     ),
     Rule(
         "default-rope-type",
-        WRONG,
+        DEFAULT,
         "rope_type",
         lambda a, m: m.mla
         and not a.said("rope_type")

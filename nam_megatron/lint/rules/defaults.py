@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from nam_megatron.lint.model import Model
-from nam_megatron.lint.rules.rule import CONFIG, COST, FAIL, FROM_ARGS, VALIDATE, WRONG, Rule, When, without
+from nam_megatron.lint.rules.rule import CONFIG, DEFAULT, FAIL, FROM_ARGS, VALIDATE, Rule, When, without
 from nam_megatron.lint.values import Args
 
 
@@ -29,7 +29,7 @@ def _dropouts(a: Args, m: Model) -> Iterator[str]:
 _SELDOM_MEANT = (
     Rule(
         "default-positions",
-        WRONG,
+        DEFAULT,
         "position_embedding_type",
         lambda a, m: not a.any_said("position_embedding_type", "use_rotary_position_embeddings"),
         "a learned table of absolute positions is trained",
@@ -38,7 +38,7 @@ _SELDOM_MEANT = (
     ),
     Rule(
         "default-normalization",
-        WRONG,
+        DEFAULT,
         "normalization",
         lambda a, m: not a.said("normalization"),
         "LayerNorm is trained",
@@ -47,7 +47,7 @@ _SELDOM_MEANT = (
     ),
     Rule(
         "default-bias",
-        WRONG,
+        DEFAULT,
         "add_bias_linear",
         lambda a, m: a.add_bias_linear,
         "every linear layer has a bias",
@@ -56,7 +56,7 @@ _SELDOM_MEANT = (
     ),
     Rule(
         "default-activation",
-        WRONG,
+        DEFAULT,
         "",
         lambda a, m: m.activation == "GELU" and m.has_mlps and without("--swiglu or --squared-relu") + "\t",
         "MLPs and experts have GELU, without a gate",
@@ -65,7 +65,7 @@ _SELDOM_MEANT = (
     ),
     Rule(
         "default-dropout",
-        WRONG,
+        DEFAULT,
         "",
         _dropouts,
         "a dropout of 0.1",
@@ -74,7 +74,7 @@ _SELDOM_MEANT = (
     ),
     Rule(
         "default-beta2",
-        WRONG,
+        DEFAULT,
         "adam_beta2",
         lambda a, m: not a.said("adam_beta2") and a.optimizer != "sgd",
         "Adam's second moment decays with 0.999",
@@ -83,7 +83,7 @@ _SELDOM_MEANT = (
     ),
     Rule(
         "default-router-scores",
-        WRONG,
+        DEFAULT,
         "moe_router_score_function",
         lambda a, m: m.moe and not a.said("moe_router_score_function"),
         "the router's scores are a softmax",
@@ -91,8 +91,26 @@ _SELDOM_MEANT = (
         CONFIG,
     ),
     Rule(
+        "default-balancing",
+        DEFAULT,
+        "moe_aux_loss_coeff",
+        lambda a, m: not a.said("moe_router_load_balancing_type") and m.unbalanced,
+        "the coefficient of the balancing loss is 0: nothing balances the experts",
+        "say `--moe-aux-loss-coeff`, 1e-4 say (or `--moe-router-load-balancing-type none`, if meant)",
+        CONFIG,
+    ),
+    Rule(
+        "default-latent-norm",
+        DEFAULT,
+        "qk_layernorm",
+        lambda a, m: m.mla and bool({"mla", "dsa"} & m.kinds) and not a.qk_layernorm and not m.of_published_mla,
+        "the latents of MLA go without a norm",
+        "add `--qk-layernorm`",
+        "core/transformer/mla_qk_norm_config.py",
+    ),
+    Rule(
         "default-dispatcher",
-        COST,
+        DEFAULT,
         "moe_token_dispatcher_type",
         lambda a, m: m.moe and not a.said("moe_token_dispatcher_type"),
         "allgather: every expert rank gets every token",
@@ -101,7 +119,7 @@ _SELDOM_MEANT = (
     ),
     Rule(
         "default-expert-tensor",
-        COST,
+        DEFAULT,
         "expert_tensor_parallel_size",
         lambda a, m: m.moe and m.tp > 1 and not a.said("expert_tensor_parallel_size"),
         "experts are cut by the tensor parallel size too",

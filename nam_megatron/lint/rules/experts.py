@@ -49,10 +49,7 @@ RULES = (
         "moe-no-balancing",
         WRONG,
         "moe_aux_loss_coeff",
-        lambda a, m: m.moe
-        and not a.moe_router_enable_expert_bias
-        and not any(m.aux_coefficients)
-        and any("aux_loss" in b for b in m.balancing),
+        lambda a, m: a.said("moe_router_load_balancing_type") and m.unbalanced,
         "the coefficient is 0 unless said: nothing balances the experts",
         "say `--moe-aux-loss-coeff`, 1e-4 say (or `--moe-router-load-balancing-type none`, if meant)",
         CONFIG,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from nam_megatron.lint.model import STOCK_SPECS, Model
-from nam_megatron.lint.rules.rule import FAIL, HYBRID, PATTERN, VALIDATE, WRONG, Rule, without
+from nam_megatron.lint.rules.rule import FAIL, HYBRID, OPEN, PATTERN, VALIDATE, WRONG, Rule, without
 from nam_megatron.lint.values import Args
 
 
@@ -161,7 +161,7 @@ RULES = (
     ),
     Rule(
         "spec-not-stock",
-        WRONG,
+        OPEN,
         "spec",
         _spec,
         "if this cannot be imported, Megatron logs a line and trains its own stack; a slot it leaves empty is skipped in silence",
