@@ -51,7 +51,14 @@ def lower(p: Plan, target: Target) -> Lowering:
     for _, _, config in (*sorted(sections, key=lambda s: s[0] != "parallel"), *blocks, *features):
         problems += config.check(p)
     raise_if(problems)
+    return unchecked(p, target)
 
+
+def unchecked(p: Plan, target: Target) -> Lowering:
+    """All settings of a plan that may not be one to train: for comparing, never for a launch."""
+    r = p.recipe
+    sections: list[tuple[str, str, Config]] = [(name, f"{name}.", getattr(r, name)) for name in SECTIONS]
+    blocks: list[tuple[str, str, Config]] = [(b.kind, f"model.blocks.{b.kind}.", b) for b in p.blocks]
     settings: list[Setting] = []
     for owner, prefix, config in (*sections, *blocks):
         settings += _owned(config.lowered(p), owner, prefix)

@@ -889,6 +889,38 @@ def test_recipe_that_our_compiler_refuses_is_written_and_says_so(tmp_path, capsy
     assert recipe._load(out.read_text(), "mine").parallel.tensor == 2
 
 
+def test_refused_recipe_lists_what_it_loses_all_the_same():
+    yarn = {
+        "--rope-type": "yarn",
+        "--rotary-scaling-factor": "40",
+        "--mscale-all-dim": "1.0",
+        "--tensor-model-parallel-size": "2",
+    }
+    groups = {"--moe-router-num-groups": "4", "--moe-router-group-topk": "2", "--moe-router-topk-scaling-factor": "2.5"}
+    made = recipe.make(launch(MLA, yarn), Path("mine.yaml"))
+    assert made.refused is not None
+    assert {line.split(" -> ")[0] for line in made.lost} >= {
+        "--rope-type yarn",
+        "--rotary-scaling-factor 40",
+        "--mscale-all-dim 1.0",
+    }
+    made = recipe.make(launch(MOE, groups | {"--tensor-model-parallel-size": "2"}), Path("mine.yaml"))
+    told = " ".join([*made.lost, *made.keyless])
+    assert made.refused is not None and all(f"{flag} {value}" in told for flag, value in groups.items())
+
+
+def test_file_of_a_model_alone_becomes_a_preset_of_a_model_alone():
+    trains = ("--micro-batch-size", "--global-batch-size", "--lr", "--train-iters", "--seq-length", "--adam-beta2")
+    other = {"--tensor-model-parallel-size": "4", "--untie-embeddings-and-output-weights": True}
+    flags = HYBRID | other | dict.fromkeys(trains) | {"--hybrid-layer-pattern": "M-M*-/*-"}
+    made = recipe.make(lint(" ".join(words(flags))), Path("mine.yaml"))
+    tree = yaml.safe_load(made.yaml)
+    assert set(tree) == {"defaults", "preset", "model", "feature"} and set(tree["feature"]) == {"mtp"}
+    assert made.refused is None and recipe._load(made.yaml, "mine").model.pattern == "MEMAE"
+    assert sum(line.startswith(("all but the model", "sequence length")) for line in made.lost) == 2
+    assert any(line.startswith("--tensor-model-parallel-size 4 -> ") for line in made.lost)
+
+
 def test_recipe_overwrites_only_what_lint_has_written(tmp_path, capsys):
     file, out = tmp_path / "x.txt", tmp_path / "mine.yaml"
     file.write_text(" ".join(words(GPT)))

@@ -28,10 +28,12 @@ from nam_megatron.lint.follow import holes
 from nam_megatron.lint.model import MAMBA, STOCK_SPECS, Model, known
 from nam_megatron.lint.read import Launch
 from nam_megatron.lint.values import Args, NotKnown, Open
-from nam_megatron.lower import Lowering, translate
+from nam_megatron.lower import Lowering, translate, unchecked
+from nam_megatron.plan import plan
 from nam_megatron.recipe import Optim, load, to_tree
 from nam_megatron.recipe.standing import IDLE
 from nam_megatron.setting import Config
+from nam_megatron.targets import current
 
 WRITTEN_BY = " by nam_megatron.lint"
 BLANK = "?"  # no path
@@ -117,11 +119,30 @@ def make(report: Report, path: Path) -> Made:
         ) from None
     wanted, text, recipe = _composed(wanted, groups, path.stem, _comment(report.name), lost)
     made = Made(path, text, lost)
+    lowering: Lowering | None = None
     try:
-        _compare(a, m, translate(recipe), made)
+        lowering = translate(recipe)
     except Refused as refused:
         made.refused = refused.render()
+        lowering = _as_it_stands(recipe, lost)
+    if lowering is not None:
+        _compare(a, m, lowering, made)
+    else:
+        made.lost += [f"{a.written(name)}: not compared" for name in a.given if name not in OTHER_WAYS]
     return made
+
+
+def _as_it_stands(recipe: Any, lost: list[str]) -> Lowering | None:
+    """What a recipe that translate refuses would tell Megatron; with our own layout if it is the layout that leaves no plan."""
+    plain = recipe.parallel.model_copy(update={"pipeline": 1, "virtual_pipeline": 1})
+    uncut = recipe.model.model_copy(update={"pattern": recipe.model.pattern.replace("|", "")})
+    for tried in (recipe, recipe.model_copy(update={"parallel": plain, "model": uncut})):
+        try:
+            return unchecked(plan(tried), current())
+        except (Refused, AssertionError, ArithmeticError, LookupError, TypeError, ValueError):
+            continue
+    lost.append("there is no plan of this recipe: its arguments cannot be compared with the launch's")
+    return None
 
 
 def _composed(wanted: Tree, groups: Tree, name: str, source: str, lost: list[str]) -> tuple[Tree, str, Any]:
@@ -282,11 +303,18 @@ def _wanted(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
         )
     lost += [f"{flag}: of the training script, not of Megatron's parser" for flag in dict.fromkeys(a.script_flags)]
     lost += [f"{flag}: what it names is not read" for flag in m.from_elsewhere]
+    about = f"{'Hybrid' if m.hybrid else 'GPT'} of a linted launch"
+    preset = {"name": name, "alias_of": None, "family": name, "about": about}
+    if _model_alone(a):
+        lost.append("all but the model: the launch says neither batch nor learning rate nor length; layout, precision, optimizer, "
+                    "schedule, data and cluster are our groups', and no choice of this launch")  # fmt: skip
+        mtp = {"feature": {"mtp": _features(a, m)["mtp"]}} if m.mtp_depths else {}
+        return {"preset": preset, "model": _model(a, m, name, lost), **mtp}
     gpus = _gpus(a, m)
     if not a.launch.gpus:
         lost.append(f"number of GPUs: the launch does not say it; the recipe has {gpus}")
     tree: Tree = {
-        "preset": {"name": name, "alias_of": None, "family": name, "about": f"{'Hybrid' if m.hybrid else 'GPT'} of a linted launch"},
+        "preset": preset,
         "model": _model(a, m, name, lost),
         "parallel": {"tensor": m.tp, "sequence": m.sequence_parallel, "pipeline": m.pp, "virtual_pipeline": _virtual(m), "context": m.cp,
                      "expert": m.ep, "expert_tensor": m.etp if m.moe else 1},
@@ -306,6 +334,19 @@ def _wanted(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
         data |= {"path": a.value("data_path")[0], "split": a.split, "tokenizer": a.tokenizer_model}
     tree["data"] = data
     return tree
+
+
+def _model_alone(a: Args) -> bool:
+    """Whether a launch describes a model and no training."""
+    return not a.any_said("micro_batch_size", "global_batch_size", "lr", "train_iters", "train_samples")
+
+
+def _sequence(a: Args, m: Model, lost: list[str]) -> int:
+    if a.seq_length is None and a.encoder_seq_length is None and _model_alone(a):
+        length = a.max_position_embeddings or 4096
+        lost.append(f"sequence length: the launch does not say it; the recipe has {length}")
+        return length
+    return m.need("seq_length")
 
 
 def _norm_kernels(a: Args, lost: list[str]) -> str:
@@ -335,7 +376,7 @@ def _model(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
     return {
         "family": name, "pattern": _pattern(m, letters), "depth": len(letters), "hidden_size": m.need("hidden_size"),
         "ffn_hidden_size": m.ffn, "num_attention_heads": m.heads, "vocab_size": known(lambda: m.vocabulary, 65536),
-        "seq_length": m.need("seq_length"), "tied_embeddings": not a.untie_embeddings_and_output_weights,
+        "seq_length": _sequence(a, m, lost), "tied_embeddings": not a.untie_embeddings_and_output_weights,
         "normalization": a.normalization, "norm_epsilon": a.layernorm_epsilon, "linear_bias": a.add_bias_linear,
         "activation": {"SwiGLU": "swiglu", "squared ReLU": "squared_relu"}.get(m.activation, m.activation.lower().replace(" ", "_")),
         "hidden_dropout": a.hidden_dropout, "attention_dropout": a.attention_dropout, "rotary_base": a.rotary_base,
@@ -346,7 +387,7 @@ def _model(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
 def _pattern(m: Model, letters: str) -> str:
     """The letters with their cuts, or the shortest piece whose repetition they are."""
     scale = 1 if m.hybrid else 2
-    if m.pp > 1:
+    if m.pp > 1 and not _model_alone(m.a):
         cuts = [0, *(c * scale for c in m.cuts), len(letters)]
         return "|".join(letters[a:b] for a, b in pairwise(cuts))
     return next(
@@ -535,7 +576,10 @@ def _compare(a: Args, m: Model, lowering: Lowering, made: Made) -> None:
     plan = replace(m.plan, lowering=lowering) if m.plan else None
     theirs = Args(Launch(lowering.target, argv(lowering), "words", "", gpus=a.launch.gpus, plan=plan))
     other = Model(theirs)
+    models = {name for name, s in lowering.by_name.items() if s.owner in {"model", "mtp", *KINDS}}
     for name in dict.fromkeys([*lowering.by_name, *a.given]):
+        if _model_alone(a) and not m.plan and name not in models and not a.said(name):
+            continue  # said once, of all of them
         if name in OTHER_WAYS or (name == "hybrid_layer_pattern" and not m.hybrid):
             continue
         if name not in lowering.by_name and a.said(name):
