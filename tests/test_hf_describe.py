@@ -50,6 +50,16 @@ def test_biases_are_refused_by_key():
     assert "model.linear_bias" in {p.key for p in describe.objections(plan)}
 
 
-def test_experts_with_a_capacity_are_refused_by_key():
-    plan = lowered("nam56r_smoke", "model.blocks.moe.capacity_factor=1.25").plan
-    assert [p.key for p in describe.objections(plan)] == ["model.blocks.moe.capacity_factor"]
+@pytest.mark.parametrize(
+    ("key", "value", "others"),
+    [
+        ("capacity_factor", "1.25", ()),
+        ("routed_scaling", "2.5", ()),
+        ("group_limit", "[2,1]", ()),
+        ("pre_softmax", "true", ("score_function=softmax", "expert_bias=false")),
+    ],
+)
+def test_routing_that_the_export_does_not_have_is_refused_by_key(key, value, others):
+    at = "model.blocks.moe."
+    plan = lowered("nam56r_smoke", f"{at}{key}={value}", *(at + other for other in others)).plan
+    assert [p.key for p in describe.objections(plan)] == [at + key]

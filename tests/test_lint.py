@@ -896,7 +896,6 @@ def test_refused_recipe_lists_what_it_loses_all_the_same():
         "--mscale-all-dim": "1.0",
         "--tensor-model-parallel-size": "2",
     }
-    groups = {"--moe-router-num-groups": "4", "--moe-router-group-topk": "2", "--moe-router-topk-scaling-factor": "2.5"}
     made = recipe.make(launch(MLA, yarn), Path("mine.yaml"))
     assert made.refused is not None
     assert {line.split(" -> ")[0] for line in made.lost} >= {
@@ -904,9 +903,33 @@ def test_refused_recipe_lists_what_it_loses_all_the_same():
         "--rotary-scaling-factor 40",
         "--mscale-all-dim 1.0",
     }
-    made = recipe.make(launch(MOE, groups | {"--tensor-model-parallel-size": "2"}), Path("mine.yaml"))
-    told = " ".join([*made.lost, *made.keyless])
-    assert made.refused is not None and all(f"{flag} {value}" in told for flag, value in groups.items())
+    made = recipe.make(
+        launch(MOE, {"--moe-latent-size": "512", "--tensor-model-parallel-size": "2"}), Path("mine.yaml")
+    )
+    assert made.refused is not None and "--moe-latent-size 512 -> moe_latent_size unset" in made.lost
+
+
+@pytest.mark.parametrize(
+    ("said", "key", "value"),
+    [
+        ({"--moe-router-num-groups": "4", "--moe-router-group-topk": "2"}, "group_limit", (4, 2)),
+        (
+            {"--moe-router-num-groups": "1", "--moe-router-group-topk": "1"},
+            "group_limit",
+            None,
+        ),  # Kimi-K2's limits nothing
+        ({"--moe-router-topk-scaling-factor": "2.5"}, "routed_scaling", 2.5),
+        ({"--moe-z-loss-coeff": "1e-3"}, "z_loss_coeff", 1e-3),
+        ({"--moe-router-pre-softmax": True, "--moe-router-score-function": "softmax"}, "pre_softmax", True),
+        ({"--moe-router-pre-softmax": True}, "pre_softmax", False),  # of sigmoid scores: Megatron reads it not
+    ],
+)
+def test_routing_comes_back(said, key, value):
+    found = launch(MOE, said | {"--moe-router-dtype": "fp32"})
+    made = recipe.make(found, Path("mine.yaml"))
+    assert made.refused is None and not any("moe" in line for line in [*made.lost, *made.keyless])
+    again = recipe._load(made.yaml, "mine")
+    assert getattr(again.model.blocks.moe, key) == value
 
 
 def test_file_of_a_model_alone_becomes_a_preset_of_a_model_alone():

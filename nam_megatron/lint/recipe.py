@@ -432,9 +432,12 @@ def _blocks(a: Args, m: Model, lost: list[str]) -> Tree:
             "expert_hidden_size": m.moe_ffn,
             "shared_expert_hidden_size": a.moe_shared_expert_intermediate_size or 0,
             "aux_loss_coeff": m.aux_coefficients[0],
+            "pre_softmax": a.moe_router_pre_softmax and a.moe_router_score_function == "softmax",
             "dispatcher": a.moe_token_dispatcher_type,
             "shared_overlap": a.moe_shared_expert_overlap,
         }
+        if groups := _groups_of_experts(m):
+            blocks["moe"]["group_limit"] = list(groups)
         if len(m.balancing) == 1:  # several have no word in a recipe; the comparison lists them
             blocks["moe"]["balancing"] = m.balancing[0]
         if not a.moe_router_dtype:
@@ -448,6 +451,12 @@ def _blocks(a: Args, m: Model, lost: list[str]) -> Tree:
     if "mlp" in m.kinds:
         blocks["mlp"] = {}
     return blocks
+
+
+def _groups_of_experts(m: Model) -> tuple[int, int] | None:
+    """(groups, chosen) where routing is limited by them: not by all groups (Kimi-K2's one of one), nor by groups of one expert."""
+    groups, chosen = m.a.moe_router_num_groups or 1, m.a.moe_router_group_topk or 0
+    return (groups, chosen) if m.moe and 0 < chosen < groups < (m.a.num_experts or 0) else None
 
 
 def _rows(cls: type[Config], a: Args) -> Tree:
@@ -554,6 +563,9 @@ DERIVED: dict[str, Callable[[Model], Any]] = {
     "lr_decay_iters": lambda m: _decay(m.a),
     "train_iters": lambda m: _train(m.a),
     "lr_warmup_iters": lambda m: _warmup(m.a),
+    "moe_router_pre_softmax": lambda m: m.a.moe_router_pre_softmax and m.a.moe_router_score_function == "softmax",
+    "moe_router_num_groups": lambda m: _groups_of_experts(m),
+    "moe_router_group_topk": lambda m: _groups_of_experts(m),
     "moe_aux_loss_coeff": lambda m: m.aux_coefficients,
     "moe_router_load_balancing_type": lambda m: m.balancing,
     "eval_interval": lambda m: m.a.eval_interval if m.a.eval_iters else None,

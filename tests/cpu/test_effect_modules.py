@@ -59,6 +59,7 @@ PASSED_BY = {
 # Other values than test_effect's where those say nothing on so small a model.
 BETTER = {
     "model.blocks.moe.capacity_factor": [0.5],
+    "model.blocks.moe.group_limit": [[2, 1]],
     "model.blocks.m2rnn.gradient_clip": [1e-6],
     "model.blocks.moe.balancing": ["seq_aux_loss"],  # in one microbatch of one rank the global loss is the batch's
     "model.letters": [],
@@ -235,6 +236,23 @@ def test_a_layer_reads_what_its_recipe_says(kind):
     (ended,) = ranks.fork(1, lambda: in_a_process(lambda: print("unread:", *unread(kind))))
     assert ended.code == 0, ended.err
     assert ended.out.splitlines()[-1].split()[1:] == []
+
+
+def test_a_softmax_before_the_choice_weighs_otherwise():
+    """Its own test: it stands with softmax scores alone, and they without an expert bias."""
+
+    def told():
+        tree = alone("moe")
+        tree["model"]["blocks"]["moe"] |= {"score_function": "softmax", "expert_bias": False}
+        tree["model"]["blocks"]["moe"].pop("expert_bias_update_rate", None)
+        plans = [changed(tree, "model.blocks.moe.pre_softmax", value) for value in (False, True)]
+        print("outputs:", *(built(plan)["output"] for plan in plans))
+
+    proof.warm()
+    (ended,) = ranks.fork(1, lambda: in_a_process(told))
+    assert ended.code == 0, ended.err
+    _, after, before = ended.out.splitlines()[-1].split()
+    assert after != before
 
 
 @pytest.mark.parametrize(("kind", "key"), [("dsa", "model.attention_dropout"), ("mamba2", "model.norm_epsilon")])

@@ -41,6 +41,19 @@ class Moe(Block):
     score_function: Annotated[
         Literal["sigmoid", "softmax"], Row("of the router; Megatron's default is softmax", "moe_router_score_function")
     ]
+    pre_softmax: Annotated[
+        bool,
+        Row("softmax over all experts, of which the chosen keep their share; false: over the chosen alone",
+            "moe_router_pre_softmax", was=False),
+    ]  # fmt: skip
+    routed_scaling: Annotated[
+        PositiveFloat | None,
+        Row("factor on what the routed experts add; null: 1", "moe_router_topk_scaling_factor", was=None),
+    ]
+    group_limit: Annotated[
+        tuple[PositiveInt, PositiveInt] | None,
+        Row("[groups, chosen]: a token's experts are all in so many of so many groups; null: no groups", was=None),
+    ]
     expert_bias: Annotated[bool, Row("bias that balances without a loss", "moe_router_enable_expert_bias")]
     expert_bias_update_rate: Annotated[
         NonNegativeFloat | None, Row("step of that bias", "moe_router_bias_update_rate")
@@ -52,6 +65,9 @@ class Moe(Block):
         Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"], Row("loss that balances the experts")
     ]
     aux_loss_coeff: Annotated[NonNegativeFloat, Row("weight of that loss; unset, Megatron has 0: no balancing")]
+    z_loss_coeff: Annotated[
+        PositiveFloat | None, Row("weight of the router's z-loss; null: none", "moe_z_loss_coeff", was=None)
+    ]
     dispatcher: Annotated[
         Literal["alltoall", "allgather", "local"],
         Row("how tokens travel to experts; local is ours: no expert on another GPU", executes="how tokens travel"),
@@ -83,18 +99,16 @@ class Moe(Block):
         yield pin("moe_shared_expert_gate", False, "the shared expert is added ungated")
         why = "a stream of its own beside the dispatch"
         yield pin("moe_shared_expert_overlap", self.shared_overlap, why, "shared_overlap")
-        why = "scores are normalised over the chosen experts"
-        yield Setting("moe_router_pre_softmax", False, why, beside="score_function")
+        groups, chosen = self.group_limit or (None, None)
+        yield Setting("moe_router_num_groups", groups, "group-limited routing", "group_limit")
+        yield Setting("moe_router_group_topk", chosen, "groups that a token's experts are in", "group_limit")
         fields: dict[str, Any] = {"transformer.moe_router_load_balancing_type": self.balancing}
         name = "moe_router_load_balancing_type"
         yield Setting(name, (self.balancing,), "balancing loss", "balancing", fields=fields)
         why, fields = "unset means 0: no balancing", {"transformer.moe_aux_loss_coeff": self.aux_loss_coeff}
         yield Setting("moe_aux_loss_coeff", (self.aux_loss_coeff,), why, "aux_loss_coeff", fields=fields)
         pin = partial(Setting, beside="aux_loss_coeff")
-        yield pin("moe_z_loss_coeff", None, "no z-loss")
         yield pin("moe_input_jitter_eps", None, "no jitter")
-        yield pin("moe_router_topk_scaling_factor", None, "no scaling of the router's weights")
-        yield pin("moe_router_num_groups", None, "no group-limited routing")
         # Ours is Megatron's allgather where nothing is gathered; blocks/moe/layer.py.
         told = "allgather" if self.dispatcher == "local" else self.dispatcher
         yield Setting("moe_token_dispatcher_type", told, "Megatron's default is allgather", "dispatcher")
@@ -178,7 +192,12 @@ class Moe(Block):
                 )
         if self.fused_weighted_squared_relu:
             yield from self._unfused(plan, at + "fused_weighted_squared_relu")
-        if self.top_k == 1 and self.score_function == "softmax":
+        if self.pre_softmax and self.score_function != "softmax":
+            message = f"{self.score_function} scores are no softmax, before the choice or after"
+            yield Problem(message, at + "pre_softmax", "set it to false")
+        if self.group_limit:
+            yield from self._groups(at + "group_limit", *self.group_limit)
+        if self.top_k == 1 and self.score_function == "softmax" and not self.pre_softmax:
             yield Problem(
                 "softmax over one chosen expert has no gradient", at + "top_k", "use sigmoid scores or top-k above 1"
             )
@@ -192,6 +211,16 @@ class Moe(Block):
                 "parallel.sequence",
                 "set `parallel.sequence=true`",
             )
+
+    def _groups(self, key: str, groups: int, chosen: int) -> Iterator[Problem]:
+        """Megatron scores a group by the sum of its top_k // chosen best experts (core/transformer/moe/moe_utils.py, 0.19.2)."""
+        yield from divides(key, self.experts, groups, "experts", "groups")
+        if chosen >= groups or groups >= self.experts:
+            yield Problem(f"{chosen} of {groups} groups of {self.experts} experts limit nothing", key, "set it to null")
+        elif self.top_k % chosen:
+            yield Problem(f"top-k {self.top_k} is not divisible by {chosen} chosen groups", key, "choose a divisor")
+        elif self.top_k > chosen * (self.experts // groups):
+            yield Problem(f"{chosen} groups have fewer experts than top-k {self.top_k}", key, "choose more groups")
 
     def _unfused(self, plan: "Plan", key: str) -> Iterator[Problem]:
         """Where Megatron has no fused activation and would ignore the flag, or stop."""
