@@ -55,6 +55,7 @@ def test_biases_are_refused_by_key():
     [
         ("capacity_factor", "1.25", ()),
         ("routed_scaling", "2.5", ()),
+        ("shared_expert_gate", "true", ()),
         ("group_limit", "[2,1]", ()),
         ("pre_softmax", "true", ("score_function=softmax", "expert_bias=false")),
     ],

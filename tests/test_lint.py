@@ -658,7 +658,15 @@ def test_flag_that_makes_another_model_is_in_the_description(name):
     change = {value: True} if isinstance(value, str) and value.startswith("--") else {flag.name: value}
     mtp, window = HYBRID | {"--hybrid-layer-pattern": "M-*-/*-"}, GPT | {"--window-size": "127,0"}
     fp8 = GPT | {"--fp8-format": "hybrid"}
-    for base in (MOE, MLA, mtp, DSA, window, fp8, GPT | {"--optimizer": "muon"}):
+    for base in (
+        MOE | {"--moe-shared-expert-intermediate-size": "512"},
+        MLA,
+        mtp,
+        DSA,
+        window,
+        fp8,
+        GPT | {"--optimizer": "muon"},
+    ):
         without = {said: None for said in base if current().by_name(said).dest == name}
         told = [
             (describe.data(f.args, f.model)["text"], ids(f))
@@ -920,6 +928,12 @@ def test_refused_recipe_lists_what_it_loses_all_the_same():
         ),  # Kimi-K2's limits nothing
         ({"--moe-router-topk-scaling-factor": "2.5"}, "routed_scaling", 2.5),
         ({"--moe-z-loss-coeff": "1e-3"}, "z_loss_coeff", 1e-3),
+        (
+            {"--moe-shared-expert-intermediate-size": "512", "--moe-shared-expert-gate": True},
+            "shared_expert_gate",
+            True,
+        ),
+        ({"--moe-shared-expert-gate": True}, "shared_expert_gate", False),  # of no shared expert
         ({"--moe-router-pre-softmax": True, "--moe-router-score-function": "softmax"}, "pre_softmax", True),
         ({"--moe-router-pre-softmax": True}, "pre_softmax", False),  # of sigmoid scores: Megatron reads it not
     ],

@@ -515,6 +515,8 @@ REFUSALS = [
     (NATIVE, TP | {"model.blocks.moe.shared_expert_hidden_size": 1023}, "model.blocks.moe.shared_expert_hidden_size", "1023"),
     (NATIVE, {"model.blocks.moe.score_function": "softmax"}, "model.blocks.moe.expert_bias", "needs sigmoid scores"),
     (NATIVE, {"model.blocks.moe.score_function": "softmax", "model.blocks.moe.top_k": 1}, "model.blocks.moe.top_k", "no gradient"),
+    (NATIVE, {"model.blocks.moe.shared_expert_gate": True, "model.blocks.moe.shared_expert_hidden_size": 0},
+     "model.blocks.moe.shared_expert_gate", "no shared expert to gate"),
     (NATIVE, {"model.blocks.moe.pre_softmax": True}, "model.blocks.moe.pre_softmax", "sigmoid scores are no softmax"),
     (NATIVE, {"model.blocks.moe.group_limit": [3, 1]}, "model.blocks.moe.group_limit", "not divisible"),
     (NATIVE, {"model.blocks.moe.group_limit": [2, 4]}, "model.blocks.moe.group_limit", "limit nothing"),

@@ -39,9 +39,9 @@ def objections(plan: Plan) -> Iterator[Problem]:
     if model.blocks.moe and model.blocks.moe.capacity_factor is not None:
         text = "experts with a capacity drop tokens by what else is in the batch, and a decoded token has no batch"
         yield Problem(text, "model.blocks.moe.capacity_factor")
-    for name in ("pre_softmax", "routed_scaling", "group_limit"):
+    for name in ("shared_expert_gate", "pre_softmax", "routed_scaling", "group_limit"):
         if getattr(model.blocks.moe, name, None):
-            yield Problem("the export's router does not have it", f"model.blocks.moe.{name}")
+            yield Problem("the export's experts do not have it", f"model.blocks.moe.{name}")
 
 
 def config(plan: Plan) -> dict[str, Any]:

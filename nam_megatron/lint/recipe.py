@@ -431,6 +431,7 @@ def _blocks(a: Args, m: Model, lost: list[str]) -> Tree:
         blocks["moe"] = _rows(Moe, a) | {
             "expert_hidden_size": m.moe_ffn,
             "shared_expert_hidden_size": a.moe_shared_expert_intermediate_size or 0,
+            "shared_expert_gate": a.moe_shared_expert_gate and bool(a.moe_shared_expert_intermediate_size),
             "aux_loss_coeff": m.aux_coefficients[0],
             "pre_softmax": a.moe_router_pre_softmax and a.moe_router_score_function == "softmax",
             "dispatcher": a.moe_token_dispatcher_type,
@@ -563,6 +564,7 @@ DERIVED: dict[str, Callable[[Model], Any]] = {
     "lr_decay_iters": lambda m: _decay(m.a),
     "train_iters": lambda m: _train(m.a),
     "lr_warmup_iters": lambda m: _warmup(m.a),
+    "moe_shared_expert_gate": lambda m: m.a.moe_shared_expert_gate and bool(m.a.moe_shared_expert_intermediate_size),
     "moe_router_pre_softmax": lambda m: m.a.moe_router_pre_softmax and m.a.moe_router_score_function == "softmax",
     "moe_router_num_groups": lambda m: _groups_of_experts(m),
     "moe_router_group_topk": lambda m: _groups_of_experts(m),

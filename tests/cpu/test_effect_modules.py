@@ -72,10 +72,12 @@ def test_every_kind_is_asked():
     assert OF.keys() == KINDS.keys()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_place_tells_the_same_of_a_kind(kind, tmp_path):
-    """Plan, strip, lint of the written plan, the budget's parameters, and the real model's."""
-    lowering = translate(resolved(parsed(alone(kind)), lambda key: False))
+@pytest.mark.parametrize(("kind", "key"), [*((kind, None) for kind in KINDS), ("moe", "shared_expert_gate")])
+def test_every_place_tells_the_same_of_a_kind(kind, key, tmp_path):
+    """Plan, strip, lint of the written plan, the budget's parameters, and the real model's; of a key that adds some, too."""
+    tree = alone(kind)
+    tree["model"]["blocks"][kind] |= {key: True} if key else {}
+    lowering = translate(resolved(parsed(tree), lambda key: False))
     plan = lowering.plan
     assert {layer.kind for layer in plan.layers} == {kind}
     assert strip(plan)[2] == KINDS[kind].symbol * len(plan.layers) and KINDS[kind].title in plan_text(lowering)

@@ -38,6 +38,10 @@ class Moe(Block):
         PositiveInt, Row("width of an expert; unset, Megatron takes ffn_hidden_size", "moe_ffn_hidden_size")
     ]
     shared_expert_hidden_size: Annotated[NonNegativeInt, Row("width of the shared expert; 0 for none")]
+    shared_expert_gate: Annotated[
+        bool,
+        Row("the shared expert's output is weighed by a sigmoid of the token", "moe_shared_expert_gate", was=False),
+    ]
     score_function: Annotated[
         Literal["sigmoid", "softmax"], Row("of the router; Megatron's default is softmax", "moe_router_score_function")
     ]
@@ -96,7 +100,6 @@ class Moe(Block):
         shared, pin = self.shared_expert_hidden_size or None, partial(Setting, beside="shared_expert_hidden_size")
         name = "moe_shared_expert_intermediate_size"
         yield Setting(name, shared, "one shared expert; 0 for none", "shared_expert_hidden_size")
-        yield pin("moe_shared_expert_gate", False, "the shared expert is added ungated")
         why = "a stream of its own beside the dispatch"
         yield pin("moe_shared_expert_overlap", self.shared_overlap, why, "shared_overlap")
         groups, chosen = self.group_limit or (None, None)
@@ -132,7 +135,7 @@ class Moe(Block):
         return layer.EMPTY
 
     def captured(self, line: Line, parts: frozenset[str]) -> bool:
-        inside = ("input", "norm statistics", "norm output", "router", "shared expert")
+        inside = ("input", "norm statistics", "norm output", "router", "shared expert", "shared expert's gate")
         return "moe_router" in parts and line.name in inside
 
     def check(self, plan: "Plan") -> Iterator[Problem]:
@@ -162,6 +165,8 @@ class Moe(Block):
                 at + "shared_overlap",
                 f"set `{at}dispatcher=alltoall`, or this to false",
             )
+        if self.shared_expert_gate and not self.shared_expert_hidden_size:
+            yield Problem("there is no shared expert to gate", at + "shared_expert_gate", "set it to false")
         if self.shared_overlap and not self.shared_expert_hidden_size:
             yield Problem("there is no shared expert to overlap", at + "shared_overlap", "set it to false")
         if plan.recipe.model.linear_bias and self.shared_expert_hidden_size:
@@ -250,6 +255,8 @@ class Moe(Block):
         if fs:
             yield Param("mlp.shared_experts.linear_fc1.weight", (z.gates * fs, h), "tensor", "weight")
             yield Param("mlp.shared_experts.linear_fc2.weight", (h, fs), "tensor", "weight")
+            if self.shared_expert_gate:
+                yield Param("mlp.shared_experts.gate_weight", (1, h), "replicated", "router")
 
     def activations(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
         z = self._sizes(z)
@@ -270,6 +277,9 @@ class Moe(Block):
             yield z.line("weighed activation", "w R f / et", "input of the second projection", mark=mark)
         if self.shared_expert_hidden_size and "shared_experts" not in z.recompute:
             yield z.line("shared expert", "(2 u + w) T fs / t", "first projection and activation", mark=mark)
+            if self.shared_expert_gate:
+                why = "the shared expert's output, its gate and the gate's logit"
+                yield z.line("shared expert's gate", "2 Ts h + 4 Ts", why, mark=UNMEASURED)
 
     def working(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
         z = self._sizes(z)
@@ -286,6 +296,8 @@ class Moe(Block):
         yield z.work("experts", "2 (u + 1) k h f", "the k active ones", redone=("moe",))
         if self.shared_expert_hidden_size:
             yield z.work("shared expert", "2 (u + 1) h fs", "", redone=("moe", "shared_experts"))
+            if self.shared_expert_gate:
+                yield z.work("shared expert's gate", "2 h", "", redone=("moe", "shared_experts"))
 
 
 @dataclass(frozen=True, slots=True)
