@@ -1,6 +1,7 @@
-"""The command: python -m nam_megatron.hf {export, import, check, perplexity, watch} ..."""
+"""The command: python -m nam_megatron.hf {export, import, check, perplexity, evaluate, watch} ..."""
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Iterable
@@ -15,6 +16,7 @@ examples:
   python -m nam_megatron.hf check runs/ckpt out/hf --device cuda           the same tokens through Megatron and the export
   python -m nam_megatron.hf import out/hf plan.json runs/again             weights that `schedule.load=runs/again` starts from
   python -m nam_megatron.hf perplexity out/hf set --device cuda            on the held-out documents of a built dataset
+  python -m nam_megatron.hf evaluate runs/ckpt arc_easy,own.yaml           by lm-evaluation-harness; names of its tasks, or files
   python -m nam_megatron.hf watch runs/ckpt out/steps --dataset set        each checkpoint as it appears, beside the run
 
 docs/checkpoints.md says more. Exit code: 0 done, 1 check found a difference, 2 refused.
@@ -53,6 +55,16 @@ def parser() -> argparse.ArgumentParser:
                 ("model", "an export or a checkpoint"), ("dataset", "the dataset's folder"))  # fmt: skip
     made.add_argument("--split", default="valid")
     made.add_argument("--most", type=int, metavar="WINDOWS", help="of the model's length, to read")
+    made.add_argument("--batch", type=int, default=4)
+    made.add_argument("--out", type=Path, metavar="JSON", help="write the result there too")
+    _where(made, "cpu")
+    made = verb("evaluate", "The tasks of lm-evaluation-harness.", ("model", "an export or a checkpoint"))
+    made.add_argument("tasks", metavar="TASK,...", help="names that the harness knows, or YAML files of your own")
+    made.add_argument(
+        "--tokenizer", type=Path, metavar="FOLDER", help="where neither the export nor the run's dataset has one"
+    )
+    made.add_argument("--shots", type=int, help="examples before a question (default: the task's)")
+    made.add_argument("--limit", type=int, help="questions of each task (default: all)")
     made.add_argument("--batch", type=int, default=4)
     made.add_argument("--out", type=Path, metavar="JSON", help="write the result there too")
     _where(made, "cpu")
@@ -131,10 +143,29 @@ def _perplexity(words: argparse.Namespace) -> int:
 
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[words.dtype]
     made = perplexity.perplexity(words.model, words.dataset, words.split, words.most, words.batch, dtype, words.device)
-    text = json.dumps(made, indent=1)
+    return _told(made, words.out)
+
+
+def _evaluate(words: argparse.Namespace) -> int:
+    import torch
+
+    try:
+        from nam_megatron.hf import evaluate
+    except ModuleNotFoundError as err:
+        raise Refused(Problem(f"`{err.name}` is not installed", None, "uv sync --extra hf --extra eval")) from None
+
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[words.dtype]
+    more = (words.tokenizer, words.shots, words.limit, words.batch, dtype, words.device)
+    with contextlib.redirect_stdout(sys.stderr):  # what datasets and the harness print
+        made = evaluate.evaluate(words.model, words.tasks.split(","), *more)
+    return _told(made, words.out)
+
+
+def _told(made: dict, out: Path | None) -> int:
+    text = json.dumps(made, indent=1, default=str)
     print(text)
-    if words.out is not None:
-        words.out.write_text(text + "\n", encoding="utf-8")
+    if out is not None:
+        out.write_text(text + "\n", encoding="utf-8")
     return OK
 
 
@@ -147,7 +178,14 @@ def _watch(words: argparse.Namespace) -> int:
     return OK
 
 
-VERBS = {"export": _export, "import": _import, "check": _check, "perplexity": _perplexity, "watch": _watch}
+VERBS = {
+    "export": _export,
+    "import": _import,
+    "check": _check,
+    "perplexity": _perplexity,
+    "evaluate": _evaluate,
+    "watch": _watch,
+}
 
 
 if __name__ == "__main__":

@@ -39,9 +39,9 @@ def export(
     lowering = load_plan(plan_of(checkpoint, step))
     plan = lowering.plan
     raise_if(describe.objections(plan))
-    tokens = tokens or _trained_tokenizer(plan)
+    tokens = tokens or trained_tokenizer(plan)
     if tokens is not None:
-        _fits(tokens, plan.recipe.model.vocab_size)
+        fits(tokens, plan.recipe.model.vocab_size)
     raise_if(Problem(f"checkpoint `{step}` is damaged: {what}") for what in checksums.damage(step))
     source = distributed.Checkpoint(step)
     config = describe.config(plan)
@@ -86,7 +86,11 @@ def _fill(
     if tokens is not None:
         for name in (tokenizer.FILE, tokenizer.CONFIG):
             shutil.copyfile(tokens / name, part / name)
-    said = {"step": source.folder.name, "weights": folder.fingerprint(hashes)}
+    said = {
+        "step": source.folder.name,
+        "weights": folder.fingerprint(hashes),
+        "checkpoint": checksums.whole(source.folder),
+    }
     folder.write_manifest(part, hashes, **said)
     return folder.load_json(part / folder.MANIFEST)
 
@@ -153,12 +157,14 @@ def plan_of(checkpoint: Path, step: Path) -> Path:
     raise Refused(Problem(f"`{checkpoint}` holds no `{PLAN}`", None, hint))
 
 
-def _trained_tokenizer(plan: Any) -> Path | None:
+def trained_tokenizer(plan: Any) -> Path | None:
+    """Of the dataset that a run read, if we built it."""
     data = plan.recipe.data
     return Path(data.path) / dataset.TOKENIZER if data.name == "built" else None
 
 
-def _fits(tokens: Path, vocabulary: int) -> None:
+def fits(tokens: Path, vocabulary: int) -> None:
+    """Raises Refused where a tokenizer has more entries than the model."""
     if (entries := tokenizer.load(tokens).get_vocab_size()) > vocabulary:
         said = f"the tokenizer in `{tokens}` has {entries} entries, and the model's vocabulary {vocabulary}"
         raise Refused(Problem(said, "model.vocab_size", "give the one that the data was built with"))

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from nam_megatron.argv import load_plan
-from nam_megatron.errors import raise_if
+from nam_megatron.errors import Problem, raise_if
 from nam_megatron.hf import describe, distributed, folder
 from nam_megatron.hf.export import config_of, plan_of
 from nam_megatron.hf.model.configuration_nam import NamConfig
 from nam_megatron.hf.model.modeling_nam import NamForCausalLM
+from nam_megatron.runtime import checksums
 
 
 def open_model(path: Path, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> NamForCausalLM:
@@ -20,7 +21,7 @@ def open_model(path: Path, dtype: torch.dtype = torch.bfloat16, device: str = "c
     Raises:
         Refused: neither of both, or one that is damaged.
     """
-    if (path / folder.MANIFEST).is_file() or (path / folder.CONFIG).is_file():
+    if is_export(path):
         folder.verified(path)
         config = config_of(path)
         tensors = list(describe.tensors(config.to_dict()))
@@ -33,6 +34,25 @@ def open_model(path: Path, dtype: torch.dtype = torch.bfloat16, device: str = "c
         config, tensors = NamConfig(**tree), list(describe.tensors(tree))
         read = distributed.Checkpoint(step).joined
     return _built(config, tensors, read, dtype, device)
+
+
+def is_export(path: Path) -> bool:
+    return (path / folder.MANIFEST).is_file() or (path / folder.CONFIG).is_file()
+
+
+def identity(path: Path) -> dict[str, str | None]:
+    """What a result is bound to: the step; the hash of an export's weights, None: a checkpoint; and the hash of the checkpoint's
+    checksums, which its export repeats.
+
+    Raises:
+        Refused: a checkpoint that is not what was saved.
+    """
+    if is_export(path):
+        said = folder.load_json(path / folder.MANIFEST)
+        return {key: said.get(key) for key in ("step", "weights", "checkpoint")}
+    step = distributed.step_folder(path)
+    raise_if(Problem(f"checkpoint `{step}` is damaged: {what}") for what in checksums.damage(step))
+    return {"step": step.name, "weights": None, "checkpoint": checksums.whole(step)}
 
 
 def _built(

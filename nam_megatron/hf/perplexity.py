@@ -12,8 +12,7 @@ import torch.nn.functional as F
 
 from nam_megatron.data import manifest
 from nam_megatron.errors import Problem, Refused, raise_if
-from nam_megatron.hf import folder
-from nam_megatron.hf.opened import open_model
+from nam_megatron.hf.opened import identity, open_model
 
 
 def perplexity(
@@ -29,6 +28,7 @@ def perplexity(
     """
     made = manifest.read(dataset)
     raise_if(manifest.damage(dataset, made, thorough=False))
+    bound = identity(path)
     model = open_model(path, dtype, device)
     raise_if(manifest.misfit(made, model.config.vocab_size))
     if split not in manifest.SPLITS:
@@ -42,7 +42,6 @@ def perplexity(
         tokens += labels.numel()
     if not tokens:
         raise Refused(Problem(f"`{dataset / split}` has too few tokens for a window"))
-    weights = folder.load_json(path / folder.MANIFEST)["weights"] if (path / folder.MANIFEST).is_file() else None
     return {
         "loss": loss / tokens,
         "perplexity": math.exp(min(loss / tokens, 700.0)),
@@ -50,7 +49,7 @@ def perplexity(
         "seconds": round(time.monotonic() - begin, 2),
         "split": split,
         "dataset": made.key,
-        "weights": weights,
+        **bound,
         "dtype": str(dtype).removeprefix("torch."),
     }
 

@@ -45,7 +45,7 @@ def watch(
         if dataset is not None and not (out / f"{name}.json").exists():
             made = perplexity(out / name, dataset, "valid", None, 4, torch.bfloat16, device)
             say(f"{name}: loss {made['loss']:.4f}, perplexity {made['perplexity']:.2f}")
-            (out / f"{name}.json").write_text(json.dumps({"step": step, **made}, indent=1) + "\n", encoding="utf-8")
+            (out / f"{name}.json").write_text(json.dumps({**made, "step": step}, indent=1) + "\n", encoding="utf-8")
         last = step
 
 

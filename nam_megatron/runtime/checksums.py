@@ -91,6 +91,11 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, ALGORITHM).hexdigest()
 
 
+def whole(folder: Path) -> str:
+    """One hash for a checkpoint: of its file of checksums. Raises OSError."""
+    return digest(folder / NAME)
+
+
 def put(folder: Path, found: dict[str, str]) -> None:
     part = folder / f"{NAME}.part"
     with open(part, "w", encoding="utf-8") as file:

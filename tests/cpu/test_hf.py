@@ -589,9 +589,97 @@ def test_perplexity_is_that_of_the_windows(spoken, words_of, tmp_path, capsys):
     assert found[0]["loss"] == found[1]["loss"] == pytest.approx(loss, rel=1e-5)
     assert found[1]["weights"] == json.loads((spoken[1] / folder.MANIFEST).read_text())["weights"]
     assert found[0]["tokens"] == 96
+    assert found[0]["checkpoint"] == found[1]["checkpoint"] == checksums.whole(spoken[0] / "iter_0000003")
 
     watched = ["watch", str(spoken[0]), str(tmp_path / "steps"), "--dataset", str(tmp_path / "set"), "--until", "3"]
     assert command.main([*watched, "--tokenizer", str(words_of / "large")]) == 0
     seen = json.loads((tmp_path / "steps" / "iter_0000003.json").read_text())
     assert seen["step"] == 3 and seen["weights"] == found[1]["weights"]
     assert seen["loss"] == pytest.approx(loss, rel=0.05)
+
+
+TASK = """
+task: own_{kind}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {at}/q.jsonl}}, cache_dir: {at}/cache}}
+test_split: test
+output_type: {kind}
+doc_to_text: "{{{{q}}}}"
+metric_list: [{{metric: {metric}}}]
+"""
+# What the harness asks of a model: likelihoods of endings, of a whole text, and texts.
+ASKED = {
+    "multiple_choice": ("acc", 'doc_to_choice: "{{choices}}"\ndoc_to_target: "{{answer}}"'),
+    "loglikelihood_rolling": ("bits_per_byte", 'doc_to_target: "{{q}}"'),
+    "generate_until": (
+        "exact_match",
+        'doc_to_target: "{{text}}"\ngeneration_kwargs: {until: ["never"], max_gen_toks: 4, do_sample: false}',
+    ),
+}
+
+
+@pytest.fixture
+def questions(spoken, tmp_path) -> str:
+    """Three tasks on whose questions the model is right twice of three times, by likelihood and by text."""
+    encode, model = tokenizer.load(spoken[1]).encode, open_model(spoken[1], torch.float32)
+    lines, choices = [], [" x;", "}", "\n\treturn 37"]
+    for number, text in enumerate(("int f3", "// file 12\nint f12(int", "return")):
+        asked = encode(text).ids
+        with torch.inference_mode():
+            likely = [
+                model(torch.tensor([asked + end])).logits.log_softmax(-1)[0, len(asked) - 1 : -1].gather(
+                    -1, torch.tensor(end)[:, None]
+                ).sum().item()
+                for end in (encode(choice).ids for choice in choices)
+            ]  # fmt: skip
+        best = max(range(3), key=likely.__getitem__)
+        said = tokenizer.load(spoken[1]).decode([token for (token,) in decode(model, [asked], Options(4))])
+        right = {"answer": best, "text": said} if number else {"answer": (best + 1) % 3, "text": "never"}
+        lines.append({"q": text, "choices": choices, **right})
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for kind, (metric, more) in ASKED.items():
+        (tmp_path / f"{kind}.yaml").write_text(TASK.format(kind=kind, at=tmp_path, metric=metric) + more)
+    return ",".join(f"{tmp_path}/{kind}.yaml" for kind in ASKED)
+
+
+def test_the_harness_finds_the_same_in_export_and_checkpoint(
+    spoken, words_of, questions, tmp_path, monkeypatch, capsys
+):
+    """And by its own route, with the export's code; each result says what it was found on."""
+    words, found = ["--dtype", "fp32", "--tokenizer", str(words_of / "large"), "--out", str(tmp_path / "out.json")], []
+    for path in spoken:
+        assert command.main(["evaluate", str(path), questions, *words[: 2 if path is spoken[1] else None]]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert json.loads((tmp_path / "out.json").read_text()) == found[0]
+    assert found[0]["results"] == found[1]["results"]
+    assert found[0]["results"]["own_multiple_choice"]["acc,none"] == pytest.approx(2 / 3)
+    assert found[0]["results"]["own_generate_until"]["exact_match,none"] == pytest.approx(2 / 3)
+    assert found[1]["weights"] == json.loads((spoken[1] / folder.MANIFEST).read_text())["weights"]
+    assert found[0]["checkpoint"] == found[1]["checkpoint"] == checksums.whole(spoken[0] / "iter_0000003")
+
+    from lm_eval import simple_evaluate, tasks
+
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    their = {"pretrained": str(spoken[1]), "trust_remote_code": True, "dtype": "float32"}
+    manager = tasks.TaskManager(include_defaults=False)
+    seen = simple_evaluate(
+        "hf", their, questions.split(","), batch_size=1, device="cpu", task_manager=manager, bootstrap_iters=0
+    )["results"]
+    for kind, (metric, _) in ASKED.items():
+        ours = found[1]["results"][f"own_{kind}"][f"{metric},none"]
+        assert seen[f"own_{kind}"][f"{metric},none"] == pytest.approx(ours, rel=1e-5)
+
+
+def test_what_the_harness_cannot_evaluate_is_refused(spoken, questions, tmp_path, capsys):
+    (tmp_path / "own.yaml").write_text("task: [")
+    shutil.copytree(spoken[0], tmp_path / "changed")
+    shard = tmp_path / "changed" / "iter_0000003" / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\0\0")
+    for path, asked, said in (
+        (spoken[0], questions, f"no tokenizer goes with `{spoken[0]}`"),
+        (spoken[1], f"{tmp_path}/own.yaml", f"`{tmp_path}/own.yaml` cannot be loaded"),
+        (tmp_path / "changed", questions, "`__0_0.distcp` is not what was saved"),
+    ):
+        tokens = ["--tokenizer", str(spoken[1])] if path.name == "changed" else []
+        assert command.main(["evaluate", str(path), asked, *tokens]) == 2
+        assert said in capsys.readouterr().err

@@ -1,0 +1,126 @@
+"""lm-evaluation-harness on an export or straight on a checkpoint (torch side).
+
+The harness has no entry point for models: importing this file registers ours as `nam`, for
+`lm_eval.simple_evaluate("nam", {"path": "runs/ckpt"}, ...)`. An export opens by the harness's own `hf` route too.
+"""
+
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval import simple_evaluate
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from transformers import PreTrainedTokenizerFast
+
+from nam_megatron.argv import load_plan
+from nam_megatron.data import tokenizer
+from nam_megatron.errors import Problem, Refused
+from nam_megatron.hf import distributed, export
+from nam_megatron.hf.opened import identity, is_export, open_model
+
+KEPT = ("results", "groups", "n-shot", "n-samples", "versions", "configs")
+
+
+@register_model("nam")
+class NamLM(HFLM):
+    """The harness's own Hugging Face model around ours; no code of the folder runs. Probabilities are in fp32: in bf16, the
+    harness's default for a bf16 model, a log-likelihood of 60 is rounded to quarters, and answers tie.
+
+    path: an export or a checkpoint. tokenizer: its folder; None: the export's, or that of the dataset that the run read.
+
+    Raises:
+        Refused: a model that is damaged, or no tokenizer that fits it.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        tokenizer: str | Path | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str | None = None,
+        batch_size: int | None = None,
+        max_batch_size: int | None = None,
+    ):
+        path = Path(path)
+        tokens = tokenizer_of(path) if tokenizer is None else Path(tokenizer)
+        self.identity = identity(path)
+        model = open_model(path, dtype, device or "cpu")
+        export.fits(tokens, model.config.vocab_size)
+        super().__init__(
+            model,
+            tokenizer=PreTrainedTokenizerFast.from_pretrained(tokens),
+            softmax_dtype=torch.float32,
+            batch_size=batch_size or 1,
+        )
+
+    def get_model_info(self) -> dict[str, Any]:
+        """In the place of the harness's, which asks the Hugging Face hub for the model's name."""
+        return {**self.identity, "model_dtype": str(self.model.dtype)}
+
+
+def tokenizer_of(path: Path) -> Path:
+    """The folder of the tokenizer that goes with an export or a checkpoint. Raises Refused."""
+    if is_export(path):
+        found: Path | None = path
+    else:
+        found = export.trained_tokenizer(load_plan(export.plan_of(path, distributed.step_folder(path))).plan)
+    if found is None or not (found / tokenizer.FILE).is_file():
+        raise Refused(Problem(f"no tokenizer goes with `{path}`", None, "give one: `--tokenizer FOLDER`"))
+    return found
+
+
+def evaluate(
+    path: Path,
+    tasks: list[str],
+    tokens: Path | None,
+    shots: int | None,
+    limit: int | None,
+    batch: int,
+    dtype: torch.dtype,
+    device: str,
+) -> dict[str, Any]:
+    """What the harness finds, and what it looked at.
+
+    tasks: the harness's names of tasks or groups, or YAML files. tokens: the tokenizer's folder, None: the model's own. shots: examples
+    before a question, None: as the task has it. limit: of the questions of each task.
+
+    Raises:
+        Refused: a task that cannot be loaded; a model that is damaged, or no tokenizer that fits it.
+    """
+    begin = time.monotonic()
+    # The harness reads its thousands of tasks to know their names: 10 s that files do not need.
+    manager = TaskManager(include_defaults=any(not Path(task).is_file() for task in tasks))
+    loaded = _loaded(manager, tasks)  # before the weights, which may take minutes
+    manager.load = lambda _: loaded
+    model = NamLM(path, tokens, dtype, device, batch)
+    found = simple_evaluate(
+        model,
+        tasks=tasks,
+        num_fewshot=shots,
+        limit=limit,
+        task_manager=manager,
+        log_samples=False,
+        bootstrap_iters=1000,
+    )
+    return {
+        **model.identity,
+        "dtype": str(dtype).removeprefix("torch."),
+        "lm_eval": version("lm_eval"),
+        "limit": limit,
+        "seconds": round(time.monotonic() - begin, 2),
+        **{key: found[key] for key in KEPT if key in found},
+    }
+
+
+def _loaded(manager: Any, tasks: list[str]) -> Any:
+    try:
+        return manager.load(tasks)
+    except Exception as err:  # a wrong name, YAML, or dataset, or no network
+        said = f"{type(err).__name__}: {str(err)[:300]}"
+        raise Refused(
+            Problem(f"`{','.join(tasks)}` cannot be loaded: {said}", None, "`lm_eval ls tasks` lists names")
+        ) from None
