@@ -28,7 +28,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.lower import Lowering, translate
-from nam_megatron.nemo import guards, overrides
+from nam_megatron.nemo import converter, guards, overrides  # noqa: F401  the first registers itself
 from nam_megatron.recipe import Recipe, from_tree, to_tree
 from nam_megatron.runtime import bridge, cross_entropy, wgrad
 from nam_megatron.runtime.bridge import Arguments

@@ -175,7 +175,7 @@ def pretended() -> Iterator[None]:
     ).items():
         setattr(torch.cuda, name, value)
     init = torch.distributed.init_process_group
-    torch.distributed.init_process_group = lambda *a, backend, **kw: init(*a, backend="gloo", **kw)
+    torch.distributed.init_process_group = lambda backend=None, *a, **kw: init("gloo", *a, **kw)
     _sharded_by_gloo()
     optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
