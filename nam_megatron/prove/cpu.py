@@ -180,9 +180,8 @@ def pretended() -> Iterator[None]:
     optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
     megatron.core.utils._te_version = megatron.core.utils.PkgVersion("2.20.2")
-    # Else the first save starts a fresh interpreter for its queue, which imports all of this once more.
-    queue = filesystem_async.get_write_results_queue
-    filesystem_async.get_write_results_queue = lambda *_: queue("fork")
+    # Else the first save starts a fresh interpreter for its queue, which imports all of this once more. Now: a fork wants no threads.
+    filesystem_async.get_write_results_queue("fork")
     initialize = training.initialize_megatron
     training.initialize_megatron = lambda **kw: initialize(allow_no_cuda=True, **kw)
 
