@@ -179,7 +179,11 @@ def test_a_preset_that_configures_other_kinds_than_it_has_is_refused(tmp_path):
         load("mine", [f"hydra.searchpath=[file://{tmp_path}]"])
     assert {p.key for p in refused.value.problems} == {"model.blocks.attention", "model.blocks.mamba2"}
     text = refused.value.render()
-    assert "mine.yaml:8" in text and "`model.letters.A=attention`" in text and "`lane.blocks.M=mamba2 lane.name=NAME`" in text
+    assert (
+        "mine.yaml:8" in text
+        and "`model.letters.A=attention`" in text
+        and "`lane.blocks.M=mamba2 lane.name=NAME`" in text
+    )
 
 
 def test_a_presets_word_can_be_taken_back():
