@@ -155,7 +155,6 @@ def pretended() -> Iterator[None]:
     import megatron.core.tensor_parallel.random as rng
     import megatron.core.utils
     from megatron.core import optimizer
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.optimizer import distrib_optimizer
     from megatron.training import training
 
@@ -180,8 +179,6 @@ def pretended() -> Iterator[None]:
     optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
     megatron.core.utils._te_version = megatron.core.utils.PkgVersion("2.20.2")
-    # Else the first save starts a fresh interpreter for its queue, which imports all of this once more. Now: a fork wants no threads.
-    filesystem_async.get_write_results_queue("fork")
     initialize = training.initialize_megatron
     training.initialize_megatron = lambda **kw: initialize(allow_no_cuda=True, **kw)
 
