@@ -136,6 +136,7 @@ def one_device(lowering: Lowering, dtype: str) -> Lowering:
     tree["cluster"] |= {"nodes": 1, "gpus_per_node": 1}
     tree["model"]["pattern"] = tree["model"]["pattern"].replace("|", "")
     tree["schedule"] |= {"save": None, "load": None, "save_interval": None}
+    tree["precision"]["fused_grad_accumulation"] = False  # no gradient is computed, and the fusion wants APEX
     tree["data"] |= {"name": "mock", "path": None, "parts": None, "split": None, "tokenizer": None}
     blocks = tree["model"]["blocks"]
     if dtype == "fp32":

@@ -161,6 +161,10 @@ def write(folder: Path, tensors: Mapping[str, torch.Tensor], lowering: Lowering)
     # What each module says of its quantisation; nothing. Which modules say something depends on who built them: all may.
     modules = sorted({key.rpartition(".")[0] for key in tensors} | {m for key in tensors for m in _owners(key)})
     said = {f"{module}._extra_state/shard_0_1": [None] for module in modules if module}
+    for key, tensor in tensors.items():
+        if ".mlp.experts.experts." in key:  # the grouped linear layer says it of each expert
+            module, count = key.rpartition(".")[0], tensor.size(0)
+            said |= {f"{module}._extra_state/shard_{i}_{count}": [None] for i in range(count)}
     # What Megatron compares with a run's arguments; of a checkpoint without a pattern it says that a GPT wrote it.
     args = Namespace(num_layers=len(lowering.plan.layers), **{n: lowering.by_name[n].value for n in COMPARED})
     state = {"checkpoint_version": 3.0, "iteration": 0, "args": args, "content_metadata": METADATA}
