@@ -5,7 +5,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 if TYPE_CHECKING:
@@ -135,6 +135,25 @@ def finish(command: Callable[[], int]) -> NoReturn:
             sys.stderr.write(Refused(problem).render())
         code = REFUSED
     sys.exit(code)
+
+
+def keyless(command: Callable[[], int]) -> int:
+    """A command's exit code, for `finish`. What is refused is said without a recipe's keys: such a command has none. A file that cannot
+    be read or written is a refusal, too.
+    """
+    try:
+        return command()
+    except Refused as refused:
+        sys.stderr.write(without_keys(refused.problems).render())
+    except OSError as err:
+        if err.filename is None:  # a full disk, or stdout
+            raise
+        sys.stderr.write(Refused(Problem(f"`{err.filename}`: {err.strerror}")).render())
+    return REFUSED
+
+
+def without_keys(problems: Iterable[Problem]) -> Refused:
+    return Refused(replace(p, key=None) for p in problems)
 
 
 def counted(number: int, noun: str) -> str:

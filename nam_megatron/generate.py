@@ -10,11 +10,11 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nam_megatron.errors import OK, REFUSED, Problem, Refused, finish
+from nam_megatron.errors import OK, Problem, Refused, finish, keyless
 
 if TYPE_CHECKING:
     import torch
@@ -154,21 +154,15 @@ def _number(word: str) -> float:
 
 def main(argv: list[str] | None = None) -> int:
     words = parser().parse_args(argv)
-    try:
-        return _run(words)
-    except Refused as refused:
-        sys.stderr.write(Refused(replace(p, key=None) for p in refused.problems).render())
-    return REFUSED
+    return keyless(lambda: _run(words))
 
 
 def _run(words: argparse.Namespace) -> int:
-    import torch
-
-    from nam_megatron.hf.opened import open_model
+    from nam_megatron.hf.opened import DTYPES, open_model
 
     asked = [{"prompt": words.prompt}] if words.file is None else list(_lines(words.file))
     tokenizer = _tokenizer(words, needed=any("prompt" in line for line in asked))
-    model = open_model(words.path, {"bf16": torch.bfloat16, "fp32": torch.float32}[words.dtype], words.device)
+    model = open_model(words.path, DTYPES[words.dtype], words.device)
     if tokenizer is not None and tokenizer.get_vocab_size() > model.config.vocab_size:
         said = f"the tokenizer has {tokenizer.get_vocab_size()} entries, and the model {model.config.vocab_size}"
         raise Refused(Problem(said, None, "give the one that the data was built with"))

@@ -3,12 +3,10 @@
 import argparse
 import os
 import sys
-from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 from nam_megatron.data import corpus, manifest, sources
-from nam_megatron.errors import FINDINGS, OK, REFUSED, Problem, Refused, finish
+from nam_megatron.errors import FINDINGS, OK, Problem, Refused, finish, keyless, without_keys
 
 EXAMPLES = """
 examples:
@@ -91,20 +89,8 @@ def _share(word: str) -> float:
 
 def main(argv: list[str] | None = None) -> int:
     words = parser().parse_args(argv)
-    try:
-        return {"corpus": _corpus, "tokenizer": _tokenizer, "build": _build, "check": _check}[words.verb](words)
-    except Refused as refused:
-        _say(refused.problems)
-    except OSError as err:
-        if err.filename is None:  # a full disk, or stdout
-            raise
-        _say([Problem(f"`{err.filename}`: {err.strerror}")])
-    return REFUSED
-
-
-def _say(problems: Iterable[Problem]) -> None:
-    """Without the keys, which are a recipe's: these commands have none."""
-    sys.stderr.write(Refused(replace(p, key=None) for p in problems).render())
+    verbs = {"corpus": _corpus, "tokenizer": _tokenizer, "build": _build, "check": _check}
+    return keyless(lambda: verbs[words.verb](words))
 
 
 def _sources(words: argparse.Namespace) -> list[sources.Source]:
@@ -148,7 +134,7 @@ def _check(words: argparse.Namespace) -> int:
 
     made, problems = build.check(words.out, words.vocabulary)
     if problems:
-        _say(problems)
+        sys.stderr.write(without_keys(problems).render())
         return FINDINGS
     _print(words.out, made)
     return OK

@@ -4,11 +4,9 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
-from nam_megatron.errors import FINDINGS, OK, REFUSED, Problem, Refused, finish
+from nam_megatron.errors import FINDINGS, OK, Problem, Refused, finish, keyless
 
 EXAMPLES = """
 examples:
@@ -85,19 +83,7 @@ def _where(made: argparse.ArgumentParser, device: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     words = parser().parse_args(argv)
-    try:
-        return VERBS[words.verb](words)
-    except Refused as refused:
-        _say(refused.problems)
-    except OSError as err:
-        if err.filename is None:  # a full disk, or stdout
-            raise
-        _say([Problem(f"`{err.filename}`: {err.strerror}")])
-    return REFUSED
-
-
-def _say(problems: Iterable[Problem]) -> None:
-    sys.stderr.write(Refused(replace(p, key=None) for p in problems).render())
+    return keyless(lambda: VERBS[words.verb](words))
 
 
 def _progress(text: str) -> None:
@@ -137,24 +123,23 @@ def _check(words: argparse.Namespace) -> int:
 
 
 def _perplexity(words: argparse.Namespace) -> int:
-    import torch
-
     from nam_megatron.hf import perplexity
+    from nam_megatron.hf.opened import DTYPES
 
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[words.dtype]
+    dtype = DTYPES[words.dtype]
     made = perplexity.perplexity(words.model, words.dataset, words.split, words.most, words.batch, dtype, words.device)
     return _told(made, words.out)
 
 
 def _evaluate(words: argparse.Namespace) -> int:
-    import torch
+    from nam_megatron.hf.opened import DTYPES
 
     try:
         from nam_megatron.hf import evaluate
     except ModuleNotFoundError as err:
         raise Refused(Problem(f"`{err.name}` is not installed", None, "uv sync --extra hf --extra eval")) from None
 
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[words.dtype]
+    dtype = DTYPES[words.dtype]
     more = (words.tokenizer, words.shots, words.limit, words.batch, dtype, words.device)
     with contextlib.redirect_stdout(sys.stderr):  # what datasets and the harness print
         made = evaluate.evaluate(words.model, words.tasks.split(","), *more)

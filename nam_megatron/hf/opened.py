@@ -14,6 +14,8 @@ from nam_megatron.hf.model.configuration_nam import NamConfig
 from nam_megatron.hf.model.modeling_nam import NamForCausalLM
 from nam_megatron.runtime import checksums
 
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
 
 def open_model(path: Path, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> NamForCausalLM:
     """The model in `path`, an export or a checkpoint folder, ready to run.

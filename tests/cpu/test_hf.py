@@ -179,30 +179,47 @@ def test_a_hundred_greedy_continuations_are_megatrons(made, name):
     in_megatron(job)
 
 
-def test_a_difference_is_found_and_placed(made, tmp_path):
-    """Of one changed weight in layer 4, in both forms of the report."""
-    checkpoint, _ = made("native")
-    lowering = load_plan(checkpoint / "plan.json")
-    config = describe.config(lowering.plan)
+def altered(made, to: Path, name: str, change) -> tuple[Path, Path, list[str]]:
+    """A checkpoint, its export with one tensor changed, and the kinds of its layers."""
+    checkpoint, exported = made("native")
+    config = describe.config(load_plan(checkpoint / "plan.json").plan)
     read = distributed.Checkpoint(distributed.step_folder(checkpoint)).joined
-
-    def changed(tensor):
-        value = read(tensor)
-        return value * 1.5 if tensor.name == "model.layers.3.mixer.experts.up" else value
-
-    other = tmp_path / "hf"
-    shutil.copytree(made("native")[1], other)
-    for old in other.glob("*.safetensors"):
+    shutil.copytree(exported, to)
+    for old in to.glob("*.safetensors"):
         old.unlink()
     files = folder.shards(describe.tensors(config))
-    hashes = {name: folder.write_shard(other / name, group, changed) for name, group in files}
-    folder.write_index(other, files)
-    folder.write_manifest(other, hashes, step="", weights="")
+    found = {
+        file: folder.write_shard(to / file, group, lambda t: change(read(t)) if t.name == name else read(t))
+        for file, group in files
+    }
+    folder.write_index(to, files)
+    folder.write_manifest(to, found, step="", weights="")
+    return checkpoint, to, config["layer_kinds"]
+
+
+def test_a_difference_is_found_and_placed(made, tmp_path):
+    """Of one changed weight in layer 4, in both forms of the report."""
+    expert = "model.layers.3.mixer.experts.up"
+    checkpoint, other, kinds = altered(made, tmp_path / "hf", expert, lambda weight: weight * 1.5)
 
     def job():
         outcome = check.check(checkpoint, other, random(2, 32), "fp32", "cpu")
         assert not outcome.passed
-        assert list(check.report(outcome, config["layer_kinds"]))[-1] == "they part most in layer 4 (moe)"
+        assert list(check.report(outcome, kinds))[-1] == "they part most in layer 4 (moe)"
+
+    in_megatron(job)
+
+
+def test_another_choice_is_a_difference_though_the_export_takes_megatrons(made, tmp_path):
+    """A router that is turned round: by its own choices, and by what the same experts count."""
+    router = "model.layers.3.mixer.router.weight"
+    checkpoint, other, _ = altered(made, tmp_path / "hf", router, lambda weight: -weight)
+
+    def job():
+        outcome = check.check(checkpoint, other, random(2, 32), "bf16", "cpu")
+        assert outcome.otherwise > 0.3 and not outcome.passed
+        free = check.exported(other, random(2, 32), "bf16", "cpu")
+        assert not free.otherwise and not free.experts
 
     in_megatron(job)
 

@@ -328,13 +328,15 @@ class Dsa(Latent):
             visible = step.visible(first, last)
             if self.indexer is not None:
                 scores = self.indexer.scores(*(part[:, first:last] for part in queries), keys)
-                scores = scores.masked_fill(~visible, -torch.inf)
-                # Of equal scores the earlier tokens, whatever comes after them.
-                picked.append(scores.sort(dim=-1, descending=True, stable=True).indices[..., : self.top_k])
+                picked.append(self.pick(scores.masked_fill(~visible, -torch.inf), first))
             chosen = torch.zeros(x.size(0), last - first, rows.size(1), dtype=torch.bool, device=x.device)
             chosen = chosen.scatter(-1, picked[block], True) & visible
             parts.append(self.over_latents(query[:, first:last], rows, chosen))
         return self.out(torch.cat(parts, 1))
+
+    def pick(self, scores, first):
+        """Tokens [b, s, k] of scores [b, s, t], of the queries from `first`: of equal ones the earlier, whatever comes after them."""
+        return scores.sort(dim=-1, descending=True, stable=True).indices[..., : self.top_k]
 
 
 # Feed-forward --------------------------------------------------------------------------------------------------------
@@ -363,15 +365,17 @@ class Router(nn.Module):
         """Experts [tokens, k] of x [tokens, h] and what each counts."""
         logits = F.linear(x.to(self.dtype), self.weight.to(self.dtype))
         if self.function == "softmax":
-            best, experts = logits.topk(self.top_k, -1)
-            return experts, wide(best).softmax(-1)
+            experts = self.pick(logits)
+            return experts, wide(logits.gather(-1, experts)).softmax(-1)
         scores = logits.float().sigmoid()
-        biased = scores if self.expert_bias is None else scores + self.expert_bias.float()
-        experts = biased.topk(self.top_k, -1).indices
+        experts = self.pick(scores if self.expert_bias is None else scores + self.expert_bias.float())
         scores = scores.gather(-1, experts)
         if self.top_k > 1:
             scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
         return experts, scores.to(logits.dtype)
+
+    def pick(self, scores):
+        return scores.topk(self.top_k, -1).indices
 
 
 class Experts(nn.Module):
