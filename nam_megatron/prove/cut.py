@@ -9,9 +9,9 @@ among kernels. Cut:
   does, and a legal place for every pipeline cut;
 - data parallel ranks to two, or to what the experts need; sequences to 32 tokens, two samples a microbatch, two microbatches a rank.
 
-On a GPU widths stay, and depth is cut by the same rule. Sequences are cut to 512 tokens, of which DSA selects at most 128, one sample a
-microbatch: the reference's naive kernels keep whole [s, s] matrices and the state of every token, which 4,096 tokens of NAM56R's width
-are 140 GiB of.
+On a GPU widths stay but the vocabulary, of 8,192 at most, and depth is cut by the same rule. Sequences are cut to 512 tokens, of which
+DSA selects at most 128, one sample a microbatch: the reference's naive kernels keep whole [s, s] matrices and the state of every token,
+which 4,096 tokens of NAM56R's width are 140 GiB of.
 
 The optimizer's numbers are the command's on both sides: a learning rate at which few steps move the weights, no warm-up, a clip that
 clips, and an epsilon that makes Adam's step a smooth function of the gradient (with 1e-8 its first step is the gradient's sign, and a
@@ -29,7 +29,12 @@ from nam_megatron.plan import Plan
 from nam_megatron.recipe import Recipe, parsed, resolved, to_tree
 
 SEQUENCE, SAMPLES, LEAST = 32, 2, 4
-ON_GPU = {"model.seq_length": 512, "model.blocks.dsa.top_k": 128, "schedule.micro_batch_size": 1}
+ON_GPU = {
+    "model.seq_length": 512,
+    "model.vocab_size": 8192,
+    "model.blocks.dsa.top_k": 128,
+    "schedule.micro_batch_size": 1,
+}
 OPTIM = {"lr": 0.01, "min_lr": 0.001, "decay": "constant", "warmup_steps": 0, "eps": 1e-3}
 CLIP = 0.5
 

@@ -1,6 +1,8 @@
 """A proof: both sides run in processes of their own, and what they saw compared. Torch and Megatron are imported when a bench opens."""
 
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -8,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from nam_megatron.errors import FINDINGS, OK, raise_if
+from nam_megatron.errors import FINDINGS, OK, counted, raise_if
 from nam_megatron.prove import compare, cut
 from nam_megatron.prove.compare import FP32, Limits, Row
 from nam_megatron.recipe import Recipe
@@ -153,10 +155,12 @@ class Bench:
         world = side.lowering.plan.recipe.world_size
         for old in self.folder.glob(f"{side.name}-*.said"):
             old.unlink()
+        began = time.monotonic()
         for _ in range(3):
             ended = ranks.fork(world, partial(worker.run, side, before), self.limit_s, side.device)
             if not any("EADDRINUSE" in rank.err for rank in ended):  # somebody took the port before rank 0 did
                 break
+        sys.stderr.write(f"> {side.name}: {counted(world, 'rank')}, {time.monotonic() - began:.0f} s\n")
         for number, rank in enumerate(ended):
             if rank.code and rank.code > 0:
                 return f"rank {number} of {world} ended with code {rank.code}: {_last(rank.err)}"

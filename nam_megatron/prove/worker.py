@@ -191,14 +191,15 @@ class Watch:
             return
         whole = torch.load(path, mmap=True, weights_only=True)
         for key, shape, where, local in found:
-            self.said.append((BITS, number, f"{what} {key}", _digest(local)))
+            if self.side.lowering.plan.recipe.precision.deterministic:
+                self.said.append((BITS, number, f"{what} {key}", _digest(local)))
             if key not in whole or tuple(whole[key].shape) != shape:
                 self.said.append((what, number, key, None, 0.0, 0.0, 0))
                 continue
-            there = whole[key][where].double()
-            off = (local.double().cpu() - there).square().sum().item()
+            tensor = whole[key].to(local.device).double()
+            off = (local.double() - tensor[where]).square().sum().item()
             spot = tuple((w.start, w.stop) if isinstance(w, slice) else w for w in where)
-            self.said.append((what, number, key, spot, off, whole[key].double().square().sum().item(), there.numel()))
+            self.said.append((what, number, key, spot, off, tensor.square().sum().item(), local.numel()))
 
     def _numbers(self, number: int, losses: list[list[float]], counts: dict[str, torch.Tensor]) -> None:
         from megatron.core import parallel_state as ps
