@@ -26,7 +26,15 @@ LAYOUTS = {
         "nam56r", "feature.recompute.granularity=selective", "feature.recompute.modules=[moe_act,layernorm,core_attn,shared_experts]",
     ),
 }  # fmt: skip
-FILES = {"plan.txt": report.plan_text, "args.txt": argv.lines, "budget.txt": text.golden}
+
+
+def unsaid(lowering) -> str:
+    """What Megatron is not told because its parser's default is it, and must hold all the same; with the key it is read with."""
+    silent = [s for s in lowering.settings if not lowering.target.words(s)]
+    return "".join(f"{s.owner} {s.name} = {s.value!r} @ {s.place}\n" for s in silent)
+
+
+FILES = {"plan.txt": report.plan_text, "args.txt": argv.lines, "unsaid.txt": unsaid, "budget.txt": text.golden}
 
 
 @pytest.mark.parametrize(

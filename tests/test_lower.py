@@ -435,6 +435,7 @@ def test_translating_twice_is_byte_identical(name):
 
 REFUSALS = [
     (NATIVE, {"device.capability": [10, 0]}, "device.capability", "10.0 is not served: CUDA_DEVICE_MAX_CONNECTIONS follows other"),
+    (NATIVE, {"device.capability": [10, 3]}, "device.capability", "10.3 is not served: CUDA_DEVICE_MAX_CONNECTIONS follows other"),
     # base, changes, key, part of the message
     (NATIVE, {"parallel.tensor": 3}, "cluster.gpus_per_node", "8 GPUs cannot hold tensor 3 x pipeline 1 x context 1 = 3"),
     (NATIVE, {"parallel.expert": 16}, "parallel.expert", "8 GPUs cannot hold pipeline 1 x expert 16 x expert tensor 1"),
@@ -590,6 +591,8 @@ REFUSALS = [
      "feature.recompute.modules", "in a model without mla"),
     (NATIVE, {"feature.recompute.granularity": "selective", "feature.recompute.modules": ["moe_act"],
      "model.blocks.moe.grouped_gemm": False}, "feature.recompute.modules", "only with grouped GEMM"),
+    (NATIVE, {"feature.recompute.granularity": "selective", "feature.recompute.modules": ["moe"], "feature.recompute.layers": 2},
+     "feature.recompute.method", "belong to full recompute"),
     (NATIVE, FULL | {"feature.recompute.modules": ["moe"]}, "feature.recompute.modules", "belong to selective recompute"),
     (NATIVE, FULL | {"feature.recompute.layers": None}, "feature.recompute.method", "needs `method` and `layers`"),
     (NATIVE, FULL | {"feature.recompute.method": None}, "feature.recompute.method", "needs `method` and `layers`"),

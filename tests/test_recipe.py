@@ -233,6 +233,15 @@ def test_round_trip(name):
     assert from_tree(to_tree(recipe)) == recipe
 
 
+def test_a_stored_recipe_holds_no_feature_that_is_off():
+    """What stands is all there is: `muon` would decide nothing, and be a row of every comparison."""
+    tree = to_tree(lowered("nam56r").plan.recipe)
+    on = to_tree(load("nam56r", ["feature.muon.enabled=true", "optim=muon"]))["feature"]["muon"]
+    tree["feature"]["muon"] = on | {"enabled": False}
+    with pytest.raises(Refused, match="feature `muon` is off"):
+        from_tree(tree)
+
+
 @pytest.mark.parametrize("name", [n for n in NAMES if lowered(n).plan.recipe.preset.alias_of])
 def test_an_alias_is_its_target_under_another_name(name):
     alias = lowered(name)
