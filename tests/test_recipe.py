@@ -115,6 +115,11 @@ MESSAGES = {
         ["device.capability=[9]"],
         "error: item 1, counted from 0, is missing @ device.capability (command line: device.capability=[9])",
     ),
+    "more than a flag takes": (
+        ["schedule.manual_gc_interval=9999999999999999999999"],
+        "error: an integer of more than 63 bits @ schedule.manual_gc_interval "
+        "(command line: schedule.manual_gc_interval=9999999999999999999999)",
+    ),
     "an item in a list": (
         ["model.substitute=[{letter: A, ranks: [1], kind: dsa, rank: 3}]"],
         "error: unknown key `rank`, did you mean `ranks`? @ model.substitute[0] "
