@@ -1,6 +1,6 @@
 """The words blocks, features and sections speak: a strict config, the row of a key, a setting, an environment variable."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -149,3 +149,9 @@ class Env:
     def allows(self, here: str | None) -> bool:
         """Whether a process may run with `here`, None where the variable is not set. Platforms may force CONNECTIONS."""
         return here == self.value or (self.value is None and self.name == CONNECTIONS and here != self.never)
+
+    def put(self, environ: MutableMapping[str, str]) -> None:
+        """Set it there, or take it out."""
+        environ.pop(self.name, None)
+        if self.value is not None:
+            environ[self.name] = self.value

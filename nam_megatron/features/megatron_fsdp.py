@@ -22,6 +22,7 @@ class MegatronFsdp(Switch):
     """Megatron-FSDP."""
 
     name = "megatron_fsdp"
+    bound = True
 
     enabled: Annotated[
         bool, Row("shards over data parallel", "use_megatron_fsdp", ("args.use_megatron_fsdp", "ddp.use_megatron_fsdp"))

@@ -20,6 +20,7 @@ class Muon(Switch):
     """Muon for matrices, AdamW for the rest; learning rate and weight decay are `optim`'s."""
 
     name = "muon"
+    bound = True
 
     enabled: Annotated[bool, Row("takes every 2-D parameter but embeddings: router and indexer included")]
     momentum: Annotated[float, Field(ge=0, lt=1), Row("momentum", "muon_momentum")]

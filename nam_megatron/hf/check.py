@@ -178,7 +178,7 @@ def one_device(lowering: Lowering, dtype: str) -> Lowering:
     tree["model"]["pattern"] = tree["model"]["pattern"].replace("|", "")
     tree["schedule"] |= {"save": None, "load": None, "save_interval": None}
     tree["precision"]["fused_grad_accumulation"] = False  # no gradient is computed, and the fusion wants APEX
-    tree["data"] |= {"name": "mock", "path": None, "parts": None, "split": None, "tokenizer": None}
+    tree["data"] = dict.fromkeys(tree["data"]) | {"name": "mock", "workers": 0}
     blocks = tree["model"]["blocks"]
     if dtype == "fp32":
         for keys in blocks.values():
@@ -228,12 +228,8 @@ def rank_zero(lowering: Lowering) -> None:
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29511")
     for env in lowering.env:
-        if env.allows(os.environ.get(env.name)):
-            continue
-        if env.value is None:
-            del os.environ[env.name]
-        else:
-            os.environ[env.name] = env.value
+        if not env.allows(os.environ.get(env.name)):
+            env.put(os.environ)
 
 
 @torch.no_grad()

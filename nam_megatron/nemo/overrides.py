@@ -241,10 +241,7 @@ def _environment(c: "NamContainer", lowering: Lowering) -> Iterator[Problem]:
         if env.value is not None:
             c.env_vars[env.name] = env.value
         if env.value != before and os.environ.get(env.name) == before:
-            if env.value is None:
-                del os.environ[env.name]
-            else:
-                os.environ[env.name] = env.value
+            env.put(os.environ)
 
 
 # Changed fields ---------------------------------------------------------------------------------------------------------

@@ -196,8 +196,7 @@ def pair(recipe: Recipe, device: str, steps: int, seed: int = 1234) -> Pair:
 
 def resumable(recipe: Recipe) -> bool:
     """Whether another layout can read this one's optimizer, where the recipe asks for what that takes: nothing but Adam is reshardable."""
-    tree = to_tree(recipe)
-    return all(_at(tree, f"feature.{name}") is None for name in ("muon", "megatron_fsdp"))
+    return not any(feature.bound for feature in recipe.feature.all())
 
 
 def _without_kernels(tree: dict[str, Any], full: Plan) -> Iterator[str]:

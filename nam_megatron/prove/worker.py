@@ -61,9 +61,7 @@ def run(side: Side, before: Callable[[], object] | None = None) -> int:
     from nam_megatron.runtime import pretrain, stack
 
     for env in side.lowering.env:
-        os.environ.pop(env.name, None)
-        if env.value is not None:
-            os.environ[env.name] = env.value
+        env.put(os.environ)
 
     plan = side.lowering.plan
     pretrain.datasets = partial(datasets, plan.recipe)

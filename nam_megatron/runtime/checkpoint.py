@@ -20,6 +20,7 @@ from nam_megatron import computation
 from nam_megatron.argv import plan_json
 from nam_megatron.data import manifest
 from nam_megatron.errors import Problem, Refused
+from nam_megatron.features.names import FEATURES
 from nam_megatron.lower import Lowering
 from nam_megatron.runtime import checksums
 
@@ -106,7 +107,7 @@ def weights_alone(folder: Path) -> bool:
 def _reshardable(recipe: Mapping[str, Any]) -> bool:
     """Whether the optimizer's state was written parameter by parameter, and not as the layout had flattened it."""
     feature = recipe["feature"]
-    if feature.keys() & {"muon", "megatron_fsdp"}:
+    if any(cls.bound and name in feature for name, cls in FEATURES.items()):
         return False
     return not feature["distributed_optimizer"]["enabled"] or feature["distributed_optimizer"]["reshardable"]
 
