@@ -68,6 +68,7 @@ GROUPS = {
         ),
         (
             "tests/test_golden.py", "tests/test_rows.py", "tests/test_flags.py::test_every_form_says_the_same",
+            "tests/test_effect.py::test_a_leak_is_stopped",
             "tests/test_lower.py::test_refusal", "tests/test_schema.py::test_it_is_current",
             f"tests/test_plan.py {SLOW_PLAN}", f"tests/test_recipe.py {SLOW_RECIPE}", "tests/test_judges.py",
             f"tests/test_lower.py {SLOW_LOWER}", "tests/test_verify.py::test_variant_is_what_megatron_builds",
@@ -85,7 +86,10 @@ GROUPS = {
             "nam_megatron/verify.py", "nam_megatron/computation.py", "nam_megatron/runtime/checkpoint.py",
             "nam_megatron/runtime/checksums.py", "nam_megatron/runtime/nonfinite.py",
         ),
-        ("tests/test_judges.py", "tests/cpu/test_judged_checkpoints.py", "tests/cpu/test_guards.py"),
+        (
+            "tests/test_judges.py", "tests/test_verify.py::test_command_as_json", "tests/cpu/test_judged_checkpoints.py",
+            "tests/cpu/test_guards.py",
+        ),
     ),
     "receipts": Group(
         ("launch/receipt.py", "launch/redact.py", "launch/signature.py", "launch/compare.py"),

@@ -138,6 +138,8 @@ LEAKS = {
                                         "nothing reads this"),
     "Muon's shares of one rank": ("nam56r_native_dp", "optim=muon feature.muon.tp_mode=distributed", "feature.muon.tp_mode",
                                   "no matrix is shared"),
+    "positions of no attention": ("nam56r_native_dp", "model.pattern=EMEM model.rotary_base=10007", "model.rotary_base",
+                                  "no layer is attention"),
     "a Blackwell": ("nam56r", "device.name=b200 device.capability=[10,0]", "device.capability", "10.0 is not served"),
 }  # fmt: skip
 

@@ -25,6 +25,9 @@ LAYOUTS = {
     "layout_recompute": (
         "nam56r", "feature.recompute.granularity=selective", "feature.recompute.modules=[moe_act,layernorm,core_attn,shared_experts]",
     ),
+    "layout_full_recompute": (
+        "nam56r_fused", "feature.recompute.granularity=full", "feature.recompute.method=uniform", "feature.recompute.layers=2",
+    ),
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ import copy
 import inspect
 import re
 import shutil
+from collections.abc import Iterator
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -12,6 +13,7 @@ from presets import NAMES, lowered
 from nam_megatron.errors import Refused
 from nam_megatron.lower import translate
 from nam_megatron.recipe import Recipe, conf_dir, from_tree, load, to_tree
+from nam_megatron.setting import NEEDED, Config, section
 
 # overrides -> the whole text, line numbers as {file:key}
 MESSAGES = {
@@ -236,6 +238,36 @@ def test_a_wrong_value_in_a_file_names_its_line(tmp_path, monkeypatch):
 def test_round_trip(name):
     recipe = lowered(name).plan.recipe
     assert from_tree(to_tree(recipe)) == recipe
+
+
+# Keys that came after plans had been stored without them, and what these meant.
+CAME_LATER = {
+    "precision.deterministic": False, "data.parts": None, "cluster.pool": None, "model.blocks.moe.shared_expert_gate": False,
+    "model.blocks.moe.pre_softmax": False, "model.blocks.moe.routed_scaling": None, "model.blocks.moe.group_limit": None,
+    "model.blocks.moe.z_loss_coeff": None,
+}  # fmt: skip
+
+
+def later(cls: type[Config], at: str = "") -> Iterator[str]:
+    """The keys whose rows say what an older plan meant."""
+    for name, field in cls.model_fields.items():
+        if inner := section(field.annotation):
+            yield from later(inner, f"{at}{name}.")
+        if cls.row(name).was is not NEEDED:
+            yield f"{at}{name}"
+
+
+def test_every_key_that_came_later_has_the_value_that_older_plans_meant():
+    assert sorted(later(Recipe)) == sorted(CAME_LATER)
+    recipe = lowered("nam56r").plan.recipe
+    tree = to_tree(recipe)
+    for key, was in CAME_LATER.items():
+        node = tree
+        *parents, last = key.split(".")
+        for parent in parents:
+            node = node[parent]
+        assert node.pop(last, None) == was
+    assert from_tree(tree) == recipe
 
 
 def test_a_stored_recipe_holds_no_feature_that_is_off():

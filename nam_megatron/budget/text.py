@@ -7,7 +7,7 @@ from dataclasses import asdict
 from nam_megatron.blocks.kinds import KINDS
 from nam_megatron.budget.cost import MEGATRONS_COUNT, Cost, cost
 from nam_megatron.budget.memory import Budget, Moment, StageBudget, budget
-from nam_megatron.budget.serving import Serving
+from nam_megatron.budget.serving import Serving, serve
 from nam_megatron.budget.static import by_kind
 from nam_megatron.lower import Lowering
 from nam_megatron.report import layout
@@ -262,4 +262,6 @@ def to_json(found: Mapping) -> str:
 
 def golden(lowering: Lowering) -> str:
     """What is under review for a preset."""
-    return lines(budget(lowering.plan)) + "\n" + cost_text(cost(lowering.plan))
+    plan = lowering.plan
+    served = serving_text(serve(plan, 1, plan.recipe.model.seq_length))
+    return lines(budget(plan)) + "\n" + cost_text(cost(plan)) + "\n" + served
