@@ -29,6 +29,7 @@ PLAIN_OPTIMIZER = {
     "feature.distributed_optimizer.overlap_grad_reduce": False,
     "feature.distributed_optimizer.overlap_param_gather": False,
 }
+OVERLAP = "feature.distributed_optimizer.overlap_"
 FSDP = {"feature.megatron_fsdp.enabled": True}
 TP = {"parallel.tensor": 2, "parallel.sequence": True}
 INDEXED = {"data.name": "indexed", "data.path": "/d/x", "data.split": "99,1,0", "data.tokenizer": "/t"}
@@ -608,6 +609,7 @@ FUSED3 = {"model.blocks.mamba3.kernels": "fused"}
 NAIVE3 = {"model.blocks.mamba3.kernels": "naive"}
 EDGES = {"feature.fp8.first_last_bf16": True, "feature.fp8.bf16_layers_at_start": 1}
 NEIGHBOURS = [
+    (NATIVE, {OVERLAP + "param_gather": False, OVERLAP + "grad_reduce": False}, OVERLAP + "param_gather", True),
     (NATIVE, {"optim.min_lr": 3e-4}, "optim.min_lr", 3.1e-4),
     (NATIVE, {"optim.warmup_steps": 999}, "optim.warmup_steps", 1000),
     (NATIVE, {"model.hidden_size": 3584}, "model.hidden_size", 3588),

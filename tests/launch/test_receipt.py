@@ -177,7 +177,7 @@ KEPT = {"id": "a", "salt": "b", "number": 3, "last": "c", "pending": None}
 
 @pytest.mark.parametrize(
     "kept",
-    [[], {}, *({k: v for k, v in KEPT.items() if k != key} for key in KEPT)]
+    [None, 3, [], {}, *({k: v for k, v in KEPT.items() if k != key} for key in KEPT)]
     + [KEPT | {key: other} for key, other in (("id", 1), ("salt", None), ("number", "3"), ("last", 1), ("pending", 1))],
 )
 def test_a_damaged_chain_is_refused(root, kept):
