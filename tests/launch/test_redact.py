@@ -123,6 +123,13 @@ SHAPES = [
 ]  # fmt: skip
 
 
+def test_a_host_is_found_with_its_domain_and_without():
+    redactor = Redactor({}, hosts=("node7.rack2.example",))
+    for text in ("node7.rack2.example: ok", "node7 [0] NCCL INFO", "from node7.rack2: x"):
+        assert "node7" not in redactor.text(text)
+    assert redactor.text("anode7 node70 node7b") == "anode7 node70 node7b"
+
+
 @pytest.mark.parametrize(("before", "secret"), SHAPES, ids=[f"{b}{s}"[:40].replace("\n", " ") for b, s in SHAPES])
 def test_secrets_are_known_by_their_shape(before, secret):
     marked = "<secret>@" if secret.endswith("@") else "<secret>"
