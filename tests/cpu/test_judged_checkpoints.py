@@ -270,8 +270,9 @@ def test_another_kind_of_data_is_another_computation_wherever_it_lies(tmp_path):
     checkpoint.sign(lowered(*data, f"data.path={same}"))
     assert refused(tmp_path / "ckpt", *data, f"data.path={moved}") == []
     assert refused(tmp_path / "ckpt", *data, f"data.path={other}") == ["data.path"]
-    (Path(moved) / manifest.NAME).write_text("{}")
-    assert refused(tmp_path / "ckpt", *data, f"data.path={moved}") == ["data.path"]
+    for unread in ("{}", "[]", "{"):
+        (Path(moved) / manifest.NAME).write_text(unread)
+        assert refused(tmp_path / "ckpt", *data, f"data.path={moved}") == ["data.path"]
     (Path(moved) / manifest.NAME).write_text(json.dumps({"key": "1"}))
     indexed = ("data=indexed", f"data.path={moved}", "data.tokenizer=t", *data[1:])
     assert "data.path" in refused(tmp_path / "ckpt", *indexed)
