@@ -14,7 +14,9 @@ STEP = re.compile(r"\biteration\s+(\d{1,18})/\s*(\d{1,18})\s+\|(.*)")
 NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf)"
 FIELD = re.compile(rf"^\s*([^|]+?):\s*({NUMBER})\s*$", re.IGNORECASE)
 TIME_OF_DAY = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d{1,6})?)\]")
-SAVE = re.compile(r"\] (saving|successfully saved) checkpoint (?:at|from) iteration\s+(\d{1,18})\b")
+SAVE = re.compile(
+    r"\] (saving checkpoint|scheduled an async checkpoint save|successfully saved checkpoint) (?:at|from) iteration\s+(\d{1,18})\b"
+)
 READING = re.compile(r"nam_megatron\.readings (\{.*\})\s*$")
 MEMORY = re.compile(
     r"\[Rank (\d{1,9})\] \(after (\d{1,18}) iterations\) memory \(MB\) \| allocated: (\d{1,15}\.\d+) \| max allocated: (\d{1,15}\.\d+)"
@@ -62,11 +64,12 @@ class Reading:
 
 @dataclass(frozen=True)
 class Save:
-    """A checkpoint after a step is begun, or done. when: the host's local time."""
+    """A checkpoint after a step is begun, or done. when: the host's local time. behind: it goes on beside the training."""
 
     step: int
     done: bool
     when: datetime
+    behind: bool = False
 
 
 def parse(line: str) -> Step | Reading | Save | None:
@@ -85,7 +88,7 @@ def parse(line: str) -> Step | Reading | Save | None:
         a, b, c, d = (float(v) * 2**20 for v in mib)
         return Reading(int(rank), "step", int(step), a, b, c, d)
     if (found := SAVE.search(line)) and (clock := TIME_OF_DAY.search(line)) and (when := time_of_day(clock[1])):
-        return Save(int(found[2]), found[1] != "saving", when)
+        return Save(int(found[2]), found[1].startswith("successfully"), when, found[1].startswith("scheduled"))
     return None
 
 
@@ -284,12 +287,18 @@ def bad_put(
     if steps and steps[0].when and steps[0].ms is not None and started:
         began = (steps[0].when - started).total_seconds() - steps[0].ms / 1000
     saving: dict[int, datetime] = {}
+    held: dict[int, float] = {}  # how long the training waited for one that then went on behind it
     saved = []
     for save in said.saves:
-        if not save.done:
+        begun = saving.get(save.step)
+        if save.done:
+            if begun:
+                saved.append(held.pop(save.step, (save.when - begun).total_seconds()))
+                del saving[save.step]
+        elif not save.behind:
             saving[save.step] = save.when
-        elif begun := saving.pop(save.step, None):
-            saved.append((save.when - begun).total_seconds())
+        elif begun:
+            held[save.step] = (save.when - begun).total_seconds()
     excess = None
     if steady:  # then there are two lines before it
         rest = first if every else first[1:]

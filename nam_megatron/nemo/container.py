@@ -30,7 +30,7 @@ from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.lower import Lowering, translate
 from nam_megatron.nemo import converter, guards, overrides  # noqa: F401  the first registers itself
 from nam_megatron.recipe import Recipe, from_tree, to_tree
-from nam_megatron.runtime import bridge, cross_entropy, wgrad
+from nam_megatron.runtime import background, bridge, cross_entropy, wgrad
 from nam_megatron.runtime.bridge import Arguments
 from nam_megatron.runtime.pretrain import Float16ExceptMarked, keep_shipped_helpers, set_experts_apart
 
@@ -57,6 +57,7 @@ class _Dropped(logging.Filter):
 omegaconf_utils.logger.addFilter(_Dropped())
 
 guards.explain_endings()
+background.provide()
 
 # Bridge builds the datasets' helpers by `make` at every start and exits where that fails, and the wheel has no Makefile.
 keep_shipped_helpers()

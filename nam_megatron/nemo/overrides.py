@@ -9,8 +9,11 @@ import difflib
 import json
 import os
 from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.mixed_precision import MixedPrecisionConfig, get_mixed_precision_config
 from megatron.bridge.utils.common_utils import get_world_size_safe
@@ -20,6 +23,7 @@ from nam_megatron.lower import Lowering, translate
 from nam_megatron.recipe import Recipe, from_tree, to_tree
 from nam_megatron.runtime.bridge import Arguments
 from nam_megatron.setting import Setting
+from nam_megatron.targets.target import Target
 
 if TYPE_CHECKING:
     from nam_megatron.nemo.container import NamContainer
@@ -40,6 +44,20 @@ FREE = (
 APPLIED = ("mixed_precision", "comm_overlap")
 LEAVE = "leave it out; if it has to change, it needs a key in the recipe"
 ABSENT = object()
+
+
+@cache
+def reviewed(target: Target) -> Mapping[str, str]:
+    """Field -> why it stays as it is, of those that no recipe key decides: the target's own, and beside this file Bridge's."""
+    found: dict[str, str] = {}
+    for path in filter(None, (target.reviewed_file, Path(__file__).with_name("reviewed.yaml"))):
+        for group in yaml.safe_load(path.read_text(encoding="utf-8")):
+            for entry in group["fields"]:
+                name = entry if isinstance(entry, str) else next(iter(entry))
+                # Bridge keeps what Megatron has in two configs in one.
+                for spelt in (name, name.replace("transformer.", "model.", 1)):
+                    found.setdefault(spelt, " ".join(group["reason"].split()).rstrip("."))
+    return found
 
 
 def settle(c: "NamContainer") -> None:
@@ -153,12 +171,9 @@ def _replaced(c: "NamContainer") -> Iterator[Problem]:
             hint = f"name its class in the YAML: `{field.name}._target_: megatron.bridge....`"
             yield Problem(f"`{field.name}` is a mapping, and Bridge needs a config", hint=hint)
         elif field.name in ("peft", "tensor_inspect") and theirs is not None:
-            why = {"peft": "adapters are another model", "tensor_inspect": "it may change how layers compute"}[
-                field.name
-            ]
-            yield Problem(
-                f"`{field.name}` was set to {_named(theirs)}, and no recipe key decides it: {why}", hint=LEAVE
-            )
+            why = reviewed(c.model.lowering.target)[field.name]
+            message = f"`{field.name}` was set to {_named(theirs)}, and no recipe key decides it: {why}"
+            yield Problem(message, hint=LEAVE)
 
 
 def _named(value: Any) -> str:
@@ -280,6 +295,7 @@ def _corpus(recipe: Recipe, changed: dict[str, Any], now: Mapping[str, Any]) -> 
         "parts": None,
         "split": split,
         "tokenizer": tokenizer,
+        "cache": recipe.data.cache,
         "workers": recipe.data.workers,
     }
     if len(parts) > 1:
@@ -302,7 +318,8 @@ def _with(recipe: Recipe, changed: Mapping[str, Any], a: Arguments) -> tuple[Rec
     for path, value in changed.items():
         owner = owners.get(path)
         if owner is None:
-            problems.append(Problem(f"`{path}` was set to {value!r}, and no recipe key decides it", hint=LEAVE))
+            why = f": {reason}" if (reason := reviewed(a.lowering.target).get(path)) else ""
+            problems.append(Problem(f"`{path}` was set to {value!r}, and no recipe key decides it{why}", hint=LEAVE))
         elif owner.key is None:
             problems.append(Problem(f"`{path}` was set to {value!r}, and `{owner.owner}` pins it: {owner.why}"))
         elif not _same(_held(recipe, owner.key), owner.value):

@@ -62,7 +62,7 @@ def speak_as_megatron(operations: float) -> None:
     step, save = train_utils.print_rank_last, checkpointing.print_rank_0
 
     def stamped(line: str) -> None:
-        known = "checkpoint" in line and line.lstrip().startswith(("saving", "successfully saved"))
+        known = "checkpoint" in line and line.lstrip().startswith(("saving", "scheduled", "successfully saved"))
         save(f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] {line.lstrip()}" if known else line)
 
     train_utils.print_rank_last = lambda line: step(rate.beside(line, operations))

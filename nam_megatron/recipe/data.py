@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 # The keys of `data` that each kind of it has; `data.workers` has all.
 KEYS = {
     "mock": (),
-    "indexed": ("path", "split", "tokenizer"),
-    "blend": ("parts", "split", "tokenizer"),
-    "built": ("path",),
+    "indexed": ("path", "split", "tokenizer", "cache"),
+    "blend": ("parts", "split", "tokenizer", "cache"),
+    "built": ("path", "cache"),
 }
 
 
@@ -38,6 +38,11 @@ class Data(Config):
     parts: Annotated[tuple[Part, ...] | None, Row("the datasets of a blend and their weights", was=None)]
     split: Annotated[Name | None, Row("train,valid,test weights", "split", ("args.split",))]
     tokenizer: Annotated[Name | None, Row("folder of a Hugging Face tokenizer")]
+    cache: Annotated[
+        Name | None,
+        Row("folder for the order of its samples, which the first run works out; null: `cache` beside the dataset",
+            "data_cache_path", ("args.data_cache_path",), "where it is kept", was=None),
+    ]  # fmt: skip
     workers: Annotated[
         NonNegativeInt, Row("loader processes per rank", "num_workers", ("args.num_workers",), "who reads")
     ]
@@ -84,9 +89,9 @@ class Data(Config):
             )
         for path in sorted({path for path in paths if paths.count(path) > 1}):
             yield Problem(f"the blend has `{path}` twice", "data.parts", "give it one weight")
-        for name in ("path", "parts", "split", "tokenizer"):
+        for name in ("path", "parts", "split", "tokenizer", "cache"):
             given, wanted = getattr(self, name) is not None, name in KEYS[self.name]
-            if wanted and not given:
+            if wanted and not given and name != "cache":
                 yield Problem(f"{self.name} data without `{name}`", f"data.{name}", f"give it: `data.{name}=...`")
             if given and not wanted:
                 right = " or ".join(f"`data={kind}`" for kind, keys in KEYS.items() if name in keys)

@@ -145,6 +145,10 @@ class Schedule(Config):
         PositiveInt | None,
         Row("steps between checkpoints", "save_interval", ("checkpoint.save_interval",), "when they are written"),
     ]
+    async_save: Annotated[
+        bool, Row("training goes on while a checkpoint is written, by another process of each rank", "async_save",
+                  ("checkpoint.async_save",), executes="when they are written", was=False)
+    ]  # fmt: skip
     load: Annotated[Name | None, Row("checkpoint to resume from", "load", ("checkpoint.load",), "where they come from")]
     stop_every: Annotated[
         PositiveInt | None,
@@ -166,6 +170,10 @@ class Schedule(Config):
         pin, looks = partial(Setting, beside="log_interval"), "what is looked at"
         yield pin("log_throughput", True, "Megatron's own figure beside ours", executes="what is printed")
         yield pin("check_for_nan_in_loss_and_grad", True, "the house's law: never off", executes=looks)
+        if self.async_save:
+            pin = partial(Setting, beside="async_save", executes="when they are written")
+            yield pin("async_strategy", "mcore", "Megatron's own: `nvrx` is another package's")
+            yield pin("use_persistent_ckpt_worker", True, "without it Megatron takes `async_save` back")
         why = "SIGTERM ends the run after the step, with a checkpoint where `save` is"
         ends = "how a command ends"
         yield Setting("exit_signal_handler", True, why, beside="stop_every", executes=ends)
@@ -188,6 +196,11 @@ class Schedule(Config):
         if (self.save is None) != (self.save_interval is None):
             message = "`save` and `save_interval` go together"
             yield Problem(message, "schedule.save_interval", "give both or neither")
+        if self.async_save and self.save is None:
+            yield Problem("nothing is saved, in the background or not", "schedule.async_save", "set `schedule.save`, or false")
+        if self.async_save and plan.recipe.feature.megatron_fsdp:
+            message = "Megatron-FSDP hands its checkpoints to another package, and they would get no checksums"
+            yield Problem(message, "schedule.async_save", "set it to false")
         if self.stop_every and self.save is None:
             message = "a run that stops on its way and saves nothing"
             yield Problem(message, "schedule.stop_every", "set `schedule.save`, or null")

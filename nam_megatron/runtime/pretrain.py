@@ -41,7 +41,7 @@ from megatron.training.models.hybrid import HybridModelBuilder, HybridModelConfi
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from nam_megatron.errors import Problem, Refused, raise_if
-from nam_megatron.runtime import checksums, cross_entropy, group_order, rate, wgrad
+from nam_megatron.runtime import background, checksums, cross_entropy, group_order, rate, wgrad
 from nam_megatron.runtime.heartbeat import HEART
 from nam_megatron.runtime.nonfinite import Watch
 from nam_megatron.runtime.readings import Readings
@@ -165,6 +165,7 @@ def run(
     keep_shipped_helpers()
     rate.provide(operations, track)
     checksums.provide()
+    background.provide()
     args = parse_and_validate_args()
     if args.gradient_accumulation_fusion:
         wgrad.provide()

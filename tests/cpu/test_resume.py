@@ -8,16 +8,18 @@ import subprocess
 import sys
 import textwrap
 import time
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
 from megatron.training import get_args
 from test_train import TORCHRUN, command, lowered, poison, run, trained
 
+from launch import steps
 from nam_megatron import train
-from nam_megatron.runtime import checkpoint, pretrain
+from nam_megatron.runtime import background, checkpoint, checksums, pretrain
 
 SIX = ("schedule.train_steps=6", "schedule.decay_steps=6", "schedule.save_interval=2", "optim.lr=0.01")
 SIX += ("feature.distributed_optimizer.reshardable=true",)
@@ -46,12 +48,67 @@ def at_two(whole, tmp_path) -> tuple[str, ...]:
 # One run in several commands -----------------------------------------------------------------------------------------------------
 
 
+def in_background() -> None:
+    """The writing process as a fork, for it has no GPU either."""
+    start = async_utils.PersistentAsyncCaller._get_process.__func__
+    async_utils.PersistentAsyncCaller._get_process = classmethod(lambda cls, rank, *_, **__: start(cls, rank, "fork"))
+    torch.cuda.device_count, torch.cuda.set_device = lambda: 1, lambda _: None
+    filesystem_async.get_write_results_queue("fork")
+
+
+BACKGROUND = ("schedule.async_save=true",)
+
+
 def test_commands_that_stop_and_resume_are_one_run(whole, at_two, tmp_path):
     _, losses = whole
     middle = trained(run(tmp_path, *at_two, "schedule.stop_every=4"))
     assert middle == [losses[2], pytest.approx((losses[2] + losses[3]) / 2, abs=1e-6)]
     end = trained(run(tmp_path, *at_two, "schedule.stop_every=4"))
     assert end == [losses[4], pytest.approx((losses[4] + losses[5]) / 2, abs=1e-6)]
+
+
+def test_a_checkpoint_in_the_background_is_named_once_it_is_whole(whole, at_two, tmp_path):
+    """Two ranks write two of them slowly while training goes on; the command's end waits for them, and one rank goes on."""
+    save, seen = tmp_path / "ckpt", tmp_path / "seen"
+
+    def slowly() -> None:
+        write = filesystem_async.FileSystemWriterAsync.write_preloaded_data_multithread
+
+        @wraps(write)
+        def late(*words):
+            time.sleep(1)
+            with seen.open("a") as file:
+                file.write(f"{(save / TRACKER).read_text()} {len(list(save.rglob(checksums.NAME)))}\n")
+            write(*words)
+
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data_multithread = staticmethod(late)
+        in_background()
+
+    _, losses = whole
+    words = (*at_two, *BACKGROUND, "schedule.save_interval=1", "schedule.stop_every=4", "cluster=h200_2")
+    ranks = run(tmp_path, *words, world=2, before=slowly)
+    assert trained(ranks) == pytest.approx([losses[2], (losses[2] + losses[3]) / 2], abs=1e-2)
+    said = [(s.step, s.behind, s.done) for s in steps.read(ranks[0].out.splitlines()).saves]
+    assert said[:2] == [(3, False, False), (3, True, False)] and said[-1] == (4, False, True)
+    assert seen.read_text().splitlines()[:2] == ["2 1", "2 1"], "nothing names what is being written"
+    assert (save / TRACKER).read_text() == "4" and len(list(save.rglob(checksums.NAME))) == 3
+    one = trained(run(tmp_path, *at_two))
+    assert one == pytest.approx([losses[4], (losses[4] + losses[5]) / 2], abs=1e-2)
+
+
+def test_a_writer_that_dies_ends_the_run(tmp_path):
+    """Megatron waits for it for ever."""
+
+    def dies() -> None:
+        write = filesystem_async.FileSystemWriterAsync.write_preloaded_data_multithread
+        fatal = wraps(write)(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data_multithread = staticmethod(fatal)
+        in_background()
+
+    words = (f"schedule.save={tmp_path}/ckpt", "schedule.save_interval=2", "schedule.train_steps=2", *BACKGROUND)
+    (rank,) = run(tmp_path, *words, before=dies)
+    assert rank.code == 1 and background.DIED in rank.err
+    assert not (tmp_path / "ckpt" / TRACKER).exists() and not list((tmp_path / "ckpt").rglob(checksums.NAME))
 
 
 LAYOUTS = {

@@ -22,6 +22,21 @@ def figures(*lines):
     return steps.figures(steps.read(lines), 1000, 2)
 
 
+def test_a_checkpoint_in_the_background_holds_training_only_until_it_is_handed_over():
+    """Megatron's three lines of one, steps between them."""
+    said = steps.read(
+        f" [2026-11-21 12:00:{at}] {what}"
+        for at, what in (
+            ("01.0", "saving checkpoint at iteration       2 to /c in torch_dist format"),
+            ("02.5", "scheduled an async checkpoint save at iteration       2 to /c"),
+            ("09.0", "successfully saved checkpoint from iteration       2 to /c [ t 1/1, p 1/1 ]"),
+        )
+    )
+    put = steps.bad_put(said, None, None)
+    assert (put["checkpoints"], put["checkpoints_s"]) == (1, 1.5)
+    assert steps.bad_put(steps.Said(saves=said.saves[:2]), None, None)["checkpoints"] == 0, "it was never whole"
+
+
 def test_a_real_log():
     said = steps.read(REAL.splitlines())
     assert sorted(said.steps) == [1, 2, 3, 4, 5, 6]

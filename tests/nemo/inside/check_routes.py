@@ -2,9 +2,11 @@
 
 import dataclasses
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
 from nam_megatron.argv import argv
 from nam_megatron.lower import Lowering, translate
@@ -14,6 +16,7 @@ from nam_megatron.runtime import bridge, pretrain
 from nam_megatron.runtime.oracle import _plain
 
 pytestmark = pytest.mark.usefixtures("fusions")
+ROOT = Path(__file__).parents[3]
 PRESETS = sorted(path.stem for path in (conf_dir() / "preset").glob("*.yaml"))
 SHARDING = ("enabled", "overlap_param_gather", "overlap_grad_reduce")
 VARIANTS = {
@@ -173,6 +176,23 @@ def test_no_field_is_overlooked(case):
         here = {f.name for f in dataclasses.fields(getattr(made, section)) if not f.name.startswith("_")}
         theirs = {name.partition(".")[2] for name in values if name.startswith(f"{section}.")}
         assert here - theirs == BRIDGE_ONLY[section]
+
+
+def test_every_field_of_the_container_is_somebodys():
+    """A recipe's key or pin, left to the runner, or in a list of those that somebody has looked at."""
+    from nam_megatron.nemo.container import made
+    from nam_megatron.nemo.overrides import _free, flat, reviewed
+
+    owned, seen = set(), set()
+    for preset in PRESETS:
+        lowering = lowered(preset, ())
+        c, a = made(lowering)
+        seen |= {path for path in flat(c) if not _free(path)}
+        owned |= {path for setting in lowering.settings for path in a.fields[setting.name]}
+    listed = reviewed(lowering.target)
+    assert not sorted(seen - owned - listed.keys())
+    bridges = {f for g in yaml.safe_load((ROOT / "nam_megatron/nemo/reviewed.yaml").read_text()) for f in g["fields"]}
+    assert bridges <= seen, "each is a field"
 
 
 def test_extra_fields_keep_bridges_defaults():

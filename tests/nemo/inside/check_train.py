@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformer_engine.pytorch.cpp_extensions as engine
 from megatron.bridge.training import gpt_step
-from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
@@ -97,6 +97,15 @@ def by_bridge(words: list[str]) -> int:
     return nemo_train.main(words)
 
 
+def in_background(words: list[str]) -> int:
+    """The process that writes the checkpoints as a fork, for it has no GPU either."""
+    caller = async_utils.PersistentAsyncCaller
+    start = caller._get_process.__func__
+    caller._get_process = classmethod(lambda cls, rank, *_, **__: start(cls, rank, "fork"))
+    torch.cuda.device_count, torch.cuda.set_device = lambda: 1, lambda _: None
+    return by_bridge(words)
+
+
 def by_others(words: list[str]) -> int:
     """The same by Bridge's pretrain alone, as other people's runners call it, and Python's end of a process."""
     pretended()
@@ -141,7 +150,7 @@ def test_commands_that_stop_and_resume_are_one_run(tmp_path):
     """And each says in its log what a launcher looks for."""
     plan, save = tmp_path / "plan.json", tmp_path / "ckpt"
     saved = (f"schedule.save={save}", "schedule.save_interval=2", "schedule.stop_every=2")
-    (first,) = ran(plan, by_bridge, *saved)
+    (first,) = ran(plan, in_background, *saved, "schedule.async_save=true")
     begun = steps([first])
     goes_on = (*saved, f"schedule.load={save}")
     assert refusals(*goes_on) == []
@@ -155,7 +164,7 @@ def test_commands_that_stop_and_resume_are_one_run(tmp_path):
     assert begun | steps([second]) == whole and (set(begun), set(whole)) == ({1, 2}, {1, 2, 3, 4})
     assert "Traceback" not in first.err
     said = log.read(first.out.splitlines())
-    assert [(s.step, s.done) for s in said.saves] == [(2, False), (2, True)]
+    assert [(s.step, s.behind, s.done) for s in said.saves] == [(2, False, False), (2, True, False), (2, False, True)]
     assert [(r.when, r.step) for r in said.readings] == [("built", 0), ("step", 1), ("end", 2)]
     assert all(rate.NAME in step.values for step in said.steps.values())
     assert (save / "iter_0000004" / checksums.NAME).is_file(), "which other runners write too"

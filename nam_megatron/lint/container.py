@@ -1,0 +1,167 @@
+"""Megatron-Bridge's run_config.yaml, and the YAML by which Nemotron names a recipe, as the launch of a Megatron (Bridge 0.6.2).
+
+Bridge writes its whole container beside every checkpoint: some 700 fields, nearly all of one name with Megatron's arguments. Those are
+the words here; `SPELLED` holds the others, which Bridge spells otherwise or puts into objects of Python. A field that has Megatron's own
+default makes no word, so it counts as not chosen: the file does not tell who chose it.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import yaml
+
+from nam_megatron.errors import Problem, Refused
+from nam_megatron.setting import Setting
+from nam_megatron.targets import Target
+from nam_megatron.targets.target import legal
+
+OURS = "nam_megatron.nemo."
+CLASS, RECIPE = "_target_", "recipe"
+# What decides the model and its training; the others say what is logged, started again or kept.
+SECTIONS = ("model", "optimizer", "ddp", "scheduler", "train", "validation", "rng", "dataset", "tokenizer", "checkpoint", "dist")
+PER_LAYER = {"moe_layer_freq", "linear_attention_freq"}
+
+
+def kind(root: Mapping[str, Any]) -> str | None:
+    """`container`, `recipe` (of Nemotron), or None for another YAML."""
+    model, recipe = root.get("model"), root.get(RECIPE)
+    if isinstance(model, dict) and CLASS in model:
+        return "container"
+    return "recipe" if isinstance(recipe, dict) and CLASS in recipe else None
+
+
+def plan(root: Mapping[str, Any], name: str) -> tuple[str, tuple[str, ...]] | None:
+    """The text of the plan.json that a container of ours or Nemotron's YAML of one of our recipes stands for, and notes; None of others.
+
+    Raises Refused: what the recipe refuses, and a function of somebody else's, which would have to be called to know its model.
+    """
+    from nam_megatron.argv import plan_json  # Hydra, only for those who want it
+    from nam_megatron.lower import translate
+    from nam_megatron.nemo import _preset
+    from nam_megatron.recipe import from_tree, load
+
+    if kind(root) == "container":
+        if not (line := root["model"].get("nam_recipe")):
+            return None
+        note = "the recipe that it carries is read; a field that was changed beside it is refused when Bridge validates it"
+        return plan_json(translate(from_tree(yaml.safe_load(line)))), (note,)
+    recipe, target = root[RECIPE], str(root[RECIPE][CLASS])
+    preset = _preset(target.removeprefix(OURS)) if target.startswith(OURS) else None
+    if preset is None:
+        hint = "give the `run_config.yaml` beside a checkpoint of it, or what `container.to_yaml(PATH)` writes"
+        raise Refused(Problem(f"`{name}` names a Python function, `{target}`, and only its container says the model", None, hint))
+    laid = [f"{section}.{field}" for section, fields in root.items() if section in SECTIONS and isinstance(fields, dict) for field in fields]
+    notes = [f"laid over it, and not read here: {', '.join(laid)}"] if laid else []
+    return plan_json(translate(load(preset, recipe.get("overrides") or ()))), tuple(notes)
+
+
+def words(root: Mapping[str, Any], target: Target) -> tuple[list[str], list[str]]:
+    """The words of a container for Megatron's parser, and notes on what has none."""
+    said: dict[str, Any] = {}
+    for section in SECTIONS:
+        for name, value in (root.get(section) or {}).items():
+            rule = SPELLED.get(f"{section}.{name}", SPELLED.get(name))
+            pairs = rule(value, root[section]) if rule else [(name, value)]
+            for dest, word in pairs:
+                said.setdefault(dest, word)
+    found, notes = [], []
+    for dest, value in said.items():
+        flag = target.by_dest.get(dest)
+        if flag is None or isinstance(value, dict) or value == flag.default or (value in (None, []) and flag.default in (None, [])):
+            continue
+        if isinstance(value, list):
+            value = tuple(value) if flag.nargs in ("+", "*") or dest in PER_LAYER else value
+        elif flag.nargs in ("+", "*"):
+            value = (value,)
+        if flag.type == "float" and isinstance(value, int):
+            value = float(value)
+        if not legal(flag, value):
+            notes.append(f"`{dest}` is {value!r} there, which no flag of Megatron's can say")
+            continue
+        found += target.words(Setting(dest, value, ""))
+    mixed = root.get("mixed_precision")
+    if isinstance(mixed, str) or (isinstance(mixed, dict) and mixed.get("bf16") and "--bf16" not in found):
+        found += ["--bf16"] if "bf16" in str(mixed) and "--bf16" not in found else []
+    for name in ("peft", "comm_overlap"):
+        if root.get(name):
+            notes.append(f"it has `{name}`, which no flag of Megatron's says")
+    return found, notes
+
+
+# How Bridge spells what Megatron's parser calls otherwise --------------------------------------------------------------
+
+Rule = Callable[[Any, Mapping[str, Any]], Iterator[tuple[str, Any]] | list[tuple[str, Any]]]
+
+
+def _as(dest: str) -> Rule:
+    return lambda value, _: [(dest, value)]
+
+
+def _not(dest: str) -> Rule:
+    return lambda value, _: [(dest, not value)] if isinstance(value, bool) else []
+
+
+def _word(value: Any) -> str | None:
+    """The last name of a class, function, enum or dtype that YAML holds as a mapping; a plain value's text."""
+    if isinstance(value, dict):
+        value = value.get("_name_") or value.get("_args_", [None])[0] or value.get(CLASS)
+    return None if value is None else re.split(r"[.:]", str(value))[-1]
+
+
+def _activation(value: Any, model: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    name, gated = _word(value), model.get("gated_linear_unit") is True
+    if name == "squared_relu":
+        return [("squared_relu", True)]
+    return [("swiglu", True)] if gated and name in ("silu", "swish") else []
+
+
+def _groups(value: Any, _: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [("group_query_attention", True), ("num_query_groups", value)] if value else []
+
+
+def _blend(value: Any, _: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    if not value:
+        return [("mock_data", True)]
+    paths, weights = value
+    return [("data_path", [w for pair in zip(map(str, weights), paths, strict=True) for w in pair] if weights else list(paths))]
+
+
+def _vocabulary(value: Any, model: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Bridge pads it where it is told to; else it is the size that the table has."""
+    return [("vocab_size", value)] if model.get("should_pad_vocab") else [("vocab_size", value), ("padded_vocab_size", value)]
+
+
+SPELLED: Mapping[str, Rule] = {
+    "model.num_moe_experts": _as("num_experts"),
+    "model.hybrid_override_pattern": lambda value, _: [("hybrid_layer_pattern", value)] if value else [],
+    "model.num_query_groups": _groups,
+    "model.activation_func": _activation,
+    "model.gated_linear_unit": lambda *_: [],
+    "model.share_embeddings_and_output_weights": _not("untie_embeddings_and_output_weights"),
+    "model.persist_layer_norm": _not("no_persist_layer_norm"),
+    "model.layernorm_epsilon": _as("norm_epsilon"),
+    "model.seq_length": lambda value, _: [("seq_length", value), ("max_position_embeddings", value)],
+    "model.vocab_size": _vocabulary,
+    "model.should_pad_vocab": lambda *_: [],
+    "model.attention_backend": lambda value, _: [("attention_backend", _word(value))],
+    # Of a hybrid the pattern says it.
+    "model.num_layers": lambda value, model: [] if model.get("hybrid_layer_pattern") else [("num_layers", value)],
+    "model.mtp_num_layers": lambda value, model: [] if model.get("hybrid_layer_pattern") else [("mtp_num_layers", value or None)],
+    "model.num_moe_experts_per_layer": lambda *_: [],
+    "model.fp8_param": _as("fp8_param_gather"),
+    "model.qk_layernorm": _as("qk_layernorm"),
+    "model.cuda_graph_modules": lambda value, _: [("cuda_graph_modules", [_word(v) for v in value or ()])],
+    "model.inference_sampling_seed": lambda *_: [],
+    "ddp.grad_reduce_in_fp32": _as("accumulate_allreduce_grads_in_fp32"),
+    "ddp.average_in_collective": _as("ddp_average_in_collective"),
+    "ddp.bucket_size": _as("ddp_bucket_size"),
+    "ddp.num_buckets": _as("ddp_num_buckets"),
+    "ddp.align_param_gather": lambda *_: [],
+    "dataset.blend": _blend,
+    "dataset.random_seed": _as("seed"),
+    "dataset.sequence_length": _as("seq_length"),
+    "dataset.path_to_cache": _as("data_cache_path"),
+    "dataset.create_attention_mask": _as("create_attention_mask_in_dataloader"),
+    "dataset.data_path": lambda *_: [],
+}
