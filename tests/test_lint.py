@@ -566,6 +566,40 @@ def test_published_models_are_counted_exactly(fixture, change, total):
     assert lint((Path(__file__).parent / "lint" / fixture).read_text().replace(*change)).model.count.total == total
 
 
+def test_a_container_of_bridges_is_the_published_model():
+    """Nemotron 3 Nano: 31.58 billion parameters with its 131,072 tokens, whose number its tokenizer has."""
+    found = lint((ROOT / "tests/lint/bridge_nemotron_3_nano.yaml").read_text(), "run_config.yaml", 8)
+    rows = 131_072 * found.args.hidden_size * 2
+    assert round((found.model.count.total + rows) / 1e9, 2) == 31.58
+    text = report.text(found)
+    assert "a container of Megatron-Bridge" in text and "128 of 1856, top 6" in text and "`comm_overlap`" in text
+    assert found.launch.lines("--moe-router-topk")
+
+
+@pytest.mark.parametrize("text", [
+    "model: {_target_: a.b, nam_recipe: '{'}", "model: {_target_: a.b, nam_recipe: '[]'}",
+    "model: {_target_: a.b, hidden_size: 8}\ndataset: {blend: 5}",
+])  # fmt: skip
+def test_half_a_container_is_refused(text):
+    with pytest.raises(Refused, match="is no"):
+        lint(text, "run_config.yaml")
+
+
+@pytest.mark.parametrize("text", [
+    "recipe: {_target_: nemotron.recipes.nano3.config}\ntrain: {train_iters: 5}",
+    "recipe: {_target_: nam_megatron.nemo.nam57_pretrain_config}",
+])  # fmt: skip
+def test_a_python_function_is_no_model(text):
+    with pytest.raises(Refused, match="only its container says the model"):
+        lint(text, "nemotron.yaml")
+
+
+def test_nemotrons_yaml_of_a_recipe_of_ours():
+    found = lint((ROOT / "examples/nemo/nemotron.yaml").read_text(), "nemotron.yaml")
+    assert (found.launch.plan.name, found.launch.gpus) == ("nam56r_native_dp", 16)
+    assert any("checkpoint.save" in note for note in found.launch.notes)
+
+
 def test_text_names_what_is_trained():
     text = report.text(lint(argv.run_script(lowered("nam56r_nemo_native")), "run.sh"))
     for line in (

@@ -1,8 +1,8 @@
 """Which model does this command line really train? For any launch of Megatron-Core 0.19.2, ours or not.
 
-read.py finds the launch in a text (shell.py and follow.py: a shell script), values.py reads its words as Megatron's parser would,
-model.py derives what is built, count.py counts it, ours.py knows our own plans, rules are the traps, describe.py the words, recipe.py a
-recipe of ours.
+read.py finds the launch in a text (shell.py and follow.py: a shell script; container.py: a container of Megatron-Bridge's), values.py
+reads its words as Megatron's parser would, model.py derives what is built, count.py counts it, ours.py knows our own plans, rules are the
+traps, describe.py the words, recipe.py a recipe of ours.
 """
 
 from collections.abc import Iterable

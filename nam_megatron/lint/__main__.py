@@ -22,6 +22,7 @@ examples:
   python -m nam_megatron.lint train.sh                       what this script trains, and the traps it steps in
   python -m nam_megatron.lint - < flags.txt                  the same of a list of flags
   python -m nam_megatron.lint model_config.yaml gpus=16      a YAML of flags does not say on how many GPUs
+  python -m nam_megatron.lint run_config.yaml gpus=8         a container of Megatron-Bridge's
   python -m nam_megatron.lint out/plan.json                  what a plan of ours trains: all that no flag says, too
   python -m nam_megatron.lint train.sh recipe=mine.yaml      and write the nearest recipe of ours
   python -m nam_megatron.lint train.sh format=json ignore=default-bias,default-activation
@@ -42,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "file",
         metavar="FILE",
-        help="a shell script, a list of flags, a YAML of flags, or our plan.json; `-` is standard input",
+        help="a shell script, a list of flags, a YAML of flags, Megatron-Bridge's run_config.yaml, or our plan.json; `-` is standard input",
     )
     parser.add_argument("options", nargs="*", default=[], metavar="KEY=VALUE", help=argparse.SUPPRESS)
     words, dashed = parser.parse_known_args(argv)  # `--format=json` is `format=json`

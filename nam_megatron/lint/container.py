@@ -5,11 +5,10 @@ the words here; `SPELLED` holds the others, which Bridge spells otherwise or put
 default makes no word, so it counts as not chosen: the file does not tell who chose it.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-
-import yaml
 
 from nam_megatron.errors import Problem, Refused
 from nam_megatron.setting import Setting
@@ -19,7 +18,19 @@ from nam_megatron.targets.target import legal
 OURS = "nam_megatron.nemo."
 CLASS, RECIPE = "_target_", "recipe"
 # What decides the model and its training; the others say what is logged, started again or kept.
-SECTIONS = ("model", "optimizer", "ddp", "scheduler", "train", "validation", "rng", "dataset", "tokenizer", "checkpoint", "dist")
+SECTIONS = (
+    "model",
+    "optimizer",
+    "ddp",
+    "scheduler",
+    "train",
+    "validation",
+    "rng",
+    "dataset",
+    "tokenizer",
+    "checkpoint",
+    "dist",
+)
 PER_LAYER = {"moe_layer_freq", "linear_attention_freq"}
 
 
@@ -44,14 +55,31 @@ def plan(root: Mapping[str, Any], name: str) -> tuple[str, tuple[str, ...]] | No
     if kind(root) == "container":
         if not (line := root["model"].get("nam_recipe")):
             return None
-        note = "the recipe that it carries is read; a field that was changed beside it is refused when Bridge validates it"
-        return plan_json(translate(from_tree(yaml.safe_load(line)))), (note,)
+        note = (
+            "the recipe that it carries is read; a field that was changed beside it is refused when Bridge validates it"
+        )
+        try:
+            tree = json.loads(str(line))
+        except (ValueError, RecursionError):
+            tree = None
+        if not isinstance(tree, dict):
+            raise Refused(
+                Problem(f"`model.nam_recipe` in `{name}` is no recipe", None, "take the file as Bridge wrote it")
+            )
+        return plan_json(translate(from_tree(tree))), (note,)
     recipe, target = root[RECIPE], str(root[RECIPE][CLASS])
     preset = _preset(target.removeprefix(OURS)) if target.startswith(OURS) else None
     if preset is None:
         hint = "give the `run_config.yaml` beside a checkpoint of it, or what `container.to_yaml(PATH)` writes"
-        raise Refused(Problem(f"`{name}` names a Python function, `{target}`, and only its container says the model", None, hint))
-    laid = [f"{section}.{field}" for section, fields in root.items() if section in SECTIONS and isinstance(fields, dict) for field in fields]
+        raise Refused(
+            Problem(f"`{name}` names a Python function, `{target}`, and only its container says the model", None, hint)
+        )
+    laid = [
+        f"{section}.{field}"
+        for section, fields in root.items()
+        if section in SECTIONS and isinstance(fields, dict)
+        for field in fields
+    ]
     notes = [f"laid over it, and not read here: {', '.join(laid)}"] if laid else []
     return plan_json(translate(load(preset, recipe.get("overrides") or ()))), tuple(notes)
 
@@ -60,15 +88,19 @@ def words(root: Mapping[str, Any], target: Target) -> tuple[list[str], list[str]
     """The words of a container for Megatron's parser, and notes on what has none."""
     said: dict[str, Any] = {}
     for section in SECTIONS:
-        for name, value in (root.get(section) or {}).items():
+        fields = root.get(section)
+        for name, value in fields.items() if isinstance(fields, dict) else ():
             rule = SPELLED.get(f"{section}.{name}", SPELLED.get(name))
-            pairs = rule(value, root[section]) if rule else [(name, value)]
+            pairs = rule(value, fields) if rule else [(name, value)]
             for dest, word in pairs:
                 said.setdefault(dest, word)
-    found, notes = [], []
+    found: list[str] = []
+    notes: list[str] = []
     for dest, value in said.items():
         flag = target.by_dest.get(dest)
-        if flag is None or isinstance(value, dict) or value == flag.default or (value in (None, []) and flag.default in (None, [])):
+        # Of a dtype or an enum the name; null is what the field has before Megatron or Bridge works it out.
+        value = DTYPES.get(str(_word(value)), value) if isinstance(value, dict) else value
+        if flag is None or isinstance(value, dict) or value in (None, [], [None], flag.default):
             continue
         if isinstance(value, list):
             value = tuple(value) if flag.nargs in ("+", "*") or dest in PER_LAYER else value
@@ -89,6 +121,9 @@ def words(root: Mapping[str, Any], target: Target) -> tuple[list[str], list[str]
     return found, notes
 
 
+DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
 # How Bridge spells what Megatron's parser calls otherwise --------------------------------------------------------------
 
 Rule = Callable[[Any, Mapping[str, Any]], Iterator[tuple[str, Any]] | list[tuple[str, Any]]]
@@ -105,7 +140,7 @@ def _not(dest: str) -> Rule:
 def _word(value: Any) -> str | None:
     """The last name of a class, function, enum or dtype that YAML holds as a mapping; a plain value's text."""
     if isinstance(value, dict):
-        value = value.get("_name_") or value.get("_args_", [None])[0] or value.get(CLASS)
+        value = value.get("_name_") or (value.get("_args_") or [None])[0] or value.get(CLASS)
     return None if value is None else re.split(r"[.:]", str(value))[-1]
 
 
@@ -124,12 +159,31 @@ def _blend(value: Any, _: Mapping[str, Any]) -> list[tuple[str, Any]]:
     if not value:
         return [("mock_data", True)]
     paths, weights = value
-    return [("data_path", [w for pair in zip(map(str, weights), paths, strict=True) for w in pair] if weights else list(paths))]
+    return [
+        (
+            "data_path",
+            [w for pair in zip(map(str, weights), paths, strict=True) for w in pair] if weights else list(paths),
+        )
+    ]
 
 
 def _vocabulary(value: Any, model: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Bridge pads it where it is told to; else it is the size that the table has."""
-    return [("vocab_size", value)] if model.get("should_pad_vocab") else [("vocab_size", value), ("padded_vocab_size", value)]
+    return (
+        [("vocab_size", value)]
+        if model.get("should_pad_vocab")
+        else [("vocab_size", value), ("padded_vocab_size", value)]
+    )
+
+
+def _fp8(value: Any, section: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Bridge names a recipe of FP8 also where it is off."""
+    return [("fp8_recipe", value)] if section.get("fp8") else []
+
+
+def _ramp(dest: str) -> Rule:
+    """Weight decay's ends, where it moves."""
+    return lambda value, scheduler: [(dest, value)] if scheduler.get("weight_decay_incr_style") != "constant" else []
 
 
 SPELLED: Mapping[str, Rule] = {
@@ -147,10 +201,13 @@ SPELLED: Mapping[str, Rule] = {
     "model.attention_backend": lambda value, _: [("attention_backend", _word(value))],
     # Of a hybrid the pattern says it.
     "model.num_layers": lambda value, model: [] if model.get("hybrid_layer_pattern") else [("num_layers", value)],
-    "model.mtp_num_layers": lambda value, model: [] if model.get("hybrid_layer_pattern") else [("mtp_num_layers", value or None)],
-    "model.num_moe_experts_per_layer": lambda *_: [],
+    "model.mtp_num_layers": lambda value, model: []
+    if model.get("hybrid_layer_pattern")
+    else [("mtp_num_layers", value or None)],
     "model.fp8_param": _as("fp8_param_gather"),
-    "model.qk_layernorm": _as("qk_layernorm"),
+    "model.fp8": lambda value, _: [("fp8", value)] if value else [],
+    **{f"{section}.fp8_recipe": _fp8 for section in ("model", "optimizer")},
+    "model.moe_hybridep_num_sms": _as("moe_flex_dispatcher_num_sms"),
     "model.cuda_graph_modules": lambda value, _: [("cuda_graph_modules", [_word(v) for v in value or ()])],
     "model.inference_sampling_seed": lambda *_: [],
     "ddp.grad_reduce_in_fp32": _as("accumulate_allreduce_grads_in_fp32"),
@@ -158,6 +215,8 @@ SPELLED: Mapping[str, Rule] = {
     "ddp.bucket_size": _as("ddp_bucket_size"),
     "ddp.num_buckets": _as("ddp_num_buckets"),
     "ddp.align_param_gather": lambda *_: [],
+    "scheduler.start_weight_decay": _ramp("start_weight_decay"),
+    "scheduler.end_weight_decay": _ramp("end_weight_decay"),
     "dataset.blend": _blend,
     "dataset.random_seed": _as("seed"),
     "dataset.sequence_length": _as("seq_length"),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from nam_megatron.errors import Problem, Refused
-from nam_megatron.lint import follow
+from nam_megatron.lint import container, follow
 from nam_megatron.lint.shell import Lexer, ShellError
 from nam_megatron.targets import Target
 
@@ -65,7 +65,10 @@ class Launch:
 
     def lines(self, flag: str) -> tuple[int, ...]:
         """The lines of the text that say `flag`."""
-        name, dashes = flag.lstrip("-"), "--" if flag.startswith("-") and self.kind != "yaml" else "(?:--)?"
+        name, dashes = (
+            flag.lstrip("-"),
+            "--" if flag.startswith("-") and self.kind not in ("yaml", "container") else "(?:--)?",
+        )
         found = re.compile(rf"(?<![\w-]){dashes}({re.escape(name)}|{re.escape(name.replace('-', '_'))})(?![\w-])")
         lines = enumerate(self.text.splitlines(), 1)
         return tuple(n for n, line in lines if not line.lstrip().startswith("#") and found.search(line))
@@ -236,6 +239,8 @@ def _yaml(text: str, target: Target, name: str) -> Launch:
 
             plan = Planned(parse_plan(text, name))
             return Launch(target, plan.argv, "plan", text, plan.env, gpus=plan.gpus, plan=plan)
+        if (root_of_bridge := _of_bridge(keys, text)) is not None:
+            return _bridge(root_of_bridge, text, target, name)
         if isinstance(argv := keys.get("argv"), yaml.SequenceNode):
             words = [_holes(node.value) for node in argv.value[:MOST] if isinstance(node, yaml.ScalarNode)]
         else:
@@ -246,6 +251,36 @@ def _yaml(text: str, target: Target, name: str) -> Launch:
             words += _entry(name, node, target)
     notes = [f"more of the description is in other files, which are not read: {', '.join(bases)}"] if bases else []
     return Launch(target, tuple(words), "yaml", text, env, notes=tuple(notes), partial=bool(bases))
+
+
+def _of_bridge(keys: Mapping[str, yaml.Node], text: str) -> dict[str, Any] | None:
+    """What a YAML of Megatron-Bridge's or Nemotron's says; None of another one."""
+    places = (keys.get(name) for name in ("model", container.RECIPE))
+    named = (k.value for node in places if isinstance(node, yaml.MappingNode) for k, _ in node.value)
+    if container.CLASS not in named:
+        return None
+    root = yaml.load(text, Loader=Loader)  # composed already, so neither deep nor large
+    return root if isinstance(root, dict) and container.kind(root) else None
+
+
+def _bridge(root: dict[str, Any], text: str, target: Target, name: str) -> Launch:
+    env = {str(k): None if v is None else str(v) for k, v in (root.get("env_vars") or {}).items()}
+    if found := container.plan(root, name):
+        from nam_megatron.argv import parse_plan  # Hydra, only for those who want it
+        from nam_megatron.lint.ours import Planned
+
+        plan = Planned(parse_plan(found[0], name))
+        return Launch(target, plan.argv, "plan", text, {**plan.env, **env}, gpus=plan.gpus, notes=found[1], plan=plan)
+    try:
+        words, notes = container.words(root, target)
+    except (
+        TypeError,
+        ValueError,
+        AttributeError,
+        LookupError,
+    ) as err:  # whatever a field of another shape makes a rule raise
+        raise Refused(Problem(f"`{name}` is no container as Bridge writes it: {err}", None, FORMS)) from None
+    return Launch(target, tuple(words), "container", text, env, notes=tuple(notes))
 
 
 def _entries(root: yaml.MappingNode, env: dict[str, str | None], bases: list[str]) -> Iterator[tuple[str, yaml.Node]]:

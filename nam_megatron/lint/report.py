@@ -112,7 +112,12 @@ def _headline(report: Report) -> str:
     if launch.plan is not None:
         source = f"the plan of {launch.plan.name}"
     else:
-        source = {"words": "a list of flags", "yaml": "YAML", "shell": "a shell script"}[launch.kind]
+        source = {
+            "words": "a list of flags",
+            "yaml": "YAML",
+            "shell": "a shell script",
+            "container": "a container of Megatron-Bridge",
+        }[launch.kind]
     return (launch.script or source) + (f" on {counted(launch.gpus, 'GPU')}" if launch.gpus else "")
 
 

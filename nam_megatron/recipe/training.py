@@ -197,7 +197,9 @@ class Schedule(Config):
             message = "`save` and `save_interval` go together"
             yield Problem(message, "schedule.save_interval", "give both or neither")
         if self.async_save and self.save is None:
-            yield Problem("nothing is saved, in the background or not", "schedule.async_save", "set `schedule.save`, or false")
+            yield Problem(
+                "nothing is saved, in the background or not", "schedule.async_save", "set `schedule.save`, or false"
+            )
         if self.async_save and plan.recipe.feature.megatron_fsdp:
             message = "Megatron-FSDP hands its checkpoints to another package, and they would get no checksums"
             yield Problem(message, "schedule.async_save", "set it to false")

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from megatron.bridge.models.hybrid.hybrid_provider import HybridModelProvider
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training.comm_overlap import CommOverlapConfig
@@ -32,6 +33,7 @@ from omegaconf import OmegaConf
 
 import nam_megatron.nemo as nemo
 from nam_megatron.errors import Problem, Refused
+from nam_megatron.lint import lint
 from nam_megatron.nemo import doctor, engine, guards
 from nam_megatron.nemo.__main__ import command
 from nam_megatron.nemo.container import NamContainer, stack_spec
@@ -58,6 +60,45 @@ def test_yaml_there_and_back_is_equal(preset, tmp_path):
     assert back == made
     assert back.model.hybrid_stack_spec is stack_spec
     assert type(back.model) is type(made.model)
+
+
+# Said by the arguments and by no field, or by none that is written down.
+UNWRITTEN = {
+    "spec",
+    "mock_data",
+    "log_throughput",
+    "tokenizer_type",
+    "transformer_impl",
+    "padded_vocab_size",
+    "gradient_accumulation_fusion",
+}
+
+
+@pytest.mark.parametrize(
+    "preset", ["nam52_h200_dense_ref_v1", "nam56r_native_dp", "nam56r_native_dp_fp8", "nam56r_nemo_native"]
+)
+def test_lint_reads_what_bridge_writes(preset, tmp_path):
+    """The fields alone, without the recipe that ours carries, are the words of its command line again; with it they are its plan."""
+    preset = (
+        [preset] if preset != "nam52_h200_dense_ref_v1" else [preset, ["feature.mhc.enabled=false", "lane=native_dp"]]
+    )
+    made = nemo.recipe(*preset)
+    made.to_yaml(str(tmp_path / "run_config.yaml"))
+    text = (tmp_path / "run_config.yaml").read_text()
+    carried = lint(text, "run_config.yaml")
+    assert carried.launch.plan.lowering.plan == made.model.lowering.plan
+    bare = yaml.safe_load(text)
+    del bare["model"]["nam_recipe"]
+    found = lint(yaml.safe_dump(bare), "run_config.yaml")
+    meant = {s.name: s.value for s in made.model.lowering.settings if s.name not in UNWRITTEN}
+    apart = {
+        name: (found.args.value(name), value)
+        for name, value in meant.items()
+        if _plain(found.args.value(name)) != _plain(value)
+    }
+    unpacked = {name: pair for name, pair in apart.items() if [pair[0]] != _plain(pair[1])}
+    assert not unpacked
+    assert found.model.count == carried.model.count
 
 
 @pytest.mark.parametrize("world", [1, 8, 16])
