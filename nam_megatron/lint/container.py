@@ -30,6 +30,7 @@ SECTIONS = (
     "tokenizer",
     "checkpoint",
     "dist",
+    "logger",
 )
 PER_LAYER = {"moe_layer_freq", "linear_attention_freq"}
 
