@@ -90,7 +90,9 @@ def words(root: Mapping[str, Any], target: Target) -> tuple[list[str], list[str]
     said: dict[str, Any] = {}
     for section in SECTIONS:
         fields = root.get(section)
-        for name, value in fields.items() if isinstance(fields, dict) else ():
+        if not isinstance(fields, dict):
+            continue
+        for name, value in fields.items():
             rule = SPELLED.get(f"{section}.{name}", SPELLED.get(name))
             pairs = rule(value, fields) if rule else [(name, value)]
             for dest, word in pairs:
