@@ -92,7 +92,7 @@ def test_a_checkpoint_in_the_background_is_named_once_it_is_whole(whole, at_two,
     assert said[:2] == [(3, False, False), (3, True, False)] and said[-1] == (4, False, True)
     assert seen.read_text().splitlines()[:2] == ["2 1", "2 1"], "nothing names what is being written"
     assert (save / TRACKER).read_text() == "4" and len(list(save.rglob(checksums.NAME))) == 3
-    one = trained(run(tmp_path, *at_two, before=in_background))
+    one = trained(run(tmp_path, *at_two))
     assert one == pytest.approx([losses[4], (losses[4] + losses[5]) / 2], abs=1e-2)
 
 
