@@ -37,12 +37,18 @@ def unsaid(lowering) -> str:
     return "".join(f"{s.owner} {s.name} = {s.value!r} @ {s.place}\n" for s in silent)
 
 
-FILES = {"plan.txt": report.plan_text, "args.txt": argv.lines, "unsaid.txt": unsaid, "budget.txt": text.golden}
+FILES = {
+    "plan.txt": report.plan_text, "args.txt": argv.lines, "unsaid.txt": unsaid, "budget.txt": text.golden, "run.sh": argv.run_script,
+}  # fmt: skip
+ASKED = [
+    *itertools.product(set(FILES) - {"run.sh"}, NAMES),
+    *itertools.product(["budget.txt"], (*ODDLY, *LAYOUTS)),
+    ("run.sh", "nam56r"),
+    ("run.sh", "layout_pipeline"),
+]
 
 
-@pytest.mark.parametrize(
-    ("file", "name"), [*itertools.product(FILES, NAMES), *itertools.product(["budget.txt"], (*ODDLY, *LAYOUTS))]
-)
+@pytest.mark.parametrize(("file", "name"), sorted(ASKED))
 def test_preset_is_as_reviewed(name, file, rewrite_golden):
     lowering = odd(ODDLY[name])[2] if name in ODDLY else lowered(*LAYOUTS.get(name, (name,)))
     path, text = GOLDEN / name / file, FILES[file](lowering)
