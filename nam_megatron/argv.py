@@ -11,6 +11,7 @@ from typing import Any
 from nam_megatron import __version__
 from nam_megatron.blocks.kinds import KINDS
 from nam_megatron.errors import Problem, Refused
+from nam_megatron.features.names import FEATURES
 from nam_megatron.lower import Lowering, translate
 from nam_megatron.recipe import from_tree, to_tree
 from nam_megatron.report import header
@@ -26,15 +27,16 @@ def argv(lowering: Lowering) -> tuple[str, ...]:
 def marker(lowering: Lowering) -> tuple[str, ...]:
     """`--nam-model KINDS:DIGEST` where stock Megatron would train another model on these arguments, which it then refuses; else nothing.
 
-    The digest is of the keys of these kinds that no argument of Megatron's carries. The trainer compares it with the plan's.
+    The digest is of the keys of these kinds and features that no argument of Megatron's carries. The trainer compares it with the plan's.
     """
     p = lowering.plan
     if not p.ours:
         return ()
-    kinds = {seam.owner: to_tree(p.recipe)["model"]["blocks"][seam.owner] for seam in p.ours}
-    own = {k: {n: v for n, v in keys.items() if not KINDS[k].row(n).executes} for k, keys in kinds.items()}
+    tree, rows = to_tree(p.recipe), KINDS | FEATURES
+    said = {seam.owner: (tree["model"]["blocks"] | tree["feature"])[seam.owner] for seam in p.ours}
+    own = {k: {n: v for n, v in keys.items() if not rows[k].row(n).executes} for k, keys in said.items()}
     digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
-    return MARKER, f"{'+'.join(kinds)}:{digest[:8]}"
+    return MARKER, f"{'+'.join(said)}:{digest[:8]}"
 
 
 def words(lowering: Lowering) -> tuple[str, ...]:

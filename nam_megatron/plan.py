@@ -129,9 +129,11 @@ class Plan:
 
     @cached_property
     def ours(self) -> tuple[Seam, ...]:
-        """Layers that stock Megatron, given this plan's arguments, would train as others, with the reason."""
+        """Layers and features that stock Megatron, given this plan's arguments, would train as others, with the reason."""
         told = ((b.kind, b.ours(self)) for b in self.blocks if b.kind in self.kinds)
-        return tuple(Seam(kind, why, self.numbers(kind)) for kind, why in told if why)
+        seams = [Seam(kind, why, self.numbers(kind)) for kind, why in told if why]
+        seams += [Seam(f.name, why) for f in self.recipe.feature.all() if (why := f.ours(self))]
+        return tuple(seams)
 
     @cached_property
     def not_built(self) -> tuple[Seam, ...]:
@@ -278,7 +280,7 @@ def composition(p: Plan) -> str:
         words.append(f"MTP {p.mtp_depths}")
     fp8 = p.recipe.feature.fp8
     words.append(f"FP8 {fp8.recipe}" if fp8 else p.recipe.precision.params)
-    words += [feature.name.replace("_", " ") for feature in p.recipe.feature.all() if feature.missing]
+    words += [f.name.replace("_", " ") for f in p.recipe.feature.all() if f.missing or f.ours(p)]
     return ", ".join(words)
 
 

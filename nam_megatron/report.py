@@ -59,10 +59,11 @@ def given_up(p: Plan) -> Iterator[str]:
 
 
 def only_here(p: Plan) -> Iterator[str]:
-    """Why stock Megatron must refuse the plan's arguments: one line for each kind."""
+    """Why stock Megatron must refuse the plan's arguments: one line for each kind and feature."""
     for seam in p.ours:
         where = f"layers {', '.join(map(str, seam.numbers))}" if seam.numbers else "MTP"
-        yield f"only nam_megatron trains {KINDS[seam.owner].title} ({where}): {seam.missing}"
+        what = f"{block.title} ({where})" if (block := KINDS.get(seam.owner)) else f"`{seam.owner}`"
+        yield f"only nam_megatron trains {what}: {seam.missing}"
 
 
 def _said(value: object) -> str:

@@ -183,6 +183,8 @@ class _Moving:
         self.autotuned = {block.kind for block in z.plan.blocks if block.autotuned}
         self.chunks = [list(self._parts(chunk)) for chunk in stage.chunks]
         self.chunks[0] = [_Part(tuple(self._features())), *self.chunks[0]]
+        for chunk in self.chunks:
+            chunk.append(_Part((), tuple(self._feature_events())))
         if stage.last:
             self.chunks[-1] += self._tail()
 
@@ -272,6 +274,12 @@ class _Moving:
             if feature.name != "mtp" and (self.graphs or feature.name != "cuda_graphs"):
                 for line in feature.activations(self.z, self.stage):
                     yield replace(line, bucket=line.bucket or FEATURES, owner=feature.name)
+
+    def _feature_events(self) -> Iterator[tuple[str, tuple[Line, ...]]]:
+        for feature in self.z.plan.recipe.feature.all():
+            for line in feature.working(self.z, self.stage):
+                owned = replace(line, bucket=line.bucket or FEATURES, owner=feature.name)
+                yield f"{feature.name} {line.name}", (owned,)
 
     def _tail(self) -> Iterator[_Part]:
         z, f = self.z, self.z.plan.recipe.feature

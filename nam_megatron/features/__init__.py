@@ -1,12 +1,14 @@
 """What has no place in the pattern, one file each. Its fields are the YAML under `feature.<name>`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from nam_megatron.setting import Config, Env, Row, Setting
 from nam_megatron.sizes import Group, Line, Param, Sizes, Stage, Work
 
 if TYPE_CHECKING:
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
     from nam_megatron.plan import Plan
 
 
@@ -31,6 +33,14 @@ class Feature(Config):
     def env(self, plan: "Plan") -> Iterator[Env]:
         return iter(())
 
+    def build(self, stack: "ModuleSpec", layers: "Mapping[str, ModuleSpec]") -> "ModuleSpec":
+        """The spec of the layer stack with this feature in it; `layers`: those of its slots that the plan uses (torch side)."""
+        return stack
+
+    def ours(self, plan: "Plan") -> str | None:
+        """Why stock Megatron would train another model on this plan's arguments; None where it would not."""
+        return None
+
     # What it costs. `state`: see budget/static.py.
 
     def params(self, z: Sizes, stage: Stage) -> Iterator[Param]:
@@ -43,6 +53,10 @@ class Feature(Config):
 
     def activations(self, z: Sizes, stage: Stage) -> Iterator[Line]:
         """What one microbatch keeps on `stage` because of it."""
+        return iter(())
+
+    def working(self, z: Sizes, stage: Stage) -> Iterator[Line]:
+        """What it holds at a moment of one layer's `backward`, say, on top of everything that is kept."""
         return iter(())
 
     def buffers(self, z: Sizes, groups: Sequence[Group]) -> Iterator[Line]:

@@ -1,13 +1,22 @@
-"""Manifold-constrained hyper-connections (arXiv 2512.24880): several residual streams mixed between layers."""
+"""Manifold-constrained hyper-connections (arXiv 2512.24880): several residual streams mixed around each layer. Ours.
 
-from collections.abc import Iterator
-from typing import Annotated
+The formulas, and what MTP gets: runtime/hyper_connections.py. Its sizes travel in plan.json; Megatron has no flags for them.
+"""
 
-from pydantic import NonNegativeInt
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated
 
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from nam_megatron.errors import Problem
 from nam_megatron.features import Feature
 from nam_megatron.setting import Row
-from nam_megatron.sizes import ESTIMATED, FEATURES, Line, Param, Sizes, Stage, Work
+from nam_megatron.sizes import COMMUNICATION, FEATURES, UNMEASURED, Group, Line, Param, Sizes, Stage, Work
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from nam_megatron.plan import Plan
 
 
 class Mhc(Feature):
@@ -15,31 +24,79 @@ class Mhc(Feature):
 
     name = "mhc"
     switch = "streams"
-    missing = "the hyper-connection layer"
 
-    streams: Annotated[NonNegativeInt, Row("residual streams; 0: off")]
+    streams: Annotated[int, Field(ge=0, le=8), Row("residual streams; 0 or 1: off, the plain residual")]
+    sinkhorn_steps: Annotated[PositiveInt, Row("times that rows and columns of the residual map are normalised")]
+    initial_scale: Annotated[NonNegativeFloat, Row("of what depends on the token in the three maps, before training")]
+    epsilon: Annotated[PositiveFloat, Row("beside the root mean square; the least sum that Sinkhorn divides by")]
 
-    # As designed (equations 5 to 9 of the paper), not as built.
+    @property
+    def on(self) -> bool:
+        return self.streams > 1
+
+    def build(self, stack: "ModuleSpec", layers: "Mapping[str, ModuleSpec]") -> "ModuleSpec":
+        from nam_megatron.runtime import hyper_connections
+
+        return hyper_connections.connected(stack, layers, **self.model_dump())
+
+    def ours(self, plan: "Plan") -> str | None:
+        return "Megatron 0.19.2 has no residual streams and would add each layer to one"
+
+    def check(self, plan: "Plan") -> Iterator[Problem]:
+        at, f = "feature.mhc.streams", plan.recipe.feature
+        off = "set `feature.mhc.streams=0`, or "
+        if plan.recipe.parallel.virtual_pipeline > 1:
+            message = "residual streams have not been shown to pass through an interleaved pipeline"
+            yield Problem(message, at, off + "`parallel.virtual_pipeline=1`")
+        if f.recompute and f.recompute.granularity == "full":
+            message = "full recompute of layers between residual streams has not been shown to be right"
+            yield Problem(message, at, off + "selective recompute")
+        if f.cuda_graphs:
+            message = "a CUDA graph of a layer would hold its residual streams, and none was captured yet"
+            yield Problem(message, at, off + "`feature.cuda_graphs.impl=none`")
+        if f.megatron_fsdp:
+            message = "Megatron-FSDP has not been shown to shard the maps of the residual streams"
+            yield Problem(message, at, off + "`feature.megatron_fsdp.enabled=false`")
+        if f.muon:
+            message = "Muon would take the maps of the residual streams, which are fp32, for matrices like others"
+            yield Problem(message, at, off + "`optim=adamw`")
 
     def _sizes(self, z: Sizes, layers: int) -> Sizes:
-        """n streams; m mixing coefficients a token and layer: read, write and the n x n residual map."""
-        return z.own(n=self.streams, m=2 * self.streams + self.streams**2, layers=layers)
+        """n streams; m coefficients a token and layer: read, write and the n x n residual map."""
+        return z.own(n=self.streams, m=self.streams * (self.streams + 2), layers=layers)
 
     def params(self, z: Sizes, stage: Stage) -> Iterator[Param]:
-        mixes, layers = 2 * self.streams + self.streams**2, len(stage.layers)
-        yield Param("mhc.projection", (mixes, self.streams * z.model.hidden_size), "replicated", "weight", layers)
-        yield Param("mhc.bias", (mixes,), "replicated", "other", layers)
-        yield Param("mhc.scale", (3,), "replicated", "other", layers)
+        maps, layers, at = self.streams * (self.streams + 2), len(stage.layers), "hyper_connection."
+        width = self.streams * z.model.hidden_size
+        yield Param(f"{at}mapping_proj.weight", (maps, width), "replicated", "weight", layers)
+        yield Param(f"{at}bias", (maps,), "replicated", "other", layers)
+        for name in ("alpha_pre", "alpha_post", "alpha_res"):
+            yield Param(f"{at}{name}", (1,), "replicated", "other", layers)
 
     def activations(self, z: Sizes, stage: Stage) -> Iterator[Line]:
-        z = self._sizes(z, len(stage.layers))
-        why = "the streams before each layer, where one residual is counted with the layer"
-        yield z.line("residual streams", "2 (n - 1) Ts h layers", why, bucket=FEATURES, mark=ESTIMATED)
-        why = "coefficients of each token in fp32, before and after twenty Sinkhorn steps that are computed again"
-        yield z.line("mixing", "8 m Ts layers", why, bucket=FEATURES, mark=ESTIMATED)
+        z, more = self._sizes(z, len(stage.layers)), {"bucket": FEATURES, "mark": UNMEASURED}
+        yield z.line(
+            "residual streams", "2 n Ts h layers", "before each layer, once; its norm's input is the layer's", **more
+        )
+        yield z.line(
+            "layers' outputs", "2 Ts h layers", "for the gradient of how they are dealt to the streams", **more
+        )
+        yield z.line("maps", "4 (m - n) Ts layers", "write and residual map of each token, fp32", **more)
+
+    def working(self, z: Sizes, stage: Stage) -> Iterator[Line]:
+        why = "in fp32: a layer's streams, what comes of them, their gradients"
+        yield self._sizes(z, 1).line("backward", "16 n Ts h", why, bucket=FEATURES, mark=UNMEASURED)
+
+    def buffers(self, z: Sizes, groups: Sequence[Group]) -> Iterator[Line]:
+        if z.plan.recipe.parallel.pipeline > 1:
+            why = "a received gradient and a received input have all streams"
+            yield self._sizes(z, 1).line(
+                "pipeline exchange", "4 (n - 1) Ts h", why, bucket=COMMUNICATION, mark=UNMEASURED
+            )
 
     def flops(self, z: Sizes) -> Iterator[Work]:
         z = self._sizes(z, len(z.plan.layers))
-        yield z.work(
-            "mixing", "(2 m n h + 2 n n h + 4 n h) layers", "coefficients, and the streams' mix", mark=ESTIMATED
-        )
+        yield z.work("maps", "2 m n h layers", "coefficients from the streams")
+        yield z.work("streams", "(2 n n + 4 n) h layers", "read, mixed and written")
+        again = "(2 m n + 2 n n + 4 n) h layers"
+        yield z.work("once more", again, "in the backward pass", passes=1, model=False)

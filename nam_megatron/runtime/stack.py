@@ -69,8 +69,12 @@ def hybrid_stack_spec(
         slots[MAMBA] = _mamba(plan, table)
     if plan.mtp:
         slots[MTP] = _mtp(backend)
-    raise_if(_empty_slots({n: spec for n, spec in slots.items() if not _is_absent(spec)}, empty))
-    return ModuleSpec(HybridStack, submodules=HybridStackSubmodules(**slots))
+    standing = {n: spec for n, spec in slots.items() if not _is_absent(spec)}
+    raise_if(_empty_slots(standing, empty))
+    stack = ModuleSpec(HybridStack, submodules=HybridStackSubmodules(**slots))
+    for feature in plan.recipe.feature.all():
+        stack = feature.build(stack, {n: spec for n, spec in standing.items() if n != MTP})
+    return stack
 
 
 def transformer_engine_backend() -> BackendSpecProvider:

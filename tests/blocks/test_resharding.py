@@ -1,4 +1,7 @@
-"""A checkpoint of our mixers written on one tensor parallel size and read on another: by Megatron's own saving and loading, on a CPU."""
+"""A checkpoint of our mixers and of residual streams, written on one tensor parallel size and read on another.
+
+By Megatron's own saving and loading, on a CPU.
+"""
 
 import sys
 from dataclasses import replace
@@ -12,14 +15,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))
 import harness
 import test_m2rnn
 import test_mamba3
-from harness import Rig, on_ranks
+from harness import Case, Rig, on_ranks
 
 # Rows of each part of the packed projection, over all ranks.
 PARTS = {
     "m2rnn": {"q": 8, "k": 8, "v": 24, "gate": 24, "forget": 6},
     "mamba3": {"z": 64, "x": 64, "B": 64, "C": 64, "dt": 8, "A": 8, "trap": 8, "angles": 4},
+    "mhc": {},
 }
-CASES = {"m2rnn": test_m2rnn.CASE, "mamba3": test_mamba3.CASE}
+CASES = {"m2rnn": test_m2rnn.CASE, "mamba3": test_mamba3.CASE, "mhc": Case("*E-", streams=4)}
 
 
 def state(rig: Rig) -> dict:

@@ -29,6 +29,7 @@ from presets import written
 
 from nam_megatron.blocks import Block
 from nam_megatron.blocks.kinds import KINDS, Blocks
+from nam_megatron.features.mhc import Mhc
 from nam_megatron.prove.cpu import patched
 from nam_megatron.prove.tensors import Shard, gathered, shards, window
 from nam_megatron.runtime.stack import hybrid_stack_spec
@@ -66,7 +67,11 @@ class Plan:
 
 
 def recipe_of(
-    latent_norm: bool = True, grouped_gemm: bool = True, dispatcher: str = "alltoall", strided: bool = False
+    latent_norm: bool = True,
+    grouped_gemm: bool = True,
+    dispatcher: str = "alltoall",
+    strided: bool = False,
+    streams: int = 1,
 ) -> SimpleNamespace:
     said = {
         "mla": {"kernels": "megatron", "latent_norm": latent_norm},
@@ -77,7 +82,9 @@ def recipe_of(
         "m2rnn": {"kernels": "naive"},
     }
     blocks = {kind: keys | said.get(kind, {}) for kind, keys in written("nam56r")["model"]["blocks"].items()}
-    return SimpleNamespace(model=SimpleNamespace(blocks=Blocks.model_validate(blocks)))
+    mhc = Mhc.model_validate(written("nam56r")["feature"]["mhc"] | {"streams": streams})
+    features = SimpleNamespace(all=lambda: iter([mhc] if mhc.on else []))
+    return SimpleNamespace(model=SimpleNamespace(blocks=Blocks.model_validate(blocks)), feature=features)
 
 
 def say(recipe: Any, kind: str, **keys: Any) -> None:
@@ -86,13 +93,15 @@ def say(recipe: Any, kind: str, **keys: Any) -> None:
     recipe.model.blocks = recipe.model.blocks.model_copy(update={kind: block})
 
 
-def plan_of(pattern: str, latent_norm: bool = True, dispatcher: str = "alltoall", strided: bool = False) -> Plan:
+def plan_of(
+    pattern: str, latent_norm: bool = True, dispatcher: str = "alltoall", strided: bool = False, streams: int = 1
+) -> Plan:
     main, *mtp = pattern.split("/")
     letters = [(letter, i) for i, segment in enumerate(main.split("|")) for letter in segment]
     ranks = [sum(a == letter for a, _ in letters[:i]) for i, (letter, _) in enumerate(letters)]
     layers = [Layer(i + 1, KIND[a], a, ranks[i], segment) for i, (a, segment) in enumerate(letters)]
     depth = tuple(KIND[a] for a in mtp[0]) if mtp else ()
-    return Plan(tuple(layers), depth, len(mtp), recipe_of(latent_norm, True, dispatcher, strided))
+    return Plan(tuple(layers), depth, len(mtp), recipe_of(latent_norm, True, dispatcher, strided, streams))
 
 
 @dataclass(frozen=True)
@@ -114,6 +123,7 @@ class Case:
     latent_norm: bool = True
     dispatcher: str = "alltoall"
     strided: bool = False
+    streams: int = 1
     meta: bool = False
 
     @property
@@ -255,7 +265,7 @@ def _rig(case: Case, rank: int, folder: Path) -> Rig:
         model = HybridModel(
             config,
             hybrid_stack_spec(
-                plan_of(case.pattern, case.latent_norm, case.dispatcher, case.strided),
+                plan_of(case.pattern, case.latent_norm, case.dispatcher, case.strided, case.streams),
                 modules.CpuBackend(),
                 case.mixers,
             ),

@@ -1,0 +1,219 @@
+"""Hyper-connections against the paper (arXiv 2512.24880, equations 5 to 9), written out token by token in fp64, and in every layout."""
+
+from types import SimpleNamespace
+
+import harness
+import pytest
+import torch
+from harness import Case, on_ranks, train
+from presets import lowered
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nam_megatron.argv import words
+from nam_megatron.prove.cpu import patched
+from nam_megatron.runtime.hyper_connections import HyperConnection
+from nam_megatron.sizes import Sizes, Stage
+
+KEYS = {"sinkhorn_steps": 20, "initial_scale": 0.01, "epsilon": 1e-6}
+ALPHAS = ("alpha_pre", "alpha_post", "alpha_res")
+
+
+# The paper, one token at a time --------------------------------------------------------------------------------------
+
+
+def mapped(x, weight, alpha, bias, steps):
+    """x [n, h] -> read [n], write [n], residual map [n, n]."""
+    n, alpha = len(x), [a.squeeze() for a in alpha]
+    r = x.flatten() / (x.square().mean().sqrt() + KEYS["epsilon"])
+    logit = [weight[i] @ r for i in range(n * (n + 2))]
+    read = torch.stack([1 / (1 + torch.exp(-(alpha[0] * logit[i] + bias[i]))) for i in range(n)])
+    write = torch.stack([2 / (1 + torch.exp(-(alpha[1] * logit[n + i] + bias[n + i]))) for i in range(n)])
+    at = [2 * n + i for i in range(n * n)]
+    m = torch.stack([torch.exp(alpha[2] * logit[i] + bias[i]) for i in at]).reshape(n, n)
+    for _ in range(steps):
+        m = torch.stack([row / row.sum() for row in m])
+        m = torch.stack([column / column.sum() for column in m.T]).T
+    return read, write, m
+
+
+def passed(streams, layer, weight, alpha, bias, steps=KEYS["sinkhorn_steps"]):
+    """[s, b, n, h] -> the streams after `layer`, which sees all tokens at once."""
+    s, b, n, h = streams.shape
+    flat = streams.reshape(s * b, n, h)
+    read, write, mix = torch.vmap(lambda x: mapped(x, weight, alpha, bias, steps))(flat)
+    taken = sum(read[:, j, None] * flat[:, j] for j in range(n))
+    output = layer(taken.reshape(s, b, h)).reshape(s * b, h)
+    kept = [sum(mix[:, i, j, None] * flat[:, j] for j in range(n)) for i in range(n)]
+    return torch.stack([kept[i] + write[:, i, None] * output for i in range(n)], 1).reshape(s, b, n, h)
+
+
+def made(streams: int, hidden: int, dtype=torch.float64, **keys) -> HyperConnection:
+    """The maps of one layer with weights that no initialisation makes."""
+    config = SimpleNamespace(hidden_size=hidden, perform_initialization=True, sequence_parallel=False)
+    with patched():
+        module = HyperConnection(config, streams=streams, **{**KEYS, **keys}).to(dtype)
+    generator = torch.Generator().manual_seed(streams)
+    with torch.no_grad():
+        for name, p in module.named_parameters():
+            p.copy_(0.5 * torch.randn(p.shape, generator=generator, dtype=torch.float64) + ("alpha" in name))
+    return module
+
+
+@pytest.mark.parametrize("streams", range(1, 9))
+def test_a_layer_between_streams_is_the_papers(streams):
+    hidden = 5 + streams
+    module = made(streams, hidden)
+    generator = torch.Generator().manual_seed(9)
+    x = torch.randn(3, 2, streams, hidden, generator=generator, dtype=torch.float64)
+    wanted = torch.randn(x.shape, generator=generator, dtype=torch.float64)
+    found = {}
+    for which in ("ours", "paper"):
+        given = {"streams": x.clone().requires_grad_(), "w": torch.ones(hidden, dtype=torch.float64).requires_grad_()}
+        layer = lambda taken: (taken * given["w"]).cumsum(0).tanh()  # noqa: B023, E731  tokens look back, as a mixer's do
+        if which == "ours":
+            taken, write, mix = module.read(given["streams"].flatten(2))
+            after = module.write(given["streams"].flatten(2), layer(taken), write, mix).unflatten(-1, (streams, -1))
+            torch.testing.assert_close(mix.sum(-2), torch.ones_like(mix.sum(-2)))
+        else:
+            alpha = [getattr(module, name) for name in ALPHAS]
+            after = passed(given["streams"], layer, module.mapping_proj.weight, alpha, module.bias)
+        tensors = given | dict(module.named_parameters())
+        gradients = torch.autograd.grad((after * wanted).sum(), list(tensors.values()))
+        found[which] = {"after": after.detach(), **dict(zip(tensors, gradients, strict=True))}
+    assert found["ours"].keys() == {"after", "streams", "w", "mapping_proj.weight", *ALPHAS, "bias"}
+    for name, tensor in found["paper"].items():
+        torch.testing.assert_close(
+            found["ours"][name], tensor, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def test_steps_make_the_residual_map_doubly_stochastic():
+    x = torch.randn(2, 2, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    rows = {steps: made(4, 8, sinkhorn_steps=steps).read(x)[2].sum(-1) for steps in (1, 20)}
+    far = {steps: (sums - 1).abs().max().item() for steps, sums in rows.items()}
+    assert 20 * far[20] < far[1]
+
+
+def test_one_stream_is_the_plain_residual_to_the_last_bit():
+    """By construction: nothing is built for it."""
+    plain, one = lowered("nam56r_native_dp"), lowered("nam56r_native_dp", "feature.mhc.streams=1")
+    assert words(one) == words(plain) and one.plan.recipe.feature.mhc is None and one.plan.layers == plain.plan.layers
+    case = Case("*-", microbatches=1)
+    assert train(case).losses == train(Case("*-", microbatches=1, streams=1)).losses
+
+
+# Megatron's model ----------------------------------------------------------------------------------------------------
+
+PATTERN = "*EM-/*-"  # MTP's own layers keep one residual
+FOUR = Case(PATTERN, streams=4, microbatches=1)
+
+
+def reference(rig):
+    """(loss and gradients of the model, those of the same layers between streams as the paper has them)."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+
+    model, n = rig.model, rig.case.streams
+    harness.step(rig)
+    ours = {name: p.main_grad.clone() for name, p in model.named_parameters()}
+
+    def plainly(layer):
+        def forward(hidden_states, **kwargs):
+            maps = layer.hyper_connection
+            made = [hidden_states] * n if layer.makes else hidden_states.unflatten(-1, (n, -1)).unbind(2)
+            rest = []
+
+            def mixer(taken):
+                (name,) = (x for x in ("self_attn_bda", "mlp_bda", "mamba_bda") if callable(layer.__dict__.get(x)))
+                setattr(layer, name, get_bias_dropout_add)
+                found = type(layer).__mro__[2].forward(layer, taken, **kwargs)
+                rest.extend(found[1:] if isinstance(found, tuple) else [])
+                return (found[0] if isinstance(found, tuple) else found) - taken
+
+            alpha = [getattr(maps, name) for name in ALPHAS]
+            after = passed(torch.stack(made, 2), mixer, maps.mapping_proj.weight, alpha, maps.bias)
+            after = sum(after.unbind(2)) / n if layer.folds else after.flatten(2)
+            return (after, *rest) if rest else after
+
+        return forward
+
+    for layer in model.decoder.layers:
+        layer.forward = plainly(layer)
+    harness.step(rig)
+    return ours, {name: p.main_grad.clone() for name, p in model.named_parameters()}
+
+
+def test_the_model_is_its_layers_between_streams():
+    ((ours, paper),) = on_ranks(FOUR, reference)
+    assert sum("hyper_connection" in name for name in ours) == 5 * 4 and not any(
+        "mtp" in n and "hyper" in n for n in ours
+    )
+    # Streams that are equal yet, as in the first layer, mix to themselves: what decides how has no gradient but rounding.
+    least = 1e-2 * max(g.norm() for name, g in paper.items() if "alpha" in name)
+    far = {name: ((ours[name] - g).norm() / max(g.norm(), least)).item() for name, g in paper.items()}
+    assert not {name: error for name, error in far.items() if not error < 1e-3}
+
+
+DENSE = "*M-/*-"  # Megatron trains no experts under tensor parallelism without sequence parallelism
+LAYOUTS = [
+    (PATTERN, {"tp": 2}),
+    (DENSE, {"tp": 2, "config": {"sequence_parallel": False}}),
+    (PATTERN, {"dp": 2, "ep": 2}),
+    (PATTERN.replace("M", "|M"), {"pp": 2, "tp": 2}),
+]
+
+
+@pytest.mark.parametrize(("pattern", "layout"), LAYOUTS, ids=str)
+def test_every_layout_is_the_same_model(pattern, layout):
+    """Under sequence parallelism each rank has the gradients of its own tokens, and without it of all. All streams cross a pipeline's cut."""
+    one, other = train(Case(pattern.replace("|", ""), streams=4)), train(Case(pattern, streams=4, **layout))
+    assert other.losses == pytest.approx(one.losses, rel=1e-6) and other.gradients.keys() == one.gradients.keys()
+    least = 1e-2 * max(g.norm() for name, g in one.gradients.items() if "alpha" in name)
+    far = {n: ((other.gradients[n] - g).norm() / max(g.norm(), least)).item() for n, g in one.gradients.items()}
+    assert not {name: error for name, error in far.items() if not error < 1e-4}
+
+
+# What is kept --------------------------------------------------------------------------------------------------------
+
+
+class Living(TorchDispatchMode):
+    """Bytes of the tensors that were made inside and are still held, but for those that are known."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        for tensor in found if isinstance(found, (tuple, list)) else (found,):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.made[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        return found
+
+    def bytes(self, known):
+        return sum(size for at, (ref, size) in self.made.items() if at not in known and not ref.expired())
+
+
+@pytest.mark.parametrize("streams", [2, 4, 7])
+def test_a_layer_keeps_what_the_budget_says(streams):
+    """In bf16; of two layers, so that what the second one gets is the streams that the first one has made."""
+    plan = lowered("nam56r_native_dp", f"feature.mhc.streams={streams}").plan
+    mhc, (layer, *_) = plan.recipe.feature.mhc, plan.layers
+    z = Sizes.of(plan).own(Ts=6, h=16)
+    said = {line.name: line.bytes for line in mhc.activations(z, Stage(0, 1, ((layer, layer),)))}
+    modules = [made(streams, 16, torch.float32) for _ in range(2)]
+    embedded = torch.randn(3, 2, 16, dtype=torch.bfloat16, requires_grad=True)
+    with Living() as living:
+        x = modules[0].made(embedded)
+        inputs = []
+        for module in modules:
+            taken, write, mix = module.read(x)
+            inputs.append(taken)  # the norm's input is the layer's own
+            x = module.write(x, taken * 1.0, write, mix)
+        x = modules[1].folded(x)
+        del taken, write, mix
+    held = {t.untyped_storage().data_ptr() for t in (*inputs, x, *(p for m in modules for p in m.parameters()))}
+    assert living.bytes(held) == sum(said.values()), said
+    x.float().sum().backward()
+    assert embedded.grad.isfinite().all()
