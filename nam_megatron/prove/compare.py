@@ -184,6 +184,10 @@ def _tensors(
                 window, off, whole, elements = rest
                 worst = max(off, found[what, step, key].get(window, (0.0,))[0]) if isfinite(off) else inf
                 found[what, step, key][window] = worst, whole, elements
+    pools: dict[tuple, float] = defaultdict(float)
+    for (what, step, key), windows in found.items():
+        if pool := _pool(what, key):
+            pools[what, step, pool] = max(pools[what, step, pool], *(sqrt(w) for _, w, _ in windows.values()))
     for (what, step), keys in names.items():
         if step not in {0, *steps} or (step == 0) != (what == "weight" and step == 0):
             continue
@@ -197,7 +201,7 @@ def _tensors(
                 yield Row(said_as, step, key, inf, limit, *place, note="the ranks do not hold all of it")
             else:
                 off = sqrt(sum(o for o, _, _ in windows.values()))
-                whole = sqrt(max(w for _, w, _ in windows.values()))
+                whole = pools.get((what, step, _pool(what, key)), sqrt(max(w for _, w, _ in windows.values())))
                 yield Row(said_as, step, key, off / whole if whole else (inf if off else 0.0), limit, *place)
     for what, step, key in found:
         if step in {0, *steps}:
@@ -215,6 +219,16 @@ def _tensors(
 def _relative(value: float, expected: float) -> float:
     off = abs(value - expected) / abs(expected) if expected else abs(value)
     return off if isfinite(off) else inf
+
+
+# How residual streams mix: gradients that are sums over all tokens and may cancel to nothing, as where all streams are equal still.
+POOLED = re.compile(r"^.*\.hyper_connection\.")
+
+
+def _pool(what: str, key: str) -> str | None:
+    """Of a tensor whose difference is judged by the largest of several: what they have in common."""
+    match = POOLED.match(key) if what == GRADIENT else None
+    return match[0] if match else None
 
 
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
