@@ -36,7 +36,7 @@ def of_the_export(config) -> dict[str, int]:
 def test_every_parameter_of_a_preset_is_exported_once(name):
     plan = lowered(name).plan
     if problems := list(describe.objections(plan)):
-        assert {p.message.split("`")[1] for p in problems} == {"mhc"}
+        assert {p.key for p in problems} == {"feature.mhc.streams"}
         return
     config = describe.config(plan)
     assert of_the_export(config) == of_the_budget(plan)

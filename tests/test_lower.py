@@ -30,6 +30,7 @@ PLAIN_OPTIMIZER = {
     "feature.distributed_optimizer.overlap_param_gather": False,
 }
 OVERLAP = "feature.distributed_optimizer.overlap_"
+STREAMS = {"feature.mhc.streams": 4}
 FSDP = {"feature.megatron_fsdp.enabled": True}
 TP = {"parallel.tensor": 2, "parallel.sequence": True}
 INDEXED = {"data.name": "indexed", "data.path": "/d/x", "data.split": "99,1,0", "data.tokenizer": "/t"}
@@ -564,6 +565,12 @@ REFUSALS = [
     # fim, ngram_hash
     (NATIVE, {"feature.fim.enabled": True}, "feature.fim.enabled", "on mock data"),
     (NATIVE, {"feature.ngram_hash.enabled": True}, "feature.ngram_hash.buckets", "without buckets"),
+    # mhc
+    (NATIVE, STREAMS | {"parallel.pipeline": 2, "parallel.virtual_pipeline": 2}, "feature.mhc.streams", "an interleaved pipeline"),
+    (NATIVE, STREAMS | FULL, "feature.mhc.streams", "full recompute of layers between"),
+    (NATIVE, STREAMS | GRAPHS, "feature.mhc.streams", "a CUDA graph of a layer"),
+    (NATIVE, STREAMS | FSDP, "feature.mhc.streams", "Megatron-FSDP has not been shown"),
+    (NATIVE, STREAMS | MUON, "feature.mhc.streams", "Muon would take the maps"),
     # tracking
     (NATIVE, {"feature.tracking.wandb_project": "p"}, "feature.tracking.tensorboard", "only beside TensorBoard"),
     (NATIVE, {"feature.tracking.wandb_project": "p"}, "feature.tracking.wandb_dir", "Weights & Biases without"),

@@ -34,6 +34,9 @@ def objections(plan: Plan) -> Iterator[Problem]:
     model = plan.recipe.model
     for seam in plan.not_built:
         yield Problem(f"`{seam.owner}` is not built: {seam.missing}")
+    if plan.recipe.feature.mhc:
+        text = "the export's layers have one residual, and these have several streams (mHC)"
+        yield Problem(text, "feature.mhc.streams")
     if model.linear_bias:
         yield Problem("the export has no biases in its projections", "model.linear_bias")
     if model.blocks.moe and model.blocks.moe.capacity_factor is not None:

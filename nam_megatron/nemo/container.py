@@ -239,6 +239,9 @@ def _unserved(r: Recipe) -> Iterator[Problem]:
     if r.parallel.virtual_pipeline > 1:
         message = "Megatron-Bridge builds no hybrid model with virtual pipeline stages"
         yield Problem(message, "parallel.virtual_pipeline", f"set it to 1, or {hint}")
+    if r.feature.mhc:
+        message = "several residual streams have not been tried under Megatron-Bridge"
+        yield Problem(message, "feature.mhc.streams", f"set it to 0, or {hint}")
     if r.feature.muon and r.feature.distributed_optimizer.enabled:
         message = "Megatron-Bridge does not shard the state of Muon"
         yield Problem(message, "feature.distributed_optimizer.enabled", f"set it to false, or {hint}")
