@@ -60,7 +60,7 @@ def run_of(lowering: Lowering) -> Any:
     """What decides a run: Megatron's arguments, and of the recipe what goes by no argument."""
     plan = lowering.plan
     return (
-        argv.argv(lowering),
+        argv.words(lowering),
         plan.layers,
         plan.recipe.model.model_dump_json(),
         plan.recipe.precision.model_dump_json(),

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from presets import written
 from test_effect import others
 
 from nam_megatron.argv import argv
@@ -31,7 +32,8 @@ from nam_megatron.report import plan_text, strip
 from nam_megatron.translate import write
 
 SEED = 3
-MTP = "MTP"  # a whole model that has it
+MTP, MHC = "MTP", "mHC"  # a whole model that has it; three layers of attention between residual streams
+SECTION = {MTP: "feature.mtp", MHC: "feature.mhc"}
 # What a kind is taken from: a preset and the letter that it stands at there.
 OF = {
     "attention": ("nam56r_native_dp", "A"),
@@ -62,6 +64,7 @@ BETTER = {
     "model.blocks.moe.group_limit": [[2, 1]],
     "model.blocks.m2rnn.gradient_clip": [1e-6],
     "model.blocks.moe.balancing": ["seq_aux_loss"],  # in one microbatch of one rank the global loss is the batch's
+    "feature.mhc.epsilon": [0.25],
     "model.letters": [],
     "model.pattern": [],
     "model.substitute": [],
@@ -72,11 +75,14 @@ def test_every_kind_is_asked():
     assert OF.keys() == KINDS.keys()
 
 
-@pytest.mark.parametrize(("kind", "key"), [*((kind, None) for kind in KINDS), ("moe", "shared_expert_gate")])
+OF_KINDS = [*((kind, None) for kind in KINDS), ("moe", "shared_expert_gate"), ("attention", MHC)]
+
+
+@pytest.mark.parametrize(("kind", "key"), OF_KINDS)
 def test_every_place_tells_the_same_of_a_kind(kind, key, tmp_path):
-    """Plan, strip, lint of the written plan, the budget's parameters, and the real model's; of a key that adds some, too."""
-    tree = alone(kind)
-    tree["model"]["blocks"][kind] |= {key: True} if key else {}
+    """Plan, strip, lint of the written plan, the budget's parameters, and the real model's; of a key or a feature that adds some, too."""
+    tree = with_streams() if key == MHC else alone(kind)
+    tree["model"]["blocks"][kind] |= {key: True} if key and key != MHC else {}
     lowering = translate(resolved(parsed(tree), lambda key: False))
     plan = lowering.plan
     assert {layer.kind for layer in plan.layers} == {kind}
@@ -105,6 +111,12 @@ def with_mtp() -> dict[str, Any]:
     return to_tree(cut.pair(load("nam56r"), "cpu", 1).reference.plan.recipe)
 
 
+def with_streams() -> dict[str, Any]:
+    tree = alone("attention")
+    tree["feature"]["mhc"] = written("nam56r")["feature"]["mhc"] | {"streams": 4}
+    return tree
+
+
 def changed(tree: dict[str, Any], key: str, value: Any) -> Lowering:
     tree = copy.deepcopy(tree)
     *parents, last = key.split(".")
@@ -118,8 +130,8 @@ def changed(tree: dict[str, Any], key: str, value: Any) -> Lowering:
 def asked(kind: str, tree: dict[str, Any]) -> dict[str, list[Lowering]]:
     """The plans to build instead, by key: at most two other values of every key that computes. Refused ones are no plan."""
     found = {}
-    section = "feature.mtp" if kind == MTP else "model"
-    part = tree["feature"]["mtp"] if kind == MTP else tree["model"]
+    section = SECTION.get(kind, "model")
+    part = tree["feature"][section.partition(".")[2]] if kind in SECTION else tree["model"]
     for key, value in cut.leaves(part, section):
         *parents, last = key.split(".")
         config = config_at(parents)
@@ -138,7 +150,7 @@ def asked(kind: str, tree: dict[str, Any]) -> dict[str, list[Lowering]]:
 
 def unread(kind: str, only: str = "") -> list[str]:
     """Keys whose other value leaves what is built as it is; of those that begin with `only`."""
-    tree = with_mtp() if kind == MTP else alone(kind)
+    tree = {MTP: with_mtp, MHC: with_streams}.get(kind, lambda: alone(kind))()
     before = built(translate(resolved(parsed(tree), lambda key: False)))
     assert len([what for what in before if of_a_layer(what)]) > 5
     silent = set()
@@ -232,7 +244,7 @@ def in_a_process(job: Callable[[], object]) -> None:
     job()
 
 
-@pytest.mark.parametrize("kind", [*OF, MTP])
+@pytest.mark.parametrize("kind", [*OF, MTP, MHC])
 def test_a_layer_reads_what_its_recipe_says(kind):
     proof.warm()
     (ended,) = ranks.fork(1, lambda: in_a_process(lambda: print("unread:", *unread(kind))))

@@ -165,7 +165,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("pattern", "layout"), LAYOUTS, ids=str)
 def test_every_layout_is_the_same_model(pattern, layout):
-    """Under sequence parallelism each rank has the gradients of its own tokens, and without it of all. All streams cross a pipeline's cut."""
+    """Each rank has the gradients of its own tokens, or without sequence parallelism of all; all streams cross a pipeline's cut."""
     one, other = train(Case(pattern.replace("|", ""), streams=4)), train(Case(pattern, streams=4, **layout))
     assert other.losses == pytest.approx(one.losses, rel=1e-6) and other.gradients.keys() == one.gradients.keys()
     least = 1e-2 * max(g.norm() for name, g in one.gradients.items() if "alpha" in name)

@@ -274,7 +274,18 @@ def test_every_pair_has_an_outcome_and_no_run_is_made_twice(monkeypatch, tmp_pat
     assert every.command() == 0
     rows = json.loads((tmp_path / "all.json").read_text())
     verdicts = [r["verdict"] for r in rows]
-    assert verdicts == ["proven", "as", "proven", "refused", *["as"] * 3, "refused", "proven", "refused", "proven", "refused"]
+    assert verdicts == [
+        "proven",
+        "as",
+        "proven",
+        "refused",
+        *["as"] * 3,
+        "refused",
+        "proven",
+        "refused",
+        "proven",
+        "refused",
+    ]
     assert ran == ["nam56r", "nam56r", "nam52_h200_dense_ref_v1", "nam52_h200_dense_ref_v1"]
     assert any("cuda_graphs" in sentence for sentence in rows[1]["unproven"])
     assert "8 " not in capsys.readouterr().out.splitlines()[-1]
