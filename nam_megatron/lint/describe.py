@@ -83,7 +83,7 @@ def notes(a: Args, m: Model) -> Iterator[str]:
     ]:
         yield f"not set in the text, and no matter here: {', '.join(paths)}"
     if m.marked:
-        ours = f"`--nam-model` says that layers are {', '.join(m.marked)} of ours"
+        ours = f"`--nam-model` says that {', '.join(m.marked)} are ours"
         yield f"{ours}: stock Megatron stops at it; which and how large stands in plan.json"
     if known(lambda: "mamba2" in m.kinds and not m.hidden_mixers and not a.any_said(*MAMBA), False):
         plan = "" if m.a.launch.script and not m.ours else "; Mamba-3 and M2RNN of ours would stand in plan.json alone"
