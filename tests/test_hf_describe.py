@@ -45,6 +45,11 @@ def test_every_parameter_of_a_preset_is_exported_once(name):
     assert len(set(names)) == len(names) and len(set(keys)) == len(keys)
 
 
+def test_embeddings_of_ngrams_are_refused_by_key():
+    plan = lowered("nam56r_smoke", "feature.ngram_hash.enabled=true", "feature.ngram_hash.buckets=8").plan
+    assert {p.key for p in describe.objections(plan)} == {"feature.ngram_hash.enabled"}
+
+
 def test_biases_are_refused_by_key():
     plan = lowered("nam56r_smoke", "model.linear_bias=true", "model.letters.E=mlp").plan
     assert "model.linear_bias" in {p.key for p in describe.objections(plan)}

@@ -31,6 +31,7 @@ PLAIN_OPTIMIZER = {
 }
 OVERLAP = "feature.distributed_optimizer.overlap_"
 STREAMS = {"feature.mhc.streams": 4}
+NGRAMS = {"feature.ngram_hash.enabled": True, "feature.ngram_hash.buckets": 1000}
 FSDP = {"feature.megatron_fsdp.enabled": True}
 TP = {"parallel.tensor": 2, "parallel.sequence": True}
 INDEXED = {"data.name": "indexed", "data.path": "/d/x", "data.split": "99,1,0", "data.tokenizer": "/t"}
@@ -565,9 +566,17 @@ REFUSALS = [
     # fim, ngram_hash
     (NATIVE, {"feature.fim.enabled": True}, "feature.fim.enabled", "on mock data"),
     (NATIVE, {"feature.ngram_hash.enabled": True}, "feature.ngram_hash.buckets", "without buckets"),
+    (NATIVE, NGRAMS | {"feature.ngram_hash.buckets": 2**31}, "feature.ngram_hash.buckets", "more buckets than"),
+    (NATIVE, NGRAMS | TP | {"parallel.tensor": 8, "feature.ngram_hash.buckets": 1001}, "feature.ngram_hash.buckets", "shared by 8"),
+    (NATIVE, NGRAMS | {"feature.ngram_hash.document_end": 65536}, "feature.ngram_hash.document_end", "is not among the 65536"),
+    (NATIVE, NGRAMS | {"parallel.context": 2}, "feature.ngram_hash.enabled", "does not have the tokens before"),
+    (NATIVE, NGRAMS | {"parallel.pipeline": 2, "feature.mtp.depths": 1}, "feature.ngram_hash.enabled", "rows of its own"),
+    (NATIVE, NGRAMS | FSDP, "feature.ngram_hash.enabled", "Megatron-FSDP has not been shown"),
     # mhc
     (NATIVE, STREAMS | {"parallel.pipeline": 2, "parallel.virtual_pipeline": 2}, "feature.mhc.streams", "an interleaved pipeline"),
     (NATIVE, STREAMS | FULL, "feature.mhc.streams", "full recompute of layers between"),
+    (NATIVE, STREAMS | {"feature.recompute.granularity": "selective", "feature.recompute.modules": ["moe", "layernorm"]},
+     "feature.mhc.streams", "recompute of `layernorm` between"),
     (NATIVE, STREAMS | GRAPHS, "feature.mhc.streams", "a CUDA graph of a layer"),
     (NATIVE, STREAMS | FSDP, "feature.mhc.streams", "Megatron-FSDP has not been shown"),
     (NATIVE, STREAMS | MUON, "feature.mhc.streams", "Muon would take the maps"),

@@ -434,8 +434,7 @@ def test_departures_from_the_lane_are_part_of_the_identity():
 
 
 def test_what_is_not_built_is_in_the_plan():
-    table = ("feature.ngram_hash.enabled=true", "feature.ngram_hash.buckets=1000")
-    assert [s.owner for s in lowered("nam56r", *table).plan.not_built] == ["ngram_hash"]
+    assert [s.owner for s in lowered("nam56r", "feature.linear_ce.enabled=true").plan.not_built] == ["linear_ce"]
     assert lowered("nam56r").plan.not_built == ()
 
 

@@ -360,7 +360,7 @@ def test_lists_of_words():
     assert first["kinds"] == list(KINDS) and first["features"] == [
         f"feature.{n}.{f.switch}" for n, f in FEATURES.items()
     ]
-    assert "feature.ngram_hash.enabled" in {line.split()[0] for line in lines["features"] if "not built" in line}
+    assert "feature.linear_ce.enabled" in {line.split()[0] for line in lines["features"] if "not built" in line}
     assert {"optim.lr", "model.blocks.moe.top_k", "feature.mtp.depths"} <= set(first["keys"])
     assert len(set(first["keys"])) == len(first["keys"])
 

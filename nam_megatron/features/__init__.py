@@ -34,7 +34,10 @@ class Feature(Config):
         return iter(())
 
     def build(self, stack: "ModuleSpec", layers: "Mapping[str, ModuleSpec]") -> "ModuleSpec":
-        """The spec of the layer stack with this feature in it; `layers`: those of its slots that the plan uses (torch side)."""
+        """The spec of the layer stack with this feature in it; `layers`: those of its slots that the plan uses (torch side).
+
+        What stands beside the stack: a hook that gets the model before it is wrapped, in metainfo["hooks"].
+        """
         return stack
 
     def ours(self, plan: "Plan") -> str | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from nam_megatron.errors import Problem
+from nam_megatron.errors import Problem, quoted
 from nam_megatron.features import Feature
 from nam_megatron.setting import Row
 from nam_megatron.sizes import COMMUNICATION, FEATURES, UNMEASURED, Group, Line, Param, Sizes, Stage, Work
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     from nam_megatron.plan import Plan
+
+# Recompute that frees a tensor and fills it again when a gradient comes by; on a CPU it does not come to an end, streams or not.
+DISCARDING = {"layernorm", "moe_act", "mla_up_proj"}
 
 
 class Mhc(Feature):
@@ -51,6 +54,9 @@ class Mhc(Feature):
         if f.recompute and f.recompute.granularity == "full":
             message = "full recompute of layers between residual streams has not been shown to be right"
             yield Problem(message, at, off + "selective recompute")
+        if f.recompute and (discarded := sorted(DISCARDING & {*f.recompute.modules})):
+            message = f"recompute of {quoted(discarded)} between residual streams has not been shown to be right"
+            yield Problem(message, at, off + "leave them out of `feature.recompute.modules`")
         if f.cuda_graphs:
             message = "a CUDA graph of a layer would hold its residual streams, and none was captured yet"
             yield Problem(message, at, off + "`feature.cuda_graphs.impl=none`")

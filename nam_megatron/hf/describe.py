@@ -37,6 +37,8 @@ def objections(plan: Plan) -> Iterator[Problem]:
     if plan.recipe.feature.mhc:
         text = "the export's layers have one residual, and these have several streams (mHC)"
         yield Problem(text, "feature.mhc.streams")
+    if plan.recipe.feature.ngram_hash:
+        yield Problem("the export has no embeddings of n-grams", "feature.ngram_hash.enabled")
     if model.linear_bias:
         yield Problem("the export has no biases in its projections", "model.linear_bias")
     if model.blocks.moe and model.blocks.moe.capacity_factor is not None:

@@ -242,6 +242,9 @@ def _unserved(r: Recipe) -> Iterator[Problem]:
     if r.feature.mhc:
         message = "several residual streams have not been tried under Megatron-Bridge"
         yield Problem(message, "feature.mhc.streams", f"set it to 0, or {hint}")
+    if r.feature.ngram_hash:
+        message = "Megatron-Bridge builds the model without embeddings of n-grams"
+        yield Problem(message, "feature.ngram_hash.enabled", f"set it to false, or {hint}")
     if r.feature.muon and r.feature.distributed_optimizer.enabled:
         message = "Megatron-Bridge does not shard the state of Muon"
         yield Problem(message, "feature.distributed_optimizer.enabled", f"set it to false, or {hint}")

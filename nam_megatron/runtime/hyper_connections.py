@@ -171,7 +171,7 @@ def connected(stack: ModuleSpec, slots: Mapping[str, ModuleSpec], **keys: Any) -
             stack.submodules, slot, ModuleSpec(_connected(layer.module), params=params, submodules=layer.submodules)
         )
     assert stack.module is HybridStack
-    return ModuleSpec(ConnectedStack, submodules=stack.submodules)
+    return ModuleSpec(ConnectedStack, submodules=stack.submodules, metainfo=stack.metainfo)
 
 
 @cache

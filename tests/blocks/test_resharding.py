@@ -1,4 +1,4 @@
-"""A checkpoint of our mixers and of residual streams, written on one tensor parallel size and read on another.
+"""A checkpoint of our mixers, of residual streams and of n-gram rows, written on one tensor parallel size and read on another.
 
 By Megatron's own saving and loading, on a CPU.
 """
@@ -21,9 +21,10 @@ from harness import Case, Rig, on_ranks
 PARTS = {
     "m2rnn": {"q": 8, "k": 8, "v": 24, "gate": 24, "forget": 6},
     "mamba3": {"z": 64, "x": 64, "B": 64, "C": 64, "dt": 8, "A": 8, "trap": 8, "angles": 4},
-    "mhc": {},
+    "features": {},
 }
-CASES = {"m2rnn": test_m2rnn.CASE, "mamba3": test_mamba3.CASE, "mhc": Case("*E-", streams=4)}
+FEATURES = {"mhc": {"streams": 4}, "ngram_hash": {"enabled": True, "buckets": 14, "width": 3}}
+CASES = {"m2rnn": test_m2rnn.CASE, "mamba3": test_mamba3.CASE, "features": Case("*E-", features=FEATURES)}
 
 
 def state(rig: Rig) -> dict:

@@ -15,10 +15,10 @@ import tempfile
 import time
 import traceback
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import megatron.core.models.hybrid.hybrid_model  # noqa: F401  (warm: the slow imports happen once, in the parent)
@@ -29,7 +29,7 @@ from presets import written
 
 from nam_megatron.blocks import Block
 from nam_megatron.blocks.kinds import KINDS, Blocks
-from nam_megatron.features.mhc import Mhc
+from nam_megatron.features.names import FEATURES
 from nam_megatron.prove.cpu import patched
 from nam_megatron.prove.tensors import Shard, gathered, shards, window
 from nam_megatron.runtime.stack import hybrid_stack_spec
@@ -71,8 +71,9 @@ def recipe_of(
     grouped_gemm: bool = True,
     dispatcher: str = "alltoall",
     strided: bool = False,
-    streams: int = 1,
+    features: Mapping[str, dict] = MappingProxyType({}),
 ) -> SimpleNamespace:
+    """features: name -> keys of it, beside those of conf/."""
     said = {
         "mla": {"kernels": "megatron", "latent_norm": latent_norm},
         "dsa": {"kernels": "megatron"},
@@ -82,9 +83,11 @@ def recipe_of(
         "m2rnn": {"kernels": "naive"},
     }
     blocks = {kind: keys | said.get(kind, {}) for kind, keys in written("nam56r")["model"]["blocks"].items()}
-    mhc = Mhc.model_validate(written("nam56r")["feature"]["mhc"] | {"streams": streams})
-    features = SimpleNamespace(all=lambda: iter([mhc] if mhc.on else []))
-    return SimpleNamespace(model=SimpleNamespace(blocks=Blocks.model_validate(blocks)), feature=features)
+    own = written("nam56r")["feature"]
+    on = [FEATURES[name].model_validate(own[name] | keys) for name, keys in features.items()]
+    return SimpleNamespace(
+        model=SimpleNamespace(blocks=Blocks.model_validate(blocks)), feature=SimpleNamespace(all=lambda: iter(on))
+    )
 
 
 def say(recipe: Any, kind: str, **keys: Any) -> None:
@@ -94,14 +97,18 @@ def say(recipe: Any, kind: str, **keys: Any) -> None:
 
 
 def plan_of(
-    pattern: str, latent_norm: bool = True, dispatcher: str = "alltoall", strided: bool = False, streams: int = 1
+    pattern: str,
+    latent_norm: bool = True,
+    dispatcher: str = "alltoall",
+    strided: bool = False,
+    features: Mapping[str, dict] = MappingProxyType({}),
 ) -> Plan:
     main, *mtp = pattern.split("/")
     letters = [(letter, i) for i, segment in enumerate(main.split("|")) for letter in segment]
     ranks = [sum(a == letter for a, _ in letters[:i]) for i, (letter, _) in enumerate(letters)]
     layers = [Layer(i + 1, KIND[a], a, ranks[i], segment) for i, (a, segment) in enumerate(letters)]
     depth = tuple(KIND[a] for a in mtp[0]) if mtp else ()
-    return Plan(tuple(layers), depth, len(mtp), recipe_of(latent_norm, True, dispatcher, strided, streams))
+    return Plan(tuple(layers), depth, len(mtp), recipe_of(latent_norm, True, dispatcher, strided, features))
 
 
 @dataclass(frozen=True)
@@ -123,7 +130,7 @@ class Case:
     latent_norm: bool = True
     dispatcher: str = "alltoall"
     strided: bool = False
-    streams: int = 1
+    features: dict = field(default_factory=dict)
     meta: bool = False
 
     @property
@@ -261,14 +268,12 @@ def _rig(case: Case, rank: int, folder: Path) -> Rig:
     config = config_of(case)
     # Another seed in every layout: equal losses then prove that fill() reached every parameter.
     torch.manual_seed(1000 + rank + case.world)
+    plan = plan_of(case.pattern, case.latent_norm, case.dispatcher, case.strided, case.features)
+    stack = hybrid_stack_spec(plan, modules.CpuBackend(), case.mixers)
     with torch.device("meta") if case.meta else contextlib.nullcontext():
         model = HybridModel(
             config,
-            hybrid_stack_spec(
-                plan_of(case.pattern, case.latent_norm, case.dispatcher, case.strided, case.streams),
-                modules.CpuBackend(),
-                case.mixers,
-            ),
+            stack,
             vocab_size=case.vocab,
             max_sequence_length=SEQUENCE,
             hybrid_layer_pattern="".join(KINDS[KIND[c]].symbol if c in KIND else c for c in case.pattern),
@@ -278,6 +283,8 @@ def _rig(case: Case, rank: int, folder: Path) -> Rig:
             post_process=ps.is_pipeline_last_stage(),
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         )
+    for hook in stack.metainfo.get("hooks", []):
+        hook([model])
     if case.meta:
         return Rig(case, rank, config, model, None)
     fill(model)

@@ -32,8 +32,10 @@ from nam_megatron.report import plan_text, strip
 from nam_megatron.translate import write
 
 SEED = 3
-MTP, MHC = "MTP", "mHC"  # a whole model that has it; three layers of attention between residual streams
-SECTION = {MTP: "feature.mtp", MHC: "feature.mhc"}
+# A whole model that has it; three layers of attention between residual streams, or after embeddings of n-grams.
+MTP, MHC, NGRAMS = "MTP", "mHC", "n-grams"
+SECTION = {MTP: "feature.mtp", MHC: "feature.mhc", NGRAMS: "feature.ngram_hash"}
+ADDED = {MHC: ("mhc", {"streams": 4}), NGRAMS: ("ngram_hash", {"enabled": True, "buckets": 50, "document_end": 7})}
 # What a kind is taken from: a preset and the letter that it stands at there.
 OF = {
     "attention": ("nam56r_native_dp", "A"),
@@ -65,6 +67,7 @@ BETTER = {
     "model.blocks.m2rnn.gradient_clip": [1e-6],
     "model.blocks.moe.balancing": ["seq_aux_loss"],  # in one microbatch of one rank the global loss is the batch's
     "feature.mhc.epsilon": [0.25],
+    "feature.ngram_hash.document_end": [66, 20],  # tokens that come
     "model.letters": [],
     "model.pattern": [],
     "model.substitute": [],
@@ -75,14 +78,18 @@ def test_every_kind_is_asked():
     assert OF.keys() == KINDS.keys()
 
 
-OF_KINDS = [*((kind, None) for kind in KINDS), ("moe", "shared_expert_gate"), ("attention", MHC)]
+OF_KINDS = [
+    *((kind, None) for kind in KINDS),
+    ("moe", "shared_expert_gate"),
+    *(("attention", feature) for feature in ADDED),
+]
 
 
 @pytest.mark.parametrize(("kind", "key"), OF_KINDS)
 def test_every_place_tells_the_same_of_a_kind(kind, key, tmp_path):
     """Plan, strip, lint of the written plan, the budget's parameters, and the real model's; of a key or a feature that adds some, too."""
-    tree = with_streams() if key == MHC else alone(kind)
-    tree["model"]["blocks"][kind] |= {key: True} if key and key != MHC else {}
+    tree = with_feature(key) if key in ADDED else alone(kind)
+    tree["model"]["blocks"][kind] |= {key: True} if key and key not in ADDED else {}
     lowering = translate(resolved(parsed(tree), lambda key: False))
     plan = lowering.plan
     assert {layer.kind for layer in plan.layers} == {kind}
@@ -111,9 +118,9 @@ def with_mtp() -> dict[str, Any]:
     return to_tree(cut.pair(load("nam56r"), "cpu", 1).reference.plan.recipe)
 
 
-def with_streams() -> dict[str, Any]:
-    tree = alone("attention")
-    tree["feature"]["mhc"] = written("nam56r")["feature"]["mhc"] | {"streams": 4}
+def with_feature(which: str) -> dict[str, Any]:
+    tree, (name, keys) = alone("attention"), ADDED[which]
+    tree["feature"][name] = written("nam56r")["feature"][name] | keys
     return tree
 
 
@@ -150,7 +157,7 @@ def asked(kind: str, tree: dict[str, Any]) -> dict[str, list[Lowering]]:
 
 def unread(kind: str, only: str = "") -> list[str]:
     """Keys whose other value leaves what is built as it is; of those that begin with `only`."""
-    tree = {MTP: with_mtp, MHC: with_streams}.get(kind, lambda: alone(kind))()
+    tree = with_mtp() if kind == MTP else with_feature(kind) if kind in ADDED else alone(kind)
     before = built(translate(resolved(parsed(tree), lambda key: False)))
     assert len([what for what in before if of_a_layer(what)]) > 5
     silent = set()
@@ -158,7 +165,7 @@ def unread(kind: str, only: str = "") -> list[str]:
         for plan in plans if key.startswith(only) else ():
             now = built(plan)
             different = {what for what in before.keys() | now.keys() if before.get(what) != now.get(what)}
-            if kind != MTP and key not in AROUND:
+            if kind not in (MTP, NGRAMS) and key not in AROUND:
                 different = {what for what in different if of_a_layer(what)}
             if key == "model.norm_epsilon" and any(
                 before[what] == now[what] for what in before if what.startswith("eps ")
@@ -198,6 +205,8 @@ def built(lowering: Lowering) -> dict[str, float]:
     model_parallel_cuda_manual_seed(SEED, force_reset_rng=True)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     model = pretrain.NamModelBuilder(settings.model).build_model(groups, True, True).train()
+    for hook in settings.model.pre_wrap_hooks:
+        hook([model])
     seen = {f"start {name}": number(p) for name, p in model.named_parameters()}
     seen["parameters"] = sum(p.numel() for p in model.parameters())
     seen |= {f"eps {name}": module.eps for name, module in model.named_modules() if hasattr(module, "eps")}
@@ -215,7 +224,8 @@ def built(lowering: Lowering) -> dict[str, float]:
         seen["output"] = number(output[0] if isinstance(output, tuple) else output)
 
     first = model.decoder.layers[0]
-    first.register_forward_pre_hook(same_input, with_kwargs=True)
+    if not lowering.plan.recipe.feature.ngram_hash:  # which the layers would not see
+        first.register_forward_pre_hook(same_input, with_kwargs=True)
     first.register_forward_hook(see)
     mask = torch.ones(1, 1, r.seq_length, r.seq_length).triu(1).bool()
     positions = torch.arange(r.seq_length).expand(2, -1)
@@ -244,7 +254,7 @@ def in_a_process(job: Callable[[], object]) -> None:
     job()
 
 
-@pytest.mark.parametrize("kind", [*OF, MTP, MHC])
+@pytest.mark.parametrize("kind", [*OF, *SECTION])
 def test_a_layer_reads_what_its_recipe_says(kind):
     proof.warm()
     (ended,) = ranks.fork(1, lambda: in_a_process(lambda: print("unread:", *unread(kind))))

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import harness
+import megatron.core.tensor_parallel.random as rng
 import pytest
 import torch
 from harness import Case, on_ranks, train
@@ -99,21 +100,19 @@ def test_one_stream_is_the_plain_residual_to_the_last_bit():
     """By construction: nothing is built for it."""
     plain, one = lowered("nam56r_native_dp"), lowered("nam56r_native_dp", "feature.mhc.streams=1")
     assert words(one) == words(plain) and one.plan.recipe.feature.mhc is None and one.plan.layers == plain.plan.layers
-    case = Case("*-", microbatches=1)
-    assert train(case).losses == train(Case("*-", microbatches=1, streams=1)).losses
 
 
 # Megatron's model ----------------------------------------------------------------------------------------------------
 
 PATTERN = "*EM-/*-"  # MTP's own layers keep one residual
-FOUR = Case(PATTERN, streams=4, microbatches=1)
+FOUR = {"mhc": {"streams": 4}}
 
 
 def reference(rig):
     """(loss and gradients of the model, those of the same layers between streams as the paper has them)."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
-    model, n = rig.model, rig.case.streams
+    model, n = rig.model, 4
     harness.step(rig)
     ours = {name: p.main_grad.clone() for name, p in model.named_parameters()}
 
@@ -144,7 +143,7 @@ def reference(rig):
 
 
 def test_the_model_is_its_layers_between_streams():
-    ((ours, paper),) = on_ranks(FOUR, reference)
+    ((ours, paper),) = on_ranks(Case(PATTERN, features=FOUR, microbatches=1), reference)
     assert sum("hyper_connection" in name for name in ours) == 5 * 4 and not any(
         "mtp" in n and "hyper" in n for n in ours
     )
@@ -166,11 +165,22 @@ LAYOUTS = [
 @pytest.mark.parametrize(("pattern", "layout"), LAYOUTS, ids=str)
 def test_every_layout_is_the_same_model(pattern, layout):
     """Each rank has the gradients of its own tokens, or without sequence parallelism of all; all streams cross a pipeline's cut."""
-    one, other = train(Case(pattern.replace("|", ""), streams=4)), train(Case(pattern, streams=4, **layout))
+    one, other = train(Case(pattern.replace("|", ""), features=FOUR)), train(Case(pattern, features=FOUR, **layout))
     assert other.losses == pytest.approx(one.losses, rel=1e-6) and other.gradients.keys() == one.gradients.keys()
     least = 1e-2 * max(g.norm() for name, g in one.gradients.items() if "alpha" in name)
     far = {n: ((other.gradients[n] - g).norm() / max(g.norm(), least)).item() for n, g in one.gradients.items()}
     assert not {name: error for name, error in far.items() if not error < 1e-4}
+
+
+def test_recompute_of_what_lies_between_streams_changes_nothing():
+    def no_cuda_state(rig):
+        rng._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+        rng._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+    again = {"recompute_granularity": "selective", "recompute_modules": ["moe", "core_attn"]}
+    kept, computed = (train(Case("*E", features=FOUR, config=c), no_cuda_state) for c in ({}, again))
+    assert computed.losses == kept.losses
+    torch.testing.assert_close(computed.gradients, kept.gradients, rtol=0, atol=0)
 
 
 # What is kept --------------------------------------------------------------------------------------------------------

@@ -369,6 +369,7 @@ def test_a_validated_container_comes_back_from_its_checkpoint(ranks, tmp_path):
         (["parallel.pipeline=2", "parallel.virtual_pipeline=2"], "virtual pipeline"),
         (["optim=muon"], "does not shard the state of Muon"),
         (["feature.mhc.streams=4"], "have not been tried under Megatron-Bridge"),
+        (["feature.ngram_hash.enabled=true", "feature.ngram_hash.buckets=8"], "without embeddings of n-grams"),
     ],
 )  # fmt: skip
 def test_what_bridge_cannot_do_is_refused_by_name(overrides, said):

@@ -1,0 +1,146 @@
+"""Hashed n-gram embeddings beside the token embedding (torch side; megatron-core 0.19.2).
+
+For each order o from 2 on and each of several hash functions, the o tokens that end at a position name one of `buckets` narrow rows.
+The rows of a position, side by side, are projected to the hidden size and added to the embedding of its token:
+
+    e_i = E[t_i] + P [ T[o, k][hash_ok(t_i-o+1 .. t_i)] for each o, k ]
+
+An n-gram that would begin before its document has no row: zeros stand there. All rows are one table, cut over the tensor ranks as the
+vocabulary is. It is a vector to Megatron, so that it has no weight decay, which would take a row that no token asks for to zero, and
+Muon leaves it to Adam; the projection is a matrix like others, whole on every rank.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.mappings import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
+from torch import Tensor
+from torch.nn import Parameter
+
+from nam_megatron.runtime.readings import BESIDE
+
+PRIME = 2**31 - 1  # products of two residues stay below 2^62
+
+
+def multipliers(count: int) -> Iterator[int]:
+    """`count` numbers below PRIME that have nothing to do with each other, always the same: splitmix64 of 1, 2, ..."""
+    for i in range(1, count + 1):
+        x = i * 0x9E3779B97F4A7C15 % 2**64
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+        yield (x ^ x >> 31) % (PRIME - 2) + 2
+
+
+def rows(tokens: Tensor, order: int, heads: int, buckets: int, document_end: int | None) -> tuple[Tensor, Tensor]:
+    """Of tokens [b, s]: the row that each order and head has for each position, and whether it has one: [b, s, (order - 1) heads].
+
+    Order by order, in it head by head; each has `buckets` rows of its own. document_end: the last token of a document.
+    """
+    factors = multipliers((order - 1) * heads)
+    back, within = [tokens], [torch.ones_like(tokens, dtype=torch.bool)]
+    for _ in range(1, order):
+        back.append(F.pad(back[-1], (1, 0))[:, :-1])
+        before = F.pad(within[-1], (1, 0))[:, :-1]  # False where nothing stands before
+        within.append(before if document_end is None else within[-1] & before & (back[-1] != document_end))
+    found: list[Tensor] = []
+    there: list[Tensor] = []
+    for o in range(2, order + 1):
+        for _ in range(heads):
+            factor, state = next(factors), torch.zeros_like(tokens)
+            for token in reversed(back[:o]):
+                state = (state * factor + token + 1) % PRIME
+            # A fifth power is a permutation of the residues; without it n-grams in steps would fall into rows in steps.
+            square = state * state % PRIME
+            state = square * square % PRIME * state % PRIME
+            found.append(state % buckets + len(found) * buckets)
+            there.append(within[o - 1])
+    return torch.stack(found, -1), torch.stack(there, -1)
+
+
+class NgramEmbedding(MegatronModule):
+    """tokens [b, s] -> what is added to their embedding: [s, b, hidden]; under sequence parallelism s is this rank's share."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        tp_group: Any,
+        *,
+        order: int,
+        heads: int,
+        buckets: int,
+        width: int,
+        document_end: int | None,
+    ):
+        super().__init__(config)
+        self.tp_group, self.width = tp_group, width
+        self.hashed = order, heads, buckets, document_end
+        tables = (order - 1) * heads
+        assert tables * buckets % tp_group.size() == 0
+        self.held = tables * buckets // tp_group.size()
+        self.first = self.held * tp_group.rank()
+        new = {"device": torch.cuda.current_device(), "dtype": config.params_dtype}
+        self.table = Parameter(torch.empty(self.held * width, **new))
+        self.projection = Parameter(torch.empty(config.hidden_size, tables * width, **new))
+        # Which rows a token has ever asked for, since the process began; one more for those of other ranks.
+        self.register_buffer(
+            "asked", torch.zeros(self.held + 1, dtype=torch.bool, device=new["device"]), persistent=False
+        )
+        if config.perform_initialization:
+            config.init_method(self.projection)
+            with get_cuda_rng_tracker().fork():
+                config.init_method(self.table)
+        self.table.tensor_model_parallel, self.table.partition_dim, self.table.partition_stride = True, 0, 1
+        self.projection.sequence_parallel = config.sequence_parallel
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        ids, there = rows(tokens, *self.hashed)
+        ids = ids - self.first
+        mine = there & (ids >= 0) & (ids < self.held)
+        if self.training:
+            self.asked[ids.masked_fill(~mine, self.held)] = True
+        found = F.embedding(ids.masked_fill(~mine, 0), self.table.view(self.held, self.width))
+        found = found.masked_fill(~mine.unsqueeze(-1), 0).flatten(2).transpose(0, 1).contiguous()
+        whole = reduce_from_tensor_model_parallel_region
+        if self.config.sequence_parallel:
+            whole = reduce_scatter_to_sequence_parallel_region
+        return F.linear(whole(found, group=self.tp_group), self.projection)
+
+    def share_asked(self) -> float:
+        """Of this rank's rows, those that have ever got a gradient: a table whose rows nobody asks for learns nothing."""
+        return float(self.asked[: self.held].float().mean().item())
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        own: dict[str, Tensor] = {}
+        self._save_to_state_dict(own, "", keep_vars=True)
+        groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
+        return make_sharded_tensors_for_checkpoint(own, prefix, {"table": 0}, sharded_offsets, **groups)
+
+
+def provider(**keys: Any) -> Callable[[list[HybridModel]], list[HybridModel]]:
+    """Puts a NgramEmbedding beside the token embedding of a model's stages, in the form of Megatron's hooks before wrapping."""
+
+    def provide(models: list[HybridModel]) -> list[HybridModel]:
+        for model in models:
+            if hasattr(model, "embedding"):
+                ngrams = NgramEmbedding(model.config, model.pg_collection.tp, **keys)
+                model.embedding.add_module("ngrams", ngrams)
+                model.embedding.register_forward_hook(_added, with_kwargs=True)
+                BESIDE["ngram_rows_asked"] = ngrams.share_asked
+        return models
+
+    return provide
+
+
+def _added(embedding: Any, given: tuple, named: dict[str, Any], output: Tensor) -> Tensor:
+    return output + embedding.ngrams(named["input_ids"] if "input_ids" in named else given[0])

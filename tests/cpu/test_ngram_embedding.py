@@ -1,0 +1,106 @@
+"""N-gram embeddings: what is hashed, what is added and every gradient, written out token by token; the same in every layout."""
+
+import harness
+import pytest
+import torch
+from harness import Case, on_ranks, train
+
+from nam_megatron.runtime.ngram_embedding import PRIME, multipliers, rows
+
+END = 3
+KEYS = {"enabled": True, "order": 3, "heads": 2, "buckets": 14, "width": 3, "document_end": END}
+NGRAMS = {"ngram_hash": KEYS}
+
+
+def row_of(gram: tuple[int, ...], table: int, order: int, heads: int, buckets: int) -> int:
+    """The row of an n-gram in table number `table`: the fifth power of a polynomial, in Python's own integers."""
+    factor = list(multipliers((order - 1) * heads))[table]
+    residue = sum((t + 1) * factor ** (len(gram) - 1 - i) for i, t in enumerate(gram))
+    return pow(residue, 5, PRIME) % buckets + table * buckets
+
+
+def grams(tokens: list[int], order: int, heads: int, end: int | None):
+    """For each position and table the n-gram that ends there, or None where its document begins later."""
+    for i in range(len(tokens)):
+        for table in range((order - 1) * heads):
+            o = 2 + table // heads
+            inside = i - o + 1 >= 0 and end not in tokens[i - o + 1 : i]
+            yield i, table, tuple(tokens[i - o + 1 : i + 1]) if inside else None
+
+
+@pytest.mark.parametrize(("order", "heads", "end"), [(2, 1, None), (3, 2, END), (5, 3, END)])
+def test_rows_are_of_the_tokens_of_one_document(order, heads, end):
+    tokens = torch.randint(0, 9, (2, 40), generator=torch.Generator().manual_seed(order))
+    found, there = rows(tokens, order, heads, 1000, end)
+    assert found.shape == there.shape == (2, 40, (order - 1) * heads)
+    for b in range(2):
+        for i, table, gram in grams(tokens[b].tolist(), order, heads, end):
+            assert there[b, i, table] == (gram is not None)
+            if gram is not None:
+                assert found[b, i, table] == row_of(gram, table, order, heads, 1000)
+    assert not there.all() and there[..., -heads:].any()
+
+
+def test_hash_functions_part_what_others_throw_together():
+    """Of 65,536 pairs in 65,536 rows a random function hits 63 %; two n-grams that meet in one head part in another."""
+    tokens = torch.cartesian_prod(torch.arange(256), torch.arange(256))
+    found, _ = rows(tokens, 2, 2, 65536, None)
+    one, two = (found[:, 1, head] % 65536 for head in (0, 1))
+    assert all(0.62 < len(x.unique()) / 65536 < 0.65 for x in (one, two))
+    assert len((one * 65536 + two).unique()) > 65530
+
+
+def by_hand(rig):
+    """(ours, by hand): what is added to the embedding, and the gradients of table and projection."""
+    embedding = rig.model.embedding
+    ngrams = embedding.ngrams
+    tokens = torch.randint(0, 9, (2, 12), generator=torch.Generator().manual_seed(5))
+    wanted = torch.randn(12, 2, 64, generator=torch.Generator().manual_seed(6))
+    positions = torch.arange(12).expand(2, 12)
+    out = embedding(input_ids=tokens, position_ids=positions)
+    own = [ngrams.table, ngrams.projection]
+    ours = [out - embedding.word_embeddings(tokens).transpose(0, 1), *torch.autograd.grad((out * wanted).sum(), own)]
+    table, projection = (p.detach().double().requires_grad_() for p in own)
+    held = table.view(-1, KEYS["width"])
+    shape = {name: KEYS[name] for name in ("order", "heads")}
+    added = torch.zeros(12, 2, 64, dtype=torch.float64)
+    for b in range(2):
+        for i, t, gram in grams(tokens[b].tolist(), *shape.values(), END):
+            if gram is not None:
+                columns = projection[:, t * KEYS["width"] : (t + 1) * KEYS["width"]]
+                added[i, b] = added[i, b] + columns @ held[row_of(gram, t, *shape.values(), KEYS["buckets"])]
+    theirs = [added, *torch.autograd.grad((added * wanted).sum(), [table, projection])]
+    used = (theirs[1].view(-1, KEYS["width"]) != 0).any(1)
+    return [x.detach() for x in ours], [x.detach() for x in theirs], ngrams.share_asked(), used.float().mean().item()
+
+
+def test_what_is_added_is_what_stands_at_the_rows():
+    ((ours, theirs, share, used),) = on_ranks(Case("*-", features=NGRAMS), by_hand)
+    for found, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    assert share == pytest.approx(used) and 0.2 < used < 1, "the rows that got a gradient are those that are counted"
+
+
+LAYOUTS = [
+    ("*-/*-", {"tp": 2}),
+    ("*-", {"tp": 2, "config": {"sequence_parallel": False}}),
+    ("*|-", {"pp": 2, "dp": 2}),
+]
+
+
+@pytest.mark.parametrize(("pattern", "layout"), LAYOUTS, ids=str)
+def test_every_layout_is_the_same_model(pattern, layout):
+    one, other = train(Case(pattern.replace("|", ""), features=NGRAMS)), train(Case(pattern, features=NGRAMS, **layout))
+    assert other.losses == pytest.approx(one.losses, rel=1e-6) and other.gradients.keys() == one.gradients.keys()
+    assert sum("ngrams" in name for name in one.gradients) == 2
+    far = {n: ((other.gradients[n] - g).norm() / g.norm()).item() for n, g in one.gradients.items()}
+    assert not {name: error for name, error in far.items() if not error < 1e-4}
+
+
+def test_a_model_without_them_is_another():
+    assert train(Case("*-")).losses != train(Case("*-", features=NGRAMS)).losses
+
+
+def test_the_shapes_are_the_budgets():
+    found = harness.shapes(Case("*-", features=NGRAMS))
+    assert found["embedding.ngrams.table"] == (4 * 14 * 3,) and found["embedding.ngrams.projection"] == (64, 4 * 3)
