@@ -68,7 +68,8 @@ GROUPS = {
         ),
         (
             "tests/test_golden.py", "tests/test_rows.py", "tests/test_flags.py::test_every_form_says_the_same",
-            "tests/test_effect.py::test_a_leak_is_stopped", "tests/test_budget.py::test_worked_example_of_the_memory_article",
+            "tests/test_translate.py -k plan", "tests/test_effect.py::test_a_leak_is_stopped",
+            "tests/test_budget.py::test_worked_example_of_the_memory_article",
             "tests/test_lower.py::test_refusal", "tests/test_schema.py::test_it_is_current",
             f"tests/test_plan.py {SLOW_PLAN}", f"tests/test_recipe.py {SLOW_RECIPE}", "tests/test_judges.py",
             f"tests/test_lower.py {SLOW_LOWER}", "tests/test_verify.py::test_variant_is_what_megatron_builds",
@@ -122,6 +123,9 @@ SAME: dict[str, str] = {
     'nam_megatron/setting.py: row = Row((inner.__doc__ or "").strip().partition("\\n")[0] if inner else "")'
     ' -> row = Row((inner.__doc__).strip().partition("\\n")[0] if inner else "")': "every section has a docstring; schema.json holds it",
     'launch/receipt.py: "id": secrets.token_hex(8), -> "id": secrets.token_hex( 7),': "random enough, too",
+    'nam_megatron/argv.py: return json.dumps(tree, indent=1) + "\\n" -> return json.dumps(tree,) + "\\n"': "how plan.json is laid out",
+    "nam_megatron/budget/memory.py: before = sum(n * size for n, size in zip(sets, kept, strict=True))"
+    " -> before = sum(n * size for n, size in zip(kept, sets, strict=True))": "a product, whichever way round",
     'launch/receipt.py: file.write("\\n") -> pass': "JSON, with a line's end or without",
     "nam_megatron/blocks/dsa/naive.py: wide = torch.promote_types(query.dtype, torch.float32)"
     " -> wide = torch.promote_types(torch.float32, query.dtype)": "the wider of two, whichever comes first",

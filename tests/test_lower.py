@@ -625,6 +625,7 @@ FUSED3 = {"model.blocks.mamba3.kernels": "fused"}
 NAIVE3 = {"model.blocks.mamba3.kernels": "naive"}
 EDGES = {"feature.fp8.first_last_bf16": True, "feature.fp8.bf16_layers_at_start": 1}
 NEIGHBOURS = [
+    (DESIGN, {"model.blocks.mla.qk_rope_head_dim": 32}, "model.blocks.mla.qk_rope_head_dim", 16),
     (NATIVE, {OVERLAP + "param_gather": False, OVERLAP + "grad_reduce": False}, OVERLAP + "param_gather", True),
     (NATIVE, {"optim.min_lr": 3e-4}, "optim.min_lr", 3.1e-4),
     (NATIVE, {"optim.warmup_steps": 999}, "optim.warmup_steps", 1000),

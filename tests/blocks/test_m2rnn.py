@@ -120,6 +120,19 @@ def test_forget_is_as_wide_as_its_input():
     assert naive.forget(x.bfloat16(), torch.tensor(bias), a.float()).dtype == torch.float32
 
 
+def test_the_gate_adds_what_skips_the_recurrence():
+    """Two heads of width 2, two values of which are nothing: the norm's square is that of the other two."""
+    y, v = (
+        torch.tensor([1.0, 0, 0, 3]).view(1, 1, 2, 2).double(),
+        torch.tensor([2.0, 0, 0, 5]).view(1, 1, 2, 2).double(),
+    )
+    d, g = torch.tensor([0.5, 1, 1, -0.2]).double(), torch.full((1, 1, 4), 40.0).double()  # SiLU(40) is 40
+    found = naive.gate(y, v, g, d, torch.tensor([1.0, 1, 1, 10]).double(), 0.0)
+    size = (80.0**2 + 80.0**2) / 4  # (1 + 0.5 * 2) * 40 and (3 - 0.2 * 5) * 40
+    expected = torch.tensor([80.0, 0, 0, 800.0]).double() / size**0.5
+    torch.testing.assert_close(found.flatten(), expected)
+
+
 def test_two_halves_are_the_whole():
     x = bench_inputs(9)
     y, last = naive.scan(*x)
