@@ -133,6 +133,8 @@ LEAKS = {
     "a pattern that is cut": ("nam56r", f"model.pattern={'AEMR' * 14}AEM", "model.pattern", "the last 7 would be cut off"),
     "bf16 layers without them": ("nam56r_native_dp_fp8", "feature.fp8.bf16_layers_at_start=2", "feature.fp8.bf16_layers_at_start",
                                 "no layer stays in bf16"),
+    "a base of angles that are none": ("nam56r_native_dp", "model.blocks.attention.position_embedding=none model.rotary_base=10000",
+                                       "model.rotary_base", "attention has no position embedding"),
     "evaluations that are none": ("nam56r", "schedule.eval_interval=7", "schedule.eval_interval", "there are no evaluations"),
     "Muon's split of what MLA has not": ("nam56r", "optim=muon feature.muon.split_qkv=false", "feature.muon.split_qkv",
                                         "nothing reads this"),

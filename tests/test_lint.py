@@ -853,11 +853,11 @@ def test_what_stands_in_a_plan_alone_is_not_guessed(name, tmp_path):
 
 def test_recipe_lists_what_it_does_not_carry():
     found = launch(
-        GPT, {"--position-embedding-type": "none", "--tensorboard-dir": "tb", "--vocab-size": "32000", "--seed": "5"}
+        GPT, {"--position-embedding-type": "yarn", "--tensorboard-dir": "tb", "--vocab-size": "32000", "--seed": "5"}
     )
     made = recipe.make(found, Path("mine.yaml"))
     assert made.refused is None
-    assert "--position-embedding-type none -> --position-embedding-type rope" in made.lost
+    assert "--position-embedding-type yarn -> --position-embedding-type rope" in made.lost
     assert made.keyless == ["--tensorboard-dir tb"]
     assert any(line.startswith("GPT layers: 8 layers of two parts become 16") for line in made.lost)
     assert "eval_interval unset -> --eval-interval 1000" in made.lost
@@ -972,6 +972,21 @@ def test_routing_comes_back(said, key, value):
     assert made.refused is None and not any("moe" in line for line in [*made.lost, *made.keyless])
     again = recipe._load(made.yaml, "mine")
     assert getattr(again.model.blocks.moe, key) == value
+
+
+@pytest.mark.parametrize(
+    ("said", "key", "value"),
+    [
+        ({"--position-embedding-type": "none"}, "position_embedding", "none"),
+        ({"--position-embedding-type": "none", "--rotary-percent": "0.5"}, "rotary_percent", 1.0),  # of no RoPE
+        ({"--position-embedding-type": "rope", "--rotary-percent": "0.5"}, "rotary_percent", 0.5),
+    ],
+)
+def test_what_attention_has_comes_back(said, key, value):
+    made = recipe.make(launch(GPT, said), Path("mine.yaml"))
+    flags = tuple(said)
+    assert made.refused is None and not any(line.startswith(flags) for line in [*made.lost, *made.keyless])
+    assert getattr(recipe._load(made.yaml, "mine").model.blocks.attention, key) == value
 
 
 def test_file_of_a_model_alone_becomes_a_preset_of_a_model_alone():

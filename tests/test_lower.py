@@ -467,7 +467,10 @@ REFUSALS = [
     # attention
     (NATIVE, {"model.blocks.attention.query_groups": 5}, "model.num_attention_heads", "attention heads 56 is not divisible"),
     (NATIVE, TP | {"model.blocks.attention.query_groups": 7}, "model.blocks.attention.query_groups", "7 query groups are"),
-    (NATIVE, {"model.blocks.attention.head_dim": 63}, "model.blocks.attention.head_dim", "even head width, not 63"),
+    (NATIVE, {"model.blocks.attention.head_dim": 63}, "model.blocks.attention.head_dim", "an even number of columns of a head, not 63"),
+    (NATIVE, {"model.blocks.attention.rotary_percent": 0.3}, "model.blocks.attention.rotary_percent", "columns of a head, not 19.2"),
+    (NATIVE, {"model.blocks.attention.position_embedding": "none", "model.blocks.attention.rotary_percent": 0.5},
+     "model.blocks.attention.rotary_percent", "there is no RoPE"),
     # mla and dsa
     (DESIGN, {"model.blocks.mla.qk_rope_head_dim": 63}, "model.blocks.mla.qk_rope_head_dim", "even width, not 63"),
     (DESIGN, {"parallel.tensor": 2}, "parallel.sequence", "wrong gradients without sequence parallelism"),

@@ -27,11 +27,10 @@ def buffers(z: Sizes, stage: Stage) -> Iterator[Line]:
     """Made once, on first use."""
     blocks = z.model.blocks
     # Without attention Megatron makes the table all the same, of the width that it divides itself.
-    plain = blocks.attention.head_dim if blocks.attention else z.model.hidden_size // z.model.num_attention_heads
-    z = z.own(d=blocks.mla.qk_rope_head_dim if blocks.mla else plain)
-    yield z.line(
-        "RoPE table", "4 S d", "fp32 angles of every position, whatever the layers", bucket=ACTIVATIONS, owner="ends"
-    )
+    plain = blocks.attention.turned if blocks.attention else z.model.hidden_size // z.model.num_attention_heads
+    if width := blocks.mla.qk_rope_head_dim if blocks.mla else plain:
+        why = "fp32 angles of every position, whatever the layers"
+        yield z.own(d=width).line("RoPE table", "4 S d", why, bucket=ACTIVATIONS, owner="ends")
     if z.plan.index_reuse and blocks.dsa and blocks.dsa.kernels == "megatron":
         yield z.line(
             "attention mask",

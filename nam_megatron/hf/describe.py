@@ -41,6 +41,9 @@ def objections(plan: Plan) -> Iterator[Problem]:
         yield Problem("the export has no embeddings of n-grams", "feature.ngram_hash.enabled")
     if model.linear_bias:
         yield Problem("the export has no biases in its projections", "model.linear_bias")
+    if model.blocks.attention and model.blocks.attention.turned != model.blocks.attention.head_dim:
+        name = "position_embedding" if not model.blocks.attention.turned else "rotary_percent"
+        yield Problem("the export's attention turns whole heads", f"model.blocks.attention.{name}")
     if model.blocks.moe and model.blocks.moe.capacity_factor is not None:
         text = "experts with a capacity drop tokens by what else is in the batch, and a decoded token has no batch"
         yield Problem(text, "model.blocks.moe.capacity_factor")

@@ -408,7 +408,13 @@ def _commonest(kinds: list[str]) -> str | None:
 def _blocks(a: Args, m: Model, lost: list[str]) -> Tree:
     blocks: Tree = {}
     if "attention" in m.kinds:
-        blocks["attention"] = _rows(Attention, a) | {"head_dim": m.head_dim, "query_groups": m.groups}
+        blocks["attention"] = _rows(Attention, a) | {
+            "head_dim": m.head_dim,
+            "query_groups": m.groups,
+            # Others have no word in a recipe; the comparison lists them.
+            "position_embedding": "none" if m.positions == "none" else "rope",
+            "rotary_percent": 1.0 if m.positions == "none" else a.rotary_percent,
+        }
     if {"mla", "dsa"} & m.kinds:
         blocks["mla"] = _rows(Mla, a)
     if "dsa" in m.kinds:
@@ -551,6 +557,8 @@ DERIVED: dict[str, Callable[[Model], Any]] = {
     "sequence_parallel": lambda m: m.sequence_parallel,
     "apply_rope_fusion": lambda m: m.rope_fusion,
     "position_embedding_type": lambda m: m.positions,
+    "rotary_percent": lambda m: m.a.rotary_percent if m.positions != "none" else None,
+    "rotary_base": lambda m: m.a.rotary_base if m.positions != "none" or m.mla else None,
     "rope_type": lambda m: m.rope_type if m.mla else None,
     "add_qkv_bias": lambda m: m.a.add_qkv_bias or m.a.add_bias_linear,
     "bias_gelu_fusion": lambda m: m.a.bias_gelu_fusion and m.activation == "GELU" and m.a.add_bias_linear,

@@ -75,9 +75,7 @@ class Model(Config):
     attention_dropout: Annotated[
         Fraction, Row("on attention's probabilities; Megatron's default is 0.1", "attention_dropout")
     ]
-    rotary_base: Annotated[
-        PositiveInt, Row("RoPE theta", "rotary_base", ())
-    ]  # each attention kind says where it is read
+    rotary_base: Annotated[PositiveInt, Row("RoPE theta: Megatron's --rotary-base")]
     init_std: Annotated[PositiveFloat, Row("standard deviation of initial weights", "init_method_std")]
     letters: Letters
     substitute: Annotated[tuple[Substitute, ...], Row("other kinds at some ranks of a letter")]
@@ -113,11 +111,16 @@ class Model(Config):
         yield Setting("bias_gelu_fusion", False, "needs biases and gelu", "activation", fields=())
         if swiglu:
             yield Setting("bias_swiglu_fusion", True, "same formula, fused", "activation", fields=())
-        # What positions are comes before their base.
-        pin = partial(Setting, beside="attention_dropout")
-        yield pin("position_embedding_type", "rope", "Megatron's default is a learned table")
+        if not self.blocks.attention:  # which says it itself
+            # What positions are comes before their base.
+            pin = partial(Setting, beside="attention_dropout")
+            yield pin("position_embedding_type", "rope", "Megatron's default is a learned table")
+        # Each attention kind says where it is read. A flag that nothing reads would be a finding of lint's.
+        if not self.blocks.attention or self.blocks.attention.turned:
+            yield Setting("rotary_base", self.rotary_base, "RoPE theta", "rotary_base", fields=())
         pin = partial(Setting, beside="rotary_base")
-        yield pin("rotary_percent", 1.0, "the whole head turns")
+        if not self.blocks.attention:
+            yield pin("rotary_percent", 1.0, "the whole head turns")
         yield pin("rotary_interleaved", False, "halves, not pairs")
         yield pin("rotary_seq_len_interpolation_factor", None, "no interpolation")
         yield pin("use_rope_scaling", False, "no scaling")
@@ -182,6 +185,8 @@ class Model(Config):
         if not kinds & set(LETTERS["A"]):
             for name in ("attention_dropout", "rotary_base"):
                 yield name, "no layer is attention"
+        elif "attention" in kinds and (block := recipe.model.blocks.attention) and not block.turned:
+            yield "rotary_base", "attention has no position embedding"
         if not kinds & set(LETTERS["E"]):
             yield "activation", "no layer is an MLP or has experts"
         for letter in type(self.letters).model_fields:

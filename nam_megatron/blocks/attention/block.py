@@ -1,9 +1,9 @@
 """Multi-head and grouped-query attention: Megatron's SelfAttention, symbol `*`."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 
 from nam_megatron.blocks import Block, divides, residual
 from nam_megatron.errors import Problem
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Attention(Block):
-    """Multi-head or grouped-query attention: Megatron's own, with plain RoPE."""
+    """Multi-head or grouped-query attention: Megatron's own, with plain RoPE or no position embedding."""
 
     kind = "attention"
     title = "GQA"
@@ -32,15 +32,37 @@ class Attention(Block):
     head_dim: Annotated[PositiveInt, Row("width of one head", "kv_channels")]
     query_groups: Annotated[PositiveInt, Row("key/value heads")]
     qk_norm: Annotated[bool, Row("norm on queries and keys per head", "qk_layernorm")]
+    position_embedding: Annotated[
+        Literal["rope", "none"],
+        Row("none: attention knows no positions but by the causal mask; Megatron's default is a learned table",
+            "position_embedding_type", was="rope"),
+    ]  # fmt: skip
+    rotary_percent: Annotated[
+        float,
+        Field(gt=0, le=1),
+        Row("share of a head that RoPE turns: its first columns. Megatron's --rotary-percent", was=1.0),
+    ]
+
+    @property
+    def turned(self) -> int:
+        """Columns of a head that RoPE turns; Megatron rounds down (core/models/common/embeddings/rotary_pos_embedding.py, 0.19.2)."""
+        return int(self.head_dim * self.rotary_percent) if self.position_embedding == "rope" else 0
 
     def settings(self, plan: "Plan") -> Iterator[Setting]:
         grouped = self.query_groups < plan.recipe.model.num_attention_heads
         why = "without it Megatron ignores the groups and trains full MHA"
         yield Setting("group_query_attention", grouped, why, "query_groups", fields=())
-        fields = {"transformer.num_query_groups": self.query_groups, "model.rotary_base": plan.recipe.model.rotary_base}
+        fields: dict[str, Any] = {"transformer.num_query_groups": self.query_groups}
+        if self.turned:
+            fields["model.rotary_base"] = plan.recipe.model.rotary_base
         groups = self.query_groups if grouped else 1
         yield Setting("num_query_groups", groups, "key/value heads", "query_groups", fields=fields)
-        yield Setting("apply_rope_fusion", True, "plain RoPE is fused for this kind")
+        if self.turned:
+            yield Setting("rotary_percent", self.rotary_percent, "share of a head that RoPE turns", "rotary_percent")
+        why = "plain RoPE is fused for this kind; Megatron puts it out without RoPE"
+        fields = {"transformer.apply_rope_fusion": self.turned > 0}
+        fields |= {} if self.turned else {"model.rotary_percent": self.rotary_percent}
+        yield Setting("apply_rope_fusion", self.turned > 0, why, beside="position_embedding", fields=fields)
 
     def build(self, backend: "BackendSpecProvider", plan: "Plan") -> "ModuleSpec":
         from nam_megatron.blocks.attention import layer
@@ -60,8 +82,12 @@ class Attention(Block):
                 f"{self.query_groups} query groups are neither a multiple nor a divisor of tensor parallel size {tensor}",
                 "model.blocks.attention.query_groups",
             )
-        if self.head_dim % 2:
-            yield Problem(f"RoPE needs an even head width, not {self.head_dim}", "model.blocks.attention.head_dim")
+        at, wanted = "model.blocks.attention.", self.head_dim * self.rotary_percent
+        if self.position_embedding == "none" and self.rotary_percent != 1:
+            yield Problem("there is no RoPE to turn a part of a head", at + "rotary_percent", "set it to 1.0")
+        elif self.position_embedding == "rope" and (self.turned % 2 or self.turned != wanted or not wanted):
+            key = "head_dim" if self.rotary_percent == 1 else "rotary_percent"
+            yield Problem(f"RoPE turns an even number of columns of a head, not {wanted:g}", at + key)
 
     def _sizes(self, z: Sizes) -> Sizes:
         """n heads, g key/value groups (at least one a rank) of width d."""
@@ -79,8 +105,9 @@ class Attention(Block):
     def activations(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
         z = self._sizes(z)
         yield from residual(z)
-        yield z.line("queries", "2 T n d / t", "after RoPE")
-        yield z.line("keys", "2 T g d / t", "after RoPE")
+        why, mark = ("after RoPE", "") if self.turned else ("split from the projection", UNMEASURED)
+        yield z.line("queries", "2 T n d / t", why, mark=mark)
+        yield z.line("keys", "2 T g d / t", why, mark=mark)
         if "core_attn" in z.recompute:
             yield z.line(
                 "packed qkv", "2 T (n + 2 g) d / t", "the checkpoint keeps `value`, a view of the whole projection"
