@@ -7,7 +7,7 @@ import itertools
 from pathlib import Path
 
 import pytest
-from presets import NAMES, lowered
+from presets import ALL, NAMES, PUBLIC, lowered
 from test_rows import ODD, odd
 
 from nam_megatron import argv, report
@@ -42,6 +42,7 @@ FILES = {
 }  # fmt: skip
 ASKED = [
     *itertools.product(set(FILES) - {"run.sh"}, NAMES),
+    *itertools.product(["plan.txt", "args.txt"], PUBLIC),
     *itertools.product(["budget.txt"], (*ODDLY, *LAYOUTS)),
     ("run.sh", "nam56r"),
     ("run.sh", "layout_pipeline"),
@@ -60,4 +61,4 @@ def test_preset_is_as_reviewed(name, file, rewrite_golden):
 
 
 def test_no_golden_without_a_preset():
-    assert {p.name for p in GOLDEN.iterdir()} == {*NAMES, *ODDLY, *LAYOUTS}
+    assert {p.name for p in GOLDEN.iterdir()} == {*ALL, *ODDLY, *LAYOUTS}

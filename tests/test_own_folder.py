@@ -13,7 +13,6 @@ from nam_megatron.recipe import load
 OUTSIDE = Path(__file__).parent / "presets_outside"
 # Parameters: ours, and those of transformers 5.12.1's own modules of the published config, counted on the meta device.
 PUBLISHED = {
-    "nemotron_h_8b": (8_100_852_736, 8_100_852_736),
     "jamba_mini": (51_460_000_640, 51_570_323_328),
     "qwen3_next": (79_574_072_064, 79_674_391_296),
 }

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from hydra import compose, initialize_config_dir
-from presets import NAMES, lowered
+from presets import ALL, NAMES, lowered
 
 from nam_megatron.errors import Refused
 from nam_megatron.lower import translate
@@ -213,7 +213,7 @@ def test_a_misspelt_preset_is_guessed():
         load("nam56r_nemo_nativ")
     (problem,) = refused.value.problems
     assert problem.message == "no preset `nam56r_nemo_nativ`"
-    assert problem.hint.startswith("did you mean `nam56r_nemo_native`? there are: " + ", ".join(NAMES))
+    assert problem.hint.startswith("did you mean `nam56r_nemo_native`? there are: " + ", ".join(ALL))
 
 
 def test_a_wrong_value_in_a_file_names_its_line(tmp_path, monkeypatch):
@@ -320,7 +320,7 @@ def test_names_of_runs_are_no_presets(name, meaning):
         load(name)
     assert refused.value.render() == (
         f"error: `{name}` is no preset but {meaning} @ preset\n\n"
-        f"hint: name the preset that was run; its receipt says which. There are: {', '.join(NAMES)}\n"
+        f"hint: name the preset that was run; its receipt says which. There are: {', '.join(ALL)}\n"
     )
 
 

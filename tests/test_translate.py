@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from command import TRANSLATE, cold, on_terminal, warm
-from presets import NAMES, lowered
+from presets import ALL, NAMES, lowered
 
 from nam_megatron import argv, report
 from nam_megatron.blocks.kinds import KINDS
@@ -336,7 +336,7 @@ def test_diff():
 def test_list():
     ran = warm("list=presets")
     assert ran.code == 0
-    assert [line.split()[0] for line in ran.out.splitlines()] == NAMES
+    assert [line.split()[0] for line in ran.out.splitlines()] == ALL
     assert re.search(r"^nam56r_author_dp +alias of nam56r$", ran.out, re.M)
     assert re.search(r"^nam56r_smoke +NAM56R's pattern, everything small", ran.out, re.M)
 

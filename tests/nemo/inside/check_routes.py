@@ -17,7 +17,7 @@ from nam_megatron.runtime.oracle import _plain
 
 pytestmark = pytest.mark.usefixtures("fusions")
 ROOT = Path(__file__).parents[3]
-PRESETS = sorted(path.stem for path in (conf_dir() / "preset").glob("*.yaml"))
+PRESETS = sorted(path.stem for path in (conf_dir() / "preset").glob("nam*.yaml"))
 SHARDING = ("enabled", "overlap_param_gather", "overlap_grad_reduce")
 VARIANTS = {
     "pipeline": ("parallel.pipeline=2",),

@@ -1,0 +1,57 @@
+"""Public models as presets: the published parameters exactly, what Megatron builds, and the way back from the launch."""
+
+from pathlib import Path
+
+import pytest
+from presets import PUBLIC, lowered
+
+from nam_megatron import argv
+from nam_megatron.budget import parameters
+from nam_megatron.lint import lint, recipe
+from nam_megatron.lower import translate
+from nam_megatron.runtime.oracle import Oracle
+from nam_megatron.verify import VERIFIED, verify
+
+# Those of transformers 5.12.1's own modules of the published config, counted on the meta device.
+PUBLISHED = {
+    "llama_3_8b": 8_030_261_248,
+    "mixtral_8x7b": 46_702_792_704,
+    "nemotron_3_nano_30b_a3b": 31_577_937_344,
+    "nemotron_h_56b": 56_324_350_464,
+    "nemotron_h_8b": 8_100_852_736,
+    "qwen3_30b_a3b": 30_532_122_624,
+}
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    with Oracle() as warm:
+        yield warm
+
+
+def test_every_preset_of_a_public_model_is_asked():
+    assert set(PUBLIC) == PUBLISHED.keys()
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_model_has_its_parameters_and_is_what_megatron_builds(name, oracle):
+    lowering = lowered(name)
+    assert parameters(lowering.plan)[0] == PUBLISHED[name]
+    assert not lowering.plan.ours and not lowering.plan.substitutions, "stock Megatron trains it"
+    assert not lowering.plan.recipe.assumptions
+    verdict = verify(lowering, oracle)
+    assert (verdict.refused, verdict.mismatches, verdict.unknown, verdict.word) == (None, (), (), VERIFIED)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_model_comes_back_from_its_launch(name):
+    lowering = lowered(name)
+    found = lint(argv.run_script(lowering), "run.sh")
+    made = recipe.make(found, Path("back.yaml"))
+    assert not found.findings and found.model.count.total == PUBLISHED[name]
+    assert made.refused is None and not (made.lost or made.added or made.keyless)
+    again, told = (
+        {n: s.value for n, s in side.by_name.items() if n != "ffn_hidden_size" or "mlp" in lowering.plan.kinds}
+        for side in (translate(recipe._load(made.yaml, "back")), lowering)
+    )
+    assert again == told
