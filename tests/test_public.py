@@ -14,6 +14,7 @@ from nam_megatron.verify import VERIFIED, verify
 
 # Those of transformers 5.12.1's own modules of the published config, counted on the meta device.
 PUBLISHED = {
+    "deepseek_v3": 671_026_404_352,  # without its layer of token prediction
     "llama_3_8b": 8_030_261_248,
     "mixtral_8x7b": 46_702_792_704,
     "nemotron_3_nano_30b_a3b": 31_577_937_344,
