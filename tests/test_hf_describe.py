@@ -50,11 +50,19 @@ def test_embeddings_of_ngrams_are_refused_by_key():
     assert {p.key for p in describe.objections(plan)} == {"feature.ngram_hash.enabled"}
 
 
-@pytest.mark.parametrize(("key", "value"), [("position_embedding", "none"), ("rotary_percent", "0.5")])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("position_embedding", "none"), ("rotary_percent", "0.5"), ("qkv_bias", "true"), ("output_gate", "true")],
+)
 def test_attention_that_the_export_does_not_have_is_refused_by_key(key, value):
     at = "model.blocks.attention."
     plan = lowered("nam56r_native_dp", f"{at}{key}={value}").plan
     assert [p.key for p in describe.objections(plan)] == [at + key]
+
+
+def test_norms_that_the_export_does_not_have_are_refused_by_key():
+    plan = lowered("nam56r_native_dp", "model.zero_centered_norms=true").plan
+    assert [p.key for p in describe.objections(plan)] == ["model.zero_centered_norms"]
 
 
 def test_biases_are_refused_by_key():

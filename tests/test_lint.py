@@ -977,6 +977,8 @@ def test_routing_comes_back(said, key, value):
 @pytest.mark.parametrize(
     ("said", "key", "value"),
     [
+        ({"--add-qkv-bias": True, "--disable-bias-linear": True}, "qkv_bias", True),
+        ({"--attention-output-gate": True}, "output_gate", True),
         ({"--position-embedding-type": "none"}, "position_embedding", "none"),
         ({"--position-embedding-type": "none", "--rotary-percent": "0.5"}, "rotary_percent", 1.0),  # of no RoPE
         ({"--position-embedding-type": "rope", "--rotary-percent": "0.5"}, "rotary_percent", 0.5),

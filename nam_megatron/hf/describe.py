@@ -44,6 +44,11 @@ def objections(plan: Plan) -> Iterator[Problem]:
     if model.blocks.attention and model.blocks.attention.turned != model.blocks.attention.head_dim:
         name = "position_embedding" if not model.blocks.attention.turned else "rotary_percent"
         yield Problem("the export's attention turns whole heads", f"model.blocks.attention.{name}")
+    if model.zero_centered_norms:
+        yield Problem("the export has the weights of its norms as they are", "model.zero_centered_norms")
+    for name in ("qkv_bias", "output_gate"):
+        if getattr(model.blocks.attention, name, None):
+            yield Problem("the export's attention does not have it", f"model.blocks.attention.{name}")
     if model.blocks.moe and model.blocks.moe.capacity_factor is not None:
         text = "experts with a capacity drop tokens by what else is in the batch, and a decoded token has no batch"
         yield Problem(text, "model.blocks.moe.capacity_factor")

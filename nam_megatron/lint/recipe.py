@@ -377,7 +377,8 @@ def _model(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
         "family": name, "pattern": _pattern(m, letters), "depth": len(letters), "hidden_size": m.need("hidden_size"),
         "ffn_hidden_size": m.ffn, "num_attention_heads": m.heads, "vocab_size": known(lambda: m.vocabulary, 65536),
         "seq_length": _sequence(a, m, lost), "tied_embeddings": not a.untie_embeddings_and_output_weights,
-        "normalization": a.normalization, "norm_epsilon": a.layernorm_epsilon, "linear_bias": a.add_bias_linear,
+        "normalization": a.normalization, "norm_epsilon": a.layernorm_epsilon,
+        "zero_centered_norms": a.layernorm_zero_centered_gamma, "linear_bias": a.add_bias_linear,
         "activation": {"SwiGLU": "swiglu", "squared ReLU": "squared_relu"}.get(m.activation, m.activation.lower().replace(" ", "_")),
         "hidden_dropout": a.hidden_dropout, "attention_dropout": a.attention_dropout, "rotary_base": a.rotary_base,
         "init_std": a.init_method_std, "letters": kinds, "substitute": substitute, "blocks": _blocks(a, m, lost),
@@ -411,6 +412,7 @@ def _blocks(a: Args, m: Model, lost: list[str]) -> Tree:
         blocks["attention"] = _rows(Attention, a) | {
             "head_dim": m.head_dim,
             "query_groups": m.groups,
+            "qkv_bias": a.add_qkv_bias and not a.add_bias_linear,
             # Others have no word in a recipe; the comparison lists them.
             "position_embedding": "none" if m.positions == "none" else "rope",
             "rotary_percent": 1.0 if m.positions == "none" else a.rotary_percent,

@@ -17,11 +17,37 @@ def _norm_op(config):
     return F.rms_norm if config.normalization == "RMSNorm" else F.layer_norm
 
 
+def centered(config):
+    """Whether a norm's weight is its distance from one."""
+    return config.layernorm_zero_centered_gamma
+
+
+class _ZeroRms(torch.nn.RMSNorm):
+    def reset_parameters(self):
+        torch.nn.init.zeros_(self.weight)
+
+    def forward(self, x):
+        return F.rms_norm(x, self.normalized_shape, self.weight + 1, self.eps)
+
+
+class _ZeroLayer(torch.nn.LayerNorm):
+    def reset_parameters(self):
+        torch.nn.init.zeros_(self.weight)
+        torch.nn.init.zeros_(self.bias)
+
+    def forward(self, x):
+        return F.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias, self.eps)
+
+
+ZERO_CENTERED = {torch.nn.RMSNorm: _ZeroRms, torch.nn.LayerNorm: _ZeroLayer}
+
+
 class Norm:
     """TENorm. A class, not a function: build_module hands functions back unbuilt."""
 
     def __new__(cls, config, hidden_size, eps=1e-5):
-        norm = (torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm)(hidden_size, eps=eps)
+        kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        norm = ZERO_CENTERED[kind](hidden_size, eps=eps) if centered(config) else kind(hidden_size, eps=eps)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
         return norm
@@ -32,12 +58,14 @@ class NormColumnLinear(ColumnParallelLinear):
 
     def __init__(self, input_size, output_size, *, config, **kwargs):
         super().__init__(input_size, output_size, config=config, **kwargs)
-        self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
+        start = torch.zeros if centered(config) else torch.ones
+        self.layer_norm_weight = torch.nn.Parameter(start(input_size, dtype=config.params_dtype))
         self.layer_norm_weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x):
         shape, eps = (x.size(-1),), self.config.layernorm_epsilon
-        return super().forward(_norm_op(self.config)(x, shape, weight=self.layer_norm_weight, eps=eps))
+        weight = self.layer_norm_weight + 1 if centered(self.config) else self.layer_norm_weight
+        return super().forward(_norm_op(self.config)(x, shape, weight=weight, eps=eps))
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         state = self.state_dict(prefix="", keep_vars=True)

@@ -65,6 +65,11 @@ class Model(Config):
         Literal["RMSNorm", "LayerNorm"], Row("of every layer's input; Megatron's default is LayerNorm", "normalization")
     ]
     norm_epsilon: Annotated[PositiveFloat, Row("added to the variance", "layernorm_epsilon")]
+    zero_centered_norms: Annotated[
+        bool,
+        Row("weights of the norms at a layer's input, of queries and keys and at the end are kept as their distance from one",
+            "layernorm_zero_centered_gamma", was=False),
+    ]  # fmt: skip
     linear_bias: Annotated[
         bool,
         Row("biases in attention and MLPs; on by Megatron's default. State space and recurrent layers have none",
@@ -98,8 +103,8 @@ class Model(Config):
         fields: dict[str, Any] = {"model.share_embeddings_and_output_weights": self.tied_embeddings}
         name = "untie_embeddings_and_output_weights"
         yield Setting(name, untied, "tied unless said", "tied_embeddings", fields=fields)
-        yield Setting("layernorm_zero_centered_gamma", False, "gamma starts at one", beside="norm_epsilon")
-        yield Setting("add_qkv_bias", self.linear_bias, "follows the other biases", "linear_bias")
+        if not self.blocks.attention:  # which says it itself
+            yield Setting("add_qkv_bias", self.linear_bias, "follows the other biases", "linear_bias")
         function = FUNCTIONS.get(self.activation, "torch._C._nn.gelu")
         swiglu, fields = self.activation == "swiglu", {"transformer.activation_func": function}
         squared = self.activation == "squared_relu"
@@ -126,7 +131,8 @@ class Model(Config):
         yield pin("use_rope_scaling", False, "no scaling")
         yield pin("window_size", None, "full causal attention")
         yield pin("softmax_type", "vanilla", "no sink")
-        yield pin("attention_output_gate", False, "no gate")
+        if not self.blocks.attention:
+            yield pin("attention_output_gate", False, "no gate")
         yield pin("qk_l2_norm", False, "no L2 norm")
         yield pin("qk_clip", False, "no clipping")
         yield pin("apply_residual_connection_post_layernorm", False, "pre-norm residuals")

@@ -74,13 +74,17 @@ BETTER = {
 }
 
 
+# Keys that add parameters.
+ADDING = [("moe", "shared_expert_gate"), ("attention", "qkv_bias"), ("attention", "output_gate")]
+
+
 def test_every_kind_is_asked():
     assert OF.keys() == KINDS.keys()
 
 
 OF_KINDS = [
     *((kind, None) for kind in KINDS),
-    ("moe", "shared_expert_gate"),
+    *ADDING,
     *(("attention", feature) for feature in ADDED),
 ]
 

@@ -32,6 +32,17 @@ class Attention(Block):
     head_dim: Annotated[PositiveInt, Row("width of one head", "kv_channels")]
     query_groups: Annotated[PositiveInt, Row("key/value heads")]
     qk_norm: Annotated[bool, Row("norm on queries and keys per head", "qk_layernorm")]
+    qkv_bias: Annotated[
+        bool, Row("biases of queries, keys and values alone; `model.linear_bias` gives them and others", was=False)
+    ]
+    output_gate: Annotated[
+        bool,
+        Row(
+            "attention's output times a sigmoid of the token, whose columns the packed projection has",
+            "attention_output_gate",
+            was=False,
+        ),
+    ]
     position_embedding: Annotated[
         Literal["rope", "none"],
         Row("none: attention knows no positions but by the causal mask; Megatron's default is a learned table",
@@ -57,6 +68,8 @@ class Attention(Block):
             fields["model.rotary_base"] = plan.recipe.model.rotary_base
         groups = self.query_groups if grouped else 1
         yield Setting("num_query_groups", groups, "key/value heads", "query_groups", fields=fields)
+        bias = self.qkv_bias or plan.recipe.model.linear_bias
+        yield Setting("add_qkv_bias", bias, "beside the other biases or without them", "qkv_bias")
         if self.turned:
             yield Setting("rotary_percent", self.rotary_percent, "share of a head that RoPE turns", "rotary_percent")
         why = "plain RoPE is fused for this kind; Megatron puts it out without RoPE"
@@ -83,6 +96,8 @@ class Attention(Block):
                 "model.blocks.attention.query_groups",
             )
         at, wanted = "model.blocks.attention.", self.head_dim * self.rotary_percent
+        if self.qkv_bias and plan.recipe.model.linear_bias:
+            yield Problem("`model.linear_bias` gives these biases already", at + "qkv_bias", "set it to false")
         if self.position_embedding == "none" and self.rotary_percent != 1:
             yield Problem("there is no RoPE to turn a part of a head", at + "rotary_percent", "set it to 1.0")
         elif self.position_embedding == "rope" and (self.turned % 2 or self.turned != wanted or not wanted):
@@ -96,7 +111,10 @@ class Attention(Block):
     def params(self, z: Sizes, layer: "Layer | None") -> Iterator[Param]:
         h, width = z.model.hidden_size, z.model.num_attention_heads * self.head_dim
         yield from z.norm("self_attention.linear_qkv.layer_norm_", h)
-        yield from z.column("self_attention.linear_qkv", width + 2 * self.query_groups * self.head_dim, h)
+        columns = (2 if self.output_gate else 1) * width + 2 * self.query_groups * self.head_dim
+        yield from z.column("self_attention.linear_qkv", columns, h)
+        if self.qkv_bias:
+            yield Param("self_attention.linear_qkv.bias", (columns,), "tensor", "other")
         yield from z.row("self_attention.linear_proj", h, width)
         if self.qk_norm:
             yield from z.norm("self_attention.q_layernorm.", self.head_dim)
@@ -116,6 +134,9 @@ class Attention(Block):
             yield z.line("values", "2 T g d / t", "a copy: cuDNN's layout cannot take the view")
             yield z.line("softmax statistics", "4 T n / t", "fp32")
         yield z.line("output", "2 T n d / t", "also the input of the output projection")
+        if self.output_gate:
+            why = "the gate, and the gated output beside attention's own"
+            yield z.line("output gate", "4 T n d / t", why, mark=UNMEASURED)
         if self.qk_norm:
             yield z.line(
                 "before the qk norm", "2 T (n + g) d / t + 4 T (n + g) / t", "kept by the two norms", mark=UNMEASURED
@@ -124,6 +145,8 @@ class Attention(Block):
     def working(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
         z = self._sizes(z)
         yield z.line("forward", "2 T (n + 2 g) d / t + 2 Ts h", "packed qkv and the layer's output")
+        if self.output_gate:
+            yield z.line("forward", "2 T n d / t", "the gate's columns of the packed projection", mark=UNMEASURED)
         yield z.line(
             "backward", "2 T h + 8 T n d / t + 4 T g d / t", "gradients of output, q (fp32 and bf16), k, v and input"
         )
@@ -131,6 +154,8 @@ class Attention(Block):
     def flops(self, z: Sizes, layer: "Layer | None") -> Iterator[Work]:
         z = self._sizes(z).own(g=self.query_groups)
         yield z.work("projections", "2 h (n + 2 g) d + 2 n d h", "qkv and output")
+        if self.output_gate:
+            yield z.work("output gate", "2 h n d", "its columns of the packed projection")
         yield z.work("core", "4 n d x", "causal: S / 2 keys a token", redone=("core_attn",))
 
     def serving(self, z: Sizes, layer: "Layer | None") -> Iterator[State]:

@@ -36,6 +36,8 @@ def unserved(title: str, kind: str, recipe: "Recipe") -> Iterator[Problem]:
         yield Problem(f"our {title} projects in bf16, not in FP8", key, hint)
     if recipe.model.normalization != "RMSNorm":
         yield Problem(f"our {title} has RMSNorm in its projections, not {recipe.model.normalization}", key, hint)
+    if recipe.model.zero_centered_norms:
+        yield Problem(f"our {title} has the weights of its norms as they are, not centred at zero", key, hint)
 
 
 class Mla(Block):
