@@ -23,7 +23,7 @@ from nam_megatron.errors import OK, Problem, Refused, raise_if
 KERNELS = "kernels.json"
 MADE_BY = '<meta name="generator" content="nam_megatron launch report">'
 # Kinds in the order of the legend; a kind that is not here is grey.
-KINDS = ("attention", "mla", "dsa", "moe", "mlp", "mamba2", "mamba3", "m2rnn")
+KINDS = ("attention", "mla", "dsa", "moe", "mlp", "mamba2", "gdn", "mamba3", "m2rnn")
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 220, 64, 12, 10, 28
 POINTS = 600  # of a line; of more, each is the mean of its neighbours
 STYLE = """

@@ -60,6 +60,11 @@ def test_attention_that_the_export_does_not_have_is_refused_by_key(key, value):
     assert [p.key for p in describe.objections(plan)] == [at + key]
 
 
+def test_layers_that_the_export_does_not_have_are_refused_by_key():
+    plan = lowered("qwen3_next_80b_a3b").plan
+    assert "model.blocks.gdn" in {p.key for p in describe.objections(plan)}
+
+
 def test_norms_that_the_export_does_not_have_are_refused_by_key():
     plan = lowered("nam56r_native_dp", "model.zero_centered_norms=true").plan
     assert [p.key for p in describe.objections(plan)] == ["model.zero_centered_norms"]

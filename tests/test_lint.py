@@ -1015,9 +1015,12 @@ def test_recipe_overwrites_only_what_lint_has_written(tmp_path, capsys):
     assert [command.main([str(file), f"recipe={out}"]) for _ in range(2)] == [0, 0]
 
 
-def test_recipe_of_a_layer_we_do_not_have_is_refused():
-    with pytest.raises(Refused, match="gated delta net"):
-        recipe.make(launch(HYBRID, {"--hybrid-layer-pattern": "G-G*-"}), Path("mine.yaml"))
+def test_gated_delta_nets_come_back():
+    said = {"--hybrid-layer-pattern": "G-G*-", "--linear-num-value-heads": "8", "--linear-num-key-heads": "4"}
+    made = recipe.make(launch(HYBRID, said | {"--mamba-num-heads": None}), Path("mine.yaml"))
+    assert made.refused is None and not any("linear" in line for line in [*made.lost, *made.keyless])
+    plan = translate(recipe._load(made.yaml, "mine")).plan
+    assert plan.pattern == "G-G*-" and (plan.recipe.model.blocks.gdn.key_heads, plan.recipe.lane.name) == (4, "own_dp")
 
 
 # The command -----------------------------------------------------------------------------------------------------------

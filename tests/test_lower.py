@@ -22,7 +22,7 @@ from nam_megatron.recipe import Device, load, to_tree
 from nam_megatron.setting import Setting
 from nam_megatron.targets import current
 
-NATIVE, DESIGN = "nam56r_native_dp", "nam56r"
+NATIVE, DESIGN, DELTA = "nam56r_native_dp", "nam56r", "qwen3_next_80b_a3b"
 MUON = {"optim.name": "muon", "feature.muon.enabled": True}
 PLAIN_OPTIMIZER = {
     "feature.distributed_optimizer.enabled": False,
@@ -468,6 +468,13 @@ REFUSALS = [
     (NATIVE, {"model.blocks.attention.query_groups": 5}, "model.num_attention_heads", "attention heads 56 is not divisible"),
     (NATIVE, TP | {"model.blocks.attention.query_groups": 7}, "model.blocks.attention.query_groups", "7 query groups are"),
     (NATIVE, {"model.blocks.attention.head_dim": 63}, "model.blocks.attention.head_dim", "an even number of columns of a head, not 63"),
+    (DELTA, {"model.blocks.gdn.value_heads": 24}, "model.blocks.gdn.value_heads", "value heads 24 is not divisible"),
+    (DELTA, TP | {"model.blocks.gdn.key_heads": 1}, "model.blocks.gdn.key_heads", "key heads 1 is not divisible"),
+    (DELTA, {"model.activation": "gelu"}, "model.activation", "knows SiLU alone, not that of gelu"),
+    (DELTA, {"parallel.tensor": 2}, "parallel.sequence", "a gated delta net under tensor parallelism gets wrong gradients"),
+    (DELTA, GRAPHS | {"feature.cuda_graphs.modules": ["attn"]}, "feature.cuda_graphs.impl", "inside CUDA graphs"),
+    ("nam56r_native_dp_fp8", {"lane.blocks.M": "gdn", "lane.blocks.R": "gdn", "lane.name": "delta", "model.blocks.gdn.key_heads": 1,
+     "model.blocks.gdn.value_heads": 57}, "model.blocks.gdn.value_heads", "has 7538 columns a GPU"),
     (DESIGN, {"model.zero_centered_norms": True}, "model.blocks.mla.kernels", "not centred at zero"),
     (NATIVE, {"model.linear_bias": True, "model.letters.E": "mlp", "model.blocks.attention.qkv_bias": True},
      "model.blocks.attention.qkv_bias", "gives these biases already"),

@@ -14,7 +14,6 @@ OUTSIDE = Path(__file__).parent / "presets_outside"
 # Parameters: ours, and those of transformers 5.12.1's own modules of the published config, counted on the meta device.
 PUBLISHED = {
     "jamba_mini": (51_460_000_640, 51_570_323_328),
-    "qwen3_next": (79_574_072_064, 79_674_391_296),
 }
 
 
@@ -51,19 +50,11 @@ def test_what_jamba_is_off_by_is_its_mixer():
     assert theirs - ours == 28 * (mamba1 - mamba2)
 
 
-def test_what_qwen3_next_is_off_by_is_named():
-    """Two gates, and what Mamba-2 has and a gated delta net has not: biases of the convolution, D, a norm of the whole width."""
-    ours, theirs = PUBLISHED["qwen3_next"]
-    gates = 12 * 2048 * 16 * 256 + 48 * 2048
-    mixer = (8192 + 3 * 64 + 4096) - (2 * 32 + 128)
-    assert theirs - ours == gates - 36 * mixer
-
-
 def test_a_key_that_every_model_gives_may_stand_unread_in_its_own_file_alone():
-    """No layer of qwen3_next is a dense MLP, and a model without `ffn_hidden_size` would miss a key."""
-    assert outside("qwen3_next").plan.recipe.model.ffn_hidden_size == 5632
+    """No layer of Qwen3-Next is a dense MLP, and a model without `ffn_hidden_size` would miss a key."""
+    assert outside("qwen3_next_80b_a3b").plan.recipe.model.ffn_hidden_size == 5632
     with pytest.raises(Refused, match="nothing reads this: no layer is a dense MLP"):
-        outside("qwen3_next", "model.ffn_hidden_size=8")
+        outside("qwen3_next_80b_a3b", "model.ffn_hidden_size=8")
 
 
 def test_list_and_diff_see_the_folder(tmp_path):
@@ -127,5 +118,5 @@ def test_a_folder_that_is_none_is_refused(folder, tmp_path):
 
 
 def test_a_key_that_no_file_gives(tmp_path):
-    text = refused("--config-dir", str(OUTSIDE), "conf=qwen3_next", "model.blocks.mlp={}", cwd=tmp_path)
+    text = refused("--config-dir", str(OUTSIDE), "conf=qwen3_next_80b_a3b", "model.blocks.mlp={}", cwd=tmp_path)
     assert text == "error: no file gives `mlp` @ model.blocks\n\nhint: to add it: `+model.blocks.mlp=...`\n"

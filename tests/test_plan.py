@@ -319,13 +319,13 @@ def test_index_reuse_is_what_megatron_computes_and_is_refused_only_where_it_cann
 # What may stand where -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("letter", ["D", "G"])
-def test_historic_letters_are_refused_and_say_what_they_meant(letter):
+@pytest.mark.parametrize(
+    ("letter", "now"), [("D", "is DSA to Megatron"), ("G", "is Megatron's symbol, and no letter, of it")]
+)
+def test_historic_letters_are_refused_and_say_what_they_meant(letter, now):
     problem = refusal(model__pattern=f"AEM{letter}")
     assert problem.key == "model.pattern"
-    assert problem.message == (
-        f"letter `{letter}` meant gated delta net once and something else in Megatron; it is not accepted"
-    )
+    assert problem.message == f"letter `{letter}` meant gated delta net once, and {now}; it is not accepted"
 
 
 def test_every_unknown_letter_is_said():
@@ -336,7 +336,7 @@ def test_every_unknown_letter_is_said():
         "`*` is no letter of a pattern",
         "`a` is no letter of a pattern",
         "` ` is no letter of a pattern",
-        "letter `D` meant gated delta net once and something else in Megatron; it is not accepted",
+        "letter `D` meant gated delta net once, and is DSA to Megatron; it is not accepted",
     ]
 
 

@@ -21,6 +21,7 @@ PUBLISHED = {
     "nemotron_h_56b": 56_324_350_464,
     "nemotron_h_8b": 8_100_852_736,
     "qwen3_30b_a3b": 30_532_122_624,
+    "qwen3_next_80b_a3b": 79_674_391_296,  # without its layer of token prediction
 }
 
 

@@ -189,7 +189,7 @@ def test_every_config_that_decides_what_is_trained_is_read():
 
 STANDS = {  # kind -> (Megatron's symbol, where it may stand)
     "attention": ("*", "A"), "mla": ("+", "A"), "dsa": ("D", "A"), "moe": ("E", "E"), "mlp": ("-", "E"), "mamba2": ("M", "MR"),
-    "mamba3": ("M", "MR"), "m2rnn": ("M", "R"),
+    "gdn": ("G", "MR"), "mamba3": ("M", "MR"), "m2rnn": ("M", "R"),
 }  # fmt: skip
 
 

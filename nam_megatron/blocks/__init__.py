@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from nam_megatron.plan import Layer, Plan
 
-Slot = Literal["attention_layer", "mla_layer", "dsa_layer", "moe_layer", "mlp_layer", "mamba_layer"]
+Slot = Literal["attention_layer", "mla_layer", "dsa_layer", "moe_layer", "mlp_layer", "mamba_layer", "gdn_layer"]
 GraphPart = Literal["attn", "mamba", "mlp", "moe_router", "moe_preprocess"]
 
 

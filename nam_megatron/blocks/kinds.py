@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from nam_megatron.blocks import Block
 from nam_megatron.blocks.attention.block import Attention
 from nam_megatron.blocks.dsa.block import Dsa
+from nam_megatron.blocks.gdn.block import Gdn
 from nam_megatron.blocks.m2rnn.block import M2Rnn
 from nam_megatron.blocks.mamba2.block import Mamba2
 from nam_megatron.blocks.mamba3.block import Mamba3
@@ -23,6 +24,7 @@ class Blocks(Config):
     moe: Moe | None = None
     mlp: Mlp | None = None
     mamba2: Mamba2 | None = None
+    gdn: Gdn | None = None
     mamba3: Mamba3 | None = None
     m2rnn: M2Rnn | None = None
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+from nam_megatron.blocks.kinds import KINDS
 from nam_megatron.errors import Problem
 from nam_megatron.plan import Plan
 
@@ -39,6 +40,8 @@ def objections(plan: Plan) -> Iterator[Problem]:
         yield Problem(text, "feature.mhc.streams")
     if plan.recipe.feature.ngram_hash:
         yield Problem("the export has no embeddings of n-grams", "feature.ngram_hash.enabled")
+    for kind in sorted(plan.kinds - LAYERS.keys()):
+        yield Problem(f"the export has no {KINDS[kind].title}", f"model.blocks.{kind}")
     if model.linear_bias:
         yield Problem("the export has no biases in its projections", "model.linear_bias")
     if model.blocks.attention and model.blocks.attention.turned != model.blocks.attention.head_dim:

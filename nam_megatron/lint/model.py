@@ -15,8 +15,8 @@ from nam_megatron.lint.count import READS, Count, count
 from nam_megatron.lint.values import Args, NotKnown
 
 # Megatron's own kinds, and one that no recipe of ours has. Elsewhere attention need not be grouped.
-SYMBOLS = {block.symbol: kind for kind, block in KINDS.items() if block.stock} | {"G": "gdn"}
-TITLES = {kind: block.title for kind, block in KINDS.items()} | {"attention": "attention", "gdn": "gated delta net"}
+SYMBOLS = {block.symbol: kind for kind, block in KINDS.items() if block.stock}
+TITLES = {kind: block.title for kind, block in KINDS.items()} | {"attention": "attention"}
 ATTENTION = LETTERS["A"]
 MAMBA = ("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups")
 MOST = 10_000  # layers

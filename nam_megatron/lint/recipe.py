@@ -15,6 +15,7 @@ from typing import Any
 from nam_megatron.argv import argv
 from nam_megatron.blocks.attention.block import Attention
 from nam_megatron.blocks.dsa.block import Dsa
+from nam_megatron.blocks.gdn.block import Gdn
 from nam_megatron.blocks.kinds import KINDS
 from nam_megatron.blocks.mamba2.block import Mamba2
 from nam_megatron.blocks.mla.block import Mla
@@ -256,7 +257,7 @@ CLUSTERS = {1: "h200_1", 2: "h200_2", 4: "h200_4", 8: "h200_8", 16: "h200_2x8"}
 def _groups(a: Args, m: Model) -> Tree:
     return {
         "model": "nam56r",
-        "lane": m.plan.lane if m.plan else "nemo_native" if m.tp > 1 else "native_dp",
+        "lane": m.plan.lane if m.plan else "own_dp" if "gdn" in m.kinds else "nemo_native" if m.tp > 1 else "native_dp",
         "precision": "fp8_tensorwise" if a.fp8 and a.fp8_recipe == "tensorwise" else "bf16",
         "optim": "muon" if a.optimizer in ("muon", "dist_muon") else "adamw",
         "data": "indexed" if _indexed(a) else "mock",
@@ -295,12 +296,6 @@ def _wanted(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
     """Everything a recipe can say of the launch. What no recipe can say at all goes into `lost`."""
     if m.bad_symbols or not m.layers:
         raise Refused(Problem("no recipe: the launch builds no layers", "recipe"))
-    if "gdn" in m.kinds:
-        raise Refused(
-            Problem(
-                "no recipe: there is no block of ours for gated delta net layers", "recipe", "use another kind of layer"
-            )
-        )
     lost += [f"{flag}: of the training script, not of Megatron's parser" for flag in dict.fromkeys(a.script_flags)]
     lost += [f"{flag}: what it names is not read" for flag in m.from_elsewhere]
     about = f"{'Hybrid' if m.hybrid else 'GPT'} of a linted launch"
@@ -361,7 +356,7 @@ def _model(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
     letters = "".join(LETTER[k] for _, k in m.layers)
     usual = {letter: _commonest([k for _, k in m.layers if LETTER[k] == letter]) for letter in "AEM"}
     attention = "mla" if usual["A"] == "dsa" or ("mla" in m.kinds) else usual["A"]
-    kinds = {"A": attention or "attention", "E": usual["E"] or "moe", "M": "mamba2", "R": "mamba2"}
+    kinds = {"A": attention or "attention", "E": usual["E"] or "moe", "M": usual["M"] or "mamba2", "R": "mamba2"}
     kinds = {letter: kind for letter, kind in kinds.items() if letter in letters}
     substitute = []
     for letter, kind in kinds.items():
@@ -457,6 +452,8 @@ def _blocks(a: Args, m: Model, lost: list[str]) -> Tree:
         if not a.any_said(*MAMBA):
             lost.append("the block at `M`: no flag says which; Mamba-2 of Megatron's default sizes is written (Mamba-3 and M2RNN stand in "
                         "plan.json alone)")  # fmt: skip
+    if "gdn" in m.kinds:
+        blocks["gdn"] = _rows(Gdn, a)
     if "mlp" in m.kinds:
         blocks["mlp"] = {}
     return blocks

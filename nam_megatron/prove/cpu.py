@@ -59,6 +59,8 @@ def _earliest_of_equals(found, *args, **kwargs):
 def patched() -> Iterator[None]:
     """This process runs Megatron on the CPU from here on. The patches of modules stay: for a process that ends soon."""
     import megatron.core.models.hybrid.hybrid_block as hybrid_block
+    import megatron.core.ssm.gated_delta_net.common as gdn_common
+    import megatron.core.ssm.gated_delta_net.gdn as gdn
     import megatron.core.ssm.mamba_context_parallel as mamba_cp
     import megatron.core.ssm.mamba_mixer as mamba_mixer
     import megatron.core.tensor_parallel.random as random
@@ -98,6 +100,9 @@ def patched() -> Iterator[None]:
     mamba_mixer.rearrange = _rearrange
     mamba_mixer.ExtendedRMSNorm = modules.GatedNorm
     mamba_mixer.mamba_split_conv1d_scan_combined = modules.mamba2_scan
+    # The real gated delta net, with three kernels of flash-linear-attention in plain torch.
+    gdn_common.HAVE_FLA, gdn_common.l2norm = True, modules.l2norm
+    gdn.causal_conv1d, gdn.chunk_gated_delta_rule = modules.causal_conv1d, modules.gated_delta_rule
     with _CudaToCpu():
         yield
 

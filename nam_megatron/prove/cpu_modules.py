@@ -193,3 +193,30 @@ def mamba2_scan(zxbcdt, conv_weight, conv_bias, dt_bias, A, *, D, headdim, ngrou
         ys.append((h * C[:, t, :, None, :]).sum(-1))
     y = torch.stack(ys, 1) + D[:, None] * x
     return (y * F.silu(z).unflatten(-1, (heads, headdim))).flatten(-2)
+
+
+def l2norm(x):
+    """flash-linear-attention's, over the last dimension."""
+    return (x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def causal_conv1d(x, weight, bias, activation, **_):
+    """flash-linear-attention's: x [b, s, d], weight [d, width], then SiLU. Returns the output and no state."""
+    assert activation == "silu"
+    padded = F.pad(x.transpose(1, 2), (weight.size(1) - 1, 0))
+    return F.silu(F.conv1d(padded, weight.unsqueeze(1), bias, groups=weight.size(0))).transpose(1, 2), None
+
+
+def gated_delta_rule(q, k, v, g, beta, **_):
+    """flash-linear-attention's, token by token: S_t = exp(g_t) S_(t-1) (I - beta_t k_t k_t^T) + beta_t v_t k_t^T, y_t = S_t q_t.
+
+    q, k [b, s, n, dk]; v [b, s, n, dv]; g, beta [b, s, n]. Returns y [b, s, n, dv] and no state (arXiv 2412.06464, equation 10).
+    """
+    q, k, v_, g, beta = (t.float() for t in (q * q.size(-1) ** -0.5, k, v, g, beta))
+    state, ys = v_.new_zeros(*v.shape[:1], v.size(2), v.size(3), k.size(3)), []
+    for t in range(v.size(1)):
+        state = state * g[:, t].exp()[..., None, None]
+        new = beta[:, t, :, None] * (v_[:, t] - (state * k[:, t, :, None, :]).sum(-1))
+        state = state + new[..., None] * k[:, t, :, None, :]
+        ys.append((state * q[:, t, :, None, :]).sum(-1))
+    return torch.stack(ys, 1).to(v.dtype), None

@@ -193,7 +193,7 @@ class Model(Config):
                 yield name, "no layer is attention"
         elif "attention" in kinds and (block := recipe.model.blocks.attention) and not block.turned:
             yield "rotary_base", "attention has no position embedding"
-        if not kinds & set(LETTERS["E"]):
+        if not kinds & {*LETTERS["E"], "gdn"}:
             yield "activation", "no layer is an MLP or has experts"
         for letter in type(self.letters).model_fields:
             if letter not in self.pattern:

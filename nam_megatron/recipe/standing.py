@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from nam_megatron.recipe import Recipe
 
 IDLE = "nothing reads this"
-HISTORIC = {"D": "gated delta net once", "G": "gated delta net once"}
+HISTORIC = {"D": "is DSA to Megatron", "G": "is Megatron's symbol, and no letter, of it"}
 Said = Callable[[str], bool]
 
 
@@ -66,8 +66,8 @@ def tiling(recipe: "Recipe") -> str | None:
 def _no_letters(pattern: str) -> Iterator[Problem]:
     for letter in dict.fromkeys(pattern.replace("|", "")):
         if letter in HISTORIC:
-            message = f"letter `{letter}` meant {HISTORIC[letter]} and something else in Megatron; it is not accepted"
-            hint = f"letters are {', '.join(LETTERS)}; for sparse attention use `model.substitute`"
+            message = f"letter `{letter}` meant gated delta net once, and {HISTORIC[letter]}; it is not accepted"
+            hint = f"letters are {', '.join(LETTERS)}; sparse attention stands by `model.substitute`, a gated delta net at `M`"
             yield Problem(message, "model.pattern", hint)
         elif letter not in LETTERS:
             yield Problem(

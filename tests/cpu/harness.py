@@ -34,7 +34,17 @@ from nam_megatron.prove.cpu import patched
 from nam_megatron.prove.tensors import Shard, gathered, shards, window
 from nam_megatron.runtime.stack import hybrid_stack_spec
 
-KIND = {"*": "attention", "+": "mla", "D": "dsa", "E": "moe", "-": "mlp", "M": "mamba2", "3": "mamba3", "R": "m2rnn"}
+KIND = {
+    "*": "attention",
+    "+": "mla",
+    "D": "dsa",
+    "E": "moe",
+    "-": "mlp",
+    "M": "mamba2",
+    "G": "gdn",
+    "3": "mamba3",
+    "R": "m2rnn",
+}
 SEQUENCE, BATCH, VOCAB = 32, 2, 128
 
 

@@ -44,6 +44,7 @@ OF = {
     "moe": ("nam56r_native_dp", "E"),
     "mlp": ("nam56r_native_dp", "E"),
     "mamba2": ("nam56r_native_dp", "M"),
+    "gdn": ("qwen3_next_80b_a3b", "M"),
     "mamba3": ("nam56r", "M"),
     "m2rnn": ("nam56r", "R"),
 }
@@ -55,6 +56,7 @@ PASSED_BY = {
         "moe",
         "mlp",
         "mamba2",
+        "gdn",
         "mamba3",
         "m2rnn",
     },  # of attention; Megatron's parser wants one

@@ -1,0 +1,31 @@
+"""Gated delta net as a Megatron layer: Megatron's own modules, as its stock hybrid stack has them (torch side; megatron-core 0.19.2)."""
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules, common
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from nam_megatron.errors import Problem, Refused
+from nam_megatron.runtime.stack import NO_CROSS, NO_MLP
+
+EMPTY = NO_CROSS | NO_MLP | {"input_layernorm"}  # the input norm is inside in_proj
+
+
+def spec(backend: BackendSpecProvider) -> ModuleSpec:
+    """The whole layer.
+
+    Raises:
+        Refused: flash-linear-attention is not installed.
+    """
+    if not common.HAVE_FLA:
+        hint = "install `flash-linear-attention` beside Triton"
+        raise Refused(Problem("the kernels of a gated delta net cannot be imported (`fla`)", "model.blocks.gdn", hint))
+    parts = GatedDeltaNetSubmodules(
+        in_proj=backend.column_parallel_layer_norm_linear(),
+        out_norm=backend.layer_norm(rms_norm=True),
+        out_proj=backend.row_parallel_linear(),
+    )
+    mixer = ModuleSpec(GatedDeltaNet, submodules=parts)
+    layer = TransformerLayerSubmodules(self_attention=mixer, self_attn_bda=get_bias_dropout_add)
+    return ModuleSpec(TransformerLayer, submodules=layer)
