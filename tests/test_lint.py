@@ -700,6 +700,8 @@ def test_flag_that_makes_another_model_is_in_the_description(name):
         window,
         fp8,
         GPT | {"--optimizer": "muon"},
+        GPT | {"--lr-decay-style": "WSD", "--lr-wsd-decay-iters": "4"},
+        HYBRID | {"--hybrid-layer-pattern": "G-G*-"},
     ):
         without = {said: None for said in base if current().by_name(said).dest == name}
         told = [
@@ -980,7 +982,6 @@ def test_routing_comes_back(said, key, value):
         ({"--add-qkv-bias": True, "--disable-bias-linear": True}, "qkv_bias", True),
         ({"--attention-output-gate": True}, "output_gate", True),
         ({"--position-embedding-type": "none"}, "position_embedding", "none"),
-        ({"--position-embedding-type": "none", "--rotary-percent": "0.5"}, "rotary_percent", 1.0),  # of no RoPE
         ({"--position-embedding-type": "rope", "--rotary-percent": "0.5"}, "rotary_percent", 0.5),
     ],
 )
@@ -1013,6 +1014,17 @@ def test_recipe_overwrites_only_what_lint_has_written(tmp_path, capsys):
         assert out.read_bytes() == text.encode("latin-1")
     out.unlink()
     assert [command.main([str(file), f"recipe={out}"]) for _ in range(2)] == [0, 0]
+
+
+@pytest.mark.parametrize("steps", [{"--lr-wsd-decay-iters": "4"}, {"--lr-wsd-decay-samples": "256"}])
+def test_wsd_comes_back(steps):
+    said = {"--lr-decay-style": "WSD", "--lr-wsd-decay-style": "linear", "--min-lr": "0"}
+    if "--lr-wsd-decay-samples" in steps:
+        said |= {"--train-iters": None, "--train-samples": "640"}
+    made = recipe.make(launch(GPT, said | steps), Path("mine.yaml"))
+    assert made.refused is None and not any("wsd" in line.lower() for line in [*made.lost, *made.keyless])
+    optim = recipe._load(made.yaml, "mine").optim
+    assert (optim.decay, optim.wsd_steps, optim.wsd_shape) == ("WSD", 4, "linear")
 
 
 def test_gated_delta_nets_come_back():

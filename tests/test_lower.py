@@ -447,6 +447,7 @@ REFUSALS = [
     (NATIVE, {"optim.name": "muon"}, "optim.name", "called muon and Muon is off"),
     (NATIVE, {"optim.min_lr": 1.0}, "optim.min_lr", "min_lr 1.0 is above lr 0.0003"),
     (NATIVE, {"optim.warmup_steps": 1000}, "optim.warmup_steps", "warm-up of 1000 steps leaves nothing of 1000"),
+    (NATIVE, {"optim.decay": "WSD", "optim.wsd_steps": 991, "optim.wsd_shape": "linear"}, "optim.wsd_steps", "a fall of 991 steps"),
     (NATIVE, {"schedule.stop_every": 5}, "schedule.stop_every", "stops on its way and saves nothing"),
     (NATIVE, {"schedule.save": "/c"}, "schedule.save_interval", "`save` and `save_interval` go together"),
     (NATIVE, TP | {"model.vocab_size": 65535}, "model.vocab_size", "vocab_size 65535 is not divisible by tensor size 2"),

@@ -54,6 +54,7 @@ VARIANTS = {
         "feature.megatron_fsdp.enabled=true",
     ),
     "megatron-fsdp, context": ("nam56r_native_dp", "parallel.context=2", "feature.megatron_fsdp.enabled=true"),
+    "wsd": ("nam56r_native_dp", "optim.decay=WSD", "optim.wsd_steps=100", "optim.wsd_shape=minus_sqrt"),
     "selective-recompute": (
         "nam56r_native_dp",
         "feature.recompute.granularity=selective",

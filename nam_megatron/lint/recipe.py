@@ -317,7 +317,7 @@ def _wanted(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
                       "cross_entropy": "compiled" if a.cross_entropy_loss_fusion else "megatron",
                       "fused_grad_accumulation": a.gradient_accumulation_fusion, "norm_kernels": _norm_kernels(a, lost),
                       "deterministic": a.deterministic_mode},
-        "optim": _rows(Optim, a) | {"warmup_steps": _warmup(a)},
+        "optim": _optim(a),
         "schedule": _schedule(a, m),
         "feature": _features(a, m),
     }  # fmt: skip
@@ -481,6 +481,14 @@ def _steps(a: Args, samples: int | None) -> int | None:
     return samples // a.global_batch_size if samples and a.global_batch_size else None
 
 
+def _optim(a: Args) -> Tree:
+    found = _rows(Optim, a) | {
+        "warmup_steps": _warmup(a),
+        "wsd_steps": a.lr_wsd_decay_iters or _steps(a, a.lr_wsd_decay_samples),
+    }
+    return found if a.lr_decay_style == "WSD" else {k: v for k, v in found.items() if not k.startswith("wsd_")}
+
+
 def _decay(a: Args) -> int | None:
     return a.lr_decay_iters or _steps(a, a.lr_decay_samples) or _train(a)
 
@@ -570,6 +578,8 @@ DERIVED: dict[str, Callable[[Model], Any]] = {
     "dataloader_type": lambda m: m.a.dataloader_type or "single",
     "lr_decay_iters": lambda m: _decay(m.a),
     "train_iters": lambda m: _train(m.a),
+    "lr_wsd_decay_iters": lambda m: _optim(m.a).get("wsd_steps"),
+    "lr_wsd_decay_style": lambda m: _optim(m.a).get("wsd_shape"),
     "lr_warmup_iters": lambda m: _warmup(m.a),
     "moe_shared_expert_gate": lambda m: m.a.moe_shared_expert_gate and bool(m.a.moe_shared_expert_intermediate_size),
     "moe_router_pre_softmax": lambda m: m.a.moe_router_pre_softmax and m.a.moe_router_score_function == "softmax",
@@ -589,7 +599,7 @@ OTHER_WAYS = {
     "num_layers", "encoder_num_layers", "hybrid_override_pattern", "mtp_hybrid_override_pattern", "moe_layer_freq",
     "deprecated_use_mcore_models",
     "use_rotary_position_embeddings", "recompute_activations", "enable_cuda_graph", "external_cuda_graph", "cuda_graph_scope_deprecated",
-    "train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_warmup_fraction", "make_vocab_size_divisible_by",
+    "train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples", "lr_warmup_fraction", "make_vocab_size_divisible_by",
 }  # fmt: skip
 
 

@@ -71,9 +71,21 @@ class Optim(Config):
     lr: Annotated[PositiveFloat, Row("peak learning rate", "lr", ("optimizer.lr",))]
     min_lr: Annotated[NonNegativeFloat | None, Row("where the decay ends", "min_lr", ("optimizer.min_lr",))] = None
     decay: Annotated[
-        Literal["constant", "linear", "cosine", "inverse-square-root"],
+        Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"],
         Row("of the learning rate; Megatron's default is linear", "lr_decay_style", ("scheduler.lr_decay_style",)),
     ]
+    wsd_steps: Annotated[
+        PositiveInt | None,
+        Row(
+            "the last of `schedule.decay_steps`, in which WSD lets the rate fall",
+            "lr_wsd_decay_iters",
+            ("scheduler.lr_wsd_decay_iters",),
+        ),
+    ] = None
+    wsd_shape: Annotated[
+        Literal["exponential", "linear", "cosine", "minus_sqrt"] | None,
+        Row("of that fall; Megatron's default is exponential", "lr_wsd_decay_style", ("scheduler.lr_wsd_decay_style",)),
+    ] = None
     warmup_steps: Annotated[NonNegativeInt, Row("linear warm-up", "lr_warmup_iters", ("scheduler.lr_warmup_iters",))]
     weight_decay: Annotated[
         NonNegativeFloat, Row("decoupled; Megatron's default is 0.01", "weight_decay", ("optimizer.weight_decay",))
@@ -107,10 +119,15 @@ class Optim(Config):
         if steps is not None and self.warmup_steps >= steps:
             message = f"warm-up of {self.warmup_steps} steps leaves nothing of {steps}"
             yield Problem(message, "optim.warmup_steps", "make it smaller")
+        elif steps is not None and self.wsd_steps and self.wsd_steps > steps - self.warmup_steps:
+            message = f"a fall of {self.wsd_steps} steps does not fit between warm-up {self.warmup_steps} and {steps}"
+            yield Problem(message, "optim.wsd_steps", "make it smaller")
 
     def idle(self, recipe: Any, kinds: frozenset[str]) -> Iterator[tuple[str, str]]:
         if self.decay == "constant":
             yield "min_lr", "a constant learning rate has no end"
+        if self.decay != "WSD":
+            yield from ((key, "the decay is not WSD") for key in ("wsd_steps", "wsd_shape"))
 
 
 class Schedule(Config):

@@ -14,6 +14,8 @@ from nam_megatron.prove.cpu_modules import (  # noqa: F401
     Norm,
     NormColumnLinear,
     ReplicatedLinear,
+    gated_delta_rule,
+    l2norm,
     mamba2_scan,
 )
 

@@ -129,6 +129,21 @@ def test_harness_mamba_scan_is_the_published_sum():
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_harness_delta_rule_is_megatrons_own_deterministic_one():
+    from megatron.core.ssm.gated_delta_net import torch_chunk_gated_delta_rule
+
+    torch.manual_seed(0)
+    q, k, v, g, beta = (torch.randn(2, 70, 3, *d, requires_grad=True) for d in ((8,), (8,), (5,), (), ()))
+    said = (modules.l2norm(q), modules.l2norm(k), v, -torch.nn.functional.softplus(g), beta.sigmoid())
+    found, expected = (rule(*said)[0] for rule in (modules.gated_delta_rule, torch_chunk_gated_delta_rule))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    weights = torch.randn_like(found)
+    here, there = (
+        torch.autograd.grad((y * weights).sum(), (q, k, v, g, beta), retain_graph=True) for y in (found, expected)
+    )
+    torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-5)
+
+
 # What is built --------------------------------------------------------------------------------------------------------
 
 
