@@ -52,7 +52,13 @@ def test_embeddings_of_ngrams_are_refused_by_key():
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("position_embedding", "none"), ("rotary_percent", "0.5"), ("qkv_bias", "true"), ("output_gate", "true")],
+    [
+        ("position_embedding", "none"),
+        ("rotary_percent", "0.5"),
+        ("qkv_bias", "true"),
+        ("output_gate", "true"),
+        ("window", "128"),
+    ],
 )
 def test_attention_that_the_export_does_not_have_is_refused_by_key(key, value):
     at = "model.blocks.attention."

@@ -981,6 +981,7 @@ def test_routing_comes_back(said, key, value):
     [
         ({"--add-qkv-bias": True, "--disable-bias-linear": True}, "qkv_bias", True),
         ({"--attention-output-gate": True}, "output_gate", True),
+        ({"--window-size": "127,0"}, "window", 128),
         ({"--position-embedding-type": "none"}, "position_embedding", "none"),
         ({"--position-embedding-type": "rope", "--rotary-percent": "0.5"}, "rotary_percent", 0.5),
     ],

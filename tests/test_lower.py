@@ -477,6 +477,8 @@ REFUSALS = [
     ("nam56r_native_dp_fp8", {"lane.blocks.M": "gdn", "lane.blocks.R": "gdn", "lane.name": "delta", "model.blocks.gdn.key_heads": 1,
      "model.blocks.gdn.value_heads": 57}, "model.blocks.gdn.value_heads", "has 7538 columns a GPU"),
     (DESIGN, {"model.zero_centered_norms": True}, "model.blocks.mla.kernels", "not centred at zero"),
+    (NATIVE, {"model.blocks.attention.window": 4096}, "model.blocks.attention.window", "limits nothing in 4096"),
+    (NATIVE, {"model.blocks.attention.window": 512, "parallel.context": 2}, "model.blocks.attention.window", "ring of context ranks takes no window"),
     (NATIVE, {"model.linear_bias": True, "model.letters.E": "mlp", "model.blocks.attention.qkv_bias": True},
      "model.blocks.attention.qkv_bias", "gives these biases already"),
     (NATIVE, {"model.blocks.attention.rotary_percent": 0.3}, "model.blocks.attention.rotary_percent", "columns of a head, not 19.2"),

@@ -54,6 +54,10 @@ VARIANTS = {
         "feature.megatron_fsdp.enabled=true",
     ),
     "megatron-fsdp, context": ("nam56r_native_dp", "parallel.context=2", "feature.megatron_fsdp.enabled=true"),
+    "attention of others": (
+        "nam56r_native_dp",
+        "model.blocks.attention={window: 128, qkv_bias: true, output_gate: true, rotary_percent: 0.5}",
+    ),
     "wsd": ("nam56r_native_dp", "optim.decay=WSD", "optim.wsd_steps=100", "optim.wsd_shape=minus_sqrt"),
     "selective-recompute": (
         "nam56r_native_dp",

@@ -49,7 +49,7 @@ def objections(plan: Plan) -> Iterator[Problem]:
         yield Problem("the export's attention turns whole heads", f"model.blocks.attention.{name}")
     if model.zero_centered_norms:
         yield Problem("the export has the weights of its norms as they are", "model.zero_centered_norms")
-    for name in ("qkv_bias", "output_gate"):
+    for name in ("window", "qkv_bias", "output_gate"):
         if getattr(model.blocks.attention, name, None):
             yield Problem("the export's attention does not have it", f"model.blocks.attention.{name}")
     if model.blocks.moe and model.blocks.moe.capacity_factor is not None:

@@ -407,6 +407,7 @@ def _blocks(a: Args, m: Model, lost: list[str]) -> Tree:
         blocks["attention"] = _rows(Attention, a) | {
             "head_dim": m.head_dim,
             "query_groups": m.groups,
+            "window": _window(a),
             "qkv_bias": a.add_qkv_bias and not a.add_bias_linear,
             # Others have no word in a recipe; the comparison lists them.
             "position_embedding": "none" if m.positions == "none" else "rope",
@@ -457,6 +458,14 @@ def _blocks(a: Args, m: Model, lost: list[str]) -> Tree:
     if "mlp" in m.kinds:
         blocks["mlp"] = {}
     return blocks
+
+
+def _window(a: Args) -> int | None:
+    """Tokens that every query sees; None where there is no such number, and the comparison lists what there is."""
+    match a.value("window_size"), a.window_attn_skip_freq:
+        case (int(left), 0), None if left >= 0:
+            return left + 1
+    return None
 
 
 def _groups_of_experts(m: Model) -> tuple[int, int] | None:

@@ -93,12 +93,18 @@ class CoreAttention(torch.nn.Module):
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **_):
         super().__init__()
-        self.scale, self.dropout = softmax_scale, config.attention_dropout
+        self.scale, self.dropout, self.window = softmax_scale, config.attention_dropout, config.window_size
 
     def forward(self, query, key, value, *_, **__):
         query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         dropped = self.dropout if self.training else 0.0
-        out = F.scaled_dot_product_attention(query, key, value, None, dropped, True, scale=self.scale, enable_gqa=True)
+        seen, causal = None, self.window is None
+        if not causal:  # as many tokens to the left as the window has, none to the right
+            tokens = torch.arange(query.size(-2))
+            back = tokens[:, None] - tokens
+            seen = (back >= 0) & (back <= self.window[0])
+        more = dict(scale=self.scale, enable_gqa=True)
+        out = F.scaled_dot_product_attention(query, key, value, seen, dropped, causal, **more)
         return out.permute(2, 0, 1, 3).flatten(2)
 
 

@@ -129,7 +129,8 @@ class Model(Config):
         yield pin("rotary_interleaved", False, "halves, not pairs")
         yield pin("rotary_seq_len_interpolation_factor", None, "no interpolation")
         yield pin("use_rope_scaling", False, "no scaling")
-        yield pin("window_size", None, "full causal attention")
+        if not self.blocks.attention:
+            yield pin("window_size", None, "full causal attention")
         yield pin("softmax_type", "vanilla", "no sink")
         if not self.blocks.attention:
             yield pin("attention_output_gate", False, "no gate")

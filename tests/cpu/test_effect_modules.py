@@ -65,6 +65,7 @@ PASSED_BY = {
 # Other values than test_effect's where those say nothing on so small a model.
 BETTER = {
     "model.blocks.moe.capacity_factor": [0.5],
+    "model.blocks.attention.window": [8],
     "model.blocks.moe.group_limit": [[2, 1]],
     "model.blocks.m2rnn.gradient_clip": [1e-6],
     "model.blocks.moe.balancing": ["seq_aux_loss"],  # in one microbatch of one rank the global loss is the batch's

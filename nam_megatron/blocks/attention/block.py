@@ -32,6 +32,10 @@ class Attention(Block):
     head_dim: Annotated[PositiveInt, Row("width of one head", "kv_channels")]
     query_groups: Annotated[PositiveInt, Row("key/value heads")]
     qk_norm: Annotated[bool, Row("norm on queries and keys per head", "qk_layernorm")]
+    window: Annotated[
+        PositiveInt | None,
+        Row("tokens that a query sees, itself included; null: all before it. Megatron's --window-size", was=None),
+    ]
     qkv_bias: Annotated[
         bool, Row("biases of queries, keys and values alone; `model.linear_bias` gives them and others", was=False)
     ]
@@ -68,6 +72,10 @@ class Attention(Block):
             fields["model.rotary_base"] = plan.recipe.model.rotary_base
         groups = self.query_groups if grouped else 1
         yield Setting("num_query_groups", groups, "key/value heads", "query_groups", fields=fields)
+        # Megatron counts the tokens to the left and to the right of a query.
+        fields = {"transformer.window_size": (self.window - 1, 0) if self.window else None}
+        seen = f"{self.window - 1},0" if self.window else None
+        yield Setting("window_size", seen, "full causal attention unless said", "window", fields=fields)
         bias = self.qkv_bias or plan.recipe.model.linear_bias
         yield Setting("add_qkv_bias", bias, "beside the other biases or without them", "qkv_bias")
         if self.turned:
@@ -96,6 +104,12 @@ class Attention(Block):
                 "model.blocks.attention.query_groups",
             )
         at, wanted = "model.blocks.attention.", self.head_dim * self.rotary_percent
+        if self.window and self.window >= plan.recipe.model.seq_length:
+            message = f"a window of {self.window} tokens limits nothing in {plan.recipe.model.seq_length}"
+            yield Problem(message, at + "window", "set it to null")
+        if self.window and plan.recipe.parallel.context > 1:
+            message = "Transformer Engine's ring of context ranks takes no window"
+            yield Problem(message, at + "window", "set `parallel.context=1`, or it to null")
         if self.qkv_bias and plan.recipe.model.linear_bias:
             yield Problem("`model.linear_bias` gives these biases already", at + "qkv_bias", "set it to false")
         if self.position_embedding == "none" and self.rotary_percent != 1:
@@ -156,7 +170,10 @@ class Attention(Block):
         yield z.work("projections", "2 h (n + 2 g) d + 2 n d h", "qkv and output")
         if self.output_gate:
             yield z.work("output gate", "2 h n d", "its columns of the packed projection")
-        yield z.work("core", "4 n d x", "causal: S / 2 keys a token", redone=("core_attn",))
+        why = "causal: S / 2 keys a token"
+        if self.window:
+            z, why = z.own(x=self.window - self.window**2 / (2 * z["S"])), "causal: x keys a token in the window's mean"
+        yield z.work("core", "4 n d x", why, redone=("core_attn",))
 
     def serving(self, z: Sizes, layer: "Layer | None") -> Iterator[State]:
         z = self._sizes(z)
