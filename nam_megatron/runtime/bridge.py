@@ -123,6 +123,7 @@ TRANSFORMER: dict[str, Callable[[Arguments], Any]] = {
     "gated_linear_unit": lambda a: a("swiglu") or a("quick_geglu"),
     "bias_activation_fusion": lambda a: a("bias_swiglu_fusion") if a("swiglu") else a("bias_gelu_fusion"),
     "num_query_groups": lambda a: a("num_query_groups") if a("group_query_attention") else None,
+    "window_size": lambda a: tuple(map(int, a("window_size").split(","))) if a("window_size") else None,
     "num_moe_experts": lambda a: a("num_experts"),
     "moe_router_load_balancing_type": _only("moe_router_load_balancing_type"),
     "moe_aux_loss_coeff": _only("moe_aux_loss_coeff"),

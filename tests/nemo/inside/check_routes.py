@@ -33,17 +33,25 @@ VARIANTS = {
     ),
     "muon": ("optim=muon", *(f"feature.distributed_optimizer.{key}=false" for key in SHARDING)),
     "bf16 gradients": ("precision.grad_reduce=bf16",),
+    "attention of others": (
+        "model.blocks.attention={window: 128, qkv_bias: true, output_gate: true, rotary_percent: 0.5}",
+        "model.zero_centered_norms=true",
+    ),
+    "wsd": ("optim.decay=WSD", "optim.wsd_steps=100", "optim.wsd_shape=linear"),
     "fsdp": ("feature.megatron_fsdp.enabled=true",),
     "indexed": ("data=indexed", "data.path=/d/x", "data.split='99,1,0'", "data.tokenizer=/t"),
     "checkpoints": ("schedule.save=/c", "schedule.save_interval=5"),
 }
-CASES = [(preset, ()) for preset in PRESETS] + [("nam56r_native_dp", words) for words in VARIANTS.values()]
+# Of the models of others, two that have what ours have not: no positions, and gated delta nets.
+OTHERS = ["nemotron_h_8b", "qwen3_next_80b_a3b"]
+CASES = [(preset, ()) for preset in [*PRESETS, *OTHERS]] + [("nam56r_native_dp", words) for words in VARIANTS.values()]
 
 # Fields that Bridge fills in where Megatron works the value out elsewhere, or that do nothing there.
 DIFFERENT = {
     "scheduler.lr_decay_steps": "Megatron's scheduler multiplies steps by the batch itself",
     "scheduler.lr_warmup_steps": "the same",
     "scheduler.wd_incr_steps": "the same",
+    "scheduler.wsd_decay_steps": "the same",
     "transformer.use_cpu_initialization": "false and null are both no",
     "transformer.use_te_rng_tracker": "Bridge copies it from rng.te_rng_tracker",
     "model.hybrid_stack_spec": "Megatron's is handed over in the training process",
