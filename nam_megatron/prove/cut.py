@@ -184,6 +184,8 @@ def pair(recipe: Recipe, device: str, steps: int, seed: int = 1234) -> Pair:
             unproven.append("which of several equal index scores Megatron's top-k takes: the earliest, as ours do")
         for key, width in widths(recipe.parallel).items():
             _least(tree, f"model.{key}", width)
+        if _at(tree, "model.blocks.moe.group_limit"):  # of as few experts as are left
+            _put(tree, "model.blocks.moe.group_limit", [2, 1])
         # Blocks weigh as much beside the residual stream as at full width.
         narrow = (full.recipe.model.hidden_size / _at(tree, "model.hidden_size")) ** 0.5
         _put(tree, "model.init_std", round(full.recipe.model.init_std * narrow, 4))

@@ -8,7 +8,7 @@ from math import inf
 
 import planted
 import pytest
-from presets import NAMES, lowered
+from presets import ALL, PUBLIC, lowered
 
 from nam_megatron.errors import Refused
 from nam_megatron.prove import compare, cut, every, proof
@@ -292,6 +292,7 @@ def test_every_pair_has_an_outcome_and_no_run_is_made_twice(monkeypatch, tmp_pat
 
 
 def test_presets_can_be_cut():
-    for name in NAMES:
+    for name in ALL:
         if not lowered(name).plan.not_built:
-            assert cut.pair(load(name), "cpu", 2).layout.plan.recipe.world_size <= 8
+            ranks = cut.pair(load(name), "cpu", 2).layout.plan.recipe.world_size
+            assert ranks <= 8 or name in PUBLIC, "models of others may be laid out over many hosts"
