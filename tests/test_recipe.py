@@ -75,7 +75,7 @@ MESSAGES = {
         "error: unknown key `modl`, did you mean `model`?\n\nhint: `--cfg job` prints every key there is",
     ),
     "a misspelt option": (["lane=nemonative"], "error: no lane `nemonative` @ lane\n\nhint: did you mean `nemo_native`? "
-        "there are: author_dp, native_dp, nemo_native"),
+        "there are: author_dp, native_dp, nemo_native, own_dp"),
     "a key taken away": (
         ["~model.depth"],
         "error: key `depth` is missing @ model (command line: ~model.depth)\n\nhint: give it: `+model.depth=...`",

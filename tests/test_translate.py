@@ -305,7 +305,7 @@ def test_explain_a_section_a_marker_and_a_key_by_its_end():
 
 def test_explain_a_key_that_no_file_gives(here):
     """Another key's line is not its place."""
-    words = ["--config-dir", str(Path(__file__).parent / "presets_outside"), "conf=qwen3_next"]
+    words = ["--config-dir", str(Path(__file__).parent / "presets_outside"), "conf=jamba_mini"]
     assert "set" not in answer(*words, "explain=model.blocks.mla.kernels")
 
 
@@ -385,7 +385,7 @@ def test_help_names_groups_and_examples(here):
     ran = warm("--help", cwd=here)
     assert ran.code == 0
     assert "python -m nam_megatron.translate conf=nam56r" in ran.out
-    assert re.search(r"^lane: author_dp, native_dp, nemo_native$", ran.out, re.M)
+    assert re.search(r"^lane: author_dp, native_dp, nemo_native, own_dp$", ran.out, re.M)
 
 
 def test_info(here):
@@ -486,7 +486,7 @@ BAD = {
     "overlay as a group": (["conf=nam56r", "overlay=fused"], "to lay one over the preset: `+overlay=NAME`"),
     "overlay in the place of the preset's": (["conf=nam56r_fused", "overlay=tp_sp"], "lay one over the preset: `+overlay=NAME`"),
     "group typo": (["conf=nam56r", "lanes=nemo_native"], "unknown key `lanes`, did you mean `lane`?"),
-    "option typo": (["conf=nam56r", "lane=nemo"], "no lane `nemo` @ lane", "author_dp, native_dp, nemo_native"),
+    "option typo": (["conf=nam56r", "lane=nemo"], "no lane `nemo` @ lane", "author_dp, native_dp, nemo_native, own_dp"),
     "no override": (["conf=nam56r", "model.depth"], "cannot read the override `model.depth`"),
     "quotes": (["conf=nam56r", "model.pattern='A"], "cannot read the override `model.pattern='A`"),
     "format": (["conf=nam56r", "format=nonsense"], "no format `nonsense` @ format", "auto, shell, lines, json, yaml"),
