@@ -105,6 +105,11 @@ def megatron(plan: Plan) -> float:
     if moe:
         experts = 4 * h * gated * (moe.expert_hidden_size * moe.top_k + moe.shared_expert_hidden_size)
     mlp = 4 * h * gated * m.ffn_hidden_size
-    per_symbol = {"*": attention, "M": mamba, "E": experts, "-": mlp}
+    delta = 0.0
+    if g := blocks.gdn:
+        keys, values = g.key_heads * g.key_head_dim, g.value_heads * g.value_head_dim
+        rule = 4 * g.value_heads * g.value_head_dim**2
+        delta = 2 * (h * (g.in_proj_width + values) + g.conv_width * (2 * keys + values) + rule)
+    per_symbol = {"*": attention, "M": mamba, "G": delta, "E": experts, "-": mlp}
     forward = sum(per_symbol.get(symbol, 0.0) for symbol in every)
     return 3 * (forward + 2 * h * m.vocab_size * (1 + plan.mtp_depths))

@@ -168,6 +168,7 @@ COUNTED = {
     "dense, gated": (*NATIVE, "model.letters.E=mlp", "model.activation=swiglu"),
     "as designed": ("nam56r",),
     "mha": (*NATIVE, "model.blocks.attention.query_groups=56"),
+    "delta": ("qwen3_next_80b_a3b",),
 }
 
 
