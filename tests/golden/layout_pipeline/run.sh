@@ -34,9 +34,7 @@ exec torchrun --nproc-per-node 8 --nnodes 2 --node-rank "${NODE_RANK:?}" --maste
   --no-bias-gelu-fusion \
   --hidden-dropout 0.0 \
   --attention-dropout 0.0 \
-  --position-embedding-type rope \
   --rotary-base 500000 \
-  --rotary-percent 1.0 \
   --softmax-type vanilla \
   --init-method-std 0.02 \
   --tensor-model-parallel-size 1 \
@@ -83,6 +81,8 @@ exec torchrun --nproc-per-node 8 --nnodes 2 --node-rank "${NODE_RANK:?}" --maste
   --kv-channels 64 \
   --group-query-attention \
   --num-query-groups 8 \
+  --position-embedding-type rope \
+  --rotary-percent 1.0 \
   --num-experts 16 \
   --moe-router-topk 4 \
   --moe-ffn-hidden-size 896 \
