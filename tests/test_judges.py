@@ -166,8 +166,8 @@ feature.megatron_fsdp.strategy feature.tracking.tensorboard
 feature.tracking.wandb_project feature.tracking.wandb_name feature.tracking.wandb_dir feature.tracking.wandb_entity
 feature.tracking.mlflow feature.tracking.mlflow_experiment precision.cross_entropy precision.fused_grad_accumulation
 precision.norm_kernels precision.deterministic schedule.eval_steps schedule.eval_interval schedule.log_interval
-schedule.save schedule.save_interval schedule.load schedule.stop_every schedule.timeout_minutes
-schedule.manual_gc_interval data.workers device.name device.capability device.total_gib device.runtime_gib
+schedule.save schedule.save_interval schedule.async_save schedule.load schedule.stop_every schedule.timeout_minutes
+schedule.manual_gc_interval data.cache data.workers device.name device.capability device.total_gib device.runtime_gib
 device.groups_gib.data device.groups_gib.tensor device.groups_gib.pipeline device.groups_gib.context
 device.groups_gib.expert device.allocator_gib device.headroom_gib device.bf16_tflops device.gemm_tflops device.link
 device.gemm_floor_tflops device.allreduce_floor_gbs cluster.name cluster.pool cluster.nodes cluster.gpus_per_node

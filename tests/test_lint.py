@@ -1213,7 +1213,9 @@ def test_layers_of_ours_are_not_taken_as_megatrons():
     rows = dict(describe.rows(found.args, found.model))
     assert rows["parameters"] == "?" and "17 Mamba-2 or ours" in rows["layers"] and "Mamba" not in rows
     notes = list(describe.notes(found.args, found.model))
-    assert any("mamba3, m2rnn of ours" in note for note in notes) and not any("no flag says" in note for note in notes)
+    assert any("dsa, mamba3, m2rnn are ours" in note for note in notes) and not any(
+        "no flag says" in note for note in notes
+    )
     assert {"number": 12, "kind": None} in describe.data(found.args, found.model)["layers"]
     with pytest.raises(Refused, match="--nam-model"):
         recipe.make(found, Path("mine.yaml"))

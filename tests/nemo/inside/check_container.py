@@ -50,7 +50,13 @@ def read_back(made: NamContainer, folder) -> NamContainer:
 
 
 # One of each shape of model and layout: the others differ from these by values that no rule here looks at.
-SHAPES = ["nam52_h200_dense_ref_v1", "nam56r", "nam56r_native_dp", "nam56r_native_dp_fp8", "nam56r_native_dp_fused"]
+SHAPES = [
+    "nam52_h200_dense_no_mhc_recovery_v1",
+    "nam56r",
+    "nam56r_native_dp",
+    "nam56r_native_dp_fp8",
+    "nam56r_native_dp_fused",
+]
 
 
 @pytest.mark.parametrize("preset", [*SHAPES, "nam56r_nemo_native"])
