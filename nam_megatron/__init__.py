@@ -1,5 +1,6 @@
 """From a Hydra recipe of a hybrid language model to exactly what Megatron-Core must be told."""
 
+import os
 import sys
 from types import TracebackType
 
@@ -8,10 +9,16 @@ if sys.argv[:1] == ["-m"]:
     _told = sys.excepthook
 
     def _interrupted(kind: type[BaseException], err: BaseException, trace: TracebackType | None) -> None:
-        if kind is KeyboardInterrupt:
-            sys.stderr.write("interrupted\n")
-        else:
+        cause: BaseException | None = err
+        while cause is not None and not isinstance(cause, KeyboardInterrupt):
+            cause = cause.__cause__ or cause.__context__  # a library may make another error of it
+        if cause is None:
             _told(kind, err, trace)
+            return
+        sys.stderr.write("interrupted\n")
+        if cause is not err:  # which Python itself would end with 1
+            sys.stderr.flush()
+            os._exit(130)
 
     sys.excepthook = _interrupted
 
