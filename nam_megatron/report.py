@@ -55,7 +55,7 @@ def given_up(p: Plan) -> Iterator[str]:
     """What the family was designed with and the lane replaces."""
     for s in p.substitutions:
         there = f"{s.by} puts {KINDS[s.standing].title} there"
-        yield f"gives up {KINDS[s.designed].title} at {s.letter} ({len(s.numbers)} layer{'s' * (len(s.numbers) != 1)}): {there}"
+        yield f"gives up {KINDS[s.designed].title} at {s.letter} ({counted(len(s.numbers), 'layer')}): {there}"
 
 
 def only_here(p: Plan) -> Iterator[str]:

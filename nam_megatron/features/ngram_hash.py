@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from nam_megatron.plan import Plan
 
-PRIME = 2**31 - 1  # of the hash; runtime/ngram_embedding.py
+PRIME = 2**31 - 1  # of the hash: products of two residues stay below 2^62
 
 
 class NgramHash(Switch):

@@ -116,8 +116,9 @@ def words(root: Mapping[str, Any], target: Target) -> tuple[list[str], list[str]
             continue
         found += target.words(Setting(dest, value, ""))
     mixed = root.get("mixed_precision")
-    if isinstance(mixed, str) or (isinstance(mixed, dict) and mixed.get("bf16") and "--bf16" not in found):
-        found += ["--bf16"] if "bf16" in str(mixed) and "--bf16" not in found else []
+    on = "bf16" in mixed if isinstance(mixed, str) else isinstance(mixed, dict) and mixed.get("bf16")
+    if on and "--bf16" not in found:
+        found.append("--bf16")
     for name in ("peft", "comm_overlap"):
         if root.get(name):
             notes.append(f"it has `{name}`, which no flag of Megatron's says")

@@ -27,9 +27,8 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 from torch import Tensor
 from torch.nn import Parameter
 
+from nam_megatron.features.ngram_hash import PRIME
 from nam_megatron.runtime.readings import BESIDE
-
-PRIME = 2**31 - 1  # products of two residues stay below 2^62
 
 
 def multipliers(count: int) -> Iterator[int]:

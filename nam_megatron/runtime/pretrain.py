@@ -215,9 +215,8 @@ def settings(args: Namespace, stack: ModuleSpec) -> PretrainConfigContainer:
     raise_if(problems)
     model = hybrid_config_from_args(args, model_config_cls=NamModelConfig)
     model.hybrid_stack_spec = stack
-    model.pre_wrap_hooks += (stack.metainfo if stack else {}).get(
-        "hooks", []
-    )  # of features that stand beside the layers
+    if stack:
+        model.pre_wrap_hooks += stack.metainfo.get("hooks", [])  # of features that stand beside the layers
     return pretrain_cfg_container_from_args(args, model)
 
 

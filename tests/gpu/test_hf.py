@@ -16,30 +16,21 @@ from nam_megatron.hf import export
 from nam_megatron.hf.model.modeling_nam import NamCache
 from nam_megatron.hf.opened import open_model
 
+from .trained import trained
+
 pytestmark = pytest.mark.gpu
 
-SMALL = (
-    "cluster=h200_1",
-    "model.depth=12",
-    "model.hidden_size=1024",
-    "model.num_attention_heads=16",
-    "model.vocab_size=8192",
-)
-SMALL += ("model.seq_length=1024", "schedule.global_batch_size=8", "schedule.train_steps=50", "schedule.decay_steps=50")
 CASES = {
-    "nam56r": (*SMALL, "model.ffn_hidden_size=2048", "model.substitute=[{letter: A, ranks: [1, 2], kind: dsa}]"),
-    "nam56r_native_dp": SMALL,
+    "nam56r": ("model.ffn_hidden_size=2048", "model.substitute=[{letter: A, ranks: [1, 2], kind: dsa}]"),
+    "nam56r_native_dp": (),
 }
 
 
 def made(name: str, at: Path) -> tuple[Path, Path]:
     """The checkpoint of fifty steps on random tokens, and its export."""
-    words = [f"conf={name}", *CASES[name], f"schedule.save={at}/ckpt", "schedule.save_interval=50", f"out={at}/run"]
-    subprocess.run([sys.executable, "-m", "nam_megatron.translate", *words], check=True, timeout=100)
-    ran = subprocess.run(["bash", str(at / "run" / "run.sh")], capture_output=True, text=True, timeout=400, check=False)
-    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-3000:]
-    export.export(at / "ckpt", at / "hf", None, lambda text: None)
-    return at / "ckpt", at / "hf"
+    checkpoint = trained(at, name, 50, *CASES[name], "schedule.save_interval=50")
+    export.export(checkpoint, at / "hf", None, lambda text: None)
+    return checkpoint, at / "hf"
 
 
 @pytest.mark.parametrize("name", CASES)
