@@ -322,9 +322,10 @@ def test_no_room_for_a_receipt_starts_nothing(root):
 
 
 def test_a_kill_at_any_moment_leaves_receipts_whole(root):
-    """Open, record and seal in a loop, killed after a random time: what lies there is whole, and what was open is sealed as lost."""
+    """Open, record and seal in a loop, killed at a random moment: what lies there is whole, and what was open is sealed as lost."""
     chance = random.Random(5)
     for _ in range(25):
+        before = len(receipt.folders(root))
         child = os.fork()
         if not child:
             try:
@@ -334,7 +335,9 @@ def test_a_kill_at_any_moment_leaves_receipts_whole(root):
                     opened.seal("completed", {})
             finally:
                 os._exit(0)
-        time.sleep(0.01 + chance.random() * 0.05)
+        while len(receipt.folders(root)) < before + 2:
+            time.sleep(0.001)
+        time.sleep(chance.random() * 0.02)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     folders = receipt.folders(root)
