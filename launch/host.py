@@ -4,7 +4,7 @@ import ctypes
 import os
 import re
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -224,6 +224,21 @@ def shm(count: int, path: Path = Path("/dev/shm")) -> Finding:
             "shm", "fail", f"{said}, and {want >> 20} are wanted", "`--shm-size` or `--ipc=host` of the container"
         )
     return Finding("shm", "ok", said)
+
+
+def compiling(environ: Mapping[str, str]) -> Finding:
+    """torch locks an extension that it compiles by a file, and waits without end where one lies that a killed compiler left."""
+    cache = Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or "/", ".cache"))
+    root = Path(environ.get("TORCH_EXTENSIONS_DIR") or cache / "torch_extensions")
+    # One folder for an extension, below one for each Python and CUDA unless the environment names the place.
+    found = sorted({*root.glob("*/lock"), *root.glob("*/*/lock")})
+    if not found:
+        return Finding("compiling", "ok", "no extension of torch is locked")
+    said = ", ".join(f"`{lock}`" for lock in found)
+    return Finding(
+        "compiling", "fail", f"an extension of torch is being compiled, or its compiler was killed: {said}",
+        "where no process compiles, remove the file: recompute builds such an extension, and a run waits at the lock without a word",
+    )  # fmt: skip
 
 
 def clock(nodes: int, state: tuple[int, int, int] | None = None) -> Finding:

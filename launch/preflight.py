@@ -41,7 +41,7 @@ def check(context: Context) -> Report:
             looks = [
                 pool.submit(software, environ, lock),
                 pool.submit(links, context, environ),
-                pool.submit(system, context),
+                pool.submit(system, context, environ),
                 pool.submit(disks, context, environ),
             ]
             packages, *others = (look.result() for look in looks)
@@ -114,7 +114,7 @@ def links(context: Context, environ: Mapping[str, str]) -> Look:
     return found, {"topology": {**topology.facts(matrix), "nvlinks": active}}
 
 
-def system(context: Context) -> Look:
+def system(context: Context, environ: Mapping[str, str]) -> Look:
     found = [
         host.numa(host.text(host.PROC / host.BALANCING)),
         host.stale(host.processes(), os.getpid()),
@@ -124,6 +124,7 @@ def system(context: Context) -> Look:
         *host.limits(context.cluster.nodes),
         host.shm(context.cluster.gpus_per_node),
         host.clock(context.cluster.nodes),
+        host.compiling(environ),
     ]
     return found, {"host": host.facts()}
 

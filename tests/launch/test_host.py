@@ -188,6 +188,30 @@ def test_shared_memory(tmp_path, monkeypatch):
         assert host.shm(8).level == level
 
 
+def test_a_lock_that_a_killed_compiler_left_is_named(tmp_path):
+    """Where torch says that it locks: what it would wait for is what is found."""
+    from torch.utils import cpp_extension
+    from torch.utils.file_baton import FileBaton
+
+    for environ in (
+        {"TORCH_EXTENSIONS_DIR": str(tmp_path / "named")},
+        {"HOME": str(tmp_path)},
+        {"HOME": "/none", "XDG_CACHE_HOME": str(tmp_path / "xdg")},
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("HOME", "XDG_CACHE_HOME", "TORCH_EXTENSIONS_DIR"):
+                patch.delenv(name, raising=False)
+            for name, value in environ.items():
+                patch.setenv(name, value)
+            folder = cpp_extension._get_build_directory("share_storage_ext", verbose=False)
+        assert host.compiling(environ).level == "ok"
+        baton = FileBaton(f"{folder}/lock")
+        assert baton.try_acquire()
+        found = host.compiling(environ)
+        assert found.level == "fail" and f"`{folder}/lock`" in found.message
+        baton.release()
+
+
 @pytest.mark.parametrize(
     ("nodes", "state", "level"),
     [

@@ -24,7 +24,7 @@ WORDS = {
     "over_memory": "refuse",
 }  # fmt: skip
 # What every machine that runs these tests lacks, or has in its own way.
-HERE = ("lock", "extensions", "root-volume", "git", "numa", "xid", "limits", "shm", "clock", "venv")
+HERE = ("lock", "extensions", "root-volume", "git", "numa", "xid", "limits", "shm", "clock", "venv", "compiling")
 
 
 @pytest.fixture
