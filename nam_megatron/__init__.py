@@ -1,25 +1,32 @@
 """From a Hydra recipe of a hybrid language model to exactly what Megatron-Core must be told."""
 
 import os
+import signal
 import sys
-from types import TracebackType
+from types import FrameType, TracebackType
+
+interrupted = False  # by a Ctrl-C that nothing else handles: what a library made of it since is no error of its own
 
 if sys.argv[:1] == ["-m"]:
     # `python -m nam_megatron...` imports for seconds before a command can catch anything: a Ctrl-C in there is no traceback either.
     _told = sys.excepthook
 
-    def _interrupted(kind: type[BaseException], err: BaseException, trace: TracebackType | None) -> None:
-        cause: BaseException | None = err
-        while cause is not None and not isinstance(cause, KeyboardInterrupt):
-            cause = cause.__cause__ or cause.__context__  # a library may make another error of it
-        if cause is None:
+    def _interrupt(number: int, frame: FrameType | None) -> None:
+        global interrupted
+        interrupted = True
+        raise KeyboardInterrupt
+
+    def _end(kind: type[BaseException], err: BaseException, trace: TracebackType | None) -> None:
+        if not interrupted and kind is not KeyboardInterrupt:
             _told(kind, err, trace)
             return
         sys.stderr.write("interrupted\n")
-        if cause is not err:  # which Python itself would end with 1
+        if kind is not KeyboardInterrupt:  # with which Python itself would end with 1
             sys.stderr.flush()
             os._exit(130)
 
-    sys.excepthook = _interrupted
+    sys.excepthook = _end
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
 
 __version__ = "0.1.0"

@@ -13,6 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+import nam_megatron
 from nam_megatron import files
 from nam_megatron.errors import OK, REFUSED, Problem, Refused, finish, raise_if_twice
 from nam_megatron.origin import Origin, clipped, hydra_problem
@@ -113,5 +114,7 @@ def _words(cfg: DictConfig, keys: Sequence[str]) -> dict[str, Any]:
 
 
 def _refuse(refused: Refused, origin: Origin | None = None) -> int:
+    if nam_megatron.interrupted:  # Hydra and OmegaConf make errors of their own of it
+        raise KeyboardInterrupt from refused
     sys.stderr.write(refused.render(origin))
     return REFUSED

@@ -149,6 +149,29 @@ def test_ctrl_c_while_a_command_is_imported_is_no_traceback(tmp_path, module, af
     assert code in (130, -signal.SIGINT, 0), said
 
 
+MADE_AN_ERROR = """
+import os, signal, sys
+sys.argv = ["-m", "conf=nam56r_smoke"]
+from nam_megatron import app
+
+def composed():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        signal.sigtimedwait([], 10)
+    except KeyboardInterrupt:
+        pass
+    raise app.OmegaConfBaseException
+
+app.hydra.main = lambda **_: lambda job: composed
+app.run("translate", (), None)
+"""
+
+
+def test_ctrl_c_of_which_a_library_made_an_error_of_its_own_is_still_said_as_what_it_is(tmp_path):
+    done = subprocess.run([sys.executable, "-c", MADE_AN_ERROR], capture_output=True, text=True, cwd=REPO, check=False)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
 def test_verify_ends_at_a_ctrl_c_that_reaches_it_alone(tmp_path):
     """Its second process is importing Megatron then: it is not waited for, and not left behind."""
     words = [sys.executable, "-m", "nam_megatron.verify", "conf=nam56r_smoke"]
