@@ -123,7 +123,7 @@ def near(value):
     return st.just(value)
 
 
-@many(2000)
+@many(800)
 @given(mutated())
 def test_mutated_trees(tree):
     judge(lambda: from_tree(tree), tree if isinstance(tree, dict) else ())
@@ -181,7 +181,7 @@ def test_plausible_recipes():
     """Both ends are reached often: recipes that are translated, and recipes that are refused."""
     outcomes = []
 
-    @many(2000)
+    @many(800)
     @given(plausible())
     def run(case):
         outcomes.append(judge(lambda: changed(*case)) is not None)

@@ -113,7 +113,6 @@ def test_a_writer_that_dies_ends_the_run(tmp_path):
 
 LAYOUTS = {
     "tensor and sequence": ("parallel.tensor=2", "parallel.sequence=true"),
-    "data": (),
     "expert": ("parallel.expert=2",),
 }
 
