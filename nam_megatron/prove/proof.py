@@ -1,5 +1,6 @@
 """A proof: both sides run in processes of their own, and what they saw compared. Torch and Megatron are imported when a bench opens."""
 
+import re
 import sys
 import tempfile
 import time
@@ -8,15 +9,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nam_megatron.errors import FINDINGS, OK, counted, raise_if
 from nam_megatron.prove import compare, cut
 from nam_megatron.prove.compare import FP32, Limits, Row
 from nam_megatron.recipe import Recipe
 
+if TYPE_CHECKING:
+    from nam_megatron.prove.ranks import Rank
+
 TWICE, AGAIN = "the layout, twice, to the last bit", "the layout, resumed in itself, to the last bit"
 PROVEN, DIFFERS, BROKEN = "proven", "differs", "does not run"
+# Of what faulthandler says: a line of Megatron's or ours, not of what stands in for a GPU.
+FRAME = re.compile(r'File "[^"]*/(?:nam_)?megatron/(?!prove/)(?:[^"]*/)?([^/"]+)", line (\d+) in (\S+)')
 LIMIT_S = {"cpu": 300.0, "cuda": 540.0}
 START, RESUMED, BACK = (
     "from the same weights",
@@ -161,13 +167,13 @@ class Bench:
             if not any("EADDRINUSE" in rank.err for rank in ended):  # somebody took the port before rank 0 did
                 break
         sys.stderr.write(f"> {side.name}: {counted(world, 'rank')}, {time.monotonic() - began:.0f} s\n")
+        if any(rank.late for rank in ended):
+            return f"the ranks did not end in {self.limit_s:.0f} s: {_waiting(ended)}"
         for number, rank in enumerate(ended):
             if rank.code and rank.code > 0:
                 return f"rank {number} of {world} ended with code {rank.code}: {_last(rank.err)}"
         if codes := [rank.code for rank in ended if rank.code != 0]:
-            return (
-                f"{len(codes)} of {world} ranks were stopped: they did not end in {self.limit_s:.0f} s, or were killed"
-            )
+            return f"{len(codes)} of {world} ranks were killed"
         return ""
 
     def _compared(
@@ -198,6 +204,17 @@ def warm() -> None:
     import megatron.training.training  # noqa: F401
 
     from nam_megatron.runtime import pretrain, stack  # noqa: F401
+
+
+def _waiting(ranks: Iterable["Rank"]) -> str:
+    """Where each late rank was: those of a collective that others do not join stand at another line than these."""
+    places: dict[str, list[str]] = {}
+    for number, rank in enumerate(ranks):
+        if rank.late:
+            place = FRAME.search(rank.err)
+            where = f"{place[3]} ({place[1]}:{place[2]})" if place else "no line of Megatron's or ours"
+            places.setdefault(where, []).append(str(number))
+    return ", ".join(f"rank{'s' * (len(n) > 1)} {', '.join(n)} in {where}" for where, n in places.items())
 
 
 def _last(text: str) -> str:

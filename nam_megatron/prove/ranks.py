@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import faulthandler
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -9,6 +10,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,11 +21,12 @@ PR_SET_PDEATHSIG = 1  # Linux, sys/prctl.h
 
 @dataclass(frozen=True)
 class Rank:
-    """How one rank ended: its exit code and what it printed."""
+    """How one rank ended: its exit code and what it printed. late: it was stopped at the limit, and `err` ends with where it was."""
 
     code: int
     out: str
     err: str
+    late: bool = False
 
 
 def fork(world: int, job: Callable[[], int | None], limit_s: float = 180.0, device: str = "cpu") -> list[Rank]:
@@ -41,20 +44,25 @@ def fork(world: int, job: Callable[[], int | None], limit_s: float = 180.0, devi
         children = [context.Process(target=_child, args=(job, rank, *more)) for rank in range(world)]
         for child in children:
             child.start()
-        waiting = list(children)
-        while waiting and limit_s > 0:
+        waiting, end = list(children), time.monotonic() + limit_s
+        while waiting and time.monotonic() < end:
             multiprocessing.connection.wait([c.sentinel for c in waiting], 1)
-            limit_s -= 1
             if any(c.exitcode for c in children):
                 for child in waiting:
                     child.join(3)  # time for a message of its own
                 break
             waiting = [c for c in waiting if c.is_alive()]
-        for child in children:
+        late = [time.monotonic() >= end and child.is_alive() for child in children]
+        if any(late):
+            for child in waiting:
+                os.kill(child.pid or 0, signal.SIGUSR1)
+            time.sleep(1)
+        for child in children:  # all, before one of them hears that another is gone
             child.kill()
+        for child in children:
             child.join()
         read = [[(Path(folder) / f"{r}.{name}").read_text() for name in ("out", "err")] for r in range(world)]
-        return [Rank(child.exitcode, *texts) for child, texts in zip(children, read, strict=True)]
+        return [Rank(child.exitcode, *texts, slow) for child, texts, slow in zip(children, read, late, strict=True)]
 
 
 def _child(job: Callable[[], int | None], rank: int, world: int, port: int, folder: Path, device: str) -> None:
@@ -62,6 +70,7 @@ def _child(job: Callable[[], int | None], rank: int, world: int, port: int, fold
         os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT), fd)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=False)
     # A rank whose parent was killed would wait for the others until a collective times out.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))

@@ -1,8 +1,11 @@
 """The prove command: what it cuts, what it compares, and that it finds what is planted."""
 
 import json
+import os
+import re
 import subprocess
 import sys
+import time
 from functools import cache
 from math import inf
 
@@ -188,8 +191,8 @@ SAMPLE = {
     "two stages of two, MTP": (
         "nam56r_native_dp", "parallel.pipeline=2", "parallel.virtual_pipeline=2", "feature.mtp.depths=2", "cluster=h200_2",
     ),
-    "a stage without an indexer, whose loss Megatron's log sums over all stages": (
-        "nam56r", "parallel.pipeline=2", "cluster=h200_2",
+    "a stage without an indexer and one without experts, whose losses Megatron's log sums over all stages": (
+        "nam52r_h200_4full_9sparse_candidate_v1", "parallel.pipeline=2", "cluster=h200_2",
     ),
     "Megatron's kernels, recomputed": (
         "nam56r", "model.blocks.mla.kernels=megatron", "model.blocks.dsa.kernels=megatron", "feature.recompute.granularity=selective",
@@ -209,6 +212,19 @@ def test_a_sample_of_layouts_is_proven(words):
     if "precision.deterministic=true" in words:
         assert [part.title for part in found.parts][-2:] == [proof.TWICE, proof.AGAIN]
         assert all(len(part.rows) > 50 for part in found.parts)
+
+
+def test_a_rank_that_waits_for_another_is_named_with_its_line():
+    def one_stays_away() -> None:
+        if os.environ["RANK"] == "1":
+            time.sleep(60)
+
+    with proof.Bench(load("nam56r_native_dp", ("cluster=h200_2",)), steps=1) as bench:
+        bench.limit_s = 10.0
+        part = bench.start(one_stays_away)
+    assert re.match(
+        r"the ranks did not end in 10 s: rank 0 in _\w+ \(initialize.py:\d+\), rank 1 in no line", part.broken
+    ), part.broken
 
 
 def test_a_layout_that_does_not_run_is_not_proven():
