@@ -39,6 +39,23 @@ def found(step: Path, **words) -> list[str]:
     return [p.message.partition("is damaged: ")[2] or p.message for p in checkpoint.damage(step.parent, **words)]
 
 
+def test_a_checkpoint_that_is_not_there_is_about_the_key_that_asks_for_it(tmp_path):
+    (problem,) = checkpoint.objections(lowered(f"schedule.load={tmp_path}"))
+    assert (problem.key, problem.message) == ("schedule.load", f"no checkpoint in `{tmp_path}`")
+    assert "schedule.load=null" in problem.hint
+
+
+def test_checksums_wait_for_the_files_of_the_last_rank(step, monkeypatch):
+    (step / checksums.NAME).unlink()
+    alone = torch.distributed
+    monkeypatch.setattr(alone, "barrier", lambda: (step / "__0_1.distcp").write_bytes(b"late"))
+    monkeypatch.setattr(alone, "get_rank", lambda: 0)
+    monkeypatch.setattr(alone, "get_world_size", lambda: 1)
+    monkeypatch.setattr(alone, "all_gather_object", lambda found, mine: found.__setitem__(0, mine))
+    checksums.write(step)
+    assert checksums.read(step)["__0_1.distcp"] == hashlib.sha256(b"late").hexdigest()
+
+
 # The tracker -------------------------------------------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """What a receipt, a folder of receipts and a signature can and cannot be talked into."""
 
+import errno
 import json
 import os
 import shutil
@@ -30,6 +31,21 @@ def run(root: Path, preset: str = "x", log: str = "a log\n") -> Path:
     (made.folder / receipt.PLAN).write_text("{}")
     made.seal("completed", {"figures": {"loss": 1.0}})
     return made.folder
+
+
+@pytest.mark.parametrize(
+    ("number", "says", "hints"),
+    [
+        (errno.ENOSPC, "the disk is full", "make room there"),
+        (errno.EDQUOT, "the disk is full", "make room there"),
+        (errno.EACCES, "Permission denied", "name a folder you may write to: `cluster.storage.receipts=DIR`"),
+    ],
+)
+def test_what_cannot_be_written_is_said_with_what_helps(tmp_path, number, says, hints):
+    with pytest.raises(Refused) as refused, receipt.writing(tmp_path):
+        raise OSError(number, os.strerror(number))
+    (problem,) = refused.value.problems
+    assert problem.message == f"cannot write to `{tmp_path}`: {says}" and problem.hint == hints
 
 
 def edit(folder: Path, **changes) -> None:
