@@ -42,13 +42,10 @@ def translate(recipe: Recipe, target: Target | None = None) -> Lowering:
 
 def lower(p: Plan, target: Target) -> Lowering:
     """All settings of a plan, checked: sections, blocks, features, the device, and that no setting has two owners."""
-    r = p.recipe
-    sections: list[tuple[str, str, Config]] = [(name, f"{name}.", getattr(r, name)) for name in SECTIONS]
-    blocks: list[tuple[str, str, Config]] = [(b.kind, f"model.blocks.{b.kind}.", b) for b in p.blocks]
-    features: list[tuple[str, str, Config]] = [(f.name, f"feature.{f.name}.", f) for f in r.feature.all()]
-    problems = list(_device(r, target))
+    problems = list(_device(p.recipe, target))
     # Whether the layout fits the machines comes first: what else is wrong may follow from it.
-    for _, _, config in (*sorted(sections, key=lambda s: s[0] != "parallel"), *blocks, *features):
+    owners = sorted(_owners(p), key=lambda owner: owner[0] != "parallel")
+    for config in (*(config for _, _, config in owners), *p.recipe.feature.all()):
         problems += config.check(p)
     raise_if(problems)
     return unchecked(p, target)
@@ -56,20 +53,23 @@ def lower(p: Plan, target: Target) -> Lowering:
 
 def unchecked(p: Plan, target: Target) -> Lowering:
     """All settings of a plan that may not be one to train: for comparing, never for a launch."""
-    r = p.recipe
-    sections: list[tuple[str, str, Config]] = [(name, f"{name}.", getattr(r, name)) for name in SECTIONS]
-    blocks: list[tuple[str, str, Config]] = [(b.kind, f"model.blocks.{b.kind}.", b) for b in p.blocks]
     settings: list[Setting] = []
-    for owner, prefix, config in (*sections, *blocks):
+    for owner, prefix, config in _owners(p):
         settings += _owned(config.lowered(p), owner, prefix)
     for name, cls in FEATURES.items():
-        feature = getattr(r.feature, name)
+        feature = getattr(p.recipe.feature, name)
         settings += _owned(feature.lowered(p) if feature else cls.off(p), name, f"feature.{name}.")
     seen: dict[str, Setting] = {}
     for s in settings:
         assert s.name not in seen, f"{s.name} is set by {seen[s.name].owner} and by {s.owner}"
         seen[s.name] = s
     return Lowering(p, target, tuple(settings), tuple(_env(p)))
+
+
+def _owners(p: Plan) -> Iterator[tuple[str, str, Config]]:
+    """(name, what its keys begin with, itself) of each section and each block that stands."""
+    yield from ((name, f"{name}.", getattr(p.recipe, name)) for name in SECTIONS)
+    yield from ((b.kind, f"model.blocks.{b.kind}.", b) for b in p.blocks)
 
 
 def _owned(settings: Iterator[Setting], owner: str, prefix: str) -> Iterator[Setting]:

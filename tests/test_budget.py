@@ -442,6 +442,31 @@ def test_kernels_in_plain_torch_keep_what_autograd_keeps(kind):
     assert {name: found.get(name) for name in PLAIN[kind]} == PLAIN[kind]
 
 
+def test_gated_delta_nets_by_value():
+    """Of Qwen3-Next: 2048 wide, keys 16 x 128, values 32 x 128, chunks of 64; written out by hand."""
+    plan = plan_of("qwen3_next_80b_a3b")
+    z, (block,) = Sizes.of(plan), [b for b in plan.blocks if b.kind == "gdn"]
+    tokens, keys, values, heads = z["T"], 2048, 4096, 32
+    kept = {l.name: l.bytes for l in block.activations(z, None)}
+    assert {name: n for name, n in kept.items() if name not in ("input", "norm statistics", "norm output")} == {
+        "q, k, v, gate, beta, alpha": 2 * tokens * (2 * keys + 2 * values + 2 * heads),
+        "queries and keys": 4 * tokens * keys + 4 * tokens * heads * 128,
+        "values": 2 * tokens * values,
+        "decay and beta": 6 * tokens * heads,
+        "chunk matrices": 2 * tokens * heads * 64,
+        "output and gate": 4 * tokens * values,
+        "gated output": 2 * tokens * values,
+    }
+    assert {w.name: w.flops for w in block.flops(z, None)} == {
+        "projections": 2 * 2048 * (2 * keys + 2 * values + 2 * heads) + 2 * values * 2048,
+        "convolution": 2 * 4 * (2 * keys + values),
+        "delta rule": heads * (3 * 64 * 128 + 2 * 64 * 128 + 6 * 128 * 128),
+    }
+    (s,) = serve(plan, batch=1, context=1)
+    states = {p.state.name: p.contiguous // p.layers for p in s.pools if p.kind == "gdn"}
+    assert states == {"convolution window": 2 * 4 * (2 * keys + values), "recurrent state": 4 * heads * 128 * 128}
+
+
 def test_graph_runs_are_eager_until_the_capture():
     graphs, eager = budget(plan_of(*NATIVE, *GRAPHS)).worst.moments, budget(plan_of(*NATIVE)).worst.moments
     for early, cold in (("first_step", "first_step"), ("warm_up", "steady")):
@@ -603,7 +628,7 @@ def test_fit_finds_nothing_where_nothing_fits():
 
 def test_fit_of_a_key_that_takes_no_memory_has_no_limit():
     fit = search.largest(load("nam56r_native_dp"), "schedule.log_interval")
-    assert fit.beyond is None
+    assert fit.beyond is None and fit.key == "schedule.log_interval" and fit.best.good
 
 
 def test_resolving_a_key():

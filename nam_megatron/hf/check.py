@@ -27,6 +27,7 @@ from nam_megatron.hf.model.modeling_nam import Dsa, Router
 from nam_megatron.hf.opened import DTYPES, open_model
 from nam_megatron.lower import Lowering, translate
 from nam_megatron.recipe import from_tree, to_tree
+from nam_megatron.recipe.data import mock
 
 # Worst that passes: of bf16 what the issue of every exporter asks for, of fp32 the rounding of sums in another order.
 COSINE, KL, RELATIVE = 0.9999, 1e-3, 1e-5
@@ -178,7 +179,7 @@ def one_device(lowering: Lowering, dtype: str) -> Lowering:
     tree["model"]["pattern"] = tree["model"]["pattern"].replace("|", "")
     tree["schedule"] |= {"save": None, "load": None, "save_interval": None}
     tree["precision"]["fused_grad_accumulation"] = False  # no gradient is computed, and the fusion wants APEX
-    tree["data"] = dict.fromkeys(tree["data"]) | {"name": "mock", "workers": 0}
+    tree["data"] = mock(tree["data"])
     blocks = tree["model"]["blocks"]
     if dtype == "fp32":
         for keys in blocks.values():

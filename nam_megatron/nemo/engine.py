@@ -11,8 +11,9 @@ import types
 
 import torch
 
+from nam_megatron.targets import current
+
 NAME = "transformer_engine"
-VERSION = "2.20.2"  # as runtime/oracle.py pretends
 
 
 def provide() -> None:
@@ -28,7 +29,7 @@ class _Class(type):
 
 class _Module(types.ModuleType):
     __path__: list[str] = []  # noqa: RUF012  as Python has it
-    __version__ = VERSION
+    __version__ = current().te_version
 
     def __getattr__(self, name: str) -> type:
         return _made(self, name)

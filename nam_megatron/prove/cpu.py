@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import torch
 
 from nam_megatron.prove import cpu_modules as modules
+from nam_megatron.targets import current
 
 CPU = torch.device("cpu")
 
@@ -183,7 +184,7 @@ def pretended() -> Iterator[None]:
     _sharded_by_gloo()
     optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
-    megatron.core.utils._te_version = megatron.core.utils.PkgVersion("2.20.2")
+    megatron.core.utils._te_version = megatron.core.utils.PkgVersion(current().te_version)
     initialize = training.initialize_megatron
     training.initialize_megatron = lambda **kw: initialize(allow_no_cuda=True, **kw)
 

@@ -27,6 +27,7 @@ from nam_megatron.errors import Problem, Refused
 from nam_megatron.lower import Lowering, translate
 from nam_megatron.plan import Plan
 from nam_megatron.recipe import Recipe, parsed, resolved, to_tree
+from nam_megatron.recipe.data import mock
 
 SEQUENCE, SAMPLES, LEAST = 32, 2, 4
 ON_GPU = {
@@ -242,7 +243,7 @@ def _batches(tree: dict[str, Any], recipe: Recipe, full: Plan, steps: int, seed:
     _put(tree, "optim.clip_grad", min(CLIP, recipe.optim.clip_grad))
     if resumable(recipe) and _at(tree, "feature.distributed_optimizer.enabled"):
         _put(tree, "feature.distributed_optimizer.reshardable", True)
-    tree["data"] = dict.fromkeys(tree["data"]) | {"name": "mock", "workers": 0}
+    tree["data"] = mock(tree["data"])
     _put(tree, "feature.fim", None)
 
 

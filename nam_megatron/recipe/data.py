@@ -1,10 +1,10 @@
 """`data`: what is trained on."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import NonNegativeInt, PositiveFloat
 
@@ -21,6 +21,11 @@ KEYS = {
     "blend": ("parts", "split", "tokenizer", "cache"),
     "built": ("path", "cache"),
 }
+
+
+def mock(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The section of a recipe's tree without a corpus: what Megatron makes up, or whoever asks gives."""
+    return dict.fromkeys(data) | {"name": "mock", "workers": 0}
 
 
 class Part(Config):

@@ -17,8 +17,10 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nam_megatron.targets import current
+
 DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}  # as flags spell them
-TE_VERSION = "2.20.2"  # of the training hosts; the CPU side has none installed
+TE_VERSION = current().te_version  # of the training hosts; the CPU side has none installed
 
 
 @dataclasses.dataclass(frozen=True)

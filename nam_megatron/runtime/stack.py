@@ -28,6 +28,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from nam_megatron.errors import Problem, Refused, quoted, raise_if
 from nam_megatron.plan import Plan
+from nam_megatron.targets import current
 
 # Fields of a layer's spec that are meant to be empty, with the reason; any other empty field is refused, so that one which a later
 # Megatron adds is refused too until somebody has looked at it. Each kind has its own list: Block.empty.
@@ -87,7 +88,12 @@ def transformer_engine_backend() -> BackendSpecProvider:
         hint = "install the `train` extra on a machine with Transformer Engine"
         raise Refused(Problem("Transformer Engine cannot be imported, so no trainable stack can be built", hint=hint))
     if te.TEColumnParallelGroupedLinear is None:
-        raise Refused(Problem("this Transformer Engine has no grouped linear layer for the experts", hint="use 2.20.2"))
+        raise Refused(
+            Problem(
+                "this Transformer Engine has no grouped linear layer for the experts",
+                hint=f"use {current().te_version}",
+            )
+        )
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
     return TESpecProvider()
