@@ -17,6 +17,16 @@ if sys.argv[:1] == ["-m"]:
         raise KeyboardInterrupt
 
     def _end(kind: type[BaseException], err: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(err, ModuleNotFoundError) and not interrupted:
+            while trace and trace.tb_next:
+                trace = trace.tb_next
+            wanted = f", which `{trace.tb_frame.f_code.co_filename}` imports" if trace else ""
+            sys.stderr.write(f"error: {err.msg}{wanted}\n\n")
+            sys.stderr.write(
+                f"hint: this Python is `{sys.executable}`; `uv sync` makes an environment, `uv run` starts in it\n"
+            )
+            sys.stderr.flush()
+            os._exit(2)
         if not interrupted and kind is not KeyboardInterrupt:
             _told(kind, err, trace)
             return

@@ -149,6 +149,15 @@ def test_ctrl_c_while_a_command_is_imported_is_no_traceback(tmp_path, module, af
     assert code in (130, -signal.SIGINT, 0), said
 
 
+@pytest.mark.parametrize("module", ["nam_megatron.translate", "nam_megatron.data"])
+def test_a_python_without_the_packages_is_told_where_they_are(module):
+    words = [sys.executable, "-S", "-m", module, "conf=nam56r_smoke"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=REPO, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: No module named '") and "`uv sync` makes an environment" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 MADE_AN_ERROR = """
 import os, signal, sys
 sys.argv = ["-m", "conf=nam56r_smoke"]
