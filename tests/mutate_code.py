@@ -133,8 +133,6 @@ SAME: dict[str, str] = {
     ' -> if unknown := [r["run"] for r, found in zip(receipts, ids,) if found is None]:': "an id for each receipt: the line above",
     "nam_megatron/blocks/mla/naive.py: wide = x.to(torch.promote_types(x.dtype, torch.float32))"
     " -> wide = x.to(torch.promote_types(torch.float32, x.dtype))": "the wider of two, whichever comes first",
-    'nam_megatron/recipe/training.py: pin = partial(Setting, beside="async_save", executes="when they are written")'
-    ' -> pin = partial(Setting, executes="when they are written")': "where in the list two arguments are read",
     "nam_megatron/verify.py: widths = [min(max(len(c[i]) for c in cells), 60) for i in range(5)]"
     " -> widths = [min(max(len(c[i]) for c in cells), 61) for i in range(5)]": "how wide a table is",
 }

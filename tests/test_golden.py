@@ -28,6 +28,19 @@ LAYOUTS = {
     "layout_full_recompute": (
         "nam56r_fused", "feature.recompute.granularity=full", "feature.recompute.method=uniform", "feature.recompute.layers=2",
     ),
+    "kernels_naive": ("nam56r", *(f"model.blocks.{kind}.kernels=naive" for kind in ("mla", "dsa", "mamba3", "m2rnn"))),
+    "kernels_megatron": ("nam56r", "model.blocks.mla.kernels=megatron", "model.blocks.dsa.kernels=megatron"),
+    "features_all": (
+        "nam56r_native_dp", "feature.mhc.streams=4", "feature.ngram_hash.enabled=true", "feature.ngram_hash.buckets=1000", "data=indexed",
+        "data.path=/d/x", "data.split='99,1,0'", "data.tokenizer=/t", "feature.fim.enabled=true", "feature.fim.rate=0.3",
+        "schedule.save=/c", "schedule.save_interval=5", "schedule.async_save=true",
+    ),
+    "keys_of_others": (
+        "nam56r_native_dp", "model.activation=swiglu", "model.normalization=LayerNorm",
+        "model.blocks.attention={window: 128, qkv_bias: true, output_gate: true, rotary_percent: 0.5}",
+        "model.blocks.moe.shared_expert_gate=true", "model.blocks.moe.z_loss_coeff=0.001", "optim.decay=WSD", "optim.wsd_steps=100",
+        "optim.wsd_shape=linear",
+    ),
 }  # fmt: skip
 
 
@@ -43,7 +56,8 @@ FILES = {
 ASKED = [
     *itertools.product(set(FILES) - {"run.sh"}, NAMES),
     *itertools.product(["plan.txt", "args.txt"], PUBLIC),
-    *itertools.product(["budget.txt"], (*ODDLY, *LAYOUTS)),
+    *itertools.product(["budget.txt"], (*ODDLY, *LAYOUTS, "qwen3_next_80b_a3b")),
+    *itertools.product(["args.txt", "unsaid.txt"], ("features_all", "keys_of_others")),
     ("run.sh", "nam56r"),
     ("run.sh", "layout_pipeline"),
 ]

@@ -48,6 +48,14 @@ def test_what_cannot_be_written_is_said_with_what_helps(tmp_path, number, says, 
     assert problem.message == f"cannot write to `{tmp_path}`: {says}" and problem.hint == hints
 
 
+@pytest.mark.parametrize("changes", [{"state": "done"}, {"state": None}, {"run": 7}])
+def test_a_receipt_of_no_state_or_run_is_damaged_however_it_is_sealed(root, changes):
+    folder = run(root)
+    rehashed(folder, **changes)
+    with pytest.raises(Refused, match="is a damaged receipt"):
+        receipt.read(folder)
+
+
 def edit(folder: Path, **changes) -> None:
     file = folder / receipt.FILE
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))

@@ -251,3 +251,9 @@ def test_a_host_named_like_our_own_words_does_no_harm(tmp_path):
     opened.seal("completed", {})
     assert receipt.read(opened.folder)["lineage"] == {"host": "sealed"}
     assert receipt.read(opened.folder)["outcome"]["end"] == "completed"
+
+
+@pytest.mark.parametrize("word", ["true", "None", "FALSE", "null", "auto"])
+def test_an_ordinary_word_is_no_secret_that_texts_are_searched_for(word):
+    redactor = Redactor({"API_TOKEN": word})
+    assert redactor.text(f"cache is {word} here") == f"cache is {word} here"
