@@ -13,8 +13,10 @@ from typing import Any
 
 from blocks import kind_of
 
+from nam_megatron.budget import budget
 from nam_megatron.lower import translate
 from nam_megatron.recipe import load
+from nam_megatron.sizes import GIB
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs" / "training.md"
@@ -160,9 +162,37 @@ def blocks() -> Iterator[str]:
     yield f"| step | | | {found['step_ms']:.0f} ms | | {total:.0f} and the rest |"
 
 
+LENGTHS, GPUS = (4096, 16384, 32768, 65536, 131072), (1, 2, 8)
+LAYER_BY_LAYER = ("granularity=full", "method=uniform", "layers=1")
+
+
+def long() -> Iterator[str]:
+    """What the budget forecasts for long sequences, one of them a microbatch: GiB on each GPU at the worst moment."""
+    yield "| tokens a sequence | kept | " + " | ".join(f"{n} GPU{'s' * (n > 1)}" for n in GPUS) + " |"
+    yield "|---|---" + "|---" * len(GPUS) + "|"
+    for length in LENGTHS:
+        for title, recompute in (("everything", ()), ("the input of each layer", LAYER_BY_LAYER)):
+            cells = []
+            for n in GPUS:
+                words = (
+                    f"model.seq_length={length}",
+                    f"cluster=h200_{n}",
+                    "schedule.micro_batch_size=1",
+                    "schedule.global_batch_size=8",
+                )
+                plan = translate(
+                    load("nam56r_fused", (*words, *(f"feature.recompute.{word}" for word in recompute)))
+                ).plan
+                need, device = budget(plan).worst.steady.total / GIB, plan.recipe.device
+                cells.append(
+                    f"{need:.1f}" if need <= device.total_gib - device.headroom_gib else f"{need:.1f}, too much"
+                )
+            yield f"| {length:,} | {title} | {' | '.join(cells)} |"
+
+
 def main() -> None:
     text = DOCS.read_text()
-    for table in (throughput, kernels, full, stock, ladder, runs, blocks):
+    for table in (throughput, kernels, full, stock, ladder, runs, blocks, long):
         head, begin, rest = text.partition(f"<!-- begin: {table.__name__} -->\n")
         assert begin, f"docs/training.md has no place for {table.__name__}"
         _, end, tail = rest.partition("<!-- end -->")

@@ -442,6 +442,18 @@ def test_kernels_in_plain_torch_keep_what_autograd_keeps(kind):
     assert {name: found.get(name) for name in PLAIN[kind]} == PLAIN[kind]
 
 
+def test_table_of_long_sequences_is_todays():
+    """benchmarks/tables.py has been run since the formulas changed: one row of it."""
+    row = next(
+        l
+        for l in (MEASURED.parents[1] / "docs/training.md").read_text().splitlines()
+        if l.startswith("| 65,536 | the input")
+    )
+    words = ("model.seq_length=65536", "schedule.micro_batch_size=1", "schedule.global_batch_size=8", *FULL)
+    found = [budget(plan_of("nam56r_fused", f"cluster=h200_{n}", *words)).worst.steady.total / GIB for n in (1, 2, 8)]
+    assert [f"{n:.1f}" for n in found] == [cell.strip().partition(",")[0] for cell in row.strip("|").split("|")[2:]]
+
+
 def test_gated_delta_nets_by_value():
     """Of Qwen3-Next: 2048 wide, keys 16 x 128, values 32 x 128, chunks of 64; written out by hand."""
     plan = plan_of("qwen3_next_80b_a3b")

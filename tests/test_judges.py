@@ -1,13 +1,16 @@
 """What decides whether a run is right, on unhappy paths: verify's comparison, resume's table of what computes. No Megatron in here."""
 
+import contextlib
 import copy
 import json
 from collections.abc import Mapping
+from types import SimpleNamespace
 
 import pytest
 from presets import lowered
 
 from nam_megatron import argv, computation
+from nam_megatron import verify as verdicts
 from nam_megatron.errors import FINDINGS, INCOMPLETE, OK, Refused
 from nam_megatron.features.names import FEATURES
 from nam_megatron.recipe import Recipe
@@ -124,6 +127,14 @@ def test_a_field_that_nobody_knows_is_a_mismatch_where_megatron_trains_by_it():
         assert (verdict.unknown, verdict.mismatches, verdict.word) == ((f"{config}.new",), (), MISMATCH)
         assert "mismatch: 0 fields disagree, 1 nobody has looked at" in summary(LOWERING, verdict)
     assert judged(VALUES | {"args.new": 1, "logger.new": 1}).word == VERIFIED
+
+
+@pytest.mark.parametrize("form", ["auto", "json"])
+def test_a_field_that_nobody_knows_is_named(form, monkeypatch, capsys):
+    oracle = contextlib.nullcontext(Says(VALUES | {"transformer.new": None}))
+    monkeypatch.setattr(verdicts, "Oracle", lambda: oracle)
+    code = verdicts.task(LOWERING.plan.recipe, {"format": form}, SimpleNamespace(unnamed_preset=lambda _: ""))
+    assert code == FINDINGS and "transformer.new" in capsys.readouterr().out
     (derived, *_) = sorted(reviewed_fields(current())[1])
     assert judged(VALUES | {derived: "anything"}).word == VERIFIED
 

@@ -108,7 +108,9 @@ class Dsa(Block):
             )
         if r.parallel.context > 1:
             yield Problem(
-                "DSA does not run under context parallelism here", "parallel.context", "set `parallel.context=1`"
+                "DSA does not run under context parallelism here",
+                "parallel.context",
+                "set `parallel.context=1`; docs/training.md says which lengths fit without",
             )
         if r.model.linear_bias:
             yield Problem("DSA has no linear bias", "model.linear_bias", "set `model.linear_bias=false`")

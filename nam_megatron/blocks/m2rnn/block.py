@@ -56,7 +56,9 @@ class M2Rnn(Block):
         yield from divides(at + "k_dim", self.k_dim, p.tensor, "M2RNN's key width", "parallel.tensor")
         if p.context > 1:
             yield Problem(
-                "M2RNN does not run under context parallelism", "parallel.context", "set `parallel.context=1`"
+                "M2RNN does not run under context parallelism",
+                "parallel.context",
+                "set `parallel.context=1`; docs/training.md says which lengths fit without",
             )
         if plan.recipe.feature.fp8 and self.in_proj_width % (16 * p.tensor):
             yield Problem(

@@ -87,7 +87,9 @@ class Mamba3(Block):
             yield Problem(f"rope_fraction {self.rope_fraction} turns no pair of columns", at + "rope_fraction")
         if p.context > 1:
             yield Problem(
-                "Mamba-3 does not run under context parallelism", "parallel.context", "set `parallel.context=1`"
+                "Mamba-3 does not run under context parallelism",
+                "parallel.context",
+                "set `parallel.context=1`; docs/training.md says which lengths fit without",
             )
         if plan.recipe.feature.fp8 and self.in_proj_width // p.tensor % 16:
             yield Problem(
