@@ -18,18 +18,16 @@ from typing import Any
 from launch import compare, outcome, steps
 from launch.compare import at
 from launch.receipt import FIRST, LOG, read
+from nam_megatron.blocks.kinds import KINDS
 from nam_megatron.errors import OK, Problem, Refused, raise_if
 
 KERNELS = "kernels.json"
 MADE_BY = '<meta name="generator" content="nam_megatron launch report">'
-# Kinds in the order of the legend; a kind that is not here is grey.
-KINDS = ("attention", "mla", "dsa", "moe", "mlp", "mamba2", "gdn", "mamba3", "m2rnn")
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 220, 64, 12, 10, 28
 POINTS = 600  # of a line; of more, each is the mean of its neighbours
 STYLE = """
 :root{--ink:#1c2733;--dim:#5c6b7a;--rule:#dde3e9;--page:#fff;--card:#f6f8fa;--bad:#b3261e;--s0:#1f6feb;--s1:#d9480f;--s2:#2b8a3e;--s3:#9c36b5;
---s4:#0b7285;--s5:#846300;--attention:#4c8bf5;--mla:#2f6fde;--dsa:#12a5c4;--moe:#f0a92e;--mlp:#b98a4b;--mamba2:#58b368;--mamba3:#2f9e58;
---m2rnn:#c2479e;--other:#8b98a5}
+--s4:#0b7285;--s5:#846300;--other:#8b98a5}
 @media(prefers-color-scheme:dark){:root{--ink:#dce3ea;--dim:#93a1b0;--rule:#2c3742;--page:#12181f;--card:#1a222b;--bad:#ff8a80;--s0:#6ea8fe;
 --s1:#ff922b;--s2:#69db7c;--s3:#da77f2;--s4:#3bc9db;--s5:#ffd43b}}
 *{box-sizing:border-box}body{margin:0 auto;padding:28px 24px 60px;max-width:840px;background:var(--page);color:var(--ink);
@@ -209,9 +207,10 @@ def strip(layers: Mapping[str, Any]) -> str:
         x, y = (n - 1) % row * size, (n - 1) // row * (size + 8)
         squares.append(
             f'<g><title>layer {n}: {escape(kind)}</title><rect x="{x}" y="{y}" width="{size - 3}" height="{size - 3}" rx="4" '
-            f'fill="var({_colour(kind)})"/></g>'
+            f'fill="{_colour(kind)}"/></g>'
         )
-    order = sorted(layers, key=lambda kind: (KINDS.index(kind) if kind in KINDS else len(KINDS), kind))
+    known_kinds = list(KINDS)  # a receipt may be of a version that had others
+    order = sorted(layers, key=lambda kind: (known_kinds.index(kind) if kind in KINDS else len(KINDS), kind))
     keys = (_key(_colour(kind), f"{kind} {len(_list(at(layers[kind], 'numbers')))}") for kind in order)
     box = f'viewBox="0 0 {row * size} {rows * (size + 8)}"'
     return f'<svg {box} role="img" aria-label="layers by kind">{"".join(squares)}</svg><p>{"".join(keys)}</p>'
@@ -232,7 +231,7 @@ def _charts(runs: Sequence[Run]) -> Iterator[str]:
         if above:
             yield f'<p class="dim">Above the scale, where Triton tunes and the allocator grows: {escape(above)}</p>'
     if len(runs) > 1:
-        yield f"<p>{''.join(_key(f'--s{i % 6}', run.name) for i, run in enumerate(runs))}</p>"
+        yield f"<p>{''.join(_key(f'var(--s{i % 6})', run.name) for i, run in enumerate(runs))}</p>"
 
 
 def _bound(times: Sequence[Sequence[tuple[int, float]]]) -> tuple[float, str]:
@@ -403,7 +402,7 @@ def _several(runs: Sequence[Run], objections: Sequence[str]) -> Iterator[str]:
         yield f'<div class="banner"><b>RUMOR: these runs are not comparable</b>{"".join(f"<p>{escape(o)}</p>" for o in objections)}</div>'
     else:
         yield _lineage(receipts[0])
-    head = ["", *(f"{_key(f'--s{i % 6}', run.name)}" for i, run in enumerate(runs))]
+    head = ["", *(f"{_key(f'var(--s{i % 6})', run.name)}" for i, run in enumerate(runs))]
     rows = ([escape(title), *map(escape, values)] for title, values in compare.figures(receipts))
     yield f"<h2>Figures{' (RUMOR)' if objections else ''}</h2>{table(rows, head)}"
     yield from _charts(runs)
@@ -425,11 +424,11 @@ def _several(runs: Sequence[Run], objections: Sequence[str]) -> Iterator[str]:
 
 
 def _colour(kind: str) -> str:
-    return f"--{kind}" if kind in KINDS else "--other"
+    return KINDS[kind].hue if kind in KINDS else "var(--other)"
 
 
 def _key(colour: str, text: str) -> str:
-    return f'<span class="key"><i style="background:var({colour})"></i>{escape(text)}</span>'
+    return f'<span class="key"><i style="background:{colour}"></i>{escape(text)}</span>'
 
 
 def _list(value: Any) -> Sequence[Any]:

@@ -35,6 +35,7 @@ class Toy(Block):
     kind = "toy"
     title = "Toy"
     colour = "white"
+    hue = "#ffffff"
     letters = ("R",)
     symbol = "M"
     slot = "mamba_layer"

@@ -23,6 +23,7 @@ class Block(Config):
     kind: ClassVar[str]
     title: ClassVar[str]  # for people
     colour: ClassVar[str]  # of the layer strip on a terminal, as rich names colours
+    hue: ClassVar[str]  # of the layers of a report's page, in hex
     letters: ClassVar[tuple[str, ...]]  # of the source pattern, at which it may stand
     symbol: ClassVar[str]  # Megatron's letter for it (megatron-core 0.19.2, hybrid_layer_allocation.Symbols)
     slot: ClassVar[

@@ -23,6 +23,7 @@ class Attention(Block):
     kind = "attention"
     title = "GQA"
     colour = "bright_blue"
+    hue = "#4c8bf5"
     letters = ("A",)
     symbol = "*"
     slot = "attention_layer"

@@ -26,6 +26,7 @@ class Dsa(Block):
     kind = "dsa"
     title = "DSA"
     colour = "bright_cyan"
+    hue = "#12a5c4"
     letters = ("A",)
     symbol = "D"
     slot = "dsa_layer"

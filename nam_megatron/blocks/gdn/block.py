@@ -25,6 +25,7 @@ class Gdn(Block):
     kind = "gdn"
     title = "gated delta net"
     colour = "bright_cyan"
+    hue = "#8fae3c"
     letters = ("M", "R")
     symbol = "G"
     slot = "gdn_layer"

@@ -29,6 +29,7 @@ class M2Rnn(Block):
     kind = "m2rnn"
     title = "M2RNN"
     colour = "bright_magenta"
+    hue = "#c2479e"
     letters = ("R",)
     symbol = "M"
     slot = "mamba_layer"

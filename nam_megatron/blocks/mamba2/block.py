@@ -27,6 +27,7 @@ class Mamba2(Block):
     kind = "mamba2"
     title = "Mamba-2"
     colour = "bright_green"
+    hue = "#58b368"
     letters = ("M", "R")
     symbol = "M"
     slot = "mamba_layer"

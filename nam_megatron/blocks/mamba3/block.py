@@ -29,6 +29,7 @@ class Mamba3(Block):
     kind = "mamba3"
     title = "Mamba-3"
     colour = "bright_green"
+    hue = "#2f9e58"
     letters = ("M", "R")
     symbol = "M"
     slot = "mamba_layer"

@@ -46,6 +46,7 @@ class Mla(Block):
     kind = "mla"
     title = "MLA"
     colour = "bright_blue"
+    hue = "#2f6fde"
     letters = ("A",)
     symbol = "+"
     slot = "mla_layer"

@@ -19,6 +19,7 @@ class Mlp(Block):
     kind = "mlp"
     title = "MLP"
     colour = "yellow"
+    hue = "#b98a4b"
     letters = ("E",)
     symbol = "-"
     slot = "mlp_layer"

@@ -27,6 +27,7 @@ class Moe(Block):
     kind = "moe"
     title = "MoE"
     colour = "bright_yellow"
+    hue = "#f0a92e"
     letters = ("E",)
     symbol = "E"
     slot = "moe_layer"
