@@ -71,6 +71,7 @@ CASES = {
     "dsa-rope-fusion": (DSA, {"--no-rope-fusion": None}),
     "dsa-rotate": (DSA, {"--no-dsa-indexer-rotate-activation": None}),
     "dsa-sequence": (DSA, {"--tensor-model-parallel-size": "2"}, ONE),
+    "dsa-stage-without-indexer": (DSA, {"--hybrid-layer-pattern": "DMDM|M+-M", "--pipeline-model-parallel-size": "2"}),
     "dsa-untrained-indexer": (DSA, {"--dsa-indexer-loss-coeff": None}),
     "dsa-without-mla": (GPT, SPARSE | {"--experimental-attention-variant": "dsa", "--no-rope-fusion": True}),
     "experts-not-in-pattern": (HYBRID, EXPERTS),
@@ -126,6 +127,7 @@ CASES = {
     "moe-groups": (MOE, {"--moe-router-group-topk": "2"}),
     "moe-layer-freq-ignored": (HYBRID, {"--hybrid-layer-pattern": "MEM*", "--moe-layer-freq": "2"} | EXPERTS),
     "moe-no-balancing": (MOE, {"--moe-aux-loss-coeff": None, "--moe-router-load-balancing-type": "aux_loss"}),
+    "moe-stage-without-experts": (HYBRID, {"--hybrid-layer-pattern": "MEM*|M-M", "--pipeline-model-parallel-size": "2"} | EXPERTS),
     "moe-padding": (MOE, {"--moe-pad-expert-input-to-capacity": True}),
     "moe-sequence": (MOE, {"--tensor-model-parallel-size": "2", "--expert-tensor-parallel-size": "1"}, ONE),
     "moe-sequential": (MOE, {"--moe-grouped-gemm": None}),
@@ -164,6 +166,9 @@ CASES = {
     "world-size": (GPT, {"--pipeline-model-parallel-size": "3", "--num-layers": "9"}),
 }  # fmt: skip
 # What Megatron notices only when it builds the model or runs it (read in its source), or that needs a CUDA device to be seen.
-LATER = {"dsa-reuse-cut", "dsa-reuse-source", "dsa-rotate", "dsa-sequence", "dsa-latent-norm", "dsa-without-mla", "fp8-mamba-width",
-         "layer-frequency", "moe-sequence", "moe-top-k", "pattern-without-experts"}  # fmt: skip
+LATER = {
+    "dsa-latent-norm", "dsa-reuse-cut", "dsa-reuse-source", "dsa-rotate", "dsa-sequence", "dsa-stage-without-indexer",
+    "dsa-without-mla", "fp8-mamba-width", "layer-frequency", "moe-sequence", "moe-stage-without-experts", "moe-top-k",
+    "pattern-without-experts",
+}  # fmt: skip
 NEEDS_CUDA = {"dsa-kernel-declines"}

@@ -5,6 +5,7 @@ Whatever hangs on a value that is not known raises NotKnown.
 
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Callable
 from functools import cached_property
 from itertools import accumulate
@@ -358,6 +359,19 @@ class Model:
         sizes += [last] * (last is not None)
         return tuple(sum(sizes[: i + 1]) for i in range(len(sizes) - 1))
 
+    @cached_property
+    def stages(self) -> tuple[frozenset[str], ...]:
+        """The kinds of layers that each pipeline rank holds, MTP's with the last one's."""
+        held: list[set[str]] = [set() for _ in range(self.pp)]
+        for number, kind in self.layers:
+            held[bisect_left(self.cuts, number) % self.pp].add(kind)
+        held[-1] |= set(self.mtp_layers)
+        return tuple(map(frozenset, held))
+
+    def uneven(self, kind: str) -> bool:
+        """Whether some pipeline ranks hold layers of a kind, and others none."""
+        return self.pp > 1 and len({kind in stage for stage in self.stages}) == 2
+
     # Execution
 
     @cached_property
@@ -384,6 +398,10 @@ class Model:
     def balancing(self) -> tuple[str, ...]:
         value = self.a.moe_router_load_balancing_type
         return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+    @property
+    def balanced_by_loss(self) -> bool:
+        return any("aux_loss" in b for b in self.balancing) and any(self.aux_coefficients)
 
     @property
     def unbalanced(self) -> bool:

@@ -21,9 +21,7 @@ from megatron.core.enums import ModelType
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import RerunMode, RerunState, RerunStateMachine, get_rerun_state_machine
-from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -42,7 +40,7 @@ from megatron.training.models.hybrid import HybridModelBuilder, HybridModelConfi
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from nam_megatron.errors import Problem, Refused, raise_if
-from nam_megatron.runtime import background, checksums, cross_entropy, group_order, rate, wgrad
+from nam_megatron.runtime import background, checksums, cross_entropy, group_order, rate, stage_log, wgrad
 from nam_megatron.runtime.heartbeat import HEART
 from nam_megatron.runtime.nonfinite import Watch
 from nam_megatron.runtime.readings import Readings
@@ -104,7 +102,7 @@ class NamModelBuilder(HybridModelBuilder):
 
     def build_distributed_models(self, *args: Any, **kwargs: Any) -> list[HybridModel]:
         models = super().build_distributed_models(*args, mixed_precision_wrapper=Float16ExceptMarked, **kwargs)
-        log_losses_on_every_stage(models[0].config)
+        stage_log.provide(models[0].config)
         return models
 
 
@@ -122,26 +120,6 @@ def set_experts_apart(model: torch.nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if ".mlp.experts." in name:
             parameter.allreduce = False
-
-
-def log_losses_on_every_stage(config: TransformerConfig) -> None:
-    """Let a pipeline stage without a DSA or an MoE layer take part in the log's sums of indexers' and routers' losses.
-
-    Megatron 0.19.2 sums indexers' over the pipeline on the stages that have recorded one (DSAIndexerLossLoggingHelper.
-    reduce_loss_in_tracker), and routers' as so many numbers as the model has layers where one was recorded, as it has MoE layers
-    elsewhere (training_log, MoEMetricsTracker.ensure_initialized): the first log line would wait for the others for ever.
-    """
-    nothing = torch.zeros((), device=torch.cuda.current_device())
-    if getattr(config, "dsa_indexer_loss_coeff", None):
-        DSAIndexerLossLoggingHelper.save_loss_to_tracker(nothing, 1, config.num_layers)
-    if config.num_moe_experts:
-        record, layers = get_moe_metrics_tracker().record, config.num_layers + (config.mtp_num_layers or 0)
-        sequences = mpu.get_tensor_and_context_parallel_group()
-        everything = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
-        record("load_balancing_loss", nothing, 1, layers, reduce_group=sequences)
-        record("seq_load_balancing_loss", nothing, 1, layers, reduce_group=sequences)
-        record("global_load_balancing_loss", nothing, 1, layers, reduce_group=everything, needs_dp_avg=False)
-        record("z_loss", nothing, 1, layers, avg_group=everything)
 
 
 class NamModelConfig(HybridModelConfig):

@@ -28,6 +28,19 @@ RULES = (
         f"{MOE}moe_layer.py",
     ),
     Rule(
+        "moe-stage-without-experts",
+        FAIL,
+        "pipeline_model_parallel_size|hybrid_layer_pattern",
+        lambda a, m: not m.plan
+        and m.hybrid
+        and m.moe
+        and m.uneven("moe")
+        and (m.balanced_by_loss or a.moe_z_loss_coeff is not None),
+        "a pipeline stage has no `E`: routers' losses are logged as tensors of two sizes, and the first log line waits for ever",
+        "cut the pattern with `|` so that every stage has an `E`",
+        "training/training.py training_log",
+    ),
+    Rule(
         "moe-flags-ignored",
         WRONG,
         "",

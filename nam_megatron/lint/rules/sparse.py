@@ -109,6 +109,15 @@ RULES = (
         DSA,
     ),
     Rule(
+        "dsa-stage-without-indexer",
+        FAIL,
+        "pipeline_model_parallel_size|hybrid_layer_pattern",
+        lambda a, m: not m.plan and m.uneven("dsa") and bool(a.dsa_indexer_loss_coeff),
+        "a pipeline stage has no DSA layer: it takes no part in the sum of the indexers' losses, and the first log line waits for ever",
+        "cut the pattern with `|` so that every stage has a `D`",
+        f"{DSA} DSAIndexerLossLoggingHelper.reduce_loss_in_tracker",
+    ),
+    Rule(
         "dsa-latent-norm",
         FAIL,
         "qk_layernorm",
