@@ -97,7 +97,7 @@ def command() -> int:
         sys.stdout.write(line(found[-1]))
         sys.stdout.flush()
         if o.file is not None:
-            o.file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            o.file.write_text("[\n " + ",\n ".join(map(json.dumps, found)) + "\n]\n", encoding="utf-8")
     bad = [row for row in found if row["verdict"] not in (PROVEN, AS, "refused", "not built")]
     count = {v: sum(row["verdict"] == v for row in found) for v in sorted({row["verdict"] for row in found})}
     sys.stdout.write(", ".join(f"{n} {verdict}" for verdict, n in count.items()) + "\n")
