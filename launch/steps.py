@@ -96,7 +96,8 @@ def parse(line: str) -> Step | Reading | Save | None:
 NAMED = re.compile(
     r"\|?\s*(?:consumed samples|elapsed time per iteration \(ms\)|throughput per GPU \(TFLOP/s/GPU\)|model TFLOP/s/GPU|learning rate"
     r"|global batch size|(?:mtp_\d+|lm|indexer|dsa indexer) loss|(?:[a-z]+_)?load_balancing_loss|z_loss|loss scale|grad norm"
-    r"|num zeros|params norm|max attention logit|number of (?:skipped|nan) iterations):\s*" + NUMBER + r"\s*(?=\||$)",
+    r"|num zeros|params norm|DSA kept \d{1,9}|M2RNN gain \d{1,9}|max attention logit"
+    r"|number of (?:skipped|nan) iterations):\s*" + NUMBER + r"\s*(?=\||$)",
     re.IGNORECASE,
 )
 COUNT = re.compile(r"\biteration\s+\d{1,18}/\s*\d{1,18}\s+\|")

@@ -19,6 +19,7 @@ from functools import cached_property
 from pathlib import Path
 
 from nam_megatron import argv as said
+from nam_megatron.blocks import Gauge
 from nam_megatron.budget.cost import cost
 from nam_megatron.data import manifest
 from nam_megatron.errors import FINDINGS, INCOMPLETE, OK, REFUSED, Problem, Refused, raise_if
@@ -212,6 +213,7 @@ def main(words: Sequence[str], started: float, before: Callable[[], None] | None
             operations=operations(job.plan),
             fused_loss=fused_loss,
             track=tracking.tracker(job.plan),
+            gauges=gauges(job.plan),
         )
     except Refused as refused:
         return stop(rank, REFUSED, refused.render())
@@ -232,6 +234,12 @@ def main(words: Sequence[str], started: float, before: Callable[[], None] | None
 def operations(plan: Plan) -> float:
     """Of the model for one sequence, forward and backward, a GPU's share."""
     return cost(plan).model * plan.recipe.model.seq_length / plan.recipe.world_size
+
+
+def gauges(plan: Plan) -> dict[int, Gauge]:
+    """What the layers of the main stack measure of themselves, by number."""
+    of = {layer.number: plan.recipe.model.blocks.of(layer.kind).gauge(layer) for layer in plan.layers}
+    return {number: gauge for number, gauge in of.items() if gauge}
 
 
 def announce(plan: Plan) -> None:

@@ -1,6 +1,7 @@
 """One folder per kind of layer. A kind that owns a place in the pattern is a block; anything else is a feature."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from nam_megatron.errors import Problem
@@ -15,6 +16,14 @@ if TYPE_CHECKING:
 
 Slot = Literal["attention_layer", "mla_layer", "dsa_layer", "moe_layer", "mlp_layer", "mamba_layer", "gdn_layer"]
 GraphPart = Literal["attn", "mamba", "mlp", "moe_router", "moe_preprocess"]
+
+
+@dataclass(frozen=True)
+class Gauge:
+    """A figure that a layer measures of itself for the step line of the log. largest: of all that were taken, or their mean."""
+
+    name: str
+    largest: bool = False
 
 
 class Block(Config):
@@ -48,6 +57,10 @@ class Block(Config):
     def ours(self, plan: "Plan") -> str | None:
         """Why stock Megatron would train another model on this plan's arguments; None where it would not."""
         return None if self.stock else "Megatron has no such layer and would build its Mamba-2 there"
+
+    def gauge(self, layer: "Layer") -> Gauge | None:
+        """What a layer of the main stack measures of itself while it trains; None where nothing."""
+        return None
 
     def captured(self, line: Line, parts: frozenset[str]) -> bool:
         """Whether a tensor that a layer keeps lives in the pool of a CUDA graph of these parts."""

@@ -7,9 +7,10 @@ and the straggler detector are theirs alone: an argument that asks for one is re
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -39,8 +40,10 @@ from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetC
 from megatron.training.models.hybrid import HybridModelBuilder, HybridModelConfig
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
+from nam_megatron.blocks import Gauge
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.runtime import background, checksums, cross_entropy, group_order, rate, stage_log, wgrad
+from nam_megatron.runtime.gauges import GAUGES
 from nam_megatron.runtime.heartbeat import HEART
 from nam_megatron.runtime.nonfinite import Watch
 from nam_megatron.runtime.readings import Readings
@@ -136,11 +139,12 @@ def run(
     operations: float,
     fused_loss: bool,
     track: Callable[[str], None] | None = None,
+    gauges: Mapping[int, Gauge] = MappingProxyType({}),
 ) -> None:
     """Train the model of `argv` (Megatron's arguments) with the layers of `stack`; returns on every rank once training is over.
 
     started: time.time() when the process began. operations: of one sequence, for the log; track: sees its lines; see rate.provide.
-    fused_loss: the loss is cross_entropy.py's, not Megatron's.
+    fused_loss: the loss is cross_entropy.py's, not Megatron's. gauges: by layer number, what the log is to say of it; see gauges.py.
 
     Raises:
         Refused: `argv` holds an argument that would not be served.
@@ -152,6 +156,7 @@ def run(
     set_startup_timestamps(program_start=started, main_entry=time.time())
     keep_shipped_helpers()
     rate.provide(operations, track)
+    GAUGES.expect(gauges)
     checksums.provide()
     background.provide()
     args = parse_and_validate_args()
@@ -345,6 +350,7 @@ def forward_step(
     timers = get_timers()
     READINGS.step(get_args().curr_iteration)
     HEART.step(get_args().curr_iteration)
+    GAUGES.step(get_args().curr_iteration, get_args().log_interval)
     timers("batch-generator", log_level=2).start()
     batch = get_batch(samples, get_attr_wrapped_model(model, "vp_stage"))
     timers("batch-generator").stop()

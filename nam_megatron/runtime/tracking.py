@@ -10,6 +10,7 @@ from megatron.training import global_vars
 from nam_megatron.errors import Problem
 from nam_megatron.plan import Plan
 from nam_megatron.runtime import rate
+from nam_megatron.runtime.gauges import GAUGES
 
 STEP = re.compile(r"\biteration +(\d+)/ *\d+ \|")
 FIELD = re.compile(r"\| ([a-zA-Z][^|:]*): +([-+.\deE]+) (?=\|)")
@@ -34,7 +35,8 @@ def tracker(plan: Plan) -> Callable[[str], None] | None:
 
 
 class Tracker:
-    """Scalars of a step: `model TFLOP/s/GPU`, `MFU` (of the device's peak), `memory/...` in GiB, of the last rank, as Megatron's are."""
+    """Scalars of a step: `model TFLOP/s/GPU`, `MFU` (of the device's peak), `memory/...` in GiB, of the last rank, as Megatron's are,
+    and what layers measured of themselves."""
 
     def __init__(self, plan: Plan):
         self._plan, self._run = plan, None
@@ -44,7 +46,7 @@ class Tracker:
         if not step or not last_rank():
             return
         said = {name: float(value) for name, value in FIELD.findall(line)}
-        ours = memory()
+        ours = memory() | {name: said[name] for name in GAUGES.names if name in said}
         if rate.NAME in said:
             peak = self._plan.recipe.device.bf16_tflops
             ours |= {rate.NAME: said[rate.NAME], "MFU": said[rate.NAME] / peak}

@@ -3,6 +3,7 @@
 kernel.py is checked by tests/gpu/test_dsa.py, which this file also runs in Triton's interpreter.
 """
 
+import math
 import os
 import subprocess
 import sys
@@ -27,7 +28,11 @@ from harness import Case, RankFailed, on_ranks, train
 from megatron.core.transformer.experimental_attention_variant import dsa as theirs
 
 from benchmarks import dsa as bench
+from nam_megatron.blocks import Gauge
 from nam_megatron.blocks.dsa import naive
+from nam_megatron.blocks.dsa.block import KEPT_ROWS
+from nam_megatron.blocks.dsa.layer import sampled
+from nam_megatron.runtime.gauges import GAUGES
 
 S, B, N, H, D, R, P, K, SCALE = 19, 2, 3, 4, 8, 12, 8, 5, 0.3
 # The harness's indexer: layer 3 serves 4 and 6. 16 heads: where all of few heads score below zero, scores are equal, and we take the
@@ -103,12 +108,61 @@ def test_with_every_key_selected_it_is_dense_attention(draw):
     torch.testing.assert_close(naive.attend(draw.query, draw.key, selection, SCALE, R), dense.permute(2, 0, 1, 3))
 
 
+def test_the_share_that_is_kept_is_that_of_all_the_attention(draw):
+    """Written out query by query; 1 where all keys are selected."""
+    selection = naive.select(naive.index_scores(draw.q, draw.k, draw.w), K)
+    found = naive.kept(draw.query, draw.key, selection, SCALE, slice(2, S, 3))
+    assert found.dtype == torch.float64
+    for at, i in enumerate(range(2, S, 3)):
+        for b in range(B):
+            for n in range(N):
+                weights = [math.exp(SCALE * (draw.query[i, b, n] @ draw.key[j, b, 0]).item()) for j in range(i + 1)]
+                kept = sum(weight for j, weight in enumerate(weights) if selection.selected[b, i, j])
+                assert found[b, n, at].item() == pytest.approx(kept / sum(weights), rel=1e-12)
+    assert (found[..., 1:] > 0).all() and (found[..., 1:] < 1).all()
+    whole = naive.select(naive.index_scores(draw.q, draw.k, draw.w), S)
+    torch.testing.assert_close(
+        naive.kept(draw.query, draw.key, whole, SCALE, slice(0, S)), torch.ones(B, N, S).double()
+    )
+
+
+def test_an_indexer_that_learns_keeps_more_than_chance(draw):
+    own = [t.clone().requires_grad_() for t in (draw.q, draw.k, draw.w)]
+    optimizer = torch.optim.Adam(own, lr=0.05)
+
+    def kept(scores):
+        return naive.kept(draw.query, draw.key, naive.select(scores, K), SCALE, sampled(S, K)).mean().item()
+
+    before = kept(naive.index_scores(*own).detach())
+    for _ in range(100):
+        optimizer.zero_grad()
+        naive.indexer_kl(*own, naive.index_scores(*own), draw.query, draw.key, SCALE).backward()
+        optimizer.step()
+    after = kept(naive.index_scores(*own).detach())
+    visible = naive.causal(S, torch.device("cpu"))
+    chance = kept(torch.rand(B, S, S).masked_fill(~visible, -torch.inf))
+    logits = torch.einsum("ibnd,jbd->bnij", draw.query, draw.key[:, :, 0]) * SCALE
+    best = kept(logits.masked_fill(~visible, -torch.inf).softmax(-1).sum(1))
+    assert max(chance, before) + 0.1 < after < best + 1e-9
+
+
+@pytest.mark.parametrize(("s", "top_k"), [(19, 5), (4096, 256), (300, 172), (32, 32), (1, 1)])
+def test_the_queries_that_are_looked_at_have_more_keys_than_the_top_k(s, top_k):
+    rows = range(s)[sampled(s, top_k)]
+    assert 1 <= len(rows) <= KEPT_ROWS and (rows[0] == top_k if s > top_k else list(rows) == [s - 1])
+    assert len(rows) == s - top_k or s - rows[-1] <= rows.step or s <= top_k, "the last ones too"
+
+
 # The layer -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def kernels(monkeypatch):
     """Chooses the recipe's kernels of MLA and DSA for the models that follow."""
+    return naive_kernels(monkeypatch)
+
+
+def naive_kernels(monkeypatch):
     recipe_of = harness.recipe_of
     # Megatron's checkpoints keep the GPU's random state; nothing here is random.
     monkeypatch.setattr(rng, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state())
@@ -213,6 +267,62 @@ def test_layers_can_be_captured_one_by_one(kernels):
         return [torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(wanted, found, again, strict=True)]
 
     assert on_ranks(CASE, job) == [[True, True, True]]
+
+
+def line_of(case: Case) -> str:
+    """What all ranks would add to the step line of one step of `case`."""
+
+    def job(rig):
+        GAUGES.expect({3: Gauge("DSA kept"), 7: Gauge("DSA kept")})
+        GAUGES.step(0, 5)
+        harness.step(rig)
+        return GAUGES.beside("")
+
+    (line,) = set(on_ranks(case, job))
+    return line
+
+
+TOLD = replace(CASE, pattern="+MDD-DD", microbatches=4)
+
+
+@pytest.fixture(scope="module")
+def told():
+    """Of one rank. Layers 3 and 7 compute a top-k."""
+    with pytest.MonkeyPatch.context() as patch:
+        naive_kernels(patch)
+        return line_of(TOLD)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [dict(tp=2), dict(pattern="+M|DD-DD", pp=2, config=full("uniform", 2)), dict(dp=2), dict(tp=2, dp=2)],
+    ids=["tp2_sp", "pp2_recomputed", "dp2", "tp2_dp2"],
+)
+def test_every_layout_tells_the_same_share(kernels, told, layout):
+    found = line_of(replace(TOLD, **layout))
+    shares = [[float(part.split(": ")[1]) for part in line.split(" |")[:-1]] for line in (found, told)]
+    assert found.startswith(" DSA kept 3: 0.") and " DSA kept 7: 0." in found
+    assert shares[0] == pytest.approx(shares[1], abs=0.05 if "dp" in layout else 1e-4)
+    assert (shares[0] != shares[1]) == ("dp" in layout), "of the first microbatch on each data-parallel rank"
+
+
+def test_all_is_kept_where_the_top_k_covers_the_sequence(kernels):
+    assert line_of(replace(CASE, config=CASE.config | dict(dsa_indexer_topk=32))) == " DSA kept 3: 1 |"
+
+
+def test_telling_the_share_changes_no_bit(kernels):
+    def tell(rig):
+        GAUGES.expect({3: Gauge("DSA kept")})
+        GAUGES.step(0, 1)
+
+    def drawn(rig):
+        harness.step(rig)
+        return torch.get_rng_state().tolist()
+
+    found, wanted = train(CASE, tell), train(CASE)
+    assert found.losses == wanted.losses
+    assert all(torch.equal(found.gradients[key], gradient) for key, gradient in wanted.gradients.items())
+    assert on_ranks(CASE, lambda rig: (tell(rig), drawn(rig))[1]) == on_ranks(CASE, drawn)
 
 
 def test_a_cut_share_group_is_an_error_not_another_model(kernels):

@@ -20,17 +20,19 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import interpreter
 import modules
 import triton
-from harness import Case, on_ranks, train
+from harness import Case, on_ranks, step, train
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import mangle_type
 
 from benchmarks import m2rnn as bench
+from nam_megatron.blocks import Gauge
 from nam_megatron.blocks.m2rnn import elementwise, kernel, layer, naive
 from nam_megatron.blocks.m2rnn.block import CHECKPOINT, ROWS, M2Rnn
 from nam_megatron.errors import Refused
 from nam_megatron.lower import translate
 from nam_megatron.recipe import load
+from nam_megatron.runtime.gauges import GAUGES
 from nam_megatron.sizes import Sizes
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -154,6 +156,27 @@ def test_packed_documents_do_not_see_each_other():
     assert not last[1].any()  # of the empty document
 
 
+@pytest.mark.parametrize(("scale", "grows"), [(0.0, False), (3.0, True)])
+def test_the_gain_is_the_most_that_a_gradient_can_grow(scale, grows):
+    """Of the identity that training begins with it is below 1; away from it the recurrence amplifies."""
+    _, k, v, f, w = (t.double() for t in bench_inputs(20))
+    w = torch.eye(4).double() + scale * w
+    k, v, h = k / 10, v / 10, torch.randn(2, 3, 5, 4, dtype=torch.float64) / 10
+
+    def end(row):
+        """The last state of one row, the others as they are."""
+        state = h.clone()
+        state[1, 2, 3] = row
+        return naive.scan(k, k, v, f, w, state)[1][1, 2]
+
+    jacobian = torch.autograd.functional.jacobian(end, h[1, 2, 3])
+    assert not jacobian[[0, 1, 2, 4]].any(), "a row sees another"
+    found = naive.gain(k, v, f, w, h)
+    assert found.shape == (2, 3, 5)
+    assert found[1, 2, 3].item() == pytest.approx(torch.linalg.svdvals(jacobian[3])[0].item(), rel=1e-9)
+    assert (found.max() > 100) if grows else (found.max() < 1)
+
+
 def bench_inputs(s: int) -> list[torch.Tensor]:
     torch.manual_seed(s)
     return [
@@ -182,6 +205,39 @@ def test_every_layout_is_the_same_model(whole, layout):
     for key, wanted in whole.gradients.items():
         error = (other.gradients[key] - wanted).abs().max() / wanted.abs().max()
         assert error < 1e-4, f"gradient of {key}: off by {error:.1e}"
+
+
+def told(case: Case) -> str:
+    """What all ranks would add to the step line of one step of `case`."""
+
+    def job(rig):
+        tell(rig)
+        step(rig)
+        return GAUGES.beside("")
+
+    (line,) = set(on_ranks(case, job))
+    return line
+
+
+def tell(rig) -> None:
+    GAUGES.expect({number: Gauge("M2RNN gain", largest=True) for number in (2, 4)})
+    GAUGES.step(0, 1)
+
+
+@pytest.mark.parametrize("span", [8, 64], ids=["the last tokens", "all of them"])
+def test_every_layout_tells_the_same_gain(monkeypatch, span):
+    monkeypatch.setattr(layer, "GAIN_SPAN", span)
+    one = told(CASE)
+    assert one.count(" M2RNN gain") == 2
+    for other in (replace(CASE, tp=2), replace(CASE, pattern="*R|-R", pp=2)):
+        numbers = [[float(part.split(": ")[1]) for part in line.split(" |")[:-1]] for line in (one, told(other))]
+        assert numbers[1] == pytest.approx(numbers[0], rel=1e-3) and min(numbers[0]) > 0
+
+
+def test_telling_the_gain_changes_no_bit(whole):
+    other = train(CASE, tell)
+    assert other.losses == whole.losses
+    assert all(torch.equal(other.gradients[key], gradient) for key, gradient in whole.gradients.items())
 
 
 def test_every_parameter_is_trained(whole):

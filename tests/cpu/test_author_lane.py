@@ -12,6 +12,7 @@ import pretend
 import pytest
 from test_train import logged, trained
 
+from launch.steps import guarded
 from nam_megatron import train
 from nam_megatron.argv import plan_json, words
 from nam_megatron.lower import translate
@@ -56,6 +57,11 @@ def test_it_learns_with_every_loss_on(one_rank):
     for what in ("mtp_1 loss", "load_balancing_loss", "indexer loss", "grad norm"):
         found = logged(one_rank, what)
         assert len(found) == 4 and all(math.isfinite(x) and x > 0 for x in found), what
+    assert all(0.25 < x < 1 for x in logged(one_rank, "DSA kept 5")), "8 of 9 to 32 keys"
+    assert len(logged(one_rank, "DSA kept 5")) == len(logged(one_rank, "M2RNN gain 12")) == 4
+    assert not logged(one_rank, "DSA kept 9"), "which reuses the top-k of layer 5"
+    line = next(line for line in one_rank[0].out.splitlines() if "DSA kept" in line)
+    assert line[line.index("DSA kept") : -2] in guarded(line, lambda text: "?" * len(text)), "taken for a secret"
 
 
 def test_two_tensor_ranks_train_the_same_model(tmp_path, one_rank):

@@ -3,7 +3,7 @@
 import sys
 from collections import defaultdict
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +12,12 @@ from presets import lowered as preset
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_train import lowered, run
 
+from nam_megatron.blocks import Gauge
 from nam_megatron.errors import Refused, raise_if
 from nam_megatron.lower import translate
 from nam_megatron.recipe import load
 from nam_megatron.runtime import tracking
+from nam_megatron.runtime.gauges import Gauges
 
 SHORT = ("schedule.train_steps=3", "schedule.decay_steps=3", "optim.warmup_steps=0")
 
@@ -73,6 +75,21 @@ def test_our_figures_stand_among_megatrons(tmp_path):
     for (step, rate), (same, share) in zip(found["model TFLOP/s/GPU"], found["MFU"], strict=True):
         assert step == same and share == pytest.approx(rate / peak)
     assert len(list(at.iterdir())) == 1  # one rank writes
+
+
+def test_what_layers_measured_is_written_too(monkeypatch):
+    written = {}
+    writer = SimpleNamespace(add_scalar=lambda name, value, step: written.setdefault(name, (value, step)))
+    monkeypatch.setattr(tracking.global_vars, "get_tensorboard_writer", lambda: writer)
+    monkeypatch.setattr(tracking.global_vars, "get_wandb_writer", lambda: None)
+    monkeypatch.setattr(tracking, "memory", dict)
+    gauges = Gauges()
+    gauges.expect({5: Gauge("DSA kept"), 21: Gauge("DSA kept")})
+    monkeypatch.setattr(tracking, "GAUGES", gauges)
+    tracking.Tracker(lowered().plan)(
+        " iteration        7/       9 | lm loss: 2.5E+00 | DSA kept 5: 0.447 | DSA kept 6: 1 |"
+    )
+    assert written == {"DSA kept 5": (0.447, 7)}
 
 
 def test_wandb_and_mlflow_are_given_the_same(tmp_path):

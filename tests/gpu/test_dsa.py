@@ -242,3 +242,13 @@ else:
 
         for seed in (100, 200):
             close(step(seed, graphed=True), step(seed, graphed=False))
+
+
+def test_the_log_looks_at_the_keys_that_were_selected():
+    """Kept attention of a few queries, without the kernels' lists by key; with fewer keys than the top-k too."""
+    x = bench.inputs(2, 21 if INTERPRETED else 1025, 3)
+    scores = kernel.index_scores(x.q, x.k, x.w)
+    visible = naive.causal(len(x.q), scores.device)
+    plain = naive.select(scores[..., : len(x.q)].masked_fill(~visible, -torch.inf), bench.K)
+    for rows in (slice(2, 21, 3), slice(len(x.q) - 1, None)):
+        assert torch.equal(kernel.select(scores, bench.K).of(rows), plain.of(rows))

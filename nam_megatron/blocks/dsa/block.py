@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import NonNegativeFloat, PositiveInt
 
-from nam_megatron.blocks import Block
+from nam_megatron.blocks import Block, Gauge
 from nam_megatron.blocks.mla.block import WIDTHS, Mla, unserved
 from nam_megatron.errors import Problem
 from nam_megatron.setting import SAME, Row, Setting
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from nam_megatron.plan import Layer, Plan
     from nam_megatron.recipe import Recipe
+
+KEPT_ROWS = 64  # queries of a sample, at most, of which the log's share of kept attention is taken
 
 
 class Dsa(Block):
@@ -65,6 +67,9 @@ class Dsa(Block):
         if plan.index_reuse and self.kernels != "megatron":
             return "without an attention mask Megatron's shared top-k would live on across microbatches"
         return None
+
+    def gauge(self, layer: "Layer") -> Gauge | None:
+        return Gauge("DSA kept") if computes(layer) and self.kernels != "megatron" else None
 
     def settings(self, plan: "Plan") -> Iterator[Setting]:
         why = "Megatron checks a DSA config only when this is said"
@@ -204,7 +209,10 @@ class Dsa(Block):
             loss = computes(layer) and self.indexer_loss_coeff
             scores = "8 b s s" if loss else "4 b s s" if computes(layer) else "0"
             why = "fp32 scores, and target or the scores' gradients, once for all heads" if loss else "fp32 scores"
-            yield z.line("forward", f"max({scores}, 2 Ts h)", why, **more)
+            z = z.own(rows=min(KEPT_ROWS, z.model.seq_length))
+            # Beside the scores, in a step that has a line in the log.
+            told = ", 4 b s s + 8 rows n s / t" if computes(layer) else ""
+            yield z.line("forward", f"max({scores}{told}, 2 Ts h)", why, **more)
             why = "gradients of queries and outputs, and what each query of a sample adds to each of its keys"
             yield z.line("backward", "2 T n (2 rkv + dr + dv) / t + 2 s top (rkv + dr)", why, **more)
             return

@@ -48,6 +48,13 @@ class Selection:
     starts: Tensor
     pairs: Tensor
 
+    def of(self, rows: slice) -> Tensor:
+        """The keys of some queries: bool [b, rows, s]."""
+        chosen = self.indices[:, rows].long()
+        b, s, _ = self.indices.shape
+        selected = torch.zeros(b, chosen.size(1), s + 1, dtype=torch.bool, device=chosen.device)
+        return selected.scatter_(-1, chosen.where(chosen >= 0, s), True)[..., :s]
+
 
 # Selecting -----------------------------------------------------------------------------------------------------------
 

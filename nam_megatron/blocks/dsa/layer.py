@@ -38,6 +38,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
+from nam_megatron.blocks.dsa.block import KEPT_ROWS
+from nam_megatron.blocks.dsa.naive import kept
 from nam_megatron.blocks.mla.layer import (
     FusedMLASelfAttention,
     assert_served,
@@ -47,6 +49,7 @@ from nam_megatron.blocks.mla.layer import (
 )
 from nam_megatron.blocks.mla.naive import Rope, absorbed_weight
 from nam_megatron.errors import raise_if
+from nam_megatron.runtime.gauges import GAUGES
 from nam_megatron.runtime.gpu import without_gpu
 from nam_megatron.runtime.stack import NO_CROSS, NO_MLP
 
@@ -225,7 +228,7 @@ class SparseAttention(MegatronModule):
             with torch.set_grad_enabled(learns):
                 q, k, w = self.indexer.forward_before_topk(x, qr.detach())
                 scores = self.ops.index_scores(q, k, w)
-            selection = self._once(lambda: self._select(scores.detach()))
+            selection = self._once(lambda: self._select(scores.detach(), query.detach(), key.detach()))
             if learns:
                 factor = coefficient / (1 if config.calculate_per_token_loss else query.size(0) * query.size(1))
                 loss = self.ops.indexer_kl(q, k, w, scores, query, key, self.softmax_scale, self.groups.tp, factor)
@@ -236,9 +239,13 @@ class SparseAttention(MegatronModule):
             out = DSAIndexerLossAutoScaler.apply(out, loss)
         return out
 
-    def _select(self, scores: Tensor) -> Any:
-        selection = self.ops.select(scores, min(self.config.dsa_indexer_topk, scores.size(1)))
+    def _select(self, scores: Tensor, query: Tensor, key: Tensor) -> Any:
+        top_k = min(self.config.dsa_indexer_topk, scores.size(1))
+        selection = self.ops.select(scores, top_k)
         self.shelf.put(self.layer_number, selection)
+        if self.training and GAUGES.wants(self.layer_number):
+            rows = sampled(len(query), top_k)
+            GAUGES.add(self.layer_number, kept(query, key, selection, self.softmax_scale, rows))
         return selection
 
     def _once(self, make: Any) -> Any:
@@ -252,6 +259,12 @@ class SparseAttention(MegatronModule):
         if is_checkpointing():
             self.rerun.append(selection)
         return selection
+
+
+def sampled(s: int, top_k: int) -> slice:
+    """At most KEPT_ROWS queries, evenly spaced among those of `s` that have more than `top_k` keys; where none has, the last one."""
+    first = min(top_k, s - 1)
+    return slice(first, s, -(-(s - first) // KEPT_ROWS))
 
 
 class Shelf:

@@ -6,6 +6,7 @@ padding. Shapes: s positions, b samples, n heads of the attention, h of the inde
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,10 @@ class Selection:
     """selected: bool [b, s, s], the keys (last axis) that each query attends to."""
 
     selected: Tensor
+
+    def of(self, rows: slice) -> Tensor:
+        """The same of some queries: bool [b, rows, s]."""
+        return self.selected[:, rows]
 
 
 def causal(s: int, device: torch.device) -> Tensor:
@@ -71,6 +76,22 @@ def indexer_kl(
         target /= target.sum(-1, keepdim=True)
     predicted = scores.log_softmax(-1).masked_fill(~causal(len(query), query.device), 0.0)
     return factor * (target * (target.clamp_min(LOG_FLOOR).log() - predicted)).sum()
+
+
+@torch.no_grad()
+def kept(query: Tensor, key: Tensor, selection: Any, scale: float, rows: slice) -> Tensor:
+    """Of the attention over all keys up to each query of `rows`, the share that falls on the selected ones: [b, n, rows].
+
+    query [s, b, n, r + p] and key [s, b, 1, r + p], as attend's; selection: this file's or kernel.py's.
+    """
+    wide = torch.promote_types(query.dtype, torch.float32)
+    positions = torch.arange(len(query), device=query.device)
+    hidden = positions > positions[rows].unsqueeze(-1)
+    shares = []
+    for sample, selected in enumerate(selection.of(rows)):  # one at a time: [n, rows, s] in fp32, twice
+        dots = torch.einsum("ind,jd->nij", query[rows, sample].to(wide), key[:, sample, 0].to(wide)).mul_(scale)
+        shares.append(dots.masked_fill_(hidden, -torch.inf).softmax(-1).masked_fill_(~selected, 0.0).sum(-1))
+    return torch.stack(shares)
 
 
 def _probabilities(query: Tensor, key: Tensor, visible: Tensor, scale: float) -> Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
-from nam_megatron.blocks import Block, divides, residual
+from nam_megatron.blocks import Block, Gauge, divides, residual
 from nam_megatron.errors import Problem
 from nam_megatron.setting import SAME, Row
 from nam_megatron.sizes import ESTIMATED, UNMEASURED, Line, Param, Sizes, State, Work
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from nam_megatron.plan import Layer, Plan
 
 CHECKPOINT = 4  # tokens between two states that are kept for the backward pass (kernel.Config.tokens)
+GAIN_SPAN = 64  # tokens over which the log's gain is taken, the last ones of a sequence
 ROWS = 16  # of a head's state that one program of the kernels owns (kernel.Config.rows)
 
 
@@ -49,6 +50,9 @@ class M2Rnn(Block):
         from nam_megatron.blocks.m2rnn import layer
 
         return layer.spec(backend, plan)
+
+    def gauge(self, layer: "Layer") -> Gauge:
+        return Gauge("M2RNN gain", largest=True)
 
     def check(self, plan: "Plan") -> Iterator[Problem]:
         at, p = "model.blocks.m2rnn.", plan.recipe.parallel

@@ -30,7 +30,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from nam_megatron.blocks.m2rnn import naive
+from nam_megatron.blocks.m2rnn.block import GAIN_SPAN
 from nam_megatron.errors import raise_if
+from nam_megatron.runtime.gauges import GAUGES
 from nam_megatron.runtime.gpu import without_gpu
 
 # As the authors begin: A is uniform in (0, 16), softplus(dt_bias) is uniform in its logarithm, the convolution is normal like every other
@@ -81,6 +83,7 @@ class M2RnnMixer(MegatronModule):
     ):
         super().__init__(config)
         self.layer_number, self.tp_group = layer_number, pg_collection.tp
+        self.in_main_stack = name is None or not name.startswith("mtp")
         self.kernels, self.k_dim, self.v_dim, self.conv_width = kernels, k_dim, v_dim, conv_width
         self.gradient_clip = gradient_clip
         parts = self.tp_group.size()
@@ -170,8 +173,19 @@ class M2RnnMixer(MegatronModule):
         x, g, forget = self._unpack(packed)
         q, k, v = self._heads(self._ops.conv(x, self.conv1d_weight, self.conv1d_bias, cu_seqlens))
         f = naive.forget(forget, self.dt_bias, self.A_log)
+        if self.training and cu_seqlens is None and self.in_main_stack and GAUGES.wants(self.layer_number):
+            self._measure(q, k, v, f)
         y, _ = self._ops.scan(q, k, v, f, self.state_weight, None, cu_seqlens, self.gradient_clip)
         return self._gate(y, v, g)
+
+    @torch.no_grad()
+    def _measure(self, *inputs: Tensor) -> None:
+        """The gain over the last tokens of the first sequence, for the log."""
+        q, k, v, f = (x[:, :1] for x in inputs)
+        split, h = max(len(q) - GAIN_SPAN, 0), f.new_zeros(1, self.heads, self.k_dim, self.v_dim)
+        if split:
+            _, h = self._ops.scan(*(x[:split] for x in (q, k, v, f)), self.state_weight)
+        GAUGES.add(self.layer_number, naive.gain(*(x[split:] for x in (k, v, f)), self.state_weight, h))
 
     @property
     def _ops(self) -> ModuleType:

@@ -89,6 +89,24 @@ def scan(
     return torch.stack(ys).to(given), torch.cat(last)
 
 
+@torch.no_grad()
+def gain(k: Tensor, v: Tensor, f: Tensor, w: Tensor, h: Tensor) -> Tensor:
+    """The most that these tokens multiply the norm of a gradient by on its way from the state behind them to `h`, the one before them.
+
+    That is the spectral norm of d h_s / d h, of each row of the state, since the rows do not see each other: [b, heads, K].
+    k, v, f, w: as scan's, without a clip; h: [b, heads, K, V].
+    """
+    k, v = (x.to(torch.promote_types(x.dtype, f.dtype)) for x in (k, v))
+    across = torch.eye(w.size(-1), dtype=h.dtype, device=h.device).expand(*h.shape, -1)  # [i, j]: d h_t[j] / d h[i]
+    for t in range(len(k)):
+        z = torch.tanh(h @ w + k[t, :, None, :, None] * v[t, :, :, None, :])
+        keep = f[t, :, :, None, None]
+        slope = (1 - keep) * (1 - z.square())
+        across = keep.unsqueeze(-1) * across + (across @ w.unsqueeze(1)) * slope.unsqueeze(-2)
+        h = keep * h + (1 - keep) * z
+    return torch.linalg.matrix_norm(across, ord=2)
+
+
 def gate(
     y: Tensor, v: Tensor, g: Tensor, d: Tensor, weight: Tensor, eps: float, group: ProcessGroup | None = None
 ) -> Tensor:
