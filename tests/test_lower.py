@@ -597,6 +597,7 @@ REFUSALS = [
     (NATIVE, STREAMS | GRAPHS, "feature.mhc.streams", "a CUDA graph of a layer"),
     (NATIVE, STREAMS | FSDP, "feature.mhc.streams", "Megatron-FSDP has not been shown"),
     (NATIVE, STREAMS | MUON, "feature.mhc.streams", "Muon would take the maps"),
+    ("nam56r_native_dp_fp8", STREAMS, "feature.mhc.streams", "between FP8 layers have not been shown"),
     # tracking
     (NATIVE, {"feature.tracking.wandb_project": "p"}, "feature.tracking.tensorboard", "only beside TensorBoard"),
     (NATIVE, {"feature.tracking.wandb_project": "p"}, "feature.tracking.wandb_dir", "Weights & Biases without"),
@@ -698,6 +699,8 @@ NEIGHBOURS = [
     (DESIGN, {"model.seq_length": 2**19 - 8}, "model.seq_length", 2**19),
     ("nam56r_native_dp_fp8", EDGES | {"feature.fp8.bf16_layers_at_end": 52}, "feature.fp8.bf16_layers_at_end", 53),
     ("nam56r_native_dp_fp8", {"feature.fp8.param_gather": True}, "feature.distributed_optimizer.enabled", False),
+    ("nam56r_native_dp_fp8", {"feature.mhc.streams": 1}, "feature.mhc.streams", 2),
+    (NATIVE, STREAMS, "feature.fp8.recipe", "tensorwise"),
     ("nam56r_native_dp_fp8", {"model.hidden_size": 3600}, "model.hidden_size", 3592),
 ]  # fmt: skip
 

@@ -63,6 +63,11 @@ class Mhc(Feature):
         if f.megatron_fsdp:
             message = "Megatron-FSDP has not been shown to shard the maps of the residual streams"
             yield Problem(message, at, off + "`feature.megatron_fsdp.enabled=false`")
+        if f.fp8:
+            message = (
+                "residual streams between FP8 layers have not been shown: no CPU runs FP8, and no GPU has run these"
+            )
+            yield Problem(message, at, off + "`feature.fp8.recipe=none`")
         if f.muon:
             message = "Muon would take the maps of the residual streams, which are fp32, for matrices like others"
             yield Problem(message, at, off + "`optim=adamw`")

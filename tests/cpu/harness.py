@@ -132,6 +132,7 @@ class Case:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    cp: int = 1
     ep: int = 1
     microbatches: int = 2
     vocab: int = VOCAB
@@ -145,7 +146,7 @@ class Case:
 
     @property
     def world(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
 
 
 @dataclass
@@ -253,6 +254,7 @@ def config_of(case: Case) -> Any:
     fields |= dict(gradient_accumulation_fusion=False, apply_rope_fusion=False, masked_softmax_fusion=False)
     fields |= dict(tensor_model_parallel_size=case.tp, sequence_parallel=case.tp > 1, expert_tensor_parallel_size=1)
     fields |= dict(pipeline_model_parallel_size=case.pp, expert_model_parallel_size=case.ep)
+    fields |= dict(context_parallel_size=case.cp)
     latent = bool(kinds & {"mla", "dsa"})
     for kind, more in (("attention", ATTENTION), ("dsa", DSA), ("moe", MOE), ("mamba2", MAMBA)):
         fields |= more if kind in kinds else {}
@@ -271,6 +273,7 @@ def _rig(case: Case, rank: int, folder: Path) -> Rig:
     ps.initialize_model_parallel(
         tensor_model_parallel_size=case.tp,
         pipeline_model_parallel_size=case.pp,
+        context_parallel_size=case.cp,
         expert_model_parallel_size=case.ep,
         expert_tensor_parallel_size=1,
         create_gloo_process_groups=False,
@@ -360,21 +363,26 @@ def step(rig: Rig) -> list[float]:
     """One forward and backward through Megatron's schedule; each microbatch's loss (on the last pipeline stage)."""
     from megatron.core import parallel_state as ps
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.utils import get_batch_on_this_cp_rank
 
     generator = torch.Generator().manual_seed(7)
     data = [torch.randint(0, VOCAB, (BATCH, SEQUENCE + 1), generator=generator) for _ in range(rig.case.microbatches)]
     mine = data[ps.get_data_parallel_rank() :: rig.case.dp]
 
     def forward(batches, model):
-        tokens = next(batches)
-        mask = torch.ones(BATCH, SEQUENCE)
+        whole = next(batches)
+        mask = torch.ones(BATCH, SEQUENCE // rig.case.cp)
         positions = torch.arange(SEQUENCE).expand(BATCH, SEQUENCE)
+        parts = {"tokens": whole[:, :-1], "labels": whole[:, 1:], "position_ids": positions}
+        tokens, labels, positions = get_batch_on_this_cp_rank(
+            parts, is_hybrid_cp=False, cp_group=ps.get_context_parallel_group()
+        ).values()
         # An explicit (unused) mask: with index reuse Megatron hangs the shared top-k on it, one per microbatch.
         attention_mask = torch.ones(BATCH, 1, SEQUENCE, SEQUENCE).triu(1).bool()
-        out = model(tokens[:, :-1], positions, attention_mask, labels=tokens[:, 1:], loss_mask=mask)
+        out = model(tokens, positions, attention_mask, labels=labels, loss_mask=mask)
         return out, lambda o: (
             o.float().sum(),
-            torch.tensor(BATCH * SEQUENCE, dtype=torch.int),
+            torch.tensor(mask.numel(), dtype=torch.int),
             {"loss": o.float().mean().item()},
         )
 

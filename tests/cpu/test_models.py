@@ -466,6 +466,15 @@ def test_the_copy_of_the_embedding_that_mtp_keeps_on_the_last_stage_is_not_muons
     assert all("embedding.word_embeddings.weight" in adam for _, adam in ranks)
 
 
+def test_the_table_of_n_grams_is_adams_and_its_projection_muons():
+    """The table is a vector to Megatron, and so has no weight decay; the name `embedding` keeps no matrix from Muon."""
+    keys = {"enabled": True, "order": 2, "heads": 1, "buckets": 8, "width": 4, "document_end": None}
+    ((muon, adam),) = on_ranks(Case("*-", features={"ngram_hash": keys}), muon_parameters)
+    assert (
+        "embedding.ngrams.projection" in muon and {"embedding.ngrams.table", "embedding.word_embeddings.weight"} <= adam
+    )
+
+
 # Checkpoints ----------------------------------------------------------------------------------------------------------
 
 

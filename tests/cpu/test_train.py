@@ -317,6 +317,46 @@ def test_layouts_train(tmp_path, layout):
         assert logged(ranks, f"mtp_{depth} loss") == pytest.approx([5.55, 5.55], abs=0.1)
 
 
+def counted_changes() -> None:
+    """From here on each rank says at its end how many parameters, of which names, are not what they were made as."""
+    build, made = pretrain.NamModelBuilder.build_distributed_models, {}
+
+    def remembered(*args, **kwargs):
+        models = build(*args, **kwargs)
+        made.update({(n, p): p.detach().clone() for model in models for n, p in model.named_parameters()})
+        return models
+
+    def said() -> None:
+        changed = [name for (name, p), before in made.items() if not torch.equal(p, before)]
+        print("changed:", *changed)
+
+    pretrain.NamModelBuilder.build_distributed_models = remembered
+    leave, pretrain.leave = pretrain.leave, lambda: (said(), leave())
+
+
+def changed(ranks: list[pretend.Rank]) -> list[str]:
+    return [name for rank in ranks for name in rank.out.split("changed: ")[1].splitlines()[0].split()]
+
+
+def test_residual_streams_learn(tmp_path):
+    """Over a pipeline's cut, which two of them cross; every map of the six layers moves, in fp32 among bf16."""
+    streams = ("feature.mhc.streams=2", "parallel.pipeline=2", "cluster=h200_2")
+    ranks = run(tmp_path, *EIGHT, *streams, world=2, before=counted_changes)
+    losses = trained(ranks)
+    assert len(losses) == 8 and losses[-1] < losses[0] - 0.2
+    moved = [name for name in changed(ranks) if "hyper_connection" in name]
+    assert sum(name.endswith("mapping_proj.weight") for name in moved) == 6 and len(moved) >= 6 * 4
+
+
+def test_n_gram_rows_learn_beside_muon(tmp_path):
+    ngrams = ("feature.ngram_hash.enabled=true", "feature.ngram_hash.buckets=64", "feature.ngram_hash.width=4")
+    three = ("schedule.train_steps=3", "schedule.decay_steps=3", "optim.lr=0.01", "optim.warmup_steps=0")
+    ranks = run(tmp_path, *ngrams, "optim=muon", *three, before=counted_changes)
+    losses = trained(ranks)
+    assert len(losses) == 3 and losses[-1] < losses[0] - 0.2
+    assert sum("ngrams" in name for name in changed(ranks)) == 2
+
+
 def test_one_rank_speaks(tmp_path):
     """No line is printed by two ranks, warnings included."""
     first, last = (
