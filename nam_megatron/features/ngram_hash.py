@@ -92,8 +92,8 @@ class NgramHash(Switch):
 
     def working(self, z: Sizes, stage: Stage) -> Iterator[Line]:
         if stage.first:
-            why = "of the whole table, before it is added to the buffer of gradients"
-            yield self._sizes(z).line("backward", "2 L B r / t", why, bucket=GRADIENTS, mark=UNMEASURED)
+            why = "of the rows that were asked for: int64 places, bf16 and fp32, before it is added to the buffer of gradients"
+            yield self._sizes(z).line("backward", "14 T L r", why, bucket=GRADIENTS, mark=UNMEASURED)
 
     def flops(self, z: Sizes) -> Iterator[Work]:
         yield self._sizes(z).work("projection", "2 h L r", "of a token's n-gram rows")

@@ -8,6 +8,9 @@ The rows of a position, side by side, are projected to the hidden size and added
 An n-gram that would begin before its document has no row: zeros stand there. All rows are one table, cut over the tensor ranks as the
 vocabulary is. It is a vector to Megatron, so that it has no weight decay, which would take a row that no token asks for to zero, and
 Muon leaves it to Adam; the projection is a matrix like others, whole on every rank.
+
+The gradient of the table is sparse: what a microbatch asked for and nothing else, which Megatron's DDP adds to its fp32 buffer. From there
+on it is dense: docs/budget.md says why, and what it costs.
 """
 
 from collections.abc import Callable, Iterator
@@ -66,6 +69,24 @@ def rows(tokens: Tensor, order: int, heads: int, buckets: int, document_end: int
     return torch.stack(found, -1), torch.stack(there, -1)
 
 
+class _Looked(torch.autograd.Function):
+    """Rows `ids` of a flat table, [..., width], with a sparse gradient; F.embedding's would be of the whole table or of a matrix."""
+
+    @staticmethod
+    def forward(ctx, table: Tensor, ids: Tensor, width: int) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.shape = table.shape
+        return F.embedding(ids, table.view(-1, width))
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        (ids,) = ctx.saved_tensors
+        width = grad.size(-1)
+        places = ids.unsqueeze(-1) * width + torch.arange(width, device=ids.device)
+        sparse = torch.sparse_coo_tensor(places.view(1, -1), grad.flatten(), ctx.shape, check_invariants=False)
+        return sparse, None, None
+
+
 class NgramEmbedding(MegatronModule):
     """tokens [b, s] -> what is added to their embedding: [s, b, hidden]; under sequence parallelism s is this rank's share."""
 
@@ -107,7 +128,7 @@ class NgramEmbedding(MegatronModule):
         mine = there & (ids >= 0) & (ids < self.held)
         if self.training:
             self.asked[ids.masked_fill(~mine, self.held)] = True
-        found = F.embedding(ids.masked_fill(~mine, 0), self.table.view(self.held, self.width))
+        found = _Looked.apply(self.table, ids.masked_fill(~mine, 0), self.width)
         found = found.masked_fill(~mine.unsqueeze(-1), 0).flatten(2).transpose(0, 1).contiguous()
         whole = reduce_from_tensor_model_parallel_region
         if self.config.sequence_parallel:

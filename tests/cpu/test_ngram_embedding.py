@@ -4,6 +4,7 @@ import harness
 import pytest
 import torch
 from harness import Case, on_ranks, train
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nam_megatron.runtime.ngram_embedding import PRIME, multipliers, rows
 
@@ -71,7 +72,12 @@ def by_hand(rig):
                 added[i, b] = added[i, b] + columns @ held[row_of(gram, t, *shape.values(), KEYS["buckets"])]
     theirs = [added, *torch.autograd.grad((added * wanted).sum(), [table, projection])]
     used = (theirs[1].view(-1, KEYS["width"]) != 0).any(1)
-    return [x.detach() for x in ours], [x.detach() for x in theirs], ngrams.share_asked(), used.float().mean().item()
+    return (
+        [x.detach().to_dense() for x in ours],
+        [x.detach() for x in theirs],
+        ngrams.share_asked(),
+        used.float().mean().item(),
+    )
 
 
 def test_what_is_added_is_what_stands_at_the_rows():
@@ -79,6 +85,45 @@ def test_what_is_added_is_what_stands_at_the_rows():
     for found, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
     assert share == pytest.approx(used) and 0.2 < used < 1, "the rows that got a gradient are those that are counted"
+
+
+class Largest(TorchDispatchMode):
+    """Elements, of four bytes, of the largest tensor that is made inside, but for those that share memory with `known`."""
+
+    def __init__(self, *known):
+        super().__init__()
+        self.known, self.made = {t.untyped_storage().data_ptr() for t in known}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and found.layout is torch.strided:
+            storage = found.untyped_storage()
+            self.made = max(self.made, 0 if storage.data_ptr() in self.known else storage.nbytes() // 4)
+        return found
+
+
+def test_no_gradient_of_the_whole_table_is_made():
+    """What a microbatch asked for is added to Megatron's buffer, in fp32; repeated rows and two microbatches add up."""
+
+    def job(rig):
+        ngrams, width = rig.model.embedding.ngrams, KEYS["width"]
+        rig.ddp.zero_grad_buffer()
+        wanted = torch.zeros_like(ngrams.table).view(-1, width)
+        largest = Largest(ngrams.table, ngrams.table.main_grad)
+        for seed in (1, 2):
+            tokens = torch.randint(0, 9, (2, 12), generator=torch.Generator().manual_seed(seed))
+            with largest:
+                out = ngrams(tokens)
+                out.square().sum().backward()
+            ids, there = rows(tokens, *ngrams.hashed)
+            back = (2 * out.detach() @ ngrams.projection.detach()).transpose(0, 1).unflatten(-1, (-1, width))
+            wanted.index_add_(0, ids[there], back[there])
+        return ngrams.table.main_grad.view(-1, width), wanted, largest.made, ngrams.table.numel()
+
+    case = Case("*-", features={"ngram_hash": KEYS | {"buckets": 4000}})
+    ((found, wanted, largest, table),) = on_ranks(case, job)
+    torch.testing.assert_close(found, wanted)
+    assert (wanted != 0).any(1).sum() > 50 and 12 * 2 * 64 <= largest < table / 4
 
 
 LAYOUTS = [
