@@ -17,10 +17,13 @@ from megatron.core.transformer.experimental_attention_variant.dsa import (
 from presets import NAMES, changed, lowered
 
 from nam_megatron import argv, computation, report
+from nam_megatron.blocks import Gauge
 from nam_megatron.blocks.kinds import KINDS
 from nam_megatron.blocks.mamba3.block import Mamba3
 from nam_megatron.errors import Refused
 from nam_megatron.plan import identity, plan
+from nam_megatron.sizes import Sizes
+from nam_megatron.train import gauges
 
 A = tuple(range(1, 52, 4))
 R = (12, 24, 36, 48)
@@ -451,3 +454,21 @@ def test_a_stored_plan_may_have_a_feature_that_has_gone_since(switch, differs):
     old = copy.deepcopy(now)
     old["recipe"]["feature"]["fsdp2"] = {"enabled": switch, "eager": True}
     assert sorted(d.key for d in computation.differences(old, now) if d.computes) == sorted(differs)
+
+
+def test_layers_that_measure_themselves():
+    """A DSA layer with an indexer of ours, every M2RNN layer; no reusing one, nothing of Megatron's own."""
+    kept, gain = Gauge("DSA kept"), Gauge("M2RNN gain", largest=True)
+    tail = dict.fromkeys((12, 24, 36, 48), gain)
+    assert gauges(lowered("nam56r").plan) == dict.fromkeys((5, 21, 37), kept) | tail
+    assert gauges(lowered("nam56r", "model.blocks.dsa.kernels=megatron").plan) == tail
+    assert gauges(lowered("nam52_h200_sparse_8_11_ref_v1").plan) == dict.fromkeys((33, 37, 41, 45), kept)
+    assert gauges(lowered("nam56r_native_dp").plan) == {}
+
+
+@pytest.mark.parametrize(("layer", "rows"), [(5, 64), (9, 0)])
+def test_what_a_dsa_layer_measures_is_priced(layer, rows):
+    """Where sequences are short, it takes more than the indexer's loss: scores, and twice fp32 [heads, 64, s]."""
+    plan = lowered("nam56r", "model.seq_length=1024", "schedule.micro_batch_size=1").plan
+    forward, _ = plan.recipe.model.blocks.dsa.working(Sizes.of(plan), plan.layers[layer - 1])
+    assert forward.bytes == (4 * 1024 * 1024 + 8 * 56 * rows * 1024 if rows else 2 * 1024 * 3584)

@@ -209,7 +209,7 @@ class Dsa(Block):
             loss = computes(layer) and self.indexer_loss_coeff
             scores = "8 b s s" if loss else "4 b s s" if computes(layer) else "0"
             why = "fp32 scores, and target or the scores' gradients, once for all heads" if loss else "fp32 scores"
-            z = z.own(rows=min(KEPT_ROWS, z.model.seq_length))
+            z = z.own(rows=KEPT_ROWS)
             # Beside the scores, in a step that has a line in the log.
             told = ", 4 b s s + 8 rows n s / t" if computes(layer) else ""
             yield z.line("forward", f"max({scores}{told}, 2 Ts h)", why, **more)

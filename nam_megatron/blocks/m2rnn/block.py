@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from nam_megatron.plan import Layer, Plan
 
 CHECKPOINT = 4  # tokens between two states that are kept for the backward pass (kernel.Config.tokens)
-GAIN_SPAN = 64  # tokens over which the log's gain is taken, the last ones of a sequence
 ROWS = 16  # of a head's state that one program of the kernels owns (kernel.Config.rows)
 
 

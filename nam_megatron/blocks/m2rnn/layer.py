@@ -30,7 +30,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from nam_megatron.blocks.m2rnn import naive
-from nam_megatron.blocks.m2rnn.block import GAIN_SPAN
 from nam_megatron.errors import raise_if
 from nam_megatron.runtime.gauges import GAUGES
 from nam_megatron.runtime.gpu import without_gpu
@@ -38,6 +37,8 @@ from nam_megatron.runtime.gpu import without_gpu
 # As the authors begin: A is uniform in (0, 16), softplus(dt_bias) is uniform in its logarithm, the convolution is normal like every other
 # weight and without bias (theirs, in the configurations of their runs, has none at all).
 A_MAX, DT_MIN, DT_MAX = 16.0, 1e-3, 0.1
+# Tokens over which the log's gain is taken, the last ones of a sequence.
+GAIN_SPAN = 64
 
 
 def spec(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
