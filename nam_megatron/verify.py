@@ -70,7 +70,8 @@ def verify(lowering: Lowering, oracle: Oracle, words: Sequence[str] | None = Non
     p = lowering.plan
     words = argv.argv(lowering) if words is None else words
     env = {e.name: e.value for e in lowering.env}
-    answer = oracle.ask(words, p.recipe.world_size, p.recipe.device.capability, env)
+    ours = [seam.owner for seam in p.ours]
+    answer = oracle.ask(words, p.recipe.world_size, p.recipe.device.capability, env, ours)
     if answer.error:
         return Verdict((), answer.error, (), p.not_built)
     rows = list(_rows(lowering, answer))

@@ -116,6 +116,8 @@ CASES = {
     "mla-refuses": (MLA, {"--group-query-attention": True, "--num-query-groups": "4"}),
     "mla-rope-fusion": (MLA, {"--no-rope-fusion": None}),
     "mla-rope-type": (GPT, {"--rope-type": "yarn"}),
+    "yarn-flags-ignored": (MLA, {"--rope-type": "yarn", "--rotary-scaling-factor": "32", "--yarn-beta-fast": "1"}),
+    "rope-scaling-factor": (GPT, {"--use-rope-scaling": True, "--rope-scaling-factor": "32"}),
     "mla-yarn-fusion-heads": (MLA, {"--no-rope-fusion": None, "--rope-type": "yarn", "--num-attention-heads": "24",
                                     "--hidden-size": "1536"}),
     "moe-balancing-lists": (MOE, {"--moe-router-load-balancing-type": "aux_loss global_aux_loss"}),

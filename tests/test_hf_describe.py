@@ -71,6 +71,19 @@ def test_layers_that_the_export_does_not_have_are_refused_by_key():
     assert "model.blocks.gdn" in {p.key for p in describe.objections(plan)}
 
 
+@pytest.mark.parametrize(
+    ("preset", "override", "key"),
+    [
+        ("nam56r", "feature.yarn.factor=2.0", "feature.yarn.factor"),
+        ("nam56r_native_dp", "feature.llama_rope.factor=8.0", "feature.llama_rope.factor"),
+        ("nam52r_h200_prod_candidate_v1", "model.blocks.mla.q_lora_rank=null", "model.blocks.mla.q_lora_rank"),
+    ],
+)
+def test_positions_and_queries_that_the_export_does_not_have_are_refused_by_key(preset, override, key):
+    more = ("model.substitute=[]", "model.blocks.mla.kernels=megatron") if "q_lora" in key else ()
+    assert [p.key for p in describe.objections(lowered(preset, override, *more).plan)] == [key]
+
+
 def test_norms_that_the_export_does_not_have_are_refused_by_key():
     plan = lowered("nam56r_native_dp", "model.zero_centered_norms=true").plan
     assert [p.key for p in describe.objections(plan)] == ["model.zero_centered_norms"]

@@ -79,6 +79,7 @@ def test_what_agrees_is_verified():
         r.world_size,
         r.device.capability,
         {e.name: e.value for e in LOWERING.env},
+        [],
     )
 
 

@@ -699,6 +699,8 @@ def test_flag_that_makes_another_model_is_in_the_description(name):
         DSA,
         window,
         fp8,
+        MLA | {"--rope-type": "yarn", "--rotary-scaling-factor": "8"},
+        GPT | {"--use-rope-scaling": True},
         GPT | {"--optimizer": "muon"},
         GPT | {"--lr-decay-style": "WSD", "--lr-wsd-decay-iters": "4"},
         HYBRID | {"--hybrid-layer-pattern": "G-G*-"},
@@ -855,11 +857,12 @@ def test_what_stands_in_a_plan_alone_is_not_guessed(name, tmp_path):
 
 def test_recipe_lists_what_it_does_not_carry():
     found = launch(
-        GPT, {"--position-embedding-type": "yarn", "--tensorboard-dir": "tb", "--vocab-size": "32000", "--seed": "5"}
+        GPT,
+        {"--position-embedding-type": "relative", "--tensorboard-dir": "tb", "--vocab-size": "32000", "--seed": "5"},
     )
     made = recipe.make(found, Path("mine.yaml"))
     assert made.refused is None
-    assert "--position-embedding-type yarn -> --position-embedding-type rope" in made.lost
+    assert "--position-embedding-type relative -> --position-embedding-type rope" in made.lost
     assert made.keyless == ["--tensorboard-dir tb"]
     assert any(line.startswith("GPT layers: 8 layers of two parts become 16") for line in made.lost)
     assert "eval_interval unset -> --eval-interval 1000" in made.lost
@@ -928,19 +931,10 @@ def test_recipe_that_our_compiler_refuses_is_written_and_says_so(tmp_path, capsy
 
 
 def test_refused_recipe_lists_what_it_loses_all_the_same():
-    yarn = {
-        "--rope-type": "yarn",
-        "--rotary-scaling-factor": "40",
-        "--mscale-all-dim": "1.0",
-        "--tensor-model-parallel-size": "2",
-    }
-    made = recipe.make(launch(MLA, yarn), Path("mine.yaml"))
+    scaled = {"--rotary-scaling-factor": "40", "--mscale-all-dim": "1.0", "--tensor-model-parallel-size": "2"}
+    made = recipe.make(launch(MLA, scaled), Path("mine.yaml"))  # of plain RoPE they scale the softmax
     assert made.refused is not None
-    assert {line.split(" -> ")[0] for line in made.lost} >= {
-        "--rope-type yarn",
-        "--rotary-scaling-factor 40",
-        "--mscale-all-dim 1.0",
-    }
+    assert {line.split(" -> ")[0] for line in made.lost} >= {"--rotary-scaling-factor 40", "--mscale-all-dim 1.0"}
     made = recipe.make(
         launch(MOE, {"--moe-latent-size": "512", "--tensor-model-parallel-size": "2"}), Path("mine.yaml")
     )
@@ -991,6 +985,46 @@ def test_what_attention_has_comes_back(said, key, value):
     flags = tuple(said)
     assert made.refused is None and not any(line.startswith(flags) for line in [*made.lost, *made.keyless])
     assert getattr(recipe._load(made.yaml, "mine").model.blocks.attention, key) == value
+
+
+YARN = {"--rotary-scaling-factor": "40", "--mscale": "0.9", "--mscale-all-dim": "0.7"}
+SCALED = {  # launch, what it says more -> the keys of a feature
+    "MLA's YaRN": (MLA, YARN | {"--rope-type": "yarn"}, "yarn",
+                   {"factor": 40, "original_length": 4096, "beta_fast": 32, "beta_slow": 1, "mscale": 0.9, "mscale_all_dim": 0.7}),
+    "GQA's YaRN": (GPT, YARN | {"--position-embedding-type": "yarn", "--yarn-beta-fast": "16",
+                                "--no-yarn-correction-range-round-to-int": True}, "yarn",
+                   {"factor": 40, "original_length": 4096, "beta_fast": 16, "rounded": False}),
+    "yarn of factor 1": (MLA, {"--rope-type": "yarn"}, "yarn", None),
+    "Llama's": (GPT, {"--use-rope-scaling": True}, "llama_rope", {"factor": 8}),
+    "a hybrid's, which ignores it": (HYBRID, {"--use-rope-scaling": True}, "llama_rope", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_scaled_angles_come_back(name):
+    base, said, feature, keys = SCALED[name]
+    made = recipe.make(launch(base, said), Path("mine.yaml"))
+    assert made.refused is None and not any(line.startswith(tuple(said)) for line in [*made.lost, *made.keyless])
+    found = getattr(recipe._load(made.yaml, "mine").feature, feature)
+    assert (found is None) is (keys is None)
+    assert keys is None or {key: getattr(found, key) for key in keys} == keys
+
+
+def test_megatrons_norm_before_queries_without_a_latent_is_listed():
+    found = launch(MLA, {"--q-lora-rank": None})
+    made = recipe.make(found, Path("mine.yaml"))
+    assert any("norm over the whole width" in line for line in made.lost)
+    ours = lint(argv.run_script(translate(recipe._load(made.yaml, "mine"))), "run.sh")
+    assert found.model.count.total - ours.model.count.total == 8 * 1024  # layers times the width
+    assert "mla-query-norm" in ids(found) and "mla-query-norm" not in ids(ours)
+
+
+def test_flags_of_yarn_are_what_megatron_reads(oracle):
+    """MLA's config has fields for the betas, and no argument of the parser's ever comes there."""
+    found = launch(*CASES["yarn-flags-ignored"])
+    held = ask(oracle, found).values
+    assert (held["args.yarn_beta_fast"], held["transformer.beta_fast"]) == (1.0, 32)
+    assert "betas 32 and 1" in dict(describe.rows(found.args, found.model))["positions"]
 
 
 def test_file_of_a_model_alone_becomes_a_preset_of_a_model_alone():

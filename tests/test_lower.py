@@ -39,6 +39,8 @@ BLEND = {"data.name": "blend", "data.parts": [{"weight": 0.7, "path": "/a"}, {"w
 BLEND |= {"data.path": None, "data.split": "99,1,0", "data.tokenizer": "/t"}
 FULL = {"feature.recompute.granularity": "full", "feature.recompute.method": "uniform", "feature.recompute.layers": 1}
 GRAPHS = {"feature.cuda_graphs.impl": "transformer_engine", "feature.cuda_graphs.modules": ["attn", "mamba"]}
+YARN, LLAMA = {"feature.yarn.factor": 4.0}, {"feature.llama_rope.factor": 8.0}
+ALL_MLA = {"model.substitute": []}
 LOCAL = {"model.blocks.moe.dispatcher": "local"}
 WEIGHED_KEY = "model.blocks.moe.fused_weighted_squared_relu"
 WEIGHED = {WEIGHED_KEY: True}
@@ -485,7 +487,16 @@ REFUSALS = [
     (NATIVE, {"model.blocks.attention.rotary_percent": 0.3}, "model.blocks.attention.rotary_percent", "columns of a head, not 19.2"),
     (NATIVE, {"model.blocks.attention.position_embedding": "none", "model.blocks.attention.rotary_percent": 0.5},
      "model.blocks.attention.rotary_percent", "there is no RoPE"),
+    (NATIVE, YARN | {"model.blocks.attention.position_embedding": "none"}, "feature.yarn.factor", "no layer has RoPE, which YaRN"),
+    (NATIVE, YARN | {"model.blocks.attention.rotary_percent": 0.5}, "model.blocks.attention.rotary_percent", "turns whole heads"),
+    (NATIVE, YARN | {"feature.mtp.depths": 1}, "feature.yarn.factor", "not beside YaRN"),
+    (NATIVE, YARN | {"feature.yarn.beta_slow": 33.0}, "feature.yarn.beta_fast", "the ramp would run backwards"),
+    (NATIVE, LLAMA | {"model.blocks.attention.position_embedding": "none"}, "feature.llama_rope.factor", "no layer has RoPE, whose"),
+    (DESIGN, LLAMA, "feature.llama_rope.factor", "MLA's RoPE is scaled by YaRN"),
+    (NATIVE, LLAMA | YARN, "feature.llama_rope.factor", "YaRN scales these angles already"),
     # mla and dsa
+    (DESIGN, {"model.blocks.mla.q_lora_rank": None}, "model.blocks.mla.q_lora_rank", "indexer reads the query latent"),
+    (DESIGN, ALL_MLA | {"model.blocks.mla.q_lora_rank": None}, "model.blocks.mla.kernels", "projects queries from a latent"),
     (DESIGN, {"model.blocks.mla.qk_rope_head_dim": 63}, "model.blocks.mla.qk_rope_head_dim", "even width, not 63"),
     (DESIGN, {"parallel.tensor": 2}, "parallel.sequence", "wrong gradients without sequence parallelism"),
     (DESIGN, {"model.blocks.dsa.top_k": 4097}, "model.blocks.dsa.top_k", "top-k 4097 exceeds the sequence of 4096"),
@@ -643,6 +654,15 @@ FUSED3 = {"model.blocks.mamba3.kernels": "fused"}
 NAIVE3 = {"model.blocks.mamba3.kernels": "naive"}
 EDGES = {"feature.fp8.first_last_bf16": True, "feature.fp8.bf16_layers_at_start": 1}
 NEIGHBOURS = [
+    (NATIVE, YARN, B + "attention.position_embedding", "none"),
+    (NATIVE, YARN, B + "attention.rotary_percent", 0.5),
+    (NATIVE, YARN, "feature.mtp.depths", 1),
+    (NATIVE, YARN | {"feature.yarn.beta_slow": 32.0}, "feature.yarn.beta_slow", 32.5),
+    (NATIVE, LLAMA, B + "attention.position_embedding", "none"),
+    (NATIVE, LLAMA, "feature.yarn.factor", 2.0),
+    (DESIGN, YARN, "feature.llama_rope.factor", 2.0),
+    (DESIGN, ALL_MLA | {B + "mla.kernels": "megatron", B + "mla.q_lora_rank": None}, B + "mla.kernels", "naive"),
+    (DESIGN, ALL_MLA | {B + "mla.kernels": "megatron", B + "mla.q_lora_rank": None}, "model.substitute", ...),
     (DESIGN, {"model.blocks.mla.qk_rope_head_dim": 32}, "model.blocks.mla.qk_rope_head_dim", 16),
     (NATIVE, {OVERLAP + "param_gather": False, OVERLAP + "grad_reduce": False}, OVERLAP + "param_gather", True),
     (NATIVE, {"optim.min_lr": 3e-4}, "optim.min_lr", 3.1e-4),

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from nam_megatron.sizes import ACTIVATIONS, ESTIMATED, LOSS, MTP, Line, Param, Sizes, Stage, Work
+from nam_megatron.sizes import ACTIVATIONS, ESTIMATED, LOSS, MTP, UNMEASURED, Line, Param, Sizes, Stage, Work
 
 
 def params(z: Sizes, stage: Stage) -> Iterator[Param]:
@@ -31,6 +31,13 @@ def buffers(z: Sizes, stage: Stage) -> Iterator[Line]:
     if width := blocks.mla.qk_rope_head_dim if blocks.mla else plain:
         why = "fp32 angles of every position, whatever the layers"
         yield z.own(d=width).line("RoPE table", "4 S d", why, bucket=ACTIVATIONS, owner="ends")
+        if yarn := z.plan.recipe.feature.yarn:
+            # Of MLA's each layer has its own, and each indexer another.
+            own = sum({"mla": 1, "dsa": 2 if layer.source is None else 1}.get(layer.kind, 0) for layer in stage.layers)
+            own += z.plan.mtp_depths if stage.last and blocks.mla else 0
+            why = "bf16 cos and sin, made with each module and never read by the plain rotation"
+            sizes = z.own(d=width, n=own if blocks.mla else 1, L=yarn.original_length)
+            yield sizes.line("YaRN tables", "4 n L d", why, bucket=ACTIVATIONS, owner="yarn", mark=UNMEASURED)
     if z.plan.index_reuse and blocks.dsa and blocks.dsa.kernels == "megatron":
         yield z.line(
             "attention mask",

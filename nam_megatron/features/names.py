@@ -8,6 +8,7 @@ from nam_megatron.features.distributed_optimizer import DistributedOptimizer
 from nam_megatron.features.fim import Fim
 from nam_megatron.features.fp8 import Fp8
 from nam_megatron.features.linear_ce import LinearCe
+from nam_megatron.features.llama_rope import LlamaRope
 from nam_megatron.features.megatron_fsdp import MegatronFsdp
 from nam_megatron.features.mhc import Mhc
 from nam_megatron.features.mtp import Mtp
@@ -15,6 +16,7 @@ from nam_megatron.features.muon import Muon
 from nam_megatron.features.ngram_hash import NgramHash
 from nam_megatron.features.recompute import Recompute
 from nam_megatron.features.tracking import Tracking
+from nam_megatron.features.yarn import Yarn
 from nam_megatron.setting import Config, section
 
 
@@ -29,6 +31,8 @@ class Features(Config):
     distributed_optimizer: DistributedOptimizer
     megatron_fsdp: MegatronFsdp | None = None
     fim: Fim | None = None
+    yarn: Yarn | None = None
+    llama_rope: LlamaRope | None = None
     mhc: Mhc | None = None
     ngram_hash: NgramHash | None = None
     linear_ce: LinearCe | None = None

@@ -42,11 +42,16 @@ def objections(plan: Plan) -> Iterator[Problem]:
         yield Problem("the export has no embeddings of n-grams", "feature.ngram_hash.enabled")
     for kind in sorted(plan.kinds - LAYERS.keys()):
         yield Problem(f"the export has no {KINDS[kind].title}", f"model.blocks.{kind}")
+    for name in ("yarn", "llama_rope"):
+        if getattr(plan.recipe.feature, name):
+            yield Problem("the export's angles are plain RoPE's", f"feature.{name}.factor")
     if model.linear_bias:
         yield Problem("the export has no biases in its projections", "model.linear_bias")
     if model.blocks.attention and model.blocks.attention.turned != model.blocks.attention.head_dim:
         name = "position_embedding" if not model.blocks.attention.turned else "rotary_percent"
         yield Problem("the export's attention turns whole heads", f"model.blocks.attention.{name}")
+    if model.blocks.mla and model.blocks.mla.q_lora_rank is None:
+        yield Problem("the export's MLA has a query latent", "model.blocks.mla.q_lora_rank")
     if model.zero_centered_norms:
         yield Problem("the export has the weights of its norms as they are", "model.zero_centered_norms")
     for name in ("window", "qkv_bias", "output_gate"):

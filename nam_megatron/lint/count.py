@@ -34,7 +34,7 @@ def count(
 
     Args:
         v: READS, and resolved: `hidden_size`, `heads`, `groups`, `head_dim`, `ffn`, `moe_ffn`, `gated`, `experts`, `mamba_heads`,
-            `vocabulary` and `learned_positions` (rows), `tied`.
+            `vocabulary` and `learned_positions` (rows), `tied`; `plain_query`: our MLA, without that norm.
         layers: (number, kind) of each sublayer. mtp: kinds of one MTP depth.
         indexers: numbers of the DSA layers that have an indexer of their own.
     """
@@ -54,7 +54,8 @@ def count(
         q, kv, width = v["q_lora_rank"], v["kv_lora_rank"], v["heads"] * (v["qk_head_dim"] + v["qk_pos_emb_head_dim"])
         query = h * width if q is None else h * q + q * width
         value = v["heads"] * v["v_head_dim"]
-        latents = norm * ((h if q is None else q) + kv) if v["qk_layernorm"] else 0
+        own = 0 if v.get("plain_query") else h  # without a latent Megatron's is over the whole width
+        latents = norm * ((own if q is None else q) + kv) if v["qk_layernorm"] else 0
         keys = h * (kv + v["qk_pos_emb_head_dim"]) + kv * (v["heads"] * v["qk_head_dim"] + value)
         return norm * h + query + keys + latents + value * h + bias * h
 

@@ -232,16 +232,14 @@ def _positions(a: Args, m: Model) -> str:
     )
     own = []
     if m.mla and {"mla", "dsa"} & m.kinds:
-        yarn = f", factor {a.rotary_scaling_factor:g} over {a.max_position_embeddings}, mscale {a.mscale:g} and {a.mscale_all_dim:g}"
-        scaled = yarn if m.rope_type == "yarn" else ""
         own.append(
-            f"MLA: {m.rope_type}{'' if a.said('rope_type') else ' (default)'}{scaled}, base {_v(a, 'rotary_base')}"
+            f"MLA: {m.rope_type}{'' if a.said('rope_type') else ' (default)'}{_yarn(a, m)}, base {_v(a, 'rotary_base')}"
         )
     if "attention" in m.kinds and m.gpt_oss:
         own.append(f"yarn of gpt-oss by --enable-gpt-oss (factor 32 over 131072 tokens), base {_v(a, 'rotary_base')}")
     elif "attention" in m.kinds and not table:
         if m.positions in ("rope", "yarn") and not (m.hybrid and m.mla):
-            scaled = f", scaled by {a.rope_scaling_factor:g}" if a.use_rope_scaling and not m.hybrid else ""
+            scaled = f", scaled by {a.rope_scaling_factor if m.hybrid else 8:g}" if m.rope_scaled else _yarn(a, m)
             part = f", {a.rotary_percent:.0%} of the head" if a.rotary_percent != 1 else ""
             own.append(f"{'RoPE' if m.positions == 'rope' else 'yarn'}, base {_v(a, 'rotary_base')}{part}{scaled}")
         else:
@@ -249,6 +247,16 @@ def _positions(a: Args, m: Model) -> str:
     if own and a.no_rope_freq is not None:
         own.append(f"no rotation in layers by frequency {a.no_rope_freq}")
     return "; ".join([*([table] if table else []), *own]) or f"none ({m.positions})"
+
+
+def _yarn(a: Args, m: Model) -> str:
+    if m.yarn is None:
+        return f", factor {a.rotary_scaling_factor:g}" if m.mla and m.rope_type == "yarn" else ""
+    y = m.yarn
+    return (
+        f", factor {y['factor']:g} over {y['original_length']}, betas {y['beta_fast']:g} and {y['beta_slow']:g}, "
+        f"mscale {y['mscale']:g} and {y['mscale_all_dim']:g}"
+    )
 
 
 def _norms(a: Args, m: Model) -> str:

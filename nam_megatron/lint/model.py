@@ -6,12 +6,13 @@ Whatever hangs on a value that is not known raises NotKnown.
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
 from nam_megatron.blocks.kinds import KINDS, LETTERS
+from nam_megatron.features.yarn import FIXED
 from nam_megatron.lint.count import READS, Count, count
 from nam_megatron.lint.values import Args, NotKnown
 
@@ -228,6 +229,33 @@ class Model:
         """MLA's own rotary embedding."""
         return self.a.rope_type or "yarn"
 
+    @cached_property
+    def yarn(self) -> Mapping[str, Any] | None:
+        """YaRN's keys, as a recipe has them, where the angles are its; a factor of 1 leaves plain RoPE's."""
+        a = self.a
+        found = {"factor": a.rotary_scaling_factor, "mscale": a.mscale, "mscale_all_dim": a.mscale_all_dim}
+        said = {"original_length": a.yarn_original_max_position_embeddings, "beta_fast": a.yarn_beta_fast}
+        said |= {"beta_slow": a.yarn_beta_slow}
+        said = {name: FIXED[name] if value is None else value for name, value in said.items()}
+        if self.mla and {"mla", "dsa"} & self.kinds:
+            of_ours = self.ours or "yarn" in self.marked
+            found |= said if of_ours else FIXED
+            return found if self.rope_type == "yarn" and a.rotary_scaling_factor > 1 else None
+        if self.positions != "yarn" or self.gpt_oss or a.rotary_scaling_factor <= 1:
+            return None
+        return found | said | {"rounded": a.yarn_correction_range_round_to_int is not False}
+
+    @property
+    def plain_query(self) -> bool:
+        """Whether MLA without a query latent is ours, without Megatron's norm of the whole width."""
+        return "mla" in self.marked or bool(self.plan)
+
+    @property
+    def rope_scaled(self) -> bool:
+        """Whether the angles are scaled as Llama-3.1's: by Megatron's GPT, and by our trainer."""
+        ours = "llama_rope" in self.marked or bool(self.plan)
+        return bool(self.a.use_rope_scaling and self.positions == "rope" and not self.mla and (ours or not self.hybrid))
+
     def topk_source(self, number: int) -> int:
         """The DSA layer whose top-k layer `number` uses: itself, or the one it shares with (megatron-core 0.19.2, dsa.py)."""
         frequency, offset = self.a.dsa_indexer_topk_freq, max(self.a.dsa_indexer_skip_topk_offset, 1)
@@ -302,7 +330,7 @@ class Model:
             "hidden_size": self.need("hidden_size"), "heads": self.heads, "groups": self.groups, "head_dim": self.head_dim,
             "ffn": self.ffn, "moe_ffn": self.moe_ffn, "gated": self.gated, "experts": a.num_experts or 0,
             "mamba_heads": self.mamba_heads, "vocabulary": known(lambda: self.vocabulary, 0),
-            "tied": not a.untie_embeddings_and_output_weights,
+            "plain_query": self.plain_query, "tied": not a.untie_embeddings_and_output_weights,
             "learned_positions": self.need("max_position_embeddings") if self.positions == "learned_absolute" else 0,
         }  # fmt: skip
         if any(v is None for k, v in plain.items() if k.startswith("dsa_") and self.dsa):

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from nam_megatron.argv import argv
+from nam_megatron.argv import words
 from nam_megatron.blocks.attention.block import Attention
 from nam_megatron.blocks.dsa.block import Dsa
 from nam_megatron.blocks.gdn.block import Gdn
@@ -303,8 +303,9 @@ def _wanted(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
     if _model_alone(a):
         lost.append("all but the model: the launch says neither batch nor learning rate nor length; layout, precision, optimizer, "
                     "schedule, data and cluster are our groups', and no choice of this launch")  # fmt: skip
-        mtp = {"feature": {"mtp": _features(a, m)["mtp"]}} if m.mtp_depths else {}
-        return {"preset": preset, "model": _model(a, m, name, lost), **mtp}
+        computes = {k: v for k, v in _features(a, m).items() if k in OF_MODELS}
+        features = {"feature": computes} if computes else {}
+        return {"preset": preset, "model": _model(a, m, name, lost), **features}
     gpus = _gpus(a, m)
     if not a.launch.gpus:
         lost.append(f"number of GPUs: the launch does not say it; the recipe has {gpus}")
@@ -329,6 +330,10 @@ def _wanted(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
         data |= {"path": a.value("data_path")[0], "split": a.split, "tokenizer": a.tokenizer_model}
     tree["data"] = data
     return tree
+
+
+# Features that a description of a model has.
+OF_MODELS = ("yarn", "llama_rope", "mtp")
 
 
 def _model_alone(a: Args) -> bool:
@@ -409,12 +414,18 @@ def _blocks(a: Args, m: Model, lost: list[str]) -> Tree:
             "query_groups": m.groups,
             "window": _window(a),
             "qkv_bias": a.add_qkv_bias and not a.add_bias_linear,
-            # Others have no word in a recipe; the comparison lists them.
+            # Learned tables and others have no word in a recipe; the comparison lists them. YaRN is a feature.
             "position_embedding": "none" if m.positions == "none" else "rope",
             "rotary_percent": 1.0 if m.positions == "none" else a.rotary_percent,
         }
     if {"mla", "dsa"} & m.kinds:
         blocks["mla"] = _rows(Mla, a)
+        if a.q_lora_rank is None:
+            blocks["mla"]["kernels"] = "megatron"
+            if a.qk_layernorm and not m.plain_query:
+                lost.append(
+                    "Megatron's norm over the whole width before the queries' projection, where there is no query latent"
+                )
     if "dsa" in m.kinds:
         numbers = m.numbers("dsa")
         every = next(
@@ -526,6 +537,10 @@ def _features(a: Args, m: Model) -> Tree:
             "overlap_param_gather": a.overlap_param_gather,
         },
     }  # fmt: skip
+    if m.yarn:
+        found["yarn"] = dict(m.yarn)
+    if m.rope_scaled:
+        found["llama_rope"] = {"factor": a.rope_scaling_factor if m.hybrid else 8.0}
     if m.mtp_depths:
         found["mtp"] = {"depths": m.mtp_depths, "loss_weight": a.mtp_loss_scaling_factor}
     if m.recompute:
@@ -572,10 +587,20 @@ DERIVED: dict[str, Callable[[Model], Any]] = {
     "expert_tensor_parallel_size": lambda m: m.etp if m.moe else None,
     "sequence_parallel": lambda m: m.sequence_parallel,
     "apply_rope_fusion": lambda m: m.rope_fusion,
-    "position_embedding_type": lambda m: m.positions,
+    "position_embedding_type": lambda m: "rope" if m.positions == "yarn" and not m.yarn and not m.gpt_oss else m.positions,
     "rotary_percent": lambda m: m.a.rotary_percent if m.positions != "none" else None,
     "rotary_base": lambda m: m.a.rotary_base if m.positions != "none" or m.mla else None,
-    "rope_type": lambda m: m.rope_type if m.mla else None,
+    "rope_type": lambda m: ("yarn" if m.yarn else "rope") if m.mla else None,  # yarn of factor 1 is plain RoPE
+    # A factor and mscale-all-dim together scale MLA's softmax whatever the angles.
+    "rotary_scaling_factor": lambda m: m.a.rotary_scaling_factor if m.yarn or (m.mla and m.a.mscale_all_dim) else 1.0,
+    "mscale": lambda m: m.yarn["mscale"] if m.yarn else None,
+    "mscale_all_dim": lambda m: m.a.mscale_all_dim if m.yarn or (m.mla and m.a.rotary_scaling_factor > 1) else 0.0,
+    "yarn_original_max_position_embeddings": lambda m: m.yarn["original_length"] if m.yarn else None,
+    "yarn_beta_fast": lambda m: m.yarn["beta_fast"] if m.yarn else None,
+    "yarn_beta_slow": lambda m: m.yarn["beta_slow"] if m.yarn else None,
+    "yarn_correction_range_round_to_int": lambda m: m.yarn.get("rounded") if m.yarn else None,
+    "use_rope_scaling": lambda m: m.rope_scaled,
+    "rope_scaling_factor": lambda m: (m.a.rope_scaling_factor if m.hybrid else 8.0) if m.rope_scaled else None,
     "add_qkv_bias": lambda m: m.a.add_qkv_bias or m.a.add_bias_linear,
     "bias_gelu_fusion": lambda m: m.a.bias_gelu_fusion and m.activation == "GELU" and m.a.add_bias_linear,
     "bias_swiglu_fusion": lambda m: m.a.bias_swiglu_fusion and m.a.swiglu,
@@ -614,7 +639,7 @@ OTHER_WAYS = {
 
 def _compare(a: Args, m: Model, lowering: Lowering, made: Made) -> None:
     plan = replace(m.plan, lowering=lowering) if m.plan else None
-    theirs = Args(Launch(lowering.target, argv(lowering), "words", "", gpus=a.launch.gpus, plan=plan))
+    theirs = Args(Launch(lowering.target, words(lowering), "words", "", gpus=a.launch.gpus, plan=plan))
     other = Model(theirs)
     models = {name for name, s in lowering.by_name.items() if s.owner in {"model", "mtp", *KINDS}}
     for name in dict.fromkeys([*lowering.by_name, *a.given]):

@@ -198,6 +198,8 @@ def pair(recipe: Recipe, device: str, steps: int, seed: int = 1234) -> Pair:
     layout, plain = _shortest(tree, full)
     for key, value in PLAIN.items():
         _put(plain, key, value)
+    if _at(plain, "model.blocks.mla") and _at(plain, "model.blocks.mla.q_lora_rank") is None:
+        _put(plain, "model.blocks.mla.kernels", "megatron")  # ours have no such queries
     return Pair(layout, translate(_recipe(plain)), full, tuple(unproven))
 
 

@@ -128,7 +128,8 @@ class Model(Config):
             yield pin("rotary_percent", 1.0, "the whole head turns")
         yield pin("rotary_interleaved", False, "halves, not pairs")
         yield pin("rotary_seq_len_interpolation_factor", None, "no interpolation")
-        yield pin("use_rope_scaling", False, "no scaling")
+        if not plan.recipe.feature.llama_rope:  # which says it itself
+            yield pin("use_rope_scaling", False, "no scaling")
         if not self.blocks.attention:
             yield pin("window_size", None, "full causal attention")
         yield pin("softmax_type", "vanilla", "no sink")

@@ -124,6 +124,10 @@ TRANSFORMER: dict[str, Callable[[Arguments], Any]] = {
     "bias_activation_fusion": lambda a: a("bias_swiglu_fusion") if a("swiglu") else a("bias_gelu_fusion"),
     "num_query_groups": lambda a: a("num_query_groups") if a("group_query_attention") else None,
     "window_size": lambda a: tuple(map(int, a("window_size").split(","))) if a("window_size") else None,
+    # MLA's, for which Megatron's own parser has no flags.
+    "original_max_position_embeddings": lambda a: a("yarn_original_max_position_embeddings") or 4096,
+    "beta_fast": lambda a: a("yarn_beta_fast") or 32,
+    "beta_slow": lambda a: a("yarn_beta_slow") or 1,
     "num_moe_experts": lambda a: a("num_experts"),
     "moe_router_load_balancing_type": _only("moe_router_load_balancing_type"),
     "moe_aux_loss_coeff": _only("moe_aux_loss_coeff"),

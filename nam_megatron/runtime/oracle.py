@@ -69,10 +69,19 @@ class Oracle:
         self._answers.close()
 
     def ask(
-        self, argv: Sequence[str], world_size: int, capability: tuple[int, int], env: Mapping[str, str | None]
+        self,
+        argv: Sequence[str],
+        world_size: int,
+        capability: tuple[int, int],
+        env: Mapping[str, str | None],
+        ours: Sequence[str] = (),
     ) -> Answer:
-        """Parse, validate and build the configs of `argv` as rank 0 of `world_size` on such a device."""
+        """Parse, validate and build the configs of `argv` as rank 0 of `world_size` on such a device.
+
+        ours: kinds and features that our trainer alone serves; what it says to Megatron's config for them is said here, too.
+        """
         question = {"argv": list(argv), "world_size": world_size, "capability": list(capability), "env": dict(env)}
+        question["ours"] = list(ours)
         self._questions.write(json.dumps(question) + "\n")
         self._questions.flush()
         line = self._answers.readline()
@@ -111,11 +120,13 @@ def _warm() -> None:
     ArgumentGroupFactory._get_field_docstrings = lambda *_: {}
 
 
-def _answer(argv: list[str], world_size: int, capability: list[int], env: Mapping[str, str | None]) -> dict[str, Any]:
+def _answer(
+    argv: list[str], world_size: int, capability: list[int], env: Mapping[str, str | None], ours: list[str]
+) -> dict[str, Any]:
     messages = io.StringIO()
     try:
         with contextlib.redirect_stderr(messages), contextlib.redirect_stdout(messages):
-            values, defaults = _configs(argv, world_size, (capability[0], capability[1]), env)
+            values, defaults = _configs(argv, world_size, (capability[0], capability[1]), env, ours)
         return {"error": None, "values": values, "defaults": defaults}
     except SystemExit:
         said = [line for line in messages.getvalue().splitlines() if line.strip()]
@@ -126,7 +137,9 @@ def _answer(argv: list[str], world_size: int, capability: list[int], env: Mappin
         return {"error": f"{type(err).__name__}: {text}", "values": {}, "defaults": {}}
 
 
-def _configs(argv: list[str], world_size: int, capability: tuple[int, int], env: Mapping[str, str | None]):
+def _configs(
+    argv: list[str], world_size: int, capability: tuple[int, int], env: Mapping[str, str | None], ours: list[str]
+):
     import types
 
     import megatron.core.utils as core_utils
@@ -134,6 +147,8 @@ def _configs(argv: list[str], world_size: int, capability: tuple[int, int], env:
     from megatron.training.argument_utils import hybrid_config_from_args, pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_args, validate_args
     from packaging.version import Version
+
+    from nam_megatron.runtime import yarn
 
     for name, value in {**env, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}.items():
         if value is None:
@@ -147,7 +162,10 @@ def _configs(argv: list[str], world_size: int, capability: tuple[int, int], env:
         setattr(module, name, getattr(module, name) or object())
     sys.argv = ["train", *argv]
     args = validate_args(parse_args())
-    container = pretrain_cfg_container_from_args(args, hybrid_config_from_args(args))
+    model = hybrid_config_from_args(args)
+    if "yarn" in ours:
+        yarn.provide(model.transformer, args)
+    container = pretrain_cfg_container_from_args(args, model)
     values, defaults = {}, {}
     configs = {f.name: getattr(container, f.name) for f in dataclasses.fields(container)}
     configs["transformer"] = container.model.transformer
@@ -162,6 +180,9 @@ def _configs(argv: list[str], world_size: int, capability: tuple[int, int], env:
                 defaults[f"{name}.{field.name}"] = _plain(field.default)
             elif field.default_factory is not dataclasses.MISSING:
                 defaults[f"{name}.{field.name}"] = _plain(field.default_factory())
+    # Attributes that are no fields: GQA's YaRN.
+    own = vars(container.model.transformer).items()
+    values |= {f"transformer.{k}": _plain(v) for k, v in own if k.startswith("yarn_")}
     values |= {f"args.{k}": _plain(v) for k, v in vars(args).items()}
     values |= _layers(args)
     return values, defaults

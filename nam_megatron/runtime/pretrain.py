@@ -42,7 +42,7 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 
 from nam_megatron.blocks import Gauge
 from nam_megatron.errors import Problem, Refused, raise_if
-from nam_megatron.runtime import background, checksums, cross_entropy, group_order, rate, stage_log, wgrad
+from nam_megatron.runtime import background, checksums, cross_entropy, group_order, rate, stage_log, wgrad, yarn
 from nam_megatron.runtime.gauges import GAUGES
 from nam_megatron.runtime.heartbeat import HEART
 from nam_megatron.runtime.nonfinite import Watch
@@ -207,6 +207,8 @@ def settings(args: Namespace, stack: ModuleSpec) -> PretrainConfigContainer:
     ]
     raise_if(problems)
     model = hybrid_config_from_args(args, model_config_cls=NamModelConfig)
+    if args.yarn_original_max_position_embeddings is not None:
+        yarn.provide(model.transformer, args)
     model.hybrid_stack_spec = stack
     if stack:
         model.pre_wrap_hooks += stack.metainfo.get("hooks", [])  # of features that stand beside the layers

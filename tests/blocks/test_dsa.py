@@ -181,10 +181,17 @@ def naive_kernels(monkeypatch):
     return choose
 
 
+YARN = CASE.config | dict(rope_type="yarn", rotary_scaling_factor=4.0, original_max_position_embeddings=16)
+YARN |= dict(mscale_all_dim=0.5)
+
+
 @pytest.fixture(scope="module")
 def stock():
-    """One step of four microbatches with Megatron's own layers."""
-    return train(replace(CASE, microbatches=4))
+    """One step of four microbatches with Megatron's own layers, by the type of RoPE."""
+    return {
+        "yarn" if config is YARN else "rope": train(replace(CASE, microbatches=4, config=config))
+        for config in (CASE.config, YARN)
+    }
 
 
 def full(method: str, layers: int) -> dict:
@@ -198,6 +205,7 @@ def selective(*modules: str) -> dict:
 LAYOUTS = {
     "tp1": {},
     "tp2_sp": dict(tp=2),
+    "yarn": dict(config=YARN),
     "recomputed_core": dict(config=selective("core_attn", "layernorm", "mla_up_proj")),
     "recomputed_layers_pp2": dict(pattern="+M|DD-D", pp=2, config=full("uniform", 1)),
 }
@@ -205,6 +213,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_it_is_megatrons_model(kernels, stock, layout):
+    stock = stock["yarn" if layout.get("config") is YARN else "rope"]
     found = train(replace(CASE, microbatches=4, **layout))
     assert found.gradients.keys() == stock.gradients.keys(), "other checkpoint names"
     torch.testing.assert_close(found.losses, stock.losses, rtol=1e-5, atol=1e-6)

@@ -80,6 +80,23 @@ def test_it_is_megatrons_model(ours, stock, wanted, case):
     same(train(case), stock[wanted])
 
 
+def test_queries_without_a_latent_have_no_norm_of_their_own(monkeypatch):
+    """Stock Megatron fuses one, of the whole width, into their projection; both layouts are one model."""
+
+    def recipe(*args, **kwargs):
+        made = recipe_of(*args, **kwargs)
+        harness.say(made, "mla", q_lora_rank=None)
+        return made
+
+    monkeypatch.setattr(harness, "recipe_of", recipe)
+    case = replace(CASE, config=dict(q_lora_rank=None))
+    wanted = train(case)
+    names = {key.partition("self_attention.")[2] for key in wanted.gradients if "self_attention" in key}
+    down, up = "linear_kv_down_proj.weight", "linear_kv_up_proj.weight"
+    assert names == {"linear_q_proj.weight", down, up, "kv_layernorm.weight", "linear_proj.weight"}
+    same(train(replace(case, tp=2)), wanted)
+
+
 def test_weights_that_are_only_read_are_waited_for(ours):
     """Megatron's DDP with overlapped all-gather waits in the pre-forward hook of each module that has parameters."""
 

@@ -32,10 +32,22 @@ from nam_megatron.report import plan_text, strip
 from nam_megatron.translate import write
 
 SEED = 3
-# A whole model that has it; three layers of attention between residual streams, or after embeddings of n-grams.
+# A whole model that has it; three layers of attention between residual streams, or after embeddings of n-grams; three layers of a kind
+# whose angles are scaled.
 MTP, MHC, NGRAMS = "MTP", "mHC", "n-grams"
-SECTION = {MTP: "feature.mtp", MHC: "feature.mhc", NGRAMS: "feature.ngram_hash"}
-ADDED = {MHC: ("mhc", {"streams": 4}), NGRAMS: ("ngram_hash", {"enabled": True, "buckets": 50, "document_end": 7})}
+ANGLES = {
+    "Llama's angles": ("attention", "llama_rope", {"factor": 4.0}),
+    **{
+        f"YaRN of {kind}": (kind, "yarn", {"factor": 4.0, "mscale_all_dim": 0.5})
+        for kind in ("attention", "mla", "dsa")
+    },
+}
+PARTS = {
+    MHC: ("attention", "mhc", {"streams": 4}),
+    NGRAMS: ("attention", "ngram_hash", {"enabled": True, "buckets": 50, "document_end": 7}),
+}
+ADDED = PARTS | ANGLES
+SECTION = {MTP: "feature.mtp"} | {which: f"feature.{name}" for which, (_, name, _) in ADDED.items()}
 # What a kind is taken from: a preset and the letter that it stands at there.
 OF = {
     "attention": ("nam56r_native_dp", "A"),
@@ -70,6 +82,9 @@ BETTER = {
     "model.blocks.m2rnn.gradient_clip": [1e-6],
     "model.blocks.moe.balancing": ["seq_aux_loss"],  # in one microbatch of one rank the global loss is the batch's
     "feature.mhc.epsilon": [0.25],
+    "feature.yarn.original_length": [512],  # at whole columns of so narrow heads
+    "feature.yarn.beta_fast": [128.0],
+    "feature.yarn.beta_slow": [8.0],
     "feature.ngram_hash.document_end": [66, 20],  # tokens that come
     "model.letters": [],
     "model.pattern": [],
@@ -77,8 +92,14 @@ BETTER = {
 }
 
 
-# Keys that add parameters.
-ADDING = [("moe", "shared_expert_gate"), ("attention", "qkv_bias"), ("attention", "output_gate")]
+# Keys that add parameters, and one that takes some away.
+ADDING = [
+    ("moe", "shared_expert_gate"),
+    ("attention", "qkv_bias"),
+    ("attention", "output_gate"),
+    ("mla", "q_lora_rank"),
+]
+NO_LATENT = {"kernels": "megatron", "q_lora_rank": None}
 
 
 def test_every_kind_is_asked():
@@ -88,7 +109,7 @@ def test_every_kind_is_asked():
 OF_KINDS = [
     *((kind, None) for kind in KINDS),
     *ADDING,
-    *(("attention", feature) for feature in ADDED),
+    *(("attention", feature) for feature in PARTS),
 ]
 
 
@@ -96,7 +117,8 @@ OF_KINDS = [
 def test_every_place_tells_the_same_of_a_kind(kind, key, tmp_path):
     """Plan, strip, lint of the written plan, the budget's parameters, and the real model's; of a key or a feature that adds some, too."""
     tree = with_feature(key) if key in ADDED else alone(kind)
-    tree["model"]["blocks"][kind] |= {key: True} if key and key not in ADDED else {}
+    given = NO_LATENT if key == "q_lora_rank" else {key: True} if key and key not in ADDED else {}
+    tree["model"]["blocks"][kind] |= given
     lowering = translate(resolved(parsed(tree), lambda key: False))
     plan = lowering.plan
     assert {layer.kind for layer in plan.layers} == {kind}
@@ -126,7 +148,8 @@ def with_mtp() -> dict[str, Any]:
 
 
 def with_feature(which: str) -> dict[str, Any]:
-    tree, (name, keys) = alone("attention"), ADDED[which]
+    kind, name, keys = ADDED[which]
+    tree = alone(kind)
     tree["feature"][name] = written("nam56r")["feature"][name] | keys
     return tree
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Attention(Block):
-    """Multi-head or grouped-query attention: Megatron's own, with plain RoPE or no position embedding."""
+    """Multi-head or grouped-query attention: Megatron's own, with RoPE or no position embedding."""
 
     kind = "attention"
     title = "GQA"
@@ -50,9 +50,11 @@ class Attention(Block):
     ]
     position_embedding: Annotated[
         Literal["rope", "none"],
-        Row("none: attention knows no positions but by the causal mask; Megatron's default is a learned table",
-            "position_embedding_type", was="rope"),
-    ]  # fmt: skip
+        Row(
+            "none: attention knows no positions but by the causal mask. Megatron's --position-embedding-type",
+            was="rope",
+        ),
+    ]
     rotary_percent: Annotated[
         float,
         Field(gt=0, le=1),
@@ -79,12 +81,18 @@ class Attention(Block):
         yield Setting("window_size", seen, "full causal attention unless said", "window", fields=fields)
         bias = self.qkv_bias or plan.recipe.model.linear_bias
         yield Setting("add_qkv_bias", bias, "beside the other biases or without them", "qkv_bias")
+        # YaRN is another type to Megatron, whose default is a learned table.
+        yarn = plan.recipe.feature.yarn if self.turned else None
+        why = "YaRN" if yarn else "a learned table by default"
+        name = "position_embedding_type"
+        yield Setting(name, "yarn" if yarn else self.position_embedding, why, "position_embedding")
         if self.turned:
             yield Setting("rotary_percent", self.rotary_percent, "share of a head that RoPE turns", "rotary_percent")
-        why = "plain RoPE is fused for this kind; Megatron puts it out without RoPE"
-        fields = {"transformer.apply_rope_fusion": self.turned > 0}
+        plain = self.turned > 0 and not yarn
+        why = "plain RoPE is fused for this kind; Megatron puts it out without RoPE, and with YaRN"
+        fields = {"transformer.apply_rope_fusion": plain}
         fields |= {} if self.turned else {"model.rotary_percent": self.rotary_percent}
-        yield Setting("apply_rope_fusion", self.turned > 0, why, beside="position_embedding", fields=fields)
+        yield Setting("apply_rope_fusion", plain, why, beside="position_embedding", fields=fields)
 
     def build(self, backend: "BackendSpecProvider", plan: "Plan") -> "ModuleSpec":
         from nam_megatron.blocks.attention import layer
@@ -141,6 +149,9 @@ class Attention(Block):
         why, mark = ("after RoPE", "") if self.turned else ("split from the projection", UNMEASURED)
         yield z.line("queries", "2 T n d / t", why, mark=mark)
         yield z.line("keys", "2 T g d / t", why, mark=mark)
+        if z.plan.recipe.feature.yarn:
+            why = "bf16, of queries and of keys: YaRN is not fused"
+            yield z.line("cos and sin", "8 s d", why, mark=UNMEASURED)
         if "core_attn" in z.recompute:
             yield z.line(
                 "packed qkv", "2 T (n + 2 g) d / t", "the checkpoint keeps `value`, a view of the whole projection"

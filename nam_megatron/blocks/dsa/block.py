@@ -104,6 +104,9 @@ class Dsa(Block):
     def check(self, plan: "Plan") -> Iterator[Problem]:
         r = plan.recipe
         yield from self._unserved(r)
+        if mla(r).q_lora_rank is None:
+            hint = "give it a width, or let `model.letters.A` be `mla`"
+            yield Problem("DSA's indexer reads the query latent", "model.blocks.mla.q_lora_rank", hint)
         rope = mla(r).qk_rope_head_dim
         if self.top_k > r.model.seq_length:
             yield Problem(f"top-k {self.top_k} exceeds the sequence of {r.model.seq_length}", "model.blocks.dsa.top_k")
@@ -127,7 +130,7 @@ class Dsa(Block):
             return
         at, latent = "model.blocks.", mla(recipe)
         hint = "set `model.blocks.dsa.kernels=megatron`"
-        widths = {"dsa.indexer_head_dim": self.indexer_head_dim, "mla.q_lora_rank": latent.q_lora_rank}
+        widths = {"dsa.indexer_head_dim": self.indexer_head_dim, "mla.q_lora_rank": latent.q_lora_rank or WIDTHS[0]}
         widths |= {"mla.kv_lora_rank": latent.kv_lora_rank, "mla.qk_rope_head_dim": latent.qk_rope_head_dim}
         for key, width in widths.items():
             served = WIDTHS[1:] if key == "mla.qk_rope_head_dim" else WIDTHS  # RoPE turns halves
@@ -147,7 +150,7 @@ class Dsa(Block):
         if computes(layer):
             h, at = z.model.hidden_size, "self_attention.core_attention.indexer."
             wide = self.indexer_heads * self.indexer_head_dim
-            yield Param(f"{at}linear_wq_b.weight", (wide, mla(z.plan.recipe).q_lora_rank), "replicated", "weight")
+            yield Param(f"{at}linear_wq_b.weight", (wide, mla(z.plan.recipe).q_lora_rank or 0), "replicated", "weight")
             yield Param(f"{at}linear_wk.weight", (self.indexer_head_dim, h), "replicated", "weight")
             yield Param(f"{at}linear_weights_proj.weight", (self.indexer_heads, h), "replicated", "weight")
             for part in ("weight", "bias"):  # a LayerNorm, whatever the model's norm

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 WIDTHS = (16, 32, 64, 128)
 
 
-def low_rank(q_rank: int, kv_rank: int, nope: int, rope: int, value: int) -> bool:
+def low_rank(q_rank: int | None, kv_rank: int, nope: int, rope: int, value: int) -> bool:
     """Whether `kernels=fused` projects in our kernels, or in Megatron's modules with our kernels behind them."""
     return {q_rank, kv_rank, nope, rope, value} <= set(WIDTHS) and rope >= 32  # RoPE turns halves
 
@@ -36,6 +36,8 @@ def unserved(title: str, kind: str, recipe: "Recipe") -> Iterator[Problem]:
         yield Problem(f"our {title} projects in bf16, not in FP8", key, hint)
     if recipe.model.normalization != "RMSNorm":
         yield Problem(f"our {title} has RMSNorm in its projections, not {recipe.model.normalization}", key, hint)
+    if recipe.model.blocks.mla and recipe.model.blocks.mla.q_lora_rank is None:
+        yield Problem(f"our {title} projects queries from a latent", key, hint)
     if recipe.model.zero_centered_norms:
         yield Problem(f"our {title} has the weights of its norms as they are, not centred at zero", key, hint)
 
@@ -57,7 +59,9 @@ class Mla(Block):
         Literal["fused", "megatron", "naive"] | None,
         Row("ours in Triton, Megatron's own modules, or plain torch", executes=SAME),
     ] = None
-    q_lora_rank: Annotated[PositiveInt, Row("width of the query latent", "q_lora_rank")]
+    q_lora_rank: Annotated[
+        PositiveInt | None, Row("width of the query latent; null: queries come straight from the input", "q_lora_rank")
+    ]
     kv_lora_rank: Annotated[
         PositiveInt,
         Row("width of the key/value latent; 32 on Megatron's command line, 512 in its config", "kv_lora_rank"),
@@ -67,7 +71,7 @@ class Mla(Block):
         PositiveInt, Row("part that RoPE turns, one key shared by all heads", "qk_pos_emb_head_dim")
     ]
     v_head_dim: Annotated[PositiveInt, Row("value head", "v_head_dim")]
-    latent_norm: Annotated[bool, Row("RMSNorm on both latents; our stack spec holds them", "qk_layernorm")]
+    latent_norm: Annotated[bool, Row("RMSNorm on the latents; our stack spec holds them", "qk_layernorm")]
 
     def idle(self, recipe: "Recipe", kinds: frozenset[str]) -> Iterator[tuple[str, str]]:
         if "mla" not in kinds:
@@ -84,8 +88,15 @@ class Mla(Block):
         return (layer.STOCK_EMPTY if self.kernels == "megatron" else layer.EMPTY) | self.without_norms()
 
     def without_norms(self) -> frozenset[str]:
-        """Fields that are empty because the latents have no norms."""
-        return frozenset(() if self.latent_norm else ("self_attention.q_layernorm", "self_attention.kv_layernorm"))
+        """Fields that are empty because a latent has no norm, or is not there."""
+        without = [] if self.latent_norm else ["self_attention.kv_layernorm"]
+        without += [] if self.latent_norm and self.q_lora_rank else ["self_attention.q_layernorm"]
+        return frozenset(without)
+
+    def ours(self, plan: "Plan") -> str | None:
+        if self.q_lora_rank is None and self.latent_norm:
+            return "Megatron 0.19.2 would put one more norm, over the whole width, before the queries' projection"
+        return None
 
     def settings(self, plan: "Plan") -> Iterator[Setting]:
         m, key = plan.recipe.model, "model.letters.A"
@@ -97,12 +108,16 @@ class Mla(Block):
         why = "said outright; Megatron would infer it from the pattern"
         yield Setting("multi_latent_attention", True, why, key, beside="kernels", fields=fields | heads)
         pin = partial(Setting, beside="v_head_dim")
-        yield pin("rope_type", "rope", "unset means yarn")
-        why = "40 in Megatron's config; scales the softmax even with plain RoPE"
-        yield pin("rotary_scaling_factor", 1.0, why)
-        yield pin("mscale", 1.0, "yarn's, neutral")
-        yield pin("mscale_all_dim", 0.0, "yarn's, neutral")
-        yield Setting("apply_rope_fusion", False, "Megatron fuses RoPE for MLA only with yarn, and never for DSA")
+        if plan.recipe.feature.yarn:  # which says the rest
+            yield Setting("rope_type", "yarn", "as the feature says", "feature.yarn.factor", beside="v_head_dim")
+        else:
+            yield pin("rope_type", "rope", "unset means yarn")
+            why = "40 in Megatron's config; scales the softmax even with plain RoPE"
+            yield pin("rotary_scaling_factor", 1.0, why)
+            yield pin("mscale", 1.0, "yarn's, neutral")
+            yield pin("mscale_all_dim", 0.0, "yarn's, neutral")
+        why = "Megatron fuses RoPE for MLA only with yarn, by kernels that mask heads wrongly, and never for DSA"
+        yield Setting("apply_rope_fusion", False, why)
         yield Setting("cache_mla_latents", False, "inference only")
         yield Setting(
             "mla_down_proj_fusion", False, "one layer norm and two down projections, as the stack spec has them"
@@ -125,23 +140,25 @@ class Mla(Block):
             )
 
     def sizes(self, z: Sizes) -> Sizes:
-        """n heads; latents of ranks rq and rkv; a query/key head is dq + dr wide, a value head dv."""
-        sizes = {"rq": self.q_lora_rank, "rkv": self.kv_lora_rank, "n": z.model.num_attention_heads}
+        """n heads; latents of ranks rq (0: none) and rkv; a query/key head is dq + dr wide, a value head dv."""
+        sizes = {"rq": self.q_lora_rank or 0, "rkv": self.kv_lora_rank, "n": z.model.num_attention_heads}
         return z.own(dq=self.qk_head_dim, dr=self.qk_rope_head_dim, dv=self.v_head_dim, **sizes)
 
     def params(self, z: Sizes, layer: "Layer | None") -> Iterator[Param]:
         h, n, at = z.model.hidden_size, z.model.num_attention_heads, "self_attention."
-        down = {"q": self.q_lora_rank, "kv": self.kv_lora_rank + self.qk_rope_head_dim}
-        up = {
-            "q": (n * (self.qk_head_dim + self.qk_rope_head_dim), self.q_lora_rank),
-            "kv": (n * (self.qk_head_dim + self.v_head_dim), self.kv_lora_rank),
-        }
+        query, key_value = n * (self.qk_head_dim + self.qk_rope_head_dim), n * (self.qk_head_dim + self.v_head_dim)
+        # Latent: rows of the down and of the up projection, width. No biases, whatever the model has.
+        latents = {"kv": (self.kv_lora_rank + self.qk_rope_head_dim, key_value, self.kv_lora_rank)}
         yield from z.norm("input_layernorm.", h)
-        for part in ("q", "kv"):  # no biases, whatever the model has
-            yield Param(f"{at}linear_{part}_down_proj.weight", (down[part], h), "replicated", "weight")
-            yield Param(f"{at}linear_{part}_up_proj.weight", up[part], "tensor", "weight")
+        if self.q_lora_rank is None:
+            yield Param(f"{at}linear_q_proj.weight", (query, h), "tensor", "weight")
+        else:
+            latents = {"q": (self.q_lora_rank, query, self.q_lora_rank)} | latents
+        for part, (down, up, width) in latents.items():
+            yield Param(f"{at}linear_{part}_down_proj.weight", (down, h), "replicated", "weight")
+            yield Param(f"{at}linear_{part}_up_proj.weight", (up, width), "tensor", "weight")
             if self.latent_norm:
-                yield from z.norm(f"{at}{part}_layernorm.", up[part][1])
+                yield from z.norm(f"{at}{part}_layernorm.", width)
         yield from z.row(f"{at}linear_proj", h, n * self.v_head_dim)
 
     def latents(self, z: Sizes) -> Iterator[Line]:
@@ -149,9 +166,9 @@ class Mla(Block):
         yield from residual(z, "layernorm")
         yield z.line("latents", "2 Ts (rq + rkv + dr)", "outputs of the down projections")
         if self.latent_norm:
-            yield z.line(
-                "normed latents", "w Ts (rq + rkv) + 8 Ts", "inputs of the up projections, and the norms' statistics"
-            )
+            statistics = 8 if self.q_lora_rank else 4
+            why = "inputs of the up projections, and the norms' statistics"
+            yield z.line("normed latents", f"w Ts (rq + rkv) + {statistics} Ts", why)
         yield z.line("cos and sin", "8 s dr", "bf16, of queries and of keys: RoPE is not fused")
 
     def projects(self) -> bool:
@@ -194,7 +211,10 @@ class Mla(Block):
     def flops(self, z: Sizes, layer: "Layer | None") -> Iterator[Work]:
         z = self.sizes(z)
         yield z.work("down projections", "2 h (rq + rkv + dr)", "to the latents")
-        yield z.work("up projections", "2 rq n (dq + dr) + 2 rkv n (dq + dv)", "from them", redone=("mla_up_proj",))
+        again = {"redone": ("mla_up_proj",)}
+        yield z.work("up projections", "2 rq n (dq + dr) + 2 rkv n (dq + dv)", "from them", **again)
+        if self.q_lora_rank is None:
+            yield z.work("query projection", "2 h n (dq + dr)", "straight from the input", **again)
         yield z.work("output projection", "2 n dv h", "")
         yield z.work("core", "2 n (dq + dr + dv) x", "causal: S / 2 keys a token", redone=("core_attn",))
 

@@ -55,7 +55,8 @@ def spec(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
 def stock(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
     """The whole layer of Megatron's own modules, with norms on the latents."""
     parts = MLASelfAttentionSubmodules(core_attention=backend.core_attention(), **projections(backend, plan))
-    attention = ModuleSpec(MLASelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=parts)
+    kind = MLASelfAttention if plan.recipe.model.blocks.mla.q_lora_rank else WithoutQueryLatent
+    attention = ModuleSpec(kind, params={"attn_mask_type": AttnMaskType.causal}, submodules=parts)
     norm = backend.layer_norm(rms_norm=True)
     layer = TransformerLayerSubmodules(
         input_layernorm=norm, self_attention=attention, self_attn_bda=get_bias_dropout_add
@@ -65,8 +66,8 @@ def stock(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
 
 def projections(backend: BackendSpecProvider, plan: Any) -> dict[str, Any]:
     """The submodules that MLA and DSA have alike, ours and Megatron's: all but the core attention."""
-    column, linear = backend.column_parallel_linear(), backend.linear()
-    norm = backend.layer_norm(rms_norm=True, for_qk=True) if plan.recipe.model.blocks.mla.latent_norm else IdentityOp
+    column, linear, mla = backend.column_parallel_linear(), backend.linear(), plan.recipe.model.blocks.mla
+    norm = backend.layer_norm(rms_norm=True, for_qk=True) if mla.latent_norm else IdentityOp
     return {
         "linear_q_proj": column,
         "linear_q_down_proj": linear,
@@ -74,9 +75,22 @@ def projections(backend: BackendSpecProvider, plan: Any) -> dict[str, Any]:
         "linear_kv_down_proj": linear,
         "linear_kv_up_proj": column,
         "linear_proj": backend.row_parallel_linear(),
-        "q_layernorm": norm,
+        "q_layernorm": norm if mla.q_lora_rank else IdentityOp,
         "kv_layernorm": norm,
     }
+
+
+class WithoutQueryLatent(MLASelfAttention):
+    """MLASelfAttention whose queries come from the input as the key/value latent does: DeepSeek-V2-Lite's.
+
+    With --qk-layernorm stock fuses one more norm, of the whole width, into their projection (megatron-core 0.19.2,
+    transformer/mla_qk_norm_config.py, _resolve_mla_qk_layernorm), whatever projection the spec names.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        assert self.config.qk_layernorm is (submodules.kv_layernorm is not IdentityOp), "the flag and the spec differ"
+        names = ("linear_q_proj", "linear_kv_up_proj", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
 
 
 class FusedMLALayer(TransformerLayer):

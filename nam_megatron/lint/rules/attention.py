@@ -1,5 +1,6 @@
 """Attention and position embeddings."""
 
+from nam_megatron.features.yarn import FIXED
 from nam_megatron.lint.model import Model
 from nam_megatron.lint.rules.rule import CONFIG, DEFAULT, FAIL, FROM_ARGS, HYBRID, VALIDATE, WRONG, Rule, each
 from nam_megatron.lint.values import Args
@@ -10,6 +11,20 @@ ROPE_ONLY = (
     "rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling",
     "rope_scaling_factor", "no_rope_freq",
 )  # fmt: skip
+
+
+YARN = {
+    "yarn_original_max_position_embeddings": "original_length", "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow",
+    "yarn_correction_range_round_to_int": "rounded",
+}  # fmt: skip
+
+
+def _yarn_unread(a: Args, m: Model) -> list[str]:
+    """Flags of YaRN that Megatron hands to GQA alone; a value that MLA has by itself does no harm."""
+    if (m.positions == "yarn" and not m.mla) or m.gpt_oss or m.ours or "yarn" in m.marked:
+        return []
+    kept = FIXED | {"rounded": True} if m.mla and m.rope_type == "yarn" else {}
+    return each(a, (name for name, key in YARN.items() if a.said(name) and getattr(a, name) != kept.get(key)))
 
 
 def _mla_refuses(a: Args, m: Model) -> list[str]:
@@ -75,10 +90,15 @@ RULES = (
         "mla-query-norm",
         WRONG,
         "qk_layernorm",
-        lambda a, m: "mla" in m.kinds and m.variant != "dsa" and a.qk_layernorm and a.q_lora_rank is None,
+        lambda a, m: "mla" in m.kinds
+        and m.variant != "dsa"
+        and a.qk_layernorm
+        and a.q_lora_rank is None
+        and not m.plain_query,
         "without a query latent the query's norm is one more over the whole hidden width, before its projection; DeepSeek-V2-Lite, and "
         "every published model of that kind, has a norm on the key/value latent alone",
-        "give a query latent with `--q-lora-rank`, or a `--spec` of your own without that norm",
+        "give a query latent with `--q-lora-rank`, or a layer of your own without that norm; our trainer has one "
+        "(`model.blocks.mla.q_lora_rank: null`)",
         "core/transformer/mla_qk_norm_config.py _resolve_mla_qk_layernorm",
     ),
     Rule(
@@ -162,10 +182,29 @@ RULES = (
         HYBRID,
     ),
     Rule(
+        "yarn-flags-ignored",
+        WRONG,
+        "",
+        _yarn_unread,
+        "ignored: MLA's yarn has no flags for these and stays at 4096 tokens, betas of 32 and 1 and whole columns; other attention wants "
+        "--position-embedding-type yarn",
+        "leave it out; for MLA our trainer has the keys of `feature.yarn`",
+        "training/argument_utils.py _apply_yarn_config_from_args",
+    ),
+    Rule(
+        "rope-scaling-factor",
+        WRONG,
+        "rope_scaling_factor",
+        lambda a, m: m.rope_scaled and not m.hybrid and a.rope_scaling_factor != 8,
+        "ignored: angles are scaled by 8, as Llama-3.1's",
+        "leave it out",
+        "training/argument_utils.py gpt_config_from_args",
+    ),
+    Rule(
         "hybrid-rope-scaling",
         WRONG,
         "use_rope_scaling",
-        lambda a, m: m.hybrid and a.use_rope_scaling,
+        lambda a, m: m.hybrid and a.use_rope_scaling and not m.rope_scaled,
         "hybrids ignore it: RoPE stays unscaled",
         "leave it out",
         "training/argument_utils.py hybrid_config_from_args",

@@ -49,7 +49,9 @@ VARIANTS = {
 }
 # Of the models of others, two that have what ours have not: no positions, and gated delta nets.
 OTHERS = ["nemotron_h_8b", "qwen3_next_80b_a3b"]
-CASES = [(preset, ()) for preset in [*PRESETS, *OTHERS]] + [("nam56r_native_dp", words) for words in VARIANTS.values()]
+YARN = ("feature.yarn.factor=4.0", "feature.yarn.beta_fast=16.0", "feature.yarn.mscale_all_dim=1.0")
+CASES = [("nam56r", YARN), *((preset, ()) for preset in [*PRESETS, *OTHERS])]
+CASES += [("nam56r_native_dp", words) for words in VARIANTS.values()]
 
 # Fields that Bridge fills in where Megatron works the value out elsewhere, or that do nothing there.
 DIFFERENT = {
@@ -115,7 +117,8 @@ def case(request, oracle, ranks, monkeypatch):
     lowering = lowered(*request.param)
     world = lowering.plan.recipe.world_size
     env = {e.name: e.value for e in lowering.env}
-    answer = oracle.ask(tuple(argv(lowering)), world, lowering.plan.recipe.device.capability, tuple(env.items()))
+    ours = tuple(seam.owner for seam in lowering.plan.ours)
+    answer = oracle.ask(tuple(argv(lowering)), world, lowering.plan.recipe.device.capability, tuple(env.items()), ours)
     assert answer.error is None
     ranks(world)
     for name, value in env.items():

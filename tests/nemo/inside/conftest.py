@@ -49,8 +49,8 @@ class Forked(asked.Oracle):
         os.waitpid(self.pid, 0)
         self._answers.close()
 
-    def _ask(self, argv: tuple, world: int, capability: tuple, env: tuple) -> asked.Answer:
-        return super().ask(argv, world, capability, dict(env))
+    def _ask(self, argv: tuple, world: int, capability: tuple, env: tuple, ours: tuple = ()) -> asked.Answer:
+        return super().ask(argv, world, capability, dict(env), ours)
 
 
 ORACLE = Forked().__enter__()
