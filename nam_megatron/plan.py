@@ -280,7 +280,7 @@ def composition(p: Plan) -> str:
         words.append(f"MTP {p.mtp_depths}")
     fp8 = p.recipe.feature.fp8
     words.append(f"FP8 {fp8.recipe}" if fp8 else p.recipe.precision.params)
-    words += [f.name.replace("_", " ") for f in p.recipe.feature.all() if f.missing or f.ours(p)]
+    words += [f.name.replace("_", " ") for f in p.recipe.feature.all() if f.named or f.missing or f.ours(p)]
     return ", ".join(words)
 
 

@@ -18,6 +18,7 @@ class Feature(Config):
     name: ClassVar[str]
     switch: ClassVar[str] = "enabled"  # the key that puts it on or off
     missing: ClassVar[str | None] = None  # the torch side that is still to be written; None: it can be trained
+    named: ClassVar[bool] = False  # whether what a model is called says it; what is ours always is
     bound: ClassVar[bool] = False  # whether no other parallel layout can read the optimizer's state that it leaves
 
     @property

@@ -28,6 +28,7 @@ class Yarn(Feature):
 
     name = "yarn"
     switch = "factor"
+    named = True
 
     factor: Annotated[
         float,

@@ -18,7 +18,7 @@ from nam_megatron.blocks.dsa.block import Dsa
 from nam_megatron.blocks.gdn.block import Gdn
 from nam_megatron.blocks.kinds import KINDS
 from nam_megatron.blocks.mamba2.block import Mamba2
-from nam_megatron.blocks.mla.block import Mla
+from nam_megatron.blocks.mla.block import WIDTHS, Mla
 from nam_megatron.blocks.moe.block import Moe
 from nam_megatron.errors import FINDINGS, OK, Problem, Refused
 from nam_megatron.features.fim import Fim
@@ -442,6 +442,8 @@ def _blocks(a: Args, m: Model, lost: list[str]) -> Tree:
             )
         blocks["dsa"] = _rows(Dsa, a) | {"full_every": every or 1}
         blocks["dsa"]["indexer_loss_coeff"] = a.dsa_indexer_loss_coeff or 0.0
+        if not {a.q_lora_rank, a.kv_lora_rank, a.qk_pos_emb_head_dim, a.dsa_indexer_head_dim} <= set(WIDTHS):
+            blocks["dsa"]["kernels"] = "megatron"
     if m.moe:
         blocks["moe"] = _rows(Moe, a) | {
             "expert_hidden_size": m.moe_ffn,
