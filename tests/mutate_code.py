@@ -108,6 +108,7 @@ GROUPS = {
             f"tests/blocks/test_{kind}.py " + " ".join(f"--deselect=tests/blocks/test_{kind}.py::test_kernels_{what}" for what in (
                 "in_the_interpreter", "in_tritons_interpreter", "compile_for_hopper",
             )),
+            "tests/blocks/test_tensor_parallel.py",
         ),
     )
     for kind in ("mla", "dsa", "mamba3", "m2rnn")
@@ -133,6 +134,8 @@ SAME: dict[str, str] = {
     ' -> if unknown := [r["run"] for r, found in zip(receipts, ids,) if found is None]:': "an id for each receipt: the line above",
     "nam_megatron/blocks/mla/naive.py: wide = x.to(torch.promote_types(x.dtype, torch.float32))"
     " -> wide = x.to(torch.promote_types(torch.float32, x.dtype))": "the wider of two, whichever comes first",
+    "nam_megatron/budget/memory.py: return max(self.startup, self.steady, key=lambda m: m.total)"
+    " -> return max(self.steady, self.startup, key=lambda m: m.total)": "which of two equal moments is named",
     "nam_megatron/verify.py: widths = [min(max(len(c[i]) for c in cells), 60) for i in range(5)]"
     " -> widths = [min(max(len(c[i]) for c in cells), 61) for i in range(5)]": "how wide a table is",
 }

@@ -586,6 +586,14 @@ def test_cache_is_of_attention_layers_alone():
     assert s.recurrent == 17 * 8 * (36_864 + 458_752)
 
 
+@pytest.mark.parametrize(("batch", "context", "key"), [(0, 1, "batch"), (1, 0, "context"), (1, 4097, "context")])
+def test_what_cannot_be_served_is_refused(batch, context, key):
+    with pytest.raises(Refused) as refused:
+        serve(plan_of(*NATIVE), batch=batch, context=context)
+    assert [p.key for p in refused.value.problems] == [key]
+    assert serve(plan_of(*NATIVE), batch=1, context=4096)
+
+
 def test_pages_are_whole():
     (s,) = serve(plan_of(*NATIVE), batch=3, context=257)
     assert s.cache("paged") == s.cache("contiguous") // 257 * 512
@@ -711,6 +719,7 @@ REFUSED = {
     "a batch that does not divide": (("schedule.micro_batch_size=3",), "@ schedule.global_batch_size"),
     "a context beyond the model": (("serve=true", "context=4097"), "beyond the model's 4096 @ context"),
     "no batch": (("serve=true", "batch=0"), "@ batch"),
+    "no context": (("serve=true", "context=0"), "an integer of at least 1, not `0` @ context"),
     "a batch without serving": (("batch=4",), "`batch` belongs to serving @ batch"),
     "two questions": (("serve=true", "fit=depth"), "`fit` and `serve` answer different questions"),
     "no such format": (("format=yaml",), "no format `yaml` @ format"),

@@ -420,3 +420,13 @@ def at_lines(text: str) -> str:
         return f"conf/{file}:{next(i for i, l in enumerate(lines, 1) if re.match(rf' *{key}:', l))}"
 
     return re.sub(r"\{([\w/]+\.yaml):(\w+)\}", line, text)
+
+
+@pytest.mark.parametrize(
+    ("items", "says"), [("[9,0,1]", "must have at most 2 items, not 3"), ("[9]", "item 1, counted from 0, is missing")]
+)
+def test_a_list_of_another_length_is_refused_by_its_key(items, says):
+    with pytest.raises(Refused) as refused:
+        load("nam56r", [f"device.capability={items}"])
+    (problem,) = refused.value.problems
+    assert says in problem.message and problem.key.startswith("device.capability")

@@ -27,6 +27,7 @@ from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import MLATransformerConfig
+from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 from megatron.core.transformer.spec_utils import build_module
 
 from nam_megatron.runtime import stack
@@ -77,6 +78,8 @@ def step(kind: str, rank: int, ranks: int, cpu: bool) -> list[harness.Shard]:
     _allreduce_non_tensor_model_parallel_grads([layer], layer.config, layer.pg_collection.tp)
     shards = [("output", shape, (part,), out), ("input", shape, (part,), x.grad)]
     shards += harness.gathered(layer, lambda p: p.grad)
+    if kind == "dsa":  # of all heads, whoever holds them: gradients alone would not tell
+        shards.append(("indexer loss", (1,), (slice(0, 1),), DSAIndexerLossLoggingHelper.tracker.pop("values")))
     return [(f"{kind} {name}", size, window, local.detach().float().cpu()) for name, size, window, local in shards]
 
 

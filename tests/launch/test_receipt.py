@@ -190,9 +190,19 @@ def test_a_kill_between_the_seal_and_the_link_breaks_no_chain(root, capsys):
     kept = (root / receipt.CHAIN).read_text()
     second = run(root, "y")
     pending = json.loads(kept) | {"pending": second.name}
+    (root / receipt.CHAIN).write_text(kept)  # nothing was begun: the second one is somebody else's
+    code, out = listed(root, capsys)
+    assert code == 1 and "were not sealed here" in out
     (root / receipt.CHAIN).write_text(json.dumps(pending))
     assert listed(root, capsys)[0] == 0
     run(root, "z")
+    assert listed(root, capsys)[0] == 0
+
+
+def test_a_kill_before_the_seal_misses_no_receipt(root, capsys):
+    run(root)
+    begun = json.loads((root / receipt.CHAIN).read_text()) | {"pending": "a run that was never sealed"}
+    (root / receipt.CHAIN).write_text(json.dumps(begun))
     assert listed(root, capsys)[0] == 0
 
 
