@@ -93,6 +93,13 @@ class Run:
     def name(self) -> str:
         return self.receipt["run"]
 
+    def numbers(self, gauge: str) -> list[int]:
+        """The layers that measured it."""
+        fields = {field for step in self.said.steps.values() for field in step.values} if self.said else set()
+        return sorted(
+            int(n) for field in fields for name, _, n in [field.rpartition(" ")] if name == gauge and n.isdecimal()
+        )
+
     def series(self, field: str) -> list[tuple[int, float]]:
         """(step, value) of each step line."""
         found = sorted(self.said.steps.items()) if self.said else []
@@ -224,6 +231,15 @@ def _charts(runs: Sequence[Run]) -> Iterator[str]:
         series = [run.series(field) for run in runs]
         if any(series):
             yield f"<h2>{title}</h2>{chart(series, [run.name for run in runs])}"
+    for name in steps.GAUGES:
+        drawn = {
+            f"{f'{run.name}, ' if len(runs) > 1 else ''}layer {n}": run.series(f"{name} {n}")
+            for run in runs
+            for n in run.numbers(name)
+        }
+        if drawn:
+            keys = "".join(_key(f"var(--s{i % 6})", key) for i, key in enumerate(drawn))
+            yield f"<h2>{name}</h2>{chart(list(drawn.values()), list(drawn))}<p>{keys}</p>"
     times = [run.series(steps.TIME) for run in runs]
     if any(times):
         top, above = _bound(times)

@@ -10,6 +10,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+from nam_megatron.blocks.kinds import KINDS
+
 STEP = re.compile(r"\biteration\s+(\d{1,18})/\s*(\d{1,18})\s+\|(.*)")
 NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf)"
 FIELD = re.compile(rf"^\s*([^|]+?):\s*({NUMBER})\s*$", re.IGNORECASE)
@@ -92,11 +94,13 @@ def parse(line: str) -> Step | Reading | Save | None:
     return None
 
 
+# What layers measure of themselves; a figure's name ends with the layer's number.
+GAUGES = tuple(block.measures.name for block in KINDS.values() if block.measures)
 # What `guarded` lets stand: names of figures that Megatron and we print.
 NAMED = re.compile(
     r"\|?\s*(?:consumed samples|elapsed time per iteration \(ms\)|throughput per GPU \(TFLOP/s/GPU\)|model TFLOP/s/GPU|learning rate"
     r"|global batch size|(?:mtp_\d+|lm|indexer|dsa indexer) loss|(?:[a-z]+_)?load_balancing_loss|z_loss|loss scale|grad norm"
-    r"|num zeros|params norm|DSA kept \d{1,9}|M2RNN gain \d{1,9}|max attention logit"
+    rf"|num zeros|params norm|(?:{'|'.join(GAUGES)}) \d{{1,9}}|max attention logit"
     r"|number of (?:skipped|nan) iterations):\s*" + NUMBER + r"\s*(?=\||$)",
     re.IGNORECASE,
 )

@@ -33,6 +33,7 @@ class Block(Config):
     title: ClassVar[str]  # for people
     colour: ClassVar[str]  # of the layer strip on a terminal, as rich names colours
     hue: ClassVar[str]  # of the layers of a report's page, in hex
+    measures: ClassVar[Gauge | None] = None  # of itself, in the step line
     letters: ClassVar[tuple[str, ...]]  # of the source pattern, at which it may stand
     symbol: ClassVar[str]  # Megatron's letter for it (megatron-core 0.19.2, hybrid_layer_allocation.Symbols)
     slot: ClassVar[
@@ -60,7 +61,7 @@ class Block(Config):
 
     def gauge(self, layer: "Layer") -> Gauge | None:
         """What a layer of the main stack measures of itself while it trains; None where nothing."""
-        return None
+        return self.measures
 
     def captured(self, line: Line, parts: frozenset[str]) -> bool:
         """Whether a tensor that a layer keeps lives in the pool of a CUDA graph of these parts."""

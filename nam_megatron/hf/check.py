@@ -259,8 +259,8 @@ def observed(model: Any, tokens: Tensor) -> Run:
     def routed(router: Any, inputs: Any, out: Any) -> None:
         experts.append(out[1].view(s, b, -1).transpose(0, 1).flatten(0, 1).float().topk(router.topk, -1).indices.cpu())
 
-    def selected(select: Any, scores: Tensor) -> Any:
-        selection = select(scores)
+    def selected(select: Any, *tensors: Tensor) -> Any:
+        selection = select(*tensors)
         if hasattr(selection, "indices"):
             keys.append(
                 selection.indices.clamp(min=0).long().cpu()

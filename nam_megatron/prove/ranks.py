@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -40,6 +41,7 @@ def fork(world: int, job: Callable[[], int | None], limit_s: float = 180.0, devi
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
+        gc.freeze()  # a fork that looks for garbage among what it inherits copies every page of it
         more = (world, port, Path(folder), device)
         children = [context.Process(target=_child, args=(job, rank, *more)) for rank in range(world)]
         for child in children:

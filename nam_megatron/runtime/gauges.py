@@ -1,8 +1,8 @@
 """What layers measure of themselves for the step line (torch side): `| DSA kept 5: 0.8231 | M2RNN gain 12: 1.104 |`.
 
-A kind says which of its layers measure, and what (`Block.gauge`). A layer measures on the steps that have a line, in the first microbatch
-of each data-parallel rank; the figure is of that step, while Megatron's own are means since the last line. Nothing here touches a gradient
-or a random number. Inside a CUDA graph nothing can be measured; the line then lacks the figure.
+A kind says which of its layers measure, and what (`Block.gauge`). A layer measures for a process's first line and every tenth, in the
+first microbatch of each data-parallel rank; the figure is of that step, while Megatron's own are means since the last line. Nothing here
+touches a gradient or a random number. Inside a CUDA graph nothing can be measured; the line then lacks the figure.
 """
 
 from collections.abc import Mapping
@@ -12,6 +12,8 @@ from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from torch import Tensor
 
 from nam_megatron.blocks import Gauge
+
+LINES = 10  # a measurement may cost as much as the layer's forward pass
 
 
 class Gauges:
@@ -37,7 +39,7 @@ class Gauges:
         """A microbatch begins, after `done` steps. As in megatron-core 0.19.2, a process's first step and each `every`-th have a line."""
         if done != self._done:
             self._first = done if self._first is None else self._first
-            self._done, self._due, self._found = done, done == self._first or (done + 1) % every == 0, {}
+            self._done, self._due, self._found = done, done == self._first or (done + 1) % (every * LINES) == 0, {}
 
     def wants(self, layer: int) -> bool:
         """Whether `layer` is to measure now. Only a layer of the main stack may ask: MTP's are numbered from 1 again."""

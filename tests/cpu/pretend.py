@@ -5,9 +5,14 @@ parent warm. What it cannot show: kernels, streams and their overlap, CUDA graph
 """
 
 import harness  # noqa: F401
+import megatron.core.tokenizers.text.libraries
 import megatron.training.training  # noqa: F401
 import modules  # noqa: F401
+from megatron.training.argument_utils import ArgumentGroupFactory
 
 from nam_megatron.prove.cpu import FusedAdam, pretended  # noqa: F401
 from nam_megatron.prove.ranks import Rank, fork  # noqa: F401
 from nam_megatron.runtime import pretrain  # noqa: F401
+
+# What each fork would do anew: read its parser's help from source code.
+ArgumentGroupFactory._get_field_docstrings = lambda *_: {}

@@ -270,7 +270,8 @@ def built(lowering: Lowering) -> dict[str, float]:
 
 
 def number(tensor: torch.Tensor) -> int:
-    return zlib.crc32(repr(tuple(tensor.shape)).encode() + tensor.detach().float().contiguous().numpy().tobytes())
+    tensor = tensor.detach().to_dense().float().contiguous()  # a table's gradient is sparse
+    return zlib.crc32(repr(tuple(tensor.shape)).encode() + tensor.numpy().tobytes())
 
 
 def in_a_process(job: Callable[[], object]) -> None:

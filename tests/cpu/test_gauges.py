@@ -32,11 +32,11 @@ def asked(every: int, steps: range) -> list[int]:
     return found
 
 
-def test_it_is_measured_once_in_each_step_that_has_a_line():
+def test_it_is_measured_once_in_a_step_of_every_tenth_line():
     """Megatron logs every so many steps, and the first one of a process."""
-    assert asked(1, range(4)) == [1, 2, 3, 4]
-    assert asked(3, range(7)) == [1, 3, 6]
-    assert asked(3, range(7, 12)) == [8, 9, 12]
+    assert asked(1, range(21)) == [1, 10, 20]
+    assert asked(3, range(61)) == [1, 30, 60]
+    assert asked(3, range(7, 32)) == [8, 30]
 
 
 def test_nothing_is_measured_while_a_graph_is_captured(monkeypatch):

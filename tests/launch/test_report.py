@@ -179,3 +179,18 @@ KEYS = [
 def test_no_receipt_is_a_traceback(content):
     found = {**receipt.plain(content), "run": "r", "state": "sealed", "lineage": LINEAGE}
     assert Whole(report.page([report.Run(found, None, None)])).fetched == []
+
+
+def test_what_layers_measure_is_drawn_by_layer(root):
+    folder = run(root)
+    made = receipt.open_receipt(root, "y", {"lineage": LINEAGE, "box": BOX}, Redactor({}))
+    lines = [
+        stand_in.step_line(n, 9) + f" DSA kept 5: 0.{n}5 | DSA kept 13: 0.5 | M2RNN gain 12: 1.{n} |"
+        for n in range(1, 10)
+    ]
+    (made.folder / receipt.LOG).write_text("\n".join(lines))
+    made.seal("completed", OUTCOME)
+    page = report.page([report.Run.read(made.folder)])
+    assert [page.count(f">{name}</h2>") for name in ("DSA kept", "M2RNN gain")] == [1, 1]
+    assert re.findall(r"<title>(layer \d+)</title></polyline>", page) == ["layer 5", "layer 13", "layer 12"]
+    assert ">DSA kept<" not in report.page([report.Run.read(folder)])

@@ -29,6 +29,7 @@ class Dsa(Block):
     title = "DSA"
     colour = "bright_cyan"
     hue = "#12a5c4"
+    measures = Gauge("DSA kept")
     letters = ("A",)
     symbol = "D"
     slot = "dsa_layer"
@@ -69,7 +70,7 @@ class Dsa(Block):
         return None
 
     def gauge(self, layer: "Layer") -> Gauge | None:
-        return Gauge("DSA kept") if computes(layer) and self.kernels != "megatron" else None
+        return self.measures if computes(layer) and self.kernels != "megatron" else None
 
     def settings(self, plan: "Plan") -> Iterator[Setting]:
         why = "Megatron checks a DSA config only when this is said"

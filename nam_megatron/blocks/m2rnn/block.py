@@ -30,6 +30,7 @@ class M2Rnn(Block):
     title = "M2RNN"
     colour = "bright_magenta"
     hue = "#c2479e"
+    measures = Gauge("M2RNN gain", largest=True)
     letters = ("R",)
     symbol = "M"
     slot = "mamba_layer"
@@ -49,9 +50,6 @@ class M2Rnn(Block):
         from nam_megatron.blocks.m2rnn import layer
 
         return layer.spec(backend, plan)
-
-    def gauge(self, layer: "Layer") -> Gauge:
-        return Gauge("M2RNN gain", largest=True)
 
     def check(self, plan: "Plan") -> Iterator[Problem]:
         at, p = "model.blocks.m2rnn.", plan.recipe.parallel
