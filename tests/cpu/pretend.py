@@ -4,6 +4,7 @@
 parent warm. What it cannot show: kernels, streams and their overlap, CUDA graphs, memory, NCCL. The harness does the same for a bare model.
 """
 
+# The tokenizers import transformers, and that all it finds: two seconds of each rank that its parent spares it.
 import harness  # noqa: F401
 import megatron.core.tokenizers.text.libraries
 import megatron.training.training  # noqa: F401

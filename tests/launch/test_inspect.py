@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import tracemalloc
+from pathlib import Path
 
 import pytest
 from hosts import nvidia_smi, process, program, smi
@@ -75,6 +76,8 @@ def test_what_a_rank_forked_is_no_rank(run):
 
 def test_without_py_spy_it_says_how_to_get_it_and_reads_the_kernels_view(run, start, tmp_path, monkeypatch):
     child = start(0)
+    while "S (sleeping)" not in Path(f"/proc/{child.pid}/status").read_text():
+        time.sleep(0.01)
     monkeypatch.setenv("PATH", str(tmp_path))
     text = said(run)
     assert f"rank 0, PID {child.pid}" in text and "pip install py-spy" in text
