@@ -73,6 +73,7 @@ GROUPS = {
             "tests/test_lower.py::test_refusal", "tests/test_schema.py::test_it_is_current",
             f"tests/test_plan.py {SLOW_PLAN}", f"tests/test_recipe.py {SLOW_RECIPE}", "tests/test_judges.py",
             f"tests/test_lower.py {SLOW_LOWER}", "tests/test_verify.py::test_variant_is_what_megatron_builds",
+            "tests/test_public.py -k nemotron_h_8b", "tests/cpu/test_effect_modules.py::test_every_place_tells_the_same_of_a_kind",
         ),
     ),
     "sizes": Group(

@@ -442,6 +442,18 @@ def test_kernels_in_plain_torch_keep_what_autograd_keeps(kind):
     assert {name: found.get(name) for name in PLAIN[kind]} == PLAIN[kind]
 
 
+@pytest.mark.parametrize(
+    ("preset", "letter", "tunes"),
+    [("nam56r_native_dp", "A", 0), ("nam56r_native_dp", "M", 1), ("nam56r", "M", 1), ("qwen3_next_80b_a3b", "M", 1)],
+)
+def test_triton_tunes_kernels_of_state_space_layers_in_the_first_step(preset, letter, tunes):
+    words = (f"model.pattern={letter}", "model.depth=1", "model.vocab_size=128", "cluster=h200_1", "parallel.expert=1")
+    words += ("model.substitute=[]", "feature.mtp.depths=0") if preset.startswith("nam") else ()
+    moments = budget(plan_of(preset, *words)).worst.moments
+    assert sum(line.name == "autotuning" for line in moments["first_step"].lines) == tunes
+    assert not any(line.name == "autotuning" for line in moments["steady"].lines)
+
+
 def test_table_of_long_sequences_is_todays():
     """benchmarks/tables.py has been run since the formulas changed: one row of it."""
     row = next(

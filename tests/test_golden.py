@@ -12,6 +12,7 @@ from test_rows import ODD, odd
 
 from nam_megatron import argv, report
 from nam_megatron.budget import text
+from nam_megatron.recipe import keys_at
 
 GOLDEN = Path(__file__).parent / "golden"
 # Sizes that are all different: what two swapped ones would not survive. Their arguments are those of test_rows.py.
@@ -57,7 +58,7 @@ ASKED = [
     *itertools.product(set(FILES) - {"run.sh"}, NAMES),
     *itertools.product(["plan.txt", "args.txt"], PUBLIC),
     *itertools.product(["budget.txt"], (*ODDLY, *LAYOUTS, "qwen3_next_80b_a3b")),
-    *itertools.product(["args.txt", "unsaid.txt"], ("features_all", "keys_of_others")),
+    *itertools.product(["args.txt", "unsaid.txt"], ("features_all", "keys_of_others", "layout_fsdp")),
     ("run.sh", "nam56r"),
     ("run.sh", "layout_pipeline"),
 ]
@@ -72,6 +73,14 @@ def test_preset_is_as_reviewed(name, file, rewrite_golden):
         path.write_text(text)
     assert path.is_file(), f"{path} is missing: pytest tests/test_golden.py --rewrite-golden"
     assert text == path.read_text()
+
+
+@pytest.mark.parametrize("name", [*NAMES, *PUBLIC, *LAYOUTS])
+def test_a_setting_is_decided_by_a_key_that_there_is(name):
+    lowering = lowered(*LAYOUTS.get(name, (name,)))
+    for setting in lowering.settings:
+        *parents, last = (setting.key or "model.depth").split(".")
+        assert last in keys_at(parents), setting
 
 
 def test_no_golden_without_a_preset():

@@ -425,6 +425,25 @@ def test_a_lane_that_gives_blocks_up_says_so():
     assert lowered("nam56r").plan.substitutions == ()
 
 
+def test_the_stored_plan_says_what_stands_and_what_was_given_up():
+    lowering = lowered("nam56r_nemo_native", "parallel.pipeline=2")
+    p, told = lowering.plan, json.loads(argv.plan_json(lowering))
+    assert [(s["letter"], s["designed"], s["standing"]) for s in told["substitutions"]] == [
+        ("M", "mamba3", "mamba2"), ("R", "m2rnn", "mamba2"),
+    ]  # fmt: skip
+    assert [s["by"] for s in told["substitutions"]] == [s.by for s in p.substitutions]
+    assert told["departures"] == list(p.departures) != [] and told["not_built"] == []
+    assert told["mtp"] == {"depths": p.mtp_depths, "kinds": list(p.mtp)} and told["world_size"] == 8
+    assert [(l["number"], l["kind"], l["segment"]) for l in told["layers"]] == [
+        (l.number, l.kind, l.segment) for l in p.layers
+    ]
+    assert (told["pattern"], told["megatron_core"], told["argv"]) == (p.pattern, "0.19.2", list(argv.words(lowering)))
+    assert told["env"] == {e.name: e.value for e in lowering.env}
+    owned = {s["name"]: s for s in told["settings"]}
+    assert owned["hidden_size"] == {"name": "hidden_size", "value": 3584, "owner": "model", "key": "model.hidden_size"}
+    assert owned["log_throughput"]["executes"] is True and "executes" not in owned["hidden_size"]
+
+
 def test_departures_from_the_lane_are_part_of_the_identity():
     assert lowered("nam56r_nemo_native").plan.departures == ()
     p = lowered("nam56r_nemo_native", "parallel.tensor=4", "parallel.pipeline=2", "parallel.expert=2").plan

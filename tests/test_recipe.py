@@ -430,3 +430,9 @@ def test_a_list_of_another_length_is_refused_by_its_key(items, says):
         load("nam56r", [f"device.capability={items}"])
     (problem,) = refused.value.problems
     assert says in problem.message and problem.key.startswith("device.capability")
+
+
+@pytest.mark.parametrize("preset", ["nam56r_native_dp", "nam56r"])
+def test_the_base_of_angles_is_read_wherever_a_layer_has_them(preset):
+    told = {s.name: s.value for s in translate(load(preset, ["model.rotary_base=10007"])).settings}
+    assert told["rotary_base"] == 10007

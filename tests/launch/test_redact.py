@@ -257,3 +257,10 @@ def test_a_host_named_like_our_own_words_does_no_harm(tmp_path):
 def test_an_ordinary_word_is_no_secret_that_texts_are_searched_for(word):
     redactor = Redactor({"API_TOKEN": word})
     assert redactor.text(f"cache is {word} here") == f"cache is {word} here"
+
+
+@pytest.mark.parametrize(
+    "address", ["10.1.2.3", "100.64.1.2", "169.254.3.4", "172.16.9.9", "172.31.255.254", "192.168.1.1"]
+)
+def test_an_address_of_a_private_network_is_hidden(address):
+    assert address not in Redactor({}).text(f"rank 0 at {address} port 29500")
