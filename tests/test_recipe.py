@@ -436,3 +436,11 @@ def test_a_list_of_another_length_is_refused_by_its_key(items, says):
 def test_the_base_of_angles_is_read_wherever_a_layer_has_them(preset):
     told = {s.name: s.value for s in translate(load(preset, ["model.rotary_base=10007"])).settings}
     assert told["rotary_base"] == 10007
+
+
+@pytest.mark.parametrize(("key", "kinds"), [("path", "`data=indexed` or `data=built`"), ("parts", "`data=blend`")])
+def test_data_that_has_no_such_key_points_to_those_that_have_it(key, kinds):
+    value = "[{weight: 1, path: /x}]" if key == "parts" else "/x"
+    with pytest.raises(Refused) as refused:
+        translate(load("nam56r", ["data=mock", f"data.{key}={value}"]))
+    assert f"set {kinds}" in [p.hint for p in refused.value.problems if p.key == f"data.{key}"]
