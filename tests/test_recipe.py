@@ -444,3 +444,12 @@ def test_data_that_has_no_such_key_points_to_those_that_have_it(key, kinds):
     with pytest.raises(Refused) as refused:
         translate(load("nam56r", ["data=mock", f"data.{key}={value}"]))
     assert f"set {kinds}" in [p.hint for p in refused.value.problems if p.key == f"data.{key}"]
+
+
+def test_a_stored_recipe_with_a_key_that_nothing_reads_is_refused():
+    """DeepSeek-V3's YaRN turns MLA, whose ramp is always at whole columns."""
+    tree = to_tree(load("deepseek_v3_yarn"))
+    tree["feature"]["yarn"]["rounded"] = True
+    with pytest.raises(Refused, match="nothing reads this") as refused:
+        from_tree(tree)
+    assert [p.key for p in refused.value.problems] == ["feature.yarn.rounded"]
