@@ -137,6 +137,9 @@ SAME: dict[str, str] = {
     " -> wide = x.to(torch.promote_types(torch.float32, x.dtype))": "the wider of two, whichever comes first",
     "nam_megatron/budget/memory.py: return max(self.startup, self.steady, key=lambda m: m.total)"
     " -> return max(self.steady, self.startup, key=lambda m: m.total)": "which of two equal moments is named",
+    "nam_megatron/blocks/attention/block.py: return z.own(n=z.model.num_attention_heads, "
+    'g=max(self.query_groups, int(z["t"])), d=self.head_dim)'
+    ' -> return z.own(n=z.model.num_attention_heads, g=max(int(z["t"]), self.query_groups), d=self.head_dim)': "the larger of two",
     "nam_megatron/verify.py: widths = [min(max(len(c[i]) for c in cells), 60) for i in range(5)]"
     " -> widths = [min(max(len(c[i]) for c in cells), 61) for i in range(5)]": "how wide a table is",
 }

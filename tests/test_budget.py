@@ -672,8 +672,17 @@ def test_resolving_a_key():
         "sequence": "no integer key `sequence`",  # a switch
         "lr": "no integer key `lr`",
     }.items():
-        with pytest.raises(Refused, match=re.escape(message)):
+        with pytest.raises(Refused, match=re.escape(message)) as refused:
             search.resolve(recipe, name, "fit")
+        assert [p.key for p in refused.value.problems] == ["fit"]
+
+
+def test_biases_of_experts_and_their_router_are_counted():
+    """Six layers of 16 experts, 3584 and 896 wide, a vocabulary apart."""
+    words = ("model.pattern=E", "model.depth=6", "model.blocks.moe.shared_expert_hidden_size=0", "cluster=h200_1")
+    words += ("model.substitute=[]", "feature.mtp.depths=0", "model.blocks.moe.grouped_gemm=false")
+    biased = parameters(plan_of("nam56r_native_dp", *words, "model.linear_bias=true"))[0]
+    assert biased - parameters(plan_of("nam56r_native_dp", *words))[0] == 6 * (16 + 16 * (896 + 3584))
 
 
 # The command ----------------------------------------------------------------------------------------------------------

@@ -456,7 +456,12 @@ def test_departures_from_the_lane_are_part_of_the_identity():
 
 
 def test_what_is_not_built_is_in_the_plan():
-    assert [s.owner for s in lowered("nam56r", "feature.linear_ce.enabled=true").plan.not_built] == ["linear_ce"]
+    lowering = lowered("nam56r", "feature.linear_ce.enabled=true")
+    assert [s.owner for s in lowering.plan.not_built] == ["linear_ce"]
+    (told,) = json.loads(argv.plan_json(lowering))["not_built"]
+    assert (
+        told["owner"] == "linear_ce" and told["missing"] and told["layers"] == list(lowering.plan.not_built[0].numbers)
+    )
     assert lowered("nam56r").plan.not_built == ()
 
 
