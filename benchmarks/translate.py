@@ -76,10 +76,14 @@ def cold() -> dict[str, list[float]]:
         for name, code in (("bare.py", BARE), ("parse.py", PARSE)):
             Path(folder, name).write_text(code)
         done = subprocess.run(COLD, cwd=folder, env=environment(folder), capture_output=True, text=True, check=True)
+        said = done.stdout.split()
+        stock = (
+            said[: said.index(argv.MARKER)] if argv.MARKER in said else said
+        )  # which stock Megatron refuses; it stands last
         arms = {
             "cold": COLD,
             "bare": [sys.executable, "bare.py", f"preset={PRESET}"],
-            "megatron": [sys.executable, "parse.py", *done.stdout.split()],
+            "megatron": [sys.executable, "parse.py", *stock],
         }
         for i in range(ROUNDS + 1):
             for arm, command in arms.items():
