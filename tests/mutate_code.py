@@ -140,6 +140,8 @@ SAME: dict[str, str] = {
     "nam_megatron/blocks/attention/block.py: return z.own(n=z.model.num_attention_heads, "
     'g=max(self.query_groups, int(z["t"])), d=self.head_dim)'
     ' -> return z.own(n=z.model.num_attention_heads, g=max(int(z["t"]), self.query_groups), d=self.head_dim)': "the larger of two",
+    "launch/receipt.py: with contextlib.suppress(Refused, OSError):  # one damaged or foreign receipt must not hide the others"
+    " -> with contextlib.suppress(OSError, Refused):  # one damaged or foreign receipt must not hide the others": "either of two",
     "nam_megatron/verify.py: widths = [min(max(len(c[i]) for c in cells), 60) for i in range(5)]"
     " -> widths = [min(max(len(c[i]) for c in cells), 61) for i in range(5)]": "how wide a table is",
 }
