@@ -11,6 +11,7 @@ from typing import Any
 
 from launch.bounded import ask
 from launch.finding import Finding
+from launch.storage import user_cache
 
 PROC, SYS = Path("/proc"), Path("/sys")
 BALANCING = "sys/kernel/numa_balancing"
@@ -228,8 +229,7 @@ def shm(count: int, path: Path = Path("/dev/shm")) -> Finding:
 
 def compiling(environ: Mapping[str, str]) -> Finding:
     """torch locks an extension that it compiles by a file, and waits without end where one lies that a killed compiler left."""
-    cache = Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or "/", ".cache"))
-    root = Path(environ.get("TORCH_EXTENSIONS_DIR") or cache / "torch_extensions")
+    root = Path(environ.get("TORCH_EXTENSIONS_DIR") or user_cache(environ) / "torch_extensions")
     # One folder for an extension, below one for each Python and CUDA unless the environment names the place.
     found = sorted({*root.glob("*/lock"), *root.glob("*/*/lock")})
     if not found:

@@ -216,8 +216,7 @@ def strip(layers: Mapping[str, Any]) -> str:
             f'<g><title>layer {n}: {escape(kind)}</title><rect x="{x}" y="{y}" width="{size - 3}" height="{size - 3}" rx="4" '
             f'fill="{_colour(kind)}"/></g>'
         )
-    known_kinds = list(KINDS)  # a receipt may be of a version that had others
-    order = sorted(layers, key=lambda kind: (known_kinds.index(kind) if kind in KINDS else len(KINDS), kind))
+    order = [kind for kind in KINDS if kind in layers] + sorted(layers.keys() - KINDS)  # a version may have had others
     keys = (_key(_colour(kind), f"{kind} {len(_list(at(layers[kind], 'numbers')))}") for kind in order)
     box = f'viewBox="0 0 {row * size} {rows * (size + 8)}"'
     return f'<svg {box} role="img" aria-label="layers by kind">{"".join(squares)}</svg><p>{"".join(keys)}</p>'

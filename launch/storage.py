@@ -128,11 +128,14 @@ def classes(used: Sequence[Place], mounted: Sequence[Mount]) -> Iterator[Finding
         yield Finding("storage", "ok", "durable, scratch and receipts can be written to")
 
 
+def user_cache(environ: Mapping[str, str]) -> Path:
+    return Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or "/", ".cache"))
+
+
 def programs(environ: Mapping[str, str]) -> list[Place]:
     """Where Python and its packages lie, and the caches from which they could be installed again."""
-    home = Path(environ.get("HOME") or "/")
     caches = {"uv's cache": ("UV_CACHE_DIR", "uv"), "pip's cache": ("PIP_CACHE_DIR", "pip")}
-    base = Path(environ.get("XDG_CACHE_HOME") or home / ".cache")
+    base = user_cache(environ)
     found = [Place("the virtual environment", "program", Path(sys.prefix).resolve())]
     found += [
         Place(name, "program", Path(environ.get(key) or base / folder).resolve())

@@ -239,7 +239,7 @@ def _positions(a: Args, m: Model) -> str:
         own.append(f"yarn of gpt-oss by --enable-gpt-oss (factor 32 over 131072 tokens), base {_v(a, 'rotary_base')}")
     elif "attention" in m.kinds and not table:
         if m.positions in ("rope", "yarn") and not (m.hybrid and m.mla):
-            scaled = f", scaled by {a.rope_scaling_factor if m.hybrid else 8:g}" if m.rope_scaled else _yarn(a, m)
+            scaled = f", scaled by {m.llama_factor:g}" if m.llama_factor is not None else _yarn(a, m)
             part = f", {a.rotary_percent:.0%} of the head" if a.rotary_percent != 1 else ""
             own.append(f"{'RoPE' if m.positions == 'rope' else 'yarn'}, base {_v(a, 'rotary_base')}{part}{scaled}")
         else:

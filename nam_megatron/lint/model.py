@@ -16,7 +16,7 @@ from nam_megatron.features.yarn import FIXED
 from nam_megatron.lint.count import READS, Count, count
 from nam_megatron.lint.values import Args, NotKnown
 
-# Megatron's own kinds, and one that no recipe of ours has. Elsewhere attention need not be grouped.
+# Megatron's own kinds. Elsewhere attention need not be grouped.
 SYMBOLS = {block.symbol: kind for kind, block in KINDS.items() if block.stock}
 TITLES = {kind: block.title for kind, block in KINDS.items()} | {"attention": "attention"}
 ATTENTION = LETTERS["A"]
@@ -251,10 +251,12 @@ class Model:
         return "mla" in self.marked or bool(self.plan)
 
     @property
-    def rope_scaled(self) -> bool:
-        """Whether the angles are scaled as Llama-3.1's: by Megatron's GPT, and by our trainer."""
+    def llama_factor(self) -> float | None:
+        """What scales the angles as Llama-3.1's: our trainer by the flag's, Megatron's GPT by 8 whatever it says; None where nothing."""
         ours = "llama_rope" in self.marked or bool(self.plan)
-        return bool(self.a.use_rope_scaling and self.positions == "rope" and not self.mla and (ours or not self.hybrid))
+        if not self.a.use_rope_scaling or self.positions != "rope" or self.mla or (self.hybrid and not ours):
+            return None
+        return self.a.rope_scaling_factor if self.hybrid else 8.0
 
     def topk_source(self, number: int) -> int:
         """The DSA layer whose top-k layer `number` uses: itself, or the one it shares with (megatron-core 0.19.2, dsa.py)."""
@@ -434,7 +436,7 @@ class Model:
     @property
     def unbalanced(self) -> bool:
         """Whether experts are to be balanced by losses whose coefficients are all 0."""
-        losses = any("aux_loss" in b for b in self.balancing) and not any(self.aux_coefficients)
+        losses = any("aux_loss" in b for b in self.balancing) and not self.balanced_by_loss
         return self.moe and losses and not self.a.moe_router_enable_expert_bias
 
     @cached_property

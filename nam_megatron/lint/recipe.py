@@ -541,8 +541,8 @@ def _features(a: Args, m: Model) -> Tree:
     }  # fmt: skip
     if m.yarn:
         found["yarn"] = dict(m.yarn)
-    if m.rope_scaled:
-        found["llama_rope"] = {"factor": a.rope_scaling_factor if m.hybrid else 8.0}
+    if m.llama_factor is not None:
+        found["llama_rope"] = {"factor": m.llama_factor}
     if m.mtp_depths:
         found["mtp"] = {"depths": m.mtp_depths, "loss_weight": a.mtp_loss_scaling_factor}
     if m.recompute:
@@ -601,8 +601,8 @@ DERIVED: dict[str, Callable[[Model], Any]] = {
     "yarn_beta_fast": lambda m: m.yarn["beta_fast"] if m.yarn else None,
     "yarn_beta_slow": lambda m: m.yarn["beta_slow"] if m.yarn else None,
     "yarn_correction_range_round_to_int": lambda m: m.yarn.get("rounded") if m.yarn else None,
-    "use_rope_scaling": lambda m: m.rope_scaled,
-    "rope_scaling_factor": lambda m: (m.a.rope_scaling_factor if m.hybrid else 8.0) if m.rope_scaled else None,
+    "use_rope_scaling": lambda m: m.llama_factor is not None,
+    "rope_scaling_factor": lambda m: m.llama_factor,
     "add_qkv_bias": lambda m: m.a.add_qkv_bias or m.a.add_bias_linear,
     "bias_gelu_fusion": lambda m: m.a.bias_gelu_fusion and m.activation == "GELU" and m.a.add_bias_linear,
     "bias_swiglu_fusion": lambda m: m.a.bias_swiglu_fusion and m.a.swiglu,

@@ -163,6 +163,7 @@ def pretended() -> Iterator[None]:
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
     from megatron.training import training
+    from megatron.training.argument_utils import ArgumentGroupFactory
 
     from nam_megatron.runtime import pretrain, readings, stack
 
@@ -179,6 +180,8 @@ def pretended() -> Iterator[None]:
         initial_seed=torch.initial_seed,
     ).items():
         setattr(torch.cuda, name, value)
+    # Help texts, which the parser reads from source code each time.
+    ArgumentGroupFactory._get_field_docstrings = lambda *_: {}
     init = torch.distributed.init_process_group
     torch.distributed.init_process_group = lambda backend=None, *a, **kw: init("gloo", *a, **kw)
     _sharded_by_gloo()

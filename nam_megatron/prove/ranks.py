@@ -55,10 +55,10 @@ def fork(world: int, job: Callable[[], int | None], limit_s: float = 180.0, devi
                 break
             waiting = [c for c in waiting if c.is_alive()]
         late = [time.monotonic() >= end and child.is_alive() for child in children]
-        if any(late):
-            for child in waiting:
-                os.kill(child.pid or 0, signal.SIGUSR1)
-            time.sleep(1)
+        for child, slow in zip(children, late, strict=True):
+            if slow and child.pid:
+                os.kill(child.pid, signal.SIGUSR1)
+        time.sleep(any(late))  # a second to say where it is
         for child in children:  # all, before one of them hears that another is gone
             child.kill()
         for child in children:

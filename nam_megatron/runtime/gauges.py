@@ -52,7 +52,7 @@ class Gauges:
 
     def beside(self, line: str) -> str:
         """The line with what was measured. All ranks have to call it with the same step's line."""
-        if not self._gauges:
+        if not self._gauges or not self._due:
             return line
         nothing = torch.zeros(2, device=torch.cuda.current_device())
         sums = torch.stack([self._found.get(number, nothing) for number in self._gauges])

@@ -276,10 +276,8 @@ def number(tensor: torch.Tensor) -> int:
 
 def in_a_process(job: Callable[[], object]) -> None:
     from megatron.core import parallel_state
-    from megatron.training.argument_utils import ArgumentGroupFactory
 
     logging.disable(logging.WARNING)
-    ArgumentGroupFactory._get_field_docstrings = lambda *_: {}  # help texts, read from source code each time
     torch.distributed.init_process_group(backend="gloo")
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
     job()
