@@ -600,14 +600,13 @@ REFUSALS = [
     (NATIVE, NGRAMS | {"feature.ngram_hash.document_end": 65536}, "feature.ngram_hash.document_end", "is not among the 65536"),
     (NATIVE, NGRAMS | {"parallel.context": 2}, "feature.ngram_hash.enabled", "does not have the tokens before"),
     (NATIVE, NGRAMS | {"parallel.pipeline": 2, "feature.mtp.depths": 1}, "feature.ngram_hash.enabled", "rows of its own"),
-    (NATIVE, NGRAMS | FSDP, "feature.ngram_hash.enabled", "Megatron-FSDP has not been shown"),
+    (NATIVE, NGRAMS | FSDP, "feature.ngram_hash.enabled", "that of the n-grams' table is sparse"),
     # mhc
     (NATIVE, STREAMS | {"parallel.pipeline": 2, "parallel.virtual_pipeline": 2}, "feature.mhc.streams", "an interleaved pipeline"),
     (NATIVE, STREAMS | FULL, "feature.mhc.streams", "full recompute of layers between"),
     (NATIVE, STREAMS | {"feature.recompute.granularity": "selective", "feature.recompute.modules": ["moe", "layernorm"]},
      "feature.mhc.streams", "recompute of `layernorm` between"),
     (NATIVE, STREAMS | GRAPHS, "feature.mhc.streams", "a CUDA graph of a layer"),
-    (NATIVE, STREAMS | FSDP, "feature.mhc.streams", "Megatron-FSDP has not been shown"),
     (NATIVE, STREAMS | MUON, "feature.mhc.streams", "Muon would take the maps"),
     ("nam56r_native_dp_fp8", STREAMS, "feature.mhc.streams", "between FP8 layers have not been shown"),
     # tracking
@@ -628,6 +627,7 @@ REFUSALS = [
     ("nam56r_native_dp_fp8", {"model.hidden_size": 3592}, "model.hidden_size", "FP8 GEMMs need widths that 16 divides"),
     # fsdp
     (NATIVE, FSDP | PLAIN_OPTIMIZER, "feature.megatron_fsdp.enabled", "stands on the distributed optimizer"),
+    (NATIVE, FSDP | {"parallel.pipeline": 2}, "parallel.pipeline", "no place for pipeline stages"),
     (NATIVE, FSDP | MUON, "feature.muon.enabled", "Muon does not run under `megatron_fsdp`"),
     # recompute
     (NATIVE, {"feature.recompute.layers": 2}, "feature.recompute.layers", "`layers` of a feature that is off"),

@@ -58,6 +58,12 @@ class MegatronFsdp(Switch):
                 at,
                 "set `feature.distributed_optimizer.enabled=true`",
             )
+        if r.parallel.pipeline > 1:
+            # _get_dp_tp_mesh: every rank of the run is one of data and tensor parallelism.
+            message = "Megatron-FSDP of 0.19.2 has no place for pipeline stages in its mesh"
+            yield Problem(
+                message, "parallel.pipeline", "set `parallel.pipeline=1` or `feature.megatron_fsdp.enabled=false`"
+            )
 
     def _mark(self) -> dict[str, Any]:
         """Of the strategies only full sharding has been measured."""

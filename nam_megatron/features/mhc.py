@@ -60,9 +60,6 @@ class Mhc(Feature):
         if f.cuda_graphs:
             message = "a CUDA graph of a layer would hold its residual streams, and none was captured yet"
             yield Problem(message, at, off + "`feature.cuda_graphs.impl=none`")
-        if f.megatron_fsdp:
-            message = "Megatron-FSDP has not been shown to shard the maps of the residual streams"
-            yield Problem(message, at, off + "`feature.megatron_fsdp.enabled=false`")
         if f.fp8:
             message = (
                 "residual streams between FP8 layers have not been shown: no CPU runs FP8, and no GPU has run these"

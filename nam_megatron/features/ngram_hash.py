@@ -71,7 +71,7 @@ class NgramHash(Switch):
             message = "under MTP the last pipeline stage would have n-gram rows of its own, which nothing keeps equal to the first's"
             yield Problem(message, at + "enabled", "set `parallel.pipeline=1` or `feature.mtp.depths=0`")
         if r.feature.megatron_fsdp:
-            message = "Megatron-FSDP has not been shown to shard the table of n-grams"
+            message = "Megatron-FSDP copies gradients into buffers, and that of the n-grams' table is sparse"
             yield Problem(message, at + "enabled", "set `feature.megatron_fsdp.enabled=false`")
 
     def _sizes(self, z: Sizes) -> Sizes:

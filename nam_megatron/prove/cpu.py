@@ -6,6 +6,7 @@ a process that ends soon.
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -147,11 +148,17 @@ class _LooksLikeCuda(torch.overrides.TorchFunctionMode):
 
 
 def _sharded_by_gloo() -> None:
-    """Megatron-FSDP names a mesh of GPUs."""
+    """Megatron-FSDP names a mesh of GPUs, and multiplies while it sums, which gloo cannot."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
     from torch.distributed import DeviceMesh
 
     from_group = DeviceMesh.from_group
     DeviceMesh.from_group = staticmethod(lambda group, device_type, *a, **kw: from_group(group, "cpu", *a, **kw))
+
+    prepared = param_and_grad_buffer.gradient_reduce_preprocessing
+    param_and_grad_buffer.gradient_reduce_preprocessing = lambda gradient, factor, config: prepared(
+        gradient, factor, replace(config, gradient_reduce_div_fusion=False)
+    )
 
 
 @contextlib.contextmanager

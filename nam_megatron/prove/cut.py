@@ -7,7 +7,8 @@ among kernels. Cut:
   differ where the model's may. The initialisation grows with the root of what the width lost, so that blocks weigh what they weigh;
 - depth, to the shortest run of at least four layers, two a pipeline segment, that holds every kind, a layer that reuses a top-k where one
   does, and a legal place for every pipeline cut;
-- data parallel ranks to two, or to what the experts need; sequences to 32 tokens, two samples a microbatch, two microbatches a rank.
+- data parallel ranks to two, or to what the experts need; sequences to 32 tokens, two samples a microbatch, four microbatches a step, or
+  two a rank where that is more, so that most layouts of a recipe share one reference.
 
 On a GPU widths stay but the vocabulary, of 8,192 at most, and depth is cut by the same rule. Sequences are cut to 512 tokens, of which
 DSA selects at most 128, one sample a microbatch: the reference's naive kernels keep whole [s, s] matrices and the state of every token,
@@ -134,7 +135,7 @@ CPU_DOES_WITHOUT = (
     ("feature.fp8", ANY, None, "no FP8"),
 )
 # Features that a CPU has no way around, and what to call them. Megatron's Muon wants bf16 weights, and what is proven here is fp32.
-NOT_ON_A_CPU = {"megatron_fsdp": "Megatron-FSDP", "muon": "Megatron's Muon, in bf16 alone,"}
+NOT_ON_A_CPU = {"muon": "Megatron's Muon, in bf16 alone,"}
 # On every run on a CPU, whatever the recipe.
 CPU_STANDS_IN = (
     "precision.params: fp32 in place of bf16",
@@ -198,6 +199,8 @@ def pair(recipe: Recipe, device: str, steps: int, seed: int = 1234) -> Pair:
     layout, plain = _shortest(tree, full)
     for key, value in PLAIN.items():
         _put(plain, key, value)
+    if not _at(plain, "feature.muon.enabled"):  # whether or not this layout can: others share its reference
+        _put(plain, "feature.distributed_optimizer.reshardable", True)
     if _at(plain, "model.blocks.mla") and _at(plain, "model.blocks.mla.q_lora_rank") is None:
         _put(plain, "model.blocks.mla.kernels", "megatron")  # ours have no such queries
     return Pair(layout, translate(_recipe(plain)), full, tuple(unproven))
@@ -234,7 +237,7 @@ def _batches(tree: dict[str, Any], recipe: Recipe, full: Plan, steps: int, seed:
     _put(tree, "cluster.nodes", 1)
     _put(tree, "cluster.gpus_per_node", dense * data)
     micro = min(SAMPLES, _at(tree, "schedule.micro_batch_size"))
-    count = 2 * p.pipeline if p.virtual_pipeline > 1 else max(2, p.pipeline)
+    count = max(2 * p.pipeline if p.virtual_pipeline > 1 else max(2, p.pipeline), 4 // data)
     schedule = dict(micro_batch_size=micro, global_batch_size=micro * data * count, train_steps=steps)
     schedule |= dict(decay_steps=steps, seed=seed, eval_steps=0, log_interval=1, save=None, load=None)
     schedule |= dict(save_interval=None, stop_every=None, manual_gc_interval=0, timeout_minutes=5)

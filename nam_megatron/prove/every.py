@@ -1,15 +1,17 @@
 """Every preset with every overlay: python -m nam_megatron.prove.every [FILE] [--presets A,B] [--overlays none,X] [--resume]
 
-A line for each; FILE gets them as JSON. A pair whose two runs are those of an earlier one is not run again and says of which.
+A line for each; FILE gets them as JSON. A pair whose two runs are those of an earlier one is not run again and says of which; the pairs of
+a preset share the reference where they can. `--with "cluster=h200_2 parallel.pipeline=2"`, any number of times, stands in the place of the
+overlays, and `--device cuda` runs on the GPUs of this host.
 
 Exit codes: 0 all are proven or refused by name, 1 something differs or does not run, 2 refused.
 """
 
 import argparse
+import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,31 +20,46 @@ from nam_megatron.errors import FINDINGS, OK, Problem, Refused, finish
 from nam_megatron.lower import Lowering
 from nam_megatron.prove import cut
 from nam_megatron.prove.__main__ import said
-from nam_megatron.prove.proof import PROVEN, prove
-from nam_megatron.recipe import conf_dir, load
+from nam_megatron.prove.proof import PROVEN, Bench, Proof
+from nam_megatron.recipe import Recipe, conf_dir, load
 
 NONE, AS = "none", "as"
+STEPS = 2
 
 
-def pairs(presets: list[str], overlays: list[str]) -> Iterator[tuple[str, str]]:
-    yield from ((preset, overlay) for preset in presets for overlay in overlays)
+class References(contextlib.ExitStack):
+    """The benches of one preset, by their reference: what ran on one rank need not run again."""
+
+    def __init__(self, device: str, resume: bool):
+        super().__init__()
+        self.device, self.resume, self.begun = device, resume, {}
+
+    def proof(self, recipe: Recipe, pair: cut.Pair) -> Proof:
+        key = run_of(pair.reference)
+        if key not in self.begun:
+            bench = self.enter_context(Bench(recipe, self.device, STEPS, self.resume))
+            self.begun[key] = bench, bench.begin()
+        bench, begun = self.begun[key]
+        bench.beside(recipe)
+        return bench.proof(begun)
 
 
-def outcome(preset: str, overlay: str, seen: dict[Any, str], resume: bool) -> dict[str, Any]:
-    """What became of one pair. seen: the plans that ran, and as whose."""
+def outcome(preset: str, overlay: str, seen: dict[Any, str], references: References) -> dict[str, Any]:
+    """What became of one pair. overlay: its name, or words. seen: the plans that ran, and as whose."""
     row: dict[str, Any] = {"preset": preset, "overlay": overlay}
     begun = time.monotonic()
+    words = () if overlay == NONE else overlay.split() if "=" in overlay else (f"+overlay={overlay}",)
     try:
-        recipe = load(preset, () if overlay == NONE else (f"+overlay={overlay}",))
-        pair = cut.pair(recipe, "cpu", 2)
+        recipe = load(preset, words)
+        pair = cut.pair(recipe, references.device, STEPS)
         if seams := pair.layout.plan.not_built:
             return row | {"verdict": "not built", "why": ", ".join(s.owner for s in seams)}
         row["unproven"] = pair.unproven
         same = run_of(pair.layout), run_of(pair.reference)
         if same in seen:
             return row | {"verdict": AS, "why": seen[same]}
-        seen[same] = f"{preset} +overlay={overlay}" if overlay != NONE else preset
-        proof = prove(recipe, steps=2, resume=resume)
+        seen[same] = " ".join((preset, *words))
+        proof = references.proof(recipe, pair)
     except Refused as refused:
         return row | {"verdict": "refused", "why": "; ".join(p.message for p in refused.problems)}
     worst = [
@@ -53,6 +70,8 @@ def outcome(preset: str, overlay: str, seen: dict[Any, str], resume: bool) -> di
     row |= {"gradient": worst[0], "weight": worst[1], "compared": sum(len(p.rows) for p in proof.parts)}
     row |= {"unproven": proof.unproven, "seconds": round(time.monotonic() - begun, 1)}
     why = [f"{p.title}: {said(p)}" for p in proof.parts if p.broken or p.first]
+    if off := [r for p in proof.parts for r in p.rows if not r.agrees]:
+        row["differ"] = [f"{r.what} of {r.name}, step {r.step}: {r.note or f'{r.off:.1e}'}" for r in off[:50]]
     return row | ({"why": "; ".join(why)} if why else {})
 
 
@@ -82,6 +101,8 @@ def command() -> int:
     names = {kind: sorted(p.stem for p in (conf_dir() / kind).glob("*.yaml")) for kind in ("preset", "overlay")}
     parser.add_argument("--presets", default=",".join(names["preset"]))
     parser.add_argument("--overlays", default=",".join([NONE, *names["overlay"]]))
+    parser.add_argument("--with", dest="words", action="append", help="overrides in the place of the overlays")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--resume", action="store_true", help="also resume in the other side's layout, both ways")
     o = parser.parse_args()
     asked = {"preset": o.presets.split(","), "overlay": o.overlays.split(",")}
@@ -92,12 +113,14 @@ def command() -> int:
         )
     seen: dict[Any, str] = {}
     found = []
-    for preset, overlay in pairs(asked["preset"], asked["overlay"]):
-        found.append(outcome(preset, overlay, seen, o.resume))
-        sys.stdout.write(line(found[-1]))
-        sys.stdout.flush()
-        if o.file is not None:
-            o.file.write_text("[\n " + ",\n ".join(map(json.dumps, found)) + "\n]\n", encoding="utf-8")
+    for preset in asked["preset"]:
+        with References(o.device, o.resume) as references:
+            for overlay in o.words or asked["overlay"]:
+                found.append(outcome(preset, overlay, seen, references))
+                sys.stdout.write(line(found[-1]))
+                sys.stdout.flush()
+                if o.file is not None:
+                    o.file.write_text("[\n " + ",\n ".join(map(json.dumps, found)) + "\n]\n", encoding="utf-8")
     bad = [row for row in found if row["verdict"] not in (PROVEN, AS, "refused", "not built")]
     count = {v: sum(row["verdict"] == v for row in found) for v in sorted({row["verdict"] for row in found})}
     sys.stdout.write(", ".join(f"{n} {verdict}" for verdict, n in count.items()) + "\n")

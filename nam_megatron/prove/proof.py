@@ -1,6 +1,7 @@
 """A proof: both sides run in processes of their own, and what they saw compared. Torch and Megatron are imported when a bench opens."""
 
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -76,15 +77,8 @@ def prove(recipe: Recipe, device: str = "cpu", steps: int = 2, resume: bool = Tr
     Raises:
         Refused: the recipe, or what of it this device cannot run.
     """
-    with Bench(recipe, device, steps) as bench:
-        parts = [bench.begin()]
-        if not parts[0].broken:
-            parts = [bench.start()]
-        if resume and bench.resumable and not parts[0].broken:
-            parts += [bench.resumed(), bench.back()]
-        if recipe.precision.deterministic and not parts[0].broken:
-            parts += bench.equal(resume)
-        return Proof(bench.pair, device, steps, bench.limits, tuple(parts))
+    with Bench(recipe, device, steps, resume) as bench:
+        return bench.proof(bench.begin())
 
 
 class Bench:
@@ -93,11 +87,16 @@ class Bench:
     Raises Refused as `prove` does.
     """
 
-    def __init__(self, recipe: Recipe, device: str = "cpu", steps: int = 2):
-        self.pair, self.device, self.steps = cut.pair(recipe, device, steps), device, steps
-        raise_if(compare.refusals(self.pair.layout.plan, device))
-        self.resumable = steps > 1 and cut.resumable(recipe)
+    def __init__(self, recipe: Recipe, device: str = "cpu", steps: int = 2, resume: bool = True):
+        self.device, self.steps, self.resume = device, steps, resume and steps > 1
         self.limits, self.limit_s = FP32, LIMIT_S[device]
+        self.beside(recipe)
+
+    def beside(self, recipe: Recipe) -> None:
+        """Go on with another recipe of the same reference."""
+        self.pair = cut.pair(recipe, self.device, self.steps)
+        raise_if(compare.refusals(self.pair.layout.plan, self.device))
+        self.resumable = self.resume and cut.resumable(self.pair.layout.plan.recipe)
 
     def __enter__(self) -> "Bench":
         warm()
@@ -108,9 +107,19 @@ class Bench:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._temporary.cleanup()
 
+    def proof(self, begun: Part) -> Proof:
+        """Every part of a proof. begun: what `begin` said."""
+        parts = [begun if begun.broken else self.start()]
+        if self.resumable and not parts[0].broken:
+            parts += [self.resumed(), self.back()]
+        if self.pair.layout.plan.recipe.precision.deterministic and not parts[0].broken:
+            parts += self.equal()
+        return Proof(self.pair, self.device, self.steps, self.limits, tuple(parts))
+
     def begin(self) -> Part:
         """Run the reference; on a GPU twice, for the noise of equal runs."""
-        one = self._side("reference", reference=True, saves=self.resumable)
+        saves = self.resume and cut.resumable(self.pair.reference.plan.recipe)
+        one = self._side("reference", reference=True, saves=saves)
         part = Part("one rank", (), self._run(one))
         if self.device == "cuda" and not part.broken:
             again = self._side("again", lowering=self.pair.reference)
@@ -130,11 +139,11 @@ class Bench:
         side = self._side("back", lowering=self.pair.reference, resume="layout")
         return self._compared(BACK, side, range(2, self.steps + 1), before)
 
-    def equal(self, resume: bool = True) -> list[Part]:
+    def equal(self) -> list[Part]:
         """The layout a second time and, where its checkpoint was written, resumed: equal to the last bit."""
         found, first = [], self._said("layout")
         runs = [(TWICE, self._side("twice"), 1)]
-        runs += [(AGAIN, self._side("again", resume="layout"), 2)] if resume and self.resumable else []
+        runs += [(AGAIN, self._side("again", resume="layout"), 2)] if self.resumable else []
         for title, side, begin in runs:
             broken = self._run(side)
             plan, steps = self.pair.layout.plan, range(begin, self.steps + 1)
@@ -161,6 +170,7 @@ class Bench:
         world = side.lowering.plan.recipe.world_size
         for old in self.folder.glob(f"{side.name}-*.said"):
             old.unlink()
+        shutil.rmtree(self.folder / side.name, ignore_errors=True)
         began = time.monotonic()
         for _ in range(3):
             ended = ranks.fork(world, partial(worker.run, side, before), self.limit_s, side.device)

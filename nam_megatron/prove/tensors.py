@@ -1,6 +1,6 @@
 """Which part of which global tensor a rank holds, by Megatron's own account: a checkpoint's ShardedTensors (torch side)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -30,8 +30,11 @@ Shard = tuple[str, tuple, tuple, torch.Tensor]
 
 
 @torch.no_grad()
-def gathered(model: Any, value: Callable[[torch.nn.Parameter], torch.Tensor]) -> list[Shard]:
-    """(checkpoint key, global shape, window, local part) of `value` of every parameter, cut as the parameter is."""
+def gathered(model: Any, value: Callable[[torch.nn.Parameter], torch.Tensor], buffers: bool = False) -> list[Shard]:
+    """(checkpoint key, global shape, window, local part) of `value` of every parameter, cut as the parameter is.
+
+    buffers: of what else a checkpoint holds too, as it is.
+    """
     kept = {name: p.data for name, p in model.named_parameters()}
     for p in model.parameters():
         p.data = value(p).clone()
@@ -40,8 +43,42 @@ def gathered(model: Any, value: Callable[[torch.nn.Parameter], torch.Tensor]) ->
     result = [
         (s.key, tuple(s.global_shape), window(s), s.data.clone())
         for s in shards(model)
-        if s.data.untyped_storage().data_ptr() in storages
+        if buffers or s.data.untyped_storage().data_ptr() in storages
     ]
     for name, p in model.named_parameters():
         p.data = kept[name]
     return result
+
+
+@torch.no_grad()
+def unsharded(fsdp: Any, what: str) -> dict[torch.nn.Parameter, torch.Tensor]:
+    """What Megatron-FSDP holds of each parameter, put together from its ranks. what: `model_weight_buffer` or `main_grad_buffer`.
+
+    A rank holds a run of the flattened tensor, and those of a data parallel group follow each other.
+    """
+    found = {}
+    for group in fsdp.param_and_grad_buffer.parameter_groups:
+        held = getattr(group, what)
+        ranks = held.data_parallel_group
+        for index, parameter in enumerate(group.params):
+            mine = held.get_item(index, only_shard=True)
+            sizes = [None] * ranks.size()
+            torch.distributed.all_gather_object(sizes, mine.numel(), group=ranks)
+            padded = mine.new_zeros(max(sizes))
+            padded[: mine.numel()] = mine
+            parts = [torch.empty_like(padded) for _ in sizes]
+            torch.distributed.all_gather(parts, padded, group=ranks)
+            whole = torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+            found[parameter] = whole.view(parameter.shape)
+    return found
+
+
+@torch.no_grad()
+def fill(model: Any, whole: Mapping[str, torch.Tensor]) -> None:
+    """Give this rank's part of a model the values of whole tensors, by checkpoint key."""
+    written = set()
+    for shard in shards(model):
+        shard.data.copy_(whole[shard.key][window(shard)])
+        written.add(shard.data.untyped_storage().data_ptr())
+    left = [name for name, p in model.named_parameters() if p.untyped_storage().data_ptr() not in written]
+    assert not left, f"no part of a checkpoint is a view of {left}"

@@ -18,7 +18,7 @@ import torch
 
 from nam_megatron.argv import argv
 from nam_megatron.lower import Lowering
-from nam_megatron.prove.tensors import Shard, gathered, shards, window
+from nam_megatron.prove.tensors import Shard, fill, gathered, shards, unsharded, window
 
 GRADIENTS, WEIGHTS, BITS = "gradient", "weight", "bits"
 BEGIN = "begin"  # the folder of the checkpoint of the weights that everything starts from
@@ -49,7 +49,7 @@ def words(side: Side) -> list[str]:
         said.remove("--bf16")
     if side.resume:
         said += ["--load", str(side.folder / side.resume), "--no-load-rng"]
-    elif not side.reference:
+    elif not side.reference and not _sharded(side):
         said += ["--load", str(side.folder / BEGIN), "--no-load-rng", "--finetune", "--no-load-optim"]
     return said
 
@@ -68,12 +68,30 @@ def run(side: Side, before: Callable[[], object] | None = None) -> int:
     pretrain.datasets.is_distributed = True
     watch = Watch(side)
     training.train_step = partial(watch.step, training.train_step)
+    if _sharded(side):
+        _filled(side, pretrain.NamModelBuilder)
     if before is not None:
         before()
     spec = stack.hybrid_stack_spec(plan)
     fused = plan.recipe.precision.cross_entropy == "fused"
     pretrain.run(words(side), spec, time.time(), operations=1.0, fused_loss=fused)
     return 0
+
+
+def _sharded(side: Side) -> bool:
+    return side.lowering.plan.recipe.feature.megatron_fsdp is not None
+
+
+def _filled(side: Side, builder: Any) -> None:
+    """Megatron-FSDP reads no checkpoint but its own: the reference's weights go into the model before it is wrapped."""
+    build = builder.build_model
+
+    def filled(*args: Any, **named: Any) -> Any:
+        model = build(*args, **named)
+        fill(model, torch.load(side.folder / f"{WEIGHTS}-0.pt", mmap=True, weights_only=True))
+        return model
+
+    builder.build_model = filled
 
 
 # Batches -------------------------------------------------------------------------------------------------------------
@@ -251,7 +269,7 @@ def _whole_weights(model: Any, optimizer: Any) -> None:
     """Gather what a distributed optimizer has updated in shards and would gather in the next forward pass."""
     from megatron.training import training
 
-    if getattr(model[0].ddp_config, "overlap_param_gather", False):
+    if getattr(model[0].ddp_config, "overlap_param_gather", False) and not _is_fsdp(model[0]):
         training.force_param_sync(model, optimizer)
 
 
@@ -262,6 +280,9 @@ def _gradients(model: Any) -> list[Shard]:
 
     found = []
     for chunk in model:
+        if _is_fsdp(chunk):
+            found += _unsharded(chunk, "main_grad_buffer")
+            continue
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             group = buffer.data_parallel_group
             if chunk.ddp_config.use_distributed_optimizer and group.size() > 1:
@@ -276,11 +297,31 @@ def _gradients(model: Any) -> list[Shard]:
 
 def _weights(model: Any) -> list[Shard]:
     """Every tensor that a checkpoint of the model holds: parameters and buffers."""
-    return [
-        (s.key, tuple(s.global_shape), window(s), s.data.detach().clone())
-        for chunk in model
-        for s in shards(_bare(chunk))
-    ]
+    found: list[Shard] = []
+    for chunk in model:
+        if _is_fsdp(chunk):
+            found += _unsharded(chunk, "model_weight_buffer", buffers=True)
+            continue
+        found += [(s.key, tuple(s.global_shape), window(s), s.data.detach().clone()) for s in shards(_bare(chunk))]
+    return found
+
+
+def _is_fsdp(chunk: Any) -> bool:
+    return hasattr(chunk, "megatron_fsdp_dist_index")
+
+
+def _unsharded(chunk: Any, what: str, buffers: bool = False) -> list[Shard]:
+    """Of a model under Megatron-FSDP, whose parameters stand for those of the layers while nothing is computed."""
+    fsdp = chunk.module
+    away = fsdp.is_param_fsdp_distributed
+    fsdp._replace_param_with_raw_if_needed()
+    whole = unsharded(fsdp, what)
+    fsdp.is_param_fsdp_distributed = True  # so that its hook before a state dict does not put them back
+    found = gathered(_bare(fsdp.module), whole.__getitem__, buffers)
+    fsdp.is_param_fsdp_distributed = False
+    if away:
+        fsdp._replace_param_with_distributed_if_needed()
+    return found
 
 
 def _digest(tensor: torch.Tensor) -> int:

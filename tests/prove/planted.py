@@ -22,6 +22,12 @@ CASES = {
     "tensor": ("nam56r", ("cluster=h200_2", "parallel.tensor=2", "parallel.sequence=true"), 1),
     "data": ("nam56r_native_dp", ("cluster=h200_2", "parallel.expert=2"), 2),
     "pipeline": ("nam56r", ("cluster=h200_2", "parallel.pipeline=2"), 1),
+    "sharded": ("nam56r", ("cluster=h200_2", "feature.megatron_fsdp.enabled=true", "parallel.expert=2"), 1),
+    "sharded tensors": (
+        "nam56r",
+        ("cluster=h200_2", "feature.megatron_fsdp.enabled=true", "parallel.tensor=2", "parallel.sequence=true"),
+        1,
+    ),
 }
 
 
@@ -387,6 +393,23 @@ def a_stage_gets_half_the_gradient():
     def half(old, self, **named):
         before, after, *rest = old(self, **named)
         return before, None if after is None else after * 0.5, *rest
+
+
+# Megatron-FSDP as 0.19.2 has it -----------------------------------------------------------------------------------------
+
+
+@bug("sharded", kind="moe", what="gradient")
+def a_sum_is_scaled_with_each_microbatch():
+    from nam_megatron.runtime import fsdp
+
+    fsdp._scale_once = lambda *_: None
+
+
+@bug("sharded tensors", kind="dsa", what="gradient")
+def what_ranks_average_is_summed():
+    from nam_megatron.runtime import fsdp
+
+    fsdp.AVERAGED = "no_such_mark"
 
 
 def found(bench: Any, bug: Bug) -> tuple[bool, str]:
