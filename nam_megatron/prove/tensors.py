@@ -35,19 +35,24 @@ def gathered(model: Any, value: Callable[[torch.nn.Parameter], torch.Tensor], bu
 
     buffers: of what else a checkpoint holds too, as it is.
     """
-    kept = {name: p.data for name, p in model.named_parameters()}
-    for p in model.parameters():
-        p.data = value(p).clone()
-    storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    # Read before the weights go back: a shard is the parameter itself, or a view of what it holds now.
-    result = [
-        (s.key, tuple(s.global_shape), window(s), s.data.clone())
-        for s in shards(model)
-        if buffers or s.data.untyped_storage().data_ptr() in storages
-    ]
-    for name, p in model.named_parameters():
-        p.data = kept[name]
-    return result
+    # Parameters of their own stand in: another type of data in a parameter would take DDP's hooks from it.
+    places = [(m._parameters, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None]
+    stand_in = {p: torch.nn.Parameter(value(p).clone(), requires_grad=False) for _, _, p in places}
+    for p, other in stand_in.items():
+        other.__dict__.update(p.__dict__)
+    storages = {p.untyped_storage().data_ptr() for p in stand_in.values()}
+    for parameters, name, p in places:
+        parameters[name] = stand_in[p]
+    try:
+        # Read before the parameters go back: a shard is one itself, or a view of what it holds now.
+        return [
+            (s.key, tuple(s.global_shape), window(s), s.data.clone())
+            for s in shards(model)
+            if buffers or s.data.untyped_storage().data_ptr() in storages
+        ]
+    finally:
+        for parameters, name, p in places:
+            parameters[name] = p
 
 
 @torch.no_grad()
