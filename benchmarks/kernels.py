@@ -24,6 +24,7 @@ PROMPT = 10.0
 RULES: dict[str, str] = {
     "Mamba-3": r"^_(angles|bounds|gradients|keys|norm|output|rows|states|steps|turn|values)(_kernel|_backward)?$",
     "M2RNN": r"^_((conv|gate)_)?(forward|backward)(_pre|_x)?$",
+    "residual streams": r"^_(read|write)_(forward|backward)$",
     "MLA": r"^_(ingress|keys_values|latent_norm|queries|rotate|split|total)",
     "DSA": r"^_(attend(_back)?|collect|index_d[qk]|kl|lse|scores|select|sum_of_softmax|transpose)$",
     "NCCL": r"nccl",

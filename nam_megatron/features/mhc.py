@@ -4,13 +4,13 @@ The formulas, and what MTP gets: runtime/hyper_connections.py. Its sizes travel 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from nam_megatron.errors import Problem, quoted
 from nam_megatron.features import Feature
-from nam_megatron.setting import Row
+from nam_megatron.setting import SAME, Row
 from nam_megatron.sizes import COMMUNICATION, FEATURES, UNMEASURED, Group, Line, Param, Sizes, Stage, Work
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class Mhc(Feature):
     sinkhorn_steps: Annotated[PositiveInt, Row("times that rows and columns of the residual map are normalised")]
     initial_scale: Annotated[NonNegativeFloat, Row("of what depends on the token in the three maps, before training")]
     epsilon: Annotated[PositiveFloat, Row("beside the root mean square; the least sum that Sinkhorn divides by")]
+    kernels: Annotated[Literal["fused", "naive"], Row("ours in Triton, or plain torch", executes=SAME)]
 
     @property
     def on(self) -> bool:
@@ -89,11 +90,17 @@ class Mhc(Feature):
         yield z.line(
             "layers' outputs", "2 Ts h layers", "for the gradient of how they are dealt to the streams", **more
         )
-        yield z.line("maps", "4 (m - n) Ts layers", "write and residual map of each token, fp32", **more)
+        if self.kernels == "fused":
+            yield z.line("maps", "4 (2 m - n + 1) Ts layers", "of each token, fp32, and what they came of", **more)
+        else:
+            yield z.line("maps", "4 (m - n) Ts layers", "write and residual map of each token, fp32", **more)
 
     def working(self, z: Sizes, stage: Stage) -> Iterator[Line]:
-        why = "in fp32: a layer's streams, what comes of them, their gradients"
-        yield self._sizes(z, 1).line("backward", "16 n Ts h", why, bucket=FEATURES, mark=UNMEASURED)
+        if self.kernels == "fused":
+            formula, why = "4 n Ts h", "gradients of a layer's streams, before and after what reads"
+        else:
+            formula, why = "16 n Ts h", "in fp32: a layer's streams, what comes of them, their gradients"
+        yield self._sizes(z, 1).line("backward", formula, why, bucket=FEATURES, mark=UNMEASURED)
 
     def buffers(self, z: Sizes, groups: Sequence[Group]) -> Iterator[Line]:
         if z.plan.recipe.parallel.pipeline > 1:
@@ -106,5 +113,6 @@ class Mhc(Feature):
         z = self._sizes(z, len(z.plan.layers))
         yield z.work("maps", "2 m n h layers", "coefficients from the streams")
         yield z.work("streams", "(2 n n + 4 n) h layers", "read, mixed and written")
-        again = "(2 m n + 2 n n + 4 n) h layers"
-        yield z.work("once more", again, "in the backward pass", passes=1, model=False)
+        if self.kernels == "naive":
+            again = "(2 m n + 2 n n + 4 n) h layers"
+            yield z.work("once more", again, "in the backward pass", passes=1, model=False)

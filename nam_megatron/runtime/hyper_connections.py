@@ -13,8 +13,8 @@ layers keep one residual. Names, shapes, initial values, Sinkhorn's order (rows,
 Megatron-LM's HyperConnectionModule (pull request 4531, merged after 0.19.2), but for what holds the values: the parameters stay fp32 here,
 as the paper has them. Written against HybridStack of megatron-core 0.19.2; plain torch.
 
-Between layers a tensor is [s, b, n h], stream by stream. The maps are computed in fp32 and once more in the backward pass, so that a layer
-keeps its streams once, its own output, and the coefficients.
+Between layers a tensor is [s, b, n h], stream by stream. The maps are computed in fp32. A layer keeps its streams once, its own output, and
+the coefficients: plain torch computes what lies between once more in the backward pass, our kernels (mhc_kernel.py) have no need to.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,6 +29,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from nam_megatron.runtime.mhc_kernel import Read, Write
 
 RESIDUALS = ("self_attn_bda", "mlp_bda", "mamba_bda")  # where Megatron's layers add theirs; each of ours has one
 
@@ -49,14 +51,22 @@ class HyperConnection(MegatronModule):
     """The maps of one layer. Every parameter is whole on each tensor rank.
 
     streams: n. sinkhorn_steps: normalisations of rows and columns. initial_scale: of alpha. epsilon: beside the root mean square, and the
-    least sum that Sinkhorn divides by.
+    least sum that Sinkhorn divides by. kernels: `fused`, ours for bf16 streams, or `naive`, plain torch.
     """
 
     def __init__(
-        self, config: TransformerConfig, *, streams: int, sinkhorn_steps: int, initial_scale: float, epsilon: float
+        self,
+        config: TransformerConfig,
+        *,
+        streams: int,
+        sinkhorn_steps: int,
+        initial_scale: float,
+        epsilon: float,
+        kernels: str,
     ):
         super().__init__(config)
         self.streams, self.steps, self.epsilon = streams, sinkhorn_steps, epsilon
+        self.fused = kernels == "fused"
         new = {"device": torch.cuda.current_device(), "dtype": torch.float32}
         maps = streams * (streams + 2)
         self.mapping_proj = nn.Linear(streams * config.hidden_size, maps, bias=False, **new)
@@ -78,13 +88,28 @@ class HyperConnection(MegatronModule):
         """[s, b, n h] -> [s, b, h]: their mean."""
         return self._apart(streams).mean(2).to(streams.dtype)
 
-    def read(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[s, b, n h] -> what the layer gets [s, b, h], write [s, b, n], mix [s, b, n, n]."""
-        return _again(self._read, streams)
+    def read(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """[s, b, n h] -> what the layer gets [s, b, h], write [s, b, n], mix [s, b, n, n], and the streams for `write`.
+
+        Passing them on saves a sum of two gradients as large as they are.
+        """
+        if self.fused:
+            alpha = self._alpha()
+            return Read.apply(
+                streams, self.mapping_proj.weight, alpha, self.bias, self.streams, self.steps, self.epsilon
+            )
+        return *_again(self._read, streams), streams
 
     def write(self, streams: Tensor, output: Tensor, write: Tensor, mix: Tensor) -> Tensor:
         """The streams after the layer, [s, b, n h]. output: the layer's, without a residual, [s, b, h]."""
+        if self.fused:
+            return Write.apply(streams, output, write, mix)
         return _again(self._write, streams, output, write, mix)
+
+    def _alpha(self) -> Tensor:
+        """That of each logit."""
+        n = self.streams
+        return torch.cat([self.alpha_pre.expand(n), self.alpha_post.expand(n), self.alpha_res.expand(n * n)])
 
     def _apart(self, streams: Tensor) -> Tensor:
         """[s, b, n, h] in fp32, or in fp64 where the streams are."""
@@ -93,8 +118,7 @@ class HyperConnection(MegatronModule):
     def _read(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, n = self._apart(streams), self.streams
         scale = x.square().mean((2, 3), keepdim=True).sqrt().squeeze(-1) + self.epsilon
-        alpha = torch.cat([self.alpha_pre.expand(n), self.alpha_post.expand(n), self.alpha_res.expand(n * n)])
-        logits = alpha * (self.mapping_proj(x.flatten(2)) / scale) + self.bias
+        logits = self._alpha() * (self.mapping_proj(x.flatten(2)) / scale) + self.bias
         read, write, mix = logits.split([n, n, n * n], -1)
         taken = (read.sigmoid().unsqueeze(-1) * x).sum(2).to(streams.dtype)
         return taken, 2 * write.sigmoid(), sinkhorn(mix.unflatten(-1, (n, n)), self.steps, self.epsilon)
@@ -140,7 +164,7 @@ class Connected:
             return forward(hidden_states, *args, **kwargs)
         maps = self.hyper_connection
         streams = maps.made(hidden_states) if self.makes else hidden_states
-        taken, write, mix = maps.read(streams)
+        taken, write, mix, streams = maps.read(streams)
         found = forward(taken, *args, **kwargs)
         output, rest = (found[0], found[1:]) if isinstance(found, tuple) else (found, None)
         streams = maps.write(streams, output, write, mix)

@@ -43,7 +43,7 @@ ANGLES = {
     },
 }
 PARTS = {
-    MHC: ("attention", "mhc", {"streams": 4}),
+    MHC: ("attention", "mhc", {"streams": 4, "kernels": "naive"}),
     NGRAMS: ("attention", "ngram_hash", {"enabled": True, "buckets": 50, "document_end": 7}),
 }
 ADDED = PARTS | ANGLES

@@ -1,5 +1,9 @@
 """Hyper-connections against the paper (arXiv 2512.24880, equations 5 to 9), written out token by token in fp64, and in every layout."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import harness
@@ -16,7 +20,7 @@ from nam_megatron.prove.cpu import patched
 from nam_megatron.runtime.hyper_connections import HyperConnection
 from nam_megatron.sizes import Sizes, Stage
 
-KEYS = {"sinkhorn_steps": 20, "initial_scale": 0.01, "epsilon": 1e-6}
+KEYS = {"sinkhorn_steps": 20, "initial_scale": 0.01, "epsilon": 1e-6, "kernels": "naive"}
 ALPHAS = ("alpha_pre", "alpha_post", "alpha_res")
 
 
@@ -73,8 +77,8 @@ def test_a_layer_between_streams_is_the_papers(streams):
         given = {"streams": x.clone().requires_grad_(), "w": torch.ones(hidden, dtype=torch.float64).requires_grad_()}
         layer = lambda taken: (taken * given["w"]).cumsum(0).tanh()  # noqa: B023, E731  tokens look back, as a mixer's do
         if which == "ours":
-            taken, write, mix = module.read(given["streams"].flatten(2))
-            after = module.write(given["streams"].flatten(2), layer(taken), write, mix).unflatten(-1, (streams, -1))
+            taken, write, mix, on = module.read(given["streams"].flatten(2))
+            after = module.write(on, layer(taken), write, mix).unflatten(-1, (streams, -1))
             torch.testing.assert_close(mix.sum(-2), torch.ones_like(mix.sum(-2)))
         else:
             alpha = [getattr(module, name) for name in ALPHAS]
@@ -105,7 +109,7 @@ def test_one_stream_is_the_plain_residual_to_the_last_bit():
 # Megatron's model ----------------------------------------------------------------------------------------------------
 
 PATTERN = "*EM-/*-"  # MTP's own layers keep one residual
-FOUR = {"mhc": {"streams": 4}}
+FOUR = {"mhc": {"streams": 4, "kernels": "naive"}}
 
 
 def reference(rig):
@@ -225,7 +229,7 @@ class Living(TorchDispatchMode):
 @pytest.mark.parametrize("streams", [2, 4, 7])
 def test_a_layer_keeps_what_the_budget_says(streams):
     """In bf16; of two layers, so that what the second one gets is the streams that the first one has made."""
-    plan = lowered("nam56r_native_dp", f"feature.mhc.streams={streams}").plan
+    plan = lowered("nam56r_native_dp", f"feature.mhc.streams={streams}", "feature.mhc.kernels=naive").plan
     mhc, (layer, *_) = plan.recipe.feature.mhc, plan.layers
     z = Sizes.of(plan).own(Ts=6, h=16)
     said = {line.name: line.bytes for line in mhc.activations(z, Stage(0, 1, ((layer, layer),)))}
@@ -235,7 +239,7 @@ def test_a_layer_keeps_what_the_budget_says(streams):
         x = modules[0].made(embedded)
         inputs = []
         for module in modules:
-            taken, write, mix = module.read(x)
+            taken, write, mix, x = module.read(x)
             inputs.append(taken)  # the norm's input is the layer's own
             x = module.write(x, taken * 1.0, write, mix)
         x = modules[1].folded(x)
@@ -244,3 +248,11 @@ def test_a_layer_keeps_what_the_budget_says(streams):
     assert living.bytes(held) == sum(said.values()), said
     x.float().sum().backward()
     assert embedded.grad.isfinite().all()
+
+
+def test_kernels_in_the_interpreter():
+    path = Path(__file__).parents[1] / "gpu" / "test_mhc.py"
+    quiet = ["-q", "-W", "ignore", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command = [sys.executable, "-m", "pytest", *quiet, str(path)]
+    ran = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -340,7 +340,7 @@ def changed(ranks: list[pretend.Rank]) -> list[str]:
 
 def test_residual_streams_learn(tmp_path):
     """Over a pipeline's cut, which two of them cross; every map of the six layers moves, in fp32 among bf16."""
-    streams = ("feature.mhc.streams=2", "parallel.pipeline=2", "cluster=h200_2")
+    streams = ("feature.mhc.streams=2", "feature.mhc.kernels=naive", "parallel.pipeline=2", "cluster=h200_2")
     ranks = run(tmp_path, *EIGHT, *streams, world=2, before=counted_changes)
     losses = trained(ranks)
     assert len(losses) == 8 and losses[-1] < losses[0] - 0.2

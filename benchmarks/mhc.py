@@ -1,0 +1,133 @@
+"""Residual streams around one layer (`feature.mhc`): our kernels beside plain torch and torch.compile's, in one process.
+
+    python benchmarks/mhc.py [--out FILE] [--sweep] [--tokens 8192] [--hidden 3584] [--streams 4]
+
+bf16 streams on one GPU, read and written once. Correctness first, against the formulas in fp64 on some tokens; a way that fails it is not
+timed. Floors: bytes over 4.3 TB/s, where the streams are read once by what reads and once by what writes, and written once; backward their
+gradient is read once and written twice, once by each, and read once more between, the streams are read by both and once more for the
+gradient of the maps' weight.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from benchmarks.clock import Clock, memory
+from benchmarks.report import Report
+from nam_megatron.runtime import mhc_kernel
+from nam_megatron.runtime.hyper_connections import HyperConnection
+
+BYTES_PER_SECOND = 4.3e12
+GIB = 2**30
+REPETITIONS = 20
+KEYS = {"sinkhorn_steps": 20, "initial_scale": 0.01, "epsilon": 1e-6}
+Layer = Callable[[HyperConnection, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def around(maps: HyperConnection, streams: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+    """What a layer gets, and the streams after it."""
+    taken, write, mix, on = maps.read(streams)
+    return taken, maps.write(on, output, write, mix)
+
+
+def plain(maps: HyperConnection, streams: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+    """Without recompute, so that a compiler sees all of it."""
+    taken, write, mix = maps._read(streams)
+    return taken, maps._write(streams, output, write, mix)
+
+
+def maps(hidden: int, streams: int, kernels: str) -> HyperConnection:
+    config = SimpleNamespace(hidden_size=hidden, perform_initialization=True, sequence_parallel=False)
+    torch.manual_seed(1)
+    return HyperConnection(config, streams=streams, kernels=kernels, **KEYS)
+
+
+def inputs(tokens: int, hidden: int, streams: int) -> tuple[Tensor, ...]:
+    """Streams, the layer's output, and the gradients of what it gets and of the streams after it."""
+    make = torch.Generator("cuda").manual_seed(0)
+    widths = (streams * hidden, hidden, hidden, streams * hidden)
+    drawn = [torch.randn(tokens // 2, 2, w, generator=make, device="cuda", dtype=torch.bfloat16) for w in widths]
+    return drawn[0].requires_grad_(), drawn[1].requires_grad_(), *drawn[2:]
+
+
+def check(report: Report, name: str, layer: Layer, module: HyperConnection, size: tuple[int, int, int]) -> None:
+    _, hidden, streams = size
+    x, output, d_taken, d_after = inputs(256, hidden, streams)
+    exact = maps(hidden, streams, "naive").double()
+    given = x, output, *module.parameters()
+    wide = x.detach().double().requires_grad_(), output.detach().double().requires_grad_()
+    wanted = around(exact, *wide)
+    d_wanted = torch.autograd.grad(wanted, (*wide, *exact.parameters()), (d_taken.double(), d_after.double()))
+    found = layer(module, x, output)
+    d_found = torch.autograd.grad(found, given, (d_taken, d_after))
+    names = ("taken", "after", *(f"gradient of {n}" for n in ("streams", "output", *dict(module.named_parameters()))))
+    for what, a, b in zip(names, (*found, *d_found), (*wanted, *d_wanted), strict=True):
+        report.check(f"{name}: {what}", ((a.double() - b).norm() / b.norm()).item(), 2e-2)
+
+
+def measure(
+    report: Report, name: str, layer: Layer, module: HyperConnection, size: tuple[int, int, int], part: str = "rows"
+) -> None:
+    tokens, hidden, streams = size
+    clock, (x, output, d_taken, d_after) = Clock(REPETITIONS), inputs(*size)
+    given = x, output, *module.parameters()
+
+    def ahead() -> tuple[Tensor, Tensor]:
+        return layer(module, x, output)
+
+    def back(kept: tuple[Tensor, Tensor]) -> object:
+        return torch.autograd.grad(kept, given, (d_taken, d_after))
+
+    kept, peak = memory(ahead, back)
+    wide, narrow = (2 * tokens * hidden * n / BYTES_PER_SECOND * 1e3 for n in (streams, 1))
+    report.add(
+        part, name=name, forward_ms=clock(ahead), forward_floor_ms=3 * wide + 2 * narrow, backward_ms=clock(back, ahead),
+        backward_floor_ms=7 * wide + 3 * narrow, kept_gib=kept / GIB, peak_gib=peak / GIB,
+    )  # fmt: skip
+
+
+def sweep(report: Report, module: HyperConnection, size: tuple[int, int, int]) -> None:
+    k = mhc_kernel
+    chosen = k.TOKENS, k.WIDTH, k.WARPS, k.WRITE_TOKENS, k.WRITE_WIDTH, k.WRITE_WARPS
+    for tokens, width, warps in ((16, 64, 4), (16, 128, 8), (16, 256, 8), (32, 64, 4), (32, 128, 8)):
+        for beside in ((4, 512, 4), (8, 128, 4), (2, 1024, 4)) if (tokens, width) == (16, 64) else ((8, 256, 4),):
+            k.TOKENS, k.WIDTH, k.WARPS, (k.WRITE_TOKENS, k.WRITE_WIDTH, k.WRITE_WARPS) = tokens, width, warps, beside
+            name = f"read {tokens} x {width}, {warps} warps; write {beside[0]} x {beside[1]}, {beside[2]} warps"
+            report.attempt(name, lambda name=name: measure(report, name, around, module, size, "sweep"))
+    k.TOKENS, k.WIDTH, k.WARPS, k.WRITE_TOKENS, k.WRITE_WIDTH, k.WRITE_WARPS = chosen
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--sweep", action="store_true", help="other tiles, too")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--hidden", type=int, default=3584)
+    parser.add_argument("--streams", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=100)
+    options = parser.parse_args()
+    size = options.tokens, options.hidden, options.streams
+    report = Report(options.out, options.seconds)
+    report.host(tokens=size[0], hidden=size[1], streams=size[2])
+    fused, naive = (maps(*size[1:], kernels) for kernels in ("fused", "naive"))
+    compiled = torch.compile(plain)
+    ways: list[tuple[str, Layer, HyperConnection]] = [("fused", around, fused), ("naive", around, naive)]
+    for name, layer, module in (*ways, ("compiled", compiled, naive)):
+
+        def work(name: str = name, layer: Layer = layer, module: HyperConnection = module) -> None:
+            if report.sound(name, lambda: check(report, name, layer, module, size)):
+                measure(report, name, layer, module, size)
+
+        report.attempt(name, work)
+    if options.sweep:
+        report.attempt("sweep", lambda: sweep(report, fused, size))
+    return report.end()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
