@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-TOKENS, WIDTH, WARPS = 16, 128, 4  # a tile of what multiplies matrices: tensor cores want 16 rows
-WRITE_TOKENS, WRITE_WIDTH, WRITE_WARPS = 8, 256, 4  # of what does not
+TOKENS, WIDTH, WARPS = 32, 64, 4  # a tile of what multiplies matrices: tensor cores want 16 rows
+WRITE_TOKENS, WRITE_WIDTH, WRITE_WARPS = 8, 128, 4  # of what does not
 
 
 @triton.jit
