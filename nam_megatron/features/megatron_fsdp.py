@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 
 # Seen on two ranks over gloo: it wraps whole layers in DTensors, and MambaMixer.sharded_state_dict wants a rank's whole in_proj.
 WHY = "Megatron 0.19.2 cannot save a Mamba layer under torch's FSDP2"
+# torch gives all tensors that it reduces at once the operation of the first: `_coalescing_manager` of 2.11.
+NO_FUSED_SCALE = Setting(
+    "gradient_reduce_div_fusion",
+    False,
+    "a layer's fp32 weights and its bf16 ones are reduced at once, and a scale fused into the sum would be that of the first for all",
+    fields=("ddp.gradient_reduce_div_fusion",),
+)
 NO_FSDP2 = Setting("use_torch_fsdp2", False, WHY, fields=("args.use_torch_fsdp2",))
 
 
@@ -42,6 +49,7 @@ class MegatronFsdp(Switch):
         yield Setting(
             "ckpt_format", "fsdp_dtensor", "the only checkpoint format it writes", "enabled", beside="", fields=fields
         )
+        yield NO_FUSED_SCALE
         yield NO_FSDP2
 
     @classmethod

@@ -6,9 +6,9 @@ a process that ends soon.
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -148,17 +148,23 @@ class _LooksLikeCuda(torch.overrides.TorchFunctionMode):
 
 
 def _sharded_by_gloo() -> None:
-    """Megatron-FSDP names a mesh of GPUs, and multiplies while it sums, which gloo cannot."""
+    """Megatron-FSDP names a mesh of GPUs, and gathers tensors of two types at once: gloo gives other numbers back where those of the
+    wider type come last.
+    """
     from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
     from torch.distributed import DeviceMesh
 
     from_group = DeviceMesh.from_group
     DeviceMesh.from_group = staticmethod(lambda group, device_type, *a, **kw: from_group(group, "cpu", *a, **kw))
 
-    prepared = param_and_grad_buffer.gradient_reduce_preprocessing
-    param_and_grad_buffer.gradient_reduce_preprocessing = lambda gradient, factor, config: prepared(
-        gradient, factor, replace(config, gradient_reduce_div_fusion=False)
-    )
+    gather = torch.distributed.all_gather_into_tensor
+
+    def gathered(*args: Any, async_op: bool = False, **named: Any) -> _Idle:
+        gather(*args, **named)
+        return _Idle()
+
+    torch.distributed.all_gather_into_tensor = gathered
+    param_and_grad_buffer._coalescing_manager = lambda *_, **__: contextlib.nullcontext(_Idle())
 
 
 @contextlib.contextmanager
