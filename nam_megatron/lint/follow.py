@@ -283,6 +283,8 @@ class Follower:
                     self.run.env[name] = value
             return
         fields = [f for w in words if w.kind == "word" for f in self.fields(w)]
+        if fields and fields[0] in ("[", "[["):  # a test whose outcome nobody asked for
+            return
         if fields and fields[0] in PRINTS:
             self.run.printed.append((tuple(fields[1:]), {**self.run.env, **prefix}))
             return

@@ -455,6 +455,12 @@ class Model:
         }  # fmt: skip
         return tuple(name for name, value in names.items() if value)
 
+    @property
+    def sequence(self) -> int:
+        """Tokens of a sample, under either of its names."""
+        a = self.a
+        return self.need("seq_length", a.encoder_seq_length if a.seq_length is None else a.seq_length)
+
     def need(self, name: str, value: Any = None) -> int:
         """A positive number that Megatron cannot do without; not known if the launch lacks it."""
         value = getattr(self.a, name) if value is None else value

@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from nam_megatron.argv import words
+from nam_megatron.blocks import GraphPart
 from nam_megatron.blocks.attention.block import Attention
 from nam_megatron.blocks.dsa.block import Dsa
 from nam_megatron.blocks.gdn.block import Gdn
@@ -346,7 +347,7 @@ def _sequence(a: Args, m: Model, lost: list[str]) -> int:
         length = a.max_position_embeddings or 4096
         lost.append(f"sequence length: the launch does not say it; the recipe has {length}")
         return length
-    return m.need("seq_length")
+    return m.sequence
 
 
 def _norm_kernels(a: Args, lost: list[str]) -> str:
@@ -553,9 +554,9 @@ def _features(a: Args, m: Model) -> Tree:
             "method": a.recompute_method if full else None,
             "layers": a.recompute_num_layers if full else None,
         }
-    if m.graphs != "none":
-        modules, steps = list(m.graph_modules), a.cuda_graph_warmup_steps
-        found["cuda_graphs"] = {"impl": m.graphs, "modules": modules, "warmup_steps": steps}
+    # Whole layers and whole steps have no key; the comparison lists them.
+    if m.graphs != "none" and (captured := [part for part in m.graph_modules if part in get_args(GraphPart)]):
+        found["cuda_graphs"] = {"impl": m.graphs, "modules": captured, "warmup_steps": a.cuda_graph_warmup_steps}
     if a.use_megatron_fsdp:
         found["megatron_fsdp"] = {"enabled": True, "strategy": a.data_parallel_sharding_strategy}
     if a.fp8:

@@ -59,6 +59,8 @@ def _pipeline(a: Args, m: Model) -> Iterator[str]:
         if m.pp == 1 or len(m.segments) % m.pp:
             yield f"{len(m.segments)} segments, and pipeline size {m.pp}"
     elif ends:
+        if a.account_for_embedding_in_pipeline_split or a.account_for_loss_in_pipeline_split:
+            yield "the first or last stage has its number of layers, and is said to count an end as one more"
         rest, middle = m.num_layers - sum(ends), m.pp - len(ends)
         if bool(rest) != bool(middle) or (middle and rest % middle):
             yield f"{rest} layers for the {middle} other stages"
@@ -67,8 +69,11 @@ def _pipeline(a: Args, m: Model) -> Iterator[str]:
             yield f"{m.num_layers} layers without `|`, and pipeline size {m.pp}"
     elif not a.any_said(*UNEVEN):
         layers = m.num_layers + a.account_for_embedding_in_pipeline_split + a.account_for_loss_in_pipeline_split
+        chunk = a.num_layers_per_virtual_pipeline_stage
         if layers % m.pp:
             yield f"{layers} layers, and pipeline size {m.pp}"
+        elif chunk and layers // m.pp % chunk:
+            yield f"{layers // m.pp} layers a stage, and {chunk} a virtual one"
 
 
 RECOMPUTED = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "gdn_norm_out")
