@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from nam_megatron.errors import FINDINGS, OK, Problem, Refused
 from nam_megatron.lint.model import Model
-from nam_megatron.lint.read import Launch, read
+from nam_megatron.lint.read import Launch, read, stored
 from nam_megatron.lint.rules import Finding, check
 from nam_megatron.lint.values import Args
 from nam_megatron.targets import Target, current
@@ -32,12 +32,16 @@ class Report:
 
 
 def lint(
-    text: str, name: str = "-", gpus: int | None = None, ignore: Iterable[str] = (), target: Target | None = None
+    text: str | bytes,
+    name: str = "-",
+    gpus: int | None = None,
+    ignore: Iterable[str] = (),
+    target: Target | None = None,
 ) -> Report:
     """Look at a launch.
 
     Args:
-        text: a list of flags, a shell script, or YAML.
+        text: a list of flags, a shell script, or YAML; bytes: a checkpoint's file with its arguments.
         name: what messages call it.
         gpus: world size, where the text does not say.
         ignore: ids of rules to leave out.
@@ -46,7 +50,7 @@ def lint(
     Raises:
         Refused: if there is no launch in the text, or one on another number of GPUs than `gpus`.
     """
-    launch = read(text, target or current(), name)
+    launch = (stored if isinstance(text, bytes) else read)(text, target or current(), name)
     if launch.gpus and gpus not in (None, launch.gpus):
         raise Refused(
             Problem(f"`gpus={gpus}`, and `{name}` says {launch.gpus}", "gpus", "leave it out, or change the text")

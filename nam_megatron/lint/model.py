@@ -41,7 +41,13 @@ class Model:
         self.gpt_script = "gpt" in script
         self.hybrid_script = "hybrid" in script or "mamba" in script
         self.plan = args.launch.plan
-        self.ours = script.startswith("nam_megatron.") or "--nam-plan" in args.launch.words or self.plan is not None
+        self.described = args.launch.kind == "huggingface"  # a model itself, which no Megatron has read yet
+        self.ours = (
+            self.described
+            or script.startswith("nam_megatron.")
+            or "--nam-plan" in args.launch.words
+            or self.plan is not None
+        )
 
     @cached_property
     def marked(self) -> tuple[str, ...]:
@@ -248,7 +254,7 @@ class Model:
     @property
     def plain_query(self) -> bool:
         """Whether MLA without a query latent is ours, without Megatron's norm of the whole width."""
-        return "mla" in self.marked or bool(self.plan)
+        return "mla" in self.marked or bool(self.plan) or self.described
 
     @property
     def llama_factor(self) -> float | None:
@@ -256,7 +262,7 @@ class Model:
         ours = "llama_rope" in self.marked or bool(self.plan)
         if not self.a.use_rope_scaling or self.positions != "rope" or self.mla or (self.hybrid and not ours):
             return None
-        return self.a.rope_scaling_factor if self.hybrid else 8.0
+        return self.a.rope_scaling_factor if self.hybrid or self.described else 8.0
 
     def topk_source(self, number: int) -> int:
         """The DSA layer whose top-k layer `number` uses: itself, or the one it shares with (megatron-core 0.19.2, dsa.py)."""

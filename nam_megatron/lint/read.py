@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from nam_megatron.errors import Problem, Refused
-from nam_megatron.lint import container, follow
+from nam_megatron.lint import checkpoint, container, follow, huggingface
 from nam_megatron.lint.shell import Lexer, ShellError
 from nam_megatron.targets import Target
 
@@ -45,7 +45,7 @@ class Launch:
     target: the Megatron whose parser reads it. words: for that parser; a hole (see follow.py) where the text leaves something open.
     env: what the text exports, None where it unsets. script: the training script or module, None if the text names none. gpus: world
     size, None if not known. partial: only variables for another script to use, so that flags may be missing. plan: of our own trainer,
-    where it can be read.
+    where it can be read. unsaid: what the text says of its model and the words do not.
     """
 
     target: Target
@@ -58,6 +58,7 @@ class Launch:
     notes: tuple[str, ...] = ()
     partial: bool = False
     plan: "Planned | None" = None
+    unsaid: tuple[str, ...] = ()
 
     def on(self, gpus: int) -> "Launch":
         """The same launch on so many GPUs."""
@@ -101,6 +102,19 @@ def read(text: str, target: Target, name: str = "-") -> Launch:
     if not _flags(launch.words, target):
         raise Refused(Problem(f"there is no Megatron flag in `{name}`", None, FORMS))
     return _planned(launch, name)
+
+
+def stored(data: bytes, target: Target, name: str) -> Launch:
+    """The launch whose arguments a checkpoint's file holds.
+
+    Raises:
+        Refused: it holds none that can be read safely.
+    """
+    args = checkpoint.stored(data, name)
+    found, left = checkpoint.words(args, target)
+    world = args.get("world_size")
+    gpus = world if isinstance(world, int) and 0 < world < 1_000_000 else None
+    return Launch(target, tuple(found), "checkpoint", "", gpus=gpus, notes=tuple(left), unsaid=tuple(left))
 
 
 FORMS = "give a list of flags, a shell script that starts a training, or a YAML of flags"
@@ -257,6 +271,11 @@ def _yaml(text: str, target: Target, name: str) -> Launch:
 
             plan = Planned(parse_plan(text, name))
             return Launch(target, plan.argv, "plan", text, plan.env, gpus=plan.gpus, plan=plan)
+        if {"model_type", "hidden_size"} <= keys.keys() and (config := huggingface.config(text)):
+            described, left = huggingface.words(config, name)
+            return Launch(
+                target, tuple(described), "huggingface", text, partial=True, notes=tuple(left), unsaid=tuple(left)
+            )
         if (root_of_bridge := _of_bridge(keys, text)) is not None:
             return _bridge(root_of_bridge, text, target, name)
         if isinstance(argv := keys.get("argv"), yaml.SequenceNode):

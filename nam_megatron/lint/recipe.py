@@ -299,6 +299,7 @@ def _wanted(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
         raise Refused(Problem("no recipe: the launch builds no layers", "recipe"))
     lost += [f"{flag}: of the training script, not of Megatron's parser" for flag in dict.fromkeys(a.script_flags)]
     lost += [f"{flag}: what it names is not read" for flag in m.from_elsewhere]
+    lost += a.launch.unsaid
     about = f"{'Hybrid' if m.hybrid else 'GPT'} of a linted launch"
     preset = {"name": name, "alias_of": None, "family": name, "about": about}
     if _model_alone(a):
@@ -634,6 +635,7 @@ DERIVED: dict[str, Callable[[Model], Any]] = {
 # Said by a launch in another way, or only about other arguments above.
 OTHER_WAYS = {
     "num_layers", "encoder_num_layers", "hybrid_override_pattern", "mtp_hybrid_override_pattern", "moe_layer_freq",
+    "linear_attention_freq",
     "deprecated_use_mcore_models",
     "use_rotary_position_embeddings", "recompute_activations", "enable_cuda_graph", "external_cuda_graph", "cuda_graph_scope_deprecated",
     "train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples", "lr_warmup_fraction", "make_vocab_size_divisible_by",
@@ -648,6 +650,8 @@ def _compare(a: Args, m: Model, lowering: Lowering, made: Made) -> None:
     for name in dict.fromkeys([*lowering.by_name, *a.given]):
         if _model_alone(a) and not m.plan and name not in models and not a.said(name):
             continue  # said once, of all of them
+        if name == "experimental_attention_variant" and "gdn" in m.kinds:  # `G` in the recipe's pattern
+            continue
         if name in OTHER_WAYS or (name == "hybrid_layer_pattern" and not m.hybrid):
             continue
         if name not in lowering.by_name and a.said(name):

@@ -142,6 +142,8 @@ def _headline(report: Report) -> str:
             "yaml": "YAML",
             "shell": "a shell script",
             "container": "a container of Megatron-Bridge",
+            "huggingface": "a config.json of Hugging Face",
+            "checkpoint": "the arguments that a checkpoint stores",
         }[launch.kind]
     return (launch.script or source) + (f" on {counted(launch.gpus, 'GPU')}" if launch.gpus else "")
 
