@@ -119,7 +119,7 @@ def save(folder: Path, found, **more) -> Path:
 def test_stored_arguments_describe_what_the_launch_did(base, tmp_path):
     said = launch(base, {})
     file = save(tmp_path, said)
-    read = lint(file.read_bytes(), str(file))
+    read = lint(file)
     theirs, ours = dict(describe.rows(said.args, said.model)), dict(describe.rows(read.args, read.model))
     same = theirs.keys() - {"layout", "batch", "also"}
     assert {k: ours[k].replace(" (default)", "") for k in same} == {
@@ -149,7 +149,7 @@ def test_nothing_of_a_checkpoint_runs(tmp_path, monkeypatch):
         archive.writestr(
             "common/data.pkl", pickle.dumps({"args": Namespace(hidden_size=64, load=Runs()), "more": Runs()})
         )
-    found = lint(file.read_bytes(), "common.pt")
+    found = lint(file)
     assert found.args.hidden_size == 64 and not (tmp_path / "it_ran").exists()
 
 
@@ -161,4 +161,4 @@ def test_file_without_arguments_is_refused(inside, tmp_path):
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("common/data.pkl", inside)
     with pytest.raises(Refused, match=r"common\.pt"):
-        lint(file.read_bytes(), "common.pt")
+        lint(file)

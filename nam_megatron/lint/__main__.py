@@ -84,22 +84,17 @@ def _options(words: list[str]) -> dict:
     return found
 
 
-def _text(name: str) -> str | bytes:
+def _text(name: str) -> str | Path:
+    path = Path(name)
     try:
-        data = (
-            sys.stdin.buffer.read()
-            if name == "-"
-            else checkpoint.file_of(Path(name)).read_bytes()
-            if Path(name).is_dir()
-            else Path(name).read_bytes()
-        )
+        if name != "-" and (path.is_dir() or checkpoint.is_file(path)):
+            return checkpoint.file_of(path)
+        data = sys.stdin.buffer.read() if name == "-" else path.read_bytes()
     except (OSError, ValueError) as err:
         reason = getattr(err, "strerror", None) or str(err)
         raise Refused(
             Problem(f"cannot read `{name}`: {reason}", None, "name a file, or `-` for standard input")
         ) from None
-    if data.startswith(checkpoint.MAGIC):
-        return data
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as err:

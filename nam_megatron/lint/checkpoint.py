@@ -70,14 +70,20 @@ def file_of(path: Path) -> Path:
     return found
 
 
-def stored(data: bytes, name: str) -> dict[str, Any]:
+def is_file(path: Path) -> bool:
+    """Whether a file is one that `torch.save` writes."""
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def stored(path: Path) -> dict[str, Any]:
     """The arguments in a file.
 
     Raises:
         Refused: it is none of Megatron's, or cannot be read without running it.
     """
     try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        with zipfile.ZipFile(path) as archive:
             info = next(i for i in archive.infolist() if i.filename.rsplit("/", 1)[-1] == "data.pkl")
             if info.file_size > LARGEST:
                 raise ValueError("its pickle is too large")
@@ -89,7 +95,7 @@ def stored(data: bytes, name: str) -> dict[str, Any]:
     except (MemoryError, RecursionError, StopIteration, zipfile.BadZipFile, Exception) as err:
         hint = "give `common.pt` as Megatron wrote it, or a checkpoint's folder"
         why = str(err) or type(err).__name__
-        raise Refused(Problem(f"no arguments can be read from `{name}`: {why}", None, hint)) from None
+        raise Refused(Problem(f"no arguments can be read from `{path}`: {why}", None, hint)) from None
 
 
 def words(args: dict[str, Any], target: Target) -> tuple[list[str], list[str]]:

@@ -104,13 +104,13 @@ def read(text: str, target: Target, name: str = "-") -> Launch:
     return _planned(launch, name)
 
 
-def stored(data: bytes, target: Target, name: str) -> Launch:
+def stored(path: Path, target: Target) -> Launch:
     """The launch whose arguments a checkpoint's file holds.
 
     Raises:
         Refused: it holds none that can be read safely.
     """
-    args = checkpoint.stored(data, name)
+    args = checkpoint.stored(path)
     found, left = checkpoint.words(args, target)
     world = args.get("world_size")
     gpus = world if isinstance(world, int) and 0 < world < 1_000_000 else None
