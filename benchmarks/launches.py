@@ -121,7 +121,7 @@ def case(found: Report) -> Case | str:
     a, m = found.args, found.model
     words: list[tuple[str, ...]] = []
     for name, given in a.given.items():
-        if name == "use_checkpoint_args":  # there is no checkpoint here
+        if name in ("use_checkpoint_args", "local_rank"):  # there is neither a checkpoint nor a launcher here
             continue
         flag, value, _ = given[-1]
         flag = flag if TARGET.by_name(flag) else flag.replace("_", "-")  # another program's spelling

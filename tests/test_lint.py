@@ -1325,10 +1325,27 @@ def test_yaml_values_as_a_shell_and_omegaconf_would_have_them():
 
 @pytest.mark.parametrize("modules", [None, "full"])
 def test_graphs_of_whole_layers_are_listed_and_nothing_breaks(modules, tmp_path):
-    made = recipe.make(launch(HYBRID, {"--cuda-graph-impl": "local", "--cuda-graph-modules": modules}), tmp_path / "mine.yaml")
+    made = recipe.make(
+        launch(HYBRID, {"--cuda-graph-impl": "local", "--cuda-graph-modules": modules}), tmp_path / "mine.yaml"
+    )
     assert any("--cuda-graph-impl local" in line for line in made.lost) and made.refused is None
 
 
 def test_sequence_length_under_its_other_name():
     found = launch(GPT, {"--seq-length": None, "--encoder-seq-length": "2048"})
     assert ids(found)["positions-short"] and dict(describe.rows(found.args, found.model))["sequence"] == "2048 tokens"
+
+
+def test_letters_replaced_in_a_variable():
+    found = lint(
+        "N=300_000\nP=a-b-c\npython pretrain_gpt.py --train-samples $((${N//_}/100)) --tokenizer-model ${P/-/+} --lr 1e-4"
+    )
+    assert found.args.tokenizer_model == "a+b-c"
+    found = lint("N=300_000\nN=${N//_}\npython pretrain_gpt.py --train-samples $((N/100)) --lr 1e-4")
+    assert found.args.train_samples == 3000
+
+
+def test_flag_that_a_variable_names_is_open():
+    found = lint(f"python pretrain_gpt.py {DESCRIBED} --$DTYPE")
+    assert not ids(found)["unknown-flag"] and not ids(found)["missing-flag"]
+    assert "--$DTYPE" in " ".join(describe.notes(found.args, found.model))

@@ -29,6 +29,9 @@ from nam_megatron.lint.shell import (
 
 OPEN, CLOSE, BLANK = "\ue000", "\ue001", "\ue002"  # private use: no script has them
 HOLE = re.compile(f"{OPEN}([^{CLOSE}]*){CLOSE}")
+REPLACED = re.compile(
+    r"([A-Za-z_]\w*)/(/?)([^/*?\[\\$\"'#%]+)(?:/([^$\"'`\\]*))?"
+)  # ${NAME//old/new}, of plain letters
 BUDGET = 200_000  # steps; a script that takes more is no launch
 SHELLS = {"bash", "sh", "zsh", "dash"}
 TAKES_SCRIPT = SHELLS | {"sbatch", "cat", "tee", "srun", "ssh", "qsub", "bsub"}
@@ -388,6 +391,9 @@ class Follower:
             return []  # the script as it stands, called without arguments
         if text == "#":
             return ["0"]
+        if replaced := REPLACED.fullmatch(text):
+            value = " ".join(self.variable(replaced[1]))
+            return [value if holes(value) else value.replace(replaced[3], replaced[4] or "", -1 if replaced[2] else 1)]
         match = re.fullmatch(r"(\w+)(\[[^\]]*\])?(?:(:?[-=+?])(.*))?", text, re.DOTALL)
         if not match:
             return [hole(_brief(text))]

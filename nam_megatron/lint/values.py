@@ -19,7 +19,7 @@ from nam_megatron.targets import Flag, Target
 
 # Parsers of pretraining scripts add these to Megatron's (megatron/post_training/arguments.py, with nvidia-modelopt installed).
 OF_SCRIPTS = re.compile(
-    r"--(export-.+|modelopt-enabled|enable-gpt-oss|qad-train-target|freeze-base-for-mtp|finetune-(hf-dataset|data-split))"
+    r"--(export-.+|modelopt-enabled|enable-gpt-oss|qad-train-target|freeze-base-for-mtp|finetune-(hf-dataset|data-split)|freeze-(LM|ViT))"
 )
 OURS = {"--nam-plan": 1, "--nam-model": 1}  # nam_megatron.train's own
 
@@ -172,7 +172,7 @@ class Args:
         if MEGATRONS.fullmatch(self.launch.script or ""):
             return
         unknown = [t for t in self.trouble if t.rule == "unknown-flag" and not _misspelt(t)]
-        if not self._underscores and len(unknown) < STRANGERS:
+        if not self._underscores and len(unknown) < (1 if self.launch.partial else STRANGERS):
             return
         self.foreign = list(dict.fromkeys(t.about for t in unknown)) or ["names with underscores"]
         self.trouble = [t for t in self.trouble if t not in unknown and t.rule != "stray-word"]
@@ -193,6 +193,9 @@ class Args:
 
     def _unknown(self, name: str) -> None:
         if name in OURS:
+            return
+        if names := holes(name):  # `--$DTYPE`
+            self.trouble.append(Trouble("unknown-variable", shown(name), _list(names)))
             return
         if OF_SCRIPTS.fullmatch(name):
             self.script_flags.append(name)

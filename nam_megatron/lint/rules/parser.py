@@ -60,7 +60,7 @@ ABSENCES = re.compile(
 
 # Programs that take Megatron's flags and do not train.
 NO_TRAINING = re.compile(
-    r"convert|hf2|2mcore|mcore2|inference|generat|evaluat|server|export|preprocess|quantize|ptq|prune|tasks/"
+    r"convert|hf2|2mcore|mcore2|inference|generat|evaluat|server|export|preprocess|quantize|ptq|prune|index|(^|/)(tasks|tools)/"
 )
 
 
@@ -105,7 +105,7 @@ def _names(flags: list[str]) -> str:
 def _unknown(a: Args, m: Model) -> Iterator[str]:
     yield from (f"{t.about}\tnothing in the text sets it" for t in a.trouble if t.rule == "unknown-variable")
     for name, variables in a.open_values():
-        if not harmless(name, a.target):
+        if not harmless(name, a.target) and name != "local_rank":  # a launcher's, as ever
             yield f"{a.written(name)}\tnothing in the text sets {', '.join(dict.fromkeys(variables))}"
 
 
