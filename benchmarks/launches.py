@@ -62,7 +62,8 @@ LAYERS = re.compile(
 KERNELS = frozenset(
     f"{'' if '.' in name else 'transformer.'}{name}"
     for name in (
-        "transformer_impl", "attention_backend", "recompute_method", "recompute_num_layers", "moe_grouped_gemm", "bias_activation_fusion",
+        "transformer_impl", "attention_backend", "recompute_method", "recompute_num_layers", "moe_grouped_gemm", "cuda_graph_impl",
+        "bias_activation_fusion",
         "apply_rope_fusion", "moe_ncclep_static_shape", "moe_ncclep_zero_copy", "moe_permute_fusion_into_hybridep",
         "moe_pad_experts_for_cuda_graph_inference", "use_grouped_gemm_for_dense_mlp", "train.exit_signal_handler", "rng.te_rng_tracker",
         "ddp.check_for_nan_in_grad", "model.should_pad_vocab", "model.seq_length",
@@ -378,6 +379,21 @@ def summary(launches: list[dict[str, Any]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def page(tree: Mapping[str, Any]) -> str:
+    """The tables of docs/lint.md."""
+    lines = ["| of launches of others | |", "|---|---|"]
+    for name, value in tree["summary"].items():
+        pairs = value.items() if isinstance(value, dict) else [("", value)]
+        lines += [f"| {': '.join(filter(None, (name, inner)))} | {number} |" for inner, number in pairs]
+    lines += ["", "| repository | commit | launches | taken by Megatron once in its words |", "|---|---|---|---|"]
+    for repository in sorted({x["repository"] for x in tree["launches"]}):
+        of = [x for x in tree["launches"] if x["repository"] == repository]
+        lines.append(
+            f"| {repository} | {of[0]['commit'][:10]} | {len(of)} | {sum(x.get('judged') == 'accepted' for x in of)} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
 def main(folder: Path, out: Path) -> None:
     index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
     execution = executed()
@@ -390,7 +406,8 @@ def main(folder: Path, out: Path) -> None:
             )
     tree = {"megatron_core": TARGET.pin, "changes_a_launch": CHANGES, "summary": summary(launches)}
     print(json.dumps(tree["summary"], indent=1))
-    out.write_text(json.dumps(tree | {"launches": launches}, indent=1) + "\n", encoding="utf-8")
+    rows = ",\n".join(json.dumps(x) for x in launches)
+    out.write_text(f'{json.dumps(tree, indent=1)[:-2]},\n "launches": [\n{rows}\n]}}\n', encoding="utf-8")
 
 
 if __name__ == "__main__":

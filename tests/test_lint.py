@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from lint_cases import CASES, DSA, FSDP, GPT, HYBRID, LATER, MLA, MOE, NEEDS_CUDA
 from presets import NAMES, lowered
 
+from benchmarks import launches
 from nam_megatron import argv, computation
 from nam_megatron.blocks.kinds import KINDS
 from nam_megatron.budget import parameters
@@ -1151,6 +1152,8 @@ def test_docs_are_current(rewrite_golden):
     example = re.search(r"<!-- input -->\n```bash\n(.*?)```", text, re.DOTALL)[1]
     now = _between(text, "<!-- output -->\n```text\n", "```", report.text(lint(example, "train.sh")))
     now = _between(now, "--rewrite-golden` -->\n", "<!-- end of rules -->", rules.table())
+    measured = json.loads((ROOT / "benchmarks" / "launches.json").read_text())
+    now = _between(now, "<!-- begin: launches -->\n", "<!-- end of launches -->", launches.page(measured))
     if rewrite_golden:
         page.write_text(now)
     assert now == text or rewrite_golden, "pytest tests/test_lint.py -k docs --rewrite-golden"

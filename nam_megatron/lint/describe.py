@@ -31,7 +31,8 @@ ALSO = (
     "fim_suffix_token", "fp8_interval", "fp8_quantizer_factory", "gradient_reduce_div_fusion", "iterations_to_skip",
     "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler", "perform_initialization", "skip_train", "test_mode",
     "use_kitchen_attention", "transformer_impl", "attention_backend", "accumulate_allreduce_grads_in_fp32", "ddp_average_in_collective",
-    "dsa_indexer_k_norm_fp32", "fake_process_group", "data_path", "train_data_path", "split", "seed",
+    "dsa_indexer_k_norm_fp32", "fake_process_group", "fp8_amax_compute_algo", "fp8_amax_history_len", "recompute_modules",
+    "data_path", "train_data_path", "split", "seed",
 )  # fmt: skip
 
 

@@ -392,8 +392,8 @@ class Follower:
         if text == "#":
             return ["0"]
         if replaced := REPLACED.fullmatch(text):
-            value = " ".join(self.variable(replaced[1]))
-            return [value if holes(value) else value.replace(replaced[3], replaced[4] or "", -1 if replaced[2] else 1)]
+            old = " ".join(self.variable(replaced[1]))
+            return [old if holes(old) else old.replace(replaced[3], replaced[4] or "", -1 if replaced[2] else 1)]
         match = re.fullmatch(r"(\w+)(\[[^\]]*\])?(?:(:?[-=+?])(.*))?", text, re.DOTALL)
         if not match:
             return [hole(_brief(text))]

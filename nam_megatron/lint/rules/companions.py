@@ -29,7 +29,9 @@ def _overlaps(a: Args, m: Model) -> bool:
 
 def _virtual(a: Args, m: Model) -> bool:
     stages = (a.num_layers_per_virtual_pipeline_stage, a.num_virtual_stages_per_pipeline_rank)
-    return m.pp > 1 and (any(s is not None for s in stages) or len(m.segments) > m.pp)
+    return m.pp > 1 and (
+        bool(a.pipeline_model_parallel_layout) or any(s is not None for s in stages) or len(m.segments) > m.pp
+    )
 
 
 def _ramp(a: Args, m: Model) -> bool:

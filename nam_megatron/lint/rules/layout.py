@@ -67,13 +67,14 @@ def _pipeline(a: Args, m: Model) -> Iterator[str]:
     elif m.pattern is not None:
         if m.num_layers % m.pp:
             yield f"{m.num_layers} layers without `|`, and pipeline size {m.pp}"
+    elif (chunk := a.num_layers_per_virtual_pipeline_stage) and m.pp > 1 and not a.pipeline_model_parallel_layout:
+        layers = m.num_layers + a.account_for_embedding_in_pipeline_split + a.account_for_loss_in_pipeline_split
+        if layers % m.pp or layers // m.pp % chunk:
+            yield f"{layers} layers, pipeline size {m.pp}, and {chunk} layers a virtual stage"
     elif not a.any_said(*UNEVEN):
         layers = m.num_layers + a.account_for_embedding_in_pipeline_split + a.account_for_loss_in_pipeline_split
-        chunk = a.num_layers_per_virtual_pipeline_stage
         if layers % m.pp:
             yield f"{layers} layers, and pipeline size {m.pp}"
-        elif chunk and layers // m.pp % chunk:
-            yield f"{layers // m.pp} layers a stage, and {chunk} a virtual one"
 
 
 RECOMPUTED = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "gdn_norm_out")
