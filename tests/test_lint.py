@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from lint_cases import CASES, DSA, FSDP, GPT, HYBRID, LATER, MLA, MOE, NEEDS_CUDA
 from presets import NAMES, lowered
 
+from benchmarks import launches
 from nam_megatron import argv, computation
 from nam_megatron.blocks.kinds import KINDS
 from nam_megatron.budget import parameters
@@ -144,7 +145,7 @@ def test_rule_finds_its_trap_and_megatron_agrees(rule, oracle):
         launch(base, change, *env),
     )
     assert ids(found)[rule] and not ids(clean)[rule]
-    if rule in NEEDS_CUDA:
+    if rule in NEEDS_CUDA or rule == "foreign-flags":  # what another program's parser hands on is not known
         return
     refused = ask(oracle, found).error
     assert (refused is not None) == (rules.BY_ID[rule].severity == FAIL and rule not in LATER), refused
@@ -1151,6 +1152,8 @@ def test_docs_are_current(rewrite_golden):
     example = re.search(r"<!-- input -->\n```bash\n(.*?)```", text, re.DOTALL)[1]
     now = _between(text, "<!-- output -->\n```text\n", "```", report.text(lint(example, "train.sh")))
     now = _between(now, "--rewrite-golden` -->\n", "<!-- end of rules -->", rules.table())
+    measured = json.loads((ROOT / "benchmarks" / "launches.json").read_text())
+    now = _between(now, "<!-- begin: launches -->\n", "<!-- end of launches -->", launches.page(measured))
     if rewrite_golden:
         page.write_text(now)
     assert now == text or rewrite_golden, "pytest tests/test_lint.py -k docs --rewrite-golden"
@@ -1253,3 +1256,99 @@ def test_layers_of_ours_are_not_taken_as_megatrons():
     assert {"number": 12, "kind": None} in describe.data(found.args, found.model)["layers"]
     with pytest.raises(Refused, match="--nam-model"):
         recipe.make(found, Path("mine.yaml"))
+
+
+# What launches of others have -----------------------------------------------------------------------------------------------
+
+DESCRIBED = "--hidden-size 1024 --num-layers 8 --num-attention-heads 16 --ffn-hidden-size 4096"
+OF_ANOTHER = "--rollout-batch-size 8 --actor-num-nodes 2 --sglang-mem-fraction 0.7"
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "mapfile -t HOSTS < <(scontrol show hostnames)",
+        "while IFS='=' read -r K V; do export $K=$V; done < <(echo \"$VARS\" | tr ' ' '\\n')",
+        "function hosts() {\n  echo $1\n}",
+        'if [[ "$1" ]]; then\n  [[ ! "$2" =~ "--num-layers" ]] && [[ ! "$2" =~ "--hidden-size" ]] && \\\n  [[ "$3" ]]\nfi',
+    ],
+)
+def test_bash_beside_the_launch_is_no_launch(before):
+    found = lint(f"{before}\ntorchrun --nproc-per-node 8 pretrain_gpt.py {DESCRIBED}\n")
+    assert found.launch.script == "pretrain_gpt.py" and found.args.hidden_size == 1024 and not found.args.trouble
+
+
+def test_flags_of_another_parser_are_one_open_finding_and_nothing_is_lacking():
+    found = lint(f"python train.py {DESCRIBED} {OF_ANOTHER} --hidden-sise 8")
+    assert ids(found) == Counter({"foreign-flags": 1, "unknown-flag": 1})  # the misspelt one is told apart
+    assert "--sglang-mem-fraction" in report.text(found)
+    megatrons = lint(f"python pretrain_gpt.py {DESCRIBED} {OF_ANOTHER}")
+    assert ids(megatrons)["unknown-flag"] == 3 and ids(megatrons)["missing-flag"]
+
+
+def test_flags_with_underscores_are_megatrons_in_another_program():
+    flags = (
+        DESCRIBED.replace("-size", "_size").replace("-layers", "_layers")
+        + " --use_distributed_optimizer true --sequence_parallel false"
+    )
+    flags = flags.replace("hidden-size", "hidden_size").replace("attention-heads", "attention_heads")
+    found = lint(f"megatron sft {flags.replace('num-', 'num_')}")
+    assert found.args.hidden_size == 1024 and found.args.use_distributed_optimizer and not found.args.sequence_parallel
+    assert ids(found) == Counter({"foreign-flags": 1})
+
+
+def test_text_whose_flags_no_command_has_is_read_in_part():
+    found = lint("ray job submit --lr 1e-4\n  --" + "\n  --".join(DESCRIBED.split("--")[1:]))
+    assert not ids(found)["missing-flag"] and "no command here has the others" in " ".join(
+        describe.notes(found.args, found.model)
+    )
+
+
+def test_yaml_of_several_launches_is_read_as_one_of_them():
+    one = "\n".join(f"  --{line}" for line in DESCRIBED.replace("--", "").replace(" ", "\n").splitlines())
+    one = re.sub(r"--([a-z-]+)\n  --(\d+)", r"--\1: \2", one)
+    found = lint(f"MODEL_ARGS_1:\n{one}\n  --bf16: true\nMODEL_ARGS_2:\n{one.replace('1024', '2048')}\n")
+    assert found.args.hidden_size == 1024 and not ids(found)["given-twice"]
+    assert any("MODEL_ARGS_2" in note for note in found.launch.notes)
+
+
+def test_yaml_values_as_a_shell_and_omegaconf_would_have_them():
+    text = """
+--rampup-batch-size: "384 384 97656250"
+--pipeline-model-parallel-layout: 'Et\\|tL'
+--lr: ${oc.env:RATE,3e-4}
+--data-path: ${TOKENS:null}
+--hidden-size: ${model.width}
+"""
+    found = lint(text).args
+    assert found.rampup_batch_size == [384, 384, 97656250] and found.pipeline_model_parallel_layout == "Et|tL"
+    assert found.lr == 3e-4 and not found.said("data_path") and follow.holes(found.given["hidden_size"][0][2])
+    assert any("RATE" in note and "TOKENS" in note for note in found.launch.notes)
+
+
+@pytest.mark.parametrize("modules", [None, "full"])
+def test_graphs_of_whole_layers_are_listed_and_nothing_breaks(modules, tmp_path):
+    made = recipe.make(
+        launch(HYBRID, {"--cuda-graph-impl": "local", "--cuda-graph-modules": modules}), tmp_path / "mine.yaml"
+    )
+    assert any("--cuda-graph-impl local" in line for line in made.lost) and made.refused is None
+
+
+def test_sequence_length_under_its_other_name():
+    found = launch(GPT, {"--seq-length": None, "--encoder-seq-length": "2048"})
+    assert ids(found)["positions-short"] and dict(describe.rows(found.args, found.model))["sequence"] == "2048 tokens"
+
+
+def test_letters_replaced_in_a_variable():
+    found = lint(
+        "N=300_000\nP=a-b-c\npython pretrain_gpt.py --train-samples $((${N//_}/100)) --tokenizer-model ${P/-/+} --lr 1e-4"
+    )
+    assert found.args.tokenizer_model == "a+b-c"
+    found = lint("N=300_000\nN=${N//_}\npython pretrain_gpt.py --train-samples $((N/100)) --lr 1e-4")
+    assert found.args.train_samples == 3000
+
+
+def test_flag_that_a_variable_names_is_open():
+    found = lint(f"python pretrain_gpt.py {DESCRIBED} --$DTYPE")
+    assert not ids(found)["unknown-flag"] and not ids(found)["missing-flag"]
+    assert "--$DTYPE" in " ".join(describe.notes(found.args, found.model))

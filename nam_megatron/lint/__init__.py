@@ -7,10 +7,11 @@ traps, describe.py the words, recipe.py a recipe of ours.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from nam_megatron.errors import FINDINGS, OK, Problem, Refused
 from nam_megatron.lint.model import Model
-from nam_megatron.lint.read import Launch, read
+from nam_megatron.lint.read import Launch, read, stored
 from nam_megatron.lint.rules import Finding, check
 from nam_megatron.lint.values import Args
 from nam_megatron.targets import Target, current
@@ -32,12 +33,16 @@ class Report:
 
 
 def lint(
-    text: str, name: str = "-", gpus: int | None = None, ignore: Iterable[str] = (), target: Target | None = None
+    text: str | Path,
+    name: str = "-",
+    gpus: int | None = None,
+    ignore: Iterable[str] = (),
+    target: Target | None = None,
 ) -> Report:
     """Look at a launch.
 
     Args:
-        text: a list of flags, a shell script, or YAML.
+        text: a list of flags, a shell script, or YAML; a path: a checkpoint's file with its arguments.
         name: what messages call it.
         gpus: world size, where the text does not say.
         ignore: ids of rules to leave out.
@@ -46,7 +51,7 @@ def lint(
     Raises:
         Refused: if there is no launch in the text, or one on another number of GPUs than `gpus`.
     """
-    launch = read(text, target or current(), name)
+    launch = stored(text, target or current()) if isinstance(text, Path) else read(text, target or current(), name)
     if launch.gpus and gpus not in (None, launch.gpus):
         raise Refused(
             Problem(f"`gpus={gpus}`, and `{name}` says {launch.gpus}", "gpus", "leave it out, or change the text")

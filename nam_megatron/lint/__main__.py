@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from nam_megatron.errors import OK, REFUSED, Problem, Refused, finish, raise_if_twice
-from nam_megatron.lint import Report, lint, report
+from nam_megatron.lint import Report, checkpoint, lint, report
 from nam_megatron.lint.rules import BY_ID
 
 KEYS = {
@@ -23,6 +23,8 @@ examples:
   python -m nam_megatron.lint - < flags.txt                  the same of a list of flags
   python -m nam_megatron.lint model_config.yaml gpus=16      a YAML of flags does not say on how many GPUs
   python -m nam_megatron.lint run_config.yaml gpus=8         a container of Megatron-Bridge's
+  python -m nam_megatron.lint config.json recipe=mine.yaml   a model of Hugging Face's as a recipe
+  python -m nam_megatron.lint runs/pretrain gpus=8           the arguments that a checkpoint stores
   python -m nam_megatron.lint out/plan.json                  what a plan of ours trains: all that no flag says, too
   python -m nam_megatron.lint train.sh recipe=mine.yaml      and write the nearest recipe of ours
   python -m nam_megatron.lint train.sh format=json ignore=default-bias,default-activation
@@ -43,7 +45,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "file",
         metavar="FILE",
-        help="a shell script, a list of flags, a YAML of flags, Megatron-Bridge's run_config.yaml, or our plan.json; `-` is standard input",
+        help="a shell script, a list of flags, a YAML of flags, Megatron-Bridge's run_config.yaml, a config.json of Hugging Face, "
+        "a Megatron checkpoint, or our plan.json; `-` is standard input",
     )
     parser.add_argument("options", nargs="*", default=[], metavar="KEY=VALUE", help=argparse.SUPPRESS)
     words, dashed = parser.parse_known_args(argv)  # `--format=json` is `format=json`
@@ -81,9 +84,12 @@ def _options(words: list[str]) -> dict:
     return found
 
 
-def _text(name: str) -> str:
+def _text(name: str) -> str | Path:
+    path = Path(name)
     try:
-        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+        if name != "-" and (path.is_dir() or checkpoint.is_file(path)):
+            return checkpoint.file_of(path)
+        data = sys.stdin.buffer.read() if name == "-" else path.read_bytes()
     except (OSError, ValueError) as err:
         reason = getattr(err, "strerror", None) or str(err)
         raise Refused(

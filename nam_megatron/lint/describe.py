@@ -30,7 +30,9 @@ ALSO = (
     "error_injection_rate", "exit_duration_in_mins", "fim_eod_token", "fim_middle_token", "fim_pad_token", "fim_prefix_token",
     "fim_suffix_token", "fp8_interval", "fp8_quantizer_factory", "gradient_reduce_div_fusion", "iterations_to_skip",
     "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler", "perform_initialization", "skip_train", "test_mode",
-    "use_kitchen_attention", "data_path", "train_data_path", "split", "seed",
+    "use_kitchen_attention", "transformer_impl", "attention_backend", "accumulate_allreduce_grads_in_fp32", "ddp_average_in_collective",
+    "dsa_indexer_k_norm_fp32", "fake_process_group", "fp8_amax_compute_algo", "fp8_amax_history_len", "recompute_modules",
+    "data_path", "train_data_path", "split", "seed",
 )  # fmt: skip
 
 
@@ -54,7 +56,7 @@ def rows(a: Args, m: Model) -> Iterator[tuple[str, str]]:
     yield from row("experts", lambda: _experts(a, m))
     yield from row("Mamba", lambda: _mamba(a, m))
     yield from m.plan.rows() if m.plan else ()
-    yield from row("sequence", lambda: f"{m.need('seq_length')} tokens")
+    yield from row("sequence", lambda: f"{m.sequence} tokens")
     yield from row("dropout", lambda: ", ".join(f"{n} {_v(a, f'{n}_dropout')}" for n in ("hidden", "attention")))
     yield from row("embedding", lambda: _embedding(a, m))
     yield from row("precision", lambda: _precision(a, m))

@@ -41,7 +41,13 @@ class Model:
         self.gpt_script = "gpt" in script
         self.hybrid_script = "hybrid" in script or "mamba" in script
         self.plan = args.launch.plan
-        self.ours = script.startswith("nam_megatron.") or "--nam-plan" in args.launch.words or self.plan is not None
+        self.described = args.launch.kind == "huggingface"  # a model itself, which no Megatron has read yet
+        self.ours = (
+            self.described
+            or script.startswith("nam_megatron.")
+            or "--nam-plan" in args.launch.words
+            or self.plan is not None
+        )
 
     @cached_property
     def marked(self) -> tuple[str, ...]:
@@ -248,7 +254,7 @@ class Model:
     @property
     def plain_query(self) -> bool:
         """Whether MLA without a query latent is ours, without Megatron's norm of the whole width."""
-        return "mla" in self.marked or bool(self.plan)
+        return "mla" in self.marked or bool(self.plan) or self.described
 
     @property
     def llama_factor(self) -> float | None:
@@ -256,7 +262,7 @@ class Model:
         ours = "llama_rope" in self.marked or bool(self.plan)
         if not self.a.use_rope_scaling or self.positions != "rope" or self.mla or (self.hybrid and not ours):
             return None
-        return self.a.rope_scaling_factor if self.hybrid else 8.0
+        return self.a.rope_scaling_factor if self.hybrid or self.described else 8.0
 
     def topk_source(self, number: int) -> int:
         """The DSA layer whose top-k layer `number` uses: itself, or the one it shares with (megatron-core 0.19.2, dsa.py)."""
@@ -454,6 +460,12 @@ class Model:
             "--heterogeneous-layers-config-encoded-json": a.heterogeneous_layers_config_encoded_json,
         }  # fmt: skip
         return tuple(name for name, value in names.items() if value)
+
+    @property
+    def sequence(self) -> int:
+        """Tokens of a sample, under either of its names."""
+        a = self.a
+        return self.need("seq_length", a.encoder_seq_length if a.seq_length is None else a.seq_length)
 
     def need(self, name: str, value: Any = None) -> int:
         """A positive number that Megatron cannot do without; not known if the launch lacks it."""

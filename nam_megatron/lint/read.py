@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from nam_megatron.errors import Problem, Refused
-from nam_megatron.lint import container, follow
+from nam_megatron.lint import checkpoint, container, follow, huggingface
 from nam_megatron.lint.shell import Lexer, ShellError
 from nam_megatron.targets import Target
 
@@ -45,7 +45,7 @@ class Launch:
     target: the Megatron whose parser reads it. words: for that parser; a hole (see follow.py) where the text leaves something open.
     env: what the text exports, None where it unsets. script: the training script or module, None if the text names none. gpus: world
     size, None if not known. partial: only variables for another script to use, so that flags may be missing. plan: of our own trainer,
-    where it can be read.
+    where it can be read. unsaid: what the text says of its model and the words do not.
     """
 
     target: Target
@@ -58,6 +58,7 @@ class Launch:
     notes: tuple[str, ...] = ()
     partial: bool = False
     plan: "Planned | None" = None
+    unsaid: tuple[str, ...] = ()
 
     def on(self, gpus: int) -> "Launch":
         """The same launch on so many GPUs."""
@@ -101,6 +102,19 @@ def read(text: str, target: Target, name: str = "-") -> Launch:
     if not _flags(launch.words, target):
         raise Refused(Problem(f"there is no Megatron flag in `{name}`", None, FORMS))
     return _planned(launch, name)
+
+
+def stored(path: Path, target: Target) -> Launch:
+    """The launch whose arguments a checkpoint's file holds.
+
+    Raises:
+        Refused: it holds none that can be read safely.
+    """
+    args = checkpoint.stored(path)
+    found, left = checkpoint.words(args, target)
+    world = args.get("world_size")
+    gpus = world if isinstance(world, int) and 0 < world < 1_000_000 else None
+    return Launch(target, tuple(found), "checkpoint", "", gpus=gpus, notes=tuple(left), unsaid=tuple(left))
 
 
 FORMS = "give a list of flags, a shell script that starts a training, or a YAML of flags"
@@ -167,6 +181,11 @@ def _shell(text: str, target: Target) -> Launch:
         return Launch(target, (), "shell", text)
     if used := sorted(name for name in run.unset if name.isidentifier()):
         notes.append(f"taken as not set in your environment (the script has its own defaults): {', '.join(used)}")
+    if (there := len(_in_text(text, target))) > 3 * (here := _flags(words, target)):
+        notes.append(
+            f"the text has {there} of Megatron's flags, and the launch that is read {here}: no command here has the others"
+        )
+        partial = True
     gpus = _gpus(launcher, text, run.variables)
     return Launch(target, tuple(words), "shell", text, env, script, gpus, tuple(notes), partial)
 
@@ -176,7 +195,18 @@ def _words(value: str | list[str]) -> list[str]:
 
 
 def _flags(words: tuple[str, ...] | list[str], target: Target) -> int:
-    return sum(w.startswith("--") and target.by_name(w.split("=")[0]) is not None for w in words)
+    return sum(_is_flag(w, target) for w in words)
+
+
+def _is_flag(word: str, target: Target) -> bool:
+    """Whether a word is a flag of Megatron's, underscores for dashes taken, too."""
+    return word.startswith("--") and target.by_name(word.split("=")[0].replace("_", "-")) is not None
+
+
+def _in_text(text: str, target: Target) -> set[str]:
+    """Megatron's flags that stand anywhere, but for comments."""
+    lines = (line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    return {w for line in lines for w in re.findall(r"(?<![\w-])--[a-z][\w-]*", line) if _is_flag(w, target)}
 
 
 def _split(words: tuple[str, ...], target: Target) -> tuple[tuple[str, ...], list[str], str | None]:
@@ -190,7 +220,7 @@ def _split(words: tuple[str, ...], target: Target) -> tuple[tuple[str, ...], lis
         if module or (word.endswith(".py") and not word.startswith("-")):
             return words[:i], list(words[i + 1 + module :]), words[i + module]
     for i, word in enumerate(words):
-        if word.startswith("--") and target.by_name(word.split("=")[0]):
+        if _is_flag(word, target):
             return words[:i], list(words[i:]), None
     return words, [], None
 
@@ -223,10 +253,12 @@ def _gpus(launcher: tuple[str, ...], text: str, variables: Mapping[str, str | li
 
 def _yaml(text: str, target: Target, name: str) -> Launch:
     root = yaml.compose(text, Loader=Loader)
-    entries: list[tuple[str, Any]] = []
+    entries: list[tuple[tuple[str, ...], str, Any]] = []
+    notes: list[str] = []
     bases: list[str] = []
     env: dict[str, str | None] = {}
     words: list[str] = []
+    unset: set[str] = set()
     if isinstance(root, yaml.SequenceNode):  # a list of words
         words = [
             w for node in root.value[:MOST] if isinstance(node, yaml.ScalarNode) for w in _holes(node.value).split()
@@ -239,17 +271,27 @@ def _yaml(text: str, target: Target, name: str) -> Launch:
 
             plan = Planned(parse_plan(text, name))
             return Launch(target, plan.argv, "plan", text, plan.env, gpus=plan.gpus, plan=plan)
+        if {"model_type", "hidden_size"} <= keys.keys() and (config := huggingface.config(text)):
+            described, left = huggingface.words(config, name)
+            return Launch(
+                target, tuple(described), "huggingface", text, partial=True, notes=tuple(left), unsaid=tuple(left)
+            )
         if (root_of_bridge := _of_bridge(keys, text)) is not None:
             return _bridge(root_of_bridge, text, target, name)
         if isinstance(argv := keys.get("argv"), yaml.SequenceNode):
             words = [_holes(node.value) for node in argv.value[:MOST] if isinstance(node, yaml.ScalarNode)]
         else:
-            entries = list(_entries(root, env, bases))
-    dashed = any(name.startswith("--") for name, _ in entries)
-    for name, node in entries:
+            entries = _one_launch(list(_entries(root, env, bases)), target, notes)
+    dashed = any(name.startswith("--") for _, name, _ in entries)
+    for _, name, node in entries:
         if name.startswith("--") or not dashed:
-            words += _entry(name, node, target)
-    notes = [f"more of the description is in other files, which are not read: {', '.join(bases)}"] if bases else []
+            words += _entry(name, _with_default(node, unset), target, dashed)
+    if unset:
+        notes.append(
+            f"taken as not set in your environment (the text has its own defaults): {', '.join(sorted(unset))}"
+        )
+    if bases:
+        notes.append(f"more of the description is in other files, which are not read: {', '.join(bases)}")
     return Launch(target, tuple(words), "yaml", text, env, notes=tuple(notes), partial=bool(bases))
 
 
@@ -283,13 +325,42 @@ def _bridge(root: dict[str, Any], text: str, target: Target, name: str) -> Launc
     return Launch(target, tuple(words), "container", text, env, notes=tuple(notes))
 
 
-def _entries(root: yaml.MappingNode, env: dict[str, str | None], bases: list[str]) -> Iterator[tuple[str, yaml.Node]]:
-    """Every `name: value` whose value is no group; environment variables and other files to start from go into `env` and `bases`."""
-    stack, seen = [iter(root.value)], 0
+Entries = list[tuple[tuple[str, ...], str, Any]]
+
+
+def _one_launch(entries: Entries, target: Target, notes: list[str]) -> Entries:
+    """Without the groups that say a flag otherwise than one with more of Megatron's flags: another launch, or another program's."""
+    groups: dict[tuple[str, ...], dict[str, str]] = {}
+    for path, name, node in entries:
+        said = name.lstrip("-").replace("-", "_")
+        if isinstance(node, yaml.ScalarNode) and (
+            said in target.by_dest or target.by_name("--" + said.replace("_", "-"))
+        ):
+            groups.setdefault(path, {}).setdefault(said, node.value)
+    taken: dict[str, str] = {}
+    others = []
+    for path, flags in sorted(groups.items(), key=lambda group: -len(group[1])):
+        if any(taken.get(name, value) != value for name, value in flags.items()):
+            others.append(path)
+        else:
+            taken |= flags
+    if others:
+        names = ", ".join(".".join(path) or "the top" for path in others)
+        notes.append(f"not read, since a group with more of Megatron's flags says some of theirs otherwise: {names}")
+    return [entry for entry in entries if entry[0] not in others]
+
+
+def _entries(
+    root: yaml.MappingNode, env: dict[str, str | None], bases: list[str]
+) -> Iterator[tuple[tuple[str, ...], str, yaml.Node]]:
+    """(groups, name, value) of every `name: value` whose value is no group; environment variables and other files to start from go
+    into `env` and `bases`."""
+    stack, seen, path = [iter(root.value)], 0, [""]
     while stack:
         pair = next(stack[-1], None)
         if pair is None:
             stack.pop()
+            path.pop()
             continue
         key, node = pair
         if (seen := seen + 1) > MOST or len(stack) > DEEPEST:
@@ -302,8 +373,9 @@ def _entries(root: yaml.MappingNode, env: dict[str, str | None], bases: list[str
                 env |= {str(k): None if _null(v) else str(v.value) for k, v in pairs}
             else:
                 stack.append(iter(node.value))
+                path.append(str(key.value))
         elif isinstance(key, yaml.ScalarNode):
-            yield key.value, node
+            yield tuple(path[1:]), key.value, node
 
 
 def _files(node: yaml.Node) -> Iterator[str]:
@@ -324,12 +396,23 @@ def _null(node: yaml.Node) -> bool:
 
 
 def _holes(text: str) -> str:
-    """`$NAME` and `${NAME}` as holes."""
-    return re.sub(r"\$\{?([A-Za-z_]\w*)\}?", lambda m: follow.hole(m[1]), text)
+    """`$NAME`, `${NAME}` and what OmegaConf resolves, `${group.name}`, as holes."""
+    return re.sub(r"\$(?:([A-Za-z_]\w*)|\{([^${}]+)\})", lambda m: follow.hole(m[1] or m[2]), text)
 
 
-def _entry(name: str, node: yaml.Node, target: Target) -> list[str]:
-    """One entry as words. `name` is a flag with or without dashes, or the name of Megatron's argument."""
+def _with_default(node: yaml.Node, unset: set[str]) -> yaml.Node:
+    """`${NAME:4}` and `${oc.env:NAME,4}` as 4; a default of nothing as nothing."""
+    found = re.fullmatch(r"\$\{(?:oc\.env:)?\s*([A-Za-z_]\w*)\s*(?::-?|,)([^${}]*)\}", str(node.value))
+    if not found:
+        return node
+    unset.add(found[1])
+    inner = yaml.compose(found[2], Loader=Loader)
+    return yaml.ScalarNode("tag:yaml.org,2002:null", "") if inner is None else inner
+
+
+def _entry(name: str, node: yaml.Node, target: Target, dashed: bool = False) -> list[str]:
+    """One entry as words. `name` is a flag with or without dashes, or the name of Megatron's argument. dashed: a shell gets the values,
+    which takes a backslash for the next letter's sake."""
     flag_name = name if name.startswith("--") else "--" + name.replace("_", "-")
     flag = target.by_name(flag_name)
     dest = name.lstrip("-").replace("-", "_")
@@ -354,6 +437,9 @@ def _entry(name: str, node: yaml.Node, target: Target) -> list[str]:
         values = [_holes(v.value) for v in node.value[:MOST] if isinstance(v, yaml.ScalarNode)]
         return [flag_name, *values] if flag is None or flag.nargs else [flag_name, f"[{','.join(values)}]"]
     value = _holes(str(node.value))
+    value = re.sub(r"\\+(.)", r"\1", value) if dashed else value
+    if flag is not None and flag.nargs and not value.startswith("["):
+        return [flag_name, *value.split()]
     if flag is not None and flag.nargs and (match := re.fullmatch(r"\[(.*)\]", value)):
         return [flag_name, *match[1].replace(",", " ").split()]
     if flag is not None and flag.action == "store" and not flag.nargs:

@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from nam_megatron.argv import words
+from nam_megatron.blocks import GraphPart
 from nam_megatron.blocks.attention.block import Attention
 from nam_megatron.blocks.dsa.block import Dsa
 from nam_megatron.blocks.gdn.block import Gdn
@@ -298,6 +299,7 @@ def _wanted(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
         raise Refused(Problem("no recipe: the launch builds no layers", "recipe"))
     lost += [f"{flag}: of the training script, not of Megatron's parser" for flag in dict.fromkeys(a.script_flags)]
     lost += [f"{flag}: what it names is not read" for flag in m.from_elsewhere]
+    lost += a.launch.unsaid
     about = f"{'Hybrid' if m.hybrid else 'GPT'} of a linted launch"
     preset = {"name": name, "alias_of": None, "family": name, "about": about}
     if _model_alone(a):
@@ -346,7 +348,7 @@ def _sequence(a: Args, m: Model, lost: list[str]) -> int:
         length = a.max_position_embeddings or 4096
         lost.append(f"sequence length: the launch does not say it; the recipe has {length}")
         return length
-    return m.need("seq_length")
+    return m.sequence
 
 
 def _norm_kernels(a: Args, lost: list[str]) -> str:
@@ -553,9 +555,9 @@ def _features(a: Args, m: Model) -> Tree:
             "method": a.recompute_method if full else None,
             "layers": a.recompute_num_layers if full else None,
         }
-    if m.graphs != "none":
-        modules, steps = list(m.graph_modules), a.cuda_graph_warmup_steps
-        found["cuda_graphs"] = {"impl": m.graphs, "modules": modules, "warmup_steps": steps}
+    # Whole layers and whole steps have no key; the comparison lists them.
+    if m.graphs != "none" and (captured := [part for part in m.graph_modules if part in get_args(GraphPart)]):
+        found["cuda_graphs"] = {"impl": m.graphs, "modules": captured, "warmup_steps": a.cuda_graph_warmup_steps}
     if a.use_megatron_fsdp:
         found["megatron_fsdp"] = {"enabled": True, "strategy": a.data_parallel_sharding_strategy}
     if a.fp8:
@@ -633,6 +635,7 @@ DERIVED: dict[str, Callable[[Model], Any]] = {
 # Said by a launch in another way, or only about other arguments above.
 OTHER_WAYS = {
     "num_layers", "encoder_num_layers", "hybrid_override_pattern", "mtp_hybrid_override_pattern", "moe_layer_freq",
+    "linear_attention_freq",
     "deprecated_use_mcore_models",
     "use_rotary_position_embeddings", "recompute_activations", "enable_cuda_graph", "external_cuda_graph", "cuda_graph_scope_deprecated",
     "train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples", "lr_warmup_fraction", "make_vocab_size_divisible_by",
@@ -647,6 +650,8 @@ def _compare(a: Args, m: Model, lowering: Lowering, made: Made) -> None:
     for name in dict.fromkeys([*lowering.by_name, *a.given]):
         if _model_alone(a) and not m.plan and name not in models and not a.said(name):
             continue  # said once, of all of them
+        if name == "experimental_attention_variant" and "gdn" in m.kinds:  # `G` in the recipe's pattern
+            continue
         if name in OTHER_WAYS or (name == "hybrid_layer_pattern" and not m.hybrid):
             continue
         if name not in lowering.by_name and a.said(name):

@@ -19,6 +19,7 @@ STYLES = {
     "default": "bold",
     "open": "bold cyan",
 }
+MANY = 4  # findings of one rule, from which on they are one paragraph
 Line = list[tuple[str, str]]  # (text, style) pieces
 
 
@@ -36,11 +37,18 @@ def lines(report: Report, width: int = 110) -> Iterator[Line]:
     for note in found:
         yield from _paragraph("note", note, width, "dim")
     defaults = [f for f in report.findings if f.severity == DEFAULT]
+    many = {name for name, times in Counter(f.id for f in report.findings).items() if times >= MANY}
     for finding in report.findings:
         if finding.severity == DEFAULT:
             if finding is defaults[0]:
                 yield []
                 yield from _folded(defaults, width)
+            continue
+        if finding.id in many:
+            alike = [f for f in report.findings if f.id == finding.id]
+            if finding is alike[0]:
+                yield []
+                yield from _alike(alike, width)
             continue
         yield []
         at = f"  (line {', '.join(map(str, finding.lines))})" if finding.lines else ""
@@ -66,6 +74,23 @@ def _folded(findings: list[Finding], width: int) -> Iterator[Line]:
         detail = f" ({finding.detail})" if finding.detail else ""
         told = f"{_brief(finding.flag).removeprefix(without(''))}: {finding.message}{detail}"
         yield from _paragraph("", f"{told} [{finding.id}]", width)
+
+
+def _alike(findings: list[Finding], width: int) -> Iterator[Line]:
+    """Many findings of one rule."""
+    first = findings[0]
+    yield [
+        (first.severity, STYLES[first.severity]),
+        (f"  {len(findings)} times  ", "bold"),
+        (f"[{first.id}]", "dim"),
+    ]
+    yield from _paragraph("", first.message, width)
+    for finding in findings:
+        at = f"  (line {', '.join(map(str, finding.lines))})" if finding.lines else ""
+        detail = f": {finding.detail}" if finding.detail else ""
+        yield from _paragraph("", f"{_brief(finding.flag)}{at}{detail}", width)
+    for fix in dict.fromkeys(f.fix for f in findings):
+        yield from _paragraph("fix:", fix, width)
 
 
 def summary(report: Report) -> str:
@@ -117,6 +142,8 @@ def _headline(report: Report) -> str:
             "yaml": "YAML",
             "shell": "a shell script",
             "container": "a container of Megatron-Bridge",
+            "huggingface": "a config.json of Hugging Face",
+            "checkpoint": "the arguments that a checkpoint stores",
         }[launch.kind]
     return (launch.script or source) + (f" on {counted(launch.gpus, 'GPU')}" if launch.gpus else "")
 

@@ -153,6 +153,11 @@ class Lexer:
         if self.at >= len(self.text):
             return None
         line = self.line
+        if not self.plain and self.text.startswith(
+            ("<(", ">("), self.at
+        ):  # the name of a file that a command writes or reads
+            self.at += 1
+            return Token("word", parts=(Part("command", self._balanced("(", ")")[1:-1]),), line=line)
         if not self.plain:
             for op in OPERATORS:
                 if self.text.startswith(op, self.at):
@@ -432,7 +437,7 @@ class Parser:
                     self.eat()
             elif (
                 self.word == "("
-                and len(node.words) == 1
+                and (len(node.words) == 1 or node.words[0].literal == "function")
                 and self.at + 1 < len(self.tokens)
                 and self.tokens[self.at + 1].text == ")"
             ):

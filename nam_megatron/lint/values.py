@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from nam_megatron.lint.follow import holes, shown
@@ -19,7 +19,7 @@ from nam_megatron.targets import Flag, Target
 
 # Parsers of pretraining scripts add these to Megatron's (megatron/post_training/arguments.py, with nvidia-modelopt installed).
 OF_SCRIPTS = re.compile(
-    r"--(export-.+|modelopt-enabled|enable-gpt-oss|qad-train-target|freeze-base-for-mtp|finetune-(hf-dataset|data-split))"
+    r"--(export-.+|modelopt-enabled|enable-gpt-oss|qad-train-target|freeze-base-for-mtp|finetune-(hf-dataset|data-split)|freeze-(LM|ViT))"
 )
 OURS = {"--nam-plan": 1, "--nam-model": 1}  # nam_megatron.train's own
 
@@ -35,6 +35,9 @@ GRAPH_MODULES = (
     "full_iteration_inference",
 )
 LONGEST_LIST = 10_000
+# Scripts that add nothing to Megatron's parser but OF_SCRIPTS.
+MEGATRONS = re.compile(r"(.*/)?(pretrain_(gpt|hybrid|mamba|bert|t5|ict|retro|vlm)|train_rl)\.py")
+STRANGERS = 3  # flags of another parser: so many that nobody misspelt them
 
 # Flags of earlier Megatrons that 0.19.2 has no more, and what says it now.
 REMOVED = {
@@ -89,7 +92,10 @@ class Args:
         self.given: dict[str, list[tuple[str, Any, str]]] = defaultdict(list)  # argument -> (flag, value, as written)
         self.trouble: list[Trouble] = []
         self.script_flags: list[str] = []
+        self.foreign: list[str] = []  # flags of another program's parser, or of another Megatron's
+        self._underscores = self._spelt_with_underscores()
         self._parse(list(launch.words))
+        self._estrange()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in self.target.by_dest:
@@ -139,8 +145,10 @@ class Args:
                 taken = following[: OURS.get(name, len(following))]
                 self._unknown(name)
             elif flag.action != "store":
-                taken = []
-                if equals:
+                taken = following[:1] if self._underscores and following[:1] in (["true"], ["false"]) else []
+                if taken:
+                    self.given[flag.dest].append((name, positive is (taken[0] == "true"), f"{name} {taken[0]}"))
+                elif equals:
                     self.trouble.append(Trouble("bad-value", shown(word), "takes no value"))
                 else:
                     self.given[flag.dest].append((name, positive, name))
@@ -151,6 +159,24 @@ class Args:
                 self._store(flag, name, values[:count], count)
             at += len(taken)
 
+    def _spelt_with_underscores(self) -> bool:
+        """Whether another program's parser takes Megatron's flags under its own spelling, `--hidden_size`."""
+        names = {w.partition("=")[0] for w in self.launch.words if w.startswith("--") and "_" in w.partition("=")[0]}
+        spelt = [
+            n for n in names if self.target.by_name(n) is None and self.target.by_name(n.replace("_", "-")) is not None
+        ]
+        return len(spelt) >= STRANGERS and not MEGATRONS.fullmatch(self.launch.script or "")
+
+    def _estrange(self) -> None:
+        """Tell the flags of another parser from misspelt ones. What follows such flags belongs to them in ways that nobody knows here."""
+        if MEGATRONS.fullmatch(self.launch.script or ""):
+            return
+        unknown = [t for t in self.trouble if t.rule == "unknown-flag" and not _misspelt(t)]
+        if not self._underscores and len(unknown) < (1 if self.launch.partial else STRANGERS):
+            return
+        self.foreign = list(dict.fromkeys(t.about for t in unknown)) or ["names with underscores"]
+        self.trouble = [t for t in self.trouble if t not in unknown and t.rule != "stray-word"]
+
     def _is_flag(self, word: str) -> bool:
         """argparse: a word with a dash in front is a flag, unless it is a negative number or has a blank in it."""
         if not word.startswith("-") or len(word) == 1 or re.fullmatch(r"-\d+|-\d*\.\d+", word):
@@ -159,6 +185,7 @@ class Args:
 
     def _flag(self, name: str) -> tuple[Flag | None, bool]:
         """The flag of a name, and the truth a flag without a value stands for under it."""
+        name = name.replace("_", "-") if self._underscores else name
         flag = self.target.by_name(name)
         if flag is None:
             return None, True
@@ -167,14 +194,16 @@ class Args:
     def _unknown(self, name: str) -> None:
         if name in OURS:
             return
+        if names := holes(name):  # `--$DTYPE`
+            self.trouble.append(Trouble("unknown-variable", shown(name), _list(names)))
+            return
         if OF_SCRIPTS.fullmatch(name):
             self.script_flags.append(name)
         elif name in REMOVED:
             self.trouble.append(Trouble("removed-flag", name, "", REMOVED[name]))
         else:
-            names = [*self.target.flags, *(a for f in self.target.flags.values() for a in f.aliases)]
-            close = difflib.get_close_matches(name, names, 1, 0.75)
-            self.trouble.append(Trouble("unknown-flag", shown(name), f"did you mean `{close[0]}`?" if close else ""))
+            close = _close(name, self.target)
+            self.trouble.append(Trouble("unknown-flag", shown(name), f"did you mean `{close}`?" if close else ""))
 
     def _store(self, flag: Flag, name: str, words: list[str], count: int) -> None:
         written = " ".join([name, *words])
@@ -205,6 +234,18 @@ class Args:
         for name, given in self.given.items():
             if isinstance(given[-1][1], Open) and given[-1][1].names:
                 yield name, given[-1][1].names
+
+
+@cache
+def _close(name: str, target: Target) -> str | None:
+    names = [*target.flags, *(a for f in target.flags.values() for a in f.aliases)]
+    return next(iter(difflib.get_close_matches(name, names, 1, 0.75)), None)
+
+
+def _misspelt(unknown: Trouble) -> bool:
+    """Whether an unknown flag is a letter or two away from one of Megatron's."""
+    close = re.search("`(.*)`", unknown.detail)
+    return close is not None and difflib.SequenceMatcher(None, unknown.about, close[1]).ratio() >= 0.9
 
 
 UNPACKED = {"moe_router_load_balancing_type", "moe_aux_loss_coeff", "cp_comm_type"}

@@ -144,7 +144,11 @@ def _configs(
 
     import megatron.core.utils as core_utils
     import torch
-    from megatron.training.argument_utils import hybrid_config_from_args, pretrain_cfg_container_from_args
+    from megatron.training.argument_utils import (
+        gpt_config_from_args,
+        hybrid_config_from_args,
+        pretrain_cfg_container_from_args,
+    )
     from megatron.training.arguments import parse_args, validate_args
     from packaging.version import Version
 
@@ -162,7 +166,8 @@ def _configs(
         setattr(module, name, getattr(module, name) or object())
     sys.argv = ["train", *argv]
     args = validate_args(parse_args())
-    model = hybrid_config_from_args(args)
+    hybrid = args.hybrid_layer_pattern is not None
+    model = hybrid_config_from_args(args) if hybrid else gpt_config_from_args(args)
     if "yarn" in ours:
         yarn.provide(model.transformer, args)
     container = pretrain_cfg_container_from_args(args, model)
@@ -184,7 +189,7 @@ def _configs(
     own = vars(container.model.transformer).items()
     values |= {f"transformer.{k}": _plain(v) for k, v in own if k.startswith("yarn_")}
     values |= {f"args.{k}": _plain(v) for k, v in vars(args).items()}
-    values |= _layers(args)
+    values |= _layers(args) if hybrid else {}
     return values, defaults
 
 

@@ -213,7 +213,7 @@ RULES = (
         "positions-short",
         FAIL,
         "max_position_embeddings",
-        lambda a, m: m.need("max_position_embeddings") < m.need("seq_length"),
+        lambda a, m: m.need("max_position_embeddings") < m.sequence,
         "must be at least --seq-length",
         "raise it",
         VALIDATE,

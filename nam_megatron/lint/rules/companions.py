@@ -29,23 +29,31 @@ def _overlaps(a: Args, m: Model) -> bool:
 
 def _virtual(a: Args, m: Model) -> bool:
     stages = (a.num_layers_per_virtual_pipeline_stage, a.num_virtual_stages_per_pipeline_rank)
-    return m.pp > 1 and (any(s is not None for s in stages) or len(m.segments) > m.pp)
+    return m.pp > 1 and (
+        bool(a.pipeline_model_parallel_layout) or any(s is not None for s in stages) or len(m.segments) > m.pp
+    )
 
 
 def _ramp(a: Args, m: Model) -> bool:
     return a.weight_decay_incr_style != "constant"
 
 
+def _listed(value: object) -> list:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
 COMPANIONS = (
     Companion("tp_comm_overlap", "", "--sequence-parallel", lambda a, m: m.sequence_parallel),
-    Companion("overlap_moe_expert_parallel_comm", "", "--expert-model-parallel-size above 1", lambda a, m: m.ep > 1),
+    Companion("overlap_moe_expert_parallel_comm", "", "--expert-model-parallel-size above 1, virtual stages where the pipeline has stages",
+              lambda a, m: m.ep > 1 and (m.pp == 1 or _virtual(a, m))),
     Companion("delay_wgrad_compute", "", "--overlap-moe-expert-parallel-comm", _overlaps),
     Companion("ep_overlap_early_attn_memory_release", "", "--overlap-moe-expert-parallel-comm", _overlaps),
     Companion("overlap_param_gather_with_optimizer_step", "", "virtual pipeline stages, --overlap-param-gather", _virtual),
     Companion("overlap_p2p_comm_warmup_flush", "", "virtual pipeline stages", _virtual),
     Companion("num_layers_per_virtual_pipeline_stage", "2", "--pipeline-model-parallel-size above 1", lambda a, m: m.pp > 1),
     Companion("num_virtual_stages_per_pipeline_rank", "2", "--pipeline-model-parallel-size above 1", lambda a, m: m.pp > 1),
-    Companion("defer_embedding_wgrad_compute", "", "--pipeline-model-parallel-size above 1", lambda a, m: m.pp > 1),
+    Companion("defer_embedding_wgrad_compute", "", "--pipeline-model-parallel-size above 1 and fused gradient accumulation",
+              lambda a, m: m.pp > 1 and a.gradient_accumulation_fusion),
     Companion("hierarchical_context_parallel_sizes", "2 2", "sizes whose product is --context-parallel-size",
               lambda a, m: prod(a.hierarchical_context_parallel_sizes) == m.cp),
     Companion("hybrid_context_parallel", "", "--calculate-per-token-loss", lambda a, m: a.calculate_per_token_loss),
@@ -90,6 +98,18 @@ COMPANIONS = (
               lambda a, m: not a.init_method_xavier_uniform),
     Companion("fsdp_manual_registration", "", "--use-megatron-fsdp and --use-nccl-ub", lambda a, m: a.use_megatron_fsdp and a.nccl_ub),
     Companion("fim_data", "", "real data, not --mock-data", lambda a, m: not a.mock_data),
+    Companion("inference_fuse_tp_communication", "", "--transformer-impl inference_optimized",
+              lambda a, m: a.transformer_impl == "inference_optimized"),
+    Companion("inference_disable_triton_nvls_kernels", "", "--transformer-impl inference_optimized",
+              lambda a, m: a.transformer_impl == "inference_optimized"),
+    Companion("load_main_params_from_ckpt", "", "--no-load-optim", lambda a, m: bool(a.no_load_optim)),
+    Companion("replication", "", "--replication-jump and --non-persistent-ckpt-type local",
+              lambda a, m: a.replication_jump is not None and a.non_persistent_ckpt_type == "local"),
+    Companion("batch_invariant_mode", "", "--attention-backend flash", lambda a, m: a.attention_backend == "flash"),
+    Companion("cp_comm_type", "a2a+p2p", "--hierarchical-context-parallel-sizes",
+              lambda a, m: "a2a+p2p" not in _listed(a.cp_comm_type) or bool(a.hierarchical_context_parallel_sizes)),
+    Companion("fine_grained_activation_offloading", "", "NVTE_CPU_OFFLOAD_V1=1 in the environment, and --offload-modules",
+              lambda a, m: a.launch.env.get("NVTE_CPU_OFFLOAD_V1") == "1"),
     Companion("log_memory_interval", "3", "a multiple of --log-interval",
               lambda a, m: a.log_interval > 0 and a.log_memory_interval % a.log_interval == 0),
 )  # fmt: skip

@@ -4,7 +4,8 @@ from nam_megatron.lint.rules.rule import CONFIG, COST, FAIL, FROM_ARGS, HYBRID, 
 
 MOE_ONLY = (
     "moe_router_topk", "moe_shared_expert_intermediate_size", "moe_router_score_function", "moe_router_enable_expert_bias",
-    "moe_aux_loss_coeff", "moe_layer_freq", "moe_token_dispatcher_type", "moe_grouped_gemm",
+    "moe_aux_loss_coeff", "moe_layer_freq", "moe_token_dispatcher_type", "moe_grouped_gemm", "moe_router_pre_softmax",
+    "moe_router_topk_scaling_factor", "moe_z_loss_coeff", "moe_input_jitter_eps", "moe_router_dtype", "moe_shared_expert_gate",
 )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from nam_megatron.lint.model import STOCK_SPECS, Model
-from nam_megatron.lint.rules.rule import FAIL, HYBRID, OPEN, PATTERN, VALIDATE, WRONG, Rule, without
+from nam_megatron.lint.rules.rule import CONFIG, FAIL, HYBRID, OPEN, PATTERN, VALIDATE, WRONG, Rule, without
 from nam_megatron.lint.values import Args
 
 
@@ -32,6 +32,15 @@ def _frequencies(a: Args, m: Model) -> Iterator[str]:
                 yield f"{a.written(name)}\tan entry is neither 0 nor 1"
             case 0:
                 yield f"{a.written(name)}\tevery 0 layers is no frequency"
+
+
+def _inference(a: Args, m: Model) -> bool:
+    """Whether Megatron's layers for inference refuse this model."""
+    if a.transformer_impl != "inference_optimized":
+        return False
+    plain = a.normalization != "RMSNorm" or a.layernorm_zero_centered_gamma or a.add_bias_linear or a.add_qkv_bias
+    routed = m.gated or m.etp > 1 or a.moe_router_dtype != "fp32" or a.moe_expert_capacity_factor is not None
+    return plain or bool(a.num_experts and routed)
 
 
 RULES = (
@@ -176,5 +185,32 @@ RULES = (
         "a hybrid's pattern says where experts stand, not --moe-layer-freq",
         "leave it out",
         HYBRID,
+    ),
+    Rule(
+        "inference-layers",
+        FAIL,
+        "transformer_impl",
+        _inference,
+        "layers for inference have RMSNorm, no bias, weights of norms as they are; with experts neither a gate nor a capacity",
+        "leave it out: it is not for training",
+        CONFIG,
+    ),
+    Rule(
+        "rmsnorm-fusion",
+        FAIL,
+        "fused_residual_rmsnorm",
+        lambda a, m: a.fused_residual_rmsnorm and a.normalization != "RMSNorm",
+        "fuses RMSNorm, and this model has another norm",
+        "leave it out",
+        CONFIG,
+    ),
+    Rule(
+        "no-position-embedding",
+        FAIL,
+        "add_position_embedding",
+        lambda a, m: not a.add_position_embedding and m.positions != "rope",
+        "refused, except with RoPE",
+        "use `--position-embedding-type none`",
+        VALIDATE,
     ),
 )

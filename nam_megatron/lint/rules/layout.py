@@ -59,12 +59,18 @@ def _pipeline(a: Args, m: Model) -> Iterator[str]:
         if m.pp == 1 or len(m.segments) % m.pp:
             yield f"{len(m.segments)} segments, and pipeline size {m.pp}"
     elif ends:
+        if a.account_for_embedding_in_pipeline_split or a.account_for_loss_in_pipeline_split:
+            yield "the first or last stage has its number of layers, and is said to count an end as one more"
         rest, middle = m.num_layers - sum(ends), m.pp - len(ends)
         if bool(rest) != bool(middle) or (middle and rest % middle):
             yield f"{rest} layers for the {middle} other stages"
     elif m.pattern is not None:
         if m.num_layers % m.pp:
             yield f"{m.num_layers} layers without `|`, and pipeline size {m.pp}"
+    elif (chunk := a.num_layers_per_virtual_pipeline_stage) and m.pp > 1 and not a.pipeline_model_parallel_layout:
+        layers = m.num_layers + a.account_for_embedding_in_pipeline_split + a.account_for_loss_in_pipeline_split
+        if layers % m.pp or layers // m.pp % chunk:
+            yield f"{layers} layers, pipeline size {m.pp}, and {chunk} layers a virtual stage"
     elif not a.any_said(*UNEVEN):
         layers = m.num_layers + a.account_for_embedding_in_pipeline_split + a.account_for_loss_in_pipeline_split
         if layers % m.pp:

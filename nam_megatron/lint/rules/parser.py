@@ -52,7 +52,16 @@ GONE = {
 
 # Rules about what a launch lacks; they say nothing where it may be given elsewhere. So do findings "without" a flag and rules that are
 # mended by one more.
-ABSENCES = re.compile("missing-flag|no-layers|default-.*|gqa-one-group|mla-no-latent-norm")
+ABSENCES = re.compile(
+    "missing-flag|companion|no-layers|moe-expert-parallel|pattern-without-experts|save-interval|"
+    "fp32|default-.*|gqa-one-group|mla-no-latent-norm"
+)
+
+
+# Programs that take Megatron's flags and do not train.
+NO_TRAINING = re.compile(
+    r"convert|hf2|2mcore|mcore2|inference|generat|evaluat|server|export|preprocess|quantize|ptq|prune|index|(^|/)(tasks|tools)/"
+)
 
 
 def absence(rule: Rule, flag: str, fix: str) -> bool:
@@ -63,7 +72,7 @@ def absence(rule: Rule, flag: str, fix: str) -> bool:
 def elsewhere(a: Args, m: Model) -> bool:
     """Whether flags may come from elsewhere: a checkpoint, a YAML, a script that reads these variables, or words not known here."""
     opened = any(t.rule == "unknown-variable" for t in a.trouble)
-    return bool(known(lambda: m.from_elsewhere, True)) or a.launch.partial or opened
+    return bool(known(lambda: m.from_elsewhere, True)) or a.launch.partial or opened or bool(a.foreign)
 
 
 def _trouble(rule: str) -> When:
@@ -83,13 +92,20 @@ def _missing(a: Args, m: Model) -> list[str]:
         missing.append("--num-layers or --hybrid-layer-pattern")
     if not a.any_said("train_iters", "train_samples"):
         missing.append("--train-iters or --train-samples")
-    return [] if a.skip_train else missing
+    if a.tokenizer_type == "NullTokenizer" and not a.any_said("vocab_size", "padded_vocab_size"):
+        missing.append("--vocab-size")
+    return [] if a.skip_train or NO_TRAINING.search(a.launch.script or "") else missing
+
+
+def _names(flags: list[str]) -> str:
+    more = f" and {len(flags) - 8} more" if len(flags) > 8 else ""
+    return ", ".join(flags[:8]) + more
 
 
 def _unknown(a: Args, m: Model) -> Iterator[str]:
     yield from (f"{t.about}\tnothing in the text sets it" for t in a.trouble if t.rule == "unknown-variable")
     for name, variables in a.open_values():
-        if not harmless(name, a.target):
+        if not harmless(name, a.target) and name != "local_rank":  # a launcher's, as ever
             yield f"{a.written(name)}\tnothing in the text sets {', '.join(dict.fromkeys(variables))}"
 
 
@@ -110,6 +126,15 @@ RULES = (
         _trouble("unknown-flag"),
         "Megatron 0.19.2 has no such flag and its parser stops at it",
         "correct it; a flag that your training script adds itself is fine",
+        PARSER,
+    ),
+    Rule(
+        "foreign-flags",
+        OPEN,
+        "",
+        lambda a, m: [f"{a.foreign[0]}\t{_names(a.foreign)}"] if a.foreign else [],
+        "no flags of Megatron 0.19.2: of a program that has a parser of its own, whose defaults are not known here, or of another Megatron",
+        "lint the words that Megatron itself gets",
         PARSER,
     ),
     Rule(

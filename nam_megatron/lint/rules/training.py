@@ -65,6 +65,7 @@ RULES = (
         FAIL,
         "ckpt_format",
         lambda a, m: (a.ckpt_format == "fsdp_dtensor" and not a.use_megatron_fsdp)
+        or (a.verify_integrity and a.ckpt_format != "torch_dist")
         or (a.ckpt_format == "torch_dcp" and (not a.use_torch_fsdp2 or m.tp > 1 or m.pp > 1))
         or (a.optimizer not in ("adam", "sgd") and a.ckpt_format not in ("torch", "torch_dist")),
         "this format is for another setup",

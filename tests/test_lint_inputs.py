@@ -1,0 +1,164 @@
+"""Lint of what is no launch: a config.json of Hugging Face, and the arguments that a checkpoint stores."""
+
+import enum
+import json
+import os
+import pickle
+import zipfile
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from hf_configs import CONFIGS, DEEPSEEK_V3, LLAMA, NEMOTRON_3_NANO
+from lint_cases import HYBRID, MOE
+from presets import lowered
+from test_lint import launch
+from test_public import PUBLISHED
+
+from nam_megatron.budget import parameters
+from nam_megatron.errors import REFUSED, Refused
+from nam_megatron.lint import __main__ as command
+from nam_megatron.lint import describe, lint, recipe
+from nam_megatron.lower import translate
+from nam_megatron.recipe import to_tree
+from nam_megatron.targets import current
+
+
+def tree(lowering):
+    """The model of a recipe by what is trained: layers, and keys that compute."""
+    found = to_tree(lowering.plan.recipe)
+    model = {
+        k: v for k, v in found["model"].items() if k not in ("family", "pattern", "depth", "seq_length", "substitute")
+    }
+    blocks = {kind: dict(keys) for kind, keys in model.pop("blocks").items()}
+    if "mla" in blocks:
+        del blocks["mla"]["kernels"]
+    for key in ("balancing", "aux_loss_coeff"):  # published beside the model
+        blocks.get("moe", {}).pop(key, None)
+    if "mlp" not in lowering.plan.kinds:
+        del model["ffn_hidden_size"]
+    if blocks.get("attention", {}).get("position_embedding") == "none":
+        del model["rotary_base"]
+    features = {k: found["feature"].get(k) for k in ("yarn", "llama_rope")}
+    return model, blocks, features, [layer.kind for layer in lowering.plan.layers]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_config_of_a_public_model_has_its_parameters(name):
+    found = lint(json.dumps(CONFIGS[name]), "config.json")
+    assert not found.findings and found.model.count.total == PUBLISHED[name]
+
+
+# Each what the others have not; one takes two seconds.
+@pytest.mark.parametrize(
+    "name", ["llama_3_1_8b", "qwen3_next_80b_a3b", "deepseek_v2_lite", "kimi_k2", "nemotron_3_nano_30b_a3b"]
+)
+def test_config_of_a_public_model_is_its_preset(name):
+    found = lint(json.dumps(CONFIGS[name]), "config.json")
+    made = recipe.make(found, Path("back.yaml"))
+    again = translate(recipe._load(made.yaml, "back"))
+    assert not made.refused and not made.keyless and parameters(again.plan)[0] == PUBLISHED[name]
+    assert tree(again) == tree(lowered(name))
+    assert any("sequence length" in line for line in made.lost)  # guessed, and said
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "says"),
+    [
+        (LLAMA, {"attention_bias": True}, "attention_bias"),
+        (LLAMA, {"qk_gain": 2}, "keys that are not read: qk_gain"),
+        (LLAMA, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "of type dynamic"),
+        (LLAMA, {"rope_scaling": LLAMA["rope_scaling"] | {"low_freq_factor": 2.0}}, "low_freq_factor"),
+        (DEEPSEEK_V3, {}, "num_nextn_predict_layers: 1"),
+        (DEEPSEEK_V3, {"norm_topk_prob": False}, "norm_topk_prob"),
+        (NEMOTRON_3_NANO, {"moe_latent_size": 1024}, "moe_latent_size: 1024"),
+        (NEMOTRON_3_NANO, {"conv_kernel": 3}, "conv_kernel: 3"),
+    ],
+)
+def test_what_arguments_cannot_say_is_listed(base, change, says):
+    found = lint(json.dumps(base | change), "config.json")
+    assert any(says in note for note in describe.notes(found.args, found.model))
+    assert any(says in line for line in recipe.make(found, Path("back.yaml")).lost)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"model_type": "bert"}, {"rope_theta": None}, {"tie_word_embeddings": None}, {"hidden_size": "4096"}, {"rope_scaling": 8},
+     {"num_hidden_layers": 10**12}, {"num_attention_heads": 0, "head_dim": None}],
+    ids=str,
+)  # fmt: skip
+def test_config_that_does_not_say_its_model_is_refused(change):
+    with pytest.raises(Refused):
+        lint(json.dumps(LLAMA | change), "config.json")
+
+
+# Checkpoints ---------------------------------------------------------------------------------------------------------------
+
+
+class Backend(enum.Enum):
+    auto = 5
+
+
+def save(folder: Path, found, **more) -> Path:
+    """What Megatron saves of a launch, its objects of Python included."""
+    values = {name: found.args.value(name) for name in current().by_dest}
+    args = Namespace(
+        **values
+        | {"params_dtype": torch.bfloat16, "attention_backend": Backend.auto, "rank": 3, "world_size": 16}
+        | more
+    )
+    step = folder / "iter_0000020"
+    step.mkdir()
+    torch.save({"args": args, "iteration": 20, "opt": [torch.zeros(2)]}, step / "common.pt")
+    (folder / "latest_checkpointed_iteration.txt").write_text("20")
+    return step / "common.pt"
+
+
+@pytest.mark.parametrize("base", [HYBRID, MOE], ids=["hybrid", "moe"])
+def test_stored_arguments_describe_what_the_launch_did(base, tmp_path):
+    said = launch(base, {})
+    file = save(tmp_path, said)
+    read = lint(file)
+    theirs, ours = dict(describe.rows(said.args, said.model)), dict(describe.rows(read.args, read.model))
+    same = theirs.keys() - {"layout", "batch", "also"}
+    assert {k: ours[k].replace(" (default)", "") for k in same} == {
+        k: theirs[k].replace(" (default)", "") for k in same
+    }
+    assert read.launch.gpus == 16 and any("attention_backend" in note for note in read.launch.notes)
+
+
+def test_command_takes_the_folder(tmp_path, capsys):
+    save(tmp_path, launch(HYBRID, {}))
+    assert command.main([str(tmp_path)]) in (0, 1)
+    assert "the arguments that a checkpoint stores on 16 GPUs" in capsys.readouterr().out
+    assert command.main([str(tmp_path / "iter_0000020" / "nothing")]) == REFUSED
+    (tmp_path / "iter_0000020" / "common.pt").unlink()
+    assert command.main([str(tmp_path)]) == REFUSED
+
+
+class Runs:
+    def __reduce__(self):
+        return os.mkdir, ("it_ran",)
+
+
+def test_nothing_of_a_checkpoint_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "common.pt"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr(
+            "common/data.pkl", pickle.dumps({"args": Namespace(hidden_size=64, load=Runs()), "more": Runs()})
+        )
+    found = lint(file)
+    assert found.args.hidden_size == 64 and not (tmp_path / "it_ran").exists()
+
+
+@pytest.mark.parametrize(
+    "inside", [b"", b"no pickle", pickle.dumps({"model": 1}), pickle.dumps({"args": {"hidden_size": 64}})]
+)
+def test_file_without_arguments_is_refused(inside, tmp_path):
+    file = tmp_path / "common.pt"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("common/data.pkl", inside)
+    with pytest.raises(Refused, match=r"common\.pt"):
+        lint(file)
