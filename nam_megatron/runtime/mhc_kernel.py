@@ -208,6 +208,11 @@ def _sides(n: int) -> dict[str, int]:
     return {"N": n, "P": triton.next_power_of_2(n), "M": max(16, triton.next_power_of_2(n * (n + 2)))}
 
 
+def _tile(n: int) -> dict[str, int]:
+    """Of what multiplies matrices. The weights of more than four streams' maps, loaded ahead, are more than shared memory holds."""
+    return {"T": TOKENS, "W": WIDTH, "num_warps": WARPS} | ({"T": 16, "num_stages": 1} if n > 4 else {})
+
+
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
     """Two bf16 tensors whose sum is 16 bits of an fp32 one."""
     high = x.bfloat16()
@@ -229,9 +234,9 @@ class Read(Function):
         raw, scale = torch.empty(tokens, maps, **new), torch.empty(tokens, **new)
         write, mix = torch.empty(*lead, n, **new), torch.empty(*lead, n, n, **new)
         high, low = _halves(weight)
-        _read_forward[triton.cdiv(tokens, TOKENS),](
+        _read_forward[triton.cdiv(tokens, _tile(n)["T"]),](
             x, high, low, alpha, bias, taken, raw, scale, write, mix, tokens, hidden, maps, epsilon,
-            **_sides(n), STEPS=steps, T=TOKENS, W=WIDTH, num_warps=WARPS,
+            **_sides(n), STEPS=steps, **_tile(n),
         )  # fmt: skip
         ctx.save_for_backward(x, weight, alpha, bias, raw, scale)
         ctx.keys = n, steps, epsilon
@@ -244,10 +249,10 @@ class Read(Function):
         n, steps, epsilon = ctx.keys
         tokens, maps = raw.shape
         dx, d_logit, d_raw = torch.empty_like(x), torch.empty_like(raw), torch.empty_like(raw)
-        _read_backward[triton.cdiv(tokens, TOKENS),](
+        _read_backward[triton.cdiv(tokens, _tile(n)["T"]),](
             x, weight, alpha, bias, raw, scale, d_taken.contiguous(), d_write.contiguous(), d_mix.contiguous(), passed.contiguous(),
             dx, d_logit, d_raw, raw.new_empty(tokens, 2 * steps, n), tokens, x.size(-1) // n, maps, epsilon,
-            **_sides(n), STEPS=steps, T=TOKENS, W=WIDTH, num_warps=WARPS,
+            **_sides(n), STEPS=steps, **_tile(n),
         )  # fmt: skip
         d_alpha = (d_logit * raw / scale[:, None]).sum(0)
         return dx, _product(d_raw, x.flatten(0, -2)), d_alpha, d_logit.sum(0), None, None, None
