@@ -26,7 +26,7 @@ def family(plan: Plan) -> str:
         parts.append(f"mtp {plan.mtp_depths} ({' '.join(plan.mtp)})")
     for name in STANDING:
         if name != "mtp" and (feature := on(plan, name)):
-            parts.append(f"{name} {_values(feature.model_dump())}")
+            parts.append(f"{name} {_values(_computing(name, feature))}")
     return f"{plan.recipe.preset.family}: {'; '.join([*parts, _digest(plan)])}"
 
 
@@ -96,13 +96,17 @@ def _digest(plan: Plan) -> str:
         "blocks": {
             b.kind: {k: v for k, v in b.model_dump(mode="json").items() if not _how(b.kind, k)} for b in plan.blocks
         },
-        "features": {name: f.model_dump(mode="json") for name in STANDING if (f := on(plan, name))},
+        "features": {name: _computing(name, f) for name in STANDING if (f := on(plan, name))},
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def _how(kind: str, key: str) -> bool:
     return key in HOW or executes(f"model.blocks.{kind}.{key}") is not None
+
+
+def _computing(name: str, feature: Feature) -> dict[str, Any]:
+    return {k: v for k, v in feature.model_dump(mode="json").items() if not executes(f"feature.{name}.{k}")}
 
 
 def _regime(plan: Plan) -> Iterator[str]:
@@ -121,6 +125,10 @@ def _regime(plan: Plan) -> Iterator[str]:
     for block in plan.blocks:
         if how := {k: v for k, v in block.model_dump().items() if _how(block.kind, k)}:
             yield f"{block.kind} {_values(how)}"
+    for name in STANDING:
+        feature = on(plan, name)
+        if how := {k: v for k, v in feature.model_dump().items() if executes(f"feature.{name}.{k}")} if feature else {}:
+            yield f"{name} {_values(how)}"
     if linear := on(plan, "linear_ce"):
         yield f"linear_ce {_values(linear.model_dump())}"
     yield r.optim.name

@@ -68,6 +68,7 @@ REGIMES = {
     "global batch": "schedule.global_batch_size=128",
     "optimizer": "+overlay=muon",
 }
+STREAMS = "nam52_h200_dense_ref_v1"
 
 
 @pytest.mark.parametrize("name", REGIMES)
@@ -123,3 +124,9 @@ def test_a_receipt_of_a_lane_names_nothing_that_the_lane_gave_up_but_as_given_up
     assert told["mtp"] == {"depths": 1, "kinds": ["mla", "mlp"]}
     assert told["dsa"]["a_ranks"] == [1, 2, 3, 5, 6, 7, 9, 10, 11] and len(told["dsa"]["index_reused_from"]) == 6
     assert told["moe"]["experts_per_rank"] == 16
+
+
+def test_kernels_of_residual_streams_are_another_regime_of_the_same_family():
+    one, other = plan(STREAMS), plan(f"{STREAMS} feature.mhc.kernels=naive")
+    assert regime(one) != regime(other) and family(one) == family(other)
+    assert family(one) != family(plan(f"{STREAMS} feature.mhc.sinkhorn_steps=5"))
