@@ -116,8 +116,13 @@ def as_json(proof: Proof) -> str:
         for part in proof.parts
     ]  # fmt: skip
     tree = {"preset": recipe.preset.name, "verdict": proof.word, "device": proof.device, "ranks": recipe.world_size}
-    tree |= {"pattern": proof.pair.layout.plan.pattern, "limits": asdict(proof.limits), "unproven": proof.unproven}
+    tree |= {"pattern": proof.pair.layout.plan.pattern, "limits": _limits(proof), "unproven": proof.unproven}
     return json.dumps(tree | {"cut": proof.pair.shrunk, "parts": parts}, indent=1, default=str) + "\n"
+
+
+def _limits(proof: Proof) -> dict[str, Any]:
+    """The usual ones; each row has its own."""
+    return {name: getattr(proof.limits, name) for name in ("first", "later", "loss", "counts", "why")}
 
 
 def _row(row: Row | None) -> dict[str, Any] | None:

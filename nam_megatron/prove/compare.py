@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, sqrt
+from types import MappingProxyType
 from typing import Any
 
 from nam_megatron.errors import Problem
@@ -21,7 +22,8 @@ class Limits:
 
     first: of the first step's gradients and of every weight: both sides start from equal bits. later: of the gradients of later steps,
     which see weights that differ in their last bits. loss: of a microbatch. counts: the share of a layer's tokens that may go to
-    another expert: ties that rounding decides. why: where the numbers come from.
+    another expert: ties that rounding decides. why: where the numbers come from. own: of single comparisons, (what, step, name or
+    layer), what the noise of that one makes of them.
     """
 
     first: float
@@ -29,16 +31,16 @@ class Limits:
     loss: float
     counts: float
     why: str
+    own: Mapping[tuple[str, int, Any], float] = MappingProxyType({})
 
-    def of(self, what: str, step: int, same: int = 1) -> float:
-        """same: the step at whose beginning both sides had the same bits."""
+    def of(self, what: str, step: int, at: Any, same: int = 1) -> float:
+        """at: the tensor's name, the layer's number, None of a loss. same: the step at whose beginning both sides had the same bits."""
         if what == START:
             return 0.0
-        if what == LOSS:
-            return self.loss
-        if what == COUNT:
-            return self.counts
-        return self.first if what == WEIGHT or step <= same else self.later
+        usual = {LOSS: self.loss, COUNT: self.counts}.get(what)
+        if usual is None:
+            usual = self.first if what == WEIGHT or step <= same else self.later
+        return max(usual, self.own.get((what, step, at), 0.0))
 
 
 # The share of tokens that bf16 may send to another expert than another order of sums would.
@@ -47,18 +49,25 @@ COUNTS_BF16 = 0.02
 FP32 = Limits(1e-5, 1e-4, 1e-5, 0, "fp32: 1e-5, and 1e-4 for gradients after the first update")
 
 
-def beyond(noise: Iterable["Row"]) -> Limits:
-    """What may be told from noise on a GPU: ten times what two equal runs of one rank differ by, and bf16's rounding at least.
+# How often a comparison's own noise it may be off by, and the limit from which on it says nothing.
+TIMES, BLUNT = 4.0, 0.5
 
-    Two runs of one program on one GPU differ by the order in which atomics add. Kernels that round elsewhere differ by more: 2^-8 is a
-    rounding of bf16, and a gradient is the sum of many.
+
+def beyond(noise: Iterable["Row"]) -> Limits:
+    """What may be told from noise on a GPU: each comparison by its own, and bf16's rounding at least.
+
+    noise: of one rank that ran twice, the second time from weights of which each was moved by about a rounding of bf16. Two runs differ by
+    the order in which atomics add; other kernels and other splits round elsewhere, which a shaken weight stands for. How much comes of
+    it differs by a factor of a hundred from tensor to tensor. 2^-8 is a rounding of bf16, and a gradient is the sum of many.
     """
-    most = max((r.off for r in noise if r.what in (GRADIENT, WEIGHT) and isfinite(r.off)), default=0.0)
+    own: dict[tuple[str, int, Any], float] = {}
+    for row in noise:
+        if row.what != START:
+            at = (row.what, row.step, None if row.what == LOSS else row.layer if row.what == COUNT else row.name)
+            own[at] = max(own.get(at, 0.0), TIMES * row.off)
     rounding = 2.0**-8
-    return Limits(
-        max(8 * rounding, 10 * most), max(16 * rounding, 20 * most), max(rounding, 10 * most), COUNTS_BF16,
-        f"bf16: {8 * rounding:.3f}, twice that after the first update, and ten times the noise of equal runs, {most:.1e}",
-    )  # fmt: skip
+    why = f"bf16: {8 * rounding:.3f}, twice that after the first update, and {TIMES:g} times what shaken weights make of each tensor"
+    return Limits(8 * rounding, 16 * rounding, rounding, COUNTS_BF16, why, own)
 
 
 @dataclass(frozen=True)
@@ -76,8 +85,13 @@ class Row:
     note: str = ""
 
     @property
+    def blunt(self) -> bool:
+        """Whether noise alone may be so large that this comparison says nothing, but that it is one of numbers."""
+        return self.limit > BLUNT and isfinite(self.off)
+
+    @property
     def agrees(self) -> bool:
-        return self.off <= self.limit
+        return self.off <= self.limit or self.blunt
 
 
 def rows(
@@ -148,7 +162,7 @@ def _scalars(
         note = "" if seen else "no rank computed it"
         if any(count != tokens for _, count in seen):
             off, note = inf, f"over {sorted({c for _, c in seen})} tokens, not {tokens:g}"
-        yield Row(LOSS, step, f"microbatch {index + 1}", off, limits.of(LOSS, step), note=note)
+        yield Row(LOSS, step, f"microbatch {index + 1}", off, limits.of(LOSS, step, None), note=note)
     for (step, layer), (expected,) in counts.items():
         if step not in wanted:
             continue
@@ -157,7 +171,7 @@ def _scalars(
         if sum(seen) != sum(expected):
             off = max(off, abs(sum(seen) - sum(expected)))
         off /= sum(expected)
-        yield Row(COUNT, step, "router", off, limits.of(COUNT, step), *_where(plan, int(layer)))
+        yield Row(COUNT, step, "router", off, limits.of(COUNT, step, int(layer)), *_where(plan, int(layer)))
 
 
 def _said(said: Iterable) -> tuple[dict, dict]:
@@ -192,8 +206,8 @@ def _tensors(
         if step not in {0, *steps} or (step == 0) != (what == "weight" and step == 0):
             continue
         said_as = START if step == 0 else what
-        limit = limits.of(said_as, step, same)
         for key, elements in keys:
+            limit = limits.of(said_as, step, key, same)
             windows, place = found.pop((what, step, key), {}), _of_key(plan, key)
             if None in windows:
                 yield Row(said_as, step, key, inf, limit, *place, note="another shape than on one rank")

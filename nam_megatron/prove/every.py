@@ -20,6 +20,7 @@ from nam_megatron.errors import FINDINGS, OK, Problem, Refused, finish
 from nam_megatron.lower import Lowering
 from nam_megatron.prove import cut
 from nam_megatron.prove.__main__ import said
+from nam_megatron.prove.compare import Row
 from nam_megatron.prove.proof import PROVEN, Bench, Proof
 from nam_megatron.recipe import Recipe, conf_dir, load
 
@@ -70,9 +71,16 @@ def outcome(preset: str, overlay: str, seen: dict[Any, str], references: Referen
     row |= {"gradient": worst[0], "weight": worst[1], "compared": sum(len(p.rows) for p in proof.parts)}
     row |= {"unproven": proof.unproven, "seconds": round(time.monotonic() - begun, 1)}
     why = [f"{p.title}: {said(p)}" for p in proof.parts if p.broken or p.first]
-    if off := [r for p in proof.parts for r in p.rows if not r.agrees]:
-        row["differ"] = [f"{r.what} of {r.name}, step {r.step}: {r.note or f'{r.off:.1e}'}" for r in off[:50]]
+    told = [r for p in proof.parts for r in p.rows if not r.blunt]
+    if off := [r for r in told if not r.agrees]:
+        row["differ"] = [_said(r) for r in off[:50]]
+    row["nearest"] = [_said(r) for r in sorted(told, key=lambda r: -r.off / r.limit if r.limit else 0)[:5]]
     return row | ({"why": "; ".join(why)} if why else {})
+
+
+def _said(row: Row) -> str:
+    how = row.note or f"{row.off:.1e} of {row.limit:.1e}"
+    return f"{row.what} of {row.name}{f' {row.layer}' if row.layer else ''}, step {row.step}: {how}"
 
 
 def run_of(lowering: Lowering) -> Any:

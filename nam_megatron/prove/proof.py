@@ -5,6 +5,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -66,7 +67,11 @@ class Proof:
     @property
     def unproven(self) -> tuple[str, ...]:
         resumed = any(part.title == RESUMED for part in self.parts)
-        return self.pair.unproven if resumed else (*self.pair.unproven, "a resume in another layout: not run")
+        said = [] if resumed else ["a resume in another layout: not run"]
+        if blunt := Counter((row.what, row.step) for part in self.parts for row in part.rows if row.blunt):
+            most = ", ".join(f"{n} {what}s of step {step}" for (what, step), n in sorted(blunt.items()))
+            said.append(f"{most}: rounding alone may change them by more than half")
+        return (*self.pair.unproven, *said)
 
 
 def prove(recipe: Recipe, device: str = "cpu", steps: int = 2, resume: bool = True) -> Proof:
@@ -117,13 +122,13 @@ class Bench:
         return Proof(self.pair, self.device, self.steps, self.limits, tuple(parts))
 
     def begin(self) -> Part:
-        """Run the reference; on a GPU twice, for the noise of equal runs."""
+        """Run the reference; on a GPU twice, the second time from shaken weights, for the noise of each comparison."""
         saves = self.resume and cut.resumable(self.pair.reference.plan.recipe)
         one = self._side("reference", reference=True, saves=saves)
         part = Part("one rank", (), self._run(one))
         if self.device == "cuda" and not part.broken:
-            again = self._side("again", lowering=self.pair.reference)
-            noise = self._compared("one rank, twice", again, range(1, self.steps + 1))
+            again = self._side("again", lowering=self.pair.reference, shaken=True)
+            noise = self._compared("one rank, from shaken weights", again, range(1, self.steps + 1))
             self.limits = compare.beyond(noise.rows)
             part = replace(noise, rows=())
         return part

@@ -30,7 +30,7 @@ class Side:
 
     folder: where the reference's tensors are, the checkpoints and this side's findings. name: of its findings. reference: it writes
     tensors and the checkpoint from which all others begin. saves: it writes a checkpoint after step 1, its optimizer included; resume:
-    the side whose checkpoint this one goes on from.
+    the side whose checkpoint this one goes on from. shaken: its weights are moved first, each by about a rounding of bf16.
     """
 
     lowering: Lowering
@@ -40,6 +40,7 @@ class Side:
     reference: bool = False
     resume: str = ""
     saves: bool = False
+    shaken: bool = False
 
 
 def words(side: Side) -> list[str]:
@@ -175,6 +176,9 @@ class Watch:
             if self.side.device == "cuda":  # fp32 weights are the optimizer's own
                 optimizer.reload_model_params()
             _save(self.side.folder / BEGIN, model)
+        if self.side.shaken:
+            _shake(model)
+            optimizer.reload_model_params()
         _whole_weights(model, optimizer)
         self._tensors(WEIGHTS, 0, _weights(model))
 
@@ -252,6 +256,16 @@ def _tell_apart(model: Any) -> None:
         for p in chunk.parameters():
             if p.numel() > 1 and bool((p == p.flatten()[0]).all()):
                 p += (0.1 * torch.randn(p.shape, generator=generator)).to(p)
+
+
+@torch.no_grad()
+def _shake(model: Any) -> None:
+    """What another order of sums does to every product, by the weights: each is up to 2^-8 of itself larger or smaller."""
+    for chunk in model:
+        for p in chunk.parameters():
+            generator = torch.Generator(p.device).manual_seed(p.numel())
+            noise = 2 * torch.rand(p.shape, generator=generator, device=p.device) - 1
+            p.copy_(p.float() * (1 + 2.0**-8 * noise))
 
 
 def _recorded(forward: Callable, losses: list[list[float]], samples: Any, model: Any) -> Any:

@@ -6,11 +6,14 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import cache
 from math import inf
+from types import SimpleNamespace
 
 import planted
 import pytest
+import torch
 from presets import ALL, PUBLIC, lowered
 
 from nam_megatron.errors import Refused
@@ -67,8 +70,8 @@ def test_what_a_cpu_cannot_run_is_said_and_not_counted():
     for key in ("feature.fp8", "feature.cuda_graphs", "precision.params"):
         assert key in said
     assert "mamba3" not in said  # of which there is none
-    with pytest.raises(Refused, match="Megatron-FSDP cannot be proven on a CPU"):
-        cut.pair(load("nam56r_native_dp", ("+overlay=fsdp_ep",)), "cpu", 2)
+    with pytest.raises(Refused, match="Muon, in bf16 alone, cannot be proven on a CPU"):
+        cut.pair(load("nam56r_native_dp", ("+overlay=muon",)), "cpu", 2)
 
 
 # The comparison --------------------------------------------------------------------------------------------------------------------
@@ -186,6 +189,67 @@ REFUSED = {
 def test_refusals(words, code, message):
     ran = command(*words)
     assert (ran.returncode, ran.stdout) == (code, "") and message in ran.stderr and "Traceback" not in ran.stderr
+
+
+def test_each_comparison_has_the_limit_of_its_own_noise():
+    noisy, still = "decoder.layers.0.a", "decoder.layers.0.b"
+    noise = [
+        row(GRADIENT, 0.02, 1, name=noisy),
+        row(GRADIENT, 0.3, 1, step=2, name=noisy),
+        row(GRADIENT, 0.0, 1, name=still),
+    ]
+    limits = compare.beyond(
+        [*noise, row(COUNT, 0.01, 4, name="router"), row(LOSS, 1e-3, name="microbatch 3"), row(compare.START, 0.004, 1)]
+    )
+    assert limits.of(GRADIENT, 1, noisy) == pytest.approx(0.08) and limits.of(GRADIENT, 2, noisy) == pytest.approx(1.2)
+    assert limits.of(GRADIENT, 1, still) == 2**-5 and limits.of(GRADIENT, 2, still) == 2**-4
+    assert limits.of(COUNT, 1, 4) == pytest.approx(0.04) and limits.of(COUNT, 1, 2) == compare.COUNTS_BF16
+    assert limits.of(LOSS, 1, None) == pytest.approx(4e-3) and limits.of(compare.START, 1, noisy) == 0
+
+
+def test_what_noise_alone_may_do_is_not_counted_as_proven():
+    blunt = Row(GRADIENT, 2, "decoder.layers.0.a", 3.0, 1.2, 1, "mla")
+    part = proof.Part(proof.START, (blunt, row(GRADIENT, 0.0)))
+    found = proof.Proof(cut.pair(load("nam56r"), "cpu", 1), "cpu", 1, FP32, (part,))
+    assert blunt.agrees and found.word == proof.PROVEN
+    assert found.unproven[-1].startswith("1 gradients of step 2: rounding alone")
+    assert not replace(blunt, off=inf).agrees, "what is no number differs"
+
+
+def test_gathering_leaves_the_hooks_of_narrow_weights_alone():
+    """A parameter whose data has another type for a moment gets a new accumulator, without DDP's hooks."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    from nam_megatron.prove.tensors import gathered
+
+    class Model(torch.nn.Module):
+        pg_collection = SimpleNamespace(dp_cp=None)
+
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+
+        def sharded_state_dict(self, metadata):
+            return {"w": ShardedTensor.from_rank_offsets("w", self.w.data)}
+
+    model, fired = Model(), []
+    model.w.expand_as(model.w).grad_fn.next_functions[0][0].register_hook(lambda *_: fired.append(1))
+    weight = model.w
+    ((key, shape, _, value),) = gathered(model, lambda p: torch.full_like(p, 1 + 2**-20, dtype=torch.float32))
+    assert (key, shape, value.dtype) == ("w", (4,), torch.float32) and (value == 1 + 2**-20).all()
+    assert model.w is weight
+    model.w.sum().backward()
+    assert fired
+
+
+def test_shaken_weights_are_the_noise_of_rounding():
+    with proof.Bench(load("nam56r_native_dp", ("cluster=h200_1",)), steps=1) as bench:
+        assert not bench.begin().broken
+        side = bench._side("again", lowering=bench.pair.reference, shaken=True)
+        rows = bench._compared("shaken", side, [1]).rows
+    moved = [r.off for r in rows if r.what == compare.START and r.name.endswith("weight")]
+    assert len(moved) > 10 and all(1e-3 < off < 2**-8 for off in moved)
+    assert 1e-4 < max(r.off for r in rows if r.what == GRADIENT) < 0.5
 
 
 # Layouts ---------------------------------------------------------------------------------------------------------------------------
