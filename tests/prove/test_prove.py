@@ -233,8 +233,8 @@ def test_gathering_leaves_the_hooks_of_narrow_weights_alone():
             return {"w": ShardedTensor.from_rank_offsets("w", self.w.data)}
 
     model, fired = Model(), []
-    model.w.expand_as(model.w).grad_fn.next_functions[0][0].register_hook(lambda *_: fired.append(1))
-    weight = model.w
+    weight, accumulator = model.w, model.w.expand_as(model.w).grad_fn.next_functions[0][0]
+    accumulator.register_hook(lambda *_: fired.append(1))
     ((key, shape, _, value),) = gathered(model, lambda p: torch.full_like(p, 1 + 2**-20, dtype=torch.float32))
     assert (key, shape, value.dtype) == ("w", (4,), torch.float32) and (value == 1 + 2**-20).all()
     assert model.w is weight
