@@ -26,6 +26,7 @@ SPARSE = {
 }  # fmt: skip
 DSA = {k: v for k, v in HYBRID.items()} | LATENT | SPARSE | {"--hybrid-layer-pattern": "DMDM+-"}
 FSDP = GPT | {"--use-megatron-fsdp": True, "--use-distributed-optimizer": True, "--ckpt-format": "fsdp_dtensor"}
+SHARDED = {"--data-parallel-sharding-strategy": "optim_grads_params"}
 TP2 = {"--tensor-model-parallel-size": "2", "--sequence-parallel": True}
 ONE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
@@ -124,6 +125,9 @@ CASES = {
     "rope-scaling-factor": (GPT, {"--use-rope-scaling": True, "--rope-scaling-factor": "32"}),
     "mla-yarn-fusion-heads": (MLA, {"--no-rope-fusion": None, "--rope-type": "yarn", "--num-attention-heads": "24",
                                     "--hidden-size": "1536"}),
+    "fsdp-pipeline": (FSDP, {"--pipeline-model-parallel-size": "2"}),
+    "fsdp-lone-experts": (FSDP | EXPERTS | SHARDED, {"--expert-model-parallel-size": "8"}),
+    "fsdp-indexer": (DSA | {k: v for k, v in (FSDP | SHARDED).items() if k not in GPT}, TP2 | {"--no-gradient-accumulation-fusion": True}),
     "moe-balancing-lists": (MOE, {"--moe-router-load-balancing-type": "aux_loss global_aux_loss"}),
     "moe-bias": (MOE, TP2 | {"--disable-bias-linear": None, "--expert-tensor-parallel-size": "2"}, ONE),
     "moe-expert-bias": (MOE, {"--moe-router-enable-expert-bias": True, "--moe-router-score-function": "softmax"}),
@@ -173,6 +177,7 @@ CASES = {
 }  # fmt: skip
 # What Megatron notices only when it builds the model or runs it (read in its source), or that needs a CUDA device to be seen.
 LATER = {
+    "fsdp-pipeline",
     "dsa-latent-norm", "dsa-reuse-cut", "dsa-reuse-source", "dsa-rotate", "dsa-sequence", "dsa-stage-without-indexer",
     "dsa-without-mla", "fp8-mamba-width", "layer-frequency", "moe-sequence", "moe-stage-without-experts", "moe-top-k",
     "pattern-without-experts",

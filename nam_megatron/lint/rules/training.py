@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from nam_megatron.lint.model import Model
-from nam_megatron.lint.rules.rule import COST, FAIL, FRAGILE, VALIDATE, Rule
+from nam_megatron.lint.rules.rule import COST, FAIL, FRAGILE, VALIDATE, WRONG, Rule
 from nam_megatron.lint.values import Args
 
 
@@ -18,6 +18,14 @@ def _fsdp2(a: Args, m: Model) -> Iterator[str]:
             "`--fp16`": a.fp16,
         }  # fmt: skip
         yield from (what for what, is_so in wrong.items() if is_so)
+
+
+def _lone_experts(a: Args, m: Model) -> bool:
+    if m.plan or not (a.use_megatron_fsdp and m.moe) or a.calculate_per_token_loss:
+        return False
+    summed = a.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
+    beside = m.dp * m.cp * m.tp // (m.ep * m.etp)  # ranks with the same experts
+    return summed and beside == 1 and m.dp * m.cp > 1 and a.global_batch_size != a.micro_batch_size * m.dp
 
 
 def _iterations_and_samples(a: Args, m: Model) -> Iterator[str]:
@@ -49,6 +57,34 @@ RULES = (
         "FSDP trains with adam or sgd",
         "use adam, or no FSDP",
         VALIDATE,
+    ),
+    Rule(
+        "fsdp-pipeline",
+        FAIL,
+        "pipeline_model_parallel_size|use_megatron_fsdp",
+        lambda a, m: a.use_megatron_fsdp and m.pp > 1,
+        "Megatron-FSDP's mesh has no place for pipeline stages, and its ranks do not add up",
+        "use one of them",
+        "core/distributed/fsdp/mcore_fsdp_adapter.py _get_dp_tp_mesh",
+    ),
+    Rule(
+        "fsdp-lone-experts",
+        WRONG,
+        "expert_model_parallel_size|use_megatron_fsdp",
+        _lone_experts,
+        "each expert is on one data rank alone: the sum of its gradients is scaled again with each microbatch, so that the first ones "
+        "hardly count (Megatron-LM issue 6660 tells of its kin)",
+        "fewer expert parallel ranks, `--calculate-per-token-loss`, or no FSDP",
+        "core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py _bucket_group_gradient_reduce",
+    ),
+    Rule(
+        "fsdp-indexer",
+        WRONG,
+        "tensor_model_parallel_size|use_megatron_fsdp",
+        lambda a, m: not m.plan and a.use_megatron_fsdp and m.tp > 1 and m.dsa and bool(a.dsa_indexer_loss_coeff),
+        "tensor ranks sum the gradients of DSA's indexer where they would average them: FSDP does not hand the mark on",
+        "one tensor rank, or no FSDP",
+        "core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py _init_optimizer_named_parameters",
     ),
     Rule("fsdp2", FAIL, "use_torch_fsdp2", _fsdp2, "torch FSDP2 refuses it", "leave one of them out", VALIDATE),
     Rule(
