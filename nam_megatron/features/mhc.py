@@ -83,7 +83,7 @@ class Mhc(Feature):
             yield Param(f"{at}{name}", (1,), "replicated", "other", layers)
 
     def activations(self, z: Sizes, stage: Stage) -> Iterator[Line]:
-        z, more = self._sizes(z, len(stage.layers)), {"bucket": FEATURES, "mark": UNMEASURED}
+        z, more = self._sizes(z, len(stage.layers)), {"bucket": FEATURES}
         yield z.line(
             "residual streams", "2 n Ts h layers", "before each layer, once; its norm's input is the layer's", **more
         )
@@ -100,7 +100,7 @@ class Mhc(Feature):
             formula, why = "4 n Ts h", "gradients of a layer's streams, before and after what reads"
         else:
             formula, why = "16 n Ts h", "in fp32: a layer's streams, what comes of them, their gradients"
-        yield self._sizes(z, 1).line("backward", formula, why, bucket=FEATURES, mark=UNMEASURED)
+        yield self._sizes(z, 1).line("backward", formula, why, bucket=FEATURES)
 
     def buffers(self, z: Sizes, groups: Sequence[Group]) -> Iterator[Line]:
         if z.plan.recipe.parallel.pipeline > 1:
