@@ -147,6 +147,27 @@ class _LooksLikeCuda(torch.overrides.TorchFunctionMode):
         return result.replace("torch.", "torch.cuda.") if named else result
 
 
+def _uneven_by_gloo() -> None:
+    """Experts over tensor ranks gather and sum as many tokens as each rank has; gloo wants equal parts, and sums whole tensors alone."""
+    even = torch.distributed.all_gather
+
+    def all_gather(parts: list[torch.Tensor], mine: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+        if all(part.shape == mine.shape for part in parts):
+            return even(parts, mine, group, async_op)
+        rows = max(len(part) for part in parts)
+        padded = [part.new_empty(rows, *part.shape[1:]) for part in parts]
+        even(padded, torch.cat([mine, mine.new_zeros(rows - len(mine), *mine.shape[1:])]), group=group)
+        for part, got in zip(parts, padded, strict=True):
+            part.copy_(got[: len(part)])
+
+    def reduce_scatter(output: torch.Tensor, parts: list[torch.Tensor], group: Any = None) -> None:
+        whole = torch.cat(parts)
+        torch.distributed.all_reduce(whole, group=group)
+        output.copy_(whole.split([len(part) for part in parts])[torch.distributed.get_rank(group)])
+
+    torch.distributed.all_gather, torch.distributed.reduce_scatter = all_gather, reduce_scatter
+
+
 def _sharded_by_gloo() -> None:
     """Megatron-FSDP names a mesh of GPUs, and gathers tensors of two types at once: gloo gives other numbers back where those of the
     wider type come last.
@@ -197,6 +218,7 @@ def pretended() -> Iterator[None]:
     ArgumentGroupFactory._get_field_docstrings = lambda *_: {}
     init = torch.distributed.init_process_group
     torch.distributed.init_process_group = lambda backend=None, *a, **kw: init("gloo", *a, **kw)
+    _uneven_by_gloo()
     _sharded_by_gloo()
     optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
