@@ -270,7 +270,9 @@ SAMPLE = {
         "nam56r_native_dp", "+overlay=ep", "cluster=h200_2", "precision.deterministic=true",
     ),
     "sharded, each expert on one rank": ("nam56r_fused", "+overlay=fsdp_ep", "cluster=h200_2"),
-    "sharded, over tensor ranks": ("nam52_h200_dense_ref_v1", "+overlay=tp_sp_ep", "feature.megatron_fsdp.enabled=true", "cluster=h200_4"),
+    "sharded, over tensor ranks, two of them to an expert": (
+        "nam52_h200_dense_ref_v1", "+overlay=tp_sp_ep", "parallel.expert_tensor=2", "feature.megatron_fsdp.enabled=true", "cluster=h200_4",
+    ),
 }  # fmt: skip
 
 
