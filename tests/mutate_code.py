@@ -67,7 +67,9 @@ GROUPS = {
             "nam_megatron/features/*.py",
         ),
         (
-            "tests/test_golden.py", "tests/test_rows.py", "tests/test_flags.py::test_every_form_says_the_same",
+            "tests/test_said.py", "tests/test_golden.py", "tests/test_rows.py",
+            "tests/test_flags.py::test_every_form_says_the_same tests/test_flags.py::test_words_of_a_setting",
+            "tests/test_flags.py::test_a_value_its_flag_cannot_say_is_our_mistake",
             "tests/test_translate.py -k plan", "tests/test_effect.py::test_a_leak_is_stopped",
             "tests/test_budget.py::test_worked_example_of_the_memory_article",
             "tests/test_lower.py::test_refusal", "tests/test_schema.py::test_it_is_current",
@@ -79,7 +81,7 @@ GROUPS = {
     "sizes": Group(
         ("nam_megatron/sizes.py", "nam_megatron/budget/[!_pt]*.py"), 
         (
-            "tests/test_golden.py", "tests/test_budget.py::test_worked_example_of_the_memory_article",
+            "tests/test_said.py", "tests/test_golden.py", "tests/test_budget.py::test_worked_example_of_the_memory_article",
             "tests/test_budget.py::test_table_of_errors_is_todays", f"tests/test_budget.py {SLOW_BUDGET}",
         ),
     ),
