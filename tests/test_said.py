@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 
 import yaml
@@ -53,13 +54,16 @@ MORE = {
     feature.megatron_fsdp.enabled=true precision.fused_grad_accumulation=true schedule.async_save=true
     optim.name=muon feature.muon.enabled=true
     optim.name=muon feature.muon.enabled=true parallel.tensor=2 parallel.sequence=true feature.muon.tp_mode=distributed
-    optim.name=muon feature.muon.enabled=true feature.distributed_optimizer.enabled=false feature.distributed_optimizer.overlap_param_gather=false feature.distributed_optimizer.overlap_grad_reduce=false
-    feature.distributed_optimizer.enabled=false feature.distributed_optimizer.overlap_param_gather=false feature.distributed_optimizer.overlap_grad_reduce=false precision.grad_reduce=bf16
+     optim.name=muon feature.muon.enabled=true feature.distributed_optimizer.enabled=false \
+    feature.distributed_optimizer.overlap_param_gather=false feature.distributed_optimizer.overlap_grad_reduce=false
+     feature.distributed_optimizer.enabled=false feature.distributed_optimizer.overlap_param_gather=false \
+    feature.distributed_optimizer.overlap_grad_reduce=false precision.grad_reduce=bf16
     feature.distributed_optimizer.reshardable=true
     feature.distributed_optimizer.enabled=false feature.distributed_optimizer.reshardable=true
     feature.ngram_hash.enabled=true feature.ngram_hash.buckets=1000 feature.ngram_hash.document_end=3 parallel.pipeline=2
     feature.mhc.streams=4 parallel.pipeline=2 feature.mtp.depths=1
-    feature.tracking.tensorboard=/t feature.tracking.wandb_project=p feature.tracking.wandb_dir=/w feature.tracking.wandb_name=n feature.tracking.wandb_entity=e
+     feature.tracking.tensorboard=/t feature.tracking.wandb_project=p feature.tracking.wandb_dir=/w feature.tracking.wandb_name=n \
+    feature.tracking.wandb_entity=e
     feature.tracking.mlflow=/m feature.tracking.mlflow_experiment=x
     feature.tracking.mlflow_experiment=x
     feature.tracking.wandb_entity=e feature.tracking.tensorboard=/t
@@ -82,8 +86,10 @@ MORE = {
     feature.recompute.granularity=full feature.recompute.method=uniform feature.recompute.layers=5
     feature.cuda_graphs.impl=local feature.cuda_graphs.modules=[attn,mamba,moe_router,moe_preprocess] feature.cuda_graphs.warmup_steps=0
     feature.cuda_graphs.impl=transformer_engine feature.cuda_graphs.modules=[mlp]
-    feature.cuda_graphs.impl=transformer_engine feature.cuda_graphs.modules=[moe_router,moe_preprocess] model.blocks.moe.capacity_factor=1.5
-    feature.cuda_graphs.impl=transformer_engine feature.cuda_graphs.modules=[moe,attn] model.blocks.moe.capacity_factor=1.5 feature.mtp.depths=1
+     feature.cuda_graphs.impl=transformer_engine feature.cuda_graphs.modules=[moe_router,moe_preprocess] \
+    model.blocks.moe.capacity_factor=1.5
+     feature.cuda_graphs.impl=transformer_engine feature.cuda_graphs.modules=[moe,attn] model.blocks.moe.capacity_factor=1.5 \
+    feature.mtp.depths=1
     feature.cuda_graphs.impl=transformer_engine
     feature.mtp.depths=2
     feature.yarn.factor=4.0 feature.yarn.original_length=2048 feature.yarn.mscale=0.7
@@ -126,9 +132,11 @@ MORE = {
     """,
     DESIGN: """
     model.blocks.mla.kernels=megatron model.blocks.dsa.kernels=megatron schedule.micro_batch_size=1 parallel.pipeline=2
-    model.blocks.mla.kernels=megatron model.blocks.dsa.kernels=megatron feature.recompute.granularity=selective feature.recompute.modules=[core_attn,mla_up_proj]
+     model.blocks.mla.kernels=megatron model.blocks.dsa.kernels=megatron feature.recompute.granularity=selective \
+    feature.recompute.modules=[core_attn,mla_up_proj]
     model.blocks.mla.kernels=naive model.blocks.dsa.kernels=naive
-    model.blocks.mla.kernels=naive model.blocks.dsa.kernels=naive feature.recompute.granularity=selective feature.recompute.modules=[core_attn,mla_up_proj]
+     model.blocks.mla.kernels=naive model.blocks.dsa.kernels=naive feature.recompute.granularity=selective \
+    feature.recompute.modules=[core_attn,mla_up_proj]
     model.blocks.dsa.kernels=megatron model.blocks.dsa.indexer_loss_coeff=0.0 model.blocks.dsa.full_every=1
     model.blocks.dsa.indexer_loss_coeff=0.0 model.blocks.dsa.full_every=1 feature.mtp.depths=0
     model.blocks.mla.latent_norm=false
@@ -287,7 +295,8 @@ ASKED: dict[str, Callable[[], object]] = {
 }  # fmt: skip
 
 
-def refusal(ask: Callable[[], object]) -> Iterator[str]:
+def refusal(name: str, ask: Callable[[], object]) -> Iterator[str]:
+    yield f"== {name}"
     try:
         yield f"stands: {type(ask()).__name__}"
     except Refused as refused:
@@ -295,9 +304,13 @@ def refusal(ask: Callable[[], object]) -> Iterator[str]:
 
 
 def test_what_is_said_is_as_reviewed(rewrite_golden):
-    seen = {" ".join([base, *map(str, changes.items())]): (base, changes) for base, changes in cases()}
-    now = "".join(f"{line}\n" for case in seen.values() for line in said(*case))
-    now += "".join(f"{line}\n" for asked, ask in ASKED.items() for line in (f"== {asked}", *refusal(ask)))
+    """Case by case: the first that differs ends it."""
+    seen = {" ".join([base, *map(str, changes.items())]): partial(said, base, changes) for base, changes in cases()}
+    asked = [*seen.values(), *(partial(refusal, name, ask) for name, ask in ASKED.items())]
     if rewrite_golden:
-        GOLDEN.write_text(now)
-    assert now == GOLDEN.read_text()
+        GOLDEN.write_text("".join(f"{line}\n" for case in asked for line in case()))
+    reviewed = iter(GOLDEN.read_text().splitlines())
+    for case in asked:
+        now = list(case())
+        assert now == list(islice(reviewed, len(now)))
+    assert list(reviewed) == []
