@@ -59,6 +59,10 @@ SLOW_BUDGET = " ".join(f"--deselect=tests/test_budget.py::test_{name}" for name 
     "worked_example_of_the_memory_article",
 ))  # fmt: skip
 SLOW_RECIPE = "--deselect=tests/test_recipe.py::test_no_leaf_is_coerced"
+SLOW_TRAIN = " ".join(f"--deselect=tests/cpu/test_train.py::test_{name}" for name in (
+    "a_refusal_is_said_once_under_torchrun", "residual_streams_learn", "n_gram_rows_learn_beside_muon",
+    "what_only_makes_it_faster_learns_the_same", "the_recipe_chooses_the_loss",
+))  # fmt: skip
 GROUPS = {
     "rows": Group(
         (
@@ -91,11 +95,14 @@ GROUPS = {
             "nam_megatron/runtime/checksums.py", "nam_megatron/runtime/nonfinite.py",
         ),
         (
-            "tests/test_judges.py", "tests/test_verify.py::test_command_as_json",
+            "tests/test_judges.py", "tests/cpu/test_judged_checkpoints.py", "tests/cpu/test_guards.py",
             "tests/test_effect.py::test_a_layout_that_decides_what_is_computed_is_no_other_order_of_sums",
-            "tests/cpu/test_judged_checkpoints.py",
-            "tests/cpu/test_guards.py",
+            "tests/test_verify.py::test_command_as_json",
         ),
+    ),
+    "trainer": Group(
+        ("nam_megatron/train.py", "nam_megatron/runtime/pretrain.py"),
+        ("tests/cpu/test_guards.py", f"tests/cpu/test_train.py {SLOW_TRAIN}"),
     ),
     "receipts": Group(
         ("launch/receipt.py", "launch/redact.py", "launch/signature.py", "launch/compare.py"),

@@ -54,15 +54,15 @@ MORE = {
     feature.megatron_fsdp.enabled=true precision.fused_grad_accumulation=true schedule.async_save=true
     optim.name=muon feature.muon.enabled=true
     optim.name=muon feature.muon.enabled=true parallel.tensor=2 parallel.sequence=true feature.muon.tp_mode=distributed
-     optim.name=muon feature.muon.enabled=true feature.distributed_optimizer.enabled=false \
+    optim.name=muon feature.muon.enabled=true feature.distributed_optimizer.enabled=false \
     feature.distributed_optimizer.overlap_param_gather=false feature.distributed_optimizer.overlap_grad_reduce=false
-     feature.distributed_optimizer.enabled=false feature.distributed_optimizer.overlap_param_gather=false \
+    feature.distributed_optimizer.enabled=false feature.distributed_optimizer.overlap_param_gather=false \
     feature.distributed_optimizer.overlap_grad_reduce=false precision.grad_reduce=bf16
     feature.distributed_optimizer.reshardable=true
     feature.distributed_optimizer.enabled=false feature.distributed_optimizer.reshardable=true
     feature.ngram_hash.enabled=true feature.ngram_hash.buckets=1000 feature.ngram_hash.document_end=3 parallel.pipeline=2
     feature.mhc.streams=4 parallel.pipeline=2 feature.mtp.depths=1
-     feature.tracking.tensorboard=/t feature.tracking.wandb_project=p feature.tracking.wandb_dir=/w feature.tracking.wandb_name=n \
+    feature.tracking.tensorboard=/t feature.tracking.wandb_project=p feature.tracking.wandb_dir=/w feature.tracking.wandb_name=n \
     feature.tracking.wandb_entity=e
     feature.tracking.mlflow=/m feature.tracking.mlflow_experiment=x
     feature.tracking.mlflow_experiment=x
@@ -86,9 +86,9 @@ MORE = {
     feature.recompute.granularity=full feature.recompute.method=uniform feature.recompute.layers=5
     feature.cuda_graphs.impl=local feature.cuda_graphs.modules=[attn,mamba,moe_router,moe_preprocess] feature.cuda_graphs.warmup_steps=0
     feature.cuda_graphs.impl=transformer_engine feature.cuda_graphs.modules=[mlp]
-     feature.cuda_graphs.impl=transformer_engine feature.cuda_graphs.modules=[moe_router,moe_preprocess] \
+    feature.cuda_graphs.impl=transformer_engine feature.cuda_graphs.modules=[moe_router,moe_preprocess] \
     model.blocks.moe.capacity_factor=1.5
-     feature.cuda_graphs.impl=transformer_engine feature.cuda_graphs.modules=[moe,attn] model.blocks.moe.capacity_factor=1.5 \
+    feature.cuda_graphs.impl=transformer_engine feature.cuda_graphs.modules=[moe,attn] model.blocks.moe.capacity_factor=1.5 \
     feature.mtp.depths=1
     feature.cuda_graphs.impl=transformer_engine
     feature.mtp.depths=2
@@ -132,10 +132,10 @@ MORE = {
     """,
     DESIGN: """
     model.blocks.mla.kernels=megatron model.blocks.dsa.kernels=megatron schedule.micro_batch_size=1 parallel.pipeline=2
-     model.blocks.mla.kernels=megatron model.blocks.dsa.kernels=megatron feature.recompute.granularity=selective \
+    model.blocks.mla.kernels=megatron model.blocks.dsa.kernels=megatron feature.recompute.granularity=selective \
     feature.recompute.modules=[core_attn,mla_up_proj]
     model.blocks.mla.kernels=naive model.blocks.dsa.kernels=naive
-     model.blocks.mla.kernels=naive model.blocks.dsa.kernels=naive feature.recompute.granularity=selective \
+    model.blocks.mla.kernels=naive model.blocks.dsa.kernels=naive feature.recompute.granularity=selective \
     feature.recompute.modules=[core_attn,mla_up_proj]
     model.blocks.dsa.kernels=megatron model.blocks.dsa.indexer_loss_coeff=0.0 model.blocks.dsa.full_every=1
     model.blocks.dsa.indexer_loss_coeff=0.0 model.blocks.dsa.full_every=1 feature.mtp.depths=0

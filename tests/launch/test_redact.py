@@ -227,6 +227,7 @@ PLACES = {"<scratch>": [Path("/fast/x/scratch")], "<checkout>": [Path("/fast/x")
         ("in node7, node7.cluster.example: node77 my-node7", "in <host>, <host>: node77 my-node7"),
         ("tcp://10.1.2.3:29500 [::ffff:192.168.0.9]", "tcp://<address>:29500 [::ffff:<address>]"),
         ("34.1.2.3:29500", "<address>:29500"),
+        ("999.1.2.3:29500 10.1.2.256", "999.1.2.3:29500 10.1.2.256"),
         ("127.0.0.1:29500 cuBLAS 13.1.0.3 and 0.1.2.3", "127.0.0.1:29500 cuBLAS 13.1.0.3 and 0.1.2.3"),
         ("845.1 ms/step, 1/2 of a/b/c, n/a, 20/ 100 | x", "845.1 ms/step, 1/2 of a/b/c, n/a, 20/ 100 | x"),
         ("LD=/a/b:/c/d,'/e/f'", "LD=<path>:<path>,'<path>'"),
@@ -237,6 +238,17 @@ PLACES = {"<scratch>": [Path("/fast/x/scratch")], "<checkout>": [Path("/fast/x")
 )
 def test_nothing_names_the_machine(text, expected):
     assert re.sub(r"<path \w{8}>", "<path>", Redactor({}, PLACES, ("node7",)).text(text)) == expected
+
+
+def test_what_lies_in_a_known_folder_is_shown_as_a_mark_in_it():
+    """Two receipts of a folder can tell whether it was the same file."""
+    redactor = Redactor({}, PLACES, salt="s")
+    shown = [redactor.shown(f"--load=/fast/x/zebra/{name}", whole=True) for name in ("a", "a", "b")]
+    assert re.fullmatch(r"--load=<checkout>/<path [0-9a-f]{8}>", shown[0]) and shown[0] == shown[1] != shown[2]
+    assert Redactor({}, PLACES, salt="t").shown("--load=/fast/x/zebra/a", whole=True) != shown[0]
+    assert redactor.shown("--load=/fast/x", whole=True) == "--load=<checkout>"
+    assert redactor.shown("--load=a zebra", whole=True) == "--load=<text>"
+    assert redactor.shown("--load=a zebra", whole=False) == "--load=a <text>"
 
 
 def test_one_path_has_one_mark():
