@@ -7,7 +7,6 @@ from typing import Any
 import parso
 from cosmic_ray.operators.operator import Operator
 
-
 # Keywords without which the linter refuses a call (B905, PLW1514): `strict` asserts, and `encoding` is what a test's locale has anyway.
 LINTED = ("strict", "encoding")
 
