@@ -89,8 +89,10 @@ def swapped(a: Any, b: Any) -> None:
 class SwapArguments(Own):
     """`f(a, b)` -> `f(b, a)`; `f(x=a, y=b)` -> `f(x=b, y=a)`."""
 
+    SYMMETRIC = ("max", "min", "gcd", "lcm", "promote_types", "suppress")
+
     def places(self, node):
-        if not is_call(node):
+        if not is_call(node) or node.parent.get_previous_leaf().value in self.SYMMETRIC:
             return []
         pairs = []
         for one, two in zip(elements(node), elements(node)[1:], strict=False):

@@ -128,29 +128,12 @@ GROUPS = {
 SAME: dict[str, str] = {
     'nam_megatron/runtime/checkpoint.py: torch.load(io.BytesIO(file.read(length)), map_location="cpu", weights_only=True)'
     ' -> torch.load(io.BytesIO(file.read(length)), map_location="cpu",)': "torch's own default since 2.6",
-    "nam_megatron/recipe/standing.py: raise_if(problems) -> pass": "the same findings are raised a few lines below, with the next ones",
-    'launch/redact.py: known = sorted((n for n in names if len(n) > 2 and n != "localhost"), key=len, reverse=True)'
-    ' -> known = sorted((n for n in names if len(n) > 2 and n != "localhost"), key=len,)': "what follows a name decides, not the order",
     'nam_megatron/setting.py: row = Row((inner.__doc__ or "").strip().partition("\\n")[0] if inner else "")'
     ' -> row = Row((inner.__doc__).strip().partition("\\n")[0] if inner else "")': "every section has a docstring; schema.json holds it",
     'launch/receipt.py: "id": secrets.token_hex(8), -> "id": secrets.token_hex( 7),': "random enough, too",
     'nam_megatron/argv.py: return json.dumps(tree, indent=1) + "\\n" -> return json.dumps(tree,) + "\\n"': "how plan.json is laid out",
     "nam_megatron/budget/memory.py: before = sum(n * size for n, size in zip(sets, kept, strict=True))"
     " -> before = sum(n * size for n, size in zip(kept, sets, strict=True))": "a product, whichever way round",
-    'launch/receipt.py: file.write("\\n") -> pass': "JSON, with a line's end or without",
-    "nam_megatron/blocks/dsa/naive.py: wide = torch.promote_types(query.dtype, torch.float32)"
-    " -> wide = torch.promote_types(torch.float32, query.dtype)": "the wider of two, whichever comes first",
-    'launch/compare.py: if unknown := [r["run"] for r, found in zip(receipts, ids, strict=True) if found is None]:'
-    ' -> if unknown := [r["run"] for r, found in zip(receipts, ids,) if found is None]:': "an id for each receipt: the line above",
-    "nam_megatron/blocks/mla/naive.py: wide = x.to(torch.promote_types(x.dtype, torch.float32))"
-    " -> wide = x.to(torch.promote_types(torch.float32, x.dtype))": "the wider of two, whichever comes first",
-    "nam_megatron/budget/memory.py: return max(self.startup, self.steady, key=lambda m: m.total)"
-    " -> return max(self.steady, self.startup, key=lambda m: m.total)": "which of two equal moments is named",
-    "nam_megatron/blocks/attention/block.py: return z.own(n=z.model.num_attention_heads, "
-    'g=max(self.query_groups, int(z["t"])), d=self.head_dim)'
-    ' -> return z.own(n=z.model.num_attention_heads, g=max(int(z["t"]), self.query_groups), d=self.head_dim)': "the larger of two",
-    "launch/receipt.py: with contextlib.suppress(Refused, OSError):  # one damaged or foreign receipt must not hide the others"
-    " -> with contextlib.suppress(OSError, Refused):  # one damaged or foreign receipt must not hide the others": "either of two",
     "nam_megatron/verify.py: widths = [min(max(len(c[i]) for c in cells), 60) for i in range(5)]"
     " -> widths = [min(max(len(c[i]) for c in cells), 61) for i in range(5)]": "how wide a table is",
 }

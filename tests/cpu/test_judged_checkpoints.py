@@ -1,7 +1,9 @@
 """What stands beside a checkpoint and in it, judged part by part: small ones that torch writes, and none is trained."""
 
 import hashlib
+import io
 import json
+import os
 import pickle
 import random
 from pathlib import Path
@@ -376,6 +378,15 @@ def test_an_index_names_and_changes_nothing_of_ours(step):
         assert [text.startswith(f"its index `.metadata` cannot be read: {said}") for text in found(step)] == [True]
 
 
+def test_an_index_that_another_python_wrote_is_read(step):
+    """Python 3.13 moved its paths."""
+    index = (step / ".metadata").read_bytes()
+    assert b"pathlib" in index
+    for name in ("PosixPath", "PurePosixPath"):
+        for module in ("pathlib", "pathlib._local"):
+            assert checkpoint.Index(io.BytesIO(b"")).find_class(module, name).__name__ == name
+
+
 def test_checksums_come_before_whoever_waits_for_the_checkpoint(step, monkeypatch):
     """In the background they are the last thing that is done."""
     wrote, request = [], SimpleNamespace(finalize_fns=["first"])
@@ -409,6 +420,16 @@ def test_a_rank_that_cannot_read_its_files_ends_all(step, monkeypatch):
     monkeypatch.setattr(checksums, "digests", lambda folder, names: (_ for _ in ()).throw(OSError("unread")))
     with pytest.raises(OSError, match="unread"):
         checksums.write(step)
+
+
+def test_checksums_are_on_the_disk_before_they_count(step, monkeypatch):
+    order = []
+    monkeypatch.setattr(
+        os, "fsync", lambda file: order.append(json.loads(Path(f"/proc/self/fd/{file}").read_text())["files"])
+    )
+    monkeypatch.setattr(Path, "replace", lambda old, new: order.append((old.name, new.name)))
+    checksums.put(step, {"b": "2", "a": "1"})
+    assert order == [{"a": "1", "b": "2"}, (f"{checksums.NAME}.part", checksums.NAME)] and list(order[0]) == ["a", "b"]
 
 
 def test_the_command_that_trusts_the_files(step, monkeypatch, capsys):

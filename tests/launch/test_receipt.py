@@ -248,6 +248,35 @@ def test_a_sealed_receipt_is_of_one_piece(root):
     assert receipt.read(folder) == whole  # how it is laid out says nothing
 
 
+def test_what_counts_is_on_the_disk_before_it_does(root, monkeypatch):
+    """A receipt and a chain's head: the whole file, then its name, then the folder."""
+    folder, order, replace = run(root), [], os.replace
+
+    def synced(file: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{file}"))
+        order.append((path.name, "a folder" if path.is_dir() else json.loads(path.read_text())))
+
+    def replaced(old: Path, new: Path) -> None:
+        order.append((old.name, new.name))
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    receipt.write(folder, {"a": 1})
+    receipt._keep(root, {"b": 2})
+    assert order == [
+        (f".{receipt.FILE}", {"a": 1}), (f".{receipt.FILE}", receipt.FILE), (folder.name, "a folder"),
+        (".chain.new", {"b": 2}), (".chain.new", ".chain"), (root.name, "a folder"),
+    ]  # fmt: skip
+    assert (folder / receipt.FILE).read_text() == '{\n "a": 1\n}\n'
+    assert oct((root / receipt.CHAIN).stat().st_mode) == "0o100600"
+    order.clear()
+    opened(root)
+    assert (root.name, "a folder") == order[-1]
+    with pytest.raises(ValueError, match="Out of range"):
+        receipt.write(folder, {"a": float("nan")})
+
+
 def test_no_lock_stays_open_in_the_launcher(root):
     """Else it would hold for a live run what is lost, until the launcher itself ends."""
 
