@@ -33,6 +33,8 @@ MORE = {
     model.letters.E=mlp model.activation=swiglu
     model.blocks.attention.window=512 model.blocks.attention.qkv_bias=true model.blocks.attention.output_gate=true
     model.blocks.attention.qk_norm=true model.blocks.attention.rotary_percent=0.5 model.blocks.attention.query_groups=56
+    model.blocks.attention.rotary_percent=0.29
+    model.blocks.attention.rotary_percent=0.01
     model.blocks.attention.position_embedding=none
     model.blocks.attention.position_embedding=none feature.mtp.depths=2 model.blocks.attention.output_gate=true
     model.blocks.mamba2.strided=true parallel.sequence=true parallel.tensor=2 parallel.expert=2 parallel.expert_tensor=2
