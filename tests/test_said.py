@@ -72,6 +72,7 @@ MORE = {
     data.name=indexed data.path=/d data.split='98,1,1' data.tokenizer=/t data.cache=/c schedule.eval_steps=2 feature.fim.enabled=true
     data.name=built data.path=/d schedule.eval_steps=2 data.workers=0
     data.name=built data.path=/d
+    data.parts=[{weight: 1, path: /a}]
     data.name=blend data.parts=[{weight: 0.7, path: /a}, {weight: 2, path: /b}] data.split='9,1,0' data.tokenizer=/t
     schedule.save=/s schedule.save_interval=9 schedule.async_save=true schedule.load=/l schedule.stop_every=9 schedule.eval_steps=4
     schedule.async_save=true
