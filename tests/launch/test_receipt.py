@@ -337,6 +337,21 @@ def test_a_kill_before_the_first_receipt_leaves_nothing(root):
     assert receipt.seal_lost(root, outcome.of_log) == [] and not left.exists()
 
 
+def test_two_launchers_may_tidy_up_at_once(root, monkeypatch):
+    left = root / f"{receipt.OPENING}20200101T000000Z-x-000000"
+    left.mkdir(parents=True)
+    (left / receipt.LOCK).touch()
+    close = os.close
+
+    def closed(file: int) -> None:
+        shutil.rmtree(left)  # the other one was faster
+        monkeypatch.undo()
+        close(file)
+
+    monkeypatch.setattr(os, "close", closed)
+    assert receipt.seal_lost(root, outcome.of_log) == [] and not left.exists()
+
+
 def test_receipts_of_version_1_are_read_as_far_as_their_hash_goes(capsys):
     found = [receipt.read(f) for f in receipt.folders(receipts.RECEIPTS)]
     older = [r for r in found if r["schema"] == receipt.FIRST]
