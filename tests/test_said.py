@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import yaml
@@ -16,10 +16,11 @@ from presets import changed, lowered, written
 from test_lower import DELTA, DESIGN, NATIVE, NEIGHBOURS, REFUSALS
 
 from nam_megatron import argv, report
-from nam_megatron.budget import search, serving, text
+from nam_megatron.budget import memory, search, serving, static, text
 from nam_megatron.errors import Problem, Refused
 from nam_megatron.lower import Lowering, translate
 from nam_megatron.recipe import from_tree, keys_at, load, to_tree
+from nam_megatron.sizes import Sizes
 
 GOLDEN = Path(__file__).parent / "golden" / "said.txt"
 FP8 = "nam56r_native_dp_fp8"
@@ -161,6 +162,7 @@ MORE = {
     model.substitute=[{letter: A, ranks: [1, 2, 3, 4, 5, 7, 8], kind: dsa}]
     model.substitute=[{letter: A, ranks: [0, 1, 4, 5, 6], kind: dsa}]
     model.pattern=AEMEAEM|EAEMR model.depth=12 parallel.pipeline=2 model.substitute=[{letter: A, ranks: [1, 2], kind: dsa}]
+    model.pattern=AEMEA|EMEAEMR model.depth=12 parallel.pipeline=2 model.substitute=[{letter: A, ranks: [1, 2], kind: dsa}]
     model.norm_epsilon=0.000001 model.attention_dropout=0.1
     parallel.tensor=2 parallel.sequence=true lane.name=nemo_native
     precision.cross_entropy=compiled feature.mtp.depths=2
@@ -211,6 +213,20 @@ def lines(lowering: Lowering) -> Iterator[str]:
     for s in lowering.settings:
         yield f"{s.owner} {s.name} = {s.value!r} @ {s.key} beside {s.place}, fields {s.fields}, executes {s.executes}: {s.why}"
     yield from (" ".join(line.split()) for line in text.golden(lowering).splitlines())
+    yield from held(lowering)
+
+
+def held(lowering: Lowering) -> Iterator[str]:
+    """What a stage holds at moments that are not its worst, too: the tables above have those alone."""
+    z = Sizes.of(lowering.plan)
+    for stage in static.stages(lowering.plan):
+        for line in static.lines(z, stage, static.groups(z, stage)):
+            if line.since in ("build", "stepping"):
+                yield f"{line.since}: {line.owner} {line.name} {line.bytes} = {line.formula}, {line.place} {line.mark}: {line.why}"
+        for part in chain(*memory._Moving(z, stage, graphs=False).chunks):
+            yield from (
+                f"{event}: {sum(line.bytes for line in lines)} in {len(lines)} lines" for event, lines in part.events
+            )
 
 
 @cache
