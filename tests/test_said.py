@@ -224,9 +224,9 @@ def held(lowering: Lowering) -> Iterator[str]:
             if line.since in ("build", "stepping"):
                 yield f"{line.since}: {line.owner} {line.name} {line.bytes} = {line.formula}, {line.place} {line.mark}: {line.why}"
         for part in chain(*memory._Moving(z, stage, graphs=False).chunks):
-            yield from (
-                f"{event}: {sum(line.bytes for line in lines)} in {len(lines)} lines" for event, lines in part.events
-            )
+            for event, lines in part.events:  # of layers of a kind those that differ
+                what = re.sub(r" \d+", "", event)
+                yield f"{what}: {sum(line.bytes for line in lines)} in {len(lines)} lines"
 
 
 @cache
