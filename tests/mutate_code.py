@@ -418,7 +418,7 @@ def main(words: Sequence[str]) -> int:
         found.append((group, mutant, result))
         if log := options.get("log"):
             with open(log, "a") as file:
-                file.write(json.dumps({"group": group, "text": mutant.text, "line": mutant.line} | result) + "\n")
+                file.write(json.dumps({"group": group, "mutant": mutant.text, "line": mutant.line} | result) + "\n")
         if result["word"] == "survived":
             reason = SAME.get(mutant.text)
             place = f"{mutant.path}:{mutant.line} {mutant.operator}"
