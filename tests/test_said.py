@@ -74,6 +74,8 @@ MORE = {
     data.name=built data.path=/d schedule.eval_steps=2 data.workers=0
     data.name=built data.path=/d
     data.parts=[{weight: 1, path: /a}]
+    data.name=blend data.parts=[{weight: 1, path: /a}] data.split='9,1,0' data.tokenizer=/t data.cache=/c
+    data.name=built data.path=/d data.cache=/c
     data.name=blend data.parts=[{weight: 0.7, path: /a}, {weight: 2, path: /b}] data.split='9,1,0' data.tokenizer=/t
     schedule.save=/s schedule.save_interval=9 schedule.async_save=true schedule.load=/l schedule.stop_every=9 schedule.eval_steps=4
     schedule.async_save=true

@@ -344,8 +344,8 @@ def test_two_launchers_may_tidy_up_at_once(root, monkeypatch):
     close = os.close
 
     def closed(file: int) -> None:
-        shutil.rmtree(left)  # the other one was faster
         monkeypatch.undo()
+        shutil.rmtree(left)  # the other one was faster
         close(file)
 
     monkeypatch.setattr(os, "close", closed)
