@@ -285,7 +285,7 @@ def shapeless(text: str) -> str:
         text = SECRET_SHAPE.sub(MARK, text)
     if LONG.search(text):
         text = LONG_SHAPE.sub(MARK, text)
-    if "://" in text and "@" in text:
+    if "://" in text:
         text = IN_URL.sub(f"{MARK}@", text)
     for pattern, words in NEEDS.items():
         if any(word in lower for word in words):

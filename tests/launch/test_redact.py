@@ -119,6 +119,8 @@ SHAPES = [
     ("x-my-token: ", "7"), ("x-key: ", "7"), ("x-a-secret: ", "7"),
     *((f"{scheme} ", "7" * 6) for scheme in ("bearer", "basic", "digest", "negotiate")),
     ("login me password ", "7"), *((f" {flag} ", "7") for flag in ("-p", "-pw", "--password", "--token", "--secret", "--api-key")),
+    *((f"the {word} ", "x7777777") for word in ("password", "passwort", "pw", "secret", "token", "api key", "private-key")),
+    *((f"{word} is ", "x7777777") for word in ("secret", "secret for me", "access_key")),
     ("https://", "me:7@"), ("https://", "7@"), ("s3://", ":7@"),
 ]  # fmt: skip
 
