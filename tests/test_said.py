@@ -231,7 +231,8 @@ def held(lowering: Lowering) -> Iterator[str]:
         for part in chain(*memory._Moving(z, stage, graphs=False).chunks):
             for event, lines in part.events:  # of layers of a kind those that differ
                 what = re.sub(r" \d+", "", event)
-                yield f"{what}: {sum(line.bytes for line in lines)} in {len(lines)} lines"
+                marks = "".join(dict.fromkeys(f" {line.mark}" for line in lines if line.mark))
+                yield f"{what}: {sum(line.bytes for line in lines)} in {len(lines)} lines{marks}"
 
 
 @cache
