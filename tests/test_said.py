@@ -121,6 +121,7 @@ MORE = {
     model.letters.E=attention
     model.letters.A=null
     model.letters.R=gdn model.pattern=AEM
+    lane.blocks.R=gdn model.pattern=AEM
     lane.blocks.M=mamba3 lane.name=mine
     lane.blocks.M=null lane.blocks.R=null lane.name=mine
     lane.blocks.R=gdn lane.name=mine
