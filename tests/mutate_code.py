@@ -61,7 +61,7 @@ SLOW_BUDGET = " ".join(f"--deselect=tests/test_budget.py::test_{name}" for name 
 SLOW_RECIPE = "--deselect=tests/test_recipe.py::test_no_leaf_is_coerced"
 SLOW_TRAIN = " ".join(f"--deselect=tests/cpu/test_train.py::test_{name}" for name in (
     "a_refusal_is_said_once_under_torchrun", "residual_streams_learn", "n_gram_rows_learn_beside_muon",
-    "what_only_makes_it_faster_learns_the_same", "the_recipe_chooses_the_loss",
+    "what_only_makes_it_faster_learns_the_same", "the_recipe_chooses_the_loss", "one_rank_speaks",
 ))  # fmt: skip
 GROUPS = {
     "rows": Group(

@@ -403,6 +403,14 @@ def test_who_signed_cannot_be_asked_without_a_list_or_a_tool(root, keys, monkeyp
     with pytest.raises(Refused, match="no file of allowed signers") as refused:
         signature.signer(run(root), root / "nobody")
     assert [(p.key, p.hint) for p in refused.value.problems] == [("signers", "see ALLOWED SIGNERS in ssh-keygen(1)")]
+    slow = root / "bin" / "ssh-keygen"
+    slow.parent.mkdir()
+    slow.write_text("#!/bin/sh\nexec /bin/sleep 9\n")
+    slow.chmod(0o755)
+    monkeypatch.setenv("PATH", str(slow.parent))
+    monkeypatch.setattr(signature, "SECONDS", 0.1)
+    with pytest.raises(Refused, match=r"cannot be run: .* timed out"):
+        signature.signer(run(root), keys[1])
     monkeypatch.setenv("PATH", "")
     with pytest.raises(Refused, match=r"`ssh-keygen -Y find-principals` cannot be run") as refused:
         signature.signer(run(root), keys[1])
