@@ -302,7 +302,7 @@ def own(root: Path) -> Iterator[dict[str, Any]]:
     with contextlib.ExitStack() as stack:
         with writing(root):
             root.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context(open(root / f"{CHAIN}.lock", "a"))
+            lock = stack.enter_context(open(root / f"{CHAIN}.lock", "a", encoding="utf-8"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         kept = kept_of(root)
         if kept is None:

@@ -109,6 +109,7 @@ PART = r"[^\s/'\"`:,;=()\[\]{}<>|]+"
 ABSOLUTE = re.compile(rf"(?<![\w.<>/-])(?!(?<=:)//)/+(?!(?:proc|sys|dev)/){PART}(?:/{PART})+/?")
 FILE_URL = re.compile(r"(?<=file:)//+(?=[^\s/])")
 IPV4 = re.compile(r"(?<![\w.])(\d{1,3}(?:\.\d{1,3}){3})(?![\w.])")
+PORT = re.compile(r":\d")
 PRIVATE = tuple(
     map(ipaddress.IPv4Network, ("10.0.0.0/8", "100.64.0.0/10", "169.254.0.0/16", "172.16.0.0/12", "192.168.0.0/16"))
 )
@@ -163,7 +164,7 @@ class Redactor:
         self._places = sorted(((p, n) for p, n in found.items() if len(p) > 3), key=lambda pn: -len(pn[0]))
         names = {socket.gethostname(), *hosts}
         names |= {name.split(".")[0] for name in names}
-        known = sorted((n for n in names if len(n) > 2 and n != "localhost"), key=len, reverse=True)
+        known = sorted(n for n in names if len(n) > 2 and n != "localhost")
         # With the domain that may follow: `node1.cluster.example`.
         self._hosts = (
             re.compile(rf"(?<![\w-])(?:{'|'.join(map(re.escape, known))})(?:\.[\w-]+)*(?![\w-])") if known else None
@@ -284,7 +285,7 @@ def shapeless(text: str) -> str:
         text = SECRET_SHAPE.sub(MARK, text)
     if LONG.search(text):
         text = LONG_SHAPE.sub(MARK, text)
-    if "://" in text and "@" in text:
+    if "://" in text:
         text = IN_URL.sub(f"{MARK}@", text)
     for pattern, words in NEEDS.items():
         if any(word in lower for word in words):
@@ -342,6 +343,7 @@ def _address(found: re.Match[str]) -> str:
         address = ipaddress.IPv4Address(found[1])
     except ValueError:
         return found[0]
-    port = found.string[found.end() : found.end() + 2]
-    hidden = any(address in network for network in PRIVATE) or (re.match(r":\d", port) and not address.is_loopback)
+    hidden = any(address in network for network in PRIVATE) or (
+        PORT.match(found.string, found.end()) and not address.is_loopback
+    )
     return ADDRESS if hidden else found[0]

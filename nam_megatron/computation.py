@@ -89,7 +89,7 @@ def _unread(tree: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _on(name: str, keys: Mapping[str, Any]) -> bool:
     switch = FEATURES[name].switch if name in FEATURES else "enabled"  # of a feature that has gone since
-    return name == "distributed_optimizer" or keys.get(switch) not in (False, 0, "none")
+    return name == "distributed_optimizer" or keys.get(switch) not in (0, "none")  # false is 0
 
 
 def _pins(tree: Mapping[str, Any]) -> dict[str, Any]:

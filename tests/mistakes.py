@@ -7,12 +7,17 @@ from typing import Any
 import parso
 from cosmic_ray.operators.operator import Operator
 
+# Keywords without which the linter refuses a call (B905, PLW1514): `strict` asserts, and `encoding` is what a test's locale has anyway.
+LINTED = ("strict", "encoding")
+
 
 def beside_the_program(node: Any) -> bool:
     """Types, decorators, assertions, texts for people, what only a type checker reads: no mistake there trains another model."""
     child = node
     while (parent := child.parent) is not None:
         if child.type in ("decorator", "decorators", "assert_stmt", "fstring", "tfpdef"):
+            return True
+        if child.type == "argument" and child.children[0].get_code().strip() in LINTED:
             return True
         if parent.type == "funcdef" and child is parent.annotation:
             return True
@@ -84,8 +89,10 @@ def swapped(a: Any, b: Any) -> None:
 class SwapArguments(Own):
     """`f(a, b)` -> `f(b, a)`; `f(x=a, y=b)` -> `f(x=b, y=a)`."""
 
+    SYMMETRIC = ("max", "min", "gcd", "lcm", "promote_types", "suppress")
+
     def places(self, node):
-        if not is_call(node):
+        if not is_call(node) or node.parent.get_previous_leaf().value in self.SYMMETRIC:
             return []
         pairs = []
         for one, two in zip(elements(node), elements(node)[1:], strict=False):
@@ -110,7 +117,8 @@ class DropElement(Own):
             found = elements(node)
             return [element[0] for element in found] if len(found) > (node.parent.children[0].value == "(") + 1 else []
         if is_call(node):
-            return [e[0] for e in elements(node) if e[0].type == "argument" and e[0].children[0].type == "name"]
+            named = [e[0] for e in elements(node) if e[0].type == "argument" and e[0].children[0].type == "name"]
+            return [argument for argument in named if argument.children[0].value not in LINTED]
         return []
 
     def mutate(self, node, index):

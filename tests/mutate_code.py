@@ -59,6 +59,10 @@ SLOW_BUDGET = " ".join(f"--deselect=tests/test_budget.py::test_{name}" for name 
     "worked_example_of_the_memory_article",
 ))  # fmt: skip
 SLOW_RECIPE = "--deselect=tests/test_recipe.py::test_no_leaf_is_coerced"
+SLOW_TRAIN = " ".join(f"--deselect=tests/cpu/test_train.py::test_{name}" for name in (
+    "a_refusal_is_said_once_under_torchrun", "residual_streams_learn", "n_gram_rows_learn_beside_muon",
+    "what_only_makes_it_faster_learns_the_same", "the_recipe_chooses_the_loss", "one_rank_speaks",
+))  # fmt: skip
 GROUPS = {
     "rows": Group(
         (
@@ -67,7 +71,9 @@ GROUPS = {
             "nam_megatron/features/*.py",
         ),
         (
-            "tests/test_golden.py", "tests/test_rows.py", "tests/test_flags.py::test_every_form_says_the_same",
+            "tests/test_said.py", "tests/test_golden.py", "tests/test_rows.py",
+            "tests/test_flags.py::test_every_form_says_the_same tests/test_flags.py::test_words_of_a_setting",
+            "tests/test_flags.py::test_a_value_its_flag_cannot_say_is_our_mistake",
             "tests/test_translate.py -k plan", "tests/test_effect.py::test_a_leak_is_stopped",
             "tests/test_budget.py::test_worked_example_of_the_memory_article",
             "tests/test_lower.py::test_refusal", "tests/test_schema.py::test_it_is_current",
@@ -79,7 +85,7 @@ GROUPS = {
     "sizes": Group(
         ("nam_megatron/sizes.py", "nam_megatron/budget/[!_pt]*.py"), 
         (
-            "tests/test_golden.py", "tests/test_budget.py::test_worked_example_of_the_memory_article",
+            "tests/test_said.py", "tests/test_golden.py", "tests/test_budget.py::test_worked_example_of_the_memory_article",
             "tests/test_budget.py::test_table_of_errors_is_todays", f"tests/test_budget.py {SLOW_BUDGET}",
         ),
     ),
@@ -89,11 +95,14 @@ GROUPS = {
             "nam_megatron/runtime/checksums.py", "nam_megatron/runtime/nonfinite.py",
         ),
         (
-            "tests/test_judges.py", "tests/test_verify.py::test_command_as_json",
+            "tests/test_judges.py", "tests/cpu/test_judged_checkpoints.py", "tests/cpu/test_guards.py",
             "tests/test_effect.py::test_a_layout_that_decides_what_is_computed_is_no_other_order_of_sums",
-            "tests/cpu/test_judged_checkpoints.py",
-            "tests/cpu/test_guards.py",
+            "tests/test_verify.py::test_command_as_json",
         ),
+    ),
+    "trainer": Group(
+        ("nam_megatron/train.py", "nam_megatron/runtime/pretrain.py"),
+        ("tests/cpu/test_guards.py", f"tests/cpu/test_train.py {SLOW_TRAIN}"),
     ),
     "receipts": Group(
         ("launch/receipt.py", "launch/redact.py", "launch/signature.py", "launch/compare.py"),
@@ -119,29 +128,12 @@ GROUPS = {
 SAME: dict[str, str] = {
     'nam_megatron/runtime/checkpoint.py: torch.load(io.BytesIO(file.read(length)), map_location="cpu", weights_only=True)'
     ' -> torch.load(io.BytesIO(file.read(length)), map_location="cpu",)': "torch's own default since 2.6",
-    "nam_megatron/recipe/standing.py: raise_if(problems) -> pass": "the same findings are raised a few lines below, with the next ones",
-    'launch/redact.py: known = sorted((n for n in names if len(n) > 2 and n != "localhost"), key=len, reverse=True)'
-    ' -> known = sorted((n for n in names if len(n) > 2 and n != "localhost"), key=len,)': "what follows a name decides, not the order",
     'nam_megatron/setting.py: row = Row((inner.__doc__ or "").strip().partition("\\n")[0] if inner else "")'
     ' -> row = Row((inner.__doc__).strip().partition("\\n")[0] if inner else "")': "every section has a docstring; schema.json holds it",
     'launch/receipt.py: "id": secrets.token_hex(8), -> "id": secrets.token_hex( 7),': "random enough, too",
     'nam_megatron/argv.py: return json.dumps(tree, indent=1) + "\\n" -> return json.dumps(tree,) + "\\n"': "how plan.json is laid out",
     "nam_megatron/budget/memory.py: before = sum(n * size for n, size in zip(sets, kept, strict=True))"
     " -> before = sum(n * size for n, size in zip(kept, sets, strict=True))": "a product, whichever way round",
-    'launch/receipt.py: file.write("\\n") -> pass': "JSON, with a line's end or without",
-    "nam_megatron/blocks/dsa/naive.py: wide = torch.promote_types(query.dtype, torch.float32)"
-    " -> wide = torch.promote_types(torch.float32, query.dtype)": "the wider of two, whichever comes first",
-    'launch/compare.py: if unknown := [r["run"] for r, found in zip(receipts, ids, strict=True) if found is None]:'
-    ' -> if unknown := [r["run"] for r, found in zip(receipts, ids,) if found is None]:': "an id for each receipt: the line above",
-    "nam_megatron/blocks/mla/naive.py: wide = x.to(torch.promote_types(x.dtype, torch.float32))"
-    " -> wide = x.to(torch.promote_types(torch.float32, x.dtype))": "the wider of two, whichever comes first",
-    "nam_megatron/budget/memory.py: return max(self.startup, self.steady, key=lambda m: m.total)"
-    " -> return max(self.steady, self.startup, key=lambda m: m.total)": "which of two equal moments is named",
-    "nam_megatron/blocks/attention/block.py: return z.own(n=z.model.num_attention_heads, "
-    'g=max(self.query_groups, int(z["t"])), d=self.head_dim)'
-    ' -> return z.own(n=z.model.num_attention_heads, g=max(int(z["t"]), self.query_groups), d=self.head_dim)': "the larger of two",
-    "launch/receipt.py: with contextlib.suppress(Refused, OSError):  # one damaged or foreign receipt must not hide the others"
-    " -> with contextlib.suppress(OSError, Refused):  # one damaged or foreign receipt must not hide the others": "either of two",
     "nam_megatron/verify.py: widths = [min(max(len(c[i]) for c in cells), 60) for i in range(5)]"
     " -> widths = [min(max(len(c[i]) for c in cells), 61) for i in range(5)]": "how wide a table is",
 }
@@ -426,7 +418,7 @@ def main(words: Sequence[str]) -> int:
         found.append((group, mutant, result))
         if log := options.get("log"):
             with open(log, "a") as file:
-                file.write(json.dumps({"group": group, "text": mutant.text, "line": mutant.line} | result) + "\n")
+                file.write(json.dumps({"group": group, "mutant": mutant.text, "line": mutant.line} | result) + "\n")
         if result["word"] == "survived":
             reason = SAME.get(mutant.text)
             place = f"{mutant.path}:{mutant.line} {mutant.operator}"

@@ -129,6 +129,9 @@ def test_words_of_a_setting():
     assert words("recompute_modules", ("core_attn", "moe")) == ("--recompute-modules", "core_attn", "moe")
     assert words("save", None) == ()
     assert words("hybrid_layer_pattern", "--M*") == ("--hybrid-layer-pattern=--M*",)
+    either = next(flag for flag in current().flags.values() if flag.action == "boolean")
+    assert words(either.dest, True) == (either.name,) != words(either.dest, False)
+    assert parser().parse_args(words(either.dest, False)) == parser().parse_args([f"--no-{either.name[2:]}"])
 
 
 @pytest.mark.parametrize(

@@ -23,14 +23,6 @@ LAYOUTS = {
     "layout_tp_sp_ep": ("nam56r_fused", "+overlay=tp_sp_ep"),
     "layout_pipeline": ("nam56r_native_dp", "cluster=h200_2x8", "parallel.pipeline=4", "parallel.virtual_pipeline=2", "+overlay=graphs"),
     "layout_capacity": ("nam56r_native_dp", "parallel.expert=4", "model.blocks.moe.capacity_factor=1.25", "model.activation=swiglu"),
-    "layout_recompute": (
-        "nam56r", "feature.recompute.granularity=selective", "feature.recompute.modules=[moe_act,layernorm,core_attn,shared_experts]",
-    ),
-    "layout_full_recompute": (
-        "nam56r_fused", "feature.recompute.granularity=full", "feature.recompute.method=uniform", "feature.recompute.layers=2",
-    ),
-    "kernels_naive": ("nam56r", *(f"model.blocks.{kind}.kernels=naive" for kind in ("mla", "dsa", "mamba3", "m2rnn"))),
-    "kernels_megatron": ("nam56r", "model.blocks.mla.kernels=megatron", "model.blocks.dsa.kernels=megatron"),
     "features_all": (
         "nam56r_native_dp", "feature.mhc.streams=4", "feature.ngram_hash.enabled=true", "feature.ngram_hash.buckets=1000", "data=indexed",
         "data.path=/d/x", "data.split='99,1,0'", "data.tokenizer=/t", "feature.fim.enabled=true", "feature.fim.rate=0.3",
@@ -84,4 +76,4 @@ def test_a_setting_is_decided_by_a_key_that_there_is(name):
 
 
 def test_no_golden_without_a_preset():
-    assert {p.name for p in GOLDEN.iterdir()} == {*ALL, *ODDLY, *LAYOUTS}
+    assert {p.name for p in GOLDEN.iterdir() if p.is_dir()} == {*ALL, *ODDLY, *LAYOUTS}

@@ -158,7 +158,34 @@ def test_what_is_not_built_is_neither_verified_nor_a_mismatch():
     lowering = lowered("nam56r_smoke", "feature.linear_ce.enabled=true")
     verdict = judged(VALUES, lowering)
     assert (verdict.word, verdict.code) == (UNFINISHED, INCOMPLETE)
+    assert summary(lowering, verdict).endswith("verdict:  incomplete: everything built agrees; not built: linear_ce\n")
     assert judged(VALUES | {"transformer.hidden_size": 1}, lowering).code == FINDINGS
+
+
+def test_the_table_says_each_side_by_side(monkeypatch, capsys):
+    oracle = contextlib.nullcontext(
+        Says(VALUES | {"transformer.hidden_size": 7, "transformer.normalization": "x" * 70})
+    )
+    monkeypatch.setattr(verdicts, "Oracle", lambda: oracle)
+    origin = SimpleNamespace(unnamed_preset=lambda name: f"note: {name}\n")
+    assert verdicts.task(LOWERING.plan.recipe, {"format": "auto"}, origin) == FINDINGS
+    said = capsys.readouterr()
+    assert said.err == "note: nam56r_smoke\n"
+    head, hidden, norm = (line.split("  ") for line in said.out.partition("\n\n")[2].splitlines())
+    assert [c.strip() for c in head if c] == ["recipe key", "Megatron's field", "expected", "Megatron has", "verdict"]
+    assert [c.strip() for c in hidden if c] == ["model.hidden_size", "transformer.hidden_size", "256", "7", MISMATCH]
+    assert [c.strip() for c in norm if c] == [
+        "model.normalization",
+        "transformer.normalization",
+        "RMSNorm",
+        "x" * 70,
+        MISMATCH,
+    ]
+    assert verdicts.task(LOWERING.plan.recipe, {"format": "table"}, origin) == FINDINGS
+    assert len(capsys.readouterr().out.splitlines()) > len(VALUES) > 100
+    with pytest.raises(Refused, match="no format `yaml`") as refused:
+        verdicts.task(LOWERING.plan.recipe, {"format": "yaml"}, origin)
+    assert [(p.key, p.hint) for p in refused.value.problems] == [("format", "there are: auto, table, json")]
 
 
 # Resuming and comparing: which keys compute? -----------------------------------------------------------------------------------------

@@ -13,13 +13,14 @@ BEFORE = """
 def f(a, b, *, c):
     if a and b:
         g(a, b, x=b, y=c)
+        max(a, b)
     return [x for x in [a, b, 1] if x != c], {"k": a}, re.compile(r"(a|b|c)")
 """
 MADE = {
     "SwapArguments": ["g(b, a, x=b, y=c)", "g(a, b, x=c, y=b)"],
     "DropElement": ["g(a, b, y=c)", "g(a, b, x=b,)", "in [ b, 1] if", "in [a, 1] if", "in [a, b,] if"],
     "DropOperand": ["if b:", "if a:", "in [a, b, 1]], {"],
-    "DropStatement": ["        pass\n"],
+    "DropStatement": ["        pass\n        max", "y=c)\n        pass\n"],
     "DropAlternative": ['r"(a|c)"', 'r"(a|b)"'],
 }  # fmt: skip
 

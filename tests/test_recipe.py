@@ -282,15 +282,6 @@ def test_every_key_that_came_later_has_the_value_that_older_plans_meant():
     assert asked == CAME_LATER.keys()
 
 
-def test_a_stored_recipe_holds_no_feature_that_is_off():
-    """What stands is all there is: `muon` would decide nothing, and be a row of every comparison."""
-    tree = to_tree(lowered("nam56r").plan.recipe)
-    on = to_tree(load("nam56r", ["feature.muon.enabled=true", "optim=muon"]))["feature"]["muon"]
-    tree["feature"]["muon"] = on | {"enabled": False}
-    with pytest.raises(Refused, match="feature `muon` is off"):
-        from_tree(tree)
-
-
 @pytest.mark.parametrize("name", [n for n in NAMES if lowered(n).plan.recipe.preset.alias_of])
 def test_an_alias_is_its_target_under_another_name(name):
     alias = lowered(name)
@@ -436,14 +427,6 @@ def test_a_list_of_another_length_is_refused_by_its_key(items, says):
 def test_the_base_of_angles_is_read_wherever_a_layer_has_them(preset):
     told = {s.name: s.value for s in translate(load(preset, ["model.rotary_base=10007"])).settings}
     assert told["rotary_base"] == 10007
-
-
-@pytest.mark.parametrize(("key", "kinds"), [("path", "`data=indexed` or `data=built`"), ("parts", "`data=blend`")])
-def test_data_that_has_no_such_key_points_to_those_that_have_it(key, kinds):
-    value = "[{weight: 1, path: /x}]" if key == "parts" else "/x"
-    with pytest.raises(Refused) as refused:
-        translate(load("nam56r", ["data=mock", f"data.{key}={value}"]))
-    assert f"set {kinds}" in [p.hint for p in refused.value.problems if p.key == f"data.{key}"]
 
 
 def test_a_stored_recipe_with_a_key_that_nothing_reads_is_refused():

@@ -10,6 +10,7 @@ from nam_megatron.blocks.kinds import KINDS, LETTERS
 from nam_megatron.errors import Refused
 from nam_megatron.plan import plan
 from nam_megatron.recipe import Recipe, Substitute, config_at, from_tree, to_tree
+from nam_megatron.setting import CONNECTIONS, Env
 from nam_megatron.targets import current
 from nam_megatron.verify import reviewed_fields
 
@@ -209,6 +210,22 @@ def test_a_stored_lane_may_leave_a_letter_to_the_model():
     del tree["lane"]["tensor"]
     with pytest.raises(Refused):
         from_tree(tree)
+
+
+@pytest.mark.parametrize(
+    ("value", "never", "allowed", "forbidden"),
+    [(None, None, (None, "1", "8"), ()), (None, "1", (None, "8"), ("1",)), ("1", None, ("1",), (None, "8", ""))],
+)
+def test_what_a_platform_may_force(value, never, allowed, forbidden):
+    """How many connections a device has, where a plan wants it unset, and nothing else."""
+    wanted = Env(CONNECTIONS, value, "why", never=never)
+    assert [wanted.allows(here) for here in (*allowed, *forbidden)] == [True] * len(allowed) + [False] * len(forbidden)
+    assert not Env("NCCL_ALGO", None, "why").allows("Ring") and Env("NCCL_ALGO", "Ring", "why").allows("Ring")
+    for before in ({}, {CONNECTIONS: "32", "OTHER": "x"}):
+        environ = dict(before)
+        wanted.put(environ)
+        assert environ.get(CONNECTIONS) == value and environ.get("OTHER") == before.get("OTHER")
+        assert (CONNECTIONS in environ) == (value is not None)
 
 
 def test_the_section_of_a_key():

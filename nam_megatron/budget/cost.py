@@ -92,24 +92,23 @@ def megatron(plan: Plan) -> float:
     """Per token, what megatron-core 0.19.2 counts (training/training.py, num_floating_point_operations)."""
     m, blocks = plan.recipe.model, plan.recipe.model.blocks
     every, h = plan.pattern.replace("|", "").replace("/", ""), m.hidden_size
-    a, moe, attention, experts = blocks.attention, blocks.moe, 0.0, 0.0
-    if a:
-        width = a.head_dim * m.num_attention_heads
-        attention = 4 * width * (h + h * a.query_groups / m.num_attention_heads) + 2 * m.seq_length * width
+    gated = 1.5 if m.activation == "swiglu" else 1.0
     state, groups, heads = 128, 8, 2 * h // 64  # its defaults
     if blocks.mamba2:
         state, groups, heads = blocks.mamba2.state_dim, blocks.mamba2.groups, blocks.mamba2.heads
     inner = 2 * h
-    mamba = 2 * h * (2 * inner + 2 * groups * state + heads) + 7 * inner * state + 2 * inner * h
-    gated = 1.5 if m.activation == "swiglu" else 1.0
-    if moe:
-        experts = 4 * h * gated * (moe.expert_hidden_size * moe.top_k + moe.shared_expert_hidden_size)
-    mlp = 4 * h * gated * m.ffn_hidden_size
-    delta = 0.0
+    by_symbol = {
+        "M": 2 * h * (2 * inner + 2 * groups * state + heads) + 7 * inner * state + 2 * inner * h,
+        "-": 4 * h * gated * m.ffn_hidden_size,
+    }
+    if a := blocks.attention:
+        width = a.head_dim * m.num_attention_heads
+        by_symbol["*"] = 4 * width * (h + h * a.query_groups / m.num_attention_heads) + 2 * m.seq_length * width
+    if moe := blocks.moe:
+        by_symbol["E"] = 4 * h * gated * (moe.expert_hidden_size * moe.top_k + moe.shared_expert_hidden_size)
     if g := blocks.gdn:
         keys, values = g.key_heads * g.key_head_dim, g.value_heads * g.value_head_dim
         rule = 4 * g.value_heads * g.value_head_dim**2
-        delta = 2 * (h * (g.in_proj_width + values) + g.conv_width * (2 * keys + values) + rule)
-    per_symbol = {"*": attention, "M": mamba, "G": delta, "E": experts, "-": mlp}
-    forward = sum(per_symbol.get(symbol, 0.0) for symbol in every)
+        by_symbol["G"] = 2 * (h * (g.in_proj_width + values) + g.conv_width * (2 * keys + values) + rule)
+    forward = sum(by_symbol.get(symbol, 0.0) for symbol in every)
     return 3 * (forward + 2 * h * m.vocab_size * (1 + plan.mtp_depths))

@@ -163,7 +163,7 @@ def _key(inputs: Sequence[Source], contents: Sequence[str], gone: Sequence[str],
 def _scan(piece: Piece, out: Path) -> dict[str, Any]:
     """What is in a piece: place and hash of each document, how many are empty, which rows are none. Kept in `out`."""
     if out.exists():
-        return json.loads(out.read_text())
+        return json.loads(out.read_text(encoding="utf-8"))
     found: dict[str, Any] = {"digests": [], "empty": 0, "problems": []}
     for at, text in sources.documents(piece):
         if not isinstance(text, str):

@@ -100,7 +100,7 @@ class MegatronFsdp(Switch):
         units: Counter[int | None] = Counter()
         for held in (x for group in groups for x in group.held):
             units[held.layer] += held.elements * held.count
-        z = z.own(W=elements, unit=max((size for layer, size in units.items() if layer is not None), default=0))
+        z = z.own(W=elements, unit=max((size for layer, size in units.items() if layer is not None)))
         more = {"bucket": COMMUNICATION, **self._mark()}
         if self.strategy == "optim_grads_params":
             yield z.line(

@@ -105,9 +105,11 @@ class Recompute(Feature):
 
 def groups(recompute: Recompute | None, layers: int) -> Iterator[tuple[range, bool]]:
     """How the `layers` of a pipeline segment are kept: (indices, whether only the first one's input is)."""
-    full = recompute if recompute and recompute.granularity == "full" else None
-    most = full.layers or 1 if full else 1
-    size = most if full and full.method == "uniform" else 1
+    if recompute is None or recompute.granularity != "full":
+        yield from ((range(at, at + 1), False) for at in range(layers))
+        return
+    most, uniform = recompute.layers, recompute.method == "uniform"
+    assert most, "`check` refuses full recompute without it"
+    size = most if uniform else 1
     for start in range(0, layers, size):
-        checkpointed = full is not None and (full.method == "uniform" or start < most)
-        yield range(start, min(start + size, layers)), checkpointed
+        yield range(start, min(start + size, layers)), uniform or start < most

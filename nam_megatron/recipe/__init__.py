@@ -211,7 +211,8 @@ def _lane_in_name_only(recipe: Recipe) -> Iterator[Problem]:
         if there != here:
             instead = "write a lane of your own" if key.startswith("blocks.") else f"set `parallel.{key}`"
             hint = f"{instead}, or give this lane another name: `lane.name=NAME`"
-            yield Problem(f"lane `{recipe.lane.name}` has `{there}`, not `{here}`", f"lane.{key}", hint)
+            message = f"lane `{recipe.lane.name}` has `{_shown(there)}`, not `{_shown(here)}`"
+            yield Problem(message, f"lane.{key}", hint)
 
 
 def from_tree(tree: Mapping[str, Any], origin: Any = None) -> Recipe:

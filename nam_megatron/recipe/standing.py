@@ -94,7 +94,6 @@ def kinds(recipe: "Recipe", letters: str) -> list[str]:
         elif kind not in LETTERS[letter]:
             hint = f"one of {', '.join(LETTERS[letter])}"
             problems.append(Problem(f"`{kind}` cannot stand at `{letter}`", key, hint))
-    raise_if(problems)
     found = [standing[letter] for letter in letters]
     taken: dict[tuple[str, int], int] = {}
     for index, sub in enumerate(model.substitute):

@@ -213,18 +213,13 @@ class Index(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> type:
         if name in INDEX.get(module, ()) or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
-            return Frozen(name, (Inert,), {})
+            return type(name, (Inert,), {})
         raise pickle.UnpicklingError(f"it names `{module[:40]}.{name[:40]}`, which has no place in an index")
 
 
-class Frozen(type):
-    """A class that a pickle cannot change."""
+class Inert:
+    """Stands for any class of an index. Its `__setstate__` is also what keeps a pickle from setting attributes of the class itself."""
 
-    def __setattr__(cls, name: str, value: object) -> None:
-        raise pickle.UnpicklingError(f"it changes `{cls.__name__}`")
-
-
-class Inert(metaclass=Frozen):
     def __init__(self, *_: object) -> None:
         """Takes what the class that it stands for would."""
 

@@ -1,10 +1,13 @@
 """What stands beside a checkpoint and in it, judged part by part: small ones that torch writes, and none is trained."""
 
 import hashlib
+import io
 import json
+import os
 import pickle
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from test_train import lowered
 
 from nam_megatron.data import manifest
+from nam_megatron.errors import Refused
 from nam_megatron.runtime import checkpoint, checksums
 
 TRACKER, STEP = "latest_checkpointed_iteration.txt", "iter_0000012"
@@ -318,3 +322,132 @@ def test_where_a_run_may_save(tmp_path):
     assert objections() == ["schedule.save"]
     assert objections(f"schedule.load={tmp_path}/ckpt") == [] == objections(f"schedule.load={tmp_path}/other/../ckpt")
     assert objections(f"schedule.load={tmp_path}/other") == ["schedule.save"]
+
+
+def test_all_that_is_wrong_is_said_at_once(step):
+    """Of what is loaded and of what is computed, and where it would be saved."""
+    folder = step.parent
+    (step / "common.pt").write_bytes(b"cut")
+    other = folder.parent / "other"
+    other.mkdir()
+    (other / TRACKER).write_text("1")
+    words = (f"schedule.load={folder}", f"schedule.save={other}", "schedule.save_interval=2")
+
+    def said(**more) -> list[tuple[str | None, str]]:
+        return [(p.key, p.message.split("`")[-1]) for p in checkpoint.objections(lowered(*words), **more)]
+
+    spoilt = [("schedule.load", " is not what was saved: its checksum differs"), ("schedule.load", " is cut off")]
+    taken = ("schedule.save", " holds the checkpoints of a run")
+    unsigned = next(p for p in checkpoint.another(folder, lowered(*words)))
+    assert said() == [*spoilt, (unsigned.key, unsigned.message.split("`")[-1]), taken]
+    (step / "__0_0.distcp").write_bytes((step / "__0_0.distcp").read_bytes()[::-1])
+    assert len(said(thorough=False)) == 4 < len(said())
+    checkpoint.sign(
+        lowered(
+            f"schedule.save={folder}", "schedule.save_interval=2", "schedule.train_steps=7", "schedule.decay_steps=7"
+        )
+    )
+    found = {p.key: (p.message, p.hint) for p in checkpoint.another(folder, lowered(*words))}
+    steps = lowered().plan.recipe.schedule.train_steps
+    assert found == {
+        f"schedule.{name}_steps": (f"the checkpoint has `schedule.{name}_steps` 7, and the plan {steps}", hint)
+        for name, hint in (
+            ("train", "the order of the data depends on it; to end a command earlier, use `schedule.stop_every`"),
+            ("decay", "go on with what was computed before, or start afresh: `schedule.load=null`"),
+        )
+    }
+
+
+class Named:
+    """What a pickle holds that calls something."""
+
+    def __init__(self, *call: object):
+        self.call = call
+
+    def __reduce__(self):
+        return self.call[0], tuple(self.call[1:])
+
+
+def test_an_index_names_and_changes_nothing_of_ours(step):
+    for spoilt, said in (
+        (pickle.dumps(Named(print, "run")), "it names `builtins.print`, which has no place in an index"),
+        (b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N(dS'x'\nI1\nstb.", "Inert.__setstate__() missing"),
+    ):
+        (step / ".metadata").write_bytes(spoilt)
+        signed(step)
+        assert [text.startswith(f"its index `.metadata` cannot be read: {said}") for text in found(step)] == [True]
+
+
+def test_an_index_that_another_python_wrote_is_read(step):
+    """Python 3.13 moved its paths."""
+    index = (step / ".metadata").read_bytes()
+    assert b"pathlib" in index
+    for name in ("PosixPath", "PurePosixPath"):
+        for module in ("pathlib", "pathlib._local"):
+            assert checkpoint.Index(io.BytesIO(b"")).find_class(module, name).__name__ == name
+
+
+def test_checksums_come_before_whoever_waits_for_the_checkpoint(step, monkeypatch):
+    """In the background they are the last thing that is done."""
+    wrote, request = [], SimpleNamespace(finalize_fns=["first"])
+    monkeypatch.setattr(checksums, "write", wrote.append)
+    save = checksums._followed(lambda content, folder, **named: named["asked"], lambda words, named: words[1])
+    assert save({}, str(step), asked=None) is None and wrote == [step]
+    assert save({}, str(step), asked=request) is request and wrote == [step]
+    first, last = request.finalize_fns
+    assert last() is None and first == "first" and wrote == [step, step]
+
+
+def test_a_rank_that_cannot_read_its_files_ends_all(step, monkeypatch):
+    ranks = torch.distributed
+    monkeypatch.setattr(ranks, "barrier", lambda: None)
+    monkeypatch.setattr(ranks, "get_world_size", lambda: 2)
+    for rank in (0, 1):
+        (step / checksums.NAME).unlink(missing_ok=True)
+        other = {0: "__1_0.distcp: no", 1: {}}[rank]
+        monkeypatch.setattr(ranks, "get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(
+            ranks,
+            "all_gather_object",
+            lambda found, mine, r=rank, o=other: found.__setitem__(slice(None), [mine, o][:: 1 - 2 * r]),
+        )
+        if rank:
+            checksums.write(step)  # rank 0 writes it
+        else:
+            with pytest.raises(OSError, match=r"no checksums of .*: __1_0\.distcp: no"):
+                checksums.write(step)
+        assert not (step / checksums.NAME).exists()
+    monkeypatch.setattr(checksums, "digests", lambda folder, names: (_ for _ in ()).throw(OSError("unread")))
+    with pytest.raises(OSError, match="unread"):
+        checksums.write(step)
+
+
+def test_checksums_are_on_the_disk_before_they_count(step, monkeypatch):
+    order = []
+    monkeypatch.setattr(
+        os, "fsync", lambda file: order.append(json.loads(Path(f"/proc/self/fd/{file}").read_text())["files"])
+    )
+    monkeypatch.setattr(Path, "replace", lambda old, new: order.append((old.name, new.name)))
+    checksums.put(step, {"b": "2", "a": "1"})
+    assert order == [{"a": "1", "b": "2"}, (f"{checksums.NAME}.part", checksums.NAME)] and list(order[0]) == ["a", "b"]
+
+
+def test_the_command_that_trusts_the_files(step, monkeypatch, capsys):
+    def command(*words: str) -> str:
+        monkeypatch.setattr("sys.argv", ["checksums", *words])
+        try:
+            assert checksums.command() == 0
+        except Refused as refused:
+            return refused.render()
+        return capsys.readouterr().out
+
+    assert f"`{step / checksums.NAME}` is there already\n\nhint: take it away" in command(str(step))
+    assert command() == command("-h") == command("--help") == command("a", "b") == checksums.__doc__ + "\n"
+    assert "is no checkpoint\n\nhint: the folder of one step" in command(str(step.parent))
+    told = checksums.read(step)
+    (step / checksums.NAME).unlink()
+    assert command(str(step)) == f"{step / checksums.NAME}: {len(told)} files\n" and checksums.read(step) == told
+    assert checksums.whole(step) == checksums.digest(step / checksums.NAME)
+    (step / checksums.NAME).unlink()
+    monkeypatch.setattr(checksums, "put", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+    assert "No space left\n\nhint: its files must be readable" in command(str(step))

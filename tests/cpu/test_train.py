@@ -6,7 +6,7 @@ import sys
 import time
 from functools import cache, partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import megatron.core.package_info
 import numpy
@@ -27,8 +27,10 @@ from nam_megatron import train
 from nam_megatron.argv import argv as argv_of
 from nam_megatron.argv import plan_json
 from nam_megatron.argv import words as words_of
+from nam_megatron.budget import cost
 from nam_megatron.errors import Problem, Refused
 from nam_megatron.lower import translate
+from nam_megatron.plan import Seam
 from nam_megatron.recipe import load
 from nam_megatron.runtime import cross_entropy, pretrain, rate
 from nam_megatron.runtime.stack import hybrid_stack_spec
@@ -179,6 +181,17 @@ def test_a_plan_with_unbuilt_parts_is_incomplete(tmp_path, monkeypatch, capfd):
     assert train.main(["--nam-plan", str(tmp_path / "plan.json"), *words_of(lowering)], time.time()) == 3
     err = capfd.readouterr().err
     assert "`linear_ce` is not built" in err
+
+
+def test_what_is_not_built_is_said_with_its_layers():
+    seams = (Seam("a", "no kernel", (3, 5)), Seam("b", "no loss"))
+    job = SimpleNamespace(plan=SimpleNamespace(not_built=seams))
+    assert train.unbuilt(job) == "error: `a` is not built: no kernel (layers 3, 5)\nerror: `b` is not built: no loss\n"
+
+
+def test_the_log_divides_by_a_gpus_share_of_a_sequence():
+    one, two = lowered().plan, lowered("cluster=h200_2").plan
+    assert train.operations(one) == cost.cost(one).model * 32 == 2 * train.operations(two)
 
 
 def test_a_refusal_is_said_once_under_torchrun(tmp_path):

@@ -218,6 +218,7 @@ def test_the_commands(tmp_path, capsys, monkeypatch):
         ["receipts", str(root), "end=complete"],
         ["receipts", str(root), "state=lost"],
         ["compare", "--anywya"],
+        ["compare", str(runs[0]), str(runs[1]), "anyway=perhaps"],
         ["no"],
     ):
         monkeypatch.setattr("sys.argv", ["launch", *words])

@@ -248,6 +248,56 @@ def test_a_sealed_receipt_is_of_one_piece(root):
     assert receipt.read(folder) == whole  # how it is laid out says nothing
 
 
+def test_what_counts_is_on_the_disk_before_it_does(root, monkeypatch):
+    """A receipt and a chain's head: the whole file, then its name, then the folder."""
+    folder, order, replace = run(root), [], os.replace
+
+    def synced(file: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{file}"))
+        order.append((path.name, "a folder" if path.is_dir() else json.loads(path.read_text())))
+
+    def replaced(old: Path, new: Path) -> None:
+        order.append((old.name, new.name))
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    receipt.write(folder, {"a": 1})
+    receipt._keep(root, {"b": 2})
+    assert order == [
+        (f".{receipt.FILE}", {"a": 1}), (f".{receipt.FILE}", receipt.FILE), (folder.name, "a folder"),
+        (".chain.new", {"b": 2}), (".chain.new", ".chain"), (root.name, "a folder"),
+    ]  # fmt: skip
+    assert (folder / receipt.FILE).read_text() == '{\n "a": 1\n}\n'
+    assert oct((root / receipt.CHAIN).stat().st_mode) == "0o100600"
+    order.clear()
+    opened(root)
+    assert (root.name, "a folder") == order[-1]
+    with pytest.raises(ValueError, match="Out of range"):
+        receipt.write(folder, {"a": float("nan")})
+
+
+def test_no_lock_stays_open_in_the_launcher(root):
+    """Else it would hold for a live run what is lost, until the launcher itself ends."""
+
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = descriptors()
+    live, lost = opened(root), opened(root)
+    assert descriptors() == before + 2
+    os.close(lost._lock)
+    assert [receipt.held(made.folder, made.content) for made in (live, lost)] == [True, False]
+    assert receipt.held(live.folder, live.content | {"lock": 1}) is None
+    assert receipt.seal_lost(root, outcome.of_log) == [lost.content["run"]]
+    with pytest.raises(Refused, match="was changed"):
+        edit(live.folder, opened="1999")
+        live.record(words=["x"])
+    os.close(live._lock)
+    run(root)
+    assert descriptors() == before
+
+
 def test_the_ways_a_run_can_end(root):
     for end in ("completed", "failed", "refused", "interrupted", "lost"):
         assert receipt.sealed({}, end, {"x": 1})["outcome"] == {"x": 1, "end": end}
@@ -261,11 +311,44 @@ def test_a_preset_is_no_path(root):
     assert not root.exists()
 
 
+@pytest.mark.parametrize(
+    "chain", [None, 3, {}, {"number": None}, {"number": True}, {"number": 1.0}, {"number": 0}, {"number": -1}]
+)
+def test_a_place_in_a_chain_is_a_number_from_one(chain):
+    assert receipt.place({"chain": chain}) is None and receipt.place({}) is None
+    assert receipt.place({"chain": {"id": "a", "number": 1}}) == ("a", 1)
+
+
+def test_a_receipt_that_cannot_be_written_leaves_no_folder(root, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(Refused, match="the disk is full"):
+        opened(root)
+    assert list(root.iterdir()) == []
+
+
 def test_a_kill_before_the_first_receipt_leaves_nothing(root):
     left = root / f"{receipt.OPENING}20200101T000000Z-x-000000"
     left.mkdir(parents=True)
     (left / receipt.LOCK).touch()
     (left / receipt.RESERVE).write_bytes(bytes(1 << 20))
+    assert receipt.seal_lost(root, outcome.of_log) == [] and not left.exists()
+
+
+def test_two_launchers_may_tidy_up_at_once(root, monkeypatch):
+    left = root / f"{receipt.OPENING}20200101T000000Z-x-000000"
+    left.mkdir(parents=True)
+    (left / receipt.LOCK).touch()
+    close = os.close
+
+    def closed(file: int) -> None:
+        monkeypatch.undo()
+        shutil.rmtree(left)  # the other one was faster
+        close(file)
+
+    monkeypatch.setattr(os, "close", closed)
     assert receipt.seal_lost(root, outcome.of_log) == [] and not left.exists()
 
 
@@ -313,6 +396,25 @@ def test_a_run_is_signed_as_it_is_sealed(root, keys, capsys):
     code, out = listed(root, capsys, signers=str(signers))
     assert code == 0 and "signed by me@example.org" in out
     assert str(key) not in (receipt.folders(root)[0] / receipt.FILE).read_text()
+
+
+def test_who_signed_cannot_be_asked_without_a_list_or_a_tool(root, keys, monkeypatch):
+    assert signature.key_objections(None) is None and signature.key_objections(str(keys[0])) is None
+    with pytest.raises(Refused, match="no file of allowed signers") as refused:
+        signature.signer(run(root), root / "nobody")
+    assert [(p.key, p.hint) for p in refused.value.problems] == [("signers", "see ALLOWED SIGNERS in ssh-keygen(1)")]
+    slow = root / "bin" / "ssh-keygen"
+    slow.parent.mkdir()
+    slow.write_text("#!/bin/sh\nexec /bin/sleep 9\n")
+    slow.chmod(0o755)
+    monkeypatch.setenv("PATH", str(slow.parent))
+    monkeypatch.setattr(signature, "SECONDS", 0.1)
+    with pytest.raises(Refused, match=r"cannot be run: .* timed out"):
+        signature.signer(run(root), keys[1])
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(Refused, match=r"`ssh-keygen -Y find-principals` cannot be run") as refused:
+        signature.signer(run(root), keys[1])
+    assert [(p.key, p.hint) for p in refused.value.problems] == [(None, "OpenSSH 8.2 or newer")]
 
 
 def test_a_key_that_cannot_sign_is_refused(root, tmp_path):

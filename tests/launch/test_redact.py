@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from launch import receipt
-from launch.redact import RECORDED, SHORT, Redactor, shapeless, telling
+from launch.redact import FIGURE, RECORDED, SHORT, Redactor, published, shapeless, telling
 
 SECRET_NAMES = st.sampled_from(
     [
@@ -119,6 +119,8 @@ SHAPES = [
     ("x-my-token: ", "7"), ("x-key: ", "7"), ("x-a-secret: ", "7"),
     *((f"{scheme} ", "7" * 6) for scheme in ("bearer", "basic", "digest", "negotiate")),
     ("login me password ", "7"), *((f" {flag} ", "7") for flag in ("-p", "-pw", "--password", "--token", "--secret", "--api-key")),
+    *((f"the {word} ", "x7777777") for word in ("password", "passwort", "pw", "secret", "token", "api key", "private-key")),
+    *((f"{word} is ", "x7777777") for word in ("secret", "secret for me", "access_key")),
     ("https://", "me:7@"), ("https://", "7@"), ("s3://", ":7@"),
 ]  # fmt: skip
 
@@ -156,7 +158,8 @@ SECRET = """
 KEY KEYS TOKEN TOKENS SECRET SECRETS PASS PASSPHRASE PASSWD PASSWORD PW CREDENTIAL CREDENTIALS AUTH COOKIE DSN PAT JWT BEARER NETRC
 """
 OURS = """
-NCCL TORCH TORCHINDUCTOR TORCHELASTIC PYTORCH CUDA CUBLAS CUDNN NVTE NVIDIA TRITON OMP MKL UCX GLOO NVSHMEM TOKENIZERS
+NCCL TORCH TORCHINDUCTOR TORCHELASTIC PYTORCH CUDA CUBLAS CUDNN CUTE NVTE NVIDIA TRITON TILELANG MAMBA MEGATRON FLASH OMP KMP MKL UCX UCC
+FI GLOO NVSHMEM TOKENIZERS LD MALLOC
 """
 PLAIN = """
 0 123456 true FALSE on off yes no none INIT NET INFO WARN VERSION TRACE ALL COLL GRAPH INIT,NET expandable_segments:True
@@ -168,6 +171,12 @@ def test_variables_are_recorded_by_name_and_their_values_where_they_say_how():
     names = OURS.split()
     environ = {f"{name}_X": "1" for name in names} | {name: "1" for name in names}
     assert Redactor({}).environ(environ) == environ
+    assert Redactor({}).environ(
+        {"PYTHONPATH": "1", "PYTHONOPTIMIZE": "1", "PYTHONPATHS": "1", "PYTHONHOME": "1"}
+    ).keys() == {
+        "PYTHONPATH",
+        "PYTHONOPTIMIZE",
+    }
     assert Redactor({}).environ({"XNCCL_X": "1", "NCCLX": "1", "PATH": "1", "A_NCCL": "1"}) == {}
     for value in PLAIN.split():
         assert Redactor({}).environ({"NCCL_X": value}) == {"NCCL_X": value}
@@ -214,6 +223,37 @@ def test_a_value_that_is_too_short_is_found_everywhere(value, found):
     assert Redactor({"MY_KEY": value}).secrets(f"x{value}x") == ("x<secret>x" if found else f"x{value}x")
 
 
+FIGURES = """
+123456789 1e300 1E3 cu128 cuda12 python312 post1 rc1 dev1234 NV18 GPU7 NIC3 v2 H100 A100 B200 GH200 GB300 sm90a bond0 eth1 ib0 mlx5_0
+mlx5_bond_3 141G 16K 512M 9F 0000A1B2 224x224 ext4 nfs nfs4 4T 10Z 25a3 25b12 1rc2 SXM5 PCIe HBM3e HBM3 80GB 16X EDR HDR NDR QDR XDR Gb sec
+zfs xfs btrfs tmpfs lustre gpfs ceph wekafs virtiofs AEMEAEMEAEMR
+"""
+
+
+def test_figures_and_names_with_a_number_are_shown():
+    """Of versions, devices, links and file systems, whether our files say them or not. What only looks like one is not."""
+    for word in FIGURES.split():
+        assert FIGURE.fullmatch(word) and published(word) == word, word
+    for word in (
+        "1234567890",
+        "1e3000",
+        "cu12345",
+        "zH100",
+        "mlx6_0",
+        "1234G",
+        "9FF",
+        "0000A1B2C",
+        "ext5",
+        "1GBs",
+        "SXMx",
+        "AEMX",
+        "yfs",
+    ):
+        assert not FIGURE.fullmatch(word), word
+    assert [published(f"zebraword{mark}x") for mark in "-. "] == [f"<text>{mark}x" for mark in "-. "]
+    assert published("12345678901") == published("1234-5678-9012-3456") == "<text>"
+
+
 PLACES = {"<scratch>": [Path("/fast/x/scratch")], "<checkout>": [Path("/fast/x")], "<home>": [Path("/home/me")]}
 
 
@@ -227,6 +267,7 @@ PLACES = {"<scratch>": [Path("/fast/x/scratch")], "<checkout>": [Path("/fast/x")
         ("in node7, node7.cluster.example: node77 my-node7", "in <host>, <host>: node77 my-node7"),
         ("tcp://10.1.2.3:29500 [::ffff:192.168.0.9]", "tcp://<address>:29500 [::ffff:<address>]"),
         ("34.1.2.3:29500", "<address>:29500"),
+        ("999.1.2.3:29500 10.1.2.256", "999.1.2.3:29500 10.1.2.256"),
         ("127.0.0.1:29500 cuBLAS 13.1.0.3 and 0.1.2.3", "127.0.0.1:29500 cuBLAS 13.1.0.3 and 0.1.2.3"),
         ("845.1 ms/step, 1/2 of a/b/c, n/a, 20/ 100 | x", "845.1 ms/step, 1/2 of a/b/c, n/a, 20/ 100 | x"),
         ("LD=/a/b:/c/d,'/e/f'", "LD=<path>:<path>,'<path>'"),
@@ -237,6 +278,17 @@ PLACES = {"<scratch>": [Path("/fast/x/scratch")], "<checkout>": [Path("/fast/x")
 )
 def test_nothing_names_the_machine(text, expected):
     assert re.sub(r"<path \w{8}>", "<path>", Redactor({}, PLACES, ("node7",)).text(text)) == expected
+
+
+def test_what_lies_in_a_known_folder_is_shown_as_a_mark_in_it():
+    """Two receipts of a folder can tell whether it was the same file."""
+    redactor = Redactor({}, PLACES, salt="s")
+    shown = [redactor.shown(f"--load=/fast/x/zebra/{name}", whole=True) for name in ("a", "a", "b")]
+    assert re.fullmatch(r"--load=<checkout>/<path [0-9a-f]{8}>", shown[0]) and shown[0] == shown[1] != shown[2]
+    assert Redactor({}, PLACES, salt="t").shown("--load=/fast/x/zebra/a", whole=True) != shown[0]
+    assert redactor.shown("--load=/fast/x", whole=True) == "--load=<checkout>"
+    assert redactor.shown("--load=a zebra", whole=True) == "--load=<text>"
+    assert redactor.shown("--load=a zebra", whole=False) == "--load=a <text>"
 
 
 def test_one_path_has_one_mark():

@@ -15,7 +15,7 @@ from test_run import Launcher
 from launch import outcome, receipt, steps
 from launch.app import telltale
 from launch.process import LONGEST
-from launch.redact import Redactor
+from launch.redact import Redactor, Stream
 from launch.run import Log
 
 DICE = random.Random(17)
@@ -190,6 +190,21 @@ def test_a_secret_of_the_environment(tmp_path, name):
 def test_a_key_of_several_lines(tmp_path):
     for text in written(tmp_path, PEM, {}):
         assert not any(line in text for line in PEM[1:-1])
+
+
+def test_a_key_ends_where_another_line_begins():
+    """At its end, at a step, at a text: what follows is shown, whatever it looks like, and a step always."""
+    begin, inner, end, step, mark = PEM[0], PEM[1], PEM[-1], stand_in.step_line(1, 3), "<secret>"
+    for said, shown in (
+        ([begin, inner, end, "zebra"], [mark, mark, mark, "zebra"]),
+        ([begin, inner, step, "zebra"], [mark, mark, step, "zebra"]),
+        ([begin, "a line: of none", "zebra"], [mark, "a line: of none", "zebra"]),
+        ([begin, inner, "zebra"], [mark, mark, mark]),
+        ([f"{begin} {end}", "zebra"], [mark, "zebra"]),
+        (["zebra", begin, inner], ["zebra", mark, mark]),
+    ):
+        stream, whole = Stream(Redactor({})), Stream(Redactor({}))
+        assert [line for text in said for line in stream.lines([text])] == whole.lines(said) == shown
 
 
 def test_how_many_classes_there_are():

@@ -123,7 +123,7 @@ class Attention(Block):
             yield Problem("`model.linear_bias` gives these biases already", at + "qkv_bias", "set it to false")
         if self.position_embedding == "none" and self.rotary_percent != 1:
             yield Problem("there is no RoPE to turn a part of a head", at + "rotary_percent", "set it to 1.0")
-        elif self.position_embedding == "rope" and (self.turned % 2 or self.turned != wanted or not wanted):
+        elif self.position_embedding == "rope" and (self.turned % 2 or self.turned != wanted):
             key = "head_dim" if self.rotary_percent == 1 else "rotary_percent"
             yield Problem(f"RoPE turns an even number of columns of a head, not {wanted:g}", at + key)
 

@@ -133,6 +133,6 @@ def scan(
         o = torch.einsum("bhpn,bhrn->bhrp", ssm, q_t) + weights.D[:, None, None] * x[t].unsqueeze(2) * mimo_x
         ys.append((mimo_o * o * F.silu(z[t].unsqueeze(2) * mimo_z)).sum(2))
         k_last, x_last = k_t, x[t]
-    y = torch.stack(ys).flatten(-2).to(packed.dtype)
+    y = torch.stack(ys).flatten(2).to(packed.dtype)
     # Only differences of angles matter.
     return y, State(angle.remainder(2 * math.pi), ssm, k_last.to(packed.dtype), x_last.to(packed.dtype))
