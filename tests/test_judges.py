@@ -201,7 +201,7 @@ parallel.virtual_pipeline parallel.context parallel.expert parallel.expert_tenso
 feature.recompute.modules feature.recompute.method feature.recompute.layers feature.cuda_graphs.impl
 feature.cuda_graphs.modules feature.cuda_graphs.warmup_steps feature.distributed_optimizer.overlap_grad_reduce
 feature.distributed_optimizer.overlap_param_gather feature.distributed_optimizer.reshardable
-feature.megatron_fsdp.strategy feature.tracking.tensorboard
+feature.megatron_fsdp.strategy feature.mhc.kernels feature.tracking.tensorboard
 feature.tracking.wandb_project feature.tracking.wandb_name feature.tracking.wandb_dir feature.tracking.wandb_entity
 feature.tracking.mlflow feature.tracking.mlflow_experiment precision.cross_entropy precision.fused_grad_accumulation
 precision.norm_kernels precision.deterministic schedule.eval_steps schedule.eval_interval schedule.log_interval

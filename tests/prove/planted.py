@@ -151,10 +151,10 @@ def the_indexer_learns_from_the_first_ranks_heads():
     from nam_megatron.blocks.dsa import naive
 
     @around(naive, "indexer_kl")
-    def first(old, q, k, w, scores, query, key, scale, group):
+    def first(old, q, k, w, scores, query, key, scale, group, factor):
         query = query.contiguous().clone()
         torch.distributed.broadcast(query, 0, group=group)
-        return old(q, k, w, scores, query, key, scale, None)
+        return old(q, k, w, scores, query, key, scale, None, factor)
 
 
 @bug("tensor", kind="dsa", what="gradient")
