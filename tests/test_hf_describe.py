@@ -76,6 +76,7 @@ def test_layers_that_the_export_does_not_have_are_refused_by_key():
     [
         ("nam56r", "feature.yarn.factor=2.0", "feature.yarn.factor"),
         ("nam56r_native_dp", "feature.llama_rope.factor=8.0", "feature.llama_rope.factor"),
+        ("nam52r_h200_prod_candidate_v1", "model.learned_positions=8192", "model.learned_positions"),
         ("nam52r_h200_prod_candidate_v1", "model.blocks.mla.q_lora_rank=null", "model.blocks.mla.q_lora_rank"),
     ],
 )
@@ -101,6 +102,7 @@ def test_biases_are_refused_by_key():
         ("routed_scaling", "2.5", ()),
         ("shared_expert_gate", "true", ()),
         ("group_limit", "[2,1]", ()),
+        ("router_dtype", "null", ()),
         ("pre_softmax", "true", ("score_function=softmax", "expert_bias=false")),
     ],
 )

@@ -39,6 +39,7 @@ BLEND = {"data.name": "blend", "data.parts": [{"weight": 0.7, "path": "/a"}, {"w
 BLEND |= {"data.path": None, "data.split": "99,1,0", "data.tokenizer": "/t"}
 FULL = {"feature.recompute.granularity": "full", "feature.recompute.method": "uniform", "feature.recompute.layers": 1}
 GRAPHS = {"feature.cuda_graphs.impl": "transformer_engine", "feature.cuda_graphs.modules": ["attn", "mamba"]}
+LEARNED = {"model.learned_positions": 4096, "model.blocks.attention.position_embedding": "none"}
 YARN, LLAMA = {"feature.yarn.factor": 4.0}, {"feature.llama_rope.factor": 8.0}
 ALL_MLA = {"model.substitute": []}
 LOCAL = {"model.blocks.moe.dispatcher": "local"}
@@ -494,6 +495,9 @@ REFUSALS = [
     (NATIVE, LLAMA | {"model.blocks.attention.position_embedding": "none"}, "feature.llama_rope.factor", "no layer has RoPE, whose"),
     (DESIGN, LLAMA, "feature.llama_rope.factor", "MLA's RoPE is scaled by YaRN"),
     (NATIVE, LLAMA | YARN, "feature.llama_rope.factor", "YaRN scales these angles already"),
+    (NATIVE, {"model.learned_positions": 4096}, "model.learned_positions", "learned positions or RoPE for attention, not both"),
+    (NATIVE, LEARNED | {"model.learned_positions": 4095}, "model.learned_positions", "4095 positions for a sequence of 4096"),
+    (NATIVE, LEARNED | {"feature.mtp.depths": 1}, "model.learned_positions", "no MTP beside learned positions"),
     # mla and dsa
     (DESIGN, {"model.blocks.mla.q_lora_rank": None}, "model.blocks.mla.q_lora_rank", "indexer reads the query latent"),
     (DESIGN, ALL_MLA | {"model.blocks.mla.q_lora_rank": None}, "model.blocks.mla.kernels", "projects queries from a latent"),
@@ -657,6 +661,9 @@ EDGES = {"feature.fp8.first_last_bf16": True, "feature.fp8.bf16_layers_at_start"
 NEIGHBOURS = [
     (NATIVE, YARN, B + "attention.position_embedding", "none"),
     (NATIVE, YARN, B + "attention.rotary_percent", 0.5),
+    (NATIVE, LEARNED, "model.learned_positions", 4095),
+    (NATIVE, LEARNED, B + "attention.position_embedding", "rope"),
+    (NATIVE, LEARNED, "feature.mtp.depths", 1),
     (NATIVE, YARN, "feature.mtp.depths", 1),
     (NATIVE, YARN | {"feature.yarn.beta_slow": 32.0}, "feature.yarn.beta_slow", 32.5),
     (NATIVE, LLAMA, B + "attention.position_embedding", "none"),

@@ -252,6 +252,7 @@ CAME_LATER = {
     "model.blocks.attention.output_gate": False,
     "model.blocks.attention.position_embedding": "rope",
     "model.blocks.attention.rotary_percent": 1.0,
+    "model.learned_positions": None,
 }  # fmt: skip
 
 

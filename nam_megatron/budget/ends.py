@@ -10,6 +10,10 @@ def params(z: Sizes, stage: Stage) -> Iterator[Param]:
     m, table = z.model, (z.model.vocab_size, z.model.hidden_size)
     if stage.first or (stage.last and (z.plan.mtp or m.tied_embeddings)):
         yield Param("embedding.word_embeddings.weight", table, "tensor", "table")
+    if stage.first and m.learned_positions:
+        # No table to Megatron's optimizers: it alone marks those of words, so that Muon takes this one.
+        shape = (m.learned_positions, m.hidden_size)
+        yield Param("embedding.position_embeddings.weight", shape, "replicated", "router")
     if stage.last:
         yield from z.norm("decoder.final_norm.", m.hidden_size)
         if not m.tied_embeddings:
@@ -26,8 +30,9 @@ def activations(z: Sizes, stage: Stage) -> Iterator[Line]:
 def buffers(z: Sizes, stage: Stage) -> Iterator[Line]:
     """Made once, on first use."""
     blocks = z.model.blocks
-    # Without attention Megatron makes the table all the same, of the width that it divides itself.
+    # Without attention Megatron makes the table all the same, of the width that it divides itself; not beside learned positions.
     plain = blocks.attention.turned if blocks.attention else z.model.hidden_size // z.model.num_attention_heads
+    plain = 0 if z.model.learned_positions else plain
     if width := blocks.mla.qk_rope_head_dim if blocks.mla else plain:
         why = "fp32 angles of every position, whatever the layers"
         yield z.own(d=width).line("RoPE table", "4 S d", why, bucket=ACTIVATIONS, owner="ends")

@@ -45,6 +45,8 @@ def objections(plan: Plan) -> Iterator[Problem]:
     for name in ("yarn", "llama_rope"):
         if getattr(plan.recipe.feature, name):
             yield Problem("the export's angles are plain RoPE's", f"feature.{name}.factor")
+    if model.learned_positions:
+        yield Problem("the export has no table of positions", "model.learned_positions")
     if model.linear_bias:
         yield Problem("the export has no biases in its projections", "model.linear_bias")
     if model.blocks.attention and model.blocks.attention.turned != model.blocks.attention.head_dim:
@@ -60,6 +62,8 @@ def objections(plan: Plan) -> Iterator[Problem]:
     if model.blocks.moe and model.blocks.moe.capacity_factor is not None:
         text = "experts with a capacity drop tokens by what else is in the batch, and a decoded token has no batch"
         yield Problem(text, "model.blocks.moe.capacity_factor")
+    if model.blocks.moe and model.blocks.moe.router_dtype is None:
+        yield Problem("the export's routers count in fp32 or fp64", "model.blocks.moe.router_dtype")
     for name in ("shared_expert_gate", "pre_softmax", "routed_scaling", "group_limit"):
         if getattr(model.blocks.moe, name, None):
             yield Problem("the export's experts do not have it", f"model.blocks.moe.{name}")

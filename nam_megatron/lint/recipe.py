@@ -375,16 +375,22 @@ def _model(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
     if not m.hybrid:
         lost.append(f"GPT layers: {m.num_layers} layers of two parts become {len(m.layers)} layers of one, of the same computation; "
                     "initial values of output layers are scaled otherwise")  # fmt: skip
+    length = _sequence(a, m, lost)
+    positions = (a.max_position_embeddings or length) if m.positions == "learned_absolute" else None
     return {
         "family": name, "pattern": _pattern(m, letters), "depth": len(letters), "hidden_size": m.need("hidden_size"),
         "ffn_hidden_size": m.ffn, "num_attention_heads": m.heads, "vocab_size": known(lambda: m.vocabulary, 65536),
-        "seq_length": _sequence(a, m, lost), "tied_embeddings": not a.untie_embeddings_and_output_weights,
+        "seq_length": length, "learned_positions": positions, "tied_embeddings": not a.untie_embeddings_and_output_weights,
         "normalization": a.normalization, "norm_epsilon": a.layernorm_epsilon,
         "zero_centered_norms": a.layernorm_zero_centered_gamma, "linear_bias": a.add_bias_linear,
         "activation": {"SwiGLU": "swiglu", "squared ReLU": "squared_relu"}.get(m.activation, m.activation.lower().replace(" ", "_")),
         "hidden_dropout": a.hidden_dropout, "attention_dropout": a.attention_dropout, "rotary_base": a.rotary_base,
         "init_std": a.init_method_std, "letters": kinds, "substitute": substitute, "blocks": _blocks(a, m, lost),
     }  # fmt: skip
+
+
+# Megatron's types of positions without angles.
+UNTURNED = ("none", "learned_absolute")
 
 
 def _pattern(m: Model, letters: str) -> str:
@@ -416,9 +422,9 @@ def _blocks(a: Args, m: Model, lost: list[str]) -> Tree:
             "query_groups": m.groups,
             "window": _window(a),
             "qkv_bias": a.add_qkv_bias and not a.add_bias_linear,
-            # Learned tables and others have no word in a recipe; the comparison lists them. YaRN is a feature.
-            "position_embedding": "none" if m.positions == "none" else "rope",
-            "rotary_percent": 1.0 if m.positions == "none" else a.rotary_percent,
+            # A learned table is the model's and YaRN a feature; others have no word in a recipe, and the comparison lists them.
+            "position_embedding": "none" if m.positions in UNTURNED else "rope",
+            "rotary_percent": 1.0 if m.positions in UNTURNED else a.rotary_percent,
         }
     if {"mla", "dsa"} & m.kinds:
         blocks["mla"] = _rows(Mla, a)
@@ -460,9 +466,6 @@ def _blocks(a: Args, m: Model, lost: list[str]) -> Tree:
             blocks["moe"]["group_limit"] = list(groups)
         if len(m.balancing) == 1:  # several have no word in a recipe; the comparison lists them
             blocks["moe"]["balancing"] = m.balancing[0]
-        if not a.moe_router_dtype:
-            del blocks["moe"]["router_dtype"]
-            lost.append("the router in the dtype of the weights: our recipes have fp32 and fp64")
     if "mamba2" in m.kinds:
         blocks["mamba2"] = _rows(Mamba2, a) | {"heads": m.mamba_heads, "strided": False}
         if not a.any_said(*MAMBA):
@@ -592,8 +595,8 @@ DERIVED: dict[str, Callable[[Model], Any]] = {
     "sequence_parallel": lambda m: m.sequence_parallel,
     "apply_rope_fusion": lambda m: m.rope_fusion,
     "position_embedding_type": lambda m: "rope" if m.positions == "yarn" and not m.yarn and not m.gpt_oss else m.positions,
-    "rotary_percent": lambda m: m.a.rotary_percent if m.positions != "none" else None,
-    "rotary_base": lambda m: m.a.rotary_base if m.positions != "none" or m.mla else None,
+    "rotary_percent": lambda m: m.a.rotary_percent if m.positions not in UNTURNED else None,
+    "rotary_base": lambda m: m.a.rotary_base if m.positions not in UNTURNED or m.mla else None,
     "rope_type": lambda m: ("yarn" if m.yarn else "rope") if m.mla else None,  # yarn of factor 1 is plain RoPE
     # A factor and mscale-all-dim together scale MLA's softmax whatever the angles.
     "rotary_scaling_factor": lambda m: m.a.rotary_scaling_factor if m.yarn or (m.mla and m.a.mscale_all_dim) else 1.0,

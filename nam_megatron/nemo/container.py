@@ -241,6 +241,9 @@ def _unserved(r: Recipe) -> Iterator[Problem]:
     if r.parallel.virtual_pipeline > 1:
         message = "Megatron-Bridge builds no hybrid model with virtual pipeline stages"
         yield Problem(message, "parallel.virtual_pipeline", f"set it to 1, or {hint}")
+    if r.model.learned_positions not in (None, r.model.seq_length):
+        message = "Megatron-Bridge holds a model's positions to the length of its samples"
+        yield Problem(message, "model.learned_positions", f"set it to {r.model.seq_length}, or {hint}")
     if r.feature.mhc:
         message = "several residual streams have not been tried under Megatron-Bridge"
         yield Problem(message, "feature.mhc.streams", f"set it to 0, or {hint}")

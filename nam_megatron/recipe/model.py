@@ -56,7 +56,7 @@ class Model(Config):
         Row("width of a dense MLP; no other layer has it", "ffn_hidden_size", ("transformer.ffn_hidden_size",)),
     ]
     num_attention_heads: Annotated[PositiveInt, Row("query heads", "num_attention_heads")]
-    seq_length: Annotated[PositiveInt, Row("tokens per sample", "seq_length", ("model.seq_length", "args.seq_length"))]
+    seq_length: Annotated[PositiveInt, Row("tokens per sample", "seq_length", ("args.seq_length",))]
     vocab_size: Annotated[
         PositiveInt, Row("entries of the tokenizer", "vocab_size", ("model.vocab_size", "tokenizer.vocab_size"))
     ]
@@ -81,6 +81,11 @@ class Model(Config):
         Fraction, Row("on attention's probabilities; Megatron's default is 0.1", "attention_dropout")
     ]
     rotary_base: Annotated[PositiveInt, Row("RoPE theta: Megatron's --rotary-base")]
+    learned_positions: Annotated[
+        PositiveInt | None,
+        Row("rows of a table of positions, added to the embedding; null: none. Megatron's --position-embedding-type "
+            "learned_absolute with so many --max-position-embeddings", was=None),
+    ]  # fmt: skip
     init_std: Annotated[PositiveFloat, Row("standard deviation of initial weights", "init_method_std")]
     letters: Letters
     substitute: Annotated[tuple[Substitute, ...], Row("other kinds at some ranks of a letter")]
@@ -94,8 +99,9 @@ class Model(Config):
             "pattern",
             fields=dict(_layers(plan)),
         )
-        why = "Megatron wants at least the sequence"
-        yield Setting("max_position_embeddings", self.seq_length, why, "seq_length", fields=())
+        rows, key = self.learned_positions or self.seq_length, "learned_positions" if self.learned_positions else "seq_length"
+        why = "rows of the table of positions" if self.learned_positions else "Megatron wants at least the sequence"
+        yield Setting("max_position_embeddings", rows, why, key, fields={"model.seq_length": rows})
         why = "rows of the embedding; else the tokenizer and a multiple of 128 decide"
         chosen = {"model.should_pad_vocab": False}
         yield Setting("padded_vocab_size", self.vocab_size, why, "vocab_size", fields=chosen)
@@ -116,7 +122,10 @@ class Model(Config):
         yield Setting("bias_gelu_fusion", False, "needs biases and gelu", "activation", fields=())
         if swiglu:
             yield Setting("bias_swiglu_fusion", True, "same formula, fused", "activation", fields=())
-        if not self.blocks.attention:  # which says it itself
+        if self.learned_positions:
+            name, why = "position_embedding_type", "a table beside the embedding, and no RoPE but MLA's own"
+            yield Setting(name, "learned_absolute", why, "learned_positions")
+        elif not self.blocks.attention:  # which says it itself
             # What positions are comes before their base.
             pin = partial(Setting, beside="attention_dropout")
             yield pin("position_embedding_type", "rope", "Megatron's default is a learned table")
@@ -172,7 +181,20 @@ class Model(Config):
             yield Problem(message, "model.seq_length")
         if plan.recipe.feature.mtp and self.tied_embeddings:
             yield Problem("MTP with tied embeddings is not tested upstream", "model.tied_embeddings", "set it to false")
+        yield from self._positions(plan)
         yield from self._unread(plan)
+
+    def _positions(self, plan: "Plan") -> Iterator[Problem]:
+        rows, key, off = self.learned_positions, "model.learned_positions", "set it to null"
+        if rows is None:
+            return
+        if rows < self.seq_length:
+            yield Problem(f"{rows} positions for a sequence of {self.seq_length}", key, "give each token of it one")
+        if self.blocks.attention and self.blocks.attention.turned:
+            message = "Megatron has learned positions or RoPE for attention, not both"
+            yield Problem(message, key, f"{off}, or `model.blocks.attention.position_embedding=none`")
+        if plan.recipe.feature.mtp:
+            yield Problem("Megatron has no MTP beside learned positions", key, f"{off}, or MTP's depths to 0")
 
     def _unread(self, plan: "Plan") -> Iterator[Problem]:
         """Values that Megatron's config would hold and a module would not read."""

@@ -61,7 +61,8 @@ OF = {
     "m2rnn": ("nam56r", "R"),
 }
 # Keys of the model around the layers: they have to change anything of it.
-AROUND = {"model.depth", "model.vocab_size", "model.tied_embeddings", "model.blocks.dsa.full_every", "model.seq_length"}
+AROUND = {"model.depth", "model.vocab_size", "model.tied_embeddings", "model.blocks.dsa.full_every", "model.seq_length",
+          "model.learned_positions"}  # fmt: skip
 # Keys that a kind may pass by, and why.
 PASSED_BY = {
     "model.num_attention_heads": {
@@ -76,6 +77,7 @@ PASSED_BY = {
 }
 # Other values than test_effect's where those say nothing on so small a model.
 BETTER = {
+    "model.learned_positions": [1024],  # of attention refused beside RoPE
     "model.blocks.moe.capacity_factor": [0.5],
     "model.blocks.attention.window": [8],
     "model.blocks.moe.group_limit": [[2, 1]],

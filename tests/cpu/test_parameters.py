@@ -38,6 +38,7 @@ PLANS = {
         "model.blocks.mamba2.heads=80", "model.blocks.mamba2.head_dim=32", "model.blocks.mamba2.state_dim=96",
         "model.blocks.mamba2.groups=16",
     ),
+    "learned positions": ("nam56r_smoke", "model.blocks.attention.position_embedding=none", "model.learned_positions=160"),
     "no shared expert": ("nam56r_smoke", "model.blocks.moe.shared_expert_hidden_size=0"),
     "tied": ("nam56r_smoke", "model.tied_embeddings=true"),
 }  # fmt: skip

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Attention(Block):
-    """Multi-head or grouped-query attention: Megatron's own, with RoPE or no position embedding."""
+    """Multi-head or grouped-query attention: Megatron's own, with RoPE or no positions of its own."""
 
     kind = "attention"
     title = "GQA"
@@ -51,7 +51,8 @@ class Attention(Block):
     position_embedding: Annotated[
         Literal["rope", "none"],
         Row(
-            "none: attention knows no positions but by the causal mask. Megatron's --position-embedding-type",
+            "none: attention knows no positions but by the causal mask and `model.learned_positions`. Megatron's "
+            "--position-embedding-type",
             was="rope",
         ),
     ]
@@ -84,8 +85,9 @@ class Attention(Block):
         # YaRN is another type to Megatron, whose default is a learned table.
         yarn = plan.recipe.feature.yarn if self.turned else None
         why = "YaRN" if yarn else "a learned table by default"
-        name = "position_embedding_type"
-        yield Setting(name, "yarn" if yarn else self.position_embedding, why, "position_embedding")
+        if not plan.recipe.model.learned_positions:  # which says it itself
+            name = "position_embedding_type"
+            yield Setting(name, "yarn" if yarn else self.position_embedding, why, "position_embedding")
         if self.turned:
             yield Setting("rotary_percent", self.rotary_percent, "share of a head that RoPE turns", "rotary_percent")
         plain = self.turned > 0 and not yarn

@@ -64,7 +64,8 @@ class Moe(Block):
         NonNegativeFloat | None, Row("step of that bias", "moe_router_bias_update_rate")
     ] = None
     router_dtype: Annotated[
-        Literal["fp32", "fp64"], Row("of the router's logits; unset, the parameters' dtype", "moe_router_dtype")
+        Literal["fp32", "fp64"] | None,
+        Row("of the router's logits and scores; null: that of the weights", "moe_router_dtype"),
     ]
     balancing: Annotated[
         Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"], Row("loss that balances the experts")
@@ -265,9 +266,8 @@ class Moe(Block):
             yield from residual(z.own(w=2))
             return
         yield from residual(z.own(w=2), "layernorm")  # router and shared expert keep it in bf16, under FP8 too
-        yield z.line(
-            "router", "Ts (22 E + 24 k) + 8 R", "logits, scores, an int64 sort over all experts, maps, probabilities"
-        )
+        why = "logits, scores, an int64 sort over all experts, maps, probabilities"
+        yield z.line("router", "Ts (22 E + 24 k) + 8 R", why, mark="" if self.router_dtype else UNMEASURED)
         yield z.line("rows for experts", "w R h", "sorted, as received; input of the first projection", bucket=ROUTING)
         yield z.line("dispatch counts", "8 et e E", "tokens for each expert from each rank, int64", bucket=ROUTING)
         mark = "" if z.model.activation == "squared_relu" else UNMEASURED
