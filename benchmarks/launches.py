@@ -1,9 +1,10 @@
 """How well lint reads the launches of others: read, judged by Megatron's own parser and configs, changed, and carried into a recipe.
 
-    uv run --group test python benchmarks/launches.py FOLDER [OUT]
+    uv run --group test python benchmarks/launches.py FOLDER [OUT [carried]]
 
 FOLDER holds launches that others published (not in this repository) and index.json: repository, commit, path and file of each. Writes
-benchmarks/launches.json. No GPU. Takes about a second a launch and a half more for each change.
+benchmarks/launches.json. No GPU. Takes about a second a launch and a half more for each change. `carried` leaves the changes as they
+stand in OUT, which a new key of recipes does not move, and does the rest.
 
 - read: lint in text and as JSON, and with `recipe=`; nothing may raise anything but a refusal.
 - judged: Megatron cannot take most of them as they stand: variables are unset, flags are a fork's or an older version's. A launch is
@@ -309,7 +310,14 @@ def padded(found: Report) -> int:
 # All of it ----------------------------------------------------------------------------------------------------------------
 
 
-def one_launch(folder: Path, entry: Mapping[str, str], oracle: Oracle, execution: frozenset[str]) -> dict[str, Any]:
+def one_launch(
+    folder: Path,
+    entry: Mapping[str, str],
+    oracle: Oracle,
+    execution: frozenset[str],
+    before: Mapping[tuple[str, str], Any] | None = None,
+) -> dict[str, Any]:
+    """before: changes of an earlier run, by repository and path, to be taken over."""
     text = (folder / entry["file"]).read_text(encoding="utf-8")
     done: dict[str, Any] = {k: entry[k] for k in ("repository", "commit", "path")}
     try:
@@ -337,6 +345,8 @@ def one_launch(folder: Path, entry: Mapping[str, str], oracle: Oracle, execution
     if answer.error:
         return done
     done["carried"] = carried(base, answer, oracle, execution)
+    if before is not None:
+        return done | {"changes": before[entry["repository"], entry["path"]]}
     rng = random.Random(hashlib.sha256(entry["file"].encode()).hexdigest())
     done["changes"] = [
         {"kind": kind, "what": what, **outcome(changed, answer, base, oracle, execution)}
@@ -406,13 +416,17 @@ def page(tree: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(folder: Path, out: Path) -> None:
+def main(folder: Path, out: Path, again: bool) -> None:
     index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
+    before = None
+    if again:
+        stands = json.loads(out.read_text(encoding="utf-8"))["launches"]
+        before = {(x["repository"], x["path"]): x.get("changes") for x in stands}
     execution = executed()
     start, launches = time.time(), []
     with Oracle() as oracle:
         for entry in index:
-            launches.append(one_launch(folder, entry, oracle, execution))
+            launches.append(one_launch(folder, entry, oracle, execution, before))
             print(
                 f"{time.time() - start:6.0f} s  {len(launches)} of {len(index)}", end="\r", file=sys.stderr, flush=True
             )
@@ -423,4 +437,8 @@ def main(folder: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else Path(__file__).with_suffix(".json"))
+    main(
+        Path(sys.argv[1]),
+        Path(sys.argv[2]) if len(sys.argv) > 2 else Path(__file__).with_suffix(".json"),
+        sys.argv[3:] == ["carried"],
+    )

@@ -894,7 +894,6 @@ def test_recipe_names_a_difference_as_one():
         made = recipe.make(launch(base, change), Path("mine.yaml"))
         assert all(was != now for line in made.lost if " -> " in line for was, now in [line.split(" -> ")])
         assert not any("is not one of" in line for line in made.lost)
-    assert "the router in the dtype of the weights: our recipes have fp32 and fp64" in made.lost
 
 
 NORMS = ("NVTE_NORM_FWD_USE_CUDNN", "NVTE_NORM_BWD_USE_CUDNN")
@@ -961,10 +960,12 @@ def test_refused_recipe_lists_what_it_loses_all_the_same():
         ({"--moe-shared-expert-gate": True}, "shared_expert_gate", False),  # of no shared expert
         ({"--moe-router-pre-softmax": True, "--moe-router-score-function": "softmax"}, "pre_softmax", True),
         ({"--moe-router-pre-softmax": True}, "pre_softmax", False),  # of sigmoid scores: Megatron reads it not
+        ({"--moe-router-dtype": "fp64"}, "router_dtype", "fp64"),
+        ({}, "router_dtype", None),
     ],
 )
 def test_routing_comes_back(said, key, value):
-    found = launch(MOE, said | {"--moe-router-dtype": "fp32"})
+    found = launch(MOE, said)
     made = recipe.make(found, Path("mine.yaml"))
     assert made.refused is None and not any("moe" in line for line in [*made.lost, *made.keyless])
     again = recipe._load(made.yaml, "mine")
@@ -986,6 +987,16 @@ def test_what_attention_has_comes_back(said, key, value):
     flags = tuple(said)
     assert made.refused is None and not any(line.startswith(flags) for line in [*made.lost, *made.keyless])
     assert getattr(recipe._load(made.yaml, "mine").model.blocks.attention, key) == value
+
+
+@pytest.mark.parametrize("base", [GPT, MLA, HYBRID], ids=["GPT", "MLA", "hybrid"])
+def test_learned_positions_come_back(base):
+    """Megatron's default; its table has a row for each of --max-position-embeddings, and MLA turns beside it."""
+    said = {k: v for k, v in base.items() if k != "--position-embedding-type"} | {"--max-position-embeddings": "8192"}
+    made = recipe.make(launch(said, {}), Path("mine.yaml"))
+    assert made.refused is None and not any("position" in line or "rotary" in line for line in [*made.lost, *made.keyless])
+    model = recipe._load(made.yaml, "mine").model
+    assert model.learned_positions == 8192 and (not model.blocks.attention or not model.blocks.attention.turned)
 
 
 YARN = {"--rotary-scaling-factor": "40", "--mscale": "0.9", "--mscale-all-dim": "0.7"}

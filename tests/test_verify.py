@@ -54,6 +54,19 @@ VARIANTS = {
         "feature.megatron_fsdp.enabled=true",
     ),
     "megatron-fsdp, context": ("nam56r_native_dp", "parallel.context=2", "feature.megatron_fsdp.enabled=true"),
+    "learned positions": (
+        "nam56r_native_dp",
+        "model.blocks.attention.position_embedding=none",
+        "model.learned_positions=6000",
+    ),
+    "learned positions beside MLA, the router in bf16": (
+        "nam56r",
+        "model.learned_positions=6000",
+        "feature.mtp.depths=0",
+        "model.blocks.moe.router_dtype=null",
+    ),
+    "no attention": ("nam56r_native_dp", "model.pattern=EM"),
+    "no attention, learned positions": ("nam56r_native_dp", "model.pattern=EM", "model.learned_positions=4096"),
     "attention of others": (
         "nam56r_native_dp",
         "model.blocks.attention={window: 128, qkv_bias: true, output_gate: true, rotary_percent: 0.5}",

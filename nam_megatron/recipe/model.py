@@ -84,7 +84,7 @@ class Model(Config):
     learned_positions: Annotated[
         PositiveInt | None,
         Row("rows of a table of positions, added to the embedding; null: none. Megatron's --position-embedding-type "
-            "learned_absolute with so many --max-position-embeddings", was=None),
+            "learned_absolute with so many --max-position-embeddings, which Muon takes as any matrix", was=None),
     ]  # fmt: skip
     init_std: Annotated[PositiveFloat, Row("standard deviation of initial weights", "init_method_std")]
     letters: Letters
@@ -129,6 +129,12 @@ class Model(Config):
             # What positions are comes before their base.
             pin = partial(Setting, beside="attention_dropout")
             yield pin("position_embedding_type", "rope", "Megatron's default is a learned table")
+        if not self.blocks.attention and not self.blocks.mla:
+            # No layer reads these, and Megatron's config has them all the same.
+            pin, heads = partial(Setting, beside="num_attention_heads"), self.num_attention_heads
+            yield pin("num_query_groups", 1, "no attention", fields={"transformer.num_query_groups": heads})
+            yield pin("kv_channels", None, "no attention", fields={"transformer.kv_channels": self.hidden_size // heads})
+            yield pin("apply_rope_fusion", not self.learned_positions, "no attention; out without RoPE")
         # Each attention kind says where it is read. A flag that nothing reads would be a finding of lint's.
         if not self.blocks.attention or self.blocks.attention.turned:
             yield Setting("rotary_base", self.rotary_base, "RoPE theta", "rotary_base", fields=())

@@ -125,7 +125,7 @@ def plan_of(
 class Case:
     """A pattern in a layout. `microbatches`: over all data-parallel ranks. `config`: fields other than config_of's.
 
-    meta: build on the meta device, without weights and without DDP.
+    positions: rows of a learned table in RoPE's stead. meta: build on the meta device, without weights and without DDP.
     """
 
     pattern: str
@@ -141,6 +141,7 @@ class Case:
     latent_norm: bool = True
     dispatcher: str = "alltoall"
     strided: bool = False
+    positions: int | None = None
     features: dict = field(default_factory=dict)
     meta: bool = False
 

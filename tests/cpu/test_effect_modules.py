@@ -99,6 +99,7 @@ ADDING = [
     ("moe", "shared_expert_gate"),
     ("attention", "qkv_bias"),
     ("attention", "output_gate"),
+    ("attention", "learned_positions"),
     ("mla", "q_lora_rank"),
 ]
 NO_LATENT = {"kernels": "megatron", "q_lora_rank": None}
@@ -120,6 +121,8 @@ def test_every_place_tells_the_same_of_a_kind(kind, key, tmp_path):
     """Plan, strip, lint of the written plan, the budget's parameters, and the real model's; of a key or a feature that adds some, too."""
     tree = with_feature(key) if key in ADDED else alone(kind)
     given = NO_LATENT if key == "q_lora_rank" else {key: True} if key and key not in ADDED else {}
+    if key == "learned_positions":
+        given, tree["model"][key] = {"position_embedding": "none"}, 1024
     tree["model"]["blocks"][kind] |= given
     lowering = translate(resolved(parsed(tree), lambda key: False))
     plan = lowering.plan

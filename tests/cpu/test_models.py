@@ -323,6 +323,23 @@ def test_every_layout_is_the_same_model(whole, family, layout):
     assert not far
 
 
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_learned_positions_are_one_table_in_every_layout(layout):
+    """Whole on each tensor rank, on the first stage alone; and no table of Megatron's optimizers, which marks that of words."""
+    case, key = Case("*EM|-MM", positions=harness.SEQUENCE + 8), "embedding.position_embeddings.weight"
+
+    def marked(rig):
+        named = dict(rig.model.named_parameters())
+        return {name for name, p in named.items() if "embedding" in name and hasattr(p, "is_embedding_or_output_parameter")}
+
+    assert on_ranks(in_layout(case), marked) == [{"embedding.word_embeddings.weight"}]
+    one, other = train(in_layout(case)), train(in_layout(case, **layout))
+    assert other.losses == pytest.approx(one.losses, rel=1e-6)
+    table = one.gradients[key]
+    assert table.shape[0] == harness.SEQUENCE + 8 and table[: harness.SEQUENCE].abs().min(1).values.all() and not table[harness.SEQUENCE :].any()
+    torch.testing.assert_close(other.gradients[key], table, rtol=1e-4, atol=1e-4 * table.abs().max().item())
+
+
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"dp": 2}], ids=str)
 def test_the_local_dispatcher_trains_what_allgather_does(layout):
     """Row by row the same values: the losses are equal, and gradients differ in the order of sums alone."""

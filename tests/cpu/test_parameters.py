@@ -83,7 +83,9 @@ def config_of(plan) -> dict:
 
 def case_of(plan, **layout) -> Case:
     norm = (mla := plan.recipe.model.blocks.mla) is None or mla.latent_norm
-    return Case(plan.pattern, vocab=plan.recipe.model.vocab_size, config=config_of(plan), latent_norm=norm, **layout)
+    m = plan.recipe.model
+    layout |= dict(vocab=m.vocab_size, positions=m.learned_positions)
+    return Case(plan.pattern, config=config_of(plan), latent_norm=norm, **layout)
 
 
 def named(plan) -> dict[str, tuple[int, ...]]:

@@ -62,8 +62,10 @@ def step(layer: torch.nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 @pytest.mark.parametrize("fused", [False, True], ids=["indices", "Transformer Engine's permutation and router"])
 @pytest.mark.parametrize("theirs", ["allgather", "alltoall"])
-def test_the_local_dispatcher_is_megatrons(theirs, fused, groups):
+@pytest.mark.parametrize("router", ["fp32", None], ids=str)
+def test_the_local_dispatcher_is_megatrons(router, theirs, fused, groups):
     half = dict(bf16=True, params_dtype=torch.bfloat16, moe_permute_fusion=fused, moe_router_fusion=fused)
+    half |= dict(moe_router_dtype=router)
     made = [layer_of(name, groups, stack.transformer_engine_backend(), **half) for name in ("local", theirs)]
     made[1].load_state_dict(made[0].state_dict())
     (found, gradients), (wanted, expected) = map(step, made)

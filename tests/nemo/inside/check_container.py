@@ -374,6 +374,10 @@ def test_a_validated_container_comes_back_from_its_checkpoint(ranks, tmp_path):
     [
         (["parallel.pipeline=2", "parallel.virtual_pipeline=2"], "virtual pipeline"),
         (["optim=muon"], "does not shard the state of Muon"),
+        (
+            ["model.learned_positions=8192", "model.blocks.attention.position_embedding=none"],
+            "to the length of its samples",
+        ),
         (["feature.mhc.streams=4"], "have not been tried under Megatron-Bridge"),
         (["feature.ngram_hash.enabled=true", "feature.ngram_hash.buckets=8"], "without embeddings of n-grams"),
     ],

@@ -42,6 +42,11 @@ VARIANTS = {
         "model.blocks.attention={window: 128, qkv_bias: true, output_gate: true, rotary_percent: 0.5}",
         "model.zero_centered_norms=true",
     ),
+    "learned positions": (
+        "model.blocks.attention.position_embedding=none",
+        "model.learned_positions=4096",
+        "model.blocks.moe.router_dtype=null",
+    ),
     "wsd": ("optim.decay=WSD", "optim.wsd_steps=100", "optim.wsd_shape=linear"),
     "fsdp": ("feature.megatron_fsdp.enabled=true",),
     "indexed": ("data=indexed", "data.path=/d/x", "data.split='99,1,0'", "data.tokenizer=/t"),
