@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 Shard = Literal["replicated", "tensor", "expert"]
-# weight: of a Transformer Engine GEMM; router: a matrix outside TE, learned positions included; table: embedding and output layer; other: the rest.
+# weight: of a Transformer Engine GEMM; router: a matrix outside TE, or learned positions; table: embedding and output layer;
+# other: the rest.
 Role = Literal["weight", "router", "table", "other"]
 
 # Where bytes go, in the order a person meets them. An owner is a block kind, a feature or a section of the recipe.

@@ -994,7 +994,9 @@ def test_learned_positions_come_back(base):
     """Megatron's default; its table has a row for each of --max-position-embeddings, and MLA turns beside it."""
     said = {k: v for k, v in base.items() if k != "--position-embedding-type"} | {"--max-position-embeddings": "8192"}
     made = recipe.make(launch(said, {}), Path("mine.yaml"))
-    assert made.refused is None and not any("position" in line or "rotary" in line for line in [*made.lost, *made.keyless])
+    assert made.refused is None and not any(
+        "position" in line or "rotary" in line for line in [*made.lost, *made.keyless]
+    )
     model = recipe._load(made.yaml, "mine").model
     assert model.learned_positions == 8192 and (not model.blocks.attention or not model.blocks.attention.turned)
 

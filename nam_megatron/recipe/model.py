@@ -99,7 +99,10 @@ class Model(Config):
             "pattern",
             fields=dict(_layers(plan)),
         )
-        rows, key = self.learned_positions or self.seq_length, "learned_positions" if self.learned_positions else "seq_length"
+        rows, key = (
+            self.learned_positions or self.seq_length,
+            "learned_positions" if self.learned_positions else "seq_length",
+        )
         why = "rows of the table of positions" if self.learned_positions else "Megatron wants at least the sequence"
         yield Setting("max_position_embeddings", rows, why, key, fields={"model.seq_length": rows})
         why = "rows of the embedding; else the tokenizer and a multiple of 128 decide"
@@ -133,7 +136,9 @@ class Model(Config):
             # No layer reads these, and Megatron's config has them all the same.
             pin, heads = partial(Setting, beside="num_attention_heads"), self.num_attention_heads
             yield pin("num_query_groups", 1, "no attention", fields={"transformer.num_query_groups": heads})
-            yield pin("kv_channels", None, "no attention", fields={"transformer.kv_channels": self.hidden_size // heads})
+            yield pin(
+                "kv_channels", None, "no attention", fields={"transformer.kv_channels": self.hidden_size // heads}
+            )
             yield pin("apply_rope_fusion", not self.learned_positions, "no attention; out without RoPE")
         # Each attention kind says where it is read. A flag that nothing reads would be a finding of lint's.
         if not self.blocks.attention or self.blocks.attention.turned:
