@@ -287,6 +287,7 @@ def idle(found: Report) -> re.Pattern[str]:
         else ["model\\.vocab_size"]
     )
     names += [] if "mlp" in m.kinds else [r"transformer\.ffn_hidden_size"]
+    names += [] if found.args.moe_router_score_function == "softmax" else [r"transformer\.moe_router_pre_softmax"]
     names += [] if m.moe else [r"transformer\.moe_.*"]
     names += [] if "mamba2" in m.kinds else [r"transformer\.mamba_.*"]
     names += [] if m.dsa else [r"transformer\.dsa_.*"]
@@ -385,7 +386,7 @@ def summary(launches: list[dict[str, Any]]) -> dict[str, Any]:
                sum(c["kind"] == kind for c in of["another model"])) for kind in ("dropped", "changed", "added")},
             "the same, a new finding": share(sum(c["finding"] for c in of["the same"]), len(of["the same"])),
         },
-        "carried into a recipe": {"equal": share(back["equal"], len(accepted)), **dict(back)},
+        "carried into a recipe": dict(back) | {"equal": share(back["equal"], len(accepted))},
     }  # fmt: skip
 
 

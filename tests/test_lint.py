@@ -1001,6 +1001,14 @@ def test_learned_positions_come_back(base):
     assert model.learned_positions == 8192 and (not model.blocks.attention or not model.blocks.attention.turned)
 
 
+@pytest.mark.parametrize("base", [MLA, DSA], ids=["MLA", "DSA"])
+@pytest.mark.parametrize("said", [{"--normalization": "LayerNorm"}, {"--fp8-format": "hybrid"}], ids=str)
+def test_layers_that_our_kernels_do_not_take_come_back_as_megatrons(base, said):
+    made = recipe.make(launch(base, said), Path("mine.yaml"))
+    assert made.refused is None or "kernels" not in made.refused
+    assert "kernels: megatron" in made.yaml
+
+
 YARN = {"--rotary-scaling-factor": "40", "--mscale": "0.9", "--mscale-all-dim": "0.7"}
 SCALED = {  # launch, what it says more -> the keys of a feature
     "MLA's YaRN": (MLA, YARN | {"--rope-type": "yarn"}, "yarn",

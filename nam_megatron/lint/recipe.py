@@ -426,14 +426,15 @@ def _blocks(a: Args, m: Model, lost: list[str]) -> Tree:
             "position_embedding": "none" if m.positions in UNTURNED else "rope",
             "rotary_percent": 1.0 if m.positions in UNTURNED else a.rotary_percent,
         }
+    theirs = a.normalization != "RMSNorm" or bool(a.fp8)  # which our kernels do not take
     if {"mla", "dsa"} & m.kinds:
         blocks["mla"] = _rows(Mla, a)
-        if a.q_lora_rank is None:
+        if a.q_lora_rank is None or theirs:
             blocks["mla"]["kernels"] = "megatron"
-            if a.qk_layernorm and not m.plain_query:
-                lost.append(
-                    "Megatron's norm over the whole width before the queries' projection, where there is no query latent"
-                )
+        if a.q_lora_rank is None and a.qk_layernorm and not m.plain_query:
+            lost.append(
+                "Megatron's norm over the whole width before the queries' projection, where there is no query latent"
+            )
     if "dsa" in m.kinds:
         numbers = m.numbers("dsa")
         every = next(
@@ -450,7 +451,7 @@ def _blocks(a: Args, m: Model, lost: list[str]) -> Tree:
             )
         blocks["dsa"] = _rows(Dsa, a) | {"full_every": every or 1}
         blocks["dsa"]["indexer_loss_coeff"] = a.dsa_indexer_loss_coeff or 0.0
-        if not {a.q_lora_rank, a.kv_lora_rank, a.qk_pos_emb_head_dim, a.dsa_indexer_head_dim} <= set(WIDTHS):
+        if not {a.q_lora_rank, a.kv_lora_rank, a.qk_pos_emb_head_dim, a.dsa_indexer_head_dim} <= set(WIDTHS) or theirs:
             blocks["dsa"]["kernels"] = "megatron"
     if m.moe:
         blocks["moe"] = _rows(Moe, a) | {
