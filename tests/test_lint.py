@@ -312,7 +312,7 @@ def test_words_are_read_as_argparse_reads_them(rng: random.Random, count):
     if theirs is None:
         assert stumbles & {"missing-value", "bad-value"}
     else:
-        assert bool(stumbles) == bool(extra)
+        assert bool(stumbles or ours.foreign) == bool(extra)  # several unknown ones are another program's
         assert set(vars(theirs)) == set(ours.given)
 
 

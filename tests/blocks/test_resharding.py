@@ -23,7 +23,7 @@ PARTS = {
     "mamba3": {"z": 64, "x": 64, "B": 64, "C": 64, "dt": 8, "A": 8, "trap": 8, "angles": 4},
     "features": {},
 }
-FEATURES = {"mhc": {"streams": 4}, "ngram_hash": {"enabled": True, "buckets": 14, "width": 3}}
+FEATURES = {"mhc": {"streams": 4, "kernels": "naive"}, "ngram_hash": {"enabled": True, "buckets": 14, "width": 3}}
 CASES = {"m2rnn": test_m2rnn.CASE, "mamba3": test_mamba3.CASE, "features": Case("*E-", features=FEATURES)}
 
 
