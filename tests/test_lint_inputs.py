@@ -68,6 +68,9 @@ def test_config_of_a_public_model_is_its_preset(name):
     [
         (LLAMA, {"attention_bias": True}, "attention_bias"),
         (LLAMA, {"qk_gain": 2}, "keys that are not read: qk_gain"),
+        (LLAMA, {"sliding_window": 4096}, "`sliding_window: 4096`"),
+        (LLAMA, {"layer_types": ["full_attention", "sliding_attention"]}, "`layer_types`: sliding_attention"),
+        (LLAMA, {"residual_in_fp32": True, "time_step_limit": [0.0, 0.1]}, "`time_step_limit: [0.0, 0.1]`"),
         (LLAMA, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "of type dynamic"),
         (LLAMA, {"rope_scaling": LLAMA["rope_scaling"] | {"low_freq_factor": 2.0}}, "low_freq_factor"),
         (DEEPSEEK_V3, {}, "num_nextn_predict_layers: 1"),

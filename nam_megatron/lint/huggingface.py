@@ -119,10 +119,24 @@ def _common(s: Said) -> Words:
     if not s.need("tie_word_embeddings"):
         yield "--untie-embeddings-and-output-weights"
     s.off("mlp_bias", "use_bias", "mamba_proj_bias", "use_sliding_window")
+    s.left += list(_elsewhere(s.root))
     act = s.need("hidden_act", "mlp_hidden_act")
     if act not in ("silu", "relu2"):
         s.left.append(f"`hidden_act: {act}`")
     yield "--swiglu" if act == "silu" else "--squared-relu"
+
+
+def _elsewhere(root: Mapping[str, Any]) -> Words:
+    """Keys that some architectures read: what they say in another is listed."""
+    kind = root["model_type"]
+    if kind != "mixtral" and root.get("sliding_window") and root.get("use_sliding_window", True):
+        yield f"`sliding_window: {root['sliding_window']}`"
+    if kind != "qwen3_next" and (others := {*(root.get("layer_types") or ())} - {"full_attention"}):
+        yield f"`layer_types`: {', '.join(map(str, sorted(others)))}"
+    if (limits := root.get("time_step_limit")) and [float(x) for x in limits] != [0.0, float("inf")]:
+        yield f"`time_step_limit: {limits}`"
+    if root.get("residual_in_fp32"):
+        yield "`residual_in_fp32: true`"
 
 
 def _layers(s: Said) -> int:
