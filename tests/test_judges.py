@@ -128,6 +128,8 @@ def test_a_field_that_nobody_knows_is_a_mismatch_where_megatron_trains_by_it():
         assert (verdict.unknown, verdict.mismatches, verdict.word) == ((f"{config}.new",), (), MISMATCH)
         assert "mismatch: 0 fields disagree, 1 nobody has looked at" in summary(LOWERING, verdict)
     assert judged(VALUES | {"args.new": 1, "logger.new": 1}).word == VERIFIED
+    other = judged(VALUES | {"transformer.hidden_size": 7})
+    assert "mismatch: 1 fields disagree, 0 nobody has looked at" in summary(LOWERING, other)
 
 
 @pytest.mark.parametrize("form", ["auto", "json"])

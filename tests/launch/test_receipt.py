@@ -104,6 +104,9 @@ ATTACKS = {
     "taken out of the chain": (lambda a, b: rehashed(b, chain=None), "has no place in a chain"),
     "log behind a pipe": (lambda a, b: (change(a, receipt.LOG), (a / receipt.LOG).unlink(), os.mkfifo(a / receipt.LOG)), "`log.txt` of"),
     "a device among its files": (lambda a, b: rehashed(a, files={"/dev/zero": "0" * 64}), "`/dev/zero` of"),
+    "another's log among its files": (
+        lambda a, b: rehashed(a, files={f"../{b.name}/{receipt.LOG}": receipt.file_hash(b / receipt.LOG)}), f"/{receipt.LOG}` of",
+    ),
     "log of a device": (lambda a, b: ((a / receipt.LOG).unlink(), (a / receipt.LOG).symlink_to("/dev/zero")), "`log.txt` of"),
     "one place for two": (
         lambda a, b: rehashed(b, chain=receipt.read(a)["chain"]), "have one place in the chain",

@@ -116,6 +116,8 @@ shape("W&B's own word", "wandb: logged in with {}", some(40, HEX))
 # class -> (variable, value, the line that shows it, what must not be seen)
 WORDY = "correct-horse-Xq7-staple"
 AMONG = base64.b64encode(f"u:{WORDY}:x".encode()).decode()
+SLASHED = "~~~???>>>~~~ ok ???~~~>>>"  # whose base64 has a `+` or a `/` in each place
+SLASHES = base64.urlsafe_b64encode(SLASHED.encode())[2:-4].decode()
 BY_VALUE = {
     "a variable that says secret": ("WANDB_API_KEY", some(40, HEX), "{}", None),
     "a variable that does not": ("MY_SETTINGS", some(20), "using {}", None),
@@ -124,6 +126,7 @@ BY_VALUE = {
     "of the recorded ones": ("NCCL_SOCKET_IFNAME", some(20), "NCCL said {}", None),
     "base64": ("HF_TOKEN", WORDY, "sent " + base64.b64encode(WORDY.encode()).decode(), base64.b64encode(WORDY.encode())[2:-6].decode()),
     "base64 in the middle": ("HF_TOKEN", WORDY, f"sent {AMONG}", AMONG[4:-8]),
+    "base64 of URLs": ("HF_TOKEN", SLASHED, "sent " + base64.urlsafe_b64encode(SLASHED.encode()).decode(), SLASHES),
     "hexadecimal": ("HF_TOKEN", WORDY, "sent " + WORDY.encode().hex(), WORDY.encode().hex()),
     "in a URL": ("HF_TOKEN", "p/w d+Xq7?", "sent " + quote("p/w d+Xq7?", safe=""), quote("p/w d+Xq7?", safe="")),
     "in JSON": ("HF_TOKEN", 'p"w\\d9-Xq7', "sent " + json.dumps('p"w\\d9-Xq7'), 'p\\"w'),
