@@ -37,6 +37,10 @@ MESSAGES = {
         ["feature.muon.enabled=1"],
         "error: must be true or false, not 1 (int) @ feature.muon.enabled (command line: feature.muon.enabled=1)",
     ),
+    "no character": (
+        ["schedule.save=''"],
+        "error: must have at least 1 character, not \"\" @ schedule.save (command line: schedule.save='')",
+    ),
     "not a number": (["optim.lr=nan"], "error: must be a finite number, not nan @ optim.lr (command line: optim.lr=nan)"),
     "infinite": (["optim.lr=inf"], "error: must be a finite number, not inf @ optim.lr (command line: optim.lr=inf)"),
     "null": (["model.depth=null"], "error: must be an integer, not null @ model.depth (command line: model.depth=null)"),
