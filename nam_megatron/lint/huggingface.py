@@ -154,16 +154,22 @@ def _heads(s: Said) -> Words:
     yield from ("--kv-channels", str(width))
 
 
-def _rope(s: Said) -> Words:
-    """Rotary embedding under its old keys or transformers 5's, with Llama's scaling."""
+def _angles(s: Said) -> tuple[Words, Mapping[str, Any], str | None]:
+    """Rotary embedding under its old keys or transformers 5's: the words of its base, how it is scaled, and the kind of that."""
     parameters = s.get("rope_parameters") or {}
     scaling = s.get("rope_scaling") or (parameters if parameters.get("rope_type", "default") != "default" else {})
     base = parameters.get("rope_theta") or s.number("rope_theta")
-    yield from ("--position-embedding-type", "rope", "--rotary-base", str(int(base)))
-    part = s.get("partial_rotary_factor", parameters.get("partial_rotary_factor", 1.0))
+    found = iter(("--position-embedding-type", "rope", "--rotary-base", str(int(base))))
+    return found, scaling, scaling.get("rope_type") or scaling.get("type")
+
+
+def _rope(s: Said) -> Words:
+    """Rotary embedding with Llama's scaling."""
+    base, scaling, kind = _angles(s)
+    yield from base
+    part = s.get("partial_rotary_factor", (s.get("rope_parameters") or {}).get("partial_rotary_factor", 1.0))
     if part != 1.0:
         yield from ("--rotary-percent", str(part))
-    kind = scaling.get("rope_type") or scaling.get("type")
     if kind == "llama3":
         yield from ("--use-rope-scaling", "--rope-scaling-factor", str(scaling.get("factor")))
         usual = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -298,15 +304,9 @@ def _deepseek(s: Said) -> Words:
     ):
         yield from (f"--{flag}", str(s.number(key)))
     s.get("num_key_value_heads"), s.get("head_dim"), s.get("qk_head_dim"), s.get("rope_interleave")
-    parameters = s.get("rope_parameters") or {}
-    scaling = s.get("rope_scaling") or (parameters if parameters.get("rope_type", "default") != "default" else {})
-    yield from (
-        "--position-embedding-type",
-        "rope",
-        "--rotary-base",
-        str(int(parameters.get("rope_theta") or s.number("rope_theta"))),
-    )
-    if (kind := scaling.get("rope_type") or scaling.get("type")) == "yarn":
+    base, scaling, kind = _angles(s)
+    yield from base
+    if kind == "yarn":
         yield from ("--rope-type", "yarn", "--rotary-scaling-factor", str(float(scaling["factor"])))
         yield from (
             "--mscale",

@@ -41,7 +41,7 @@ class References(contextlib.ExitStack):
             bench = self.enter_context(Bench(recipe, self.device, STEPS, self.resume))
             self.begun[key] = bench, bench.begin()
         bench, begun = self.begun[key]
-        bench.beside(recipe)
+        bench.beside(pair)
         return bench.proof(begun)
 
 

@@ -95,13 +95,12 @@ class Bench:
     def __init__(self, recipe: Recipe, device: str = "cpu", steps: int = 2, resume: bool = True):
         self.device, self.steps, self.resume = device, steps, resume and steps > 1
         self.limits, self.limit_s = FP32, LIMIT_S[device]
-        self.beside(recipe)
+        self.beside(cut.pair(recipe, device, steps))
 
-    def beside(self, recipe: Recipe) -> None:
-        """Go on with another recipe of the same reference."""
-        self.pair = cut.pair(recipe, self.device, self.steps)
-        raise_if(compare.refusals(self.pair.layout.plan, self.device))
-        self.resumable = self.resume and cut.resumable(self.pair.layout.plan.recipe)
+    def beside(self, pair: cut.Pair) -> None:
+        """Go on with another layout of the same reference."""
+        raise_if(compare.refusals(pair.layout.plan, self.device))
+        self.pair, self.resumable = pair, self.resume and cut.resumable(pair.layout.plan.recipe)
 
     def __enter__(self) -> "Bench":
         warm()

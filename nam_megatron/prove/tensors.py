@@ -29,6 +29,11 @@ def window(shard: Any) -> tuple[slice | int, ...]:
 Shard = tuple[str, tuple, tuple, torch.Tensor]
 
 
+def kept(shard: Any) -> Shard:
+    """A copy of what the shard holds, with its place in the whole."""
+    return shard.key, tuple(shard.global_shape), window(shard), shard.data.detach().clone()
+
+
 @torch.no_grad()
 def gathered(model: Any, value: Callable[[torch.nn.Parameter], torch.Tensor], buffers: bool = False) -> list[Shard]:
     """(checkpoint key, global shape, window, local part) of `value` of every parameter, cut as the parameter is.
@@ -45,11 +50,7 @@ def gathered(model: Any, value: Callable[[torch.nn.Parameter], torch.Tensor], bu
         parameters[name] = stand_in[p]
     try:
         # Read before the parameters go back: a shard is one itself, or a view of what it holds now.
-        return [
-            (s.key, tuple(s.global_shape), window(s), s.data.clone())
-            for s in shards(model)
-            if buffers or s.data.untyped_storage().data_ptr() in storages
-        ]
+        return [kept(s) for s in shards(model) if buffers or s.data.untyped_storage().data_ptr() in storages]
     finally:
         for parameters, name, p in places:
             parameters[name] = p

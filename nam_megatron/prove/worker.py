@@ -18,7 +18,7 @@ import torch
 
 from nam_megatron.argv import argv
 from nam_megatron.lower import Lowering
-from nam_megatron.prove.tensors import Shard, fill, gathered, shards, unsharded, window
+from nam_megatron.prove.tensors import Shard, fill, gathered, kept, shards, unsharded
 
 GRADIENTS, WEIGHTS, BITS = "gradient", "weight", "bits"
 BEGIN = "begin"  # the folder of the checkpoint of the weights that everything starts from
@@ -316,7 +316,7 @@ def _weights(model: Any) -> list[Shard]:
         if _is_fsdp(chunk):
             found += _unsharded(chunk, "model_weight_buffer", buffers=True)
             continue
-        found += [(s.key, tuple(s.global_shape), window(s), s.data.detach().clone()) for s in shards(_bare(chunk))]
+        found += map(kept, shards(_bare(chunk)))
     return found
 
 

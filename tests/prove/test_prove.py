@@ -368,12 +368,12 @@ def test_every_pair_has_an_outcome_and_no_run_is_made_twice(monkeypatch, tmp_pat
             references.append(1)
             return proof.Part(proof.START, ())
 
-        def beside(self, recipe):
-            self.recipe = recipe
+        def beside(self, pair):
+            self.pair = pair
 
         def proof(self, begun):
-            ran.append(self.recipe.preset.name)
-            return proof.Proof(cut.pair(self.recipe, "cpu", 2), "cpu", 2, FP32, (begun,))
+            ran.append(self.pair.layout.plan.recipe.preset.name)
+            return proof.Proof(self.pair, "cpu", 2, FP32, (begun,))
 
     references = []
     monkeypatch.setattr(every, "Bench", Ran)
