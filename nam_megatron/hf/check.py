@@ -227,7 +227,7 @@ def rank_zero(lowering: Lowering) -> None:
     """torchrun's variables for one process, and what the plan demands of the environment."""
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29511")
+    os.environ.setdefault("MASTER_PORT", "0")  # any that is free: nobody else looks for it
     for env in lowering.env:
         if not env.allows(os.environ.get(env.name)):
             env.put(os.environ)

@@ -176,10 +176,7 @@ class Bench:
             old.unlink()
         shutil.rmtree(self.folder / side.name, ignore_errors=True)
         began = time.monotonic()
-        for _ in range(3):
-            ended = ranks.fork(world, partial(worker.run, side, before), self.limit_s, side.device)
-            if not any("EADDRINUSE" in rank.err for rank in ended):  # somebody took the port before rank 0 did
-                break
+        ended = ranks.fork(world, partial(worker.run, side, before), self.limit_s, side.device)
         sys.stderr.write(f"> {side.name}: {counted(world, 'rank')}, {time.monotonic() - began:.0f} s\n")
         if any(rank.late for rank in ended):
             return f"the ranks did not end in {self.limit_s:.0f} s: {_waiting(ended)}"

@@ -8,7 +8,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -36,13 +35,14 @@ def fork(world: int, job: Callable[[], int | None], limit_s: float = 180.0, devi
     On a CPU a rank is a fork of this process, which has paid for the imports, and may be given any function. CUDA outlives no fork: there
     a rank is a new process, and `job` has to be picklable.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    from torch.distributed import TCPStore
+
+    # Held here, as torchrun's agent does: a port that is free now and taken by rank 0 later may be somebody's by then.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
         gc.freeze()  # a fork that looks for garbage among what it inherits copies every page of it
-        more = (world, port, Path(folder), device)
+        more = (world, store.port, Path(folder), device)
         children = [context.Process(target=_child, args=(job, rank, *more)) for rank in range(world)]
         for child in children:
             child.start()
@@ -76,7 +76,8 @@ def _child(job: Callable[[], int | None], rank: int, world: int, port: int, fold
     # A rank whose parent was killed would wait for the others until a collective times out.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
-    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), PYTORCH_ALLOC_CONF="expandable_segments:True")
+    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    os.environ |= dict(PYTORCH_ALLOC_CONF="expandable_segments:True")
     code = 1
     try:
         with machine(device):

@@ -1,5 +1,6 @@
 """Hangs of the real trainer: two ranks of Megatron's own pretrain(), a fault in one of them, and what the launcher reads of it."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -56,7 +57,8 @@ def watched(folder: Path, before, still: float = 10.0) -> hang.Hang:
 
     def kill() -> None:
         for beat in hang.beats(folder).values():
-            os.kill(beat.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # the end of one rank ends the others
+                os.kill(beat.pid, signal.SIGKILL)
 
     with hang.Watch(folder, 2, still, kill, patience=1.0) as watch:
         thread = threading.Thread(target=lambda: said.append(run(folder, *TWO, world=2, before=before)))
