@@ -63,6 +63,8 @@ SLOW_TRAIN = " ".join(f"--deselect=tests/cpu/test_train.py::test_{name}" for nam
     "a_refusal_is_said_once_under_torchrun", "residual_streams_learn", "n_gram_rows_learn_beside_muon",
     "what_only_makes_it_faster_learns_the_same", "the_recipe_chooses_the_loss", "one_rank_speaks",
 ))  # fmt: skip
+SLOW_LINT = "--deselect=tests/test_lint.py::test_any_flags_are_described_and_checked"
+SLOW_DATA = "--deselect=tests/test_data.py::test_ctrl_c_is_a_line_whatever_the_processes_do"
 GROUPS = {
     "rows": Group(
         (
@@ -122,6 +124,33 @@ GROUPS = {
         ),
     )
     for kind in ("mla", "dsa", "mamba3", "m2rnn")
+} | {
+    f"launch {name}": Group((f"launch/{name}.py",), (f"tests/launch/test_{name}.py", *more))
+    for name, *more in (
+        ("steps", "tests/launch/test_report.py"), ("gpu",), ("host",), ("oom",), ("storage",), ("topology",), ("preflight",), ("sanity",),
+        ("stack",), ("inspect",), ("report",), ("hang",),
+    )
+} | {
+    "lint": Group(
+        ("nam_megatron/lint/*.py", "nam_megatron/lint/rules/*.py"),
+        ("tests/test_lint_inputs.py", f"tests/test_lint.py {SLOW_LINT}", "tests/cpu/test_lint_count.py"),
+    ),
+    "data": Group(("nam_megatron/data/*.py",), (f"tests/test_data.py {SLOW_DATA}",)),
+    "layers": Group(
+        (
+            "nam_megatron/blocks/*/layer.py", "nam_megatron/runtime/stack.py", "nam_megatron/runtime/hyper_connections.py",
+            "nam_megatron/runtime/ngram_embedding.py", "nam_megatron/runtime/cross_entropy.py", "nam_megatron/runtime/stage_log.py",
+            "nam_megatron/runtime/yarn.py", "nam_megatron/runtime/llama_rope.py", "nam_megatron/runtime/gauges.py",
+        ),
+        (
+            "tests/cpu/test_parameters.py", "tests/blocks/test_initial.py",
+            "tests/cpu/test_hyper_connections.py --deselect=tests/cpu/test_hyper_connections.py::test_kernels_in_the_interpreter",
+            "tests/cpu/test_ngram_embedding.py", "tests/cpu/test_models.py", "tests/blocks/test_tensor_parallel.py",
+            "tests/cpu/test_gauges.py", "tests/cpu/test_cross_entropy.py", "tests/cpu/test_effect_modules.py",
+            "tests/blocks/test_resharding.py", "tests/cpu/test_author_lane.py",
+        ),
+    ),
+    "hf": Group(("nam_megatron/hf/*.py",), ("tests/test_hf_describe.py", "tests/cpu/test_hf.py")),
 }  # fmt: skip
 
 # Survivors that are right: `path: the line as it was -> as it is`, and why no test can or should tell them apart.
