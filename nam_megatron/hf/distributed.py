@@ -22,7 +22,8 @@ from nam_megatron.errors import Problem, Refused
 from nam_megatron.hf.describe import Tensor
 from nam_megatron.lower import Lowering
 from nam_megatron.runtime import checksums
-from nam_megatron.runtime.checkpoint import PLAN, RELEASE, TRACKER
+from nam_megatron.runtime.checkpoint import PLAN
+from nam_megatron.tracker import RELEASE, TRACKER, newest
 
 COMPARED = ("hybrid_layer_pattern", "hidden_size", "num_attention_heads")
 # How 0.19.2 names what it saves.
@@ -55,13 +56,7 @@ def step_folder(checkpoint: Path) -> Path:
     """The newest step of a checkpoint folder, or the folder itself where it is a step's. Raises Refused."""
     if (checkpoint / ".metadata").is_file():
         return checkpoint
-    try:
-        word = (checkpoint / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        raise Refused(Problem(f"no checkpoint in `{checkpoint}`", None, f"it holds no `{TRACKER}`")) from None
-    if word != RELEASE and not word.isdecimal():
-        raise Refused(Problem(f"`{checkpoint / TRACKER}` says `{word[:40]}`, which is no step", None, "write the step"))
-    return checkpoint / (RELEASE if word == RELEASE else f"iter_{int(word):07d}")
+    return newest(checkpoint)
 
 
 class Checkpoint:

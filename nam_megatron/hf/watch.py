@@ -13,7 +13,7 @@ import torch
 from nam_megatron.errors import Problem, Refused
 from nam_megatron.hf.export import export
 from nam_megatron.hf.perplexity import perplexity
-from nam_megatron.runtime.checkpoint import TRACKER
+from nam_megatron.tracker import TRACKER, word
 
 
 def watch(
@@ -51,9 +51,9 @@ def watch(
 
 def _newest(checkpoint: Path) -> int | None:
     try:
-        word = (checkpoint / TRACKER).read_text(encoding="utf-8").strip()
+        said = word(checkpoint)
     except FileNotFoundError:
         return None  # the run has not saved yet
-    except (OSError, ValueError) as err:
+    except OSError as err:
         raise Refused(Problem(f"`{checkpoint / TRACKER}` cannot be read: {err}")) from None
-    return int(word) if word.isdecimal() else None
+    return int(said) if said.isdecimal() else None

@@ -15,8 +15,8 @@ from nam_megatron.errors import Problem, Refused
 from nam_megatron.setting import Setting
 from nam_megatron.targets import Target
 from nam_megatron.targets.target import legal
+from nam_megatron.tracker import TRACKER, newest
 
-TRACKER = "latest_checkpointed_iteration.txt"
 FILES = ("common.pt", "mp_rank_00/model_optim_rng.pt", "mp_rank_00_000/model_optim_rng.pt")
 LARGEST = 64 * 2**20  # bytes of a pickle without its tensors
 MAGIC = b"PK\x03\x04"
@@ -59,10 +59,7 @@ def file_of(path: Path) -> Path:
     """
     if path.is_file():
         return path
-    step = path
-    if (tracker := path / TRACKER).is_file():
-        word = tracker.read_text(encoding="utf-8", errors="replace").strip()
-        step = path / (f"iter_{int(word):07d}" if word.isascii() and word.isdigit() else "release")
+    step = newest(path) if (path / TRACKER).is_file() else path
     found = next((step / name for name in FILES if (step / name).is_file()), None)
     if found is None:
         hint = f"name the folder that holds `{TRACKER}`, a step's folder with `common.pt`, or that file"

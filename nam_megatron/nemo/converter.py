@@ -24,7 +24,8 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from nam_megatron.argv import load_plan
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.hf import check, describe, distributed, export
-from nam_megatron.runtime.checkpoint import PLAN, RELEASE
+from nam_megatron.runtime.checkpoint import PLAN
+from nam_megatron.tracker import RELEASE
 
 
 @MegatronModelBridge.register_bridge(source="NamForCausalLM", target=HybridModel, model_type="nam")

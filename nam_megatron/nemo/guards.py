@@ -18,7 +18,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
 from megatron.core.utils import unwrap_model
 
-from nam_megatron import train
+from nam_megatron import tracker, train
 from nam_megatron.errors import FINDINGS, REFUSED, Problem, Refused
 from nam_megatron.lower import Lowering
 from nam_megatron.recipe import Recipe
@@ -49,7 +49,7 @@ def objections(lowering: Lowering, *, thorough: bool = True) -> Iterator[Problem
     yield from train.unfit_data(lowering.plan)
     if s.load is not None:
         folder = Path(s.load)
-        there = [(folder / name).is_file() for name in (TRACKER, checkpoint.TRACKER)]
+        there = [(folder / name).is_file() for name in (TRACKER, tracker.TRACKER)]
         if not any(there) and s.save == s.load:
             return  # the first of the commands that each go on where the last one ended
         if not all(there):
@@ -58,21 +58,21 @@ def objections(lowering: Lowering, *, thorough: bool = True) -> Iterator[Problem
             yield Problem(f"no checkpoint of Megatron-Bridge's in `{s.load}`", "schedule.load", hint)
             return
         yield from checkpoint.damage(folder, thorough=thorough)
-        yield from at_odds(folder, folder / checkpoint.TRACKER)
+        yield from at_odds(folder)
         yield from checkpoint.another(folder / SIGNED, lowering)
     yield from checkpoint.occupied(lowering)
 
 
-def at_odds(folder: Path, tracker: Path) -> Iterator[Problem]:
+def at_odds(folder: Path) -> Iterator[Problem]:
     """Whether somebody has set back Megatron's tracker alone: Bridge goes by its own."""
     try:
         step = str(torch.load(folder / TRACKER, weights_only=True)["step"].item())
     except Exception as err:  # whatever a cut-off file makes torch raise
         yield Problem(f"`{folder / TRACKER}` cannot be read: {err}", "schedule.load")
         return
-    if (said := tracker.read_text(encoding="utf-8", errors="replace").strip()) != step:
+    if (said := tracker.word(folder)) != step:
         hint = f"copy the `train_state.pt` of the step that is meant over `{folder / TRACKER}`"
-        yield Problem(f"`{tracker.name}` says step {said}, and `{TRACKER}` {step}", "schedule.load", hint)
+        yield Problem(f"`{tracker.TRACKER}` says step {said}, and `{TRACKER}` {step}", "schedule.load", hint)
 
 
 # Once the model is built ------------------------------------------------------------------------------------------------

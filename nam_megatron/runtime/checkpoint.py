@@ -16,16 +16,16 @@ from typing import Any
 
 import torch
 
-from nam_megatron import computation
+from nam_megatron import computation, tracker
 from nam_megatron.argv import plan_json
 from nam_megatron.data import manifest
 from nam_megatron.errors import Problem, Refused
 from nam_megatron.features.names import FEATURES
 from nam_megatron.lower import Lowering
 from nam_megatron.runtime import checksums
+from nam_megatron.tracker import RELEASE, TRACKER
 
-TRACKER, PLAN, DATA = "latest_checkpointed_iteration.txt", "plan.json", "data.json"
-RELEASE = "release"  # Megatron's word for weights without a state of training: a run starts from them at step 0
+PLAN, DATA = "plan.json", "data.json"
 
 # What the flattened state of a sharded optimizer depends on.
 SHARDED_BY = frozenset(
@@ -100,8 +100,7 @@ def another(folder: Path, lowering: Lowering) -> Iterator[Problem]:
 
 def weights_alone(folder: Path) -> bool:
     """Whether a checkpoint has no state of training: an imported one."""
-    tracker = folder / TRACKER
-    return tracker.is_file() and tracker.read_text(encoding="utf-8", errors="replace").strip() == RELEASE
+    return (folder / TRACKER).is_file() and tracker.word(folder) == RELEASE
 
 
 def _reshardable(recipe: Mapping[str, Any]) -> bool:
@@ -136,14 +135,10 @@ def damage(folder: Path, *, thorough: bool = True) -> Iterator[Problem]:
     thorough: read the shards too; of a job one rank does that, and the others wait for it when they meet.
     """
     try:
-        word = (folder / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
-    except OSError as err:
-        yield Problem(f"`{folder / TRACKER}` cannot be read: {err.strerror}", "schedule.load")
+        step = tracker.newest(folder, "schedule.load")
+    except Refused as no:
+        yield from no.problems
         return
-    if word != RELEASE and not (word.isascii() and word.isdecimal() and len(word) < 10):
-        yield Problem(f"`{folder / TRACKER}` says `{word[:40]}`, which is no step", "schedule.load", "write the step")
-        return
-    step = folder / (RELEASE if word == RELEASE else f"iter_{int(word):07d}")
     hint = f"write an earlier step into `{folder / TRACKER}`"
     if not step.is_dir():
         yield Problem(f"checkpoint `{step}` is not there", "schedule.load", hint)

@@ -1,0 +1,33 @@
+"""Which of a checkpoint's steps is its newest: the file beside them in which Megatron names it."""
+
+from pathlib import Path
+
+from nam_megatron.errors import Problem, Refused
+
+TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"  # Megatron's word for weights without a state of training: a run starts from them at step 0
+
+
+def word(folder: Path) -> str:
+    """What the tracker says, whatever that is. Raises OSError."""
+    return (folder / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
+
+
+def newest(folder: Path, key: str | None = None) -> Path:
+    """The folder of the newest step, whether it is there or not. key: of the recipe, that names the checkpoint.
+
+    Raises:
+        Refused: there is no tracker, it cannot be read or says no step.
+    """
+    tracker = folder / TRACKER
+    try:
+        said = word(folder)
+    except FileNotFoundError:
+        raise Refused(Problem(f"no checkpoint in `{folder}`", key, f"it holds no `{TRACKER}`")) from None
+    except OSError as err:
+        raise Refused(Problem(f"`{tracker}` cannot be read: {err.strerror}", key)) from None
+    if said == RELEASE:
+        return folder / RELEASE
+    if said.isascii() and said.isdecimal() and len(said) < 10:
+        return folder / f"iter_{int(said):07d}"
+    raise Refused(Problem(f"`{tracker}` says `{said[:40]}`, which is no step", key, "write the step"))
