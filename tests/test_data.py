@@ -24,6 +24,9 @@ from presets import written
 from nam_megatron.data import __main__ as command
 from nam_megatron.data import build, manifest, sources, tokenizer
 from nam_megatron.errors import Refused
+from nam_megatron.lower import translate
+from nam_megatron.recipe import load
+from nam_megatron.train import unfit_data
 
 TEXTS = [
     f"// file {i}\n#include <vector>\nint f{i}(int x) {{\n\treturn {i * 37} * x;  // naïve €{i}\n}}\n"
@@ -536,6 +539,24 @@ def test_a_vocabulary_that_is_too_small_is_refused(tmp_path, bpe, capsys):
     out = built(tmp_path, bpe, jsonl(tmp_path / "a.jsonl"))
     assert run("check", out, "--vocabulary", 289) == 1
     assert "has 290 entries, and the model's vocabulary 289" in capsys.readouterr().err
+
+
+def test_the_trainer_refuses_a_dataset_that_does_not_fit(tmp_path, bpe):
+    """Both routes ask it before anything is built."""
+    out = built(tmp_path, bpe, jsonl(tmp_path / "a.jsonl"))
+
+    def unfit(*words: str) -> list[str]:
+        recipe = load("nam56r_smoke", ["data=built", f"data.path={out}", *words])
+        return [problem.message for problem in unfit_data(translate(recipe).plan)]
+
+    assert unfit("model.vocab_size=290") == []
+    (small,) = unfit("model.vocab_size=289")
+    assert "has 290 entries, and the model's vocabulary 289" in small
+    (out / "train.bin").write_bytes((out / "train.bin").read_bytes()[:-2])
+    assert [said.partition(" has ")[0] for said in unfit("model.vocab_size=290")] == [f"`{out}/train.bin`"]
+    shutil.rmtree(out)
+    (gone,) = unfit("model.vocab_size=290")
+    assert str(out) in gone
 
 
 def test_what_check_finds_in_the_tokens_themselves(tmp_path, bpe):

@@ -3,20 +3,26 @@
 All of ours in plain torch (`kernels: naive`), in Megatron's own pretrain() on a CPU.
 """
 
+import json
 import math
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pretend
 import pytest
+import torch
+from megatron.core.utils import unwrap_model
 from test_train import logged, trained
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from launch.steps import guarded
 from nam_megatron import train
 from nam_megatron.argv import plan_json, words
 from nam_megatron.lower import translate
 from nam_megatron.recipe import load
+from nam_megatron.runtime import pretrain
 
 SMALL = {
     "model": "depth=12 seq_length=32 hidden_size=64 ffn_hidden_size=96 num_attention_heads=4 vocab_size=256",
@@ -33,7 +39,7 @@ RECIPE = [f"{group}.{word}" for group, words in SMALL.items() for word in words.
 RECIPE.append("model.substitute=[{letter: A, ranks: [1, 2], kind: dsa}]")
 
 
-def steps(folder: Path, *overrides: str, world: int = 1) -> list[pretend.Rank]:
+def steps(folder: Path, *overrides: str, world: int = 1, before=lambda: None) -> list[pretend.Rank]:
     lowering = translate(load("nam56r", [*RECIPE, *overrides]))
     kinds = {layer.kind for layer in lowering.plan.layers}
     assert kinds == {"mla", "dsa", "moe", "mamba3", "m2rnn"} and lowering.plan.mtp_depths == 1
@@ -41,6 +47,7 @@ def steps(folder: Path, *overrides: str, world: int = 1) -> list[pretend.Rank]:
 
     def job() -> int:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        before()
         return train.main(["--nam-plan", str(folder / "plan.json"), *words(lowering)], time.time())
 
     return pretend.fork(world, job)
@@ -80,3 +87,35 @@ def test_it_is_saved_and_gone_on_with(tmp_path, one_rank, reshardable):
     # The second line of a command is the mean of its first two steps.
     third, mean = trained(steps(tmp_path, *save, f"schedule.load={tmp_path}/ckpt"))
     assert (third, mean) == (losses[2], pytest.approx((losses[2] + losses[3]) / 2, abs=1e-6))
+
+
+# Of four columns two turn as ever, one is on the ramp and one divided; by Megatron's own length and betas one, one and two.
+YARN = {"factor": 4.0, "original_length": 1000, "beta_fast": 1.0, "beta_slow": 0.01}
+
+
+def test_the_angles_that_are_trained_are_yarns(tmp_path):
+    """Megatron's parser hands MLA no length and no betas: the trainer does. Held against the frequencies of transformers."""
+    turns = [f"feature.yarn.{key}={value}" for key, value in YARN.items()]
+    one = ("schedule.train_steps=1", "schedule.decay_steps=1", "optim.warmup_steps=0")
+    seen = tmp_path / "angles.json"
+
+    def before() -> None:
+        step = pretrain.forward_step
+
+        def told(samples, model):
+            layers = unwrap_model(model).decoder.layers
+            angles = [layer.self_attention.rotary_pos_emb(2)[0][1].flatten() for layer in (layers[0], layers[4])]
+            seen.write_text(json.dumps([a.tolist() for a in angles]))
+            return step(samples, model)
+
+        pretrain.forward_step = told
+
+    trained(steps(tmp_path, "cluster=h200_1", *turns, *one, before=before))
+    asked = {"rope_type": "yarn", "original_max_position_embeddings": YARN["original_length"], "rope_theta": 5e5}
+    sizes = {"head_dim": 8, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 32}
+    config = SimpleNamespace(rope_parameters=asked | YARN, standardize_rope_params=lambda: None, **sizes)
+    wanted, _ = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+    for angles in json.loads(seen.read_text()):
+        assert angles == pytest.approx(wanted.tolist() * 2, rel=1e-6)
+    plain = 5e5 ** (-torch.arange(0, 8, 2) / 8)
+    assert (wanted / plain).tolist() == pytest.approx([1, 1, 0.625, 0.25])

@@ -284,3 +284,18 @@ def test_data_is_never_replaced_by_mock_data(configured, changes, blend, said):
     """Megatron takes the absence of a data path for a wish for mock data."""
     with pytest.raises(Refused, match=said):
         configured(arguments(**changes), blend)
+
+
+# Arguments whose other half is in Megatron's scripts: looked up in pretrain_hybrid.py and training.py of 0.19.2.
+ELSEWHERE = {
+    "spec", "yaml_cfg", "sft", "dataloader_inter_document_masking", "hybrid_context_parallel", "logits_load_dir", "log_straggler",
+    "inprocess_restart",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("names", [*({name} for name in sorted(ELSEWHERE)), {"sft", "spec"}], ids=" ".join)
+def test_arguments_that_nothing_here_would_act_on_are_refused(names):
+    with pytest.raises(Refused) as refused:
+        pretrain.settings(SimpleNamespace(**{name: name in names for name in ELSEWHERE}), None)
+    flags = {f"`--{name.replace('_', '-')}` is not served by this trainer" for name in names}
+    assert {problem.message for problem in refused.value.problems} == flags

@@ -207,11 +207,10 @@ def test_a_refusal_is_said_once_under_torchrun(tmp_path):
     assert "exitcode  : 2" in done.stderr
 
 
-@pytest.mark.parametrize("flag", ["--log-straggler", "--sft", "--spec x y"])
-def test_arguments_that_nothing_would_act_on_are_refused(flag):
+def test_an_argument_that_nothing_would_act_on_is_refused():
     def job():
-        sys.argv = ["", *argv_of(lowered()), *flag.split()]
-        with pytest.raises(Refused, match=flag.split()[0]):
+        sys.argv = ["", *argv_of(lowered()), *["--spec", "x", "y"]]
+        with pytest.raises(Refused, match="--spec"):
             pretrain.settings(
                 parse_and_validate_args(), hybrid_stack_spec(lowered().plan, pretend.modules.CpuBackend())
             )
