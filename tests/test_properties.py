@@ -187,7 +187,7 @@ def test_plausible_recipes():
         outcomes.append(judge(lambda: changed(*case)) is not None)
 
     run()
-    assert 200 < sum(outcomes) < len(outcomes) - 200, (sum(outcomes), len(outcomes))
+    assert 100 < sum(outcomes) < len(outcomes) - 100, (sum(outcomes), len(outcomes))
 
 
 # Overrides, through Hydra ---------------------------------------------------------------------------------------------

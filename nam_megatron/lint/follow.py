@@ -1,33 +1,40 @@
 """What a launch script would run, without running it: variables, arrays, tests, heredocs and scripts inside scripts.
 
-Nothing is executed and nothing is guessed. What the script does not set is a hole, `hole("NAME")`, which travels through strings
-and arrays until somebody needs the value. Where a condition cannot be told no branch is taken: what the branches would set
-becomes a hole, flags they would append are noted, commands in them may run. A loop over known words is run for each of them; of
-another what it appends ends in a hole.
+Nothing is executed and nothing is guessed: what is read is what bash would run, or open. What the script does not set is a hole,
+`hole("NAME")`, which travels through strings and arrays until somebody needs the value. Where a condition cannot be told no branch
+is taken: what the branches would set becomes a hole, flags they would append are noted, commands in them may run. A loop over known
+words is run for each of them; of another what it appends ends in a hole. The script is called without arguments.
 """
 
 import ast
 import fnmatch
+import glob
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from nam_megatron.lint.shell import (
+    BLANK,
+    CLOSE,
+    NAME,
+    OPEN,
+    Body,
     Branch,
     Chain,
     Command,
+    Function,
     Loop,
     Parser,
     Part,
     ShellError,
+    Subshell,
     Token,
     blanks_kept,
     inside,
 )
 
-OPEN, CLOSE, BLANK = "\ue000", "\ue001", "\ue002"  # private use: no script has them
 HOLE = re.compile(f"{OPEN}([^{CLOSE}]*){CLOSE}")
 REPLACED = re.compile(
     r"([A-Za-z_]\w*)/(/?)([^/*?\[\\$\"'#%]+)(?:/([^$\"'`\\]*))?"
@@ -36,9 +43,26 @@ BUDGET = 200_000  # steps; a script that takes more is no launch
 SHELLS = {"bash", "sh", "zsh", "dash"}
 TAKES_SCRIPT = SHELLS | {"sbatch", "cat", "tee", "srun", "ssh", "qsub", "bsub"}
 DECLARE = {"export", "declare", "local", "readonly", "typeset"}
-NESTED = 8
+NESTED = 8  # scripts in scripts, and calls in calls
 ROUNDS = 256  # of one loop
 PRINTS = {"echo", "printf"}
+ASKS = {
+    "grep",
+    "egrep",
+    "which",
+    "command",
+    "type",
+    "hash",
+    "pgrep",
+    "diff",
+    "cmp",
+    "git",
+    "ping",
+    "read",
+    "let",
+}  # of those nobody knows
+# {1..4}, {1..9..2}, {a,b}
+BRACES = re.compile(r"\{(?:(-?\d{1,9})\.\.(-?\d{1,9})(?:\.\.(-?\d{1,9}))?|([^{},\s]*(?:,[^{},\s]*)+))\}")
 
 
 def hole(name: str) -> str:
@@ -60,12 +84,15 @@ class Run:
     """What was found.
 
     commands: (words, exported environment) in order. perhaps: the same with a line, of branches whose condition cannot be told; each
-    branch as if taken. printed: what `echo` shows. unset: names taken as absent from the environment, because the script has
-    a default for them. notes: what could not be told.
+    branch as if taken. uncalled: the same of functions that nothing here calls. left: the variables after each of those. printed: what
+    `echo` shows. unset: names taken as absent from the environment, because the script has a default for them. notes: what could not
+    be told.
     """
 
     commands: list[tuple[tuple[str, ...], Mapping[str, str | None]]] = field(default_factory=list)
     perhaps: list[tuple[tuple[str, ...], Mapping[str, str | None], int]] = field(default_factory=list)
+    uncalled: list[tuple[tuple[str, ...], Mapping[str, str | None], int]] = field(default_factory=list)
+    left: dict[str, Mapping[str, str | list[str]]] = field(default_factory=dict)
     printed: list[tuple[tuple[str, ...], Mapping[str, str | None]]] = field(default_factory=list)
     env: dict[str, str | None] = field(default_factory=dict)
     variables: dict[str, str | list[str]] = field(default_factory=dict)
@@ -94,23 +121,51 @@ def run(text: str) -> Run:
 
 
 class Follower:
-    def __init__(self, found: Run, depth: int = 0):
+    """Of one script. given: `$1`, `$2`, ... where they are known; None: the script as it stands, called without any."""
+
+    def __init__(self, found: Run, depth: int = 0, functions: dict[str, Function] | None = None):
         self.run, self.depth = found, depth
-        self.bodies: list[str] = []
+        self.bodies: list[Body] = []
+        self.functions = {} if functions is None else functions
+        self.called: set[str] = set()
+        self.given: list[str] | None = None
+        self.locals: list[
+            dict[str, tuple[Any, Any]]
+        ] = []  # of each call: what its local variables were outside, and exported as
 
     def script(self, text: str) -> None:
         parser = Parser(text)
         nodes, self.bodies = parser.block(), parser.bodies
-        self.nodes(nodes)
+        for node in nodes:
+            if isinstance(node, Command) and node.words and node.words[0].literal == "exit":
+                break
+            self.node(node)
+        if self.depth == 0:
+            for name, function in list(self.functions.items()):
+                if name not in self.called:
+                    after, *_ = self.supposed([function.body])
+                    self.run.left[name] = after.variables
+                    self.run.uncalled += [(*command, function.line) for command in after.commands]
+                    self.run.uncalled += after.perhaps
 
-    def nested(self, text: str) -> None:
-        """A script inside the script."""
+    def nested(self, text: str, shell: bool = True) -> None:
+        """A script inside the script. shell: in a shell of its own, which has what is exported and sets nothing here."""
         if self.depth >= NESTED:
             raise ShellError("scripts inside scripts, too deep")
+        follower = Follower(self.run, self.depth + 1, self.functions)
+        follower.called = self.called
+        kept = self.run.variables, self.run.env
+        if shell:
+            self.run.variables = {name: value for name, value in self.run.env.items() if value is not None}
+            self.run.env = dict(self.run.env)
+        else:
+            follower.given, follower.locals = self.given, self.locals
         try:
-            Follower(self.run, self.depth + 1).script(text)
+            follower.script(text)
         except ShellError as err:
             self.run.notes.append(f"a script inside the script cannot be read ({err})")
+        if shell:
+            self.run.variables, self.run.env = kept
 
     # Nodes
 
@@ -129,33 +184,73 @@ class Follower:
                 self.status(node)
             case Branch():
                 self.branch(node)
+            case Subshell():
+                for inner in node.nodes:
+                    self.apart(inner)
+            case Function():
+                self.functions[node.name] = node
+
+    def apart(self, node: object) -> None:
+        """In a shell of its own: what it sets is gone afterwards."""
+        kept = self.run.variables, self.run.env, self.functions, self.given
+        self.run.variables, self.run.env, self.functions = dict(kept[0]), dict(kept[1]), dict(kept[2])
+        self.node(node)
+        self.run.variables, self.run.env, self.functions, self.given = kept
+
+    def call(self, function: Function, words: list[str], prefix: Mapping[str, str | None]) -> None:
+        if len(self.locals) >= NESTED:
+            raise ShellError("functions inside functions, too deep")
+        self.called.add(function.name)
+        given, env = self.given, self.run.env
+        self.given, self.run.env = words, {**env, **prefix}
+        self.locals.append({name: (self.run.variables.get(name), env.get(name)) for name in prefix})
+        self.run.variables |= {name: value for name, value in prefix.items() if value is not None}
+        self.node(function.body)
+        for name, kept in self.locals.pop().items():
+            places: tuple[dict[str, Any], ...] = (self.run.variables, self.run.env)
+            for held, value in zip(places, kept, strict=True):
+                held.pop(name, None)
+                if value is not None:
+                    held[name] = value
+        self.given = given
 
     def loop(self, node: Loop) -> None:
         """Every round, where it can be told how many there are; else one, and what it appends goes on."""
-        steady = not any(w in ("break", "continue", "shift", "read") for w in _first_words(node.body))
+        first = list(_first_words(node.body))
+        steady = not any(w in ("break", "continue", "shift", "read", "return") for w in first)
         if node.words is not None and node.variable:
-            words = [f for w in node.words for f in _braces(self.fields(w))]
+            words = [f for w in node.words for f in self.fields(w)]
             if steady and len(words) <= ROUNDS and not any(map(holes, words)):
                 for word in words:
-                    self.run.variables[node.variable] = word
+                    self.put(node.variable, word)
                     self.nodes(node.body)
                 return
         if node.condition:
             rounds = 0
-            while (
-                (verdict := self.truth(node.condition)) and steady and rounds < ROUNDS and not _forever(node.condition)
-            ):
+            while (verdict := self.goes_on(node)) and steady and rounds < ROUNDS and not _forever(node.condition):
                 self.nodes(node.body)
                 rounds += 1
             if verdict is False:
                 return
         if node.variable:
-            self.run.variables[node.variable] = hole(node.variable)
+            self.put(node.variable, hole(node.variable))
+        if "shift" in first and self.given:
+            self.given = [hole("arguments")]
+        before = dict(self.run.variables)
         self.nodes(node.body)
-        for name in _appended(node.body):
-            value = self.run.variables.get(name, "")
-            more = hole(f"{name} of a loop")
-            self.run.variables[name] = [*value, more] if isinstance(value, list) else f"{value} {more}"
+        if not (node.condition and _forever(node.condition)):  # which ends in its first round, as far as one can see
+            for name, after in list(self.run.variables.items()):
+                old, open_ = before.get(name), hole(f"{name} of a loop")
+                if isinstance(after, list) and _appended_to(old or [], after):
+                    self.put(name, [*after, open_])
+                elif isinstance(after, str) and after.startswith((f"{old or ''} ", f"{hole(name)} ")) and name != node.variable:
+                    self.put(name, f"{after} {open_}")
+                elif after != old and name != node.variable:
+                    self.put(name, hole(name))
+
+    def goes_on(self, node: Loop) -> bool | None:
+        verdict = self.truth(node.condition)
+        return None if verdict is None else verdict is not node.until
 
     def branch(self, node: Branch) -> None:
         subject = " ".join(self.fields(node.subject)) if node.subject else ""
@@ -164,21 +259,27 @@ class Follower:
             if condition is not None:
                 verdict = self.matches(subject, condition) if node.subject else self.truth(condition)
             if verdict is None:
-                for _, other in node.arms[i:]:
-                    self.suppose(other, node.line)
-                for _, other in node.arms[i:]:
-                    self.skip(other, node.line)
+                self.suppose([arm for _, arm in node.arms[i:]], node.line)
                 return
             if verdict:
                 self.nodes(body)
                 return
 
     def matches(self, subject: str, patterns: list[Token]) -> bool | None:
-        return None if holes(subject) else any(fnmatch.fnmatchcase(subject, " ".join(self.fields(p))) for p in patterns)
+        found = [self.pattern(p) for p in patterns]
+        if holes(subject) or any(map(holes, found)):
+            return None
+        return any(fnmatch.fnmatchcase(subject, p) for p in found)
+
+    def pattern(self, token: Token) -> str:
+        """As fnmatch reads it: what is quoted means itself."""
+        return "".join(
+            glob.escape(self.joined([p])) if p.kind in ("quoted", "double") else self.joined([p]) for p in token.parts
+        )
 
     def truth(self, nodes: list) -> bool | None:
         """Whether the condition of an `if` or a `while` holds; None if that cannot be told."""
-        if len(nodes) == 1 and (isinstance(nodes[0], Chain) or _tests(nodes[0])):
+        if len(nodes) == 1 and (isinstance(nodes[0], Chain) or _tests(nodes[0]) or _negated(nodes[0])):
             return self.status(nodes[0])
         self.nodes(nodes)
         return None
@@ -188,24 +289,41 @@ class Follower:
         if isinstance(node, Chain):
             left = self.status(node.left)
             if left is None:
-                self.suppose([node.right], node.line)
-                self.skip([node.right], node.line)
+                self.suppose([[node.right]], node.line)
             return self.status(node.right) if left is (node.op == "&&") else left
+        if _negated(node):
+            verdict = self.status(replace(node, words=node.words[1:]))
+            return None if verdict is None else not verdict
         if not _tests(node):
             self.node(node)
-            return True
-        words = [f for w in node.words if w.kind == "word" for f in (self.fields(w) or [""])]
-        return self.test([w for w in words if w not in ("[", "[[", "test", "]", "]]")])
+            return None if isinstance(node, Command) and node.words and _asks(node.words[0]) else True
+        tokens = [w for w in node.words if w.kind == "word"]
+        double = tokens[0].literal == "[[" or tokens[-1].literal == "]]"
+        tokens = tokens[tokens[0].literal in ("[", "[[", "test") : len(tokens) - (tokens[-1].literal in ("]", "]]"))]
+        if double:
+            words = [self.joined(w.parts) for w in tokens]
+            if len(words) > 2 and words[-2] in ("=", "==", "!="):
+                words[-1] = self.pattern(tokens[-1])
+        else:
+            words = [f for w in tokens for f in (self.fields(w) or [""])]
+            if len(words) > 2 and words[-2] in ("=", "==", "!="):
+                words[-1] = glob.escape(words[-1])
+        return self.test(words)
 
     def test(self, words: list[str]) -> bool | None:
-        if words[:1] in (["true"], [":"], ["false"]):
+        """Whether a test holds. The right side of an equation is a pattern."""
+        if words[:1] in (["true"], [":"], ["false"]) and len(words) == 1:
             return words[0] != "false"
+        if not words:
+            return False
         if words[:1] == ["!"]:
             inner = self.test(words[1:])
             return None if inner is None else not inner
         if (len(words) == 2 and words[0] in ("-z", "-n")) or len(words) == 1:
             names = holes(words[-1])
             empty = words[-1] == "".join(map(hole, names))
+            if any(name in self.run.variables for name in names):
+                return None  # one that the script sets somewhere
             if empty:  # the script asks whether the environment has it, so it copes if not
                 self.run.unset |= set(names)
             return empty if words[0] == "-z" else not empty
@@ -217,9 +335,21 @@ class Follower:
                 return NUMERIC[op](int(left), int(right))
         return None
 
-    def suppose(self, nodes: Iterable[object], line: int) -> None:
-        """What would be run if a branch were taken."""
-        actual = self.run
+    def suppose(self, arms: Iterable[Iterable[object]], line: int) -> None:
+        """Branches of which nobody knows whether one is taken: what they would run may run, and what they set is not known after them."""
+        before = self.run
+        for after, functions, given in [self.supposed(arm) for arm in arms]:
+            before.perhaps += [*((words, env, line) for words, env in after.commands), *after.perhaps]
+            self.functions |= functions
+            self.given = given if given == self.given else [hole("arguments")]
+            for name in dict.fromkeys((*before.variables, *after.variables)):
+                self.unsettle(name, after.variables.get(name), line)
+            for name in after.env.keys() - before.env.keys():
+                before.env[name] = hole(name)
+
+    def supposed(self, nodes: Iterable[object]) -> tuple[Run, dict[str, Function], list[str] | None]:
+        """What some nodes would do, the functions and the arguments afterwards; nothing of it is kept."""
+        actual, functions, given, called = self.run, self.functions, self.given, set(self.called)
         self.run = replace(
             actual,
             commands=[],
@@ -229,39 +359,28 @@ class Follower:
             unset=set(),
             notes=[],
         )
+        self.functions = dict(functions)
         try:
             self.nodes(nodes)
-            found = [*((words, env, line) for words, env in self.run.commands), *self.run.perhaps]
+            return self.run, self.functions, self.given
         finally:
             actual.spent, self.run = self.run.spent, actual
-        actual.perhaps += found
+            self.functions, self.given, self.called = functions, given, called
 
-    def skip(self, nodes: Iterable[object], line: int) -> None:
-        """A branch that may or may not be taken: what it sets is not known afterwards."""
-        flags: list[str] = []
-        for node in nodes:
-            self.run.spend()
-            match node:
-                case Command():
-                    for token in node.words:
-                        name, append, words = _assignment(token)
-                        if not name:
-                            continue
-                        if append or _again(name, words):
-                            flags += [f for w in words for f in self.fields(w) if f.startswith("--")]
-                        else:
-                            self.run.variables[name] = hole(name)
-                case Branch():
-                    for _, body in node.arms:
-                        self.skip(body, line)
-                case Chain():
-                    self.skip([node.left, node.right], line)
-                case Loop():
-                    self.skip(node.body, line)
-        if flags := [f for f in flags if f not in self.flags_of_everything()]:
-            self.run.notes.append(
-                f"line {line}: its condition cannot be told here, left out: {' '.join(map(shown, flags))}"
-            )
+    def unsettle(self, name: str, after: str | list[str] | None, line: int) -> None:
+        """A variable that a branch may have changed to `after`. Flags that it would append are noted, and left out."""
+        value = self.run.variables.get(name)
+        if value == after or value == hole(name):
+            return
+        more = _appended_to(value, after)
+        if more is None:
+            self.put(name, hole(name))
+        elif flags := [f for f in more if f.startswith("--") and f not in self.flags_of_everything()]:
+            text = f"line {line}: its condition cannot be told here, left out: {' '.join(map(shown, flags))}"
+            self.run.notes.append(text)
+        elif not any(f.startswith("--") for f in more):
+            open_ = hole(f"{name} of a branch")
+            self.put(name, [*value, open_] if isinstance(value, list) else f"{value} {open_}")
 
     def flags_of_everything(self) -> set[str]:
         return {f for v in self.run.variables.values() if isinstance(v, list) for f in v}
@@ -270,7 +389,7 @@ class Follower:
 
     def command(self, node: Command) -> None:
         words = list(node.words)
-        if words and all(_assignment(w)[0] for w in words):
+        if words and all(_assignment(w)[0] or _changed(w) for w in words):
             for token in words:
                 self.assign(token)
             return
@@ -279,8 +398,14 @@ class Follower:
             prefix[found[0]] = self.joined(found[2][0].parts) if found[2] else ""
             words.pop(0)
         if words and words[0].literal in DECLARE:
+            options = "".join(token.literal or "" for token in words[1:] if (token.literal or "").startswith("-"))
             for token in words[1:]:
-                name = self.assign(token) or token.literal or ""
+                name = _assignment(token)[0] or token.literal or ""
+                if self.locals and words[0].literal not in ("export", "readonly") and "g" not in options:
+                    self.locals[-1].setdefault(name, (self.run.variables.get(name), self.run.env.get(name)))
+                self.assign(token)
+                if set(options) & set("iAnul") and name in self.run.variables:
+                    self.put(name, hole(name))  # what is assigned means something else
                 value = self.run.variables.get(name)
                 if words[0].literal == "export" and isinstance(value, str):
                     self.run.env[name] = value
@@ -296,6 +421,19 @@ class Follower:
                 self.run.variables.pop(name, None)
                 self.run.env[name] = None
             return
+        if fields[:2] == ["set", "--"]:
+            self.given = fields[2:]
+            return
+        if fields[:1] == ["shift"] and self.given:
+            self.given = self.given[_integer(fields[1]) or 0 :] if len(fields) > 1 else self.given[1:]
+            return
+        if fields[:1] == ["let"]:
+            for text in fields[1:]:
+                self.let(text)
+            return
+        if fields and (function := self.functions.get(fields[0])):
+            self.call(function, fields[1:], prefix)
+            return
         if fields[:1] == ["env"]:
             while len(fields) > 1 and (match := re.match(r"([A-Za-z_]\w*)=(.*)", fields[1], re.DOTALL)):
                 prefix[match[1]] = match[2]
@@ -303,9 +441,10 @@ class Follower:
         if not fields or _base(fields[0]) in TAKES_SCRIPT:
             for number in node.heredocs:
                 if number < len(self.bodies):
-                    self.nested(self.bodies[number].replace("\\$", "$"))
+                    body = self.bodies[number]
+                    self.nested(self.joined(inside(body.text, "\\$`\n")) if body.expands else body.text)
         if fields[:1] == ["eval"]:
-            return self.nested(" ".join(fields[1:]))
+            return self.nested(" ".join(fields[1:]), shell=False)
         for i in range(1, len(fields) - 1):
             if re.fullmatch(r"-[a-z]*c", fields[i]) and any(_base(f) in SHELLS for f in fields[:i]):
                 outer, self.run.env = self.run.env, {**self.run.env, **prefix}
@@ -318,6 +457,9 @@ class Follower:
 
     def assign(self, token: Token) -> str | None:
         """Carry an assignment out; returns the name, None if it is none."""
+        if changed := _changed(token):
+            self.change(token)
+            return changed[0]
         name, append, words = _assignment(token)
         if name is None:
             return None
@@ -328,8 +470,39 @@ class Follower:
             text = isinstance(old, str) and isinstance(value, str)
             value = f"{old}{value}" if text else [*_listed(old), *_listed(value)]
         self.run.spend(1 + sum(1 + len(v) // 64 for v in _listed(value)))
-        self.run.variables[name] = value
+        self.put(name, value)
         return name
+
+    def put(self, name: str, value: str | list[str]) -> None:
+        """Set a variable; one that is exported stays so."""
+        self.run.variables[name] = value
+        if self.run.env.get(name) is not None:
+            self.run.env[name] = value if isinstance(value, str) else hole(name)
+
+    def change(self, token: Token) -> None:
+        """`A[1]=value`, or `(( ))`."""
+        if token.parts[0].kind == "let":
+            for text in token.parts[0].text.split(","):
+                self.let(text)
+            return
+        match = re.fullmatch(r"([A-Za-z_]\w*)\[([^\]]*)\](\+?)=(.*)", self.joined(token.parts), re.DOTALL)
+        name, index, append, value = match.groups() if match else (_changed(token)[0], "", "", "")
+        old, at = self.run.variables.get(name, []), _integer(index)
+        if isinstance(old, list) and at is not None and 0 <= at <= len(old) and not append:
+            self.put(name, [*old[:at], value, *old[at + 1 :]])
+        else:
+            self.put(name, hole(name))
+
+    def let(self, text: str) -> None:
+        """An arithmetic command."""
+        if step := re.fullmatch(r"\s*(?:(\w+)(\+\+|--)|(\+\+|--)(\w+))\s*", text):
+            text = f"{step[1] or step[4]} {(step[2] or step[3])[0]}= 1"
+        if found := re.fullmatch(r"\s*([A-Za-z_]\w*)\s*([-+*/%]?)=(?!=)(.*)", text, re.DOTALL):
+            name, op, value = found.groups()
+            self.put(name, self.arithmetic(f"{name} {op} ({value})" if op else value))
+        elif re.search(r"\+\+|--|(?<![<>=!])=(?!=)", text):
+            for name in NAME.findall(text):
+                self.put(name, hole(name))
 
     # Expansion
 
@@ -341,6 +514,9 @@ class Follower:
 
     def fields(self, token: Token) -> list[str]:
         """The words that a word becomes."""
+        return [field for word in _unbraced(token) for field in self.split(word)]
+
+    def split(self, token: Token) -> list[str]:
         done: list[str] = []
         current: str | None = None
         for part in token.parts:
@@ -380,17 +556,18 @@ class Follower:
         return self.sequence(part.text) or [hole(_brief(part.text))]
 
     def sequence(self, text: str) -> list[str]:
-        """The numbers of `seq LAST` or `seq FIRST LAST` as one text; nothing of another command."""
+        """The numbers of `seq LAST` or `seq FIRST LAST` as one text of lines; nothing of another command."""
         match = re.fullmatch(r"\s*seq\s+(?:(-?\d{1,9})\s+)?(-?\d{1,9})\s*", self.joined(blanks_kept(text)))
-        return [" ".join(_counted(match[1] or "1", match[2]))] if match else []
+        return ["\n".join(_counted(match[1] or "1", match[2]))] if match else []
 
     def variable(self, text: str) -> list[str]:
         """`$text` or `${text}`."""
         self.run.spend()
+        given = self.given or []
         if text in ("@", "*"):
-            return []  # the script as it stands, called without arguments
+            return given
         if text == "#":
-            return ["0"]
+            return [hole("#") if any(map(holes, given)) else str(len(given))]
         if replaced := REPLACED.fullmatch(text):
             old = " ".join(self.variable(replaced[1]))
             return [old if holes(old) else old.replace(replaced[3], replaced[4] or "", -1 if replaced[2] else 1)]
@@ -399,18 +576,23 @@ class Follower:
             return [hole(_brief(text))]
         name, index, operation, rest = match.groups()
         value = self.run.variables.get(name)
+        if name.isdigit() and self.given is not None and name != "0":
+            at = int(name) - 1
+            value = None if any(map(holes, given)) else given[at] if at < len(given) else ""
         if isinstance(value, list) and index not in ("[@]", "[*]"):
             number = _integer((index or "[0]")[1:-1])
-            value = value[number] if number is not None and number < len(value) else None
+            value = value[number] if number is not None and -len(value) <= number < len(value) else None
         kind = (operation or "").lstrip(":")
         if kind in ("-", "=") and (value is None or value == [] or (value == "" and operation.startswith(":"))):
             if name not in self.run.variables:
                 self.run.unset.add(name)
             value = self.joined(blanks_kept(rest))
             if kind == "=":
-                self.run.variables[name] = value
+                self.put(name, value)
         if kind == "+":
-            value = self.joined(blanks_kept(rest)) if value else ""
+            if isinstance(value, str) and holes(value) and not HOLE.sub("", value):
+                return [hole(_brief(text))]  # it may be empty
+            value = self.joined(blanks_kept(rest)) if value or (value == "" and operation == "+") else ""
         return [hole(name)] if value is None else _listed(value)
 
     def arithmetic(self, text: str) -> str:
@@ -420,11 +602,35 @@ class Follower:
         return hole(_brief(f"({text})")) if value is None else str(value)
 
 
+def _asks(token: Token) -> bool:
+    """Whether a command's end says what only the host knows, or whether a number is 0."""
+    return token.literal in ASKS or any(part.kind == "let" for part in token.parts)
+
+
+def _negated(node: object) -> TypeGuard[Command]:
+    return (
+        isinstance(node, Command)
+        and len(node.words) > 1
+        and node.words[0].literal == "!"
+        and _tests(replace(node, words=node.words[1:]))
+    )
+
+
 def _tests(node: object) -> TypeGuard[Command]:
     """Whether a node is a test: `[ ]`, `[[ ]]`, `test`, or half of a `[[ a && b ]]`."""
     if not isinstance(node, Command) or not node.words:
         return False
     return node.words[0].literal in ("[", "[[", "test", "true", "false", ":") or node.words[-1].literal == "]]"
+
+
+def _changed(token: Token) -> list[str]:
+    """The variables that a word changes otherwise than by `NAME=`: an element's array, what `(( ))` counts."""
+    first = token.parts[0] if token.parts else Part("", "")
+    if first.kind == "let":
+        return NAME.findall(first.text)
+    element = re.match(r"([A-Za-z_]\w*)\[", first.text) if first.kind == "raw" else None
+    rest = "".join(p.text for p in token.parts) if element else ""
+    return [element[1]] if element and re.search(r"\]\+?=", rest) else []
 
 
 def _assignment(token: Token) -> tuple[str | None, bool, tuple[Token, ...]]:
@@ -438,10 +644,16 @@ def _assignment(token: Token) -> tuple[str | None, bool, tuple[Token, ...]]:
     return None, False, ()
 
 
-def _again(name: str, words: tuple[Token, ...]) -> bool:
-    """Whether a variable's new value has its old one in it."""
-    old = re.compile(rf"{name}(\W|$)")
-    return any(p.kind == "var" and old.match(p.text) for w in words for p in w.all_parts())
+def _appended_to(old: str | list[str] | None, new: str | list[str] | None) -> list[str] | None:
+    """The words that stand in `new` around all of `old`; None where it is another value."""
+    if isinstance(old, list) and isinstance(new, list):
+        at = next((i for i in range(len(new) - len(old) + 1) if new[i : i + len(old)] == old), None)
+        return None if at is None else [*new[:at], *new[at + len(old) :]]
+    if isinstance(old, str) and isinstance(new, str) and old.strip():
+        before, found, after = new.partition(old)
+        if found and before[-1:].strip() == "" and (after[:1].strip() == "" or old[-1].isspace()):
+            return [*before.split(), *after.split()]
+    return None
 
 
 def _commands(nodes: Iterable[object]) -> Iterator[Command]:
@@ -457,31 +669,42 @@ def _commands(nodes: Iterable[object]) -> Iterator[Command]:
                 yield from _commands([node.left, node.right])
             case Loop():
                 yield from _commands(node.body)
+            case Subshell():
+                yield from _commands(node.nodes)
 
 
 def _first_words(nodes: Iterable[object]) -> Iterator[str | None]:
     return (node.words[0].literal for node in _commands(nodes) if node.words)
 
 
-def _appended(nodes: Iterable[object]) -> Iterator[str]:
-    """The variables that grow."""
-    for node in _commands(nodes):
-        for name, append, words in map(_assignment, node.words):
-            if name and (append or _again(name, words)):
-                yield name
-
-
-def _counted(first: str, last: str) -> list[str]:
+def _counted(first: str, last: str, step: int = 1) -> list[str]:
     """The numbers from first to last; a hole where they are too many to be meant."""
-    many = int(last) - int(first) >= ROUNDS
-    return [hole(f"{first} to {last}")] if many else [str(i) for i in range(int(first), int(last) + 1)]
+    many = abs(int(last) - int(first)) >= ROUNDS * abs(step)
+    ends = int(last) + (1 if step > 0 else -1)
+    return [hole(f"{first} to {last}")] if many else [str(i) for i in range(int(first), ends, step)]
 
 
-def _braces(words: Iterable[str]) -> Iterator[str]:
-    """`{1..4}` as four words."""
-    for word in words:
-        match = re.fullmatch(r"\{(\d{1,9})\.\.(\d{1,9})\}", word)
-        yield from _counted(match[1], match[2]) if match else [word]
+def _unbraced(token: Token) -> Iterator[Token]:
+    """`a{1..3}` and `{a,b}c` as the words that they are short for."""
+    for at, part in enumerate(token.parts):
+        if part.kind == "raw" and (match := BRACES.search(part.text)):
+            for word in _alternatives(match):
+                text = part.text[: match.start()] + word + part.text[match.end() :]
+                yield from _unbraced(
+                    replace(token, parts=(*token.parts[:at], Part("raw", text), *token.parts[at + 1 :]))
+                )
+            return
+    yield token
+
+
+def _alternatives(match: re.Match[str]) -> list[str]:
+    first, last, step, several = match.groups()
+    if several is not None:
+        return several.split(",")
+    if len({len(n.lstrip("-")) for n in (first, last)}) > 1 and "0" in (first.lstrip("-")[:1], last.lstrip("-")[:1]):
+        return [hole(match[0][1:-1])]  # with leading zeros
+    way = max(abs(int(step or 1)), 1) * (1 if int(last) >= int(first) else -1)
+    return _counted(first, last, way)
 
 
 def _forever(condition: list) -> bool:
@@ -500,11 +723,17 @@ def _brief(text: str) -> str:
     return " ".join(HOLE.sub(r"$\1", text).split())[:60]
 
 
+def _divided(a: int, b: int) -> int:
+    """Towards zero, as C and bash do."""
+    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+
+
 NUMERIC: dict[str, Callable[[int, int], bool]] = {
     "-eq": operator.eq, "-ne": operator.ne, "-gt": operator.gt, "-ge": operator.ge, "-lt": operator.lt, "-le": operator.le,
 }  # fmt: skip
 ARITHMETIC: dict[type, Callable[[int, int], int]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv, ast.Mod: operator.mod,
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: _divided,
+    ast.Mod: lambda a, b: a - b * _divided(a, b),
 }  # fmt: skip
 
 
@@ -523,6 +752,8 @@ def _calculate(text: str) -> int | None:
                 return -value(operand)
         raise ValueError
 
+    if not re.fullmatch(r"[-+*/%()\s0-9]*", text):
+        return None  # 10#08, comparisons
     try:
         return value(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):

@@ -35,6 +35,7 @@ BASES = {
 ENVIRONMENT = re.compile(r"env(ironment)?(_?va?rs?)?", re.IGNORECASE)
 # The first line of a YAML or JSON: `key:`, `- item`, `---`, an opening bracket that is no test of a shell's.
 YAML = re.compile(r"""(-\s+)?["']?[\w.-]+["']?\s*:(\s|$)|-\s|---$|[{\[]\s*(["'\]}]|$)|\{\s*[\w.-]+\s*:""")
+TEST = re.compile(r"\[\s.*\s\]\s*(&&|\|\||;)")  # of a shell
 Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -90,7 +91,7 @@ def read(text: str, target: Target, name: str = "-") -> Launch:
     )
     first = next((line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")), "")
     try:
-        if YAML.match(first):
+        if YAML.match(first) and not TEST.match(first):
             launch = _yaml(text, target, name)
         elif first.startswith("-"):
             launch = _plain(text, target)
@@ -159,6 +160,11 @@ def _shell(text: str, target: Target) -> Launch:
         notes.append(
             f"line {supposed[2]}: its condition cannot be told here; the launch that it decides about is read as if it held"
         )
+    if not flags(best) and (uncalled := max(run.uncalled, key=flags, default=None)) and flags(uncalled):
+        best = uncalled[:2]
+        notes.append(
+            f"line {uncalled[2]}: nothing here calls this function; the launch in it is read as if it were called"
+        )
     if not flags(best) and run.printed and flags(printed := max(run.printed, key=flags)):
         best = printed
         notes.append("nothing here starts this launch: the text only prints it")
@@ -169,12 +175,8 @@ def _shell(text: str, target: Target) -> Launch:
         )
     (launcher, words, script), env = _split(best[0], target), best[1]
     if partial := not _flags(words, target):  # a file that only sets variables, for another script to use
-        words = [
-            w
-            for value in run.variables.values()
-            if (found := _words(value))[:1] and found[0].startswith("--")
-            for w in found
-        ]
+        held = [run.variables, *run.left.values()]
+        words = next(filter(None, map(_held, held)), [])
         launcher, script, env = (), None, run.env
         notes.append("no command here has Megatron's flags: those that variables hold are taken, in their order")
     if not _flags(words, target):
@@ -188,6 +190,12 @@ def _shell(text: str, target: Target) -> Launch:
         partial = True
     gpus = _gpus(launcher, text, run.variables)
     return Launch(target, tuple(words), "shell", text, env, script, gpus, tuple(notes), partial)
+
+
+def _held(variables: Mapping[str, str | list[str]]) -> list[str]:
+    """The words of the variables that start with a flag."""
+    lists = map(_words, variables.values())
+    return [w for found in lists if found[:1] and found[0].startswith("--") for w in found]
 
 
 def _words(value: str | list[str]) -> list[str]:

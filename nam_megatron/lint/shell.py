@@ -6,6 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 DEPTH = 40
+OPEN, CLOSE, BLANK = (
+    "\ue000",
+    "\ue001",
+    "\ue002",
+)  # around what is not known, and a blank in it; private use: no script has them
 OPERATORS = (
     "<<<",
     "<<-",
@@ -31,6 +36,7 @@ OPERATORS = (
 REDIRECTS = {"<", ">", ">>", "<<<", "&>", "&>>", ">&", "<&", ">|"}
 CLOSERS = {"then", "elif", "else", "fi", "do", "done", "esac", "}", ")", ";;"}
 NAME = re.compile(r"[A-Za-z_]\w*")
+ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"'}  # of $'...'
 
 
 class ShellError(ValueError):
@@ -39,7 +45,10 @@ class ShellError(ValueError):
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a word: `raw` or `quoted` text, `double`-quoted source, a `var`, an `arith` or a `command` substitution."""
+    """A piece of a word: `raw` or `quoted` text, `double`-quoted source, a `var`, an `arith` or a `command` substitution.
+
+    `let`: all of `(( ))`, as a command.
+    """
 
     kind: str
     text: str
@@ -99,13 +108,38 @@ class Chain:
 
 
 @dataclass
+class Subshell:
+    """Nodes that run in shells of their own: `( )`, the sides of a pipe, what runs in the background."""
+
+    nodes: list
+
+
+@dataclass
+class Function:
+    """`name() body`."""
+
+    name: str
+    body: object
+    line: int
+
+
+@dataclass(frozen=True)
+class Body:
+    """A heredoc's text. expands: its variables are the outer script's, since its delimiter has no quotes."""
+
+    text: str
+    expands: bool
+
+
+@dataclass
 class Loop:
-    """Its variable and words (`for`; words of None: not a list) or condition (`while`), and its body."""
+    """Its variable and words (`for`; words of None: not a list) or condition (`while`, or `until` it holds), and its body."""
 
     variable: str | None
     condition: list
     body: list
     words: list[Token] | None = None
+    until: bool = False
 
 
 class Lexer:
@@ -115,10 +149,9 @@ class Lexer:
         self.text, self.plain, self.at = text, plain, 0
         self.blanks = " \t\r\f\v\n" if plain else " \t\r\f\v"
         self.ends = self.blanks + ("" if plain else "\n;&|<>()")
-        self.wanted: list[
-            tuple[str, bool]
-        ] = []  # heredocs whose bodies start after this line: (delimiter, tabs dropped)
-        self.bodies: list[str] = []
+        # Heredocs whose bodies start after this line: (delimiter, tabs dropped, expands).
+        self.wanted: list[tuple[str, bool, bool]] = []
+        self.bodies: list[Body] = []
         self._line, self._counted = 1, 0
 
     @property
@@ -132,7 +165,8 @@ class Lexer:
         while (token := self.next()) is not None:
             if delimiter_next and token.kind == "word":
                 word = "".join(p.text for p in token.parts)
-                self.wanted.append((word, delimiter_next == "<<-"))
+                bare = all(p.kind == "raw" for p in token.parts)
+                self.wanted.append((word, delimiter_next == "<<-", bare))
                 delimiter_next = None
                 continue
             delimiter_next = token.text if token.kind == "op" and token.text in ("<<", "<<-") else None
@@ -158,6 +192,11 @@ class Lexer:
         ):  # the name of a file that a command writes or reads
             self.at += 1
             return Token("word", parts=(Part("command", self._balanced("(", ")")[1:-1]),), line=line)
+        if not self.plain and self.text.startswith("((", self.at):
+            start, body = self.at, self._balanced("(", ")")
+            if body.endswith("))"):
+                return Token("word", parts=(Part("let", body[2:-2]),), line=line)
+            self.at = start
         if not self.plain:
             for op in OPERATORS:
                 if self.text.startswith(op, self.at):
@@ -192,17 +231,24 @@ class Lexer:
         if c == "\\":
             self.at = min(start + 2, len(text))
             return Part("quoted", text[start + 1 : self.at].replace("\n", ""))
-        if c == "'" or text.startswith("$'", start):
-            return Part("quoted", self._until("'", start + 1 + (c == "$"), "a quote"))
+        if c == "'":
+            return Part("quoted", self._until("'", start + 1, "a quote"))
+        if text.startswith("$'", start):
+            self.at += 2
+            return Part(
+                "quoted", re.sub(r"\\(.)", lambda m: ESCAPES.get(m[1], m[0]), self._quoted("'"), flags=re.DOTALL)
+            )
         if c == "`":
             return Part("command", self._until("`", start + 1, "a backtick"))
         if c == '"' or text.startswith('$"', start):
             self.at += 1 + (c == "$")
-            return Part("double", self._double())
+            return Part("double", self._quoted('"'))
         if c == "$":
             return self._dollar()
+        if c == OPEN:
+            return Part("quoted", OPEN + self._until(CLOSE, start + 1, "a hole") + CLOSE)
         self.at += 1
-        while self.at < len(text) and text[self.at] not in self.ends and text[self.at] not in "\\'\"$`":
+        while self.at < len(text) and text[self.at] not in self.ends and text[self.at] not in f"\\'\"$`{OPEN}":
             self.at += 1
         return Part("raw", text[start : self.at])
 
@@ -213,19 +259,19 @@ class Lexer:
         self.at = end + 1
         return self.text[start:end]
 
-    def _double(self) -> str:
-        """The source inside double quotes; the opening quote is behind us."""
+    def _quoted(self, mark: str) -> str:
+        """The source inside quotes that know a backslash; the opening one is behind us."""
         start, line = self.at, self.line
         while self.at < len(self.text):
             c = self.text[self.at]
-            if c == '"':
+            if c == mark:
                 self.at += 1
                 return self.text[start : self.at - 1]
-            if c == "$" and self.text[self.at + 1 : self.at + 2] in ("(", "{"):
+            if c == "$" and mark == '"' and self.text[self.at + 1 : self.at + 2] in ("(", "{"):
                 self._dollar()
             else:
                 self.at += 1 + (c == "\\")
-        raise ShellError(f"line {line}: a double quote without its end")
+        raise ShellError(f"line {line}: a quote without its end")
 
     def _dollar(self) -> Part:
         text = self.text
@@ -258,7 +304,7 @@ class Lexer:
         raise ShellError(f"line {line}: a `{opening}` without its `{closing}`")
 
     def _read_bodies(self) -> None:
-        for delimiter, tabs in self.wanted:
+        for delimiter, tabs, expands in self.wanted:
             lines = []
             while self.at < len(self.text):
                 end = self.text.find("\n", self.at)
@@ -267,16 +313,16 @@ class Lexer:
                 if (line.lstrip("\t") if tabs else line).rstrip() == delimiter:
                     break
                 lines.append(line)
-            self.bodies.append("\n".join(lines))
+            self.bodies.append(Body("\n".join(lines), expands))
         self.wanted.clear()
 
 
-def inside(text: str) -> Iterator[Part]:
-    """The parts of the source between double quotes."""
+def inside(text: str, escaped: str = '\\"$`\n') -> Iterator[Part]:
+    """The parts of the source between double quotes. escaped: what a backslash takes its meaning."""
     lexer, start = Lexer(text), 0
     while lexer.at < len(text):
         c = text[lexer.at]
-        if c == "\\" and text[lexer.at + 1 : lexer.at + 2] in ("\\", '"', "$", "`", "\n"):
+        if c == "\\" and lexer.at + 1 < len(text) and text[lexer.at + 1] in escaped:
             yield Part("quoted", text[start : lexer.at] + text[lexer.at + 1].replace("\n", ""))
             start = lexer.at = lexer.at + 2
         elif c in "$`":
@@ -306,6 +352,7 @@ class Parser:
         lexer = Lexer(text)
         self.tokens, self.bodies = list(lexer.tokens()), lexer.bodies
         self.at = self.depth = self.heredocs = 0
+        self.in_test = False  # between `[[` and `]]`, where `<` and `(` are words
 
     @property
     def token(self) -> Token | None:
@@ -333,7 +380,7 @@ class Parser:
             if self.word in CLOSERS or self.word in ("\n", ";", "&", "|"):
                 self.eat()
             else:
-                nodes.append(self.chain())
+                nodes.append(self.listed())
         self.depth -= 1
         if until:
             if self.token is None:
@@ -342,16 +389,31 @@ class Parser:
             self.eat()
         return nodes
 
+    def listed(self) -> object:
+        """A chain, and whether it runs in the background."""
+        node = self.chain()
+        return Subshell([node]) if self.word == "&" and self.token and self.token.kind == "op" else node
+
     def chain(self) -> object:
-        node = self.command()
+        node = self.pipeline()
         while self.token is not None and self.token.kind == "op" and self.word in ("&&", "||"):
             op = self.eat()
             while self.word == "\n":
                 self.eat()
             if self.token is None:
                 break
-            node = Chain(node, op.text, self.command(), op.line)
+            node = Chain(node, op.text, self.pipeline(), op.line)
         return node
+
+    def pipeline(self) -> object:
+        nodes = [self.command()]
+        while self.token is not None and self.token.kind == "op" and self.word == "|":
+            self.eat()
+            while self.word in ("\n", "&"):
+                self.eat()
+            if self.token is not None:
+                nodes.append(self.command())
+        return Subshell(nodes) if len(nodes) > 1 else nodes[0]
 
     def command(self) -> object:
         assert self.token is not None, "asked for where there is one"
@@ -365,10 +427,10 @@ class Parser:
         if word in ("while", "until"):
             self.eat()
             condition = self.block("do")
-            return Loop(None, condition if word == "while" else [], self.block("done"))
+            return Loop(None, condition, self.block("done"), until=word == "until")
         if word in ("for", "select"):
             self.eat()
-            name, words = self.word, None
+            name, words = self.word or _first_name(self.token), None
             if self.at + 1 < len(self.tokens) and self.tokens[self.at + 1].literal == "in":
                 self.at, words = self.at + 2, []
                 while self.token is not None and self.token.kind == "word":
@@ -377,10 +439,22 @@ class Parser:
                 self.eat()
             self.block("do")
             return Loop(name or "loop", [], self.block("done"), words)
-        if word in ("{", "("):
+        if word == "{":
             self.eat()
-            return Branch([(None, self.block("}" if word == "{" else ")"))], line)
+            return Branch([(None, self.block("}"))], line)
+        if word == "(":
+            self.eat()
+            return Subshell([Branch([(None, self.block(")"))], line)])
+        if word == "function" and self.at + 1 < len(self.tokens) and (name := self.tokens[self.at + 1].literal):
+            self.at += 2
+            while self.word in ("(", ")", "\n"):
+                self.eat()
+            return self._function(name, line)
         return self._simple(line)
+
+    def _function(self, name: str, line: int) -> Function:
+        """What stands behind a function's name."""
+        return Function(name, Command([], line) if self.token is None else self.command(), line)
 
     def _if(self, line: int) -> Branch:
         arms: list = []
@@ -413,7 +487,7 @@ class Parser:
                 if self.word in ("\n", ";", "&", "|"):
                     self.eat()
                 else:
-                    nodes.append(self.chain())
+                    nodes.append(self.listed())
             while self.word in (";;", "\n"):
                 self.eat()
             arms.append((patterns, nodes))
@@ -426,7 +500,10 @@ class Parser:
         node, start = Command([], line), self.at
         while self.token is not None:
             if self.token.kind != "op":
+                self.in_test = self.word == "[[" or (self.in_test and self.word != "]]")
                 node.words.append(self.eat())
+            elif self.in_test and self.word in ("<", ">", "(", ")", "|"):
+                node.words.append(Token("word", parts=(Part("quoted", self.eat().text),), line=line))
             elif self.word in ("<<", "<<-"):
                 self.eat()
                 node.heredocs.append(self.heredocs)
@@ -437,14 +514,15 @@ class Parser:
                     self.eat()
             elif (
                 self.word == "("
-                and (len(node.words) == 1 or node.words[0].literal == "function")
+                and len(node.words) == 1
+                and (name := node.words[0].literal)
                 and self.at + 1 < len(self.tokens)
                 and self.tokens[self.at + 1].text == ")"
             ):
-                self.at += 2  # name() { ... }: its body, once
+                self.at += 2
                 while self.word == "\n":
                     self.eat()
-                return node if self.token is None else self.command()
+                return self._function(name, line)
             elif self.word == "(":
                 raise ShellError(f"line {self.token.line}: `(` in the middle of a command; quote the word it stands in")
             else:
@@ -452,3 +530,9 @@ class Parser:
         if self.at == start:
             self.eat()  # an operator where a command should start
         return node
+
+
+def _first_name(token: Token | None) -> str | None:
+    """The variable of `for ((i = 0; ...; ...))`."""
+    found = NAME.search(token.parts[0].text) if token and token.parts and token.parts[0].kind == "let" else None
+    return found and found[0]

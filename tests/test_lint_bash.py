@@ -1,0 +1,307 @@
+"""Launch scripts in real bash: what lint reads of one is what bash runs, or it says that it is open.
+
+A `torchrun` of ours at the front of PATH writes down the words that it gets; nothing else of the host takes part.
+"""
+
+import random
+import re
+import subprocess
+
+import pytest
+
+from nam_megatron.errors import Refused
+from nam_megatron.lint.follow import holes
+from nam_megatron.lint.read import read
+from nam_megatron.targets import current
+
+STUB = """#!/bin/sh
+for word in "$@"; do printf '%s\\0' "$word"; done >> "$OUT"; printf '\\1\\0' >> "$OUT"
+"""
+RUN = "torchrun t.py --hidden-size"
+# `RUN` stands for it.
+SCRIPTS = [
+    'S=big; if [[ $S == "b*" ]]; then X=5; else X=4; fi; RUN $X',
+    'S=big; if [ $S = "b*" ]; then X=5; else X=4; fi; RUN $X',
+    'S=big; case $S in "b*") X=5;; *) X=4;; esac; RUN $X',
+    'X=$((-7/2)); RUN $X',
+    'X=$((-7%2)); RUN $X',
+    'X=$((2**3)); RUN $X',
+    'X=$((7/2*2)); RUN $X',
+    'X=$(( (1+2)*3 )); RUN $X',
+    'declare -i X=2+3; RUN $X',
+    'for i in {4..1}; do X=$i; done; RUN $X',
+    'for i in {1..9..2}; do X=$i; done; RUN $X',
+    'f() { RUN 4 "$@"; }; f --num-layers 8',
+    'f() { RUN $1; }; f 4; ',
+    'set -- --num-layers 8; RUN 4 "$@"',
+    'X=4; (X=5); RUN $X',
+    'X=4; { X=5; }; RUN $X',
+    'X=4; echo a | X=5; RUN $X',
+    'X=4; X=5 true; RUN $X',
+    'X=4; f() { X=5; }; RUN $X',
+    'X=4; f() { X=5; }; f; RUN $X',
+    'X=4; f() { local X=5; }; f; RUN $X',
+    'function f { RUN 4; }; f',
+    'X=4; until [ $X -ge 7 ]; do X=$((X+1)); done; RUN $X',
+    'A=(1 4 2); RUN ${A[1]}',
+    'A=(1 4 2); RUN ${A}',
+    'A=(1 2 4); RUN ${A[-1]}',
+    'A=(1 2 4); RUN ${#A[@]}',
+    'X=a4; RUN ${X#a}',
+    'X=4.b; RUN ${X%.b}',
+    'X=4; RUN ${X:+5}',
+    'RUN ${X:+5}4',
+    'X=; RUN ${X-5}4',
+    'X=; RUN ${X:-5}',
+    'RUN ${X:=6}; torchrun t.py --num-layers $X --hidden-size $X',
+    'X="4 --num-layers 8"; RUN $X',
+    'X="4 --num-layers 8"; RUN "$X"',
+    "X='4'; RUN '$X'",
+    'X=4; RUN "$X"5',
+    'X=4; RUN "${X}"',
+    'X=4; RUN \\$X',
+    "X=$'4\\t5'; RUN $X",
+    'A=(--num-layers 8); RUN 4 pre"${A[@]}"',
+    'A=(--num-layers 8); RUN 4 "${A[*]}"',
+    'A=("--num-layers" "8 9"); RUN 4 ${A[@]}',
+    'A=("--num-layers" "8 9"); RUN 4 "${A[@]}"',
+    'A=(); RUN 4 "${A[@]}"',
+    'RUN 4 ""',
+    'X=""; RUN 4 $X --bf16',
+    'X=""; RUN 4 "$X" --bf16',
+    'if ! [ 1 -eq 2 ]; then X=4; fi; RUN $X',
+    'if ! false; then X=4; else X=5; fi; RUN $X',
+    'if true && false; then X=5; else X=4; fi; RUN $X',
+    'if false || true; then X=4; fi; RUN $X',
+    '[ 1 = 1 ] || X=5; X=${X:-4}; RUN $X',
+    'if [[ 1 == 1 && 2 == 3 ]]; then X=5; else X=4; fi; RUN $X',
+    'if [[ 1 == 1 || 2 == 3 ]]; then X=4; fi; RUN $X',
+    'if [ 1 = 1 -a 2 = 3 ]; then X=5; else X=4; fi; RUN $X',
+    'if [[ abc =~ ^a ]]; then X=4; else X=5; fi; RUN $X',
+    'if [[ -z $U && 1 == 1 ]]; then X=4; fi; RUN $X',
+    'if (( 3 > 2 )); then X=4; else X=5; fi; RUN $X',
+    'for ((i=0;i<3;i++)); do X=$i; done; RUN $X',
+    '((X=3+1)); RUN $X',
+    'let X=3+1; RUN $X',
+    'X=3; ((X++)); RUN $X',
+    'X=3; X+=4; RUN $X',
+    'X=4 # comment\nRUN $X # --num-layers 8',
+    'RUN 4 --save a#b',
+    'X="a # b"; RUN 4 --save "$X"',
+    'X=4 Y=$X; RUN $Y',
+    'X=4 RUN ${X:-5}',
+    'export X=4 Y=5; RUN $Y',
+    'readonly X=4; RUN $X',
+    'X=4; unset X; RUN ${X:-6}',
+    'X=4; Y=X; RUN ${!Y}',
+    'X=4; Y="$X$X"; RUN $Y',
+    'X=abc; RUN ${#X}',
+    'X=abcd; RUN ${X:1:2}',
+    'X=ab; RUN ${X^^}',
+    'X=a-b-c; RUN ${X//-/_}',
+    'X=a-b-c; RUN ${X/-/}',
+    'X=a.b; RUN ${X//./4}',
+    'RUN $(echo 4)',
+    'RUN `echo 4`',
+    'RUN $(seq 2 4)',
+    'X=$(seq 4); RUN $X',
+    'for i in $(seq 4 1); do X=5; done; X=${X:-4}; RUN $X',
+    'for i in 1 2 3; do if [ $i = 2 ]; then break; fi; X=$i; done; RUN $X',
+    'for i in 1 2 3; do if [ $i = 2 ]; then continue; fi; X=$i; done; RUN $X',
+    'while true; do X=4; break; done; RUN $X',
+    'X=4; while false; do X=5; done; RUN $X',
+    'eval "X=4"; RUN $X',
+    'C="RUN 4"; eval "$C --num-layers 8"',
+    'C="RUN \\"4\\""; eval $C',
+    'C="RUN 4"; $C',
+    'C="RUN \'4\'"; $C',
+    'C=(RUN 4); "${C[@]}"',
+    'bash -c "RUN 4"',
+    "X=4; bash -c 'RUN ${X:-7}'",
+    "export X=4; bash -c 'RUN $X'",
+    'bash <<EOF\nRUN 4\nEOF',
+    "X=4; bash <<'EOF'\nRUN ${X:-7}\nEOF",
+    'X=4; bash <<EOF\nRUN $X\nEOF',
+    'X=4; cat <<EOF | bash\nRUN $X\nEOF',
+    'if [ -z "" ]; then RUN 4; else RUN 5 --bf16; fi',
+    'false && RUN 5; RUN 4',
+    'true || RUN 5 --bf16; RUN 4',
+    'RUN 4 2>&1 | cat',
+    'RUN 4 > /dev/null',
+    'RUN 4 &> /dev/null &\nwait',
+    '{ RUN 4; } 2>&1',
+    '( RUN 4 )',
+    '! RUN 4',
+    'time RUN 4',
+    'exec RUN 4',
+    'nohup RUN 4',
+    'env X=4 RUN 4',
+    'command RUN 4',
+    'X=4;Y=5;RUN $X$Y',
+    'X=4\\\n5; RUN $X',
+    'X="4\\\n5"; RUN $X',
+    "X='4\\\n5'; RUN $X",
+    'RUN "a\\"b"',
+    'RUN "a\\nb"',
+    'T=\'x\'; RUN "${T}y"',
+    'X="$(( 2 * 3 ))"; RUN $X',
+    'X=2; Y=$((X*3)); Z=$((${Y}+$X)); RUN $Z',
+    'X=08; RUN $((10#$X+1))',
+    'X=3; RUN $((X==3?4:5))',
+    'X=3; RUN $((X>2))',
+    'A=(a b); A[1]=4; RUN ${A[1]}',
+    'declare -A M=([x]=4); RUN ${M[x]}',
+    'A=(1 2); A=(4 "${A[@]}"); RUN ${A[0]}',
+    'A="x y"; B=($A 4); RUN ${B[2]}',
+    'A=(1 2 3); B=("${A[@]:1}"); RUN ${B[0]}',
+    'A=(--num-layers 8); A=(); RUN 4 ${A[@]}',
+    'A=(--num-layers 8); unset A; RUN 4 ${A[@]}',
+    'S=b; case $S in a) X=5;; b) X=4;& c) Y=1;; esac; RUN $X',
+    'S=b; case $S in [ab]) X=4;; *) X=5;; esac; RUN $X',
+    'S=; case $S in "") X=4;; *) X=5;; esac; RUN $X',
+    'S=x; case $S in a) X=5;; esac; X=${X:-4}; RUN $X',
+    'case 1 in 1|2) X=4;; esac; RUN $X',
+    'case 1 in (1) X=4;; esac; RUN $X',
+    'return 2>/dev/null; RUN 4',
+    'X=4; if [ $X == 4 ]; then X=6; fi; RUN $X',
+    'X=4; [ $X = 4 ] && X=6 && X=7; RUN $X',
+    'X=4; [ $X = 5 ] && X=6; RUN $X',
+    '[ "a b" = "a b" ] && X=4; RUN $X',
+    'X="a b"; [ "$X" = "a b" ] && X=4; RUN $X',
+    'if [ 4 ]; then X=4; else X=5; fi; RUN $X',
+    'if [ ]; then X=5; else X=4; fi; RUN $X',
+    'if [ "" ]; then X=5; else X=4; fi; RUN $X',
+    'if test 3 -lt 4; then X=4; fi; RUN $X',
+    'if [ 10 \\> 9 ]; then X=5; else X=4; fi; RUN $X',
+    'if [[ 10 > 9 ]]; then X=5; else X=4; fi; RUN $X',
+    'if [[ a < b ]]; then X=4; else X=5; fi; RUN $X',
+    'if [ a != b ]; then X=4; fi; RUN $X',
+    'if [[ abc != a* ]]; then X=5; else X=4; fi; RUN $X',
+    'if [ -n "$HOME" ]; then X=4; fi; RUN 4',
+    'for x in 1 2; do for y in 3 4; do X=$x$y; done; done; RUN $X',
+    'L="1 2 4"; for x in $L; do X=$x; done; RUN $X',
+    'L=(1 "2 3" 4); for x in "${L[@]}"; do X=$x; done; RUN $X',
+    'for x in a{1,2,4}; do X=$x; done; RUN $X',
+    'RUN {4,--bf16}',
+    'X=4; for x in; do X=5; done; RUN $X',
+    'for x in *.none; do X=$x; done; RUN "$X"',
+    'i=0; while [ $i -lt 3 ]; do i=$((i + 1)); X=$i; done; RUN $X',
+    'printf -v X 4; RUN $X',
+    'read X <<< 4; RUN $X',
+    'X=$(cat <<EOF\n4\nEOF\n); RUN $X',
+    'A=(\n  --num-layers 8\n  # --bf16\n  --seq-length 7 # x\n); RUN 4 "${A[@]}"',
+    'A="\n--num-layers 8\n"; RUN 4 $A',
+    'shopt -s x; set -euo pipefail; RUN 4',
+    'source ./none.sh; RUN 4',
+    'pushd /tmp; RUN 4',
+    'alias t=torchrun; RUN 4',
+    'trap "echo x" EXIT; RUN 4',
+    'f() { return 1; }; if f; then X=5; else X=4; fi; RUN $X',
+    'if X=4; then Y=1; fi; RUN $X',
+    'Y=$(( 1 )) X=4; RUN $X',
+    'X=4; { X=5; } | cat; RUN $X',
+    'X=4; X=6 & wait; RUN $X',
+    'X=4; $(X=5); RUN $X',
+    'Y=$(X=5; echo $X); RUN 4',
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bash(tmp_path_factory):
+    """script -> the words of each launch that bash makes of it, without the launcher's."""
+    folder = tmp_path_factory.mktemp("bash")
+    (folder / "torchrun").write_text(STUB)
+    (folder / "torchrun").chmod(0o755)
+
+    def run(script: str) -> list[list[str]]:
+        out = folder / "out"
+        out.unlink(missing_ok=True)
+        environ = {"PATH": f"{folder}:/usr/bin:/bin", "OUT": str(out), "HOME": "~"}
+        subprocess.run(["bash", "-c", script], env=environ, cwd=folder, capture_output=True, timeout=60, check=False)
+        text = out.read_text(errors="replace") if out.exists() else ""
+        return [launch.split("\0")[1:-1] for launch in text.split("\1\0") if launch]
+
+    return run
+
+
+def words(script: str) -> list[str] | None:
+    """What lint reads; None where something is open."""
+    found = list(read(script, current()).words)
+    return None if any(map(holes, found)) else found
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_what_is_read_is_what_bash_runs(script, bash):
+    script = script.replace("RUN", RUN)
+    runs, found = bash(script), words(script)
+    assert found is None or found in runs
+
+
+def test_what_bash_never_starts_is_no_launch(bash):
+    script = f"X=4; exit 0; {RUN} $X"
+    assert bash(script) == []
+    with pytest.raises(Refused, match="no Megatron flag"):
+        words(script)
+
+
+def test_most_scripts_are_read_and_not_left_open():
+    """Open is never wrong, and tells nobody anything."""
+    known = sum(words(script.replace("RUN", RUN)) is not None for script in SCRIPTS)
+    assert known >= 153
+
+
+# Scripts that nobody has written -----------------------------------------------------------------------------------------------
+
+VALUES = [
+    "4", "7", "a\\ b", "$X", "${Y}", '"$X"', "'$X'", "${X:-3}", "${Z:-5}", "${Z:+1}", "$((X+1))", "$((2*3-1))", '"$X $Y"', "${A[0]}",
+    "${A[1]}", '"${A[@]}"', "${#A[@]}", "{1,2}", "x{1..3}", "${X/4/5}", "${X%a}", "$(seq 2)", "$1", "$#", '"$@"', "\\$X", "$'c\\td'", "-3",
+]  # fmt: skip
+TESTS = [
+    '[ "$X" = 4 ]', "[[ $X == 4* ]]", '[[ $X == "4*" ]]', '[ -z "$Y" ]', '[ -n "$X" ]', "true", "false", "! true", "[ 2 -lt 3 ]",
+    "(( 5 > 3 ))", "[[ $X != a && 1 == 1 ]]", "[[ a == b || $X == 4 ]]", "test 1 = 1", "[ -f none ]", "[[ -v X ]]", "grep -q a none",
+    "! [ 1 = 1 ]",
+]  # fmt: skip
+PATTERNS = ["4", "a*", '"a*"', "4|5", "[0-9]"]
+PLAIN = [
+    "export V=5", "export V=$X", "unset V", "((V=3*2))", "let V=4+1", "A[1]=6", "set -- p q", "shift", ":", "V=9 true", "V+=1", "V+=$Y",
+    "A=(N N)", "A+=(N)", "V=N", "V=N", "V=N", "T && V=1", "T || V=6", 'eval "X=8"', 'eval "Y=\\$X"',
+]  # fmt: skip
+COMPOUND = [
+    "if T; then B; else B; fi", "if T; then B; elif T; then B; fi", "for V in N 8; do B; done", "case $X in P) B;; *) B;; esac", "( B )",
+    "{ B; }", "B | cat", "fD() { B; }", "fD() { B; }; fD", "gD() { local V=3; B; }; gD k", "{ B; } &\nwait",
+    "iD=0; while [ $iD -lt 3 ]; do iD=$((iD+1)); B; done",
+]  # fmt: skip
+ENDS = [
+    'RUN $X --lr "$Y" --data-path ${A[@]}', 'RUN "$X" --data-path "${A[@]}"', 'bash -c "RUN $X --lr \\$Y"', "bash -c 'RUN ${X:-1}'",
+    "bash <<EOF\nRUN $X --lr \\$Y\nEOF", "bash <<'EOF'\nRUN $X\nEOF", "RUN $X | cat", 'h() { RUN $X "$@"; }; h --lr $Y',
+]  # fmt: skip
+
+
+def written(dice: random.Random, form: str, depth: int = 0) -> str:
+    """A form with its capitals filled in: V a variable, N a value, T a test, P a pattern, D the depth, B a statement or two."""
+
+    def filled(letter: str) -> str:
+        match letter:
+            case "V":
+                return dice.choice("XYZ")
+            case "N":
+                return dice.choice(VALUES)
+            case "T":
+                return dice.choice(TESTS)
+            case "P":
+                return dice.choice(PATTERNS)
+            case "D":
+                return str(depth)
+        forms = PLAIN + (COMPOUND if depth < 3 else [])
+        return "; ".join(written(dice, dice.choice(forms), depth + 1) for _ in range(dice.randint(1, 2)))
+
+    return re.sub(r"(?<![A-Za-z$])[VNTPB](?![A-Za-z])|(?<=[a-z])D", lambda m: filled(m[0]), form)
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_no_script_is_read_as_another(seed, bash):
+    dice = random.Random(seed)
+    body = [written(dice, "B") for _ in range(dice.randint(1, 3))]
+    script = "\n".join(["X=4; A=(2 6)" if dice.random() < 0.7 else ":", *body, dice.choice(ENDS).replace("RUN", RUN)])
+    runs, found = bash(script), words(script)
+    assert not runs or found is None or found in runs, script
