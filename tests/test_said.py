@@ -160,6 +160,9 @@ MORE = {
     model.blocks.mamba3.mimo_rank=1 model.blocks.m2rnn.gradient_clip=0.5
     feature.recompute.granularity=selective feature.recompute.modules=[core_attn,mla_up_proj,mlp]
     feature.recompute.granularity=full feature.recompute.method=block feature.recompute.layers=7 parallel.pipeline=2
+    feature.recompute.granularity=full feature.recompute.method=uniform feature.recompute.layers=1 model.blocks.dsa.kernels=naive
+    feature.recompute.granularity=full feature.recompute.method=uniform feature.recompute.layers=1 model.blocks.dsa.kernels=megatron
+    feature.recompute.granularity=full feature.recompute.method=uniform feature.recompute.layers=3 model.blocks.dsa.full_every=2
     feature.cuda_graphs.impl=local feature.cuda_graphs.modules=[attn]
     feature.cuda_graphs.impl=transformer_engine feature.cuda_graphs.modules=[attn]
     feature.cuda_graphs.impl=transformer_engine feature.cuda_graphs.modules=[attn] model.blocks.dsa.kernels=megatron

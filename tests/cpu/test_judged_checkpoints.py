@@ -451,3 +451,14 @@ def test_the_command_that_trusts_the_files(step, monkeypatch, capsys):
     (step / checksums.NAME).unlink()
     monkeypatch.setattr(checksums, "put", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
     assert "No space left\n\nhint: its files must be readable" in command(str(step))
+
+
+def test_each_object_of_a_shard_is_looked_at(tmp_path):
+    """Several lie in one file, one after the other."""
+    plain, hostile = io.BytesIO(), io.BytesIO()
+    torch.save({"a": 1}, plain)
+    torch.save(Named(print, "run"), hostile)
+    path, length = tmp_path / "__0_0.distcp", len(plain.getvalue())
+    path.write_bytes(plain.getvalue() + hostile.getvalue())
+    assert checkpoint.unsafe(path, 0, length) is None
+    assert "print" in checkpoint.unsafe(path, length, len(hostile.getvalue()))

@@ -173,6 +173,30 @@ def test_another_megatron_is_refused(tmp_path, monkeypatch):
     assert refusal(command(tmp_path))[0].message == "megatron-core 0.20.0 is installed, and the plan is for 0.19.2"
 
 
+def test_no_megatron_is_a_refusal(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "megatron.core.package_info", None)
+    assert refusal(command(tmp_path))[0].message.startswith("megatron-core cannot be imported: ")
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [
+        (SystemExit(None), 1, "error: Megatron gave up before the end; its reason stands above\n"), (SystemExit(16), 16, ""),
+        (torch.OutOfMemoryError("CUDA out of memory."), 1, "OutOfMemoryError"), (Refused(Problem("no")), 2, "error: no\n"),
+    ],
+    ids=("gave up", "a result that differs", "memory", "refused"),
+)  # fmt: skip
+def test_how_a_run_ends_is_how_the_command_ends(tmp_path, end, code, said):
+    def before() -> None:
+        def ends(*_, **__):
+            raise end
+
+        pretrain.run = ends
+
+    (rank,) = run(tmp_path, before=before)
+    assert rank.code == code and said in rank.err
+
+
 def test_a_plan_with_unbuilt_parts_is_incomplete(tmp_path, monkeypatch, capfd):
     lowering = translate(load("nam56r_smoke", (*SMALL, "feature.linear_ce.enabled=true")))
     (tmp_path / "plan.json").write_text(plan_json(lowering))

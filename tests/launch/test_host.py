@@ -43,8 +43,12 @@ def test_numa(said, level):
 
 
 @pytest.mark.parametrize(
-    "word", ["nam_megatron.train", "torch.distributed.run", "/usr/bin/torchrun", "/w/pretrain_gpt.py"]
-)
+    "word",
+    [
+        "nam_megatron.train", "torch.distributed.run", "torch.distributed.launch", "torchrun", "/usr/bin/torchrun", "/w/pretrain_gpt.py",
+        "finetune_gpt.py", "megatron.training.x",
+    ],
+)  # fmt: skip
 def test_training_that_runs_is_named_and_lives_on(child, word):
     process = child(word)
     found = host.stale(host.processes(), os.getpid())

@@ -123,6 +123,26 @@ def test_waivers_are_by_name_and_stand_beside_what_they_waive(context, tmp_path)
     assert failures(report) == set()
 
 
+ASKED = [
+    "gpu.findings", "topology.fabric", "topology.findings", "topology.counted", "host.numa", "host.stale", "host.port_free", "host.network",
+    "host.xid", "host.limits", "host.shm", "host.clock", "host.compiling", "storage.findings", "storage.environment", "storage.space",
+    "source.findings", "job.findings", "overlay.findings", "stack.findings", "stack.megatron",
+]  # fmt: skip
+
+
+def test_what_each_look_finds_is_said(context, tmp_path, monkeypatch):
+    healthy(tmp_path)
+    monkeypatch.setattr(stack, "probed", lambda *_: {"active": {"0": 18}})
+    monkeypatch.setattr(preflight.host, "kernel_log", lambda _: "")
+    for name in ASKED:
+        module, function = name.split(".")
+        found = finding.Finding("idle", "fail", name)
+        many = "findings" in name or name in ("topology.fabric", "topology.counted", "host.limits")
+        said = [found] if many else (found, "pristine") if name == "stack.megatron" else found
+        monkeypatch.setattr(getattr(preflight, module), function, lambda *_, said=said: said)
+    assert {f.message for f in preflight.check(context()).findings} >= {*ASKED}
+
+
 def test_the_sanity_pass_waits_for_idle_gpus(context, tmp_path):
     healthy(tmp_path, processes=process(7))
     report = preflight.check(context(sanity=True))

@@ -209,6 +209,13 @@ def test_a_kill_before_the_seal_misses_no_receipt(root, capsys):
     assert listed(root, capsys)[0] == 0
 
 
+def test_what_is_about_to_be_sealed_is_on_disk_before(root):
+    """Whoever is killed in between leaves a chain that knows of it."""
+    made = opened(root)
+    with receipt.link(root, made.content["run"]):
+        assert receipt.kept_of(root)["pending"] == made.content["run"]
+
+
 KEPT = {"id": "a", "salt": "b", "number": 3, "last": "c", "pending": None}
 
 

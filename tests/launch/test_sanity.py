@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch import sanity
+from launch.bounded import Answer
 from nam_megatron.recipe import load
 
 DEVICE = load("nam56r_smoke").device
@@ -93,3 +94,26 @@ def test_dcgm():
 )
 def test_no_output_ends_in_a_traceback(lines):
     list(sanity.findings(sanity.parse("\n".join(lines)), DEVICE, 2))
+
+
+def test_the_pass_runs_megatrons_own_test_and_nvidias(tmp_path, monkeypatch):
+    """In the environment that was given; its words are what torchrun and dcgmi take."""
+    (tmp_path / "dcgmi").write_text("")
+    (tmp_path / "dcgmi").chmod(0o755)
+    asked = []
+
+    def ask(words, seconds, environ):
+        asked.append((words, environ))
+        return Answer(
+            0, text() if "torch.distributed.run" in words else (FIXTURES / "dcgmi_persistence.txt").read_text()
+        )
+
+    monkeypatch.setattr(sanity, "ask", ask)
+    monkeypatch.setattr(sanity, "script", lambda: tmp_path / "sniff.py")
+    found, facts = sanity.run(DEVICE, 4, 29500, {"PATH": str(tmp_path), "MINE": "1", "NCCL_DEBUG": "INFO"})
+    (sniff, environ), (dcgmi, _) = asked
+    assert str(tmp_path / "sniff.py") in sniff and "--nproc-per-node=4" in sniff
+    assert (environ["MINE"], environ["NCCL_DEBUG"], environ["PYTHONSAFEPATH"]) == ("1", "WARN", "1")
+    assert dcgmi == [str(tmp_path / "dcgmi"), "diag", "-r", "1"]
+    assert "dcgmi diag: Persistence Mode failed" in [f.message for f in found]
+    assert facts[GEMM] == {"median": 705.0, "min": 700.0, "max": 709.0}
