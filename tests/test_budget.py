@@ -634,9 +634,14 @@ def test_recurrent_states_of_the_author_lane():
 # What-if --------------------------------------------------------------------------------------------------------------
 
 
-def test_fit_is_the_last_value_with_headroom():
+def test_fit_is_the_last_value_with_headroom(monkeypatch):
     recipe = load("nam56r_native_dp")
     fit = search.largest(recipe, "schedule.micro_batch_size")
+    top = recipe.schedule.micro_batch_size
+    while top <= fit.best.value:
+        top *= 2
+    monkeypatch.setattr(search, "LIMIT", top)  # the largest integer that is tried is tried
+    assert search.largest(recipe, "schedule.micro_batch_size") == fit
     assert fit.best.good and not fit.beyond.good and fit.beyond.value == fit.best.value + 1
     assert not any(search.attempt(recipe, fit.key, fit.best.value + i).good for i in range(1, 9))
 
