@@ -166,6 +166,20 @@ def test_wrong_arguments_are_named(case, oracle):
     assert MISMATCH in summary(lowering, verdict)
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "field"),
+    [
+        ("--yarn-beta-fast", "9", "beta_fast"), ("--yarn-beta-slow", "0.5", "beta_slow"),
+        ("--yarn-original-max-position-embeddings", "512", "original_max_position_embeddings"),
+    ],
+)  # fmt: skip
+def test_yarn_is_compared_where_mla_reads_it(flag, value, field, oracle):
+    """Megatron's parser hands these to GQA alone, and our trainer hands them on."""
+    lowering = lowered("kimi_k2")
+    verdict = verify(lowering, oracle, put(argv.argv(lowering), flag, value))
+    assert [row.field for row in verdict.mismatches] == [f"transformer.{field}"]
+
+
 def test_what_megatron_refuses_is_a_mismatch_with_its_words(oracle):
     lowering = lowered("nam56r_smoke")
     verdict = verify(lowering, oracle, (*argv.argv(lowering), "--no-such-flag"))

@@ -462,3 +462,9 @@ def test_each_object_of_a_shard_is_looked_at(tmp_path):
     path.write_bytes(plain.getvalue() + hostile.getvalue())
     assert checkpoint.unsafe(path, 0, length) is None
     assert "print" in checkpoint.unsafe(path, length, len(hostile.getvalue()))
+
+
+def test_a_checkpoint_has_an_index(step):
+    (step / ".metadata").unlink()
+    signed(step)
+    assert found(step) == ["`.metadata` is missing"]
