@@ -166,18 +166,19 @@ def test_wrong_arguments_are_named(case, oracle):
     assert MISMATCH in summary(lowering, verdict)
 
 
-@pytest.mark.parametrize(
-    ("flag", "value", "field"),
-    [
-        ("--yarn-beta-fast", "9", "beta_fast"), ("--yarn-beta-slow", "0.5", "beta_slow"),
-        ("--yarn-original-max-position-embeddings", "512", "original_max_position_embeddings"),
-    ],
-)  # fmt: skip
-def test_yarn_is_compared_where_mla_reads_it(flag, value, field, oracle):
-    """Megatron's parser hands these to GQA alone, and our trainer hands them on."""
-    lowering = lowered("kimi_k2")
-    verdict = verify(lowering, oracle, put(argv.argv(lowering), flag, value))
-    assert [row.field for row in verdict.mismatches] == [f"transformer.{field}"]
+YARN = {
+    "--yarn-beta-fast": "beta_fast", "--yarn-beta-slow": "beta_slow", "--mscale": "mscale", "--mscale-all-dim": "mscale_all_dim",
+    "--yarn-original-max-position-embeddings": "original_max_position_embeddings", "--rotary-scaling-factor": "rotary_scaling_factor",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", YARN)
+def test_yarn_is_compared_where_it_is_read(flag, oracle):
+    """MLA has fields, GQA has attributes of other names. Length and betas Megatron's parser hands to GQA alone, and our trainer on."""
+    for name, field in (("kimi_k2", YARN[flag]), ("nam56r_nemo_native", f"yarn_{YARN[flag]}")):
+        lowering = lowered(name, *(["feature.yarn.factor=4.0"] if field.startswith("yarn_") else []))
+        verdict = verify(lowering, oracle, put(argv.argv(lowering), flag, "7"))
+        assert [row.field for row in verdict.mismatches] == [f"transformer.{field}"]
 
 
 def test_what_megatron_refuses_is_a_mismatch_with_its_words(oracle):
