@@ -63,7 +63,7 @@ LAYERS = re.compile(
 KERNELS = frozenset(
     f"{'' if '.' in name else 'transformer.'}{name}"
     for name in (
-        "transformer_impl", "attention_backend", "recompute_method", "recompute_num_layers", "moe_grouped_gemm", "cuda_graph_impl",
+        "transformer_impl", "attention_backend", "recompute_method", "recompute_num_layers", "moe_grouped_gemm", "cuda_graph_impl", "cuda_graph_modules",
         "bias_activation_fusion",
         "apply_rope_fusion", "moe_ncclep_static_shape", "moe_ncclep_zero_copy", "moe_permute_fusion_into_hybridep",
         "moe_pad_experts_for_cuda_graph_inference", "use_grouped_gemm_for_dense_mlp", "train.exit_signal_handler", "rng.te_rng_tracker",

@@ -1347,6 +1347,28 @@ def test_yaml_values_as_a_shell_and_omegaconf_would_have_them():
     assert any("RATE" in note and "TOKENS" in note for note in found.launch.notes)
 
 
+@pytest.mark.parametrize(
+    ("said", "pattern", "virtual"),
+    [
+        ({"--pipeline-model-parallel-layout": "Et|ttt|tt|ttL"}, "AE|AEAEAE|AEAE|AEAE", 2),
+        (
+            {"--pipeline-model-parallel-layout": "Et*4|tttt|tt|L", "--num-layers": "10"},
+            "AE",
+            2,
+        ),  # ours have no empty ones
+        ({"--num-layers-per-virtual-pipeline-stage": "2"}, "AEAE|AEAE|AEAE|AEAE", 2),
+        ({"--account-for-loss-in-pipeline-split": True, "--num-layers": "7"}, "AEAEAEAE|AEAEAE", 1),
+        ({"--decoder-last-pipeline-num-layers": "3"}, "AEAEAEAEAE|AEAEAE", 1),
+    ],
+)
+def test_pipeline_stages_of_a_gpt_come_back(said, pattern, virtual):
+    pairs = {"--pipeline-model-parallel-size": "2", "--moe-layer-freq": "1"}
+    made = recipe.make(launch(MOE, pairs | said), Path("mine.yaml"))
+    model, parallel = recipe._load(made.yaml, "mine").model, recipe._load(made.yaml, "mine").parallel
+    assert made.refused is None and (model.pattern, parallel.virtual_pipeline) == (pattern, virtual)
+    assert any(line.startswith(tuple(said)) for line in made.keyless) is ("|" not in pattern)
+
+
 @pytest.mark.parametrize("modules", [None, "full"])
 def test_graphs_of_whole_layers_are_listed_and_nothing_breaks(modules, tmp_path):
     made = recipe.make(

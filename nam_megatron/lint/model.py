@@ -381,27 +381,64 @@ class Model:
         return self.a.launch.gpus // size
 
     @cached_property
-    def cuts(self) -> tuple[int, ...]:
-        """Layer numbers after which a pipeline segment ends."""
+    def stage_list(self) -> tuple[str, ...] | None:
+        """--pipeline-model-parallel-layout, a word of `E`, `t`, `m`, `L` a segment; None without, and in a hybrid, which may not have it."""
+        text = self.a.pipeline_model_parallel_layout
+        if text is None or self.hybrid or self.pp < 2:
+            return None
+        text = text.replace(",", "")
+        for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):  # as Megatron unrolls it, in this order
+            if any(int(times) > MOST for _, times in re.findall(repeated, text)) or len(text) > MOST:
+                raise NotKnown("pipeline split")
+            text = re.sub(repeated, lambda found: found[1] * int(found[2]), text)
+        if text.count("t") != self.num_layers or set(text) - set("EtmL|") or (text.count("|") + 1) % self.pp:
+            raise NotKnown("pipeline split")
+        return tuple(text.split("|"))
+
+    @cached_property
+    def stage_sizes(self) -> tuple[int, ...]:
+        """Layers of each pipeline segment in their order, virtual stages apart; rank r holds the segments r, r + pipeline, ..."""
+        a, stages = self.a, self.pp
         if len(self.segments) > 1:
-            return tuple(accumulate(map(len, self.segments[:-1])))
-        first, last, stages = self.a.decoder_first_pipeline_num_layers, self.a.decoder_last_pipeline_num_layers, self.pp
+            return tuple(map(len, self.segments))
+        if self.stage_list:
+            return tuple(stage.count("t") for stage in self.stage_list)
         if stages < 2 or stages > self.num_layers:
-            return ()
-        rest, middle = self.num_layers - (first or 0) - (last or 0), stages - (first is not None) - (last is not None)
+            return (self.num_layers,)
+        first, last = a.decoder_first_pipeline_num_layers, a.decoder_last_pipeline_num_layers
+        counted = (
+            () if self.hybrid else (a.account_for_embedding_in_pipeline_split, a.account_for_loss_in_pipeline_split)
+        )
+        rest = self.num_layers + sum(counted) - (first or 0) - (last or 0)
+        middle = stages - (first is not None) - (last is not None)
         if rest < 0 or (middle and rest % middle):
             raise NotKnown("pipeline split")
-        sizes = [first] * (first is not None) + [rest // middle] * middle if middle else [first] * (first is not None)
+        sizes = [first] * (first is not None) + ([rest // middle] * middle if middle else [])
         sizes += [last] * (last is not None)
-        return tuple(sum(sizes[: i + 1]) for i in range(len(sizes) - 1))
+        chunk, chunks = a.num_layers_per_virtual_pipeline_stage, a.num_virtual_stages_per_pipeline_rank
+        if not self.hybrid and (chunk or chunks):
+            chunks = chunks or max(sizes[0] // chunk, 1)
+            if any(size % chunks for size in sizes):
+                raise NotKnown("pipeline split")
+            sizes = [size // chunks for size in sizes] * chunks
+        if any(counted):
+            sizes[0] -= counted[0]
+            sizes[-1] -= counted[1]
+        return tuple(sizes)
+
+    @cached_property
+    def cuts(self) -> tuple[int, ...]:
+        """Layer numbers after which a pipeline segment ends."""
+        return tuple(accumulate(self.stage_sizes[:-1]))
 
     @cached_property
     def stages(self) -> tuple[frozenset[str], ...]:
-        """The kinds of layers that each pipeline rank holds, MTP's with the last one's."""
+        """The kinds of layers that each pipeline rank holds, MTP's with the last one's unless a layout says otherwise."""
         held: list[set[str]] = [set() for _ in range(self.pp)]
         for number, kind in self.layers:
             held[bisect_left(self.cuts, number) % self.pp].add(kind)
-        held[-1] |= set(self.mtp_layers)
+        with_mtp = next((i for i, stage in enumerate(self.stage_list or ()) if "m" in stage), -1)
+        held[with_mtp % self.pp] |= set(self.mtp_layers)
         return tuple(map(frozenset, held))
 
     def uneven(self, kind: str) -> bool:

@@ -396,7 +396,7 @@ UNTURNED = ("none", "learned_absolute")
 def _pattern(m: Model, letters: str) -> str:
     """The letters with their cuts, or the shortest piece whose repetition they are."""
     scale = 1 if m.hybrid else 2
-    if m.pp > 1 and not _model_alone(m.a):
+    if m.pp > 1 and all(m.stage_sizes) and not _model_alone(m.a):  # our segments have layers: else our planner cuts
         cuts = [0, *(c * scale for c in m.cuts), len(letters)]
         return "|".join(letters[a:b] for a, b in pairwise(cuts))
     return next(
@@ -407,7 +407,7 @@ def _pattern(m: Model, letters: str) -> str:
 
 
 def _virtual(m: Model) -> int:
-    return max(len(m.segments) // m.pp, 1) if m.hybrid and m.pp > 1 else 1
+    return max(len(m.stage_sizes) // m.pp, 1) if m.pp > 1 else 1
 
 
 def _commonest(kinds: list[str]) -> str | None:
@@ -530,7 +530,11 @@ def _schedule(a: Args, m: Model) -> Tree:
     found = {"micro_batch_size": m.need("micro_batch_size"), "global_batch_size": batch, "train_steps": _train(a), "decay_steps": _decay(a),
              "seed": a.seed, "eval_steps": a.eval_iters, "eval_interval": a.eval_interval, "log_interval": a.log_interval}  # fmt: skip
     if all(isinstance(a.value(n), (str, int)) for n in ("save", "save_interval")):
-        found |= {"save": a.save, "save_interval": a.save_interval}
+        found |= {
+            "save": a.save,
+            "save_interval": a.save_interval,
+            "async_save": a.async_save and not a.use_megatron_fsdp,
+        }
     if a.manual_gc:
         found["manual_gc_interval"] = a.manual_gc_interval
     if isinstance(a.value("load"), str):
@@ -559,8 +563,9 @@ def _features(a: Args, m: Model) -> Tree:
             "method": a.recompute_method if full else None,
             "layers": a.recompute_num_layers if full else None,
         }
-    # Whole layers and whole steps have no key; the comparison lists them.
-    if m.graphs != "none" and (captured := [part for part in m.graph_modules if part in get_args(GraphPart)]):
+    # Whole layers and whole steps have no key, and no part of a layer captures a dense MLP beside MoE; the comparison lists them.
+    parts = [part for part in get_args(GraphPart) if part != "mlp" or not m.moe]
+    if m.graphs != "none" and (captured := [part for part in m.graph_modules if part in parts]):
         found["cuda_graphs"] = {"impl": m.graphs, "modules": captured, "warmup_steps": a.cuda_graph_warmup_steps}
     if a.use_megatron_fsdp:
         found["megatron_fsdp"] = {"enabled": True, "strategy": a.data_parallel_sharding_strategy}
@@ -636,6 +641,12 @@ DERIVED: dict[str, Callable[[Model], Any]] = {
     "dsa_indexer_skip_topk_offset": lambda m: [m.topk_source(n) for n in m.numbers("dsa")],
     "dsa_indexer_topk_freq": lambda m: [m.topk_source(n) for n in m.numbers("dsa")],
 }  # fmt: skip
+# Where a GPT's pipeline is cut: `|` in the recipe's pattern.
+SPLIT = {
+    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split", "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
+    "pipeline_model_parallel_layout",
+}  # fmt: skip
 # Said by a launch in another way, or only about other arguments above.
 OTHER_WAYS = {
     "num_layers", "encoder_num_layers", "hybrid_override_pattern", "mtp_hybrid_override_pattern", "moe_layer_freq",
@@ -657,6 +668,8 @@ def _compare(a: Args, m: Model, lowering: Lowering, made: Made) -> None:
         if name == "experimental_attention_variant" and "gdn" in m.kinds:  # `G` in the recipe's pattern
             continue
         if name in OTHER_WAYS or (name == "hybrid_layer_pattern" and not m.hybrid):
+            continue
+        if name in SPLIT and known(lambda: tuple(2 * cut for cut in m.cuts)) == known(lambda: other.cuts):
             continue
         if name not in lowering.by_name and a.said(name):
             made.keyless.append(a.written(name))
