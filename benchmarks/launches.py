@@ -28,7 +28,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from nam_megatron.errors import Refused
 from nam_megatron.lint import Report, describe, follow, lint, recipe, report
 from nam_megatron.lint.model import known
 from nam_megatron.lint.recipe import _gpus
+from nam_megatron.lint.rules import cards
 from nam_megatron.lint.rules.rule import DEFAULT, FAIL
 from nam_megatron.lint.values import Open, harmless
 from nam_megatron.lower import translate
@@ -63,18 +64,21 @@ LAYERS = re.compile(
 KERNELS = frozenset(
     f"{'' if '.' in name else 'transformer.'}{name}"
     for name in (
-        "transformer_impl", "attention_backend", "recompute_method", "recompute_num_layers", "moe_grouped_gemm", "cuda_graph_impl", "cuda_graph_modules",
+        "transformer_impl", "attention_backend", "recompute_method", "recompute_num_layers", "moe_grouped_gemm", "cuda_graph_impl",
+        "cuda_graph_modules",
         "bias_activation_fusion",
         "apply_rope_fusion", "moe_ncclep_static_shape", "moe_ncclep_zero_copy", "moe_permute_fusion_into_hybridep",
         "moe_pad_experts_for_cuda_graph_inference", "use_grouped_gemm_for_dense_mlp", "train.exit_signal_handler", "rng.te_rng_tracker",
-        "ddp.check_for_nan_in_grad", "model.should_pad_vocab", "model.seq_length",
+        "ddp.check_for_nan_in_grad", "model.should_pad_vocab", "model.seq_length", "recompute_granularity", "recompute_modules",
+        "fp8_interval",
     )
 )  # fmt: skip
 # How numbers are rounded: another training of the same model.
 PRECISION = frozenset(
     f"transformer.{name}"
     for name in ("bf16", "fp16", "attention_softmax_in_fp32", "apply_query_key_layer_scaling", "fp8_amax_compute_algo",
-                 "fp8_amax_history_len", "fp8_margin", "calculate_per_token_loss")
+                 "fp8_amax_history_len", "fp8_margin", "calculate_per_token_loss", "disable_bf16_reduced_precision_matmul",
+                 "fp32_residual_connection")
 )  # fmt: skip
 # Checked by Megatron's trainer, after its configs stand.
 LATER = re.compile(r"missing-flag without --(lr|train-iters).*|dsa-rotate.*")
@@ -108,11 +112,12 @@ class Case:
     env: Mapping[str, str | None]
     gpus: int
     script: str
+    name: str  # of its file, which may say what model it is
 
     def report(self) -> Report:
         exports = "".join(f"export {k}={shlex.quote(v)}\n" for k, v in self.env.items() if v is not None)
         line = " ".join(shlex.quote(w) for flag in self.words for w in flag)
-        return lint(f"{exports}torchrun --nproc-per-node {self.gpus} {self.script} {line}\n", "case")
+        return lint(f"{exports}torchrun --nproc-per-node {self.gpus} {self.script} {line}\n", self.name)
 
     def ask(self, oracle: Oracle) -> Answer:
         return oracle.ask([w for flag in self.words for w in flag], self.gpus, (9, 0), SILENT | dict(self.env))
@@ -150,7 +155,7 @@ def case(found: Report) -> Case | str:
     env = {k: v for k, v in found.launch.env.items() if v is not None and not follow.holes(v)}
     if known(lambda: m.tp * m.cp > 1 and not m.fsdp):  # what lint's note says is wanted
         env.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    return Case(tuple(words), env, gpus, script)
+    return Case(tuple(words), env, gpus, script, found.name)
 
 
 # Changes ------------------------------------------------------------------------------------------------------------------
@@ -160,7 +165,7 @@ def changes(one: Case, rng: random.Random) -> Iterator[tuple[str, str, Case]]:
     """(kind, what, the launch with it)."""
 
     def with_words(words: Iterator | list) -> Case:
-        return Case(tuple(words), one.env, one.gpus, one.script)
+        return replace(one, words=tuple(words))
 
     order = list(range(len(one.words)))
     rng.shuffle(order)
@@ -218,8 +223,9 @@ def outcome(one: Case, before: Answer, base: Report, oracle: Oracle, execution: 
         tells["fails"] |= any("CUDA_DEVICE_MAX_CONNECTIONS" in note for note in describe.notes(found.args, found.model))
     if answer.error:
         return {"megatron": "refuses", "error": answer.error[:160], **tells}
+    both = before.values.keys() | answer.values
     differ = {
-        f for f in before.values.keys() | answer.values if before.values.get(f) != answer.values.get(f)
+        f for f in both if meant(f, before.values.get(f), base) != meant(f, answer.values.get(f), found)
     } - execution
     differ = {f for f in differ if not idle(found).fullmatch(f)}
     model = sorted(f for f in differ if f.startswith(("transformer.", "model.")) and f not in PRECISION)
@@ -270,7 +276,7 @@ def carried(found: Report, theirs: Answer, oracle: Oracle, execution: frozenset[
 
 def meant(field: str, value: Any, found: Report) -> Any:
     """A value that says the same in two ways, in one of them."""
-    match field.split(".")[1], value:
+    match field.partition(".")[2], value:
         case ("moe_z_loss_coeff", 0.0) | ("seq_len_interpolation_factor", 1):
             return None
         case "mamba_num_heads", None:
@@ -289,6 +295,7 @@ def idle(found: Report) -> re.Pattern[str]:
     names += [] if "mlp" in m.kinds else [r"transformer\.ffn_hidden_size"]
     names += [] if found.args.moe_router_score_function == "softmax" else [r"transformer\.moe_router_pre_softmax"]
     names += [] if m.moe else [r"transformer\.moe_.*"]
+    names += [] if m.mtp_depths else [r"transformer\.mtp_.*"]
     names += [] if "mamba2" in m.kinds else [r"transformer\.mamba_.*"]
     names += [] if m.dsa else [r"transformer\.dsa_.*"]
     names += (
@@ -297,6 +304,7 @@ def idle(found: Report) -> re.Pattern[str]:
         else [r"transformer\.(kv_channels|num_query_groups)", r"model\.position_embedding_type"]
     )
     names += [] if m.yarn else [r"transformer\.(rope_type|mscale.*|rotary_scaling_factor)"]
+    names += [] if m.positions in ("rope", "yarn", "mrope") else [r"model\.rotary_percent"]
     names += [] if m.positions == "mrope" else [r"transformer\.mrope_section"]
     return re.compile("|".join(names))
 
@@ -328,6 +336,7 @@ def one_launch(
         return done | {"read": "refused", "why": refused.problems[0].message}
     except Exception:
         return done | {"read": "traceback", "why": traceback.format_exc()[-800:]}
+    done["card"] = cards.named(found.args) is not None
     done |= {"read": "ok", "arguments": len(found.args.given), "findings": dict(Counter(f.id for f in found.findings))}
     try:
         recipe.make(found, Path("launch.yaml"))
@@ -369,6 +378,7 @@ def summary(launches: list[dict[str, Any]]) -> dict[str, Any]:
         w: [c for c in planted if c["megatron"] == w]
         for w in ("refuses", "another model", "another training", "the same")
     }
+    in_cards = [c for x in accepted if x["card"] for c in x["changes"] if c["megatron"] == "another model"]
     back = Counter(x["carried"]["recipe"] for x in accepted)
     return {
         "launches": len(launches), "repositories": len({x["repository"] for x in launches}),
@@ -384,6 +394,9 @@ def summary(launches: list[dict[str, Any]]) -> dict[str, Any]:
             },
             **{f"another model by a {kind} flag, as a finding": share(sum(c["finding"] for c in of["another model"] if c["kind"] == kind),
                sum(c["kind"] == kind for c in of["another model"])) for kind in ("dropped", "changed", "added")},
+            **{f"another model by a {kind} flag, of a launch that names a published one, as a finding":
+               share(sum(c["finding"] for c in in_cards if c["kind"] == kind), sum(c["kind"] == kind for c in in_cards))
+               for kind in ("dropped", "changed")},
             "the same, a new finding": share(sum(c["finding"] for c in of["the same"]), len(of["the same"])),
         },
         "carried into a recipe": dict(back) | {"equal": share(back["equal"], len(accepted))},

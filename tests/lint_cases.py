@@ -56,6 +56,9 @@ CASES = {
     "default-kv-lora-rank": (MLA, {"--kv-lora-rank": None}),
     "default-latent-norm": (MLA, {"--qk-layernorm": None}),
     "default-normalization": (GPT, {"--normalization": None}),
+    "default-ffn": (GPT, {"--ffn-hidden-size": None}),
+    "default-top-k": (MOE, {"--moe-router-topk": None}),
+    "default-yarn-scale": (MLA, {"--rope-type": "yarn", "--rotary-scaling-factor": "40"}),
     "default-positions": (GPT, {"--position-embedding-type": None}),
     "default-rope-type": (MLA, {"--rope-type": None}),
     "default-router-scores": (MOE, {"--moe-router-score-function": None}),
@@ -115,6 +118,12 @@ CASES = {
     "learning-rates": (GPT, {"--min-lr": "1e-3"}),
     "missing-flag": (GPT, {"--micro-batch-size": None}),
     "mixed-attention": (MLA, {"--num-layers": None, "--hybrid-layer-pattern": "*-+-"}),
+    "not-the-card": (GPT | {"--save": "runs/mini-7b", "--save-interval": "5"}, {"--save": "runs/llama2_7b", "--hidden-size": "4096",
+                     "--num-attention-heads": "32", "--ffn-hidden-size": "11000", "--untie-embeddings-and-output-weights": True}),
+    "rope-columns": (GPT, {"--rotary-percent": "1.5"}),
+    "width-alignment": (GPT, {"--ffn-hidden-size": "4097"}),
+    "rampup-ignored": (GPT, {"--rampup-batch-size": "16 16 1000"}),
+    "batch-schedule-steps": (GPT, {"--global-batch-size": None, "--step-batch-size-schedule": "0:16,1M:32"}),
     "mla-flags-ignored": (GPT, {"--kv-lora-rank": "64"}),
     "mla-no-latent-norm": (MLA, {"--qk-layernorm": None, "--wandb-project": "deepseek-v3"}),
     "mla-query-norm": (MLA, {"--q-lora-rank": None}),
@@ -177,7 +186,7 @@ CASES = {
 }  # fmt: skip
 # What Megatron notices only when it builds the model or runs it (read in its source), or that needs a CUDA device to be seen.
 LATER = {
-    "fsdp-pipeline",
+    "fsdp-pipeline", "rope-columns",
     "dsa-latent-norm", "dsa-reuse-cut", "dsa-reuse-source", "dsa-rotate", "dsa-sequence", "dsa-stage-without-indexer",
     "dsa-without-mla", "fp8-mamba-width", "layer-frequency", "moe-sequence", "moe-stage-without-experts", "moe-top-k",
     "pattern-without-experts",

@@ -4,6 +4,7 @@ import enum
 import json
 import os
 import pickle
+import shlex
 import zipfile
 from argparse import Namespace
 from pathlib import Path
@@ -16,10 +17,12 @@ from presets import lowered
 from test_lint import launch
 from test_public import PUBLISHED
 
+from nam_megatron import argv
 from nam_megatron.budget import parameters
 from nam_megatron.errors import REFUSED, Refused
 from nam_megatron.lint import __main__ as command
 from nam_megatron.lint import describe, lint, recipe
+from nam_megatron.lint.rules import cards
 from nam_megatron.lower import translate
 from nam_megatron.recipe import to_tree
 from nam_megatron.targets import current
@@ -165,3 +168,35 @@ def test_file_without_arguments_is_refused(inside, tmp_path):
         archive.writestr("common/data.pkl", inside)
     with pytest.raises(Refused, match=r"common\.pt"):
         lint(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "finds"),
+    [
+        ("train_llama2_7b.sh", "--hidden-size 4096 --num-attention-heads 32 --ffn-hidden-size 11008", set()),
+        ("train_llama2_7b.sh", "--hidden-size 4096 --num-attention-heads 32 --ffn-hidden-size 11000", {"--ffn-hidden-size 11000"}),
+        ("examples/llama2/conf/7b.yaml", "--hidden-size 4096 --num-attention-heads 16 --ffn-hidden-size 11008",
+         {"--num-attention-heads 16", "without --num-query-groups", "without --kv-channels"}),
+        ("llama2_7b_from_70b.sh", "--hidden-size 2048 --num-attention-heads 32", set()),  # two sizes
+        ("tiny_llama2_7b.sh", "--hidden-size 2048 --num-attention-heads 16 --ffn-hidden-size 5504", set()),
+        ("llama2_7b.sh", "--hidden-size 256 --num-attention-heads 4 --ffn-hidden-size 512 --normalization LayerNorm "
+         "--rotary-base 500000", set()),  # a model of its own
+        ("llama2_17b.sh", "--hidden-size 2048 --num-attention-heads 32", set()),
+    ],
+)  # fmt: skip
+def test_a_name_is_held_against_the_models_card(name, flags, finds):
+    rest = "--num-layers 32 --swiglu --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights"
+    rest = rest.replace("--normalization RMSNorm", "") if "LayerNorm" in flags else rest
+    found = lint(f"torchrun pretrain_gpt.py {flags} {rest} --disable-bias-linear", name)
+    assert {f.flag for f in found.findings if f.id == "not-the-card"} == finds
+
+
+def test_cards_are_those_of_our_presets():
+    """What both know of a public model, they know alike."""
+    of_ours = {"llama_3_8b": "Llama-3-8B", "mixtral_8x7b": "Mixtral-8x7B", "qwen3_30b_a3b": "Qwen3-30B-A3B", "deepseek_v3": "DeepSeek-V3",
+               "nemotron_h_8b": "Nemotron-H-8B", "nemotron_h_56b": "Nemotron-H-56B", "kimi_k2": "Kimi-K2"}  # fmt: skip
+    for preset, card in of_ours.items():
+        words = argv.argv(lowered(preset))
+        found = lint("torchrun pretrain_hybrid.py " + " ".join(map(shlex.quote, words)), f"{card}.sh")
+        assert cards.named(found.args)[0] == card
+        assert not [f for f in found.findings if f.id == "not-the-card"], preset

@@ -382,7 +382,7 @@ class Model:
 
     @cached_property
     def stage_list(self) -> tuple[str, ...] | None:
-        """--pipeline-model-parallel-layout, a word of `E`, `t`, `m`, `L` a segment; None without, and in a hybrid, which may not have it."""
+        """--pipeline-model-parallel-layout, a word of `E`, `t`, `m`, `L` a segment; None without, and in a hybrid."""
         text = self.a.pipeline_model_parallel_layout
         if text is None or self.hybrid or self.pp < 2:
             return None
@@ -406,10 +406,11 @@ class Model:
         if stages < 2 or stages > self.num_layers:
             return (self.num_layers,)
         first, last = a.decoder_first_pipeline_num_layers, a.decoder_last_pipeline_num_layers
-        counted = (
-            () if self.hybrid else (a.account_for_embedding_in_pipeline_split, a.account_for_loss_in_pipeline_split)
+        embedding, loss = (
+            not self.hybrid and end
+            for end in (a.account_for_embedding_in_pipeline_split, a.account_for_loss_in_pipeline_split)
         )
-        rest = self.num_layers + sum(counted) - (first or 0) - (last or 0)
+        rest = self.num_layers + embedding + loss - (first or 0) - (last or 0)
         middle = stages - (first is not None) - (last is not None)
         if rest < 0 or (middle and rest % middle):
             raise NotKnown("pipeline split")
@@ -421,9 +422,8 @@ class Model:
             if any(size % chunks for size in sizes):
                 raise NotKnown("pipeline split")
             sizes = [size // chunks for size in sizes] * chunks
-        if any(counted):
-            sizes[0] -= counted[0]
-            sizes[-1] -= counted[1]
+        sizes[0] -= embedding
+        sizes[-1] -= loss
         return tuple(sizes)
 
     @cached_property

@@ -46,7 +46,7 @@ class Launch:
     target: the Megatron whose parser reads it. words: for that parser; a hole (see follow.py) where the text leaves something open.
     env: what the text exports, None where it unsets. script: the training script or module, None if the text names none. gpus: world
     size, None if not known. partial: only variables for another script to use, so that flags may be missing. plan: of our own trainer,
-    where it can be read. unsaid: what the text says of its model and the words do not.
+    where it can be read. unsaid: what the text says of its model and the words do not. name: of the file.
     """
 
     target: Target
@@ -60,6 +60,7 @@ class Launch:
     partial: bool = False
     plan: "Planned | None" = None
     unsaid: tuple[str, ...] = ()
+    name: str = "-"
 
     def on(self, gpus: int) -> "Launch":
         """The same launch on so many GPUs."""
@@ -102,7 +103,7 @@ def read(text: str, target: Target, name: str = "-") -> Launch:
         raise Refused(Problem(f"`{name}` cannot be read: {what}", None, FORMS)) from None
     if not _flags(launch.words, target):
         raise Refused(Problem(f"there is no Megatron flag in `{name}`", None, FORMS))
-    return _planned(launch, name)
+    return replace(_planned(launch, name), name=name)
 
 
 def stored(path: Path, target: Target) -> Launch:

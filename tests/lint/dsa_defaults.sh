@@ -1,5 +1,5 @@
 #!/bin/bash
-# finds: dsa-rope-fusion dsa-bias dsa-rotate dsa-untrained-indexer default-bias
+# finds: dsa-rope-fusion dsa-bias dsa-rotate dsa-untrained-indexer default-bias default-ffn
 # megatron: refuses
 # DeepSeek sparse attention with Megatron's defaults.
 MLA="--multi-latent-attention --q-lora-rank 192 --kv-lora-rank 64 --qk-head-dim 64 --qk-pos-emb-head-dim 32 --v-head-dim 64 --qk-layernorm"

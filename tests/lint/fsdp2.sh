@@ -1,5 +1,5 @@
 #!/bin/bash
-# finds: fsdp2 fsdp2 fsdp2 fsdp2
+# finds: fsdp2 fsdp2 fsdp2 fsdp2 default-top-k
 # megatron: refuses
 # torch FSDP2 beside expert parallelism, the distributed optimizer, fused accumulation (a default) and tied embeddings (a default).
 torchrun --nproc-per-node 8 pretrain_gpt.py --use-torch-fsdp2 --use-distributed-optimizer --expert-model-parallel-size 2 --num-experts 8 \

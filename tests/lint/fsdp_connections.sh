@@ -1,5 +1,5 @@
 #!/bin/bash
-# finds: connections-fsdp fsdp-checkpoints fsdp-tensor
+# finds: connections-fsdp fsdp-checkpoints fsdp-tensor default-ffn
 # megatron: refuses
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 torchrun --nproc-per-node 8 pretrain_gpt.py --use-megatron-fsdp --use-distributed-optimizer --data-parallel-sharding-strategy optim_grads_params \

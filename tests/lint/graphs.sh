@@ -1,5 +1,5 @@
 #!/bin/bash
-# finds: graphs-allocator graphs-modules graphs-modules
+# finds: graphs-allocator graphs-modules graphs-modules default-top-k
 # megatron: refuses
 # TE graphs with expandable segments and NCCL left to register their memory; parts that cannot be captured.
 export PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"

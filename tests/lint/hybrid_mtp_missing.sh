@@ -1,5 +1,5 @@
 #!/bin/bash
-# finds: mtp-without-pattern hybrid-rope-scaling gpt-only spec-not-stock
+# finds: mtp-without-pattern hybrid-rope-scaling gpt-only spec-not-stock default-ffn
 # megatron: accepts
 # MTP asked for and not in the pattern; RoPE scaling that hybrids ignore; a spec that may or may not be importable.
 torchrun --nproc-per-node 8 pretrain_hybrid.py --hybrid-layer-pattern '*-M-*-M-' --mtp-num-layers 1 --spec my_model.specs hybrid_stack \

@@ -1,5 +1,5 @@
 #!/bin/bash
-# finds: gpt-script-with-pattern num-layers-ignored
+# finds: gpt-script-with-pattern num-layers-ignored default-ffn
 # megatron: accepts
 # pretrain_gpt.py takes the pattern's length and nothing else of it.
 srun -n 8 python pretrain_gpt.py --hybrid-layer-pattern M-M*-M- --num-layers 12 --hidden-size 1024 --num-attention-heads 16 \

@@ -6,6 +6,7 @@ from contextlib import suppress
 from nam_megatron.lint.model import Model
 from nam_megatron.lint.rules import (
     attention,
+    cards,
     companions,
     defaults,
     experts,
@@ -21,7 +22,21 @@ from nam_megatron.lint.rules import (
 from nam_megatron.lint.rules.rule import SEVERITIES, Finding, Rule, without
 from nam_megatron.lint.values import Args, NotKnown
 
-FILES = (parser, layers, attention, sparse, defaults, experts, precision, layout, graphs, training, companions, plan)
+FILES = (
+    parser,
+    layers,
+    attention,
+    sparse,
+    defaults,
+    experts,
+    precision,
+    layout,
+    graphs,
+    training,
+    companions,
+    plan,
+    cards,
+)
 RULES: tuple[Rule, ...] = tuple(rule for file in FILES for rule in file.RULES)
 BY_ID = {rule.id: rule for rule in RULES}
 assert len(BY_ID) == len(RULES), "two rules of one id"

@@ -2,7 +2,7 @@
 
 from nam_megatron.features.yarn import FIXED
 from nam_megatron.lint.model import Model
-from nam_megatron.lint.rules.rule import CONFIG, DEFAULT, FAIL, FROM_ARGS, HYBRID, VALIDATE, WRONG, Rule, each
+from nam_megatron.lint.rules.rule import CONFIG, DEFAULT, FAIL, FROM_ARGS, HYBRID, VALIDATE, WRONG, Rule, each, without
 from nam_megatron.lint.values import Args
 
 MLA_ONLY = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "cache_mla_latents")
@@ -25,6 +25,22 @@ def _yarn_unread(a: Args, m: Model) -> list[str]:
         return []
     kept = FIXED | {"rounded": True} if m.mla and m.rope_type == "yarn" else {}
     return each(a, (name for name, key in YARN.items() if a.said(name) and getattr(a, name) != kept.get(key)))
+
+
+def _turned(a: Args, m: Model) -> list[str]:
+    """Shares of a head that RoPE cannot turn: it turns columns in pairs, and no more than there are."""
+    found = []
+    if (
+        "attention" in m.kinds and m.positions in ("rope", "yarn") and not m.mla and m.head_dim > 8
+    ):  # narrower ones are placeholders
+        columns = m.head_dim * (a.rotary_percent if m.positions == "rope" else 1)
+        if columns > m.head_dim or int(columns) % 2 or columns < 2:
+            said = "rotary_percent" if a.said("rotary_percent") else "kv_channels"
+            flag = a.written(said) if a.said(said) else without(a.written(said))
+            found.append(f"{flag}\t{columns:g} columns of a head of {m.head_dim}\t")
+    if {"mla", "dsa"} & m.kinds and a.qk_pos_emb_head_dim % 2:
+        found.append(f"{a.written('qk_pos_emb_head_dim')}\t\t")
+    return found
 
 
 def _mla_refuses(a: Args, m: Model) -> list[str]:
@@ -57,6 +73,15 @@ RULES = (
         "without --num-query-groups there is one group: multi-query attention is trained",
         "add `--num-query-groups`",
         FROM_ARGS,
+    ),
+    Rule(
+        "rope-columns",
+        FAIL,
+        "",
+        _turned,
+        "RoPE turns an even number of columns of a head, and no more than it has: the first step stops",
+        "choose such a number",
+        "core/models/common/embeddings/rope_utils.py _apply_rotary_pos_emb_bshd",
     ),
     Rule("mla-refuses", FAIL, "", _mla_refuses, "MLA refuses it", "leave it out", f"{VALIDATE}, {CONFIG}"),
     Rule(

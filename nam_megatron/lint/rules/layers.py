@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from nam_megatron.lint.model import STOCK_SPECS, Model
-from nam_megatron.lint.rules.rule import CONFIG, FAIL, HYBRID, OPEN, PATTERN, VALIDATE, WRONG, Rule, without
+from nam_megatron.lint.rules.rule import CONFIG, COST, FAIL, HYBRID, OPEN, PATTERN, VALIDATE, WRONG, Rule, without
 from nam_megatron.lint.values import Args
 
 
@@ -43,7 +43,26 @@ def _inference(a: Args, m: Model) -> bool:
     return plain or bool(a.num_experts and routed)
 
 
+WIDTHS = ("hidden_size", "ffn_hidden_size", "kv_channels", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_latent_size",
+          "q_lora_rank", "kv_lora_rank", "qk_head_dim", "v_head_dim")  # fmt: skip
+
+
+def _odd(a: Args, m: Model) -> list[str]:
+    """Widths that leave rows of bf16 without an alignment of 16 bytes. Of placeholders as narrow as that nothing is said."""
+    return [f"{a.written(n)}\t" for n in WIDTHS if a.said(n) and isinstance(w := a.value(n), int) and w > 8 and w % 8]
+
+
 RULES = (
+    Rule(
+        "width-alignment",
+        COST,
+        "",
+        _odd,
+        "no multiple of 8: rows of bf16 do not begin at multiples of 16 bytes, which fused attention and the fast matrix kernels want, and FP8 "
+        "refuses them",
+        "take a multiple of 8, better of 64",
+        "core/extensions/transformer_engine.py",
+    ),
     Rule(
         "layer-frequency",
         FAIL,

@@ -127,6 +127,25 @@ RULES = (
         VALIDATE,
     ),
     Rule(
+        "rampup-ignored",
+        WRONG,
+        "rampup_batch_size",
+        lambda a, m: a.said("rampup_batch_size") and a.step_batch_size_schedule is None,
+        "ignored: every step takes the whole global batch from the first one on",
+        "say `--step-batch-size-schedule` and `--train-samples`, without `--global-batch-size`",
+        "training/global_vars.py set_global_variables, core/num_microbatches_calculator.py",
+    ),
+    Rule(
+        "batch-schedule-steps",
+        WRONG,
+        "step_batch_size_schedule",
+        lambda a, m: bool(a.step_batch_size_schedule) and bool(a.train_iters) and a.global_batch_size is None,
+        "in iterations the decay of the learning rate and the length of the data are counted in micro batch x data parallel samples a step, "
+        "whatever the schedule says",
+        "count in samples: `--train-samples`, `--lr-decay-samples`, `--lr-warmup-samples`",
+        "training/training.py get_optimizer_param_scheduler",
+    ),
+    Rule(
         "learning-rates",
         FAIL,
         "min_lr",
