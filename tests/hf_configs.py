@@ -74,8 +74,16 @@ NEMOTRON_3_NANO = NEMOTRON_H_8B | {
     "routed_scaling_factor": 2.5, "norm_topk_prob": True, "n_group": 1, "topk_group": 1,
     "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
 }  # fmt: skip
+NEMOTRON_3_SUPER = NEMOTRON_3_NANO | {
+    "hidden_size": 4096, "intermediate_size": 2688, "mamba_num_heads": 128, "n_routed_experts": 512, "num_experts_per_tok": 22,
+    "moe_intermediate_size": 2688, "moe_shared_expert_intermediate_size": 5376, "moe_latent_size": 1024, "routed_scaling_factor": 5.0,
+    "initializer_range": 0.014,
+    "hybrid_override_pattern":
+        "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME",
+}  # fmt: skip
 CONFIGS = {
     "llama_3_1_8b": LLAMA, "mixtral_8x7b": MIXTRAL, "qwen3_30b_a3b": QWEN3_30B, "qwen3_next_80b_a3b": QWEN3_NEXT,
     "deepseek_v3_yarn": DEEPSEEK_V3, "deepseek_v2_lite": DEEPSEEK_V2_LITE, "kimi_k2": KIMI_K2, "glm_4_5_air": GLM_4_5_AIR,
     "nemotron_h_8b": NEMOTRON_H_8B, "nemotron_3_nano_30b_a3b": NEMOTRON_3_NANO,
+    "nemotron_3_super_120b_a12b": NEMOTRON_3_SUPER,
 }  # fmt: skip

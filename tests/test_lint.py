@@ -936,9 +936,9 @@ def test_refused_recipe_lists_what_it_loses_all_the_same():
     assert made.refused is not None
     assert {line.split(" -> ")[0] for line in made.lost} >= {"--rotary-scaling-factor 40", "--mscale-all-dim 1.0"}
     made = recipe.make(
-        launch(MOE, {"--moe-latent-size": "512", "--tensor-model-parallel-size": "2"}), Path("mine.yaml")
+        launch(MOE, {"--moe-apply-probs-on-input": True, "--tensor-model-parallel-size": "2"}), Path("mine.yaml")
     )
-    assert made.refused is not None and "--moe-latent-size 512 -> moe_latent_size unset" in made.lost
+    assert made.refused is not None and any(line.startswith("--moe-apply-probs-on-input -> ") for line in made.lost)
 
 
 @pytest.mark.parametrize(
@@ -961,6 +961,12 @@ def test_refused_recipe_lists_what_it_loses_all_the_same():
         ({"--moe-router-pre-softmax": True, "--moe-router-score-function": "softmax"}, "pre_softmax", True),
         ({"--moe-router-pre-softmax": True}, "pre_softmax", False),  # of sigmoid scores: Megatron reads it not
         ({"--moe-router-dtype": "fp64"}, "router_dtype", "fp64"),
+        ({"--moe-latent-size": "512"}, "latent_size", 512),
+        (
+            {"--moe-expert-capacity-factor": "1.5", "--moe-pad-expert-input-to-capacity": True},
+            "pad_to_capacity",
+            True,
+        ),
         ({}, "router_dtype", None),
     ],
 )

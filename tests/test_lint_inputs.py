@@ -78,7 +78,6 @@ def test_config_of_a_public_model_is_its_preset(name):
         (LLAMA, {"rope_scaling": LLAMA["rope_scaling"] | {"low_freq_factor": 2.0}}, "low_freq_factor"),
         (DEEPSEEK_V3, {}, "num_nextn_predict_layers: 1"),
         (DEEPSEEK_V3, {"norm_topk_prob": False}, "norm_topk_prob"),
-        (NEMOTRON_3_NANO, {"moe_latent_size": 1024}, "moe_latent_size: 1024"),
         (NEMOTRON_3_NANO, {"conv_kernel": 3}, "conv_kernel: 3"),
     ],
 )

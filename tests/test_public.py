@@ -25,6 +25,7 @@ PUBLISHED = {
     "llama_3_8b": 8_030_261_248,
     "mixtral_8x7b": 46_702_792_704,
     "nemotron_3_nano_30b_a3b": 31_577_937_344,
+    "nemotron_3_super_120b_a12b": 120_668_687_360,  # without its layer of token prediction
     "nemotron_h_56b": 56_324_350_464,
     "nemotron_h_8b": 8_100_852_736,
     "qwen3_30b_a3b": 30_532_122_624,

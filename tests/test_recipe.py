@@ -249,7 +249,7 @@ CAME_LATER = {
     "precision.deterministic": False, "data.parts": None, "data.cache": None, "schedule.async_save": False,
     "cluster.pool": None, "model.blocks.moe.shared_expert_gate": False,
     "model.blocks.moe.pre_softmax": False, "model.blocks.moe.routed_scaling": None, "model.blocks.moe.group_limit": None,
-    "model.blocks.moe.z_loss_coeff": None,
+    "model.blocks.moe.z_loss_coeff": None, "model.blocks.moe.pad_to_capacity": False, "model.blocks.moe.latent_size": None,
     "model.zero_centered_norms": False,
     "model.blocks.attention.window": None,
     "model.blocks.attention.qkv_bias": False,

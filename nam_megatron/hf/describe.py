@@ -64,7 +64,7 @@ def objections(plan: Plan) -> Iterator[Problem]:
         yield Problem(text, "model.blocks.moe.capacity_factor")
     if model.blocks.moe and model.blocks.moe.router_dtype is None:
         yield Problem("the export's routers count in fp32 or fp64", "model.blocks.moe.router_dtype")
-    for name in ("shared_expert_gate", "pre_softmax", "routed_scaling", "group_limit"):
+    for name in ("shared_expert_gate", "pre_softmax", "routed_scaling", "group_limit", "latent_size"):
         if getattr(model.blocks.moe, name, None):
             yield Problem("the export's experts do not have it", f"model.blocks.moe.{name}")
 

@@ -367,12 +367,14 @@ def _nemotron_h(s: Said) -> Words:
         ("num-groups", "n_groups"),
     ):
         yield from (f"--mamba-{flag}", str(s.number(key)))
-    s.off("attention_bias", "moe_latent_size", "num_nextn_predict_layers")
+    s.off("attention_bias", "num_nextn_predict_layers")
     for key, usual in (("conv_kernel", 4), ("use_conv_bias", True), ("mamba_hidden_act", "silu")):
         if s.get(key, usual) != usual:
             s.left.append(f"`{key}: {s.root[key]}`: {usual} is built")
     if "E" in pattern:
         yield from _routed(s, "n_routed_experts", "moe_intermediate_size", None)
+        if s.get("moe_latent_size"):
+            yield from ("--moe-latent-size", str(s.number("moe_latent_size")))
         if s.get("n_shared_experts"):
             yield from ("--moe-shared-expert-intermediate-size", str(s.number("moe_shared_expert_intermediate_size")))
         yield from _groups(s)

@@ -69,6 +69,7 @@ def patched() -> Iterator[None]:
     import megatron.core.transformer.attention as attention
     import megatron.core.transformer.experimental_attention_variant.absorbed_mla as absorbed_mla
     import megatron.core.transformer.experimental_attention_variant.dsa as dsa
+    import megatron.core.transformer.moe.moe_layer as moe_layer
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
     import megatron.core.transformer.multi_latent_attention as mla
@@ -95,7 +96,8 @@ def patched() -> Iterator[None]:
     # HybridStack and the norms of queries and keys name TENorm itself; the two MLAs ask for TELinear to see that a projection is
     # replicated.
     hybrid_block.TENorm = attention.TENorm = modules.Norm
-    mla.TELinear = absorbed_mla.TELinear = modules.ReplicatedLinear
+    mla.TELinear = absorbed_mla.TELinear = moe_layer.TELinear = modules.ReplicatedLinear
+    moe_layer.HAVE_TE = True  # asked for the projections to experts of a latent alone
     # The real Mamba mixer, with its two Triton kernels in plain torch.
     mamba_mixer.HAVE_MAMBA_SSM = mamba_mixer.HAVE_EINOPS = mamba_cp.HAVE_EINOPS = True
     mamba_mixer.MAMBA_HAS_STATE_DTYPE = False

@@ -76,9 +76,9 @@ class NormColumnLinear(ColumnParallelLinear):
 class ReplicatedLinear(torch.nn.Module):
     """TELinear(parallel_mode="duplicated"): the weight is whole on every tensor-parallel rank."""
 
-    def __init__(self, input_size, output_size, *, config, init_method, parallel_mode, **_):
+    def __init__(self, input_size, output_size, *, config, init_method, parallel_mode, bias=False, **_):
         super().__init__()
-        assert parallel_mode == "duplicated"
+        assert parallel_mode == "duplicated" and not bias
         self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
         init_method(self.weight)
         self.weight.allreduce, self.weight.tensor_model_parallel = True, False

@@ -97,6 +97,7 @@ BETTER = {
 # Keys that add parameters, and one that takes some away.
 ADDING = [
     ("moe", "shared_expert_gate"),
+    ("moe", "latent_size"),
     ("attention", "qkv_bias"),
     ("attention", "output_gate"),
     ("attention", "learned_positions"),
@@ -120,7 +121,8 @@ OF_KINDS = [
 def test_every_place_tells_the_same_of_a_kind(kind, key, tmp_path):
     """Plan, strip, lint of the written plan, the budget's parameters, and the real model's; of a key or a feature that adds some, too."""
     tree = with_feature(key) if key in ADDED else alone(kind)
-    given = NO_LATENT if key == "q_lora_rank" else {key: True} if key and key not in ADDED else {}
+    latent = {"q_lora_rank": NO_LATENT, "latent_size": {"latent_size": 16}}
+    given = latent[key] if key in latent else {key: True} if key and key not in ADDED else {}
     if key == "learned_positions":
         given, tree["model"][key] = {"position_embedding": "none"}, 1024
     tree["model"]["blocks"][kind] |= given

@@ -40,6 +40,7 @@ PLANS = {
     ),
     "learned positions": ("nam56r_smoke", "model.blocks.attention.position_embedding=none", "model.learned_positions=160"),
     "no shared expert": ("nam56r_smoke", "model.blocks.moe.shared_expert_hidden_size=0"),
+    "experts of a latent": ("nam56r_smoke", "model.blocks.moe.latent_size=48"),
     "tied": ("nam56r_smoke", "model.tied_embeddings=true"),
 }  # fmt: skip
 

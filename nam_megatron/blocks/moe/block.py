@@ -98,6 +98,17 @@ class Moe(Block):
         PositiveFloat | None, Row("rows an expert takes, over the mean; null: dropless", "moe_expert_capacity_factor")
     ]
 
+    pad_to_capacity: Annotated[
+        bool,
+        Row("experts get as many rows as their capacity, the missing ones of zeros", "moe_pad_expert_input_to_capacity",
+            executes="the same rows, and rows that weigh nothing", was=False),
+    ]  # fmt: skip
+    latent_size: Annotated[
+        PositiveInt | None,
+        Row("width of a token for the routed experts, projected to and from (Nemotron-3 Super); null: the model's", "moe_latent_size",
+            was=None),
+    ]  # fmt: skip
+
     def settings(self, plan: "Plan") -> Iterator[Setting]:
         shared, pin = self.shared_expert_hidden_size or None, partial(Setting, beside="shared_expert_hidden_size")
         name = "moe_shared_expert_intermediate_size"
@@ -118,9 +129,7 @@ class Moe(Block):
         told = "allgather" if self.dispatcher == "local" else self.dispatcher
         yield Setting("moe_token_dispatcher_type", told, "Megatron's default is allgather", "dispatcher")
         pin = partial(Setting, beside="capacity_factor")
-        yield pin("moe_pad_expert_input_to_capacity", False, "no padding to the capacity")
         yield pin("moe_apply_probs_on_input", False, "probabilities weigh the experts' output")
-        yield pin("moe_latent_size", None, "experts at full width")
 
     def idle(self, recipe: "Recipe", kinds: frozenset[str]) -> Iterator[tuple[str, str]]:
         if not self.expert_bias:
@@ -167,6 +176,14 @@ class Moe(Block):
                 at + "shared_overlap",
                 f"set `{at}dispatcher=alltoall`, or this to false",
             )
+        if self.latent_size and self.shared_overlap:
+            message = "Megatron stops where a shared expert runs beside experts of a latent"
+            yield Problem(message, at + "shared_overlap", "set it to false")
+        if self.latent_size and self.latent_size % 8:
+            yield Problem(f"latent_size {self.latent_size} is not a multiple of 8: rows of bf16 would not be 16 bytes apart", at + "latent_size")
+        if self.pad_to_capacity and self.capacity_factor is None:
+            message = "without a capacity there is nothing to pad to"
+            yield Problem(message, at + "pad_to_capacity", f"set `{at}capacity_factor`, or it to false")
         if self.shared_expert_gate and not self.shared_expert_hidden_size:
             yield Problem("there is no shared expert to gate", at + "shared_expert_gate", "set it to false")
         if self.shared_overlap and not self.shared_expert_hidden_size:
@@ -182,6 +199,12 @@ class Moe(Block):
             if p.expert * p.expert_tensor > 1:
                 yield Problem(
                     "the local dispatcher sends nothing, and the experts are on several GPUs",
+                    at + "dispatcher",
+                    f"set `{at}dispatcher=alltoall`",
+                )
+            if self.latent_size:
+                yield Problem(
+                    "the local dispatcher runs the shared expert between the projections to the latent and back",
                     at + "dispatcher",
                     f"set `{at}dispatcher=alltoall`",
                 )
@@ -240,20 +263,32 @@ class Moe(Block):
             yield Problem("the fused activation takes no bias", key, "set it to false")
 
     def _sizes(self, z: Sizes) -> Sizes:
-        """E experts, k of them a token, f wide; a shared one of fs; u projections in; R rows a rank's experts get."""
+        """E experts, k of them a token, f wide; a shared one of fs; u projections in; R rows a rank's experts get, l wide if of a latent."""
         z = z.own(E=self.experts, k=self.top_k, f=self.expert_hidden_size, fs=self.shared_expert_hidden_size, u=z.gates)
-        return z.own(R=z.value("k Ts et imbalance") * (self.capacity_factor or 1))
+        z = z.own(l=self.latent_size) if self.latent_size else z
+        return z.own(R=z.value("k Ts et" if self.pad_to_capacity else "k Ts et imbalance") * (self.capacity_factor or 1))
+
+    @property
+    def _width(self) -> str:
+        """Of a routed expert's rows, in formulas."""
+        return "l" if self.latent_size else "h"
 
     def params(self, z: Sizes, layer: "Layer | None") -> Iterator[Param]:
         h, f, fs, count = z.model.hidden_size, self.expert_hidden_size, self.shared_expert_hidden_size, self.experts
         yield from z.norm("pre_mlp_layernorm.", h)
         yield Param("mlp.router.weight", (count, h), "replicated", "router")
-        yield Param("mlp.experts.linear_fc1.weight*", (z.gates * f, h), "expert", "weight", count)
-        yield Param("mlp.experts.linear_fc2.weight*", (h, f), "expert", "weight", count)
+        if latent := self.latent_size:
+            for name, shape in (("fc1", (latent, h)), ("fc2", (h, latent))):
+                yield Param(f"mlp.{name}_latent_proj.weight", shape, "replicated", "weight")
+                if z.model.linear_bias:
+                    yield Param(f"mlp.{name}_latent_proj.bias", shape[:1], "replicated", "other")
+        width = latent or h
+        yield Param("mlp.experts.linear_fc1.weight*", (z.gates * f, width), "expert", "weight", count)
+        yield Param("mlp.experts.linear_fc2.weight*", (width, f), "expert", "weight", count)
         if z.model.linear_bias:
             yield Param("mlp.router.bias", (count,), "replicated", "other")
             yield Param("mlp.experts.linear_fc1.bias*", (z.gates * f,), "expert", "other", count)
-            yield Param("mlp.experts.linear_fc2.bias*", (h,), "expert", "other", count)
+            yield Param("mlp.experts.linear_fc2.bias*", (width,), "expert", "other", count)
         if fs:
             yield Param("mlp.shared_experts.linear_fc1.weight", (z.gates * fs, h), "tensor", "weight")
             yield Param("mlp.shared_experts.linear_fc2.weight", (h, fs), "tensor", "weight")
@@ -268,8 +303,10 @@ class Moe(Block):
         yield from residual(z.own(w=2), "layernorm")  # router and shared expert keep it in bf16, under FP8 too
         why = "logits, scores, an int64 sort over all experts, maps, probabilities"
         yield z.line("router", "Ts (22 E + 24 k) + 8 R", why, mark="" if self.router_dtype else UNMEASURED)
-        yield z.line("rows for experts", "w R h", "sorted, as received; input of the first projection", bucket=ROUTING)
+        yield z.line("rows for experts", f"w R {self._width}", "sorted, as received; input of the first projection", bucket=ROUTING)
         yield z.line("dispatch counts", "8 et e E", "tokens for each expert from each rank, int64", bucket=ROUTING)
+        if self.latent_size:
+            yield z.line("latents", "2 Ts l", "the experts' sum, input of the projection back", mark=UNMEASURED)
         mark = "" if z.model.activation == "squared_relu" else UNMEASURED
         yield z.line("first projection", "2 R u f / et", "input of the activation", mark=mark)
         if "moe_act" not in z.recompute:
@@ -284,17 +321,24 @@ class Moe(Block):
 
     def working(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
         z = self._sizes(z)
-        received = " + 2 R h" if z["e"] > 1 else ""
+        x = self._width
+        received = f" + 2 R {x}" if z["e"] > 1 else ""
         why = (
             "permuted rows, the experts' output and the unsorted rows, all held by Python frames, and the shared output"
         )
+        if self.latent_size:
+            yield z.line("forward", "6 R l + 2 Ts h + 2 Ts l" + received, why, bucket=ROUTING, mark=UNMEASURED)
+            yield z.line("backward", "4 R l + 2 Ts h + 2 Ts l" + received, "the same on the way back", bucket=ROUTING, mark=UNMEASURED)
+            return
         yield z.line("forward", "2 (3 R + Ts) h" + received, why, bucket=ROUTING)
         yield z.line("backward", "2 (2 R + Ts) h" + received, "the same on the way back", bucket=ROUTING)
 
     def flops(self, z: Sizes, layer: "Layer | None") -> Iterator[Work]:
         z = self._sizes(z)
         yield z.work("router", "2 h E", "", redone=("moe",))
-        yield z.work("experts", "2 (u + 1) k h f", "the k active ones", redone=("moe",))
+        if self.latent_size:
+            yield z.work("latents", "4 h l", "to the experts and back", redone=("moe",))
+        yield z.work("experts", f"2 (u + 1) k {self._width} f", "the k active ones", redone=("moe",))
         if self.shared_expert_hidden_size:
             yield z.work("shared expert", "2 (u + 1) h fs", "", redone=("moe", "shared_experts"))
             if self.shared_expert_gate:

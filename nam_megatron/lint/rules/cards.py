@@ -24,7 +24,7 @@ VALUES: Mapping[str, tuple[str, Callable[[Args, Model], Any]]] = {
     "hidden": ("hidden_size", lambda a, m: m.need("hidden_size")),
     "heads": ("num_attention_heads", lambda a, m: m.heads),
     # Groups that are said and ignored are another rule's.
-    "groups": ("num_query_groups", lambda a, m: _if("attention" in m.kinds and (a.group_query_attention or not a.said("num_query_groups")), m.groups)),
+    "groups": ("num_query_groups", lambda a, m: _if("attention" in m.kinds and not _unread(a), m.groups)),
     "head_dim": ("kv_channels", lambda a, m: _if("attention" in m.kinds, m.head_dim)),
     "ffn": ("ffn_hidden_size", lambda a, m: _if("mlp" in m.kinds, m.ffn)),
     "positions": ("position_embedding_type", lambda a, m: _if("attention" in m.kinds, m.positions)),
@@ -57,6 +57,10 @@ VALUES: Mapping[str, tuple[str, Callable[[Args, Model], Any]]] = {
     "mamba_state": ("mamba_state_dim", lambda a, m: _if("mamba2" in m.kinds, a.mamba_state_dim)),
     "mamba_groups": ("mamba_num_groups", lambda a, m: _if("mamba2" in m.kinds, a.mamba_num_groups)),
 }  # fmt: skip
+
+
+def _unread(a: Args) -> bool:
+    return a.said("num_query_groups") and not a.group_query_attention
 
 
 def _if(there: bool, value: Any) -> Any:
@@ -112,11 +116,7 @@ def _contradicts(a: Args, m: Model) -> Iterator[str]:
 
 
 def _word(value: Any) -> str:
-    return (
-        {True: "on", False: "off", None: "none"}.get(value, value)
-        if isinstance(value, (bool, type(None)))
-        else f"{value}"
-    )
+    return "none" if value is None else ("off", "on")[value] if isinstance(value, bool) else f"{value}"
 
 
 RULES = (

@@ -58,8 +58,7 @@ RULES = (
         COST,
         "",
         _odd,
-        "no multiple of 8: rows of bf16 do not begin at multiples of 16 bytes, which fused attention and the fast matrix kernels want, and FP8 "
-        "refuses them",
+        "no multiple of 8: rows of bf16 do not begin at multiples of 16 bytes, which fused attention and the fast matrix kernels want",
         "take a multiple of 8, better of 64",
         "core/extensions/transformer_engine.py",
     ),

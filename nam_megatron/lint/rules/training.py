@@ -140,8 +140,7 @@ RULES = (
         WRONG,
         "step_batch_size_schedule",
         lambda a, m: bool(a.step_batch_size_schedule) and bool(a.train_iters) and a.global_batch_size is None,
-        "in iterations the decay of the learning rate and the length of the data are counted in micro batch x data parallel samples a step, "
-        "whatever the schedule says",
+        "in iterations the learning rate's decay and the data are counted by micro batch x data parallel samples a step, whatever it says",
         "count in samples: `--train-samples`, `--lr-decay-samples`, `--lr-warmup-samples`",
         "training/training.py get_optimizer_param_scheduler",
     ),
