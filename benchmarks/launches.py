@@ -70,7 +70,7 @@ KERNELS = frozenset(
         "apply_rope_fusion", "moe_ncclep_static_shape", "moe_ncclep_zero_copy", "moe_permute_fusion_into_hybridep",
         "moe_pad_experts_for_cuda_graph_inference", "use_grouped_gemm_for_dense_mlp", "train.exit_signal_handler", "rng.te_rng_tracker",
         "ddp.check_for_nan_in_grad", "model.should_pad_vocab", "model.seq_length", "recompute_granularity", "recompute_modules",
-        "fp8_interval",
+        "fp8_interval", "moe_flex_dispatcher_backend", "moe_flex_dispatcher_num_sms",
     )
 )  # fmt: skip
 # How numbers are rounded: another training of the same model.
@@ -303,6 +303,7 @@ def idle(found: Report) -> re.Pattern[str]:
         if "attention" in m.kinds
         else [r"transformer\.(kv_channels|num_query_groups)", r"model\.position_embedding_type"]
     )
+    names += [] if found.args.first_last_layers_bf16 else [r"transformer\.num_layers_at_(start|end)_in_bf16"]
     names += [] if m.yarn else [r"transformer\.(rope_type|mscale.*|rotary_scaling_factor)"]
     names += [] if m.positions in ("rope", "yarn", "mrope") else [r"model\.rotary_percent"]
     names += [] if m.positions == "mrope" else [r"transformer\.mrope_section"]

@@ -98,6 +98,19 @@ def test_config_that_does_not_say_its_model_is_refused(change):
         lint(json.dumps(LLAMA | change), "config.json")
 
 
+def test_a_container_of_bridges_comes_back_as_the_public_model():
+    text = (Path(__file__).parent / "lint/bridge_nemotron_3_nano.yaml").read_text()
+    made = recipe.make(lint(text, "run_config.yaml", 8), Path("back.yaml"))
+    again, public = (tree(translate(recipe._load(made.yaml, "back"))), tree(lowered("nemotron_3_nano_30b_a3b")))
+    assert made.refused is None
+    assert any(line.startswith("vocab_size unset") for line in made.lost), "its tokenizer's, which is not here"
+    for model, blocks, *_ in (again, public):
+        del model["vocab_size"], model["init_std"]
+        for kernel in ("permute_fusion", "fused_weighted_squared_relu"):
+            del blocks["moe"][kernel]
+    assert again == public
+
+
 # Checkpoints ---------------------------------------------------------------------------------------------------------------
 
 

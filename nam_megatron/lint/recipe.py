@@ -300,6 +300,10 @@ def _wanted(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
     lost += [f"{flag}: of the training script, not of Megatron's parser" for flag in dict.fromkeys(a.script_flags)]
     lost += [f"{flag}: what it names is not read" for flag in m.from_elsewhere]
     lost += a.launch.unsaid
+    if a.said("rampup_batch_size"):
+        lost.append(
+            f"{a.written('rampup_batch_size')}: Megatron 0.19.2 ignores it; every step has the whole batch, as in the recipe"
+        )
     about = f"{'Hybrid' if m.hybrid else 'GPT'} of a linted launch"
     preset = {"name": name, "alias_of": None, "family": name, "about": about}
     if _model_alone(a):
@@ -625,6 +629,7 @@ DERIVED: dict[str, Callable[[Model], Any]] = {
     "dataloader_type": lambda m: m.a.dataloader_type or "single",
     "lr_decay_iters": lambda m: _decay(m.a),
     "train_iters": lambda m: _train(m.a),
+    "embedding_init_method_std": lambda m: m.a.embedding_init_method_std or m.a.init_method_std,
     "lr_wsd_decay_iters": lambda m: _optim(m.a).get("wsd_steps"),
     "lr_wsd_decay_style": lambda m: _optim(m.a).get("wsd_shape"),
     "lr_warmup_iters": lambda m: _warmup(m.a),
@@ -653,7 +658,7 @@ OTHER_WAYS = {
     "linear_attention_freq",
     "deprecated_use_mcore_models",
     "use_rotary_position_embeddings", "recompute_activations", "enable_cuda_graph", "external_cuda_graph", "cuda_graph_scope_deprecated",
-    "train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples", "lr_warmup_fraction", "make_vocab_size_divisible_by",
+    "rampup_batch_size", "train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples", "lr_warmup_fraction", "make_vocab_size_divisible_by",
 }  # fmt: skip
 
 

@@ -40,6 +40,7 @@ CASES = {
     "moe without a shared expert": ("E", MOE, dict(moe_shared_expert_intermediate_size=None)),
     "moe, gated": ("E", f"{MOE} {SHARED} --swiglu", GATED),
     "moe, gated shared expert": ("E", f"{MOE} {SHARED} --moe-shared-expert-gate", dict(moe_shared_expert_gate=True)),
+    "moe of a latent": ("E", f"{MOE} {SHARED} --moe-latent-size 24", dict(moe_latent_size=24)),
     "mamba": ("M", MAMBA, {}),
     "mamba, heads by width": ("M", MAMBA.replace("--mamba-num-heads 8", ""), dict(mamba_num_heads=None)),
     "mtp": ("*-/*-/*-", GQA, {}),

@@ -76,6 +76,7 @@ def config_of(plan) -> dict:
     if "moe" in plan.kinds:
         found |= dict(num_moe_experts=b.moe.experts, moe_ffn_hidden_size=b.moe.expert_hidden_size)
         found |= dict(moe_shared_expert_intermediate_size=b.moe.shared_expert_hidden_size or None)
+        found |= dict(moe_latent_size=b.moe.latent_size)
     if "mamba2" in plan.kinds:
         found |= dict(mamba_num_heads=b.mamba2.heads, mamba_head_dim=b.mamba2.head_dim)
         found |= dict(mamba_state_dim=b.mamba2.state_dim, mamba_num_groups=b.mamba2.groups)

@@ -180,7 +180,10 @@ class Moe(Block):
             message = "Megatron stops where a shared expert runs beside experts of a latent"
             yield Problem(message, at + "shared_overlap", "set it to false")
         if self.latent_size and self.latent_size % 8:
-            yield Problem(f"latent_size {self.latent_size} is not a multiple of 8: rows of bf16 would not be 16 bytes apart", at + "latent_size")
+            yield Problem(
+                f"latent_size {self.latent_size} is not a multiple of 8: rows of bf16 would not be 16 bytes apart",
+                at + "latent_size",
+            )
         if self.pad_to_capacity and self.capacity_factor is None:
             message = "without a capacity there is nothing to pad to"
             yield Problem(message, at + "pad_to_capacity", f"set `{at}capacity_factor`, or it to false")
@@ -266,7 +269,9 @@ class Moe(Block):
         """E experts, k of them a token, f wide; a shared one of fs; u projections in; R rows a rank's experts get, l wide if of a latent."""
         z = z.own(E=self.experts, k=self.top_k, f=self.expert_hidden_size, fs=self.shared_expert_hidden_size, u=z.gates)
         z = z.own(l=self.latent_size) if self.latent_size else z
-        return z.own(R=z.value("k Ts et" if self.pad_to_capacity else "k Ts et imbalance") * (self.capacity_factor or 1))
+        return z.own(
+            R=z.value("k Ts et" if self.pad_to_capacity else "k Ts et imbalance") * (self.capacity_factor or 1)
+        )
 
     @property
     def _width(self) -> str:
@@ -303,7 +308,12 @@ class Moe(Block):
         yield from residual(z.own(w=2), "layernorm")  # router and shared expert keep it in bf16, under FP8 too
         why = "logits, scores, an int64 sort over all experts, maps, probabilities"
         yield z.line("router", "Ts (22 E + 24 k) + 8 R", why, mark="" if self.router_dtype else UNMEASURED)
-        yield z.line("rows for experts", f"w R {self._width}", "sorted, as received; input of the first projection", bucket=ROUTING)
+        yield z.line(
+            "rows for experts",
+            f"w R {self._width}",
+            "sorted, as received; input of the first projection",
+            bucket=ROUTING,
+        )
         yield z.line("dispatch counts", "8 et e E", "tokens for each expert from each rank, int64", bucket=ROUTING)
         if self.latent_size:
             yield z.line("latents", "2 Ts l", "the experts' sum, input of the projection back", mark=UNMEASURED)
@@ -328,7 +338,13 @@ class Moe(Block):
         )
         if self.latent_size:
             yield z.line("forward", "6 R l + 2 Ts h + 2 Ts l" + received, why, bucket=ROUTING, mark=UNMEASURED)
-            yield z.line("backward", "4 R l + 2 Ts h + 2 Ts l" + received, "the same on the way back", bucket=ROUTING, mark=UNMEASURED)
+            yield z.line(
+                "backward",
+                "4 R l + 2 Ts h + 2 Ts l" + received,
+                "the same on the way back",
+                bucket=ROUTING,
+                mark=UNMEASURED,
+            )
             return
         yield z.line("forward", "2 (3 R + Ts) h" + received, why, bucket=ROUTING)
         yield z.line("backward", "2 (2 R + Ts) h" + received, "the same on the way back", bucket=ROUTING)
