@@ -658,7 +658,8 @@ OTHER_WAYS = {
     "linear_attention_freq",
     "deprecated_use_mcore_models",
     "use_rotary_position_embeddings", "recompute_activations", "enable_cuda_graph", "external_cuda_graph", "cuda_graph_scope_deprecated",
-    "rampup_batch_size", "train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples", "lr_warmup_fraction", "make_vocab_size_divisible_by",
+    "rampup_batch_size",
+    "train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples", "lr_warmup_fraction", "make_vocab_size_divisible_by",
 }  # fmt: skip
 
 

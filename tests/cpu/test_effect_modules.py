@@ -121,8 +121,8 @@ OF_KINDS = [
 def test_every_place_tells_the_same_of_a_kind(kind, key, tmp_path):
     """Plan, strip, lint of the written plan, the budget's parameters, and the real model's; of a key or a feature that adds some, too."""
     tree = with_feature(key) if key in ADDED else alone(kind)
-    latent = {"q_lora_rank": NO_LATENT, "latent_size": {"latent_size": 16}}
-    given = latent[key] if key in latent else {key: True} if key and key not in ADDED else {}
+    on = {key: True} if key and key not in ADDED else {}
+    given = {"q_lora_rank": NO_LATENT, "latent_size": {"latent_size": 16}}.get(key, on)
     if key == "learned_positions":
         given, tree["model"][key] = {"position_embedding": "none"}, 1024
     tree["model"]["blocks"][kind] |= given

@@ -266,7 +266,7 @@ class Moe(Block):
             yield Problem("the fused activation takes no bias", key, "set it to false")
 
     def _sizes(self, z: Sizes) -> Sizes:
-        """E experts, k of them a token, f wide; a shared one of fs; u projections in; R rows a rank's experts get, l wide if of a latent."""
+        """E experts, k of them a token, f wide; a shared one of fs; u projections in; R rows a rank's experts get, of width l or h."""
         z = z.own(E=self.experts, k=self.top_k, f=self.expert_hidden_size, fs=self.shared_expert_hidden_size, u=z.gates)
         z = z.own(l=self.latent_size) if self.latent_size else z
         return z.own(
