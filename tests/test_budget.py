@@ -491,6 +491,21 @@ def test_gated_delta_nets_by_value():
     assert states == {"convolution window": 2 * 4 * (2 * keys + values), "recurrent state": 4 * heads * 128 * 128}
 
 
+def test_flops_of_layers_without_the_window_and_of_experts_of_a_latent():
+    """13 attention layers of 56 heads of 64 over 4096 tokens: every fourth, three in all, without the window of 512."""
+    keys = 512 - 512**2 / 8192
+    more = "model.blocks.attention={window: 512, unwindowed_every: 4}"
+    core = []
+    for plan in (plan_of("nam56r_native_dp"), plan_of("nam56r_native_dp", more)):
+        z, block = Sizes.of(plan), plan.recipe.model.blocks.attention
+        each = (block.flops(z, layer) for layer in plan.layers if layer.kind == "attention")
+        core.append(sum(work.flops for works in each for work in works if work.name == "core"))
+    assert core == [4 * 3584 * 13 * 2048, 4 * 3584 * (3 * 2048 + 10 * keys)]
+    plan = plan_of("nam56r_native_dp", "model.blocks.moe.latent_size=512")
+    work = {w.name: w.flops for w in plan.recipe.model.blocks.moe.flops(Sizes.of(plan), None)}
+    assert (work["latents"], work["experts"]) == (4 * 3584 * 512, 2 * 2 * 4 * 512 * 896)
+
+
 def test_graph_runs_are_eager_until_the_capture():
     graphs, eager = budget(plan_of(*NATIVE, *GRAPHS)).worst.moments, budget(plan_of(*NATIVE)).worst.moments
     for early, cold in (("first_step", "first_step"), ("warm_up", "steady")):

@@ -984,6 +984,8 @@ def test_routing_comes_back(said, key, value):
         ({"--add-qkv-bias": True, "--disable-bias-linear": True}, "qkv_bias", True),
         ({"--attention-output-gate": True}, "output_gate", True),
         ({"--window-size": "127,0"}, "window", 128),
+        ({"--window-size": "127,0", "--window-attn-skip-freq": "2"}, "unwindowed_every", 2),
+        ({"--window-size": "127,0", "--window-attn-skip-freq": "([1]*3+[0]*1+[1]*3+[0]*1)"}, "unwindowed_every", 4),
         ({"--position-embedding-type": "none"}, "position_embedding", "none"),
         ({"--position-embedding-type": "rope", "--rotary-percent": "0.5"}, "rotary_percent", 0.5),
     ],
@@ -993,6 +995,14 @@ def test_what_attention_has_comes_back(said, key, value):
     flags = tuple(said)
     assert made.refused is None and not any(line.startswith(flags) for line in [*made.lost, *made.keyless])
     assert getattr(recipe._load(made.yaml, "mine").model.blocks.attention, key) == value
+
+
+def test_windows_of_other_layers_than_a_key_can_say_are_listed():
+    said = {"--window-size": "127,0", "--window-attn-skip-freq": "([0]*3+[1]*5)"}
+    made = recipe.make(launch(GPT, said), Path("mine.yaml"))
+    assert recipe._load(made.yaml, "mine").model.blocks.attention.window is None
+    assert any("--window-attn-skip-freq" in line for line in made.keyless)
+    assert any(line.startswith("--window-size 127,0 -> ") for line in made.lost)
 
 
 @pytest.mark.parametrize("base", [GPT, MLA, HYBRID], ids=["GPT", "MLA", "hybrid"])

@@ -39,6 +39,7 @@ BLEND = {"data.name": "blend", "data.parts": [{"weight": 0.7, "path": "/a"}, {"w
 BLEND |= {"data.path": None, "data.split": "99,1,0", "data.tokenizer": "/t"}
 FULL = {"feature.recompute.granularity": "full", "feature.recompute.method": "uniform", "feature.recompute.layers": 1}
 GRAPHS = {"feature.cuda_graphs.impl": "transformer_engine", "feature.cuda_graphs.modules": ["attn", "mamba"]}
+WINDOWS = {"model.blocks.attention.window": 128, "model.blocks.attention.unwindowed_every": 2}
 LEARNED = {"model.learned_positions": 4096, "model.blocks.attention.position_embedding": "none"}
 YARN, LLAMA = {"feature.yarn.factor": 4.0}, {"feature.llama_rope.factor": 8.0}
 ALL_MLA = {"model.substitute": []}
@@ -483,6 +484,14 @@ REFUSALS = [
     (NATIVE, {"model.blocks.attention.window": 4096}, "model.blocks.attention.window", "limits nothing in 4096"),
     (NATIVE, {"model.blocks.attention.window": 512, "parallel.context": 2}, "model.blocks.attention.window",
      "ring of context ranks takes no window"),
+    (NATIVE, {"model.blocks.attention.unwindowed_every": 2}, "model.blocks.attention.unwindowed_every", "there is no window"),
+    (NATIVE, WINDOWS | {"model.blocks.attention.unwindowed_every": 14}, "model.blocks.attention.unwindowed_every", "no 14-th of 13"),
+    (NATIVE, WINDOWS | {"feature.mtp.depths": 1}, "model.blocks.attention.unwindowed_every", "layers of MTP from 1 again"),
+    (NATIVE, {"model.blocks.moe.pad_to_capacity": True}, "model.blocks.moe.pad_to_capacity", "nothing to pad to"),
+    (NATIVE, {"model.blocks.moe.latent_size": 100}, "model.blocks.moe.latent_size", "not a multiple of 8"),
+    (NATIVE, {"model.blocks.moe.latent_size": 512, "model.blocks.moe.dispatcher": "local"}, "model.blocks.moe.dispatcher", "the latent"),
+    (NATIVE, {"model.blocks.moe.latent_size": 512, "model.blocks.moe.shared_overlap": True}, "model.blocks.moe.shared_overlap",
+     "experts of a latent"),
     (NATIVE, {"model.linear_bias": True, "model.letters.E": "mlp", "model.blocks.attention.qkv_bias": True},
      "model.blocks.attention.qkv_bias", "gives these biases already"),
     (NATIVE, {"model.blocks.attention.rotary_percent": 0.3}, "model.blocks.attention.rotary_percent", "columns of a head, not 19.2"),

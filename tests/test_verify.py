@@ -71,6 +71,11 @@ VARIANTS = {
         "nam56r_native_dp",
         "model.blocks.attention={window: 128, qkv_bias: true, output_gate: true, rotary_percent: 0.5}",
     ),
+    "windows of some layers, experts of a latent, a padded capacity": (
+        "nam56r_native_dp",
+        "model.blocks.attention={window: 128, unwindowed_every: 4}",
+        "model.blocks.moe={latent_size: 512, capacity_factor: 1.5, pad_to_capacity: true}",
+    ),
     "wsd": ("nam56r_native_dp", "optim.decay=WSD", "optim.wsd_steps=100", "optim.wsd_shape=minus_sqrt"),
     "selective-recompute": (
         "nam56r_native_dp",

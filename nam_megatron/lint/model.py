@@ -227,6 +227,17 @@ class Model:
         return "rope" if self.a.use_rotary_position_embeddings else self.a.position_embedding_type
 
     @cached_property
+    def windowed(self) -> tuple[bool, ...]:
+        """Of each attention layer, in their order, whether it has the window; empty without one."""
+        every = self.a.window_attn_skip_freq
+        if not self.a.window_size:
+            return ()
+        if every == 0 or (isinstance(every, list) and len(every) < self.num_layers):
+            raise NotKnown("window_attn_skip_freq")
+        numbers = self.numbers("attention")
+        return tuple(every is None or bool(every[n - 1] if isinstance(every, list) else n % every) for n in numbers)
+
+    @cached_property
     def rope_fusion(self) -> bool:
         return self.a.apply_rope_fusion and self.positions == "rope"
 

@@ -424,7 +424,7 @@ def _blocks(a: Args, m: Model, lost: list[str]) -> Tree:
         blocks["attention"] = _rows(Attention, a) | {
             "head_dim": m.head_dim,
             "query_groups": m.groups,
-            "window": _window(a),
+            **_window(a, m),
             "qkv_bias": a.add_qkv_bias and not a.add_bias_linear,
             # A learned table is the model's and YaRN a feature; others have no word in a recipe, and the comparison lists them.
             "position_embedding": "none" if m.positions in UNTURNED else "rope",
@@ -483,12 +483,18 @@ def _blocks(a: Args, m: Model, lost: list[str]) -> Tree:
     return blocks
 
 
-def _window(a: Args) -> int | None:
-    """Tokens that every query sees; None where there is no such number, and the comparison lists what there is."""
-    match a.value("window_size"), a.window_attn_skip_freq:
-        case (int(left), 0), None if left >= 0:
-            return left + 1
-    return None
+def _window(a: Args, m: Model) -> Tree:
+    """Tokens that a query sees, and which layers see all; nothing where no key says it, and the comparison lists what there is."""
+    match a.value("window_size"):
+        case (int(left), 0) if left >= 0 and (every := _unwindowed(m.windowed)) is not None:
+            return {"window": left + 1, "unwindowed_every": every or None}
+    return {"window": None, "unwindowed_every": None}
+
+
+def _unwindowed(windowed: tuple[bool, ...]) -> int | None:
+    """Every so many-th layer is without a window; 0 if none is, None if they are others than that."""
+    periods = (n for n in range(2, len(windowed) + 1) if all(w is ((i + 1) % n > 0) for i, w in enumerate(windowed)))
+    return 0 if all(windowed) else next(periods, None)
 
 
 def _groups_of_experts(m: Model) -> tuple[int, int] | None:
@@ -605,6 +611,7 @@ DERIVED: dict[str, Callable[[Model], Any]] = {
     "sequence_parallel": lambda m: m.sequence_parallel,
     "apply_rope_fusion": lambda m: m.rope_fusion,
     "position_embedding_type": lambda m: "rope" if m.positions == "yarn" and not m.yarn and not m.gpt_oss else m.positions,
+    "window_attn_skip_freq": lambda m: m.windowed,
     "rotary_percent": lambda m: m.a.rotary_percent if m.positions not in UNTURNED else None,
     "rotary_base": lambda m: m.a.rotary_base if m.positions not in UNTURNED or m.mla else None,
     "rope_type": lambda m: ("yarn" if m.yarn else "rope") if m.mla else None,  # yarn of factor 1 is plain RoPE

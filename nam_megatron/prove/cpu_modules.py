@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
 
 def _norm_op(config):
@@ -94,6 +94,8 @@ class CoreAttention(torch.nn.Module):
     def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **_):
         super().__init__()
         self.scale, self.dropout, self.window = softmax_scale, config.attention_dropout, config.window_size
+        if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+            self.window = None
 
     def forward(self, query, key, value, *_, **__):
         query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))

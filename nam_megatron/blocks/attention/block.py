@@ -37,6 +37,14 @@ class Attention(Block):
         PositiveInt | None,
         Row("tokens that a query sees, itself included; null: all before it. Megatron's --window-size", was=None),
     ]
+    unwindowed_every: Annotated[
+        int | None,
+        Field(ge=2),
+        Row(
+            "every so many-th attention layer sees all tokens in spite of the window; null: none. Megatron's --window-attn-skip-freq",
+            was=None,
+        ),
+    ]
     qkv_bias: Annotated[
         bool, Row("biases of queries, keys and values alone; `model.linear_bias` gives them and others", was=False)
     ]
@@ -67,6 +75,10 @@ class Attention(Block):
         """Columns of a head that RoPE turns; Megatron rounds down (core/models/common/embeddings/rotary_pos_embedding.py, 0.19.2)."""
         return int(self.head_dim * self.rotary_percent) if self.position_embedding == "rope" else 0
 
+    def windowed(self, rank: int) -> bool:
+        """Whether the attention layer of this rank has the window."""
+        return self.window is not None and (not self.unwindowed_every or (rank + 1) % self.unwindowed_every > 0)
+
     def settings(self, plan: "Plan") -> Iterator[Setting]:
         grouped = self.query_groups < plan.recipe.model.num_attention_heads
         why = "without it Megatron ignores the groups and trains full MHA"
@@ -80,6 +92,11 @@ class Attention(Block):
         fields = {"transformer.window_size": (self.window - 1, 0) if self.window else None}
         seen = f"{self.window - 1},0" if self.window else None
         yield Setting("window_size", seen, "full causal attention unless said", "window", fields=fields)
+        if self.unwindowed_every and self.window:  # Megatron counts all layers, whatever stands there
+            windows = [int(layer.kind == self.kind and self.windowed(layer.rank)) for layer in plan.layers]
+            fields, why = {"transformer.window_attn_skip_freq": windows}, "1: a layer with the window"
+            text = f"[{','.join(map(str, windows))}]"
+            yield Setting("window_attn_skip_freq", text, why, "unwindowed_every", fields=fields)
         bias = self.qkv_bias or plan.recipe.model.linear_bias
         yield Setting("add_qkv_bias", bias, "beside the other biases or without them", "qkv_bias")
         # YaRN is another type to Megatron, whose default is a learned table.
@@ -121,6 +138,17 @@ class Attention(Block):
         if self.window and plan.recipe.parallel.context > 1:
             message = "Transformer Engine's ring of context ranks takes no window"
             yield Problem(message, at + "window", "set `parallel.context=1`, or it to null")
+        if self.unwindowed_every and not self.window:
+            yield Problem("there is no window to leave out", at + "unwindowed_every", "set it to null")
+        if (every := self.unwindowed_every) and every > (have := sum(layer.kind == self.kind for layer in plan.layers)):
+            yield Problem(
+                f"there is no {every}-th of {have} attention layers",
+                at + "unwindowed_every",
+                "make it smaller, or null",
+            )
+        if self.unwindowed_every and plan.recipe.feature.mtp:
+            message = "Megatron counts the layers of MTP from 1 again, and would give them the first layers' windows"
+            yield Problem(message, at + "unwindowed_every", "set it to null, or `feature.mtp.depths=0`")
         if self.qkv_bias and plan.recipe.model.linear_bias:
             yield Problem("`model.linear_bias` gives these biases already", at + "qkv_bias", "set it to false")
         if self.position_embedding == "none" and self.rotary_percent != 1:
@@ -185,7 +213,7 @@ class Attention(Block):
         if self.output_gate:
             yield z.work("output gate", "2 h n d", "its columns of the packed projection")
         why = "causal: S / 2 keys a token"
-        if self.window:
+        if self.window and (layer is None or self.windowed(layer.rank)):
             z, why = z.own(x=self.window - self.window**2 / (2 * z["S"])), "causal: x keys a token in the window's mean"
         yield z.work("core", "4 n d x", why, redone=("core_attn",))
 
