@@ -189,6 +189,8 @@ def test_file_without_arguments_is_refused(inside, tmp_path):
         ("train_llama2_7b.sh", "--hidden-size 4096 --num-attention-heads 32 --ffn-hidden-size 11000", {"--ffn-hidden-size 11000"}),
         ("examples/llama2/conf/7b.yaml", "--hidden-size 4096 --num-attention-heads 16 --ffn-hidden-size 11008",
          {"--num-attention-heads 16", "without --num-query-groups", "without --kv-channels"}),
+        ("llama2_7b.sh", "--hidden-size 4096 --num-attention-heads 32 --use-bridge --bridge-hf-model x", set()),  # what lacks is there
+        ("llama2_7b.sh", "--hidden-size 4096 --num-attention-heads 32", {"without --ffn-hidden-size"}),
         ("llama2_7b_from_70b.sh", "--hidden-size 2048 --num-attention-heads 32", set()),  # two sizes
         ("tiny_llama2_7b.sh", "--hidden-size 2048 --num-attention-heads 16 --ffn-hidden-size 5504", set()),
         ("llama2_7b.sh", "--hidden-size 256 --num-attention-heads 4 --ffn-hidden-size 512 --normalization LayerNorm "

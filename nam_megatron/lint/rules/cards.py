@@ -16,6 +16,8 @@ from nam_megatron.lint.values import Args, NotKnown
 CARDS = Path(__file__).parent.parent / "cards.yaml"
 # Where a launch says what it trains, beside its file's name. A tokenizer is any model's.
 NAMES = ("load", "save", "pretrained_checkpoint", "wandb_exp_name", "wandb_project")
+# Flags of others by which the model comes from a config.json, so that what is lacking may stand there.
+FROM_CARD = re.compile(r"--(use-bridge|bridge-.+|(.+-)?hf-.+|from-hf.*)")
 # Words that make another model of a name.
 OTHER = re.compile(r"(?<![a-z])(mini|tiny|toy|small|proxy|draft|debug|lite)(?![a-z])")
 
@@ -100,6 +102,7 @@ def _contradicts(a: Args, m: Model) -> Iterator[str]:
     if card is None or m.ours:
         return
     name, values = card
+    from_card = any(FROM_CARD.fullmatch(word.partition("=")[0]) for word in a.launch.words)
     departs, compared = [], 0
     for key, published in values.items():
         argument, has = VALUES[key]
@@ -109,6 +112,8 @@ def _contradicts(a: Args, m: Model) -> Iterator[str]:
             continue
         compared += 1
         if here != published:
+            if not a.said(argument) and from_card:
+                continue
             flag = a.written(argument) if a.said(argument) else without(a.written(argument))
             departs.append(f"{flag}\t{name} has {key.replace('_', ' ')} {_word(published)}, here it is {_word(here)}\t")
     if 3 * len(departs) <= compared:  # else a model of its own with that name
