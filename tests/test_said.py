@@ -42,6 +42,8 @@ MORE = {
     model.blocks.moe.score_function=softmax model.blocks.moe.expert_bias=false model.blocks.moe.pre_softmax=true
     model.blocks.moe.group_limit=[4,2] model.blocks.moe.routed_scaling=2.5 model.blocks.moe.z_loss_coeff=0.001
     model.blocks.moe.shared_expert_gate=true model.blocks.moe.permute_fusion=true model.blocks.moe.router_fusion=true
+    model.blocks.moe.latent_size=512 model.blocks.moe.capacity_factor=1.5 model.blocks.moe.pad_to_capacity=true parallel.expert=2
+    model.blocks.attention.window=512 model.blocks.attention.unwindowed_every=4
     model.blocks.moe.dispatcher=local model.blocks.moe.fused_weighted_squared_relu=true
     model.blocks.moe.dispatcher=allgather parallel.expert=4 model.blocks.moe.shared_overlap=true
     model.blocks.moe.balancing=none model.blocks.moe.aux_loss_coeff=0.0
