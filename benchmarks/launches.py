@@ -54,7 +54,7 @@ SILENT = {"CUDA_DEVICE_MAX_CONNECTIONS": None, "PYTORCH_CUDA_ALLOC_CONF": None, 
 TRAINING = ("optimizer", "scheduler", "train", "dataset", "rng", "ddp", "validation", "data")
 # Of Megatron's model configs, what depends on how layers are counted and named: compared as layers by number and kind.
 LAYERS = re.compile(
-    r"transformer\.(num_layers|moe_layer_freq|linear_attention_freq|mtp_num_layers|mtp_hybrid.*|is_hybrid_model|num_layers_in_.*|"
+    r"transformer\.(num_layers|moe_layer_freq|linear_attention_freq|mtp_num_layers|mtp_hybrid.*|is_hybrid_model|num_layers_in_.*|window_attn_skip_freq|"
     r"experimental_attention_variant|pipeline.*|.*_pipeline_.*|virtual.*|output_layer_init_method|init_method|embedding_init_method)|"
     r"model\.(hybrid_.*|builder|.*spec.*)"
 )
@@ -258,6 +258,9 @@ def carried(found: Report, theirs: Answer, oracle: Oracle, execution: frozenset[
     kinds = [layer.kind for layer in plan.layers]
     layers = [k for _, k in found.model.layers]
     differ = ["layers"] if kinds != layers or plan.mtp_depths != found.model.mtp_depths else []
+    attention = r.model.blocks.attention
+    own = [layer.rank for layer in plan.layers if layer.kind == "attention"] if attention and attention.window else []
+    differ += ["windows"] if tuple(map(attention.windowed, own) if attention else ()) != found.model.windowed else []
     unread = idle(found)
     for field in sorted(f for f in theirs.values.keys() & ours.values if f.startswith(("transformer.", "model."))):
         if field not in execution | PRECISION and not LAYERS.fullmatch(field) and not unread.fullmatch(field):
