@@ -1262,7 +1262,7 @@ ODD = (
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_flags_are_described_and_checked(data):
     """Random flags, of random values, on top of random parts of a launch."""
