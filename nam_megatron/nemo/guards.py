@@ -82,14 +82,19 @@ def stand(models: Sequence[torch.nn.Module], lowering: Lowering) -> None:
     """Guard the training of `models`, this rank's part of what a lowering says; nothing is loaded yet."""
     from megatron.bridge.training import checkpointing
 
+    from nam_megatron.nemo import finetune
+
     recipe = lowering.plan.recipe
     if not hasattr(dist_checkpointing.save, "__wrapped__"):  # an in-process restart comes here again
         checksums.provide()
     # Where it cannot load, Bridge says why and exits with code 0, by the only uses that this module has for `sys`.
     ended = "error: Megatron-Bridge gave up before the end; its reason stands above"
     checkpointing.sys = SimpleNamespace(exit=lambda: sys.exit(ended))
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        finetune.forget(recipe)  # before any rank builds its data
     if torch.distributed.get_rank() == 0:
         checkpoint.sign(lowering, SIGNED)
+        finetune.sign(recipe)
         train.announce(lowering.plan)
         for note in notes(recipe):
             print(f"note: {note}", file=sys.stderr, flush=True)

@@ -143,7 +143,7 @@ def flat(c: ConfigContainer) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    if callable(value):
+    if callable(value) and not dataclasses.is_dataclass(type(value)):
         # Made anew at each construction: two are the same if they come from the same code.
         inner = getattr(value, "func", value)
         return f"{getattr(inner, '__module__', '')}.{getattr(inner, '__qualname__', type(inner).__qualname__)}"
@@ -157,9 +157,10 @@ def _plain(value: Any) -> Any:
 
 def _replaced(c: "NamContainer") -> Iterator[Problem]:
     """Sections that are of another class than they were made, or that only Bridge could act on."""
-    from nam_megatron.nemo.container import CLASSES, NamProvider
+    from nam_megatron.nemo.container import CLASSES, NamProvider, classes
 
-    for name, cls in {**CLASSES, "model": NamProvider}.items():
+    own = classes(from_tree(json.loads(c.model.nam_recipe))) if isinstance(c.model, NamProvider) else CLASSES
+    for name, cls in {**own, "model": NamProvider}.items():
         theirs = getattr(c, name)
         if not isinstance(theirs, cls) and not _free(name):
             message = f"`{name}` was replaced by {_named(theirs)}: it is no longer the recipe's"

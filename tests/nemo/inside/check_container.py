@@ -346,7 +346,6 @@ def test_garbage_is_collected_as_bridges_own_recipes_ask(ranks):
         (["model.rotary_interleaved=true"], "`model` pins it: halves, not pairs"),
         (["model.softmax_scale=0.5"], "no recipe key decides it"),
         (["mixed_precision=fp16_mixed"], "`model.fp16` was set to True"),
-        (["checkpoint.pretrained_checkpoint=/x"], "no recipe key decides it: a checkpoint holds"),
         (["optimizer.exp_avg_dtype=bf16"], "no recipe key decides it: fp32 master weights"),
         (["checkpoint.dist_ckpt_strictness=ignore_all"], "all of it is loaded or nothing"),
         (["rerun_state_machine.rerun_mode=disabled"], "no recipe key decides it: "),

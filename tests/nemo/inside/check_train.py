@@ -1,6 +1,9 @@
-"""The same plan trained by Megatron's pretrain and by Bridge's, on CPU ranks over gloo: the same losses and gradient norms."""
+"""The same plan trained by Megatron's pretrain and by Bridge's, on CPU ranks over gloo: the same losses and gradient norms. And what
+Bridge alone does with its checkpoints: prompts and answers.
+"""
 
 import functools
+import json
 import logging
 import os
 import re
@@ -23,8 +26,9 @@ import nam_megatron.nemo.container as container
 import nam_megatron.nemo.train as nemo_train
 from launch import steps as log
 from nam_megatron import argv, train
+from nam_megatron.data import tokenizer
 from nam_megatron.lower import translate
-from nam_megatron.nemo import guards
+from nam_megatron.nemo import finetune, guards
 from nam_megatron.recipe import load
 from nam_megatron.runtime import checkpoint, checksums, rate
 
@@ -200,3 +204,88 @@ def test_a_nan_ends_the_run_and_is_traced(step, runner, tmp_path):
     assert rank.code == 1
     assert f"error: step {step}, rank 0: the loss is nan; first seen in the output of decoder.layers.2" in rank.err
     assert "Traceback" not in rank.err
+
+
+# From a pretrained checkpoint -----------------------------------------------------------------------------------------------
+
+SAMPLES = [{"input": f"What is {n} and {n}?", "output": f" It is {2 * n}.", "n": n} for n in range(10)]
+WORDS = ("model.vocab_size=512", "lane=native_dp", "feature.mtp.depths=0", "model.pattern=AEMR", "model.depth=4")
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory) -> Path:
+    """A folder with a tokenizer, samples, and what both trainers have saved of one plan."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    text = [sample[key] for sample in SAMPLES for key in ("input", "output")]
+    tokenizer.save(tokenizer.train(text, 270, progress=False), folder / "tokenizer")
+    (folder / "training.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in SAMPLES))
+    for name, main in (("bridge", by_bridge), ("megatron", lambda words: train.main(words, time.time()))):
+        saved = (f"schedule.save={folder / name}", "schedule.save_interval=2", "schedule.train_steps=2")
+        steps(ran(folder / "plan.json", main, *WORDS, *saved))
+    return folder
+
+
+def sft(folder: Path, start: str = "bridge") -> tuple[str, ...]:
+    return (
+        *WORDS,
+        "data=sft",
+        f"data.path={folder}",
+        f"data.tokenizer={folder / 'tokenizer'}",
+        "data.workers=0",
+        f"schedule.pretrained={folder / start}",
+    )
+
+
+def watched(words: list[str]) -> int:
+    """by_bridge, which prints what each microbatch learns, and its loss."""
+    loss_of = gpt_step.masked_next_token_loss
+    get = gpt_step.get_batch
+    batch = {}
+
+    def got(*args, **kwargs):
+        found = get(*args, **kwargs)
+        batch["tokens"], batch["labels"] = found[:2]
+        return found
+
+    def learned(mask, output, **kwargs):
+        rows = [row[keep > 0].tolist() for row, keep in zip(batch["labels"], mask, strict=True)]
+        means = (output.view(-1) * mask.view(-1)).sum() / mask.sum()
+        print("learned", json.dumps([means.item(), rows, list(batch["tokens"].shape)]), flush=True)
+        return loss_of(mask, output, **kwargs)
+
+    gpt_step.get_batch, gpt_step.masked_next_token_loss = got, learned
+    gpt_step._forward_step_common.__kwdefaults__["_get_batch_fn"] = got
+    return by_bridge(words)
+
+
+def test_answers_alone_are_learned_from_pretrained_weights_and_resumed(pretrained, tmp_path):
+    saves = (f"schedule.save={tmp_path / 'out'}", "schedule.save_interval=2")
+    whole = ran(tmp_path / "plan.json", watched, *sft(pretrained))
+    losses = steps(whole)
+    encoder = tokenizer.load(pretrained / "tokenizer")
+    learned = [json.loads(line.removeprefix("learned ")) for line in whole[0].out.splitlines() if "learned " in line]
+    texts = [encoder.decode(row, skip_special_tokens=False) for _, rows, _ in learned for row in rows]
+    assert len(texts) == 16 and set(texts) == {f"{sample['output']}<|endoftext|>" for sample in SAMPLES}
+    assert {tuple(shape) for *_, shape in learned} == {(2, 32)}
+    assert losses[1][0] == pytest.approx((learned[0][0] + learned[1][0]) / 2, rel=1e-6), "two microbatches a step"
+    first = ran(tmp_path / "plan.json", by_bridge, *sft(pretrained), *saves, "schedule.stop_every=2")
+    goes_on = (*sft(pretrained), *saves, f"schedule.load={tmp_path / 'out'}")
+    assert steps(first) | steps(ran(tmp_path / "plan.json", by_others, *goes_on)) == losses
+    assert unfit(*goes_on) == []
+    (pretrained / "training.jsonl").write_text("".join(json.dumps(s) + "\n" for s in SAMPLES[::-1]))
+    assert unfit(*goes_on) == ["what stands there is not what the run began with"]
+
+
+def test_weights_of_the_other_trainer_are_the_same_start(pretrained, tmp_path):
+    """Under another seed: were they not loaded, random ones would differ."""
+    short = ("schedule.train_steps=1", "optim.warmup_steps=0")
+    began = [
+        steps(ran(tmp_path / "plan.json", by_bridge, *sft(pretrained, start), *short, f"schedule.seed={seed}"))
+        for start, seed in (("bridge", 1), ("megatron", 2))
+    ]
+    assert began[0][1] == pytest.approx(began[1][1], rel=1e-6)
+
+
+def unfit(*overrides: str) -> list[str]:
+    lowering = translate(load("nam56r_smoke", (*SMALL, *overrides)))
+    return [problem.message for problem in finetune.objections(lowering)]
