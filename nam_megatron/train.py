@@ -97,15 +97,6 @@ def objections(job: Job, argv: Sequence[str], environ: Mapping[str, str]) -> Ite
     yield from unfit_data(job.plan)
 
 
-def bridges_alone(plan: Plan) -> Iterator[Problem]:
-    """What of a plan only Megatron-Bridge trains."""
-    hint = "`python -m nam_megatron.nemo finetune`, or `python -m launch run ... trainer=bridge`"
-    if plan.recipe.schedule.pretrained is not None:
-        yield Problem("Megatron's own trainer is not told of pretrained weights", "schedule.pretrained", hint)
-    if plan.recipe.data.name == "sft":
-        yield Problem("Megatron's own trainer reads no prompts and answers", "data.name", hint)
-
-
 def unfit_data(plan: Plan) -> Iterator[Problem]:
     """Why the built dataset of a plan cannot be trained on: it is not there, not whole, or made for a larger vocabulary."""
     folder = plan.recipe.data.built
@@ -208,7 +199,7 @@ def main(words: Sequence[str], started: float, before: Callable[[], None] | None
     if before is not None:
         before()
     try:
-        raise_if([*bridges_alone(job.plan), *checkpoint.objections(job.lowering, thorough=not rank)])
+        raise_if([*job.plan.bridges_alone, *checkpoint.objections(job.lowering, thorough=not rank)])
         raise_if(tracking.objections(job.plan))
         if not rank:
             checkpoint.sign(job.lowering)

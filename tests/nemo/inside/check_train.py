@@ -29,6 +29,7 @@ from nam_megatron import argv, train
 from nam_megatron.data import tokenizer
 from nam_megatron.lower import translate
 from nam_megatron.nemo import finetune, guards
+from nam_megatron.nemo.__main__ import command
 from nam_megatron.recipe import load
 from nam_megatron.runtime import checkpoint, checksums, rate
 
@@ -284,6 +285,37 @@ def test_weights_of_the_other_trainer_are_the_same_start(pretrained, tmp_path):
         for start, seed in (("bridge", 1), ("megatron", 2))
     ]
     assert began[0][1] == pytest.approx(began[1][1], rel=1e-6)
+
+
+def test_what_is_no_start_and_what_no_sample_is_refused(pretrained, tmp_path):
+    good = sft(pretrained)
+    for more, said in (
+        (f"schedule.pretrained={tmp_path}", f"no checkpoint in `{tmp_path}`"),
+        ("model.hidden_size=128", "the checkpoint's model has `model.hidden_size` 64, and the plan's 128"),
+        ("model.blocks.moe.top_k=1", "the checkpoint's model has `model.blocks.moe.top_k` 2, and the plan's 1"),
+        ("model.pattern=AEMA", "the checkpoint's model has other layers"),
+        (f"data.path={tmp_path}", f"`{tmp_path}/training.jsonl` cannot be read: No such file or directory"),
+        (f"data.tokenizer={tmp_path}", f"`{tmp_path}` is no folder of a tokenizer"),
+        ("data.answer=n", f"line 1 of `{pretrained}/training.jsonl` has no text `n`, and 9 more lines"),
+        ("model.seq_length=8", "tokens, and the model takes 8"),
+    ):
+        assert said in unfit(*good, more)[0], said
+    assert unfit(*good, "model.seq_length=64", "model.blocks.moe.aux_loss_coeff=0.0", "optim.lr=2e-4") == []
+    folder = tmp_path / "samples"
+    folder.mkdir()
+    for text, said in (("", "has no samples"), ("[]\n", "line 1"), ('{"input": "", "output": "b"}\n', "has an empty `input`")):
+        (folder / "training.jsonl").write_text(text)
+        assert said in unfit(*good, f"data.path={folder}")[0], said
+
+
+def test_each_trainer_and_command_says_whose_work_it_is(pretrained, tmp_path, monkeypatch, capfd):
+    (rank,) = ran(tmp_path / "plan.json", lambda words: train.main(words, time.time()), *sft(pretrained))
+    assert rank.code == 2 and "Megatron's own trainer reads no prompts and answers" in rank.err
+    for task, words, said in (("finetune", (), "nothing to finetune"), ("pretrain", sft(pretrained), "starts from random")):
+        monkeypatch.setattr(sys, "argv", ["nemo", task, "conf=nam56r_smoke", *words])
+        with pytest.raises(SystemExit) as end:
+            command()
+        assert end.value.code == 2 and said in capfd.readouterr().err
 
 
 def unfit(*overrides: str) -> list[str]:
