@@ -142,6 +142,7 @@ class Plan:
         r = self.recipe
         told = {
             "schedule.pretrained": (r.schedule.pretrained is not None, "starts from no pretrained weights"),
+            "feature.lora.rank": (r.feature.lora is not None, "has no adapters"),
             "data.name": (r.data.name == "sft", "reads no prompts and answers"),
         }
         return tuple(Problem(f"Megatron's own trainer {what}", key, hint) for key, (so, what) in told.items() if so)

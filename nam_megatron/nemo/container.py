@@ -29,7 +29,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.lower import Lowering, translate
-from nam_megatron.nemo import converter, finetune, guards, overrides  # noqa: F401  the first registers itself
+from nam_megatron.nemo import adapters, converter, finetune, guards, overrides  # noqa: F401  the first registers itself
 from nam_megatron.recipe import Recipe, from_tree, to_tree
 from nam_megatron.runtime import background, bridge, cross_entropy, fsdp, stage_log, wgrad
 from nam_megatron.runtime.bridge import Arguments
@@ -97,6 +97,7 @@ class NamProvider(HybridModelProvider):
 
     def provide_distributed_model(self, *args: Any, **kwargs: Any) -> list[MegatronModule]:
         models = super().provide_distributed_model(*args, **{"mixed_precision_wrapper": Float16ExceptMarked} | kwargs)
+        adapters.stand(models, self.lowering.plan)
         if kwargs.get("wrap_with_ddp", True):  # else it is not for training
             guards.stand(models, self.lowering)
             stage_log.provide(models[0].config)
@@ -238,6 +239,7 @@ def made(lowering: Lowering) -> tuple[NamContainer, Arguments]:
         model=provider(**model),
         env_vars={env.name: env.value for env in lowering.env if env.value is not None},
         mixed_precision=None,  # the settings say it field by field
+        peft=adapters.lora(lowering.plan),
         **{section: _section(a, section, cls) for section, cls in classes(lowering.plan.recipe).items()},
     )
     raise_if(a.homeless(ELSEWHERE))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.mixed_precision import MixedPrecisionConfig, get_mixed_precision_config
 from megatron.bridge.utils.common_utils import get_world_size_safe
@@ -171,10 +172,16 @@ def _replaced(c: "NamContainer") -> Iterator[Problem]:
             # Bridge's overrides leave a mapping where there was nothing, and it fails on that later.
             hint = f"name its class in the YAML: `{field.name}._target_: megatron.bridge....`"
             yield Problem(f"`{field.name}` is a mapping, and Bridge needs a config", hint=hint)
-        elif field.name in ("peft", "tensor_inspect") and theirs is not None:
+        elif field.name in ("peft", "tensor_inspect") and theirs is not None and not _adapters(c, field.name):
             why = reviewed(c.model.lowering.target)[field.name]
             message = f"`{field.name}` was set to {_named(theirs)}, and no recipe key decides it: {why}"
             yield Problem(message, hint=LEAVE)
+
+
+def _adapters(c: "NamContainer", name: str) -> bool:
+    """Whether it is the recipe's own, whose fields are compared."""
+    recipe = from_tree(json.loads(c.model.nam_recipe))
+    return name == "peft" and recipe.feature.lora is not None and isinstance(c.peft, LoRA)
 
 
 def _named(value: Any) -> str:

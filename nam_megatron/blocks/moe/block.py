@@ -31,6 +31,8 @@ class Moe(Block):
     letters = ("E",)
     symbol = "E"
     slot = "moe_layer"
+    adapted = ("linear_fc1", "linear_fc2")
+    unadapted = {"router": "another choice of experts is another load on them, and their bias stays"}
     graph_parts = ("moe_router", "moe_preprocess")
 
     experts: Annotated[PositiveInt, Row("routed experts", "num_experts", ("transformer.num_moe_experts",))]

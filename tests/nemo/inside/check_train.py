@@ -11,8 +11,11 @@ import sys
 import time
 from pathlib import Path
 
+import megatron.bridge.peft.lora as lora
+import megatron.bridge.peft.utils as peft
 import megatron.bridge.training.pretrain as bridge
 import megatron.bridge.training.setup as bridge_setup
+import modules
 import pretend
 import pytest
 import torch
@@ -210,7 +213,8 @@ def test_a_nan_ends_the_run_and_is_traced(step, runner, tmp_path):
 # From a pretrained checkpoint -----------------------------------------------------------------------------------------------
 
 SAMPLES = [{"input": f"What is {n} and {n}?", "output": f" It is {2 * n}.", "n": n} for n in range(10)]
-WORDS = ("model.vocab_size=512", "lane=native_dp", "feature.mtp.depths=0", "model.pattern=AEMR", "model.depth=4")
+WORDS = ("model.vocab_size=512", "lane=native_dp", "feature.mtp.depths=0", "model.pattern=AEMR", "model.depth=4",
+         "model.blocks.moe.grouped_gemm=false")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -285,6 +289,87 @@ def test_weights_of_the_other_trainer_are_the_same_start(pretrained, tmp_path):
         for start, seed in (("bridge", 1), ("megatron", 2))
     ]
     assert began[0][1] == pytest.approx(began[1][1], rel=1e-6)
+
+
+# Adapters -----------------------------------------------------------------------------------------------------------------------
+
+STAYS = ("model.blocks.moe.expert_bias_update_rate=0.0", "feature.lora.rank=4")
+DESIGNED = (
+    "lane=author_dp", "model.pattern=AEMAERA-", "model.depth=8", "model.letters.A=mla",
+    "model.substitute=[{letter: A, kind: dsa, ranks: [1]}]", "model.blocks.dsa.indexer_loss_coeff=0.0",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("lane", ["native"])
+def test_every_adapter_learns_and_nothing_else(lane, pretrained, tmp_path):
+    """Gradients as they are at each step; those of the first matrices come with the second step, as the second ones begin at zero."""
+    words = (*sft(pretrained), *STAYS)
+    saves = (f"schedule.save={tmp_path / 'out'}", "schedule.save_interval=2")
+    (whole,) = ran(tmp_path / "plan.json", observed, *words)
+    assert whole.code == 0, whole.err[-3000:]
+    seen = [json.loads(line.removeprefix("seen ")) for line in whole.out.splitlines() if line.startswith("seen ")]
+    learned, moved, named = seen[0]["learned"], seen[0]["moved"], seen[0]["adapters"]
+    assert {name.split(".")[-2] for name in named} == {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "in_proj", "out_proj"}
+    assert len(learned) == 2 * len(named) and not [name for name, largest in learned.items() if not largest > 0]
+    assert moved == []
+    losses = steps([whole])
+    first = ran(tmp_path / "plan.json", observed, *words, *saves, "schedule.stop_every=2")
+    goes_on = (*words, *saves, f"schedule.load={tmp_path / 'out'}")
+    assert steps(first) | steps(ran(tmp_path / "plan.json", observed, *goes_on)) == losses
+    saved = sum(path.stat().st_size for path in (tmp_path / "out/iter_0000002").glob("*.distcp"))
+    assert saved < sum(path.stat().st_size for path in (pretrained / "bridge/iter_0000002").glob("*.distcp")) / 2, "adapters alone"
+
+
+def engines() -> None:
+    """What Bridge's adapters ask of Transformer Engine's linear layers, of the classes that stand for them here.
+
+    A layer with a norm inside hands that norm's output to its adapter, as Transformer Engine's does.
+    """
+    begin, forward = modules.ReplicatedLinear.__init__, modules.NormColumnLinear.forward
+    attributes = lora.get_adapter_attributes_from_linear
+
+    def began(self, inputs, outputs, *, config, **kwargs):
+        begin(self, inputs, outputs, config=config, **kwargs)
+        self.config, self.in_features, self.out_features = config, inputs, outputs
+
+    def both(self, x):
+        output, bias = forward(self, x)
+        normed = torch.nn.functional.rms_norm(x, (x.size(-1),), self.layer_norm_weight, self.config.layernorm_epsilon)
+        return ((output, normed) if getattr(self, "return_layernorm_output", False) else output), bias
+
+    def told(module, **kwargs):
+        module.return_layernorm_output = isinstance(module, modules.NormColumnLinear)
+        return attributes(module, **kwargs)
+
+    modules.ReplicatedLinear.__init__, modules.NormColumnLinear.forward = began, both
+    modules.NormColumnLinear.tp_size = 1
+    peft.TECL, peft.TERL, peft.TELinear = (), (), modules.ReplicatedLinear
+    lora.get_adapter_attributes_from_linear = told
+
+
+def observed(words: list[str]) -> int:
+    """by_bridge, which prints the largest gradient that each adapter had, and what of the rest has moved."""
+    stand = container.adapters.stand
+    models = []
+
+    def stood(built, plan):
+        stand(built, plan)
+        models.extend(built)
+        before.update({n: p.detach().clone() for n, p in built[0].named_parameters() if not p.requires_grad})
+        for name, p in built[0].named_parameters():
+            if p.requires_grad:
+                largest[name] = 0.0
+                p.register_hook(lambda grad, name=name: largest.update({name: max(largest[name], grad.abs().max().item())}))
+
+    before, largest = {}, {}
+    engines()
+    container.adapters.stand = stood
+    code = by_bridge(words)
+    now = dict(models[0].named_parameters())
+    moved = [name for name, value in before.items() if not torch.equal(value, now[name])]
+    names = [n for n, m in models[0].named_modules() if n.endswith(".adapter")]
+    print("seen", json.dumps({"learned": largest, "moved": moved, "adapters": names}), flush=True)
+    return code
 
 
 def test_what_is_no_start_and_what_no_sample_is_refused(pretrained, tmp_path):
