@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
 from megatron.bridge.peft.lora import LoRA
+from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.utils import unwrap_model
 
 from nam_megatron.errors import Problem, Refused
@@ -37,6 +38,8 @@ def stand(models: Sequence[torch.nn.Module], plan: Plan) -> None:
     for model in unwrap_model(list(models)):
         adapted |= {n.rpartition(".")[2] for n, module in model.named_modules() if isinstance(module, AdapterWrapper)}
         trained |= {name for name, p in model.named_parameters() if p.requires_grad and ".adapter." not in name}
+        for mixer in model.modules():
+            _whole(mixer)
         # The layers' recompute asks whether its input has a gradient, and behind a table that stays the first one's has none.
         if hasattr(model, "embedding"):
             model.embedding.register_forward_hook(_learns)
@@ -44,6 +47,13 @@ def stand(models: Sequence[torch.nn.Module], plan: Plan) -> None:
     if missing or trained:
         what = f"`{sorted(missing)[0]}` has no adapter" if missing else f"`{sorted(trained)[0]}` would be trained too"
         raise Refused(Problem(f"the adapters do not stand as the recipe has them: {what}", "feature.lora.targets"))
+
+
+def _whole(mixer: torch.nn.Module) -> None:
+    """Bridge takes the adapter of whatever is called `mixer.in_proj` apart as Mamba-2 packs it, by sizes that others do not have."""
+    packed = getattr(mixer, "in_proj", None)
+    if isinstance(packed, AdapterWrapper) and not isinstance(mixer, MambaMixer):
+        packed.adapter.base_linear_name = packed.adapter.base_linear_name.replace("mixer.in_proj", "mixer.packed")
 
 
 def _learns(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
