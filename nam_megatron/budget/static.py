@@ -101,7 +101,8 @@ def _state(feature: Feature, z: Sizes, group: Group) -> Iterator[Line]:
         yield from feature.state(z, group)
         return
     stays, learns = (
-        replace(group, held=tuple(held for held in group.held if (held.owner == "lora") is mine)) for mine in (False, True)
+        replace(group, held=tuple(held for held in group.held if (held.owner == "lora") is mine))
+        for mine in (False, True)
     )
     yield from (line for line in feature.state(z, stays) if line.bucket in PARAMETERS.values())
     yield from feature.state(z, learns)

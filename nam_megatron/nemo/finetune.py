@@ -29,7 +29,14 @@ BEGAN = "began.json"  # beside the plan in the folder of the checkpoints
 
 # What Megatron's arguments say of its own datasets; of prompts and answers it goes without saying.
 OTHERS = {
-    "dataset.dataset_root": ("data_path", "mock_data", "train_data_path", "valid_data_path", "split", "data_cache_path"),
+    "dataset.dataset_root": (
+        "data_path",
+        "mock_data",
+        "train_data_path",
+        "valid_data_path",
+        "split",
+        "data_cache_path",
+    ),
     "dataset.preprocessing": ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
     "dataset.dataset_kwargs": ("create_attention_mask_in_dataloader",),
 }
@@ -125,7 +132,9 @@ def another_model(before: dict[str, Any], after: dict[str, Any]) -> Iterator[Pro
     for d in computation.differences(before, after):
         of_model = d.key.startswith("model.") and not d.key.startswith((*TRAINS, *LAID))
         if d.computes and (of_model or d.key.startswith(tuple(f"feature.{name}." for name in FEATURES))):
-            message = f"the checkpoint's model has `{d.key}` {json.dumps(d.before)}, and the plan's {json.dumps(d.after)}"
+            message = (
+                f"the checkpoint's model has `{d.key}` {json.dumps(d.before)}, and the plan's {json.dumps(d.after)}"
+            )
             yield Problem(message, d.key, "keep what it was trained with")
 
 

@@ -134,10 +134,14 @@ class Data(Config):
         if self.prompt is not None and self.prompt == self.answer:
             yield Problem(f"`{self.prompt}` is both prompt and answer", "data.answer", "name another field")
         if r.schedule.eval_steps:
-            message = "evaluations on prompts and answers are not carried over: they would end with the first pass over them"
+            message = (
+                "evaluations on prompts and answers are not carried over: they would end with the first pass over them"
+            )
             yield Problem(message, "schedule.eval_steps", "set it to 0")
         if plan.mtp:
-            message = "Megatron-Bridge does not tell MTP which tokens are the answer: its loss would be of the prompts too"
+            message = (
+                "Megatron-Bridge does not tell MTP which tokens are the answer: its loss would be of the prompts too"
+            )
             yield Problem(message, "feature.mtp.depths", "set it to 0; a checkpoint with MTP loads without")
         if r.feature.fim:
             yield Problem("fill-in-the-middle of prompts and answers", "feature.fim.enabled", "set it to false")

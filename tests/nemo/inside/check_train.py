@@ -78,7 +78,9 @@ engine.general_gemm = general_gemm
 def ran(plan: Path, main, *overrides: str) -> list[pretend.Rank]:
     """How `main` trained the small model."""
     ours = "lane=author_dp" in overrides  # without the kinds whose sizes SMALL gives
-    small = [word for word in SMALL if not (ours and word.startswith(("model.blocks.mamba2", "model.blocks.attention")))]
+    small = [
+        word for word in SMALL if not (ours and word.startswith(("model.blocks.mamba2", "model.blocks.attention")))
+    ]
     lowering = translate(load("nam56r_smoke", (*small, *overrides)))
     plan.write_text(argv.plan_json(lowering))
     words = ["--nam-plan", str(plan), *argv.words(lowering)]
@@ -322,7 +324,8 @@ def designed(pretrained) -> Path:
 
 KINDS = {
     "native": (),
-    "designed": tuple(word for word in WORDS if not word.startswith(("lane", "model.pattern", "model.depth"))) + DESIGNED,
+    "designed": tuple(word for word in WORDS if not word.startswith(("lane", "model.pattern", "model.depth")))
+    + DESIGNED,
 }
 
 
@@ -389,7 +392,9 @@ def observed(words: list[str]) -> int:
         for name, p in built[0].named_parameters():
             if p.requires_grad:
                 largest[name] = 0.0
-                p.register_hook(lambda grad, name=name: largest.update({name: max(largest[name], grad.abs().max().item())}))
+                p.register_hook(
+                    lambda grad, name=name: largest.update({name: max(largest[name], grad.abs().max().item())})
+                )
 
     before, largest = {}, {}
     engines()
@@ -418,7 +423,11 @@ def test_what_is_no_start_and_what_no_sample_is_refused(pretrained, tmp_path):
     assert unfit(*good, "model.seq_length=64", "model.blocks.moe.aux_loss_coeff=0.0", "optim.lr=2e-4") == []
     folder = tmp_path / "samples"
     folder.mkdir()
-    for text, said in (("", "has no samples"), ("[]\n", "line 1"), ('{"input": "", "output": "b"}\n', "has an empty `input`")):
+    for text, said in (
+        ("", "has no samples"),
+        ("[]\n", "line 1"),
+        ('{"input": "", "output": "b"}\n', "has an empty `input`"),
+    ):
         (folder / "training.jsonl").write_text(text)
         assert said in unfit(*good, f"data.path={folder}")[0], said
 
@@ -426,7 +435,10 @@ def test_what_is_no_start_and_what_no_sample_is_refused(pretrained, tmp_path):
 def test_each_trainer_and_command_says_whose_work_it_is(pretrained, tmp_path, monkeypatch, capfd):
     (rank,) = ran(tmp_path / "plan.json", lambda words: train.main(words, time.time()), *sft(pretrained))
     assert rank.code == 2 and "Megatron's own trainer reads no prompts and answers" in rank.err
-    for task, words, said in (("finetune", (), "nothing to finetune"), ("pretrain", sft(pretrained), "starts from random")):
+    for task, words, said in (
+        ("finetune", (), "nothing to finetune"),
+        ("pretrain", sft(pretrained), "starts from random"),
+    ):
         monkeypatch.setattr(sys, "argv", ["nemo", task, "conf=nam56r_smoke", *words])
         with pytest.raises(SystemExit) as end:
             command()
