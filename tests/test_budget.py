@@ -850,7 +850,7 @@ def test_nemotrons_yaml_is_priced_as_the_recipe_that_it_names(tmp_path):
     assert (made.model, made.parallel, made.cluster) == (meant.model, meant.parallel, meant.cluster) and not notes
     tree["model"] = {"seq_length": 8192}
     (tmp_path / "laid.yaml").write_text(yaml.safe_dump(tree))
-    with pytest.raises(Refused, match="`model.seq_length` is laid over the recipe"):
+    with pytest.raises(Refused, match=r"`model\.seq_length` is laid over the recipe"):
         of_yaml(tmp_path / "laid.yaml", gpus=())
 
 

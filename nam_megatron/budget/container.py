@@ -1,5 +1,5 @@
-"""The memory of somebody's run_config.yaml (Megatron-Bridge), or of Nemotron's YAML of a recipe of ours: read by lint, priced as the nearest
-recipe.
+"""The memory of somebody's run_config.yaml (Megatron-Bridge), or of Nemotron's YAML of a recipe of ours: read by lint, priced as the
+nearest recipe.
 
 What that recipe does not carry and memory depends on is refused by name, unless a word behind the file says it.
 """

@@ -39,7 +39,7 @@ class Lora(Feature):
         return list(offered(plan) if self.targets is None else self.targets)
 
     def check(self, plan: "Plan") -> Iterator[Problem]:
-        at, r, f = "feature.lora.", plan.recipe, plan.recipe.feature
+        r, f = plan.recipe, plan.recipe.feature
         if r.schedule.pretrained is None:
             message = "adapters stand on a pretrained model, and none is named"
             yield Problem(message, "schedule.pretrained", "give the folder of its checkpoints")

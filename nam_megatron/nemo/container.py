@@ -173,6 +173,21 @@ DATASET: Mapping[str, Callable[[Arguments], Any]] = {
 }
 bridge.SPELLED.update({f"dataset.{name}": rule for name, rule in DATASET.items()})
 
+
+def _mlflow(a: Arguments, key: str) -> str | None:
+    tracking = a.lowering.plan.recipe.feature.tracking
+    return getattr(tracking, key) if tracking and tracking.mlflow else None
+
+
+# Bridge writes to MLflow itself, for which Megatron has no arguments; checkpoints stay where they are.
+LOGGER: Mapping[str, Callable[[Arguments], Any]] = {
+    "mlflow_tracking_uri": lambda a: _mlflow(a, "mlflow"),
+    "mlflow_experiment": lambda a: _mlflow(a, "mlflow_experiment"),
+    "mlflow_run_name": lambda a: a.lowering.plan.recipe.preset.name if _mlflow(a, "mlflow") else None,
+    "mlflow_log_artifacts": lambda a: _mlflow(a, "mlflow") is None,
+}
+bridge.SPELLED.update({f"logger.{name}": rule for name, rule in LOGGER.items()})
+
 # Settings that need no field of Bridge's as long as they have this value.
 ELSEWHERE = {
     "spec": (None, "the stack is handed over as a function"),

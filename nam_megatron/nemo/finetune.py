@@ -164,9 +164,10 @@ def samples(recipe: Recipe) -> Iterator[Problem]:
     if lines == [""]:
         yield Problem(f"`{path}` has no samples", "data.path")
         return
-    found = [(n, why) for n, line in enumerate(lines, 1) if (why := _unfit(line, recipe, tokenizer))]
+    found = [(n, bad) for n, line in enumerate(lines, 1) if (bad := _unfit(line, recipe, tokenizer))]
     if found:
-        (n, (why, key)), more = found[0], f", and {len(found) - 1} more lines" if len(found) > 1 else ""
+        n, (why, key) = found[0]
+        more = f", and {len(found) - 1} more lines" if len(found) > 1 else ""
         hint = "`model.seq_length` may be larger than it was" if key == "model.seq_length" else None
         yield Problem(f"line {n} of `{path}` {why}{more}", key, hint)
 

@@ -22,7 +22,7 @@ from nam_megatron import tracker, train
 from nam_megatron.errors import FINDINGS, REFUSED, Problem, Refused
 from nam_megatron.lower import Lowering
 from nam_megatron.recipe import Recipe
-from nam_megatron.runtime import checkpoint, checksums
+from nam_megatron.runtime import checkpoint, checksums, tracking
 from nam_megatron.runtime.nonfinite import Watch
 from nam_megatron.runtime.pretrain import NonFinite, report
 
@@ -41,11 +41,8 @@ def objections(lowering: Lowering, *, thorough: bool = True) -> Iterator[Problem
 
     thorough: see `checkpoint.damage`.
     """
-    s, tracking = lowering.plan.recipe.schedule, lowering.plan.recipe.feature.tracking
-    if tracking is not None and tracking.mlflow:
-        yield Problem(
-            "Bridge's trainer is not told of `mlflow`", "feature.tracking.mlflow", "`nam_megatron.train`, or null"
-        )
+    s = lowering.plan.recipe.schedule
+    yield from tracking.objections(lowering.plan)
     yield from train.unfit_data(lowering.plan)
     if s.load is not None:
         folder = Path(s.load)

@@ -78,10 +78,12 @@ def settle(c: "NamContainer") -> None:
     changed = {path: value for path, value in changed.items() if path not in idle}
     if changed and get_world_size_safe() == recipe.world_size:
         # A container that was saved with a checkpoint holds what validation derived.
+        # Whether the weights are there is asked once all is settled, in our words.
+        meant.checkpoint.pretrained_checkpoint = meant.peft = None
         ConfigContainer.validate(meant)
         derived = flat(meant)
         changed = {path: value for path, value in changed.items() if value != derived.get(path, ABSENT)}
-    new, follows = _with(_corpus(recipe, changed, now), changed, a)
+    new, follows = _with(_start(_corpus(recipe, changed, now), changed), changed, a)
     new = _with_world(new)
     fresh = container(translate(new))
     raise_if(_environment(c, fresh.model.lowering))
@@ -309,6 +311,15 @@ def _corpus(recipe: Recipe, changed: dict[str, Any], now: Mapping[str, Any]) -> 
     if len(parts) > 1:
         data |= {"name": "blend", "path": None, "parts": parts}
     return from_tree(to_tree(recipe) | {"data": data})
+
+
+def _start(recipe: Recipe, changed: dict[str, Any]) -> Recipe:
+    """The recipe from the weights that a container names, where it named none; takes the field out of `changed`."""
+    if recipe.schedule.pretrained is not None or not changed.get("checkpoint.pretrained_checkpoint"):
+        return recipe
+    tree = to_tree(recipe)
+    tree["schedule"]["pretrained"] = changed.pop("checkpoint.pretrained_checkpoint")
+    return from_tree(tree)
 
 
 def _with(recipe: Recipe, changed: Mapping[str, Any], a: Arguments) -> tuple[Recipe, dict[str, str]]:
