@@ -28,9 +28,7 @@ from nam_megatron.runtime.pretrain import NonFinite, report
 
 # What Bridge leaves beside its checkpoints, and looks for when it loads one; it writes Megatron's tracker too.
 TRACKER = "latest_train_state.pt"
-# The folder for what computed these weights. Not beside them: there `nam_megatron.train` would take it for its own, find no count of
-# samples in the checkpoint, and begin the data anew.
-SIGNED = "nam_megatron"
+SIGNED = checkpoint.SIGNED
 
 
 # Before anything is built -----------------------------------------------------------------------------------------------

@@ -26,12 +26,14 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from safetensors.torch import load_file
 
 import nam_megatron.nemo.container as container
 import nam_megatron.nemo.train as nemo_train
 from launch import steps as log
 from nam_megatron import argv, train
 from nam_megatron.data import tokenizer
+from nam_megatron.hf import export
 from nam_megatron.lower import translate
 from nam_megatron.nemo import finetune, guards
 from nam_megatron.nemo.__main__ import command
@@ -295,6 +297,11 @@ def test_weights_of_the_other_trainer_are_the_same_start(pretrained, tmp_path):
         for start, seed in (("bridge", 1), ("megatron", 2))
     ]
     assert began[0][1] == pytest.approx(began[1][1], rel=1e-6)
+    made = [export.export(pretrained / trainer, tmp_path / trainer, None, print) for trainer in ("bridge", "megatron")]
+    assert made[0].keys() == made[1].keys()
+    weights = [load_file(next((tmp_path / trainer).glob("*.safetensors"))) for trainer in ("bridge", "megatron")]
+    assert weights[0].keys() == weights[1].keys() and len(weights[0]) > 20
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=1e-2)
 
 
 # Adapters -----------------------------------------------------------------------------------------------------------------------
