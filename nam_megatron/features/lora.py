@@ -43,6 +43,10 @@ class Lora(Feature):
         if r.schedule.pretrained is None:
             message = "adapters stand on a pretrained model, and none is named"
             yield Problem(message, "schedule.pretrained", "give the folder of its checkpoints")
+        for block in standing(plan):
+            if not block.adapted:
+                message = f"adapters have not been shown on {block.title}"
+                yield Problem(message, "feature.lora.rank", "set it to 0, or another kind in its place")
         yield from self._targets(plan)
         p = r.parallel
         sizes = {"tensor": p.tensor, "pipeline": p.pipeline, "context": p.context, "expert": p.expert}

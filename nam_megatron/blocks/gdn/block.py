@@ -29,7 +29,6 @@ class Gdn(Block):
     letters = ("M", "R")
     symbol = "G"
     slot = "gdn_layer"
-    adapted = ("in_proj", "out_proj")
     autotuned = True
 
     key_heads: Annotated[PositiveInt, Row("heads of queries and keys", "linear_num_key_heads")]

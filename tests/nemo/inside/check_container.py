@@ -415,7 +415,11 @@ def test_recipe_functions():
         assert function.__name__ == name
         assert function() == nemo.recipe("nam56r")
     assert nemo.nam56r_pretrain_config(overrides=["lane=nemo_native"]).model.tensor_model_parallel_size == 2
-    for absent in ("nam57_pretrain_config", "nam56r_pretrain_4gpu_h200_bf16_config", "nam56r_pretrain_x_config"):
+    tuned = nemo.nam56r_native_dp_finetune_config(overrides=["schedule.pretrained=/p", "optim.lr=1e-4"])
+    assert tuned.checkpoint.pretrained_checkpoint == "/p"
+    with pytest.raises(Refused, match="nothing to finetune"):
+        nemo.nam56r_native_dp_finetune_config()
+    for absent in ("nam57_finetune_config", "nam57_pretrain_config", "nam56r_pretrain_4gpu_h200_bf16_config", "nam56r_pretrain_x_config"):
         assert not hasattr(nemo, absent)
 
 
