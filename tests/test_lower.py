@@ -489,7 +489,7 @@ REFUSALS = [
     (NATIVE, ADAPTED | {"precision.fused_grad_accumulation": True}, "precision.fused_grad_accumulation", "weights that stay"),
     (NATIVE, ADAPTED | {"model.blocks.moe.expert_bias_update_rate": 0.001}, "model.blocks.moe.expert_bias_update_rate", "would move"),
     (DESIGN, ADAPTED | {"feature.mtp.depths": 0}, "model.blocks.dsa.indexer_loss_coeff", "would teach nothing"),
-    (DELTA, ADAPTED, "feature.lora.rank", "not been shown on"),
+    (DELTA, {"feature.lora.rank": 8, "schedule.pretrained": "/p"}, "feature.lora.rank", "not been shown on"),
     (NATIVE, INDEXED | {"data.split": "99;1;0"}, "data.split", "`99;1;0` is no split"),
     (NATIVE, INDEXED | {"data.split": "0,1,0"}, "data.split", "nothing is left for training"),
     (NATIVE, INDEXED | {"data.split": "1,0,0", "schedule.eval_steps": 1}, "data.split", "and no documents for them"),
