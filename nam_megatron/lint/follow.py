@@ -243,7 +243,11 @@ class Follower:
                 old, open_ = before.get(name), hole(f"{name} of a loop")
                 if isinstance(after, list) and _appended_to(old or [], after):
                     self.put(name, [*after, open_])
-                elif isinstance(after, str) and after.startswith((f"{old or ''} ", f"{hole(name)} ")) and name != node.variable:
+                elif (
+                    isinstance(after, str)
+                    and after.startswith((f"{old or ''} ", f"{hole(name)} "))
+                    and name != node.variable
+                ):
                     self.put(name, f"{after} {open_}")
                 elif after != old and name != node.variable:
                     self.put(name, hole(name))

@@ -83,7 +83,9 @@ def __getattr__(name: str) -> Callable[..., "NamContainer"]:
         made = recipe(preset, overrides)
         if name.endswith(FINETUNE) and made.checkpoint.pretrained_checkpoint is None:
             hint = "`overrides=['schedule.pretrained=FOLDER', 'data=sft', ...]`"
-            raise Refused(Problem("nothing to finetune: no pretrained checkpoint is named", "schedule.pretrained", hint))
+            raise Refused(
+                Problem("nothing to finetune: no pretrained checkpoint is named", "schedule.pretrained", hint)
+            )
         return made
 
     function.__name__ = function.__qualname__ = name

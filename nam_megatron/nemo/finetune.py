@@ -14,7 +14,7 @@ from typing import Any
 from megatron.bridge.data.builders import GPTSFTDatasetConfig as Samples
 from megatron.bridge.data.builders import PromptCompletionSFTPreprocessingConfig
 
-from nam_megatron import computation
+from nam_megatron import computation, tracker
 from nam_megatron.errors import Problem, Refused
 from nam_megatron.lower import Lowering
 from nam_megatron.nemo import guards
@@ -86,14 +86,14 @@ def objections(lowering: Lowering, *, thorough: bool = True) -> Iterator[Problem
 
 def weights(folder: Path, lowering: Lowering, *, thorough: bool) -> Iterator[Problem]:
     """What is wrong with a pretrained checkpoint, Bridge's or Megatron's, or with its model for this plan."""
-    if not (folder / checkpoint.TRACKER).is_file():
+    if not (folder / tracker.TRACKER).is_file():
         hint = "the folder that a run of ours, by either trainer, or `python -m nam_megatron.hf import` has saved to"
         yield Problem(f"no checkpoint in `{folder}`", None, hint)
         return
     yield from checkpoint.damage(folder, thorough=thorough)
     bridges = (folder / guards.TRACKER).is_file()
     if bridges:
-        yield from guards.at_odds(folder, folder / checkpoint.TRACKER)
+        yield from guards.at_odds(folder)
     try:
         before = computation.read((folder / guards.SIGNED if bridges else folder) / checkpoint.PLAN)
     except Refused as refused:
@@ -218,9 +218,8 @@ def forget(recipe: Recipe) -> None:
 
 def _began(recipe: Recipe) -> dict[str, str]:
     folder = Path(recipe.schedule.pretrained or "")
-    word = (folder / checkpoint.TRACKER).read_text(encoding="utf-8").strip()
-    step = folder / (word if word == checkpoint.RELEASE else f"iter_{int(word):07d}")
-    found = {"schedule.pretrained": f"{word} {_digest(step / checksums.NAME)}"}
+    step = tracker.newest(folder)
+    found = {"schedule.pretrained": f"{step.name} {_digest(step / checksums.NAME)}"}
     if recipe.data.name == "sft":
         found["data.path"] = _digest(Path(recipe.data.path or "") / SAMPLES)
     return found

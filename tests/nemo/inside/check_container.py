@@ -419,7 +419,12 @@ def test_recipe_functions():
     assert tuned.checkpoint.pretrained_checkpoint == "/p"
     with pytest.raises(Refused, match="nothing to finetune"):
         nemo.nam56r_native_dp_finetune_config()
-    for absent in ("nam57_finetune_config", "nam57_pretrain_config", "nam56r_pretrain_4gpu_h200_bf16_config", "nam56r_pretrain_x_config"):
+    for absent in (
+        "nam57_finetune_config",
+        "nam57_pretrain_config",
+        "nam56r_pretrain_4gpu_h200_bf16_config",
+        "nam56r_pretrain_x_config",
+    ):
         assert not hasattr(nemo, absent)
 
 
