@@ -121,6 +121,8 @@ def train(context: Context) -> int:
     if not_built := context.lowering.plan.not_built:
         sys.stderr.write("".join(f"error: `{s.owner}` is not built: {s.missing}\n" for s in not_built))
         return INCOMPLETE
+    if context.words["trainer"] == "megatron":
+        raise_if(context.lowering.plan.bridges_alone)
     nodes = context.cluster.nodes
     if nodes > 1 and slurm.JOB not in context.environ:
         hint = "`python -m launch show ... format=sbatch > job.sh`, and `sbatch job.sh`"

@@ -136,6 +136,18 @@ class Plan:
         return tuple(seams)
 
     @cached_property
+    def bridges_alone(self) -> tuple[Problem, ...]:
+        """What Megatron-Bridge's trainer knows and Megatron's does not."""
+        hint = "`python -m nam_megatron.nemo finetune`, or `python -m launch run ... trainer=bridge`"
+        r = self.recipe
+        told = {
+            "schedule.pretrained": (r.schedule.pretrained is not None, "starts from no pretrained weights"),
+            "feature.lora.rank": (r.feature.lora is not None, "has no adapters"),
+            "data.name": (r.data.name == "sft", "reads no prompts and answers"),
+        }
+        return tuple(Problem(f"Megatron's own trainer {what}", key, hint) for key, (so, what) in told.items() if so)
+
+    @cached_property
     def not_built(self) -> tuple[Seam, ...]:
         """Seams without a torch side: the plan can be read, not trained."""
         seams = [

@@ -199,7 +199,7 @@ def main(words: Sequence[str], started: float, before: Callable[[], None] | None
     if before is not None:
         before()
     try:
-        raise_if(checkpoint.objections(job.lowering, thorough=not rank))
+        raise_if([*job.plan.bridges_alone, *checkpoint.objections(job.lowering, thorough=not rank)])
         raise_if(tracking.objections(job.plan))
         if not rank:
             checkpoint.sign(job.lowering)

@@ -4,12 +4,14 @@ import importlib.util
 import io
 import json
 import re
+import sys
 from functools import cache
 from math import isclose
 from pathlib import Path
 from statistics import median
 
 import pytest
+import yaml
 from command import warm
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,13 +19,15 @@ from presets import lowered
 from rich.console import Console
 
 from nam_megatron.blocks.moe.block import scratch
-from nam_megatron.budget import budget, ends, parameters, search, static
+from nam_megatron.budget import __main__ as budget_command
+from nam_megatron.budget import budget, container, ends, parameters, search, static
 from nam_megatron.budget.__main__ import terminal
 from nam_megatron.budget.cost import cost
 from nam_megatron.budget.memory import _Moving, in_flight
 from nam_megatron.budget.picture import HUES
 from nam_megatron.budget.serving import serve
 from nam_megatron.errors import Refused
+from nam_megatron.lint import recipe
 from nam_megatron.lower import translate
 from nam_megatron.recipe import load
 from nam_megatron.sizes import BUCKETS, GIB, PARAMETERS, Sizes, Stage, _code
@@ -828,3 +832,66 @@ def test_what_is_alive_while_the_loss_goes_back(kernels, depths):
     else:
         clone = 4 if kernels == "compiled" else 0
         assert found == {"cross entropy backward": 2 + 4 + 4 * depths + clone, "output layer backward": 2 + 4 * depths}
+
+
+# Somebody else's YAML -------------------------------------------------------------------------------------------------------------
+
+NANO = Path(__file__).parent / "lint/bridge_nemotron_3_nano.yaml"
+NANO_SAYS = ["model.vocab_size=131072", "model.blocks.moe.dispatcher=alltoall"]
+
+
+def of_yaml(path, *words, gpus=("gpus=8",)):
+    return container.read(Path(path), gpus, words)
+
+
+def test_a_container_of_others_is_priced_or_refused_by_name(monkeypatch, capsys):
+    with pytest.raises(Refused) as refused:
+        of_yaml(NANO)
+    assert {p.message.split("`")[1].split()[0].rstrip(":") for p in refused.value.problems} == {
+        "vocab_size", "padded_vocab_size", "model.blocks.moe.dispatcher", "--moe-token-dispatcher-type",
+    }  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["budget", str(NANO), "gpus=8", *NANO_SAYS])
+    with pytest.raises(SystemExit) as end:
+        budget_command.main()
+    out = capsys.readouterr()
+    assert end.value.code == 0 and "31,577,937,344 parameters" in out.out and "--ddp-bucket-size 134217728" in out.err
+
+
+def test_nemotrons_yaml_is_priced_as_the_recipe_that_it_names(tmp_path):
+    tree = yaml.safe_load((Path(__file__).parents[1] / "examples/nemo/nemotron.yaml").read_text())
+    name, text, notes = of_yaml(Path(__file__).parents[1] / "examples/nemo/nemotron.yaml", gpus=())
+    meant = load(tree["recipe"]["_target_"].rpartition(".")[2].partition("_pretrain")[0], tree["recipe"]["overrides"])
+    made = recipe._load(text, name)
+    assert (made.model, made.parallel, made.cluster) == (meant.model, meant.parallel, meant.cluster) and not notes
+    tree["model"] = {"seq_length": 8192}
+    (tmp_path / "laid.yaml").write_text(yaml.safe_dump(tree))
+    with pytest.raises(Refused, match=r"`model\.seq_length` is laid over the recipe"):
+        of_yaml(tmp_path / "laid.yaml", gpus=())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"optimizer": {"use_precision_aware_optimizer": True}}, "--use-precision-aware-optimizer"),
+        ({"peft": {"_target_": "megatron.bridge.peft.lora.LoRA"}}, "adapters of others"),
+        ({"model": None}, "is neither Megatron-Bridge's container nor"),
+    ],
+)
+def test_what_a_container_holds_besides_is_refused(change, said, tmp_path):
+    tree = yaml.safe_load(NANO.read_text())
+    for name, value in change.items():
+        tree[name] = tree.get(name, {}) | value if name == "optimizer" else value
+    (tmp_path / "run_config.yaml").write_text(yaml.safe_dump(tree))
+    with pytest.raises(Refused, match=said):
+        of_yaml(tmp_path / "run_config.yaml", *NANO_SAYS)
+
+
+def test_weights_that_stay_beside_adapters_have_no_gradients():
+    words = ("schedule.pretrained=/p", "feature.lora.rank=16", "model.blocks.moe.expert_bias_update_rate=0.0")
+    plain, adapted = (translate(load("nam56r_native_dp", more)).plan for more in ((), words))
+    lines = budget(adapted).stages[0].steady.lines
+    counts = [static.by_kind(plan) for plan in (plain, adapted)]
+    assert counts[1].pop("lora") * 4 == sum(line.bytes * line.count for line in lines if line.bucket == "gradients")
+    assert counts[0] == counts[1]
+    weights = [line for line in lines if line.bucket in WEIGHTS]
+    assert sum(line.bytes * line.count for line in weights) == 2 * static.parameters(adapted)[0]

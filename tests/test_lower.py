@@ -35,6 +35,9 @@ NGRAMS = {"feature.ngram_hash.enabled": True, "feature.ngram_hash.buckets": 1000
 FSDP = {"feature.megatron_fsdp.enabled": True}
 TP = {"parallel.tensor": 2, "parallel.sequence": True}
 INDEXED = {"data.name": "indexed", "data.path": "/d/x", "data.split": "99,1,0", "data.tokenizer": "/t"}
+SFT = {"data.name": "sft", "data.path": "/d", "data.tokenizer": "/t", "data.prompt": "input", "data.answer": "output",
+       "schedule.pretrained": "/p"}  # fmt: skip
+ADAPTED = {"feature.lora.rank": 8, "schedule.pretrained": "/p", "model.blocks.moe.expert_bias_update_rate": 0.0}
 BLEND = {"data.name": "blend", "data.parts": [{"weight": 0.7, "path": "/a"}, {"weight": 1e-7, "path": "/b"}]}
 BLEND |= {"data.path": None, "data.split": "99,1,0", "data.tokenizer": "/t"}
 FULL = {"feature.recompute.granularity": "full", "feature.recompute.method": "uniform", "feature.recompute.layers": 1}
@@ -466,6 +469,28 @@ REFUSALS = [
     (NATIVE, BLEND | {"data.parts": []}, "data.parts", "a blend of nothing"),
     (NATIVE, BLEND | {"data.parts": 2 * [{"weight": 1, "path": "/a"}]}, "data.parts", "the blend has `/a` twice"),
     (NATIVE, BLEND | {"data.path": "/d/x"}, "data.path", "blend data with a `path`"),
+    (NATIVE, SFT | {"schedule.pretrained": None}, "schedule.pretrained", "learned by a pretrained model"),
+    (NATIVE, SFT | {"data.answer": None}, "data.answer", "sft data without `answer`"),
+    (NATIVE, SFT | {"data.answer": "input"}, "data.answer", "both prompt and answer"),
+    (NATIVE, SFT | {"schedule.eval_steps": 1}, "schedule.eval_steps", "are not carried over"),
+    (NATIVE, SFT | {"feature.mtp.depths": 1}, "feature.mtp.depths", "does not tell MTP which tokens are the answer"),
+    (NATIVE, SFT | {"feature.fim.enabled": True}, "feature.fim.enabled", "of prompts and answers"),
+    (NATIVE, SFT | {"parallel.context": 2}, "parallel.context", "may have no answer"),
+    (NATIVE, SFT | {"model.blocks.moe.capacity_factor": 1.25}, "model.blocks.moe.capacity_factor", "padding behind an answer"),
+    (DESIGN, SFT | {"feature.mtp.depths": 0, "model.blocks.dsa.kernels": "megatron"}, "model.blocks.dsa.kernels", "have masks"),
+    (NATIVE, {"data.prompt": "input"}, "data.prompt", "mock data with a `prompt`"),
+    # lora
+    (NATIVE, ADAPTED | {"schedule.pretrained": None}, "schedule.pretrained", "stand on a pretrained model"),
+    (NATIVE, ADAPTED | {"feature.lora.targets": []}, "feature.lora.targets", "adapters on nothing"),
+    (NATIVE, ADAPTED | {"feature.lora.targets": ["linear_q_proj"]}, "feature.lora.targets", "no kind of this model has"),
+    (NATIVE, ADAPTED | {"feature.lora.targets": ["router"]}, "feature.lora.targets", "`router` gets no adapter"),
+    (NATIVE, ADAPTED | TP, "parallel.tensor", "under data parallelism alone"),
+    (NATIVE, ADAPTED | {"parallel.expert": 2}, "parallel.expert", "under data parallelism alone"),
+    (NATIVE, ADAPTED | MUON, "feature.muon.enabled", "have not been shown beside `muon`"),
+    (NATIVE, ADAPTED | {"precision.fused_grad_accumulation": True}, "precision.fused_grad_accumulation", "weights that stay"),
+    (NATIVE, ADAPTED | {"model.blocks.moe.expert_bias_update_rate": 0.001}, "model.blocks.moe.expert_bias_update_rate", "would move"),
+    (DESIGN, ADAPTED | {"feature.mtp.depths": 0}, "model.blocks.dsa.indexer_loss_coeff", "would teach nothing"),
+    (DELTA, {"feature.lora.rank": 8, "schedule.pretrained": "/p"}, "feature.lora.rank", "not been shown on"),
     (NATIVE, INDEXED | {"data.split": "99;1;0"}, "data.split", "`99;1;0` is no split"),
     (NATIVE, INDEXED | {"data.split": "0,1,0"}, "data.split", "nothing is left for training"),
     (NATIVE, INDEXED | {"data.split": "1,0,0", "schedule.eval_steps": 1}, "data.split", "and no documents for them"),

@@ -247,6 +247,7 @@ def test_round_trip(name):
 # Keys that came after plans had been stored without them, and what these meant.
 CAME_LATER = {
     "precision.deterministic": False, "data.parts": None, "data.cache": None, "schedule.async_save": False,
+    "data.prompt": None, "data.answer": None, "schedule.pretrained": None,
     "cluster.pool": None, "model.blocks.moe.shared_expert_gate": False,
     "model.blocks.moe.pre_softmax": False, "model.blocks.moe.routed_scaling": None, "model.blocks.moe.group_limit": None,
     "model.blocks.moe.z_loss_coeff": None, "model.blocks.moe.pad_to_capacity": False, "model.blocks.moe.latent_size": None,

@@ -73,6 +73,9 @@ MORE = {
     feature.tracking.mlflow_experiment=x
     feature.tracking.wandb_entity=e feature.tracking.tensorboard=/t
     data.name=indexed data.path=/d data.split='98,1,1' data.tokenizer=/t data.cache=/c schedule.eval_steps=2 feature.fim.enabled=true
+    data.name=sft data.path=/d data.tokenizer=/t data.prompt=p data.answer=a schedule.pretrained=/p feature.mtp.depths=0
+    schedule.pretrained=/p feature.lora.rank=8 feature.lora.targets=[linear_proj] model.blocks.moe.expert_bias_update_rate=0.0 \
+    feature.mtp.depths=0 model.blocks.dsa.indexer_loss_coeff=0.0
     data.name=built data.path=/d schedule.eval_steps=2 data.workers=0
     data.name=built data.path=/d
     data.parts=[{weight: 1, path: /a}]

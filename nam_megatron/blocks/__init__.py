@@ -45,6 +45,8 @@ class Block(Config):
     fixed: ClassVar[Mapping[str, tuple[Any, str]]] = {}  # model keys that it does not read: the value it has, and why
     graph_parts: ClassVar[tuple[GraphPart, ...]] = ()  # what a CUDA graph may capture of it
     cached: ClassVar[bool] = False  # whether it owns a place in the key/value cache
+    adapted: ClassVar[tuple[str, ...]] = ()  # its modules that a low-rank adapter may stand around
+    unadapted: ClassVar[Mapping[str, str]] = {}  # those around which none may, and why
     autotuned: ClassVar[bool] = False  # whether Triton tries its kernels out in the first step
 
     def build(self, backend: "BackendSpecProvider", plan: "Plan") -> "ModuleSpec":

@@ -5,16 +5,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from omegaconf import ListConfig
 
 from nam_megatron import app
-from nam_megatron.budget import picture, search, text
+from nam_megatron.budget import container, picture, search, text
 from nam_megatron.budget.cost import cost
 from nam_megatron.budget.memory import Budget, budget
 from nam_megatron.budget.serving import serve
-from nam_megatron.errors import FINDINGS, OK, Problem, Refused, raise_if
+from nam_megatron.errors import FINDINGS, OK, Problem, Refused, finish, raise_if
 from nam_megatron.lower import translate
 from nam_megatron.origin import Origin
 from nam_megatron.recipe import Recipe, load
@@ -213,6 +213,13 @@ def _serve(ours: Budget, words: Mapping[str, Any]) -> int:
 
 
 def main() -> None:
+    words = sys.argv[1:]
+    if not container.is_file(words):
+        command()
+    finish(lambda: container.run(words, command))
+
+
+def command() -> NoReturn:
     app.run("budget", KEYS, task)
 
 

@@ -13,6 +13,7 @@ from nam_megatron.plan import Plan
 from nam_megatron.sizes import (
     ALLOCATOR,
     COMMUNICATION,
+    PARAMETERS,
     RUNTIME,
     WORKSPACE,
     Group,
@@ -85,13 +86,26 @@ def lines(z: Sizes, stage: Stage, held: Sequence[Group]) -> Iterator[Line]:
     changing: tuple[Feature | None, ...] = (keeper, f.muon, f.fp8)
     for feature in filter(None, changing):
         for group in held:
-            yield from _of(feature, feature.state(z, group))
+            yield from _of(feature, _state(feature, z, group))
     for feature in f.all():
         yield from _of(feature, feature.buffers(z, held))
     yield from ends.buffers(z, stage)
     yield from _communication(z)
     yield from _workspaces(z)
     yield from _device(z)
+
+
+def _state(feature: Feature, z: Sizes, group: Group) -> Iterator[Line]:
+    """Beside adapters all weights are held, and only the adapters' gradients and moments."""
+    if z.plan.recipe.feature.lora is None:
+        yield from feature.state(z, group)
+        return
+    stays, learns = (
+        replace(group, held=tuple(held for held in group.held if (held.owner == "lora") is mine))
+        for mine in (False, True)
+    )
+    yield from (line for line in feature.state(z, stays) if line.bucket in PARAMETERS.values())
+    yield from feature.state(z, learns)
 
 
 def _of(feature: Feature, found: Iterator[Line]) -> Iterator[Line]:

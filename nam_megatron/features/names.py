@@ -9,6 +9,7 @@ from nam_megatron.features.fim import Fim
 from nam_megatron.features.fp8 import Fp8
 from nam_megatron.features.linear_ce import LinearCe
 from nam_megatron.features.llama_rope import LlamaRope
+from nam_megatron.features.lora import Lora
 from nam_megatron.features.megatron_fsdp import MegatronFsdp
 from nam_megatron.features.mhc import Mhc
 from nam_megatron.features.mtp import Mtp
@@ -36,6 +37,7 @@ class Features(Config):
     mhc: Mhc | None = None
     ngram_hash: NgramHash | None = None
     linear_ce: LinearCe | None = None
+    lora: Lora | None = None
     tracking: Tracking | None = None
 
     def all(self) -> Iterator[Feature]:

@@ -35,6 +35,11 @@ def objections(plan: Plan) -> Iterator[Problem]:
     model = plan.recipe.model
     for seam in plan.not_built:
         yield Problem(f"`{seam.owner}` is not built: {seam.missing}")
+    if plan.recipe.feature.lora:
+        text = (
+            "a checkpoint of adapters has no other weights, and nothing here adds them to those of the pretrained model"
+        )
+        yield Problem(text, "feature.lora.rank")
     if plan.recipe.feature.mhc:
         text = "the export's layers have one residual, and these have several streams (mHC)"
         yield Problem(text, "feature.mhc.streams")

@@ -14,7 +14,7 @@ from nam_megatron.hf import describe, distributed, folder
 from nam_megatron.hf.model.configuration_nam import NamConfig
 from nam_megatron.lower import Lowering
 from nam_megatron.runtime import checksums
-from nam_megatron.runtime.checkpoint import PLAN
+from nam_megatron.runtime.checkpoint import PLAN, SIGNED
 
 MODEL = Path(__file__).parent / "model"
 CODE = ("configuration_nam.py", "modeling_nam.py")
@@ -149,10 +149,10 @@ def _short(value: Any) -> str:
 
 
 def plan_of(checkpoint: Path, step: Path) -> Path:
-    """plan.json stands beside the steps, or, where a step was named, in the folder above it."""
-    for path in (checkpoint / PLAN, step.parent / PLAN):
-        if path.is_file():
-            return path
+    """plan.json stands beside the steps, or, where a step was named, in the folder above it; of Megatron-Bridge's in one more."""
+    for at in (checkpoint, step.parent, checkpoint / SIGNED, step.parent / SIGNED):
+        if (at / PLAN).is_file():
+            return at / PLAN
     hint = "the trainer writes it; without it nobody knows what these weights compute"
     raise Refused(Problem(f"`{checkpoint}` holds no `{PLAN}`", None, hint))
 

@@ -3,7 +3,8 @@
     from nam_megatron.nemo import nam56r_pretrain_config
 
 Two names for each preset, as NeMo has them: `nam56r_pretrain_config`, and the canonical one, which also says what the recipe was
-written for, `nam56r_pretrain_8gpu_h200_bf16_config`. `dir()` and `python -m nam_megatron.nemo list` show all. Made when asked for, so
+written for, `nam56r_pretrain_8gpu_h200_bf16_config`. A third, `nam56r_finetune_config`, is for starts from a pretrained checkpoint, and
+refuses where none is named. `dir()` and `python -m nam_megatron.nemo list` show all. Made when asked for, so
 that listing them needs no Bridge.
 """
 
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING
 
-from nam_megatron.errors import Problem, raise_if
+from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.recipe import Recipe, conf_dir, load
 
 if TYPE_CHECKING:
@@ -22,7 +23,14 @@ if TYPE_CHECKING:
 def names() -> Mapping[str, str]:
     """Name of each recipe function -> its preset."""
     presets = sorted(path.stem for path in (conf_dir() / "preset").glob("*.yaml"))
-    return {name: preset for preset in presets for name in (f"{preset}_pretrain_config", canonical(load(preset)))}
+    return {
+        name: preset
+        for preset in presets
+        for name in (f"{preset}_pretrain_config", canonical(load(preset)), f"{preset}{FINETUNE}")
+    }
+
+
+FINETUNE = "_finetune_config"
 
 
 # How Bridge's own names of recipes spell the scaling of FP8: current, delayed, of blocks.
@@ -57,6 +65,9 @@ def recipe(preset: str, overrides: Iterable[str] = ()) -> "NamContainer":
 
 def _preset(name: str) -> str | None:
     """The preset of a recipe function's name, without composing all of them."""
+    if name.endswith(FINETUNE):
+        preset = name.removesuffix(FINETUNE)
+        return preset if (conf_dir() / "preset" / f"{preset}.yaml").is_file() else None
     preset, _, rest = name.partition("_pretrain_")
     if not rest.endswith("config") or not (conf_dir() / "preset" / f"{preset}.yaml").is_file():
         return None
@@ -69,7 +80,13 @@ def __getattr__(name: str) -> Callable[..., "NamContainer"]:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def function(overrides: Iterable[str] = ()) -> "NamContainer":
-        return recipe(preset, overrides)
+        made = recipe(preset, overrides)
+        if name.endswith(FINETUNE) and made.checkpoint.pretrained_checkpoint is None:
+            hint = "`overrides=['schedule.pretrained=FOLDER', 'data=sft', ...]`"
+            raise Refused(
+                Problem("nothing to finetune: no pretrained checkpoint is named", "schedule.pretrained", hint)
+            )
+        return made
 
     function.__name__ = function.__qualname__ = name
     function.__doc__ = (

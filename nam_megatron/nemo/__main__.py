@@ -1,4 +1,4 @@
-"""The command: python -m nam_megatron.nemo dump|pretrain|list|doctor conf=nam56r"""
+"""The command: python -m nam_megatron.nemo dump|pretrain|finetune|list|doctor conf=nam56r"""
 
 import contextlib
 import os
@@ -38,8 +38,23 @@ def dump(recipe: Recipe, words: Mapping[str, Any], origin: Origin) -> int:
     return OK
 
 
+def finetune(recipe: Recipe, words: Mapping[str, Any], origin: Origin) -> int:
+    """Train by Bridge's finetune, from a pretrained checkpoint; under torchrun, on every rank."""
+    if recipe.schedule.pretrained is None:
+        message = "nothing to finetune: no pretrained checkpoint is named"
+        raise Refused(Problem(message, "schedule.pretrained", "give it, or `pretrain` from random weights"))
+    return trained(recipe)
+
+
 def pretrain(recipe: Recipe, words: Mapping[str, Any], origin: Origin) -> int:
     """Train by Bridge's pretrain; under torchrun, on every rank."""
+    if recipe.schedule.pretrained is not None:
+        message = "`pretrain` starts from random weights, and a pretrained checkpoint is named"
+        raise Refused(Problem(message, "schedule.pretrained", "`finetune` starts from it"))
+    return trained(recipe)
+
+
+def trained(recipe: Recipe) -> int:
     from nam_megatron.nemo.train import begin
 
     job = train.Job(translate(recipe))
@@ -75,13 +90,14 @@ def command() -> int:
     """The first word says what to do; the rest is the recipe's."""
     task, *rest = sys.argv[1:] or [""]
     helped = not {"-h", "--help"}.isdisjoint((task, *rest))
-    if helped and task not in ("dump", "pretrain"):
+    tasks = {"dump": dump, "pretrain": pretrain, "finetune": finetune}
+    if helped and task not in tasks:
         sys.argv[1:] = ["--help"]
         app.run("nemo", ("out",), dump)
-    if task in ("dump", "pretrain"):
+    if task in tasks:
         sys.argv[1:] = rest
-        app.run("nemo", ("out",), {"dump": dump, "pretrain": pretrain}[task])
-    hint = "there are: dump conf=NAME, pretrain conf=NAME, list, doctor"
+        app.run("nemo", ("out",), tasks[task])
+    hint = "there are: dump conf=NAME, pretrain conf=NAME, finetune conf=NAME, list, doctor"
     if task not in ("list", "doctor"):
         raise Refused(Problem(f"no task `{task}`" if task else "no task is named", None, hint))
     if rest:

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch  # noqa: F401  before Transformer Engine, which needs the libraries that torch loads
@@ -28,7 +29,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.lower import Lowering, translate
-from nam_megatron.nemo import converter, guards, overrides  # noqa: F401  the first registers itself
+from nam_megatron.nemo import adapters, converter, finetune, guards, overrides  # noqa: F401  the first registers itself
 from nam_megatron.recipe import Recipe, from_tree, to_tree
 from nam_megatron.runtime import background, bridge, cross_entropy, fsdp, stage_log, wgrad
 from nam_megatron.runtime.bridge import Arguments
@@ -96,6 +97,7 @@ class NamProvider(HybridModelProvider):
 
     def provide_distributed_model(self, *args: Any, **kwargs: Any) -> list[MegatronModule]:
         models = super().provide_distributed_model(*args, **{"mixed_precision_wrapper": Float16ExceptMarked} | kwargs)
+        adapters.stand(models, self.lowering.plan)
         if kwargs.get("wrap_with_ddp", True):  # else it is not for training
             guards.stand(models, self.lowering)
             stage_log.provide(models[0].config)
@@ -137,6 +139,11 @@ CLASSES: Mapping[str, type] = {
 }
 
 
+def classes(recipe: Recipe) -> Mapping[str, type]:
+    """The class of each section."""
+    return {**CLASSES, "dataset": finetune.Samples} if recipe.data.name == "sft" else CLASSES
+
+
 def _blend(a: Arguments) -> Any:
     mock, paths = a("mock_data"), a("data_path")
     if mock or not paths:
@@ -166,6 +173,21 @@ DATASET: Mapping[str, Callable[[Arguments], Any]] = {
 }
 bridge.SPELLED.update({f"dataset.{name}": rule for name, rule in DATASET.items()})
 
+
+def _mlflow(a: Arguments, key: str) -> str | None:
+    tracking = a.lowering.plan.recipe.feature.tracking
+    return getattr(tracking, key) if tracking and tracking.mlflow else None
+
+
+# Bridge writes to MLflow itself, for which Megatron has no arguments; checkpoints stay where they are.
+LOGGER: Mapping[str, Callable[[Arguments], Any]] = {
+    "mlflow_tracking_uri": lambda a: _mlflow(a, "mlflow"),
+    "mlflow_experiment": lambda a: _mlflow(a, "mlflow_experiment"),
+    "mlflow_run_name": lambda a: a.lowering.plan.recipe.preset.name if _mlflow(a, "mlflow") else None,
+    "mlflow_log_artifacts": lambda a: _mlflow(a, "mlflow") is None,
+}
+bridge.SPELLED.update({f"logger.{name}": rule for name, rule in LOGGER.items()})
+
 # Settings that need no field of Bridge's as long as they have this value.
 ELSEWHERE = {
     "spec": (None, "the stack is handed over as a function"),
@@ -191,7 +213,9 @@ class NamContainer(bridge_config.ConfigContainer):
         """
         overrides.settle(self)
         lowering = self.model.lowering
-        raise_if([*_otherwise(lowering), *guards.objections(lowering, thorough=os.environ.get("RANK", "0") == "0")])
+        thorough = os.environ.get("RANK", "0") == "0"
+        asked = guards.objections(lowering, thorough=thorough), finetune.objections(lowering, thorough=thorough)
+        raise_if([*_otherwise(lowering), *chain.from_iterable(asked)])
         super().validate()
 
     def set_data_parallel_size(self) -> None:
@@ -230,10 +254,15 @@ def made(lowering: Lowering) -> tuple[NamContainer, Arguments]:
         model=provider(**model),
         env_vars={env.name: env.value for env in lowering.env if env.value is not None},
         mixed_precision=None,  # the settings say it field by field
-        **{section: cls(**a.of(section, cls)) for section, cls in CLASSES.items()},
+        peft=adapters.lora(lowering.plan),
+        **{section: _section(a, section, cls) for section, cls in classes(lowering.plan.recipe).items()},
     )
     raise_if(a.homeless(ELSEWHERE))
     return c, a
+
+
+def _section(a: Arguments, section: str, cls: type) -> Any:
+    return finetune.dataset(a) if cls is finetune.Samples else cls(**a.of(section, cls))
 
 
 def _unserved(r: Recipe) -> Iterator[Problem]:

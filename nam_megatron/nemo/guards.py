@@ -22,15 +22,13 @@ from nam_megatron import tracker, train
 from nam_megatron.errors import FINDINGS, REFUSED, Problem, Refused
 from nam_megatron.lower import Lowering
 from nam_megatron.recipe import Recipe
-from nam_megatron.runtime import checkpoint, checksums
+from nam_megatron.runtime import checkpoint, checksums, tracking
 from nam_megatron.runtime.nonfinite import Watch
 from nam_megatron.runtime.pretrain import NonFinite, report
 
 # What Bridge leaves beside its checkpoints, and looks for when it loads one; it writes Megatron's tracker too.
 TRACKER = "latest_train_state.pt"
-# The folder for what computed these weights. Not beside them: there `nam_megatron.train` would take it for its own, find no count of
-# samples in the checkpoint, and begin the data anew.
-SIGNED = "nam_megatron"
+SIGNED = checkpoint.SIGNED
 
 
 # Before anything is built -----------------------------------------------------------------------------------------------
@@ -41,11 +39,8 @@ def objections(lowering: Lowering, *, thorough: bool = True) -> Iterator[Problem
 
     thorough: see `checkpoint.damage`.
     """
-    s, tracking = lowering.plan.recipe.schedule, lowering.plan.recipe.feature.tracking
-    if tracking is not None and tracking.mlflow:
-        yield Problem(
-            "Bridge's trainer is not told of `mlflow`", "feature.tracking.mlflow", "`nam_megatron.train`, or null"
-        )
+    s = lowering.plan.recipe.schedule
+    yield from tracking.objections(lowering.plan)
     yield from train.unfit_data(lowering.plan)
     if s.load is not None:
         folder = Path(s.load)
@@ -82,14 +77,19 @@ def stand(models: Sequence[torch.nn.Module], lowering: Lowering) -> None:
     """Guard the training of `models`, this rank's part of what a lowering says; nothing is loaded yet."""
     from megatron.bridge.training import checkpointing
 
+    from nam_megatron.nemo import finetune
+
     recipe = lowering.plan.recipe
     if not hasattr(dist_checkpointing.save, "__wrapped__"):  # an in-process restart comes here again
         checksums.provide()
     # Where it cannot load, Bridge says why and exits with code 0, by the only uses that this module has for `sys`.
     ended = "error: Megatron-Bridge gave up before the end; its reason stands above"
     checkpointing.sys = SimpleNamespace(exit=lambda: sys.exit(ended))
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        finetune.forget(recipe)  # before any rank builds its data
     if torch.distributed.get_rank() == 0:
         checkpoint.sign(lowering, SIGNED)
+        finetune.sign(recipe)
         train.announce(lowering.plan)
         for note in notes(recipe):
             print(f"note: {note}", file=sys.stderr, flush=True)

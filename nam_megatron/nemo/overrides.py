@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.mixed_precision import MixedPrecisionConfig, get_mixed_precision_config
 from megatron.bridge.utils.common_utils import get_world_size_safe
@@ -77,10 +78,12 @@ def settle(c: "NamContainer") -> None:
     changed = {path: value for path, value in changed.items() if path not in idle}
     if changed and get_world_size_safe() == recipe.world_size:
         # A container that was saved with a checkpoint holds what validation derived.
+        # Whether the weights are there is asked once all is settled, in our words.
+        meant.checkpoint.pretrained_checkpoint = meant.peft = None
         ConfigContainer.validate(meant)
         derived = flat(meant)
         changed = {path: value for path, value in changed.items() if value != derived.get(path, ABSENT)}
-    new, follows = _with(_corpus(recipe, changed, now), changed, a)
+    new, follows = _with(_start(_corpus(recipe, changed, now), changed), changed, a)
     new = _with_world(new)
     fresh = container(translate(new))
     raise_if(_environment(c, fresh.model.lowering))
@@ -143,7 +146,7 @@ def flat(c: ConfigContainer) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    if callable(value):
+    if callable(value) and not dataclasses.is_dataclass(type(value)):
         # Made anew at each construction: two are the same if they come from the same code.
         inner = getattr(value, "func", value)
         return f"{getattr(inner, '__module__', '')}.{getattr(inner, '__qualname__', type(inner).__qualname__)}"
@@ -157,9 +160,10 @@ def _plain(value: Any) -> Any:
 
 def _replaced(c: "NamContainer") -> Iterator[Problem]:
     """Sections that are of another class than they were made, or that only Bridge could act on."""
-    from nam_megatron.nemo.container import CLASSES, NamProvider
+    from nam_megatron.nemo.container import CLASSES, NamProvider, classes
 
-    for name, cls in {**CLASSES, "model": NamProvider}.items():
+    own = classes(from_tree(json.loads(c.model.nam_recipe))) if isinstance(c.model, NamProvider) else CLASSES
+    for name, cls in {**own, "model": NamProvider}.items():
         theirs = getattr(c, name)
         if not isinstance(theirs, cls) and not _free(name):
             message = f"`{name}` was replaced by {_named(theirs)}: it is no longer the recipe's"
@@ -170,10 +174,16 @@ def _replaced(c: "NamContainer") -> Iterator[Problem]:
             # Bridge's overrides leave a mapping where there was nothing, and it fails on that later.
             hint = f"name its class in the YAML: `{field.name}._target_: megatron.bridge....`"
             yield Problem(f"`{field.name}` is a mapping, and Bridge needs a config", hint=hint)
-        elif field.name in ("peft", "tensor_inspect") and theirs is not None:
+        elif field.name in ("peft", "tensor_inspect") and theirs is not None and not _adapters(c, field.name):
             why = reviewed(c.model.lowering.target)[field.name]
             message = f"`{field.name}` was set to {_named(theirs)}, and no recipe key decides it: {why}"
             yield Problem(message, hint=LEAVE)
+
+
+def _adapters(c: "NamContainer", name: str) -> bool:
+    """Whether it is the recipe's own, whose fields are compared."""
+    recipe = from_tree(json.loads(c.model.nam_recipe))
+    return name == "peft" and recipe.feature.lora is not None and isinstance(c.peft, LoRA)
 
 
 def _named(value: Any) -> str:
@@ -301,6 +311,15 @@ def _corpus(recipe: Recipe, changed: dict[str, Any], now: Mapping[str, Any]) -> 
     if len(parts) > 1:
         data |= {"name": "blend", "path": None, "parts": parts}
     return from_tree(to_tree(recipe) | {"data": data})
+
+
+def _start(recipe: Recipe, changed: dict[str, Any]) -> Recipe:
+    """The recipe from the weights that a container names, where it named none; takes the field out of `changed`."""
+    if recipe.schedule.pretrained is not None or not changed.get("checkpoint.pretrained_checkpoint"):
+        return recipe
+    tree = to_tree(recipe)
+    tree["schedule"]["pretrained"] = changed.pop("checkpoint.pretrained_checkpoint")
+    return from_tree(tree)
 
 
 def _with(recipe: Recipe, changed: Mapping[str, Any], a: Arguments) -> tuple[Recipe, dict[str, str]]:

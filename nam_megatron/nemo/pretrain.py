@@ -8,6 +8,7 @@ from datetime import datetime
 from megatron.bridge.training import checkpointing, gpt_step
 from megatron.bridge.training import pretrain as bridge
 from megatron.bridge.training.callbacks import Callback, CallbackContext
+from megatron.bridge.training.finetune import finetune
 from megatron.bridge.training.state import GlobalState
 from megatron.bridge.training.utils import train_utils
 
@@ -29,7 +30,8 @@ def run(made: NamContainer, operations: float) -> None:
     speak_as_megatron(operations)  # for good: a process trains once
     readings = Readings()
     try:
-        bridge.pretrain(made, gpt_step.forward_step, callbacks=[readings])
+        train = finetune if made.checkpoint.pretrained_checkpoint else bridge.pretrain
+        train(made, gpt_step.forward_step, callbacks=[readings])
     finally:
         readings.end()
 

@@ -20,6 +20,7 @@ KEYS = {
     "indexed": ("path", "split", "tokenizer", "cache"),
     "blend": ("parts", "split", "tokenizer", "cache"),
     "built": ("path", "cache"),
+    "sft": ("path", "tokenizer", "prompt", "answer"),
 }
 
 
@@ -36,9 +37,10 @@ class Part(Config):
 
 
 class Data(Config):
-    """The tokens: random ones, one or several of Megatron's indexed datasets, or what `python -m nam_megatron.data build` made."""
+    """The tokens: random ones, one or several of Megatron's indexed datasets, what `python -m nam_megatron.data build` made, or
+    prompts and answers."""
 
-    name: Annotated[Literal["mock", "indexed", "blend", "built"], Row("kind of data")]
+    name: Annotated[Literal["mock", "indexed", "blend", "built", "sft"], Row("kind of data")]
     path: Annotated[Name | None, Row("the dataset")]
     parts: Annotated[tuple[Part, ...] | None, Row("the datasets of a blend and their weights", was=None)]
     split: Annotated[Name | None, Row("train,valid,test weights", "split", ("args.split",))]
@@ -48,6 +50,8 @@ class Data(Config):
         Row("folder for the order of its samples, which the first run works out; null: `cache` beside the dataset",
             "data_cache_path", ("args.data_cache_path",), "where it is kept", was=None),
     ]  # fmt: skip
+    prompt: Annotated[Name | None, Row("of an SFT sample's fields the one that is asked; it bears no loss", was=None)]
+    answer: Annotated[Name | None, Row("of its fields the one that is learned, with the end of the text", was=None)]
     workers: Annotated[
         NonNegativeInt, Row("loader processes per rank", "num_workers", ("args.num_workers",), "who reads")
     ]
@@ -61,7 +65,8 @@ class Data(Config):
         mock, built = self.name == "mock", self.built
         yield Setting("mock_data", mock, "random tokens", "name", fields=("args.mock_data",))
         setting = partial(Setting, key="path", beside="name")
-        indexed = (self.path or "",) if self.name == "indexed" else None
+        # A folder is no indexed dataset: Megatron's own trainer stops there.
+        indexed = (self.path or "",) if self.name in ("indexed", "sft") else None
         blended = tuple(word for part in self.parts or () for word in (str(part.weight), part.path))
         why, key = ("weight and dataset, in turn", "parts") if self.parts else ("indexed dataset", "path")
         yield setting("data_path", blended or indexed, why, key=key, fields=("args.data_path",))
@@ -94,13 +99,15 @@ class Data(Config):
             )
         for path in sorted({path for path in paths if paths.count(path) > 1}):
             yield Problem(f"the blend has `{path}` twice", "data.parts", "give it one weight")
-        for name in ("path", "parts", "split", "tokenizer", "cache"):
+        for name in ("path", "parts", "split", "tokenizer", "cache", "prompt", "answer"):
             given, wanted = getattr(self, name) is not None, name in KEYS[self.name]
             if wanted and not given and name != "cache":
                 yield Problem(f"{self.name} data without `{name}`", f"data.{name}", f"give it: `data.{name}=...`")
             if given and not wanted:
                 right = " or ".join(f"`data={kind}`" for kind, keys in KEYS.items() if name in keys)
                 yield Problem(f"{self.name} data with a `{name}`", f"data.{name}", f"set {right}")
+        if self.name == "sft":
+            yield from self._unanswered(plan)
         if self.split is None:
             return
         if not re.fullmatch(r"\d+(\.\d+)?(,\d+(\.\d+)?){2}", self.split):
@@ -114,3 +121,36 @@ class Data(Config):
         if plan.recipe.schedule.eval_steps and not valid:
             hint = "`99,1,0`, or `schedule.eval_steps=0`"
             yield Problem("evaluations and no documents for them", "data.split", hint)
+
+    def _unanswered(self, plan: "Plan") -> Iterator[Problem]:
+        """What prompts and answers cannot be trained with: their samples end in padding, and prompts bear no loss."""
+        r, moe = plan.recipe, plan.recipe.model.blocks.moe
+        if r.schedule.pretrained is None:
+            yield Problem(
+                "answers are learned by a pretrained model, and none is named",
+                "schedule.pretrained",
+                "give the folder of its checkpoints: `schedule.pretrained=FOLDER`",
+            )
+        if self.prompt is not None and self.prompt == self.answer:
+            yield Problem(f"`{self.prompt}` is both prompt and answer", "data.answer", "name another field")
+        if r.schedule.eval_steps:
+            message = (
+                "evaluations on prompts and answers are not carried over: they would end with the first pass over them"
+            )
+            yield Problem(message, "schedule.eval_steps", "set it to 0")
+        if plan.mtp:
+            message = (
+                "Megatron-Bridge does not tell MTP which tokens are the answer: its loss would be of the prompts too"
+            )
+            yield Problem(message, "feature.mtp.depths", "set it to 0; a checkpoint with MTP loads without")
+        if r.feature.fim:
+            yield Problem("fill-in-the-middle of prompts and answers", "feature.fim.enabled", "set it to false")
+        if r.parallel.context > 1:
+            message = "a rank's share of a sequence may have no answer, and the loss is a mean over each rank's"
+            yield Problem(message, "parallel.context", "set it to 1")
+        if moe and "moe" in plan.kinds and moe.capacity_factor is not None:
+            message = "padding behind an answer would take places of experts, and tokens be dropped for it"
+            yield Problem(message, "model.blocks.moe.capacity_factor", "set it to null: dropless")
+        if plan.index_reuse and (dsa := r.model.blocks.dsa) and dsa.kernels == "megatron":
+            message = "Megatron's DSA hands a top-k on only where samples have masks, and these have none"
+            yield Problem(message, "model.blocks.dsa.kernels", "`fused`, or `model.blocks.dsa.full_every=1`")

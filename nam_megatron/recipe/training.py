@@ -167,6 +167,10 @@ class Schedule(Config):
                   ("checkpoint.async_save",), executes="when they are written", was=False)
     ]  # fmt: skip
     load: Annotated[Name | None, Row("checkpoint to resume from", "load", ("checkpoint.load",), "where they come from")]
+    pretrained: Annotated[
+        Name | None,
+        Row("checkpoints of a model whose newest weights it starts from, at step 0; under Megatron-Bridge", was=None),
+    ]
     stop_every: Annotated[
         PositiveInt | None,
         Row("end the command, with a checkpoint, at every multiple of this step; resume to go on", "exit_interval",
@@ -187,6 +191,9 @@ class Schedule(Config):
         pin, looks = partial(Setting, beside="log_interval"), "what is looked at"
         yield pin("log_throughput", True, "Megatron's own figure beside ours", executes="what is printed")
         yield pin("check_for_nan_in_loss_and_grad", True, "the house's law: never off", executes=looks)
+        if self.pretrained:
+            why, fields = "weights alone, at step 0", ("args.pretrained_checkpoint",)
+            yield Setting("pretrained_checkpoint", self.pretrained, why, "pretrained", fields=fields)
         if self.async_save:
             pin = partial(Setting, beside="async_save", executes="when they are written")
             yield pin("async_strategy", "mcore", "Megatron's own: `nvrx` is another package's")

@@ -26,6 +26,9 @@ from nam_megatron.runtime import checksums
 from nam_megatron.tracker import RELEASE, TRACKER
 
 PLAN, DATA = "plan.json", "data.json"
+# Beside Bridge's checkpoints, what computed them stands in a folder: there `nam_megatron.train` does not take them for its own, whose
+# count of samples they lack.
+SIGNED = "nam_megatron"
 
 # What the flattened state of a sharded optimizer depends on.
 SHARDED_BY = frozenset(

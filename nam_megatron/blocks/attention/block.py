@@ -27,6 +27,7 @@ class Attention(Block):
     letters = ("A",)
     symbol = "*"
     slot = "attention_layer"
+    adapted = ("linear_qkv", "linear_proj")
     graph_parts = ("attn",)
     cached = True
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from nam_megatron.plan import Layer, Plan
     from nam_megatron.recipe import Recipe
 
+INDEXER = ("linear_wq_b", "linear_wk", "linear_weights_proj")
 KEPT_ROWS = 64  # queries of a sample, at most, of which the log's share of kept attention is taken
 
 
@@ -33,6 +34,8 @@ class Dsa(Block):
     letters = ("A",)
     symbol = "D"
     slot = "dsa_layer"
+    adapted = ("linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj")
+    unadapted = dict.fromkeys(INDEXER, "the top-k is chosen by it, and what chooses gets no gradient")
     needs = ("mla",)
     graph_parts = ("attn",)
     cached = True

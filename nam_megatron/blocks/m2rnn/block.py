@@ -34,6 +34,7 @@ class M2Rnn(Block):
     letters = ("R",)
     symbol = "M"
     slot = "mamba_layer"
+    adapted = ("in_proj", "out_proj")
     stock = False
     graph_parts = ("mamba",)
 

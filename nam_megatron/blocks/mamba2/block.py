@@ -31,6 +31,7 @@ class Mamba2(Block):
     letters = ("M", "R")
     symbol = "M"
     slot = "mamba_layer"
+    adapted = ("in_proj", "out_proj")
     graph_parts = ("mamba",)
     autotuned = True
     fixed = MappingProxyType({"norm_epsilon": (1e-5, "Megatron's gated norm has it from its own default")})

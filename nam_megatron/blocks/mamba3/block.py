@@ -33,6 +33,7 @@ class Mamba3(Block):
     letters = ("M", "R")
     symbol = "M"
     slot = "mamba_layer"
+    adapted = ("in_proj", "out_proj")
     stock = False
     graph_parts = ("mamba",)
     autotuned = True

@@ -52,6 +52,14 @@ class Mla(Block):
     letters = ("A",)
     symbol = "+"
     slot = "mla_layer"
+    adapted = (
+        "linear_q_proj",
+        "linear_q_down_proj",
+        "linear_q_up_proj",
+        "linear_kv_down_proj",
+        "linear_kv_up_proj",
+        "linear_proj",
+    )
     graph_parts = ("attn",)
     cached = True
 

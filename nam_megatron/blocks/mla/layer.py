@@ -256,9 +256,13 @@ def new_caches(model: torch.nn.Module, batch: int, length: int) -> dict[int, Lat
 
 
 def weight_of(module: torch.nn.Module) -> Tensor:
-    """The weight of a module that is not called, behind what runs before a call: DDP waits there for its all-gather."""
-    for hook in module._forward_pre_hooks.values():
-        hook(module, ())
+    """The weight of a module that is not called, behind what runs before a call: DDP waits there for its all-gather.
+
+    Megatron-Bridge's adapter (0.6.2) stands around a module and gives the sum as its weight; its own two are modules inside.
+    """
+    for part in module.modules():
+        for hook in part._forward_pre_hooks.values():
+            hook(part, ())
     return module.weight
 
 

@@ -23,6 +23,7 @@ class Mlp(Block):
     letters = ("E",)
     symbol = "-"
     slot = "mlp_layer"
+    adapted = ("linear_fc1", "linear_fc2")
     graph_parts = ("mlp",)
 
     def build(self, backend: "BackendSpecProvider", plan: "Plan") -> "ModuleSpec":

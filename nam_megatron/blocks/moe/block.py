@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -31,6 +32,8 @@ class Moe(Block):
     letters = ("E",)
     symbol = "E"
     slot = "moe_layer"
+    adapted = ("linear_fc1", "linear_fc2")
+    unadapted = MappingProxyType({"router": "another choice of experts is another load on them, and their bias stays"})
     graph_parts = ("moe_router", "moe_preprocess")
 
     experts: Annotated[PositiveInt, Row("routed experts", "num_experts", ("transformer.num_moe_experts",))]

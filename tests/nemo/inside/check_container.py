@@ -244,7 +244,7 @@ def test_sections_that_are_left_to_runners(ranks):
 @pytest.mark.parametrize(
     ("name", "section", "said"),
     [
-        ("peft", LoRA(), "`peft` was set to a LoRA"),
+        ("peft", LoRA(), "`peft` was set to a LoRA, and no recipe key decides it: adapters are the recipe's"),
         ("tensor_inspect", TensorInspectConfig(enabled=True), "`tensor_inspect` was set to a TensorInspectConfig"),
         ("ft", {"enable_ft_package": True}, "`ft` is a mapping, and Bridge needs a config"),
         ("model", SimpleNamespace(), "`model` was replaced by a SimpleNamespace: it is no longer the recipe's"),
@@ -346,7 +346,6 @@ def test_garbage_is_collected_as_bridges_own_recipes_ask(ranks):
         (["model.rotary_interleaved=true"], "`model` pins it: halves, not pairs"),
         (["model.softmax_scale=0.5"], "no recipe key decides it"),
         (["mixed_precision=fp16_mixed"], "`model.fp16` was set to True"),
-        (["checkpoint.pretrained_checkpoint=/x"], "no recipe key decides it: a checkpoint holds"),
         (["optimizer.exp_avg_dtype=bf16"], "no recipe key decides it: fp32 master weights"),
         (["checkpoint.dist_ckpt_strictness=ignore_all"], "all of it is loaded or nothing"),
         (["rerun_state_machine.rerun_mode=disabled"], "no recipe key decides it: "),
@@ -416,8 +415,35 @@ def test_recipe_functions():
         assert function.__name__ == name
         assert function() == nemo.recipe("nam56r")
     assert nemo.nam56r_pretrain_config(overrides=["lane=nemo_native"]).model.tensor_model_parallel_size == 2
-    for absent in ("nam57_pretrain_config", "nam56r_pretrain_4gpu_h200_bf16_config", "nam56r_pretrain_x_config"):
+    tuned = nemo.nam56r_native_dp_finetune_config(overrides=["schedule.pretrained=/p", "optim.lr=1e-4"])
+    assert tuned.checkpoint.pretrained_checkpoint == "/p"
+    with pytest.raises(Refused, match="nothing to finetune"):
+        nemo.nam56r_native_dp_finetune_config()
+    for absent in (
+        "nam57_finetune_config",
+        "nam57_pretrain_config",
+        "nam56r_pretrain_4gpu_h200_bf16_config",
+        "nam56r_pretrain_x_config",
+    ):
         assert not hasattr(nemo, absent)
+
+
+def test_figures_for_others_to_look_at_go_where_the_recipe_says(ranks, monkeypatch):
+    ranks(8)
+    at = "feature.tracking."
+    words = [f"{at}tensorboard=/t", f"{at}wandb_project=p", f"{at}wandb_name=n", f"{at}wandb_dir=/w", f"{at}mlflow=/m"]
+    made = nemo.recipe("nam56r_native_dp", [*words, f"{at}mlflow_experiment=e"])
+    said = made.logger
+    assert (said.wandb_project, said.wandb_exp_name, said.wandb_save_dir, said.tensorboard_dir) == (
+        "p",
+        "n",
+        "/w",
+        "/t",
+    )
+    assert (said.mlflow_tracking_uri, said.mlflow_experiment, said.mlflow_run_name) == ("/m", "e", "nam56r_native_dp")
+    assert not said.mlflow_log_artifacts, "no copies of checkpoints"
+    with pytest.raises(Refused, match="`wandb` is not installed: nothing would be written"):
+        made.validate()
 
 
 def test_the_stack_is_found_again_from_the_config_alone(monkeypatch):
@@ -503,6 +529,31 @@ def test_what_nobody_catches_ends_a_process_in_our_words(monkeypatch, capfd):
         with pytest.raises(SystemExit) as end:
             sys.excepthook(type(error), error, None)
         assert (end.value.code, capfd.readouterr().err) == (code, text)
+
+
+ADAPTED = [
+    "schedule.pretrained=/p",
+    "feature.lora.rank=8",
+    "model.blocks.moe.expert_bias_update_rate=0.0",
+    "feature.lora.targets=[in_proj]",
+]
+
+
+def test_adapters_and_the_weights_below_them_are_the_recipes(ranks):
+    ranks(8)
+    made = nemo.recipe("nam56r_native_dp", ADAPTED)
+    assert (made.peft.dim, made.peft.alpha, list(made.peft.target_modules)) == (8, 32, ["in_proj"])
+    process_config_with_overrides(made, cli_overrides=["checkpoint.pretrained_checkpoint=/q", "train.train_iters=20"])
+    settle(made)
+    schedule = made.model.lowering.plan.recipe.schedule
+    assert (schedule.pretrained, schedule.train_steps) == ("/q", 20) and made.peft.dim == 8
+    made.peft.dim = 16
+    with pytest.raises(Refused, match="`peft` was set to"):
+        settle(made)
+    plain = nemo.recipe("nam56r_native_dp")
+    plain.checkpoint.pretrained_checkpoint = "/p"
+    settle(plain)
+    assert plain.model.lowering.plan.recipe.schedule.pretrained == "/p"
 
 
 def test_a_first_run_says_what_it_does_not_do():

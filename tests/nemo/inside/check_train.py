@@ -1,6 +1,9 @@
-"""The same plan trained by Megatron's pretrain and by Bridge's, on CPU ranks over gloo: the same losses and gradient norms."""
+"""The same plan trained by Megatron's pretrain and by Bridge's, on CPU ranks over gloo: the same losses and gradient norms. And what
+Bridge alone does with its checkpoints: prompts and answers.
+"""
 
 import functools
+import json
 import logging
 import os
 import re
@@ -8,8 +11,11 @@ import sys
 import time
 from pathlib import Path
 
+import megatron.bridge.peft.lora as lora
+import megatron.bridge.peft.utils as peft
 import megatron.bridge.training.pretrain as bridge
 import megatron.bridge.training.setup as bridge_setup
+import modules
 import pretend
 import pytest
 import torch
@@ -17,14 +23,20 @@ import transformer_engine.pytorch.cpp_extensions as engine
 from megatron.bridge.training import gpt_step
 from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
 from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from safetensors.torch import load_file
 
 import nam_megatron.nemo.container as container
 import nam_megatron.nemo.train as nemo_train
 from launch import steps as log
 from nam_megatron import argv, train
+from nam_megatron.data import tokenizer
+from nam_megatron.hf import export
 from nam_megatron.lower import translate
-from nam_megatron.nemo import guards
+from nam_megatron.nemo import finetune, guards
+from nam_megatron.nemo.__main__ import command
 from nam_megatron.recipe import load
 from nam_megatron.runtime import checkpoint, checksums, rate
 
@@ -67,7 +79,11 @@ engine.general_gemm = general_gemm
 
 def ran(plan: Path, main, *overrides: str) -> list[pretend.Rank]:
     """How `main` trained the small model."""
-    lowering = translate(load("nam56r_smoke", (*SMALL, *overrides)))
+    ours = "lane=author_dp" in overrides  # without the kinds whose sizes SMALL gives
+    small = [
+        word for word in SMALL if not (ours and word.startswith(("model.blocks.mamba2", "model.blocks.attention")))
+    ]
+    lowering = translate(load("nam56r_smoke", (*small, *overrides)))
     plan.write_text(argv.plan_json(lowering))
     words = ["--nam-plan", str(plan), *argv.words(lowering)]
 
@@ -200,3 +216,242 @@ def test_a_nan_ends_the_run_and_is_traced(step, runner, tmp_path):
     assert rank.code == 1
     assert f"error: step {step}, rank 0: the loss is nan; first seen in the output of decoder.layers.2" in rank.err
     assert "Traceback" not in rank.err
+
+
+# From a pretrained checkpoint -----------------------------------------------------------------------------------------------
+
+SAMPLES = [{"input": f"What is {n} and {n}?", "output": f" It is {2 * n}.", "n": n} for n in range(10)]
+WORDS = ("model.vocab_size=512", "lane=native_dp", "feature.mtp.depths=0", "model.pattern=AEMR", "model.depth=4",
+         "model.blocks.moe.grouped_gemm=false")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory) -> Path:
+    """A folder with a tokenizer, samples, and what both trainers have saved of one plan."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    text = [sample[key] for sample in SAMPLES for key in ("input", "output")]
+    tokenizer.save(tokenizer.train(text, 270, progress=False), folder / "tokenizer")
+    (folder / "training.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in SAMPLES))
+    for name, main in (("bridge", by_bridge), ("megatron", lambda words: train.main(words, time.time()))):
+        saved = (f"schedule.save={folder / name}", "schedule.save_interval=2", "schedule.train_steps=2")
+        steps(ran(folder / "plan.json", main, *WORDS, *saved))
+    return folder
+
+
+def sft(folder: Path, start: str = "bridge") -> tuple[str, ...]:
+    return (
+        *WORDS,
+        "data=sft",
+        f"data.path={folder}",
+        f"data.tokenizer={folder / 'tokenizer'}",
+        "data.workers=0",
+        f"schedule.pretrained={folder / start}",
+    )
+
+
+def watched(words: list[str]) -> int:
+    """by_bridge, which prints what each microbatch learns, and its loss."""
+    loss_of = gpt_step.masked_next_token_loss
+    get = gpt_step.get_batch
+    batch = {}
+
+    def got(*args, **kwargs):
+        found = get(*args, **kwargs)
+        batch["tokens"], batch["labels"] = found[:2]
+        return found
+
+    def learned(mask, output, **kwargs):
+        rows = [row[keep > 0].tolist() for row, keep in zip(batch["labels"], mask, strict=True)]
+        means = (output.view(-1) * mask.view(-1)).sum() / mask.sum()
+        print("learned", json.dumps([means.item(), rows, list(batch["tokens"].shape)]), flush=True)
+        return loss_of(mask, output, **kwargs)
+
+    gpt_step.get_batch, gpt_step.masked_next_token_loss = got, learned
+    gpt_step._forward_step_common.__kwdefaults__["_get_batch_fn"] = got
+    return by_bridge(words)
+
+
+def test_answers_alone_are_learned_from_pretrained_weights_and_resumed(pretrained, tmp_path):
+    saves = (f"schedule.save={tmp_path / 'out'}", "schedule.save_interval=2")
+    whole = ran(tmp_path / "plan.json", watched, *sft(pretrained))
+    losses = steps(whole)
+    encoder = tokenizer.load(pretrained / "tokenizer")
+    learned = [json.loads(line.removeprefix("learned ")) for line in whole[0].out.splitlines() if "learned " in line]
+    texts = [encoder.decode(row, skip_special_tokens=False) for _, rows, _ in learned for row in rows]
+    assert len(texts) == 16 and set(texts) == {f"{sample['output']}<|endoftext|>" for sample in SAMPLES}
+    assert {tuple(shape) for *_, shape in learned} == {(2, 32)}
+    assert losses[1][0] == pytest.approx((learned[0][0] + learned[1][0]) / 2, rel=1e-6), "two microbatches a step"
+    first = ran(tmp_path / "plan.json", by_bridge, *sft(pretrained), *saves, "schedule.stop_every=2")
+    goes_on = (*sft(pretrained), *saves, f"schedule.load={tmp_path / 'out'}")
+    assert steps(first) | steps(ran(tmp_path / "plan.json", by_others, *goes_on)) == losses
+    assert unfit(*goes_on) == []
+    (pretrained / "training.jsonl").write_text("".join(json.dumps(s) + "\n" for s in SAMPLES[::-1]))
+    assert unfit(*goes_on) == ["what stands there is not what the run began with"]
+
+
+def test_weights_of_the_other_trainer_are_the_same_start(pretrained, tmp_path):
+    """Under another seed: were they not loaded, random ones would differ."""
+    short = ("schedule.train_steps=1", "optim.warmup_steps=0")
+    began = [
+        steps(ran(tmp_path / "plan.json", by_bridge, *sft(pretrained, start), *short, f"schedule.seed={seed}"))
+        for start, seed in (("bridge", 1), ("megatron", 2))
+    ]
+    assert began[0][1] == pytest.approx(began[1][1], rel=1e-6)
+    made = [export.export(pretrained / trainer, tmp_path / trainer, None, print) for trainer in ("bridge", "megatron")]
+    assert made[0].keys() == made[1].keys()
+    weights = [load_file(next((tmp_path / trainer).glob("*.safetensors"))) for trainer in ("bridge", "megatron")]
+    assert weights[0].keys() == weights[1].keys() and len(weights[0]) > 20
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=1e-2)
+
+
+# Adapters -----------------------------------------------------------------------------------------------------------------------
+
+STAYS = ("model.blocks.moe.expert_bias_update_rate=0.0", "feature.lora.rank=4")
+# One layer of each kind, as far as one model can have them.
+DESIGNED = (
+    "lane=author_dp", "model.pattern=AEMRAE", "model.depth=6", "model.letters.A=mla", "model.num_attention_heads=4",
+    "model.substitute=[{letter: A, ranks: [1], kind: dsa}, {letter: E, ranks: [1], kind: mlp}]",
+    "model.blocks.mla={kernels: naive, q_lora_rank: 16, kv_lora_rank: 16, qk_head_dim: 16, qk_rope_head_dim: 8, v_head_dim: 16}",
+    "model.blocks.dsa={kernels: naive, indexer_heads: 4, indexer_head_dim: 16, top_k: 8, indexer_loss_coeff: 0.1}",
+    "model.blocks.mamba3={kernels: naive, heads: 4, head_dim: 8, state_dim: 16, groups: 2}",
+    "model.blocks.m2rnn={kernels: naive, k_dim: 8, v_dim: 4, heads: 4}",
+)  # fmt: skip
+LATENT = {"linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"}
+REST = {"linear_proj", "linear_fc1", "linear_fc2", "in_proj", "out_proj"}
+TARGETS = {"native": {"linear_qkv"} | REST, "designed": LATENT | REST}
+
+
+@pytest.fixture(scope="module")
+def designed(pretrained) -> Path:
+    """The same folder with a model of our own kinds."""
+    saved = (f"schedule.save={pretrained / 'designed'}", "schedule.save_interval=2", "schedule.train_steps=2")
+    steps(ran(pretrained / "plan.json", lambda words: train.main(words, time.time()), *KINDS["designed"], *saved))
+    return pretrained
+
+
+KINDS = {
+    "native": (),
+    "designed": tuple(word for word in WORDS if not word.startswith(("lane", "model.pattern", "model.depth")))
+    + DESIGNED,
+}
+
+
+@pytest.mark.parametrize("kinds", ["native", "designed"])
+def test_every_adapter_learns_and_nothing_else(kinds, designed, tmp_path):
+    words = (*sft(designed, {"native": "bridge"}.get(kinds, kinds)), *KINDS[kinds], *STAYS)
+    words += ("model.blocks.dsa.indexer_loss_coeff=0.0",) * (kinds == "designed")
+    saves = (f"schedule.save={tmp_path / 'out'}", "schedule.save_interval=2")
+    (whole,) = ran(tmp_path / "plan.json", observed, *words)
+    losses = steps([whole])
+    seen = next(json.loads(line.removeprefix("seen ")) for line in whole.out.splitlines() if line.startswith("seen "))
+    assert {name.split(".")[-2] for name in seen["adapters"]} == TARGETS[kinds]
+    assert len(seen["learned"]) == 2 * len(seen["adapters"])
+    assert not [name for name, largest in seen["learned"].items() if not largest > 0]
+    assert seen["moved"] == []
+    first = ran(tmp_path / "plan.json", observed, *words, *saves, "schedule.stop_every=2")
+    goes_on = (*words, *saves, f"schedule.load={tmp_path / 'out'}")
+    assert steps(first) | steps(ran(tmp_path / "plan.json", observed, *goes_on)) == losses
+    sizes = [sum(path.stat().st_size for path in folder.glob("*.distcp"))
+             for folder in (tmp_path / "out/iter_0000002", designed / "bridge/iter_0000002")]  # fmt: skip
+    assert sizes[0] < sizes[1] / 2, "adapters alone"
+
+
+def engines() -> None:
+    """What Bridge's adapters ask of Transformer Engine's linear layers, of the classes that stand for them here.
+
+    A layer with a norm inside hands that norm's output to its adapter, as Transformer Engine's does.
+    """
+    begin, forward = modules.ReplicatedLinear.__init__, modules.NormColumnLinear.forward
+    attributes = lora.get_adapter_attributes_from_linear
+
+    def began(self, inputs, outputs, *, config, **kwargs):
+        begin(self, inputs, outputs, config=config, **kwargs)
+        self.config, self.in_features, self.out_features = config, inputs, outputs
+
+    def both(self, x):
+        output, bias = forward(self, x)
+        normed = torch.nn.functional.rms_norm(x, (x.size(-1),), self.layer_norm_weight, self.config.layernorm_epsilon)
+        return ((output, normed) if getattr(self, "return_layernorm_output", False) else output), bias
+
+    def sharded(self, prefix="", sharded_offsets=(), metadata=None):
+        groups = dict(tp_group=get_tensor_model_parallel_group(), dp_cp_group=metadata["dp_cp_group"])
+        return make_sharded_tensors_for_checkpoint({"weight": self.weight}, prefix, {}, sharded_offsets, **groups)
+
+    def told(module, **kwargs):
+        module.return_layernorm_output = isinstance(module, modules.NormColumnLinear)
+        return attributes(module, **kwargs)
+
+    modules.ReplicatedLinear.__init__, modules.NormColumnLinear.forward = began, both
+    modules.NormColumnLinear.tp_size, modules.ReplicatedLinear.sharded_state_dict = 1, sharded
+    peft.TECL, peft.TERL, peft.TELinear = (), (), modules.ReplicatedLinear
+    lora.get_adapter_attributes_from_linear = told
+
+
+def observed(words: list[str]) -> int:
+    """by_bridge, which prints the largest gradient that each adapter had, and what of the rest has moved."""
+    stand = container.adapters.stand
+    models = []
+
+    def stood(built, plan):
+        stand(built, plan)
+        models.extend(built)
+        before.update({n: p.detach().clone() for n, p in built[0].named_parameters() if not p.requires_grad})
+        for name, p in built[0].named_parameters():
+            if p.requires_grad:
+                largest[name] = 0.0
+                p.register_hook(
+                    lambda grad, name=name: largest.update({name: max(largest[name], grad.abs().max().item())})
+                )
+
+    before, largest = {}, {}
+    engines()
+    container.adapters.stand = stood
+    code = by_bridge(words)
+    now = dict(models[0].named_parameters())
+    moved = [name for name, value in before.items() if not torch.equal(value, now[name])]
+    names = [n for n, m in models[0].named_modules() if n.endswith(".adapter")]
+    print("seen", json.dumps({"learned": largest, "moved": moved, "adapters": names}), flush=True)
+    return code
+
+
+def test_what_is_no_start_and_what_no_sample_is_refused(pretrained, tmp_path):
+    good = sft(pretrained)
+    for more, said in (
+        (f"schedule.pretrained={tmp_path}", f"no checkpoint in `{tmp_path}`"),
+        ("model.hidden_size=128", "the checkpoint's model has `model.hidden_size` 64, and the plan's 128"),
+        ("model.blocks.moe.top_k=1", "the checkpoint's model has `model.blocks.moe.top_k` 2, and the plan's 1"),
+        ("model.pattern=AEMA", "the checkpoint's model has other layers"),
+        (f"data.path={tmp_path}", f"`{tmp_path}/training.jsonl` cannot be read: No such file or directory"),
+        (f"data.tokenizer={tmp_path}", f"`{tmp_path}` is no folder of a tokenizer"),
+        ("data.answer=n", f"line 1 of `{pretrained}/training.jsonl` has no text `n`, and 9 more lines"),
+        ("model.seq_length=8", "tokens, and the model takes 8"),
+    ):
+        assert said in unfit(*good, more)[0], said
+    assert unfit(*good, "model.seq_length=64", "model.blocks.moe.aux_loss_coeff=0.0", "optim.lr=2e-4") == []
+    folder = tmp_path / "samples"
+    folder.mkdir()
+    for text, said in (
+        ("", "has no samples"),
+        ("[]\n", "line 1"),
+        ('{"input": "", "output": "b"}\n', "has an empty `input`"),
+    ):
+        (folder / "training.jsonl").write_text(text)
+        assert said in unfit(*good, f"data.path={folder}")[0], said
+
+
+def test_each_trainer_and_command_says_whose_work_it_is(pretrained, tmp_path, monkeypatch, capfd):
+    (rank,) = ran(tmp_path / "plan.json", lambda words: train.main(words, time.time()), *sft(pretrained))
+    assert rank.code == 2 and "Megatron's own trainer reads no prompts and answers" in rank.err
+    for task, words, said in (
+        ("finetune", (), "nothing to finetune"),
+        ("pretrain", sft(pretrained), "starts from random"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["nemo", task, "conf=nam56r_smoke", *words])
+        with pytest.raises(SystemExit) as end:
+            command()
+        assert end.value.code == 2 and said in capfd.readouterr().err
+
+
+def unfit(*overrides: str) -> list[str]:
+    lowering = translate(load("nam56r_smoke", (*SMALL, *overrides)))
+    return [problem.message for problem in finetune.objections(lowering)]

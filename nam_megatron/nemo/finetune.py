@@ -1,0 +1,240 @@
+"""Training from a pretrained checkpoint by Bridge: whose weights, which prompts and answers, and what is kept of both (torch side).
+
+Bridge would cut samples that are too long, and train on whatever stands in the folders when a run is resumed. Made for
+megatron-bridge 0.6.2.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron.bridge.data.builders import GPTSFTDatasetConfig as Samples
+from megatron.bridge.data.builders import PromptCompletionSFTPreprocessingConfig
+
+from nam_megatron import computation, tracker
+from nam_megatron.errors import Problem, Refused
+from nam_megatron.lower import Lowering
+from nam_megatron.nemo import guards
+from nam_megatron.recipe import Recipe
+from nam_megatron.runtime import checkpoint, checksums
+from nam_megatron.runtime.bridge import Arguments
+
+SAMPLES = "training.jsonl"  # Bridge's own name for it
+BEGAN = "began.json"  # beside the plan in the folder of the checkpoints
+
+# The container ----------------------------------------------------------------------------------------------------------
+
+# What Megatron's arguments say of its own datasets; of prompts and answers it goes without saying.
+OTHERS = {
+    "dataset.dataset_root": (
+        "data_path",
+        "mock_data",
+        "train_data_path",
+        "valid_data_path",
+        "split",
+        "data_cache_path",
+    ),
+    "dataset.preprocessing": ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
+    "dataset.dataset_kwargs": ("create_attention_mask_in_dataloader",),
+}
+
+
+def dataset(a: Arguments) -> Samples:
+    """Prompts and answers as Bridge reads them: shuffled anew in each pass, every sample padded to the model's length."""
+    data = a.lowering.plan.recipe.data
+    for a.field, names in OTHERS.items():
+        for name in names:
+            a(name)
+    a.field = "dataset.max_train_samples"
+    samples = a("train_iters") * a("global_batch_size")
+    text = PromptCompletionSFTPreprocessingConfig(
+        prompt_column=data.prompt or "", completion_column=data.answer or "", strip_whitespace=False
+    )
+    return Samples(
+        **a.of("dataset", Samples)
+        | {
+            "dataset_root": data.path,
+            "max_train_samples": samples,
+            "preprocessing": text,
+            "dataset_kwargs": {"pad_to_max_length": True},
+            "do_validation": False,
+            "do_test": False,
+        }
+    )
+
+
+# Before anything is built -----------------------------------------------------------------------------------------------
+
+
+def objections(lowering: Lowering, *, thorough: bool = True) -> Iterator[Problem]:
+    """Why this plan cannot start from the weights that it names, or learn from its samples.
+
+    thorough: read the weights' files and all samples too; of a job one rank does that.
+    """
+    recipe = lowering.plan.recipe
+    if recipe.schedule.pretrained is not None:
+        found = list(weights(Path(recipe.schedule.pretrained), lowering, thorough=thorough))
+        yield from (replace(p, key="schedule.pretrained") if p.key in (None, "schedule.load") else p for p in found)
+        if not found:
+            yield from resumed(recipe)
+    if recipe.data.name == "sft" and thorough:
+        yield from samples(recipe)
+
+
+def weights(folder: Path, lowering: Lowering, *, thorough: bool) -> Iterator[Problem]:
+    """What is wrong with a pretrained checkpoint, Bridge's or Megatron's, or with its model for this plan."""
+    if not (folder / tracker.TRACKER).is_file():
+        hint = "the folder that a run of ours, by either trainer, or `python -m nam_megatron.hf import` has saved to"
+        yield Problem(f"no checkpoint in `{folder}`", None, hint)
+        return
+    yield from checkpoint.damage(folder, thorough=thorough)
+    bridges = (folder / guards.TRACKER).is_file()
+    if bridges:
+        yield from guards.at_odds(folder)
+    try:
+        before = computation.read((folder / guards.SIGNED if bridges else folder) / checkpoint.PLAN)
+    except Refused as refused:
+        yield from refused.problems
+        return
+    yield from another_model(before, json.loads(checkpoint.plan_json(lowering)))
+
+
+# Of the model's keys those that say how it is trained; what the weights mean, they leave as it is.
+TRAINS = (
+    "model.seq_length",
+    "model.init_std",
+    "model.hidden_dropout",
+    "model.attention_dropout",
+    "model.blocks.moe.aux_loss_coeff",
+    "model.blocks.moe.z_loss_coeff",
+    "model.blocks.moe.balancing",
+    "model.blocks.moe.expert_bias_update_rate",
+    "model.blocks.moe.capacity_factor",
+    "model.blocks.dsa.indexer_loss_coeff",
+    "model.blocks.m2rnn.gradient_clip",
+)
+# How kinds come to stand at the layers; the layers themselves are compared.
+LAID = ("model.pattern", "model.letters", "model.substitute", "model.family", "lane")
+FEATURES = ("mhc", "ngram_hash", "yarn", "llama_rope")
+
+
+def another_model(before: dict[str, Any], after: dict[str, Any]) -> Iterator[Problem]:
+    """Where the weights of one plan are those of another model than the other's. MTP's may be left behind."""
+    layers = [[layer["kind"] for layer in tree["layers"]] for tree in (before, after)]
+    if layers[0] != layers[1]:
+        yield Problem("the checkpoint's model has other layers", None, "keep its pattern, lane and substitutes")
+        return
+    if after["mtp"]["kinds"] and before["mtp"] != after["mtp"]:
+        yield Problem("the checkpoint's model has another MTP", "feature.mtp.depths", "keep it, or set it to 0")
+    for d in computation.differences(before, after):
+        of_model = d.key.startswith("model.") and not d.key.startswith((*TRAINS, *LAID))
+        if d.computes and (of_model or d.key.startswith(tuple(f"feature.{name}." for name in FEATURES))):
+            message = (
+                f"the checkpoint's model has `{d.key}` {json.dumps(d.before)}, and the plan's {json.dumps(d.after)}"
+            )
+            yield Problem(message, d.key, "keep what it was trained with")
+
+
+def samples(recipe: Recipe) -> Iterator[Problem]:
+    """What of the prompts and answers could not be learned as it stands: Bridge would cut it, or stop on the way."""
+    from transformers import AutoTokenizer
+
+    data, path = recipe.data, Path(recipe.data.path or "") / SAMPLES
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(data.tokenizer)
+    except (OSError, ValueError) as err:
+        message = f"`{data.tokenizer}` is no folder of a tokenizer: {str(err).splitlines()[0]}"
+        yield Problem(message, "data.tokenizer")
+        return
+    if len(tokenizer) > recipe.model.vocab_size:
+        message = f"the tokenizer has {len(tokenizer)} entries, and the model {recipe.model.vocab_size}"
+        yield Problem(message, "data.tokenizer", "take the one that it was pretrained with")
+    if tokenizer.eos_token_id is None:
+        yield Problem("the tokenizer has no end of a text, which every answer ends with", "data.tokenizer")
+        return
+    try:
+        lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")  # as Bridge parts them
+    except (OSError, UnicodeDecodeError) as err:
+        message = f"`{path}` cannot be read: {getattr(err, 'strerror', None) or err}"
+        yield Problem(message, "data.path", f"a folder with `{SAMPLES}`, a JSON object a line")
+        return
+    if lines == [""]:
+        yield Problem(f"`{path}` has no samples", "data.path")
+        return
+    found = [(n, bad) for n, line in enumerate(lines, 1) if (bad := _unfit(line, recipe, tokenizer))]
+    if found:
+        n, (why, key) = found[0]
+        more = f", and {len(found) - 1} more lines" if len(found) > 1 else ""
+        hint = "`model.seq_length` may be larger than it was" if key == "model.seq_length" else None
+        yield Problem(f"line {n} of `{path}` {why}{more}", key, hint)
+
+
+def _unfit(line: str, recipe: Recipe, tokenizer: Any) -> tuple[str, str] | None:
+    """Why a line is no sample to learn, and the key that says so."""
+    try:
+        sample = json.loads(line)
+    except ValueError:
+        sample = None
+    if not isinstance(sample, dict):
+        return "is no JSON object", "data.path"
+    length = 1
+    for key in ("prompt", "answer"):
+        text = sample.get(name := getattr(recipe.data, key))
+        if not isinstance(text, str):
+            return f"has no text `{name}`", f"data.{key}"
+        tokens = len(tokenizer.encode(text, add_special_tokens=False))
+        if not tokens:
+            return f"has an empty `{name}`", f"data.{key}"
+        length += tokens
+    if length > recipe.model.seq_length:
+        return f"has {length} tokens, and the model takes {recipe.model.seq_length}", "model.seq_length"
+    return None
+
+
+# What it began with -----------------------------------------------------------------------------------------------------
+
+
+def sign(recipe: Recipe) -> None:
+    """Write beside the checkpoints to come which weights and samples they come of."""
+    s = recipe.schedule
+    if s.save is None or s.pretrained is None:
+        return
+    path = Path(s.save) / guards.SIGNED / BEGAN
+    part = path.with_name(f"{BEGAN}.part")
+    part.write_text(json.dumps(_began(recipe), indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def forget(recipe: Recipe) -> None:
+    """Remove Bridge's index of where the lines of an older file of samples began: it looks only whether one is there."""
+    path = Path(recipe.data.path or "") / SAMPLES
+    index = path.with_name(f"{SAMPLES}.idx.npy")
+    if recipe.data.name == "sft" and index.is_file() and index.stat().st_mtime_ns <= path.stat().st_mtime_ns:
+        index.unlink(missing_ok=True)
+
+
+def _began(recipe: Recipe) -> dict[str, str]:
+    folder = Path(recipe.schedule.pretrained or "")
+    step = tracker.newest(folder)
+    found = {"schedule.pretrained": f"{step.name} {_digest(step / checksums.NAME)}"}
+    if recipe.data.name == "sft":
+        found["data.path"] = _digest(Path(recipe.data.path or "") / SAMPLES)
+    return found
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+
+
+def resumed(recipe: Recipe) -> Iterator[Problem]:
+    """Whether a run goes on from other weights or with other samples than it began with."""
+    began = Path(recipe.schedule.load or "") / guards.SIGNED / BEGAN
+    if recipe.schedule.load is None or not began.is_file():
+        return
+    before = json.loads(began.read_text(encoding="utf-8"))
+    for key, now in _began(recipe).items():
+        if before.get(key) != now:
+            yield Problem("what stands there is not what the run began with", key, "put it back, or start afresh")
