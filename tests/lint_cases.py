@@ -81,6 +81,7 @@ CASES = {
     "dsa-sequence": (DSA, {"--tensor-model-parallel-size": "2"}, ONE),
     "dsa-stage-without-indexer": (DSA, {"--hybrid-layer-pattern": "DMDM|M+-M", "--pipeline-model-parallel-size": "2"}),
     "dsa-untrained-indexer": (DSA, {"--dsa-indexer-loss-coeff": None}),
+    "dsa-untrained-overlap": (DSA | {"--overlap-grad-reduce": True}, {"--dsa-indexer-loss-coeff": "0.0"}),
     "dsa-without-mla": (GPT, SPARSE | {"--experimental-attention-variant": "dsa", "--no-rope-fusion": True}),
     "experts-not-in-pattern": (HYBRID, EXPERTS),
     "flash-backend": (GPT, {"--attention-backend": "flash"}),
@@ -188,7 +189,7 @@ CASES = {
 LATER = {
     "fsdp-pipeline", "rope-columns",
     "dsa-latent-norm", "dsa-reuse-cut", "dsa-reuse-source", "dsa-rotate", "dsa-sequence", "dsa-stage-without-indexer",
-    "dsa-without-mla", "fp8-mamba-width", "layer-frequency", "moe-sequence", "moe-stage-without-experts", "moe-top-k",
+    "dsa-untrained-overlap", "dsa-without-mla", "fp8-mamba-width", "layer-frequency", "moe-sequence", "moe-stage-without-experts", "moe-top-k",
     "pattern-without-experts",
 }  # fmt: skip
 NEEDS_CUDA = {"dsa-kernel-declines"}

@@ -768,12 +768,15 @@ def test_plan_of_a_preset_is_told_as_it_is_trained(name, file, out):
     assert all(line in " ".join(told.split()) for line in given_up)
 
 
+UNLAPPED = [f"feature.distributed_optimizer.overlap_{what}=false" for what in ("grad_reduce", "param_gather")]
+
+
 @pytest.mark.parametrize(("overrides", "finds"), [
     (["feature.recompute={granularity: full, modules: [], method: uniform, layers: 1}"], []),
     (["model.blocks.dsa.kernels=naive"], []),
     (["model.blocks.dsa.kernels=megatron"], []),
     (["model.blocks.mla.latent_norm=false"], []),
-    (["model.blocks.dsa.indexer_loss_coeff=0"], ["dsa-untrained-indexer"]),
+    (["model.blocks.dsa.indexer_loss_coeff=0", *UNLAPPED], ["dsa-untrained-indexer"]),
     (["feature.mtp.depths=0", "model.letters.E=mlp", "model.letters.A=attention", "model.substitute=[]", "model.linear_bias=true"], []),
 ], ids=str)  # fmt: skip
 def test_plan_of_ours_has_the_findings_that_are_true_of_it(overrides, finds):

@@ -30,6 +30,7 @@ PLAIN_OPTIMIZER = {
     "feature.distributed_optimizer.overlap_param_gather": False,
 }
 OVERLAP = "feature.distributed_optimizer.overlap_"
+UNLAPPED = {f"{OVERLAP}grad_reduce": False, f"{OVERLAP}param_gather": False}
 STREAMS = {"feature.mhc.streams": 4}
 NGRAMS = {"feature.ngram_hash.enabled": True, "feature.ngram_hash.buckets": 1000}
 FSDP = {"feature.megatron_fsdp.enabled": True}
@@ -621,6 +622,7 @@ REFUSALS = [
     (DESIGN, GRAPHS | {"feature.cuda_graphs.impl": "local"}, "feature.cuda_graphs.modules", "another microbatch's top-k"),
     # distributed_optimizer
     (NATIVE, {"feature.distributed_optimizer.enabled": False}, "feature.distributed_optimizer.overlap_param_gather", "no sharded"),
+    (DESIGN, {"model.blocks.dsa.indexer_loss_coeff": 0.0}, "model.blocks.dsa.indexer_loss_coeff", "the overlapped reduction waits"),
     (NATIVE, {"feature.distributed_optimizer.overlap_grad_reduce": False}, "feature.distributed_optimizer.overlap_grad_reduce",
      "`overlap_param_gather` needs `overlap_grad_reduce`"),
     (NATIVE, PLAIN_OPTIMIZER | {"feature.distributed_optimizer.reshardable": True},
@@ -693,6 +695,8 @@ FUSED3 = {"model.blocks.mamba3.kernels": "fused"}
 NAIVE3 = {"model.blocks.mamba3.kernels": "naive"}
 EDGES = {"feature.fp8.first_last_bf16": True, "feature.fp8.bf16_layers_at_start": 1}
 NEIGHBOURS = [
+    (DESIGN, {B + "dsa.indexer_loss_coeff": 0.0, **UNLAPPED}, f"{OVERLAP}grad_reduce", True),
+    (DESIGN, {B + "dsa.indexer_loss_coeff": 1e-9}, B + "dsa.indexer_loss_coeff", 0.0),
     (NATIVE, YARN, B + "attention.position_embedding", "none"),
     (NATIVE, YARN, B + "attention.rotary_percent", 0.5),
     (NATIVE, LEARNED, "model.learned_positions", 4095),

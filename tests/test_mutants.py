@@ -49,9 +49,9 @@ def test_every_group_has_its_files_and_its_tests():
 
 def test_a_sample_of_mistakes_is_noticed():
     """Which ones, the seed and the code say. A survivor or two get their test when the whole is tried, more are a hole."""
-    words = ["groups=judges,receipts", "sample=5", "seed=26", "workers=1", "trusted=true"]
+    words = ["groups=judges,receipts", "sample=4", "seed=26", "workers=1", "trusted=true"]
     command = [sys.executable, str(HERE / "mutate_code.py"), *words]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert "5 mutants" in ran.stderr and ran.stdout.count("survived ") <= 3, (
+    assert "4 mutants" in ran.stderr and ran.stdout.count("survived ") <= 3, (
         ran.stdout + ran.stderr
     )  # one of them is the sum

@@ -152,8 +152,10 @@ MORE = {
     model.blocks.mla.kernels=naive model.blocks.dsa.kernels=naive
     model.blocks.mla.kernels=naive model.blocks.dsa.kernels=naive feature.recompute.granularity=selective \
     feature.recompute.modules=[core_attn,mla_up_proj]
-    model.blocks.dsa.kernels=megatron model.blocks.dsa.indexer_loss_coeff=0.0 model.blocks.dsa.full_every=1
-    model.blocks.dsa.indexer_loss_coeff=0.0 model.blocks.dsa.full_every=1 feature.mtp.depths=0
+    model.blocks.dsa.kernels=megatron model.blocks.dsa.indexer_loss_coeff=0.0 model.blocks.dsa.full_every=1 \
+    feature.distributed_optimizer.overlap_grad_reduce=false feature.distributed_optimizer.overlap_param_gather=false
+    model.blocks.dsa.indexer_loss_coeff=0.0 model.blocks.dsa.full_every=1 feature.mtp.depths=0 \
+    feature.distributed_optimizer.overlap_grad_reduce=false feature.distributed_optimizer.overlap_param_gather=false
     model.blocks.mla.latent_norm=false
     model.blocks.mla.v_head_dim=128 model.blocks.mla.qk_head_dim=128 model.substitute=[]
     model.blocks.mla.kv_lora_rank=512 model.blocks.mla.q_lora_rank=1536 model.substitute=[]

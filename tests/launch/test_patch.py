@@ -84,10 +84,10 @@ CALLS = ("os.replace", "os.unlink", "os.mkdir", "os.fsync", "os.rmdir")
 
 
 def test_a_kill_at_any_moment_leaves_a_tree_that_the_next_apply_finishes(large, tmp_path):
-    """At every third of the moments before and after a call that changes the disk. Before, 6 of 6 kills left a foreign tree."""
+    """At every fifth of the moments before and after a call that changes the disk. Before, 6 of 6 kills left a foreign tree."""
     queue, pristine = large
     states, killed = [], 0
-    for moment in range(0, 1000, 3):
+    for moment in range(0, 1000, 5):
         root = tmp_path / f"root{moment}"
         shutil.copytree(pristine, root)
         child = os.fork()
@@ -105,7 +105,7 @@ def test_a_kill_at_any_moment_leaves_a_tree_that_the_next_apply_finishes(large, 
         patch.apply(queue, root)
         assert queue.state(root) == "patched" and not list(root.glob(".nam_megatron*"))
         shutil.rmtree(root)
-    assert killed > 20 and set(states) == {"pristine", "foreign", "patched"}
+    assert killed > 12 and set(states) == {"pristine", "foreign", "patched"}
 
 
 def _kill_at(moment: int) -> None:

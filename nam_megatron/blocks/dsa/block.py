@@ -125,6 +125,15 @@ class Dsa(Block):
                 "parallel.context",
                 "set `parallel.context=1`; docs/training.md says which lengths fit without",
             )
+        computed = any(layer.kind == self.kind and computes(layer) for layer in plan.layers)
+        untrained = computed and not self.indexer_loss_coeff and not r.feature.lora
+        if untrained and r.feature.distributed_optimizer.overlap_grad_reduce and not r.feature.megatron_fsdp:
+            at = "feature.distributed_optimizer."
+            yield Problem(
+                "without its loss the indexer has no gradient, for which the overlapped reduction waits: Megatron stops in step 2",
+                "model.blocks.dsa.indexer_loss_coeff",
+                f"0.001, say, or set `{at}overlap_grad_reduce=false` and `{at}overlap_param_gather=false`",
+            )
         if r.model.linear_bias:
             yield Problem("DSA has no linear bias", "model.linear_bias", "set `model.linear_bias=false`")
 

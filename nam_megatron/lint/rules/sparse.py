@@ -109,6 +109,15 @@ RULES = (
         DSA,
     ),
     Rule(
+        "dsa-untrained-overlap",
+        FAIL,
+        "overlap_grad_reduce",
+        lambda a, m: m.dsa and not a.dsa_indexer_loss_coeff and a.overlap_grad_reduce and not m.fsdp,
+        "without its loss the indexer has no gradient, for which the overlapped reduction waits: step 2 stops",
+        "say `--dsa-indexer-loss-coeff`, 0.001 say",
+        "core/distributed/param_and_grad_buffer.py _ParamAndGradBucketGroup.reset",
+    ),
+    Rule(
         "dsa-stage-without-indexer",
         FAIL,
         "pipeline_model_parallel_size|hybrid_layer_pattern",
