@@ -187,9 +187,8 @@ CASES = {
 }  # fmt: skip
 # What Megatron notices only when it builds the model or runs it (read in its source), or that needs a CUDA device to be seen.
 LATER = {
-    "fsdp-pipeline", "rope-columns",
     "dsa-latent-norm", "dsa-reuse-cut", "dsa-reuse-source", "dsa-rotate", "dsa-sequence", "dsa-stage-without-indexer",
-    "dsa-untrained-overlap", "dsa-without-mla", "fp8-mamba-width", "layer-frequency", "moe-sequence", "moe-stage-without-experts", "moe-top-k",
-    "pattern-without-experts",
+    "dsa-untrained-overlap", "dsa-without-mla", "fp8-mamba-width", "fsdp-pipeline", "layer-frequency", "moe-sequence",
+    "moe-stage-without-experts", "moe-top-k", "pattern-without-experts", "rope-columns",
 }  # fmt: skip
 NEEDS_CUDA = {"dsa-kernel-declines"}
