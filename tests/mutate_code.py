@@ -81,6 +81,7 @@ GROUPS = {
             "tests/test_lower.py::test_refusal", "tests/test_schema.py::test_it_is_current",
             f"tests/test_plan.py {SLOW_PLAN}", f"tests/test_recipe.py {SLOW_RECIPE}", "tests/test_judges.py",
             f"tests/test_lower.py {SLOW_LOWER}", "tests/test_verify.py::test_variant_is_what_megatron_builds",
+            "tests/test_verify.py::test_yarn_is_compared_where_it_is_read",
             "tests/test_public.py -k nemotron_h_8b", "tests/cpu/test_effect_modules.py::test_every_place_tells_the_same_of_a_kind",
         ),
     ),
@@ -104,7 +105,10 @@ GROUPS = {
     ),
     "trainer": Group(
         ("nam_megatron/train.py", "nam_megatron/runtime/pretrain.py"),
-        ("tests/cpu/test_guards.py", f"tests/cpu/test_train.py {SLOW_TRAIN}"),
+        (
+            "tests/cpu/test_guards.py", "tests/test_data.py -k trainer_refuses", "tests/test_data.py -k how_often",
+            f"tests/cpu/test_train.py {SLOW_TRAIN}", "tests/cpu/test_author_lane.py -k yarns",
+        ),
     ),
     "receipts": Group(
         ("launch/receipt.py", "launch/redact.py", "launch/signature.py", "launch/compare.py"),
@@ -133,7 +137,10 @@ GROUPS = {
 } | {
     "lint": Group(
         ("nam_megatron/lint/*.py", "nam_megatron/lint/rules/*.py"),
-        ("tests/test_lint_inputs.py", f"tests/test_lint.py {SLOW_LINT}", "tests/cpu/test_lint_count.py"),
+        (
+            "tests/test_lint_said.py", "tests/test_lint_bash.py", "tests/test_lint_inputs.py", f"tests/test_lint.py {SLOW_LINT}",
+            "tests/cpu/test_lint_count.py", "tests/cpu/test_lint_stages.py",
+        ),
     ),
     "data": Group(("nam_megatron/data/*.py",), (f"tests/test_data.py {SLOW_DATA}",)),
     "layers": Group(
