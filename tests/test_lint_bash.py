@@ -244,6 +244,17 @@ def test_what_bash_never_starts_is_no_launch(bash):
         words(script)
 
 
+def test_what_a_script_would_be_called_with_is_open_in_its_functions_too():
+    for call, known in (('f "$@"', None), ('f 4 "$@"', "4"), ("f 4", "4"), ('set -- 4 "$@"; f "$@"', "4")):
+        assert words(f"f() {{ {RUN} $1; }}; {call}") == (known and ["--hidden-size", known])
+        assert words(f'f() {{ {RUN} 4 "$@"; }}; f "$@"') == ["--hidden-size", "4"]
+
+
+def test_a_function_that_calls_itself_is_noted():
+    launch = read(f"f() {{ f; X=5; }}\nX=4; f; {RUN} $X", current())
+    assert any("calls itself" in note for note in launch.notes)
+
+
 def test_most_scripts_are_read_and_not_left_open():
     """Open is never wrong, and tells nobody anything."""
     known = sum(words(script.replace("RUN", RUN)) is not None for script in SCRIPTS)

@@ -13,7 +13,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from nam_megatron.lint.shell import (
     BLANK,
@@ -120,15 +120,25 @@ def run(text: str) -> Run:
     return found
 
 
+class Given(NamedTuple):
+    """What a script or a function is called with: `$1`, `$2`, ... as far as they are known. more: others may follow."""
+
+    words: list[str]
+    more: bool
+
+
+UNKNOWN = Given([hole("arguments")], True)
+
+
 class Follower:
-    """Of one script. given: `$1`, `$2`, ... where they are known; None: the script as it stands, called without any."""
+    """Of one script, which is called as it stands, without arguments that it would know of."""
 
     def __init__(self, found: Run, depth: int = 0, functions: dict[str, Function] | None = None):
         self.run, self.depth = found, depth
         self.bodies: list[Body] = []
         self.functions = {} if functions is None else functions
         self.called: set[str] = set()
-        self.given: list[str] | None = None
+        self.given = Given([], True)
         self.locals: list[
             dict[str, tuple[Any, Any]]
         ] = []  # of each call: what its local variables were outside, and exported as
@@ -197,12 +207,13 @@ class Follower:
         self.node(node)
         self.run.variables, self.run.env, self.functions, self.given = kept
 
-    def call(self, function: Function, words: list[str], prefix: Mapping[str, str | None]) -> None:
+    def call(self, function: Function, given: Given, prefix: Mapping[str, str | None]) -> None:
         if len(self.locals) >= NESTED:
-            raise ShellError("functions inside functions, too deep")
+            self.run.notes.append(f"line {function.line}: this function calls itself, or others too deep to follow")
+            return
         self.called.add(function.name)
-        given, env = self.given, self.run.env
-        self.given, self.run.env = words, {**env, **prefix}
+        outer, env = self.given, self.run.env
+        self.given, self.run.env = given, {**env, **prefix}
         self.locals.append({name: (self.run.variables.get(name), env.get(name)) for name in prefix})
         self.run.variables |= {name: value for name, value in prefix.items() if value is not None}
         self.node(function.body)
@@ -212,7 +223,7 @@ class Follower:
                 held.pop(name, None)
                 if value is not None:
                     held[name] = value
-        self.given = given
+        self.given = outer
 
     def loop(self, node: Loop) -> None:
         """Every round, where it can be told how many there are; else one, and what it appends goes on."""
@@ -234,8 +245,8 @@ class Follower:
                 return
         if node.variable:
             self.put(node.variable, hole(node.variable))
-        if "shift" in first and self.given:
-            self.given = [hole("arguments")]
+        if "shift" in first and self.given.words:
+            self.given = UNKNOWN
         before = dict(self.run.variables)
         self.nodes(node.body)
         if not (node.condition and _forever(node.condition)):  # which ends in its first round, as far as one can see
@@ -345,13 +356,13 @@ class Follower:
         for after, functions, given in [self.supposed(arm) for arm in arms]:
             before.perhaps += [*((words, env, line) for words, env in after.commands), *after.perhaps]
             self.functions |= functions
-            self.given = given if given == self.given else [hole("arguments")]
+            self.given = given if given == self.given else UNKNOWN
             for name in dict.fromkeys((*before.variables, *after.variables)):
                 self.unsettle(name, after.variables.get(name), line)
             for name in after.env.keys() - before.env.keys():
                 before.env[name] = hole(name)
 
-    def supposed(self, nodes: Iterable[object]) -> tuple[Run, dict[str, Function], list[str] | None]:
+    def supposed(self, nodes: Iterable[object]) -> tuple[Run, dict[str, Function], Given]:
         """What some nodes would do, the functions and the arguments afterwards; nothing of it is kept."""
         actual, functions, given, called = self.run, self.functions, self.given, set(self.called)
         self.run = replace(
@@ -425,18 +436,19 @@ class Follower:
                 self.run.variables.pop(name, None)
                 self.run.env[name] = None
             return
+        more = self.given.more and any(p.kind == "var" and p.text in ("@", "*") for w in words for p in w.all_parts())
         if fields[:2] == ["set", "--"]:
-            self.given = fields[2:]
+            self.given = Given(fields[2:], more)
             return
-        if fields[:1] == ["shift"] and self.given:
-            self.given = self.given[_integer(fields[1]) or 0 :] if len(fields) > 1 else self.given[1:]
+        if fields[:1] == ["shift"] and self.given.words:
+            self.given = Given(self.given.words[_integer(fields[1]) or 0 if len(fields) > 1 else 1 :], self.given.more)
             return
         if fields[:1] == ["let"]:
             for text in fields[1:]:
                 self.let(text)
             return
         if fields and (function := self.functions.get(fields[0])):
-            self.call(function, fields[1:], prefix)
+            self.call(function, Given(fields[1:], more), prefix)
             return
         if fields[:1] == ["env"]:
             while len(fields) > 1 and (match := re.match(r"([A-Za-z_]\w*)=(.*)", fields[1], re.DOTALL)):
@@ -567,7 +579,7 @@ class Follower:
     def variable(self, text: str) -> list[str]:
         """`$text` or `${text}`."""
         self.run.spend()
-        given = self.given or []
+        given = self.given.words
         if text in ("@", "*"):
             return given
         if text == "#":
@@ -580,9 +592,10 @@ class Follower:
             return [hole(_brief(text))]
         name, index, operation, rest = match.groups()
         value = self.run.variables.get(name)
-        if name.isdigit() and self.given is not None and name != "0":
+        if name.isdigit() and name != "0":
             at = int(name) - 1
-            value = None if any(map(holes, given)) else given[at] if at < len(given) else ""
+            past = None if self.given.more else ""
+            value = None if any(map(holes, given)) else given[at] if at < len(given) else past
         if isinstance(value, list) and index not in ("[@]", "[*]"):
             number = _integer((index or "[0]")[1:-1])
             value = value[number] if number is not None and -len(value) <= number < len(value) else None
