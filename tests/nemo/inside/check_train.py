@@ -348,6 +348,10 @@ def test_every_adapter_learns_and_nothing_else(kinds, designed, tmp_path):
     assert len(seen["learned"]) == 2 * len(seen["adapters"])
     assert not [name for name, largest in seen["learned"].items() if not largest > 0]
     assert seen["moved"] == []
+    two = steps(ran(tmp_path / "plan.json", observed, *words, "cluster=h200_2", "schedule.micro_batch_size=1"))
+    assert two.keys() == losses.keys() and len(two) == 4
+    for step, figures in losses.items():
+        assert two[step] == pytest.approx(figures, rel=1e-2), "two data-parallel ranks"
     first = ran(tmp_path / "plan.json", observed, *words, *saves, "schedule.stop_every=2")
     goes_on = (*words, *saves, f"schedule.load={tmp_path / 'out'}")
     assert steps(first) | steps(ran(tmp_path / "plan.json", observed, *goes_on)) == losses
