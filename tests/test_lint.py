@@ -902,6 +902,12 @@ def test_recipe_names_a_difference_as_one():
 NORMS = ("NVTE_NORM_FWD_USE_CUDNN", "NVTE_NORM_BWD_USE_CUDNN")
 
 
+def test_a_launch_without_layers_is_no_recipe():
+    text = " ".join(map(repr, words(HYBRID | {"--hybrid-layer-pattern": None})))
+    with pytest.raises(Refused, match="builds no layers"):
+        recipe.make(lint(f"torchrun --nproc-per-node 8 pretrain_hybrid.py {text}"), Path("mine.yaml"))
+
+
 @pytest.mark.parametrize(
     ("said", "kernels", "lost"),
     [(NORMS, "cudnn", False), (NORMS[:1], "transformer_engine", True), ((), "transformer_engine", False)],

@@ -255,6 +255,13 @@ def test_a_function_that_calls_itself_is_noted():
     assert any("calls itself" in note for note in launch.notes)
 
 
+@pytest.mark.parametrize("form", ['A="{}"', 'f() {{ A="{}"; }}', "f() {{ A=({}); }}\ng() {{ :; }}"])
+def test_a_file_that_only_sets_variables_holds_its_flags(form):
+    """For another script to use; in functions, too."""
+    launch = read(form.format("--hidden-size 4 --num-layers 2"), current())
+    assert launch.words == ("--hidden-size", "4", "--num-layers", "2") and launch.partial
+
+
 def test_most_scripts_are_read_and_not_left_open():
     """Open is never wrong, and tells nobody anything."""
     known = sum(words(script.replace("RUN", RUN)) is not None for script in SCRIPTS)

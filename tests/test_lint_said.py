@@ -18,6 +18,7 @@ LAID_OUT = TP2 | {"--pipeline-model-parallel-size": "2", "--context-parallel-siz
 BASES = {
     "hybrid": HYBRID, "experts": MOE, "latent": MLA | {"--mtp-num-layers": "1"}, "sparse": DSA, "laid out": MOE | LAID_OUT,
     "sharded": FSDP | TP2,
+    "recomputed": HYBRID | {"--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": "1"},
 }  # fmt: skip
 VALUES = {"int": ("0", "3"), "float": ("0.0", "0.3"), "str": ("other",), "eval": ("[1,0]",)}
 

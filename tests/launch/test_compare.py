@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from launch import __main__ as command
 from launch import compare, receipt, receipts
+from launch.overlay import CACHES
 from launch.redact import Redactor
 from nam_megatron.errors import Refused
 
@@ -93,6 +94,12 @@ def test_marks_of_two_folders_say_nothing_of_each_other():
         for run, salt in (("one", "a"), ("two", "b"))
     ]  # fmt: skip
     assert "RUMOR" not in compare.table(pair)
+
+
+@pytest.mark.parametrize("name", [*CACHES, "NVIDIA_VISIBLE_DEVICES"])
+def test_where_a_host_keeps_things_is_no_regime(name):
+    pair = [made(run, environ=Redactor({}).environ({name: f"/x/{run}"})) for run in ("one", "two")]
+    assert compare.table(pair)
 
 
 def test_all_objections_come_at_once():

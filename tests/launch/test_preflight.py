@@ -67,6 +67,7 @@ def test_a_healthy_host_passes_and_its_facts_can_stand_in_a_receipt(context, tmp
     assert failures(report) == set() and time.monotonic() - began < 60
     assert report.findings[0].name == "torch"  # what explains the rest comes first
     known, facts = json.dumps(report.facts), report.facts
+    assert facts["torch"]["torch"] == "2.11.0"
     assert facts["topology"]["links"] == "NV18" and facts["topology"]["nics"]["GPU5"] == ["mlx5_7 (PIX)"]
     assert facts["driver"] == "580.159.04" and [g["bus"] for g in facts["gpus"]][4:6] == [
         "00000000:04:00.0",
