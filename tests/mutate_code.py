@@ -107,7 +107,7 @@ GROUPS = {
         ("nam_megatron/train.py", "nam_megatron/runtime/pretrain.py"),
         (
             "tests/cpu/test_guards.py", "tests/test_data.py -k trainer_refuses", "tests/test_data.py -k how_often",
-            f"tests/cpu/test_train.py {SLOW_TRAIN}", "tests/cpu/test_author_lane.py -k yarns",
+            f"tests/cpu/test_train.py {SLOW_TRAIN}", "tests/cpu/test_author_lane.py",
         ),
     ),
     "receipts": Group(

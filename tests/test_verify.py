@@ -171,6 +171,12 @@ def test_wrong_arguments_are_named(case, oracle):
     assert MISMATCH in summary(lowering, verdict)
 
 
+def test_the_number_of_data_parallel_ranks_is_compared(oracle):
+    lowering = lowered("nam56r_native_dp")
+    row = next(row for row in verify(lowering, oracle).rows if row.field == "args.data_parallel_size")
+    assert (row.expected, row.actual, row.key) == (8, 8, "cluster.gpus_per_node")
+
+
 YARN = {
     "--yarn-beta-fast": "beta_fast", "--yarn-beta-slow": "beta_slow", "--mscale": "mscale", "--mscale-all-dim": "mscale_all_dim",
     "--yarn-original-max-position-embeddings": "original_max_position_embeddings", "--rotary-scaling-factor": "rotary_scaling_factor",

@@ -102,6 +102,12 @@ def test_the_plan_as_written_is_accepted(tmp_path):
     assert job.plan == lowered().plan
 
 
+def test_help_is_a_text_and_no_run(capsys):
+    assert train.main(["--help"], 0.0) == 0
+    assert "--nam-plan plan.json" in capsys.readouterr().out
+    assert train.main([], 0.0) == 2
+
+
 def test_without_a_plan_nothing_is_guessed():
     for words in ([], ["--bf16"], ["--bf16", "--nam-plan"]):
         assert "no plan" in refusal(words)[0].message
