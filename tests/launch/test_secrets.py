@@ -90,7 +90,8 @@ for name, secret in {
     "Airtable token": f"pat{some(14)}.{some(64, HEX)}", "Alibaba key": "LTAI" + some(20),
     "Mailchimp key": some(32, HEX) + "-us12",
     "W&B key of today": "wandb_v1_" + some(77),
-    "kubeconfig key": "LS0tLS1CRUdJTiBSU0" + some(99), "OpenSSH key in base64": "b3BlbnNzaC1rZXkt" + some(99), "Google refresh token": "1//0" + some(60),
+    "kubeconfig key": "LS0tLS1CRUdJTiBSU0" + some(99), "OpenSSH key in base64": "b3BlbnNzaC1rZXkt" + some(99),
+    "Google refresh token": "1//0" + some(60),
     "tenant in capitals": "-".join(some(n, "0123456789ABCDEF") for n in (8, 4, 4, 4, 12)),
     "a key behind a word": "my_hf_" + some(34),
 }.items():  # fmt: skip
