@@ -63,7 +63,7 @@ def lines() -> Iterator[str]:
 
 
 def test_what_is_said_is_as_reviewed(rewrite_golden):
-    now = [" ".join(line.split(" ")).rstrip() for text in lines() for line in text.splitlines()]
+    now = [line.rstrip() for text in lines() for line in text.splitlines()]
     if rewrite_golden:
         GOLDEN.write_text("".join(f"{line}\n" for line in now))
     reviewed = GOLDEN.read_text().splitlines()

@@ -79,7 +79,7 @@ def read(path: Path, gpus: Sequence[str], said: Sequence[str]) -> tuple[str, str
         raise Refused(
             Problem("it has `peft`: adapters of others are not priced", None, "the run without it needs more")
         )
-    raise_if(_unread([] if ours else made.lost, made.keyless, recipe._load(made.yaml, preset), said))
+    raise_if(_unread([] if ours else made.lost, made.keyless, made.recipe, said))
     return preset, made.yaml, [] if ours or not made.keyless else [f"without a key here: {', '.join(made.keyless)}"]
 
 

@@ -46,21 +46,8 @@ DECLARE = {"export", "declare", "local", "readonly", "typeset"}
 NESTED = 8  # scripts in scripts, and calls in calls
 ROUNDS = 256  # of one loop
 PRINTS = {"echo", "printf"}
-ASKS = {
-    "grep",
-    "egrep",
-    "which",
-    "command",
-    "type",
-    "hash",
-    "pgrep",
-    "diff",
-    "cmp",
-    "git",
-    "ping",
-    "read",
-    "let",
-}  # of those nobody knows
+# Commands of which nobody knows here how they end.
+ASKS = {"grep", "egrep", "which", "command", "type", "hash", "pgrep", "diff", "cmp", "git", "ping", "read", "let"}
 # {1..4}, {1..9..2}, {a,b}
 BRACES = re.compile(r"\{(?:(-?\d{1,9})\.\.(-?\d{1,9})(?:\.\.(-?\d{1,9}))?|([^{},\s]*(?:,[^{},\s]*)+))\}")
 
@@ -139,9 +126,8 @@ class Follower:
         self.functions = {} if functions is None else functions
         self.called: set[str] = set()
         self.given = Given([], True)
-        self.locals: list[
-            dict[str, tuple[Any, Any]]
-        ] = []  # of each call: what its local variables were outside, and exported as
+        # Of each call: what its local variables were outside, and exported as.
+        self.locals: list[dict[str, tuple[Any, Any]]] = []
 
     def script(self, text: str) -> None:
         parser = Parser(text)
@@ -315,14 +301,9 @@ class Follower:
         tokens = [w for w in node.words if w.kind == "word"]
         double = tokens[0].literal == "[[" or tokens[-1].literal == "]]"
         tokens = tokens[tokens[0].literal in ("[", "[[", "test") : len(tokens) - (tokens[-1].literal in ("]", "]]"))]
-        if double:
-            words = [self.joined(w.parts) for w in tokens]
-            if len(words) > 2 and words[-2] in ("=", "==", "!="):
-                words[-1] = self.pattern(tokens[-1])
-        else:
-            words = [f for w in tokens for f in (self.fields(w) or [""])]
-            if len(words) > 2 and words[-2] in ("=", "==", "!="):
-                words[-1] = glob.escape(words[-1])
+        words = [f for w in tokens for f in ([self.joined(w.parts)] if double else self.fields(w) or [""])]
+        if len(words) > 2 and words[-2] in ("=", "==", "!="):
+            words[-1] = self.pattern(tokens[-1]) if double else glob.escape(words[-1])
         return self.test(words)
 
     def test(self, words: list[str]) -> bool | None:

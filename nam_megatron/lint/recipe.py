@@ -32,7 +32,7 @@ from nam_megatron.lint.read import Launch
 from nam_megatron.lint.values import Args, NotKnown, Open
 from nam_megatron.lower import Lowering, translate, unchecked
 from nam_megatron.plan import plan
-from nam_megatron.recipe import Optim, load, to_tree
+from nam_megatron.recipe import Optim, Recipe, load, to_tree
 from nam_megatron.recipe.standing import IDLE
 from nam_megatron.setting import Config
 from nam_megatron.targets import current
@@ -49,6 +49,7 @@ class Made:
 
     path: Path
     yaml: str
+    recipe: Recipe
     lost: list[str] = field(default_factory=list)  # other values than the launch's
     added: list[str] = field(default_factory=list)  # pinned by the recipe, left to Megatron by the launch
     keyless: list[str] = field(default_factory=list)  # arguments that no recipe of ours has
@@ -120,7 +121,7 @@ def make(report: Report, path: Path) -> Made:
             Problem(f"no recipe: `{err}` is not known", "recipe", "the findings say what is missing")
         ) from None
     wanted, text, recipe = _composed(wanted, groups, path.stem, _comment(report.name), lost)
-    made = Made(path, text, lost)
+    made = Made(path, text, recipe, lost)
     lowering: Lowering | None = None
     try:
         lowering = translate(recipe)

@@ -6,11 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 DEPTH = 40
-OPEN, CLOSE, BLANK = (
-    "\ue000",
-    "\ue001",
-    "\ue002",
-)  # around what is not known, and a blank in it; private use: no script has them
+# Around what is not known, and a blank in it; private use: no script has them.
+OPEN, CLOSE, BLANK = "\ue000", "\ue001", "\ue002"
 OPERATORS = (
     "<<<",
     "<<-",

@@ -202,10 +202,7 @@ def sign(recipe: Recipe) -> None:
     s = recipe.schedule
     if s.save is None or s.pretrained is None:
         return
-    path = Path(s.save) / guards.SIGNED / BEGAN
-    part = path.with_name(f"{BEGAN}.part")
-    part.write_text(json.dumps(_began(recipe), indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
+    checkpoint.place(Path(s.save) / guards.SIGNED / BEGAN, json.dumps(_began(recipe), indent=1) + "\n")
 
 
 def forget(recipe: Recipe) -> None:

@@ -237,6 +237,11 @@ def sign(lowering: Lowering, within: str = "") -> None:
     if recipe.data.built is not None:
         texts[DATA] = (recipe.data.built / manifest.NAME).read_text(encoding="utf-8")
     for name, text in texts.items():
-        part = folder / f"{name}.part"
-        part.write_text(text, encoding="utf-8")
-        part.replace(folder / name)
+        place(folder / name, text)
+
+
+def place(path: Path, text: str) -> None:
+    """Write a file that is whole wherever it is found."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
