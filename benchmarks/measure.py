@@ -45,6 +45,16 @@ MODULES = "feature.cuda_graphs.modules="
 GRAPHS = ("feature.cuda_graphs.impl=transformer_engine", f"{MODULES}[attn,mamba,moe_router,moe_preprocess]")
 EAGER = ("feature.cuda_graphs.impl=none",)
 FULL = ("feature.recompute.granularity=full", "feature.recompute.method=uniform", "feature.recompute.layers=1")
+DETERMINISTIC = "precision.deterministic=true"
+# The author stack as far as 13 layers have its ranks.
+AUTHOR13 = (*ONE, "model.substitute=[{letter: A, ranks: [1, 2, 3], kind: dsa}]")
+LONG = (
+    "model.seq_length=32768",
+    "schedule.micro_batch_size=1",
+    "schedule.global_batch_size=1",
+    "schedule.train_steps=5",
+    "schedule.decay_steps=12",
+)
 SELECTIVE = ("feature.recompute.granularity=selective", "feature.recompute.modules=[moe_act,layernorm]")
 # Hydra composes one config at a time.
 COMPOSING = threading.Lock()
@@ -79,6 +89,11 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "fused52_mbs8": ("nam56r_native_dp_fused", (*FOUR64, MBS8)),
     "fused52_graphs": ("nam56r_native_dp_fused", (*FOUR64, GRAPHS[0], f"{MODULES}[attn,mamba]")),
     "author52": ("nam56r_fused", FOUR64),
+    "fused13": ("nam56r_native_dp_fused", ONE),
+    "fused13_deterministic": ("nam56r_native_dp_fused", (*ONE, DETERMINISTIC)),
+    "author13": ("nam56r_fused", AUTHOR13),
+    "author13_deterministic": ("nam56r_fused", (*AUTHOR13, DETERMINISTIC)),
+    "author52_32k": ("nam56r_fused", ("cluster=h200_1", *LONG, *FULL)),
 }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from measure import CUT, MLA, built, ranks
+from measure import AUTHOR13, CUT, EAGER, MLA, built, ranks
 
 from nam_megatron import argv
 from nam_megatron.lower import Lowering, translate
@@ -28,14 +28,17 @@ from nam_megatron.recipe import load
 MEGATRON, BRIDGE, AGAIN = "megatron", "bridge", "megatron again"
 TRAINERS = {MEGATRON: "nam_megatron.train", BRIDGE: "nam_megatron.nemo.train", AGAIN: "nam_megatron.train"}
 STEPS, WARM = 20, 5
-ONE = ("cluster=h200_1", *CUT, f"schedule.train_steps={STEPS}", "schedule.decay_steps=40", "schedule.log_interval=1")
+LOGGED = (f"schedule.train_steps={STEPS}", "schedule.decay_steps=40", "schedule.log_interval=1")
+ONE = ("cluster=h200_1", *CUT, *LOGGED)
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "smoke": (
         "nam56r_smoke",
-        (f"schedule.train_steps={STEPS}", "schedule.decay_steps=40", "schedule.log_interval=1"),
+        LOGGED,
     ),
     "gqa13": ("nam56r_native_dp", ONE),
     "mla13_mtp1": ("nam56r", (*ONE, *MLA, "feature.mtp.depths=1", "schedule.micro_batch_size=2")),
+    "author13": ("nam56r_fused", (*AUTHOR13, *LOGGED)),
+    "fp8_13": ("nam56r_native_dp_fp8", (*ONE, *EAGER, "schedule.micro_batch_size=4")),
 }
 
 FIGURES = {

@@ -100,9 +100,13 @@ def run(name: str, folder: Path, limit: float, gpu: int, data: str | None) -> di
     steps = (f"schedule.train_steps={STEPS}", f"schedule.decay_steps={2 * STEPS}")
     steps = (*steps, *measure.built(data, folder / f"{name}.{gpu}.data"))
     entry = measure.trial(f"{name}.{gpu}", PRESET, (*CUT, *steps, *overrides), folder, limit, words, [gpu])
-    entry |= {"name": name, "gpu": gpu}
+    return rated(entry | {"name": name, "gpu": gpu})
+
+
+def rated(entry: dict[str, Any]) -> dict[str, Any]:
+    """A trial of one GPU with its rate; without what differs between any two."""
     if "error" not in entry:
-        plan = measure.lowered(PRESET, entry["overrides"]).plan
+        plan = measure.lowered(entry["preset"], entry["overrides"]).plan
         tokens = plan.recipe.schedule.global_batch_size * plan.recipe.model.seq_length
         entry["tokens_per_second"] = round(tokens / entry["median_step_seconds"], 1)
         entry["utilisation"] = round(cost(plan).utilisation(entry["tokens_per_second"]), 4)
