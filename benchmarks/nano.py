@@ -20,7 +20,7 @@ from nam_megatron.budget import budget
 
 PRESET, STEPS = "nemotron_3_nano_30b_a3b", 8
 CUT = ("cluster=h200_1", "model.depth=10", "model.pattern=MEMEMAEMEM", "parallel.expert=1", "optim.warmup_steps=2")
-CUT += ("schedule.global_batch_size=16", f"schedule.train_steps={STEPS}", f"schedule.decay_steps={2 * STEPS}")
+CUT += ("schedule.global_batch_size=8", f"schedule.train_steps={STEPS}", f"schedule.decay_steps={2 * STEPS}")
 MBS2 = "schedule.micro_batch_size=2"
 # name -> (overrides, words for peak_memory.py)
 TRIALS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

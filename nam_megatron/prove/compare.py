@@ -4,7 +4,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, isfinite, sqrt
+from math import hypot, inf, isfinite, sqrt
 from types import MappingProxyType
 from typing import Any
 
@@ -103,7 +103,11 @@ def rows(
     reference, layout: what the one rank and each rank of the layout said (worker.Watch). names: (what, step) -> the tensors that the
     reference has. steps: those that the layout was to do. same: see Limits.of.
     """
-    found = [*_scalars(reference, layout, plan, limits, steps), *_tensors(layout, names, plan, limits, steps, same)]
+    turned = _turned(reference, limits)
+    found = [
+        *_scalars(reference, layout, plan, limits, steps),
+        *_tensors(layout, names, plan, limits, steps, same, turned),
+    ]
     return tuple(sorted(found, key=_place))
 
 
@@ -182,6 +186,25 @@ def _said(said: Iterable) -> tuple[dict, dict]:
     return losses, counts
 
 
+def _turned(reference: Iterable, limits: Limits) -> dict[tuple[int, int], float]:
+    """How far off the experts' biases of a layer may be after a step because tokens went to other experts, by (step, layer).
+
+    A bias goes one rate up or down by whether its expert got fewer tokens than the mean (megatron-core 0.19.2,
+    transformer/moe/moe_utils.py get_updated_expert_bias): with so few tokens more or fewer as the limit lets an expert have, it goes the
+    other way.
+    """
+    found, went, other = {}, {}, {}
+    for (step, layer), (counts,) in sorted(_said(reference)[1].items()):
+        mean = sum(counts) / len(counts)
+        near = limits.of(COUNT, step, int(layer)) * mean
+        ways, turns = went.setdefault(layer, [0] * len(counts)), other.setdefault(layer, [0] * len(counts))
+        for expert, count in enumerate(counts):
+            ways[expert] += (count < mean) - (count > mean)
+            turns[expert] += 2 * (abs(count - mean) < near)
+        found[step, int(layer)] = hypot(*turns) / hypot(*ways) if any(ways) else 0.0
+    return found
+
+
 def _tensors(
     layout: Sequence[Iterable],
     names: Mapping[tuple, Iterable[str]],
@@ -189,6 +212,7 @@ def _tensors(
     limits: Limits,
     steps: Iterable[int],
     same: int,
+    turned: Mapping[tuple[int, int], float],
 ) -> Iterator[Row]:
     # (what, step, key) -> window -> (worst of its replicas, whole, elements); None for a tensor that the reference has not.
     found: dict[tuple, dict] = defaultdict(dict)
@@ -207,8 +231,10 @@ def _tensors(
             continue
         said_as = START if step == 0 else what
         for key, elements in keys:
-            limit = limits.of(said_as, step, key, same)
             windows, place = found.pop((what, step, key), {}), _of_key(plan, key)
+            limit = limits.of(said_as, step, key, same)
+            if said_as == WEIGHT and key.endswith("router.expert_bias"):
+                limit = max(limit, turned.get((step, place[0]), 0.0))
             if None in windows:
                 yield Row(said_as, step, key, inf, limit, *place, note="another shape than on one rank")
             elif sum(n for _, _, n in windows.values()) != elements:

@@ -22,6 +22,8 @@ from nam_megatron.prove.tensors import Shard, fill, gathered, kept, shards, unsh
 
 GRADIENTS, WEIGHTS, BITS = "gradient", "weight", "bits"
 BEGIN = "begin"  # the folder of the checkpoint of the weights that everything starts from
+# Elements of a bucket of gradients on a CPU: Megatron's 40 million would hold every parameter there, and show nothing of bucket borders.
+BUCKET = 3000
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ def words(side: Side) -> list[str]:
     said = list(argv(side.lowering))
     if side.device == "cpu":
         said.remove("--bf16")
+        said += ["--ddp-bucket-size", str(BUCKET)]
     if side.resume:
         said += ["--load", str(side.folder / side.resume), "--no-load-rng"]
     elif not side.reference and not _sharded(side):

@@ -42,7 +42,18 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 
 from nam_megatron.blocks import Gauge
 from nam_megatron.errors import Problem, Refused, raise_if
-from nam_megatron.runtime import background, checksums, cross_entropy, fsdp, group_order, rate, stage_log, wgrad, yarn
+from nam_megatron.runtime import (
+    background,
+    bucket_padding,
+    checksums,
+    cross_entropy,
+    fsdp,
+    group_order,
+    rate,
+    stage_log,
+    wgrad,
+    yarn,
+)
 from nam_megatron.runtime.gauges import GAUGES
 from nam_megatron.runtime.heartbeat import HEART
 from nam_megatron.runtime.nonfinite import Watch
@@ -106,6 +117,7 @@ class NamModelBuilder(HybridModelBuilder):
     def build_distributed_models(self, *args: Any, **kwargs: Any) -> list[HybridModel]:
         models = super().build_distributed_models(*args, mixed_precision_wrapper=Float16ExceptMarked, **kwargs)
         stage_log.provide(models[0].config)
+        bucket_padding.provide()
         fsdp.provide(models)
         return models
 

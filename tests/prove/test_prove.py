@@ -8,7 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from functools import cache
-from math import inf
+from math import inf, sqrt
 from types import SimpleNamespace
 
 import planted
@@ -205,6 +205,20 @@ def test_each_comparison_has_the_limit_of_its_own_noise():
     assert limits.of(GRADIENT, 1, still) == 2**-5 and limits.of(GRADIENT, 2, still) == 2**-4
     assert limits.of(COUNT, 1, 4) == pytest.approx(0.04) and limits.of(COUNT, 1, 2) == compare.COUNTS_BF16
     assert limits.of(LOSS, 1, None) == pytest.approx(4e-3) and limits.of(compare.START, 1, noisy) == 0
+
+
+def test_a_bias_may_turn_where_its_expert_had_the_mean():
+    """64 experts, of which two had the mean of 100 but for one token: bf16 may send 2 % elsewhere, and those two may turn."""
+    key, counts = "decoder.layers.1.mlp.router.expert_bias", [110.0, 90.0] * 31 + [101.0, 99.0]
+
+    def found(limits, off, counts=counts):
+        ranks = [[("weight", 1, key, ((0, 64),), off**2, 1.0, 64), ("count", 1, 2, counts)]]
+        reference, names = [("count", 1, 2, counts)], {("weight", 1): [(key, 64)]}
+        return compare.rows(reference, ranks, names, plan(), limits, [1])[-1]
+
+    noisy, both = compare.beyond([]), sqrt(2 * 2**2 / 64)
+    assert found(noisy, both).agrees and not found(noisy, 1.1 * both).agrees and not found(FP32, both).agrees
+    assert found(noisy, 0.0, [110.0, 90.0] * 32).limit == noisy.of(WEIGHT, 1, key), "none was near it"
 
 
 def test_what_noise_alone_may_do_is_not_counted_as_proven():
