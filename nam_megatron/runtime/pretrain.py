@@ -44,11 +44,11 @@ from nam_megatron.blocks import Gauge
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.runtime import (
     background,
-    bucket_padding,
     checksums,
     cross_entropy,
     fsdp,
     group_order,
+    master_weights,
     rate,
     stage_log,
     wgrad,
@@ -117,7 +117,7 @@ class NamModelBuilder(HybridModelBuilder):
     def build_distributed_models(self, *args: Any, **kwargs: Any) -> list[HybridModel]:
         models = super().build_distributed_models(*args, mixed_precision_wrapper=Float16ExceptMarked, **kwargs)
         stage_log.provide(models[0].config)
-        bucket_padding.provide()
+        master_weights.provide()
         fsdp.provide(models)
         return models
 

@@ -8,18 +8,20 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import nullcontext
 from functools import partial, wraps
 from pathlib import Path
 
 import pytest
 import torch
 from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.training import get_args
 from test_train import TORCHRUN, command, lowered, poison, run, trained
 
 from launch import steps
 from nam_megatron import train
-from nam_megatron.runtime import background, checkpoint, checksums, pretrain
+from nam_megatron.runtime import background, checkpoint, checksums, master_weights, pretrain
 
 SIX = ("schedule.train_steps=6", "schedule.decay_steps=6", "schedule.save_interval=2", "optim.lr=0.01")
 SIX += ("feature.distributed_optimizer.reshardable=true",)
@@ -127,6 +129,23 @@ def test_a_run_goes_on_in_another_layout_and_comes_back(whole, at_two, tmp_path,
     one = trained(run(tmp_path, *at_two))
     assert one == pytest.approx([losses[4], (losses[4] + losses[5]) / 2], abs=1e-2)
     assert abs(losses[5] - losses[2]) > 5e-2, "the losses move too little to tell steps apart"
+
+
+def test_a_checkpoint_with_the_state_of_other_weights_is_refused(tmp_path):
+    """As Megatron alone writes it where gradients have several buckets; its weights are right, and so is its first loss."""
+
+    def megatrons() -> None:
+        laid = DistributedOptimizer._compute_per_buffer_param_layout
+        DistributedOptimizer._compute_per_buffer_param_layout = staticmethod(
+            lambda held, _, *more: laid(held, 3000, *more)
+        )
+        master_weights._without_padding = lambda _: nullcontext()
+
+    words = (*SIX, f"schedule.save={tmp_path}/ckpt", "schedule.save_interval=1", "schedule.stop_every=1")
+    trained(run(tmp_path, *words, before=megatrons))
+    (rank,) = run(tmp_path, *words, f"schedule.load={tmp_path}/ckpt")
+    assert rank.code == 2 and "Traceback" not in rank.err
+    assert "the optimizer's fp32 weights are not those of the model: " in rank.err and "schedule.load" in rank.err
 
 
 def test_a_sharded_run_is_the_run_and_goes_on_as_it_was(tmp_path):
