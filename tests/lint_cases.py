@@ -136,6 +136,8 @@ CASES = {
     "mla-yarn-fusion-heads": (MLA, {"--no-rope-fusion": None, "--rope-type": "yarn", "--num-attention-heads": "24",
                                     "--hidden-size": "1536"}),
     "fsdp-pipeline": (FSDP, {"--pipeline-model-parallel-size": "2"}),
+    "checkpoint-shifted": (GPT | {"--use-distributed-optimizer": True, "--overlap-grad-reduce": True, "--save": "o", "--save-interval": "9"},
+                           {"--dist-ckpt-optim-fully-reshardable": True}),
     "fsdp-lone-experts": (FSDP | EXPERTS | SHARDED, {"--expert-model-parallel-size": "8"}),
     "fsdp-indexer": (DSA | {k: v for k, v in (FSDP | SHARDED).items() if k not in GPT}, TP2 | {"--no-gradient-accumulation-fusion": True}),
     "moe-balancing-lists": (MOE, {"--moe-router-load-balancing-type": "aux_loss global_aux_loss"}),

@@ -97,6 +97,18 @@ RULES = (
         VALIDATE,
     ),
     Rule(
+        "checkpoint-shifted",
+        WRONG,
+        "dist_ckpt_optim_fully_reshardable",
+        lambda a, m: not m.plan
+        and all((a.dist_ckpt_optim_fully_reshardable, a.use_distributed_optimizer, a.overlap_grad_reduce, a.save))
+        and not m.fsdp,
+        "from a gradient buffer's second bucket on, master weights and moments are saved shifted by the padding of the buckets before "
+        "(mended in Megatron-LM pull request 5077): a run that goes on from such a checkpoint trains with other weights",
+        "leave it out, or take a Megatron with that change",
+        "core/optimizer/distrib_optimizer.py sharded_param_state_fully_reshardable",
+    ),
+    Rule(
         "checkpoint-format",
         FAIL,
         "ckpt_format",
