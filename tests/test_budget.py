@@ -469,6 +469,13 @@ def test_table_of_long_sequences_is_todays():
     assert [f"{n:.1f}" for n in found] == [cell.strip().partition(",")[0] for cell in row.strip("|").split("|")[2:]]
 
 
+def test_rows_of_ngrams_are_remembered_where_the_embedding_is():
+    """A byte a row: four tables of 1,000 rows, on the first of two stages."""
+    plan = plan_of(*NATIVE, *VARIANTS["streams and n-grams"], "parallel.pipeline=2")
+    held = [[x.bytes for x in s.moments["after_init"].lines if "asked" in x.name] for s in budget(plan).stages]
+    assert held == [[4000], []]
+
+
 def test_an_output_layer_without_logits_would_save_little(monkeypatch):
     """Why there is none: docs/training.md."""
     plans = [

@@ -490,6 +490,8 @@ def test_layers_that_measure_themselves():
     assert gauges(lowered("nam56r").plan) == dict.fromkeys((5, 21, 37), kept) | tail
     assert gauges(lowered("nam56r", "model.blocks.dsa.kernels=megatron").plan) == tail
     assert gauges(lowered("nam52_h200_sparse_8_11_ref_v1").plan) == dict.fromkeys((33, 37, 41, 45), kept)
+    ngrams = "feature.ngram_hash.enabled=true", "feature.ngram_hash.buckets=1000"
+    assert gauges(lowered("nam56r_native_dp", *ngrams).plan) == {0: Gauge("n-gram rows")}
     assert gauges(lowered("nam56r_native_dp").plan) == {}
 
 

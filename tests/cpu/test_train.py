@@ -399,6 +399,8 @@ def test_n_gram_rows_learn_beside_muon(tmp_path):
     losses = trained(ranks)
     assert len(losses) == 3 and losses[-1] < losses[0] - 0.2
     assert sum("ngrams" in name for name in changed(ranks)) == 2
+    (share,) = logged(ranks, "n-gram rows 0")
+    assert 0 < share < 1
 
 
 def test_one_rank_speaks(tmp_path):
