@@ -1,7 +1,7 @@
 """The measured tables of docs/training.md: python benchmarks/tables.py
 
-Reads benchmarks/{throughput,full,stock,ladder,blocks}_h200.json and receipts/, and writes each table between its marks. Needs the package:
-how many layers of a kind the full model has stands in its plan.
+Reads benchmarks/{throughput,full,stock,ladder,blocks,output_layer}_h200.json and receipts/, and writes each table between its marks.
+Needs the package: how many layers of a kind the full model has stands in its plan.
 """
 
 import json
@@ -218,9 +218,35 @@ def without_logits() -> Iterator[str]:
         yield f"| {name} | {micro}, {gpus} | {2 * count / GIB:.1f} | {cells} |"
 
 
+# Tokens of a microbatch: a run of such, and how often it computes its output layer.
+RUNS = {
+    16384: ("20261121T182906Z-nam56r_fused-adcf6c", 2),
+    32768: ("20261121T174652Z-nam56r_native_dp_fused-5d8cdf", 1),
+    8192: ("20261122T181224Z-nam52_h200_dense_no_mhc_recovery_v1-7a0f1f", 1),
+}
+
+
+def output_layer() -> Iterator[str]:
+    """What is more than `fused`, of a microbatch of that run."""
+    yield "| tokens | way | ms | times the floor | held for backward, GiB | peak, GiB | of a step, more |"
+    yield "|---|---|---|---|---|---|---|"
+    rows = read("output_layer")[-1]["rows"]
+    fused = {row["rows"]: row["ms"] for row in rows if row["name"] == "fused"}
+    for tokens in fused:
+        name, times = RUNS[tokens]
+        found = json.loads((HERE.parent / "receipts" / name / "receipt.json").read_text())
+        step = tokens / found["outcome"]["figures"]["window"]["tokens_per_s_per_gpu"] * 1e3
+        for row in (row for row in rows if row["rows"] == tokens):
+            more = f"{times * (row['ms'] - fused[tokens]) / step:+.1%}" if row["name"] != "fused" else ""
+            cells = (
+                f"{row['ms']:.1f} | {row['ms'] / row['floor_ms']:.2f} | {row['kept_gib']:.2f} | {row['peak_gib']:.2f}"
+            )
+            yield f"| {tokens:,} | {row['name']} | {cells} | {more} |"
+
+
 def main() -> None:
     text = DOCS.read_text()
-    for table in (throughput, kernels, full, stock, ladder, runs, blocks, long, without_logits):
+    for table in (throughput, kernels, full, stock, ladder, runs, blocks, long, without_logits, output_layer):
         head, begin, rest = text.partition(f"<!-- begin: {table.__name__} -->\n")
         assert begin, f"docs/training.md has no place for {table.__name__}"
         _, end, tail = rest.partition("<!-- end -->")
