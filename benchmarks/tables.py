@@ -1,7 +1,7 @@
 """The measured tables of docs/training.md: python benchmarks/tables.py
 
-Reads benchmarks/{throughput,full,stock,ladder,blocks}_h200.json and receipts/, and writes each table between its marks. Needs the package:
-how many layers of a kind the full model has stands in its plan.
+Reads benchmarks/{throughput,full,stock,ladder,blocks,output_layer}_h200.json and receipts/, and writes each table between its marks.
+Needs the package: how many layers of a kind the full model has stands in its plan.
 """
 
 import json
@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from blocks import kind_of
 
-from nam_megatron.budget import budget
+from nam_megatron.budget import budget, ends
 from nam_megatron.lower import translate
 from nam_megatron.recipe import load
 from nam_megatron.sizes import GIB
@@ -190,9 +191,62 @@ def long() -> Iterator[str]:
             yield f"| {length:,} | {title} | {' | '.join(cells)} |"
 
 
+LOGITS = (
+    ("nam56r_fused", 4, 8), ("nam56r_fused", 4, 2), ("nam56r_native_dp_fused", 8, 8), ("nam56r_native_dp_fused", 8, 2),
+    ("nam56r_native_dp_fused", 4, 8), ("nam56r_nemo_native", 4, 8), ("nam56r_native_dp_fp8", 5, 8),
+    ("nam52_h200_dense_ref_v1", 2, 1), ("nam52_h200_dense_no_mhc_recovery_v1", 2, 1), ("nam52_h200_sparse_8_11_ref_v1", 2, 1),
+    ("nam52r_h200_4full_9sparse_candidate_v1", 2, 1), ("llama_3_8b", 1, 8), ("nemotron_h_8b", 1, 8),
+)  # fmt: skip
+
+
+def without_logits() -> Iterator[str]:
+    """What the peak would fall by if the output layer and its loss held nothing at all: GiB allocated, by the budget."""
+    yield "| preset | micro batch, GPUs | logits of all depths | peak | at | without | at | less |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for name, micro, gpus in LOGITS:
+        overlay = () if name.endswith("_fused") else ("precision.cross_entropy=fused",)
+        if name.startswith("nam52"):
+            overlay = ("+overlay=fused",)
+        plan = translate(load(name, (*overlay, f"cluster=h200_{gpus}", f"schedule.micro_batch_size={micro}"))).plan
+        peak = budget(plan).worst.steady
+        with mock.patch.object(ends, "loss", lambda z: ()):
+            less = budget(plan).worst.steady
+        r = plan.recipe
+        count = micro * r.model.seq_length * r.model.vocab_size * (1 + plan.mtp_depths) / r.parallel.tensor
+        share = 1 - less.allocated / peak.allocated
+        cells = f"{peak.allocated / GIB:.1f} | {peak.event} | {less.allocated / GIB:.1f} | {less.event} | {share:.1%}"
+        yield f"| {name} | {micro}, {gpus} | {2 * count / GIB:.1f} | {cells} |"
+
+
+# Tokens of a microbatch: a run of such, and how often it computes its output layer.
+RUNS = {
+    16384: ("20261121T182906Z-nam56r_fused-adcf6c", 2),
+    32768: ("20261121T174652Z-nam56r_native_dp_fused-5d8cdf", 1),
+    8192: ("20261122T181224Z-nam52_h200_dense_no_mhc_recovery_v1-7a0f1f", 1),
+}
+
+
+def output_layer() -> Iterator[str]:
+    """What is more than `fused`, of a microbatch of that run."""
+    yield "| tokens | way | ms | times the floor | held for backward, GiB | peak, GiB | of a step, more |"
+    yield "|---|---|---|---|---|---|---|"
+    rows = read("output_layer")[-1]["rows"]
+    fused = {row["rows"]: row["ms"] for row in rows if row["name"] == "fused"}
+    for tokens in fused:
+        name, times = RUNS[tokens]
+        found = json.loads((HERE.parent / "receipts" / name / "receipt.json").read_text())
+        step = tokens / found["outcome"]["figures"]["window"]["tokens_per_s_per_gpu"] * 1e3
+        for row in (row for row in rows if row["rows"] == tokens):
+            more = f"{times * (row['ms'] - fused[tokens]) / step:+.1%}" if row["name"] != "fused" else ""
+            cells = (
+                f"{row['ms']:.1f} | {row['ms'] / row['floor_ms']:.2f} | {row['kept_gib']:.2f} | {row['peak_gib']:.2f}"
+            )
+            yield f"| {tokens:,} | {row['name']} | {cells} | {more} |"
+
+
 def main() -> None:
     text = DOCS.read_text()
-    for table in (throughput, kernels, full, stock, ladder, runs, blocks, long):
+    for table in (throughput, kernels, full, stock, ladder, runs, blocks, long, without_logits, output_layer):
         head, begin, rest = text.partition(f"<!-- begin: {table.__name__} -->\n")
         assert begin, f"docs/training.md has no place for {table.__name__}"
         _, end, tail = rest.partition("<!-- end -->")

@@ -232,7 +232,7 @@ def _charts(runs: Sequence[Run]) -> Iterator[str]:
             yield f"<h2>{title}</h2>{chart(series, [run.name for run in runs])}"
     for name in steps.GAUGES:
         drawn = {
-            f"{f'{run.name}, ' if len(runs) > 1 else ''}layer {n}": run.series(f"{name} {n}")
+            f"{f'{run.name}, ' if len(runs) > 1 else ''}{f'layer {n}' if n else 'embedding'}": run.series(f"{name} {n}")
             for run in runs
             for n in run.numbers(name)
         }

@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 from nam_megatron.blocks.kinds import KINDS
+from nam_megatron.features.names import FEATURES
 
 STEP = re.compile(r"\biteration\s+(\d{1,18})/\s*(\d{1,18})\s+\|(.*)")
 NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf)"
@@ -94,8 +95,9 @@ def parse(line: str) -> Step | Reading | Save | None:
     return None
 
 
-# What layers measure of themselves; a figure's name ends with the layer's number.
-GAUGES = tuple(block.measures.name for block in KINDS.values() if block.measures)
+# What layers measure of themselves; a figure's name ends with the layer's number, the embedding's with 0.
+MEASURED = [kind.measures for kind in KINDS.values()] + [feature.measures for feature in FEATURES.values()]
+GAUGES = tuple(gauge.name for gauge in MEASURED if gauge)
 # What `guarded` lets stand: names of figures that Megatron and we print.
 NAMED = re.compile(
     r"\|?\s*(?:consumed samples|elapsed time per iteration \(ms\)|throughput per GPU \(TFLOP/s/GPU\)|model TFLOP/s/GPU|learning rate"

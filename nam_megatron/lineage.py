@@ -129,8 +129,6 @@ def _regime(plan: Plan) -> Iterator[str]:
         feature = on(plan, name)
         if how := {k: v for k, v in feature.model_dump().items() if executes(f"feature.{name}.{k}")} if feature else {}:
             yield f"{name} {_values(how)}"
-    if linear := on(plan, "linear_ce"):
-        yield f"linear_ce {_values(linear.model_dump())}"
     yield r.optim.name
     yield f"micro batch {s.micro_batch_size}, global batch {s.global_batch_size}"
 

@@ -39,7 +39,6 @@ BUCKETS = (
 )  # fmt: skip
 
 UNMEASURED = "unmeasured"  # read in the code or simulated, never seen on a GPU
-ESTIMATED = "estimated"  # of a block or feature that is designed and not built
 
 
 @dataclass(frozen=True, slots=True)

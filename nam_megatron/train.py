@@ -237,8 +237,9 @@ def operations(plan: Plan) -> float:
 
 
 def gauges(plan: Plan) -> dict[int, Gauge]:
-    """What the layers of the main stack measure of themselves, by number."""
+    """What the embedding, as number 0, and the layers of the main stack measure of themselves, by number."""
     of = {layer.number: plan.recipe.model.blocks.of(layer.kind).gauge(layer) for layer in plan.layers}
+    of[0] = next((feature.measures for feature in plan.recipe.feature.all() if feature.measures), None)
     return {number: gauge for number, gauge in of.items() if gauge}
 
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import termios
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,22 +30,38 @@ class Ran:
     err: str
 
 
-def warm(*words: str, cwd: Path | str = ".", module: str = TRANSLATE) -> Ran:
+def unbuilt() -> None:
+    """As if Mamba-3's layer were still to be written: the `before` of a run."""
+    from nam_megatron.blocks.mamba3.block import Mamba3
+
+    Mamba3.missing = "the mixer"
+
+
+def nothing() -> None: ...
+
+
+def warm(*words: str, cwd: Path | str = ".", module: str = TRANSLATE, before: Callable[[], None] = nothing) -> Ran:
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
-        process = SERVER.Process(target=_child, args=(module, words, str(cwd), str(out), str(err), {}))
+        process = SERVER.Process(target=_child, args=(module, words, str(cwd), str(out), str(err), {}, before))
         process.start()
         process.join(60)
         return Ran(process.exitcode, out.read_text(), err.read_text())
 
 
-def on_terminal(*words: str, cwd: Path | str = ".", columns: int = 120, env: dict[str, str] | None = None) -> Ran:
+def on_terminal(
+    *words: str,
+    cwd: Path | str = ".",
+    columns: int = 120,
+    env: dict[str, str] | None = None,
+    before: Callable[[], None] = nothing,
+) -> Ran:
     """With stdout and stderr on a terminal; both arrive in `out`."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
     name = os.ttyname(slave)
     env = {"TERM": "xterm-256color", "COLUMNS": str(columns), **(env or {})}
-    process = SERVER.Process(target=_child, args=(TRANSLATE, words, str(cwd), name, name, env))
+    process = SERVER.Process(target=_child, args=(TRANSLATE, words, str(cwd), name, name, env, before))
     process.start()
     seen = b""
     os.set_blocking(master, False)
@@ -64,7 +81,16 @@ def cold(*words: str, cwd: Path | str = ".", **options) -> Ran:
     return Ran(done.returncode, done.stdout, done.stderr)
 
 
-def _child(module: str, words: tuple[str, ...], cwd: str, out: str, err: str, env: dict[str, str]) -> None:
+def _child(
+    module: str,
+    words: tuple[str, ...],
+    cwd: str,
+    out: str,
+    err: str,
+    env: dict[str, str],
+    before: Callable[[], None] = nothing,
+) -> None:
+    before()
     os.chdir(cwd)
     os.environ.pop("NO_COLOR", None)
     os.environ.update(env)

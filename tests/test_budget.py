@@ -296,7 +296,6 @@ VARIANTS = {
     "gathered in FP8": ("precision=fp8_tensorwise", "model.blocks.mamba2.heads=64", "feature.fp8.param_gather=true"),
     "blocks of layers recomputed": (*FULL, "feature.recompute.method=block", "feature.recompute.layers=20"),
     "streams and n-grams": ("feature.mhc.streams=4", "feature.ngram_hash.enabled=true", "feature.ngram_hash.buckets=1000"),
-    "fused output layer": ("feature.linear_ce.enabled=true",),
     "capacity": ("model.blocks.moe.capacity_factor=1.25", "parallel.expert=4"),
     "layer norms and biases": ("model.normalization=LayerNorm", "model.linear_bias=true", "model.letters.E=mlp"),
     "depths in a pipeline": ("feature.mtp.depths=2", "parallel.pipeline=4", "parallel.virtual_pipeline=2", "cluster=h200_2x8"),
@@ -468,6 +467,26 @@ def test_table_of_long_sequences_is_todays():
     words = ("model.seq_length=65536", "schedule.micro_batch_size=1", "schedule.global_batch_size=8", *FULL)
     found = [budget(plan_of("nam56r_fused", f"cluster=h200_{n}", *words)).worst.steady.total / GIB for n in (1, 2, 8)]
     assert [f"{n:.1f}" for n in found] == [cell.strip().partition(",")[0] for cell in row.strip("|").split("|")[2:]]
+
+
+def test_rows_of_ngrams_are_remembered_where_the_embedding_is():
+    """A byte a row: four tables of 1,000 rows, on the first of two stages."""
+    plan = plan_of(*NATIVE, *VARIANTS["streams and n-grams"], "parallel.pipeline=2")
+    held = [[x.bytes for x in s.moments["after_init"].lines if "asked" in x.name] for s in budget(plan).stages]
+    assert held == [[4000], []]
+
+
+def test_an_output_layer_without_logits_would_save_little(monkeypatch):
+    """Why there is none: docs/training.md."""
+    plans = [
+        plan_of("nam56r_native_dp_fused", "schedule.micro_batch_size=8"),
+        plan_of("nam56r_native_dp_fp8", "precision.cross_entropy=fused"),
+        plan_of("nam52_h200_dense_no_mhc_recovery_v1", "+overlay=fused", "schedule.micro_batch_size=2"),
+    ]
+    peaks = [budget(plan).worst.steady.allocated for plan in plans]
+    monkeypatch.setattr(ends, "loss", lambda z: ())
+    shares = [1 - budget(plan).worst.steady.allocated / peak for plan, peak in zip(plans, peaks, strict=True)]
+    assert all(0 < share < 0.03 for share in shares[:2]) and shares[2] == 0
 
 
 def test_gated_delta_nets_by_value():

@@ -11,9 +11,11 @@ from presets import lowered
 
 from nam_megatron import argv, computation
 from nam_megatron import verify as verdicts
+from nam_megatron.blocks.mamba2.block import Mamba2
 from nam_megatron.errors import FINDINGS, INCOMPLETE, OK, Refused
 from nam_megatron.features.names import FEATURES
-from nam_megatron.recipe import Recipe
+from nam_megatron.lower import translate
+from nam_megatron.recipe import Recipe, load
 from nam_megatron.runtime.oracle import Answer
 from nam_megatron.setting import section
 from nam_megatron.targets import current
@@ -156,11 +158,12 @@ def test_what_megatron_refuses_is_its_word():
     assert "Megatron refuses the arguments: no such flag" in summary(LOWERING, verdict)
 
 
-def test_what_is_not_built_is_neither_verified_nor_a_mismatch():
-    lowering = lowered("nam56r_smoke", "feature.linear_ce.enabled=true")
+def test_what_is_not_built_is_neither_verified_nor_a_mismatch(monkeypatch):
+    monkeypatch.setattr(Mamba2, "missing", "the mixer")
+    lowering = translate(load("nam56r_smoke"))
     verdict = judged(VALUES, lowering)
     assert (verdict.word, verdict.code) == (UNFINISHED, INCOMPLETE)
-    assert summary(lowering, verdict).endswith("verdict:  incomplete: everything built agrees; not built: linear_ce\n")
+    assert summary(lowering, verdict).endswith("verdict:  incomplete: everything built agrees; not built: mamba2\n")
     assert judged(VALUES | {"transformer.hidden_size": 1}, lowering).code == FINDINGS
 
 

@@ -21,7 +21,10 @@ from nam_megatron.blocks import Gauge
 from nam_megatron.blocks.kinds import KINDS
 from nam_megatron.blocks.mamba3.block import Mamba3
 from nam_megatron.errors import Refused
+from nam_megatron.features.mtp import Mtp
+from nam_megatron.lower import translate
 from nam_megatron.plan import identity, plan
+from nam_megatron.recipe import load
 from nam_megatron.sizes import Sizes
 from nam_megatron.train import gauges
 
@@ -455,20 +458,20 @@ def test_departures_from_the_lane_are_part_of_the_identity():
     assert identity(other) != identity(p)
 
 
-def test_what_is_not_built_is_in_the_plan():
-    lowering = lowered("nam56r", "feature.linear_ce.enabled=true")
-    assert [s.owner for s in lowering.plan.not_built] == ["linear_ce"]
-    (told,) = json.loads(argv.plan_json(lowering))["not_built"]
-    assert (
-        told["owner"] == "linear_ce" and told["missing"] and told["layers"] == list(lowering.plan.not_built[0].numbers)
-    )
+def test_what_is_not_built_is_in_the_plan(monkeypatch):
+    """A block with its layers, a feature without."""
     assert lowered("nam56r").plan.not_built == ()
-
-
-def test_a_block_that_is_not_built_is_named_with_its_layers(monkeypatch):
     monkeypatch.setattr(Mamba3, "missing", "the mixer")
-    (seam,) = planned().not_built
-    assert (seam.owner, seam.missing, len(seam.numbers), seam.numbers[0]) == ("mamba3", "the mixer", 13, 3)
+    monkeypatch.setattr(Mtp, "missing", "the loss")
+    lowering = translate(load("nam56r"))
+    block, feature = lowering.plan.not_built
+    assert (block.owner, block.missing, len(block.numbers), block.numbers[0]) == ("mamba3", "the mixer", 13, 3)
+    assert (feature.owner, feature.missing, feature.numbers) == ("mtp", "the loss", ())
+    told = json.loads(argv.plan_json(lowering))["not_built"]
+    assert told == [
+        {"owner": "mamba3", "missing": "the mixer", "layers": list(block.numbers)},
+        {"owner": "mtp", "missing": "the loss", "layers": []},
+    ]
 
 
 @pytest.mark.parametrize(("switch", "differs"), [(False, []), (True, ["feature.fsdp2.enabled", "feature.fsdp2.eager"])])
@@ -487,6 +490,8 @@ def test_layers_that_measure_themselves():
     assert gauges(lowered("nam56r").plan) == dict.fromkeys((5, 21, 37), kept) | tail
     assert gauges(lowered("nam56r", "model.blocks.dsa.kernels=megatron").plan) == tail
     assert gauges(lowered("nam52_h200_sparse_8_11_ref_v1").plan) == dict.fromkeys((33, 37, 41, 45), kept)
+    ngrams = "feature.ngram_hash.enabled=true", "feature.ngram_hash.buckets=1000"
+    assert gauges(lowered("nam56r_native_dp", *ngrams).plan) == {0: Gauge("n-gram rows")}
     assert gauges(lowered("nam56r_native_dp").plan) == {}
 
 

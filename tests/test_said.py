@@ -52,7 +52,6 @@ MORE = {
     precision.cross_entropy=fused feature.mtp.depths=1 precision.grad_reduce=bf16
     precision.deterministic=true precision.norm_kernels=cudnn precision.fused_grad_accumulation=true
     precision.deterministic=true precision.cross_entropy=compiled
-    feature.linear_ce.enabled=true
     feature.megatron_fsdp.enabled=true feature.megatron_fsdp.strategy=optim
     feature.megatron_fsdp.enabled=true feature.megatron_fsdp.strategy=optim_grads parallel.tensor=2 parallel.sequence=true
     feature.megatron_fsdp.enabled=true parallel.expert=2

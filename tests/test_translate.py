@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command import TRANSLATE, cold, on_terminal, warm
+from command import TRANSLATE, cold, on_terminal, unbuilt, warm
 from presets import ALL, NAMES, lowered
 
 from nam_megatron import argv, report
@@ -58,10 +58,10 @@ def test_in_a_pipe_it_is_plain_words(here):
 
 @pytest.mark.parametrize("words", [(), ("format=json",), ("format=lines",), ("out=d",)])
 def test_a_pipe_gets_nothing_of_what_is_not_built(words, here):
-    ran = warm("conf=nam56r", "feature.linear_ce.enabled=true", *words, cwd=here)
+    ran = warm("conf=nam56r", *words, cwd=here, before=unbuilt)
     assert (ran.code, ran.out, list(here.iterdir())) == (3, "", [])
     assert ran.err == (
-        "error: linear_ce is not built (the fused output layer): nothing is written that would train without it\n\n"
+        "error: mamba3 is not built (the mixer): nothing is written that would train without it\n\n"
         "hint: `python -m nam_megatron.budget` prices it; `explain=` and `diff=` answer about it\n"
     )
 
@@ -360,7 +360,9 @@ def test_lists_of_words():
     assert first["kinds"] == list(KINDS) and first["features"] == [
         f"feature.{n}.{f.switch}" for n, f in FEATURES.items()
     ]
-    assert "feature.linear_ce.enabled" in {line.split()[0] for line in lines["features"] if "not built" in line}
+    assert not any("not built" in line for found in lines.values() for line in found)
+    unwritten = warm("list=kinds", before=unbuilt).out.splitlines()
+    assert [line.split()[0] for line in unwritten if line.endswith("(not built: the mixer)")] == ["mamba3"]
     assert {"optim.lr", "model.blocks.moe.top_k", "feature.mtp.depths"} <= set(first["keys"])
     assert len(set(first["keys"])) == len(first["keys"])
 
@@ -441,7 +443,7 @@ def test_shell_completion(here):
 
 
 def test_on_a_terminal_there_is_a_table():
-    ran = on_terminal("conf=nam56r", "feature.linear_ce.enabled=true", columns=200)
+    ran = on_terminal("conf=nam56r", columns=200, before=unbuilt)
     assert ran.code == 3
     assert ESCAPE.search(ran.out)
     text = ESCAPE.sub("", ran.out)
@@ -449,7 +451,7 @@ def test_on_a_terminal_there_is_a_table():
     assert "AEMEAEMEAEMR" * 4 + "AEME" in lines
     assert "+EMEDEMEDEMMDEME+EMEDEMMDEMEDEME+EMMDEMEDEMEDEMM+EME" in lines
     assert "1        10        20        30        40        50" in lines
-    assert any(line.startswith("NOT BUILT: linear_ce (the fused output layer") for line in lines)
+    assert any(line.startswith("NOT BUILT: mamba3 (the mixer, layers 3, 7, ") for line in lines)
     assert "DSA        9  5, 9, 13, 21, 25, 29, 37, 41, 45" in lines
     for s in lowered("nam56r").settings:
         assert s.why.split()[0] in text

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from nam_megatron.sizes import ACTIVATIONS, ESTIMATED, LOSS, MTP, UNMEASURED, Line, Param, Sizes, Stage, Work
+from nam_megatron.sizes import ACTIVATIONS, LOSS, MTP, UNMEASURED, Line, Param, Sizes, Stage, Work
 
 
 def params(z: Sizes, stage: Stage) -> Iterator[Param]:
@@ -59,14 +59,6 @@ def loss(z: Sizes) -> Iterator[tuple[str, tuple[Line, ...]]]:
     MTP's losses run first in the forward pass and the main one first in the backward pass, so that all softmaxes are
     alive at once (megatron-core 0.19.2, models/hybrid/hybrid_model.py; tensor_parallel/cross_entropy.py).
     """
-    if z.plan.recipe.feature.linear_ce:
-        z = z.own(piece=min(1024, z["T"]))
-        why = "as designed: logits of 1024 tokens at a time, bf16 and fp32"
-        yield (
-            "loss",
-            (z.line("logits of a piece", "6 piece V / t", why, bucket=LOSS, owner="linear_ce", mark=ESTIMATED),),
-        )
-        return
     of = {"bucket": LOSS, "owner": "loss"}
     logits = z.line("logits", "2 T V / t", "bf16, all positions", **of)
     gradients = z.line("gradients of the output layer", "2 T h + 2 V h / t", "of its input and of its weight", **of)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from nam_megatron.blocks import Gauge
 from nam_megatron.setting import Config, Env, Row, Setting
 from nam_megatron.sizes import Group, Line, Param, Sizes, Stage, Work
 
@@ -18,6 +19,7 @@ class Feature(Config):
     name: ClassVar[str]
     switch: ClassVar[str] = "enabled"  # the key that puts it on or off
     missing: ClassVar[str | None] = None  # the torch side that is still to be written; None: it can be trained
+    measures: ClassVar[Gauge | None] = None  # at the embedding, in the step line
     named: ClassVar[bool] = False  # whether what a model is called says it; what is ours always is
     bound: ClassVar[bool] = False  # whether no other parallel layout can read the optimizer's state that it leaves
 

@@ -7,7 +7,6 @@ from nam_megatron.features.cuda_graphs import CudaGraphs
 from nam_megatron.features.distributed_optimizer import DistributedOptimizer
 from nam_megatron.features.fim import Fim
 from nam_megatron.features.fp8 import Fp8
-from nam_megatron.features.linear_ce import LinearCe
 from nam_megatron.features.llama_rope import LlamaRope
 from nam_megatron.features.lora import Lora
 from nam_megatron.features.megatron_fsdp import MegatronFsdp
@@ -36,7 +35,6 @@ class Features(Config):
     llama_rope: LlamaRope | None = None
     mhc: Mhc | None = None
     ngram_hash: NgramHash | None = None
-    linear_ce: LinearCe | None = None
     lora: Lora | None = None
     tracking: Tracking | None = None
 

@@ -3,15 +3,16 @@
 The formulas: runtime/ngram_embedding.py. Megatron has no flags for them; they travel in plan.json.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from nam_megatron.blocks import Gauge
 from nam_megatron.errors import Problem
 from nam_megatron.features import Switch
 from nam_megatron.setting import Row
-from nam_megatron.sizes import FEATURES, GRADIENTS, UNMEASURED, Line, Param, Sizes, Stage, Work
+from nam_megatron.sizes import FEATURES, GRADIENTS, UNMEASURED, Group, Line, Param, Sizes, Stage, Work
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -25,6 +26,7 @@ class NgramHash(Switch):
     """Hashed n-gram embeddings added to the token embedding."""
 
     name = "ngram_hash"
+    measures = Gauge("n-gram rows")
 
     order: Annotated[int, Field(ge=2, le=8), Row("length of the longest n-grams; each from 2 on has rows of its own")]
     heads: Annotated[PositiveInt, Row("hash functions of each length")]
@@ -94,6 +96,12 @@ class NgramHash(Switch):
         if stage.first:
             why = "of the rows that were asked for: int64 places, bf16 and fp32, before it is added to the buffer of gradients"
             yield self._sizes(z).line("backward", "14 T L r", why, bucket=GRADIENTS, mark=UNMEASURED)
+
+    def buffers(self, z: Sizes, groups: Sequence[Group]) -> Iterator[Line]:
+        if any(held.owner == self.name for group in groups for held in group.held):
+            why = "bool: which of them a token has ever asked for"
+            more = {"bucket": FEATURES, "since": "init", "mark": UNMEASURED}
+            yield self._sizes(z).line("n-gram rows asked for", "L B / t", why, **more)
 
     def flops(self, z: Sizes) -> Iterator[Work]:
         yield self._sizes(z).work("projection", "2 h L r", "of a token's n-gram rows")

@@ -1,8 +1,9 @@
 """What layers measure of themselves for the step line (torch side): `| DSA kept 5: 0.8231 | M2RNN gain 12: 1.104 |`.
 
-A kind says which of its layers measure, and what (`Block.gauge`). A layer measures for a process's first line and every tenth, in the
-first microbatch of each data-parallel rank; the figure is of that step, while Megatron's own are means since the last line. Nothing here
-touches a gradient or a random number. Inside a CUDA graph nothing can be measured; the line then lacks the figure.
+A kind says which of its layers measure, and what (`Block.gauge`); a feature may measure at the embedding (`Feature.measures`), whose
+number is 0. Each measures for a process's first line and every tenth, in the first microbatch of each data-parallel rank; the figure is of
+that step, while Megatron's own are means since the last line. Nothing here touches a gradient or a random number. Inside a CUDA graph
+nothing can be measured; the line then lacks the figure.
 """
 
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from torch import Tensor
 from nam_megatron.blocks import Gauge
 
 LINES = 10  # a measurement may cost as much as the layer's forward pass
+EMBEDDING = 0
 
 
 class Gauges:

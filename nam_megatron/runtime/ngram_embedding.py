@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.mappings import (
@@ -31,7 +32,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from nam_megatron.features.ngram_hash import PRIME
-from nam_megatron.runtime.readings import BESIDE
+from nam_megatron.runtime.gauges import EMBEDDING, GAUGES
 
 
 def multipliers(count: int) -> Iterator[int]:
@@ -128,6 +129,8 @@ class NgramEmbedding(MegatronModule):
         mine = there & (ids >= 0) & (ids < self.held)
         if self.training:
             self.asked[ids.masked_fill(~mine, self.held)] = True
+            if GAUGES.wants(EMBEDDING):
+                GAUGES.add(EMBEDDING, self.share_asked())
         found = _Looked.apply(self.table, ids.masked_fill(~mine, 0), self.width)
         found = found.masked_fill(~mine.unsqueeze(-1), 0).flatten(2).transpose(0, 1).contiguous()
         whole = reduce_from_tensor_model_parallel_region
@@ -135,9 +138,12 @@ class NgramEmbedding(MegatronModule):
             whole = reduce_scatter_to_sequence_parallel_region
         return F.linear(whole(found, group=self.tp_group), self.projection)
 
-    def share_asked(self) -> float:
-        """Of this rank's rows, those that have ever got a gradient: a table whose rows nobody asks for learns nothing."""
-        return float(self.asked[: self.held].float().mean().item())
+    def share_asked(self) -> Tensor:
+        """Of this rank's rows, those that have ever got a gradient from a data-parallel rank; all of those have to call it together."""
+        seen = self.asked[: self.held].to(torch.uint8)
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        torch.distributed.all_reduce(seen, op=torch.distributed.ReduceOp.MAX, group=group)
+        return torch.count_nonzero(seen) / self.held
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         metadata = ensure_metadata_has_dp_cp_group(metadata)
@@ -156,7 +162,6 @@ def provider(**keys: Any) -> Callable[[list[HybridModel]], list[HybridModel]]:
                 ngrams = NgramEmbedding(model.config, model.pg_collection.tp, **keys)
                 model.embedding.add_module("ngrams", ngrams)
                 model.embedding.register_forward_hook(_added, with_kwargs=True)
-                BESIDE["ngram_rows_asked"] = ngrams.share_asked
         return models
 
     return provide

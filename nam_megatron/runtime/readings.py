@@ -11,14 +11,11 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 MARK = "nam_megatron.readings"
-# What a feature has to say of the model beside that, by name.
-BESIDE: dict[str, Callable[[], float]] = {}
 
 
 class Readings:
@@ -33,7 +30,7 @@ class Readings:
     def step(self, done: int) -> None:
         """To be called with the number of steps that are done, as often as one likes."""
         if done >= self._next:
-            _say("step", done, **{name: value() for name, value in BESIDE.items()})
+            _say("step", done)
             while self._next <= done:
                 self._next *= 2
 

@@ -4,8 +4,11 @@ import harness
 import pytest
 import torch
 from harness import Case, on_ranks, train
+from megatron.core import parallel_state
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nam_megatron.blocks import Gauge
+from nam_megatron.runtime.gauges import EMBEDDING, GAUGES
 from nam_megatron.runtime.ngram_embedding import PRIME, multipliers, rows
 
 END = 3
@@ -75,7 +78,7 @@ def by_hand(rig):
     return (
         [x.detach().to_dense() for x in ours],
         [x.detach() for x in theirs],
-        ngrams.share_asked(),
+        ngrams.share_asked().item(),
         used.float().mean().item(),
     )
 
@@ -85,6 +88,25 @@ def test_what_is_added_is_what_stands_at_the_rows():
     for found, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
     assert share == pytest.approx(used) and 0.2 < used < 1, "the rows that got a gradient are those that are counted"
+
+
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2, "dp": 2}], ids=str)
+def test_the_step_line_has_the_share_of_rows_that_any_rank_asked_for(layout):
+    def job(rig):
+        GAUGES.expect({EMBEDDING: Gauge("n-gram rows")})
+        GAUGES.step(0, 1)
+        ngrams = rig.model.embedding.ngrams
+        make = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
+        ngrams(torch.randint(0, 9, (2, 12), generator=make))
+        seen = ngrams.asked[: ngrams.held].tolist()
+        ngrams(torch.randint(0, 9, (2, 12), generator=make))  # another microbatch, and nothing is measured
+        return GAUGES.beside(""), ngrams.first, seen
+
+    case = Case("*-", features={"ngram_hash": KEYS | {"buckets": 400}}, **layout)
+    lines, firsts, seen = zip(*on_ranks(case, job), strict=True)
+    asked = {first + i for first, rank in zip(firsts, seen, strict=True) for i, one in enumerate(rank) if one}
+    assert max(map(sum, seen)) < len(asked), "another rank asked for other rows"
+    assert set(lines) == {f" n-gram rows 0: {len(asked) / 1600:.4g} |"}
 
 
 class Largest(TorchDispatchMode):

@@ -27,6 +27,7 @@ from nam_megatron import train
 from nam_megatron.argv import argv as argv_of
 from nam_megatron.argv import plan_json
 from nam_megatron.argv import words as words_of
+from nam_megatron.blocks.mamba2.block import Mamba2
 from nam_megatron.budget import cost
 from nam_megatron.errors import Problem, Refused
 from nam_megatron.lower import translate
@@ -204,13 +205,14 @@ def test_how_a_run_ends_is_how_the_command_ends(tmp_path, end, code, said):
 
 
 def test_a_plan_with_unbuilt_parts_is_incomplete(tmp_path, monkeypatch, capfd):
-    lowering = translate(load("nam56r_smoke", (*SMALL, "feature.linear_ce.enabled=true")))
+    monkeypatch.setattr(Mamba2, "missing", "the mixer")
+    lowering = translate(load("nam56r_smoke", SMALL))
     (tmp_path / "plan.json").write_text(plan_json(lowering))
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     assert train.main(["--nam-plan", str(tmp_path / "plan.json"), *words_of(lowering)], time.time()) == 3
     err = capfd.readouterr().err
-    assert "`linear_ce` is not built" in err
+    assert "error: `mamba2` is not built: the mixer (layers " in err
 
 
 def test_what_is_not_built_is_said_with_its_layers():
@@ -397,6 +399,8 @@ def test_n_gram_rows_learn_beside_muon(tmp_path):
     losses = trained(ranks)
     assert len(losses) == 3 and losses[-1] < losses[0] - 0.2
     assert sum("ngrams" in name for name in changed(ranks)) == 2
+    (share,) = logged(ranks, "n-gram rows 0")
+    assert 0 < share < 1
 
 
 def test_one_rank_speaks(tmp_path):

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import planted
 import pytest
 import torch
+from command import unbuilt, warm
 from presets import ALL, PUBLIC, lowered
 
 from nam_megatron.errors import Refused
@@ -181,7 +182,6 @@ REFUSED = {
         2,
         "Megatron's Muon, in bf16 alone, cannot be proven on a CPU",
     ),
-    "not built": (("feature.linear_ce.enabled=true",), 3, "`linear_ce` is not built"),
 }
 
 
@@ -189,6 +189,11 @@ REFUSED = {
 def test_refusals(words, code, message):
     ran = command(*words)
     assert (ran.returncode, ran.stdout) == (code, "") and message in ran.stderr and "Traceback" not in ran.stderr
+
+
+def test_nothing_is_proven_of_what_is_not_built():
+    ran = warm("conf=nam56r", module="nam_megatron.prove.__main__", before=unbuilt)
+    assert (ran.code, ran.out, ran.err) == (3, "", "error: `mamba3` is not built: the mixer\n")
 
 
 def test_each_comparison_has_the_limit_of_its_own_noise():

@@ -10,7 +10,7 @@ from nam_megatron.blocks import Block, Gauge
 from nam_megatron.blocks.mla.block import WIDTHS, Mla, unserved
 from nam_megatron.errors import Problem
 from nam_megatron.setting import SAME, Row, Setting
-from nam_megatron.sizes import ESTIMATED, UNMEASURED, Line, Param, Sizes, State, Work
+from nam_megatron.sizes import UNMEASURED, Line, Param, Sizes, State, Work
 
 if TYPE_CHECKING:
     from megatron.core.models.backends import BackendSpecProvider
@@ -190,7 +190,7 @@ class Dsa(Block):
             yield z.line("top-k", "8 b s top + 4 b s", why, stays=True)
 
     def _naive(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
-        more = {"mark": ESTIMATED}
+        more = {"mark": UNMEASURED}
         yield z.line("queries, keys and latents", "6 T n (rkv + dr) / t + 4 Ts h", "plain torch", **more)
         yield z.line("scores", "3.25 A", "probabilities of all keys", **more)
         if computes(layer):

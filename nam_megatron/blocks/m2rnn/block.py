@@ -11,7 +11,7 @@ from pydantic import PositiveFloat, PositiveInt
 from nam_megatron.blocks import Block, Gauge, divides, residual
 from nam_megatron.errors import Problem
 from nam_megatron.setting import SAME, Row
-from nam_megatron.sizes import ESTIMATED, UNMEASURED, Line, Param, Sizes, State, Work
+from nam_megatron.sizes import UNMEASURED, Line, Param, Sizes, State, Work
 
 if TYPE_CHECKING:
     from megatron.core.models.backends import BackendSpecProvider
@@ -114,7 +114,7 @@ class M2Rnn(Block):
         )
         yield z.line("forget gate", "12 T nh / t", "fp32: its input, softplus and result", mark=UNMEASURED)
         if naive:
-            yield z.line("every state", "24 T nh K Vh / t", "fp32: what autograd keeps of each step", mark=ESTIMATED)
+            yield z.line("every state", "24 T nh K Vh / t", "fp32: what autograd keeps of each step", mark=UNMEASURED)
         else:
             yield z.line(
                 "states", "4 T nh K Vh / (L t)", "fp32, one every L tokens; the rest is computed again", mark=UNMEASURED
@@ -129,7 +129,7 @@ class M2Rnn(Block):
     def working(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
         z = self._sizes(z)
         if self.kernels == "naive":
-            yield z.line("backward", "24 nh K Vh b / t", "one step's gradients", mark=ESTIMATED)
+            yield z.line("backward", "24 nh K Vh b / t", "one step's gradients", mark=UNMEASURED)
             return
         yield z.line(
             "forward",

@@ -9,7 +9,7 @@ from pydantic import PositiveInt
 from nam_megatron.blocks import Block, residual
 from nam_megatron.errors import Problem
 from nam_megatron.setting import SAME, Row, Setting
-from nam_megatron.sizes import ESTIMATED, UNMEASURED, Line, Param, Sizes, State, Work
+from nam_megatron.sizes import UNMEASURED, Line, Param, Sizes, State, Work
 
 if TYPE_CHECKING:
     from megatron.core.models.backends import BackendSpecProvider
@@ -185,7 +185,7 @@ class Mla(Block):
         return self.kernels == "naive" or (self.kernels == "fused" and low_rank(*sizes))
 
     def our_latents(self, z: Sizes) -> Iterator[Line]:
-        mark = ESTIMATED if self.kernels == "naive" else ""
+        mark = UNMEASURED if self.kernels == "naive" else ""
         yield z.line("input", "2 Ts h", "kept by the projection; the residual branch shares it", mark=mark)
         if self.kernels == "naive":
             yield z.line("norms", "10 Ts h + 12 Ts (rq + rkv)", "fp32 inside, and their outputs", mark=mark)
