@@ -2,6 +2,7 @@
 
     python stand_in.py launch ROOT WORDS [OVERRIDE ...]    a launcher whose receipts lie in ROOT; WORDS: of the trainer
         STAND_IN_CHECKS=SECONDS of preflight; STAND_IN_RANKS=N trainers under a real torchrun; STAND_IN_SAYS=FILE that they print
+        Of several nodes: srun and a torchrun for each, as `launch run` starts them
     python stand_in.py train WORDS                         the trainer: `steps=5 sleep=0.01 ...`, see `train`
 
 What it cannot show: GPUs, NCCL, Megatron. The lines are those of megatron-core 0.19.2's training_log.
@@ -61,7 +62,13 @@ def train(words: dict[str, str]) -> int:
     if "child" in words:  # a rank that outlives its torchrun and holds the pipe
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
     steps = int(words.get("steps", 5))
-    device = {"node": 0, "device": 0, "bus": "00000000:18:00.0", "name": "stand-in", "expandable": True}
+    device = {
+        "node": int(os.environ.get("GROUP_RANK", 0)),
+        "device": 0,
+        "bus": "00000000:18:00.0",
+        "name": "stand-in",
+        "expandable": True,
+    }
     say(reading("built", 0, 1 << 30, **device))
     heart = Heart()
     if "beat" in words:  # with a heart; rank 1 stops in this step
@@ -91,7 +98,7 @@ def train(words: dict[str, str]) -> int:
 
 
 def launch(root: str, trainer: str, overrides: list[str]) -> int:
-    from launch import preflight, run
+    from launch import job, preflight, run
     from launch.context import Context
     from nam_megatron.errors import Refused
     from nam_megatron.lower import translate
@@ -136,8 +143,14 @@ def launch(root: str, trainer: str, overrides: list[str]) -> int:
     if ranks := os.environ.get("STAND_IN_RANKS"):  # under a real torchrun
         start = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={words['port']}"]
         command[1:1] = [*start, "--master-addr=127.0.0.1"]
+
+    def start(context: Context, plan: Path, head: str, name: str) -> list[str]:
+        if context.cluster.nodes == 1:
+            return command
+        return [*job.torchrun(context.lowering, words["port"], head, name), *command[1:]]
+
     try:
-        code = run.run(context, lambda *_: command)
+        code = run.run(context, start)
         return 99 if {"torch", "megatron"} & sys.modules.keys() else code  # the launcher needs neither
     except Refused as refused:
         sys.stderr.write(refused.render())

@@ -176,6 +176,28 @@ def test_sigterm_reaches_the_ranks_below_a_real_torchrun(root):
     assert gone(mark)
 
 
+def test_two_nodes_have_one_receipt(root, tmp_path):
+    """Two real torchruns that meet, below an srun that starts both here and hands signals on, as Slurm's does."""
+    started = (
+        'while [[ $1 == --* ]]; do shift; done; "$@" & "$@" & trap "kill -TERM $(jobs -p | xargs)" TERM; wait; wait'
+    )
+    slurm = {"scontrol": "printf '127.0.0.1\\nlocalhost\\n'", "srun": started}
+    for name, script in slurm.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    here = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "host[1-2]", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    two = ("cluster=h200_2x8", "cluster.gpus_per_node=1")
+    launcher = Launcher.start(root, f"steps=500 sleep=0.1 touch={root.parent}/running", *two, **here)
+    appears(root.parent / "running")
+    appears(root.parent / "running1")
+    launcher.signal(TERM)
+    assert launcher.wait() == 1
+    found = launcher.receipt
+    assert (found["job"]["nodes"], found["job"]["world"]) == (2, 2)
+    assert found["outcome"]["end"] == "interrupted" and found["outcome"]["bad_put"]["checkpoints"], launcher.out
+    assert [(r["rank"], r["node"]) for r in found["outcome"]["ranks"]] == [(0, 0), (1, 1)]
+
+
 def test_ranks_that_do_not_listen_are_killed_at_the_third_signal(root):
     mark = f"touch={root.parent}/running"
     launcher = Launcher.start(root, f"steps=500 sleep=0.1 deaf=1 {mark}")
