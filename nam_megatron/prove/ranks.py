@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 PR_SET_PDEATHSIG = 1  # Linux, sys/prctl.h
 
@@ -37,15 +38,19 @@ def fork(world: int, job: Callable[[], int | None], limit_s: float = 180.0, devi
     """
     from torch.distributed import TCPStore
 
-    # Held here, as torchrun's agent does: a port that is free now and taken by rank 0 later may be somebody's by then.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
         gc.freeze()  # a fork that looks for garbage among what it inherits copies every page of it
-        more = (world, store.port, Path(folder), device)
+        ports = context.SimpleQueue()
+        more = (world, ports, Path(folder), device)
         children = [context.Process(target=_child, args=(job, rank, *more)) for rank in range(world)]
         for child in children:
             child.start()
+        # Held here, as torchrun's agent does: a port that is free now and taken by rank 0 later may be somebody's by then. And after the
+        # forks: the store answers from a thread, and what a thread has locked in libc while a fork is made stays locked in the child.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for _ in children:
+            ports.put(store.port)
         waiting, end = list(children), time.monotonic() + limit_s
         while waiting and time.monotonic() < end:
             multiprocessing.connection.wait([c.sentinel for c in waiting], 1)
@@ -67,7 +72,7 @@ def fork(world: int, job: Callable[[], int | None], limit_s: float = 180.0, devi
         return [Rank(child.exitcode, *texts, slow) for child, texts, slow in zip(children, read, late, strict=True)]
 
 
-def _child(job: Callable[[], int | None], rank: int, world: int, port: int, folder: Path, device: str) -> None:
+def _child(job: Callable[[], int | None], rank: int, world: int, ports: Any, folder: Path, device: str) -> None:
     for fd, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT), fd)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
@@ -75,6 +80,7 @@ def _child(job: Callable[[], int | None], rank: int, world: int, port: int, fold
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=False)
     # A rank whose parent was killed would wait for the others until a collective times out.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    port = ports.get()
     os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     os.environ |= dict(PYTORCH_ALLOC_CONF="expandable_segments:True")
