@@ -43,6 +43,8 @@ class Limits:
         return max(usual, self.own.get((what, step, at), 0.0))
 
 
+# Ranks of a proof on a CPU: each is a process of half a GiB.
+MOST = 32
 # The share of tokens that bf16 may send to another expert than another order of sums would.
 COUNTS_BF16 = 0.02
 # fp32 over a few hundred terms: 2e-6 is the largest that any layout was seen to make in a first step, 1.1e-5 in a third.
@@ -301,3 +303,6 @@ def refusals(plan: Plan, device: str) -> Iterator[Problem]:
     if device == "cpu" and plan.recipe.parallel.context > 1:
         hint = "`device=cuda`, on GPUs"
         yield Problem("context parallelism needs Transformer Engine's attention", "parallel.context", hint)
+    if device == "cpu" and (ranks := plan.recipe.world_size) > MOST:
+        hint = "the same kinds of parallelism of fewer ranks: `cluster.nodes=1 parallel.expert=2 parallel.pipeline=2`"
+        yield Problem(f"{ranks} ranks would run on this host; {MOST} at most", "parallel", hint)

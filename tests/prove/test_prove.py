@@ -177,6 +177,7 @@ REFUSED = {
     "steps": (("steps=0",), 2, "0 steps"),
     "format": (("format=xml",), 2, "no `xml`"),
     "recipe": (("parallel.tensor=3",), 2, "8 GPUs cannot hold"),
+    "ranks": (("conf=kimi_k2",), 2, "256 ranks would run on this host; 32 at most @ parallel"),
     "muon": (
         ("conf=nam56r_native_dp", "+overlay=muon"),
         2,
