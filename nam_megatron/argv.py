@@ -107,6 +107,8 @@ def run_script(lowering: Lowering) -> str:
     start = ["exec torchrun", f"--nproc-per-node {cluster.gpus_per_node}"]
     if cluster.nodes > 1:
         start += [f"--nnodes {cluster.nodes}", '--node-rank "${NODE_RANK:?}"', '--master-addr "${MASTER_ADDR:?}"']
+    else:
+        start += ["--standalone"]  # a free port: two runs on one host's GPUs would meet at torchrun's own
     trainer = "nam_megatron.nemo.train" if lowering.plan.bridges_alone else "nam_megatron.train"
     start += [f"-m {trainer}", '--nam-plan "$(dirname "$0")/plan.json"']
     return "\n".join([*text, " \\\n  ".join([" ".join(start), *map(shlex.join, flags(lowering))])]) + "\n"

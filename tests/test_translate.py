@@ -176,7 +176,7 @@ def test_run_script_hands_torchrun_every_word(here):
         )
         *words, connections = done.stdout.splitlines()
         start = words.index("nam_megatron.train")
-        assert words[:start] == ["--nproc-per-node", "8", "-m"]
+        assert words[:start] == ["--nproc-per-node", "8", "--standalone", "-m"]
         assert words[start + 1 : start + 3] == ["--nam-plan", str(here / name / "plan.json")]
         assert words[start + 3 :] == list(argv.words(lowered(name)))
         assert connections == ("C=1" if name == "nam56r_nemo_native" else "C=unset")

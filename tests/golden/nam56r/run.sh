@@ -15,7 +15,7 @@ export PYTORCH_ALLOC_CONF=expandable_segments:True
 unset CUDA_DEVICE_MAX_CONNECTIONS
 unset NVTE_NORM_FWD_USE_CUDNN
 unset NVTE_NORM_BWD_USE_CUDNN
-exec torchrun --nproc-per-node 8 -m nam_megatron.train --nam-plan "$(dirname "$0")/plan.json" \
+exec torchrun --nproc-per-node 8 --standalone -m nam_megatron.train --nam-plan "$(dirname "$0")/plan.json" \
   --hybrid-layer-pattern +EMEDEMEDEMMDEME+EMEDEMMDEMEDEME+EMMDEMEDEMEDEMM+EME/+- \
   --hidden-size 3584 \
   --ffn-hidden-size 18944 \
