@@ -40,7 +40,8 @@ def provide() -> None:
         if off := list(at_odds(self)):
             problem = f"the optimizer's fp32 weights are not those of the model: {off[0]}"
             problem += f" and {len(off) - 1} more" if len(off) > 1 else ""
-            hint = "Megatron 0.19.2 alone writes such checkpoints; `python -m nam_megatron.hf export`, then `import`, keeps the weights"
+            hint = "Megatron 0.19.2 writes such checkpoints where this trainer does not mend it, as older ones of ours did not; "
+            hint += "`python -m nam_megatron.hf export`, then `import`, keeps the weights: another run, with a fresh optimizer"
             raise Refused(Problem(problem, "schedule.load", hint))
 
     saved.nam_unpadded = True  # type: ignore[attr-defined]
@@ -63,10 +64,15 @@ def _without_padding(buffer: Any) -> Iterator[None]:
 
 
 def at_odds(optimizer: DistributedOptimizer) -> Iterator[str]:
-    """Names of parameters in bf16 whose part on this rank is another one than the optimizer's fp32 copy, rounded."""
+    """Names of parameters in bf16 whose part on this rank is another one than the optimizer's fp32 copy, rounded.
+
+    Those held in FP8 (`feature.fp8.param_gather`) are not looked at: they are rounded by a scale, which is of their whole tensor.
+    """
     groups = zip(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True)
     for parameters, copies in groups:
         for parameter, copy in zip(parameters, copies, strict=True):
+            if optimizer._is_distopt_quantized_param(parameter):
+                continue
             part = optimizer._get_model_param_range_map(parameter)["param"]
             if not torch.equal(copy.to(parameter.dtype), parameter.detach().view(-1)[part.start : part.end]):
                 yield optimizer._param_name(parameter)

@@ -148,6 +148,24 @@ def test_a_checkpoint_with_the_state_of_other_weights_is_refused(tmp_path):
     assert "the optimizer's fp32 weights are not those of the model: " in rank.err and "schedule.load" in rank.err
 
 
+def test_weights_gathered_in_fp8_are_not_held_against_their_state(whole, at_two, tmp_path):
+    """Their checkpoint has them as FP8 rounded them, and the state as it was before."""
+
+    def in_fp8() -> None:
+        load = getattr(DistributedOptimizer, master_weights.LOAD)
+
+        def quantized(optimizer, state):
+            load(optimizer, state)
+            for parameter in (p for group in optimizer.model_float16_groups for p in group if p.ndim > 1):
+                parameter.data.copy_(parameter.data.to(torch.float8_e4m3fn))
+            DistributedOptimizer._is_distopt_quantized_param = staticmethod(lambda tensor: tensor.ndim > 1)
+
+        setattr(DistributedOptimizer, master_weights.LOAD, quantized)
+
+    on = trained(run(tmp_path, *at_two, "schedule.stop_every=3", before=in_fp8))
+    assert len(on) == 1 and on[0] != whole[1][2]
+
+
 def test_a_sharded_run_is_the_run_and_goes_on_as_it_was(tmp_path):
     """Tensor, sequence and expert parallelism under Megatron-FSDP, which no GPU of ours was needed for: four ranks over gloo."""
     layout = (
