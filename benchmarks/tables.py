@@ -191,11 +191,14 @@ def long() -> Iterator[str]:
             yield f"| {length:,} | {title} | {' | '.join(cells)} |"
 
 
+FULL = ("feature.recompute.granularity=full", "feature.recompute.method=uniform", "feature.recompute.layers=1")
+FULL += ("feature.recompute.modules=[]",)
 LOGITS = (
     ("nam56r_fused", 4, 8), ("nam56r_fused", 4, 2), ("nam56r_native_dp_fused", 8, 8), ("nam56r_native_dp_fused", 8, 2),
     ("nam56r_native_dp_fused", 4, 8), ("nam56r_nemo_native", 4, 8), ("nam56r_native_dp_fp8", 5, 8),
     ("nam52_h200_dense_ref_v1", 2, 1), ("nam52_h200_dense_no_mhc_recovery_v1", 2, 1), ("nam52_h200_sparse_8_11_ref_v1", 2, 1),
     ("nam52r_h200_4full_9sparse_candidate_v1", 2, 1), ("llama_3_8b", 1, 8), ("nemotron_h_8b", 1, 8),
+    *((name, micro, 8, *FULL) for name, micro in (("nam56r_native_dp_fused", 8), ("nemotron_h_8b", 4), ("llama_3_8b", 4), ("llama_3_8b", 8))),
 )  # fmt: skip
 
 
@@ -203,11 +206,12 @@ def without_logits() -> Iterator[str]:
     """What the peak would fall by if the output layer and its loss held nothing at all: GiB allocated, by the budget."""
     yield "| preset | micro batch, GPUs | logits of all depths | peak | at | without | at | less |"
     yield "|---|---|---|---|---|---|---|---|"
-    for name, micro, gpus in LOGITS:
+    for name, micro, gpus, *more in LOGITS:
         overlay = () if name.endswith("_fused") else ("precision.cross_entropy=fused",)
         if name.startswith("nam52"):
             overlay = ("+overlay=fused",)
-        plan = translate(load(name, (*overlay, f"cluster=h200_{gpus}", f"schedule.micro_batch_size={micro}"))).plan
+        words = (*overlay, f"cluster=h200_{gpus}", f"schedule.micro_batch_size={micro}", *more)
+        plan = translate(load(name, words)).plan
         peak = budget(plan).worst.steady
         with mock.patch.object(ends, "loss", lambda z: ()):
             less = budget(plan).worst.steady
@@ -215,7 +219,8 @@ def without_logits() -> Iterator[str]:
         count = micro * r.model.seq_length * r.model.vocab_size * (1 + plan.mtp_depths) / r.parallel.tensor
         share = 1 - less.allocated / peak.allocated
         cells = f"{peak.allocated / GIB:.1f} | {peak.event} | {less.allocated / GIB:.1f} | {less.event} | {share:.1%}"
-        yield f"| {name} | {micro}, {gpus} | {2 * count / GIB:.1f} | {cells} |"
+        title = f"{name}, full recompute" if more else name
+        yield f"| {title} | {micro}, {gpus} | {2 * count / GIB:.1f} | {cells} |"
 
 
 # Tokens of a microbatch: a run of such, and how often it computes its output layer.
