@@ -198,7 +198,7 @@ LOGITS = (
     ("nam56r_native_dp_fused", 4, 8), ("nam56r_nemo_native", 4, 8), ("nam56r_native_dp_fp8", 5, 8),
     ("nam52_h200_dense_ref_v1", 2, 1), ("nam52_h200_dense_no_mhc_recovery_v1", 2, 1), ("nam52_h200_sparse_8_11_ref_v1", 2, 1),
     ("nam52r_h200_4full_9sparse_candidate_v1", 2, 1), ("llama_3_8b", 1, 8), ("nemotron_h_8b", 1, 8),
-    *((name, micro, 8, *FULL) for name, micro in (("nam56r_native_dp_fused", 8), ("nemotron_h_8b", 4), ("llama_3_8b", 4), ("llama_3_8b", 8))),
+    ("nam56r_native_dp_fused", 8, 8, *FULL), ("nemotron_h_8b", 4, 8, *FULL), ("llama_3_8b", 4, 8, *FULL), ("llama_3_8b", 8, 8, *FULL),
 )  # fmt: skip
 
 

@@ -168,6 +168,12 @@ def test_clean_launch_reports_nothing(base):
     assert ids(launch(base, {})) == Counter()
 
 
+@pytest.mark.parametrize("more", [{"--ckpt-format": "torch"}, {"--no-save-optim": True}], ids=str)
+def test_a_checkpoint_without_such_a_state_is_not_shifted(more):
+    base, change = CASES["checkpoint-shifted"]
+    assert not ids(launch(base | change, more))["checkpoint-shifted"]
+
+
 @pytest.mark.parametrize(
     ("first", "last", "pipeline", "fits"),
     [

@@ -102,9 +102,10 @@ RULES = (
         "dist_ckpt_optim_fully_reshardable",
         lambda a, m: not m.plan
         and all((a.dist_ckpt_optim_fully_reshardable, a.use_distributed_optimizer, a.overlap_grad_reduce, a.save))
-        and not m.fsdp,
+        and (a.ckpt_format == "torch_dist" and not a.no_save_optim and not m.fsdp),
         "from a gradient buffer's second bucket on, master weights and moments are saved shifted by the padding of the buckets before "
-        "(mended in Megatron-LM pull request 5077): a run that goes on from such a checkpoint trains with other weights",
+        "(mended in Megatron-LM pull request 5077), and a run that goes on from such a checkpoint trains with other weights; buckets of "
+        "parameters whose sizes 128 and the data-parallel ranks divide have no padding, unless it is asked for",
         "leave it out, or take a Megatron with that change",
         "core/optimizer/distrib_optimizer.py sharded_param_state_fully_reshardable",
     ),
