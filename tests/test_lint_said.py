@@ -1,17 +1,30 @@
-"""What lint says of a launch and each flag that it looks at, all in golden/lint.txt: `--rewrite-golden` after a change that is meant."""
+"""What lint says, in golden/lint*.txt as reviewed: `--rewrite-golden` after a change that is meant.
 
+lint.txt: a launch of every family and each flag that lint looks at, in words and in a recipe's keys. lint_read.txt: what is read of
+scripts, YAML, configs of Hugging Face and containers of Bridge. lint_texts.txt: whole reports, and whole recipes.
+"""
+
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import zip_longest
 from pathlib import Path
 
-from lint_cases import DSA, FSDP, HYBRID, MLA, MOE, TP2
-from test_lint import launch
+import pytest
+import yaml
+from hf_configs import CONFIGS
+from lint_cases import CASES, DSA, FSDP, GPT, HYBRID, MLA, MOE, TP2
+from test_lint import FIXTURES, NO_LAUNCH, SHELL, launch
+from test_lint_bash import RUN, SCRIPTS
 
-from nam_megatron.lint import describe, report
+from nam_megatron.computation import _flat
+from nam_megatron.errors import Refused
+from nam_megatron.lint import container, describe, huggingface, lint, recipe, report
+from nam_megatron.lint.read import read
+from nam_megatron.lint.values import NotKnown
 from nam_megatron.targets import current
 
-GOLDEN = Path(__file__).parent / "golden" / "lint.txt"
+GOLDEN = Path(__file__).parent / "golden"
 SOURCES = sorted(Path(report.__file__).parent.rglob("*.py"))
 # Launches of every family; two layouts, for most rules of a layout are silent on one GPU.
 LAID_OUT = TP2 | {"--pipeline-model-parallel-size": "2", "--context-parallel-size": "2"}
@@ -45,10 +58,20 @@ def changes(base: dict) -> Iterator[dict]:
 def said(found) -> dict[str, str]:
     rows = {f"{name}:": text for name, text in describe.rows(found.args, found.model)}
     rows |= {f"note {i}": note for i, note in enumerate(describe.notes(found.args, found.model))}
-    return rows | {f"{f.severity} {f.id}": f.flag for f in found.findings}
+    return rows | {f"{f.severity} {f.id}": f.flag for f in found.findings} | carried(found)
 
 
-def lines() -> Iterator[str]:
+def carried(found) -> dict[str, str]:
+    """The keys of the nearest recipe; what no key says, as far as that is known before it is composed."""
+    lost: list[str] = []
+    try:
+        keys = recipe._groups(found.args, found.model) | _flat(recipe._wanted(found.args, found.model, "mine", lost), "")
+    except (NotKnown, Refused) as why:
+        return {"recipe": f"none: {why}"}
+    return {f"recipe {key}": str(value) for key, value in keys.items()} | {f"lost {i}": why for i, why in enumerate(lost)}
+
+
+def of_flags() -> Iterator[str]:
     for title, base in BASES.items():
         plain = said(launch(base, {}))
         yield f"== {title}"
@@ -56,16 +79,120 @@ def lines() -> Iterator[str]:
         for change in changes(base):
             (flag, value), now = *change.items(), said(launch(base, change))
             told = [f"    {key} {text}" for key, text in now.items() if plain.get(key) != text]
-            told += [f"    no {key}" for key in plain if key not in now]
+            told += [f"    no {key}" for key in plain if key not in now and not ("recipe" in now and key.startswith("recipe "))]
             if told:
                 yield f"{title}: {'without ' if value is None else ''}{flag}{'' if value in (True, None) else f' {value}'}"
                 yield from told
 
 
-def test_what_is_said_is_as_reviewed(rewrite_golden):
-    now = [line.rstrip() for text in lines() for line in text.splitlines()]
+def of_texts_read() -> Iterator[str]:
+    for text in (*SHELL, *NO_LAUNCH, *(script.replace("RUN", RUN) for script in SCRIPTS)):
+        yield f"== {text[:300]!r}"
+        try:
+            found = read(text, current())
+        except Refused as why:
+            yield f"refused: {why}"
+            continue
+        yield " ".join(map(repr, found.words))
+        told = {"env": found.env, "script": found.script, "gpus": found.gpus, "partial": found.partial}
+        yield from (f"    {name}: {value}" for name, value in told.items() if value)
+        yield from (f"    note: {note}" for note in found.notes)
+    for name, config in CONFIGS.items():
+        plain = "\n".join(pairs(*huggingface.words(config, name)))
+        yield from (f"== {name}", plain)
+        for key in sorted({*config, *OTHERS} - {"model_type"}):
+            for value in others(config.get(key)) + OTHERS.get(key, []):
+                changed = {k: v for k, v in (config | {key: value}).items() if v != "absent"}
+                yield from differing(f"{name}: {key}: {value}", plain, lambda: pairs(*huggingface.words(changed, name)))
+    whole = yaml.safe_load(BRIDGES.read_text())
+    plain = "\n".join(pairs(*container.words(whole, current())))
+    yield from ("== a container of Bridge's", plain)
+    for section in container.SECTIONS:
+        for key, was in whole.get(section, {}).items():
+            for value in others(was):
+                changed = whole | {section: whole[section] | {key: value}}
+                yield from differing(f"{section}.{key}: {value}", plain, lambda: pairs(*container.words(changed, current())))
+
+
+BRIDGES = Path(__file__).parent / "lint" / "bridge_nemotron_3_nano.yaml"
+# Keys of architectures that the configs of public models have not, or with values that say something else.
+OTHERS = {
+    "attention_bias": [True], "use_qk_norm": [True, False], "sliding_window": [4096], "use_sliding_window": [True], "mlp_bias": [True],
+    "layer_types": [["full_attention", "sliding_attention"]], "hidden_act": ["gelu", "relu2"], "rope_parameters": [
+        {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 2.0, "rope_theta": 7.0, "partial_rotary_factor": 0.5}],
+    "rope_scaling": [{"type": "yarn", "factor": 8}, {"rope_type": "linear", "factor": 8}], "mlp_only_layers": [[1, 3]],
+    "decoder_sparse_step": [2], "time_step_limit": [[0.0, float("inf")], [0.0, 1.0]], "residual_in_fp32": [True],
+    "moe_layer_freq": [2], "topk_method": ["group_limited_greedy"], "scoring_func": ["softmax", "sigmoid"], "n_group": [4],
+    "topk_group": [2], "moe_latent_size": [64], "router_jitter_noise": [0.1], "partial_rotary_factor": [0.25],
+}  # fmt: skip
+
+
+def others(value) -> list:
+    """Not there, nothing, and another value of its type."""
+    match value:
+        case bool():
+            other = not value
+        case int() | float():
+            other = value + 1
+        case str():
+            other = f"{value}x"
+        case _:
+            other = 7
+    return ["absent", None, other]
+
+
+def pairs(words: Iterable[str], left: Iterable[str]) -> list[str]:
+    """A flag with its values a line, and what no flag says."""
+    return [*" ".join(words).replace(" --", "\n--").splitlines(), *(f"left: {line}" for line in left)]
+
+
+def differing(title: str, plain: str, make) -> Iterator[str]:
+    """The lines that are others now."""
+    was = plain.splitlines()
+    try:
+        now = make()
+    except (Refused, TypeError, ValueError) as why:  # for read() all of them are no config
+        now = [*was, f"refused: {why}"]
+    told = [f"    {line}" for line in now if line not in was] + [f"    no {line}" for line in was if line not in now]
+    if told:
+        yield from (title, *told)
+
+
+def of_reports() -> Iterator[str]:
+    for path in FIXTURES:
+        found = lint(path.read_text(), path.name, None if "yaml" not in path.suffix else 8)
+        yield f"== {path.name}"
+        yield report.text(found)
+        if path.stem.startswith(CARRIED):
+            yield from whole_recipe(found)
+    for rule, (base, change, *env) in CASES.items():
+        found = launch(base, change, *env)
+        yield f"== {rule}"
+        yield from (f"{f.flag}: {f.message} ({f.detail}). {f.fix}" for f in found.findings if f.id == rule)
+
+
+# A recipe takes a tenth of a second: of launches that have keys which the others have not.
+CARRIED = ("clean_", "bridge", "graphs", "kernels", "pipeline", "tensor", "training", "fsdp_muon", "fp8_mamba", "hybrid_symbols", "mla_ref")
+
+
+def whole_recipe(found) -> Iterator[str]:
+    try:
+        made = recipe.make(found, Path("mine.yaml"))
+    except Refused as why:
+        yield f"no recipe: {why}"
+        return
+    yield made.yaml
+    yield made.text()
+
+
+GOLDENS = {"lint.txt": of_flags, "lint_read.txt": of_texts_read, "lint_texts.txt": of_reports}
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_what_is_said_is_as_reviewed(name, rewrite_golden):
+    now = [line.rstrip() for text in GOLDENS[name]() for line in text.splitlines()]
     if rewrite_golden:
-        GOLDEN.write_text("".join(f"{line}\n" for line in now))
-    reviewed = GOLDEN.read_text().splitlines()
+        (GOLDEN / name).write_text("".join(f"{line}\n" for line in now))
+    reviewed = (GOLDEN / name).read_text().splitlines()
     differ = ((said, wanted) for said, wanted in zip_longest(now, reviewed) if said != wanted)
     assert next(differ, None) is None  # lists of thousands of lines would take pytest minutes to compare
