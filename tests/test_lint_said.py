@@ -101,8 +101,8 @@ def of_texts_read() -> Iterator[str]:
         plain = "\n".join(pairs(*huggingface.words(config, name)))
         yield from (f"== {name}", plain)
         for key in sorted({*config, *OTHERS} - {"model_type"}):
-            for value in others(config.get(key)) + OTHERS.get(key, []):
-                changed = {k: v for k, v in (config | {key: value}).items() if v != "absent"}
+            for value in (others(config[key]) if key in config else []) + OTHERS.get(key, []):
+                changed = without_absent(config | {key: value})
                 yield from differing(f"{name}: {key}: {value}", plain, lambda: pairs(*huggingface.words(changed, name)))
     whole = yaml.safe_load(BRIDGES.read_text())
     plain = "\n".join(pairs(*container.words(whole, current())))
@@ -110,7 +110,7 @@ def of_texts_read() -> Iterator[str]:
     for section in container.SECTIONS:
         for key, was in whole.get(section, {}).items():
             for value in others(was):
-                changed = whole | {section: whole[section] | {key: value}}
+                changed = whole | {section: without_absent(whole[section] | {key: value})}
                 yield from differing(f"{section}.{key}: {value}", plain, lambda: pairs(*container.words(changed, current())))
 
 
@@ -125,6 +125,10 @@ OTHERS = {
     "moe_layer_freq": [2], "topk_method": ["group_limited_greedy"], "scoring_func": ["softmax", "sigmoid"], "n_group": [4],
     "topk_group": [2], "moe_latent_size": [64], "router_jitter_noise": [0.1], "partial_rotary_factor": [0.25],
 }  # fmt: skip
+
+
+def without_absent(fields: dict) -> dict:
+    return {key: value for key, value in fields.items() if value != "absent"}
 
 
 def others(value) -> list:
