@@ -129,10 +129,10 @@ GROUPS = {
     )
     for kind in ("mla", "dsa", "mamba3", "m2rnn")
 } | {
-    f"launch {name}": Group((f"launch/{name}.py",), (f"tests/launch/test_{name}.py", *more))
+    f"launch {name}": Group((f"launch/{name}.py",), ("tests/launch/test_told.py", f"tests/launch/test_{name}.py", *more))
     for name, *more in (
-        ("steps", "tests/launch/test_report.py"), ("gpu",), ("host",), ("oom",), ("storage",), ("topology",), ("preflight",), ("sanity",),
-        ("stack",), ("inspect",), ("report",), ("hang",),
+        ("steps", "tests/launch/test_report.py", "tests/launch/test_secrets.py"), ("gpu",), ("host",), ("oom",), ("storage",),
+        ("topology",), ("preflight",), ("sanity",), ("stack",), ("inspect",), ("report",), ("hang",),
     )
 } | {
     "lint": Group(
@@ -182,6 +182,8 @@ SAME: dict[str, str] = {
         "how it looks in a debugger"
     ),
     'launch/receipt.py: "id": secrets.token_hex(8), -> "id": secrets.token_hex( 9),': "random enough, too",
+    "launch/gpu.py: first = gpus[0] -> first = gpus[ -1]": "of GPUs that were found alike",
+    "launch/preflight.py: with ThreadPoolExecutor(1) as pool: -> with ThreadPoolExecutor( 2) as pool:": "one thing is asked of it",
     "nam_megatron/verify.py: widths = [min(max(len(c[i]) for c in cells), 60) for i in range(5)]"
     " -> widths = [min(max(len(c[i]) for c in cells), 61) for i in range(5)]": "how wide a table is",
 }

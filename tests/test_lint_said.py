@@ -4,16 +4,16 @@ lint.txt: a launch of every family and each flag that lint looks at, in words an
 scripts, YAML, configs of Hugging Face and containers of Bridge. lint_texts.txt: whole reports, and whole recipes.
 """
 
-import json
 import re
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
 import pytest
 import yaml
 from hf_configs import CONFIGS
-from lint_cases import CASES, DSA, FSDP, GPT, HYBRID, MLA, MOE, TP2
+from lint_cases import CASES, DSA, FSDP, HYBRID, MLA, MOE, TP2
 from test_lint import FIXTURES, NO_LAUNCH, SHELL, launch
 from test_lint_bash import RUN, SCRIPTS
 
@@ -65,10 +65,14 @@ def carried(found) -> dict[str, str]:
     """The keys of the nearest recipe; what no key says, as far as that is known before it is composed."""
     lost: list[str] = []
     try:
-        keys = recipe._groups(found.args, found.model) | _flat(recipe._wanted(found.args, found.model, "mine", lost), "")
+        keys = recipe._groups(found.args, found.model) | _flat(
+            recipe._wanted(found.args, found.model, "mine", lost), ""
+        )
     except (NotKnown, Refused) as why:
         return {"recipe": f"none: {why}"}
-    return {f"recipe {key}": str(value) for key, value in keys.items()} | {f"lost {i}": why for i, why in enumerate(lost)}
+    return {f"recipe {key}": str(value) for key, value in keys.items()} | {
+        f"lost {i}": why for i, why in enumerate(lost)
+    }
 
 
 def of_flags() -> Iterator[str]:
@@ -79,7 +83,11 @@ def of_flags() -> Iterator[str]:
         for change in changes(base):
             (flag, value), now = *change.items(), said(launch(base, change))
             told = [f"    {key} {text}" for key, text in now.items() if plain.get(key) != text]
-            told += [f"    no {key}" for key in plain if key not in now and not ("recipe" in now and key.startswith("recipe "))]
+            told += [
+                f"    no {key}"
+                for key in plain
+                if key not in now and not ("recipe" in now and key.startswith("recipe "))
+            ]
             if told:
                 yield f"{title}: {'without ' if value is None else ''}{flag}{'' if value in (True, None) else f' {value}'}"
                 yield from told
@@ -103,7 +111,7 @@ def of_texts_read() -> Iterator[str]:
         for key in sorted({*config, *OTHERS} - {"model_type"}):
             for value in (others(config[key]) if key in config else []) + OTHERS.get(key, []):
                 changed = without_absent(config | {key: value})
-                yield from differing(f"{name}: {key}: {value}", plain, lambda: pairs(*huggingface.words(changed, name)))
+                yield from differing(f"{name}: {key}: {value}", plain, partial(huggingface.words, changed, name))
     whole = yaml.safe_load(BRIDGES.read_text())
     plain = "\n".join(pairs(*container.words(whole, current())))
     yield from ("== a container of Bridge's", plain)
@@ -111,7 +119,7 @@ def of_texts_read() -> Iterator[str]:
         for key, was in whole.get(section, {}).items():
             for value in others(was):
                 changed = whole | {section: without_absent(whole[section] | {key: value})}
-                yield from differing(f"{section}.{key}: {value}", plain, lambda: pairs(*container.words(changed, current())))
+                yield from differing(f"{section}.{key}: {value}", plain, partial(container.words, changed, current()))
 
 
 BRIDGES = Path(__file__).parent / "lint" / "bridge_nemotron_3_nano.yaml"
@@ -154,7 +162,7 @@ def differing(title: str, plain: str, make) -> Iterator[str]:
     """The lines that are others now."""
     was = plain.splitlines()
     try:
-        now = make()
+        now = pairs(*make())
     except (Refused, TypeError, ValueError) as why:  # for read() all of them are no config
         now = [*was, f"refused: {why}"]
     told = [f"    {line}" for line in now if line not in was] + [f"    no {line}" for line in was if line not in now]
@@ -176,7 +184,19 @@ def of_reports() -> Iterator[str]:
 
 
 # A recipe takes a tenth of a second: of launches that have keys which the others have not.
-CARRIED = ("clean_", "bridge", "graphs", "kernels", "pipeline", "tensor", "training", "fsdp_muon", "fp8_mamba", "hybrid_symbols", "mla_ref")
+CARRIED = (
+    "clean_",
+    "bridge",
+    "graphs",
+    "kernels",
+    "pipeline",
+    "tensor",
+    "training",
+    "fsdp_muon",
+    "fp8_mamba",
+    "hybrid_symbols",
+    "mla_ref",
+)
 
 
 def whole_recipe(found) -> Iterator[str]:
