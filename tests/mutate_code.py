@@ -183,6 +183,10 @@ SAME: dict[str, str] = {
     ),
     'launch/receipt.py: "id": secrets.token_hex(8), -> "id": secrets.token_hex( 9),': "random enough, too",
     "launch/gpu.py: first = gpus[0] -> first = gpus[ -1]": "of GPUs that were found alike",
+    'launch/inspect.py: number = {pid: int(n[:9]) if (n := known.get("RANK", "")).isdecimal() else None for pid, known in environs.items()}'
+    ' -> number = {pid: int(n[: 10]) if (n := known.get("RANK", "")).isdecimal() else None for pid, known in environs.items()}': (
+        "there are no ranks of ten digits"
+    ),
     "launch/preflight.py: with ThreadPoolExecutor(1) as pool: -> with ThreadPoolExecutor( 2) as pool:": "one thing is asked of it",
     "nam_megatron/verify.py: widths = [min(max(len(c[i]) for c in cells), 60) for i in range(5)]"
     " -> widths = [min(max(len(c[i]) for c in cells), 61) for i in range(5)]": "how wide a table is",

@@ -24,6 +24,7 @@ from test_steps import REAL
 
 from launch import finding, gpu, hang, host, inspect, oom, preflight, report, sanity, stack, steps, storage, topology
 from launch.bounded import Answer
+from nam_megatron.errors import Refused
 from nam_megatron.recipe import load
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "launch.txt"
@@ -212,6 +213,16 @@ def of_the_pass() -> Iterator[str]:
     table = "| Memory | Pass |\n|  PCIe  | {} - All |\n| x | Skip |"
     yield from told(sanity.dcgm(table.format(what), code) for what in ("Pass", "Fail", "Warn") for code in (0, 1, None))
     yield from told(sanity.dcgm(said, 0, why) for said, why in (("", ""), ("\n  no host \nx", ""), ("x", "no answer")))
+    with pytest.MonkeyPatch.context() as patch:
+        places = ["/none", str(sanity.script().parents[1])]
+        for spec in (
+            SimpleNamespace(submodule_search_locations=places),
+            SimpleNamespace(submodule_search_locations=None),
+            None,
+        ):
+            patch.setattr(sanity.importlib.util, "find_spec", lambda _, spec=spec: spec)
+            yield str(sanity.script()).replace(places[1], "")
+        yield f"{told(sanity.run(DEVICE, 2, 29500, {})[0])} {sanity.words(Path('/s.py'), 3, 29501)[1:]}"
     lock = stack.load()
     right = {p.name: p.version for p in lock.packages} | {"torch": f"{lock.torch.version}+cu130"}
     loaded = {p.module: {"ok": True} for p in lock.packages if p.module}
@@ -338,7 +349,8 @@ def replace_(context: SimpleNamespace, said: bool) -> SimpleNamespace:
 
 def of_memory() -> Iterator[str]:
     errors = {name: getattr(ooms, name) for name in ("ACTIVATION", "FRAGMENTED", "NEIGHBOUR", "OLD", "OUTSIDE")}
-    errors |= {f"library {n}": text for n, text in enumerate(ooms.LIBRARIES)}
+    failed = (f"CU{name}_STATUS_ALLOC_FAILED" for name in ("BLAS", "DNN", "SOLVER", "SPARSE"))
+    errors |= {f"library {n}": text for n, text in enumerate((*ooms.LIBRARIES, *failed, "cudaErrorMemoryAllocation"))}
     calls = {name: getattr(ooms, name) for name in ("FORWARD", "BACKWARD", "OPTIMIZER", "SETUP", "GRAPHS")}
     calls["SAVE"], calls["NONE"] = (("x/checkpointing.py", "save_checkpoint_and_time"),), ()
     for (name, text), (where, stack_) in itertools.product(errors.items(), calls.items()):
@@ -402,7 +414,7 @@ def of_processes(proc: Path, run: Path) -> Iterator[str]:
             f"{pid} (a) b{')' * (pid == 25)}) {state} {parent} " + " ".join(map(str, range(3, 40)))
         )
         (folder / "status").write_text(
-            f"Name:\tx\nState:\t{state} (s)\nThreads:\t3\nVmRSS:\t 5 kB\nnonvoluntary_ctxt_switches:\t1\n"
+            f"Name:\tx\nState:\t{state} (s)\nThreads:\t3\nVmRSS:\t 5 kB\nvoluntary_ctxt_switches:\t9\nnonvoluntary_ctxt_switches:\t1\n"
         )
         (folder / "wchan").write_text("futex\0")
         (folder / "stack").write_text("[<0>] a\n[<0>] b\n")
@@ -437,6 +449,11 @@ def of_processes(proc: Path, run: Path) -> Iterator[str]:
     yield from (f"{pid}: {look}" for pid, look in looks.items())
     yield from map(repr, (*host.processes(proc), *inspect.ranks(run, proc)))
     yield f"{sorted(host.ancestors(host.processes(proc), 25))} {host.owners({'77'}, proc)}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage.os, "access", lambda path, _: True)
+        yield from told(
+            storage.classes([storage.Place(n, k, run) for n, k in (("durable",) * 2, ("scratch",) * 2)], [])
+        )
     ib = proc / "class/infiniband/mlx5_0/ports/1"
     ib.mkdir(parents=True)
     (ib / "state").write_text("4: ACTIVE\n")
@@ -468,7 +485,8 @@ def of_logs() -> Iterator[str]:
         ("built", 0, 0, 0), ("step", 2, 3, 0), ("step", 2, 4, 1), ("end", 9, 1, 0), ("end", 8, 5, 1))]  # fmt: skip
     mib = "[Rank 3] (after 2 iterations) memory (MB) | allocated: 1.00 | max allocated: 1024.00 | reserved: 3.00 | max reserved: 2048.00"
     odd = [line(5, 100, norm="nan"), line(6, 100).replace("lm loss", "em loss"), line(7, 100).replace("301.2", "inf"), line(8, 0),
-           line(9, 100).replace("skipped iterations:   0", "skipped iterations: 2").replace("nan iterations:   0", "nan iterations: 4")]  # fmt: skip
+           line(9, 100).replace("skipped iterations:   0", "skipped iterations: 2").replace("nan iterations:   0", "nan iterations: 4"),
+           line(10, 100).split("| number of")[0] + "|"]  # fmt: skip
     texts = {"long": lines, "saves": [*lines[:12], *at], "readings": [*lines[:4], *held, mib], "odd": [*lines[:4], *odd],
              "tens": [line(n, 9000 if n == 10 else 100 + n) for n in range(10, 100, 10)], "real": REAL.splitlines()}  # fmt: skip
     for name, text in texts.items():
@@ -502,7 +520,7 @@ def of_pages() -> Iterator[str]:
             "end": "completed", "last_step": 70, "against_forecast": {"model_flops_utilisation": 0.4567},
             "figures": {"window": {"median_ms": 103.5, "tokens_per_s_per_gpu": 25500.4}, "loss_last": 0.128, "last_step": 70},
             "memory": {"peak_allocated_gib": 96.25, "peak_reserved_gib": 101.5},
-            "bad_put": {"wall_s": 3600.0, "until_first_step_s": 52.1, "first_steps_excess_s": 91.0, "checkpoints_s": 3.0, "checkpoints": 1},
+            "bad_put": {"wall_s": 3600.0, "until_first_step_s": 52.1, "first_steps_excess_s": None, "checkpoints_s": 3.0, "checkpoints": 1},
         }  # fmt: skip
         forecast = {"peak_allocated_gib": 95.0, "peak_reserved_gib": 99.0, "device_gib": 110.2, "free_gib": 30.1}
         return report.Run(
@@ -525,6 +543,19 @@ def of_pages() -> Iterator[str]:
     yield from map(report._number, (0, 0.12345, 99.96, 100.04, 999.9, 1000.4, 12, -3.5, None, float("inf"), True))
 
 
+def of_commands() -> Iterator[str]:
+    lock = GOLDEN.with_name("none.toml")
+    for command, names, options in (
+        (report.command, [], {}), (report.command, ["x"], {"anyway": "maybe"}), (inspect.command, [], {}),
+        (inspect.command, ["a", "b"], {}),
+        *((inspect.command, ["none"], {"seconds": said}) for said in ("0", "601", "x", "1²", "²", "600")),
+        (inspect.command, ["none"], {"receipts": "/none"}), (stack.command, ["x"], {}), (stack.command, [], {"lock": str(lock)}),
+    ):  # fmt: skip
+        with pytest.raises(Refused) as refused:
+            command(names, options)
+        yield f"{names} {options}: {refused.value}".replace(str(lock.parents[2]), "")
+
+
 SECTIONS = (
     of_gpus,
     of_links,
@@ -537,6 +568,7 @@ SECTIONS = (
     of_hangs,
     of_logs,
     of_pages,
+    of_commands,
 )
 
 
