@@ -4,22 +4,26 @@ lint.txt: a launch of every family and each flag that lint looks at, in words an
 scripts, YAML, configs of Hugging Face and containers of Bridge. lint_texts.txt: whole reports, and whole recipes.
 """
 
+import json
 import re
+import shlex
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
+from types import CodeType, FunctionType
 
 import pytest
 import yaml
 from hf_configs import CONFIGS
 from lint_cases import CASES, DSA, FSDP, HYBRID, MLA, MOE, TP2
-from test_lint import FIXTURES, NO_LAUNCH, SHELL, launch
+from test_lint import FIXTURES, NO_LAUNCH, SHELL, launch, words
 from test_lint_bash import RUN, SCRIPTS
 
 from nam_megatron.computation import _flat
 from nam_megatron.errors import Refused
-from nam_megatron.lint import container, describe, huggingface, lint, recipe, report
+from nam_megatron.lint import container, describe, huggingface, lint, recipe, report, rules
+from nam_megatron.lint.model import Model
 from nam_megatron.lint.read import read
 from nam_megatron.lint.values import NotKnown
 from nam_megatron.targets import current
@@ -42,9 +46,8 @@ def looked_at() -> set[str]:
     return {flag.dest for flag in current().flags.values()} & words
 
 
-def changes(base: dict) -> Iterator[dict]:
+def changes(base: dict, of_interest: set[str]) -> Iterator[dict]:
     """Each flag in question, with values that its parser takes and the base has not."""
-    of_interest = looked_at()
     for name, flag in sorted(current().flags.items()):
         if flag.dest not in of_interest or not name.startswith("--") or name in ("--help",):
             continue
@@ -58,7 +61,7 @@ def changes(base: dict) -> Iterator[dict]:
 def said(found) -> dict[str, str]:
     rows = {f"{name}:": text for name, text in describe.rows(found.args, found.model)}
     rows |= {f"note {i}": note for i, note in enumerate(describe.notes(found.args, found.model))}
-    return rows | {f"{f.severity} {f.id}": f.flag for f in found.findings} | carried(found)
+    return rows | {f"{f.severity} {f.id} {f.flag}": f.detail for f in found.findings} | carried(found)
 
 
 def carried(found) -> dict[str, str]:
@@ -80,7 +83,7 @@ def of_flags() -> Iterator[str]:
         plain = said(launch(base, {}))
         yield f"== {title}"
         yield from (f"{key} {text}" for key, text in plain.items())
-        for change in changes(base):
+        for change in changes(base, looked_at()):
             (flag, value), now = *change.items(), said(launch(base, change))
             told = [f"    {key} {text}" for key, text in now.items() if plain.get(key) != text]
             told += [
@@ -175,6 +178,8 @@ def of_reports() -> Iterator[str]:
         found = lint(path.read_text(), path.name, None if "yaml" not in path.suffix else 8)
         yield f"== {path.name}"
         yield report.text(found)
+        data = describe.data(found.args, found.model)
+        yield from (f"{key}: {json.dumps(value)}" for key, value in data.items() if key != "text")
         if path.stem.startswith(CARRIED):
             yield from whole_recipe(found)
     for rule, (base, change, *env) in CASES.items():
@@ -199,6 +204,44 @@ CARRIED = (
 )
 
 
+def neighbours() -> Iterator[str]:
+    """Every trap's launch with one more flag changed of those that its rule reads: is it still the trap?"""
+    for name, (base, change, *env) in CASES.items():
+        rule, others = rules.BY_ID[name], rules.BY_ID.keys() - {name}
+
+        def detail(more: dict, all_: dict = base | change, env=env, others=others) -> str:
+            text = "\n".join(f"export {k}={v}" for k, v in dict(*env).items())
+            line = " ".join(map(shlex.quote, words(all_ | more)))
+            found = lint(f"{text}\ntorchrun --nproc-per-node 8 train.py {line}", "case", ignore=others).findings
+            return "; ".join(f"{f.flag} {f.detail}".strip() for f in found)
+
+        plain = detail({})
+        yield f"{name}: {plain}"
+        for more in changes(base | change, read_by(rule.when) | {*rule.about.split("|")}):
+            if (now := detail(more)) != plain:
+                (flag, value) = *more.keys(), *more.values()
+                yield f"    {'without ' if value is None else ''}{flag} {value if isinstance(value, str) else ''}: {now or 'no trap'}"
+
+
+def read_by(function, depth: int = 2) -> set[str]:
+    """Names that a function reads, those that it calls included, and the model's properties."""
+    closed = [cell.cell_contents for cell in function.__closure__ or ()]
+    found, codes = {c for c in closed if isinstance(c, str)}, [function.__code__]
+    codes += [c.__code__ for c in closed if isinstance(c, FunctionType)]
+    while codes:
+        code = codes.pop()
+        found |= {*code.co_names, *(c for c in code.co_consts if isinstance(c, str))}
+        codes += [c for c in code.co_consts if isinstance(c, CodeType)]
+    for name in sorted(found) * (depth > 0):
+        inner = function.__globals__.get(name) or getattr(Model, name, None)
+        inner = getattr(inner, "func", None) or getattr(inner, "fget", None) or inner
+        if isinstance(inner, FunctionType):
+            found |= read_by(inner, depth - 1)
+        elif isinstance(inner, (tuple, set, dict)):
+            found |= {word for word in inner if isinstance(word, str)}
+    return found
+
+
 def whole_recipe(found) -> Iterator[str]:
     try:
         made = recipe.make(found, Path("mine.yaml"))
@@ -209,7 +252,12 @@ def whole_recipe(found) -> Iterator[str]:
     yield made.text()
 
 
-GOLDENS = {"lint.txt": of_flags, "lint_read.txt": of_texts_read, "lint_texts.txt": of_reports}
+GOLDENS = {
+    "lint.txt": of_flags,
+    "lint_neighbours.txt": neighbours,
+    "lint_read.txt": of_texts_read,
+    "lint_texts.txt": of_reports,
+}
 
 
 @pytest.mark.parametrize("name", GOLDENS)
