@@ -385,8 +385,9 @@ def test_what_is_skipped_is_named_and_recorded(tmp_path, bpe, capsys, monkeypatc
 
 
 def test_all_that_decides_a_dataset_decides_its_key(tmp_path, bpe, monkeypatch):
-    other = tmp_path / "other"
-    tokenizer.save(tokenizer.train(TEXTS, 300, progress=False), other)
+    for name in (tokenizer.FILE, tokenizer.CONFIG):
+        shutil.copytree(bpe, tmp_path / name)
+        (tmp_path / name / name).open("a").write(" ")
     one, two = (sources.Source(Path(name), "jsonl", "text", ()) for name in "ab")
     plain = build.Options(bpe, 0.2, "refuse", 1)
     keys = {
@@ -398,13 +399,14 @@ def test_all_that_decides_a_dataset_decides_its_key(tmp_path, bpe, monkeypatch):
             *(([replace(one, **more), two], ["x", "y"], [], plain) for more in (
                 {"kind": "tree"}, {"field": "body"}, {"suffixes": (".h",)})),
             *(([one, two], ["x", "y"], [], replace(plain, **more)) for more in (
-                {"tokenizer": other}, {"valid_share": 0.3}, {"duplicates": "drop"}, {"skip": ("z",)})),
+                {"tokenizer": tmp_path / tokenizer.FILE}, {"tokenizer": tmp_path / tokenizer.CONFIG},
+                {"valid_share": 0.3}, {"duplicates": "drop"}, {"skip": ("z",)})),
             ([one, two], ["x", "y"], ["z"], replace(plain, skip=("z",))),
             ([replace(one, skip=(1,)), two], ["x", "y"], [], replace(plain, skip=("z",))),
         )
     }  # fmt: skip
     assert build._key([two, one], ["x", "y"], [], replace(plain, workers=9)) in keys, "neither names nor processes do"
-    assert len(keys) == 12
+    assert len(keys) == 13
     monkeypatch.setattr(sources, "PIECE", 1)
     assert build._key([one, two], ["x", "y"], [], plain) not in keys
 
