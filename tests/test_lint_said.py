@@ -20,12 +20,14 @@ from lint_cases import CASES, DSA, FSDP, HYBRID, MLA, MOE, TP2
 from test_lint import FIXTURES, NO_LAUNCH, SHELL, launch, words
 from test_lint_bash import RUN, SCRIPTS
 
+from nam_megatron import argv
 from nam_megatron.computation import _flat
 from nam_megatron.errors import Refused
 from nam_megatron.lint import container, describe, huggingface, lint, recipe, report, rules
 from nam_megatron.lint.model import Model
 from nam_megatron.lint.read import read
 from nam_megatron.lint.values import NotKnown
+from nam_megatron.lower import translate
 from nam_megatron.targets import current
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -250,6 +252,10 @@ def whole_recipe(found) -> Iterator[str]:
         return
     yield made.yaml
     yield made.text()
+    if made.refused is None:
+        theirs = lint(argv.shell(translate(made.recipe))).model
+        assert [k for _, k in theirs.layers] == [k for _, k in found.model.layers], found.name
+        assert theirs.mtp_depths == found.model.mtp_depths, found.name
 
 
 GOLDENS = {
