@@ -258,11 +258,11 @@ def whole_recipe(found) -> Iterator[str]:
         assert theirs.mtp_depths == found.model.mtp_depths, found.name
 
 
-GOLDENS = {
-    "lint.txt": of_flags,
-    "lint_neighbours.txt": neighbours,
+GOLDENS = {  # the quick and keen ones first
     "lint_read.txt": of_texts_read,
+    "lint_neighbours.txt": neighbours,
     "lint_texts.txt": of_reports,
+    "lint.txt": of_flags,
 }
 
 
