@@ -61,6 +61,14 @@ def of_gpus() -> Iterator[str]:
     text = smi(3, at=1, processes=process(7))
     plain = seen(text)
     yield from plain
+    for more in (
+        {"cap": "Active"},
+        {"cap": "Active", "processes": process(7)},
+        {"used": "1024 MiB"},
+        {"used": "1025 MiB"},
+        {"used": "N/A"},
+    ):
+        yield from changed(more, plain, seen(smi(3, at=1, **more)))
     for count, cuda in ((2, "13.0"), (4, "13.1"), (3, "12.9"), (3, "13")):
         yield from changed(f"{count} GPUs, CUDA {cuda}", plain, seen(text, count, cuda))
     root = ET.fromstring(text)
@@ -501,7 +509,11 @@ def of_logs() -> Iterator[str]:
     yield from (repr(steps.parse(text)) for text in (*at, held[1], mib, lines[3], odd[0]))
     for text in (*at[:1], *held[:1], mib, lines[3]):  # what is not the parser's own is hidden
         shown = steps.guarded(f"token {text} | my secret: 3 | lm loss: 4.5 tail", lambda s: re.sub(r"[a-z]", "*", s))
-        yield shown if "readings" not in shown else shown[:120]
+        yield shown
+    yield steps.guarded(
+        f"my secret {stand_in.reading('step', 2, 3, bus='b', other='dropped', name=5)}",
+        lambda s: re.sub(r"[a-z]", "*", s),
+    )
 
 
 def line(number: int, ms: float, total: int = 100, **more) -> str:
