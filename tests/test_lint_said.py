@@ -4,10 +4,12 @@ lint.txt: a launch of every family and each flag that lint looks at, in words an
 scripts, YAML, configs of Hugging Face and containers of Bridge. lint_texts.txt: whole reports, and whole recipes.
 """
 
+import io
 import json
 import re
 import shlex
 from collections.abc import Iterable, Iterator
+from contextlib import redirect_stdout
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -16,17 +18,20 @@ from types import CodeType, FunctionType
 import pytest
 import yaml
 from hf_configs import CONFIGS
-from lint_cases import CASES, DSA, FSDP, HYBRID, MLA, MOE, TP2
+from lint_cases import CASES, DSA, FSDP, GPT, HYBRID, MLA, MOE, TP2
 from test_lint import FIXTURES, NO_LAUNCH, SHELL, launch, words
 from test_lint_bash import RUN, SCRIPTS
 
 from nam_megatron import argv
 from nam_megatron.computation import _flat
 from nam_megatron.errors import Refused
-from nam_megatron.lint import container, describe, huggingface, lint, recipe, report, rules
+from nam_megatron.lint import __main__ as command
+from nam_megatron.lint import container, describe, follow, huggingface, lint, recipe, report, rules
 from nam_megatron.lint.model import Model
+from nam_megatron.lint.read import BASES as OTHER_FILES
 from nam_megatron.lint.read import read
-from nam_megatron.lint.values import NotKnown
+from nam_megatron.lint.rules import parser
+from nam_megatron.lint.values import REMOVED, NotKnown
 from nam_megatron.lower import translate
 from nam_megatron.targets import current
 
@@ -63,7 +68,12 @@ def changes(base: dict, of_interest: set[str]) -> Iterator[dict]:
 def said(found) -> dict[str, str]:
     rows = {f"{name}:": text for name, text in describe.rows(found.args, found.model)}
     rows |= {f"note {i}": note for i, note in enumerate(describe.notes(found.args, found.model))}
-    return rows | {f"{f.severity} {f.id} {f.flag}": f.detail for f in found.findings} | carried(found)
+    own = {f: f.fix * (f.fix != rules.BY_ID[f.id].fix) for f in found.findings}
+    return (
+        rows
+        | {f"{f.severity} {f.id} {f.flag}": f"{f.detail} {own[f]}".strip() for f in found.findings}
+        | carried(found)
+    )
 
 
 def carried(found) -> dict[str, str]:
@@ -99,7 +109,8 @@ def of_flags() -> Iterator[str]:
 
 
 def of_texts_read() -> Iterator[str]:
-    for text in (*SHELL, *NO_LAUNCH, *(script.replace("RUN", RUN) for script in SCRIPTS)):
+    extending = (f"{base}: x.yaml\nhidden_size: 4" for base in sorted(OTHER_FILES))
+    for text in (*SHELL, *NO_LAUNCH, *extending, *(script.replace("RUN", RUN) for script in (*SCRIPTS, *of_tables()))):
         yield f"== {text[:300]!r}"
         try:
             found = read(text, current())
@@ -125,6 +136,58 @@ def of_texts_read() -> Iterator[str]:
             for value in others(was):
                 changed = whole | {section: without_absent(whole[section] | {key: value})}
                 yield from differing(f"{section}.{key}: {value}", plain, partial(container.words, changed, current()))
+
+    for name in sorted(
+        key for key in container.SPELLED if key.partition(".")[2] not in whole.get(key.partition(".")[0], {})
+    ):
+        section, _, key = name.rpartition(".")
+        for value in (7, True, "x", ["a", "b"]):
+            changed = whole | {section: whole.get(section, {}) | {key: value}}
+            yield from differing(f"{name}: {value}", plain, partial(container.words, changed, current()))
+
+
+def of_tables() -> Iterator[str]:
+    """A script for every word that lint knows."""
+    yield from (f"{shell} -c 'RUN 4'" for shell in sorted(follow.SHELLS))
+    yield from (f"cat <<EOF | {taker}\nRUN 4\nEOF" for taker in sorted(follow.TAKES_SCRIPT))
+    yield from (f"{taker} job.sh <<EOF\nRUN 4\nEOF" for taker in sorted(follow.TAKES_SCRIPT))
+    yield from (f"{declare} X=4; RUN $X" for declare in sorted(follow.DECLARE))
+    yield from (f"{prints} RUN 4 > job.sh; {prints} RUN 5" for prints in sorted(follow.PRINTS))
+    yield from (f"if {asks} a; then X=4; else X=5; fi; RUN $X" for asks in sorted(follow.ASKS))
+    yield from (
+        f"if [ {n} {test} 4 ]; then X=4; else X=5; fi; RUN $X" for test in sorted(follow.NUMERIC) for n in (3, 4, 5)
+    )
+    signs = (
+        "+",
+        "-",
+        "*",
+        "/",
+        "%",
+        "**",
+        "<<",
+        ">>",
+        "&",
+        "|",
+        "^",
+        "<",
+        "<=",
+        ">",
+        ">=",
+        "==",
+        "!=",
+        "&&",
+        "||",
+        ",",
+    )
+    yield from (
+        f"RUN $(( {n} {sign} 3 ))" for sign in signs for n in ((7, 3, 0, -7) if sign in (*signs[:5],) else (7,))
+    )
+    yield from (f"X=7; (( X {sign}= 2 )); RUN $X" for sign in ("", *signs[:11]))
+    yield from (
+        f"X=7; RUN $(( {text} ))"
+        for text in ("-X", "+X", "!X", "~X", "X++", "--X", "X?1:2", "X/0", "08", "0x1f", "2#101", "Y")
+    )
+    yield from (f"X=$'a{escape}b'; RUN \"$X\"" for escape in (r"\n", r"\t", r"\r", r"\\", r"\'", r"\"", r"\q"))
 
 
 BRIDGES = Path(__file__).parent / "lint" / "bridge_nemotron_3_nano.yaml"
@@ -184,6 +247,18 @@ def of_reports() -> Iterator[str]:
         yield from (f"{key}: {json.dumps(value)}" for key, value in data.items() if key != "text")
         if path.stem.startswith(CARRIED):
             yield from whole_recipe(found)
+    for flag in (*REMOVED, *parser.GONE, *parser.OLD):
+        found = launch(GPT, {flag if flag.startswith("--") else current().by_dest[flag].name: "3"})
+        yield from (f"{f.severity} {f.id} {f.flag}: {f.message} ({f.detail}). {f.fix}" for f in found.findings)
+    yield from of_commands()
+    for gpus in (None, 1, 2, 3, 4, 8, 12, 16, 24):  # and of a batch that Megatron derives
+        start = f"torchrun --nproc-per-node {gpus} " if gpus else ""
+        line = " ".join(
+            words(MOE | {"--global-batch-size": None, "--expert-model-parallel-size": "2", "--fp8-format": "e4m3"})
+        )
+        told = carried(lint(f"{start}pretrain_gpt.py {line}"))
+        yield f"{gpus} GPUs"
+        yield from (f"    {k} {v}" for k, v in told.items() if re.search("cluster|batch|lost", k))
     for rule, (base, change, *env) in CASES.items():
         found = launch(base, change, *env)
         yield f"== {rule}"
@@ -204,6 +279,36 @@ CARRIED = (
     "hybrid_symbols",
     "mla_ref",
 )
+
+
+def of_commands() -> Iterator[str]:
+    """Options that are refused, and the help."""
+    for words_ in (
+        "x", "x=1", "gpus=", "gpus=0", "gpus=1", "gpus=999999", "gpus=1000000", "gpus=²", "gpus=x", "format=xml", "format=json",
+        "ignore=none", "ignore=batch,none", "ignore=batch,companion", "gpus=4 --gpus=8", "--recipe=a.yaml format=text",
+    ):  # fmt: skip
+        try:
+            yield f"{words_}: {command._options(words_.split())}"
+        except Refused as refused:
+            yield f"{words_}: {refused.render()}"
+    for out in (
+        "/none/at/all.yaml",
+        "a-b.yaml",
+        "a.txt",
+        ".yaml",
+        str(Path(__file__).parent / "golden.yaml" / "x.yaml"),
+    ):
+        with pytest.raises(Refused) as refused:
+            recipe.write(launch(GPT, {}), out)
+        yield refused.value.render().replace(str(Path(__file__).parent), "")
+    for file in ("/none/at/all", "/none\0"):
+        with pytest.raises(Refused) as refused:
+            command._text(file)
+        yield refused.value.render().replace("\0", "NUL")
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as shown, pytest.raises(SystemExit):
+        patch.setenv("COLUMNS", "120")
+        command.main(["--help"])
+    yield shown.getvalue()
 
 
 def neighbours() -> Iterator[str]:
