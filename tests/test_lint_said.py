@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
 from functools import partial
-from itertools import zip_longest
+from itertools import product, zip_longest
 from pathlib import Path
 from types import CodeType, FunctionType
 
@@ -27,10 +27,11 @@ from nam_megatron.computation import _flat
 from nam_megatron.errors import Refused
 from nam_megatron.lint import __main__ as command
 from nam_megatron.lint import container, describe, follow, huggingface, lint, recipe, report, rules
-from nam_megatron.lint.model import Model
+from nam_megatron.lint.model import Model, known
 from nam_megatron.lint.read import BASES as OTHER_FILES
 from nam_megatron.lint.read import read
 from nam_megatron.lint.rules import parser
+from nam_megatron.lint.rules.rule import FAIL
 from nam_megatron.lint.values import REMOVED, NotKnown
 from nam_megatron.lower import translate
 from nam_megatron.targets import current
@@ -187,6 +188,8 @@ def of_tables() -> Iterator[str]:
         f"X=7; RUN $(( {text} ))"
         for text in ("-X", "+X", "!X", "~X", "X++", "--X", "X?1:2", "X/0", "08", "0x1f", "2#101", "Y")
     )
+    cut = "if [ 1 -eq 1 ] ; then for x in a b ; do case $x in a ) X=4 ;; esac ; done ; fi ; f () { X=5 ; } ; while true ; do f ; done"
+    yield from (" ".join(cut.split(" ")[:n]) for n in range(cut.count(" ") + 2))
     yield from (f"X=$'a{escape}b'; RUN \"$X\"" for escape in (r"\n", r"\t", r"\r", r"\\", r"\'", r"\"", r"\q"))
 
 
@@ -313,6 +316,7 @@ def of_commands() -> Iterator[str]:
 
 def neighbours() -> Iterator[str]:
     """Every trap's launch with one more flag changed of those that its rule reads: is it still the trap?"""
+    yield from stages()
     for name, (base, change, *env) in CASES.items():
         rule, others = rules.BY_ID[name], rules.BY_ID.keys() - {name}
 
@@ -328,6 +332,23 @@ def neighbours() -> Iterator[str]:
             if (now := detail(more)) != plain:
                 (flag, value) = *more.keys(), *more.values()
                 yield f"    {'without ' if value is None else ''}{flag} {value if isinstance(value, str) else ''}: {now or 'no trap'}"
+
+
+def stages() -> Iterator[str]:
+    """How layers are cut, of every way to say it."""
+    ways = {
+        "--pipeline-model-parallel-size": ("1", "2", "4", "9"), "--decoder-first-pipeline-num-layers": (None, "1", "5"),
+        "--decoder-last-pipeline-num-layers": (None, "3"), "--account-for-embedding-in-pipeline-split": (None, True),
+        "--num-layers-per-virtual-pipeline-stage": (None, "2"),
+    }  # fmt: skip
+    layouts = ({"--pipeline-model-parallel-size": "2", "--pipeline-model-parallel-layout": text} for text in (
+        "Et*4|t*4L", "E(t|)*7tL", "(Et|t)*4L", "Et*3|t*4L", "Ex*8|L", "E,t*8|L", "Et*99999|L", "t*8"))  # fmt: skip
+    for more in (*(dict(zip(ways, values, strict=True)) for values in product(*ways.values())), *layouts):
+        for title, base in {"GPT": GPT, "hybrid": HYBRID}.items():
+            found = launch(base, more)
+            cut = known(lambda m=found.model: (m.stage_sizes, m.cuts), "not known")
+            split = "; ".join(f"{f.id} {f.detail}" for f in found.findings if f.severity == FAIL)
+            yield f"{title} {' '.join(str(v) for v in more.values() if v)}: {cut} {split}"
 
 
 def read_by(function, depth: int = 2) -> set[str]:
