@@ -19,6 +19,7 @@ import pytest
 import yaml
 from hf_configs import CONFIGS
 from lint_cases import CASES, DSA, FSDP, GPT, HYBRID, MLA, MOE, TP2
+from presets import lowered
 from test_lint import FIXTURES, NO_LAUNCH, SHELL, launch, words
 from test_lint_bash import RUN, SCRIPTS
 
@@ -250,6 +251,8 @@ def of_reports() -> Iterator[str]:
         yield from (f"{key}: {json.dumps(value)}" for key, value in data.items() if key != "text")
         if path.stem.startswith(CARRIED):
             yield from whole_recipe(found)
+    for name in ("nam56r_smoke", "features_all"):
+        yield report.text(lint(argv.plan_json(lowered(name)), name))
     for flag in (*REMOVED, *parser.GONE, *parser.OLD):
         found = launch(GPT, {flag if flag.startswith("--") else current().by_dest[flag].name: "3"})
         yield from (f"{f.severity} {f.id} {f.flag}: {f.message} ({f.detail}). {f.fix}" for f in found.findings)

@@ -7,6 +7,7 @@ import time
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest.mock import MagicMock
 
 import megatron.core.package_info
 import numpy
@@ -543,6 +544,41 @@ def test_context_ranks_share_a_sequence_evenly():
         return {name: tensor[cut] for name, tensor in WHOLE.items()}
 
     expect(("parallel.context=2",), wanted)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_microbatch_goes_to_the_model_whole(monkeypatch, first):
+    """The mask as well: MTP's loss is made in there."""
+    batch = {name: object() for name in pretrain.BATCH}
+    given, looked = [], []
+    at = SimpleNamespace(curr_iteration=3, log_interval=7)
+    monkeypatch.setattr(pretrain, "get_args", lambda: at)
+    monkeypatch.setattr(pretrain, "get_timers", lambda: MagicMock())
+    for name in ("READINGS", "HEART", "GAUGES"):
+        recorder = SimpleNamespace(step=lambda *words, name=name: looked.append((name, *words)))
+        monkeypatch.setattr(pretrain, name, recorder)
+    monkeypatch.setattr(pretrain, "get_attr_wrapped_model", lambda model, name: (model, name))
+    monkeypatch.setattr(pretrain, "get_batch", lambda *words: looked.append(words) or batch)
+    monkeypatch.setattr(pretrain, "get_rerun_state_machine", lambda: "machine")
+    monkeypatch.setattr(pretrain, "watched", lambda machine: machine == "machine" and first)
+    monkeypatch.setattr(pretrain, "unwrap_model", lambda model: ("unwrapped", model))
+    monkeypatch.setattr(
+        pretrain, "Watch", lambda model: SimpleNamespace(of=model, close=lambda: looked.append("closed"))
+    )
+
+    def model(*words, **named):
+        given.append((words, named))
+        return "output"
+
+    output, loss = pretrain.forward_step("samples", model)
+    ((words, named),) = given
+    assert words == tuple(batch[name] for name in ("tokens", "position_ids", "attention_mask"))
+    assert named == {name: batch[name] for name in ("labels", "loss_mask")}
+    mask, watch = loss.args
+    assert output == "output" and loss.func is pretrain.loss_func and mask is batch["loss_mask"]
+    assert (watch and watch.of) == (("unwrapped", model) if first else None)
+    steps = [("READINGS", 3), ("HEART", 3), ("GAUGES", 3, 7)]
+    assert looked == [*steps, ("samples", (model, "vp_stage")), *["closed"] * first]
 
 
 # Loss --------------------------------------------------------------------------------------------------------------------------
