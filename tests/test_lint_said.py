@@ -251,7 +251,7 @@ def of_reports() -> Iterator[str]:
         yield from (f"{key}: {json.dumps(value)}" for key, value in data.items() if key != "text")
         if path.stem.startswith(CARRIED):
             yield from whole_recipe(found)
-    for name in ("nam56r_smoke", "features_all"):
+    for name in ("nam56r_smoke", "nam56r_fused"):
         yield report.text(lint(argv.plan_json(lowered(name)), name))
     for flag in (*REMOVED, *parser.GONE, *parser.OLD):
         found = launch(GPT, {flag if flag.startswith("--") else current().by_dest[flag].name: "3"})
