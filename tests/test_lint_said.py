@@ -242,6 +242,16 @@ def differing(title: str, plain: str, make) -> Iterator[str]:
         yield from (title, *told)
 
 
+STRANGE = (  # flags of other parsers, and Megatron's as another parser spells them
+    "--hidden_size 4 --seq_length 8", "--hidden_size 4 --seq_length 8 --micro_batch_size=1", "--hidden_size 4 --seq_length 8 --bf16 true",
+    "--hidden_size 4 --seq_length 8 --micro_batch_size 1 --bf16 true --swiglu false --my_own 3", "--a_b 1 --c_d 2 --e_f 3 --hidden_size 4",
+    "--a-b 1 --c-d 2", "--a-b 1 --c-d 2 --e-f 3 --hidden-size 4",
+    "--hidden-sise 4 --seq-lenght 8 --micro-batch-sice 1", "--bf16=1 --lr x stray",
+    "--hidden-size 4 --hidden-size 5 --lr 1e-4 --lr 1e-4", "--hidden 4 --num-l 3",
+    "--micro-batch-size one --recompute-modules mlp moe --lr",
+)  # fmt: skip
+
+
 def of_reports() -> Iterator[str]:
     for path in FIXTURES:
         found = lint(path.read_text(), path.name, None if "yaml" not in path.suffix else 8)
@@ -256,6 +266,10 @@ def of_reports() -> Iterator[str]:
     for flag in (*REMOVED, *parser.GONE, *parser.OLD):
         found = launch(GPT, {flag if flag.startswith("--") else current().by_dest[flag].name: "3"})
         yield from (f"{f.severity} {f.id} {f.flag}: {f.message} ({f.detail}). {f.fix}" for f in found.findings)
+    for script, flags in product(("train.py", "pretrain_gpt.py"), STRANGE):
+        found = lint(f"python {script} --num-layers 2 {flags}", "x")
+        yield f"{script} {flags}: {' '.join(found.args.given)}"
+        yield from (f"    {f.severity} {f.id} {f.flag} {f.detail}" for f in found.findings)
     yield from of_commands()
     for gpus in (None, 1, 2, 3, 4, 8, 12, 16, 24):  # and of a batch that Megatron derives
         start = f"torchrun --nproc-per-node {gpus} " if gpus else ""
