@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -34,7 +35,7 @@ from nam_megatron.lower import translate
 from nam_megatron.recipe import Recipe, to_tree
 from nam_megatron.recipe.standing import idle
 from nam_megatron.report import header
-from nam_megatron.runtime.oracle import Oracle
+from nam_megatron.runtime.oracle import Answer, Oracle
 from nam_megatron.setting import section
 from nam_megatron.targets import current
 from nam_megatron.translate import write
@@ -58,7 +59,14 @@ def ask(oracle, found):
     words = [follow.HOLE.sub("somewhere", word) for word in found.launch.words]
     words += [] if "--vocab-size" in " ".join(words) else ["--vocab-size", "1000"]
     silent = {"CUDA_DEVICE_MAX_CONNECTIONS": None, "PYTORCH_CUDA_ALLOC_CONF": None, "NCCL_GRAPH_REGISTER": None}
-    return oracle.ask(words, found.args.launch.gpus or 8, (9, 0), silent | dict(found.launch.env))
+    env = silent | dict(found.launch.env)
+    return answered(oracle, tuple(words), found.args.launch.gpus or 8, tuple(sorted(env.items())))
+
+
+@cache
+def answered(oracle, words: tuple[str, ...], gpus: int, env: tuple) -> Answer:
+    """Each launch once: many traps are told from the same clean one."""
+    return oracle.ask(list(words), gpus, (9, 0), dict(env))
 
 
 # Launches --------------------------------------------------------------------------------------------------------------
