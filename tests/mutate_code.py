@@ -114,8 +114,8 @@ GROUPS = {
     "receipts": Group(
         ("launch/receipt.py", "launch/redact.py", "launch/signature.py", "launch/compare.py"),
         (
-            "tests/test_said_right.py", "tests/launch/test_redact.py", "tests/launch/test_compare.py", "tests/launch/test_receipt.py",
-            "tests/launch/test_secrets.py",
+            "tests/launch/test_redact.py", "tests/launch/test_compare.py", "tests/launch/test_receipt.py",
+            "tests/launch/test_secrets.py", "tests/test_said_right.py",
         ),
     ),
 } | {
