@@ -524,7 +524,7 @@ def line(number: int, ms: float, total: int = 100, **more) -> str:
 def of_pages() -> Iterator[str]:
     def run(name: str, said: steps.Said | None, kernels=None, **more) -> report.Run:
         stands = {
-            "layers": LAYERS | {"gone": {"numbers": [60, 27, 0, "x"]}}, "mtp": {"depths": 1, "symbols": "*-"},
+            "layers": LAYERS | {"gone": {"numbers": [60, 27, 0, "x"]}}, "mtp": {"depths": 1, "symbols": "*-", "none": {}},
             "moe": {"experts": 16, "top_k": [4, {"a": 1}]},
             "given_up": [{"letter": "R", "designed": "m2rnn", "stands": "mamba2", "layers": [4, 8], "by": "lane"}],
         }  # fmt: skip
