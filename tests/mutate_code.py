@@ -187,8 +187,13 @@ SAME: dict[str, str] = {
     "nam_megatron/budget/search.py: best, beyond = 0, max(1, start) -> best, beyond = 0, max( 2, start)": (
         "1 is the value between 0 and a 2 that is too large"
     ),
-    "nam_megatron/lint/read.py: LONGEST = 1_000_000 # characters -> LONGEST = 999999 # characters": "no launch, either",
+    "nam_megatron/lint/read.py: LONGEST = 1_000_000  # characters -> LONGEST = 999999  # characters": "no launch, either",
     "nam_megatron/hf/export.py: done += sum(tensor.nbytes for tensor in group) -> pass": "how far a progress line says it is",
+    'nam_megatron/runtime/stage_log.py: record("global_load_balancing_loss", nothing, 1, layers, reduce_group=everything, '
+    "needs_dp_avg=False)"
+    ' -> record("global_load_balancing_loss", nothing, 2, layers, reduce_group=everything, needs_dp_avg=False)': (
+        "a zero, at whichever layer"
+    ),
     "nam_megatron/lint/values.py: LONGEST_LIST = 10_000 -> LONGEST_LIST = 9999": "longer than any list of layers, too",
     "launch/gpu.py: first = gpus[0] -> first = gpus[ -1]": "of GPUs that were found alike",
     'launch/inspect.py: number = {pid: int(n[:9]) if (n := known.get("RANK", "")).isdecimal() else None for pid, known in environs.items()}'

@@ -9,7 +9,7 @@ import torch
 from presets import NAMES, lowered
 
 from nam_megatron.hf import __main__ as command
-from nam_megatron.hf import describe, export
+from nam_megatron.hf import check, describe, export
 from nam_megatron.sizes import Sizes
 
 
@@ -150,3 +150,13 @@ def test_each_verb_hands_on_what_was_said(monkeypatch, module, function, line, w
     with pytest.raises(Asked) as said:
         command.main(line.split())
     assert str(said.value) == wanted
+
+
+@pytest.mark.parametrize(("dtype", "kernels"), [("fp32", "naive"), ("bf16", "fused")])
+def test_one_device_holds_all_of_the_model(dtype, kernels):
+    plan = lowered("nam56r_fused").plan
+    alone = check.one_device(lowered("nam56r_fused"), dtype).plan
+    assert (plan.recipe.world_size, alone.recipe.world_size) == (8, 1)
+    assert [layer.kind for layer in alone.layers] == [layer.kind for layer in plan.layers] and "|" not in alone.pattern
+    assert {alone.recipe.model.blocks.mla.kernels, alone.recipe.model.blocks.mamba3.kernels} == {kernels}
+    assert alone.recipe.schedule.save is None and not alone.recipe.precision.fused_grad_accumulation

@@ -466,6 +466,21 @@ def test_a_missing_stack_is_never_replaced():
     in_rank(job)
 
 
+@pytest.mark.parametrize("length", [None, 4096])
+def test_what_stands_beside_the_stack_reaches_the_model(monkeypatch, length):
+    """Hashed n-grams, and Llama's angles."""
+    of_megatron = SimpleNamespace(transformer="transformer", pre_wrap_hooks=["theirs"])
+    args = SimpleNamespace(**dict.fromkeys(pretrain.UNSERVED), yarn_original_max_position_embeddings=length)
+    monkeypatch.setattr(pretrain, "hybrid_config_from_args", lambda args, model_config_cls: of_megatron)
+    monkeypatch.setattr(pretrain, "pretrain_cfg_container_from_args", lambda args, model: model)
+    given = []
+    monkeypatch.setattr(pretrain.yarn, "provide", lambda *words: given.append(words))
+    stack = ModuleSpec(object, metainfo={"hooks": ["ours"]})
+    assert pretrain.settings(args, stack) is of_megatron
+    assert of_megatron.hybrid_stack_spec is stack and of_megatron.pre_wrap_hooks == ["theirs", "ours"]
+    assert given == [("transformer", args)] * (length is not None)
+
+
 # Batches -----------------------------------------------------------------------------------------------------------------------
 
 WHOLE = {
