@@ -252,6 +252,16 @@ STRANGE = (  # flags of other parsers, and Megatron's as another parser spells t
 )  # fmt: skip
 
 
+OTHERWISE = (  # what a recipe says in one way, said in another
+    (MOE, {"--recompute-activations": True, "--position-embedding-type": None, "--use-rotary-position-embeddings": True,
+           "--train-iters": None, "--train-samples": "640", "--lr-decay-samples": "640", "--lr-warmup-samples": "128",
+           "--grad-reduce-in-bf16": True, "--group-query-attention": True, "--num-query-groups": "16", "--eval-iters": "0"}),
+    (HYBRID, {"--enable-cuda-graph": True, "--lr-warmup-fraction": "0.2", "--lr-decay-iters": "10", "--init-method-std": "0.01",
+              "--embedding-init-method-std": "0.01", "--kv-channels": "64", "--max-position-embeddings": "4096", "--is-hybrid-model": True,
+              "--padded-vocab-size": "32000", "--spec": "megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec"}),
+)  # fmt: skip
+
+
 def of_reports() -> Iterator[str]:
     for path in FIXTURES:
         found = lint(path.read_text(), path.name, None if "yaml" not in path.suffix else 8)
@@ -261,6 +271,9 @@ def of_reports() -> Iterator[str]:
         yield from (f"{key}: {json.dumps(value)}" for key, value in data.items() if key != "text")
         if path.stem.startswith(CARRIED):
             yield from whole_recipe(found)
+    for base, change in OTHERWISE:
+        yield f"== {' '.join(change)}"
+        yield from whole_recipe(launch(base, change))
     for name in ("nam56r_smoke", "nam56r_fused"):
         yield report.text(lint(argv.plan_json(lowered(name)), name))
     for flag in (*REMOVED, *parser.GONE, *parser.OLD):

@@ -1,5 +1,6 @@
 """The trainer, from the command line to the loss: Megatron's own pretrain(), data and optimizer on a CPU."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -464,6 +465,63 @@ def test_a_missing_stack_is_never_replaced():
             )
 
     in_rank(job)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("end", [None, SystemExit(3), SystemExit(None), pretrain.NonFinite()], ids=repr)
+def test_everything_is_provided_before_megatron_starts_and_ended_after(monkeypatch, fused, end):
+    args = SimpleNamespace(gradient_accumulation_fusion=fused, consumed_train_samples=21, global_batch_size=4)
+    config = SimpleNamespace(model=SimpleNamespace(pre_wrap_hooks=[]))
+    called = []
+
+    def records(name, result=None):
+        return lambda *words, **named: called.append((name, *words, *named.values())) or result
+
+    def start(*words):
+        called.append(("pretrain", *words))
+        if end is not None:
+            raise end
+
+    for name in ("set_startup_timestamps", "keep_shipped_helpers", "leave"):
+        monkeypatch.setattr(pretrain, name, records(name))
+    for module in ("rate", "checksums", "background", "wgrad"):
+        monkeypatch.setattr(getattr(pretrain, module), "provide", records(module))
+    monkeypatch.setattr(pretrain, "GAUGES", SimpleNamespace(expect=records("gauges")))
+    monkeypatch.setattr(pretrain, "READINGS", SimpleNamespace(end=records("readings")))
+    monkeypatch.setattr(pretrain, "HEART", SimpleNamespace(end=records("heart")))
+    monkeypatch.setattr(pretrain, "parse_and_validate_args", records("parse", args))
+    monkeypatch.setattr(pretrain, "settings", records("settings", config))
+    monkeypatch.setattr(pretrain, "pretrain", start)
+    monkeypatch.setattr(pretrain.time, "time", lambda: 9.0)
+    monkeypatch.setattr(sys, "argv", ["us", "old"])
+    with contextlib.suppress(SystemExit, pretrain.NonFinite):
+        pretrain.run(["--x"], "stack", 7.0, operations=5.0, fused_loss=fused, track="track", gauges={1: "g"})
+    left = end is None or (isinstance(end, SystemExit) and end.code is not None)
+    wanted = [("set_startup_timestamps", 7.0, 9.0), ("keep_shipped_helpers",), ("rate", 5.0, "track"), ("gauges", {1: "g"}),
+              ("checksums",), ("background",), ("parse",), *[("wgrad",)] * fused, ("settings", args, "stack"),
+              ("pretrain", config, pretrain.datasets, pretrain.ModelType.encoder_or_decoder, pretrain.forward_step),
+              ("readings", 5), ("heart",), *[("leave",)] * left]  # fmt: skip
+    assert sorted(called, key=str) == sorted(wanted, key=str) and sys.argv == ["us", "--x"]
+    assert called.index(("settings", args, "stack")) < len(called) - 3
+    assert config.model.pre_wrap_hooks == [cross_entropy.provide] * fused
+
+
+def test_models_get_what_megatron_lacks(monkeypatch):
+    """The casts that leave marked weights alone, and the provisions of pipelines, buckets and FSDP."""
+    models, called = [SimpleNamespace(config="config"), SimpleNamespace(config="other")], []
+    monkeypatch.setattr(
+        pretrain.HybridModelBuilder,
+        "build_distributed_models",
+        lambda self, *words, **named: called.append((words, named)) or models,
+    )
+    for module in ("stage_log", "bucket_padding", "fsdp"):
+        monkeypatch.setattr(
+            getattr(pretrain, module), "provide", lambda *words, module=module: called.append((module, *words))
+        )
+    built = pretrain.NamModelBuilder.build_distributed_models(object.__new__(pretrain.NamModelBuilder), 1, a=2)
+    assert built is models
+    first = ((1,), {"a": 2, "mixed_precision_wrapper": pretrain.Float16ExceptMarked})
+    assert called == [first, ("stage_log", "config"), ("bucket_padding",), ("fsdp", models)]
 
 
 @pytest.mark.parametrize("length", [None, 4096])
