@@ -506,6 +506,16 @@ def test_everything_is_provided_before_megatron_starts_and_ended_after(monkeypat
     assert config.model.pre_wrap_hooks == [cross_entropy.provide] * fused
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_process_group_is_left_by_all_together(monkeypatch, there):
+    called = []
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: there)
+    for name in ("barrier", "destroy_process_group"):
+        monkeypatch.setattr(torch.distributed, name, partial(called.append, name))
+    pretrain.leave()
+    assert called == ["barrier", "destroy_process_group"] * there
+
+
 def test_models_get_what_megatron_lacks(monkeypatch):
     """The casts that leave marked weights alone, and the provisions of pipelines, buckets and FSDP."""
     models, called = [SimpleNamespace(config="config"), SimpleNamespace(config="other")], []
@@ -514,14 +524,14 @@ def test_models_get_what_megatron_lacks(monkeypatch):
         "build_distributed_models",
         lambda self, *words, **named: called.append((words, named)) or models,
     )
-    for module in ("stage_log", "bucket_padding", "fsdp"):
+    for module in ("stage_log", "master_weights", "fsdp"):
         monkeypatch.setattr(
             getattr(pretrain, module), "provide", lambda *words, module=module: called.append((module, *words))
         )
     built = pretrain.NamModelBuilder.build_distributed_models(object.__new__(pretrain.NamModelBuilder), 1, a=2)
     assert built is models
     first = ((1,), {"a": 2, "mixed_precision_wrapper": pretrain.Float16ExceptMarked})
-    assert called == [first, ("stage_log", "config"), ("bucket_padding",), ("fsdp", models)]
+    assert called == [first, ("stage_log", "config"), ("master_weights",), ("fsdp", models)]
 
 
 @pytest.mark.parametrize("length", [None, 4096])
