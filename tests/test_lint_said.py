@@ -256,6 +256,8 @@ OTHERWISE = (  # what a recipe says in one way, said in another
     (MOE, {"--recompute-activations": True, "--position-embedding-type": None, "--use-rotary-position-embeddings": True,
            "--train-iters": None, "--train-samples": "640", "--lr-decay-samples": "640", "--lr-warmup-samples": "128",
            "--grad-reduce-in-bf16": True, "--group-query-attention": True, "--num-query-groups": "16", "--eval-iters": "0"}),
+    (MOE, {"--rampup-batch-size": "16 16 1000", "--moe-router-load-balancing-type": "aux_loss", "--lr-decay-iters": "10"}),
+    (MOE, {"--moe-router-load-balancing-type": "none", "--moe-aux-loss-coeff": None, "--mtp-num-layers": "0"}),
     (HYBRID, {"--enable-cuda-graph": True, "--lr-warmup-fraction": "0.2", "--lr-decay-iters": "10", "--init-method-std": "0.01",
               "--embedding-init-method-std": "0.01", "--kv-channels": "64", "--max-position-embeddings": "4096", "--is-hybrid-model": True,
               "--padded-vocab-size": "32000", "--spec": "megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec"}),
