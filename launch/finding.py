@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from nam_megatron.errors import Problem
 
@@ -26,7 +26,7 @@ class Finding:
     hint: str | None = None
 
     def __post_init__(self) -> None:
-        assert self.name in NAMES, self.name
+        assert self.name in NAMES and self.level in get_args(Level), (self.name, self.level)
 
 
 def waive(findings: Iterable[Finding], waivers: Mapping[str, str]) -> list[Finding]:

@@ -311,7 +311,7 @@ def clocks(gpus: Sequence[Gpu]) -> Iterator[Finding]:
             )
     if clean and gpus:
         first = gpus[0]
-        yield Finding("clocks", "ok", f"SM up to {_shown(first.max_sm_mhz)} MHz, power up to {_shown(first.limit_w)} W")
+        yield Finding("clocks", "ok", f"SM up to {shown(first.max_sm_mhz)} MHz, power up to {shown(first.limit_w)} W")
 
 
 def pcie(gpus: Sequence[Gpu]) -> Iterator[Finding]:
@@ -333,7 +333,7 @@ def pcie(gpus: Sequence[Gpu]) -> Iterator[Finding]:
             clean = False
             yield Finding("pcie", level, f"{on(bad)}: {words}", "reseat it, or another slot; `nvidia-smi -q -d PCIE`")
     if clean and gpus:
-        yield Finding("pcie", "ok", f"generation {_shown(gpus[0].gen)}, {_shown(gpus[0].width)} lanes")
+        yield Finding("pcie", "ok", f"generation {shown(gpus[0].gen)}, {shown(gpus[0].width)} lanes")
 
 
 def slower(g: Gpu) -> bool:
@@ -387,13 +387,13 @@ def idle(gpus: Sequence[Gpu]) -> Iterator[Finding]:
     for g in gpus:
         if g.processes:
             clean = False
-            who = ", ".join(f"PID {p.pid} ({p.name}, {_shown(p.mib)} MiB)" for p in g.processes)
+            who = ", ".join(f"PID {p.pid} ({p.name}, {shown(p.mib)} MiB)" for p in g.processes)
             yield Finding(
                 "idle", "fail", f"GPU {g.index} is in use by {who}", "wait for it, or end it: nothing is killed here"
             )
     if bad := [g for g in gpus if not g.processes and (g.used_mib or 0) > IDLE_MIB]:
         clean = False
-        used = ", ".join(f"{_shown(g.used_mib)} MiB" for g in bad)
+        used = ", ".join(f"{shown(g.used_mib)} MiB" for g in bad)
         yield Finding(
             "idle",
             "fail",
@@ -431,5 +431,5 @@ def on(gpus: Sequence[Gpu]) -> str:
     return f"GPU{'s' * (len(gpus) > 1)} {', '.join(runs)}"
 
 
-def _shown(value: float | None) -> str:
+def shown(value: float | None) -> str:
     return "?" if value is None else f"{value:g}"

@@ -180,10 +180,10 @@ def memory(numbers: Mapping[int, int | None], seconds: float) -> Iterator[str]:
         return
     for g in smi.gpus:
         who = [
-            f"{f'rank {numbers[p.pid]}' if p.pid in numbers else p.name} (PID {p.pid}) {p.mib or 0:.0f} MiB"
+            f"{f'rank {numbers[p.pid]}' if p.pid in numbers else p.name} (PID {p.pid}) {gpu.shown(p.mib)} MiB"
             for p in g.processes
         ]
-        yield f"GPU {g.index}: {g.used_mib or 0:.0f} of {g.total_mib or 0:.0f} MiB; {', '.join(who) or 'no process to be seen'}"
+        yield f"GPU {g.index}: {gpu.shown(g.used_mib)} of {gpu.shown(g.total_mib)} MiB; {', '.join(who) or 'no process to be seen'}"
 
 
 def errors(log: Path) -> Iterator[str]:

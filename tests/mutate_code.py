@@ -64,6 +64,7 @@ SLOW_TRAIN = " ".join(f"--deselect=tests/cpu/test_train.py::test_{name}" for nam
     "what_only_makes_it_faster_learns_the_same", "the_recipe_chooses_the_loss", "one_rank_speaks",
 ))  # fmt: skip
 SLOW_LINT = "--deselect=tests/test_lint.py::test_any_flags_are_described_and_checked"
+TOLD = ("tests/test_said_right.py", "tests/launch/test_told.py")
 SLOW_DATA = "--deselect=tests/test_data.py::test_ctrl_c_is_a_line_whatever_the_processes_do"
 GROUPS = {
     "rows": Group(
@@ -73,7 +74,7 @@ GROUPS = {
             "nam_megatron/features/*.py",
         ),
         (
-            "tests/test_said.py", "tests/test_golden.py", "tests/test_rows.py",
+            "tests/test_said_right.py", "tests/test_said.py", "tests/test_golden.py", "tests/test_rows.py",
             "tests/test_flags.py::test_every_form_says_the_same tests/test_flags.py::test_words_of_a_setting",
             "tests/test_flags.py::test_a_value_its_flag_cannot_say_is_our_mistake",
             "tests/test_translate.py -k plan", "tests/test_effect.py::test_a_leak_is_stopped",
@@ -114,7 +115,7 @@ GROUPS = {
         ("launch/receipt.py", "launch/redact.py", "launch/signature.py", "launch/compare.py"),
         (
             "tests/launch/test_redact.py", "tests/launch/test_compare.py", "tests/launch/test_receipt.py",
-            "tests/launch/test_secrets.py",
+            "tests/launch/test_secrets.py", "tests/test_said_right.py",
         ),
     ),
 } | {
@@ -129,20 +130,21 @@ GROUPS = {
     )
     for kind in ("mla", "dsa", "mamba3", "m2rnn")
 } | {
-    f"launch {name}": Group((f"launch/{name}.py",), (f"tests/launch/test_{name}.py", *more))
+    f"launch {name}": Group((f"launch/{name}.py",), (*TOLD, f"tests/launch/test_{name}.py", *more))
     for name, *more in (
-        ("steps", "tests/launch/test_report.py"), ("gpu",), ("host",), ("oom",), ("storage",), ("topology",), ("preflight",), ("sanity",),
-        ("stack",), ("inspect",), ("report",), ("hang",),
+        ("steps", "tests/launch/test_report.py", "tests/launch/test_secrets.py"), ("gpu",), ("host",), ("oom",), ("storage",),
+        ("topology",), ("preflight",), ("sanity",), ("stack",), ("inspect",), ("report",), ("hang",),
     )
 } | {
     "lint": Group(
         ("nam_megatron/lint/*.py", "nam_megatron/lint/rules/*.py"),
         (
-            "tests/test_lint_said.py", "tests/test_lint_bash.py", "tests/test_lint_inputs.py", f"tests/test_lint.py {SLOW_LINT}",
+            "tests/test_said_right.py", "tests/test_lint_said.py",
+            "tests/test_lint_bash.py", "tests/test_lint_inputs.py", f"tests/test_lint.py {SLOW_LINT}",
             "tests/cpu/test_lint_count.py", "tests/cpu/test_lint_stages.py",
         ),
     ),
-    "data": Group(("nam_megatron/data/*.py",), (f"tests/test_data.py {SLOW_DATA}",)),
+    "data": Group(("nam_megatron/data/*.py",), ("tests/test_said_right.py", f"tests/test_data.py {SLOW_DATA}",)),
     "layers": Group(
         (
             "nam_megatron/blocks/*/layer.py", "nam_megatron/runtime/stack.py", "nam_megatron/runtime/hyper_connections.py",
@@ -157,7 +159,7 @@ GROUPS = {
             "tests/blocks/test_resharding.py", "tests/cpu/test_author_lane.py",
         ),
     ),
-    "hf": Group(("nam_megatron/hf/*.py",), ("tests/test_hf_describe.py", "tests/cpu/test_hf.py")),
+    "hf": Group(("nam_megatron/hf/*.py",), ("tests/test_said_right.py", "tests/test_hf_describe.py", "tests/cpu/test_hf.py")),
 }  # fmt: skip
 
 # Survivors that are right: `path: the line as it was -> as it is`, and why no test can or should tell them apart.
@@ -182,6 +184,23 @@ SAME: dict[str, str] = {
         "how it looks in a debugger"
     ),
     'launch/receipt.py: "id": secrets.token_hex(8), -> "id": secrets.token_hex( 9),': "random enough, too",
+    "nam_megatron/budget/search.py: best, beyond = 0, max(1, start) -> best, beyond = 0, max( 2, start)": (
+        "1 is the value between 0 and a 2 that is too large"
+    ),
+    "nam_megatron/lint/read.py: LONGEST = 1_000_000  # characters -> LONGEST = 999999  # characters": "no launch, either",
+    "nam_megatron/hf/export.py: done += sum(tensor.nbytes for tensor in group) -> pass": "how far a progress line says it is",
+    'nam_megatron/runtime/stage_log.py: record("global_load_balancing_loss", nothing, 1, layers, reduce_group=everything, '
+    "needs_dp_avg=False)"
+    ' -> record("global_load_balancing_loss", nothing, 2, layers, reduce_group=everything, needs_dp_avg=False)': (
+        "a zero, at whichever layer"
+    ),
+    "nam_megatron/lint/values.py: LONGEST_LIST = 10_000 -> LONGEST_LIST = 9999": "longer than any list of layers, too",
+    "launch/gpu.py: first = gpus[0] -> first = gpus[ -1]": "of GPUs that were found alike",
+    'launch/inspect.py: number = {pid: int(n[:9]) if (n := known.get("RANK", "")).isdecimal() else None for pid, known in environs.items()}'
+    ' -> number = {pid: int(n[: 10]) if (n := known.get("RANK", "")).isdecimal() else None for pid, known in environs.items()}': (
+        "there are no ranks of ten digits"
+    ),
+    "launch/preflight.py: with ThreadPoolExecutor(1) as pool: -> with ThreadPoolExecutor( 2) as pool:": "one thing is asked of it",
     "nam_megatron/verify.py: widths = [min(max(len(c[i]) for c in cells), 60) for i in range(5)]"
     " -> widths = [min(max(len(c[i]) for c in cells), 61) for i in range(5)]": "how wide a table is",
 }

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
@@ -140,6 +141,16 @@ def test_the_corpus_is_what_the_package_carries(tmp_path, capsys):
     assert len({row["text"] for row in rows}) == len(rows)
 
 
+def test_a_corpus_has_each_readable_text_once(tmp_path, monkeypatch):
+    files = {"a.h": b"one", "b.h": b"\xff", "c.h": b"one", "d.h": b" \n", "e.h": "zwö".encode()}
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    monkeypatch.setattr(command.corpus, "_files", lambda package: [(name, tmp_path / name) for name in files])
+    counts = command.corpus.write(tmp_path / "c.jsonl", ["numpy"])
+    assert counts == {"documents": 2, "bytes": 7, "duplicates": 1, "empty": 1, "not UTF-8": 1}
+    assert [json.loads(line)["text"] for line in (tmp_path / "c.jsonl").open()] == ["one", "zwö"]
+
+
 # What was there before ----------------------------------------------------------------------------------------------------------
 
 
@@ -178,6 +189,7 @@ def test_the_second_of_two_tokenizers_for_one_folder_is_refused(tmp_path, monkey
     monkeypatch.setattr(tokenizer, "train", slow)
     assert f"`{tmp_path}/bpe` exists" in refusal(capsys, "tokenizer", tmp_path / "bpe", path, "--entries", 290)
     assert tokenizer.load(tmp_path / "bpe").get_vocab_size() == 280
+    monkeypatch.setattr(tokenizer, "train", None)  # what is there is seen before an hour of training
     assert f"`{tmp_path}/bpe` exists" in refusal(capsys, "tokenizer", tmp_path / "bpe", path, "--entries", 290)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "bpe"]
 
@@ -371,6 +383,33 @@ def test_what_is_skipped_is_named_and_recorded(tmp_path, bpe, capsys, monkeypatc
     for wrong in (tmp_path / "nothing.h", f"{inputs[0]}:22", f"{inputs[0]}:0", f"{tmp_path / 'tree'}:1", tree):
         assert f"`{wrong}` would not be read" in refusal(capsys, "build", tmp_path / "other", *words, "--skip", wrong)
     assert "nothing is left" in refusal(capsys, "build", tmp_path / "other", inputs[0], *words[4:], "--skip", inputs[0])
+
+
+def test_all_that_decides_a_dataset_decides_its_key(tmp_path, bpe, monkeypatch):
+    for name in (tokenizer.FILE, tokenizer.CONFIG):
+        shutil.copytree(bpe, tmp_path / name)
+        (tmp_path / name / name).open("a").write(" ")
+    one, two = (sources.Source(Path(name), "jsonl", "text", ()) for name in "ab")
+    plain = build.Options(bpe, 0.2, "refuse", 1)
+    keys = {
+        build._key(inputs, contents, gone, options)
+        for inputs, contents, gone, options in (
+            ([one, two], ["x", "y"], [], plain),
+            ([one, two], ["y", "x"], [], plain),
+            ([one], ["x"], [], plain),
+            *(([replace(one, **more), two], ["x", "y"], [], plain) for more in (
+                {"kind": "tree"}, {"field": "body"}, {"suffixes": (".h",)})),
+            *(([one, two], ["x", "y"], [], replace(plain, **more)) for more in (
+                {"tokenizer": tmp_path / tokenizer.FILE}, {"tokenizer": tmp_path / tokenizer.CONFIG},
+                {"valid_share": 0.3}, {"duplicates": "drop"}, {"skip": ("z",)})),
+            ([one, two], ["x", "y"], ["z"], replace(plain, skip=("z",))),
+            ([replace(one, skip=(1,)), two], ["x", "y"], [], replace(plain, skip=("z",))),
+        )
+    }  # fmt: skip
+    assert build._key([two, one], ["x", "y"], [], replace(plain, workers=9)) in keys, "neither names nor processes do"
+    assert len(keys) == 13
+    monkeypatch.setattr(sources, "PIECE", 1)
+    assert build._key([one, two], ["x", "y"], [], plain) not in keys
 
 
 def test_a_dataset_without_a_skip_keeps_the_key_that_it_had(tmp_path, bpe):
@@ -577,6 +616,17 @@ def test_how_often_the_data_will_be_read_is_said(tmp_path, bpe, capsys):
     capsys.readouterr()
     announce(translate(load("nam56r_smoke", ["data=built", f"data.path={out}", "model.vocab_size=290", *words])).plan)
     assert capsys.readouterr().out == f"> data: 768 tokens of a training split of {have:,}: {768 / have:.2f} passes\n"
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "largest", "model", "says"),
+    [(290, 289, 290, []), (290, 289, 289, ["tokenizer has 290 entries, and the model's vocabulary 289"]),
+     (290, 290, 300, ["token 290 of a vocabulary of 290"])],
+)  # fmt: skip
+def test_a_model_that_does_not_fit_the_dataset(vocabulary, largest, model, says):
+    made = manifest.Manifest.model_construct(vocabulary=vocabulary, largest_id=largest)
+    found = [p.message for p in manifest.misfit(made, model)]
+    assert len(found) == len(says) and all(map(str.__contains__, found, says))
 
 
 def test_what_check_finds_in_the_tokens_themselves(tmp_path, bpe):

@@ -1,11 +1,15 @@
 """The two names of every tensor, against the budget's own list of parameters."""
 
+import importlib
 from math import prod
+from types import SimpleNamespace
 
 import pytest
+import torch
 from presets import NAMES, lowered
 
-from nam_megatron.hf import describe
+from nam_megatron.hf import __main__ as command
+from nam_megatron.hf import check, describe, export
 from nam_megatron.sizes import Sizes
 
 
@@ -110,3 +114,49 @@ def test_routing_that_the_export_does_not_have_is_refused_by_key(key, value, oth
     at = "model.blocks.moe."
     plan = lowered("nam56r_smoke", f"{at}{key}={value}", *(at + other for other in others)).plan
     assert [p.key for p in describe.objections(plan)] == [at + key]
+
+
+class Asked(Exception):
+    """With what a verb's function was called."""
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "line", "wanted"),
+    [
+        ("export", "export", "export a b --tokenizer t --shard-gb 0.5", "a b t _progress 536870912"),
+        ("export", "export", "export a b", "a b None _progress 4294967296"),
+        ("export", "load", "import a b c", "a b c _progress"),
+        ("perplexity", "perplexity", "perplexity a b --split train --most 3 --batch 5 --dtype fp32 --device d",
+         "a b train 3 5 torch.float32 d"),
+        ("perplexity", "perplexity", "perplexity a b", "a b valid None 4 torch.bfloat16 cpu"),
+        ("watch", "watch", "watch a b --tokenizer t --dataset s --until 6 --seconds 7 --device d", "a b t s d 6 7.0 _progress"),
+        ("watch", "watch", "watch a b", "a b None None cpu None 20.0 _progress"),
+        ("check", "check", "check a b --length 3 --batch 2 --seed 5 --dtype fp32 --device d", "a b (2, 3) fp32 d"),
+        ("check", "check", "check a b", "a b (2, 128) bf16 cuda"),
+        ("evaluate", "evaluate", "evaluate a t,u.yaml --tokenizer k --shots 2 --limit 3 --batch 5 --dtype fp32 --device d",
+         "a ['t', 'u.yaml'] k 2 3 5 torch.float32 d"),
+        ("evaluate", "evaluate", "evaluate a t", "a ['t'] None None None 4 torch.bfloat16 cpu"),
+    ],
+)  # fmt: skip
+def test_each_verb_hands_on_what_was_said(monkeypatch, module, function, line, wanted):
+    """In its order: two folders, or a dtype and a device, are easily exchanged."""
+
+    def asked(*words):
+        shown = (tuple(w.shape) if isinstance(w, torch.Tensor) else getattr(w, "__name__", w) for w in words)
+        raise Asked(" ".join(map(str, shown)))
+
+    monkeypatch.setattr(importlib.import_module(f"nam_megatron.hf.{module}"), function, asked)
+    monkeypatch.setattr(export, "config_of", lambda path: SimpleNamespace(vocab_size=9))
+    with pytest.raises(Asked) as said:
+        command.main(line.split())
+    assert str(said.value) == wanted
+
+
+@pytest.mark.parametrize(("dtype", "kernels"), [("fp32", "naive"), ("bf16", "fused")])
+def test_one_device_holds_all_of_the_model(dtype, kernels):
+    plan = lowered("nam56r_fused").plan
+    alone = check.one_device(lowered("nam56r_fused"), dtype).plan
+    assert (plan.recipe.world_size, alone.recipe.world_size) == (8, 1)
+    assert [layer.kind for layer in alone.layers] == [layer.kind for layer in plan.layers] and "|" not in alone.pattern
+    assert {alone.recipe.model.blocks.mla.kernels, alone.recipe.model.blocks.mamba3.kernels} == {kernels}
+    assert alone.recipe.schedule.save is None and not alone.recipe.precision.fused_grad_accumulation

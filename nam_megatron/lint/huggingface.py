@@ -167,8 +167,8 @@ def _rope(s: Said) -> Words:
     """Rotary embedding with Llama's scaling."""
     base, scaling, kind = _angles(s)
     yield from base
-    part = s.get("partial_rotary_factor", (s.get("rope_parameters") or {}).get("partial_rotary_factor", 1.0))
-    if part != 1.0:
+    parts = (s.get("partial_rotary_factor"), (s.get("rope_parameters") or {}).get("partial_rotary_factor"))
+    if (part := next((part for part in parts if part is not None), 1.0)) != 1.0:
         yield from ("--rotary-percent", str(part))
     if kind == "llama3":
         yield from ("--use-rope-scaling", "--rope-scaling-factor", str(scaling.get("factor")))

@@ -8,6 +8,7 @@ import json
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
@@ -150,12 +151,11 @@ def _as_it_stands(recipe: Any, lost: list[str]) -> Lowering | None:
 
 def _composed(wanted: Tree, groups: Tree, name: str, source: str, lost: list[str]) -> tuple[Tree, str, Any]:
     """Render what differs from the groups' own values; values that our schema does not take are dropped and listed."""
-    header = {"preset": {k: wanted["preset"][k] for k in ("name", "alias_of", "family", "about")}}
-    # What a group leaves to be given stands in the base as a blank, so that the launch's own value is a difference.
-    blanks = {"data": {"path": BLANK, "tokenizer": BLANK}} if groups["data"] == "indexed" else {}
-    base = to_tree(_load(_yaml(groups, {**header, **blanks}, source), name))
+    header = {k: wanted["preset"][k] for k in ("name", "alias_of", "family", "about")}
+    base = _base(tuple(groups.items()))
+    base = {**base, "preset": {**base["preset"], **header}}
     for _ in range(20):
-        text = _yaml(groups, {**header, **_difference(wanted, base)}, source)
+        text = _yaml(groups, {"preset": header, **_difference(wanted, base)}, source)
         try:
             return wanted, text, _load(text, name)
         except Refused as refused:
@@ -165,6 +165,14 @@ def _composed(wanted: Tree, groups: Tree, name: str, source: str, lost: list[str
                 if not _drop(wanted, base, problem.key or ""):
                     raise
     raise AssertionError("dropping keys does not end")
+
+
+@cache
+def _base(groups: tuple[tuple[str, str], ...]) -> Tree:
+    """What the groups alone say. What one leaves to be given is a blank, so that the launch's own value is a difference."""
+    head = {"preset": {"name": "base", "alias_of": None, "family": "base", "about": "base"}}
+    blanks = {"data": {"path": BLANK, "tokenizer": BLANK}} if ("data", "indexed") in groups else {}
+    return to_tree(_load(_yaml(dict(groups), {**head, **blanks}, "groups"), "base"))
 
 
 def _comment(name: str) -> str:

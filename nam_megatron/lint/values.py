@@ -161,10 +161,8 @@ class Args:
 
     def _spelt_with_underscores(self) -> bool:
         """Whether another program's parser takes Megatron's flags under its own spelling, `--hidden_size`."""
-        names = {w.partition("=")[0] for w in self.launch.words if w.startswith("--") and "_" in w.partition("=")[0]}
-        spelt = [
-            n for n in names if self.target.by_name(n) is None and self.target.by_name(n.replace("_", "-")) is not None
-        ]
+        names, by_name = {w.partition("=")[0] for w in self.launch.words}, self.target.by_name
+        spelt = [n for n in names if by_name(n) is None and by_name(n.replace("_", "-")) is not None]
         return len(spelt) >= STRANGERS and not MEGATRONS.fullmatch(self.launch.script or "")
 
     def _estrange(self) -> None:

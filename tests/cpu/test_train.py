@@ -1,5 +1,6 @@
 """The trainer, from the command line to the loss: Megatron's own pretrain(), data and optimizer on a CPU."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import time
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest.mock import MagicMock
 
 import megatron.core.package_info
 import numpy
@@ -465,6 +467,88 @@ def test_a_missing_stack_is_never_replaced():
     in_rank(job)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("end", [None, SystemExit(3), SystemExit(None), pretrain.NonFinite()], ids=repr)
+def test_everything_is_provided_before_megatron_starts_and_ended_after(monkeypatch, fused, end):
+    args = SimpleNamespace(gradient_accumulation_fusion=fused, consumed_train_samples=21, global_batch_size=4)
+    config = SimpleNamespace(model=SimpleNamespace(pre_wrap_hooks=[]))
+    called = []
+
+    def records(name, result=None):
+        return lambda *words, **named: called.append((name, *words, *named.values())) or result
+
+    def start(*words):
+        called.append(("pretrain", *words))
+        if end is not None:
+            raise end
+
+    for name in ("set_startup_timestamps", "keep_shipped_helpers", "leave"):
+        monkeypatch.setattr(pretrain, name, records(name))
+    for module in ("rate", "checksums", "background", "wgrad"):
+        monkeypatch.setattr(getattr(pretrain, module), "provide", records(module))
+    monkeypatch.setattr(pretrain, "GAUGES", SimpleNamespace(expect=records("gauges")))
+    monkeypatch.setattr(pretrain, "READINGS", SimpleNamespace(end=records("readings")))
+    monkeypatch.setattr(pretrain, "HEART", SimpleNamespace(end=records("heart")))
+    monkeypatch.setattr(pretrain, "parse_and_validate_args", records("parse", args))
+    monkeypatch.setattr(pretrain, "settings", records("settings", config))
+    monkeypatch.setattr(pretrain, "pretrain", start)
+    monkeypatch.setattr(pretrain.time, "time", lambda: 9.0)
+    monkeypatch.setattr(sys, "argv", ["us", "old"])
+    with contextlib.suppress(SystemExit, pretrain.NonFinite):
+        pretrain.run(["--x"], "stack", 7.0, operations=5.0, fused_loss=fused, track="track", gauges={1: "g"})
+    left = end is None or (isinstance(end, SystemExit) and end.code is not None)
+    wanted = [("set_startup_timestamps", 7.0, 9.0), ("keep_shipped_helpers",), ("rate", 5.0, "track"), ("gauges", {1: "g"}),
+              ("checksums",), ("background",), ("parse",), *[("wgrad",)] * fused, ("settings", args, "stack"),
+              ("pretrain", config, pretrain.datasets, pretrain.ModelType.encoder_or_decoder, pretrain.forward_step),
+              ("readings", 5), ("heart",), *[("leave",)] * left]  # fmt: skip
+    assert sorted(called, key=str) == sorted(wanted, key=str) and sys.argv == ["us", "--x"]
+    assert called.index(("settings", args, "stack")) < len(called) - 3
+    assert config.model.pre_wrap_hooks == [cross_entropy.provide] * fused
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_process_group_is_left_by_all_together(monkeypatch, there):
+    called = []
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: there)
+    for name in ("barrier", "destroy_process_group"):
+        monkeypatch.setattr(torch.distributed, name, partial(called.append, name))
+    pretrain.leave()
+    assert called == ["barrier", "destroy_process_group"] * there
+
+
+def test_models_get_what_megatron_lacks(monkeypatch):
+    """The casts that leave marked weights alone, and the provisions of pipelines, buckets and FSDP."""
+    models, called = [SimpleNamespace(config="config"), SimpleNamespace(config="other")], []
+    monkeypatch.setattr(
+        pretrain.HybridModelBuilder,
+        "build_distributed_models",
+        lambda self, *words, **named: called.append((words, named)) or models,
+    )
+    for module in ("stage_log", "master_weights", "fsdp"):
+        monkeypatch.setattr(
+            getattr(pretrain, module), "provide", lambda *words, module=module: called.append((module, *words))
+        )
+    built = pretrain.NamModelBuilder.build_distributed_models(object.__new__(pretrain.NamModelBuilder), 1, a=2)
+    assert built is models
+    first = ((1,), {"a": 2, "mixed_precision_wrapper": pretrain.Float16ExceptMarked})
+    assert called == [first, ("stage_log", "config"), ("master_weights",), ("fsdp", models)]
+
+
+@pytest.mark.parametrize("length", [None, 4096])
+def test_what_stands_beside_the_stack_reaches_the_model(monkeypatch, length):
+    """Hashed n-grams, and Llama's angles."""
+    of_megatron = SimpleNamespace(transformer="transformer", pre_wrap_hooks=["theirs"])
+    args = SimpleNamespace(**dict.fromkeys(pretrain.UNSERVED), yarn_original_max_position_embeddings=length)
+    monkeypatch.setattr(pretrain, "hybrid_config_from_args", lambda args, model_config_cls: of_megatron)
+    monkeypatch.setattr(pretrain, "pretrain_cfg_container_from_args", lambda args, model: model)
+    given = []
+    monkeypatch.setattr(pretrain.yarn, "provide", lambda *words: given.append(words))
+    stack = ModuleSpec(object, metainfo={"hooks": ["ours"]})
+    assert pretrain.settings(args, stack) is of_megatron
+    assert of_megatron.hybrid_stack_spec is stack and of_megatron.pre_wrap_hooks == ["theirs", "ours"]
+    assert given == [("transformer", args)] * (length is not None)
+
+
 # Batches -----------------------------------------------------------------------------------------------------------------------
 
 WHOLE = {
@@ -543,6 +627,41 @@ def test_context_ranks_share_a_sequence_evenly():
         return {name: tensor[cut] for name, tensor in WHOLE.items()}
 
     expect(("parallel.context=2",), wanted)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_microbatch_goes_to_the_model_whole(monkeypatch, first):
+    """The mask as well: MTP's loss is made in there."""
+    batch = {name: object() for name in pretrain.BATCH}
+    given, looked = [], []
+    at = SimpleNamespace(curr_iteration=3, log_interval=7)
+    monkeypatch.setattr(pretrain, "get_args", lambda: at)
+    monkeypatch.setattr(pretrain, "get_timers", lambda: MagicMock())
+    for name in ("READINGS", "HEART", "GAUGES"):
+        recorder = SimpleNamespace(step=lambda *words, name=name: looked.append((name, *words)))
+        monkeypatch.setattr(pretrain, name, recorder)
+    monkeypatch.setattr(pretrain, "get_attr_wrapped_model", lambda model, name: (model, name))
+    monkeypatch.setattr(pretrain, "get_batch", lambda *words: looked.append(words) or batch)
+    monkeypatch.setattr(pretrain, "get_rerun_state_machine", lambda: "machine")
+    monkeypatch.setattr(pretrain, "watched", lambda machine: machine == "machine" and first)
+    monkeypatch.setattr(pretrain, "unwrap_model", lambda model: ("unwrapped", model))
+    monkeypatch.setattr(
+        pretrain, "Watch", lambda model: SimpleNamespace(of=model, close=lambda: looked.append("closed"))
+    )
+
+    def model(*words, **named):
+        given.append((words, named))
+        return "output"
+
+    output, loss = pretrain.forward_step("samples", model)
+    ((words, named),) = given
+    assert words == tuple(batch[name] for name in ("tokens", "position_ids", "attention_mask"))
+    assert named == {name: batch[name] for name in ("labels", "loss_mask")}
+    mask, watch = loss.args
+    assert output == "output" and loss.func is pretrain.loss_func and mask is batch["loss_mask"]
+    assert (watch and watch.of) == (("unwrapped", model) if first else None)
+    steps = [("READINGS", 3), ("HEART", 3), ("GAUGES", 3, 7)]
+    assert looked == [*steps, ("samples", (model, "vp_stage")), *["closed"] * first]
 
 
 # Loss --------------------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -158,10 +159,41 @@ def test_a_launcher_ends_a_run_that_hangs_and_says_which_rank(tmp_path):
     assert gone(mark)
 
 
-def test_a_run_that_only_takes_long_is_not_ended(tmp_path):
-    launcher = Launcher.start(tmp_path / "receipts", "steps=12 sleep=0.5 beat=99", "hang=5")
-    assert launcher.wait() == 0
-    assert launcher.receipt["outcome"]["end"] == "completed"
+def test_a_run_that_only_takes_long_is_not_ended_and_one_that_hangs_is_as_often_as_it_takes(tmp_path):
+    def beat(rank: int, phase: str, micro: int) -> None:
+        said = {
+            "rank": rank,
+            "host": "h",
+            "pid": 1,
+            "phase": phase,
+            "step": 1,
+            "micro": micro,
+            "spent": None,
+            "at": 1.0,
+        }
+        (tmp_path / hang.FOLDER / f".{rank}").write_text(json.dumps(said))
+        (tmp_path / hang.FOLDER / f".{rank}").replace(tmp_path / hang.FOLDER / str(rank))
+
+    ended = threading.Event()
+    calls = []
+    with hang.Watch(tmp_path, 2, 0.8, lambda: calls.append(1) or (len(calls) > 1 and ended.set()), 0.1) as watch:
+        beat(0, "end", 9)  # it has ended, and waits for the other
+        for micro in range(12):
+            beat(1, "step", micro)
+            time.sleep(0.1)
+        assert not calls and watch.found is None
+        assert ended.wait(20)
+    assert watch.found.kind == "stopped" and watch.found.ranks == (1,) and not watch.is_alive()
+    with hang.Watch(tmp_path, 2, 0, calls.clear) as watch:  # no limit
+        assert not watch.is_alive()
+    assert calls
+
+
+def test_a_rank_that_never_comes_is_a_hang(tmp_path):
+    ended = threading.Event()
+    with hang.Watch(tmp_path, 1, 0.1, ended.set) as watch:
+        assert ended.wait(20)
+    assert watch.found.kind == "bootstrap"
 
 
 def test_inspect_shows_the_beats_of_a_live_run(tmp_path):

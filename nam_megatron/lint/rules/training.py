@@ -25,7 +25,7 @@ def _lone_experts(a: Args, m: Model) -> bool:
         return False
     summed = a.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
     beside = m.dp * m.cp * m.tp // (m.ep * m.etp)  # ranks with the same experts
-    return summed and beside == 1 and m.dp * m.cp > 1 and a.global_batch_size != a.micro_batch_size * m.dp
+    return summed and beside == 1 and m.dp * m.cp > 1 and a.global_batch_size != m.need("micro_batch_size") * m.dp
 
 
 def _iterations_and_samples(a: Args, m: Model) -> Iterator[str]:

@@ -1,0 +1,42 @@
+"""What stands at which place of a message, in every source: a key where a key belongs, and words where words do."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted(
+    path
+    for folder in ("nam_megatron", "launch")
+    for path in (ROOT / folder).rglob("*.py")
+    if "Problem(" in path.read_text()
+)
+
+
+def text(node: ast.expr | None) -> str | None:
+    """Of a text, what of it is written there; None of all else."""
+    match node:
+        case ast.Constant(value=str(said)):
+            return said
+        case ast.JoinedStr(values=parts):
+            return "".join(part.value for part in parts if isinstance(part, ast.Constant))
+    return None
+
+
+def said_wrong(call: ast.Call) -> bool:
+    message, key, hint = (text(node) for node in [*call.args, None, None, None][:3])
+    return any(
+        (
+            message and " " not in message,
+            key is not None and any(c in key for c in " `;"),
+            hint is not None and not any(c in hint for c in " `/"),
+        )
+    )
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_problem_has_a_message_a_key_and_a_hint_in_this_order(path):
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    named = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "Problem"]
+    assert [ast.unparse(call) for call in named if said_wrong(call)] == []
