@@ -252,11 +252,13 @@ def announce(plan: Plan) -> None:
 
 
 def stop(rank: int, code: int, message: str) -> int:
-    """Say once why nothing is trained. Every rank comes here: the others wait, since torchrun kills all when the first one ends."""
+    """Say once why nothing is trained. Every rank comes here: the others wait, since torchrun kills all when the first one ends.
+
+    One that is still there then has met alone what the message says.
+    """
     if rank:
         time.sleep(10)
-    else:
-        print(message, end="", file=sys.stderr, flush=True)
+    print(message, end="", file=sys.stderr, flush=True)
     return code
 
 

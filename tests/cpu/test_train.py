@@ -105,6 +105,14 @@ def test_the_plan_as_written_is_accepted(tmp_path):
     assert job.plan == lowered().plan
 
 
+def test_what_a_rank_meets_alone_is_said(monkeypatch, capsys):
+    """The first rank says what all meet, and torchrun ends the others while they wait."""
+    waited = []
+    monkeypatch.setattr(train.time, "sleep", waited.append)
+    assert [train.stop(rank, 2, f"error: on {rank}\n") for rank in (0, 3)] == [2, 2]
+    assert capsys.readouterr().err == "error: on 0\nerror: on 3\n" and len(waited) == 1
+
+
 def test_help_is_a_text_and_no_run(capsys):
     assert train.main(["--help"], 0.0) == 0
     assert "--nam-plan plan.json" in capsys.readouterr().out
