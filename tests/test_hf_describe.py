@@ -8,6 +8,8 @@ import pytest
 import torch
 from presets import NAMES, lowered
 
+from nam_megatron.argv import plan_json
+from nam_megatron.errors import Refused
 from nam_megatron.hf import __main__ as command
 from nam_megatron.hf import check, describe, export
 from nam_megatron.sizes import Sizes
@@ -49,9 +51,16 @@ def test_every_parameter_of_a_preset_is_exported_once(name):
     assert len(set(names)) == len(names) and len(set(keys)) == len(keys)
 
 
-def test_embeddings_of_ngrams_are_refused_by_key():
-    plan = lowered("nam56r_smoke", "feature.ngram_hash.enabled=true", "feature.ngram_hash.buckets=8").plan
-    assert {p.key for p in describe.objections(plan)} == {"feature.ngram_hash.enabled"}
+def test_embeddings_of_ngrams_are_refused_by_key(tmp_path):
+    """Before the checkpoint is opened: this one holds nothing."""
+    lowering = lowered("nam56r_smoke", "feature.ngram_hash.enabled=true", "feature.ngram_hash.buckets=8")
+    assert {p.key for p in describe.objections(lowering.plan)} == {"feature.ngram_hash.enabled"}
+    (tmp_path / "ckpt" / "iter_0000001").mkdir(parents=True)
+    (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").write_text("1")
+    (tmp_path / "ckpt" / "plan.json").write_text(plan_json(lowering))
+    with pytest.raises(Refused) as refused:
+        export.export(tmp_path / "ckpt", tmp_path / "out", None, print)
+    assert {p.key for p in refused.value.problems} == {"feature.ngram_hash.enabled"}
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,8 @@ SCRIPTS = [
     'function f { RUN 4; }; f',
     'X=4; until [ $X -ge 7 ]; do X=$((X+1)); done; RUN $X',
     'A=(1 4 2); RUN ${A[1]}',
+    'A=(1 4 2); N=$(wc -l < t.sh); A[$N]=5; RUN ${A[0]}${A[1]}${A[2]}',
+    'A=(1 4 2); N=$(expr 1); A[$N]=5; RUN ${A[1]}',
     'A=(1 4 2); RUN ${A}',
     'A=(1 2 4); RUN ${A[-1]}',
     'A=(1 2 4); RUN ${#A[@]}',

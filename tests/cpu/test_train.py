@@ -113,6 +113,15 @@ def test_what_a_rank_meets_alone_is_said(monkeypatch, capsys):
     assert capsys.readouterr().err == "error: on 0\nerror: on 3\n" and len(waited) == 1
 
 
+def test_experts_and_nothing_else_are_reduced_apart():
+    linear = partial(torch.nn.Linear, 2, 2, bias=False)
+    mlp = torch.nn.ModuleDict({"experts": torch.nn.ModuleDict({"linear_fc1": linear()}), "router": linear()})
+    model = torch.nn.ModuleDict({"layer": torch.nn.ModuleDict({"mlp": mlp, "mixer": linear()})})
+    pretrain.set_experts_apart(model)
+    apart = [name for name, p in model.named_parameters() if not getattr(p, "allreduce", True)]
+    assert apart == ["layer.mlp.experts.linear_fc1.weight"]
+
+
 def test_help_is_a_text_and_no_run(capsys):
     assert train.main(["--help"], 0.0) == 0
     assert "--nam-plan plan.json" in capsys.readouterr().out
