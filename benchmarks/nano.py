@@ -14,9 +14,10 @@ import time
 from pathlib import Path
 
 import measure
-from throughput import OVERLAY, STOCK, rated
+from throughput import OVERLAY, RUNGS, STOCK, line, rated
 
 from nam_megatron.budget import budget
+from nam_megatron.sizes import GIB
 
 PRESET, STEPS = "nemotron_3_nano_30b_a3b", 8
 CUT = ("cluster=h200_1", "model.depth=10", "model.pattern=MEMEMAEMEM", "parallel.expert=1", "optim.warmup_steps=2")
@@ -24,10 +25,10 @@ CUT += ("schedule.global_batch_size=8", f"schedule.train_steps={STEPS}", f"sched
 MBS2 = "schedule.micro_batch_size=2"
 # name -> (overrides, words for peak_memory.py)
 TRIALS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "stock": ((), (f"--{STOCK}",)),
+    STOCK: RUNGS[STOCK],
     "ours": ((), ()),
     "overlay": ((OVERLAY,), ()),
-    "stock, micro batch 2": ((MBS2,), (f"--{STOCK}",)),
+    "stock, micro batch 2": ((MBS2,), RUNGS[STOCK][1]),
     "overlay, micro batch 2": ((OVERLAY, MBS2), ()),
 }
 
@@ -48,20 +49,14 @@ def main() -> None:
             data = measure.built(options.data, Path(folder) / f"{number}.data")
             left = end - time.monotonic()
             entry = measure.trial(str(number), PRESET, (*CUT, *overrides, *data), Path(folder), left, words)
-            entry = rated(entry | {"name": name})
-            print(f"{name}: {entry.get('error') or shown(entry)}", flush=True)
+            entry = rated(entry | {"name": name, "gpu": 0})
+            if "error" not in entry:
+                (stage,) = budget(measure.lowered(PRESET, entry["overrides"]).plan).stages
+                entry["forecast_gib"] = round(stage.steady.allocated / GIB, 2)
+                entry["steady_gib"] = round(entry["peak_bytes"]["steady"]["allocated"] / GIB, 2)
+            print(line(entry, None), flush=True)
             entries.append(entry)
             options.out.write_text(json.dumps(entries, indent=1) + "\n")
-
-
-def shown(entry: dict) -> str:
-    (stage,) = budget(measure.lowered(entry["preset"], entry["overrides"]).plan).stages
-    entry["forecast_gib"] = round(stage.steady.allocated / 2**30, 2)
-    entry["steady_gib"] = round(entry["peak_bytes"]["steady"]["allocated"] / 2**30, 2)
-    speed = f"{entry['median_step_seconds'] * 1e3:.0f} ms, {entry['tokens_per_second'] / 1e3:.2f}k tokens/s"
-    return (
-        f"{speed}, {entry['utilisation']:.1%} of the peak, {entry['steady_gib']} GiB, forecast {entry['forecast_gib']}"
-    )
 
 
 if __name__ == "__main__":

@@ -31,10 +31,7 @@ STEPS, WARM = 20, 5
 LOGGED = (f"schedule.train_steps={STEPS}", "schedule.decay_steps=40", "schedule.log_interval=1")
 ONE = ("cluster=h200_1", *CUT, *LOGGED)
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "smoke": (
-        "nam56r_smoke",
-        LOGGED,
-    ),
+    "smoke": ("nam56r_smoke", LOGGED),
     "gqa13": ("nam56r_native_dp", ONE),
     "mla13_mtp1": ("nam56r", (*ONE, *MLA, "feature.mtp.depths=1", "schedule.micro_batch_size=2")),
     "author13": ("nam56r_fused", (*AUTHOR13, *LOGGED)),

@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 from blocks import kind_of
+from measure import FULL
 
 from nam_megatron.budget import budget, ends
 from nam_megatron.lower import translate
@@ -164,7 +165,6 @@ def blocks() -> Iterator[str]:
 
 
 LENGTHS, GPUS = (4096, 16384, 32768, 65536, 131072), (1, 2, 8)
-LAYER_BY_LAYER = ("granularity=full", "method=uniform", "layers=1")
 
 
 def long() -> Iterator[str]:
@@ -172,7 +172,7 @@ def long() -> Iterator[str]:
     yield "| tokens a sequence | kept | " + " | ".join(f"{n} GPU{'s' * (n > 1)}" for n in GPUS) + " |"
     yield "|---|---" + "|---" * len(GPUS) + "|"
     for length in LENGTHS:
-        for title, recompute in (("everything", ()), ("the input of each layer", LAYER_BY_LAYER)):
+        for title, recompute in (("everything", ()), ("the input of each layer", FULL)):
             cells = []
             for n in GPUS:
                 words = (
@@ -181,9 +181,7 @@ def long() -> Iterator[str]:
                     "schedule.micro_batch_size=1",
                     "schedule.global_batch_size=8",
                 )
-                plan = translate(
-                    load("nam56r_fused", (*words, *(f"feature.recompute.{word}" for word in recompute)))
-                ).plan
+                plan = translate(load("nam56r_fused", (*words, *recompute))).plan
                 need, device = budget(plan).worst.steady.total / GIB, plan.recipe.device
                 cells.append(
                     f"{need:.1f}" if need <= device.total_gib - device.headroom_gib else f"{need:.1f}, too much"
@@ -191,14 +189,13 @@ def long() -> Iterator[str]:
             yield f"| {length:,} | {title} | {' | '.join(cells)} |"
 
 
-FULL = ("feature.recompute.granularity=full", "feature.recompute.method=uniform", "feature.recompute.layers=1")
-FULL += ("feature.recompute.modules=[]",)
+EACH = (*FULL, "feature.recompute.modules=[]")
 LOGITS = (
     ("nam56r_fused", 4, 8), ("nam56r_fused", 4, 2), ("nam56r_native_dp_fused", 8, 8), ("nam56r_native_dp_fused", 8, 2),
     ("nam56r_native_dp_fused", 4, 8), ("nam56r_nemo_native", 4, 8), ("nam56r_native_dp_fp8", 5, 8),
     ("nam52_h200_dense_ref_v1", 2, 1), ("nam52_h200_dense_no_mhc_recovery_v1", 2, 1), ("nam52_h200_sparse_8_11_ref_v1", 2, 1),
     ("nam52r_h200_4full_9sparse_candidate_v1", 2, 1), ("llama_3_8b", 1, 8), ("nemotron_h_8b", 1, 8),
-    ("nam56r_native_dp_fused", 8, 8, *FULL), ("nemotron_h_8b", 4, 8, *FULL), ("llama_3_8b", 4, 8, *FULL), ("llama_3_8b", 8, 8, *FULL),
+    ("nam56r_native_dp_fused", 8, 8, *EACH), ("nemotron_h_8b", 4, 8, *EACH), ("llama_3_8b", 4, 8, *EACH), ("llama_3_8b", 8, 8, *EACH),
 )  # fmt: skip
 
 

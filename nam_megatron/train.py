@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 
 from nam_megatron import argv as said
-from nam_megatron.blocks import Gauge
+from nam_megatron.blocks import EMBEDDING, Gauge
 from nam_megatron.budget.cost import cost
 from nam_megatron.data import manifest
 from nam_megatron.errors import FINDINGS, INCOMPLETE, OK, REFUSED, Problem, Refused, raise_if
@@ -239,7 +239,7 @@ def operations(plan: Plan) -> float:
 def gauges(plan: Plan) -> dict[int, Gauge]:
     """What the embedding, as number 0, and the layers of the main stack measure of themselves, by number."""
     of = {layer.number: plan.recipe.model.blocks.of(layer.kind).gauge(layer) for layer in plan.layers}
-    of[0] = next((feature.measures for feature in plan.recipe.feature.all() if feature.measures), None)
+    of[EMBEDDING] = next((feature.measures for feature in plan.recipe.feature.all() if feature.measures), None)
     return {number: gauge for number, gauge in of.items() if gauge}
 
 

@@ -18,6 +18,9 @@ Slot = Literal["attention_layer", "mla_layer", "dsa_layer", "moe_layer", "mlp_la
 GraphPart = Literal["attn", "mamba", "mlp", "moe_router", "moe_preprocess"]
 
 
+EMBEDDING = 0  # its number among the layers that measure
+
+
 @dataclass(frozen=True)
 class Gauge:
     """A figure that a layer measures of itself for the step line of the log. largest: of all that were taken, or their mean."""

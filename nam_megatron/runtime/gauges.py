@@ -15,7 +15,6 @@ from torch import Tensor
 from nam_megatron.blocks import Gauge
 
 LINES = 10  # a measurement may cost as much as the layer's forward pass
-EMBEDDING = 0
 
 
 class Gauges:

@@ -31,8 +31,9 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 from torch import Tensor
 from torch.nn import Parameter
 
+from nam_megatron.blocks import EMBEDDING
 from nam_megatron.features.ngram_hash import PRIME
-from nam_megatron.runtime.gauges import EMBEDDING, GAUGES
+from nam_megatron.runtime.gauges import GAUGES
 
 
 def multipliers(count: int) -> Iterator[int]:

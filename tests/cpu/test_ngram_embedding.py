@@ -7,8 +7,8 @@ from harness import Case, on_ranks, train
 from megatron.core import parallel_state
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nam_megatron.blocks import Gauge
-from nam_megatron.runtime.gauges import EMBEDDING, GAUGES
+from nam_megatron.blocks import EMBEDDING, Gauge
+from nam_megatron.runtime.gauges import GAUGES
 from nam_megatron.runtime.ngram_embedding import PRIME, multipliers, rows
 
 END = 3

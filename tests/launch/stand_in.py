@@ -133,21 +133,15 @@ def launch(root: str, trainer: str, overrides: list[str]) -> int:
     planned = dict(word.partition("=")[::2] for word in shlex.split(trainer)).get("steps", 5)
     lowering = translate(load("nam56r_smoke", [*storage, f"schedule.train_steps={planned}", *recipe]))
     context = Context(lowering, words, tuple(overrides), os.environ)
-    command = [
-        sys.executable,
-        str(HERE),
-        "train",
-        *shlex.split(trainer),
-        *([f"root={root}"] if "beat=" in trainer else []),
-    ]
-    if ranks := os.environ.get("STAND_IN_RANKS"):  # under a real torchrun
-        start = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={words['port']}"]
-        command[1:1] = [*start, "--master-addr=127.0.0.1"]
+    command = [str(HERE), "train", *shlex.split(trainer), *([f"root={root}"] if "beat=" in trainer else [])]
 
     def start(context: Context, plan: Path, head: str, name: str) -> list[str]:
-        if context.cluster.nodes == 1:
-            return command
-        return [*job.torchrun(context.lowering, words["port"], head, name), *command[1:]]
+        if context.cluster.nodes > 1:
+            return [*job.torchrun(lowering, words["port"], head, name), *command]
+        if ranks := os.environ.get("STAND_IN_RANKS"):  # under a real torchrun
+            torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={words['port']}"]
+            return [sys.executable, *torchrun, "--master-addr=127.0.0.1", *command]
+        return [sys.executable, *command]
 
     try:
         code = run.run(context, start)
