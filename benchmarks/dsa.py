@@ -130,7 +130,7 @@ def check(report: Report, b: int, s: int, n: int) -> None:
     scores = kernel.index_scores(x.q, x.k, x.w)
     q64, k64, w64 = leaves(x.q, x.k, x.w, dtype=torch.float64)
     scores64 = naive.index_scores(q64, k64, w64)
-    seen = naive.causal(s, x.q.device)
+    seen = naive.causal(s, s, x.q.device)
     visible = scores[..., :s].masked_fill(~seen, 0.0)
     report.check(at + "scores", error(visible, scores64.masked_fill(~seen, 0.0)), 1e-5)
 
@@ -200,7 +200,7 @@ def as_mask(selection: kernel.Selection) -> Tensor:
 def different_top_k(scores: Tensor, selection: kernel.Selection) -> float:
     """How many selected scores are not torch.topk's: as multisets, so that ties may go either way."""
     s = scores.size(1)
-    scores = scores[..., :s].masked_fill(~naive.causal(s, scores.device), -torch.inf)
+    scores = scores[..., :s].masked_fill(~naive.causal(s, s, scores.device), -torch.inf)
     ours = scores.masked_fill(~as_mask(selection), -torch.inf)
     k = min(K, s)
     return float(

@@ -165,19 +165,23 @@ def blocks() -> Iterator[str]:
 
 
 LENGTHS, GPUS = (4096, 16384, 32768, 65536, 131072), (1, 2, 8)
+SHARERS = 2, 4  # of a sequence; eight do not divide the heads of M2RNN
 
 
 def long() -> Iterator[str]:
     """What the budget forecasts for long sequences, one of them a microbatch: GiB on each GPU at the worst moment."""
-    yield "| tokens a sequence | kept | " + " | ".join(f"{n} GPU{'s' * (n > 1)}" for n in GPUS) + " |"
-    yield "|---|---" + "|---" * len(GPUS) + "|"
+    columns = [(n, 1) for n in GPUS] + [(n, n) for n in SHARERS]
+    titles = [f"{n} GPU{'s' * (n > 1)}" + f", context {c}" * (c > 1) for n, c in columns]
+    yield "| tokens a sequence | kept | " + " | ".join(titles) + " |"
+    yield "|---|---" + "|---" * len(columns) + "|"
     for length in LENGTHS:
         for title, recompute in (("everything", ()), ("the input of each layer", FULL)):
             cells = []
-            for n in GPUS:
+            for n, context in columns:
                 words = (
                     f"model.seq_length={length}",
                     f"cluster=h200_{n}",
+                    f"parallel.context={context}",
                     "schedule.micro_batch_size=1",
                     "schedule.global_batch_size=8",
                 )

@@ -161,6 +161,7 @@ class Sizes:
             "h": m.hidden_size,
             "V": m.vocab_size,
             "t": p.tensor,
+            "cp": p.context,
             "e": p.expert,
             "et": p.expert_tensor,
             "N": r.data_parallel * p.context,

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     from nam_megatron.plan import Layer, Plan
+    from nam_megatron.recipe.layout import Parallel
 
 Slot = Literal["attention_layer", "mla_layer", "dsa_layer", "moe_layer", "mlp_layer", "mamba_layer", "gdn_layer"]
 GraphPart = Literal["attn", "mamba", "mlp", "moe_router", "moe_preprocess"]
@@ -99,6 +100,12 @@ def divides(key: str, total: int, by: int, what: str, by_key: str) -> Iterator[P
     """A finding if `by` does not divide `total`."""
     if total % by:
         yield Problem(f"{what} {total} is not divisible by `{by_key}` = {by}", key)
+
+
+def spread(key: str, total: int, parallel: "Parallel", what: str) -> Iterator[Problem]:
+    """A finding if the ranks that share a sequence's heads do not divide `total`."""
+    by_key = "parallel.tensor" if parallel.context == 1 else "parallel.tensor * parallel.context"
+    yield from divides(key, total, parallel.tensor * parallel.context, what, by_key)
 
 
 def residual(z: Sizes, norm: str = "norm") -> Iterator[Line]:

@@ -31,7 +31,7 @@ from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.lower import Lowering, translate
 from nam_megatron.nemo import adapters, converter, finetune, guards, overrides  # noqa: F401  the first registers itself
 from nam_megatron.recipe import Recipe, from_tree, to_tree
-from nam_megatron.runtime import background, bridge, cross_entropy, fsdp, master_weights, stage_log, wgrad
+from nam_megatron.runtime import background, bridge, context, cross_entropy, fsdp, master_weights, stage_log, wgrad
 from nam_megatron.runtime.bridge import Arguments
 from nam_megatron.runtime.pretrain import Float16ExceptMarked, keep_shipped_helpers, set_experts_apart
 
@@ -101,6 +101,7 @@ class NamProvider(HybridModelProvider):
         if kwargs.get("wrap_with_ddp", True):  # else it is not for training
             guards.stand(models, self.lowering)
             stage_log.provide(models[0].config)
+            context.provide(models[0].config)
             master_weights.provide()
             fsdp.provide(models)
         return models

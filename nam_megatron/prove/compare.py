@@ -300,9 +300,6 @@ def refusals(plan: Plan, device: str) -> Iterator[Problem]:
     """What speaks against running a plan's two sides on this device, as far as it can be told without torch."""
     for seam in plan.not_built:
         yield Problem(f"`{seam.owner}` is not built: {seam.missing}")
-    if device == "cpu" and plan.recipe.parallel.context > 1:
-        hint = "`device=cuda`, on GPUs"
-        yield Problem("context parallelism needs Transformer Engine's attention", "parallel.context", hint)
     if device == "cpu" and (ranks := plan.recipe.world_size) > MOST:
         hint = "the same kinds of parallelism of fewer ranks: `cluster.nodes=1 parallel.expert=2 parallel.pipeline=2`"
         yield Problem(f"{ranks} ranks would run on this host; {MOST} at most", "parallel", hint)

@@ -12,6 +12,8 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
+from nam_megatron.runtime.context import own_chunks, whole
+
 
 def _norm_op(config):
     return F.rms_norm if config.normalization == "RMSNorm" else F.layer_norm
@@ -89,22 +91,24 @@ class ReplicatedLinear(torch.nn.Module):
 
 
 class CoreAttention(torch.nn.Module):
-    """TEDotProductAttention, causal; Megatron's own DotProductAttention does not take the head sizes of MLA."""
+    """TEDotProductAttention, causal; Megatron's own DotProductAttention does not take the head sizes of MLA, nor a shared sequence."""
 
-    def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **_):
+    def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, *, pg_collection, **_):
         super().__init__()
+        self.group = pg_collection.cp
         self.scale, self.dropout, self.window = softmax_scale, config.attention_dropout, config.window_size
         if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
             self.window = None
 
     def forward(self, query, key, value, *_, **__):
-        query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        shared, positions = self.group.size() > 1, torch.arange(len(query) * self.group.size())
+        own = torch.cat([positions.chunk(2 * self.group.size())[n] for n in own_chunks(self.group)])
+        query, key, value = (t.permute(1, 2, 0, 3) for t in (query, whole(key, self.group), whole(value, self.group)))
         dropped = self.dropout if self.training else 0.0
-        seen, causal = None, self.window is None
+        seen, causal = None, self.window is None and not shared
         if not causal:  # as many tokens to the left as the window has, none to the right
-            tokens = torch.arange(query.size(-2))
-            back = tokens[:, None] - tokens
-            seen = (back >= 0) & (back <= self.window[0])
+            back = own[:, None] - positions
+            seen = (back >= 0) & (back <= (self.window[0] if self.window else len(positions)))
         more = dict(scale=self.scale, enable_gqa=True)
         out = F.scaled_dot_product_attention(query, key, value, seen, dropped, causal, **more)
         return out.permute(2, 0, 1, 3).flatten(2)

@@ -43,13 +43,13 @@ CLIP = 0.5
 
 def widths(p: Any) -> dict[str, int]:
     """The widths that a CPU gets, by key below `model`, for the degrees of `p` (recipe.parallel)."""
-    t, e = p.tensor, p.expert
+    t, e, shares = p.tensor, p.expert, p.tensor * p.context
     return {
         "hidden_size": 64 * -(-t // 8),
         "ffn_hidden_size": 96 * -(-t // 8),
         "num_attention_heads": max(4, 2 * t),
         "vocab_size": 128 * -(-t // 8),
-        "seq_length": max(SEQUENCE, 2 * t),
+        "seq_length": max(SEQUENCE, 4 * shares),
         "blocks.attention.head_dim": 16,
         "blocks.attention.query_groups": max(2, t),
         "blocks.mla.q_lora_rank": 16,
@@ -64,23 +64,23 @@ def widths(p: Any) -> dict[str, int]:
         "blocks.moe.top_k": 2,
         "blocks.moe.expert_hidden_size": 32,
         "blocks.moe.shared_expert_hidden_size": 48,
-        "blocks.mamba2.heads": 8 * t,
+        "blocks.mamba2.heads": 8 * shares,
         "blocks.mamba2.head_dim": 8,
         "blocks.mamba2.state_dim": 16,
-        "blocks.mamba2.groups": 2 * t,
-        "blocks.gdn.key_heads": 2 * t,
+        "blocks.mamba2.groups": 2 * shares,
+        "blocks.gdn.key_heads": 2 * shares,
         "blocks.gdn.key_head_dim": 8,
-        "blocks.gdn.value_heads": 4 * t,
+        "blocks.gdn.value_heads": 4 * shares,
         "blocks.gdn.value_head_dim": 16,
-        "blocks.mamba3.heads": 4 * t,
+        "blocks.mamba3.heads": 4 * shares,
         "blocks.mamba3.head_dim": 16,
         "blocks.mamba3.state_dim": 32,
-        "blocks.mamba3.groups": 2 * t,
+        "blocks.mamba3.groups": 2 * shares,
         "blocks.mamba3.mimo_rank": 2,
         "blocks.mamba3.chunk": 16,
         "blocks.m2rnn.k_dim": 16,
         "blocks.m2rnn.v_dim": 16,
-        "blocks.m2rnn.heads": 2 * t,
+        "blocks.m2rnn.heads": 2 * shares,
     }
 
 

@@ -272,11 +272,15 @@ def _shake(model: Any) -> None:
 
 
 def _recorded(forward: Callable, losses: list[list[float]], samples: Any, model: Any) -> Any:
+    from megatron.core import parallel_state
+
     output, loss_of = forward(samples, model)
 
     def recorded(values: torch.Tensor) -> Any:
         loss, tokens, report = loss_of(values)
-        losses.append([report["lm loss"][0].item(), report["lm loss"][1].item()])
+        of_sequences = report["lm loss"].clone()
+        torch.distributed.all_reduce(of_sequences, group=parallel_state.get_context_parallel_group())
+        losses.append(of_sequences.tolist())
         return loss, tokens, report
 
     return output, recorded

@@ -56,6 +56,14 @@ class Parallel(Config):
         _row("ranks that share each expert; unset, Megatron takes the tensor size", "expert_tensor_parallel_size"),
     ]
 
+    def settings(self, plan: "Plan") -> Iterator[Setting]:
+        if self.context == 1:
+            return
+        how, why = "p2p", "keys and values go round the ranks of a sequence while others are attended to"
+        if "dsa" in plan.kinds:
+            how, why = "all_gather", "each rank gets all keys: a model with sparse attention takes no other"
+        yield Setting("cp_comm_type", (how,), why, "context", fields={"transformer.cp_comm_type": how})
+
     def check(self, plan: "Plan") -> Iterator[Problem]:
         world = plan.recipe.world_size
         if world % (size := self.tensor * self.pipeline * self.context):

@@ -45,6 +45,7 @@ from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.runtime import (
     background,
     checksums,
+    context,
     cross_entropy,
     fsdp,
     group_order,
@@ -117,6 +118,7 @@ class NamModelBuilder(HybridModelBuilder):
     def build_distributed_models(self, *args: Any, **kwargs: Any) -> list[HybridModel]:
         models = super().build_distributed_models(*args, mixed_precision_wrapper=Float16ExceptMarked, **kwargs)
         stage_log.provide(models[0].config)
+        context.provide(models[0].config)
         master_weights.provide()
         fsdp.provide(models)
         return models

@@ -139,7 +139,7 @@ def test_an_indexer_that_learns_keeps_more_than_chance(draw):
         naive.indexer_kl(*own, naive.index_scores(*own), draw.query, draw.key, SCALE).backward()
         optimizer.step()
     after = kept(naive.index_scores(*own).detach())
-    visible = naive.causal(S, torch.device("cpu"))
+    visible = naive.causal(S, S, torch.device("cpu"))
     chance = kept(torch.rand(B, S, S).masked_fill(~visible, -torch.inf))
     logits = torch.einsum("ibnd,jbd->bnij", draw.query, draw.key[:, :, 0]) * SCALE
     best = kept(logits.masked_fill(~visible, -torch.inf).softmax(-1).sum(1))

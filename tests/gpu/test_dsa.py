@@ -84,7 +84,7 @@ def test_equal_scores_are_taken_from_the_left():
     s = 70
     scores = torch.zeros(1, s, 80, device=bench.DEVICE)
     scores[..., 0::3], scores[..., 1::3] = 1.0, -1.0
-    taken = kernel.select(scores, 4).indices[0]
+    taken = kernel.select(scores[..., :s], 4).indices[0]
     assert taken[69].tolist() == [0, 3, 6, 9], "the first of the largest"
     assert taken[5].tolist() == [0, 2, 3, 5], "all of the largest, then of the next"
     assert taken[2].tolist() == [0, 1, 2, -1], "all there is"
@@ -96,10 +96,10 @@ def test_kernel_and_definition_take_the_same_of_equal_scores():
     make = torch.Generator(bench.DEVICE).manual_seed(0)
     scores = torch.randn(2, s, s, generator=make, device=bench.DEVICE).relu()
     scores[1] *= -1
-    causal = naive.causal(s, scores.device)
+    causal = naive.causal(s, s, scores.device)
     wanted = naive.select(scores.masked_fill(~causal, -torch.inf), top_k).selected
     padded = torch.nn.functional.pad(scores, (0, -s % kernel.ALIGN.value))
-    indices = kernel.select(padded, top_k).indices.long()
+    indices = kernel.select(padded[..., :s], top_k).indices.long()
     found = torch.zeros(2, s, s + 1, dtype=torch.bool, device=scores.device)
     found.scatter_(-1, indices.where(indices >= 0, s), True)
     assert torch.equal(found[..., :s], wanted)
@@ -244,11 +244,45 @@ else:
             close(step(seed, graphed=True), step(seed, graphed=False))
 
 
+@pytest.mark.parametrize(("begin", "rows"), [(1, 37)] if INTERPRETED else [(1, 1025), (3, 512)])
+def test_the_last_queries_of_a_sequence_are_those_of_the_whole(begin, rows):
+    """As context parallelism has them: `rows` queries behind `begin` blocks of keys. All by the whole in fp64, in plain torch."""
+    begin *= kernel.ALIGN.value
+    x = bench.inputs(2, begin + rows, 3)
+    given = (x.q[begin:], x.k, x.w[begin:], x.query[begin:], x.key)
+    q, k, w, query, key = bench.leaves(*given)
+    scores = kernel.index_scores(q.detach(), k.detach(), w.detach())
+    selection = kernel.select(scores, bench.K)
+    seen = scores.masked_fill(~naive.causal(rows, begin + rows, scores.device), -torch.inf)
+    assert torch.equal(selection.of(slice(None)), naive.select(seen, bench.K).selected)
+    loss = kernel.indexer_kl(q, k, w, scores, query, key, bench.SCALE, None, 0.5)
+    out = kernel.attend(query, key, selection, bench.SCALE, bench.R)
+    (loss + (out * x.dout[begin:]).float().sum()).backward()
+
+    whole = bench.leaves(x.q, x.k, x.w, x.query, x.key, dtype=torch.float64)
+
+    def kl(tokens: int) -> torch.Tensor:
+        q, k, w, query, key = (t[:tokens] for t in whole)
+        return naive.indexer_kl(q, k, w, naive.index_scores(q, k, w), query, key, bench.SCALE, None, 0.5)
+
+    mask = torch.zeros(2, begin + rows, begin + rows, dtype=torch.bool, device=scores.device)
+    mask[:, :, 0], mask[:, begin:] = True, selection.of(slice(None))
+    wanted = naive.attend(*whole[3:], naive.Selection(mask), bench.SCALE, bench.R)[begin:]
+    wanted_loss = kl(begin + rows) - kl(begin)
+    (wanted_loss + (wanted * x.dout[begin:].double()).sum()).backward()
+    limit = 1e-5 if torch.float32 == bench.DTYPE else 2e-2
+    found = {"out": (out, wanted), "loss": (loss, wanted_loss)}
+    for name, ours, theirs in zip(("q", "k", "w", "query", "key"), (q, k, w, query, key), whole, strict=True):
+        found[f"d {name}"] = ours.grad, theirs.grad[len(theirs) - len(ours) :]
+    for name, (ours, theirs) in found.items():
+        assert bench.error(ours.detach(), theirs.detach()) < limit, name
+
+
 def test_the_log_looks_at_the_keys_that_were_selected():
     """Kept attention of a few queries, without the kernels' lists by key; with fewer keys than the top-k too."""
     x = bench.inputs(2, 21 if INTERPRETED else 1025, 3)
     scores = kernel.index_scores(x.q, x.k, x.w)
-    visible = naive.causal(len(x.q), scores.device)
+    visible = naive.causal(len(x.q), len(x.q), scores.device)
     plain = naive.select(scores[..., : len(x.q)].masked_fill(~visible, -torch.inf), bench.K)
     for rows in (slice(2, 21, 3), slice(len(x.q) - 1, None)):
         assert torch.equal(kernel.select(scores, bench.K).of(rows), plain.of(rows))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from nam_megatron.recipe import Recipe
 
 INDEXER = ("linear_wq_b", "linear_wk", "linear_weights_proj")
+TILE = 128  # of the fused kernels: it divides the position of the first query (kernel.ALIGN)
 KEPT_ROWS = 64  # queries of a sample, at most, of which the log's share of kept attention is taken
 
 
@@ -119,12 +120,6 @@ class Dsa(Block):
                 f"indexer heads of {self.indexer_head_dim} cannot hold the {rope} RoPE dimensions",
                 "model.blocks.dsa.indexer_head_dim",
             )
-        if r.parallel.context > 1:
-            yield Problem(
-                "DSA does not run under context parallelism here",
-                "parallel.context",
-                "set `parallel.context=1`; docs/training.md says which lengths fit without",
-            )
         computed = any(layer.kind == self.kind and computes(layer) for layer in plan.layers)
         untrained = computed and not self.indexer_loss_coeff and not r.feature.lora
         if untrained and r.feature.distributed_optimizer.overlap_grad_reduce and not r.feature.megatron_fsdp:
@@ -141,7 +136,10 @@ class Dsa(Block):
         """What our kernels cannot do as the recipe has it."""
         if self.kernels == "megatron":
             return
-        at, latent = "model.blocks.", mla(recipe)
+        at, latent, context = "model.blocks.", mla(recipe), recipe.parallel.context
+        if context > 1 and self.kernels == "fused" and recipe.model.seq_length % (2 * context * TILE):
+            message = f"DSA's fused kernels take chunks of a multiple of {TILE} tokens, and a sequence is cut into {2 * context}"
+            yield Problem(message, "model.seq_length", f"a multiple of {2 * context * TILE:,} fits")
         hint = "set `model.blocks.dsa.kernels=megatron`"
         widths = {"dsa.indexer_head_dim": self.indexer_head_dim, "mla.q_lora_rank": latent.q_lora_rank or WIDTHS[0]}
         widths |= {"mla.kv_lora_rank": latent.kv_lora_rank, "mla.qk_rope_head_dim": latent.qk_rope_head_dim}
@@ -152,11 +150,17 @@ class Dsa(Block):
         yield from unserved("DSA", self.kind, recipe)
 
     def _sizes(self, z: Sizes) -> Sizes:
-        """MLA's symbols; ih indexer heads of iw; A, one fp32 score tensor [b, n / t, s, s]; K keys a token attends to."""
+        """MLA's symbols; ih indexer heads of iw; A, one fp32 score tensor [b, n / t, s, S]; K keys a token attends to.
+
+        The rows of a rank's queries reach `seen` of S keys on average, and `run` of the rows are scored at once.
+        """
         top, tokens = self.top_k, z.model.seq_length
         keys = (top * (top + 1) / 2 + (tokens - top) * top) / tokens
         z = mla(z.plan.recipe).sizes(z).own(ih=self.indexer_heads, iw=self.indexer_head_dim, top=top, K=keys)
-        return z.own(A=z.value("4 b n s s / t"))
+        # Two chunks of 2 cp, which see as many keys as the first and the last of all.
+        c = z["cp"]
+        seen, run = (1.0, 1.0) if c == 1 else ((2 * c + 1) / (4 * c), 0.5)
+        return z.own(A=z.value("4 b n s S / t"), seen=seen, run=run)
 
     def params(self, z: Sizes, layer: "Layer | None") -> Iterator[Param]:
         yield from mla(z.plan.recipe).params(z, layer)
@@ -178,30 +182,30 @@ class Dsa(Block):
         yield from mla(z.plan.recipe).our_latents(z)
         if "mla_up_proj" not in z.recompute:
             yield z.line("absorbed queries", "2 T n (rkv + dr) / t", "queries in the latent space")
-            yield z.line("latent keys", "2 T (rkv + dr)", "one for all heads")
+            yield z.line("latent keys", "2 T cp (rkv + dr)", "one for all heads")
         yield z.line("output", "2 T n dv / t", "input of the output projection")
         if "core_attn" not in z.recompute:
             yield z.line("latent output", "2 T n rkv / t + 4 T n / t", "before the value absorption; row statistics")
             if computes(layer) and self.indexer_loss_coeff:
                 why = "its input, the only normed one that is kept, and the gradients of its queries, keys and weights"
-                yield z.line("indexer", "2 T (h + rq) + 2 T (ih iw + 3 iw + ih) + 8 s dr", why)
+                yield z.line("indexer", "2 T (h + rq) + 2 T (ih iw + (2 cp + 1) iw + ih) + 8 s dr", why)
         if computes(layer):
             why = "int32, by query and by key; the reusing layers share it"
-            yield z.line("top-k", "8 b s top + 4 b s", why, stays=True)
+            yield z.line("top-k", "8 b s top + 4 b S", why, stays=True)
 
     def _naive(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
         more = {"mark": UNMEASURED}
         yield z.line("queries, keys and latents", "6 T n (rkv + dr) / t + 4 Ts h", "plain torch", **more)
         yield z.line("scores", "3.25 A", "probabilities of all keys", **more)
         if computes(layer):
-            yield z.line("indexer", "8 b ih s s", "fp32 [b, ih, s, s], before and after the ReLU", **more)
-            yield z.line("top-k", "b s s", "bool; the reusing layers share it", stays=True, **more)
+            yield z.line("indexer", "8 b ih s S", "fp32 [b, ih, s, S], before and after the ReLU", **more)
+            yield z.line("top-k", "b s S", "bool; the reusing layers share it", stays=True, **more)
 
     def _megatron(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
         yield from mla(z.plan.recipe).latents(z)
         yield z.line("queries", "2 T n (dq + dr) / t", "packed: the absorption keeps a view of it")
         yield z.line("absorbed queries", "2 T n (rkv + dr) / t", "queries in the latent space")
-        yield z.line("latent keys", "2 T (rkv + dr)", "one for all heads")
+        yield z.line("latent keys", "2 T cp (rkv + dr)", "one for all heads")
         yield z.line("output", "2 T n dv / t", "also the input of the output projection")
         if "core_attn" in z.recompute:
             return
@@ -212,7 +216,7 @@ class Dsa(Block):
                 "indexer weights and top-k", "2 T ih + 8 b s top + 8 s dr", "weights, int64 positions, cos and sin"
             )
         yield z.line("scores", "3.25 A", "stock fallback: exp fp32, probabilities fp32 and bf16, three bool masks")
-        yield z.line("fp32 queries and keys", "4 T (n / t + 1) (rkv + dr) + 16 T n / t", "and row statistics")
+        yield z.line("fp32 queries and keys", "4 T (n / t + cp) (rkv + dr) + 16 T n / t", "and row statistics")
         yield z.line("latent output", "2 T n rkv / t", "before the value absorption")
         if z["b"] > 1:
             why = "keys and values copied for each head: a broadcast product is a view only at one sample"
@@ -223,11 +227,11 @@ class Dsa(Block):
         if self.kernels == "fused":
             more = {"mark": UNMEASURED}
             loss = computes(layer) and self.indexer_loss_coeff
-            scores = "8 b s s" if loss else "4 b s s" if computes(layer) else "0"
+            scores = "4 b s S (seen + run)" if loss else "4 b s S seen" if computes(layer) else "0"
             why = "fp32 scores, and target or the scores' gradients, once for all heads" if loss else "fp32 scores"
             z = z.own(rows=KEPT_ROWS)
             # Beside the scores, in a step that has a line in the log.
-            told = ", 4 b s s + 8 rows n s / t" if computes(layer) else ""
+            told = ", 4 b s S seen + 8 rows n S / t" if computes(layer) else ""
             yield z.line("forward", f"max({scores}{told}, 2 Ts h)", why, **more)
             why = "gradients of queries and outputs, and what each query of a sample adds to each of its keys"
             yield z.line("backward", "2 T n (2 rkv + dr + dv) / t + 2 s top (rkv + dr)", why, **more)

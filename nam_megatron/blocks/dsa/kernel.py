@@ -3,9 +3,10 @@
 Every result is deterministic: no atomics. Nothing waits for the host and no shape depends on data, so all of it can be
 captured in a CUDA graph. README.md derives the algorithms and their bytes and FLOPs.
 
-Shapes: s positions, b samples, n heads of the attention, h of the indexer (d channels each); r latent and p RoPE channels
-of the absorbed MLA; K = top-k. In kernels: I (queries) and J (keys) are tiles along s; offsets of [s, b, ...] tensors are
-those of contiguous ones. Exponentials are base 2: scores are scaled by log2(e) and every `lse` is a base-2 logarithm.
+Shapes: s queries, the last ones of t positions with keys (of whole sequences s = t); b samples, n heads of the attention, h of the
+indexer (d channels each); r latent and p RoPE channels of the absorbed MLA; K = top-k. In kernels: I (queries) and J (keys) are tiles
+along s and t, which are S and T there; query i stands at position T - S + i; offsets of [s, b, ...] tensors are those of contiguous ones.
+Exponentials are base 2: scores are scaled by log2(e) and every `lse` is a base-2 logarithm.
 """
 
 import math
@@ -15,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from nam_megatron.blocks.dsa.block import TILE
 
 # Tile sizes and launch options of each kernel at NAM56R's shapes on H200; benchmarks/dsa.py --sweep measures others.
 TILES: dict[str, dict[str, int]] = {
@@ -30,17 +33,17 @@ TILES: dict[str, dict[str, int]] = {
     "index_dk": dict(J=64, I=64, num_warps=4, num_stages=3, rows=1024),
 }
 LOG2E = math.log2(math.e)
-# Rows of [b, s, s] tensors are padded to a multiple of this and written up to one: with I and J that divide it, tiles load
-# what they want without a causal mask, which would make every load two bytes wide.
-ALIGN = tl.constexpr(128)
+# Rows of [b, s, t] tensors are padded to a multiple of this and written up to one: with I and J that divide it, tiles load
+# what they want without a causal mask, which would make every load two bytes wide. It divides the position of the first query.
+ALIGN = tl.constexpr(TILE)
 
 
 @dataclass(frozen=True)
 class Selection:
     """Which keys each query attends to, and the same from the keys' side.
 
-    indices: int32 [b, s, K], ascending; query i has min(i + 1, K), then -1.
-    starts, pairs: int32 [b, s + 1] and [b, s K]; key j was selected at pairs[starts[j] : starts[j + 1]], each
+    indices: int32 [b, s, K], ascending; query i has min(t - s + i + 1, K), then -1.
+    starts, pairs: int32 [b, t + 1] and [b, s K]; key j was selected at pairs[starts[j] : starts[j + 1]], each
       query * K + place in its indices, ascending.
     """
 
@@ -49,38 +52,39 @@ class Selection:
     pairs: Tensor
 
     def of(self, rows: slice) -> Tensor:
-        """The keys of some queries: bool [b, rows, s]."""
+        """The keys of some queries: bool [b, rows, t]."""
         chosen = self.indices[:, rows].long()
-        b, s, _ = self.indices.shape
-        selected = torch.zeros(b, chosen.size(1), s + 1, dtype=torch.bool, device=chosen.device)
-        return selected.scatter_(-1, chosen.where(chosen >= 0, s), True)[..., :s]
+        b, t = len(self.starts), self.starts.size(1) - 1
+        selected = torch.zeros(b, chosen.size(1), t + 1, dtype=torch.bool, device=chosen.device)
+        return selected.scatter_(-1, chosen.where(chosen >= 0, t), True)[..., :t]
 
 
 # Selecting -----------------------------------------------------------------------------------------------------------
 
 
 def index_scores(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
-    """sum over h of w relu(q . k): fp32 [b, s, s padded]; what lies after the query means nothing.
+    """sum over h of w relu(q . k): fp32 [b, s, t], of padded rows; what lies after the query means nothing.
 
-    q [s, b, h, d], k [s, b, d], w [s, b, h].
+    q [s, b, h, d], k [t, b, d], w [s, b, h]; ALIGN divides t - s.
     """
     q, k, w = q.contiguous(), k.contiguous(), w.contiguous()
-    s, b, h, d = q.shape
-    scores = q.new_empty(b, s, triton.cdiv(s, ALIGN.value) * ALIGN.value, dtype=torch.float32)
-    t = TILES["scores"]
-    grid = (triton.cdiv(s, t["J"]), triton.cdiv(s, t["I"]), b)
-    _scores[grid](q, k, w, scores, s, scores.stride(1), H=h, D=d, **t)
+    (s, b, h, d), t = q.shape, len(k)
+    assert (t - s) % ALIGN.value == 0, (s, t)
+    scores = q.new_empty(b, s, triton.cdiv(t, ALIGN.value) * ALIGN.value, dtype=torch.float32)[..., :t]
+    tile = TILES["scores"]
+    grid = (triton.cdiv(t, tile["J"]), triton.cdiv(s, tile["I"]), b)
+    _scores[grid](q, k, w, scores, s, t, scores.stride(1), H=h, D=d, **tile)
     return scores
 
 
 @triton.jit
-def _scores(q, k, w, scores, S, pitch, H: tl.constexpr, D: tl.constexpr, I: tl.constexpr, J: tl.constexpr):
+def _scores(q, k, w, scores, S, T, pitch, H: tl.constexpr, D: tl.constexpr, I: tl.constexpr, J: tl.constexpr):
     b, B = tl.program_id(2), tl.num_programs(2)
     first_i, first_j = tl.program_id(1) * I, tl.program_id(0) * J
-    if first_j > first_i + I - 1:
+    if first_j > T - S + first_i + I - 1:
         return
     i, j, c = first_i + tl.arange(0, I), first_j + tl.arange(0, J), tl.arange(0, D)
-    rows, columns = i < S, j < S
+    rows, columns = i < S, j < T
     keys = tl.load(k + (j * B + b)[:, None] * D + c[None, :], mask=columns[:, None], other=0.0)
     row = (i * B + b).to(tl.int64) * H
     total = tl.zeros([I, J], tl.float32)
@@ -95,39 +99,43 @@ def _scores(q, k, w, scores, S, pitch, H: tl.constexpr, D: tl.constexpr, I: tl.c
 
 def select(scores: Tensor, top_k: int) -> Selection:
     """The `top_k` largest scores of each query, earlier keys first among equals. scores: of index_scores."""
-    b, s, pitch = scores.shape
-    words = triton.cdiv(s, 32)
+    (b, s, t), pitch = scores.shape, scores.stride(1)
+    words = triton.cdiv(t, 32)
     indices = scores.new_empty(b, s, top_k, dtype=torch.int32)
     mask = scores.new_empty(b, s, words, dtype=torch.int32)
     before = scores.new_empty(b, s, words, dtype=torch.int16)
-    width = max(32, triton.next_power_of_2(s))
+    width = max(32, triton.next_power_of_2(t))
     places = triton.next_power_of_2(top_k)
     warps = min(16, max(4, width // TILES["select"]["per_warp"]))
     _select[(s, b)](
-        scores, indices, mask, before, s, pitch, words, K=top_k, places=places, width=width, num_warps=warps
+        scores, indices, mask, before, s, t, pitch, words, K=top_k, places=places, width=width, num_warps=warps
     )  # fmt: skip
     # The same from the keys' side: how many of each part of the queries took a key, where these start, and which they are.
-    t = TILES["transpose"]
-    parts = triton.cdiv(s, t["rows"])
-    counts = scores.new_empty(b, s, parts, dtype=torch.int32)
+    tile = TILES["transpose"]
+    parts = triton.cdiv(s, tile["rows"])
+    counts = scores.new_empty(b, t, parts, dtype=torch.int32)
     pairs = scores.new_empty(b, s * top_k, dtype=torch.int32)
-    _transpose[(words, parts, b)](mask, before, counts, counts, s, words, K=top_k, fill=False, **t)
+    _transpose[(words, parts, b)](mask, before, counts, counts, s, t, words, K=top_k, fill=False, **tile)
     starts = torch.nn.functional.pad(counts.flatten(1).cumsum(1, dtype=torch.int32), (1, 0))
-    _transpose[(words, parts, b)](mask, before, starts, pairs, s, words, K=top_k, fill=True, **t)
+    _transpose[(words, parts, b)](mask, before, starts, pairs, s, t, words, K=top_k, fill=True, **tile)
     return Selection(indices, starts[:, ::parts].contiguous(), pairs)
 
 
 @triton.jit
-def _select(scores, indices, mask, before, S, pitch, words, K: tl.constexpr, places: tl.constexpr, width: tl.constexpr):
+def _select(
+    scores, indices, mask, before, S, T, pitch, words, K: tl.constexpr, places: tl.constexpr, width: tl.constexpr
+):
     """One query a program: the K-th largest score bit by bit, then places by prefix sums."""
     i, b = tl.program_id(0), tl.program_id(1)
-    row = (b * S + i).to(tl.int64)
+    row, at_i = (b * S + i).to(tl.int64), T - S + i
     j = tl.arange(0, width)
-    bits = tl.load(scores + row * pitch + j, mask=j < (i // ALIGN + 1) * ALIGN, other=0.0).to(tl.uint32, bitcast=True)
+    bits = tl.load(scores + row * pitch + j, mask=j < (at_i // ALIGN + 1) * ALIGN, other=0.0).to(
+        tl.uint32, bitcast=True
+    )
     # An unsigned integer that orders as the float does; 0, below every float, where there is no key.
     order = tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
-    order = tl.where(j <= i, order, 0)
-    count = tl.minimum(i + 1, K)
+    order = tl.where(j <= at_i, order, 0)
+    count = tl.minimum(at_i + 1, K)
     least = tl.full([], 0, tl.uint32)  # ends as the count-th largest
     bit = tl.full([], 0x80000000, tl.uint32)
     for _ in range(32):
@@ -150,7 +158,7 @@ def _select(scores, indices, mask, before, S, pitch, words, K: tl.constexpr, pla
 
 @triton.jit
 def _transpose(
-    mask, before, starts, out, S, words,
+    mask, before, starts, out, S, T, words,
     K: tl.constexpr, fill: tl.constexpr, I: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
     """32 keys (a word of the mask) and a part of the queries a program: how many of these took each key, or which."""
@@ -158,10 +166,11 @@ def _transpose(
     lane = tl.arange(0, 32)
     j = word * 32 + lane
     if fill:
-        start = tl.load(starts + b * (S * parts + 1) + j * parts + part, mask=j < S, other=0)
+        start = tl.load(starts + b * (T * parts + 1) + j * parts + part, mask=j < T, other=0)
         out += b.to(tl.int64) * S * K
     seen = tl.zeros([32], tl.int32)
-    for first in range(tl.maximum(part * rows, word * 32 // I * I), tl.minimum(part * rows + rows, S), I):
+    earliest = tl.maximum(word * 32 - (T - S), 0) // I * I  # of the queries that see one of these keys
+    for first in range(tl.maximum(part * rows, earliest), tl.minimum(part * rows + rows, S), I):
         i = first + tl.arange(0, I)
         at = (b * S + i) * words + word
         bits = (tl.load(mask + at, mask=i < S, other=0)[:, None] >> lane[None, :]) & 1
@@ -171,7 +180,7 @@ def _transpose(
             tl.store(out + to, i[:, None] * K + place, mask=bits == 1)
         seen += tl.sum(bits, 0)
     if not fill:
-        tl.store(out + (b * S + j) * parts + part, seen, mask=j < S)
+        tl.store(out + (b * T + j) * parts + part, seen, mask=j < T)
 
 
 # Attending -----------------------------------------------------------------------------------------------------------
@@ -180,7 +189,7 @@ def _transpose(
 def attend(query: Tensor, key: Tensor, selection: Selection, scale: float, rank: int) -> Tensor:
     """softmax(scale query . key) over the selected keys times the latent part of the keys: [s, b, n, r]. Differentiable.
 
-    query [s, b, n, r + p]; key [s, b, 1, r + p], one for all heads, its first `rank` = r channels the value too.
+    query [s, b, n, r + p]; key [t, b, 1, r + p], one for all heads, its first `rank` = r channels the value too.
     """
     out, _ = _Attend.apply(query, key, selection.indices, selection.starts, selection.pairs, scale, rank)
     return out
@@ -192,11 +201,11 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, indices, starts, pairs, scale, rank):
         query, key = query.contiguous(), key.contiguous()
-        s, b, n, width = query.shape
+        (s, b, n, width), t = query.shape, len(key)
         out = query.new_empty(s, b, n, rank)
         lse = query.new_empty(s, b, n, dtype=torch.float32)
         sizes = dict(N=n, R=rank, P=width - rank, K=indices.size(2), heads=max(16, triton.next_power_of_2(n)))
-        _attend[(s, b)](query, key, indices, out, lse, s, scale * LOG2E, **sizes, **TILES["attend"])
+        _attend[(s, b)](query, key, indices, out, lse, s, t, scale * LOG2E, **sizes, **TILES["attend"])
         ctx.save_for_backward(query, key, indices, starts, pairs, lse)
         ctx.scale, ctx.sizes = scale, sizes
         ctx.mark_non_differentiable(lse)
@@ -206,18 +215,18 @@ class _Attend(torch.autograd.Function):
     def backward(ctx, dout, _):
         query, key, indices, starts, pairs, lse = ctx.saved_tensors
         dout = dout.contiguous()
-        s, b, _, width = query.shape
+        (s, b, _, width), t = query.shape, len(key)
         dquery, dkey = torch.empty_like(query), torch.empty_like(key)
         # What each query adds to each of its keys, one sample at a time: memory stays [s K, r + p]. Summing the rows of a
         # key in a fixed order costs less than atomics would and always gives the same result.
         parts = key.new_empty(s * indices.size(2), width)
         for sample in range(b):
             _attend_back[(s,)](
-                query, key, indices, lse, dout, dquery, parts, s, b, sample, ctx.scale, ctx.scale * LOG2E,
+                query, key, indices, lse, dout, dquery, parts, s, t, b, sample, ctx.scale, ctx.scale * LOG2E,
                 **ctx.sizes, **TILES["attend_back"],
             )  # fmt: skip
-            _collect[(s,)](
-                parts, starts, pairs, dkey, s, b, sample, K=indices.size(2), W=width,
+            _collect[(t,)](
+                parts, starts, pairs, dkey, s, t, b, sample, K=indices.size(2), W=width,
                 width=triton.next_power_of_2(width), **TILES["collect"],
             )  # fmt: skip
         return dquery, dkey, None, None, None, None, None
@@ -225,7 +234,7 @@ class _Attend(torch.autograd.Function):
 
 @triton.jit
 def _attend(
-    query, key, indices, out, lse, S, scale2,
+    query, key, indices, out, lse, S, T, scale2,
     N: tl.constexpr, R: tl.constexpr, P: tl.constexpr, K: tl.constexpr, heads: tl.constexpr, J: tl.constexpr,
 ):  # fmt: skip
     """One query a program, its heads the rows of every tile."""
@@ -239,7 +248,7 @@ def _attend(
     highest = tl.full([heads], -float("inf"), tl.float32)
     total = tl.zeros([heads], tl.float32)
     value = tl.zeros([heads, R], tl.float32)
-    count = tl.minimum(i + 1, K)
+    count = tl.minimum(T - S + i + 1, K)
     chosen = indices + (b * S + i).to(tl.int64) * K
     for first in range(0, count, J):
         place = first + tl.arange(0, J)
@@ -276,7 +285,7 @@ def _weights(key, chosen, place, inside, q_latent, q_rope, d_out, lse, scale2, B
 
 @triton.jit(do_not_specialize=["b"])
 def _attend_back(
-    query, key, indices, lse, dout, dquery, parts, S, B, b, scale, scale2,
+    query, key, indices, lse, dout, dquery, parts, S, T, B, b, scale, scale2,
     N: tl.constexpr, R: tl.constexpr, P: tl.constexpr, K: tl.constexpr, heads: tl.constexpr, J: tl.constexpr,
 ):  # fmt: skip
     """One query a program. Tiles are [keys, heads]: P and dP leave the tensor cores as the operands that dK and dV want."""
@@ -289,7 +298,7 @@ def _attend_back(
     q_rope = tl.load(own + R + p[None, :], mask=real[:, None], other=0.0)
     d_out = tl.load(dout + row[:, None] * R + r[None, :], mask=real[:, None], other=0.0)
     lse_ = tl.load(lse + row, mask=real, other=0.0)
-    count = tl.minimum(i + 1, K)
+    count = tl.minimum(T - S + i + 1, K)
     chosen = indices + (b * S + i).to(tl.int64) * K
     # The sum of weights times their gradients is also out . dout, but out is rounded: where one key has nearly all the weight, what is
     # left of its gradient less that sum would be the rounding.
@@ -324,11 +333,11 @@ def _attend_back(
 
 @triton.jit(do_not_specialize=["b"])
 def _collect(
-    parts, starts, pairs, dkey, S, B, b, K: tl.constexpr, W: tl.constexpr, width: tl.constexpr, E: tl.constexpr
+    parts, starts, pairs, dkey, S, T, B, b, K: tl.constexpr, W: tl.constexpr, width: tl.constexpr, E: tl.constexpr
 ):
     """One key a program: the sum of its rows of `parts`."""
     j = tl.program_id(0)
-    start, end = tl.load(starts + b * (S + 1) + j), tl.load(starts + b * (S + 1) + j + 1)
+    start, end = tl.load(starts + b * (T + 1) + j), tl.load(starts + b * (T + 1) + j + 1)
     pairs += b.to(tl.int64) * S * K
     c = tl.arange(0, width)
     total = tl.zeros([E, width], tl.float32)
@@ -391,13 +400,14 @@ class _IndexerKl(torch.autograd.Function):
     def forward(ctx, q, k, w, scores, query, key, scale, group, factor):
         q, k, w, query, key = (t.contiguous() for t in (q, k, w, query, key))
         s, b = query.shape[:2]
-        target = _target(query, key, scale, scores.stride(1))
+        t, pitch = scores.size(2), scores.stride(1)
+        target = _target(query, key, scale, pitch)
         if group is not None and group.size() > 1:
             torch.distributed.all_reduce(target, group=group)
         rows = scores.new_empty(b, s)
-        tile = triton.next_power_of_2(s)
+        tile = triton.next_power_of_2(t)
         warps = min(16, max(4, tile // 1024))
-        _kl[(s, b)](scores, target, rows, s, scores.stride(1), factor, width=tile, num_warps=warps)
+        _kl[(s, b)](scores, target, rows, s, t, pitch, factor, width=tile, num_warps=warps)
         ctx.save_for_backward(*_index_back(q, k, w, dscores=target))
         return rows.sum()
 
@@ -409,12 +419,12 @@ class _IndexerKl(torch.autograd.Function):
 
 def _target(query: Tensor, key: Tensor, scale: float, pitch: int) -> Tensor:
     """Sum over heads of softmax(scale query . key) over all keys up to the query, as index_scores lie: fp32 [b, s, pitch]."""
-    s, b, n, width = query.shape
+    (s, b, n, width), t = query.shape, len(key)
     lse, sizes = _normalisers(query, key, scale), _halves(n, width)
     target = query.new_empty(b, s, pitch, dtype=torch.float32)
-    t = TILES["target"]
-    grid = (triton.cdiv(s, t["J"]), triton.cdiv(s, t["I"]), b)
-    _sum_of_softmax[grid](query, key, lse, target, s, pitch, scale * LOG2E, **sizes, **t)
+    tile = TILES["target"]
+    grid = (triton.cdiv(t, tile["J"]), triton.cdiv(s, tile["I"]), b)
+    _sum_of_softmax[grid](query, key, lse, target, s, t, pitch, scale * LOG2E, **sizes, **tile)
     return target
 
 
@@ -422,8 +432,9 @@ def _normalisers(query: Tensor, key: Tensor, scale: float) -> Tensor:
     """log2 of the sum over all keys up to the query of exp(scale query . key): fp32 [s, b, n]."""
     s, b, n, width = query.shape
     lse = query.new_empty(s, b, n, dtype=torch.float32)
-    t = TILES["lse"]
-    _lse[(triton.cdiv(s * n, t["M"]), b)](query, key, lse, s, scale * LOG2E, **_halves(n, width), **t)
+    tile = TILES["lse"]
+    grid = (triton.cdiv(s * n, tile["M"]), b)
+    _lse[grid](query, key, lse, s, len(key), scale * LOG2E, **_halves(n, width), **tile)
     return lse
 
 
@@ -435,7 +446,7 @@ def _halves(n: int, width: int) -> dict[str, int]:
 
 @triton.jit
 def _lse(
-    query, key, lse, S, scale2,
+    query, key, lse, S, T, scale2,
     N: tl.constexpr, R: tl.constexpr, P: tl.constexpr, M: tl.constexpr, J: tl.constexpr,
 ):  # fmt: skip
     """log2 of the sum over keys of 2^score. Rows are (query, head), M of them a program: few queries, all causal alike."""
@@ -443,23 +454,24 @@ def _lse(
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * M  # the longest first
     m, r, p = first_row + tl.arange(0, M), tl.arange(0, R), tl.arange(0, P)
     i = m // N
+    at_i, before = T - S + i, T - S
     row = (i * B + b).to(tl.int64) * N + m % N
     at = query + row[:, None] * (R + P)
     q_latent = tl.load(at + r[None, :], mask=(i < S)[:, None], other=0.0)
     q_rope = tl.load(at + R + p[None, :], mask=(i < S)[:, None], other=0.0)
     highest = tl.full([M], -float("inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
-    whole = (first_row // N + 1) // J * J  # keys before this are visible to every row
+    whole = (before + first_row // N + 1) // J * J  # keys before this are visible to every row
     for first in range(0, whole, J):
         j = first + tl.arange(0, J)
-        dots = _dots(q_latent, q_rope, key, j, j < S, B, b, R, P) * scale2
+        dots = _dots(q_latent, q_rope, key, j, j < T, B, b, R, P) * scale2
         higher = tl.maximum(highest, tl.max(dots, 1))
         total = total * tl.exp2(highest - higher) + tl.sum(tl.exp2(dots - higher[:, None]), 1)
         highest = higher
-    for first in range(whole, tl.minimum((first_row + M - 1) // N + 1, S), J):
+    for first in range(whole, tl.minimum(before + (first_row + M - 1) // N + 1, T), J):
         j = first + tl.arange(0, J)
-        dots = _dots(q_latent, q_rope, key, j, j < S, B, b, R, P) * scale2
-        dots = tl.where(j[None, :] <= i[:, None], dots, -float("inf"))
+        dots = _dots(q_latent, q_rope, key, j, j < T, B, b, R, P) * scale2
+        dots = tl.where(j[None, :] <= at_i[:, None], dots, -float("inf"))
         higher = tl.maximum(highest, tl.max(dots, 1))
         # A tile may lie wholly after a row's query; only for rows that have seen a key before, as every row sees key 0.
         total = total * tl.exp2(highest - higher) + tl.sum(tl.exp2(dots - higher[:, None]), 1)
@@ -479,16 +491,16 @@ def _dots(q_latent, q_rope, key, j, visible, B, b, R: tl.constexpr, P: tl.conste
 
 @triton.jit
 def _sum_of_softmax(
-    query, key, lse, target, S, pitch, scale2,
+    query, key, lse, target, S, T, pitch, scale2,
     N: tl.constexpr, R: tl.constexpr, P: tl.constexpr, I: tl.constexpr, J: tl.constexpr,
 ):  # fmt: skip
     b, B = tl.program_id(2), tl.num_programs(2)
     first_i, first_j = tl.program_id(1) * I, tl.program_id(0) * J
-    if first_j > first_i + I - 1:
+    if first_j > T - S + first_i + I - 1:
         return
     i, j = first_i + tl.arange(0, I), first_j + tl.arange(0, J)
     r, p = tl.arange(0, R), tl.arange(0, P)
-    rows, columns = i < S, j < S
+    rows, columns = i < S, j < T
     at = key + (j * B + b)[:, None] * (R + P)
     k_latent = tl.load(at + r[None, :], mask=columns[:, None], other=0.0)
     k_rope = tl.load(at + R + p[None, :], mask=columns[:, None], other=0.0)
@@ -507,12 +519,12 @@ def _sum_of_softmax(
 
 
 @triton.jit
-def _kl(scores, target, kl, S, pitch, factor, width: tl.constexpr):
+def _kl(scores, target, kl, S, T, pitch, factor, width: tl.constexpr):
     """One query a program: factor KL of its row, and in the target's place the gradient of its scores, factor (predicted - target)."""
     i, b = tl.program_id(0), tl.program_id(1)
     j = tl.arange(0, width)
-    at = (b * S + i).to(tl.int64) * pitch + j
-    visible, written = j <= i, j < (i // ALIGN + 1) * ALIGN
+    at, at_i = (b * S + i).to(tl.int64) * pitch + j, T - S + i
+    visible, written = j <= at_i, j < (at_i // ALIGN + 1) * ALIGN
     score = tl.where(visible, tl.load(scores + at, mask=written, other=0.0), -float("inf"))
     wanted = tl.where(visible, tl.load(target + at, mask=written, other=0.0), 0.0)
     wanted = wanted / tl.sum(wanted, 0)
@@ -526,14 +538,14 @@ def _kl(scores, target, kl, S, pitch, factor, width: tl.constexpr):
 
 def _index_back(q: Tensor, k: Tensor, w: Tensor, dscores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and w from those of the scores, fp32 and 0 after the query in the part that is whole."""
-    s, b, h, d = q.shape
+    (s, b, h, d), t, pitch = q.shape, len(k), dscores.stride(1)
     dq, dw = torch.empty_like(q), torch.empty_like(w)
-    t = TILES["index_dq"]
-    _index_dq[(h, triton.cdiv(s, t["I"]), b)](q, k, w, dscores, dq, dw, s, dscores.stride(1), H=h, D=d, **t)
-    t = TILES["index_dk"]
-    parts = k.new_empty(triton.cdiv(s, t["rows"]), s, b, d, dtype=torch.float32)
-    grid = (triton.cdiv(s, t["J"]), len(parts), b)
-    _index_dk[grid](q, k, w, dscores, parts, s, dscores.stride(1), H=h, D=d, **t)
+    tile = TILES["index_dq"]
+    _index_dq[(h, triton.cdiv(s, tile["I"]), b)](q, k, w, dscores, dq, dw, s, t, pitch, H=h, D=d, **tile)
+    tile = TILES["index_dk"]
+    parts = k.new_empty(triton.cdiv(s, tile["rows"]), t, b, d, dtype=torch.float32)
+    grid = (triton.cdiv(t, tile["J"]), len(parts), b)
+    _index_dk[grid](q, k, w, dscores, parts, s, t, pitch, H=h, D=d, **tile)
     return dq, parts.sum(0).to(k.dtype), dw
 
 
@@ -549,7 +561,9 @@ def _wide_dot(x, y, total):
 
 
 @triton.jit
-def _index_dq(q, k, w, dscores, dq, dw, S, pitch, H: tl.constexpr, D: tl.constexpr, I: tl.constexpr, J: tl.constexpr):
+def _index_dq(
+    q, k, w, dscores, dq, dw, S, T, pitch, H: tl.constexpr, D: tl.constexpr, I: tl.constexpr, J: tl.constexpr
+):
     """A tile of queries of one head a program."""
     head, b, B = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
     first_i = (tl.num_programs(1) - 1 - tl.program_id(1)) * I  # the longest first
@@ -560,9 +574,9 @@ def _index_dq(q, k, w, dscores, dq, dw, S, pitch, H: tl.constexpr, D: tl.constex
     weight = tl.load(w + row, mask=rows, other=0.0).to(tl.float32)
     total = tl.zeros([I, D], tl.float32)
     at = dscores + (b * S + i).to(tl.int64)[:, None] * pitch
-    for first in range(0, tl.minimum(first_i + I, S), J):
+    for first in range(0, tl.minimum(T - S + first_i + I, T), J):
         j = first + tl.arange(0, J)
-        keys = tl.load(k + (j * B + b)[:, None] * D + c[None, :], mask=(j < S)[:, None], other=0.0)
+        keys = tl.load(k + (j * B + b)[:, None] * D + c[None, :], mask=(j < T)[:, None], other=0.0)
         d_score = tl.load(at + j[None, :], mask=rows[:, None], other=0.0)
         dots = tl.dot(queries, tl.trans(keys), input_precision="ieee")
         total = _wide_dot(tl.where(dots > 0.0, d_score, 0.0), keys, total)
@@ -574,16 +588,17 @@ def _index_dq(q, k, w, dscores, dq, dw, S, pitch, H: tl.constexpr, D: tl.constex
 
 @triton.jit
 def _index_dk(
-    q, k, w, dscores, parts, S, pitch,
+    q, k, w, dscores, parts, S, T, pitch,
     H: tl.constexpr, D: tl.constexpr, I: tl.constexpr, J: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
     """What `rows` queries, all heads, add to a tile of keys."""
     part, b, B = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     first_j = tl.program_id(0) * J
     j, c = first_j + tl.arange(0, J), tl.arange(0, D)
-    keys = tl.load(k + (j * B + b)[:, None] * D + c[None, :], mask=(j < S)[:, None], other=0.0)
+    keys = tl.load(k + (j * B + b)[:, None] * D + c[None, :], mask=(j < T)[:, None], other=0.0)
     total = tl.zeros([J, D], tl.float32)
-    begin = tl.maximum(part * rows, first_j // I * I)  # queries before the first key see none of them
+    earliest = tl.maximum(first_j - (T - S), 0) // I * I  # queries before the first key see none of them
+    begin = tl.maximum(part * rows, earliest)
     for first in range(begin, tl.minimum(part * rows + rows, S), I):
         i = first + tl.arange(0, I)
         at = dscores + (b * S + i).to(tl.int64)[None, :] * pitch + j[:, None]
@@ -594,5 +609,5 @@ def _index_dk(
             weight = tl.load(w + row + head, mask=i < S, other=0.0).to(tl.float32)
             dots = tl.dot(keys, tl.trans(queries), input_precision="ieee")
             total = _wide_dot(tl.where(dots > 0.0, d_score * weight[None, :], 0.0), queries, total)
-    at = parts + ((part * S + j).to(tl.int64) * B + b)[:, None] * D + c[None, :]
-    tl.store(at, total, mask=(j < S)[:, None])
+    at = parts + ((part * T + j).to(tl.int64) * B + b)[:, None] * D + c[None, :]
+    tl.store(at, total, mask=(j < T)[:, None])

@@ -49,6 +49,7 @@ from nam_megatron.blocks.mla.layer import (
 )
 from nam_megatron.blocks.mla.naive import Rope, absorbed_weight
 from nam_megatron.errors import raise_if
+from nam_megatron.runtime.context import own_chunks, whole
 from nam_megatron.runtime.gauges import GAUGES
 from nam_megatron.runtime.gpu import without_gpu
 from nam_megatron.runtime.stack import NO_CROSS, NO_MLP
@@ -184,8 +185,7 @@ class SparseAttention(MegatronModule):
     ):
         super().__init__(config=config)
         assert attention_type == "self" and attn_mask_type is AttnMaskType.causal
-        assert config.context_parallel_size == 1 and config.dsa_indexer_scoring_relu
-        assert not config.dsa_indexer_use_sparse_loss
+        assert config.dsa_indexer_scoring_relu and not config.dsa_indexer_use_sparse_loss
         self.layer_number, self.softmax_scale, self.groups = layer_number, softmax_scale, pg_collection
         self.ops = _module("dsa", kernels)
         self.normalise = itself  # the layer's input norm, for the indexer
@@ -213,40 +213,66 @@ class SparseAttention(MegatronModule):
         **_: Any,
     ) -> Tensor:
         """query [s, b, n / t, r + p], key [s, b, 1, r + p], x [s, b, h] before the input norm and qr [s, b, q rank] (s / t under sequence
-        parallelism), up_v_weight [n / t, d, r] -> [s, b, n / t d]. The mask is causal, whatever `attention_mask` says.
+        parallelism), up_v_weight [n / t, d, r] -> [s, b, n / t d]. The mask is causal, whatever `attention_mask` says. Under context
+        parallelism s is this rank's share of the sequence, in two chunks.
         """
         assert value is None and packed_seq_params is None and len(query) == len(key)
-        config = self.config
-        coefficient = config.dsa_indexer_loss_coeff or 0.0
+        config, cp = self.config, self.groups.cp
+        spans = self._spans(len(query))
+        key = whole(key, cp)
         loss = None
         if self.indexer is None:
-            selection = self._once(lambda: self.shelf.take(self.source, self.layer_number))
+            selections = self._once(lambda: self.shelf.take(self.source, self.layer_number))
         else:
+            coefficient = config.dsa_indexer_loss_coeff or 0.0
             learns = self.training and torch.is_grad_enabled() and coefficient > 0
             with torch.no_grad():
                 x = self.normalise(x)
             with torch.set_grad_enabled(learns):
                 q, k, w = self.indexer.forward_before_topk(x, qr.detach())
-                scores = self.ops.index_scores(q, k, w)
-            selection = self._once(lambda: self._select(scores.detach(), query.detach(), key.detach()))
+                k = whole(k, cp)
+                scores = [self.ops.index_scores(q[rows], k[:end], w[rows]) for rows, end in spans]
+            selections = self._once(lambda: self._select([s.detach() for s in scores], query.detach(), key.detach()))
             if learns:
                 factor = coefficient / (1 if config.calculate_per_token_loss else query.size(0) * query.size(1))
-                loss = self.ops.indexer_kl(q, k, w, scores, query, key, self.softmax_scale, self.groups.tp, factor)
-        out = self.ops.attend(query, key, selection, self.softmax_scale, config.kv_lora_rank)
-        out = self.ops.values(out, up_v_weight)
+                more = self.softmax_scale, self.groups.tp, factor
+                first, *others = (
+                    self.ops.indexer_kl(q[rows], k[:end], w[rows], scored, query[rows], key[:end], *more)
+                    for (rows, end), scored in zip(spans, scores, strict=True)
+                )
+                loss = sum(others, first)
+        outs = [
+            self.ops.attend(query[rows], key[:end], selection, self.softmax_scale, config.kv_lora_rank)
+            for (rows, end), selection in zip(spans, selections, strict=True)
+        ]
+        out = self.ops.values(outs[0] if len(outs) == 1 else torch.cat(outs), up_v_weight)
         if loss is not None:
-            DSAIndexerLossLoggingHelper.save_loss_to_tracker(loss, self.layer_number, config.num_layers)
+            among = {} if cp.size() == 1 else {("reduce_group" if config.calculate_per_token_loss else "avg_group"): cp}
+            DSAIndexerLossLoggingHelper.save_loss_to_tracker(loss, self.layer_number, config.num_layers, **among)
             out = DSAIndexerLossAutoScaler.apply(out, loss)
         return out
 
-    def _select(self, scores: Tensor, query: Tensor, key: Tensor) -> Any:
-        top_k = min(self.config.dsa_indexer_topk, scores.size(1))
-        selection = self.ops.select(scores, top_k)
-        self.shelf.put(self.layer_number, selection)
+    def _spans(self, tokens: int) -> list[tuple[slice, int]]:
+        """Runs of this rank's queries, and how many keys the last of a run sees."""
+        cp = self.groups.cp
+        if cp.size() == 1:
+            return [(slice(None), tokens)]
+        chunk = tokens // 2
+        first, second = ((n + 1) * chunk for n in own_chunks(cp))
+        return [(slice(chunk), first), (slice(chunk, None), second)]
+
+    def _select(self, scores: list[Tensor], query: Tensor, key: Tensor) -> list[Any]:
+        """A selection for each span."""
+        at_most = self.config.dsa_indexer_topk
+        selections = [self.ops.select(s, min(at_most, s.size(2))) for s in scores]
+        self.shelf.put(self.layer_number, selections)
         if self.training and GAUGES.wants(self.layer_number):
-            rows = sampled(len(query), top_k)
-            GAUGES.add(self.layer_number, kept(query, key, selection, self.softmax_scale, rows))
-        return selection
+            shares = []
+            for (rows, end), selection in zip(self._spans(len(query)), selections, strict=True):
+                few = sampled(len(query[rows]), at_most - (end - len(query[rows])))
+                shares.append(kept(query[rows], key[:end], selection, self.softmax_scale, few).flatten())
+            GAUGES.add(self.layer_number, torch.cat(shares))
+        return selections
 
     def _once(self, make: Any) -> Any:
         """`make`'s selection; in the second run of an activation checkpoint that of the first run, whatever ran between.
@@ -262,8 +288,8 @@ class SparseAttention(MegatronModule):
 
 
 def sampled(s: int, top_k: int) -> slice:
-    """At most KEPT_ROWS queries, evenly spaced among those of `s` that have more than `top_k` keys; where none has, the last one."""
-    first = min(top_k, s - 1)
+    """At most KEPT_ROWS queries, evenly spaced among those of `s` that come after the first `top_k`; where none does, the last one."""
+    first = min(max(top_k, 0), s - 1)
     return slice(first, s, -(-(s - first) // KEPT_ROWS))
 
 

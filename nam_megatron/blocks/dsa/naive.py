@@ -1,8 +1,9 @@
 """DSA in plain torch: the definition that kernel.py is held to, and `kernels=naive`.
 
-Whole [s, s] matrices, autograd, any device and floating type; fp64 tensors make it a reference. Semantics are those of
+Whole [s, t] matrices, autograd, any device and floating type; fp64 tensors make it a reference. Semantics are those of
 megatron-core 0.19.2, transformer/experimental_attention_variant/dsa.py (DeepSeek-V3.2, section 2.1), causal and without
-padding. Shapes: s positions, b samples, n heads of the attention, h of the indexer; r latent and p RoPE channels.
+padding. Shapes: s queries, the last ones of t positions with keys (of whole sequences s = t); b samples, n heads of the attention, h of
+the indexer; r latent and p RoPE channels.
 """
 
 from dataclasses import dataclass
@@ -16,29 +17,29 @@ LOG_FLOOR = 1e-10  # of a target's probability inside the logarithm: upstream's
 
 @dataclass(frozen=True)
 class Selection:
-    """selected: bool [b, s, s], the keys (last axis) that each query attends to."""
+    """selected: bool [b, s, t], the keys (last axis) that each query attends to."""
 
     selected: Tensor
 
     def of(self, rows: slice) -> Tensor:
-        """The same of some queries: bool [b, rows, s]."""
+        """The same of some queries: bool [b, rows, t]."""
         return self.selected[:, rows]
 
 
-def causal(s: int, device: torch.device) -> Tensor:
-    """bool [s, s]: key (last axis) not after query."""
-    return torch.ones(s, s, dtype=torch.bool, device=device).tril()
+def causal(s: int, t: int, device: torch.device) -> Tensor:
+    """bool [s, t]: key (last axis) not after query."""
+    return torch.ones(s, t, dtype=torch.bool, device=device).tril(t - s)
 
 
 def index_scores(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
-    """sum over h of w relu(q . k), -inf for keys after the query: [b, s, s], fp32 or wider.
+    """sum over h of w relu(q . k), -inf for keys after the query: [b, s, t], fp32 or wider.
 
-    q [s, b, h, d], k [s, b, d], w [s, b, h], already scaled.
+    q [s, b, h, d], k [t, b, d], w [s, b, h], already scaled.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     dots = torch.einsum("ibhd,jbd->bhij", q.to(wide), k.to(wide)).relu()
     scores = torch.einsum("bhij,ibh->bij", dots, w.to(wide))
-    return scores.masked_fill(~causal(len(q), q.device), -torch.inf)
+    return scores.masked_fill(~causal(len(q), len(k), q.device), -torch.inf)
 
 
 def select(scores: Tensor, top_k: int) -> Selection:
@@ -50,7 +51,7 @@ def select(scores: Tensor, top_k: int) -> Selection:
 def attend(query: Tensor, key: Tensor, selection: Selection, scale: float, rank: int) -> Tensor:
     """softmax(scale query . key) over the selected keys times the latent part of the keys: [s, b, n, r].
 
-    query [s, b, n, r + p]; key [s, b, 1, r + p], one for all heads, its first `rank` = r channels the value too.
+    query [s, b, n, r + p]; key [t, b, 1, r + p], one for all heads, its first `rank` = r channels the value too.
     """
     p = _probabilities(query, key, selection.selected, scale)
     return torch.einsum("bnij,jbr->ibnr", p.to(key.dtype), key[:, :, 0, :rank])
@@ -69,12 +70,13 @@ def indexer_kl(
     The attention's distribution is that over all keys, not only over the selected ones, averaged over the heads of all
     ranks of `group`; no gradient flows into it. `scores` are index_scores of q, k and w, through which gradients flow.
     """
+    visible = causal(len(query), len(key), query.device)
     with torch.no_grad():
-        target = _probabilities(query, key, causal(len(query), query.device), scale).sum(1)
+        target = _probabilities(query, key, visible, scale).sum(1)
         if group is not None and group.size() > 1:
             torch.distributed.all_reduce(target, group=group)
         target /= target.sum(-1, keepdim=True)
-    predicted = scores.log_softmax(-1).masked_fill(~causal(len(query), query.device), 0.0)
+    predicted = scores.log_softmax(-1).masked_fill(~visible, 0.0)
     return factor * (target * (target.clamp_min(LOG_FLOOR).log() - predicted)).sum()
 
 
@@ -82,20 +84,20 @@ def indexer_kl(
 def kept(query: Tensor, key: Tensor, selection: Any, scale: float, rows: slice) -> Tensor:
     """Of the attention over all keys up to each query of `rows`, the share that falls on the selected ones: [b, n, rows].
 
-    query [s, b, n, r + p] and key [s, b, 1, r + p], as attend's; selection: this file's or kernel.py's.
+    query [s, b, n, r + p] and key [t, b, 1, r + p], as attend's; selection: this file's or kernel.py's.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
-    positions = torch.arange(len(query), device=query.device)
-    hidden = positions > positions[rows].unsqueeze(-1)
+    positions = torch.arange(len(key), device=query.device)
+    hidden = positions > positions[len(key) - len(query) :][rows].unsqueeze(-1)
     shares = []
-    for sample, selected in enumerate(selection.of(rows)):  # one at a time: [n, rows, s] in fp32, twice
+    for sample, selected in enumerate(selection.of(rows)):  # one at a time: [n, rows, t] in fp32, twice
         dots = torch.einsum("ind,jd->nij", query[rows, sample].to(wide), key[:, sample, 0].to(wide)).mul_(scale)
         shares.append(dots.masked_fill_(hidden, -torch.inf).softmax(-1).masked_fill_(~selected, 0.0).sum(-1))
     return torch.stack(shares)
 
 
 def _probabilities(query: Tensor, key: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """[b, n, s, s]; visible: bool [b, s, s] or [s, s], in every row at least one key."""
+    """[b, n, s, t]; visible: bool [b, s, t] or [s, t], in every row at least one key."""
     wide = torch.promote_types(query.dtype, torch.float32)
     dots = torch.einsum("ibnd,jbd->bnij", query.to(wide), key[:, :, 0].to(wide)) * scale
     return dots.masked_fill(~visible.unsqueeze(-3), -torch.inf).softmax(-1)

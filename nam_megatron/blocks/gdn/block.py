@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import PositiveInt
 
-from nam_megatron.blocks import Block, divides, residual
+from nam_megatron.blocks import Block, divides, residual, spread
 from nam_megatron.errors import Problem
 from nam_megatron.setting import Row
 from nam_megatron.sizes import UNMEASURED, Line, Param, Sizes, State, Work
@@ -56,8 +56,7 @@ class Gdn(Block):
     def check(self, plan: "Plan") -> Iterator[Problem]:
         at, p, m = "model.blocks.gdn.", plan.recipe.parallel, plan.recipe.model
         yield from divides(at + "value_heads", self.value_heads, self.key_heads, "value heads", at + "key_heads")
-        ranks = p.tensor * p.context
-        yield from divides(at + "key_heads", self.key_heads, ranks, "key heads", "parallel.tensor * parallel.context")
+        yield from spread(at + "key_heads", self.key_heads, p, "key heads")
         if m.activation != "swiglu":
             message = (
                 f"a gated delta net takes the model's activation, and knows SiLU alone, not that of {m.activation}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
-from nam_megatron.blocks import Block, Gauge, divides, residual
+from nam_megatron.blocks import Block, Gauge, divides, residual, spread
 from nam_megatron.errors import Problem
 from nam_megatron.setting import SAME, Row
 from nam_megatron.sizes import UNMEASURED, Line, Param, Sizes, State, Work
@@ -55,14 +55,8 @@ class M2Rnn(Block):
     def check(self, plan: "Plan") -> Iterator[Problem]:
         at, p = "model.blocks.m2rnn.", plan.recipe.parallel
         yield from self.unserved()
-        yield from divides(at + "heads", self.heads, p.tensor, "M2RNN heads", "parallel.tensor")
+        yield from spread(at + "heads", self.heads, p, "M2RNN heads")
         yield from divides(at + "k_dim", self.k_dim, p.tensor, "M2RNN's key width", "parallel.tensor")
-        if p.context > 1:
-            yield Problem(
-                "M2RNN does not run under context parallelism",
-                "parallel.context",
-                "set `parallel.context=1`; docs/training.md says which lengths fit without",
-            )
         if plan.recipe.feature.fp8 and self.in_proj_width % (16 * p.tensor):
             yield Problem(
                 f"M2RNN's input projection is {self.in_proj_width} / tensor {p.tensor} wide, which 16 does not divide: no FP8 GEMM",
@@ -105,10 +99,12 @@ class M2Rnn(Block):
     def activations(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
         z, naive = self._sizes(z), self.kernels == "naive"
         yield from residual(z)
-        yield z.line("q, k, v, gate, forget", "2 T (2 K + 2 nh Vh + nh) / t", "the whole projection", mark=UNMEASURED)
+        yield z.line(
+            "q, k, v, gate, forget", "2 T (2 K cp + 2 nh Vh + nh) / t", "the whole projection", mark=UNMEASURED
+        )
         yield z.line(
             "after the convolution",
-            "2 T (2 K + nh Vh) / t + 4 T K (t - 1) / t",
+            "2 T (2 K cp + nh Vh) / t + 4 T K cp (t - 1) / t",
             "q, k and v; q and k are gathered",
             mark=UNMEASURED,
         )

@@ -2,7 +2,8 @@
 
 Under tensor parallelism every rank has its share of the heads. Queries and keys are one head that all heads share: each rank
 projects and convolves its share of their channels, and the ranks gather them before the recurrence, whose gradients for them are
-summed on the way back. So no parameter is replicated but the norm of the input, which is Megatron's.
+summed on the way back. So no parameter is replicated but the norm of the input, which is Megatron's. Context-parallel ranks
+share the heads between the projections, with whole sequences; each convolves all of its queries and keys.
 """
 
 import math
@@ -31,6 +32,7 @@ from torch.nn import Parameter
 
 from nam_megatron.blocks.m2rnn import naive
 from nam_megatron.errors import raise_if
+from nam_megatron.runtime.context import by_heads, by_tokens, refuse_documents, share, whole
 from nam_megatron.runtime.gauges import GAUGES
 from nam_megatron.runtime.gpu import without_gpu
 
@@ -83,17 +85,20 @@ class M2RnnMixer(MegatronModule):
         **kwargs: Any,
     ):
         super().__init__(config)
-        self.layer_number, self.tp_group = layer_number, pg_collection.tp
+        self.layer_number, self.tp_group, self.cp_group = layer_number, pg_collection.tp, pg_collection.cp
+        self.head_group = pg_collection.tp_cp  # the ranks that hold the other heads of a sequence
         self.in_main_stack = name is None or not name.startswith("mtp")
         self.kernels, self.k_dim, self.v_dim, self.conv_width = kernels, k_dim, v_dim, conv_width
         self.gradient_clip = gradient_clip
         parts = self.tp_group.size()
-        assert heads % parts == 0 and k_dim % parts == 0 and pg_collection.cp.size() == 1
-        self.heads = heads // parts
-        inner, self.inner = heads * v_dim, self.heads * v_dim
+        shares = parts * self.cp_group.size()
+        assert heads % shares == 0 and k_dim % parts == 0
+        # Of the parameters, and of what is between the projections.
+        inner, own_heads, own_inner = heads * v_dim, heads // parts, heads // parts * v_dim
+        self.heads, self.inner = heads // shares, heads // shares * v_dim
         # What in_proj packs on each rank; the first three go through the convolution.
-        share = k_dim // parts
-        self.packed = {"q": share, "k": share, "v": self.inner, "gate": self.inner, "forget": self.heads}
+        keys = k_dim // parts
+        self.packed = {"q": keys, "k": keys, "v": own_inner, "gate": own_inner, "forget": own_heads}
         self.convolved = {name: self.packed[name] for name in ("q", "k", "v")}
         linear = dict(config=config, bias=False, is_expert=False, tp_group=self.tp_group)
         self.in_proj = build_module(
@@ -122,14 +127,14 @@ class M2RnnMixer(MegatronModule):
         channels = sum(self.convolved.values())
         self.conv1d_weight = Parameter(torch.empty(channels, 1, conv_width, **new))
         self.conv1d_bias = Parameter(torch.empty(channels, **new))
-        self.norm_weight = Parameter(torch.ones(self.inner, **new))
+        self.norm_weight = Parameter(torch.ones(own_inner, **new))
         # The recurrence's own stay fp32. W and D begin at one, where steps of bf16 are 2^-8, many times a learning rate. D is a
         # vector, so that it has no weight decay and Muon leaves it alone.
         new["dtype"] = torch.float32
-        self.state_weight = Parameter(torch.eye(v_dim, **new).repeat(self.heads, 1, 1))
-        self.D = Parameter(torch.ones(self.inner, **new))
-        self.A_log = Parameter(torch.zeros(self.heads, **new))
-        self.dt_bias = Parameter(torch.zeros(self.heads, **new))
+        self.state_weight = Parameter(torch.eye(v_dim, **new).repeat(own_heads, 1, 1))
+        self.D = Parameter(torch.ones(own_inner, **new))
+        self.A_log = Parameter(torch.zeros(own_heads, **new))
+        self.dt_bias = Parameter(torch.zeros(own_heads, **new))
         if config.perform_initialization:
             with get_cuda_rng_tracker().fork(), torch.no_grad():
                 self._draw()
@@ -160,33 +165,44 @@ class M2RnnMixer(MegatronModule):
         `inference_context`: static batching. The first call runs over the prompt, the next ones over one token or several.
         """
         context = deprecate_inference_params(inference_context, inference_params)
-        packed, _ = self.in_proj(hidden_states)
+        packed = self._whole(self.in_proj(hidden_states)[0])
+        if packed_seq_params is not None:
+            refuse_documents("M2RNN", self.cp_group)
         cu_seqlens = None if packed_seq_params is None else _borders(packed_seq_params, packed.size(0))
         if context is None:
             y = self._mix(packed, cu_seqlens)
         else:
-            assert cu_seqlens is None and context.is_static_batching(), "M2RNN serves static batches alone"
+            alone = context.is_static_batching() and self.cp_group.size() == 1
+            assert cu_seqlens is None and alone, "M2RNN serves static batches of whole sequences alone"
             y = self._continue(packed, context)
-        return self.out_proj(y)
+        return self.out_proj(by_tokens(y, self.cp_group))
+
+    def _whole(self, packed: Tensor) -> Tensor:
+        """Of in_proj's output for this context rank's tokens: that of whole sequences, of its heads."""
+        if self.cp_group.size() == 1:
+            return packed
+        q, k, *headwise = packed.split(list(self.packed.values()), -1)
+        return torch.cat([whole(torch.cat([q, k], -1), self.cp_group), by_heads(headwise, self.cp_group)], -1)
 
     def _mix(self, packed: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """[s, b, in_proj's share] -> [s, b, heads * V], from zero states."""
         x, g, forget = self._unpack(packed)
-        q, k, v = self._heads(self._ops.conv(x, self.conv1d_weight, self.conv1d_bias, cu_seqlens))
-        f = naive.forget(forget, self.dt_bias, self.A_log)
+        q, k, v = self._heads(self._ops.conv(x, *self._convolution, cu_seqlens))
+        dt_bias, a_log, w = self._own(self.dt_bias, self.A_log, self.state_weight)
+        f = naive.forget(forget, dt_bias, a_log)
         if self.training and cu_seqlens is None and self.in_main_stack and GAUGES.wants(self.layer_number):
-            self._measure(q, k, v, f)
-        y, _ = self._ops.scan(q, k, v, f, self.state_weight, None, cu_seqlens, self.gradient_clip)
+            self._measure(q, k, v, f, w)
+        y, _ = self._ops.scan(q, k, v, f, w, None, cu_seqlens, self.gradient_clip)
         return self._gate(y, v, g)
 
     @torch.no_grad()
-    def _measure(self, *inputs: Tensor) -> None:
+    def _measure(self, q: Tensor, k: Tensor, v: Tensor, f: Tensor, w: Tensor) -> None:
         """The gain over the last tokens of the first sequence, for the log."""
-        q, k, v, f = (x[:, :1] for x in inputs)
+        q, k, v, f = (x[:, :1] for x in (q, k, v, f))
         split, h = max(len(q) - GAIN_SPAN, 0), f.new_zeros(1, self.heads, self.k_dim, self.v_dim)
         if split:
-            _, h = self._ops.scan(*(x[:split] for x in (q, k, v, f)), self.state_weight)
-        GAUGES.add(self.layer_number, naive.gain(*(x[split:] for x in (k, v, f)), self.state_weight, h))
+            _, h = self._ops.scan(*(x[:split] for x in (q, k, v, f)), w)
+        GAUGES.add(self.layer_number, naive.gain(*(x[split:] for x in (k, v, f)), w, h))
 
     @property
     def _ops(self) -> ModuleType:
@@ -197,9 +213,21 @@ class M2RnnMixer(MegatronModule):
 
         return kernel
 
+    def _own(self, *parameters: Tensor) -> tuple[Tensor, ...]:
+        """This context rank's heads of each."""
+        return tuple(share(p, self.cp_group) for p in parameters)
+
+    @property
+    def _convolution(self) -> tuple[Tensor, ...]:
+        """Weight and bias of the channels that this rank convolves: queries, keys, its heads' values."""
+        shared, parameters = 2 * self.convolved["q"], (self.conv1d_weight, self.conv1d_bias)
+        if self.cp_group.size() == 1:
+            return parameters
+        return tuple(torch.cat([p[:shared], *self._own(p[shared:])]) for p in parameters)
+
     def _unpack(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of in_proj's output: what is convolved, the gate, the forget gate's input."""
-        return packed.split([sum(self.convolved.values()), self.inner, self.heads], -1)
+        return packed.split([2 * self.convolved["q"] + self.inner, self.inner, self.heads], -1)
 
     def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Convolved channels as q, k: [s, b, K], whole on each rank, and v: [s, b, heads, V]."""
@@ -209,8 +237,8 @@ class M2RnnMixer(MegatronModule):
         return q.flatten(-2), k.flatten(-2), v.unflatten(-1, (self.heads, self.v_dim))
 
     def _gate(self, y: Tensor, v: Tensor, g: Tensor) -> Tensor:
-        group = self.tp_group if self.tp_group.size() > 1 else None
-        return self._ops.gate(y, v, g, self.D, self.norm_weight, self.config.layernorm_epsilon, group)
+        group = self.head_group if self.head_group.size() > 1 else None
+        return self._ops.gate(y, v, g, *self._own(self.D, self.norm_weight), self.config.layernorm_epsilon, group)
 
     # Serving ----------------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import PositiveInt
 
-from nam_megatron.blocks import Block, divides, residual
+from nam_megatron.blocks import Block, divides, residual, spread
 from nam_megatron.errors import Problem
 from nam_megatron.setting import Row, Setting
 from nam_megatron.sizes import Line, Param, Sizes, State, Work
@@ -63,12 +63,14 @@ class Mamba2(Block):
     def check(self, plan: "Plan") -> Iterator[Problem]:
         at, p = "model.blocks.mamba2.", plan.recipe.parallel
         yield from divides(at + "heads", self.heads, self.groups, "Mamba-2 heads", at + "groups")
-        yield from divides(
-            at + "heads", self.heads, p.tensor * p.context, "Mamba-2 heads", "parallel.tensor * parallel.context"
-        )
+        yield from spread(at + "heads", self.heads, p, "Mamba-2 heads")
         yield from divides(at + "groups", self.groups, p.tensor, "Mamba-2 groups", "parallel.tensor")
         # Megatron repeats a group whose heads are spread over context ranks.
-        ranks, groups = p.tensor * p.context, max(self.groups // (p.tensor * p.context), 1)
+        ranks, of_rank = p.tensor * p.context, self.groups // p.tensor
+        if of_rank and max(of_rank, p.context) % min(of_rank, p.context):
+            text = f"{of_rank} groups of Mamba-2 on a tensor rank are neither spread over {p.context} context ranks nor repeated"
+            yield Problem(text, at + "groups", "one of the two numbers has to divide the other")
+        groups = max(self.groups // ranks, 1)
         width = self.heads // ranks * (2 * self.head_dim + 1) + 2 * groups * self.state_dim
         if self.strided and width % 8:
             yield Problem(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
-from nam_megatron.blocks import Block, divides, residual
+from nam_megatron.blocks import Block, divides, residual, spread
 from nam_megatron.errors import Problem
 from nam_megatron.setting import SAME, Row
 from nam_megatron.sizes import UNMEASURED, Line, Param, Sizes, State, Work
@@ -78,8 +78,8 @@ class Mamba3(Block):
     def check(self, plan: "Plan") -> Iterator[Problem]:
         at, p = "model.blocks.mamba3.", plan.recipe.parallel
         yield from divides(at + "heads", self.heads, self.groups, "Mamba-3 heads", at + "groups")
-        yield from divides(at + "heads", self.heads, p.tensor, "Mamba-3 heads", "parallel.tensor")
-        yield from divides(at + "groups", self.groups, p.tensor, "Mamba-3 groups", "parallel.tensor")
+        yield from spread(at + "heads", self.heads, p, "Mamba-3 heads")
+        yield from spread(at + "groups", self.groups, p, "Mamba-3 groups")
         yield from divides(at + "rope_fraction", self.angles, p.tensor, "Mamba-3 angles", "parallel.tensor")
         if self.state_dim % 2:
             yield Problem(f"angles turn pairs of columns, and a state has {self.state_dim}", at + "state_dim")
@@ -87,12 +87,6 @@ class Mamba3(Block):
             yield Problem(f"rope_fraction {self.rope_fraction} is above 1", at + "rope_fraction")
         if not self.angles:
             yield Problem(f"rope_fraction {self.rope_fraction} turns no pair of columns", at + "rope_fraction")
-        if p.context > 1:
-            yield Problem(
-                "Mamba-3 does not run under context parallelism",
-                "parallel.context",
-                "set `parallel.context=1`; docs/training.md says which lengths fit without",
-            )
         if plan.recipe.feature.fp8 and self.in_proj_width // p.tensor % 16:
             yield Problem(
                 f"Mamba-3's input projection is {self.in_proj_width} wide, which 16 x {p.tensor} tensor ranks do not divide: no FP8 GEMM",
@@ -152,7 +146,7 @@ class Mamba3(Block):
             yield z.line("input", "2 Ts h", "kept for the input projection; the residual branch shares it")
         else:
             yield from residual(z)
-            yield z.line("z, x, B, C, dt, A, trap, angles", "2 T W / t", "all that the scan keeps")
+            yield z.line("z, x, B, C, dt, A, trap, angles", "2 T (W + (cp - 1) a) / t", "all that the scan keeps")
         yield z.line("output", "w T di / t", "input of the output projection")
         if self.kernels == "naive":
             yield z.line("states", "16 T di ns / t", "the state after each token and its terms, fp32", mark=UNMEASURED)

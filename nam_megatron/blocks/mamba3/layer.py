@@ -1,7 +1,8 @@
 """The Mamba-3 mixer inside Megatron's MambaLayer: projections, parameters and their sharding, recompute, decoding.
 
 Megatron's own mixer is core/ssm/mamba_mixer.py (megatron-core 0.19.2). Heads and groups are spread over tensor ranks; the
-angles, which all heads share, are a spread part of the input projection too, gathered before the scan.
+angles, which all heads share, are a spread part of the input projection too, gathered before the scan. Under context
+parallelism heads and groups are spread over its ranks as well, between the two projections.
 """
 
 import math
@@ -30,6 +31,7 @@ from torch import Tensor
 from nam_megatron.blocks.mamba3 import kernel, naive
 from nam_megatron.blocks.mamba3.naive import NORM_EPSILON, Shape, State, Weights
 from nam_megatron.errors import Problem, Refused, raise_if
+from nam_megatron.runtime.context import by_heads, by_tokens, refuse_documents, share, whole
 from nam_megatron.runtime.gpu import without_gpu
 
 DT_MIN, DT_MAX, DT_FLOOR = 1e-3, 0.1, 1e-4  # of the initial steps, as mamba-ssm 2.3.2.post1 draws them
@@ -83,12 +85,14 @@ class Mamba3Mixer(MegatronModule):
     ):
         super().__init__(config)
         self.layer_number, self.chunk, self.recompute, self.kernels = layer_number, chunk, recompute, kernels
-        self.tp_group = pg_collection.tp
+        self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         ranks = self.tp_group.size()
+        shares = ranks * self.cp_group.size()
         self.shape = Shape(heads // ranks, head_dim, state_dim, groups // ranks, mimo_rank, angles)
+        self.scanned = Shape(heads // shares, head_dim, state_dim, groups // shares, mimo_rank, angles)
         self.parts = self.shape.parts | {"angles": angles // ranks}
         # The recipe's check has refused all else.
-        assert not any(size % ranks for size in (heads, groups, angles)) and pg_collection.cp.size() == 1
+        assert not any((heads % shares, groups % shares, angles % ranks))
         assert kernels == "naive" or config.params_dtype in kernel.DTYPES, config.params_dtype
 
         def linear(module: Any, inputs: int, outputs: int, part: str, **more: Any) -> Any:
@@ -144,7 +148,8 @@ class Mamba3Mixer(MegatronModule):
         norms = {"B_norm": self.B_norm.weight, "C_norm": self.C_norm.weight}
         if self.tp_group.size() > 1 and not self.config.sequence_parallel:
             norms = {k: copy_to_tensor_model_parallel_region(w, group=self.tp_group) for k, w in norms.items()}
-        return Weights(**norms, **{name: getattr(self, name) for name in HEADWISE if hasattr(self, name)})
+        own = {name: share(getattr(self, name), self.cp_group) for name in HEADWISE if hasattr(self, name)}
+        return Weights(**norms, **own)
 
     def forward(
         self,
@@ -157,7 +162,7 @@ class Mamba3Mixer(MegatronModule):
         """Output and bias (None), as MambaLayer takes them.
 
         Raises:
-            Refused: dynamic batches, or documents while decoding.
+            Refused: dynamic batches, documents while decoding or under context parallelism.
         """
         context = inference_context if inference_context is not None else inference_params
         if context is not None:
@@ -165,17 +170,25 @@ class Mamba3Mixer(MegatronModule):
         documents = None if packed_seq_params is None else self._documents(hidden_states, packed_seq_params)
         if self.recompute == "in_proj" and self.training and torch.is_grad_enabled():
             again = CheckpointWithoutOutput(fp8=self.config.fp8)
-            packed = again.checkpoint(lambda x: self.in_proj(x)[0], hidden_states)
+            packed = again.checkpoint(self._packed, hidden_states)
             y = self._scan(packed, documents)
             again.discard_output_and_register_recompute(y)
         else:
-            y = self._scan(self.in_proj(hidden_states)[0], documents)
-        return self.out_proj(y)
+            y = self._scan(self._packed(hidden_states), documents)
+        return self.out_proj(by_tokens(y, self.cp_group))
+
+    def _packed(self, hidden_states: Tensor) -> Tensor:
+        """The input projection [s, b, *] of whole sequences: of all heads, or of this context rank's."""
+        packed, _ = self.in_proj(hidden_states)
+        if self.cp_group.size() == 1:
+            return packed
+        *headwise, angles = packed.split(list(self.parts.values()), -1)
+        return torch.cat([by_heads(headwise, self.cp_group), whole(angles, self.cp_group)], -1)
 
     def _scan(self, packed: Tensor, documents: Tensor | None) -> Tensor:
         if self.kernels == "fused":
-            return kernel.scan(packed, self.weights, self.shape, self.chunk, documents, self.tp_group)
-        return naive.scan(self._with_all_angles(packed), self.weights, self.shape, None, documents)[0]
+            return kernel.scan(packed, self.weights, self.scanned, self.chunk, documents, self.tp_group)
+        return naive.scan(self._with_all_angles(packed), self.weights, self.scanned, None, documents)[0]
 
     def _with_all_angles(self, packed: Tensor) -> Tensor:
         if self.tp_group.size() == 1:
@@ -185,6 +198,7 @@ class Mamba3Mixer(MegatronModule):
 
     def _documents(self, hidden_states: Tensor, packed: PackedSeqParams) -> Tensor:
         """[1, s] number of each token's document; s is the whole sequence."""
+        refuse_documents("Mamba-3", self.cp_group)
         padded = packed.cu_seqlens_q_padded
         ends = (packed.cu_seqlens_q if padded is None else padded)[1:]
         assert hidden_states.size(1) == 1, "packed documents come as one sequence"
@@ -203,10 +217,11 @@ class Mamba3Mixer(MegatronModule):
         self, hidden_states: Tensor, context: Any, packed: PackedSeqParams | None
     ) -> tuple[Tensor, Tensor | None]:
         """The first tokens of all sequences of a static batch, or their next ones, from the state kept in the context."""
-        if not context.is_static_batching() or packed is not None or self.config.sequence_parallel:
+        shared = self.config.sequence_parallel or self.cp_group.size() > 1
+        if not context.is_static_batching() or packed is not None or shared:
             raise Refused(
                 Problem(
-                    "Mamba-3 decodes static batches of whole sequences: no dynamic or packed batches, no sequence parallelism"
+                    "Mamba-3 decodes static batches of whole sequences: no dynamic or packed batches, no sequence or context parallelism"
                 )
             )
         kept = context.key_value_memory_dict

@@ -208,13 +208,19 @@ class Mla(Block):
             yield z.line("softmax statistics", "4 T n / t", "fp32")
 
     def working(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
-        z = self.sizes(z)
+        z, others = self.sizes(z), ""
+        if (
+            z["cp"] > 1
+        ):  # keys and values: of all ranks, as they come and in order; or of two, on their way round (recipe/layout.py)
+            others = f" + 4 T{' cp' if 'dsa' in z.plan.kinds else ''} n (dq + dr + dv) / t"
         if self.projects():
-            yield z.line("forward", "2 Ts h", "the layer's output")
+            yield z.line("forward", f"2 Ts h{others}", "the layer's output")
         else:
-            yield z.line("forward", "2 T n (dq + dv) / t + 2 Ts h", "packed up projection and the layer's output")
+            yield z.line(
+                "forward", f"2 T n (dq + dv) / t + 2 Ts h{others}", "packed up projection and the layer's output"
+            )
         why = "gradients of output, q (fp32 and bf16), k, v and input"
-        yield z.line("backward", "2 T h + 4 T n dv / t + 8 T n (dq + dr) / t", why)
+        yield z.line("backward", f"2 T h + 4 T n dv / t + 8 T n (dq + dr) / t{others}", why)
 
     def flops(self, z: Sizes, layer: "Layer | None") -> Iterator[Work]:
         z = self.sizes(z)

@@ -1,0 +1,136 @@
+"""A sequence that the ranks of context parallelism share, whole again for what runs along it (torch side).
+
+Megatron cuts a sequence into 2 c chunks for c ranks; rank r has chunks r and 2 c - 1 - r, one behind the other, so that causal attention
+costs each the same (megatron-core 0.19.2, core/utils.py, get_batch_on_this_cp_rank). A recurrence gets whole sequences of its share of the
+heads, as Megatron's Mamba-2 does (core/ssm/mamba_context_parallel.py); attention keeps its queries and gets all keys.
+
+Gradients of what is gathered are summed over the ranks. A rank's parameters have the gradients of what it computed; Megatron averages them
+with those of the data-parallel ranks.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.tensor_parallel.mappings import (
+    all_to_all_hp2sp,
+    all_to_all_sp2hp,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig, multi_token_prediction
+from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossAutoScaler
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from nam_megatron.errors import Problem, Refused
+
+
+def provide(config: TransformerConfig) -> None:
+    """Let each loss be what it is on one rank, however its tokens lie on the ranks that share a sequence.
+
+    Megatron 0.19.2 averages the means that the ranks take of their own tokens (forward_step_calc_loss in pipeline_parallel/schedules.py,
+    process_mtp_loss in transformer/multi_token_prediction.py), so where some are masked, as the last ones of a sequence are in MTP, the
+    tokens beside them weigh more; the log has the main loss right. And it scales the loss of DSA's indexer by the number of ranks, as it
+    has to scale the routers', which are sums: that one is a mean already.
+    """
+    if config.context_parallel_size == 1 or config.calculate_per_token_loss:
+        return
+    if config.experimental_attention_variant == "dsa":
+        config.experimental_attention_variant_loss_scale_func = _Unscaled(config.context_parallel_size)
+    if not isinstance(schedules.forward_step_calc_loss, _OfWhole):
+        schedules.forward_step_calc_loss = _OfWhole(schedules.forward_step_calc_loss)
+        multi_token_prediction.roll_tensor = functools.partial(_rolled, multi_token_prediction.roll_tensor)
+
+
+@dataclass(frozen=True)
+class _Unscaled:
+    """Takes the scale of the indexer's loss from the schedule."""
+
+    ranks: int
+
+    def __call__(self, scale: Tensor) -> None:
+        DSAIndexerLossAutoScaler.set_loss_scale(scale / self.ranks)
+
+
+@dataclass(frozen=True)
+class _OfWhole:
+    """forward_step_calc_loss, with the mean over a microbatch's tokens on all ranks that share its sequences."""
+
+    calculate: Callable
+
+    def __call__(self, model: Any, output: Any, loss_func: Callable | None, *args: Any, **kw: Any) -> Any:
+        def of_whole(output: Any, **how: Any) -> Any:
+            found = loss_func(output, **how)  # type: ignore[misc]
+            if len(found) != 3:
+                return found
+            loss, tokens, said = found
+            # Megatron divides by `tokens`, and averages over the ranks.
+            return loss * (tokens / _mean(tokens, parallel_state.get_context_parallel_group())), tokens, said
+
+        return self.calculate(model, output, loss_func and of_whole, *args, **kw)
+
+
+def _rolled(roll: Callable, tensor: Tensor, *args: Any, cp_group: ProcessGroup | None = None, **kw: Any) -> Any:
+    moved, total = roll(tensor, *args, cp_group=cp_group, **kw)
+    # A count is asked for of masks alone; tokens and positions are rolled too, and are integers.
+    return moved, _mean(total, cp_group) if cp_group is not None and moved.is_floating_point() else total
+
+
+def _mean(count: Tensor, group: ProcessGroup) -> Tensor:
+    """Of the ranks' counts; above zero."""
+    total = count.float()
+    torch.distributed.all_reduce(total, group=group)
+    return (total / group.size()).clamp(min=1 / group.size())
+
+
+def own_chunks(group: ProcessGroup) -> tuple[int, int]:
+    """Which of a sequence's chunks this rank has, in its order."""
+    return group.rank(), 2 * group.size() - 1 - group.rank()
+
+
+def whole(x: Tensor, group: ProcessGroup) -> Tensor:
+    """[s, ...], all tokens in their order on each rank, of this rank's [s / c, ...]."""
+    return x if group.size() == 1 else _in_order(gather_from_sequence_parallel_region(x, group=group), group.size())
+
+
+def by_heads(parts: Sequence[Tensor], group: ProcessGroup) -> Tensor:
+    """[s, b, sum of w / c]: whole sequences of this rank's share of each part, of parts [s / c, b, w] that have the heads in order."""
+    c = group.size()
+    if c == 1:
+        return torch.cat(list(parts), -1)
+    by_rank = torch.cat([part.unflatten(-1, (c, -1)) for part in parts], -1)
+    s, b, _, width = by_rank.shape
+    return _in_order(all_to_all_sp2hp(by_rank.flatten(2), group=group).view(c * s, b, width), c)
+
+
+def by_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
+    """[s / c, b, w]: all heads of this rank's tokens, of whole sequences [s, b, w / c] of its share of the heads."""
+    c = group.size()
+    if c == 1:
+        return x
+    s, b, width = x.shape
+    chunks = x.chunk(2 * c)
+    by_rank = torch.cat([chunks[n] for r in range(c) for n in (r, 2 * c - 1 - r)])
+    return all_to_all_hp2sp(by_rank, group=group).view(s // c, b, c * width)
+
+
+def share(x: Tensor, group: ProcessGroup) -> Tensor:
+    """This rank's share of a parameter whose first dimension has the heads in order."""
+    return x if group.size() == 1 else x.chunk(group.size())[group.rank()]
+
+
+def refuse_documents(layer: str, group: ProcessGroup) -> None:
+    """Chunks of packed documents are each document's, in another order than of one sequence."""
+    if group.size() > 1:
+        message = f"{layer} takes no packed documents under context parallelism"
+        raise Refused(Problem(message, "parallel.context", "set `parallel.context=1`"))
+
+
+def _in_order(x: Tensor, c: int) -> Tensor:
+    """Tokens in their order, of the chunks of rank 0, those of rank 1, ..."""
+    chunks = x.chunk(2 * c)
+    return torch.cat([chunks[2 * n if n < c else 4 * c - 1 - 2 * n] for n in range(2 * c)])
