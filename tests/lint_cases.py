@@ -66,6 +66,7 @@ CASES = {
     "dist-muon": (GPT, {"--optimizer": "dist_muon", "--muon-tp-mode": "blockwise"}),
     "dsa-bias": (DSA, {"--disable-bias-linear": None}),
     "dsa-context": (DSA, {"--context-parallel-size": "2"}, ONE),
+    "dsa-context-loss": (DSA, {"--context-parallel-size": "2", "--cp-comm-type": "allgather", "--dsa-indexer-loss-coeff": "0.01"}, ONE),
     "dsa-flags-ignored": (MLA, {"--dsa-indexer-topk": "64"}),
     "dsa-kernel-declines": (DSA, {"--dsa-kernel-backend": "cudnn"}),
     "dsa-latent-norm": (DSA, {"--q-lora-rank": None}),

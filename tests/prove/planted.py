@@ -17,11 +17,13 @@ import torch
 from nam_megatron.prove.proof import Bench
 from nam_megatron.recipe import load
 
-# (preset, overrides, steps): the author stack in two tensor ranks; native layers, experts and data over two ranks; two stages.
+# (preset, overrides, steps): the author stack in two tensor ranks; native layers, experts and data over two ranks; two stages; two
+# ranks that share each sequence.
 CASES = {
     "tensor": ("nam56r", ("cluster=h200_2", "parallel.tensor=2", "parallel.sequence=true"), 1),
     "data": ("nam56r_native_dp", ("cluster=h200_2", "parallel.expert=2"), 2),
     "pipeline": ("nam56r", ("cluster=h200_2", "parallel.pipeline=2"), 1),
+    "context": ("nam56r", ("cluster=h200_2", "parallel.context=2"), 1),
     "sharded": ("nam56r", ("cluster=h200_2", "feature.megatron_fsdp.enabled=true", "parallel.expert=2"), 1),
     "sharded tensors": (
         "nam56r",
@@ -393,6 +395,66 @@ def a_stage_gets_half_the_gradient():
     def half(old, self, **named):
         before, after, *rest = old(self, **named)
         return before, None if after is None else after * 0.5, *rest
+
+
+# A sequence over two ranks ---------------------------------------------------------------------------------------------
+
+
+@bug("context", what="loss")
+def chunks_stay_in_the_order_of_the_ranks():
+    from nam_megatron.runtime import context
+
+    context._in_order = lambda x, c: x
+
+
+@bug("context", what="gradient")
+def what_others_do_with_my_keys_is_lost():
+    from nam_megatron.runtime import context
+
+    around(context, "gather_from_sequence_parallel_region")(lambda old, x, group: old(x, False, group))
+
+
+@bug("context", what="loss")
+def a_query_sees_the_keys_of_the_others_chunk():
+    from nam_megatron.blocks.dsa import layer
+
+    around(layer, "own_chunks")(lambda old, group: (1 - group.rank(), 2 + group.rank()))
+
+
+@bug("context", what="loss")
+def every_rank_takes_the_first_ranks_heads():
+    from nam_megatron.blocks.m2rnn import layer
+
+    around(layer, "share")(lambda old, x, group: x.chunk(group.size())[0])
+
+
+@bug("context", what="loss")
+def the_norm_over_all_heads_is_of_this_ranks():
+    from nam_megatron.blocks.m2rnn.layer import M2RnnMixer
+
+    @around(M2RnnMixer, "_gate")
+    def alone(old, self, *args):
+        self.head_group = self.tp_group
+        return old(self, *args)
+
+
+@bug("context", kind="mamba3", what="gradient")
+def biases_have_the_gradients_of_one_ranks_heads():
+    with_gradients(lambda name, p: p.main_grad.mul_(0.5) if name.endswith("mixer.B_bias") else None)
+
+
+@bug("context", what="gradient")
+def the_mean_is_of_each_ranks_own_tokens():
+    from nam_megatron.runtime import context
+
+    context._mean = lambda count, group: count
+
+
+@bug("context", kind="dsa", what="gradient")
+def the_indexers_loss_counts_once_for_each_rank():
+    from nam_megatron.runtime import context
+
+    context._Unscaled.__call__ = lambda self, scale: context.DSAIndexerLossAutoScaler.set_loss_scale(scale)
 
 
 # Megatron-FSDP as 0.19.2 has it -----------------------------------------------------------------------------------------

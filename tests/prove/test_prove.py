@@ -289,6 +289,11 @@ SAMPLE = {
     "experts, local overlay and the bits of a second run": (
         "nam56r_native_dp", "+overlay=ep", "cluster=h200_2", "precision.deterministic=true",
     ),
+    "a sequence over two ranks, the author stack's": ("nam56r_fused", "+overlay=cp", "cluster=h200_2"),
+    "a sequence over two ranks, beside tensor ranks and Megatron's kernels": (
+        "nam52r_h200_4full_9sparse_candidate_v1", "parallel.context=2", "parallel.tensor=2", "parallel.sequence=true",
+        "model.blocks.mla.kernels=megatron", "model.blocks.dsa.kernels=megatron", "cluster=h200_4",
+    ),
     "sharded, each expert on one rank": ("nam56r_fused", "+overlay=fsdp_ep", "cluster=h200_2"),
     "sharded, over tensor ranks, two of them to an expert": (
         "nam52_h200_dense_ref_v1", "+overlay=tp_sp_ep", "parallel.expert_tensor=2", "feature.megatron_fsdp.enabled=true", "cluster=h200_4",
@@ -340,6 +345,7 @@ PLANTED = (
     "the_balancing_loss_is_dropped",
 )
 PLANTED += ("gradients_are_not_reduced", "each_rank_holds_the_others_experts", "adams_moments_are_not_read")
+PLANTED += ("what_others_do_with_my_keys_is_lost", "the_mean_is_of_each_ranks_own_tokens")
 PLANTED += ("a_sum_is_scaled_with_each_microbatch", "what_ranks_average_is_summed")
 
 

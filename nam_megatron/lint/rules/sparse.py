@@ -159,6 +159,15 @@ RULES = (
         CONFIG,
     ),
     Rule(
+        "dsa-context-loss",
+        WRONG,
+        "dsa_indexer_loss_coeff|context_parallel_size",
+        lambda a, m: not m.plan and m.dsa and m.cp > 1 and a.dsa_indexer_loss_coeff and not a.calculate_per_token_loss,
+        "Megatron multiplies the indexer's loss, a mean already, by the number of ranks that share a sequence",
+        "divide the coefficient by --context-parallel-size, or add `--calculate-per-token-loss`; our trainer needs neither",
+        "core/pipeline_parallel/schedules.py forward_step_calc_loss",
+    ),
+    Rule(
         "dsa-sequence",
         FAIL,
         "sequence_parallel",
