@@ -1,9 +1,14 @@
-"""Options of the test suite."""
+"""Options of the test suite, and what all of it shares."""
 
+import os
 import signal
 
 import pytest
 from hypothesis import settings
+
+# Said before anybody imports torch or NumPy, and to every process below: each of several workers, and each rank, would start a thread
+# for every core, and those of tiny matrices spend their time waiting for one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell starts what it puts into the background with Ctrl-C ignored, and every process below inherits that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -30,3 +35,4 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(scope="session")
 def rewrite_golden(request) -> bool:
     return request.config.getoption("--rewrite-golden")
+
