@@ -1,5 +1,6 @@
 """Options of the test suite, and what all of it shares."""
 
+import gc
 import os
 import signal
 
@@ -17,6 +18,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("house", deadline=None, derandomize=True)
 settings.load_profile("house")
 
+# What is imported stays. Python would look for garbage among all of it again and again, and each fork that does copies every page.
+gc.disable()
+
 
 def pytest_addoption(parser):
     parser.addoption(
@@ -30,6 +34,11 @@ def pytest_collection_modifyitems(config, items):
         gpu = [item for item in items if item.get_closest_marker("gpu")]
         items[:] = [item for item in items if item not in gpu]
         config.hook.pytest_deselected(items=gpu)
+
+
+def pytest_collection_finish(session):
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ import torch
 from megatron.training.argument_utils import ArgumentGroupFactory
 from packaging.version import Version
 
+gc.disable()  # until all is imported, which stays
 TESTS = Path(__file__).parents[2]
 sys.path[:0] = [str(TESTS), str(TESTS / "cpu")]
 sys.path.append(str(TESTS / "nemo" / "stand_in"))
@@ -60,8 +61,11 @@ import nam_megatron.nemo.pretrain  # noqa: E402, F401  imports Bridge
 
 # What each fork would do anew: read its parsers' help from source code, and look for garbage among all that was imported.
 ArgumentGroupFactory._get_field_docstrings = lambda *_: {}
-gc.collect()
-gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
