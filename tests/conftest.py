@@ -45,3 +45,11 @@ def pytest_collection_finish(session):
 def rewrite_golden(request) -> bool:
     return request.config.getoption("--rewrite-golden")
 
+
+@pytest.fixture(scope="session")
+def oracle():
+    """One for all files: it imports Megatron."""
+    from nam_megatron.runtime.oracle import Oracle
+
+    with Oracle() as warm:
+        yield warm

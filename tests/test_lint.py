@@ -35,19 +35,13 @@ from nam_megatron.lower import translate
 from nam_megatron.recipe import Recipe, to_tree
 from nam_megatron.recipe.standing import idle
 from nam_megatron.report import header
-from nam_megatron.runtime.oracle import Answer, Oracle
+from nam_megatron.runtime.oracle import Answer
 from nam_megatron.setting import section
 from nam_megatron.targets import current
 from nam_megatron.translate import write
 
 ROOT = Path(__file__).parent.parent
 FIXTURES = sorted((Path(__file__).parent / "lint").iterdir())
-
-
-@pytest.fixture(scope="module")
-def oracle():
-    with Oracle() as warm:
-        yield warm
 
 
 def ids(found) -> Counter:

@@ -10,7 +10,6 @@ from nam_megatron import argv
 from nam_megatron.budget import parameters
 from nam_megatron.lint import lint, recipe
 from nam_megatron.lower import translate
-from nam_megatron.runtime.oracle import Oracle
 from nam_megatron.verify import VERIFIED, verify
 
 # Those of transformers 5.12.1's own modules of the published config, counted on the meta device.
@@ -33,12 +32,6 @@ PUBLISHED = {
 }
 # What stock Megatron, given these arguments, would train as another model.
 OURS = {"deepseek_v2_lite": {"mla"}, "kimi_k2": {"yarn"}, "llama_3_1_8b": {"llama_rope"}}
-
-
-@pytest.fixture(scope="module")
-def oracle():
-    with Oracle() as warm:
-        yield warm
 
 
 def test_every_preset_of_a_public_model_is_asked():

@@ -19,7 +19,6 @@ from nam_megatron.errors import Refused
 from nam_megatron.features.names import FEATURES
 from nam_megatron.lower import translate
 from nam_megatron.recipe import conf_dir, load
-from nam_megatron.runtime.oracle import Oracle
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -66,21 +65,20 @@ def test_a_pipe_gets_nothing_of_what_is_not_built(words, here):
     )
 
 
-def test_stock_megatron_refuses_the_marker_and_takes_the_rest():
+def test_stock_megatron_refuses_the_marker_and_takes_the_rest(oracle):
     """A product that only we train says so in an argument of its own; one that Megatron trains rightly has none."""
-    with Oracle() as oracle:
-        for name, ours in (
-            ("nam56r", True),
-            ("nam56r_native_dp", False),
-            ("nam52_h200_dense_no_mhc_recovery_v1", True),
-        ):
-            lowering = lowered(name)
-            env = {e.name: e.value for e in lowering.env}
-            said = argv.words(lowering)
-            assert ("--nam-model" in said) is ours
-            answer = oracle.ask(said, 8, (9, 0), env)
-            assert ("unrecognized arguments: --nam-model" in (answer.error or "")) is ours
-            assert oracle.ask(argv.argv(lowering), 8, (9, 0), env).error is None
+    for name, ours in (
+        ("nam56r", True),
+        ("nam56r_native_dp", False),
+        ("nam52_h200_dense_no_mhc_recovery_v1", True),
+    ):
+        lowering = lowered(name)
+        env = {e.name: e.value for e in lowering.env}
+        said = argv.words(lowering)
+        assert ("--nam-model" in said) is ours
+        answer = oracle.ask(said, 8, (9, 0), env)
+        assert ("unrecognized arguments: --nam-model" in (answer.error or "")) is ours
+        assert oracle.ask(argv.argv(lowering), 8, (9, 0), env).error is None
 
 
 def test_the_words_survive_a_shells_substitution(here):

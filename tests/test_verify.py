@@ -11,16 +11,8 @@ from presets import NAMES, lowered
 from test_rows import ODD, odd
 
 from nam_megatron import argv
-from nam_megatron.runtime.oracle import Oracle
 from nam_megatron.targets import current
 from nam_megatron.verify import MISMATCH, UNFINISHED, VERIFIED, reviewed_fields, summary, verify
-
-
-@pytest.fixture(scope="module")
-def oracle():
-    with Oracle() as warm:
-        yield warm
-
 
 GPUS = {1: ["cluster=h200_1"], 2: ["cluster=h200_2"], 4: ["cluster=h200_4"], 8: ["cluster=h200_8"]}
 GPUS[16] = ["cluster=h200_2x8", "parallel.pipeline=2"]
