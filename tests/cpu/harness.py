@@ -21,7 +21,11 @@ from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
-import megatron.core.models.hybrid.hybrid_model  # noqa: F401  (warm: the slow imports happen once, in the parent)
+# Warm: what a rank would import happens once, in the parent.
+import megatron.core.models.hybrid.hybrid_model
+import megatron.core.ssm.gated_delta_net.gdn
+import megatron.core.transformer.experimental_attention_variant.absorbed_mla
+import megatron.core.transformer.experimental_attention_variant.dsa  # noqa: F401
 import modules
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -46,6 +50,7 @@ KIND = {
     "R": "m2rnn",
 }
 SEQUENCE, BATCH, VOCAB = 32, 2, 128
+written("nam56r")  # composed here, each rank has it; otherwise that would take a third of a rank's time
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,14 @@ parent warm. What it cannot show: kernels, streams and their overlap, CUDA graph
 """
 
 import harness  # noqa: F401
+import megatron.core.datasets.helpers
+import megatron.core.models.mimo.optimizer
+import megatron.core.tokenizers.text.models.gpt_tokenizer  # noqa: F401
 import modules  # noqa: F401
 
 from nam_megatron.prove.cpu import FusedAdam, pretended  # noqa: F401
 from nam_megatron.prove.proof import warm
 from nam_megatron.prove.ranks import Rank, fork  # noqa: F401
-from nam_megatron.runtime import pretrain  # noqa: F401
+from nam_megatron.runtime import checkpoint, pretrain, tracking  # noqa: F401
 
 warm()
