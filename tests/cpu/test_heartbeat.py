@@ -19,7 +19,7 @@ TWO = ("cluster=h200_2", "schedule.train_steps=6", "schedule.global_batch_size=1
 
 
 def slow(step: int, seconds: float, how: str) -> None:
-    """From here on rank 1 does nothing, or computes, for so long in each forward pass from `step` on."""
+    """From here on rank 1 does nothing, or computes half of the time, for so long in each forward pass from `step` on."""
     forward = pretrain.forward_step
 
     def slowed(samples, model):
@@ -27,8 +27,10 @@ def slow(step: int, seconds: float, how: str) -> None:
         if get_args().curr_iteration + 1 >= step and os.environ["RANK"] == "1":
             until = time.monotonic() + seconds
             while time.monotonic() < until:
-                if how == "sleep":
-                    time.sleep(0.01)
+                busy = time.process_time() + 0.05 * (how == "compute")
+                while time.process_time() < busy:
+                    pass
+                time.sleep(0.05)
         return made
 
     pretrain.forward_step = slowed
@@ -92,7 +94,7 @@ def test_a_rank_that_stops_in_a_step(tmp_path):
 
 
 def test_a_first_step_that_compiles(tmp_path):
-    found = watched(tmp_path, lambda: slow(1, 60, "spin"))
+    found = watched(tmp_path, lambda: slow(1, 60, "compute"))
     assert found.kind == "compile" and 1 in found.ranks, str(found)
 
 
