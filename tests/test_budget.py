@@ -465,7 +465,8 @@ def test_table_of_long_sequences_is_todays():
         if l.startswith("| 65,536 | the input")
     )
     words = ("model.seq_length=65536", "schedule.micro_batch_size=1", "schedule.global_batch_size=8", *FULL)
-    found = [budget(plan_of("nam56r_fused", f"cluster=h200_{n}", *words)).worst.steady.total / GIB for n in (1, 2, 8)]
+    layouts = [(f"cluster=h200_{n}", f"parallel.context={c}") for n, c in ((1, 1), (2, 1), (8, 1), (2, 2), (4, 4))]
+    found = [budget(plan_of("nam56r_fused", *layout, *words)).worst.steady.total / GIB for layout in layouts]
     assert [f"{n:.1f}" for n in found] == [cell.strip().partition(",")[0] for cell in row.strip("|").split("|")[2:]]
 
 

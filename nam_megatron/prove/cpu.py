@@ -22,7 +22,7 @@ class _CudaToCpu(torch.overrides.TorchFunctionMode):
     """device="cuda", .cuda() and pinned memory become the CPU: schedules, rope and trackers name the device."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
+        kwargs = {k: v for k, v in (kwargs or {}).items() if k != "pin_memory"}
         if func is torch.device and str(args[0]).startswith("cuda"):
             return CPU
         if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
@@ -140,11 +140,10 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 class _LooksLikeCuda(torch.overrides.TorchFunctionMode):
-    """Optimizers read the name of a tensor's type; some indices are pinned."""
+    """Optimizers read the name of a tensor's type."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = {k: v for k, v in (kwargs or {}).items() if k != "pin_memory"}
-        result = func(*args, **kwargs)
+        result = func(*args, **(kwargs or {}))
         named = func is torch.Tensor.type and isinstance(result, str)
         return result.replace("torch.", "torch.cuda.") if named else result
 

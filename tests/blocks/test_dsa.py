@@ -304,8 +304,8 @@ def told():
 
 @pytest.mark.parametrize(
     "layout",
-    [dict(tp=2), dict(pattern="+M|DD-DD", pp=2, config=full("uniform", 2)), dict(dp=2), dict(tp=2, dp=2)],
-    ids=["tp2_sp", "pp2_recomputed", "dp2", "tp2_dp2"],
+    [dict(tp=2), dict(pattern="+M|DD-DD", pp=2, config=full("uniform", 2)), dict(cp=2), dict(tp=2, dp=2)],
+    ids=["tp2_sp", "pp2_recomputed", "cp2", "tp2_dp2"],
 )
 def test_every_layout_tells_the_same_share(kernels, told, layout):
     found = line_of(replace(TOLD, **layout))

@@ -260,7 +260,7 @@ def config_of(case: Case) -> Any:
     fields |= dict(gradient_accumulation_fusion=False, apply_rope_fusion=False, masked_softmax_fusion=False)
     fields |= dict(tensor_model_parallel_size=case.tp, sequence_parallel=case.tp > 1, expert_tensor_parallel_size=1)
     fields |= dict(pipeline_model_parallel_size=case.pp, expert_model_parallel_size=case.ep)
-    fields |= dict(context_parallel_size=case.cp)
+    fields |= dict(context_parallel_size=case.cp, cp_comm_type="all_gather")
     latent = bool(kinds & {"mla", "dsa"})
     for kind, more in (("attention", ATTENTION), ("dsa", DSA), ("moe", MOE), ("mamba2", MAMBA)):
         fields |= more if kind in kinds else {}

@@ -267,8 +267,9 @@ class SparseAttention(MegatronModule):
         selections = [self.ops.select(s, min(at_most, s.size(2))) for s in scores]
         self.shelf.put(self.layer_number, selections)
         if self.training and GAUGES.wants(self.layer_number):
+            spans = list(zip(self._spans(len(query)), selections, strict=True))
             shares = []
-            for (rows, end), selection in zip(self._spans(len(query)), selections, strict=True):
+            for (rows, end), selection in [span for span in spans if span[0][1] > at_most] or spans[-1:]:
                 few = sampled(len(query[rows]), at_most - (end - len(query[rows])))
                 shares.append(kept(query[rows], key[:end], selection, self.softmax_scale, few).flatten())
             GAUGES.add(self.layer_number, torch.cat(shares))

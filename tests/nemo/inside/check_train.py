@@ -57,6 +57,7 @@ LAYOUTS = {
     "one": ("schedule.eval_steps=1", "schedule.eval_interval=2"),
     "tensor": ("cluster=h200_2", "parallel.tensor=2", "parallel.sequence=true"),
     "pipeline": ("cluster=h200_2", "parallel.pipeline=2"),
+    "context": ("cluster=h200_2", "parallel.context=2"),
     # As far as conf/overlay/fused.yaml runs without a GPU.
     "fused": (
         "cluster=h200_2",
