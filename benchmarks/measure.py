@@ -94,6 +94,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "author13": ("nam56r_fused", AUTHOR13),
     "author13_deterministic": ("nam56r_fused", (*AUTHOR13, DETERMINISTIC)),
     "author52_32k": ("nam56r_fused", ("cluster=h200_1", *LONG, *FULL)),
+    "author52_32k_context": ("nam56r_fused", ("cluster=h200_2", "parallel.context=2", *LONG)),
 }  # fmt: skip
 
 
