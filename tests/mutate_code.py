@@ -149,13 +149,13 @@ GROUPS = {
         (
             "nam_megatron/blocks/*/layer.py", "nam_megatron/runtime/stack.py", "nam_megatron/runtime/hyper_connections.py",
             "nam_megatron/runtime/ngram_embedding.py", "nam_megatron/runtime/cross_entropy.py", "nam_megatron/runtime/stage_log.py",
-            "nam_megatron/runtime/yarn.py", "nam_megatron/runtime/llama_rope.py", "nam_megatron/runtime/gauges.py",
+            "nam_megatron/runtime/yarn.py", "nam_megatron/runtime/llama_rope.py", "nam_megatron/runtime/gauges.py", "nam_megatron/runtime/context.py",
         ),
         (
             "tests/cpu/test_parameters.py", "tests/blocks/test_initial.py",
             "tests/cpu/test_hyper_connections.py --deselect=tests/cpu/test_hyper_connections.py::test_kernels_in_the_interpreter",
             "tests/cpu/test_ngram_embedding.py", "tests/cpu/test_models.py", "tests/blocks/test_tensor_parallel.py",
-            "tests/cpu/test_gauges.py", "tests/cpu/test_cross_entropy.py", "tests/cpu/test_effect_modules.py",
+            "tests/cpu/test_context.py", "tests/cpu/test_gauges.py", "tests/cpu/test_cross_entropy.py", "tests/cpu/test_effect_modules.py",
             "tests/blocks/test_resharding.py", "tests/cpu/test_author_lane.py",
         ),
     ),

@@ -636,7 +636,6 @@ REFUSALS = [
     (NATIVE, NGRAMS | {"feature.ngram_hash.buckets": 2**31}, "feature.ngram_hash.buckets", "more buckets than"),
     (NATIVE, NGRAMS | TP | {"parallel.tensor": 8, "feature.ngram_hash.buckets": 1001}, "feature.ngram_hash.buckets", "shared by 8"),
     (NATIVE, NGRAMS | {"feature.ngram_hash.document_end": 65536}, "feature.ngram_hash.document_end", "is not among the 65536"),
-    (NATIVE, NGRAMS | {"parallel.context": 2}, "feature.ngram_hash.enabled", "does not have the tokens before"),
     (NATIVE, NGRAMS | {"parallel.pipeline": 2, "feature.mtp.depths": 1}, "feature.ngram_hash.enabled", "rows of its own"),
     (NATIVE, NGRAMS | FSDP, "feature.ngram_hash.enabled", "that of the n-grams' table is sparse"),
     # mhc

@@ -66,9 +66,6 @@ class NgramHash(Switch):
         if self.document_end is not None and self.document_end >= r.model.vocab_size:
             message = f"token {self.document_end} is not among the {r.model.vocab_size} of the vocabulary"
             yield Problem(message, at + "document_end", "give the tokenizer's, or null")
-        if r.parallel.context > 1:
-            message = "a context-parallel rank does not have the tokens before its part of the sequence"
-            yield Problem(message, at + "enabled", "set `parallel.context=1`")
         if plan.mtp and r.parallel.pipeline > 1:
             message = "under MTP the last pipeline stage would have n-gram rows of its own, which nothing keeps equal to the first's"
             yield Problem(message, at + "enabled", "set `parallel.pipeline=1` or `feature.mtp.depths=0`")

@@ -118,6 +118,12 @@ def by_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
     return all_to_all_hp2sp(by_rank, group=group).view(s // c, b, c * width)
 
 
+def own(x: Tensor, group: ProcessGroup) -> Tensor:
+    """[s / c, ...]: this rank's tokens of a whole sequence [s, ...]."""
+    chunks = x.chunk(2 * group.size())
+    return x if group.size() == 1 else torch.cat([chunks[n] for n in own_chunks(group)])
+
+
 def share(x: Tensor, group: ProcessGroup) -> Tensor:
     """This rank's share of a parameter whose first dimension has the heads in order."""
     return x if group.size() == 1 else x.chunk(group.size())[group.rank()]

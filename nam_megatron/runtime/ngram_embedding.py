@@ -33,6 +33,7 @@ from torch.nn import Parameter
 
 from nam_megatron.blocks import EMBEDDING
 from nam_megatron.features.ngram_hash import PRIME
+from nam_megatron.runtime.context import own, whole
 from nam_megatron.runtime.gauges import GAUGES
 
 
@@ -96,6 +97,7 @@ class NgramEmbedding(MegatronModule):
         self,
         config: TransformerConfig,
         tp_group: Any,
+        cp_group: Any,
         *,
         order: int,
         heads: int,
@@ -104,7 +106,7 @@ class NgramEmbedding(MegatronModule):
         document_end: int | None,
     ):
         super().__init__(config)
-        self.tp_group, self.width = tp_group, width
+        self.tp_group, self.cp_group, self.width = tp_group, cp_group, width
         self.hashed = order, heads, buckets, document_end
         tables = (order - 1) * heads
         assert tables * buckets % tp_group.size() == 0
@@ -125,19 +127,21 @@ class NgramEmbedding(MegatronModule):
         self.projection.sequence_parallel = config.sequence_parallel
 
     def forward(self, tokens: Tensor) -> Tensor:
-        ids, there = rows(tokens, *self.hashed)
+        # Of whole sequences: the tokens before a rank's are another's.
+        found = rows(whole(tokens.t(), self.cp_group).t(), *self.hashed)
+        ids, there = (own(x.transpose(0, 1), self.cp_group).transpose(0, 1) for x in found)
         ids = ids - self.first
         mine = there & (ids >= 0) & (ids < self.held)
         if self.training:
             self.asked[ids.masked_fill(~mine, self.held)] = True
             if GAUGES.wants(EMBEDDING):
                 GAUGES.add(EMBEDDING, self.share_asked())
-        found = _Looked.apply(self.table, ids.masked_fill(~mine, 0), self.width)
-        found = found.masked_fill(~mine.unsqueeze(-1), 0).flatten(2).transpose(0, 1).contiguous()
-        whole = reduce_from_tensor_model_parallel_region
+        looked = _Looked.apply(self.table, ids.masked_fill(~mine, 0), self.width)
+        looked = looked.masked_fill(~mine.unsqueeze(-1), 0).flatten(2).transpose(0, 1).contiguous()
+        summed = reduce_from_tensor_model_parallel_region
         if self.config.sequence_parallel:
-            whole = reduce_scatter_to_sequence_parallel_region
-        return F.linear(whole(found, group=self.tp_group), self.projection)
+            summed = reduce_scatter_to_sequence_parallel_region
+        return F.linear(summed(looked, group=self.tp_group), self.projection)
 
     def share_asked(self) -> Tensor:
         """Of this rank's rows, those that have ever got a gradient from a data-parallel rank; all of those have to call it together."""
@@ -148,10 +152,10 @@ class NgramEmbedding(MegatronModule):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         metadata = ensure_metadata_has_dp_cp_group(metadata)
-        own: dict[str, Tensor] = {}
-        self._save_to_state_dict(own, "", keep_vars=True)
+        kept: dict[str, Tensor] = {}
+        self._save_to_state_dict(kept, "", keep_vars=True)
         groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
-        return make_sharded_tensors_for_checkpoint(own, prefix, {"table": 0}, sharded_offsets, **groups)
+        return make_sharded_tensors_for_checkpoint(kept, prefix, {"table": 0}, sharded_offsets, **groups)
 
 
 def provider(**keys: Any) -> Callable[[list[HybridModel]], list[HybridModel]]:
@@ -160,7 +164,8 @@ def provider(**keys: Any) -> Callable[[list[HybridModel]], list[HybridModel]]:
     def provide(models: list[HybridModel]) -> list[HybridModel]:
         for model in models:
             if hasattr(model, "embedding"):
-                ngrams = NgramEmbedding(model.config, model.pg_collection.tp, **keys)
+                groups = model.pg_collection
+                ngrams = NgramEmbedding(model.config, groups.tp, groups.cp, **keys)
                 model.embedding.add_module("ngrams", ngrams)
                 model.embedding.register_forward_hook(_added, with_kwargs=True)
         return models

@@ -1,0 +1,117 @@
+"""What ranks that share a sequence hand to each other, and how they count its losses: runtime/context.py on four real ranks."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from harness import Case, on_ranks
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer import multi_token_prediction
+from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossAutoScaler
+from megatron.core.utils import get_batch_on_this_cp_rank
+
+from nam_megatron.errors import Refused
+from nam_megatron.runtime import context
+
+RANKS, TOKENS = 4, 16
+COUNTS = (0, 3, 5, 2)  # tokens that count, by rank
+# Of a whole sequence: [tokens, batch, columns], each number its own; a part of eight columns and one of four.
+WHOLE, WIDTHS = torch.arange(TOKENS * 24.0).view(TOKENS, 2, 12), (8, 4)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return on_ranks(Case("-", cp=RANKS), lambda rig: SimpleNamespace(**handed(), **counted(rig)))
+
+
+def handed() -> dict:
+    group = parallel_state.get_context_parallel_group()
+    positions = get_batch_on_this_cp_rank({"positions": torch.arange(TOKENS)[None]}, False, group)["positions"][0]
+    x = WHOLE[positions].requires_grad_()
+    context.whole(x, group).mul(group.rank() + 1).square().sum().backward()
+    of_whole, x.grad = x.grad, None
+    spread = context.by_heads(x.split(WIDTHS, -1), group)
+    back = context.by_tokens(spread, group)
+    (back * back.detach() * (group.rank() + 1)).sum().backward()
+    with pytest.raises(Refused, match="a layer takes no packed documents under context"):
+        context.refuse_documents("a layer", group)
+    return {
+        "positions": positions, "chunks": context.own_chunks(group), "whole": context.whole(x.detach(), group), "of_whole": of_whole,
+        "spread": spread.detach(), "back": back.detach(), "of_spread": x.grad, "share": context.share(torch.arange(8), group).tolist(),
+    }  # fmt: skip
+
+
+def counted(rig) -> dict:
+    rank, group = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_group()
+    stock = schedules.forward_step_calc_loss
+    for key, value in (("context_parallel_size", 1), ("calculate_per_token_loss", True)):
+        other = copy.copy(rig.config)
+        setattr(other, key, value)
+        context.provide(other)
+    assert schedules.forward_step_calc_loss is stock, "nothing to mend"
+    config = copy.copy(rig.config)
+    config.experimental_attention_variant = "dsa"
+    context.provide(config)
+    mended = schedules.forward_step_calc_loss, multi_token_prediction.roll_tensor
+    context.provide(copy.copy(config))  # of a second model
+    assert mended == (schedules.forward_step_calc_loss, multi_token_prediction.roll_tensor), "mended twice"
+
+    def loss(found) -> float:
+        output = torch.ones(COUNTS[rank])
+        where = dict(vp_stage=None, collect_non_loss_data=False, num_microbatches=2, forward_data_store=[])
+        value, _ = schedules.forward_step_calc_loss(
+            rig.model, output, found, config, **where, cp_group_size=RANKS, is_last_stage=True
+        )
+        return value.item()
+
+    mask = torch.ones(2, TOKENS // RANKS)
+    moved, count = multi_token_prediction.roll_tensor(mask, cp_group=group)
+    tokens, sum_of_tokens = multi_token_prediction.roll_tensor(mask.long(), cp_group=group)
+    return {
+        "loss": loss(lambda output: (output.sum() * (rank + 1), torch.tensor(output.numel(), dtype=torch.int), {})),
+        "without_a_count": loss(lambda output: (torch.tensor(1.0), {})),
+        "moved": moved.sum().item(), "count": count.item(), "tokens": tokens.sum().item(), "sum_of_tokens": sum_of_tokens.item(),
+        "alone": multi_token_prediction.roll_tensor(mask)[1].item(), "scale": DSAIndexerLossAutoScaler.main_loss_backward_scale.item(),
+    }  # fmt: skip
+
+
+def test_every_rank_has_the_whole_in_order_and_the_sum_of_its_gradients(ranks):
+    times = sum((rank + 1) ** 2 for rank in range(RANKS))
+    for r in ranks:
+        chunk = TOKENS // (2 * RANKS)
+        assert r.positions.tolist() == [n * chunk + i for n in r.chunks for i in range(chunk)]
+        assert torch.equal(r.whole, WHOLE)
+        assert torch.equal(r.of_whole, 2 * times * WHOLE[r.positions])
+
+
+def test_heads_are_shared_in_order_and_come_back_with_their_gradients(ranks):
+    for rank, r in enumerate(ranks):
+        mine = [part.chunk(RANKS, -1)[rank] for part in WHOLE.split(WIDTHS, -1)]
+        assert torch.equal(r.spread, torch.cat(mine, -1))
+        # The parts of each rank's heads lie beside each other.
+        by_rank = torch.cat([p.unflatten(-1, (RANKS, -1)) for p in WHOLE.split(WIDTHS, -1)], -1).flatten(2)[r.positions]
+        assert torch.equal(r.back, by_rank)
+        assert torch.equal(r.of_spread, (rank + 1) * WHOLE[r.positions])
+        assert r.share == [2 * rank, 2 * rank + 1]
+
+
+def test_the_loss_is_the_mean_over_the_tokens_of_all_ranks(ranks):
+    """Data-parallel averaging takes the mean over the ranks; Megatron divides by microbatches."""
+    wanted = sum(n * (rank + 1) for rank, n in enumerate(COUNTS)) / sum(COUNTS) / 2
+    assert sum(r.loss for r in ranks) / RANKS == pytest.approx(wanted)
+    assert [r.without_a_count for r in ranks] == [RANKS / 2] * RANKS, "which Megatron scales itself"
+
+
+def test_what_mtp_counts_is_a_ranks_share_of_all_tokens(ranks):
+    """The last token of a sequence, which the first rank has, has no label."""
+    held = TOKENS // RANKS * 2
+    assert [r.moved for r in ranks] == [held - 2, held, held, held]
+    assert [r.count for r in ranks] == [held - 0.5] * RANKS
+    assert [r.sum_of_tokens for r in ranks] == [r.tokens for r in ranks]
+    assert [r.alone for r in ranks] == [held - 2] * RANKS
+
+
+def test_the_indexers_loss_has_the_main_losss_scale(ranks):
+    assert {r.scale for r in ranks} == {0.5}
