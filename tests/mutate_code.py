@@ -149,7 +149,8 @@ GROUPS = {
         (
             "nam_megatron/blocks/*/layer.py", "nam_megatron/runtime/stack.py", "nam_megatron/runtime/hyper_connections.py",
             "nam_megatron/runtime/ngram_embedding.py", "nam_megatron/runtime/cross_entropy.py", "nam_megatron/runtime/stage_log.py",
-            "nam_megatron/runtime/yarn.py", "nam_megatron/runtime/llama_rope.py", "nam_megatron/runtime/gauges.py", "nam_megatron/runtime/context.py",
+            "nam_megatron/runtime/yarn.py", "nam_megatron/runtime/llama_rope.py", "nam_megatron/runtime/gauges.py",
+            "nam_megatron/runtime/context.py",
         ),
         (
             "tests/cpu/test_parameters.py", "tests/blocks/test_initial.py",

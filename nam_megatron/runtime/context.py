@@ -34,8 +34,8 @@ def provide(config: TransformerConfig) -> None:
 
     Megatron 0.19.2 averages the means that the ranks take of their own tokens (forward_step_calc_loss in pipeline_parallel/schedules.py,
     process_mtp_loss in transformer/multi_token_prediction.py), so where some are masked, as the last ones of a sequence are in MTP, the
-    tokens beside them weigh more; the log has the main loss right. And it scales the loss of DSA's indexer by the number of ranks, as it
-    has to scale the routers', which are sums: that one is a mean already.
+    tokens beside them weigh more; the log has the main loss right (Megatron-LM issue 7452, finding 9). And it scales the loss of DSA's
+    indexer by the number of ranks, as it has to scale the routers', which are sums: that one is a mean already.
     """
     if config.context_parallel_size == 1 or config.calculate_per_token_loss:
         return
