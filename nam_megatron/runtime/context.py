@@ -65,7 +65,7 @@ class _OfWhole:
     def __call__(self, model: Any, output: Any, loss_func: Callable | None, *args: Any, **kw: Any) -> Any:
         def of_whole(output: Any, **how: Any) -> Any:
             found = loss_func(output, **how)  # type: ignore[misc]
-            if len(found) != 3:
+            if not (isinstance(found, tuple) and len(found) == 3):
                 return found
             loss, tokens, said = found
             # Megatron divides by `tokens`, and averages over the ranks.
@@ -76,8 +76,9 @@ class _OfWhole:
 
 def _rolled(roll: Callable, tensor: Tensor, *args: Any, cp_group: ProcessGroup | None = None, **kw: Any) -> Any:
     moved, total = roll(tensor, *args, cp_group=cp_group, **kw)
-    # A count is asked for of masks alone; tokens and positions are rolled too, and are integers.
-    return moved, _mean(total, cp_group) if cp_group is not None and moved.is_floating_point() else total
+    # A count is asked for of masks alone; tokens and positions are rolled too, and are integers or not there.
+    masks = cp_group is not None and moved is not None and moved.is_floating_point()
+    return moved, _mean(total, cp_group) if masks else total
 
 
 def _mean(count: Tensor, group: ProcessGroup) -> Tensor:

@@ -73,6 +73,7 @@ def counted(rig) -> dict:
         "loss": loss(lambda output: (output.sum() * (rank + 1), torch.tensor(output.numel(), dtype=torch.int), {})),
         "without_a_count": loss(lambda output: (torch.tensor(1.0), {})),
         "moved": moved.sum().item(), "count": count.item(), "tokens": tokens.sum().item(), "sum_of_tokens": sum_of_tokens.item(),
+        "nothing": multi_token_prediction.roll_tensor(None, cp_group=group),
         "alone": multi_token_prediction.roll_tensor(mask)[1].item(), "scale": DSAIndexerLossAutoScaler.main_loss_backward_scale.item(),
     }  # fmt: skip
 
@@ -111,6 +112,7 @@ def test_what_mtp_counts_is_a_ranks_share_of_all_tokens(ranks):
     assert [r.count for r in ranks] == [held - 0.5] * RANKS
     assert [r.sum_of_tokens for r in ranks] == [r.tokens for r in ranks]
     assert [r.alone for r in ranks] == [held - 2] * RANKS
+    assert {r.nothing for r in ranks} == {(None, None)}
 
 
 def test_the_indexers_loss_has_the_main_losss_scale(ranks):
