@@ -205,6 +205,7 @@ def selective(*modules: str) -> dict:
 LAYOUTS = {
     "tp1": {},
     "tp2_sp": dict(tp=2),
+    "cp2": dict(cp=2),
     "yarn": dict(config=YARN),
     "recomputed_core": dict(config=selective("core_attn", "layernorm", "mla_up_proj")),
     "recomputed_layers_pp2": dict(pattern="+M|DD-D", pp=2, config=full("uniform", 1)),

@@ -196,7 +196,9 @@ def whole():
     return train(CASE)
 
 
-@pytest.mark.parametrize("layout", [dict(tp=2), dict(tp=2, config={"sequence_parallel": False}), dict(pp=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [dict(tp=2), dict(tp=2, config={"sequence_parallel": False}), dict(pp=2), dict(cp=2)], ids=str
+)
 def test_every_layout_is_the_same_model(whole, layout):
     pattern = "*R|-R" if "pp" in layout else CASE.pattern
     other = train(replace(CASE, pattern=pattern, **layout))

@@ -153,6 +153,10 @@ def test_two_tensor_ranks_are_one(whole):
     same(train(replace(CASE, tp=2)), whole)
 
 
+def test_two_ranks_that_share_a_sequence_are_one(whole):
+    same(train(replace(CASE, cp=2)), whole)
+
+
 def test_two_tensor_ranks_are_one_without_sequence_parallelism(whole):
     same(train(replace(CASE, tp=2, config={"sequence_parallel": False})), whole)
 

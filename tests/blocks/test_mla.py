@@ -69,12 +69,13 @@ def same(found, wanted):
     [
         ("rope", CASE),
         ("rope", replace(CASE, tp=2)),
+        ("rope", replace(CASE, cp=2)),
         ("rope", replace(CASE, config=RECOMPUTED)),
         ("yarn", replace(CASE, tp=2, config=YARN | RECOMPUTED)),
         ("no latent norms", BARE),
         ("mtp", replace(MTP, pattern="+-|+/+-", pp=2)),
     ],
-    ids=["tp1", "tp2_sp", "recomputed", "yarn_tp2_sp_recomputed", "no_latent_norms", "mtp_pp2"],
+    ids=["tp1", "tp2_sp", "cp2", "recomputed", "yarn_tp2_sp_recomputed", "no_latent_norms", "mtp_pp2"],
 )
 def test_it_is_megatrons_model(ours, stock, wanted, case):
     same(train(case), stock[wanted])

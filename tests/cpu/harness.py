@@ -36,6 +36,7 @@ from nam_megatron.blocks.kinds import KINDS, Blocks
 from nam_megatron.features.names import FEATURES
 from nam_megatron.prove.cpu import patched
 from nam_megatron.prove.tensors import Shard, gathered, shards, window
+from nam_megatron.runtime import context
 from nam_megatron.runtime.stack import hybrid_stack_spec
 
 KIND = {
@@ -309,6 +310,7 @@ def _rig(case: Case, rank: int, folder: Path) -> Rig:
     fill(model)
     ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
     config.finalize_model_grads_func = finalize_model_grads
+    context.provide(config)
     return Rig(case, rank, config, model, ddp)
 
 
@@ -375,6 +377,11 @@ def step(rig: Rig) -> list[float]:
     data = [torch.randint(0, VOCAB, (BATCH, SEQUENCE + 1), generator=generator) for _ in range(rig.case.microbatches)]
     mine = data[ps.get_data_parallel_rank() :: rig.case.dp]
 
+    def of_sequences(losses):
+        mean = losses.detach().float().mean()
+        torch.distributed.all_reduce(mean, group=ps.get_context_parallel_group())
+        return mean.item() / rig.case.cp
+
     def forward(batches, model):
         whole = next(batches)
         mask = torch.ones(BATCH, SEQUENCE // rig.case.cp)
@@ -389,7 +396,7 @@ def step(rig: Rig) -> list[float]:
         return out, lambda o: (
             o.float().sum(),
             torch.tensor(mask.numel(), dtype=torch.int),
-            {"loss": o.float().mean().item()},
+            {"loss": of_sequences(o)},
         )
 
     rig.ddp.zero_grad_buffer()
