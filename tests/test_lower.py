@@ -548,6 +548,7 @@ REFUSALS = [
     (DESIGN, TP | {"model.blocks.m2rnn.heads": 45}, "model.blocks.m2rnn.heads", "M2RNN heads 45 is not divisible"),
     (DESIGN, {"parallel.context": 8}, "model.blocks.m2rnn.heads", "heads 44 is not divisible by `parallel.tensor * parallel.context` = 8"),
     (DESIGN, {"parallel.context": 2, "model.blocks.mamba3.groups": 7}, "model.blocks.mamba3.groups", "Mamba-3 groups 7 is not"),
+    (NATIVE, TP | {"parallel.tensor": 4, "parallel.context": 2, "model.seq_length": 4100}, "model.seq_length", "shared by 8 ranks"),
     (NATIVE, {"parallel.context": 4, "model.blocks.mamba2.groups": 7}, "model.blocks.mamba2.groups", "neither spread over 4 context ranks"),
     ("nam56r_native_dp_fp8", {"model.letters.A": "mla"}, "model.blocks.mla.kernels", "our MLA projects in bf16"),
     ("nam56r_native_dp_fp8", {"model.letters.A": "dsa"}, "model.blocks.dsa.kernels", "our DSA projects in bf16"),

@@ -185,8 +185,8 @@ class Model(Config):
         if self.linear_bias and not plan.kinds & {*LETTERS["A"], *LETTERS["E"]}:
             message = "no layer has such a bias: none is attention or an MLP"
             yield Problem(message, "model.linear_bias", "set `model.linear_bias=false`")
-        if p.sequence and self.seq_length % p.tensor:
-            yield Problem(f"a sequence of {self.seq_length} cannot be shared by {p.tensor} ranks", "model.seq_length")
+        if p.sequence and self.seq_length % (ranks := p.tensor * p.context):
+            yield Problem(f"a sequence of {self.seq_length} cannot be shared by {ranks} ranks", "model.seq_length")
         if p.context > 1 and self.seq_length % (2 * p.context):
             message = f"a sequence of {self.seq_length} cannot be cut into 2 x context {p.context}"
             yield Problem(message, "model.seq_length")
