@@ -541,6 +541,14 @@ def test_graph_runs_are_eager_until_the_capture():
     assert "warm_up" not in at_once and at_once["first_step"].reserved > eager["first_step"].reserved
 
 
+def test_a_captured_mask_has_the_keys_of_all_ranks_that_share_the_sequence():
+    def masks(*overrides):
+        lines = budget(plan_of(*NATIVE, *GRAPHS, *overrides)).stages[0].moments["steady"].lines
+        return sum(line.bytes for line in lines if line.name == "static masks")
+
+    assert masks("parallel.context=2") == masks() / 2
+
+
 def test_a_process_group_of_one_takes_nothing():
     def outside(*overrides):
         return budget(plan_of(*NATIVE, *overrides)).worst.worst.sum("outside") / GIB

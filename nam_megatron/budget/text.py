@@ -59,7 +59,7 @@ def head(b: Budget) -> Iterator[str]:
         f"placement: tensor {a.tensor} cuts the tensors, pipeline {a.pipeline} deals out the layers, {r.data_parallel * a.context} "
         f"data-parallel ranks share state, expert {a.expert} deals out the experts"
     )
-    names = ("b", "s", "T", "Ts", "h", "V", "t", "e", "et", "N", "Ne", "D", "w")
+    names = ("b", "S", "s", "T", "Ts", "h", "V", "t", "cp", "e", "et", "N", "Ne", "D", "w")
     symbols = Sizes.of(p).symbols
     yield "symbols: " + ", ".join(f"{name} {symbols[name]:g}" for name in names)
 

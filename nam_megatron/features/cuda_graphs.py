@@ -106,7 +106,7 @@ class CudaGraphs(Feature):
         more = {"bucket": GRAPHS}
         yield z.line("static inputs", "2 Ts h layers", "of each captured layer, outside the pool", **more)
         yield z.line(
-            "static masks", "b s s attention", "a bool mask for each attention layer, outside the pool", **more
+            "static masks", "b s S attention", "a bool mask for each attention layer, outside the pool", **more
         )
         z = z.own(R=z.value(f"{moe.top_k if (moe := z.model.blocks.moe) else 0} Ts et imbalance"))
         why = "permuted rows, shared output and residual, which eager code frees"
