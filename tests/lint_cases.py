@@ -41,6 +41,7 @@ CASES = {
     "batch": (GPT, {"--global-batch-size": "36"}),
     "checkpoint-format": (GPT, {"--ckpt-format": "fsdp_dtensor"}),
     "companion": (GPT, {"--tp-comm-overlap": True}),
+    "context-attention": (DSA, {"--context-parallel-size": "2", "--cp-comm-type": "allgather"}, ONE),
     "connections-fsdp": (FSDP, {}, ONE),
     "connections-leftover": (GPT, {}, ONE),
     "connections-not-one": (GPT, TP2, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}),
@@ -66,7 +67,7 @@ CASES = {
     "dist-muon": (GPT, {"--optimizer": "dist_muon", "--muon-tp-mode": "blockwise"}),
     "dsa-bias": (DSA, {"--disable-bias-linear": None}),
     "dsa-context": (DSA, {"--context-parallel-size": "2"}, ONE),
-    "dsa-context-loss": (DSA, {"--context-parallel-size": "2", "--cp-comm-type": "allgather", "--dsa-indexer-loss-coeff": "0.01"}, ONE),
+    "dsa-context-loss": (DSA, {"--context-parallel-size": "2", "--cp-comm-type": "all_gather", "--dsa-indexer-loss-coeff": "0.01"}, ONE),
     "dsa-flags-ignored": (MLA, {"--dsa-indexer-topk": "64"}),
     "dsa-kernel-declines": (DSA, {"--dsa-kernel-backend": "cudnn"}),
     "dsa-latent-norm": (DSA, {"--q-lora-rank": None}),
@@ -190,7 +191,7 @@ CASES = {
 }  # fmt: skip
 # What Megatron notices only when it builds the model or runs it (read in its source), or that needs a CUDA device to be seen.
 LATER = {
-    "dsa-latent-norm", "dsa-reuse-cut", "dsa-reuse-source", "dsa-rotate", "dsa-sequence", "dsa-stage-without-indexer",
+    "context-attention", "dsa-latent-norm", "dsa-reuse-cut", "dsa-reuse-source", "dsa-rotate", "dsa-sequence", "dsa-stage-without-indexer",
     "dsa-untrained-overlap", "dsa-without-mla", "fp8-mamba-width", "fsdp-pipeline", "layer-frequency", "moe-sequence",
     "moe-stage-without-experts", "moe-top-k", "pattern-without-experts", "rope-columns",
 }  # fmt: skip

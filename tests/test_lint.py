@@ -170,6 +170,25 @@ def test_clean_launch_reports_nothing(base):
     assert ids(launch(base, {})) == Counter()
 
 
+@pytest.mark.parametrize(
+    ("given", "rule"),
+    [
+        ({"--cp-comm-type": "ring"}, "context-attention"),
+        ({"--window-size": "128,0"}, "context-attention"),
+        ({"--window-size": "128,0", "--cp-comm-type": "all_gather"}, None),
+        ({"--softmax-type": "learnable", "--cp-comm-type": "all_gather"}, "context-attention"),
+        ({"--softmax-type": "learnable", "--cp-comm-type": "a2a"}, None),
+        ({"--cp-comm-type": "ring", "--hybrid-layer-pattern": "M-M-M-"}, None),
+        ({"--mamba-num-heads": "33", "--mamba-num-groups": "1"}, "indivisible"),
+        ({"--tensor-model-parallel-size": "4", "--sequence-parallel": True, "--seq-length": "1020"}, "indivisible"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_share_a_sequence_is_found(given, rule):
+    given |= {"--context-parallel-size": "2"}
+    assert ids(launch(HYBRID, given, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"})) == Counter([rule] if rule else [])
+
+
 @pytest.mark.parametrize("more", [{"--ckpt-format": "torch"}, {"--no-save-optim": True}], ids=str)
 def test_a_checkpoint_without_such_a_state_is_not_shifted(more):
     base, change = CASES["checkpoint-shifted"]

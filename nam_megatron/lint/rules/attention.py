@@ -1,5 +1,7 @@
 """Attention and position embeddings."""
 
+from collections.abc import Iterator
+
 from nam_megatron.features.yarn import FIXED
 from nam_megatron.lint.model import Model
 from nam_megatron.lint.rules.rule import CONFIG, DEFAULT, FAIL, FROM_ARGS, HYBRID, VALIDATE, WRONG, Rule, each, without
@@ -25,6 +27,24 @@ def _yarn_unread(a: Args, m: Model) -> list[str]:
         return []
     kept = FIXED | {"rounded": True} if m.mla and m.rope_type == "yarn" else {}
     return each(a, (name for name, key in YARN.items() if a.said(name) and getattr(a, name) != kept.get(key)))
+
+
+# How Transformer Engine's attention may share a sequence.
+SHARED = ("p2p", "all_gather", "a2a", "a2a+p2p")
+
+
+def _not_shared(a: Args, m: Model) -> Iterator[str]:
+    """What Transformer Engine's attention does not do on ranks that share a sequence; DSA's is Megatron's own."""
+    if m.cp == 1 or not m.kinds & {"attention", "mla"}:
+        return
+    how = [a.cp_comm_type] if isinstance(a.cp_comm_type, str) else a.cp_comm_type
+    if strange := [way for way in how if way not in SHARED]:
+        yield f"{a.written('cp_comm_type')}\tno `{strange[0]}`; {', '.join(SHARED)}"
+        return
+    if a.window_size and any("p2p" in way for way in how):
+        yield f"{a.written('window_size')}\tno window where keys go round\t`--cp-comm-type all_gather` or a2a"
+    if a.softmax_type != "vanilla" and any(way != "a2a" for way in how):
+        yield f"{a.written('softmax_type')}\tno sink but with a2a\t`--cp-comm-type a2a`"
 
 
 def _turned(a: Args, m: Model) -> list[str]:
@@ -242,5 +262,14 @@ RULES = (
         "must be at least --seq-length",
         "raise it",
         VALIDATE,
+    ),
+    Rule(
+        "context-attention",
+        FAIL,
+        "",
+        _not_shared,
+        "refused at the first step by the attention of Transformer Engine under context parallelism",
+        "name one of them",
+        "transformer_engine 2.20 attn_forward_func_with_cp",
     ),
 )

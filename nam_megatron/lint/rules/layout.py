@@ -38,9 +38,12 @@ def _indivisible(a: Args, m: Model) -> Iterator[str]:
         yield from cut("moe_ffn_hidden_size", m.moe_ffn, m.etp, "expert tensor parallel size")
         yield from cut("num_experts", a.num_experts, m.ep, "expert parallel size")
     if m.sequence_parallel:
-        yield from cut("seq_length", a.seq_length, m.tp, "tensor parallel size, under sequence parallelism,")
+        by = "tensor parallel size" if m.cp == 1 else "tensor x context parallel size"
+        yield from cut("seq_length", a.seq_length, m.tp * m.cp, f"{by}, under sequence parallelism,")
     if m.cp > 1:
         yield from cut("seq_length", a.seq_length, 2 * m.cp, "twice the context parallel size,")
+    if m.cp > 1 and "mamba2" in m.kinds and m.tp > 0 and not m.mamba_heads % m.tp:
+        yield from cut("mamba_num_heads", m.mamba_heads, m.tp * m.cp, "tensor x context parallel size")
 
 
 def _world(a: Args, m: Model) -> Iterator[str]:

@@ -155,7 +155,7 @@ RULES = (
             for t in ([a.cp_comm_type] if isinstance(a.cp_comm_type, str) else a.cp_comm_type)
         ),
         "DSA under context parallelism takes all-gather only",
-        "add `--cp-comm-type allgather`",
+        "add `--cp-comm-type all_gather`",
         CONFIG,
     ),
     Rule(
