@@ -62,16 +62,21 @@ class _OfWhole:
 
     calculate: Callable
 
-    def __call__(self, model: Any, output: Any, loss_func: Callable | None, *args: Any, **kw: Any) -> Any:
+    def __call__(
+        self, model: Any, output: Any, loss_func: Callable | None, config: TransformerConfig, *args: Any, **kw: Any
+    ) -> Any:
+        if loss_func is None or config.calculate_per_token_loss:  # of another model of this process
+            return self.calculate(model, output, loss_func, config, *args, **kw)
+
         def of_whole(output: Any, **how: Any) -> Any:
-            found = loss_func(output, **how)  # type: ignore[misc]
+            found = loss_func(output, **how)
             if not (isinstance(found, tuple) and len(found) == 3):
                 return found
             loss, tokens, said = found
             # Megatron divides by `tokens`, and averages over the ranks.
             return loss * (tokens / _mean(tokens, parallel_state.get_context_parallel_group())), tokens, said
 
-        return self.calculate(model, output, loss_func and of_whole, *args, **kw)
+        return self.calculate(model, output, of_whole, config, *args, **kw)
 
 
 def _rolled(roll: Callable, tensor: Tensor, *args: Any, cp_group: ProcessGroup | None = None, **kw: Any) -> Any:

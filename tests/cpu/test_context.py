@@ -58,7 +58,7 @@ def counted(rig) -> dict:
     context.provide(copy.copy(config))  # of a second model
     assert mended == (schedules.forward_step_calc_loss, multi_token_prediction.roll_tensor), "mended twice"
 
-    def loss(found) -> float:
+    def loss(found, config=config) -> float:
         output = torch.ones(COUNTS[rank])
         where = dict(vp_stage=None, collect_non_loss_data=False, num_microbatches=2, forward_data_store=[])
         value, _ = schedules.forward_step_calc_loss(
@@ -66,11 +66,16 @@ def counted(rig) -> dict:
         )
         return value.item()
 
+    def mine(output):
+        return output.sum() * (rank + 1), torch.tensor(output.numel(), dtype=torch.int), {}
+
+    summed = copy.copy(config)
+    summed.calculate_per_token_loss = True
     mask = torch.ones(2, TOKENS // RANKS)
     moved, count = multi_token_prediction.roll_tensor(mask, cp_group=group)
     tokens, sum_of_tokens = multi_token_prediction.roll_tensor(mask.long(), cp_group=group)
     return {
-        "loss": loss(lambda output: (output.sum() * (rank + 1), torch.tensor(output.numel(), dtype=torch.int), {})),
+        "loss": loss(mine), "sum": loss(mine, summed),
         "without_a_count": loss(lambda output: (torch.tensor(1.0), {})),
         "moved": moved.sum().item(), "count": count.item(), "tokens": tokens.sum().item(), "sum_of_tokens": sum_of_tokens.item(),
         "nothing": multi_token_prediction.roll_tensor(None, cp_group=group),
@@ -102,6 +107,9 @@ def test_the_loss_is_the_mean_over_the_tokens_of_all_ranks(ranks):
     """Data-parallel averaging takes the mean over the ranks; Megatron divides by microbatches."""
     wanted = sum(n * (rank + 1) for rank, n in enumerate(COUNTS)) / sum(COUNTS) / 2
     assert sum(r.loss for r in ranks) / RANKS == pytest.approx(wanted)
+    assert [r.sum for r in ranks] == [n * (rank + 1) for rank, n in enumerate(COUNTS)], (
+        "of a model whose steps sum losses"
+    )
     assert [r.without_a_count for r in ranks] == [RANKS / 2] * RANKS, "which Megatron scales itself"
 
 
