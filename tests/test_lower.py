@@ -473,7 +473,7 @@ REFUSALS = [
     (NATIVE, SFT | {"schedule.eval_steps": 1}, "schedule.eval_steps", "are not carried over"),
     (NATIVE, SFT | {"feature.mtp.depths": 1}, "feature.mtp.depths", "does not tell MTP which tokens are the answer"),
     (NATIVE, SFT | {"feature.fim.enabled": True}, "feature.fim.enabled", "of prompts and answers"),
-    (NATIVE, SFT | {"parallel.context": 2}, "parallel.context", "may have no answer"),
+    (NATIVE, SFT | {"parallel.context": 2}, "parallel.context", "shown on whole sequences alone"),
     (NATIVE, SFT | {"model.blocks.moe.capacity_factor": 1.25}, "model.blocks.moe.capacity_factor", "padding behind an answer"),
     (DESIGN, SFT | {"feature.mtp.depths": 0, "model.blocks.dsa.kernels": "megatron"}, "model.blocks.dsa.kernels", "have masks"),
     (NATIVE, {"data.prompt": "input"}, "data.prompt", "mock data with a `prompt`"),

@@ -146,7 +146,7 @@ class Data(Config):
         if r.feature.fim:
             yield Problem("fill-in-the-middle of prompts and answers", "feature.fim.enabled", "set it to false")
         if r.parallel.context > 1:
-            message = "a rank's share of a sequence may have no answer, and the loss is a mean over each rank's"
+            message = "prompts and answers have been shown on whole sequences alone"
             yield Problem(message, "parallel.context", "set it to 1")
         if moe and "moe" in plan.kinds and moe.capacity_factor is not None:
             message = "padding behind an answer would take places of experts, and tokens be dropped for it"
