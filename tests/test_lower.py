@@ -568,6 +568,7 @@ REFUSALS = [
     (DESIGN, TP | {"model.blocks.mamba3.rope_fraction": 0.05}, "model.blocks.mamba3.rope_fraction", "angles 3 is not divisible"),
     (DESIGN, {"model.blocks.mamba3.head_dim": 48}, "model.blocks.mamba3.head_dim", "a power of two from 16, not 48"),
     (DESIGN, {"model.seq_length": 2**19}, "model.seq_length", "fewer than 524,288 tokens in a sample"),
+    (DESIGN, {"parallel.context": 4, "model.seq_length": 2**21}, "model.seq_length", "fewer than 2,097,152 tokens in a sample"),
     (DESIGN, {"model.blocks.mamba3.chunk": 64}, "model.blocks.mamba3.chunk", "from 16 to 128, not 64 x 4"),
     (DESIGN, {"model.blocks.mamba3.chunk": 24}, "model.blocks.mamba3.chunk", "a power of two from 1, not 24"),
     ("nam56r_native_dp_fp8", {"lane.blocks.M": "mamba3", "model.blocks.mamba3.heads": 111, "model.blocks.mamba3.groups": 1},

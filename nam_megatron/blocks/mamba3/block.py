@@ -92,8 +92,9 @@ class Mamba3(Block):
                 f"Mamba-3's input projection is {self.in_proj_width} wide, which 16 x {p.tensor} tensor ranks do not divide: no FP8 GEMM",
                 at + "heads",
             )
-        # The kernels count B's and C's elements of one sample in int32.
-        wide, tokens = self.groups // p.tensor * self.mimo_rank * self.state_dim, plan.recipe.model.seq_length
+        # The kernels count B's and C's elements of one sample, of a rank's groups, in int32.
+        wide = self.groups // (p.tensor * p.context) * self.mimo_rank * self.state_dim
+        tokens = plan.recipe.model.seq_length
         if self.kernels == "fused" and tokens * wide >= 2**31:
             text = (
                 f"Mamba-3's kernels take fewer than {2**31 // wide:,} tokens in a sample at these sizes, not {tokens:,}"
