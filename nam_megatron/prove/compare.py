@@ -300,6 +300,10 @@ def refusals(plan: Plan, device: str) -> Iterator[Problem]:
     """What speaks against running a plan's two sides on this device, as far as it can be told without torch."""
     for seam in plan.not_built:
         yield Problem(f"`{seam.owner}` is not built: {seam.missing}")
+    for key in ("hidden_dropout", "attention_dropout"):
+        if getattr(plan.recipe.model, key) and plan.recipe.world_size > 1:
+            message = "several ranks drop other values than one does, and nothing could be compared"
+            yield Problem(message, f"model.{key}", f"`model.{key}=0.0`: the rest of the layout is the same")
     if device == "cpu" and (ranks := plan.recipe.world_size) > MOST:
         hint = "the same kinds of parallelism of fewer ranks: `cluster.nodes=1 parallel.expert=2 parallel.pipeline=2`"
         yield Problem(f"{ranks} ranks would run on this host; {MOST} at most", "parallel", hint)

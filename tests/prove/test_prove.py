@@ -178,6 +178,11 @@ REFUSED = {
     "format": (("format=xml",), 2, "no `xml`"),
     "recipe": (("parallel.tensor=3",), 2, "8 GPUs cannot hold"),
     "ranks": (("conf=kimi_k2",), 2, "256 ranks would run on this host; 32 at most @ parallel"),
+    "dropout": (
+        ("conf=nam56r_native_dp", "+overlay=cp", "model.attention_dropout=0.1"),
+        2,
+        "drop other values than one does, and nothing could be compared @ model.attention_dropout",
+    ),
     "muon": (
         ("conf=nam56r_native_dp", "+overlay=muon"),
         2,
