@@ -66,6 +66,10 @@ SLOW_TRAIN = " ".join(f"--deselect=tests/cpu/test_train.py::test_{name}" for nam
 SLOW_LINT = "--deselect=tests/test_lint.py::test_any_flags_are_described_and_checked"
 TOLD = ("tests/test_said_right.py", "tests/launch/test_told.py")
 SLOW_DATA = "--deselect=tests/test_data.py::test_ctrl_c_is_a_line_whatever_the_processes_do"
+LONG_BLOCKS = " ".join(
+    f"--deselect=tests/blocks/test_{{0}}.py::test_kernels_{what}"
+    for what in ("in_the_interpreter", "in_tritons_interpreter", "compile_for_hopper")
+)
 GROUPS = {
     "rows": Group(
         (
@@ -122,9 +126,7 @@ GROUPS = {
     f"naive {kind}": Group(
         (f"nam_megatron/blocks/{kind}/naive.py",),
         (
-            f"tests/blocks/test_{kind}.py " + " ".join(f"--deselect=tests/blocks/test_{kind}.py::test_kernels_{what}" for what in (
-                "in_the_interpreter", "in_tritons_interpreter", "compile_for_hopper",
-            )),
+            f"tests/blocks/test_{kind}.py {LONG_BLOCKS.format(kind)}",
             "tests/blocks/test_tensor_parallel.py",
         ),
     )
@@ -158,6 +160,7 @@ GROUPS = {
             "tests/cpu/test_ngram_embedding.py", "tests/cpu/test_models.py", "tests/blocks/test_tensor_parallel.py",
             "tests/cpu/test_context.py", "tests/cpu/test_gauges.py", "tests/cpu/test_cross_entropy.py", "tests/cpu/test_effect_modules.py",
             "tests/blocks/test_resharding.py", "tests/cpu/test_author_lane.py",
+            *(f"tests/blocks/test_{kind}.py {LONG_BLOCKS.format(kind)}" for kind in ("mamba3", "m2rnn", "mla", "dsa")),
         ),
     ),
     "hf": Group(("nam_megatron/hf/*.py",), ("tests/test_said_right.py", "tests/test_hf_describe.py", "tests/cpu/test_hf.py")),

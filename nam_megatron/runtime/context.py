@@ -39,21 +39,9 @@ def provide(config: TransformerConfig) -> None:
     """
     if config.context_parallel_size == 1 or config.calculate_per_token_loss:
         return
-    if config.experimental_attention_variant == "dsa":
-        config.experimental_attention_variant_loss_scale_func = _Unscaled(config.context_parallel_size)
     if not isinstance(schedules.forward_step_calc_loss, _OfWhole):
         schedules.forward_step_calc_loss = _OfWhole(schedules.forward_step_calc_loss)
         multi_token_prediction.roll_tensor = functools.partial(_rolled, multi_token_prediction.roll_tensor)
-
-
-@dataclass(frozen=True)
-class _Unscaled:
-    """Takes the scale of the indexer's loss from the schedule."""
-
-    ranks: int
-
-    def __call__(self, scale: Tensor) -> None:
-        DSAIndexerLossAutoScaler.set_loss_scale(scale / self.ranks)
 
 
 @dataclass(frozen=True)
@@ -65,18 +53,30 @@ class _OfWhole:
     def __call__(
         self, model: Any, output: Any, loss_func: Callable | None, config: TransformerConfig, *args: Any, **kw: Any
     ) -> Any:
-        if loss_func is None or config.calculate_per_token_loss:  # of another model of this process
+        group = parallel_state.get_context_parallel_group()
+        if config.calculate_per_token_loss:  # another model of this process
             return self.calculate(model, output, loss_func, config, *args, **kw)
 
         def of_whole(output: Any, **how: Any) -> Any:
-            found = loss_func(output, **how)
+            found = loss_func(output, **how)  # type: ignore[misc]
             if not (isinstance(found, tuple) and len(found) == 3):
                 return found
             loss, tokens, said = found
-            # Megatron divides by `tokens`, and averages over the ranks.
-            return loss * (tokens / _mean(tokens, parallel_state.get_context_parallel_group())), tokens, said
+            return (
+                loss * (tokens / _mean(tokens, group)),
+                tokens,
+                said,
+            )  # Megatron divides by them, and averages over the ranks
 
-        return self.calculate(model, output, of_whole, config, *args, **kw)
+        result = self.calculate(model, output, loss_func and of_whole, config, *args, **kw)
+        if config.experimental_attention_variant == "dsa":
+            _without_ranks(group)
+        return result
+
+
+def _without_ranks(group: ProcessGroup) -> None:
+    """The scale of the indexer's loss, which Megatron has just set."""
+    DSAIndexerLossAutoScaler.set_loss_scale(DSAIndexerLossAutoScaler.main_loss_backward_scale / group.size())
 
 
 def _rolled(roll: Callable, tensor: Tensor, *args: Any, cp_group: ProcessGroup | None = None, **kw: Any) -> Any:

@@ -176,6 +176,19 @@ def test_every_layout_is_the_same_model(pattern, layout):
     assert not {name: error for name, error in far.items() if not error < 1e-4}
 
 
+def test_maps_stay_fp32_in_a_bf16_model():
+    def job(rig):
+        from nam_megatron.runtime.pretrain import Float16ExceptMarked
+
+        rig.config.bf16 = True
+        Float16ExceptMarked(rig.config, rig.model)
+        return {name for name, p in rig.model.named_parameters() if p.dtype == torch.float32}
+
+    (kept,) = on_ranks(Case("-", features=FOUR), job)
+    at = "decoder.layers.0.hyper_connection."
+    assert kept == {at + name for name in (*ALPHAS, "bias", "mapping_proj.weight")}
+
+
 def test_ranks_that_share_a_sequence_have_the_same_streams():
     one, two = (train(Case("*E-", features=FOUR, cp=cp)) for cp in (1, 2))
     assert two.losses == pytest.approx(one.losses, rel=1e-6)

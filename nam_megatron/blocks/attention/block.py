@@ -200,13 +200,14 @@ class Attention(Block):
             )
 
     def working(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
-        z = self._sizes(z)
-        yield z.line("forward", "2 T (n + 2 g) d / t + 2 Ts h", "packed qkv and the layer's output")
+        z, others = self._sizes(z), ""
+        if z["cp"] > 1:  # as MLA's: keys and values of all ranks, and what comes of each
+            others = f" + {'8 T cp g d / t' if 'dsa' in z.plan.kinds else '2 T cp (2 g + n) d / t'}"
+        yield z.line("forward", f"2 T (n + 2 g) d / t + 2 Ts h{others}", "packed qkv and the layer's output")
         if self.output_gate:
             yield z.line("forward", "2 T n d / t", "the gate's columns of the packed projection", mark=UNMEASURED)
-        yield z.line(
-            "backward", "2 T h + 8 T n d / t + 4 T g d / t", "gradients of output, q (fp32 and bf16), k, v and input"
-        )
+        why = "gradients of output, q (fp32 and bf16), k, v and input"
+        yield z.line("backward", f"2 T h + 8 T n d / t + 4 T g d / t{others}", why)
 
     def flops(self, z: Sizes, layer: "Layer | None") -> Iterator[Work]:
         z = self._sizes(z).own(g=self.query_groups)
