@@ -260,7 +260,7 @@ def observed(model: Any, tokens: Tensor) -> Run:
         experts.append(out[1].view(s, b, -1).transpose(0, 1).flatten(0, 1).float().topk(router.topk, -1).indices.cpu())
 
     def selected(select: Any, *tensors: Tensor) -> Any:
-        selection = select(*tensors)
+        (selection,) = select(*tensors)  # of whole sequences
         if hasattr(selection, "indices"):
             keys.append(
                 selection.indices.clamp(min=0).long().cpu()
@@ -268,7 +268,7 @@ def observed(model: Any, tokens: Tensor) -> Run:
         else:
             most = selection.selected.sum(-1).max().item()
             keys.append(selection.selected.float().topk(most, -1).indices.cpu())
-        return selection
+        return [selection]
 
     for module in model.modules():
         if isinstance(module, TopKRouter):

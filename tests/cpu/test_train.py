@@ -541,14 +541,14 @@ def test_models_get_what_megatron_lacks(monkeypatch):
         "build_distributed_models",
         lambda self, *words, **named: called.append((words, named)) or models,
     )
-    for module in ("stage_log", "master_weights", "fsdp"):
+    for module in ("stage_log", "context", "master_weights", "fsdp"):
         monkeypatch.setattr(
             getattr(pretrain, module), "provide", lambda *words, module=module: called.append((module, *words))
         )
     built = pretrain.NamModelBuilder.build_distributed_models(object.__new__(pretrain.NamModelBuilder), 1, a=2)
     assert built is models
     first = ((1,), {"a": 2, "mixed_precision_wrapper": pretrain.Float16ExceptMarked})
-    assert called == [first, ("stage_log", "config"), ("master_weights",), ("fsdp", models)]
+    assert called == [first, ("stage_log", "config"), ("context", "config"), ("master_weights",), ("fsdp", models)]
 
 
 @pytest.mark.parametrize("length", [None, 4096])
