@@ -159,7 +159,7 @@ GROUPS = {
             "tests/cpu/test_hyper_connections.py --deselect=tests/cpu/test_hyper_connections.py::test_kernels_in_the_interpreter",
             "tests/cpu/test_ngram_embedding.py", "tests/cpu/test_models.py", "tests/blocks/test_tensor_parallel.py",
             "tests/cpu/test_context.py", "tests/cpu/test_gauges.py", "tests/cpu/test_cross_entropy.py", "tests/cpu/test_effect_modules.py",
-            "tests/blocks/test_resharding.py", "tests/cpu/test_author_lane.py",
+            "tests/blocks/test_resharding.py", "tests/cpu/test_author_lane.py", "tests/blocks/test_without_gpu.py",
             *(f"tests/blocks/test_{kind}.py {LONG_BLOCKS.format(kind)}" for kind in ("mamba3", "m2rnn", "mla", "dsa")),
         ),
     ),

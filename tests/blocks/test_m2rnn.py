@@ -296,7 +296,7 @@ def test_decoding_continues_the_prompt():
             for _ in range(2):
                 context.reset()
                 parts = []
-                for part in x.split([2, 5, 1, 1, 3]):
+                for part in x.split([3, 4, 1, 1, 3]):
                     parts.append(mixer(part, inference_context=context)[0])
                     context.increment_sequence_len_offset(len(part))
                 torch.testing.assert_close(torch.cat(parts), whole)

@@ -14,7 +14,10 @@ from nam_megatron.errors import Refused
 from nam_megatron.runtime.stack import hybrid_stack_spec
 
 
-@pytest.mark.parametrize(("kind", "title", "pattern"), [("mla", "MLA", "+"), ("dsa", "DSA", "MMD")])
+@pytest.mark.parametrize(
+    ("kind", "title", "pattern"),
+    [("mla", "MLA", "+"), ("dsa", "DSA", "MMD"), ("mamba3", "Mamba-3", "3"), ("m2rnn", "M2RNN", "R")],
+)
 def test_fused_without_a_gpu_is_refused(kind, title, pattern):
     """Megatron's build_module would make another exception of it, without the key."""
     plan = harness.plan_of(pattern)

@@ -1,5 +1,7 @@
 """N-gram embeddings: what is hashed, what is added and every gradient, written out token by token; the same in every layout."""
 
+import copy
+
 import harness
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nam_megatron.blocks import EMBEDDING, Gauge
 from nam_megatron.runtime.gauges import GAUGES
-from nam_megatron.runtime.ngram_embedding import PRIME, multipliers, rows
+from nam_megatron.runtime.ngram_embedding import PRIME, NgramEmbedding, multipliers, rows
 
 END = 3
 KEYS = {"enabled": True, "order": 3, "heads": 2, "buckets": 14, "width": 3, "document_end": END}
@@ -166,6 +168,19 @@ def test_every_layout_is_the_same_model(pattern, layout):
 
 def test_a_model_without_them_is_another():
     assert train(Case("*-")).losses != train(Case("*-", features=NGRAMS)).losses
+
+
+def test_both_begin_as_the_configs_other_weights_do():
+    def job(rig):
+        config = copy.copy(rig.config)
+        config.perform_initialization, config.init_method = True, lambda weight: weight.data.fill_(0.25)
+        groups, keys = rig.model.pg_collection, dict(order=2, heads=2, buckets=5, width=3, document_end=None)
+        return {
+            name: set(p.flatten().tolist())
+            for name, p in NgramEmbedding(config, groups.tp, groups.cp, **keys).named_parameters()
+        }
+
+    assert on_ranks(Case("-"), job) == [{"table": {0.25}, "projection": {0.25}}]
 
 
 def test_the_shapes_are_the_budgets():
