@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
-from nam_megatron.runtime.context import own_chunks, whole
+from nam_megatron.runtime.context import own, whole
 
 
 def _norm_op(config):
@@ -102,12 +102,11 @@ class CoreAttention(torch.nn.Module):
 
     def forward(self, query, key, value, *_, **__):
         shared, positions = self.group.size() > 1, torch.arange(len(query) * self.group.size())
-        own = torch.cat([positions.chunk(2 * self.group.size())[n] for n in own_chunks(self.group)])
         query, key, value = (t.permute(1, 2, 0, 3) for t in (query, whole(key, self.group), whole(value, self.group)))
         dropped = self.dropout if self.training else 0.0
         seen, causal = None, self.window is None and not shared
         if not causal:  # as many tokens to the left as the window has, none to the right
-            back = own[:, None] - positions
+            back = own(positions, self.group)[:, None] - positions
             seen = (back >= 0) & (back <= (self.window[0] if self.window else len(positions)))
         more = dict(scale=self.scale, enable_gqa=True)
         out = F.scaled_dot_product_attention(query, key, value, seen, dropped, causal, **more)

@@ -60,9 +60,13 @@ class Parallel(Config):
         if self.context == 1:
             return
         how, why = "p2p", "keys and values go round the ranks of a sequence while others are attended to"
-        if "dsa" in plan.kinds:
+        if self.gathers_keys(plan):
             how, why = "all_gather", "each rank gets all keys: a model with sparse attention takes no other"
         yield Setting("cp_comm_type", (how,), why, "context", fields={"transformer.cp_comm_type": how})
+
+    def gathers_keys(self, plan: "Plan") -> bool:
+        """Whether a rank that shares sequences has the keys of all ranks at once in its attention layers, or as they go round."""
+        return "dsa" in plan.kinds
 
     def check(self, plan: "Plan") -> Iterator[Problem]:
         world = plan.recipe.world_size

@@ -53,9 +53,9 @@ class _OfWhole:
     def __call__(
         self, model: Any, output: Any, loss_func: Callable | None, config: TransformerConfig, *args: Any, **kw: Any
     ) -> Any:
-        group = parallel_state.get_context_parallel_group()
         if config.calculate_per_token_loss:  # another model of this process
             return self.calculate(model, output, loss_func, config, *args, **kw)
+        group = parallel_state.get_context_parallel_group()
 
         def of_whole(output: Any, **how: Any) -> Any:
             found = loss_func(output, **how)  # type: ignore[misc]
@@ -95,7 +95,8 @@ def _mean(count: Tensor, group: ProcessGroup) -> Tensor:
 
 def own_chunks(group: ProcessGroup) -> tuple[int, int]:
     """Which of a sequence's chunks this rank has, in its order."""
-    return group.rank(), 2 * group.size() - 1 - group.rank()
+    dealt, first = _dealt(group.size()), 2 * group.rank()
+    return dealt[first], dealt[first + 1]
 
 
 def whole(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -106,8 +107,6 @@ def whole(x: Tensor, group: ProcessGroup) -> Tensor:
 def by_heads(parts: Sequence[Tensor], group: ProcessGroup) -> Tensor:
     """[s, b, sum of w / c]: whole sequences of this rank's share of each part, of parts [s / c, b, w] that have the heads in order."""
     c = group.size()
-    if c == 1:
-        return torch.cat(list(parts), -1)
     by_rank = torch.cat([part.unflatten(-1, (c, -1)) for part in parts], -1)
     s, b, _, width = by_rank.shape
     return _in_order(all_to_all_sp2hp(by_rank.flatten(2), group=group).view(c * s, b, width), c)
@@ -120,14 +119,16 @@ def by_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
         return x
     s, b, width = x.shape
     chunks = x.chunk(2 * c)
-    by_rank = torch.cat([chunks[n] for r in range(c) for n in (r, 2 * c - 1 - r)])
+    by_rank = torch.cat([chunks[n] for n in _dealt(c)])
     return all_to_all_hp2sp(by_rank, group=group).view(s // c, b, c * width)
 
 
 def own(x: Tensor, group: ProcessGroup) -> Tensor:
     """[s / c, ...]: this rank's tokens of a whole sequence [s, ...]."""
+    if group.size() == 1:
+        return x
     chunks = x.chunk(2 * group.size())
-    return x if group.size() == 1 else torch.cat([chunks[n] for n in own_chunks(group)])
+    return torch.cat([chunks[n] for n in own_chunks(group)])
 
 
 def share(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -142,7 +143,12 @@ def refuse_documents(layer: str, group: ProcessGroup) -> None:
         raise Refused(Problem(message, "parallel.context", "set `parallel.context=1`"))
 
 
+def _dealt(c: int) -> list[int]:
+    """A sequence's chunks as the ranks have them, rank by rank."""
+    return [n for rank in range(c) for n in (rank, 2 * c - 1 - rank)]
+
+
 def _in_order(x: Tensor, c: int) -> Tensor:
     """Tokens in their order, of the chunks of rank 0, those of rank 1, ..."""
-    chunks = x.chunk(2 * c)
-    return torch.cat([chunks[2 * n if n < c else 4 * c - 1 - 2 * n] for n in range(2 * c)])
+    dealt, chunks = _dealt(c), x.chunk(2 * c)
+    return torch.cat([chunks[dealt.index(n)] for n in range(2 * c)])

@@ -202,7 +202,8 @@ class Attention(Block):
     def working(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
         z, others = self._sizes(z), ""
         if z["cp"] > 1:  # as MLA's: keys and values of all ranks, and what comes of each
-            others = f" + {'8 T cp g d / t' if 'dsa' in z.plan.kinds else '2 T cp (2 g + n) d / t'}"
+            gathers = z.plan.recipe.parallel.gathers_keys(z.plan)
+            others = f" + {'8 T cp g d / t' if gathers else '2 T cp (2 g + n) d / t'}"
         yield z.line("forward", f"2 T (n + 2 g) d / t + 2 Ts h{others}", "packed qkv and the layer's output")
         if self.output_gate:
             yield z.line("forward", "2 T n d / t", "the gate's columns of the packed projection", mark=UNMEASURED)

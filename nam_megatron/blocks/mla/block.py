@@ -209,10 +209,10 @@ class Mla(Block):
 
     def working(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
         z, others = self.sizes(z), ""
-        # Keys and values of all ranks, as they come and in order; or as they go round, with what comes of each (recipe/layout.py).
+        # Keys and values of all ranks, as they come and in order; or as they go round, with what comes of each.
         if z["cp"] > 1:
-            gathered = "4 T cp n (dq + dr + dv) / t"
-            others = f" + {gathered if 'dsa' in z.plan.kinds else '2 T cp n (dq + dr + 2 dv) / t'}"
+            gathers = z.plan.recipe.parallel.gathers_keys(z.plan)
+            others = f" + {'4 T cp n (dq + dr + dv) / t' if gathers else '2 T cp n (dq + dr + 2 dv) / t'}"
         if self.projects():
             yield z.line("forward", f"2 Ts h{others}", "the layer's output")
         else:

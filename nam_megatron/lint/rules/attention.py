@@ -4,7 +4,19 @@ from collections.abc import Iterator
 
 from nam_megatron.features.yarn import FIXED
 from nam_megatron.lint.model import Model
-from nam_megatron.lint.rules.rule import CONFIG, DEFAULT, FAIL, FROM_ARGS, HYBRID, VALIDATE, WRONG, Rule, each, without
+from nam_megatron.lint.rules.rule import (
+    CONFIG,
+    DEFAULT,
+    FAIL,
+    FROM_ARGS,
+    HYBRID,
+    VALIDATE,
+    WRONG,
+    Rule,
+    each,
+    listed,
+    without,
+)
 from nam_megatron.lint.values import Args
 
 MLA_ONLY = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "cache_mla_latents")
@@ -37,7 +49,7 @@ def _not_shared(a: Args, m: Model) -> Iterator[str]:
     """What Transformer Engine's attention does not do on ranks that share a sequence; DSA's is Megatron's own."""
     if m.cp == 1 or not m.kinds & {"attention", "mla"}:
         return
-    how = [a.cp_comm_type] if isinstance(a.cp_comm_type, str) else a.cp_comm_type
+    how = listed(a.cp_comm_type)
     if strange := [way for way in how if way not in SHARED]:
         yield f"{a.written('cp_comm_type')}\tno `{strange[0]}`; {', '.join(SHARED)}"
         return

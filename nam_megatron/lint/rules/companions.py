@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import prod
 
 from nam_megatron.lint.model import Model
-from nam_megatron.lint.rules.rule import CONFIG, FAIL, VALIDATE, Rule
+from nam_megatron.lint.rules.rule import CONFIG, FAIL, VALIDATE, Rule, listed
 from nam_megatron.lint.values import Args
 
 
@@ -36,10 +36,6 @@ def _virtual(a: Args, m: Model) -> bool:
 
 def _ramp(a: Args, m: Model) -> bool:
     return a.weight_decay_incr_style != "constant"
-
-
-def _listed(value: object) -> list:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 COMPANIONS = (
@@ -107,7 +103,7 @@ COMPANIONS = (
               lambda a, m: a.replication_jump is not None and a.non_persistent_ckpt_type == "local"),
     Companion("batch_invariant_mode", "", "--attention-backend flash", lambda a, m: a.attention_backend == "flash"),
     Companion("cp_comm_type", "a2a+p2p", "--hierarchical-context-parallel-sizes",
-              lambda a, m: "a2a+p2p" not in _listed(a.cp_comm_type) or bool(a.hierarchical_context_parallel_sizes)),
+              lambda a, m: "a2a+p2p" not in listed(a.cp_comm_type) or bool(a.hierarchical_context_parallel_sizes)),
     Companion("fine_grained_activation_offloading", "", "NVTE_CPU_OFFLOAD_V1=1 in the environment, and --offload-modules",
               lambda a, m: a.launch.env.get("NVTE_CPU_OFFLOAD_V1") == "1"),
     Companion("log_memory_interval", "3", "a multiple of --log-interval",

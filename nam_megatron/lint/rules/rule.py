@@ -65,6 +65,11 @@ def without(flag: str) -> str:
     return f"without {flag}"
 
 
+def listed(value: object) -> list:
+    """Of an argument that takes one value or several."""
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
 def each(a: Args, names: Iterable[str]) -> list[str]:
     """A finding for each of `names` that the launch gives."""
     return [f"{a.written(n)}\t" for n in names if a.said(n)]

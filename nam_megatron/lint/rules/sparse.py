@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from nam_megatron.lint.model import Model
-from nam_megatron.lint.rules.rule import CONFIG, COST, DSA, FAIL, HYBRID, OPEN, WRONG, Rule, each
+from nam_megatron.lint.rules.rule import CONFIG, COST, DSA, FAIL, HYBRID, OPEN, WRONG, Rule, each, listed
 from nam_megatron.lint.values import Args
 
 DSA_ONLY = (
@@ -150,10 +150,7 @@ RULES = (
         "cp_comm_type",
         lambda a, m: m.variant == "dsa"
         and m.cp > 1
-        and any(
-            str(t).replace("_", "").lower() != "allgather"
-            for t in ([a.cp_comm_type] if isinstance(a.cp_comm_type, str) else a.cp_comm_type)
-        ),
+        and any(str(t).replace("_", "").lower() != "allgather" for t in listed(a.cp_comm_type)),
         "DSA under context parallelism takes all-gather only",
         "add `--cp-comm-type all_gather`",
         CONFIG,
