@@ -94,6 +94,8 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "author13": ("nam56r_fused", AUTHOR13),
     "author13_deterministic": ("nam56r_fused", (*AUTHOR13, DETERMINISTIC)),
     "author52_32k": ("nam56r_fused", ("cluster=h200_1", *LONG, *FULL)),
+    "author52_32k_pieces": ("nam56r_fused", ("cluster=h200_1", *LONG, "+overlay=long")),
+    "author52_64k_pieces": ("nam56r_fused", ("cluster=h200_1", *LONG, "model.seq_length=65536", "+overlay=long")),
     "author52_32k_context": ("nam56r_fused", ("cluster=h200_2", "parallel.context=2", *LONG)),
 }  # fmt: skip
 
@@ -209,7 +211,8 @@ def ranks(command: Sequence[str], env: Mapping[str, str], world: int, log: Path,
     return next((p.returncode for p in running if p.returncode), 0)
 
 
-def main() -> None:
+def main() -> int:
+    """1 if a case failed or was not begun."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--data", help="a built dataset; mock data by default")
@@ -225,6 +228,7 @@ def main() -> None:
             left = int(end - time.monotonic())
             if left < 30:
                 print(f"{name}: no time left", flush=True)
+                entries.append({"name": name, "error": "no time left"})
                 continue
             entry = measure(name, Path(folder), left, options.data, options.profile)
             entries.append(entry)
@@ -242,7 +246,8 @@ def main() -> None:
             )
             if "kinds" in (entry["kernels"] or ()):
                 print(kernels.text(entry["kernels"]), end="", flush=True)
+    return int(any("error" in entry for entry in entries))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,8 +1,10 @@
 """The measured comparisons: what they report is what was trained, and every rung is a recipe."""
 
+import itertools
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 import time
@@ -13,6 +15,8 @@ import torch
 from test_train import lowered, run, trained
 
 from nam_megatron import train
+from nam_megatron.lower import translate
+from nam_megatron.recipe import load
 
 sys.path.insert(0, str(Path(train.__file__).parents[1] / "benchmarks"))
 
@@ -22,6 +26,7 @@ import ladder
 import measure
 import peak_memory
 import report
+import sitting
 import stock
 import throughput
 
@@ -330,3 +335,66 @@ def test_a_time_is_the_gpus_alone(monkeypatch, launches):
     assert clock.Clock(9)(work, prepare) == pytest.approx(0.1 * launches)
     assert given == list(range(12))
     assert gpu.host < 120
+
+
+# A sitting at GPUs ------------------------------------------------------------------------------------------------------------------
+
+
+def sat(tmp_path, jobs, *words) -> tuple[int, dict]:
+    code = sitting.main(["--out", str(tmp_path), *words], jobs)
+    return code, {name: end["code"] for name, end in json.loads((tmp_path / "sitting.json").read_text()).items()}
+
+
+def test_a_sitting_shares_out_gpus_and_goes_on_where_it_stopped(tmp_path, capfd):
+    say = "-c 'import os, time; time.sleep({s}); print(os.environ[\"CUDA_VISIBLE_DEVICES\"])'".replace
+    jobs = {
+        "first": sitting.Job(1, 0.01, say("{s}", "0.8")),
+        "both": sitting.Job(2, 0.01, say("{s}", "0")),
+        "beside": sitting.Job(1, 0.01, say("{s}", "0.8")),
+        "later": sitting.Job(0, 0.01, say("{s}", "0"), after="first"),
+        "bad": sitting.Job(0, 0.01, "-c 'raise SystemExit(3)'"),
+        "behind bad": sitting.Job(0, 0.01, say("{s}", "0"), after="bad"),
+        "long": sitting.Job(1, 60, say("{s}", "0")),
+    }
+    assert sat(tmp_path, jobs, "--gpus", "2", "--minutes", "1") == (
+        1, {"first": 0, "both": 0, "beside": 0, "later": 0, "bad": 3},
+    )  # fmt: skip
+    said = {name: (tmp_path / f"{name}.log").read_text().strip() for name in ("first", "both", "beside", "later")}
+    assert said == {"first": "0", "both": "0,1", "beside": "0", "later": ""}
+    for name in said:
+        (tmp_path / f"{name}.log").unlink()
+    jobs["bad"] = sitting.Job(0, 0.01, "-c pass")
+    capfd.readouterr()
+    assert sat(tmp_path, jobs, "--gpus", "2", "--minutes", "1")[1]["behind bad"] == 0
+    assert "not begun: long: it takes 60 minutes\n" in capfd.readouterr().out
+    assert not any((tmp_path / f"{name}.log").exists() for name in said)
+
+
+def test_a_job_that_outlives_its_sitting_is_killed_with_all_it_started(tmp_path):
+    started = '-c \'import subprocess, sys, time; p = subprocess.Popen(["sleep", "60"]); print(p.pid, flush=True); time.sleep(60)\''
+    assert sat(tmp_path, {"slow": sitting.Job(0, 0.001, started)}, "--minutes", "0.1") == (1, {"slow": "killed"})
+    child = int((tmp_path / "slow.log").read_text())
+    deadline = time.monotonic() + 5
+    while (alive := Path(f"/proc/{child}/stat").exists()) and time.monotonic() < deadline:
+        if Path(f"/proc/{child}/stat").read_text().split()[2] == "Z":
+            alive = False
+            break
+        time.sleep(0.05)
+    assert not alive
+
+
+def test_what_waits_for_gpus_are_commands_that_there_are():
+    """Each job's file, its recipes and its tests; what it measures needs the GPU."""
+    for name, job in sitting.JOBS.items():
+        words = shlex.split(job.command)
+        assert not job.after or job.after in sitting.JOBS
+        if words[0] == "benchmarks/measure.py":
+            assert set(words[5:]) <= measure.CASES.keys(), name
+        elif "nam_megatron.prove.every" in words:
+            presets = words[words.index("--presets") + 1].split(",")
+            for preset in presets:
+                for layout in (w for before, w in itertools.pairwise(words) if before == "--with"):
+                    lowered_by = translate(load(preset, layout.split()))
+                    assert lowered_by.plan.recipe.world_size == job.gpus
+        elif "pytest" in words:
+            assert (sitting.ROOT / words[-1]).exists()

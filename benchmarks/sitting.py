@@ -1,0 +1,212 @@
+"""What waits for GPUs, the most worth first, until the time is up.
+
+    python benchmarks/sitting.py --out DIR [--gpus N] [--minutes M] [--data FOLDER] [JOB ...]
+
+Jobs that leave GPUs free run beside others; one that waits for GPUs alone lets no later one go first. A job that would not end in time by
+its estimate is not begun, and one that is not over when the time is up is killed, as on SIGTERM. What has ended well in DIR is not run
+again, so the same command goes on where the last one stopped. DIR/JOB.log is what a job said, DIR/sitting.json what became of each. Files
+that a job makes lie in DIR, too; those that prove something go to benchmarks/.
+
+Exit codes: 0 all ended well, 1 something failed, was killed or was not begun.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parent.parent
+BUSY = "GPUs are taken"
+CORPUS = "built"  # below DIR: where `data` is made if none is given
+
+
+class Job(NamedTuple):
+    """gpus: 0 for one that needs the CPU alone. minutes: an estimate. In `command` {out} is DIR and {data} the built dataset."""
+
+    gpus: int
+    minutes: float
+    command: str
+    after: str = ""
+
+
+PROVE = "-m nam_megatron.prove.every {out}/prove_%s.json --device cuda --presets %s --resume"
+GPU_TEST = "-m pytest -q -m gpu -p no:cacheprovider -p no:xdist tests/gpu/%s"
+JOBS = {
+    "data": Job(
+        0, 1.5,
+        "-c 'from subprocess import check_call as c; import sys; n = [sys.executable, \"-m\", \"nam_megatron.data\"];"
+        ' c([*n, "corpus", "{out}/cpp.jsonl", "--from", "torch"]);'
+        ' c([*n, "tokenizer", "{out}/bpe", "{out}/cpp.jsonl", "--entries", "65536"]);'
+        ' c([*n, "build", "{data}", "{out}/cpp.jsonl", "--tokenizer", "{out}/bpe"])\'',
+    ),
+    # The same model: kernels that have changed since they were last on a GPU, then layouts.
+    "kernels_dsa": Job(1, 2, GPU_TEST % "test_dsa.py"),
+    "kernels_mhc": Job(1, 2, GPU_TEST % "test_mhc.py"),
+    "prove_author": Job(
+        1, 8,
+        PROVE % ("author", "nam56r_fused") + ' --with "cluster=h200_1 +overlay=long" --with "cluster=h200_1 precision.deterministic=true"',
+    ),
+    "prove_native": Job(
+        1, 8,
+        PROVE % ("native", "nam56r_native_dp_fused")
+        + ' --with "cluster=h200_1 precision.deterministic=true" --with "cluster=h200_1 +overlay=muon"'
+        ' --with "cluster=h200_1 feature.cuda_graphs.impl=transformer_engine feature.cuda_graphs.modules=[attn,mamba]"',
+    ),
+    "prove_streams": Job(1, 5, PROVE % ("streams", "nam52_h200_dense_ref_v1") + ' --with "cluster=h200_1 +overlay=fused"'),
+    "prove_shared": Job(2, 5, PROVE % ("shared", "nam56r_fused") + ' --with "cluster=h200_2 +overlay=cp"'),
+    "prove_shared_native": Job(2, 4, PROVE % ("shared_native", "nam56r_native_dp") + ' --with "cluster=h200_2 +overlay=cp"'),
+    "prove_sharded": Job(
+        2, 6,
+        PROVE % ("sharded", "nam56r_fused")
+        + ' --with "cluster=h200_2 +overlay=fsdp_ep"'
+        ' --with "cluster=h200_2 parallel.tensor=2 parallel.sequence=true precision.fused_grad_accumulation=false'
+        ' feature.megatron_fsdp.enabled=true"',
+    ),
+    "prove_sharded_native": Job(
+        2, 4, PROVE % ("sharded_native", "nam56r_native_dp_fused") + ' --with "cluster=h200_2 +overlay=fsdp_ep"'
+    ),
+    # Long sequences and what determinism costs: memory and milliseconds beside each other.
+    "long": Job(
+        1, 8,
+        "benchmarks/measure.py --out {out}/long.json --data {data} author52_32k author52_32k_pieces author52_64k_pieces",
+        "data",
+    ),
+    "long_shared": Job(2, 4, "benchmarks/measure.py --out {out}/long_shared.json --data {data} author52_32k_context", "data"),
+    "deterministic": Job(
+        1, 8,
+        "benchmarks/measure.py --out {out}/deterministic.json --data {data} fused13 fused13_deterministic author13 author13_deterministic",
+        "data",
+    ),
+    # Ours and Megatron's default stack over 1,000 steps; three seeds are three jobs.
+    **{
+        f"stock_{seed}": Job(
+            1, 16,
+            f"benchmarks/stock.py --out {{out}}/stock_{seed}.json --data {{data}} --steps 1000 --limit 1500 schedule.seed={seed}"
+            " schedule.global_batch_size=4",
+            "data",
+        )
+        for seed in (1234, 1235, 1236)
+    },
+    # Checkpoints and other people's trainers.
+    "export": Job(1, 6, GPU_TEST % "test_hf.py"),
+    "adapters": Job(1, 5, GPU_TEST % "test_nemo_lora.py"),
+    "bridge": Job(1, 6, "benchmarks/nemo.py --out {out}/nemo.json --logs {out}/nemo --data {data} author13", "data"),
+}  # fmt: skip
+
+
+def main(words: Sequence[str] | None = None, jobs: dict[str, Job] = JOBS) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--data", type=Path, help="a built dataset, in the place of the one that `data` makes")
+    parser.add_argument("names", nargs="*", metavar="JOB", help=", ".join(jobs))
+    options = parser.parse_args(words)
+    if unknown := [name for name in options.names if name not in jobs]:
+        parser.error(f"no job {', '.join(unknown)}; there are: {', '.join(jobs)}")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and len(visible.split(",")) < options.gpus:
+        parser.error(f"--gpus {options.gpus}, and CUDA_VISIBLE_DEVICES names {visible or 'none'}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    return Sitting(options.out.resolve(), options.gpus, options.minutes, options.data).run(
+        {name: jobs[name] for name in options.names or jobs}
+    )
+
+
+class Sitting:
+    def __init__(self, out: Path, gpus: int, minutes: float, data: Path | None):
+        self.out, self.data = out, data or out / CORPUS
+        self.record, self.end = out / "sitting.json", time.monotonic() + 60 * minutes
+        self.done: dict[str, Any] = json.loads(self.record.read_text()) if self.record.exists() else {}
+        self.given, self.gpus = data is not None, gpus
+        self.free, self.running = list(range(gpus)), {}
+        self.failed = False
+
+    def run(self, jobs: dict[str, Job]) -> int:
+        waiting = {name: job for name, job in jobs.items() if not self.ended_well(name)}
+        try:
+            while waiting or self.running:
+                for name, job in list(waiting.items()):
+                    if self.begin(name, job):
+                        del waiting[name]
+                    elif self.why_not(job) == BUSY:
+                        break
+                self.look()
+                if not self.running and all(self.why_not(job) for job in waiting.values()):
+                    break
+                time.sleep(0.2)
+        finally:
+            for name in list(self.running):
+                self.over(name, "killed")
+        for name, job in waiting.items():
+            print(f"not begun: {name}: {self.why_not(job)}")
+        return int(self.failed or bool(waiting))
+
+    def ended_well(self, name: str) -> bool:
+        return (name == "data" and self.given) or self.done.get(name, {}).get("code") == 0
+
+    def why_not(self, job: Job) -> str:
+        """Why it cannot begin now; nothing if it can."""
+        if job.after and not self.ended_well(job.after):
+            return f"`{job.after}` has not ended well"
+        if job.gpus > self.gpus:
+            return f"it takes {job.gpus} GPUs"
+        if time.monotonic() + 60 * job.minutes > self.end:
+            return f"it takes {job.minutes:g} minutes"
+        return BUSY if job.gpus > len(self.free) else ""
+
+    def begin(self, name: str, job: Job) -> bool:
+        if self.why_not(job):
+            return False
+        taken, self.free = self.free[: job.gpus], self.free[job.gpus :]
+        places = {"{out}": str(self.out), "{data}": str(self.data)}
+        command = [sys.executable]
+        for word in shlex.split(job.command):
+            for place, path in places.items():
+                word = word.replace(place, path)
+            command.append(word)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = visible.split(",") if visible else [str(n) for n in range(max(taken, default=-1) + 1)]
+        env = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(names[n] for n in taken), "TRITON_CACHE_AUTOTUNING": "1"}
+        env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        log = (self.out / f"{name}.log").open("w")
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
+        self.running[name] = process, taken, time.monotonic()
+        print(f"begun: {name}" + f" on {taken}" * bool(taken), flush=True)
+        return True
+
+    def look(self) -> None:
+        for name, (process, _, _) in list(self.running.items()):
+            if process.poll() is not None:
+                self.over(name, process.returncode)
+            elif time.monotonic() > self.end:
+                self.over(name, "killed")
+
+    def over(self, name: str, code: int | str) -> None:
+        """Write down how a job ended, and give its GPUs back. Ranks of a job are of its session."""
+        process, taken, begun = self.running.pop(name)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        self.free = sorted([*self.free, *taken])
+        self.failed |= code != 0
+        self.done[name] = {"code": code, "minutes": round((time.monotonic() - begun) / 60, 2)}
+        whole = self.record.with_suffix(".part")  # a sitting may be killed at any time
+        whole.write_text(json.dumps(self.done, indent=1) + "\n")
+        whole.replace(self.record)
+        print(
+            f"{'ended' if code == 0 else f'failed ({code})'}: {name}, {self.done[name]['minutes']:.1f} min", flush=True
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
