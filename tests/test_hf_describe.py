@@ -9,6 +9,7 @@ import torch
 from presets import NAMES, lowered
 
 from nam_megatron.argv import plan_json
+from nam_megatron.budget import static
 from nam_megatron.errors import Refused
 from nam_megatron.hf import __main__ as command
 from nam_megatron.hf import check, describe, export
@@ -22,6 +23,9 @@ def of_the_budget(plan) -> dict[str, int]:
     for kind, layer in layers:
         held = getattr(z.model.blocks, kind).params(z, layer)
         found[kind] = found.get(kind, 0) + sum(prod(p.shape) * p.count for p in held)
+    if mhc := plan.recipe.feature.mhc:
+        (stage,) = static.stages(plan)
+        found["streams"] = sum(prod(p.shape) * p.count for p in mhc.params(z, stage))
     return found
 
 
@@ -33,6 +37,9 @@ def of_the_export(config) -> dict[str, int]:
         if "layers" not in words or tensor.name.endswith("expert_bias"):  # which is no parameter
             continue
         index = int(words[words.index("layers") + 1])
+        if "streams" in words:
+            found["streams"] = found.get("streams", 0) + prod(tensor.shape)
+            continue
         kind = config["mtp_kinds"][index] if "mtp" in words else kinds[index]
         found[kind] = found.get(kind, 0) + prod(tensor.shape)
     return found
@@ -41,9 +48,7 @@ def of_the_export(config) -> dict[str, int]:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_parameter_of_a_preset_is_exported_once(name):
     plan = lowered(name).plan
-    if problems := list(describe.objections(plan)):
-        assert {p.key for p in problems} == {"feature.mhc.streams"}
-        return
+    assert list(describe.objections(plan)) == []
     config = describe.config(plan)
     assert of_the_export(config) == of_the_budget(plan)
     names = [tensor.name for tensor in describe.tensors(config)]
@@ -51,16 +56,17 @@ def test_every_parameter_of_a_preset_is_exported_once(name):
     assert len(set(names)) == len(names) and len(set(keys)) == len(keys)
 
 
-def test_embeddings_of_ngrams_are_refused_by_key(tmp_path):
-    """Before the checkpoint is opened: this one holds nothing."""
-    lowering = lowered("nam56r_smoke", "feature.ngram_hash.enabled=true", "feature.ngram_hash.buckets=8")
-    assert {p.key for p in describe.objections(lowering.plan)} == {"feature.ngram_hash.enabled"}
+def test_a_refusal_names_the_key_before_the_checkpoint_is_opened(tmp_path):
+    """This one holds nothing."""
+    lowering = lowered(
+        "nam56r_smoke", "lane=native_dp", "model.letters.A=attention", "model.blocks.attention.qkv_bias=true"
+    )
     (tmp_path / "ckpt" / "iter_0000001").mkdir(parents=True)
     (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").write_text("1")
     (tmp_path / "ckpt" / "plan.json").write_text(plan_json(lowering))
     with pytest.raises(Refused) as refused:
         export.export(tmp_path / "ckpt", tmp_path / "out", None, print)
-    assert {p.key for p in refused.value.problems} == {"feature.ngram_hash.enabled"}
+    assert {p.key for p in refused.value.problems} == {"model.blocks.attention.qkv_bias"}
 
 
 @pytest.mark.parametrize(

@@ -181,8 +181,14 @@ def one_device(lowering: Lowering, dtype: str) -> Lowering:
     tree["precision"]["fused_grad_accumulation"] = False  # no gradient is computed, and the fusion wants APEX
     tree["data"] = mock(tree["data"])
     blocks = tree["model"]["blocks"]
+    for kind, key in (
+        ("mamba3", "head_pieces"),
+        ("dsa", "query_pieces"),
+    ):  # nothing is short of memory, and lengths are any
+        if blocks.get(kind):
+            blocks[kind][key] = 1
     if dtype == "fp32":
-        for keys in blocks.values():
+        for keys in (*blocks.values(), tree["feature"].get("mhc")):
             if keys and keys.get("kernels") == "fused":
                 keys["kernels"] = "naive"
     return translate(from_tree(tree))
@@ -210,11 +216,14 @@ def built(lowering: Lowering, step: Path, dtype: str) -> Any:
     given, sys.argv = sys.argv, [sys.argv[0], *words]
     try:
         args = parse_and_validate_args()
-        config = pretrain.settings(args, stack.hybrid_stack_spec(lowering.plan))
+        spec = stack.hybrid_stack_spec(lowering.plan)
+        config = pretrain.settings(args, spec)
         initialize_megatron()
     finally:
         sys.argv = given
     model = pretrain.NamModelBuilder(config.model).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    for hook in spec.metainfo.get("hooks", []):  # of features beside the layers
+        (model,) = hook([model])
     model = model.to(torch.cuda.current_device())
     if dtype == "bf16":
         model = pretrain.Float16ExceptMarked(config.model.transformer, model).module
@@ -259,8 +268,8 @@ def observed(model: Any, tokens: Tensor) -> Run:
     def routed(router: Any, inputs: Any, out: Any) -> None:
         experts.append(out[1].view(s, b, -1).transpose(0, 1).flatten(0, 1).float().topk(router.topk, -1).indices.cpu())
 
-    def selected(select: Any, *tensors: Tensor) -> Any:
-        (selection,) = select(*tensors)  # of whole sequences
+    def selected(select: Any, scores: Tensor) -> Any:
+        selection = select(scores)  # of whole sequences
         if hasattr(selection, "indices"):
             keys.append(
                 selection.indices.clamp(min=0).long().cpu()
@@ -268,7 +277,7 @@ def observed(model: Any, tokens: Tensor) -> Run:
         else:
             most = selection.selected.sum(-1).max().item()
             keys.append(selection.selected.float().topk(most, -1).indices.cpu())
-        return [selection]
+        return selection
 
     for module in model.modules():
         if isinstance(module, TopKRouter):

@@ -40,11 +40,6 @@ def objections(plan: Plan) -> Iterator[Problem]:
             "a checkpoint of adapters has no other weights, and nothing here adds them to those of the pretrained model"
         )
         yield Problem(text, "feature.lora.rank")
-    if plan.recipe.feature.mhc:
-        text = "the export's layers have one residual, and these have several streams (mHC)"
-        yield Problem(text, "feature.mhc.streams")
-    if plan.recipe.feature.ngram_hash:
-        yield Problem("the export has no embeddings of n-grams", "feature.ngram_hash.enabled")
     for kind in sorted(plan.kinds - LAYERS.keys()):
         yield Problem(f"the export has no {KINDS[kind].title}", f"model.blocks.{kind}")
     for name in ("yarn", "llama_rope"):
@@ -95,6 +90,8 @@ def config(plan: Plan) -> dict[str, Any]:
         "mtp_kinds": list(plan.mtp),
         "mtp_depths": plan.mtp_depths if plan.mtp else 0,
         **blocks,
+        **({"mhc": STREAMS(mhc)} if (mhc := plan.recipe.feature.mhc) else {}),
+        **({"ngrams": NGRAMS(hashed)} if (hashed := plan.recipe.feature.ngram_hash) else {}),
     }
 
 
@@ -117,6 +114,10 @@ BLOCKS = {
 }  # fmt: skip
 
 
+STREAMS = _named("streams", "sinkhorn_steps", "epsilon")
+NGRAMS = _named("order", "heads", "buckets", "width", "document_end")
+
+
 # Tensors -------------------------------------------------------------------------------------------------------------
 
 
@@ -124,9 +125,16 @@ def tensors(c: Config) -> Iterator[Tensor]:
     """Every tensor of a model, in the order in which it is written."""
     h = c["hidden_size"]
     yield Tensor("model.embed_tokens.weight", (("embedding.word_embeddings.weight", (c["vocab_size"], h)),))
+    if b := c.get("ngrams"):
+        tables, at = (b["order"] - 1) * b["heads"], "embedding.ngrams."
+        yield _one("model.ngrams.table", f"{at}table", tables * b["buckets"] * b["width"])
+        yield _one("model.ngrams.projection.weight", f"{at}projection", h, tables * b["width"])
     for index, kind in enumerate(c["layer_kinds"]):
         computes = c["index_sources"][index] is None
-        yield from _within(f"model.layers.{index}.", f"decoder.layers.{index}.", _layer(c, kind, computes))
+        here, there = f"model.layers.{index}.", f"decoder.layers.{index}."
+        yield from _within(here, there, _layer(c, kind, computes))
+        if c.get("mhc"):
+            yield from _within(f"{here}streams.", f"{there}hyper_connection.", _streams(c))
     yield from _norm(c, "model.norm", "decoder.final_norm.", h)
     for depth in range(c["mtp_depths"]):
         here, there = f"model.mtp.{depth}.", f"mtp.layers.{depth}."
@@ -167,6 +175,14 @@ def _layer(c: Config, kind: str, computes: bool) -> Iterator[Tensor]:
     yield from LAYERS[kind](c)
     if kind == "dsa" and computes:
         yield from _indexer(c)
+
+
+def _streams(c: Config) -> Iterator[Tensor]:
+    n = c["mhc"]["streams"]
+    shapes = {"mapping": (n * (n + 2), n * c["hidden_size"]), "bias": (n * (n + 2),)}
+    shapes |= dict.fromkeys(("alpha_pre", "alpha_post", "alpha_res"), (1,))
+    for name, shape in shapes.items():
+        yield _one(name, "mapping_proj.weight" if name == "mapping" else name, *shape, dtype="F32")
 
 
 INPUT_NORM = {

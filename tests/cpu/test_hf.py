@@ -54,6 +54,10 @@ AUTHOR = {
         f"{AT}mla.latent_norm=false", f"{AT}mamba3.mimo_rank=1", f"{AT}mamba3.chunk=16", f"{AT}dsa.full_every=1",
         "feature.mtp.depths=2", f"{AT}m2rnn.conv_width=3", f"{AT}mla.kv_lora_rank=32",
     ),
+    "author streams": (
+        "feature.mhc.streams=3", "feature.mhc.kernels=naive", "feature.mtp.depths=1", "feature.ngram_hash.enabled=true",
+        "feature.ngram_hash.buckets=50", "feature.ngram_hash.order=4", "feature.ngram_hash.document_end=7",
+    ),
     "author tp": TWO["tp"],
     "author ep": TWO["ep"],
     "author pp": (),
@@ -159,7 +163,7 @@ def test_the_export_computes_what_megatron_does(made, name, dtype):
     in_megatron(job)
 
 
-@pytest.mark.parametrize("name", ["native", "author"])
+@pytest.mark.parametrize("name", ["native", "author", "author streams"])
 def test_a_hundred_greedy_continuations_are_megatrons(made, name):
     """Megatron computes every sequence anew, the export from its caches."""
     checkpoint, exported = made(name)
@@ -477,9 +481,13 @@ HOSTILE = {
     "norm_epsilon": (0, -1.0, float("nan"), "1e-5"),
     "mla": (None, {}, [1], {"q_lora_rank": 16}),
     "moe": ({"experts": 4, "top_k": 9},),
+    "mhc": (4, {}, {"streams": 4, "sinkhorn_steps": 20}, {"streams": 4, "sinkhorn_steps": 10**9, "epsilon": 1e-6},
+            {"streams": 9, "sinkhorn_steps": 20, "epsilon": 1e-6}),
+    "ngrams": ([], {"order": 2}, {"order": 1, "heads": 1, "buckets": 8, "width": 4}, {"order": 10**9, "heads": 1, "buckets": 8, "width": 4},
+               {"order": 2, "heads": 1, "buckets": 8, "width": 4, "document_end": 256}),
     "auto_map": ({"AutoModelForCausalLM": "evil/repo--modeling_nam.NamForCausalLM"}, None),
     "model_type": ("llama", None),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("key", "value"), [(k, v) for k, values in HOSTILE.items() for v in values], ids=str)

@@ -28,12 +28,17 @@ MODEL = {
     "max_position_embeddings": int, "normalization": ("RMSNorm", "LayerNorm"), "norm_epsilon": float,
     "activation": ("squared_relu", "swiglu", "gelu"), "rotary_base": int,
 }  # fmt: skip
+# Residual streams (mHC), where a model has several.
+STREAMS = {"streams": int, "sinkhorn_steps": int, "epsilon": float}
+# Embeddings of n-grams, where a model has them. document_end: a token, or null.
+NGRAMS = {"order": int, "heads": int, "buckets": int, "width": int}
 MAY_BE_ZERO = ("shared_expert_hidden_size",)
 
 
 class NamConfig(PretrainedConfig):
     """layer_kinds: the kind of each layer. index_sources: for a DSA layer that reuses a top-k the layer, from 0, that computes it;
-    else null. mtp_kinds: the layers of one MTP depth. Of each kind that stands a mapping of its sizes, under its name.
+    else null. mtp_kinds: the layers of one MTP depth. Of each kind that stands a mapping of its sizes, under its name. mhc: sizes of the
+    residual streams, or null for the plain residual. ngrams: sizes of the embeddings of n-grams, or null for none.
 
     Raises:
         ValueError: a key is missing, unknown to the kind, of another type or out of range; it is named.
@@ -42,7 +47,15 @@ class NamConfig(PretrainedConfig):
     model_type = "nam"
 
     def __init__(
-        self, layer_kinds=None, index_sources=None, mtp_kinds=(), mtp_depths=0, tie_word_embeddings=False, **keys
+        self,
+        layer_kinds=None,
+        index_sources=None,
+        mtp_kinds=(),
+        mtp_depths=0,
+        tie_word_embeddings=False,
+        mhc=None,
+        ngrams=None,
+        **keys,
     ):
         given = {name: keys.pop(name) for name in MODEL if name in keys}
         blocks = {kind: keys.pop(kind) for kind in KINDS if keys.get(kind) is not None}
@@ -54,9 +67,14 @@ class NamConfig(PretrainedConfig):
             layer_kinds = []
         else:
             _check(layer_kinds, index_sources, mtp_kinds, mtp_depths, tie_word_embeddings, given, blocks)
+            if mhc is not None:
+                _check_block("mhc", mhc, STREAMS)
+                _check_most("mhc", mhc, streams=8, sinkhorn_steps=1000)
+            if ngrams is not None:
+                _check_ngrams(ngrams, given["vocab_size"])
         self.layer_kinds, self.mtp_kinds, self.mtp_depths = list(layer_kinds), list(mtp_kinds), mtp_depths
         self.index_sources = list(index_sources or [])
-        self.num_hidden_layers = len(self.layer_kinds)
+        self.num_hidden_layers, self.mhc, self.ngrams = len(self.layer_kinds), mhc, ngrams
         for name in MODEL:
             setattr(self, name, given.get(name))
         for kind in KINDS:
@@ -64,7 +82,7 @@ class NamConfig(PretrainedConfig):
         super().__init__(tie_word_embeddings=tie_word_embeddings, **keys)
 
     def to_dict(self):
-        return {k: v for k, v in super().to_dict().items() if k not in KINDS or v is not None}
+        return {k: v for k, v in super().to_dict().items() if k not in (*KINDS, "mhc", "ngrams") or v is not None}
 
 
 def _check(kinds, sources, mtp, depths, tied, given, blocks):
@@ -86,7 +104,7 @@ def _check(kinds, sources, mtp, depths, tied, given, blocks):
     if stray := sorted(blocks.keys() - needed):
         raise ValueError(f"{stray[0]}: no layer is of this kind")
     for kind in sorted(needed):
-        _check_block(kind, blocks.get(kind))
+        _check_block(kind, blocks.get(kind), BLOCKS[kind])
     if not isinstance(sources, (list, tuple)) or len(sources) != len(kinds):
         raise ValueError("index_sources: one entry for each layer")
     for layer, source in enumerate(sources):
@@ -101,8 +119,7 @@ def _check(kinds, sources, mtp, depths, tied, given, blocks):
     _check_sums(given, blocks)
 
 
-def _check_block(kind, block):
-    keys = BLOCKS[kind]
+def _check_block(kind, block, keys):
     if not isinstance(block, dict):
         raise ValueError(f"{kind}: missing" if block is None else f"{kind}: a mapping, not {str(block)[:80]}")
     if stray := sorted(block.keys() - keys.keys()):
@@ -111,6 +128,24 @@ def _check_block(kind, block):
         if name not in block:
             raise ValueError(f"{kind}.{name}: missing")
         _typed(f"{kind}.{name}", block[name], of)
+
+
+def _check_ngrams(ngrams, vocabulary):
+    end = ngrams.get("document_end") if isinstance(ngrams, dict) else None
+    sizes = {k: v for k, v in ngrams.items() if k != "document_end"} if isinstance(ngrams, dict) else ngrams
+    _check_block("ngrams", sizes, NGRAMS)
+    if end is not None and not (type(end) is int and 0 <= end < vocabulary):
+        raise ValueError(f"ngrams.document_end: a token below {vocabulary} or null, not {str(end)[:80]}")
+    _check_most("ngrams", ngrams, order=8, heads=1024)
+    if ngrams["order"] < 2:
+        raise ValueError("ngrams.order: 2 or more")
+
+
+def _check_most(kind, block, **most):
+    """What a forward pass counts through."""
+    for name, limit in most.items():
+        if block[name] > limit:
+            raise ValueError(f"{kind}.{name}: at most {limit}, not {block[name]}")
 
 
 def _check_sums(m, blocks):

@@ -607,6 +607,61 @@ class M2Rnn(nn.Module):
         return torch.stack(ys, 1)
 
 
+# Embeddings of n-grams -----------------------------------------------------------------------------------------------
+
+
+class Ngrams(nn.Module):
+    """What is added to a token's embedding: for each order from 2 on and each hash function, the n-gram that ends at the token names a
+    row of `buckets`; the rows side by side, zeros for one that would begin before its document, go through one projection."""
+
+    PRIME = 2**31 - 1
+
+    def __init__(self, hidden, order, heads, buckets, width, document_end=None):
+        super().__init__()
+        self.order, self.heads, self.buckets, self.width, self.end = order, heads, buckets, width, document_end
+        self.tables = (order - 1) * heads
+        self.table = nn.Parameter(torch.zeros(self.tables * buckets * width))
+        self.projection = linear(self.tables * width, hidden)
+
+    def forward(self, tokens, real=None, state=None):
+        """[b, s, hidden] of tokens [b, s]; real: which are no padding. state: a mapping that holds the tokens before, and gets the last."""
+        state = {} if state is None else state
+        real = torch.ones_like(tokens, dtype=torch.bool) if real is None else real
+        new = tokens.size(1)
+        if "tokens" in state:
+            tokens, real = torch.cat((state["tokens"], tokens), 1), torch.cat((state["real"], real), 1)
+        state["tokens"], state["real"] = tokens[:, 1 - self.order :], real[:, 1 - self.order :]
+        rows, there = (x[:, -new:] for x in self.rows(tokens, real))
+        found = F.embedding(rows, self.table.view(-1, self.width)).masked_fill(~there.unsqueeze(-1), 0)
+        return self.projection(found.flatten(2))
+
+    def rows(self, tokens, real):
+        """The row of each position, order by order, in it hash by hash, and whether there is one: [b, s, tables]."""
+        factors, found, there = self.factors(), [], []
+        back, within = [tokens], torch.ones_like(real)
+        for order in range(2, self.order + 1):
+            before, is_real = (F.pad(x, (order - 1, 0))[:, : x.size(1)] for x in (tokens, real))
+            back.append(before)
+            within = within & is_real if self.end is None else within & is_real & (before != self.end)
+            for _ in range(self.heads):
+                factor, state = next(factors), torch.zeros_like(tokens)
+                for token in reversed(back):
+                    state = (state * factor + token + 1) % self.PRIME
+                square = state * state % self.PRIME
+                state = square * square % self.PRIME * state % self.PRIME
+                found.append(state % self.buckets + len(found) * self.buckets)
+                there.append(within)
+        return torch.stack(found, -1), torch.stack(there, -1)
+
+    def factors(self):
+        """splitmix64 of 1, 2, ..."""
+        for i in range(1, self.tables + 1):
+            x = i * 0x9E3779B97F4A7C15 % 2**64
+            x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+            x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+            yield (x ^ x >> 31) % (self.PRIME - 2) + 2
+
+
 # The model -----------------------------------------------------------------------------------------------------------
 
 MIXERS = {
@@ -616,13 +671,54 @@ MIXERS = {
 
 
 class Layer(nn.Module):
-    def __init__(self, c, kind, index):
+    """x + mixer(norm(x)), x [b, s, h]; between residual streams x is [b, s, n h], stream by stream."""
+
+    def __init__(self, c, kind, index, streams=None):
         super().__init__()
         self.norm = Norm(c.hidden_size, c.norm_epsilon, c.normalization)
         self.mixer = MIXERS[kind](c, index)
+        self.streams = Streams(c.hidden_size, **streams) if streams else None
 
     def forward(self, x, step):
-        return x + self.mixer(self.norm(x), step)
+        if self.streams is None:
+            return x + self.mixer(self.norm(x), step)
+        taken, write, mix = self.streams.read(x)
+        return self.streams.write(x, self.mixer(self.norm(taken), step), write, mix)
+
+
+class Streams(nn.Module):
+    """The maps of a layer between n residual streams (arXiv 2512.24880), each a function of a token's streams: what the layer gets, how
+    its output is dealt to them, and what each keeps of all, a matrix whose rows and columns sum to one."""
+
+    def __init__(self, hidden, streams, sinkhorn_steps, epsilon):
+        super().__init__()
+        self.n, self.steps, self.epsilon = streams, sinkhorn_steps, epsilon
+        maps = streams * (streams + 2)
+        self.mapping, self.bias = fp32(maps, streams * hidden), fp32(maps, fill=0.0)
+        self.alpha_pre, self.alpha_post, self.alpha_res = fp32(1), fp32(1), fp32(1)
+
+    def read(self, x):
+        """What the layer gets [b, s, h], write [b, s, n], mix [b, s, n, n]."""
+        y, n = wide(x), self.n
+        scale = y.square().mean(-1, keepdim=True).sqrt() + self.epsilon
+        logits = F.linear(y, self.mapping.to(y.dtype)) / scale
+        parts = zip(logits.split((n, n, n * n), -1), (self.alpha_pre, self.alpha_post, self.alpha_res), strict=True)
+        logits = torch.cat([part * alpha for part, alpha in parts], -1) + self.bias
+        read, write, mix = logits.split((n, n, n * n), -1)
+        taken = (read.sigmoid().unsqueeze(-1) * y.unflatten(-1, (n, -1))).sum(2).to(x.dtype)
+        return taken, 2 * write.sigmoid(), self.balanced(mix.unflatten(-1, (n, n)))
+
+    def write(self, x, output, write, mix):
+        dealt = write.unsqueeze(-1) * wide(output).unsqueeze(2)
+        return (mix @ wide(x).unflatten(-1, (self.n, -1)) + dealt).flatten(2).to(x.dtype)
+
+    def balanced(self, logits):
+        """Sinkhorn's normalisations of rows and columns."""
+        m = (logits - logits.amax(-1, keepdim=True)).exp()
+        for _ in range(self.steps):
+            m = m / m.sum(-1, keepdim=True).clamp(min=self.epsilon)
+            m = m / m.sum(-2, keepdim=True).clamp(min=self.epsilon)
+        return m
 
 
 class Ahead(nn.Module):
@@ -650,7 +746,7 @@ class NamPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _no_split_modules = ["Layer"]
     _keep_in_fp32_modules_strict = ["expert_bias", "state_weight", "dt_bias", "A_log", "B_bias", "C_bias"]
-    _keep_in_fp32_modules_strict += ["mimo_x", "mimo_z", "mimo_o", r"mixer\.D"]
+    _keep_in_fp32_modules_strict += ["mimo_x", "mimo_z", "mimo_o", r"mixer\.D", "streams"]
 
     @classmethod
     def _supports_default_dynamic_cache(cls):
@@ -674,8 +770,10 @@ class NamModel(NamPreTrainedModel):
         super().__init__(config)
         c = config
         self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
-        self.layers = nn.ModuleList(Layer(c, kind, i) for i, kind in enumerate(c.layer_kinds))
+        self.ngrams = Ngrams(c.hidden_size, **c.ngrams) if c.ngrams else None
+        self.layers = nn.ModuleList(Layer(c, kind, i, c.mhc) for i, kind in enumerate(c.layer_kinds))
         self.norm = Norm(c.hidden_size, c.norm_epsilon, c.normalization)
+        self.streams = c.mhc["streams"] if c.mhc else 1
         self.mtp = nn.ModuleList(Ahead(c) for _ in range(c.mtp_depths))
         self.post_init()
 
@@ -685,10 +783,18 @@ class NamModel(NamPreTrainedModel):
     def set_input_embeddings(self, value):
         self.embed_tokens = value
 
+    def embedded(self, tokens, real=None, state=None):
+        x = self.embed_tokens(tokens)
+        return x if self.ngrams is None else x + self.ngrams(tokens, real, state)
+
     def forward(self, x, step, each=None):
-        """Hidden states [b, s, h] behind the last norm, of embeddings; `each` is called with every layer's output."""
+        """Hidden states [b, s, h] behind the last norm, of embeddings; `each` is called with every layer's output: residual streams
+        are copies of the embedding at first, lie side by side between the layers, and their mean is what the last one leaves."""
+        x = x.repeat(1, 1, self.streams)
         for index, layer in enumerate(self.layers):
             x = layer(x, step)
+            if index == len(self.layers) - 1 and self.streams > 1:
+                x = wide(x).unflatten(-1, (self.streams, -1)).mean(2).to(x.dtype)
             if each is not None:
                 each(index, x)
         return self.norm(x)
@@ -698,7 +804,7 @@ class NamModel(NamPreTrainedModel):
         found = []
         for depth in self.mtp:
             tokens = F.pad(tokens[:, 1:], (0, 1))
-            hidden = depth(hidden, self.embed_tokens(tokens), step)
+            hidden = depth(hidden, self.embedded(tokens), step)
             found.append(hidden)
         return found
 
@@ -739,13 +845,18 @@ class NamForCausalLM(NamPreTrainedModel, GenerationMixin):
         logits_to_keep: of the last tokens alone; 0 is all. mtp: `hidden_states` are those of the MTP depths instead of the
         layers'; their logits are `lm_head` of them.
         """
-        x = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         cache = past_key_values
         if cache is None and use_cache:
             cache = NamCache()
         if cache is not None and not isinstance(cache, NamCache):
             raise ValueError(f"past_key_values: a NamCache, not {type(cache).__name__}")
-        step = self._step(x, attention_mask, position_ids, cache)
+        step = self._step(input_ids if inputs_embeds is None else inputs_embeds, attention_mask, position_ids, cache)
+        if inputs_embeds is None:
+            x = self.model.embedded(input_ids, step.real, step.state("ngrams") if self.model.ngrams else None)
+        elif self.model.ngrams is None:
+            x = inputs_embeds
+        else:
+            raise ValueError("inputs_embeds: this model embeds n-grams of tokens, and takes input_ids")
         kept = [x] if output_hidden_states else None
         hidden = self.model(x, step, (lambda i, y: kept.append(y)) if output_hidden_states else None)
         if mtp:
