@@ -30,6 +30,9 @@ SHARDED = {"--data-parallel-sharding-strategy": "optim_grads_params"}
 TP2 = {"--tensor-model-parallel-size": "2", "--sequence-parallel": True}
 ONE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
+FULL = {"--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": "1"}
+AHEAD = HYBRID | FULL | {"--hybrid-layer-pattern": "M-M*-M/*-"}
+
 # rule -> (a clean launch, what changes in it, the environment). A value of None takes the flag away.
 CASES = {
     "activations": (GPT, {"--squared-relu": True}),
@@ -177,6 +180,8 @@ CASES = {
     "pipeline-split": (HYBRID, {"--hybrid-layer-pattern": "M-|*-"}),
     "positions-short": (GPT, {"--max-position-embeddings": "512"}),
     "recompute": (GPT, {"--recompute-granularity": "full", "--recompute-method": "uniform"}),
+    "recompute-mtp": (AHEAD, {"--recompute-num-layers": "2"}),
+    "recompute-mtp-block": (AHEAD, {"--recompute-method": "block"}),
     "recompute-ignored": (GPT, {"--recompute-modules": "mlp"}),
     "rope-flags-ignored": (GPT, {"--position-embedding-type": "none", "--rotary-base": "500000"}),
     "rope-scales-softmax": (MLA, {"--rotary-scaling-factor": "40", "--mscale-all-dim": "1.0"}),
@@ -193,6 +198,6 @@ CASES = {
 LATER = {
     "context-attention", "dsa-latent-norm", "dsa-reuse-cut", "dsa-reuse-source", "dsa-rotate", "dsa-sequence", "dsa-stage-without-indexer",
     "dsa-untrained-overlap", "dsa-without-mla", "fp8-mamba-width", "fsdp-pipeline", "layer-frequency", "moe-sequence",
-    "moe-stage-without-experts", "moe-top-k", "pattern-without-experts", "rope-columns",
+    "moe-stage-without-experts", "moe-top-k", "pattern-without-experts", "recompute-mtp", "rope-columns",
 }  # fmt: skip
 NEEDS_CUDA = {"dsa-kernel-declines"}

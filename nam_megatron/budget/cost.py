@@ -60,8 +60,8 @@ def cost(plan: Plan) -> Cost:
     for segment in plan.segments:
         for indices, checkpointed in groups(recompute, len(segment)):
             whole |= {segment[i].number for i in indices if checkpointed}
-    if recompute and recompute.granularity == "full":
-        whole.add(None)  # MTP's inner layers
+    if recompute and recompute.granularity == "full" and recompute.method == "uniform":
+        whole.add(None)  # MTP's inner layers, which `block` skips
     counts: Counter[Work] = Counter()
     again = 0.0
     for number, work in _works(z):

@@ -287,7 +287,8 @@ class _Moving:
         for depth in range(z.plan.mtp_depths):
             names = [f"mtp {depth} {kind}" for kind in z.plan.mtp]
             costs = [self._cost(kind, None) for kind in z.plan.mtp]
-            if f.recompute and f.recompute.granularity == "full":
+            # Under `block` Megatron 0.19.2 skips MTP, with a warning.
+            if f.recompute and f.recompute.granularity == "full" and f.recompute.method == "uniform":
                 yield self._part(costs, names, True, "mtp")
             else:
                 yield from (self._part([c], [n], False) for c, n in zip(costs, names, strict=True))

@@ -93,6 +93,9 @@ class Recompute(Feature):
                 yield Problem(
                     f"{self.layers} layers per group exceed the longest stage of {plan.longest_stage}", at + "layers"
                 )
+            if plan.mtp_depths and self.method == "uniform" and (self.layers or 1) > 1:
+                message = "Megatron recomputes MTP by single layers, and stops in the first step with groups of more"
+                yield Problem(message, at + "layers", "set it to 1")
             dsa = plan.recipe.model.blocks.dsa
             if plan.reusing_layers and self.layers and dsa and dsa.kernels == "megatron":
                 # It travels with the microbatch's attention mask, of which the second run has another. Ours is kept by each layer.

@@ -111,6 +111,13 @@ def _recompute(a: Args, m: Model) -> Iterator[str]:
             yield "`mla_up_proj` without MLA"
 
 
+MTP = "core/transformer/multi_token_prediction.py _checkpointed_forward"
+
+
+def _recomputes_mtp(a: Args, m: Model, method: str) -> bool:
+    return m.recompute == "full" and a.recompute_method == method and bool(m.mtp_depths or a.mtp_num_layers)
+
+
 SIZES = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
     "expert_tensor_parallel_size", "micro_batch_size", "global_batch_size", "hidden_size", "num_attention_heads", "seq_length",
@@ -226,6 +233,24 @@ RULES = (
         "recompute flags that do not fit",
         "full: `--recompute-method uniform --recompute-num-layers 1`; selective: `--recompute-modules` only",
         CONFIG,
+    ),
+    Rule(
+        "recompute-mtp",
+        FAIL,
+        "recompute_num_layers",
+        lambda a, m: _recomputes_mtp(a, m, "uniform") and a.recompute_num_layers not in (None, 1),
+        "MTP is recomputed by single layers: Megatron stops in the first step",
+        "`--recompute-num-layers 1`",
+        MTP,
+    ),
+    Rule(
+        "recompute-mtp-block",
+        COST,
+        "recompute_method",
+        lambda a, m: _recomputes_mtp(a, m, "block"),
+        "under `block` MTP is not recomputed; Megatron warns and keeps all that it needs",
+        "`--recompute-method uniform --recompute-num-layers 1`",
+        MTP,
     ),
     Rule(
         "recompute-ignored",
