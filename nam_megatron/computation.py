@@ -1,12 +1,13 @@
 """What a plan computes, apart from how, where and how fast: for resuming a run and for comparing runs.
 
-The row of each key says it (setting.Row.executes); whatever says nothing computes. The parallel layout only executes (but see `_shards`):
+The row of each key says it (setting.Row.executes); whatever says nothing computes. The parallel layout only executes (but see `by_layout`):
 the next step is the same one in another order of sums. The micro batch computes: the experts' balance is judged in each.
 """
 
 import json
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,11 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator
     """How two plans (the trees of plan.json) differ: in what stands, and in the settings that no recipe key decides."""
     sides = [_flat(standing(tree), "") | _pins(tree) for tree in (before, after)]
     out = [set(_unread(tree)) for tree in (before, after)]
-    sharded = {key for side, silent in zip(sides, out, strict=True) for key in _shards(side.keys() - silent, side)}
+    ranks = [_data_parallel(side) for side in sides]
+    same = ranks[0] == ranks[1] is not None
+    sharded = {
+        key for side, silent in zip(sides, out, strict=True) for key in _computing(side.keys() - silent, side, same)
+    }
     unread = out[0] | out[1]
     looked = {f"settings.{s['name']}" for tree in (before, after) for s in tree["settings"] if s.get("executes")}
     for key in dict.fromkeys((*sides[0], *sides[1])):
@@ -56,13 +61,35 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator
             yield Difference(key, there, here, key in sharded or (key not in looked and not executes(key)))
 
 
-def _shards(read: Set[str], side: Mapping[str, Any]) -> Iterator[str]:
-    """Keys of the layout that compute after all: where a rank decides by its own share of a matrix or of the tokens."""
-    mode = "feature.muon.tp_mode"
-    if mode in read and side[mode] == "blockwise":  # a share of a matrix is orthogonalised for itself
-        yield from ("parallel.tensor", "parallel.expert_tensor")
-    if side.get("model.blocks.moe.capacity_factor") is not None:  # an expert's places are counted on each rank
-        yield from ("parallel.tensor", "parallel.sequence", "parallel.context")
+# What the number of data-parallel ranks comes of.
+SHARED_OUT = ("cluster.nodes", "cluster.gpus_per_node", "parallel.tensor", "parallel.pipeline", "parallel.context")
+
+
+def _data_parallel(side: Mapping[str, Any]) -> float | None:
+    """Ranks of a flat recipe, if it says numbers."""
+    numbers = [n for n in (side.get(key) for key in SHARED_OUT) if isinstance(n, int) and n > 0]
+    return numbers[0] * numbers[1] / prod(numbers[2:]) if len(numbers) == len(SHARED_OUT) else None
+
+
+def by_layout(side: Mapping[str, Any]) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """Keys of a flat recipe with which the layout computes: key, why, and the keys of the layout that do."""
+    mode, moe = "feature.muon.tp_mode", "model.blocks.moe."
+    if side.get(mode) == "blockwise":
+        why = "a rank orthogonalises its share of a matrix for itself"
+        yield mode, why, ("parallel.tensor", "parallel.expert_tensor")
+    if side.get(f"{moe}capacity_factor") is not None:
+        why = "an expert's places are counted on each rank"
+        yield f"{moe}capacity_factor", why, ("parallel.tensor", "parallel.sequence", "parallel.context")
+    if side.get(f"{moe}balancing") == "global_aux_loss" and side.get(f"{moe}aux_loss_coeff"):
+        why = "a microbatch is balanced against those before it, on all data-parallel ranks"
+        yield f"{moe}balancing", why, SHARED_OUT
+
+
+def _computing(read: Set[str], side: Mapping[str, Any], same: bool) -> Iterator[str]:
+    """Keys of the layout that compute after all. same: as many data-parallel ranks on both sides."""
+    for key, _, cut in by_layout(side):
+        if key in read and not (same and cut is SHARED_OUT):
+            yield from cut
 
 
 def standing(tree: Mapping[str, Any]) -> dict[str, Any]:

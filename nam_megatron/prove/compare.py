@@ -8,8 +8,11 @@ from math import hypot, inf, isfinite, sqrt
 from types import MappingProxyType
 from typing import Any
 
+from nam_megatron.computation import SHARED_OUT, by_layout
 from nam_megatron.errors import Problem
 from nam_megatron.plan import Plan
+from nam_megatron.prove.cut import OPTIM, leaves
+from nam_megatron.recipe import to_tree
 
 START, LOSS, COUNT, GRADIENT, WEIGHT = "start", "loss", "tokens of experts", "gradient", "weight"
 BITS = "bits of the ranks"  # of two runs that have to be equal to the last one
@@ -244,6 +247,10 @@ def _tensors(
             else:
                 off = sqrt(sum(o for o, _, _ in windows.values()))
                 whole = pools.get((what, step, _pool(what, key)), sqrt(max(w for _, w, _ in windows.values())))
+                if said_as == WEIGHT and not key.endswith("router.expert_bias"):
+                    whole = max(
+                        whole, OPTIM["lr"] * sqrt(elements)
+                    )  # a step may take a weight to where it is next to nothing
                 yield Row(said_as, step, key, off / whole if whole else (inf if off else 0.0), limit, *place)
     for what, step, key in found:
         if step in {0, *steps}:
@@ -304,6 +311,14 @@ def refusals(plan: Plan, device: str) -> Iterator[Problem]:
         if getattr(plan.recipe.model, key) and plan.recipe.world_size > 1:
             message = "several ranks drop other values than one does, and nothing could be compared"
             yield Problem(message, f"model.{key}", f"`model.{key}=0.0`: the rest of the layout is the same")
+    flat = dict(leaves(to_tree(plan.recipe)))
+    for key, why, cut in by_layout(flat):
+        split = [f"`{name}={flat[name]}`" for name in cut if flat[name] not in (1, False)]
+        if cut is SHARED_OUT:
+            split = [f"{ranks} of them" for ranks in [plan.recipe.data_parallel] if ranks > 1]
+        if split:
+            message = f"{why}: with {split[0]} this trains another model than one rank does"
+            yield Problem(message, key, "prove the rest of the layout without it")
     if device == "cpu" and (ranks := plan.recipe.world_size) > MOST:
         hint = "the same kinds of parallelism of fewer ranks: `cluster.nodes=1 parallel.expert=2 parallel.pipeline=2`"
         yield Problem(f"{ranks} ranks would run on this host; {MOST} at most", "parallel", hint)

@@ -72,7 +72,7 @@ class NormColumnLinear(ColumnParallelLinear):
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         state = self.state_dict(prefix="", keep_vars=True)
         groups = dict(tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"])
-        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets, **groups)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0, "bias": 0}, sharded_offsets, **groups)
 
 
 class ReplicatedLinear(torch.nn.Module):
