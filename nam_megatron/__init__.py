@@ -1,9 +1,13 @@
 """From a Hydra recipe of a hybrid language model to exactly what Megatron-Core must be told."""
 
+from __future__ import annotations
+
 import os
-import signal
 import sys
-from types import FrameType, TracebackType
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import FrameType, TracebackType
 
 interrupted = False  # by a Ctrl-C that nothing else handles: what a library made of it since is no error of its own
 
@@ -36,6 +40,8 @@ if sys.argv[:1] == ["-m"]:
             os._exit(130)
 
     sys.excepthook = _end
+    import signal  # after the hook: it imports for milliseconds itself
+
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
 
