@@ -538,7 +538,10 @@ def time_layers(report: Report, clock: Clock) -> None:
         shelf = reusing.self_attention.core_attention.shelf
         for name, work in (
             (f"b{b} s{s} layer: ours, computing", passes(computing, b, s)),
-            (f"b{b} s{s} layer: ours, reusing", passes(reusing, b, s, lambda: shelf.selections.update({5: selection}))),
+            (
+                f"b{b} s{s} layer: ours, reusing",
+                passes(reusing, b, s, lambda: shelf.selections.update({5: [selection]})),
+            ),
         ):
             timed(name, clock, *work)
             profile(report, name, lambda forward=work[0], backward=work[1]: backward(forward()))

@@ -459,15 +459,48 @@ def test_triton_tunes_kernels_of_state_space_layers_in_the_first_step(preset, le
 
 def test_table_of_long_sequences_is_todays():
     """benchmarks/tables.py has been run since the formulas changed: one row of it."""
-    row = next(
-        l
-        for l in (MEASURED.parents[1] / "docs/training.md").read_text().splitlines()
-        if l.startswith("| 65,536 | the input")
-    )
-    words = ("model.seq_length=65536", "schedule.micro_batch_size=1", "schedule.global_batch_size=8", *FULL)
+    rows = (MEASURED.parents[1] / "docs/training.md").read_text().splitlines()
+    whole, pieces = (next(l for l in rows if l.startswith(f"| 65,536 | the {kept}")) for kept in ("input", "same"))
+    words = ("model.seq_length=65536", "schedule.micro_batch_size=1", "schedule.global_batch_size=8")
     layouts = [(f"cluster=h200_{n}", f"parallel.context={c}") for n, c in ((1, 1), (2, 1), (8, 1), (2, 2), (4, 4))]
-    found = [budget(plan_of("nam56r_fused", *layout, *words)).worst.steady.total / GIB for layout in layouts]
-    assert [f"{n:.1f}" for n in found] == [cell.strip().partition(",")[0] for cell in row.strip("|").split("|")[2:]]
+
+    def told(layout: tuple[str, ...], *more: str) -> str:
+        return f"{budget(plan_of('nam56r_fused', *layout, *words, *more)).worst.steady.total / GIB:.1f}"
+
+    assert [told(x, *FULL) for x in layouts] == [c.strip().partition(",")[0] for c in whole.strip("|").split("|")[2:]]
+    assert told(layouts[0], "+overlay=long") == pieces.split("|")[3].strip()
+
+
+@pytest.mark.parametrize(("method", "layers", "kept"), [("uniform", 1, False), ("block", 52, True)])
+def test_mtp_is_kept_where_megatron_does_not_recompute_it(method, layers, kept):
+    """Under `block` 0.19.2 warns and skips it, whatever the number of layers."""
+    words = (
+        "feature.recompute.granularity=full",
+        f"feature.recompute.method={method}",
+        f"feature.recompute.layers={layers}",
+    )
+    lines = budget(plan_of("nam56r", "schedule.micro_batch_size=1", *words)).worst.steady.lines
+    assert any(l.owner == "mtp" and l.name == "first projection" for l in lines) == kept
+
+
+def test_pieces_take_less_memory_one_after_the_other():
+    """Of Mamba-3's heads and DSA's queries, at a length where nothing else counts; the rest of a layer's work stays whole."""
+    words = (
+        "cluster=h200_1",
+        "model.seq_length=65536",
+        "schedule.micro_batch_size=1",
+        "schedule.global_batch_size=8",
+        *FULL,
+    )
+
+    def work(kind: str, when: str, *more: str) -> float:
+        plan = plan_of("nam56r_fused", *words, *more)
+        z, block = Sizes.of(plan), plan.recipe.model.blocks.of(kind)
+        return next(l.bytes for l in block.working(z, next(x for x in plan.layers if x.kind == kind)) if l.name == when)
+
+    for kind, key, when in (("mamba3", "head_pieces", "backward"), ("dsa", "query_pieces", "forward")):
+        one, two, four = (work(kind, when, f"model.blocks.{kind}.{key}={n}") for n in (1, 2, 4))
+        assert 0.5 * one <= two < 0.62 * one and 0.5 * two <= four < 0.75 * two
 
 
 def test_rows_of_ngrams_are_remembered_where_the_embedding_is():

@@ -25,6 +25,7 @@ ELSEWHERE = {
     "preset.family": "compare: may two runs be compared",
     "preset.about": "list=presets",
     "assumptions": "the header of every output",
+    "model.blocks.dsa.query_pieces": "the budget where sequences are long, and how many scores are held (tests/blocks/test_dsa.py)",
     "device.link": "the checks before a run (launch/gpu.py)",
     "device.gemm_floor_tflops": "the checks before a run (launch/sanity.py)",
     "device.allreduce_floor_gbs": "the checks before a run (launch/sanity.py)",

@@ -201,7 +201,8 @@ preset.name preset.alias_of preset.family preset.about model.family lane.name la
 model.blocks.mla.kernels model.blocks.dsa.kernels model.blocks.mamba3.kernels model.blocks.m2rnn.kernels
 model.blocks.moe.dispatcher model.blocks.moe.pad_to_capacity model.blocks.moe.permute_fusion model.blocks.moe.router_fusion
 model.blocks.moe.shared_overlap model.blocks.moe.fused_weighted_squared_relu model.blocks.mamba2.strided
-model.blocks.mamba3.recompute model.blocks.mamba3.chunk parallel.tensor parallel.sequence parallel.pipeline
+model.blocks.mamba3.recompute model.blocks.mamba3.chunk model.blocks.mamba3.head_pieces model.blocks.dsa.query_pieces
+parallel.tensor parallel.sequence parallel.pipeline
 parallel.virtual_pipeline parallel.context parallel.expert parallel.expert_tensor feature.recompute.granularity
 feature.recompute.modules feature.recompute.method feature.recompute.layers feature.cuda_graphs.impl
 feature.cuda_graphs.modules feature.cuda_graphs.warmup_steps feature.distributed_optimizer.overlap_grad_reduce

@@ -258,6 +258,7 @@ CAME_LATER = {
     "model.blocks.attention.position_embedding": "rope",
     "model.blocks.attention.rotary_percent": 1.0,
     "model.learned_positions": None,
+    "model.blocks.dsa.query_pieces": 1, "model.blocks.mamba3.head_pieces": 1,
 }  # fmt: skip
 
 

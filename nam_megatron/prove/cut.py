@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nam_megatron.blocks.dsa.block import TILE
 from nam_megatron.errors import Problem, Refused
 from nam_megatron.lower import Lowering, translate
 from nam_megatron.plan import Plan
@@ -37,19 +38,21 @@ ON_GPU = {
     "model.blocks.dsa.top_k": 128,
     "schedule.micro_batch_size": 1,
 }
-OPTIM = {"lr": 0.01, "min_lr": 0.001, "decay": "constant", "warmup_steps": 0, "eps": 1e-3}
+OPTIM: dict[str, Any] = {"lr": 0.01, "min_lr": 0.001, "decay": "constant", "warmup_steps": 0, "eps": 1e-3}
 CLIP = 0.5
 
 
-def widths(p: Any) -> dict[str, int]:
-    """The widths that a CPU gets, by key below `model`, for the degrees of `p` (recipe.parallel)."""
+def widths(recipe: Recipe) -> dict[str, int]:
+    """The widths that a CPU gets, by key below `model`, for the degrees of `recipe.parallel` and what is taken in pieces."""
+    p, mamba3 = recipe.parallel, recipe.model.blocks.mamba3
     t, e, shares = p.tensor, p.expert, p.tensor * p.context
+    groups = max(2, mamba3.head_pieces if mamba3 else 1) * shares
     return {
         "hidden_size": 64 * -(-t // 8),
         "ffn_hidden_size": 96 * -(-t // 8),
         "num_attention_heads": max(4, 2 * t),
         "vocab_size": 128 * -(-t // 8),
-        "seq_length": max(SEQUENCE, 4 * shares),
+        "seq_length": _multiple(max(SEQUENCE, 4 * shares), _parts(recipe)),
         "blocks.attention.head_dim": 16,
         "blocks.attention.query_groups": max(2, t),
         "blocks.mla.q_lora_rank": 16,
@@ -72,16 +75,26 @@ def widths(p: Any) -> dict[str, int]:
         "blocks.gdn.key_head_dim": 8,
         "blocks.gdn.value_heads": 4 * shares,
         "blocks.gdn.value_head_dim": 16,
-        "blocks.mamba3.heads": 4 * shares,
+        "blocks.mamba3.heads": 2 * groups,
         "blocks.mamba3.head_dim": 16,
         "blocks.mamba3.state_dim": 32,
-        "blocks.mamba3.groups": 2 * shares,
+        "blocks.mamba3.groups": groups,
         "blocks.mamba3.mimo_rank": 2,
         "blocks.mamba3.chunk": 16,
         "blocks.m2rnn.k_dim": 16,
         "blocks.m2rnn.v_dim": 16,
         "blocks.m2rnn.heads": 2 * shares,
     }
+
+
+def _multiple(least: int, of: int) -> int:
+    return -(-least // of) * of
+
+
+def _parts(recipe: Recipe) -> int:
+    """Of DSA's queries of a sequence, each taken by itself."""
+    pieces, context = recipe.model.blocks.dsa and recipe.model.blocks.dsa.query_pieces, recipe.parallel.context
+    return (pieces or 1) * (2 * context if context > 1 else 1)
 
 
 # Execution that one rank does without: what each key says there. Everything else is the same on both sides.
@@ -101,6 +114,8 @@ PLAIN = {
     "model.blocks.m2rnn.kernels": "naive",
     "feature.mhc.kernels": "naive",
     "model.blocks.mamba3.recompute": "none",
+    "model.blocks.mamba3.head_pieces": 1,
+    "model.blocks.dsa.query_pieces": 1,
     "model.blocks.mamba2.strided": False,
     "model.blocks.moe.dispatcher": "alltoall",
     "model.blocks.moe.permute_fusion": False,
@@ -186,7 +201,7 @@ def pair(recipe: Recipe, device: str, steps: int, seed: int = 1234) -> Pair:
         unproven += _without_kernels(tree, full)
         if _at(tree, "model.blocks.dsa.kernels") == "megatron":
             unproven.append("which of several equal index scores Megatron's top-k takes: the earliest, as ours do")
-        for key, width in widths(recipe.parallel).items():
+        for key, width in widths(recipe).items():
             _least(tree, f"model.{key}", width)
         if _at(tree, "model.blocks.moe.group_limit"):  # of as few experts as are left
             _put(tree, "model.blocks.moe.group_limit", [2, 1])
@@ -196,7 +211,7 @@ def pair(recipe: Recipe, device: str, steps: int, seed: int = 1234) -> Pair:
         _keep_grouped(tree, recipe)
     else:
         for key, most in ON_GPU.items():
-            _least(tree, key, most)
+            _least(tree, key, _multiple(most, _parts(recipe) * TILE) if key == "model.seq_length" else most)
     _batches(tree, recipe, full, steps, seed, device)
     layout, plain = _shortest(tree, full)
     for key, value in PLAIN.items():

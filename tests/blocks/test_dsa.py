@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,7 +132,8 @@ def test_an_indexer_that_learns_keeps_more_than_chance(draw):
     optimizer = torch.optim.Adam(own, lr=0.05)
 
     def kept(scores):
-        return naive.kept(draw.query, draw.key, naive.select(scores, K), SCALE, sampled(S, K)).mean().item()
+        (few,) = sampled([S], S, K)
+        return naive.kept(draw.query, draw.key, naive.select(scores, K), SCALE, few).mean().item()
 
     before = kept(naive.index_scores(*own).detach())
     for _ in range(100):
@@ -148,9 +150,19 @@ def test_an_indexer_that_learns_keeps_more_than_chance(draw):
 
 @pytest.mark.parametrize(("s", "top_k"), [(19, 5), (4096, 256), (300, 172), (32, 32), (1, 1)])
 def test_the_queries_that_are_looked_at_have_more_keys_than_the_top_k(s, top_k):
-    rows = range(s)[sampled(s, top_k)]
+    (few,) = sampled([s], s, top_k)
+    rows = range(s)[few]
     assert 1 <= len(rows) <= KEPT_ROWS and (rows[0] == top_k if s > top_k else list(rows) == [s - 1])
     assert len(rows) == s - top_k or s - rows[-1] <= rows.step or s <= top_k, "the last ones too"
+
+
+@pytest.mark.parametrize("pieces", [2, 8])
+def test_in_pieces_the_same_queries_are_looked_at(pieces):
+    run = 2048 // pieces
+    ends = [(n + 1) * run for n in range(pieces)]
+    few = sampled(ends, run, 500)
+    rows = [end - run + row for end, some in zip(ends, few, strict=True) for row in range(run)[some]]
+    assert rows == list(range(2048)[sampled([2048], 2048, 500)[0]]) and len(rows) <= KEPT_ROWS
 
 
 # The layer -----------------------------------------------------------------------------------------------------------
@@ -168,10 +180,10 @@ def naive_kernels(monkeypatch):
     monkeypatch.setattr(rng, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state())
     monkeypatch.setattr(rng, "_set_cuda_rng_state", lambda *_, **__: None)
 
-    def choose(name: str) -> None:
+    def choose(name: str, **more: int) -> None:
         def recipe(*args, **kwargs):
             made = recipe_of(*args, **kwargs)
-            harness.say(made, "dsa", kernels=name)
+            harness.say(made, "dsa", kernels=name, **more)
             harness.say(made, "mla", kernels=name)
             return made
 
@@ -212,8 +224,10 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.parametrize("pieces", [1, 4])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_it_is_megatrons_model(kernels, stock, layout):
+def test_it_is_megatrons_model(kernels, stock, layout, pieces):
+    kernels("naive", query_pieces=pieces)
     stock = stock["yarn" if layout.get("config") is YARN else "rope"]
     found = train(replace(CASE, microbatches=4, **layout))
     assert found.gradients.keys() == stock.gradients.keys(), "other checkpoint names"
@@ -314,6 +328,36 @@ def test_every_layout_tells_the_same_share(kernels, told, layout):
     assert found.startswith(" DSA kept 3: 0.") and " DSA kept 7: 0." in found
     assert shares[0] == pytest.approx(shares[1], abs=0.05 if "dp" in layout else 1e-4)
     assert (shares[0] != shares[1]) == ("dp" in layout), "of the first microbatch on each data-parallel rank"
+
+
+@pytest.mark.parametrize("layout", [{}, dict(cp=2)], ids=["one rank", "cp2"])
+def test_queries_in_pieces_tell_the_same_share(kernels, told, layout):
+    kernels("naive", query_pieces=4)
+    found = line_of(replace(TOLD, **layout))
+    shares = [[float(part.split(": ")[1]) for part in line.split(" |")[:-1]] for line in (found, told)]
+    assert shares[0] == pytest.approx(shares[1], abs=1e-4)
+
+
+def test_one_piece_of_the_queries_is_scored_at_a_time(kernels, monkeypatch):
+    kernels("naive", query_pieces=4)
+
+    def job(rig):
+        alive, before = weakref.WeakSet(), []
+        layer_ = rig.model.decoder.layers[2]
+        score = layer_.self_attention.core_attention.ops.index_scores
+
+        def scored(*args):
+            before.append(len(alive))
+            scores = score(*args)
+            alive.add(scores)
+            return scores
+
+        monkeypatch.setattr(layer_.self_attention.core_attention.ops, "index_scores", scored)
+        with torch.no_grad():
+            layer_(torch.randn(32, 1, 64), None)
+        return before
+
+    assert on_ranks(CASE, job) == [[0, 0, 0, 0]]
 
 
 def test_all_is_kept_where_the_top_k_covers_the_sequence(kernels):

@@ -30,6 +30,7 @@ from nam_megatron.errors import Refused
 
 SHAPE = Shape(heads=4, head_dim=8, state_dim=16, groups=2, rank=2, angles=3)
 SIZES = dict(kernels="naive", recompute="none", heads=8, head_dim=8, state_dim=16, groups=2, mimo_rank=2, chunk=8)
+SIZES |= dict(head_pieces=1)
 
 
 def mixer(**changes):
@@ -157,6 +158,16 @@ def test_two_ranks_that_share_a_sequence_are_one(whole):
     same(train(replace(CASE, cp=2)), whole)
 
 
+@pytest.mark.parametrize("ranks", [{}, {"tp": 2}, {"cp": 2}], ids=["one rank", "tensor 2", "context 2"])
+@pytest.mark.parametrize("recompute", ["none", "in_proj"])
+def test_heads_in_pieces_are_all_heads(ranks, recompute):
+    case = replace(CASE, mixers=mixer(groups=8, recompute=recompute))
+    pieces = replace(case, mixers=mixer(groups=8, recompute=recompute, head_pieces=2), **ranks)
+    same(train(pieces), train(case))
+    heads = on_ranks(pieces, lambda rig: [each.mixer.scanned.heads for each in rig.model.decoder.layers[::2]])
+    assert heads == ([[2, 2]] * 2 if ranks else [[4, 4]])
+
+
 def test_two_tensor_ranks_are_one_without_sequence_parallelism(whole):
     same(train(replace(CASE, tp=2, config={"sequence_parallel": False})), whole)
 
@@ -185,7 +196,7 @@ def test_parameters_are_those_of_the_block():
     """Names, shapes and what stays in fp32, at NAM56R's sizes and without memory."""
     block = Mamba3(
         kernels="naive", recompute="none", heads=112, head_dim=64, state_dim=128, groups=8, mimo_rank=4, chunk=16,
-        rope_fraction=0.5,
+        head_pieces=1, rope_fraction=0.5,
     )  # fmt: skip
     sizes = SimpleNamespace(model=SimpleNamespace(hidden_size=3584), norm=lambda name, width: [_Norm(name, width)])
     wanted = {p.name: p.shape for p in block.params(sizes, None)}
@@ -281,8 +292,9 @@ def test_dynamic_batches_are_refused():
 )
 def test_sizes_that_the_kernels_do_not_serve_are_refused(changes, key):
     sizes = dict(
-        heads=8, head_dim=16, state_dim=32, groups=2, mimo_rank=4, chunk=16, rope_fraction=0.5, recompute="none"
-    )
+        heads=8, head_dim=16, state_dim=32, groups=2, mimo_rank=4, chunk=16, head_pieces=1, rope_fraction=0.5,
+        recompute="none",
+    )  # fmt: skip
     fused = Mamba3(kernels="fused", **{**sizes, **changes})
     assert [p.key for p in fused.unserved()] == [f"model.blocks.mamba3.{key}"]
     assert not list(fused.model_copy(update={"kernels": "naive"}).unserved())

@@ -131,7 +131,7 @@ if INTERPRETED:
 
         def case(kernels: str, tp: int) -> harness.Case:
             sizes = dict(heads=4, head_dim=16, state_dim=32, groups=2, mimo_rank=2, chunk=8, rope_fraction=0.5)
-            block = Mamba3(kernels=kernels, recompute="none", **sizes)
+            block = Mamba3(kernels=kernels, recompute="none", head_pieces=1, **sizes)
             plan = SimpleNamespace(recipe=SimpleNamespace(model=SimpleNamespace(blocks=SimpleNamespace(mamba3=block))))
             mixers = {"mamba3": layer.spec(modules.CpuBackend(), plan)}
             return harness.Case("3", mixers=mixers, tp=tp, microbatches=1)

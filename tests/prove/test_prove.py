@@ -120,6 +120,15 @@ def test_shards_are_added_up_and_the_worst_replica_counts():
     assert compared(*halves, other_replica)[key].off == pytest.approx(0.1)
 
 
+@pytest.mark.parametrize(("norm", "off"), [(1e-6, 2e-5), (2.0, 1e-7)])
+def test_a_weight_that_a_step_takes_to_nothing_is_compared_with_the_step(norm, off):
+    """Squares of a difference of 2e-7 and of the norm, of one element: a step moves it by 0.01."""
+    key = "decoder.layers.1.mlp.router.weight"
+    said = [("weight", 1, key, ((0, 1),), (2e-7) ** 2, norm**2, 1)]
+    found = compared(said, names={("weight", 1): [(key, 1)]})[key]
+    assert found.off == pytest.approx(off)
+
+
 @pytest.mark.parametrize(
     ("said", "note"),
     [
@@ -182,6 +191,16 @@ REFUSED = {
         ("conf=nam56r_native_dp", "+overlay=cp", "model.attention_dropout=0.1"),
         2,
         "drop other values than one does, and nothing could be compared @ model.attention_dropout",
+    ),
+    "capacity": (
+        ("conf=nam56r_native_dp", "+overlay=tp_sp", "model.blocks.moe.capacity_factor=1.25"),
+        2,
+        "with `parallel.tensor=2` this trains another model than one rank does @ model.blocks.moe.capacity_factor",
+    ),
+    "balance over microbatches": (
+        ("conf=nam56r_native_dp", "cluster=h200_2", "model.blocks.moe.balancing=global_aux_loss"),
+        2,
+        "with 2 of them this trains another model than one rank does @ model.blocks.moe.balancing",
     ),
     "muon": (
         ("conf=nam56r_native_dp", "+overlay=muon"),

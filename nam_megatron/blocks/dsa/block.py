@@ -54,6 +54,14 @@ class Dsa(Block):
     indexer_loss_coeff: Annotated[
         NonNegativeFloat, Row("weight of the indexer's loss; unset leaves it untrained", "dsa_indexer_loss_coeff")
     ]
+    query_pieces: Annotated[
+        PositiveInt,
+        Row(
+            "parts of a rank's queries, taken one after the other: more of them need less memory for scores",
+            executes="the order of sums",
+            was=1,
+        ),
+    ]
     full_every: Annotated[
         PositiveInt, Row("every so many DSA layers one computes its top-k, the others reuse it; 1: all compute")
     ]
@@ -134,12 +142,20 @@ class Dsa(Block):
 
     def _unserved(self, recipe: "Recipe") -> Iterator[Problem]:
         """What our kernels cannot do as the recipe has it."""
+        at, latent = "model.blocks.", mla(recipe)
         if self.kernels == "megatron":
+            if self.query_pieces > 1:
+                yield Problem("Megatron's DSA takes all queries at once", at + "dsa.query_pieces", "set it to 1")
             return
-        at, latent, context = "model.blocks.", mla(recipe), recipe.parallel.context
-        if context > 1 and self.kernels == "fused" and recipe.model.seq_length % (2 * context * TILE):
-            message = f"DSA's fused kernels take chunks of a multiple of {TILE} tokens, and a sequence is cut into {2 * context}"
-            yield Problem(message, "model.seq_length", f"a multiple of {2 * context * TILE:,} fits")
+        parts = self.query_pieces * (2 * recipe.parallel.context if recipe.parallel.context > 1 else 1)
+        tile = TILE if self.kernels == "fused" else 1
+        if parts > 1 and recipe.model.seq_length % (parts * tile):
+            what = f"DSA's fused kernels take queries by {tile}" if tile > 1 else "DSA takes queries in equal parts"
+            message = f"{what}, and those of a sequence are cut into {parts} parts"
+            key, hint = "model.seq_length", f"a multiple of {parts * tile:,} fits"
+            if self.query_pieces > 1:
+                key, hint = at + "dsa.query_pieces", f"another number of pieces; of a sequence {hint}"
+            yield Problem(message, key, hint)
         hint = "set `model.blocks.dsa.kernels=megatron`"
         widths = {"dsa.indexer_head_dim": self.indexer_head_dim, "mla.q_lora_rank": latent.q_lora_rank or WIDTHS[0]}
         widths |= {"mla.kv_lora_rank": latent.kv_lora_rank, "mla.qk_rope_head_dim": latent.qk_rope_head_dim}
@@ -152,15 +168,13 @@ class Dsa(Block):
     def _sizes(self, z: Sizes) -> Sizes:
         """MLA's symbols; ih indexer heads of iw; A, one fp32 score tensor [b, n / t, s, S]; K keys a token attends to.
 
-        The rows of a rank's queries reach `seen` of S keys on average, and `run` of the rows are scored at once.
+        Of a rank's queries `run` are scored at once, the last ones against all keys.
         """
         top, tokens = self.top_k, z.model.seq_length
         keys = (top * (top + 1) / 2 + (tokens - top) * top) / tokens
         z = mla(z.plan.recipe).sizes(z).own(ih=self.indexer_heads, iw=self.indexer_head_dim, top=top, K=keys)
-        # Two chunks of 2 cp, which see as many keys as the first and the last of all.
-        c = z["cp"]
-        seen, run = (1.0, 1.0) if c == 1 else ((2 * c + 1) / (4 * c), 0.5)
-        return z.own(A=z.value("4 b n s S / t"), seen=seen, run=run)
+        run = (1 if z["cp"] == 1 else 0.5) / self.query_pieces
+        return z.own(A=z.value("4 b n s S / t"), run=run)
 
     def params(self, z: Sizes, layer: "Layer | None") -> Iterator[Param]:
         yield from mla(z.plan.recipe).params(z, layer)
@@ -227,14 +241,15 @@ class Dsa(Block):
         if self.kernels == "fused":
             more = {"mark": UNMEASURED}
             loss = computes(layer) and self.indexer_loss_coeff
-            scores = "4 b s S (seen + run)" if loss else "4 b s S seen" if computes(layer) else "0"
+            scores = "8 b s run S" if loss else "4 b s run S" if computes(layer) else "0"
             why = "fp32 scores, and target or the scores' gradients, once for all heads" if loss else "fp32 scores"
             z = z.own(rows=KEPT_ROWS)
-            # Beside the scores, in a step that has a line in the log.
-            told = ", 4 b s S seen + 8 rows n S / t" if computes(layer) else ""
+            # In a step that has a line in the log.
+            told = ", 8 rows n S / t" if computes(layer) else ""
             yield z.line("forward", f"max({scores}{told}, 2 Ts h)", why, **more)
             why = "gradients of queries and outputs, and what each query of a sample adds to each of its keys"
-            yield z.line("backward", "2 T n (2 rkv + dr + dv) / t + 2 s top (rkv + dr)", why, **more)
+            again = " + 2 T n (rkv + dr) / t" if z["run"] < 1 else ""  # the queries', of each part and put together
+            yield z.line("backward", f"2 T n (2 rkv + dr + dv) / t + 2 s run top (rkv + dr){again}", why, **more)
             return
         yield z.line("forward", "max(0, 3.5 A - 2 T n (rkv + dv) / t)", "6.75 score tensors in place of 3.25")
         yield z.line("backward", "max(0, 4.25 A - 2 T n (rkv + dv) / t) + 2 T h", "7.5 score tensors in place of 3.25")

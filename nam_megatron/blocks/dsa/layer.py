@@ -7,6 +7,7 @@ its coefficient, its scaling and its logging. What differs: how it is computed, 
 
 import importlib
 from collections import deque
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, Literal
 
@@ -71,9 +72,11 @@ def spec(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
     Raises:
         Refused: the fused kernels without a GPU; nothing else is put in their place.
     """
-    kernels = plan.recipe.model.blocks.dsa.kernels
+    block = plan.recipe.model.blocks.dsa
+    kernels = block.kernels
     raise_if(without_gpu("DSA", "dsa", kernels))
-    core = ModuleSpec(SparseAttention, params={"kernels": kernels}, submodules=_indexer(backend))
+    params = {"kernels": kernels, "query_pieces": block.query_pieces}
+    core = ModuleSpec(SparseAttention, params=params, submodules=_indexer(backend))
     attention = AbsorbedMLASelfAttentionSubmodules(core_attention=core, **projections(backend, plan))
     parts = TransformerLayerSubmodules(
         input_layernorm=backend.layer_norm(rms_norm=True),
@@ -180,6 +183,7 @@ class SparseAttention(MegatronModule):
         attention_type: str,
         softmax_scale: float,
         kernels: Kernels,
+        query_pieces: int,
         pg_collection: ProcessGroupCollection,
         **_: Any,
     ):
@@ -187,7 +191,7 @@ class SparseAttention(MegatronModule):
         assert attention_type == "self" and attn_mask_type is AttnMaskType.causal
         assert config.dsa_indexer_scoring_relu and not config.dsa_indexer_use_sparse_loss
         self.layer_number, self.softmax_scale, self.groups = layer_number, softmax_scale, pg_collection
-        self.ops = _module("dsa", kernels)
+        self.ops, self.query_pieces = _module("dsa", kernels), query_pieces
         self.normalise = itself  # the layer's input norm, for the indexer
         self.source = source_dsa_compute_layer(
             layer_number, config.dsa_indexer_skip_topk_offset, config.dsa_indexer_topk_freq
@@ -218,32 +222,15 @@ class SparseAttention(MegatronModule):
         """
         assert value is None and packed_seq_params is None and len(query) == len(key)
         config, cp = self.config, self.groups.cp
-        spans = self._spans(len(query))
-        key = whole(key, cp)
-        loss = None
+        ends = self._ends(len(query))
+        runs, key = _runs(query, ends), whole(key, cp)
         if self.indexer is None:
-            selections = self._once(lambda: self.shelf.take(self.source, self.layer_number))
+            selections, loss = self._once(lambda: self.shelf.take(self.source, self.layer_number)), None
         else:
-            coefficient = config.dsa_indexer_loss_coeff or 0.0
-            learns = self.training and torch.is_grad_enabled() and coefficient > 0
-            with torch.no_grad():
-                x = self.normalise(x)
-            with torch.set_grad_enabled(learns):
-                q, k, w = self.indexer.forward_before_topk(x, qr.detach())
-                k = whole(k, cp)
-                scores = [self.ops.index_scores(q[rows], k[:end], w[rows]) for rows, end in spans]
-            selections = self._once(lambda: self._select([s.detach() for s in scores], query.detach(), key.detach()))
-            if learns:
-                factor = coefficient / (1 if config.calculate_per_token_loss else query.size(0) * query.size(1))
-                more = self.softmax_scale, self.groups.tp, factor
-                first, *others = (
-                    self.ops.indexer_kl(q[rows], k[:end], w[rows], scored, query[rows], key[:end], *more)
-                    for (rows, end), scored in zip(spans, scores, strict=True)
-                )
-                loss = sum(others, first)
+            selections, loss = self._index(x, qr, runs, key, ends)
         outs = [
-            self.ops.attend(query[rows], key[:end], selection, self.softmax_scale, config.kv_lora_rank)
-            for (rows, end), selection in zip(spans, selections, strict=True)
+            self.ops.attend(run, key[:end], selection, self.softmax_scale, config.kv_lora_rank)
+            for run, end, selection in zip(runs, ends, selections, strict=True)
         ]
         out = self.ops.values(outs[0] if len(outs) == 1 else torch.cat(outs), up_v_weight)
         if loss is not None:
@@ -252,46 +239,90 @@ class SparseAttention(MegatronModule):
             out = DSAIndexerLossAutoScaler.apply(out, loss)
         return out
 
-    def _spans(self, tokens: int) -> list[tuple[slice, int]]:
-        """Runs of this rank's queries, and how many keys the last of a run sees."""
-        cp = self.groups.cp
-        if cp.size() == 1:
-            return [(slice(None), tokens)]
-        chunk = tokens // 2
-        first, second = ((n + 1) * chunk for n in own_chunks(cp))
-        return [(slice(chunk), first), (slice(chunk, None), second)]
+    def _ends(self, tokens: int) -> list[int]:
+        """This rank's queries are taken in runs of one length: how many keys the last of each sees."""
+        cp, pieces = self.groups.cp, self.query_pieces
+        chunks = own_chunks(cp) if cp.size() > 1 else (0,)
+        run = tokens // (len(chunks) * pieces)
+        return [(chunk * pieces + piece + 1) * run for chunk in chunks for piece in range(pieces)]
 
-    def _select(self, scores: list[Tensor], query: Tensor, key: Tensor) -> list[Any]:
-        """A selection for each span."""
-        at_most = self.config.dsa_indexer_topk
-        selections = [self.ops.select(s, min(at_most, s.size(2))) for s in scores]
-        self.shelf.put(self.layer_number, selections)
-        if self.training and GAUGES.wants(self.layer_number):
-            spans = list(zip(self._spans(len(query)), selections, strict=True))
-            shares = []
-            for (rows, end), selection in [span for span in spans if span[0][1] > at_most] or spans[-1:]:
-                few = sampled(len(query[rows]), at_most - (end - len(query[rows])))
-                shares.append(kept(query[rows], key[:end], selection, self.softmax_scale, few).flatten())
-            GAUGES.add(self.layer_number, torch.cat(shares))
-        return selections
+    def _index(
+        self, x: Tensor, qr: Tensor, runs: Sequence[Tensor], key: Tensor, ends: list[int]
+    ) -> tuple[list[Any], Tensor | None]:
+        """A selection for each run of queries, and the indexer's loss where it learns. One run's scores at a time."""
+        config, again = self.config, self._again()
+        coefficient = config.dsa_indexer_loss_coeff or 0.0
+        learns = self.training and torch.is_grad_enabled() and coefficient > 0
+        with torch.no_grad():
+            x = self.normalise(x)
+        with torch.set_grad_enabled(learns):
+            q, k, w = self.indexer.forward_before_topk(x, qr.detach())
+            k = whole(k, self.groups.cp)
+        s, b = q.shape[:2]
+        factor = coefficient / (1 if config.calculate_per_token_loss else s * b)
+        selections, losses = [], []
+        for q_run, w_run, run, end in zip(_runs(q, ends), _runs(w, ends), runs, ends, strict=True):
+            with torch.set_grad_enabled(learns):
+                scores = self.ops.index_scores(q_run, k[:end], w_run)
+            if again is None:
+                selections.append(self._select(scores.detach()))
+            if learns:
+                more = self.softmax_scale, self.groups.tp, factor
+                losses.append(self.ops.indexer_kl(q_run, k[:end], w_run, scores, run, key[:end], *more))
+            del scores  # before the next ones are made
+        if again is None:
+            self.shelf.put(self.layer_number, selections)
+            self._measure(selections, runs, key, ends)
+        return again or self._first(selections), sum(losses[1:], losses[0]) if learns else None
 
-    def _once(self, make: Any) -> Any:
-        """`make`'s selection; in the second run of an activation checkpoint that of the first run, whatever ran between.
+    def _select(self, scores: Tensor) -> Any:
+        """The selection of a run of queries."""
+        return self.ops.select(scores, min(self.config.dsa_indexer_topk, scores.size(2)))
+
+    def _measure(self, selections: list[Any], runs: Sequence[Tensor], key: Tensor, ends: list[int]) -> None:
+        """What the log says of this layer: of few queries, evenly spaced among all that have more keys than the top-k."""
+        if not (self.training and GAUGES.wants(self.layer_number)):
+            return
+        shares = []
+        for run, end, selection, few in zip(
+            runs, ends, selections, sampled(ends, len(runs[0]), self.config.dsa_indexer_topk), strict=True
+        ):
+            if few.start >= few.stop:
+                continue
+            shares.append(kept(run.detach(), key[:end].detach(), selection, self.softmax_scale, few).flatten())
+        GAUGES.add(self.layer_number, torch.cat(shares))
+
+    def _once(self, make: Callable[[], list[Any]]) -> list[Any]:
+        """`make`'s selections; in the second run of an activation checkpoint those of the first run, whatever ran between."""
+        return self._again() or self._first(make())
+
+    def _again(self) -> list[Any] | None:
+        """In the second run of an activation checkpoint the selections of its first.
 
         Megatron's schedules run the backward passes of a layer in the order of its forward passes.
         """
-        if is_checkpointing() and torch.is_grad_enabled():
-            return self.rerun.popleft()
-        selection = make()
+        return self.rerun.popleft() if is_checkpointing() and torch.is_grad_enabled() else None
+
+    def _first(self, selections: list[Any]) -> list[Any]:
         if is_checkpointing():
-            self.rerun.append(selection)
-        return selection
+            self.rerun.append(selections)
+        return selections
 
 
-def sampled(s: int, top_k: int) -> slice:
-    """At most KEPT_ROWS queries, evenly spaced among those of `s` that come after the first `top_k`; where none does, the last one."""
-    first = min(max(top_k, 0), s - 1)
-    return slice(first, s, -(-(s - first) // KEPT_ROWS))
+def _runs(x: Tensor, ends: list[int]) -> Sequence[Tensor]:
+    return x.chunk(len(ends)) if len(ends) > 1 else (x,)
+
+
+def sampled(ends: list[int], run: int, top_k: int) -> list[slice]:
+    """Of each run of queries, of which the last has `end` keys, those that are looked at: at most KEPT_ROWS of all, evenly spaced among
+    those that come after the first `top_k`; where none does, the last of all."""
+    spaced, seen, found = -(-sum(min(run, max(0, end - top_k)) for end in ends) // KEPT_ROWS), 0, []
+    for end in ends:
+        many = min(run, max(0, end - top_k))
+        # The first of each run goes on where the run before it left off.
+        found.append(slice(run - many + -seen % max(1, spaced), run, max(1, spaced)))
+        seen += many
+    return found if seen else [*(slice(run, run) for _ in ends[1:]), slice(run - 1, run)]
 
 
 class Shelf:

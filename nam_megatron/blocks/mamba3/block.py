@@ -53,6 +53,14 @@ class Mamba3(Block):
     groups: Annotated[PositiveInt, Row("B and C groups")]
     mimo_rank: Annotated[PositiveInt, Row("inputs and outputs of a state update; 1 is SISO")]
     chunk: Annotated[PositiveInt, Row("tokens that the kernels take at once", executes="the order of sums")]
+    head_pieces: Annotated[
+        PositiveInt,
+        Row(
+            "parts of a rank's heads, scanned one after the other: more of them need less memory and wait more",
+            executes="the order of sums",
+            was=1,
+        ),
+    ]
     rope_fraction: Annotated[PositiveFloat, Row("share of the state's columns that data-dependent angles turn")]
 
     def build(self, backend: "BackendSpecProvider", plan: "Plan") -> "ModuleSpec":
@@ -80,6 +88,12 @@ class Mamba3(Block):
         yield from divides(at + "heads", self.heads, self.groups, "Mamba-3 heads", at + "groups")
         yield from spread(at + "heads", self.heads, p, "Mamba-3 heads")
         yield from spread(at + "groups", self.groups, p, "Mamba-3 groups")
+        ranks = p.tensor * p.context
+        own = self.groups // ranks
+        if not self.groups % ranks and own % self.head_pieces:
+            message = f"{self.head_pieces} pieces of the {own} groups of heads that a rank has"
+            fit = [str(n) for n in range(1, own + 1) if not own % n]
+            yield Problem(message, at + "head_pieces", f"there may be {', '.join(fit)}")
         yield from divides(at + "rope_fraction", self.angles, p.tensor, "Mamba-3 angles", "parallel.tensor")
         if self.state_dim % 2:
             yield Problem(f"angles turn pairs of columns, and a state has {self.state_dim}", at + "state_dim")
@@ -92,14 +106,16 @@ class Mamba3(Block):
                 f"Mamba-3's input projection is {self.in_proj_width} wide, which 16 x {p.tensor} tensor ranks do not divide: no FP8 GEMM",
                 at + "heads",
             )
-        # The kernels count B's and C's elements of one sample, of a rank's groups, in int32.
-        wide = self.groups // (p.tensor * p.context) * self.mimo_rank * self.state_dim
+        # The kernels count B's and C's elements of one sample, of the groups that are scanned at once, in int32.
+        wide = max(1, self.groups // (ranks * self.head_pieces)) * self.mimo_rank * self.state_dim
         tokens = plan.recipe.model.seq_length
         if self.kernels == "fused" and tokens * wide >= 2**31:
             text = (
                 f"Mamba-3's kernels take fewer than {2**31 // wide:,} tokens in a sample at these sizes, not {tokens:,}"
             )
-            yield Problem(text, "model.seq_length", f"`{at}kernels=naive` runs any length, slowly")
+            more = f"more `{at}head_pieces`, or " if self.head_pieces < self.groups // ranks else ""
+            hint = f"{more}`{at}kernels=naive`{',' if more else ''} which runs any length, slowly"
+            yield Problem(text, "model.seq_length", hint)
         yield from self.unserved()
 
     def unserved(self) -> Iterator[Problem]:
@@ -120,12 +136,15 @@ class Mamba3(Block):
             yield Problem(text, at + "chunk", hint)
 
     def _sizes(self, z: Sizes) -> Sizes:
-        """nh heads of P, in all di wide; B and C of G groups of ns, r of them; a angles; scanned in chunks of L, E tokens at once."""
+        """nh heads of P, in all di wide; B and C of G groups of ns, r of them; a angles; scanned in chunks of L, E tokens at once, of one
+        of hp parts of the heads.
+        """
         at_once = min(ENTRIES, z["b"]) * z["s"]
         sizes = {"nh": self.heads, "P": self.head_dim, "di": self.heads * self.head_dim, "r": self.mimo_rank}
         return z.own(
-            **sizes, G=self.groups, ns=self.state_dim, a=self.angles, L=self.chunk, E=at_once, W=self.in_proj_width
-        )
+            **sizes, G=self.groups, ns=self.state_dim, a=self.angles, L=self.chunk, E=at_once, W=self.in_proj_width,
+            hp=self.head_pieces,
+        )  # fmt: skip
 
     def params(self, z: Sizes, layer: "Layer | None") -> Iterator[Param]:
         h, inner, rank = z.model.hidden_size, self.heads * self.head_dim, self.mimo_rank
@@ -147,7 +166,7 @@ class Mamba3(Block):
             yield z.line("input", "2 Ts h", "kept for the input projection; the residual branch shares it")
         else:
             yield from residual(z)
-            yield z.line("z, x, B, C, dt, A, trap, angles", "2 T (W + (cp - 1) a) / t", "all that the scan keeps")
+            yield z.line("z, x, B, C, dt, A, trap, angles", "2 T (W + (cp hp - 1) a) / t", "all that the scan keeps")
         yield z.line("output", "w T di / t", "input of the output projection")
         if self.kernels == "naive":
             yield z.line("states", "16 T di ns / t", "the state after each token and its terms, fp32", mark=UNMEASURED)
@@ -156,14 +175,19 @@ class Mamba3(Block):
         if self.kernels == "naive":
             return
         z = self._sizes(z)
-        prepared = "(4 T G r ns + 4 T nh a + 12 T nh) / t"
-        operands = "(4 E r nh ns + 2 E r di + 12 E nh) / t"
-        forward = f"{operands} + 2 E di ns / (L t) + {prepared} + 2 Ts h"
+        prepared = "(4 T G r ns + 4 T nh a + 12 T nh) / (t hp)"
+        operands = "(4 E r nh ns + 2 E r di + 12 E nh) / (t hp)"
+        forward = f"{operands} + 2 E di ns / (L t hp) + {prepared} + 2 Ts h"
         why = "turned q and k, v; chunk states; normed B and C, cos and sin, steps; the output"
         yield z.line("forward", forward, why, mark=UNMEASURED)
         # The last term: partial sums of the biases' gradients over 32 rows, of the rank weights' over 512; the others are small.
-        gradients = "(2 T W + 2 T di + 4 T G r ns + 8 T nh a + 16 T nh) / t + T nh r r (ns / 4 + 3 P / 128) / t"
-        backward = f"{operands} + (2 E r di + 4 E di ns / L) / t + {prepared} + {gradients}"
+        sums = "T nh r r (ns / 4 + 3 P / 128) / (t hp)"
+        gradients = f"(4 T G r ns + 8 T nh a + 16 T nh) / (t hp) + {sums} + (2 T W + 2 T di) / t"
+        backward = f"{operands} + (2 E r di + 4 E di ns / L) / (t hp) + {prepared} + {gradients}"
+        if self.head_pieces > 1:  # the output's gradient, of one piece once more
+            backward += " + 2 T di / (t hp)"
+        if self.recompute == "in_proj":  # made again, and not among what is kept
+            backward += " + 2 T (W + (cp hp - 1) a) / t"
         yield z.line("backward", backward, "the same again, and the gradient of each")
 
     def flops(self, z: Sizes, layer: "Layer | None") -> Iterator[Work]:

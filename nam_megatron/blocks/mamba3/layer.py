@@ -51,7 +51,9 @@ def spec(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
         in_proj=backend.column_parallel_layer_norm_linear(), out_proj=backend.row_parallel_linear()
     )
     raise_if(block.unserved())
-    names = ("heads", "head_dim", "state_dim", "groups", "mimo_rank", "angles", "chunk", "recompute", "kernels")
+    names = (
+        "heads", "head_dim", "state_dim", "groups", "mimo_rank", "angles", "chunk", "head_pieces", "recompute", "kernels",
+    )  # fmt: skip
     return ModuleSpec(Mamba3Mixer, params={name: getattr(block, name) for name in names}, submodules=parts)
 
 
@@ -59,8 +61,9 @@ class Mamba3Mixer(MegatronModule):
     """[s, b, hidden] -> [s, b, hidden]; under sequence parallelism s is this rank's share of the sequence.
 
     heads, groups, angles: of the whole layer; each is spread over tensor ranks, which must divide it. chunk: tokens that the
-    fused kernels take at once. recompute: `in_proj` computes the output of the input projection again in the backward pass
-    instead of keeping it. d_model: Megatron's hidden size. Other keywords that MambaLayer gives are not used.
+    fused kernels take at once. head_pieces: parts of a rank's heads, scanned one after the other. recompute: `in_proj` computes the
+    output of the input projection again in the backward pass instead of keeping it. d_model: Megatron's hidden size. Other keywords
+    that MambaLayer gives are not used.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Mamba3Mixer(MegatronModule):
         mimo_rank: int,
         angles: int,
         chunk: int,
+        head_pieces: int,
         recompute: str,
         kernels: str,
         layer_number: int,
@@ -85,9 +89,10 @@ class Mamba3Mixer(MegatronModule):
     ):
         super().__init__(config)
         self.layer_number, self.chunk, self.recompute, self.kernels = layer_number, chunk, recompute, kernels
+        self.head_pieces = head_pieces
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         ranks = self.tp_group.size()
-        shares = ranks * self.cp_group.size()
+        shares = ranks * self.cp_group.size() * head_pieces
         self.shape = Shape(heads // ranks, head_dim, state_dim, groups // ranks, mimo_rank, angles)
         self.scanned = Shape(heads // shares, head_dim, state_dim, groups // shares, mimo_rank, angles)
         self.parts = self.shape.parts | {"angles": angles // ranks}
@@ -177,18 +182,28 @@ class Mamba3Mixer(MegatronModule):
             y = self._scan(self._packed(hidden_states), documents)
         return self.out_proj(by_tokens(y, self.cp_group))
 
-    def _packed(self, hidden_states: Tensor) -> Tensor:
-        """The input projection [s, b, *] of whole sequences: of all heads, or of this context rank's."""
+    def _packed(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+        """The input projection [s, b, *] of whole sequences, of the heads of each scan: all, or parts of this context rank's."""
         packed, _ = self.in_proj(hidden_states)
-        if self.cp_group.size() == 1:
-            return packed
+        cp = self.cp_group
+        if cp.size() == self.head_pieces == 1:
+            return (packed,)
         *headwise, angles = packed.split(list(self.parts.values()), -1)
-        return torch.cat([by_heads(headwise, self.cp_group), whole(angles, self.cp_group)], -1)
+        if cp.size() > 1:
+            angles, widths = whole(angles, cp), [part.size(-1) // cp.size() for part in headwise]
+            headwise = by_heads(headwise, cp).split(widths, -1)
+        pieces = zip(*(part.chunk(self.head_pieces, -1) for part in headwise), strict=True)
+        return tuple(torch.cat([*piece, angles], -1) for piece in pieces)
 
-    def _scan(self, packed: Tensor, documents: Tensor | None) -> Tensor:
+    def _scan(self, packed: tuple[Tensor, ...], documents: Tensor | None) -> Tensor:
+        weights = [self.weights] if len(packed) == 1 else self.weights.chunk(len(packed))
+        outs = [self._scan_piece(*piece, documents) for piece in zip(packed, weights, strict=True)]
+        return outs[0] if len(outs) == 1 else torch.cat(outs, -1)
+
+    def _scan_piece(self, packed: Tensor, weights: Weights, documents: Tensor | None) -> Tensor:
         if self.kernels == "fused":
-            return kernel.scan(packed, self.weights, self.scanned, self.chunk, documents, self.tp_group)
-        return naive.scan(self._with_all_angles(packed), self.weights, self.scanned, None, documents)[0]
+            return kernel.scan(packed, weights, self.scanned, self.chunk, documents, self.tp_group)
+        return naive.scan(self._with_all_angles(packed), weights, self.scanned, None, documents)[0]
 
     def _with_all_angles(self, packed: Tensor) -> Tensor:
         if self.tp_group.size() == 1:

@@ -64,6 +64,12 @@ class Weights(NamedTuple):
     mimo_z: Tensor | None = None
     mimo_o: Tensor | None = None
 
+    def chunk(self, pieces: int) -> list["Weights"]:
+        """Those of each of so many equal parts of the heads."""
+        names = [name for name, weight in self._asdict().items() if weight is not None and not name.endswith("_norm")]
+        parts = zip(*(getattr(self, name).chunk(pieces) for name in names), strict=True)
+        return [self._replace(**dict(zip(names, part, strict=True))) for part in parts]
+
 
 class State(NamedTuple):
     """What a sequence is remembered by. angle [b, heads, angles] and ssm [b, heads, head_dim, state_dim] in fp32;
