@@ -52,7 +52,8 @@ def text(proof: Proof, every: bool = False) -> str:
     ]
     for part in proof.parts:
         lines += ["", f"{part.title}: {said(part)}"]
-        lines += table(part.rows if every else [*worst(part.rows), *[x for x in part.rows if not x.agrees][:20]])
+        notable = [*worst(part.rows), *[x for x in part.rows if x.note or not x.agrees][:20]]
+        lines += table(part.rows if every else list(dict.fromkeys(notable)))
     lines += ["", f"verdict:  {proof.word}"]
     return "\n".join(lines) + "\n"
 

@@ -3,7 +3,7 @@
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import hypot, inf, isfinite, sqrt
 from types import MappingProxyType
 from typing import Any
@@ -51,11 +51,14 @@ MOST = 32
 # The share of tokens that bf16 may send to another expert than another order of sums would.
 COUNTS_BF16 = 0.02
 # fp32 over a few hundred terms: 2e-6 is the largest that any layout was seen to make in a first step, 1.1e-5 in a third.
-FP32 = Limits(1e-5, 1e-4, 1e-5, 0, "fp32: 1e-5, and 1e-4 for gradients after the first update")
+FP32 = Limits(
+    1e-5, 1e-4, 1e-5, 0, "fp32: 1e-5, and 1e-4 for gradients after the first update, or what its note says of rounding"
+)
 
 
 # How often a comparison's own noise it may be off by, and the limit from which on it says nothing.
 TIMES, BLUNT = 4.0, 0.5
+NEAR = 10.0  # times its limit in fp32 that a comparison may be off by for rounding to be asked about
 
 
 def beyond(noise: Iterable["Row"]) -> Limits:
@@ -65,14 +68,38 @@ def beyond(noise: Iterable["Row"]) -> Limits:
     the order in which atomics add; other kernels and other splits round elsewhere, which a shaken weight stands for. How much comes of
     it differs by a factor of a hundred from tensor to tensor. 2^-8 is a rounding of bf16, and a gradient is the sum of many.
     """
+    rounding = 2.0**-8
+    why = f"bf16: {8 * rounding:.3f}, twice that after the first update, and {TIMES:g} times what shaken weights make of each tensor"
+    return Limits(8 * rounding, 16 * rounding, rounding, COUNTS_BF16, why, _own(noise))
+
+
+def _own(noise: Iterable["Row"]) -> dict[tuple[str, int, Any], float]:
     own: dict[tuple[str, int, Any], float] = {}
     for row in noise:
         if row.what != START:
-            at = (row.what, row.step, None if row.what == LOSS else row.layer if row.what == COUNT else row.name)
-            own[at] = max(own.get(at, 0.0), TIMES * row.off)
-    rounding = 2.0**-8
-    why = f"bf16: {8 * rounding:.3f}, twice that after the first update, and {TIMES:g} times what shaken weights make of each tensor"
-    return Limits(8 * rounding, 16 * rounding, rounding, COUNTS_BF16, why, own)
+            own[row.at] = max(own.get(row.at, 0.0), TIMES * row.off)
+    return own
+
+
+def may_be_rounding(found: Iterable["Row"]) -> bool:
+    """Whether what differs in fp32 is little enough, of quantities that rounding can change, to ask what rounding does to it."""
+    bad = [r for r in found if not r.agrees]
+    return bool(bad) and all(r.what in (LOSS, GRADIENT, WEIGHT) and r.off <= NEAR * r.limit for r in bad)
+
+
+def rounded(found: Iterable["Row"], noise: Sequence["Row"]) -> tuple["Row", ...]:
+    """What differs in fp32, by its own noise: of one rank from weights of which each was moved by about a rounding of fp32.
+
+    Noise with which a token goes to another expert is no rounding's, and changes nothing here.
+    """
+    own = {} if any(r.off for r in noise if r.what == COUNT) else _own(noise)
+    told = []
+    for row in found:
+        if not row.agrees and own.get(row.at, 0.0) >= row.off:
+            note = f"rounding: {own[row.at] / TIMES:.1e} on one rank whose weights are shaken by one"
+            row = replace(row, limit=own[row.at], note=note)
+        told.append(row)
+    return tuple(told)
 
 
 @dataclass(frozen=True)
@@ -93,6 +120,11 @@ class Row:
     def blunt(self) -> bool:
         """Whether noise alone may be so large that this comparison says nothing, but that it is one of numbers."""
         return self.limit > BLUNT and isfinite(self.off)
+
+    @property
+    def at(self) -> tuple[str, int, Any]:
+        """What is compared, of all runs alike: see Limits.of."""
+        return self.what, self.step, None if self.what == LOSS else self.layer if self.what == COUNT else self.name
 
     @property
     def agrees(self) -> bool:

@@ -95,6 +95,7 @@ class Bench:
     def __init__(self, recipe: Recipe, device: str = "cpu", steps: int = 2, resume: bool = True):
         self.device, self.steps, self.resume = device, steps, resume and steps > 1
         self.limits, self.limit_s = FP32, LIMIT_S[device]
+        self._noise: Part | None = None
         self.beside(cut.pair(recipe, device, steps))
 
     def beside(self, pair: cut.Pair) -> None:
@@ -118,7 +119,15 @@ class Bench:
             parts += [self.resumed(), self.back()]
         if self.pair.layout.plan.recipe.precision.deterministic and not parts[0].broken:
             parts += self.equal()
-        return Proof(self.pair, self.device, self.steps, self.limits, tuple(parts))
+        return Proof(self.pair, self.device, self.steps, self.limits, tuple(map(self.judged, parts)))
+
+    def judged(self, part: Part) -> Part:
+        """A part whose differences may be rounding, by what rounding makes of them on one rank."""
+        if self.device == "cuda" or part.broken or not compare.may_be_rounding(part.rows):
+            return part
+        if self._noise is None:
+            self._noise = self._shaken()
+        return replace(part, rows=compare.rounded(part.rows, self._noise.rows))
 
     def begin(self) -> Part:
         """Run the reference; on a GPU twice, the second time from shaken weights, for the noise of each comparison."""
@@ -126,11 +135,14 @@ class Bench:
         one = self._side("reference", reference=True, saves=saves)
         part = Part("one rank", (), self._run(one))
         if self.device == "cuda" and not part.broken:
-            again = self._side("again", lowering=self.pair.reference, shaken=True)
-            noise = self._compared("one rank, from shaken weights", again, range(1, self.steps + 1))
+            noise = self._shaken()
             self.limits = compare.beyond(noise.rows)
             part = replace(noise, rows=())
         return part
+
+    def _shaken(self) -> Part:
+        side = self._side("shaken", lowering=self.pair.reference, shaken=True)
+        return self._compared("one rank, from shaken weights", side, range(1, self.steps + 1))
 
     def start(self, before: Callable[[], object] | None = None) -> Part:
         """The layout from the reference's weights. before: called in each of its ranks before anything is built."""

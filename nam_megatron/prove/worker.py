@@ -21,6 +21,7 @@ from nam_megatron.lower import Lowering
 from nam_megatron.prove.tensors import Shard, fill, gathered, kept, shards, unsharded
 
 GRADIENTS, WEIGHTS, BITS = "gradient", "weight", "bits"
+ROUNDING = {"cpu": 2.0**-23, "cuda": 2.0**-8}  # of fp32 and bf16
 BEGIN = "begin"  # the folder of the checkpoint of the weights that everything starts from
 # Elements of a bucket of gradients on a CPU: Megatron's 40 million would hold every parameter there, and show nothing of bucket borders.
 BUCKET = 3000
@@ -32,7 +33,7 @@ class Side:
 
     folder: where the reference's tensors are, the checkpoints and this side's findings. name: of its findings. reference: it writes
     tensors and the checkpoint from which all others begin. saves: it writes a checkpoint after step 1, its optimizer included; resume:
-    the side whose checkpoint this one goes on from. shaken: its weights are moved first, each by about a rounding of bf16.
+    the side whose checkpoint this one goes on from. shaken: its weights are moved first, each by about a rounding.
     """
 
     lowering: Lowering
@@ -180,7 +181,7 @@ class Watch:
                 optimizer.reload_model_params()
             _save(self.side.folder / BEGIN, model)
         if self.side.shaken:
-            _shake(model)
+            _shake(model, ROUNDING[self.side.device])
             optimizer.reload_model_params()
         _whole_weights(model, optimizer)
         self._tensors(WEIGHTS, 0, _weights(model))
@@ -262,13 +263,13 @@ def _tell_apart(model: Any) -> None:
 
 
 @torch.no_grad()
-def _shake(model: Any) -> None:
-    """What another order of sums does to every product, by the weights: each is up to 2^-8 of itself larger or smaller."""
+def _shake(model: Any, rounding: float) -> None:
+    """What another order of sums does to every product, by the weights: each is up to `rounding` of itself larger or smaller."""
     for chunk in model:
         for p in chunk.parameters():
             generator = torch.Generator(p.device).manual_seed(p.numel())
             noise = 2 * torch.rand(p.shape, generator=generator, device=p.device) - 1
-            p.copy_(p.float() * (1 + 2.0**-8 * noise))
+            p.copy_(p.float() * (1 + rounding * noise))
 
 
 def _recorded(forward: Callable, losses: list[list[float]], samples: Any, model: Any) -> Any:

@@ -476,7 +476,7 @@ def what_ranks_average_is_summed():
 
 def found(bench: Any, bug: Bug) -> tuple[bool, str]:
     """Whether the command finds a bug, and names what the bug says it has to; and what it says."""
-    part = (bench.resumed if bug.resumed else bench.start)(bug.plant)
+    part = bench.judged((bench.resumed if bug.resumed else bench.start)(bug.plant))
     first = part.first
     if part.broken or first is None:
         return False, part.broken or "everything agrees"

@@ -1,0 +1,109 @@
+"""Proofs of recipes that nobody wrote: python tests/prove/drawn.py NUMBER [seed=N] [FILE]
+
+Each is a preset with a layout and changes drawn at random. It has to be proven or refused by name; what differs, does not run or ends in
+anything else is printed with the command that runs it again. FILE gets a line for each.
+"""
+
+import random
+import sys
+import time
+from collections import Counter
+
+from nam_megatron.errors import FINDINGS, OK, Refused, finish
+from nam_megatron.prove.__main__ import said
+from nam_megatron.prove.compare import Row
+from nam_megatron.prove.proof import PROVEN, prove
+from nam_megatron.recipe import conf_dir, load
+
+LAYOUTS = (
+    ("parallel.tensor=2", "parallel.sequence=true"), ("parallel.tensor=4", "parallel.sequence=true"), ("parallel.tensor=2",),
+    ("parallel.pipeline=2",), ("parallel.pipeline=2", "parallel.virtual_pipeline=2"), ("parallel.context=2",), ("parallel.context=4",),
+    ("parallel.expert=2",), ("parallel.expert=2", "parallel.expert_tensor=2"), ("parallel.expert=4",),
+    ("feature.megatron_fsdp.enabled=true",), ("feature.megatron_fsdp.enabled=true", "parallel.expert=2"),
+)  # fmt: skip
+CHANGES = (
+    ("feature.recompute.granularity=full", "feature.recompute.method=uniform", "feature.recompute.layers=1"),
+    ("feature.recompute.granularity=full", "feature.recompute.method=block", "feature.recompute.layers=2"),
+    ("feature.recompute.granularity=selective", "feature.recompute.modules=[moe_act,layernorm,mla_up_proj]"),
+    ("feature.recompute.granularity=selective", "feature.recompute.modules=[core_attn,mlp]"),
+    ("feature.mtp.depths=1",), ("feature.mtp.depths=2",), ("feature.mhc.streams=2", "feature.mhc.kernels=naive"),
+    ("feature.ngram_hash.enabled=true", "feature.ngram_hash.buckets=1024"), ("precision.deterministic=true",),
+    ("precision.cross_entropy=native",), ("feature.distributed_optimizer.enabled=false",),
+    ("feature.distributed_optimizer.reshardable=true",), ("schedule.micro_batch_size=2",),
+    ("model.tied_embeddings=true",), ("model.normalization=LayerNorm",), ("model.activation=swiglu",), ("model.activation=gelu",),
+    ("model.linear_bias=true",), ("model.zero_centered_norms=true",), ("model.pattern=AMAM", "model.depth=4"),
+    ("model.pattern=AEME", "model.depth=8"), ("model.pattern=AEMEAEMEAEMR", "model.depth=12"), ("model.pattern=AEMER", "model.depth=10"),
+    ("model.letters.A=attention",), ("model.letters.M=mamba2",), ("model.letters.M=gdn",), ("model.letters.R=mamba3",),
+    ("model.blocks.attention.qk_norm=true",), ("model.blocks.attention.output_gate=true",), ("model.blocks.attention.qkv_bias=true",),
+    ("model.blocks.attention.window=8",), ("model.blocks.attention.rotary_percent=0.5",),
+    ("model.blocks.mla.kernels=megatron",), ("model.blocks.mla.latent_norm=false",), ("model.blocks.mla.q_lora_rank=null",),
+    ("model.blocks.dsa.full_every=1",), ("model.blocks.dsa.full_every=2",), ("model.blocks.dsa.indexer_loss_coeff=null",),
+    ("model.blocks.dsa.kernels=megatron", "model.blocks.dsa.full_every=1"), ("model.blocks.dsa.query_pieces=2",),
+    ("model.blocks.moe.dispatcher=allgather",), ("model.blocks.moe.dispatcher=local",), ("model.blocks.moe.balancing=seq_aux_loss",),
+    ("model.blocks.moe.balancing=none",), ("model.blocks.moe.score_function=softmax", "model.blocks.moe.expert_bias=false"),
+    ("model.blocks.moe.expert_bias=false",), ("model.blocks.moe.z_loss_coeff=0.01",), ("model.blocks.moe.top_k=1",),
+    ("model.blocks.moe.shared_expert_hidden_size=null",), ("model.blocks.moe.shared_expert_gate=true",),
+    ("model.blocks.moe.grouped_gemm=false",), ("model.blocks.moe.latent_size=32",), ("model.blocks.moe.routed_scaling=2.5",),
+    ("model.blocks.moe.shared_overlap=true",), ("model.blocks.moe.fused_weighted_squared_relu=true",),
+    ("model.blocks.mamba2.strided=true",), ("model.blocks.mamba3.recompute=in_proj",), ("model.blocks.mamba3.head_pieces=2",),
+    ("model.blocks.mamba3.mimo_rank=1",), ("model.blocks.mamba3.rope_fraction=1.0",), ("model.blocks.m2rnn.gradient_clip=1.0",),
+)  # fmt: skip
+PRESETS = sorted(path.stem for path in (conf_dir() / "preset").glob("*.yaml"))
+
+
+def draw(chance: random.Random) -> tuple[str, tuple[str, ...]]:
+    """A preset and its overrides: on one rank, or in one or two kinds of parallelism; with up to four changes."""
+    ours = [name for name in PRESETS if name.startswith("nam")]
+    preset = chance.choice(ours if chance.random() < 0.7 else PRESETS)
+    layout = [word for words in chance.sample(LAYOUTS, chance.choice((0, 1, 1, 2))) for word in words]
+    changes = [word for words in chance.sample(CHANGES, chance.choice((0, 1, 2, 3, 4))) for word in words]
+    degrees = {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1}
+    for key, _, value in (word.removeprefix("parallel.").partition("=") for word in layout):
+        if key in degrees:
+            degrees[key] = max(degrees[key], int(value))
+    needed = max(degrees["tensor"] * degrees["pipeline"] * degrees["context"], degrees["expert"])
+    least = needed * (2 if "feature.megatron_fsdp.enabled=true" in layout and degrees["expert"] == 1 else 1)
+    gpus = next((n for n in (1, 2, 4, 8) if n >= least), 8)
+    words = (f"cluster=h200_{gpus}", *(f"parallel.{key}={n}" for key, n in degrees.items()), *layout, *changes)
+    return preset, tuple({word.partition("=")[0]: word for word in words}.values())
+
+
+def outcome(preset: str, words: tuple[str, ...]) -> tuple[str, str]:
+    """A verdict, and why."""
+    try:
+        proof = prove(load(preset, words), "cpu", 2)
+    except Refused as refused:
+        return "refused", "; ".join(f"{p.key}: {p.message}" for p in refused.problems)
+    except Exception as error:
+        return "traceback", repr(error)
+    why = [f"{part.title}: {said(part)}" for part in proof.parts if part.broken or part.first]
+    return proof.word, "; ".join(why) or "; ".join(
+        rounding(row) for part in proof.parts for row in part.rows if row.note
+    )
+
+
+def rounding(row: Row) -> str:
+    return f"{row.what} of {row.name}, step {row.step}: {row.off:.1e}, {row.note}"
+
+
+def command() -> int:
+    named = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
+    number, *file = [word for word in sys.argv[1:] if "=" not in word]
+    chance, counts = random.Random(int(named.get("seed", 0))), Counter[str]()
+    for _ in range(int(number)):
+        preset, words = draw(chance)
+        begun = time.monotonic()
+        verdict, why = outcome(preset, words)
+        counts[verdict] += 1
+        line = f"{verdict}\t{time.monotonic() - begun:.0f} s\tconf={preset} {' '.join(words)}\t{why}\n"
+        sys.stdout.write(line)
+        sys.stdout.flush()
+        if file:
+            with open(file[0], "a", encoding="utf-8") as kept:
+                kept.write(line)
+    sys.stdout.write(", ".join(f"{n} {verdict}" for verdict, n in counts.items()) + "\n")
+    return OK if counts.keys() <= {PROVEN, "refused"} else FINDINGS
+
+
+if __name__ == "__main__":
+    finish(command)
