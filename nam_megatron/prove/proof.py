@@ -5,6 +5,7 @@ import shutil
 import sys
 import tempfile
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -221,12 +222,14 @@ class Bench:
 
 def warm() -> None:
     """What a fork need not import again. A spawned rank imports it itself."""
-    import megatron.core.models.hybrid.hybrid_model
-    import megatron.core.tokenizers.text.libraries
-    import megatron.training.checkpointing
-    import megatron.training.training  # noqa: F401
+    with warnings.catch_warnings():  # of Transformer Engine, which a CPU does without: the proof says so
+        warnings.simplefilter("ignore")
+        import megatron.core.models.hybrid.hybrid_model
+        import megatron.core.tokenizers.text.libraries
+        import megatron.training.checkpointing
+        import megatron.training.training  # noqa: F401
 
-    from nam_megatron.runtime import pretrain, stack  # noqa: F401
+        from nam_megatron.runtime import pretrain, stack  # noqa: F401
 
 
 def _waiting(ranks: Iterable["Rank"]) -> str:
