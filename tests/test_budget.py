@@ -745,6 +745,21 @@ def test_fit_finds_nothing_where_nothing_fits():
     assert fit.best is None and fit.beyond.value == 1
 
 
+def test_fit_is_the_first_value_with_headroom_where_more_needs_less():
+    words = ("model.seq_length=65536", "schedule.micro_batch_size=1", "schedule.global_batch_size=24", *FULL)
+    recipe = load("nam56r_fused", ["cluster=h200_1", *words])
+    nodes = search.smallest(recipe, "cluster.nodes")
+    assert nodes.best.good and not nodes.beyond.good and nodes.beyond.value == nodes.best.value - 1 > 1
+    assert search.smallest(recipe, "model.blocks.mamba3.head_pieces").best is None, (
+        "DSA's scores are too much by themselves"
+    )
+    assert search.smallest(recipe, "schedule.micro_batch_size").best is None
+    done = warm(
+        "conf=nam56r_fused", "cluster=h200_1", *words, "fit=cluster.nodes", module="nam_megatron.budget.__main__"
+    )
+    assert (done.code, done.out.split(":")[0]) == (0, f"cluster.nodes={nodes.best.value}")
+
+
 def test_fit_of_a_key_that_takes_no_memory_has_no_limit():
     fit = search.largest(load("nam56r_native_dp"), "schedule.log_interval")
     assert fit.beyond is None and fit.key == "schedule.log_interval" and fit.best.good

@@ -151,6 +151,11 @@ def _fit(recipe: Recipe, name: str, imbalance: float) -> int:
     key = search.resolve(recipe, name, "fit")
     translate(recipe)  # what is wrong before anything is changed is said as always
     fit = search.largest(recipe, key, imbalance)
+    if fit.best is None and (least := search.smallest(recipe, key, imbalance)).best:
+        assert least.beyond is not None, "it was looked at first"
+        for trial in (least.best, least.beyond):
+            sys.stdout.write(f"{key}={trial.value}: {_outcome(trial)}\n")
+        return OK
     if fit.best is None:
         assert fit.beyond is not None, "a search ends somewhere"
         sys.stdout.write(f"no value of {key} leaves the headroom; {fit.beyond.value}: {_outcome(fit.beyond)}\n")

@@ -1,4 +1,4 @@
-"""What-if: the recipe with another value at one key. The largest that fits, and a sweep over many."""
+"""What-if: the recipe with another value at one key. The largest or smallest that fits, and a sweep over many."""
 
 import difflib
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +31,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Fit:
-    """best: the largest value that leaves the headroom, None if none does. beyond: the first that does not, if any."""
+    """best: the value that leaves the headroom, None if none does. beyond: the next one that does not, if any."""
 
     key: str
     best: Trial | None
@@ -100,11 +100,7 @@ def largest(recipe: Recipe, key: str, imbalance: float = 1.0, *, keep: bool = Fa
             tried[value] = Trial(value, None, trial.note) if keep and trial.note else trial
         return tried[value]
 
-    start: Any = to_tree(recipe)
-    for part in key.split("."):
-        start = start[part]
-    assert isinstance(start, int), key
-    best, beyond = 0, max(1, start)
+    best, beyond = 0, max(1, _value(recipe, key))
     while at(beyond).good and beyond <= LIMIT:
         best, beyond = beyond, 2 * beyond
     if beyond > LIMIT:
@@ -115,6 +111,42 @@ def largest(recipe: Recipe, key: str, imbalance: float = 1.0, *, keep: bool = Fa
         else:
             beyond = middle
     return Fit(key, at(best) if best else None, at(beyond))
+
+
+def smallest(recipe: Recipe, key: str, imbalance: float = 1.0) -> Fit:
+    """The smallest value that leaves the headroom, of a key of which more needs less memory: doubled first, then halved in between."""
+    tried: dict[int, Trial] = {}
+
+    def at(value: int) -> Trial:
+        if value not in tried:
+            tried[value] = attempt(recipe, key, value, imbalance)
+        return tried[value]
+
+    low = max(1, _value(recipe, key))
+    best = 2 * low
+    while not at(best).good:
+        less, more = at(low).budget, at(best).budget
+        if less is None or more is None or _needs(more) >= _needs(less):
+            return Fit(key, None, at(low))
+        low, best = best, 2 * best
+    while (middle := _tested(at, low, best)) is not None:
+        if at(middle).good:
+            best = middle
+        else:
+            low = middle
+    return Fit(key, at(best), at(low))
+
+
+def _needs(found: Budget) -> float:
+    return found.worst.steady.total
+
+
+def _value(recipe: Recipe, key: str) -> int:
+    value: Any = to_tree(recipe)
+    for part in key.split("."):
+        value = value[part]
+    assert isinstance(value, int), key
+    return value
 
 
 def _tested(at: Callable[[int], Trial], low: int, high: int) -> int | None:

@@ -10,16 +10,20 @@ import time
 from collections import Counter
 
 from nam_megatron.errors import FINDINGS, OK, Refused, finish
+from nam_megatron.prove import compare, cut
 from nam_megatron.prove.__main__ import said
 from nam_megatron.prove.compare import Row
 from nam_megatron.prove.proof import PROVEN, prove
 from nam_megatron.recipe import conf_dir, load
 
+STEPS = 2
+SHARED = "model.blocks.moe.dispatcher=alltoall"  # of experts
+FSDP = ("feature.megatron_fsdp.enabled=true", "precision.fused_grad_accumulation=false")
 LAYOUTS = (
     ("parallel.tensor=2", "parallel.sequence=true"), ("parallel.tensor=4", "parallel.sequence=true"), ("parallel.tensor=2",),
     ("parallel.pipeline=2",), ("parallel.pipeline=2", "parallel.virtual_pipeline=2"), ("parallel.context=2",), ("parallel.context=4",),
-    ("parallel.expert=2",), ("parallel.expert=2", "parallel.expert_tensor=2"), ("parallel.expert=4",),
-    ("feature.megatron_fsdp.enabled=true",), ("feature.megatron_fsdp.enabled=true", "parallel.expert=2"),
+    ("parallel.expert=2", SHARED), ("parallel.expert=2", "parallel.expert_tensor=2", SHARED), ("parallel.expert=4", SHARED),
+    FSDP, (*FSDP, "parallel.expert=2", SHARED),
 )  # fmt: skip
 CHANGES = (
     ("feature.recompute.granularity=full", "feature.recompute.method=uniform", "feature.recompute.layers=1"),
@@ -52,26 +56,42 @@ PRESETS = sorted(path.stem for path in (conf_dir() / "preset").glob("*.yaml"))
 
 
 def draw(chance: random.Random) -> tuple[str, tuple[str, ...]]:
-    """A preset and its overrides: on one rank, or in one or two kinds of parallelism; with up to four changes."""
+    """A preset and its overrides: on one rank, or in one or two kinds of parallelism, with up to four changes that are not refused there."""
     ours = [name for name in PRESETS if name.startswith("nam")]
     preset = chance.choice(ours if chance.random() < 0.7 else PRESETS)
     layout = [word for words in chance.sample(LAYOUTS, chance.choice((0, 1, 1, 2))) for word in words]
-    changes = [word for words in chance.sample(CHANGES, chance.choice((0, 1, 2, 3, 4))) for word in words]
     degrees = {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1}
     for key, _, value in (word.removeprefix("parallel.").partition("=") for word in layout):
         if key in degrees:
             degrees[key] = max(degrees[key], int(value))
     needed = max(degrees["tensor"] * degrees["pipeline"] * degrees["context"], degrees["expert"])
-    least = needed * (2 if "feature.megatron_fsdp.enabled=true" in layout and degrees["expert"] == 1 else 1)
+    least = needed * (2 if set(FSDP) <= set(layout) and degrees["expert"] == 1 else 1)
     gpus = next((n for n in (1, 2, 4, 8) if n >= least), 8)
-    words = (f"cluster=h200_{gpus}", *(f"parallel.{key}={n}" for key, n in degrees.items()), *layout, *changes)
-    return preset, tuple({word.partition("=")[0]: word for word in words}.values())
+    words = _last(f"cluster=h200_{gpus}", *layout, *(f"parallel.{key}={n}" for key, n in degrees.items() if n > 1))
+    many = chance.choice((0, 1, 2, 3, 4)) if _accepted(preset, words) else 0
+    for change in chance.sample(CHANGES, len(CHANGES)):
+        if many and _accepted(preset, changed := _last(*words, *change)):
+            words, many = changed, many - 1
+    return preset, words
+
+
+def _accepted(preset: str, words: tuple[str, ...]) -> bool:
+    try:
+        plan = cut.pair(load(preset, words), "cpu", STEPS).layout.plan
+        return not any(compare.refusals(plan, "cpu"))
+    except Refused:
+        return False
+
+
+def _last(*words: str) -> tuple[str, ...]:
+    """Of each key the last word."""
+    return tuple({word.partition("=")[0]: word for word in words}.values())
 
 
 def outcome(preset: str, words: tuple[str, ...]) -> tuple[str, str]:
     """A verdict, and why."""
     try:
-        proof = prove(load(preset, words), "cpu", 2)
+        proof = prove(load(preset, words), "cpu", STEPS)
     except Refused as refused:
         return "refused", "; ".join(f"{p.key}: {p.message}" for p in refused.problems)
     except Exception as error:
