@@ -56,7 +56,7 @@ PRESETS = sorted(path.stem for path in (conf_dir() / "preset").glob("*.yaml"))
 
 
 def draw(chance: random.Random) -> tuple[str, tuple[str, ...]]:
-    """A preset and its overrides: on one rank, or in one or two kinds of parallelism, with up to four changes that are not refused there."""
+    """A preset and its overrides: on one rank, or in one or two kinds of parallelism, with up to four changes that are accepted there."""
     ours = [name for name in PRESETS if name.startswith("nam")]
     preset = chance.choice(ours if chance.random() < 0.7 else PRESETS)
     layout = [word for words in chance.sample(LAYOUTS, chance.choice((0, 1, 1, 2))) for word in words]
