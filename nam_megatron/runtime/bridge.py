@@ -11,6 +11,7 @@ A setting that ends in no field is refused by name. Bridge itself is imported on
 import dataclasses
 import enum
 import typing
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from megatron.core.activations import squared_relu
 from megatron.core.models.hybrid.hybrid_layer_allocation import get_hybrid_total_layer_count, parse_hybrid_pattern
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.training.argument_utils import _apply_yarn_config_from_args
 from megatron.training.models.hybrid import HybridModelConfig
 
 from nam_megatron.errors import Problem
@@ -165,6 +167,7 @@ SPELLED: dict[str, Callable[[Arguments], Any]] = {
     ),
     "ddp.average_in_collective": lambda a: a("ddp_average_in_collective"),
     "ddp.align_param_gather": lambda a: a("align_param_gather") and _virtual(a) is not None,
+    "ddp.megatron_fsdp_cuda_graph_mode": lambda a: a("use_megatron_fsdp") and a("cuda_graph_impl") != "none",
     "ddp.megatron_fsdp_main_grads_dtype": lambda a: None if a("megatron_fsdp_main_grads_dtype") == "auto" else "?",
     "ddp.megatron_fsdp_grad_comm_dtype": lambda a: None if a("megatron_fsdp_grad_comm_dtype") == "auto" else "?",
     "checkpoint.stream_ckpt_dequant": lambda a: (
@@ -190,7 +193,9 @@ def hybrid_model_config(lowering: Lowering, cls: type[HybridModelConfig] = Hybri
     """The model of a lowering as the config that Megatron's HybridModelBuilder takes; its stack spec is left to the caller."""
     a = Arguments(lowering)
     model = {name: value for name, value in a.of("model", cls).items() if name in HYBRID_FIELDS}
-    return cls(transformer=transformer_class(lowering)(**a.of("transformer", transformer_class(lowering))), **model)
+    transformer = transformer_class(lowering)(**a.of("transformer", transformer_class(lowering)))
+    _apply_yarn_config_from_args(transformer, Namespace(**a.values))  # what GQA reads of YaRN is no field
+    return cls(transformer=transformer, **model)
 
 
 HYBRID_FIELDS = {field.name for field in dataclasses.fields(HybridModelConfig)} - {"transformer", "hybrid_stack_spec"}

@@ -49,6 +49,7 @@ VARIANTS = {
     ),
     "wsd": ("optim.decay=WSD", "optim.wsd_steps=100", "optim.wsd_shape=linear"),
     "fsdp": ("feature.megatron_fsdp.enabled=true",),
+    "graphs of shards": ("feature.megatron_fsdp.enabled=true", "+overlay=graphs"),
     "indexed": ("data=indexed", "data.path=/d/x", "data.split='99,1,0'", "data.tokenizer=/t"),
     "checkpoints": ("schedule.save=/c", "schedule.save_interval=5"),
 }
@@ -152,6 +153,14 @@ def test_hybrid_model_config_agrees_with_the_parser(case):
     # All fields that Megatron has are there.
     here = {f"transformer.{field.name}" for field in dataclasses.fields(config.transformer)}
     assert here == {name for name in values if name.startswith("transformer.")}
+
+
+@pytest.mark.parametrize("case", [("nam56r_native_dp", YARN)], indirect=True)
+def test_what_gqa_reads_of_yarn_is_no_field_and_there(case):
+    lowering, values = case
+    config = bridge.hybrid_model_config(lowering).transformer
+    told = {name.partition(".")[2]: v for name, v in values.items() if name.startswith("transformer.yarn_")}
+    assert len(told) == 7 and {name: getattr(config, name) for name in told} == told
 
 
 def test_bridges_container_agrees_with_the_parser(case, monkeypatch):
