@@ -864,9 +864,15 @@ def test_plan_comes_back_as_its_own_recipe(name, tmp_path):
     assert again == was
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not lowered(name).plan.ours])
-def test_preset_comes_back_as_a_recipe_with_the_same_arguments(name, tmp_path):
-    lowering = lowered(name)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        *((name, ()) for name in NAMES if not lowered(name).plan.ours),
+        ("nam56r_native_dp", ("feature.distributed_optimizer.reshardable=true",)),
+    ],
+)
+def test_preset_comes_back_as_a_recipe_with_the_same_arguments(name, words, tmp_path):
+    lowering = lowered(name, *words)
     path = tmp_path / "back.yaml"
     made = recipe.write(lint(argv.run_script(lowering), "run.sh"), str(path))
     again = list(argv.argv(translate(recipe._load(path.read_text(), "back"))))

@@ -566,6 +566,7 @@ def _features(a: Args, m: Model) -> Tree:
         "distributed_optimizer": {
             "enabled": a.use_distributed_optimizer or a.use_megatron_fsdp, "overlap_grad_reduce": a.overlap_grad_reduce,
             "overlap_param_gather": a.overlap_param_gather,
+            "reshardable": a.dist_ckpt_optim_fully_reshardable and a.use_distributed_optimizer,
         },
     }  # fmt: skip
     if m.yarn:
