@@ -1034,6 +1034,26 @@ def test_learned_positions_come_back(base):
     assert model.learned_positions == 8192 and (not model.blocks.attention or not model.blocks.attention.turned)
 
 
+GRAPHED = {"--cuda-graph-impl": "transformer_engine", "--te-rng-tracker": True, "--recompute-granularity": "selective"}
+
+
+@pytest.mark.parametrize(
+    ("base", "captured", "again", "said", "stops"),
+    [
+        (MOE, "moe_router", "moe", {}, True),
+        (MOE, "moe_router moe_preprocess", "moe_act", {}, False),
+        (MOE, "moe_router moe_preprocess", "moe", {"--cuda-graph-impl": "local"}, False),
+        (GPT, "mlp", "mlp", {"--hidden-dropout": "0.1"}, True),
+        (GPT, "mlp", "mlp", {}, False),
+        (GPT, "mlp", "core_attn", {"--hidden-dropout": "0.1", "--attention-dropout": "0.1"}, False),
+        (GPT, "attn", "core_attn", {"--attention-dropout": "0.1"}, True),
+    ],
+)
+def test_what_is_recomputed_beside_what_is_captured(base, captured, again, said, stops, oracle):
+    found = launch(base, GRAPHED | {"--cuda-graph-modules": captured, "--recompute-modules": again} | said)
+    assert ("graphs-modules" in ids(found)) is stops is (ask(oracle, found).error is not None)
+
+
 @pytest.mark.parametrize("base", [MLA, DSA], ids=["MLA", "DSA"])
 @pytest.mark.parametrize("said", [{"--normalization": "LayerNorm"}, {"--fp8-format": "hybrid"}], ids=str)
 def test_layers_that_our_kernels_do_not_take_come_back_as_megatrons(base, said):

@@ -41,6 +41,7 @@ SFT = {"data.name": "sft", "data.path": "/d", "data.tokenizer": "/t", "data.prom
 ADAPTED = {"feature.lora.rank": 8, "schedule.pretrained": "/p", "model.blocks.moe.expert_bias_update_rate": 0.0}
 BLEND = {"data.name": "blend", "data.parts": [{"weight": 0.7, "path": "/a"}, {"weight": 1e-7, "path": "/b"}]}
 BLEND |= {"data.path": None, "data.split": "99,1,0", "data.tokenizer": "/t"}
+SELECTIVE = {"feature.recompute.granularity": "selective"}
 FULL = {"feature.recompute.granularity": "full", "feature.recompute.method": "uniform", "feature.recompute.layers": 1}
 GRAPHS = {"feature.cuda_graphs.impl": "transformer_engine", "feature.cuda_graphs.modules": ["attn", "mamba"]}
 WINDOWS = {"model.blocks.attention.window": 128, "model.blocks.attention.unwindowed_every": 2}
@@ -624,6 +625,12 @@ REFUSALS = [
     (NATIVE, GRAPHS | {"feature.cuda_graphs.modules": ["moe_router", "moe_preprocess"], "model.blocks.moe.capacity_factor": 1.0},
      "feature.cuda_graphs.modules", "with a capacity factor"),
     (NATIVE, GRAPHS | FULL, "feature.cuda_graphs.impl", "exclude each other"),
+    (NATIVE, GRAPHS | {"feature.cuda_graphs.impl": "local", "feature.cuda_graphs.modules": ["moe_router"]},
+     "feature.cuda_graphs.modules", "capture `moe_preprocess` with `moe_router`"),
+    (NATIVE, GRAPHS | {"feature.cuda_graphs.modules": ["moe_router"]} | SELECTIVE | {"feature.recompute.modules": ["moe"]},
+     "feature.cuda_graphs.modules", "recompute of `moe` would run"),
+    (NATIVE, GRAPHS | {"model.letters.E": "mlp", "feature.cuda_graphs.modules": ["mlp"], "model.hidden_dropout": 0.1} | SELECTIVE
+     | {"feature.recompute.modules": ["mlp"]}, "feature.cuda_graphs.modules", "cannot draw the dropout again"),
     (NATIVE, GRAPHS | {"feature.recompute.granularity": "selective", "feature.recompute.modules": ["core_attn"]},
      "feature.cuda_graphs.modules", "captured attention keeps"),
     (DESIGN, GRAPHS | {"model.blocks.dsa.kernels": "megatron"}, "feature.cuda_graphs.modules", "synchronises with the host"),

@@ -39,6 +39,12 @@ class CudaGraphs(Feature):
     def settings(self, plan: "Plan") -> Iterator[Setting]:
         why = "graphs need TE's; Megatron would switch it on behind the recipe"
         yield Setting("te_rng_tracker", True, why, "impl", beside="", fields=("rng.te_rng_tracker",))
+        if self.impl == "local":
+            scope = ("transformer.inference_cuda_graph_scope",)
+            why = "Megatron's own graphs want a scope for inference, which training does not read"
+            yield Setting(
+                "inference_cuda_graph_scope", "layer", why, "impl", beside="", fields=scope, executes=LAUNCHED
+            )
 
     @classmethod
     def off(cls, plan: "Plan") -> Iterator[Setting]:
@@ -65,6 +71,9 @@ class CudaGraphs(Feature):
                 yield Problem(f"no layer has the part `{module}`", at + "modules")
         if "moe_preprocess" in self.modules and "moe_router" not in self.modules:
             yield Problem("`moe_preprocess` is captured only with `moe_router`", at + "modules", "add `moe_router`")
+        if self.impl == "local" and "moe_router" in self.modules and "moe_preprocess" not in self.modules:
+            message = "Megatron's own graphs capture `moe_preprocess` with `moe_router`"
+            yield Problem(message, at + "modules", "add `moe_preprocess`")
         if "mlp" in self.modules and "moe" in plan.kinds:
             yield Problem("Megatron captures `mlp` only in models without MoE", at + "modules", "leave `mlp` out")
         if "moe_preprocess" in self.modules and (moe := r.model.blocks.moe) and moe.capacity_factor is not None:
@@ -72,7 +81,14 @@ class CudaGraphs(Feature):
         recompute = r.feature.recompute
         if recompute and recompute.granularity == "full":
             yield Problem("full recompute and per-layer CUDA graphs exclude each other", at + "impl")
-        if "attn" in self.modules and recompute and "core_attn" in recompute.modules:
+        again = recompute.modules if recompute else ()
+        if self.impl == "transformer_engine" and "moe_router" in self.modules and "moe" in again:
+            message = "recompute of `moe` would run what the graph of `moe_router` holds a part of, and Megatron stops"
+            yield Problem(message, at + "modules", "leave one of them out")
+        if r.model.hidden_dropout and "mlp" in self.modules and "mlp" in again:
+            message = "a captured `mlp` cannot draw the dropout again that its recompute needs"
+            yield Problem(message, at + "modules", "leave one of them out, or set `model.hidden_dropout=0.0`")
+        if "attn" in self.modules and "core_attn" in again:
             # Megatron's checkpoint is a plain call while a graph is captured.
             yield Problem(
                 "captured attention keeps what recompute of `core_attn` would drop",

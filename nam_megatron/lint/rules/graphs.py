@@ -31,6 +31,14 @@ def _graph_modules(a: Args, m: Model) -> Iterator[str]:
             yield "`moe` without capacity factor and padding to it"
         if m.recompute == "full":
             yield "full recompute under per-layer graphs"
+        again = set(a.recompute_modules or ()) if m.recompute == "selective" else set()
+        if m.graphs == "transformer_engine" and "moe" in again and "moe_router" in modules:
+            yield "recompute of `moe` around a captured `moe_router`"
+        for name in ("mlp", "moe"):
+            if a.hidden_dropout and name in again and name in modules:
+                yield f"hidden dropout in a captured and recomputed `{name}`"
+        if a.attention_dropout and "core_attn" in again and "attn" in modules:
+            yield "attention dropout in captured and recomputed attention"
 
 
 def _connections(a: Args, m: Model) -> str | None:

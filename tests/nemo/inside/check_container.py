@@ -372,6 +372,10 @@ def test_a_validated_container_comes_back_from_its_checkpoint(ranks, tmp_path):
     ("overrides", "said"),
     [
         (["parallel.pipeline=2", "parallel.virtual_pipeline=2"], "virtual pipeline"),
+        (
+            ["feature.cuda_graphs.impl=local", "feature.cuda_graphs.modules=[attn]"],
+            "by Transformer Engine's graphs alone",
+        ),
         (["optim=muon"], "does not shard the state of Muon"),
         (
             ["model.learned_positions=8192", "model.blocks.attention.position_embedding=none"],
