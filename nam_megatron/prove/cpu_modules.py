@@ -15,13 +15,16 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from nam_megatron.runtime.context import own, whole
 
 
-def _norm_op(config):
-    return F.rms_norm if config.normalization == "RMSNorm" else F.layer_norm
-
-
 def centered(config):
     """Whether a norm's weight is its distance from one."""
     return config.layernorm_zero_centered_gamma
+
+
+def centered_norm(x, weight, bias, eps):
+    """In fp32, as the kernels compute: one and a distance from it do not both fit into bf16. bias: LayerNorm's, None for RMSNorm."""
+    y, shape, weight = x.float(), (x.size(-1),), weight.float() + 1
+    normed = F.rms_norm(y, shape, weight, eps) if bias is None else F.layer_norm(y, shape, weight, bias.float(), eps)
+    return normed.to(x.dtype)
 
 
 class _ZeroRms(torch.nn.RMSNorm):
@@ -29,7 +32,7 @@ class _ZeroRms(torch.nn.RMSNorm):
         torch.nn.init.zeros_(self.weight)
 
     def forward(self, x):
-        return F.rms_norm(x, self.normalized_shape, self.weight + 1, self.eps)
+        return centered_norm(x, self.weight, None, self.eps)
 
 
 class _ZeroLayer(torch.nn.LayerNorm):
@@ -38,7 +41,7 @@ class _ZeroLayer(torch.nn.LayerNorm):
         torch.nn.init.zeros_(self.bias)
 
     def forward(self, x):
-        return F.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias, self.eps)
+        return centered_norm(x, self.weight, self.bias, self.eps)
 
 
 ZERO_CENTERED = {torch.nn.RMSNorm: _ZeroRms, torch.nn.LayerNorm: _ZeroLayer}
@@ -56,18 +59,30 @@ class Norm:
 
 
 class NormColumnLinear(ColumnParallelLinear):
-    """TELayerNormColumnParallelLinear: the norm's weight lives in the linear as `layer_norm_weight`."""
+    """TELayerNormColumnParallelLinear: the norm's weight lives in the linear as `layer_norm_weight`, its bias as `layer_norm_bias`."""
 
     def __init__(self, input_size, output_size, *, config, **kwargs):
         super().__init__(input_size, output_size, config=config, **kwargs)
         start = torch.zeros if centered(config) else torch.ones
         self.layer_norm_weight = torch.nn.Parameter(start(input_size, dtype=config.params_dtype))
         self.layer_norm_weight.sequence_parallel = config.sequence_parallel
+        self.layer_norm_bias = None
+        if config.normalization == "LayerNorm":
+            self.layer_norm_bias = torch.nn.Parameter(torch.zeros(input_size, dtype=config.params_dtype))
+            self.layer_norm_bias.sequence_parallel = config.sequence_parallel
 
     def forward(self, x):
-        shape, eps = (x.size(-1),), self.config.layernorm_epsilon
-        weight = self.layer_norm_weight + 1 if centered(self.config) else self.layer_norm_weight
-        return super().forward(_norm_op(self.config)(x, shape, weight=weight, eps=eps))
+        shape, weight, bias, eps = (
+            (x.size(-1),),
+            self.layer_norm_weight,
+            self.layer_norm_bias,
+            self.config.layernorm_epsilon,
+        )
+        if centered(self.config):
+            x = centered_norm(x, weight, bias, eps)
+        else:
+            x = F.rms_norm(x, shape, weight, eps) if bias is None else F.layer_norm(x, shape, weight, bias, eps)
+        return super().forward(x)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         state = self.state_dict(prefix="", keep_vars=True)

@@ -1,7 +1,6 @@
 """Lint's count of parameters against Megatron's own modules, for every kind of layer and what changes its size.
 
-LayerNorm is not among them: the stand-in for Transformer Engine's fused norm has no bias. GPT models are not either: their layers are
-the hybrid's attention and MLP under one roof.
+GPT models are not among them: their layers are the hybrid's attention and MLP under one roof.
 """
 
 from math import prod
@@ -43,6 +42,7 @@ CASES = {
     "moe of a latent": ("E", f"{MOE} {SHARED} --moe-latent-size 24", dict(moe_latent_size=24)),
     "mamba": ("M", MAMBA, {}),
     "mamba, heads by width": ("M", MAMBA.replace("--mamba-num-heads 8", ""), dict(mamba_num_heads=None)),
+    "layer norm": ("*-EM", f"{GQA} {MOE} {SHARED} {MAMBA} --normalization LayerNorm", dict(normalization="LayerNorm")),
     "mtp": ("*-/*-/*-", GQA, {}),
     "mtp, one layer for all depths": ("*-/*-/*-", f"{GQA} --mtp-use-repeated-layer", dict(mtp_use_repeated_layer=True)),
     "all": ("*EM-*EMM", f"{GQA} {MOE} {SHARED} {MAMBA}", {}),
