@@ -1,18 +1,21 @@
 """The two names of every tensor, against the budget's own list of parameters."""
 
+import copy
 import importlib
+import re
 from math import prod
 from types import SimpleNamespace
 
 import pytest
 import torch
-from presets import NAMES, lowered
+from presets import ALL, lowered
 
 from nam_megatron.argv import plan_json
 from nam_megatron.budget import static
 from nam_megatron.errors import Refused
 from nam_megatron.hf import __main__ as command
 from nam_megatron.hf import check, describe, export
+from nam_megatron.hf.model.configuration_nam import NamConfig
 from nam_megatron.sizes import Sizes
 
 
@@ -45,7 +48,7 @@ def of_the_export(config) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL)
 def test_every_parameter_of_a_preset_is_exported_once(name):
     plan = lowered(name).plan
     assert list(describe.objections(plan)) == []
@@ -54,81 +57,80 @@ def test_every_parameter_of_a_preset_is_exported_once(name):
     names = [tensor.name for tensor in describe.tensors(config)]
     keys = [key for tensor in describe.tensors(config) for key, _ in tensor.parts]
     assert len(set(names)) == len(names) and len(set(keys)) == len(keys)
+    NamConfig(**config)
 
 
 def test_a_refusal_names_the_key_before_the_checkpoint_is_opened(tmp_path):
     """This one holds nothing."""
-    lowering = lowered(
-        "nam56r_smoke", "lane=native_dp", "model.letters.A=attention", "model.blocks.attention.qkv_bias=true"
-    )
+    lowering = lowered("nam56r_smoke", "model.blocks.moe.capacity_factor=1.25")
     (tmp_path / "ckpt" / "iter_0000001").mkdir(parents=True)
     (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").write_text("1")
     (tmp_path / "ckpt" / "plan.json").write_text(plan_json(lowering))
     with pytest.raises(Refused) as refused:
         export.export(tmp_path / "ckpt", tmp_path / "out", None, print)
-    assert {p.key for p in refused.value.problems} == {"model.blocks.attention.qkv_bias"}
+    assert {p.key for p in refused.value.problems} == {"model.blocks.moe.capacity_factor"}
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("overrides", "refused"),
     [
-        ("position_embedding", "none"),
-        ("rotary_percent", "0.5"),
-        ("qkv_bias", "true"),
-        ("output_gate", "true"),
-        ("window", "128"),
+        (("model.letters.E=mlp",), False),
+        (("model.blocks.moe.grouped_gemm=false", "model.blocks.moe.shared_expert_hidden_size=0"), True),
     ],
 )
-def test_attention_that_the_export_does_not_have_is_refused_by_key(key, value):
-    at = "model.blocks.attention."
-    plan = lowered("nam56r_native_dp", f"{at}{key}={value}").plan
-    assert [p.key for p in describe.objections(plan)] == [at + key]
+def test_biases_are_those_of_attention_and_dense_mlps(overrides, refused):
+    plan = lowered("nam56r_smoke", "model.linear_bias=true", *overrides).plan
+    assert [p.key for p in describe.objections(plan)] == ["model.linear_bias"] * refused
+    found, wanted = (of(plan) for of in (lambda plan: of_the_export(describe.config(plan)), of_the_budget))
+    for kind in {"attention", "mlp"} & wanted.keys():
+        assert found[kind] == wanted[kind]
 
 
-def test_layers_that_the_export_does_not_have_are_refused_by_key():
-    plan = lowered("qwen3_next_80b_a3b").plan
-    assert "model.blocks.gdn" in {p.key for p in describe.objections(plan)}
+# What a hostile config.json might say: a preset, a key of its config, values that are refused by that key, or by another's name.
+HOSTILE = [
+    ("qwen3_next_80b_a3b", "attention.rotary_dim", (63, 512, -2, None), ""),
+    ("qwen3_next_80b_a3b", "attention.window", (-1, 2**31, 2.5), ""),
+    ("qwen3_next_80b_a3b", "attention.unwindowed_every", (-1, "2"), ""),
+    ("qwen3_next_80b_a3b", "attention.output_gate", (1,), ""),
+    ("qwen3_next_80b_a3b", "attention.qkv_bias", (None,), ""),
+    ("qwen3_next_80b_a3b", "gdn.key_heads", (0, 5, 2**40), ""),
+    ("qwen3_next_80b_a3b", "gdn.conv_width", (0, True), ""),
+    ("qwen3_next_80b_a3b", "moe.shared_expert_hidden_size", (0,), "moe.shared_expert_gate"),
+    ("qwen3_next_80b_a3b", "zero_centered_norms", ("yes",), ""),
+    ("deepseek_v3", "moe.groups", (0, 7, -8), ""),
+    ("deepseek_v3", "moe.chosen_groups", (0, 3, 16), ""),
+    ("deepseek_v3", "moe.top_k", (256,), "moe.chosen_groups"),
+    ("deepseek_v3", "moe.routed_scaling", (0, -1.0, float("nan"), float("inf"), "2.5"), ""),
+    ("deepseek_v3", "moe.router_dtype", ("bf16", 32), ""),
+    ("deepseek_v3", "moe.latent_size", (-8, 2**31), ""),
+    ("deepseek_v3", "moe.pre_softmax", (0,), ""),
+    ("deepseek_v3", "linear_bias", (True, None), ""),
+    ("deepseek_v3", "mla.q_lora_rank", (-1, None), ""),
+    ("deepseek_v3_2", "mla.q_lora_rank", (0,), ""),
+    ("deepseek_v3_yarn", "yarn", ([], {"factor": 2.0}), ""),
+    ("deepseek_v3_yarn", "yarn.factor", (0.5, float("nan"), 1e300, None), ""),
+    ("deepseek_v3_yarn", "yarn.original_length", (0, 2.0), ""),
+    ("deepseek_v3_yarn", "yarn.beta_fast", (0, -1.0), ""),
+    ("deepseek_v3_yarn", "yarn.beta_slow", (0, float("inf")), ""),
+    ("deepseek_v3_yarn", "yarn.mscale", (-1.0,), ""),
+    ("deepseek_v3_yarn", "yarn.mscale_all_dim", (-1.0,), ""),
+    ("deepseek_v3_yarn", "yarn.rounded", (None,), ""),
+    ("deepseek_v3_yarn", "rotary_base", (1,), ""),
+    ("deepseek_v3_yarn", "llama_rope", ({"factor": 8.0},), ""),
+    ("llama_3_1_8b", "llama_rope.factor", (0, -8.0), ""),
+    ("llama_3_1_8b", "learned_positions", (-1, 2**31), ""),
+    ("nam56r", "learned_positions", (64,), ""),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("preset", "override", "key"),
-    [
-        ("nam56r", "feature.yarn.factor=2.0", "feature.yarn.factor"),
-        ("nam56r_native_dp", "feature.llama_rope.factor=8.0", "feature.llama_rope.factor"),
-        ("nam52r_h200_prod_candidate_v1", "model.learned_positions=8192", "model.learned_positions"),
-        ("nam52r_h200_prod_candidate_v1", "model.blocks.mla.q_lora_rank=null", "model.blocks.mla.q_lora_rank"),
-    ],
-)
-def test_positions_and_queries_that_the_export_does_not_have_are_refused_by_key(preset, override, key):
-    more = ("model.substitute=[]", "model.blocks.mla.kernels=megatron") if "q_lora" in key else ()
-    assert [p.key for p in describe.objections(lowered(preset, override, *more).plan)] == [key]
-
-
-def test_norms_that_the_export_does_not_have_are_refused_by_key():
-    plan = lowered("nam56r_native_dp", "model.zero_centered_norms=true").plan
-    assert [p.key for p in describe.objections(plan)] == ["model.zero_centered_norms"]
-
-
-def test_biases_are_refused_by_key():
-    plan = lowered("nam56r_smoke", "model.linear_bias=true", "model.letters.E=mlp").plan
-    assert "model.linear_bias" in {p.key for p in describe.objections(plan)}
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "others"),
-    [
-        ("capacity_factor", "1.25", ()),
-        ("routed_scaling", "2.5", ()),
-        ("shared_expert_gate", "true", ()),
-        ("group_limit", "[2,1]", ()),
-        ("router_dtype", "null", ()),
-        ("pre_softmax", "true", ("score_function=softmax", "expert_bias=false")),
-    ],
-)
-def test_routing_that_the_export_does_not_have_is_refused_by_key(key, value, others):
-    at = "model.blocks.moe."
-    plan = lowered("nam56r_smoke", f"{at}{key}={value}", *(at + other for other in others)).plan
-    assert [p.key for p in describe.objections(plan)] == [at + key]
+@pytest.mark.parametrize(("preset", "key", "values", "said"), HOSTILE)
+def test_a_hostile_size_is_refused_by_key(preset, key, values, said):
+    for value in values:
+        tree = copy.deepcopy(describe.config(lowered(preset).plan))
+        *block, name = key.split(".")
+        (tree[block[0]] if block else tree)[name] = value
+        with pytest.raises(ValueError, match=f"^{re.escape(said or key)}"):
+            NamConfig(**tree)
 
 
 class Asked(Exception):

@@ -42,46 +42,32 @@ def objections(plan: Plan) -> Iterator[Problem]:
         yield Problem(text, "feature.lora.rank")
     for kind in sorted(plan.kinds - LAYERS.keys()):
         yield Problem(f"the export has no {KINDS[kind].title}", f"model.blocks.{kind}")
-    for name in ("yarn", "llama_rope"):
-        if getattr(plan.recipe.feature, name):
-            yield Problem("the export's angles are plain RoPE's", f"feature.{name}.factor")
-    if model.learned_positions:
-        yield Problem("the export has no table of positions", "model.learned_positions")
-    if model.linear_bias:
-        yield Problem("the export has no biases in its projections", "model.linear_bias")
-    if model.blocks.attention and model.blocks.attention.turned != model.blocks.attention.head_dim:
-        name = "position_embedding" if not model.blocks.attention.turned else "rotary_percent"
-        yield Problem("the export's attention turns whole heads", f"model.blocks.attention.{name}")
-    if model.blocks.mla and model.blocks.mla.q_lora_rank is None:
-        yield Problem("the export's MLA has a query latent", "model.blocks.mla.q_lora_rank")
-    if model.zero_centered_norms:
-        yield Problem("the export has the weights of its norms as they are", "model.zero_centered_norms")
-    for name in ("window", "qkv_bias", "output_gate"):
-        if getattr(model.blocks.attention, name, None):
-            yield Problem("the export's attention does not have it", f"model.blocks.attention.{name}")
+    if model.linear_bias and plan.kinds & {"mla", "dsa", "moe"}:
+        text = "of biases the export has those of plain attention and dense MLPs, which are held against Megatron"
+        yield Problem(text, "model.linear_bias")
     if model.blocks.moe and model.blocks.moe.capacity_factor is not None:
         text = "experts with a capacity drop tokens by what else is in the batch, and a decoded token has no batch"
         yield Problem(text, "model.blocks.moe.capacity_factor")
-    if model.blocks.moe and model.blocks.moe.router_dtype is None:
-        yield Problem("the export's routers count in fp32 or fp64", "model.blocks.moe.router_dtype")
-    for name in ("shared_expert_gate", "pre_softmax", "routed_scaling", "group_limit", "latent_size"):
-        if getattr(model.blocks.moe, name, None):
-            yield Problem("the export's experts do not have it", f"model.blocks.moe.{name}")
 
 
 def config(plan: Plan) -> dict[str, Any]:
     """config.json's keys that compute. Kernels, layouts and whatever else only executes are not there."""
-    model = plan.recipe.model
+    model, feature = plan.recipe.model, plan.recipe.feature
     needed = {*plan.kinds, *(("mla",) if "dsa" in plan.kinds else ())}
     blocks = {kind: keys(getattr(model.blocks, kind)) for kind, keys in BLOCKS.items() if kind in needed}
+    if b := blocks.get("attention"):
+        b["qkv_bias"] |= model.linear_bias
     return {
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
         "ffn_hidden_size": model.ffn_hidden_size,
         "num_attention_heads": model.num_attention_heads,
         "max_position_embeddings": model.seq_length,
+        "learned_positions": model.learned_positions or 0,
         "normalization": model.normalization,
         "norm_epsilon": model.norm_epsilon,
+        "zero_centered_norms": model.zero_centered_norms,
+        "linear_bias": model.linear_bias,
         "activation": model.activation,
         "rotary_base": model.rotary_base,
         "tie_word_embeddings": model.tied_embeddings,
@@ -90,32 +76,56 @@ def config(plan: Plan) -> dict[str, Any]:
         "mtp_kinds": list(plan.mtp),
         "mtp_depths": plan.mtp_depths if plan.mtp else 0,
         **blocks,
-        **({"mhc": STREAMS(mhc)} if (mhc := plan.recipe.feature.mhc) else {}),
-        **({"ngrams": NGRAMS(hashed)} if (hashed := plan.recipe.feature.ngram_hash) else {}),
+        **({"mhc": STREAMS(mhc)} if (mhc := feature.mhc) else {}),
+        **({"ngrams": NGRAMS(hashed)} if (hashed := feature.ngram_hash) else {}),
+        **({"yarn": YARN(yarn, rounded="attention" not in needed or yarn.rounded)} if (yarn := feature.yarn) else {}),
+        **({"llama_rope": LLAMA_ROPE(scaled)} if (scaled := feature.llama_rope) else {}),
     }
 
 
-def _named(*names: str, **more: Any) -> Any:
-    return lambda block: {name: getattr(block, name) for name in names} | more
+def _named(*names: str) -> Any:
+    return lambda block, **more: {name: getattr(block, name) for name in names} | more
+
+
+def _attention_keys(b: Any) -> dict[str, Any]:
+    named = _named("head_dim", "query_groups", "qk_norm", "qkv_bias", "output_gate")
+    return named(b, rotary_dim=b.turned, window=b.window or 0, unwindowed_every=b.unwindowed_every or 0)
+
+
+def _mla_keys(b: Any) -> dict[str, Any]:
+    named = _named("kv_lora_rank", "qk_head_dim", "qk_rope_head_dim", "v_head_dim", "latent_norm")
+    return named(b, q_lora_rank=b.q_lora_rank or 0)
+
+
+def _moe_keys(b: Any) -> dict[str, Any]:
+    groups, chosen = b.group_limit or (1, 1)
+    named = _named(
+        "experts", "top_k", "expert_hidden_size", "shared_expert_hidden_size", "shared_expert_gate",
+        "score_function", "expert_bias", "pre_softmax", "router_dtype",
+    )  # fmt: skip
+    scaling, latent = b.routed_scaling or 1.0, b.latent_size or 0
+    return named(b, routed_scaling=scaling, groups=groups, chosen_groups=chosen, latent_size=latent)
 
 
 BLOCKS = {
-    "attention": _named("head_dim", "query_groups", "qk_norm"),
-    "mla": _named("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_rope_head_dim", "v_head_dim", "latent_norm"),
+    "attention": _attention_keys,
+    "mla": _mla_keys,
     "dsa": _named("indexer_heads", "indexer_head_dim", "top_k"),
-    "moe": _named(
-        "experts", "top_k", "expert_hidden_size", "shared_expert_hidden_size",
-        "score_function", "expert_bias", "router_dtype",
-    ),
+    "moe": _moe_keys,
     "mlp": _named(),
-    "mamba2": _named("heads", "head_dim", "state_dim", "groups", conv_width=4),  # MambaMixer's d_conv; not a flag
+    "mamba2": lambda b: _named("heads", "head_dim", "state_dim", "groups")(
+        b, conv_width=4
+    ),  # MambaMixer's d_conv; not a flag
+    "gdn": _named("key_heads", "key_head_dim", "value_heads", "value_head_dim", "conv_width"),
     "mamba3": _named("heads", "head_dim", "state_dim", "groups", "mimo_rank", "angles"),
     "m2rnn": _named("k_dim", "v_dim", "heads", "conv_width"),
-}  # fmt: skip
+}
 
 
 STREAMS = _named("streams", "sinkhorn_steps", "epsilon")
 NGRAMS = _named("order", "heads", "buckets", "width", "document_end")
+YARN = _named("factor", "original_length", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+LLAMA_ROPE = _named("factor")
 
 
 # Tensors -------------------------------------------------------------------------------------------------------------
@@ -125,6 +135,8 @@ def tensors(c: Config) -> Iterator[Tensor]:
     """Every tensor of a model, in the order in which it is written."""
     h = c["hidden_size"]
     yield Tensor("model.embed_tokens.weight", (("embedding.word_embeddings.weight", (c["vocab_size"], h)),))
+    if rows := c["learned_positions"]:
+        yield _one("model.embed_positions.weight", "embedding.position_embeddings.weight", rows, h)
     if b := c.get("ngrams"):
         tables, at = (b["order"] - 1) * b["heads"], "embedding.ngrams."
         yield _one("model.ngrams.table", f"{at}table", tables * b["buckets"] * b["width"])
@@ -164,6 +176,12 @@ def _norm(c: Config, name: str, key: str, size: int) -> Iterator[Tensor]:
         yield _one(f"{name}.{part}", f"{key}{part}", size)
 
 
+def _linear(name: str, key: str, rows: int, columns: int, bias: bool) -> Iterator[Tensor]:
+    yield _one(f"{name}.weight", f"{key}.weight", rows, columns)
+    if bias:
+        yield _one(f"{name}.bias", f"{key}.bias", rows)
+
+
 def _packed(name: str, key: str, sizes: Mapping[str, int], *rest: int) -> Tensor:
     """One tensor that the checkpoint holds part by part."""
     return Tensor(name, tuple((f"{key}.{part}", (size, *rest)) for part, size in sizes.items()))
@@ -187,19 +205,19 @@ def _streams(c: Config) -> Iterator[Tensor]:
 
 INPUT_NORM = {
     "attention": "self_attention.linear_qkv.layer_norm_", "mla": "input_layernorm.", "dsa": "input_layernorm.",
-    "moe": "pre_mlp_layernorm.", "mlp": "mlp.linear_fc1.layer_norm_",
+    "moe": "pre_mlp_layernorm.", "mlp": "mlp.linear_fc1.layer_norm_", "gdn": "self_attention.in_proj.layer_norm_",
     "mamba2": "mixer.in_proj.layer_norm_", "mamba3": "mixer.in_proj.layer_norm_", "m2rnn": "mixer.in_proj.layer_norm_",
 }  # fmt: skip
 
 
 def _attention(c: Config) -> Iterator[Tensor]:
-    b, h, heads = c["attention"], c["hidden_size"], c["num_attention_heads"]
-    width = (heads + 2 * b["query_groups"]) * b["head_dim"]
-    yield _one("mixer.qkv.weight", "self_attention.linear_qkv.weight", width, h)
-    yield _one("mixer.out.weight", "self_attention.linear_proj.weight", h, heads * b["head_dim"])
+    b, h, heads, at = c["attention"], c["hidden_size"], c["num_attention_heads"], "self_attention."
+    packed = (2 if b["output_gate"] else 1) * heads + 2 * b["query_groups"]
+    yield from _linear("mixer.qkv", f"{at}linear_qkv", packed * b["head_dim"], h, b["qkv_bias"])
+    yield from _linear("mixer.out", f"{at}linear_proj", h, heads * b["head_dim"], c["linear_bias"])
     if b["qk_norm"]:
         for part in ("q", "k"):
-            yield from _norm(c, f"mixer.{part}_norm", f"self_attention.{part}_layernorm.", b["head_dim"])
+            yield from _norm(c, f"mixer.{part}_norm", f"{at}{part}_layernorm.", b["head_dim"])
 
 
 def _mla(c: Config) -> Iterator[Tensor]:
@@ -207,13 +225,15 @@ def _mla(c: Config) -> Iterator[Tensor]:
     rq, rkv, dq, dr, dv = (
         b[k] for k in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_rope_head_dim", "v_head_dim")
     )
-    yield _one("mixer.q_down.weight", f"{at}linear_q_down_proj.weight", rq, h)
-    yield _one("mixer.q_up.weight", f"{at}linear_q_up_proj.weight", n * (dq + dr), rq)
+    if rq:
+        yield _one("mixer.q_down.weight", f"{at}linear_q_down_proj.weight", rq, h)
+    yield _one("mixer.q_up.weight", f"{at}linear_q_{'up_' if rq else ''}proj.weight", n * (dq + dr), rq or h)
     yield _one("mixer.kv_down.weight", f"{at}linear_kv_down_proj.weight", rkv + dr, h)
     yield _one("mixer.kv_up.weight", f"{at}linear_kv_up_proj.weight", n * (dq + dv), rkv)
     yield _one("mixer.out.weight", f"{at}linear_proj.weight", h, n * dv)
     if b["latent_norm"]:
-        yield from _norm(c, "mixer.q_norm", f"{at}q_layernorm.", rq)
+        if rq:
+            yield from _norm(c, "mixer.q_norm", f"{at}q_layernorm.", rq)
         yield from _norm(c, "mixer.kv_norm", f"{at}kv_layernorm.", rkv)
 
 
@@ -233,21 +253,28 @@ def _gates(c: Config) -> int:
 
 def _mlp(c: Config) -> Iterator[Tensor]:
     h, width = c["hidden_size"], c["ffn_hidden_size"]
-    yield _one("mixer.up.weight", "mlp.linear_fc1.weight", _gates(c) * width, h)
-    yield _one("mixer.down.weight", "mlp.linear_fc2.weight", h, width)
+    yield from _linear("mixer.up", "mlp.linear_fc1", _gates(c) * width, h, c["linear_bias"])
+    yield from _linear("mixer.down", "mlp.linear_fc2", h, width, c["linear_bias"])
 
 
 def _moe(c: Config) -> Iterator[Tensor]:
     b, h, u = c["moe"], c["hidden_size"], _gates(c)
-    count, width, shared = b["experts"], b["expert_hidden_size"], b["shared_expert_hidden_size"]
+    count, width, shared, latent = (
+        b[k] for k in ("experts", "expert_hidden_size", "shared_expert_hidden_size", "latent_size")
+    )
     yield _one("mixer.router.weight", "mlp.router.weight", count, h)
     if b["expert_bias"]:
         yield _one("mixer.router.expert_bias", "mlp.router.expert_bias", count, dtype="F32")
-    yield _one("mixer.experts.up", "mlp.experts.experts.linear_fc1.weight", count, u * width, h)
-    yield _one("mixer.experts.down", "mlp.experts.experts.linear_fc2.weight", count, h, width)
+    if latent:
+        yield _one("mixer.to_latent.weight", "mlp.fc1_latent_proj.weight", latent, h)
+        yield _one("mixer.from_latent.weight", "mlp.fc2_latent_proj.weight", h, latent)
+    yield _one("mixer.experts.up", "mlp.experts.experts.linear_fc1.weight", count, u * width, latent or h)
+    yield _one("mixer.experts.down", "mlp.experts.experts.linear_fc2.weight", count, latent or h, width)
     if shared:
         yield _one("mixer.shared.up.weight", "mlp.shared_experts.linear_fc1.weight", u * shared, h)
         yield _one("mixer.shared.down.weight", "mlp.shared_experts.linear_fc2.weight", h, shared)
+    if b["shared_expert_gate"]:
+        yield _one("mixer.shared_gate.weight", "mlp.shared_experts.gate_weight", 1, h)
 
 
 def _mamba2(c: Config) -> Iterator[Tensor]:
@@ -261,6 +288,19 @@ def _mamba2(c: Config) -> Iterator[Tensor]:
         yield _one(f"mixer.{name}", f"mixer.{name}", heads)
     yield _one("mixer.norm_weight", "mixer.norm.weight", inner)
     yield _one("mixer.out.weight", "mixer.out_proj.weight", h, inner)
+
+
+def _gdn(c: Config) -> Iterator[Tensor]:
+    b, h, at = c["gdn"], c["hidden_size"], "self_attention."
+    heads, keys, inner = b["value_heads"], b["key_heads"] * b["key_head_dim"], b["value_heads"] * b["value_head_dim"]
+    convolved = {"query": keys, "key": keys, "value": inner}
+    packed = {**convolved, "z": inner, "beta": heads, "alpha": heads}
+    yield _packed("mixer.in_proj.weight", f"{at}in_proj.weight", packed, h)
+    yield _packed("mixer.conv_weight", f"{at}conv1d.weight", convolved, 1, b["conv_width"])
+    for name in ("dt_bias", "A_log"):
+        yield _one(f"mixer.{name}", at + name, heads)
+    yield from _norm(c, "mixer.norm", f"{at}out_norm.", b["value_head_dim"])
+    yield _one("mixer.out.weight", f"{at}out_proj.weight", h, inner)
 
 
 def _mamba3(c: Config) -> Iterator[Tensor]:
@@ -295,5 +335,5 @@ def _m2rnn(c: Config) -> Iterator[Tensor]:
 
 LAYERS = {
     "attention": _attention, "mla": _mla, "dsa": _mla, "moe": _moe, "mlp": _mlp,
-    "mamba2": _mamba2, "mamba3": _mamba3, "m2rnn": _m2rnn,
+    "mamba2": _mamba2, "gdn": _gdn, "mamba3": _mamba3, "m2rnn": _m2rnn,
 }  # fmt: skip

@@ -11,7 +11,7 @@ from nam_megatron.data import manifest as dataset
 from nam_megatron.data import tokenizer
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.hf import describe, distributed, folder
-from nam_megatron.hf.model.configuration_nam import NamConfig
+from nam_megatron.hf.model.configuration_nam import OPTIONAL, NamConfig
 from nam_megatron.lower import Lowering
 from nam_megatron.runtime import checksums
 from nam_megatron.runtime.checkpoint import PLAN, SIGNED
@@ -136,8 +136,7 @@ def config_of(export: Path) -> NamConfig:
 def differences(export: Path, wanted: dict[str, Any]):
     """Where the export's model is not the wanted one, by key."""
     tree = config_of(export).to_dict()
-    kinds = set(describe.BLOCKS)
-    for key in [*wanted, *(kind for kind in kinds if kind in tree and kind not in wanted)]:
+    for key in [*wanted, *(key for key in (*describe.BLOCKS, *OPTIONAL) if key in tree and key not in wanted)]:
         if tree.get(key) != wanted.get(key):
             said = f"the export has `{key}` {_short(tree.get(key))}, and the plan {_short(wanted.get(key))}"
             yield Problem(said, None, "give the plan that was exported")

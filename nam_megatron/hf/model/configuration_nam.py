@@ -1,14 +1,27 @@
 """What a NAM model computes, as config.json says it. Imports transformers alone."""
 
+from typing import NamedTuple
+
 from transformers import PretrainedConfig
 
-KINDS = ("attention", "mla", "dsa", "moe", "mlp", "mamba2", "mamba3", "m2rnn")
+KINDS = ("attention", "mla", "dsa", "moe", "mlp", "mamba2", "gdn", "mamba3", "m2rnn")
 NEEDS = {"dsa": ("mla",)}
 MOST = 2**31 - 1  # of any size
 
-# Sizes and choices of a kind, by type; a tuple lists the words that a key may be.
+
+class Number(NamedTuple):
+    """A real number of these bounds."""
+
+    least: float
+    most: float = MOST
+
+
+# Sizes and choices of a kind, by type; a list has the values that a key may have, and a float is between 0 and 1.
 BLOCKS = {
-    "attention": {"head_dim": int, "query_groups": int, "qk_norm": bool},
+    "attention": {
+        "head_dim": int, "query_groups": int, "qk_norm": bool, "qkv_bias": bool, "output_gate": bool, "rotary_dim": int,
+        "window": int, "unwindowed_every": int,
+    },
     "mla": {
         "q_lora_rank": int, "kv_lora_rank": int, "qk_head_dim": int, "qk_rope_head_dim": int, "v_head_dim": int,
         "latent_norm": bool,
@@ -16,29 +29,49 @@ BLOCKS = {
     "dsa": {"indexer_heads": int, "indexer_head_dim": int, "top_k": int},
     "moe": {
         "experts": int, "top_k": int, "expert_hidden_size": int, "shared_expert_hidden_size": int,
-        "score_function": ("sigmoid", "softmax"), "expert_bias": bool, "router_dtype": ("fp32", "fp64"),
+        "shared_expert_gate": bool, "score_function": ["sigmoid", "softmax"], "expert_bias": bool, "pre_softmax": bool,
+        "routed_scaling": Number(1e-30), "groups": int, "chosen_groups": int, "latent_size": int,
+        "router_dtype": ["fp32", "fp64", None],
     },
     "mlp": {},
     "mamba2": {"heads": int, "head_dim": int, "state_dim": int, "groups": int, "conv_width": int},
+    "gdn": {"key_heads": int, "key_head_dim": int, "value_heads": int, "value_head_dim": int, "conv_width": int},
     "mamba3": {"heads": int, "head_dim": int, "state_dim": int, "groups": int, "mimo_rank": int, "angles": int},
     "m2rnn": {"k_dim": int, "v_dim": int, "heads": int, "conv_width": int},
 }  # fmt: skip
 MODEL = {
     "vocab_size": int, "hidden_size": int, "ffn_hidden_size": int, "num_attention_heads": int,
-    "max_position_embeddings": int, "normalization": ("RMSNorm", "LayerNorm"), "norm_epsilon": float,
-    "activation": ("squared_relu", "swiglu", "gelu"), "rotary_base": int,
+    "max_position_embeddings": int, "learned_positions": int, "normalization": ["RMSNorm", "LayerNorm"],
+    "norm_epsilon": float, "zero_centered_norms": bool, "linear_bias": bool, "activation": ["squared_relu", "swiglu", "gelu"],
+    "rotary_base": int,
 }  # fmt: skip
 # Residual streams (mHC), where a model has several.
 STREAMS = {"streams": int, "sinkhorn_steps": int, "epsilon": float}
 # Embeddings of n-grams, where a model has them. document_end: a token, or null.
 NGRAMS = {"order": int, "heads": int, "buckets": int, "width": int}
-MAY_BE_ZERO = ("shared_expert_hidden_size",)
+# Scaled angles: YaRN's, or Llama-3.1's.
+YARN = {
+    "factor": Number(1), "original_length": int, "beta_fast": Number(1e-30), "beta_slow": Number(1e-30), "mscale": Number(0),
+    "mscale_all_dim": Number(0), "rounded": bool,
+}  # fmt: skip
+LLAMA_ROPE = {"factor": Number(1)}
+OPTIONAL = ("mhc", "ngrams", "yarn", "llama_rope")
+MAY_BE_ZERO = (
+    "shared_expert_hidden_size",
+    "rotary_dim",
+    "window",
+    "unwindowed_every",
+    "latent_size",
+    "learned_positions",
+)
+MAY_BE_ZERO += ("q_lora_rank",)
 
 
 class NamConfig(PretrainedConfig):
     """layer_kinds: the kind of each layer. index_sources: for a DSA layer that reuses a top-k the layer, from 0, that computes it;
     else null. mtp_kinds: the layers of one MTP depth. Of each kind that stands a mapping of its sizes, under its name. mhc: sizes of the
-    residual streams, or null for the plain residual. ngrams: sizes of the embeddings of n-grams, or null for none.
+    residual streams, or null for the plain residual. ngrams: sizes of the embeddings of n-grams, or null for none. yarn, llama_rope: how
+    RoPE's angles are scaled, or null for plain ones. What may be left out of a layer has size 0.
 
     Raises:
         ValueError: a key is missing, unknown to the kind, of another type or out of range; it is named.
@@ -55,6 +88,8 @@ class NamConfig(PretrainedConfig):
         tie_word_embeddings=False,
         mhc=None,
         ngrams=None,
+        yarn=None,
+        llama_rope=None,
         **keys,
     ):
         given = {name: keys.pop(name) for name in MODEL if name in keys}
@@ -72,9 +107,11 @@ class NamConfig(PretrainedConfig):
                 _check_most("mhc", mhc, streams=8, sinkhorn_steps=1000)
             if ngrams is not None:
                 _check_ngrams(ngrams, given["vocab_size"])
+            _check_angles(yarn, llama_rope, given["rotary_base"])
         self.layer_kinds, self.mtp_kinds, self.mtp_depths = list(layer_kinds), list(mtp_kinds), mtp_depths
         self.index_sources = list(index_sources or [])
         self.num_hidden_layers, self.mhc, self.ngrams = len(self.layer_kinds), mhc, ngrams
+        self.yarn, self.llama_rope = yarn, llama_rope
         for name in MODEL:
             setattr(self, name, given.get(name))
         for kind in KINDS:
@@ -82,7 +119,7 @@ class NamConfig(PretrainedConfig):
         super().__init__(tie_word_embeddings=tie_word_embeddings, **keys)
 
     def to_dict(self):
-        return {k: v for k, v in super().to_dict().items() if k not in (*KINDS, "mhc", "ngrams") or v is not None}
+        return {k: v for k, v in super().to_dict().items() if k not in (*KINDS, *OPTIONAL) or v is not None}
 
 
 def _check(kinds, sources, mtp, depths, tied, given, blocks):
@@ -117,6 +154,12 @@ def _check(kinds, sources, mtp, depths, tied, given, blocks):
         if not fits:
             raise ValueError(f"index_sources[{layer}]: {source} is no DSA layer before it that computes its top-k")
     _check_sums(given, blocks)
+    if given["linear_bias"] and (unbiased := sorted(needed & {"mla", "dsa", "moe"})):
+        raise ValueError(f"linear_bias: none beside {unbiased[0]}")
+    if mtp and given["learned_positions"]:
+        raise ValueError("learned_positions: none beside MTP")
+    if mtp and (b := blocks.get("attention")) and b["unwindowed_every"]:
+        raise ValueError("attention.unwindowed_every: none beside MTP")
 
 
 def _check_block(kind, block, keys):
@@ -141,6 +184,17 @@ def _check_ngrams(ngrams, vocabulary):
         raise ValueError("ngrams.order: 2 or more")
 
 
+def _check_angles(yarn, llama, base):
+    if yarn is not None:
+        _check_block("yarn", yarn, YARN)
+        if base == 1:
+            raise ValueError("rotary_base: more than 1 beside YaRN")
+    if llama is not None:
+        _check_block("llama_rope", llama, LLAMA_ROPE)
+        if yarn is not None:
+            raise ValueError("llama_rope: none beside YaRN")
+
+
 def _check_most(kind, block, **most):
     """What a forward pass counts through."""
     for name, limit in most.items():
@@ -155,13 +209,28 @@ def _check_sums(m, blocks):
 
     if b := blocks.get("attention"):
         divides("attention.query_groups", m["num_attention_heads"], b["query_groups"])
-        divides("attention.head_dim", b["head_dim"], 2)
+        divides("attention.rotary_dim", b["rotary_dim"], 2)
+        if b["rotary_dim"] > b["head_dim"]:
+            raise ValueError(f"attention.rotary_dim: {b['rotary_dim']} columns of a head of {b['head_dim']}")
     if b := blocks.get("mla"):
         divides("mla.qk_rope_head_dim", b["qk_rope_head_dim"], 2)
         if (d := blocks.get("dsa")) and d["indexer_head_dim"] < b["qk_rope_head_dim"]:
             raise ValueError("dsa.indexer_head_dim: narrower than mla.qk_rope_head_dim")
-    if (b := blocks.get("moe")) and b["top_k"] > b["experts"]:
-        raise ValueError(f"moe.top_k: {b['top_k']} of {b['experts']} experts")
+        if d and not b["q_lora_rank"]:
+            raise ValueError("mla.q_lora_rank: the indexer of DSA reads the query latent")
+    if b := blocks.get("moe"):
+        if b["top_k"] > b["experts"]:
+            raise ValueError(f"moe.top_k: {b['top_k']} of {b['experts']} experts")
+        divides("moe.groups", b["experts"], b["groups"])
+        divides("moe.chosen_groups", b["top_k"], b["chosen_groups"])
+        if b["chosen_groups"] > b["groups"] or b["top_k"] > b["chosen_groups"] * (b["experts"] // b["groups"]):
+            raise ValueError(
+                f"moe.chosen_groups: {b['chosen_groups']} of {b['groups']} groups for {b['top_k']} experts"
+            )
+        if b["shared_expert_gate"] and not b["shared_expert_hidden_size"]:
+            raise ValueError("moe.shared_expert_gate: there is no shared expert")
+    if b := blocks.get("gdn"):
+        divides("gdn.key_heads", b["value_heads"], b["key_heads"])
     for kind in ("mamba2", "mamba3"):
         if b := blocks.get(kind):
             divides(f"{kind}.groups", b["heads"], b["groups"])
@@ -170,9 +239,12 @@ def _check_sums(m, blocks):
 
 
 def _typed(name, value, kind):
-    if isinstance(kind, tuple):
+    if isinstance(kind, list):
         if value not in kind:
-            raise ValueError(f"{name}: one of {', '.join(kind)}, not {str(value)[:80]}")
+            raise ValueError(f"{name}: one of {', '.join(map(str, kind))}, not {str(value)[:80]}")
+    elif isinstance(kind, Number):
+        if type(value) not in (int, float) or not kind.least <= value <= kind.most:
+            raise ValueError(f"{name}: a number from {kind.least:g} to {kind.most:g}, not {str(value)[:80]}")
     elif kind is bool:
         if type(value) is not bool:
             raise ValueError(f"{name}: true or false, not {str(value)[:80]}")

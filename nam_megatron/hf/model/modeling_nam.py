@@ -103,52 +103,93 @@ class Step:
     def state(self, layer):
         return {} if self.cache is None else self.cache.state(layer)
 
-    def visible(self, first, last):
-        """bool [1 or b, queries, t]: which keys the new tokens from `first` to `last` see. A pad sees all before it, for
-        the sake of the softmax; nobody looks at its output."""
+    def visible(self, first, last, window=0):
+        """bool [1 or b, queries, t]: which keys the new tokens from `first` to `last` see, `window` of them at most (0: all). A
+        pad sees pads too, for the sake of the softmax; nobody looks at its output."""
         device = self.positions.device
         total = self.past + self.positions.size(1)
         query = torch.arange(self.past + first, self.past + last, device=device)
-        causal = (torch.arange(total, device=device) <= query[:, None])[None]
+        back = (query[:, None] - torch.arange(total, device=device))[None]
+        near = (back >= 0) & (back < (window or total))
         if self.real is None:
-            return causal
-        return causal & (self.seen[:, None] | ~self.real[:, first:last, None])
+            return near
+        return near & (self.seen[:, None] | ~self.real[:, first:last, None])
 
 
 # Parts ---------------------------------------------------------------------------------------------------------------
 
 
 class Norm(nn.Module):
-    """RMSNorm, or LayerNorm with a bias."""
+    """RMSNorm, or LayerNorm with a bias. centered: the weight is kept as its distance from one."""
 
-    def __init__(self, size, eps, kind="RMSNorm"):
+    def __init__(self, size, eps, kind="RMSNorm", centered=False):
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+        self.weight, self.eps, self.offset = nn.Parameter(torch.ones(size)), eps, float(centered)
         self.bias = nn.Parameter(torch.zeros(size)) if kind == "LayerNorm" else None
 
     def forward(self, x):
         y = wide(x)
+        weight = self.weight.to(y.dtype) + self.offset
         if self.bias is not None:
-            weight, bias = (p.to(y.dtype) for p in (self.weight, self.bias))
-            return F.layer_norm(y, (y.size(-1),), weight, bias, self.eps).to(x.dtype)
-        return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * self.weight.to(y.dtype)).to(x.dtype)
+            return F.layer_norm(y, (y.size(-1),), weight, self.bias.to(y.dtype), self.eps).to(x.dtype)
+        return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * weight).to(x.dtype)
 
 
-def linear(inputs, outputs):
-    return nn.Linear(inputs, outputs, bias=False)
+def norm(c, size, kind=None):
+    """The model's norm."""
+    return Norm(size, c.norm_epsilon, kind or c.normalization, c.zero_centered_norms)
 
 
-def rope(x, positions, base, interleaved=False):
-    """x [b, s, ..., d] turned by its positions [b, s]: channels (i, i + d / 2) together, or (2i, 2i + 1) where interleaved;
-    what comes out is in halves either way."""
-    d = x.size(-1)
-    frequencies = 1.0 / (base ** (torch.arange(0, d, 2, dtype=torch.float32, device=x.device) / d))
-    angles = positions[..., None].float() * frequencies
-    angles = angles.view(*angles.shape[:2], *[1] * (x.dim() - 3), -1)
-    y = wide(x)
-    first, second = (y[..., 0::2], y[..., 1::2]) if interleaved else y.chunk(2, -1)
-    cos, sin = angles.cos().to(y.dtype), angles.sin().to(y.dtype)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+def linear(inputs, outputs, bias=False):
+    return nn.Linear(inputs, outputs, bias=bias)
+
+
+class Rope:
+    """Turns the first `width` columns of a head; its angles are plain, YaRN's or Llama-3.1's, as the config says."""
+
+    def __init__(self, c, width):
+        self.width, self.base, self.yarn, self.llama = width, c.rotary_base, c.yarn, c.llama_rope
+        self.scale = self.magnitude("mscale") / self.magnitude("mscale_all_dim")
+
+    def magnitude(self, key):
+        """YaRN's, of one of its keys."""
+        return 0.1 * self.yarn[key] * math.log(self.yarn["factor"]) + 1.0 if self.yarn else 1.0
+
+    def frequencies(self, device):
+        plain = 1.0 / (self.base ** (torch.arange(0, self.width, 2, dtype=torch.float32, device=device) / self.width))
+        if self.yarn:
+            slowed, kept = plain / self.yarn["factor"], 1 - self.ramp(device)
+            return slowed * (1 - kept) + plain * kept
+        if self.llama:  # waves of more than 8192 tokens are slowed, those of fewer than 2048 kept
+            slowed, kept = plain / self.llama["factor"], ((8192 * plain / (2 * math.pi) - 1) / 3).clamp(0, 1)
+            return slowed * (1 - kept) + plain * kept
+        return plain
+
+    def ramp(self, device):
+        """0 where columns turn often over the length before (YaRN), 1 where they turn seldom."""
+        y = self.yarn
+        low, high = (
+            self.width * math.log(y["original_length"] / (turns * 2 * math.pi)) / (2 * math.log(self.base))
+            for turns in (y["beta_fast"], y["beta_slow"])
+        )
+        if y["rounded"]:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.width - 1)
+        columns = torch.arange(self.width // 2, dtype=torch.float32, device=device)
+        return ((columns - low) / (high - low if high != low else 0.001)).clamp(0, 1)
+
+    def __call__(self, x, positions, interleaved=False):
+        """x [b, s, ..., d] turned by its positions [b, s]: channels (i, i + width / 2) together, or (2i, 2i + 1) where
+        interleaved; what comes out is in halves either way."""
+        if not self.width:
+            return x
+        angles = positions[..., None].float() * self.frequencies(x.device)
+        angles = angles.view(*angles.shape[:2], *[1] * (x.dim() - 3), -1)
+        y = wide(x[..., : self.width])
+        first, second = (y[..., 0::2], y[..., 1::2]) if interleaved else y.chunk(2, -1)
+        cos, sin = ((turn * self.scale).to(y.dtype) for turn in (angles.cos(), angles.sin()))
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+        return torch.cat((turned, x[..., self.width :]), -1)
 
 
 def activate(x, kind):
@@ -164,11 +205,11 @@ def gates(kind):
     return 2 if kind == "swiglu" else 1
 
 
-def attend(q, k, v, step, scale):
+def attend(q, k, v, step, scale, window=0):
     """Softmax attention of q [b, s, n, d] over k [b, t, g, d] and v [b, t, g, e]: [b, s, n e]."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    whole = step.real is None and step.past == 0
-    mask = None if whole else step.visible(0, q.size(2))[:, None]
+    whole = step.real is None and step.past == 0 and not window
+    mask = None if whole else step.visible(0, q.size(2), window)[:, None]
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=whole, scale=scale, enable_gqa=k.size(1) != q.size(1)
     )
@@ -187,7 +228,7 @@ def convolve(x, weight, bias, state, real):
     x = torch.cat((before, x), 1)
     state["window"] = x[:, x.size(1) - width + 1 :].clone()
     y = wide(x).transpose(1, 2)
-    y = F.conv1d(y, weight.to(y.dtype), bias.to(y.dtype), groups=y.size(1))
+    y = F.conv1d(y, weight.to(y.dtype), None if bias is None else bias.to(y.dtype), groups=y.size(1))
     return F.silu(y).transpose(1, 2).to(x.dtype)
 
 
@@ -200,25 +241,30 @@ def fp32(*size, fill=1.0):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with RoPE. `qkv` packs, group by group, the group's queries, its key and its value."""
+    """Grouped-query attention. `qkv` packs, group by group, the group's queries, their gates if it has any, its key and its value."""
 
     def __init__(self, c, index):
         super().__init__()
-        b = c.attention
-        self.index, self.base, self.width = index, c.rotary_base, b["head_dim"]
+        b, h = c.attention, c.hidden_size
+        self.index, self.width, self.rope, self.gated = index, b["head_dim"], Rope(c, b["rotary_dim"]), b["output_gate"]
         self.heads, self.groups = c.num_attention_heads, b["query_groups"]
-        self.qkv = linear(c.hidden_size, (self.heads + 2 * self.groups) * self.width)
-        self.out = linear(self.heads * self.width, c.hidden_size)
-        norm = (lambda: Norm(self.width, c.norm_epsilon, c.normalization)) if b["qk_norm"] else nn.Identity
-        self.q_norm, self.k_norm = norm(), norm()
+        packed = (2 if self.gated else 1) * self.heads + 2 * self.groups
+        self.qkv = linear(h, packed * self.width, b["qkv_bias"])
+        self.out = linear(self.heads * self.width, h, c.linear_bias)
+        self.q_norm, self.k_norm = (norm(c, self.width) if b["qk_norm"] else nn.Identity() for _ in range(2))
+        rank, every = c.layer_kinds[:index].count("attention"), b["unwindowed_every"]
+        self.window = 0 if every and (rank + 1) % every == 0 else b["window"]
 
     def forward(self, x, step):
-        parts = self.qkv(x).unflatten(-1, (self.groups, -1, self.width))
-        q, k, v = parts.split((self.heads // self.groups, 1, 1), -2)
+        parts, each = self.qkv(x).unflatten(-1, (self.groups, -1, self.width)), self.heads // self.groups
+        q, gate, k, v = parts.split((each, each if self.gated else 0, 1, 1), -2)
         q, k = self.q_norm(q.flatten(2, 3)), self.k_norm(k.flatten(2, 3))
-        q, k = (rope(y, step.positions, self.base) for y in (q, k))
+        q, k = (self.rope(y, step.positions) for y in (q, k))
         k, v = step.rows(self.index, keys=k, values=v.flatten(2, 3))
-        return self.out(attend(q, k, v, step, self.width**-0.5))
+        y = attend(q, k, v, step, self.width**-0.5, self.window)
+        if self.gated:
+            y = (wide(y) * wide(gate).sigmoid().flatten(2)).to(y.dtype)
+        return self.out(y)
 
 
 class Latent(nn.Module):
@@ -227,21 +273,23 @@ class Latent(nn.Module):
     def __init__(self, c, index):
         super().__init__()
         b, n, h = c.mla, c.num_attention_heads, c.hidden_size
-        self.index, self.base, self.heads = index, c.rotary_base, n
+        self.index, self.rope, self.heads = index, Rope(c, b["qk_rope_head_dim"]), n
         self.rq, self.rkv, self.dq, self.dr, self.dv = (
             b[k] for k in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_rope_head_dim", "v_head_dim")
         )
-        self.scale = (self.dq + self.dr) ** -0.5
-        self.q_down, self.kv_down = linear(h, self.rq), linear(h, self.rkv + self.dr)
-        self.q_up, self.kv_up = linear(self.rq, n * (self.dq + self.dr)), linear(self.rkv, n * (self.dq + self.dv))
-        self.out = linear(n * self.dv, h)
-        norm = (lambda size: Norm(size, c.norm_epsilon, c.normalization)) if b["latent_norm"] else nn.Identity
-        self.q_norm, self.kv_norm = norm(self.rq), norm(self.rkv)
+        self.scale = (self.dq + self.dr) ** -0.5 * self.rope.magnitude("mscale_all_dim") ** 2
+        self.q_down = linear(h, self.rq) if self.rq else nn.Identity()
+        self.kv_down, self.out = linear(h, self.rkv + self.dr), linear(n * self.dv, h)
+        self.q_up, self.kv_up = linear(self.rq or h, n * (self.dq + self.dr)), linear(self.rkv, n * (self.dq + self.dv))
+        self.q_norm, self.kv_norm = (
+            norm(c, rank) if b["latent_norm"] and rank else nn.Identity() for rank in (self.rq, self.rkv)
+        )
 
     def latents(self, x, step):
-        """Query latent [b, s, rq], and of the new tokens what is cached: [b, s, rkv + dr], latent and turned rope head."""
+        """Query latent [b, s, rq], the input itself where there is none, and of the new tokens what is cached: [b, s, rkv + dr],
+        latent and turned rope head."""
         latent, key = self.kv_down(x).split((self.rkv, self.dr), -1)
-        key = rope(key, step.positions, self.base, interleaved=True)
+        key = self.rope(key, step.positions, interleaved=True)
         return self.q_norm(self.q_down(x)), torch.cat((self.kv_norm(latent), key), -1)
 
     def absorbed(self, q_latent, step):
@@ -250,7 +298,7 @@ class Latent(nn.Module):
         up = self.kv_up.weight.unflatten(0, (self.heads, -1))[:, : self.dq]
         weight = torch.cat((torch.bmm(up.transpose(1, 2), q[:, : self.dq]), q[:, self.dq :]), 1)
         query = F.linear(q_latent, weight.flatten(0, 1)).unflatten(-1, (self.heads, -1))
-        turned = rope(query[..., self.rkv :], step.positions, self.base, interleaved=True)
+        turned = self.rope(query[..., self.rkv :], step.positions, interleaved=True)
         return torch.cat((query[..., : self.rkv], turned), -1)
 
     def over_latents(self, query, rows, visible):
@@ -271,7 +319,7 @@ class Mla(Latent):
         if x.size(1) == 1 and step.past:
             return self.out(self.over_latents(self.absorbed(q_latent, step), rows, step.visible(0, 1)))
         q = self.q_up(q_latent).unflatten(-1, (self.heads, -1))
-        q = torch.cat((q[..., : self.dq], rope(q[..., self.dq :], step.positions, self.base, interleaved=True)), -1)
+        q = torch.cat((q[..., : self.dq], self.rope(q[..., self.dq :], step.positions, interleaved=True)), -1)
         k, v = self.kv_up(rows[..., : self.rkv]).unflatten(-1, (self.heads, -1)).split((self.dq, self.dv), -1)
         shared = rows[:, :, None, self.rkv :].expand(-1, -1, self.heads, -1)
         return self.out(attend(q, torch.cat((k, shared), -1), v, step, self.scale))
@@ -282,21 +330,18 @@ class Indexer(nn.Module):
 
     def __init__(self, c):
         super().__init__()
-        b, self.base, self.dr = c.dsa, c.rotary_base, c.mla["qk_rope_head_dim"]
+        b, self.rope = c.dsa, Rope(c, c.mla["qk_rope_head_dim"])
         self.heads, self.width = b["indexer_heads"], b["indexer_head_dim"]
         self.q = linear(c.mla["q_lora_rank"], self.heads * self.width)
-        self.k, self.k_norm = linear(c.hidden_size, self.width), Norm(self.width, c.norm_epsilon, "LayerNorm")
+        self.k, self.k_norm = linear(c.hidden_size, self.width), norm(c, self.width, "LayerNorm")
         self.weights = linear(c.hidden_size, self.heads)
-
-    def turned(self, x, step):
-        return torch.cat((rope(x[..., : self.dr], step.positions, self.base), x[..., self.dr :]), -1)
 
     def keys(self, x, step):
         """[b, s, width], what is cached."""
-        return self.turned(self.k_norm(self.k(x)), step)
+        return self.rope(self.k_norm(self.k(x)), step.positions)
 
     def queries(self, x, q_latent, step):
-        q = self.turned(self.q(q_latent).unflatten(-1, (self.heads, -1)), step)
+        q = self.rope(self.q(q_latent).unflatten(-1, (self.heads, -1)), step.positions)
         return q, self.weights(x) * self.heads**-0.5 * self.width**-0.5
 
     @staticmethod
@@ -346,7 +391,8 @@ class Mlp(nn.Module):
     def __init__(self, c, index=None, width=None):
         super().__init__()
         width, self.activation = width or c.ffn_hidden_size, c.activation
-        self.up, self.down = linear(c.hidden_size, gates(c.activation) * width), linear(width, c.hidden_size)
+        self.up = linear(c.hidden_size, gates(c.activation) * width, c.linear_bias)
+        self.down = linear(width, c.hidden_size, c.linear_bias)
 
     def forward(self, x, step=None):
         return self.down(activate(self.up(x), self.activation))
@@ -355,37 +401,51 @@ class Mlp(nn.Module):
 class Router(nn.Module):
     def __init__(self, c):
         super().__init__()
-        b = c.moe
-        self.weight = nn.Parameter(torch.empty(b["experts"], c.hidden_size))
-        self.expert_bias = fp32(b["experts"], fill=0.0) if b["expert_bias"] else None
-        self.top_k, self.function = b["top_k"], b["score_function"]
-        self.dtype = {"fp32": torch.float32, "fp64": torch.float64}[b["router_dtype"]]
+        b, count = c.moe, c.moe["experts"]
+        self.weight = nn.Parameter(torch.empty(count, c.hidden_size))
+        self.expert_bias = fp32(count, fill=0.0) if b["expert_bias"] else None
+        self.top_k, self.function, self.pre_softmax = b["top_k"], b["score_function"], b["pre_softmax"]
+        self.groups, self.chosen_groups, self.scaling = b["groups"], b["chosen_groups"], b["routed_scaling"]
+        self.dtype = {"fp32": torch.float32, "fp64": torch.float64, None: None}[b["router_dtype"]]
 
     def forward(self, x):
         """Experts [tokens, k] of x [tokens, h] and what each counts."""
-        logits = F.linear(x.to(self.dtype), self.weight.to(self.dtype))
+        dtype = self.dtype or x.dtype
+        logits = F.linear(x.to(dtype), self.weight.to(dtype))
+        experts, shares = self.shares(logits)
+        return experts, (shares * self.scaling).to(logits.dtype)
+
+    def shares(self, logits):
         if self.function == "softmax":
-            experts = self.pick(logits)
-            return experts, wide(logits.gather(-1, experts)).softmax(-1)
+            scores = logits.softmax(-1, torch.float32) if self.pre_softmax else logits
+            experts = self.pick(scores)
+            scores = scores.gather(-1, experts)
+            return experts, scores if self.pre_softmax else scores.softmax(-1, torch.float32)
         scores = logits.float().sigmoid()
         experts = self.pick(scores if self.expert_bias is None else scores + self.expert_bias.float())
         scores = scores.gather(-1, experts)
         if self.top_k > 1:
             scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
-        return experts, scores.to(logits.dtype)
+        return experts, scores
 
     def pick(self, scores):
+        """The best experts; where they are in groups, those of the groups whose best have the largest sums."""
+        if self.groups > 1:
+            grouped = scores.unflatten(-1, (self.groups, -1))
+            sums = grouped.topk(self.top_k // self.chosen_groups, -1).values.sum(-1)
+            left = torch.ones_like(sums, dtype=torch.bool).scatter(-1, sums.topk(self.chosen_groups, -1).indices, False)
+            scores = grouped.masked_fill(left.unsqueeze(-1), -torch.inf).flatten(-2)
         return scores.topk(self.top_k, -1).indices
 
 
 class Experts(nn.Module):
-    """up: [experts, width, hidden]; down: [experts, hidden, width]."""
+    """up: [experts, width, hidden]; down: [experts, hidden, width]; hidden is the latent's where there is one."""
 
     def __init__(self, c):
         super().__init__()
         count, width, self.activation = c.moe["experts"], c.moe["expert_hidden_size"], c.activation
-        self.up = nn.Parameter(torch.empty(count, gates(c.activation) * width, c.hidden_size))
-        self.down = nn.Parameter(torch.empty(count, c.hidden_size, width))
+        hidden, rows = c.moe["latent_size"] or c.hidden_size, gates(c.activation) * width
+        self.up, self.down = (nn.Parameter(torch.empty(count, *of)) for of in ((rows, hidden), (hidden, width)))
 
     def forward(self, x, experts, shares):
         order = experts.flatten().argsort(stable=True)
@@ -402,18 +462,27 @@ class Experts(nn.Module):
 
 
 class Moe(nn.Module):
-    """A token's best experts, weighed before their second projection, and a shared one."""
+    """A token's best experts, weighed before their second projection, and a shared one. Experts of a latent work on a projection of the
+    token, and their sum is projected back."""
 
     def __init__(self, c, index):
         super().__init__()
+        b, h = c.moe, c.hidden_size
         self.router, self.experts = Router(c), Experts(c)
-        shared = c.moe["shared_expert_hidden_size"]
+        latent, shared = b["latent_size"], b["shared_expert_hidden_size"]
+        self.to_latent, self.from_latent = (
+            linear(*sizes) if latent else nn.Identity() for sizes in ((h, latent), (latent, h))
+        )
         self.shared = Mlp(c, width=shared) if shared else None
+        self.shared_gate = linear(h, 1) if b["shared_expert_gate"] else None
 
     def forward(self, x, step):
         flat = x.flatten(0, 1)
-        out = self.experts(flat, *self.router(flat)).view_as(x)
-        return out if self.shared is None else out + self.shared(x)
+        out = self.from_latent(self.experts(self.to_latent(flat), *self.router(flat))).view_as(x)
+        if self.shared is None:
+            return out
+        shared = self.shared(x)
+        return out + (shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid())
 
 
 # Recurrences ---------------------------------------------------------------------------------------------------------
@@ -473,6 +542,60 @@ class Mamba2(nn.Module):
             h = h * total[:, -1].exp()[..., None, None] + torch.einsum("bshp,bshn->bhpn", driven * left, B_)
         state["ssm"] = h
         return torch.cat(parts, 1)
+
+
+class Gdn(nn.Module):
+    """Gated delta net (arXiv 2412.06464). `in_proj` packs q, k, v, gate, beta, alpha; as many value heads share each key head."""
+
+    def __init__(self, c, index):
+        super().__init__()
+        b, self.index = c.gdn, index
+        self.key_heads, self.key_width, self.heads, self.width = (
+            b[k] for k in ("key_heads", "key_head_dim", "value_heads", "value_head_dim")
+        )
+        self.keys, self.inner = self.key_heads * self.key_width, self.heads * self.width
+        channels = 2 * self.keys + self.inner
+        self.parts = (channels, self.inner, self.heads, self.heads)
+        self.in_proj, self.out = linear(c.hidden_size, sum(self.parts)), linear(self.inner, c.hidden_size)
+        self.conv_weight = nn.Parameter(torch.empty(channels, 1, b["conv_width"]))
+        self.dt_bias, self.A_log = nn.Parameter(torch.ones(self.heads)), nn.Parameter(torch.zeros(self.heads))
+        self.norm = norm(c, self.width)
+
+    def forward(self, x, step):
+        state = step.state(self.index)
+        qkv, gate, beta, alpha = self.in_proj(x).split(self.parts, -1)
+        qkv = convolve(qkv, self.conv_weight, None, state, step.real)
+        q, k, v = qkv.split((self.keys, self.keys, self.inner), -1)
+        q, k = (y.unflatten(-1, (self.key_heads, -1)) for y in (q, k))
+        q, k = (y * torch.rsqrt(wide(y).square().sum(-1, keepdim=True) + 1e-6) for y in (q, k))
+        q, k = (y.repeat_interleave(self.heads // self.key_heads, 2) for y in (q, k))
+        # Decays are of the weights' own precision, as in training.
+        logs = masked(-self.A_log.to(x.dtype).exp() * F.softplus(wide(alpha) + wide(self.dt_bias)), step.real)
+        beta = masked(beta.sigmoid(), step.real)
+        v, gate = (y.unflatten(-1, (self.heads, -1)) for y in (v, gate))
+        y = self.scan(q * self.key_width**-0.5, k, *(wide(t) for t in (v, logs, beta)), state).to(x.dtype)
+        y = (self.norm(y) * F.silu(wide(gate))).to(x.dtype)
+        return self.out(y.flatten(2))
+
+    def scan(self, q, k, v, logs, beta, state):
+        """S_t = e^logs_t S_t-1 (I - beta_t k_t k_t') + beta_t v_t k_t', y_t = S_t q_t: [b, s, heads, width].
+
+        What a token writes, u_t = beta_t (v_t - e^logs_t S_t-1 k_t), depends on what those before it in the chunk wrote: a triangular
+        system.
+        """
+        S, parts = state.get("delta", v.new_zeros(v.size(0), self.heads, self.width, self.key_width)), []
+        for first in range(0, v.size(1), CHUNK):
+            q_, k_, v_, b_ = (y[:, first : first + CHUNK].transpose(1, 2) for y in (q, k, v, beta[..., None]))
+            logs_ = logs[:, first : first + CHUNK]
+            spread, total = decays(logs_), logs_.cumsum(1).transpose(1, 2)[..., None]
+            told = b_ * (v_ - (k_ * total.exp()) @ S.transpose(2, 3))
+            before = (b_ * (k_ @ k_.transpose(2, 3)) * spread).tril(-1)
+            u = torch.linalg.solve_triangular(before, told, upper=False, unitriangular=True)
+            parts.append((q_ * total.exp()) @ S.transpose(2, 3) + (q_ @ k_.transpose(2, 3) * spread) @ u)
+            left = (total[:, :, -1:] - total).exp()
+            S = S * total[:, :, -1:].exp() + (u * left).transpose(2, 3) @ k_
+        state["delta"] = S
+        return torch.cat(parts, 2).transpose(1, 2)
 
 
 class Mamba3(nn.Module):
@@ -666,7 +789,7 @@ class Ngrams(nn.Module):
 
 MIXERS = {
     "attention": Attention, "mla": Mla, "dsa": Dsa, "moe": Moe, "mlp": Mlp,
-    "mamba2": Mamba2, "mamba3": Mamba3, "m2rnn": M2Rnn,
+    "mamba2": Mamba2, "gdn": Gdn, "mamba3": Mamba3, "m2rnn": M2Rnn,
 }  # fmt: skip
 
 
@@ -675,7 +798,7 @@ class Layer(nn.Module):
 
     def __init__(self, c, kind, index, streams=None):
         super().__init__()
-        self.norm = Norm(c.hidden_size, c.norm_epsilon, c.normalization)
+        self.norm = norm(c, c.hidden_size)
         self.mixer = MIXERS[kind](c, index)
         self.streams = Streams(c.hidden_size, **streams) if streams else None
 
@@ -726,8 +849,7 @@ class Ahead(nn.Module):
 
     def __init__(self, c):
         super().__init__()
-        norm = lambda: Norm(c.hidden_size, c.norm_epsilon, c.normalization)  # noqa: E731
-        self.embedding_norm, self.hidden_norm, self.norm = norm(), norm(), norm()
+        self.embedding_norm, self.hidden_norm, self.norm = (norm(c, c.hidden_size) for _ in range(3))
         self.join = linear(2 * c.hidden_size, c.hidden_size)
         self.layers = nn.ModuleList(Layer(c, kind, i) for i, kind in enumerate(c.mtp_kinds))
 
@@ -770,9 +892,10 @@ class NamModel(NamPreTrainedModel):
         super().__init__(config)
         c = config
         self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.embed_positions = nn.Embedding(c.learned_positions, c.hidden_size) if c.learned_positions else None
         self.ngrams = Ngrams(c.hidden_size, **c.ngrams) if c.ngrams else None
         self.layers = nn.ModuleList(Layer(c, kind, i, c.mhc) for i, kind in enumerate(c.layer_kinds))
-        self.norm = Norm(c.hidden_size, c.norm_epsilon, c.normalization)
+        self.norm = norm(c, c.hidden_size)
         self.streams = c.mhc["streams"] if c.mhc else 1
         self.mtp = nn.ModuleList(Ahead(c) for _ in range(c.mtp_depths))
         self.post_init()
@@ -857,6 +980,8 @@ class NamForCausalLM(NamPreTrainedModel, GenerationMixin):
             x = inputs_embeds
         else:
             raise ValueError("inputs_embeds: this model embeds n-grams of tokens, and takes input_ids")
+        if self.model.embed_positions is not None:
+            x = x + self.model.embed_positions(step.positions)
         kept = [x] if output_hidden_states else None
         hidden = self.model(x, step, (lambda i, y: kept.append(y)) if output_hidden_states else None)
         if mtp:
