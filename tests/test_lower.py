@@ -613,6 +613,8 @@ REFUSALS = [
     (NATIVE, WEIGHED | {"model.activation": "swiglu"}, WEIGHED_KEY, "is squared ReLU, not swiglu"),
     (NATIVE, WEIGHED | {"model.blocks.moe.grouped_gemm": False}, WEIGHED_KEY, "grouped experts only"),
     (NATIVE, WEIGHED | {"model.linear_bias": True}, WEIGHED_KEY, "takes no bias"),
+    (NATIVE, {"model.linear_bias": True, "model.blocks.moe.shared_expert_hidden_size": 0, "model.blocks.moe.grouped_gemm": False,
+              "model.activation": "swiglu"}, "model.linear_bias", "weighed SwiGLU of experts"),
     (NATIVE, {"parallel.tensor": 2}, "parallel.sequence", "MoE under tensor parallelism trains only with sequence"),
     (NATIVE, {"model.hidden_size": 3588}, "model.hidden_size", "not a multiple of 8"),
     # cuda_graphs

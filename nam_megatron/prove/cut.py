@@ -218,9 +218,19 @@ def pair(recipe: Recipe, device: str, steps: int, seed: int = 1234) -> Pair:
         _put(plain, key, value)
     if not _at(plain, "feature.muon.enabled"):  # whether or not this layout can: others share its reference
         _put(plain, "feature.distributed_optimizer.reshardable", True)
-    if _at(plain, "model.blocks.mla") and _at(plain, "model.blocks.mla.q_lora_rank") is None:
-        _put(plain, "model.blocks.mla.kernels", "megatron")  # ours have no such queries
-    return Pair(layout, translate(_recipe(plain)), full, tuple(unproven))
+    return Pair(layout, _reference(plain), full, tuple(unproven))
+
+
+def _reference(plain: dict[str, Any]) -> Lowering:
+    try:
+        return translate(_recipe(plain))
+    except Refused as refused:  # what our layers do not take, LayerNorm or queries without a latent, runs by Megatron's
+        for key in {problem.key for problem in refused.problems} & {
+            "model.blocks.mla.kernels",
+            "model.blocks.dsa.kernels",
+        }:
+            _put(plain, key, "megatron")
+        return translate(_recipe(plain))
 
 
 def resumable(recipe: Recipe) -> bool:

@@ -221,6 +221,13 @@ def test_nothing_is_proven_of_what_is_not_built():
     assert (ran.code, ran.out, ran.err) == (3, "", "error: `mamba3` is not built: the mixer\n")
 
 
+def test_what_our_layers_do_not_take_is_megatrons_on_both_sides():
+    stock = ("model.blocks.mla.kernels=megatron", "model.blocks.dsa.kernels=megatron", "model.blocks.dsa.full_every=1")
+    for words, kernels in ((stock, "naive"), ((*stock, "model.normalization=LayerNorm"), "megatron")):
+        blocks = cut.pair(load("nam56r", words), "cpu", 1).reference.plan.recipe.model.blocks
+        assert (blocks.mla.kernels, blocks.dsa.kernels, blocks.mamba3.kernels) == (kernels, kernels, "naive")
+
+
 def test_each_comparison_has_the_limit_of_its_own_noise():
     noisy, still = "decoder.layers.0.a", "decoder.layers.0.b"
     noise = [

@@ -201,6 +201,9 @@ class Moe(Block):
             message = "grouped experts take no bias beside Megatron's fusion of bias and dropout"
             hint = f"set `model.linear_bias=false`, or `{at}grouped_gemm=false`"
             yield Problem(message, "model.linear_bias", hint)
+        elif plan.recipe.model.linear_bias and plan.recipe.model.activation == "swiglu":
+            message = "Megatron's weighed SwiGLU of experts takes no bias, and stops in the first step"
+            yield Problem(message, "model.linear_bias", "set it to false, or choose another `model.activation`")
         if self.dispatcher == "local":
             if p.expert * p.expert_tensor > 1:
                 yield Problem(
