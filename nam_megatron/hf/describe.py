@@ -107,15 +107,17 @@ def _moe_keys(b: Any) -> dict[str, Any]:
     return named(b, routed_scaling=scaling, groups=groups, chosen_groups=chosen, latent_size=latent)
 
 
+def _mamba2_keys(b: Any) -> dict[str, Any]:
+    return _named("heads", "head_dim", "state_dim", "groups")(b, conv_width=4)  # MambaMixer's d_conv; not a flag
+
+
 BLOCKS = {
     "attention": _attention_keys,
     "mla": _mla_keys,
     "dsa": _named("indexer_heads", "indexer_head_dim", "top_k"),
     "moe": _moe_keys,
     "mlp": _named(),
-    "mamba2": lambda b: _named("heads", "head_dim", "state_dim", "groups")(
-        b, conv_width=4
-    ),  # MambaMixer's d_conv; not a flag
+    "mamba2": _mamba2_keys,
     "gdn": _named("key_heads", "key_head_dim", "value_heads", "value_head_dim", "conv_width"),
     "mamba3": _named("heads", "head_dim", "state_dim", "groups", "mimo_rank", "angles"),
     "m2rnn": _named("k_dim", "v_dim", "heads", "conv_width"),

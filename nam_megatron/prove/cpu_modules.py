@@ -72,16 +72,14 @@ class NormColumnLinear(ColumnParallelLinear):
             self.layer_norm_bias.sequence_parallel = config.sequence_parallel
 
     def forward(self, x):
-        shape, weight, bias, eps = (
-            (x.size(-1),),
-            self.layer_norm_weight,
-            self.layer_norm_bias,
-            self.config.layernorm_epsilon,
-        )
+        weight, bias = self.layer_norm_weight, self.layer_norm_bias
+        shape, eps = (x.size(-1),), self.config.layernorm_epsilon
         if centered(self.config):
             x = centered_norm(x, weight, bias, eps)
+        elif bias is None:
+            x = F.rms_norm(x, shape, weight, eps)
         else:
-            x = F.rms_norm(x, shape, weight, eps) if bias is None else F.layer_norm(x, shape, weight, bias, eps)
+            x = F.layer_norm(x, shape, weight, bias, eps)
         return super().forward(x)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):

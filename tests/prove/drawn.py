@@ -1,13 +1,15 @@
 """Proofs of recipes that nobody wrote: python tests/prove/drawn.py NUMBER [seed=N] [FILE]
 
 Each is a preset with a layout and changes drawn at random. It has to be proven or refused by name; what differs, does not run or ends in
-anything else is printed with the command that runs it again. FILE gets a line for each.
+anything else is printed with the command that runs it again. FILE gets them as JSON.
 """
 
+import json
 import random
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 
 from nam_megatron.errors import FINDINGS, OK, Refused, finish
 from nam_megatron.prove import compare, cut
@@ -109,18 +111,18 @@ def rounding(row: Row) -> str:
 def command() -> int:
     named = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
     number, *file = [word for word in sys.argv[1:] if "=" not in word]
-    chance, counts = random.Random(int(named.get("seed", 0))), Counter[str]()
+    chance, found = random.Random(int(named.get("seed", 0))), []
     for _ in range(int(number)):
         preset, words = draw(chance)
         begun = time.monotonic()
         verdict, why = outcome(preset, words)
-        counts[verdict] += 1
-        line = f"{verdict}\t{time.monotonic() - begun:.0f} s\tconf={preset} {' '.join(words)}\t{why}\n"
-        sys.stdout.write(line)
+        row = {"conf": " ".join((preset, *words)), "verdict": verdict, "seconds": round(time.monotonic() - begun, 1)}
+        found.append(row | ({"why": why} if why else {}))
+        sys.stdout.write(f"{verdict}\tconf={row['conf']}\t{why}\n")
         sys.stdout.flush()
         if file:
-            with open(file[0], "a", encoding="utf-8") as kept:
-                kept.write(line)
+            Path(file[0]).write_text("[\n " + ",\n ".join(map(json.dumps, found)) + "\n]\n", encoding="utf-8")
+    counts = Counter(row["verdict"] for row in found)
     sys.stdout.write(", ".join(f"{n} {verdict}" for verdict, n in counts.items()) + "\n")
     return OK if counts.keys() <= {PROVEN, "refused"} else FINDINGS
 

@@ -57,14 +57,8 @@ YARN = {
 LLAMA_ROPE = {"factor": Number(1)}
 OPTIONAL = ("mhc", "ngrams", "yarn", "llama_rope")
 MAY_BE_ZERO = (
-    "shared_expert_hidden_size",
-    "rotary_dim",
-    "window",
-    "unwindowed_every",
-    "latent_size",
-    "learned_positions",
-)
-MAY_BE_ZERO += ("q_lora_rank",)
+    "shared_expert_hidden_size", "rotary_dim", "window", "unwindowed_every", "latent_size", "learned_positions", "q_lora_rank",
+)  # fmt: skip
 
 
 class NamConfig(PretrainedConfig):
