@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nam_megatron.argtypes import between, count, whole
 from nam_megatron.errors import OK, Problem, Refused, finish, keyless
 
 if TYPE_CHECKING:
@@ -99,10 +100,10 @@ def pick(logits: "torch.Tensor", options: Options, draw: "torch.Generator | None
 def _check(config: Any, prompts: Sequence[Sequence[int]], new: int) -> None:
     if not prompts or not all(prompts):
         raise Refused(Problem("an empty prompt", None, "give at least one token"))
-    if (largest := max(map(max, prompts))) >= config.vocab_size or min(map(min, prompts)) < 0:
-        raise Refused(
-            Problem(f"token {largest} of a vocabulary of {config.vocab_size}", None, "is it the right tokenizer?")
-        )
+    for token in (max(map(max, prompts)), min(map(min, prompts))):
+        if not 0 <= token < config.vocab_size:
+            said = f"token {token} of a vocabulary of {config.vocab_size}"
+            raise Refused(Problem(said, None, "is it the right tokenizer?"))
     if (length := max(map(len, prompts)) + new) > config.max_position_embeddings:
         most = config.max_position_embeddings
         raise Refused(Problem(f"{length} tokens, and the model was trained on {most}", None, "`--new` fewer"))
@@ -123,33 +124,17 @@ def parser() -> argparse.ArgumentParser:
     which.add_argument("--prompt", help="a text to go on with")
     which.add_argument("--file", type=Path, metavar="JSONL", help="prompts, one a line")
     top.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="of a checkpoint, or of an export without one")
-    top.add_argument("--new", type=_count, default=128, help="tokens to add at most (default: 128)")
-    top.add_argument("--batch", type=_count, default=16, help="prompts decoded together (default: 16)")
-    top.add_argument("--temperature", type=_number, default=0.0, help="0 is greedy (default)")
-    top.add_argument("--top-k", type=int, default=0, help="of the best words alone; 0: all")
-    top.add_argument("--top-p", type=_number, default=1.0, help="of the fewest words with this probability")
-    top.add_argument("--seed", type=int, help="the same words every time")
+    top.add_argument("--new", type=count, default=128, help="tokens to add at most (default: 128)")
+    top.add_argument("--batch", type=count, default=16, help="prompts decoded together (default: 16)")
+    top.add_argument("--temperature", type=between(1e-3, 1e6, beside=0), default=0.0, help="0 is greedy (default)")
+    top.add_argument("--top-k", type=whole, default=0, help="of the best words alone; 0: all")
+    top.add_argument("--top-p", type=between(1e-9, 1), default=1.0, help="of the fewest words with this probability")
+    top.add_argument("--seed", type=whole, help="the same words every time")
     top.add_argument("--endless", action="store_true", help="go on behind the end of a document")
     top.add_argument("--grow", action="store_true", help="caches grow with the text instead of being allocated once")
     top.add_argument("--device", default="cpu")
     top.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     return top
-
-
-def _count(word: str) -> int:
-    if not (word.isascii() and word.isdigit() and 0 < int(word) < 10**9):
-        raise argparse.ArgumentTypeError(f"`{word}` is no positive integer")
-    return int(word)
-
-
-def _number(word: str) -> float:
-    try:
-        value = float(word)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1e6:
-        raise argparse.ArgumentTypeError(f"`{word}` is no number from 0")
-    return value
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -160,6 +145,10 @@ def main(argv: list[str] | None = None) -> int:
 def _run(words: argparse.Namespace) -> int:
     from nam_megatron.hf.opened import DTYPES, open_model
 
+    if words.file is None and not _text(words.prompt):
+        raise Refused(Problem("`--prompt` is no text of Unicode characters", None, "UTF-8 is read"))
+    if not words.path.exists():
+        raise Refused(Problem(f"there is no `{words.path}`"))
     asked = [{"prompt": words.prompt}] if words.file is None else list(_lines(words.file))
     tokenizer = _tokenizer(words, needed=any("prompt" in line for line in asked))
     model = open_model(words.path, DTYPES[words.dtype], words.device)
@@ -215,7 +204,7 @@ def _stream(model: Any, prompt: Sequence[int], options: Options, tokenizer: Any)
 
 def _lines(path: Path) -> Iterable[dict[str, Any]]:
     try:
-        texts = codecs.decode(path.read_bytes(), "utf-8").splitlines()
+        texts = codecs.decode(path.read_bytes(), "utf-8").split("\n")
     except (OSError, ValueError) as err:
         raise Refused(Problem(f"`{path}` cannot be read: {err}")) from None
     for number, text in enumerate(texts, 1):
@@ -225,11 +214,20 @@ def _lines(path: Path) -> Iterable[dict[str, Any]]:
             line = json.loads(text)
         except (ValueError, RecursionError) as err:
             raise Refused(Problem(f"line {number} of `{path}` is no JSON: {err}")) from None
-        ids = line.get("tokens") if isinstance(line, dict) else None
-        tokens = isinstance(ids, list) and ids and all(type(t) is int for t in ids)
-        if not tokens and not (isinstance(line, dict) and isinstance(line.get("prompt"), str)):
+        if not isinstance(line, dict) or not line.keys() & {"prompt", "tokens"}:
             raise Refused(Problem(f"line {number} of `{path}` has neither a `prompt` nor `tokens`"))
+        if "tokens" in line:
+            ids = line["tokens"]
+            if not (isinstance(ids, list) and ids and all(type(t) is int for t in ids)):
+                raise Refused(Problem(f"line {number} of `{path}`: `tokens` is no list of integers"))
+        elif not _text(line["prompt"]):
+            raise Refused(Problem(f"line {number} of `{path}`: `prompt` is no text of Unicode characters"))
         yield line
+
+
+def _text(prompt: Any) -> bool:
+    """Whether a tokenizer takes it: no half of a surrogate pair, as which Python also has bytes that are no UTF-8."""
+    return isinstance(prompt, str) and not any("\ud800" <= c <= "\udfff" for c in prompt)
 
 
 def _tokenizer(words: argparse.Namespace, needed: bool) -> Any:

@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 
+from nam_megatron.argtypes import count
 from nam_megatron.data import corpus, manifest, sources
 from nam_megatron.errors import FINDINGS, OK, Problem, Refused, finish, keyless, without_keys
 
@@ -59,22 +60,16 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--from", dest="packages", action="append", required=True, metavar="PACKAGE")
     made = verb("tokenizer", "Train a byte-level BPE tokenizer.", "FOLDER")
     read(made)
-    made.add_argument("--entries", type=_count, required=True, help="size of the vocabulary, special tokens included")
+    made.add_argument("--entries", type=count, required=True, help="size of the vocabulary, special tokens included")
     made = verb("build", "Encode text into a dataset for `data=built`.", "FOLDER")
     read(made)
     made.add_argument("--tokenizer", type=Path, required=True, metavar="FOLDER")
     made.add_argument("--valid", type=_share, default=0.01, help="share of documents held out (default: 0.01)")
     made.add_argument("--duplicates", choices=("refuse", "drop", "keep"), default="refuse")
-    made.add_argument("--workers", type=_count, default=len(os.sched_getaffinity(0)), help="processes (default: cores)")
+    made.add_argument("--workers", type=count, default=len(os.sched_getaffinity(0)), help="processes (default: cores)")
     made = verb("check", "Read a built dataset again and compare it with its manifest.", "FOLDER")
-    made.add_argument("--vocabulary", type=_count, help="of the model it is for")
+    made.add_argument("--vocabulary", type=count, help="of the model it is for")
     return top
-
-
-def _count(word: str) -> int:
-    if not (word.isascii() and word.isdigit() and 0 < int(word) < 10**9):
-        raise argparse.ArgumentTypeError(f"`{word}` is no positive integer")
-    return int(word)
 
 
 def _share(word: str) -> float:

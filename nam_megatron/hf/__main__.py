@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+from nam_megatron.argtypes import between, count, whole
 from nam_megatron.errors import FINDINGS, OK, Problem, Refused, finish, keyless
 
 EXAMPLES = """
@@ -39,21 +40,21 @@ def parser() -> argparse.ArgumentParser:
     made = verb("export", "Write a checkpoint so that transformers opens it.",
                 ("checkpoint", "the folder of a run's checkpoints, or of one step"), ("out", "a new folder"))  # fmt: skip
     made.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="where the run had no dataset of ours")
-    made.add_argument("--shard-gb", type=float, default=4.0, help="size of a file at most (default: 4)")
+    made.add_argument("--shard-gb", type=between(0.001, 1000), default=4.0, help="size of a file at most (default: 4)")
     verb("import", "Write an export as weights that a run starts from.",
          ("export", "an export's folder"), ("plan", "the run's plan.json"), ("out", "a new folder"))  # fmt: skip
     made = verb("check", "Compare an export with its checkpoint in Megatron.",
                 ("checkpoint", "what was exported"), ("export", "the export's folder"))  # fmt: skip
-    made.add_argument("--length", type=int, default=128, help="tokens of a sequence (default: 128)")
-    made.add_argument("--batch", type=int, default=2, help="sequences (default: 2)")
-    made.add_argument("--seed", type=int, default=0, help="of the tokens, which are random")
+    made.add_argument("--length", type=count, default=128, help="tokens of a sequence (default: 128)")
+    made.add_argument("--batch", type=count, default=2, help="sequences (default: 2)")
+    made.add_argument("--seed", type=whole, default=0, help="of the tokens, which are random")
     made.add_argument("--json", action="store_true", help="for programs")
     _where(made, "cuda")
     made = verb("perplexity", "The loss on a dataset that `nam_megatron.data` built.",
                 ("model", "an export or a checkpoint"), ("dataset", "the dataset's folder"))  # fmt: skip
     made.add_argument("--split", default="valid")
-    made.add_argument("--most", type=int, metavar="WINDOWS", help="of the model's length, to read")
-    made.add_argument("--batch", type=int, default=4)
+    made.add_argument("--most", type=count, metavar="WINDOWS", help="of the model's length, to read")
+    made.add_argument("--batch", type=count, default=4)
     made.add_argument("--out", type=Path, metavar="JSON", help="write the result there too")
     _where(made, "cpu")
     made = verb("evaluate", "The tasks of lm-evaluation-harness.", ("model", "an export or a checkpoint"))
@@ -61,17 +62,17 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--tokenizer", type=Path, metavar="FOLDER", help="where neither the export nor the run's dataset has one"
     )
-    made.add_argument("--shots", type=int, help="examples before a question (default: the task's)")
-    made.add_argument("--limit", type=int, help="questions of each task (default: all)")
-    made.add_argument("--batch", type=int, default=4)
+    made.add_argument("--shots", type=whole, help="examples before a question (default: the task's)")
+    made.add_argument("--limit", type=count, help="questions of each task (default: all)")
+    made.add_argument("--batch", type=count, default=4)
     made.add_argument("--out", type=Path, metavar="JSON", help="write the result there too")
     _where(made, "cpu")
     made = verb("watch", "Export every checkpoint of a run as it appears, without stopping the run.",
                 ("checkpoint", "the folder of the run's checkpoints"), ("out", "where the exports go"))  # fmt: skip
     made.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="where the run has no dataset of ours")
     made.add_argument("--dataset", type=Path, metavar="FOLDER", help="write the perplexity on its held-out split too")
-    made.add_argument("--until", type=int, metavar="STEP", help="end after this one (default: never)")
-    made.add_argument("--seconds", type=float, default=20.0, help="between two looks (default: 20)")
+    made.add_argument("--until", type=count, metavar="STEP", help="end after this one (default: never)")
+    made.add_argument("--seconds", type=between(0.01, 1e6), default=20.0, help="between two looks (default: 20)")
     made.add_argument("--device", default="cpu", help="(default: cpu)")
     return top
 

@@ -83,7 +83,11 @@ def check(checkpoint: Path, export: Path, tokens: Tensor, dtype: str, device: st
     step = distributed.step_folder(checkpoint)
     lowering = load_plan(plan_of(checkpoint, step))
     raise_if(describe.objections(lowering.plan))
-    raise_if(differences(export, describe.config(lowering.plan)))
+    config = describe.config(lowering.plan)
+    raise_if(differences(export, config))
+    if 0 < (learned := config["learned_positions"]) < tokens.size(1):
+        said = f"{tokens.size(1)} tokens, and the model has learned {learned} positions"
+        raise Refused(Problem(said, None, f"`--length {learned}` or less"))
     theirs = megatron(one_device(lowering, dtype), step, tokens, dtype)
     return compare(theirs, exported(export, tokens, dtype, device, theirs if dtype == "bf16" else None), dtype)
 

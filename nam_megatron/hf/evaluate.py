@@ -92,6 +92,8 @@ def evaluate(
         Refused: a task that cannot be loaded; a model that is damaged, or no tokenizer that fits it.
     """
     begin = time.monotonic()
+    if not path.exists():
+        raise Refused(Problem(f"there is no `{path}`"))
     # The harness reads its thousands of tasks to know their names: 10 s that files do not need.
     manager = TaskManager(include_defaults=any(not Path(task).is_file() for task in tasks))
     loaded = _loaded(manager, tasks)  # before the weights, which may take minutes

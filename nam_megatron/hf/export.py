@@ -11,8 +11,9 @@ from nam_megatron.data import manifest as dataset
 from nam_megatron.data import tokenizer
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.hf import describe, distributed, folder
-from nam_megatron.hf.model.configuration_nam import OPTIONAL, NamConfig
+from nam_megatron.hf.model.configuration_nam import COMPUTES, OPTIONAL, NamConfig
 from nam_megatron.lower import Lowering
+from nam_megatron.plan import Plan
 from nam_megatron.runtime import checksums
 from nam_megatron.runtime.checkpoint import PLAN, SIGNED
 
@@ -38,14 +39,13 @@ def export(
     step = distributed.step_folder(checkpoint)
     lowering = load_plan(plan_of(checkpoint, step))
     plan = lowering.plan
-    raise_if(describe.objections(plan))
+    config = config_for(plan)
     tokens = tokens or trained_tokenizer(plan)
     if tokens is not None:
         fits(tokens, plan.recipe.model.vocab_size)
     raise_if(Problem(f"checkpoint `{step}` is damaged: {what}") for what in checksums.damage(step))
     source = distributed.Checkpoint(step)
-    config = describe.config(plan)
-    tensors = list(describe.tensors(config))
+    tensors = list(describe.tensors(config.to_dict()))
     if strangers := sorted(source.strangers(distributed.model_keys(tensors))):
         raise Refused(Problem(f"`{step}` holds `{key}`, and the plan has no such tensor") for key in strangers[:8])
     part = _fresh(out)
@@ -61,7 +61,7 @@ def _fill(
     part: Path,
     source: distributed.Checkpoint,
     tensors: list[describe.Tensor],
-    config: dict[str, Any],
+    config: NamConfig,
     lowering: Lowering,
     tokens: Path | None,
     say: Say,
@@ -76,8 +76,7 @@ def _fill(
     folder.write_index(part, files)
     ends = _special(tokens) if tokens is not None else {}
     more = {"architectures": ["NamForCausalLM"], "auto_map": AUTO, "dtype": "bfloat16", "model_type": "nam", **ends}
-    # Through the class, so that what it refuses is never written.
-    tree = {**NamConfig(**config).to_dict(), **more}
+    tree = {**config.to_dict(), **more}
     _write_json(part / folder.CONFIG, {k: v for k, v in tree.items() if k != "transformers_version"})
     _write_json(part / "generation_config.json", {"use_cache": True, **ends})
     for name in CODE:
@@ -119,18 +118,43 @@ def load(export: Path, plan: Path, out: Path, say: Say) -> None:
         shutil.rmtree(part, ignore_errors=True)
 
 
+def config_for(plan: Plan) -> NamConfig:
+    """The config of a plan's export. Raises Refused: a model that cannot be exported."""
+    raise_if(describe.objections(plan))
+    try:
+        return NamConfig(**describe.config(plan))
+    except ValueError as err:
+        raise Refused(Problem(f"the export takes no such model: {err}")) from None
+
+
+# What transformers and this export write beside what computes.
+BESIDE = {"architectures", "dtype", "transformers_version", "eos_token_id", "pad_token_id"}
+
+
 def config_of(export: Path) -> NamConfig:
     """config.json of an export, every key checked; no code of the folder runs. Raises Refused."""
-    tree = folder.load_json(export / folder.CONFIG)
+    at = export / folder.CONFIG
+    tree = folder.load_json(at)
     if tree.get("model_type") != "nam":
-        raise Refused(Problem(f"`{export / folder.CONFIG}` is of a `{tree.get('model_type')}`, not of a `nam`"))
+        raise Refused(Problem(f"`{at}` is of a `{tree.get('model_type')}`, not of a `nam`"))
     if (mapped := tree.get("auto_map")) != AUTO:
-        raise Refused(Problem(f"`{export / folder.CONFIG}` names other code than ours: {str(mapped)[:120]}"))
+        raise Refused(Problem(f"`{at}` names other code than ours: {str(mapped)[:120]}"))
     keys = {k: v for k, v in tree.items() if k not in ("model_type", "auto_map")}
     try:
-        return NamConfig(**keys)
+        config = NamConfig(**{k: v for k, v in keys.items() if k in COMPUTES})
     except Exception as err:
-        raise Refused(Problem(f"`{export / folder.CONFIG}`: {str(err)[:300]}", None, "export again")) from None
+        raise Refused(Problem(f"`{at}`: {str(err)[:300]}", None, "export again")) from None
+    # transformers obeys whatever else stands there: only what it writes itself.
+    whole = json.loads(json.dumps(config.to_dict()))
+    strange = [k for k, v in keys.items() if k not in BESIDE and (k not in whole or whole[k] != v)]
+    strange += [k for k in keys if k.endswith("_token_id") and type(keys[k]) is not int]
+    if strange:
+        raise Refused(
+            Problem(f"`{at}`: `{strange[0]}` is no key of an export, or has another value", None, "export again")
+        )
+    for name in ("eos_token_id", "pad_token_id"):
+        setattr(config, name, keys.get(name))
+    return config
 
 
 def differences(export: Path, wanted: dict[str, Any]):

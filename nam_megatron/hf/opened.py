@@ -1,6 +1,6 @@
 """The exported model in this process, of an export or straight of a checkpoint; no code of the folder runs (torch side)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from nam_megatron.argv import load_plan
 from nam_megatron.errors import Problem, raise_if
 from nam_megatron.hf import describe, distributed, folder
-from nam_megatron.hf.export import config_of, plan_of
+from nam_megatron.hf.export import config_for, config_of, plan_of
 from nam_megatron.hf.model.configuration_nam import NamConfig
 from nam_megatron.hf.model.modeling_nam import NamForCausalLM
 from nam_megatron.runtime import checksums
@@ -21,8 +21,9 @@ def open_model(path: Path, dtype: torch.dtype = torch.bfloat16, device: str = "c
     """The model in `path`, an export or a checkpoint folder, ready to run.
 
     Raises:
-        Refused: neither of both, or one that is damaged.
+        Refused: neither of both, one that is damaged, a device that is not there.
     """
+    raise_if(_without(device))
     if is_export(path):
         folder.verified(path)
         config = config_of(path)
@@ -31,11 +32,22 @@ def open_model(path: Path, dtype: torch.dtype = torch.bfloat16, device: str = "c
     else:
         step = distributed.step_folder(path)
         plan = load_plan(plan_of(path, step)).plan
-        raise_if(describe.objections(plan))
-        tree = describe.config(plan)
-        config, tensors = NamConfig(**tree), list(describe.tensors(tree))
+        config = config_for(plan)
+        tensors = list(describe.tensors(config.to_dict()))
         read = distributed.Checkpoint(step).joined
     return _built(config, tensors, read, dtype, device)
+
+
+def _without(device: str) -> Iterator[Problem]:
+    """A device that this host cannot run on."""
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        found = None
+    if found is None or found.type not in ("cpu", "cuda"):
+        yield Problem(f"no device `{device}`", None, "there are: cpu, cuda, cuda:0, ...")
+    elif found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        yield Problem(f"this host has no `{device}`", None, "`--device cpu`")
 
 
 def is_export(path: Path) -> bool:

@@ -544,6 +544,12 @@ HOSTILE = {
                {"order": 2, "heads": 1, "buckets": 8, "width": 4, "document_end": 256}),
     "auto_map": ({"AutoModelForCausalLM": "evil/repo--modeling_nam.NamForCausalLM"}, None),
     "model_type": ("llama", None),
+    "num_labels": (3, 10**8),
+    "to_dict": (1,),
+    "attribute_map": ({"hidden_size": "vocab_size"},),
+    "num_hidden_layers": (99,),
+    "eos_token_id": ("x", True),
+    "learned_positions": (3,),
 }  # fmt: skip
 
 
@@ -556,6 +562,66 @@ def test_a_hostile_config_is_refused_by_key(copied, prompts, capsys, key, value)
     said = refusal(copied, capsys)
     assert said.startswith("error: ") and "config.json" in said
     assert key in said or key in ("auto_map", "model_type")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--top-k -1", "--temperature 1 --top-p 0", "--temperature 1e-42", "--temperature nan", "--seed 99999999999999999999", "--new 0",
+    ],
+)  # fmt: skip
+def test_words_out_of_bounds_are_refused_before_anything_is_read(prompts, capsys, words):
+    with pytest.raises(SystemExit) as ended:
+        generate.main(["nowhere", "--file", str(prompts), *words.split()])
+    assert (
+        ended.value.code == 2
+        and f"argument {words.split()[-2]}: `{words.split()[-1]}` is no" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"tokens": null, "prompt": "x"}', "`tokens` is no list of integers"),
+        ('{"tokens": ["a"], "prompt": "x"}', "`tokens` is no list of integers"),
+        ('{"prompt": "\\ud800 x"}', "`prompt` is no text of Unicode characters"),
+        ('{"tokens": [-5, 2]}', "token -5 of a vocabulary of"),
+        ('{"tokens": [1], "note": "a\u2028b"}', None),
+    ],
+)
+def test_lines_of_a_file(made, prompts, capsys, line, said):
+    prompts.write_text(line + "\n", encoding="utf-8")
+    code = generate.main([str(made("native")[1]), "--file", str(prompts), "--new", "1"])
+    assert (code, said or "") == (2 if said else 0, said or "") and (said or "") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", ["foo", "meta", "cuda:7"])
+def test_a_device_that_is_not_there(made, prompts, capsys, device):
+    assert generate.main([str(made("native")[1]), "--file", str(prompts), "--new", "1", "--device", device]) == 2
+    assert f"`{device}`" in capsys.readouterr().err
+
+
+def test_what_the_config_does_not_take_is_refused_before_a_shard_is_written(made, tmp_path, capsys):
+    shutil.copytree(made("yarn")[0], tmp_path / "ckpt")
+    tree = to_tree(load_plan(tmp_path / "ckpt" / "plan.json").plan.recipe)
+    tree["model"]["norm_epsilon"] = 1.5
+    (tmp_path / "ckpt" / "plan.json").write_text(plan_json(translate(from_tree(tree))))
+    assert command.main(["export", str(tmp_path / "ckpt"), str(tmp_path / "hf")]) == 2
+    assert "norm_epsilon: between 0 and 1, not 1.5" in capsys.readouterr().err
+    assert generate.main([str(tmp_path / "ckpt"), "--prompt", "x", "--tokenizer", str(tmp_path)]) == 2
+
+
+def test_learned_positions_are_not_outrun(made, capsys):
+    checkpoint, export = made("gpt")
+    model = open_model(export, torch.float32)
+    rows = model.config.learned_positions
+    with pytest.raises(ValueError, match=f"{rows + 1} tokens, and {rows} positions are learned"):
+        model(random(1, rows + 1))
+    padded = torch.ones(1, rows + 8, dtype=torch.long)
+    padded[:, :8] = 0
+    assert model(random(1, rows + 8), attention_mask=padded).logits.isfinite().all()
+    assert command.main(["check", str(checkpoint), str(export), "--length", str(rows + 1), "--device", "cpu"]) == 2
+    assert f"the model has learned {rows} positions" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a":' * 5000, "\x00"])

@@ -56,6 +56,7 @@ YARN = {
 }  # fmt: skip
 LLAMA_ROPE = {"factor": Number(1)}
 OPTIONAL = ("mhc", "ngrams", "yarn", "llama_rope")
+COMPUTES = {*MODEL, *KINDS, *OPTIONAL, "layer_kinds", "index_sources", "mtp_kinds", "mtp_depths", "tie_word_embeddings"}
 MAY_BE_ZERO = (
     "shared_expert_hidden_size", "rotary_dim", "window", "unwindowed_every", "latent_size", "learned_positions", "q_lora_rank",
 )  # fmt: skip
@@ -150,6 +151,10 @@ def _check(kinds, sources, mtp, depths, tied, given, blocks):
     _check_sums(given, blocks)
     if given["linear_bias"] and (unbiased := sorted(needed & {"mla", "dsa", "moe"})):
         raise ValueError(f"linear_bias: none beside {unbiased[0]}")
+    if 0 < given["learned_positions"] < given["max_position_embeddings"]:
+        raise ValueError(
+            f"learned_positions: {given['learned_positions']} of {given['max_position_embeddings']} positions"
+        )
     if mtp and given["learned_positions"]:
         raise ValueError("learned_positions: none beside MTP")
     if mtp and (b := blocks.get("attention")) and b["unwindowed_every"]:

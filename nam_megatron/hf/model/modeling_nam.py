@@ -980,8 +980,13 @@ class NamForCausalLM(NamPreTrainedModel, GenerationMixin):
             x = inputs_embeds
         else:
             raise ValueError("inputs_embeds: this model embeds n-grams of tokens, and takes input_ids")
-        if self.model.embed_positions is not None:
-            x = x + self.model.embed_positions(step.positions)
+        if (table := self.model.embed_positions) is not None:
+            rows = table.num_embeddings
+            if step.past + x.size(1) > rows and int(step.positions.max()) >= rows:
+                raise ValueError(
+                    f"learned_positions: {int(step.positions.max()) + 1} tokens, and {rows} positions are learned"
+                )
+            x = x + table(step.positions)
         kept = [x] if output_hidden_states else None
         hidden = self.model(x, step, (lambda i, y: kept.append(y)) if output_hidden_states else None)
         if mtp:
