@@ -4,6 +4,7 @@ Reads benchmarks/measured_h200.json, writes benchmarks/memory.json and the table
 Megatron's own estimator is asked about each run, too.
 """
 
+import argparse
 import contextlib
 import io
 import json
@@ -108,6 +109,7 @@ def page(text: str, result: dict) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     says = {megatron_says(translate(load(e["preset"], e["overrides"]))) for e in entries()}
     assert len(says) == 1, says
     result = {"rows": rows(), "megatron_says": says.pop(), "speed": speed()}

@@ -754,6 +754,9 @@ def test_fit_is_the_first_value_with_headroom_where_more_needs_less():
         "DSA's scores are too much by themselves"
     )
     assert search.smallest(recipe, "schedule.micro_batch_size").best is None
+    fits, kept = (search.smallest(load("nam56r"), "cluster.nodes", keep=keep) for keep in (False, True))
+    assert fits.best.value == kept.best.value == 1 and fits.beyond is None
+    assert search.shrinks(load("nam56r"), "cluster.nodes") and not search.shrinks(load("nam56r"), "model.vocab_size")
     done = warm(
         "conf=nam56r_fused", "cluster=h200_1", *words, "fit=cluster.nodes", module="nam_megatron.budget.__main__"
     )

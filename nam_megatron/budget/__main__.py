@@ -150,24 +150,25 @@ def terminal(ours: Budget, others: Sequence[Budget], out: "Console") -> None:
 def _fit(recipe: Recipe, name: str, imbalance: float) -> int:
     key = search.resolve(recipe, name, "fit")
     translate(recipe)  # what is wrong before anything is changed is said as always
-    fit = search.largest(recipe, key, imbalance)
-    if fit.best is None and (least := search.smallest(recipe, key, imbalance)).best:
-        assert least.beyond is not None, "it was looked at first"
-        for trial in (least.best, least.beyond):
-            sys.stdout.write(f"{key}={trial.value}: {_outcome(trial)}\n")
-        return OK
+    shrinks = search.shrinks(recipe, key, imbalance)
+    find = search.smallest if shrinks else search.largest
+    fit = find(recipe, key, imbalance)
     if fit.best is None:
         assert fit.beyond is not None, "a search ends somewhere"
         sys.stdout.write(f"no value of {key} leaves the headroom; {fit.beyond.value}: {_outcome(fit.beyond)}\n")
+        if (more := search.attempt(recipe, key, 2 * fit.beyond.value, imbalance)).budget is None:
+            sys.stdout.write(f"{key}={more.value}: refused: {more.reason}\n")
         return FINDINGS
     sys.stdout.write(f"{key}={fit.best.value}: {_outcome(fit.best)}\n")
     if fit.best.note:
         sys.stdout.write(f"with {fit.best.note}\n")
-        kept = search.largest(recipe, key, imbalance, keep=True).best
+        kept = find(recipe, key, imbalance, keep=True).best
         said = f"{key}={kept.value}: {_outcome(kept)}" if kept else f"no value of {key} fits"
         sys.stdout.write(f"{said}, with the global batch of {recipe.schedule.global_batch_size} as it is\n")
     if fit.beyond is None:
-        sys.stdout.write("memory sets no limit to it\n")
+        sys.stdout.write(
+            "more of it needs less; no smaller one is taken\n" if shrinks else "memory sets no limit to it\n"
+        )
     else:
         word = "refused: " if fit.beyond.budget is None else ""
         sys.stdout.write(f"{key}={fit.beyond.value}: {word}{_outcome(fit.beyond)}\n")

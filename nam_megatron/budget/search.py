@@ -92,14 +92,7 @@ def largest(recipe: Recipe, key: str, imbalance: float = 1.0, *, keep: bool = Fa
     keep: only values with which the global batch may stay as it is.
     In between, refused values are stepped over. Memory must not shrink again above the first value that is too large.
     """
-    tried: dict[int, Trial] = {}
-
-    def at(value: int) -> Trial:
-        if value not in tried:
-            trial = attempt(recipe, key, value, imbalance)
-            tried[value] = Trial(value, None, trial.note) if keep and trial.note else trial
-        return tried[value]
-
+    at = _trials(recipe, key, imbalance, keep)
     best, beyond = 0, max(1, _value(recipe, key))
     while at(beyond).good and beyond <= LIMIT:
         best, beyond = beyond, 2 * beyond
@@ -113,28 +106,45 @@ def largest(recipe: Recipe, key: str, imbalance: float = 1.0, *, keep: bool = Fa
     return Fit(key, at(best) if best else None, at(beyond))
 
 
-def smallest(recipe: Recipe, key: str, imbalance: float = 1.0) -> Fit:
-    """The smallest value that leaves the headroom, of a key of which more needs less memory: doubled first, then halved in between."""
-    tried: dict[int, Trial] = {}
+def shrinks(recipe: Recipe, key: str, imbalance: float = 1.0) -> bool:
+    """Whether more of it needs less memory: twice the present value, or the present one beside its half."""
+    value = max(1, _value(recipe, key))
+    less, here, more = (attempt(recipe, key, v, imbalance).budget for v in (value // 2 or 1, value, 2 * value))
+    few, many = (here, more) if more else (less, here)
+    return few is not None and many is not None and _needs(many) < _needs(few)
 
-    def at(value: int) -> Trial:
-        if value not in tried:
-            tried[value] = attempt(recipe, key, value, imbalance)
-        return tried[value]
 
-    low = max(1, _value(recipe, key))
-    best = 2 * low
+def smallest(recipe: Recipe, key: str, imbalance: float = 1.0, *, keep: bool = False) -> Fit:
+    """The smallest value that leaves the headroom, of a key of which more needs less memory (`shrinks`). keep: as `largest` has it.
+
+    Where the present value does not, it is doubled until one does; then halved in between. Refused values are stepped over.
+    """
+    at = _trials(recipe, key, imbalance, keep)
+    low, best = 0, max(1, _value(recipe, key))
     while not at(best).good:
-        less, more = at(low).budget, at(best).budget
-        if less is None or more is None or _needs(more) >= _needs(less):
-            return Fit(key, None, at(low))
+        less, more = at(low).budget if low else None, at(best).budget
+        if more is None or (less is not None and _needs(more) >= _needs(less)):
+            return Fit(key, None, at(low or best))
         low, best = best, 2 * best
     while (middle := _tested(at, low, best)) is not None:
         if at(middle).good:
             best = middle
         else:
             low = middle
-    return Fit(key, at(best), at(low))
+    return Fit(key, at(best), at(low) if low else None)
+
+
+def _trials(recipe: Recipe, key: str, imbalance: float, keep: bool) -> Callable[[int], Trial]:
+    """What becomes of a value, each tried once. keep: refused where the global batch could not stay as it is."""
+    tried: dict[int, Trial] = {}
+
+    def at(value: int) -> Trial:
+        if value not in tried:
+            trial = attempt(recipe, key, value, imbalance)
+            tried[value] = Trial(value, None, trial.note) if keep and trial.note else trial
+        return tried[value]
+
+    return at
 
 
 def _needs(found: Budget) -> float:
