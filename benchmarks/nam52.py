@@ -4,6 +4,7 @@ AEME tiled to 52 layers stands; of NAM52 nothing else is published. The attentio
 than NAM56R's; each model that the tool accepts is counted as the budget counts it. Writes the table of docs/presets.md between its marks.
 """
 
+import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -73,6 +74,7 @@ def rows(widths: Mapping[str, Sequence[int]] = WIDTHS) -> Iterator[str]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     head, begin, rest = DOCS.read_text().partition(BEGIN)
     assert begin, f"{DOCS} has no place for the table"
     _, end, tail = rest.partition(END)

@@ -4,6 +4,7 @@ Reads benchmarks/{throughput,full,stock,ladder,blocks,output_layer}_h200.json an
 Needs the package: how many layers of a kind the full model has stands in its plan.
 """
 
+import argparse
 import json
 import statistics
 from collections import Counter
@@ -255,6 +256,7 @@ def output_layer() -> Iterator[str]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     text = DOCS.read_text()
     for table in (throughput, kernels, full, stock, ladder, runs, blocks, long, without_logits, output_layer):
         head, begin, rest = text.partition(f"<!-- begin: {table.__name__} -->\n")

@@ -63,7 +63,8 @@ class Made:
     def text(self) -> str:
         """For stderr: where it is, and what it does not carry over."""
         say = [
-            f"wrote {self.path}: put it into conf/preset/, then `python -m nam_megatron.translate conf={self.path.stem}`"
+            f"wrote {self.path}: put it into conf/preset/, or FOLDER/preset/ for `--config-dir FOLDER`, then "
+            f"`python -m nam_megatron.translate conf={self.path.stem}`"
         ]
         if self.refused:
             say.append("translate refuses it as it stands:")
@@ -72,7 +73,12 @@ class Made:
         say += [f"without a key in a recipe: {', '.join(self.keyless)}"] if self.keyless else []
         say += [f"said by the recipe, left to Megatron by the launch: {', '.join(self.added)}"] if self.added else []
         return (
-            "\n".join(say if self.lost or self.refused or self.keyless else [*say, "everything is carried over"]) + "\n"
+            "\n".join(
+                say
+                if self.lost or self.refused or self.keyless
+                else [*say, "everything that a layer reads is carried over"]
+            )
+            + "\n"
         )
 
 

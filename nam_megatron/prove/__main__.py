@@ -12,6 +12,7 @@ from nam_megatron.lower import translate
 from nam_megatron.prove.compare import BITS, ORDER, Row
 from nam_megatron.prove.proof import Part, Proof, prove
 from nam_megatron.recipe import Recipe
+from nam_megatron.report import layout
 
 # `device` of a recipe is the GPU it is for; the word of that name becomes this one.
 KEYS = ("run_on", "steps", "resume", "format")
@@ -41,11 +42,9 @@ def check(words: Mapping[str, Any]) -> None:
 def text(proof: Proof, every: bool = False) -> str:
     """The proof for people. every: all rows, not only the worst of each kind and those that are off."""
     r, plan = proof.pair.layout.plan.recipe, proof.pair.layout.plan
-    p = r.parallel
-    degrees = f"tensor {p.tensor}, pipeline {p.pipeline} x {p.virtual_pipeline}, expert {p.expert} x {p.expert_tensor}"
     beside = f"one rank with naive kernels, {counted(proof.steps, 'step')}"
     lines = [
-        f"{r.preset.name} on {counted(r.world_size, 'rank')} ({degrees}, data {r.data_parallel}) against {beside}",
+        f"{r.preset.name} on {counted(r.world_size, 'rank')} ({layout(plan)}) against {beside}",
         f"model:    {plan.pattern}, of {proof.pair.full.pattern}",
         f"limits:   {proof.limits.why}",
         *(f"unproven: {sentence}" for sentence in proof.unproven),
@@ -62,7 +61,10 @@ def said(part: Part) -> str:
     if part.broken:
         return part.broken
     if (first := part.first) is None:
-        return f"{len(part.rows)} comparisons agree"
+        noted = sum(bool(row.note) for row in part.rows)
+        return f"{len(part.rows)} comparisons agree" + (
+            f", {noted} of them by what rounding makes of them" if noted else ""
+        )
     off = sum(not row.agrees for row in part.rows)
     place = f"layer {first.layer}, " if first.layer else ""
     key = f" @ {first.key}" if first.key else ""
@@ -113,6 +115,7 @@ def as_json(proof: Proof) -> str:
         {
             "title": part.title, "broken": part.broken, "compared": len(part.rows), "first": _row(part.first),
             "differ": [_row(r) for r in part.rows if not r.agrees], "worst": [_row(r) for r in worst(part.rows)],
+            "rounding": [_row(r) for r in part.rows if r.note and r.agrees],
         }
         for part in proof.parts
     ]  # fmt: skip

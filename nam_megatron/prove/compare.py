@@ -90,13 +90,13 @@ def may_be_rounding(found: Iterable["Row"]) -> bool:
 def rounded(found: Iterable["Row"], noise: Sequence["Row"]) -> tuple["Row", ...]:
     """What differs in fp32, by its own noise: of one rank from weights of which each was moved by about a rounding of fp32.
 
-    Noise with which a token goes to another expert is no rounding's, and changes nothing here.
+    Noise that sends a token to another expert, or is as large as a choice makes it, is no rounding's, and changes nothing here.
     """
-    own = {} if any(r.off for r in noise if r.what == COUNT) else _own(noise)
+    own = {} if any(r.off for r in noise if r.what == COUNT) else _own(r for r in noise if r.off <= NEAR * r.limit)
     told = []
     for row in found:
         if not row.agrees and own.get(row.at, 0.0) >= row.off:
-            note = f"rounding: {own[row.at] / TIMES:.1e} on one rank whose weights are shaken by one"
+            note = f"rounding makes {own[row.at] / TIMES:.1e} of it on one rank; the limit is {TIMES:g} times that"
             row = replace(row, limit=own[row.at], note=note)
         told.append(row)
     return tuple(told)
@@ -343,6 +343,11 @@ def refusals(plan: Plan, device: str) -> Iterator[Problem]:
         if getattr(plan.recipe.model, key) and plan.recipe.world_size > 1:
             message = "several ranks drop other values than one does, and nothing could be compared"
             yield Problem(message, f"model.{key}", f"`model.{key}=0.0`: the rest of the layout is the same")
+    if device == "cpu" and plan.recipe.model.linear_bias and "moe" in plan.kinds:
+        message = (
+            "Megatron's own linear layers, which a CPU takes for Transformer Engine's, do not train experts with biases"
+        )
+        yield Problem(message, "model.linear_bias", "set it to false, or prove it with `device=cuda`")
     flat = dict(leaves(to_tree(plan.recipe)))
     for key, why, cut in by_layout(flat):
         split = [f"`{name}={flat[name]}`" for name in cut if flat[name] not in (1, False)]

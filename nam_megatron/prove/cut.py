@@ -42,6 +42,10 @@ OPTIM: dict[str, Any] = {"lr": 0.01, "min_lr": 0.001, "decay": "constant", "warm
 CLIP = 0.5
 
 
+# Kinds whose kernels are other libraries', and run on GPUs alone.
+THEIRS = {"mamba2": "mamba-ssm's", "gdn": "flash-linear-attention's"}
+
+
 def widths(recipe: Recipe) -> dict[str, int]:
     """The widths that a CPU gets, by key below `model`, for the degrees of `recipe.parallel` and what is taken in pieces."""
     p, mamba3 = recipe.parallel, recipe.model.blocks.mamba3
@@ -199,6 +203,7 @@ def pair(recipe: Recipe, device: str, steps: int, seed: int = 1234) -> Pair:
     unproven = [*CPU_STANDS_IN] if device == "cpu" else []
     if device == "cpu":
         unproven += _without_kernels(tree, full)
+        unproven += [f"{kind}: {whose} kernels: plain torch" for kind, whose in THEIRS.items() if kind in full.kinds]
         if _at(tree, "model.blocks.dsa.kernels") == "megatron":
             unproven.append("which of several equal index scores Megatron's top-k takes: the earliest, as ours do")
         for key, width in widths(recipe).items():

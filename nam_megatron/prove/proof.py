@@ -1,5 +1,6 @@
 """A proof: both sides run in processes of their own, and what they saw compared. Torch and Megatron are imported when a bench opens."""
 
+import logging
 import re
 import shutil
 import sys
@@ -222,6 +223,7 @@ class Bench:
 
 def warm() -> None:
     """What a fork need not import again. A spawned rank imports it itself."""
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # that there is no CUDA
     with warnings.catch_warnings():  # of Transformer Engine, which a CPU does without: the proof says so
         warnings.simplefilter("ignore")
         import megatron.core.models.hybrid.hybrid_model

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
-from nam_megatron.errors import Problem
+from nam_megatron.errors import Problem, counted
 from nam_megatron.recipe.model import Kind
 from nam_megatron.setting import Config, Name, Row, Setting
 
@@ -73,11 +73,11 @@ class Parallel(Config):
         if world % (size := self.tensor * self.pipeline * self.context):
             layout = f"tensor {self.tensor} x pipeline {self.pipeline} x context {self.context} = {size}"
             hint = "the product must divide nodes * gpus_per_node"
-            yield Problem(f"{world} GPUs cannot hold {layout}", "cluster.gpus_per_node", hint)
+            yield Problem(f"{counted(world, 'GPU')} cannot hold {layout}", "cluster.gpus_per_node", hint)
         if world % (size := self.pipeline * self.expert * self.expert_tensor):
             layout = f"pipeline {self.pipeline} x expert {self.expert} x expert tensor {self.expert_tensor} = {size}"
             hint = "the product must divide nodes * gpus_per_node"
-            yield Problem(f"{world} GPUs cannot hold {layout}", "parallel.expert", hint)
+            yield Problem(f"{counted(world, 'GPU')} cannot hold {layout}", "parallel.expert", hint)
         if self.sequence and self.tensor == 1:
             message = "Megatron would switch sequence parallelism off at tensor size 1"
             yield Problem(message, "parallel.sequence", "set `parallel.sequence=false`")

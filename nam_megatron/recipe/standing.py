@@ -181,7 +181,7 @@ def no_layer(kind: str, here: frozenset[str], recipe: "Recipe | None" = None) ->
     """For somebody who configures a kind that does not stand."""
     block = KINDS[kind]
     stands = quoted(k for k in KINDS if k in here)
-    out = f"leave this out (a preset's word: `~model.blocks.{kind}`)"
+    out = f"leave this out (what a preset or an overlay said: `~model.blocks.{kind}`)"
     hint = f"{stands} stand here; {out}, or {_way(kind, recipe)}"
     return Problem(f"no layer is {block.title}", f"model.blocks.{kind}", hint)
 

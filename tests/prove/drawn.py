@@ -1,9 +1,10 @@
-"""Proofs of recipes that nobody wrote: python tests/prove/drawn.py NUMBER [seed=N] [FILE]
+"""Proofs of recipes that nobody wrote: python tests/prove/drawn.py NUMBER [--seed N] [FILE]
 
 Each is a preset with a layout and changes drawn at random. It has to be proven or refused by name; what differs, does not run or ends in
 anything else is printed with the command that runs it again. FILE gets them as JSON.
 """
 
+import argparse
 import json
 import random
 import sys
@@ -11,6 +12,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from nam_megatron.argtypes import count, whole
 from nam_megatron.errors import FINDINGS, OK, Refused, finish
 from nam_megatron.prove import compare, cut
 from nam_megatron.prove.__main__ import said
@@ -69,7 +71,10 @@ def draw(chance: random.Random) -> tuple[str, tuple[str, ...]]:
     needed = max(degrees["tensor"] * degrees["pipeline"] * degrees["context"], degrees["expert"])
     least = needed * (2 if set(FSDP) <= set(layout) and degrees["expert"] == 1 else 1)
     gpus = next((n for n in (1, 2, 4, 8) if n >= least), 8)
-    words = _last(f"cluster=h200_{gpus}", *layout, *(f"parallel.{key}={n}" for key, n in degrees.items() if n > 1))
+    words = _last(
+        f"cluster=h200_{gpus}", f"parallel.sequence={str(degrees['tensor'] > 1).lower()}", "parallel.expert_tensor=1",
+        *layout, *(f"parallel.{key}={n}" for key, n in degrees.items()),
+    )  # fmt: skip
     many = chance.choice((0, 1, 2, 3, 4)) if _accepted(preset, words) else 0
     for change in chance.sample(CHANGES, len(CHANGES)):
         if many and _accepted(preset, changed := _last(*words, *change)):
@@ -109,19 +114,26 @@ def rounding(row: Row) -> str:
 
 
 def command() -> int:
-    named = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
-    number, *file = [word for word in sys.argv[1:] if "=" not in word]
-    chance, found = random.Random(int(named.get("seed", 0))), []
-    for _ in range(int(number)):
-        preset, words = draw(chance)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("number", type=count, help="of recipes")
+    parser.add_argument("file", nargs="?", type=Path)
+    parser.add_argument("--seed", type=whole, default=0)
+    words = parser.parse_args()
+    chance, found = random.Random(words.seed), []
+    for _ in range(words.number):
+        preset, overrides = draw(chance)
         begun = time.monotonic()
-        verdict, why = outcome(preset, words)
-        row = {"conf": " ".join((preset, *words)), "verdict": verdict, "seconds": round(time.monotonic() - begun, 1)}
+        verdict, why = outcome(preset, overrides)
+        row = {
+            "conf": " ".join((preset, *overrides)),
+            "verdict": verdict,
+            "seconds": round(time.monotonic() - begun, 1),
+        }
         found.append(row | ({"why": why} if why else {}))
         sys.stdout.write(f"{verdict}\tconf={row['conf']}\t{why}\n")
         sys.stdout.flush()
-        if file:
-            Path(file[0]).write_text("[\n " + ",\n ".join(map(json.dumps, found)) + "\n]\n", encoding="utf-8")
+        if words.file:
+            words.file.write_text("[\n " + ",\n ".join(map(json.dumps, found)) + "\n]\n", encoding="utf-8")
     counts = Counter(row["verdict"] for row in found)
     sys.stdout.write(", ".join(f"{n} {verdict}" for verdict, n in counts.items()) + "\n")
     return OK if counts.keys() <= {PROVEN, "refused"} else FINDINGS
