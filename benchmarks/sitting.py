@@ -60,6 +60,7 @@ JOBS = {
         + ' --with "cluster=h200_1 precision.deterministic=true" --with "cluster=h200_1 +overlay=muon"'
         ' --with "cluster=h200_1 feature.cuda_graphs.impl=transformer_engine feature.cuda_graphs.modules=[attn,mamba]"',
     ),
+    "prove_fp8": Job(1, 5, PROVE % ("fp8", "nam56r_native_dp_fp8") + ' --with "cluster=h200_1"'),
     "prove_streams": Job(1, 5, PROVE % ("streams", "nam52_h200_dense_ref_v1") + ' --with "cluster=h200_1 +overlay=fused"'),
     "prove_shared": Job(2, 5, PROVE % ("shared", "nam56r_fused") + ' --with "cluster=h200_2 +overlay=cp"'),
     "prove_shared_native": Job(2, 4, PROVE % ("shared_native", "nam56r_native_dp") + ' --with "cluster=h200_2 +overlay=cp"'),
@@ -103,12 +104,17 @@ JOBS = {
 
 
 def main(words: Sequence[str] | None = None, jobs: dict[str, Job] = JOBS) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    told = [f"  {name:22}{job.gpus} GPUs, {job.minutes:g} minutes" for name, job in jobs.items()]
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0],
+        epilog="\n".join(["jobs, by what they are estimated at:", *told]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--gpus", type=int, default=1, help="of this host (default: 1)")
+    parser.add_argument("--minutes", type=float, default=60.0, help="until all is over (default: 60)")
     parser.add_argument("--data", type=Path, help="a built dataset, in the place of the one that `data` makes")
-    parser.add_argument("names", nargs="*", metavar="JOB", help=", ".join(jobs))
+    parser.add_argument("names", nargs="*", metavar="JOB", help="those alone (default: all)")
     options = parser.parse_args(words)
     if unknown := [name for name in options.names if name not in jobs]:
         parser.error(f"no job {', '.join(unknown)}; there are: {', '.join(jobs)}")

@@ -68,7 +68,7 @@ def test_the_two_sides_differ_in_execution_alone():
 
 def test_what_a_cpu_cannot_run_is_said_and_not_counted():
     said = "\n".join(cut.pair(load("nam56r_native_dp_fp8"), "cpu", 2).unproven)
-    for key in ("feature.fp8", "feature.cuda_graphs", "precision.params"):
+    for key in ("feature.fp8", "feature.cuda_graphs", "precision.params", "mamba2: mamba-ssm's kernels"):
         assert key in said
     assert "mamba3" not in said  # of which there is none
     with pytest.raises(Refused, match="Muon, in bf16 alone, cannot be proven on a CPU"):
