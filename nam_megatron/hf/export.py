@@ -76,8 +76,9 @@ def _fill(
     folder.write_index(part, files)
     ends = _special(tokens) if tokens is not None else {}
     more = {"architectures": ["NamForCausalLM"], "auto_map": AUTO, "dtype": "bfloat16", "model_type": "nam", **ends}
-    tree = {**config.to_dict(), **more}
-    _write_json(part / folder.CONFIG, {k: v for k, v in tree.items() if k != "transformers_version"})
+    # What transformers would write besides are its defaults, other ones in each version.
+    tree = {k: v for k, v in config.to_dict().items() if k in COMPUTES} | more
+    _write_json(part / folder.CONFIG, tree)
     _write_json(part / "generation_config.json", {"use_cache": True, **ends})
     for name in CODE:
         shutil.copyfile(MODEL / name, part / name)
@@ -127,8 +128,7 @@ def config_for(plan: Plan) -> NamConfig:
         raise Refused(Problem(f"the export takes no such model: {err}")) from None
 
 
-# What transformers and this export write beside what computes.
-BESIDE = {"architectures", "dtype", "transformers_version", "eos_token_id", "pad_token_id"}
+BESIDE = {"model_type", "auto_map", "architectures", "dtype", "eos_token_id", "pad_token_id"}
 
 
 def config_of(export: Path) -> NamConfig:
@@ -139,22 +139,16 @@ def config_of(export: Path) -> NamConfig:
         raise Refused(Problem(f"`{at}` is of a `{tree.get('model_type')}`, not of a `nam`"))
     if (mapped := tree.get("auto_map")) != AUTO:
         raise Refused(Problem(f"`{at}` names other code than ours: {str(mapped)[:120]}"))
-    keys = {k: v for k, v in tree.items() if k not in ("model_type", "auto_map")}
+    # transformers obeys whatever else stands there.
+    if strange := sorted(tree.keys() - COMPUTES - BESIDE):
+        raise Refused(Problem(f"`{at}`: `{strange[0]}` is no key of an export", None, "export again"))
+    tokens = {name: tree[name] for name in ("eos_token_id", "pad_token_id") if name in tree}
+    if odd := [name for name, token in tokens.items() if type(token) is not int]:
+        raise Refused(Problem(f"`{at}`: `{odd[0]}` is no token", None, "export again"))
     try:
-        config = NamConfig(**{k: v for k, v in keys.items() if k in COMPUTES})
+        return NamConfig(**{k: v for k, v in tree.items() if k in COMPUTES}, **tokens)
     except Exception as err:
         raise Refused(Problem(f"`{at}`: {str(err)[:300]}", None, "export again")) from None
-    # transformers obeys whatever else stands there: only what it writes itself.
-    whole = json.loads(json.dumps(config.to_dict()))
-    strange = [k for k, v in keys.items() if k not in BESIDE and (k not in whole or whole[k] != v)]
-    strange += [k for k in keys if k.endswith("_token_id") and type(keys[k]) is not int]
-    if strange:
-        raise Refused(
-            Problem(f"`{at}`: `{strange[0]}` is no key of an export, or has another value", None, "export again")
-        )
-    for name in ("eos_token_id", "pad_token_id"):
-        setattr(config, name, keys.get(name))
-    return config
 
 
 def differences(export: Path, wanted: dict[str, Any]):
