@@ -206,7 +206,7 @@ def test_nothing_outlives_the_limit(tmp_path):
 
 def test_a_recipe_that_cannot_be_is_a_row_with_its_reason(tmp_path):
     entry = measure.trial("x", "nam56r_smoke", ["parallel.tensor=3"], tmp_path, 9)
-    assert entry["error"].startswith("error: 1 GPUs cannot hold tensor 3")
+    assert entry["error"].startswith("error: 1 GPU cannot hold tensor 3")
 
 
 def test_every_rung_is_a_plan_that_can_be_trained():

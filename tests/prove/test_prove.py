@@ -304,7 +304,6 @@ def test_shaken_weights_are_the_noise_of_rounding():
 
 def test_what_rounding_does_to_one_rank_too_is_no_difference():
     """By its own noise, told in a note; neither far off, nor in counts, nor where the noise sent a token elsewhere."""
-
     noise = [row(GRADIENT, 4e-6, name="a")]
     near, far = (row(GRADIENT, off, name="a") for off in (1.5e-5, 1.7e-5))
     (told,) = compare.rounded([near], noise)
@@ -317,6 +316,36 @@ def test_what_rounding_does_to_one_rank_too_is_no_difference():
         assert not compare.may_be_rounding([near, other])
 
 
+# Layouts ---------------------------------------------------------------------------------------------------------------------------
+
+# A sample: `python -m nam_megatron.prove.every` does all presets with all overlays.
+SAMPLE = {
+    "two stages of two, MTP": (
+        "nam56r_native_dp", "parallel.pipeline=2", "parallel.virtual_pipeline=2", "feature.mtp.depths=2", "cluster=h200_2",
+    ),
+    "a stage without an indexer and one without experts, whose losses Megatron's log sums over all stages": (
+        "nam52r_h200_4full_9sparse_candidate_v1", "parallel.pipeline=2", "cluster=h200_2",
+    ),
+    "Megatron's kernels, recomputed": (
+        "nam56r", "model.blocks.mla.kernels=megatron", "model.blocks.dsa.kernels=megatron", "feature.recompute.granularity=selective",
+        "feature.recompute.modules=[layernorm,moe]", "cluster=h200_1",
+    ),
+    "experts, local overlay and the bits of a second run": (
+        "nam56r_native_dp", "+overlay=ep", "cluster=h200_2", "precision.deterministic=true",
+    ),
+    "a sequence over two ranks, the author stack's": ("nam56r_fused", "+overlay=cp", "cluster=h200_2"),
+    "a sequence over two ranks, beside tensor ranks and Megatron's kernels": (
+        "nam52r_h200_4full_9sparse_candidate_v1", "parallel.context=2", "parallel.tensor=2", "parallel.sequence=true",
+        "model.blocks.mla.kernels=megatron", "model.blocks.dsa.kernels=megatron", "cluster=h200_4",
+    ),
+    "sharded, each expert on one rank": ("nam56r_fused", "+overlay=fsdp_ep", "cluster=h200_2"),
+    "sharded, over tensor ranks, two of them to an expert": (
+        "nam52_h200_dense_ref_v1", "+overlay=tp_sp_ep", "parallel.expert_tensor=2", "feature.megatron_fsdp.enabled=true", "cluster=h200_4",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", SAMPLE.values(), ids=SAMPLE.keys())
 def test_a_sample_of_layouts_is_proven(words):
     preset, *overrides = words
     found = proof.prove(load(preset, overrides), steps=2, resume="precision.deterministic=true" in words)
