@@ -185,10 +185,8 @@ def one_device(lowering: Lowering, dtype: str) -> Lowering:
     tree["precision"]["fused_grad_accumulation"] = False  # no gradient is computed, and the fusion wants APEX
     tree["data"] = mock(tree["data"])
     blocks = tree["model"]["blocks"]
-    for kind, key in (
-        ("mamba3", "head_pieces"),
-        ("dsa", "query_pieces"),
-    ):  # nothing is short of memory, and lengths are any
+    # Nothing is short of memory, and lengths are any.
+    for kind, key in (("mamba3", "head_pieces"), ("dsa", "query_pieces")):
         if blocks.get(kind):
             blocks[kind][key] = 1
     if dtype == "fp32":

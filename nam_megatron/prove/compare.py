@@ -280,9 +280,8 @@ def _tensors(
                 off = sqrt(sum(o for o, _, _ in windows.values()))
                 whole = pools.get((what, step, _pool(what, key)), sqrt(max(w for _, w, _ in windows.values())))
                 if said_as == WEIGHT and not key.endswith("router.expert_bias"):
-                    whole = max(
-                        whole, OPTIM["lr"] * sqrt(elements)
-                    )  # a step may take a weight to where it is next to nothing
+                    # A step may take a weight to where it is next to nothing.
+                    whole = max(whole, OPTIM["lr"] * sqrt(elements))
                 yield Row(said_as, step, key, off / whole if whole else (inf if off else 0.0), limit, *place)
     for what, step, key in found:
         if step in {0, *steps}:
@@ -350,11 +349,13 @@ def refusals(plan: Plan, device: str) -> Iterator[Problem]:
         yield Problem(message, "model.linear_bias", "set it to false, or prove it with `device=cuda`")
     flat = dict(leaves(to_tree(plan.recipe)))
     for key, why, cut in by_layout(flat):
-        split = [f"`{name}={flat[name]}`" for name in cut if flat[name] not in (1, False)]
         if cut is SHARED_OUT:
-            split = [f"{ranks} of them" for ranks in [plan.recipe.data_parallel] if ranks > 1]
+            ranks = plan.recipe.data_parallel
+            split = f"{ranks} of them" if ranks > 1 else None
+        else:
+            split = next((f"`{name}={flat[name]}`" for name in cut if flat[name] not in (1, False)), None)
         if split:
-            message = f"{why}: with {split[0]} this trains another model than one rank does"
+            message = f"{why}: with {split} this trains another model than one rank does"
             yield Problem(message, key, "prove the rest of the layout without it")
     if device == "cpu" and (ranks := plan.recipe.world_size) > MOST:
         hint = "the same kinds of parallelism of fewer ranks: `cluster.nodes=1 parallel.expert=2 parallel.pipeline=2`"

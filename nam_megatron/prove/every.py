@@ -12,6 +12,7 @@ import contextlib
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,11 @@ def line(row: dict[str, Any]) -> str:
     return f"{row['preset']:40} {row['overlay']:10} {row['verdict']}{numbers}{': ' + row['why'] if row.get('why') else ''}\n"
 
 
+def record(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """JSON with a line for each row."""
+    path.write_text("[\n " + ",\n ".join(map(json.dumps, rows)) + "\n]\n", encoding="utf-8")
+
+
 def command() -> int:
     parser = argparse.ArgumentParser(prog="python -m nam_megatron.prove.every", description=__doc__.splitlines()[0])
     parser.add_argument("file", nargs="?", type=Path)
@@ -128,7 +134,7 @@ def command() -> int:
                 sys.stdout.write(line(found[-1]))
                 sys.stdout.flush()
                 if o.file is not None:
-                    o.file.write_text("[\n " + ",\n ".join(map(json.dumps, found)) + "\n]\n", encoding="utf-8")
+                    record(o.file, found)
     bad = [row for row in found if row["verdict"] not in (PROVEN, AS, "refused", "not built")]
     count = {v: sum(row["verdict"] == v for row in found) for v in sorted({row["verdict"] for row in found})}
     sys.stdout.write(", ".join(f"{n} {verdict}" for verdict, n in count.items()) + "\n")

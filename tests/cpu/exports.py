@@ -6,11 +6,11 @@ FILE gets a row for each as JSON: what `python -m nam_megatron.hf check` finds i
 checkpoint, to the bit. Exit code 1 if one does not pass.
 """
 
+import argparse
 import json
 import sys
 import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from nam_megatron.errors import FINDINGS, OK, Refused, finish
 from nam_megatron.hf import check, distributed, export
 from nam_megatron.lower import Lowering, translate
 from nam_megatron.prove import cut
+from nam_megatron.prove.every import record
 from nam_megatron.recipe import conf_dir, from_tree, load, to_tree
 
 STEPS = 50
@@ -49,7 +50,7 @@ def outcome(preset: str, folder: Path) -> dict[str, Any]:
 
         def job(dtype: str = dtype, told: Path = told) -> None:
             found = check.check(folder / "ckpt", folder / "hf", tokens, dtype, "cpu")
-            told.write_text(json.dumps(asdict(found) | {"passed": found.passed}))
+            told.write_text(json.dumps(found.as_dict()))
 
         test_hf.in_megatron(job)
         found = json.loads(told.read_text())
@@ -71,9 +72,12 @@ def equal(folder: Path) -> bool:
 
 
 def command() -> int:
-    file, *presets = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("presets", nargs="*", help="all, where none is named")
+    words = parser.parse_args()
     found = []
-    for preset in presets or sorted(path.stem for path in (conf_dir() / "preset").glob("*.yaml")):
+    for preset in words.presets or sorted(path.stem for path in (conf_dir() / "preset").glob("*.yaml")):
         begun = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             try:
@@ -83,7 +87,7 @@ def command() -> int:
         found.append(row | {"seconds": round(time.monotonic() - begun, 1)})
         sys.stdout.write(f"{json.dumps(found[-1])}\n")
         sys.stdout.flush()
-        Path(file).write_text("[\n " + ",\n ".join(map(json.dumps, found)) + "\n]\n", encoding="utf-8")
+        record(words.file, found)
     good = all("refused" not in r and r["fp32"]["passed"] and r["bf16"]["passed"] and r["import"] for r in found)
     return OK if good else FINDINGS
 

@@ -5,7 +5,6 @@ anything else is printed with the command that runs it again. FILE gets them as 
 """
 
 import argparse
-import json
 import random
 import sys
 import time
@@ -17,6 +16,7 @@ from nam_megatron.errors import FINDINGS, OK, Refused, finish
 from nam_megatron.prove import compare, cut
 from nam_megatron.prove.__main__ import said
 from nam_megatron.prove.compare import Row
+from nam_megatron.prove.every import record
 from nam_megatron.prove.proof import PROVEN, prove
 from nam_megatron.recipe import conf_dir, load
 
@@ -118,7 +118,7 @@ def command() -> int:
     parser.add_argument("number", type=count, help="of recipes")
     parser.add_argument("file", nargs="?", type=Path)
     parser.add_argument("--seed", type=whole, default=0)
-    words = parser.parse_args()
+    words = parser.parse_intermixed_args()
     chance, found = random.Random(words.seed), []
     for _ in range(words.number):
         preset, overrides = draw(chance)
@@ -133,7 +133,7 @@ def command() -> int:
         sys.stdout.write(f"{verdict}\tconf={row['conf']}\t{why}\n")
         sys.stdout.flush()
         if words.file:
-            words.file.write_text("[\n " + ",\n ".join(map(json.dumps, found)) + "\n]\n", encoding="utf-8")
+            record(words.file, found)
     counts = Counter(row["verdict"] for row in found)
     sys.stdout.write(", ".join(f"{n} {verdict}" for verdict, n in counts.items()) + "\n")
     return OK if counts.keys() <= {PROVEN, "refused"} else FINDINGS
