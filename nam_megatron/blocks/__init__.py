@@ -108,6 +108,18 @@ def spread(key: str, total: int, parallel: "Parallel", what: str) -> Iterator[Pr
     yield from divides(key, total, parallel.tensor * parallel.context, what, by_key)
 
 
+def whole_scores(z: Sizes) -> str:
+    """What deterministic mode adds to the formula of attention's backward pass; `z` has n, its heads.
+
+    cuDNN then writes the gradients of all scores in bf16 instead of adding to those of the queries (cudnn-frontend,
+    node/scaled_dot_product_flash_attention.h, `use_dp_workspace`; Hopper). Ranks that gather keys have half of their queries at a time.
+    """
+    if not z.plan.recipe.precision.deterministic:
+        return ""
+    gathers = z["cp"] > 1 and z.plan.recipe.parallel.gathers_keys(z.plan)
+    return " + b n s S / t" if gathers else " + 2 b n s s / t"
+
+
 def residual(z: Sizes, norm: str = "norm") -> Iterator[Line]:
     """The input of a layer, which its norm keeps and the residual branch shares, and the norm's output.
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
-from nam_megatron.blocks import Block, divides, residual
+from nam_megatron.blocks import Block, divides, residual, whole_scores
 from nam_megatron.errors import Problem
 from nam_megatron.setting import Row, Setting
 from nam_megatron.sizes import UNMEASURED, Line, Param, Sizes, State, Work
@@ -208,7 +208,7 @@ class Attention(Block):
         if self.output_gate:
             yield z.line("forward", "2 T n d / t", "the gate's columns of the packed projection", mark=UNMEASURED)
         why = "gradients of output, q (fp32 and bf16), k, v and input"
-        yield z.line("backward", f"2 T h + 8 T n d / t + 4 T g d / t{others}", why)
+        yield z.line("backward", f"2 T h + 8 T n d / t + 4 T g d / t{others}{whole_scores(z)}", why)
 
     def flops(self, z: Sizes, layer: "Layer | None") -> Iterator[Work]:
         z = self._sizes(z).own(g=self.query_groups)

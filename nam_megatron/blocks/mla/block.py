@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import PositiveInt
 
-from nam_megatron.blocks import Block, residual
+from nam_megatron.blocks import Block, residual, whole_scores
 from nam_megatron.errors import Problem
 from nam_megatron.setting import SAME, Row, Setting
 from nam_megatron.sizes import UNMEASURED, Line, Param, Sizes, State, Work
@@ -220,7 +220,7 @@ class Mla(Block):
                 "forward", f"2 T n (dq + dv) / t + 2 Ts h{others}", "packed up projection and the layer's output"
             )
         why = "gradients of output, q (fp32 and bf16), k, v and input"
-        yield z.line("backward", f"2 T h + 4 T n dv / t + 8 T n (dq + dr) / t{others}", why)
+        yield z.line("backward", f"2 T h + 4 T n dv / t + 8 T n (dq + dr) / t{others}{whole_scores(z)}", why)
 
     def flops(self, z: Sizes, layer: "Layer | None") -> Iterator[Work]:
         z = self.sizes(z)
