@@ -61,6 +61,44 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator
             yield Difference(key, there, here, key in sharded or (key not in looked and not executes(key)))
 
 
+# Weights alone -----------------------------------------------------------------------------------------------------------
+
+# Of the model's keys those that say how it is trained; what the weights mean, they leave as it is.
+TRAINS = (
+    "model.seq_length",
+    "model.init_std",
+    "model.hidden_dropout",
+    "model.attention_dropout",
+    "model.blocks.moe.aux_loss_coeff",
+    "model.blocks.moe.z_loss_coeff",
+    "model.blocks.moe.balancing",
+    "model.blocks.moe.expert_bias_update_rate",
+    "model.blocks.moe.capacity_factor",
+    "model.blocks.dsa.indexer_loss_coeff",
+    "model.blocks.m2rnn.gradient_clip",
+)
+# How kinds come to stand at the layers; the layers themselves are compared.
+LAID = ("model.pattern", "model.letters", "model.substitute", "model.family", "lane")
+SHAPING = ("mhc", "ngram_hash", "yarn", "llama_rope")
+
+
+def another_model(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Problem]:
+    """Where the weights of one plan are those of another model than the other's. MTP's may be left behind."""
+    layers = [[layer["kind"] for layer in tree["layers"]] for tree in (before, after)]
+    if layers[0] != layers[1]:
+        yield Problem("the checkpoint's model has other layers", None, "keep its pattern, lane and substitutes")
+        return
+    if after["mtp"]["kinds"] and before["mtp"] != after["mtp"]:
+        yield Problem("the checkpoint's model has another MTP", "feature.mtp.depths", "keep it, or set it to 0")
+    for d in differences(before, after):
+        of_model = d.key.startswith("model.") and not d.key.startswith((*TRAINS, *LAID))
+        if d.computes and (of_model or d.key.startswith(tuple(f"feature.{name}." for name in SHAPING))):
+            message = (
+                f"the checkpoint's model has `{d.key}` {json.dumps(d.before)}, and the plan's {json.dumps(d.after)}"
+            )
+            yield Problem(message, d.key, "keep what it was trained with")
+
+
 # What the number of data-parallel ranks comes of.
 SHARED_OUT = ("cluster.nodes", "cluster.gpus_per_node", "parallel.tensor", "parallel.pipeline", "parallel.context")
 

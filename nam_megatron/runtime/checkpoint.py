@@ -86,12 +86,15 @@ def another(folder: Path, lowering: Lowering) -> Iterator[Problem]:
     except Refused as refused:
         yield from refused.problems
         return
+    if weights_alone(folder):  # a run of its own begins
+        yield from computation.another_model(before, after)
+        return
     built = {"before": before["recipe"]["data"].get("name"), "after": lowering.plan.recipe.data.name}
     for d in computation.differences(before, after):
         if d.key == "data.path" and set(built.values()) == {"built"}:
             if _data_key(folder / DATA) != _data_key(Path(d.after) / manifest.NAME):
                 yield Problem(f"the checkpoint was trained on another dataset, `{d.before}`", d.key, _hint(d.key))
-        elif d.key in SHARDED_BY and not weights_alone(folder) and not _reshardable(computation.standing(before)):
+        elif d.key in SHARDED_BY and not _reshardable(computation.standing(before)):
             text = f"a checkpoint of `{d.key}` {d.before} cannot be read into {d.after}"
             hint = "resume in its layout, save with `feature.distributed_optimizer.reshardable=true`, then change it"
             yield Problem(text, d.key, hint)

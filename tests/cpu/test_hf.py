@@ -313,6 +313,24 @@ def test_training_starts_from_imported_weights(made, tmp_path, name):
     assert two[0] == pytest.approx(one[0], abs=1e-2)
 
 
+def test_imported_weights_begin_a_run_of_its_own(made, tmp_path):
+    """With another optimizer, seed and end, and without the head that predicts ahead; never with another model."""
+    checkpoint, exported = made("author")
+    export.load(exported, checkpoint / "plan.json", tmp_path / "again", lambda text: None)
+    begins = [word for word in test_author_lane.RECIPE if "ffn_hidden_size" not in word]
+    begins += [f"schedule.load={tmp_path}/again", "schedule.train_steps=4", "schedule.decay_steps=4", "cluster=h200_1"]
+    begins += ["optim.lr=0.002", "optim.weight_decay=0.0", "feature.mtp.depths=0", "schedule.seed=7"]
+
+    def ran(*words: str) -> list[pretend.Rank]:
+        return train_of(translate(load("nam56r", [*begins, *words])), tmp_path, 1)
+
+    losses = test_train.trained(ran())
+    assert len(losses) == 4 and max(losses) < test_train.trained(ran("schedule.load=null"))[0] - 0.1
+    (refused,) = ran("model.rotary_base=10000")
+    assert refused.code == 2
+    assert "the checkpoint's model has `model.rotary_base` 500000, and the plan's 10000" in refused.err
+
+
 # Decoding ------------------------------------------------------------------------------------------------------------
 
 
