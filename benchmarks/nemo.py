@@ -4,13 +4,15 @@
 
 Both get one plan.json, so the seed, the data and every field are the same; only the training program differs. The baseline is Megatron's
 run in the same sitting; a second one of Megatron's says how far apart equal runs are, since kernels with atomics make them differ. Steps
-up to WARM are left out of the times: kernels are tuned in them.
+up to WARM are left out of the times: kernels are tuned in them. Of what RESUMED names Bridge trains the same steps twice: at once, and in
+two commands, the second from the first one's checkpoint; in deterministic mode, in which they have to be equal.
 """
 
 import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -38,6 +40,13 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "fp8_13": ("nam56r_native_dp_fp8", (*ONE, *EAGER, "schedule.micro_batch_size=4")),
 }
 
+HALF = 6
+SHORT = ("schedule.global_batch_size=4", f"schedule.train_steps={2 * HALF}", "precision.deterministic=true")
+RESUMED: dict[str, tuple[str, tuple[str, ...]]] = {
+    "smoke_resumed": ("nam56r_smoke", (*LOGGED, *SHORT, "model.vocab_size=65536")),
+    "author13_resumed": ("nam56r_fused", (*AUTHOR13, *LOGGED, *SHORT)),
+}
+
 FIGURES = {
     "step": re.compile(r"\biteration\s+(\d+)/"),
     "ms": re.compile(r"elapsed time per iteration \(ms\): ([\d.]+)"),
@@ -58,6 +67,33 @@ def measure(name: str, folder: Path, limit: float, data: str | None) -> dict[str
         # Megatron's line of step 2 is the mean of the first two.
         losses[BRIDGE][1] = (losses[BRIDGE][0] + losses[BRIDGE][1]) / 2
         entry["loss_apart"] = {trainer: apart(losses[MEGATRON], losses[trainer]) for trainer in (BRIDGE, AGAIN)}
+    return entry
+
+
+def resume(name: str, folder: Path, limit: float, data: str | None) -> dict[str, Any]:
+    """One case by Bridge: the steps of a whole run, and those of a run that was ended halfway and begun again."""
+    preset, overrides = RESUMED[name]
+    overrides = (*overrides, *built(data, folder / f"{name}.data"))
+    save = folder / f"{name}.checkpoint"
+    begun = (f"schedule.save={save}", f"schedule.save_interval={HALF}", f"schedule.stop_every={HALF}")
+    parts = {"whole": (), "begun": begun, "resumed": (f"schedule.load={save}",)}
+    runs = {
+        part: run(f"{name}_{part}", BRIDGE, translate(load(preset, (*overrides, *words))), folder, limit)
+        for part, words in parts.items()
+    }
+    shutil.rmtree(save, ignore_errors=True)
+    entry = {
+        "name": name,
+        "preset": preset,
+        "overrides": list(RESUMED[name][1]),
+        "data": data and Path(data).name,
+        **runs,
+    }
+    losses = {
+        part: {step["step"]: (step["loss"], step["grad_norm"]) for step in of["steps"]} for part, of in runs.items()
+    }
+    if len(losses["whole"]) == 2 * HALF:
+        entry["equal"] = losses["whole"] == losses["begun"] | losses["resumed"]
     return entry
 
 
@@ -103,9 +139,9 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, required=True)
     parser.add_argument("--data", help="a built dataset; mock data by default")
     parser.add_argument("--limit", type=float, default=240, help="seconds for one training")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(CASES))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join([*CASES, *RESUMED]))
     args = parser.parse_args()
-    if unknown := set(args.names) - set(CASES):
+    if unknown := set(args.names) - {*CASES, *RESUMED}:
         parser.error(f"no case {', '.join(sorted(unknown))}")
     args.logs.mkdir(parents=True, exist_ok=True)
     smi = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
@@ -121,10 +157,18 @@ def main() -> int:
     }
     failed = False
     for name in args.names or CASES:
-        entry = measure(name, args.logs, args.limit, args.data)
+        entry = (measure if name in CASES else resume)(name, args.logs, args.limit, args.data)
         made["cases"].append(entry)
-        failed |= "loss_apart" not in entry
         args.out.write_text(json.dumps(made, indent=1) + "\n")
+        if name in RESUMED:
+            failed |= not entry.get("equal", False)
+            print(
+                name,
+                {part: of.get("error", of["exit"]) for part, of in entry.items() if isinstance(of, dict)},
+                entry.get("equal"),
+            )
+            continue
+        failed |= "loss_apart" not in entry
         print(name, entry.get("loss_apart", "no comparison"), flush=True)
         for trainer in TRAINERS:
             of = entry[trainer]

@@ -97,9 +97,15 @@ JOBS = {
         for seed in (1234, 1235, 1236)
     },
     # Checkpoints and other people's trainers.
+    "trained": Job(
+        1, 9, "benchmarks/trained.py {out}/trained --data {data} --json {out}/trained.json schedule.global_batch_size=8", "data"
+    ),
     "export": Job(1, 6, GPU_TEST % "test_hf.py"),
     "adapters": Job(1, 5, GPU_TEST % "test_nemo_lora.py"),
     "bridge": Job(1, 6, "benchmarks/nemo.py --out {out}/nemo.json --logs {out}/nemo --data {data} author13", "data"),
+    "bridge_resumed": Job(
+        1, 5, "benchmarks/nemo.py --out {out}/resumed.json --logs {out}/resumed --data {data} smoke_resumed author13_resumed", "data"
+    ),
 }  # fmt: skip
 
 
