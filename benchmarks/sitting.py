@@ -1,8 +1,9 @@
 """What waits for GPUs, the most worth first, until the time is up.
 
-    python benchmarks/sitting.py --out DIR [--gpus N] [--minutes M] [--data FOLDER] [JOB ...]
+    python benchmarks/sitting.py --out DIR [--gpus N] [--minutes M] [--data FOLDER] [--revision HASH] [JOB ...]
 
-Jobs that leave GPUs free run beside others; one that waits for GPUs alone lets no later one go first. A job that would not end in time by
+Jobs that leave GPUs free run beside others, on the same GPU as far as its memory goes where nothing is timed; one that waits for GPUs alone
+lets no later one go first. A job that would not end in time by
 its estimate is not begun, and one that is not over when the time is up is killed, as on SIGTERM. What has ended well in DIR is not run
 again, so the same command goes on where the last one stopped. DIR/JOB.log is what a job said, DIR/sitting.json what became of each. Files
 that a job makes lie in DIR, too; those that prove something go to benchmarks/.
@@ -25,16 +26,21 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
 BUSY = "GPUs are taken"
+SHARED = 130.0  # GiB of an H200 that jobs beside each other may take
 CORPUS = "built"  # below DIR: where `data` is made if none is given
 
 
 class Job(NamedTuple):
-    """gpus: 0 for one that needs the CPU alone. minutes: an estimate. In `command` {out} is DIR and {data} the built dataset."""
+    """gpus: 0 for one that needs the CPU alone. minutes: an estimate. In `command` {out} is DIR, {data} the built dataset.
+
+    gib: what it takes of a GPU that it shares with others; 0 for one that is timed or fills it.
+    """
 
     gpus: int
     minutes: float
     command: str
     after: str = ""
+    gib: float = 0
 
 
 PROVE = "-m nam_megatron.prove.every {out}/prove_%s.json --device cuda --presets %s --resume"
@@ -48,20 +54,22 @@ JOBS = {
         ' c([*n, "build", "{data}", "{out}/cpp.jsonl", "--tokenizer", "{out}/bpe"])\'',
     ),
     # The same model: kernels that have changed since they were last on a GPU, then layouts.
-    "kernels_dsa": Job(1, 2, GPU_TEST % "test_dsa.py"),
-    "kernels_mhc": Job(1, 2, GPU_TEST % "test_mhc.py"),
+    "kernels_dsa": Job(1, 2, GPU_TEST % "test_dsa.py", gib=40),
+    "kernels_mhc": Job(1, 2, GPU_TEST % "test_mhc.py", gib=40),
     "prove_author": Job(
         1, 8,
         PROVE % ("author", "nam56r_fused") + ' --with "cluster=h200_1 +overlay=long" --with "cluster=h200_1 precision.deterministic=true"',
+        gib=60,
     ),
     "prove_native": Job(
         1, 8,
         PROVE % ("native", "nam56r_native_dp_fused")
         + ' --with "cluster=h200_1 precision.deterministic=true" --with "cluster=h200_1 +overlay=muon"'
         ' --with "cluster=h200_1 feature.cuda_graphs.impl=transformer_engine feature.cuda_graphs.modules=[attn,mamba]"',
+        gib=60,
     ),
-    "prove_fp8": Job(1, 5, PROVE % ("fp8", "nam56r_native_dp_fp8") + ' --with "cluster=h200_1"'),
-    "prove_streams": Job(1, 5, PROVE % ("streams", "nam52_h200_dense_ref_v1") + ' --with "cluster=h200_1 +overlay=fused"'),
+    "prove_fp8": Job(1, 5, PROVE % ("fp8", "nam56r_native_dp_fp8") + ' --with "cluster=h200_1"', gib=60),
+    "prove_streams": Job(1, 5, PROVE % ("streams", "nam52_h200_dense_ref_v1") + ' --with "cluster=h200_1 +overlay=fused"', gib=60),
     "prove_shared": Job(2, 5, PROVE % ("shared", "nam56r_fused") + ' --with "cluster=h200_2 +overlay=cp"'),
     "prove_shared_native": Job(2, 4, PROVE % ("shared_native", "nam56r_native_dp") + ' --with "cluster=h200_2 +overlay=cp"'),
     "prove_sharded": Job(
@@ -98,14 +106,31 @@ JOBS = {
     },
     # Checkpoints and other people's trainers.
     "trained": Job(
-        1, 9, "benchmarks/trained.py {out}/trained --data {data} --json {out}/trained.json schedule.global_batch_size=8", "data"
+        1, 12, "benchmarks/trained.py {out}/trained --data {data} --json {out}/trained.json schedule.global_batch_size=8", "data", gib=55
     ),
-    "export": Job(1, 6, GPU_TEST % "test_hf.py"),
-    "adapters": Job(1, 5, GPU_TEST % "test_nemo_lora.py"),
+    "export": Job(1, 6, GPU_TEST % "test_hf.py", gib=20),
+    "adapters": Job(1, 5, GPU_TEST % "test_nemo_lora.py", gib=20),
     "bridge": Job(1, 6, "benchmarks/nemo.py --out {out}/nemo.json --logs {out}/nemo --data {data} author13", "data"),
     "bridge_resumed": Job(
-        1, 5, "benchmarks/nemo.py --out {out}/resumed.json --logs {out}/resumed --data {data} smoke_resumed author13_resumed", "data"
+        1, 5, "benchmarks/nemo.py --out {out}/resumed.json --logs {out}/resumed --data {data} smoke_resumed author13_resumed", "data",
+        gib=60,
     ),
+    # NAM52's and NAM52R's presets at full depth, 100 steps, with receipts.
+    **{
+        f"receipt_{name}": Job(
+            1, 5,
+            f"-m launch run conf={preset} +overlay=fused cluster=h200_bare cluster.gpus_per_node=1 'cluster.waivers.limits=a borrowed host'"
+            " 'cluster.waivers.storage=a borrowed host' cluster.storage.receipts={out}/receipts cluster.storage.scratch={out}/scratch"
+            " revision={revision} data=built data.path={data} schedule.micro_batch_size=2 schedule.global_batch_size=4"
+            " schedule.train_steps=100 schedule.decay_steps=100",
+            "data",
+        )
+        for name, preset in {
+            "sparse": "nam52_h200_sparse_8_11_ref_v1", "prod": "nam52r_h200_prod_candidate_v1",
+            "4full": "nam52r_h200_4full_9sparse_candidate_v1", "moe": "nam52_h200_moe_no_dsa_ref_v1",
+            "streams": "nam52_h200_dense_ref_v1", "plain": "nam52_h200_dense_no_mhc_recovery_v1",
+        }.items()
+    },
 }  # fmt: skip
 
 
@@ -120,6 +145,7 @@ def main(words: Sequence[str] | None = None, jobs: dict[str, Job] = JOBS) -> int
     parser.add_argument("--gpus", type=int, default=1, help="of this host (default: 1)")
     parser.add_argument("--minutes", type=float, default=60.0, help="until all is over (default: 60)")
     parser.add_argument("--data", type=Path, help="a built dataset, in the place of the one that `data` makes")
+    parser.add_argument("--revision", help="of the code, for receipts (default: git's)")
     parser.add_argument("names", nargs="*", metavar="JOB", help="those alone (default: all)")
     options = parser.parse_args(words)
     if unknown := [name for name in options.names if name not in jobs]:
@@ -129,18 +155,23 @@ def main(words: Sequence[str] | None = None, jobs: dict[str, Job] = JOBS) -> int
         parser.error(f"--gpus {options.gpus}, and CUDA_VISIBLE_DEVICES names {visible or 'none'}")
     options.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    return Sitting(options.out.resolve(), options.gpus, options.minutes, options.data).run(
-        {name: jobs[name] for name in options.names or jobs}
-    )
+    sitting = Sitting(options.out.resolve(), options.gpus, options.minutes, options.data, options.revision)
+    return sitting.run({name: jobs[name] for name in options.names or jobs})
 
 
 class Sitting:
-    def __init__(self, out: Path, gpus: int, minutes: float, data: Path | None):
+    def __init__(self, out: Path, gpus: int, minutes: float, data: Path | None, revision: str | None = None):
         self.out, self.data = out, data or out / CORPUS
+        self.revision = (
+            revision
+            or subprocess.run(
+                ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+            ).stdout.strip()
+        )
         self.record, self.end = out / "sitting.json", time.monotonic() + 60 * minutes
         self.done: dict[str, Any] = json.loads(self.record.read_text()) if self.record.exists() else {}
         self.given, self.gpus = data is not None, gpus
-        self.free, self.running = list(range(gpus)), {}
+        self.taken, self.running = dict.fromkeys(range(gpus), 0.0), {}
         self.failed = False
 
     def run(self, jobs: dict[str, Job]) -> int:
@@ -174,13 +205,18 @@ class Sitting:
             return f"it takes {job.gpus} GPUs"
         if time.monotonic() + 60 * job.minutes > self.end:
             return f"it takes {job.minutes:g} minutes"
-        return BUSY if job.gpus > len(self.free) else ""
+        return BUSY if job.gpus > len(self.free(job)) else ""
+
+    def free(self, job: Job) -> list[int]:
+        return [gpu for gpu, gib in self.taken.items() if gib + (job.gib or SHARED) <= SHARED]
 
     def begin(self, name: str, job: Job) -> bool:
         if self.why_not(job):
             return False
-        taken, self.free = self.free[: job.gpus], self.free[job.gpus :]
-        places = {"{out}": str(self.out), "{data}": str(self.data)}
+        taken = self.free(job)[: job.gpus]
+        for gpu in taken:
+            self.taken[gpu] += job.gib or SHARED
+        places = {"{out}": str(self.out), "{data}": str(self.data), "{revision}": self.revision}
         command = [sys.executable]
         for word in shlex.split(job.command):
             for place, path in places.items():
@@ -192,12 +228,12 @@ class Sitting:
         env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         log = (self.out / f"{name}.log").open("w")
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
-        self.running[name] = process, taken, time.monotonic()
+        self.running[name] = process, taken, job.gib or SHARED, time.monotonic()
         print(f"begun: {name}" + f" on {taken}" * bool(taken), flush=True)
         return True
 
     def look(self) -> None:
-        for name, (process, _, _) in list(self.running.items()):
+        for name, (process, *_) in list(self.running.items()):
             if process.poll() is not None:
                 self.over(name, process.returncode)
             elif time.monotonic() > self.end:
@@ -205,11 +241,12 @@ class Sitting:
 
     def over(self, name: str, code: int | str) -> None:
         """Write down how a job ended, and give its GPUs back. Ranks of a job are of its session."""
-        process, taken, begun = self.running.pop(name)
+        process, taken, gib, begun = self.running.pop(name)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        self.free = sorted([*self.free, *taken])
+        for gpu in taken:
+            self.taken[gpu] -= gib
         self.failed |= code != 0
         self.done[name] = {"code": code, "minutes": round((time.monotonic() - begun) / 60, 2)}
         whole = self.record.with_suffix(".part")  # a sitting may be killed at any time

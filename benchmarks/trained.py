@@ -23,7 +23,7 @@ CUT = (
     "model.substitute=[{letter: A, ranks: [1, 2, 3], kind: dsa}]",
     "schedule.log_interval=1",
 )
-STEPS, AGAIN = 300, 5
+STEPS, AGAIN = 600, 5
 LOSS = re.compile(r"iteration\s+(\d+)/.*?\blm loss: (\S+)")
 PROMPTS = (
     "#include <vector>\n#include <",

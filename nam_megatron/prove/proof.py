@@ -15,10 +15,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from nam_megatron.budget.static import parameters
 from nam_megatron.errors import FINDINGS, OK, counted, raise_if
 from nam_megatron.prove import compare, cut
 from nam_megatron.prove.compare import FP32, Limits, Row
 from nam_megatron.recipe import Recipe
+from nam_megatron.sizes import GIB
 
 if TYPE_CHECKING:
     from nam_megatron.prove.ranks import Rank
@@ -134,6 +136,8 @@ class Bench:
     def begin(self) -> Part:
         """Run the reference; on a GPU twice, the second time from shaken weights, for the noise of each comparison."""
         saves = self.resume and cut.resumable(self.pair.reference.plan.recipe)
+        if broken := self._cramped(saves):
+            return Part("one rank", (), broken)
         one = self._side("reference", reference=True, saves=saves)
         part = Part("one rank", (), self._run(one))
         if self.device == "cuda" and not part.broken:
@@ -141,6 +145,18 @@ class Bench:
             self.limits = compare.beyond(noise.rows)
             part = replace(noise, rows=())
         return part
+
+    def _cramped(self, saves: bool) -> str:
+        """What to say if the disk has no room for what this keeps: fp32 gradients and weights of each step, weights to begin with, and two
+        checkpoints with their optimizers; an eighth for names and indices. A rank that fills it takes down whatever else writes there.
+        """
+        width = 4 if self.device == "cpu" else 2
+        a_parameter = 4 * self.steps + width * (self.steps + 2) + 2 * saves * (width + 16)
+        needs, free = 1.125 * a_parameter * parameters(self.pair.reference.plan)[0], shutil.disk_usage(self.folder).free
+        if needs <= free:
+            return ""
+        where = f"`{self.folder.parent}`, where {free / GIB:.1f} GiB are free; `TMPDIR=FOLDER` names another folder"
+        return f"it keeps up to {needs / GIB:.1f} GiB in {where}"
 
     def _shaken(self) -> Part:
         side = self._side("shaken", lowering=self.pair.reference, shaken=True)

@@ -370,6 +370,20 @@ def test_a_sitting_shares_out_gpus_and_goes_on_where_it_stopped(tmp_path, capfd)
     assert not any((tmp_path / f"{name}.log").exists() for name in said)
 
 
+def test_jobs_that_are_not_timed_share_a_gpu_as_far_as_its_memory_goes(tmp_path, capfd):
+    wait = "-c 'import time; time.sleep(0.5)'"
+    jobs = {
+        name: sitting.Job(1, 0.01, wait, gib=gib)
+        for name, gib in (("a", 60), ("b", 60), ("c", 60), ("timed", 0), ("d", 1))
+    }
+    assert sat(tmp_path, jobs, "--minutes", "1")[0] == 0
+    said = [line.split(",")[0].split(" on")[0] for line in capfd.readouterr().out.splitlines()]
+    assert said[:2] == ["begun: a", "begun: b"]
+    order = {line: i for i, line in enumerate(said)}
+    assert order["begun: c"] > min(order["ended: a"], order["ended: b"])
+    assert order["ended: c"] < order["begun: timed"] < order["ended: timed"] < order["begun: d"]
+
+
 def test_a_job_that_outlives_its_sitting_is_killed_with_all_it_started(tmp_path):
     started = '-c \'import subprocess, sys, time; p = subprocess.Popen(["sleep", "60"]); print(p.pid, flush=True); time.sleep(60)\''
     assert sat(tmp_path, {"slow": sitting.Job(0, 0.001, started)}, "--minutes", "0.1") == (1, {"slow": "killed"})
@@ -396,5 +410,11 @@ def test_what_waits_for_gpus_are_commands_that_there_are():
                 for layout in (w for before, w in itertools.pairwise(words) if before == "--with"):
                     lowered_by = translate(load(preset, layout.split()))
                     assert lowered_by.plan.recipe.world_size == job.gpus
+        elif words[:3] == ["-m", "launch", "run"]:
+            for place in ("{out}", "{data}", "{revision}"):
+                words = [word.replace(place, "/d") for word in words]
+            overrides = [word for word in words[4:] if not word.startswith(("revision=", "cluster.waivers."))]
+            lowered_by = translate(load(words[3].removeprefix("conf="), overrides))
+            assert lowered_by.plan.recipe.world_size == job.gpus and not lowered_by.plan.not_built
         elif "pytest" in words:
             assert (sitting.ROOT / words[-1]).exists()

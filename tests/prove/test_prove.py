@@ -368,6 +368,21 @@ def test_a_rank_that_waits_for_another_is_named_with_its_line():
     ), part.broken
 
 
+def test_a_disk_that_would_be_filled_is_told_before_anything_runs(monkeypatch):
+    with proof.Bench(load("nam56r_native_dp", ("cluster=h200_2", "parallel.pipeline=2"))) as bench:
+        bench.proof(bench.begin())
+        kept = sum(path.stat().st_size for path in bench.folder.rglob("*") if path.is_file())
+        for free, begins in ((kept - 1, False), (2 * kept, True)):
+            monkeypatch.setattr(proof.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+            assert (bench._cramped(saves=True) == "") == begins
+        monkeypatch.setattr(proof.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**20))
+        found = bench.proof(bench.begin())
+    assert found.word == proof.BROKEN
+    assert re.search(
+        r"it keeps up to 0\.\d GiB in `.+`, where 0\.0 GiB are free; `TMPDIR=FOLDER`", found.parts[0].broken
+    )
+
+
 def test_a_layout_that_does_not_run_is_not_proven():
     def breaks() -> None:
         raise ValueError("no such layout")
