@@ -130,6 +130,17 @@ class Origin:
         given = [path for path, package, node in self._files if _find(node, package, tuple(parts))]
         return len(given) == 1 and not self.typed(key)
 
+    def take_kinds_of_overlays(self, tree: dict[str, Any]) -> bool:
+        """Take kinds out of a composed tree of which overlays alone say something: without the keys of a model they are none yet."""
+        blocks, taken = (tree.get("model") or {}).get("blocks") or {}, False
+        for kind in [k for k in blocks if not self.gave(f"model.blocks.{k}")]:
+            parts = ("model", "blocks", str(kind))
+            if {path.parent.name for path, package, node in self._files if _find(node, package, parts)} == {"overlay"}:
+                del blocks[kind]
+                taken = True
+                self._lenient += [said for said in self._written["overlay"] if _within(said, ".".join(parts))]
+        return taken
+
     def left_out(self) -> list[str]:
         """What overlays say of what does not stand here, for people."""
         keys = ", ".join(dict.fromkeys(self._lenient))

@@ -868,6 +868,17 @@ def test_a_deterministic_run_takes_no_compiled_loss():
         lowered("nam56r", "precision.deterministic=true", "precision.cross_entropy=compiled")
 
 
+def test_an_overlay_that_speaks_of_kinds_that_a_model_does_not_have_is_laid_without_them():
+    """Their keys alone were taken for a kind's, and all others missed."""
+    dense = load("llama_3_8b", ("+overlay=fused",))
+    assert (dense.precision.cross_entropy, dense.model.blocks.mamba2, dense.model.blocks.moe) == ("fused", None, None)
+    alone = ("+overlay=fused", "model.pattern=AM", "model.depth=2", "lane.blocks.M=mamba2", "lane.name=mine")
+    with pytest.raises(Refused, match="nothing says what that is"):
+        load("llama_3_8b", alone)
+    with pytest.raises(Refused, match="3 keys are missing"):  # of a kind that a person speaks of
+        load("llama_3_8b", ("+model.blocks.mamba2.heads=8", *alone))
+
+
 @pytest.mark.parametrize("overlay", ["ep", "tp_sp_ep"])
 def test_experts_on_several_ranks_get_a_dispatcher_that_sends_tokens(overlay):
     """The fused overlay's own does not, and was refused."""

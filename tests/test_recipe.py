@@ -84,6 +84,12 @@ MESSAGES = {
         ["~model.depth"],
         "error: key `depth` is missing @ model (command line: ~model.depth)\n\nhint: give it: `+model.depth=...`",
     ),
+    "keys taken away": (
+        ["~model.depth", "~model.vocab_size", "~optim.lr"],
+        "error: 2 keys are missing: `depth` and `vocab_size` @ model (command line: ~model.depth)\n\n"
+        "hint: give them in the file, or each by itself: `+model.depth=...`\n\n"
+        "error: key `lr` is missing @ optim (command line: ~optim.lr)\n\nhint: give it: `+optim.lr=...`",
+    ),
     "a key that must be given": (
         ["model.depth=???"],
         "error: key `model.depth` must be given @ model.depth (command line: model.depth=???)\n\n"

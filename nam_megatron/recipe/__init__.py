@@ -15,7 +15,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import Field, ValidationError
 
 from nam_megatron import resolvers
-from nam_megatron.errors import Problem, Refused, raise_if
+from nam_megatron.errors import Problem, Refused, quoted, raise_if
 from nam_megatron.features.names import FEATURES, Features
 from nam_megatron.recipe import standing
 from nam_megatron.recipe.data import Data
@@ -148,7 +148,12 @@ def from_config(cfg: DictConfig, origin: Any = None, without: Iterable[str] = ()
         tree.pop(key, None)
     if features := list(_feature_as_a_group(origin.overrides if origin else ())):
         raise Refused(features, origin)
-    written = parsed(tree, origin)
+    try:
+        written = parsed(tree, origin)
+    except Refused:
+        if not origin or not origin.take_kinds_of_overlays(tree):
+            raise
+        written = parsed(tree, origin)
     try:
         recipe = resolved(written, origin.said, origin.typed) if origin else resolved(written, lambda key: False)
     except Refused as refused:
@@ -288,11 +293,6 @@ def _first_line(err: Exception) -> str:
     return str(err).splitlines()[0].rstrip(".") if str(err) else type(err).__name__
 
 
-def _missing_hint(key: str | None) -> str | None:
-    """For a key that no file gives: Hydra takes it with a plus alone."""
-    return f"give it: `+{re.sub(r'\[(\d+)\]', r'.\1', key)}=...`" if key else None
-
-
 def _dotted(loc: Iterable[Any]) -> str:
     text = ""
     for part in loc:
@@ -323,16 +323,34 @@ def keys_hint(loc: Sequence[Any]) -> str:
 
 
 def _problems(err: ValidationError, tree: Any) -> Iterator[Problem]:
-    """What is wrong with a tree. Of a kind that no letter names its missing keys are not asked for: it is refused itself."""
-    named, told = standing.named(tree), set[str]()
-    for error in err.errors(include_url=False):
-        loc = error["loc"]
-        kind = loc[2] if loc[:2] == ("model", "blocks") and len(loc) > 3 and error["type"] == "missing" else None
-        if kind is None or kind in named:
+    """What is wrong with a tree, once for all keys that a section lacks.
+
+    Of a kind that no letter names they are not asked for: it is refused itself.
+    """
+    named, told = standing.named(tree), set[tuple[int | str, ...]]()
+    errors = err.errors(include_url=False)
+    for error in errors:
+        *above, last = error["loc"]
+        of = tuple(above)
+        if error["type"] != "missing" or isinstance(last, int):
             yield _problem(error)
-        elif kind not in told:
-            told.add(str(kind))
-            yield standing.no_layer(str(kind), named)
+        elif of not in told:
+            told.add(of)
+            if of[:2] == ("model", "blocks") and len(of) > 2 and of[2] not in named:
+                yield standing.no_layer(str(of[2]), named)
+            else:
+                lacking = (e["loc"][-1] for e in errors if e["type"] == "missing" and e["loc"][:-1] == of)
+                yield _missing(of, [str(name) for name in lacking])
+
+
+def _missing(of: Sequence[int | str], names: Sequence[str]) -> Problem:
+    """Keys that no file gives; Hydra takes one with a plus alone."""
+    key = _dotted((*of, names[0]))
+    plus = f"`+{re.sub(r'\[(\d+)\]', r'.\1', key)}=...`"
+    if len(names) == 1:
+        return Problem(f"key `{names[0]}` is missing", _dotted(of) or key, f"give it: {plus}", place=key)
+    hint = f"give them in the file, or each by itself: {plus}"
+    return Problem(f"{len(names)} keys are missing: {quoted(names)}", _dotted(of) or None, hint, place=key)
 
 
 def _problem(error: Mapping[str, Any]) -> Problem:
@@ -344,10 +362,8 @@ def _problem(error: Mapping[str, Any]) -> Problem:
         meant = f", did you mean `{close[0]}`?" if close else ""
         hint = None if close else keys_hint(loc[:-1])
         return Problem(f"unknown key `{loc[-1]}`{meant}", _dotted(loc[:-1]) or key, hint, place=key)
-    if kind == "missing" and isinstance(loc[-1], int):
-        return Problem(f"item {loc[-1]}, counted from 0, is missing", _dotted(loc[:-1]))
     if kind == "missing":
-        return Problem(f"key `{loc[-1]}` is missing", _dotted(loc[:-1]) or key, _missing_hint(key), place=key)
+        return Problem(f"item {loc[-1]}, counted from 0, is missing", _dotted(loc[:-1]))
     if kind == "invalid_key" or loc[-1:] == ("[key]",):
         return Problem(f"{_shown(value)} cannot be a key", _dotted(loc[: -1 if kind == "invalid_key" else -2]) or None)
     shown = _shown(value)
