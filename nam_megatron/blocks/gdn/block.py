@@ -101,7 +101,12 @@ class Gdn(Block):
         )
         yield z.line("values", "2 T vd / t", "convolved", mark=mark)
         yield z.line("decay and beta", "6 T nv / t", "fp32 and bf16", mark=mark)
-        yield z.line("chunk matrices", "2 T nv L / t", "inverse of each chunk's triangle", mark=mark)
+        if z.plan.recipe.precision.deterministic:
+            kept = "T nv (4 (L L - 1) / 3 + 24 L + 16 + 28 dk + 12 dv + 4 dk dv / L) / t"
+            why = "in fp32: each row of a chunk's triangle as it is inverted, and what comes of them"
+            yield z.line("delta rule in plain torch", kept, why, mark=mark)
+        else:
+            yield z.line("chunk matrices", "2 T nv L / t", "inverse of each chunk's triangle", mark=mark)
         yield z.line("output and gate", "4 T vd / t", "inputs of the gated norm", mark=mark)
         yield z.line("gated output", "w T vd / t", "input of the output projection", mark=mark)
 
