@@ -39,9 +39,23 @@ if sys.argv[:1] == ["-m"]:
             sys.stderr.flush()
             os._exit(130)
 
-    sys.excepthook = _end
-    import signal  # after the hook: it imports for milliseconds itself
+    def _lost(ignored: sys.UnraisableHookArgs) -> None:
+        """A Ctrl-C that came while Python called back something that must not fail, and was dropped: it comes again."""
+        if ignored.exc_type is KeyboardInterrupt and signal.getsignal(signal.SIGINT) is _interrupt:
+            _thread.start_new_thread(_again, ())
+        else:
+            _ignored(ignored)
 
+    def _again() -> None:
+        time.sleep(0.001)  # not in the hook, where it would be dropped once more
+        os.kill(os.getpid(), signal.SIGINT)
+
+    sys.excepthook = _end
+    import _thread  # these after the hook: `signal` imports for milliseconds itself
+    import signal
+    import time
+
+    _ignored, sys.unraisablehook = sys.unraisablehook, _lost
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
 

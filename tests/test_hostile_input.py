@@ -149,6 +149,34 @@ def test_ctrl_c_while_a_command_is_imported_is_no_traceback(tmp_path, module, af
     assert code in (130, -signal.SIGINT, 0), said
 
 
+IN_A_CALLBACK = """
+import os, signal, sys, time, weakref
+sys.argv = ["-m"]
+import nam_megatron
+
+class Thing:
+    pass
+
+def called(_):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(1)
+
+thing = Thing()
+kept = weakref.ref(thing, called)
+del thing
+time.sleep(20)
+print("went on")
+"""
+
+
+def test_ctrl_c_in_a_callback_is_not_lost():
+    """Python prints a traceback of what such a callback raises, and goes on; imports have one for each module."""
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_CALLBACK], capture_output=True, text=True, cwd=REPO, timeout=30, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "interrupted\n")
+
+
 @pytest.mark.parametrize("module", ["nam_megatron.translate", "nam_megatron.data"])
 def test_a_python_without_the_packages_is_told_where_they_are(module):
     words = [sys.executable, "-S", "-m", module, "conf=nam56r_smoke"]
