@@ -1,4 +1,6 @@
-"""What Triton 3.6's interpreter (TRITON_INTERPRET=1) does wrong, put right for a test."""
+"""What Triton 3.6's interpreter (TRITON_INTERPRET=1) does wrong or again and again, put right for a test."""
+
+import inspect
 
 import numpy as np
 import triton.language as tl
@@ -13,6 +15,47 @@ def mend(monkeypatch) -> None:
         patch(tensor, scope)
         # NumPy 2.5 refuses int() of the arrays of one element that it holds.
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    whole, launched = interpreter._patch_lang, interpreter._LangPatchScope()
+    done = set()
+
+    def once(fn):
+        # Each call of a function inside a kernel would look through all of triton.language anew.
+        nonlocal launched
+        if not launched._changes:  # nothing is under way: what was patched has been restored
+            done.clear()
+        langs = {id(value) for value in fn.__globals__.values() if inspect.ismodule(value) and value in (tl, tl.core)}
+        if langs <= done:
+            return interpreter._LangPatchScope()
+        scope = whole(fn)
+        launched = launched if done else scope
+        done.update(langs)
+        return scope
+
+    of, known = interpreter._get_np_dtype, {}
+
+    def of_elements(dtype):
+        element = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
+        if element.__class__ is not tl.dtype:
+            return of(dtype)
+        if element.name not in known:
+            known[element.name] = of(element)
+        return known[element.name]
+
+    shape, attribute = tl.tuple.__init__, tl.tuple.__getattr__
+
+    def untyped(self, args, type=None):
+        # A million shapes have types that nobody asks for.
+        if type is None:
+            self.values = list(args)
+        else:
+            shape(self, args, type)
+
+    def asked(self, name):
+        if name != "type":
+            return attribute(self, name)
+        self.type = tl.core._type_for_tuple_values(self.values)
+        return self.type
 
     def widened(x):
         if x.dtype != tl.bfloat16:
@@ -32,6 +75,10 @@ def mend(monkeypatch) -> None:
         up = ((bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
         return interpreter.TensorHandle(np.where(np.isnan(src.data), np.uint16(0x7FC0), up), tl.bfloat16)
 
+    monkeypatch.setattr(tl.tuple, "__init__", untyped)
+    monkeypatch.setattr(tl.tuple, "__getattr__", asked)
+    monkeypatch.setattr(interpreter, "_patch_lang", once)
+    monkeypatch.setattr(interpreter, "_get_np_dtype", of_elements)
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot_of_values)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", rounding_cast)
