@@ -5,11 +5,15 @@ autotuner may choose, fail. `TRITON_INTERPRET=1` runs the same kernels on a CPU:
 """
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from megatron.core.fusions import fused_mla_yarn_rope_apply as fused
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "blocks"))
 
 pytestmark = [] if os.environ.get("TRITON_INTERPRET") == "1" else [pytest.mark.gpu]
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -23,6 +27,10 @@ POISON = 7777.0  # stands past the end of every tensor that a kernel writes
 @pytest.fixture(params=BLOCKS)
 def block(request, monkeypatch):
     """Leaves the autotuner one block size to choose."""
+    if DEVICE == "cpu":
+        import interpreter
+
+        interpreter.mend(monkeypatch)
     for name in ("rotary_fwd_q_kernel", "rotary_bwd_q_kernel", "rotary_fwd_kv_kernel", "rotary_bwd_kv_kernel"):
         kernel = getattr(fused, name)
         monkeypatch.setattr(kernel, "configs", [c for c in kernel.configs if c.kwargs["BLOCK_H"] == request.param])
