@@ -6,7 +6,6 @@ export`, `hf check`, `hf perplexity` on held-out documents, `generate`, `hf impo
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 import time
@@ -16,6 +15,8 @@ from typing import Any
 
 from measure import built, told
 
+from launch import steps as log
+
 PRESET = "nam56r_fused"
 CUT = (
     "cluster=h200_1",
@@ -24,7 +25,6 @@ CUT = (
     "schedule.log_interval=1",
 )
 STEPS, AGAIN = 600, 5
-LOSS = re.compile(r"iteration\s+(\d+)/.*?\blm loss: (\S+)")
 PROMPTS = (
     "#include <vector>\n#include <",
     "namespace at {\n\nclass TORCH_API Tensor",
@@ -47,14 +47,14 @@ def said(*words: str | Path) -> str:
 def trained(folder: Path, words: Sequence[str]) -> dict[int, float]:
     """Losses by step."""
     said("nam_megatron.translate", f"conf={PRESET}", *words, f"out={folder}")
-    with (folder / "log").open("w+") as log:
-        code = subprocess.run(["bash", str(folder / "run.sh")], stdout=log, stderr=log, check=False).returncode
-        log.seek(0)
-        text = log.read()
+    with (folder / "log").open("w+", errors="replace") as stream:
+        code = subprocess.run(["bash", str(folder / "run.sh")], stdout=stream, stderr=stream, check=False).returncode
+        stream.seek(0)
+        text = stream.read()
     if code:
         print(text[-5000:], flush=True)
         raise SystemExit(f"the training ended with {code}: {folder / 'log'}")
-    return {int(hit[1]): float(hit[2]) for hit in LOSS.finditer(text)}
+    return {number: step.values["lm loss"] for number, step in log.read(text.splitlines()).steps.items()}
 
 
 def main() -> None:
@@ -91,22 +91,12 @@ def main() -> None:
         timed("check", "nam_megatron.hf", "check", at / "ckpt", at / "hf", "--json", "--length", "512")
     )
     keep()
-    perplexity = (
-        "nam_megatron.hf",
-        "perplexity",
-        at / "hf",
-        options.data,
-        "--device",
-        "cuda",
-        "--dtype",
-        "bf16",
-        "--most",
-        "16",
-    )
-    timed("perplexity", *perplexity, "--out", at / "perplexity.json")
+    on_gpu = ("--device", "cuda", "--dtype", "bf16")
+    held_out = ("nam_megatron.hf", "perplexity", at / "hf", options.data, *on_gpu, "--most", "16")
+    timed("perplexity", *held_out, "--out", at / "perplexity.json")
     found["perplexity"] = json.loads((at / "perplexity.json").read_text(encoding="utf-8"))
     (at / "prompts").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS), encoding="utf-8")
-    generate = ("nam_megatron.generate", at / "hf", "--file", at / "prompts", "--new", "96", "--device", "cuda")
+    generate = ("nam_megatron.generate", at / "hf", "--file", at / "prompts", "--new", "96", *on_gpu)
     for name, sampling in (("greedy", ()), ("sampled", ("--temperature", "0.8", "--top-p", "0.95", "--seed", "1"))):
         lines = timed(name, *generate, *sampling).splitlines()
         found[name] = [json.loads(line) for line in lines]
