@@ -130,15 +130,18 @@ class Origin:
         given = [path for path, package, node in self._files if _find(node, package, tuple(parts))]
         return len(given) == 1 and not self.typed(key)
 
-    def take_kinds_of_overlays(self, tree: dict[str, Any]) -> bool:
-        """Take kinds out of a composed tree of which overlays alone say something: without the keys of a model they are none yet."""
-        blocks, taken = (tree.get("model") or {}).get("blocks") or {}, False
-        for kind in [k for k in blocks if not self.gave(f"model.blocks.{k}")]:
-            parts = ("model", "blocks", str(kind))
-            if {path.parent.name for path, package, node in self._files if _find(node, package, parts)} == {"overlay"}:
+    def take_kinds_of_overlays(self, blocks: dict[str, Any], begun: Sequence[str]) -> bool:
+        """Take those out of the kinds begun of which overlays alone say something: without the keys of a model they are none yet."""
+        taken = False
+        for kind in begun:
+            key = f"model.blocks.{kind}"
+            said_by = {
+                path.parent.name for path, package, node in self._files if _find(node, package, tuple(key.split(".")))
+            }
+            if said_by == {"overlay"} and not self.gave(key):
                 del blocks[kind]
                 taken = True
-                self._lenient += [said for said in self._written["overlay"] if _within(said, ".".join(parts))]
+                self._lenient += [said for said in self._written["overlay"] if _within(said, key)]
         return taken
 
     def left_out(self) -> list[str]:

@@ -120,3 +120,46 @@ def test_a_folder_that_is_none_is_refused(folder, tmp_path):
 def test_a_key_that_no_file_gives(tmp_path):
     text = refused("--config-dir", str(OUTSIDE), "conf=qwen3_next_80b_a3b", "model.blocks.mlp={}", cwd=tmp_path)
     assert text == "error: no file gives `mlp` @ model.blocks\n\nhint: to add it: `+model.blocks.mlp=...`\n"
+
+
+OVERLAYS = {
+    "whole": "  pattern: AM\n  depth: 2\n  letters: {M: mamba2}\n  blocks:\n"
+    "    mamba2: {heads: 128, head_dim: 64, state_dim: 128, groups: 8, strided: false}\n"
+    "lane: {name: mine, blocks: {M: mamba2}}\n",
+    "misspelt": "  blocks: {mamba22: {heads: 8}}\n",
+    "key": "  blocks: {mamba2: {hedas: 8}}\n",
+    "value": "  blocks: {moe: {experts: many}}\n",
+    "list": "  blocks: {moe: [1, 2]}\n",
+    "number": "  blocks: 7\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("misspelt", "unknown key `mamba22`, did you mean `mamba2`?"),
+        ("key", "unknown key `hedas`, did you mean `heads`?"),
+        ("value", "must be an integer, not "),
+        ("list", "must be a mapping, not "),
+        ("number", "must be a mapping, not 7"),
+    ],
+)
+def test_what_an_overlay_says_wrongly_of_a_kind_that_a_model_lacks_is_not_left_out(name, said, tmp_path):
+    folder = overlays(tmp_path)
+    with pytest.raises(Refused) as refused:
+        load("llama_3_8b", [folder, f"+overlay={name}"])
+    assert any(said in problem.message for problem in refused.value.problems)
+
+
+def test_a_kind_that_an_overlay_gives_whole_stands_beside_one_that_another_speaks_of(tmp_path):
+    """The library's `fused` has keys of experts, which this model does not get."""
+    recipe = load("llama_3_8b", [overlays(tmp_path), "+overlay=[fused,whole]"])
+    assert recipe.model.blocks.mamba2.heads == 128 and recipe.model.blocks.moe is None
+
+
+def overlays(folder: Path) -> str:
+    """The override that finds OVERLAYS."""
+    (folder / "overlay").mkdir()
+    for name, text in OVERLAYS.items():
+        (folder / "overlay" / f"{name}.yaml").write_text(f"# @package _global_\nmodel:\n{text}")
+    return f"hydra.searchpath=['{folder}']"

@@ -15,6 +15,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import Field, ValidationError
 
 from nam_megatron import resolvers
+from nam_megatron.blocks.kinds import KINDS
 from nam_megatron.errors import Problem, Refused, quoted, raise_if
 from nam_megatron.features.names import FEATURES, Features
 from nam_megatron.recipe import standing
@@ -151,7 +152,8 @@ def from_config(cfg: DictConfig, origin: Any = None, without: Iterable[str] = ()
     try:
         written = parsed(tree, origin)
     except Refused:
-        if not origin or not origin.take_kinds_of_overlays(tree):
+        begun = list(_begun(tree)) if origin else []
+        if not begun or not origin.take_kinds_of_overlays(tree["model"]["blocks"], begun):
             raise
         written = parsed(tree, origin)
     try:
@@ -320,6 +322,19 @@ def keys_hint(loc: Sequence[Any]) -> str:
     """For somebody who wrote a key under `loc` that does not exist. At the top a command has words of its own."""
     names = keys_at(loc) if loc else ()
     return f"there are: {', '.join(names)}" if names else "`--cfg job` prints every key there is"
+
+
+def _begun(tree: Mapping[str, Any]) -> Iterator[str]:
+    """Kinds that lack keys, and of which nothing else is wrong: what is written of a misspelt one is told."""
+    model = tree.get("model")
+    blocks = model.get("blocks") if isinstance(model, Mapping) else None
+    for kind, said in blocks.items() if isinstance(blocks, Mapping) else ():
+        try:
+            if kind in KINDS:
+                KINDS[kind].model_validate(_tuples(said))
+        except ValidationError as err:
+            if all(error["type"] == "missing" for error in err.errors(include_url=False)):
+                yield kind
 
 
 def _problems(err: ValidationError, tree: Any) -> Iterator[Problem]:
