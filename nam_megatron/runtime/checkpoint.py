@@ -87,6 +87,9 @@ def another(folder: Path, lowering: Lowering) -> Iterator[Problem]:
         yield from refused.problems
         return
     if weights_alone(folder):  # a run of its own begins
+        if lowering.plan.recipe.feature.megatron_fsdp:  # in `fsdp_dtensor` alone: Megatron would stop with a KeyError
+            message = "Megatron-FSDP reads no imported weights"
+            yield Problem(message, "feature.megatron_fsdp.enabled", "set it to false")
         yield from computation.another_model(before, after)
         return
     built = {"before": before["recipe"]["data"].get("name"), "after": lowering.plan.recipe.data.name}

@@ -276,6 +276,17 @@ def test_an_fsdp_is_not_resharded():
     assert not any(checkpoint._reshardable(recipe("mtp", name)) for name in ("muon", "megatron_fsdp"))
 
 
+def test_an_fsdp_takes_no_weights_alone(tmp_path):
+    """They are of Megatron's form and not of its; what trained them does not matter."""
+    save = (f"schedule.save={tmp_path}", "schedule.save_interval=2")
+    (tmp_path / TRACKER).write_text("release")
+    checkpoint.sign(lowered(*save))
+    assert refused(tmp_path, *save, "feature.megatron_fsdp.enabled=true") == ["feature.megatron_fsdp.enabled"]
+    checkpoint.sign(lowered(*save, "feature.megatron_fsdp.enabled=true"))
+    assert refused(tmp_path, *save) == []
+    assert refused(tmp_path, *save, "feature.megatron_fsdp.enabled=true") == ["feature.megatron_fsdp.enabled"]
+
+
 def built(folder: Path, key: str) -> str:
     folder.mkdir()
     (folder / manifest.NAME).write_text(json.dumps({"key": key}))
