@@ -90,8 +90,14 @@ def another_model(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterat
         return
     if after["mtp"]["kinds"] and before["mtp"] != after["mtp"]:
         yield Problem("the checkpoint's model has another MTP", "feature.mtp.depths", "keep it, or set it to 0")
+    # What our compiler decided by itself, then and now; of a kind that has gone with MTP's head there is nothing to compare.
+    sides = [
+        {f"settings.{s['name']}" for s in tree["settings"] if s["owner"] in ("model", *KINDS, *SHAPING)}
+        for tree in (before, after)
+    ]
+    pins = sides[0] & sides[1]
     for d in differences(before, after):
-        of_model = d.key.startswith("model.") and not d.key.startswith((*TRAINS, *LAID))
+        of_model = d.key in pins or (d.key.startswith("model.") and not d.key.startswith((*TRAINS, *LAID)))
         if d.computes and (of_model or d.key.startswith(tuple(f"feature.{name}." for name in SHAPING))):
             message = (
                 f"the checkpoint's model has `{d.key}` {json.dumps(d.before)}, and the plan's {json.dumps(d.after)}"

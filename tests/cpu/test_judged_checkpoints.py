@@ -287,6 +287,22 @@ def test_an_fsdp_takes_no_weights_alone(tmp_path):
     assert refused(tmp_path, *save, "feature.megatron_fsdp.enabled=true") == ["feature.megatron_fsdp.enabled"]
 
 
+def test_weights_alone_are_of_what_the_compiler_decided_then(tmp_path):
+    """As a version of another day may have; how they were trained does not matter, nor on which Megatron."""
+    save = (f"schedule.save={tmp_path}", "schedule.save_interval=2")
+    (tmp_path / TRACKER).write_text("release")
+    checkpoint.sign(lowered(*save))
+    signed = tmp_path / checkpoint.PLAN
+    for name, told in (("rotary_interleaved", ["settings.rotary_interleaved"]), ("decoupled_lr", [])):
+        tree = json.loads(signed.read_text())
+        (pin,) = (s for s in tree["settings"] if s["name"] == name)
+        pin["value"] = 1.5
+        tree["megatron_core"] = "0.18.0"
+        signed.write_text(json.dumps(tree))
+        assert refused(tmp_path, *save) == told
+        checkpoint.sign(lowered(*save))
+
+
 def built(folder: Path, key: str) -> str:
     folder.mkdir()
     (folder / manifest.NAME).write_text(json.dumps({"key": key}))
