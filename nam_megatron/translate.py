@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import groupby, takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nam_megatron import app, argv, report
 from nam_megatron.blocks.kinds import KINDS
@@ -20,7 +20,11 @@ from nam_megatron.recipe import Recipe, config_at, keys_at, keys_hint, load, val
 from nam_megatron.schema import configs
 from nam_megatron.setting import Config, section
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 Rows = Iterable[tuple[str, str]]
+WHY = 24  # columns of a terminal below which a sentence is no longer read
 KEYS = ("format", "out", "explain", "diff", "list")
 # What `out` writes: the name of each file, its text, and a piece of text by which one of ours is known.
 FILES = {
@@ -283,7 +287,6 @@ def listed(rows: Rows) -> str:
 def table(lowering: Lowering) -> None:
     """The layer strip, the totals and every setting by owner, in colour where the terminal has it."""
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     p, out = lowering.plan, Console(highlight=False)
@@ -320,25 +323,49 @@ def table(lowering: Lowering) -> None:
         if numbers:
             text = f"{KINDS[kind].title:<8} {len(numbers):>3}  {', '.join(map(str, numbers))}"
             out.print(Text(text, KINDS[kind].colour))
-    grid = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("owner", "argument", "key", "why"):
-        grid.add_column(column, overflow="fold")
-    for owner, group in groupby(lowering.settings, key=lambda s: s.owner):
-        for i, s in enumerate(group):
-            words = " ".join(lowering.target.words(s))
-            shown = words or f"{s.name} = {s.value}"
-            grid.add_row(
-                "" if i else Text(owner, "bold"),
-                Text(shown, "" if words else "dim"),
-                Text(s.key or "", "dim"),
-                Text(s.why, "dim"),
-            )
     out.print()
-    out.print(grid)
+    settings(out, lowering)
     for env in lowering.env:
         out.print(
             Text(f"environment: {env.name}{'=' + env.value if env.value is not None else ' unset'}  ({env.why})", "dim")
         )
+
+
+def settings(out: "Console", lowering: Lowering) -> None:
+    """Every setting by owner: in columns where names and keys fit whole, else below one another, as a broken one cannot be searched for."""
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    said = {s.name: " ".join(lowering.target.words(s)) for s in lowering.settings}
+    shown = {s.name: said[s.name] or f"{s.name} = {s.value}" for s in lowering.settings}
+    owner_width, key_width, name_width, whole = (
+        max(map(len, column))
+        for column in (
+            [s.owner for s in lowering.settings],
+            [s.key or "" for s in lowering.settings],
+            [text.split()[0] for text in shown.values()],  # a value may fold: a pattern is as long as the model is deep
+            shown.values(),
+        )
+    )
+    left = out.width - owner_width - key_width - WHY - 6  # two blanks after each column
+    wide = min(whole, max(name_width, (left + WHY) // 2))
+    grid = Table(box=None, pad_edge=False, header_style="bold") if left >= name_width else None
+    if grid:
+        for column, width in (("owner", owner_width), ("argument", wide), ("key", key_width), ("why", None)):
+            grid.add_column(column, overflow="fold", width=width)
+    for owner, group in groupby(lowering.settings, key=lambda s: s.owner):
+        for i, s in enumerate(group):
+            argument = Text(shown[s.name], "" if said[s.name] else "dim")
+            if grid:
+                grid.add_row("" if i else Text(owner, "bold"), argument, Text(s.key or "", "dim"), Text(s.why, "dim"))
+                continue
+            if not i:
+                out.print(Text(owner, "bold"))
+            out.print(Padding(argument, (0, 0, 0, 2), expand=False))
+            out.print(Padding(Text(f"{s.key}: {s.why}" if s.key else s.why, "dim"), (0, 0, 0, 6), expand=False))
+    if grid:
+        out.print(grid)
 
 
 def main() -> None:

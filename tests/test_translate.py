@@ -471,6 +471,17 @@ def test_a_narrow_terminal_folds_the_strip():
     assert max(map(len, rows)) <= 42
 
 
+@pytest.mark.parametrize("columns", [42, 80, 120, 150, 200])
+def test_no_name_is_broken_on_a_terminal(columns):
+    text = ESCAPE.sub("", on_terminal("conf=nam56r", columns=columns).out)
+    words = set(re.sub(r":(?=\s)", " ", text).split())
+    whole = lowered("nam56r")
+    names = {s.owner for s in whole.settings} | {s.key for s in whole.settings if s.key}
+    names |= {(whole.target.words(s) or [s.name])[0] for s in whole.settings}
+    assert {name for name in names - words if len(name) <= columns - 6} == set()
+    assert max(map(len, text.splitlines())) <= columns
+
+
 def test_a_lane_that_gives_blocks_up_says_so_on_the_terminal():
     text = ESCAPE.sub("", on_terminal("conf=nam56r_nemo_native", columns=200).out)
     assert "gives up M2RNN at R (4 layers): lane nemo_native puts Mamba-2 there" in text
