@@ -135,13 +135,15 @@ JOBS = {
 
 
 def main(words: Sequence[str] | None = None, jobs: dict[str, Job] = JOBS) -> int:
-    told = [f"  {name:22}{job.gpus} GPUs, {job.minutes:g} minutes" for name, job in jobs.items()]
+    told = [f"  {name:22}{job.gpus} GPU{'s' * (job.gpus != 1)}, {job.minutes:g} minutes" for name, job in jobs.items()]
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0],
         epilog="\n".join(["jobs, by what they are estimated at:", *told]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder of logs and records; what ended well in it is not run again"
+    )
     parser.add_argument("--gpus", type=int, default=1, help="of this host (default: 1)")
     parser.add_argument("--minutes", type=float, default=60.0, help="until all is over (default: 60)")
     parser.add_argument("--data", type=Path, help="a built dataset, in the place of the one that `data` makes")
@@ -202,7 +204,7 @@ class Sitting:
         if job.after and not self.ended_well(job.after):
             return f"`{job.after}` has not ended well"
         if job.gpus > self.gpus:
-            return f"it takes {job.gpus} GPUs"
+            return f"it takes {job.gpus} GPU{'s' * (job.gpus != 1)}"
         if time.monotonic() + 60 * job.minutes > self.end:
             return f"it takes {job.minutes:g} minutes"
         return BUSY if job.gpus > len(self.free(job)) else ""

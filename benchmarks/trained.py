@@ -59,11 +59,13 @@ def trained(folder: Path, words: Sequence[str]) -> dict[int, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, help="a new one, for the runs, the checkpoint and the export")
     parser.add_argument("--data", required=True, help="a built dataset")
-    parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE")
+    parser.add_argument("--json", type=Path, required=True, help="file that gets what was measured")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"of the first run (default: {STEPS})")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="OVERRIDE", help="of the recipe, e.g. schedule.global_batch_size=8"
+    )
     options = parser.parse_intermixed_args()
     at: Path = options.folder
     at.mkdir(parents=True)
