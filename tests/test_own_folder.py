@@ -75,6 +75,15 @@ def test_list_and_diff_see_the_folder(tmp_path):
     assert ran.code == 0 and "lr" in ran.out.splitlines()[-1]
 
 
+@pytest.mark.parametrize(("text", "key"), [("model: small", "model"), ("model: {blocks: 3}", "model.blocks")])
+def test_a_section_that_is_none_is_refused_by_key_and_file(tmp_path, text, key):
+    preset(tmp_path, "mine", text)
+    ran = warm("--config-dir", ".", "conf=mine", cwd=tmp_path)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith("error: must be a mapping, not ") and f"@ {key} ({tmp_path}/preset/mine.yaml:6)" in ran.err
+    assert "mine  " in warm("--config-dir", ".", "list=presets", cwd=tmp_path).out
+
+
 def test_a_folder_with_blanks_and_quotes(tmp_path):
     folder = tmp_path / "a b,c'd"
     folder.mkdir()
