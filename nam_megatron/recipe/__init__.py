@@ -345,9 +345,8 @@ def _problems(err: ValidationError, tree: Any) -> Iterator[Problem]:
     named, told = standing.named(tree), set[tuple[int | str, ...]]()
     errors = err.errors(include_url=False)
     for error in errors:
-        *above, last = error["loc"]
-        of = tuple(above)
-        if error["type"] != "missing" or isinstance(last, int):
+        of = error["loc"][:-1]
+        if error["type"] != "missing" or isinstance(error["loc"][-1], int):
             yield _problem(error)
         elif of not in told:
             told.add(of)
