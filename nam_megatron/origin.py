@@ -85,8 +85,7 @@ class Origin:
         called: `preset.name` of the recipe, which receipts and comparisons go by.
         """
         for folder in self._absent:
-            hint = "name a folder that has `preset/`: `--config-dir FOLDER`"
-            yield Problem(f"`{folder}` is no folder of configs", None, hint)
+            yield no_folder(folder)
         for default in self._merged if self.own else ():
             roots = {root.resolve(): root for root in self._roots}.values()
             same = [file for root in roots if (file := root / f"{default.config_path}.yaml").is_file()]
@@ -190,6 +189,11 @@ class Origin:
         named = any(text.startswith("preset=") for text in self.overrides)
         return "" if named else f"note: no `conf=`: the preset {name}\n"
 
+    @cached_property
+    def _plain_words(self) -> list[str]:
+        """Overrides that are none of a group's choices."""
+        return [text for text in self.overrides if not self._loader.get_group_options(_key_of(text).replace(".", "/"))]
+
     def where(self, key: str, or_above: bool = True) -> str | None:
         """`conf/model/nam56r.yaml:12`, or the override, or None if `key` is nowhere. or_above: where its parent stands will do."""
         parts = tuple(re.sub(r"\[(\d+)\]", "", key).split("."))
@@ -207,7 +211,9 @@ class Origin:
                         up, name = link.groups()  # each dot goes one level up from the key itself
                         return self.where(".".join((*parts[: length - len(up)], name) if up else (name,)))
                     return f"{_short(path)}:{key_node.start_mark.line + 1}"
-            below = (word for word in reversed(self.overrides) if length == len(parts) and _within(_key_of(word), key))
+            below = (
+                word for word in reversed(self._plain_words) if length == len(parts) and _within(_key_of(word), key)
+            )
             if word := next(below, None):
                 return f"command line: {clipped(word)}"
         return next(
@@ -302,6 +308,13 @@ def _find(
     return found
 
 
+def no_folder(folder: str) -> Problem:
+    """For somebody who named a folder of configs that is none."""
+    return Problem(
+        f"`{folder}` is no folder of configs", None, "name a folder that has `preset/`: `--config-dir FOLDER`"
+    )
+
+
 def hydra_problem(err: Exception) -> Problem:
     """An error of Hydra, OmegaConf or the YAML parser in our words."""
     text = str(err).strip() or type(err).__name__
@@ -316,8 +329,21 @@ def hydra_problem(err: Exception) -> Problem:
             return Problem(f"`{wanted}` is no preset but {NO_PRESETS[stem.lower()]}", group, hint)
         close = difflib.get_close_matches(stem, options, 1)
         meant = f"did you mean `{close[0]}`? " if close else ""
-        return Problem(f"no {group} `{wanted}`", group, f"{meant}there are: {', '.join(options)}")
+        own = "" if close else "; one of your own is found by `--config-dir FOLDER`"
+        return Problem(f"no {group} `{wanted}`", group, f"{meant}there are: {', '.join(options)}{own}")
+    if match := re.search(r"Additional config directory '(.*)' not found", text):
+        return no_folder(match[1])
+    if match := re.match(r"In '?([^':]+)'?: Could not find '([^']+)'", text):
+        hint = "another of a group is `override /GROUP: NAME`, an overlay `/overlay@_global_: NAME`"
+        return Problem(f"`{match[1]}` has `{match[2]}` in its `defaults`, and there is no such file", None, hint)
+    if match := re.match(r"In '?([^':]+)'?: Override '(\w+) : .*' is defined before", text):
+        hint = "`override` is the last of `defaults`; `_self_` alone may stand behind it"
+        return Problem(f"`{match[1]}` goes on in its `defaults` after `override /{match[2]}`", None, hint)
+    if match := re.match(r"In '?([^':]+)'?: .*\n.*Cannot merge DictConfig with ListConfig", text):
+        return Problem(f"`{match[1]}` has a list where a section belongs", None, "write `SECTION: {KEY: VALUE}` there")
     if isinstance(err, OverrideParseException):
+        if re.fullmatch(r"\w+", err.override):
+            return Problem(f"`{err.override}` is no KEY=VALUE", None, f"a preset is `conf={err.override}`")
         hint = "it is read as KEY=VALUE; a value with blanks or signs needs quotes of its own: KEY=\"'...'\""
         return Problem(f"cannot read the override `{clipped(err.override)}`", None, hint)
     if match := re.search(r"Ambiguous value for argument '(.+)'", text):

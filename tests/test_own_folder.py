@@ -80,8 +80,33 @@ def test_a_section_that_is_none_is_refused_by_key_and_file(tmp_path, text, key):
     preset(tmp_path, "mine", text)
     ran = warm("--config-dir", ".", "conf=mine", cwd=tmp_path)
     assert (ran.code, ran.out) == (2, "")
-    assert ran.err.startswith("error: must be a mapping, not ") and f"@ {key} ({tmp_path}/preset/mine.yaml:6)" in ran.err
+    assert (
+        ran.err.startswith("error: must be a mapping, not ") and f"@ {key} ({tmp_path}/preset/mine.yaml:6)" in ran.err
+    )
     assert "mine  " in warm("--config-dir", ".", "list=presets", cwd=tmp_path).out
+
+
+HEAD, CALLED = "# @package _global_\ndefaults:\n", "preset: {name: mine, alias_of: null, family: mine, about: x}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (HEAD + "  - lane: own_dp\n" + CALLED, "another of a group is `override /GROUP: NAME`"),
+        (
+            HEAD + "  - override /lane: own_dp\n  - /overlay@_global_: tp_sp\n" + CALLED,
+            "`override` is the last of `defaults`",
+        ),
+        (HEAD + "  - nam56r_smoke\n" + CALLED + "model: [mla]\n", "`preset/mine` has a list where a section belongs"),
+        (HEAD + "  - override /lane: own_dp\n", "write `preset: {name: ..., alias_of: ..., family: ..., about: ...}`"),
+    ],
+)
+def test_a_preset_that_is_written_wrong_is_told_what_to_write(tmp_path, text, said):
+    (tmp_path / "preset").mkdir()
+    (tmp_path / "preset" / "mine.yaml").write_text(text)
+    ran = warm("--config-dir", ".", "conf=mine", cwd=tmp_path)
+    assert (ran.code, ran.out) == (2, "")
+    assert said in ran.err and "command line" not in ran.err, ran.err
 
 
 def test_a_folder_with_blanks_and_quotes(tmp_path):

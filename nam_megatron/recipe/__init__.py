@@ -362,7 +362,9 @@ def _missing(of: Sequence[int | str], names: Sequence[str]) -> Problem:
     key = _dotted((*of, names[0]))
     plus = f"`+{re.sub(r'\[(\d+)\]', r'.\1', key)}=...`"
     if len(names) == 1:
-        return Problem(f"key `{names[0]}` is missing", _dotted(of) or key, f"give it: {plus}", place=key)
+        keys = ", ".join(f"{name}: ..." for name in keys_at((*of, names[0])))
+        hint = f"write `{names[0]}: {{{keys}}}` into the file" if keys else f"give it: {plus}"
+        return Problem(f"key `{names[0]}` is missing", _dotted(of) or key, hint, place=key)
     hint = f"give them in the file, or each by itself: {plus}"
     return Problem(f"{len(names)} keys are missing: {quoted(names)}", _dotted(of) or None, hint, place=key)
 
@@ -382,9 +384,10 @@ def _problem(error: Mapping[str, Any]) -> Problem:
         return Problem(f"{_shown(value)} cannot be a key", _dotted(loc[: -1 if kind == "invalid_key" else -2]) or None)
     shown = _shown(value)
     if kind == "literal_error":
-        close = difflib.get_close_matches(
-            str(value), [w.strip("'") for w in error["ctx"]["expected"].replace(" or ", ", ").split(", ")], 1
-        )
+        names = [word.strip("'") for word in error["ctx"]["expected"].replace(" or ", ", ").split(", ")]
+        # GQA in every plan, `attention` in a recipe.
+        called = [name for name, block in KINDS.items() if name in names and block.title.lower() == str(value).lower()]
+        close = difflib.get_close_matches(str(value), names, 1) or called
         hint = f"did you mean `{close[0]}`?" if close else None
         return Problem(f"{shown} is not one of {error['ctx']['expected']}", key, hint)
     if kind == "string_pattern_mismatch" and error["ctx"]["pattern"] == FILE_NAME:

@@ -183,6 +183,9 @@ def no_layer(kind: str, here: frozenset[str], recipe: "Recipe | None" = None) ->
     stands = quoted(k for k in KINDS if k in here)
     out = f"leave this out (what a preset or an overlay said: `~model.blocks.{kind}`)"
     hint = f"{stands} stand here; {out}, or {_way(kind, recipe)}"
+    for x in block.letters if recipe else ():
+        if recipe and getattr(recipe.model.letters, x) == kind and (by := _stands_at(recipe, x)) != kind:
+            hint = f"lane `{recipe.lane.name}` puts `{by}` at `{x}`; with `lane=own_dp` the model's `{kind}` stands there; or {out}"
     return Problem(f"no layer is {block.title}", f"model.blocks.{kind}", hint)
 
 
