@@ -68,7 +68,11 @@ def raise_if_twice(words: Iterable[tuple[str, str]]) -> None:
     problems = []
     for key, value in words:
         if key in first:
-            problems.append(Problem(f"`{key}` is given twice: `{first[key]}` and `{value}`", None, "keep one of them"))
+            both = ",".join(
+                dict.fromkeys(word for given in (first[key], value) for word in given.strip("[]").split(","))
+            )
+            hint = f"to lay all: `+overlay=[{both}]`" if key.endswith("overlay") else "keep one of them"
+            problems.append(Problem(f"`{key}` is given twice: `{first[key]}` and `{value}`", None, hint))
         first.setdefault(key, value)
     raise_if(problems)
 
