@@ -181,7 +181,10 @@ def ranks(tmp_path: Path, code: str, limit: float = 20.0) -> tuple[int | str, st
 
 
 def test_ranks_are_told_who_they_are(tmp_path):
-    code = "import os; print(os.environ['RANK'] + os.environ['LOCAL_RANK'] + os.environ['WORLD_SIZE'])"
+    # In one write: the three share a log.
+    code = (
+        "import os; os.write(1, ''.join(os.environ[k] for k in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')).encode() + b'\\n')"
+    )
     ended, said, _ = ranks(tmp_path, code)
     assert ended == 0
     assert sorted(said.split()) == ["003", "113", "223"]
