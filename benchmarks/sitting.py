@@ -42,6 +42,11 @@ class Job(NamedTuple):
     after: str = ""
     gib: float = 0
 
+    @property
+    def takes(self) -> float:
+        """GiB of each of its GPUs."""
+        return self.gib or SHARED
+
 
 PROVE = "-m nam_megatron.prove.every {out}/prove_%s.json --device cuda --presets %s --resume"
 GPU_TEST = "-m pytest -q -m gpu -p no:cacheprovider -p no:xdist tests/gpu/%s"
@@ -210,14 +215,14 @@ class Sitting:
         return BUSY if job.gpus > len(self.free(job)) else ""
 
     def free(self, job: Job) -> list[int]:
-        return [gpu for gpu, gib in self.taken.items() if gib + (job.gib or SHARED) <= SHARED]
+        return [gpu for gpu, gib in self.taken.items() if gib + job.takes <= SHARED]
 
     def begin(self, name: str, job: Job) -> bool:
         if self.why_not(job):
             return False
         taken = self.free(job)[: job.gpus]
         for gpu in taken:
-            self.taken[gpu] += job.gib or SHARED
+            self.taken[gpu] += job.takes
         places = {"{out}": str(self.out), "{data}": str(self.data), "{revision}": self.revision}
         command = [sys.executable]
         for word in shlex.split(job.command):
@@ -230,7 +235,7 @@ class Sitting:
         env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         log = (self.out / f"{name}.log").open("w")
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
-        self.running[name] = process, taken, job.gib or SHARED, time.monotonic()
+        self.running[name] = process, taken, job.takes, time.monotonic()
         print(f"begun: {name}" + f" on {taken}" * bool(taken), flush=True)
         return True
 

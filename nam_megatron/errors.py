@@ -68,10 +68,10 @@ def raise_if_twice(words: Iterable[tuple[str, str]]) -> None:
     problems = []
     for key, value in words:
         if key in first:
-            both = ",".join(
-                dict.fromkeys(word for given in (first[key], value) for word in given.strip("[]").split(","))
-            )
-            hint = f"to lay all: `+overlay=[{both}]`" if key.endswith("overlay") else "keep one of them"
+            hint = "keep one of them"
+            if key.endswith("overlay"):  # the one key of which several may be meant
+                both = dict.fromkeys(word for given in (first[key], value) for word in given.strip("[]").split(","))
+                hint = f"to lay all: `+overlay=[{','.join(both)}]`"
             problems.append(Problem(f"`{key}` is given twice: `{first[key]}` and `{value}`", None, hint))
         first.setdefault(key, value)
     raise_if(problems)
