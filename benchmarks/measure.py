@@ -34,6 +34,9 @@ MBS8, GBS64 = "schedule.micro_batch_size=8", "schedule.global_batch_size=64"
 FOUR = ("cluster=h200_4", "schedule.train_steps=5", "schedule.decay_steps=12")
 # Routing settles after the first steps.
 FOUR64 = ("cluster=h200_4", GBS64, "schedule.train_steps=8", "schedule.decay_steps=16")
+# All 52 layers on one GPU, whose experts multiply one way or the other.
+FULL_ONE = ("cluster=h200_1", "schedule.global_batch_size=16", "schedule.train_steps=8", "schedule.decay_steps=16")
+MBS2, EXPERTS = "schedule.micro_batch_size=2", "model.blocks.moe.expert_gemm="
 MLA = ("lane=native_dp", "model.substitute=[]", "feature.mtp.depths=0")
 DSA = ("lane=native_dp", "model.substitute=[{letter: A, ranks: [1, 2, 3], kind: dsa}]", "feature.mtp.depths=0")
 MOE = "model.blocks.moe."
@@ -89,6 +92,10 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "fused52_mbs8": ("nam56r_native_dp_fused", (*FOUR64, MBS8)),
     "fused52_graphs": ("nam56r_native_dp_fused", (*FOUR64, GRAPHS[0], f"{MODULES}[attn,mamba]")),
     "author52": ("nam56r_fused", FOUR64),
+    "native52_one": ("nam56r_native_dp_fused", (*FULL_ONE, f"{EXPERTS}transformer_engine")),
+    "native52_one_torch": ("nam56r_native_dp_fused", (*FULL_ONE, f"{EXPERTS}torch")),
+    "author52_one": ("nam56r_fused", (*FULL_ONE, MBS2, f"{EXPERTS}transformer_engine")),
+    "author52_one_torch": ("nam56r_fused", (*FULL_ONE, MBS2, f"{EXPERTS}torch")),
     "fused13": ("nam56r_native_dp_fused", ONE),
     "fused13_deterministic": ("nam56r_native_dp_fused", (*ONE, DETERMINISTIC)),
     "author13": ("nam56r_fused", AUTHOR13),

@@ -49,6 +49,8 @@ LEARNED = {"model.learned_positions": 4096, "model.blocks.attention.position_emb
 YARN, LLAMA = {"feature.yarn.factor": 4.0}, {"feature.llama_rope.factor": 8.0}
 ALL_MLA = {"model.substitute": []}
 LOCAL = {"model.blocks.moe.dispatcher": "local"}
+EXPERT_GEMM = "model.blocks.moe.expert_gemm"
+ON_GPU = LOCAL | {EXPERT_GEMM: "torch"}
 WEIGHED_KEY = "model.blocks.moe.fused_weighted_squared_relu"
 WEIGHED = {WEIGHED_KEY: True}
 
@@ -605,6 +607,11 @@ REFUSALS = [
     (NATIVE, {"model.blocks.moe.group_limit": [4, 3]}, "model.blocks.moe.group_limit", "not divisible by 3"),
     (NATIVE, {"model.blocks.moe.group_limit": [8, 1]}, "model.blocks.moe.group_limit", "fewer experts than top-k 4"),
     (NATIVE, {"model.blocks.moe.balancing": "none"}, "model.blocks.moe.aux_loss_coeff", "without a balancing loss"),
+    (NATIVE, {EXPERT_GEMM: "torch"}, EXPERT_GEMM, "only the local dispatcher"),
+    (NATIVE, ON_GPU | {"model.blocks.moe.grouped_gemm": False}, EXPERT_GEMM, "without grouped GEMM"),
+    ("nam56r_native_dp_fp8", ON_GPU, EXPERT_GEMM, "no FP8"),
+    (NATIVE, ON_GPU | {"feature.megatron_fsdp.enabled": True}, EXPERT_GEMM, "keeps hold of them"),
+    (NATIVE, ON_GPU | {"model.blocks.moe.expert_hidden_size": 900}, EXPERT_GEMM, "900 is not a multiple of 8"),
     (NATIVE, LOCAL | {"parallel.expert": 2}, "model.blocks.moe.dispatcher", "the experts are on several GPUs"),
     (NATIVE, LOCAL | {"parallel.expert_tensor": 2}, "model.blocks.moe.dispatcher", "the experts are on several GPUs"),
     (NATIVE, LOCAL | {"model.blocks.moe.capacity_factor": 1.0}, "model.blocks.moe.dispatcher", "drops nothing"),

@@ -122,6 +122,7 @@ PLAIN = {
     "model.blocks.dsa.query_pieces": 1,
     "model.blocks.mamba2.strided": False,
     "model.blocks.moe.dispatcher": "alltoall",
+    "model.blocks.moe.expert_gemm": "transformer_engine",
     "model.blocks.moe.permute_fusion": False,
     "model.blocks.moe.router_fusion": False,
     "model.blocks.moe.shared_overlap": False,

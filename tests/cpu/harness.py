@@ -88,12 +88,13 @@ def recipe_of(
     dispatcher: str = "alltoall",
     strided: bool = False,
     features: Mapping[str, dict] = MappingProxyType({}),
+    expert_gemm: str = "transformer_engine",
 ) -> SimpleNamespace:
     """features: name -> keys of it, beside those of conf/."""
     said = {
         "mla": {"kernels": "megatron", "latent_norm": latent_norm},
         "dsa": {"kernels": "megatron"},
-        "moe": {"grouped_gemm": grouped_gemm, "dispatcher": dispatcher},
+        "moe": {"grouped_gemm": grouped_gemm, "dispatcher": dispatcher, "expert_gemm": expert_gemm},
         "mamba2": {"strided": strided},
         "mamba3": {"kernels": "naive"},
         "m2rnn": {"kernels": "naive"},
@@ -118,13 +119,15 @@ def plan_of(
     dispatcher: str = "alltoall",
     strided: bool = False,
     features: Mapping[str, dict] = MappingProxyType({}),
+    expert_gemm: str = "transformer_engine",
 ) -> Plan:
     main, *mtp = pattern.split("/")
     letters = [(letter, i) for i, segment in enumerate(main.split("|")) for letter in segment]
     ranks = [sum(a == letter for a, _ in letters[:i]) for i, (letter, _) in enumerate(letters)]
     layers = [Layer(i + 1, KIND[a], a, ranks[i], segment) for i, (a, segment) in enumerate(letters)]
     depth = tuple(KIND[a] for a in mtp[0]) if mtp else ()
-    return Plan(tuple(layers), depth, len(mtp), recipe_of(latent_norm, True, dispatcher, strided, features))
+    recipe = recipe_of(latent_norm, True, dispatcher, strided, features, expert_gemm)
+    return Plan(tuple(layers), depth, len(mtp), recipe)
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,7 @@ class Case:
     mixers: dict = field(default_factory=dict)
     latent_norm: bool = True
     dispatcher: str = "alltoall"
+    expert_gemm: str = "transformer_engine"
     strided: bool = False
     positions: int | None = None
     features: dict = field(default_factory=dict)
@@ -288,7 +292,7 @@ def _rig(case: Case, rank: int, folder: Path) -> Rig:
     config = config_of(case)
     # Another seed in every layout: equal losses then prove that fill() reached every parameter.
     torch.manual_seed(1000 + rank + case.world)
-    plan = plan_of(case.pattern, case.latent_norm, case.dispatcher, case.strided, case.features)
+    plan = plan_of(case.pattern, case.latent_norm, case.dispatcher, case.strided, case.features, case.expert_gemm)
     stack = hybrid_stack_spec(plan, modules.CpuBackend(), case.mixers)
     with torch.device("meta") if case.meta else contextlib.nullcontext():
         model = HybridModel(

@@ -16,6 +16,7 @@ import modules
 import pytest
 import torch
 from harness import Case, in_child, on_ranks, plan_of, recipe_of, train
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
@@ -24,6 +25,7 @@ from megatron.core.transformer.moe import experts
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
+from nam_megatron.blocks.moe import experts as on_gpu
 from nam_megatron.blocks.moe import layer as moe
 from nam_megatron.errors import Refused
 from nam_megatron.runtime.stack import AbsentSlot, hybrid_stack_spec
@@ -349,6 +351,56 @@ def test_the_local_dispatcher_trains_what_allgather_does(layout):
     theirs, ours = (train(Case("*E-E", dispatcher=name, **layout)) for name in ("allgather", "local"))
     assert ours.losses == theirs.losses
     torch.testing.assert_close(ours.gradients, theirs.gradients, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"dp": 2}], ids=str)
+def test_torchs_grouped_gemm_trains_what_transformer_engines_does(layout, monkeypatch):
+    """The same products without a count on the host, from weights where they lie: Megatron's buffers have them in the order of the rows."""
+
+    def watched(rig):
+        # Only for a sharded optimizer do weights lie in a buffer.
+        sharded = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        rig.ddp = DistributedDataParallel(rig.config, sharded, rig.model)
+        copied, stacked = [], on_gpu._stacked
+
+        def look(weights):
+            out = stacked(weights)
+            copied.append(out.data_ptr() != weights[0].data_ptr())
+            return out
+
+        monkeypatch.setattr(on_gpu, "_stacked", look)
+        harness.step(rig)
+        waits = [m for m in rig.model.modules() if isinstance(m, MoELayer) and hasattr(m.token_dispatcher, "copied")]
+        return set(copied), len(waits)
+
+    one = Case("*E-E", dispatcher="local", expert_gemm="torch", **layout)
+    assert on_ranks(one, watched) == [({False}, 0)] * one.world
+    found, expected = train(one), train(Case("*E-E", dispatcher="allgather", **layout))
+    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+    torch.testing.assert_close(found.gradients, expected.gradients, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("counts", [(5, 0, 3, 8), (0, 0, 16, 0), (16, 0, 0, 0), (4, 4, 4, 4)], ids=str)
+@pytest.mark.parametrize("apart", [False, True], ids=["in one buffer", "apart"])
+def test_each_expert_multiplies_its_own_rows(counts, apart):
+    """Expert by expert in fp64, experts without rows too, whether their weights lie in one buffer, from the last to the first, or not."""
+    torch.manual_seed(0)
+    buffer = torch.randn(4, 24, 8)
+    weights = [torch.nn.Parameter(w.clone() if apart else w) for w in buffer.unbind()][::-1]
+    rows, back = torch.randn(16, 8, requires_grad=True), torch.randn(16, 24)
+    module = SimpleNamespace(num_gemms=4, **{f"weight{i}": w for i, w in enumerate(weights)})
+    ends = torch.tensor(counts).cumsum(0).to(torch.int32)
+    out, bias = on_gpu._project(module, rows, ends)
+    out.backward(back)
+    exact = rows.detach().double().requires_grad_()
+    own = [w.detach().double().requires_grad_() for w in reversed(weights)]
+    wanted = torch.cat([part @ w.T for part, w in zip(exact.split(counts), own, strict=True)])
+    wanted.backward(back.double())
+    assert bias is None
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(rows.grad.double(), exact.grad, rtol=1e-5, atol=1e-5)
+    for weight, w in zip(reversed(weights), own, strict=True):
+        torch.testing.assert_close(weight.grad.double(), w.grad, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}], ids=str)

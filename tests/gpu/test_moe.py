@@ -17,6 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
+from nam_megatron.blocks.moe import experts
 from nam_megatron.runtime import stack
 
 pytestmark = pytest.mark.gpu
@@ -37,14 +38,16 @@ def groups(tmp_path_factory):
     torch.distributed.destroy_process_group()
 
 
-def layer_of(dispatcher: str, groups: ProcessGroupCollection, backend, **more) -> torch.nn.Module:
+def layer_of(
+    dispatcher: str, groups: ProcessGroupCollection, backend, expert_gemm: str = "transformer_engine", **more
+) -> torch.nn.Module:
     """NAM56R's MoE layer without its norm, smaller."""
     fields = dict(num_layers=1, activation_func=squared_relu, normalization="RMSNorm", add_bias_linear=False)
     fields |= dict(hidden_dropout=0.0, bias_dropout_fusion=False, gradient_accumulation_fusion=False)
     fields |= dict(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_dtype="fp32")
     fields |= dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=1e-2, moe_grouped_gemm=True)
     fields |= dict(moe_token_dispatcher_type="allgather" if dispatcher == "local" else dispatcher)
-    plan = SimpleNamespace(recipe=harness.recipe_of(True, True, dispatcher))
+    plan = SimpleNamespace(recipe=harness.recipe_of(True, True, dispatcher, expert_gemm=expert_gemm))
     build = plan.recipe.model.blocks.moe.build(backend, plan).submodules.mlp
     layer = build(config=TransformerConfig(**fields | SIZES | more), pg_collection=groups, layer_number=1)
     return layer.to(DEVICE).train()
@@ -63,14 +66,16 @@ def step(layer: torch.nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]
 @pytest.mark.parametrize("fused", [False, True], ids=["indices", "Transformer Engine's permutation and router"])
 @pytest.mark.parametrize("theirs", ["allgather", "alltoall"])
 @pytest.mark.parametrize("router", ["fp32", None], ids=str)
-def test_the_local_dispatcher_is_megatrons(router, theirs, fused, groups):
+@pytest.mark.parametrize("expert_gemm", ["transformer_engine", "torch"])
+def test_the_local_dispatcher_is_megatrons(expert_gemm, router, theirs, fused, groups):
     half = dict(bf16=True, params_dtype=torch.bfloat16, moe_permute_fusion=fused, moe_router_fusion=fused)
     half |= dict(moe_router_dtype=router)
-    made = [layer_of(name, groups, stack.transformer_engine_backend(), **half) for name in ("local", theirs)]
+    backend = stack.transformer_engine_backend()
+    made = [layer_of("local", groups, backend, expert_gemm, **half), layer_of(theirs, groups, backend, **half)]
     made[1].load_state_dict(made[0].state_dict())
     (found, gradients), (wanted, expected) = map(step, made)
-    # Without Transformer Engine's permutation a token's experts are added by atomics, in whatever order.
-    assert found.norm() > 0 and (torch.equal(found, wanted) or not fused)
+    # Without Transformer Engine's permutation a token's experts are added by atomics, in whatever order; torch's come in another order.
+    assert found.norm() > 0 and (torch.equal(found, wanted) or not fused or expert_gemm == "torch")
     expected["output"], gradients["output"] = wanted, found
     far = {name: (gradients[name] - g).norm() / g.norm() for name, g in expected.items()}
     assert not {name: error for name, error in far.items() if not error < 1e-2}  # bf16, summed in another order
@@ -97,3 +102,45 @@ def test_the_fused_activation_is_as_exact_as_the_plain_one():
     for wanted, fused, unfused in zip(exact, ours, theirs, strict=True):
         assert (fused - wanted).norm() <= 1.05 * (unfused - wanted).norm() + 1e-6 * wanted.norm()
         assert (fused - wanted).norm() < 5e-3 * wanted.norm()
+
+
+@pytest.mark.parametrize(
+    "counts", [(300, 0, 211, 513), (0, 0, 1024, 0), (0, 1, 0, 1023), (256, 256, 256, 256)], ids=str
+)
+def test_torchs_grouped_gemm_is_as_exact_as_gemms_of_each_expert(counts):
+    """Against fp64, of uneven counts and experts without rows, whose weights get zeros, in memory that was full of NaN."""
+    torch.manual_seed(0)
+    here = dict(device=DEVICE, dtype=torch.bfloat16)
+    buffer, rows, back = (torch.randn(*size, **here) for size in ((4, 896, 512), (1024, 512), (1024, 896)))
+    weights = [torch.nn.Parameter(w) for w in buffer.unbind()]
+    module = SimpleNamespace(num_gemms=4, **{f"weight{i}": w for i, w in enumerate(reversed(weights))})
+    rows.requires_grad_()
+    poison = torch.full((2**26,), float("nan"), device=DEVICE)
+    del poison
+    out, _ = experts._project(module, rows, torch.tensor(counts, device=DEVICE).cumsum(0).to(torch.int32))
+    out.backward(back)
+    found = [out, rows.grad, *(w.grad for w in weights)]
+
+    def by_expert(dtype):
+        x, own = (t.detach().to(dtype).requires_grad_() for t in (rows, buffer))
+        y = torch.cat([part @ w.T for part, w in zip(x.split(counts), own, strict=True)])
+        return [y, *torch.autograd.grad(y, (x, own), back.to(dtype))]
+
+    (y, dx, dw), (*exact, of_weights) = by_expert(torch.bfloat16), by_expert(torch.float64)
+    for ours, theirs, wanted in zip(found, [y, dx, *dw], [*exact, *of_weights], strict=True):
+        near = 1.05 * (theirs - wanted).norm() + 1e-6 * wanted.norm()
+        assert (ours - wanted).norm() <= near
+
+
+def test_no_count_goes_to_the_host(groups):
+    """torch tells of every wait of the host for the GPU that it knows of."""
+    half = dict(bf16=True, params_dtype=torch.bfloat16, moe_permute_fusion=True, moe_router_fusion=True)
+    layer = layer_of("local", groups, stack.transformer_engine_backend(), "torch", **half)
+    step(layer)
+    x = torch.randn(POSITIONS, SAMPLES, SIZES["hidden_size"], device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out, _ = layer(x)
+        out.backward(out.detach())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

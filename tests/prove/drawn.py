@@ -48,6 +48,7 @@ CHANGES = (
     ("model.blocks.dsa.full_every=1",), ("model.blocks.dsa.full_every=2",), ("model.blocks.dsa.indexer_loss_coeff=null",),
     ("model.blocks.dsa.kernels=megatron", "model.blocks.dsa.full_every=1"), ("model.blocks.dsa.query_pieces=2",),
     ("model.blocks.moe.dispatcher=allgather",), ("model.blocks.moe.dispatcher=local",), ("model.blocks.moe.balancing=seq_aux_loss",),
+    ("model.blocks.moe.dispatcher=local", "model.blocks.moe.expert_gemm=torch"),
     ("model.blocks.moe.balancing=none",), ("model.blocks.moe.score_function=softmax", "model.blocks.moe.expert_bias=false"),
     ("model.blocks.moe.expert_bias=false",), ("model.blocks.moe.z_loss_coeff=0.01",), ("model.blocks.moe.top_k=1",),
     ("model.blocks.moe.shared_expert_hidden_size=null",), ("model.blocks.moe.shared_expert_gate=true",),

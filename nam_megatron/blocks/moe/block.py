@@ -82,6 +82,11 @@ class Moe(Block):
         Row("how tokens travel to experts; local is ours: no expert on another GPU", executes="how tokens travel"),
     ]
     grouped_gemm: Annotated[bool, Row("all local experts in one GEMM", "moe_grouped_gemm")]
+    expert_gemm: Annotated[
+        Literal["transformer_engine", "torch"],
+        Row("whose grouped GEMM; torch's reads the experts' counts on the GPU, and no host waits for them",
+            executes="the same products; torch rounds the gradient of a microbatch before it is added", was="transformer_engine"),
+    ]  # fmt: skip
     permute_fusion: Annotated[
         bool, Row("TE's fused permutation", "moe_permute_fusion", executes="the same permutation, fused")
     ]
@@ -229,6 +234,8 @@ class Moe(Block):
                     at + "dispatcher",
                     "leave `moe_router` out of `feature.cuda_graphs.modules`, or set another dispatcher",
                 )
+        if self.expert_gemm == "torch":
+            yield from self._on_gpu(plan, at + "expert_gemm")
         if self.fused_weighted_squared_relu:
             yield from self._unfused(plan, at + "fused_weighted_squared_relu")
         if self.pre_softmax and self.score_function != "softmax":
@@ -260,6 +267,24 @@ class Moe(Block):
             yield Problem(f"top-k {self.top_k} is not divisible by {chosen} chosen groups", key, "choose a divisor")
         elif self.top_k > chosen * (self.experts // groups):
             yield Problem(f"{chosen} groups have fewer experts than top-k {self.top_k}", key, "choose more groups")
+
+    def _on_gpu(self, plan: "Plan", key: str) -> Iterator[Problem]:
+        """Where torch's grouped GEMM does not go."""
+        back, feature = f"set `{key}=transformer_engine`", plan.recipe.feature
+        if self.dispatcher != "local":
+            message = "only the local dispatcher leaves the experts' counts on the GPU"
+            yield Problem(message, key, f"{back}, or `model.blocks.moe.dispatcher=local`")
+        if not self.grouped_gemm:
+            yield Problem("without grouped GEMM each expert multiplies by itself", key, back)
+        if feature.fp8:
+            yield Problem("torch's grouped GEMM has no FP8 of this kind", key, back)
+        if feature.megatron_fsdp:
+            message = "an FSDP takes weights away between the passes, and torch's grouped GEMM keeps hold of them"
+            yield Problem(message, key, back)
+        for width in (plan.recipe.model.hidden_size, self.expert_hidden_size):
+            if width % 8:
+                message = f"a width of {width} is not a multiple of 8: torch's grouped GEMM wants rows 16 bytes apart"
+                yield Problem(message, key, back)
 
     def _unfused(self, plan: "Plan", key: str) -> Iterator[Problem]:
         """Where Megatron has no fused activation and would ignore the flag, or stop."""
@@ -354,6 +379,9 @@ class Moe(Block):
             return
         yield z.line("forward", "2 (3 R + Ts) h" + received, why, bucket=ROUTING)
         yield z.line("backward", "2 (2 R + Ts) h" + received, "the same on the way back", bucket=ROUTING)
+        if self.expert_gemm == "torch":
+            why = "a microbatch's gradients of the first projection, before they are added"
+            yield z.line("backward", "2 E u f h", why, bucket=ROUTING, mark=UNMEASURED)
 
     def flops(self, z: Sizes, layer: "Layer | None") -> Iterator[Work]:
         z = self._sizes(z)

@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_layer import MoETransformerLayer, Tra
 from torch import Tensor
 
 from nam_megatron.blocks.moe.block import Moe
+from nam_megatron.blocks.moe.experts import Ends, keep_counts_on_gpu
 from nam_megatron.runtime.stack import NO_ATTENTION, NO_CROSS
 
 # Used only with --use-te-activation-func; a backend without TE has none.
@@ -33,7 +34,7 @@ def spec(backend: BackendSpecProvider, block: Moe) -> ModuleSpec:
     # grouped GEMM: Megatron's own hybrid spec groups whatever --moe-grouped-gemm says.
     moe = get_moe_module_spec_for_backend(backend, num_experts=1, moe_grouped_gemm=block.grouped_gemm)
     if block.dispatcher == "local":
-        moe = partial(LocalMoELayer, **moe.keywords)
+        moe = partial(LocalMoELayer, **moe.keywords, on_gpu=block.expert_gemm == "torch")
     norm = backend.layer_norm(rms_norm=True)
     parts = TransformerLayerSubmodules(pre_mlp_layernorm=norm, mlp=moe, mlp_bda=get_bias_dropout_add)
     return ModuleSpec(MoETransformerLayer, submodules=parts)
@@ -42,18 +43,23 @@ def spec(backend: BackendSpecProvider, block: Moe) -> ModuleSpec:
 class LocalDispatcher(MoEAllGatherTokenDispatcher):
     """Sorts a rank's tokens by expert, all of which it holds; nothing travels. Dropless: every token has top-k rows.
 
-    Values and their order are those of Megatron's dispatchers.
+    Values and their order are those of Megatron's dispatchers; with `on_gpu` the last expert's rows come first, and no host waits.
     """
 
     routing_map: Any  # bool [tokens, experts] of the running microbatch, else None
+    on_gpu = False
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Starts the copy of the rows of each expert to the host: whatever is launched from here on runs while the host waits."""
+        if self.on_gpu:
+            self.routing_map = self.routing_map.flip(1)
+            self.rows_of_experts = Ends.of(self.routing_map)
+            return hidden_states, probs.flip(1)
         self.rows_of_experts = self.routing_map.sum(dim=0).to("cpu", non_blocking=True)
         self.copied = torch.cuda.current_stream().record_event()
         return hidden_states, probs
 
-    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor | Ends, Tensor]:
         """[tokens, hidden], [tokens, experts] -> rows [tokens x top-k, hidden] by expert, how many each has (on the host), their probs."""
         self.hidden_shape_before_permute, self.local_map = hidden_states.shape, self.routing_map
         rows, probs, self.reversed_local_input_permutation_mapping, _, _ = permute(
@@ -64,20 +70,27 @@ class LocalDispatcher(MoEAllGatherTokenDispatcher):
             fused=self.config.moe_permute_fusion,
         )
         self.routing_map = None
-        self.copied.synchronize()
+        if not self.on_gpu:
+            self.copied.synchronize()
         return rows, self.rows_of_experts, probs
 
 
 class LocalMoELayer(MoELayer):
-    """MoELayer with a LocalDispatcher, and the shared expert between the copy of the counts and the wait for it."""
+    """MoELayer with a LocalDispatcher, and the shared expert between the copy of the counts and the wait for it.
 
-    def __init__(self, *args: Any, pg_collection: Any = None, **kwargs: Any):
+    on_gpu: the counts stay there, and torch multiplies the experts.
+    """
+
+    def __init__(self, *args: Any, on_gpu: bool = False, pg_collection: Any = None, **kwargs: Any):
         pg_collection = pg_collection or get_default_pg_collection()
         super().__init__(*args, pg_collection=pg_collection, **kwargs)
         assert pg_collection.ep.size() == pg_collection.expt_tp.size() == 1, "a rank without some of the experts"
         self.token_dispatcher = LocalDispatcher(
             self.num_local_experts, self.local_expert_indices, config=self.config, pg_collection=pg_collection
         )
+        self.token_dispatcher.on_gpu = on_gpu
+        if on_gpu:
+            keep_counts_on_gpu(self.experts)
         self.shared_output: Tensor | None = None
 
     def shared_experts_compute(self, hidden_states: Tensor) -> None:
