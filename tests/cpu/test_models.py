@@ -380,17 +380,43 @@ def test_torchs_grouped_gemm_trains_what_transformer_engines_does(layout, monkey
     torch.testing.assert_close(found.gradients, expected.gradients, rtol=1e-4, atol=1e-6)
 
 
+def test_gradients_of_experts_are_added_to_the_buffers_once():
+    """Of two microbatches, whether Megatron's hooks add them or, as under fused accumulation, the layers."""
+
+    def job(fused):
+        def run(rig):
+            for module in rig.model.modules():
+                if isinstance(module, MoELayer):
+                    on_gpu.keep_counts_on_gpu(module.experts, fused)
+            harness.step(rig)
+            weights = {name: p for name, p in rig.model.named_parameters() if ".experts." in name}
+            assert all(p.grad_added_to_main_grad == fused for p in weights.values())
+            return {name: p.main_grad.clone() for name, p in weights.items()}
+
+        return run
+
+    one = Case("*E-E", dispatcher="local", expert_gemm="torch")
+    (by_hooks,), (by_layers,) = (on_ranks(one, job(fused)) for fused in (False, True))
+    torch.testing.assert_close(by_layers, by_hooks, rtol=0, atol=0)
+    assert all(g.any() for g in by_hooks.values())
+
+
 @pytest.mark.parametrize("counts", [(5, 0, 3, 8), (0, 0, 16, 0), (16, 0, 0, 0), (4, 4, 4, 4)], ids=str)
 @pytest.mark.parametrize("apart", [False, True], ids=["in one buffer", "apart"])
-def test_each_expert_multiplies_its_own_rows(counts, apart):
+@pytest.mark.parametrize("accumulate", [False, True], ids=["to autograd", "to buffers"])
+def test_each_expert_multiplies_its_own_rows(accumulate, counts, apart):
     """Expert by expert in fp64, experts without rows too, whether their weights lie in one buffer, from the last to the first, or not."""
     torch.manual_seed(0)
     buffer = torch.randn(4, 24, 8)
     weights = [torch.nn.Parameter(w.clone() if apart else w) for w in buffer.unbind()][::-1]
+    before = torch.randn(4, 24, 8)
+    totals = before.clone()
+    for weight, total in zip(reversed(weights), [t.clone() for t in totals] if apart else totals, strict=True):
+        weight.main_grad = total
     rows, back = torch.randn(16, 8, requires_grad=True), torch.randn(16, 24)
     module = SimpleNamespace(num_gemms=4, **{f"weight{i}": w for i, w in enumerate(weights)})
     ends = torch.tensor(counts).cumsum(0).to(torch.int32)
-    out, bias = on_gpu._project(module, rows, ends)
+    out, bias = on_gpu._project(module, rows, ends, accumulate)
     out.backward(back)
     exact = rows.detach().double().requires_grad_()
     own = [w.detach().double().requires_grad_() for w in reversed(weights)]
@@ -399,8 +425,9 @@ def test_each_expert_multiplies_its_own_rows(counts, apart):
     assert bias is None
     torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(rows.grad.double(), exact.grad, rtol=1e-5, atol=1e-5)
-    for weight, w in zip(reversed(weights), own, strict=True):
-        torch.testing.assert_close(weight.grad.double(), w.grad, rtol=1e-5, atol=1e-5)
+    for weight, w, was in zip(reversed(weights), own, before, strict=True):
+        found = weight.main_grad - was if accumulate else weight.grad
+        torch.testing.assert_close(found.double(), w.grad, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}], ids=str)

@@ -107,7 +107,7 @@ def test_the_fused_activation_is_as_exact_as_the_plain_one():
 @pytest.mark.parametrize(
     "counts", [(300, 0, 211, 513), (0, 0, 1024, 0), (0, 1, 0, 1023), (256, 256, 256, 256)], ids=str
 )
-def test_torchs_grouped_gemm_is_as_exact_as_gemms_of_each_expert(counts):
+def test_torchs_grouped_gemm_is_as_exact_as_gemms_of_each_expert(counts, accumulate):
     """Against fp64, of uneven counts and experts without rows, whose weights get zeros, in memory that was full of NaN."""
     torch.manual_seed(0)
     here = dict(device=DEVICE, dtype=torch.bfloat16)
@@ -115,11 +115,15 @@ def test_torchs_grouped_gemm_is_as_exact_as_gemms_of_each_expert(counts):
     weights = [torch.nn.Parameter(w) for w in buffer.unbind()]
     module = SimpleNamespace(num_gemms=4, **{f"weight{i}": w for i, w in enumerate(reversed(weights))})
     rows.requires_grad_()
+    totals = torch.randn(4, 896, 512, device=DEVICE)
+    before = totals.double()
+    for weight, total in zip(weights, totals, strict=True):
+        weight.main_grad = total
     poison = torch.full((2**26,), float("nan"), device=DEVICE)
     del poison
-    out, _ = experts._project(module, rows, torch.tensor(counts, device=DEVICE).cumsum(0).to(torch.int32))
+    out, _ = experts._project(module, rows, torch.tensor(counts, device=DEVICE).cumsum(0).to(torch.int32), accumulate)
     out.backward(back)
-    found = [out, rows.grad, *(w.grad for w in weights)]
+    found = [out, rows.grad, *(totals - before if accumulate else (w.grad for w in weights))]
 
     def by_expert(dtype):
         x, own = (t.detach().to(dtype).requires_grad_() for t in (rows, buffer))

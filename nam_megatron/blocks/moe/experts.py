@@ -6,12 +6,17 @@ lie on the GPU. Transformer Engine's modules go on owning the parameters: names,
 """
 
 from collections.abc import Sequence
+from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
+
+ADDED = 4096  # elements of a program that adds gradients
 
 
 class Ends(NamedTuple):
@@ -29,44 +34,76 @@ class Ends(NamedTuple):
         return self.ends
 
 
-def keep_counts_on_gpu(experts: torch.nn.Module) -> None:
-    """Have both projections of a TEGroupedMLP take rows sorted from the last expert to the first, and Ends for them."""
+def keep_counts_on_gpu(experts: torch.nn.Module, accumulate: bool) -> None:
+    """Have both projections of a TEGroupedMLP take rows sorted from the last expert to the first, and Ends for them.
+
+    accumulate: they add weights' gradients to Megatron's buffers themselves, all experts' at once, where there are buffers.
+    """
     for projection in (experts.linear_fc1, experts.linear_fc2):
-        projection.forward = MethodType(_project, projection)
+        projection.forward = MethodType(partial(_project, accumulate=accumulate), projection)
 
 
-def _project(self: Any, rows: Tensor, ends: Tensor) -> tuple[Tensor, None]:
+def _project(self: Any, rows: Tensor, ends: Tensor, accumulate: bool) -> tuple[Tensor, None]:
     """[rows, k] times each expert's [n, k], and no bias."""
     weights = [getattr(self, f"weight{index}") for index in reversed(range(self.num_gemms))]
-    return _Project.apply(rows, ends, *weights), None
+    buffered = accumulate and all(getattr(weight, "main_grad", None) is not None for weight in weights)
+    return _Project.apply(rows, ends, buffered, *weights), None
 
 
 class _Project(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, ends, *weights)
+    def forward(ctx: Any, rows: Tensor, ends: Tensor, buffered: bool, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, ends)
+        ctx.weights, ctx.buffered = weights, buffered
         return F.grouped_mm(rows, _stacked(weights).mT, offs=ends)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        rows, ends, *weights = ctx.saved_tensors
-        d_out, (of_rows, _, *of_weights) = d_out.contiguous(), ctx.needs_input_grad
+        (rows, ends), weights = ctx.saved_tensors, ctx.weights
+        d_out, (of_rows, _, _, *of_weights) = d_out.contiguous(), ctx.needs_input_grad
         d_rows = F.grouped_mm(d_out, _stacked(weights), offs=ends) if of_rows else None
-        d_weights = F.grouped_mm(d_out.mT, rows, offs=ends).unbind() if any(of_weights) else [None] * len(weights)
-        return d_rows, None, *d_weights
+        if not any(of_weights):
+            return d_rows, None, None, *[None] * len(weights)
+        gradients = F.grouped_mm(d_out.mT, rows, offs=ends)
+        if ctx.buffered:
+            _add([weight.main_grad for weight in weights], gradients)
+            for weight in weights:
+                weight.grad_added_to_main_grad = True  # then Megatron's hooks wait for a gradient, and do not read it
+        return d_rows, None, None, *gradients.unbind()
+
+
+def _in_order(matrices: Sequence[Tensor]) -> Tensor | None:
+    """[experts, n, k] of matrices that lie one behind the other, without a copy; None if they do not."""
+    first = matrices[0].detach()
+    storage, begun = first.untyped_storage().data_ptr(), first.storage_offset()
+    for i, matrix in enumerate(matrices):
+        if matrix.untyped_storage().data_ptr() != storage or matrix.storage_offset() != begun + i * first.numel():
+            return None
+        if not matrix.is_contiguous():
+            return None
+    return first.as_strided((len(matrices), *first.shape), (first.numel(), *first.stride()))
 
 
 def _stacked(weights: Sequence[Tensor]) -> Tensor:
     """[experts, n, k]. Megatron's buffers hold parameters from the last to the first: there it is no copy. Where a bucket ends among
     them, or without a buffer, it is one."""
-    first = weights[0].detach()
-    begun = first.storage_offset()
-    in_order = all(
-        w.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        and w.storage_offset() == begun + i * first.numel()
-        and w.is_contiguous()
-        for i, w in enumerate(weights)
-    )
-    if in_order:
-        return first.as_strided((len(weights), *first.shape), (first.numel(), *first.stride()))
-    return torch.stack([w.detach() for w in weights])
+    whole = _in_order(weights)
+    return torch.stack([w.detach() for w in weights]) if whole is None else whole
+
+
+def _add(buffers: Sequence[Tensor], gradients: Tensor) -> None:
+    """Add gradients [experts, n, k] to fp32 buffers, in one launch where these are in order."""
+    whole = _in_order(buffers)
+    for total, more in [(whole, gradients)] if whole is not None else zip(buffers, gradients, strict=True):
+        if total.is_cuda:
+            _add_kernel[(triton.cdiv(total.numel(), ADDED),)](total, more, total.numel(), BLOCK=ADDED, num_warps=8)
+        else:
+            total.add_(more)
+
+
+@triton.jit
+def _add_kernel(total, more, size, BLOCK: tl.constexpr):
+    # torch adds tensors of two types a few bytes at a time: four times slower.
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    known = at < size
+    tl.store(total + at, tl.load(total + at, mask=known) + tl.load(more + at, mask=known).to(tl.float32), mask=known)

@@ -90,7 +90,7 @@ class LocalMoELayer(MoELayer):
         )
         self.token_dispatcher.on_gpu = on_gpu
         if on_gpu:
-            keep_counts_on_gpu(self.experts)
+            keep_counts_on_gpu(self.experts, self.config.gradient_accumulation_fusion)
         self.shared_output: Tensor | None = None
 
     def shared_experts_compute(self, hidden_states: Tensor) -> None:
