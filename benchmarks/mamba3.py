@@ -74,6 +74,7 @@ class Case:
             f"heads {h} x {p} state {n} groups {g} rank {r} angles {a} chunk {self.chunk} [{self.b}, {self.s}] {kind}"
         )
         text += f" documents {','.join(map(str, self.documents))}" if self.documents else ""
+        text += " in a walk" if self.launch is not None and self.launch.walk else ""
         return text + (f" decay {self.decay:g}" if self.decay else "")
 
     def limit(self, name: str) -> float:
@@ -93,6 +94,21 @@ class Case:
 
 SMALL = Shape(heads=8, head_dim=64, state_dim=128, groups=2, rank=4, angles=32)
 TINY = Shape(heads=4, head_dim=16, state_dim=32, groups=2, rank=4, angles=8)
+WALK = kernel.Launch(walk=1)
+# The last one has sizes that no walk serves.
+WALKED = [
+    Case(SMALL, 16, 203, 2, launch=WALK),
+    Case(SMALL._replace(groups=8), 16, 1, 3, launch=WALK),
+    Case(SMALL, 16, 203, documents=(1, 60, 4, 64, 74), launch=WALK),
+    Case(SMALL, 16, 2048, launch=WALK),
+    Case(SMALL, 16, 130, dtype=torch.float16, launch=WALK),
+    Case(SMALL._replace(rank=2, groups=1), 32, 97, 2, launch=WALK),
+    Case(SMALL._replace(rank=1, angles=64), 64, 333, 2, launch=WALK),
+    Case(SMALL._replace(rank=1), 64, 203, documents=(64, 64, 75), launch=WALK),
+    *(Case(SMALL, 16, s, decay=4.0, launch=WALK) for s in (15, 17, 203)),
+    Case(SMALL, 16, 203, decay=4.0, documents=(1, 60, 4, 64, 74), launch=WALK),
+    Case(TINY, 4, 61, 2, torch.float32, launch=WALK),
+]
 CASES = [
     *(Case(SMALL._replace(groups=g), 16, 203, 2) for g in (1, 2, 8)),
     *(Case(SMALL._replace(groups=g, rank=1), 64, 333, 2) for g in (1, 2, 8)),
@@ -210,7 +226,7 @@ def halves(case: Case, device: str = "cuda") -> dict[str, float]:
     wanted, last = naive.scan(packed.double(), Weights(*map(double, weights)), case.shape)
     ys, state = [], None
     for piece in packed.split([case.s // 3, case.s - case.s // 3 - 1, 1]):
-        y, state = kernel.prefill(piece, weights, case.shape, case.chunk, state)
+        y, state = kernel.prefill(piece, weights, case.shape, case.chunk, state, launch=case.launch)
         ys.append(y)
     angles = {"angle": error(state.angle.cos(), last.angle.cos())}
     states = {n: error(getattr(state, n), getattr(last, n)) for n in State._fields if n != "angle"}
@@ -386,6 +402,8 @@ def measure_scan(case: Case, clock: Clock) -> dict[str, Any]:
 def sweep() -> Iterator[Case]:
     """What to try: all kernels change at once, each is judged by its own time."""
     for shape, chunk in ((NAM56R, 16), (SISO, 64)):
+        for walks in ((4, 1, 168), (4, 1, 128), (4, 1, 0), (4, 2, 0), (8, 1, 128)):
+            yield Case(shape, chunk, SEQUENCE, 4, launch=WALK._replace(walks=walks))
         for columns, walk, tile, product, rows, keys, steps, values, written in (
             (64, (4, 1, 0), 128, (0, 1, 168), 64, 1, 32, 4, 16),
             (64, (4, 4, 0), 64, (0, 1, 168), 16, 1, 32, 2, 32),
@@ -507,8 +525,8 @@ def check_all(report: Report, cases: list[Case]) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     for case in cases:
         report.attempt(str(case), partial(check, report, str(case), case))
-    whole = cases[0]
-    if not whole.documents:
+    wholes = {case.launch: case for case in reversed(cases) if case.launch in (None, WALK) and not case.documents}
+    for whole in wholes.values():
         name = f"in pieces: {whole}"
         report.attempt(name, partial(check, report, name, whole, halves))
 
@@ -625,7 +643,8 @@ def main(argv: list[str]) -> int:
     )
     timed = [Case(shape, chunk, SEQUENCE, b) for shape, chunk in ((SISO, 64), (NAM56R, 16)) for b in (1, 4)]
     timed = [*timed, *(sweep() if given.sweep else [])] if "scan" in parts else []
-    checked = ([*CASES[::4], *STRONG[::4]] if given.quick else [*CASES, *STRONG]) if "checks" in parts else []
+    checked = [*CASES, *STRONG, *WALKED] if "checks" in parts else []
+    checked = [*CASES[::4], *STRONG[::4], *WALKED[::4]] if given.quick and checked else checked
 
     report.apart("host", partial(report.host, hidden=HIDDEN, sequence=SEQUENCE))
     theirs = released_jobs() if "released" in parts else []

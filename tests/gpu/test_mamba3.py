@@ -23,7 +23,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]  # where each test is not anyway
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
-CASES, STRONG = bench.CASES, bench.STRONG
+CASES, STRONG, WALKED = bench.CASES, bench.STRONG, bench.WALKED
 if INTERPRETED:
     # Together: several steps a program, tiles of the state, entries one by one, an unfinished chunk, documents, every rank.
     two, split, long = bench.TINY._replace(heads=2), kernel.Launch(programs=1000), kernel.Launch(chunks=2, programs=1)
@@ -42,6 +42,15 @@ if INTERPRETED:
             for s in (1, 7, 9, 17)
         ),
         bench.Case(two._replace(rank=2, groups=1), 8, 19, 1, torch.float32, (5, 7, 7), decay=6.0),
+    ]
+    # Sizes are fixed; several chunks, the last one unfinished or not, every rank.
+    wide, walk = bench.SMALL._replace(heads=2), bench.WALK
+    WALKED = [
+        bench.Case(wide, 16, 35, launch=walk),
+        bench.Case(wide, 16, 40, documents=(1, 20, 19), decay=4.0, launch=walk),
+        bench.Case(wide._replace(rank=2, groups=1), 32, 64, 2, launch=walk),
+        bench.Case(wide._replace(rank=1, angles=64), 64, 70, decay=4.0, launch=walk),
+        bench.Case(two, 4, 6, 2, torch.float32, launch=walk),
     ]
 WHOLE = CASES[0]
 assert not WHOLE.documents
@@ -64,14 +73,35 @@ def test_output_and_every_gradient(case):
     assert not case.wrong(bench.errors(case, DEVICE))
 
 
+@pytest.fixture
+def walks(monkeypatch):
+    """The batches whose forward pass was one walk."""
+    walk, found = kernel._walk, []
+    monkeypatch.setattr(kernel, "_walk", lambda y, *a, **kw: found.append(y.size(1)) or walk(y, *a, **kw))
+    return found
+
+
+@pytest.mark.parametrize("case", WALKED, ids=str)
+def test_a_forward_pass_that_is_one_walk(case, walks):
+    assert not case.wrong(bench.errors(case, DEVICE))
+    assert walks == ([] if case == WALKED[-1] else [case.b])
+
+
+def test_a_walk_needs_enough_heads(walks):
+    case = replace(WALKED[0], launch=kernel.Launch(walk=WALKED[0].b * WALKED[0].shape.heads + 1))
+    assert not case.wrong(bench.errors(case, DEVICE))
+    assert not walks
+
+
 @pytest.mark.parametrize("case", STRONG, ids=str)
 def test_a_state_forgotten_within_an_unfinished_chunk(case):
     """Rows past the end are later than all others, and e^(what has been forgotten until there) is no number."""
     assert not case.wrong(bench.errors(case, DEVICE))
 
 
-def test_pieces_of_a_sequence_are_the_whole():
-    assert not WHOLE.wrong(bench.halves(WHOLE, DEVICE))
+@pytest.mark.parametrize("case", [WHOLE, WALKED[0]], ids=str)
+def test_pieces_of_a_sequence_are_the_whole(case):
+    assert not case.wrong(bench.halves(case, DEVICE))
 
 
 if INTERPRETED:

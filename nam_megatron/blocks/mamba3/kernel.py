@@ -30,8 +30,9 @@ class Launch(NamedTuple):
     precision: see `_options`. turned: rows of a program that writes q and k, written: of one that writes v and g. rows, halves:
     rows and columns of half the state of a program of the gradients of B and C. steps, chunks: rows of a step and steps of a
     program of the gradients of z and x; fewer where there would be fewer than `programs`. entries: of the batch, taken at once,
-    0 for all: less memory, fewer programs. values, keys: warps of a program of these gradients. Of kernels with products (warps,
-    stages, registers of a thread); 0 warps: by the rows of a chunk, and no limit where these are many; 0 registers: no limit.
+    0 for all: less memory, fewer programs. walk: heads, of all batch entries, from which the forward pass is one walk where `_walks`
+    allows it; 0: never. values, keys: warps of a program of these gradients. Of kernels with products (warps, stages, registers of
+    a thread); 0 warps: by the rows of a chunk, and no limit where these are many; 0 registers: no limit.
     """
 
     columns: int = 64
@@ -45,6 +46,8 @@ class Launch(NamedTuple):
     chunks: int = 32
     programs: int = 1056
     entries: int = ENTRIES
+    walk: int = 0
+    walks: tuple[int, int, int] = (4, 1, 168)
     forward_states: tuple[int, int, int] = (4, 3, 0)
     output: tuple[int, int, int] = (0, 1, 0)
     backward_states: tuple[int, int, int] = (4, 3, 0)
@@ -95,13 +98,7 @@ class Operands(NamedTuple):
             packed, dy, *_mimo(weights), v, gradient, s, packed.stride(0), packed.stride(1),
             *((0, 0) if dy is None else dy.stride()[:2]), H=h, P=p, R=r, TOKENS=rows, EVEN=s % rows == 0, num_warps=4,
         )  # fmt: skip
-        begun, until, kept = (torch.empty_like(prepared.decay) for _ in range(3))
-        left = prepared.decay.new_empty(b, h, triton.cdiv(s, chunk))
-        _bounds_kernel[(triton.cdiv(s, BOUNDS), h, b)](
-            prepared.decay, prepared.scale, documents, begun, until, kept, left, s,
-            H=h, L=chunk, PACKED=documents is not None, TOKENS=BOUNDS, num_warps=4,
-        )  # fmt: skip
-        return cls(q, k, v, gradient, begun, until, kept, left)
+        return cls(q, k, v, gradient, *_bounds(prepared, shape, chunk, documents))
 
 
 def scan(
@@ -130,16 +127,20 @@ def prefill(
     chunk: int,
     state: State | None = None,
     group: dist.ProcessGroup | None = None,
+    launch: Launch | None = None,
 ) -> tuple[Tensor, State]:
     """naive.scan of one document without gradients: the output, and the state from which to go on."""
-    launch = Launch()
+    launch = launch or Launch()
     start = None if state is None else state.angle
     prepared = Prepared.of(packed, weights, shape, chunk, _angles(packed, shape, group), start=start)
     before = None if state is None else _with_trapezoid(packed, weights, shape, state)
-    operands = Operands.of(packed, weights, prepared, shape, chunk, launch, None)
-    states, end = _states(packed, operands, shape, chunk, launch, before, ends=True)
     y = packed.new_empty(*packed.shape[:2], shape.inner)
-    _output(y, packed, weights, prepared, operands, states, shape, chunk, launch, None)
+    if _walks(packed, shape, chunk, launch):
+        end = _walk(y, packed, weights, prepared, shape, chunk, launch, start=before, ends=True)
+    else:
+        operands = Operands.of(packed, weights, prepared, shape, chunk, launch, None)
+        states, end = _states(packed, operands, shape, chunk, launch, before, ends=True)
+        _output(y, packed, weights, prepared, operands, states, shape, chunk, launch, None)
     key = prepared.keys[:, -1].float().repeat_interleave(shape.heads // shape.groups, 1) + weights.B_bias
     x = packed[-1, :, shape.inner : 2 * shape.inner].unflatten(-1, (shape.heads, shape.head_dim))
     return y, State(prepared.angle, end, turn(key, prepared.angle).to(packed.dtype), x.contiguous())
@@ -182,6 +183,9 @@ class _Scan(torch.autograd.Function):
         weights = Weights(*weights)
         prepared = Prepared.of(packed, weights, shape, chunk, _angles(packed, shape, group), documents)
         y = packed.new_empty(*packed.shape[:2], shape.inner)
+        if _walks(packed, shape, chunk, launch):
+            _walk(y, packed, weights, prepared, shape, chunk, launch, documents)
+            return y
         for of in _entries(packed.size(1), launch):
             own, mine, numbers = packed[:, of], _at(prepared, of), None if documents is None else documents[of]
             operands = Operands.of(own, weights, mine, shape, chunk, launch, numbers)
@@ -214,6 +218,52 @@ def _entries(b: int, launch: Launch) -> list[slice]:
 def _at(tensors: NamedTuple, of: slice) -> NamedTuple:
     """Some batch entries of tensors that have them first."""
     return type(tensors)(*(t[of] for t in tensors))
+
+
+def _bounds(prepared: Prepared, shape: Shape, chunk: int, documents: Tensor | None) -> tuple[Tensor, ...]:
+    """begun, until, kept, left of `Operands`."""
+    b, h, s = prepared.decay.shape
+    begun, until, kept = (torch.empty_like(prepared.decay) for _ in range(3))
+    left = prepared.decay.new_empty(b, h, triton.cdiv(s, chunk))
+    _bounds_kernel[(triton.cdiv(s, BOUNDS), h, b)](
+        prepared.decay, prepared.scale, documents, begun, until, kept, left, s,
+        H=h, L=chunk, PACKED=documents is not None, TOKENS=BOUNDS, num_warps=4,
+    )  # fmt: skip
+    return begun, until, kept, left
+
+
+def _walks(packed: Tensor, shape: Shape, chunk: int, launch: Launch) -> bool:
+    """Whether the forward pass is one walk along the chunks: where its tiles are those of `wgmma` (64 rows a chunk, each operand 64
+    columns of 16 bits), ranks that it stacks, and enough heads, which are all the programs there are."""
+    tiles = (shape.head_dim, shape.state_dim, shape.rank * chunk) == (64, 128, 64) and shape.rank in (1, 2, 4)
+    return tiles and packed.dtype != torch.float32 and 0 < launch.walk <= packed.size(1) * shape.heads
+
+
+def _walk(
+    y: Tensor,
+    packed: Tensor,
+    weights: Weights,
+    prepared: Prepared,
+    shape: Shape,
+    chunk: int,
+    launch: Launch,
+    documents: Tensor | None = None,
+    start: Tensor | None = None,
+    ends: bool = False,
+) -> Tensor | None:
+    """Writes y [s, b, inner]; returns the last state in fp32 if asked for."""
+    s, b, _ = packed.shape
+    h, p, n, g, r, a = shape
+    begun, _, kept, left = _bounds(prepared, shape, chunk, documents)
+    end = packed.new_empty(b, h, p, n, dtype=torch.float32) if ends else None
+    _walk_kernel[(h, b)](
+        packed, prepared.keys, prepared.queries, weights.B_bias, weights.C_bias, prepared.cos, prepared.sin, *_mimo(weights),
+        weights.D, prepared.decay, prepared.now, prepared.scale, begun, kept, left, start, end, y, documents,
+        s, packed.stride(0), packed.stride(1), y.stride(0), y.stride(1),
+        STARTED=start is not None, ENDS=ends, PACKED=documents is not None, EVEN=s % chunk == 0,
+        H=h, P=p, N=n, G=g, R=r, A=a, L=chunk, **_options(launch.walks, shape, chunk),
+    )  # fmt: skip
+    return end
 
 
 def _common(packed: Tensor, shape: Shape, chunk: int) -> dict:
@@ -571,15 +621,18 @@ def _states_kernel(
 
 
 @triton.jit
-def _between(c, token, ok, documents, s, PACKED: tl.constexpr):
-    """[M, M]: the decay between a query and a key, 0 unless the key is earlier; and whether they are of one token."""
+def _between(c, token, ok, documents, s, PACKED: tl.constexpr, KEYS_FIRST: tl.constexpr = False):
+    """[M, M]: the decay between a query and a key, 0 unless the key is earlier; and whether they are of one token.
+    KEYS_FIRST: transposed, with keys in rows."""
+    query: tl.constexpr = 0 if KEYS_FIRST else 1  # the dimension that a query's numbers do not have
+    key: tl.constexpr = 1 - query
     # A row past the end is later than every other and its c is 0: what has been forgotten until there would be above 0.
-    earlier = (token[None, :] < token[:, None]) & ok[:, None]
+    earlier = (tl.expand_dims(token, key) < tl.expand_dims(token, query)) & tl.expand_dims(ok, query)
     if PACKED:
         number = tl.load(documents + token, mask=token < s, other=-1)
         earlier = earlier & (number[:, None] == number[None, :])
     # Only what the mask drops can be above 0.
-    between = tl.exp(tl.where(earlier, c[:, None] - c[None, :], float("-inf")))
+    between = tl.exp(tl.where(earlier, tl.expand_dims(c, query) - tl.expand_dims(c, key), float("-inf")))
     return between, token[None, :] == token[:, None]
 
 
@@ -625,6 +678,145 @@ def _output_kernel(
     token = chunk * L + tl.arange(0, L)
     to = y + b * y_b + token[:, None].to(tl.int64) * y_s + h * P + p[None, :]
     tl.store(to, o.to(kind), mask=(token < s)[:, None])
+
+
+@triton.jit
+def _of_ranks(weights, P: tl.constexpr, R: tl.constexpr):
+    """[R, P] in memory -> [P, R, 1]. One load a rank: so few values are loaded by the threads that use them."""
+    p = tl.arange(0, P)
+    x = tl.load(weights + p)
+    if R == 2:
+        x = tl.join(x, tl.load(weights + P + p))
+    if R == 4:
+        odd = tl.join(tl.load(weights + P + p), tl.load(weights + 3 * P + p))
+        x = tl.join(tl.join(x, tl.load(weights + 2 * P + p)), odd)
+    return tl.reshape(x, [P, R, 1])
+
+
+@triton.jit
+def _turned_chunk(
+    plain, bias, cos, sin, chunk, s,
+    HALF: tl.constexpr, G: tl.constexpr, R: tl.constexpr, A: tl.constexpr, L: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Both halves of a chunk's turned keys or queries of one head, [R L, HALF]: a token's ranks L rows apart."""
+    token = tl.arange(0, L)[:, None, None]
+    rank = tl.arange(0, R)[None, :, None]
+    column = tl.arange(0, HALF)[None, None, :]
+    first = chunk * L
+    known = tl.full([L, 1, 1], True, tl.int1) if EVEN else first + token < s
+    turning = known & (column < A)
+    far = tl.cast(first, tl.int64)
+    angle = far * A + token * A + column
+    c = tl.load(cos + angle, mask=turning, other=1.0).to(tl.float32)
+    sn = tl.load(sin + angle, mask=turning, other=0.0).to(tl.float32)
+    at = plain + far * (G * R * 2 * HALF) + (token * (G * R * 2 * HALF) + rank * (2 * HALF) + column)
+    low = tl.load(at, mask=known, other=0.0)
+    high = tl.load(at + HALF, mask=known, other=0.0)
+    # As many biases as there are values: a smaller load would lie in other threads.
+    low, high = _turned(low, high, bias + (token * 0 + rank * (2 * HALF) + column), c, sn, HALF)
+    return tl.reshape(tl.permute(low, (1, 0, 2)), [R * L, HALF]), tl.reshape(tl.permute(high, (1, 0, 2)), [R * L, HALF])
+
+
+@triton.jit
+def _walk_kernel(
+    packed, keys, queries, B_bias, C_bias, cos, sin, mimo_x, mimo_z, mimo_o, D, decay, now, scale, begun, kept, left,
+    start, end, y, documents, s, stride_s, stride_b, y_s, y_b,
+    STARTED: tl.constexpr, ENDS: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
+    H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr, R: tl.constexpr, A: tl.constexpr, L: tl.constexpr,
+):  # fmt: skip
+    """Per head, all of the forward pass: from chunk to chunk with the state in registers. Everything is transposed, tokens in
+    columns, so that the state is the left operand of its product: that may lie in registers. The right ones are 64 columns wide.
+
+    Row m of a chunk is here rank m // L, token m % L: then a thread has all ranks of its tokens of o, and sums over them by itself.
+    """
+    h = tl.program_id(0)
+    b = tl.program_id(1).to(tl.int64)
+    HALF: tl.constexpr = N // 2
+    M: tl.constexpr = L * R
+    of = b * H + h
+    kind = y.dtype.element_ty
+    p = tl.arange(0, P)
+    column = tl.arange(0, HALF)
+    single = tl.arange(0, L)
+    rank = tl.arange(0, R)
+    of_group = (b * s * G + h // (H // G)) * (R * N)
+    keys += of_group
+    queries += of_group
+    B_bias += h * (R * N)
+    C_bias += h * (R * N)
+    cos += of * s * A
+    sin += of * s * A
+    packed += b * stride_b + h * P
+    y += b * y_b + h * P
+    decay += of * s
+    now += of * s
+    scale += of * s
+    begun += of * s
+    kept += of * s
+    chunks = tl.cdiv(s, L)
+    left += of * chunks
+    if R > 1:
+        mimo_x += h * (R * P)
+        mimo_z += h * (R * P)
+        mimo_o += h * (R * P)
+        by_x = _of_ranks(mimo_x, P, R)
+    if PACKED:
+        documents += b * s
+    skip = tl.where(rank[:, None, None, None] == rank[None, None, :, None], tl.load(D + h), 0.0)
+    low = tl.zeros([P, HALF], tl.float32)
+    high = tl.zeros([P, HALF], tl.float32)
+    of_state = of * (P * N) + p[:, None] * N + column[None, :]
+    if STARTED:
+        low = tl.load(start + of_state)
+        high = tl.load(start + of_state + HALF)
+    # Keys are turned one chunk ahead: what a loop carries may be a left operand in shared memory, where it is the right one, too.
+    k_low, k_high = _turned_chunk(keys, B_bias, cos, sin, 0, s, HALF, G, R, A, L, EVEN)
+    for chunk in tl.range(chunks, disable_licm=True):
+        token = chunk * L + single
+        ok = tl.full([L], True, tl.int1) if EVEN else token < s
+
+        q_low, q_high = _turned_chunk(queries, C_bias, cos, sin, chunk, s, HALF, G, R, A, L, EVEN)
+        q_low, q_high = tl.trans(q_low), tl.trans(q_high)
+        scores = tl.dot(k_low, q_low)
+        scores = tl.dot(k_high, q_high, scores)
+        # [L, L], the same for all ranks.
+        between, same = _between(_row(decay, token, ok), token, ok, documents, s, PACKED, True)
+        later, own = _row(scale, token, ok), _row(now, token, ok)
+        weights = tl.where(same, own[:, None], between * later[:, None])
+        scores = tl.reshape(scores, [R, L, R, L]) * weights[None, :, None, :]
+        scores += tl.where(same[None, :, None, :], skip, 0.0)
+        scores = tl.reshape(scores.to(kind), [M, M])
+
+        # Columns of z and x: [P, 1, L].
+        far = packed + token[None, None, :].to(tl.int64) * stride_s + p[:, None, None]
+        x = tl.load(far + H * P, mask=ok[None, None, :], other=0.0).to(tl.float32)
+        z = tl.load(far, mask=ok[None, None, :], other=0.0).to(tl.float32)
+        if R > 1:
+            x = x * by_x
+        v = x.to(kind)
+
+        o = tl.dot(low.to(kind), q_low)
+        o = tl.dot(high.to(kind), q_high, o)
+        o = tl.reshape(o, [P, R, L]) * _row(begun, token, ok)[None, None, :]
+        o = tl.dot(tl.reshape(v, [P, M]), scores, tl.reshape(o, [P, M]))
+        gate = z
+        if R > 1:
+            gate = z * _of_ranks(mimo_z, P, R)
+        o = tl.reshape(o, [P, R, L]) * (gate * tl.sigmoid(gate))
+        if R > 1:
+            o *= _of_ranks(mimo_o, P, R)
+        out = tl.trans(tl.sum(o, 1))
+        tl.store(y + token[:, None].to(tl.int64) * y_s + p[None, :], out.to(kind), mask=ok[:, None])
+
+        rows = tl.reshape((v.to(tl.float32) * _row(kept, token, ok)[None, None, :]).to(kind), [P, M])
+        by = tl.load(left + chunk)
+        low = tl.dot(rows, k_low, low * by)
+        high = tl.dot(rows, k_high, high * by)
+        after = tl.minimum(chunk + 1, chunks - 1)
+        k_low, k_high = _turned_chunk(keys, B_bias, cos, sin, after, s, HALF, G, R, A, L, EVEN)
+    if ENDS:
+        tl.store(end + of_state, low)
+        tl.store(end + of_state + HALF, high)
 
 
 @triton.jit
