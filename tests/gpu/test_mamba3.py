@@ -75,20 +75,28 @@ def test_output_and_every_gradient(case):
 
 @pytest.fixture
 def walks(monkeypatch):
-    """The batches whose forward pass was one walk."""
-    walk, found = kernel._walk, []
-    monkeypatch.setattr(kernel, "_walk", lambda y, *a, **kw: found.append(y.size(1)) or walk(y, *a, **kw))
+    """Which walks do what several kernels do elsewhere, and of how many batch entries."""
+    found = []
+
+    def count(name):
+        walk = getattr(kernel, name)
+        monkeypatch.setattr(kernel, name, lambda x, *a, **kw: found.append((name, x.size(1))) or walk(x, *a, **kw))
+
+    count("_walk")
+    count("_turned_states")
     return found
 
 
 @pytest.mark.parametrize("case", WALKED, ids=str)
-def test_a_forward_pass_that_is_one_walk(case, walks):
+def test_passes_that_walk(case, walks):
     assert not case.wrong(bench.errors(case, DEVICE))
-    assert walks == ([] if case == WALKED[-1] else [case.b])
+    pieces = [("_turned_states", min(kernel.ENTRIES, case.b - i)) for i in range(0, case.b, kernel.ENTRIES)]
+    assert walks == ([] if case == WALKED[-1] else [("_walk", case.b), *pieces])
 
 
 def test_a_walk_needs_enough_heads(walks):
-    case = replace(WALKED[0], launch=kernel.Launch(walk=WALKED[0].b * WALKED[0].shape.heads + 1))
+    more = WALKED[0].b * WALKED[0].shape.heads + 1
+    case = replace(WALKED[0], launch=kernel.Launch(walk=more, walk_back=more))
     assert not case.wrong(bench.errors(case, DEVICE))
     assert not walks
 

@@ -30,9 +30,10 @@ class Launch(NamedTuple):
     precision: see `_options`. turned: rows of a program that writes q and k, written: of one that writes v and g. rows, halves:
     rows and columns of half the state of a program of the gradients of B and C. steps, chunks: rows of a step and steps of a
     program of the gradients of z and x; fewer where there would be fewer than `programs`. entries: of the batch, taken at once,
-    0 for all: less memory, fewer programs. walk: heads, of all batch entries, from which the forward pass is one walk where `_walks`
-    allows it; 0: never. values, keys: warps of a program of these gradients. Of kernels with products (warps, stages, registers of
-    a thread); 0 warps: by the rows of a chunk, and no limit where these are many; 0 registers: no limit.
+    0 for all: less memory, fewer programs. walk, walk_back: heads, of all entries taken at once, from which the forward pass is one
+    walk, and the backward pass makes q, k, v and g in the walks that need them, where `_walks` allows it; 0: never. values, keys:
+    warps of a program of these gradients. Of kernels with products (warps, stages, registers of a thread); 0 warps: by the rows of
+    a chunk, and no limit where these are many; 0 registers: no limit.
     """
 
     columns: int = 64
@@ -48,6 +49,8 @@ class Launch(NamedTuple):
     entries: int = ENTRIES
     walk: int = 0
     walks: tuple[int, int, int] = (4, 1, 168)
+    walk_back: int = 0
+    walks_back: tuple[int, int, int] = (8, 1, 128)
     forward_states: tuple[int, int, int] = (4, 3, 0)
     output: tuple[int, int, int] = (0, 1, 0)
     backward_states: tuple[int, int, int] = (4, 3, 0)
@@ -135,7 +138,7 @@ def prefill(
     prepared = Prepared.of(packed, weights, shape, chunk, _angles(packed, shape, group), start=start)
     before = None if state is None else _with_trapezoid(packed, weights, shape, state)
     y = packed.new_empty(*packed.shape[:2], shape.inner)
-    if _walks(packed, shape, chunk, launch):
+    if _walks(packed, shape, chunk, launch.walk):
         end = _walk(y, packed, weights, prepared, shape, chunk, launch, start=before, ends=True)
     else:
         operands = Operands.of(packed, weights, prepared, shape, chunk, launch, None)
@@ -183,7 +186,7 @@ class _Scan(torch.autograd.Function):
         weights = Weights(*weights)
         prepared = Prepared.of(packed, weights, shape, chunk, _angles(packed, shape, group), documents)
         y = packed.new_empty(*packed.shape[:2], shape.inner)
-        if _walks(packed, shape, chunk, launch):
+        if _walks(packed, shape, chunk, launch.walk):
             _walk(y, packed, weights, prepared, shape, chunk, launch, documents)
             return y
         for of in _entries(packed.size(1), launch):
@@ -232,11 +235,11 @@ def _bounds(prepared: Prepared, shape: Shape, chunk: int, documents: Tensor | No
     return begun, until, kept, left
 
 
-def _walks(packed: Tensor, shape: Shape, chunk: int, launch: Launch) -> bool:
-    """Whether the forward pass is one walk along the chunks: where its tiles are those of `wgmma` (64 rows a chunk, each operand 64
-    columns of 16 bits), ranks that it stacks, and enough heads, which are all the programs there are."""
+def _walks(packed: Tensor, shape: Shape, chunk: int, least: int) -> bool:
+    """Whether a walk along the chunks does what several kernels do elsewhere: where its tiles are those of `wgmma` (64 rows a chunk,
+    each operand 64 columns of 16 bits), ranks are few, and heads, which are all the programs there are, not fewer than `least`."""
     tiles = (shape.head_dim, shape.state_dim, shape.rank * chunk) == (64, 128, 64) and shape.rank in (1, 2, 4)
-    return tiles and packed.dtype != torch.float32 and 0 < launch.walk <= packed.size(1) * shape.heads
+    return tiles and packed.dtype != torch.float32 and 0 < least <= packed.size(1) * shape.heads
 
 
 def _walk(
@@ -264,6 +267,34 @@ def _walk(
         H=h, P=p, N=n, G=g, R=r, A=a, L=chunk, **_options(launch.walks, shape, chunk),
     )  # fmt: skip
     return end
+
+
+def _turned_states(
+    packed: Tensor,
+    weights: Weights,
+    prepared: Prepared,
+    shape: Shape,
+    chunk: int,
+    launch: Launch,
+    documents: Tensor | None,
+    dy: Tensor,
+) -> tuple[Operands, Tensor, Tensor]:
+    """What the backward pass reads: operands, the state at the start of each chunk, and the gradient of the one at its end."""
+    s, b, _ = packed.shape
+    h, p, n, g, r, a = shape
+    q, k, v, gradient = (packed.new_empty(b, h, s * r, width) for width in (n, n, p, p))
+    operands = Operands(q, k, v, gradient, *_bounds(prepared, shape, chunk, documents))
+    states, d_states = (packed.new_empty(b, triton.cdiv(s, chunk), h, p, n) for _ in range(2))
+    for back, plain, bias, factor, turned, rows, out in (
+        (False, prepared.keys, weights.B_bias, operands.kept, k, v, states),
+        (True, prepared.queries, weights.C_bias, operands.begun, q, gradient, d_states),
+    ):
+        _turned_states_kernel[(h, b)](
+            plain, bias, prepared.cos, prepared.sin, packed, dy, *_mimo(weights), factor, operands.left, turned, rows, out,
+            s, packed.stride(0), packed.stride(1), *dy.stride()[:2], BACK=back, EVEN=s % chunk == 0,
+            H=h, P=p, N=n, G=g, R=r, A=a, L=chunk, **_options(launch.walks_back, shape, chunk),
+        )  # fmt: skip
+    return operands, states, d_states
 
 
 def _common(packed: Tensor, shape: Shape, chunk: int) -> dict:
@@ -379,14 +410,17 @@ def _backward(
     for of in _entries(b, launch):
         own, mine, numbers = packed[:, of], _at(prepared, of), None if documents is None else documents[of]
         entries, dy_of, out = own.size(1), dy[:, of], d_packed[:, of]
-        operands = Operands.of(own, weights, mine, shape, chunk, launch, numbers, dy_of)
-        states, _ = _states(own, operands, shape, chunk, launch)
-        d_states = torch.empty_like(states)
-        _states_kernel[(n // columns, h, entries)](
-            operands.q, operands.g, operands.begun, operands.left, None, d_states, None,
-            COLUMNS=columns, STARTED=False, ENDS=False, BACK=True,
-            **common, **_options(launch.backward_states, shape, chunk),
-        )  # fmt: skip
+        if _walks(own, shape, chunk, launch.walk_back):
+            operands, states, d_states = _turned_states(own, weights, mine, shape, chunk, launch, numbers, dy_of)
+        else:
+            operands = Operands.of(own, weights, mine, shape, chunk, launch, numbers, dy_of)
+            states, _ = _states(own, operands, shape, chunk, launch)
+            d_states = torch.empty_like(states)
+            _states_kernel[(n // columns, h, entries)](
+                operands.q, operands.g, operands.begun, operands.left, None, d_states, None,
+                COLUMNS=columns, STARTED=False, ENDS=False, BACK=True,
+                **common, **_options(launch.backward_states, shape, chunk),
+            )  # fmt: skip
         _gradients_kernel[(h, chunks, entries)](
             weights.D, operands.q, operands.k, operands.v, operands.g, mine.decay, mine.now, mine.scale,
             operands.begun, operands.until, operands.left, states, d_states,
@@ -621,6 +655,94 @@ def _states_kernel(
 
 
 @triton.jit
+def _rows_of_chunk(
+    packed, dy, mimo_x, mimo_z, mimo_o, factor, rows, chunk, s, stride_s, dy_s, BACK: tl.constexpr, EVEN: tl.constexpr,
+    H: tl.constexpr, P: tl.constexpr, R: tl.constexpr, L: tl.constexpr,
+):  # fmt: skip
+    """Writes a chunk's rows of v, with BACK of g, and returns them times `factor`, [L R, P]. Pointers of a batch entry and head."""
+    single = tl.arange(0, L)[:, None, None]
+    rank = tl.arange(0, R)[None, :, None]
+    p = tl.arange(0, P)[None, None, :]
+    kind = rows.dtype.element_ty
+    token = chunk * L + single
+    ok = tl.full([L, 1, 1], True, tl.int1) if EVEN else token < s
+    # As many weights as there are values: a smaller load would lie in other threads.
+    weight = single * 0 + rank * P + p
+    at = packed + token.to(tl.int64) * stride_s + p
+    if BACK:
+        gate = tl.load(at, mask=ok, other=0.0).to(tl.float32)
+        row = tl.load(dy + token.to(tl.int64) * dy_s + p, mask=ok, other=0.0).to(tl.float32)
+        if R > 1:
+            gate = gate * tl.load(mimo_z + weight)
+            row = row * tl.load(mimo_o + weight)
+        row *= gate * tl.sigmoid(gate)
+    else:
+        row = tl.load(at + H * P, mask=ok, other=0.0).to(tl.float32)
+        if R > 1:
+            row = row * tl.load(mimo_x + weight)
+    row = row.to(kind)
+    tl.store(rows + tl.cast(chunk, tl.int64) * (L * R * P) + (single * (R * P) + weight), row, mask=ok)
+    return tl.reshape((row.to(tl.float32) * tl.load(factor + token, mask=ok, other=0.0)).to(kind), [L * R, P])
+
+
+@triton.jit
+def _turned_states_kernel(
+    plain, bias, cos, sin, packed, dy, mimo_x, mimo_z, mimo_o, factor, left, turned, rows, states,
+    s, stride_s, stride_b, dy_s, dy_b, BACK: tl.constexpr, EVEN: tl.constexpr,
+    H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr, R: tl.constexpr, A: tl.constexpr, L: tl.constexpr,
+):  # fmt: skip
+    """`_states_kernel` that makes what it reads, k and v or, with BACK, q and g, and writes them for the kernels to come."""
+    h = tl.program_id(0)
+    b = tl.program_id(1).to(tl.int64)
+    HALF: tl.constexpr = N // 2
+    of = b * H + h
+    kind = states.dtype.element_ty
+    single = tl.arange(0, L)[:, None, None]
+    column = tl.arange(0, HALF)
+    plain += (b * s * G + h // (H // G)) * (R * N)
+    bias += h * (R * N)
+    cos += of * s * A
+    sin += of * s * A
+    packed += b * stride_b + h * P
+    if BACK:
+        dy += b * dy_b + h * P
+    if R > 1:
+        mimo_x += h * (R * P)
+        mimo_z += h * (R * P)
+        mimo_o += h * (R * P)
+    turned += of * s * (R * N)
+    rows += of * s * (R * P)
+    factor += of * s
+    chunks = tl.cdiv(s, L)
+    left += of * chunks
+    at = (single * R + tl.arange(0, R)[None, :, None]) * N + column[None, None, :]
+    states += (b * chunks * H + h) * (P * N) + tl.arange(0, P)[:, None] * N + column[None, :]
+    low = tl.zeros([P, HALF], tl.float32)
+    high = tl.zeros([P, HALF], tl.float32)
+    # Rows are made one chunk ahead: what a loop carries may be a left operand in shared memory, and is not computed twice.
+    row = _rows_of_chunk(
+        packed, dy, mimo_x, mimo_z, mimo_o, factor, rows, chunks - 1 if BACK else 0, s, stride_s, dy_s, BACK, EVEN, H, P, R, L
+    )  # fmt: skip
+    for i in tl.range(chunks, disable_licm=True):
+        chunk = chunks - 1 - i if BACK else i
+        to = states + tl.cast(chunk, tl.int64) * (H * P * N)
+        tl.store(to, low.to(kind))
+        tl.store(to + HALF, high.to(kind))
+        known = tl.full([L, 1, 1], True, tl.int1) if EVEN else chunk * L + single < s
+        k_low, k_high = _turned_chunk(plain, bias, cos, sin, chunk, s, HALF, G, R, A, L, EVEN)
+        to = turned + tl.cast(chunk, tl.int64) * (L * R * N) + at
+        tl.store(to, k_low, mask=known)
+        tl.store(to + HALF, k_high, mask=known)
+        by = tl.load(left + chunk)
+        low = tl.dot(tl.trans(row), tl.reshape(k_low, [L * R, HALF]), low * by)
+        high = tl.dot(tl.trans(row), tl.reshape(k_high, [L * R, HALF]), high * by)
+        after = tl.maximum(chunk - 1, 0) if BACK else tl.minimum(chunk + 1, chunks - 1)
+        row = _rows_of_chunk(
+            packed, dy, mimo_x, mimo_z, mimo_o, factor, rows, after, s, stride_s, dy_s, BACK, EVEN, H, P, R, L
+        )  # fmt: skip
+
+
+@triton.jit
 def _between(c, token, ok, documents, s, PACKED: tl.constexpr, KEYS_FIRST: tl.constexpr = False):
     """[M, M]: the decay between a query and a key, 0 unless the key is earlier; and whether they are of one token.
     KEYS_FIRST: transposed, with keys in rows."""
@@ -698,7 +820,7 @@ def _turned_chunk(
     plain, bias, cos, sin, chunk, s,
     HALF: tl.constexpr, G: tl.constexpr, R: tl.constexpr, A: tl.constexpr, L: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Both halves of a chunk's turned keys or queries of one head, [R L, HALF]: a token's ranks L rows apart."""
+    """Both halves of a chunk's turned keys or queries of one head, [L, R, HALF]."""
     token = tl.arange(0, L)[:, None, None]
     rank = tl.arange(0, R)[None, :, None]
     column = tl.arange(0, HALF)[None, None, :]
@@ -713,8 +835,13 @@ def _turned_chunk(
     low = tl.load(at, mask=known, other=0.0)
     high = tl.load(at + HALF, mask=known, other=0.0)
     # As many biases as there are values: a smaller load would lie in other threads.
-    low, high = _turned(low, high, bias + (token * 0 + rank * (2 * HALF) + column), c, sn, HALF)
-    return tl.reshape(tl.permute(low, (1, 0, 2)), [R * L, HALF]), tl.reshape(tl.permute(high, (1, 0, 2)), [R * L, HALF])
+    return _turned(low, high, bias + (token * 0 + rank * (2 * HALF) + column), c, sn, HALF)
+
+
+@triton.jit
+def _rank_by_rank(x):
+    """[L, R, n] -> [R L, n]: a token's ranks L rows apart."""
+    return tl.reshape(tl.permute(x, (1, 0, 2)), [x.shape[0] * x.shape[1], x.shape[2]])
 
 
 @triton.jit
@@ -771,12 +898,13 @@ def _walk_kernel(
         high = tl.load(start + of_state + HALF)
     # Keys are turned one chunk ahead: what a loop carries may be a left operand in shared memory, where it is the right one, too.
     k_low, k_high = _turned_chunk(keys, B_bias, cos, sin, 0, s, HALF, G, R, A, L, EVEN)
+    k_low, k_high = _rank_by_rank(k_low), _rank_by_rank(k_high)
     for chunk in tl.range(chunks, disable_licm=True):
         token = chunk * L + single
         ok = tl.full([L], True, tl.int1) if EVEN else token < s
 
         q_low, q_high = _turned_chunk(queries, C_bias, cos, sin, chunk, s, HALF, G, R, A, L, EVEN)
-        q_low, q_high = tl.trans(q_low), tl.trans(q_high)
+        q_low, q_high = tl.trans(_rank_by_rank(q_low)), tl.trans(_rank_by_rank(q_high))
         scores = tl.dot(k_low, q_low)
         scores = tl.dot(k_high, q_high, scores)
         # [L, L], the same for all ranks.
@@ -814,6 +942,7 @@ def _walk_kernel(
         high = tl.dot(rows, k_high, high * by)
         after = tl.minimum(chunk + 1, chunks - 1)
         k_low, k_high = _turned_chunk(keys, B_bias, cos, sin, after, s, HALF, G, R, A, L, EVEN)
+        k_low, k_high = _rank_by_rank(k_low), _rank_by_rank(k_high)
     if ENDS:
         tl.store(end + of_state, low)
         tl.store(end + of_state + HALF, high)
