@@ -94,7 +94,7 @@ class Case:
 
 SMALL = Shape(heads=8, head_dim=64, state_dim=128, groups=2, rank=4, angles=32)
 TINY = Shape(heads=4, head_dim=16, state_dim=32, groups=2, rank=4, angles=8)
-WALK = kernel.Launch(walk=1, walk_back=1)
+WALK = kernel.Launch(walk=1, walk_back=1, early=True)
 # The last one has sizes that no walk serves.
 WALKED = [
     Case(SMALL, 16, 203, 2, launch=WALK),

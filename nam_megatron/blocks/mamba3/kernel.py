@@ -31,9 +31,10 @@ class Launch(NamedTuple):
     rows and columns of half the state of a program of the gradients of B and C. steps, chunks: rows of a step and steps of a
     program of the gradients of z and x; fewer where there would be fewer than `programs`. entries: of the batch, taken at once,
     0 for all: less memory, fewer programs. walk, walk_back: heads, of all entries taken at once, from which the forward pass is one
-    walk, and the backward pass makes q, k, v and g in the walks that need them, where `_walks` allows it; 0: never. values, keys:
-    warps of a program of these gradients. Of kernels with products (warps, stages, registers of a thread); 0 warps: by the rows of
-    a chunk, and no limit where these are many; 0 registers: no limit.
+    walk, and the backward pass makes q, k, v and g in the walks that need them, where `_walks` allows it; 0: never. early: a
+    program of the gradients asks for all that it reads at once, where its tile is the whole state. values, keys: warps of a program
+    of these gradients. Of kernels with products (warps, stages, registers of a thread); 0 warps: by the rows of a chunk, and no
+    limit where these are many; 0 registers: no limit.
     """
 
     columns: int = 64
@@ -55,6 +56,7 @@ class Launch(NamedTuple):
     output: tuple[int, int, int] = (0, 1, 0)
     backward_states: tuple[int, int, int] = (4, 3, 0)
     gradients: tuple[int, int, int] = (0, 1, 0)
+    early: bool = False
     values: int = 2
     keys: int = 1
 
@@ -387,6 +389,7 @@ def _backward(
     s, b, _ = packed.shape
     h, p, n, g, r, a = shape
     chunks, columns = triton.cdiv(s, chunk), min(launch.columns, n)
+    tile = _tile_of(launch.gradients_tile, packed, shape)
     common = _common(packed, shape, chunk)
 
     def fp32(*size: int) -> Tensor:
@@ -425,7 +428,7 @@ def _backward(
             weights.D, operands.q, operands.k, operands.v, operands.g, mine.decay, mine.now, mine.scale,
             operands.begun, operands.until, operands.left, states, d_states,
             raw.row[of], raw.now[of], raw.scale[of], raw.ends[of], more_ends[of], d_D[of], numbers,
-            TILE=_tile_of(launch.gradients_tile, packed, shape), PACKED=numbers is not None,
+            TILE=tile, EARLY=launch.early and tile == n, PACKED=numbers is not None,
             **common, **_options(launch.gradients, shape, chunk),
         )  # fmt: skip
         # From here on the gradients of q, k and v lie where these were, and o where its gradient was.
@@ -958,7 +961,8 @@ def _both_ways(rows, state, by, scores, others, PRECISION: tl.constexpr):
 @triton.jit
 def _gradients_kernel(
     D, q, k, v, g, decay, now, scale, begun, until, left, states, d_states,
-    d_row, d_now, d_scale, ends, more_ends, d_D, documents, s, TILE: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
+    d_row, d_now, d_scale, ends, more_ends, d_D, documents, s,
+    TILE: tl.constexpr, EARLY: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
     H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, R: tl.constexpr, L: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Per chunk and head: gradients of D, steps and decays; those of q, k and v in the places of q, k and v, o in that of g."""
@@ -984,23 +988,33 @@ def _gradients_kernel(
     states += at_state
     d_states += at_state
 
-    # The sum of state * d_state is the diagonal of a product: so neither has to be in registers. d_states are read again below:
-    # what lies in shared memory at once decides how many programs run.
-    end = tl.zeros([P], tl.float32)
+    c, since, till = _row(decay + of * s, token, ok), _row(begun + of * s, token, ok), _row(until + of * s, token, ok)
+    later, own = _row(scale + of * s, token, ok), _row(now + of * s, token, ok)
     if TILE == N:
         state = _tile(states, p, every, tl.arange(0, N), N)
+    if EARLY:
+        # Nothing else needs registers yet: they hold all that is on its way, and there is one wait instead of four.
+        d_state = _tile(d_states, p, every, tl.arange(0, N), N)
+        query = _tile(q, row, ok, tl.arange(0, N), N)
+        key = _tile(k, row, ok, tl.arange(0, N), N)
+        rows_v = _tile(v, row, ok, p, P)
+        rows_g = _tile(g, row, ok, p, P)
+    # The sum of state * d_state is the diagonal of a product: so neither has to be in registers. Without EARLY d_states are read
+    # again below: less lies in shared memory at once, in case that decides how many programs run.
+    end = tl.zeros([P], tl.float32)
     for first in tl.range(0, N, TILE, disable_licm=True):
         column = first + tl.arange(0, TILE)
         state_part = _tile(states, p, every, column, N) if TILE < N else state
-        d_state_part = _tile(d_states, p, every, column, N)
+        d_state_part = d_state if EARLY else _tile(d_states, p, every, column, N)
         products = tl.dot(state_part, tl.trans(d_state_part), input_precision=PRECISION)
         end += tl.sum(products * _diagonal(1.0, P), 1)
     tl.store(ends + of * chunks + chunk, tl.sum(end, 0) * tl.load(left + of * chunks + chunk))
 
     scores = tl.zeros([M, M], tl.float32)
     if TILE == N:
-        query = _tile(q, row, ok, tl.arange(0, N), N)
-        key = _tile(k, row, ok, tl.arange(0, N), N)
+        if not EARLY:
+            query = _tile(q, row, ok, tl.arange(0, N), N)
+            key = _tile(k, row, ok, tl.arange(0, N), N)
         scores = tl.dot(query, tl.trans(key), scores, input_precision=PRECISION)
     else:
         for first in tl.range(0, N, TILE, disable_licm=True):
@@ -1008,12 +1022,12 @@ def _gradients_kernel(
             query_part = _tile(q, row, ok, column, N)
             key_part = _tile(k, row, ok, column, N)
             scores = tl.dot(query_part, tl.trans(key_part), scores, input_precision=PRECISION)
-    rows_v = _tile(v, row, ok, p, P)
-    rows_g = _tile(g, row, ok, p, P)
+    if not EARLY:
+        rows_v = _tile(v, row, ok, p, P)
+        rows_g = _tile(g, row, ok, p, P)
     d_scores = tl.dot(rows_g, tl.trans(rows_v), input_precision=PRECISION)
 
-    later, own = _row(scale + of * s, token, ok), _row(now + of * s, token, ok)
-    between, same = _between(_row(decay + of * s, token, ok), token, ok, documents, s, PACKED)
+    between, same = _between(c, token, ok, documents, s, PACKED)
     tl.store(d_D + (b * chunks + chunk) * H + h, tl.sum(tl.sum(d_scores * _diagonal(1.0, M), 1), 0))
     both = scores * d_scores
     at_once = tl.sum(tl.where(same, both, 0.0), 1)
@@ -1026,7 +1040,6 @@ def _gradients_kernel(
     scores = (scores * weights + _diagonal(tl.load(D + h), M)).to(kind)
 
     at_p = row[:, None] * P + p[None, :]
-    since = _row(begun + of * s, token, ok)
     o = tl.zeros([M, P], tl.float32)
     for first in tl.range(0, N, TILE, disable_licm=True):
         column = first + tl.arange(0, TILE)
@@ -1047,9 +1060,8 @@ def _gradients_kernel(
         dq = _both_ways(rows_g, state, since, d_scores, key, PRECISION)
         tl.store(q + at, dq.to(kind), mask=ok[:, None])
 
-    till = _row(until + of * s, token, ok)
     dv = tl.zeros([M, P], tl.float32)
-    if TILE == N:
+    if TILE == N and not EARLY:
         d_state = _tile(d_states, p, every, tl.arange(0, N), N)
     for first in tl.range(0, N, TILE, disable_licm=True):
         column = first + tl.arange(0, TILE)
