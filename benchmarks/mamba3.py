@@ -404,6 +404,7 @@ def sweep() -> Iterator[Case]:
     for shape, chunk in ((NAM56R, 16), (SISO, 64)):
         for walks in ((4, 1, 168), (4, 1, 128), (4, 1, 0), (4, 2, 0), (8, 1, 128)):
             yield Case(shape, chunk, SEQUENCE, 4, launch=WALK._replace(walks=walks, walks_back=walks))
+        yield Case(shape, chunk, SEQUENCE, 4, launch=WALK._replace(entries=0))
         for columns, walk, tile, product, rows, keys, steps, values, written in (
             (64, (4, 1, 0), 128, (0, 1, 168), 64, 1, 32, 4, 16),
             (64, (4, 4, 0), 64, (0, 1, 168), 16, 1, 32, 2, 32),

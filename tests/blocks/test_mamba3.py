@@ -144,7 +144,7 @@ def test_kernels_in_tritons_interpreter():
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:xdist", "tests/gpu/test_mamba3.py"]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
-    assert "23 passed, 2 deselected" in done.stdout
+    assert "23 passed, 3 deselected" in done.stdout
 
 
 # The layer ------------------------------------------------------------------------------------------------------------

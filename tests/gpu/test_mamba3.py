@@ -140,12 +140,14 @@ def test_launches_differ_in_speed_only():
 
 
 @pytest.mark.gpu
-def test_gradients_are_reproducible():
+@pytest.mark.parametrize("launch", [None, bench.WALK], ids=["", "walks"])
+def test_gradients_are_reproducible(launch):
     generator = torch.Generator(DEVICE).manual_seed(0)
     weights = bench.weights_of(bench.NAM56R, DEVICE, torch.bfloat16, generator)
     packed = bench.packed_of(bench.NAM56R, 1000, 1, DEVICE, torch.bfloat16, generator)
     dy = torch.randn(1000, 1, bench.NAM56R.inner, device=DEVICE, generator=generator)
-    first, second = (bench.run(lambda x, w: kernel.scan(x, w, bench.NAM56R, 16), packed, weights, dy) for _ in range(2))
+    scan = lambda x, w: kernel.scan(x, w, bench.NAM56R, 16, launch=launch)  # noqa: E731
+    first, second = (bench.run(scan, packed, weights, dy) for _ in range(2))
     for a, b in zip([*first[:2], *first[2]], [*second[:2], *second[2]], strict=True):
         assert torch.equal(a, b)
 

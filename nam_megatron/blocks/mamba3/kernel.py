@@ -3,7 +3,7 @@
 README.md beside this derives it. A chunk of L tokens of rank r is M = L r rows. Element-wise kernels first write what every
 product reads, per head: turned q and k, v, and in the backward pass the gradient g of o. The state at the start of every chunk
 is written by one sequential pass over the sequence, its gradient at the end of every chunk by another in reverse; all else is
-parallel over chunks.
+parallel over chunks. Where `Launch` says so, such passes do what several of these kernels do: the README's walks.
 """
 
 from typing import NamedTuple
