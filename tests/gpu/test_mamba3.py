@@ -75,28 +75,21 @@ def test_output_and_every_gradient(case):
 
 @pytest.fixture
 def walks(monkeypatch):
-    """Which walks do what several kernels do elsewhere, and of how many batch entries."""
-    found = []
-
-    def count(name):
-        walk = getattr(kernel, name)
-        monkeypatch.setattr(kernel, name, lambda x, *a, **kw: found.append((name, x.size(1))) or walk(x, *a, **kw))
-
-    count("_walk")
-    count("_turned_states")
+    """Of how many batch entries a walk was the forward pass."""
+    found, walk = [], kernel._walk
+    monkeypatch.setattr(kernel, "_walk", lambda y, *a, **kw: found.append(y.size(1)) or walk(y, *a, **kw))
     return found
 
 
 @pytest.mark.parametrize("case", WALKED, ids=str)
 def test_passes_that_walk(case, walks):
     assert not case.wrong(bench.errors(case, DEVICE))
-    pieces = [("_turned_states", min(kernel.ENTRIES, case.b - i)) for i in range(0, case.b, kernel.ENTRIES)]
-    assert walks == ([] if case == WALKED[-1] else [("_walk", case.b), *pieces])
+    assert walks == ([] if case == WALKED[-1] else [case.b])
 
 
 def test_a_walk_needs_enough_heads(walks):
     more = WALKED[0].b * WALKED[0].shape.heads + 1
-    case = replace(WALKED[0], launch=kernel.Launch(walk=more, walk_back=more))
+    case = replace(WALKED[0], launch=kernel.Launch(walk=more))
     assert not case.wrong(bench.errors(case, DEVICE))
     assert not walks
 

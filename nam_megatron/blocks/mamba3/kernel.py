@@ -3,7 +3,7 @@
 README.md beside this derives it. A chunk of L tokens of rank r is M = L r rows. Element-wise kernels first write what every
 product reads, per head: turned q and k, v, and in the backward pass the gradient g of o. The state at the start of every chunk
 is written by one sequential pass over the sequence, its gradient at the end of every chunk by another in reverse; all else is
-parallel over chunks. Where `Launch` says so, such passes do what several of these kernels do: the README's walks.
+parallel over chunks. With enough heads one such pass, `_walk_kernel`, is the whole forward pass.
 """
 
 from typing import NamedTuple
@@ -30,11 +30,9 @@ class Launch(NamedTuple):
     precision: see `_options`. turned: rows of a program that writes q and k, written: of one that writes v and g. rows, halves:
     rows and columns of half the state of a program of the gradients of B and C. steps, chunks: rows of a step and steps of a
     program of the gradients of z and x; fewer where there would be fewer than `programs`. entries: of the batch, taken at once,
-    0 for all: less memory, fewer programs. walk, walk_back: heads, of all entries taken at once, from which the forward pass is one
-    walk, and the backward pass makes q, k, v and g in the walks that need them, where `_walks` allows it; 0: never. early: a
-    program of the gradients asks for all that it reads at once, where its tile is the whole state. values, keys: warps of a program
-    of these gradients. Of kernels with products (warps, stages, registers of a thread); 0 warps: by the rows of a chunk, and no
-    limit where these are many; 0 registers: no limit.
+    0 for all: less memory, fewer programs. walk: heads, of all of the batch, from which the forward pass is one walk, where `_walks`
+    allows it; 0: never. values, keys: warps of a program of these gradients. Of kernels with products (warps, stages, registers of a
+    thread); 0 warps: by the rows of a chunk, and no limit where these are many; 0 registers: no limit.
     """
 
     columns: int = 64
@@ -49,16 +47,18 @@ class Launch(NamedTuple):
     programs: int = 1056
     entries: int = ENTRIES
     walk: int = 0
-    walks: tuple[int, int, int] = (4, 1, 168)
-    walk_back: int = 0
-    walks_back: tuple[int, int, int] = (8, 1, 128)
+    walks: tuple[int, int, int] = (4, 1, 0)
     forward_states: tuple[int, int, int] = (4, 3, 0)
     output: tuple[int, int, int] = (0, 1, 0)
     backward_states: tuple[int, int, int] = (4, 3, 0)
     gradients: tuple[int, int, int] = (0, 1, 0)
-    early: bool = False
     values: int = 2
     keys: int = 1
+
+
+def launch_of(shape: Shape) -> Launch:
+    """As they are started in training: what has been timed on an H200, and other ranks have not been in a walk."""
+    return Launch(walk=224 if shape.rank == 4 else 0)
 
 
 class Operands(NamedTuple):
@@ -121,7 +121,7 @@ def scan(
     each holds an equal share of the angles in its `packed`, in rank order. Keeps its arguments for the backward pass and
     nothing else.
     """
-    return _Scan.apply(packed, documents, shape, chunk, group, launch or Launch(), *weights)
+    return _Scan.apply(packed, documents, shape, chunk, group, launch or launch_of(shape), *weights)
 
 
 @torch.no_grad()
@@ -135,7 +135,7 @@ def prefill(
     launch: Launch | None = None,
 ) -> tuple[Tensor, State]:
     """naive.scan of one document without gradients: the output, and the state from which to go on."""
-    launch = launch or Launch()
+    launch = launch or launch_of(shape)
     start = None if state is None else state.angle
     prepared = Prepared.of(packed, weights, shape, chunk, _angles(packed, shape, group), start=start)
     before = None if state is None else _with_trapezoid(packed, weights, shape, state)
@@ -271,34 +271,6 @@ def _walk(
     return end
 
 
-def _turned_states(
-    packed: Tensor,
-    weights: Weights,
-    prepared: Prepared,
-    shape: Shape,
-    chunk: int,
-    launch: Launch,
-    documents: Tensor | None,
-    dy: Tensor,
-) -> tuple[Operands, Tensor, Tensor]:
-    """What the backward pass reads: operands, the state at the start of each chunk, and the gradient of the one at its end."""
-    s, b, _ = packed.shape
-    h, p, n, g, r, a = shape
-    q, k, v, gradient = (packed.new_empty(b, h, s * r, width) for width in (n, n, p, p))
-    operands = Operands(q, k, v, gradient, *_bounds(prepared, shape, chunk, documents))
-    states, d_states = (packed.new_empty(b, triton.cdiv(s, chunk), h, p, n) for _ in range(2))
-    for back, plain, bias, factor, turned, rows, out in (
-        (False, prepared.keys, weights.B_bias, operands.kept, k, v, states),
-        (True, prepared.queries, weights.C_bias, operands.begun, q, gradient, d_states),
-    ):
-        _turned_states_kernel[(h, b)](
-            plain, bias, prepared.cos, prepared.sin, packed, dy, *_mimo(weights), factor, operands.left, turned, rows, out,
-            s, packed.stride(0), packed.stride(1), *dy.stride()[:2], BACK=back, EVEN=s % chunk == 0,
-            H=h, P=p, N=n, G=g, R=r, A=a, L=chunk, **_options(launch.walks_back, shape, chunk),
-        )  # fmt: skip
-    return operands, states, d_states
-
-
 def _common(packed: Tensor, shape: Shape, chunk: int) -> dict:
     """Arguments that every kernel of products takes by name."""
     h, p, n, _, r, _ = shape
@@ -389,7 +361,6 @@ def _backward(
     s, b, _ = packed.shape
     h, p, n, g, r, a = shape
     chunks, columns = triton.cdiv(s, chunk), min(launch.columns, n)
-    tile = _tile_of(launch.gradients_tile, packed, shape)
     common = _common(packed, shape, chunk)
 
     def fp32(*size: int) -> Tensor:
@@ -413,22 +384,19 @@ def _backward(
     for of in _entries(b, launch):
         own, mine, numbers = packed[:, of], _at(prepared, of), None if documents is None else documents[of]
         entries, dy_of, out = own.size(1), dy[:, of], d_packed[:, of]
-        if _walks(own, shape, chunk, launch.walk_back):
-            operands, states, d_states = _turned_states(own, weights, mine, shape, chunk, launch, numbers, dy_of)
-        else:
-            operands = Operands.of(own, weights, mine, shape, chunk, launch, numbers, dy_of)
-            states, _ = _states(own, operands, shape, chunk, launch)
-            d_states = torch.empty_like(states)
-            _states_kernel[(n // columns, h, entries)](
-                operands.q, operands.g, operands.begun, operands.left, None, d_states, None,
-                COLUMNS=columns, STARTED=False, ENDS=False, BACK=True,
-                **common, **_options(launch.backward_states, shape, chunk),
-            )  # fmt: skip
+        operands = Operands.of(own, weights, mine, shape, chunk, launch, numbers, dy_of)
+        states, _ = _states(own, operands, shape, chunk, launch)
+        d_states = torch.empty_like(states)
+        _states_kernel[(n // columns, h, entries)](
+            operands.q, operands.g, operands.begun, operands.left, None, d_states, None,
+            COLUMNS=columns, STARTED=False, ENDS=False, BACK=True,
+            **common, **_options(launch.backward_states, shape, chunk),
+        )  # fmt: skip
         _gradients_kernel[(h, chunks, entries)](
             weights.D, operands.q, operands.k, operands.v, operands.g, mine.decay, mine.now, mine.scale,
             operands.begun, operands.until, operands.left, states, d_states,
             raw.row[of], raw.now[of], raw.scale[of], raw.ends[of], more_ends[of], d_D[of], numbers,
-            TILE=tile, EARLY=launch.early and tile == n, PACKED=numbers is not None,
+            TILE=_tile_of(launch.gradients_tile, packed, shape), PACKED=numbers is not None,
             **common, **_options(launch.gradients, shape, chunk),
         )  # fmt: skip
         # From here on the gradients of q, k and v lie where these were, and o where its gradient was.
@@ -658,94 +626,6 @@ def _states_kernel(
 
 
 @triton.jit
-def _rows_of_chunk(
-    packed, dy, mimo_x, mimo_z, mimo_o, factor, rows, chunk, s, stride_s, dy_s, BACK: tl.constexpr, EVEN: tl.constexpr,
-    H: tl.constexpr, P: tl.constexpr, R: tl.constexpr, L: tl.constexpr,
-):  # fmt: skip
-    """Writes a chunk's rows of v, with BACK of g, and returns them times `factor`, [L R, P]. Pointers of a batch entry and head."""
-    single = tl.arange(0, L)[:, None, None]
-    rank = tl.arange(0, R)[None, :, None]
-    p = tl.arange(0, P)[None, None, :]
-    kind = rows.dtype.element_ty
-    token = chunk * L + single
-    ok = tl.full([L, 1, 1], True, tl.int1) if EVEN else token < s
-    # As many weights as there are values: a smaller load would lie in other threads.
-    weight = single * 0 + rank * P + p
-    at = packed + token.to(tl.int64) * stride_s + p
-    if BACK:
-        gate = tl.load(at, mask=ok, other=0.0).to(tl.float32)
-        row = tl.load(dy + token.to(tl.int64) * dy_s + p, mask=ok, other=0.0).to(tl.float32)
-        if R > 1:
-            gate = gate * tl.load(mimo_z + weight)
-            row = row * tl.load(mimo_o + weight)
-        row *= gate * tl.sigmoid(gate)
-    else:
-        row = tl.load(at + H * P, mask=ok, other=0.0).to(tl.float32)
-        if R > 1:
-            row = row * tl.load(mimo_x + weight)
-    row = row.to(kind)
-    tl.store(rows + tl.cast(chunk, tl.int64) * (L * R * P) + (single * (R * P) + weight), row, mask=ok)
-    return tl.reshape((row.to(tl.float32) * tl.load(factor + token, mask=ok, other=0.0)).to(kind), [L * R, P])
-
-
-@triton.jit
-def _turned_states_kernel(
-    plain, bias, cos, sin, packed, dy, mimo_x, mimo_z, mimo_o, factor, left, turned, rows, states,
-    s, stride_s, stride_b, dy_s, dy_b, BACK: tl.constexpr, EVEN: tl.constexpr,
-    H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr, R: tl.constexpr, A: tl.constexpr, L: tl.constexpr,
-):  # fmt: skip
-    """`_states_kernel` that makes what it reads, k and v or, with BACK, q and g, and writes them for the kernels to come."""
-    h = tl.program_id(0)
-    b = tl.program_id(1).to(tl.int64)
-    HALF: tl.constexpr = N // 2
-    of = b * H + h
-    kind = states.dtype.element_ty
-    single = tl.arange(0, L)[:, None, None]
-    column = tl.arange(0, HALF)
-    plain += (b * s * G + h // (H // G)) * (R * N)
-    bias += h * (R * N)
-    cos += of * s * A
-    sin += of * s * A
-    packed += b * stride_b + h * P
-    if BACK:
-        dy += b * dy_b + h * P
-    if R > 1:
-        mimo_x += h * (R * P)
-        mimo_z += h * (R * P)
-        mimo_o += h * (R * P)
-    turned += of * s * (R * N)
-    rows += of * s * (R * P)
-    factor += of * s
-    chunks = tl.cdiv(s, L)
-    left += of * chunks
-    at = (single * R + tl.arange(0, R)[None, :, None]) * N + column[None, None, :]
-    states += (b * chunks * H + h) * (P * N) + tl.arange(0, P)[:, None] * N + column[None, :]
-    low = tl.zeros([P, HALF], tl.float32)
-    high = tl.zeros([P, HALF], tl.float32)
-    # Rows are made one chunk ahead: what a loop carries may be a left operand in shared memory, and is not computed twice.
-    row = _rows_of_chunk(
-        packed, dy, mimo_x, mimo_z, mimo_o, factor, rows, chunks - 1 if BACK else 0, s, stride_s, dy_s, BACK, EVEN, H, P, R, L
-    )  # fmt: skip
-    for i in tl.range(chunks, disable_licm=True):
-        chunk = chunks - 1 - i if BACK else i
-        to = states + tl.cast(chunk, tl.int64) * (H * P * N)
-        tl.store(to, low.to(kind))
-        tl.store(to + HALF, high.to(kind))
-        known = tl.full([L, 1, 1], True, tl.int1) if EVEN else chunk * L + single < s
-        k_low, k_high = _turned_chunk(plain, bias, cos, sin, chunk, s, HALF, G, R, A, L, EVEN)
-        to = turned + tl.cast(chunk, tl.int64) * (L * R * N) + at
-        tl.store(to, k_low, mask=known)
-        tl.store(to + HALF, k_high, mask=known)
-        by = tl.load(left + chunk)
-        low = tl.dot(tl.trans(row), tl.reshape(k_low, [L * R, HALF]), low * by)
-        high = tl.dot(tl.trans(row), tl.reshape(k_high, [L * R, HALF]), high * by)
-        after = tl.maximum(chunk - 1, 0) if BACK else tl.minimum(chunk + 1, chunks - 1)
-        row = _rows_of_chunk(
-            packed, dy, mimo_x, mimo_z, mimo_o, factor, rows, after, s, stride_s, dy_s, BACK, EVEN, H, P, R, L
-        )  # fmt: skip
-
-
-@triton.jit
 def _between(c, token, ok, documents, s, PACKED: tl.constexpr, KEYS_FIRST: tl.constexpr = False):
     """[M, M]: the decay between a query and a key, 0 unless the key is earlier; and whether they are of one token.
     KEYS_FIRST: transposed, with keys in rows."""
@@ -961,8 +841,7 @@ def _both_ways(rows, state, by, scores, others, PRECISION: tl.constexpr):
 @triton.jit
 def _gradients_kernel(
     D, q, k, v, g, decay, now, scale, begun, until, left, states, d_states,
-    d_row, d_now, d_scale, ends, more_ends, d_D, documents, s,
-    TILE: tl.constexpr, EARLY: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
+    d_row, d_now, d_scale, ends, more_ends, d_D, documents, s, TILE: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
     H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, R: tl.constexpr, L: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Per chunk and head: gradients of D, steps and decays; those of q, k and v in the places of q, k and v, o in that of g."""
@@ -991,30 +870,25 @@ def _gradients_kernel(
     c, since, till = _row(decay + of * s, token, ok), _row(begun + of * s, token, ok), _row(until + of * s, token, ok)
     later, own = _row(scale + of * s, token, ok), _row(now + of * s, token, ok)
     if TILE == N:
-        state = _tile(states, p, every, tl.arange(0, N), N)
-    if EARLY:
         # Nothing else needs registers yet: they hold all that is on its way, and there is one wait instead of four.
+        state = _tile(states, p, every, tl.arange(0, N), N)
         d_state = _tile(d_states, p, every, tl.arange(0, N), N)
         query = _tile(q, row, ok, tl.arange(0, N), N)
         key = _tile(k, row, ok, tl.arange(0, N), N)
-        rows_v = _tile(v, row, ok, p, P)
-        rows_g = _tile(g, row, ok, p, P)
-    # The sum of state * d_state is the diagonal of a product: so neither has to be in registers. Without EARLY d_states are read
-    # again below: less lies in shared memory at once, in case that decides how many programs run.
+    rows_v = _tile(v, row, ok, p, P)
+    rows_g = _tile(g, row, ok, p, P)
+    # The sum of state * d_state is the diagonal of a product: so neither has to be in registers.
     end = tl.zeros([P], tl.float32)
     for first in tl.range(0, N, TILE, disable_licm=True):
         column = first + tl.arange(0, TILE)
         state_part = _tile(states, p, every, column, N) if TILE < N else state
-        d_state_part = d_state if EARLY else _tile(d_states, p, every, column, N)
+        d_state_part = _tile(d_states, p, every, column, N) if TILE < N else d_state
         products = tl.dot(state_part, tl.trans(d_state_part), input_precision=PRECISION)
         end += tl.sum(products * _diagonal(1.0, P), 1)
     tl.store(ends + of * chunks + chunk, tl.sum(end, 0) * tl.load(left + of * chunks + chunk))
 
     scores = tl.zeros([M, M], tl.float32)
     if TILE == N:
-        if not EARLY:
-            query = _tile(q, row, ok, tl.arange(0, N), N)
-            key = _tile(k, row, ok, tl.arange(0, N), N)
         scores = tl.dot(query, tl.trans(key), scores, input_precision=PRECISION)
     else:
         for first in tl.range(0, N, TILE, disable_licm=True):
@@ -1022,9 +896,6 @@ def _gradients_kernel(
             query_part = _tile(q, row, ok, column, N)
             key_part = _tile(k, row, ok, column, N)
             scores = tl.dot(query_part, tl.trans(key_part), scores, input_precision=PRECISION)
-    if not EARLY:
-        rows_v = _tile(v, row, ok, p, P)
-        rows_g = _tile(g, row, ok, p, P)
     d_scores = tl.dot(rows_g, tl.trans(rows_v), input_precision=PRECISION)
 
     between, same = _between(c, token, ok, documents, s, PACKED)
@@ -1055,14 +926,11 @@ def _gradients_kernel(
     o = tl.dot(scores, rows_v, o, input_precision=PRECISION)
     tl.store(g + at_p, o.to(kind), mask=ok[:, None])
     if TILE == N:
-        # Before d_states are read: less lies in shared memory at once.
         at = row[:, None] * N + tl.arange(0, N)[None, :]
         dq = _both_ways(rows_g, state, since, d_scores, key, PRECISION)
         tl.store(q + at, dq.to(kind), mask=ok[:, None])
 
     dv = tl.zeros([M, P], tl.float32)
-    if TILE == N and not EARLY:
-        d_state = _tile(d_states, p, every, tl.arange(0, N), N)
     for first in tl.range(0, N, TILE, disable_licm=True):
         column = first + tl.arange(0, TILE)
         if TILE < N:
