@@ -22,7 +22,7 @@ PROMPT = 10.0
 # causal_conv1d, TE and torch for routing, TE's and emerging_optimizers' optimizers, cuBLAS, CUTLASS and nvjet, TE's norms, torch's
 # pointwise kernels.
 RULES: dict[str, str] = {
-    "Mamba-3": r"^_(angles|bounds|gradients|keys|norm|output|rows|states|steps|turn|values)(_kernel|_backward)?$",
+    "Mamba-3": r"^_(angles|bounds|gradients|keys|norm|output|rows|states|steps|turn|values|walk)(_kernel|_backward)?$",
     "M2RNN": r"^_((conv|gate)_)?(forward|backward)(_pre|_x)?$",
     "residual streams": r"^_(read|write)_(forward|backward)$",
     "MLA": r"^_(ingress|keys_values|latent_norm|queries|rotate|split|total)",
@@ -36,13 +36,14 @@ RULES: dict[str, str] = {
         r"cross_entropy|softmax|nll|logsumexp|^triton_red_fused_(_to_copy_max|copy__exp)|"
         r"^triton_poi_fused_(copy__div|_to_copy_(arange|copy))"
     ),
+    # Before the next: names of grouped ones have its words.
+    "GEMM": r"gemm|nvjet|cutlass|cublas|xmma|wgmma|splitk|gemv|s16816|s1688|tensorop|matmul",
     "MoE permute, sort, router": (
         r"permut|sort|radix|bitonic|topk|top_k|router|moe|histc|bincount|histogram|cumsum|scan_|tensor_kernel_scan|gather|scatter|"
         r"index_(select|put|add|copy|kernel)|indexSelect|indexFunc|masked_|nonzero|flag|chunk_sort"
     ),
-    "GEMM": r"gemm|nvjet|cutlass|cublas|xmma|wgmma|splitk|gemv|s16816|s1688|tensorop|matmul",
     "norms": r"rmsnorm|layernorm|ln_(tma_)?(fwd|bwd)|norm_(fwd|bwd)|_norm_",
-    "gradient adds": r"CUDAFunctor_add|CUDAFunctorOnSelf_add|AddFunctor",
+    "gradient adds": r"^_add_kernel$|CUDAFunctor_add|CUDAFunctorOnSelf_add|AddFunctor",
     "FP8 casts": r"cast_|quantize|amax|fp8|transpose_kernel",
     "copies and fills": r"memcpy|memset|copy|fill|CatArray|transpose",
     "element-wise": r"^triton_|elementwise|relu|reduce_kernel|pointwise|unrolled|vectorized|dropout|act_",

@@ -1,6 +1,6 @@
 """The measured tables of docs/training.md: python benchmarks/tables.py
 
-Reads benchmarks/{throughput,full,stock,ladder,blocks,output_layer}_h200.json and receipts/, and writes each table between its marks.
+Reads benchmarks/{throughput,full,experts52,stock,ladder,blocks,output_layer}_h200.json and receipts/, and writes each table between its marks.
 Needs the package: how many layers of a kind the full model has stands in its plan.
 """
 
@@ -72,6 +72,11 @@ def kernels() -> Iterator[str]:
 def full() -> Iterator[str]:
     """The same at 52 layers on four GPUs, of the first rank (benchmarks/measure.py --profile)."""
     yield from by_kind({entry["name"]: entry["kernels"] for entry in read("full")})
+
+
+def one() -> Iterator[str]:
+    """Both stacks at 52 layers on one GPU, their experts multiplied one way and the other (benchmarks/measure.py --profile)."""
+    yield from by_kind({entry["name"]: entry["kernels"] for entry in read("experts52")})
 
 
 def by_kind(tables: dict[str, Any]) -> Iterator[str]:
@@ -258,7 +263,7 @@ def output_layer() -> Iterator[str]:
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
     text = DOCS.read_text()
-    for table in (throughput, kernels, full, stock, ladder, runs, blocks, long, without_logits, output_layer):
+    for table in (throughput, kernels, full, one, stock, ladder, runs, blocks, long, without_logits, output_layer):
         head, begin, rest = text.partition(f"<!-- begin: {table.__name__} -->\n")
         assert begin, f"docs/training.md has no place for {table.__name__}"
         _, end, tail = rest.partition("<!-- end -->")
