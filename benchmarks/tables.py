@@ -1,6 +1,7 @@
 """The measured tables of docs/training.md: python benchmarks/tables.py
 
-Reads benchmarks/{throughput,full,experts52,stock,ladder,blocks,output_layer}_h200.json and receipts/, and writes each table between its marks.
+Reads benchmarks/{throughput,full,experts52,stock,ladder,blocks,output_layer}_h200.json and receipts/,
+and writes each table between its marks.
 Needs the package: how many layers of a kind the full model has stands in its plan.
 """
 

@@ -148,8 +148,8 @@ class Asked(Exception):
         ("perplexity", "perplexity", "perplexity a b", "a b valid None 4 torch.bfloat16 cpu"),
         ("watch", "watch", "watch a b --tokenizer t --dataset s --until 6 --seconds 7 --device d", "a b t s d 6 7.0 _progress"),
         ("watch", "watch", "watch a b", "a b None None cpu None 20.0 _progress"),
-        ("check", "check", "check a b --length 3 --batch 2 --seed 5 --dtype fp32 --device d", "a b (2, 3) fp32 d"),
-        ("check", "check", "check a b", "a b (2, 128) bf16 cuda"),
+        ("check", "check", "check a b --length 3 --batch 2 --seed 5 --dtype fp32 --device d --plain", "a b (2, 3) fp32 d True"),
+        ("check", "check", "check a b", "a b (2, 128) bf16 cuda False"),
         ("evaluate", "evaluate", "evaluate a t,u.yaml --tokenizer k --shots 2 --limit 3 --batch 5 --dtype fp32 --device d",
          "a ['t', 'u.yaml'] k 2 3 5 torch.float32 d"),
         ("evaluate", "evaluate", "evaluate a t", "a ['t'] None None None 4 torch.bfloat16 cpu"),
@@ -169,10 +169,10 @@ def test_each_verb_hands_on_what_was_said(monkeypatch, module, function, line, w
     assert str(said.value) == wanted
 
 
-@pytest.mark.parametrize(("dtype", "kernels"), [("fp32", "naive"), ("bf16", "fused")])
-def test_one_device_holds_all_of_the_model(dtype, kernels):
+@pytest.mark.parametrize(("plain", "kernels"), [(True, "naive"), (False, "fused")])
+def test_one_device_holds_all_of_the_model(plain, kernels):
     plan = lowered("nam56r_fused").plan
-    alone = check.one_device(lowered("nam56r_fused"), dtype).plan
+    alone = check.one_device(lowered("nam56r_fused"), plain).plan
     assert (plan.recipe.world_size, alone.recipe.world_size) == (8, 1)
     assert [layer.kind for layer in alone.layers] == [layer.kind for layer in plan.layers] and "|" not in alone.pattern
     assert {alone.recipe.model.blocks.mla.kernels, alone.recipe.model.blocks.mamba3.kernels} == {kernels}

@@ -48,6 +48,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--length", type=count, default=128, help="tokens of a sequence (default: 128)")
     made.add_argument("--batch", type=count, default=2, help="sequences (default: 2)")
     made.add_argument("--seed", type=whole, default=0, help="of the tokens, which are random")
+    made.add_argument("--dataset", type=Path, metavar="FOLDER", help="its held-out text instead of random tokens")
+    made.add_argument(
+        "--plain", action="store_true", help="Megatron's side without our kernels, whose rounding bf16 shows"
+    )
     made.add_argument("--json", action="store_true", help="for programs")
     _where(made, "cuda")
     made = verb("perplexity", "The loss on a dataset that `nam_megatron.data` built.",
@@ -110,12 +114,15 @@ def _import(words: argparse.Namespace) -> int:
 def _check(words: argparse.Namespace) -> int:
     import torch
 
-    from nam_megatron.hf import check, export
+    from nam_megatron.hf import check, export, perplexity
 
     config = export.config_of(words.export)
-    generator = torch.Generator().manual_seed(words.seed)
-    tokens = torch.randint(0, config.vocab_size, (words.batch, words.length), generator=generator)
-    outcome = check.check(words.checkpoint, words.export, tokens, words.dtype, words.device)
+    if words.dataset:
+        tokens = perplexity.held_out(words.dataset, config.vocab_size, words.batch, words.length)
+    else:
+        generator = torch.Generator().manual_seed(words.seed)
+        tokens = torch.randint(0, config.vocab_size, (words.batch, words.length), generator=generator)
+    outcome = check.check(words.checkpoint, words.export, tokens, words.dtype, words.device, words.plain)
     if words.json:
         print(json.dumps(outcome.as_dict(), indent=1))
     else:

@@ -40,7 +40,7 @@ class Run:
     """logits [b, s, vocabulary]; layers: each layer's output [b, s, h]; ahead: the hidden states of the MTP depths. fp32, on the CPU.
 
     experts, keys: of each layer that chooses, what it chose: [b s, k] and [b, s, k]. otherwise: of a run that took another's choices, the
-    share of each layer's that it would not have made.
+    share of each layer's that it would not have made. own: each layer's output, had it got the other run's input.
     """
 
     logits: Tensor
@@ -49,13 +49,14 @@ class Run:
     experts: Sequence[Tensor] = ()
     keys: Sequence[Tensor] = ()
     otherwise: Sequence[float] = ()
+    own: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True)
 class Outcome:
     """cosine: the median over positions, and the least; kl: mean over positions; relative: largest difference over the largest
-    value. greedy: share of positions with the same best token. layers, ahead: relative, by layer and MTP depth. otherwise: the largest
-    share of one layer's experts or keys that the export would not have chosen.
+    value. greedy: share of positions with the same best token. layers, ahead: relative, by layer and MTP depth. own: of layers, each given
+    what Megatron's got. otherwise: the largest share of one layer's experts or keys that the export would not have chosen.
     """
 
     dtype: str
@@ -66,6 +67,7 @@ class Outcome:
     greedy: float
     layers: tuple[float, ...]
     ahead: tuple[float, ...]
+    own: tuple[float, ...]
     otherwise: float = 0.0
 
     @property
@@ -78,8 +80,9 @@ class Outcome:
         return {**asdict(self), "passed": self.passed}
 
 
-def check(checkpoint: Path, export: Path, tokens: Tensor, dtype: str, device: str) -> Outcome:
-    """Compare an export with the checkpoint it was made of. tokens: [b, s] on the CPU. Raises Refused."""
+def check(checkpoint: Path, export: Path, tokens: Tensor, dtype: str, device: str, plain: bool = False) -> Outcome:
+    """Compare an export with the checkpoint it was made of. tokens: [b, s] on the CPU. plain: our layers in plain torch on Megatron's
+    side, as in fp32 they always are, so that what their kernels round is left out. Raises Refused."""
     step = distributed.step_folder(checkpoint)
     lowering = load_plan(plan_of(checkpoint, step))
     raise_if(describe.objections(lowering.plan))
@@ -88,18 +91,28 @@ def check(checkpoint: Path, export: Path, tokens: Tensor, dtype: str, device: st
     if 0 < (learned := config["learned_positions"]) < tokens.size(1):
         said = f"{tokens.size(1)} tokens, and the model has learned {learned} positions"
         raise Refused(Problem(said, None, f"`--length {learned}` or less"))
-    theirs = megatron(one_device(lowering, dtype), step, tokens, dtype)
-    return compare(theirs, exported(export, tokens, dtype, device, theirs if dtype == "bf16" else None), dtype)
+    theirs = megatron(one_device(lowering, plain or dtype == "fp32"), step, tokens, dtype)
+    return compare(theirs, exported(export, tokens, dtype, device, theirs, follows=dtype == "bf16"), dtype)
 
 
-def exported(path: Path, tokens: Tensor, dtype: str, device: str, chosen: Run | None = None) -> Run:
-    """The export's side. chosen: whose choices it takes; its own without."""
-    model = open_model(path, DTYPES[dtype], device)
-    shares = follow(model, chosen) if chosen else []
+def exported(path: Path, tokens: Tensor, dtype: str, device: str, theirs: Run, follows: bool) -> Run:
+    """The export's side. follows: it takes their choices."""
+    model, tokens = open_model(path, DTYPES[dtype], device), tokens.to(device)
+    shares = follow(model, theirs) if follows else []
     with torch.no_grad():
-        out = model(tokens.to(device), output_hidden_states=True)
-        ahead = model(tokens.to(device), mtp=True, logits_to_keep=1).hidden_states if model.config.mtp_depths else ()
-    return replace(_kept(out.logits, out.hidden_states[1:], ahead), otherwise=shares)
+        out = model(tokens, output_hidden_states=True)
+        ahead = model(tokens, mtp=True, logits_to_keep=1).hidden_states if model.config.mtp_depths else ()
+        otherwise = tuple(shares)
+        for layer, before in zip(model.model.layers[1:], theirs.layers, strict=False):
+            layer.register_forward_pre_hook(partial(_given, before))
+        own = model(tokens, output_hidden_states=True, logits_to_keep=1).hidden_states[1:]
+    return replace(_kept(out.logits, out.hidden_states[1:], ahead), otherwise=otherwise, own=_moved(own))
+
+
+def _given(before: Tensor, layer: Any, words: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A layer's words with `before` as its input."""
+    x, *rest = words
+    return before.to(x), *rest
 
 
 def follow(model: Any, chosen: Run) -> list[float]:
@@ -126,7 +139,11 @@ def _taken(pick: Any, chosen: Tensor, shares: list[float], scores: Tensor, *firs
 
 
 def _kept(logits: Tensor, layers: Sequence[Tensor], ahead: Sequence[Tensor]) -> Run:
-    return Run(logits.float().cpu(), *(tuple(x.float().cpu() for x in group) for group in (layers, ahead)))
+    return Run(logits.float().cpu(), _moved(layers), _moved(ahead))
+
+
+def _moved(group: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(x.float().cpu() for x in group)
 
 
 def compare(a: Run, b: Run, dtype: str) -> Outcome:
@@ -144,6 +161,7 @@ def compare(a: Run, b: Run, dtype: str) -> Outcome:
         (x.argmax(-1) == y.argmax(-1)).float().mean().item(),
         tuple(_relative(*pair) for pair in zip(a.layers, b.layers, strict=True)),
         tuple(_relative(*pair) for pair in zip(a.ahead, b.ahead, strict=True)),
+        tuple(_relative(*pair) for pair in zip(a.layers, b.own, strict=True)),
         max(b.otherwise, default=0.0),
     )
 
@@ -159,23 +177,22 @@ def report(outcome: Outcome, kinds: list[str]) -> Iterator[str]:
     yield f"same best token at {100 * outcome.greedy:.2f} % of the positions"
     if outcome.dtype == "bf16":
         yield f"with the same experts and keys; of one layer's the export had chosen {100 * outcome.otherwise:.2f} % otherwise at most"
-    worst, before = 0, 0.0
-    for index, (kind, off) in enumerate(zip(kinds, outcome.layers, strict=True)):
-        yield f"  layer {index + 1:3d} {kind:10s} {off:.2e}"
-        if off - before > outcome.layers[worst] - (outcome.layers[worst - 1] if worst else 0):
-            worst = index
-        before = off
+    for index, (kind, off, own) in enumerate(zip(kinds, outcome.layers, outcome.own, strict=True), 1):
+        yield f"  layer {index:3d} {kind:10s} {off:.2e}  {own:.2e} by itself"
     for depth, off in enumerate(outcome.ahead, 1):
         yield f"  MTP {depth} {off:.2e}"
     if not outcome.passed:
+        worst = max(range(len(kinds)), key=outcome.own.__getitem__)
         yield f"they part most in layer {worst + 1} ({kinds[worst]})"
+        if outcome.dtype == "bf16":
+            yield "`--plain` leaves out what the kernels of our layers round, `--dataset FOLDER` asks about text instead of random tokens"
 
 
 # Megatron's side -----------------------------------------------------------------------------------------------------
 
 
-def one_device(lowering: Lowering, dtype: str) -> Lowering:
-    """The same model on one device. In fp32 our layers are the plain ones: their kernels are of bf16."""
+def one_device(lowering: Lowering, plain: bool) -> Lowering:
+    """The same model on one device. plain: without the kernels of our layers, which are of bf16."""
     tree = to_tree(lowering.plan.recipe)
     sizes = {key: 1 for key in tree["parallel"] if key != "sequence"}
     tree["parallel"] |= {**sizes, "sequence": False}
@@ -189,7 +206,7 @@ def one_device(lowering: Lowering, dtype: str) -> Lowering:
     for kind, key in (("mamba3", "head_pieces"), ("dsa", "query_pieces")):
         if blocks.get(kind):
             blocks[kind][key] = 1
-    if dtype == "fp32":
+    if plain:
         for keys in (*blocks.values(), tree["feature"].get("mhc")):
             if keys and keys.get("kernels") == "fused":
                 keys["kernels"] = "naive"

@@ -34,10 +34,10 @@ def perplexity(
     if split not in manifest.SPLITS:
         raise Refused(Problem(f"`{split}` is no split", None, f"there are: {', '.join(manifest.SPLITS)}"))
     loss, tokens, begin = 0.0, 0, time.monotonic()
-    for windows in _batches(dataset / split, model.config.max_position_embeddings + 1, most, batch):
+    for read in windows(dataset / split, model.config.max_position_embeddings + 1, most, batch):
         with torch.inference_mode():
-            logits = model(windows[:, :-1].to(device)).logits
-            labels = windows[:, 1:].to(device)
+            logits = model(read[:, :-1].to(device)).logits
+            labels = read[:, 1:].to(device)
             loss += F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum").item()
         tokens += labels.numel()
     if not tokens:
@@ -54,7 +54,23 @@ def perplexity(
     }
 
 
-def _batches(prefix: Path, length: int, most: int | None, batch: int) -> Iterator[torch.Tensor]:
+def held_out(dataset: Path, vocabulary: int, batch: int, length: int) -> torch.Tensor:
+    """int64 [batch, length] from the beginning of a dataset's held-out documents. Raises Refused."""
+    made = manifest.read(dataset)
+    raise_if([*manifest.damage(dataset, made, thorough=False), *manifest.misfit(made, vocabulary)])
+    read = next(windows(dataset / "valid", length, batch, batch), None)
+    if read is None or read.shape != (batch, length):
+        raise Refused(
+            Problem(
+                f"`{dataset / 'valid'}` has fewer than {batch} x {length} tokens",
+                None,
+                "a smaller `--length` or `--batch`",
+            )
+        )
+    return read
+
+
+def windows(prefix: Path, length: int, most: int | None, batch: int) -> Iterator[torch.Tensor]:
     """int64 [up to `batch`, length]; neighbouring windows share a token, so that all but the first are predicted."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
@@ -66,5 +82,6 @@ def _batches(prefix: Path, length: int, most: int | None, batch: int) -> Iterato
         return
     starts = [i * (length - 1) for i in range(count if most is None else min(count, most))]
     for first in range(0, len(starts), batch):
-        windows = [row[at : at + length].astype(np.int64) for at in starts[first : first + batch]]
-        yield torch.from_numpy(np.stack(windows))
+        yield torch.from_numpy(
+            np.stack([row[at : at + length].astype(np.int64) for at in starts[first : first + batch]])
+        )

@@ -39,7 +39,7 @@ class NamBridge(MegatronModelBridge):
         path = _folder(hf_pretrained)
         lowering = load_plan(path / PLAN)
         raise_if(export.differences(path, describe.config(lowering.plan)))
-        return container(check.one_device(lowering, "bf16")).model
+        return container(check.one_device(lowering, plain=False)).model
 
     def mapping_registry(self) -> Any:
         message = "there are no mappings by name: an export's tensors are joined of several"

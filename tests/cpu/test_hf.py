@@ -27,7 +27,7 @@ from nam_megatron.data import tokenizer
 from nam_megatron.errors import Refused
 from nam_megatron.generate import Options, decode
 from nam_megatron.hf import __main__ as command
-from nam_megatron.hf import check, describe, distributed, export, folder
+from nam_megatron.hf import check, describe, distributed, export, folder, perplexity
 from nam_megatron.hf.model.configuration_nam import NamConfig
 from nam_megatron.hf.model.modeling_nam import NamCache, NamForCausalLM
 from nam_megatron.hf.opened import open_model
@@ -228,7 +228,7 @@ def test_a_hundred_greedy_continuations_are_megatrons(made, name):
 
     def job():
         step = distributed.step_folder(checkpoint)
-        lowering = check.one_device(load_plan(checkpoint / "plan.json"), "fp32")
+        lowering = check.one_device(load_plan(checkpoint / "plan.json"), plain=True)
         check.rank_zero(lowering)
         model, tokens = check.built(lowering, step, "fp32"), prompts
         for _ in range(new):
@@ -267,6 +267,8 @@ def test_a_difference_is_found_and_placed(made, tmp_path):
         outcome = check.check(checkpoint, other, random(2, 32), "fp32", "cpu")
         assert not outcome.passed
         assert list(check.report(outcome, kinds))[-1] == "they part most in layer 4 (moe)"
+        own = [*outcome.own]
+        assert own.pop(3) > 1e-3 and max(own) <= 1e-5  # the others by themselves do not part
 
     in_megatron(job)
 
@@ -277,9 +279,11 @@ def test_another_choice_is_a_difference_though_the_export_takes_megatrons(made, 
     checkpoint, other, _ = altered(made, tmp_path / "hf", router, lambda weight: -weight)
 
     def job():
+        sides, compare = [], check.compare
+        check.compare = lambda theirs, *rest: sides.append(theirs) or compare(theirs, *rest)
         outcome = check.check(checkpoint, other, random(2, 32), "bf16", "cpu")
         assert outcome.otherwise > 0.3 and not outcome.passed
-        free = check.exported(other, random(2, 32), "bf16", "cpu")
+        free = check.exported(other, random(2, 32), "bf16", "cpu", *sides, follows=False)
         assert not free.otherwise and not free.experts
 
     in_megatron(job)
@@ -766,6 +770,13 @@ def test_perplexity_is_that_of_the_windows(spoken, words_of, tmp_path, capsys):
     assert found[1]["weights"] == json.loads((spoken[1] / folder.MANIFEST).read_text())["weights"]
     assert found[0]["tokens"] == 96
     assert found[0]["checkpoint"] == found[1]["checkpoint"] == checksums.whole(spoken[0] / "iter_0000003")
+
+    # What `check --dataset` asks about.
+    text = perplexity.held_out(tmp_path / "set", model.config.vocab_size, 2, 16)
+    assert torch.equal(text, torch.stack([row[:16], row[15:31]]))
+    asked = ["check", *map(str, spoken), "--dataset", str(tmp_path / "set"), "--length", "99999", "--device", "cpu"]
+    assert command.main(asked) == 2
+    assert "fewer than 2 x 99999 tokens" in capsys.readouterr().err
 
     watched = ["watch", str(spoken[0]), str(tmp_path / "steps"), "--dataset", str(tmp_path / "set"), "--until", "3"]
     assert command.main([*watched, "--tokenizer", str(words_of / "large")]) == 0
