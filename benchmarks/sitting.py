@@ -61,6 +61,8 @@ JOBS = {
     # The same model: kernels that have changed since they were last on a GPU, then layouts.
     "kernels_dsa": Job(1, 2, GPU_TEST % "test_dsa.py", gib=40),
     "kernels_mhc": Job(1, 2, GPU_TEST % "test_mhc.py", gib=40),
+    "kernels_moe": Job(1, 1, GPU_TEST % "test_moe.py", gib=20),
+    "kernels_mamba3": Job(1, 2, GPU_TEST % "test_mamba3.py", gib=40),
     "prove_author": Job(
         1, 8,
         PROVE % ("author", "nam56r_fused") + ' --with "cluster=h200_1 +overlay=long" --with "cluster=h200_1 precision.deterministic=true"',
@@ -99,6 +101,13 @@ JOBS = {
         "benchmarks/measure.py --out {out}/deterministic.json --data {data} fused13 fused13_deterministic author13 author13_deterministic",
         "data",
     ),
+    # The scan's kernels one by one, of both ranks, and whole steps at full depth on one GPU.
+    "mamba3": Job(1, 4, "benchmarks/mamba3.py --out {out}/mamba3.json --only scan --seconds 200"),
+    "full": Job(
+        1, 8,
+        "benchmarks/measure.py --profile --out {out}/full.json --data {data} author52_one_torch author52_one native52_one_torch",
+        "data",
+    ),
     # Ours and Megatron's default stack over 1,000 steps; three seeds are three jobs.
     **{
         f"stock_{seed}": Job(
@@ -111,7 +120,7 @@ JOBS = {
     },
     # Checkpoints and other people's trainers.
     "trained": Job(
-        1, 12, "benchmarks/trained.py {out}/trained --data {data} --json {out}/trained.json schedule.global_batch_size=8", "data", gib=55
+        1, 15, "benchmarks/trained.py {out}/trained --data {data} --json {out}/trained.json schedule.global_batch_size=8", "data", gib=55
     ),
     "export": Job(1, 6, GPU_TEST % "test_hf.py", gib=20),
     "adapters": Job(1, 5, GPU_TEST % "test_nemo_lora.py", gib=20),
@@ -120,21 +129,25 @@ JOBS = {
         1, 5, "benchmarks/nemo.py --out {out}/resumed.json --logs {out}/resumed --data {data} smoke_resumed author13_resumed", "data",
         gib=60,
     ),
-    # NAM52's and NAM52R's presets at full depth, 100 steps, with receipts.
+    # Presets at full depth, 100 steps, with receipts.
     **{
         f"receipt_{name}": Job(
-            1, 5,
-            f"-m launch run conf={preset} +overlay=fused cluster=h200_bare cluster.gpus_per_node=1 'cluster.waivers.limits=a borrowed host'"
+            1, minutes,
+            f"-m launch run conf={preset} cluster=h200_bare cluster.gpus_per_node=1 'cluster.waivers.limits=a borrowed host'"
             " 'cluster.waivers.storage=a borrowed host' cluster.storage.receipts={out}/receipts cluster.storage.scratch={out}/scratch"
-            " revision={revision} data=built data.path={data} schedule.micro_batch_size=2 schedule.global_batch_size=4"
-            " schedule.train_steps=100 schedule.decay_steps=100",
+            " revision={revision} data=built data.path={data} schedule.train_steps=100 schedule.decay_steps=100"
+            f" schedule.micro_batch_size={micro} schedule.global_batch_size={batch}",
             "data",
         )
-        for name, preset in {
-            "sparse": "nam52_h200_sparse_8_11_ref_v1", "prod": "nam52r_h200_prod_candidate_v1",
-            "4full": "nam52r_h200_4full_9sparse_candidate_v1", "moe": "nam52_h200_moe_no_dsa_ref_v1",
-            "streams": "nam52_h200_dense_ref_v1", "plain": "nam52_h200_dense_no_mhc_recovery_v1",
-        }.items()
+        for name, preset, micro, batch, minutes in (
+            ("author", "nam56r_fused", 2, 16, 9), ("native", "nam56r_native_dp_fused", 4, 16, 6),
+            ("sparse", "nam52_h200_sparse_8_11_ref_v1 +overlay=fused", 2, 4, 5),
+            ("prod", "nam52r_h200_prod_candidate_v1 +overlay=fused", 2, 4, 5),
+            ("4full", "nam52r_h200_4full_9sparse_candidate_v1 +overlay=fused", 2, 4, 5),
+            ("moe", "nam52_h200_moe_no_dsa_ref_v1 +overlay=fused", 2, 4, 5),
+            ("streams", "nam52_h200_dense_ref_v1 +overlay=fused", 2, 4, 5),
+            ("plain", "nam52_h200_dense_no_mhc_recovery_v1 +overlay=fused", 2, 4, 5),
+        )
     },
 }  # fmt: skip
 
