@@ -13,7 +13,10 @@ from nam_megatron.setting import Config
 
 NAME = "manifest.json"
 SPLITS = ("train", "valid")
-TOKENIZER = "tokenizer"  # the folder of the dataset that holds its tokenizer
+TOKENIZER, TOKENS = (
+    "tokenizer",
+    "tokenizer.json",
+)  # the folder of the dataset that holds its tokenizer, and the file of that
 BUILD = "`python -m nam_megatron.data build` writes one"
 
 

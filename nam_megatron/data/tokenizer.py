@@ -9,13 +9,14 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from nam_megatron.data.manifest import TOKENS
 from nam_megatron.errors import Problem, Refused
 
 END = "<|endoftext|>"
 # The names that conf/feature/fim.yaml expects. One token pads all: Megatron takes the tokenizer's padding out of the loss.
 PAD = "<fim_pad>"
 SPECIAL = (END, "<fim_prefix>", "<fim_middle>", "<fim_suffix>", PAD)
-FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
+FILE, CONFIG = TOKENS, "tokenizer_config.json"
 
 
 def train(texts: Iterable[str], entries: int, progress: bool) -> Tokenizer:

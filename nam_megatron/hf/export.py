@@ -114,6 +114,10 @@ def load(export: Path, plan: Path, out: Path, say: Say) -> None:
         parts = {key: value for tensor in tensors for key, value in folder.cut(tensor, read(tensor))}
         say(f"{len(parts)} tensors, {sum(v.nbytes for v in parts.values()) / 1e9:.2f} GB")
         distributed.write(part, parts, lowering)
+        if (export / tokenizer.FILE).is_file():
+            (part / dataset.TOKENIZER).mkdir()
+            for name in (tokenizer.FILE, tokenizer.CONFIG):
+                shutil.copyfile(export / name, part / dataset.TOKENIZER / name)
         part.rename(out)
     finally:
         shutil.rmtree(part, ignore_errors=True)

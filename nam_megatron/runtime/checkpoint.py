@@ -1,7 +1,8 @@
 """What stands beside a checkpoint, and whether a plan may go on from it (torch side).
 
 Megatron's checkpoint folder holds `latest_checkpointed_iteration.txt` and a folder for each step saved. Beside them the trainer writes
-`plan.json` and, for a built dataset, `data.json`, its manifest: what computed these weights.
+`plan.json` and, for a built dataset, `data.json`, its manifest: what computed these weights. Beside imported weights lies the tokenizer
+that was exported with them, if one was.
 """
 
 import io
@@ -22,6 +23,7 @@ from nam_megatron.data import manifest
 from nam_megatron.errors import Problem, Refused
 from nam_megatron.features.names import FEATURES
 from nam_megatron.lower import Lowering
+from nam_megatron.recipe.data import Data
 from nam_megatron.runtime import checksums
 from nam_megatron.tracker import RELEASE, TRACKER
 
@@ -91,6 +93,7 @@ def another(folder: Path, lowering: Lowering) -> Iterator[Problem]:
             message = "Megatron-FSDP reads no imported weights"
             yield Problem(message, "feature.megatron_fsdp.enabled", "set it to false")
         yield from computation.another_model(before, after)
+        yield from another_tokenizer(folder, lowering.plan.recipe.data)
         return
     built = {"before": before["recipe"]["data"].get("name"), "after": lowering.plan.recipe.data.name}
     for d in computation.differences(before, after):
@@ -105,6 +108,25 @@ def another(folder: Path, lowering: Lowering) -> Iterator[Problem]:
             yield Problem(
                 f"the checkpoint has `{d.key}` {_shown(d.before)}, and the plan {_shown(d.after)}", d.key, _hint(d.key)
             )
+
+
+def another_tokenizer(folder: Path, data: Data) -> Iterator[Problem]:
+    """Where imported weights have learned other tokens than those of the data, as far as both are known."""
+    known = data.built / manifest.TOKENIZER if data.built else data.tokenizer and Path(data.tokenizer)
+    ours, theirs = (_tokens(at / manifest.TOKENS) if at else None for at in (folder / manifest.TOKENIZER, known))
+    if ours and theirs and ours != theirs:
+        at = folder / manifest.TOKENIZER
+        message = f"the data's tokenizer, `{known}`, is another than that of the weights, `{at}`"
+        hint = f"build the dataset with `--tokenizer {at}`; or, if other tokens are meant, take that folder away"
+        yield Problem(message, "data.path" if data.built else "data.tokenizer", hint)
+
+
+def _tokens(path: Path) -> dict[str, Any] | None:
+    """What a tokenizer's file says, however it is laid out; None where there is none, or it cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def weights_alone(folder: Path) -> bool:

@@ -34,6 +34,7 @@ from nam_megatron.hf.opened import open_model
 from nam_megatron.lower import Lowering, translate
 from nam_megatron.prove import cut
 from nam_megatron.recipe import from_tree, load, to_tree
+from nam_megatron.runtime import checkpoint as beside
 from nam_megatron.runtime import checksums
 
 AT = "model.blocks."
@@ -747,6 +748,48 @@ def test_another_tokenizer_is_refused(spoken, words_of, tmp_path, prompts, capsy
     tokenizer.save(tokenizer.train(TEXTS, 262, progress=False), tmp_path / "other")
     shutil.copyfile(tmp_path / "other" / tokenizer.FILE, tmp_path / "hf" / tokenizer.FILE)
     assert f"`{tmp_path}/hf/tokenizer.json`" in refusal(tmp_path / "hf", capsys)
+
+
+def test_imported_weights_know_their_tokenizer(spoken, words_of, tmp_path):
+    """However its file is laid out; another of the same size is told, and weights exported without one ask nothing."""
+    from nam_megatron.data import __main__ as data
+
+    export.load(spoken[1], spoken[0] / "plan.json", tmp_path / "again", lambda text: None)
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
+    shutil.copytree(words_of / "large", tmp_path / "other")
+    swapped = json.loads((tmp_path / "other" / tokenizer.FILE).read_text())
+    ids = swapped["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    (tmp_path / "other" / tokenizer.FILE).write_text(json.dumps(swapped))
+    for name, tokens in (("same", words_of / "large"), ("else", tmp_path / "other")):
+        words = [
+            "build",
+            tmp_path / name,
+            tmp_path / "t.jsonl",
+            "--tokenizer",
+            tokens,
+            "--valid",
+            "0.2",
+            "--workers",
+            1,
+        ]
+        assert data.main([str(w) for w in words]) == 0
+
+    def found(*words: str) -> list[str]:
+        begins = (*SMALL, *STEPS, "model.vocab_size=264", "cluster=h200_1", f"schedule.load={tmp_path}/again", *words)
+        begins += (f"schedule.save={tmp_path}/on",)
+        lowering = translate(load("nam56r_smoke", begins))
+        return [f"{p.key}: {p.message}" for p in beside.objections(lowering, thorough=False)]
+
+    laid_out = tmp_path / "again" / "tokenizer" / tokenizer.FILE
+    laid_out.write_text(json.dumps(json.loads(laid_out.read_text()), indent=7))
+    assert not found("data=built", f"data.path={tmp_path}/same")
+    (told,) = found("data=built", f"data.path={tmp_path}/else")
+    assert told.startswith(
+        f"data.path: the data's tokenizer, `{tmp_path}/else/tokenizer`, is another than that of the weights"
+    )
+    shutil.rmtree(laid_out.parent)
+    assert not found("data=built", f"data.path={tmp_path}/else")
 
 
 def test_perplexity_is_that_of_the_windows(spoken, words_of, tmp_path, capsys):
