@@ -126,7 +126,13 @@ class Attention(Block):
 
     def check(self, plan: "Plan") -> Iterator[Problem]:
         heads, tensor = plan.recipe.model.num_attention_heads, plan.recipe.parallel.tensor
-        yield from divides("model.num_attention_heads", heads, self.query_groups, "attention heads", "query_groups")
+        yield from divides(
+            "model.num_attention_heads",
+            heads,
+            self.query_groups,
+            "attention heads",
+            "model.blocks.attention.query_groups",
+        )
         if self.query_groups % tensor and tensor % self.query_groups:
             yield Problem(
                 f"{self.query_groups} query groups are neither a multiple nor a divisor of tensor parallel size {tensor}",
