@@ -5,6 +5,7 @@ import contextlib
 import importlib
 import itertools
 import pkgutil
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -612,6 +613,8 @@ REFUSALS = [
     ("nam56r_native_dp_fp8", ON_GPU, EXPERT_GEMM, "no FP8"),
     (NATIVE, ON_GPU | {"feature.megatron_fsdp.enabled": True}, EXPERT_GEMM, "keeps hold of them"),
     (NATIVE, ON_GPU | {"model.blocks.moe.expert_hidden_size": 900}, EXPERT_GEMM, "900 is not a multiple of 8"),
+    (NATIVE, ON_GPU | {"model.blocks.moe.experts": 1024}, EXPERT_GEMM, "fewer than 1,024 experts, not 1,024"),
+    (NATIVE, ON_GPU | {"parallel.expert": 2}, "model.blocks.moe.dispatcher", "the experts are on several GPUs"),
     (NATIVE, LOCAL | {"parallel.expert": 2}, "model.blocks.moe.dispatcher", "the experts are on several GPUs"),
     (NATIVE, LOCAL | {"parallel.expert_tensor": 2}, "model.blocks.moe.dispatcher", "the experts are on several GPUs"),
     (NATIVE, LOCAL | {"model.blocks.moe.capacity_factor": 1.0}, "model.blocks.moe.dispatcher", "drops nothing"),
@@ -812,6 +815,17 @@ def test_refusal(case):
         translated(base, changes)
     found = [p for p in error.value.problems if p.key == key and part in p.message]
     assert len(found) == 1, error.value.problems
+
+
+@pytest.mark.parametrize("gemm", ["transformer_engine", "torch"])
+@pytest.mark.parametrize("change", [{"parallel.expert": 2}, {"model.blocks.moe.latent_size": 512}], ids=str)
+def test_the_local_dispatchers_hint_is_all_there_is_to_do(change, gemm):
+    changes = LOCAL | {EXPERT_GEMM: gemm} | change
+    with pytest.raises(Refused) as error:
+        translated(NATIVE, changes)
+    (problem,) = error.value.problems
+    said = dict(word.split("=") for word in re.findall(r"`([^`]+=[^`]+)`", problem.hint))
+    assert translated(NATIVE, changes | said)
 
 
 def sources():

@@ -210,29 +210,30 @@ class Moe(Block):
             message = "Megatron's weighed SwiGLU of experts takes no bias, and stops in the first step"
             yield Problem(message, "model.linear_bias", "set it to false, or choose another `model.activation`")
         if self.dispatcher == "local":
+            # torch's grouped GEMM goes with this dispatcher alone: one hint for both keys.
+            beside = f" and `{at}expert_gemm=transformer_engine`" if self.expert_gemm == "torch" else ""
+            other = f"set `{at}dispatcher=alltoall`{beside}"
             if p.expert * p.expert_tensor > 1:
                 yield Problem(
-                    "the local dispatcher sends nothing, and the experts are on several GPUs",
-                    at + "dispatcher",
-                    f"set `{at}dispatcher=alltoall`",
+                    "the local dispatcher sends nothing, and the experts are on several GPUs", at + "dispatcher", other
                 )
             if self.latent_size:
                 yield Problem(
                     "the local dispatcher runs the shared expert between the projections to the latent and back",
                     at + "dispatcher",
-                    f"set `{at}dispatcher=alltoall`",
+                    other,
                 )
             if self.capacity_factor is not None:
                 yield Problem(
                     "the local dispatcher drops nothing, and a capacity factor does",
                     at + "dispatcher",
-                    f"set `{at}dispatcher=alltoall`, or `{at}capacity_factor=null`",
+                    f"{other}, or `{at}capacity_factor=null`",
                 )
             if (graphs := plan.recipe.feature.cuda_graphs) and "moe_router" in graphs.modules:
                 yield Problem(
                     "a graph of the router has to end with the shared expert's output, which the local dispatcher leaves for later",
                     at + "dispatcher",
-                    "leave `moe_router` out of `feature.cuda_graphs.modules`, or set another dispatcher",
+                    f"leave `moe_router` out of `feature.cuda_graphs.modules`, or {other}",
                 )
         if self.expert_gemm == "torch":
             yield from self._on_gpu(plan, at + "expert_gemm")
@@ -280,6 +281,9 @@ class Moe(Block):
             yield Problem("torch's grouped GEMM has no FP8 of this kind", key, back)
         if feature.megatron_fsdp:
             message = "an FSDP takes weights away between the passes, and torch's grouped GEMM keeps hold of them"
+            yield Problem(message, key, back)
+        if self.experts >= 1024:
+            message = f"torch's grouped GEMM (2.11) multiplies fewer than 1,024 experts, not {self.experts:,}"
             yield Problem(message, key, back)
         for width in (plan.recipe.model.hidden_size, self.expert_hidden_size):
             if width % 8:
