@@ -146,6 +146,15 @@ def test_the_fused_activation_keeps_the_unweighed_one_no_more():
     assert plain["activations", "moe"] - fused["activations", "moe"] == 2 * rows * width * layers
 
 
+def test_only_transformer_engines_grouped_gemm_has_a_workspace():
+    """Measured 141 MB apart (benchmarks/measured_h200.json: native52_one and native52_one_torch, steady)."""
+    peak = {}
+    for gemm in ("transformer_engine", "torch"):
+        words = ("cluster=h200_1", "schedule.global_batch_size=16", f"model.blocks.moe.expert_gemm={gemm}")
+        peak[gemm] = budget(lowered("nam56r_native_dp_fused", *words).plan).worst.moments["steady"].allocated
+    assert peak["transformer_engine"] - peak["torch"] == pytest.approx(134e6, rel=0.01)
+
+
 def test_dispatch_counts_do_not_grow_with_tokens_or_tensor_ranks():
     def counts(*overrides):
         lines = budget(plan_of("nam56r_nemo_native", *overrides)).stages[0].steady.lines
