@@ -162,6 +162,7 @@ NOT_ON_A_CPU = {"muon": "Megatron's Muon, in bf16 alone,"}
 CPU_STANDS_IN = (
     "precision.params: fp32 in place of bf16",
     "Transformer Engine's linear layers, norms, attention and grouped GEMM: plain torch of the same parameters and sharding",
+    "torch's grouped GEMM of a GPU: its form for a CPU",
     "NCCL, streams and their overlap: gloo",
 )
 

@@ -380,6 +380,13 @@ def test_torchs_grouped_gemm_trains_what_transformer_engines_does(layout, monkey
     torch.testing.assert_close(found.gradients, expected.gradients, rtol=1e-4, atol=1e-6)
 
 
+def test_a_gpu_on_which_torch_would_wait_for_counts_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, told in (((9, 0), []), ((8, 0), ["this one has 8.0"])):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
+        assert [p.message.rpartition(", and ")[2] for p in on_gpu.unserved()] == told
+
+
 def test_gradients_of_experts_are_added_to_the_buffers_once():
     """Of two microbatches, whether Megatron's hooks add them or, as under fused accumulation, the layers."""
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from nam_megatron.plan import Layer, Plan
 
 ENTRIES = 2  # of the batch, that the fused kernels take at once, to bound what they hold
+WALK = 224  # heads of all sequences, from which the forward pass is one walk: timed on an H200 at rank 4 alone
 
 
 class Mamba3(Block):
@@ -176,9 +177,13 @@ class Mamba3(Block):
             return
         z = self._sizes(z)
         prepared = "(4 T G r ns + 4 T nh a + 12 T nh) / (t hp)"
+        walk = (self.head_dim, self.state_dim, self.mimo_rank, self.chunk) == (64, 128, 4, 16)
+        walk &= self.heads * z["b"] >= WALK * z["t"] * z["cp"] * self.head_pieces
         operands = "(4 E r nh ns + 2 E r di + 12 E nh) / (t hp)"
         forward = f"{operands} + 2 E di ns / (L t hp) + {prepared} + 2 Ts h"
         why = "turned q and k, v; chunk states; normed B and C, cos and sin, steps; the output"
+        if walk:
+            forward, why = f"12 T nh / (t hp) + {prepared} + 2 Ts h", "normed B and C, cos and sin, steps; the output"
         yield z.line("forward", forward, why, mark=UNMEASURED)
         # The last term: partial sums of the biases' gradients over 32 rows, of the rank weights' over 512; the others are small.
         sums = "T nh r r (ns / 4 + 3 P / 128) / (t hp)"

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nam_megatron.blocks.mamba3.block import ENTRIES
+from nam_megatron.blocks.mamba3.block import ENTRIES, WALK
 from nam_megatron.blocks.mamba3.naive import Shape, State, Weights, turn
 from nam_megatron.blocks.mamba3.prepare import Prepared, Raw, offsets, packed_gradients
 
@@ -58,7 +58,7 @@ class Launch(NamedTuple):
 
 def launch_of(shape: Shape) -> Launch:
     """As they are started in training: what has been timed on an H200, and other ranks have not been in a walk."""
-    return Launch(walk=224 if shape.rank == 4 else 0)
+    return Launch(walk=WALK if shape.rank == 4 else 0)
 
 
 class Operands(NamedTuple):

@@ -386,6 +386,9 @@ class Moe(Block):
         if self.expert_gemm == "torch":
             why = "a microbatch's gradients of the first projection, before they are added"
             yield z.line("backward", "2 E u f h", why, bucket=ROUTING, mark=UNMEASURED)
+            if not z.plan.recipe.feature.distributed_optimizer:
+                why = "weights of a projection, which lie in order only in a sharded optimizer's buffer"
+                yield z.line("forward", "2 E u f h", why, bucket=ROUTING, mark=UNMEASURED)
 
     def flops(self, z: Sizes, layer: "Layer | None") -> Iterator[Work]:
         z = self._sizes(z)

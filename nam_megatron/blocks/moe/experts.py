@@ -5,7 +5,7 @@ done: once a layer and microbatch the GPU runs out of work. `torch.nn.functional
 lie on the GPU. Transformer Engine's modules go on owning the parameters: names, checkpoints, hooks and gradients' buffers are the same.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
@@ -16,6 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nam_megatron.errors import Problem
+
+SERVED = (9, 0), (10, 0)  # compute capabilities; aten/src/ATen/native/cuda/GroupedBlas.cpp of torch 2.11
 ADDED = 4096  # elements of a program that adds gradients
 
 
@@ -32,6 +35,14 @@ class Ends(NamedTuple):
     def tolist(self) -> Tensor:
         """What Megatron asks counts for (TEGroupedMLP.forward, 0.19.2), and gives to both projections."""
         return self.ends
+
+
+def unserved() -> Iterator[Problem]:
+    """A GPU on which torch would multiply expert by expert, and wait for the counts."""
+    if torch.cuda.is_available() and (found := torch.cuda.get_device_capability()) not in SERVED:
+        message = f"torch's grouped GEMM reads counts on GPUs of capability 9.0 and 10.0, and this one has {'.'.join(map(str, found))}"
+        key = "model.blocks.moe.expert_gemm"
+        yield Problem(message, key, f"set `{key}=transformer_engine`")
 
 
 def keep_counts_on_gpu(experts: torch.nn.Module, accumulate: bool) -> None:

@@ -21,7 +21,8 @@ from megatron.core.transformer.transformer_layer import MoETransformerLayer, Tra
 from torch import Tensor
 
 from nam_megatron.blocks.moe.block import Moe
-from nam_megatron.blocks.moe.experts import Ends, keep_counts_on_gpu
+from nam_megatron.blocks.moe.experts import Ends, keep_counts_on_gpu, unserved
+from nam_megatron.errors import raise_if
 from nam_megatron.runtime.stack import NO_ATTENTION, NO_CROSS
 
 # Used only with --use-te-activation-func; a backend without TE has none.
@@ -90,6 +91,7 @@ class LocalMoELayer(MoELayer):
         )
         self.token_dispatcher.on_gpu = on_gpu
         if on_gpu:
+            raise_if(unserved())
             keep_counts_on_gpu(self.experts, self.config.gradient_accumulation_fusion)
         self.shared_output: Tensor | None = None
 
