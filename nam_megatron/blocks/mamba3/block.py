@@ -21,7 +21,16 @@ if TYPE_CHECKING:
     from nam_megatron.plan import Layer, Plan
 
 ENTRIES = 2  # of the batch, that the fused kernels take at once, to bound what they hold
-WALK = 224  # heads of all sequences, from which the forward pass is one walk: timed on an H200 at rank 4 alone
+
+
+def walk_from(rank: int) -> int:
+    """Heads of all sequences from which the forward pass is one walk; 0: never. Timed on an H200 at rank 4 alone."""
+    return 224 if rank == 4 else 0
+
+
+def walkable(head_dim: int, state_dim: int, rank: int, chunk: int) -> bool:
+    """Whether a walk's tiles are those of `wgmma`, 64 rows a chunk and each operand 64 columns, and ranks few."""
+    return (head_dim, state_dim, rank * chunk) == (64, 128, 64) and rank in (1, 2, 4)
 
 
 class Mamba3(Block):
@@ -177,8 +186,8 @@ class Mamba3(Block):
             return
         z = self._sizes(z)
         prepared = "(4 T G r ns + 4 T nh a + 12 T nh) / (t hp)"
-        walk = (self.head_dim, self.state_dim, self.mimo_rank, self.chunk) == (64, 128, 4, 16)
-        walk &= self.heads * z["b"] >= WALK * z["t"] * z["cp"] * self.head_pieces
+        walk = walkable(self.head_dim, self.state_dim, self.mimo_rank, self.chunk)
+        walk &= 0 < walk_from(self.mimo_rank) * z["t"] * z["cp"] * self.head_pieces <= self.heads * z["b"]
         operands = "(4 E r nh ns + 2 E r di + 12 E nh) / (t hp)"
         forward = f"{operands} + 2 E di ns / (L t hp) + {prepared} + 2 Ts h"
         why = "turned q and k, v; chunk states; normed B and C, cos and sin, steps; the output"

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nam_megatron.blocks.mamba3.block import ENTRIES, WALK
+from nam_megatron.blocks.mamba3.block import ENTRIES, walk_from, walkable
 from nam_megatron.blocks.mamba3.naive import Shape, State, Weights, turn
 from nam_megatron.blocks.mamba3.prepare import Prepared, Raw, offsets, packed_gradients
 
@@ -57,8 +57,8 @@ class Launch(NamedTuple):
 
 
 def launch_of(shape: Shape) -> Launch:
-    """As they are started in training: what has been timed on an H200, and other ranks have not been in a walk."""
-    return Launch(walk=WALK if shape.rank == 4 else 0)
+    """As they are started in training."""
+    return Launch(walk=walk_from(shape.rank))
 
 
 class Operands(NamedTuple):
@@ -238,9 +238,9 @@ def _bounds(prepared: Prepared, shape: Shape, chunk: int, documents: Tensor | No
 
 
 def _walks(packed: Tensor, shape: Shape, chunk: int, least: int) -> bool:
-    """Whether a walk along the chunks does what several kernels do elsewhere: where its tiles are those of `wgmma` (64 rows a chunk,
-    each operand 64 columns of 16 bits), ranks are few, and heads, which are all the programs there are, not fewer than `least`."""
-    tiles = (shape.head_dim, shape.state_dim, shape.rank * chunk) == (64, 128, 64) and shape.rank in (1, 2, 4)
+    """Whether a walk along the chunks does what several kernels do elsewhere: where its tiles serve 16 bits, and heads, which are all the
+    programs there are, are not fewer than `least`."""
+    tiles = walkable(shape.head_dim, shape.state_dim, shape.rank, chunk)
     return tiles and packed.dtype != torch.float32 and 0 < least <= packed.size(1) * shape.heads
 
 
