@@ -46,6 +46,8 @@ ROUTER, ALLGATHER = f"{MOE}router_fusion=true", f"{MOE}dispatcher=allgather"
 FUSED = (WGRAD, OURS, PERMUTE, ROUTER)
 MODULES = "feature.cuda_graphs.modules="
 GRAPHS = ("feature.cuda_graphs.impl=transformer_engine", f"{MODULES}[attn,mamba,moe_router,moe_preprocess]")
+# From the third step on all of a step but the update is one graph.
+WHOLE = ("feature.cuda_graphs.impl=full_iteration", "feature.cuda_graphs.warmup_steps=2")
 EAGER = ("feature.cuda_graphs.impl=none",)
 FULL = ("feature.recompute.granularity=full", "feature.recompute.method=uniform", "feature.recompute.layers=1")
 DETERMINISTIC = "precision.deterministic=true"
@@ -96,9 +98,13 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "native52_one_torch": ("nam56r_native_dp_fused", (*FULL_ONE, f"{EXPERTS}torch")),
     "author52_one": ("nam56r_fused", (*FULL_ONE, MBS2, f"{EXPERTS}transformer_engine")),
     "author52_one_torch": ("nam56r_fused", (*FULL_ONE, MBS2, f"{EXPERTS}torch")),
+    "native52_one_whole": ("nam56r_native_dp_fused", (*FULL_ONE, *WHOLE)),
+    "author52_one_whole": ("nam56r_fused", (*FULL_ONE, MBS2, *WHOLE)),
     "fused13": ("nam56r_native_dp_fused", ONE),
+    "fused13_whole": ("nam56r_native_dp_fused", (*ONE, *WHOLE)),
     "fused13_deterministic": ("nam56r_native_dp_fused", (*ONE, DETERMINISTIC)),
     "author13": ("nam56r_fused", AUTHOR13),
+    "author13_whole": ("nam56r_fused", (*AUTHOR13, *WHOLE)),
     "author13_deterministic": ("nam56r_fused", (*AUTHOR13, DETERMINISTIC)),
     "author52_32k": ("nam56r_fused", ("cluster=h200_1", *LONG, *FULL)),
     "author52_32k_pieces": ("nam56r_fused", ("cluster=h200_1", *LONG, "+overlay=long")),

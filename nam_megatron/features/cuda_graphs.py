@@ -1,7 +1,7 @@
-"""CUDA graphs per layer part: Megatron's --cuda-graph-impl and --cuda-graph-modules, always both."""
+"""CUDA graphs of parts of layers, or one of all microbatches of a step: Megatron's --cuda-graph-impl and --cuda-graph-modules."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import NonNegativeInt
 
@@ -15,19 +15,24 @@ if TYPE_CHECKING:
     from nam_megatron.plan import Plan
 
 LAUNCHED = "the same kernels, launched at once"
+NO_MODULES: dict[str, Any] = {"transformer.cuda_graph_modules": []}
 
 
 class CudaGraphs(Feature):
-    """CUDA graphs of parts of layers."""
+    """CUDA graphs of parts of layers, or of a step's forward and backward passes as a whole."""
 
     name = "cuda_graphs"
     switch = "impl"
 
     impl: Annotated[
-        Literal["none", "transformer_engine", "local"],
-        Row("who captures; without it the modules mean nothing", "cuda_graph_impl", executes=LAUNCHED),
+        Literal["none", "transformer_engine", "local", "full_iteration"],
+        Row(
+            "who captures the modules, or full_iteration: all of a step but the update",
+            "cuda_graph_impl",
+            executes=LAUNCHED,
+        ),
     ]
-    modules: Annotated[tuple[GraphPart, ...], Row("parts that are captured", "cuda_graph_modules", executes=LAUNCHED)]
+    modules: Annotated[tuple[GraphPart, ...], Row("parts that are captured", executes=LAUNCHED)]
     warmup_steps: Annotated[
         NonNegativeInt, Row("eager steps before capture", "cuda_graph_warmup_steps", executes=LAUNCHED)
     ]
@@ -36,7 +41,14 @@ class CudaGraphs(Feature):
     def on(self) -> bool:
         return self.impl != "none"
 
+    @property
+    def whole(self) -> bool:
+        """Whether one graph holds all microbatches of a step."""
+        return self.impl == "full_iteration"
+
     def settings(self, plan: "Plan") -> Iterator[Setting]:
+        fields = None if self.modules else NO_MODULES
+        yield Setting("cuda_graph_modules", self.modules or None, "parts that are captured", "modules", fields=fields)
         why = "graphs need TE's; Megatron would switch it on behind the recipe"
         yield Setting("te_rng_tracker", True, why, "impl", beside="", fields=("rng.te_rng_tracker",))
         if self.impl == "local":
@@ -49,8 +61,7 @@ class CudaGraphs(Feature):
     @classmethod
     def off(cls, plan: "Plan") -> Iterator[Setting]:
         yield Setting("cuda_graph_impl", "none", "no graphs", executes=LAUNCHED)
-        fields: dict[str, object] = {"transformer.cuda_graph_modules": []}
-        yield Setting("cuda_graph_modules", None, "no graphs", fields=fields, executes=LAUNCHED)
+        yield Setting("cuda_graph_modules", None, "no graphs", fields=NO_MODULES, executes=LAUNCHED)
         yield Setting("cuda_graph_warmup_steps", 3, "no graphs", executes=LAUNCHED)
         yield Setting("te_rng_tracker", False, "only graphs need it", fields=("rng.te_rng_tracker",), executes=LAUNCHED)
 
@@ -60,6 +71,9 @@ class CudaGraphs(Feature):
 
     def check(self, plan: "Plan") -> Iterator[Problem]:
         at, r = "feature.cuda_graphs.", plan.recipe
+        if self.whole:
+            yield from self._unseen(plan)
+            return
         if not self.modules:
             yield Problem(
                 "CUDA graphs without modules would capture whole layers, dropless MoE included",
@@ -111,6 +125,44 @@ class CudaGraphs(Feature):
                     "set `feature.cuda_graphs.impl=transformer_engine`, leave `attn` out, or set `model.blocks.dsa.full_every=1`",
                 )
 
+    def _unseen(self, plan: "Plan") -> Iterator[Problem]:
+        """What a graph of the whole step cannot hold, or has not been seen to hold."""
+        at, r, parts = "feature.cuda_graphs.impl", plan.recipe, "`feature.cuda_graphs.impl=transformer_engine`"
+        blocks, kinds = r.model.blocks, plan.kinds
+        if self.modules:
+            message = "a graph of the whole step has no modules: it captures everything"
+            yield Problem(message, "feature.cuda_graphs.modules", "set it to [], or take " + parts)
+        if not self.warmup_steps:
+            message = "the first step cannot be captured: its kernels are compiled and tuned in it, and its layers are watched for NaN"
+            yield Problem(message, "feature.cuda_graphs.warmup_steps", "set it to 1 or more")
+        if blocks.moe and "moe" in kinds and blocks.moe.expert_gemm != "torch":
+            key = "model.blocks.moe.expert_gemm"
+            yield Problem(
+                "the host waits for the experts' counts, and a graph waits for nobody", key, f"set `{key}=torch`"
+            )
+        if blocks.dsa and "dsa" in kinds and blocks.dsa.kernels == "megatron":
+            key = "model.blocks.dsa.kernels"
+            yield Problem("stock DSA synchronises with the host and cannot be captured", key, f"set `{key}=fused`")
+        if r.schedule.eval_steps:
+            message = "evaluations would need memory of their own beside that of a graph of the whole step"
+            yield Problem(message, "schedule.eval_steps", f"set it to 0, or take {parts}")
+        untried = {
+            "cluster": (r.world_size != 1, "several GPUs"),
+            "feature.recompute.granularity": (bool(r.feature.recompute), "recompute"),
+            "model.blocks.mamba3.recompute": (
+                blocks.mamba3 is not None and "mamba3" in kinds and blocks.mamba3.recompute != "none",
+                "recompute",
+            ),
+            "feature.fp8": (bool(r.feature.fp8), "FP8"),
+            "model.hidden_dropout": (r.model.hidden_dropout > 0, "dropout"),
+            "model.attention_dropout": (r.model.attention_dropout > 0, "dropout"),
+        }
+        for key, (asked, what) in untried.items():
+            if asked:
+                yield Problem(
+                    f"a graph of the whole step has not been tried with {what}", at, f"take {parts}, or change `{key}`"
+                )
+
     def activations(self, z: Sizes, stage: Stage) -> Iterator[Line]:
         """What graphs add to the eager budget: all captured layers at once, as no backward pass precedes a forward pass."""
 
@@ -118,6 +170,15 @@ class CudaGraphs(Feature):
             parts = set(modules) & set(self.modules)
             return sum(bool(parts & set(z.block(layer.kind).graph_parts)) for layer in stage.layers)
 
+        if self.whole:
+            z = z.own(samples=z.plan.recipe.schedule.global_batch_size)
+            yield z.line(
+                "static inputs",
+                "28 samples S",
+                "tokens, labels and positions in int64, masks in fp32, of all microbatches",
+                bucket=GRAPHS,
+            )
+            return
         z = z.own(layers=layers(*self.modules), attention=layers("attn"), routed=layers("moe_preprocess"))
         more = {"bucket": GRAPHS}
         yield z.line("static inputs", "2 Ts h layers", "of each captured layer, outside the pool", **more)

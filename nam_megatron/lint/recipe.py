@@ -589,10 +589,13 @@ def _features(a: Args, m: Model) -> Tree:
             "method": a.recompute_method if full else None,
             "layers": a.recompute_num_layers if full else None,
         }
-    # Whole layers and whole steps have no key, and no part of a layer captures a dense MLP beside MoE; the comparison lists them.
+    # Whole layers have no key, whole steps one on a single GPU, and no part of a layer captures a dense MLP beside MoE: the comparison
+    # lists them.
     parts = [part for part in get_args(GraphPart) if part != "mlp" or not m.moe]
     if m.graphs != "none" and (captured := [part for part in m.graph_modules if part in parts]):
         found["cuda_graphs"] = {"impl": m.graphs, "modules": captured, "warmup_steps": a.cuda_graph_warmup_steps}
+    elif m.graphs == "full_iteration" and a.launch.gpus == 1:
+        found["cuda_graphs"] = {"impl": m.graphs, "modules": [], "warmup_steps": a.cuda_graph_warmup_steps}
     if a.use_megatron_fsdp:
         found["megatron_fsdp"] = {"enabled": True, "strategy": a.data_parallel_sharding_strategy}
     if a.fp8:

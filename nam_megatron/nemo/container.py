@@ -272,7 +272,7 @@ def _unserved(r: Recipe) -> Iterator[Problem]:
     if r.parallel.virtual_pipeline > 1:
         message = "Megatron-Bridge builds no hybrid model with virtual pipeline stages"
         yield Problem(message, "parallel.virtual_pipeline", f"set it to 1, or {hint}")
-    if r.feature.cuda_graphs and r.feature.cuda_graphs.impl == "local":
+    if r.feature.cuda_graphs and r.feature.cuda_graphs.impl != "transformer_engine":
         message = "Megatron-Bridge captures parts of layers by Transformer Engine's graphs alone"
         yield Problem(message, "feature.cuda_graphs.impl", f"set it to transformer_engine, or {hint}")
     if r.model.learned_positions not in (None, r.model.seq_length):

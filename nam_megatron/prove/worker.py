@@ -141,6 +141,7 @@ class Watch:
 
     def __init__(self, side: Side):
         self.side, self.started, self.said = side, False, []
+        self.seen: tuple[list[torch.Tensor], dict[str, torch.Tensor]] = [], {}
 
     def step(self, train_step: Callable[..., Any], forward: Callable, *rest: Any, iteration: int, **named: Any) -> Any:
         _, model, optimizer, scheduler, *_ = rest
@@ -148,7 +149,7 @@ class Watch:
             self.started = True
             self._start(model, optimizer, scheduler)
         number = iteration + 1
-        losses: list[list[float]] = []
+        losses: list[torch.Tensor] = []
         counts: dict[str, torch.Tensor] = {}
         hooks = list(self._count(model, counts))
         step = optimizer.step
@@ -164,9 +165,11 @@ class Watch:
             del optimizer.step
             for hook in hooks:
                 hook.remove()
+        if losses or counts:
+            self.seen = losses, counts
         _whole_weights(model, optimizer)
         self._tensors(WEIGHTS, number, _weights(model))
-        self._numbers(number, losses, counts)
+        self._numbers(number, *self.seen)  # the replay of a graph ran no Python, and wrote where its capture had
         if self.side.saves and number == 1:
             _save(self.side.folder / self.side.name, model, optimizer, scheduler)
         self._write()
@@ -196,7 +199,7 @@ class Watch:
 
         def add(router: Any, inputs: Any, output: Any) -> None:
             if torch.is_grad_enabled() and counted:  # what is recomputed runs without first
-                seen = output[1].sum(0).double().cpu()
+                seen = output[1].sum(0).double()
                 counts[str(router.layer_number)] = counts.get(str(router.layer_number), 0) + seen
 
         for chunk in model:
@@ -225,12 +228,12 @@ class Watch:
             spot = tuple((w.start, w.stop) if isinstance(w, slice) else w for w in where)
             self.said.append((what, number, key, spot, off, tensor.square().sum().item(), local.numel()))
 
-    def _numbers(self, number: int, losses: list[list[float]], counts: dict[str, torch.Tensor]) -> None:
+    def _numbers(self, number: int, losses: list[torch.Tensor], counts: dict[str, torch.Tensor]) -> None:
         from megatron.core import parallel_state as ps
 
         rank, ranks = ps.get_data_parallel_rank(), ps.get_data_parallel_world_size()
         for index, values in enumerate(losses):
-            self.said.append(("loss", number, index * ranks + rank, values))
+            self.said.append(("loss", number, index * ranks + rank, values.tolist()))
         for layer, count in counts.items():
             self.said.append(("count", number, layer, count.tolist()))
 
@@ -272,7 +275,7 @@ def _shake(model: Any, rounding: float) -> None:
             p.copy_(p.float() * (1 + rounding * noise))
 
 
-def _recorded(forward: Callable, losses: list[list[float]], samples: Any, model: Any) -> Any:
+def _recorded(forward: Callable, losses: list[torch.Tensor], samples: Any, model: Any) -> Any:
     from megatron.core import parallel_state
 
     output, loss_of = forward(samples, model)
@@ -281,7 +284,7 @@ def _recorded(forward: Callable, losses: list[list[float]], samples: Any, model:
         loss, tokens, report = loss_of(values)
         of_sequences = report["lm loss"].clone()
         torch.distributed.all_reduce(of_sequences, group=parallel_state.get_context_parallel_group())
-        losses.append(of_sequences.tolist())
+        losses.append(of_sequences)
         return loss, tokens, report
 
     return output, recorded

@@ -190,7 +190,12 @@ class Schedule(Config):
     def settings(self, plan: "Plan") -> Iterator[Setting]:
         pin, looks = partial(Setting, beside="log_interval"), "what is looked at"
         yield pin("log_throughput", True, "Megatron's own figure beside ours", executes="what is printed")
-        yield pin("check_for_nan_in_loss_and_grad", True, "the house's law: never off", executes=looks)
+        graphs = plan.recipe.feature.cuda_graphs
+        if graphs and graphs.whole:
+            why = "Megatron captures a step only without it; our trainer looks at loss and gradients after each replay"
+            yield pin("check_for_nan_in_loss_and_grad", False, why, executes=looks)
+        else:
+            yield pin("check_for_nan_in_loss_and_grad", True, "the house's law: never off", executes=looks)
         if self.pretrained:
             why, fields = "weights alone, at step 0", ("args.pretrained_checkpoint",)
             yield Setting("pretrained_checkpoint", self.pretrained, why, "pretrained", fields=fields)

@@ -36,11 +36,15 @@ class Gauges:
         """Of the figures in the line."""
         return [f"{gauge.name} {number}" for number, gauge in self._gauges.items()]
 
-    def step(self, done: int, every: int) -> None:
-        """A microbatch begins, after `done` steps. As in megatron-core 0.19.2, a process's first step and each `every`-th have a line."""
+    def step(self, done: int, every: int, blind: bool = False) -> None:
+        """A microbatch begins, after `done` steps. As in megatron-core 0.19.2, a process's first step and each `every`-th have a line.
+
+        blind: it is in a CUDA graph as a whole.
+        """
         if done != self._done:
             self._first = done if self._first is None else self._first
-            self._done, self._due, self._found = done, done == self._first or (done + 1) % (every * LINES) == 0, {}
+            due = done == self._first or (done + 1) % (every * LINES) == 0
+            self._done, self._due, self._found = done, due and not blind, {}
 
     def wants(self, layer: int) -> bool:
         """Whether `layer` is to measure now. Only a layer of the main stack may ask: MTP's are numbered from 1 again."""

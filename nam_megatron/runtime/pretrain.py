@@ -53,6 +53,7 @@ from nam_megatron.runtime import (
     rate,
     stage_log,
     wgrad,
+    whole_step,
     yarn,
 )
 from nam_megatron.runtime.gauges import GAUGES
@@ -177,6 +178,8 @@ def run(
     args = parse_and_validate_args()
     if args.gradient_accumulation_fusion:
         wgrad.provide()
+    if in_one_graph(args):
+        whole_step.provide(partial(begin, blind=True), look)
     try:
         config = settings(args, stack)
         if fused_loss:
@@ -298,20 +301,43 @@ def loss_func(
     mask = loss_mask.view(-1).float()
     loss = torch.sum(output.view(-1).float() * mask)
     tokens = mask.sum().detach().to(torch.int)
-    check(loss.detach(), watch)
-    if get_args().check_for_nan_in_loss_and_grad:
-        HEART.looked()
+    if not captured(args := get_args()):
+        check(loss.detach(), watch.verdict if watch else None)
+        if looked_for(args):
+            HEART.looked()
     return loss, tokens, {"lm loss": torch.cat([loss.detach().view(1), tokens.view(1)])}
 
 
-def check(loss: torch.Tensor, watch: Watch | None) -> None:
-    """Stop the run at a NaN or infinite loss, report a spiky one; both only where the arguments ask for it.
+def in_one_graph(args: Namespace) -> bool:
+    """Whether all microbatches of a step are one CUDA graph."""
+    return args.cuda_graph_impl == "full_iteration"
+
+
+def captured(args: Namespace) -> bool:
+    """Whether what runs now is recorded for a graph of the whole step, and nothing can be looked at."""
+    return in_one_graph(args) and torch.cuda.is_current_stream_capturing()
+
+
+def looked_for(args: Namespace) -> bool:
+    """Whether NaN and infinity are looked for. Megatron captures a step only where its arguments deny it: see whole_step.py."""
+    return args.check_for_nan_in_loss_and_grad or in_one_graph(args)
+
+
+def look(loss: torch.Tensor) -> None:
+    """At the loss of a microbatch that ran in a graph."""
+    check(loss, (lambda: whole_step.BLIND) if watched(get_rerun_state_machine()) else None)
+
+
+def check(loss: torch.Tensor, verdict: Callable[[], str] | None) -> None:
+    """Stop the run at a NaN or infinite loss, report a spiky one; both only where it is looked for.
+
+    verdict: says where it began; None for a step that will be repeated to find out.
 
     Megatron's rerun state machine repeats the step on all ranks to see if the value comes back, saves a checkpoint of the state
     before it and exits. It skips the first step, and cannot save without `--save`; then the run ends here.
     """
     args, machine = get_args(), get_rerun_state_machine()
-    if args.check_for_nan_in_loss_and_grad:
+    if looked_for(args):
         for rejects, what in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
             machine.validate_result(
                 result=loss,
@@ -320,8 +346,8 @@ def check(loss: torch.Tensor, watch: Watch | None) -> None:
                 tolerance=0.0,  # the forward pass is deterministic
                 fatal=True,
             )
-        if watch is not None and not loss.isfinite():
-            message = f"{whereabouts()}: the loss is {loss.item()}; {watch.verdict()}"
+        if verdict is not None and not loss.isfinite():
+            message = f"{whereabouts()}: the loss is {loss.item()}; {verdict()}"
             if args.save is None or not machine.first_iteration_complete:
                 raise NonFinite(message)
             report(message)
@@ -355,9 +381,17 @@ def watched(machine: RerunStateMachine) -> bool:
 
     That costs a pass over every layer's output, so: in the first step, which Megatron does not check, and when it repeats a step.
     """
-    if machine.get_mode() == RerunMode.DISABLED or not get_args().check_for_nan_in_loss_and_grad:
+    if machine.get_mode() == RerunMode.DISABLED or not looked_for(get_args()):
         return False
     return not machine.first_iteration_complete or machine.state == RerunState.RERUNNING_IN_PLACE
+
+
+def begin(blind: bool) -> None:
+    """A microbatch begins, or the replay of all of a step: tell whoever counts. blind: it is in a graph, and nothing can be measured."""
+    args = get_args()
+    READINGS.step(args.curr_iteration)
+    HEART.step(args.curr_iteration)
+    GAUGES.step(args.curr_iteration, args.log_interval, blind)
 
 
 def forward_step(
@@ -365,9 +399,7 @@ def forward_step(
 ) -> tuple[torch.Tensor, partial]:
     """One microbatch through this pipeline stage: its output and the function that makes the loss of the last stage's."""
     timers = get_timers()
-    READINGS.step(get_args().curr_iteration)
-    HEART.step(get_args().curr_iteration)
-    GAUGES.step(get_args().curr_iteration, get_args().log_interval)
+    begin(blind=captured(get_args()))
     timers("batch-generator", log_level=2).start()
     batch = get_batch(samples, get_attr_wrapped_model(model, "vp_stage"))
     timers("batch-generator").stop()
