@@ -53,6 +53,9 @@ FULL = ("feature.recompute.granularity=full", "feature.recompute.method=uniform"
 DETERMINISTIC = "precision.deterministic=true"
 # The author stack as far as 13 layers have its ranks.
 AUTHOR13 = (*ONE, "model.substitute=[{letter: A, ranks: [1, 2, 3], kind: dsa}]")
+# Half the depth on a GPU of 80 GB.
+H100 = (*FULL_ONE, "device=h100", "model.depth=26")
+AUTHOR26 = (MBS2, "model.substitute=[{letter: A, ranks: [1, 2, 3, 5, 6], kind: dsa}]")
 LONG = (
     "model.seq_length=32768",
     "schedule.micro_batch_size=1",
@@ -101,6 +104,10 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "native52_one_whole": ("nam56r_native_dp_fused", (*FULL_ONE, *WHOLE)),
     "author52_one_whole": ("nam56r_fused", (*FULL_ONE, MBS2, *WHOLE)),
     "fused13": ("nam56r_native_dp_fused", ONE),
+    "native26_h100": ("nam56r_native_dp_fused", H100),
+    "native26_h100_whole": ("nam56r_native_dp_fused", (*H100, *WHOLE)),
+    "author26_h100": ("nam56r_fused", (*H100, *AUTHOR26)),
+    "author26_h100_whole": ("nam56r_fused", (*H100, *AUTHOR26, *WHOLE)),
     "fused13_whole": ("nam56r_native_dp_fused", (*ONE, *WHOLE)),
     "fused13_deterministic": ("nam56r_native_dp_fused", (*ONE, DETERMINISTIC)),
     "author13": ("nam56r_fused", AUTHOR13),

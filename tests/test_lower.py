@@ -44,6 +44,7 @@ BLEND = {"data.name": "blend", "data.parts": [{"weight": 0.7, "path": "/a"}, {"w
 BLEND |= {"data.path": None, "data.split": "99,1,0", "data.tokenizer": "/t"}
 SELECTIVE = {"feature.recompute.granularity": "selective"}
 FULL = {"feature.recompute.granularity": "full", "feature.recompute.method": "uniform", "feature.recompute.layers": 1}
+WHOLE_KEY = "feature.cuda_graphs.impl"
 GRAPHS = {"feature.cuda_graphs.impl": "transformer_engine", "feature.cuda_graphs.modules": ["attn", "mamba"]}
 WINDOWS = {"model.blocks.attention.window": 128, "model.blocks.attention.unwindowed_every": 2}
 LEARNED = {"model.learned_positions": 4096, "model.blocks.attention.position_embedding": "none"}
@@ -52,6 +53,7 @@ ALL_MLA = {"model.substitute": []}
 LOCAL = {"model.blocks.moe.dispatcher": "local"}
 EXPERT_GEMM = "model.blocks.moe.expert_gemm"
 ON_GPU = LOCAL | {EXPERT_GEMM: "torch"}
+WHOLE = ON_GPU | {"cluster.gpus_per_node": 1, WHOLE_KEY: "full_iteration"}
 WEIGHED_KEY = "model.blocks.moe.fused_weighted_squared_relu"
 WEIGHED = {WEIGHED_KEY: True}
 
@@ -647,6 +649,17 @@ REFUSALS = [
      "feature.cuda_graphs.modules", "captured attention keeps"),
     (DESIGN, GRAPHS | {"model.blocks.dsa.kernels": "megatron"}, "feature.cuda_graphs.modules", "synchronises with the host"),
     (DESIGN, GRAPHS | {"feature.cuda_graphs.impl": "local"}, "feature.cuda_graphs.modules", "another microbatch's top-k"),
+    (NATIVE, WHOLE | {"feature.cuda_graphs.modules": ["attn"]}, "feature.cuda_graphs.modules", "it captures everything"),
+    (NATIVE, WHOLE | {"feature.cuda_graphs.warmup_steps": 0}, "feature.cuda_graphs.warmup_steps", "the first step cannot be captured"),
+    (NATIVE, WHOLE | {EXPERT_GEMM: "transformer_engine"}, EXPERT_GEMM, "waits for the experts' counts"),
+    (DESIGN, WHOLE | {"model.blocks.dsa.kernels": "megatron"}, "model.blocks.dsa.kernels", "synchronises with the host"),
+    (NATIVE, WHOLE | {"schedule.eval_steps": 1}, "schedule.eval_steps", "memory of their own"),
+    (NATIVE, WHOLE | {"cluster.gpus_per_node": 2}, WHOLE_KEY, "not been tried with several GPUs"),
+    (NATIVE, WHOLE | SELECTIVE | {"feature.recompute.modules": ["moe_act"]}, WHOLE_KEY, "not been tried with recompute"),
+    (DESIGN, WHOLE | {"model.blocks.mamba3.recompute": "in_proj"}, WHOLE_KEY, "not been tried with recompute"),
+    (NATIVE, WHOLE | {"model.hidden_dropout": 0.1}, WHOLE_KEY, "not been tried with dropout"),
+    (NATIVE, WHOLE | {"model.attention_dropout": 0.1}, WHOLE_KEY, "not been tried with dropout"),
+    ("nam56r_native_dp_fp8", WHOLE | {EXPERT_GEMM: "transformer_engine"}, WHOLE_KEY, "not been tried with FP8"),
     # distributed_optimizer
     (NATIVE, {"feature.distributed_optimizer.enabled": False}, "feature.distributed_optimizer.overlap_param_gather", "no sharded"),
     (DESIGN, {"model.blocks.dsa.indexer_loss_coeff": 0.0}, "model.blocks.dsa.indexer_loss_coeff", "the overlapped reduction waits"),
@@ -763,6 +776,7 @@ NEIGHBOURS = [
     (NATIVE, {B + "moe.shared_overlap": True}, B + "moe.shared_expert_hidden_size", 0),
     (NATIVE, LOCAL, "parallel.expert", 2),
     (NATIVE, LOCAL | GRAPHS, "feature.cuda_graphs.modules", ["moe_router"]),
+    (NATIVE, WHOLE, "cluster.gpus_per_node", 2),
     (NATIVE, WEIGHED, "model.activation", "gelu"),
     (NATIVE, GRAPHS | {"feature.cuda_graphs.modules": ["moe_router", "moe_preprocess"]},
      "feature.cuda_graphs.modules", ["moe_preprocess"]),

@@ -47,6 +47,17 @@ def test_nothing_is_measured_while_a_graph_is_captured(monkeypatch):
     assert not gauges.wants(3)
 
 
+def test_a_step_that_is_one_graph_is_not_measured_and_its_line_lacks_the_figure(alone):
+    gauges = Gauges()
+    gauges.expect({3: MEAN})
+    gauges.step(0, 1)
+    gauges.add(3, torch.ones(1))
+    gauges.step(9, 1, blind=True)
+    assert not gauges.wants(3) and gauges.beside("| a: 1 |") == "| a: 1 |"
+    gauges.step(19, 1)
+    assert gauges.wants(3)
+
+
 def test_the_line_has_what_was_measured(alone):
     gauges = Gauges()
     gauges.expect({9: LARGEST, 3: MEAN, 5: MEAN})

@@ -2,13 +2,15 @@
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
 from megatron.core.rerun_state_machine import RerunMode, RerunState
+from megatron.training import training
 
 from nam_megatron.errors import Refused
-from nam_megatron.runtime import pretrain
+from nam_megatron.runtime import pretrain, whole_step
 from nam_megatron.runtime.nonfinite import Watch
 
 # NaN ---------------------------------------------------------------------------------------------------------------------------------
@@ -43,6 +45,7 @@ def guard(monkeypatch, capsys):
     def checked(loss: float, watch=WATCH, machine=None, **args) -> str | None:
         pretrain.report.cache_clear()
         args = {
+            "cuda_graph_impl": "none",
             "check_for_nan_in_loss_and_grad": True,
             "check_for_spiky_loss": False,
             "save": "ckpt",
@@ -52,7 +55,7 @@ def guard(monkeypatch, capsys):
         monkeypatch.setattr(pretrain, "get_rerun_state_machine", lambda: machine)
         monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
         try:
-            pretrain.check(torch.tensor(loss), watch)
+            pretrain.check(torch.tensor(loss), watch and watch.verdict)
         except pretrain.NonFinite as stop:
             return f"stopped: {stop}"
         return capsys.readouterr().err or None
@@ -108,8 +111,95 @@ def test_a_spike_is_reported_and_trained_on(guard):
     ],
 )
 def test_which_steps_are_watched(monkeypatch, first_done, state, mode, check, watched):
-    monkeypatch.setattr(pretrain, "get_args", lambda: SimpleNamespace(check_for_nan_in_loss_and_grad=check))
+    args = SimpleNamespace(check_for_nan_in_loss_and_grad=check, cuda_graph_impl="transformer_engine")
+    monkeypatch.setattr(pretrain, "get_args", lambda: args)
     assert pretrain.watched(Machine(first_done, state, mode)) == watched
+
+
+# A step as one CUDA graph ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Group:
+    """A group of gradient buffers, as Megatron's DDP has them."""
+
+    looked: list = field(default_factory=list)
+
+    def check_grads(self, check_for_nan_or_inf, check_for_large):
+        self.looked.append((check_for_nan_or_inf, check_for_large))
+
+
+@pytest.fixture
+def replayed(monkeypatch):
+    """(losses of the microbatches of each step) -> what is looked at in each: (how often `begin` ran, the losses, gradients' looks)."""
+
+    class Megatrons(whole_step.FullCudaGraphWrapper):
+        """As Megatron's class: eager for so many steps, then a capture and its first replay, then replays."""
+
+        cuda_graph: ClassVar = {"training": None}
+        curr_iteration: ClassVar = {"training": 0}
+
+        def __init__(self, forward_backward_func, cuda_graph_warmup_steps):
+            self.forward_backward_func = forward_backward_func
+            self.cuda_graph_warmup_steps = cuda_graph_warmup_steps
+
+        def __call__(self, **named):
+            if self.curr_iteration["training"] == self.cuda_graph_warmup_steps:
+                self.cuda_graph["training"] = "captured"
+            self.curr_iteration["training"] += 1
+            return self.forward_backward_func(**named)
+
+    def looks(steps, warm_up):
+        begun, seen, groups = [], [], [Group(), Group()]
+        monkeypatch.setattr(whole_step, "FullCudaGraphWrapper", Megatrons)
+        whole_step.provide(lambda: begun.append(1), lambda loss: seen.append(loss.item()))
+        chunk = SimpleNamespace(bucket_groups=groups[:1], expert_parallel_bucket_groups=groups[1:])
+        of = iter(steps)
+        wrapped = training.FullCudaGraphWrapper(
+            lambda **_: [{"lm loss": torch.tensor([loss, 9.0])} for loss in next(of)], warm_up
+        )
+        found = []
+        for _ in steps:
+            wrapped(model=[chunk])
+            found.append((len(begun), list(seen), [len(group.looked) for group in groups]))
+            begun.clear(), seen.clear()
+        assert all(look == (True, False) for group in groups for look in group.looked)
+        return found
+
+    monkeypatch.setattr(training, "FullCudaGraphWrapper", training.FullCudaGraphWrapper)
+    return looks
+
+
+def test_each_replay_is_looked_at_once_and_eager_steps_by_themselves(replayed):
+    """Gradients in every step: Megatron's own look at them is off in all."""
+    assert replayed([(1.0, 2.0), (3.0, 4.0), (5.0, 6.0), (7.0, torch.inf)], warm_up=2) == [
+        (0, [], [1, 1]), (0, [], [2, 2]), (0, [11.0], [3, 3]), (1, [torch.inf], [4, 4]),
+    ]  # fmt: skip
+
+
+def test_a_graph_is_looked_at_although_the_arguments_deny_it(guard, monkeypatch):
+    whole = {"cuda_graph_impl": "full_iteration", "check_for_nan_in_loss_and_grad": False}
+    machine = Machine()
+    assert guard(torch.nan, watch=None, machine=machine, **whole) is None  # it will be repeated
+    assert [rejected for *_, rejected in machine.rejected] == [True, False]
+    args = SimpleNamespace(**whole, check_for_spiky_loss=False, save=None, curr_iteration=6)
+    monkeypatch.setattr(pretrain, "get_args", lambda: args)
+    machine.state = RerunState.RERUNNING_IN_PLACE
+    with pytest.raises(
+        pretrain.NonFinite, match="step 7, rank 3: the loss is nan; the step was replayed as one CUDA graph"
+    ):
+        pretrain.look(torch.tensor(torch.nan))
+
+
+def test_nothing_is_looked_at_while_a_step_is_captured(guard, monkeypatch):
+    """A look would wait for the GPU, and end the capture."""
+    machine = Machine()
+    guard(1.0, machine=machine, cuda_graph_impl="full_iteration")
+    machine.rejected.clear()
+    for capturing in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
+        loss, tokens, _ = pretrain.loss_func(torch.ones(2, 4), None, torch.ones(2, 4))
+        assert (loss.item(), tokens.item(), bool(machine.rejected)) == (8.0, 8, not capturing)
 
 
 class Layer(torch.nn.Module):

@@ -487,7 +487,10 @@ def test_a_missing_stack_is_never_replaced():
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("end", [None, SystemExit(3), SystemExit(None), pretrain.NonFinite()], ids=repr)
 def test_everything_is_provided_before_megatron_starts_and_ended_after(monkeypatch, fused, end):
-    args = SimpleNamespace(gradient_accumulation_fusion=fused, consumed_train_samples=21, global_batch_size=4)
+    args = SimpleNamespace(
+        gradient_accumulation_fusion=fused, consumed_train_samples=21, global_batch_size=4,
+        cuda_graph_impl="full_iteration" if fused else "local",
+    )  # fmt: skip
     config = SimpleNamespace(model=SimpleNamespace(pre_wrap_hooks=[]))
     called = []
 
@@ -503,6 +506,9 @@ def test_everything_is_provided_before_megatron_starts_and_ended_after(monkeypat
         monkeypatch.setattr(pretrain, name, records(name))
     for module in ("rate", "checksums", "background", "wgrad"):
         monkeypatch.setattr(getattr(pretrain, module), "provide", records(module))
+    monkeypatch.setattr(
+        pretrain.whole_step, "provide", lambda begin, look: called.append(("whole_step", begin.keywords, look))
+    )
     monkeypatch.setattr(pretrain, "GAUGES", SimpleNamespace(expect=records("gauges")))
     monkeypatch.setattr(pretrain, "READINGS", SimpleNamespace(end=records("readings")))
     monkeypatch.setattr(pretrain, "HEART", SimpleNamespace(end=records("heart")))
@@ -515,7 +521,8 @@ def test_everything_is_provided_before_megatron_starts_and_ended_after(monkeypat
         pretrain.run(["--x"], "stack", 7.0, operations=5.0, fused_loss=fused, track="track", gauges={1: "g"})
     left = end is None or (isinstance(end, SystemExit) and end.code is not None)
     wanted = [("set_startup_timestamps", 7.0, 9.0), ("keep_shipped_helpers",), ("rate", 5.0, "track"), ("gauges", {1: "g"}),
-              ("checksums",), ("background",), ("parse",), *[("wgrad",)] * fused, ("settings", args, "stack"),
+              ("checksums",), ("background",), ("parse",), *[("wgrad",), ("whole_step", {"blind": True}, pretrain.look)] * fused,
+              ("settings", args, "stack"),
               ("pretrain", config, pretrain.datasets, pretrain.ModelType.encoder_or_decoder, pretrain.forward_step),
               ("readings", 5), ("heart",), *[("leave",)] * left]  # fmt: skip
     assert sorted(called, key=str) == sorted(wanted, key=str) and sys.argv == ["us", "--x"]
@@ -651,7 +658,7 @@ def test_a_microbatch_goes_to_the_model_whole(monkeypatch, first):
     """The mask as well: MTP's loss is made in there."""
     batch = {name: object() for name in pretrain.BATCH}
     given, looked = [], []
-    at = SimpleNamespace(curr_iteration=3, log_interval=7)
+    at = SimpleNamespace(curr_iteration=3, log_interval=7, cuda_graph_impl="none")
     monkeypatch.setattr(pretrain, "get_args", lambda: at)
     monkeypatch.setattr(pretrain, "get_timers", lambda: MagicMock())
     for name in ("READINGS", "HEART", "GAUGES"):
@@ -677,7 +684,7 @@ def test_a_microbatch_goes_to_the_model_whole(monkeypatch, first):
     mask, watch = loss.args
     assert output == "output" and loss.func is pretrain.loss_func and mask is batch["loss_mask"]
     assert (watch and watch.of) == (("unwrapped", model) if first else None)
-    steps = [("READINGS", 3), ("HEART", 3), ("GAUGES", 3, 7)]
+    steps = [("READINGS", 3), ("HEART", 3), ("GAUGES", 3, 7, False)]
     assert looked == [*steps, ("samples", (model, "vp_stage")), *["closed"] * first]
 
 

@@ -1,0 +1,75 @@
+"""A step as one CUDA graph: the run that it replaces, through a checkpoint; and what stops it at a NaN."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch import steps as log
+
+from .trained import SMALL
+
+pytestmark = pytest.mark.gpu
+
+WHOLE = ("feature.cuda_graphs.impl=full_iteration", "feature.cuda_graphs.warmup_steps=1")
+AUTHOR = "model.substitute=[{letter: A, ranks: [1, 2], kind: dsa}]"
+# Before step 4, all of which is replayed: no Python runs that could notice.
+POISON = """
+import sys, time, torch
+from megatron.training import training
+from nam_megatron import train
+def poisoned(forward, samples, model, *rest, iteration, step=training.train_step, **named):
+    if iteration == 3:
+        next(p for n, p in model[0].named_parameters() if n.endswith("linear_proj.weight")).data.fill_(torch.nan)
+    return step(forward, samples, model, *rest, iteration=iteration, **named)
+training.train_step = poisoned
+sys.exit(train.main(sys.argv[1:], time.time()))
+"""
+
+
+def ran(at: Path, preset: str, *words: str, script: Path | None = None) -> tuple[int, str]:
+    """Exit code and log of six steps, two microbatches each."""
+    command = [
+        f"conf={preset}",
+        *SMALL,
+        "schedule.micro_batch_size=4",
+        "schedule.train_steps=6",
+        "schedule.decay_steps=6",
+    ]
+    command += ["schedule.log_interval=1", *words, f"out={at}"]
+    subprocess.run([sys.executable, "-m", "nam_megatron.translate", *command], check=True, timeout=100)
+    if script:
+        text = (at / "run.sh").read_text()
+        (at / "run.sh").write_text(text.replace("-m nam_megatron.train", str(script)))
+    done = subprocess.run(["bash", str(at / "run.sh")], capture_output=True, text=True, timeout=400, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("preset", "words"), [("nam56r_native_dp_fused", ()), ("nam56r_fused", (AUTHOR,))])
+def test_replays_train_what_eager_steps_train(tmp_path, preset, words):
+    """Loss and gradient norm of each step, by all digits of the log; from the fourth on those of a run that was resumed."""
+
+    def losses(at: Path, *more: str) -> list[tuple[float, float]]:
+        found = {}
+        saves = f"schedule.save={at}/ckpt", "schedule.save_interval=3", "schedule.stop_every=3"
+        for name, load in (("first", ()), ("second", (f"schedule.load={at}/ckpt",))):
+            code, text = ran(at / name, preset, "precision.deterministic=true", *words, *saves, *load, *more)
+            assert not code, text[-3000:]
+            found |= {
+                number: (s.values["lm loss"], s.values["grad norm"])
+                for number, s in log.read(text.splitlines()).steps.items()
+            }
+        assert sorted(found) == [1, 2, 3, 4, 5, 6]
+        return list(found.values())
+
+    assert losses(tmp_path / "whole", *WHOLE) == losses(tmp_path / "eager")
+
+
+def test_a_nan_in_a_replay_stops_the_run_before_the_update(tmp_path):
+    (tmp_path / "poison.py").write_text(POISON)
+    code, text = ran(tmp_path / "run", "nam56r_native_dp_fused", *WHOLE, script=tmp_path / "poison.py")
+    assert code == 1 and sorted(log.read(text.splitlines()).steps) == [1, 2, 3], text[-3000:]
+    assert (
+        "error: step 4, rank 0: the loss is nan; the step was replayed as one CUDA graph, and no layer could be" in text
+    )
