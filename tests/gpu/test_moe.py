@@ -104,6 +104,7 @@ def test_the_fused_activation_is_as_exact_as_the_plain_one():
         assert (fused - wanted).norm() < 5e-3 * wanted.norm()
 
 
+@pytest.mark.parametrize("accumulate", [True, False])
 @pytest.mark.parametrize(
     "counts", [(300, 0, 211, 513), (0, 0, 1024, 0), (0, 1, 0, 1023), (256, 256, 256, 256)], ids=str
 )

@@ -37,7 +37,7 @@ def ran(at: Path, preset: str, *words: str, script: Path | None = None) -> tuple
         "schedule.train_steps=6",
         "schedule.decay_steps=6",
     ]
-    command += ["schedule.log_interval=1", *words, f"out={at}"]
+    command += ["schedule.log_interval=1", "optim.warmup_steps=0", *words, f"out={at}"]
     subprocess.run([sys.executable, "-m", "nam_megatron.translate", *command], check=True, timeout=100)
     if script:
         text = (at / "run.sh").read_text()
