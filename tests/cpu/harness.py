@@ -333,9 +333,10 @@ def shapes(case: Case) -> dict[str, tuple[int, ...]]:
 def fill(model: Any) -> None:
     """Set every parameter from its checkpoint key and global shape; asserts that the checkpoint holds every one."""
     waiting = {p.data_ptr(): p.numel() for p in model.parameters()}
-    regions = {p.untyped_storage().data_ptr(): p.data_ptr() for p in model.parameters()}
+    sizes = {p.data_ptr(): p.nbytes for p in model.parameters()}  # parameters may share a storage
     for shard in shards(model):
-        owner = regions.get(shard.data.untyped_storage().data_ptr())
+        at = shard.data.data_ptr()
+        owner = next((begin for begin, size in sizes.items() if 0 <= at - begin < size), None)
         if owner is None:
             continue
         generator = torch.Generator().manual_seed(zlib.crc32(shard.key.encode()))

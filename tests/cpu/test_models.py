@@ -4,9 +4,12 @@ Mamba-2 is Megatron's own MambaMixer with its Triton kernels in plain torch; mam
 are toy mixers; Transformer Engine's modules have stand-ins with the same parameters (tests/cpu/modules.py).
 """
 
+import copy
 import dataclasses
 import importlib
+import pickle
 from functools import partial
+from math import lcm
 from types import SimpleNamespace
 
 import harness
@@ -353,31 +356,66 @@ def test_the_local_dispatcher_trains_what_allgather_does(layout):
     torch.testing.assert_close(ours.gradients, theirs.gradients, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("sharded", [True, False], ids=["in the sharded optimizer's buffer", "in no buffer"])
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"dp": 2}], ids=str)
-def test_torchs_grouped_gemm_trains_what_transformer_engines_does(layout, monkeypatch):
-    """The same products without a count on the host, from weights where they lie: Megatron's buffers have them in the order of the rows."""
-
-    def watched(rig):
-        # Only for a sharded optimizer do weights lie in a buffer.
-        sharded = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-        rig.ddp = DistributedDataParallel(rig.config, sharded, rig.model)
-        copied, stacked = [], on_gpu._stacked
-
-        def look(weights):
-            out = stacked(weights)
-            copied.append(out.data_ptr() != weights[0].data_ptr())
-            return out
-
-        monkeypatch.setattr(on_gpu, "_stacked", look)
-        harness.step(rig)
-        waits = [m for m in rig.model.modules() if isinstance(m, MoELayer) and hasattr(m.token_dispatcher, "copied")]
-        return set(copied), len(waits)
-
+def test_torchs_grouped_gemm_trains_what_transformer_engines_does(layout, sharded, monkeypatch):
+    """The same products without a count on the host, from weights where they lie, in the order of the rows."""
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
     one = Case("*E-E", dispatcher="local", expert_gemm="torch", **layout)
-    assert on_ranks(one, watched) == [({False}, 0)] * one.world
+    assert on_ranks(one, partial(copies, monkeypatch, ddp)) == [({False}, 0)] * one.world
     found, expected = train(one), train(Case("*E-E", dispatcher="allgather", **layout))
     assert found.losses == pytest.approx(expected.losses, rel=1e-6)
     torch.testing.assert_close(found.gradients, expected.gradients, rtol=1e-4, atol=1e-6)
+
+
+def copies(monkeypatch, ddp, rig):
+    """Whether weights of a projection were copied, in any pass of a step; and how many layers wait for the host."""
+    rig.ddp = DistributedDataParallel(rig.config, ddp, rig.model)
+    copied, stacked = [], on_gpu._stacked
+
+    def look(weights):
+        out = stacked(weights)
+        copied.append(out.data_ptr() != weights[0].data_ptr())
+        return out
+
+    monkeypatch.setattr(on_gpu, "_stacked", look)
+    harness.step(rig)
+    waits = [m for m in rig.model.modules() if isinstance(m, MoELayer) and hasattr(m.token_dispatcher, "copied")]
+    return set(copied), len(waits)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_end_of_a_bucket_parts_weights_as_the_budget_has_it(ranks):
+    """64 x 32 elements are a multiple of what two ranks pad to, and not of what three do."""
+
+    def parted(rig):
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True, bucket_size=4000)
+        DistributedDataParallel(rig.config, ddp, rig.model)
+        of = [m.experts.linear_fc1 for m in rig.model.modules() if isinstance(m, MoELayer)]
+        return any(on_gpu._in_order(on_gpu._weights(projection)) is None for projection in of)
+
+    one = Case("*E-E", dispatcher="local", expert_gemm="torch", dp=ranks)
+    assert on_ranks(one, parted) == [bool(64 * 32 % lcm(128, ranks))] * ranks == [ranks == 3] * ranks
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))], ids=["deep", "pickle"]
+)
+def test_a_copy_of_experts_multiplies_by_its_own_weights(copied):
+    layer = torch.nn.Module()
+    for name, shape in (("linear_fc1", (24, 8)), ("linear_fc2", (8, 24))):
+        projection = torch.nn.Module()
+        projection.num_gemms = 2
+        for index in range(2):
+            projection.register_parameter(f"weight{index}", torch.nn.Parameter(torch.randn(shape)))
+        layer.add_module(name, projection)
+    on_gpu.keep_counts_on_gpu(layer, False)
+    made, rows, ends = copied(layer), torch.randn(5, 8), torch.tensor([2, 5], dtype=torch.int32)
+    before = layer.linear_fc1(rows, ends)[0]
+    with torch.no_grad():
+        layer.linear_fc1.weight0.zero_()
+    torch.testing.assert_close(made.linear_fc1(rows, ends)[0], before, rtol=0, atol=0)
+    assert not layer.linear_fc1(rows, ends)[0][2:].any()
 
 
 def test_a_gpu_on_which_torch_would_wait_for_counts_is_refused(monkeypatch):

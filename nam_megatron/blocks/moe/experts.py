@@ -7,7 +7,6 @@ lie on the GPU. Transformer Engine's modules go on owning the parameters: names,
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -46,17 +45,27 @@ def unserved() -> Iterator[Problem]:
 
 
 def keep_counts_on_gpu(experts: torch.nn.Module, accumulate: bool) -> None:
-    """Have both projections of a TEGroupedMLP take rows sorted from the last expert to the first, and Ends for them.
+    """Have both projections of a new TEGroupedMLP take rows sorted from the last expert to the first, and Ends for them.
 
     accumulate: they add weights' gradients to Megatron's buffers themselves, all experts' at once, where there are buffers.
     """
     for projection in (experts.linear_fc1, experts.linear_fc2):
-        projection.forward = MethodType(partial(_project, accumulate=accumulate), projection)
+        # Only a sharded optimizer of Adam moves them into a buffer: everywhere else they stay where they are put here.
+        weights = _weights(projection)
+        for weight, place in zip(weights, torch.stack([w.detach() for w in weights]), strict=True):
+            weight.data = place
+        # No bound method, which cannot be pickled; a deep copy gets a partial of its own, and so its own weights.
+        projection.forward = partial(_project, projection, accumulate=accumulate)
+
+
+def _weights(projection: Any) -> list[Tensor]:
+    """The last expert's first."""
+    return [getattr(projection, f"weight{index}") for index in reversed(range(projection.num_gemms))]
 
 
 def _project(self: Any, rows: Tensor, ends: Tensor, accumulate: bool) -> tuple[Tensor, None]:
     """[rows, k] times each expert's [n, k], and no bias."""
-    weights = [getattr(self, f"weight{index}") for index in reversed(range(self.num_gemms))]
+    weights = _weights(self)
     buffered = accumulate and all(getattr(weight, "main_grad", None) is not None for weight in weights)
     return _Project.apply(rows, ends, buffered, *weights), None
 
@@ -96,8 +105,8 @@ def _in_order(matrices: Sequence[Tensor]) -> Tensor | None:
 
 
 def _stacked(weights: Sequence[Tensor]) -> Tensor:
-    """[experts, n, k]. Megatron's buffers hold parameters from the last to the first: there it is no copy. Where a bucket ends among
-    them, or without a buffer, it is one."""
+    """[experts, n, k]. Megatron's buffers hold parameters from the last to the first: there it is no copy. Where the padded end of a
+    bucket parts them, or whoever moved the model moved each weight by itself, it is one."""
     whole = _in_order(weights)
     return torch.stack([w.detach() for w in weights]) if whole is None else whole
 
