@@ -155,6 +155,25 @@ def test_only_transformer_engines_grouped_gemm_has_a_workspace():
     assert peak["transformer_engine"] - peak["torch"] == pytest.approx(134e6, rel=0.01)
 
 
+SIX = ("cluster.gpus_per_node=6", "schedule.global_batch_size=48")
+
+
+@pytest.mark.parametrize(
+    ("words", "copies"),
+    [
+        ((), False), (("cluster.gpus_per_node=8",), False), (SIX, True),
+        ((*SIX, *(f"feature.distributed_optimizer.overlap_{what}=false" for what in ("param_gather", "grad_reduce"))), False),
+        ((*SIX, "optim=muon"), False),
+    ],
+)  # fmt: skip
+def test_a_copy_of_experts_weights_is_forecast_where_buckets_part_them(words, copies):
+    """896 x 3584 elements are a multiple of 128 and of each power of two, and not of three; Muon's weights lie in no bucket."""
+    plan = plan_of("nam56r_native_dp_fused", "cluster=h200_1", "schedule.global_batch_size=32", *words)
+    lines = plan.recipe.model.blocks.moe.working(Sizes.of(plan), None)
+    found = [line.bytes for line in lines if line.why.startswith("a copy of a projection's weights")]
+    assert found == [2 * 16 * 896 * 3584] * copies
+
+
 def test_dispatch_counts_do_not_grow_with_tokens_or_tensor_ranks():
     def counts(*overrides):
         lines = budget(plan_of("nam56r_nemo_native", *overrides)).stages[0].steady.lines

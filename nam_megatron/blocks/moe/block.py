@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from math import ceil
+from math import ceil, lcm
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -383,11 +383,15 @@ class Moe(Block):
             return
         yield z.line("forward", "2 (3 R + Ts) h" + received, why, bucket=ROUTING)
         yield z.line("backward", "2 (2 R + Ts) h" + received, "the same on the way back", bucket=ROUTING)
-        if self.expert_gemm == "torch":
+        feature = z.plan.recipe.feature
+        if self.expert_gemm == "torch" and not feature.lora:
             why = "a microbatch's gradients of the first projection, before they are added"
             yield z.line("backward", "2 E u f h", why, bucket=ROUTING, mark=UNMEASURED)
-            if not z.plan.recipe.feature.distributed_optimizer:
-                why = "weights of a projection, which lie in order only in a sharded optimizer's buffer"
+            sharded = feature.distributed_optimizer
+            bucketed = sharded.enabled and sharded.overlap_grad_reduce and not feature.muon
+            # Megatron pads the end of a bucket to a multiple of this; Muon's weights lie in no bucket.
+            if bucketed and z.model.hidden_size * self.expert_hidden_size % lcm(128, int(z["Ne"])):
+                why = "a copy of a projection's weights, which the padded end of a bucket parts"
                 yield z.line("forward", "2 E u f h", why, bucket=ROUTING, mark=UNMEASURED)
 
     def flops(self, z: Sizes, layer: "Layer | None") -> Iterator[Work]:
