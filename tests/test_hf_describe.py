@@ -169,11 +169,14 @@ def test_each_verb_hands_on_what_was_said(monkeypatch, module, function, line, w
     assert str(said.value) == wanted
 
 
-@pytest.mark.parametrize(("plain", "kernels"), [(True, "naive"), (False, "fused")])
-def test_one_device_holds_all_of_the_model(plain, kernels):
+@pytest.mark.parametrize(
+    ("plain", "kernels", "gemm"), [(True, "naive", "transformer_engine"), (False, "fused", "torch")]
+)
+def test_one_device_holds_all_of_the_model(plain, kernels, gemm):
     plan = lowered("nam56r_fused").plan
     alone = check.one_device(lowered("nam56r_fused"), plain).plan
     assert (plan.recipe.world_size, alone.recipe.world_size) == (8, 1)
     assert [layer.kind for layer in alone.layers] == [layer.kind for layer in plan.layers] and "|" not in alone.pattern
     assert {alone.recipe.model.blocks.mla.kernels, alone.recipe.model.blocks.mamba3.kernels} == {kernels}
+    assert alone.recipe.model.blocks.moe.expert_gemm == gemm
     assert alone.recipe.schedule.save is None and not alone.recipe.precision.fused_grad_accumulation
