@@ -223,7 +223,8 @@ def pair(recipe: Recipe, device: str, steps: int, seed: int = 1234) -> Pair:
     layout, plain = _shortest(tree, full)
     for key, value in PLAIN.items():
         _put(plain, key, value)
-    if not _at(plain, "feature.muon.enabled"):  # whether or not this layout can: others share its reference
+    # Whether or not this layout can: others share its reference. What is not sharded is so without a word.
+    if _at(plain, "feature.distributed_optimizer.enabled") and not _at(plain, "feature.muon.enabled"):
         _put(plain, "feature.distributed_optimizer.reshardable", True)
     return Pair(layout, _reference(plain), full, tuple(unproven))
 

@@ -66,6 +66,13 @@ def test_the_two_sides_differ_in_execution_alone():
     } <= changed
 
 
+def test_an_unsharded_optimizer_is_cut_too():
+    whole = [f"feature.distributed_optimizer.{key}=false" for key in ("enabled", "overlap_param_gather")]
+    pair = cut.pair(load("nam56r_native_dp", whole), "cpu", 2)
+    for side in (pair.layout, pair.reference):
+        assert not side.plan.recipe.feature.distributed_optimizer.enabled and cut.resumable(side.plan.recipe)
+
+
 def test_what_a_cpu_cannot_run_is_said_and_not_counted():
     said = "\n".join(cut.pair(load("nam56r_native_dp_fp8"), "cpu", 2).unproven)
     for key in ("feature.fp8", "feature.cuda_graphs", "precision.params", "mamba2: mamba-ssm's kernels"):
