@@ -1,6 +1,6 @@
 """Forecast against measured memory: python benchmarks/memory.py
 
-Reads benchmarks/measured_h200.json, writes benchmarks/memory.json and the tables of docs/budget.md. Needs the test group:
+Reads benchmarks/measured_{h200,h100}.json, writes benchmarks/memory.json and the tables of docs/budget.md. Needs the test group:
 Megatron's own estimator is asked about each run, too.
 """
 
@@ -20,12 +20,13 @@ from nam_megatron.recipe import conf_dir, load
 from nam_megatron.sizes import GIB
 
 HERE = Path(__file__).parent
-MEASURED, RESULT, DOCS = HERE / "measured_h200.json", HERE / "memory.json", HERE.parent / "docs" / "budget.md"
+MEASURED = HERE / "measured_h200.json", HERE / "measured_h100.json"
+RESULT, DOCS = HERE / "memory.json", HERE.parent / "docs" / "budget.md"
 PHASES = ("after_init", "first_step", "warm_up", "between_steps", "steady")
 
 
 def entries() -> list[dict]:
-    return json.loads(MEASURED.read_text())["entries"]
+    return [entry for path in MEASURED for entry in json.loads(path.read_text())["entries"]]
 
 
 def rows() -> list[dict]:

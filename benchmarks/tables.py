@@ -1,6 +1,6 @@
 """The measured tables of docs/training.md: python benchmarks/tables.py
 
-Reads benchmarks/{throughput,full,experts52,stock,ladder,blocks,output_layer}_h200.json and receipts/,
+Reads benchmarks/{throughput,full,experts52,whole52,stock,ladder,blocks,output_layer}_h200.json and receipts/,
 and writes each table between its marks.
 Needs the package: how many layers of a kind the full model has stands in its plan.
 """
@@ -17,9 +17,9 @@ from unittest import mock
 from blocks import kind_of
 from measure import FULL
 
-from nam_megatron.budget import budget, ends
+from nam_megatron.budget import budget, ends, search
 from nam_megatron.lower import translate
-from nam_megatron.recipe import load
+from nam_megatron.recipe import conf_dir, load
 from nam_megatron.sizes import GIB
 
 HERE = Path(__file__).parent
@@ -78,6 +78,11 @@ def full() -> Iterator[str]:
 def one() -> Iterator[str]:
     """Both stacks at 52 layers on one GPU, their experts multiplied one way and the other (benchmarks/measure.py --profile)."""
     yield from by_kind({entry["name"]: entry["kernels"] for entry in read("experts52")})
+
+
+def whole() -> Iterator[str]:
+    """The same with all of a step but the update in one CUDA graph, and the author stack without."""
+    yield from by_kind({entry["name"]: entry["kernels"] for entry in read("whole52")})
 
 
 def by_kind(tables: dict[str, Any]) -> Iterator[str]:
@@ -204,6 +209,27 @@ def long() -> Iterator[str]:
             yield f"| {length:,} | {title} | {' | '.join(cells)} |"
 
 
+def eighty() -> Iterator[str]:
+    """What fits on GPUs of 80 GB and of 141: the largest micro batch of each preset of ours that leaves the headroom."""
+    hosts = [("1 H100", "h100", 1), ("8 H100", "h100", 8), ("1 H200", "h200", 1), ("8 H200", "h200", 8)]
+    yield "| preset | " + " | ".join(title for title, *_ in hosts) + " |"
+    yield "|---" * (1 + len(hosts)) + "|"
+    for path in sorted((conf_dir() / "preset").glob("nam5*.yaml")):
+        if path.stem == "nam56r_smoke":
+            continue
+        cells = []
+        for _, device, gpus in hosts:
+            layout = ("parallel.tensor=1", "parallel.sequence=false") if gpus == 1 else ()
+            recipe = load(path.stem, (f"cluster=h200_{gpus}", f"device={device}", *layout))
+            best = search.largest(recipe, "schedule.micro_batch_size").best
+            cells.append(
+                "none"
+                if best is None or best.budget is None
+                else f"{best.value}, {best.budget.worst.worst.total / GIB:.1f}"
+            )
+        yield f"| `{path.stem}` | {' | '.join(cells)} |"
+
+
 EACH = (*FULL, "feature.recompute.modules=[]")
 LOGITS = (
     ("nam56r_fused", 4, 8), ("nam56r_fused", 4, 2), ("nam56r_native_dp_fused", 8, 8), ("nam56r_native_dp_fused", 8, 2),
@@ -264,7 +290,21 @@ def output_layer() -> Iterator[str]:
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
     text = DOCS.read_text()
-    for table in (throughput, kernels, full, one, stock, ladder, runs, blocks, long, without_logits, output_layer):
+    for table in (
+        throughput,
+        kernels,
+        full,
+        one,
+        whole,
+        stock,
+        ladder,
+        runs,
+        blocks,
+        long,
+        eighty,
+        without_logits,
+        output_layer,
+    ):
         head, begin, rest = text.partition(f"<!-- begin: {table.__name__} -->\n")
         assert begin, f"docs/training.md has no place for {table.__name__}"
         _, end, tail = rest.partition("<!-- end -->")

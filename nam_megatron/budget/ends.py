@@ -61,7 +61,9 @@ def loss(z: Sizes) -> Iterator[tuple[str, tuple[Line, ...]]]:
     """
     of = {"bucket": LOSS, "owner": "loss"}
     logits = z.line("logits", "2 T V / t", "bf16, all positions", **of)
-    gradients = z.line("gradients of the output layer", "2 T h + 2 V h / t", "of its input and of its weight", **of)
+    added = z.plan.recipe.precision.fused_grad_accumulation  # where it lies: static's gradients that nobody reads
+    formula, why = ("2 T h", "of its input") if added else ("2 T h + 2 V h / t", "of its input and of its weight")
+    gradients = z.line("gradients of the output layer", formula, why, **of)
     if z.plan.recipe.precision.cross_entropy == "fused":
         why = "bf16, of every depth; each becomes its gradient in place"
         depths = (z.line("logits of MTP", "2 T V D / t", why, bucket=MTP, owner="mtp"),) if z["D"] else ()

@@ -178,6 +178,8 @@ class _Moving:
 
     def __init__(self, z: Sizes, stage: Stage, graphs: bool):
         self.z, self.stage, self.graphs = z, stage, graphs
+        chosen = z.plan.recipe.feature.cuda_graphs
+        self.pooled = graphs and chosen is not None and chosen.whole  # all of it lies in a graph's pool
         self.plain = replace(z, recompute=frozenset())
         self.costs: dict[tuple, tuple] = {}
         self.autotuned = {block.kind for block in z.plan.blocks if block.autotuned}
@@ -209,9 +211,11 @@ class _Moving:
                             for x in p.kept
                             for _ in range(n)
                         ]
-                        best = size, name, (*fixed, *others, *passed, *lines, *more)
+                        best = size, name, (*others, *passed, *lines, *more)
                 before += _bytes(part.kept)
-        return best[1:]
+        _, name, held = best
+        pooled = (replace(x, place="reserved") if self.pooled and x.place == "allocated" else x for x in held)
+        return name, (*fixed, *pooled)
 
     def _parts(self, layers: Sequence[Layer]) -> Iterator[_Part]:
         for indices, checkpointed in groups(self.z.plan.recipe.feature.recompute, len(layers)):

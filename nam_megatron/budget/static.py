@@ -13,6 +13,7 @@ from nam_megatron.plan import Plan
 from nam_megatron.sizes import (
     ALLOCATOR,
     COMMUNICATION,
+    GRADIENTS,
     PARAMETERS,
     RUNTIME,
     WORKSPACE,
@@ -90,6 +91,7 @@ def lines(z: Sizes, stage: Stage, held: Sequence[Group]) -> Iterator[Line]:
     for feature in f.all():
         yield from _of(feature, feature.buffers(z, held))
     yield from ends.buffers(z, stage)
+    yield from _unread(z, stage, held)
     yield from _communication(z)
     yield from _workspaces(z)
     yield from _device(z)
@@ -118,6 +120,26 @@ def _communication(z: Sizes) -> Iterator[Line]:
         yield z.line("sequence gather", "2 T h", "Megatron's global buffer for the output layer's input", **more)
     if z.plan.recipe.parallel.pipeline > 1:
         yield z.line("pipeline exchange", "4 Ts h", "a received gradient and a received input", **more)
+
+
+def _unread(z: Sizes, stage: Stage, held: Sequence[Group]) -> Iterator[Line]:
+    """What autograd is given for gradients that a GEMM has added to their buffer: one tensor of each shape, which stays.
+
+    Transformer Engine 2.20.2 (module/base.py, get_dummy_wgrad), and megatron-core 0.19.2 for the output layer.
+    """
+    if not z.plan.recipe.precision.fused_grad_accumulation:
+        return
+    moe = z.model.blocks.moe
+    by_torch = moe is not None and moe.expert_gemm == "torch"
+    shapes = {
+        (x.param.shape, x.param.shard): x.elements
+        for x in (x for group in held for x in group.held)
+        if len(x.param.shape) == 2 and x.param.role == "weight" and not (by_torch and x.param.shard == "expert")
+    }
+    output = z["V"] * z["h"] / z["t"] if stage.last else 0
+    why = "of each shape of a linear layer's weight, for autograd"
+    z = z.own(W=sum(shapes.values()) + output)
+    yield z.line("gradients that nobody reads", "2 W", why, bucket=GRADIENTS, owner="precision", since="forward")
 
 
 def _workspaces(z: Sizes) -> Iterator[Line]:
