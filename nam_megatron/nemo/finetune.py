@@ -94,12 +94,14 @@ def weights(folder: Path, lowering: Lowering, *, thorough: bool) -> Iterator[Pro
     bridges = (folder / guards.TRACKER).is_file()
     if bridges:
         yield from guards.at_odds(folder)
+    signed = folder / guards.SIGNED if bridges else folder
     try:
-        before = computation.read((folder / guards.SIGNED if bridges else folder) / checkpoint.PLAN)
+        before = computation.read(signed / checkpoint.PLAN)
     except Refused as refused:
         yield from refused.problems
         return
     yield from computation.another_model(before, json.loads(checkpoint.plan_json(lowering)))
+    yield from checkpoint.another_tokenizer(signed, lowering.plan.recipe.data)
 
 
 def samples(recipe: Recipe) -> Iterator[Problem]:

@@ -111,14 +111,33 @@ def another(folder: Path, lowering: Lowering) -> Iterator[Problem]:
 
 
 def another_tokenizer(folder: Path, data: Data) -> Iterator[Problem]:
-    """Where imported weights have learned other tokens than those of the data, as far as both are known."""
+    """Where weights have learned other tokens than those of the data, as far as both are known.
+
+    Imported ones have a tokenizer beside them, a run's the manifest of its dataset, with the hash of that one's.
+    """
     known = data.built / manifest.TOKENIZER if data.built else data.tokenizer and Path(data.tokenizer)
-    ours, theirs = (_tokens(at / manifest.TOKENS) if at else None for at in (folder / manifest.TOKENIZER, known))
+    if not known or not (known / manifest.TOKENS).is_file():
+        return
+    key = "data.path" if data.built else "data.tokenizer"
+    at = folder / manifest.TOKENIZER
+    ours, theirs = (_tokens(place / manifest.TOKENS) for place in (known, at))
     if ours and theirs and ours != theirs:
-        at = folder / manifest.TOKENIZER
         message = f"the data's tokenizer, `{known}`, is another than that of the weights, `{at}`"
         hint = f"build the dataset with `--tokenizer {at}`; or, if other tokens are meant, take that folder away"
-        yield Problem(message, "data.path" if data.built else "data.tokenizer", hint)
+        yield Problem(message, key, hint)
+    elif not theirs and (told := _hash_of_tokens(folder / DATA)):
+        if told != manifest.digest(known / manifest.TOKENS):
+            message = f"the data's tokenizer, `{known}`, is not the one of the dataset that the weights were trained on"
+            yield Problem(message, key, f"take the folder `{manifest.TOKENIZER}` of that dataset")
+
+
+def _hash_of_tokens(path: Path) -> str | None:
+    """Of the tokenizer's file, as a dataset's manifest has it; None where there is none, or it cannot be read."""
+    try:
+        files = json.loads(path.read_text(encoding="utf-8"))["files"]
+        return files[f"{manifest.TOKENIZER}/{manifest.TOKENS}"]["sha256"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _tokens(path: Path) -> dict[str, Any] | None:

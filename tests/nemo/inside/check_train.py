@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -32,7 +33,7 @@ import nam_megatron.nemo.container as container
 import nam_megatron.nemo.train as nemo_train
 from launch import steps as log
 from nam_megatron import argv, train
-from nam_megatron.data import tokenizer
+from nam_megatron.data import manifest, tokenizer
 from nam_megatron.hf import export
 from nam_megatron.lower import translate
 from nam_megatron.nemo import finetune, guards
@@ -240,6 +241,9 @@ def pretrained(tmp_path_factory) -> Path:
     return folder
 
 
+OTHER_TOKENS = " not the one of the dataset that the weights were trained on"
+
+
 def sft(folder: Path, start: str = "bridge") -> tuple[str, ...]:
     return (
         *WORDS,
@@ -443,6 +447,20 @@ def test_what_is_no_start_and_what_no_sample_is_refused(pretrained, tmp_path):
     ):
         (folder / "training.jsonl").write_text(text)
         assert said in unfit(*good, f"data.path={folder}")[0], said
+
+
+@pytest.mark.parametrize("start", ["megatron", "bridge"])
+def test_answers_in_other_tokens_than_the_weights_have_learned_are_refused(pretrained, tmp_path, start):
+    """A run keeps the manifest of its dataset beside its checkpoints, and that the hash of its tokenizer."""
+    shutil.copytree(pretrained / start, tmp_path / "run")
+    signed = tmp_path / "run" / finetune.guards.SIGNED if start == "bridge" else tmp_path / "run"
+    words = (*sft(pretrained), f"schedule.pretrained={tmp_path / 'run'}")
+    for sha256, said in (
+        (manifest.digest(pretrained / "tokenizer" / "tokenizer.json"), []),
+        ("0" * 64, [OTHER_TOKENS]),
+    ):
+        (signed / "data.json").write_text(json.dumps({"files": {"tokenizer/tokenizer.json": {"sha256": sha256}}}))
+        assert [message.partition(", is")[2] for message in unfit(*words)] == said
 
 
 def test_each_trainer_and_command_says_whose_work_it_is(pretrained, tmp_path, monkeypatch, capfd):
