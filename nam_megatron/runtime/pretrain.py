@@ -324,7 +324,7 @@ def looked_for(args: Namespace) -> bool:
 
 
 def look(loss: torch.Tensor) -> None:
-    """At the loss of microbatches that ran in a graph."""
+    """At the loss of a microbatch that ran in a graph."""
     check(loss, (lambda: whole_step.BLIND) if watched(get_rerun_state_machine()) else None)
 
 

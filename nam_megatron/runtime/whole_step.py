@@ -2,7 +2,7 @@
 
 Megatron (0.19.2, core/full_cuda_graph.py) runs a few steps eagerly, captures one and replays it from then on: no Python runs in between,
 so nothing of a microbatch can be looked at while it runs, and the arguments have to say that nothing is. What is looked at here is what
-a replay has left, before the update: the sum of the microbatches' losses, and the norm of each buffer of gradients.
+a replay has left, before the update: each microbatch's loss, and the norm of each buffer of gradients.
 """
 
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
 from megatron.training import training
 from torch import Tensor
 
@@ -21,16 +22,21 @@ BLIND = (
 def provide(begin: Callable[[], None], look: Callable[[Tensor], None]) -> None:
     """Have Megatron's training loop look at what a replay has left.
 
-    begin: called before each replay, as each microbatch that runs in Python calls it. look: gets the loss of all its microbatches.
+    begin: called before each replay, as each microbatch that runs in Python calls it. look: gets the loss of each of its microbatches, on
+    the host. Not their sum: Megatron's machine knows a bad value again by its number in the step, after a checkpoint in an eager one.
     """
 
     class Looked(FullCudaGraphWrapper):
         def __call__(self, *args: Any, **named: Any) -> Any:
             if self.cuda_graph["training"] is not None:
                 begin()
+            elif get_rerun_state_machine().state == RerunState.RERUNNING_IN_PLACE:
+                # It names the layer only if it runs eagerly again, and is not captured.
+                self.curr_iteration["training"] -= 1
             reports = super().__call__(*args, **named)
             if self.cuda_graph["training"] is not None:
-                look(torch.stack([report["lm loss"][0] for report in reports]).sum())
+                for loss in torch.stack([report["lm loss"][0] for report in reports]).cpu():
+                    look(loss)
             for chunk in named["model"]:
                 for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
                     group.check_grads(check_for_nan_or_inf=True, check_for_large=False)

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from megatron.core.rerun_state_machine import RerunMode, RerunState
+from megatron.core.rerun_state_machine import RerunMode, RerunState, RerunStateMachine
 from megatron.training import training
 
 from nam_megatron.errors import Refused
@@ -131,7 +131,12 @@ class Group:
 
 @pytest.fixture
 def replayed(monkeypatch):
-    """(losses of the microbatches of each step) -> what is looked at in each: (how often `begin` ran, the losses, gradients' looks)."""
+    """(losses of the microbatches of each step) -> what is looked at in each: (how often `begin` ran, the losses, gradients' looks).
+
+    A step that is None is the one before, repeated by Megatron's machine.
+    """
+    machine = Machine()
+    monkeypatch.setattr(whole_step, "get_rerun_state_machine", lambda: machine)
 
     class Megatrons(whole_step.FullCudaGraphWrapper):
         """As Megatron's class: eager for so many steps, then a capture and its first replay, then replays."""
@@ -154,12 +159,14 @@ def replayed(monkeypatch):
         monkeypatch.setattr(whole_step, "FullCudaGraphWrapper", Megatrons)
         whole_step.provide(lambda: begun.append(1), lambda loss: seen.append(loss.item()))
         chunk = SimpleNamespace(bucket_groups=groups[:1], expert_parallel_bucket_groups=groups[1:])
-        of = iter(steps)
+        losses = []
         wrapped = training.FullCudaGraphWrapper(
-            lambda **_: [{"lm loss": torch.tensor([loss, 9.0])} for loss in next(of)], warm_up
+            lambda **_: [{"lm loss": torch.tensor([loss, 9.0])} for loss in losses], warm_up
         )
         found = []
-        for _ in steps:
+        for step in steps:
+            losses = step or losses
+            machine.state = RerunState.INITIAL_RUN if step else RerunState.RERUNNING_IN_PLACE
             wrapped(model=[chunk])
             found.append((len(begun), list(seen), [len(group.looked) for group in groups]))
             begun.clear(), seen.clear()
@@ -173,8 +180,31 @@ def replayed(monkeypatch):
 def test_each_replay_is_looked_at_once_and_eager_steps_by_themselves(replayed):
     """Gradients in every step: Megatron's own look at them is off in all."""
     assert replayed([(1.0, 2.0), (3.0, 4.0), (5.0, 6.0), (7.0, torch.inf)], warm_up=2) == [
-        (0, [], [1, 1]), (0, [], [2, 2]), (0, [11.0], [3, 3]), (1, [torch.inf], [4, 4]),
+        (0, [], [1, 1]), (0, [], [2, 2]), (0, [5.0, 6.0], [3, 3]), (1, [7.0, torch.inf], [4, 4]),
     ]  # fmt: skip
+
+
+def test_a_repeated_step_is_not_the_one_that_is_captured(replayed):
+    """Eager, it names the layer; a replay that is repeated is replayed."""
+    assert replayed([(1.0,), (torch.nan,), None, (2.0,), None], warm_up=2) == [
+        (0, [], [1, 1]), (0, [], [2, 2]), (0, [], [3, 3]), (0, [2.0], [4, 4]), (1, [2.0], [5, 5]),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("bad", "number"), [(1, 2), (0, 1)])
+def test_megatrons_machine_finds_a_replays_loss_again_in_an_eager_step(guard, monkeypatch, bad, number):
+    """By the number of its microbatch: the step that is repeated from a checkpoint, on another GPU, runs eagerly."""
+    guard(1.0, machine=Machine(), watch=None, cuda_graph_impl="full_iteration")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    machine = RerunStateMachine(mode=RerunMode.VALIDATE_RESULTS)
+    machine.state, machine.first_iteration_complete = RerunState.INITIAL_RUN, True
+    monkeypatch.setattr(pretrain, "get_rerun_state_machine", lambda: machine)
+    losses = torch.ones(2)
+    losses[bad] = torch.nan
+    for loss in losses:
+        pretrain.look(loss)
+    assert machine.rerun_requested and machine.failed_validation_call.sequence == number
 
 
 def test_a_graph_is_looked_at_although_the_arguments_deny_it(guard, monkeypatch):
