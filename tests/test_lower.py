@@ -660,6 +660,8 @@ REFUSALS = [
     (NATIVE, WHOLE | {"model.hidden_dropout": 0.1}, WHOLE_KEY, "not been tried with dropout"),
     (NATIVE, WHOLE | {"model.attention_dropout": 0.1}, WHOLE_KEY, "not been tried with dropout"),
     ("nam56r_native_dp_fp8", WHOLE | {EXPERT_GEMM: "transformer_engine"}, WHOLE_KEY, "not been tried with FP8"),
+    ("llama_3_8b", FSDP | {"cluster.gpus_per_node": 1, WHOLE_KEY: "full_iteration"}, WHOLE_KEY, "not been tried with Megatron-FSDP"),
+    (NATIVE, WHOLE | NGRAMS, WHOLE_KEY, "not been tried with n-gram tables"),
     # distributed_optimizer
     (NATIVE, {"feature.distributed_optimizer.enabled": False}, "feature.distributed_optimizer.overlap_param_gather", "no sharded"),
     (DESIGN, {"model.blocks.dsa.indexer_loss_coeff": 0.0}, "model.blocks.dsa.indexer_loss_coeff", "the overlapped reduction waits"),

@@ -154,6 +154,8 @@ class CudaGraphs(Feature):
                 "recompute",
             ),
             "feature.fp8": (bool(r.feature.fp8), "FP8"),
+            "feature.megatron_fsdp.enabled": (bool(r.feature.megatron_fsdp), "Megatron-FSDP"),
+            "feature.ngram_hash.enabled": (bool(r.feature.ngram_hash), "n-gram tables, whose gradients are sparse"),
             "model.hidden_dropout": (r.model.hidden_dropout > 0, "dropout"),
             "model.attention_dropout": (r.model.attention_dropout > 0, "dropout"),
         }
