@@ -1430,6 +1430,38 @@ def test_graphs_of_whole_layers_are_listed_and_nothing_breaks(modules, tmp_path)
     assert any("--cuda-graph-impl local" in line for line in made.lost) and made.refused is None
 
 
+@pytest.mark.parametrize(
+    ("said", "impl"),
+    [
+        ({"--cuda-graph-impl": "full_iteration"}, "full_iteration"),
+        ({"--cuda-graph-impl": "local", "--cuda-graph-scope": "full_iteration"}, "full_iteration"),
+        ({"--enable-cuda-graph": True, "--cuda-graph-scope": "full_iteration"}, "full_iteration"),
+        ({"--cuda-graph-modules": "full_iteration"}, "full_iteration"),
+        ({"--cuda-graph-impl": "local", "--cuda-graph-modules": "full"}, "local"),
+        ({"--cuda-graph-impl": "local", "--cuda-graph-modules": "full_iteration_inference"}, "local"),
+        ({"--cuda-graph-impl": "transformer_engine", "--cuda-graph-scope": "full_iteration"}, None),
+    ],
+)
+def test_graphs_of_whole_steps_in_all_their_spellings(said, impl, oracle):
+    found = launch(HYBRID, {"--te-rng-tracker": True, "--no-check-for-nan-in-loss-and-grad": True} | said)
+    answer = ask(oracle, found)
+    assert ids(found)["graphs-modules"] == (impl is None) == (answer.error is not None)
+    if impl:
+        assert (found.model.graphs, found.model.graph_modules) == (impl, ())
+        assert answer.values["transformer.cuda_graph_impl"] == impl
+        assert not ids(found)["graphs-ignored"]
+
+
+def test_a_graph_of_a_whole_step_comes_back_on_one_gpu_alone():
+    flags = HYBRID | {"--cuda-graph-scope": "full_iteration", "--no-check-for-nan-in-loss-and-grad": True}
+    for gpus in (1, 8):
+        found = lint(f"torchrun --nproc-per-node {gpus} train.py {' '.join(f"'{word}'" for word in words(flags))}")
+        made = recipe.make(found, Path("mine.yaml"))
+        graphs = made.recipe.feature.cuda_graphs
+        assert (graphs and graphs.impl) == ("full_iteration" if gpus == 1 else None)
+        assert any("cuda_graph_impl" in line or "--cuda-graph" in line for line in made.lost) is (gpus > 1)
+
+
 def test_sequence_length_under_its_other_name():
     found = launch(GPT, {"--seq-length": None, "--encoder-seq-length": "2048"})
     assert ids(found)["positions-short"] and dict(describe.rows(found.args, found.model))["sequence"] == "2048 tokens"

@@ -470,13 +470,19 @@ class Model:
 
     @cached_property
     def graphs(self) -> str:
-        if self.a.enable_cuda_graph:
-            return "local"
-        return "transformer_engine" if self.a.external_cuda_graph else self.a.cuda_graph_impl
+        said = "transformer_engine" if self.a.external_cuda_graph else self.a.cuda_graph_impl
+        said = "local" if self.a.enable_cuda_graph else said
+        # The spelling before 0.19: Megatron takes the part for the implementation.
+        return "full_iteration" if "full_iteration" in self.graph_words and said in ("none", "local") else said
+
+    @cached_property
+    def graph_words(self) -> tuple[str, ...]:
+        """What is to be captured, as it is said: modules, and scopes of earlier Megatrons."""
+        return tuple(self.a.cuda_graph_modules or self.a.cuda_graph_scope_deprecated or ())
 
     @cached_property
     def graph_modules(self) -> tuple[str, ...]:
-        return tuple(self.a.cuda_graph_modules or self.a.cuda_graph_scope_deprecated or ())
+        return tuple(word for word in self.graph_words if not word.startswith("full"))
 
     @cached_property
     def balancing(self) -> tuple[str, ...]:

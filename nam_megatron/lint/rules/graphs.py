@@ -15,6 +15,8 @@ def _graph_modules(a: Args, m: Model) -> Iterator[str]:
         if a.check_for_nan_in_loss_and_grad:
             yield "`full_iteration` without `--no-check-for-nan-in-loss-and-grad`"
     elif m.graphs != "none":
+        if "full_iteration" in m.graph_words:
+            yield "`full_iteration` of Transformer Engine's graphs"
         if {"moe", "moe_router"} <= modules:
             yield "`moe` together with `moe_router`"
         if "moe_preprocess" in modules and "moe_router" not in modules and m.graphs != "local":
@@ -61,7 +63,7 @@ RULES = (
         "graphs-ignored",
         COST,
         "cuda_graph_modules|cuda_graph_scope_deprecated",
-        lambda a, m: m.graphs == "none" and bool(m.graph_modules),
+        lambda a, m: m.graphs == "none" and bool(m.graph_words),
         "without --cuda-graph-impl there are no graphs",
         "add `--cuda-graph-impl transformer_engine`",
         CONFIG,
