@@ -650,6 +650,19 @@ def test_graph_runs_are_eager_until_the_capture():
     assert "warm_up" not in at_once and at_once["first_step"].reserved > eager["first_step"].reserved
 
 
+def test_a_graph_of_the_whole_step_keeps_its_memory_from_the_optimizer():
+    """Eager steps give what the passes held to Newton-Schulz; a graph's pool is its own."""
+    one = ("nam56r_native_dp_fused", "cluster=h200_1", "model.depth=13", "optim=muon")
+    whole = budget(plan_of(*one, "feature.cuda_graphs.impl=full_iteration")).worst.moments
+    eager = budget(plan_of(*one)).worst.moments
+    newton = [line for line in whole["steady"].lines if line.name.startswith("Newton-Schulz")]
+    static = [line for line in whole["steady"].lines if line.name == "static inputs"]
+    assert newton and static and {line.place for line in newton} == {"reserved"}
+    more = sum(line.bytes for line in (*newton, *static))
+    assert whole["steady"].reserved == eager["steady"].reserved + more
+    assert whole["warm_up"].total == eager["steady"].total
+
+
 def test_a_captured_mask_has_the_keys_of_all_ranks_that_share_the_sequence():
     def masks(*overrides):
         lines = budget(plan_of(*NATIVE, *GRAPHS, *overrides)).stages[0].moments["steady"].lines

@@ -144,13 +144,17 @@ def _stage(z: Sizes, stage: Stage) -> StageBudget:
     buffers = (*PARAMETERS.values(), GRADIENTS, COMMUNICATION)
     made = tuple(x for x in at["init"] if x.bucket in buffers or x.place != "allocated")
     step = Moment("optimizer step", (*after, *at["stepping"]))
+    # A graph of the whole step keeps its pool, of the size of its peak, while the optimizer works.
+    whole = graphs is not None and graphs.whole
+    beside = tuple(replace(x, place="reserved") for x in at["stepping"] if whole and x.place == "allocated")
+    event, worst = moving.worst(after)
     moments = {
         "build": Moment("building the model", (*made, *at["build"])),
         "after_init": Moment("before the first step", at["init"]),
         "first_step": max(Moment(*eager.worst(before, first=True)), step, key=lambda m: m.total),
         **({"warm_up": max(Moment(*eager.worst(after)), step, key=lambda m: m.total)} if eager is not moving else {}),
         "between_steps": Moment("between steps", after),
-        "steady": max(Moment(*moving.worst(after)), step, key=lambda m: m.total),
+        "steady": max(Moment(event, (*worst, *beside)), step, key=lambda m: m.total),
     }
     return StageBudget(stage, sum(g.elements() for g in held), {k: _sorted(v) for k, v in moments.items()})
 
