@@ -137,6 +137,8 @@ PLAIN = {
     "feature.megatron_fsdp": None,
 }
 
+CAPTURE = "feature.cuda_graphs.warmup_steps"
+
 # What a CPU runs otherwise than the recipe says, and why: key, the value that it cannot run, what it runs instead, the reason.
 NO_KERNEL = "Transformer Engine's or Triton's kernel"
 ANY = object()
@@ -181,7 +183,9 @@ class Pair:
         """What was cut, for people: `key: from -> to`."""
         before, after = (dict(leaves(to_tree(x.recipe))) for x in (self.full, self.layout.plan))
         names = [
-            k for k in after if k.startswith(("model.", "cluster.gpus", "cluster.nodes", "schedule.")) and k in before
+            k
+            for k in after
+            if k.startswith(("model.", "cluster.gpus", "cluster.nodes", "schedule.", CAPTURE)) and k in before
         ]
         return tuple(f"{k}: {before[k]} -> {after[k]}" for k in names if before[k] != after[k])
 
@@ -219,6 +223,11 @@ def pair(recipe: Recipe, device: str, steps: int, seed: int = 1234) -> Pair:
     else:
         for key, most in ON_GPU.items():
             _least(tree, key, _multiple(most, _parts(recipe) * TILE) if key == "model.seq_length" else most)
+        if graphs := full.recipe.feature.cuda_graphs:
+            # The last step at least is replayed, or nothing would have been seen of what is captured.
+            _least(tree, CAPTURE, max(1, steps - 1))
+            if steps == 1 and graphs.warmup_steps:
+                unproven.append("feature.cuda_graphs: of one step nothing is captured")
     _batches(tree, recipe, full, steps, seed, device)
     layout, plain = _shortest(tree, full)
     for key, value in PLAIN.items():
