@@ -39,9 +39,11 @@ class Heart:
     def built(self) -> None:
         self._say("built")
 
-    def step(self, done: int) -> None:
-        """A microbatch begins, after `done` steps."""
+    def step(self, done: int, blind: bool = False) -> None:
+        """A microbatch begins, after `done` steps; blind: all of a step, as a CUDA graph, and nobody waits for one of them."""
         self._micro, self._begun = self._micro + 1, time.monotonic()
+        if blind:
+            self._spent = None  # that of the eager steps would stand for good
         if done + 1 != self._step or self._begun - self._written >= EVERY:
             self._step = done + 1
             self._say("step")

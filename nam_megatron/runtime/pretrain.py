@@ -390,7 +390,7 @@ def begin(blind: bool) -> None:
     """A microbatch begins, or the replay of all of a step: tell whoever counts. blind: it is in a graph, and nothing can be measured."""
     args = get_args()
     READINGS.step(args.curr_iteration)
-    HEART.step(args.curr_iteration)
+    HEART.step(args.curr_iteration, blind)
     GAUGES.step(args.curr_iteration, args.log_interval, blind)
 
 

@@ -1,5 +1,6 @@
 """The trainer's wiring without a training: what stops a run at a NaN, and which argument reaches which field of the data's config."""
 
+import json
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import ClassVar
@@ -10,7 +11,7 @@ from megatron.core.rerun_state_machine import RerunMode, RerunState, RerunStateM
 from megatron.training import training
 
 from nam_megatron.errors import Refused
-from nam_megatron.runtime import pretrain, whole_step
+from nam_megatron.runtime import heartbeat, pretrain, whole_step
 from nam_megatron.runtime.nonfinite import Watch
 
 # NaN ---------------------------------------------------------------------------------------------------------------------------------
@@ -219,6 +220,20 @@ def test_a_graph_is_looked_at_although_the_arguments_deny_it(guard, monkeypatch)
         pretrain.NonFinite, match="step 7, rank 3: the loss is nan; the step was replayed as one CUDA graph"
     ):
         pretrain.look(torch.tensor(torch.nan))
+
+
+def test_a_replay_says_nothing_of_a_microbatch(tmp_path):
+    """What the eager ones took, compilation included, would be said of the run until its end."""
+    (tmp_path / heartbeat.FOLDER).mkdir()
+    heart = heartbeat.Heart()
+    heart.start(tmp_path / "plan", 0)
+    told = []
+    for done, blind in enumerate((False, False, True)):
+        heart.step(done, blind)
+        told.append(json.loads((tmp_path / heartbeat.FOLDER / "0").read_text())["spent"] is not None)
+        if not blind:
+            heart.looked()
+    assert told == [False, True, False]
 
 
 def test_nothing_is_looked_at_while_a_step_is_captured(guard, monkeypatch):

@@ -684,7 +684,7 @@ def test_a_microbatch_goes_to_the_model_whole(monkeypatch, first):
     mask, watch = loss.args
     assert output == "output" and loss.func is pretrain.loss_func and mask is batch["loss_mask"]
     assert (watch and watch.of) == (("unwrapped", model) if first else None)
-    steps = [("READINGS", 3), ("HEART", 3), ("GAUGES", 3, 7, False)]
+    steps = [("READINGS", 3), ("HEART", 3, False), ("GAUGES", 3, 7, False)]
     assert looked == [*steps, ("samples", (model, "vp_stage")), *["closed"] * first]
 
 
