@@ -472,8 +472,10 @@ class Model:
     def graphs(self) -> str:
         said = "transformer_engine" if self.a.external_cuda_graph else self.a.cuda_graph_impl
         said = "local" if self.a.enable_cuda_graph else said
-        # The spelling before 0.19: Megatron takes the part for the implementation.
-        return "full_iteration" if "full_iteration" in self.graph_words and said in ("none", "local") else said
+        # The spelling before 0.19: Megatron takes the scope for the implementation.
+        scopes = (self.a.value(name) for name in ("cuda_graph_modules", "cuda_graph_scope_deprecated"))
+        whole = any(isinstance(words, (list, tuple)) and "full_iteration" in words for words in scopes)
+        return "full_iteration" if whole and said in ("none", "local") else said
 
     @cached_property
     def graph_words(self) -> tuple[str, ...]:
