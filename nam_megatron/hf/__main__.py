@@ -122,6 +122,8 @@ def _check(words: argparse.Namespace) -> int:
     else:
         generator = torch.Generator().manual_seed(words.seed)
         tokens = torch.randint(0, config.vocab_size, (words.batch, words.length), generator=generator)
+    if other := check.of_another(words.checkpoint, words.export):
+        _progress(other)
     outcome = check.check(words.checkpoint, words.export, tokens, words.dtype, words.device, words.plain)
     if words.json:
         print(json.dumps(outcome.as_dict(), indent=1))
@@ -151,6 +153,7 @@ def _evaluate(words: argparse.Namespace) -> int:
     more = (words.tokenizer, words.shots, words.limit, words.batch, dtype, words.device)
     with contextlib.redirect_stdout(sys.stderr):  # what datasets and the harness print
         made = evaluate.evaluate(words.model, words.tasks.split(","), *more)
+    print(evaluate.table(made), file=sys.stderr)
     return _told(made, words.out)
 
 
@@ -158,6 +161,7 @@ def _told(made: dict, out: Path | None) -> int:
     text = json.dumps(made, indent=1, default=str)
     print(text)
     if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text + "\n", encoding="utf-8")
     return OK
 

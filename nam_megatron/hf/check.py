@@ -24,10 +24,11 @@ from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.hf import describe, distributed
 from nam_megatron.hf.export import differences, plan_of
 from nam_megatron.hf.model.modeling_nam import Dsa, Router
-from nam_megatron.hf.opened import DTYPES, open_model
+from nam_megatron.hf.opened import DTYPES, absent, identity, open_model
 from nam_megatron.lower import Lowering, translate
 from nam_megatron.recipe import from_tree, to_tree
 from nam_megatron.recipe.data import mock
+from nam_megatron.runtime import checksums
 
 # Worst that passes: of bf16 what the issue of every exporter asks for, of fp32 the rounding of sums in another order.
 COSINE, KL, RELATIVE = 0.9999, 1e-3, 1e-5
@@ -91,6 +92,10 @@ def check(checkpoint: Path, export: Path, tokens: Tensor, dtype: str, device: st
     if 0 < (learned := config["learned_positions"]) < tokens.size(1):
         said = f"{tokens.size(1)} tokens, and the model has learned {learned} positions"
         raise Refused(Problem(said, None, f"`--length {learned}` or less"))
+    if not torch.cuda.device_count():
+        hint = "run it on a training host; `--device` says where the export computes"
+        raise Refused(Problem("Megatron's side needs a GPU, and this host has none", None, hint))
+    raise_if(absent(device))
     theirs = megatron(one_device(lowering, plain or dtype == "fp32"), step, tokens, dtype)
     return compare(theirs, exported(export, tokens, dtype, device, theirs, follows=dtype == "bf16"), dtype)
 
@@ -166,6 +171,14 @@ def compare(a: Run, b: Run, dtype: str) -> Outcome:
     )
 
 
+def of_another(checkpoint: Path, export: Path) -> str | None:
+    """What to say where the export was made of another checkpoint: a run that went on, say. An import of it is another too."""
+    made, step = identity(export), distributed.step_folder(checkpoint)
+    if not made["checkpoint"] or made["checkpoint"] == checksums.whole(step):
+        return None
+    return f"`{export}` was exported from another checkpoint, `{made['step']}`, than `{step}`"
+
+
 def _relative(x: Tensor, y: Tensor) -> float:
     return ((x - y).abs().max() / x.abs().max()).item()
 
@@ -181,6 +194,9 @@ def report(outcome: Outcome, kinds: list[str]) -> Iterator[str]:
         yield f"  layer {index:3d} {kind:10s} {off:.2e}  {own:.2e} by itself"
     for depth, off in enumerate(outcome.ahead, 1):
         yield f"  MTP {depth} {off:.2e}"
+    limits = f"cosine {COSINE} or more, KL {KL:.0e} or less, {100 * OTHERWISE:.0f} % otherwise or less"
+    asked = f"relative {RELATIVE:.0e} or less, in MTP too" if outcome.dtype == "fp32" else limits
+    yield f"{'the same' if outcome.passed else 'they differ'}: asked for is {asked}"
     if not outcome.passed:
         worst = max(range(len(kinds)), key=outcome.own.__getitem__)
         yield f"they part most in layer {worst + 1} ({kinds[worst]})"

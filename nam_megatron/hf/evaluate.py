@@ -14,15 +14,14 @@ from lm_eval import simple_evaluate
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from lm_eval.utils import make_table
 from transformers import PreTrainedTokenizerFast
 
-from nam_megatron.argv import load_plan
-from nam_megatron.data import tokenizer
 from nam_megatron.errors import Problem, Refused
-from nam_megatron.hf import distributed, export
-from nam_megatron.hf.opened import identity, is_export, open_model
+from nam_megatron.hf import export
+from nam_megatron.hf.opened import identity, open_model, tokenizer_of
 
-KEPT = ("results", "groups", "n-shot", "n-samples", "versions", "configs")
+KEPT = ("results", "groups", "n-shot", "n-samples", "versions", "higher_is_better", "configs")
 
 
 @register_model("nam")
@@ -60,17 +59,6 @@ class NamLM(HFLM):
     def get_model_info(self) -> dict[str, Any]:
         """In the place of the harness's, which asks the Hugging Face hub for the model's name."""
         return {**self.identity, "model_dtype": str(self.model.dtype)}
-
-
-def tokenizer_of(path: Path) -> Path:
-    """The folder of the tokenizer that goes with an export or a checkpoint. Raises Refused."""
-    if is_export(path):
-        found: Path | None = path
-    else:
-        found = export.trained_tokenizer(load_plan(export.plan_of(path, distributed.step_folder(path))).plan)
-    if found is None or not (found / tokenizer.FILE).is_file():
-        raise Refused(Problem(f"no tokenizer goes with `{path}`", None, "give one: `--tokenizer FOLDER`"))
-    return found
 
 
 def evaluate(
@@ -116,6 +104,11 @@ def evaluate(
         "seconds": round(time.monotonic() - begin, 2),
         **{key: found[key] for key in KEPT if key in found},
     }
+
+
+def table(made: dict[str, Any]) -> str:
+    """The harness's, for a person."""
+    return "\n".join(make_table(made, which) for which in ("results", "groups") if made.get(which))
 
 
 def _loaded(manager: Any, tasks: list[str]) -> Any:

@@ -31,18 +31,24 @@ def export(
 ) -> dict[str, Any]:
     """Write the newest step of `checkpoint` to `out`; the manifest that was written.
 
-    tokens: the tokenizer's folder; None: that of the dataset the plan was trained on, if it was one that we built.
+    tokens: the tokenizer's folder; None: that of imported weights or of the dataset the plan was trained on, if we built it.
 
     Raises:
         Refused: a checkpoint or plan that cannot be exported, a tokenizer that does not fit, an `out` that is there.
     """
     step = distributed.step_folder(checkpoint)
-    lowering = load_plan(plan_of(checkpoint, step))
+    at = plan_of(checkpoint, step)
+    lowering = load_plan(at)
     plan = lowering.plan
     config = config_for(plan)
-    tokens = tokens or trained_tokenizer(plan)
+    if tokens is None:
+        tokens = trained_tokenizer(at, plan)
+        if tokens is not None and not (tokens / tokenizer.FILE).is_file():
+            said = f"the tokenizer of the run's dataset is not in `{tokens}`"
+            raise Refused(Problem(said, None, "give it: `--tokenizer FOLDER`"))
     if tokens is not None:
         fits(tokens, plan.recipe.model.vocab_size)
+    say(f"tokenizer: {tokens or 'none, since the run had no dataset of ours; `--tokenizer FOLDER` gives one'}")
     raise_if(Problem(f"checkpoint `{step}` is damaged: {what}") for what in checksums.damage(step))
     source = distributed.Checkpoint(step)
     tensors = list(describe.tensors(config.to_dict()))
@@ -176,10 +182,12 @@ def plan_of(checkpoint: Path, step: Path) -> Path:
     raise Refused(Problem(f"`{checkpoint}` holds no `{PLAN}`", None, hint))
 
 
-def trained_tokenizer(plan: Any) -> Path | None:
-    """Of the dataset that a run read, if we built it."""
-    data = plan.recipe.data
-    return Path(data.path) / dataset.TOKENIZER if data.name == "built" else None
+def trained_tokenizer(at: Path, plan: Plan) -> Path | None:
+    """What lies beside imported weights, or that of the dataset that a run read, if we built it. at: the plan's file."""
+    beside, built = at.parent / dataset.TOKENIZER, plan.recipe.data.built
+    if (beside / tokenizer.FILE).is_file():
+        return beside
+    return built / dataset.TOKENIZER if built else None
 
 
 def fits(tokens: Path, vocabulary: int) -> None:

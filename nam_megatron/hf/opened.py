@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from nam_megatron.argv import load_plan
-from nam_megatron.errors import Problem, raise_if
+from nam_megatron.data import tokenizer
+from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.hf import describe, distributed, folder
-from nam_megatron.hf.export import config_for, config_of, plan_of
+from nam_megatron.hf.export import config_for, config_of, plan_of, trained_tokenizer
 from nam_megatron.hf.model.configuration_nam import NamConfig
 from nam_megatron.hf.model.modeling_nam import NamForCausalLM
 from nam_megatron.runtime import checksums
@@ -23,7 +24,7 @@ def open_model(path: Path, dtype: torch.dtype = torch.bfloat16, device: str = "c
     Raises:
         Refused: neither of both, one that is damaged, a device that is not there.
     """
-    raise_if(_without(device))
+    raise_if(absent(device))
     if is_export(path):
         folder.verified(path)
         config = config_of(path)
@@ -38,7 +39,7 @@ def open_model(path: Path, dtype: torch.dtype = torch.bfloat16, device: str = "c
     return _built(config, tensors, read, dtype, device)
 
 
-def _without(device: str) -> Iterator[Problem]:
+def absent(device: str) -> Iterator[Problem]:
     """A device that this host cannot run on."""
     try:
         found = torch.device(device)
@@ -52,6 +53,19 @@ def _without(device: str) -> Iterator[Problem]:
 
 def is_export(path: Path) -> bool:
     return (path / folder.MANIFEST).is_file() or (path / folder.CONFIG).is_file()
+
+
+def tokenizer_of(path: Path) -> Path:
+    """The folder of the tokenizer that goes with an export or a checkpoint. Raises Refused."""
+    if is_export(path):
+        found: Path | None = path
+    else:
+        plan = plan_of(path, distributed.step_folder(path))
+        found = trained_tokenizer(plan, load_plan(plan).plan)
+    if found is None or not (found / tokenizer.FILE).is_file():
+        at = f": it is not in `{found}`" if found not in (None, path) else ""
+        raise Refused(Problem(f"no tokenizer goes with `{path}`{at}", None, "give one: `--tokenizer FOLDER`"))
+    return found
 
 
 def identity(path: Path) -> dict[str, str | None]:
