@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 EXAMPLES = """
 examples:
   python -m nam_megatron.generate out/hf --prompt '#include <vector>' --new 200
-  python -m nam_megatron.generate runs/ckpt --tokenizer set/tokenizer --prompt 'int main' --temperature 0.8 --top-p 0.95 --seed 1
+  python -m nam_megatron.generate runs/ckpt --prompt 'int main' --temperature 0.8 --top-p 0.95 --seed 1
   python -m nam_megatron.generate out/hf --file prompts.jsonl --batch 64 --device cuda > out.jsonl
 
 A line of the file is {"prompt": "text"} or {"tokens": [1, 2, 3]}; a line of the output has the same key, "text" or "new", and "ended".
@@ -45,11 +45,16 @@ class Options:
 
 
 def decode(
-    model: Any, prompts: Sequence[Sequence[int]], options: Options, cache: Any = None
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    options: Options,
+    cache: Any = None,
+    draw: "torch.Generator | None" = None,
 ) -> Iterator[list[int | None]]:
     """The next token of every sequence, until all have ended; None for one that has.
 
-    cache: an empty NamCache to fill; one is made otherwise, of the size that is needed, unless it shall grow.
+    cache: an empty NamCache to fill; one is made otherwise, of the size that is needed, unless it shall grow. draw: what words are drawn
+    by, which goes on from batch to batch; None: a new one of the seed.
 
     Raises:
         Refused: no tokens, tokens beyond the vocabulary, or a length that the model was not trained on.
@@ -64,7 +69,7 @@ def decode(
     padded = [[0] * (longest - len(p)) + list(p) for p in prompts]
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
     tokens = torch.tensor(padded, device=device)
-    draw = torch.Generator(device).manual_seed(options.seed) if options.seed is not None else None
+    draw = draw or drawing(options, device)
     alive = [True] * len(prompts)
     for _ in range(options.new):
         with torch.inference_mode():
@@ -76,6 +81,13 @@ def decode(
         if not any(alive):
             return
         tokens, mask = chosen[:, None], torch.nn.functional.pad(mask, (0, 1), value=1)
+
+
+def drawing(options: Options, device: Any) -> "torch.Generator | None":
+    """What words are drawn by; None: by chance."""
+    import torch
+
+    return None if options.seed is None else torch.Generator(device).manual_seed(options.seed)
 
 
 def pick(logits: "torch.Tensor", options: Options, draw: "torch.Generator | None") -> "torch.Tensor":
@@ -104,9 +116,11 @@ def _check(config: Any, prompts: Sequence[Sequence[int]], new: int) -> None:
         if not 0 <= token < config.vocab_size:
             said = f"token {token} of a vocabulary of {config.vocab_size}"
             raise Refused(Problem(said, None, "is it the right tokenizer?"))
-    if (length := max(map(len, prompts)) + new) > config.max_position_embeddings:
-        most = config.max_position_embeddings
-        raise Refused(Problem(f"{length} tokens, and the model was trained on {most}", None, "`--new` fewer"))
+    most, longest = config.max_position_embeddings, max(map(len, prompts))
+    if longest + new > most:
+        said = f"{longest} tokens and {new} new ones, and the model was trained on {most}"
+        hint = f"`--new {most - longest}` or less" if longest < most else "a shorter prompt"
+        raise Refused(Problem(said, None, hint))
 
 
 # The command ---------------------------------------------------------------------------------------------------------
@@ -123,7 +137,9 @@ def parser() -> argparse.ArgumentParser:
     which = top.add_mutually_exclusive_group(required=True)
     which.add_argument("--prompt", help="a text to go on with")
     which.add_argument("--file", type=Path, metavar="JSONL", help="prompts, one a line")
-    top.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="of a checkpoint, or of an export without one")
+    top.add_argument(
+        "--tokenizer", type=Path, metavar="FOLDER", help="where neither the export nor the run's dataset has one"
+    )
     top.add_argument("--new", type=count, default=128, help="tokens to add at most (default: 128)")
     top.add_argument("--batch", type=count, default=16, help="prompts decoded together (default: 16)")
     top.add_argument("--temperature", type=between(1e-3, 1e6, beside=0), default=0.0, help="0 is greedy (default)")
@@ -145,6 +161,9 @@ def main(argv: list[str] | None = None) -> int:
 def _run(words: argparse.Namespace) -> int:
     from nam_megatron.hf.opened import DTYPES, open_model
 
+    if not words.temperature and (words.top_k or words.top_p < 1):
+        said = f"`--{'top-k' if words.top_k else 'top-p'}` of greedy words, which are not drawn"
+        raise Refused(Problem(said, None, "give a temperature too: `--temperature 1`"))
     if words.file is None and not _text(words.prompt):
         raise Refused(Problem("`--prompt` is no text of Unicode characters", None, "UTF-8 is read"))
     if not words.path.exists():
@@ -158,25 +177,29 @@ def _run(words: argparse.Namespace) -> int:
     end = None if words.endless or tokenizer is None else _end(tokenizer)
     options = Options(words.new, words.temperature, words.top_k, words.top_p, words.seed, end, words.grow)
     prompts = [line["tokens"] if "tokens" in line else tokenizer.encode(line["prompt"]).ids for line in asked]
+    _check(model.config, prompts, words.new)  # of all batches, before anything is written
     if words.file is None:
         _stream(model, prompts[0], options, tokenizer)
         return OK
+    draw = drawing(options, model.device)
     for first in range(0, len(asked), words.batch):
         these = slice(first, first + words.batch)
-        for line, new in zip(asked[these], _all(model, prompts[these], options), strict=True):
+        for line, new in zip(asked[these], _all(model, prompts[these], options, draw), strict=True):
             made = {"new": new} if "tokens" in line else {"text": tokenizer.decode([t for t in new if t != end])}
             print(json.dumps({**line, **made, "ended": bool(new) and new[-1] == end}, ensure_ascii=False), flush=True)
     return OK
 
 
-def _all(model: Any, prompts: Sequence[Sequence[int]], options: Options) -> list[list[int]]:
+def _all(
+    model: Any, prompts: Sequence[Sequence[int]], options: Options, draw: "torch.Generator | None"
+) -> list[list[int]]:
     """All new tokens of a batch; says on stderr what it took."""
     from nam_megatron.hf.model.modeling_nam import NamCache
 
     cache = NamCache(None if options.grow else max(map(len, prompts)) + options.new)
     found: list[list[int]] = [[] for _ in prompts]
     begin = time.monotonic()
-    for said in decode(model, prompts, options, cache):
+    for said in decode(model, prompts, options, cache, draw):
         for new, token in zip(found, said, strict=True):
             if token is not None:
                 new.append(token)
@@ -232,14 +255,14 @@ def _text(prompt: Any) -> bool:
 
 def _tokenizer(words: argparse.Namespace, needed: bool) -> Any:
     from nam_megatron.data import tokenizer
+    from nam_megatron.hf.opened import tokenizer_of
 
-    folder = words.tokenizer or words.path
-    if not needed and not (folder / tokenizer.FILE).is_file():
+    try:
+        folder = words.tokenizer or tokenizer_of(words.path)
+    except Refused:
+        if needed:
+            raise
         return None
-    if not (folder / tokenizer.FILE).is_file():
-        raise Refused(
-            Problem(f"`{folder}` holds no tokenizer", None, "give one: `--tokenizer FOLDER`, or tokens in a file")
-        )
     return tokenizer.load(folder)
 
 

@@ -267,7 +267,11 @@ def test_a_difference_is_found_and_placed(made, tmp_path):
     def job():
         outcome = check.check(checkpoint, other, random(2, 32), "fp32", "cpu")
         assert not outcome.passed
-        assert list(check.report(outcome, kinds))[-1] == "they part most in layer 4 (moe)"
+        said = list(check.report(outcome, kinds))
+        assert said[-2:] == [
+            "they differ: asked for is relative 1e-05 or less, in MTP too",
+            "they part most in layer 4 (moe)",
+        ]
         own = [*outcome.own]
         assert own.pop(3) > 1e-3 and max(own) <= 1e-5  # the others by themselves do not part
 
@@ -288,6 +292,18 @@ def test_another_choice_is_a_difference_though_the_export_takes_megatrons(made, 
         assert not free.otherwise and not free.experts
 
     in_megatron(job)
+
+
+def test_a_host_without_a_gpu_is_told_so(made, capsys):
+    assert command.main(["check", *map(str, made("native"))]) == 2
+    assert "Megatron's side needs a GPU, and this host has none" in capsys.readouterr().err
+
+
+def test_the_export_of_another_step_is_named(made, tmp_path):
+    checkpoint, exported = made("native")
+    assert check.of_another(checkpoint, exported) is None
+    other = made("native gated")[0]
+    assert "from another checkpoint, `iter_0000003`" in (check.of_another(other, exported) or "")
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -521,6 +537,32 @@ def test_sampling_is_repeated_by_its_seed_and_bounded(made):
     assert warm(seed=1, top_k=1) == warm(seed=2, top_p=1e-9) == draw()
 
 
+def test_a_seed_draws_other_words_in_each_batch(made, prompts, capsys):
+    prompts.write_text('{"tokens": [1, 2, 3]}\n' * 4)
+    said = []
+    for _ in range(2):
+        words = ["--file", str(prompts), "--new", "12", "--batch", "2", "--temperature", "1.5", "--seed", "1"]
+        assert generate.main([str(made("native")[1]), *words]) == 0
+        said.append([tuple(json.loads(line)["new"]) for line in capsys.readouterr().out.splitlines()])
+    assert said[0] == said[1] and len(set(said[0])) == 4
+
+
+@pytest.mark.parametrize("word", ["--top-k 5", "--top-p 0.5"])
+def test_bounds_of_what_is_not_drawn_are_refused(made, prompts, capsys, word):
+    assert generate.main([str(made("native")[1]), "--file", str(prompts), *word.split()]) == 2
+    assert f"`{word.split()[0]}` of greedy words" in capsys.readouterr().err
+
+
+def test_a_prompt_too_long_is_refused_before_any_text_is_written(made, prompts, capsys):
+    """In the last batch too; and it says how many new tokens there is room for."""
+    for long, hint in ((20, "`--new 12` or less"), (32, "a shorter prompt")):
+        prompts.write_text('{"tokens": [1]}\n' + json.dumps({"tokens": [1] * long}) + "\n")
+        words = ["--file", str(prompts), "--new", "13", "--batch", "1"]
+        assert generate.main([str(made("native")[1]), *words]) == 2
+        out, err = capsys.readouterr()
+        assert not out and f"{long} tokens and 13 new ones, and the model was trained on 32" in err and hint in err
+
+
 @pytest.mark.parametrize("which", ["cut", "swapped", "changed", "missing"])
 def test_damaged_shards_are_refused_by_name(copied, prompts, capsys, which):
     first, second = sorted(copied.glob("*.safetensors"))[:2]
@@ -715,6 +757,21 @@ def words_of(tmp_path_factory) -> Path:
     return path
 
 
+def test_the_tokenizer_is_that_of_the_runs_dataset(made, words_of, tmp_path, capsys):
+    """Where that is; a dataset that has moved is no reason to export without one."""
+    shutil.copytree(made("native")[0], tmp_path / "ckpt")
+    assert command.main(["export", str(tmp_path / "ckpt"), str(tmp_path / "none")]) == 0
+    assert "tokenizer: none" in capsys.readouterr().err
+    tree = to_tree(load_plan(tmp_path / "ckpt" / "plan.json").plan.recipe)
+    tree["data"] |= {"name": "built", "path": f"{tmp_path}/set"}
+    tree["model"]["vocab_size"] = 264
+    (tmp_path / "ckpt" / "plan.json").write_text(plan_json(translate(from_tree(tree))))
+    assert command.main(["export", str(tmp_path / "ckpt"), str(tmp_path / "hf")]) == 2
+    said = capsys.readouterr().err
+    assert f"the tokenizer of the run's dataset is not in `{tmp_path}/set/tokenizer`" in said
+    assert "`--tokenizer FOLDER`" in said and not (tmp_path / "hf").exists()
+
+
 def test_a_tokenizer_too_large_is_refused(made, words_of, tmp_path, capsys):
     words = ["export", str(made("native")[0]), str(tmp_path / "hf"), "--tokenizer", str(words_of / "large")]
     assert command.main(words) == 2
@@ -781,6 +838,10 @@ def test_imported_weights_know_their_tokenizer(spoken, words_of, tmp_path):
         lowering = translate(load("nam56r_smoke", begins))
         return [f"{p.key}: {p.message}" for p in beside.objections(lowering, thorough=False)]
 
+    # And so do `generate` and an export of them.
+    assert generate.main([str(tmp_path / "again"), "--prompt", "int f3", "--new", "2"]) == 0
+    assert command.main(["export", str(tmp_path / "again"), str(tmp_path / "hf")]) == 0
+    assert (tmp_path / "hf" / tokenizer.FILE).read_bytes() == (words_of / "large" / tokenizer.FILE).read_bytes()
     laid_out = tmp_path / "again" / "tokenizer" / tokenizer.FILE
     laid_out.write_text(json.dumps(json.loads(laid_out.read_text()), indent=7))
     assert not found("data=built", f"data.path={tmp_path}/same")
@@ -876,11 +937,16 @@ def test_the_harness_finds_the_same_in_export_and_checkpoint(
     spoken, words_of, questions, tmp_path, monkeypatch, capsys
 ):
     """And by its own route, with the export's code; each result says what it was found on."""
-    words, found = ["--dtype", "fp32", "--tokenizer", str(words_of / "large"), "--out", str(tmp_path / "out.json")], []
+    words, found = (
+        ["--dtype", "fp32", "--tokenizer", str(words_of / "large"), "--out", str(tmp_path / "new/out.json")],
+        [],
+    )
     for path in spoken:
         assert command.main(["evaluate", str(path), questions, *words[: 2 if path is spoken[1] else None]]) == 0
-        found.append(json.loads(capsys.readouterr().out))
-    assert json.loads((tmp_path / "out.json").read_text()) == found[0]
+        out, err = capsys.readouterr()
+        assert "|own_multiple_choice " in err  # for a person
+        found.append(json.loads(out))
+    assert json.loads((tmp_path / "new/out.json").read_text()) == found[0]
     assert found[0]["results"] == found[1]["results"]
     assert found[0]["results"]["own_multiple_choice"]["acc,none"] == pytest.approx(2 / 3)
     assert found[0]["results"]["own_generate_until"]["exact_match,none"] == pytest.approx(2 / 3)
