@@ -2,8 +2,10 @@
 
 import copy
 import importlib
+import json
 import re
 from math import prod
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -180,3 +182,17 @@ def test_one_device_holds_all_of_the_model(plain, kernels, gemm):
     assert {alone.recipe.model.blocks.mla.kernels, alone.recipe.model.blocks.mamba3.kernels} == {kernels}
     assert alone.recipe.model.blocks.moe.expert_gemm == gemm
     assert alone.recipe.schedule.save is None and not alone.recipe.precision.fused_grad_accumulation
+
+
+def test_the_bounds_that_the_documents_name_are_those_of_the_proof():
+    root = Path(__file__).parents[1]
+    rows = json.loads((root / "benchmarks/exports.json").read_text())
+    assert {row["preset"] for row in rows} == {path.stem for path in (root / "conf/preset").glob("*.yaml")}
+    named = re.search(
+        r"logits at most (\S+) and a layer at most (\S+) off, in bf16 a cosine of (\S+) or more",
+        (root / "docs/checkpoints.md").read_text(),
+    )
+    logits, layer, cosine = map(float, named.groups())
+    worst = [max(row["fp32"][key] for row in rows) for key in ("relative", "layers")]
+    assert worst[0] <= logits < 1.1 * worst[0] and worst[1] <= layer < 1.1 * worst[1]
+    assert cosine <= min(row["bf16"]["cosine"] for row in rows) < cosine + 1e-5

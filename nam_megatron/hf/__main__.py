@@ -122,14 +122,16 @@ def _check(words: argparse.Namespace) -> int:
     else:
         generator = torch.Generator().manual_seed(words.seed)
         tokens = torch.randint(0, config.vocab_size, (words.batch, words.length), generator=generator)
-    if other := check.of_another(words.checkpoint, words.export):
-        _progress(other)
     outcome = check.check(words.checkpoint, words.export, tokens, words.dtype, words.device, words.plain)
     if words.json:
         print(json.dumps(outcome.as_dict(), indent=1))
     else:
         print("\n".join(check.report(outcome, config.layer_kinds)))
-    return OK if outcome.passed else FINDINGS
+    if outcome.passed:
+        return OK
+    if other := check.of_another(words.checkpoint, words.export):
+        _progress(other)
+    return FINDINGS
 
 
 def _perplexity(words: argparse.Namespace) -> int:
