@@ -91,7 +91,8 @@ def load(folder: Path) -> Tokenizer:
         hint = "`python -m nam_megatron.data tokenizer` makes one"
         raise Refused(Problem(f"`{folder}` holds no tokenizer: {err}", None, hint)) from None
     if config.get("eos_token") != END or tokenizer.token_to_id(END) is None:
-        raise Refused(Problem(f"the tokenizer in `{folder}` does not end documents with `{END}`"))
+        said = f"the tokenizer in `{folder}` does not end documents with `{END}`"
+        raise Refused(Problem(said, None, "`python -m nam_megatron.data tokenizer` makes one that does"))
     ids = tokenizer.get_vocab().values()
     if max(ids) + 1 != len(ids):
         raise Refused(Problem(f"the tokenizer in `{folder}` has {len(ids)} entries and the id {max(ids)}"))

@@ -34,6 +34,8 @@ def watch(
         Refused: a checkpoint that cannot be exported.
     """
     last = None
+    if _newest(checkpoint) is None:  # a folder that the run will make, or a wrong name
+        say(f"no step in `{checkpoint}` yet: waiting")
     while until is None or last is None or last < until:
         step = _newest(checkpoint)
         if step is None or step == last:

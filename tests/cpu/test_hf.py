@@ -27,7 +27,7 @@ from nam_megatron.data import tokenizer
 from nam_megatron.errors import Refused
 from nam_megatron.generate import Options, decode
 from nam_megatron.hf import __main__ as command
-from nam_megatron.hf import check, describe, distributed, export, folder, perplexity
+from nam_megatron.hf import check, describe, distributed, export, folder, perplexity, watch
 from nam_megatron.hf.model.configuration_nam import NamConfig
 from nam_megatron.hf.model.modeling_nam import NamCache, NamForCausalLM
 from nam_megatron.hf.opened import open_model
@@ -743,6 +743,19 @@ def test_nothing_is_written_over(made, tmp_path, capsys):
     checkpoint, exported = made("native")
     assert command.main(["export", str(checkpoint), str(exported)]) == 2
     assert "is there already" in capsys.readouterr().err
+
+
+def test_who_watches_a_folder_without_steps_is_told(made, tmp_path):
+    """It may be a run that has not saved yet, or a wrong name."""
+    checkpoint, said = made("native")[0], []
+
+    def say(text: str) -> None:
+        said.append(text)
+        if len(said) == 1:
+            shutil.copytree(checkpoint, tmp_path / "late")
+
+    watch.watch(tmp_path / "late", tmp_path / "out", None, None, "cpu", 3, 0.01, say)
+    assert said[0] == f"no step in `{tmp_path}/late` yet: waiting" and (tmp_path / "out/iter_0000003").is_dir()
 
 
 # With a tokenizer ----------------------------------------------------------------------------------------------------
