@@ -122,6 +122,8 @@ HOSTILE = [
     ("llama_3_1_8b", "llama_rope.factor", (0, -8.0), ""),
     ("llama_3_1_8b", "learned_positions", (-1, 2**31), ""),
     ("nam56r", "learned_positions", (64,), ""),
+    ("nam56r", "num_key_value_heads", (56,), ""),
+    ("nam56r", "layers_block_type", (["attention"],), ""),
 ]  # fmt: skip
 
 
@@ -133,6 +135,20 @@ def test_a_hostile_size_is_refused_by_key(preset, key, values, said):
         (tree[block[0]] if block else tree)[name] = value
         with pytest.raises(ValueError, match=f"^{re.escape(said or key)}"):
             NamConfig(**tree)
+
+
+@pytest.mark.parametrize(
+    ("preset", "heads", "width", "grow", "stay"),
+    [("nam56r_native_dp", 8, 64, 13, 17), ("nam56r", 56, None, 13, 17), ("qwen3_next_80b_a3b", 2, 256, 12, 36)],
+)
+def test_an_engine_reads_by_its_own_names_what_layers_remember(preset, heads, width, grow, stay):
+    """vLLM 0.33.0 counts keys and values by them; without, it takes all heads for such. No file says them, so none can say otherwise."""
+    config = NamConfig(**describe.config(lowered(preset).plan))
+    told = config.layers_block_type
+    assert (config.num_key_value_heads, config.head_dim) == (heads, width)
+    assert (told.count("attention"), told.count("mamba"), len(told)) == (grow, stay, config.num_hidden_layers)
+    assert not config.to_dict().keys() & {"num_key_value_heads", "head_dim", "layers_block_type"}
+    assert NamConfig(**config.to_dict()).layers_block_type == told
 
 
 class Asked(Exception):

@@ -57,6 +57,9 @@ YARN = {
 LLAMA_ROPE = {"factor": Number(1)}
 OPTIONAL = ("mhc", "ngrams", "yarn", "llama_rope")
 COMPUTES = {*MODEL, *KINDS, *OPTIONAL, "layer_kinds", "index_sources", "mtp_kinds", "mtp_depths", "tie_word_embeddings"}
+# What engines ask a config for by names of their own; it follows from the rest.
+DERIVED = ("num_key_value_heads", "head_dim", "layers_block_type")
+REMEMBER = {"mla": "attention", "dsa": "attention"} | dict.fromkeys(("mamba2", "gdn", "mamba3", "m2rnn"), "mamba")
 MAY_BE_ZERO = (
     "shared_expert_hidden_size", "rotary_dim", "window", "unwindowed_every", "latent_size", "learned_positions", "q_lora_rank",
 )  # fmt: skip
@@ -92,6 +95,8 @@ class NamConfig(PretrainedConfig):
         for kind in KINDS:
             keys.pop(kind, None)
         keys.pop("num_hidden_layers", None)
+        if stray := [name for name in DERIVED if name in keys]:
+            raise ValueError(f"{stray[0]}: it follows from the layers")
         if layer_kinds is None:  # transformers makes a default of every config, to write only what differs
             assert not given and not blocks, "layer_kinds: missing"
             layer_kinds = []
@@ -112,6 +117,21 @@ class NamConfig(PretrainedConfig):
         for kind in KINDS:
             setattr(self, kind, blocks.get(kind))
         super().__init__(tie_word_embeddings=tie_word_embeddings, **keys)
+
+    @property
+    def num_key_value_heads(self):
+        """Of plain attention; without any, as many as there are heads."""
+        return self.attention["query_groups"] if self.attention else self.num_attention_heads
+
+    @property
+    def head_dim(self):
+        """Of plain attention; None without any."""
+        return self.attention["head_dim"] if self.attention else None
+
+    @property
+    def layers_block_type(self):
+        """What each layer remembers of a sequence: `attention`, what grows with it; `mamba`, a state; else its kind, and nothing."""
+        return [REMEMBER.get(kind, kind) for kind in self.layer_kinds]
 
     def to_dict(self):
         return {k: v for k, v in super().to_dict().items() if k not in (*KINDS, *OPTIONAL) or v is not None}
