@@ -145,8 +145,7 @@ def _stage(z: Sizes, stage: Stage) -> StageBudget:
     made = tuple(x for x in at["init"] if x.bucket in buffers or x.place != "allocated")
     step = Moment("optimizer step", (*after, *at["stepping"]))
     # A graph of the whole step keeps its pool, of the size of its peak, while the optimizer works.
-    whole = graphs is not None and graphs.whole
-    beside = tuple(replace(x, place="reserved") for x in at["stepping"] if whole and x.place == "allocated")
+    beside = tuple(replace(x, place="reserved") for x in at["stepping"] if moving.pooled and x.place == "allocated")
     event, worst = moving.worst(after)
     moments = {
         "build": Moment("building the model", (*made, *at["build"])),

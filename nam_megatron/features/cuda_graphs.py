@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from nam_megatron.plan import Plan
 
 LAUNCHED = "the same kernels, launched at once"
+STOCK_DSA = "stock DSA synchronises with the host and cannot be captured"
 NO_MODULES: dict[str, Any] = {"transformer.cuda_graph_modules": []}
 
 
@@ -112,7 +113,7 @@ class CudaGraphs(Feature):
         if (dsa := r.model.blocks.dsa) and "attn" in self.modules:
             if dsa.kernels == "megatron":
                 yield Problem(
-                    "stock DSA synchronises with the host and cannot be captured",
+                    STOCK_DSA,
                     at + "modules",
                     "leave `attn` out, or set `model.blocks.dsa.kernels=fused`",
                 )
@@ -142,7 +143,7 @@ class CudaGraphs(Feature):
             )
         if blocks.dsa and "dsa" in kinds and blocks.dsa.kernels == "megatron":
             key = "model.blocks.dsa.kernels"
-            yield Problem("stock DSA synchronises with the host and cannot be captured", key, f"set `{key}=fused`")
+            yield Problem(STOCK_DSA, key, f"set `{key}=fused`")
         if r.schedule.eval_steps:
             message = "evaluations would need memory of their own beside that of a graph of the whole step"
             yield Problem(message, "schedule.eval_steps", f"set it to 0, or take {parts}")
@@ -166,12 +167,9 @@ class CudaGraphs(Feature):
                 )
 
     def activations(self, z: Sizes, stage: Stage) -> Iterator[Line]:
-        """What graphs add to the eager budget: all captured layers at once, as no backward pass precedes a forward pass."""
-
-        def layers(*modules: str) -> int:
-            parts = set(modules) & set(self.modules)
-            return sum(bool(parts & set(z.block(layer.kind).graph_parts)) for layer in stage.layers)
-
+        """What graphs add to the eager budget: of a whole step its samples, else all captured layers at once, as no backward pass precedes
+        a forward pass.
+        """
         if self.whole:
             z = z.own(samples=z.plan.recipe.schedule.global_batch_size)
             yield z.line(
@@ -181,6 +179,11 @@ class CudaGraphs(Feature):
                 bucket=GRAPHS,
             )
             return
+
+        def layers(*modules: str) -> int:
+            parts = set(modules) & set(self.modules)
+            return sum(bool(parts & set(z.block(layer.kind).graph_parts)) for layer in stage.layers)
+
         z = z.own(layers=layers(*self.modules), attention=layers("attn"), routed=layers("moe_preprocess"))
         more = {"bucket": GRAPHS}
         yield z.line("static inputs", "2 Ts h layers", "of each captured layer, outside the pool", **more)

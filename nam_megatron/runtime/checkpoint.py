@@ -28,6 +28,7 @@ from nam_megatron.runtime import checksums
 from nam_megatron.tracker import RELEASE, TRACKER
 
 PLAN, DATA = "plan.json", "data.json"
+HASHED = f"{manifest.TOKENIZER}/{manifest.TOKENS}"  # as a dataset's manifest names its tokenizer's file
 # Beside Bridge's checkpoints, what computed them stands in a folder: there `nam_megatron.train` does not take them for its own, whose
 # count of samples they lack.
 SIGNED = "nam_megatron"
@@ -98,7 +99,7 @@ def another(folder: Path, lowering: Lowering) -> Iterator[Problem]:
     built = {"before": before["recipe"]["data"].get("name"), "after": lowering.plan.recipe.data.name}
     for d in computation.differences(before, after):
         if d.key == "data.path" and set(built.values()) == {"built"}:
-            if _data_key(folder / DATA) != _data_key(Path(d.after) / manifest.NAME):
+            if _of_manifest(folder / DATA, "key") != _of_manifest(Path(d.after) / manifest.NAME, "key"):
                 yield Problem(f"the checkpoint was trained on another dataset, `{d.before}`", d.key, _hint(d.key))
         elif d.key in SHARDED_BY and not _reshardable(computation.standing(before)):
             text = f"a checkpoint of `{d.key}` {d.before} cannot be read into {d.after}"
@@ -125,19 +126,10 @@ def another_tokenizer(folder: Path, data: Data) -> Iterator[Problem]:
         message = f"the data's tokenizer, `{known}`, is another than that of the weights, `{at}`"
         hint = f"build the dataset with `--tokenizer {at}`; or, if other tokens are meant, take that folder away"
         yield Problem(message, key, hint)
-    elif not theirs and (told := _hash_of_tokens(folder / DATA)):
+    elif not theirs and (told := _of_manifest(folder / DATA, "files", HASHED, "sha256")):
         if told != manifest.digest(known / manifest.TOKENS):
             message = f"the data's tokenizer, `{known}`, is not the one of the dataset that the weights were trained on"
             yield Problem(message, key, f"take the folder `{manifest.TOKENIZER}` of that dataset")
-
-
-def _hash_of_tokens(path: Path) -> str | None:
-    """Of the tokenizer's file, as a dataset's manifest has it; None where there is none, or it cannot be read."""
-    try:
-        files = json.loads(path.read_text(encoding="utf-8"))["files"]
-        return files[f"{manifest.TOKENIZER}/{manifest.TOKENS}"]["sha256"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _tokens(path: Path) -> dict[str, Any] | None:
@@ -171,11 +163,15 @@ def _shown(value: Any) -> str:
     return json.dumps(value)
 
 
-def _data_key(path: Path) -> str | None:
+def _of_manifest(path: Path, *names: str) -> str | None:
+    """What a dataset's manifest has under these names; None where there is none, or it cannot be read."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))["key"]
+        found = json.loads(path.read_text(encoding="utf-8"))
+        for name in names:
+            found = found[name]
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    return found
 
 
 def damage(folder: Path, *, thorough: bool = True) -> Iterator[Problem]:
