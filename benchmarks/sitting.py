@@ -138,18 +138,21 @@ JOBS = {
             1, minutes,
             f"-m launch run conf={preset} cluster=h200_bare cluster.gpus_per_node=1 'cluster.waivers.limits=a borrowed host'"
             " 'cluster.waivers.storage=a borrowed host' cluster.storage.receipts={out}/receipts cluster.storage.scratch={out}/scratch"
-            " revision={revision} data=built data.path={data} schedule.train_steps=100 schedule.decay_steps=100"
+            f" revision={{revision}} data=built data.path={{data}} schedule.train_steps={steps} schedule.decay_steps={steps}"
             f" schedule.micro_batch_size={micro} schedule.global_batch_size={batch}",
             "data",
         )
-        for name, preset, micro, batch, minutes in (
-            ("author", "nam56r_fused", 2, 16, 9), ("native", "nam56r_native_dp_fused", 4, 16, 6),
-            ("sparse", "nam52_h200_sparse_8_11_ref_v1 +overlay=fused", 2, 4, 5),
-            ("prod", "nam52r_h200_prod_candidate_v1 +overlay=fused", 2, 4, 5),
-            ("4full", "nam52r_h200_4full_9sparse_candidate_v1 +overlay=fused", 2, 4, 5),
-            ("moe", "nam52_h200_moe_no_dsa_ref_v1 +overlay=fused", 2, 4, 5),
-            ("streams", "nam52_h200_dense_ref_v1 +overlay=fused", 2, 4, 5),
-            ("plain", "nam52_h200_dense_no_mhc_recovery_v1 +overlay=fused", 2, 4, 5),
+        for name, preset, micro, batch, steps, minutes in (
+            ("author", f"nam56r_fused {WHOLE}", 2, 16, 100, 9),
+            ("author_64", f"nam56r_fused {WHOLE} optim.warmup_steps=4", 2, 64, 12, 6),
+            ("native", f"nam56r_native_dp_fused {WHOLE}", 4, 16, 100, 6),
+            ("native_64", f"nam56r_native_dp_fused {WHOLE} optim.warmup_steps=4", 4, 64, 12, 5),
+            ("sparse", "nam52_h200_sparse_8_11_ref_v1 +overlay=fused", 2, 4, 100, 5),
+            ("prod", "nam52r_h200_prod_candidate_v1 +overlay=fused", 2, 4, 100, 5),
+            ("4full", "nam52r_h200_4full_9sparse_candidate_v1 +overlay=fused", 2, 4, 100, 5),
+            ("moe", "nam52_h200_moe_no_dsa_ref_v1 +overlay=fused", 2, 4, 100, 5),
+            ("streams", "nam52_h200_dense_ref_v1 +overlay=fused", 2, 4, 100, 5),
+            ("plain", "nam52_h200_dense_no_mhc_recovery_v1 +overlay=fused", 2, 4, 100, 5),
         )
     },
 }  # fmt: skip

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nam_megatron.argtypes import between, count, whole
 from nam_megatron.errors import OK, Problem, Refused, finish, keyless
+from nam_megatron.hf import KERNELS
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +25,7 @@ EXAMPLES = """
 examples:
   python -m nam_megatron.generate out/hf --prompt '#include <vector>' --new 200
   python -m nam_megatron.generate runs/ckpt --prompt 'int main' --temperature 0.8 --top-p 0.95 --seed 1
-  python -m nam_megatron.generate out/hf --file prompts.jsonl --batch 64 --device cuda > out.jsonl
+  python -m nam_megatron.generate out/hf --file prompts.jsonl --batch 64 --device cuda --kernels nam_megatron > out.jsonl
 
 A line of the file is {"prompt": "text"} or {"tokens": [1, 2, 3]}; a line of the output has the same key, "text" or "new", and "ended".
 Exit code: 0 done, 2 refused.
@@ -150,6 +151,9 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--grow", action="store_true", help="caches grow with the text instead of being allocated once")
     top.add_argument("--device", default="cpu")
     top.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
+    top.add_argument(
+        "--kernels", choices=KERNELS, default="torch", help="what computes: plain torch (default), or ours, on a GPU"
+    )
     return top
 
 
@@ -170,7 +174,7 @@ def _run(words: argparse.Namespace) -> int:
         raise Refused(Problem(f"there is no `{words.path}`"))
     asked = [{"prompt": words.prompt}] if words.file is None else list(_lines(words.file))
     tokenizer = _tokenizer(words, needed=any("prompt" in line for line in asked))
-    model = open_model(words.path, DTYPES[words.dtype], words.device)
+    model = open_model(words.path, DTYPES[words.dtype], words.device, words.kernels)
     if tokenizer is not None and tokenizer.get_vocab_size() > model.config.vocab_size:
         said = f"the tokenizer has {tokenizer.get_vocab_size()} entries, and the model {model.config.vocab_size}"
         raise Refused(Problem(said, None, "give the one that the data was built with"))

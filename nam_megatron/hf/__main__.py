@@ -8,6 +8,7 @@ from pathlib import Path
 
 from nam_megatron.argtypes import between, count, whole
 from nam_megatron.errors import FINDINGS, OK, Problem, Refused, finish, keyless
+from nam_megatron.hf import KERNELS
 
 EXAMPLES = """
 examples:
@@ -61,6 +62,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--batch", type=count, default=4)
     made.add_argument("--out", type=Path, metavar="JSON", help="write the result there too")
     _where(made, "cpu")
+    _kernels(made)
     made = verb("evaluate", "The tasks of lm-evaluation-harness.", ("model", "an export or a checkpoint"))
     made.add_argument("tasks", metavar="TASK,...", help="names that the harness knows, or YAML files of your own")
     made.add_argument(
@@ -71,6 +73,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--batch", type=count, default=4)
     made.add_argument("--out", type=Path, metavar="JSON", help="write the result there too")
     _where(made, "cpu")
+    _kernels(made)
     made = verb("watch", "Export every checkpoint of a run as it appears, without stopping the run.",
                 ("checkpoint", "the folder of the run's checkpoints"), ("out", "where the exports go"))  # fmt: skip
     made.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="where the run has no dataset of ours")
@@ -84,6 +87,12 @@ def parser() -> argparse.ArgumentParser:
 def _where(made: argparse.ArgumentParser, device: str) -> None:
     made.add_argument("--device", default=device, help=f"(default: {device})")
     made.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
+
+
+def _kernels(made: argparse.ArgumentParser) -> None:
+    made.add_argument(
+        "--kernels", choices=KERNELS, default="torch", help="what computes: plain torch (default), or ours, on a GPU"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -139,7 +148,8 @@ def _perplexity(words: argparse.Namespace) -> int:
     from nam_megatron.hf.opened import DTYPES
 
     dtype = DTYPES[words.dtype]
-    made = perplexity.perplexity(words.model, words.dataset, words.split, words.most, words.batch, dtype, words.device)
+    where = (dtype, words.device, words.kernels)
+    made = perplexity.perplexity(words.model, words.dataset, words.split, words.most, words.batch, *where)
     return _told(made, words.out)
 
 
@@ -152,7 +162,7 @@ def _evaluate(words: argparse.Namespace) -> int:
         raise Refused(Problem(f"`{err.name}` is not installed", None, "uv sync --extra hf --extra eval")) from None
 
     dtype = DTYPES[words.dtype]
-    more = (words.tokenizer, words.shots, words.limit, words.batch, dtype, words.device)
+    more = (words.tokenizer, words.shots, words.limit, words.batch, dtype, words.device, words.kernels)
     with contextlib.redirect_stdout(sys.stderr):  # what datasets and the harness print
         made = evaluate.evaluate(words.model, words.tasks.split(","), *more)
     print(evaluate.table(made), file=sys.stderr)

@@ -43,11 +43,12 @@ class NamLM(HFLM):
         device: str | None = None,
         batch_size: int | None = None,
         max_batch_size: int | None = None,
+        kernels: str = "torch",
     ):
         path = Path(path)
         tokens = tokenizer_of(path) if tokenizer is None else Path(tokenizer)
         self.identity = identity(path)
-        model = open_model(path, dtype, device or "cpu")
+        model = open_model(path, dtype, device or "cpu", kernels)
         export.fits(tokens, model.config.vocab_size)
         super().__init__(
             model,
@@ -70,6 +71,7 @@ def evaluate(
     batch: int,
     dtype: torch.dtype,
     device: str,
+    kernels: str = "torch",
 ) -> dict[str, Any]:
     """What the harness finds, and what it looked at.
 
@@ -86,7 +88,7 @@ def evaluate(
     manager = TaskManager(include_defaults=any(not Path(task).is_file() for task in tasks))
     loaded = _loaded(manager, tasks)  # before the weights, which may take minutes
     manager.load = lambda _: loaded
-    model = NamLM(path, tokens, dtype, device, batch)
+    model = NamLM(path, tokens, dtype, device, batch, kernels=kernels)
     found = simple_evaluate(
         model,
         tasks=tasks,
@@ -99,6 +101,7 @@ def evaluate(
     return {
         **model.identity,
         "dtype": str(dtype).removeprefix("torch."),
+        "kernels": kernels,
         "lm_eval": version("lm_eval"),
         "limit": limit,
         "seconds": round(time.monotonic() - begin, 2),

@@ -18,13 +18,19 @@ from nam_megatron.runtime import checksums
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def open_model(path: Path, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> NamForCausalLM:
-    """The model in `path`, an export or a checkpoint folder, ready to run.
+def open_model(
+    path: Path, dtype: torch.dtype = torch.bfloat16, device: str = "cpu", kernels: str = "torch"
+) -> NamForCausalLM:
+    """The model in `path`, an export or a checkpoint folder, ready to run. kernels: as NamForCausalLM.from_pretrained takes it.
 
     Raises:
-        Refused: neither of both, one that is damaged, a device that is not there.
+        Refused: neither of both, one that is damaged, a device that is not there, one or a model that the kernels do not serve.
     """
     raise_if(absent(device))
+    if kernels != "torch" and torch.device(device).type != "cuda":
+        raise Refused(
+            Problem(f"the kernels of `{kernels}` compute on a GPU, not on `{device}`", None, "`--device cuda`")
+        )
     if is_export(path):
         folder.verified(path)
         config = config_of(path)
@@ -36,7 +42,14 @@ def open_model(path: Path, dtype: torch.dtype = torch.bfloat16, device: str = "c
         config = config_for(plan)
         tensors = list(describe.tensors(config.to_dict()))
         read = distributed.Checkpoint(step).joined
-    return _built(config, tensors, read, dtype, device)
+    if kernels != "torch":
+        from nam_megatron.hf import fused
+
+        raise_if(fused.unserved(config, dtype))  # before the weights are read
+    model = _built(config, tensors, read, dtype, device)
+    if kernels != "torch":
+        fused.fuse(model)
+    return model
 
 
 def absent(device: str) -> Iterator[Problem]:

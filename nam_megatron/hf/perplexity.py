@@ -16,7 +16,14 @@ from nam_megatron.hf.opened import identity, open_model
 
 
 def perplexity(
-    path: Path, dataset: Path, split: str, most: int | None, batch: int, dtype: torch.dtype, device: str
+    path: Path,
+    dataset: Path,
+    split: str,
+    most: int | None,
+    batch: int,
+    dtype: torch.dtype,
+    device: str,
+    kernels: str = "torch",
 ) -> dict[str, Any]:
     """The mean loss of the split's tokens in nats, and e to it.
 
@@ -29,7 +36,7 @@ def perplexity(
     made = manifest.read(dataset)
     raise_if(manifest.damage(dataset, made, thorough=False))
     bound = identity(path)
-    model = open_model(path, dtype, device)
+    model = open_model(path, dtype, device, kernels)
     raise_if(manifest.misfit(made, model.config.vocab_size))
     if split not in manifest.SPLITS:
         raise Refused(Problem(f"`{split}` is no split", None, f"there are: {', '.join(manifest.SPLITS)}"))
@@ -51,6 +58,7 @@ def perplexity(
         "dataset": made.key,
         **bound,
         "dtype": str(dtype).removeprefix("torch."),
+        "kernels": kernels,
     }
 
 

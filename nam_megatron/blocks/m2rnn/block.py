@@ -23,6 +23,14 @@ CHECKPOINT = 4  # tokens between two states that are kept for the backward pass 
 ROWS = 16  # of a head's state that one program of the kernels owns (kernel.Config.rows)
 
 
+def odd_sizes(k_dim: int, v_dim: int) -> Iterator[tuple[str, str]]:
+    """Sizes that the fused kernels do not take, by name, and why. Tensor cores multiply tiles of 16; Triton's sides are powers of two."""
+    if k_dim % ROWS:
+        yield "k_dim", f"M2RNN's kernels take key widths that {ROWS} divides, not {k_dim}"
+    if v_dim not in (16, 32):
+        yield "v_dim", f"M2RNN's kernels take value widths of 16 and 32, not {v_dim}"
+
+
 class M2Rnn(Block):
     """M2RNN, a recurrence with a matrix state: our own mixer."""
 
@@ -65,12 +73,10 @@ class M2Rnn(Block):
             )
 
     def unserved(self) -> Iterator[Problem]:
-        """Sizes that the fused kernels do not take: tensor cores multiply tiles of 16, and Triton's sides are powers of two."""
-        at = "model.blocks.m2rnn."
-        if self.kernels == "fused" and self.k_dim % ROWS:
-            yield Problem(f"M2RNN's kernels take key widths that {ROWS} divides, not {self.k_dim}", at + "k_dim")
-        if self.kernels == "fused" and self.v_dim not in (16, 32):
-            yield Problem(f"M2RNN's kernels take value widths of 16 and 32, not {self.v_dim}", at + "v_dim")
+        """Sizes at which the chosen kernels cannot run."""
+        if self.kernels == "fused":
+            for name, text in odd_sizes(self.k_dim, self.v_dim):
+                yield Problem(text, f"model.blocks.m2rnn.{name}")
 
     @property
     def in_proj_width(self) -> int:

@@ -33,6 +33,16 @@ def walkable(head_dim: int, state_dim: int, rank: int, chunk: int) -> bool:
     return (head_dim, state_dim, rank * chunk) == (64, 128, 64) and rank in (1, 2, 4)
 
 
+def odd_sizes(head_dim: int, state_dim: int, mimo_rank: int, chunk: int) -> Iterator[tuple[str, str]]:
+    """Sizes that the fused kernels do not take, by name, and why."""
+    sizes = {"head_dim": (head_dim, 16), "state_dim": (state_dim, 32), "mimo_rank": (mimo_rank, 1), "chunk": (chunk, 1)}
+    odd = {name: size for name, size in sizes.items() if size[0] < size[1] or size[0] & (size[0] - 1)}
+    for name, (size, least) in odd.items():
+        yield name, f"Mamba-3's kernels need a power of two from {least}, not {size}"
+    if not odd and not 16 <= chunk * mimo_rank <= 128:
+        yield "chunk", f"Mamba-3's kernels need `chunk` x `mimo_rank` from 16 to 128, not {chunk} x {mimo_rank}"
+
+
 class Mamba3(Block):
     """Mamba-3: our own mixer."""
 
@@ -134,16 +144,8 @@ class Mamba3(Block):
             return
         at = "model.blocks.mamba3."
         hint = f"`{at}kernels=naive` runs any size, slowly"
-        least = {"head_dim": 16, "state_dim": 32, "mimo_rank": 1, "chunk": 1}
-        sizes = {name: getattr(self, name) for name in least}
-        odd = [name for name, size in sizes.items() if size < least[name] or size & (size - 1)]
-        for name in odd:
-            yield Problem(
-                f"Mamba-3's kernels need a power of two from {least[name]}, not {sizes[name]}", at + name, hint
-            )
-        if not odd and not 16 <= self.chunk * self.mimo_rank <= 128:
-            text = f"Mamba-3's kernels need `chunk` x `mimo_rank` from 16 to 128, not {self.chunk} x {self.mimo_rank}"
-            yield Problem(text, at + "chunk", hint)
+        for name, text in odd_sizes(self.head_dim, self.state_dim, self.mimo_rank, self.chunk):
+            yield Problem(text, at + name, hint)
 
     def _sizes(self, z: Sizes) -> Sizes:
         """nh heads of P, in all di wide; B and C of G groups of ns, r of them; a angles; scanned in chunks of L, E tokens at once, of one

@@ -5,8 +5,12 @@ new tokens, t tokens with those of the cache. Sums, norms, rotations, softmax an
 the weights are. Formulas are those of megatron-core 0.19.2 and nam_megatron, whose tests compare them.
 
 Batches of unequal lengths are padded on one side: on the left where a cache is used.
+
+`from_pretrained(..., kernels="nam_megatron")` lets that package, where it is installed, compute on a GPU what it has kernels for: it
+takes the place of `Dsa.attended`, `Experts.forward`, `Mamba3.mix` and `M2Rnn.scan`, and of the model's step of one token.
 """
 
+import importlib
 import math
 from dataclasses import dataclass
 
@@ -73,7 +77,9 @@ class NamCache:
     def reorder_cache(self, beam_idx):
         for kept in self.layers.values():
             for name, tensor in kept.items():
-                kept[name] = tensor.index_select(0, beam_idx.to(tensor.device))
+                chosen = tensor.index_select(0, beam_idx.to(tensor.device))
+                # In its place: a step that was captured knows tensors by where they lie.
+                kept[name] = tensor.copy_(chosen) if chosen.shape == tensor.shape else chosen
 
     @property
     def nbytes(self):
@@ -208,6 +214,10 @@ def gates(kind):
 def attend(q, k, v, step, scale, window=0):
     """Softmax attention of q [b, s, n, d] over k [b, t, g, d] and v [b, t, g, e]: [b, s, n e]."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if q.size(2) == 1:  # one query: the heads of a group are its queries, and no key is repeated for them
+        q, visible = q.reshape(q.size(0), k.size(1), -1, q.size(3)), step.visible(0, 1, window)[:, None]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
+        return out.flatten(1).unsqueeze(1)
     whole = step.real is None and step.past == 0 and not window
     mask = None if whole else step.visible(0, q.size(2), window)[:, None]
     out = F.scaled_dot_product_attention(
@@ -303,9 +313,15 @@ class Latent(nn.Module):
 
     def over_latents(self, query, rows, visible):
         """Attention of absorbed queries over the rows that are visible: [b, s, n dv]."""
-        scores = torch.einsum("bsnc,btc->bnst", wide(query), wide(rows)) * self.scale
-        shares = scores.masked_fill(~visible[:, None], -torch.inf).softmax(-1).to(rows.dtype)
-        mixed = torch.einsum("bnst,btr->bsnr", shares, rows[..., : self.rkv])
+        if query.size(1) == 1:  # all heads see the same rows: they are the queries of one head
+            rows = rows.unsqueeze(1)
+            mixed = F.scaled_dot_product_attention(
+                query, rows, rows[..., : self.rkv], attn_mask=visible.unsqueeze(1), scale=self.scale
+            )
+        else:
+            scores = torch.einsum("bsnc,btc->bnst", wide(query), wide(rows)) * self.scale
+            shares = scores.masked_fill(~visible[:, None], -torch.inf).softmax(-1).to(rows.dtype)
+            mixed = torch.einsum("bnst,btr->bsnr", shares, rows[..., : self.rkv])
         values = self.kv_up.weight.unflatten(0, (self.heads, -1))[:, self.dq :]
         return torch.einsum("bsnr,ndr->bsnd", mixed, values).flatten(2)
 
@@ -362,22 +378,28 @@ class Dsa(Latent):
     def forward(self, x, step):
         q_latent, new = self.latents(x, step)
         rows = step.rows(self.index, latents=new)
+        index = None
         if self.indexer is not None:
-            keys = step.rows(self.index, indexer=self.indexer.keys(x, step))
-            queries = self.indexer.queries(x, q_latent, step)
+            index = *self.indexer.queries(x, q_latent, step), step.rows(self.index, indexer=self.indexer.keys(x, step))
+        return self.out(self.attended(self.absorbed(q_latent, step), rows, index, step))
+
+    def attended(self, query, rows, index, step):
+        """[b, s, n dv] of absorbed queries over their top-k of the rows. index: what the indexer's scores are made of; None: `source`
+        has chosen."""
+        new, parts = query.size(1), []
+        if index is not None:
             step.indices[self.index] = []
         picked = step.indices[self.index if self.source is None else self.source]
-        query, parts = self.absorbed(q_latent, step), []
-        for block, first in enumerate(range(0, x.size(1), QUERIES)):
-            last = min(first + QUERIES, x.size(1))
+        for block, first in enumerate(range(0, new, QUERIES)):
+            last = min(first + QUERIES, new)
             visible = step.visible(first, last)
-            if self.indexer is not None:
-                scores = self.indexer.scores(*(part[:, first:last] for part in queries), keys)
+            if index is not None:
+                scores = self.indexer.scores(*(part[:, first:last] for part in index[:2]), index[2])
                 picked.append(self.pick(scores.masked_fill(~visible, -torch.inf), first))
-            chosen = torch.zeros(x.size(0), last - first, rows.size(1), dtype=torch.bool, device=x.device)
+            chosen = torch.zeros(len(rows), last - first, rows.size(1), dtype=torch.bool, device=rows.device)
             chosen = chosen.scatter(-1, picked[block], True) & visible
             parts.append(self.over_latents(query[:, first:last], rows, chosen))
-        return self.out(torch.cat(parts, 1))
+        return torch.cat(parts, 1)
 
     def pick(self, scores, first):
         """Tokens [b, s, k] of scores [b, s, t], of the queries from `first`: of equal ones the earlier, whatever comes after them."""
@@ -620,8 +642,12 @@ class Mamba3(nn.Module):
             self.register_parameter(name, fp32(h, r, self.width) if r > 1 else None)
 
     def forward(self, x, step):
+        return self.out(self.mix(self.in_proj(x), step))
+
+    def mix(self, packed, step):
+        """[b, s, heads * width] of what `in_proj` packs."""
         state, share = step.state(self.index), self.heads // self.groups
-        z, v, B, C, dt, A, trap, angles = wide(self.in_proj(x)).split(self.parts, -1)
+        z, v, B, C, dt, A, trap, angles = wide(packed).split(self.parts, -1)
         z, v = (y.unflatten(-1, (self.heads, self.width)) for y in (z, v))
         dt = masked(F.softplus(dt + self.dt_bias), step.real)
         logs = -F.softplus(A).clamp(min=A_FLOOR) * dt
@@ -642,9 +668,9 @@ class Mamba3(nn.Module):
         if "key" in state:
             last = state["key"].to(k.dtype), state["value"].to(v.dtype).unsqueeze(-2) * mimo_x
         o = self.scan(q, k, v, logs, dt, trap.sigmoid(), state, last) + self.D[:, None, None] * v
-        state["key"], state["value"] = k[:, -1].to(x.dtype), given[:, -1].to(x.dtype)
+        state["key"], state["value"] = (y[:, -1].to(packed.dtype).contiguous() for y in (k, given))
         y = (mimo_o * o * F.silu(z.unsqueeze(-2) * mimo_z)).sum(-2)
-        return self.out(y.flatten(2).to(x.dtype))
+        return y.flatten(2).to(packed.dtype)
 
     def turn(self, x, angle):
         """x [..., heads, rank, states] turned by angle [..., heads, angles]: column i with i + states / 2."""
@@ -681,7 +707,7 @@ class Mamba3(nn.Module):
             S = S * total[:, -1].exp()[..., None, None]
             S = S + torch.einsum("bshrp,bshrn->bhpn", v_ * left[..., None, None], k_)
             k_last, v_last = k_[:, -1], v_[:, -1]
-        state["ssm"] = S
+        state["ssm"] = S.contiguous()
         return torch.cat(parts, 1)
 
 
@@ -705,20 +731,22 @@ class M2Rnn(nn.Module):
         self.out = linear(inner, c.hidden_size)
 
     def forward(self, x, step):
-        state = step.state(self.index)
         channels = sum(self.convolved)
         mixed, g, forget = self.in_proj(x).split((channels, self.heads * self.width, self.heads), -1)
-        mixed = convolve(mixed, self.conv_weight, self.conv_bias, state, step.real)
+        mixed = convolve(mixed, self.conv_weight, self.conv_bias, step.state(self.index), step.real)
         q, k, v = mixed.split(self.convolved, -1)
         keep = torch.exp(-torch.exp(self.A_log) * F.softplus(wide(forget) + self.dt_bias))
         if step.real is not None:
             keep = torch.where(step.real[..., None], keep, 1.0)
-        y = self.scan(*(wide(t) for t in (q, k, v)), keep, state).to(x.dtype)
+        y = self.scan(q, k, v, keep, step)
         u = (wide(y).flatten(2) + self.D * wide(v)) * F.silu(wide(g))
         u = u * torch.rsqrt(u.square().mean(-1, keepdim=True) + self.eps) * wide(self.norm_weight)
         return self.out(u.to(x.dtype))
 
-    def scan(self, q, k, v, keep, state):
+    def scan(self, q, k, v, keep, step):
+        """[b, s, heads, width] of q and k [b, s, rows] and v [b, s, heads * width], in their type."""
+        state, dtype = step.state(self.index), v.dtype
+        q, k, v = (wide(x) for x in (q, k, v))
         v = v.unflatten(-1, (self.heads, self.width))
         h, ys = state.get("matrix", q.new_zeros(q.size(0), self.heads, self.rows, self.width)), []
         for t in range(q.size(1)):
@@ -727,7 +755,7 @@ class M2Rnn(nn.Module):
             h = f * h + (1 - f) * z
             ys.append((q[:, t, None, :, None] * h).sum(2))
         state["matrix"] = h
-        return torch.stack(ys, 1)
+        return torch.stack(ys, 1).to(dtype)
 
 
 # Embeddings of n-grams -----------------------------------------------------------------------------------------------
@@ -878,13 +906,30 @@ class NamPreTrainedModel(PreTrainedModel):
         """Weights are read, not drawn: `from_pretrained` refuses to go on without one."""
 
     @classmethod
-    def from_pretrained(cls, path, *args, output_loading_info=False, **kwargs):
-        """As transformers' own, but a missing, unexpected or misshapen tensor is an error."""
+    def from_pretrained(cls, path, *args, kernels="torch", output_loading_info=False, **kwargs):
+        """As transformers' own, but a missing, unexpected or misshapen tensor is an error.
+
+        kernels: "torch"; or "nam_megatron", that package's, for a model in bf16 on a GPU. ValueError if they do not serve its sizes.
+        """
+        fuse = fusing(kernels)
         model, info = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
         for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if found := sorted(map(str, info.get(what) or ())):
                 raise ValueError(f"{path}: {what.replace('_', ' ')}: {', '.join(found[:4])}")
+        fuse(model)
         return (model, info) if output_loading_info else model
+
+
+def fusing(kernels):
+    """What puts the kernels of that name into a model."""
+    if kernels == "torch":
+        return lambda model: None
+    if kernels != "nam_megatron":
+        raise ValueError(f"kernels: `torch` or `nam_megatron`, not `{kernels}`")
+    try:
+        return importlib.import_module("nam_megatron.hf.fused").fuse
+    except ModuleNotFoundError as err:
+        raise ImportError(f"kernels: `nam_megatron` needs the package `{err.name}`, which is not installed") from err
 
 
 class NamModel(NamPreTrainedModel):
@@ -910,6 +955,10 @@ class NamModel(NamPreTrainedModel):
         x = self.embed_tokens(tokens)
         return x if self.ngrams is None else x + self.ngrams(tokens, real, state)
 
+    def begun(self, tokens, step):
+        """What the first layer gets, but for learned positions."""
+        return self.embedded(tokens, step.real, step.state("ngrams") if self.ngrams else None)
+
     def forward(self, x, step, each=None):
         """Hidden states [b, s, h] behind the last norm, of embeddings; `each` is called with every layer's output: residual streams
         are copies of the embedding at first, lie side by side between the layers, and their mean is what the last one leaves."""
@@ -934,6 +983,7 @@ class NamModel(NamPreTrainedModel):
 
 class NamForCausalLM(NamPreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    one_token = None  # the kernels' way of a step of one token: logits of (self, tokens, mask, positions, cache)
 
     def __init__(self, config):
         super().__init__(config)
@@ -973,9 +1023,14 @@ class NamForCausalLM(NamPreTrainedModel, GenerationMixin):
             cache = NamCache()
         if cache is not None and not isinstance(cache, NamCache):
             raise ValueError(f"past_key_values: a NamCache, not {type(cache).__name__}")
+        plain = labels is None and not output_hidden_states and not mtp and inputs_embeds is None
+        if plain and self.one_token is not None and cache is not None and input_ids.size(1) == 1:
+            logits = self.one_token(self, input_ids, attention_mask, position_ids, cache)
+            if logits is not None:
+                return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
         step = self._step(input_ids if inputs_embeds is None else inputs_embeds, attention_mask, position_ids, cache)
         if inputs_embeds is None:
-            x = self.model.embedded(input_ids, step.real, step.state("ngrams") if self.model.ngrams else None)
+            x = self.model.begun(input_ids, step)
         elif self.model.ngrams is None:
             x = inputs_embeds
         else:

@@ -1,0 +1,294 @@
+"""Our kernels inside an exported model against its plain torch: whole passes, prefills, steps, gradients.
+
+With TRITON_INTERPRET=1 the same on a CPU, where no step is captured (tests/blocks/test_hf_kernels.py does that).
+"""
+
+import copy
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nam_megatron.blocks.mamba3 import naive
+from nam_megatron.blocks.mamba3.step import step
+from nam_megatron.errors import Refused
+from nam_megatron.generate import Options, decode
+from nam_megatron.hf import fused
+from nam_megatron.hf.fused import fuse
+from nam_megatron.hf.model.configuration_nam import NamConfig
+from nam_megatron.hf.model.modeling_nam import Dsa, Experts, M2Rnn, Mamba3, NamCache, NamForCausalLM
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+SIZES = {
+    "attention": {
+        "head_dim": 16, "query_groups": 2, "qk_norm": True, "qkv_bias": False, "output_gate": False, "rotary_dim": 16,
+        "window": 24, "unwindowed_every": 0,
+    },
+    "mla": {
+        "q_lora_rank": 32, "kv_lora_rank": 16, "qk_head_dim": 16, "qk_rope_head_dim": 32, "v_head_dim": 16, "latent_norm": True,
+    },
+    "dsa": {"indexer_heads": 2, "indexer_head_dim": 32, "top_k": 12},
+    "moe": {
+        "experts": 5, "top_k": 2, "expert_hidden_size": 24, "shared_expert_hidden_size": 16, "shared_expert_gate": False,
+        "score_function": "sigmoid", "expert_bias": True, "pre_softmax": False, "routed_scaling": 1.5, "groups": 1,
+        "chosen_groups": 1, "latent_size": 0, "router_dtype": "fp32",
+    },
+    "mlp": {},
+    "mamba2": {"heads": 4, "head_dim": 16, "state_dim": 16, "groups": 2, "conv_width": 4},
+    "gdn": {"key_heads": 2, "key_head_dim": 16, "value_heads": 4, "value_head_dim": 16, "conv_width": 4},
+    "mamba3": {"heads": 4, "head_dim": 16, "state_dim": 32, "groups": 2, "mimo_rank": 4, "angles": 8},
+    "m2rnn": {"k_dim": 16, "v_dim": 16, "heads": 3, "conv_width": 4},
+}  # fmt: skip
+AUTHOR = ["dsa", "moe", "mamba3", "dsa", "m2rnn", "mla", "moe"]
+NATIVE = ["attention", "moe", "mamba2", "attention", "mlp", "gdn"]
+
+
+if INTERPRETED:
+    sys.path.insert(0, str(Path(__file__).parents[1] / "blocks"))
+    import interpreter
+
+    @pytest.fixture(autouse=True)
+    def mended(monkeypatch):
+        interpreter.mend(monkeypatch)
+
+
+def config(kinds: list[str], **more) -> NamConfig:
+    used = {*kinds, *more.get("mtp_kinds", ())} | ({"mla"} if "dsa" in kinds else set())
+    sources = [None if kind != "dsa" or i == kinds.index("dsa") else kinds.index("dsa") for i, kind in enumerate(kinds)]
+    return NamConfig(
+        layer_kinds=kinds, index_sources=sources, vocab_size=96, hidden_size=64, ffn_hidden_size=48, num_attention_heads=4,
+        max_position_embeddings=512, learned_positions=0, normalization="RMSNorm", norm_epsilon=1e-5, zero_centered_norms=False,
+        linear_bias=False, activation="squared_relu", rotary_base=10000,
+        **{kind: SIZES[kind] for kind in SIZES if kind in used}, **more,
+    )  # fmt: skip
+
+
+def drawn(made: NamConfig, dtype: torch.dtype = torch.bfloat16) -> NamForCausalLM:
+    torch.manual_seed(0)
+    model = NamForCausalLM(made)
+    for name, parameter in model.named_parameters():
+        wide = parameter.dim() > 1 and "mimo" not in name
+        parameter.data = torch.randn_like(parameter) * (parameter.size(-1) ** -0.5 if wide else 0.3)
+        if "norm" in name or "mimo" in name:
+            parameter.data += 1
+        kept = parameter.dtype == torch.float32 and any(key in name for key in model._keep_in_fp32_modules_strict)
+        parameter.data = parameter.data.to(DEVICE, torch.float32 if kept or name.endswith("mixer.D") else dtype)
+    return model.eval()
+
+
+def both(kinds: list[str], **more) -> tuple[NamForCausalLM, NamForCausalLM]:
+    plain = drawn(config(kinds, **more))
+    model = copy.deepcopy(plain)
+    fuse(model)
+    return plain, model
+
+
+def random(*size: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 96, size, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def close(got: torch.Tensor, want: torch.Tensor, least: float = 0.999) -> None:
+    """Each position's logits point the same way, but where a rounding has turned a choice."""
+    cosine = torch.nn.functional.cosine_similarity(got.float(), want.float(), dim=-1).flatten()
+    assert got.isfinite().all() and cosine.median() > least, cosine.sort().values[:5]
+
+
+@pytest.fixture
+def unplain(monkeypatch):
+    """Plain torch where kernels have a part is an error from then on."""
+
+    def stop(*_, **__):
+        raise AssertionError("plain torch has computed what a kernel should")
+
+    def begin():
+        for kind, part in ((Dsa, "attended"), (Experts, "forward"), (Mamba3, "mix"), (M2Rnn, "scan")):
+            monkeypatch.setattr(kind, part, stop)
+
+    return begin
+
+
+@pytest.mark.parametrize("length", [2, 70] if INTERPRETED else [2, 70, 200])
+@pytest.mark.parametrize("kinds", [AUTHOR, NATIVE], ids=["author", "native"])
+@torch.no_grad()
+def test_a_whole_pass(kinds, length, unplain):
+    plain, model = both(kinds)
+    tokens = random(2, length)
+    want = plain(tokens).logits
+    unplain()
+    close(model(tokens).logits, want)
+
+
+@torch.no_grad()
+def test_predictions_ahead(unplain):
+    plain, model = both(["dsa", "moe"], mtp_kinds=["dsa", "mamba3", "moe"], mtp_depths=1)
+    tokens = random(1, 33)
+    want = plain(tokens, mtp=True).hidden_states[0]
+    unplain()
+    close(model(tokens, mtp=True).hidden_states[0], want, least=0.995)
+
+
+@pytest.mark.parametrize("kind", ["dsa", "moe", "mamba3", "m2rnn"])
+def test_a_layers_output_and_gradients(kind):
+    """Of one layer, where no choice is turned by another: against fp32, as near as plain torch."""
+    plain, model = both([kind])
+    exact = drawn(config([kind]), torch.float32)
+    exact.load_state_dict(plain.state_dict())
+    x, out = torch.randn(2, 37, 64, device=DEVICE), torch.randn(2, 37, 64, device=DEVICE)
+    found = []
+    for each in (exact, plain, model):
+        dtype = each.lm_head.weight.dtype
+        each.requires_grad_(True)
+        given = x.to(torch.bfloat16).to(dtype).requires_grad_()
+        y = each.model(given, each._step(given, None, None, None))
+        y.backward(out.to(dtype))
+        found.append(
+            {"y": y, "x": given.grad} | {n: p.grad for n, p in each.model.named_parameters() if p.grad is not None}
+        )
+    want, plain_found, got = found
+    assert got.keys() == plain_found.keys()
+    for name, value in got.items():
+        scale = want[name].float().norm()
+        off, allowed = ((v.float() - want[name].float()).norm() / scale for v in (value, plain_found[name]))
+        assert off <= 1.5 * allowed + 0.01, (name, off, allowed)
+
+
+@pytest.mark.parametrize("kinds", [AUTHOR, NATIVE], ids=["author", "native"])
+@pytest.mark.parametrize("most", [160] if INTERPRETED else [160, None])
+@torch.inference_mode()
+def test_prefill_and_steps(kinds, most):
+    plain, model = both(kinds)
+    tokens, found = random(2, 140), []
+    for each in (plain, model):
+        cache = NamCache(most)
+        parts = [each(tokens[:, :128], past_key_values=cache).logits]
+        parts += [each(tokens[:, i : i + 1], past_key_values=cache).logits for i in range(128, 134)]
+        parts += [each(tokens[:, 134:137], past_key_values=cache).logits]
+        parts += [each(tokens[:, i : i + 1], past_key_values=cache).logits for i in range(137, 140)]
+        assert cache.length == 140
+        if most and each is model:
+            assert (fused._DECODERS[cache].graph is None) == INTERPRETED
+        found.append((torch.cat(parts, 1), cache))
+    (want, kept), (got, cache) = found
+    for where in (slice(0, 128), slice(128, 140)):
+        close(got[:, where], want[:, where])
+    assert {(i, n): t.shape for i, layer in cache.layers.items() for n, t in layer.items()} == {
+        (i, n): t.shape for i, layer in kept.layers.items() for n, t in layer.items()
+    }
+
+
+@pytest.mark.parametrize("kinds", [AUTHOR, NATIVE], ids=["author", "native"])
+@torch.inference_mode()
+def test_a_batch_of_unequal_lengths_is_each_alone(kinds):
+    _, model = both(kinds)
+    prompts = [random(n, seed=n).tolist() for n in (3, 17, 9, 1)]
+    width = 17
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=DEVICE)
+    tokens = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=DEVICE)
+    more, cache = random(4, 5, seed=3), NamCache(64)
+    together = [model(tokens, attention_mask=mask, past_key_values=cache).logits[:, -1]]
+    for i in range(5):
+        mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+        together.append(model(more[:, i : i + 1], attention_mask=mask, past_key_values=cache).logits[:, -1])
+    for row, prompt in enumerate(prompts):
+        whole = torch.cat((torch.tensor(prompt, device=DEVICE), more[row]))[None]
+        close(torch.stack([out[row] for out in together]), model(whole).logits[0, len(prompt) - 1 :])
+
+
+@torch.inference_mode()
+def test_beams_and_another_cache_between():
+    """Steps that were captured follow a cache whose sequences are exchanged, and belong to their cache alone."""
+    plain, model = both(AUTHOR)
+    tokens, order, found = random(3, 24), torch.tensor([2, 0, 0], device=DEVICE), []
+    for each in (plain, model):
+        cache, other = NamCache(64), NamCache(48)
+        each(tokens[:, :16], past_key_values=cache)
+        each(tokens[:2, :12], past_key_values=other)
+        out = []
+        for i in range(16, 24):
+            out.append(each(tokens[:, i : i + 1], past_key_values=cache).logits)
+            out.append(each(tokens[:2, i - 4 : i - 3], past_key_values=other).logits)
+            if i == 19:
+                cache.reorder_cache(order)
+        found.append(torch.cat(out))
+    close(found[1], found[0])
+
+
+def test_gradients_through_a_cache():
+    plain, model = both(["mamba3", "m2rnn"])
+    tokens, found = random(1, 20), []
+    for each in (plain, model):
+        cache = NamCache()
+        each(tokens[:, :12], past_key_values=cache)
+        each(tokens[:, 12:], past_key_values=cache).logits.float().logsumexp(-1).sum().backward()
+        found.append(each.model.embed_tokens.weight.grad.float())
+    torch.testing.assert_close(found[1], found[0])
+
+
+@torch.inference_mode()
+def test_words_that_are_decoded():
+    _, model = both(NATIVE)
+    prompts = [random(n, seed=n).tolist() for n in (5, 5)]
+    steps = list(decode(model, prompts, Options(12)))
+    again = list(decode(model, prompts, Options(12)))
+    assert steps == again and len(steps) == 12
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"mamba3": SIZES["mamba3"] | {"head_dim": 24}}, "power of two from 16, not 24"),
+        ({"m2rnn": SIZES["m2rnn"] | {"v_dim": 64}}, "value widths of 16 and 32, not 64"),
+        ({"mla": SIZES["mla"] | {"kv_lora_rank": 48}}, "latents of (16, 32, 64, 128), not 48"),
+        ({"moe": SIZES["moe"] | {"expert_hidden_size": 20}}, "widths that 8 divides, not 20"),
+    ],
+)
+def test_sizes_that_no_kernel_takes(change, said):
+    made = config(AUTHOR)
+    for name, value in change.items():
+        setattr(made, name, value)
+    with pytest.raises(Refused) as refused:
+        fuse(drawn(made))
+    assert said in str(refused.value)
+
+
+def test_weights_of_another_type():
+    with pytest.raises(Refused, match="in bf16, and the weights are float32"):
+        fuse(drawn(config(NATIVE), torch.float32))
+
+
+# The step of Mamba-3 -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "shape", [naive.Shape(4, 16, 32, 2, 4, 8), naive.Shape(2, 64, 128, 1, 1, 64), naive.Shape(3, 32, 64, 3, 2, 5)]
+)
+def test_one_token_is_the_scans(shape, dtype):
+    """Three steps from a random state, of 2 sequences in memory full of NaN, against fp64."""
+    h, p, n, _, r, a = shape
+    torch.manual_seed(1)
+    packed = torch.randn(3, 2, sum(shape.parts.values()), device=DEVICE).to(dtype)
+    names = ("mimo_x", "mimo_z", "mimo_o") if r > 1 else ()
+    weights = naive.Weights(
+        *(torch.randn(h, device=DEVICE) for _ in range(2)), *(torch.randn(h, r, n, device=DEVICE) for _ in range(2)),
+        *(1 + 0.1 * torch.randn(n, device=DEVICE).to(dtype) for _ in range(2)), **{k: torch.randn(h, r, p, device=DEVICE) for k in names},
+    )  # fmt: skip
+    sizes = ((h, a), (h, p, n), (h, r, n), (h, p))
+    state = naive.State(*(torch.randn(2, *size, device=DEVICE) for size in sizes))
+    state = state._replace(k=state.k.to(dtype), x=state.x.to(dtype))
+    doubled = naive.Weights(*(None if w is None else w.double() for w in weights))
+    want, after = naive.scan(packed.double(), doubled, shape, naive.State(*(x.double() for x in state)))
+    for token in range(3):
+        rows = torch.full((2, packed.size(2) + 7), torch.nan, device=DEVICE, dtype=dtype)
+        rows[:, :-7] = packed[token]
+        got = step(rows[:, :-7], weights, shape, state)
+        limit = 2e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(got.double(), want[token], rtol=limit, atol=limit * want.abs().max().item())
+    for mine, right in zip(state, after, strict=True):
+        limit = 2e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(mine.double(), right, rtol=limit, atol=limit * right.abs().max().item())
