@@ -19,6 +19,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +32,8 @@ CORPUS = "built"  # below DIR: where `data` is made if none is given
 
 
 class Job(NamedTuple):
-    """gpus: 0 for one that needs the CPU alone. minutes: an estimate. In `command` {out} is DIR, {data} the built dataset.
+    """gpus: 0 for one that needs the CPU alone. minutes: an estimate. In `command` {out} is DIR, {data} the built dataset, {scratch} a
+    folder outside both.
 
     gib: what it takes of a GPU that it shares with others; 0 for one that is timed or fills it.
     """
@@ -137,7 +139,7 @@ JOBS = {
         f"receipt_{name}": Job(
             1, minutes,
             f"-m launch run conf={preset} cluster=h200_bare cluster.gpus_per_node=1 'cluster.waivers.limits=a borrowed host'"
-            " 'cluster.waivers.storage=a borrowed host' cluster.storage.receipts={out}/receipts cluster.storage.scratch={out}/scratch"
+            " 'cluster.waivers.storage=a borrowed host' cluster.storage.receipts={out}/receipts cluster.storage.scratch={scratch}"
             f" revision={{revision}} data=built data.path={{data}} schedule.train_steps={steps} schedule.decay_steps={steps}"
             f" schedule.micro_batch_size={micro} schedule.global_batch_size={batch}",
             "data",
@@ -243,6 +245,8 @@ class Sitting:
         for gpu in taken:
             self.taken[gpu] += job.takes
         places = {"{out}": str(self.out), "{data}": str(self.data), "{revision}": self.revision}
+        # `launch` refuses caches beside the data.
+        places["{scratch}"] = str(Path(tempfile.gettempdir()) / f"{self.out.name}.scratch")
         command = [sys.executable]
         for word in shlex.split(job.command):
             for place, path in places.items():
@@ -250,7 +254,11 @@ class Sitting:
             command.append(word)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",") if visible else [str(n) for n in range(max(taken, default=-1) + 1)]
-        env = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(names[n] for n in taken), "TRITON_CACHE_AUTOTUNING": "1"}
+        env = os.environ | {"TRITON_CACHE_AUTOTUNING": "1"}
+        if visible is not None or len(taken) < len(
+            self.taken
+        ):  # else all of the host's, of which `launch` wants to hear nothing
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(names[n] for n in taken)
         env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         log = (self.out / f"{name}.log").open("w")
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)

@@ -133,12 +133,12 @@ def ladder() -> Iterator[str]:
 
 def runs() -> Iterator[str]:
     """The newest last."""
-    yield "| receipt | layers, lane | GPUs | batch, steps | loss | tokens/s/GPU | of the peak | GiB, forecast | first step after |"
+    yield "| receipt | layers, lane | GPUs | batch, steps | loss | tokens/s/GPU | of the peak | GiB reserved, forecast | first step after |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for path in sorted((HERE.parent / "receipts").glob("*/receipt.json")):
         found = json.loads(path.read_text())
         recipe, came = found["recipe"], found["outcome"]
-        figures, window, peak = came["figures"], came["figures"]["window"], came["memory"]["peak_allocated_gib"]
+        figures, window, peak = came["figures"], came["figures"]["window"], came["memory"]["peak_reserved_gib"]
         finite = figures["loss_finite"] and figures["grad_norm_finite"]
         whole = came["end"] == "completed"
         cells = (
@@ -151,7 +151,7 @@ def runs() -> Iterator[str]:
             f"{figures['loss_first']:.2f} to {figures['loss_last']:.2f}" + ("" if finite else ", not always finite"),
             f"{window['tokens_per_s_per_gpu']:,.0f}",
             f"{came['against_forecast']['model_flops_utilisation']:.1%}",
-            f"{peak:.1f}, {found['forecast']['peak_allocated_gib']:.1f}",
+            f"{peak:.1f}, {found['forecast']['peak_reserved_gib']:.1f}",
             f"{came['bad_put']['until_first_step_s']:.0f} s",
         )
         yield f"| {' | '.join(map(str, cells))} |"

@@ -120,7 +120,7 @@ def forecast(lowering: Lowering) -> dict[str, Any]:
     return {
         "parameters": b.parameters,
         "active": b.active,
-        "peak_allocated_gib": round(worst.allocated / GIB, 3),
+        "peak_allocated_gib": round(b.worst.peak_allocated / GIB, 3),
         "peak_reserved_gib": round(worst.reserved / GIB, 3),
         "device_gib": round(worst.total / GIB, 3),
         "free_gib": round(b.free / GIB, 3),

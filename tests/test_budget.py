@@ -663,6 +663,13 @@ def test_a_graph_of_the_whole_step_keeps_its_memory_from_the_optimizer():
     assert whole["warm_up"].total == eager["steady"].total
 
 
+def test_a_receipts_forecast_has_what_is_allocated_while_a_step_is_captured():
+    one = ("nam56r_native_dp_fused", "cluster=h200_1", "model.depth=13")
+    whole = budget(plan_of(*one, "feature.cuda_graphs.impl=full_iteration")).worst
+    eager = budget(plan_of(*one)).worst
+    assert whole.peak_allocated == eager.peak_allocated == eager.worst.allocated > whole.steady.allocated
+
+
 def test_a_captured_mask_has_the_keys_of_all_ranks_that_share_the_sequence():
     def masks(*overrides):
         lines = budget(plan_of(*NATIVE, *GRAPHS, *overrides)).stages[0].moments["steady"].lines

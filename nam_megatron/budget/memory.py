@@ -87,6 +87,11 @@ class StageBudget:
     def worst(self) -> Moment:
         return max(self.startup, self.steady, key=lambda m: m.total)
 
+    @property
+    def peak_allocated(self) -> int:
+        """Of all phases: what lies in a graph's pool was allocated while it was captured, and is not while it is replayed."""
+        return max(moment.allocated for moment in self.moments.values())
+
 
 @dataclass(frozen=True)
 class Budget:
