@@ -22,7 +22,7 @@ PROMPT = 10.0
 # causal_conv1d, TE and torch for routing, TE's and emerging_optimizers' optimizers, cuBLAS, CUTLASS and nvjet, TE's norms, torch's
 # pointwise kernels.
 RULES: dict[str, str] = {
-    "Mamba-3": r"^_(angles|bounds|gradients|keys|norm|output|rows|states|steps|turn|values|walk)(_kernel|_backward)?$",
+    "Mamba-3": r"^_(angles|bounds|gradients|keys|norm|output|rows|states|step|steps|turn|values|walk)(_kernel|_backward)?$",
     "M2RNN": r"^_((conv|gate)_)?(forward|backward)(_pre|_x)?$",
     "residual streams": r"^_(read|write)_(forward|backward)$",
     "MLA": r"^_(ingress|keys_values|latent_norm|queries|rotate|split|total)",

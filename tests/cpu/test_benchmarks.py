@@ -415,7 +415,7 @@ def test_what_waits_for_gpus_are_commands_that_there_are():
                     lowered_by = translate(load(preset, layout.split()))
                     assert lowered_by.plan.recipe.world_size == job.gpus
         elif words[:3] == ["-m", "launch", "run"]:
-            for place in ("{out}", "{data}", "{revision}"):
+            for place in ("{out}", "{data}", "{revision}", "{scratch}"):
                 words = [word.replace(place, "/d") for word in words]
             overrides = [word for word in words[4:] if not word.startswith(("revision=", "cluster.waivers."))]
             lowered_by = translate(load(words[3].removeprefix("conf="), overrides))
