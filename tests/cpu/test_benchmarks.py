@@ -14,6 +14,7 @@ import pytest
 import torch
 from test_train import lowered, run, trained
 
+from launch import storage
 from nam_megatron import train
 from nam_megatron.lower import translate
 from nam_megatron.recipe import load
@@ -415,10 +416,13 @@ def test_what_waits_for_gpus_are_commands_that_there_are():
                     lowered_by = translate(load(preset, layout.split()))
                     assert lowered_by.plan.recipe.world_size == job.gpus
         elif words[:3] == ["-m", "launch", "run"]:
-            for place in ("{out}", "{data}", "{revision}", "{scratch}"):
-                words = [word.replace(place, "/d") for word in words]
+            for place, path in (("{out}", "/d"), ("{data}", "/d/built"), ("{revision}", "/d"), ("{scratch}", "/s")):
+                words = [word.replace(place, path) for word in words]
             overrides = [word for word in words[4:] if not word.startswith(("revision=", "cluster.waivers."))]
             lowered_by = translate(load(words[3].removeprefix("conf="), overrides))
-            assert lowered_by.plan.recipe.world_size == job.gpus and not lowered_by.plan.not_built
+            recipe = lowered_by.plan.recipe
+            assert recipe.world_size == job.gpus and not lowered_by.plan.not_built
+            used = storage.places(recipe, sitting.ROOT, {"TMPDIR": f"{recipe.cluster.storage.scratch}/tmp"})
+            assert [finding.level for finding in storage.caches(used)] == ["ok"]
         elif "pytest" in words:
             assert (sitting.ROOT / words[-1]).exists()
