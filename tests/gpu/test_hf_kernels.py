@@ -6,6 +6,7 @@ With TRITON_INTERPRET=1 the same on a CPU, where no step is captured (tests/bloc
 import copy
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -138,23 +139,39 @@ def test_a_layers_output_and_gradients(kind):
     plain, model = both([kind])
     exact = drawn(config([kind]), torch.float32)
     exact.load_state_dict(plain.state_dict())
-    x, out = torch.randn(2, 37, 64, device=DEVICE), torch.randn(2, 37, 64, device=DEVICE)
-    found = []
-    for each in (exact, plain, model):
-        dtype = each.lm_head.weight.dtype
-        each.requires_grad_(True)
-        given = x.to(torch.bfloat16).to(dtype).requires_grad_()
-        y = each.model(given, each._step(given, None, None, None))
-        y.backward(out.to(dtype))
-        found.append(
-            {"y": y, "x": given.grad} | {n: p.grad for n, p in each.model.named_parameters() if p.grad is not None}
-        )
-    want, plain_found, got = found
+    want, plain_found, got = map(differentiated, (exact, plain, model))
     assert got.keys() == plain_found.keys()
     for name, value in got.items():
-        scale = want[name].float().norm()
-        off, allowed = ((v.float() - want[name].float()).norm() / scale for v in (value, plain_found[name]))
-        assert off <= 1.5 * allowed + 0.01, (name, off, allowed)
+        off, allowed = (error(v, want[name]) for v in (value, plain_found[name]))
+        # What Mamba-3's dt_bias sums over tokens cancels to a tenth or two: what bf16 leaves of it is the luck of the draw, 0.7 to 6 %.
+        least = 0.1 if (kind, name) == ("mamba3", "layers.0.mixer.dt_bias") else 0.01
+        assert off <= 1.5 * allowed + least, (name, off, allowed)
+
+
+@pytest.mark.parametrize(("kind", "part"), [("mamba3", "mix"), ("m2rnn", "scan")])
+def test_the_same_in_fp32_without_a_rounding_to_hide_behind(kind, part):
+    exact = drawn(config([kind]), torch.float32)
+    model = copy.deepcopy(exact)
+    mixer = model.model.layers[0].mixer
+    setattr(mixer, part, partial(getattr(fused, f"_{kind}"), mixer))
+    want, got = differentiated(exact.double()), differentiated(model)
+    assert got.keys() == want.keys()
+    assert all(error(got[name], want[name]) < 1e-4 for name in want), {n: error(got[n], want[n]) for n in want}
+
+
+def differentiated(model: NamForCausalLM) -> dict[str, torch.Tensor]:
+    """Output and gradients of its layers, by name. The same numbers on a CPU and on a GPU."""
+    torch.manual_seed(0)
+    x, out = (torch.randn(2, 37, 64).to(DEVICE, torch.bfloat16).to(model.lm_head.weight.dtype) for _ in range(2))
+    model.requires_grad_(True)
+    x.requires_grad_()
+    y = model.model(x, model._step(x, None, None, None))
+    y.backward(out)
+    return {"y": y, "x": x.grad} | {n: p.grad for n, p in model.model.named_parameters() if p.grad is not None}
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return ((got.double() - want.double()).norm() / want.double().norm()).item()
 
 
 @pytest.mark.parametrize("kinds", [AUTHOR, NATIVE], ids=["author", "native"])
