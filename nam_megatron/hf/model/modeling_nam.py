@@ -79,7 +79,13 @@ class NamCache:
             for name, tensor in kept.items():
                 chosen = tensor.index_select(0, beam_idx.to(tensor.device))
                 # In its place: a step that was captured knows tensors by where they lie.
-                kept[name] = tensor.copy_(chosen) if chosen.shape == tensor.shape else chosen
+                fixed = self.max_length is not None and chosen.shape == tensor.shape
+                kept[name] = tensor.copy_(chosen) if fixed else chosen
+
+    @property
+    def sequences(self):
+        """How many it remembers; None: nothing yet."""
+        return next((len(tensor) for kept in self.layers.values() for tensor in kept.values()), None)
 
     @property
     def nbytes(self):
@@ -909,7 +915,8 @@ class NamPreTrainedModel(PreTrainedModel):
     def from_pretrained(cls, path, *args, kernels="torch", output_loading_info=False, **kwargs):
         """As transformers' own, but a missing, unexpected or misshapen tensor is an error.
 
-        kernels: "torch"; or "nam_megatron", that package's, for a model in bf16 on a GPU. ValueError if they do not serve its sizes.
+        kernels: "torch"; or "nam_megatron", that package's, for a model in bf16 on a GPU: an ImportError where it is not installed, its
+        own Refused where they do not serve the model.
         """
         fuse = fusing(kernels)
         model, info = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
@@ -1023,6 +1030,11 @@ class NamForCausalLM(NamPreTrainedModel, GenerationMixin):
             cache = NamCache()
         if cache is not None and not isinstance(cache, NamCache):
             raise ValueError(f"past_key_values: a NamCache, not {type(cache).__name__}")
+        rows, new = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
+        if not rows or not new:
+            raise ValueError(f"input_ids: {rows} sequences of {new} tokens")
+        if cache is not None and cache.sequences not in (None, rows):
+            raise ValueError(f"past_key_values: a cache of {cache.sequences} sequences, and a batch of {rows}")
         plain = labels is None and not output_hidden_states and not mtp and inputs_embeds is None
         if plain and self.one_token is not None and cache is not None and input_ids.size(1) == 1:
             logits = self.one_token(self, input_ids, attention_mask, position_ids, cache)
@@ -1036,10 +1048,10 @@ class NamForCausalLM(NamPreTrainedModel, GenerationMixin):
         else:
             raise ValueError("inputs_embeds: this model embeds n-grams of tokens, and takes input_ids")
         if (table := self.model.embed_positions) is not None:
-            rows = table.num_embeddings
-            if step.past + x.size(1) > rows and int(step.positions.max()) >= rows:
+            known = table.num_embeddings
+            if step.past + x.size(1) > known and int(step.positions.max()) >= known:
                 raise ValueError(
-                    f"learned_positions: {int(step.positions.max()) + 1} tokens, and {rows} positions are learned"
+                    f"learned_positions: {int(step.positions.max()) + 1} tokens, and {known} positions are learned"
                 )
             x = x + table(step.positions)
         kept = [x] if output_hidden_states else None
