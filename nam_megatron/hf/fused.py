@@ -8,7 +8,8 @@ divide, and recurrences with a cache and gradients. Caches are the same either w
 
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache as once
 from functools import partial
 from typing import Any
 
@@ -48,13 +49,13 @@ def fuse(model: Any) -> None:
     for kind, layer in layers:
         mixer = layer.mixer
         if kind == "mamba3":
-            mixer.mix = partial(_mamba3, mixer)
+            mixer.mix = partial(_served, _mamba3, mixer)
         elif kind == "m2rnn":
-            mixer.scan = partial(_m2rnn, mixer)
+            mixer.scan = partial(_served, _m2rnn, mixer)
         elif kind == "dsa":
-            mixer.attended = partial(_dsa, mixer)
+            mixer.attended = partial(_served, _dsa, mixer)
         elif kind == "moe":
-            mixer.experts.forward = partial(_experts, mixer.experts)
+            mixer.experts.forward = partial(_served, _experts, mixer.experts)
     model.one_token = one_token
 
 
@@ -99,17 +100,27 @@ def _on_gpu(x: Tensor) -> None:
         raise ValueError(f"kernels: `nam_megatron` computes on a GPU, and the model is on `{x.device}`")
 
 
-def _remembers(step: Any, x: Tensor) -> bool:
-    """Whether gradients are asked for through a cache."""
-    return step.cache is not None and torch.is_grad_enabled() and x.requires_grad
+def _served(compute: Callable[..., Tensor], self: Any, x: Tensor, *rest: Any) -> Tensor:
+    """A layer's part on the GPU of its input, which need not be the current one; the model may have left it, or bf16, since `fuse`."""
+    _on_gpu(x)
+    if x.dtype != torch.bfloat16:
+        raise ValueError(f"kernels: `nam_megatron` computes in bf16, and the model in {x.dtype}".replace("torch.", ""))
+    with torch.cuda.device_of(x):
+        return compute(self, x, *rest)
+
+
+def _remembers(self: Any, x: Tensor, step: Any) -> bool:
+    """Whether gradients are asked for through a cache: of the tokens, of frozen layers' own weights, or of tokens before."""
+    if step.cache is None or not torch.is_grad_enabled():
+        return False
+    return any(t.requires_grad for t in (x, *self.parameters(), *step.state(self.index).values()))
 
 
 # Whole passes, and prefills ----------------------------------------------------------------------------------------------
 
 
 def _mamba3(self: Any, packed: Tensor, step: Any) -> Tensor:
-    _on_gpu(packed)
-    if _remembers(step, packed):
+    if _remembers(self, packed, step):
         return type(self).mix(self, packed, step)
     state, shape = (
         step.state(self.index),
@@ -138,8 +149,7 @@ def _mamba3(self: Any, packed: Tensor, step: Any) -> Tensor:
 
 
 def _m2rnn(self: Any, q: Tensor, k: Tensor, v: Tensor, keep: Tensor, step: Any) -> Tensor:
-    _on_gpu(v)
-    if _remembers(step, v):
+    if _remembers(self, v, step):
         return type(self).scan(self, q, k, v, keep, step)
     state = step.state(self.index)
     q, k, v, keep = (x.transpose(0, 1).contiguous() for x in (q, k, v.unflatten(-1, (self.heads, self.width)), keep))
@@ -148,7 +158,6 @@ def _m2rnn(self: Any, q: Tensor, k: Tensor, v: Tensor, keep: Tensor, step: Any) 
 
 
 def _dsa(self: Any, query: Tensor, rows: Tensor, index: tuple[Tensor, ...] | None, step: Any) -> Tensor:
-    _on_gpu(rows)
     new, total = query.size(1), rows.size(1)
     if step.real is not None or new == 1 or (total - new) % TILE:  # alike for all layers of a pass
         return type(self).attended(self, query, rows, index, step)
@@ -162,7 +171,6 @@ def _dsa(self: Any, query: Tensor, rows: Tensor, index: tuple[Tensor, ...] | Non
 
 
 def _experts(self: Any, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-    _on_gpu(x)
     activate = sys.modules[type(self).__module__].activate
     order = chosen.flatten().argsort(stable=True)
     counts = (chosen.flatten().unsqueeze(0) == torch.arange(len(self.up), device=x.device).unsqueeze(1)).sum(1)
@@ -188,12 +196,8 @@ class _Fixed:
     real = None
 
     def __init__(self, cache: Any, rows: int, device: torch.device):
-        self.cache, self.layers, self.total = (
-            True,
-            cache.layers,
-            cache.max_length,
-        )  # no reference to the cache, which owns this
-        self.past = True
+        # No reference to the cache, which owns this.
+        self.cache, self.past, self.layers, self.total = True, True, cache.layers, cache.max_length
         self.indices: dict[int, Any] = {}
         self.at = torch.zeros(1, dtype=torch.long, device=device)
         self.tokens, self.positions = (torch.zeros(rows, 1, dtype=torch.long, device=device) for _ in range(2))
@@ -203,14 +207,9 @@ class _Fixed:
     def tell(self, tokens: Tensor, mask: Tensor | None, positions: Tensor | None, length: int) -> None:
         self.at.fill_(length)
         self.tokens.copy_(tokens)
-        if mask is not None:
-            self.seen[:, : mask.size(1)].copy_(mask)
-        if positions is not None:
-            self.positions.copy_(positions)
-        elif mask is not None:
-            self.positions.copy_(mask.sum(1, keepdim=True) - 1)
-        else:
-            self.positions.fill_(length)
+        seen = self.seen[:, : length + 1]
+        seen.copy_(mask) if mask is not None else seen.fill_(True)
+        self.positions.copy_(seen.sum(1, keepdim=True) - 1 if positions is None else positions)
 
     def rows(self, layer: int, **new: Tensor) -> Any:
         found = [self.layers[layer][name].index_copy_(1, self.at, x) for name, x in new.items()]
@@ -255,11 +254,17 @@ class _Decoder:
             return self.logits
         if self.graph is None:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, stream=_side(self.model.device), capture_error_mode="thread_local"):
                 self.logits = self.run()
             self.graph = graph
         self.graph.replay()
-        return self.logits.clone()
+        return self.logits
+
+
+@once
+def _side(device: torch.device) -> Any:
+    """What steps are captured on; torch's own stream for it stays on the GPU that was the first."""
+    return torch.cuda.Stream(device)
 
 
 _DECODERS: "weakref.WeakKeyDictionary[Any, _Decoder]" = weakref.WeakKeyDictionary()
@@ -270,19 +275,20 @@ def one_token(model: Any, tokens: Tensor, mask: Tensor | None, positions: Tensor
 
     mask: [b, length + 1]. positions: [b, 1], None: by the mask.
     """
-    learned = model.config.learned_positions
+    learned, ngrams = model.config.learned_positions, model.config.ngrams
     room = min(cache.max_length or 0, learned or cache.max_length or 0)
-    if not 0 < cache.length < room or torch.is_grad_enabled():
+    least = max(1, ngrams["order"] - 1 if ngrams else 1)  # until then what n-grams remember grows
+    if not least <= cache.length < room or torch.is_grad_enabled():
         return None
-    if mask is not None and mask.shape != (len(tokens), cache.length + 1):
-        return None
+    if mask is not None and (mask.shape != (len(tokens), cache.length + 1) or not mask[:, -1].all()):
+        return None  # padding between tokens, which recurrences pass over
     _on_gpu(tokens)
-    decoder = _DECODERS.get(cache)
-    if decoder is None or decoder.model is not model or decoder.places != _Decoder.lie(model, cache):
-        decoder = _DECODERS[cache] = _Decoder(model, cache, len(tokens))
-    elif len(decoder.step.tokens) != len(tokens):
-        return None
-    decoder.step.tell(tokens, mask, positions, cache.length)
-    logits = decoder.next()
+    # Whatever mode the cache was filled in: its tensors are written, and what is kept of a step outlives the mode of this one.
+    with torch.inference_mode(), torch.cuda.device_of(tokens):
+        decoder = _DECODERS.get(cache)
+        if decoder is None or decoder.model is not model or decoder.places != _Decoder.lie(model, cache):
+            decoder = _DECODERS[cache] = _Decoder(model, cache, len(tokens))
+        decoder.step.tell(tokens, mask, positions, cache.length)
+        logits = decoder.next()
     cache.length += 1
-    return logits
+    return logits.clone()

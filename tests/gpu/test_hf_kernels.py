@@ -235,15 +235,85 @@ def test_beams_and_another_cache_between():
     close(found[1], found[0])
 
 
-def test_gradients_through_a_cache():
+@pytest.mark.parametrize("learned", ["model.embed_tokens.weight", "model.layers.0.mixer.dt_bias"])
+def test_gradients_through_a_cache(learned):
+    """Of the tokens, and of a weight of a layer that is frozen but for it."""
     plain, model = both(["mamba3", "m2rnn"])
     tokens, found = random(1, 20), []
     for each in (plain, model):
+        each.requires_grad_(False).get_parameter(learned).requires_grad_(True)
         cache = NamCache()
         each(tokens[:, :12], past_key_values=cache)
         each(tokens[:, 12:], past_key_values=cache).logits.float().logsumexp(-1).sum().backward()
-        found.append(each.model.embed_tokens.weight.grad.float())
+        found.append(each.get_parameter(learned).grad.float())
     torch.testing.assert_close(found[1], found[0])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["mamba3", "attention"])
+def test_masks_that_change_between_steps(kind):
+    """A pad between tokens, of any type of number, and no mask at last: no pad has been."""
+    plain, model = both([kind])
+    tokens, found = random(2, 14), []
+    for each in (plain, model):
+        cache, mask, out = NamCache(32), torch.ones(2, 8, device=DEVICE), []
+        mask[0, :3] = 0
+        each(tokens[:, :8], attention_mask=mask, past_key_values=cache)
+        for i in range(8, 14):
+            mask = torch.nn.functional.pad(mask, (0, 1), value=float(i != 10))
+            mask[0, -1] = 1
+            logits = each(tokens[:, i : i + 1], attention_mask=mask if i < 13 else None, past_key_values=cache).logits
+            out += [logits[0], logits[1]][: 1 + (i != 10)]
+        found.append(torch.cat(out))
+    cosine = torch.nn.functional.cosine_similarity(found[1].float(), found[0].float(), dim=-1)
+    assert cosine.min() > 0.995, cosine
+
+
+def test_a_cache_that_was_filled_in_inference_mode_and_one_that_was_not():
+    plain, model = both(["mamba3", "attention"])
+    tokens, found, modes = random(2, 12), [], [torch.no_grad, torch.inference_mode]
+    for each in (plain, model):
+        for most in (16, None):
+            cache, out = NamCache(most), []
+            for i in range(4, 12):
+                with modes[i % 3 == 2 or (i == 4 and not most)]():
+                    part = slice(0 if i == 4 else i, i + 1)
+                    out.append(each(tokens[:, part], past_key_values=cache).logits[:, -1].clone())
+                    if i == 9 and most is None:
+                        cache.reorder_cache(torch.tensor([1, 0], device=DEVICE))
+            found.append(torch.stack([logits.clone() for logits in out]))
+    close(torch.cat(found[2:]), torch.cat(found[:2]))
+
+
+@torch.inference_mode()
+def test_a_cache_of_more_or_fewer_sequences():
+    for model in both(["mamba3"]):
+        for most in (16, None):
+            cache = NamCache(most)
+            model(random(2, 5), past_key_values=cache)
+            for rows in (1, 3):
+                with pytest.raises(ValueError, match=f"a cache of 2 sequences, and a batch of {rows}"):
+                    model(random(rows, 1), past_key_values=cache)
+        for size in ((0, 4), (2, 0)):
+            with pytest.raises(ValueError, match="{} sequences of {} tokens".format(*size)):
+                model(random(*size))
+
+
+@torch.inference_mode()
+def test_ngrams_of_a_prompt_that_is_shorter():
+    ngrams = {"order": 4, "heads": 1, "buckets": 50, "width": 8, "document_end": 7}
+    plain, model = both(["attention"], ngrams=ngrams)
+    tokens, found = random(2, 8), []
+    for each in (plain, model):
+        cache = NamCache(16)
+        found.append(torch.cat([each(tokens[:, i : i + 1], past_key_values=cache).logits for i in range(8)], 1))
+    close(found[1], found[0])
+
+
+def test_a_model_that_has_left_bf16():
+    _, model = both(["mamba3"])
+    with pytest.raises(ValueError, match="computes in bf16, and the model in float32"):
+        model.float()(random(1, 4))
 
 
 @torch.inference_mode()
