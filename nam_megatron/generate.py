@@ -173,14 +173,19 @@ def _run(words: argparse.Namespace) -> int:
     if not words.path.exists():
         raise Refused(Problem(f"there is no `{words.path}`"))
     asked = [{"prompt": words.prompt}] if words.file is None else list(_lines(words.file))
-    tokenizer = _tokenizer(words, needed=any("prompt" in line for line in asked))
+    tokenizer, end = _tokenizer(words, needed=any("prompt" in line for line in asked))
     model = open_model(words.path, DTYPES[words.dtype], words.device, words.kernels)
     if tokenizer is not None and tokenizer.get_vocab_size() > model.config.vocab_size:
         said = f"the tokenizer has {tokenizer.get_vocab_size()} entries, and the model {model.config.vocab_size}"
         raise Refused(Problem(said, None, "give the one that the data was built with"))
-    end = None if words.endless or tokenizer is None else _end(tokenizer)
+    end = None if words.endless else end
     options = Options(words.new, words.temperature, words.top_k, words.top_p, words.seed, end, words.grow)
-    prompts = [line["tokens"] if "tokens" in line else tokenizer.encode(line["prompt"]).ids for line in asked]
+
+    def tokens_of(line: dict[str, Any]) -> list[int]:
+        # Without what a tokenizer would put around a text, as in the data.
+        return line["tokens"] if "tokens" in line else tokenizer.encode(line["prompt"], add_special_tokens=False).ids
+
+    prompts = [tokens_of(line) for line in asked]
     _check(model.config, prompts, words.new)  # of all batches, before anything is written
     if words.file is None:
         _stream(model, prompts[0], options, tokenizer)
@@ -188,8 +193,10 @@ def _run(words: argparse.Namespace) -> int:
     draw = drawing(options, model.device)
     for first in range(0, len(asked), words.batch):
         these = slice(first, first + words.batch)
-        for line, new in zip(asked[these], _all(model, prompts[these], options, draw), strict=True):
-            made = {"new": new} if "tokens" in line else {"text": tokenizer.decode([t for t in new if t != end])}
+        found = _all(model, prompts[these], options, draw)
+        for line, prompt, new in zip(asked[these], prompts[these], found, strict=True):
+            text = "" if "tokens" in line else _behind(tokenizer, prompt, [t for t in new if t != end])
+            made = {"new": new} if "tokens" in line else {"text": text}
             print(json.dumps({**line, **made, "ended": bool(new) and new[-1] == end}, ensure_ascii=False), flush=True)
     return OK
 
@@ -221,12 +228,17 @@ def _stream(model: Any, prompt: Sequence[int], options: Options, tokenizer: Any)
         if token == options.end:
             break
         new.append(token)
-        text = tokenizer.decode(new)
+        text = _behind(tokenizer, prompt, new)
         if not text.endswith("\ufffd"):
             sys.stdout.write(text[len(shown) :])
             sys.stdout.flush()
             shown = text
-    sys.stdout.write(tokenizer.decode(new)[len(shown) :] + "\n")
+    sys.stdout.write(_behind(tokenizer, prompt, new)[len(shown) :] + "\n")
+
+
+def _behind(tokenizer: Any, prompt: Sequence[int], new: Sequence[int | None]) -> str:
+    """The text of new tokens. By themselves some tokenizers would take the blank before their first word for that of a text's beginning."""
+    return tokenizer.decode([*prompt, *new])[len(tokenizer.decode(list(prompt))) :]
 
 
 def _lines(path: Path) -> Iterable[dict[str, Any]]:
@@ -257,7 +269,8 @@ def _text(prompt: Any) -> bool:
     return isinstance(prompt, str) and not any("\ud800" <= c <= "\udfff" for c in prompt)
 
 
-def _tokenizer(words: argparse.Namespace, needed: bool) -> Any:
+def _tokenizer(words: argparse.Namespace, needed: bool) -> tuple[Any, int | None]:
+    """And the token that ends a document."""
     from nam_megatron.data import tokenizer
     from nam_megatron.hf.opened import tokenizer_of
 
@@ -266,14 +279,9 @@ def _tokenizer(words: argparse.Namespace, needed: bool) -> Any:
     except Refused:
         if needed:
             raise
-        return None
-    return tokenizer.load(folder)
-
-
-def _end(tokenizer: Any) -> int:
-    from nam_megatron.data.tokenizer import END
-
-    return tokenizer.token_to_id(END)
+        return None, None
+    made = tokenizer.load(folder)
+    return made, tokenizer.named(folder, made)["eos"]
 
 
 if __name__ == "__main__":

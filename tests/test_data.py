@@ -21,6 +21,7 @@ from megatron.core.datasets.utils import Split
 from megatron.core.tokenizers.text.models.default_tokenizer import DefaultTokenizerText
 from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 from presets import written
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from nam_megatron.data import __main__ as command
 from nam_megatron.data import build, manifest, sources, tokenizer
@@ -596,6 +597,47 @@ def test_the_trainer_refuses_a_dataset_that_does_not_fit(tmp_path, bpe):
     shutil.rmtree(out)
     (gone,) = unfit("model.vocab_size=290")
     assert str(out) in gone
+
+
+def of_others(folder: Path, **said: object) -> Path:
+    """A tokenizer as other people's: another end of documents, and a mark that it puts in front of a text."""
+    made = Tokenizer(models.BPE(unk_token="<unk>"))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    trainer = trainers.BpeTrainer(vocab_size=200, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
+    made.train_from_iterator(TEXTS, trainer)
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    folder.mkdir()
+    made.save(str(folder / tokenizer.FILE))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": {"__type": "AddedToken", "content": "</s>", "special": True},
+        "bos_token": "<s>",
+    }
+    (folder / tokenizer.CONFIG).write_text(json.dumps(config | said))
+    return folder
+
+
+def test_documents_end_as_the_tokenizer_says(tmp_path, capsys):
+    out = built(tmp_path, of_others(tmp_path / "theirs"), jsonl(tmp_path / "a.jsonl"))
+    for split in manifest.SPLITS:
+        for document in IndexedDataset(str(out / split)):
+            assert document[-1] == 2 and not {1, 2} & {*document[:-1].tolist()}
+    assert run("check", out) == 0
+    megatrons = DefaultTokenizerText(
+        str(out / "tokenizer"), {"library": "huggingface", "class_name": None, "tokenizer_type": None}
+    )
+    assert megatrons.eod == 2
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [({"eos_token": "<|endoftext|>"}, "has no end of a document"), ({"eos_token": None}, "has no end of a document"),
+     ({"auto_map": {"AutoTokenizer": ["somebody/else--code.Tokenizer", None]}}, "is code of its own")],
+)  # fmt: skip
+def test_tokenizers_that_are_none_of_ours_and_cannot_be(tmp_path, capsys, said, why):
+    theirs = of_others(tmp_path / "theirs", **said)
+    assert run("build", tmp_path / "set", jsonl(tmp_path / "a.jsonl"), "--tokenizer", theirs) == 2
+    assert why in capsys.readouterr().err and not (tmp_path / "set").exists()
 
 
 def test_ids_of_a_tokenizer_have_no_gap(tmp_path, bpe):

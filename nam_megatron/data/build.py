@@ -231,7 +231,7 @@ def _encode(folder: Path, share: float, skip: frozenset[int], piece: Piece, out:
     if done.exists():
         return json.loads(done.read_text())
     encoder = _tokenizer(folder)
-    end = encoder.token_to_id(tokenizer.END)
+    end = tokenizer.named(folder, encoder)["eos"]
     dtype = _dtype(encoder.get_vocab_size())
     builders = {split: IndexedDatasetBuilder(f"{out}.{split}.bin", dtype) for split in SPLITS}
     count: dict[str, Any] = {split: {"documents": 0, "tokens": 0} for split in SPLITS} | {"largest_id": end}
@@ -296,13 +296,12 @@ def check(folder: Path, vocab_size: int | None) -> tuple[Manifest, list[Problem]
     if encoder.get_vocab_size() != manifest.vocabulary:
         problems.append(Problem(f"the tokenizer has {encoder.get_vocab_size()} entries, not {manifest.vocabulary}"))
     for split, said in manifest.splits.items():
-        problems += _wrong(
-            IndexedDataset(str(folder / split)), split, said, manifest, encoder.token_to_id(tokenizer.END)
-        )
+        end = tokenizer.named(folder / TOKENIZER, encoder)["eos"]
+        problems += _wrong(IndexedDataset(str(folder / split)), split, said, manifest, end, encoder.id_to_token(end))
     return manifest, problems
 
 
-def _wrong(data: IndexedDataset, split: str, said: Split, manifest: Manifest, end: int) -> Iterator[Problem]:
+def _wrong(data: IndexedDataset, split: str, said: Split, manifest: Manifest, end: int, name: str) -> Iterator[Problem]:
     lengths = data.sequence_lengths
     if (found := (len(data.document_indices) - 1, int(lengths.sum()))) != (said.documents, said.tokens):
         yield Problem(
@@ -314,7 +313,7 @@ def _wrong(data: IndexedDataset, split: str, said: Split, manifest: Manifest, en
         unended += int(ids[-1]) != end
         largest = max(largest, int(ids.max()))
     if unended:
-        yield Problem(f"{unended} documents of `{split}` do not end with `{tokenizer.END}`")
+        yield Problem(f"{unended} documents of `{split}` do not end with `{name}`")
     if largest > manifest.largest_id:
         yield Problem(f"`{split}` has token {largest}, and the manifest knows of {manifest.largest_id} as the largest")
 

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -79,22 +80,45 @@ def taken(folder: Path) -> Problem:
 
 
 def load(folder: Path) -> Tokenizer:
-    """The tokenizer of a folder; the names of special tokens inside a text are text to it.
+    """The tokenizer of a folder, ours or somebody's; the names of special tokens inside a text are text to it.
 
     Raises:
-        Refused: the folder cannot be read, has no end of document, or has ids that are not 0, 1, 2, ...
+        Refused: the folder cannot be read, names code, has no end of document, or has ids that are not 0, 1, 2, ...
     """
     try:
         tokenizer = Tokenizer.from_file(str(folder / FILE))
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config = _config(folder)
     except Exception as err:  # the library raises Exception itself
         hint = "`python -m nam_megatron.data tokenizer` makes one"
         raise Refused(Problem(f"`{folder}` holds no tokenizer: {err}", None, hint)) from None
-    if config.get("eos_token") != END or tokenizer.token_to_id(END) is None:
-        said = f"the tokenizer in `{folder}` does not end documents with `{END}`"
-        raise Refused(Problem(said, None, "`python -m nam_megatron.data tokenizer` makes one that does"))
+    if "auto_map" in config:
+        said = f"the tokenizer in `{folder}` is code of its own (`auto_map` of `{CONFIG}`), which is not run"
+        raise Refused(Problem(said, None, f"`{FILE}` may do without: remove the key if it does"))
+    if named(folder, tokenizer).get("eos") is None:
+        said = (
+            f"the tokenizer in `{folder}` has no end of a document: no `eos_token` of `{CONFIG}` is one of its entries"
+        )
+        raise Refused(Problem(said, None, "name it there, or make one: `python -m nam_megatron.data tokenizer`"))
     ids = tokenizer.get_vocab().values()
     if max(ids) + 1 != len(ids):
         raise Refused(Problem(f"the tokenizer in `{folder}` has {len(ids)} entries and the id {max(ids)}"))
     tokenizer.encode_special_tokens = True
     return tokenizer
+
+
+def named(folder: Path, tokenizer: Tokenizer) -> dict[str, int]:
+    """Ids of what the folder's config names: `eos`, which ends documents, and `pad`."""
+    config, found = _config(folder), {}
+    for name in ("eos", "pad"):
+        said = config.get(f"{name}_token")
+        text = said.get("content") if isinstance(said, dict) else said
+        if isinstance(text, str) and (number := tokenizer.token_to_id(text)) is not None:
+            found[name] = number
+    return found
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    if not isinstance(config, dict):
+        raise ValueError(f"`{CONFIG}` is no mapping")
+    return config

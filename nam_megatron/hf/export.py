@@ -203,10 +203,7 @@ def _copy_tokenizer(tokens: Path, to: Path) -> None:
 
 
 def _special(tokens: Path) -> dict[str, int]:
-    made = tokenizer.load(tokens)
-    said = folder.load_json(tokens / tokenizer.CONFIG)
-    ids = {f"{name}_token_id": made.token_to_id(said.get(f"{name}_token") or "") for name in ("eos", "pad")}
-    return {name: number for name, number in ids.items() if number is not None}
+    return {f"{name}_token_id": number for name, number in tokenizer.named(tokens, tokenizer.load(tokens)).items()}
 
 
 def _write_json(path: Path, tree: dict[str, Any]) -> None:

@@ -498,14 +498,19 @@ def dataset_config(args: Namespace) -> tuple[type[GPTDataset] | type[MockGPTData
 
 
 def unknown_tokens(tokenizer: Any, tokens: dict[str, str]) -> list[Problem]:
-    """FIM tokens that the tokenizer lacks. It would map each to the unknown token, or to none, and train on that."""
+    """FIM tokens that the tokenizer lacks, and would map to the unknown token or to none; an end of documents that is not its own, at
+    which Megatron would part no two documents."""
     words = list(tokens.values())
     ids = tokenizer._tokenizer.tokens_to_ids(words)
     back = [None if i is None else tokenizer._tokenizer.ids_to_tokens([i])[0] for i in ids]
-    return [
+    found = [
         Problem(
             f"the tokenizer has no token `{word}`", f"feature.fim.{name}_token", "name tokens that it was trained with"
         )
-        for (name, word), found in zip(tokens.items(), back, strict=True)
-        if found != word
+        for (name, word), known in zip(tokens.items(), back, strict=True)
+        if known != word
     ]
+    if not found and dict(zip(tokens, ids, strict=True))["eod"] != tokenizer.eod:
+        said = f"documents of this tokenizer do not end with `{tokens['eod']}`"
+        found = [Problem(said, "feature.fim.eod_token", "name its `eos_token`")]
+    return found

@@ -330,7 +330,7 @@ TOKENS = {"prefix": "<p>", "middle": "<m>", "suffix": "<s>", "pad": "<q>", "eod"
 
 
 class Words:
-    vocab_size, known = 100, [*TOKENS.values()]
+    vocab_size, known, eod = 100, [*TOKENS.values()], 4
 
     @property
     def _tokenizer(self):
@@ -403,6 +403,16 @@ def test_a_token_that_the_tokenizer_has_not_is_refused_by_its_key(configured, na
         configured(arguments(fim_data=True, **{f"fim_{name}_token": "<other>"}))
     assert [(p.key, p.message) for p in refused.value.problems] == [
         (f"feature.fim.{name}_token", "the tokenizer has no token `<other>`")
+    ]
+
+
+def test_documents_that_end_with_another_token_are_refused(configured, monkeypatch):
+    """Megatron would part no two documents, and permute across them."""
+    monkeypatch.setattr(Words, "eod", 2)
+    with pytest.raises(Refused) as refused:
+        configured(arguments(fim_data=True))
+    assert [(p.key, p.message) for p in refused.value.problems] == [
+        ("feature.fim.eod_token", "documents of this tokenizer do not end with `<e>`")
     ]
 
 

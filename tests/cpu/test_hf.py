@@ -813,6 +813,33 @@ def test_text_goes_in_and_comes_out(spoken, capsys):
     assert text == "int naïve €" + theirs.decode(new, skip_special_tokens=True) + "\n"
 
 
+def test_a_tokenizer_of_others_says_where_texts_end_and_begins_none(spoken, tmp_path, capsys):
+    """A text goes on behind its last word with the blank that the tokenizer keeps in the next one."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"\u2581w{i}": i for i in range(3, 264)}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    made.add_special_tokens(["<s>", "</s>"])
+    (tmp_path / "theirs").mkdir()
+    made.save(str(tmp_path / "theirs" / tokenizer.FILE))
+    (tmp_path / "theirs" / tokenizer.CONFIG).write_text(
+        json.dumps({"eos_token": {"content": "</s>"}, "tokenizer_class": "TokenizersBackend"})
+    )
+    export.export(spoken[0], tmp_path / "hf", tmp_path / "theirs", lambda text: None)
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == 2
+    model = open_model(tmp_path / "hf", torch.float32)
+    new = [token for (token,) in decode(model, [[5, 9]], Options(4))]
+    text = "w5 w9" + "".join(f" w{token}" for token in new if token > 2)
+    command = [str(tmp_path / "hf"), "--new", "4", "--dtype", "fp32", "--endless"]
+    assert generate.main([*command, "--prompt", "w5 w9"]) == 0
+    assert capsys.readouterr().out == text + "\n"
+    (tmp_path / "p.jsonl").write_text('{"prompt": "w5 w9"}\n')
+    assert generate.main([*command, "--file", str(tmp_path / "p.jsonl")]) == 0
+    assert "w5 w9" + json.loads(capsys.readouterr().out)["text"] == text
+
+
 def test_another_tokenizer_is_refused(spoken, words_of, tmp_path, prompts, capsys):
     shutil.copytree(spoken[1], tmp_path / "hf")
     tokenizer.save(tokenizer.train(TEXTS, 262, progress=False), tmp_path / "other")
