@@ -2,10 +2,12 @@
 
 Megatron (0.19.2, core/full_cuda_graph.py) runs a few steps eagerly, captures one and replays it from then on: no Python runs in between,
 so nothing of a microbatch can be looked at while it runs, and the arguments have to say that nothing is. What is looked at here is what
-a replay has left, before the update: each microbatch's loss, and the norm of each buffer of gradients.
+a replay has left, before the update: each microbatch's loss, and the norm of each buffer of gradients. While the GPU replays, the next
+step's samples are read, for which it would wait.
 """
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -35,6 +37,7 @@ def provide(begin: Callable[[], None], look: Callable[[Tensor], None]) -> None:
                 self.curr_iteration["training"] -= 1
             reports = super().__call__(*args, **named)
             if self.cuda_graph["training"] is not None:
+                read_ahead(named["data_iterator"], named["num_microbatches"])
                 for loss in torch.stack([report["lm loss"][0] for report in reports]).cpu():
                     look(loss)
             for chunk in named["model"]:
@@ -43,3 +46,31 @@ def provide(begin: Callable[[], None], look: Callable[[Tensor], None]) -> None:
             return reports
 
     training.FullCudaGraphWrapper = Looked
+
+
+class Ahead:
+    """An iterator, of which some is read before it is asked for. Below Megatron's RerunDataIterator, which keeps what a step got."""
+
+    def __init__(self, source: Iterator[Any]):
+        self.source, self.read = source, deque[Any]()
+
+    def __next__(self) -> Any:
+        return self.read.popleft() if self.read else next(self.source)
+
+    def fill(self, count: int) -> None:
+        """Have `count` at hand, or as many as there are."""
+        while len(self.read) < count:
+            try:
+                self.read.append(next(self.source))
+            except StopIteration:
+                return
+
+
+def read_ahead(iterators: Any, count: int) -> None:
+    """Read the next `count` microbatches. iterators: Megatron's RerunDataIterator, None, or a list of them."""
+    for of_chunk in iterators if isinstance(iterators, list) else [iterators]:
+        if of_chunk is None:
+            continue
+        if not isinstance(of_chunk.iterable, Ahead):
+            of_chunk.iterable = Ahead(of_chunk.iterable)
+        of_chunk.iterable.fill(count)

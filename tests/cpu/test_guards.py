@@ -7,7 +7,8 @@ from typing import ClassVar
 
 import pytest
 import torch
-from megatron.core.rerun_state_machine import RerunMode, RerunState, RerunStateMachine
+from megatron.core import rerun_state_machine as rerun
+from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, RerunState, RerunStateMachine
 from megatron.training import training
 
 from nam_megatron.errors import Refused
@@ -168,7 +169,7 @@ def replayed(monkeypatch):
         for step in steps:
             losses = step or losses
             machine.state = RerunState.INITIAL_RUN if step else RerunState.RERUNNING_IN_PLACE
-            wrapped(model=[chunk])
+            wrapped(model=[chunk], data_iterator=None, num_microbatches=len(losses))
             found.append((len(begun), list(seen), [len(group.looked) for group in groups]))
             begun.clear(), seen.clear()
         assert all(look == (True, False) for group in groups for look in group.looked)
@@ -190,6 +191,29 @@ def test_a_repeated_step_is_not_the_one_that_is_captured(replayed):
     assert replayed([(1.0,), (torch.nan,), None, (2.0,), None], warm_up=2) == [
         (0, [], [1, 1]), (0, [], [2, 2]), (0, [], [3, 3]), (0, [2.0], [4, 4]), (1, [2.0], [5, 5]),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_samples_that_are_read_ahead_come_in_their_order(monkeypatch, listed):
+    """Behind the repetition of a step too, and to the last one, where fewer are left than a step has."""
+    monkeypatch.setattr(rerun, "get_rerun_state_machine", lambda: Machine())
+    read = []
+    samples = RerunDataIterator(read.append(i) or i for i in range(7))
+    given = [samples] if listed else samples
+
+    def step() -> list[int]:
+        found = [next(samples) for _ in range(2)]
+        whole_step.read_ahead(given, 2)
+        return found
+
+    assert step() == [0, 1] and read == [0, 1, 2, 3]
+    samples.rewind()
+    assert step() == [0, 1] and read == [0, 1, 2, 3]
+    samples.advance()
+    assert [step(), step(), next(samples)] == [[2, 3], [4, 5], 6] and read == [*range(7)]
+    with pytest.raises(StopIteration):
+        next(samples)
+    whole_step.read_ahead([None], 2)
 
 
 @pytest.mark.parametrize(("bad", "number"), [(1, 2), (0, 1)])
