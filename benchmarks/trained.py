@@ -25,6 +25,7 @@ CUT = (
     "schedule.log_interval=1",
 )
 STEPS, AGAIN = 600, 5
+KERNELS = ("--kernels", "nam_megatron")
 PROMPTS = (
     "#include <vector>\n#include <",
     "namespace at {\n\nclass TORCH_API Tensor",
@@ -97,12 +98,14 @@ def main() -> None:
         keep()
     on_gpu = ("--device", "cuda", "--dtype", "bf16")
     held_out = ("nam_megatron.hf", "perplexity", at / "hf", options.data, *on_gpu, "--most", "16")
-    timed("perplexity", *held_out, "--out", at / "perplexity.json")
-    found["perplexity"] = json.loads((at / "perplexity.json").read_text(encoding="utf-8"))
+    for name, way in (("perplexity", ()), ("perplexity_kernels", KERNELS)):
+        timed(name, *held_out, *way, "--out", at / f"{name}.json")
+        found[name] = json.loads((at / f"{name}.json").read_text(encoding="utf-8"))
     (at / "prompts").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS), encoding="utf-8")
     generate = ("nam_megatron.generate", at / "hf", "--file", at / "prompts", "--new", "96", *on_gpu)
-    for name, sampling in (("greedy", ()), ("sampled", ("--temperature", "0.8", "--top-p", "0.95", "--seed", "1"))):
-        lines = timed(name, *generate, *sampling).splitlines()
+    drawn = ("--temperature", "0.8", "--top-p", "0.95", "--seed", "1")
+    for name, way in (("greedy", ()), ("greedy_kernels", KERNELS), ("sampled", drawn)):
+        lines = timed(name, *generate, *way).splitlines()
         found[name] = [json.loads(line) for line in lines]
         keep()
     timed("import", "nam_megatron.hf", "import", at / "hf", at / "run" / "plan.json", at / "again")
