@@ -37,6 +37,7 @@ FOUR64 = ("cluster=h200_4", GBS64, "schedule.train_steps=8", "schedule.decay_ste
 # All 52 layers on one GPU, whose experts multiply one way or the other.
 FULL_ONE = ("cluster=h200_1", "schedule.global_batch_size=16", "schedule.train_steps=8", "schedule.decay_steps=16")
 MBS2, EXPERTS = "schedule.micro_batch_size=2", "model.blocks.moe.expert_gemm="
+HEADS64, FP8 = "model.blocks.mamba2.heads=64", "feature.fp8.recipe="
 MLA = ("lane=native_dp", "model.substitute=[]", "feature.mtp.depths=0")
 DSA = ("lane=native_dp", "model.substitute=[{letter: A, ranks: [1, 2, 3], kind: dsa}]", "feature.mtp.depths=0")
 MOE = "model.blocks.moe."
@@ -103,6 +104,11 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "author52_one_torch": ("nam56r_fused", (*FULL_ONE, MBS2, f"{EXPERTS}torch")),
     "native52_one_whole": ("nam56r_native_dp_fused", (*FULL_ONE, *WHOLE)),
     "author52_one_whole": ("nam56r_fused", (*FULL_ONE, MBS2, *WHOLE)),
+    # FP8 and bf16 of one model, whose widths FP8 takes: eager as FP8 is, and as fast as bf16 is.
+    "native52_64": ("nam56r_native_dp_fused", (*FULL_ONE, HEADS64, f"{EXPERTS}transformer_engine")),
+    "native52_64_torch": ("nam56r_native_dp_fused", (*FULL_ONE, HEADS64, f"{EXPERTS}torch")),
+    "native52_64_tensorwise": ("nam56r_native_dp_fused", (*FULL_ONE, HEADS64, f"{FP8}tensorwise", f"{EXPERTS}transformer_engine")),
+    "native52_64_blockwise": ("nam56r_native_dp_fused", (*FULL_ONE, HEADS64, f"{FP8}blockwise", f"{EXPERTS}transformer_engine")),
     "fused13": ("nam56r_native_dp_fused", ONE),
     "native26_h100": ("nam56r_native_dp_fused", H100),
     "native26_h100_whole": ("nam56r_native_dp_fused", (*H100, *WHOLE)),

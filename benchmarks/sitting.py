@@ -113,6 +113,12 @@ JOBS = {
         " native52_one_whole",
         "data",
     ),
+    "fp8": Job(
+        1, 8,
+        "benchmarks/measure.py --profile --out {out}/fp8.json --data {data} native52_64_torch native52_64 native52_64_tensorwise"
+        " native52_64_blockwise",
+        "data",
+    ),
     # Ours and Megatron's default stack over 1,000 steps; three seeds are three jobs.
     **{
         f"stock_{seed}": Job(
