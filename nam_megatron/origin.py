@@ -14,6 +14,7 @@ import yaml
 from hydra._internal import config_loader_impl
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
 
@@ -154,7 +155,7 @@ class Origin:
         found = []
         for text in self.overrides:
             override = OverridesParser.create().parse_override(text)
-            if not override.is_delete() and not self._loader.get_group_options(override.key_or_group):
+            if not override.is_delete() and not self._choices(override.key_or_group):
                 found += leaves(override.key_or_group.replace("/", "."), _plain(override))
         return tuple(found)
 
@@ -189,10 +190,15 @@ class Origin:
         named = any(text.startswith("preset=") for text in self.overrides)
         return "" if named else f"note: no `conf=`: the preset {name}\n"
 
+    def _choices(self, group: str) -> list[str]:
+        """The files of a group. Asked of the loader, Hydra would copy all it knows of folders for each answer."""
+        found: list[str] = self._loader.repository.get_group_options(group, ObjectType.CONFIG)
+        return found
+
     @cached_property
     def _plain_words(self) -> list[str]:
         """Overrides that are none of a group's choices."""
-        return [text for text in self.overrides if not self._loader.get_group_options(_key_of(text).replace(".", "/"))]
+        return [text for text in self.overrides if not self._choices(_key_of(text).replace(".", "/"))]
 
     def where(self, key: str, or_above: bool = True) -> str | None:
         """`conf/model/nam56r.yaml:12`, or the override, or None if `key` is nowhere. or_above: where its parent stands will do."""
@@ -200,7 +206,7 @@ class Origin:
         for text in reversed(self.overrides):
             override = OverridesParser.create().parse_override(text)
             target = tuple(override.key_or_group.replace("/", ".").split("."))
-            if target == parts[: len(target)] and not self._loader.get_group_options(override.key_or_group):
+            if target == parts[: len(target)] and not self._choices(override.key_or_group):
                 return f"command line: {clipped(text)}"
         shortest = 1 if or_above else len(parts)
         for length in range(len(parts), shortest - 1, -1):  # a missing or unknown key: where its parent stands

@@ -29,11 +29,13 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """GPU tests run only where they are asked for (`-m gpu`), so that nothing is skipped silently elsewhere."""
+    """GPU tests run only where they are asked for (`-m gpu`), so that nothing is skipped silently elsewhere. And what begins."""
     if "gpu" not in (config.option.markexpr or ""):
         gpu = [item for item in items if item.get_closest_marker("gpu")]
         items[:] = [item for item in items if item not in gpu]
         config.hook.pytest_deselected(items=gpu)
+    # The longest of all: begun among the last, it would keep one worker while the others wait.
+    items.sort(key=lambda item: item.name != "test_inside")
 
 
 def pytest_collection_finish(session):

@@ -16,22 +16,25 @@ from nam_megatron.prove import cpu_modules as modules
 from nam_megatron.targets import current
 
 CPU = torch.device("cpu")
+HERE = {torch.Tensor.cuda, torch.Tensor.pin_memory}
 
 
 class _CudaToCpu(torch.overrides.TorchFunctionMode):
     """device="cuda", .cuda() and pinned memory become the CPU: schedules, rope and trackers name the device."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = {k: v for k, v in (kwargs or {}).items() if k != "pin_memory"}
+        # Called a hundred thousand times in a training step or three: what most calls lack is looked at first.
+        if kwargs:
+            kwargs = {k: v for k, v in kwargs.items() if k != "pin_memory"}
+            if "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
+                kwargs["device"] = CPU
+        if func in HERE:
+            return args[0]
         if func is torch.device and str(args[0]).startswith("cuda"):
             return CPU
-        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
-            return args[0]
-        if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = CPU
         if func is torch.Tensor.to:
             args = tuple(CPU if isinstance(a, str | torch.device) and str(a).startswith("cuda") else a for a in args)
-        return func(*args, **kwargs)
+        return func(*args, **(kwargs or {}))
 
 
 class _Idle:
@@ -58,8 +61,9 @@ def _earliest_of_equals(found, *args, **kwargs):
 
 
 @contextlib.contextmanager
-def patched() -> Iterator[None]:
+def patched(mode: type[_CudaToCpu] = _CudaToCpu) -> Iterator[None]:
     """This process runs Megatron on the CPU from here on. The patches of modules stay: for a process that ends soon."""
+    import megatron.core.dist_checkpointing.strategies.filesystem_async as writer
     import megatron.core.models.hybrid.hybrid_block as hybrid_block
     import megatron.core.ssm.gated_delta_net.common as gdn_common
     import megatron.core.ssm.gated_delta_net.gdn as gdn
@@ -82,6 +86,9 @@ def patched() -> Iterator[None]:
     torch.cuda.Stream = torch.cuda.Event = _Idle
     torch.cuda.current_stream = lambda *_, **__: idle
     torch.cuda.stream = lambda _: contextlib.nullcontext()
+    # What a checkpoint's writers found goes through a process that reads it. Spawned, it would import torch and Megatron first.
+    queue = writer.get_write_results_queue
+    writer.get_write_results_queue = lambda mp_mode="fork": queue("fork")
     random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     # Recomputed norms and experts ask Transformer Engine for its FP8 state, whatever the precision.
     random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
@@ -107,7 +114,7 @@ def patched() -> Iterator[None]:
     # The real gated delta net, with three kernels of flash-linear-attention in plain torch.
     gdn_common.HAVE_FLA, gdn_common.l2norm = True, modules.l2norm
     gdn.causal_conv1d, gdn.chunk_gated_delta_rule = modules.causal_conv1d, modules.gated_delta_rule
-    with _CudaToCpu():
+    with mode():
         yield
 
 
@@ -139,11 +146,11 @@ class FusedAdam(torch.optim.Optimizer):
                 )  # fmt: skip
 
 
-class _LooksLikeCuda(torch.overrides.TorchFunctionMode):
-    """Optimizers read the name of a tensor's type."""
+class _LooksLikeCuda(_CudaToCpu):
+    """Optimizers read the name of a tensor's type. One mode and no second around the first: each is called for every operation."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
+        result = super().__torch_function__(func, types, args, kwargs)
         named = func is torch.Tensor.type and isinstance(result, str)
         return result.replace("torch.", "torch.cuda.") if named else result
 
@@ -237,7 +244,7 @@ def pretended() -> Iterator[None]:
 
     stack.transformer_engine_backend, pretrain.settings = modules.CpuBackend, settings
     readings.device = lambda: {"name": "cpu"}
-    with patched(), _LooksLikeCuda():
+    with patched(_LooksLikeCuda):
         # Tensor ranks draw different weights, and checkpoints hold the state of each stream: a bare model does without.
         rng._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
         rng._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)

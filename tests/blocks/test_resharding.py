@@ -38,13 +38,10 @@ def test_another_tensor_parallel_size_reads_the_same_model(tmp_path, kind, writt
 
     def save(rig: Rig):
         from megatron.core import dist_checkpointing
-        from megatron.core.dist_checkpointing.strategies import filesystem_async
 
         with torch.no_grad():  # weights that no layout could have made by itself
             for tensor in rig.model.parameters():
                 tensor.mul_(1.25)
-        # Made here by a fork; Megatron would start a fresh interpreter for it, which imports all of this once more.
-        filesystem_async.get_write_results_queue("fork")
         dist_checkpointing.save(state(rig), str(tmp_path))
         return harness.weights(rig), harness.step(rig)
 

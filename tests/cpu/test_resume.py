@@ -55,7 +55,6 @@ def in_background() -> None:
     start = async_utils.PersistentAsyncCaller._get_process.__func__
     async_utils.PersistentAsyncCaller._get_process = classmethod(lambda cls, rank, *_, **__: start(cls, rank, "fork"))
     torch.cuda.device_count, torch.cuda.set_device = lambda: 1, lambda _: None
-    filesystem_async.get_write_results_queue("fork")
 
 
 BACKGROUND = ("schedule.async_save=true",)

@@ -22,7 +22,7 @@ import pytest
 import torch
 import transformer_engine.pytorch.cpp_extensions as engine
 from megatron.bridge.training import gpt_step
-from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
+from megatron.core.dist_checkpointing.strategies import async_utils
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.rerun_state_machine import get_rerun_state_machine
@@ -140,7 +140,6 @@ def pretended() -> None:
     rope_utils.fused_apply_rotary_pos_emb = object()
     nemo_train.doctor.findings = lambda: iter(())
     logging.basicConfig(force=True)  # pytest would keep what Bridge logs
-    filesystem_async.get_write_results_queue("fork")  # else the first save spawns a process that imports torch
     provide = container.NamProvider.provide
 
     def without_fused_rope(self, *args, **kwargs):
