@@ -134,6 +134,8 @@ JOBS = {
         1, 15, "benchmarks/trained.py {out}/trained --data {data} --json {out}/trained.json schedule.global_batch_size=8", "data", gib=55
     ),
     "export": Job(1, 6, GPU_TEST % "test_hf.py", gib=20),
+    "export_kernels": Job(1, 2, GPU_TEST % "test_hf_kernels.py", gib=10),
+    "serving": Job(1, 3, "benchmarks/serving.py {scratch}/serving --json {out}/serving.json"),
     "adapters": Job(1, 5, GPU_TEST % "test_nemo_lora.py", gib=20),
     "bridge": Job(1, 6, "benchmarks/nemo.py --out {out}/nemo.json --logs {out}/nemo --data {data} author13", "data"),
     "bridge_resumed": Job(

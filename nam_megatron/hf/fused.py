@@ -4,6 +4,9 @@ Whole passes and prefills: Mamba-3's and M2RNN's scans, DSA's selection and spar
 token, where the cache was allocated once: everything as one CUDA graph, with Mamba-3's states read and written once. What the kernels do
 not do is the export's plain torch, which computes the same: DSA of batches with padding or behind a cache whose length 128 does not
 divide, and recurrences with a cache and gradients. Caches are the same either way.
+
+A graph belongs to its cache and reads the weights where they lay when it was captured: whoever puts other tensors in their place begins
+with a new cache. No hook of a module runs in it.
 """
 
 import sys
@@ -122,10 +125,8 @@ def _remembers(self: Any, x: Tensor, step: Any) -> bool:
 def _mamba3(self: Any, packed: Tensor, step: Any) -> Tensor:
     if _remembers(self, packed, step):
         return type(self).mix(self, packed, step)
-    state, shape = (
-        step.state(self.index),
-        Shape(self.heads, self.width, self.states, self.groups, self.rank, self.angles),
-    )
+    shape = Shape(self.heads, self.width, self.states, self.groups, self.rank, self.angles)
+    state = step.state(self.index)
     weights = Weights(
         self.dt_bias, self.D, self.B_bias, self.C_bias, self.B_norm.weight, self.C_norm.weight,
         self.mimo_x, self.mimo_z, self.mimo_o,

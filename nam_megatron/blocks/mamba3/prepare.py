@@ -166,7 +166,7 @@ def _warps(angles: int) -> int:
 
 
 @triton.jit
-def _softplus(x):
+def softplus(x):
     # log(1 + u) loses the bits of a small u: there the series is used.
     u = tl.exp(-tl.abs(x))
     small = u * (1 - u * (0.5 - u * (0.33333333 - u * 0.25)))
@@ -197,9 +197,9 @@ def _steps_of(packed, dt_bias, documents, s, stride_s, at_dt, at_trap, token, he
         here = tl.load(documents + token, mask=token < s, other=0)
         then = tl.load(documents + token + 1, mask=token + 1 < s, other=0)
         more = more & (here == then)[:, None]
-    dt = _softplus(tl.load(at + at_dt, mask=ok, other=0.0).to(tl.float32) + dt_bias[None, :])
+    dt = softplus(tl.load(at + at_dt, mask=ok, other=0.0).to(tl.float32) + dt_bias[None, :])
     gate = tl.sigmoid(tl.load(at + at_trap, mask=ok, other=0.0).to(tl.float32))
-    next_dt = _softplus(tl.load(at + stride_s + at_dt, mask=more, other=0.0).to(tl.float32) + dt_bias[None, :])
+    next_dt = softplus(tl.load(at + stride_s + at_dt, mask=more, other=0.0).to(tl.float32) + dt_bias[None, :])
     next_gate = tl.sigmoid(tl.load(at + stride_s + at_trap, mask=more, other=0.0).to(tl.float32))
     return dt, gate, tl.where(more, next_dt, 0.0), next_gate
 
@@ -221,7 +221,7 @@ def _steps(
         packed, bias, documents, s, stride_s, at_dt, at_trap, token, head, ok, PACKED
     )
     raw = tl.load(packed + token[:, None].to(tl.int64) * stride_s + at_A + head[None, :], mask=ok, other=0.0)
-    log = tl.where(ok, -tl.maximum(_softplus(raw.to(tl.float32)), FLOOR) * dt, 0.0)
+    log = tl.where(ok, -tl.maximum(softplus(raw.to(tl.float32)), FLOOR) * dt, 0.0)
     to = (b * H + head[None, :]) * s + token[:, None]
     tl.store(decay + to, tl.cumsum(log, 0), mask=ok)
     tl.store(now + to, gate * dt, mask=ok)
@@ -248,7 +248,7 @@ def _steps_backward(
     at = packed + token[:, None].to(tl.int64) * stride_s + head[None, :]
     raw_dt = tl.load(at + at_dt, mask=ok, other=0.0).to(tl.float32) + bias[None, :]
     raw_A = tl.load(at + at_A, mask=ok, other=0.0).to(tl.float32)
-    soft = _softplus(raw_A)
+    soft = softplus(raw_A)
     A = -tl.maximum(soft, FLOOR)
 
     to = (b * H + head[None, :]) * s + token[:, None]
@@ -296,7 +296,7 @@ def _rates(packed, tanh, bias, token, column, s, stride_s, tanh_s, at_dt, A: tl.
     """dt and tanh(angles) of rows x run of tokens; 0 beyond the end."""
     ok, far = token < s, token.to(tl.int64)
     dt = tl.load(packed + far * stride_s + at_dt, mask=ok, other=0.0).to(tl.float32)
-    dt = tl.where(ok, _softplus(dt + bias), 0.0)
+    dt = tl.where(ok, softplus(dt + bias), 0.0)
     at = tanh + far[:, :, None] * tanh_s + column[None, None, :]
     return dt, tl.load(at, mask=ok[:, :, None] & (column < A)[None, None, :], other=0.0)
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nam_megatron.blocks.mamba3.naive import A_FLOOR, NORM_EPSILON, Shape, State, Weights
-from nam_megatron.blocks.mamba3.prepare import _softplus, offsets
+from nam_megatron.blocks.mamba3.prepare import offsets, softplus
 
 
 @torch.no_grad()
@@ -50,8 +50,8 @@ def _step(
     packed += b * width
     row, column = tl.arange(0, P), tl.arange(0, HALF)
 
-    dt = _softplus(tl.load(packed + at_dt + head).to(tl.float32) + tl.load(dt_bias + head))
-    decay = tl.exp(-tl.maximum(_softplus(tl.load(packed + at_A + head).to(tl.float32)), FLOOR) * dt)
+    dt = softplus(tl.load(packed + at_dt + head).to(tl.float32) + tl.load(dt_bias + head))
+    decay = tl.exp(-tl.maximum(softplus(tl.load(packed + at_A + head).to(tl.float32)), FLOOR) * dt)
     gate = tl.sigmoid(tl.load(packed + at_trap + head).to(tl.float32))
     late, now = (1 - gate) * dt, gate * dt
 
