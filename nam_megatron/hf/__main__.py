@@ -148,7 +148,7 @@ def _perplexity(words: argparse.Namespace) -> int:
     from nam_megatron.hf.opened import DTYPES
 
     dtype = DTYPES[words.dtype]
-    where = (dtype, words.device, words.kernels)
+    where = (dtype, words.device, words.kernels, _progress)
     made = perplexity.perplexity(words.model, words.dataset, words.split, words.most, words.batch, *where)
     return _told(made, words.out)
 

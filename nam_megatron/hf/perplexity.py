@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from nam_megatron.data import manifest
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.hf.opened import identity, open_model
 
+SECONDS = 5.0  # between two words on how far it is
+
 
 def perplexity(
     path: Path,
@@ -24,11 +26,12 @@ def perplexity(
     dtype: torch.dtype,
     device: str,
     kernels: str = "torch",
+    say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """The mean loss of the split's tokens in nats, and e to it.
 
     The split is one row of tokens, cut into windows of the model's length as in training; a window's first token is not predicted.
-    path: an export or a checkpoint. most: windows to read, None: all.
+    path: an export or a checkpoint. most: windows to read, None: all. say: gets how far it is, every few seconds.
 
     Raises:
         Refused: a dataset or a model that is damaged, or made for another vocabulary.
@@ -41,12 +44,16 @@ def perplexity(
     if split not in manifest.SPLITS:
         raise Refused(Problem(f"`{split}` is no split", None, f"there are: {', '.join(manifest.SPLITS)}"))
     loss, tokens, begin = 0.0, 0, time.monotonic()
+    told = begin
     for read in windows(dataset / split, model.config.max_position_embeddings + 1, most, batch):
         with torch.inference_mode():
             logits = model(read[:, :-1].to(device)).logits
             labels = read[:, 1:].to(device)
             loss += F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum").item()
         tokens += labels.numel()
+        if time.monotonic() - told >= SECONDS:
+            told = time.monotonic()
+            say(f"{tokens:,} tokens of `{split}` in {told - begin:.0f} s, loss {loss / tokens:.4f}")
     if not tokens:
         raise Refused(Problem(f"`{dataset / split}` has too few tokens for a window"))
     return {

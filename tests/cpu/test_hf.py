@@ -900,17 +900,20 @@ def test_imported_weights_know_their_tokenizer(spoken, words_of, tmp_path):
     assert not found("data=built", f"data.path={tmp_path}/else")
 
 
-def test_perplexity_is_that_of_the_windows(spoken, words_of, tmp_path, capsys):
+def test_perplexity_is_that_of_the_windows(spoken, words_of, tmp_path, capsys, monkeypatch):
     from nam_megatron.data import __main__ as data
 
     (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
     words = ["build", tmp_path / "set", tmp_path / "t.jsonl", "--tokenizer", words_of / "large", "--valid", "0.2"]
     assert data.main([str(w) for w in [*words, "--workers", 1]]) == 0
     capsys.readouterr()
+    monkeypatch.setattr(perplexity, "SECONDS", 0.0)
     found = []
     for path in spoken:
         assert command.main(["perplexity", str(path), str(tmp_path / "set"), "--dtype", "fp32", "--most", "3"]) == 0
-        found.append(json.loads(capsys.readouterr().out))
+        said = capsys.readouterr()
+        found.append(json.loads(said.out))
+        assert f"> 96 tokens of `valid` in 0 s, loss {found[-1]['loss']:.4f}\n" in said.err
     import numpy
 
     row = torch.from_numpy(numpy.fromfile(tmp_path / "set" / "valid.bin", dtype=numpy.uint16).astype(numpy.int64))
