@@ -119,6 +119,7 @@ JOBS = {
         " native52_64_blockwise",
         "data",
     ),
+    "fp8_projections": Job(1, 3, "benchmarks/fp8.py --out {out}/fp8_projections.json"),
     # Ours and Megatron's default stack over 1,000 steps; three seeds are three jobs.
     **{
         f"stock_{seed}": Job(
