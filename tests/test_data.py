@@ -629,6 +629,16 @@ def test_documents_end_as_the_tokenizer_says(tmp_path, capsys):
     assert megatrons.eod == 2
 
 
+def test_what_a_tokenizer_was_last_used_for_neither_cuts_nor_fills_documents(tmp_path):
+    theirs = of_others(tmp_path / "theirs")
+    whole = [tokenizer.load(theirs).encode(text, add_special_tokens=False).ids for text in TEXTS]
+    made = Tokenizer.from_file(str(theirs / tokenizer.FILE))
+    made.enable_truncation(3)
+    made.enable_padding(length=500)
+    made.save(str(theirs / tokenizer.FILE))
+    assert [tokenizer.load(theirs).encode(text, add_special_tokens=False).ids for text in TEXTS] == whole
+
+
 @pytest.mark.parametrize(
     ("said", "why"),
     [({"eos_token": "<|endoftext|>"}, "has no end of a document"), ({"eos_token": None}, "has no end of a document"),

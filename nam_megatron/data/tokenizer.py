@@ -103,6 +103,9 @@ def load(folder: Path) -> Tokenizer:
     if max(ids) + 1 != len(ids):
         raise Refused(Problem(f"the tokenizer in `{folder}` has {len(ids)} entries and the id {max(ids)}"))
     tokenizer.encode_special_tokens = True
+    # A file keeps what its last caller had set, and would cut or fill every document without a word.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     return tokenizer
 
 
