@@ -17,6 +17,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import make_table
 from transformers import PreTrainedTokenizerFast
 
+from nam_megatron.data import tokenizer as tokenizers
 from nam_megatron.errors import Problem, Refused
 from nam_megatron.hf import export
 from nam_megatron.hf.opened import identity, open_model, tokenizer_of
@@ -52,7 +53,8 @@ class NamLM(HFLM):
         export.fits(tokens, model.config.vocab_size)
         super().__init__(
             model,
-            tokenizer=PreTrainedTokenizerFast.from_pretrained(tokens),
+            tokenizer=_as_trained(tokens),
+            add_bos_token=False,
             softmax_dtype=torch.float32,
             batch_size=batch_size or 1,
         )
@@ -107,6 +109,13 @@ def evaluate(
         "seconds": round(time.monotonic() - begin, 2),
         **{key: found[key] for key in KEPT if key in found},
     }
+
+
+def _as_trained(tokens: Path) -> PreTrainedTokenizerFast:
+    """Without the beginning that a tokenizer of others may name and put before a text: the data has ends alone."""
+    made = tokenizers.load(tokens)
+    ends = {f"{name}_token": made.id_to_token(number) for name, number in tokenizers.named(tokens, made).items()}
+    return PreTrainedTokenizerFast(tokenizer_object=made, **ends)
 
 
 def table(made: dict[str, Any]) -> str:

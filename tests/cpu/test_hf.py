@@ -832,9 +832,8 @@ def test_a_tokenizer_of_others_says_where_texts_end_and_begins_none(spoken, tmp_
     made.add_special_tokens(["<s>", "</s>"])
     (tmp_path / "theirs").mkdir()
     made.save(str(tmp_path / "theirs" / tokenizer.FILE))
-    (tmp_path / "theirs" / tokenizer.CONFIG).write_text(
-        json.dumps({"eos_token": {"content": "</s>"}, "tokenizer_class": "TokenizersBackend"})
-    )
+    config = {"eos_token": {"content": "</s>"}, "bos_token": "<s>", "tokenizer_class": "TokenizersBackend"}
+    (tmp_path / "theirs" / tokenizer.CONFIG).write_text(json.dumps(config))
     export.export(spoken[0], tmp_path / "hf", tmp_path / "theirs", lambda text: None)
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == 2
     model = open_model(tmp_path / "hf", torch.float32)
@@ -846,6 +845,11 @@ def test_a_tokenizer_of_others_says_where_texts_end_and_begins_none(spoken, tmp_
     (tmp_path / "p.jsonl").write_text('{"prompt": "w5 w9"}\n')
     assert generate.main([*command, "--file", str(tmp_path / "p.jsonl")]) == 0
     assert "w5 w9" + json.loads(capsys.readouterr().out)["text"] == text
+    harness = pytest.importorskip("nam_megatron.hf.evaluate").NamLM(tmp_path / "hf", dtype=torch.float32)
+    assert harness.tok_encode("w5 w9") == [5, 9] and harness.tok_batch_encode(["w5 w9"])[0].tolist() == [[5, 9]]
+    assert (
+        harness.prefix_token_id == harness.eot_token_id == 2
+    )  # what stands before a text's first word, as in the data
 
 
 def test_another_tokenizer_is_refused(spoken, words_of, tmp_path, prompts, capsys):
