@@ -22,6 +22,7 @@ from megatron.core.tokenizers.text.models.default_tokenizer import DefaultTokeni
 from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 from presets import written
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer
 
 from nam_megatron.data import __main__ as command
 from nam_megatron.data import build, manifest, sources, tokenizer
@@ -609,9 +610,10 @@ def of_others(folder: Path, **said: object) -> Path:
     folder.mkdir()
     made.save(str(folder / tokenizer.FILE))
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": {"__type": "AddedToken", "content": "</s>", "special": True},
+        "tokenizer_class": "LlamaTokenizer",
+        "eos_token": {"content": "</s>"},
         "bos_token": "<s>",
+        "pad_token": "<none>",
     }
     (folder / tokenizer.CONFIG).write_text(json.dumps(config | said))
     return folder
@@ -623,6 +625,19 @@ def test_documents_end_as_the_tokenizer_says(tmp_path, capsys):
         for document in IndexedDataset(str(out / split)):
             assert document[-1] == 2 and not {1, 2} & {*document[:-1].tolist()}
     assert run("check", out) == 0
+    # Every reader of the copy has the tokens of the data: no class of its own, nothing around a text, no token that is not in the file.
+    copied = AutoTokenizer.from_pretrained(out / "tokenizer")
+    assert (
+        copied("int f3(int x)").input_ids
+        == tokenizer.load(tmp_path / "theirs").encode("int f3(int x)", add_special_tokens=False).ids
+    )
+    assert (copied.eos_token_id, copied.bos_token_id, len(copied)) == (2, None, 200)
+    again = tmp_path / "again"
+    again.mkdir()
+    tokenizer.copy(out / "tokenizer", again)
+    assert all(
+        (again / n).read_bytes() == (out / "tokenizer" / n).read_bytes() for n in (tokenizer.FILE, tokenizer.CONFIG)
+    )
     megatrons = DefaultTokenizerText(
         str(out / "tokenizer"), {"library": "huggingface", "class_name": None, "tokenizer_type": None}
     )
@@ -648,6 +663,20 @@ def test_tokenizers_that_are_none_of_ours_and_cannot_be(tmp_path, capsys, said, 
     theirs = of_others(tmp_path / "theirs", **said)
     assert run("build", tmp_path / "set", jsonl(tmp_path / "a.jsonl"), "--tokenizer", theirs) == 2
     assert why in capsys.readouterr().err and not (tmp_path / "set").exists()
+
+
+def test_a_text_that_holds_the_end_of_a_document_is_refused_by_its_place(tmp_path, capsys):
+    """Where the end is a piece of the vocabulary as any other, no way of reading makes text of it."""
+    theirs = of_others(tmp_path / "theirs")
+    tree = json.loads((theirs / tokenizer.FILE).read_text())
+    tree["added_tokens"] = [token | {"special": False} for token in tree["added_tokens"]]
+    (theirs / tokenizer.FILE).write_text(json.dumps(tree))
+    data = jsonl(tmp_path / "a.jsonl", [*TEXTS, "ends in </s> and goes on"])
+    words = ("build", tmp_path / "set", data, "--tokenizer", theirs, "--valid", "0.2", "--workers", 1)
+    assert run(*words) == 2
+    said = capsys.readouterr().err
+    assert f"{data}:61 holds the token that ends a document" in said and f"`--skip {data}:61`" in said
+    assert run(*words, "--skip", f"{data}:61") == 0
 
 
 def test_ids_of_a_tokenizer_have_no_gap(tmp_path, bpe):

@@ -100,10 +100,12 @@ def _build(out: Path, inputs: Sequence[Source], gone: Sequence[str], options: Op
         jobs = [partial(_encode, options.tokenizer, options.valid_share, frozenset(skip)) for skip in left_out]
         parts = [work / f"{i:06}" for i in range(len(pieces))]
         counts = run("encode", _call, jobs, pieces, parts)
+    ended = [place for count in counts for place in count["ended"]]
+    said = [f"{place} holds the token that ends a document" for place in ended]
+    raise_if(_listed("texts that hold it", said, f"`--skip {ended[0]}` leaves it out" if ended else ""))
     _merge(out, parts, counts, entries)
     (out / TOKENIZER).mkdir(exist_ok=True)
-    for name in (tokenizer.FILE, tokenizer.CONFIG):
-        shutil.copyfile(options.tokenizer / name, out / TOKENIZER / name)
+    tokenizer.copy(options.tokenizer, out / TOKENIZER)
     names = [f"{split}.{end}" for split in SPLITS for end in ("bin", "idx")]
     names += [f"{TOKENIZER}/{name}" for name in (tokenizer.FILE, tokenizer.CONFIG)]
     of_source: dict[Source, list[int]] = {source: [] for source in inputs}
@@ -234,13 +236,16 @@ def _encode(folder: Path, share: float, skip: frozenset[int], piece: Piece, out:
     end = tokenizer.named(folder, encoder)["eos"]
     dtype = _dtype(encoder.get_vocab_size())
     builders = {split: IndexedDatasetBuilder(f"{out}.{split}.bin", dtype) for split in SPLITS}
-    count: dict[str, Any] = {split: {"documents": 0, "tokens": 0} for split in SPLITS} | {"largest_id": end}
+    count: dict[str, Any] = {split: {"documents": 0, "tokens": 0} for split in SPLITS}
+    count |= {"largest_id": end, "ended": []}
     for at, text in sources.documents(piece):
         assert isinstance(text, str), f"{sources.place(piece, at)} was readable before"
         if at in skip or not text.strip():
             continue
         split = "valid" if _is_valid(hashlib.sha256(text.encode()).hexdigest(), share) else "train"
         ids = numpy.array([*encoder.encode(text, add_special_tokens=False).ids, end], dtype)
+        if end in ids[:-1]:  # some tokenizers of others have it as a piece like any other
+            count["ended"].append(sources.place(piece, at))
         builders[split].add_document(ids, [len(ids)])
         count[split]["documents"] += 1
         count[split]["tokens"] += len(ids)

@@ -17,6 +17,7 @@ TOKENIZER, TOKENS = (
     "tokenizer",
     "tokenizer.json",
 )  # the folder of the dataset that holds its tokenizer, and the file of that
+AROUND = ("truncation", "padding", "post_processor")  # of that file: what is done to a whole text, and never here
 BUILD = "`python -m nam_megatron.data build` writes one"
 
 

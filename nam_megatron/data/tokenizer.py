@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from nam_megatron.data.manifest import TOKENS
+from nam_megatron.data.manifest import AROUND, TOKENS
 from nam_megatron.errors import Problem, Refused
 
 END = "<|endoftext|>"
@@ -111,13 +111,50 @@ def load(folder: Path) -> Tokenizer:
 
 def named(folder: Path, tokenizer: Tokenizer) -> dict[str, int]:
     """Ids of what the folder's config names: `eos`, which ends documents, and `pad`."""
-    config, found = _config(folder), {}
-    for name in ("eos", "pad"):
-        said = config.get(f"{name}_token")
-        text = said.get("content") if isinstance(said, dict) else said
-        if isinstance(text, str) and (number := tokenizer.token_to_id(text)) is not None:
-            found[name] = number
-    return found
+    known = _known(tokenizer, {name: _config(folder).get(f"{name}_token") for name in ("eos", "pad")})
+    return {name: tokenizer.token_to_id(text) for name, text in known.items()}
+
+
+def copy(folder: Path, to: Path) -> None:
+    """Write a tokenizer's two files as it is used here, so that every reader of them has the tokens of the data: ours byte for byte; those
+    of others without what they put around a text, and with a config that names no class of their own and no token that is not in the file.
+
+    Raises:
+        Refused: as `load`.
+    """
+    tokenizer, said = load(folder), _config(folder)
+    tree = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    plain = tree | dict.fromkeys(AROUND[:2])
+    if tokenizer.num_special_tokens_to_add(is_pair=False):
+        plain |= dict.fromkeys(AROUND)
+    more = said.get("extra_special_tokens") or said.get("additional_special_tokens") or []
+    more = _known(tokenizer, dict(enumerate(more.values() if isinstance(more, dict) else more)))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 10**9,
+    }
+    # No `bos_token`: no document has one, and who finds it named begins texts with it.
+    config |= _known(tokenizer, {f"{name}_token": said.get(f"{name}_token") for name in ("eos", "pad", "unk")})
+    config |= {"extra_special_tokens": list(more.values())}
+    template = folder / "chat_template.jinja"
+    if template.is_file():
+        config["chat_template"] = template.read_text(encoding="utf-8")
+    elif said.get("chat_template"):
+        config["chat_template"] = said["chat_template"]
+    for name, was, now in ((FILE, tree, plain), (CONFIG, said, config)):
+        if was == now:
+            shutil.copyfile(folder / name, to / name)
+        else:
+            (to / name).write_text(json.dumps(now, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _known(tokenizer: Tokenizer, said: dict[Any, Any]) -> dict[Any, str]:
+    """Names of tokens, each a text or a mapping with its `content`, that are entries of the tokenizer."""
+    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in said.items()}
+    return {
+        key: text for key, text in texts.items() if isinstance(text, str) and tokenizer.token_to_id(text) is not None
+    }
 
 
 def _config(folder: Path) -> dict[str, Any]:

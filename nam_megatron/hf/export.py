@@ -90,7 +90,7 @@ def _fill(
         shutil.copyfile(MODEL / name, part / name)
     (part / PLAN).write_text(plan_json(lowering), encoding="utf-8")
     if tokens is not None:
-        _copy_tokenizer(tokens, part)
+        tokenizer.copy(tokens, part)
     said = {
         "step": source.folder.name,
         "weights": folder.fingerprint(hashes),
@@ -121,7 +121,7 @@ def load(export: Path, plan: Path, out: Path, say: Say) -> None:
         distributed.write(part, parts, lowering)
         if (export / tokenizer.FILE).is_file():
             (part / dataset.TOKENIZER).mkdir()
-            _copy_tokenizer(export, part / dataset.TOKENIZER)
+            tokenizer.copy(export, part / dataset.TOKENIZER)
         part.rename(out)
     finally:
         shutil.rmtree(part, ignore_errors=True)
@@ -195,11 +195,6 @@ def fits(tokens: Path, vocabulary: int) -> None:
     if (entries := tokenizer.load(tokens).get_vocab_size()) > vocabulary:
         said = f"the tokenizer in `{tokens}` has {entries} entries, and the model's vocabulary {vocabulary}"
         raise Refused(Problem(said, "model.vocab_size", "give the one that the data was built with"))
-
-
-def _copy_tokenizer(tokens: Path, to: Path) -> None:
-    for name in (tokenizer.FILE, tokenizer.CONFIG):
-        shutil.copyfile(tokens / name, to / name)
 
 
 def _special(tokens: Path) -> dict[str, int]:

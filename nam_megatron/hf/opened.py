@@ -29,7 +29,11 @@ def open_model(
     raise_if(absent(device))
     if kernels != "torch" and torch.device(device).type != "cuda":
         raise Refused(
-            Problem(f"the kernels of `{kernels}` compute on a GPU, not on `{device}`", None, "`--device cuda`")
+            Problem(
+                f"the kernels of `{kernels}` compute on a GPU, not on `{device}`",
+                None,
+                "`--device cuda`, or leave out `--kernels`",
+            )
         )
     if is_export(path):
         folder.verified(path)

@@ -133,10 +133,11 @@ def another_tokenizer(folder: Path, data: Data) -> Iterator[Problem]:
 
 
 def _tokens(path: Path) -> dict[str, Any] | None:
-    """What a tokenizer's file says, however it is laid out; None where there is none, or it cannot be read."""
+    """What a tokenizer's file says of a text, however it is laid out; None where there is none, or it cannot be read."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        said = json.loads(path.read_text(encoding="utf-8"))
+        return {key: value for key, value in said.items() if key not in manifest.AROUND}
+    except (OSError, ValueError, AttributeError):
         return None
 
 
