@@ -100,7 +100,7 @@ def _build(out: Path, inputs: Sequence[Source], gone: Sequence[str], options: Op
         jobs = [partial(_encode, options.tokenizer, options.valid_share, frozenset(skip)) for skip in left_out]
         parts = [work / f"{i:06}" for i in range(len(pieces))]
         counts = run("encode", _call, jobs, pieces, parts)
-    ended = [place for count in counts for place in count["ended"]]
+    ended = [place for count in counts for place in count.get("ended", ())]  # not in a build begun before
     said = [f"{place} holds the token that ends a document" for place in ended]
     raise_if(_listed("texts that hold it", said, f"`--skip {ended[0]}` leaves it out" if ended else ""))
     _merge(out, parts, counts, entries)
