@@ -228,8 +228,8 @@ def attend(q, k, v, step, scale, window=0):
     if whole:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=k.size(1) != q.size(1))
         return out.transpose(1, 2).flatten(2)
-    # With a mask and shared keys torch would write all scores down: on a GPU no kernel of its takes both.
-    k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
+    if k.size(1) != q.size(1):  # with a mask torch would write all scores down: on a GPU no kernel of its takes both
+        k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
     mask = step.visible(0, q.size(2), window)[:, None]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     return out.transpose(1, 2).flatten(2)
