@@ -1,10 +1,23 @@
-"""What Triton 3.6's interpreter (TRITON_INTERPRET=1) does wrong or again and again, put right for a test."""
+"""Tests in Triton 3.6's interpreter (TRITON_INTERPRET=1), and what it does wrong or again and again, put right for them."""
 
 import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
+
+
+def passes(name: str) -> str:
+    """What pytest says of tests/gpu/NAME in the interpreter, in a process of its own, where all of them have passed."""
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:xdist", f"tests/gpu/{name}"]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
+    return done.stdout
 
 
 def mend(monkeypatch) -> None:

@@ -4,8 +4,6 @@ kernel.py is checked by tests/gpu/test_dsa.py, which this file also runs in Trit
 """
 
 import math
-import os
-import subprocess
 import sys
 import weakref
 from dataclasses import replace
@@ -23,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))
 
 import harness
+import interpreter
 import megatron.core.tensor_parallel.random as rng
 import megatron.core.transformer.cuda_graphs as cuda_graphs
 from harness import Case, RankFailed, on_ranks, train
@@ -414,7 +413,4 @@ def test_kernels_compile_for_hopper(monkeypatch):
 
 
 def test_kernels_in_the_interpreter():
-    path = Path(__file__).parents[1] / "gpu" / "test_dsa.py"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(path)]
-    ran = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    interpreter.passes("test_dsa.py")

@@ -4,8 +4,6 @@ kernel.py is checked by tests/gpu/test_mamba3.py, which this file also runs in T
 """
 
 import math
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +16,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))
 
 import harness
+import interpreter
 import megatron.core.tensor_parallel.random as rng
 import modules
 from harness import Case, on_ranks, train
@@ -140,11 +139,7 @@ def test_groups_share_their_keys():
 
 
 def test_kernels_in_tritons_interpreter():
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:xdist", "tests/gpu/test_mamba3.py"]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert "23 passed, 3 deselected" in done.stdout
+    assert "23 passed, 3 deselected" in interpreter.passes("test_mamba3.py")
 
 
 # The layer ------------------------------------------------------------------------------------------------------------

@@ -4,8 +4,6 @@ kernel.py is checked by tests/gpu/test_mla.py, which this file also runs in Trit
 """
 
 import itertools
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +14,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))
 
 import harness
+import interpreter
 import megatron.core.tensor_parallel.random as rng
 from harness import Case, RankFailed, on_ranks, recipe_of, train
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -191,7 +190,4 @@ def test_a_config_that_no_recipe_leads_to_is_our_mistake(ours, config, said):
 
 
 def test_kernels_in_the_interpreter():
-    path = Path(__file__).parents[1] / "gpu" / "test_mla.py"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(path)]
-    ran = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    interpreter.passes("test_mla.py")
