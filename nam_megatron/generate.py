@@ -195,8 +195,10 @@ def _run(words: argparse.Namespace) -> int:
         these = slice(first, first + words.batch)
         found = _all(model, prompts[these], options, draw)
         for line, prompt, new in zip(asked[these], prompts[these], found, strict=True):
-            text = "" if "tokens" in line else _behind(tokenizer, prompt, [t for t in new if t != end])
-            made = {"new": new} if "tokens" in line else {"text": text}
+            if "tokens" in line:
+                made: dict[str, Any] = {"new": new}
+            else:
+                made = {"text": _behind(tokenizer, prompt, [t for t in new if t != end])}
             print(json.dumps({**line, **made, "ended": bool(new) and new[-1] == end}, ensure_ascii=False), flush=True)
     return OK
 

@@ -71,7 +71,8 @@ def unserved(config: Any, dtype: torch.dtype) -> Iterator[Problem]:
     found: list[str] = []
     if "mamba3" in kinds:
         sizes = config.mamba3
-        found += [text for _, text in mamba3_block.odd_sizes(*_tiles(sizes), _chunk(sizes["mimo_rank"]))]
+        tiles, rank = (sizes["head_dim"], sizes["state_dim"]), sizes["mimo_rank"]
+        found += [text for _, text in mamba3_block.odd_sizes(*tiles, rank, _chunk(rank))]
     if "m2rnn" in kinds:
         found += [text for _, text in m2rnn_block.odd_sizes(config.m2rnn["k_dim"], config.m2rnn["v_dim"])]
     if "dsa" in kinds:
@@ -92,10 +93,6 @@ def unserved(config: Any, dtype: torch.dtype) -> Iterator[Problem]:
 def _chunk(rank: int) -> int:
     """Tokens of Mamba-3 at once: what a walk takes, where it can."""
     return max(1, 64 // rank)
-
-
-def _tiles(sizes: dict[str, int]) -> tuple[int, int, int]:
-    return sizes["head_dim"], sizes["state_dim"], sizes["mimo_rank"]
 
 
 def _on_gpu(x: Tensor) -> None:
@@ -242,10 +239,7 @@ class _Decoder:
     def run(self) -> Tensor:
         core, step = self.model.model, self.step
         step.indices = {}
-        x = core.begun(step.tokens, step)
-        if core.embed_positions is not None:
-            x = x + core.embed_positions(step.positions)
-        return self.model.lm_head(core(x, step))
+        return self.model.lm_head(core(core.placed(core.begun(step.tokens, step), step), step))
 
     def next(self) -> Tensor:
         if not self.step.tokens.is_cuda:

@@ -966,8 +966,12 @@ class NamModel(NamPreTrainedModel):
         return x if self.ngrams is None else x + self.ngrams(tokens, real, state)
 
     def begun(self, tokens, step):
-        """What the first layer gets, but for learned positions."""
+        """The embeddings that a step begins with, of its tokens alone."""
         return self.embedded(tokens, step.real, step.state("ngrams") if self.ngrams else None)
+
+    def placed(self, x, step):
+        """Embeddings and learned positions, where there are any."""
+        return x if self.embed_positions is None else x + self.embed_positions(step.positions)
 
     def forward(self, x, step, each=None):
         """Hidden states [b, s, h] behind the last norm, of embeddings; `each` is called with every layer's output: residual streams
@@ -1056,7 +1060,7 @@ class NamForCausalLM(NamPreTrainedModel, GenerationMixin):
                 raise ValueError(
                     f"learned_positions: {int(step.positions.max()) + 1} tokens, and {known} positions are learned"
                 )
-            x = x + table(step.positions)
+        x = self.model.placed(x, step)
         kept = [x] if output_hidden_states else None
         hidden = self.model(x, step, (lambda i, y: kept.append(y)) if output_hidden_states else None)
         if mtp:
