@@ -190,7 +190,8 @@ class _Moving:
         self.pooled = graphs and chosen is not None and chosen.whole  # all of it lies in a graph's pool
         self.plain = replace(z, recompute=frozenset())
         self.costs: dict[tuple, tuple] = {}
-        self.autotuned = {block.kind for block in z.plan.blocks if block.autotuned}
+        timed = not z.plan.recipe.precision.deterministic  # see runtime/autotune.py
+        self.autotuned = {block.kind for block in z.plan.blocks if block.autotuned and timed}
         self.chunks = [list(self._parts(chunk)) for chunk in stage.chunks]
         self.chunks[0] = [_Part(tuple(self._features())), *self.chunks[0]]
         for chunk in self.chunks:

@@ -31,7 +31,17 @@ from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.lower import Lowering, translate
 from nam_megatron.nemo import adapters, converter, finetune, guards, overrides  # noqa: F401  the first registers itself
 from nam_megatron.recipe import Recipe, from_tree, to_tree
-from nam_megatron.runtime import background, bridge, context, cross_entropy, fsdp, master_weights, stage_log, wgrad
+from nam_megatron.runtime import (
+    autotune,
+    background,
+    bridge,
+    context,
+    cross_entropy,
+    fsdp,
+    master_weights,
+    stage_log,
+    wgrad,
+)
 from nam_megatron.runtime.bridge import Arguments
 from nam_megatron.runtime.pretrain import Float16ExceptMarked, keep_shipped_helpers, set_experts_apart
 
@@ -103,6 +113,7 @@ class NamProvider(HybridModelProvider):
             stage_log.provide(models[0].config)
             context.provide(models[0].config)
             master_weights.provide()
+            autotune.provide(models[0].config)
             fsdp.provide(models)
         return models
 

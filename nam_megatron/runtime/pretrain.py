@@ -43,6 +43,7 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 from nam_megatron.blocks import Gauge
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.runtime import (
+    autotune,
     background,
     checksums,
     context,
@@ -121,6 +122,7 @@ class NamModelBuilder(HybridModelBuilder):
         stage_log.provide(models[0].config)
         context.provide(models[0].config)
         master_weights.provide()
+        autotune.provide(models[0].config)
         fsdp.provide(models)
         return models
 

@@ -56,7 +56,6 @@ class Mamba3(Block):
     adapted = ("in_proj", "out_proj")
     stock = False
     graph_parts = ("mamba",)
-    autotuned = True
     fixed = MappingProxyType({"norm_epsilon": (1e-5, "its norms of B and C are those of the paper")})
 
     kernels: Annotated[Literal["fused", "naive"], Row("ours in Triton, or plain torch", executes=SAME)]
