@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import hypot, inf, isfinite, sqrt
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +17,8 @@ from nam_megatron.recipe import to_tree
 
 START, LOSS, COUNT, GRADIENT, WEIGHT = "start", "loss", "tokens of experts", "gradient", "weight"
 BITS = "bits of the ranks"  # of two runs that have to be equal to the last one
+FORTH, BACK = "output", "output's-gradient"  # of a module
+MADE = (FORTH, BACK, GRADIENT, WEIGHT)  # a step makes
 ORDER = (START, LOSS, COUNT, GRADIENT, WEIGHT, BITS)
 
 
@@ -149,11 +152,16 @@ def rows(
 
 
 def equal_bits(one: Sequence[Iterable], two: Sequence[Iterable], plan: Plan, steps: Iterable[int]) -> tuple[Row, ...]:
-    """Two runs of one layout, rank by rank: in how many ranks a tensor has other bits."""
+    """Two runs of one layout, rank by rank: in how many ranks a tensor has other bits; in the order in which they were made."""
     wanted = set(steps)
     bits = [{(step, name): bits for what, step, name, *bits in said if what == "bits"} for said in (*one, *two)]
     found = []
-    for step, name in sorted({at for rank in bits for at in rank if at[0] in wanted}):
+    seen = dict.fromkeys(at for rank in bits for at in rank if at[0] in wanted)
+    back = dict.fromkeys(
+        at for rank in reversed(bits) for at in rank if at[0] in wanted
+    )  # from the last stage to the first
+    made = [at for what in MADE for at in (back if what == BACK else seen) if at[1].startswith(f"{what} ")]
+    for step, name in sorted(made, key=itemgetter(0)):
         pairs = zip(bits[: len(one)], bits[len(one) :], strict=True)
         off = sum(a.get((step, name)) != b.get((step, name)) for a, b in pairs)
         found.append(Row(BITS, step, name, off, 0, *_of_key(plan, name.split(" ", 1)[1])))
@@ -167,6 +175,8 @@ def first_off(found: Sequence[Row]) -> Row | None:
         return None
     step = min(r.step for r in bad)
     bad = [r for r in bad if r.step == step]
+    if bad[0].what == BITS:  # these come as they were made
+        return bad[0]
     if not any(r.what in (START, LOSS, COUNT) for r in bad) and (gradients := [r for r in bad if r.what == GRADIENT]):
         # A gradient goes from the last layer to the first: the fault is where the first wrong one came out.
         return max(gradients, key=lambda r: (_depth(r), r.off))

@@ -173,13 +173,13 @@ class Bench:
         side = self._side("back", lowering=self.pair.reference, resume="layout")
         return self._compared(BACK, side, range(2, self.steps + 1), before)
 
-    def equal(self) -> list[Part]:
+    def equal(self, before: Callable[[], object] | None = None) -> list[Part]:
         """The layout a second time and, where its checkpoint was written, resumed: equal to the last bit."""
         found, first = [], self._said("layout")
         runs = [(TWICE, self._side("twice"), 1)]
         runs += [(AGAIN, self._side("again", resume="layout"), 2)] if self.resumable else []
         for title, side, begin in runs:
-            broken = self._run(side)
+            broken = self._run(side, before)
             plan, steps = self.pair.layout.plan, range(begin, self.steps + 1)
             rows = () if broken else compare.equal_bits(first, self._said(side.name), plan, steps)
             found.append(Part(title, rows, broken))

@@ -2,10 +2,12 @@
 
 The reference writes what it sees to files, a whole tensor for each key; each rank of the layout compares its parts with those files and
 writes numbers. What is watched: each microbatch's losses, each gradient as the optimizer gets it, each weight and persistent buffer after
-the step, the tokens that each expert got.
+the step, the tokens that each expert got; of a deterministic run the bits of all these, and of what each module puts out and gets back.
 """
 
+import itertools
 import os
+import re
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -18,10 +20,13 @@ import torch
 
 from nam_megatron.argv import argv
 from nam_megatron.lower import Lowering
+from nam_megatron.prove.compare import BACK, FORTH
 from nam_megatron.prove.tensors import Shard, fill, gathered, kept, shards, unsharded
+from nam_megatron.runtime.nonfinite import tensors
 
 GRADIENTS, WEIGHTS, BITS = "gradient", "weight", "bits"
 ROUNDING = {"cpu": 2.0**-23, "cuda": 2.0**-8}  # of fp32 and bf16
+LAYER = re.compile(r"^decoder\.layers\.(\d+)")
 BEGIN = "begin"  # the folder of the checkpoint of the weights that everything starts from
 # Elements of a bucket of gradients on a CPU: Megatron's 40 million would hold every parameter there, and show nothing of bucket borders.
 BUCKET = 3000
@@ -61,12 +66,11 @@ def words(side: Side) -> list[str]:
 
 def run(side: Side, before: Callable[[], object] | None = None) -> int:
     """Train this rank's part of `side` to the end. `before`: called once everything is imported; tests plant their bugs there."""
+    for env in side.lowering.env:  # before libraries are imported that look at it once
+        env.put(os.environ)
     from megatron.training import training
 
     from nam_megatron.runtime import pretrain, stack
-
-    for env in side.lowering.env:
-        env.put(os.environ)
 
     plan = side.lowering.plan
     pretrain.datasets = partial(datasets, plan.recipe)
@@ -141,6 +145,9 @@ class Watch:
 
     def __init__(self, side: Side):
         self.side, self.started, self.said = side, False, []
+        recipe = side.lowering.plan.recipe
+        self.exact = recipe.precision.deterministic
+        self.by_module = self.exact and recipe.feature.cuda_graphs is None  # a replay runs no hooks
         self.seen: tuple[list[torch.Tensor], dict[str, torch.Tensor]] = [], {}
 
     def step(self, train_step: Callable[..., Any], forward: Callable, *rest: Any, iteration: int, **named: Any) -> Any:
@@ -151,10 +158,12 @@ class Watch:
         number = iteration + 1
         losses: list[torch.Tensor] = []
         counts: dict[str, torch.Tensor] = {}
-        hooks = list(self._count(model, counts))
+        passed: dict[str, torch.Tensor] = {}
+        hooks = [*self._count(model, counts), *(_passing(model, passed) if self.by_module else ())]
         step = optimizer.step
 
         def stepping() -> Any:
+            self.said += [(BITS, number, name, bits.item()) for name, bits in passed.items()]
             self._tensors(GRADIENTS, number, _gradients(model))
             return step()
 
@@ -218,7 +227,7 @@ class Watch:
             return
         whole = torch.load(path, mmap=True, weights_only=True)
         for key, shape, where, local in found:
-            if self.side.lowering.plan.recipe.precision.deterministic:
+            if self.exact:
                 self.said.append((BITS, number, f"{what} {key}", _digest(local)))
             if key not in whole or tuple(whole[key].shape) != shape:
                 self.said.append((what, number, key, None, 0.0, 0.0, 0))
@@ -273,6 +282,31 @@ def _shake(model: Any, rounding: float) -> None:
             generator = torch.Generator(p.device).manual_seed(p.numel())
             noise = 2 * torch.rand(p.shape, generator=generator, device=p.device) - 1
             p.copy_(p.float() * (1 + rounding * noise))
+
+
+def _passing(model: Any, found: dict[str, torch.Tensor]) -> Iterator[Any]:
+    """Hooks that take a digest of all that a module puts out and, in the backward pass, of the gradients that come back for it."""
+
+    def passing(name: str, number: int, what: str, values: torch.Tensor) -> None:
+        found[f"{what} {name}, {number}"] = torch.hash_tensor(values.detach())
+
+    def look(name: str) -> Callable[..., None]:
+        calls = itertools.count(1)
+
+        def hook(module: Any, inputs: Any, output: Any) -> None:
+            for values in tensors(output):
+                passing(name, number := next(calls), FORTH, values)
+                if values.requires_grad:
+                    values.register_hook(partial(passing, name, number, BACK))
+
+        return hook
+
+    for chunk in model:
+        own = _bare(chunk).decoder.layers  # of this stage; a checkpoint counts all of them
+        for name, module in _bare(chunk).named_modules():
+            if name not in ("", "decoder"):  # of which every stage has one
+                shown = LAYER.sub(lambda at, own=own: f"decoder.layers.{own[int(at[1])].layer_number - 1}", name)
+                yield module.register_forward_hook(look(shown))
 
 
 def _recorded(forward: Callable, losses: list[torch.Tensor], samples: Any, model: Any) -> Any:
