@@ -60,6 +60,13 @@ def _earliest_of_equals(found, *args, **kwargs):
     return scores, best.indices[..., :most].masked_fill(best.values[..., :most] == -torch.inf, -1)
 
 
+def _bytes_back(output: torch.Tensor, again: torch.Tensor) -> None:
+    """The bytes of an output that was let go of, from its recomputation. Megatron shares them, by C++ that it compiles at the first use."""
+    kept, storage = output.untyped_storage(), again.untyped_storage()
+    kept.resize_(storage.nbytes())
+    kept.copy_(storage)
+
+
 @contextlib.contextmanager
 def patched(mode: type[_CudaToCpu] = _CudaToCpu) -> Iterator[None]:
     """This process runs Megatron on the CPU from here on. The patches of modules stay: for a process that ends soon."""
@@ -93,6 +100,7 @@ def patched(mode: type[_CudaToCpu] = _CudaToCpu) -> Iterator[None]:
     # Recomputed norms and experts ask Transformer Engine for its FP8 state, whatever the precision.
     random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
     random.activation_recompute_forward = random.fp8_autocast = lambda **_: contextlib.nullcontext()
+    random._get_share_storage = lambda: _bytes_back
     dsa.fused_qk_topk_naive = partial(_earliest_of_equals, dsa.fused_qk_topk_naive)
     # The dispatcher turns its splits into numbers on the way off the GPU; gloo wants numbers too.
     token_dispatcher.maybe_move_tensor_to_cpu = lambda t, as_numpy=False, **_: (

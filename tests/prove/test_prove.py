@@ -18,7 +18,7 @@ from command import unbuilt, warm
 from presets import ALL, PUBLIC, lowered
 
 from nam_megatron.errors import Refused
-from nam_megatron.prove import compare, cut, every, proof
+from nam_megatron.prove import compare, cpu, cut, every, proof
 from nam_megatron.prove.__main__ import text
 from nam_megatron.prove.compare import COUNT, FP32, GRADIENT, LOSS, WEIGHT, Row
 from nam_megatron.recipe import load, to_tree
@@ -336,6 +336,15 @@ def test_what_rounding_does_to_one_rank_too_is_no_difference():
     assert compare.may_be_rounding([near, row(LOSS, 0.0)]) and not compare.may_be_rounding([row(LOSS, 0.0)])
     for other in (row(GRADIENT, 1.1e-4), row(COUNT, 0.01), row(compare.START, 1.1e-5)):
         assert not compare.may_be_rounding([near, other])
+
+
+def test_an_output_that_was_let_go_of_comes_back_into_every_view():
+    output = torch.zeros(2, 3)
+    row, version = output[1], output._version
+    output.untyped_storage().resize_(0)
+    cpu._bytes_back(output, torch.arange(6.0).view(2, 3))
+    assert row.tolist() == [3.0, 4.0, 5.0] and output.tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    assert output._version == version, "autograd would complain"
 
 
 # Layouts ---------------------------------------------------------------------------------------------------------------------------
