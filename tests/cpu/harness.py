@@ -9,6 +9,7 @@ Patterns are written in Megatron's symbols, plus `R` for m2rnn and `3` for mamba
 """
 
 import contextlib
+import importlib
 import multiprocessing
 import pickle
 import tempfile
@@ -51,6 +52,8 @@ KIND = {
     "R": "m2rnn",
 }
 SEQUENCE, BATCH, VOCAB = 32, 2, 128
+for kind in KINDS:
+    importlib.import_module(f"nam_megatron.blocks.{kind}.layer")
 written("nam56r")  # composed here, each rank has it; otherwise that would take a third of a rank's time
 
 
