@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nam_megatron.argtypes import between, count, whole
-from nam_megatron.errors import OK, Problem, Refused, finish, keyless
+from nam_megatron.errors import OK, Problem, Refused, finish, keyless, raise_if
 from nam_megatron.hf import KERNELS
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(words: argparse.Namespace) -> int:
-    from nam_megatron.hf.opened import DTYPES, open_model
+    from nam_megatron.hf.opened import DTYPES, absent, open_model
 
     if not words.temperature and (words.top_k or words.top_p < 1):
         said = f"`--{'top-k' if words.top_k else 'top-p'}` of greedy words, which are not drawn"
@@ -172,6 +172,7 @@ def _run(words: argparse.Namespace) -> int:
         raise Refused(Problem("`--prompt` is no text of Unicode characters", None, "UTF-8 is read"))
     if not words.path.exists():
         raise Refused(Problem(f"there is no `{words.path}`"))
+    raise_if(absent(words.device, words.kernels))
     asked = [{"prompt": words.prompt}] if words.file is None else list(_lines(words.file))
     tokenizer, end = _tokenizer(words, needed=any("prompt" in line for line in asked))
     model = open_model(words.path, DTYPES[words.dtype], words.device, words.kernels)

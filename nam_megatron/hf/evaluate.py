@@ -18,9 +18,9 @@ from lm_eval.utils import make_table
 from transformers import PreTrainedTokenizerFast
 
 from nam_megatron.data import tokenizer as tokenizers
-from nam_megatron.errors import Problem, Refused
+from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.hf import export
-from nam_megatron.hf.opened import identity, open_model, tokenizer_of
+from nam_megatron.hf.opened import absent, identity, open_model, tokenizer_of
 
 KEPT = ("results", "groups", "n-shot", "n-samples", "versions", "higher_is_better", "configs")
 
@@ -86,6 +86,7 @@ def evaluate(
     begin = time.monotonic()
     if not path.exists():
         raise Refused(Problem(f"there is no `{path}`"))
+    raise_if(absent(device, kernels))
     # The harness reads its thousands of tasks to know their names: 10 s that files do not need.
     manager = TaskManager(include_defaults=any(not Path(task).is_file() for task in tasks))
     loaded = _loaded(manager, tasks)  # before the weights, which may take minutes

@@ -26,15 +26,7 @@ def open_model(
     Raises:
         Refused: neither of both, one that is damaged, a device that is not there, one or a model that the kernels do not serve.
     """
-    raise_if(absent(device))
-    if kernels != "torch" and torch.device(device).type != "cuda":
-        raise Refused(
-            Problem(
-                f"the kernels of `{kernels}` compute on a GPU, not on `{device}`",
-                None,
-                "`--device cuda`, or leave out `--kernels`",
-            )
-        )
+    raise_if(absent(device, kernels))
     if is_export(path):
         folder.verified(path)
         config = config_of(path)
@@ -56,8 +48,8 @@ def open_model(
     return model
 
 
-def absent(device: str) -> Iterator[Problem]:
-    """A device that this host cannot run on."""
+def absent(device: str, kernels: str = "torch") -> Iterator[Problem]:
+    """A device that this host cannot run on, or that the kernels cannot; for whoever reads much before a model is opened."""
     try:
         found = torch.device(device)
     except RuntimeError:
@@ -66,6 +58,9 @@ def absent(device: str) -> Iterator[Problem]:
         yield Problem(f"no device `{device}`", None, "there are: cpu, cuda, cuda:0, ...")
     elif found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         yield Problem(f"this host has no `{device}`", None, "`--device cpu`")
+    elif found.type == "cpu" and kernels != "torch":
+        hint = "`--device cuda`, or leave out `--kernels`"
+        yield Problem(f"the kernels of `{kernels}` compute on a GPU, not on `{device}`", None, hint)
 
 
 def is_export(path: Path) -> bool:

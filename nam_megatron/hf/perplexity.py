@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from nam_megatron.data import manifest
 from nam_megatron.errors import Problem, Refused, raise_if
-from nam_megatron.hf.opened import identity, open_model
+from nam_megatron.hf.opened import absent, identity, open_model
 
 SECONDS = 5.0  # between two words on how far it is
 
@@ -36,13 +36,14 @@ def perplexity(
     Raises:
         Refused: a dataset or a model that is damaged, or made for another vocabulary.
     """
+    raise_if(absent(device, kernels))
+    if split not in manifest.SPLITS:
+        raise Refused(Problem(f"`{split}` is no split", None, f"there are: {', '.join(manifest.SPLITS)}"))
     made = manifest.read(dataset)
     raise_if(manifest.damage(dataset, made, thorough=False))
     bound = identity(path)
     model = open_model(path, dtype, device, kernels)
     raise_if(manifest.misfit(made, model.config.vocab_size))
-    if split not in manifest.SPLITS:
-        raise Refused(Problem(f"`{split}` is no split", None, f"there are: {', '.join(manifest.SPLITS)}"))
     loss, tokens, begin = 0.0, 0, time.monotonic()
     told = begin
     for read in windows(dataset / split, model.config.max_position_embeddings + 1, most, batch):

@@ -674,6 +674,20 @@ def test_a_device_that_is_not_there(made, prompts, capsys, device):
     assert f"`{device}`" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("main", "words"),
+    [
+        (generate.main, ("{here}", "--prompt", "x")),
+        (command.main, ("perplexity", "{here}", "{here}")),
+        (command.main, ("evaluate", "{here}", "no_such_task")),
+    ],
+    ids=["generate", "perplexity", "evaluate"],
+)
+def test_kernels_on_a_cpu_are_refused_before_anything_is_read(tmp_path, capsys, main, words):
+    assert main([*(word.format(here=tmp_path) for word in words), "--kernels", "nam_megatron"]) == 2
+    assert "the kernels of `nam_megatron` compute on a GPU, not on `cpu`" in capsys.readouterr().err
+
+
 def test_what_the_config_does_not_take_is_refused_before_a_shard_is_written(made, tmp_path, capsys):
     shutil.copytree(made("yarn")[0], tmp_path / "ckpt")
     tree = to_tree(load_plan(tmp_path / "ckpt" / "plan.json").plan.recipe)
