@@ -541,21 +541,22 @@ def test_a_process_group_is_left_by_all_together(monkeypatch, there):
 
 
 def test_models_get_what_megatron_lacks(monkeypatch):
-    """The casts that leave marked weights alone, and the provisions of pipelines, buckets and FSDP."""
+    """The casts that leave marked weights alone, and the provisions of pipelines, buckets, deterministic kernels and FSDP."""
     models, called = [SimpleNamespace(config="config"), SimpleNamespace(config="other")], []
     monkeypatch.setattr(
         pretrain.HybridModelBuilder,
         "build_distributed_models",
         lambda self, *words, **named: called.append((words, named)) or models,
     )
-    for module in ("stage_log", "context", "master_weights", "fsdp"):
+    for module in ("stage_log", "context", "master_weights", "autotune", "fsdp"):
         monkeypatch.setattr(
             getattr(pretrain, module), "provide", lambda *words, module=module: called.append((module, *words))
         )
     built = pretrain.NamModelBuilder.build_distributed_models(object.__new__(pretrain.NamModelBuilder), 1, a=2)
     assert built is models
     first = ((1,), {"a": 2, "mixed_precision_wrapper": pretrain.Float16ExceptMarked})
-    assert called == [first, ("stage_log", "config"), ("context", "config"), ("master_weights",), ("fsdp", models)]
+    of_config = [(module, "config") for module in ("stage_log", "context", "autotune")]
+    assert called[0] == first and sorted(called[1:]) == sorted([*of_config, ("master_weights",), ("fsdp", models)])
 
 
 @pytest.mark.parametrize("length", [None, 4096])

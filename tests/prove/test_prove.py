@@ -128,12 +128,12 @@ NONE = {("gradient", 2): []}  # no tensor of the step that is compared
 
 
 def compared(*ranks: list, names=None, reference=()) -> dict[str, Row]:
-    names = names or {("gradient", 1): [("decoder.layers.3.mlp.router.weight", 8)]}
+    names = names or {("gradient", 1): [("decoder.layers.1.mlp.router.weight", 8)]}
     return {r.name: r for r in compare.rows(reference, ranks, names, plan(), FP32, [1])}
 
 
 def test_shards_are_added_up_and_the_worst_replica_counts():
-    key = "decoder.layers.3.mlp.router.weight"
+    key = "decoder.layers.1.mlp.router.weight"
     halves = [("gradient", 1, key, ((0, 4),), 3e-12, 1.0, 4)], [("gradient", 1, key, ((4, 8),), 1e-12, 1.0, 4)]
     found = compared(*halves)[key]
     assert found.off == pytest.approx(2e-6) and found.agrees
@@ -145,7 +145,7 @@ def test_shards_are_added_up_and_the_worst_replica_counts():
 @pytest.mark.parametrize(("norm", "off"), [(1e-6, 2e-5), (2.0, 1e-7)])
 def test_a_weight_that_a_step_takes_to_nothing_is_compared_with_the_step(norm, off):
     """Squares of a difference of 2e-7 and of the norm, of one element: a step moves it by 0.01."""
-    key = "decoder.layers.3.mlp.router.weight"
+    key = "decoder.layers.1.mlp.router.weight"
     said = [("weight", 1, key, ((0, 1),), (2e-7) ** 2, norm**2, 1)]
     found = compared(said, names={("weight", 1): [(key, 1)]})[key]
     assert found.off == pytest.approx(off)
@@ -156,12 +156,12 @@ def test_a_weight_that_a_step_takes_to_nothing_is_compared_with_the_step(norm, o
     [
         ([], "the ranks do not hold all of it"),
         (
-            [("gradient", 1, "decoder.layers.3.mlp.router.weight", ((0, 4),), 0.0, 1.0, 4)],
+            [("gradient", 1, "decoder.layers.1.mlp.router.weight", ((0, 4),), 0.0, 1.0, 4)],
             "the ranks do not hold all of it",
         ),
-        ([("gradient", 1, "decoder.layers.3.mlp.router.weight", None, 0.0, 0.0, 0)], "another shape than on one rank"),
-        ([("gradient", 1, "decoder.layers.3.mlp.router.bias", ((0, 4),), 0.0, 1.0, 4)], "one rank has no such tensor"),
-        ([("gradient", 1, "decoder.layers.3.mlp.router.weight", ((0, 8),), float("nan"), 1.0, 8)], ""),
+        ([("gradient", 1, "decoder.layers.1.mlp.router.weight", None, 0.0, 0.0, 0)], "another shape than on one rank"),
+        ([("gradient", 1, "decoder.layers.1.mlp.router.bias", ((0, 4),), 0.0, 1.0, 4)], "one rank has no such tensor"),
+        ([("gradient", 1, "decoder.layers.1.mlp.router.weight", ((0, 8),), float("nan"), 1.0, 8)], ""),
     ],
 )
 def test_what_is_missing_or_no_number_differs(said, note):
@@ -268,7 +268,7 @@ def test_each_comparison_has_the_limit_of_its_own_noise():
 
 def test_a_bias_may_turn_where_its_expert_had_the_mean():
     """64 experts, of which two had the mean of 100 but for one token: bf16 may send 2 % elsewhere, and those two may turn."""
-    key, counts = "decoder.layers.3.mlp.router.expert_bias", [110.0, 90.0] * 31 + [101.0, 99.0]
+    key, counts = "decoder.layers.1.mlp.router.expert_bias", [110.0, 90.0] * 31 + [101.0, 99.0]
 
     def found(limits, off, counts=counts):
         ranks = [[("weight", 1, key, ((0, 64),), off**2, 1.0, 64), ("count", 1, 2, counts)]]
