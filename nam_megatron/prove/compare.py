@@ -154,17 +154,21 @@ def rows(
 def equal_bits(one: Sequence[Iterable], two: Sequence[Iterable], plan: Plan, steps: Iterable[int]) -> tuple[Row, ...]:
     """Two runs of one layout, rank by rank: in how many ranks a tensor has other bits; in the order in which they were made."""
     wanted = set(steps)
-    bits = [{(step, name): bits for what, step, name, *bits in said if what == "bits"} for said in (*one, *two)]
-    found = []
-    seen = dict.fromkeys(at for rank in bits for at in rank if at[0] in wanted)
-    back = dict.fromkeys(
-        at for rank in reversed(bits) for at in rank if at[0] in wanted
-    )  # from the last stage to the first
+    ranks = [
+        {(step, name): bits for what, step, name, *bits in said if what == "bits" and step in wanted}
+        for said in (*one, *two)
+    ]
+    seen = dict.fromkeys(at for rank in ranks for at in rank)
+    back = dict.fromkeys(at for rank in reversed(ranks) for at in rank)  # from the last stage to the first
     made = [at for what in MADE for at in (back if what == BACK else seen) if at[1].startswith(f"{what} ")]
-    for step, name in sorted(made, key=itemgetter(0)):
-        pairs = zip(bits[: len(one)], bits[len(one) :], strict=True)
-        off = sum(a.get((step, name)) != b.get((step, name)) for a, b in pairs)
-        found.append(Row(BITS, step, name, off, 0, *_of_key(plan, name.split(" ", 1)[1])))
+    found = []
+    for at in sorted(made, key=itemgetter(0)):
+        what, key = at[1].split(" ", 1)
+        pairs = [(a.get(at), b.get(at)) for a, b in zip(ranks[: len(one)], ranks[len(one) :], strict=True)]
+        if what in (FORTH, BACK):  # a module may keep for later steps what it made in this one, as angles of a rotation
+            pairs = [pair for pair in pairs if None not in pair]
+        off = sum(a != b for a, b in pairs)
+        found.append(Row(BITS, *at, off, 0, *_of_key(plan, key)))
     return tuple(found)
 
 

@@ -302,8 +302,9 @@ def _passing(model: Any, found: dict[str, torch.Tensor]) -> Iterator[Any]:
         return hook
 
     for chunk in model:
-        own = _bare(chunk).decoder.layers  # of this stage; a checkpoint counts all of them
-        for name, module in _bare(chunk).named_modules():
+        bare = _bare(chunk.module.module if _is_fsdp(chunk) else chunk)
+        own = bare.decoder.layers  # of this stage; a checkpoint counts all of them
+        for name, module in bare.named_modules():
             if name not in ("", "decoder"):  # of which every stage has one
                 shown = LAYER.sub(lambda at, own=own: f"decoder.layers.{own[int(at[1])].layer_number - 1}", name)
                 yield module.register_forward_hook(look(shown))
