@@ -294,7 +294,7 @@ def _passing(model: Any, found: dict[str, torch.Tensor]) -> Iterator[Any]:
         calls = itertools.count(1)
 
         def hook(module: Any, inputs: Any, output: Any) -> None:
-            for values in tensors(output):
+            for values in filter(torch.Tensor.numel, tensors(output)):  # an expert may have no tokens
                 passing(name, number := next(calls), FORTH, values)
                 if values.requires_grad:
                     values.register_hook(partial(passing, name, number, BACK))
