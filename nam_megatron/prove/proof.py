@@ -3,8 +3,10 @@
 import logging
 import re
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections import Counter
@@ -108,6 +110,8 @@ class Bench:
         self.pair, self.resumable = pair, self.resume and cut.resumable(pair.layout.plan.recipe)
 
     def __enter__(self) -> "Bench":
+        if threading.current_thread() is threading.main_thread():  # tens of GiB are taken away on SIGTERM, too
+            signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         warm()
         self._temporary = tempfile.TemporaryDirectory(prefix="nam_megatron_prove_")
         self.folder = Path(self._temporary.name)

@@ -12,8 +12,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,13 @@ def fork(world: int, job: Callable[[], int | None], limit_s: float = 180.0, devi
     """
     from torch.distributed import TCPStore
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as ending:
         context = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
         gc.freeze()  # a fork that looks for garbage among what it inherits copies every page of it
         ports = context.SimpleQueue()
         more = (world, ports, Path(folder), device)
         children = [context.Process(target=_child, args=(job, rank, *more)) for rank in range(world)]
+        ending.callback(_kill, children)  # also where Ctrl-C or SIGTERM ends this: the interpreter would wait for them
         for child in children:
             child.start()
         # Held here, as torchrun's agent does: a port that is free now and taken by rank 0 later may be somebody's by then. And after the
@@ -64,12 +66,17 @@ def fork(world: int, job: Callable[[], int | None], limit_s: float = 180.0, devi
             if slow and child.pid:
                 os.kill(child.pid, signal.SIGUSR1)
         time.sleep(any(late))  # a second to say where it is
-        for child in children:  # all, before one of them hears that another is gone
-            child.kill()
+        _kill(children)  # all, before one of them hears that another is gone
         for child in children:
             child.join()
         read = [[(Path(folder) / f"{r}.{name}").read_text() for name in ("out", "err")] for r in range(world)]
         return [Rank(child.exitcode, *texts, slow) for child, texts, slow in zip(children, read, late, strict=True)]
+
+
+def _kill(children: Iterable[BaseProcess]) -> None:
+    for child in children:
+        if child.pid:
+            child.kill()
 
 
 def _child(job: Callable[[], int | None], rank: int, world: int, ports: Any, folder: Path, device: str) -> None:

@@ -425,6 +425,27 @@ def test_a_second_run_with_other_bits_is_told_by_the_module_that_first_had_them(
     assert not any(row.off for row in part.rows[: part.rows.index(part.first)])
 
 
+def test_a_proof_that_is_ended_leaves_no_file(tmp_path):
+    """On SIGTERM, as of `timeout`: its checkpoints may be tens of GiB. And waits for no rank."""
+    command = [
+        sys.executable,
+        "-m",
+        "nam_megatron.prove",
+        "conf=nam56r_native_dp",
+        "cluster=h200_1",
+        "steps=100",
+        "resume=false",
+    ]
+    ended = subprocess.Popen(command, env=os.environ | {"TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE, text=True)
+    while not list(tmp_path.glob("nam_megatron_prove_*/weight-3.pt")):
+        assert ended.poll() is None, ended.stderr.read()
+        time.sleep(0.02)
+    ended.terminate()
+    begun = time.monotonic()
+    assert (ended.wait(60), ended.stderr.read()) == (143, "")
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()] and time.monotonic() - begun < 15
+
+
 def test_what_one_run_made_in_an_earlier_step_is_no_other_bit():
     """Angles of a rotation, which a resumed run makes anew; but no gradient may be missing. In the order in which a step makes them."""
 
