@@ -1,5 +1,6 @@
 """A proof: both sides run in processes of their own, and what they saw compared. Torch and Megatron are imported when a bench opens."""
 
+import contextlib
 import logging
 import re
 import shutil
@@ -110,15 +111,16 @@ class Bench:
         self.pair, self.resumable = pair, self.resume and cut.resumable(pair.layout.plan.recipe)
 
     def __enter__(self) -> "Bench":
-        if threading.current_thread() is threading.main_thread():  # tens of GiB are taken away on SIGTERM, too
-            signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         warm()
-        self._temporary = tempfile.TemporaryDirectory(prefix="nam_megatron_prove_")
-        self.folder = Path(self._temporary.name)
+        self._ending = contextlib.ExitStack()
+        if threading.current_thread() is threading.main_thread():  # tens of GiB are taken away on SIGTERM, too
+            before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+            self._ending.callback(signal.signal, signal.SIGTERM, before)
+        self.folder = Path(self._ending.enter_context(tempfile.TemporaryDirectory(prefix="nam_megatron_prove_")))
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._temporary.cleanup()
+        self._ending.close()
 
     def proof(self, begun: Part) -> Proof:
         """Every part of a proof. begun: what `begin` said."""
