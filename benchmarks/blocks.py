@@ -201,7 +201,7 @@ def text(found: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--data", help="a built dataset; mock data by default")
+    parser.add_argument("--data", type=measure.dataset, help="a built dataset; mock data by default")
     parser.add_argument("--limit", type=float, default=540.0, help="seconds for all of it")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="of the recipe")
     options = parser.parse_args()

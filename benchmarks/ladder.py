@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--gpus", type=int, required=True)
     parser.add_argument("--limit", type=int, default=540, help="seconds for all rungs together")
-    parser.add_argument("--data", help="a built dataset; mock data by default")
+    parser.add_argument("--data", type=measure.dataset, help="a built dataset; mock data by default")
     parser.add_argument("--scratch", type=Path, help="where checkpoints go until they are looked at")
     parser.add_argument("rungs", nargs="*", metavar="RUNG", help=f"of {', '.join(RUNGS)}; all by default")
     options = parser.parse_args()

@@ -142,6 +142,15 @@ def told(words: Sequence[str]) -> list[str]:
     return ["".join(part) if part[1] else Path(part[0]).name for part in parts]
 
 
+def dataset(text: str) -> str:
+    """A built dataset's folder, for argparse."""
+    try:
+        manifest.read(Path(text))
+    except Refused as refused:
+        raise argparse.ArgumentTypeError(refused.problems[0].message) from None
+    return text
+
+
 def built(data: str | None, folder: Path) -> tuple[str, ...]:
     """The overrides that train on a built dataset, through links in `folder`: Megatron keeps an index beside what it reads, and
     processes of their own would write it over each other."""
@@ -241,7 +250,7 @@ def main() -> int:
     """1 if a case failed or was not begun."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--data", help="a built dataset; mock data by default")
+    parser.add_argument("--data", type=dataset, help="a built dataset; mock data by default")
     parser.add_argument("--profile", action="store_true", help="the kernels of the last step, too")
     parser.add_argument("--limit", type=int, default=540, help="seconds for all cases together")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CASES)}; all by default")

@@ -37,7 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--limit", type=int, default=540, help="seconds for all trials together")
-    parser.add_argument("--data", help="a built dataset; mock data by default")
+    parser.add_argument("--data", type=measure.dataset, help="a built dataset; mock data by default")
     parser.add_argument("trials", nargs="*", metavar="TRIAL", help=f"of {', '.join(TRIALS)}; all by default")
     options = parser.parse_args()
     if unknown := [n for n in options.trials if n not in TRIALS]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from measure import AUTHOR13, CUT, EAGER, MLA, built, ranks
+from measure import AUTHOR13, CUT, EAGER, MLA, built, dataset, ranks
 
 from nam_megatron import argv
 from nam_megatron.lower import Lowering, translate
@@ -137,7 +137,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--logs", type=Path, required=True)
-    parser.add_argument("--data", help="a built dataset; mock data by default")
+    parser.add_argument("--data", type=dataset, help="a built dataset; mock data by default")
     parser.add_argument("--limit", type=float, default=240, help="seconds for one training")
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join([*CASES, *RESUMED]))
     args = parser.parse_args()

@@ -55,7 +55,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--data", help="a built dataset; mock data by default")
+    parser.add_argument("--data", type=measure.dataset, help="a built dataset; mock data by default")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--limit", type=int, default=540, help="seconds for all trials together")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE")

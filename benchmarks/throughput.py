@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--limit", type=int, default=540, help="seconds for all rungs together")
-    parser.add_argument("--data", help="a built dataset; mock data by default")
+    parser.add_argument("--data", type=measure.dataset, help="a built dataset; mock data by default")
     parser.add_argument(
         "rungs", nargs="*", metavar="RUNG", help=f"of {', '.join(RUNGS)}; by default {', '.join(FIRST)}"
     )

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from measure import built, told
+from measure import built, dataset, told
 
 from launch import steps as log
 
@@ -61,7 +61,7 @@ def trained(folder: Path, words: Sequence[str]) -> dict[int, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="a new one, for the runs, the checkpoint and the export")
-    parser.add_argument("--data", required=True, help="a built dataset")
+    parser.add_argument("--data", type=dataset, required=True, help="a built dataset")
     parser.add_argument("--json", type=Path, required=True, help="file that gets what was measured")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"of the first run (default: {STEPS})")
     parser.add_argument(

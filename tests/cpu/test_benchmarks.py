@@ -1,5 +1,6 @@
 """The measured comparisons: what they report is what was trained, and every rung is a recipe."""
 
+import argparse
 import itertools
 import json
 import os
@@ -40,6 +41,11 @@ def gauge() -> None:
     torch.cuda.mem_get_info, torch.cuda.get_device_name = lambda: (1, 5), lambda: "pretended"
     torch.profiler.profile = lambda activities: profile(activities=[torch.profiler.ProfilerActivity.CPU])
     kernels.table = lambda trace: {"events": len(trace["traceEvents"])}
+
+
+def test_no_dataset_is_told_before_anything_is_trained(tmp_path):
+    with pytest.raises(argparse.ArgumentTypeError, match="is no built dataset: No such file"):
+        measure.dataset(str(tmp_path))
 
 
 def test_the_memory_benchmark_reports_what_was_trained(tmp_path):
