@@ -79,7 +79,7 @@ JOBS = {
         ' --with "cluster=h200_1 feature.cuda_graphs.impl=transformer_engine feature.cuda_graphs.modules=[attn,mamba]"',
         gib=60,
     ),
-    "prove_fp8": Job(1, 5, PROVE % ("fp8", "nam56r_native_dp_fp8") + ' --with "cluster=h200_1"', gib=60),
+    "prove_fp8": Job(1, 11, PROVE % ("fp8", "nam56r_native_dp_fp8") + ' --with "cluster=h200_1"', gib=60),
     "prove_streams": Job(1, 5, PROVE % ("streams", "nam52_h200_dense_ref_v1") + ' --with "cluster=h200_1 +overlay=fused"', gib=60),
     "prove_shared": Job(2, 5, PROVE % ("shared", "nam56r_fused") + ' --with "cluster=h200_2 +overlay=cp"'),
     "prove_shared_native": Job(2, 4, PROVE % ("shared_native", "nam56r_native_dp") + ' --with "cluster=h200_2 +overlay=cp"'),
