@@ -71,7 +71,7 @@ def said(part: Part) -> str:
     how = (
         first.note or f"on {counted(int(first.off), 'rank')}"
         if first.what == BITS
-        else first.note or f"off by {first.off:.1e} of {first.limit:.0e}"
+        else first.note or f"off by {first.off:.1e} of {first.limit:.1e}"
     )
     where = f"{first.what} of {first.name}, step {first.step} ({place}{first.kind or 'model'}{key})"
     return f"{off} of {len(part.rows)} differ; first: {where}: {how}"
@@ -90,7 +90,7 @@ def worst(rows: Sequence[Row]) -> Iterator[Row]:
 def table(rows: Sequence[Row]) -> list[str]:
     cells = [("step", "what", "off by", "limit", "layer", "kind", "tensor", "")]
     for x in rows:
-        off, limit = (f"{x.off:g}", f"{x.limit:g}") if x.what == BITS else (f"{x.off:.1e}", f"{x.limit:.0e}")
+        off, limit = (f"{x.off:g}", f"{x.limit:g}") if x.what == BITS else (f"{x.off:.1e}", f"{x.limit:.1e}")
         cells.append(
             (
                 str(x.step),

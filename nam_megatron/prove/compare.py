@@ -76,6 +76,7 @@ def beyond(noise: Iterable["Row"]) -> Limits:
     """
     rounding = 2.0**-8
     why = f"bf16: {8 * rounding:.3f}, twice that after the first update, and {TIMES:g} times what shaken weights make of each tensor"
+    why += f"; {TIMES_OF_FEW:g} times of fewer than {FEW} numbers, with their like in all layers"
     return Limits(8 * rounding, 16 * rounding, rounding, COUNTS_BF16, why, _own(noise))
 
 
@@ -117,6 +118,7 @@ def rounded(found: Iterable["Row"], noise: Sequence["Row"]) -> tuple["Row", ...]
 @dataclass(frozen=True)
 class Row:
     """One compared thing. off: relative difference, in norm; of counts: the share of tokens. note: what is wrong beyond a number.
+
     elements: of a tensor, all ranks together; 0 of what is none.
     """
 
