@@ -12,7 +12,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,22 +45,44 @@ class References(contextlib.ExitStack):
         bench.beside(pair)
         return bench.proof(begun)
 
+    def keep_for(self, asked: Iterable["Asked"]) -> None:
+        """Delete what no pair of these needs: on a GPU each reference is tens of GiB."""
+        needed = {run_of(pair[1].reference) for pair in asked if not isinstance(pair, Refused)}
+        for key in self.begun.keys() - needed:
+            self.begun.pop(key)[0].clear()
 
-def outcome(preset: str, overlay: str, seen: dict[Any, str], references: References) -> dict[str, Any]:
+
+Asked = tuple[Recipe, cut.Pair] | Refused
+
+
+def words_of(overlay: str) -> Sequence[str]:
+    """overlay: its name, or words."""
+    return () if overlay == NONE else overlay.split() if "=" in overlay else (f"+overlay={overlay}",)
+
+
+def asked(preset: str, overlay: str, device: str) -> Asked:
+    try:
+        recipe = load(preset, words_of(overlay))
+        return recipe, cut.pair(recipe, device, STEPS)
+    except Refused as refused:
+        return refused
+
+
+def outcome(preset: str, overlay: str, what: Asked, seen: dict[Any, str], references: References) -> dict[str, Any]:
     """What became of one pair. overlay: its name, or words. seen: the plans that ran, and as whose."""
     row: dict[str, Any] = {"preset": preset, "overlay": overlay}
     begun = time.monotonic()
-    words = () if overlay == NONE else overlay.split() if "=" in overlay else (f"+overlay={overlay}",)
     try:
-        recipe = load(preset, words)
-        pair = cut.pair(recipe, references.device, STEPS)
+        if isinstance(what, Refused):
+            raise what
+        recipe, pair = what
         if seams := pair.layout.plan.not_built:
             return row | {"verdict": "not built", "why": ", ".join(s.owner for s in seams)}
         row["unproven"] = pair.unproven
         same = run_of(pair.layout), run_of(pair.reference)
         if same in seen:
             return row | {"verdict": AS, "why": seen[same]}
-        seen[same] = " ".join((preset, *words))
+        seen[same] = " ".join((preset, *words_of(overlay)))
         proof = references.proof(recipe, pair)
     except Refused as refused:
         return row | {"verdict": "refused", "why": "; ".join(p.message for p in refused.problems)}
@@ -119,22 +141,24 @@ def command() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--resume", action="store_true", help="also resume in the other side's layout, both ways")
     o = parser.parse_args()
-    asked = {"preset": o.presets.split(","), "overlay": o.overlays.split(",")}
-    unknown = [(kind, n) for kind in asked for n in asked[kind] if n not in (*names[kind], NONE)]
+    wanted = {"preset": o.presets.split(","), "overlay": o.overlays.split(",")}
+    unknown = [(kind, n) for kind in wanted for n in wanted[kind] if n not in (*names[kind], NONE)]
     if unknown:
         raise Refused(
             Problem(f"no {kind} `{name}`", None, f"there are: {', '.join(names[kind])}") for kind, name in unknown
         )
     seen: dict[Any, str] = {}
-    found = []
-    for preset in asked["preset"]:
+    found, overlays = [], o.words or wanted["overlay"]
+    for preset in wanted["preset"]:
+        pairs = [asked(preset, overlay, o.device) for overlay in overlays]
         with References(o.device, o.resume) as references:
-            for overlay in o.words or asked["overlay"]:
-                found.append(outcome(preset, overlay, seen, references))
+            for number, overlay in enumerate(overlays):
+                found.append(outcome(preset, overlay, pairs[number], seen, references))
                 sys.stdout.write(line(found[-1]))
                 sys.stdout.flush()
                 if o.file is not None:
                     record(o.file, found)
+                references.keep_for(pairs[number + 1 :])
     bad = [row for row in found if row["verdict"] not in (PROVEN, AS, "refused", "not built")]
     count = {v: sum(row["verdict"] == v for row in found) for v in sorted({row["verdict"] for row in found})}
     sys.stdout.write(", ".join(f"{n} {verdict}" for verdict, n in count.items()) + "\n")

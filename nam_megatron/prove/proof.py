@@ -122,6 +122,11 @@ class Bench:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._ending.close()
 
+    def clear(self) -> None:
+        """Delete what its runs have left; there is nothing to go on from then."""
+        for path in self.folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
     def proof(self, begun: Part) -> Proof:
         """Every part of a proof. begun: what `begin` said."""
         parts = [begun if begun.broken else self.start()]

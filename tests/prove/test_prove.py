@@ -583,7 +583,10 @@ def test_every_pair_has_an_outcome_and_no_run_is_made_twice(monkeypatch, tmp_pat
             ran.append(self.pair.layout.plan.recipe.preset.name)
             return proof.Proof(self.pair, "cpu", 2, FP32, (begun,))
 
-    references = []
+        def clear(self):
+            cleared.append(len(ran))
+
+    references, cleared = [], []
     monkeypatch.setattr(every, "Bench", Ran)
     presets, overlays = "nam56r,nam56r_author_dp,nam52_h200_dense_ref_v1", "none,graphs,ep,fsdp_ep"
     monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "all.json"), "--presets", presets, "--overlays", overlays])
@@ -597,6 +600,7 @@ def test_every_pair_has_an_outcome_and_no_run_is_made_twice(monkeypatch, tmp_pat
     ]
     assert ran == ["nam56r"] * 3 + ["nam52_h200_dense_ref_v1"] * 3
     assert len(references) == 2, "one rank runs once for a preset"
+    assert cleared == [3, 6], "after its last pair, and not before"
     assert any("cuda_graphs" in sentence for sentence in rows[1]["unproven"])
     assert "8 " not in capsys.readouterr().out.splitlines()[-1]
 
