@@ -109,7 +109,7 @@ def rounded(found: Iterable["Row"], noise: Sequence["Row"]) -> tuple["Row", ...]
     told = []
     for row in found:
         if not row.agrees and own.get(row.at, 0.0) >= row.off:
-            note = f"rounding makes {own[row.at] / TIMES:.1e} of it on one rank; the limit is {TIMES:g} times that"
+            note = f"its limit is what rounding may make of it, by one rank from shaken weights: {own[row.at]:.1e}"
             row = replace(row, limit=own[row.at], note=note)
         told.append(row)
     return tuple(told)
