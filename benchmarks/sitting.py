@@ -25,6 +25,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from losses import RUNS
+
 ROOT = Path(__file__).parent.parent
 BUSY = "GPUs are taken"
 SHARED = 130.0  # GiB of an H200 that jobs beside each other may take
@@ -50,8 +52,11 @@ class Job(NamedTuple):
         return self.gib or SHARED
 
 
-PROVE = "-m nam_megatron.prove.every {out}/prove_%s.json --device cuda --presets %s --resume"
+PROVE = "-m nam_megatron.prove.every {out}/prove_%s.json --device cuda --presets %s"
+RESUMED = PROVE + " --resume"
 WHOLE = "feature.cuda_graphs.impl=full_iteration feature.cuda_graphs.warmup_steps=1"
+AUTHOR13 = "model.depth=13 'model.substitute=[{letter: A, ranks: [1, 2, 3], kind: dsa}]'"
+NGRAMS = "feature.ngram_hash.enabled=true feature.ngram_hash.buckets=8000000 feature.ngram_hash.document_end=0"
 GPU_TEST = "-m pytest -q -m gpu -p no:cacheprovider -p no:xdist tests/gpu/%s"
 JOBS = {
     "data": Job(
@@ -68,35 +73,40 @@ JOBS = {
     "kernels_mamba3": Job(1, 2, GPU_TEST % "test_mamba3.py", gib=40),
     "prove_author": Job(
         1, 8,
-        PROVE % ("author", "nam56r_fused")
+        RESUMED % ("author", "nam56r_fused")
         + f' --with "cluster=h200_1 {WHOLE}" --with "cluster=h200_1 precision.deterministic=true" --with "cluster=h200_1 +overlay=long"',
-        gib=60,
+        gib=40,
     ),
     "prove_native": Job(
         1, 8,
-        PROVE % ("native", "nam56r_native_dp_fused")
-        + f' --with "cluster=h200_1 {WHOLE}" --with "cluster=h200_1 precision.deterministic=true" --with "cluster=h200_1 +overlay=muon"'
-        ' --with "cluster=h200_1 feature.cuda_graphs.impl=transformer_engine feature.cuda_graphs.modules=[attn,mamba]"',
-        gib=60,
+        RESUMED % ("native", "nam56r_native_dp_fused")
+        + f' --with "cluster=h200_1 {WHOLE}" --with "cluster=h200_1 precision.deterministic=true" --with "cluster=h200_1 +overlay=muon"',
+        gib=20,
     ),
-    "prove_fp8": Job(1, 11, PROVE % ("fp8", "nam56r_native_dp_fp8") + ' --with "cluster=h200_1"', gib=60),
-    "prove_streams": Job(1, 5, PROVE % ("streams", "nam52_h200_dense_ref_v1") + ' --with "cluster=h200_1 +overlay=fused"', gib=60),
-    "prove_shared": Job(2, 5, PROVE % ("shared", "nam56r_fused") + ' --with "cluster=h200_2 +overlay=cp"'),
-    "prove_shared_native": Job(2, 4, PROVE % ("shared_native", "nam56r_native_dp") + ' --with "cluster=h200_2 +overlay=cp"'),
+    "prove_graphs": Job(
+        1, 5,
+        RESUMED % ("graphs", "nam56r_native_dp_fused")
+        + ' --with "cluster=h200_1 feature.cuda_graphs.impl=transformer_engine feature.cuda_graphs.modules=[attn,mamba]"',
+        gib=20,
+    ),
+    "prove_fp8": Job(1, 6, PROVE % ("fp8", "nam56r_native_dp_fp8") + ' --with "cluster=h200_1"', gib=20),
+    "prove_streams": Job(1, 5, PROVE % ("streams", "nam52_h200_dense_ref_v1") + ' --with "cluster=h200_1 +overlay=fused"', gib=22),
+    "prove_shared": Job(2, 5, RESUMED % ("shared", "nam56r_fused") + ' --with "cluster=h200_2 +overlay=cp"'),
+    "prove_shared_native": Job(2, 4, RESUMED % ("shared_native", "nam56r_native_dp") + ' --with "cluster=h200_2 +overlay=cp"'),
     "prove_sharded": Job(
         2, 6,
-        PROVE % ("sharded", "nam56r_fused")
+        RESUMED % ("sharded", "nam56r_fused")
         + ' --with "cluster=h200_2 +overlay=fsdp_ep"'
         ' --with "cluster=h200_2 parallel.tensor=2 parallel.sequence=true precision.fused_grad_accumulation=false'
         ' feature.megatron_fsdp.enabled=true model.blocks.moe.expert_gemm=transformer_engine"',
     ),
     "prove_sharded_native": Job(
-        2, 4, PROVE % ("sharded_native", "nam56r_native_dp_fused") + ' --with "cluster=h200_2 +overlay=fsdp_ep"'
+        2, 4, RESUMED % ("sharded_native", "nam56r_native_dp_fused") + ' --with "cluster=h200_2 +overlay=fsdp_ep"'
     ),
     # Long sequences and what determinism costs: memory and milliseconds beside each other.
     "long": Job(
-        1, 8,
-        "benchmarks/measure.py --out {out}/long.json --data {data} author52_32k author52_32k_pieces author52_64k_pieces",
+        1, 5,
+        "benchmarks/measure.py --out {out}/long.json --data {data} author52_32k author52_64k_pieces",
         "data",
     ),
     "long_shared": Job(2, 4, "benchmarks/measure.py --out {out}/long_shared.json --data {data} author52_32k_context", "data"),
@@ -120,15 +130,14 @@ JOBS = {
         "data",
     ),
     "fp8_projections": Job(1, 3, "benchmarks/fp8.py --out {out}/fp8_projections.json"),
-    # Ours and Megatron's default stack over 1,000 steps; three seeds are three jobs.
+    # 1,000 steps of ours and of Megatron's default stack, of a shared top-k and of each layer's own; plotted from what comes back.
     **{
-        f"stock_{seed}": Job(
-            1, 16,
-            f"benchmarks/stock.py --out {{out}}/stock_{seed}.json --data {{data}} --steps 1000 --limit 1500 schedule.seed={seed}"
-            " schedule.global_batch_size=4",
-            "data",
+        f"losses_{name}": Job(
+            1, 2.5,
+            f"benchmarks/losses.py train {name} --out {{out}}/losses --data {{data}} --limit 500",
+            "data", gib=39 if name.startswith(("reused", "own")) else 31,
         )
-        for seed in (1234, 1235, 1236)
+        for name in RUNS
     },
     # Checkpoints and other people's trainers.
     "trained": Job(
@@ -159,11 +168,11 @@ JOBS = {
             ("native", f"nam56r_native_dp_fused {WHOLE}", 4, 16, 100, 6),
             ("native_64", f"nam56r_native_dp_fused {WHOLE} optim.warmup_steps=4", 4, 64, 12, 5),
             ("sparse", "nam52_h200_sparse_8_11_ref_v1 +overlay=fused", 2, 4, 100, 5),
-            ("prod", "nam52r_h200_prod_candidate_v1 +overlay=fused", 2, 4, 100, 5),
             ("4full", "nam52r_h200_4full_9sparse_candidate_v1 +overlay=fused", 2, 4, 100, 5),
-            ("moe", "nam52_h200_moe_no_dsa_ref_v1 +overlay=fused", 2, 4, 100, 5),
-            ("streams", "nam52_h200_dense_ref_v1 +overlay=fused", 2, 4, 100, 5),
-            ("plain", "nam52_h200_dense_no_mhc_recovery_v1 +overlay=fused", 2, 4, 100, 5),
+            ("streams", "nam52_h200_dense_ref_v1 +overlay=fused", 1, 4, 100, 4),
+            ("plain", "nam52_h200_dense_no_mhc_recovery_v1 +overlay=fused", 1, 4, 100, 4),
+            ("muon", f"nam56r_fused +overlay=muon {WHOLE}", 2, 4, 50, 4),
+            ("ngrams", f"nam56r_fused {AUTHOR13} {NGRAMS} feature.fim.enabled=true", 2, 4, 100, 3),
         )
     },
 }  # fmt: skip

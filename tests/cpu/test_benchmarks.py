@@ -15,7 +15,7 @@ import pytest
 import torch
 from test_train import lowered, run, trained
 
-from launch import storage
+from launch import steps, storage
 from nam_megatron import train
 from nam_megatron.lower import translate
 from nam_megatron.recipe import load
@@ -25,11 +25,11 @@ sys.path.insert(0, str(Path(train.__file__).parents[1] / "benchmarks"))
 import clock
 import kernels
 import ladder
+import losses
 import measure
 import peak_memory
 import report
 import sitting
-import stock
 import throughput
 
 
@@ -226,19 +226,37 @@ def test_every_rung_is_a_plan_that_can_be_trained():
         plan = measure.lowered(ladder.PRESET, (*ladder.overrides(name), "schedule.save=x")).plan
         assert plan.not_built == ()
         assert plan.recipe.world_size == world
-    assert measure.lowered(stock.PRESET, stock.CUT).plan.not_built == ()
+    for one in losses.RUNS.values():
+        assert measure.lowered(one.preset, one.overrides).plan.not_built == ()
 
 
-def test_stock_is_compared_step_by_step():
-    def trial(shift: float, seconds: float) -> dict:
-        steps = [{"losses": {"lm loss": 5.0 - i + shift * i}, "grad_norm": 1.0 + shift} for i in range(3)]
-        return {"steps": steps, "median_step_seconds": seconds, "peak_bytes": {"steady": {"allocated": 7}}}
+def test_losses_are_what_the_log_said_of_each_step():
+    line = " [2026-11-24 10:00:0{n}] iteration {n}/ 3 | elapsed time per iteration (ms): 9.0 | lm loss: {loss} | grad norm: 2.0 |{more}"
+    said = steps.read(
+        line.format(n=n, loss=loss, more=more)
+        for n, loss, more in ((1, "1.1E+01", " DSA kept 5: 0.25 |"), (2, "9.5", ""), (3, "8.5", ""))
+    )
+    assert losses.series(said) == {
+        "lm loss": {1: 11.0, 2: 9.5, 3: 8.5}, "grad norm": {1: 2.0, 2: 2.0, 3: 2.0}, "DSA kept 5": {1: 0.25}
+    }  # fmt: skip
 
-    found = stock.compare({"ours": trial(0.0, 1.0), "stock": trial(0.25, 2.0), "again": trial(0.0, 1.0)})
-    assert found["lm loss"]["largest difference, stock"] == 0.5
-    assert found["grad norm"]["largest difference, stock"] == 0.25
-    assert found["lm loss"]["largest difference, again"] == 0.0
-    assert "   3    3.000000    3.500000   -5.00e-01\n" in stock.text(found)
+
+def test_a_run_that_fails_leaves_how_far_it_went(tmp_path, monkeypatch, capsys):
+    def trial(name, preset, overrides, folder, limit, words):
+        (folder / f"{name}.log").write_text("iteration 1/ 9 | elapsed time per iteration (ms): 9.0 | lm loss: 4.0 |\n")
+        assert "schedule.train_steps=9" in overrides and words == ("--stock",)
+        return {"name": name, "preset": preset, "wall_seconds": 1.0, "error": "exit 1: OutOfMemoryError"}
+
+    monkeypatch.setattr(measure, "trial", trial)
+    assert losses.main(["train", "stock_1235", "--out", str(tmp_path), "--steps", "9"]) == 1
+    document = json.loads((tmp_path / "stock_1235.json").read_text())
+    assert document["series"] == {"lm loss": {"1": 4.0}} and document["error"] == "exit 1: OutOfMemoryError"
+    assert capsys.readouterr().out == "stock_1235: exit 1: OutOfMemoryError\n"
+
+
+def test_smoothed_losses_are_means_of_steps_in_a_row():
+    assert losses.smooth([1.0, 3.0, 5.0, 11.0], 2) == [2.0, 4.0, 8.0]
+    assert losses.apart([2.0] * losses.SPAN, [1.5] * losses.SPAN) == [0.5]
 
 
 # Records of kernel benchmarks ----------------------------------------------------------------------------------------------------
@@ -415,6 +433,8 @@ def test_what_waits_for_gpus_are_commands_that_there_are():
         if words[0] == "benchmarks/measure.py":
             names = [word for word in words if word != "--profile"][5:]
             assert names and set(names) <= measure.CASES.keys(), name
+        elif words[0] == "benchmarks/losses.py":
+            assert words[1] == "train" and words[2] in losses.RUNS
         elif "nam_megatron.prove.every" in words:
             presets = words[words.index("--presets") + 1].split(",")
             for preset in presets:

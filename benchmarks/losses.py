@@ -1,0 +1,194 @@
+"""Losses of long trainings beside each other: one run a command, then the plots and the table of docs/training.md.
+
+    python benchmarks/losses.py train NAME [--out FOLDER] [--data FOLDER] [--steps 1000] [--limit SECONDS]
+    python benchmarks/losses.py plot
+
+The runs of a question differ in what is asked and in nothing else. They take one sequence a step, so that a thousand steps are minutes,
+and no time, so that several share a GPU. FOLDER/NAME.json (benchmarks/losses) is what a run's log said; of one that failed, as far as
+it went.
+
+    ours, stock, again   13 layers of `nam56r_native_dp`: our stack with `+overlay=fused`, Megatron's default one with Megatron's builder,
+                         and ours once more, which shows what kernels with atomics make of equal runs; three seeds
+    reused, own          13 layers of `nam56r_fused`: of three DSA layers two take the first one's top-k, or each its own; two seeds
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import measure
+
+from launch import steps
+
+HERE = Path(__file__).parent
+FOLDER, DOCS = HERE / "losses", HERE.parent / "docs"
+SEEDS = (1234, 1235, 1236)
+SPAN = 50  # steps that a point of a curve is the mean of
+LOSS, KEPT = steps.LOSS, "DSA kept"
+
+
+class Run(NamedTuple):
+    """words: for benchmarks/peak_memory.py."""
+
+    preset: str
+    overrides: tuple[str, ...]
+    words: tuple[str, ...] = ()
+
+
+CUT = ("cluster=h200_1", "model.depth=13", "schedule.micro_batch_size=1", "schedule.global_batch_size=1")
+DSA = "model.substitute=[{letter: A, ranks: [1, 2, 3], kind: dsa}]"
+RUNS = {
+    f"{name}_{seed}": Run(preset, (*CUT, *overrides, f"schedule.seed={seed}"), words)
+    for seeds, name, preset, overrides, words in (
+        (SEEDS, "ours", "nam56r_native_dp", ("+overlay=fused",), ()),
+        (SEEDS, "stock", "nam56r_native_dp", (), ("--stock",)),
+        (SEEDS, "again", "nam56r_native_dp", ("+overlay=fused",), ()),
+        (SEEDS[:2], "reused", "nam56r_fused", (DSA,), ()),
+        (SEEDS[:2], "own", "nam56r_fused", (DSA, "model.blocks.dsa.full_every=1"), ()),
+    )
+    for seed in seeds
+}
+
+
+def train(name: str, count: int, data: str | None, limit: float) -> dict[str, Any]:
+    """One run: `series` has each figure of its step lines by step, those of layers where they were measured."""
+    run = RUNS[name]
+    length = (f"schedule.train_steps={count}", f"schedule.decay_steps={count}")
+    with tempfile.TemporaryDirectory() as folder:
+        more = (*run.overrides, *length, *measure.built(data, Path(folder) / "data"))
+        entry = measure.trial(name, run.preset, more, Path(folder), limit, run.words)
+        log = Path(folder) / f"{name}.log"
+        said = steps.read(log.read_text(errors="replace").splitlines() if log.exists() else ())
+    kept = ("name", "preset", "overrides", "words", "wall_seconds", "device", "versions", "error")
+    return {key: entry[key] for key in kept if key in entry} | {"series": series(said)}
+
+
+def series(said: steps.Said) -> dict[str, dict[int, float]]:
+    """Losses, gradient norms and what layers measure of themselves, by step."""
+    found: dict[str, dict[int, float]] = {}
+    for number, step in sorted(said.steps.items()):
+        for figure, value in step.values.items():
+            if figure == steps.NORM or figure.endswith("loss") or figure.startswith(steps.GAUGES):
+                found.setdefault(figure, {})[number] = value
+    return found
+
+
+def smooth(values: Sequence[float], span: int = SPAN) -> list[float]:
+    """The mean of each `span` values in a row."""
+    sums = [0.0, *accumulate(values)]
+    return [(after - before) / span for before, after in zip(sums, sums[span:], strict=False)]
+
+
+def read(name: str) -> dict[str, list[float]]:
+    """Figures of a whole run by step, the first first."""
+    run = json.loads((FOLDER / f"{name}.json").read_text())
+    assert "error" not in run, f"{name}: {run['error']}"
+    return {figure: list(values.values()) for figure, values in run["series"].items()}
+
+
+def apart(one: Sequence[float], other: Sequence[float]) -> list[float]:
+    """What is left of a difference when it is smoothed."""
+    return smooth([a - b for a, b in zip(one, other, strict=True)])
+
+
+def table() -> Iterator[str]:
+    """The rows of docs/training.md: last losses, and how far two runs are apart."""
+    apart_ = ("ours from Megatron's", "ours from ours")
+    titles = ("ours", "Megatron's default stack", "ours again", *apart_, *apart_)
+    yield "| seed | " + " | ".join(titles) + " |"
+    yield "|---" * 8 + "|"
+    for seed in SEEDS:
+        ours, stock, again = (read(f"{name}_{seed}")[LOSS] for name in ("ours", "stock", "again"))
+        last = (f"{statistics.fmean(run[-SPAN:]):.4f}" for run in (ours, stock, again))
+        middle = (
+            f"{statistics.median(abs(a - b) for a, b in zip(ours, run, strict=True)):.4f}" for run in (stock, again)
+        )
+        most = (f"{max(map(abs, apart(ours, run))):.4f}" for run in (stock, again))
+        yield f"| {seed} | {' | '.join((*last, *middle, *most))} |"
+
+
+def plot() -> None:
+    """docs/losses.png and docs/reuse.png."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    from matplotlib import pyplot
+
+    def axes(title: str, label: str) -> Any:
+        figure, pair = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+        for axis, (name, unit) in zip(pair, ((title, "loss"), (label, label)), strict=True):
+            axis.set(xlabel="step", ylabel=unit, title=name)
+            axis.grid(alpha=0.3)
+        return figure, pair
+
+    figure, (left, right) = axes(f"ours and Megatron's default stack, means of {SPAN} steps", "difference of the loss")
+    for colour, seed in zip(("C0", "C1", "C2"), SEEDS, strict=True):
+        ours, stock, again = (read(f"{name}_{seed}")[LOSS] for name in ("ours", "stock", "again"))
+        at = range(SPAN, len(ours) + 1)
+        left.plot(at, smooth(ours), colour, label=f"ours, seed {seed}")
+        left.plot(at, smooth(stock), colour, linestyle=":", label=f"Megatron's, seed {seed}")
+        right.plot(at, apart(ours, stock), colour, label=f"ours - Megatron's, seed {seed}")
+        bound = [abs(d) for d in apart(ours, again)]
+        right.fill_between(at, [-b for b in bound], bound, color=colour, alpha=0.15, label=f"equal runs, seed {seed}")
+    for axis in (left, right):
+        axis.legend(fontsize=8)
+    figure.savefig(DOCS / "losses.png", dpi=100)
+
+    figure, (left, right) = axes(
+        f"a top-k for three DSA layers, or three: means of {SPAN} steps", "share of attention kept"
+    )
+    for colour, seed in zip(("C0", "C1"), SEEDS, strict=False):
+        for name, style in (("reused", "-"), ("own", ":")):
+            run = read(f"{name}_{seed}")
+            left.plot(
+                range(SPAN, len(run[LOSS]) + 1),
+                smooth(run[LOSS]),
+                colour,
+                linestyle=style,
+                label=f"{name}, seed {seed}",
+            )
+            whole = json.loads((FOLDER / f"{name}_{seed}.json").read_text())["series"]
+            for figure_, values in whole.items():
+                if figure_.startswith(KEPT):
+                    right.plot(
+                        list(map(int, values)),
+                        values.values(),
+                        colour,
+                        linestyle=style,
+                        label=f"layer {figure_.split()[-1]}, {name}, seed {seed}",
+                    )
+    for axis in (left, right):
+        axis.legend(fontsize=7)
+    figure.savefig(DOCS / "reuse.png", dpi=100)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("train", help="one run")
+    one.add_argument("name", choices=RUNS, metavar="NAME", help=", ".join(RUNS))
+    one.add_argument("--out", type=Path, default=FOLDER, help="folder of the record (default: benchmarks/losses)")
+    one.add_argument("--data", type=measure.dataset, help="a built dataset; mock data by default")
+    one.add_argument("--steps", type=int, default=1000)
+    one.add_argument("--limit", type=float, default=540, help="seconds")
+    commands.add_parser("plot", help="docs/losses.png and docs/reuse.png, of all runs")
+    options = parser.parse_args(words)
+    if options.command == "plot":
+        plot()
+        return 0
+    options.out.mkdir(parents=True, exist_ok=True)
+    run = train(options.name, options.steps, options.data, options.limit)
+    (options.out / f"{options.name}.json").write_text(json.dumps(run) + "\n")
+    losses = list(run["series"].get(LOSS, {}).values())
+    print(f"{options.name}: {run.get('error') or f'{len(losses)} steps, loss {losses[0]:.3f} to {losses[-1]:.3f}'}")
+    return int("error" in run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
