@@ -5,6 +5,7 @@ writes numbers. What is watched: each microbatch's losses, each gradient as the 
 the step, the tokens that each expert got; of a deterministic run the bits of all these, and of what each module puts out and gets back.
 """
 
+import contextlib
 import itertools
 import os
 import re
@@ -159,21 +160,20 @@ class Watch:
         losses: list[torch.Tensor] = []
         counts: dict[str, torch.Tensor] = {}
         passed: dict[str, torch.Tensor] = {}
-        hooks = [*self._count(model, counts), *(_passing(model, passed) if self.by_module else ())]
-        step = optimizer.step
+        with contextlib.ExitStack() as watched:
+            self._count(model, counts, watched)
+            for hook in _passing(model, passed) if self.by_module else ():
+                watched.callback(hook.remove)
+            step = optimizer.step
 
-        def stepping() -> Any:
-            self.said += [(BITS, number, name, bits.item()) for name, bits in passed.items()]
-            self._tensors(GRADIENTS, number, _gradients(model))
-            return step()
+            def stepping() -> Any:
+                self.said += [(BITS, number, name, bits.item()) for name, bits in passed.items()]
+                self._tensors(GRADIENTS, number, _gradients(model))
+                return step()
 
-        optimizer.step = stepping
-        try:
+            optimizer.step = stepping
+            watched.callback(delattr, optimizer, "step")
             result = train_step(partial(_recorded, forward, losses), *rest, iteration=iteration, **named)
-        finally:
-            del optimizer.step
-            for hook in hooks:
-                hook.remove()
         if losses or counts:
             self.seen = losses, counts
         _whole_weights(model, optimizer)
@@ -198,23 +198,23 @@ class Watch:
         _whole_weights(model, optimizer)
         self._tensors(WEIGHTS, 0, _weights(model))
 
-    def _count(self, model: Any, counts: dict[str, torch.Tensor]) -> Iterator[Any]:
-        """Hooks that add up the tokens each expert gets, by layer number."""
+    def _count(self, model: Any, counts: dict[str, torch.Tensor], watched: contextlib.ExitStack) -> None:
+        """Add up the tokens that each expert gets, by layer number, where they leave for it: the graph of a router runs no hook."""
         from megatron.core import parallel_state as ps
-        from megatron.core.transformer.moe.router import TopKRouter
+        from megatron.core.transformer.moe.moe_layer import MoELayer
 
         # Without sequence parallelism every tensor rank routes the same tokens.
         counted = self.side.lowering.plan.recipe.parallel.sequence or ps.get_tensor_model_parallel_rank() == 0
 
-        def add(router: Any, inputs: Any, output: Any) -> None:
+        def leave(layer: MoELayer, dispatch: Callable, *tokens: torch.Tensor) -> Any:
             if torch.is_grad_enabled() and counted:  # what is recomputed runs without first
-                seen = output[1].sum(0).double()
-                counts[str(router.layer_number)] = counts.get(str(router.layer_number), 0) + seen
+                number, seen = str(layer.layer_number), layer.token_dispatcher.routing_map.sum(0).double()
+                counts[number] = counts.get(number, 0) + seen
+            return dispatch(*tokens)
 
-        for chunk in model:
-            for module in chunk.modules():
-                if isinstance(module, TopKRouter):
-                    yield module.register_forward_hook(add)
+        for layer in (m for chunk in model for m in chunk.modules() if isinstance(m, MoELayer)):
+            layer.dispatch = partial(leave, layer, layer.dispatch)
+            watched.callback(delattr, layer, "dispatch")
 
     def _tensors(self, what: str, number: int, found: list[Shard]) -> None:
         path = self.side.folder / f"{what}-{number}.pt"
