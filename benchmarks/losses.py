@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from operator import sub
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,87 +86,84 @@ def smooth(values: Sequence[float], span: int = SPAN) -> list[float]:
     return [(after - before) / span for before, after in zip(sums, sums[span:], strict=False)]
 
 
-def read(name: str) -> dict[str, list[float]]:
-    """Figures of a whole run by step, the first first."""
-    run = json.loads((FOLDER / f"{name}.json").read_text())
-    assert "error" not in run, f"{name}: {run['error']}"
-    return {figure: list(values.values()) for figure, values in run["series"].items()}
+def read(name: str) -> dict[str, dict[int, float]]:
+    """Figures of a run by step; none of one that has not been made, or not to its end."""
+    path = FOLDER / f"{name}.json"
+    run = json.loads(path.read_text()) if path.exists() else {"error": "not run"}
+    return (
+        {} if "error" in run else {figure: {int(n): v for n, v in of.items()} for figure, of in run["series"].items()}
+    )
+
+
+def losses(name: str) -> list[float]:
+    return list(read(name).get(LOSS, {}).values())
 
 
 def apart(one: Sequence[float], other: Sequence[float]) -> list[float]:
-    """What is left of a difference when it is smoothed."""
-    return smooth([a - b for a, b in zip(one, other, strict=True)])
+    """What is left of a difference when it is smoothed; nothing where a run is missing."""
+    return smooth([a - b for a, b in zip(one, other, strict=True)]) if one and other else []
 
 
 def table() -> Iterator[str]:
-    """The rows of docs/training.md: last losses, and how far two runs are apart."""
-    apart_ = ("ours from Megatron's", "ours from ours")
-    titles = ("ours", "Megatron's default stack", "ours again", *apart_, *apart_)
-    yield "| seed | " + " | ".join(titles) + " |"
+    """The last losses of each seed, and how far two runs are apart."""
+    yield (
+        "| seed | ours | Megatron's default stack | ours again | from Megatron's, median step | from ours again | from Megatron's,"
+        " largest mean | from ours again |"
+    )
     yield "|---" * 8 + "|"
     for seed in SEEDS:
-        ours, stock, again = (read(f"{name}_{seed}")[LOSS] for name in ("ours", "stock", "again"))
-        last = (f"{statistics.fmean(run[-SPAN:]):.4f}" for run in (ours, stock, again))
-        middle = (
-            f"{statistics.median(abs(a - b) for a, b in zip(ours, run, strict=True)):.4f}" for run in (stock, again)
-        )
-        most = (f"{max(map(abs, apart(ours, run))):.4f}" for run in (stock, again))
+        ours, *others = (losses(f"{name}_{seed}") for name in ("ours", "stock", "again"))
+        last = [f"{statistics.fmean(run[-SPAN:]):.4f}" if run else "" for run in (ours, *others)]
+        middle, most = [], []
+        for run in others:
+            both = bool(ours and run)
+            middle.append(f"{statistics.median(map(abs, map(sub, ours, run))):.4f}" if both else "")
+            most.append(f"{max(map(abs, apart(ours, run))):.4f}" if both else "")
         yield f"| {seed} | {' | '.join((*last, *middle, *most))} |"
 
 
 def plot() -> None:
-    """docs/losses.png and docs/reuse.png."""
+    """docs/losses.png and docs/reuse.png, of the runs that there are."""
     import matplotlib as mpl
 
     mpl.use("agg")
     from matplotlib import pyplot
 
-    def axes(title: str, label: str) -> Any:
-        figure, pair = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
-        for axis, (name, unit) in zip(pair, ((title, "loss"), (label, label)), strict=True):
-            axis.set(xlabel="step", ylabel=unit, title=name)
+    def panels(*titles: tuple[str, str]) -> Any:
+        figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+        for axis, (title, unit) in zip(axes, titles, strict=True):
+            axis.set(xlabel="step", ylabel=unit, title=title)
             axis.grid(alpha=0.3)
-        return figure, pair
+        return figure, axes
 
-    figure, (left, right) = axes(f"ours and Megatron's default stack, means of {SPAN} steps", "difference of the loss")
-    for colour, seed in zip(("C0", "C1", "C2"), SEEDS, strict=True):
-        ours, stock, again = (read(f"{name}_{seed}")[LOSS] for name in ("ours", "stock", "again"))
-        at = range(SPAN, len(ours) + 1)
-        left.plot(at, smooth(ours), colour, label=f"ours, seed {seed}")
-        left.plot(at, smooth(stock), colour, linestyle=":", label=f"Megatron's, seed {seed}")
-        right.plot(at, apart(ours, stock), colour, label=f"ours - Megatron's, seed {seed}")
-        bound = [abs(d) for d in apart(ours, again)]
-        right.fill_between(at, [-b for b in bound], bound, color=colour, alpha=0.15, label=f"equal runs, seed {seed}")
-    for axis in (left, right):
-        axis.legend(fontsize=8)
-    figure.savefig(DOCS / "losses.png", dpi=100)
+    def curve(axis: Any, values: Sequence[float], label: str, **how: Any) -> None:
+        if values:
+            axis.plot(range(SPAN, SPAN + len(values)), values, label=label, **how)
 
-    figure, (left, right) = axes(
-        f"a top-k for three DSA layers, or three: means of {SPAN} steps", "share of attention kept"
-    )
-    for colour, seed in zip(("C0", "C1"), SEEDS, strict=False):
-        for name, style in (("reused", "-"), ("own", ":")):
-            run = read(f"{name}_{seed}")
-            left.plot(
-                range(SPAN, len(run[LOSS]) + 1),
-                smooth(run[LOSS]),
-                colour,
-                linestyle=style,
-                label=f"{name}, seed {seed}",
-            )
-            whole = json.loads((FOLDER / f"{name}_{seed}.json").read_text())["series"]
-            for figure_, values in whole.items():
+    def finish(figure: Any, axes: Any, name: str) -> None:
+        for axis in axes:
+            axis.legend(fontsize=7)
+        figure.savefig(DOCS / name, dpi=100)
+
+    means = f"means of {SPAN} steps"
+    figure, axes = panels((f"loss, {means}", "lm loss"), (f"ours less the other, {means}", "difference"))
+    for seed, colour in zip(SEEDS, ("C0", "C1", "C2"), strict=True):
+        ours, stock, again = (losses(f"{name}_{seed}") for name in ("ours", "stock", "again"))
+        curve(axes[0], smooth(ours), f"ours, seed {seed}", color=colour)
+        curve(axes[0], smooth(stock), f"Megatron's, seed {seed}", color=colour, linestyle=":")
+        curve(axes[1], apart(ours, stock), f"Megatron's, seed {seed}", color=colour)
+        curve(axes[1], apart(ours, again), f"ours again, seed {seed}", color=colour, linestyle=":")
+    finish(figure, axes, "losses.png")
+
+    figure, axes = panels((f"loss, {means}", "lm loss"), ("share of attention that a DSA layer keeps", "share"))
+    for name, style in (("reused", "-"), ("own", ":")):
+        for seed, colour in zip(SEEDS, ("C0", "C1", "C2"), strict=True):
+            curve(axes[0], smooth(losses(f"{name}_{seed}")), f"{name}, seed {seed}", color=colour, linestyle=style)
+            for figure_, values in read(f"{name}_{seed}").items():
                 if figure_.startswith(KEPT):
-                    right.plot(
-                        list(map(int, values)),
-                        values.values(),
-                        colour,
-                        linestyle=style,
-                        label=f"layer {figure_.split()[-1]}, {name}, seed {seed}",
-                    )
-    for axis in (left, right):
-        axis.legend(fontsize=7)
-    figure.savefig(DOCS / "reuse.png", dpi=100)
+                    layer = f"{name}, layer {figure_.removeprefix(KEPT).strip()}, seed {seed}"
+                    axes[1].plot(list(values), list(values.values()), linestyle=style, label=layer)
+    finish(figure, axes, "reuse.png")
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -185,8 +183,8 @@ def main(words: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     run = train(options.name, options.steps, options.data, options.limit)
     (options.out / f"{options.name}.json").write_text(json.dumps(run) + "\n")
-    losses = list(run["series"].get(LOSS, {}).values())
-    print(f"{options.name}: {run.get('error') or f'{len(losses)} steps, loss {losses[0]:.3f} to {losses[-1]:.3f}'}")
+    said = list(run["series"].get(LOSS, {}).values())
+    print(f"{options.name}: {run.get('error') or f'{len(said)} steps, loss {said[0]:.3f} to {said[-1]:.3f}'}")
     return int("error" in run)
 
 

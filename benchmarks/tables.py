@@ -1,6 +1,6 @@
 """The measured tables of docs/training.md: python benchmarks/tables.py
 
-Reads benchmarks/{throughput,full,experts52,whole52,stock,ladder,blocks,output_layer}_h200.json and receipts/,
+Reads benchmarks/{throughput,full,experts52,whole52,stock,ladder,blocks,output_layer}_h200.json, losses/ and receipts/,
 and writes each table between its marks.
 Needs the package: how many layers of a kind the full model has stands in its plan.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import losses
 from blocks import kind_of
 from measure import FULL
 
@@ -111,6 +112,11 @@ def stock() -> Iterator[str]:
         yield f"| {title} difference of a step's loss from ours | | {apart('stock', pick)} | {apart('again', pick)} |"
     yield "| ms a step | " + " | ".join(f"{s * 1e3:.1f}" for s in found["median_step_seconds"].values()) + " |"
     yield "| GB | " + " | ".join(f"{b / 1e9:.2f}" for b in found["steady_allocated"].values()) + " |"
+
+
+def thousand() -> Iterator[str]:
+    """Losses of 1,000 steps, ours and Megatron's."""
+    yield from losses.table()
 
 
 def ladder() -> Iterator[str]:
@@ -297,6 +303,7 @@ def main() -> None:
         one,
         whole,
         stock,
+        thousand,
         ladder,
         runs,
         blocks,
