@@ -5,42 +5,49 @@ among kernels. Cut:
 
 - widths, each to the smaller of its own and WIDTHS's: every rank has at least two of whatever is shared, and sizes that meet in one matrix
   differ where the model's may. The initialisation grows with the root of what the width lost, so that blocks weigh what they weigh;
-- depth, to the shortest run of at least four layers, two a pipeline segment, that holds every kind, a layer that reuses a top-k where one
-  does, and a legal place for every pipeline cut;
-- data parallel ranks to two, or to what the experts need; sequences to 32 tokens, two samples a microbatch, four microbatches a step, or
-  two a rank where that is more, so that most layouts of a recipe share one reference.
+- depth, to the shortest run of at least four layers that holds every kind, and a layer that reuses a top-k where one does. Of a pipeline
+  each segment is cut by itself, to the shortest run of two layers or more with just its kinds, uneven where the model's are; if that takes
+  more than 24 layers, to a run for all that has a legal place for every cut, and what a segment then lacks is said;
+- data parallel ranks to two, or to what two copies of each expert need where it has several; sequences to 32 tokens, two samples a
+  microbatch, four microbatches a step, or two a rank where that is more, so that most layouts of a recipe share one reference.
 
 On a GPU widths stay but the vocabulary, of 8,192 at most, and depth is cut by the same rule. Sequences are cut to 512 tokens, of which
 DSA selects at most 128, one sample a microbatch: the reference's naive kernels keep whole [s, s] matrices and the state of every token,
 which 4,096 tokens of NAM56R's width are 140 GiB of.
 
-The optimizer's numbers are the command's on both sides: a learning rate at which few steps move the weights, no warm-up, a clip that
-clips, and an epsilon that makes Adam's step a smooth function of the gradient (with 1e-8 its first step is the gradient's sign, and a
-rounding error becomes a whole step).
+The optimizer's numbers are the command's on both sides: a learning rate at which few steps move the weights and which falls with each,
+no warm-up, a clip that clips, and an epsilon that makes Adam's step a smooth function of the gradient (with 1e-8 its first step is the
+gradient's sign, and a rounding error becomes a whole step).
 """
 
 import copy
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nam_megatron.blocks.dsa.block import TILE
 from nam_megatron.errors import Problem, Refused
 from nam_megatron.lower import Lowering, translate
-from nam_megatron.plan import Plan
+from nam_megatron.plan import Layer, Plan
 from nam_megatron.recipe import Recipe, parsed, resolved, to_tree
 from nam_megatron.recipe.data import mock
 
-SEQUENCE, SAMPLES, LEAST = 32, 2, 4
+SEQUENCE, SAMPLES, LEAST, MOST = 32, 2, 4, 24
+TRIED = 64  # cuts of a pipeline, before one run for all segments is taken
+WINDOW = 8
 ON_GPU = {
     "model.seq_length": 512,
     "model.vocab_size": 8192,
     "model.blocks.dsa.top_k": 128,
+    "model.blocks.attention.window": 128,
     "schedule.micro_batch_size": 1,
 }
-OPTIM: dict[str, Any] = {"lr": 0.01, "min_lr": 0.001, "decay": "constant", "warmup_steps": 0, "eps": 1e-3}
+OPTIM: dict[str, Any] = {"lr": 0.01, "min_lr": 0.001, "decay": "linear", "warmup_steps": 0, "eps": 1e-3}
 CLIP = 0.5
 
+
+Layers = Sequence[Layer]
 
 # Kinds whose kernels are other libraries', and run on GPUs alone.
 THEIRS = {"mamba2": "mamba-ssm's", "gdn": "flash-linear-attention's"}
@@ -58,6 +65,7 @@ def widths(recipe: Recipe) -> dict[str, int]:
         "vocab_size": 128 * -(-t // 8),
         "seq_length": _multiple(max(SEQUENCE, 4 * shares), _parts(recipe)),
         "blocks.attention.head_dim": 16,
+        "blocks.attention.window": WINDOW,
         "blocks.attention.query_groups": max(2, t),
         "blocks.mla.q_lora_rank": 16,
         "blocks.mla.kv_lora_rank": 64,
@@ -230,6 +238,8 @@ def pair(recipe: Recipe, device: str, steps: int, seed: int = 1234) -> Pair:
                 unproven.append("feature.cuda_graphs: of one step nothing is captured")
     _batches(tree, recipe, full, steps, seed, device)
     layout, plain = _shortest(tree, full)
+    plain["model"]["pattern"] = plain["model"]["pattern"].replace("|", "")
+    unproven += _other_segments(full, layout.plan)
     for key, value in PLAIN.items():
         _put(plain, key, value)
     # Whether or not this layout can: others share its reference. What is not sharded is so without a word.
@@ -273,8 +283,9 @@ def _keep_grouped(tree: dict[str, Any], recipe: Recipe) -> None:
 def _batches(tree: dict[str, Any], recipe: Recipe, full: Plan, steps: int, seed: int, device: str) -> None:
     p = recipe.parallel
     dense, sparse = p.tensor * p.pipeline * p.context, p.pipeline * p.expert * p.expert_tensor
+    copies = min(2, recipe.world_size // sparse)  # of each expert
     data = min(2, recipe.data_parallel)
-    while (dense * data) % sparse:
+    while (dense * data) % sparse or dense * data < copies * sparse:
         data += 1
     _put(tree, "cluster.nodes", 1)
     _put(tree, "cluster.gpus_per_node", dense * data)
@@ -296,40 +307,87 @@ def _batches(tree: dict[str, Any], recipe: Recipe, full: Plan, steps: int, seed:
 
 def _shortest(tree: dict[str, Any], full: Plan) -> tuple[Lowering, dict[str, Any]]:
     """The plan of the shortest run of layers that holds what the whole model holds; of several the first."""
-    p, total = full.recipe.parallel, len(full.layers)
-    wanted, reuse = {layer.kind for layer in full.layers}, bool(full.reusing_layers)
-    refused = None
-    for depth in range(min(total, max(LEAST, 2 * p.pipeline * p.virtual_pipeline)), total + 1):
-        for first in range(total - depth + 1):
-            if {layer.kind for layer in full.layers[first : first + depth]} != wanted:
-                continue
-            made = copy.deepcopy(tree)
-            _cut_depth(made, full, first, depth)
-            try:
-                found = translate(_recipe(made))
-            except Refused as why:  # no legal cut for the pipeline, no spacing that Megatron's index reuse knows
-                refused = refused or why
-                continue
-            if found.plan.reusing_layers or not reuse:
-                return found, made
+    reuse, refused = bool(full.reusing_layers), None
+    for segments in itertools.chain(itertools.islice(_of_each_segment(full), TRIED), _of_all_layers(full)):
+        made = copy.deepcopy(tree)
+        _keep_layers(made, full, segments)
+        try:
+            found = translate(_recipe(made))
+        except Refused as why:  # no legal cut for the pipeline, no spacing that Megatron's index reuse knows
+            refused = refused or why
+            continue
+        if found.plan.reusing_layers or not reuse:
+            return found, made
     assert refused is not None
-    raise refused
+    raise Refused([replace(p, message=f"cut down for a proof: {p.message}") for p in refused.problems])
 
 
-def _cut_depth(tree: dict[str, Any], full: Plan, first: int, depth: int) -> None:
-    """Keep `depth` layers after the first `first`; pipes that were written go, and the planner cuts."""
-    before, layers = full.layers[:first], full.layers[first : first + depth]
-    tree["model"]["pattern"] = "".join(l.letter for l in layers)
-    tree["model"]["depth"] = depth
+def _of_each_segment(full: Plan) -> Iterator[Sequence[Layers]]:
+    """Runs of each pipeline segment's layers with all of its kinds, together the shortest first, as uneven as the model's are."""
+    if len(full.segments) == 1:
+        return
+    runs = []
+    for layers in full.segments:
+        kinds, least = {layer.kind for layer in layers}, min(2, len(layers))
+        lengths = range(least, min(len(layers), MOST) + 1)
+        whole = [run for n in lengths for run in _runs(layers, n) if {layer.kind for layer in run} == kinds]
+        # Of runs that read alike one.
+        runs.append(list({tuple(layer.kind for layer in run): run for run in reversed(whole)}.values())[::-1])
+    uneven = len({*map(len, full.segments)}) > 1
+    found = [
+        chosen for chosen in itertools.islice(itertools.product(*runs), 100_000)
+        if LEAST <= sum(map(len, chosen)) <= MOST and _shares_apart(full, chosen)
+    ]  # fmt: skip
+    yield from sorted(found, key=lambda chosen: ((len({*map(len, chosen)}) > 1) != uneven, sum(map(len, chosen))))
+
+
+def _shares_apart(full: Plan, segments: Sequence[Layers]) -> bool:
+    """Whether no segment begins among layers that share a top-k."""
+    dsa, before = full.recipe.model.blocks.dsa, 0
+    for layers in segments:
+        count = sum(layer.kind == "dsa" for layer in layers)
+        if dsa and count and before % dsa.full_every:
+            return False
+        before += count
+    return True
+
+
+def _of_all_layers(full: Plan) -> Iterator[Sequence[Layers]]:
+    """Runs with every kind, in one piece: the planner cuts them."""
+    kinds = {layer.kind for layer in full.layers}
+    for depth in range(min(len(full.layers), max(LEAST, 2 * len(full.segments))), len(full.layers) + 1):
+        yield from ([run] for run in _runs(full.layers, depth) if {layer.kind for layer in run} == kinds)
+
+
+def _runs(layers: Layers, length: int) -> Iterator[Layers]:
+    return (layers[first : first + length] for first in range(len(layers) - length + 1))
+
+
+def _keep_layers(tree: dict[str, Any], full: Plan, segments: Sequence[Layers]) -> None:
+    """Keep these layers, and where pipes part them."""
+    layers = [layer for segment in segments for layer in segment]
+    tree["model"]["pattern"] = "|".join("".join(layer.letter for layer in segment) for segment in segments)
+    tree["model"]["depth"] = len(layers)
     substitutes = []
     for sub in tree["model"]["substitute"]:
-        past, here = (sum(l.letter == sub["letter"] for l in part) for part in (before, layers))
-        if ranks := [r - past for r in sub["ranks"] if 0 <= r - past < here]:
+        kept = [layer.rank for layer in layers if layer.letter == sub["letter"]]
+        if ranks := [now for now, rank in enumerate(kept) if rank in sub["ranks"]]:
             substitutes.append({**sub, "ranks": ranks})
     tree["model"]["substitute"] = substitutes
     recompute = (tree.get("feature") or {}).get("recompute") or {}
     if recompute.get("layers"):
-        recompute["layers"] = min(recompute["layers"], max(1, depth // full.recipe.parallel.pipeline))
+        recompute["layers"] = min(recompute["layers"], max(1, len(layers) // full.recipe.parallel.pipeline))
+
+
+def _other_segments(full: Plan, small: Plan) -> Iterator[str]:
+    """What pipeline segments of the cut are otherwise than the model's."""
+    kinds = ([{layer.kind for layer in segment} for segment in plan.segments] for plan in (full, small))
+    lacks = [sorted(whole - cut) for whole, cut in zip(*kinds, strict=True)]
+    if any(lacks):
+        said = "; ".join(f"{', '.join(names)} in segment {number}" for number, names in enumerate(lacks, 1) if names)
+        yield f"parallel.pipeline: what the model has and the cut has not: {said}"
+    if len({*map(len, full.segments)}) > 1 and len({*map(len, small.segments)}) == 1:
+        yield "parallel.pipeline: the model's segments are uneven, those of the cut are not"
 
 
 def _recipe(tree: Mapping[str, Any]) -> Recipe:

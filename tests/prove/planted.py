@@ -17,11 +17,12 @@ import torch
 from nam_megatron.prove.proof import Bench
 from nam_megatron.recipe import load
 
-# (preset, overrides, steps): the author stack in two tensor ranks; native layers, experts and data over two ranks; two stages; two
-# ranks that share each sequence.
+# (preset, overrides, steps): the author stack in two tensor ranks; native layers, experts and data over two ranks; two copies of each
+# expert; two stages; two ranks that share each sequence.
 CASES = {
     "tensor": ("nam56r", ("cluster=h200_2", "parallel.tensor=2", "parallel.sequence=true"), 1),
     "data": ("nam56r_native_dp", ("cluster=h200_2", "parallel.expert=2"), 2),
+    "copies of experts": ("nam56r_native_dp", ("cluster=h200_4", "parallel.expert=2"), 1),
     "pipeline": ("nam56r", ("cluster=h200_2", "parallel.pipeline=2"), 1),
     "context": ("nam56r", ("cluster=h200_2", "parallel.context=2"), 1),
     "sharded": ("nam56r", ("cluster=h200_2", "feature.megatron_fsdp.enabled=true", "parallel.expert=2"), 1),
@@ -248,6 +249,25 @@ def gradients_are_not_reduced():
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
 
     Group.start_grad_sync = Group.finish_grad_sync = lambda self, *_, **__: None
+
+
+@bug("copies of experts", kind="moe", what="gradient")
+def copies_of_an_expert_keep_their_own_gradients():
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
+
+    for name in ("start_grad_sync", "finish_grad_sync"):
+
+        @around(Group, name)
+        def alone(old, self, *args, **named):
+            experts = not all(getattr(p, "allreduce", True) for bucket in self.buckets for p in bucket.params)
+            return None if experts else old(self, *args, **named)
+
+
+@bug("data", what="weight")
+def the_schedule_counts_one_ranks_samples():
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    around(OptimizerParamScheduler, "step")(lambda old, self, increment: old(self, increment // 2))
 
 
 @bug("data", what="weight")

@@ -43,12 +43,48 @@ def test_the_cut_keeps_what_makes_a_layout(preset, layout):
     assert small.kinds == full.kinds and small.mtp == full.mtp and small.mtp_depths == full.mtp_depths
     assert bool(small.reusing_layers) == bool(full.reusing_layers)
     assert small.recipe.parallel == full.recipe.parallel
-    assert len(small.segments) == len(full.segments) and len(small.layers) <= 12
+    assert len(small.segments) == len(full.segments) and len(small.layers) <= 24
+    assert min(2, full.recipe.expert_data_parallel) <= small.recipe.expert_data_parallel
     assert [l.kind for l in one.layers] == [l.kind for l in small.layers]
     assert (
         one.recipe.world_size == 1 and one.recipe.schedule.global_batch_size == small.recipe.schedule.global_batch_size
     )
     assert small.recipe.model.hidden_size <= 64 and small.recipe.data_parallel >= min(2, full.recipe.data_parallel)
+
+
+@pytest.mark.parametrize(
+    ("words", "symbols", "said"),
+    [
+        (("model.pattern='AEAEMM|MM'", "model.depth=8"), "*EM|MM", ""),
+        (("model.pattern='AEM|EAEMEAEMR'", "model.depth=12"), "*EM|*EME", ""),
+        (("model.pattern='AMME|MMEA'", "model.depth=8"), "*MME|MME*", ""),
+        (("parallel.virtual_pipeline=4",), "*EM|ME*|*EM|ME*|ME*|*EM|*EM|M*E", "are uneven, those of the cut are not"),
+    ],
+    ids=["a stage without experts", "uneven", "each in its own order", "even in few layers"],
+)
+def test_each_segment_of_a_pipeline_keeps_its_kinds(words, symbols, said):
+    recipe = load("nam56r_native_dp", ("cluster=h200_2", "parallel.pipeline=2", *words))
+    pair = cut.pair(recipe, "cpu", 2)
+    assert pair.layout.plan.pattern == symbols and pair.reference.plan.pattern == symbols.replace("|", "")
+    assert [s for s in pair.unproven if "segment" in s] == (
+        [f"parallel.pipeline: the model's segments {said}"] if said else []
+    )
+
+
+def test_what_a_segment_of_the_cut_lacks_is_said():
+    """NAM56R's four segments would take three layers that share a top-k each."""
+    pair = cut.pair(load("nam56r", ("parallel.pipeline=2", "parallel.virtual_pipeline=2")), "cpu", 2)
+    (said,) = (s for s in pair.unproven if "segment" in s)
+    assert said.startswith("parallel.pipeline: what the model has and the cut has not: mla in segment 1; dsa, ")
+    whole = cut.pair(load("nam56r", ("parallel.pipeline=2",)), "cpu", 2)
+    assert whole.layout.plan.pattern == "+EMEDEMEDEMMD|+EMMD/+-" and not any("segment" in s for s in whole.unproven)
+
+
+def test_a_window_is_cut_with_the_sequence():
+    words = ("model.blocks.attention.window=1024",)
+    for device, window in (("cpu", 8), ("cuda", 128)):
+        plan = cut.pair(load("nam56r_native_dp", words), device, 2).layout.plan
+        assert plan.recipe.model.blocks.attention.window == window
 
 
 def test_the_two_sides_differ_in_execution_alone():
@@ -527,6 +563,7 @@ PLANTED = (
     "the_balancing_loss_is_dropped",
 )
 PLANTED += ("gradients_are_not_reduced", "each_rank_holds_the_others_experts", "adams_moments_are_not_read")
+PLANTED += ("copies_of_an_expert_keep_their_own_gradients", "the_schedule_counts_one_ranks_samples")
 PLANTED += ("what_others_do_with_my_keys_is_lost", "the_mean_is_of_each_ranks_own_tokens")
 PLANTED += ("a_sum_is_scaled_with_each_microbatch", "what_ranks_average_is_summed")
 
