@@ -7,7 +7,7 @@ among kernels. Cut:
   differ where the model's may. The initialisation grows with the root of what the width lost, so that blocks weigh what they weigh;
 - depth, to the shortest run of at least four layers that holds every kind, and a layer that reuses a top-k where one does. Of a pipeline
   each segment is cut by itself, to the shortest run of two layers or more with just its kinds, uneven where the model's are; if that takes
-  more than 24 layers, to a run for all that has a legal place for every cut, and what a segment then lacks is said;
+  more than 52 layers (on a GPU 24), to a run for all that has a legal place for every cut, and what a segment then lacks is said;
 - data parallel ranks to two, or to what two copies of each expert need where it has several; sequences to 32 tokens, two samples a
   microbatch, four microbatches a step, or two a rank where that is more, so that most layouts of a recipe share one reference.
 
@@ -33,9 +33,9 @@ from nam_megatron.plan import Layer, Plan
 from nam_megatron.recipe import Recipe, parsed, resolved, to_tree
 from nam_megatron.recipe.data import mock
 
-SEQUENCE, SAMPLES, LEAST, MOST = 32, 2, 4, 24
-TRIED = 64  # cuts of a pipeline, before one run for all segments is taken
-WINDOW = 8
+SEQUENCE, SAMPLES, WINDOW, LEAST = 32, 2, 8, 4
+MOST = {"cpu": 52, "cuda": 24}  # layers of a pipeline whose segments keep their kinds
+SHORTEST, TRIED = 4, 64  # runs of a segment, and choices of them, that are looked at
 ON_GPU = {
     "model.seq_length": 512,
     "model.vocab_size": 8192,
@@ -237,7 +237,7 @@ def pair(recipe: Recipe, device: str, steps: int, seed: int = 1234) -> Pair:
             if steps == 1 and graphs.warmup_steps:
                 unproven.append("feature.cuda_graphs: of one step nothing is captured")
     _batches(tree, recipe, full, steps, seed, device)
-    layout, plain = _shortest(tree, full)
+    layout, plain = _shortest(tree, full, device)
     plain["model"]["pattern"] = plain["model"]["pattern"].replace("|", "")
     unproven += _other_segments(full, layout.plan)
     for key, value in PLAIN.items():
@@ -305,10 +305,12 @@ def _batches(tree: dict[str, Any], recipe: Recipe, full: Plan, steps: int, seed:
     _put(tree, "feature.fim", None)
 
 
-def _shortest(tree: dict[str, Any], full: Plan) -> tuple[Lowering, dict[str, Any]]:
+def _shortest(tree: dict[str, Any], full: Plan, device: str) -> tuple[Lowering, dict[str, Any]]:
     """The plan of the shortest run of layers that holds what the whole model holds; of several the first."""
     reuse, refused = bool(full.reusing_layers), None
-    for segments in itertools.chain(itertools.islice(_of_each_segment(full), TRIED), _of_all_layers(full)):
+    for segments in itertools.chain(
+        itertools.islice(_of_each_segment(full, MOST[device]), TRIED), _of_all_layers(full)
+    ):
         made = copy.deepcopy(tree)
         _keep_layers(made, full, segments)
         try:
@@ -322,34 +324,26 @@ def _shortest(tree: dict[str, Any], full: Plan) -> tuple[Lowering, dict[str, Any
     raise Refused([replace(p, message=f"cut down for a proof: {p.message}") for p in refused.problems])
 
 
-def _of_each_segment(full: Plan) -> Iterator[Sequence[Layers]]:
+def _of_each_segment(full: Plan, most: int) -> Iterator[Sequence[Layers]]:
     """Runs of each pipeline segment's layers with all of its kinds, together the shortest first, as uneven as the model's are."""
     if len(full.segments) == 1:
         return
-    runs = []
-    for layers in full.segments:
+    dsa, runs = full.recipe.model.blocks.dsa, []
+    for number, layers in enumerate(full.segments, 1):
         kinds, least = {layer.kind for layer in layers}, min(2, len(layers))
-        lengths = range(least, min(len(layers), MOST) + 1)
-        whole = [run for n in lengths for run in _runs(layers, n) if {layer.kind for layer in run} == kinds]
+        whole = [
+            run for n in range(least, len(layers) + 1) for run in _runs(layers, n) if {layer.kind for layer in run} == kinds
+        ]  # fmt: skip
+        if dsa and any(layer.kind == "dsa" for later in full.segments[number:] for layer in later):
+            # The next begins a share of a top-k of its own.
+            whole = [run for run in whole if sum(layer.kind == "dsa" for layer in run) % dsa.full_every == 0]
         # Of runs that read alike one.
-        runs.append(list({tuple(layer.kind for layer in run): run for run in reversed(whole)}.values())[::-1])
+        alike = {tuple(layer.kind for layer in run): run for run in reversed(whole)}
+        runs.append(list(alike.values())[: -SHORTEST - 1 : -1])
     uneven = len({*map(len, full.segments)}) > 1
-    found = [
-        chosen for chosen in itertools.islice(itertools.product(*runs), 100_000)
-        if LEAST <= sum(map(len, chosen)) <= MOST and _shares_apart(full, chosen)
-    ]  # fmt: skip
+    choices = itertools.islice(itertools.product(*runs), 100_000)
+    found = [c for c in choices if LEAST <= sum(map(len, c)) <= most]
     yield from sorted(found, key=lambda chosen: ((len({*map(len, chosen)}) > 1) != uneven, sum(map(len, chosen))))
-
-
-def _shares_apart(full: Plan, segments: Sequence[Layers]) -> bool:
-    """Whether no segment begins among layers that share a top-k."""
-    dsa, before = full.recipe.model.blocks.dsa, 0
-    for layers in segments:
-        count = sum(layer.kind == "dsa" for layer in layers)
-        if dsa and count and before % dsa.full_every:
-            return False
-        before += count
-    return True
 
 
 def _of_all_layers(full: Plan) -> Iterator[Sequence[Layers]]:

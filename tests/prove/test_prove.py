@@ -43,7 +43,7 @@ def test_the_cut_keeps_what_makes_a_layout(preset, layout):
     assert small.kinds == full.kinds and small.mtp == full.mtp and small.mtp_depths == full.mtp_depths
     assert bool(small.reusing_layers) == bool(full.reusing_layers)
     assert small.recipe.parallel == full.recipe.parallel
-    assert len(small.segments) == len(full.segments) and len(small.layers) <= 24
+    assert len(small.segments) == len(full.segments) and len(small.layers) <= 40
     assert min(2, full.recipe.expert_data_parallel) <= small.recipe.expert_data_parallel
     assert [l.kind for l in one.layers] == [l.kind for l in small.layers]
     assert (
@@ -53,31 +53,30 @@ def test_the_cut_keeps_what_makes_a_layout(preset, layout):
 
 
 @pytest.mark.parametrize(
-    ("words", "symbols", "said"),
+    ("words", "symbols"),
     [
-        (("model.pattern='AEAEMM|MM'", "model.depth=8"), "*EM|MM", ""),
-        (("model.pattern='AEM|EAEMEAEMR'", "model.depth=12"), "*EM|*EME", ""),
-        (("model.pattern='AMME|MMEA'", "model.depth=8"), "*MME|MME*", ""),
-        (("parallel.virtual_pipeline=4",), "*EM|ME*|*EM|ME*|ME*|*EM|*EM|M*E", "are uneven, those of the cut are not"),
+        (("model.pattern='AEAEMM|MM'", "model.depth=8"), "*EM|MM"),
+        (("model.pattern='AEM|EAEMEAEMR'", "model.depth=12"), "*EM|*EME"),
+        (("model.pattern='AMME|MMEA'", "model.depth=8"), "*MME|MME*"),
+        (("parallel.virtual_pipeline=4",), "*EM|ME*|*EM|ME*|ME*|*EM|*EM|EMM*"),
     ],
-    ids=["a stage without experts", "uneven", "each in its own order", "even in few layers"],
+    ids=["a stage without experts", "uneven", "each in its own order", "eight"],
 )
-def test_each_segment_of_a_pipeline_keeps_its_kinds(words, symbols, said):
+def test_each_segment_of_a_pipeline_keeps_its_kinds(words, symbols):
     recipe = load("nam56r_native_dp", ("cluster=h200_2", "parallel.pipeline=2", *words))
     pair = cut.pair(recipe, "cpu", 2)
     assert pair.layout.plan.pattern == symbols and pair.reference.plan.pattern == symbols.replace("|", "")
-    assert [s for s in pair.unproven if "segment" in s] == (
-        [f"parallel.pipeline: the model's segments {said}"] if said else []
-    )
+    assert not any("segment" in sentence for sentence in pair.unproven)
 
 
 def test_what_a_segment_of_the_cut_lacks_is_said():
-    """NAM56R's four segments would take three layers that share a top-k each."""
-    pair = cut.pair(load("nam56r", ("parallel.pipeline=2", "parallel.virtual_pipeline=2")), "cpu", 2)
-    (said,) = (s for s in pair.unproven if "segment" in s)
+    """NAM56R's four segments take three layers that share a top-k each, too many for a GPU at full width."""
+    words = ("parallel.pipeline=2", "parallel.virtual_pipeline=2")
+    (said,) = (s for s in cut.pair(load("nam56r", words), "cuda", 2).unproven if "segment" in s)
     assert said.startswith("parallel.pipeline: what the model has and the cut has not: mla in segment 1; dsa, ")
-    whole = cut.pair(load("nam56r", ("parallel.pipeline=2",)), "cpu", 2)
-    assert whole.layout.plan.pattern == "+EMEDEMEDEMMD|+EMMD/+-" and not any("segment" in s for s in whole.unproven)
+    whole = cut.pair(load("nam56r", words), "cpu", 2)
+    assert whole.layout.plan.pattern == "+EMEDEMEDEMMD|+EMEDEMMDEMED|+EMMD|EMM+/+-"
+    assert not any("segment" in sentence for sentence in whole.unproven)
 
 
 def test_a_window_is_cut_with_the_sequence():
