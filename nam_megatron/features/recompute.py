@@ -71,6 +71,14 @@ class Recompute(Feature):
             for module in self.modules:
                 if (kind := NEEDS.get(module)) and kind not in plan.kinds:
                     yield Problem(f"recompute of `{module}` in a model without {kind}", at + "modules")
+            fsdp = plan.recipe.feature.megatron_fsdp
+            if "mla_up_proj" in self.modules and "dsa" in plan.kinds and fsdp and fsdp.strategy != "optim":
+                # megatron_fsdp.py, _grad_acc: what a second backward pass brings is written over what the first has brought.
+                yield Problem(
+                    "under Megatron-FSDP the up-projection of DSA's keys and values loses one of the gradients that it gets in two passes",
+                    at + "modules",
+                    "leave `mla_up_proj` out, or set `feature.megatron_fsdp.enabled=false`",
+                )
             moe = plan.recipe.model.blocks.moe
             if "moe_act" in self.modules and moe and not moe.grouped_gemm:
                 yield Problem(

@@ -165,6 +165,19 @@ RULES = (
         "core/pipeline_parallel/schedules.py forward_step_calc_loss",
     ),
     Rule(
+        "dsa-fsdp-recompute",
+        WRONG,
+        "recompute_modules",
+        lambda a, m: m.dsa
+        and a.use_megatron_fsdp
+        and a.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
+        and a.recompute_granularity == "selective"
+        and "mla_up_proj" in listed(a.recompute_modules),
+        "Megatron-FSDP keeps one of the two gradients that the up-projection of keys and values then gets",
+        "leave `mla_up_proj` out",
+        "core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py _grad_acc",
+    ),
+    Rule(
         "dsa-sequence",
         FAIL,
         "sequence_parallel",
