@@ -42,7 +42,10 @@ if sys.argv[:1] == ["-m"]:
     def _lost(ignored: sys.UnraisableHookArgs) -> None:
         """A Ctrl-C that came while Python called back something that must not fail, and was dropped: it comes again."""
         if ignored.exc_type is KeyboardInterrupt and signal.getsignal(signal.SIGINT) is _interrupt:
-            _thread.start_new_thread(_again, ())
+            try:  # noqa: SIM105  `contextlib` imports for milliseconds itself
+                _thread.start_new_thread(_again, ())
+            except RuntimeError:  # the interpreter is ending, which is what was asked for
+                pass
         else:
             _ignored(ignored)
 

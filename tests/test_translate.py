@@ -695,6 +695,12 @@ def test_ctrl_c_is_a_line():
     assert (done.returncode, done.stdout, done.stderr) == (130, "begun\n", "interrupted\n")
 
 
+def test_a_second_ctrl_c_while_python_ends_is_nothing():
+    code = "import sys; sys.argv = ['-m']; import nam_megatron, atexit, os, signal; atexit.register(os.kill, os.getpid(), signal.SIGINT)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_what_is_not_stdout_is_a_failure():
     """A child that died (Megatron, say) must not look like a reader that has read enough, nor a checkpoint's disk like stdout's."""
     done = finished("p = subprocess.Popen('true', stdin=-1); p.wait(); p.stdin.write(b'x' * 10); p.stdin.flush()")

@@ -113,14 +113,19 @@ class Bench:
     def __enter__(self) -> "Bench":
         warm()
         self._ending = contextlib.ExitStack()
-        if threading.current_thread() is threading.main_thread():  # tens of GiB are taken away on SIGTERM, too
-            before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-            self._ending.callback(signal.signal, signal.SIGTERM, before)
-        self.folder = Path(self._ending.enter_context(tempfile.TemporaryDirectory(prefix="nam_megatron_prove_")))
+        for number in (signal.SIGTERM, signal.SIGHUP):  # tens of GiB are taken away then, too
+            if threading.current_thread() is threading.main_thread() and signal.getsignal(number) != signal.SIG_IGN:
+                before = signal.signal(number, lambda number, _: sys.exit(128 + number))
+                self._ending.callback(signal.signal, number, before)
+        self._kept = tempfile.TemporaryDirectory(prefix="nam_megatron_prove_")
+        self.folder = Path(self._kept.name)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._ending.close()
+        from nam_megatron.prove import ranks
+
+        with self._ending, ranks.undisturbed():
+            self._kept.cleanup()
 
     def clear(self) -> None:
         """Delete what its runs have left; there is nothing to go on from then."""

@@ -1,14 +1,18 @@
 """The prove command: what it cuts, what it compares, and that it finds what is planted."""
 
 import json
+import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from functools import cache, partial
 from math import inf, sqrt
+from pathlib import Path
 from types import SimpleNamespace
 
 import planted
@@ -18,7 +22,7 @@ from command import unbuilt, warm
 from presets import ALL, PUBLIC, lowered
 
 from nam_megatron.errors import Refused
-from nam_megatron.prove import compare, cpu, cut, every, proof
+from nam_megatron.prove import compare, cpu, cut, every, proof, ranks
 from nam_megatron.prove.__main__ import text
 from nam_megatron.prove.compare import COUNT, FP32, GRADIENT, LOSS, WEIGHT, Row
 from nam_megatron.recipe import load, to_tree
@@ -471,25 +475,149 @@ def test_a_second_run_with_other_bits_is_told_by_the_module_that_first_had_them(
     assert not any(row.off for row in part.rows[: part.rows.index(part.first)])
 
 
-def test_a_proof_that_is_ended_leaves_no_file(tmp_path):
-    """On SIGTERM, as of `timeout`: its checkpoints may be tens of GiB. And waits for no rank."""
+def ending(tmp_path, *words):
+    """A proof in a process, begun with the third step of its reference."""
     command = [
         sys.executable,
+        "-W",
+        "ignore",
         "-m",
         "nam_megatron.prove",
         "conf=nam56r_native_dp",
         "cluster=h200_1",
-        "steps=100",
-        "resume=false",
+        *words,
     ]
     ended = subprocess.Popen(command, env=os.environ | {"TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE, text=True)
     while not list(tmp_path.glob("nam_megatron_prove_*/weight-3.pt")):
         assert ended.poll() is None, ended.stderr.read()
         time.sleep(0.02)
-    ended.terminate()
+    return ended
+
+
+@pytest.mark.parametrize(
+    ("numbers", "code", "said"),
+    [
+        ((signal.SIGTERM,), 143, ""),
+        ((signal.SIGTERM, signal.SIGTERM, signal.SIGTERM), 143, ""),
+        ((signal.SIGHUP,), 129, ""),
+        ((signal.SIGINT, signal.SIGINT), 130, "interrupted\n"),
+    ],
+)
+def test_a_proof_that_is_ended_leaves_no_file(tmp_path, numbers, code, said):
+    """On SIGTERM, as of `timeout`: its checkpoints may be tens of GiB. And waits for no rank."""
+    ended = ending(tmp_path, "steps=100", "resume=false")
     begun = time.monotonic()
-    assert (ended.wait(60), ended.stderr.read()) == (143, "")
+    for number in numbers:
+        ended.send_signal(number)
+        time.sleep(0.05)
+    # What comes when all is done has its usual effect.
+    assert ended.wait(60) in (code, -numbers[-1]) and ended.stderr.read() == said
     assert not [path for path in tmp_path.rglob("*") if path.is_file()] and time.monotonic() - begun < 15
+    assert not list(tmp_path.glob("nam_megatron_prove_*"))
+
+
+def test_a_signal_while_files_are_deleted_waits_for_that(tmp_path, monkeypatch):
+    monkeypatch.setattr(proof, "warm", lambda: None)
+    monkeypatch.setattr(proof.tempfile, "tempdir", str(tmp_path))
+    bench = proof.Bench(load("nam56r", ("cluster=h200_1",)), steps=1)
+
+    class Deleted:
+        name, cleaned = str(tmp_path), 0
+
+        def __init__(self, **_): ...
+
+        def cleanup(self):
+            for number in ranks.ENDING:
+                signal.raise_signal(number)
+            Deleted.cleaned += 1
+
+    monkeypatch.setattr(proof.tempfile, "TemporaryDirectory", Deleted)
+    before = list(map(signal.getsignal, ranks.ENDING))
+    with pytest.raises(KeyboardInterrupt), bench:
+        pass
+    assert Deleted.cleaned == 1 and list(map(signal.getsignal, ranks.ENDING)) == before
+
+
+def test_what_nohup_keeps_away_stays_away():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with ranks.undisturbed() as came:
+            signal.raise_signal(signal.SIGHUP)
+        assert not came
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def with_managers(folder, other, then):
+    """A rank with managers, forked as on a CPU and spawned as on a GPU, whose ids it writes into a file."""
+    if os.environ["RANK"] == "1":
+        while not (folder / "0.pids").exists():
+            time.sleep(0.01)
+        return other()
+    managers = [multiprocessing.get_context(method).Manager() for method in ("fork", "spawn")]
+    (folder / "pids").write_text(" ".join(str(manager._process.pid) for manager in managers))
+    (folder / "pids").rename(folder / "0.pids")
+    return then()
+
+
+def fails():
+    return 7
+
+
+def waits():
+    time.sleep(60)
+
+
+def ends():
+    return 0
+
+
+def gone(folder) -> bool:
+    """Whether those managers have ended: one that its new parent has not waited for has, too."""
+
+    def ended(pid):
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        except FileNotFoundError:
+            return True
+
+    pids = (folder / "0.pids").read_text().split()
+    assert len(pids) == 2
+    until = time.monotonic() + 10
+    while not all(map(ended, pids)) and time.monotonic() < until:
+        time.sleep(0.02)
+    return all(map(ended, pids))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("other", "then"), [(fails, waits), (waits, waits), (ends, ends)], ids=["failed", "late", "done"]
+)
+def test_managers_of_a_rank_end_with_it(tmp_path, monkeypatch, device, other, then):
+    """Of a rank that is killed since another failed or the time is over, too; sockets are left by none."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    ended = ranks.fork(2, partial(with_managers, shared, other, then), 20 if device == "cuda" else 8, device)
+    assert [rank.code for rank in ended] == {ends: [0, 0], fails: [-9, 7], waits: [-9, -9]}[other], ended
+    assert gone(shared) and list(tmp_path.iterdir()) == [shared]
+
+
+def test_managers_of_a_rank_end_with_a_command_that_is_killed(tmp_path):
+    code = f"""if True:
+        import pathlib, sys
+        sys.path.append({str(Path(__file__).parent)!r})
+        sys.path.append({str(Path(__file__).parents[1])!r})
+        from functools import partial
+        from test_prove import ranks, waits, with_managers
+        ranks.fork(1, partial(with_managers, pathlib.Path({str(tmp_path)!r}), None, waits))"""
+    killed = subprocess.Popen([sys.executable, "-W", "ignore", "-c", code], env=os.environ | {"TMPDIR": str(tmp_path)})
+    while not (tmp_path / "0.pids").exists():
+        assert killed.poll() is None
+        time.sleep(0.02)
+    killed.kill()
+    killed.wait()
+    assert gone(tmp_path)
 
 
 def test_what_one_run_made_in_an_earlier_step_is_no_other_bit():
