@@ -3,6 +3,7 @@
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import hydra
@@ -15,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import nam_megatron
 from nam_megatron import files
-from nam_megatron.errors import OK, REFUSED, Problem, Refused, finish, raise_if_twice
+from nam_megatron.errors import OK, REFUSED, Problem, Refused, finish, raise_if, raise_if_twice
 from nam_megatron.origin import Origin, clipped, hydra_problem
 from nam_megatron.recipe import Recipe, conf_dir, from_config
 
@@ -24,20 +25,35 @@ OTHER_CONFIG = re.compile(r"--config-(?:name|path)(?:=|$)|-c[np]")
 Task = Callable[[Recipe, Mapping[str, Any], Origin], int]
 
 
-def run(config_name: str, keys: Sequence[str], task: Task) -> NoReturn:
+def run(
+    config_name: str,
+    keys: Sequence[str],
+    task: Task,
+    spelled: Callable[[Sequence[str]], list[str]] = list,
+    also: Mapping[str, str] | None = None,
+) -> NoReturn:
     """Run a command and exit.
 
     Args:
         config_name: the command's own config in conf/, which includes `recipe`.
         keys: its top-level keys that are the command's words and not the recipe's.
         task: gets the recipe, those words and where things were set; returns the exit code. Called once per job of a multirun.
+        spelled: the command line with the command's words as its config has them. May raise Refused.
+        also: what to say besides of a group of configs that has not what was asked for, where the command has a word of its name.
     """
-    finish(lambda: _run(config_name, keys, task))
+    finish(lambda: _run(config_name, keys, task, spelled, also or {}))
 
 
-def _run(config_name: str, keys: Sequence[str], task: Task) -> int:
-    sys.argv[1:] = [f"preset={a.removeprefix('conf=')}" if a.startswith("conf=") else a for a in sys.argv[1:]]
+def _run(
+    config_name: str,
+    keys: Sequence[str],
+    task: Task,
+    spelled: Callable[[Sequence[str]], list[str]],
+    also: Mapping[str, str],
+) -> int:
+    sys.argv[1:] = [f"preset={a.removeprefix('conf=')}" if a.startswith("conf=") else a for a in spelled(sys.argv[1:])]
     raise_if_twice(_given(sys.argv[1:]))
+    raise_if(_no_names(sys.argv[1:]))
     codes = [OK]
     # Outside a job Hydra composes, and whatever it raises is over what it was given; in a job, errors are ours.
     in_job = False
@@ -58,6 +74,7 @@ def _run(config_name: str, keys: Sequence[str], task: Task) -> int:
     if another := next((a for a in sys.argv[1:] if OTHER_CONFIG.match(a)), None):
         hint = "`conf=NAME` chooses a preset; `--config-dir DIR` adds a folder of your own"
         raise Refused(Problem(f"`{clipped(another)}`: a command has one config, and it is its own", None, hint))
+    _options(sys.argv[1:])
     files.guard()
     # Hydra would print its own errors and exit with 1; ours name the key, give a hint, and exit with 2.
     hydra_utils.run_and_report = lambda function: function()
@@ -69,8 +86,24 @@ def _run(config_name: str, keys: Sequence[str], task: Task) -> int:
     except Exception as err:
         if in_job:
             raise
-        codes.append(_refuse(Refused(hydra_problem(err))))
+        problem = hydra_problem(err)
+        if more := also.get(problem.key or ""):
+            problem = replace(problem, hint=f"{problem.hint}; {more}")
+        codes.append(_refuse(Refused(problem)))
     return max(codes)
+
+
+def _options(words: Sequence[str]) -> None:
+    """Refuse options that Hydra does not have, which its parser would end the process for."""
+    parser = hydra_utils.get_args_parser()
+
+    def refuse(message: str) -> NoReturn:
+        raise Refused(
+            Problem(f"options: {message}", None, "a key is KEY=VALUE; `--help` lists options, groups and keys")
+        )
+
+    parser.error = refuse
+    parser.parse_args(words)
 
 
 def _given(words: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -91,6 +124,17 @@ def _given(words: Sequence[str]) -> Iterator[tuple[str, str]]:
             key = override.key_or_group
             # As it was typed, most likely.
             yield "conf" if key == "preset" else key, word.partition("=")[2]
+
+
+def _no_names(words: Sequence[str]) -> Iterator[Problem]:
+    """Groups of configs that are given what is no name of one of them; Hydra does not say which."""
+    groups = {path.name for path in conf_dir().iterdir() if path.is_dir()}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if equals and re.fullmatch(r"null|true|false|[-+.\d]+", value) and key in groups:
+            yield Problem(
+                f"`{value}` is no name", key, f"`{key}` is a group of configs: write {key}=NAME; `--help` lists them"
+            )
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:

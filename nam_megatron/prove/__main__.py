@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from nam_megatron import app
-from nam_megatron.errors import INCOMPLETE, Problem, Refused, counted
+from nam_megatron.errors import INCOMPLETE, Problem, Refused, counted, raise_if_twice
 from nam_megatron.lower import translate
 from nam_megatron.prove.compare import BITS, ORDER, Row
 from nam_megatron.prove.proof import Part, Proof, prove
@@ -16,6 +16,7 @@ from nam_megatron.report import layout
 
 # `device` of a recipe is the GPU it is for; the word of that name becomes this one.
 KEYS = ("run_on", "steps", "resume", "format")
+DEVICES = ("cpu", "cuda")
 
 
 def task(recipe: Recipe, words: Mapping[str, Any], origin: Any) -> int:
@@ -31,12 +32,19 @@ def task(recipe: Recipe, words: Mapping[str, Any], origin: Any) -> int:
 
 
 def check(words: Mapping[str, Any]) -> None:
-    choices = {"run_on": ("cpu", "cuda"), "format": ("auto", "table", "json"), "resume": (True, False)}
+    choices = {"run_on": DEVICES, "format": ("auto", "table", "json")}
     for key, allowed in choices.items():
         if words[key] not in allowed:
-            raise Refused(Problem(f"no `{words[key]}`", key, f"there are: {', '.join(map(str, allowed))}"))
-    if not isinstance(words["steps"], int) or not 1 <= words["steps"] <= 100:
-        raise Refused(Problem(f"{words['steps']} steps", "steps", "2 or 3 show what there is to see"))
+            raise Refused(Problem(f"no `{words[key]}`", key, f"there are: {', '.join(allowed)}"))
+    if not isinstance(words["resume"], bool):  # 1 is equal to True
+        raise Refused(
+            Problem(f"`{words['resume']}` is neither true nor false", "resume", "`resume=false` leaves it out")
+        )
+    steps = words["steps"]
+    if type(steps) is not int or not 1 <= steps <= 100:  # True is an int
+        shown = str(steps).lower() if isinstance(steps, bool) else steps
+        hint = "2 or 3 show what there is to see"
+        raise Refused(Problem(f"`{shown}` is no number of steps from 1 to 100", "steps", hint))
 
 
 def text(proof: Proof, every: bool = False) -> str:
@@ -46,7 +54,7 @@ def text(proof: Proof, every: bool = False) -> str:
     lines = [
         f"{r.preset.name} on {counted(r.world_size, 'rank')} ({layout(plan)}) against {beside}",
         f"model:    {plan.pattern}, of {proof.pair.full.pattern}",
-        f"limits:   {proof.limits.why}",
+        *([f"limits:   {proof.limits.why}"] if compared(proof) else []),
         *(f"unproven: {sentence}" for sentence in proof.unproven),
     ]
     for part in proof.parts:
@@ -55,6 +63,11 @@ def text(proof: Proof, every: bool = False) -> str:
         lines += table(part.rows if every else list(dict.fromkeys(notable)))
     lines += ["", f"verdict:  {proof.word}"]
     return "\n".join(lines) + "\n"
+
+
+def compared(proof: Proof) -> bool:
+    """Whether anything was: a proof on GPUs has its limits from the noise that its reference was asked for."""
+    return any(part.rows for part in proof.parts)
 
 
 def said(part: Part) -> str:
@@ -120,7 +133,11 @@ def as_json(proof: Proof) -> str:
         for part in proof.parts
     ]  # fmt: skip
     tree = {"preset": recipe.preset.name, "verdict": proof.word, "device": proof.device, "ranks": recipe.world_size}
-    tree |= {"pattern": proof.pair.layout.plan.pattern, "limits": _limits(proof), "unproven": proof.unproven}
+    tree |= {
+        "pattern": proof.pair.layout.plan.pattern,
+        "limits": _limits(proof) if compared(proof) else None,
+        "unproven": proof.unproven,
+    }
     return json.dumps(tree | {"cut": proof.pair.shrunk, "parts": parts}, indent=1, default=str) + "\n"
 
 
@@ -133,11 +150,15 @@ def _row(row: Row | None) -> dict[str, Any] | None:
     return None if row is None else asdict(row) | {"off": row.off if row.off != float("inf") else None}
 
 
+def own(words: Sequence[str]) -> list[str]:
+    """The command line with the name of the command's own `device`. Another one is the GPU that the recipe is for."""
+    mine = [f"device={name}" for name in DEVICES]
+    raise_if_twice(("device", word.removeprefix("device=")) for word in words if word in mine)
+    return [word.replace("device", "run_on") if word in mine else word for word in words]
+
+
 def main() -> None:
-    sys.argv[1:] = [
-        f"run_on={w.removeprefix('device=')}" if w in ("device=cpu", "device=cuda") else w for w in sys.argv[1:]
-    ]
-    app.run("prove", KEYS, task)
+    app.run("prove", KEYS, task, own, {"device": "what a proof runs on is `device=cpu` or `device=cuda`"})
 
 
 if __name__ == "__main__":

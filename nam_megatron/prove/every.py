@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from nam_megatron import argv
-from nam_megatron.errors import FINDINGS, OK, Problem, Refused, finish
+from nam_megatron.errors import FINDINGS, OK, Problem, Refused, finish, raise_if
 from nam_megatron.lower import Lowering
 from nam_megatron.prove import cut
 from nam_megatron.prove.__main__ import said
 from nam_megatron.prove.compare import Row
-from nam_megatron.prove.proof import PROVEN, Bench, Proof
+from nam_megatron.prove.proof import PROVEN, Bench, Proof, lacking
 from nam_megatron.recipe import Recipe, conf_dir, load
 
 NONE, AS = "none", "as"
@@ -147,6 +147,8 @@ def command() -> int:
         raise Refused(
             Problem(f"no {kind} `{name}`", None, f"there are: {', '.join(names[kind])}") for kind, name in unknown
         )
+    if o.device == "cuda":
+        raise_if(lacking(1))  # or every pair would be refused by name, which is no finding
     seen: dict[Any, str] = {}
     found, overlays = [], o.words or wanted["overlay"]
     for preset in wanted["preset"]:

@@ -11,15 +11,16 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from nam_megatron.budget.static import parameters
-from nam_megatron.errors import FINDINGS, OK, counted, raise_if
+from nam_megatron.errors import FINDINGS, OK, Problem, counted, raise_if
 from nam_megatron.prove import compare, cut
 from nam_megatron.prove.compare import FP32, Limits, Row
 from nam_megatron.recipe import Recipe
@@ -108,6 +109,8 @@ class Bench:
     def beside(self, pair: cut.Pair) -> None:
         """Go on with another layout of the same reference."""
         raise_if(compare.refusals(pair.layout.plan, self.device))
+        if self.device == "cuda":
+            raise_if(lacking(pair.layout.plan.recipe.world_size))
         self.pair, self.resumable = pair, self.resume and cut.resumable(pair.layout.plan.recipe)
 
     def __enter__(self) -> "Bench":
@@ -251,6 +254,26 @@ class Bench:
         same = 2 if side.resume == "reference" else 1
         plan, said = side.lowering.plan, self._said(side.name)
         return Part(title, compare.rows(reference, said, names, plan, self.limits, steps, same))
+
+
+def lacking(ranks: int) -> Iterator[Problem]:
+    """What this host has not that a proof on GPUs needs."""
+    import torch
+
+    def problem(message: str, hint: str) -> Problem:
+        # The command's own word, which no file has; the recipe's `device` is the GPU that it is for.
+        return Problem(message, "device", hint, place="device=cuda")
+
+    on_cpu = "`device=cpu` proves it in fp32 with widths cut"
+    if not (gpus := torch.cuda.device_count()):
+        yield problem("torch sees no GPU on this host", f"{on_cpu}; `CUDA_VISIBLE_DEVICES` may hide them")
+    elif gpus < ranks:
+        fewer = "the same kinds of parallelism of fewer ranks: `cluster.nodes=1 cluster.gpus_per_node=2`"
+        yield problem(
+            f"{counted(ranks, 'rank')}, and torch sees {counted(gpus, 'GPU')} on this host", f"{fewer}; {on_cpu}"
+        )
+    if find_spec("transformer_engine") is None:
+        yield problem("Transformer Engine is not installed", f"the `train` extra has it; {on_cpu}")
 
 
 def warm() -> None:

@@ -23,7 +23,7 @@ from presets import ALL, PUBLIC, lowered
 
 from nam_megatron.errors import Refused
 from nam_megatron.prove import compare, cpu, cut, every, proof, ranks
-from nam_megatron.prove.__main__ import text
+from nam_megatron.prove.__main__ import as_json, text
 from nam_megatron.prove.compare import COUNT, FP32, GRADIENT, LOSS, WEIGHT, Row
 from nam_megatron.recipe import load, to_tree
 
@@ -244,7 +244,22 @@ def test_the_author_stack_in_two_tensor_ranks_is_proven():
 
 
 REFUSED = {
-    "steps": (("steps=0",), 2, "0 steps"),
+    "steps": (("steps=0",), 2, "`0` is no number of steps from 1 to 100 @ steps"),
+    "steps that are none": (("steps=true",), 2, "`true` is no number of steps from 1 to 100 @ steps"),
+    "no steps": (("steps=",), 2, "`` is no number of steps from 1 to 100 @ steps"),
+    "resume": (("resume=1",), 2, "`1` is neither true nor false @ resume"),
+    "a device": (
+        ("device=gpu",),
+        2,
+        "h100, h200; one of your own is found by `--config-dir FOLDER`; what a proof runs on is `device=cpu` or",
+    ),
+    "two devices": (("device=cpu", "device=cuda"), 2, "error: `device` is given twice: `cpu` and `cuda`\n"),
+    "an option": (("--nonsense",), 2, "error: options: unrecognized arguments: --nonsense\n\nhint: "),
+    "a group without a name": (
+        ("feature=null", "model=3"),
+        2,
+        "error: `null` is no name @ feature\n\nhint: `feature` is a group",
+    ),
     "format": (("format=xml",), 2, "no `xml`"),
     "recipe": (("parallel.tensor=3",), 2, "8 GPUs cannot hold"),
     "ranks": (("conf=kimi_k2",), 2, "256 ranks would run on this host; 32 at most @ parallel"),
@@ -275,6 +290,35 @@ REFUSED = {
 def test_refusals(words, code, message):
     ran = command(*words)
     assert (ran.returncode, ran.stdout) == (code, "") and message in ran.stderr and "Traceback" not in ran.stderr
+
+
+@pytest.mark.parametrize(
+    "module", [("nam_megatron.prove", "device=cuda"), ("nam_megatron.prove.every", "--device", "cuda")]
+)
+def test_a_host_without_gpus_is_told_before_a_rank_starts(module):
+    run = [sys.executable, "-W", "ignore", "-m", *module]
+    ran = subprocess.run(
+        run, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, check=False
+    )
+    assert (ran.returncode, ran.stdout) == (2, "") and "error: torch sees no GPU on this host @ device\n" in ran.stderr
+    assert "> reference" not in ran.stderr
+
+
+def test_what_a_proof_on_gpus_lacks(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(proof, "find_spec", lambda name: name)
+    assert not list(proof.lacking(2))
+    (few,) = proof.lacking(4)
+    assert (few.message, few.key) == ("4 ranks, and torch sees 2 GPUs on this host", "device")
+    monkeypatch.setattr(proof, "find_spec", lambda _: None)
+    assert [problem.message for problem in proof.lacking(2)] == ["Transformer Engine is not installed"]
+
+
+def test_limits_by_which_nothing_was_compared_are_not_told():
+    part = proof.Part("one rank", (), "it broke")
+    found = proof.Proof(cut.pair(load("nam56r"), "cuda", 1), "cuda", 1, FP32, (part,))
+    assert "limits:" not in text(found) and json.loads(as_json(found))["limits"] is None
+    assert "limits:" in text(replace(found, parts=(replace(part, rows=(row(GRADIENT, 0.0),)),)))
 
 
 def test_nothing_is_proven_of_what_is_not_built():
