@@ -56,6 +56,8 @@ ON_GPU = LOCAL | {EXPERT_GEMM: "torch"}
 WHOLE = ON_GPU | {"cluster.gpus_per_node": 1, WHOLE_KEY: "full_iteration"}
 WEIGHED_KEY = "model.blocks.moe.fused_weighted_squared_relu"
 WEIGHED = {WEIGHED_KEY: True}
+FORKED_KEY = "model.blocks.moe.fused_router_gradient"
+FORKED = LOCAL | {FORKED_KEY: True}
 
 
 def settings(base, **changes):
@@ -622,6 +624,10 @@ REFUSALS = [
     (NATIVE, LOCAL | {"model.blocks.moe.capacity_factor": 1.0}, "model.blocks.moe.dispatcher", "drops nothing"),
     (NATIVE, LOCAL | GRAPHS | {"feature.cuda_graphs.modules": ["moe_router"]}, "model.blocks.moe.dispatcher", "leaves for later"),
     (NATIVE, LOCAL | {"model.blocks.moe.shared_overlap": True}, "model.blocks.moe.shared_overlap", "only the all-to-all"),
+    (NATIVE, {FORKED_KEY: True}, FORKED_KEY, "only the local dispatcher's layer"),
+    (NATIVE, FORKED | {"model.blocks.moe.router_dtype": "fp64"}, FORKED_KEY, "of fp32 logits, not fp64"),
+    (NATIVE, FORKED | {"model.blocks.moe.router_dtype": None}, FORKED_KEY, "of fp32 logits, not bf16"),
+    (NATIVE, FORKED | {"model.linear_bias": True}, FORKED_KEY, "a router with a bias"),
     (NATIVE, WEIGHED | {"model.activation": "swiglu"}, WEIGHED_KEY, "is squared ReLU, not swiglu"),
     (NATIVE, WEIGHED | {"model.blocks.moe.grouped_gemm": False}, WEIGHED_KEY, "grouped experts only"),
     (NATIVE, WEIGHED | {"model.linear_bias": True}, WEIGHED_KEY, "takes no bias"),

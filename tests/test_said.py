@@ -45,6 +45,7 @@ MORE = {
     model.blocks.moe.latent_size=512 model.blocks.moe.capacity_factor=1.5 model.blocks.moe.pad_to_capacity=true parallel.expert=2
     model.blocks.attention.window=512 model.blocks.attention.unwindowed_every=4
     model.blocks.moe.dispatcher=local model.blocks.moe.fused_weighted_squared_relu=true
+    model.blocks.moe.dispatcher=local model.blocks.moe.fused_router_gradient=true
     model.blocks.moe.dispatcher=allgather parallel.expert=4 model.blocks.moe.shared_overlap=true
     model.blocks.moe.balancing=none model.blocks.moe.aux_loss_coeff=0.0
     model.blocks.moe.shared_expert_hidden_size=0

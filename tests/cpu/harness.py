@@ -92,8 +92,9 @@ def recipe_of(
     strided: bool = False,
     features: Mapping[str, dict] = MappingProxyType({}),
     expert_gemm: str = "transformer_engine",
+    keys: Mapping[str, dict] = MappingProxyType({}),
 ) -> SimpleNamespace:
-    """features: name -> keys of it, beside those of conf/."""
+    """features: name -> keys of it, beside those of conf/. keys: of blocks, by kind, beside those that are said here."""
     said = {
         "mla": {"kernels": "megatron", "latent_norm": latent_norm},
         "dsa": {"kernels": "megatron"},
@@ -102,9 +103,10 @@ def recipe_of(
         "mamba3": {"kernels": "naive"},
         "m2rnn": {"kernels": "naive"},
     }
-    blocks = {kind: keys | said.get(kind, {}) for kind, keys in written("nam56r")["model"]["blocks"].items()}
+    written_ones = written("nam56r")["model"]["blocks"]
+    blocks = {kind: own | said.get(kind, {}) | keys.get(kind, {}) for kind, own in written_ones.items()}
     own = written("nam56r")["feature"]
-    on = [FEATURES[name].model_validate(own[name] | keys) for name, keys in features.items()]
+    on = [FEATURES[name].model_validate(own[name] | said) for name, said in features.items()]
     return SimpleNamespace(
         model=SimpleNamespace(blocks=Blocks.model_validate(blocks)), feature=SimpleNamespace(all=lambda: iter(on))
     )
@@ -123,13 +125,14 @@ def plan_of(
     strided: bool = False,
     features: Mapping[str, dict] = MappingProxyType({}),
     expert_gemm: str = "transformer_engine",
+    keys: Mapping[str, dict] = MappingProxyType({}),
 ) -> Plan:
     main, *mtp = pattern.split("/")
     letters = [(letter, i) for i, segment in enumerate(main.split("|")) for letter in segment]
     ranks = [sum(a == letter for a, _ in letters[:i]) for i, (letter, _) in enumerate(letters)]
     layers = [Layer(i + 1, KIND[a], a, ranks[i], segment) for i, (a, segment) in enumerate(letters)]
     depth = tuple(KIND[a] for a in mtp[0]) if mtp else ()
-    recipe = recipe_of(latent_norm, True, dispatcher, strided, features, expert_gemm)
+    recipe = recipe_of(latent_norm, True, dispatcher, strided, features, expert_gemm, keys)
     return Plan(tuple(layers), depth, len(mtp), recipe)
 
 
@@ -137,7 +140,8 @@ def plan_of(
 class Case:
     """A pattern in a layout. `microbatches`: over all data-parallel ranks. `config`: fields other than config_of's.
 
-    positions: rows of a learned table in RoPE's stead. meta: build on the meta device, without weights and without DDP.
+    positions: rows of a learned table in RoPE's stead. keys: of blocks, by kind.
+    meta: build on the meta device, without weights and without DDP.
     """
 
     pattern: str
@@ -156,6 +160,7 @@ class Case:
     strided: bool = False
     positions: int | None = None
     features: dict = field(default_factory=dict)
+    keys: dict = field(default_factory=dict)
     meta: bool = False
 
     @property
@@ -295,7 +300,9 @@ def _rig(case: Case, rank: int, folder: Path) -> Rig:
     config = config_of(case)
     # Another seed in every layout: equal losses then prove that fill() reached every parameter.
     torch.manual_seed(1000 + rank + case.world)
-    plan = plan_of(case.pattern, case.latent_norm, case.dispatcher, case.strided, case.features, case.expert_gemm)
+    plan = plan_of(
+        case.pattern, case.latent_norm, case.dispatcher, case.strided, case.features, case.expert_gemm, case.keys
+    )
     stack = hybrid_stack_spec(plan, modules.CpuBackend(), case.mixers)
     with torch.device("meta") if case.meta else contextlib.nullcontext():
         model = HybridModel(

@@ -39,15 +39,21 @@ def groups(tmp_path_factory):
 
 
 def layer_of(
-    dispatcher: str, groups: ProcessGroupCollection, backend, expert_gemm: str = "transformer_engine", **more
+    dispatcher: str,
+    groups: ProcessGroupCollection,
+    backend,
+    expert_gemm: str = "transformer_engine",
+    forked: bool = False,
+    **more,
 ) -> torch.nn.Module:
-    """NAM56R's MoE layer without its norm, smaller."""
+    """NAM56R's MoE layer without its norm, smaller. forked: with `fused_router_gradient`."""
     fields = dict(num_layers=1, activation_func=squared_relu, normalization="RMSNorm", add_bias_linear=False)
     fields |= dict(hidden_dropout=0.0, bias_dropout_fusion=False, gradient_accumulation_fusion=False)
     fields |= dict(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_dtype="fp32")
     fields |= dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=1e-2, moe_grouped_gemm=True)
     fields |= dict(moe_token_dispatcher_type="allgather" if dispatcher == "local" else dispatcher)
-    plan = SimpleNamespace(recipe=harness.recipe_of(True, True, dispatcher, expert_gemm=expert_gemm))
+    keys = {"moe": {"fused_router_gradient": forked}}
+    plan = SimpleNamespace(recipe=harness.recipe_of(True, True, dispatcher, expert_gemm=expert_gemm, keys=keys))
     build = plan.recipe.model.blocks.moe.build(backend, plan).submodules.mlp
     layer = build(config=TransformerConfig(**fields | SIZES | more), pg_collection=groups, layer_number=1)
     return layer.to(DEVICE).train()
@@ -79,6 +85,23 @@ def test_the_local_dispatcher_is_megatrons(expert_gemm, router, theirs, fused, g
     expected["output"], gradients["output"] = wanted, found
     far = {name: (gradients[name] - g).norm() / g.norm() for name, g in expected.items()}
     assert not {name: error for name, error in far.items() if not error < 1e-2}  # bf16, summed in another order
+
+
+@pytest.mark.parametrize("expert_gemm", ["transformer_engine", "torch"])
+def test_the_forked_layer_trains_what_the_plain_one_does(expert_gemm, groups):
+    """The same forward to the bit; gradients but for TF32 in Transformer Engine's GEMM of the router's."""
+    half = dict(bf16=True, params_dtype=torch.bfloat16, moe_permute_fusion=True, moe_router_fusion=True)
+    backend = stack.transformer_engine_backend()
+    made = [layer_of("local", groups, backend, expert_gemm, forked, **half) for forked in (True, False)]
+    made[1].load_state_dict(made[0].state_dict())
+    (found, gradients), (wanted, expected) = map(step, made)
+    assert found.norm() > 0 and torch.equal(found, wanted) and gradients.keys() == expected.keys()
+    far = {name: (gradients[name] - g).norm() / g.norm() for name, g in expected.items()}
+    assert not {
+        name: error
+        for name, error in far.items()
+        if not error < (5e-3 if "router" in name or name == "input" else 1e-6)
+    }
 
 
 def test_the_fused_activation_is_as_exact_as_the_plain_one():

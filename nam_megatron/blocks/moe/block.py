@@ -93,6 +93,11 @@ class Moe(Block):
     router_fusion: Annotated[
         bool, Row("TE's fused scores, top-k and balance", "moe_router_fusion", executes="the same formula, fused")
     ]
+    fused_router_gradient: Annotated[
+        bool,
+        Row("one kernel makes the router's gradient of the layer's input and adds the experts' and the shared expert's to it",
+            executes="the same sums; the router's products keep all of fp32, where Transformer Engine's GEMM takes TF32", was=False),
+    ]  # fmt: skip
     shared_overlap: Annotated[
         bool,
         Row("the shared expert on a stream of its own beside the dispatch", executes="when the shared expert runs"),
@@ -237,6 +242,8 @@ class Moe(Block):
                 )
         if self.expert_gemm == "torch":
             yield from self._on_gpu(plan, at + "expert_gemm")
+        if self.fused_router_gradient:
+            yield from self._unforked(plan, at + "fused_router_gradient")
         if self.fused_weighted_squared_relu:
             yield from self._unfused(plan, at + "fused_weighted_squared_relu")
         if self.pre_softmax and self.score_function != "softmax":
@@ -289,6 +296,17 @@ class Moe(Block):
             if width % 8:
                 message = f"a width of {width} is not a multiple of 8: torch's grouped GEMM wants rows 16 bytes apart"
                 yield Problem(message, key, back)
+
+    def _unforked(self, plan: "Plan", key: str) -> Iterator[Problem]:
+        """Where the router's gradient would be Megatron's all the same."""
+        if self.dispatcher != "local":
+            message = "only the local dispatcher's layer takes its input from the router"
+            yield Problem(message, key, "set it to false, or `model.blocks.moe.dispatcher=local`")
+        if self.router_dtype != "fp32":
+            message = f"the kernels of the router's gradient are of fp32 logits, not {self.router_dtype or 'bf16'}"
+            yield Problem(message, key, "set it to false, or `model.blocks.moe.router_dtype=fp32`")
+        if plan.recipe.model.linear_bias:
+            yield Problem("a router with a bias has Megatron's gradient", key, "set it to false")
 
     def _unfused(self, plan: "Plan", key: str) -> Iterator[Problem]:
         """Where Megatron has no fused activation and would ignore the flag, or stop."""

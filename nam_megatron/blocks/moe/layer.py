@@ -6,6 +6,7 @@ has the host wait for the GPU twice, for the rows of each expert and for the siz
 to do until the host has launched the experts' first GEMM.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from nam_megatron.blocks.moe.block import Moe
 from nam_megatron.blocks.moe.experts import Ends, keep_counts_on_gpu, unserved
+from nam_megatron.blocks.moe.router import ForkingRouter
 from nam_megatron.errors import raise_if
 from nam_megatron.runtime.stack import NO_ATTENTION, NO_CROSS
 
@@ -35,7 +37,10 @@ def spec(backend: BackendSpecProvider, block: Moe) -> ModuleSpec:
     # grouped GEMM: Megatron's own hybrid spec groups whatever --moe-grouped-gemm says.
     moe = get_moe_module_spec_for_backend(backend, num_experts=1, moe_grouped_gemm=block.grouped_gemm)
     if block.dispatcher == "local":
-        moe = partial(LocalMoELayer, **moe.keywords, on_gpu=block.expert_gemm == "torch")
+        local, parts = LocalMoELayer, moe.keywords["submodules"]
+        if block.fused_router_gradient:
+            local, parts = ForkedMoELayer, replace(parts, router=ForkingRouter)
+        moe = partial(local, **moe.keywords | {"submodules": parts}, on_gpu=block.expert_gemm == "torch")
     norm = backend.layer_norm(rms_norm=True)
     parts = TransformerLayerSubmodules(pre_mlp_layernorm=norm, mlp=moe, mlp_bda=get_bias_dropout_add)
     return ModuleSpec(MoETransformerLayer, submodules=parts)
@@ -100,9 +105,30 @@ class LocalMoELayer(MoELayer):
 
     def dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         hidden_states, probs = super().dispatch(hidden_states, probs)
-        self.shared_output = super().shared_experts_compute(hidden_states.view(self.token_dispatcher.hidden_shape))
+        self.shared_output = super().shared_experts_compute(self.shared_input(hidden_states))
         return hidden_states, probs
+
+    def shared_input(self, hidden_states: Tensor) -> Tensor:
+        """What the shared expert reads. hidden_states: [tokens, hidden], for the experts."""
+        return hidden_states.view(self.token_dispatcher.hidden_shape)
 
     def postprocess(self, output: Tensor, shared_expert_output: None) -> Tensor:
         shared, self.shared_output = self.shared_output, None
         return super().postprocess(output, shared)
+
+
+class ForkedMoELayer(LocalMoELayer):
+    """LocalMoELayer whose experts and shared expert read what its ForkingRouter hands on: the input itself is read there alone."""
+
+    taken: tuple[Tensor, Tensor] | None = (
+        None  # the router's inputs for the experts and the shared expert of the running pass
+    )
+
+    def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
+        self.taken = self.router.take_inputs()
+        return super().preprocess(self.taken[0], probs, routing_map)
+
+    def shared_input(self, hidden_states: Tensor) -> Tensor:
+        taken, self.taken = self.taken, None
+        assert taken is not None, "the router has not run"
+        return taken[1]

@@ -65,6 +65,7 @@ LAYOUTS = {
         "precision.fused_grad_accumulation=true",
         "model.blocks.moe.dispatcher=local",
         "model.blocks.moe.expert_gemm=torch",
+        "model.blocks.moe.fused_router_gradient=true",
         "model.blocks.moe.fused_weighted_squared_relu=true",
         "model.blocks.mamba2.strided=true",
         "schedule.manual_gc_interval=2",
