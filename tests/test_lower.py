@@ -56,6 +56,7 @@ ON_GPU = LOCAL | {EXPERT_GEMM: "torch"}
 WHOLE = ON_GPU | {"cluster.gpus_per_node": 1, WHOLE_KEY: "full_iteration"}
 WEIGHED_KEY = "model.blocks.moe.fused_weighted_squared_relu"
 WEIGHED = {WEIGHED_KEY: True}
+NORM_KEY = "model.blocks.mamba2.strided_norm"
 FORKED_KEY = "model.blocks.moe.fused_router_gradient"
 FORKED = LOCAL | {FORKED_KEY: True}
 
@@ -594,6 +595,8 @@ REFUSALS = [
     (NATIVE, TP | {"model.blocks.mamba2.groups": 7}, "model.blocks.mamba2.groups", "Mamba-2 groups 7 is not divisible"),
     (NATIVE, {"model.blocks.mamba2.strided": True, "model.blocks.mamba2.heads": 63, "model.blocks.mamba2.groups": 3},
      "model.blocks.mamba2.strided", "strides that 8 divides"),
+    (NATIVE, {NORM_KEY: True}, NORM_KEY, "only the strided mixer"),
+    (NATIVE, {"model.blocks.mamba2.strided": True, NORM_KEY: True, "parallel.context": 2}, NORM_KEY, "context ranks exchange"),
     (NATIVE, TP | {"model.blocks.mamba2.strided": True}, "model.blocks.mamba2.strided", "columns on each GPU"),
     # moe
     (NATIVE, {"model.blocks.moe.top_k": 17}, "model.blocks.moe.top_k", "top-k 17 of 16 experts"),
@@ -920,7 +923,7 @@ def test_an_overlay_that_speaks_of_kinds_that_a_model_does_not_have_is_laid_with
     alone = ("+overlay=fused", "model.pattern=AM", "model.depth=2", "lane.blocks.M=mamba2", "lane.name=mine")
     with pytest.raises(Refused, match="nothing says what that is"):
         load("llama_3_8b", alone)
-    with pytest.raises(Refused, match="3 keys are missing"):  # of a kind that a person speaks of
+    with pytest.raises(Refused, match="4 keys are missing"):  # of a kind that a person speaks of
         load("llama_3_8b", ("+model.blocks.mamba2.heads=8", *alone))
 
 

@@ -46,6 +46,7 @@ MORE = {
     model.blocks.attention.window=512 model.blocks.attention.unwindowed_every=4
     model.blocks.moe.dispatcher=local model.blocks.moe.fused_weighted_squared_relu=true
     model.blocks.moe.dispatcher=local model.blocks.moe.fused_router_gradient=true
+    model.blocks.mamba2.strided=true model.blocks.mamba2.strided_norm=true
     model.blocks.moe.dispatcher=allgather parallel.expert=4 model.blocks.moe.shared_overlap=true
     model.blocks.moe.balancing=none model.blocks.moe.aux_loss_coeff=0.0
     model.blocks.moe.shared_expert_hidden_size=0

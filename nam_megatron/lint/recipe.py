@@ -487,7 +487,7 @@ def _blocks(a: Args, m: Model, lost: list[str]) -> Tree:
         if len(m.balancing) == 1:  # several have no word in a recipe; the comparison lists them
             blocks["moe"]["balancing"] = m.balancing[0]
     if "mamba2" in m.kinds:
-        blocks["mamba2"] = _rows(Mamba2, a) | {"heads": m.mamba_heads, "strided": False}
+        blocks["mamba2"] = _rows(Mamba2, a) | {"heads": m.mamba_heads, "strided": False, "strided_norm": False}
         if not a.any_said(*MAMBA):
             lost.append("the block at `M`: no flag says which; Mamba-2 of Megatron's default sizes is written (Mamba-3 and M2RNN stand in "
                         "plan.json alone)")  # fmt: skip

@@ -28,6 +28,7 @@ from megatron.core.transformer.moe import experts
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
+from nam_megatron.blocks.mamba2 import layer as mamba2
 from nam_megatron.blocks.moe import experts as on_gpu
 from nam_megatron.blocks.moe import layer as moe
 from nam_megatron.errors import Refused
@@ -492,6 +493,27 @@ def test_the_strided_mixer_is_megatrons(layout):
 
     ours, theirs = (Case("M*M", strided=strided, **layout) for strided in (True, False))
     assert on_ranks(ours, where)[0] == {True} and on_ranks(theirs, where)[0] == {False}
+    found, expected = train(ours), train(theirs)
+    assert found.losses == expected.losses
+    torch.testing.assert_close(found.gradients, expected.gradients, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}], ids=str)
+def test_the_strided_norm_is_given_what_the_scan_wrote(layout):
+    """No copy between them, and the same values."""
+
+    def where(rig):
+        seen, mixers = [], [m for m in rig.model.modules() if isinstance(m, mamba2.StridedMambaMixer)]
+        for mixer in mixers:
+            mixer.norm.register_forward_pre_hook(
+                lambda _, inputs: seen.append(inputs[0].transpose(0, 1).is_contiguous())
+            )
+        harness.step(rig)
+        return {type(m).__name__ for m in mixers}, set(seen)
+
+    ours, theirs = (Case("M*M", strided=True, keys={"mamba2": {"strided_norm": on}}, **layout) for on in (True, False))
+    assert on_ranks(ours, where)[0] == ({"StridedNormMambaMixer"}, {True})
+    assert on_ranks(theirs, where)[0] == ({"StridedMambaMixer"}, {False})
     found, expected = train(ours), train(theirs)
     assert found.losses == expected.losses
     torch.testing.assert_close(found.gradients, expected.gradients, rtol=1e-4, atol=1e-6)

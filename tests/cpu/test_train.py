@@ -326,7 +326,7 @@ def test_gradients_that_the_gemm_adds_are_the_same(tmp_path, eight_steps):
 def test_what_only_makes_it_faster_learns_the_same(tmp_path, eight_steps):
     """The dispatcher and the mixer that are ours, and the activation that Megatron fuses: from the recipe to the last step."""
     keys = ("moe.dispatcher=local", "moe.fused_weighted_squared_relu=true", "mamba2.strided=true")
-    keys += ("moe.fused_router_gradient=true",)
+    keys += ("moe.fused_router_gradient=true", "mamba2.strided_norm=true")
     faster = run(tmp_path, *EIGHT, *(f"model.blocks.{key}" for key in keys))
     assert trained(faster) == pytest.approx(eight_steps, abs=1e-2)
 

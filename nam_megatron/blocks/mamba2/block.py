@@ -45,6 +45,11 @@ class Mamba2(Block):
         Row("the scan reads its input where it lies; Megatron's mixer copies it, and the gradient back",
             executes="the same kernels on the same values"),
     ]  # fmt: skip
+    strided_norm: Annotated[
+        bool,
+        Row("the norm behind the scan reads its input where it lies, by a kernel of ours; mamba-ssm's has it copied",
+            executes="the same steps on the same values; the weight's gradient is summed over other parts of the rows", was=False),
+    ]  # fmt: skip
 
     @property
     def in_proj_width(self) -> int:
@@ -78,6 +83,12 @@ class Mamba2(Block):
                 at + "strided",
                 "set it to false, or make the heads of a GPU a multiple of 8",
             )
+        if self.strided_norm and not self.strided:
+            message = "only the strided mixer has a norm that reads strides"
+            yield Problem(message, at + "strided_norm", f"set it to false, or `{at}strided=true`")
+        if self.strided_norm and p.context > 1:
+            message = "context ranks exchange the scan's output before its norm, which copies it"
+            yield Problem(message, at + "strided_norm", "set it to false")
 
     def _sizes(self, z: Sizes) -> Sizes:
         """nh heads of P, in all di wide; B and C of G groups of ns; scanned in chunks of L."""
@@ -104,7 +115,8 @@ class Mamba2(Block):
         why = "the projection where it lies" if self.strided else copied
         yield z.line("z, x, B, C, dt", "2 T (2 di + 2 G ns + nh) / t", why)
         yield z.line("scan output", "2 T di / t", "the scan computes convolution and chunk states again")
-        yield z.line("gated norm", "2 T di / t + 4 T G / t", "its input, sequence first, and statistics")
+        lies = "where it lies" if self.strided_norm else "sequence first"
+        yield z.line("gated norm", "2 T di / t + 4 T G / t", f"its input, {lies}, and statistics")
         yield z.line("gated output", "w T di / t", "input of the output projection")
 
     def working(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:

@@ -2,8 +2,11 @@
 
 core/ssm/mamba_mixer.py of megatron-core 0.19.2 has the sequence before the batch. mamba-ssm wants the batch first, so the mixer copies
 the packed z, x, B, C, dt, and the linear layer copies their gradient back. mamba-ssm 2.3.2.post1 and causal-conv1d 1.7.0 read strides,
-and the gradient has those of its tensor: a transposed view does.
+and the gradient has those of its tensor: a transposed view does. So does our norm behind the scan (norm.py), with `strided_norm`.
 """
+
+from functools import partial
+from typing import Any
 
 import megatron.core.ssm.mamba_mixer as upstream
 import torch
@@ -13,14 +16,17 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from nam_megatron.blocks.mamba2.block import Mamba2
+from nam_megatron.blocks.mamba2.norm import group_norm
+from nam_megatron.runtime.gpu import interpreted
 
 
 def spec(backend: BackendSpecProvider, block: Mamba2) -> ModuleSpec:
-    """The mixer: Megatron's own, but for `strided`."""
+    """The mixer: Megatron's own, but for `strided` and `strided_norm`."""
     parts = upstream.MambaMixerSubmodules(
         in_proj=backend.column_parallel_layer_norm_linear(), out_proj=backend.row_parallel_linear()
     )
-    return ModuleSpec(StridedMambaMixer if block.strided else upstream.MambaMixer, submodules=parts)
+    ours = StridedNormMambaMixer if block.strided_norm else StridedMambaMixer
+    return ModuleSpec(ours if block.strided else upstream.MambaMixer, submodules=parts)
 
 
 class StridedMambaMixer(upstream.MambaMixer):
@@ -44,5 +50,29 @@ class StridedMambaMixer(upstream.MambaMixer):
             norm_before_gate=self.norm_before_gate,
             **states,
         )
-        y = self.cp.post_conv_ssm(y.transpose(0, 1).contiguous(), None)
+        return self._normed(y.transpose(0, 1))
+
+    def _normed(self, y: Tensor) -> Tensor:
+        """y: [s, b, inner], batch first in memory."""
+        y = self.cp.post_conv_ssm(y.contiguous(), None)
         return self.norm(y) if self.rmsnorm else y
+
+
+class StridedNormMambaMixer(StridedMambaMixer):
+    """StridedMambaMixer whose norm reads the scan's output where it lies."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        assert self.rmsnorm and self.cp.cp_size == 1, "block.py refuses context ranks"
+        # The module is called as before, for its hooks. No bound method: a deep copy gets a partial of its own.
+        self.norm.forward = partial(_norm, self.norm)
+
+    def _normed(self, y: Tensor) -> Tensor:
+        return self.norm(y)
+
+
+def _norm(self: Any, x: Tensor, *gate: Tensor) -> Tensor:
+    """Megatron's gated norm; in training the scan has gated its output already."""
+    if gate or not (x.is_cuda or interpreted()):
+        return type(self).forward(self, x, *gate)
+    return group_norm(x, self.weight, self.group_size, self.eps)

@@ -68,6 +68,7 @@ LAYOUTS = {
         "model.blocks.moe.fused_router_gradient=true",
         "model.blocks.moe.fused_weighted_squared_relu=true",
         "model.blocks.mamba2.strided=true",
+        "model.blocks.mamba2.strided_norm=true",
         "schedule.manual_gc_interval=2",
     ),
 }
