@@ -422,7 +422,9 @@ def build_layer(kernels: str):
         num_layers=1, hidden_size=HIDDEN, num_attention_heads=56, normalization="RMSNorm", add_bias_linear=False,
         params_dtype=torch.bfloat16, bf16=True, gradient_accumulation_fusion=False,
     )  # fmt: skip
-    block = M2Rnn(kernels=kernels, k_dim=K, v_dim=V, heads=H, conv_width=WIDTH)
+    block = M2Rnn(
+        kernels=kernels, k_dim=K, v_dim=V, heads=H, conv_width=WIDTH, gradient_clip=None, padded_projection=False
+    )
     blocks = SimpleNamespace(m2rnn=block)
     plan = SimpleNamespace(recipe=SimpleNamespace(model=SimpleNamespace(blocks=blocks)))
     groups = ProcessGroupCollection.use_mpu_process_groups()

@@ -56,6 +56,7 @@ ON_GPU = LOCAL | {EXPERT_GEMM: "torch"}
 WHOLE = ON_GPU | {"cluster.gpus_per_node": 1, WHOLE_KEY: "full_iteration"}
 WEIGHED_KEY = "model.blocks.moe.fused_weighted_squared_relu"
 WEIGHED = {WEIGHED_KEY: True}
+PADDED = "model.blocks.m2rnn.padded_projection"
 NORM_KEY = "model.blocks.mamba2.strided_norm"
 FORKED_KEY = "model.blocks.moe.fused_router_gradient"
 FORKED = LOCAL | {FORKED_KEY: True}
@@ -573,6 +574,10 @@ REFUSALS = [
     ("nam56r_native_dp_fp8", {"lane.blocks.R": "m2rnn"}, "model.blocks.m2rnn.heads", "M2RNN's input projection"),
     (DESIGN, {"model.blocks.m2rnn.k_dim": 40}, "model.blocks.m2rnn.k_dim", "key widths that 16 divides, not 40"),
     (DESIGN, {"model.blocks.m2rnn.v_dim": 8}, "model.blocks.m2rnn.v_dim", "value widths of 16 and 32, not 8"),
+    (DESIGN, {PADDED: True, "model.blocks.m2rnn.heads": 40}, PADDED, "1,448 columns on each GPU, which 8 divides"),
+    (DESIGN, TP | {PADDED: True, "model.blocks.m2rnn.heads": 16}, PADDED, "328 columns on each GPU, which 8 divides"),
+    (DESIGN, {PADDED: True, "feature.megatron_fsdp.enabled": True}, PADDED, "only while a layer runs"),
+    (DESIGN, ADAPTED | {PADDED: True}, PADDED, "an adapter's output has no columns"),
     (DESIGN, {"model.blocks.mamba3.state_dim": 33}, "model.blocks.mamba3.state_dim", "angles turn pairs of columns"),
     (DESIGN, {"model.blocks.mamba3.groups": 3}, "model.blocks.mamba3.heads", "Mamba-3 heads 112 is not divisible"),
     (DESIGN, TP | {"model.blocks.mamba3.heads": 111, "model.blocks.mamba3.groups": 1}, "model.blocks.mamba3.heads", "tensor"),

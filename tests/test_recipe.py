@@ -258,7 +258,7 @@ CAME_LATER = {
     "model.blocks.moe.pre_softmax": False, "model.blocks.moe.routed_scaling": None, "model.blocks.moe.group_limit": None,
     "model.blocks.moe.z_loss_coeff": None, "model.blocks.moe.pad_to_capacity": False, "model.blocks.moe.latent_size": None,
     "model.blocks.moe.expert_gemm": "transformer_engine", "model.blocks.moe.fused_router_gradient": False,
-    "model.blocks.mamba2.strided_norm": False,
+    "model.blocks.mamba2.strided_norm": False, "model.blocks.m2rnn.padded_projection": False,
     "model.zero_centered_norms": False,
     "model.blocks.attention.window": None, "model.blocks.attention.unwindowed_every": None,
     "model.blocks.attention.qkv_bias": False,

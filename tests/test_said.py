@@ -166,6 +166,8 @@ MORE = {
     model.blocks.mamba3.recompute=in_proj
     model.blocks.mamba3.kernels=naive model.blocks.m2rnn.kernels=naive
     model.blocks.mamba3.mimo_rank=1 model.blocks.m2rnn.gradient_clip=0.5
+    model.blocks.m2rnn.padded_projection=true
+    model.blocks.m2rnn.padded_projection=true precision.fused_grad_accumulation=true parallel.tensor=2 parallel.sequence=true
     feature.recompute.granularity=selective feature.recompute.modules=[core_attn,mla_up_proj,mlp]
     feature.recompute.granularity=full feature.recompute.method=block feature.recompute.layers=7 parallel.pipeline=2
     feature.recompute.granularity=full feature.recompute.method=uniform feature.recompute.layers=1 model.blocks.dsa.kernels=naive

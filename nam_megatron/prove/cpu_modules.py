@@ -63,6 +63,7 @@ class NormColumnLinear(ColumnParallelLinear):
 
     def __init__(self, input_size, output_size, *, config, **kwargs):
         super().__init__(input_size, output_size, config=config, **kwargs)
+        self.fuse_wgrad_accumulation = config.gradient_accumulation_fusion
         start = torch.zeros if centered(config) else torch.ones
         self.layer_norm_weight = torch.nn.Parameter(start(input_size, dtype=config.params_dtype))
         self.layer_norm_weight.sequence_parallel = config.sequence_parallel
@@ -80,7 +81,14 @@ class NormColumnLinear(ColumnParallelLinear):
             x = F.rms_norm(x, shape, weight, eps)
         else:
             x = F.layer_norm(x, shape, weight, bias, eps)
-        return super().forward(x)
+        (weight,) = self._get_weight_tensors()
+        self.output_size_per_partition = len(
+            weight
+        )  # which Megatron looks at; Transformer Engine takes what it is given
+        return super().forward(x, weight=weight)
+
+    def _get_weight_tensors(self):
+        return [self.weight]
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         state = self.state_dict(prefix="", keep_vars=True)

@@ -39,7 +39,10 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def block(**sizes) -> M2Rnn:
-    return M2Rnn(**dict(kernels="naive", k_dim=8, v_dim=4, heads=6, conv_width=4, gradient_clip=None) | sizes)
+    return M2Rnn(
+        **dict(kernels="naive", k_dim=8, v_dim=4, heads=6, conv_width=4, gradient_clip=None, padded_projection=False)
+        | sizes
+    )
 
 
 def spec(**sizes):

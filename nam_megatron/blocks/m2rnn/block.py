@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from nam_megatron.plan import Layer, Plan
 
 CHECKPOINT = 4  # tokens between two states that are kept for the backward pass (kernel.Config.tokens)
+PADDED = 8  # columns of bf16 in the 16 bytes at whose multiples rows begin (aligned.BYTES)
 ROWS = 16  # of a head's state that one program of the kernels owns (kernel.Config.rows)
 
 
@@ -54,6 +55,11 @@ class M2Rnn(Block):
     gradient_clip: Annotated[
         PositiveFloat | None, Row("bound of each element of what a state's gradient gets from later tokens; null: none")
     ]
+    padded_projection: Annotated[
+        bool,
+        Row("the input projection multiplies by rows of zeros too, up to a multiple of 8, which cuBLAS's kernels for Hopper want",
+            executes="the same products, by other kernels, and columns of zeros that nobody reads", was=False),
+    ]  # fmt: skip
 
     def build(self, backend: "BackendSpecProvider", plan: "Plan") -> "ModuleSpec":
         from nam_megatron.blocks.m2rnn import layer
@@ -71,6 +77,23 @@ class M2Rnn(Block):
                 at + "heads",
                 "a multiple of 16 heads for each tensor rank fits",
             )
+        if self.padded_projection:
+            yield from self._unpadded(plan, at + "padded_projection")
+
+    def _unpadded(self, plan: "Plan", key: str) -> Iterator[Problem]:
+        """Where the projection has no use for rows of zeros, or cannot have them."""
+        off, feature = "set it to false", plan.recipe.feature
+        columns, rest = divmod(self.in_proj_width, plan.recipe.parallel.tensor)
+        if not rest and columns % PADDED == 0:
+            message = (
+                f"the projection has {columns:,} columns on each GPU, which {PADDED} divides: there is nothing to pad"
+            )
+            yield Problem(message, key, off)
+        if feature.megatron_fsdp:
+            message = "an FSDP has weights, and buffers of their gradients, only while a layer runs"
+            yield Problem(message, key, off)
+        if feature.lora and "in_proj" in feature.lora.modules(plan):
+            yield Problem("an adapter's output has no columns behind the projection's own", key, off)
 
     def unserved(self) -> Iterator[Problem]:
         """Sizes at which the chosen kernels cannot run."""
@@ -86,7 +109,10 @@ class M2Rnn(Block):
     def _sizes(self, z: Sizes) -> Sizes:
         """nh heads with a state of K x Vh; a convolution of width c over q, k and v; states kept every L tokens."""
         own = dict(nh=self.heads, K=self.k_dim, Vh=self.v_dim, c=self.conv_width, L=CHECKPOINT)
-        return z.own(**own, parts=self.k_dim / ROWS)
+        # pad: columns that `padded_projection` puts behind the projection's; pc is all that it multiplies by then.
+        columns = self.in_proj_width / z["t"]
+        pad = -columns % PADDED if self.padded_projection else 0
+        return z.own(**own, parts=self.k_dim / ROWS, pad=pad, pc=columns + pad)
 
     def params(self, z: Sizes, layer: "Layer | None") -> Iterator[Param]:
         h, inner = z.model.hidden_size, self.heads * self.v_dim
@@ -105,9 +131,10 @@ class M2Rnn(Block):
     def activations(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
         z, naive = self._sizes(z), self.kernels == "naive"
         yield from residual(z)
-        yield z.line(
-            "q, k, v, gate, forget", "2 T (2 K cp + 2 nh Vh + nh) / t", "the whole projection", mark=UNMEASURED
-        )
+        projected = "2 T (2 K cp + 2 nh Vh + nh) / t" + (" + 2 T pad" if self.padded_projection else "")
+        yield z.line("q, k, v, gate, forget", projected, "the whole projection", mark=UNMEASURED)
+        if self.padded_projection:
+            yield z.line("padded weight", "2 h pc", "of the projection, with rows of zeros behind", mark=UNMEASURED)
         yield z.line(
             "after the convolution",
             "2 T (2 K cp + nh Vh) / t + 4 T K cp (t - 1) / t",
@@ -130,6 +157,9 @@ class M2Rnn(Block):
 
     def working(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
         z = self._sizes(z)
+        if self.padded_projection and z.plan.recipe.precision.fused_grad_accumulation:
+            why = "the gradient of the padded weight, before it is added"
+            yield z.line("backward", "4 h pc", why, mark=UNMEASURED)
         if self.kernels == "naive":
             yield z.line("backward", "24 nh K Vh b / t", "one step's gradients", mark=UNMEASURED)
             return

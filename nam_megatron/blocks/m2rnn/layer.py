@@ -7,6 +7,7 @@ share the heads between the projections, with whole sequences; each convolves al
 """
 
 import math
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any, Literal
 
@@ -31,6 +32,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from nam_megatron.blocks.m2rnn import naive
+from nam_megatron.blocks.m2rnn.aligned import align
 from nam_megatron.errors import raise_if
 from nam_megatron.runtime.context import by_heads, by_tokens, refuse_documents, share, whole
 from nam_megatron.runtime.gauges import GAUGES
@@ -54,17 +56,15 @@ def spec(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
     parts = MambaMixerSubmodules(
         in_proj=backend.column_parallel_layer_norm_linear(), out_proj=backend.row_parallel_linear()
     )
-    sizes = {
-        name: getattr(block, name) for name in ("kernels", "k_dim", "v_dim", "heads", "conv_width", "gradient_clip")
-    }
-    return ModuleSpec(M2RnnMixer, params=sizes, submodules=parts)
+    names = ("kernels", "k_dim", "v_dim", "heads", "conv_width", "gradient_clip", "padded_projection")
+    return ModuleSpec(M2RnnMixer, params={name: getattr(block, name) for name in names}, submodules=parts)
 
 
 class M2RnnMixer(MegatronModule):
     """[s, b, hidden] -> [s, b, hidden]; under sequence parallelism s is this rank's share.
 
     k_dim, v_dim: rows and columns of a head's state. conv_width: tokens that a query, key or value is made of.
-    gradient_clip: naive.scan's. kernels: `fused` is Triton, `naive` plain torch.
+    gradient_clip: naive.scan's. kernels: `fused` is Triton, `naive` plain torch. padded_projection: aligned.py's.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class M2RnnMixer(MegatronModule):
         heads: int,
         conv_width: int,
         gradient_clip: float | None = None,
+        padded_projection: bool = False,
         name: str | None = None,
         **kwargs: Any,
     ):
@@ -112,6 +113,8 @@ class M2RnnMixer(MegatronModule):
             name=name and f"{name}.in_proj",
             **linear,
         )
+        if padded_projection:
+            align(self.in_proj)
         self.out_proj = build_module(
             submodules.out_proj,
             inner,
@@ -181,7 +184,7 @@ class M2RnnMixer(MegatronModule):
         """Of in_proj's output for this context rank's tokens: that of whole sequences, of its heads."""
         if self.cp_group.size() == 1:
             return packed
-        q, k, *headwise = packed.split(list(self.packed.values()), -1)
+        q, k, *headwise = _split(packed, self.packed.values())
         return torch.cat([whole(torch.cat([q, k], -1), self.cp_group), by_heads(headwise, self.cp_group)], -1)
 
     def _mix(self, packed: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -227,7 +230,7 @@ class M2RnnMixer(MegatronModule):
 
     def _unpack(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of in_proj's output: what is convolved, the gate, the forget gate's input."""
-        return packed.split([2 * self.convolved["q"] + self.inner, self.inner, self.heads], -1)
+        return _split(packed, [2 * self.convolved["q"] + self.inner, self.inner, self.heads])
 
     def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Convolved channels as q, k: [s, b, K], whole on each rank, and v: [s, b, heads, V]."""
@@ -288,6 +291,13 @@ class M2RnnMixer(MegatronModule):
             key = prefix + name
             sharded[key] = _split_tensor_factory(sharded[key], list(parts.values()), list(parts), 0)
         return sharded
+
+
+def _split(packed: Tensor, sizes: Iterable[int]) -> tuple[Tensor, ...]:
+    """Parts of these sizes. What a padded projection has behind them is one more: left out here, its gradient is zeros, and no copy."""
+    own = list(sizes)
+    behind = packed.size(-1) - sum(own)
+    return packed.split([*own, behind] if behind else own, -1)[: len(own)]
 
 
 def _borders(packed: Any, tokens: int) -> Tensor:
