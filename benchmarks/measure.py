@@ -49,6 +49,9 @@ MODULES = "feature.cuda_graphs.modules="
 GRAPHS = ("feature.cuda_graphs.impl=transformer_engine", f"{MODULES}[attn,mamba,moe_router,moe_preprocess]")
 # From the fourth step on all of a step but the update is one graph; the median time is of that.
 WHOLE = ("feature.cuda_graphs.impl=full_iteration", "feature.cuda_graphs.warmup_steps=3")
+# What no GPU has run yet; the author stack has no Mamba-2, the native one no M2RNN.
+NEW_ROUTER, NEW_NORM = f"{MOE}fused_router_gradient=true", "model.blocks.mamba2.strided_norm=true"
+NEW_PROJECTION = "model.blocks.m2rnn.padded_projection=true"
 EAGER = ("feature.cuda_graphs.impl=none",)
 FULL = ("feature.recompute.granularity=full", "feature.recompute.method=uniform", "feature.recompute.layers=1")
 DETERMINISTIC = "precision.deterministic=true"
@@ -104,6 +107,8 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "author52_one_torch": ("nam56r_fused", (*FULL_ONE, MBS2, f"{EXPERTS}torch")),
     "native52_one_whole": ("nam56r_native_dp_fused", (*FULL_ONE, *WHOLE)),
     "author52_one_whole": ("nam56r_fused", (*FULL_ONE, MBS2, *WHOLE)),
+    "native52_one_new": ("nam56r_native_dp_fused", (*FULL_ONE, *WHOLE, NEW_ROUTER, NEW_NORM)),
+    "author52_one_new": ("nam56r_fused", (*FULL_ONE, MBS2, *WHOLE, NEW_ROUTER, NEW_PROJECTION)),
     # FP8 and bf16 of one model, whose widths FP8 takes: eager as FP8 is, and as fast as bf16 is.
     "native52_64": ("nam56r_native_dp_fused", (*FULL_ONE, HEADS64, f"{EXPERTS}transformer_engine")),
     "native52_64_torch": ("nam56r_native_dp_fused", (*FULL_ONE, HEADS64, f"{EXPERTS}torch")),

@@ -71,6 +71,12 @@ JOBS = {
     "kernels_mhc": Job(1, 2, GPU_TEST % "test_mhc.py", gib=40),
     "kernels_moe": Job(1, 1, GPU_TEST % "test_moe.py", gib=20),
     "kernels_mamba3": Job(1, 2, GPU_TEST % "test_mamba3.py", gib=40),
+    "kernels_new": Job(
+        1, 3,
+        GPU_TEST % "test_router.py tests/gpu/test_mamba2_norm.py tests/gpu/test_m2rnn.py tests/gpu/test_m2rnn_aligned.py"
+        " tests/gpu/test_moe.py",
+        gib=40,
+    ),
     "prove_author": Job(
         1, 8,
         RESUMED % ("author", "nam56r_fused")
@@ -121,6 +127,13 @@ JOBS = {
         1, 8,
         "benchmarks/measure.py --profile --out {out}/full.json --data {data} author52_one_torch author52_one_whole native52_one_torch"
         " native52_one_whole",
+        "data",
+    ),
+    # What is off until it has been measured, against the same without it.
+    "new": Job(
+        1, 8,
+        "benchmarks/measure.py --profile --out {out}/new.json --data {data} author52_one_whole author52_one_new native52_one_whole"
+        " native52_one_new",
         "data",
     ),
     "fp8": Job(
