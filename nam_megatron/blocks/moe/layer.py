@@ -120,9 +120,8 @@ class LocalMoELayer(MoELayer):
 class ForkedMoELayer(LocalMoELayer):
     """LocalMoELayer whose experts and shared expert read what its ForkingRouter hands on: the input itself is read there alone."""
 
-    taken: tuple[Tensor, Tensor] | None = (
-        None  # the router's inputs for the experts and the shared expert of the running pass
-    )
+    # The router's inputs for the experts and for the shared expert, of the running pass.
+    taken: tuple[Tensor, Tensor] | None = None
 
     def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
         self.taken = self.router.take_inputs()
