@@ -3,9 +3,9 @@
     python benchmarks/losses.py train NAME [--out FOLDER] [--data FOLDER] [--steps 1000] [--limit SECONDS]
     python benchmarks/losses.py plot
 
-The runs of a question differ in what is asked and in nothing else. They take one sequence a step, so that a thousand steps are minutes,
-and no time, so that several share a GPU. FOLDER/NAME.json (benchmarks/losses) is what a run's log said; of one that failed, as far as
-it went.
+The runs of a question differ in what is asked and in nothing else. They take one sequence a step, so that a thousand steps are minutes.
+Nothing is timed, so a run may share its GPU, though several of these take longer beside each other than one after the other.
+FOLDER/NAME.json (benchmarks/losses) is what a run's log said; of one that failed, as far as it went.
 
     ours, stock, again   13 layers of `nam56r_native_dp`: our stack with `+overlay=fused`, Megatron's default one with Megatron's builder,
                          and ours once more, which shows what kernels with atomics make of equal runs; three seeds
