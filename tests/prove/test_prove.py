@@ -494,9 +494,9 @@ def other_bits(backward: bool) -> None:
 
     def elsewhere(self, *args, **named):
         output, *rest = forward(self, *args, **named)
-        if self.layer_number == 4 and backward:
+        if self.layer_number == 5 and backward:
             output.register_hook(lambda grad: grad * (1 + 2**-22))
-        elif self.layer_number == 4:
+        elif self.layer_number == 5:
             output = output * (1 + 2**-22)
         return output, *rest
 
@@ -513,8 +513,8 @@ def test_a_second_run_with_other_bits_is_told_by_the_module_that_first_had_them(
         (same,) = bench.equal()
         assert not same.first and len(same.rows) > 200
         (part,) = bench.equal(partial(other_bits, backward))
-    assert part.first.layer == 4 and part.first.kind == "moe"
-    what = "output's-gradient decoder.layers.3.mlp" if backward else "output decoder.layers.3.mlp"
+    assert part.first.layer == 5 and part.first.kind == "moe"
+    what = "output's-gradient decoder.layers.4.mlp" if backward else "output decoder.layers.4.mlp"
     assert part.first.name.startswith(what), part.first
     assert not any(row.off for row in part.rows[: part.rows.index(part.first)])
 
@@ -807,8 +807,10 @@ def test_every_pair_has_an_outcome_and_no_run_is_made_twice(monkeypatch, tmp_pat
         *("proven", "refused", "proven", "proven"),
     ]
     assert ran == ["nam56r"] * 3 + ["nam52_h200_dense_ref_v1"] * 3
-    assert len(references) == 2, "one rank runs once for a preset"
-    assert cleared == [3, 6], "after its last pair, and not before"
+    assert len(references) == 4, (
+        "one rank runs once for a preset and a batch: two copies of experts take twice the microbatches"
+    )
+    assert cleared == [1, 3, 4, 6], "after its last pair, and not before"
     assert any("cuda_graphs" in sentence for sentence in rows[1]["unproven"])
     assert "8 " not in capsys.readouterr().out.splitlines()[-1]
 
