@@ -169,12 +169,16 @@ def plot() -> None:
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("train", help="one run")
+    what = "\n".join(line for line in (__doc__ or "").splitlines() if line.startswith("    ") and "python" not in line)
+    raw = argparse.RawDescriptionHelpFormatter
+    one = commands.add_parser(
+        "train", help="one run", epilog=f"NAME is one of these and a seed:\n{what}", formatter_class=raw
+    )
     one.add_argument("name", choices=RUNS, metavar="NAME", help=", ".join(RUNS))
     one.add_argument("--out", type=Path, default=FOLDER, help="folder of the record (default: benchmarks/losses)")
     one.add_argument("--data", type=measure.dataset, help="a built dataset; mock data by default")
-    one.add_argument("--steps", type=int, default=1000)
-    one.add_argument("--limit", type=float, default=540, help="seconds")
+    one.add_argument("--steps", type=int, default=1000, help="(default: 1000)")
+    one.add_argument("--limit", type=float, default=540, help="seconds, by which it is ended (default: 540)")
     commands.add_parser("plot", help="docs/losses.png and docs/reuse.png, of all runs")
     options = parser.parse_args(words)
     if options.command == "plot":

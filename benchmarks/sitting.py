@@ -192,10 +192,10 @@ JOBS = {
 
 
 def main(words: Sequence[str] | None = None, jobs: dict[str, Job] = JOBS) -> int:
-    told = [f"  {name:22}{job.gpus} GPU{'s' * (job.gpus != 1)}, {job.minutes:g} minutes" for name, job in jobs.items()]
+    told = [f"  {name:22}{job.gpus} GPU{'s' * (job.gpus != 1)}, {job.minutes:g} min" for name, job in jobs.items()]
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0],
-        epilog="\n".join(["jobs, by what they are estimated at:", *told]),
+        epilog="\n".join(["jobs, the most worth first, and their estimates:", *told]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(

@@ -632,7 +632,7 @@ REFUSALS = [
     (NATIVE, LOCAL | {"model.blocks.moe.capacity_factor": 1.0}, "model.blocks.moe.dispatcher", "drops nothing"),
     (NATIVE, LOCAL | GRAPHS | {"feature.cuda_graphs.modules": ["moe_router"]}, "model.blocks.moe.dispatcher", "leaves for later"),
     (NATIVE, LOCAL | {"model.blocks.moe.shared_overlap": True}, "model.blocks.moe.shared_overlap", "only the all-to-all"),
-    (NATIVE, {FORKED_KEY: True}, FORKED_KEY, "only the local dispatcher's layer"),
+    (NATIVE, {FORKED_KEY: True}, FORKED_KEY, "in the local dispatcher's layer alone"),
     (NATIVE, FORKED | {"model.blocks.moe.router_dtype": "fp64"}, FORKED_KEY, "of fp32 logits, not fp64"),
     (NATIVE, FORKED | {"model.blocks.moe.router_dtype": None}, FORKED_KEY, "of fp32 logits, not bf16"),
     (NATIVE, FORKED | {"model.linear_bias": True}, FORKED_KEY, "a router with a bias"),

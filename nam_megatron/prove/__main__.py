@@ -54,6 +54,7 @@ def text(proof: Proof, every: bool = False) -> str:
     lines = [
         f"{r.preset.name} on {counted(r.world_size, 'rank')} ({layout(plan)}) against {beside}",
         f"model:    {plan.pattern}, of {proof.pair.full.pattern}",
+        f"cut:      {_cut(proof.pair.shrunk)}",
         *([f"limits:   {proof.limits.why}"] if compared(proof) else []),
         *(f"unproven: {sentence}" for sentence in proof.unproven),
     ]
@@ -63,6 +64,12 @@ def text(proof: Proof, every: bool = False) -> str:
         lines += table(part.rows if every else list(dict.fromkeys(notable)))
     lines += ["", f"verdict:  {proof.word}"]
     return "\n".join(lines) + "\n"
+
+
+def _cut(shrunk: Sequence[str]) -> str:
+    """What was cut of ranks, depth and sequences; how much else."""
+    shown = [cut for cut in shrunk if cut.startswith(("cluster.", "model.depth:", "model.seq_length:"))]
+    return ", ".join([*shown, f"{len(shrunk) - len(shown)} other keys (format=json lists them)"])
 
 
 def compared(proof: Proof) -> bool:
@@ -134,6 +141,8 @@ def as_json(proof: Proof) -> str:
     ]  # fmt: skip
     tree = {"preset": recipe.preset.name, "verdict": proof.word, "device": proof.device, "ranks": recipe.world_size}
     tree |= {
+        "layout": layout(proof.pair.layout.plan),
+        "steps": proof.steps,
         "pattern": proof.pair.layout.plan.pattern,
         "limits": _limits(proof) if compared(proof) else None,
         "unproven": proof.unproven,

@@ -300,8 +300,9 @@ class Moe(Block):
     def _unforked(self, plan: "Plan", key: str) -> Iterator[Problem]:
         """Where the router's gradient would be Megatron's all the same."""
         if self.dispatcher != "local":
-            message = "only the local dispatcher's layer takes its input from the router"
-            yield Problem(message, key, "set it to false, or `model.blocks.moe.dispatcher=local`")
+            message = "the router hands its input on to the experts in the local dispatcher's layer alone"
+            local = "" if plan.recipe.parallel.expert > 1 else ", or `model.blocks.moe.dispatcher=local`"
+            yield Problem(message, key, "set it to false" + local)
         if self.router_dtype != "fp32":
             message = f"the kernels of the router's gradient are of fp32 logits, not {self.router_dtype or 'bf16'}"
             yield Problem(message, key, "set it to false, or `model.blocks.moe.router_dtype=fp32`")
