@@ -43,15 +43,14 @@ class Run(NamedTuple):
 
 
 CUT = ("cluster=h200_1", "model.depth=13", "schedule.micro_batch_size=1", "schedule.global_batch_size=1")
-DSA = "model.substitute=[{letter: A, ranks: [1, 2, 3], kind: dsa}]"
 RUNS = {
     f"{name}_{seed}": Run(preset, (*CUT, *overrides, f"schedule.seed={seed}"), words)
     for seeds, name, preset, overrides, words in (
         (SEEDS, "ours", "nam56r_native_dp", ("+overlay=fused",), ()),
         (SEEDS, "stock", "nam56r_native_dp", (), ("--stock",)),
         (SEEDS, "again", "nam56r_native_dp", ("+overlay=fused",), ()),
-        (SEEDS[:2], "reused", "nam56r_fused", (DSA,), ()),
-        (SEEDS[:2], "own", "nam56r_fused", (DSA, "model.blocks.dsa.full_every=1"), ()),
+        (SEEDS[:2], "reused", "nam56r_fused", (measure.SPARSE13,), ()),
+        (SEEDS[:2], "own", "nam56r_fused", (measure.SPARSE13, "model.blocks.dsa.full_every=1"), ()),
     )
     for seed in seeds
 }

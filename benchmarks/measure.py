@@ -39,7 +39,8 @@ FULL_ONE = ("cluster=h200_1", "schedule.global_batch_size=16", "schedule.train_s
 MBS2, EXPERTS = "schedule.micro_batch_size=2", "model.blocks.moe.expert_gemm="
 HEADS64, FP8 = "model.blocks.mamba2.heads=64", "feature.fp8.recipe="
 MLA = ("lane=native_dp", "model.substitute=[]", "feature.mtp.depths=0")
-DSA = ("lane=native_dp", "model.substitute=[{letter: A, ranks: [1, 2, 3], kind: dsa}]", "feature.mtp.depths=0")
+SPARSE13 = "model.substitute=[{letter: A, ranks: [1, 2, 3], kind: dsa}]"  # as far as 13 layers have its ranks
+DSA = ("lane=native_dp", SPARSE13, "feature.mtp.depths=0")
 MOE = "model.blocks.moe."
 COMPILED, OURS = "precision.cross_entropy=compiled", "precision.cross_entropy=fused"
 WGRAD, PERMUTE = "precision.fused_grad_accumulation=true", f"{MOE}permute_fusion=true"
@@ -56,7 +57,7 @@ EAGER = ("feature.cuda_graphs.impl=none",)
 FULL = ("feature.recompute.granularity=full", "feature.recompute.method=uniform", "feature.recompute.layers=1")
 DETERMINISTIC = "precision.deterministic=true"
 # The author stack as far as 13 layers have its ranks.
-AUTHOR13 = (*ONE, "model.substitute=[{letter: A, ranks: [1, 2, 3], kind: dsa}]")
+AUTHOR13 = (*ONE, SPARSE13)
 # Half the depth on a GPU of 80 GB.
 H100 = (*FULL_ONE, "device=h100", "model.depth=26")
 AUTHOR26 = (MBS2, "model.substitute=[{letter: A, ranks: [1, 2, 3, 5, 6], kind: dsa}]")

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from losses import RUNS
+from measure import SPARSE13
 
 ROOT = Path(__file__).parent.parent
 BUSY = "GPUs are taken"
@@ -55,7 +56,7 @@ class Job(NamedTuple):
 PROVE = "-m nam_megatron.prove.every {out}/prove_%s.json --device cuda --presets %s"
 RESUMED = PROVE + " --resume"
 WHOLE = "feature.cuda_graphs.impl=full_iteration feature.cuda_graphs.warmup_steps=1"
-AUTHOR13 = "model.depth=13 'model.substitute=[{letter: A, ranks: [1, 2, 3], kind: dsa}]'"
+AUTHOR13 = f"model.depth=13 '{SPARSE13}'"
 NGRAMS = "feature.ngram_hash.enabled=true feature.ngram_hash.buckets=8000000 feature.ngram_hash.document_end=0"
 GPU_TEST = "-m pytest -q -m gpu -p no:cacheprovider -p no:xdist tests/gpu/%s"
 JOBS = {
