@@ -38,7 +38,8 @@ class Job(NamedTuple):
     """gpus: 0 for one that needs the CPU alone. minutes: an estimate. In `command` {out} is DIR, {data} the built dataset, {scratch} a
     folder outside both.
 
-    gib: what it takes of a GPU that it shares with others; 0 for one that is timed or fills it.
+    gib: what it takes of a GPU that it shares with others; 0 for one that is timed or fills it. part: words that follow where the job has
+    not all of the host's GPUs; {gpu} is its first one.
     """
 
     gpus: int
@@ -46,6 +47,7 @@ class Job(NamedTuple):
     command: str
     after: str = ""
     gib: float = 0
+    part: str = ""
 
     @property
     def takes(self) -> float:
@@ -58,6 +60,11 @@ RESUMED = PROVE + " --resume"
 WHOLE = "feature.cuda_graphs.impl=full_iteration feature.cuda_graphs.warmup_steps=1"
 AUTHOR13 = f"model.depth=13 '{SPARSE13}'"
 NGRAMS = "feature.ngram_hash.enabled=true feature.ngram_hash.buckets=8000000 feature.ngram_hash.document_end=0"
+PART = (  # what `launch` would otherwise refuse on a host that has more GPUs than the run
+    " 'diagnostic=one of several GPUs of the host' port=2951{gpu} 'cluster.waivers.gpus=the others are not of this run'"
+    " 'cluster.waivers.topology=the others are not of this run' 'cluster.waivers.idle=the others may be at work'"
+    " 'cluster.waivers.stale=on the others'"
+)
 GPU_TEST = "-m pytest -q -m gpu -p no:cacheprovider -p no:xdist tests/gpu/%s"
 JOBS = {
     "data": Job(
@@ -174,7 +181,7 @@ JOBS = {
             " 'cluster.waivers.storage=a borrowed host' cluster.storage.receipts={out}/receipts cluster.storage.scratch={scratch}"
             f" revision={{revision}} data=built data.path={{data}} schedule.train_steps={steps} schedule.decay_steps={steps}"
             f" schedule.micro_batch_size={micro} schedule.global_batch_size={batch}",
-            "data",
+            "data", part=PART,
         )
         for name, preset, micro, batch, steps, minutes in (
             ("author", f"nam56r_fused {WHOLE}", 2, 16, 100, 9),
@@ -279,18 +286,19 @@ class Sitting:
         places = {"{out}": str(self.out), "{data}": str(self.data), "{revision}": self.revision}
         # `launch` refuses caches beside the data.
         places["{scratch}"] = str(Path(tempfile.gettempdir()) / f"{self.out.name}.scratch")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = visible.split(",") if visible else [str(n) for n in self.taken]
+        mine = [names[n] for n in taken]
+        places["{gpu}"] = next(iter(mine), "")
+        env, text = os.environ | {"TRITON_CACHE_AUTOTUNING": "1"}, job.command
+        if visible is not None or len(taken) < len(self.taken):
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+            text += job.part
         command = [sys.executable]
-        for word in shlex.split(job.command):
+        for word in shlex.split(text):
             for place, path in places.items():
                 word = word.replace(place, path)
             command.append(word)
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = visible.split(",") if visible else [str(n) for n in range(max(taken, default=-1) + 1)]
-        env = os.environ | {"TRITON_CACHE_AUTOTUNING": "1"}
-        if visible is not None or len(taken) < len(
-            self.taken
-        ):  # else all of the host's, of which `launch` wants to hear nothing
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(names[n] for n in taken)
         env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         log = (self.out / f"{name}.log").open("w")
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)

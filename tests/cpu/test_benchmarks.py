@@ -383,12 +383,17 @@ def test_a_sitting_shares_out_gpus_and_goes_on_where_it_stopped(tmp_path, capfd)
         "bad": sitting.Job(0, 0.01, "-c 'raise SystemExit(3)'"),
         "behind bad": sitting.Job(0, 0.01, say("{s}", "0"), after="bad"),
         "long": sitting.Job(1, 60, say("{s}", "0")),
+        "part": sitting.Job(1, 0.01, "-c 'import sys; print(sys.argv[1:])'", part=" 'of {gpu}'"),
+        "whole": sitting.Job(2, 0.01, "-c 'import sys; print(sys.argv[1:])'", part=" 'of {gpu}'"),
     }
     assert sat(tmp_path, jobs, "--gpus", "2", "--minutes", "1") == (
-        1, {"first": 0, "both": 0, "beside": 0, "later": 0, "bad": 3},
+        1, {"first": 0, "both": 0, "beside": 0, "later": 0, "bad": 3, "part": 0, "whole": 0},
     )  # fmt: skip
-    said = {name: (tmp_path / f"{name}.log").read_text().strip() for name in ("first", "both", "beside", "later")}
-    assert said == {"first": "0", "both": "all", "beside": "0", "later": ""}
+    names = ("first", "both", "beside", "later", "part", "whole")
+    said = {name: (tmp_path / f"{name}.log").read_text().strip() for name in names}
+    assert said == {
+        "first": "0", "both": "all", "beside": "0", "later": "", "part": "['of 1']", "whole": "[]",
+    }  # fmt: skip
     for name in said:
         (tmp_path / f"{name}.log").unlink()
     jobs["bad"] = sitting.Job(0, 0.01, "-c pass")
@@ -444,7 +449,8 @@ def test_what_waits_for_gpus_are_commands_that_there_are():
         elif words[:3] == ["-m", "launch", "run"]:
             for place, path in (("{out}", "/d"), ("{data}", "/d/built"), ("{revision}", "/d"), ("{scratch}", "/s")):
                 words = [word.replace(place, path) for word in words]
-            overrides = [word for word in words[4:] if not word.startswith(("revision=", "cluster.waivers."))]
+            ours = ("revision=", "diagnostic=", "port=", "cluster.waivers.")
+            overrides = [word for word in words[4:] if not word.startswith(ours)]
             lowered_by = translate(load(words[3].removeprefix("conf="), overrides))
             recipe = lowered_by.plan.recipe
             assert recipe.world_size == job.gpus and not lowered_by.plan.not_built
