@@ -85,6 +85,7 @@ JOBS = {
         " tests/gpu/test_moe.py",
         gib=40,
     ),
+    "kernels_keys": Job(1, 1.5, GPU_TEST % "test_router.py tests/gpu/test_m2rnn_aligned.py", gib=12),
     "prove_author": Job(
         1, 8,
         RESUMED % ("author", "nam56r_fused")
@@ -193,7 +194,7 @@ JOBS = {
             ("streams", "nam52_h200_dense_ref_v1 +overlay=fused", 1, 4, 100, 4),
             ("plain", "nam52_h200_dense_no_mhc_recovery_v1 +overlay=fused", 1, 4, 100, 4),
             ("muon", f"nam56r_fused +overlay=muon {WHOLE}", 2, 4, 50, 4),
-            ("ngrams", f"nam56r_fused {AUTHOR13} {NGRAMS} feature.fim.enabled=true", 2, 4, 100, 3),
+            ("ngrams", f"nam56r_fused {AUTHOR13} {NGRAMS} feature.fim.enabled=true", 2, 4, 100, 2),
         )
     },
 }  # fmt: skip

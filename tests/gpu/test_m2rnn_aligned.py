@@ -56,7 +56,8 @@ def mixers(groups: ProcessGroupCollection, accumulate: bool, overwrites: bool = 
     made[1].load_state_dict(made[0].state_dict())
     for mixer in made if accumulate else ():
         for parameter in mixer.parameters():
-            parameter.main_grad = torch.full_like(parameter, 0.5, dtype=torch.float32)
+            # Transformer Engine writes a step's first gradient over what is there, where Megatron has zeros.
+            parameter.main_grad = torch.full_like(parameter, 0.5 if overwrites else 0.0, dtype=torch.float32)
             parameter.grad_added_to_main_grad = False
             parameter.overwrite_main_grad = overwrites
     return made
