@@ -29,7 +29,9 @@ RULES: dict[str, str] = {
     "DSA": r"^_(attend(_back)?|collect|index_d[qk]|kl|lse|scores|select|sum_of_softmax|transpose)$",
     "NCCL": r"nccl",
     "attention core": r"sdpa|flash|fmha|fused_attn|dot_product_attention|mha_|compute_dot_do_o|convert_dq",
-    "Mamba scan, conv, norm": r"causal_conv1d|_chunk_(scan|state|cumsum)|_state_passing|_bmm_chunk|^_layer_norm_(fwd|bwd)|ssd_|_swiglu",
+    "Mamba scan, conv, norm": (
+        r"causal_conv1d|_chunk_(scan|state|cumsum)|_state_passing|_bmm_chunk|^_layer_norm_(fwd|bwd)|^_strided_norm|ssd_|_swiglu"
+    ),
     "optimizer": r"multi_tensor|adam|l2norm|newton|_muon",
     # Compiled, by torch 2.11's names: maximum, exponentials, division, the gradient at the label, the gradient's cast.
     "cross entropy": (
@@ -39,7 +41,7 @@ RULES: dict[str, str] = {
     # Before the next: names of grouped ones have its words.
     "GEMM": r"gemm|nvjet|cutlass|cublas|xmma|wgmma|splitk|gemv|s16816|s1688|tensorop|matmul",
     "MoE permute, sort, router": (
-        r"permut|sort|radix|bitonic|topk|top_k|router|moe|histc|bincount|histogram|cumsum|scan_|tensor_kernel_scan|gather|scatter|"
+        r"^_(input|weight)_gradient$|permut|sort|radix|bitonic|topk|top_k|router|moe|histc|bincount|histogram|cumsum|scan_|tensor_kernel_scan|gather|scatter|"
         r"index_(select|put|add|copy|kernel)|indexSelect|indexFunc|masked_|nonzero|flag|chunk_sort"
     ),
     "norms": r"rmsnorm|layernorm|ln_(tma_)?(fwd|bwd)|norm_(fwd|bwd)|_norm_",

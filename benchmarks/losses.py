@@ -98,6 +98,12 @@ def losses(name: str) -> list[float]:
     return list(read(name).get(LOSS, {}).values())
 
 
+def program(seed: int) -> tuple[list[float], list[float], list[float]]:
+    """Losses of ours, of Megatron's default stack, and of ours once more; `ours` and `again` are one command, so either is the first."""
+    ours, again = sorted((losses(f"ours_{seed}"), losses(f"again_{seed}")), key=len, reverse=True)
+    return ours, losses(f"stock_{seed}"), again
+
+
 def apart(one: Sequence[float], other: Sequence[float]) -> list[float]:
     """What is left of a difference when it is smoothed; nothing where a run is missing."""
     return smooth([a - b for a, b in zip(one, other, strict=True)]) if one and other else []
@@ -111,7 +117,7 @@ def table() -> Iterator[str]:
     )
     yield "|---" * 8 + "|"
     for seed in SEEDS:
-        ours, *others = (losses(f"{name}_{seed}") for name in ("ours", "stock", "again"))
+        ours, *others = program(seed)
         last = [f"{statistics.fmean(run[-SPAN:]):.4f}" if run else "" for run in (ours, *others)]
         middle, most = [], []
         for run in others:
@@ -147,7 +153,7 @@ def plot() -> None:
     means = f"means of {SPAN} steps"
     figure, axes = panels((f"loss, {means}", "lm loss"), (f"ours less the other, {means}", "difference"))
     for seed, colour in zip(SEEDS, ("C0", "C1", "C2"), strict=True):
-        ours, stock, again = (losses(f"{name}_{seed}") for name in ("ours", "stock", "again"))
+        ours, stock, again = program(seed)
         curve(axes[0], smooth(ours), f"ours, seed {seed}", color=colour)
         curve(axes[0], smooth(stock), f"Megatron's, seed {seed}", color=colour, linestyle=":")
         curve(axes[1], apart(ours, stock), f"Megatron's, seed {seed}", color=colour)

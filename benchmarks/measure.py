@@ -50,9 +50,9 @@ MODULES = "feature.cuda_graphs.modules="
 GRAPHS = ("feature.cuda_graphs.impl=transformer_engine", f"{MODULES}[attn,mamba,moe_router,moe_preprocess]")
 # From the fourth step on all of a step but the update is one graph; the median time is of that.
 WHOLE = ("feature.cuda_graphs.impl=full_iteration", "feature.cuda_graphs.warmup_steps=3")
-# What no GPU has run yet; the author stack has no Mamba-2, the native one no M2RNN.
-NEW_ROUTER, NEW_NORM = f"{MOE}fused_router_gradient=true", "model.blocks.mamba2.strided_norm=true"
-NEW_PROJECTION = "model.blocks.m2rnn.padded_projection=true"
+# Keys of the fused overlay since 2026-11-24; the author stack has no Mamba-2, the native one no M2RNN.
+ROUTERS, NORMS = f"{MOE}fused_router_gradient=", "model.blocks.mamba2.strided_norm="
+PADDED = "model.blocks.m2rnn.padded_projection="
 EAGER = ("feature.cuda_graphs.impl=none",)
 FULL = ("feature.recompute.granularity=full", "feature.recompute.method=uniform", "feature.recompute.layers=1")
 DETERMINISTIC = "precision.deterministic=true"
@@ -106,10 +106,10 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "native52_one_torch": ("nam56r_native_dp_fused", (*FULL_ONE, f"{EXPERTS}torch")),
     "author52_one": ("nam56r_fused", (*FULL_ONE, MBS2, f"{EXPERTS}transformer_engine")),
     "author52_one_torch": ("nam56r_fused", (*FULL_ONE, MBS2, f"{EXPERTS}torch")),
-    "native52_one_whole": ("nam56r_native_dp_fused", (*FULL_ONE, *WHOLE)),
-    "author52_one_whole": ("nam56r_fused", (*FULL_ONE, MBS2, *WHOLE)),
-    "native52_one_new": ("nam56r_native_dp_fused", (*FULL_ONE, *WHOLE, NEW_ROUTER, NEW_NORM)),
-    "author52_one_new": ("nam56r_fused", (*FULL_ONE, MBS2, *WHOLE, NEW_ROUTER, NEW_PROJECTION)),
+    "native52_one_whole": ("nam56r_native_dp_fused", (*FULL_ONE, *WHOLE, f"{ROUTERS}false", f"{NORMS}false")),
+    "author52_one_whole": ("nam56r_fused", (*FULL_ONE, MBS2, *WHOLE, f"{ROUTERS}false", f"{PADDED}false")),
+    "native52_one_new": ("nam56r_native_dp_fused", (*FULL_ONE, *WHOLE, f"{ROUTERS}true", f"{NORMS}true")),
+    "author52_one_new": ("nam56r_fused", (*FULL_ONE, MBS2, *WHOLE, f"{ROUTERS}true", f"{PADDED}true")),
     # FP8 and bf16 of one model, whose widths FP8 takes: eager as FP8 is, and as fast as bf16 is.
     "native52_64": ("nam56r_native_dp_fused", (*FULL_ONE, HEADS64, f"{EXPERTS}transformer_engine")),
     "native52_64_torch": ("nam56r_native_dp_fused", (*FULL_ONE, HEADS64, f"{EXPERTS}torch")),

@@ -113,7 +113,8 @@ JOBS = {
         RESUMED % ("sharded", "nam56r_fused")
         + ' --with "cluster=h200_2 +overlay=fsdp_ep"'
         ' --with "cluster=h200_2 parallel.tensor=2 parallel.sequence=true precision.fused_grad_accumulation=false'
-        ' feature.megatron_fsdp.enabled=true model.blocks.moe.expert_gemm=transformer_engine"',
+        " feature.megatron_fsdp.enabled=true model.blocks.moe.expert_gemm=transformer_engine"
+        ' model.blocks.m2rnn.padded_projection=false"',
     ),
     "prove_sharded_native": Job(
         2, 4, RESUMED % ("sharded_native", "nam56r_native_dp_fused") + ' --with "cluster=h200_2 +overlay=fsdp_ep"'

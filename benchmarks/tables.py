@@ -1,6 +1,6 @@
 """The measured tables of docs/training.md: python benchmarks/tables.py
 
-Reads benchmarks/{throughput,full,experts52,whole52,stock,ladder,blocks,output_layer}_h200.json, losses/ and receipts/,
+Reads benchmarks/{throughput,full,experts52,whole52,keys52,stock,ladder,blocks,output_layer}_h200.json, losses/ and receipts/,
 and writes each table between its marks.
 Needs the package: how many layers of a kind the full model has stands in its plan.
 """
@@ -25,6 +25,7 @@ from nam_megatron.sizes import GIB
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs" / "training.md"
+CHANGED_MS, REPLAYS = 10, slice(4, 7)  # behind the capture, and before the step that is profiled
 TRACED = (
     "baseline",
     "fusions",
@@ -84,6 +85,27 @@ def one() -> Iterator[str]:
 def whole() -> Iterator[str]:
     """The same with all of a step but the update in one CUDA graph, and the author stack without."""
     yield from by_kind({entry["name"]: entry["kernels"] for entry in read("whole52")})
+
+
+def keys() -> Iterator[str]:
+    """What became of a step with the keys that the fused overlay has since: kinds that changed by more than clocks do."""
+    entries = {entry["name"]: entry for entry in read("keys52")}
+    for stack in ("author52_one", "native52_one"):
+        before, after = (entries[f"{stack}_{which}"] for which in ("whole", "new"))
+        kinds = before["kernels"]["kinds"] | after["kernels"]["kinds"]
+        yield f"| `{after['preset']}` | without, ms | with, ms |"
+        yield "|---|---|---|"
+        for kind in kinds:
+            left, right = (entry["kernels"]["kinds"].get(kind, {"ms": 0.0})["ms"] for entry in (before, after))
+            if abs(right - left) > CHANGED_MS:
+                yield f"| {kind} | {left:.1f} | {right:.1f} |"
+        replays = ([step["seconds"] for step in entry["steps"][REPLAYS]] for entry in (before, after))
+        yield (
+            "| a replayed step, median of three | "
+            + " | ".join(f"{1e3 * statistics.median(of):,.0f}" for of in replays)
+            + " |"
+        )
+        yield ""
 
 
 def by_kind(tables: dict[str, Any]) -> Iterator[str]:
@@ -302,6 +324,7 @@ def main() -> None:
         full,
         one,
         whole,
+        keys,
         stock,
         thousand,
         ladder,

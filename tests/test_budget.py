@@ -185,7 +185,9 @@ def test_a_gradient_of_each_shape_stays_where_gemms_add_the_real_ones():
         "parallel.tensor=2",
         "parallel.sequence=true",
         "model.blocks.moe.dispatcher=alltoall",
+        "model.blocks.moe.fused_router_gradient=false",
         "model.blocks.mamba2.strided=false",
+        "model.blocks.mamba2.strided_norm=false",
     )
     assert lies(*halves, *tensor) == [linear + V * h + 4 * h * f]  # experts are whole
 

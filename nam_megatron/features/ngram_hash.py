@@ -12,7 +12,7 @@ from nam_megatron.blocks import Gauge
 from nam_megatron.errors import Problem
 from nam_megatron.features import Switch
 from nam_megatron.setting import Row
-from nam_megatron.sizes import FEATURES, GRADIENTS, UNMEASURED, Group, Line, Param, Sizes, Stage, Work
+from nam_megatron.sizes import FEATURES, GRADIENTS, Group, Line, Param, Sizes, Stage, Work
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -85,20 +85,19 @@ class NgramHash(Switch):
 
     def activations(self, z: Sizes, stage: Stage) -> Iterator[Line]:
         if stage.first:
-            z, more = self._sizes(z), {"bucket": FEATURES, "mark": UNMEASURED}
-            yield z.line("n-gram rows' places", "9 T L", "int64, and whether there is one", **more)
-            yield z.line("n-gram rows", "2 Ts L r", "input of the projection", **more)
+            z = self._sizes(z)
+            yield z.line("n-gram rows' places", "9 T L", "int64, and whether there is one", bucket=FEATURES)
+            yield z.line("n-gram rows", "2 Ts L r", "input of the projection", bucket=FEATURES)
 
     def working(self, z: Sizes, stage: Stage) -> Iterator[Line]:
         if stage.first:
             why = "of the rows that were asked for: int64 places, bf16 and fp32, before it is added to the buffer of gradients"
-            yield self._sizes(z).line("backward", "14 T L r", why, bucket=GRADIENTS, mark=UNMEASURED)
+            yield self._sizes(z).line("backward", "14 T L r", why, bucket=GRADIENTS)
 
     def buffers(self, z: Sizes, groups: Sequence[Group]) -> Iterator[Line]:
         if any(held.owner == self.name for group in groups for held in group.held):
             why = "bool: which of them a token has ever asked for"
-            more = {"bucket": FEATURES, "since": "init", "mark": UNMEASURED}
-            yield self._sizes(z).line("n-gram rows asked for", "L B / t", why, **more)
+            yield self._sizes(z).line("n-gram rows asked for", "L B / t", why, bucket=FEATURES, since="init")
 
     def flops(self, z: Sizes) -> Iterator[Work]:
         yield self._sizes(z).work("projection", "2 h L r", "of a token's n-gram rows")

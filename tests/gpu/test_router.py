@@ -44,15 +44,16 @@ def test_the_inputs_gradient_is_one_sum(tokens, width, experts, others, dtype):
     # As autograd adds: what came first, then the next, then the router's, each sum in the tensors' type.
     terms = [*(part.squeeze(1) for part in parts), (d_logits.double() @ weight.double()).to(dtype)]
     expected, largest = sum(terms[1:], terms[0]), sum(term.double().abs() for term in terms)
+    products = d_logits.double().abs() @ weight.double().abs()  # which fp32 sums to a few rounding errors of their own
     assert found.shape == expected.shape and found.dtype == dtype
     far = (found.double() - expected.double()).abs()
     if dtype == torch.bfloat16:
         # All but those that lie so near to the middle of two bf16 numbers that fp32 and fp64 fall to different sides, and those by a
-        # step of the largest term.
+        # step of the largest term and one of the sum.
         assert (far > 0).float().mean() < 1e-3
-        assert (far <= 2**-7 * largest).all()
+        assert (far <= 2**-6 * largest + 1e-6 * products).all()
     else:
-        assert (far <= 1e-5 * largest + 1e-4).all()
+        assert (far <= 1e-6 * (largest + products)).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -78,10 +78,11 @@ class Mamba2(Block):
         groups = max(self.groups // ranks, 1)
         width = self.heads // ranks * (2 * self.head_dim + 1) + 2 * groups * self.state_dim
         if self.strided and width % 8:
+            off = f"set it and `{at}strided_norm` to false" if self.strided_norm else "set it to false"
             yield Problem(
                 f"causal-conv1d wants strides that 8 divides, and the projection has {width} columns on each GPU",
                 at + "strided",
-                "set it to false, or make the heads of a GPU a multiple of 8",
+                f"{off}, or make the heads of a GPU a multiple of 8",
             )
         if self.strided_norm and not self.strided:
             message = "only the strided mixer has a norm that reads strides"

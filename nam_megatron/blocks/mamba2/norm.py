@@ -27,7 +27,7 @@ class _GroupNorm(torch.autograd.Function):
         tokens, batch, channels = x.shape
         out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
         scales = torch.empty(channels // width, tokens * batch, device=x.device, dtype=torch.float32)
-        _forward[(tokens * batch, channels // width)](
+        _strided_norm_forward[(tokens * batch, channels // width)](
             x, weight, out, scales, tokens * batch, batch, *x.stride()[:2], channels, width, eps, **_launch(width)
         )
         ctx.save_for_backward(x, weight, scales)
@@ -42,7 +42,7 @@ class _GroupNorm(torch.autograd.Function):
         programs = min(rows, triton.cdiv(PROGRAMS, groups))
         d_x = torch.empty_strided(x.shape, x.stride(), device=x.device, dtype=x.dtype)
         sums = torch.empty(programs, channels, device=x.device, dtype=torch.float32)
-        _backward[(programs, groups)](
+        _strided_norm_backward[(programs, groups)](
             x,
             weight,
             scales,
@@ -66,7 +66,9 @@ def _launch(width: int) -> dict[str, int]:
 
 
 @triton.jit
-def _forward(x, weight, out, scales, rows, batch, token_step, sample_step, channels, width, eps, BLOCK: tl.constexpr):
+def _strided_norm_forward(
+    x, weight, out, scales, rows, batch, token_step, sample_step, channels, width, eps, BLOCK: tl.constexpr
+):
     row, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * width + tl.arange(0, BLOCK)
     ok = tl.arange(0, BLOCK) < width
     v = tl.load(x + row // batch * token_step + row % batch * sample_step + c, mask=ok, other=0.0).to(tl.float32)
@@ -77,7 +79,7 @@ def _forward(x, weight, out, scales, rows, batch, token_step, sample_step, chann
 
 
 @triton.jit
-def _backward(
+def _strided_norm_backward(
     x, weight, scales, d_out, d_x, sums, rows, batch, token_step, sample_step, channels, width, BLOCK: tl.constexpr
 ):
     c = tl.program_id(1) * width + tl.arange(0, BLOCK)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from nam_megatron.blocks import Block, divides, residual
-from nam_megatron.errors import Problem
+from nam_megatron.errors import Problem, quoted
 from nam_megatron.setting import Row, Setting
 from nam_megatron.sizes import ROUTING, UNMEASURED, Line, Param, Sizes, Work
 
@@ -215,9 +215,13 @@ class Moe(Block):
             message = "Megatron's weighed SwiGLU of experts takes no bias, and stops in the first step"
             yield Problem(message, "model.linear_bias", "set it to false, or choose another `model.activation`")
         if self.dispatcher == "local":
-            # torch's grouped GEMM goes with this dispatcher alone: one hint for both keys.
-            beside = f" and `{at}expert_gemm=transformer_engine`" if self.expert_gemm == "torch" else ""
-            other = f"set `{at}dispatcher=alltoall`{beside}"
+            # Two keys go with this dispatcher alone: one hint for all.
+            words = [f"{at}dispatcher=alltoall"]
+            if self.expert_gemm == "torch":
+                words.append(f"{at}expert_gemm=transformer_engine")
+            if self.fused_router_gradient:
+                words.append(f"{at}fused_router_gradient=false")
+            other = f"set {quoted(words)}"
             if p.expert * p.expert_tensor > 1:
                 yield Problem(
                     "the local dispatcher sends nothing, and the experts are on several GPUs", at + "dispatcher", other
