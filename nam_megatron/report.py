@@ -1,6 +1,5 @@
-"""A plan in plain text, for people: the header of every output, the layer strip, and what differs between two."""
+"""A plan in plain text, for people: the header of every output, and the layer strip."""
 
-import difflib
 import json
 from collections.abc import Iterator
 
@@ -138,26 +137,4 @@ def plan_text(lowering: Lowering) -> str:
         text += ["layers per pipeline rank: " + " ".join(map(str, p.stage_lengths))]
     for env in lowering.env:
         text += [f"environment: {env.name}{'=' + env.value if env.value is not None else ' unset'} ({env.why})"]
-    return "\n".join(text) + "\n"
-
-
-def diff(ours: Lowering, theirs: Lowering) -> str:
-    """Plans as a unified diff, then the settings that differ."""
-    names = ours.plan.recipe.preset.name, theirs.plan.recipe.preset.name
-    plans = difflib.unified_diff(
-        plan_text(theirs).splitlines(), plan_text(ours).splitlines(), names[1], names[0], n=0, lineterm=""
-    )
-    text = [line for line in plans if not line.startswith("@@")]
-    rows = []
-    for name in dict.fromkeys([*ours.by_name, *theirs.by_name]):
-        a, b = (x.by_name[name].value if name in x.by_name else "(not set)" for x in (ours, theirs))
-        if a != b:
-            rows.append((name, str(b), str(a)))
-    if not rows:
-        return "\n".join([*text, "the same arguments"]) + "\n"
-    widths = [max(len(row[i]) for row in [("setting", names[1], names[0]), *rows]) for i in range(2)]
-    text += [
-        "",
-        *(f"{n:<{widths[0]}}  {b:<{widths[1]}}  {a}".rstrip() for n, b, a in [("setting", names[1], names[0]), *rows]),
-    ]
     return "\n".join(text) + "\n"

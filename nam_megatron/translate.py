@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nam_megatron import app, argv, report
 from nam_megatron.blocks.kinds import KINDS
+from nam_megatron.diff import diff
 from nam_megatron.errors import INCOMPLETE, OK, Problem, Refused, quoted, raise_if
 from nam_megatron.features.names import FEATURES
 from nam_megatron.lower import Lowering, translate
@@ -61,7 +62,7 @@ def task(recipe: Recipe, words: Mapping[str, Any], origin: Origin) -> int:
             other = translate(load(str(words["diff"]), origin.search))
         except Refused as refused:
             raise Refused(replace(p, key="diff") for p in refused.problems) from None
-        sys.stdout.write(report.diff(lowering, other))
+        sys.stdout.write(diff(lowering, other))
     elif form == "auto" and sys.stdout.isatty():
         table(lowering)
     elif form != "auto" or words["out"] is None:

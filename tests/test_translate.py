@@ -327,6 +327,15 @@ def test_diff():
         or "(not set)" in rows["num_query_groups"]
     )
     assert warm("conf=nam56r", "diff=nam56r").out == "the same arguments\n"
+    # Many keys are no argument of Megatron's.
+    other = warm("conf=nam56r", "precision.cross_entropy=fused", "optim.lr=0.002", "diff=nam56r").out
+    *_, title, loss, rate = (line.split() for line in other.splitlines())
+    assert (title, loss) == (["recipe", "nam56r", "this"], ["precision.cross_entropy", "megatron", "fused", "executes"])
+    assert (
+        rate == ["optim.lr", "0.0003", "0.002"]
+        and "\nlr " in other
+        and "cross_entropy " not in other.split("recipe")[0]
+    )
     alias = warm("conf=nam56r", "diff=nam56r_author_dp").out
     assert alias.endswith("the same arguments\n") and "+nam56r: " in alias
 

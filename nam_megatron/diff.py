@@ -1,0 +1,46 @@
+"""What differs between two plans, in plain text: the layers, Megatron's arguments, and the recipe's keys, many of which are no argument."""
+
+import difflib
+import json
+from collections.abc import Sequence
+
+from nam_megatron.argv import plan_json
+from nam_megatron.computation import differences
+from nam_megatron.lower import Lowering
+from nam_megatron.recipe import Recipe
+from nam_megatron.report import plan_text
+
+
+def diff(ours: Lowering, theirs: Lowering) -> str:
+    """Plans as a unified diff, then a table of arguments and one of keys, `executes` behind those that compute the same."""
+    names = ours.plan.recipe.preset.name, theirs.plan.recipe.preset.name
+    if names[0] == names[1]:
+        names = "this", names[1]
+    plans = difflib.unified_diff(
+        plan_text(theirs).splitlines(), plan_text(ours).splitlines(), names[1], names[0], n=0, lineterm=""
+    )
+    text = [line for line in plans if not line.startswith("@@")]
+    rows = []
+    for name in dict.fromkeys([*ours.by_name, *theirs.by_name]):
+        a, b = (str(x.by_name[name].value) if name in x.by_name else "(not set)" for x in (ours, theirs))
+        if a != b:
+            rows.append((name, b, a))
+    text += _columns(("argument", names[1], names[0]), rows) if rows else ["the same arguments"]
+    trees = (json.loads(plan_json(x)) for x in (theirs, ours))
+    keys = [
+        (d.key, *(_value(side) for side in (d.before, d.after)), "" if d.computes else "executes")
+        for d in differences(*trees)
+        if d.key.partition(".")[0]
+        in Recipe.model_fields.keys() - {"preset", "assumptions"}  # both stand in the plan's text
+    ]
+    text += _columns(("recipe", names[1], names[0], ""), keys) if keys else []
+    return "\n".join(text) + "\n"
+
+
+def _columns(title: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(title, *rows, strict=True)]
+    return ["", *("  ".join(map(str.ljust, row, widths)).rstrip() for row in (title, *rows))]
+
+
+def _value(value: object) -> str:
+    return "(not there)" if value is None else json.dumps(value) if not isinstance(value, str) else value
