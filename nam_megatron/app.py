@@ -86,7 +86,7 @@ def _run(
     except Exception as err:
         if in_job:
             raise
-        problem = hydra_problem(err)
+        problem = hydra_problem(err, keys)
         if more := also.get(problem.key or ""):
             problem = replace(problem, hint=f"{problem.hint}; {more}")
         codes.append(_refuse(Refused(problem)))

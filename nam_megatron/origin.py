@@ -208,6 +208,8 @@ class Origin:
             target = tuple(override.key_or_group.replace("/", ".").split("."))
             if target == parts[: len(target)] and not self._choices(override.key_or_group):
                 return f"command line: {clipped(text)}"
+        if below := [word for word in self._plain_words if _within(_key_of(word), key)]:
+            return f"command line: {clipped(below[-1])}"
         shortest = 1 if or_above else len(parts)
         for length in range(len(parts), shortest - 1, -1):  # a missing or unknown key: where its parent stands
             for path, package, node in self._files:
@@ -217,11 +219,6 @@ class Origin:
                         up, name = link.groups()  # each dot goes one level up from the key itself
                         return self.where(".".join((*parts[: length - len(up)], name) if up else (name,)))
                     return f"{_short(path)}:{key_node.start_mark.line + 1}"
-            below = (
-                word for word in reversed(self._plain_words) if length == len(parts) and _within(_key_of(word), key)
-            )
-            if word := next(below, None):
-                return f"command line: {clipped(word)}"
         return next(
             (
                 _short(path)
@@ -321,8 +318,8 @@ def no_folder(folder: str) -> Problem:
     )
 
 
-def hydra_problem(err: Exception) -> Problem:
-    """An error of Hydra, OmegaConf or the YAML parser in our words."""
+def hydra_problem(err: Exception, words: Sequence[str] = ()) -> Problem:
+    """An error of Hydra, OmegaConf or the YAML parser in our words. words: keys of the command that are none of the recipe's."""
     text = str(err).strip() or type(err).__name__
     first = text.splitlines()[0].rstrip(".")
     if (options := _options(text)) and (match := re.search(r"Available options in '([^']*)'", text)):
@@ -363,7 +360,7 @@ def hydra_problem(err: Exception) -> Problem:
             "a group of configs takes the name of one of them", None, "write GROUP=NAME; `--help` lists both"
         )
     if match := re.search(r"Could not override '([^']+)'", text):
-        return _unknown_override(getattr(err.__cause__, "full_key", None) or match[1])
+        return _unknown_override(getattr(err.__cause__, "full_key", None) or match[1], words)
     if match := re.search(r"(\w+) appears more than once in the final|Multiple values for (\w+)", text):
         group = match[1] or match[2]
         return Problem(f"the recipe has a `{group}` already", group, f"leave the `+` out: `{group}=NAME`")
@@ -407,7 +404,7 @@ def _options(text: str) -> list[str]:
     return [line.strip() for line in takewhile(lambda line: line.startswith("\t"), lines[start + 1 :])]
 
 
-def _unknown_override(key: str) -> Problem:
+def _unknown_override(key: str, words: Sequence[str]) -> Problem:
     from nam_megatron.recipe import conf_dir, keys_at, keys_hint
 
     *parents, last = key.split(".")
@@ -415,7 +412,7 @@ def _unknown_override(key: str) -> Problem:
         return Problem(f"no `{last}` is in use", last, f"to lay one over the preset: `+{last}=NAME`")
     if last in keys_at(parents):  # of a model of one's own, or of a kind that its file leaves out
         return Problem(f"no file gives `{last}`", ".".join(parents) or None, f"to add it: `+{key}=...`")
-    close = difflib.get_close_matches(last, keys_at(parents), 1)
+    close = difflib.get_close_matches(last, (*keys_at(parents), *(() if parents else words)), 1)
     meant = f", did you mean `{close[0]}`?" if close else ""
     hint = keys_hint(() if close else parents)
     return Problem(f"unknown key `{last}`{meant}", ".".join(parents) or None, hint)

@@ -147,8 +147,8 @@ def from_config(cfg: DictConfig, origin: Any = None, without: Iterable[str] = ()
         raise Refused(Problem(_first_line(err), key, "`${...}` names a key of the composed config"), origin) from None
     for key in without:
         tree.pop(key, None)
-    if features := list(_feature_as_a_group(origin.overrides if origin else ())):
-        raise Refused(features, origin)
+    if idle := list(_chooses_nothing(tree, origin.overrides if origin else ())):
+        raise Refused(idle, origin)
     try:
         written = parsed(tree, origin)
     except Refused:
@@ -197,13 +197,27 @@ def _assumed_nothing(recipe: Recipe) -> Iterator[Problem]:
             )
 
 
-def _feature_as_a_group(overrides: Iterable[str]) -> Iterator[Problem]:
-    """`feature=fp8` would put the keys of one feature in the place of all of them."""
+def _chooses_nothing(tree: Mapping[str, Any], overrides: Iterable[str]) -> Iterator[Problem]:
+    """`feature=fp8` would put the keys of one feature in the place of all of them; `feature={}` leaves all as they are."""
     for text in overrides:
-        key, _, name = text.partition("=")
-        if key == "feature" and name in FEATURES:
-            hint = f"features are switched by key, e.g. `feature.{name}.{keys_at((key, name))[0]}=...`"
-            yield Problem(f"`{name}` is one feature, and `feature` is all of them", key, hint)
+        key, _, value = text.partition("=")
+        if key == "feature" and value in FEATURES:
+            hint = f"features are switched by key, e.g. `feature.{value}.{keys_at((key, value))[0]}=...`"
+            if FEATURES[value].name in tree["feature"]:
+                hint += f"; `~feature.{value}` turns it off"
+            yield Problem(f"`{text}`: `{value}` is one feature, and `feature` is all of them", None, hint)
+        if value == "{}" and (held := _held(tree, key.lstrip("+"))):
+            names = quoted(list(held)[:3])
+            hint = f"`~{key}.KEY` takes one away, or `~{key}` all of them"
+            yield Problem(f"`{text}` is laid over what stands there, and leaves {names}", None, hint)
+
+
+def _held(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The mapping at a dotted key; an empty one where there is none."""
+    node: Any = tree
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node if isinstance(node, Mapping) else {}
 
 
 def _lane_in_name_only(recipe: Recipe) -> Iterator[Problem]:
