@@ -156,9 +156,9 @@ JOBS = {
     # 1,000 steps of ours and of Megatron's default stack, of a shared top-k and of each layer's own; plotted from what comes back.
     **{
         f"losses_{name}": Job(
-            1, 2.5,
+            1, 5,
             f"benchmarks/losses.py train {name} --out {{out}}/losses --data {{data}} --limit 500",
-            "data", gib=66,  # 31 and 39, but several beside each other take longer than one after the other
+            "data", gib=66,  # 31 and 39: the host launches small steps, and several beside each other take longer than one after the other
         )
         for name in RUNS
     },
@@ -192,9 +192,9 @@ JOBS = {
             ("native_64", f"nam56r_native_dp_fused {WHOLE} optim.warmup_steps=4", 4, 64, 12, 5),
             ("sparse", "nam52_h200_sparse_8_11_ref_v1 +overlay=fused", 2, 4, 100, 5),
             ("4full", "nam52r_h200_4full_9sparse_candidate_v1 +overlay=fused", 2, 4, 100, 5),
-            ("streams", "nam52_h200_dense_ref_v1 +overlay=fused", 1, 4, 100, 4),
-            ("plain", "nam52_h200_dense_no_mhc_recovery_v1 +overlay=fused", 1, 4, 100, 4),
-            ("muon", f"nam56r_fused +overlay=muon {WHOLE}", 2, 4, 50, 4),
+            ("streams", "nam52_h200_dense_ref_v1 +overlay=fused", 1, 4, 100, 4.5),
+            ("plain", "nam52_h200_dense_no_mhc_recovery_v1 +overlay=fused", 1, 4, 100, 3.5),
+            ("muon", f"nam56r_fused +overlay=muon {WHOLE}", 2, 4, 50, 3.5),
             ("ngrams", f"nam56r_fused {AUTHOR13} {NGRAMS} feature.fim.enabled=true", 2, 4, 100, 2),
         )
     },
@@ -214,7 +214,7 @@ def main(words: Sequence[str] | None = None, jobs: dict[str, Job] = JOBS) -> int
     parser.add_argument("--gpus", type=int, default=1, help="of this host (default: 1)")
     parser.add_argument("--minutes", type=float, default=60.0, help="until all is over (default: 60)")
     parser.add_argument("--data", type=Path, help="a built dataset, in the place of the one that `data` makes")
-    parser.add_argument("--revision", help="of the code, for receipts (default: git's)")
+    parser.add_argument("--revision", help="of the code, for receipts, where there is no .git (default: git's)")
     parser.add_argument("names", nargs="*", metavar="JOB", help="those alone (default: all)")
     options = parser.parse_args(words)
     if unknown := [name for name in options.names if name not in jobs]:
@@ -222,21 +222,22 @@ def main(words: Sequence[str] | None = None, jobs: dict[str, Job] = JOBS) -> int
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and len(visible.split(",")) < options.gpus:
         parser.error(f"--gpus {options.gpus}, and CUDA_VISIBLE_DEVICES names {visible or 'none'}")
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    if options.revision and head and not head.startswith(options.revision):
+        parser.error(
+            f"--revision {options.revision}, and this checkout is at {head.strip()}: receipts would be refused"
+        )
     options.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    sitting = Sitting(options.out.resolve(), options.gpus, options.minutes, options.data, options.revision)
+    sitting = Sitting(
+        options.out.resolve(), options.gpus, options.minutes, options.data, options.revision or head.strip()
+    )
     return sitting.run({name: jobs[name] for name in options.names or jobs})
 
 
 class Sitting:
-    def __init__(self, out: Path, gpus: int, minutes: float, data: Path | None, revision: str | None = None):
-        self.out, self.data = out, data or out / CORPUS
-        self.revision = (
-            revision
-            or subprocess.run(
-                ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-            ).stdout.strip()
-        )
+    def __init__(self, out: Path, gpus: int, minutes: float, data: Path | None, revision: str):
+        self.out, self.data, self.revision = out, data or out / CORPUS, revision
         self.record, self.end = out / "sitting.json", time.monotonic() + 60 * minutes
         self.done: dict[str, Any] = json.loads(self.record.read_text()) if self.record.exists() else {}
         self.given, self.gpus = data is not None, gpus
