@@ -18,7 +18,7 @@ import nam_megatron
 from nam_megatron import files
 from nam_megatron.errors import OK, REFUSED, Problem, Refused, finish, raise_if, raise_if_twice
 from nam_megatron.origin import Origin, clipped, hydra_problem
-from nam_megatron.recipe import Recipe, conf_dir, from_config
+from nam_megatron.recipe import SWITCHED, Recipe, conf_dir, from_config
 
 # `-cn NAME`, `-cp PATH`: Hydra would compose something else, in a folder `outputs` of its own making.
 OTHER_CONFIG = re.compile(r"--config-(?:name|path)(?:=|$)|-c[np]")
@@ -132,9 +132,8 @@ def _no_names(words: Sequence[str]) -> Iterator[Problem]:
     for word in words:
         key, equals, value = word.partition("=")
         if equals and re.fullmatch(r"null|true|false|[-+.\d]+", value) and key in groups:
-            yield Problem(
-                f"`{value}` is no name", key, f"`{key}` is a group of configs: write {key}=NAME; `--help` lists them"
-            )
+            hint = f"`{key}` is a group of configs: write {key}=NAME; `--help` lists them"
+            yield Problem(f"`{value}` is no name", key, SWITCHED if key == "feature" else hint)
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:

@@ -12,7 +12,7 @@ from nam_megatron.report import plan_text
 
 
 def diff(ours: Lowering, theirs: Lowering) -> str:
-    """Plans as a unified diff, then a table of arguments and one of keys, `executes` behind those that compute the same."""
+    """Plans as a unified diff, then a table of arguments and one of keys: one that `executes` leaves the model as it is."""
     names = ours.plan.recipe.preset.name, theirs.plan.recipe.preset.name
     if names[0] == names[1]:
         names = "this", names[1]
@@ -28,7 +28,7 @@ def diff(ours: Lowering, theirs: Lowering) -> str:
     text += _columns(("argument", names[1], names[0]), rows) if rows else ["the same arguments"]
     trees = (json.loads(plan_json(x)) for x in (theirs, ours))
     keys = [
-        (d.key, *(_value(side) for side in (d.before, d.after)), "" if d.computes else "executes")
+        (d.key, *(_value(side) for side in (d.before, d.after)), "computes" if d.computes else "executes")
         for d in differences(*trees)
         if d.key.partition(".")[0]
         in Recipe.model_fields.keys() - {"preset", "assumptions"}  # both stand in the plan's text

@@ -98,6 +98,8 @@ class Origin:
         name = next(chosen, "").removeprefix("preset/")
         if name and called != name and "preset.name" not in self._typed:
             hint = f"write `preset: {{name: {name}}}` into its file"
+            if name == f"{called}.yaml":
+                hint = f"leave `.yaml` out: `{called}`"
             yield Problem(f"preset `{name}` calls itself `{called}`", "preset.name", hint)
 
     def said(self, key: str) -> bool:
@@ -320,6 +322,8 @@ def no_folder(folder: str) -> Problem:
 
 def hydra_problem(err: Exception, words: Sequence[str] = ()) -> Problem:
     """An error of Hydra, OmegaConf or the YAML parser in our words. words: keys of the command that are none of the recipe's."""
+    from nam_megatron.recipe import SWITCHED
+
     text = str(err).strip() or type(err).__name__
     first = text.splitlines()[0].rstrip(".")
     if (options := _options(text)) and (match := re.search(r"Available options in '([^']*)'", text)):
@@ -333,7 +337,8 @@ def hydra_problem(err: Exception, words: Sequence[str] = ()) -> Problem:
         close = difflib.get_close_matches(stem, options, 1)
         meant = f"did you mean `{close[0]}`? " if close else ""
         own = "" if close else "; one of your own is found by `--config-dir FOLDER`"
-        return Problem(f"no {group} `{wanted}`", group, f"{meant}there are: {', '.join(options)}{own}")
+        hint = SWITCHED if group == "feature" else f"{meant}there are: {', '.join(options)}{own}"
+        return Problem(f"no {group} `{wanted}`", group, hint)
     if match := re.search(r"Additional config directory '(.*)' not found", text):
         return no_folder(match[1])
     if match := re.match(r"In '?([^':]+)'?: Could not find '([^']+)'", text):
@@ -363,7 +368,8 @@ def hydra_problem(err: Exception, words: Sequence[str] = ()) -> Problem:
         return _unknown_override(getattr(err.__cause__, "full_key", None) or match[1], words)
     if match := re.search(r"(\w+) appears more than once in the final|Multiple values for (\w+)", text):
         group = match[1] or match[2]
-        return Problem(f"the recipe has a `{group}` already", group, f"leave the `+` out: `{group}=NAME`")
+        hint = SWITCHED if group == "feature" else f"leave the `+` out: `{group}=NAME`"
+        return Problem(f"the recipe has a `{group}` already", group, hint)
     if match := re.search(r"An item is already at '([^']+)'", text):
         return Problem(f"`{match[1]}` is there already", match[1], "leave the `+` out")
     if isinstance(err, yaml.YAMLError):

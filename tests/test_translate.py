@@ -332,7 +332,7 @@ def test_diff():
     *_, title, loss, rate = (line.split() for line in other.splitlines())
     assert (title, loss) == (["recipe", "nam56r", "this"], ["precision.cross_entropy", "megatron", "fused", "executes"])
     assert (
-        rate == ["optim.lr", "0.0003", "0.002"]
+        rate == ["optim.lr", "0.0003", "0.002", "computes"]
         and "\nlr " in other
         and "cross_entropy " not in other.split("recipe")[0]
     )
@@ -522,8 +522,11 @@ BAD = {
     "a path for a name": (["conf=conf/preset/nam56r.yaml"], "no preset `conf/preset/nam56r.yaml`", "did you mean `nam56r`?"),
     "a feature as the group": (["conf=nam56r", "feature=mtp"], "error: `feature=mtp`: `mtp` is one feature, and `feature` is all of them\n",
         "e.g. `feature.mtp.depths=...`; `~feature.mtp` turns it off"),
-    "nothing laid over all": (["conf=nam56r", "feature={}"], "`feature={}` is laid over what stands there, and leaves `mtp`, `recompute` and `cuda_graphs`\n",
-        "`~feature.KEY` takes one away"),
+    "nothing laid over all": (["conf=nam56r", "feature={}"],
+        "`feature={}` is laid over what stands there, and leaves `mtp`, `recompute` and `cuda_graphs`\n",
+        "`~feature.NAME` turns one off"),
+    "a feature as the group, added": (["conf=nam56r", "+feature=mtp"], "has a `feature` already", "features are switched by key"),
+    "a file for a preset": (["conf=nam56r.yaml"], "preset `nam56r.yaml` calls itself `nam56r`", "hint: leave `.yaml` out: `nam56r`"),
     "a word of the command": (["conf=nam56r", "ouput=d"], "unknown key `ouput`, did you mean `out`?"),
     "a key of what does not stand": (["conf=nam56r_native_dp", "model.blocks.m2rnn.heads=3"],
         "no layer is M2RNN @ model.blocks.m2rnn (command line: model.blocks.m2rnn.heads=3)"),

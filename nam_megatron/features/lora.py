@@ -57,7 +57,8 @@ class Lora(Feature):
         for feature in (f.fp8, f.muon, f.megatron_fsdp, f.cuda_graphs, f.mhc, f.mtp):
             if feature is not None:
                 message = f"adapters have not been shown beside `{feature.name}`"
-                yield Problem(message, f"feature.{feature.name}.{feature.switch}", "turn it off")
+                off = "set `optim=adamw`" if feature is f.muon else f"`~feature.{feature.name}` turns it off"
+                yield Problem(message, f"feature.{feature.name}.{feature.switch}", off)
         if r.precision.fused_grad_accumulation:
             message = "weights that stay have no buffer that a gradient would be added to"
             yield Problem(message, "precision.fused_grad_accumulation", "set it to false")

@@ -197,6 +197,9 @@ def _assumed_nothing(recipe: Recipe) -> Iterator[Problem]:
             )
 
 
+SWITCHED = "features are switched by key: `feature.NAME.KEY=...`; `~feature.NAME` turns one off"
+
+
 def _chooses_nothing(tree: Mapping[str, Any], overrides: Iterable[str]) -> Iterator[Problem]:
     """`feature=fp8` would put the keys of one feature in the place of all of them; `feature={}` leaves all as they are."""
     for text in overrides:
@@ -208,7 +211,7 @@ def _chooses_nothing(tree: Mapping[str, Any], overrides: Iterable[str]) -> Itera
             yield Problem(f"`{text}`: `{value}` is one feature, and `feature` is all of them", None, hint)
         if value == "{}" and (held := _held(tree, key.lstrip("+"))):
             names = quoted(list(held)[:3])
-            hint = f"`~{key}.KEY` takes one away, or `~{key}` all of them"
+            hint = SWITCHED if key == "feature" else f"leave it out; `{key.lstrip('+')}.KEY=VALUE` changes one of them"
             yield Problem(f"`{text}` is laid over what stands there, and leaves {names}", None, hint)
 
 
