@@ -30,6 +30,7 @@ from launch import steps
 HERE = Path(__file__).parent
 FOLDER, DOCS = HERE / "losses", HERE.parent / "docs"
 SEEDS = (1234, 1235, 1236)
+STEPS = 1000  # of a whole run
 SPAN = 50  # steps that a point of a curve is the mean of
 LOSS, KEPT = steps.LOSS, "DSA kept"
 
@@ -89,9 +90,9 @@ def read(name: str) -> dict[str, dict[int, float]]:
     """Figures of a run by step; none of one that has not been made, or not to its end."""
     path = FOLDER / f"{name}.json"
     run = json.loads(path.read_text()) if path.exists() else {"error": "not run"}
-    return (
-        {} if "error" in run else {figure: {int(n): v for n, v in of.items()} for figure, of in run["series"].items()}
-    )
+    if "error" in run or len(run["series"].get(LOSS, {})) != STEPS:
+        return {}
+    return {figure: {int(n): v for n, v in of.items()} for figure, of in run["series"].items()}
 
 
 def losses(name: str) -> list[float]:
@@ -182,7 +183,7 @@ def main(words: Sequence[str] | None = None) -> int:
     one.add_argument("name", choices=RUNS, metavar="NAME", help=", ".join(RUNS))
     one.add_argument("--out", type=Path, default=FOLDER, help="folder of the record (default: benchmarks/losses)")
     one.add_argument("--data", type=measure.dataset, help="a built dataset; mock data by default")
-    one.add_argument("--steps", type=int, default=1000, help="(default: 1000)")
+    one.add_argument("--steps", type=int, default=STEPS, help="(default: %(default)s; plots are of whole runs)")
     one.add_argument("--limit", type=float, default=540, help="seconds, by which it is ended (default: 540)")
     commands.add_parser("plot", help="docs/losses.png and docs/reuse.png, of all runs")
     options = parser.parse_args(words)

@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -39,7 +40,7 @@ class Job(NamedTuple):
     folder outside both.
 
     gib: what it takes of a GPU that it shares with others; 0 for one that is timed or fills it. part: words that follow where the job has
-    not all of the host's GPUs; {gpu} is its first one.
+    not all of the host's GPUs; {slot} is the place of its first one.
     """
 
     gpus: int
@@ -61,7 +62,7 @@ WHOLE = "feature.cuda_graphs.impl=full_iteration feature.cuda_graphs.warmup_step
 AUTHOR13 = f"model.depth=13 '{SPARSE13}'"
 NGRAMS = "feature.ngram_hash.enabled=true feature.ngram_hash.buckets=8000000 feature.ngram_hash.document_end=0"
 PART = (  # what `launch` would otherwise refuse on a host that has more GPUs than the run
-    " 'diagnostic=one of several GPUs of the host' port=2951{gpu} 'cluster.waivers.gpus=the others are not of this run'"
+    " 'diagnostic=one of several GPUs of the host' port=2951{slot} 'cluster.waivers.gpus=the others are not of this run'"
     " 'cluster.waivers.topology=the others are not of this run' 'cluster.waivers.idle=the others may be at work'"
     " 'cluster.waivers.stale=on the others'"
 )
@@ -220,9 +221,13 @@ def main(words: Sequence[str] | None = None, jobs: dict[str, Job] = JOBS) -> int
     if unknown := [name for name in options.names if name not in jobs]:
         parser.error(f"no job {', '.join(unknown)}; there are: {', '.join(jobs)}")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and len(visible.split(",")) < options.gpus:
+    if visible is not None and len(set(filter(None, visible.split(",")))) < options.gpus:
         parser.error(f"--gpus {options.gpus}, and CUDA_VISIBLE_DEVICES names {visible or 'none'}")
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    if options.revision and not re.fullmatch(r"[0-9a-f]{7,40}", options.revision):
+        parser.error(f"--revision {options.revision}: 7 to 40 hexadecimal digits")
+    if not (options.revision or head):
+        parser.error("no .git here: --revision says which code this is")
     if options.revision and head and not head.startswith(options.revision):
         parser.error(
             f"--revision {options.revision}, and this checkout is at {head.strip()}: receipts would be refused"
@@ -292,7 +297,7 @@ class Sitting:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",") if visible else [str(n) for n in self.taken]
         mine = [names[n] for n in taken]
-        places["{gpu}"] = next(iter(mine), "")
+        places["{slot}"] = str(next(iter(taken), ""))
         env, text = os.environ | {"TRITON_CACHE_AUTOTUNING": "1"}, job.command
         if visible is not None or len(taken) < len(self.taken):
             env["CUDA_VISIBLE_DEVICES"] = ",".join(mine)

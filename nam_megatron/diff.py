@@ -2,13 +2,20 @@
 
 import difflib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from nam_megatron.argv import plan_json
 from nam_megatron.computation import differences
 from nam_megatron.lower import Lowering
 from nam_megatron.recipe import Recipe
 from nam_megatron.report import plan_text
+
+NAMED = (
+    "preset.name",
+    "preset.alias_of",
+    "preset.about",
+)  # stand above, in the plan's text, or are prose; so do assumptions
 
 
 def diff(ours: Lowering, theirs: Lowering) -> str:
@@ -26,12 +33,11 @@ def diff(ours: Lowering, theirs: Lowering) -> str:
         if a != b:
             rows.append((name, b, a))
     text += _columns(("argument", names[1], names[0]), rows) if rows else ["the same arguments"]
-    trees = (json.loads(plan_json(x)) for x in (theirs, ours))
+    trees = [json.loads(plan_json(x)) for x in (theirs, ours)]
     keys = [
-        (d.key, *(_value(side) for side in (d.before, d.after)), "computes" if d.computes else "executes")
+        (d.key, *(_value(tree["recipe"], d.key) for tree in trees), "computes" if d.computes else "executes")
         for d in differences(*trees)
-        if d.key.partition(".")[0]
-        in Recipe.model_fields.keys() - {"preset", "assumptions"}  # both stand in the plan's text
+        if d.key.partition(".")[0] in Recipe.model_fields.keys() - {"assumptions"} and d.key not in NAMED
     ]
     text += _columns(("recipe", names[1], names[0], ""), keys) if keys else []
     return "\n".join(text) + "\n"
@@ -42,5 +48,10 @@ def _columns(title: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[st
     return ["", *("  ".join(map(str.ljust, row, widths)).rstrip() for row in (title, *rows))]
 
 
-def _value(value: object) -> str:
-    return "(not there)" if value is None else json.dumps(value) if not isinstance(value, str) else value
+def _value(recipe: Mapping[str, Any], key: str) -> str:
+    node: Any = recipe
+    for name in key.split("."):
+        if not isinstance(node, Mapping) or name not in node:
+            return "(not there)"
+        node = node[name]
+    return node if isinstance(node, str) else json.dumps(node)

@@ -210,8 +210,6 @@ class Origin:
             target = tuple(override.key_or_group.replace("/", ".").split("."))
             if target == parts[: len(target)] and not self._choices(override.key_or_group):
                 return f"command line: {clipped(text)}"
-        if below := [word for word in self._plain_words if _within(_key_of(word), key)]:
-            return f"command line: {clipped(below[-1])}"
         shortest = 1 if or_above else len(parts)
         for length in range(len(parts), shortest - 1, -1):  # a missing or unknown key: where its parent stands
             for path, package, node in self._files:
@@ -221,6 +219,11 @@ class Origin:
                         up, name = link.groups()  # each dot goes one level up from the key itself
                         return self.where(".".join((*parts[: length - len(up)], name) if up else (name,)))
                     return f"{_short(path)}:{key_node.start_mark.line + 1}"
+            below = (
+                word for word in reversed(self._plain_words) if length == len(parts) and _within(_key_of(word), key)
+            )
+            if word := next(below, None):
+                return f"command line: {clipped(word)}"
         return next(
             (
                 _short(path)
@@ -277,6 +280,12 @@ def _plain(override: Any) -> Any:
         return override.value()
     except Exception:  # a sweep, or what Hydra refuses itself
         return None
+
+
+def assigned(overrides: Sequence[str]) -> list[tuple[str, str, Any]]:
+    """(word, dotted key, value) of each word of a command line; of one that takes a key away the value is None."""
+    parsed = [(text, OverridesParser.create().parse_override(text)) for text in overrides]
+    return [(text, o.key_or_group.replace("/", "."), None if o.is_delete() else _plain(o)) for text, o in parsed]
 
 
 def leaves(key: str, value: Any) -> list[str]:

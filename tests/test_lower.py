@@ -577,6 +577,8 @@ REFUSALS = [
     (DESIGN, {PADDED: True, "model.blocks.m2rnn.heads": 40}, PADDED, "1,448 columns on each GPU, which 8 divides"),
     (DESIGN, TP | {PADDED: True, "model.blocks.m2rnn.heads": 16}, PADDED, "328 columns on each GPU, which 8 divides"),
     (DESIGN, {PADDED: True, "feature.megatron_fsdp.enabled": True}, PADDED, "only while a layer runs"),
+    (DESIGN, {PADDED: True, "precision.grad_reduce": "bf16", "precision.fused_grad_accumulation": True}, PADDED,
+        "rounded to bf16 before it is added"),
     (DESIGN, ADAPTED | {PADDED: True}, PADDED, "an adapter's output has no columns"),
     (DESIGN, {"model.blocks.mamba3.state_dim": 33}, "model.blocks.mamba3.state_dim", "angles turn pairs of columns"),
     (DESIGN, {"model.blocks.mamba3.groups": 3}, "model.blocks.mamba3.heads", "Mamba-3 heads 112 is not divisible"),

@@ -327,15 +327,22 @@ def test_diff():
         or "(not set)" in rows["num_query_groups"]
     )
     assert warm("conf=nam56r", "diff=nam56r").out == "the same arguments\n"
+    words = (
+        "preset.family=mine",
+        "model.blocks.moe.group_limit=[4,2]",
+        "cluster.waivers={}",
+        "+cluster.waivers.gpus=why",
+    )
+    *_, title, family, limit, waiver = warm("conf=nam56r", *words, "diff=nam56r").out.splitlines()
+    assert family.split() == ["preset.family", "nam56r", "mine", "executes"]
+    assert limit.split() == ["model.blocks.moe.group_limit", "null", "[4,", "2]", "computes"]
+    assert waiver.split() == ["cluster.waivers.gpus", "(not", "there)", "why", "executes"]
     # Many keys are no argument of Megatron's.
     other = warm("conf=nam56r", "precision.cross_entropy=fused", "optim.lr=0.002", "diff=nam56r").out
     *_, title, loss, rate = (line.split() for line in other.splitlines())
     assert (title, loss) == (["recipe", "nam56r", "this"], ["precision.cross_entropy", "megatron", "fused", "executes"])
-    assert (
-        rate == ["optim.lr", "0.0003", "0.002", "computes"]
-        and "\nlr " in other
-        and "cross_entropy " not in other.split("recipe")[0]
-    )
+    assert rate == ["optim.lr", "0.0003", "0.002", "computes"]
+    assert "\nlr " in other and "cross_entropy" not in other.split("recipe")[0]
     alias = warm("conf=nam56r", "diff=nam56r_author_dp").out
     assert alias.endswith("the same arguments\n") and "+nam56r: " in alias
 
@@ -525,6 +532,8 @@ BAD = {
     "nothing laid over all": (["conf=nam56r", "feature={}"],
         "`feature={}` is laid over what stands there, and leaves `mtp`, `recompute` and `cuda_graphs`\n",
         "`~feature.NAME` turns one off"),
+    "nothing laid over one of all": (["conf=nam56r", "feature={mtp: { }}"], "and leaves `depths` and `loss_weight`"),
+    "a list of features": (["conf=nam56r", "feature=[mtp]"], "`feature=[mtp]`: `feature` is no list", "features are switched by key"),
     "a feature as the group, added": (["conf=nam56r", "+feature=mtp"], "has a `feature` already", "features are switched by key"),
     "a file for a preset": (["conf=nam56r.yaml"], "preset `nam56r.yaml` calls itself `nam56r`", "hint: leave `.yaml` out: `nam56r`"),
     "a word of the command": (["conf=nam56r", "ouput=d"], "unknown key `ouput`, did you mean `out`?"),

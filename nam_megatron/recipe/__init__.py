@@ -200,19 +200,38 @@ def _assumed_nothing(recipe: Recipe) -> Iterator[Problem]:
 SWITCHED = "features are switched by key: `feature.NAME.KEY=...`; `~feature.NAME` turns one off"
 
 
-def _chooses_nothing(tree: Mapping[str, Any], overrides: Iterable[str]) -> Iterator[Problem]:
+def _chooses_nothing(tree: Mapping[str, Any], overrides: Sequence[str]) -> Iterator[Problem]:
     """`feature=fp8` would put the keys of one feature in the place of all of them; `feature={}` leaves all as they are."""
-    for text in overrides:
-        key, _, value = text.partition("=")
-        if key == "feature" and value in FEATURES:
+    from nam_megatron.origin import assigned
+
+    words = assigned(overrides)
+    for text, key, value in words:
+        if key == "feature" and isinstance(value, list):
+            yield Problem(f"`{text}`: `feature` is no list", None, SWITCHED)
+        if key == "feature" and isinstance(value, str) and value in FEATURES:
             hint = f"features are switched by key, e.g. `feature.{value}.{keys_at((key, value))[0]}=...`"
             if FEATURES[value].name in tree["feature"]:
                 hint += f"; `~feature.{value}` turns it off"
             yield Problem(f"`{text}`: `{value}` is one feature, and `feature` is all of them", None, hint)
-        if value == "{}" and (held := _held(tree, key.lstrip("+"))):
-            names = quoted(list(held)[:3])
-            hint = SWITCHED if key == "feature" else f"leave it out; `{key.lstrip('+')}.KEY=VALUE` changes one of them"
-            yield Problem(f"`{text}` is laid over what stands there, and leaves {names}", None, hint)
+        for empty in _empty(key, value):
+            # What another word takes away, or puts there, this one may well begin.
+            others = (f"{other}." for word, other, _ in words if word != text)
+            if (held := _held(tree, empty)) and not any(
+                o.startswith(f"{empty}.") or f"{empty}.".startswith(o) for o in others
+            ):
+                hint = SWITCHED if empty == "feature" else f"leave it out; `{empty}.KEY=VALUE` changes one of them"
+                yield Problem(
+                    f"`{text}` is laid over what stands there, and leaves {quoted(list(held)[:3])}", None, hint
+                )
+
+
+def _empty(key: str, value: Any) -> Iterator[str]:
+    """Dotted keys of the mappings in a value that have nothing in them."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _empty(f"{key}.{name}", inner)
+        if not value:
+            yield key
 
 
 def _held(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -5,6 +5,7 @@ own values of the others are left out; what a person says of them is refused.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nam_megatron.blocks.kinds import KINDS, LETTERS
@@ -150,7 +151,9 @@ def stand(recipe: "Recipe", said: Said, typed: Said | None = None) -> "Recipe":
     feature, problems = recipe.feature, list[Problem]()
     for kind in KINDS:
         if kind not in configs and said(f"model.blocks.{kind}"):
-            problems.append(no_layer(kind, here, recipe))
+            keys = (f"model.blocks.{kind}.{name}" for name in KINDS[kind].model_fields)
+            by_hand = next((key for key in keys if typed and typed(key)), None)
+            problems.append(replace(no_layer(kind, here, recipe), place=by_hand))
     off = [name for name in FEATURES if getattr(feature, name) is not None and not getattr(feature, name).on]
     for name in off:
         cls = FEATURES[name]

@@ -383,8 +383,8 @@ def test_a_sitting_shares_out_gpus_and_goes_on_where_it_stopped(tmp_path, capfd)
         "bad": sitting.Job(0, 0.01, "-c 'raise SystemExit(3)'"),
         "behind bad": sitting.Job(0, 0.01, say("{s}", "0"), after="bad"),
         "long": sitting.Job(1, 60, say("{s}", "0")),
-        "part": sitting.Job(1, 0.01, "-c 'import sys; print(sys.argv[1:])'", part=" 'of {gpu}'"),
-        "whole": sitting.Job(2, 0.01, "-c 'import sys; print(sys.argv[1:])'", part=" 'of {gpu}'"),
+        "part": sitting.Job(1, 0.01, "-c 'import sys; print(sys.argv[1:])'", part=" 'of {slot}'"),
+        "whole": sitting.Job(2, 0.01, "-c 'import sys; print(sys.argv[1:])'", part=" 'of {slot}'"),
     }
     assert sat(tmp_path, jobs, "--gpus", "2", "--minutes", "1") == (
         1, {"first": 0, "both": 0, "beside": 0, "later": 0, "bad": 3, "part": 0, "whole": 0},

@@ -92,6 +92,9 @@ class M2Rnn(Block):
         if feature.megatron_fsdp:
             message = "an FSDP has weights, and buffers of their gradients, only while a layer runs"
             yield Problem(message, key, off)
+        if plan.recipe.precision.grad_reduce == "bf16" and plan.recipe.precision.fused_grad_accumulation:
+            message = "each microbatch's gradient would be rounded to bf16 before it is added to a buffer of bf16"
+            yield Problem(message, key, off)
         if feature.lora and "in_proj" in feature.lora.modules(plan):
             yield Problem("an adapter's output has no columns behind the projection's own", key, off)
 
