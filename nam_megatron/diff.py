@@ -11,11 +11,8 @@ from nam_megatron.lower import Lowering
 from nam_megatron.recipe import Recipe
 from nam_megatron.report import plan_text
 
-NAMED = (
-    "preset.name",
-    "preset.alias_of",
-    "preset.about",
-)  # stand above, in the plan's text, or are prose; so do assumptions
+# Stand above, in the plan's text, or are prose; so do assumptions.
+NAMED = "preset.name", "preset.alias_of", "preset.about"
 
 
 def diff(ours: Lowering, theirs: Lowering) -> str:

@@ -579,6 +579,7 @@ REFUSALS = [
     (DESIGN, {PADDED: True, "feature.megatron_fsdp.enabled": True}, PADDED, "only while a layer runs"),
     (DESIGN, {PADDED: True, "precision.grad_reduce": "bf16", "precision.fused_grad_accumulation": True}, PADDED,
         "rounded to bf16 before it is added"),
+    (DESIGN, GRAPHS | {PADDED: True}, PADDED, "a CUDA graph of a layer would hold the padded weight"),
     (DESIGN, ADAPTED | {PADDED: True}, PADDED, "an adapter's output has no columns"),
     (DESIGN, {"model.blocks.mamba3.state_dim": 33}, "model.blocks.mamba3.state_dim", "angles turn pairs of columns"),
     (DESIGN, {"model.blocks.mamba3.groups": 3}, "model.blocks.mamba3.heads", "Mamba-3 heads 112 is not divisible"),

@@ -210,19 +210,17 @@ def _chooses_nothing(tree: Mapping[str, Any], overrides: Sequence[str]) -> Itera
             yield Problem(f"`{text}`: `feature` is no list", None, SWITCHED)
         if key == "feature" and isinstance(value, str) and value in FEATURES:
             hint = f"features are switched by key, e.g. `feature.{value}.{keys_at((key, value))[0]}=...`"
-            if FEATURES[value].name in tree["feature"]:
+            if value in (tree.get("feature") or {}):
                 hint += f"; `~feature.{value}` turns it off"
             yield Problem(f"`{text}`: `{value}` is one feature, and `feature` is all of them", None, hint)
         for empty in _empty(key, value):
             # What another word takes away, or puts there, this one may well begin.
-            others = (f"{other}." for word, other, _ in words if word != text)
-            if (held := _held(tree, empty)) and not any(
-                o.startswith(f"{empty}.") or f"{empty}.".startswith(o) for o in others
-            ):
+            own, others = f"{empty}.", [f"{other}." for word, other, _ in words if word != text]
+            held = _held(tree, empty)
+            if held and not any(other.startswith(own) or own.startswith(other) for other in others):
                 hint = SWITCHED if empty == "feature" else f"leave it out; `{empty}.KEY=VALUE` changes one of them"
-                yield Problem(
-                    f"`{text}` is laid over what stands there, and leaves {quoted(list(held)[:3])}", None, hint
-                )
+                message = f"`{text}` is laid over what stands there, and leaves {quoted(list(held)[:3])}"
+                yield Problem(message, None, hint)
 
 
 def _empty(key: str, value: Any) -> Iterator[str]:

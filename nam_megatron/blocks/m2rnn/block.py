@@ -95,6 +95,9 @@ class M2Rnn(Block):
         if plan.recipe.precision.grad_reduce == "bf16" and plan.recipe.precision.fused_grad_accumulation:
             message = "each microbatch's gradient would be rounded to bf16 before it is added to a buffer of bf16"
             yield Problem(message, key, off)
+        if feature.cuda_graphs and "mamba" in feature.cuda_graphs.modules:
+            message = "a CUDA graph of a layer would hold the padded weight and its gradient, and none was captured yet"
+            yield Problem(message, key, off)
         if feature.lora and "in_proj" in feature.lora.modules(plan):
             yield Problem("an adapter's output has no columns behind the projection's own", key, off)
 
