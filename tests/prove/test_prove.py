@@ -257,9 +257,9 @@ REFUSED = {
     "two devices": (("device=cpu", "device=cuda"), 2, "error: `device` is given twice: `cpu` and `cuda`\n"),
     "an option": (("--nonsense",), 2, "error: options: unrecognized arguments: --nonsense\n\nhint: "),
     "a group without a name": (
-        ("feature=null", "model=3"),
+        ("lane=null", "model=3"),
         2,
-        "error: `null` is no name @ feature\n\nhint: `feature` is a group",
+        "error: `null` is no name @ lane\n\nhint: `lane` is a group",
     ),
     "format": (("format=xml",), 2, "no `xml`"),
     "recipe": (("parallel.tensor=3",), 2, "8 GPUs cannot hold"),
