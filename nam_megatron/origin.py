@@ -427,7 +427,7 @@ def _unknown_override(key: str, words: Sequence[str]) -> Problem:
         return Problem(f"no `{last}` is in use", last, f"to lay one over the preset: `+{last}=NAME`")
     if last in keys_at(parents):  # of a model of one's own, or of a kind that its file leaves out
         return Problem(f"no file gives `{last}`", ".".join(parents) or None, f"to add it: `+{key}=...`")
-    close = difflib.get_close_matches(last, (*keys_at(parents), *(() if parents else words)), 1)
+    close = difflib.get_close_matches(last, (*keys_at(parents), *(() if parents else ("conf", *words))), 1)
     meant = f", did you mean `{close[0]}`?" if close else ""
     hint = keys_hint(() if close else parents)
     return Problem(f"unknown key `{last}`{meant}", ".".join(parents) or None, hint)

@@ -537,6 +537,7 @@ BAD = {
     "a feature as the group, added": (["conf=nam56r", "+feature=mtp"], "has a `feature` already", "features are switched by key"),
     "a file for a preset": (["conf=nam56r.yaml"], "preset `nam56r.yaml` calls itself `nam56r`", "hint: leave `.yaml` out: `nam56r`"),
     "a word of the command": (["conf=nam56r", "ouput=d"], "unknown key `ouput`, did you mean `out`?"),
+    "another word of it": (["cnf=nam56r"], "unknown key `cnf`, did you mean `conf`?"),
     "a key of what does not stand": (["conf=nam56r_native_dp", "model.blocks.m2rnn.heads=3"],
         "no layer is M2RNN @ model.blocks.m2rnn (command line: model.blocks.m2rnn.heads=3)"),
     "a key that a feature lacks": (["conf=nam56r", "feature.fp8.enabled=true"], "unknown key `enabled` @ feature.fp8",
