@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -28,6 +27,9 @@ from typing import Any, NamedTuple
 
 from losses import RUNS
 from measure import SPARSE13
+
+from launch import source
+from nam_megatron.errors import Refused
 
 ROOT = Path(__file__).parent.parent
 BUSY = "GPUs are taken"
@@ -80,13 +82,9 @@ JOBS = {
     "kernels_mhc": Job(1, 2, GPU_TEST % "test_mhc.py", gib=40),
     "kernels_moe": Job(1, 1, GPU_TEST % "test_moe.py", gib=20),
     "kernels_mamba3": Job(1, 2, GPU_TEST % "test_mamba3.py", gib=40),
-    "kernels_new": Job(
-        1, 3,
-        GPU_TEST % "test_router.py tests/gpu/test_mamba2_norm.py tests/gpu/test_m2rnn.py tests/gpu/test_m2rnn_aligned.py"
-        " tests/gpu/test_moe.py",
-        gib=40,
+    "kernels_keys": Job(
+        1, 3, GPU_TEST % "test_router.py tests/gpu/test_mamba2_norm.py tests/gpu/test_m2rnn.py tests/gpu/test_m2rnn_aligned.py", gib=40
     ),
-    "kernels_keys": Job(1, 1.5, GPU_TEST % "test_router.py tests/gpu/test_m2rnn_aligned.py", gib=12),
     "prove_author": Job(
         1, 8,
         RESUMED % ("author", "nam56r_fused")
@@ -223,20 +221,15 @@ def main(words: Sequence[str] | None = None, jobs: dict[str, Job] = JOBS) -> int
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and len(set(filter(None, visible.split(",")))) < options.gpus:
         parser.error(f"--gpus {options.gpus}, and CUDA_VISIBLE_DEVICES names {visible or 'none'}")
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
-    if options.revision and not re.fullmatch(r"[0-9a-f]{7,40}", options.revision):
-        parser.error(f"--revision {options.revision}: 7 to 40 hexadecimal digits")
-    if not (options.revision or head):
+    try:
+        revision = source.read(ROOT, options.out, options.revision).revision
+    except Refused as refused:  # as each receipt would be
+        parser.error(f"--revision: {refused}")
+    if not revision:
         parser.error("no .git here: --revision says which code this is")
-    if options.revision and head and not head.startswith(options.revision):
-        parser.error(
-            f"--revision {options.revision}, and this checkout is at {head.strip()}: receipts would be refused"
-        )
     options.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    sitting = Sitting(
-        options.out.resolve(), options.gpus, options.minutes, options.data, options.revision or head.strip()
-    )
+    sitting = Sitting(options.out.resolve(), options.gpus, options.minutes, options.data, revision)
     return sitting.run({name: jobs[name] for name in options.names or jobs})
 
 

@@ -46,7 +46,7 @@ def executes(key: str) -> str | None:
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Difference]:
     """How two plans (the trees of plan.json) differ: in what stands, and in the settings that no recipe key decides."""
-    sides = [_flat(standing(tree), "") | _pins(tree) for tree in (before, after)]
+    sides = [flat(standing(tree)) | _pins(tree) for tree in (before, after)]
     out = [set(_unread(tree)) for tree in (before, after)]
     ranks = [_data_parallel(side) for side in sides]
     same = ranks[0] == ranks[1] is not None
@@ -169,10 +169,10 @@ def _pins(tree: Mapping[str, Any]) -> dict[str, Any]:
     return pins | {"megatron_core": tree["megatron_core"]}
 
 
-def _flat(node: Any, key: str) -> dict[str, Any]:
+def flat(node: Any, key: str = "") -> dict[str, Any]:
     """Nested mappings as {dotted key: leaf}; a list is a leaf."""
     if isinstance(node, Mapping):
-        return {k: v for name, child in node.items() for k, v in _flat(child, f"{key}.{name}" if key else name).items()}
+        return {k: v for name, child in node.items() for k, v in flat(child, f"{key}.{name}" if key else name).items()}
     return {key: node}
 
 

@@ -2,11 +2,10 @@
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 from nam_megatron.argv import plan_json
-from nam_megatron.computation import differences
+from nam_megatron.budget.text import grid
+from nam_megatron.computation import differences, flat
 from nam_megatron.lower import Lowering
 from nam_megatron.recipe import Recipe
 from nam_megatron.report import plan_text
@@ -29,26 +28,13 @@ def diff(ours: Lowering, theirs: Lowering) -> str:
         a, b = (str(x.by_name[name].value) if name in x.by_name else "(not set)" for x in (ours, theirs))
         if a != b:
             rows.append((name, b, a))
-    text += _columns(("argument", names[1], names[0]), rows) if rows else ["the same arguments"]
+    text += ["", grid([("argument", names[1], names[0]), *rows])[:-1]] if rows else ["the same arguments"]
     trees = [json.loads(plan_json(x)) for x in (theirs, ours)]
+    sides = [{key: v if isinstance(v, str) else json.dumps(v) for key, v in flat(t["recipe"]).items()} for t in trees]
     keys = [
-        (d.key, *(_value(tree["recipe"], d.key) for tree in trees), "computes" if d.computes else "executes")
+        (d.key, *(side.get(d.key, "(not there)") for side in sides), "computes" if d.computes else "executes")
         for d in differences(*trees)
         if d.key.partition(".")[0] in Recipe.model_fields.keys() - {"assumptions"} and d.key not in NAMED
     ]
-    text += _columns(("recipe", names[1], names[0], ""), keys) if keys else []
+    text += ["", grid([("recipe", names[1], names[0], ""), *keys])[:-1]] if keys else []
     return "\n".join(text) + "\n"
-
-
-def _columns(title: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(title, *rows, strict=True)]
-    return ["", *("  ".join(map(str.ljust, row, widths)).rstrip() for row in (title, *rows))]
-
-
-def _value(recipe: Mapping[str, Any], key: str) -> str:
-    node: Any = recipe
-    for name in key.split("."):
-        if not isinstance(node, Mapping) or name not in node:
-            return "(not there)"
-        node = node[name]
-    return node if isinstance(node, str) else json.dumps(node)

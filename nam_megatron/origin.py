@@ -152,11 +152,21 @@ class Origin:
         return [f"the overlay is laid without {keys}: nothing here reads it"] if keys else []
 
     @cached_property
+    def _parsed(self) -> list[tuple[str, Any]]:
+        return [(text, OverridesParser.create().parse_override(text)) for text in self.overrides]
+
+    @cached_property
+    def assigned(self) -> list[tuple[str, str, Any]]:
+        """(word, dotted key, value) of each word of the command line; of one that takes a key away the value is None."""
+        return [
+            (text, o.key_or_group.replace("/", "."), None if o.is_delete() else _plain(o)) for text, o in self._parsed
+        ]
+
+    @cached_property
     def _typed(self) -> tuple[str, ...]:
         """Keys of the command line."""
         found = []
-        for text in self.overrides:
-            override = OverridesParser.create().parse_override(text)
+        for _, override in self._parsed:
             if not override.is_delete() and not self._choices(override.key_or_group):
                 found += leaves(override.key_or_group.replace("/", "."), _plain(override))
         return tuple(found)
@@ -180,11 +190,7 @@ class Origin:
             for name, value in (tree or {}).items():
                 if name not in ("defaults", "hydra"):
                     found[of] += leaves(f"{package}.{name}" if package else str(name), value)
-        taken = [
-            o.key_or_group.replace("/", ".")
-            for o in OverridesParser.create().parse_overrides(self.overrides)
-            if o.is_delete()
-        ]
+        taken = [o.key_or_group.replace("/", ".") for _, o in self._parsed if o.is_delete()]
         return {of: tuple(k for k in keys if not any(_within(k, t) for t in taken)) for of, keys in found.items()}
 
     def unnamed_preset(self, name: str) -> str:
@@ -205,8 +211,7 @@ class Origin:
     def where(self, key: str, or_above: bool = True) -> str | None:
         """`conf/model/nam56r.yaml:12`, or the override, or None if `key` is nowhere. or_above: where its parent stands will do."""
         parts = tuple(re.sub(r"\[(\d+)\]", "", key).split("."))
-        for text in reversed(self.overrides):
-            override = OverridesParser.create().parse_override(text)
+        for text, override in reversed(self._parsed):
             target = tuple(override.key_or_group.replace("/", ".").split("."))
             if target == parts[: len(target)] and not self._choices(override.key_or_group):
                 return f"command line: {clipped(text)}"
@@ -280,12 +285,6 @@ def _plain(override: Any) -> Any:
         return override.value()
     except Exception:  # a sweep, or what Hydra refuses itself
         return None
-
-
-def assigned(overrides: Sequence[str]) -> list[tuple[str, str, Any]]:
-    """(word, dotted key, value) of each word of a command line; of one that takes a key away the value is None."""
-    parsed = [(text, OverridesParser.create().parse_override(text)) for text in overrides]
-    return [(text, o.key_or_group.replace("/", "."), None if o.is_delete() else _plain(o)) for text, o in parsed]
 
 
 def leaves(key: str, value: Any) -> list[str]:

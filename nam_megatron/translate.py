@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from nam_megatron import app, argv, report
 from nam_megatron.blocks.kinds import KINDS
-from nam_megatron.diff import diff
 from nam_megatron.errors import INCOMPLETE, OK, Problem, Refused, quoted, raise_if
 from nam_megatron.features.names import FEATURES
 from nam_megatron.lower import Lowering, translate
@@ -58,6 +57,8 @@ def task(recipe: Recipe, words: Mapping[str, Any], origin: Origin) -> int:
     if words["explain"] is not None:
         sys.stdout.write(explain(lowering, str(words["explain"]), origin))
     elif words["diff"] is not None:
+        from nam_megatron.diff import diff
+
         try:
             other = translate(load(str(words["diff"]), origin.search))
         except Refused as refused:

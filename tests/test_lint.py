@@ -856,7 +856,7 @@ def test_plan_comes_back_as_its_own_recipe(name, tmp_path):
     again, was = (
         {
             k: v
-            for k, v in computation._flat(to_tree(r), "").items()
+            for k, v in computation.flat(to_tree(r)).items()
             if not k.startswith(("preset.", "assumptions.")) and k not in set(idle(r))
         }
         for r in (recipe._load(made.yaml, "back"), lowered(name).plan.recipe)

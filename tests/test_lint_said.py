@@ -24,7 +24,7 @@ from test_lint import FIXTURES, NO_LAUNCH, SHELL, launch, words
 from test_lint_bash import RUN, SCRIPTS
 
 from nam_megatron import argv
-from nam_megatron.computation import _flat
+from nam_megatron.computation import flat
 from nam_megatron.errors import Refused
 from nam_megatron.lint import __main__ as command
 from nam_megatron.lint import container, describe, follow, huggingface, lint, recipe, report, rules
@@ -82,9 +82,7 @@ def carried(found) -> dict[str, str]:
     """The keys of the nearest recipe; what no key says, as far as that is known before it is composed."""
     lost: list[str] = []
     try:
-        keys = recipe._groups(found.args, found.model) | _flat(
-            recipe._wanted(found.args, found.model, "mine", lost), ""
-        )
+        keys = recipe._groups(found.args, found.model) | flat(recipe._wanted(found.args, found.model, "mine", lost), "")
     except (NotKnown, Refused) as why:
         return {"recipe": f"none: {why}"}
     return {f"recipe {key}": str(value) for key, value in keys.items()} | {

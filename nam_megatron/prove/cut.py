@@ -30,7 +30,7 @@ from nam_megatron.blocks.dsa.block import TILE
 from nam_megatron.errors import Problem, Refused
 from nam_megatron.lower import Lowering, translate
 from nam_megatron.plan import Layer, Plan
-from nam_megatron.recipe import Recipe, parsed, resolved, to_tree
+from nam_megatron.recipe import Recipe, at, parsed, resolved, to_tree
 from nam_megatron.recipe.data import mock
 
 SEQUENCE, SAMPLES, WINDOW, LEAST = 32, 2, 8, 4
@@ -215,7 +215,7 @@ def pair(recipe: Recipe, device: str, steps: int, seed: int = 1234) -> Pair:
         problems = [
             Problem(f"{title} cannot be proven on a CPU", f"feature.{name}.enabled", "`device=cuda`, on GPUs")
             for name, title in NOT_ON_A_CPU.items()
-            if _at(to_tree(recipe), f"feature.{name}") is not None
+            if at(to_tree(recipe), f"feature.{name}") is not None
         ]
         if problems:
             raise Refused(problems)
@@ -224,14 +224,14 @@ def pair(recipe: Recipe, device: str, steps: int, seed: int = 1234) -> Pair:
     if device == "cpu":
         unproven += _without_kernels(tree, full)
         unproven += [f"{kind}: {whose} kernels: plain torch" for kind, whose in THEIRS.items() if kind in full.kinds]
-        if _at(tree, "model.blocks.dsa.kernels") == "megatron":
+        if at(tree, "model.blocks.dsa.kernels") == "megatron":
             unproven.append("which of several equal index scores Megatron's top-k takes: the earliest, as ours do")
         for key, width in widths(recipe).items():
             _least(tree, f"model.{key}", width)
-        if _at(tree, "model.blocks.moe.group_limit"):  # of as few experts as are left
+        if at(tree, "model.blocks.moe.group_limit"):  # of as few experts as are left
             _put(tree, "model.blocks.moe.group_limit", [2, 1])
         # Blocks weigh as much beside the residual stream as at full width.
-        narrow = (full.recipe.model.hidden_size / _at(tree, "model.hidden_size")) ** 0.5
+        narrow = (full.recipe.model.hidden_size / at(tree, "model.hidden_size")) ** 0.5
         _put(tree, "model.init_std", round(full.recipe.model.init_std * narrow, 4))
         _keep_grouped(tree, recipe)
     else:
@@ -249,7 +249,7 @@ def pair(recipe: Recipe, device: str, steps: int, seed: int = 1234) -> Pair:
     for key, value in PLAIN.items():
         _put(plain, key, value)
     # Whether or not this layout can: others share its reference. What is not sharded is so without a word.
-    if _at(plain, "feature.distributed_optimizer.enabled") and not _at(plain, "feature.muon.enabled"):
+    if at(plain, "feature.distributed_optimizer.enabled") and not at(plain, "feature.muon.enabled"):
         _put(plain, "feature.distributed_optimizer.reshardable", True)
     return Pair(layout, _reference(plain), full, tuple(unproven))
 
@@ -272,7 +272,7 @@ def resumable(recipe: Recipe) -> bool:
 def _without_kernels(tree: dict[str, Any], full: Plan) -> Iterator[str]:
     """Put what a CPU runs in the place of what it cannot; says so of what stands."""
     for key, was, gets, why in CPU_DOES_WITHOUT:
-        value = _at(tree, key)
+        value = at(tree, key)
         if value is not None and was in (value, ANY):
             _put(tree, key, gets)
             yield f"{key}: {'off' if gets is None else gets} in place of {'what it says' if was is ANY else value} ({why})"
@@ -280,8 +280,8 @@ def _without_kernels(tree: dict[str, Any], full: Plan) -> Iterator[str]:
 
 def _keep_grouped(tree: dict[str, Any], recipe: Recipe) -> None:
     """Query groups below, at or above one a head stay on their side of it."""
-    heads, groups = _at(tree, "model.num_attention_heads"), _at(tree, "model.blocks.attention.query_groups")
-    own = _at(to_tree(recipe), "model.blocks.attention.query_groups")
+    heads, groups = at(tree, "model.num_attention_heads"), at(tree, "model.blocks.attention.query_groups")
+    own = at(to_tree(recipe), "model.blocks.attention.query_groups")
     if groups is not None and (own == recipe.model.num_attention_heads or heads % groups):
         _put(tree, "model.blocks.attention.query_groups", heads)
 
@@ -295,7 +295,7 @@ def _batches(tree: dict[str, Any], recipe: Recipe, full: Plan, steps: int, seed:
         data += 1
     _put(tree, "cluster.nodes", 1)
     _put(tree, "cluster.gpus_per_node", dense * data)
-    micro = min(SAMPLES, _at(tree, "schedule.micro_batch_size"))
+    micro = min(SAMPLES, at(tree, "schedule.micro_batch_size"))
     count = max(2 * p.pipeline if p.virtual_pipeline > 1 else max(2, p.pipeline), 4 // data)
     schedule = dict(micro_batch_size=micro, global_batch_size=micro * data * count, train_steps=steps)
     schedule |= dict(decay_steps=steps, seed=seed, eval_steps=0, log_interval=1, save=None, load=None)
@@ -305,7 +305,7 @@ def _batches(tree: dict[str, Any], recipe: Recipe, full: Plan, steps: int, seed:
     for key, value in OPTIM.items():
         _put(tree, f"optim.{key}", value)
     _put(tree, "optim.clip_grad", min(CLIP, recipe.optim.clip_grad))
-    if resumable(recipe) and _at(tree, "feature.distributed_optimizer.enabled"):
+    if resumable(recipe) and at(tree, "feature.distributed_optimizer.enabled"):
         _put(tree, "feature.distributed_optimizer.reshardable", True)
     tree["data"] = mock(tree["data"])
     _put(tree, "feature.fim", None)
@@ -395,24 +395,16 @@ def _recipe(tree: Mapping[str, Any]) -> Recipe:
     return resolved(parsed(tree), lambda key: False)
 
 
-def _at(tree: Mapping[str, Any], key: str) -> Any:
-    """The value at a dotted key; None where there is none."""
-    node: Any = tree
-    for part in key.split("."):
-        node = node.get(part) if isinstance(node, Mapping) else None
-    return node
-
-
 def _put(tree: dict[str, Any], key: str, value: Any) -> None:
     """Set a key that there is; a block or feature that does not stand has none."""
     *parents, last = key.split(".")
-    node = _at(tree, ".".join(parents))
+    node = at(tree, ".".join(parents))
     if isinstance(node, dict) and last in node:
         node[last] = value
 
 
 def _least(tree: dict[str, Any], key: str, width: int) -> None:
-    own = _at(tree, key)
+    own = at(tree, key)
     if own is not None:
         _put(tree, key, min(own, width))
 

@@ -147,7 +147,7 @@ def from_config(cfg: DictConfig, origin: Any = None, without: Iterable[str] = ()
         raise Refused(Problem(_first_line(err), key, "`${...}` names a key of the composed config"), origin) from None
     for key in without:
         tree.pop(key, None)
-    if idle := list(_chooses_nothing(tree, origin.overrides if origin else ())):
+    if idle := list(_chooses_nothing(tree, origin.assigned if origin else ())):
         raise Refused(idle, origin)
     try:
         written = parsed(tree, origin)
@@ -200,11 +200,8 @@ def _assumed_nothing(recipe: Recipe) -> Iterator[Problem]:
 SWITCHED = "features are switched by key: `feature.NAME.KEY=...`; `~feature.NAME` turns one off"
 
 
-def _chooses_nothing(tree: Mapping[str, Any], overrides: Sequence[str]) -> Iterator[Problem]:
+def _chooses_nothing(tree: Mapping[str, Any], words: Sequence[tuple[str, str, Any]]) -> Iterator[Problem]:
     """`feature=fp8` would put the keys of one feature in the place of all of them; `feature={}` leaves all as they are."""
-    from nam_megatron.origin import assigned
-
-    words = assigned(overrides)
     for text, key, value in words:
         if key == "feature" and isinstance(value, list):
             yield Problem(f"`{text}`: `feature` is no list", None, SWITCHED)
@@ -216,8 +213,12 @@ def _chooses_nothing(tree: Mapping[str, Any], overrides: Sequence[str]) -> Itera
         for empty in _empty(key, value):
             # What another word takes away, or puts there, this one may well begin.
             own, others = f"{empty}.", [f"{other}." for word, other, _ in words if word != text]
-            held = _held(tree, empty)
-            if held and not any(other.startswith(own) or own.startswith(other) for other in others):
+            held = at(tree, empty)
+            if (
+                held
+                and isinstance(held, Mapping)
+                and not any(other.startswith(own) or own.startswith(other) for other in others)
+            ):
                 hint = SWITCHED if empty == "feature" else f"leave it out; `{empty}.KEY=VALUE` changes one of them"
                 message = f"`{text}` is laid over what stands there, and leaves {quoted(list(held)[:3])}"
                 yield Problem(message, None, hint)
@@ -232,12 +233,12 @@ def _empty(key: str, value: Any) -> Iterator[str]:
             yield key
 
 
-def _held(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """The mapping at a dotted key; an empty one where there is none."""
+def at(tree: Mapping[str, Any], key: str) -> Any:
+    """What a plain nested mapping has at a dotted key; None where there is none."""
     node: Any = tree
     for part in key.split("."):
         node = node.get(part) if isinstance(node, Mapping) else None
-    return node if isinstance(node, Mapping) else {}
+    return node
 
 
 def _lane_in_name_only(recipe: Recipe) -> Iterator[Problem]:
