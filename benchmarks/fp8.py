@@ -29,7 +29,7 @@ from nam_megatron.lower import translate
 from nam_megatron.recipe import load
 from nam_megatron.sizes import Sizes
 
-STACKS = {"nam56r_fused": (2, "author52_one_whole"), "nam56r_native_dp_fused": (4, "native52_one_whole")}
+STACKS = {"nam56r_fused": (2, "author52_one_new"), "nam56r_native_dp_fused": (4, "native52_one_new")}
 STEP_TOKENS = 65536
 LEAST = 256  # of either side of a matrix: routers and the like stay in bf16
 REPETITIONS = 15
@@ -103,7 +103,7 @@ def main() -> int:
     report.host(step_tokens=STEP_TOKENS)
     steps = {
         e["name"]: 1e3 * e["median_step_seconds"]
-        for e in json.loads((Path(__file__).parent / "whole52_h200.json").read_text())
+        for e in json.loads((Path(__file__).parent / "keys52_h200.json").read_text())
     }
     for preset in options.only:
         micro, measured = STACKS[preset]

@@ -104,7 +104,7 @@ JOBS = {
         gib=20,
     ),
     "prove_fp8": Job(1, 6, PROVE % ("fp8", "nam56r_native_dp_fp8") + ' --with "cluster=h200_1"', gib=20),
-    "prove_streams": Job(1, 5, PROVE % ("streams", "nam52_h200_dense_ref_v1") + ' --with "cluster=h200_1 +overlay=fused"', gib=22),
+    "prove_streams": Job(1, 5, PROVE % ("streams", "nam52_h200_dense_ref_v1") + f' --with "cluster=h200_1 +overlay=fused {WHOLE}"', gib=22),
     "prove_shared": Job(2, 5, RESUMED % ("shared", "nam56r_fused") + ' --with "cluster=h200_2 +overlay=cp"'),
     "prove_shared_native": Job(2, 4, RESUMED % ("shared_native", "nam56r_native_dp") + ' --with "cluster=h200_2 +overlay=cp"'),
     "prove_sharded": Job(
@@ -191,8 +191,8 @@ JOBS = {
             ("native_64", f"nam56r_native_dp_fused {WHOLE} optim.warmup_steps=4", 4, 64, 12, 5),
             ("sparse", "nam52_h200_sparse_8_11_ref_v1 +overlay=fused", 2, 4, 100, 5),
             ("4full", "nam52r_h200_4full_9sparse_candidate_v1 +overlay=fused", 2, 4, 100, 5),
-            ("streams", "nam52_h200_dense_ref_v1 +overlay=fused", 1, 4, 100, 4.5),
-            ("plain", "nam52_h200_dense_no_mhc_recovery_v1 +overlay=fused", 1, 4, 100, 3.5),
+            ("streams", f"nam52_h200_dense_ref_v1 +overlay=fused {WHOLE}", 1, 4, 100, 4),
+            ("plain", f"nam52_h200_dense_no_mhc_recovery_v1 +overlay=fused {WHOLE}", 1, 4, 100, 3.5),
             ("muon", f"nam56r_fused +overlay=muon {WHOLE}", 2, 4, 50, 3.5),
             ("ngrams", f"nam56r_fused {AUTHOR13} {NGRAMS} feature.fim.enabled=true", 2, 4, 100, 2),
         )

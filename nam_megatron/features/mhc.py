@@ -58,7 +58,7 @@ class Mhc(Feature):
         if f.recompute and (discarded := sorted(DISCARDING & {*f.recompute.modules})):
             message = f"recompute of {quoted(discarded)} between residual streams has not been shown to be right"
             yield Problem(message, at, off + "leave them out of `feature.recompute.modules`")
-        if f.cuda_graphs:
+        if f.cuda_graphs and not f.cuda_graphs.whole:
             message = "a CUDA graph of a layer would hold its residual streams, and none was captured yet"
             yield Problem(message, at, off + "`feature.cuda_graphs.impl=none`")
         if f.fp8:
