@@ -121,6 +121,9 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "author26_h100": ("nam56r_fused", (*H100, *AUTHOR26)),
     "author26_h100_whole": ("nam56r_fused", (*H100, *AUTHOR26, *WHOLE)),
     "fused13_whole": ("nam56r_native_dp_fused", (*ONE, *WHOLE)),
+    # Megatron's default stack beside ours at its fastest.
+    "stock13_64": ("nam56r_native_dp", (*ONE, GBS64)),
+    "fused13_whole_64": ("nam56r_native_dp_fused", (*ONE, GBS64, MBS8, *WHOLE, "schedule.train_steps=8")),
     "fused13_deterministic": ("nam56r_native_dp_fused", (*ONE, DETERMINISTIC)),
     "author13": ("nam56r_fused", AUTHOR13),
     "author13_whole": ("nam56r_fused", (*AUTHOR13, *WHOLE)),

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from benchmarks.clock import Clock, memory
+from benchmarks.clock import Clock, by_kernel, memory
 from benchmarks.report import Report
 from nam_megatron.runtime import mhc_kernel
 from nam_megatron.runtime.hyper_connections import HyperConnection
@@ -91,15 +91,37 @@ def measure(
     )  # fmt: skip
 
 
+# One group of kernels at a time: names in mhc_kernel, and what else they could be.
+SWEEP: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {
+    ("TOKENS", "WIDTH", "SPAN", "WARPS"): ((32, 64, 1024, 4), (64, 64, 512, 4), (64, 64, 2048, 4), (128, 64, 1024, 8)),
+    ("BACK_TOKENS", "BACK_WIDTH", "BACK_SPAN", "BACK_WARPS"): (
+        (16, 64, 512, 4), (32, 64, 512, 4), (32, 64, 1024, 4), (32, 64, 256, 4), (32, 128, 512, 4), (32, 128, 512, 8), (64, 128, 512, 8),
+    ),
+    ("MAPS_TOKENS", "MAPS_WARPS"): ((16, 1), (16, 2), (32, 1), (32, 2), (64, 4)),
+    ("STREAM_TOKENS", "STREAM_WIDTH", "STREAM_WARPS"): ((1, 256, 1), (2, 256, 2), (4, 512, 4), (4, 512, 8), (8, 256, 8)),
+}  # fmt: skip
+
+
 def sweep(report: Report, module: HyperConnection, size: tuple[int, int, int]) -> None:
-    k = mhc_kernel
-    chosen = k.TOKENS, k.WIDTH, k.WARPS, k.WRITE_TOKENS, k.WRITE_WIDTH, k.WRITE_WARPS
-    for tokens, width, warps in ((16, 64, 4), (16, 128, 8), (16, 256, 8), (32, 64, 4), (32, 128, 8)):
-        for beside in ((4, 512, 4), (8, 128, 4), (2, 1024, 4)) if (tokens, width) == (16, 64) else ((8, 256, 4),):
-            k.TOKENS, k.WIDTH, k.WARPS, (k.WRITE_TOKENS, k.WRITE_WIDTH, k.WRITE_WARPS) = tokens, width, warps, beside
-            name = f"read {tokens} x {width}, {warps} warps; write {beside[0]} x {beside[1]}, {beside[2]} warps"
-            report.attempt(name, lambda name=name: measure(report, name, around, module, size, "sweep"))
-    k.TOKENS, k.WIDTH, k.WARPS, k.WRITE_TOKENS, k.WRITE_WIDTH, k.WRITE_WARPS = chosen
+    for names, choices in SWEEP.items():
+        chosen = [getattr(mhc_kernel, name) for name in names]
+        for choice in (*choices, chosen):
+            for name, value in zip(names, choice, strict=True):
+                setattr(mhc_kernel, name, value)
+            said = ", ".join(f"{name} {value}" for name, value in zip(names, choice, strict=True))
+            report.attempt(said, lambda said=said: measure(report, said, around, module, size, "sweep"))
+
+
+def kernels(report: Report, module: HyperConnection, size: tuple[int, int, int]) -> None:
+    """Each kernel of one layer, forward and backward, by torch's profiler."""
+    x, output, d_taken, d_after = inputs(*size)
+    given = x, output, *module.parameters()
+
+    def layer() -> object:
+        return torch.autograd.grad(around(module, x, output), given, (d_taken, d_after))
+
+    for name, (ms, launches) in by_kernel(layer).items():
+        report.add("kernels", name=name[:100], ms=ms, launches=launches)
 
 
 def main() -> int:
@@ -124,6 +146,7 @@ def main() -> int:
                 measure(report, name, layer, module, size)
 
         report.attempt(name, work)
+    report.attempt("kernels", lambda: kernels(report, fused, size))
     if options.sweep:
         report.attempt("sweep", lambda: sweep(report, fused, size))
     return report.end()

@@ -132,6 +132,8 @@ JOBS = {
     ),
     # The scan's kernels one by one, of both ranks, and whole steps at full depth on one GPU.
     "mamba3": Job(1, 4, "benchmarks/mamba3.py --out {out}/mamba3.json --only scan --seconds 200"),
+    "mhc": Job(1, 2, "benchmarks/mhc.py --out {out}/mhc.json --sweep"),
+    "stock13": Job(1, 2, "benchmarks/measure.py --profile --out {out}/stock13.json --data {data} stock13_64 fused13_whole_64", "data"),
     "full": Job(
         1, 8,
         "benchmarks/measure.py --profile --out {out}/full.json --data {data} author52_one_torch author52_one_whole native52_one_torch"

@@ -1,9 +1,10 @@
-"""Residual streams read, mixed and written in bf16, each in one pass or two over memory (Triton). What is computed: hyper_connections.py.
+"""Residual streams read, mixed and written in bf16 (Triton). What is computed: hyper_connections.py.
 
-A token's n streams of width h are K = n h numbers; its maps are m = n (n + 2) numbers in fp32. Sums over a token stay in one program, so
-nothing is added by atomics, and a second run has the same bits. The weight of the maps is fp32: it is multiplied as two bf16 parts, which
-are 16 bits of it, and in tf32 on the way back, where a bf16 gradient takes the sum. Floors in bytes of an H200's 4.8 TB/s, forward and
-backward: benchmarks/mhc.py.
+A token's n streams of width h are K = n h numbers; its maps are m = n (n + 2) numbers in fp32. Products run over tiles of tokens and
+columns, and a second launch adds what the tiles made in a fixed order; what the maps are made of runs over tokens; what only streams has
+a few tokens a program, all columns, and sums that stay in each thread's registers until the end. So nothing is added by atomics, and a
+second run has the same bits. The weight of the maps is fp32: it is multiplied as two bf16 parts, which are 16 bits of it, and in tf32 on
+the way back, where a bf16 gradient takes the sum. Floors in bytes: benchmarks/mhc.py.
 """
 
 from typing import Any
@@ -15,8 +16,15 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-TOKENS, WIDTH, WARPS = 32, 64, 4  # a tile of what multiplies matrices: tensor cores want 16 rows
-WRITE_TOKENS, WRITE_WIDTH, WRITE_WARPS = 8, 128, 4  # of what does not
+TOKENS, WIDTH, SPAN, WARPS = 64, 64, 1024, 4  # tiles of the maps' product, and columns a program goes through
+BACK_TOKENS, BACK_WIDTH, BACK_SPAN, BACK_WARPS = (
+    32,
+    128,
+    512,
+    4,
+)  # of the gradient of what reads, and tokens a program goes through
+MAPS_TOKENS, MAPS_WARPS = 32, 4  # of what makes the maps
+STREAM_TOKENS, STREAM_WIDTH, STREAM_WARPS = 4, 256, 4  # of what only streams: a warp has 8 columns of each thread
 
 
 @triton.jit
@@ -41,66 +49,114 @@ def _gate(raw, alpha, bias, scale, t, here, maps, FIRST: tl.constexpr, N: tl.con
 
 
 @triton.jit
-def _read_forward(
-    x, high, low, alpha, bias, taken, raw, scale, write, mix, tokens, hidden, maps, epsilon,
-    N: tl.constexpr, P: tl.constexpr, M: tl.constexpr, STEPS: tl.constexpr, T: tl.constexpr, W: tl.constexpr,
+def _lanes(x, T: tl.constexpr, W: tl.constexpr):
+    """[T, W] -> [T, W / 8]: sums of what one thread has."""
+    return tl.sum(tl.reshape(x, (T, W // 8, 8)), 2)
+
+
+@triton.jit
+def _maps_product(
+    x, weight, products, squares, tokens, size, maps,
+    M: tl.constexpr, SPAN: tl.constexpr, T: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
+    """Of each span of columns: products [span, tokens, maps] of the streams and the weight, squares [span, tokens] of the streams."""
     t = (tl.program_id(0) * T + tl.arange(0, T)).to(tl.int64)
-    here, size = t < tokens, N * hidden
-    row, k, m, i = x + t[:, None] * size, tl.arange(0, W), tl.arange(0, M), tl.arange(0, P)
-    squares, sums = tl.zeros((T,), tl.float32), tl.zeros((T, M), tl.float32)
-    for first in range(0, size, W):
+    here, span = t < tokens, tl.program_id(1)
+    row, k, m = x + t[:, None] * size, tl.arange(0, W), tl.arange(0, M)
+    square, sums = tl.zeros((T, W), tl.float32), tl.zeros((T, M), tl.float32)
+    for first in range(span * SPAN, tl.minimum(span * SPAN + SPAN, size), W):
         at = first + k
         tile = tl.load(row + at[None, :], mask=here[:, None] & (at < size)[None, :], other=0.0)
+        known = (m < maps)[None, :] & (at < size)[:, None]
+        w = tl.load(weight + m[None, :] * size + at[:, None], mask=known, other=0.0)
+        high = w.to(tl.bfloat16)
+        sums = tl.dot(tile, high, sums)
+        sums = tl.dot(tile, (w - high.to(tl.float32)).to(tl.bfloat16), sums)
         wide = tile.to(tl.float32)
-        squares += tl.sum(wide * wide, 1)
-        part, known = m[None, :] * size + at[:, None], (m < maps)[None, :] & (at < size)[:, None]
-        sums = tl.dot(tile, tl.load(high + part, mask=known, other=0.0), sums)
-        sums = tl.dot(tile, tl.load(low + part, mask=known, other=0.0), sums)
-    spread = tl.sqrt(squares / size) + epsilon
+        square += wide * wide
+    line = span.to(tl.int64) * tokens + t
+    tl.store(squares + line, tl.sum(square, 1), mask=here)
+    tl.store(products + line[:, None] * maps + m[None, :], sums, mask=here[:, None] & (m < maps)[None, :])
+
+
+@triton.jit
+def _maps_forward(
+    products, squares, alpha, bias, raw, scale, read, write, mix, tokens, size, maps, spans, epsilon,
+    N: tl.constexpr, P: tl.constexpr, M: tl.constexpr, STEPS: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    t = (tl.program_id(0) * T + tl.arange(0, T)).to(tl.int64)
+    here, m, i = t < tokens, tl.arange(0, M), tl.arange(0, P)
+    every = here[:, None] & (m < maps)[None, :]
+    square, sums = tl.zeros((T,), tl.float32), tl.zeros((T, M), tl.float32)
+    for span in range(spans):
+        line = span * tokens + t
+        square += tl.load(squares + line, mask=here, other=0.0)
+        sums += tl.load(products + line[:, None] * maps + m[None, :], mask=every, other=0.0)
+    spread = tl.sqrt(square / size) + epsilon
     tl.store(scale + t, spread, mask=here)
-    tl.store(raw + t[:, None] * maps + m[None, :], sums, mask=here[:, None] & (m < maps)[None, :])
+    tl.store(raw + t[:, None] * maps + m[None, :], sums, mask=every)
     tl.debug_barrier()  # read again below, in other shapes
-    reads = _gate(raw, alpha, bias, spread, t, here, maps, 0, N, P)
+    known = here[:, None] & (i < N)[None, :]
+    tl.store(read + t[:, None] * N + i[None, :], _gate(raw, alpha, bias, spread, t, here, maps, 0, N, P), mask=known)
     writes = 2 * _gate(raw, alpha, bias, spread, t, here, maps, N, N, P)
-    tl.store(write + t[:, None] * N + i[None, :], writes, mask=here[:, None] & (i < N)[None, :])
+    tl.store(write + t[:, None] * N + i[None, :], writes, mask=known)
     kept = _residual_map(raw, alpha, bias, spread, t, here, maps, N, P)
     for _ in range(STEPS):
         kept = kept / tl.maximum(tl.sum(kept, 2), epsilon)[:, :, None]
         kept = kept / tl.maximum(tl.sum(kept, 1), epsilon)[:, None, :]
     to = mix + t[:, None, None] * N * N + i[None, :, None] * N + i[None, None, :]
     tl.store(to, kept, mask=here[:, None, None] & (i < N)[None, :, None] & (i < N)[None, None, :])
+
+
+@triton.jit
+def _read_forward(x, read, taken, tokens, hidden, N: tl.constexpr, T: tl.constexpr, W: tl.constexpr):
+    t = (tl.program_id(0) * T + tl.arange(0, T)).to(tl.int64)
+    here, shares = t < tokens, ()
+    for j in tl.static_range(N):
+        shares = shares + (tl.load(read + t * N + j, mask=here, other=0.0),)
     for first in range(0, hidden, W):
-        at = first + k
+        at = first + tl.arange(0, W)
         ok, got = here[:, None] & (at < hidden)[None, :], tl.zeros((T, W), tl.float32)
         for j in tl.static_range(N):
-            share = tl.sum(tl.where(i[None, :] == j, reads, 0.0), 1)
-            got += share[:, None] * tl.load(row + j * hidden + at[None, :], mask=ok, other=0.0).to(tl.float32)
+            tile = tl.load(x + t[:, None] * (N * hidden) + j * hidden + at[None, :], mask=ok, other=0.0)
+            got += shares[j][:, None] * tile.to(tl.float32)
         tl.store(taken + t[:, None] * hidden + at[None, :], got, mask=ok)
 
 
 @triton.jit
-def _read_backward(
-    x, weight, alpha, bias, raw, scale, d_taken, d_write, d_mix, passed, dx, d_logit, d_raw, sums, tokens, hidden, maps, epsilon,
-    N: tl.constexpr, P: tl.constexpr, M: tl.constexpr, STEPS: tl.constexpr, T: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
-    """passed: the gradient that the streams themselves have. sums [tokens, 2 STEPS, N]: of Sinkhorn's rows and columns."""
+def _read_gradient(x, d_taken, d_read, tokens, hidden, N: tl.constexpr, T: tl.constexpr, W: tl.constexpr):
+    """Of what the layer got: its gradient by stream [tokens, N]."""
     t = (tl.program_id(0) * T + tl.arange(0, T)).to(tl.int64)
-    here, size = t < tokens, N * hidden
-    row, k, m, i = t[:, None] * size, tl.arange(0, W), tl.arange(0, M), tl.arange(0, P)
-    known = here[:, None] & (i < N)[None, :]
-    spread = tl.load(scale + t, mask=here, other=1.0)
-    # What the layer got: its gradient by stream.
-    d_read = tl.zeros((T, P), tl.float32)
+    here, sums = t < tokens, ()
+    for _ in tl.static_range(N):
+        sums = sums + (tl.zeros((T, W // 8), tl.float32),)
     for first in range(0, hidden, W):
-        at = first + k
+        at, more = first + tl.arange(0, W), ()
         ok = here[:, None] & (at < hidden)[None, :]
         grad = tl.load(d_taken + t[:, None] * hidden + at[None, :], mask=ok, other=0.0).to(tl.float32)
         for j in tl.static_range(N):
-            tile = tl.load(x + row + j * hidden + at[None, :], mask=ok, other=0.0).to(tl.float32)
-            d_read += tl.where(i[None, :] == j, tl.sum(grad * tile, 1)[:, None], 0.0)
+            tile = tl.load(x + t[:, None] * (N * hidden) + j * hidden + at[None, :], mask=ok, other=0.0)
+            more = more + (sums[j] + _lanes(grad * tile.to(tl.float32), T, W),)
+        sums = more
+    for j in tl.static_range(N):
+        tl.store(d_read + t * N + j, tl.sum(sums[j], 1), mask=here)
+
+
+@triton.jit
+def _maps_backward(
+    alpha, bias, raw, scale, d_read, d_write, d_mix, read, d_logit, d_raw, by_x, d_alpha, d_bias, sums, tokens, size, maps, epsilon,
+    N: tl.constexpr, P: tl.constexpr, M: tl.constexpr, STEPS: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """sums [tokens, 2 STEPS, N]: of Sinkhorn's rows and columns. by_x: what each number of the streams is multiplied with for the
+    gradient of their spread. d_alpha, d_bias [programs, maps]: these tokens' part."""
+    t = (tl.program_id(0) * T + tl.arange(0, T)).to(tl.int64)
+    here, m, i = t < tokens, tl.arange(0, M), tl.arange(0, P)
+    known = here[:, None] & (i < N)[None, :]
+    spread = tl.load(scale + t, mask=here, other=1.0)
     reads = _gate(raw, alpha, bias, spread, t, here, maps, 0, N, P)
-    tl.store(d_logit + t[:, None] * maps + i[None, :], d_read * reads * (1 - reads), mask=known)
+    tl.store(read + t[:, None] * N + i[None, :], reads, mask=known)
+    d_reads = tl.load(d_read + t[:, None] * N + i[None, :], mask=known, other=0.0)
+    tl.store(d_logit + t[:, None] * maps + i[None, :], d_reads * reads * (1 - reads), mask=known)
     deals = _gate(raw, alpha, bias, spread, t, here, maps, N, N, P)
     d_deals = 2 * tl.load(d_write + t[:, None] * N + i[None, :], mask=known, other=0.0)
     tl.store(d_logit + t[:, None] * maps + N + i[None, :], d_deals * deals * (1 - deals), mask=known)
@@ -131,92 +187,128 @@ def _read_backward(
     tl.store(d_logit + t[:, None, None] * maps + 2 * N + at3, grad3 * kept, mask=inside)
     tl.debug_barrier()
     every = here[:, None] & (m < maps)[None, :]
-    given = tl.load(alpha + m, mask=m < maps, other=0.0)[None, :] / spread[:, None]
-    given = given * tl.load(d_logit + t[:, None] * maps + m[None, :], mask=every, other=0.0)
+    logit = tl.load(d_logit + t[:, None] * maps + m[None, :], mask=every, other=0.0)
+    was = tl.load(raw + t[:, None] * maps + m[None, :], mask=every, other=0.0) / spread[:, None]
+    part = tl.program_id(0) * maps + m
+    tl.store(d_bias + part, tl.sum(logit, 0), mask=m < maps)
+    tl.store(d_alpha + part, tl.sum(logit * was, 0), mask=m < maps)
+    given = tl.load(alpha + m, mask=m < maps, other=0.0)[None, :] * logit / spread[:, None]
     tl.store(d_raw + t[:, None] * maps + m[None, :], given, mask=every)
-    d_spread = -tl.sum(given * tl.load(raw + t[:, None] * maps + m[None, :], mask=every, other=0.0), 1) / spread
     root = spread - epsilon
-    by_x = tl.where(root > 0, d_spread / (size * root), 0.0)
-    for first in range(0, hidden, W):
-        at = first + k
-        ok = here[:, None] & (at < hidden)[None, :]
-        grad = tl.load(d_taken + t[:, None] * hidden + at[None, :], mask=ok, other=0.0).to(tl.float32)
-        for j in tl.static_range(N):
-            to = row + j * hidden + at[None, :]
-            share = tl.sum(tl.where(i[None, :] == j, reads, 0.0), 1)
-            tile = tl.load(x + to, mask=ok, other=0.0).to(tl.float32)
-            new = tl.load(passed + to, mask=ok, other=0.0).to(tl.float32)
-            new += share[:, None] * grad + by_x[:, None] * tile
-            part = (m < maps)[:, None] & (at < hidden)[None, :]
-            w = tl.load(weight + m[:, None] * size + j * hidden + at[None, :], mask=part, other=0.0)
-            new = tl.dot(given, w, new, input_precision="tf32")
-            tl.store(dx + to, new, mask=ok)
+    tl.store(by_x + t, tl.where(root > 0, -tl.sum(given * was, 1) / (size * root), 0.0), mask=here)
 
 
 @triton.jit
-def _write_forward(
-    x, output, write, mix, new, tokens, hidden, N: tl.constexpr, T: tl.constexpr, W: tl.constexpr
+def _read_backward(
+    x, weight, read, d_raw, by_x, d_taken, passed, dx, d_weight, tokens, hidden, maps,
+    N: tl.constexpr, M: tl.constexpr, SPAN: tl.constexpr, T: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
+    """passed: the gradient that the streams themselves have. d_weight [span of tokens, maps, N hidden]: the span's part."""
+    j, span = tl.program_id(0) % N, tl.program_id(1)  # programs beside each other read the same columns of d_taken
+    c, m = tl.program_id(0) // N * W + tl.arange(0, W), tl.arange(0, M)
+    size, at, sums = N * hidden, j * hidden + c, tl.zeros((M, W), tl.float32)
+    part, own = (m < maps)[:, None] & (c < hidden)[None, :], m[:, None] * size + at[None, :]
+    w = tl.load(weight + own, mask=part, other=0.0)
+    for first in range(span * SPAN, tl.minimum(span * SPAN + SPAN, tokens), T):
+        t = (first + tl.arange(0, T)).to(tl.int64)
+        here = t < tokens
+        ok, to = here[:, None] & (c < hidden)[None, :], t[:, None] * size + at[None, :]
+        tile = tl.load(x + to, mask=ok, other=0.0)
+        new = tl.load(passed + to, mask=ok, other=0.0).to(tl.float32)
+        grad = tl.load(d_taken + t[:, None] * hidden + c[None, :], mask=ok, other=0.0).to(tl.float32)
+        every = here[:, None] & (m < maps)[None, :]
+        given = tl.load(d_raw + t[:, None] * maps + m[None, :], mask=every, other=0.0)
+        new += tl.load(read + t * N + j, mask=here, other=0.0)[:, None] * grad
+        new += tl.load(by_x + t, mask=here, other=0.0)[:, None] * tile.to(tl.float32)
+        tl.store(dx + to, tl.dot(given, w, new, input_precision="tf32"), mask=ok)
+        high = given.to(tl.bfloat16)
+        sums = tl.dot(tl.trans(high), tile, sums)
+        sums = tl.dot(tl.trans((given - high.to(tl.float32)).to(tl.bfloat16)), tile, sums)
+    tl.store(d_weight + span.to(tl.int64) * maps * size + own, sums, mask=part)
+
+
+@triton.jit
+def _write_forward(x, output, write, mix, new, tokens, hidden, N: tl.constexpr, T: tl.constexpr, W: tl.constexpr):
     t = (tl.program_id(0) * T + tl.arange(0, T)).to(tl.int64)
-    at = tl.program_id(1) * W + tl.arange(0, W)
-    here = t < tokens
-    ok = here[:, None] & (at < hidden)[None, :]
-    row = t[:, None] * (N * hidden) + at[None, :]
-    out = tl.load(output + t[:, None] * hidden + at[None, :], mask=ok, other=0.0).to(tl.float32)
+    here, deals, shares = t < tokens, (), ()
     for i in tl.static_range(N):
-        made = tl.load(write + t * N + i, mask=here, other=0.0)[:, None] * out
+        deals = deals + (tl.load(write + t * N + i, mask=here, other=0.0),)
+    for place in tl.static_range(N * N):
+        shares = shares + (tl.load(mix + t * (N * N) + place, mask=here, other=0.0),)
+    for first in range(0, hidden, W):
+        at, tiles = first + tl.arange(0, W), ()
+        ok, row = here[:, None] & (at < hidden)[None, :], t[:, None] * (N * hidden) + at[None, :]
+        out = tl.load(output + t[:, None] * hidden + at[None, :], mask=ok, other=0.0).to(tl.float32)
         for j in tl.static_range(N):
-            share = tl.load(mix + t * (N * N) + i * N + j, mask=here, other=0.0)
-            made += share[:, None] * tl.load(x + row + j * hidden, mask=ok, other=0.0).to(tl.float32)
-        tl.store(new + row + i * hidden, made, mask=ok)
+            tiles = tiles + (tl.load(x + row + j * hidden, mask=ok, other=0.0),)
+        for i in tl.static_range(N):
+            made = deals[i][:, None] * out
+            for j in tl.static_range(N):
+                made += shares[i * N + j][:, None] * tiles[j].to(tl.float32)
+            tl.store(new + row + i * hidden, made, mask=ok)
 
 
 @triton.jit
 def _write_backward(
     x, output, write, mix, d_new, dx, d_output, d_write, d_mix, tokens, hidden,
-    N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, W: tl.constexpr,
+    N: tl.constexpr, T: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     t = (tl.program_id(0) * T + tl.arange(0, T)).to(tl.int64)
-    here, k, p = t < tokens, tl.arange(0, W), tl.arange(0, P)
-    of_write, of_mix = tl.zeros((T, P), tl.float32), tl.zeros((T, P, P), tl.float32)
+    here, deals, shares, of_write, of_mix = t < tokens, (), (), (), ()
+    for i in tl.static_range(N):
+        deals = deals + (tl.load(write + t * N + i, mask=here, other=0.0),)
+        of_write = of_write + (tl.zeros((T, W // 8), tl.float32),)
+    for place in tl.static_range(N * N):
+        shares = shares + (tl.load(mix + t * (N * N) + place, mask=here, other=0.0),)
+        of_mix = of_mix + (tl.zeros((T, W // 8), tl.float32),)
     for first in range(0, hidden, W):
-        at = first + k
-        ok = here[:, None] & (at < hidden)[None, :]
-        row, flat = t[:, None] * (N * hidden) + at[None, :], t[:, None] * hidden + at[None, :]
-        out = tl.load(output + flat, mask=ok, other=0.0).to(tl.float32)
-        d_out = tl.zeros((T, W), tl.float32)
+        at, grads, more = first + tl.arange(0, W), (), ()
+        ok, row = here[:, None] & (at < hidden)[None, :], t[:, None] * (N * hidden) + at[None, :]
+        flat = t[:, None] * hidden + at[None, :]
         for i in tl.static_range(N):
-            grad = tl.load(d_new + row + i * hidden, mask=ok, other=0.0).to(tl.float32)
-            d_out += tl.load(write + t * N + i, mask=here, other=0.0)[:, None] * grad
-            of_write += tl.where(p[None, :] == i, tl.sum(grad * out, 1)[:, None], 0.0)
+            grads = grads + (tl.load(d_new + row + i * hidden, mask=ok, other=0.0),)
+        out, d_out = tl.load(output + flat, mask=ok, other=0.0).to(tl.float32), tl.zeros((T, W), tl.float32)
+        for i in tl.static_range(N):
+            grad = grads[i].to(tl.float32)
+            d_out += deals[i][:, None] * grad
+            more = more + (of_write[i] + _lanes(grad * out, T, W),)
+        of_write, more = more, ()
         tl.store(d_output + flat, d_out, mask=ok)
         for j in tl.static_range(N):
-            tile = tl.load(x + row + j * hidden, mask=ok, other=0.0).to(tl.float32)
-            made = tl.zeros((T, W), tl.float32)
+            tile, made = tl.load(x + row + j * hidden, mask=ok, other=0.0).to(tl.float32), tl.zeros((T, W), tl.float32)
             for i in tl.static_range(N):
-                grad = tl.load(d_new + row + i * hidden, mask=ok, other=0.0).to(tl.float32)
-                made += tl.load(mix + t * (N * N) + i * N + j, mask=here, other=0.0)[:, None] * grad
-                place = (p[None, :, None] == i) & (p[None, None, :] == j)
-                of_mix += tl.where(place, tl.sum(grad * tile, 1)[:, None, None], 0.0)
+                grad = grads[i].to(tl.float32)
+                made += shares[i * N + j][:, None] * grad
+                more = more + (of_mix[j * N + i] + _lanes(grad * tile, T, W),)
             tl.store(dx + row + j * hidden, made, mask=ok)
-    tl.store(d_write + t[:, None] * N + p[None, :], of_write, mask=here[:, None] & (p < N)[None, :])
-    to = d_mix + t[:, None, None] * (N * N) + p[None, :, None] * N + p[None, None, :]
-    tl.store(to, of_mix, mask=here[:, None, None] & (p < N)[None, :, None] & (p < N)[None, None, :])
+        of_mix = more
+    for i in tl.static_range(N):
+        tl.store(d_write + t * N + i, tl.sum(of_write[i], 1), mask=here)
+        for j in tl.static_range(N):
+            tl.store(d_mix + t * (N * N) + i * N + j, tl.sum(of_mix[j * N + i], 1), mask=here)
 
 
 def _sides(n: int) -> dict[str, int]:
-    return {"N": n, "P": triton.next_power_of_2(n), "M": max(16, triton.next_power_of_2(n * (n + 2)))}
+    return {"N": n, "M": max(16, triton.next_power_of_2(n * (n + 2)))}
 
 
-def _tile(n: int) -> dict[str, int]:
-    """Of what multiplies matrices. The weights of more than four streams' maps, loaded ahead, are more than shared memory holds."""
-    return {"T": TOKENS, "W": WIDTH, "num_warps": WARPS} | ({"T": 16, "num_stages": 1} if n > 4 else {})
+def _product(n: int) -> dict[str, int]:
+    """The weights of more than four streams' maps, loaded ahead, are more than shared memory holds."""
+    tile = {"T": TOKENS, "W": WIDTH, "SPAN": SPAN, "num_warps": WARPS}
+    return tile | ({"T": 16, "num_stages": 1} if n > 4 else {})
 
 
-def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Two bf16 tensors whose sum is 16 bits of an fp32 one."""
-    high = x.bfloat16()
-    return high, (x - high.float()).bfloat16()
+def _back(n: int) -> dict[str, int]:
+    tile = {"T": BACK_TOKENS, "W": BACK_WIDTH, "SPAN": BACK_SPAN, "num_warps": BACK_WARPS}
+    return tile | ({"T": 16, "W": 32, "num_stages": 1} if n > 4 else {})
+
+
+def _each(n: int) -> dict[str, int]:
+    return {"P": triton.next_power_of_2(n), "T": MAPS_TOKENS, "num_warps": MAPS_WARPS}
+
+
+def _stream(n: int) -> dict[str, int]:
+    return {"N": n, "T": STREAM_TOKENS, "W": STREAM_WIDTH, "num_warps": STREAM_WARPS}
 
 
 class Read(Function):
@@ -231,13 +323,19 @@ class Read(Function):
         tokens, hidden = x.numel() // size, size // n
         new = {"device": x.device, "dtype": torch.float32}
         taken = torch.empty(*lead, hidden, device=x.device, dtype=x.dtype)
-        raw, scale = torch.empty(tokens, maps, **new), torch.empty(tokens, **new)
+        tile, each, stream = _product(n), _each(n), _stream(n)
+        spans = triton.cdiv(size, tile["SPAN"])
+        products, squares = torch.empty(spans, tokens, maps, **new), torch.empty(spans, tokens, **new)
+        _maps_product[triton.cdiv(tokens, tile["T"]), spans](
+            x, weight, products, squares, tokens, size, maps, M=_sides(n)["M"], **tile
+        )
+        raw, scale, read = torch.empty(tokens, maps, **new), torch.empty(tokens, **new), torch.empty(tokens, n, **new)
         write, mix = torch.empty(*lead, n, **new), torch.empty(*lead, n, n, **new)
-        high, low = _halves(weight)
-        _read_forward[triton.cdiv(tokens, _tile(n)["T"]),](
-            x, high, low, alpha, bias, taken, raw, scale, write, mix, tokens, hidden, maps, epsilon,
-            **_sides(n), STEPS=steps, **_tile(n),
+        _maps_forward[triton.cdiv(tokens, each["T"]),](
+            products, squares, alpha, bias, raw, scale, read, write, mix, tokens, size, maps, spans, epsilon,
+            **_sides(n), STEPS=steps, **each,
         )  # fmt: skip
+        _read_forward[triton.cdiv(tokens, stream["T"]),](x, read, taken, tokens, hidden, **stream)
         ctx.save_for_backward(x, weight, alpha, bias, raw, scale)
         ctx.keys = n, steps, epsilon
         return taken, write, mix, streams.view_as(streams)
@@ -247,23 +345,36 @@ class Read(Function):
     def backward(ctx: Any, d_taken: Tensor, d_write: Tensor, d_mix: Tensor, passed: Tensor):
         x, weight, alpha, bias, raw, scale = ctx.saved_tensors
         n, steps, epsilon = ctx.keys
-        tokens, maps = raw.shape
-        dx, d_logit, d_raw = torch.empty_like(x), torch.empty_like(raw), torch.empty_like(raw)
-        _read_backward[triton.cdiv(tokens, _tile(n)["T"]),](
-            x, weight, alpha, bias, raw, scale, d_taken.contiguous(), d_write.contiguous(), d_mix.contiguous(), passed.contiguous(),
-            dx, d_logit, d_raw, raw.new_empty(tokens, 2 * steps, n), tokens, x.size(-1) // n, maps, epsilon,
-            **_sides(n), STEPS=steps, **_tile(n),
+        (tokens, maps), size = raw.shape, x.size(-1)
+        hidden, d_taken = size // n, d_taken.contiguous()
+        tile, each, stream = _back(n), _each(n), _stream(n)
+        d_read, read = raw.new_empty(tokens, n), raw.new_empty(tokens, n)
+        _read_gradient[triton.cdiv(tokens, stream["T"]),](x, d_taken, d_read, tokens, hidden, **stream)
+        programs, spans = triton.cdiv(tokens, each["T"]), triton.cdiv(tokens, tile["SPAN"])
+        d_logit, d_raw, by_x = torch.empty_like(raw), torch.empty_like(raw), torch.empty_like(scale)
+        d_alpha, d_bias = raw.new_empty(2, programs, maps)
+        _maps_backward[programs,](
+            alpha, bias, raw, scale, d_read, d_write.contiguous(), d_mix.contiguous(), read, d_logit, d_raw, by_x, d_alpha, d_bias,
+            raw.new_empty(tokens, 2 * steps, n), tokens, size, maps, epsilon, **_sides(n), STEPS=steps, **each,
         )  # fmt: skip
-        d_alpha = (d_logit * raw / scale[:, None]).sum(0)
-        return dx, _product(d_raw, x.flatten(0, -2)), d_alpha, d_logit.sum(0), None, None, None
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a.T b in fp32. a: fp32; b: bf16, and read once."""
-    if not a.is_cuda:
-        return a.T @ b.float()
-    both = torch.cat(_halves(a), 1)
-    return sum(torch.mm(both.T, b, out_dtype=torch.float32).chunk(2))
+        dx, d_weight = torch.empty_like(x), raw.new_empty(spans, maps, size)
+        _read_backward[triton.cdiv(hidden, tile["W"]) * n, spans](
+            x,
+            weight,
+            read,
+            d_raw,
+            by_x,
+            d_taken,
+            passed.contiguous(),
+            dx,
+            d_weight,
+            tokens,
+            hidden,
+            maps,
+            **_sides(n),
+            **tile,
+        )
+        return dx, d_weight.sum(0), d_alpha.sum(0), d_bias.sum(0), None, None, None
 
 
 class Write(Function):
@@ -271,13 +382,10 @@ class Write(Function):
 
     @staticmethod
     def forward(ctx: Any, streams: Tensor, output: Tensor, write: Tensor, mix: Tensor):
-        x, out, n = streams.contiguous(), output.contiguous(), write.size(-1)
+        x, out = streams.contiguous(), output.contiguous()
         new = torch.empty_like(x)
-        tokens, hidden = out.numel() // out.size(-1), out.size(-1)
-        grid = triton.cdiv(tokens, WRITE_TOKENS), triton.cdiv(hidden, WRITE_WIDTH)
-        _write_forward[grid](
-            x, out, write, mix, new, tokens, hidden, N=n, T=WRITE_TOKENS, W=WRITE_WIDTH, num_warps=WRITE_WARPS
-        )
+        tokens, hidden, stream = out.numel() // out.size(-1), out.size(-1), _stream(write.size(-1))
+        _write_forward[triton.cdiv(tokens, stream["T"]),](x, out, write, mix, new, tokens, hidden, **stream)
         ctx.save_for_backward(x, out, write, mix)
         return new
 
@@ -285,11 +393,9 @@ class Write(Function):
     @once_differentiable
     def backward(ctx: Any, d_new: Tensor):
         x, out, write, mix = ctx.saved_tensors
-        n, hidden = write.size(-1), out.size(-1)
         dx, d_out, d_write, d_mix = (torch.empty_like(t) for t in (x, out, write, mix))
-        tokens = out.numel() // hidden
-        _write_backward[triton.cdiv(tokens, WRITE_TOKENS),](
-            x, out, write, mix, d_new.contiguous(), dx, d_out, d_write, d_mix, tokens, hidden,
-            N=n, P=triton.next_power_of_2(n), T=WRITE_TOKENS, W=WRITE_WIDTH, num_warps=WRITE_WARPS,
-        )  # fmt: skip
+        tokens, hidden, stream = out.numel() // out.size(-1), out.size(-1), _stream(write.size(-1))
+        _write_backward[triton.cdiv(tokens, stream["T"]),](
+            x, out, write, mix, d_new.contiguous(), dx, d_out, d_write, d_mix, tokens, hidden, **stream
+        )
         return dx, d_out, d_write, d_mix
