@@ -17,14 +17,10 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 TOKENS, WIDTH, SPAN, WARPS = 64, 64, 1024, 4  # tiles of the maps' product, and columns a program goes through
-BACK_TOKENS, BACK_WIDTH, BACK_SPAN, BACK_WARPS = (
-    32,
-    128,
-    512,
-    4,
-)  # of the gradient of what reads, and tokens a program goes through
-MAPS_TOKENS, MAPS_WARPS = 32, 4  # of what makes the maps
-STREAM_TOKENS, STREAM_WIDTH, STREAM_WARPS = 4, 256, 4  # of what only streams: a warp has 8 columns of each thread
+BACK_TOKENS, BACK_WIDTH, BACK_SPAN = 32, 128, 512  # of the gradient of what reads, and tokens a program goes through
+BACK_STAGES, BACK_WARPS = None, 4
+MAPS_TOKENS, MAPS_WARPS = 16, 1  # of what makes the maps
+STREAM_TOKENS, STREAM_WIDTH, STREAM_WARPS = 1, 256, 1  # of what only streams: a thread has 8 columns
 
 
 @triton.jit
@@ -52,6 +48,24 @@ def _gate(raw, alpha, bias, scale, t, here, maps, FIRST: tl.constexpr, N: tl.con
 def _lanes(x, T: tl.constexpr, W: tl.constexpr):
     """[T, W] -> [T, W / 8]: sums of what one thread has."""
     return tl.sum(tl.reshape(x, (T, W // 8, 8)), 2)
+
+
+@triton.jit
+def _numbers(x, t, here, COUNT: tl.constexpr):
+    """COUNT numbers of each of these tokens, so many [T]."""
+    found = ()
+    for i in tl.static_range(COUNT):
+        found = found + (tl.load(x + t * COUNT + i, mask=here, other=0.0),)
+    return found
+
+
+@triton.jit
+def _zeros(COUNT: tl.constexpr, T: tl.constexpr, W: tl.constexpr):
+    """As many sums in lanes."""
+    found = ()
+    for _ in tl.static_range(COUNT):
+        found = found + (tl.zeros((T, W // 8), tl.float32),)
+    return found
 
 
 @triton.jit
@@ -111,9 +125,8 @@ def _maps_forward(
 @triton.jit
 def _read_forward(x, read, taken, tokens, hidden, N: tl.constexpr, T: tl.constexpr, W: tl.constexpr):
     t = (tl.program_id(0) * T + tl.arange(0, T)).to(tl.int64)
-    here, shares = t < tokens, ()
-    for j in tl.static_range(N):
-        shares = shares + (tl.load(read + t * N + j, mask=here, other=0.0),)
+    here = t < tokens
+    shares = _numbers(read, t, here, N)
     for first in range(0, hidden, W):
         at = first + tl.arange(0, W)
         ok, got = here[:, None] & (at < hidden)[None, :], tl.zeros((T, W), tl.float32)
@@ -127,9 +140,7 @@ def _read_forward(x, read, taken, tokens, hidden, N: tl.constexpr, T: tl.constex
 def _read_gradient(x, d_taken, d_read, tokens, hidden, N: tl.constexpr, T: tl.constexpr, W: tl.constexpr):
     """Of what the layer got: its gradient by stream [tokens, N]."""
     t = (tl.program_id(0) * T + tl.arange(0, T)).to(tl.int64)
-    here, sums = t < tokens, ()
-    for _ in tl.static_range(N):
-        sums = sums + (tl.zeros((T, W // 8), tl.float32),)
+    here, sums = t < tokens, _zeros(N, T, W)
     for first in range(0, hidden, W):
         at, more = first + tl.arange(0, W), ()
         ok = here[:, None] & (at < hidden)[None, :]
@@ -144,11 +155,11 @@ def _read_gradient(x, d_taken, d_read, tokens, hidden, N: tl.constexpr, T: tl.co
 
 @triton.jit
 def _maps_backward(
-    alpha, bias, raw, scale, d_read, d_write, d_mix, read, d_logit, d_raw, by_x, d_alpha, d_bias, sums, tokens, size, maps, epsilon,
+    alpha, bias, raw, scale, d_read, d_write, d_mix, read, d_logit, d_raw, by_x, d_own, sums, tokens, size, maps, epsilon,
     N: tl.constexpr, P: tl.constexpr, M: tl.constexpr, STEPS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """sums [tokens, 2 STEPS, N]: of Sinkhorn's rows and columns. by_x: what each number of the streams is multiplied with for the
-    gradient of their spread. d_alpha, d_bias [programs, maps]: these tokens' part."""
+    gradient of their spread. d_own [programs, 2, maps]: these tokens' part of alpha's and the bias's."""
     t = (tl.program_id(0) * T + tl.arange(0, T)).to(tl.int64)
     here, m, i = t < tokens, tl.arange(0, M), tl.arange(0, P)
     known = here[:, None] & (i < N)[None, :]
@@ -189,9 +200,9 @@ def _maps_backward(
     every = here[:, None] & (m < maps)[None, :]
     logit = tl.load(d_logit + t[:, None] * maps + m[None, :], mask=every, other=0.0)
     was = tl.load(raw + t[:, None] * maps + m[None, :], mask=every, other=0.0) / spread[:, None]
-    part = tl.program_id(0) * maps + m
-    tl.store(d_bias + part, tl.sum(logit, 0), mask=m < maps)
-    tl.store(d_alpha + part, tl.sum(logit * was, 0), mask=m < maps)
+    part = d_own + tl.program_id(0) * 2 * maps + m
+    tl.store(part, tl.sum(logit * was, 0), mask=m < maps)
+    tl.store(part + maps, tl.sum(logit, 0), mask=m < maps)
     given = tl.load(alpha + m, mask=m < maps, other=0.0)[None, :] * logit / spread[:, None]
     tl.store(d_raw + t[:, None] * maps + m[None, :], given, mask=every)
     root = spread - epsilon
@@ -200,16 +211,16 @@ def _maps_backward(
 
 @triton.jit
 def _read_backward(
-    x, weight, read, d_raw, by_x, d_taken, passed, dx, d_weight, tokens, hidden, maps,
-    N: tl.constexpr, M: tl.constexpr, SPAN: tl.constexpr, T: tl.constexpr, W: tl.constexpr,
+    x, weight, read, d_raw, by_x, d_taken, passed, dx, parts, tokens, hidden, maps,
+    N: tl.constexpr, M: tl.constexpr, SPAN: tl.constexpr, T: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """passed: the gradient that the streams themselves have. d_weight [span of tokens, maps, N hidden]: the span's part."""
+    """passed: the gradient that the streams themselves have. parts [span of tokens, maps, N hidden]: of the weight's gradient."""
     j, span = tl.program_id(0) % N, tl.program_id(1)  # programs beside each other read the same columns of d_taken
     c, m = tl.program_id(0) // N * W + tl.arange(0, W), tl.arange(0, M)
     size, at, sums = N * hidden, j * hidden + c, tl.zeros((M, W), tl.float32)
     part, own = (m < maps)[:, None] & (c < hidden)[None, :], m[:, None] * size + at[None, :]
     w = tl.load(weight + own, mask=part, other=0.0)
-    for first in range(span * SPAN, tl.minimum(span * SPAN + SPAN, tokens), T):
+    for first in tl.range(span * SPAN, tl.minimum(span * SPAN + SPAN, tokens), T, num_stages=STAGES):
         t = (first + tl.arange(0, T)).to(tl.int64)
         here = t < tokens
         ok, to = here[:, None] & (c < hidden)[None, :], t[:, None] * size + at[None, :]
@@ -224,17 +235,22 @@ def _read_backward(
         high = given.to(tl.bfloat16)
         sums = tl.dot(tl.trans(high), tile, sums)
         sums = tl.dot(tl.trans((given - high.to(tl.float32)).to(tl.bfloat16)), tile, sums)
-    tl.store(d_weight + span.to(tl.int64) * maps * size + own, sums, mask=part)
+    tl.store(parts + span.to(tl.int64) * maps * size + own, sums, mask=part)
+
+
+@triton.jit
+def _total(parts, total, spans, size, W: tl.constexpr):
+    at, sums = tl.program_id(0) * W + tl.arange(0, W), tl.zeros((W,), tl.float32)
+    for span in range(spans):
+        sums += tl.load(parts + span * size + at, mask=at < size, other=0.0)
+    tl.store(total + at, sums, mask=at < size)
 
 
 @triton.jit
 def _write_forward(x, output, write, mix, new, tokens, hidden, N: tl.constexpr, T: tl.constexpr, W: tl.constexpr):
     t = (tl.program_id(0) * T + tl.arange(0, T)).to(tl.int64)
-    here, deals, shares = t < tokens, (), ()
-    for i in tl.static_range(N):
-        deals = deals + (tl.load(write + t * N + i, mask=here, other=0.0),)
-    for place in tl.static_range(N * N):
-        shares = shares + (tl.load(mix + t * (N * N) + place, mask=here, other=0.0),)
+    here = t < tokens
+    deals, shares = _numbers(write, t, here, N), _numbers(mix, t, here, N * N)
     for first in range(0, hidden, W):
         at, tiles = first + tl.arange(0, W), ()
         ok, row = here[:, None] & (at < hidden)[None, :], t[:, None] * (N * hidden) + at[None, :]
@@ -254,13 +270,9 @@ def _write_backward(
     N: tl.constexpr, T: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     t = (tl.program_id(0) * T + tl.arange(0, T)).to(tl.int64)
-    here, deals, shares, of_write, of_mix = t < tokens, (), (), (), ()
-    for i in tl.static_range(N):
-        deals = deals + (tl.load(write + t * N + i, mask=here, other=0.0),)
-        of_write = of_write + (tl.zeros((T, W // 8), tl.float32),)
-    for place in tl.static_range(N * N):
-        shares = shares + (tl.load(mix + t * (N * N) + place, mask=here, other=0.0),)
-        of_mix = of_mix + (tl.zeros((T, W // 8), tl.float32),)
+    here = t < tokens
+    deals, shares = _numbers(write, t, here, N), _numbers(mix, t, here, N * N)
+    of_write, of_mix = _zeros(N, T, W), _zeros(N * N, T, W)
     for first in range(0, hidden, W):
         at, grads, more = first + tl.arange(0, W), (), ()
         ok, row = here[:, None] & (at < hidden)[None, :], t[:, None] * (N * hidden) + at[None, :]
@@ -298,9 +310,9 @@ def _product(n: int) -> dict[str, int]:
     return tile | ({"T": 16, "num_stages": 1} if n > 4 else {})
 
 
-def _back(n: int) -> dict[str, int]:
-    tile = {"T": BACK_TOKENS, "W": BACK_WIDTH, "SPAN": BACK_SPAN, "num_warps": BACK_WARPS}
-    return tile | ({"T": 16, "W": 32, "num_stages": 1} if n > 4 else {})
+def _back(n: int) -> dict[str, int | None]:
+    tile = {"T": BACK_TOKENS, "W": BACK_WIDTH, "SPAN": BACK_SPAN, "STAGES": BACK_STAGES, "num_warps": BACK_WARPS}
+    return tile | ({"T": 16, "W": 32, "STAGES": 1} if n > 4 else {})
 
 
 def _each(n: int) -> dict[str, int]:
@@ -352,29 +364,18 @@ class Read(Function):
         _read_gradient[triton.cdiv(tokens, stream["T"]),](x, d_taken, d_read, tokens, hidden, **stream)
         programs, spans = triton.cdiv(tokens, each["T"]), triton.cdiv(tokens, tile["SPAN"])
         d_logit, d_raw, by_x = torch.empty_like(raw), torch.empty_like(raw), torch.empty_like(scale)
-        d_alpha, d_bias = raw.new_empty(2, programs, maps)
+        d_own = raw.new_empty(programs, 2, maps)
         _maps_backward[programs,](
-            alpha, bias, raw, scale, d_read, d_write.contiguous(), d_mix.contiguous(), read, d_logit, d_raw, by_x, d_alpha, d_bias,
+            alpha, bias, raw, scale, d_read, d_write.contiguous(), d_mix.contiguous(), read, d_logit, d_raw, by_x, d_own,
             raw.new_empty(tokens, 2 * steps, n), tokens, size, maps, epsilon, **_sides(n), STEPS=steps, **each,
         )  # fmt: skip
-        dx, d_weight = torch.empty_like(x), raw.new_empty(spans, maps, size)
+        dx, parts = torch.empty_like(x), raw.new_empty(spans, maps, size)
         _read_backward[triton.cdiv(hidden, tile["W"]) * n, spans](
-            x,
-            weight,
-            read,
-            d_raw,
-            by_x,
-            d_taken,
-            passed.contiguous(),
-            dx,
-            d_weight,
-            tokens,
-            hidden,
-            maps,
-            **_sides(n),
-            **tile,
-        )
-        return dx, d_weight.sum(0), d_alpha.sum(0), d_bias.sum(0), None, None, None
+            x, weight, read, d_raw, by_x, d_taken, passed.contiguous(), dx, parts, tokens, hidden, maps, **_sides(n), **tile
+        )  # fmt: skip
+        d_weight = torch.empty_like(weight)
+        _total[triton.cdiv(maps * size, 1024),](parts, d_weight, spans, maps * size, W=1024)
+        return dx, d_weight, *d_own.sum(0), None, None, None
 
 
 class Write(Function):
