@@ -188,13 +188,13 @@ JOBS = {
         )
         for name, preset, micro, batch, steps, minutes in (
             ("author", f"nam56r_fused {WHOLE}", 2, 16, 100, 9),
-            ("author_64", f"nam56r_fused {WHOLE} optim.warmup_steps=4", 2, 64, 12, 6),
-            ("native", f"nam56r_native_dp_fused {WHOLE}", 4, 16, 100, 6),
-            ("native_64", f"nam56r_native_dp_fused {WHOLE} optim.warmup_steps=4", 4, 64, 12, 5),
+            ("author_64", f"nam56r_fused {WHOLE} optim.warmup_steps=4", 2, 64, 12, 4.4),
+            ("native", f"nam56r_native_dp_fused {WHOLE}", 4, 16, 100, 4.6),
+            ("native_64", f"nam56r_native_dp_fused {WHOLE} optim.warmup_steps=4", 4, 64, 12, 2.8),
             ("sparse", "nam52_h200_sparse_8_11_ref_v1 +overlay=fused", 2, 4, 100, 5),
             ("4full", "nam52r_h200_4full_9sparse_candidate_v1 +overlay=fused", 2, 4, 100, 5),
-            ("streams", f"nam52_h200_dense_ref_v1 +overlay=fused {WHOLE}", 1, 4, 100, 4),
-            ("plain", f"nam52_h200_dense_no_mhc_recovery_v1 +overlay=fused {WHOLE}", 1, 4, 100, 3.5),
+            ("streams", f"nam52_h200_dense_ref_v1 +overlay=fused {WHOLE}", 1, 4, 100, 3.7),
+            ("plain", f"nam52_h200_dense_no_mhc_recovery_v1 +overlay=fused {WHOLE}", 1, 4, 100, 2.7),
             ("muon", f"nam56r_fused +overlay=muon {WHOLE}", 2, 4, 50, 3.5),
             ("ngrams", f"nam56r_fused {AUTHOR13} {NGRAMS} feature.fim.enabled=true", 2, 4, 100, 2),
         )
