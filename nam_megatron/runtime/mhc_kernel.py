@@ -17,8 +17,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 TOKENS, WIDTH, SPAN, WARPS = 64, 64, 1024, 4  # tiles of the maps' product, and columns a program goes through
-BACK_TOKENS, BACK_WIDTH, BACK_SPAN = 32, 128, 512  # of the gradient of what reads, and tokens a program goes through
-BACK_STAGES, BACK_WARPS = None, 4
+BACK_TOKENS, BACK_WIDTH, BACK_SPAN = 16, 64, 512  # of the gradient of what reads, and tokens a program goes through
+BACK_STAGES, BACK_WARPS = 3, 4
 MAPS_TOKENS, MAPS_WARPS = 16, 1  # of what makes the maps
 STREAM_TOKENS, STREAM_WIDTH, STREAM_WARPS = 1, 256, 1  # of what only streams: a thread has 8 columns
 
