@@ -42,7 +42,7 @@ class Job(NamedTuple):
     folder outside both.
 
     gib: what it takes of a GPU that it shares with others; 0 for one that is timed or fills it. part: words that follow where the job has
-    not all of the host's GPUs; {slot} is the place of its first one.
+    not all of the host's GPUs; {port} is its first GPU's.
     """
 
     gpus: int
@@ -64,7 +64,7 @@ WHOLE = "feature.cuda_graphs.impl=full_iteration feature.cuda_graphs.warmup_step
 AUTHOR13 = f"model.depth=13 '{SPARSE13}'"
 NGRAMS = "feature.ngram_hash.enabled=true feature.ngram_hash.buckets=8000000 feature.ngram_hash.document_end=0"
 PART = (  # what `launch` would otherwise refuse on a host that has more GPUs than the run
-    " 'diagnostic=one of several GPUs of the host' port=2951{slot} 'cluster.waivers.gpus=the others are not of this run'"
+    " 'diagnostic=one of several GPUs of the host' port={port} 'cluster.waivers.gpus=the others are not of this run'"
     " 'cluster.waivers.topology=the others are not of this run' 'cluster.waivers.idle=the others may be at work'"
     " 'cluster.waivers.stale=on the others'"
 )
@@ -292,7 +292,8 @@ class Sitting:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",") if visible else [str(n) for n in self.taken]
         mine = [names[n] for n in taken]
-        places["{slot}"] = str(next(iter(taken), ""))
+        if mine:  # sittings beside each other have other GPUs, so other ports
+            places["{port}"] = str(29510 + int(mine[0] if mine[0].isdigit() else taken[0]))
         env, text = os.environ | {"TRITON_CACHE_AUTOTUNING": "1"}, job.command
         if visible is not None or len(taken) < len(self.taken):
             env["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
