@@ -1,7 +1,7 @@
 """The measured tables of docs/training.md: python benchmarks/tables.py
 
-Reads benchmarks/{throughput,full,experts52,whole52,keys52,stock,ladder,blocks,output_layer}_h200.json, losses/ and receipts/,
-and writes each table between its marks.
+Reads benchmarks/{throughput,full,experts52,whole52,keys52,fp8,stock,ladder,blocks,output_layer}_h200.json, losses/ and receipts/, and
+writes each table between its marks.
 Needs the package: how many layers of a kind the full model has stands in its plan.
 """
 
@@ -99,13 +99,27 @@ def keys() -> Iterator[str]:
             left, right = (entry["kernels"]["kinds"].get(kind, {"ms": 0.0})["ms"] for entry in (before, after))
             if abs(right - left) > CHANGED_MS:
                 yield f"| {kind} | {left:.1f} | {right:.1f} |"
-        replays = ([step["seconds"] for step in entry["steps"][REPLAYS]] for entry in (before, after))
-        yield (
-            "| a replayed step, median of three | "
-            + " | ".join(f"{1e3 * statistics.median(of):,.0f}" for of in replays)
-            + " |"
-        )
+        yield f"| a replayed step, median of three | {replayed(before):,.0f} | {replayed(after):,.0f} |"
         yield ""
+
+
+def replayed(entry: dict[str, Any]) -> float:
+    """Milliseconds of a step that is one CUDA graph."""
+    return 1e3 * statistics.median(step["seconds"] for step in entry["steps"][REPLAYS])
+
+
+def fp8() -> Iterator[str]:
+    """What FP8 could take off a step of the whole model at most: of each projection what is fastest."""
+    found, entries = read("fp8")[-1], {entry["name"]: entry for entry in read("keys52")}
+    yield "| projection, rows x in to out | a microbatch | bf16, ms | tensorwise | blockwise | less in a step, ms |"
+    yield "|---|---|---|---|---|---|"
+    for preset, entry in (("nam56r_fused", "author52_one_new"), ("nam56r_native_dp_fused", "native52_one_new")):
+        rows = [row for row in found["rows"] if row["name"].startswith(f"{preset} ")]
+        for row in rows:
+            ms = " | ".join(f"{row[way]:.2f}" for way in ("bf16", "tensorwise", "blockwise"))
+            yield f"| {row['name'].partition(' ')[2]} | {row['a_microbatch']} | {ms} | {row['gain_ms_a_step']:.0f} |"
+        step, gain = replayed(entries[entry]), sum(row["gain_ms_a_step"] for row in rows)
+        yield f"| **`{preset}`**: {step:,.0f} ms a step, at most {step / (step - gain):.2f} times as fast | | | | | {gain:.0f} |"
 
 
 def by_kind(tables: dict[str, Any]) -> Iterator[str]:
@@ -325,6 +339,7 @@ def main() -> None:
         one,
         whole,
         keys,
+        fp8,
         stock,
         thousand,
         ladder,

@@ -707,6 +707,7 @@ REFUSALS = [
     (NATIVE, STREAMS | {"feature.recompute.granularity": "selective", "feature.recompute.modules": ["moe", "layernorm"]},
      "feature.mhc.streams", "recompute of `layernorm` between"),
     (NATIVE, STREAMS | GRAPHS, "feature.mhc.streams", "a CUDA graph of a layer"),
+    (NATIVE, STREAMS | WHOLE | {"feature.mhc.kernels": "naive"}, "feature.mhc.kernels", "not been tried with streams in plain torch"),
     (NATIVE, STREAMS | MUON, "feature.mhc.streams", "Muon would take the maps"),
     ("nam56r_native_dp_fp8", STREAMS, "feature.mhc.streams", "between FP8 layers have not been shown"),
     # tracking
@@ -798,6 +799,7 @@ NEIGHBOURS = [
     (NATIVE, LOCAL, "parallel.expert", 2),
     (NATIVE, LOCAL | GRAPHS, "feature.cuda_graphs.modules", ["moe_router"]),
     (NATIVE, WHOLE, "cluster.gpus_per_node", 2),
+    (NATIVE, WHOLE | STREAMS | {"feature.mhc.kernels": "fused"}, "feature.mhc.kernels", "naive"),
     (NATIVE, WEIGHED, "model.activation", "gelu"),
     (NATIVE, GRAPHS | {"feature.cuda_graphs.modules": ["moe_router", "moe_preprocess"]},
      "feature.cuda_graphs.modules", ["moe_preprocess"]),

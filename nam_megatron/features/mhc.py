@@ -61,6 +61,9 @@ class Mhc(Feature):
         if f.cuda_graphs and not f.cuda_graphs.whole:
             message = "a CUDA graph of a layer would hold its residual streams, and none was captured yet"
             yield Problem(message, at, off + "`feature.cuda_graphs.impl=none`")
+        elif f.cuda_graphs and self.kernels == "naive":
+            message = "a graph of the whole step has not been tried with streams in plain torch"
+            yield Problem(message, "feature.mhc.kernels", "set it to fused, or `feature.cuda_graphs.impl=none`")
         if f.fp8:
             message = (
                 "residual streams between FP8 layers have not been shown: no CPU runs FP8, and no GPU has run these"

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 TOKENS, WIDTH, SPAN, WARPS = 64, 64, 1024, 4  # tiles of the maps' product, and columns a program goes through
 BACK_TOKENS, BACK_WIDTH, BACK_SPAN = 16, 64, 512  # of the gradient of what reads, and tokens a program goes through
-BACK_STAGES, BACK_WARPS = 3, 4
+BACK_STAGES, BACK_WARPS = 3, 4  # every load a tile ahead
 MAPS_TOKENS, MAPS_WARPS = 16, 1  # of what makes the maps
 STREAM_TOKENS, STREAM_WIDTH, STREAM_WARPS = 1, 256, 1  # of what only streams: a thread has 8 columns
 
@@ -310,7 +310,7 @@ def _product(n: int) -> dict[str, int]:
     return tile | ({"T": 16, "num_stages": 1} if n > 4 else {})
 
 
-def _back(n: int) -> dict[str, int | None]:
+def _back(n: int) -> dict[str, int]:
     tile = {"T": BACK_TOKENS, "W": BACK_WIDTH, "SPAN": BACK_SPAN, "STAGES": BACK_STAGES, "num_warps": BACK_WARPS}
     return tile | ({"T": 16, "W": 32, "STAGES": 1} if n > 4 else {})
 
