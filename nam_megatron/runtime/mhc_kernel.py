@@ -241,8 +241,9 @@ def _read_backward(
 @triton.jit
 def _total(parts, total, spans, size, W: tl.constexpr):
     at, sums = tl.program_id(0) * W + tl.arange(0, W), tl.zeros((W,), tl.float32)
-    for span in range(spans):
-        sums += tl.load(parts + span * size + at, mask=at < size, other=0.0)
+    for _ in range(spans):
+        sums += tl.load(parts + at, mask=at < size, other=0.0)
+        parts += size
     tl.store(total + at, sums, mask=at < size)
 
 

@@ -12,15 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime.jit import mangle_type
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))
 
 import harness
+import hopper
 import interpreter
 import megatron.core.tensor_parallel.random as rng
 import megatron.core.transformer.cuda_graphs as cuda_graphs
@@ -388,24 +385,7 @@ def test_a_cut_share_group_is_an_error_not_another_model(kernels):
 
 def test_kernels_compile_for_hopper(monkeypatch):
     """The interpreter takes what the compiler refuses: shapes that change in a loop, or sides no tensor core has."""
-    compiled = {}
-
-    def run(self, *args, grid, warmup, **kwargs):
-        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
-        values = dict(zip(self.arg_names, args, strict=False)) | kwargs
-        constants = {p.name: values[p.name] for p in self.params if p.is_constexpr}
-        # As the launcher has it, an argument of 1 is a constant.
-        ones = {
-            p.name: 1
-            for p in self.params
-            if type(values[p.name]) is int and values[p.name] == 1 and not p.do_not_specialize
-        }
-        constants |= ones
-        types = {name: "constexpr" if name in constants else mangle_type(value) for name, value in values.items()}
-        source = ASTSource(self, {name: types[name] for name in self.arg_names}, constants)
-        compiled[self.fn.__name__] = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-
-    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", run)
+    compiled = hopper.compiles(monkeypatch)
     monkeypatch.setattr(bench, "DEVICE", "cpu")
     bench.train_core(bench.inputs(2, 32, 28))
     assert len(compiled) == 11

@@ -17,13 +17,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+import hopper
 import interpreter
 import modules
-import triton
 from harness import Case, on_ranks, step, train
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime.jit import mangle_type
 
 from benchmarks import m2rnn as bench
 from nam_megatron.blocks import Gauge
@@ -389,25 +386,11 @@ def test_sizes_without_a_kernel_are_refused(overrides, message):
 
 def test_kernels_compile_for_hopper(monkeypatch, tmp_path):
     """The interpreter takes what the compiler refuses: shapes that change in a loop, or sides no tensor core has."""
-    compiled = {}
-
-    def run(self, *args, grid, warmup, **kwargs):
-        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
-        values = dict(zip(self.arg_names, args, strict=False)) | kwargs
-        constants = {p.name: values[p.name] for p in self.params if p.is_constexpr}
-        constants |= {name: value for name, value in values.items() if value is None}
-        types = {name: "constexpr" if name in constants else mangle_type(value) for name, value in values.items()}
-        aligned = {(i,): [["tt.divisibility", 16]] for i, x in enumerate(args) if isinstance(x, torch.Tensor)}
-        source = ASTSource(self, {name: types[name] for name in self.arg_names}, constants, aligned)
-        compiled[self.fn.__name__] = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-
-    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", run)
+    compiled = hopper.compiles(monkeypatch)
     monkeypatch.setattr(bench, "DEVICE", "cpu")
     bench.run(kernel.scan, bench.inputs(8, 1, 2))
     for name in ("_forward", "_backward"):  # a state that does not stay in registers costs more than all else
-        (tmp_path / name).write_bytes(compiled[name].asm["cubin"])
-        usage = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(tmp_path / name)]
-        assert " STACK:0 " in subprocess.run(usage, capture_output=True, text=True, check=True).stdout
+        assert hopper.stack(compiled[name], tmp_path) == 0
     bench.check_around(SimpleNamespace(check=lambda *_: None), torch.bfloat16, 8, 1)
     assert len(compiled) == 7
     bench.run(kernel.scan, bench.inputs(8, 1, 2, dtype=torch.float32))
