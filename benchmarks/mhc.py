@@ -94,8 +94,8 @@ def measure(
 # One group of kernels at a time: names in mhc_kernel, and what else they could be.
 SWEEP: dict[tuple[str, ...], tuple[tuple[int | None, ...], ...]] = {
     ("TOKENS", "WIDTH", "SPAN", "WARPS"): ((32, 64, 1024, 4), (64, 64, 2048, 4), (128, 64, 1024, 8)),
-    ("BACK_TOKENS", "BACK_WIDTH", "BACK_SPAN", "BACK_STAGES", "BACK_WARPS"): (
-        (32, 128, 512, None, 4), (32, 128, 512, 3, 4), (32, 64, 512, 3, 4), (16, 64, 512, 3, 4), (16, 64, 512, 4, 4),
+    ("BACK_TOKENS", "BACK_WIDTH", "BACK_STAGES", "BACK_WARPS"): (
+        (32, 128, None, 4), (32, 128, 3, 4), (32, 64, 3, 4), (16, 64, 4, 4),
     ),
     ("MAPS_TOKENS", "MAPS_WARPS"): ((16, 2), (32, 1), (32, 4)),
     ("STREAM_TOKENS", "STREAM_WIDTH", "STREAM_WARPS"): ((2, 256, 2), (4, 256, 4), (4, 512, 8)),

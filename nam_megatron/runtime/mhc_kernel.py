@@ -17,8 +17,16 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 TOKENS, WIDTH, SPAN, WARPS = 64, 64, 1024, 4  # tiles of the maps' product, and columns a program goes through
-BACK_TOKENS, BACK_WIDTH, BACK_SPAN = 16, 64, 512  # of the gradient of what reads, and tokens a program goes through
-BACK_STAGES, BACK_WARPS = 3, 4  # every load a tile ahead
+BACK_TOKENS, BACK_WIDTH, BACK_STAGES, BACK_WARPS = (
+    16,
+    64,
+    3,
+    4,
+)  # of the gradient of what reads; every load a tile ahead
+BACK_SPAN, BACK_SPANS = (
+    512,
+    16,
+)  # tokens that a program of it goes through at least, and spans of them at most: each keeps sums
 MAPS_TOKENS, MAPS_WARPS = 16, 1  # of what makes the maps
 STREAM_TOKENS, STREAM_WIDTH, STREAM_WARPS = 1, 256, 1  # of what only streams: a thread has 8 columns
 
@@ -211,16 +219,17 @@ def _maps_backward(
 
 @triton.jit
 def _read_backward(
-    x, weight, read, d_raw, by_x, d_taken, passed, dx, parts, tokens, hidden, maps,
-    N: tl.constexpr, M: tl.constexpr, SPAN: tl.constexpr, T: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr,
+    x, weight, read, d_raw, by_x, d_taken, passed, dx, parts, tokens, hidden, maps, span,
+    N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """passed: the gradient that the streams themselves have. parts [span of tokens, maps, N hidden]: of the weight's gradient."""
-    j, span = tl.program_id(0) % N, tl.program_id(1)  # programs beside each other read the same columns of d_taken
+    """passed: the gradient that the streams themselves have. parts [spans of `span` tokens, maps, N hidden]: of the weight's gradient."""
+    j = tl.program_id(0) % N  # programs beside each other read the same columns of d_taken
+    start = tl.program_id(1) * span
     c, m = tl.program_id(0) // N * W + tl.arange(0, W), tl.arange(0, M)
     size, at, sums = N * hidden, j * hidden + c, tl.zeros((M, W), tl.float32)
     part, own = (m < maps)[:, None] & (c < hidden)[None, :], m[:, None] * size + at[None, :]
     w = tl.load(weight + own, mask=part, other=0.0)
-    for first in tl.range(span * SPAN, tl.minimum(span * SPAN + SPAN, tokens), T, num_stages=STAGES):
+    for first in tl.range(start, tl.minimum(start + span, tokens), T, num_stages=STAGES):
         t = (first + tl.arange(0, T)).to(tl.int64)
         here = t < tokens
         ok, to = here[:, None] & (c < hidden)[None, :], t[:, None] * size + at[None, :]
@@ -235,7 +244,7 @@ def _read_backward(
         high = given.to(tl.bfloat16)
         sums = tl.dot(tl.trans(high), tile, sums)
         sums = tl.dot(tl.trans((given - high.to(tl.float32)).to(tl.bfloat16)), tile, sums)
-    tl.store(parts + span.to(tl.int64) * maps * size + own, sums, mask=part)
+    tl.store(parts + tl.program_id(1).to(tl.int64) * maps * size + own, sums, mask=part)
 
 
 @triton.jit
@@ -312,7 +321,7 @@ def _product(n: int) -> dict[str, int]:
 
 
 def _back(n: int) -> dict[str, int]:
-    tile = {"T": BACK_TOKENS, "W": BACK_WIDTH, "SPAN": BACK_SPAN, "STAGES": BACK_STAGES, "num_warps": BACK_WARPS}
+    tile = {"T": BACK_TOKENS, "W": BACK_WIDTH, "STAGES": BACK_STAGES, "num_warps": BACK_WARPS}
     return tile | ({"T": 16, "W": 32, "STAGES": 1} if n > 4 else {})
 
 
@@ -363,7 +372,9 @@ class Read(Function):
         tile, each, stream = _back(n), _each(n), _stream(n)
         d_read, read = raw.new_empty(tokens, n), raw.new_empty(tokens, n)
         _read_gradient[triton.cdiv(tokens, stream["T"]),](x, d_taken, d_read, tokens, hidden, **stream)
-        programs, spans = triton.cdiv(tokens, each["T"]), triton.cdiv(tokens, tile["SPAN"])
+        programs, span = triton.cdiv(tokens, each["T"]), max(BACK_SPAN, triton.cdiv(tokens, BACK_SPANS))
+        span = triton.cdiv(span, tile["T"]) * tile["T"]
+        spans = triton.cdiv(tokens, span)
         d_logit, d_raw, by_x = torch.empty_like(raw), torch.empty_like(raw), torch.empty_like(scale)
         d_own = raw.new_empty(programs, 2, maps)
         _maps_backward[programs,](
@@ -372,7 +383,8 @@ class Read(Function):
         )  # fmt: skip
         dx, parts = torch.empty_like(x), raw.new_empty(spans, maps, size)
         _read_backward[triton.cdiv(hidden, tile["W"]) * n, spans](
-            x, weight, read, d_raw, by_x, d_taken, passed.contiguous(), dx, parts, tokens, hidden, maps, **_sides(n), **tile
+            x, weight, read, d_raw, by_x, d_taken, passed.contiguous(), dx, parts, tokens, hidden, maps, span,
+            **_sides(n), **tile,
         )  # fmt: skip
         d_weight = torch.empty_like(weight)
         _total[triton.cdiv(maps * size, 1024),](parts, d_weight, spans, maps * size, W=1024)

@@ -34,7 +34,7 @@ def poisoned(monkeypatch):
 
         interpreter.mend(monkeypatch)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-        for name, size in {"SPAN": 128, "BACK_SPAN": 16}.items():  # several, of few columns and tokens
+        for name, size in {"SPAN": 128, "BACK_SPAN": 16, "BACK_SPANS": 2}.items():  # several, of few columns and tokens
             monkeypatch.setattr(mhc_kernel, name, size)
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills what is empty
     assert torch.empty(1).isnan() and torch.empty(1).new_empty(1).isnan()
