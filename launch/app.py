@@ -33,7 +33,6 @@ KEYS = (
     "time",
     "rdma",
 )
-WAIVERS = "cluster.waivers"
 TEXTS = ("revision", "lock", "diagnostic", "sign", "image", "time", "rdma")
 CHOICES = {"dirty": ("refuse", "store"), "over_memory": ("refuse", "allow"), "trainer": tuple(TRAINERS)}
 TIME = re.compile(r"(?:(\d{1,3})-)?(\d{1,3}):([0-5]\d):([0-5]\d)", re.ASCII)
@@ -53,8 +52,7 @@ def run(verb: str, rest: list[str]) -> NoReturn:
         context = Context(translate(recipe), checked(verb, words), overrides, os.environ)
         return {"show": show, "check": check, "run": train}[verb](context)
 
-    # Hydra adds keys only where it is told to, and a waiver is one: `cluster.waivers={git: why}`, `cluster.waivers.git=why`.
-    sys.argv[1:] = [f"++{word}" if word.startswith(WAIVERS) else word for word in rest]
+    sys.argv[1:] = rest
     app.run("launch", KEYS, task)
 
 

@@ -18,7 +18,7 @@ import nam_megatron
 from nam_megatron import files
 from nam_megatron.errors import OK, REFUSED, Problem, Refused, finish, raise_if, raise_if_twice
 from nam_megatron.origin import Origin, clipped, hydra_problem
-from nam_megatron.recipe import SWITCHED, Recipe, conf_dir, from_config
+from nam_megatron.recipe import SWITCHED, Recipe, added, conf_dir, from_config
 
 # `-cn NAME`, `-cp PATH`: Hydra would compose something else, in a folder `outputs` of its own making.
 OTHER_CONFIG = re.compile(r"--config-(?:name|path)(?:=|$)|-c[np]")
@@ -51,7 +51,8 @@ def _run(
     spelled: Callable[[Sequence[str]], list[str]],
     also: Mapping[str, str],
 ) -> int:
-    sys.argv[1:] = [f"preset={a.removeprefix('conf=')}" if a.startswith("conf=") else a for a in spelled(sys.argv[1:])]
+    words = added(spelled(sys.argv[1:]))
+    sys.argv[1:] = [f"preset={a.removeprefix('conf=')}" if a.startswith("conf=") else a for a in words]
     raise_if_twice(_given(sys.argv[1:]))
     raise_if(_no_names(sys.argv[1:]))
     codes = [OK]

@@ -214,7 +214,7 @@ class Origin:
         for text, override in reversed(self._parsed):
             target = tuple(override.key_or_group.replace("/", ".").split("."))
             if target == parts[: len(target)] and not self._choices(override.key_or_group):
-                return f"command line: {clipped(text)}"
+                return _said(text)
         shortest = 1 if or_above else len(parts)
         for length in range(len(parts), shortest - 1, -1):  # a missing or unknown key: where its parent stands
             for path, package, node in self._files:
@@ -228,7 +228,7 @@ class Origin:
                 word for word in reversed(self._plain_words) if length == len(parts) and _within(_key_of(word), key)
             )
             if word := next(below, None):
-                return f"command line: {clipped(word)}"
+                return _said(word)
         return next(
             (
                 _short(path)
@@ -267,6 +267,11 @@ class _Defaults:
 DEFAULTS = _Defaults()
 # Hydra warns of a folder that is not there, and goes on; Origin.astray refuses it.
 warnings.filterwarnings("ignore", message="provider=.* is not available", category=UserWarning)
+
+
+def _said(word: str) -> str:
+    """A word of the command line, without what `recipe.added` puts before it."""
+    return f"command line: {clipped(word.removeprefix('++') if word.startswith('++cluster.waivers') else word)}"
 
 
 def _key_of(override: str) -> str:

@@ -331,7 +331,7 @@ def test_diff():
         "preset.family=mine",
         "model.blocks.moe.group_limit=[4,2]",
         "cluster.waivers={}",
-        "+cluster.waivers.gpus=why",
+        "cluster.waivers.gpus=why",
     )
     *_, title, family, limit, waiver = warm("conf=nam56r", *words, "diff=nam56r").out.splitlines()
     assert family.split() == ["preset.family", "nam56r", "mine", "executes"]

@@ -98,6 +98,11 @@ def conf_dir() -> Path:
     return inside if inside.is_dir() else package.parent / "conf"
 
 
+def added(words: Iterable[str]) -> list[str]:
+    """Overrides as Hydra wants them: it adds keys only where it is told to, and a waiver is one: `cluster.waivers.git=why`."""
+    return [f"++{word}" if word.startswith("cluster.waivers") else word for word in words]
+
+
 def load(preset: str = "nam56r", overrides: Iterable[str] = ()) -> Recipe:
     """Compose and check a recipe in this process.
 
@@ -113,7 +118,7 @@ def load(preset: str = "nam56r", overrides: Iterable[str] = ()) -> Recipe:
 
     from nam_megatron.origin import Origin, hydra_problem
 
-    words = [f"preset={preset}", *overrides]
+    words = [f"preset={preset}", *added(overrides)]
     before = GlobalHydra.instance().hydra  # a caller inside a Hydra app (diff=...) gets its own back
     GlobalHydra.instance().clear()
     try:

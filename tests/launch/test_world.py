@@ -43,7 +43,7 @@ WORDS |= {
 
 
 def context(*overrides, preset="nam56r_smoke", environ=None, checkout=None, **words) -> Context:
-    lowering = translate(load(preset, [f"++{o}" if o.startswith("cluster.waivers") else o for o in overrides]))
+    lowering = translate(load(preset, overrides))
     more = {} if checkout is None else {"checkout": checkout}
     return Context(lowering, WORDS | words, (f"conf={preset}", *overrides), environ or {}, **more)
 
