@@ -1,7 +1,9 @@
 """The command: python -m nam_megatron.lint train.sh"""
 
 import argparse
+import difflib
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from nam_megatron.errors import OK, REFUSED, Problem, Refused, finish, raise_if_twice
@@ -66,7 +68,8 @@ def _options(words: list[str]) -> dict:
     for word in words:
         key, equals, value = word.removeprefix("--").partition("=")
         if not equals or key not in KEYS or not value:
-            raise Refused(Problem(f"`{word}` is no option", None, "; ".join(f"{k}={v}" for k, v in KEYS.items())))
+            known = "; ".join(f"{k}={v}" for k, v in KEYS.items())
+            raise Refused(Problem(f"`{word}` is no option", None, _meant(key, KEYS) + known))
         given.append((key, value))
     raise_if_twice(given)
     found |= given
@@ -80,8 +83,13 @@ def _options(words: list[str]) -> dict:
         found["ignore"] = tuple(found["ignore"].split(","))
         for name in found["ignore"]:
             if name not in BY_ID:
-                raise Refused(Problem(f"no rule `{name}`", "ignore", "docs/lint.md lists them"))
+                raise Refused(Problem(f"no rule `{name}`", "ignore", _meant(name, BY_ID) + "docs/lint.md lists them"))
     return found
+
+
+def _meant(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, [name for name in known if name != word], 1)
+    return f"did you mean `{close[0]}`? " if close else ""
 
 
 def _text(name: str) -> str | Path:
