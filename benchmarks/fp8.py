@@ -96,8 +96,10 @@ def ways(experts: int, rows: int, into: int, out: int) -> dict[str, Callable[[],
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", nargs="+", choices=STACKS, default=list(STACKS))
+    parser.add_argument("--out", type=Path, help="file of results; a run is added to those that it has")
+    parser.add_argument(
+        "--only", nargs="+", choices=STACKS, default=list(STACKS), help="of these presets (default: both)"
+    )
     options = parser.parse_args()
     report, clock = Report(options.out, 500.0), Clock(REPETITIONS)
     report.host(step_tokens=STEP_TOKENS)

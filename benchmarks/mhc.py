@@ -4,8 +4,8 @@
 
 bf16 streams on one GPU, read and written once. Correctness first, against the formulas in fp64 on some tokens; a way that fails it is not
 timed. Floors: bytes over 4.3 TB/s, where the streams are read once by what reads and once by what writes, and written once; backward their
-gradient is read once and written twice, once by each, and read once more between, the streams are read by both and once more for the
-gradient of the maps' weight.
+gradient is read once and written twice, once by each, and read once more between, the streams are read by both and once more: what the maps
+get has to be known before what they give back.
 """
 
 import argparse
@@ -126,12 +126,12 @@ def kernels(report: Report, module: HyperConnection, size: tuple[int, int, int])
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="file of results; a run is added to those that it has")
     parser.add_argument("--sweep", action="store_true", help="other tiles, too")
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--hidden", type=int, default=3584)
-    parser.add_argument("--streams", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=100)
+    parser.add_argument("--tokens", type=int, default=8192, help="of a microbatch (default: 8192)")
+    parser.add_argument("--hidden", type=int, default=3584, help="width of a stream (default: 3584)")
+    parser.add_argument("--streams", type=int, default=4, help="of a token (default: 4)")
+    parser.add_argument("--seconds", type=float, default=100, help="nothing new is begun after them (default: 100)")
     options = parser.parse_args()
     size = options.tokens, options.hidden, options.streams
     report = Report(options.out, options.seconds)

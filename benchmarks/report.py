@@ -30,6 +30,8 @@ class Report:
 
     def host(self, **more: object) -> None:
         """What is measured, and on what. more: sizes that hold for every row."""
+        if not torch.cuda.is_available():
+            raise SystemExit("error: this measures a GPU, and torch sees none")
         self.data["host"] = {"gpu": torch.cuda.get_device_name()}
         for name in PACKAGES:
             with suppress(PackageNotFoundError):

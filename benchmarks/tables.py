@@ -330,7 +330,7 @@ def output_layer() -> Iterator[str]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     text = DOCS.read_text()
     for table in (
         throughput,

@@ -1165,7 +1165,8 @@ def test_exit_codes(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("options", "says"), [
-    (["formatt=json"], "did you mean `format`?"), (["ignore=gqa-ignred"], "did you mean `gqa-ignored`?"), (["format=xml"], "no format `xml`"), (["gpus=many"], "is no number of GPUs"),
+    (["formatt=json"], "did you mean `format`?"), (["ignore=gqa-ignred"], "did you mean `gqa-ignored`?"),
+    (["format=xml"], "no format `xml`"), (["gpus=many"], "is no number of GPUs"),
     (["ignore=gqa"], "no rule `gqa`"), (["recipe=a b.yaml"], "is no file name"), (["recipe=/no/such/dir/x.yaml"], "cannot write"),
     (["gpus=9" * 20], "is no number of GPUs"), (["--formatt=json"], "`--formatt=json` is no option"), (["--format"], "is no option"),
 ])  # fmt: skip

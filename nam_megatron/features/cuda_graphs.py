@@ -72,6 +72,10 @@ class CudaGraphs(Feature):
 
     def check(self, plan: "Plan") -> Iterator[Problem]:
         at, r = "feature.cuda_graphs.", plan.recipe
+        steps = min(r.schedule.train_steps, r.schedule.stop_every or r.schedule.train_steps)
+        if steps <= self.warmup_steps:
+            message = f"nothing would be captured: a command has {steps:,} steps, and {self.warmup_steps:,} are eager"
+            yield Problem(message, at + "warmup_steps", f"set it to less than {steps:,}, or `{at}impl=none`")
         if self.whole:
             yield from self._unseen(plan)
             return
@@ -128,7 +132,8 @@ class CudaGraphs(Feature):
 
     def _unseen(self, plan: "Plan") -> Iterator[Problem]:
         """What a graph of the whole step cannot hold, or has not been seen to hold."""
-        at, r, parts = "feature.cuda_graphs.impl", plan.recipe, "`feature.cuda_graphs.impl=transformer_engine`"
+        at, r = "feature.cuda_graphs.impl", plan.recipe
+        parts = f"`{at}={'none' if r.feature.mhc else 'transformer_engine'}`"
         blocks, kinds = r.model.blocks, plan.kinds
         if self.modules:
             message = "a graph of the whole step has no modules: it captures everything"
@@ -148,7 +153,7 @@ class CudaGraphs(Feature):
             message = "evaluations would need memory of their own beside that of a graph of the whole step"
             yield Problem(message, "schedule.eval_steps", f"set it to 0, or take {parts}")
         untried = {
-            "cluster": (r.world_size != 1, "several GPUs"),
+            "cluster=h200_1": (r.world_size != 1, "several GPUs"),
             "feature.recompute.granularity": (bool(r.feature.recompute), "recompute"),
             "model.blocks.mamba3.recompute": (
                 blocks.mamba3 is not None and "mamba3" in kinds and blocks.mamba3.recompute != "none",
@@ -162,9 +167,8 @@ class CudaGraphs(Feature):
         }
         for key, (asked, what) in untried.items():
             if asked:
-                yield Problem(
-                    f"a graph of the whole step has not been tried with {what}", at, f"take {parts}, or change `{key}`"
-                )
+                message = f"a graph of the whole step has not been tried with {what}"
+                yield Problem(message, at, f"take {parts}, or {'set' if '=' in key else 'change'} `{key}`")
 
     def activations(self, z: Sizes, stage: Stage) -> Iterator[Line]:
         """What graphs add to the eager budget: of a whole step its samples, else all captured layers at once, as no backward pass precedes

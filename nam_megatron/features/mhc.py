@@ -6,7 +6,7 @@ The formulas, and what MTP gets: runtime/hyper_connections.py. Its sizes travel 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from nam_megatron.errors import Problem, quoted
 from nam_megatron.features import Feature
@@ -31,7 +31,9 @@ class Mhc(Feature):
     streams: Annotated[int, Field(ge=0, le=8), Row("residual streams; 0 or 1: off, the plain residual")]
     sinkhorn_steps: Annotated[PositiveInt, Row("times that rows and columns of the residual map are normalised")]
     initial_scale: Annotated[NonNegativeFloat, Row("of what depends on the token in the three maps, before training")]
-    epsilon: Annotated[PositiveFloat, Row("beside the root mean square; the least sum that Sinkhorn divides by")]
+    epsilon: Annotated[
+        float, Field(ge=1e-30, le=1), Row("beside the root mean square; the least sum that Sinkhorn divides by")
+    ]
     kernels: Annotated[Literal["fused", "naive"], Row("ours in Triton, or plain torch", executes=SAME)]
 
     @property
@@ -60,7 +62,7 @@ class Mhc(Feature):
             yield Problem(message, at, off + "leave them out of `feature.recompute.modules`")
         if f.cuda_graphs and not f.cuda_graphs.whole:
             message = "a CUDA graph of a layer would hold its residual streams, and none was captured yet"
-            yield Problem(message, at, off + "`feature.cuda_graphs.impl=none`")
+            yield Problem(message, at, off + "`feature.cuda_graphs.impl=none`, or on one GPU full_iteration")
         elif f.cuda_graphs and self.kernels == "naive":
             message = "a graph of the whole step has not been tried with streams in plain torch"
             yield Problem(message, "feature.mhc.kernels", "set it to fused, or `feature.cuda_graphs.impl=none`")

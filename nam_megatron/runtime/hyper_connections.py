@@ -17,6 +17,7 @@ Between layers a tensor is [s, b, n h], stream by stream. The maps are computed 
 the coefficients: plain torch computes what lies between once more in the backward pass, our kernels (mhc_kernel.py) have no need to.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -38,13 +39,14 @@ RESIDUALS = ("self_attn_bda", "mlp_bda", "mamba_bda")  # where Megatron's layers
 def sinkhorn(logits: Tensor, steps: int, epsilon: float) -> Tensor:
     """[..., n, n] -> positive matrices whose rows and columns sum to one, as near as `steps` normalisations of both come.
 
-    The largest of a row is taken out first: the first normalisation of the rows would divide it out.
+    The largest of a row is taken out first: the first normalisation of the rows would divide it out. In logarithms: a column that is next
+    to nothing in every row grows by 1 / epsilon a step, and so would its gradient, beyond what fp32 holds.
     """
-    m = (logits - logits.amax(-1, keepdim=True)).exp()
+    least, m = math.log(epsilon), logits - logits.amax(-1, keepdim=True)
     for _ in range(steps):
-        m = m / m.sum(-1, keepdim=True).clamp(min=epsilon)
-        m = m / m.sum(-2, keepdim=True).clamp(min=epsilon)
-    return m
+        m = m - m.logsumexp(-1, keepdim=True).clamp(min=least)
+        m = m - m.logsumexp(-2, keepdim=True).clamp(min=least)
+    return m.exp()
 
 
 class HyperConnection(MegatronModule):

@@ -2,11 +2,12 @@
 
 A token's n streams of width h are K = n h numbers; its maps are m = n (n + 2) numbers in fp32. Products run over tiles of tokens and
 columns, and a second launch adds what the tiles made in a fixed order; what the maps are made of runs over tokens; what only streams has
-a few tokens a program, all columns, and sums that stay in each thread's registers until the end. So nothing is added by atomics, and a
+all columns of a token in a program, and sums that stay in each thread's registers until the end. So nothing is added by atomics, and a
 second run has the same bits. The weight of the maps is fp32: it is multiplied as two bf16 parts, which are 16 bits of it, and in tf32 on
 the way back, where a bf16 gradient takes the sum. Floors in bytes: benchmarks/mhc.py.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -16,31 +17,36 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-TOKENS, WIDTH, SPAN, WARPS = 64, 64, 1024, 4  # tiles of the maps' product, and columns a program goes through
-BACK_TOKENS, BACK_WIDTH, BACK_STAGES, BACK_WARPS = (
-    16,
-    64,
-    3,
-    4,
-)  # of the gradient of what reads; every load a tile ahead
-BACK_SPAN, BACK_SPANS = (
-    512,
-    16,
-)  # tokens that a program of it goes through at least, and spans of them at most: each keeps sums
-MAPS_TOKENS, MAPS_WARPS = 16, 1  # of what makes the maps
-STREAM_TOKENS, STREAM_WIDTH, STREAM_WARPS = 1, 256, 1  # of what only streams: a thread has 8 columns
+# Tiles of up to four streams; `_product` and `_back` have others for more. What an H200 said of them: benchmarks/mhc.py --sweep.
+# The maps' product: tokens x columns, and the columns that a program goes through, a multiple of those of a tile.
+TOKENS, WIDTH, SPAN, WARPS = 64, 64, 1024, 4
+# The gradient of what reads: tokens x columns, and tiles that are loaded ahead.
+BACK_TOKENS, BACK_WIDTH, BACK_STAGES, BACK_WARPS = 16, 64, 3, 4
+# Tokens that a program of it goes through at least, and such spans at most: each of them keeps sums of the weight's gradient.
+BACK_SPAN, BACK_SPANS = 512, 16
+# What makes the maps: tokens.
+MAPS_TOKENS, MAPS_WARPS = 16, 1
+# What only streams: tokens x columns. A warp has one token, a thread eight columns.
+STREAM_TOKENS, STREAM_WIDTH, STREAM_WARPS = 1, 256, 1
 
 
 @triton.jit
 def _residual_map(raw, alpha, bias, scale, t, here, maps, N: tl.constexpr, P: tl.constexpr):
-    """Of these tokens [T, P, P]: the logits' exponentials over the largest of a row, 0 beyond N."""
+    """Of these tokens [T, P, P]: the logits less the largest of a row, next to nothing beyond N."""
     row, column = tl.arange(0, P)[None, :, None], tl.arange(0, P)[None, None, :]
     at, inside = 2 * N + row * N + column, (row < N) & (column < N)
     seen = here[:, None, None] & inside
     logit = tl.load(raw + t[:, None, None] * maps + at, mask=seen, other=0.0) / scale[:, None, None]
     logit = tl.load(alpha + at, mask=inside, other=0.0) * logit + tl.load(bias + at, mask=inside, other=0.0)
-    most = tl.max(tl.where(inside, logit, -1e30), 2)
-    return tl.where(inside, tl.exp(logit - most[:, :, None]), 0.0)
+    logit = tl.where(inside, logit, -1e30)
+    return logit - tl.where(row < N, tl.max(logit, 2)[:, :, None], 0.0)
+
+
+@triton.jit
+def _log_sum(x, AXIS: tl.constexpr):
+    """Of [T, P, P] over one of the last two: the logarithm of the sum of exponentials."""
+    most = tl.max(x, AXIS)
+    return most + tl.log(tl.sum(tl.exp(x - tl.expand_dims(most, AXIS)), AXIS))
 
 
 @triton.jit
@@ -54,7 +60,7 @@ def _gate(raw, alpha, bias, scale, t, here, maps, FIRST: tl.constexpr, N: tl.con
 
 @triton.jit
 def _lanes(x, T: tl.constexpr, W: tl.constexpr):
-    """[T, W] -> [T, W / 8]: sums of what one thread has."""
+    """[T, W] -> [T, W / 8]: sums of eight columns that lie beside each other, as one thread has them."""
     return tl.sum(tl.reshape(x, (T, W // 8, 8)), 2)
 
 
@@ -83,6 +89,7 @@ def _maps_product(
 ):  # fmt: skip
     """Of each span of columns: products [span, tokens, maps] of the streams and the weight, squares [span, tokens] of the streams."""
     t = (tl.program_id(0) * T + tl.arange(0, T)).to(tl.int64)
+    tl.static_assert(SPAN % W == 0)  # else a span's last tile would have columns of the next one
     here, span = t < tokens, tl.program_id(1)
     row, k, m = x + t[:, None] * size, tl.arange(0, W), tl.arange(0, M)
     square, sums = tl.zeros((T, W), tl.float32), tl.zeros((T, M), tl.float32)
@@ -103,7 +110,7 @@ def _maps_product(
 
 @triton.jit
 def _maps_forward(
-    products, squares, alpha, bias, raw, scale, read, write, mix, tokens, size, maps, spans, epsilon,
+    products, squares, alpha, bias, raw, scale, read, write, mix, tokens, size, maps, spans, epsilon, least,
     N: tl.constexpr, P: tl.constexpr, M: tl.constexpr, STEPS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     t = (tl.program_id(0) * T + tl.arange(0, T)).to(tl.int64)
@@ -124,10 +131,10 @@ def _maps_forward(
     tl.store(write + t[:, None] * N + i[None, :], writes, mask=known)
     kept = _residual_map(raw, alpha, bias, spread, t, here, maps, N, P)
     for _ in range(STEPS):
-        kept = kept / tl.maximum(tl.sum(kept, 2), epsilon)[:, :, None]
-        kept = kept / tl.maximum(tl.sum(kept, 1), epsilon)[:, None, :]
+        kept -= tl.maximum(_log_sum(kept, 2), least)[:, :, None]
+        kept -= tl.maximum(_log_sum(kept, 1), least)[:, None, :]
     to = mix + t[:, None, None] * N * N + i[None, :, None] * N + i[None, None, :]
-    tl.store(to, kept, mask=here[:, None, None] & (i < N)[None, :, None] & (i < N)[None, None, :])
+    tl.store(to, tl.exp(kept), mask=here[:, None, None] & (i < N)[None, :, None] & (i < N)[None, None, :])
 
 
 @triton.jit
@@ -163,11 +170,11 @@ def _read_gradient(x, d_taken, d_read, tokens, hidden, N: tl.constexpr, T: tl.co
 
 @triton.jit
 def _maps_backward(
-    alpha, bias, raw, scale, d_read, d_write, d_mix, read, d_logit, d_raw, by_x, d_own, sums, tokens, size, maps, epsilon,
+    alpha, bias, raw, scale, d_read, d_write, d_mix, read, d_logit, d_raw, by_x, d_own, sums, tokens, size, maps, epsilon, least,
     N: tl.constexpr, P: tl.constexpr, M: tl.constexpr, STEPS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """sums [tokens, 2 STEPS, N]: of Sinkhorn's rows and columns. by_x: what each number of the streams is multiplied with for the
-    gradient of their spread. d_own [programs, 2, maps]: these tokens' part of alpha's and the bias's."""
+    """sums [tokens, 2 STEPS, N]: of Sinkhorn's rows and columns, their logarithms; least: that of epsilon. by_x: what each number of the
+    streams is multiplied with for the gradient of their spread. d_own [programs, 2, maps]: these tokens' part of alpha's and the bias's."""
     t = (tl.program_id(0) * T + tl.arange(0, T)).to(tl.int64)
     here, m, i = t < tokens, tl.arange(0, M), tl.arange(0, P)
     known = here[:, None] & (i < N)[None, :]
@@ -179,31 +186,31 @@ def _maps_backward(
     deals = _gate(raw, alpha, bias, spread, t, here, maps, N, N, P)
     d_deals = 2 * tl.load(d_write + t[:, None] * N + i[None, :], mask=known, other=0.0)
     tl.store(d_logit + t[:, None] * maps + N + i[None, :], d_deals * deals * (1 - deals), mask=known)
-    # Sinkhorn forward for its sums, then back: what a normalisation divided by gives back what it divided.
+    # Sinkhorn in logarithms forward for its sums, then back: what a normalisation took away is added again.
     kept = _residual_map(raw, alpha, bias, spread, t, here, maps, N, P)
     line = sums + t[:, None] * (2 * STEPS * N) + i[None, :]
     for step in range(STEPS):
-        total = tl.sum(kept, 2)
+        total = _log_sum(kept, 2)
         tl.store(line + 2 * step * N, total, mask=known)
-        kept = kept / tl.maximum(total, epsilon)[:, :, None]
-        total = tl.sum(kept, 1)
+        kept -= tl.maximum(total, least)[:, :, None]
+        total = _log_sum(kept, 1)
         tl.store(line + (2 * step + 1) * N, total, mask=known)
-        kept = kept / tl.maximum(total, epsilon)[:, None, :]
+        kept -= tl.maximum(total, least)[:, None, :]
     tl.debug_barrier()
     at3 = i[None, :, None] * N + i[None, None, :]
     inside = here[:, None, None] & (i < N)[None, :, None] & (i < N)[None, None, :]
-    grad3 = tl.load(d_mix + t[:, None, None] * N * N + at3, mask=inside, other=0.0)
+    grad = tl.load(d_mix + t[:, None, None] * N * N + at3, mask=inside, other=0.0) * tl.exp(kept)
     for back in range(STEPS):
         step = STEPS - 1 - back
-        total = tl.load(line + (2 * step + 1) * N, mask=known, other=1.0)
-        by = tl.maximum(total, epsilon)
-        common = tl.where(total >= epsilon, tl.sum(grad3 * kept, 1), 0.0)
-        grad3, kept = (grad3 - common[:, None, :]) / by[:, None, :], kept * by[:, None, :]
-        total = tl.load(line + 2 * step * N, mask=known, other=1.0)
-        by = tl.maximum(total, epsilon)
-        common = tl.where(total >= epsilon, tl.sum(grad3 * kept, 2), 0.0)
-        grad3, kept = (grad3 - common[:, :, None]) / by[:, :, None], kept * by[:, :, None]
-    tl.store(d_logit + t[:, None, None] * maps + 2 * N + at3, grad3 * kept, mask=inside)
+        total = tl.load(line + (2 * step + 1) * N, mask=known, other=0.0)
+        common = tl.where(total >= least, tl.sum(grad, 1), 0.0)  # a sum below the least is divided by what is constant
+        grad -= common[:, None, :] * tl.exp(kept)
+        kept += tl.maximum(total, least)[:, None, :]
+        total = tl.load(line + 2 * step * N, mask=known, other=0.0)
+        common = tl.where(total >= least, tl.sum(grad, 2), 0.0)
+        grad -= common[:, :, None] * tl.exp(kept)
+        kept += tl.maximum(total, least)[:, :, None]
+    tl.store(d_logit + t[:, None, None] * maps + 2 * N + at3, grad, mask=inside)
     tl.debug_barrier()
     every = here[:, None] & (m < maps)[None, :]
     logit = tl.load(d_logit + t[:, None] * maps + m[None, :], mask=every, other=0.0)
@@ -354,7 +361,7 @@ class Read(Function):
         raw, scale, read = torch.empty(tokens, maps, **new), torch.empty(tokens, **new), torch.empty(tokens, n, **new)
         write, mix = torch.empty(*lead, n, **new), torch.empty(*lead, n, n, **new)
         _maps_forward[triton.cdiv(tokens, each["T"]),](
-            products, squares, alpha, bias, raw, scale, read, write, mix, tokens, size, maps, spans, epsilon,
+            products, squares, alpha, bias, raw, scale, read, write, mix, tokens, size, maps, spans, epsilon, math.log(epsilon),
             **_sides(n), STEPS=steps, **each,
         )  # fmt: skip
         _read_forward[triton.cdiv(tokens, stream["T"]),](x, read, taken, tokens, hidden, **stream)
@@ -379,7 +386,8 @@ class Read(Function):
         d_own = raw.new_empty(programs, 2, maps)
         _maps_backward[programs,](
             alpha, bias, raw, scale, d_read, d_write.contiguous(), d_mix.contiguous(), read, d_logit, d_raw, by_x, d_own,
-            raw.new_empty(tokens, 2 * steps, n), tokens, size, maps, epsilon, **_sides(n), STEPS=steps, **each,
+            raw.new_empty(tokens, 2 * steps, n), tokens, size, maps, epsilon, math.log(epsilon),
+            **_sides(n), STEPS=steps, **each,
         )  # fmt: skip
         dx, parts = torch.empty_like(x), raw.new_empty(spans, maps, size)
         _read_backward[triton.cdiv(hidden, tile["W"]) * n, spans](

@@ -873,12 +873,12 @@ class Streams(nn.Module):
         return (mix @ wide(x).unflatten(-1, (self.n, -1)) + dealt).flatten(2).to(x.dtype)
 
     def balanced(self, logits):
-        """Sinkhorn's normalisations of rows and columns."""
-        m = (logits - logits.amax(-1, keepdim=True)).exp()
+        """Sinkhorn's normalisations of rows and columns, in logarithms."""
+        least, m = math.log(self.epsilon), logits - logits.amax(-1, keepdim=True)
         for _ in range(self.steps):
-            m = m / m.sum(-1, keepdim=True).clamp(min=self.epsilon)
-            m = m / m.sum(-2, keepdim=True).clamp(min=self.epsilon)
-        return m
+            m = m - m.logsumexp(-1, keepdim=True).clamp(min=least)
+            m = m - m.logsumexp(-2, keepdim=True).clamp(min=least)
+        return m.exp()
 
 
 class Ahead(nn.Module):
