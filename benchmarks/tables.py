@@ -124,7 +124,7 @@ def fp8() -> Iterator[str]:
 
 def by_kind(tables: dict[str, Any]) -> Iterator[str]:
     kinds = dict.fromkeys(kind for table in tables.values() for kind in table["kinds"])
-    yield f"| kind | {' | '.join(tables)} |"
+    yield f"| ms of a step | {' | '.join(tables)} |"
     yield "|---" * (1 + len(tables)) + "|"
     for kind in kinds:
         cells = (table["kinds"].get(kind, {"ms": 0.0})["ms"] for table in tables.values())

@@ -711,7 +711,7 @@ REFUSALS = [
     (NATIVE, STREAMS | GRAPHS, "feature.mhc.streams", "a CUDA graph of a layer"),
     (NATIVE, STREAMS | WHOLE | {"feature.mhc.kernels": "naive"}, "feature.mhc.kernels", "not been tried with streams in plain torch"),
     (NATIVE, STREAMS | {"feature.mhc.epsilon": 1.5}, "feature.mhc.epsilon", "must be less than or equal to 1"),
-    (NATIVE, STREAMS | {"feature.mhc.epsilon": 1e-50}, "feature.mhc.epsilon", "greater than or equal to 1e-30"),
+    (NATIVE, STREAMS | {"feature.mhc.epsilon": 1e-50}, "feature.mhc.epsilon", "must be greater than or equal to 0.000000000001"),
     (NATIVE, STREAMS | MUON, "feature.mhc.streams", "Muon would take the maps"),
     ("nam56r_native_dp_fp8", STREAMS, "feature.mhc.streams", "between FP8 layers have not been shown"),
     # tracking

@@ -32,7 +32,7 @@ class Mhc(Feature):
     sinkhorn_steps: Annotated[PositiveInt, Row("times that rows and columns of the residual map are normalised")]
     initial_scale: Annotated[NonNegativeFloat, Row("of what depends on the token in the three maps, before training")]
     epsilon: Annotated[
-        float, Field(ge=1e-30, le=1), Row("beside the root mean square; the least sum that Sinkhorn divides by")
+        float, Field(ge=1e-12, le=1), Row("beside the root mean square; the least sum that Sinkhorn divides by")
     ]
     kernels: Annotated[Literal["fused", "naive"], Row("ours in Triton, or plain torch", executes=SAME)]
 

@@ -239,9 +239,11 @@ def pair(recipe: Recipe, device: str, steps: int, seed: int = 1234) -> Pair:
             _least(tree, key, _multiple(most, _parts(recipe) * TILE) if key == "model.seq_length" else most)
         if graphs := full.recipe.feature.cuda_graphs:
             # The last step at least is replayed, or nothing would have been seen of what is captured.
-            _least(tree, CAPTURE, max(1, steps - 1))
             if steps == 1 and graphs.warmup_steps:
                 unproven.append("feature.cuda_graphs: of one step nothing is captured")
+                _put(tree, "feature.cuda_graphs", None)
+            else:
+                _least(tree, CAPTURE, max(1, steps - 1))
     _batches(tree, recipe, full, steps, seed, device)
     layout, plain = _shortest(tree, full, device)
     plain["model"]["pattern"] = plain["model"]["pattern"].replace("|", "")

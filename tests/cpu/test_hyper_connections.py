@@ -175,7 +175,9 @@ def test_every_layout_is_the_same_model(pattern, layout):
     assert other.losses == pytest.approx(one.losses, rel=1e-6) and other.gradients.keys() == one.gradients.keys()
     least = 1e-2 * max(g.norm() for name, g in one.gradients.items() if "alpha" in name)
     far = {n: ((other.gradients[n] - g).norm() / max(g.norm(), least)).item() for n, g in one.gradients.items()}
-    assert not {name: error for name, error in far.items() if not error < 1e-4}
+    # A factor is one number: what all tokens would have it do, which nearly cancels where streams are equal yet.
+    loose = {name for name, g in one.gradients.items() if g.numel() == 1}
+    assert not {name: error for name, error in far.items() if not error < (5e-4 if name in loose else 1e-4)}
 
 
 def test_maps_stay_fp32_in_a_bf16_model():
