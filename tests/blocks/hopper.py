@@ -29,11 +29,9 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             (i,): [["tt.divisibility", 16]]
             for i, name in enumerate(self.arg_names)
             if isinstance(value := values[name], torch.Tensor)
-            or (name in free and type(value) is int and value % 16 == 0)
+            or (name in free and name not in constants and type(value) is int and value % 16 == 0)
         }
-        source = ASTSource(
-            self, types, constants, {at: what for at, what in even.items() if self.arg_names[at[0]] not in constants}
-        )
+        source = ASTSource(self, types, constants, even)
         compiled[self.fn.__name__] = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", run)
