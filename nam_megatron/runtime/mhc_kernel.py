@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 # The maps' product: tokens x columns, and the columns that a program goes through, a multiple of those of a tile.
 TOKENS, WIDTH, SPAN, WARPS = 64, 64, 1024, 4
 # The gradient of what reads: tokens x columns, and tiles that are loaded ahead.
-BACK_TOKENS, BACK_WIDTH, BACK_STAGES, BACK_WARPS = 16, 64, 3, 4
+BACK_TOKENS, BACK_WIDTH, BACK_STAGES, BACK_WARPS = 32, 128, 3, 4
 # Tokens that a program of it goes through at least, and such spans at most: each of them keeps sums of the weight's gradient.
 BACK_SPAN, BACK_SPANS = 512, 16
 # What makes the maps: tokens.
