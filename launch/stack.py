@@ -22,6 +22,9 @@ SOURCES = ("wheel", "build", "torch")
 ALSO = (
     "nvidia-cublas",
     "flash-attn",
+    "flash-attn-4",
+    "quack-kernels",
+    "nvidia-cutlass-dsl",
     "numpy",
     "nvidia-ml-py",
     "hydra-core",
