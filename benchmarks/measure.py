@@ -110,6 +110,8 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "author52_one_whole": ("nam56r_fused", (*FULL_ONE, MBS2, *WHOLE, f"{ROUTERS}false", f"{PADDED}false")),
     "native52_one_new": ("nam56r_native_dp_fused", (*FULL_ONE, *WHOLE, f"{ROUTERS}true", f"{NORMS}true")),
     "author52_one_new": ("nam56r_fused", (*FULL_ONE, MBS2, *WHOLE, f"{ROUTERS}true", f"{PADDED}true")),
+    "native52_one_quack": ("nam56r_native_dp_fused", (*FULL_ONE, *WHOLE, f"{EXPERTS}quack")),
+    "author52_one_quack": ("nam56r_fused", (*FULL_ONE, MBS2, *WHOLE, f"{EXPERTS}quack")),
     # FP8 and bf16 of one model, whose widths FP8 takes: eager as FP8 is, and as fast as bf16 is.
     "native52_64": ("nam56r_native_dp_fused", (*FULL_ONE, HEADS64, f"{EXPERTS}transformer_engine")),
     "native52_64_torch": ("nam56r_native_dp_fused", (*FULL_ONE, HEADS64, f"{EXPERTS}torch")),

@@ -147,6 +147,13 @@ JOBS = {
         " native52_one_new",
         "data",
     ),
+    # With the extra `quack`.
+    "quack": Job(
+        1, 8,
+        "benchmarks/measure.py --profile --out {out}/quack.json --data {data} author52_one_new author52_one_quack native52_one_new"
+        " native52_one_quack",
+        "data",
+    ),
     "fp8": Job(
         1, 8,
         "benchmarks/measure.py --profile --out {out}/fp8.json --data {data} native52_64_torch native52_64 native52_64_tensorwise"

@@ -1,7 +1,7 @@
 """The measured tables of docs/training.md: python benchmarks/tables.py
 
-Reads benchmarks/{throughput,full,experts52,whole52,keys52,fp8,stock,ladder,blocks,output_layer}_h200.json, losses/ and receipts/, and
-writes each table between its marks.
+Reads benchmarks/{throughput,full,experts,experts52,whole52,keys52,fp8,stock,ladder,blocks,output_layer}_h200.json, losses/ and receipts/,
+and writes each table between its marks.
 Needs the package: how many layers of a kind the full model has stands in its plan.
 """
 
@@ -106,6 +106,15 @@ def keys() -> Iterator[str]:
 def replayed(entry: dict[str, Any]) -> float:
     """Milliseconds of a step that is one CUDA graph."""
     return 1e3 * statistics.median(step["seconds"] for step in entry["steps"][REPLAYS])
+
+
+def quack() -> Iterator[str]:
+    """The experts' products by torch and by QuACK, in the order of the sitting."""
+    yield "| rows, in to out, product | one GEMM at 750 TFLOP/s | torch | QuACK | torch again |"
+    yield "|---|---|---|---|---|"
+    for row in read("experts")[-1]["rows"]:
+        cells = (f"{row[way]:.2f}" if way in row else "" for way in ("floor", "grouped", "quack", "grouped_after"))
+        yield f"| {row['name']} | {' | '.join(cells)} |"
 
 
 def fp8() -> Iterator[str]:
@@ -340,6 +349,7 @@ def main() -> None:
         whole,
         keys,
         fp8,
+        quack,
         stock,
         thousand,
         ladder,

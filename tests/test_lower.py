@@ -53,6 +53,7 @@ ALL_MLA = {"model.substitute": []}
 LOCAL = {"model.blocks.moe.dispatcher": "local"}
 EXPERT_GEMM = "model.blocks.moe.expert_gemm"
 ON_GPU = LOCAL | {EXPERT_GEMM: "torch"}
+QUACK = LOCAL | {EXPERT_GEMM: "quack"}
 WHOLE = ON_GPU | {"cluster.gpus_per_node": 1, WHOLE_KEY: "full_iteration"}
 WEIGHED_KEY = "model.blocks.moe.fused_weighted_squared_relu"
 WEIGHED = {WEIGHED_KEY: True}
@@ -629,6 +630,12 @@ REFUSALS = [
     (NATIVE, ON_GPU | {"feature.megatron_fsdp.enabled": True}, EXPERT_GEMM, "keeps hold of them"),
     (NATIVE, ON_GPU | {"model.blocks.moe.expert_hidden_size": 900}, EXPERT_GEMM, "900 is not a multiple of 8"),
     (NATIVE, ON_GPU | {"model.blocks.moe.experts": 1024}, EXPERT_GEMM, "fewer than 1,024 experts, not 1,024"),
+    (NATIVE, {EXPERT_GEMM: "quack"}, EXPERT_GEMM, "only the local dispatcher"),
+    ("nam56r_native_dp_fp8", QUACK, EXPERT_GEMM, "QuACK's GEMM has no FP8"),
+    (NATIVE, QUACK | {"feature.megatron_fsdp.enabled": True}, EXPERT_GEMM, "QuACK's GEMM keeps hold of them"),
+    (NATIVE, QUACK | {"model.blocks.moe.expert_hidden_size": 900}, EXPERT_GEMM, "QuACK's GEMM wants rows"),
+    (NATIVE, QUACK | {"precision.deterministic": True}, EXPERT_GEMM, "not been tried with `precision.deterministic`"),
+    (NATIVE, QUACK | {"precision.grad_reduce": "bf16"}, EXPERT_GEMM, "not been tried with bf16 gradients"),
     (NATIVE, ON_GPU | {"parallel.expert": 2}, "model.blocks.moe.dispatcher", "the experts are on several GPUs"),
     (NATIVE, LOCAL | {"parallel.expert": 2}, "model.blocks.moe.dispatcher", "the experts are on several GPUs"),
     (NATIVE, LOCAL | {"parallel.expert_tensor": 2}, "model.blocks.moe.dispatcher", "the experts are on several GPUs"),
@@ -859,7 +866,7 @@ def test_refusal(case):
     assert len(found) == 1, error.value.problems
 
 
-@pytest.mark.parametrize("gemm", ["transformer_engine", "torch"])
+@pytest.mark.parametrize("gemm", ["transformer_engine", "torch", "quack"])
 @pytest.mark.parametrize("change", [{"parallel.expert": 2}, {"model.blocks.moe.latent_size": 512}], ids=str)
 def test_the_local_dispatchers_hint_is_all_there_is_to_do(change, gemm):
     changes = LOCAL | {EXPERT_GEMM: gemm} | change

@@ -130,7 +130,7 @@ def _unread(z: Sizes, stage: Stage, held: Sequence[Group]) -> Iterator[Line]:
     if not z.plan.recipe.precision.fused_grad_accumulation:
         return
     moe = z.model.blocks.moe
-    by_torch = moe is not None and moe.expert_gemm == "torch"
+    by_torch = moe is not None and moe.expert_gemm == "torch"  # which autograd is given what was added
     shapes = {
         (x.param.shape, x.param.shard): x.elements
         for x in (x for group in held for x in group.held)

@@ -141,7 +141,7 @@ class CudaGraphs(Feature):
         if not self.warmup_steps:
             message = "the first step cannot be captured: its kernels are compiled and tuned in it, and its layers are watched for NaN"
             yield Problem(message, "feature.cuda_graphs.warmup_steps", "set it to 1 or more")
-        if blocks.moe and "moe" in kinds and blocks.moe.expert_gemm != "torch":
+        if blocks.moe and "moe" in kinds and not blocks.moe.on_gpu:
             key = "model.blocks.moe.expert_gemm"
             yield Problem(
                 "the host waits for the experts' counts, and a graph waits for nobody", key, f"set `{key}=torch`"

@@ -30,7 +30,7 @@ from nam_megatron.blocks.mamba3 import kernel as mamba3
 from nam_megatron.blocks.mamba3.naive import Shape, State, Weights
 from nam_megatron.blocks.mamba3.step import step as mamba3_step
 from nam_megatron.blocks.mla.block import WIDTHS
-from nam_megatron.blocks.moe import experts
+from nam_megatron.blocks.moe.torch_gemm import TorchGemm
 from nam_megatron.errors import Problem, raise_if
 
 FORGET = -1e4  # of a token that is padding: softplus of it is 0
@@ -87,7 +87,7 @@ def unserved(config: Any, dtype: torch.dtype) -> Iterator[Problem]:
     for text in found:
         yield Problem(text, None, hint)
     if "moe" in kinds:
-        yield from (Problem(problem.message, None, hint) for problem in experts.unserved())
+        yield from (Problem(problem.message, None, hint) for problem in TorchGemm.unserved())
 
 
 def _chunk(rank: int) -> int:

@@ -7,6 +7,7 @@ are toy mixers; Transformer Engine's modules have stand-ins with the same parame
 import copy
 import dataclasses
 import importlib
+import importlib.metadata
 import pickle
 from functools import partial
 from math import lcm
@@ -31,8 +32,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from nam_megatron.blocks.mamba2 import layer as mamba2
 from nam_megatron.blocks.moe import experts as on_gpu
 from nam_megatron.blocks.moe import layer as moe
+from nam_megatron.blocks.moe.quack_gemm import QuackGemm
+from nam_megatron.blocks.moe.torch_gemm import TorchGemm
 from nam_megatron.errors import Refused
-from nam_megatron.runtime.stack import AbsentSlot, hybrid_stack_spec
+from nam_megatron.runtime.stack import AbsentSlot, flash_attention, hybrid_stack_spec
 
 MIXERS = {"mamba3": modules.toy_mixer(2), "m2rnn": modules.toy_mixer(1)}
 
@@ -410,20 +413,62 @@ def test_a_copy_of_experts_multiplies_by_its_own_weights(copied):
         for index in range(2):
             projection.register_parameter(f"weight{index}", torch.nn.Parameter(torch.randn(shape)))
         layer.add_module(name, projection)
-    on_gpu.keep_counts_on_gpu(layer, False)
-    made, rows, ends = copied(layer), torch.randn(5, 8), torch.tensor([2, 5], dtype=torch.int32)
-    before = layer.linear_fc1(rows, ends)[0]
+    on_gpu.keep_counts_on_gpu(layer, TorchGemm, False)
+    made, rows, bounds = copied(layer), torch.randn(5, 8), torch.tensor([0, 2, 5], dtype=torch.int32)
+    before = layer.linear_fc1(rows, bounds)[0]
     with torch.no_grad():
         layer.linear_fc1.weight0.zero_()
-    torch.testing.assert_close(made.linear_fc1(rows, ends)[0], before, rtol=0, atol=0)
-    assert not layer.linear_fc1(rows, ends)[0][2:].any()
+    torch.testing.assert_close(made.linear_fc1(rows, bounds)[0], before, rtol=0, atol=0)
+    assert not layer.linear_fc1(rows, bounds)[0][2:].any()
 
 
 def test_a_gpu_on_which_torch_would_wait_for_counts_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for capability, told in (((9, 0), []), ((8, 0), ["this one has 8.0"])):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
-        assert [p.message.rpartition(", and ")[2] for p in on_gpu.unserved()] == told
+        assert [p.message.rpartition(", and ")[2] for p in TorchGemm.unserved()] == told
+
+
+@pytest.mark.parametrize(
+    ("installed", "capability", "told"),
+    [
+        (None, (9, 0), "this host has none"),
+        ("0.6.4", (9, 0), "has 0.6.4"),
+        ("0.6.5", (8, 0), "Hopper alone"),
+        ("0.6.5", (9, 0), ""),
+    ],
+)
+def test_hosts_that_do_not_run_quacks_gemms_are_refused(installed, capability, told, monkeypatch):
+    def version(package):
+        if installed is None:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return installed
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    problems = list(QuackGemm.unserved())
+    assert [told in p.message and p.key == "model.blocks.moe.expert_gemm" for p in problems] == [True] * bool(told)
+
+
+@pytest.mark.parametrize(
+    ("installed", "environ", "refused"),
+    [
+        (None, {}, False),
+        ("4.0.0b36", {}, True),
+        ("4.0.0b36", {"NVTE_FLASH_ATTN_V4": "1"}, True),
+        ("4.0.0b36", {"NVTE_FLASH_ATTN_V4": "0"}, False),
+    ],
+)
+def test_flash_attention_that_may_give_zeros_is_refused(installed, environ, refused, monkeypatch):
+    def version(package):
+        if installed is None:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return installed
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    found = list(flash_attention(environ))
+    assert [("4.0.0b36" in p.message, "NVTE_FLASH_ATTN_V4=0" in p.hint) for p in found] == [(True, True)] * refused
 
 
 def test_gradients_of_experts_are_added_to_the_buffers_once():
@@ -433,7 +478,7 @@ def test_gradients_of_experts_are_added_to_the_buffers_once():
         def run(rig):
             for module in rig.model.modules():
                 if isinstance(module, MoELayer):
-                    on_gpu.keep_counts_on_gpu(module.experts, fused)
+                    on_gpu.keep_counts_on_gpu(module.experts, TorchGemm, fused)
             harness.step(rig)
             weights = {name: p for name, p in rig.model.named_parameters() if ".experts." in name}
             assert all(p.grad_added_to_main_grad == fused for p in weights.values())
@@ -461,8 +506,8 @@ def test_each_expert_multiplies_its_own_rows(accumulate, counts, apart):
         weight.main_grad = total
     rows, back = torch.randn(16, 8, requires_grad=True), torch.randn(16, 24)
     module = SimpleNamespace(num_gemms=4, **{f"weight{i}": w for i, w in enumerate(weights)})
-    ends = torch.tensor(counts).cumsum(0).to(torch.int32)
-    out, bias = on_gpu._project(module, rows, ends, accumulate)
+    bounds = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+    out, bias = on_gpu._project(module, rows, bounds, TorchGemm, accumulate)
     out.backward(back)
     exact = rows.detach().double().requires_grad_()
     own = [w.detach().double().requires_grad_() for w in reversed(weights)]

@@ -18,6 +18,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
 from nam_megatron.blocks.moe import experts
+from nam_megatron.blocks.moe.quack_gemm import QuackGemm
+from nam_megatron.blocks.moe.torch_gemm import TorchGemm
 from nam_megatron.runtime import stack
 
 pytestmark = pytest.mark.gpu
@@ -38,6 +40,12 @@ def groups(tmp_path_factory):
     torch.distributed.destroy_process_group()
 
 
+def served(gemm: type[experts.Gemm]) -> None:
+    """A host need not have QuACK."""
+    for problem in gemm.unserved():
+        pytest.skip(problem.message)
+
+
 def layer_of(
     dispatcher: str,
     groups: ProcessGroupCollection,
@@ -47,6 +55,8 @@ def layer_of(
     **more,
 ) -> torch.nn.Module:
     """NAM56R's MoE layer without its norm, smaller. forked: with `fused_router_gradient`."""
+    if expert_gemm == "quack":
+        served(QuackGemm)
     fields = dict(num_layers=1, activation_func=squared_relu, normalization="RMSNorm", add_bias_linear=False)
     fields |= dict(hidden_dropout=0.0, bias_dropout_fusion=False, gradient_accumulation_fusion=False)
     fields |= dict(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_dtype="fp32")
@@ -72,7 +82,7 @@ def step(layer: torch.nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]
 @pytest.mark.parametrize("fused", [False, True], ids=["indices", "Transformer Engine's permutation and router"])
 @pytest.mark.parametrize("theirs", ["allgather", "alltoall"])
 @pytest.mark.parametrize("router", ["fp32", None], ids=str)
-@pytest.mark.parametrize("expert_gemm", ["transformer_engine", "torch"])
+@pytest.mark.parametrize("expert_gemm", ["transformer_engine", "torch", "quack"])
 def test_the_local_dispatcher_is_megatrons(expert_gemm, router, theirs, fused, groups):
     half = dict(bf16=True, params_dtype=torch.bfloat16, moe_permute_fusion=fused, moe_router_fusion=fused)
     half |= dict(moe_router_dtype=router)
@@ -81,13 +91,13 @@ def test_the_local_dispatcher_is_megatrons(expert_gemm, router, theirs, fused, g
     made[1].load_state_dict(made[0].state_dict())
     (found, gradients), (wanted, expected) = map(step, made)
     # Without Transformer Engine's permutation a token's experts are added by atomics, in whatever order; torch's come in another order.
-    assert found.norm() > 0 and (torch.equal(found, wanted) or not fused or expert_gemm == "torch")
+    assert found.norm() > 0 and (torch.equal(found, wanted) or not fused or expert_gemm != "transformer_engine")
     expected["output"], gradients["output"] = wanted, found
     far = {name: (gradients[name] - g).norm() / g.norm() for name, g in expected.items()}
     assert not {name: error for name, error in far.items() if not error < 1e-2}  # bf16, summed in another order
 
 
-@pytest.mark.parametrize("expert_gemm", ["transformer_engine", "torch"])
+@pytest.mark.parametrize("expert_gemm", ["transformer_engine", "torch", "quack"])
 def test_the_forked_layer_trains_what_the_plain_one_does(expert_gemm, groups):
     """The same forward to the bit; gradients but for TF32 in Transformer Engine's GEMM of the router's."""
     half = dict(bf16=True, params_dtype=torch.bfloat16, moe_permute_fusion=True, moe_router_fusion=True)
@@ -127,27 +137,33 @@ def test_the_fused_activation_is_as_exact_as_the_plain_one():
         assert (fused - wanted).norm() < 5e-3 * wanted.norm()
 
 
-@pytest.mark.parametrize("accumulate", [True, False])
+@pytest.mark.parametrize("gemm", [TorchGemm, QuackGemm])
+@pytest.mark.parametrize("buffers", ["none", "in order", "apart"])
 @pytest.mark.parametrize(
     "counts", [(300, 0, 211, 513), (0, 0, 1024, 0), (0, 1, 0, 1023), (256, 256, 256, 256)], ids=str
 )
-def test_torchs_grouped_gemm_is_as_exact_as_gemms_of_each_expert(counts, accumulate):
+def test_grouped_gemms_are_as_exact_as_gemms_of_each_expert(counts, buffers, gemm):
     """Against fp64, of uneven counts and experts without rows, whose weights get zeros, in memory that was full of NaN."""
+    served(gemm)
     torch.manual_seed(0)
     here = dict(device=DEVICE, dtype=torch.bfloat16)
     buffer, rows, back = (torch.randn(*size, **here) for size in ((4, 896, 512), (1024, 512), (1024, 896)))
     weights = [torch.nn.Parameter(w) for w in buffer.unbind()]
     module = SimpleNamespace(num_gemms=4, **{f"weight{i}": w for i, w in enumerate(reversed(weights))})
     rows.requires_grad_()
-    totals = torch.randn(4, 896, 512, device=DEVICE)
-    before = totals.double()
+    totals = torch.randn(5 if buffers == "apart" else 4, 896, 512, device=DEVICE)
+    if buffers == "apart":
+        totals = [totals[i] for i in (0, 2, 3, 4)]
+    before = [total.double() for total in totals]
     for weight, total in zip(weights, totals, strict=True):
         weight.main_grad = total
     poison = torch.full((2**26,), float("nan"), device=DEVICE)
     del poison
-    out, _ = experts._project(module, rows, torch.tensor(counts, device=DEVICE).cumsum(0).to(torch.int32), accumulate)
+    bounds = torch.tensor([0, *counts], device=DEVICE).cumsum(0).to(torch.int32)
+    out, _ = experts._project(module, rows, bounds, gemm, buffers != "none")
     out.backward(back)
-    found = [out, rows.grad, *(totals - before if accumulate else (w.grad for w in weights))]
+    added = [total - start for total, start in zip(totals, before, strict=True)]
+    found = [out, rows.grad, *([w.grad for w in weights] if buffers == "none" else added)]
 
     def by_expert(dtype):
         x, own = (t.detach().to(dtype).requires_grad_() for t in (rows, buffer))
@@ -160,10 +176,11 @@ def test_torchs_grouped_gemm_is_as_exact_as_gemms_of_each_expert(counts, accumul
         assert (ours - wanted).norm() <= near
 
 
-def test_no_count_goes_to_the_host(groups):
+@pytest.mark.parametrize("gemm", ["torch", "quack"])
+def test_no_count_goes_to_the_host(gemm, groups):
     """torch tells of every wait of the host for the GPU that it knows of."""
     half = dict(bf16=True, params_dtype=torch.bfloat16, moe_permute_fusion=True, moe_router_fusion=True)
-    layer = layer_of("local", groups, stack.transformer_engine_backend(), "torch", **half)
+    layer = layer_of("local", groups, stack.transformer_engine_backend(), gemm, **half)
     step(layer)
     x = torch.randn(POSITIONS, SAMPLES, SIZES["hidden_size"], device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     torch.cuda.set_sync_debug_mode("error")

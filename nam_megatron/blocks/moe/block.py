@@ -83,8 +83,8 @@ class Moe(Block):
     ]
     grouped_gemm: Annotated[bool, Row("all local experts in one GEMM", "moe_grouped_gemm")]
     expert_gemm: Annotated[
-        Literal["transformer_engine", "torch"],
-        Row("whose grouped GEMM; torch's reads the experts' counts on the GPU, and no host waits for them",
+        Literal["transformer_engine", "torch", "quack"],
+        Row("whose grouped GEMM; torch's and QuACK's read the experts' counts on the GPU, and no host waits for them",
             executes="the same products; torch rounds the gradient of a microbatch before it is added", was="transformer_engine"),
     ]  # fmt: skip
     permute_fusion: Annotated[
@@ -121,6 +121,11 @@ class Moe(Block):
         Row("width of a token for the routed experts, projected to and from (Nemotron-3 Super); null: the model's", "moe_latent_size",
             was=None),
     ]  # fmt: skip
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the experts' counts stay on the GPU."""
+        return self.expert_gemm in ("torch", "quack")
 
     def settings(self, plan: "Plan") -> Iterator[Setting]:
         shared, pin = self.shared_expert_hidden_size or None, partial(Setting, beside="shared_expert_hidden_size")
@@ -217,7 +222,7 @@ class Moe(Block):
         if self.dispatcher == "local":
             # Two keys go with this dispatcher alone: one hint for all.
             words = [f"{at}dispatcher=alltoall"]
-            if self.expert_gemm == "torch":
+            if self.on_gpu:
                 words.append(f"{at}expert_gemm=transformer_engine")
             if self.fused_router_gradient:
                 words.append(f"{at}fused_router_gradient=false")
@@ -244,7 +249,7 @@ class Moe(Block):
                     at + "dispatcher",
                     f"leave `moe_router` out of `feature.cuda_graphs.modules`, or {other}",
                 )
-        if self.expert_gemm == "torch":
+        if self.on_gpu:
             yield from self._on_gpu(plan, at + "expert_gemm")
         if self.fused_router_gradient:
             yield from self._unforked(plan, at + "fused_router_gradient")
@@ -281,7 +286,8 @@ class Moe(Block):
             yield Problem(f"{chosen} groups have fewer experts than top-k {self.top_k}", key, "choose more groups")
 
     def _on_gpu(self, plan: "Plan", key: str) -> Iterator[Problem]:
-        """Where torch's grouped GEMM does not go."""
+        """Where the GEMMs that read counts on the GPU do not go."""
+        whose = "torch's grouped GEMM" if self.expert_gemm == "torch" else "QuACK's GEMM"
         back, feature = f"set `{key}=transformer_engine`", plan.recipe.feature
         if self.dispatcher != "local":
             message = "only the local dispatcher leaves the experts' counts on the GPU"
@@ -289,16 +295,24 @@ class Moe(Block):
         if not self.grouped_gemm:
             yield Problem("without grouped GEMM each expert multiplies by itself", key, back)
         if feature.fp8:
-            yield Problem("torch's grouped GEMM has no FP8 of this kind", key, back)
+            yield Problem(f"{whose} has no FP8 of this kind", key, back)
         if feature.megatron_fsdp:
-            message = "an FSDP takes weights away between the passes, and torch's grouped GEMM keeps hold of them"
+            message = f"an FSDP takes weights away between the passes, and {whose} keeps hold of them"
             yield Problem(message, key, back)
-        if self.experts >= 1024:
+        if self.experts >= 1024 and self.expert_gemm == "torch":
             message = f"torch's grouped GEMM (2.11) multiplies fewer than 1,024 experts, not {self.experts:,}"
             yield Problem(message, key, back)
+        precision = plan.recipe.precision
+        untried = {
+            "`precision.deterministic`": precision.deterministic,
+            "bf16 gradients": precision.grad_reduce == "bf16",
+            "adapters": bool(feature.lora),
+        }
+        if self.expert_gemm == "quack" and (found := [what for what, asked in untried.items() if asked]):
+            yield Problem(f"{whose} has not been tried with {' or '.join(found)}", key, f"set `{key}=torch`")
         for width in (plan.recipe.model.hidden_size, self.expert_hidden_size):
             if width % 8:
-                message = f"a width of {width} is not a multiple of 8: torch's grouped GEMM wants rows 16 bytes apart"
+                message = f"a width of {width} is not a multiple of 8: {whose} wants rows 16 bytes apart"
                 yield Problem(message, key, back)
 
     def _unforked(self, plan: "Plan", key: str) -> Iterator[Problem]:
@@ -407,13 +421,17 @@ class Moe(Block):
         yield z.line("forward", "2 (3 R + Ts) h" + received, why, bucket=ROUTING)
         yield z.line("backward", "2 (2 R + Ts) h" + received, "the same on the way back", bucket=ROUTING)
         feature = z.plan.recipe.feature
-        if self.expert_gemm == "torch" and not feature.lora:
+        if self.on_gpu and not feature.lora:
+            added = self.expert_gemm == "quack" and z.plan.recipe.precision.fused_grad_accumulation
             why = "a microbatch's gradients of the first projection, before they are added"
-            yield z.line("backward", "2 E u f h", why, bucket=ROUTING, mark=UNMEASURED)
+            if not added:
+                yield z.line("backward", "2 E u f h", why, bucket=ROUTING, mark=UNMEASURED)
             sharded = feature.distributed_optimizer
             bucketed = sharded.enabled and sharded.overlap_grad_reduce and not feature.muon
             # Megatron pads the end of a bucket to a multiple of this; Muon's weights lie in no bucket.
             if bucketed and z.model.hidden_size * self.expert_hidden_size % lcm(128, int(z["Ne"])):
+                if added:
+                    yield z.line("backward", "4 E u f h", why + ", in fp32", bucket=ROUTING, mark=UNMEASURED)
                 why = "a copy of a projection's weights, which the padded end of a bucket parts"
                 yield z.line("forward", "2 E u f h", why, bucket=ROUTING, mark=UNMEASURED)
 

@@ -22,11 +22,14 @@ from megatron.core.transformer.transformer_layer import MoETransformerLayer, Tra
 from torch import Tensor
 
 from nam_megatron.blocks.moe.block import Moe
-from nam_megatron.blocks.moe.experts import Ends, keep_counts_on_gpu, unserved
+from nam_megatron.blocks.moe.experts import Bounds, Gemm, keep_counts_on_gpu
+from nam_megatron.blocks.moe.quack_gemm import QuackGemm
 from nam_megatron.blocks.moe.router import ForkingRouter
+from nam_megatron.blocks.moe.torch_gemm import TorchGemm
 from nam_megatron.errors import raise_if
 from nam_megatron.runtime.stack import NO_ATTENTION, NO_CROSS
 
+ON_GPU: dict[str, type[Gemm]] = {"torch": TorchGemm, "quack": QuackGemm}  # by `expert_gemm`
 # Used only with --use-te-activation-func; a backend without TE has none.
 EMPTY = NO_CROSS | NO_ATTENTION | {"mlp.experts.activation_func", "mlp.shared_experts.activation_func"}
 
@@ -40,7 +43,7 @@ def spec(backend: BackendSpecProvider, block: Moe) -> ModuleSpec:
         local, parts = LocalMoELayer, moe.keywords["submodules"]
         if block.fused_router_gradient:
             local, parts = ForkedMoELayer, replace(parts, router=ForkingRouter)
-        moe = partial(local, **moe.keywords | {"submodules": parts}, on_gpu=block.expert_gemm == "torch")
+        moe = partial(local, **moe.keywords | {"submodules": parts}, gemm=ON_GPU.get(block.expert_gemm))
     norm = backend.layer_norm(rms_norm=True)
     parts = TransformerLayerSubmodules(pre_mlp_layernorm=norm, mlp=moe, mlp_bda=get_bias_dropout_add)
     return ModuleSpec(MoETransformerLayer, submodules=parts)
@@ -59,13 +62,13 @@ class LocalDispatcher(MoEAllGatherTokenDispatcher):
         """Starts the copy of the rows of each expert to the host: whatever is launched from here on runs while the host waits."""
         if self.on_gpu:
             self.routing_map = self.routing_map.flip(1)
-            self.rows_of_experts = Ends.of(self.routing_map)
+            self.rows_of_experts = Bounds.of(self.routing_map)
             return hidden_states, probs.flip(1)
         self.rows_of_experts = self.routing_map.sum(dim=0).to("cpu", non_blocking=True)
         self.copied = torch.cuda.current_stream().record_event()
         return hidden_states, probs
 
-    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor | Ends, Tensor]:
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor | Bounds, Tensor]:
         """[tokens, hidden], [tokens, experts] -> rows [tokens x top-k, hidden] by expert, how many each has (on the host), their probs."""
         self.hidden_shape_before_permute, self.local_map = hidden_states.shape, self.routing_map
         rows, probs, self.reversed_local_input_permutation_mapping, _, _ = permute(
@@ -84,20 +87,20 @@ class LocalDispatcher(MoEAllGatherTokenDispatcher):
 class LocalMoELayer(MoELayer):
     """MoELayer with a LocalDispatcher, and the shared expert between the copy of the counts and the wait for it.
 
-    on_gpu: the counts stay there, and torch multiplies the experts.
+    gemm: the counts stay on the GPU, and it multiplies the experts. None: Transformer Engine does.
     """
 
-    def __init__(self, *args: Any, on_gpu: bool = False, pg_collection: Any = None, **kwargs: Any):
+    def __init__(self, *args: Any, gemm: type[Gemm] | None = None, pg_collection: Any = None, **kwargs: Any):
         pg_collection = pg_collection or get_default_pg_collection()
         super().__init__(*args, pg_collection=pg_collection, **kwargs)
         assert pg_collection.ep.size() == pg_collection.expt_tp.size() == 1, "a rank without some of the experts"
         self.token_dispatcher = LocalDispatcher(
             self.num_local_experts, self.local_expert_indices, config=self.config, pg_collection=pg_collection
         )
-        self.token_dispatcher.on_gpu = on_gpu
-        if on_gpu:
-            raise_if(unserved())
-            keep_counts_on_gpu(self.experts, self.config.gradient_accumulation_fusion)
+        self.token_dispatcher.on_gpu = gemm is not None
+        if gemm is not None:
+            raise_if(gemm.unserved())
+            keep_counts_on_gpu(self.experts, gemm, self.config.gradient_accumulation_fusion)
         self.shared_output: Tensor | None = None
 
     def shared_experts_compute(self, hidden_states: Tensor) -> None:
