@@ -41,6 +41,8 @@ PACKAGES = (
     "triton",
     "mamba-ssm",
     "causal-conv1d",
+    "quack-kernels",
+    "nvidia-cutlass-dsl",
     "nvidia-cudnn-cu13",
     "nvidia-nccl-cu13",
 )

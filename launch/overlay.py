@@ -33,6 +33,7 @@ CACHES = {
     "TORCHINDUCTOR_CACHE_DIR": "cache/inductor",
     "TORCH_EXTENSIONS_DIR": "cache/extensions",
     "CUDA_CACHE_PATH": "cache/cuda",
+    "QUACK_CACHE_DIR": "cache/quack",
 }
 
 

@@ -14,6 +14,7 @@ from launch.bounded import ask, at_once
 from launch.context import Context
 from launch.finding import Finding, waive
 from nam_megatron.budget import parameters
+from nam_megatron.recipe import Recipe
 
 SECONDS = 15  # for one question to the driver
 # Findings without which the sanity pass would only fail in another way, or disturb somebody.
@@ -39,7 +40,7 @@ def check(context: Context) -> Report:
     with ThreadPoolExecutor() as pool:
         try:
             looks = [
-                pool.submit(software, environ, lock),
+                pool.submit(software, environ, lock, context.lowering.plan.recipe),
                 pool.submit(links, context, environ),
                 pool.submit(system, context, environ),
                 pool.submit(disks, context, environ),
@@ -71,13 +72,13 @@ def fingerprint(facts: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(same, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
-def software(environ: Mapping[str, str], lock: stack.Lock) -> Look:
+def software(environ: Mapping[str, str], lock: stack.Lock, recipe: Recipe) -> Look:
     with ThreadPoolExecutor(1) as pool:
         tree = pool.submit(stack.megatron)
         imported = stack.probe(lock, environ)
         finding, state = tree.result()
     installed = stack.versions(lock)
-    found = [*stack.findings(lock, installed, imported), finding]
+    found = [*stack.findings(lock, installed, imported), *stack.asked(recipe, installed, environ), finding]
     known = {k: v for k, v in imported.get("torch", {}).items() if k != "error"}
     return found, {"versions": installed, "torch": known, "megatron": state}
 

@@ -1,6 +1,5 @@
 """The software of a training host: locked in stack.toml, compared with what is installed, and asked what it was built for."""
 
-import importlib.metadata
 import json
 import shlex
 import sys
@@ -14,7 +13,9 @@ from typing import Any
 from launch import patch
 from launch.bounded import ask
 from launch.finding import Finding
+from nam_megatron import packages
 from nam_megatron.errors import OK, Problem, Refused
+from nam_megatron.recipe import Recipe
 
 LOCK = Path(__file__).parent / "stack.toml"
 PROBE = Path(__file__).parent / "probe.py"
@@ -22,9 +23,8 @@ SOURCES = ("wheel", "build", "torch")
 ALSO = (
     "nvidia-cublas",
     "flash-attn",
-    "flash-attn-4",
-    "quack-kernels",
-    "nvidia-cutlass-dsl",
+    packages.FLASH,
+    *packages.QUACK,
     "numpy",
     "nvidia-ml-py",
     "hydra-core",
@@ -95,14 +95,7 @@ def _package(entry: Mapping[str, Any]) -> Package:
 def versions(lock: Lock) -> dict[str, str | None]:
     """Installed versions by package, from their metadata: nothing is imported."""
     names = (*(p.name for p in lock.packages), *ALSO)
-    return {"python": sys.version.split()[0], **{name: _version(name) for name in names}}
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return {"python": sys.version.split()[0], **{name: packages.installed(name) for name in names}}
 
 
 def probe(lock: Lock, environ: Mapping[str, str], seconds: float = SECONDS) -> dict[str, dict[str, Any]]:
@@ -154,6 +147,15 @@ def findings(
         yield Finding("extensions", "fail", f"{package.name}: `import {module}` fails: {why}", hint)
     if not broken:
         yield Finding("extensions", "ok", f"{len(extensions)} packages load beside this torch")
+
+
+def asked(recipe: Recipe, installed: Mapping[str, str | None], environ: Mapping[str, str]) -> Iterator[Finding]:
+    """What the plan's own keys need or forbid beside the lock."""
+    moe = recipe.model.blocks.moe
+    for problem in packages.without_quack(installed) if moe and moe.expert_gemm == "quack" else ():
+        yield Finding("lock", "fail", problem.message, problem.hint or "")
+    for problem in packages.flash_attention(installed.get(packages.FLASH), environ):
+        yield Finding("lock", "fail", problem.message, problem.hint or "")
 
 
 def _foreign(why: str) -> bool:

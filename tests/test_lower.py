@@ -635,6 +635,7 @@ REFUSALS = [
     (NATIVE, QUACK | {"feature.megatron_fsdp.enabled": True}, EXPERT_GEMM, "QuACK's GEMM keeps hold of them"),
     (NATIVE, QUACK | {"model.blocks.moe.expert_hidden_size": 900}, EXPERT_GEMM, "QuACK's GEMM wants rows"),
     (NATIVE, QUACK | {"precision.deterministic": True}, EXPERT_GEMM, "not been tried with `precision.deterministic`"),
+    (NATIVE, QUACK | MUON, EXPERT_GEMM, "not been tried with Muon"),
     (NATIVE, QUACK | {"precision.grad_reduce": "bf16"}, EXPERT_GEMM, "not been tried with bf16 gradients"),
     (NATIVE, ON_GPU | {"parallel.expert": 2}, "model.blocks.moe.dispatcher", "the experts are on several GPUs"),
     (NATIVE, LOCAL | {"parallel.expert": 2}, "model.blocks.moe.dispatcher", "the experts are on several GPUs"),

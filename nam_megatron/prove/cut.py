@@ -169,7 +169,7 @@ CPU_DOES_WITHOUT = (
     ("precision.cross_entropy", "compiled", "megatron", "torch.compile is off"),
     ("precision.fused_grad_accumulation", True, False, NO_KERNEL),
     ("precision.norm_kernels", "cudnn", "transformer_engine", NO_KERNEL),
-    ("model.blocks.moe.expert_gemm", "quack", "torch", NO_KERNEL),
+    ("model.blocks.moe.expert_gemm", "quack", "torch", "QuACK's kernels"),
     ("feature.cuda_graphs", ANY, None, "no CUDA graphs"),
     ("feature.fp8", ANY, None, "no FP8"),
 )

@@ -7,7 +7,6 @@ by number; slots that the plan does not use refuse to be built instead of passin
 layer: blocks/<kind>/block.py, `build`.
 """
 
-import importlib.metadata
 import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -29,10 +28,10 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from nam_megatron.errors import Problem, Refused, quoted, raise_if
+from nam_megatron.packages import FLASH, flash_attention, installed
 from nam_megatron.plan import Plan
 from nam_megatron.targets import current
 
-FLASH4 = "NVTE_FLASH_ATTN_V4"
 # Fields of a layer's spec that are meant to be empty, with the reason; any other empty field is refused, so that one which a later
 # Megatron adds is refused too until somebody has looked at it. Each kind has its own list: Block.empty.
 NO_CROSS = frozenset({"pre_cross_attn_layernorm", "cross_attention", "cross_attn_bda"})
@@ -98,22 +97,10 @@ def transformer_engine_backend() -> BackendSpecProvider:
                 hint=f"use {current().te_version}",
             )
         )
-    raise_if(flash_attention(os.environ))
+    raise_if(flash_attention(installed(FLASH), os.environ))
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
     return TESpecProvider()
-
-
-def flash_attention(environ: Mapping[str, str]) -> Iterator[Problem]:
-    """FlashAttention 4 that Transformer Engine (2.20) would take by itself. It says "no window" as (-1, 0), which from 4.0.0b30 on leaves
-    a causal query nothing to see: all outputs and gradients are zero (seen on an H200 with 4.0.0b36, not with 4.0.0b29)."""
-    try:
-        found = importlib.metadata.version("flash-attn-4")
-    except importlib.metadata.PackageNotFoundError:
-        return
-    if environ.get(FLASH4) != "0":
-        message = f"flash-attn-4 {found} is installed: where cuDNN has no kernel Transformer Engine would take it, and it may give zeros"
-        yield Problem(message, hint=f"uninstall it, or set {FLASH4}=0")
 
 
 class MixerRouter:

@@ -7,7 +7,6 @@ are toy mixers; Transformer Engine's modules have stand-ins with the same parame
 import copy
 import dataclasses
 import importlib
-import importlib.metadata
 import pickle
 from functools import partial
 from math import lcm
@@ -32,10 +31,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from nam_megatron.blocks.mamba2 import layer as mamba2
 from nam_megatron.blocks.moe import experts as on_gpu
 from nam_megatron.blocks.moe import layer as moe
-from nam_megatron.blocks.moe.quack_gemm import QuackGemm
+from nam_megatron.blocks.moe import quack_gemm
 from nam_megatron.blocks.moe.torch_gemm import TorchGemm
 from nam_megatron.errors import Refused
-from nam_megatron.runtime.stack import AbsentSlot, flash_attention, hybrid_stack_spec
+from nam_megatron.packages import QUACK
+from nam_megatron.runtime.stack import AbsentSlot, hybrid_stack_spec
 
 MIXERS = {"mamba3": modules.toy_mixer(2), "m2rnn": modules.toy_mixer(1)}
 
@@ -402,6 +402,25 @@ def test_the_end_of_a_bucket_parts_weights_as_the_budget_has_it(ranks):
     assert on_ranks(one, parted) == [bool(64 * 32 % lcm(128, ranks))] * ranks == [ranks == 3] * ranks
 
 
+@pytest.mark.parametrize(("off", "called"), [(0, "add"), (4, "add"), (1, "add_apart")])
+def test_buffers_off_16_bytes_are_added_to_one_by_one(off, called):
+    """TMA takes no others; off: fp32 elements in front of them."""
+    calls = []
+    gemm = type("Told", (TorchGemm,), {})
+    for name in ("add", "add_apart"):
+        own = getattr(TorchGemm, name)
+        setattr(gemm, name, staticmethod(lambda *given, name=name, own=own: calls.append(name) or own(*given)))
+    weights, whole = torch.randn(2, 24, 8), torch.zeros(2 * 24 * 8 + off)
+    module = SimpleNamespace(num_gemms=2, **{f"weight{1 - i}": torch.nn.Parameter(w) for i, w in enumerate(weights)})
+    for i, total in enumerate(whole[off:].view(2, 24, 8)):
+        getattr(module, f"weight{1 - i}").main_grad = total
+    rows, bounds = torch.randn(5, 8), torch.tensor([0, 2, 5], dtype=torch.int32)
+    on_gpu._project(module, rows, bounds, gemm, True)[0].sum().backward()
+    assert calls == [called]
+    wanted = torch.stack([rows[:2].sum(0).expand(24, 8), rows[2:].sum(0).expand(24, 8)])
+    torch.testing.assert_close(whole[off:].view(2, 24, 8), wanted)
+
+
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))], ids=["deep", "pickle"]
 )
@@ -430,45 +449,22 @@ def test_a_gpu_on_which_torch_would_wait_for_counts_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("installed", "capability", "told"),
+    ("found", "capability", "told"),
     [
-        (None, (9, 0), "this host has none"),
-        ("0.6.4", (9, 0), "has 0.6.4"),
-        ("0.6.5", (8, 0), "Hopper alone"),
-        ("0.6.5", (9, 0), ""),
+        ({}, (9, 0), ["quack-kernels is not installed", "nvidia-cutlass-dsl is not installed"]),
+        (QUACK | {"quack-kernels": "0.6.4"}, (9, 0), ["quack-kernels is 0.6.4"]),
+        (QUACK | {"nvidia-cutlass-dsl": "4.7.1"}, (9, 0), ["nvidia-cutlass-dsl is 4.7.1"]),
+        (QUACK, (8, 0), ["have been run on Hopper alone"]),
+        (QUACK, (9, 0), ["cannot be imported: ModuleNotFoundError"]),
     ],
 )
-def test_hosts_that_do_not_run_quacks_gemms_are_refused(installed, capability, told, monkeypatch):
-    def version(package):
-        if installed is None:
-            raise importlib.metadata.PackageNotFoundError(package)
-        return installed
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
+def test_hosts_that_do_not_run_quacks_gemms_are_refused(found, capability, told, monkeypatch):
+    monkeypatch.setattr(quack_gemm, "installed", found.get)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    problems = list(QuackGemm.unserved())
-    assert [told in p.message and p.key == "model.blocks.moe.expert_gemm" for p in problems] == [True] * bool(told)
-
-
-@pytest.mark.parametrize(
-    ("installed", "environ", "refused"),
-    [
-        (None, {}, False),
-        ("4.0.0b36", {}, True),
-        ("4.0.0b36", {"NVTE_FLASH_ATTN_V4": "1"}, True),
-        ("4.0.0b36", {"NVTE_FLASH_ATTN_V4": "0"}, False),
-    ],
-)
-def test_flash_attention_that_may_give_zeros_is_refused(installed, environ, refused, monkeypatch):
-    def version(package):
-        if installed is None:
-            raise importlib.metadata.PackageNotFoundError(package)
-        return installed
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    found = list(flash_attention(environ))
-    assert [("4.0.0b36" in p.message, "NVTE_FLASH_ATTN_V4=0" in p.hint) for p in found] == [(True, True)] * refused
+    problems = list(quack_gemm.QuackGemm.unserved())
+    assert len(problems) == len(told) and all(p.key == "model.blocks.moe.expert_gemm" for p in problems)
+    assert all(words in p.message for words, p in zip(told, problems, strict=True))
 
 
 def test_gradients_of_experts_are_added_to_the_buffers_once():

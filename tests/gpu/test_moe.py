@@ -138,7 +138,7 @@ def test_the_fused_activation_is_as_exact_as_the_plain_one():
 
 
 @pytest.mark.parametrize("gemm", [TorchGemm, QuackGemm])
-@pytest.mark.parametrize("buffers", ["none", "in order", "apart"])
+@pytest.mark.parametrize("buffers", ["none", "in order", "apart", "off 16 bytes"])
 @pytest.mark.parametrize(
     "counts", [(300, 0, 211, 513), (0, 0, 1024, 0), (0, 1, 0, 1023), (256, 256, 256, 256)], ids=str
 )
@@ -154,6 +154,8 @@ def test_grouped_gemms_are_as_exact_as_gemms_of_each_expert(counts, buffers, gem
     totals = torch.randn(5 if buffers == "apart" else 4, 896, 512, device=DEVICE)
     if buffers == "apart":
         totals = [totals[i] for i in (0, 2, 3, 4)]
+    if buffers == "off 16 bytes":
+        totals = torch.randn(4 * 896 * 512 + 1, device=DEVICE)[1:].view(4, 896, 512)
     before = [total.double() for total in totals]
     for weight, total in zip(weights, totals, strict=True):
         weight.main_grad = total

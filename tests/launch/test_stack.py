@@ -15,7 +15,9 @@ import pytest
 from packaging.requirements import Requirement
 
 from launch import patch, stack
+from nam_megatron import packages
 from nam_megatron.errors import Refused
+from nam_megatron.recipe import load
 
 REPO = Path(__file__).parents[2]
 LOCK = stack.load()
@@ -32,6 +34,32 @@ def test_the_lock_is_what_the_project_asks_of_a_training_host():
     asked = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]["train"]
     pinned = {name: version for name, _, version in (line.partition("==") for line in asked) if version}
     assert {p.name: p.version for p in LOCK.packages if p.source != "torch"} == pinned
+
+
+def test_the_extra_of_quack_is_what_its_hint_installs():
+    asked = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]["quack"]
+    assert {word.partition("==")[0].partition("[")[0]: word.partition("==")[2] for word in asked} == packages.QUACK
+    pip = shlex.split(packages.INSTALL.split("`")[1])
+    assert pip[:3] == ["pip", "install", f"torch=={GOOD['torch']}"] and pip[3:] == asked
+
+
+@pytest.mark.parametrize(
+    ("gemm", "installed", "environ", "told"),
+    [
+        ("torch", {}, {}, []),
+        ("quack", {}, {}, ["quack-kernels is not installed", "nvidia-cutlass-dsl is not installed"]),
+        ("quack", packages.QUACK | {"quack-kernels": "0.7.0"}, {}, ["quack-kernels is 0.7.0"]),
+        ("quack", packages.QUACK, {}, []),
+        ("torch", {"flash-attn-4": "4.0.0b36"}, {}, ["flash-attn-4 4.0.0b36 is installed"]),
+        ("torch", {"flash-attn-4": "4.0.0b36"}, {"NVTE_FLASH_ATTN_V4": "1"}, ["flash-attn-4 4.0.0b36 is installed"]),
+        ("torch", {"flash-attn-4": "4.0.0b36"}, {"NVTE_FLASH_ATTN_V4": "0"}, []),
+    ],
+)
+def test_what_a_recipe_asks_beside_the_lock(gemm, installed, environ, told):
+    recipe = load("nam56r_fused", (f"model.blocks.moe.expert_gemm={gemm}",))
+    found = list(stack.asked(recipe, installed, environ))
+    assert [f.level for f in found] == ["fail"] * len(told) and all(f.hint for f in found)
+    assert all(f.message.startswith(words) for f, words in zip(found, told, strict=True))
 
 
 def test_what_torch_brings_is_what_torch_asks_for():

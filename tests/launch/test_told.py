@@ -337,7 +337,7 @@ def of_looks() -> Iterator[str]:
         patch.setattr(stack, "probe", lambda lock, env: {"torch": {"cuda": "13", "error": "x"}, "env": env})
         patch.setattr(stack, "megatron", lambda: ("finding", "patched"))
         patch.setattr(stack, "findings", lambda lock, installed, imported: [installed, imported])
-        yield str(preflight.software({"E": "1"}, stack.load()))
+        yield str(preflight.software({"E": "1"}, stack.load(), RECIPES()))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage.shutil, "disk_usage", lambda path: SimpleNamespace(free=len(str(path)) * 10**9))
         used = disks.used(recipe)

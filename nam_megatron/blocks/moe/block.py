@@ -84,8 +84,9 @@ class Moe(Block):
     grouped_gemm: Annotated[bool, Row("all local experts in one GEMM", "moe_grouped_gemm")]
     expert_gemm: Annotated[
         Literal["transformer_engine", "torch", "quack"],
-        Row("whose grouped GEMM; torch's and QuACK's read the experts' counts on the GPU, and no host waits for them",
-            executes="the same products; torch rounds the gradient of a microbatch before it is added", was="transformer_engine"),
+        Row("whose grouped GEMM; torch's and QuACK's (the extra `quack`, Hopper) read the experts' counts on the GPU, and no host waits",
+            executes="the same products; a microbatch's gradient is rounded before it is added, but for QuACK's with "
+            "`precision.fused_grad_accumulation`", was="transformer_engine"),
     ]  # fmt: skip
     permute_fusion: Annotated[
         bool, Row("TE's fused permutation", "moe_permute_fusion", executes="the same permutation, fused")
@@ -290,8 +291,9 @@ class Moe(Block):
         whose = "torch's grouped GEMM" if self.expert_gemm == "torch" else "QuACK's GEMM"
         back, feature = f"set `{key}=transformer_engine`", plan.recipe.feature
         if self.dispatcher != "local":
-            message = "only the local dispatcher leaves the experts' counts on the GPU"
-            yield Problem(message, key, f"{back}, or `model.blocks.moe.dispatcher=local`")
+            message, p = "only the local dispatcher leaves the experts' counts on the GPU", plan.recipe.parallel
+            local = "" if p.expert * p.expert_tensor > 1 else ", or `model.blocks.moe.dispatcher=local`"
+            yield Problem(message, key, back + local)
         if not self.grouped_gemm:
             yield Problem("without grouped GEMM each expert multiplies by itself", key, back)
         if feature.fp8:
@@ -307,6 +309,7 @@ class Moe(Block):
             "`precision.deterministic`": precision.deterministic,
             "bf16 gradients": precision.grad_reduce == "bf16",
             "adapters": bool(feature.lora),
+            "Muon": bool(feature.muon),
         }
         if self.expert_gemm == "quack" and (found := [what for what, asked in untried.items() if asked]):
             yield Problem(f"{whose} has not been tried with {' or '.join(found)}", key, f"set `{key}=torch`")

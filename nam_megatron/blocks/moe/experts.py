@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nam_megatron.blocks.moe.torch_gemm import add_to
 from nam_megatron.errors import Problem
 
 
@@ -49,12 +48,12 @@ class Gemm(Protocol):
         """d_out [rows, n], rows [rows, k] -> the weights', [experts, n, k], as the weights are."""
 
     @staticmethod
-    def addends(d_out: Tensor, rows: Tensor, bounds: Tensor) -> Tensor:
-        """What `add` adds, where the buffers do not lie in order."""
-
-    @staticmethod
     def add(total: Tensor, d_out: Tensor, rows: Tensor, bounds: Tensor) -> Tensor:
         """Add the weights' gradients to total [experts, n, k] -> what autograd gets for them, of this shape, and nobody reads."""
+
+    @staticmethod
+    def add_apart(totals: Sequence[Tensor], d_out: Tensor, rows: Tensor, bounds: Tensor) -> Tensor:
+        """The same, where each expert's lies by itself."""
 
 
 def keep_counts_on_gpu(experts: torch.nn.Module, gemm: type[Gemm], accumulate: bool) -> None:
@@ -100,15 +99,15 @@ class _Project(torch.autograd.Function):
         if not ctx.buffered:
             return d_rows, None, None, None, *gemm.gradients(d_out, rows, bounds).unbind()
         buffers = [weight.main_grad for weight in weights]
-        if (whole := _in_order(buffers)) is not None:
+        whole = _in_order(buffers)
+        # Without a sharded optimizer Megatron lets a parameter of odd size shift what lies behind it; TMA wants 16 bytes.
+        if whole is not None and whole.data_ptr() % 16 == 0:
             gradients = gemm.add(whole, d_out, rows, bounds)
         else:
-            gradients = gemm.addends(d_out, rows, bounds)
-            for total, more in zip(buffers, gradients, strict=True):
-                add_to(total, more)
+            gradients = gemm.add_apart(buffers, d_out, rows, bounds)
         for weight in weights:
             weight.grad_added_to_main_grad = True  # then Megatron's hooks wait for a gradient, and do not read it
-        return d_rows, None, None, None, *gradients.to(rows.dtype).unbind()
+        return d_rows, None, None, None, *gradients.unbind()
 
 
 def _in_order(matrices: Sequence[Tensor]) -> Tensor | None:

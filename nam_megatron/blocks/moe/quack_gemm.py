@@ -4,16 +4,17 @@ Where experts' rows begin is read on the GPU. Weights' gradients are added in fp
 nothing is rounded to bf16 before, and no kernel adds afterwards.
 """
 
-import importlib.metadata
-from collections.abc import Iterator
+import importlib
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from nam_megatron.blocks.moe.torch_gemm import add_to
 from nam_megatron.errors import Problem
+from nam_megatron.packages import INSTALL, QUACK, QUACK_KEY, installed, without_quack
 
-VERSION = "0.6.5"  # the only one that has been tried
 SERVED = (9, 0)  # compute capability
 
 
@@ -23,16 +24,16 @@ class QuackGemm:
     @staticmethod
     def unserved() -> Iterator[Problem]:
         """Another GPU than Hopper's, none, or a host without the library; nothing else is put in its place."""
-        key = "model.blocks.moe.expert_gemm"
-        try:
-            found = importlib.metadata.version("quack-kernels")
-        except importlib.metadata.PackageNotFoundError:
-            found = "none"
-        if found != VERSION:
-            hint = f"install the extra `quack` of nam_megatron, or set `{key}=torch`"
-            yield Problem(f"quack-kernels {VERSION} is needed, and this host has {found}", key, hint)
+        if problems := list(without_quack({name: installed(name) for name in QUACK})):
+            yield from problems
         elif not torch.cuda.is_available() or torch.cuda.get_device_capability() != SERVED:
-            yield Problem("QuACK's GEMMs have been run on Hopper alone", key, f"set `{key}=torch`")
+            yield Problem("QuACK's GEMMs have been run on Hopper alone", QUACK_KEY, f"set `{QUACK_KEY}=torch`")
+        else:
+            try:
+                importlib.import_module("quack.gemm_interface")
+            except Exception as err:  # whatever a broken installation throws
+                why = f"{type(err).__name__}: {str(err).partition(chr(10))[0]}"
+                yield Problem(f"QuACK cannot be imported: {why}", QUACK_KEY, f"{INSTALL}; or set `{QUACK_KEY}=torch`")
 
     @staticmethod
     def product(rows: Tensor, weights: Tensor, bounds: Tensor) -> Tensor:
@@ -47,17 +48,20 @@ class QuackGemm:
         return _gradients(d_out, rows, bounds, rows.dtype)
 
     @staticmethod
-    def addends(d_out: Tensor, rows: Tensor, bounds: Tensor) -> Tensor:
-        """What `add` adds, where the buffers do not lie in order: fp32."""
-        return _gradients(d_out, rows, bounds, torch.float32)
-
-    @staticmethod
     def add(total: Tensor, d_out: Tensor, rows: Tensor, bounds: Tensor) -> Tensor:
         """Add the weights' gradients to total [experts, n, k] -> what autograd gets for them, [experts, n, k], which nobody reads."""
         from quack.gemm_interface import gemm_add_inplace
 
         gemm_add_inplace(d_out.mT, rows, total, cu_seqlens_k=bounds, tuned=False)
         return _unread(total.shape[1:], rows.dtype, rows.device).expand(total.shape)
+
+    @staticmethod
+    def add_apart(totals: Sequence[Tensor], d_out: Tensor, rows: Tensor, bounds: Tensor) -> Tensor:
+        """The same, where each expert's lies by itself: from a tensor in fp32 for all of them."""
+        gradients = _gradients(d_out, rows, bounds, torch.float32)
+        for total, more in zip(totals, gradients, strict=True):
+            add_to(total, more)
+        return _unread(gradients.shape[1:], rows.dtype, rows.device).expand(gradients.shape)
 
 
 def _gradients(d_out: Tensor, rows: Tensor, bounds: Tensor, dtype: torch.dtype) -> Tensor:

@@ -3,7 +3,7 @@
 It writes a microbatch's gradients in bf16; they are added to Megatron's buffers afterwards.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -39,16 +39,19 @@ class TorchGemm:
         return F.grouped_mm(d_out.mT, rows, offs=bounds[1:])
 
     @staticmethod
-    def addends(d_out: Tensor, rows: Tensor, bounds: Tensor) -> Tensor:
-        """What `add` adds, where the buffers do not lie in order."""
-        return TorchGemm.gradients(d_out, rows, bounds)
-
-    @staticmethod
     def add(total: Tensor, d_out: Tensor, rows: Tensor, bounds: Tensor) -> Tensor:
         """Add the weights' gradients to total [experts, n, k] -> what autograd gets for them, [experts, n, k], which nobody reads."""
         more = TorchGemm.gradients(d_out, rows, bounds)
         add_to(total, more)
         return more
+
+    @staticmethod
+    def add_apart(totals: Sequence[Tensor], d_out: Tensor, rows: Tensor, bounds: Tensor) -> Tensor:
+        """The same, where each expert's lies by itself."""
+        gradients = TorchGemm.gradients(d_out, rows, bounds)
+        for total, more in zip(totals, gradients, strict=True):
+            add_to(total, more)
+        return gradients
 
 
 def add_to(total: Tensor, more: Tensor) -> None:

@@ -1,0 +1,38 @@
+"""Packages beside the lock: what a recipe's own keys need of a host, and what must not be there."""
+
+import importlib.metadata
+from collections.abc import Iterator, Mapping
+
+from nam_megatron.errors import Problem
+
+QUACK_KEY = "model.blocks.moe.expert_gemm"
+QUACK = {"quack-kernels": "0.6.5", "nvidia-cutlass-dsl": "4.8.1"}  # the only versions that have been tried
+INSTALL = "`pip install torch==2.11.0 quack-kernels==0.6.5 'nvidia-cutlass-dsl[cu13]==4.8.1'` installs it"
+FLASH, FLASH_CHOICE = "flash-attn-4", "NVTE_FLASH_ATTN_V4"
+
+
+def installed(name: str) -> str | None:
+    """The version of a package, from its metadata: nothing is imported."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def without_quack(versions: Mapping[str, str | None]) -> Iterator[Problem]:
+    """What is missing of QuACK among a host's packages."""
+    for package, version in QUACK.items():
+        if (found := versions.get(package)) != version:
+            message = f"{package} is {found or 'not installed'}, and QuACK's GEMMs were tried with {version} alone"
+            yield Problem(message, QUACK_KEY, f"{INSTALL}; or set `{QUACK_KEY}=torch`")
+
+
+def flash_attention(found: str | None, environ: Mapping[str, str]) -> Iterator[Problem]:
+    """FlashAttention 4 that Transformer Engine (2.20) would take by itself. It says "no window" as (-1, 0), which from 4.0.0b30 on leaves
+    a causal query nothing to see: all outputs and gradients are zero (seen on an H200 with 4.0.0b36, not with 4.0.0b29).
+
+    found: the version of flash-attn-4, if it is installed.
+    """
+    if found and environ.get(FLASH_CHOICE) != "0":
+        message = f"{FLASH} {found} is installed: where cuDNN has no kernel Transformer Engine would take it, and it may give zeros"
+        yield Problem(message, hint=f"uninstall it, or set {FLASH_CHOICE}=0")
