@@ -57,7 +57,7 @@ def ways(counts: list[int], into: int, out: int) -> dict[str, Ways]:
         found["forward"][name] = partial(gemm.product, x, weights.mT, bounds)
         found["rows"][name] = partial(gemm.product, dy, weights, bounds)
         found["weights"][name] = partial(gemm.gradients, dy, x, bounds)
-        found["weights added"][name] = partial(gemm.add, total, dy, x, bounds)
+        found["weights added"][name] = partial(gemm.add, total.unbind(), total, dy, x, bounds)
     return found
 
 

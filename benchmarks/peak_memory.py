@@ -21,7 +21,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +28,7 @@ import kernels
 
 from nam_megatron import train
 from nam_megatron.errors import REFUSED, Refused, raise_if
+from nam_megatron.packages import installed
 
 if TYPE_CHECKING:
     from blocks import Marks
@@ -188,13 +188,7 @@ class Meter:
 
 def versions() -> dict[str, str | None]:
     """Of the packages that decide speed and memory; None for what is not installed."""
-    found: dict[str, str | None] = {}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    return {name: installed(name) for name in PACKAGES}
 
 
 def stock() -> None:

@@ -152,9 +152,8 @@ def findings(
 def asked(recipe: Recipe, installed: Mapping[str, str | None], environ: Mapping[str, str]) -> Iterator[Finding]:
     """What the plan's own keys need or forbid beside the lock."""
     moe = recipe.model.blocks.moe
-    for problem in packages.without_quack(installed) if moe and moe.expert_gemm == "quack" else ():
-        yield Finding("lock", "fail", problem.message, problem.hint or "")
-    for problem in packages.flash_attention(installed.get(packages.FLASH), environ):
+    quack = packages.without_quack(installed) if moe and moe.expert_gemm == "quack" else ()
+    for problem in (*quack, *packages.flash_attention(installed.get(packages.FLASH), environ)):
         yield Finding("lock", "fail", problem.message, problem.hint or "")
 
 

@@ -8,9 +8,10 @@ import copy
 import dataclasses
 import importlib
 import pickle
+import sys
 from functools import partial
 from math import lcm
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import harness
 import megatron.core.ssm.mamba_mixer as upstream
@@ -402,20 +403,31 @@ def test_the_end_of_a_bucket_parts_weights_as_the_budget_has_it(ranks):
     assert on_ranks(one, parted) == [bool(64 * 32 % lcm(128, ranks))] * ranks == [ranks == 3] * ranks
 
 
-@pytest.mark.parametrize(("off", "called"), [(0, "add"), (4, "add"), (1, "add_apart")])
-def test_buffers_off_16_bytes_are_added_to_one_by_one(off, called):
-    """TMA takes no others; off: fp32 elements in front of them."""
+@pytest.mark.parametrize(("off", "called"), [(0, "added inside"), (4, "added inside"), (1, "added one by one")])
+def test_buffers_off_16_bytes_are_added_to_one_by_one(off, called, monkeypatch):
+    """TMA takes no others; off: fp32 elements in front of them. Plain torch stands for QuACK's two functions."""
     calls = []
-    gemm = type("Told", (TorchGemm,), {})
-    for name in ("add", "add_apart"):
-        own = getattr(TorchGemm, name)
-        setattr(gemm, name, staticmethod(lambda *given, name=name, own=own: calls.append(name) or own(*given)))
+
+    def gemm(a, b, *, cu_seqlens_m=None, cu_seqlens_k=None, out_dtype=None, tuned):
+        if cu_seqlens_m is not None:
+            return TorchGemm.product(a, b, cu_seqlens_m)
+        calls.append("added one by one")
+        return TorchGemm.gradients(a.mT, b, cu_seqlens_k).to(out_dtype)
+
+    def gemm_add_inplace(a, b, out, *, cu_seqlens_k, tuned):
+        calls.append("added inside")
+        assert out.data_ptr() % 16 == 0
+        out += TorchGemm.gradients(a.mT, b, cu_seqlens_k)
+
+    monkeypatch.setitem(sys.modules, "quack", ModuleType("quack"))
+    interface = SimpleNamespace(gemm=gemm, gemm_add_inplace=gemm_add_inplace)
+    monkeypatch.setitem(sys.modules, "quack.gemm_interface", interface)
     weights, whole = torch.randn(2, 24, 8), torch.zeros(2 * 24 * 8 + off)
     module = SimpleNamespace(num_gemms=2, **{f"weight{1 - i}": torch.nn.Parameter(w) for i, w in enumerate(weights)})
     for i, total in enumerate(whole[off:].view(2, 24, 8)):
         getattr(module, f"weight{1 - i}").main_grad = total
     rows, bounds = torch.randn(5, 8), torch.tensor([0, 2, 5], dtype=torch.int32)
-    on_gpu._project(module, rows, bounds, gemm, True)[0].sum().backward()
+    on_gpu._project(module, rows, bounds, quack_gemm.QuackGemm, True)[0].sum().backward()
     assert calls == [called]
     wanted = torch.stack([rows[:2].sum(0).expand(24, 8), rows[2:].sum(0).expand(24, 8)])
     torch.testing.assert_close(whole[off:].view(2, 24, 8), wanted)

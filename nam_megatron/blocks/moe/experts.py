@@ -25,7 +25,7 @@ class Bounds(NamedTuple):
     @classmethod
     def of(cls, routing_map: Tensor) -> "Bounds":
         """routing_map: bool [tokens, experts], the last expert first."""
-        return cls(F.pad(routing_map.sum(dim=0).cumsum(0), (1, 0)).to(torch.int32))
+        return cls(F.pad(routing_map.sum(dim=0, dtype=torch.int32), (1, 0)).cumsum(0, dtype=torch.int32))
 
     def tolist(self) -> Tensor:
         """What Megatron asks counts for (TEGroupedMLP.forward, 0.19.2), and gives to both projections."""
@@ -48,12 +48,11 @@ class Gemm(Protocol):
         """d_out [rows, n], rows [rows, k] -> the weights', [experts, n, k], as the weights are."""
 
     @staticmethod
-    def add(total: Tensor, d_out: Tensor, rows: Tensor, bounds: Tensor) -> Tensor:
-        """Add the weights' gradients to total [experts, n, k] -> what autograd gets for them, of this shape, and nobody reads."""
+    def add(totals: Sequence[Tensor], whole: Tensor | None, d_out: Tensor, rows: Tensor, bounds: Tensor) -> Tensor:
+        """Add the weights' gradients to totals, each [n, k] -> what autograd gets for them, [experts, n, k], which nobody reads.
 
-    @staticmethod
-    def add_apart(totals: Sequence[Tensor], d_out: Tensor, rows: Tensor, bounds: Tensor) -> Tensor:
-        """The same, where each expert's lies by itself."""
+        whole: the totals as one, [experts, n, k], where they lie in order.
+        """
 
 
 def keep_counts_on_gpu(experts: torch.nn.Module, gemm: type[Gemm], accumulate: bool) -> None:
@@ -99,12 +98,7 @@ class _Project(torch.autograd.Function):
         if not ctx.buffered:
             return d_rows, None, None, None, *gemm.gradients(d_out, rows, bounds).unbind()
         buffers = [weight.main_grad for weight in weights]
-        whole = _in_order(buffers)
-        # Without a sharded optimizer Megatron lets a parameter of odd size shift what lies behind it; TMA wants 16 bytes.
-        if whole is not None and whole.data_ptr() % 16 == 0:
-            gradients = gemm.add(whole, d_out, rows, bounds)
-        else:
-            gradients = gemm.add_apart(buffers, d_out, rows, bounds)
+        gradients = gemm.add(buffers, _in_order(buffers), d_out, rows, bounds)
         for weight in weights:
             weight.grad_added_to_main_grad = True  # then Megatron's hooks wait for a gradient, and do not read it
         return d_rows, None, None, None, *gradients.unbind()

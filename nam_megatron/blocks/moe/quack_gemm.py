@@ -48,20 +48,18 @@ class QuackGemm:
         return _gradients(d_out, rows, bounds, rows.dtype)
 
     @staticmethod
-    def add(total: Tensor, d_out: Tensor, rows: Tensor, bounds: Tensor) -> Tensor:
-        """Add the weights' gradients to total [experts, n, k] -> what autograd gets for them, [experts, n, k], which nobody reads."""
+    def add(totals: Sequence[Tensor], whole: Tensor | None, d_out: Tensor, rows: Tensor, bounds: Tensor) -> Tensor:
+        """By the GEMM itself where `whole` is given and TMA takes it, else from a tensor in fp32 for all experts."""
         from quack.gemm_interface import gemm_add_inplace
 
-        gemm_add_inplace(d_out.mT, rows, total, cu_seqlens_k=bounds, tuned=False)
-        return _unread(total.shape[1:], rows.dtype, rows.device).expand(total.shape)
-
-    @staticmethod
-    def add_apart(totals: Sequence[Tensor], d_out: Tensor, rows: Tensor, bounds: Tensor) -> Tensor:
-        """The same, where each expert's lies by itself: from a tensor in fp32 for all of them."""
-        gradients = _gradients(d_out, rows, bounds, torch.float32)
-        for total, more in zip(totals, gradients, strict=True):
-            add_to(total, more)
-        return _unread(gradients.shape[1:], rows.dtype, rows.device).expand(gradients.shape)
+        # Without a sharded optimizer Megatron lets a parameter of odd size shift what lies behind it; TMA wants 16 bytes.
+        if whole is not None and whole.data_ptr() % 16 == 0:
+            gemm_add_inplace(d_out.mT, rows, whole, cu_seqlens_k=bounds, tuned=False)
+        else:
+            for total, more in zip(totals, _gradients(d_out, rows, bounds, torch.float32), strict=True):
+                add_to(total, more)
+        shape = totals[0].shape
+        return _unread(shape, rows.dtype, rows.device).expand(len(totals), *shape)
 
 
 def _gradients(d_out: Tensor, rows: Tensor, bounds: Tensor, dtype: torch.dtype) -> Tensor:

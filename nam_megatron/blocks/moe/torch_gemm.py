@@ -39,17 +39,10 @@ class TorchGemm:
         return F.grouped_mm(d_out.mT, rows, offs=bounds[1:])
 
     @staticmethod
-    def add(total: Tensor, d_out: Tensor, rows: Tensor, bounds: Tensor) -> Tensor:
-        """Add the weights' gradients to total [experts, n, k] -> what autograd gets for them, [experts, n, k], which nobody reads."""
-        more = TorchGemm.gradients(d_out, rows, bounds)
-        add_to(total, more)
-        return more
-
-    @staticmethod
-    def add_apart(totals: Sequence[Tensor], d_out: Tensor, rows: Tensor, bounds: Tensor) -> Tensor:
-        """The same, where each expert's lies by itself."""
+    def add(totals: Sequence[Tensor], whole: Tensor | None, d_out: Tensor, rows: Tensor, bounds: Tensor) -> Tensor:
+        """In one launch where `whole` is given."""
         gradients = TorchGemm.gradients(d_out, rows, bounds)
-        for total, more in zip(totals, gradients, strict=True):
+        for total, more in [(whole, gradients)] if whole is not None else zip(totals, gradients, strict=True):
             add_to(total, more)
         return gradients
 
