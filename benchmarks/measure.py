@@ -53,6 +53,11 @@ WHOLE = ("feature.cuda_graphs.impl=full_iteration", "feature.cuda_graphs.warmup_
 # Keys of the fused overlay since 2026-11-24; the author stack has no Mamba-2, the native one no M2RNN.
 ROUTERS, NORMS = f"{MOE}fused_router_gradient=", "model.blocks.mamba2.strided_norm="
 PADDED = "model.blocks.m2rnn.padded_projection="
+FLASH = "precision.attention_kernels=flash_attention_4"
+# Dense projections in FP8, beside experts, latents and M2RNN in bf16.
+SOME8, PARTS = f"{FP8}tensorwise", "feature.fp8.bf16_parts="
+NATIVE8 = (SOME8, f"{PARTS}[experts]", "model.blocks.mamba2.padded_projection=true")
+AUTHOR8 = (SOME8, f"{PARTS}[experts,latents,m2rnn]")
 EAGER = ("feature.cuda_graphs.impl=none",)
 FULL = ("feature.recompute.granularity=full", "feature.recompute.method=uniform", "feature.recompute.layers=1")
 DETERMINISTIC = "precision.deterministic=true"
@@ -112,6 +117,11 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "author52_one_new": ("nam56r_fused", (*FULL_ONE, MBS2, *WHOLE, f"{ROUTERS}true", f"{PADDED}true")),
     "native52_one_quack": ("nam56r_native_dp_fused", (*FULL_ONE, *WHOLE, f"{EXPERTS}quack")),
     "author52_one_quack": ("nam56r_fused", (*FULL_ONE, MBS2, *WHOLE, f"{EXPERTS}quack")),
+    "native52_one_flash": ("nam56r_native_dp_fused", (*FULL_ONE, *WHOLE, FLASH)),
+    "author52_one_flash": ("nam56r_fused", (*FULL_ONE, MBS2, *WHOLE, f"{EXPERTS}quack", FLASH)),
+    "native52_one_fp8": ("nam56r_native_dp_fused", (*FULL_ONE, *WHOLE, FLASH, *NATIVE8)),
+    "native52_one_fp8_blockwise": ("nam56r_native_dp_fused", (*FULL_ONE, *WHOLE, FLASH, *NATIVE8, f"{FP8}blockwise")),
+    "author52_one_fp8": ("nam56r_fused", (*FULL_ONE, MBS2, *WHOLE, f"{EXPERTS}quack", FLASH, *AUTHOR8)),
     # FP8 and bf16 of one model, whose widths FP8 takes: eager as FP8 is, and as fast as bf16 is.
     "native52_64": ("nam56r_native_dp_fused", (*FULL_ONE, HEADS64, f"{EXPERTS}transformer_engine")),
     "native52_64_torch": ("nam56r_native_dp_fused", (*FULL_ONE, HEADS64, f"{EXPERTS}torch")),

@@ -152,8 +152,12 @@ def findings(
 def asked(recipe: Recipe, installed: Mapping[str, str | None], environ: Mapping[str, str]) -> Iterator[Finding]:
     """What the plan's own keys need or forbid beside the lock."""
     moe = recipe.model.blocks.moe
-    quack = packages.without_quack(installed) if moe and moe.expert_gemm == "quack" else ()
-    for problem in (*quack, *packages.flash_attention(installed.get(packages.FLASH), environ)):
+    quack = packages.without_quack(installed.get) if moe and moe.expert_gemm == "quack" else ()
+    if recipe.precision.attention_kernels == "flash_attention_4":  # the plan keeps Transformer Engine from it
+        flash = packages.without_flash(installed.get)
+    else:
+        flash = packages.flash_attention(installed.get(packages.FLASH), environ)
+    for problem in (*quack, *flash):
         yield Finding("lock", "fail", problem.message, problem.hint or "")
 
 

@@ -1,7 +1,7 @@
 """Packages beside the lock: what a recipe's own keys need of a host, and what must not be there."""
 
 import importlib.metadata
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from nam_megatron.errors import Problem
 
@@ -9,6 +9,9 @@ QUACK_KEY = "model.blocks.moe.expert_gemm"
 QUACK = {"quack-kernels": "0.6.5", "nvidia-cutlass-dsl": "4.8.1"}  # the only versions that have been tried
 INSTALL = "`pip install torch==2.11.0 quack-kernels==0.6.5 'nvidia-cutlass-dsl[cu13]==4.8.1'` installs it"
 FLASH, FLASH_CHOICE = "flash-attn-4", "NVTE_FLASH_ATTN_V4"
+FLASH_KEY = "precision.attention_kernels"
+FLASH_PACKAGES = {FLASH: "4.0.0b36", **QUACK}  # it is built on QuACK
+FLASH_INSTALL = "`pip install torch==2.11.0 flash-attn-4==4.0.0b36 quack-kernels==0.6.5 'nvidia-cutlass-dsl[cu13]==4.8.1'` installs it"
 
 
 def installed(name: str) -> str | None:
@@ -19,12 +22,20 @@ def installed(name: str) -> str | None:
         return None
 
 
-def without_quack(versions: Mapping[str, str | None]) -> Iterator[Problem]:
-    """What is missing of QuACK among a host's packages."""
+def without_quack(find: Callable[[str], str | None]) -> Iterator[Problem]:
+    """What is missing of QuACK. find: a package's version on a host, None where it is not installed."""
     for package, version in QUACK.items():
-        if (found := versions.get(package)) != version:
+        if (found := find(package)) != version:
             message = f"{package} is {found or 'not installed'}, and QuACK's GEMMs were tried with {version} alone"
             yield Problem(message, QUACK_KEY, f"{INSTALL}; or set `{QUACK_KEY}=torch`")
+
+
+def without_flash(find: Callable[[str], str | None]) -> Iterator[Problem]:
+    """What is missing of FlashAttention 4. find: as without_quack's."""
+    for package, version in FLASH_PACKAGES.items():
+        if (found := find(package)) != version:
+            message = f"{package} is {found or 'not installed'}, and FlashAttention 4 was tried with {version} alone"
+            yield Problem(message, FLASH_KEY, f"{FLASH_INSTALL}; or set `{FLASH_KEY}=transformer_engine`")
 
 
 def flash_attention(found: str | None, environ: Mapping[str, str]) -> Iterator[Problem]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from nam_megatron.blocks import Block
+    from nam_megatron.features.fp8 import Part
     from nam_megatron.plan import Layer, Plan
     from nam_megatron.recipe import Model
 
@@ -189,6 +190,11 @@ class Sizes:
 
     def own(self, **symbols: float) -> "Sizes":
         return replace(self, symbols={**self.symbols, **symbols})
+
+    def in_bf16(self, part: "Part") -> "Sizes":
+        """For what a part's GEMMs keep of their inputs: bf16 where FP8 leaves it in bf16."""
+        fp8 = self.plan.recipe.feature.fp8
+        return self.own(w=2) if fp8 and fp8.keeps(part) else self
 
     def value(self, formula: str) -> float:
         number: float = eval(_code(formula), {"__builtins__": {}, "max": max, "min": min}, dict(self.symbols))

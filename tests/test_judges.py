@@ -202,7 +202,7 @@ model.blocks.mla.kernels model.blocks.dsa.kernels model.blocks.mamba3.kernels mo
 model.blocks.moe.dispatcher model.blocks.moe.expert_gemm model.blocks.moe.pad_to_capacity model.blocks.moe.permute_fusion
 model.blocks.moe.router_fusion model.blocks.moe.fused_router_gradient
 model.blocks.moe.shared_overlap model.blocks.moe.fused_weighted_squared_relu model.blocks.mamba2.strided
-model.blocks.mamba2.strided_norm model.blocks.m2rnn.padded_projection
+model.blocks.mamba2.strided_norm model.blocks.mamba2.padded_projection model.blocks.m2rnn.padded_projection
 model.blocks.mamba3.recompute model.blocks.mamba3.chunk model.blocks.mamba3.head_pieces model.blocks.dsa.query_pieces
 parallel.tensor parallel.sequence parallel.pipeline
 parallel.virtual_pipeline parallel.context parallel.expert parallel.expert_tensor feature.recompute.granularity
@@ -212,7 +212,7 @@ feature.distributed_optimizer.overlap_param_gather feature.distributed_optimizer
 feature.megatron_fsdp.strategy feature.mhc.kernels feature.tracking.tensorboard
 feature.tracking.wandb_project feature.tracking.wandb_name feature.tracking.wandb_dir feature.tracking.wandb_entity
 feature.tracking.mlflow feature.tracking.mlflow_experiment precision.cross_entropy precision.fused_grad_accumulation
-precision.norm_kernels precision.deterministic schedule.eval_steps schedule.eval_interval schedule.log_interval
+precision.norm_kernels precision.attention_kernels precision.deterministic schedule.eval_steps schedule.eval_interval schedule.log_interval
 schedule.save schedule.save_interval schedule.async_save schedule.load schedule.stop_every schedule.timeout_minutes
 schedule.manual_gc_interval data.cache data.workers device.name device.capability device.total_gib device.runtime_gib
 device.groups_gib.data device.groups_gib.tensor device.groups_gib.pipeline device.groups_gib.context

@@ -59,6 +59,9 @@ WEIGHED_KEY = "model.blocks.moe.fused_weighted_squared_relu"
 WEIGHED = {WEIGHED_KEY: True}
 PADDED = "model.blocks.m2rnn.padded_projection"
 NORM_KEY = "model.blocks.mamba2.strided_norm"
+PADDED2, STRIDED = "model.blocks.mamba2.padded_projection", {"model.blocks.mamba2.strided": True}
+KEPT_KEY, FLASH_KEY = "feature.fp8.bf16_parts", "precision.attention_kernels"
+KEPT, FLASH = {KEPT_KEY: ["experts"]}, {FLASH_KEY: "flash_attention_4"}
 FORKED_KEY = "model.blocks.moe.fused_router_gradient"
 FORKED = LOCAL | {FORKED_KEY: True}
 
@@ -566,8 +569,8 @@ REFUSALS = [
     (DESIGN, {"parallel.context": 2, "model.blocks.mamba3.groups": 7}, "model.blocks.mamba3.groups", "Mamba-3 groups 7 is not"),
     (NATIVE, TP | {"parallel.tensor": 4, "parallel.context": 2, "model.seq_length": 4100}, "model.seq_length", "shared by 8 ranks"),
     (NATIVE, {"parallel.context": 4, "model.blocks.mamba2.groups": 7}, "model.blocks.mamba2.groups", "neither spread over 4 context ranks"),
-    ("nam56r_native_dp_fp8", {"model.letters.A": "mla"}, "model.blocks.mla.kernels", "our MLA projects in bf16"),
-    ("nam56r_native_dp_fp8", {"model.letters.A": "dsa"}, "model.blocks.dsa.kernels", "our DSA projects in bf16"),
+    ("nam56r_native_dp_fp8", {"model.letters.A": "mla"}, "model.blocks.mla.kernels", "our MLA projects to latents"),
+    ("nam56r_native_dp_fp8", {"model.letters.A": "dsa"}, "model.blocks.dsa.kernels", "our DSA projects to latents"),
     (DESIGN, {"model.normalization": "LayerNorm"}, "model.blocks.mla.kernels", "RMSNorm in its projections, not LayerNorm"),
     (DESIGN, {"model.normalization": "LayerNorm"}, "model.blocks.dsa.kernels", "RMSNorm in its projections, not LayerNorm"),
     (DESIGN, {"model.blocks.mla.kv_lora_rank": 96}, "model.blocks.mla.kv_lora_rank", "fused kernels take widths"),
@@ -688,7 +691,7 @@ REFUSALS = [
     (DESIGN, WHOLE | {"model.blocks.mamba3.recompute": "in_proj"}, WHOLE_KEY, "not been tried with recompute"),
     (NATIVE, WHOLE | {"model.hidden_dropout": 0.1}, WHOLE_KEY, "not been tried with dropout"),
     (NATIVE, WHOLE | {"model.attention_dropout": 0.1}, WHOLE_KEY, "not been tried with dropout"),
-    ("nam56r_native_dp_fp8", WHOLE | {EXPERT_GEMM: "transformer_engine"}, WHOLE_KEY, "not been tried with FP8"),
+    ("nam56r_native_dp_fp8", WHOLE | KEPT | {"feature.fp8.recipe": "delayed"}, WHOLE_KEY, "not been tried with delayed scaling"),
     ("llama_3_8b", FSDP | {"cluster.gpus_per_node": 1, WHOLE_KEY: "full_iteration"}, WHOLE_KEY, "not been tried with Megatron-FSDP"),
     (NATIVE, WHOLE | NGRAMS, WHOLE_KEY, "not been tried with n-gram tables"),
     # distributed_optimizer
@@ -730,6 +733,16 @@ REFUSALS = [
     # fp8
     (NATIVE, {"feature.fp8.param_gather": True}, "feature.fp8.param_gather", "`param_gather` of a feature that is off"),
     ("nam56r_native_dp_fp8", {"model.blocks.mamba2.heads": 56}, "model.blocks.mamba2.heads", "which 16 does not divide"),
+    ("nam56r_native_dp_fp8", {PADDED2: True} | STRIDED, PADDED2, "there is nothing to pad"),
+    ("nam56r_native_dp_fp8", {PADDED2: True, "model.blocks.mamba2.heads": 56}, PADDED2, "Megatron's mixer cuts"),
+    ("nam56r_native_dp_fp8", {PADDED2: True, "model.blocks.mamba2.heads": 56, "parallel.context": 2} | STRIDED, PADDED2, "context ranks"),
+    ("nam56r_native_dp_fp8", KEPT | {"feature.fp8.recipe": "delayed"}, KEPT_KEY, "delayed scaling has not been tried"),
+    ("nam56r_native_dp_fp8", KEPT | {"feature.fp8.param_gather": True}, KEPT_KEY, "gathered in FP8 are FP8 in all parts"),
+    (NATIVE, FLASH | {"precision.deterministic": True}, FLASH_KEY, "has not been tried with `precision.deterministic`"),
+    (NATIVE, FLASH | GRAPHS, FLASH_KEY, "graphs of parts of layers"),
+    (NATIVE, FLASH | {"model.blocks.attention.head_dim": 192}, FLASH_KEY, "192 and 192 wide"),
+    (DESIGN, FLASH | {"model.letters.A": "dsa", "model.substitute": [], "feature.mtp.depths": 0}, FLASH_KEY,
+     "no layer has a core attention"),
     ("nam56r_native_dp_fp8", {"feature.fp8.recipe": "delayed", "feature.fp8.first_last_bf16": True},
      "feature.fp8.first_last_bf16", "delayed scaling excludes bf16 edge layers"),
     ("nam56r_native_dp_fp8", PLAIN_OPTIMIZER | {"feature.fp8.param_gather": True}, "feature.fp8.param_gather", "needs sharded"),
@@ -946,7 +959,7 @@ def test_an_overlay_that_speaks_of_kinds_that_a_model_does_not_have_is_laid_with
     alone = ("+overlay=fused", "model.pattern=AM", "model.depth=2", "lane.blocks.M=mamba2", "lane.name=mine")
     with pytest.raises(Refused, match="nothing says what that is"):
         load("llama_3_8b", alone)
-    with pytest.raises(Refused, match="3 keys are missing"):  # of a kind that a person speaks of
+    with pytest.raises(Refused, match="4 keys are missing"):  # of a kind that a person speaks of
         load("llama_3_8b", ("+model.blocks.mamba2.heads=8", *alone))
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from nam_megatron.errors import Problem
 from nam_megatron.setting import Config
-from nam_megatron.sizes import Line, Param, Sizes, State, Work
+from nam_megatron.sizes import UNMEASURED, Line, Param, Sizes, State, Work
 
 if TYPE_CHECKING:
     from megatron.core.models.backends import BackendSpecProvider
@@ -106,6 +106,41 @@ def spread(key: str, total: int, parallel: "Parallel", what: str) -> Iterator[Pr
     """A finding if the ranks that share a sequence's heads do not divide `total`."""
     by_key = "parallel.tensor" if parallel.context == 1 else "parallel.tensor * parallel.context"
     yield from divides(key, total, parallel.tensor * parallel.context, what, by_key)
+
+
+BF16_COLUMNS, FP8_COLUMNS = 8, 16  # columns of a packed projection that its GEMMs want multiples of (aligned.py)
+
+
+def unpadded(plan: "Plan", key: str, columns: int, multiple: int) -> Iterator[Problem]:
+    """Where a packed projection has no use for rows of zeros behind its own, or cannot have them. columns: of all tensor ranks."""
+    off, feature = "set it to false", plan.recipe.feature
+    of_rank, rest = divmod(columns, plan.recipe.parallel.tensor)
+    if not rest and of_rank % multiple == 0:
+        message = (
+            f"the projection has {of_rank:,} columns on each GPU, which {multiple} divides: there is nothing to pad"
+        )
+        yield Problem(message, key, off)
+    if feature.megatron_fsdp:
+        message = "an FSDP has weights, and buffers of their gradients, only while a layer runs"
+        yield Problem(message, key, off)
+    if plan.recipe.precision.grad_reduce == "bf16" and plan.recipe.precision.fused_grad_accumulation:
+        message = "each microbatch's gradient would be rounded to bf16 before it is added to a buffer of bf16"
+        yield Problem(message, key, off)
+    if feature.cuda_graphs and "mamba" in feature.cuda_graphs.modules:
+        message = "a CUDA graph of a layer would hold the padded weight and its gradient, and none was captured yet"
+        yield Problem(message, key, off)
+    if feature.lora and "in_proj" in feature.lora.modules(plan):
+        yield Problem("an adapter's output has no columns behind the projection's own", key, off)
+
+
+def padding(z: Sizes) -> Iterator[Line]:
+    """What a padded projection keeps. `z` has pc, all the columns that it multiplies by on a rank."""
+    yield z.line("padded weight", "2 h pc", "of the projection, with rows of zeros behind", mark=UNMEASURED)
+
+
+def padding_working(z: Sizes) -> Iterator[Line]:
+    if z.plan.recipe.precision.fused_grad_accumulation:
+        yield z.line("backward", "4 h pc", "the gradient of the padded weight, before it is added", mark=UNMEASURED)
 
 
 def whole_scores(z: Sizes) -> str:

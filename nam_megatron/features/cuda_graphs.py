@@ -134,7 +134,7 @@ class CudaGraphs(Feature):
         """What a graph of the whole step cannot hold, or has not been seen to hold."""
         at, r = "feature.cuda_graphs.impl", plan.recipe
         parts = f"`{at}={'none' if r.feature.mhc else 'transformer_engine'}`"
-        blocks, kinds = r.model.blocks, plan.kinds
+        blocks, kinds, fp8 = r.model.blocks, plan.kinds, r.feature.fp8
         if self.modules:
             message = "a graph of the whole step has no modules: it captures everything"
             yield Problem(message, "feature.cuda_graphs.modules", "set it to [], or take " + parts)
@@ -159,7 +159,7 @@ class CudaGraphs(Feature):
                 blocks.mamba3 is not None and "mamba3" in kinds and blocks.mamba3.recompute != "none",
                 "recompute",
             ),
-            "feature.fp8": (bool(r.feature.fp8), "FP8"),
+            "feature.fp8.recipe": (fp8 is not None and fp8.recipe == "delayed", "delayed scaling"),
             "feature.megatron_fsdp.enabled": (bool(r.feature.megatron_fsdp), "Megatron-FSDP"),
             "feature.ngram_hash.enabled": (bool(r.feature.ngram_hash), "n-gram tables, whose gradients are sparse"),
             "model.hidden_dropout": (r.model.hidden_dropout > 0, "dropout"),

@@ -1,6 +1,6 @@
 """FP8 training through Transformer Engine: Megatron's --fp8-format and --fp8-recipe."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import PositiveInt
@@ -8,11 +8,16 @@ from pydantic import PositiveInt
 from nam_megatron.errors import Problem
 from nam_megatron.features import Feature
 from nam_megatron.setting import Row, Setting
-from nam_megatron.sizes import WORKSPACE, Group, Line, Sizes
+from nam_megatron.sizes import WORKSPACE, Group, Line, Param, Sizes
 
 if TYPE_CHECKING:
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
     from nam_megatron.plan import Plan
     from nam_megatron.recipe import Recipe
+
+
+Part = Literal["experts", "shared_experts", "latents", "m2rnn"]
 
 
 class Fp8(Feature):
@@ -31,6 +36,14 @@ class Fp8(Feature):
     param_gather: Annotated[
         bool, Row("weights are gathered in FP8", "fp8_param_gather", ("args.fp8_param_gather", "ddp.fp8_param_gather"))
     ]
+    bf16_parts: Annotated[
+        tuple[Part, ...],
+        Row(
+            "what stays in bf16 where the model has it: routed experts, shared experts, the low-rank projections of MLA and DSA "
+            "with its indexer, M2RNN's projections",
+            was=(),
+        ),
+    ]
     first_last_bf16: Annotated[
         bool, Row("layers at the edges stay in bf16", "first_last_layers_bf16", ("transformer.first_last_layers_bf16",))
     ]
@@ -46,6 +59,26 @@ class Fp8(Feature):
     @property
     def on(self) -> bool:
         return self.recipe != "none"
+
+    def keeps(self, part: Part) -> bool:
+        """Whether a part stays in bf16."""
+        return part in self.bf16_parts
+
+    @property
+    def said(self) -> str:
+        """In one line of what stands."""
+        but = " and ".join(self.bf16_parts).replace("_", " ")
+        return f"FP8 {self.recipe}" + (f" but for {but}" if but else "")
+
+    def ours(self, plan: "Plan") -> str | None:
+        return "on these arguments alone Megatron would multiply all parts in FP8" if self.bf16_parts else None
+
+    def build(self, stack: "ModuleSpec", layers: "Mapping[str, ModuleSpec]") -> "ModuleSpec":
+        if self.bf16_parts:
+            from nam_megatron.runtime import bf16_parts
+
+            stack.metainfo.setdefault("hooks", []).append(bf16_parts.provider(self.bf16_parts))
+        return stack
 
     def settings(self, plan: "Plan") -> Iterator[Setting]:
         why, fields = "Megatron's default is delayed", ("transformer.fp8_recipe",)
@@ -68,12 +101,12 @@ class Fp8(Feature):
 
     def check(self, plan: "Plan") -> Iterator[Problem]:
         at, r = "feature.fp8.", plan.recipe
-        if (mamba := r.model.blocks.mamba2) and (width := mamba.in_proj_width) % 16:
-            yield Problem(
-                f"Mamba-2's input projection is {width} wide, which 16 does not divide: no FP8 GEMM",
-                "model.blocks.mamba2.heads",
-                "64 or 112 heads fit",
-            )
+        if self.bf16_parts and self.recipe == "delayed":
+            message = "delayed scaling has not been tried with parts in bf16"
+            yield Problem(message, at + "bf16_parts", "set it to [], or `feature.fp8.recipe=tensorwise`")
+        if self.bf16_parts and self.param_gather:
+            message = "weights that are gathered in FP8 are FP8 in all parts"
+            yield Problem(message, at + "bf16_parts", f"set it to [], or `{at}param_gather=false`")
         if self.recipe == "delayed" and self.first_last_bf16:
             yield Problem(
                 "delayed scaling excludes bf16 edge layers", at + "first_last_bf16", "set it to false or use tensorwise"
@@ -102,11 +135,29 @@ class Fp8(Feature):
             return False
         return not (self.bf16_layers_at_start or 0) < number <= depth - (self.bf16_layers_at_end or 0)
 
+    def _kept(self, owner: str, param: Param) -> bool:
+        """Whether a parameter is of a part that stays in bf16. owner: the kind of its layer."""
+        if param.shard == "expert":
+            part: Part = "experts"
+        elif ".shared_experts." in param.name:
+            part = "shared_experts"
+        elif any(name in param.name for name in ("_down_proj", "_up_proj", ".indexer.")):
+            part = "latents"
+        elif owner == "m2rnn":
+            part = "m2rnn"
+        else:
+            return False
+        return self.keeps(part)
+
     def state(self, z: Sizes, group: Group) -> Iterator[Line]:
         """FP8 copies of the weights that TE multiplies with; gathered in FP8 they replace the bf16 weights at equal size."""
         if self.param_gather:
             return
         depth = len(z.plan.layers)
-        held = [x for x in group.held if x.param.role == "weight" and not self.in_bf16(x.layer, depth)]
+        held = [
+            x
+            for x in group.held
+            if x.param.role == "weight" and not self.in_bf16(x.layer, depth) and not self._kept(x.owner, x.param)
+        ]
         why = "row-wise and transposed FP8 weights, cached over the microbatches"
         yield from group.line(z, WORKSPACE, "FP8 weights", "2", why, held)

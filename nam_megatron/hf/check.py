@@ -222,8 +222,9 @@ def one_device(lowering: Lowering, plain: bool) -> Lowering:
     for kind, key in (("mamba3", "head_pieces"), ("dsa", "query_pieces")):
         if blocks.get(kind):
             blocks[kind][key] = 1
-    if blocks.get("m2rnn"):
-        blocks["m2rnn"]["padded_projection"] = False  # refused where one GPU's columns need no zeros
+    for kind in ("m2rnn", "mamba2"):
+        if blocks.get(kind):
+            blocks[kind]["padded_projection"] = False  # refused where one GPU's columns need no zeros
     if plain:
         for keys in (*blocks.values(), tree["feature"].get("mhc")):
             if keys and keys.get("kernels") == "fused":

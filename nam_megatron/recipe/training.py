@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from nam_megatron.errors import Problem
+from nam_megatron.packages import FLASH_KEY
 from nam_megatron.recipe.model import Fraction
 from nam_megatron.setting import SAME, Config, Name, Row, Setting
 
 if TYPE_CHECKING:
     from nam_megatron.plan import Plan
+
+
+FLASH_WIDTH = 128  # of heads that FlashAttention 4 has been tried with
 
 
 class Precision(Config):
@@ -30,6 +34,11 @@ class Precision(Config):
     norm_kernels: Annotated[
         Literal["transformer_engine", "cudnn"], Row("the kernels behind Transformer Engine's norms", executes=SAME)
     ]
+    attention_kernels: Annotated[
+        Literal["transformer_engine", "flash_attention_4"],
+        Row("whose core attention GQA and MLA have: Transformer Engine's choice (cuDNN's, as a rule), or FlashAttention 4, a package "
+            "beside the lock (the extra `flash`, Hopper)", executes=SAME, was="transformer_engine"),
+    ]  # fmt: skip
     deterministic: Annotated[
         bool, Row("two runs, and a run in several commands, are equal to the last bit", "deterministic_mode",
                   ("transformer.deterministic_mode",), executes="the same sums in one order", was=False)
@@ -59,9 +68,38 @@ class Precision(Config):
         if self.deterministic and self.cross_entropy == "compiled":
             hint = "set `precision.cross_entropy=fused`, or `megatron`"
             yield Problem("Megatron's compiled cross entropy is not deterministic", "precision.cross_entropy", hint)
+        if self.attention_kernels == "flash_attention_4":
+            yield from self._unflashed(plan)
         if self.fused_grad_accumulation and feature.megatron_fsdp:
             message = "Megatron-FSDP does not keep the buffer that gradients would be added to"
             yield Problem(message, "precision.fused_grad_accumulation", "set it to false")
+
+    def _unflashed(self, plan: "Plan") -> Iterator[Problem]:
+        """Where FlashAttention 4 does not go, or has not been tried."""
+        r, key = plan.recipe, FLASH_KEY
+        back = f"set `{key}=transformer_engine`"
+        blocks, kinds = r.model.blocks, plan.kinds | set(plan.mtp)
+        widths = {}
+        if blocks.attention and "attention" in kinds:
+            widths["attention"] = blocks.attention.head_dim, blocks.attention.head_dim
+        if blocks.mla and "mla" in kinds:
+            widths["mla"] = blocks.mla.qk_head_dim + blocks.mla.qk_rope_head_dim, blocks.mla.v_head_dim
+        if not widths:
+            yield Problem("no layer has a core attention that this would choose", key, back)
+        for kind, (queries, values) in widths.items():
+            if queries % 8 or values % 8 or queries > FLASH_WIDTH or values > FLASH_WIDTH:
+                message = f"heads of {kind}, {queries} and {values} wide, are not multiples of 8 up to {FLASH_WIDTH}: not tried"
+                yield Problem(message, key, back)
+        untried = {
+            "a window": bool(blocks.attention and "attention" in kinds and blocks.attention.window),
+            "context ranks": r.parallel.context > 1,
+            "dropout": r.model.attention_dropout > 0,
+            "`precision.deterministic`": self.deterministic,
+            "packed documents": r.data.name == "sft",
+            "CUDA graphs of parts of layers": bool(r.feature.cuda_graphs and r.feature.cuda_graphs.modules),
+        }
+        if found := [what for what, asked in untried.items() if asked]:
+            yield Problem(f"FlashAttention 4 has not been tried with {', '.join(found)}", key, back)
 
 
 class Optim(Config):

@@ -58,7 +58,7 @@ def hybrid_stack_spec(
     Raises:
         Refused: kernels that cannot serve the plan, a mixer without a norm, a backend that leaves a slot empty.
     """
-    backend = transformer_engine_backend() if backend is None else backend
+    backend = transformer_engine_backend(plan.recipe.precision.attention_kernels) if backend is None else backend
     blocks = [block for block in plan.blocks if block.kind in plan.kinds]
     slots: dict[str, Any] = {f.name: _absent(f.name) for f in fields(HybridStackSubmodules)}
     empty: dict[str, Collection[str]] = dict(EMPTY)
@@ -80,8 +80,8 @@ def hybrid_stack_spec(
     return stack
 
 
-def transformer_engine_backend() -> BackendSpecProvider:
-    """Megatron's TE modules.
+def transformer_engine_backend(attention: str = "transformer_engine") -> BackendSpecProvider:
+    """Megatron's TE modules. attention: `precision.attention_kernels`.
 
     Raises:
         Refused: TE cannot be imported or is too old; Megatron would go on with mocks, or with one GEMM per expert. Or it would take
@@ -98,6 +98,10 @@ def transformer_engine_backend() -> BackendSpecProvider:
             )
         )
     raise_if(flash_attention(installed(FLASH), os.environ))
+    if attention == "flash_attention_4":
+        from nam_megatron.runtime.flash_attention import FlashBackend
+
+        return FlashBackend()
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
     return TESpecProvider()

@@ -108,7 +108,9 @@ def recipe_of(
     own = written("nam56r")["feature"]
     on = [FEATURES[name].model_validate(own[name] | said) for name, said in features.items()]
     return SimpleNamespace(
-        model=SimpleNamespace(blocks=Blocks.model_validate(blocks)), feature=SimpleNamespace(all=lambda: iter(on))
+        model=SimpleNamespace(blocks=Blocks.model_validate(blocks)),
+        feature=SimpleNamespace(all=lambda: iter(on), fp8=None),
+        precision=SimpleNamespace(attention_kernels="transformer_engine"),
     )
 
 

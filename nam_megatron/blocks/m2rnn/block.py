@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
-from nam_megatron.blocks import Block, Gauge, divides, residual, spread
+from nam_megatron.blocks import (
+    BF16_COLUMNS,
+    FP8_COLUMNS,
+    Block,
+    Gauge,
+    divides,
+    padding,
+    padding_working,
+    residual,
+    spread,
+    unpadded,
+)
 from nam_megatron.errors import Problem
 from nam_megatron.setting import SAME, Row
 from nam_megatron.sizes import UNMEASURED, Line, Param, Sizes, State, Work
@@ -20,7 +31,6 @@ if TYPE_CHECKING:
     from nam_megatron.plan import Layer, Plan
 
 CHECKPOINT = 4  # tokens between two states that are kept for the backward pass (kernel.Config.tokens)
-PADDED = 8  # columns of bf16 in the 16 bytes at whose multiples rows begin (aligned.BYTES)
 ROWS = 16  # of a head's state that one program of the kernels owns (kernel.Config.rows)
 
 
@@ -57,7 +67,7 @@ class M2Rnn(Block):
     ]
     padded_projection: Annotated[
         bool,
-        Row("the input projection multiplies by rows of zeros too, up to a multiple of 8, which cuBLAS's kernels for Hopper want",
+        Row("the input projection multiplies by rows of zeros too, up to a multiple of 8, or of 16 in FP8, as Hopper's GEMMs want",
             executes="the same products, by other kernels, and columns of zeros that nobody reads", was=False),
     ]  # fmt: skip
 
@@ -71,35 +81,21 @@ class M2Rnn(Block):
         yield from self.unserved()
         yield from spread(at + "heads", self.heads, p, "M2RNN heads")
         yield from divides(at + "k_dim", self.k_dim, p.tensor, "M2RNN's key width", "parallel.tensor")
-        if plan.recipe.feature.fp8 and self.in_proj_width % (16 * p.tensor):
+        multiple = self.columns(plan)
+        if self.padded_projection:
+            yield from unpadded(plan, at + "padded_projection", self.in_proj_width, multiple)
+        elif multiple == FP8_COLUMNS and self.in_proj_width % (multiple * p.tensor):
             yield Problem(
                 f"M2RNN's input projection is {self.in_proj_width} / tensor {p.tensor} wide, which 16 does not divide: no FP8 GEMM",
                 at + "heads",
-                "a multiple of 16 heads for each tensor rank fits",
+                f"a multiple of 16 heads for each tensor rank fits; or set `{at}padded_projection=true`, "
+                "or put `m2rnn` into `feature.fp8.bf16_parts`",
             )
-        if self.padded_projection:
-            yield from self._unpadded(plan, at + "padded_projection")
 
-    def _unpadded(self, plan: "Plan", key: str) -> Iterator[Problem]:
-        """Where the projection has no use for rows of zeros, or cannot have them."""
-        off, feature = "set it to false", plan.recipe.feature
-        columns, rest = divmod(self.in_proj_width, plan.recipe.parallel.tensor)
-        if not rest and columns % PADDED == 0:
-            message = (
-                f"the projection has {columns:,} columns on each GPU, which {PADDED} divides: there is nothing to pad"
-            )
-            yield Problem(message, key, off)
-        if feature.megatron_fsdp:
-            message = "an FSDP has weights, and buffers of their gradients, only while a layer runs"
-            yield Problem(message, key, off)
-        if plan.recipe.precision.grad_reduce == "bf16" and plan.recipe.precision.fused_grad_accumulation:
-            message = "each microbatch's gradient would be rounded to bf16 before it is added to a buffer of bf16"
-            yield Problem(message, key, off)
-        if feature.cuda_graphs and "mamba" in feature.cuda_graphs.modules:
-            message = "a CUDA graph of a layer would hold the padded weight and its gradient, and none was captured yet"
-            yield Problem(message, key, off)
-        if feature.lora and "in_proj" in feature.lora.modules(plan):
-            yield Problem("an adapter's output has no columns behind the projection's own", key, off)
+    def columns(self, plan: "Plan") -> int:
+        """What the GEMMs of the input projection want multiples of."""
+        fp8 = plan.recipe.feature.fp8
+        return BF16_COLUMNS if fp8 is None or fp8.keeps("m2rnn") else FP8_COLUMNS
 
     def unserved(self) -> Iterator[Problem]:
         """Sizes at which the chosen kernels cannot run."""
@@ -117,8 +113,8 @@ class M2Rnn(Block):
         own = dict(nh=self.heads, K=self.k_dim, Vh=self.v_dim, c=self.conv_width, L=CHECKPOINT)
         # pad: columns that `padded_projection` puts behind the projection's; pc is all that it multiplies by then.
         columns = self.in_proj_width / z["t"]
-        pad = -columns % PADDED if self.padded_projection else 0
-        return z.own(**own, parts=self.k_dim / ROWS, pad=pad, pc=columns + pad)
+        pad = -columns % self.columns(z.plan) if self.padded_projection else 0
+        return z.in_bf16("m2rnn").own(**own, parts=self.k_dim / ROWS, pad=pad, pc=columns + pad)
 
     def params(self, z: Sizes, layer: "Layer | None") -> Iterator[Param]:
         h, inner = z.model.hidden_size, self.heads * self.v_dim
@@ -140,7 +136,7 @@ class M2Rnn(Block):
         projected = "2 T (2 K cp + 2 nh Vh + nh) / t" + (" + 2 T pad" if self.padded_projection else "")
         yield z.line("q, k, v, gate, forget", projected, "the whole projection", mark=UNMEASURED)
         if self.padded_projection:
-            yield z.line("padded weight", "2 h pc", "of the projection, with rows of zeros behind", mark=UNMEASURED)
+            yield from padding(z)
         yield z.line(
             "after the convolution",
             "2 T (2 K cp + nh Vh) / t + 4 T K cp (t - 1) / t",
@@ -163,9 +159,8 @@ class M2Rnn(Block):
 
     def working(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
         z = self._sizes(z)
-        if self.padded_projection and z.plan.recipe.precision.fused_grad_accumulation:
-            why = "the gradient of the padded weight, before it is added"
-            yield z.line("backward", "4 h pc", why, mark=UNMEASURED)
+        if self.padded_projection:
+            yield from padding_working(z)
         if self.kernels == "naive":
             yield z.line("backward", "24 nh K Vh b / t", "one step's gradients", mark=UNMEASURED)
             return

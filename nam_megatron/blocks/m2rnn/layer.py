@@ -32,8 +32,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from nam_megatron.blocks.m2rnn import naive
-from nam_megatron.blocks.m2rnn.aligned import align
 from nam_megatron.errors import raise_if
+from nam_megatron.runtime.aligned import align
 from nam_megatron.runtime.context import by_heads, by_tokens, refuse_documents, share, whole
 from nam_megatron.runtime.gauges import GAUGES
 from nam_megatron.runtime.gpu import without_gpu
@@ -56,15 +56,18 @@ def spec(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
     parts = MambaMixerSubmodules(
         in_proj=backend.column_parallel_layer_norm_linear(), out_proj=backend.row_parallel_linear()
     )
-    names = ("kernels", "k_dim", "v_dim", "heads", "conv_width", "gradient_clip", "padded_projection")
-    return ModuleSpec(M2RnnMixer, params={name: getattr(block, name) for name in names}, submodules=parts)
+    params = {
+        name: getattr(block, name) for name in ("kernels", "k_dim", "v_dim", "heads", "conv_width", "gradient_clip")
+    }
+    params["columns"] = block.columns(plan) if block.padded_projection else None
+    return ModuleSpec(M2RnnMixer, params=params, submodules=parts)
 
 
 class M2RnnMixer(MegatronModule):
     """[s, b, hidden] -> [s, b, hidden]; under sequence parallelism s is this rank's share.
 
     k_dim, v_dim: rows and columns of a head's state. conv_width: tokens that a query, key or value is made of.
-    gradient_clip: naive.scan's. kernels: `fused` is Triton, `naive` plain torch. padded_projection: aligned.py's.
+    gradient_clip: naive.scan's. kernels: `fused` is Triton, `naive` plain torch. columns: aligned.align's multiple; None: no zeros.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class M2RnnMixer(MegatronModule):
         heads: int,
         conv_width: int,
         gradient_clip: float | None = None,
-        padded_projection: bool = False,
+        columns: int | None = None,
         name: str | None = None,
         **kwargs: Any,
     ):
@@ -113,8 +116,8 @@ class M2RnnMixer(MegatronModule):
             name=name and f"{name}.in_proj",
             **linear,
         )
-        if padded_projection:
-            align(self.in_proj)
+        if columns:
+            align(self.in_proj, columns)
         self.out_proj = build_module(
             submodules.out_proj,
             inner,

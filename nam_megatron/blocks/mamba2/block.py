@@ -6,7 +6,17 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import PositiveInt
 
-from nam_megatron.blocks import Block, divides, residual, spread
+from nam_megatron.blocks import (
+    BF16_COLUMNS,
+    FP8_COLUMNS,
+    Block,
+    divides,
+    padding,
+    padding_working,
+    residual,
+    spread,
+    unpadded,
+)
 from nam_megatron.errors import Problem
 from nam_megatron.setting import Row, Setting
 from nam_megatron.sizes import Line, Param, Sizes, State, Work
@@ -51,6 +61,12 @@ class Mamba2(Block):
             executes="the same steps on the same values; the weight's gradient is summed over other parts of the rows", was=False),
     ]  # fmt: skip
 
+    padded_projection: Annotated[
+        bool,
+        Row("the input projection multiplies by rows of zeros too, up to a multiple of 16, as FP8 GEMMs want",
+            executes="the same products, and columns of zeros that nobody reads", was=False),
+    ]  # fmt: skip
+
     @property
     def in_proj_width(self) -> int:
         """Columns of the packed input projection: z, x, B, C, dt."""
@@ -63,7 +79,11 @@ class Mamba2(Block):
     def build(self, backend: "BackendSpecProvider", plan: "Plan") -> "ModuleSpec":
         from nam_megatron.blocks.mamba2 import layer
 
-        return layer.spec(backend, self)
+        return layer.spec(backend, self, self.columns(plan) if self.padded_projection else None)
+
+    def columns(self, plan: "Plan") -> int:
+        """What the GEMMs of the input projection want multiples of."""
+        return FP8_COLUMNS if plan.recipe.feature.fp8 else BF16_COLUMNS
 
     def check(self, plan: "Plan") -> Iterator[Problem]:
         at, p = "model.blocks.mamba2.", plan.recipe.parallel
@@ -84,6 +104,14 @@ class Mamba2(Block):
                 at + "strided",
                 f"{off}, or make the heads of a GPU a multiple of 8",
             )
+        if self.padded_projection:
+            yield from self._unpadded(plan, at + "padded_projection")
+        elif plan.recipe.feature.fp8 and self.in_proj_width % (FP8_COLUMNS * p.tensor):
+            yield Problem(
+                f"Mamba-2's input projection is {self.in_proj_width} / tensor {p.tensor} wide, which 16 does not divide: no FP8 GEMM",
+                at + "heads",
+                f"64 or 112 heads fit; or set `{at}padded_projection=true`",
+            )
         if self.strided_norm and not self.strided:
             message = "only the strided mixer has a norm that reads strides"
             yield Problem(message, at + "strided_norm", f"set it to false, or `{at}strided=true`")
@@ -91,11 +119,26 @@ class Mamba2(Block):
             message = "context ranks exchange the scan's output before its norm, which copies it"
             yield Problem(message, at + "strided_norm", "set it to false")
 
+    def _unpadded(self, plan: "Plan", key: str) -> Iterator[Problem]:
+        yield from unpadded(plan, key, self.in_proj_width, self.columns(plan))
+        if not self.strided:
+            message = "Megatron's mixer cuts the projection into its parts, and has none for columns of zeros"
+            yield Problem(message, key, "set it to false, or `model.blocks.mamba2.strided=true`")
+        if plan.recipe.parallel.context > 1:
+            yield Problem(
+                "context ranks exchange the projection's parts, and columns of zeros are none", key, "set it to false"
+            )
+
     def _sizes(self, z: Sizes) -> Sizes:
         """nh heads of P, in all di wide; B and C of G groups of ns; scanned in chunks of L."""
+        columns = self.in_proj_width / z["t"]
+        pad = (
+            -columns % self.columns(z.plan) if self.padded_projection else 0
+        )  # of all pc that the projection multiplies by
         return z.own(
-            nh=self.heads, P=self.head_dim, di=self.heads * self.head_dim, G=self.groups, ns=self.state_dim, L=CHUNK
-        )
+            nh=self.heads, P=self.head_dim, di=self.heads * self.head_dim, G=self.groups, ns=self.state_dim, L=CHUNK,
+            pad=pad, pc=columns + pad,
+        )  # fmt: skip
 
     def params(self, z: Sizes, layer: "Layer | None") -> Iterator[Param]:
         h, inner = z.model.hidden_size, self.heads * self.head_dim
@@ -114,7 +157,11 @@ class Mamba2(Block):
         yield from residual(z)
         copied = "batch first: a copy of the projection, which is freed"
         why = "the projection where it lies" if self.strided else copied
-        yield z.line("z, x, B, C, dt", "2 T (2 di + 2 G ns + nh) / t", why)
+        yield z.line(
+            "z, x, B, C, dt", "2 T (2 di + 2 G ns + nh) / t" + (" + 2 T pad" if self.padded_projection else ""), why
+        )
+        if self.padded_projection:
+            yield from padding(z)
         yield z.line("scan output", "2 T di / t", "the scan computes convolution and chunk states again")
         lies = "where it lies" if self.strided_norm else "sequence first"
         yield z.line("gated norm", "2 T di / t + 4 T G / t", f"its input, {lies}, and statistics")
@@ -128,6 +175,8 @@ class Mamba2(Block):
             "6 T (di + 2 G ns) / t + 2 T (3 di + 2 G ns + nh) / t + 8 T nh / t + 8 T (L + ns) G / t + 4 T di ns / (L t)"
         )
         yield z.line("backward", backward, "the same again, and the gradients of each")
+        if self.padded_projection:
+            yield from padding_working(z)
 
     def flops(self, z: Sizes, layer: "Layer | None") -> Iterator[Work]:
         z = self._sizes(z)

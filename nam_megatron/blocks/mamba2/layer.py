@@ -10,6 +10,7 @@ from typing import Any
 
 import megatron.core.ssm.mamba_mixer as upstream
 import torch
+import torch.nn.functional as F
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -17,24 +18,35 @@ from torch import Tensor
 
 from nam_megatron.blocks.mamba2.block import Mamba2
 from nam_megatron.blocks.mamba2.norm import group_norm
+from nam_megatron.runtime.aligned import align
 from nam_megatron.runtime.gpu import interpreted
 
 
-def spec(backend: BackendSpecProvider, block: Mamba2) -> ModuleSpec:
-    """The mixer: Megatron's own, but for `strided` and `strided_norm`."""
+def spec(backend: BackendSpecProvider, block: Mamba2, columns: int | None) -> ModuleSpec:
+    """The mixer: Megatron's own, but for `strided`, `strided_norm` and columns of zeros (None: none; aligned.align's multiple)."""
     parts = upstream.MambaMixerSubmodules(
         in_proj=backend.column_parallel_layer_norm_linear(), out_proj=backend.row_parallel_linear()
     )
+    if not block.strided:
+        return ModuleSpec(upstream.MambaMixer, submodules=parts)
     ours = StridedNormMambaMixer if block.strided_norm else StridedMambaMixer
-    return ModuleSpec(ours if block.strided else upstream.MambaMixer, submodules=parts)
+    return ModuleSpec(ours, params={"columns": columns}, submodules=parts)
 
 
 class StridedMambaMixer(upstream.MambaMixer):
     """MambaMixer whose scan reads the projection's output where it lies. Batches of one sample lie the same either way."""
 
+    def __init__(self, *args: Any, columns: int | None = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.padded = columns is not None
+        if columns:
+            align(self.in_proj, columns)
+
     def _ssm_training(self, zxBCdt: Tensor, packed_seq_params: PackedSeqParams | None = None) -> Tensor:
-        """[s, b, z + x + B + C + dt] -> [s, b, inner], gated and normalised."""
+        """[s, b, z + x + B + C + dt, and zeros of a padded projection] -> [s, b, inner], gated and normalised."""
         assert packed_seq_params is None and not self.D_has_hdim, "nothing of ours asks for either"
+        if self.padded:
+            zxBCdt = _Narrow.apply(zxBCdt, len(self.in_proj.weight))
         states = {"state_dtype": self.mamba_training_ssm_states_dtype} if upstream.MAMBA_HAS_STATE_DTYPE else {}
         y = upstream.mamba_split_conv1d_scan_combined(
             zxBCdt.transpose(0, 1),
@@ -69,6 +81,19 @@ class StridedNormMambaMixer(StridedMambaMixer):
 
     def _normed(self, y: Tensor) -> Tensor:
         return self.norm(y)
+
+
+class _Narrow(torch.autograd.Function):
+    """The first columns. Autograd's own backward pass fills all columns with zeros before it copies."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, columns: int) -> Tensor:
+        ctx.behind = x.size(-1) - columns
+        return x[..., :columns]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return F.pad(gradient, (0, ctx.behind)), None
 
 
 def _norm(self: Any, x: Tensor, *gate: Tensor) -> Tensor:

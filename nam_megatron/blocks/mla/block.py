@@ -32,8 +32,9 @@ def unserved(title: str, kind: str, recipe: "Recipe") -> Iterator[Problem]:
     """What our MLA and our DSA, which project alike, cannot do as the recipe has it."""
     key = f"model.blocks.{kind}.kernels"
     hint = f"set `{key}=megatron`"
-    if recipe.feature.fp8:
-        yield Problem(f"our {title} projects in bf16, not in FP8", key, hint)
+    if (fp8 := recipe.feature.fp8) and not fp8.keeps("latents"):
+        more = f"put `latents` into `feature.fp8.bf16_parts`, or {hint}"
+        yield Problem(f"our {title} projects to latents and from them in bf16, not in FP8", key, more)
     if recipe.model.normalization != "RMSNorm":
         yield Problem(f"our {title} has RMSNorm in its projections, not {recipe.model.normalization}", key, hint)
     if recipe.model.blocks.mla and recipe.model.blocks.mla.q_lora_rank is None:
@@ -171,6 +172,7 @@ class Mla(Block):
 
     def latents(self, z: Sizes) -> Iterator[Line]:
         """What MLA and DSA keep alike, up to the latents. `z` has this block's symbols."""
+        z = z.in_bf16("latents")
         yield from residual(z, "layernorm")
         yield z.line("latents", "2 Ts (rq + rkv + dr)", "outputs of the down projections")
         if self.latent_norm:

@@ -296,8 +296,9 @@ class Moe(Block):
             yield Problem(message, key, back + local)
         if not self.grouped_gemm:
             yield Problem("without grouped GEMM each expert multiplies by itself", key, back)
-        if feature.fp8:
-            yield Problem(f"{whose} has no FP8 of this kind", key, back)
+        if feature.fp8 and not feature.fp8.keeps("experts"):
+            hint = f"put `experts` into `feature.fp8.bf16_parts`, or {back}"
+            yield Problem(f"{whose} has no FP8 of this kind", key, hint)
         if feature.megatron_fsdp:
             message = f"an FSDP takes weights away between the passes, and {whose} keeps hold of them"
             yield Problem(message, key, back)
@@ -383,7 +384,8 @@ class Moe(Block):
         yield from residual(z.own(w=2), "layernorm")  # router and shared expert keep it in bf16, under FP8 too
         why = "logits, scores, an int64 sort over all experts, maps, probabilities"
         yield z.line("router", "Ts (22 E + 24 k) + 8 R", why, mark="" if self.router_dtype else UNMEASURED)
-        yield z.line(
+        experts = z.in_bf16("experts")
+        yield experts.line(
             "rows for experts",
             f"w R {self._width}",
             "sorted, as received; input of the first projection",
@@ -397,9 +399,10 @@ class Moe(Block):
         if "moe_act" not in z.recompute:
             if z.gates == 1 and not self.fused_weighted_squared_relu:
                 yield z.line("activation", "2 R f / et", "kept to weigh it by the router's probabilities", mark=mark)
-            yield z.line("weighed activation", "w R f / et", "input of the second projection", mark=mark)
+            yield experts.line("weighed activation", "w R f / et", "input of the second projection", mark=mark)
         if self.shared_expert_hidden_size and "shared_experts" not in z.recompute:
-            yield z.line("shared expert", "(2 u + w) T fs / t", "first projection and activation", mark=mark)
+            shared = z.in_bf16("shared_experts")
+            yield shared.line("shared expert", "(2 u + w) T fs / t", "first projection and activation", mark=mark)
             if self.shared_expert_gate:
                 why = "the shared expert's output, its gate and the gate's logit"
                 yield z.line("shared expert's gate", "2 Ts h + 4 Ts", why, mark=UNMEASURED)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nam_megatron.blocks.moe.torch_gemm import add_to
 from nam_megatron.errors import Problem
-from nam_megatron.packages import INSTALL, QUACK, QUACK_KEY, installed, without_quack
+from nam_megatron.packages import INSTALL, QUACK_KEY, installed, without_quack
 
 SERVED = (9, 0)  # compute capability
 
@@ -24,7 +24,7 @@ class QuackGemm:
     @staticmethod
     def unserved() -> Iterator[Problem]:
         """Another GPU than Hopper's, none, or a host without the library; nothing else is put in its place."""
-        if problems := list(without_quack({name: installed(name) for name in QUACK})):
+        if problems := list(without_quack(installed)):
             yield from problems
         elif not torch.cuda.is_available() or torch.cuda.get_device_capability() != SERVED:
             yield Problem("QuACK's GEMMs have been run on Hopper alone", QUACK_KEY, f"set `{QUACK_KEY}=torch`")

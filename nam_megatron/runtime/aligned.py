@@ -1,7 +1,8 @@
 """An input projection with an odd number of columns, multiplied as if it had a few more (torch side).
 
-cuBLAS's kernels for Hopper want rows of its matrices that begin 16 bytes apart or multiples of that. NAM56R's projection has 1,580
-columns of bf16, and its three products took 1.5 ms a layer and 8,192 tokens, by kernels for the GPUs before (benchmarks/whole52_h200.json).
+cuBLAS's kernels for Hopper want rows of its matrices that begin 16 bytes apart or multiples of that: M2RNN's projection of NAM56R has
+1,580 columns of bf16, and its three products took 1.5 ms a layer and 8,192 tokens, by kernels for the GPUs before
+(benchmarks/whole52_h200.json). FP8 GEMMs want multiples of 16 columns: Mamba-2's has 8,248.
 The parameter, its gradient's buffer and its checkpoints stay as they are: Transformer Engine's module is given a copy of the weight with
 rows of zeros behind it.
 """
@@ -13,35 +14,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BYTES = 16
 
-
-def align(projection: Any) -> None:
-    """Have Transformer Engine's norm-and-linear (2.20) give columns of zeros behind its own, as many as its rows lack to multiples of 16
-    bytes."""
+def align(projection: Any, multiple: int) -> None:
+    """Have Transformer Engine's norm-and-linear (2.20) give columns of zeros behind its own, up to a multiple of `multiple`."""
     assert not projection.config.delay_wgrad_compute, "a gradient of the padded weight has to be there when autograd is"
-    assert lacks(projection.weight), "block.py refuses it"
+    assert len(projection.weight) % multiple, "block.py refuses it"
     # No bound method: a deep copy gets a partial of its own.
-    projection._get_weight_tensors = partial(_weights, projection)
+    projection._get_weight_tensors = partial(_weights, projection, multiple)
 
 
-def lacks(weight: Tensor) -> int:
-    """Rows of zeros that [n, k] wants behind it for an output in rows of 16 bytes."""
-    return -len(weight) % (BYTES // weight.element_size())
-
-
-def _weights(self: Any) -> list[Tensor]:
+def _weights(self: Any, multiple: int) -> list[Tensor]:
     (weight,) = type(self)._get_weight_tensors(self)
     assert not hasattr(weight, "__fsdp_param__"), "block.py refuses an FSDP"
-    return [padded(weight, self.fuse_wgrad_accumulation)]
+    return [padded(weight, multiple, self.fuse_wgrad_accumulation)]
 
 
-def padded(weight: Tensor, accumulate: bool) -> Tensor:
-    """[n, k] -> [n and some rows of zeros, k].
+def padded(weight: Tensor, multiple: int, accumulate: bool) -> Tensor:
+    """[n, k] -> [n and rows of zeros up to a multiple of `multiple`, k].
 
     accumulate: whoever multiplies by it adds the gradient to its `main_grad` himself, as he would to the weight's.
     """
-    sizes = (len(weight) + lacks(weight), weight.size(1))
+    sizes = (len(weight) + -len(weight) % multiple, weight.size(1))
     total = None
     if accumulate and weight.requires_grad and torch.is_grad_enabled():
         total = _gradient(sizes, weight.main_grad.dtype, weight.device)
