@@ -320,6 +320,7 @@ class Megatron:
         sizes = dict(zip(("heads", "head_dim", "state_dim", "groups", "mimo_rank", "angles"), shape, strict=True))
         return Mamba3Mixer(
             self.config(), self.parts(), HIDDEN, **sizes, chunk=chunk, recompute=recompute, kernels="fused", head_pieces=1,
+            keep_states=False,
             layer_number=1, pg_collection=self.groups,
         ).cuda()  # fmt: skip
 

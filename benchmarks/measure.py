@@ -122,6 +122,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "native52_one_fp8": ("nam56r_native_dp_fused", (*FULL_ONE, *WHOLE, FLASH, *NATIVE8)),
     "native52_one_fp8_blockwise": ("nam56r_native_dp_fused", (*FULL_ONE, *WHOLE, FLASH, *NATIVE8, f"{FP8}blockwise")),
     "author52_one_fp8": ("nam56r_fused", (*FULL_ONE, MBS2, *WHOLE, f"{EXPERTS}quack", FLASH, *AUTHOR8)),
+    "author52_one_kept": ("nam56r_fused", (*FULL_ONE, MBS2, *WHOLE, f"{EXPERTS}quack", FLASH, *AUTHOR8, "model.blocks.mamba3.keep_states=true")),
     # FP8 and bf16 of one model, whose widths FP8 takes: eager as FP8 is, and as fast as bf16 is.
     "native52_64": ("nam56r_native_dp_fused", (*FULL_ONE, HEADS64, f"{EXPERTS}transformer_engine")),
     "native52_64_torch": ("nam56r_native_dp_fused", (*FULL_ONE, HEADS64, f"{EXPERTS}torch")),

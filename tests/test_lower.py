@@ -738,6 +738,8 @@ REFUSALS = [
     ("nam56r_native_dp_fp8", {PADDED2: True, "model.blocks.mamba2.heads": 56, "parallel.context": 2} | STRIDED, PADDED2, "context ranks"),
     ("nam56r_native_dp_fp8", KEPT | {"feature.fp8.recipe": "delayed"}, KEPT_KEY, "delayed scaling has not been tried"),
     ("nam56r_native_dp_fp8", KEPT | {"feature.fp8.param_gather": True}, KEPT_KEY, "gathered in FP8 are FP8 in all parts"),
+    (DESIGN, {"model.blocks.mamba3.kernels": "naive", "model.blocks.mamba3.keep_states": True}, "model.blocks.mamba3.keep_states",
+     "there are no chunks"),
     (NATIVE, FLASH | {"precision.deterministic": True}, FLASH_KEY, "has not been tried with `precision.deterministic`"),
     (NATIVE, FLASH | GRAPHS, FLASH_KEY, "graphs of parts of layers"),
     (NATIVE, FLASH | {"model.blocks.attention.head_dim": 192}, FLASH_KEY, "192 and 192 wide"),

@@ -229,6 +229,8 @@ def one_device(lowering: Lowering, plain: bool) -> Lowering:
         for keys in (*blocks.values(), tree["feature"].get("mhc")):
             if keys and keys.get("kernels") == "fused":
                 keys["kernels"] = "naive"
+        if blocks.get("mamba3"):
+            blocks["mamba3"]["keep_states"] = False
         if blocks.get("moe"):
             blocks["moe"]["expert_gemm"] = "transformer_engine"  # torch's is of bf16, on few GPUs
     return translate(from_tree(tree))

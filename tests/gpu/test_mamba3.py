@@ -94,6 +94,22 @@ def test_a_walk_needs_enough_heads(walks):
     assert not walks
 
 
+@pytest.mark.parametrize("case", [CASES[0], CASES[1], WALKED[0], WALKED[1]], ids=str)
+def test_states_that_are_kept_are_not_computed_again(case, monkeypatch):
+    """By a walk, or by the kernels it stands for, of all batch entries or one by one."""
+    starts = [0]
+
+    def counted(*args, into=None, **named):
+        starts[0] += into is None
+        return states(*args, into=into, **named)
+
+    states = kernel._states
+    monkeypatch.setattr(kernel, "_states", counted)
+    launch = case.launch or kernel.launch_of(case.shape)
+    assert not case.wrong(bench.errors(replace(case, launch=launch._replace(states_kept=True)), DEVICE))
+    assert starts == [0]
+
+
 @pytest.mark.parametrize("case", STRONG, ids=str)
 def test_a_state_forgotten_within_an_unfinished_chunk(case):
     """Rows past the end are later than all others, and e^(what has been forgotten until there) is no number."""
@@ -164,7 +180,7 @@ if INTERPRETED:
 
         def case(kernels: str, tp: int) -> harness.Case:
             sizes = dict(heads=4, head_dim=16, state_dim=32, groups=2, mimo_rank=2, chunk=8, rope_fraction=0.5)
-            block = Mamba3(kernels=kernels, recompute="none", head_pieces=1, **sizes)
+            block = Mamba3(kernels=kernels, recompute="none", head_pieces=1, keep_states=kernels == "fused", **sizes)
             plan = SimpleNamespace(recipe=SimpleNamespace(model=SimpleNamespace(blocks=SimpleNamespace(mamba3=block))))
             mixers = {"mamba3": layer.spec(modules.CpuBackend(), plan)}
             return harness.Case("3", mixers=mixers, tp=tp, microbatches=1)

@@ -5,6 +5,7 @@ the packed z, x, B, C, dt, and the linear layer copies their gradient back. mamb
 and the gradient has those of its tensor: a transposed view does. So does our norm behind the scan (norm.py), with `strided_norm`.
 """
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -36,8 +37,12 @@ def spec(backend: BackendSpecProvider, block: Mamba2, columns: int | None) -> Mo
 class StridedMambaMixer(upstream.MambaMixer):
     """MambaMixer whose scan reads the projection's output where it lies. Batches of one sample lie the same either way."""
 
-    def __init__(self, *args: Any, columns: int | None = None, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+    def __init__(self, config: Any, *args: Any, columns: int | None = None, **kwargs: Any):
+        # It refuses FP8 by the columns that it has without the zeros; Transformer Engine multiplies in FP8 by a context, not by this.
+        plain = copy.copy(config)
+        plain.fp8 = None if columns else config.fp8
+        super().__init__(plain, *args, **kwargs)
+        self.config = config
         self.padded = columns is not None
         if columns:
             align(self.in_proj, columns)

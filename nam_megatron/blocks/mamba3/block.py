@@ -66,6 +66,11 @@ class Mamba3(Block):
             executes="the same values, computed twice",
         ),
     ]
+    keep_states: Annotated[
+        bool,
+        Row("the scan's states at the starts of chunks are kept for the backward pass instead of computed again; our kernels' alone",
+            executes="the same values, computed once", was=False),
+    ]  # fmt: skip
     heads: Annotated[PositiveInt, Row("heads")]
     head_dim: Annotated[PositiveInt, Row("width of one head")]
     state_dim: Annotated[PositiveInt, Row("columns of a head's state")]
@@ -135,6 +140,9 @@ class Mamba3(Block):
             more = f"more `{at}head_pieces`, or " if self.head_pieces < self.groups // ranks else ""
             hint = f"{more}`{at}kernels=naive`{',' if more else ''} which runs any length, slowly"
             yield Problem(text, "model.seq_length", hint)
+        if self.keep_states and self.kernels == "naive":
+            message = "plain torch keeps the state after each token: there are no chunks"
+            yield Problem(message, at + "keep_states", f"set it to false, or `{at}kernels=fused`")
         yield from self.unserved()
 
     def unserved(self) -> Iterator[Problem]:
@@ -179,6 +187,8 @@ class Mamba3(Block):
             yield from residual(z)
             yield z.line("z, x, B, C, dt, A, trap, angles", "2 T (W + (cp hp - 1) a) / t", "all that the scan keeps")
         yield z.line("output", "w T di / t", "input of the output projection")
+        if self.keep_states:
+            yield z.line("chunk states", "2 T di ns / (L t)", "at the start of each chunk", mark=UNMEASURED)
         if self.kernels == "naive":
             yield z.line("states", "16 T di ns / t", "the state after each token and its terms, fp32", mark=UNMEASURED)
 
@@ -198,7 +208,8 @@ class Mamba3(Block):
         # The last term: partial sums of the biases' gradients over 32 rows, of the rank weights' over 512; the others are small.
         sums = "T nh r r (ns / 4 + 3 P / 128) / (t hp)"
         gradients = f"(4 T G r ns + 8 T nh a + 16 T nh) / (t hp) + {sums} + (2 T W + 2 T di) / t"
-        backward = f"{operands} + (2 E r di + 4 E di ns / L) / (t hp) + {prepared} + {gradients}"
+        states = 2 if self.keep_states else 4
+        backward = f"{operands} + (2 E r di + {states} E di ns / L) / (t hp) + {prepared} + {gradients}"
         if self.head_pieces > 1:  # the output's gradient, of one piece once more
             backward += " + 2 T di / (t hp)"
         if self.recompute == "in_proj":  # made again, and not among what is kept
@@ -216,6 +227,7 @@ class Mamba3(Block):
         )
         if self.kernels == "fused":
             yield z.work("other half of a chunk", chunk, "computed and masked", model=False)
+        if self.kernels == "fused" and not self.keep_states:
             yield z.work("chunk states again", "2 r ns di", "not kept for the backward pass", passes=1, model=False)
 
     def serving(self, z: Sizes, layer: "Layer | None") -> Iterator[State]:

@@ -31,8 +31,9 @@ class Launch(NamedTuple):
     rows and columns of half the state of a program of the gradients of B and C. steps, chunks: rows of a step and steps of a
     program of the gradients of z and x; fewer where there would be fewer than `programs`. entries: of the batch, taken at once,
     0 for all: less memory, fewer programs. walk: heads, of all of the batch, from which the forward pass is one walk, where `_walks`
-    allows it; 0: never. values, keys: warps of a program of these gradients. Of kernels with products (warps, stages, registers of a
-    thread); 0 warps: by the rows of a chunk, and no limit where these are many; 0 registers: no limit.
+    allows it; 0: never. states_kept: the states at the chunks' starts are kept for the backward pass. values, keys: warps of a program of
+    these gradients. Of kernels with products (warps, stages, registers of a thread); 0 warps: by the rows of a chunk, and no limit where
+    these are many; 0 registers: no limit.
     """
 
     columns: int = 64
@@ -47,6 +48,7 @@ class Launch(NamedTuple):
     programs: int = 1056
     entries: int = ENTRIES
     walk: int = 0
+    states_kept: bool = False
     walks: tuple[int, int, int] = (4, 1, 0)
     forward_states: tuple[int, int, int] = (4, 3, 0)
     output: tuple[int, int, int] = (0, 1, 0)
@@ -56,9 +58,9 @@ class Launch(NamedTuple):
     keys: int = 1
 
 
-def launch_of(shape: Shape) -> Launch:
+def launch_of(shape: Shape, states_kept: bool = False) -> Launch:
     """As they are started in training."""
-    return Launch(walk=walk_from(shape.rank))
+    return Launch(walk=walk_from(shape.rank), states_kept=states_kept)
 
 
 class Operands(NamedTuple):
@@ -118,8 +120,8 @@ def scan(
     """naive.scan's output for a whole sequence, with gradients of `packed` and `weights`.
 
     packed [s, b, width] on a GPU, unit stride in the last dimension; documents [b, s] int32. With a group of tensor ranks
-    each holds an equal share of the angles in its `packed`, in rank order. Keeps its arguments for the backward pass and
-    nothing else.
+    each holds an equal share of the angles in its `packed`, in rank order. Keeps its arguments for the backward pass, and the states
+    where `launch` says so.
     """
     return _Scan.apply(packed, documents, shape, chunk, group, launch or launch_of(shape), *weights)
 
@@ -184,29 +186,32 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, packed, documents, shape, chunk, group, launch, *weights):
         ctx.sizes = shape, chunk, group, launch
-        ctx.save_for_backward(packed, documents, *weights)
+        kept = _no_states(packed, shape, chunk) if launch.states_kept else None
+        ctx.save_for_backward(packed, documents, kept, *weights)
         weights = Weights(*weights)
         prepared = Prepared.of(packed, weights, shape, chunk, _angles(packed, shape, group), documents)
         y = packed.new_empty(*packed.shape[:2], shape.inner)
         if _walks(packed, shape, chunk, launch.walk):
-            _walk(y, packed, weights, prepared, shape, chunk, launch, documents)
+            _walk(y, packed, weights, prepared, shape, chunk, launch, documents, states=kept)
             return y
         for of in _entries(packed.size(1), launch):
             own, mine, numbers = packed[:, of], _at(prepared, of), None if documents is None else documents[of]
             operands = Operands.of(own, weights, mine, shape, chunk, launch, numbers)
-            states, _ = _states(own, operands, shape, chunk, launch)
+            states, _ = _states(own, operands, shape, chunk, launch, into=None if kept is None else kept[of])
             _output(y[:, of], own, weights, mine, operands, states, shape, chunk, launch, numbers)
             del operands, states  # before the next ones are made
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        packed, documents, *weights = ctx.saved_tensors
+        packed, documents, states, *weights = ctx.saved_tensors
         shape, chunk, group, launch = ctx.sizes
         weights, angles = Weights(*weights), _angles(packed, shape, group)
         prepared = Prepared.of(packed, weights, shape, chunk, angles, documents)
         d_packed = torch.empty_like(packed, memory_format=torch.contiguous_format)
-        raw, sums = _backward(packed, weights, prepared, dy.contiguous(), d_packed, shape, chunk, launch, documents)
+        raw, sums = _backward(
+            packed, weights, prepared, dy.contiguous(), d_packed, shape, chunk, launch, documents, states
+        )
         d_angles, d_bias, d_B_norm, d_C_norm = packed_gradients(
             raw, d_packed, packed, weights, shape, chunk, angles, prepared.scale, documents
         )
@@ -255,17 +260,19 @@ def _walk(
     documents: Tensor | None = None,
     start: Tensor | None = None,
     ends: bool = False,
+    states: Tensor | None = None,
 ) -> Tensor | None:
-    """Writes y [s, b, inner]; returns the last state in fp32 if asked for."""
+    """Writes y [s, b, inner], and the states at the chunks' starts where there is a place for them; returns the last state in fp32 if
+    asked for."""
     s, b, _ = packed.shape
     h, p, n, g, r, a = shape
     begun, _, kept, left = _bounds(prepared, shape, chunk, documents)
     end = packed.new_empty(b, h, p, n, dtype=torch.float32) if ends else None
     _walk_kernel[(h, b)](
         packed, prepared.keys, prepared.queries, weights.B_bias, weights.C_bias, prepared.cos, prepared.sin, *_mimo(weights),
-        weights.D, prepared.decay, prepared.now, prepared.scale, begun, kept, left, start, end, y, documents,
+        weights.D, prepared.decay, prepared.now, prepared.scale, begun, kept, left, start, end, states, y, documents,
         s, packed.stride(0), packed.stride(1), y.stride(0), y.stride(1),
-        STARTED=start is not None, ENDS=ends, PACKED=documents is not None, EVEN=s % chunk == 0,
+        STARTED=start is not None, ENDS=ends, KEPT=states is not None, PACKED=documents is not None, EVEN=s % chunk == 0,
         H=h, P=p, N=n, G=g, R=r, A=a, L=chunk, **_options(launch.walks, shape, chunk),
     )  # fmt: skip
     return end
@@ -286,12 +293,13 @@ def _states(
     launch: Launch,
     start: Tensor | None = None,
     ends: bool = False,
+    into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The state at the start of each chunk [b, chunks, heads, head_dim, state_dim], and the last one in fp32 if asked for."""
-    s, b, _ = packed.shape
+    b = packed.size(1)
     h, p, n = shape[:3]
     columns = min(launch.columns, n)
-    states = packed.new_empty(b, triton.cdiv(s, chunk), h, p, n)
+    states = _no_states(packed, shape, chunk) if into is None else into
     end = packed.new_empty(b, h, p, n, dtype=torch.float32) if ends else None
     _states_kernel[(n // columns, h, b)](
         operands.k, operands.v, operands.kept, operands.left, start, states, end,
@@ -299,6 +307,12 @@ def _states(
         **_common(packed, shape, chunk), **_options(launch.forward_states, shape, chunk),
     )  # fmt: skip
     return states, end
+
+
+def _no_states(packed: Tensor, shape: Shape, chunk: int) -> Tensor:
+    """A place for the states at the chunks' starts."""
+    s, b, _ = packed.shape
+    return packed.new_empty(b, triton.cdiv(s, chunk), shape.heads, shape.head_dim, shape.state_dim)
 
 
 def _output(
@@ -355,9 +369,10 @@ def _backward(
     chunk: int,
     launch: Launch,
     documents: Tensor | None,
+    known: Tensor | None,
 ) -> tuple[Raw, list[Tensor | None]]:
     """Writes z's and x's columns of d_packed; returns what packed_gradients needs for the others, and the gradients of
-    D, B_bias, C_bias, mimo_x, mimo_z, mimo_o."""
+    D, B_bias, C_bias, mimo_x, mimo_z, mimo_o. known: the states at the chunks' starts, where they were kept."""
     s, b, _ = packed.shape
     h, p, n, g, r, a = shape
     chunks, columns = triton.cdiv(s, chunk), min(launch.columns, n)
@@ -385,7 +400,7 @@ def _backward(
         own, mine, numbers = packed[:, of], _at(prepared, of), None if documents is None else documents[of]
         entries, dy_of, out = own.size(1), dy[:, of], d_packed[:, of]
         operands = Operands.of(own, weights, mine, shape, chunk, launch, numbers, dy_of)
-        states, _ = _states(own, operands, shape, chunk, launch)
+        states = _states(own, operands, shape, chunk, launch)[0] if known is None else known[of]
         d_states = torch.empty_like(states)
         _states_kernel[(n // columns, h, entries)](
             operands.q, operands.g, operands.begun, operands.left, None, d_states, None,
@@ -730,8 +745,8 @@ def _rank_by_rank(x):
 @triton.jit
 def _walk_kernel(
     packed, keys, queries, B_bias, C_bias, cos, sin, mimo_x, mimo_z, mimo_o, D, decay, now, scale, begun, kept, left,
-    start, end, y, documents, s, stride_s, stride_b, y_s, y_b,
-    STARTED: tl.constexpr, ENDS: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
+    start, end, states, y, documents, s, stride_s, stride_b, y_s, y_b,
+    STARTED: tl.constexpr, ENDS: tl.constexpr, KEPT: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
     H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr, R: tl.constexpr, A: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     """Per head, all of the forward pass: from chunk to chunk with the state in registers. Everything is transposed, tokens in
@@ -765,6 +780,8 @@ def _walk_kernel(
     kept += of * s
     chunks = tl.cdiv(s, L)
     left += of * chunks
+    if KEPT:
+        states += (b * chunks * H + h) * (P * N) + p[:, None] * N + column[None, :]
     if R > 1:
         mimo_x += h * (R * P)
         mimo_z += h * (R * P)
@@ -806,6 +823,10 @@ def _walk_kernel(
             x = x * by_x
         v = x.to(kind)
 
+        if KEPT:
+            tl.store(states, low.to(kind))
+            tl.store(states + HALF, high.to(kind))
+            states += H * P * N
         o = tl.dot(low.to(kind), q_low)
         o = tl.dot(high.to(kind), q_high, o)
         o = tl.reshape(o, [P, R, L]) * _row(begun, token, ok)[None, None, :]

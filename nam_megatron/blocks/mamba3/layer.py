@@ -52,7 +52,7 @@ def spec(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
     )
     raise_if(block.unserved())
     names = (
-        "heads", "head_dim", "state_dim", "groups", "mimo_rank", "angles", "chunk", "head_pieces", "recompute", "kernels",
+        "heads", "head_dim", "state_dim", "groups", "mimo_rank", "angles", "chunk", "head_pieces", "recompute", "keep_states", "kernels",
     )  # fmt: skip
     return ModuleSpec(Mamba3Mixer, params={name: getattr(block, name) for name in names}, submodules=parts)
 
@@ -62,8 +62,8 @@ class Mamba3Mixer(MegatronModule):
 
     heads, groups, angles: of the whole layer; each is spread over tensor ranks, which must divide it. chunk: tokens that the
     fused kernels take at once. head_pieces: parts of a rank's heads, scanned one after the other. recompute: `in_proj` computes the
-    output of the input projection again in the backward pass instead of keeping it. d_model: Megatron's hidden size. Other keywords
-    that MambaLayer gives are not used.
+    output of the input projection again in the backward pass instead of keeping it. keep_states: the scan's states at the chunks'
+    starts are kept, not computed again. d_model: Megatron's hidden size. Other keywords that MambaLayer gives are not used.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class Mamba3Mixer(MegatronModule):
         chunk: int,
         head_pieces: int,
         recompute: str,
+        keep_states: bool,
         kernels: str,
         layer_number: int,
         pg_collection: Any,
@@ -89,7 +90,7 @@ class Mamba3Mixer(MegatronModule):
     ):
         super().__init__(config)
         self.layer_number, self.chunk, self.recompute, self.kernels = layer_number, chunk, recompute, kernels
-        self.head_pieces = head_pieces
+        self.head_pieces, self.keep_states = head_pieces, keep_states
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         ranks = self.tp_group.size()
         shares = ranks * self.cp_group.size() * head_pieces
@@ -202,7 +203,8 @@ class Mamba3Mixer(MegatronModule):
 
     def _scan_piece(self, packed: Tensor, weights: Weights, documents: Tensor | None) -> Tensor:
         if self.kernels == "fused":
-            return kernel.scan(packed, weights, self.scanned, self.chunk, documents, self.tp_group)
+            launch = kernel.launch_of(self.scanned, self.keep_states)
+            return kernel.scan(packed, weights, self.scanned, self.chunk, documents, self.tp_group, launch)
         return naive.scan(self._with_all_angles(packed), weights, self.scanned, None, documents)[0]
 
     def _with_all_angles(self, packed: Tensor) -> Tensor:
