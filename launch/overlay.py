@@ -24,6 +24,7 @@ OURS = (
     Env("PYTHONIOENCODING", "utf-8:backslashreplace", "a locale of ASCII must not end a run at its first umlaut"),
     Env("NCCL_DEBUG", "INFO", "rank, GPU and bus as NCCL sees them, into files beside the log"),
     Env("NCCL_DEBUG_SUBSYS", "INIT,NET", "no more than that"),
+    Env("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1", "its kernels are compiled once, not in every process"),
     Env(OLD_ALLOC, None, "the old name of PYTORCH_ALLOC_CONF; two of them are one too many"),
 )
 # Where compilers and libraries would otherwise write into the home folder or the root volume.
@@ -34,6 +35,7 @@ CACHES = {
     "TORCH_EXTENSIONS_DIR": "cache/extensions",
     "CUDA_CACHE_PATH": "cache/cuda",
     "QUACK_CACHE_DIR": "cache/quack",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "cache/flash",
 }
 
 

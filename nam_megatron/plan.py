@@ -291,7 +291,7 @@ def composition(p: Plan) -> str:
     if p.mtp:
         words.append(f"MTP {p.mtp_depths}")
     fp8 = p.recipe.feature.fp8
-    words.append(fp8.said if fp8 else p.recipe.precision.params)
+    words.append(fp8.said(p) if fp8 else p.recipe.precision.params)
     features = (f for f in p.recipe.feature.all() if f is not fp8)
     words += [f.name.replace("_", " ") for f in features if f.named or f.missing or f.ours(p)]
     return ", ".join(words)

@@ -64,14 +64,27 @@ class Fp8(Feature):
         """Whether a part stays in bf16."""
         return part in self.bf16_parts
 
-    @property
-    def said(self) -> str:
+    def standing(self, plan: "Plan") -> Iterator[Part]:
+        """The parts in bf16 that a model has."""
+        kinds = plan.kinds | set(plan.mtp)
+        moe = plan.recipe.model.blocks.moe
+        has = {
+            "experts": "moe" in kinds,
+            "shared_experts": "moe" in kinds and moe is not None and moe.shared_expert_hidden_size > 0,
+            "latents": bool(kinds & {"mla", "dsa"}),
+            "m2rnn": "m2rnn" in kinds,
+        }
+        yield from (part for part in self.bf16_parts if has[part])
+
+    def said(self, plan: "Plan") -> str:
         """In one line of what stands."""
-        but = " and ".join(self.bf16_parts).replace("_", " ")
+        but = " and ".join(self.standing(plan)).replace("_", " ")
         return f"FP8 {self.recipe}" + (f" but for {but}" if but else "")
 
     def ours(self, plan: "Plan") -> str | None:
-        return "on these arguments alone Megatron would multiply all parts in FP8" if self.bf16_parts else None
+        if any(self.standing(plan)):
+            return "on these arguments alone Megatron would multiply all parts in FP8"
+        return None
 
     def build(self, stack: "ModuleSpec", layers: "Mapping[str, ModuleSpec]") -> "ModuleSpec":
         if self.bf16_parts:

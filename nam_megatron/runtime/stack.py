@@ -58,7 +58,12 @@ def hybrid_stack_spec(
     Raises:
         Refused: kernels that cannot serve the plan, a mixer without a norm, a backend that leaves a slot empty.
     """
-    backend = transformer_engine_backend(plan.recipe.precision.attention_kernels) if backend is None else backend
+    if backend is None:
+        backend = transformer_engine_backend()
+        if plan.recipe.precision.attention_kernels == "flash_attention_4":
+            from nam_megatron.runtime.flash_attention import FlashBackend
+
+            backend = FlashBackend()
     blocks = [block for block in plan.blocks if block.kind in plan.kinds]
     slots: dict[str, Any] = {f.name: _absent(f.name) for f in fields(HybridStackSubmodules)}
     empty: dict[str, Collection[str]] = dict(EMPTY)
@@ -80,8 +85,8 @@ def hybrid_stack_spec(
     return stack
 
 
-def transformer_engine_backend(attention: str = "transformer_engine") -> BackendSpecProvider:
-    """Megatron's TE modules. attention: `precision.attention_kernels`.
+def transformer_engine_backend() -> BackendSpecProvider:
+    """Megatron's TE modules.
 
     Raises:
         Refused: TE cannot be imported or is too old; Megatron would go on with mocks, or with one GEMM per expert. Or it would take
@@ -98,10 +103,6 @@ def transformer_engine_backend(attention: str = "transformer_engine") -> Backend
             )
         )
     raise_if(flash_attention(installed(FLASH), os.environ))
-    if attention == "flash_attention_4":
-        from nam_megatron.runtime.flash_attention import FlashBackend
-
-        return FlashBackend()
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
     return TESpecProvider()

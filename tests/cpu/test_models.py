@@ -404,33 +404,36 @@ def test_the_end_of_a_bucket_parts_weights_as_the_budget_has_it(ranks):
 
 
 @pytest.mark.parametrize(("off", "called"), [(0, "added inside"), (4, "added inside"), (1, "added one by one")])
-def test_buffers_off_16_bytes_are_added_to_one_by_one(off, called, monkeypatch):
+@pytest.mark.parametrize("sizes", [(24, 8), (8, 24)], ids=str)
+def test_buffers_off_16_bytes_are_added_to_one_by_one(sizes, off, called, monkeypatch):
     """TMA takes no others; off: fp32 elements in front of them. Plain torch stands for QuACK's two functions."""
     calls = []
 
-    def gemm(a, b, *, cu_seqlens_m=None, cu_seqlens_k=None, out_dtype=None, tuned):
-        if cu_seqlens_m is not None:
-            return TorchGemm.product(a, b, cu_seqlens_m)
+    def gemm(a, b, *, cu_seqlens_k, out_dtype, tuned):
         calls.append("added one by one")
         return TorchGemm.gradients(a.mT, b, cu_seqlens_k).to(out_dtype)
 
-    def gemm_add_inplace(a, b, out, *, cu_seqlens_k, tuned):
+    def of_tile(a, b, out, c=None, *, cu_seqlens_m=None, cu_seqlens_k=None, add_to_output=False, config=None):
+        if cu_seqlens_m is not None:
+            out.copy_(TorchGemm.product(a, b, cu_seqlens_m))
+            return
         calls.append("added inside")
-        assert out.data_ptr() % 16 == 0
+        assert add_to_output and out.data_ptr() % 16 == 0
         out += TorchGemm.gradients(a.mT, b, cu_seqlens_k)
 
     monkeypatch.setitem(sys.modules, "quack", ModuleType("quack"))
-    interface = SimpleNamespace(gemm=gemm, gemm_add_inplace=gemm_add_inplace)
+    interface = SimpleNamespace(gemm=gemm, gemm_tuned=SimpleNamespace(fn=of_tile), GemmConfig=dict)
     monkeypatch.setitem(sys.modules, "quack.gemm_interface", interface)
-    weights, whole = torch.randn(2, 24, 8), torch.zeros(2 * 24 * 8 + off)
+    n, k = sizes
+    weights, whole = torch.randn(2, n, k), torch.zeros(2 * n * k + off)
     module = SimpleNamespace(num_gemms=2, **{f"weight{1 - i}": torch.nn.Parameter(w) for i, w in enumerate(weights)})
-    for i, total in enumerate(whole[off:].view(2, 24, 8)):
+    for i, total in enumerate(whole[off:].view(2, n, k)):
         getattr(module, f"weight{1 - i}").main_grad = total
-    rows, bounds = torch.randn(5, 8), torch.tensor([0, 2, 5], dtype=torch.int32)
+    rows, bounds = torch.randn(5, k), torch.tensor([0, 2, 5], dtype=torch.int32)
     on_gpu._project(module, rows, bounds, quack_gemm.QuackGemm, True)[0].sum().backward()
     assert calls == [called]
-    wanted = torch.stack([rows[:2].sum(0).expand(24, 8), rows[2:].sum(0).expand(24, 8)])
-    torch.testing.assert_close(whole[off:].view(2, 24, 8), wanted)
+    wanted = torch.stack([rows[:2].sum(0).expand(n, k), rows[2:].sum(0).expand(n, k)])
+    torch.testing.assert_close(whole[off:].view(2, n, k), wanted)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))
+sys.path.insert(0, str(Path(__file__).parent))
 
 import harness
 import test_moe

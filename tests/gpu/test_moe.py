@@ -142,20 +142,21 @@ def test_the_fused_activation_is_as_exact_as_the_plain_one():
 @pytest.mark.parametrize(
     "counts", [(300, 0, 211, 513), (0, 0, 1024, 0), (0, 1, 0, 1023), (256, 256, 256, 256)], ids=str
 )
-def test_grouped_gemms_are_as_exact_as_gemms_of_each_expert(counts, buffers, gemm):
+@pytest.mark.parametrize("sizes", [(896, 512), (512, 896)], ids=str)
+def test_grouped_gemms_are_as_exact_as_gemms_of_each_expert(sizes, counts, buffers, gemm):
     """Against fp64, of uneven counts and experts without rows, whose weights get zeros, in memory that was full of NaN."""
     served(gemm)
     torch.manual_seed(0)
-    here = dict(device=DEVICE, dtype=torch.bfloat16)
-    buffer, rows, back = (torch.randn(*size, **here) for size in ((4, 896, 512), (1024, 512), (1024, 896)))
+    (n, k), here = sizes, dict(device=DEVICE, dtype=torch.bfloat16)
+    buffer, rows, back = (torch.randn(*size, **here) for size in ((4, n, k), (1024, k), (1024, n)))
     weights = [torch.nn.Parameter(w) for w in buffer.unbind()]
     module = SimpleNamespace(num_gemms=4, **{f"weight{i}": w for i, w in enumerate(reversed(weights))})
     rows.requires_grad_()
-    totals = torch.randn(5 if buffers == "apart" else 4, 896, 512, device=DEVICE)
+    totals = torch.randn(5 if buffers == "apart" else 4, n, k, device=DEVICE)
     if buffers == "apart":
         totals = [totals[i] for i in (0, 2, 3, 4)]
     if buffers == "off 16 bytes":
-        totals = torch.randn(4 * 896 * 512 + 1, device=DEVICE)[1:].view(4, 896, 512)
+        totals = torch.randn(4 * n * k + 1, device=DEVICE)[1:].view(4, n, k)
     before = [total.double() for total in totals]
     for weight, total in zip(weights, totals, strict=True):
         weight.main_grad = total

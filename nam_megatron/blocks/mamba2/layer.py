@@ -11,7 +11,6 @@ from typing import Any
 
 import megatron.core.ssm.mamba_mixer as upstream
 import torch
-import torch.nn.functional as F
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from nam_megatron.blocks.mamba2.block import Mamba2
 from nam_megatron.blocks.mamba2.norm import group_norm
-from nam_megatron.runtime.aligned import align
+from nam_megatron.runtime.aligned import align, with_columns
 from nam_megatron.runtime.gpu import interpreted
 
 
@@ -93,12 +92,12 @@ class _Narrow(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, columns: int) -> Tensor:
-        ctx.behind = x.size(-1) - columns
+        ctx.columns = x.size(-1)
         return x[..., :columns]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return F.pad(gradient, (0, ctx.behind)), None
+        return with_columns(gradient, ctx.columns), None
 
 
 def _norm(self: Any, x: Tensor, *gate: Tensor) -> Tensor:

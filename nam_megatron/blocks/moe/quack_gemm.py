@@ -1,5 +1,6 @@
 """Experts multiplied by QuACK's GEMMs of rows of any number (quack-kernels, CuTe DSL; torch side).
 
+Its functions choose tiles by trying all of them, or take one for everything; what is called here is behind them (0.6.5, gemm_interface.py).
 Where experts' rows begin is read on the GPU. Weights' gradients are added in fp32 to Megatron's buffers as they leave the tensor cores:
 nothing is rounded to bf16 before, and no kernel adds afterwards.
 """
@@ -7,6 +8,7 @@ nothing is rounded to bf16 before, and no kernel adds afterwards.
 import importlib
 from collections.abc import Iterator, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,9 +40,11 @@ class QuackGemm:
     @staticmethod
     def product(rows: Tensor, weights: Tensor, bounds: Tensor) -> Tensor:
         """rows [rows, k] by expert, weights [experts, k, n], bounds [experts + 1] -> [rows, n]."""
-        from quack.gemm_interface import gemm
+        from quack.gemm_interface import gemm_tuned
 
-        return gemm(rows, weights, cu_seqlens_m=bounds, tuned=False)
+        out = rows.new_empty(len(rows), weights.size(-1))
+        gemm_tuned.fn(rows, weights, out, cu_seqlens_m=bounds, config=_tile(out.size(-1)))
+        return out
 
     @staticmethod
     def gradients(d_out: Tensor, rows: Tensor, bounds: Tensor) -> Tensor:
@@ -50,16 +54,31 @@ class QuackGemm:
     @staticmethod
     def add(totals: Sequence[Tensor], whole: Tensor | None, d_out: Tensor, rows: Tensor, bounds: Tensor) -> Tensor:
         """By the GEMM itself where `whole` is given and TMA takes it, else from a tensor in fp32 for all experts."""
-        from quack.gemm_interface import gemm_add_inplace
+        from quack.gemm_interface import gemm_tuned
 
         # Without a sharded optimizer Megatron lets a parameter of odd size shift what lies behind it; TMA wants 16 bytes.
         if whole is not None and whole.data_ptr() % 16 == 0:
-            gemm_add_inplace(d_out.mT, rows, whole, cu_seqlens_k=bounds, tuned=False)
+            a, b, out = d_out, rows, whole
+            if whole.size(1) < whole.size(
+                2
+            ):  # the same product transposed is faster, if the longer side is that of the tiles' 128
+                a, b, out = rows, d_out, whole.mT
+            gemm_tuned.fn(a.mT, b, out, None, cu_seqlens_k=bounds, add_to_output=True)
         else:
             for total, more in zip(totals, _gradients(d_out, rows, bounds, torch.float32), strict=True):
                 add_to(total, more)
         shape = totals[0].shape
         return _unread(shape, rows.dtype, rows.device).expand(len(totals), *shape)
+
+
+def _tile(columns: int) -> Any:
+    """Of products this wide; None: QuACK's own, 128 x 192 in turns. Of 896 columns, NAM56R's experts', 192 leaves a part and 224 none:
+    7 to 11 % of the time (benchmarks/quack_tiles_h200.json)."""
+    from quack.gemm_interface import GemmConfig
+
+    if columns % 192 and columns % 224 == 0 and columns < 8 * 192:  # of more tiles the part that is left weighs less
+        return GemmConfig(tile_m=128, tile_n=224, pingpong=False, cluster_m=1, cluster_n=2, is_dynamic_persistent=False)
+    return None
 
 
 def _gradients(d_out: Tensor, rows: Tensor, bounds: Tensor, dtype: torch.dtype) -> Tensor:
