@@ -116,8 +116,6 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "author52_one_whole": ("nam56r_fused", (*FULL_ONE, MBS2, *WHOLE, f"{ROUTERS}false", f"{PADDED}false")),
     "native52_one_new": ("nam56r_native_dp_fused", (*FULL_ONE, *WHOLE, f"{ROUTERS}true", f"{NORMS}true")),
     "author52_one_new": ("nam56r_fused", (*FULL_ONE, MBS2, *WHOLE, f"{ROUTERS}true", f"{PADDED}true")),
-    "native52_one_quack": ("nam56r_native_dp_fused", (*FULL_ONE, *WHOLE, f"{EXPERTS}quack")),
-    "author52_one_quack": ("nam56r_fused", (*FULL_ONE, MBS2, *WHOLE, f"{EXPERTS}quack")),
     "native52_one_flash": ("nam56r_native_dp_fused", (*FULL_ONE, *WHOLE, FLASH)),
     "author52_one_flash": ("nam56r_fused", (*FULL_ONE, MBS2, *WHOLE, f"{EXPERTS}quack", FLASH)),
     "native52_one_fp8": ("nam56r_native_dp_fused", (*FULL_ONE, *WHOLE, FLASH, *NATIVE8)),

@@ -148,11 +148,17 @@ JOBS = {
         " native52_one_new",
         "data",
     ),
-    # With the extra `quack`.
-    "quack": Job(
-        1, 8,
-        "benchmarks/measure.py --profile --out {out}/quack.json --data {data} author52_one_new author52_one_quack native52_one_new"
-        " native52_one_quack",
+    # With the extra `flash`: what is beyond the fused overlay, one thing after the other.
+    "beyond_author": Job(
+        1, 7,
+        "benchmarks/measure.py --profile --out {out}/beyond_author.json --data {data} author52_one_new author52_one_flash author52_one_fp8"
+        " author52_one_kept",
+        "data",
+    ),
+    "beyond_native": Job(
+        1, 7,
+        "benchmarks/measure.py --profile --out {out}/beyond_native.json --data {data} native52_one_new native52_one_extras native52_one_fp8"
+        " native52_one_all",
         "data",
     ),
     "fp8": Job(

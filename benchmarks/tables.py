@@ -1,14 +1,14 @@
 """The measured tables of docs/training.md: python benchmarks/tables.py
 
-Reads benchmarks/{throughput,full,experts,experts52,whole52,keys52,fp8,stock,ladder,blocks,output_layer}_h200.json, losses/ and receipts/,
-and writes each table between its marks.
+Reads benchmarks/{throughput,full,experts52,whole52,keys52,flash52,fp8,fp8_52,quack_tiles,stock,ladder,blocks,output_layer}_h200.json,
+losses/ and receipts/, and writes each table between its marks.
 Needs the package: how many layers of a kind the full model has stands in its plan.
 """
 
 import argparse
 import json
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -108,13 +108,47 @@ def replayed(entry: dict[str, Any]) -> float:
     return 1e3 * statistics.median(step["seconds"] for step in entry["steps"][REPLAYS])
 
 
+WORDS = {"up": "3584 to 896", "down": "896 to 3584"}
+
+
 def quack() -> Iterator[str]:
-    """The experts' products by torch and by QuACK, in the order of the sitting."""
-    yield "| rows, in to out, product | one GEMM at 750 TFLOP/s | torch | QuACK | torch again |"
-    yield "|---|---|---|---|---|"
-    for row in read("experts")[-1]["rows"]:
-        cells = (f"{row[way]:.2f}" if way in row else "" for way in ("floor", "grouped", "quack", "grouped_after"))
-        yield f"| {row['name']} | {' | '.join(cells)} |"
+    """The experts' products by torch and by QuACK with its own tile, the one that is taken, and the best of all."""
+    ms: dict[tuple[int, str], dict[str, float]] = defaultdict(dict)
+    for row in read("quack_tiles")["rows"]:
+        ms[row["rows"], row["name"]][row["way"]] = row["ms"]
+    own, narrow = "quack 128x192p21", "quack 128x224c12"
+    yield "| rows, in to out, product | one GEMM at 750 TFLOP/s | torch | QuACK's own tile | taken | best of six tiles |"
+    yield "|---|---|---|---|---|---|"
+    for (rows, name), ways in ms.items():
+        expert, _, product = name.partition(" ")
+        if expert not in WORDS or product not in ("", "dgrad", "wgrad add"):
+            continue
+        turned = ms[rows, f"{name} t"] if product == "wgrad add" else {}
+        if expert == "up" and turned:
+            taken = turned[own]
+        else:
+            taken = ways[narrow if (expert, product) in (("up", ""), ("down", "dgrad")) else own]
+        floor = 2e-9 * rows * 3584 * 896 / 750
+        best = min(t for way, t in (*ways.items(), *turned.items()) if way.startswith("quack"))
+        cells = (floor, next(t for way, t in ways.items() if way.startswith("torch")), ways[own], taken, best)
+        title = {"": "forward", "dgrad": "rows", "wgrad add": "weights, added"}[product]
+        yield f"| {rows} rows, {WORDS[expert]}, {title} | {' | '.join(f'{t:.2f}' for t in cells)} |"
+
+
+def beyond() -> Iterator[str]:
+    """Steps of both stacks with the fused overlay, and with what is beyond it, one thing after the other."""
+    first, second = ({entry["name"]: entry for entry in read(name)} for name in ("flash52", "fp8_52"))
+    entries = {
+        "native": first["native52_one_new"],
+        "with FlashAttention 4": first["native52_one_flash"],
+        "and FP8": second["native52_one_fp8"],
+        "author": first["author52_one_new"],
+        "with QuACK and FlashAttention 4": first["author52_one_flash"],
+        "and FP8 ": second["author52_one_fp8"],
+        "and kept states": second["author52_one_kept"],
+    }
+    yield from by_kind({name: entry["kernels"] for name, entry in entries.items()})
+    yield f"| **a replayed step, median of three** | {' | '.join(f'{replayed(entry):,.0f}' for entry in entries.values())} |"
 
 
 def fp8() -> Iterator[str]:
@@ -350,6 +384,7 @@ def main() -> None:
         keys,
         fp8,
         quack,
+        beyond,
         stock,
         thousand,
         ladder,
