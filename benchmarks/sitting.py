@@ -85,7 +85,8 @@ JOBS = {
     "kernels_keys": Job(
         1, 3, GPU_TEST % "test_router.py tests/gpu/test_mamba2_norm.py tests/gpu/test_m2rnn.py tests/gpu/test_aligned.py", gib=40
     ),
-    "kernels_flash": Job(1, 2, GPU_TEST % "test_flash_attention.py tests/gpu/test_bf16_parts.py tests/gpu/test_aligned.py", gib=20),
+    "kernels_flash": Job(1, 3, GPU_TEST % "test_flash_attention.py tests/gpu/test_columns.py", gib=20),
+    "kernels_fp8": Job(1, 5, GPU_TEST % "test_bf16_parts.py tests/gpu/test_aligned.py", gib=20),
     "prove_author": Job(
         1, 8,
         RESUMED % ("author", "nam56r_fused")

@@ -124,10 +124,8 @@ def quack() -> Iterator[str]:
         if expert not in WORDS or product not in ("", "dgrad", "wgrad add"):
             continue
         turned = ms[rows, f"{name} t"] if product == "wgrad add" else {}
-        if expert == "up" and turned:
-            taken = turned[own]
-        else:
-            taken = ways[narrow if (expert, product) in (("up", ""), ("down", "dgrad")) else own]
+        tile = narrow if (expert, product) in (("up", ""), ("down", "dgrad")) else own  # of products with 896 columns
+        taken = turned[own] if turned and expert == "up" else ways[tile]
         floor = 2e-9 * rows * 3584 * 896 / 750
         best = min(t for way, t in (*ways.items(), *turned.items()) if way.startswith("quack"))
         cells = (floor, next(t for way, t in ways.items() if way.startswith("torch")), ways[own], taken, best)

@@ -30,6 +30,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from nam_megatron.blocks.mamba2 import layer as mamba2
+from nam_megatron.blocks.mamba2.block import Mamba2
 from nam_megatron.blocks.moe import experts as on_gpu
 from nam_megatron.blocks.moe import layer as moe
 from nam_megatron.blocks.moe import quack_gemm
@@ -551,6 +552,31 @@ def test_the_strided_mixer_is_megatrons(layout):
     assert on_ranks(ours, where)[0] == {True} and on_ranks(theirs, where)[0] == {False}
     found, expected = train(ours), train(theirs)
     assert found.losses == expected.losses
+    torch.testing.assert_close(found.gradients, expected.gradients, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}], ids=str)
+def test_columns_of_zeros_behind_mamba2s_projection_are_nobodys(layout, monkeypatch):
+    """200 columns, or 100 of a tensor rank: the scan gets those, in place; as many as FP8 GEMMs want go through the projection."""
+    monkeypatch.setattr(Mamba2, "columns", lambda self, plan: 16)
+
+    def widths(rig):
+        seen, scan = [], upstream.mamba_split_conv1d_scan_combined
+
+        def look(packed, *weights, **kw):
+            seen.append((packed.size(-1), packed.stride(-2) % 16))
+            return scan(packed, *weights, **kw)
+
+        upstream.mamba_split_conv1d_scan_combined = look
+        harness.step(rig)
+        return set(seen)
+
+    ours, theirs = (
+        Case("M*M", strided=True, keys={"mamba2": {"padded_projection": on}}, **layout) for on in (True, False)
+    )
+    assert on_ranks(ours, widths)[0] == {(200 // layout.get("tp", 1), 0)}
+    found, expected = train(ours), train(theirs)
+    torch.testing.assert_close(found.losses, expected.losses, rtol=1e-6, atol=0)
     torch.testing.assert_close(found.gradients, expected.gradients, rtol=1e-4, atol=1e-6)
 
 

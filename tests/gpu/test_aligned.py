@@ -22,7 +22,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import build_module
 from torch.utils.checkpoint import checkpoint
 
-from nam_megatron.runtime import aligned, stack
+from nam_megatron.runtime import stack
 
 pytestmark = pytest.mark.gpu
 
@@ -139,13 +139,3 @@ def test_evaluation_takes_no_buffer(groups):
     with torch.no_grad():
         found, expected = ours(x)[0], theirs(x)[0]
     assert far({"output": found}, {"output": expected})["output"] < 2e-2
-
-
-@pytest.mark.parametrize("shape", [(3, 2, 8248), (5, 1, 13), (4096, 8248)], ids=str)
-def test_columns_of_zeros(shape):
-    x = torch.randn(shape, device=DEVICE).bfloat16()
-    for given in (x, x[..., 1:], x.transpose(0, -2) if len(shape) > 2 else x):
-        columns = -(-given.size(-1) // 16) * 16
-        assert torch.equal(
-            aligned.with_columns(given, columns), torch.nn.functional.pad(given, (0, columns - given.size(-1)))
-        )
