@@ -158,7 +158,7 @@ def test_a_key_that_no_file_gives(tmp_path):
 
 OVERLAYS = {
     "whole": "  pattern: AM\n  depth: 2\n  letters: {M: mamba2}\n  blocks:\n"
-    "    mamba2: {heads: 128, head_dim: 64, state_dim: 128, groups: 8, strided: false, strided_norm: false}\n"
+    "    mamba2: {heads: 128, head_dim: 64, state_dim: 128, groups: 8, strided: false, strided_norm: false, padded_projection: false}\n"
     "lane: {name: mine, blocks: {M: mamba2}}\n",
     "misspelt": "  blocks: {mamba22: {heads: 8}}\n",
     "key": "  blocks: {mamba2: {hedas: 8}}\n",
