@@ -78,7 +78,7 @@ def software(environ: Mapping[str, str], lock: stack.Lock, recipe: Recipe) -> Lo
         imported = stack.probe(lock, environ)
         finding, state = tree.result()
     installed = stack.versions(lock)
-    found = [*stack.findings(lock, installed, imported), *stack.asked(recipe, installed, environ), finding]
+    found = [*stack.findings(lock, installed, imported), *stack.asked(recipe, installed), finding]
     known = {k: v for k, v in imported.get("torch", {}).items() if k != "error"}
     return found, {"versions": installed, "torch": known, "megatron": state}
 

@@ -4,7 +4,7 @@ import json
 import shlex
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -149,15 +149,15 @@ def findings(
         yield Finding("extensions", "ok", f"{len(extensions)} packages load beside this torch")
 
 
-def asked(recipe: Recipe, installed: Mapping[str, str | None], environ: Mapping[str, str]) -> Iterator[Finding]:
-    """What the plan's own keys need or forbid beside the lock."""
+def asked(recipe: Recipe, installed: Mapping[str, str | None]) -> Iterator[Finding]:
+    """What the plan's own keys need beside the lock."""
     moe = recipe.model.blocks.moe
-    quack = packages.without_quack(installed.get) if moe and moe.expert_gemm == "quack" else ()
-    if recipe.precision.attention_kernels == "flash_attention_4":  # the plan keeps Transformer Engine from it
-        flash = packages.without_flash(installed.get)
-    else:
-        flash = packages.flash_attention(installed.get(packages.FLASH), environ)
-    for problem in (*quack, *flash):
+    found: Iterable[Problem] = ()
+    if recipe.precision.attention_kernels == "flash_attention_4":
+        found = packages.without_flash(installed.get)  # QuACK's among them
+    elif moe and moe.expert_gemm == "quack":
+        found = packages.without_quack(installed.get)
+    for problem in found:
         yield Finding("lock", "fail", problem.message, problem.hint or "")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from nam_megatron.blocks.kinds import KINDS
 from nam_megatron.errors import Problem, Refused
 from nam_megatron.features.names import FEATURES
-from nam_megatron.recipe import config_at, from_tree
+from nam_megatron.recipe import config_at, filled, from_tree
 from nam_megatron.recipe.standing import idle
 
 # Keys of older plans, and why they computed nothing.
@@ -138,7 +138,7 @@ def _computing(read: Set[str], side: Mapping[str, Any], same: bool) -> Iterator[
 
 def standing(tree: Mapping[str, Any]) -> dict[str, Any]:
     """The recipe of a stored plan without what does not stand: plans of older versions hold every kind and feature."""
-    recipe = dict(tree["recipe"])
+    recipe = dict(filled(tree["recipe"]))
     kinds = {layer["kind"] for layer in tree["layers"]} | set(tree["mtp"]["kinds"])
     kinds |= {needed for kind in kinds if kind in KINDS for needed in KINDS[kind].needs}
     blocks = {kind: keys for kind, keys in recipe["model"]["blocks"].items() if kind in kinds}

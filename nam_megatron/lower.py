@@ -124,9 +124,8 @@ def _env(p: Plan) -> Iterator[Env]:
     for way in ("FWD", "BWD"):
         more = "" if cudnn else "; a leftover 1 would choose cuDNN's"
         yield Env(f"NVTE_NORM_{way}_USE_CUDNN", "1" if cudnn else None, why + more, "precision")
-    if p.recipe.precision.attention_kernels == "flash_attention_4":
-        why = "Transformer Engine would take FlashAttention 4 too, by itself, and copy what it reads"
-        yield Env(FLASH_CHOICE, "0", why, "precision")
+    why = "Transformer Engine would take FlashAttention 4 by itself where it is installed, copy what it reads, and may give zeros"
+    yield Env(FLASH_CHOICE, "0", why, "precision")
     if p.recipe.precision.deterministic:
         for name, value, why in DETERMINISTIC:
             yield Env(name, value, why, "precision")

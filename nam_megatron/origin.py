@@ -4,6 +4,7 @@ import difflib
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
@@ -17,6 +18,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
+from omegaconf import OmegaConf
 
 from nam_megatron.errors import Problem
 
@@ -150,6 +152,23 @@ class Origin:
         """What overlays say of what does not stand here, for people."""
         keys = ", ".join(dict.fromkeys(self._lenient))
         return [f"the overlay is laid without {keys}: nothing here reads it"] if keys else []
+
+    def overruled(self) -> list[str]:
+        """Where one overlay says something else than one that was laid before it, for people: the last has its way."""
+        said: dict[str, tuple[str, Any]] = {}
+        found: dict[tuple[str, str], list[str]] = {}
+        overlays = (d.config_path for d in self._merged if d.config_path.startswith("overlay/"))
+        for path in overlays:
+            name = path.removeprefix("overlay/")
+            file = next((f for r in self._roots if (f := r / f"{path}.yaml").is_file()), None)
+            tree = OmegaConf.create(yaml.load(file.read_text(encoding="utf-8"), Loader=Loader) or {}) if file else {}
+            for key in [leaf for top, value in tree.items() if top != "defaults" for leaf in leaves(str(top), value)]:
+                value = OmegaConf.select(tree, key)
+                before, was = said.get(key, (name, value))
+                if was != value and not self.typed(key):
+                    found.setdefault((name, before), []).append(f"{key}={_shown(value)} in the place of {_shown(was)}")
+                said[key] = name, value
+        return [f"`{name}` is laid over `{before}`: {', '.join(changes)}" for (name, before), changes in found.items()]
 
     @cached_property
     def _parsed(self) -> list[tuple[str, Any]]:
@@ -299,6 +318,10 @@ def leaves(key: str, value: Any) -> list[str]:
     return [leaf for name, inner in value.items() for leaf in leaves(f"{key}.{name}", inner)]
 
 
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def clipped(text: str) -> str:
     return text if len(text) < 120 else text[:117] + "..."
 
@@ -333,6 +356,13 @@ def no_folder(folder: str) -> Problem:
     )
 
 
+def _no_choice(group: str, wanted: str, options: Sequence[str]) -> Problem:
+    close = difflib.get_close_matches(wanted.rpartition("/")[2].removesuffix(".yaml"), options, 1)
+    meant = f"did you mean `{close[0]}`? " if close else ""
+    own = "" if close else "; one of your own is found by `--config-dir FOLDER`"
+    return Problem(f"no {group} `{wanted}`", group, f"{meant}there are: {', '.join(options)}{own}")
+
+
 def hydra_problem(err: Exception, words: Sequence[str] = ()) -> Problem:
     """An error of Hydra, OmegaConf or the YAML parser in our words. words: keys of the command that are none of the recipe's."""
     from nam_megatron.recipe import SWITCHED
@@ -347,11 +377,13 @@ def hydra_problem(err: Exception, words: Sequence[str] = ()) -> Problem:
         if group == "preset" and stem.lower() in NO_PRESETS:
             hint = f"name the preset that was run; its receipt says which. There are: {', '.join(options)}"
             return Problem(f"`{wanted}` is no preset but {NO_PRESETS[stem.lower()]}", group, hint)
-        close = difflib.get_close_matches(stem, options, 1)
-        meant = f"did you mean `{close[0]}`? " if close else ""
-        own = "" if close else "; one of your own is found by `--config-dir FOLDER`"
-        hint = SWITCHED if group == "feature" else f"{meant}there are: {', '.join(options)}{own}"
-        return Problem(f"no {group} `{wanted}`", group, hint)
+        problem = _no_choice(group, wanted, options)
+        return replace(problem, hint=SWITCHED) if group == "feature" else problem
+    if match := re.search(r"Could not load '(\w+)/([^']+)'", text):  # one of a list
+        from nam_megatron.recipe import conf_dir
+
+        options = sorted(path.stem for path in (conf_dir() / match[1]).glob("*.yaml"))
+        return _no_choice(match[1], match[2], options)
     if match := re.search(r"Additional config directory '(.*)' not found", text):
         return no_folder(match[1])
     if match := re.match(r"In '?([^':]+)'?: Could not find '([^']+)'", text):

@@ -54,7 +54,8 @@ def values(annotation: Any) -> str:
     if args and all(isinstance(a, str) for a in args):
         return ", ".join(args)
     if getattr(annotation, "__origin__", None) in (tuple, dict):
-        return "list" if annotation.__origin__ is tuple else "mapping"
+        of = [values(a) for a in args[:1] if getattr(a, "__args__", None)]
+        return " of ".join(["list", *of]) if annotation.__origin__ is tuple else "mapping"
     return " or ".join(dict.fromkeys(values(a) for a in args if a is not type(None))) + (
         " or null" if type(None) in args else ""
     )

@@ -69,7 +69,13 @@ def task(recipe: Recipe, words: Mapping[str, Any], origin: Origin) -> int:
     elif form != "auto" or words["out"] is None:
         sys.stdout.write(argv.FORMATS["shell" if form == "auto" else form](lowering))
     if piped:
-        for line in (*report.tiling(p), *report.given_up(p), *report.only_here(p), *origin.left_out()):
+        for line in (
+            *report.tiling(p),
+            *report.given_up(p),
+            *report.only_here(p),
+            *origin.left_out(),
+            *origin.overruled(),
+        ):
             sys.stderr.write(f"note: {line}\n")
     return INCOMPLETE if p.not_built and not asked else OK
 

@@ -200,6 +200,13 @@ def test_one_device_holds_all_of_the_model(plain, kernels, gemm):
     assert alone.recipe.schedule.save is None and not alone.recipe.precision.fused_grad_accumulation
 
 
+@pytest.mark.parametrize("plain", [True, False])
+def test_one_device_keeps_the_columns_that_fp8_needs(plain):
+    alone = check.one_device(lowered("nam56r_native_dp_fused", "+overlay=[extras,fp8]"), plain).plan.recipe
+    assert alone.feature.fp8 and alone.model.blocks.mamba2.padded_projection
+    assert alone.precision.attention_kernels == "transformer_engine"
+
+
 def test_the_bounds_that_the_documents_name_are_those_of_the_proof():
     root = Path(__file__).parents[1]
     rows = json.loads((root / "benchmarks/exports.json").read_text())

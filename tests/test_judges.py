@@ -15,9 +15,9 @@ from nam_megatron.blocks.mamba2.block import Mamba2
 from nam_megatron.errors import FINDINGS, INCOMPLETE, OK, Refused
 from nam_megatron.features.names import FEATURES
 from nam_megatron.lower import translate
-from nam_megatron.recipe import Recipe, load
+from nam_megatron.recipe import Recipe, config_at, load
 from nam_megatron.runtime.oracle import Answer
-from nam_megatron.setting import section
+from nam_megatron.setting import NEEDED, Row, section
 from nam_megatron.targets import current
 from nam_megatron.verify import (
     ABSENT,
@@ -290,6 +290,11 @@ def at(path: tuple):
     return node
 
 
+def row(path: tuple):
+    config = config_at(path[:-1])
+    return config.row(path[-1]) if config and path[-1] in config.model_fields else Row("")
+
+
 IDLE = ("schedule.eval_interval",)  # stands, and nothing reads it while `eval_steps` is 0
 STANDING = [
     path for path in leaves(BEFORE["recipe"]) if path[-1] != "enabled" and at(path) != {} and ".".join(path) not in IDLE
@@ -307,7 +312,9 @@ def test_every_key_that_stands_is_compared(path):
     executes = key in EXECUTES or path[0] == "assumptions"
     other = "another" if node != "another" else "one more"
     for value in (other, ...):
-        after, there = put(BEFORE, path, value), None if value is ... else value
+        after = put(BEFORE, path, value)
+        # Of a key that came later, saying nothing means what it did before.
+        there = (None if (was := row(path).was) is NEEDED else was) if value is ... else value
         expected = [(key, node, there, not executes)] if node != there else []
         assert said(BEFORE, after) == expected
     assert said(put(BEFORE, path, other), BEFORE) == [(key, other, node, not executes)]

@@ -60,6 +60,7 @@ WEIGHED = {WEIGHED_KEY: True}
 PADDED = "model.blocks.m2rnn.padded_projection"
 NORM_KEY = "model.blocks.mamba2.strided_norm"
 PADDED2, STRIDED = "model.blocks.mamba2.padded_projection", {"model.blocks.mamba2.strided": True}
+EDGES = {"feature.fp8.first_last_bf16": True, "feature.fp8.bf16_layers_at_start": 1}
 KEPT_KEY, FLASH_KEY = "feature.fp8.bf16_parts", "precision.attention_kernels"
 KEPT, FLASH = {KEPT_KEY: ["experts"]}, {FLASH_KEY: "flash_attention_4"}
 FORKED_KEY = "model.blocks.moe.fused_router_gradient"
@@ -691,7 +692,12 @@ REFUSALS = [
     (DESIGN, WHOLE | {"model.blocks.mamba3.recompute": "in_proj"}, WHOLE_KEY, "not been tried with recompute"),
     (NATIVE, WHOLE | {"model.hidden_dropout": 0.1}, WHOLE_KEY, "not been tried with dropout"),
     (NATIVE, WHOLE | {"model.attention_dropout": 0.1}, WHOLE_KEY, "not been tried with dropout"),
-    ("nam56r_native_dp_fp8", WHOLE | KEPT | {"feature.fp8.recipe": "delayed"}, WHOLE_KEY, "not been tried with delayed scaling"),
+    ("nam56r_native_dp_fp8", WHOLE | KEPT | {"feature.fp8.recipe": "delayed"}, WHOLE_KEY,
+     "not been tried with FP8 but with current scaling"),
+    ("nam56r_native_dp_fp8", WHOLE | KEPT | {"feature.fp8.recipe": "blockwise"}, WHOLE_KEY,
+     "not been tried with FP8 but with current scaling"),
+    ("nam56r_native_dp_fp8", WHOLE | KEPT | {"feature.fp8.param_gather": True}, WHOLE_KEY, "not been tried with weights held in FP8"),
+    ("nam56r_native_dp_fp8", WHOLE | KEPT | EDGES, WHOLE_KEY, "not been tried with layers in bf16 beside"),
     ("llama_3_8b", FSDP | {"cluster.gpus_per_node": 1, WHOLE_KEY: "full_iteration"}, WHOLE_KEY, "not been tried with Megatron-FSDP"),
     (NATIVE, WHOLE | NGRAMS, WHOLE_KEY, "not been tried with n-gram tables"),
     # distributed_optimizer
@@ -737,6 +743,9 @@ REFUSALS = [
     ("nam56r_native_dp_fp8", {PADDED2: True, "model.blocks.mamba2.heads": 56}, PADDED2, "Megatron's mixer cuts"),
     ("nam56r_native_dp_fp8", {PADDED2: True, "model.blocks.mamba2.heads": 56, "parallel.context": 2} | STRIDED, PADDED2, "context ranks"),
     ("nam56r_native_dp_fp8", KEPT | {"feature.fp8.recipe": "delayed"}, KEPT_KEY, "delayed scaling has not been tried"),
+    ("nam56r_native_dp_fp8", KEPT, KEPT_KEY, "CUDA graphs of parts of layers have not been tried"),
+    ("nam56r_native_dp_fp8", {PADDED2: True, "model.blocks.mamba2.heads": 56, "feature.fp8.param_gather": True} | STRIDED, PADDED2,
+     "one scale"),
     ("nam56r_native_dp_fp8", KEPT | {"feature.fp8.param_gather": True}, KEPT_KEY, "gathered in FP8 are FP8 in all parts"),
     (DESIGN, {"model.blocks.mamba3.kernels": "naive", "model.blocks.mamba3.keep_states": True}, "model.blocks.mamba3.keep_states",
      "there are no chunks"),
@@ -782,7 +791,6 @@ REFUSALS = [
 B = "model.blocks."
 FUSED3 = {"model.blocks.mamba3.kernels": "fused"}
 NAIVE3 = {"model.blocks.mamba3.kernels": "naive"}
-EDGES = {"feature.fp8.first_last_bf16": True, "feature.fp8.bf16_layers_at_start": 1}
 NEIGHBOURS = [
     (DESIGN, {B + "dsa.indexer_loss_coeff": 0.0, **UNLAPPED}, f"{OVERLAP}grad_reduce", True),
     (DESIGN, {B + "dsa.indexer_loss_coeff": 1e-9}, B + "dsa.indexer_loss_coeff", 0.0),

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from presets import ALL, NAMES, lowered
 
+from nam_megatron import argv, computation
 from nam_megatron.errors import Refused
 from nam_megatron.lower import translate
 from nam_megatron.recipe import Recipe, conf_dir, from_tree, load, to_tree
@@ -297,6 +299,28 @@ def test_every_key_that_came_later_has_the_value_that_older_plans_meant():
                 asked.add(key)
         assert from_tree(tree) == recipe
     assert asked == CAME_LATER.keys()
+
+
+@pytest.mark.parametrize("name", ["nam56r", "nam56r_native_dp", "nam56r_native_dp_fp8"])
+def test_a_plan_without_keys_that_came_later_computes_the_same(name):
+    """A run of then can be resumed."""
+    plan = json.loads(argv.plan_json(lowered(name)))
+    older = copy.deepcopy(plan)
+    for key in CAME_LATER:
+        node = older["recipe"]
+        *parents, last = key.split(".")
+        for parent in parents:
+            node = node.get(parent, {})
+        node.pop(last, None)
+    assert older != plan and list(computation.differences(older, plan)) == []
+
+
+def test_parts_in_bf16_are_a_set():
+    (one, other) = (
+        load("nam56r_fused", ("+overlay=fp8", f"feature.fp8.bf16_parts={parts}"))
+        for parts in ("[experts,latents,m2rnn]", "[m2rnn,experts,latents,experts]")
+    )
+    assert one == other
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if lowered(n).plan.recipe.preset.alias_of])

@@ -120,6 +120,10 @@ def unpadded(plan: "Plan", key: str, columns: int, multiple: int) -> Iterator[Pr
             f"the projection has {of_rank:,} columns on each GPU, which {multiple} divides: there is nothing to pad"
         )
         yield Problem(message, key, off)
+        return
+    if feature.fp8 and feature.fp8.param_gather:
+        message = "weights that are held in FP8 have one scale, and a copy with rows of zeros would need another"
+        yield Problem(message, key, f"{off}, or `feature.fp8.param_gather=false`")
     if feature.megatron_fsdp:
         message = "an FSDP has weights, and buffers of their gradients, only while a layer runs"
         yield Problem(message, key, off)

@@ -61,7 +61,9 @@ def head(b: Budget) -> Iterator[str]:
     )
     names = ("b", "S", "s", "T", "Ts", "h", "V", "t", "cp", "e", "et", "N", "Ne", "D", "w")
     symbols = Sizes.of(p).symbols
-    yield "symbols: " + ", ".join(f"{name} {symbols[name]:g}" for name in names)
+    fp8 = r.feature.fp8
+    kept = f" (2 of {', '.join(fp8.standing(p))})" if fp8 and any(fp8.standing(p)) else ""
+    yield "symbols: " + ", ".join(f"{name} {symbols[name]:g}" for name in names) + kept
 
 
 def verdict(b: Budget) -> str:

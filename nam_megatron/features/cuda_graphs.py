@@ -159,7 +159,15 @@ class CudaGraphs(Feature):
                 blocks.mamba3 is not None and "mamba3" in kinds and blocks.mamba3.recompute != "none",
                 "recompute",
             ),
-            "feature.fp8.recipe": (fp8 is not None and fp8.recipe == "delayed", "delayed scaling"),
+            "feature.fp8.recipe": (
+                fp8 is not None and fp8.recipe != "tensorwise",
+                "FP8 but with current scaling (tensorwise)",
+            ),
+            "feature.fp8.param_gather": (fp8 is not None and fp8.param_gather, "weights held in FP8"),
+            "feature.fp8.first_last_bf16": (
+                fp8 is not None and fp8.first_last_bf16,
+                "layers in bf16 beside those in FP8",
+            ),
             "feature.megatron_fsdp.enabled": (bool(r.feature.megatron_fsdp), "Megatron-FSDP"),
             "feature.ngram_hash.enabled": (bool(r.feature.ngram_hash), "n-gram tables, whose gradients are sparse"),
             "model.hidden_dropout": (r.model.hidden_dropout > 0, "dropout"),

@@ -1,9 +1,9 @@
 """FP8 training through Transformer Engine: Megatron's --fp8-format and --fp8-recipe."""
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
-from pydantic import PositiveInt
+from pydantic import AfterValidator, PositiveInt
 
 from nam_megatron.errors import Problem
 from nam_megatron.features import Feature
@@ -38,10 +38,11 @@ class Fp8(Feature):
     ]
     bf16_parts: Annotated[
         tuple[Part, ...],
+        AfterValidator(lambda parts: tuple(part for part in get_args(Part) if part in parts)),
         Row(
             "what stays in bf16 where the model has it: routed experts, shared experts, the low-rank projections of MLA and DSA "
             "with its indexer, M2RNN's projections",
-            was=(),
+            was=[],  # as a stored plan would have it
         ),
     ]
     first_last_bf16: Annotated[
@@ -117,6 +118,9 @@ class Fp8(Feature):
         if self.bf16_parts and self.recipe == "delayed":
             message = "delayed scaling has not been tried with parts in bf16"
             yield Problem(message, at + "bf16_parts", "set it to [], or `feature.fp8.recipe=tensorwise`")
+        if any(self.standing(plan)) and r.feature.cuda_graphs and r.feature.cuda_graphs.modules:
+            message = "CUDA graphs of parts of layers have not been tried with parts in bf16"
+            yield Problem(message, at + "bf16_parts", "set it to [], or `feature.cuda_graphs.impl=none`")
         if self.bf16_parts and self.param_gather:
             message = "weights that are gathered in FP8 are FP8 in all parts"
             yield Problem(message, at + "bf16_parts", f"set it to [], or `{at}param_gather=false`")

@@ -223,9 +223,9 @@ def one_device(lowering: Lowering, plain: bool) -> Lowering:
     for kind, key in (("mamba3", "head_pieces"), ("dsa", "query_pieces")):
         if blocks.get(kind):
             blocks[kind][key] = 1
-    for kind in ("m2rnn", "mamba2"):
-        if blocks.get(kind):
-            blocks[kind]["padded_projection"] = False  # refused where one GPU's columns need no zeros
+    for block in (lowering.plan.recipe.model.blocks.m2rnn, lowering.plan.recipe.model.blocks.mamba2):
+        if block and block.in_proj_width % block.columns(lowering.plan) == 0:
+            blocks[block.kind]["padded_projection"] = False  # refused where one GPU's columns need no zeros
     if plain:
         for keys in (*blocks.values(), tree["feature"].get("mhc")):
             if keys and keys.get("kernels") == "fused":

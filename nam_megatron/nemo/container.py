@@ -99,6 +99,8 @@ class NamProvider(HybridModelProvider):
         if recipe.precision.fused_grad_accumulation:
             wgrad.provide()
         model = super().provide(pre_process, post_process, vp_stage)
+        for hook in self.__dict__.pop("_hooks", []):  # of features beside the layers; stack_spec has left them
+            (model,) = hook([model])
         if recipe.precision.cross_entropy == "fused":
             cross_entropy.provide([model])
         if not (recipe.feature.muon or recipe.feature.megatron_fsdp):  # as `plain_adam` has it
@@ -130,7 +132,9 @@ def stack_spec(config: NamProvider) -> ModuleSpec:
     """
     from nam_megatron.runtime import stack
 
-    return stack.hybrid_stack_spec(config.lowering.plan)
+    spec = stack.hybrid_stack_spec(config.lowering.plan)
+    config._hooks = spec.metainfo.get("hooks", [])
+    return spec
 
 
 # The container ----------------------------------------------------------------------------------------------------------

@@ -151,6 +151,9 @@ PLAIN = {
     "feature.megatron_fsdp": None,
 }
 
+# With which alone projections whose columns 16 does not divide multiply in FP8: then one rank has them, too.
+PADS = ("model.blocks.m2rnn.padded_projection", "model.blocks.mamba2.padded_projection", "model.blocks.mamba2.strided")
+
 CAPTURE = "feature.cuda_graphs.warmup_steps"
 
 # What a CPU runs otherwise than the recipe says, and why: key, the value that it cannot run, what it runs instead, the reason.
@@ -256,7 +259,8 @@ def pair(recipe: Recipe, device: str, steps: int, seed: int = 1234) -> Pair:
     plain["model"]["pattern"] = plain["model"]["pattern"].replace("|", "")
     unproven += _other_segments(full, layout.plan)
     for key, value in PLAIN.items():
-        _put(plain, key, value)
+        if not (key in PADS and at(plain, "feature.fp8")):
+            _put(plain, key, value)
     # Whether or not this layout can: others share its reference. What is not sharded is so without a word.
     if at(plain, "feature.distributed_optimizer.enabled") and not at(plain, "feature.muon.enabled"):
         _put(plain, "feature.distributed_optimizer.reshardable", True)
@@ -266,10 +270,14 @@ def pair(recipe: Recipe, device: str, steps: int, seed: int = 1234) -> Pair:
 def _reference(plain: dict[str, Any]) -> Lowering:
     try:
         return translate(_recipe(plain))
-    except Refused as refused:  # what our layers do not take, LayerNorm or queries without a latent, runs by Megatron's
-        for key in ("model.blocks.mla.kernels", "model.blocks.dsa.kernels"):
+    except Refused as refused:
+        # What our layers do not take, LayerNorm or queries without a latent, runs by Megatron's; whole projections may need no columns.
+        others = dict.fromkeys(("model.blocks.mla.kernels", "model.blocks.dsa.kernels"), "megatron") | dict.fromkeys(
+            PADS, False
+        )
+        for key, value in others.items():
             if any(problem.key == key for problem in refused.problems):
-                _put(plain, key, "megatron")
+                _put(plain, key, value)
         return translate(_recipe(plain))
 
 

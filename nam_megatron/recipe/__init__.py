@@ -264,7 +264,7 @@ def _lane_in_name_only(recipe: Recipe) -> Iterator[Problem]:
 
 def from_tree(tree: Mapping[str, Any], origin: Any = None) -> Recipe:
     """A plain nested mapping, as `to_tree` makes it, as a Recipe. Raises Refused; what does not stand may not be in it."""
-    recipe = parsed(_filled(tree, Recipe), origin)
+    recipe = parsed(filled(tree), origin)
     try:
         raise_if([*standing.missing(recipe), *_assumed_nothing(recipe)])
     except Refused as refused:
@@ -283,7 +283,7 @@ def parsed(tree: Mapping[str, Any], origin: Any = None) -> Recipe:
     return recipe
 
 
-def _filled(tree: Any, cls: type[Config]) -> Any:
+def filled(tree: Any, cls: type[Config] = Recipe) -> Any:
     """A stored tree with the values that it meant by saying nothing: of keys that came after it was written."""
     if not isinstance(tree, Mapping):
         return tree
@@ -291,7 +291,7 @@ def _filled(tree: Any, cls: type[Config]) -> Any:
     for name, field in cls.model_fields.items():
         inner = section(field.annotation)
         if name in found and inner:
-            found[name] = _filled(found[name], inner)
+            found[name] = filled(found[name], inner)
         elif name not in found and (was := cls.row(name).was) is not NEEDED:
             found[name] = was
     return found

@@ -110,6 +110,25 @@ def test_states_that_are_kept_are_not_computed_again(case, monkeypatch):
     assert starts == [0]
 
 
+@pytest.mark.parametrize("case", WALKED[:2], ids=str)
+def test_a_walk_has_the_states_that_would_be_computed_again(case):
+    """To what another order of sums makes of their last bit."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    weights = bench.weights_of(case.shape, DEVICE, case.dtype, generator)
+    packed = bench.packed_of(case.shape, case.s, case.b, DEVICE, case.dtype, generator)
+    launch, documents = case.launch, bench.documents_of(case, DEVICE)
+    prepared = prepare.Prepared.of(
+        packed, weights, case.shape, case.chunk, kernel._angles(packed, case.shape, None), documents
+    )
+    found = kernel._no_states(packed, case.shape, case.chunk).fill_(torch.nan)
+    y = packed.new_empty(*packed.shape[:2], case.shape.inner)
+    kernel._walk(y, packed, weights, prepared, case.shape, case.chunk, launch, documents, states=found)
+    operands = kernel.Operands.of(packed, weights, prepared, case.shape, case.chunk, launch, documents)
+    wanted, _ = kernel._states(packed, operands, case.shape, case.chunk, launch)
+    assert wanted[:, 1:].any() and found.shape == wanted.shape
+    assert (found.float() - wanted.float()).norm() < 1e-3 * wanted.float().norm()
+
+
 @pytest.mark.parametrize("case", STRONG, ids=str)
 def test_a_state_forgotten_within_an_unfinished_chunk(case):
     """Rows past the end are later than all others, and e^(what has been forgotten until there) is no number."""

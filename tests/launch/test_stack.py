@@ -36,28 +36,35 @@ def test_the_lock_is_what_the_project_asks_of_a_training_host():
     assert {p.name: p.version for p in LOCK.packages if p.source != "torch"} == pinned
 
 
-def test_the_extra_of_quack_is_what_its_hint_installs():
-    asked = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]["quack"]
-    assert {word.partition("==")[0].partition("[")[0]: word.partition("==")[2] for word in asked} == packages.QUACK
-    pip = shlex.split(packages.INSTALL.split("`")[1])
+QUACK, FLASH = "model.blocks.moe.expert_gemm=quack", "precision.attention_kernels=flash_attention_4"
+
+
+@pytest.mark.parametrize(
+    ("extra", "tried", "hint"),
+    [("quack", packages.QUACK, packages.INSTALL), ("flash", packages.FLASH_PACKAGES, packages.FLASH_INSTALL)],
+)
+def test_an_extra_is_what_its_hint_installs(extra, tried, hint):
+    asked = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"][extra]
+    assert {word.partition("==")[0].partition("[")[0]: word.partition("==")[2] for word in asked} == tried
+    pip = shlex.split(hint.split("`")[1])
     assert pip[:3] == ["pip", "install", f"torch=={GOOD['torch']}"] and pip[3:] == asked
 
 
 @pytest.mark.parametrize(
-    ("gemm", "installed", "environ", "told"),
+    ("words", "installed", "told"),
     [
-        ("torch", {}, {}, []),
-        ("quack", {}, {}, ["quack-kernels is not installed", "nvidia-cutlass-dsl is not installed"]),
-        ("quack", packages.QUACK | {"quack-kernels": "0.7.0"}, {}, ["quack-kernels is 0.7.0"]),
-        ("quack", packages.QUACK, {}, []),
-        ("torch", {"flash-attn-4": "4.0.0b36"}, {}, ["flash-attn-4 4.0.0b36 is installed"]),
-        ("torch", {"flash-attn-4": "4.0.0b36"}, {"NVTE_FLASH_ATTN_V4": "1"}, ["flash-attn-4 4.0.0b36 is installed"]),
-        ("torch", {"flash-attn-4": "4.0.0b36"}, {"NVTE_FLASH_ATTN_V4": "0"}, []),
+        ((), {}, []),
+        ((QUACK,), {}, ["quack-kernels is not installed", "nvidia-cutlass-dsl is not installed"]),
+        ((QUACK,), packages.QUACK | {"quack-kernels": "0.7.0"}, ["quack-kernels is 0.7.0"]),
+        ((QUACK,), packages.QUACK, []),
+        ((FLASH,), packages.QUACK, ["flash-attn-4 is not installed"]),
+        ((FLASH,), packages.FLASH_PACKAGES | {"flash-attn-4": "4.0.0b29"}, ["flash-attn-4 is 4.0.0b29"]),
+        ((QUACK, FLASH), {}, [f"{name} is not installed" for name in packages.FLASH_PACKAGES]),
+        ((QUACK, FLASH), packages.FLASH_PACKAGES, []),
     ],
 )
-def test_what_a_recipe_asks_beside_the_lock(gemm, installed, environ, told):
-    recipe = load("nam56r_fused", (f"model.blocks.moe.expert_gemm={gemm}",))
-    found = list(stack.asked(recipe, installed, environ))
+def test_what_a_recipe_asks_beside_the_lock(words, installed, told):
+    found = list(stack.asked(load("nam56r_fused", words), installed))
     assert [f.level for f in found] == ["fail"] * len(told) and all(f.hint for f in found)
     assert all(f.message.startswith(words) for f, words in zip(found, told, strict=True))
 

@@ -129,6 +129,23 @@ def test_what_is_captured_is_replayed_in_the_proof(impl, steps, eager):
     assert any("nothing is captured" in sentence for sentence in pair.unproven) is (steps == 1)
 
 
+@pytest.mark.parametrize(
+    ("preset", "words"),
+    [
+        ("nam56r_native_dp_fused", ("+overlay=fp8", "cluster=h200_1")),
+        ("nam56r_fused", ("+overlay=fp8", "cluster=h200_1", "feature.fp8.bf16_parts=[experts,latents]")),
+    ],
+)
+def test_one_rank_has_the_columns_without_which_there_is_no_fp8(preset, words):
+    pair = cut.pair(load(preset, words), "cuda", 2)
+    sides = [side.plan.recipe for side in (pair.layout, pair.reference)]
+    assert sides[0].feature.fp8 == sides[1].feature.fp8
+    block = "mamba2" if "native" in preset else "m2rnn"
+    assert all(getattr(side.model.blocks, block).padded_projection for side in sides)
+    plain = cut.pair(load(preset, ("cluster=h200_1",)), "cuda", 2).reference.plan.recipe
+    assert not getattr(plain.model.blocks, block).padded_projection
+
+
 def test_what_a_cpu_cannot_run_is_said_and_not_counted():
     said = "\n".join(cut.pair(load("nam56r_native_dp_fp8"), "cpu", 2).unproven)
     for key in ("feature.fp8", "feature.cuda_graphs", "precision.params", "mamba2: mamba-ssm's kernels"):

@@ -17,7 +17,7 @@ from nam_megatron.blocks import (
     spread,
     unpadded,
 )
-from nam_megatron.errors import Problem
+from nam_megatron.errors import Problem, quoted
 from nam_megatron.setting import Row, Setting
 from nam_megatron.sizes import Line, Param, Sizes, State, Work
 
@@ -97,7 +97,7 @@ class Mamba2(Block):
             yield Problem(text, at + "groups", "one of the two numbers has to divide the other")
         groups = max(self.groups // ranks, 1)
         width = self.heads // ranks * (2 * self.head_dim + 1) + 2 * groups * self.state_dim
-        if self.strided and width % 8:
+        if self.strided and width % 8 and not self.padded_projection:
             off = f"set it and `{at}strided_norm` to false" if self.strided_norm else "set it to false"
             yield Problem(
                 f"causal-conv1d wants strides that 8 divides, and the projection has {width} columns on each GPU",
@@ -110,7 +110,7 @@ class Mamba2(Block):
             yield Problem(
                 f"Mamba-2's input projection is {self.in_proj_width} / tensor {p.tensor} wide, which 16 does not divide: no FP8 GEMM",
                 at + "heads",
-                f"64 or 112 heads fit; or set `{at}padded_projection=true`",
+                f"choose heads that make it a multiple of {FP8_COLUMNS * p.tensor}" + self._way_to_pad(p.context),
             )
         if self.strided_norm and not self.strided:
             message = "only the strided mixer has a norm that reads strides"
@@ -119,8 +119,18 @@ class Mamba2(Block):
             message = "context ranks exchange the scan's output before its norm, which copies it"
             yield Problem(message, at + "strided_norm", "set it to false")
 
+    def _way_to_pad(self, context: int) -> str:
+        """What a hint adds where columns of zeros would do."""
+        words = [
+            "model.blocks.mamba2.padded_projection=true",
+            *([] if self.strided else ["model.blocks.mamba2.strided=true"]),
+        ]
+        return f", or set {quoted(words)}" if context == 1 else ""
+
     def _unpadded(self, plan: "Plan", key: str) -> Iterator[Problem]:
         yield from unpadded(plan, key, self.in_proj_width, self.columns(plan))
+        if self.in_proj_width % (self.columns(plan) * plan.recipe.parallel.tensor) == 0:
+            return
         if not self.strided:
             message = "Megatron's mixer cuts the projection into its parts, and has none for columns of zeros"
             yield Problem(message, key, "set it to false, or `model.blocks.mamba2.strided=true`")
@@ -132,9 +142,8 @@ class Mamba2(Block):
     def _sizes(self, z: Sizes) -> Sizes:
         """nh heads of P, in all di wide; B and C of G groups of ns; scanned in chunks of L."""
         columns = self.in_proj_width / z["t"]
-        pad = (
-            -columns % self.columns(z.plan) if self.padded_projection else 0
-        )  # of all pc that the projection multiplies by
+        # Of all pc columns that the projection multiplies by.
+        pad = -columns % self.columns(z.plan) if self.padded_projection else 0
         return z.own(
             nh=self.heads, P=self.head_dim, di=self.heads * self.head_dim, G=self.groups, ns=self.state_dim, L=CHUNK,
             pad=pad, pc=columns + pad,

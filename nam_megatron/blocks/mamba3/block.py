@@ -69,7 +69,7 @@ class Mamba3(Block):
     keep_states: Annotated[
         bool,
         Row("the scan's states at the starts of chunks are kept for the backward pass instead of computed again; our kernels' alone",
-            executes="the same values, computed once", was=False),
+            executes="the same states, of which a forward walk adds the sums in another order", was=False),
     ]  # fmt: skip
     heads: Annotated[PositiveInt, Row("heads")]
     head_dim: Annotated[PositiveInt, Row("width of one head")]
@@ -129,6 +129,7 @@ class Mamba3(Block):
             yield Problem(
                 f"Mamba-3's input projection is {self.in_proj_width} wide, which 16 x {p.tensor} tensor ranks do not divide: no FP8 GEMM",
                 at + "heads",
+                "set `feature.fp8.recipe=none`" + (", or `parallel.tensor=1`" if self.in_proj_width % 16 == 0 else ""),
             )
         # The kernels count B's and C's elements of one sample, of the groups that are scanned at once, in int32.
         wide = max(1, self.groups // (ranks * self.head_pieces)) * self.mimo_rank * self.state_dim

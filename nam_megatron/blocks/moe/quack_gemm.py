@@ -73,7 +73,7 @@ class QuackGemm:
 
 def _tile(columns: int) -> Any:
     """Of products this wide; None: QuACK's own, 128 x 192 in turns. Of 896 columns, NAM56R's experts', 192 leaves a part and 224 none:
-    7 to 11 % of the time (benchmarks/quack_tiles_h200.json)."""
+    8 to 11 % of the time of three products, and 1 % of one (benchmarks/quack_tiles_h200.json)."""
     from quack.gemm_interface import GemmConfig
 
     if columns % 192 and columns % 224 == 0 and columns < 8 * 192:  # of more tiles the part that is left weighs less

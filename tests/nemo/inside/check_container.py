@@ -39,6 +39,7 @@ from nam_megatron.nemo.__main__ import command
 from nam_megatron.nemo.container import NamContainer, stack_spec
 from nam_megatron.nemo.overrides import _plain, flat, settle
 from nam_megatron.recipe import from_tree, load
+from nam_megatron.runtime import stack
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.usefixtures("fusions")
@@ -411,6 +412,18 @@ def test_experts_stand_apart_where_megatrons_ddp_keeps_them(overrides, apart, mo
     monkeypatch.setattr(HybridModelProvider, "provide", lambda *_: model)
     nemo.recipe("nam56r_native_dp", overrides).model.provide()
     assert all(getattr(p, "allreduce", True) is not apart for p in model.parameters())
+
+
+def test_what_features_do_beside_the_layers_is_done_to_each_stage(monkeypatch):
+    """Parts in bf16, of an FP8 model."""
+    seen, model = [], torch.nn.Linear(1, 1)
+    spec = SimpleNamespace(metainfo={"hooks": [lambda models: seen.append(models) or models]})
+    monkeypatch.setattr(stack, "hybrid_stack_spec", lambda plan: spec)
+    monkeypatch.setattr(HybridModelProvider, "provide", lambda self, *_: (self.hybrid_stack_spec(self), model)[1])
+    provider = nemo.recipe("nam56r_native_dp").model
+    assert provider.provide() is model and seen == [[model]]
+    provider.provide()
+    assert seen == [[model], [model]] and not hasattr(provider, "_hooks")
 
 
 def test_recipe_functions():
