@@ -9,7 +9,6 @@ from functools import cached_property
 
 from nam_megatron.errors import Problem, raise_if
 from nam_megatron.features.names import FEATURES
-from nam_megatron.packages import FLASH_CHOICE
 from nam_megatron.plan import Plan, plan
 from nam_megatron.recipe import Recipe
 from nam_megatron.setting import CONNECTIONS, Config, Env, Setting
@@ -124,8 +123,6 @@ def _env(p: Plan) -> Iterator[Env]:
     for way in ("FWD", "BWD"):
         more = "" if cudnn else "; a leftover 1 would choose cuDNN's"
         yield Env(f"NVTE_NORM_{way}_USE_CUDNN", "1" if cudnn else None, why + more, "precision")
-    why = "Transformer Engine would take FlashAttention 4 by itself where it is installed, copy what it reads, and may give zeros"
-    yield Env(FLASH_CHOICE, "0", why, "precision")
     if p.recipe.precision.deterministic:
         for name, value, why in DETERMINISTIC:
             yield Env(name, value, why, "precision")

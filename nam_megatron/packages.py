@@ -39,11 +39,11 @@ def without_flash(find: Callable[[str], str | None]) -> Iterator[Problem]:
 
 
 def flash_attention(found: str | None, environ: Mapping[str, str]) -> Iterator[Problem]:
-    """FlashAttention 4 that Transformer Engine (2.20) would take by itself. It says "no window" as (-1, 0), which from 4.0.0b30 on leaves
-    a causal query nothing to see: all outputs and gradients are zero (seen on an H200 with 4.0.0b36, not with 4.0.0b29).
+    """FlashAttention 4 that Transformer Engine (2.20) was told to take by itself. It says "no window" as (-1, 0), which from 4.0.0b30 on
+    leaves a causal query nothing to see: all outputs and gradients are zero (seen on an H200 with 4.0.0b36, not with 4.0.0b29).
 
     found: the version of flash-attn-4, if it is installed.
     """
-    if found and environ.get(FLASH_CHOICE) != "0":
-        message = f"{FLASH} {found} is installed: where cuDNN has no kernel Transformer Engine would take it, and it may give zeros"
-        yield Problem(message, hint=f"uninstall it, or set {FLASH_CHOICE}=0")
+    if found and (value := environ.get(FLASH_CHOICE, "0")) != "0":
+        message = f"{FLASH_CHOICE} is `{value}`: Transformer Engine would take {FLASH} {found} by itself, and it may give zeros"
+        yield Problem(message, hint=f"set {FLASH_CHOICE}=0; `{FLASH_KEY}=flash_attention_4` calls it another way")

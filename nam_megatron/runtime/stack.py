@@ -28,7 +28,7 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from nam_megatron.errors import Problem, Refused, quoted, raise_if
-from nam_megatron.packages import FLASH, flash_attention, installed
+from nam_megatron.packages import FLASH, FLASH_CHOICE, flash_attention, installed
 from nam_megatron.plan import Plan
 from nam_megatron.targets import current
 
@@ -89,8 +89,8 @@ def transformer_engine_backend() -> BackendSpecProvider:
     """Megatron's TE modules.
 
     Raises:
-        Refused: TE cannot be imported or is too old; Megatron would go on with mocks, or with one GEMM per expert. Or it would take
-            FlashAttention 4 where cuDNN has no kernel.
+        Refused: TE cannot be imported or is too old; Megatron would go on with mocks, or with one GEMM per expert. Or it was told to take
+            FlashAttention 4 by itself; where nobody said, this process tells it not to.
     """
     if not te.HAVE_TE:
         hint = "install the `train` extra on a machine with Transformer Engine"
@@ -102,6 +102,7 @@ def transformer_engine_backend() -> BackendSpecProvider:
                 hint=f"use {current().te_version}",
             )
         )
+    os.environ.setdefault(FLASH_CHOICE, "0")  # read whenever a layer attends
     raise_if(flash_attention(installed(FLASH), os.environ))
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 

@@ -69,6 +69,15 @@ def test_what_a_recipe_asks_beside_the_lock(words, installed, told):
     assert all(f.message.startswith(words) for f, words in zip(found, told, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("found", "value", "refused"),
+    [("4.0.0b36", "1", True), ("4.0.0b36", "0", False), ("4.0.0b36", None, False), (None, "1", False)],
+)
+def test_transformer_engine_is_not_told_to_take_flash_attention_4(found, value, refused):
+    said = [p.hint for p in packages.flash_attention(found, {} if value is None else {"NVTE_FLASH_ATTN_V4": value})]
+    assert bool(said) is refused and all("NVTE_FLASH_ATTN_V4=0" in hint for hint in said)
+
+
 def test_what_torch_brings_is_what_torch_asks_for():
     asked = {}
     for line in importlib.metadata.requires("torch"):
