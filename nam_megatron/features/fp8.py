@@ -118,6 +118,11 @@ class Fp8(Feature):
         if self.bf16_parts and self.recipe == "delayed":
             message = "delayed scaling has not been tried with parts in bf16"
             yield Problem(message, at + "bf16_parts", "set it to [], or `feature.fp8.recipe=tensorwise`")
+        moe = r.model.blocks.moe
+        if moe and "experts" in self.standing(plan) and not moe.grouped_gemm:
+            message = "experts without grouped GEMM are in FP8 with all other layers"
+            key = "model.blocks.moe.grouped_gemm"
+            yield Problem(message, at + "bf16_parts", f"leave `experts` out, or set `{key}=true`")
         if any(self.standing(plan)) and r.feature.cuda_graphs and r.feature.cuda_graphs.modules:
             message = "CUDA graphs of parts of layers have not been tried with parts in bf16"
             yield Problem(message, at + "bf16_parts", "set it to [], or `feature.cuda_graphs.impl=none`")

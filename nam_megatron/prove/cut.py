@@ -272,10 +272,8 @@ def _reference(plain: dict[str, Any]) -> Lowering:
         return translate(_recipe(plain))
     except Refused as refused:
         # What our layers do not take, LayerNorm or queries without a latent, runs by Megatron's; whole projections may need no columns.
-        others = dict.fromkeys(("model.blocks.mla.kernels", "model.blocks.dsa.kernels"), "megatron") | dict.fromkeys(
-            PADS, False
-        )
-        for key, value in others.items():
+        others = dict.fromkeys(("model.blocks.mla.kernels", "model.blocks.dsa.kernels"), "megatron")
+        for key, value in (others | dict.fromkeys(PADS, False)).items():
             if any(problem.key == key for problem in refused.problems):
                 _put(plain, key, value)
         return translate(_recipe(plain))

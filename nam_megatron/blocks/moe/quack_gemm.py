@@ -58,11 +58,9 @@ class QuackGemm:
 
         # Without a sharded optimizer Megatron lets a parameter of odd size shift what lies behind it; TMA wants 16 bytes.
         if whole is not None and whole.data_ptr() % 16 == 0:
-            a, b, out = d_out, rows, whole
-            if whole.size(1) < whole.size(
-                2
-            ):  # the same product transposed is faster, if the longer side is that of the tiles' 128
-                a, b, out = rows, d_out, whole.mT
+            # Faster where the longer side has the tiles' 128: there the same product, transposed.
+            wide = whole.size(1) < whole.size(2)
+            a, b, out = (rows, d_out, whole.mT) if wide else (d_out, rows, whole)
             gemm_tuned.fn(a.mT, b, out, None, cu_seqlens_k=bounds, add_to_output=True)
         else:
             for total, more in zip(totals, _gradients(d_out, rows, bounds, torch.float32), strict=True):
