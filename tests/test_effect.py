@@ -28,6 +28,7 @@ ELSEWHERE = {
     "model.blocks.dsa.query_pieces": "the budget where sequences are long, and how many scores are held (tests/blocks/test_dsa.py)",
     "model.blocks.moe.expert_gemm": "which experts are built (tests/cpu/test_models.py); the budget where MoE's backward pass is the peak",
     "model.blocks.moe.fused_router_gradient": "which router is built (tests/blocks/test_router.py)",
+    "precision.attention_kernels": "which core attention is built (tests/cpu/test_models.py)",
     "device.link": "the checks before a run (launch/gpu.py)",
     "device.gemm_floor_tflops": "the checks before a run (launch/sanity.py)",
     "device.allreduce_floor_gbs": "the checks before a run (launch/sanity.py)",

@@ -744,6 +744,7 @@ REFUSALS = [
     ("nam56r_native_dp_fp8", {PADDED2: True, "model.blocks.mamba2.heads": 56, "parallel.context": 2} | STRIDED, PADDED2, "context ranks"),
     ("nam56r_native_dp_fp8", KEPT | {"feature.fp8.recipe": "delayed"}, KEPT_KEY, "delayed scaling has not been tried"),
     ("nam56r_native_dp_fp8", KEPT | {"model.blocks.moe.grouped_gemm": False}, KEPT_KEY, "without grouped GEMM are in FP8"),
+    ("llama_3_8b", {"feature.fp8.recipe": "tensorwise"} | KEPT, KEPT_KEY, "no experts to keep in bf16"),
     ("nam56r_native_dp_fp8", KEPT, KEPT_KEY, "CUDA graphs of parts of layers have not been tried"),
     ("nam56r_native_dp_fp8", {PADDED2: True, "model.blocks.mamba2.heads": 56, "feature.fp8.param_gather": True} | STRIDED, PADDED2,
      "one scale"),

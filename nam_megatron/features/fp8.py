@@ -119,6 +119,10 @@ class Fp8(Feature):
             message = "delayed scaling has not been tried with parts in bf16"
             yield Problem(message, at + "bf16_parts", "set it to [], or `feature.fp8.recipe=tensorwise`")
         moe = r.model.blocks.moe
+        if self.bf16_parts and not any(self.standing(plan)):
+            yield Problem(
+                f"this model has no {' or '.join(self.bf16_parts)} to keep in bf16", at + "bf16_parts", "set it to []"
+            )
         if moe and "experts" in self.standing(plan) and not moe.grouped_gemm:
             message = "experts without grouped GEMM are in FP8 with all other layers"
             key = "model.blocks.moe.grouped_gemm"

@@ -7,6 +7,7 @@ are toy mixers; Transformer Engine's modules have stand-ins with the same parame
 import copy
 import dataclasses
 import importlib
+import os
 import pickle
 import sys
 from functools import partial
@@ -36,7 +37,8 @@ from nam_megatron.blocks.moe import layer as moe
 from nam_megatron.blocks.moe import quack_gemm
 from nam_megatron.blocks.moe.torch_gemm import TorchGemm
 from nam_megatron.errors import Refused
-from nam_megatron.packages import QUACK
+from nam_megatron.packages import FLASH_PACKAGES, QUACK
+from nam_megatron.runtime import flash_attention
 from nam_megatron.runtime.stack import AbsentSlot, hybrid_stack_spec
 
 MIXERS = {"mamba3": modules.toy_mixer(2), "m2rnn": modules.toy_mixer(1)}
@@ -822,6 +824,47 @@ def test_slots_are_megatrons_own_but_for_the_latent_norms():
         "mla_layer": latent,
         "dsa_layer": latent,
     }
+
+
+def attended_by_flash():
+    """The core attentions of GQA, MLA, DSA and MTP's attention with FlashAttention 4, on a host that would have it."""
+    compared_with_upstream()
+    flash_attention.unserved = lambda: ()
+    found = {}
+    for pattern in ("*EM-/*-", "+DEM/+-"):
+        plan = plan_of(pattern)
+        plan.recipe.precision.attention_kernels = "flash_attention_4"
+        layers = hybrid_stack_spec(plan).submodules
+        for slot in ("attention_layer", "mla_layer", "dsa_layer"):
+            spec = getattr(layers, slot)
+            if spec.module is not AbsentSlot:
+                core = spec.submodules.self_attention.submodules.core_attention
+                found[slot] = core is flash_attention.FlashAttention
+    return found, os.environ["NVTE_FLASH_ATTN_V4"]
+
+
+def test_flash_attention_stands_where_a_recipe_says_so():
+    """And Transformer Engine is told to leave it alone."""
+    found, told = in_child(attended_by_flash)
+    assert found == {"attention_layer": True, "mla_layer": True, "dsa_layer": False} and told == "0"
+
+
+@pytest.mark.parametrize(
+    ("found", "capability", "told"),
+    [
+        ({}, (9, 0), [f"{name} is not installed" for name in FLASH_PACKAGES]),
+        (FLASH_PACKAGES | {"flash-attn-4": "4.0.0b29"}, (9, 0), ["flash-attn-4 is 4.0.0b29"]),
+        (FLASH_PACKAGES, (10, 0), ["has been run on Hopper alone"]),
+        (FLASH_PACKAGES, (9, 0), ["cannot be imported: ModuleNotFoundError"]),
+    ],
+)
+def test_hosts_that_do_not_run_flash_attention_are_refused(found, capability, told, monkeypatch):
+    monkeypatch.setattr(flash_attention, "installed", found.get)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    problems = list(flash_attention.unserved())
+    assert len(problems) == len(told) and all(p.key == "precision.attention_kernels" and p.hint for p in problems)
+    assert all(words in p.message for words, p in zip(told, problems, strict=True))
 
 
 # Refusals -------------------------------------------------------------------------------------------------------------
