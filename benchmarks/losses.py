@@ -9,10 +9,10 @@ FOLDER/NAME.json (benchmarks/losses) is what a run's log said; of one that faile
 
     ours, stock, again   13 layers of `nam56r_native_dp`: our stack with `+overlay=fused`, Megatron's default one with Megatron's builder,
                          and ours once more, which shows what kernels with atomics make of equal runs; three seeds
-    bf16_native, fp8_native, bf16_native_again,
-    bf16_author, fp8_author, bf16_author_again
+    bf16_native, fp8_native, delayed_native, bf16_native_again,
+    bf16_author, fp8_author, delayed_author, bf16_author_again
                          13 layers of both fused presets with `+overlay=extras`, and of fp8_* dense projections in FP8 (`+overlay=fp8`),
-                         each step one CUDA graph; and bf16's once more
+                         of delayed_* with delayed scaling, each step one CUDA graph; and bf16's once more
     reused, own          13 layers of `nam56r_fused`: of three DSA layers two take the first one's top-k, or each its own; two seeds
 """
 
@@ -55,15 +55,16 @@ RUNS = {
         (SEEDS, "stock", "nam56r_native_dp", (), ("--stock",)),
         (SEEDS, "again", "nam56r_native_dp", ("+overlay=fused",), ()),
         *(
-            (SEEDS[:1], f"{form}_{lane}{again}", preset, (*measure.WHOLE, f"+overlay={overlays}", *more), ())
+            (SEEDS[:1], f"{form}_{lane}{again}", preset, (*measure.WHOLE, f"+overlay={overlays}", *scaling, *more), ())
             for lane, preset, more in (
                 ("native", "nam56r_native_dp_fused", ()),
                 ("author", "nam56r_fused", (measure.SPARSE13,)),
             )
-            for form, again, overlays in (
-                ("bf16", "", "extras"),
-                ("fp8", "", "[extras,fp8]"),
-                ("bf16", "_again", "extras"),
+            for form, again, overlays, scaling in (
+                ("bf16", "", "extras", ()),
+                ("fp8", "", "[extras,fp8]", ()),
+                ("delayed", "", "[extras,fp8]", (f"{measure.FP8}delayed",)),
+                ("bf16", "_again", "extras", ()),
             )
         ),
         (SEEDS[:2], "reused", "nam56r_fused", (measure.SPARSE13,), ()),

@@ -321,6 +321,7 @@ class Megatron:
         return Mamba3Mixer(
             self.config(), self.parts(), HIDDEN, **sizes, chunk=chunk, recompute=recompute, kernels="fused", head_pieces=1,
             keep_states=False,
+            keep_prepared=False,
             layer_number=1, pg_collection=self.groups,
         ).cuda()  # fmt: skip
 

@@ -59,6 +59,7 @@ SOME8, PARTS = f"{FP8}tensorwise", "feature.fp8.bf16_parts="
 NATIVE8 = (SOME8, f"{PARTS}[experts]", "model.blocks.mamba2.padded_projection=true")
 AUTHOR8 = (SOME8, f"{PARTS}[experts,latents,m2rnn]")
 KEPT = "model.blocks.mamba3.keep_states=true"
+PREPARED = "model.blocks.mamba3.keep_prepared=true"
 EAGER = ("feature.cuda_graphs.impl=none",)
 FULL = ("feature.recompute.granularity=full", "feature.recompute.method=uniform", "feature.recompute.layers=1")
 DETERMINISTIC = "precision.deterministic=true"
@@ -122,8 +123,13 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "native52_one_fp8_blockwise": ("nam56r_native_dp_fused", (*FULL_ONE, *WHOLE, FLASH, *NATIVE8, f"{FP8}blockwise")),
     "author52_one_fp8": ("nam56r_fused", (*FULL_ONE, MBS2, *WHOLE, f"{EXPERTS}quack", FLASH, *AUTHOR8)),
     "author52_one_kept": ("nam56r_fused", (*FULL_ONE, MBS2, *WHOLE, f"{EXPERTS}quack", FLASH, *AUTHOR8, KEPT)),
+    "author52_one_prepared": ("nam56r_fused", (*FULL_ONE, MBS2, *WHOLE, f"{EXPERTS}quack", FLASH, *AUTHOR8, KEPT, PREPARED)),
+    "author52_one_delayed": (
+        "nam56r_fused", (*FULL_ONE, MBS2, *WHOLE, f"{EXPERTS}quack", FLASH, *AUTHOR8, f"{FP8}delayed", KEPT, PREPARED)
+    ),
     "native52_one_extras": ("nam56r_native_dp_fused", (*FULL_ONE, *WHOLE, f"{EXPERTS}quack", FLASH)),
     "native52_one_all": ("nam56r_native_dp_fused", (*FULL_ONE, *WHOLE, f"{EXPERTS}quack", FLASH, *NATIVE8)),
+    "native52_one_delayed": ("nam56r_native_dp_fused", (*FULL_ONE, *WHOLE, f"{EXPERTS}quack", FLASH, *NATIVE8, f"{FP8}delayed")),
     # FP8 and bf16 of one model, whose widths FP8 takes: eager as FP8 is, and as fast as bf16 is.
     "native52_64": ("nam56r_native_dp_fused", (*FULL_ONE, HEADS64, f"{EXPERTS}transformer_engine")),
     "native52_64_torch": ("nam56r_native_dp_fused", (*FULL_ONE, HEADS64, f"{EXPERTS}torch")),

@@ -256,6 +256,7 @@ def test_round_trip(name):
 CAME_LATER = {
     "precision.attention_kernels": "transformer_engine", "feature.fp8.bf16_parts": [],
     "model.blocks.mamba2.padded_projection": False, "model.blocks.mamba3.keep_states": False,
+    "model.blocks.mamba3.keep_prepared": False,
     "precision.deterministic": False, "data.parts": None, "data.cache": None, "schedule.async_save": False,
     "data.prompt": None, "data.answer": None, "schedule.pretrained": None,
     "cluster.pool": None, "model.blocks.moe.shared_expert_gate": False,

@@ -159,10 +159,7 @@ class CudaGraphs(Feature):
                 blocks.mamba3 is not None and "mamba3" in kinds and blocks.mamba3.recompute != "none",
                 "recompute",
             ),
-            "feature.fp8.recipe": (
-                fp8 is not None and fp8.recipe != "tensorwise",
-                "FP8 but with current scaling (tensorwise)",
-            ),
+            "feature.fp8.recipe": (fp8 is not None and fp8.recipe == "blockwise", "FP8 scaled by blocks"),
             "feature.fp8.param_gather": (fp8 is not None and fp8.param_gather, "weights held in FP8"),
             "feature.fp8.first_last_bf16": (
                 fp8 is not None and fp8.first_last_bf16,

@@ -115,9 +115,6 @@ class Fp8(Feature):
 
     def check(self, plan: "Plan") -> Iterator[Problem]:
         at, r = "feature.fp8.", plan.recipe
-        if self.bf16_parts and self.recipe == "delayed":
-            message = "delayed scaling has not been tried with parts in bf16"
-            yield Problem(message, at + "bf16_parts", "set it to [], or `feature.fp8.recipe=tensorwise`")
         moe = r.model.blocks.moe
         if self.bf16_parts and not any(self.standing(plan)):
             yield Problem(

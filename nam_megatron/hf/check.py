@@ -231,7 +231,7 @@ def one_device(lowering: Lowering, plain: bool) -> Lowering:
             if keys and keys.get("kernels") == "fused":
                 keys["kernels"] = "naive"
         if blocks.get("mamba3"):
-            blocks["mamba3"]["keep_states"] = False
+            blocks["mamba3"] |= {"keep_states": False, "keep_prepared": False}
         if blocks.get("moe"):
             blocks["moe"]["expert_gemm"] = "transformer_engine"  # torch's is of bf16, on few GPUs
     return translate(from_tree(tree))

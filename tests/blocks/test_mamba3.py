@@ -29,7 +29,7 @@ from nam_megatron.errors import Refused
 
 SHAPE = Shape(heads=4, head_dim=8, state_dim=16, groups=2, rank=2, angles=3)
 SIZES = dict(kernels="naive", recompute="none", heads=8, head_dim=8, state_dim=16, groups=2, mimo_rank=2, chunk=8)
-SIZES |= dict(head_pieces=1, keep_states=False)
+SIZES |= dict(head_pieces=1, keep_states=False, keep_prepared=False)
 
 
 def mixer(**changes):
@@ -139,7 +139,7 @@ def test_groups_share_their_keys():
 
 
 def test_kernels_in_tritons_interpreter():
-    assert "29 passed, 3 deselected" in interpreter.passes("test_mamba3.py")
+    assert "33 passed, 3 deselected" in interpreter.passes("test_mamba3.py")
 
 
 # The layer ------------------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def test_parameters_are_those_of_the_block():
     """Names, shapes and what stays in fp32, at NAM56R's sizes and without memory."""
     block = Mamba3(
         kernels="naive", recompute="none", heads=112, head_dim=64, state_dim=128, groups=8, mimo_rank=4, chunk=16,
-        head_pieces=1, keep_states=False, rope_fraction=0.5,
+        head_pieces=1, keep_states=False, keep_prepared=False, rope_fraction=0.5,
     )  # fmt: skip
     sizes = SimpleNamespace(model=SimpleNamespace(hidden_size=3584), norm=lambda name, width: [_Norm(name, width)])
     wanted = {p.name: p.shape for p in block.params(sizes, None)}
@@ -287,8 +287,8 @@ def test_dynamic_batches_are_refused():
 )
 def test_sizes_that_the_kernels_do_not_serve_are_refused(changes, key):
     sizes = dict(
-        heads=8, head_dim=16, state_dim=32, groups=2, mimo_rank=4, chunk=16, head_pieces=1, keep_states=False, rope_fraction=0.5,
-        recompute="none",
+        heads=8, head_dim=16, state_dim=32, groups=2, mimo_rank=4, chunk=16, head_pieces=1, rope_fraction=0.5,
+        keep_states=False, keep_prepared=False, recompute="none",
     )  # fmt: skip
     fused = Mamba3(kernels="fused", **{**sizes, **changes})
     assert [p.key for p in fused.unserved()] == [f"model.blocks.mamba3.{key}"]

@@ -32,7 +32,7 @@ def trained(
     import transformer_engine.pytorch as te  # this file is collected where there is none
     from transformer_engine.common import recipe
 
-    recipes = {"tensorwise": recipe.Float8CurrentScaling, "blockwise": recipe.Float8BlockScaling}
+    recipes = {"tensorwise": recipe.Float8CurrentScaling, "delayed": recipe.DelayedScaling, "blockwise": recipe.Float8BlockScaling}
     generator, seen = torch.Generator().manual_seed(7), {}
     module.zero_grad()
     for index in range(2):
@@ -91,7 +91,7 @@ def test_m2rnn(kept, groups):  # noqa: F811
     assert all(e == 0 for e in errors.values()) if kept else errors["in_proj.weight"] > 1e-3
 
 
-@pytest.mark.parametrize("scaling", [None, "tensorwise", "blockwise"])
+@pytest.mark.parametrize("scaling", [None, "tensorwise", "delayed", "blockwise"])
 def test_a_padded_projection_of_mamba2(scaling, groups):  # noqa: F811
     """1,160 columns, which 16 does not divide; FP8 is as far from bf16 as FP8 is."""
     fields = dict(

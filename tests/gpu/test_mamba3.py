@@ -110,6 +110,28 @@ def test_states_that_are_kept_are_not_computed_again(case, monkeypatch):
     assert starts == [0]
 
 
+@pytest.mark.parametrize("case", [CASES[0], CASES[1], WALKED[0], WALKED[1]], ids=str)
+def test_what_is_prepared_is_not_computed_again(case, monkeypatch):
+    """Once, for both passes, and with the gradients to the last bit that it has when it is computed twice."""
+    made = []
+    prepare_of = prepare.Prepared.of
+    monkeypatch.setattr(prepare.Prepared, "of", lambda *args, **named: made.append(1) or prepare_of(*args, **named))
+    launch = case.launch or kernel.launch_of(case.shape)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    weights = bench.weights_of(case.shape, DEVICE, case.dtype, generator)
+    packed = bench.packed_of(case.shape, case.s, case.b, DEVICE, case.dtype, generator)
+    back = torch.randn(case.s, case.b, case.shape.inner, device=DEVICE, generator=generator).to(case.dtype)
+    found = []
+    for kept in (False, True):
+        given = [t if t is None else t.detach().requires_grad_() for t in (packed, *weights)]
+        how = launch._replace(prepared_kept=kept)
+        out = kernel.scan(given[0], prepare.Weights(*given[1:]), case.shape, case.chunk, bench.documents_of(case, DEVICE), None, how)
+        out.backward(back)
+        found.append([out, *(t.grad for t in given if t is not None)])
+    assert len(made) == 3
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("case", WALKED[:2], ids=str)
 def test_a_walk_has_the_states_that_would_be_computed_again(case):
     """To what another order of sums makes of their last bit."""
@@ -199,7 +221,8 @@ if INTERPRETED:
 
         def case(kernels: str, tp: int) -> harness.Case:
             sizes = dict(heads=4, head_dim=16, state_dim=32, groups=2, mimo_rank=2, chunk=8, rope_fraction=0.5)
-            block = Mamba3(kernels=kernels, recompute="none", head_pieces=1, keep_states=kernels == "fused", **sizes)
+            sizes |= dict.fromkeys(("keep_states", "keep_prepared"), kernels == "fused")
+            block = Mamba3(kernels=kernels, recompute="none", head_pieces=1, **sizes)
             plan = SimpleNamespace(recipe=SimpleNamespace(model=SimpleNamespace(blocks=SimpleNamespace(mamba3=block))))
             mixers = {"mamba3": layer.spec(modules.CpuBackend(), plan)}
             return harness.Case("3", mixers=mixers, tp=tp, microbatches=1)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from nam_megatron.plan import Layer, Plan
 
 ENTRIES = 2  # of the batch, that the fused kernels take at once, to bound what they hold
+PREPARED = "(4 T G r ns + 4 T nh a + 12 T nh)"  # bytes of prepare.Prepared
 
 
 def walk_from(rank: int) -> int:
@@ -70,6 +71,12 @@ class Mamba3(Block):
         bool,
         Row("the scan's states at the starts of chunks are kept for the backward pass instead of computed again; our kernels' alone",
             executes="the same states, of which a forward walk adds the sums in another order", was=False),
+    ]  # fmt: skip
+    keep_prepared: Annotated[
+        bool,
+        Row("what the scan reads besides z and x is kept for the backward pass instead of computed again: normed B and C, cosines and"
+            " sines, steps and decays; our kernels' alone",
+            executes=SAME, was=False),
     ]  # fmt: skip
     heads: Annotated[PositiveInt, Row("heads")]
     head_dim: Annotated[PositiveInt, Row("width of one head")]
@@ -141,9 +148,9 @@ class Mamba3(Block):
             more = f"more `{at}head_pieces`, or " if self.head_pieces < self.groups // ranks else ""
             hint = f"{more}`{at}kernels=naive`{',' if more else ''} which runs any length, slowly"
             yield Problem(text, "model.seq_length", hint)
-        if self.keep_states and self.kernels == "naive":
-            message = "plain torch keeps the state after each token: there are no chunks"
-            yield Problem(message, at + "keep_states", f"set it to false, or `{at}kernels=fused`")
+        for key, why in (("keep_states", "the state after each token: there are no chunks"), ("keep_prepared", "all that autograd needs")):
+            if getattr(self, key) and self.kernels == "naive":
+                yield Problem(f"plain torch keeps {why}", at + key, f"set it to false, or `{at}kernels=fused`")
         yield from self.unserved()
 
     def unserved(self) -> Iterator[Problem]:
@@ -190,6 +197,9 @@ class Mamba3(Block):
         yield z.line("output", "w T di / t", "input of the output projection")
         if self.keep_states:
             yield z.line("chunk states", "2 T di ns / (L t)", "at the start of each chunk", mark=UNMEASURED)
+        if self.keep_prepared:
+            why = "normed B and C, cosines and sines, steps and decays"
+            yield z.line("what the scan reads", f"{PREPARED} / t", why, mark=UNMEASURED)
         if self.kernels == "naive":
             yield z.line("states", "16 T di ns / t", "the state after each token and its terms, fp32", mark=UNMEASURED)
 
@@ -197,7 +207,7 @@ class Mamba3(Block):
         if self.kernels == "naive":
             return
         z = self._sizes(z)
-        prepared = "(4 T G r ns + 4 T nh a + 12 T nh) / (t hp)"
+        prepared = "0" if self.keep_prepared else f"{PREPARED} / (t hp)"
         walk = walkable(self.head_dim, self.state_dim, self.mimo_rank, self.chunk)
         walk &= 0 < walk_from(self.mimo_rank) * z["t"] * z["cp"] * self.head_pieces <= self.heads * z["b"]
         operands = "(4 E r nh ns + 2 E r di + 12 E nh) / (t hp)"

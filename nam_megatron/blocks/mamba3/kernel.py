@@ -31,9 +31,9 @@ class Launch(NamedTuple):
     rows and columns of half the state of a program of the gradients of B and C. steps, chunks: rows of a step and steps of a
     program of the gradients of z and x; fewer where there would be fewer than `programs`. entries: of the batch, taken at once,
     0 for all: less memory, fewer programs. walk: heads, of all of the batch, from which the forward pass is one walk, where `_walks`
-    allows it; 0: never. states_kept: the states at the chunks' starts are kept for the backward pass. values, keys: warps of a program of
-    these gradients. Of kernels with products (warps, stages, registers of a thread); 0 warps: by the rows of a chunk, and no limit where
-    these are many; 0 registers: no limit.
+    allows it; 0: never. states_kept: the states at the chunks' starts are kept for the backward pass; prepared_kept: what `Prepared` has.
+    values, keys: warps of a program of these gradients. Of kernels with products (warps, stages, registers of a thread); 0 warps: by the
+    rows of a chunk, and no limit where these are many; 0 registers: no limit.
     """
 
     columns: int = 64
@@ -49,6 +49,7 @@ class Launch(NamedTuple):
     entries: int = ENTRIES
     walk: int = 0
     states_kept: bool = False
+    prepared_kept: bool = False
     walks: tuple[int, int, int] = (4, 1, 0)
     forward_states: tuple[int, int, int] = (4, 3, 0)
     output: tuple[int, int, int] = (0, 1, 0)
@@ -58,9 +59,9 @@ class Launch(NamedTuple):
     keys: int = 1
 
 
-def launch_of(shape: Shape, states_kept: bool = False) -> Launch:
+def launch_of(shape: Shape, states_kept: bool = False, prepared_kept: bool = False) -> Launch:
     """As they are started in training."""
-    return Launch(walk=walk_from(shape.rank), states_kept=states_kept)
+    return Launch(walk=walk_from(shape.rank), states_kept=states_kept, prepared_kept=prepared_kept)
 
 
 class Operands(NamedTuple):
@@ -120,8 +121,8 @@ def scan(
     """naive.scan's output for a whole sequence, with gradients of `packed` and `weights`.
 
     packed [s, b, width] on a GPU, unit stride in the last dimension; documents [b, s] int32. With a group of tensor ranks
-    each holds an equal share of the angles in its `packed`, in rank order. Keeps its arguments for the backward pass, and the states
-    where `launch` says so.
+    each holds an equal share of the angles in its `packed`, in rank order. Keeps its arguments for the backward pass, and what
+    `launch` says.
     """
     return _Scan.apply(packed, documents, shape, chunk, group, launch or launch_of(shape), *weights)
 
@@ -187,9 +188,10 @@ class _Scan(torch.autograd.Function):
     def forward(ctx, packed, documents, shape, chunk, group, launch, *weights):
         ctx.sizes = shape, chunk, group, launch
         kept = _no_states(packed, shape, chunk) if launch.states_kept else None
-        ctx.save_for_backward(packed, documents, kept, *weights)
-        weights = Weights(*weights)
-        prepared = Prepared.of(packed, weights, shape, chunk, _angles(packed, shape, group), documents)
+        of_scan = Weights(*weights)
+        prepared = Prepared.of(packed, of_scan, shape, chunk, _angles(packed, shape, group), documents)
+        ctx.save_for_backward(packed, documents, kept, *weights, *(prepared if launch.prepared_kept else ()))
+        weights = of_scan
         y = packed.new_empty(*packed.shape[:2], shape.inner)
         if _walks(packed, shape, chunk, launch.walk):
             _walk(y, packed, weights, prepared, shape, chunk, launch, documents, states=kept)
@@ -204,10 +206,12 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        packed, documents, states, *weights = ctx.saved_tensors
+        packed, documents, states, *rest = ctx.saved_tensors
         shape, chunk, group, launch = ctx.sizes
-        weights, angles = Weights(*weights), _angles(packed, shape, group)
-        prepared = Prepared.of(packed, weights, shape, chunk, angles, documents)
+        count = len(Weights._fields)
+        weights, angles = Weights(*rest[:count]), _angles(packed, shape, group)
+        kept = rest[count:]
+        prepared = Prepared(*kept) if kept else Prepared.of(packed, weights, shape, chunk, angles, documents)
         d_packed = torch.empty_like(packed, memory_format=torch.contiguous_format)
         raw, sums = _backward(
             packed, weights, prepared, dy.contiguous(), d_packed, shape, chunk, launch, documents, states
@@ -382,8 +386,8 @@ def _backward(
         return packed.new_empty(*size, dtype=torch.float32)
 
     raw = Raw(
-        *(packed.new_empty(b, s, g, r, n) for _ in range(2)), fp32(b, h, s, a), *(fp32(b, h, s) for _ in range(3)),
-        fp32(b, h, chunks),
+        *(packed.new_empty(b, s, g, r, n) for _ in range(2)), *(fp32(b, h, s, a) for _ in range(2)),
+        *(fp32(b, h, s) for _ in range(3)), fp32(b, h, chunks),
     )  # fmt: skip
     tokens, steps = max(1, launch.rows // r), max(1, launch.steps // r)
     tiles, halves = triton.cdiv(s, tokens), min(launch.halves, n // 2)
@@ -393,7 +397,7 @@ def _backward(
     slots = triton.cdiv(s, steps * per)
     d_D = fp32(b, chunks, h)
     d_x, d_z, d_o = (fp32(b, slots, h, r, p) if r > 1 else None for _ in range(3))
-    more_angles, more_ends = torch.empty_like(raw.angles), torch.empty_like(raw.ends)
+    more_ends = torch.empty_like(raw.ends)
     d_B, d_C = (fp32(b, tiles, h, r, n) for _ in range(2))
 
     for of in _entries(b, launch):
@@ -422,12 +426,11 @@ def _backward(
         )  # fmt: skip
         _keys_kernel[(2 * tiles * (n // 2 // halves), g, entries)](
             mine.keys, mine.queries, weights.B_bias, weights.C_bias, mine.cos, mine.sin, operands.k, operands.q,
-            raw.keys[of], raw.queries[of], raw.angles[of], more_angles[of], d_B[of], d_C[of], s,
+            raw.keys[of], raw.queries[of], raw.angles[of], raw.more_angles[of], d_B[of], d_C[of], s,
             H=h, HALF=n // 2, G=g, R=r, A=a, TOKENS=tokens, COLUMNS=halves, EVEN=s % tokens == 0,
             num_warps=launch.keys,
         )  # fmt: skip
         del operands, states, d_states  # before the next ones are made
-    raw.angles.add_(more_angles)
     raw.ends.add_(more_ends)
     return raw, [None if t is None else t.sum((0, 1)) for t in (d_D, d_B, d_C, d_x, d_z, d_o)]
 

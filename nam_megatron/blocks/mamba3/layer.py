@@ -52,7 +52,8 @@ def spec(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
     )
     raise_if(block.unserved())
     names = (
-        "heads", "head_dim", "state_dim", "groups", "mimo_rank", "angles", "chunk", "head_pieces", "recompute", "keep_states", "kernels",
+        "heads", "head_dim", "state_dim", "groups", "mimo_rank", "angles", "chunk", "head_pieces", "recompute", "keep_states",
+        "keep_prepared", "kernels",
     )  # fmt: skip
     return ModuleSpec(Mamba3Mixer, params={name: getattr(block, name) for name in names}, submodules=parts)
 
@@ -62,8 +63,9 @@ class Mamba3Mixer(MegatronModule):
 
     heads, groups, angles: of the whole layer; each is spread over tensor ranks, which must divide it. chunk: tokens that the
     fused kernels take at once. head_pieces: parts of a rank's heads, scanned one after the other. recompute: `in_proj` computes the
-    output of the input projection again in the backward pass instead of keeping it. keep_states: the scan's states at the chunks'
-    starts are kept, not computed again. d_model: Megatron's hidden size. Other keywords that MambaLayer gives are not used.
+    output of the input projection again in the backward pass instead of keeping it. keep_states, keep_prepared: the scan's states at the
+    chunks' starts, and what it reads besides z and x, are kept, not computed again. d_model: Megatron's hidden size. Other keywords that
+    MambaLayer gives are not used.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Mamba3Mixer(MegatronModule):
         head_pieces: int,
         recompute: str,
         keep_states: bool,
+        keep_prepared: bool,
         kernels: str,
         layer_number: int,
         pg_collection: Any,
@@ -90,7 +93,7 @@ class Mamba3Mixer(MegatronModule):
     ):
         super().__init__(config)
         self.layer_number, self.chunk, self.recompute, self.kernels = layer_number, chunk, recompute, kernels
-        self.head_pieces, self.keep_states = head_pieces, keep_states
+        self.head_pieces, self.kept = head_pieces, (keep_states, keep_prepared)
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         ranks = self.tp_group.size()
         shares = ranks * self.cp_group.size() * head_pieces
@@ -203,7 +206,7 @@ class Mamba3Mixer(MegatronModule):
 
     def _scan_piece(self, packed: Tensor, weights: Weights, documents: Tensor | None) -> Tensor:
         if self.kernels == "fused":
-            launch = kernel.launch_of(self.scanned, self.keep_states)
+            launch = kernel.launch_of(self.scanned, *self.kept)
             return kernel.scan(packed, weights, self.scanned, self.chunk, documents, self.tp_group, launch)
         return naive.scan(self._with_all_angles(packed), weights, self.scanned, None, documents)[0]
 

@@ -84,14 +84,15 @@ class Prepared(NamedTuple):
 class Raw(NamedTuple):
     """Gradients that the scan's backward pass leaves for `packed_gradients`.
 
-    keys, queries: [b, s, groups, rank, state_dim]. angles: [b, heads, s, angles] fp32, of
-    each token's summed angle. row, now, scale: [b, heads, s] fp32; row is of `decay` from the query side alone, the key side's
-    is -scale * its gradient. ends: [b, heads, chunks] fp32, of the decay over a whole chunk.
+    keys, queries: [b, s, groups, rank, state_dim]. angles, more_angles: [b, heads, s, angles] fp32, of
+    each token's summed angle, by its key and by its query. row, now, scale: [b, heads, s] fp32; row is of `decay` from the
+    query side alone, the key side's is -scale * its gradient. ends: [b, heads, chunks] fp32, of the decay over a whole chunk.
     """
 
     keys: Tensor
     queries: Tensor
     angles: Tensor
+    more_angles: Tensor
     row: Tensor
     now: Tensor
     scale: Tensor
@@ -131,7 +132,7 @@ def packed_gradients(
     sums = packed.new_empty(b, h, spans, a, dtype=torch.float32)
     for last in (False, True):
         _angles_backward[(spans, h, b)](
-            packed, tanh, weights.dt_bias, raw.angles, sums, d_dt, s, *strides, tanh.stride(0), tanh.stride(1),
+            packed, tanh, weights.dt_bias, raw.angles, raw.more_angles, sums, d_dt, s, *strides, tanh.stride(0), tanh.stride(1),
             starts["dt"], h, a, triton.next_power_of_2(a), SPAN, ROWS, RUN, last, num_warps=_warps(a),
         )  # fmt: skip
     d_angles = raw.angles.sum(1).transpose(0, 1) * (math.pi * (1 - tanh.square()))
@@ -343,12 +344,12 @@ def _angles(
 
 @triton.jit
 def _angles_backward(
-    packed, tanh, dt_bias, d_angles, sums, d_dt, s, stride_s, stride_b, tanh_s, tanh_b, at_dt,
+    packed, tanh, dt_bias, d_angles, more, sums, d_dt, s, stride_s, stride_b, tanh_s, tanh_b, at_dt,
     H: tl.constexpr, A: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, RUN: tl.constexpr,
     LAST: tl.constexpr,
 ):  # fmt: skip
-    """As _angles, from the last token to the first. In place: d_angles of the summed angles becomes this head's share of
-    the gradient of pi tanh(angles)."""
+    """As _angles, from the last token to the first. In place: d_angles of the summed angles gets `more`, and at last becomes this head's
+    share of the gradient of pi tanh(angles)."""
     span, spans, h = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
     packed += b * stride_b + h
@@ -367,13 +368,16 @@ def _angles_backward(
         token = end - 1 - back - step
         inside = token >= span * SPAN
         ok = inside[:, :, None] & known[None, None, :]
-        at = d_angles + (row * s + token[:, :, None]) * A + column[None, None, :]
-        own = tl.load(at, mask=ok, other=0.0)
+        at = (row * s + token[:, :, None]) * A + column[None, None, :]
+        own = tl.load(d_angles + at, mask=ok, other=0.0)
         if LAST:
             dt, rate = _rates(packed, tanh, bias, tl.where(inside, token, s), column, s, stride_s, tanh_s, at_dt, A)
             summed = _summed(own) + later[None, None, :]
-            tl.store(at, summed * dt[:, :, None], mask=ok)
+            tl.store(d_angles + at, summed * dt[:, :, None], mask=ok)
             tl.store(d_dt + row * s + token, PI * tl.sum(summed * rate, 2), mask=inside)
+        else:
+            own += tl.load(more + at, mask=ok, other=0.0)
+            tl.store(d_angles + at, own, mask=ok)
         later += tl.sum(tl.sum(own, 1), 0)
     if not LAST:
         tl.store(sums + (row * spans + span) * A + column, later, mask=known)
@@ -409,7 +413,7 @@ def _norm_backward(
     programs = tl.num_programs(0)
     column = tl.arange(0, N)
     w = tl.load(weight + column).to(tl.float32)
-    total = tl.zeros([N], tl.float32)
+    total = tl.zeros([ROWS, N], tl.float32)
     for i in range(tl.cdiv(lines, programs * ROWS)):
         line = (i * programs + tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         token = line // KEYS
@@ -418,9 +422,9 @@ def _norm_backward(
         x = tl.load(packed + start[:, None] + column[None, :], mask=ok, other=0.0).to(tl.float32)
         g = tl.load(grad + line[:, None] * N + column[None, :], mask=ok, other=0.0).to(tl.float32)
         rms = tl.rsqrt(tl.sum(x * x, 1) / N + EPSILON)[:, None]
-        total += tl.sum(g * x * rms, 0)
+        total += g * x * rms  # over rows at the end: that sum crosses warps
         g *= w[None, :]
         dx = rms * g - x * (rms * rms * rms * (tl.sum(g * x, 1) / N)[:, None])
         to = (token % s) * out_s + (token // s) * out_b + at + (line % KEYS) * N
         tl.store(d_packed + to[:, None] + column[None, :], dx.to(d_packed.dtype.element_ty), mask=ok)
-    tl.store(d_norm + (tl.program_id(1) * programs + tl.program_id(0)) * N + column, total)
+    tl.store(d_norm + (tl.program_id(1) * programs + tl.program_id(0)) * N + column, tl.sum(total, 0))
