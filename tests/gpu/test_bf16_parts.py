@@ -32,7 +32,11 @@ def trained(
     import transformer_engine.pytorch as te  # this file is collected where there is none
     from transformer_engine.common import recipe
 
-    recipes = {"tensorwise": recipe.Float8CurrentScaling, "delayed": recipe.DelayedScaling, "blockwise": recipe.Float8BlockScaling}
+    recipes = {
+        "tensorwise": recipe.Float8CurrentScaling,
+        "delayed": recipe.DelayedScaling,
+        "blockwise": recipe.Float8BlockScaling,
+    }
     generator, seen = torch.Generator().manual_seed(7), {}
     module.zero_grad()
     for index in range(2):

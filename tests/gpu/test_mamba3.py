@@ -125,7 +125,9 @@ def test_what_is_prepared_is_not_computed_again(case, monkeypatch):
     for kept in (False, True):
         given = [t if t is None else t.detach().requires_grad_() for t in (packed, *weights)]
         how = launch._replace(prepared_kept=kept)
-        out = kernel.scan(given[0], prepare.Weights(*given[1:]), case.shape, case.chunk, bench.documents_of(case, DEVICE), None, how)
+        out = kernel.scan(
+            given[0], prepare.Weights(*given[1:]), case.shape, case.chunk, bench.documents_of(case, DEVICE), None, how
+        )
         out.backward(back)
         found.append([out, *(t.grad for t in given if t is not None)])
     assert len(made) == 3

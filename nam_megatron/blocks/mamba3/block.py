@@ -148,7 +148,10 @@ class Mamba3(Block):
             more = f"more `{at}head_pieces`, or " if self.head_pieces < self.groups // ranks else ""
             hint = f"{more}`{at}kernels=naive`{',' if more else ''} which runs any length, slowly"
             yield Problem(text, "model.seq_length", hint)
-        for key, why in (("keep_states", "the state after each token: there are no chunks"), ("keep_prepared", "all that autograd needs")):
+        for key, why in (
+            ("keep_states", "the state after each token: there are no chunks"),
+            ("keep_prepared", "all that autograd needs"),
+        ):
             if getattr(self, key) and self.kernels == "naive":
                 yield Problem(f"plain torch keeps {why}", at + key, f"set it to false, or `{at}kernels=fused`")
         yield from self.unserved()
