@@ -13,6 +13,9 @@ FOLDER/NAME.json (benchmarks/losses) is what a run's log said; of one that faile
     bf16_author, fp8_author, delayed_author, bf16_author_again
                          13 layers of both fused presets with `+overlay=extras`, and of fp8_* dense projections in FP8 (`+overlay=fp8`),
                          of delayed_* with delayed scaling, each step one CUDA graph; and bf16's once more
+    rates_author, bf16_author_calm, fp8_author_calm, rates_author_calm
+                         of rates_* what sets Mamba-3's decays and angles is multiplied in bf16; of *_calm the rate rises for 200
+                         steps, not 10
     reused, own          13 layers of `nam56r_fused`: of three DSA layers two take the first one's top-k, or each its own; two seeds
 """
 
@@ -47,6 +50,8 @@ class Run(NamedTuple):
     words: tuple[str, ...] = ()
 
 
+WITHOUT = f"{measure.PARTS}[experts,latents,m2rnn]"
+RATES = f"{measure.PARTS}[experts,latents,m2rnn,mamba3_rates]"
 CUT = ("cluster=h200_1", "model.depth=13", "schedule.micro_batch_size=1", "schedule.global_batch_size=1")
 RUNS = {
     f"{name}_{seed}": Run(preset, (*CUT, *overrides, f"schedule.seed={seed}"), words)
@@ -66,6 +71,22 @@ RUNS = {
                 ("delayed", "", "[extras,fp8]", (f"{measure.FP8}delayed",)),
                 ("bf16", "_again", "extras", ()),
             )
+        ),
+        *(
+            (
+                SEEDS[:1],
+                f"{form}_author{calm}",
+                "nam56r_fused",
+                (*measure.WHOLE, f"+overlay={overlays}", measure.SPARSE13, *more, *slow),
+                (),
+            )
+            for calm, slow in (("", ()), ("_calm", ("optim.warmup_steps=200",)))
+            for form, overlays, more in (
+                ("bf16", "extras", ()),
+                ("fp8", "[extras,fp8]", (WITHOUT,)),
+                ("rates", "[extras,fp8]", (RATES,)),
+            )
+            if calm or form == "rates"
         ),
         (SEEDS[:2], "reused", "nam56r_fused", (measure.SPARSE13,), ()),
         (SEEDS[:2], "own", "nam56r_fused", (measure.SPARSE13, "model.blocks.dsa.full_every=1"), ()),

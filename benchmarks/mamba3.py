@@ -322,6 +322,7 @@ class Megatron:
             self.config(), self.parts(), HIDDEN, **sizes, chunk=chunk, recompute=recompute, kernels="fused", head_pieces=1,
             keep_states=False,
             keep_prepared=False,
+            rates_apart=False,
             layer_number=1, pg_collection=self.groups,
         ).cuda()  # fmt: skip
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from nam_megatron.recipe import Recipe
 
 
-Part = Literal["experts", "shared_experts", "latents", "m2rnn"]
+Part = Literal["experts", "shared_experts", "latents", "m2rnn", "mamba3_rates"]
 
 
 class Fp8(Feature):
@@ -41,7 +41,7 @@ class Fp8(Feature):
         AfterValidator(lambda parts: tuple(part for part in get_args(Part) if part in parts)),
         Row(
             "what stays in bf16 where the model has it: routed experts, shared experts, the low-rank projections of MLA and DSA "
-            "with its indexer, M2RNN's projections",
+            "with its indexer, M2RNN's projections, of Mamba-3's input projection what sets decays and angles (dt, A, trap, angles)",
             was=[],  # as a stored plan would have it
         ),
     ]
@@ -74,6 +74,7 @@ class Fp8(Feature):
             "shared_experts": "moe" in kinds and moe is not None and moe.shared_expert_hidden_size > 0,
             "latents": bool(kinds & {"mla", "dsa"}),
             "m2rnn": "m2rnn" in kinds,
+            "mamba3_rates": "mamba3" in kinds,
         }
         yield from (part for part in self.bf16_parts if has[part])
 

@@ -28,6 +28,7 @@ WHERE: dict[str, tuple[tuple[type[Module], tuple[str, ...]], ...]] = {
         (DSAIndexer, ("linear_wq_b", "linear_wk", "linear_weights_proj")),
     ),
     "m2rnn": ((M2RnnMixer, ("in_proj", "out_proj")),),
+    "mamba3_rates": (),  # rows of a projection, which its mixer multiplies by themselves
 }
 
 

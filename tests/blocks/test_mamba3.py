@@ -34,7 +34,8 @@ SIZES |= dict(head_pieces=1, keep_states=False, keep_prepared=False)
 
 def mixer(**changes):
     block = Mamba3(**{**SIZES, "rope_fraction": 0.5, **changes})
-    plan = SimpleNamespace(recipe=SimpleNamespace(model=SimpleNamespace(blocks=SimpleNamespace(mamba3=block))))
+    model, feature = SimpleNamespace(blocks=SimpleNamespace(mamba3=block)), SimpleNamespace(fp8=None)
+    plan = SimpleNamespace(recipe=SimpleNamespace(model=model, feature=feature))
     return {"mamba3": layer.spec(modules.CpuBackend(), plan)}
 
 

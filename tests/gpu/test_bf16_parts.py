@@ -18,7 +18,7 @@ from megatron.core.transformer.spec_utils import build_module
 from test_moe import groups  # noqa: F401, a fixture
 
 from nam_megatron.blocks.mamba2.layer import spec
-from nam_megatron.runtime import bf16_parts, stack
+from nam_megatron.runtime import bf16_parts, split_projection, stack
 
 pytestmark = pytest.mark.gpu
 WIDTH, TOKENS, SAMPLES = 512, 256, 2
@@ -93,6 +93,46 @@ def test_m2rnn(kept, groups):  # noqa: F811
 
     errors = far(trained(run, mixer, "tensorwise"), trained(run, mixer))
     assert all(e == 0 for e in errors.values()) if kept else errors["in_proj.weight"] > 1e-3
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["autograd's", "added"])
+@pytest.mark.parametrize("scaling", ["tensorwise", "delayed"])
+def test_the_last_rows_of_a_projection(scaling, accumulate, groups):  # noqa: F811
+    """In FP8's context they give what they give in bf16, to the last bit, and get the gradient that they get there."""
+    rows, others = 1024, 104
+    fields = dict(num_layers=1, hidden_size=WIDTH, num_attention_heads=8, normalization="RMSNorm")
+    config = TransformerConfig(**fields, **HALF, add_bias_linear=False, gradient_accumulation_fusion=accumulate)
+    made = stack.transformer_engine_backend().column_parallel_layer_norm_linear()
+    projection = made(
+        WIDTH, rows + others, config=config, init_method=config.init_method, gather_output=False, bias=False, skip_bias_add=False,
+        is_expert=False, tp_group=groups.tp,
+    ).cuda()  # fmt: skip
+    split_projection.prepare(projection)
+    lasts, firsts = [], []
+
+    def run(x):
+        first, last = split_projection.split(projection, x, rows)
+        firsts.append(first.detach())
+        lasts.append(last.detach())
+        return torch.cat([first[..., : WIDTH - others], last], -1)  # as wide as the gradient that `trained` has
+
+    results = []
+    for how in (None, scaling):
+        projection.weight.main_grad = torch.zeros_like(projection.weight, dtype=torch.float32)
+        projection.weight.grad_added_to_main_grad = False
+        seen = trained(run, projection, how)
+        if accumulate:
+            assert projection.weight.grad_added_to_main_grad
+            seen["weight"] = projection.weight.main_grad.clone()
+        results.append(seen)
+    errors = far(*(results[::-1]))
+    assert all(torch.equal(one, other) for one, other in zip(lasts[:2], lasts[2:], strict=True))
+    assert all((one - other).abs().max() > 1e-3 for one, other in zip(firsts[:2], firsts[2:], strict=True))
+    plain, mixed = (seen["weight"][rows:] for seen in results)
+    assert torch.equal(plain, mixed) and plain.any()
+    assert results[0]["weight"][: WIDTH - others].any() and not {
+        name: e for name, e in errors.items() if not e < (0.9 if scaling == "delayed" else 0.15)
+    }
 
 
 @pytest.mark.parametrize("scaling", [None, "tensorwise", "delayed", "blockwise"])

@@ -134,6 +134,25 @@ def test_what_is_prepared_is_not_computed_again(case, monkeypatch):
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("case", [CASES[0], CASES[1], WALKED[0], WALKED[1]], ids=str)
+def test_rates_in_a_tensor_of_their_own(case):
+    """Nothing but the place of their gradient differs, to the last bit."""
+    launch, generator = case.launch or kernel.launch_of(case.shape), torch.Generator(DEVICE).manual_seed(0)
+    weights = bench.weights_of(case.shape, DEVICE, case.dtype, generator)
+    packed = bench.packed_of(case.shape, case.s, case.b, DEVICE, case.dtype, generator)
+    back = torch.randn(case.s, case.b, case.shape.inner, device=DEVICE, generator=generator).to(case.dtype)
+    at, found = prepare.offsets(case.shape)["dt"], []
+    for apart in (False, True):
+        cut = (packed[..., :at].contiguous(), packed[..., at:].contiguous()) if apart else (packed, None)
+        first, rates, *rest = (t if t is None else t.detach().requires_grad_() for t in (*cut, *weights))
+        documents = bench.documents_of(case, DEVICE)
+        out = kernel.scan(first, prepare.Weights(*rest), case.shape, case.chunk, documents, None, launch, rates)
+        out.backward(back)
+        whole = first.grad if rates is None else torch.cat([first.grad, rates.grad], -1)
+        found.append([out, whole, *(t.grad for t in rest if t is not None)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("case", WALKED[:2], ids=str)
 def test_a_walk_has_the_states_that_would_be_computed_again(case):
     """To what another order of sums makes of their last bit."""
@@ -141,8 +160,9 @@ def test_a_walk_has_the_states_that_would_be_computed_again(case):
     weights = bench.weights_of(case.shape, DEVICE, case.dtype, generator)
     packed = bench.packed_of(case.shape, case.s, case.b, DEVICE, case.dtype, generator)
     launch, documents = case.launch, bench.documents_of(case, DEVICE)
+    rates = prepare.rates_of(packed, case.shape)
     prepared = prepare.Prepared.of(
-        packed, weights, case.shape, case.chunk, kernel._angles(packed, case.shape, None), documents
+        packed, rates, weights, case.shape, case.chunk, kernel._angles(rates, case.shape, None), documents
     )
     found = kernel._no_states(packed, case.shape, case.chunk).fill_(torch.nan)
     y = packed.new_empty(*packed.shape[:2], case.shape.inner)
@@ -225,7 +245,8 @@ if INTERPRETED:
             sizes = dict(heads=4, head_dim=16, state_dim=32, groups=2, mimo_rank=2, chunk=8, rope_fraction=0.5)
             sizes |= dict.fromkeys(("keep_states", "keep_prepared"), kernels == "fused")
             block = Mamba3(kernels=kernels, recompute="none", head_pieces=1, **sizes)
-            plan = SimpleNamespace(recipe=SimpleNamespace(model=SimpleNamespace(blocks=SimpleNamespace(mamba3=block))))
+            model, feature = SimpleNamespace(blocks=SimpleNamespace(mamba3=block)), SimpleNamespace(fp8=None)
+            plan = SimpleNamespace(recipe=SimpleNamespace(model=model, feature=feature))
             mixers = {"mamba3": layer.spec(modules.CpuBackend(), plan)}
             return harness.Case("3", mixers=mixers, tp=tp, microbatches=1)
 

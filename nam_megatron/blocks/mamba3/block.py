@@ -99,6 +99,11 @@ class Mamba3(Block):
 
         return layer.spec(backend, plan)
 
+    def rates_apart(self, plan: "Plan") -> bool:
+        """Whether dt, A, trap and the angles are multiplied in bf16 beside the rest of the projection in FP8."""
+        fp8 = plan.recipe.feature.fp8
+        return fp8 is not None and fp8.keeps("mamba3_rates")
+
     @property
     def angles(self) -> int:
         """Rotary angles of B and C, shared by all heads: one for each pair of turned state columns."""
@@ -132,12 +137,16 @@ class Mamba3(Block):
             yield Problem(f"rope_fraction {self.rope_fraction} is above 1", at + "rope_fraction")
         if not self.angles:
             yield Problem(f"rope_fraction {self.rope_fraction} turns no pair of columns", at + "rope_fraction")
-        if plan.recipe.feature.fp8 and self.in_proj_width // p.tensor % 16:
+        apart = self.rates_apart(plan)
+        width = self.in_proj_width - apart * (3 * self.heads + self.angles)
+        if plan.recipe.feature.fp8 and width // p.tensor % 16:
             yield Problem(
-                f"Mamba-3's input projection is {self.in_proj_width} wide, which 16 x {p.tensor} tensor ranks do not divide: no FP8 GEMM",
+                f"Mamba-3's input projection is {width} wide, which 16 x {p.tensor} tensor ranks do not divide: no FP8 GEMM",
                 at + "heads",
-                "set `feature.fp8.recipe=none`" + (", or `parallel.tensor=1`" if self.in_proj_width % 16 == 0 else ""),
+                "set `feature.fp8.recipe=none`" + (", or `parallel.tensor=1`" if width % 16 == 0 else ""),
             )
+        if apart:
+            yield from self._untried(plan)
         # The kernels count B's and C's elements of one sample, of the groups that are scanned at once, in int32.
         wide = max(1, self.groups // (ranks * self.head_pieces)) * self.mimo_rank * self.state_dim
         tokens = plan.recipe.model.seq_length
@@ -155,6 +164,17 @@ class Mamba3(Block):
             if getattr(self, key) and self.kernels == "naive":
                 yield Problem(f"plain torch keeps {why}", at + key, f"set it to false, or `{at}kernels=fused`")
         yield from self.unserved()
+
+    def _untried(self, plan: "Plan") -> Iterator[Problem]:
+        """What a projection in two precisions does not go with."""
+        key, feature = "feature.fp8.bf16_parts", plan.recipe.feature
+        for asked, what in (
+            (plan.recipe.parallel.tensor > 1, "tensor ranks"),
+            (bool(feature.megatron_fsdp), "an FSDP"),
+            (feature.lora is not None and "in_proj" in feature.lora.modules(plan), "adapters of the projection"),
+        ):
+            if asked:
+                yield Problem(f"`mamba3_rates` in bf16 has not been tried with {what}", key, "leave `mamba3_rates` out")
 
     def unserved(self) -> Iterator[Problem]:
         """Sizes at which the chosen kernels cannot run."""
@@ -197,6 +217,8 @@ class Mamba3(Block):
         else:
             yield from residual(z)
             yield z.line("z, x, B, C, dt, A, trap, angles", "2 T (W + (cp hp - 1) a) / t", "all that the scan keeps")
+        if self.rates_apart(z.plan):
+            yield z.line("norm output in bf16", "2 Ts h", "input of dt, A, trap and the angles", mark=UNMEASURED)
         yield z.line("output", "w T di / t", "input of the output projection")
         if self.keep_states:
             yield z.line("chunk states", "2 T di ns / (L t)", "at the start of each chunk", mark=UNMEASURED)

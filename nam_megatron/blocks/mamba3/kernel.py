@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nam_megatron.blocks.mamba3.block import ENTRIES, walk_from, walkable
 from nam_megatron.blocks.mamba3.naive import Shape, State, Weights, turn
-from nam_megatron.blocks.mamba3.prepare import Prepared, Raw, offsets, packed_gradients
+from nam_megatron.blocks.mamba3.prepare import Prepared, Raw, offsets, packed_gradients, rates_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BOUNDS = 512  # tokens of a program that writes how much of a state is left
@@ -117,14 +117,16 @@ def scan(
     documents: Tensor | None = None,
     group: dist.ProcessGroup | None = None,
     launch: Launch | None = None,
+    rates: Tensor | None = None,
 ) -> Tensor:
-    """naive.scan's output for a whole sequence, with gradients of `packed` and `weights`.
+    """naive.scan's output for a whole sequence, with gradients of `packed`, `rates` and `weights`.
 
-    packed [s, b, width] on a GPU, unit stride in the last dimension; documents [b, s] int32. With a group of tensor ranks
+    packed [s, b, width] on a GPU, unit stride in the last dimension; rates likewise: its columns from dt on, where they are a tensor
+    of their own; documents [b, s] int32. With a group of tensor ranks
     each holds an equal share of the angles in its `packed`, in rank order. Keeps its arguments for the backward pass, and what
     `launch` says.
     """
-    return _Scan.apply(packed, documents, shape, chunk, group, launch or launch_of(shape), *weights)
+    return _Scan.apply(packed, rates, documents, shape, chunk, group, launch or launch_of(shape), *weights)
 
 
 @torch.no_grad()
@@ -139,8 +141,8 @@ def prefill(
 ) -> tuple[Tensor, State]:
     """naive.scan of one document without gradients: the output, and the state from which to go on."""
     launch = launch or launch_of(shape)
-    start = None if state is None else state.angle
-    prepared = Prepared.of(packed, weights, shape, chunk, _angles(packed, shape, group), start=start)
+    start, rates = None if state is None else state.angle, rates_of(packed, shape)
+    prepared = Prepared.of(packed, rates, weights, shape, chunk, _angles(rates, shape, group), start=start)
     before = None if state is None else _with_trapezoid(packed, weights, shape, state)
     y = packed.new_empty(*packed.shape[:2], shape.inner)
     if _walks(packed, shape, chunk, launch.walk):
@@ -154,9 +156,9 @@ def prefill(
     return y, State(prepared.angle, end, turn(key, prepared.angle).to(packed.dtype), x.contiguous())
 
 
-def _angles(packed: Tensor, shape: Shape, group: dist.ProcessGroup | None) -> Tensor:
-    """All angles [s, b, angles] of the packed projection."""
-    own = packed[..., offsets(shape)["angles"] :]
+def _angles(rates: Tensor, shape: Shape, group: dist.ProcessGroup | None) -> Tensor:
+    """All angles [s, b, angles], the last columns of each rank's."""
+    own = rates[..., 3 * shape.heads :]
     if group is None or group.size() == 1:
         return own
     every = own.new_empty(group.size() * own.size(0), *own.shape[1:])
@@ -185,13 +187,12 @@ def _with_trapezoid(packed: Tensor, weights: Weights, shape: Shape, state: State
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, packed, documents, shape, chunk, group, launch, *weights):
+    def forward(ctx, packed, apart, documents, shape, chunk, group, launch, *weights):
         ctx.sizes = shape, chunk, group, launch
-        kept = _no_states(packed, shape, chunk) if launch.states_kept else None
-        of_scan = Weights(*weights)
-        prepared = Prepared.of(packed, of_scan, shape, chunk, _angles(packed, shape, group), documents)
-        ctx.save_for_backward(packed, documents, kept, *weights, *(prepared if launch.prepared_kept else ()))
-        weights = of_scan
+        kept, weights = _no_states(packed, shape, chunk) if launch.states_kept else None, Weights(*weights)
+        rates = rates_of(packed, shape) if apart is None else apart
+        prepared = Prepared.of(packed, rates, weights, shape, chunk, _angles(rates, shape, group), documents)
+        ctx.save_for_backward(packed, apart, documents, kept, *weights, *(prepared if launch.prepared_kept else ()))
         y = packed.new_empty(*packed.shape[:2], shape.inner)
         if _walks(packed, shape, chunk, launch.walk):
             _walk(y, packed, weights, prepared, shape, chunk, launch, documents, states=kept)
@@ -206,21 +207,24 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        packed, documents, states, *rest = ctx.saved_tensors
+        packed, apart, documents, states, *rest = ctx.saved_tensors
         shape, chunk, group, launch = ctx.sizes
+        rates = rates_of(packed, shape) if apart is None else apart
         count = len(Weights._fields)
-        weights, angles = Weights(*rest[:count]), _angles(packed, shape, group)
-        kept = rest[count:]
-        prepared = Prepared(*kept) if kept else Prepared.of(packed, weights, shape, chunk, angles, documents)
-        d_packed = torch.empty_like(packed, memory_format=torch.contiguous_format)
+        weights, angles, kept = Weights(*rest[:count]), _angles(rates, shape, group), rest[count:]
+        prepared = Prepared(*kept) if kept else Prepared.of(packed, rates, weights, shape, chunk, angles, documents)
+        d_packed, d_apart = (
+            t if t is None else torch.empty_like(t, memory_format=torch.contiguous_format) for t in (packed, apart)
+        )
+        d_rates = rates_of(d_packed, shape) if d_apart is None else d_apart
         raw, sums = _backward(
             packed, weights, prepared, dy.contiguous(), d_packed, shape, chunk, launch, documents, states
         )
         d_angles, d_bias, d_B_norm, d_C_norm = packed_gradients(
-            raw, d_packed, packed, weights, shape, chunk, angles, prepared.scale, documents
+            raw, d_packed, d_rates, packed, rates, weights, shape, chunk, angles, prepared.scale, documents
         )
-        d_packed[..., offsets(shape)["angles"] :] = _own_angles(d_angles, group)
-        return d_packed, None, None, None, None, None, d_bias, *sums[:3], d_B_norm, d_C_norm, *sums[3:]
+        d_rates[..., 3 * shape.heads :] = _own_angles(d_angles, group)
+        return d_packed, d_apart, *(None,) * 5, d_bias, *sums[:3], d_B_norm, d_C_norm, *sums[3:]
 
 
 def _entries(b: int, launch: Launch) -> list[slice]:

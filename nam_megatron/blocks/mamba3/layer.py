@@ -30,7 +30,9 @@ from torch import Tensor
 
 from nam_megatron.blocks.mamba3 import kernel, naive
 from nam_megatron.blocks.mamba3.naive import NORM_EPSILON, Shape, State, Weights
+from nam_megatron.blocks.mamba3.prepare import offsets
 from nam_megatron.errors import Problem, Refused, raise_if
+from nam_megatron.runtime import split_projection
 from nam_megatron.runtime.context import by_heads, by_tokens, refuse_documents, share, whole
 from nam_megatron.runtime.gpu import without_gpu
 
@@ -55,7 +57,8 @@ def spec(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
         "heads", "head_dim", "state_dim", "groups", "mimo_rank", "angles", "chunk", "head_pieces", "recompute", "keep_states",
         "keep_prepared", "kernels",
     )  # fmt: skip
-    return ModuleSpec(Mamba3Mixer, params={name: getattr(block, name) for name in names}, submodules=parts)
+    params = {name: getattr(block, name) for name in names} | {"rates_apart": block.rates_apart(plan)}
+    return ModuleSpec(Mamba3Mixer, params=params, submodules=parts)
 
 
 class Mamba3Mixer(MegatronModule):
@@ -64,8 +67,9 @@ class Mamba3Mixer(MegatronModule):
     heads, groups, angles: of the whole layer; each is spread over tensor ranks, which must divide it. chunk: tokens that the
     fused kernels take at once. head_pieces: parts of a rank's heads, scanned one after the other. recompute: `in_proj` computes the
     output of the input projection again in the backward pass instead of keeping it. keep_states, keep_prepared: the scan's states at the
-    chunks' starts, and what it reads besides z and x, are kept, not computed again. d_model: Megatron's hidden size. Other keywords that
-    MambaLayer gives are not used.
+    chunks' starts, and what it reads besides z and x, are kept, not computed again. rates_apart: dt, A, trap and the angles are
+    multiplied by themselves, in bf16 beside the rest in FP8. d_model: Megatron's hidden size. Other keywords that MambaLayer gives are
+    not used.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class Mamba3Mixer(MegatronModule):
         recompute: str,
         keep_states: bool,
         keep_prepared: bool,
+        rates_apart: bool,
         kernels: str,
         layer_number: int,
         pg_collection: Any,
@@ -100,6 +105,7 @@ class Mamba3Mixer(MegatronModule):
         self.shape = Shape(heads // ranks, head_dim, state_dim, groups // ranks, mimo_rank, angles)
         self.scanned = Shape(heads // shares, head_dim, state_dim, groups // shares, mimo_rank, angles)
         self.parts = self.shape.parts | {"angles": angles // ranks}
+        self.rates_apart = rates_apart
         # The recipe's check has refused all else.
         assert not any((heads % shares, groups % shares, angles % ranks))
         assert kernels == "naive" or config.params_dtype in kernel.DTYPES, config.params_dtype
@@ -114,6 +120,9 @@ class Mamba3Mixer(MegatronModule):
             submodules.in_proj, d_model, width, "in_proj",
             init_method=config.init_method, gather_output=False, skip_bias_add=False, tp_comm_buffer_name="fc1",
         )  # fmt: skip
+        if rates_apart:
+            assert ranks == 1, "features/fp8.py refuses tensor ranks"
+            split_projection.prepare(self.in_proj)
         # Read by Megatron where it cuts or joins a packed weight.
         self.in_proj.weight.partition_sizes = list(self.parts.values())
         self.out_proj = linear(
@@ -186,12 +195,18 @@ class Mamba3Mixer(MegatronModule):
             y = self._scan(self._packed(hidden_states), documents)
         return self.out_proj(by_tokens(y, self.cp_group))
 
+    def _projected(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+        """The input projection [s, b, *]; of `rates_apart` in two parts."""
+        if self.rates_apart:
+            return split_projection.split(self.in_proj, hidden_states, offsets(self.shape)["dt"])
+        return self.in_proj(hidden_states)[:1]
+
     def _packed(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
-        """The input projection [s, b, *] of whole sequences, of the heads of each scan: all, or parts of this context rank's."""
-        packed, _ = self.in_proj(hidden_states)
-        cp = self.cp_group
+        """The input projection of whole sequences, of the heads of each scan: all, or parts of this context rank's."""
+        projected, cp = self._projected(hidden_states), self.cp_group
         if cp.size() == self.head_pieces == 1:
-            return (packed,)
+            return projected
+        packed = _joined(projected)
         *headwise, angles = packed.split(list(self.parts.values()), -1)
         if cp.size() > 1:
             angles, widths = whole(angles, cp), [part.size(-1) // cp.size() for part in headwise]
@@ -200,15 +215,16 @@ class Mamba3Mixer(MegatronModule):
         return tuple(torch.cat([*piece, angles], -1) for piece in pieces)
 
     def _scan(self, packed: tuple[Tensor, ...], documents: Tensor | None) -> Tensor:
-        weights = [self.weights] if len(packed) == 1 else self.weights.chunk(len(packed))
-        outs = [self._scan_piece(*piece, documents) for piece in zip(packed, weights, strict=True)]
-        return outs[0] if len(outs) == 1 else torch.cat(outs, -1)
+        if self.head_pieces == 1:
+            return self._scan_piece(packed, self.weights, documents)
+        pieces = zip(packed, self.weights.chunk(len(packed)), strict=True)
+        return torch.cat([self._scan_piece((piece,), weights, documents) for piece, weights in pieces], -1)
 
-    def _scan_piece(self, packed: Tensor, weights: Weights, documents: Tensor | None) -> Tensor:
+    def _scan_piece(self, packed: tuple[Tensor, ...], weights: Weights, documents: Tensor | None) -> Tensor:
         if self.kernels == "fused":
-            launch = kernel.launch_of(self.scanned, *self.kept)
-            return kernel.scan(packed, weights, self.scanned, self.chunk, documents, self.tp_group, launch)
-        return naive.scan(self._with_all_angles(packed), weights, self.scanned, None, documents)[0]
+            launch, (first, *rates) = kernel.launch_of(self.scanned, *self.kept), packed
+            return kernel.scan(first, weights, self.scanned, self.chunk, documents, self.tp_group, launch, *rates)
+        return naive.scan(self._with_all_angles(_joined(packed)), weights, self.scanned, None, documents)[0]
 
     def _with_all_angles(self, packed: Tensor) -> Tensor:
         if self.tp_group.size() == 1:
@@ -246,7 +262,7 @@ class Mamba3Mixer(MegatronModule):
             )
         kept = context.key_value_memory_dict
         state = kept[self.layer_number] if context.sequence_len_offset > 0 else None
-        y, kept[self.layer_number] = self.step(self.in_proj(hidden_states)[0], state)
+        y, kept[self.layer_number] = self.step(_joined(self._projected(hidden_states)), state)
         return self.out_proj(y)
 
     @torch.no_grad()
@@ -275,3 +291,7 @@ class Mamba3Mixer(MegatronModule):
         key = f"{prefix}in_proj.weight"
         sharded[key] = _split_tensor_factory(sharded[key], list(self.parts.values()), list(self.parts), 0)
         return sharded
+
+
+def _joined(packed: tuple[Tensor, ...]) -> Tensor:
+    return packed[0] if len(packed) == 1 else torch.cat(packed, -1)

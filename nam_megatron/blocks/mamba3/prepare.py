@@ -40,6 +40,7 @@ class Prepared(NamedTuple):
     def of(
         cls,
         packed: Tensor,
+        rates: Tensor,
         weights: Weights,
         shape: Shape,
         chunk: int,
@@ -47,13 +48,14 @@ class Prepared(NamedTuple):
         documents: Tensor | None = None,
         start: Tensor | None = None,
     ) -> "Prepared":
-        """For packed [s, b, *], whose first columns are shape.parts without the angles, and all angles [s, b, angles].
+        """For packed [s, b, *], whose first columns are z, x, B and C of shape.parts, rates [s, b, *], whose first are dt, A and trap,
+        and all angles [s, b, angles].
 
         start: [b, heads, angles] fp32, where the sum of angles starts; 0 if None.
         """
         s, b, _ = packed.shape
         h, _, n, g, r, a = shape
-        starts, strides = offsets(shape), (packed.stride(0), packed.stride(1))
+        starts, strides, of_rates = offsets(shape), packed.stride()[:2], rates.stride()[:2]
         # cos and sin lie in [-1, 1], where fp16 has three more bits than bf16.
         turned = torch.float32 if packed.dtype == torch.float32 else torch.float16
         cos, sin = (packed.new_empty(b, h, s, a, dtype=turned) for _ in range(2))
@@ -62,14 +64,14 @@ class Prepared(NamedTuple):
         sums = packed.new_empty(b, h, spans, a, dtype=torch.int32)
         for last in (False, True):
             _angles[(spans, h, b)](
-                packed, tanh, weights.dt_bias, start, sums, cos, sin, end, s, *strides, tanh.stride(0), tanh.stride(1),
-                starts["dt"], h, a, triton.next_power_of_2(a), SPAN, ROWS, RUN, start is not None, last,
+                rates, tanh, weights.dt_bias, start, sums, cos, sin, end, s, *of_rates, tanh.stride(0), tanh.stride(1),
+                h, a, triton.next_power_of_2(a), SPAN, ROWS, RUN, start is not None, last,
                 num_warps=_warps(a),
             )  # fmt: skip
         decay, now, scale = (packed.new_empty(b, h, s, dtype=torch.float32) for _ in range(3))
         heads = min(16, triton.next_power_of_2(h))
         _steps[(triton.cdiv(s, chunk), triton.cdiv(h, heads), b)](
-            packed, weights.dt_bias, documents, decay, now, scale, s, *strides, starts["dt"], starts["A"], starts["trap"],
+            rates, weights.dt_bias, documents, decay, now, scale, s, *of_rates,
             h, chunk, heads, A_FLOOR, documents is not None, num_warps=4,
         )  # fmt: skip
         keys, queries = (packed.new_empty(b, s, g, r, n) for _ in range(2))
@@ -107,10 +109,17 @@ def offsets(shape: Shape) -> dict[str, int]:
     return starts
 
 
+def rates_of(packed: Tensor, shape: Shape) -> Tensor:
+    """Of the packed projection [s, b, *] what sets decays, steps and angles: dt, A, trap and the angles."""
+    return packed[..., offsets(shape)["dt"] :]
+
+
 def packed_gradients(
     raw: Raw,
     d_packed: Tensor,
+    d_rates: Tensor,
     packed: Tensor,
+    rates: Tensor,
     weights: Weights,
     shape: Shape,
     chunk: int,
@@ -118,30 +127,30 @@ def packed_gradients(
     scale: Tensor,
     documents: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Fills d_packed but for z, x and angles; `scale` is what Prepared had.
+    """Fills d_packed but for z and x, and d_rates but for angles; `scale` is what Prepared had.
 
     Returns the gradients of angles [s, b, angles], dt_bias, B_norm and C_norm.
     """
     s, b, _ = packed.shape
     h, _, n, g, r, a = shape
-    starts, strides = offsets(shape), (packed.stride(0), packed.stride(1))
-    out = (d_packed.stride(0), d_packed.stride(1))
+    starts, strides, of_rates = offsets(shape), packed.stride()[:2], rates.stride()[:2]
+    out = d_packed.stride()[:2]
     chunks = raw.ends.size(2)
 
     tanh, d_dt, spans = angles.float().tanh(), torch.empty_like(raw.now), triton.cdiv(s, SPAN)
     sums = packed.new_empty(b, h, spans, a, dtype=torch.float32)
     for last in (False, True):
         _angles_backward[(spans, h, b)](
-            packed, tanh, weights.dt_bias, raw.angles, raw.more_angles, sums, d_dt, s, *strides, tanh.stride(0), tanh.stride(1),
-            starts["dt"], h, a, triton.next_power_of_2(a), SPAN, ROWS, RUN, last, num_warps=_warps(a),
+            rates, tanh, weights.dt_bias, raw.angles, raw.more_angles, sums, d_dt, s, *of_rates, tanh.stride(0), tanh.stride(1),
+            h, a, triton.next_power_of_2(a), SPAN, ROWS, RUN, last, num_warps=_warps(a),
         )  # fmt: skip
     d_angles = raw.angles.sum(1).transpose(0, 1) * (math.pi * (1 - tanh.square()))
 
     heads = min(16, triton.next_power_of_2(h))
     bias = packed.new_empty(b, chunks, h, dtype=torch.float32)
     _steps_backward[(chunks, triton.cdiv(h, heads), b)](
-        packed, weights.dt_bias, documents, raw.row, raw.now, raw.scale, scale, raw.ends, d_dt, d_packed, bias,
-        s, *strides, *out, starts["dt"], starts["A"], starts["trap"],
+        rates, weights.dt_bias, documents, raw.row, raw.now, raw.scale, scale, raw.ends, d_dt, d_rates, bias,
+        s, *of_rates, *d_rates.stride()[:2],
         h, chunks, chunk, heads, A_FLOOR, documents is not None, num_warps=4,
     )  # fmt: skip
 
@@ -190,38 +199,36 @@ def _cos_sin(turns):
 
 
 @triton.jit
-def _steps_of(packed, dt_bias, documents, s, stride_s, at_dt, at_trap, token, head, ok, PACKED: tl.constexpr):
+def _steps_of(rates, dt_bias, documents, s, stride_s, token, head, ok, H: tl.constexpr, PACKED: tl.constexpr):
     """dt, gate of tokens x heads, and of the next token of the same document (0 if there is none)."""
-    at = packed + token[:, None].to(tl.int64) * stride_s + head[None, :]
+    at = rates + token[:, None].to(tl.int64) * stride_s + head[None, :]
     more = ok & (token + 1 < s)[:, None]
     if PACKED:
         here = tl.load(documents + token, mask=token < s, other=0)
         then = tl.load(documents + token + 1, mask=token + 1 < s, other=0)
         more = more & (here == then)[:, None]
-    dt = softplus(tl.load(at + at_dt, mask=ok, other=0.0).to(tl.float32) + dt_bias[None, :])
-    gate = tl.sigmoid(tl.load(at + at_trap, mask=ok, other=0.0).to(tl.float32))
-    next_dt = softplus(tl.load(at + stride_s + at_dt, mask=more, other=0.0).to(tl.float32) + dt_bias[None, :])
-    next_gate = tl.sigmoid(tl.load(at + stride_s + at_trap, mask=more, other=0.0).to(tl.float32))
+    dt = softplus(tl.load(at, mask=ok, other=0.0).to(tl.float32) + dt_bias[None, :])
+    gate = tl.sigmoid(tl.load(at + 2 * H, mask=ok, other=0.0).to(tl.float32))
+    next_dt = softplus(tl.load(at + stride_s, mask=more, other=0.0).to(tl.float32) + dt_bias[None, :])
+    next_gate = tl.sigmoid(tl.load(at + stride_s + 2 * H, mask=more, other=0.0).to(tl.float32))
     return dt, gate, tl.where(more, next_dt, 0.0), next_gate
 
 
 @triton.jit
 def _steps(
-    packed, dt_bias, documents, decay, now, scale, s, stride_s, stride_b, at_dt, at_A, at_trap,
+    rates, dt_bias, documents, decay, now, scale, s, stride_s, stride_b,
     H: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr, FLOOR: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(2).to(tl.int64)
     token = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     ok = (token < s)[:, None] & (head < H)[None, :]
-    packed += b * stride_b
+    rates += b * stride_b
     if PACKED:
         documents += b * s
     bias = tl.load(dt_bias + head, mask=head < H, other=0.0)
-    dt, gate, next_dt, next_gate = _steps_of(
-        packed, bias, documents, s, stride_s, at_dt, at_trap, token, head, ok, PACKED
-    )
-    raw = tl.load(packed + token[:, None].to(tl.int64) * stride_s + at_A + head[None, :], mask=ok, other=0.0)
+    dt, gate, next_dt, next_gate = _steps_of(rates, bias, documents, s, stride_s, token, head, ok, H, PACKED)
+    raw = tl.load(rates + token[:, None].to(tl.int64) * stride_s + H + head[None, :], mask=ok, other=0.0)
     log = tl.where(ok, -tl.maximum(softplus(raw.to(tl.float32)), FLOOR) * dt, 0.0)
     to = (b * H + head[None, :]) * s + token[:, None]
     tl.store(decay + to, tl.cumsum(log, 0), mask=ok)
@@ -231,8 +238,8 @@ def _steps(
 
 @triton.jit
 def _steps_backward(
-    packed, dt_bias, documents, d_row, d_now, d_scale, scale, d_ends, d_dt, d_packed, d_bias,
-    s, stride_s, stride_b, out_s, out_b, at_dt, at_A, at_trap,
+    rates, dt_bias, documents, d_row, d_now, d_scale, scale, d_ends, d_dt, d_rates, d_bias,
+    s, stride_s, stride_b, out_s, out_b,
     H: tl.constexpr, CHUNKS, CHUNK: tl.constexpr, HEADS: tl.constexpr, FLOOR: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
@@ -241,14 +248,14 @@ def _steps_backward(
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     known = head < H
     ok = (token < s)[:, None] & known[None, :]
-    packed += b * stride_b
+    rates += b * stride_b
     if PACKED:
         documents += b * s
     bias = tl.load(dt_bias + head, mask=known, other=0.0)
-    dt, gate, _, _ = _steps_of(packed, bias, documents, s, stride_s, at_dt, at_trap, token, head, ok, PACKED)
-    at = packed + token[:, None].to(tl.int64) * stride_s + head[None, :]
-    raw_dt = tl.load(at + at_dt, mask=ok, other=0.0).to(tl.float32) + bias[None, :]
-    raw_A = tl.load(at + at_A, mask=ok, other=0.0).to(tl.float32)
+    dt, gate, _, _ = _steps_of(rates, bias, documents, s, stride_s, token, head, ok, H, PACKED)
+    at = rates + token[:, None].to(tl.int64) * stride_s + head[None, :]
+    raw_dt = tl.load(at, mask=ok, other=0.0).to(tl.float32) + bias[None, :]
+    raw_A = tl.load(at + H, mask=ok, other=0.0).to(tl.float32)
     soft = softplus(raw_A)
     A = -tl.maximum(soft, FLOOR)
 
@@ -271,11 +278,11 @@ def _steps_backward(
     g_A = tl.where(soft > FLOOR, -g_log * dt * tl.sigmoid(raw_A), 0.0)
     g_trap = (g_now - g_before) * dt * gate * (1 - gate)
 
-    out = d_packed + b * out_b + token[:, None].to(tl.int64) * out_s + head[None, :]
-    kind = d_packed.dtype.element_ty
-    tl.store(out + at_dt, g_dt.to(kind), mask=ok)
-    tl.store(out + at_A, g_A.to(kind), mask=ok)
-    tl.store(out + at_trap, g_trap.to(kind), mask=ok)
+    out = d_rates + b * out_b + token[:, None].to(tl.int64) * out_s + head[None, :]
+    kind = d_rates.dtype.element_ty
+    tl.store(out, g_dt.to(kind), mask=ok)
+    tl.store(out + H, g_A.to(kind), mask=ok)
+    tl.store(out + 2 * H, g_trap.to(kind), mask=ok)
     tl.store(d_bias + (b * CHUNKS + chunk) * H + head, tl.sum(tl.where(ok, g_dt, 0.0), 0), mask=known)
 
 
@@ -293,10 +300,10 @@ def _summed(x):
 
 
 @triton.jit
-def _rates(packed, tanh, bias, token, column, s, stride_s, tanh_s, at_dt, A: tl.constexpr):
+def _turning(rates, tanh, bias, token, column, s, stride_s, tanh_s, A: tl.constexpr):
     """dt and tanh(angles) of rows x run of tokens; 0 beyond the end."""
     ok, far = token < s, token.to(tl.int64)
-    dt = tl.load(packed + far * stride_s + at_dt, mask=ok, other=0.0).to(tl.float32)
+    dt = tl.load(rates + far * stride_s, mask=ok, other=0.0).to(tl.float32)
     dt = tl.where(ok, softplus(dt + bias), 0.0)
     at = tanh + far[:, :, None] * tanh_s + column[None, None, :]
     return dt, tl.load(at, mask=ok[:, :, None] & (column < A)[None, None, :], other=0.0)
@@ -304,14 +311,14 @@ def _rates(packed, tanh, bias, token, column, s, stride_s, tanh_s, at_dt, A: tl.
 
 @triton.jit
 def _angles(
-    packed, tanh, dt_bias, start, sums, cos, sin, end, s, stride_s, stride_b, tanh_s, tanh_b, at_dt,
+    rates, tanh, dt_bias, start, sums, cos, sin, end, s, stride_s, stride_b, tanh_s, tanh_b,
     H: tl.constexpr, A: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, RUN: tl.constexpr,
     STARTED: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """First for the sum of each span of tokens, and at last, from those before it, for cos and sin."""
     span, spans, h = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
-    packed += b * stride_b + h
+    rates += b * stride_b + h
     tanh += b * tanh_b
     row = b * H + h
     column = tl.arange(0, COLUMNS)
@@ -326,7 +333,7 @@ def _angles(
             total += tl.load(sums + (row * spans + before) * A + column, mask=known, other=0)
     for first in range(span * SPAN, min((span + 1) * SPAN, s), ROWS * RUN):
         token = first + step
-        dt, rate = _rates(packed, tanh, bias, token, column, s, stride_s, tanh_s, at_dt, A)
+        dt, rate = _turning(rates, tanh, bias, token, column, s, stride_s, tanh_s, A)
         turns = (0.5 * dt)[:, :, None] * rate
         if LAST:
             c, sn = _cos_sin(_summed(turns) + (total.to(tl.float32) / TURN)[None, None, :])
@@ -344,7 +351,7 @@ def _angles(
 
 @triton.jit
 def _angles_backward(
-    packed, tanh, dt_bias, d_angles, more, sums, d_dt, s, stride_s, stride_b, tanh_s, tanh_b, at_dt,
+    rates, tanh, dt_bias, d_angles, more, sums, d_dt, s, stride_s, stride_b, tanh_s, tanh_b,
     H: tl.constexpr, A: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, RUN: tl.constexpr,
     LAST: tl.constexpr,
 ):  # fmt: skip
@@ -352,7 +359,7 @@ def _angles_backward(
     share of the gradient of pi tanh(angles)."""
     span, spans, h = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
-    packed += b * stride_b + h
+    rates += b * stride_b + h
     tanh += b * tanh_b
     row = b * H + h
     column = tl.arange(0, COLUMNS)
@@ -371,7 +378,7 @@ def _angles_backward(
         at = (row * s + token[:, :, None]) * A + column[None, None, :]
         own = tl.load(d_angles + at, mask=ok, other=0.0)
         if LAST:
-            dt, rate = _rates(packed, tanh, bias, tl.where(inside, token, s), column, s, stride_s, tanh_s, at_dt, A)
+            dt, rate = _turning(rates, tanh, bias, tl.where(inside, token, s), column, s, stride_s, tanh_s, A)
             summed = _summed(own) + later[None, None, :]
             tl.store(d_angles + at, summed * dt[:, :, None], mask=ok)
             tl.store(d_dt + row * s + token, PI * tl.sum(summed * rate, 2), mask=inside)

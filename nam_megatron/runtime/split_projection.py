@@ -1,0 +1,54 @@
+"""An input projection whose last rows multiply in bf16, beside the others in FP8 (torch side).
+
+The parameter, its gradient's buffer and its checkpoints stay one: Transformer Engine's norm-and-linear (2.20) multiplies by a view of the
+first rows and hands the norm's output on, by which the last ones are multiplied.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def prepare(projection: Any) -> None:
+    """Have Transformer Engine's norm-and-linear return what its norm gave, too."""
+    assert not projection.config.delay_wgrad_compute, "the gradient of the first rows has to be there when autograd is"
+    projection.return_layernorm_output = True
+
+
+def split(projection: Any, hidden: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """[s, b, hidden] -> [s, b, rows] by the first rows of the weight, in the precision that is on, and [s, b, *] by the others, in the
+    weight's own."""
+    weight = projection.weight
+    accumulate = projection.fuse_wgrad_accumulation and weight.requires_grad and torch.is_grad_enabled()
+    first, last = _Split.apply(weight, rows, accumulate)
+    if accumulate:
+        first.main_grad, first.grad_added_to_main_grad = weight.main_grad[:rows], False
+        first.overwrite_main_grad = getattr(weight, "overwrite_main_grad", False)
+    projection._get_weight_tensors = lambda: [first]
+    try:
+        (out, normed), _ = projection(hidden)
+    finally:
+        del projection._get_weight_tensors
+    return out, F.linear(normed, last)
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, rows: int, accumulate: bool) -> tuple[Tensor, Tensor]:
+        ctx.weight, ctx.rows, ctx.accumulate = weight, rows, accumulate
+        return weight[:rows], weight[rows:]
+
+    @staticmethod
+    def backward(ctx: Any, d_first: Tensor, d_last: Tensor) -> tuple[Tensor, None, None]:
+        weight = ctx.weight
+        if not ctx.accumulate:
+            return torch.cat([d_first, d_last]), None, None
+        own = weight.main_grad[ctx.rows :]  # the other rows are Transformer Engine's, which has added to them
+        if getattr(weight, "overwrite_main_grad", False):
+            own.copy_(d_last)
+        else:
+            own += d_last
+        weight.grad_added_to_main_grad = True  # then Megatron's hooks wait for a gradient, and do not read it
+        return torch.empty_like(weight), None, None
