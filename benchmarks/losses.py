@@ -50,8 +50,6 @@ class Run(NamedTuple):
     words: tuple[str, ...] = ()
 
 
-WITHOUT = f"{measure.PARTS}[experts,latents,m2rnn]"
-RATES = f"{measure.PARTS}[experts,latents,m2rnn,mamba3_rates]"
 CUT = ("cluster=h200_1", "model.depth=13", "schedule.micro_batch_size=1", "schedule.global_batch_size=1")
 RUNS = {
     f"{name}_{seed}": Run(preset, (*CUT, *overrides, f"schedule.seed={seed}"), words)
@@ -67,8 +65,8 @@ RUNS = {
             )
             for form, again, overlays, scaling in (
                 ("bf16", "", "extras", ()),
-                ("fp8", "", "[extras,fp8]", ()),
-                ("delayed", "", "[extras,fp8]", (f"{measure.FP8}delayed",)),
+                ("fp8", "", "[extras,fp8]", (measure.WITHOUT,)),
+                ("delayed", "", "[extras,fp8]", (measure.WITHOUT, f"{measure.FP8}delayed")),
                 ("bf16", "_again", "extras", ()),
             )
         ),
@@ -83,8 +81,8 @@ RUNS = {
             for calm, slow in (("", ()), ("_calm", ("optim.warmup_steps=200",)))
             for form, overlays, more in (
                 ("bf16", "extras", ()),
-                ("fp8", "[extras,fp8]", (WITHOUT,)),
-                ("rates", "[extras,fp8]", (RATES,)),
+                ("fp8", "[extras,fp8]", (measure.WITHOUT,)),
+                ("rates", "[extras,fp8]", (measure.RATES,)),
             )
             if calm or form == "rates"
         ),
@@ -166,8 +164,37 @@ def table() -> Iterator[str]:
         yield f"| {seed} | {' | '.join((*last, *middle, *most))} |"
 
 
+# What a thousand steps in FP8 are compared with: title -> bf16's run, and those in FP8 by name.
+NATIVE8 = {"FP8": "fp8_native", "FP8, delayed scaling": "delayed_native"}
+AUTHOR8 = {"FP8": "fp8_author", "FP8, rates in bf16": "rates_author", "FP8, delayed scaling": "delayed_author"}
+CALM8 = {"FP8": "fp8_author_calm", "FP8, rates in bf16": "rates_author_calm"}
+PRECISIONS = {
+    "native lane, the rate rises for 10 steps": ("bf16_native", NATIVE8),
+    "author stack, 10 steps": (
+        "bf16_author",
+        {"bf16, torch's GEMMs, cuDNN": "reused", "the same, each DSA layer's own top-k": "own"} | AUTHOR8,
+    ),
+    "author stack, 200 steps": ("bf16_author_calm", CALM8),
+}
+
+
+def precisions() -> Iterator[str]:
+    """The last losses in bf16 and in FP8, and how far each run is from bf16's."""
+    yield "| 13 layers, seed 1234 | | mean of the last 50 losses | from bf16's, median step | largest mean of 50 steps | of the last 500 |"
+    yield "|---" * 6 + "|"
+    for title, (first, others) in PRECISIONS.items():
+        bf16 = losses(f"{first}_{SEEDS[0]}")
+        yield f"| {title} | bf16 | {statistics.fmean(bf16[-SPAN:]):.3f} | | | |"
+        for name, run in others.items():
+            found = losses(f"{run}_{SEEDS[0]}")
+            means = [*map(abs, apart(found, bf16))]
+            figures = statistics.fmean(found[-SPAN:]), statistics.median(map(abs, map(sub, found, bf16)))
+            figures = (*figures, max(means), max(means[-STEPS // 2 :]))
+            yield f"| | {name} | " + " | ".join(f"{x:.3f}" for x in figures) + " |"
+
+
 def plot() -> None:
-    """docs/losses.png and docs/reuse.png, of the runs that there are."""
+    """docs/losses.png, docs/reuse.png and docs/fp8.png, of the runs that there are."""
     import matplotlib as mpl
 
     mpl.use("agg")
@@ -209,6 +236,18 @@ def plot() -> None:
                     axes[1].plot(list(values), list(values.values()), linestyle=style, label=layer)
     finish(figure, axes, "reuse.png")
 
+    figure, axes = panels(
+        (f"author stack, loss, {means}", "lm loss"), (f"the rate rises for 200 steps; native lane, {means}", "lm loss")
+    )
+    drawn = (axes[0], "author stack, 10 steps"), (axes[1], "author stack, 200 steps"), (axes[1], next(iter(PRECISIONS)))
+    for axis, title in drawn:
+        first, others = PRECISIONS[title]
+        style = ":" if title.startswith("native") else "-"
+        for number, (name, run) in enumerate({"bf16": first, **others}.items()):
+            label = f"native, {name}" if style == ":" else name
+            curve(axis, smooth(losses(f"{run}_{SEEDS[0]}")), label, color=f"C{number}", linestyle=style)
+    finish(figure, axes, "fp8.png")
+
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -223,7 +262,7 @@ def main(words: Sequence[str] | None = None) -> int:
     one.add_argument("--data", type=measure.dataset, help="a built dataset; mock data by default")
     one.add_argument("--steps", type=int, default=STEPS, help="(default: %(default)s; plots are of whole runs)")
     one.add_argument("--limit", type=float, default=540, help="seconds, by which it is ended (default: 540)")
-    commands.add_parser("plot", help="docs/losses.png and docs/reuse.png, of all runs")
+    commands.add_parser("plot", help="docs/losses.png, docs/reuse.png and docs/fp8.png, of all runs")
     options = parser.parse_args(words)
     if options.command == "plot":
         plot()

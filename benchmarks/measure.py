@@ -57,7 +57,8 @@ FLASH = "precision.attention_kernels=flash_attention_4"
 # Dense projections in FP8, beside experts, latents and M2RNN in bf16.
 SOME8, PARTS = f"{FP8}tensorwise", "feature.fp8.bf16_parts="
 NATIVE8 = (SOME8, f"{PARTS}[experts]", "model.blocks.mamba2.padded_projection=true")
-AUTHOR8 = (SOME8, f"{PARTS}[experts,latents,m2rnn]")
+WITHOUT, RATES = (f"{PARTS}[experts,latents,m2rnn{more}]" for more in ("", ",mamba3_rates"))
+AUTHOR8 = (SOME8, WITHOUT)
 KEPT = "model.blocks.mamba3.keep_states=true"
 PREPARED = "model.blocks.mamba3.keep_prepared=true"
 EAGER = ("feature.cuda_graphs.impl=none",)
@@ -123,9 +124,9 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "native52_one_fp8_blockwise": ("nam56r_native_dp_fused", (*FULL_ONE, *WHOLE, FLASH, *NATIVE8, f"{FP8}blockwise")),
     "author52_one_fp8": ("nam56r_fused", (*FULL_ONE, MBS2, *WHOLE, f"{EXPERTS}quack", FLASH, *AUTHOR8)),
     "author52_one_kept": ("nam56r_fused", (*FULL_ONE, MBS2, *WHOLE, f"{EXPERTS}quack", FLASH, *AUTHOR8, KEPT)),
-    "author52_one_prepared": ("nam56r_fused", (*FULL_ONE, MBS2, *WHOLE, f"{EXPERTS}quack", FLASH, *AUTHOR8, KEPT, PREPARED)),
+    "author52_one_prepared": ("nam56r_fused", (*FULL_ONE, MBS2, *WHOLE, f"{EXPERTS}quack", FLASH, SOME8, RATES, KEPT, PREPARED)),
     "author52_one_delayed": (
-        "nam56r_fused", (*FULL_ONE, MBS2, *WHOLE, f"{EXPERTS}quack", FLASH, *AUTHOR8, f"{FP8}delayed", KEPT, PREPARED)
+        "nam56r_fused", (*FULL_ONE, MBS2, *WHOLE, f"{EXPERTS}quack", FLASH, f"{FP8}delayed", RATES, KEPT, PREPARED)
     ),
     "native52_one_extras": ("nam56r_native_dp_fused", (*FULL_ONE, *WHOLE, f"{EXPERTS}quack", FLASH)),
     "native52_one_all": ("nam56r_native_dp_fused", (*FULL_ONE, *WHOLE, f"{EXPERTS}quack", FLASH, *NATIVE8)),

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from losses import RUNS
-from measure import KEPT, SPARSE13
+from measure import KEPT, PREPARED, SPARSE13
 
 from launch import source
 from nam_megatron.errors import Refused
@@ -207,7 +207,7 @@ JOBS = {
             ("author_64", f"nam56r_fused {WHOLE} optim.warmup_steps=4", 2, 64, 12, 4.4),
             ("native", f"nam56r_native_dp_fused {WHOLE}", 4, 16, 100, 4.6),
             ("native_64", f"nam56r_native_dp_fused {WHOLE} optim.warmup_steps=4", 4, 64, 12, 2.8),
-            ("author_fp8_64", f"nam56r_fused +overlay=[extras,fp8] {KEPT} {WHOLE} optim.warmup_steps=4", 2, 64, 12, 5),
+            ("author_fp8_64", f"nam56r_fused +overlay=[extras,fp8] {KEPT} {PREPARED} {WHOLE} optim.warmup_steps=4", 2, 64, 12, 5),
             ("native_fp8_64", f"nam56r_native_dp_fused +overlay=[extras,fp8] {WHOLE} optim.warmup_steps=4", 4, 64, 12, 3.5),
             ("native_fp8", f"nam56r_native_dp_fused +overlay=[extras,fp8] {WHOLE}", 4, 16, 100, 4.6),
             ("sparse", "nam52_h200_sparse_8_11_ref_v1 +overlay=fused", 2, 4, 100, 5),

@@ -196,6 +196,11 @@ def thousand() -> Iterator[str]:
     yield from losses.table()
 
 
+def precisions() -> Iterator[str]:
+    """Losses of 1,000 steps in bf16 and in FP8."""
+    yield from losses.precisions()
+
+
 def ladder() -> Iterator[str]:
     yield "| rung | GPUs | losses of steps 1-3, then 4-6 from the checkpoint | gradient norms | both checkpoints, GB | last step, ms | GB |"
     yield "|---|---|---|---|---|---|---|"
@@ -385,6 +390,7 @@ def main() -> None:
         beyond,
         stock,
         thousand,
+        precisions,
         ladder,
         runs,
         blocks,

@@ -63,6 +63,7 @@ PADDED2, STRIDED = "model.blocks.mamba2.padded_projection", {"model.blocks.mamba
 EDGES = {"feature.fp8.first_last_bf16": True, "feature.fp8.bf16_layers_at_start": 1}
 KEPT_KEY, FLASH_KEY = "feature.fp8.bf16_parts", "precision.attention_kernels"
 KEPT, FLASH = {KEPT_KEY: ["experts"]}, {FLASH_KEY: "flash_attention_4"}
+RATES = {"feature.fp8.recipe": "tensorwise", KEPT_KEY: ["m2rnn", "mamba3_rates"]}
 FORKED_KEY = "model.blocks.moe.fused_router_gradient"
 FORKED = LOCAL | {FORKED_KEY: True}
 
@@ -750,6 +751,11 @@ REFUSALS = [
      "there are no chunks"),
     (DESIGN, {"model.blocks.mamba3.kernels": "naive", "model.blocks.mamba3.keep_prepared": True}, "model.blocks.mamba3.keep_prepared",
      "keeps all that autograd needs"),
+    (DESIGN, RATES | {"parallel.tensor": 2}, KEPT_KEY, "has not been tried with tensor ranks"),
+    (DESIGN, RATES | {"feature.megatron_fsdp.enabled": True}, KEPT_KEY, "has not been tried with an FSDP"),
+    (DESIGN, RATES | {"feature.lora.rank": 8}, KEPT_KEY, "has not been tried with adapters"),
+    (DESIGN, RATES | {"model.blocks.mamba3.groups": 1, "model.blocks.mamba3.heads": 1, "model.blocks.mamba3.head_dim": 4},
+     "model.blocks.mamba3.heads", "is 1032 wide, which 16"),
     (NATIVE, FLASH | {"precision.deterministic": True}, FLASH_KEY, "has not been tried with `precision.deterministic`"),
     (NATIVE, FLASH | GRAPHS, FLASH_KEY, "graphs of parts of layers"),
     (NATIVE, FLASH | {"model.blocks.attention.head_dim": 192}, FLASH_KEY, "192 and 192 wide"),

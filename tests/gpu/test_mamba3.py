@@ -153,7 +153,7 @@ def test_rates_in_a_tensor_of_their_own(case):
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("case", WALKED[:2], ids=str)
+@pytest.mark.parametrize("case", [WALKED[0], WALKED[2]], ids=str)
 def test_a_walk_has_the_states_that_would_be_computed_again(case):
     """To what another order of sums makes of their last bit."""
     generator = torch.Generator(DEVICE).manual_seed(0)
