@@ -3,7 +3,6 @@
 import shlex
 import sys
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from nam_megatron import lineage as describe
 from nam_megatron.budget import budget, text
 from nam_megatron.budget.cost import cost
 from nam_megatron.lower import Lowering
+from nam_megatron.packages import installed
 from nam_megatron.recipe import to_tree
 from nam_megatron.sizes import GIB
 
@@ -73,7 +73,7 @@ def facts(context: "Context") -> dict[str, Any]:
     r = context.lowering.plan.recipe
     return {
         "trainer": context.words["trainer"],
-        "packages": {name: version(name) for name in PACKAGES[context.words["trainer"]]},
+        "packages": {name: installed(name) for name in PACKAGES[context.words["trainer"]]},
         "nodes": r.cluster.nodes,
         "world": r.world_size,
         "tokens_per_step": r.schedule.global_batch_size * r.model.seq_length,
@@ -85,11 +85,6 @@ def facts(context: "Context") -> dict[str, Any]:
         "overlay": {e.name: {"value": e.value, "why": e.why} for e in context.envs},
         "waivers": dict(r.cluster.waivers),
     }
-
-
-def version(package: str) -> str | None:
-    """Of the installed package; nothing is imported."""
-    return next((found.version for found in metadata.distributions(name=package)), None)
 
 
 def lineage(context: "Context") -> dict[str, str | None]:

@@ -3,7 +3,6 @@
 Reads what is installed; imports nothing of it. Every finding was met with megatron-bridge 0.6.2.
 """
 
-import importlib.metadata
 import platform
 import sys
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from nam_megatron import packages
 from nam_megatron.targets import current
 
 BRIDGE, TOOLKIT = "0.6.2", "3.0.0"
@@ -31,10 +31,8 @@ class Finding:
 
 
 def installed(name: str) -> Version | None:
-    try:
-        return Version(importlib.metadata.version(name))
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    found = packages.installed(name)
+    return Version(found) if found else None
 
 
 # What has to be there, and what happens where it is not.

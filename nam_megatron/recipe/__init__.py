@@ -18,6 +18,7 @@ from nam_megatron import resolvers
 from nam_megatron.blocks.kinds import KINDS
 from nam_megatron.errors import Problem, Refused, quoted, raise_if
 from nam_megatron.features.names import FEATURES, Features
+from nam_megatron.origin import leaves
 from nam_megatron.recipe import standing
 from nam_megatron.recipe.data import Data
 from nam_megatron.recipe.layout import Cluster, Device, Lane, LaneBlocks, Parallel, ProcessGroups, Storage
@@ -152,7 +153,8 @@ def from_config(cfg: DictConfig, origin: Any = None, without: Iterable[str] = ()
         raise Refused(Problem(_first_line(err), key, "`${...}` names a key of the composed config"), origin) from None
     for key in without:
         tree.pop(key, None)
-    if idle := list(_chooses_nothing(tree, origin.assigned if origin else ())):
+    words = origin.assigned if origin else []
+    if idle := [*_chooses_nothing(tree, words), *_taken_back(tree, words)]:
         raise Refused(idle, origin)
     try:
         written = parsed(tree, origin)
@@ -227,6 +229,16 @@ def _chooses_nothing(tree: Mapping[str, Any], words: Sequence[tuple[str, str, An
                 hint = SWITCHED if empty == "feature" else f"leave it out; `{empty}.KEY=VALUE` changes one of them"
                 message = f"`{text}` is laid over what stands there, and leaves {quoted(list(held)[:3])}"
                 yield Problem(message, None, hint)
+
+
+def _taken_back(tree: Mapping[str, Any], words: Sequence[tuple[str, str, Any]]) -> Iterator[Problem]:
+    """Of two words one gives what the other takes away: the later has its way, and nobody would know."""
+    taken = {key: text for text, key, _ in words if text.startswith("~")}
+    for text, key, value in words:
+        for leaf in [] if text in taken.values() else leaves(key, value):
+            by = next((word for away, word in taken.items() if f"{leaf}.".startswith(f"{away}.")), None)
+            if by and at(tree, leaf) is None:
+                yield Problem(f"`{text}` is given, and `{by}` takes it away", None, "keep one of them")
 
 
 def _empty(key: str, value: Any) -> Iterator[str]:
