@@ -4,7 +4,6 @@ import platform
 import re
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -35,13 +34,7 @@ def told(
     monkeypatch, packages: dict[str, str], glibc: str = "2.39", python: tuple = (3, 12, 3)
 ) -> dict[str, doctor.Finding]:
     """Findings by name on a machine with these packages."""
-
-    def version(name: str) -> str:
-        if name not in packages:
-            raise PackageNotFoundError(name)
-        return packages[name]
-
-    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
+    monkeypatch.setattr(doctor.packages, "installed", packages.get)
     monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", glibc))
     monkeypatch.setattr(sys, "version_info", python)
     found = list(doctor.findings())
