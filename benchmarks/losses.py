@@ -14,8 +14,8 @@ FOLDER/NAME.json (benchmarks/losses) is what a run's log said; of one that faile
                          13 layers of both fused presets with `+overlay=extras`, and of fp8_* dense projections in FP8 (`+overlay=fp8`),
                          of delayed_* with delayed scaling, each step one CUDA graph; and bf16's once more
     rates_author, bf16_author_calm, fp8_author_calm, rates_author_calm
-                         of rates_* what sets Mamba-3's decays and angles is multiplied in bf16; of *_calm the rate rises for 200
-                         steps, not 10
+                         of rates_* what sets Mamba-3's decays and angles is multiplied in bf16; *_calm has 200 steps
+                         of warm-up, not 10
     reused, own          13 layers of `nam56r_fused`: of three DSA layers two take the first one's top-k, or each its own; two seeds
 """
 
@@ -166,10 +166,10 @@ def table() -> Iterator[str]:
 
 # What a thousand steps in FP8 are compared with: title -> bf16's run, and those in FP8 by name.
 NATIVE8 = {"FP8": "fp8_native", "FP8, delayed scaling": "delayed_native"}
-AUTHOR8 = {"FP8": "fp8_author", "FP8, rates in bf16": "rates_author", "FP8, delayed scaling": "delayed_author"}
-CALM8 = {"FP8": "fp8_author_calm", "FP8, rates in bf16": "rates_author_calm"}
+AUTHOR8 = {"FP8": "fp8_author", "FP8, `mamba3_rates` in bf16": "rates_author", "FP8, delayed scaling": "delayed_author"}
+CALM8 = {"FP8": "fp8_author_calm", "FP8, `mamba3_rates` in bf16": "rates_author_calm"}
 PRECISIONS = {
-    "native lane, the rate rises for 10 steps": ("bf16_native", NATIVE8),
+    "native lane, 10 steps of warm-up": ("bf16_native", NATIVE8),
     "author stack, 10 steps": (
         "bf16_author",
         {"bf16, torch's GEMMs, cuDNN": "reused", "the same, each DSA layer's own top-k": "own"} | AUTHOR8,
@@ -236,16 +236,18 @@ def plot() -> None:
                     axes[1].plot(list(values), list(values.values()), linestyle=style, label=layer)
     finish(figure, axes, "reuse.png")
 
+    names = ["bf16", *dict.fromkeys(name for _, others in PRECISIONS.values() for name in others)]
     figure, axes = panels(
-        (f"author stack, loss, {means}", "lm loss"), (f"the rate rises for 200 steps; native lane, {means}", "lm loss")
+        (f"author stack, 10 steps of warm-up, {means}", "lm loss"),
+        ("author stack, 200 steps; native lane, 10", "lm loss"),
     )
     drawn = (axes[0], "author stack, 10 steps"), (axes[1], "author stack, 200 steps"), (axes[1], next(iter(PRECISIONS)))
     for axis, title in drawn:
         first, others = PRECISIONS[title]
         style = ":" if title.startswith("native") else "-"
-        for number, (name, run) in enumerate({"bf16": first, **others}.items()):
+        for name, run in {"bf16": first, **others}.items():
             label = f"native, {name}" if style == ":" else name
-            curve(axis, smooth(losses(f"{run}_{SEEDS[0]}")), label, color=f"C{number}", linestyle=style)
+            curve(axis, smooth(losses(f"{run}_{SEEDS[0]}")), label, color=f"C{names.index(name)}", linestyle=style)
     finish(figure, axes, "fp8.png")
 
 

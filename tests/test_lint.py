@@ -810,6 +810,14 @@ def test_plan_of_ours_has_the_findings_that_are_true_of_it(overrides, finds):
     assert [f.id for f in lint(argv.plan_json(lowered("nam56r", *overrides))).findings] == finds
 
 
+def test_columns_of_zeros_are_what_fp8_wants(out):
+    """8,248 columns and eight of zeros: of the plan, and of arguments that say that FP8 is laid out by us."""
+    words = "nam56r_native_dp_fused", "+overlay=fp8", "cluster=h200_1"
+    found = of(out(*words) / "plan.json")
+    assert not ids(found) and "FP8 tensorwise but for experts" in report.text(found)
+    assert "fp8-mamba-width" not in ids(lint(argv.lines(lowered(*words))))
+
+
 @pytest.mark.parametrize(("kernels", "finds"), [("megatron", {"dsa-reuse-mask", "not-the-plan"}), ("fused", set())])
 def test_shared_topk_without_a_mask_is_a_trap_of_megatrons_kernels_alone(kernels, finds, out):
     script = out("nam56r", f"model.blocks.dsa.kernels={kernels}") / "run.sh"

@@ -64,6 +64,7 @@ EDGES = {"feature.fp8.first_last_bf16": True, "feature.fp8.bf16_layers_at_start"
 KEPT_KEY, FLASH_KEY = "feature.fp8.bf16_parts", "precision.attention_kernels"
 KEPT, FLASH = {KEPT_KEY: ["experts"]}, {FLASH_KEY: "flash_attention_4"}
 RATES = {"feature.fp8.recipe": "tensorwise", KEPT_KEY: ["m2rnn", "mamba3_rates"]}
+DELAYED = RATES | {"feature.fp8.recipe": "delayed"}
 FORKED_KEY = "model.blocks.moe.fused_router_gradient"
 FORKED = LOCAL | {FORKED_KEY: True}
 
@@ -753,6 +754,11 @@ REFUSALS = [
      "keeps all that autograd needs"),
     (DESIGN, RATES | {"parallel.tensor": 2}, KEPT_KEY, "has not been tried with tensor ranks"),
     (DESIGN, RATES | {"feature.megatron_fsdp.enabled": True}, KEPT_KEY, "has not been tried with an FSDP"),
+    (DESIGN, RATES | {"feature.fp8.recipe": "blockwise"}, KEPT_KEY, "has not been tried with FP8 scaled by blocks"),
+    (DESIGN, DELAYED | {"schedule.save": "x", "schedule.save_interval": 5}, "feature.fp8.recipe", "as a pickle"),
+    (DESIGN, DELAYED | {"schedule.load": "x"}, "feature.fp8.recipe", "as a pickle"),
+    (DESIGN, DELAYED | {"schedule.eval_steps": 2}, "feature.fp8.recipe", "evaluations would change the scales"),
+    (DESIGN, DELAYED | {"model.blocks.mamba3.recompute": "in_proj"}, "feature.fp8.recipe", "a projection that is computed again"),
     (DESIGN, RATES | {"feature.lora.rank": 8}, KEPT_KEY, "has not been tried with adapters"),
     (DESIGN, RATES | {"model.blocks.mamba3.groups": 1, "model.blocks.mamba3.heads": 1, "model.blocks.mamba3.head_dim": 4},
      "model.blocks.mamba3.heads", "is 1032 wide, which 16"),

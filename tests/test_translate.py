@@ -537,6 +537,8 @@ BAD = {
         "`feature.fp8.recipe=delayed` is given, and `~feature.fp8` takes it away", "keep one of them"),
     "a mapping given and taken away": (["conf=nam56r_native_dp_fp8", "feature={fp8: {recipe: delayed}}", "~feature.fp8"],
         "is given, and `~feature.fp8` takes it away"),
+    "a key given below one that is none": (["conf=nam56r", "feature.mtp.depths=2", "feature.mtp=null"],
+        "`feature.mtp.depths=2` is given, and `feature.mtp=null` takes it away"),
     "a list of features": (["conf=nam56r", "feature=[mtp]"], "`feature=[mtp]`: `feature` is no list", "features are switched by key"),
     "a feature as the group, added": (["conf=nam56r", "+feature=mtp"], "has a `feature` already", "features are switched by key"),
     "a file for a preset": (["conf=nam56r.yaml"], "preset `nam56r.yaml` calls itself `nam56r`", "hint: leave `.yaml` out: `nam56r`"),

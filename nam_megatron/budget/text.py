@@ -138,6 +138,8 @@ def against(ours: Budget, theirs: Budget) -> str:
     """Bucket by bucket on the worst stage of each, the one that grows most first."""
     a, b = ours.worst.steady, theirs.worst.steady
     names = ours.plan.recipe.preset.name, theirs.plan.recipe.preset.name
+    if names[0] == names[1]:
+        names = "this", names[1]
     change = {bucket: a.buckets[bucket] - b.buckets[bucket] for bucket in BUCKETS}
     rows = [("bucket", f"{names[0]} GiB", f"{names[1]} GiB", "change")]
     for bucket in sorted(BUCKETS, key=lambda bucket: -change[bucket]):

@@ -80,7 +80,7 @@ class Fp8(Feature):
 
     def said(self, plan: "Plan") -> str:
         """In one line of what stands."""
-        but = " and ".join(self.standing(plan)).replace("_", " ")
+        but = ", ".join(self.standing(plan))
         return f"FP8 {self.recipe}" + (f" but for {but}" if but else "")
 
     def ours(self, plan: "Plan") -> str | None:
@@ -141,6 +141,8 @@ class Fp8(Feature):
                 at + "param_gather",
                 "set `feature.distributed_optimizer.enabled=true`",
             )
+        if self.recipe == "delayed":
+            yield from self._state_lost(plan)
         recompute = r.feature.recompute
         if self.recipe == "delayed" and recompute and {"moe_act", "layernorm"} & set(recompute.modules):
             yield Problem("delayed scaling excludes recompute of `moe_act` and `layernorm`", at + "recipe")
@@ -152,6 +154,21 @@ class Fp8(Feature):
                 yield Problem(
                     f"FP8 GEMMs need widths that 16 divides, not {width} / tensor {r.parallel.tensor}", "model." + name
                 )
+
+    def _state_lost(self, plan: "Plan") -> Iterator[Problem]:
+        """What would lose or change the scales of delayed scaling (Transformer Engine 2.20: pytorch/_extra_state.py, quantization.py)."""
+        r, key = plan.recipe, "feature.fp8.recipe"
+        for name in ("save", "load"):
+            if getattr(r.schedule, name):
+                message = "a checkpoint has the scales of delayed scaling as a pickle, which Transformer Engine refuses to open"
+                yield Problem(message, key, f"set `{key}=tensorwise`, or `schedule.{name}=null`")
+        if r.schedule.eval_steps:
+            message = "evaluations would change the scales of delayed scaling, and so what is trained"
+            yield Problem(message, key, f"set `{key}=tensorwise`, or `schedule.eval_steps=0`")
+        mamba3 = r.model.blocks.mamba3
+        if mamba3 and "mamba3" in plan.kinds and mamba3.recompute != "none":
+            message = "delayed scaling has not been tried with a projection that is computed again"
+            yield Problem(message, key, f"set `{key}=tensorwise`, or `model.blocks.mamba3.recompute=none`")
 
     def in_bf16(self, number: int | None, depth: int) -> bool:
         """Whether layer `number` of `depth` (None: MTP's, which have no edge) stays in bf16."""

@@ -330,7 +330,8 @@ def _embedding(a: Args, m: Model) -> str:
 def _precision(a: Args, m: Model) -> str:
     base = "bf16" if a.bf16 else "fp16" if a.fp16 else "fp32 (default)"
     if a.fp8:
-        return f"{base} with FP8 {a.fp8}, {_v(a, 'fp8_recipe')} scaling"
+        said = m.plan.precision if m.plan else None
+        return f"{base} with {said}, {a.fp8}" if said else f"{base} with FP8 {a.fp8}, {_v(a, 'fp8_recipe')} scaling"
     return f"{base} with FP4 {a.fp4}" if a.fp4 else base
 
 

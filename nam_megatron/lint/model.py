@@ -58,6 +58,11 @@ class Model:
         return tuple(words[words.index("--nam-model") + 1].partition(":")[0].split("+"))
 
     @property
+    def pads_mamba(self) -> bool:
+        """Whether Mamba-2's projection multiplies by columns of zeros, too, or may: nothing here says how our FP8 is laid out."""
+        return self.plan.pads_mamba if self.plan else "fp8" in self.marked
+
+    @property
     def hidden_mixers(self) -> bool:
         """Whether `M` stands for layers of ours too, and nothing here says which."""
         return bool({"mamba3", "m2rnn"} & {*self.marked})

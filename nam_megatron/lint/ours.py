@@ -56,6 +56,17 @@ class Planned:
         assert moe is not None, "asked of a model with experts"
         return moe.dispatcher
 
+    @property
+    def pads_mamba(self) -> bool:
+        mamba2 = self.lowering.plan.recipe.model.blocks.mamba2
+        return mamba2 is not None and mamba2.padded_projection
+
+    @property
+    def precision(self) -> str | None:
+        """FP8 and what stays in bf16 beside it; None without FP8."""
+        fp8 = self.lowering.plan.recipe.feature.fp8
+        return fp8.said(self.lowering.plan) if fp8 else None
+
     def kernels(self, kind: str) -> str | None:
         """Whose kernels run a kind; None where no layer is of it."""
         return getattr(getattr(self.lowering.plan.recipe.model.blocks, kind), "kernels", None)

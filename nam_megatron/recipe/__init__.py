@@ -233,12 +233,15 @@ def _chooses_nothing(tree: Mapping[str, Any], words: Sequence[tuple[str, str, An
 
 def _taken_back(tree: Mapping[str, Any], words: Sequence[tuple[str, str, Any]]) -> Iterator[Problem]:
     """Of two words one gives what the other takes away: the later has its way, and nobody would know."""
-    taken = {key: text for text, key, _ in words if text.startswith("~")}
-    for text, key, value in words:
-        for leaf in [] if text in taken.values() else leaves(key, value):
-            by = next((word for away, word in taken.items() if f"{leaf}.".startswith(f"{away}.")), None)
-            if by and at(tree, leaf) is None:
-                yield Problem(f"`{text}` is given, and `{by}` takes it away", None, "keep one of them")
+    given = [(text, leaf) for text, key, value in words if not text.startswith("~") for leaf in leaves(key, value)]
+    taken = [(text, key) for text, key, _ in words if text.startswith("~")]
+    # `feature.fp8=null` takes it away, too.
+    taken += [(text, leaf) for text, leaf in given if at(tree, leaf) is None]
+    for text, leaf in given:
+        by = next((word for word, key in taken if word != text and f"{leaf}.".startswith(f"{key}.")), None)
+        parent, _, last = leaf.rpartition(".")
+        if by and last not in ((at(tree, parent) if parent else tree) or {}):
+            yield Problem(f"`{text}` is given, and `{by}` takes it away", None, "keep one of them")
 
 
 def _empty(key: str, value: Any) -> Iterator[str]:

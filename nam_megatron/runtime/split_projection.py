@@ -1,7 +1,8 @@
 """An input projection whose last rows multiply in bf16, beside the others in FP8 (torch side).
 
 The parameter, its gradient's buffer and its checkpoints stay one: Transformer Engine's norm-and-linear (2.20) multiplies by a view of the
-first rows and hands the norm's output on, by which the last ones are multiplied.
+first rows and hands the norm's output on, by which the last ones are multiplied. A microbatch's gradient of the last ones is rounded to
+bf16 before it is added to the buffer, as Megatron adds any gradient that Transformer Engine's GEMMs do not add themselves.
 """
 
 from typing import Any
@@ -29,6 +30,7 @@ def split(projection: Any, hidden: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     projection._get_weight_tensors = lambda: [first]
     try:
         (out, normed), _ = projection(hidden)
+        assert out.size(-1) == rows, "this Transformer Engine takes its weight another way"
     finally:
         del projection._get_weight_tensors
     return out, F.linear(normed, last)

@@ -76,7 +76,7 @@ class Mamba3(Block):
         bool,
         Row("what the scan reads besides z and x is kept for the backward pass instead of computed again: normed B and C, cosines and"
             " sines, steps and decays; our kernels' alone",
-            executes=SAME, was=False),
+            executes="the same values, made once instead of twice", was=False),
     ]  # fmt: skip
     heads: Annotated[PositiveInt, Row("heads")]
     head_dim: Annotated[PositiveInt, Row("width of one head")]
@@ -171,10 +171,13 @@ class Mamba3(Block):
         for asked, what in (
             (plan.recipe.parallel.tensor > 1, "tensor ranks"),
             (bool(feature.megatron_fsdp), "an FSDP"),
+            (feature.fp8 is not None and feature.fp8.recipe == "blockwise", "FP8 scaled by blocks"),
             (feature.lora is not None and "in_proj" in feature.lora.modules(plan), "adapters of the projection"),
         ):
             if asked:
-                yield Problem(f"`mamba3_rates` in bf16 has not been tried with {what}", key, "leave `mamba3_rates` out")
+                narrow = self.in_proj_width // plan.recipe.parallel.tensor % 16
+                hint = "set `feature.fp8.recipe=none`" if narrow else "leave `mamba3_rates` out"
+                yield Problem(f"`mamba3_rates` in bf16 has not been tried with {what}", key, hint)
 
     def unserved(self) -> Iterator[Problem]:
         """Sizes at which the chosen kernels cannot run."""
@@ -217,8 +220,8 @@ class Mamba3(Block):
         else:
             yield from residual(z)
             yield z.line("z, x, B, C, dt, A, trap, angles", "2 T (W + (cp hp - 1) a) / t", "all that the scan keeps")
-        if self.rates_apart(z.plan):
-            yield z.line("norm output in bf16", "2 Ts h", "input of dt, A, trap and the angles", mark=UNMEASURED)
+            if self.rates_apart(z.plan):
+                yield z.line("norm output in bf16", "2 Ts h", "input of dt, A, trap and the angles", mark=UNMEASURED)
         yield z.line("output", "w T di / t", "input of the output projection")
         if self.keep_states:
             yield z.line("chunk states", "2 T di ns / (L t)", "at the start of each chunk", mark=UNMEASURED)
@@ -249,7 +252,7 @@ class Mamba3(Block):
         if self.head_pieces > 1:  # the output's gradient, of one piece once more
             backward += " + 2 T di / (t hp)"
         if self.recompute == "in_proj":  # made again, and not among what is kept
-            backward += " + 2 T (W + (cp hp - 1) a) / t"
+            backward += " + 2 T (W + (cp hp - 1) a) / t" + (" + 2 Ts h" if self.rates_apart(z.plan) else "")
         yield z.line("backward", backward, "the same again, and the gradient of each")
 
     def flops(self, z: Sizes, layer: "Layer | None") -> Iterator[Work]:

@@ -121,7 +121,7 @@ class Mamba3Mixer(MegatronModule):
             init_method=config.init_method, gather_output=False, skip_bias_add=False, tp_comm_buffer_name="fc1",
         )  # fmt: skip
         if rates_apart:
-            assert ranks == 1, "features/fp8.py refuses tensor ranks"
+            assert ranks == 1, "block.py refuses tensor ranks"
             split_projection.prepare(self.in_proj)
         # Read by Megatron where it cuts or joins a packed weight.
         self.in_proj.weight.partition_sizes = list(self.parts.values())
@@ -260,9 +260,12 @@ class Mamba3Mixer(MegatronModule):
                     "Mamba-3 decodes static batches of whole sequences: no dynamic or packed batches, no sequence or context parallelism"
                 )
             )
+        if self.rates_apart:  # Megatron's engine pads the tokens of an FP8 projection, and knows of one output
+            message = "Mamba-3 does not decode with `mamba3_rates` in bf16 beside FP8"
+            raise Refused(Problem(message, "feature.fp8.bf16_parts", "export the checkpoint, and generate from that"))
         kept = context.key_value_memory_dict
         state = kept[self.layer_number] if context.sequence_len_offset > 0 else None
-        y, kept[self.layer_number] = self.step(_joined(self._projected(hidden_states)), state)
+        y, kept[self.layer_number] = self.step(self.in_proj(hidden_states)[0], state)
         return self.out_proj(y)
 
     @torch.no_grad()

@@ -90,6 +90,7 @@ RULES = (
         "mamba_num_heads|fp8",
         lambda a, m: bool(a.fp8)
         and "mamba2" in m.kinds
+        and not m.pads_mamba
         and m.mamba_projection % 16 > 0
         and f"2 heads x width + 2 groups x state + heads = {m.mamba_projection}",
         "FP8 wants Mamba's input projection in multiples of 16",
