@@ -32,9 +32,9 @@ SIZES = dict(kernels="naive", recompute="none", heads=8, head_dim=8, state_dim=1
 SIZES |= dict(head_pieces=1, keep_states=False, keep_prepared=False)
 
 
-def mixer(**changes):
+def mixer(fp8=None, **changes):
     block = Mamba3(**{**SIZES, "rope_fraction": 0.5, **changes})
-    model, feature = SimpleNamespace(blocks=SimpleNamespace(mamba3=block)), SimpleNamespace(fp8=None)
+    model, feature = SimpleNamespace(blocks=SimpleNamespace(mamba3=block)), SimpleNamespace(fp8=fp8)
     plan = SimpleNamespace(recipe=SimpleNamespace(model=model, feature=feature))
     return {"mamba3": layer.spec(modules.CpuBackend(), plan)}
 
@@ -171,6 +171,29 @@ def test_two_tensor_ranks_are_one_without_sequence_parallelism(whole):
 def test_two_tensor_ranks_are_one_where_every_head_is_a_group():
     case = replace(CASE, mixers=mixer(groups=8))
     same(train(replace(case, tp=2)), train(case))
+
+
+class Splits(modules.NormColumnLinear):
+    """As Transformer Engine's: it asks for its weight, and hands on what its norm gave."""
+
+    return_layernorm_output = False
+
+    def _get_weight_tensors(self):
+        return [self.weight]
+
+    def forward(self, x):
+        normed = F.rms_norm(x, (x.size(-1),), self.layer_norm_weight, self.config.layernorm_epsilon)
+        out = F.linear(normed, self._get_weight_tensors()[0])  # of one tensor rank
+        return ((out, normed) if self.return_layernorm_output else out), None
+
+
+@pytest.mark.parametrize(("changes", "layout"), [
+    ({}, {}), ({"head_pieces": 2}, {}), ({"recompute": "in_proj"}, {}), ({"recompute": "in_proj", "head_pieces": 2}, {}), ({}, {"cp": 2}),
+], ids=str)  # fmt: skip
+def test_rates_multiplied_by_themselves(changes, layout, whole, monkeypatch):
+    monkeypatch.setattr(modules.CpuBackend, "column_parallel_layer_norm_linear", lambda _: Splits)
+    fp8 = SimpleNamespace(keeps=lambda part: part == "mamba3_rates")
+    same(train(replace(CASE, mixers=mixer(fp8, **changes), **layout)), whole)
 
 
 def test_in_proj_computed_again_gives_the_same_gradients(whole):
