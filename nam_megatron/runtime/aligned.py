@@ -71,12 +71,18 @@ class _Pad(torch.autograd.Function):
         weight, total = ctx.weight, ctx.total
         if total is None:
             return gradient[: len(weight)], None, None
-        if getattr(weight, "overwrite_main_grad", False):
-            weight.main_grad.copy_(total[: len(weight)])
-        else:
-            weight.main_grad += total[: len(weight)]
-        weight.grad_added_to_main_grad = True  # then Megatron's hooks wait for a gradient, and do not read it
-        return torch.empty_like(weight), None, None
+        return added(weight, total[: len(weight)]), None, None
+
+
+def added(weight: Tensor, gradient: Tensor, first: int = 0) -> Tensor:
+    """Add a gradient of a weight's rows from `first` on to its `main_grad`, or write it there; gives what autograd gets in its place."""
+    own = weight.main_grad[first:]
+    if getattr(weight, "overwrite_main_grad", False):
+        own.copy_(gradient)
+    else:
+        own += gradient
+    weight.grad_added_to_main_grad = True  # then Megatron's hooks wait for a gradient, and do not read it
+    return torch.empty_like(weight)
 
 
 def with_columns(x: Tensor, columns: int) -> Tensor:

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nam_megatron.runtime.aligned import added
+
 
 def prepare(projection: Any) -> None:
     """Have Transformer Engine's norm-and-linear return what its norm gave, too."""
@@ -44,13 +46,6 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_first: Tensor, d_last: Tensor) -> tuple[Tensor, None, None]:
-        weight = ctx.weight
         if not ctx.accumulate:
             return torch.cat([d_first, d_last]), None, None
-        own = weight.main_grad[ctx.rows :]  # the other rows are Transformer Engine's, which has added to them
-        if getattr(weight, "overwrite_main_grad", False):
-            own.copy_(d_last)
-        else:
-            own += d_last
-        weight.grad_added_to_main_grad = True  # then Megatron's hooks wait for a gradient, and do not read it
-        return torch.empty_like(weight), None, None
+        return added(ctx.weight, d_last, ctx.rows), None, None  # Transformer Engine has added the other rows'

@@ -206,8 +206,10 @@ class Mamba3Mixer(MegatronModule):
         projected, cp = self._projected(hidden_states), self.cp_group
         if cp.size() == self.head_pieces == 1:
             return projected
-        packed = _joined(projected)
-        *headwise, angles = packed.split(list(self.parts.values()), -1)
+        widths = list(self.parts.values())
+        at = list(self.parts).index("dt") if self.rates_apart else len(widths)
+        cuts = zip(projected, (widths[:at], widths[at:]), strict=False)  # one of them where all is in one tensor
+        *headwise, angles = (part for packed, own in cuts for part in packed.split(own, -1))
         if cp.size() > 1:
             angles, widths = whole(angles, cp), [part.size(-1) // cp.size() for part in headwise]
             headwise = by_heads(headwise, cp).split(widths, -1)
