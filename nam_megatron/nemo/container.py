@@ -41,6 +41,7 @@ from nam_megatron.runtime import (
     master_weights,
     stage_log,
     wgrad,
+    word_embedding,
 )
 from nam_megatron.runtime.bridge import Arguments
 from nam_megatron.runtime.pretrain import Float16ExceptMarked, keep_shipped_helpers, set_experts_apart
@@ -103,6 +104,8 @@ class NamProvider(HybridModelProvider):
             (model,) = hook([model])
         if recipe.precision.cross_entropy == "fused":
             cross_entropy.provide([model])
+        if recipe.precision.fused_grad_accumulation:
+            word_embedding.provide([model])
         if not (recipe.feature.muon or recipe.feature.megatron_fsdp):  # as `plain_adam` has it
             set_experts_apart(model)
         return model

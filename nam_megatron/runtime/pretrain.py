@@ -55,6 +55,7 @@ from nam_megatron.runtime import (
     stage_log,
     wgrad,
     whole_step,
+    word_embedding,
     yarn,
 )
 from nam_megatron.runtime.gauges import GAUGES
@@ -186,6 +187,8 @@ def run(
         config = settings(args, stack)
         if fused_loss:
             config.model.pre_wrap_hooks.append(cross_entropy.provide)
+        if args.gradient_accumulation_fusion:
+            config.model.pre_wrap_hooks.append(word_embedding.provide)
         pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)
     except SystemExit as end:
         if end.code is not None:  # without a code one rank may be alone
