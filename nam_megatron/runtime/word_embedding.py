@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-ROWS, COLUMNS = 16, 256  # of a step of a program
+ROWS, COLUMNS, WARPS = 4, 1024, 4  # of a step of a program
 
 
 def provide(models: list[HybridModel]) -> list[HybridModel]:
@@ -39,15 +39,14 @@ def _embedded(self: VocabParallelEmbedding, tokens: Tensor) -> Tensor:
     over the tensor ranks."""
     if getattr(self.weight, "main_grad", None) is None:  # nobody trains it
         return VocabParallelEmbedding.forward(self, tokens)
-    if self.reduce_scatter_embeddings:
-        tokens = tokens.t()
+    tokens = tokens.t()  # as the layers have them, so that nothing is turned afterwards, nor its gradient before
     if self.tp_group.size() > 1:
         tokens = tokens - self.vocab_start_index
         tokens = tokens.masked_fill((tokens < 0) | (tokens >= len(self.weight)), -1)
     rows = _Rows.apply(self.weight, tokens.contiguous(), self.tp_group.size() > 1)
     if self.reduce_scatter_embeddings:
         return reduce_scatter_to_sequence_parallel_region(rows, group=self.tp_group)
-    return reduce_from_tensor_model_parallel_region(rows, group=self.tp_group)
+    return reduce_from_tensor_model_parallel_region(rows, group=self.tp_group).transpose(0, 1)
 
 
 class _Rows(torch.autograd.Function):
@@ -77,28 +76,20 @@ def _none(table: Tensor) -> Tensor:
 
 
 def add_rows(total: Tensor, words: Tensor, gradient: Tensor) -> None:
-    """total [words, width] += gradient [n, m, width], of any strides of n and m, at the rows `words` [n, m]; those of -1 are left out.
-
-    Repeats bit by bit.
-    """
-    (_, inner), width = words.shape, total.size(1)
+    """total [words, width] += gradient [..., width] at the rows `words` [...]; those of -1 are left out. Repeats bit by bit."""
+    width, count = total.size(1), words.numel()
     assert total.is_contiguous() and gradient.shape == (*words.shape, width)
-    if not words.numel():
+    if not count:
         return
-    if gradient.stride(2) != 1:
-        gradient = gradient.contiguous()
     found, order = torch.sort(words.flatten().int(), stable=True)
-    grid = words.numel(), triton.cdiv(width, COLUMNS)
+    grid = count, triton.cdiv(width, COLUMNS)
     _add_rows[grid](
-        total, found, order, gradient, words.numel(), inner, *gradient.stride()[:2], width,
-        ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
-    )  # fmt: skip
+        total, found, order, gradient.contiguous(), count, width, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS
+    )
 
 
 @triton.jit
-def _add_rows(
-    total, found, order, gradient, count, inner, outer_stride, inner_stride, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
+def _add_rows(total, found, order, gradient, count, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """All rows of one word, if it begins at this place."""
     first = tl.program_id(0)
     word = tl.load(found + first)
@@ -112,8 +103,7 @@ def _add_rows(
     while more:
         place = first + tl.arange(0, ROWS)
         same = tl.load(found + place, mask=place < count, other=-1) == word
-        at = tl.load(order + place, mask=same, other=0)
-        row = gradient + (at // inner) * outer_stride + (at % inner) * inner_stride
+        row = gradient + tl.load(order + place, mask=same, other=0) * width
         here = same[:, None] & known[None, :]
         added += tl.sum(tl.load(row[:, None] + column[None, :], mask=here, other=0.0).to(tl.float32), 0)
         first += ROWS

@@ -387,10 +387,8 @@ def test_kernels_compile_for_hopper(monkeypatch):
     """The interpreter takes what the compiler refuses: shapes that change in a loop, or sides no tensor core has."""
     compiled = hopper.compiles(monkeypatch)
     monkeypatch.setattr(bench, "DEVICE", "cpu")
-    x = bench.inputs(2, 32, 28)
-    bench.train_core(x)
-    bench.kernel.values(x.dout, x.value)
-    assert len(compiled) == 12
+    bench.train_core(bench.inputs(2, 32, 28))
+    assert len(compiled) == 11
     assert all(kernel.metadata.shared <= 227 * 1024 for kernel in compiled.values()), "more than an SM's shared memory"
 
 

@@ -46,9 +46,9 @@ def drawn(words, s, b, which):
 def test_rows_are_added(words, s, b, width, which):
     torch.manual_seed(1)
     ids = drawn(words, s, b, which)
-    # As it comes out of [s, b, width], and of one that lies otherwise.
+    # As it lies, and of one that lies otherwise.
     for gradient in (
-        torch.randn(s, b, width, device=DEVICE).bfloat16().transpose(0, 1),
+        torch.randn(b, s, width, device=DEVICE).bfloat16(),
         torch.randn(b, width, s, device=DEVICE).bfloat16().transpose(1, 2),
     ):
         totals = [torch.full((words, width), 0.5, device=DEVICE) for _ in range(2)]

@@ -31,7 +31,6 @@ TILES: dict[str, dict[str, int]] = {
     "target": dict(I=64, J=128, num_warps=4, num_stages=2),
     "index_dq": dict(I=64, J=64, num_warps=4, num_stages=3),
     "index_dk": dict(J=64, I=64, num_warps=4, num_stages=3, rows=1024),
-    "values": dict(M=128, K=64, num_warps=4, num_stages=2),
 }
 LOG2E = math.log2(math.e)
 # Rows of [b, s, t] tensors are padded to a multiple of this and written up to one: with I and J that divide it, tiles load
@@ -356,56 +355,27 @@ def values(latent: Tensor, weight: Tensor) -> Tensor:
 
 
 class _Values(torch.autograd.Function):
-    """Products over heads that read and write [s, b, n, ...] as it lies. Only the weights' gradient is left to the library: asked to
-    write so, it writes head by head and copies."""
+    """Batched products over heads that read and write [s, b, n, ...] as it lies; einsum would copy it to and fro."""
 
     @staticmethod
     def forward(ctx, latent, weight):
         ctx.save_for_backward(latent, weight)
-        return _by_weight(latent.contiguous(), weight).flatten(2)
+        out = latent.new_empty(*latent.shape[:3], weight.size(1))
+        torch.bmm(_by_head(latent), weight.transpose(1, 2), out=_by_head(out))
+        return out.flatten(2)
 
     @staticmethod
     def backward(ctx, grad):
         latent, weight = ctx.saved_tensors
-        grad = grad.contiguous().view(*latent.shape[:3], -1)
-        d_weight = torch.bmm(_by_head(grad).transpose(1, 2), _by_head(latent))
-        return _by_weight(grad, weight.transpose(1, 2)), d_weight
+        grad = _by_head(grad.contiguous().view(*latent.shape[:3], -1))
+        d_latent = torch.empty_like(latent)
+        torch.bmm(grad, weight, out=_by_head(d_latent))
+        return d_latent, torch.bmm(grad.transpose(1, 2), _by_head(latent))
 
 
 def _by_head(x: Tensor) -> Tensor:
     """[n, s b, width], a view of contiguous [s, b, n, width]."""
     return x.flatten(0, 1).transpose(0, 1)
-
-
-def _by_weight(x: Tensor, weight: Tensor) -> Tensor:
-    """[s, b, n, d]: of contiguous x [s, b, n, k] each head's rows times its weight^T, of [n, d, k]."""
-    (s, b, n, width), columns, tile = x.shape, weight.size(1), TILES["values"]
-    out = x.new_empty(s, b, n, columns)
-    _values[(triton.cdiv(s * b, tile["M"]), n)](
-        x, weight, *weight.stride(), out, s * b, n, width, columns, D=max(16, triton.next_power_of_2(columns)), **tile
-    )  # fmt: skip
-    return out
-
-
-@triton.jit
-def _values(
-    x, weight, head_stride, row_stride, column_stride, out, rows, heads, width, columns,
-    D: tl.constexpr, M: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
-    """Some rows of one head a program."""
-    head = tl.program_id(1)
-    i, d = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, D)
-    row, known, real = i.to(tl.int64) * heads + head, i < rows, d < columns
-    weight += head * head_stride
-    total = tl.zeros([M, D], tl.float32)
-    for first in range(0, width, K):
-        c = first + tl.arange(0, K)
-        here = (c < width)[None, :]
-        part = tl.load(x + row[:, None] * width + c[None, :], mask=known[:, None] & here, other=0.0)
-        by = tl.load(weight + d[:, None] * row_stride + c[None, :] * column_stride, mask=real[:, None] & here, other=0.0)
-        total = tl.dot(part, tl.trans(by), total, input_precision="ieee")
-    at = out + row[:, None] * columns + d[None, :]
-    tl.store(at, total.to(out.dtype.element_ty), mask=known[:, None] & real[None, :])
 
 
 # The indexer's loss --------------------------------------------------------------------------------------------------
