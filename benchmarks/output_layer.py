@@ -75,10 +75,12 @@ def fused(hidden: Tensor, weight: Tensor, labels: Tensor, buffer: Tensor) -> Ten
 def sums(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """As `cross_entropy` keeps them: the largest logit, the sum of exponentials below it, the label's logit less the largest."""
     most, total, own = torch.empty(3, len(labels), dtype=torch.float32, device=logits.device)
+    largest = torch.empty(len(labels), dtype=torch.int32, device=logits.device)
     width, k = logits.size(-1), cross_entropy
     k._cross_entropy_sums[(len(labels),)](
-        logits, labels, most, total, own, width, 0, width, COLUMNS=k.COLUMNS, PIECES=k.PIECES, num_warps=k.WARPS
-    )
+        logits, labels, most, total, own, largest, width, 0, width,
+        COLUMNS=k.COLUMNS, PIECES=k.PIECES, num_warps=k.WARPS,
+    )  # fmt: skip
     return most, total, own
 
 

@@ -1,6 +1,6 @@
 """FP8 training through Transformer Engine: Megatron's --fp8-format and --fp8-recipe."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from pydantic import AfterValidator, PositiveInt
@@ -8,7 +8,7 @@ from pydantic import AfterValidator, PositiveInt
 from nam_megatron.errors import Problem
 from nam_megatron.features import Feature
 from nam_megatron.setting import Row, Setting
-from nam_megatron.sizes import WORKSPACE, Group, Line, Param, Sizes
+from nam_megatron.sizes import WORKSPACE, Group, Line, Param, Sizes, Stage
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -43,6 +43,15 @@ class Fp8(Feature):
             "what stays in bf16 where the model has it: routed experts, shared experts, the low-rank projections of MLA and DSA "
             "with its indexer, M2RNN's projections, of Mamba-3's input projection what sets decays and angles (dt, A, trap, angles)",
             was=[],  # as a stored plan would have it
+        ),
+    ]
+    keep_inputs: Annotated[
+        bool,
+        Row(
+            "what attention's output projection and the shared experts read is kept in FP8 for the weights' gradients, not quantised "
+            "again in the backward pass",
+            executes="the same numbers, made once instead of twice",
+            was=False,
         ),
     ]
     first_last_bf16: Annotated[
@@ -93,6 +102,10 @@ class Fp8(Feature):
             from nam_megatron.runtime import bf16_parts
 
             stack.metainfo.setdefault("hooks", []).append(bf16_parts.provider(self.bf16_parts))
+        if self.keep_inputs:
+            from nam_megatron.runtime import fp8_inputs
+
+            stack.metainfo.setdefault("hooks", []).append(fp8_inputs.provide)
         return stack
 
     def settings(self, plan: "Plan") -> Iterator[Setting]:
@@ -135,6 +148,8 @@ class Fp8(Feature):
             yield Problem(
                 "delayed scaling excludes bf16 edge layers", at + "first_last_bf16", "set it to false or use tensorwise"
             )
+        if self.keep_inputs:
+            yield from self._inputs_unkept(plan)
         if self.param_gather and not (r.feature.distributed_optimizer.enabled or r.feature.megatron_fsdp):
             yield Problem(
                 "FP8 all-gather needs sharded weights",
@@ -154,6 +169,49 @@ class Fp8(Feature):
                 yield Problem(
                     f"FP8 GEMMs need widths that 16 divides, not {width} / tensor {r.parallel.tensor}", "model." + name
                 )
+
+    def _inputs_unkept(self, plan: "Plan") -> Iterator[Problem]:
+        """Where no input is quantised twice, or keeping it has not been tried."""
+        r, key = plan.recipe, "feature.fp8.keep_inputs"
+        untried = (
+            (self.recipe != "tensorwise", f"scaling `{self.recipe}`"),
+            (r.feature.recompute is not None, "recompute"),
+            (bool(r.feature.cuda_graphs and r.feature.cuda_graphs.modules), "CUDA graphs of parts of layers"),
+            (r.feature.megatron_fsdp is not None, "an FSDP"),
+            (r.feature.lora is not None, "adapters"),
+        )
+        for found, what in untried:
+            if found:
+                yield Problem(f"keeping FP8 inputs has not been tried with {what}", key, f"set `{key}=false`")
+        if not any(self._kept_widths(plan, (plan.kinds | set(plan.mtp)))):
+            message = "this model has no attention and no shared experts in FP8 whose inputs would be quantised twice"
+            yield Problem(message, key, f"set `{key}=false`")
+
+    def _kept_widths(self, plan: "Plan", kinds: Iterable[str]) -> Iterator[int]:
+        """Of layers of these kinds: channels of what `keep_inputs` keeps."""
+        m = plan.recipe.model
+        for kind in kinds:
+            if kind in ("mla", "dsa"):
+                assert m.blocks.mla is not None
+                yield m.num_attention_heads * m.blocks.mla.v_head_dim
+            elif kind == "attention":
+                assert m.blocks.attention is not None
+                yield m.num_attention_heads * m.blocks.attention.head_dim
+            elif kind == "moe" and m.blocks.moe and m.blocks.moe.shared_expert_hidden_size:
+                if not self.keeps("shared_experts"):
+                    yield m.hidden_size
+
+    def activations(self, z: Sizes, stage: Stage) -> Iterator[Line]:
+        """Of attention a tensor rank keeps its heads', of the shared experts its share of the sequence where that is cut."""
+        if not self.keep_inputs:
+            return
+        depth = len(z.plan.layers)
+        kinds = [layer.kind for layer in stage.layers if not self.in_bf16(layer.number, depth)]
+        kinds += [*z.plan.mtp] * z.plan.mtp_depths if stage.last else []
+        shared = sum(self._kept_widths(z.plan, (kind for kind in kinds if kind == "moe")))
+        rest = sum(self._kept_widths(z.plan, (kind for kind in kinds if kind != "moe")))
+        why = "of attention's output projections and the shared experts, in FP8"
+        yield z.own(W=rest, Y=shared).line("inputs kept", "T W / t + Ts Y", why)
 
     def _state_lost(self, plan: "Plan") -> Iterator[Problem]:
         """What would lose or change the scales of delayed scaling (Transformer Engine 2.20: pytorch/_extra_state.py, quantization.py)."""

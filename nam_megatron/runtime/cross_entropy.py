@@ -11,17 +11,21 @@ All differences are of logits: steps of fp32 are 1e-3 at 1e4, so most + log sum 
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
 from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.transformer import multi_token_prediction
 from torch import Tensor
 
 from nam_megatron.errors import Problem, Refused
 from nam_megatron.runtime.gpu import runs_kernels
 
+LARGEST = "nam_largest"
+STOCK_COUNTS = multi_token_prediction._compute_mtp_acceptance_counts
 WARPS = 8
 COLUMNS = 8 * 32 * WARPS  # 16 bytes of bf16 a thread
 PIECES = 4  # so many columns of one thread are read before its maximum moves
@@ -39,6 +43,8 @@ def provide(models: list[HybridModel]) -> list[HybridModel]:
 
     for model in models:
         model.compute_language_model_loss = partial(_of_batch, model.tp_group)
+    if multi_token_prediction._compute_mtp_acceptance_counts is STOCK_COUNTS:
+        multi_token_prediction._compute_mtp_acceptance_counts = _counts
     return models
 
 
@@ -47,27 +53,42 @@ def _of_batch(group: dist.ProcessGroup, labels: Tensor, logits: Tensor) -> Tenso
     return cross_entropy(logits, labels.t().contiguous(), group).t().contiguous()
 
 
+def _counts(logits: Tensor, labels: Tensor, mask: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    """Megatron's _compute_mtp_acceptance_counts, for its log: of the positions of a mask [b, s], those where the largest logit is the
+    label's, and all. torch's argmax reads the logits once more, at a third of the memory's rate; here the loss has left it."""
+    largest = getattr(logits, LARGEST, None)
+    if largest is None:
+        return STOCK_COUNTS(logits, labels, mask, *rest, **named)
+    valid = mask.t().bool()
+    return ((largest == labels.t()) & valid).sum().float(), valid.sum().float()
+
+
 def cross_entropy(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Loss of each token [s, b] in fp32, of logits [s, b, vocabulary / tensor ranks] and labels [s, b].
 
     The backward pass overwrites the logits with their gradient and says so to autograd, which then refuses (RuntimeError) a second
     one, and any other that still needs them; who reads them afterwards reads gradients. With a `group` of tensor ranks each holds its
     slice of the vocabulary, in rank order. NaN and +inf among the logits, and a label outside the vocabulary of all ranks (-100 too: mask
-    losses by another label), make the loss and the row's gradient NaN.
+    losses by another label), make the loss and the row's gradient NaN. The logits get an attribute LARGEST, [s, b] int32, the first of
+    the largest in each row, unless ranks have slices of them.
     """
     assert not (logits.is_leaf and logits.requires_grad), "a leaf would be overwritten by its gradient"
-    return _CrossEntropy.apply(logits, labels, group)
+    loss, largest = _CrossEntropy.apply(logits, labels, group)
+    if group is None or group.size() == 1:
+        setattr(logits, LARGEST, largest)
+    return loss
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    def forward(ctx, logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
         logits, labels, slice_ = logits.contiguous(), labels.contiguous(), logits.size(-1)
         ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
         # Per row: the maximum; the sum of exponentials below it; the label's logit less the maximum, on the rank that holds it.
         most, sums, own = torch.empty(3, *labels.shape, dtype=torch.float32, device=logits.device)
+        largest = torch.empty(labels.shape, dtype=torch.int32, device=logits.device)
         _cross_entropy_sums[(labels.numel(),)](
-            logits, labels, most, sums, own, slice_, rank * slice_, ranks * slice_,
+            logits, labels, most, sums, own, largest, slice_, rank * slice_, ranks * slice_,
             COLUMNS=COLUMNS, PIECES=PIECES, num_warps=WARPS,
         )  # fmt: skip
         if ranks > 1:
@@ -79,10 +100,12 @@ class _CrossEntropy(torch.autograd.Function):
             most, (sums, own) = top, both
         ctx.save_for_backward(logits, labels, most, sums)
         ctx.first = rank * slice_
-        return torch.log(sums) - own
+        ctx.mark_non_differentiable(largest)
+        ctx.set_materialize_grads(False)
+        return torch.log(sums) - own, largest
 
     @staticmethod
-    def backward(ctx, d_loss: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx, d_loss: Tensor, _: Any) -> tuple[Tensor, None, None]:
         logits, labels, most, sums = ctx.saved_tensors
         _cross_entropy_gradient[(labels.numel(),)](
             logits, labels, most, sums, d_loss.contiguous(), logits.size(-1), ctx.first,
@@ -94,7 +117,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 @triton.jit
 def _cross_entropy_sums(
-    logits, labels, most, sums, own, slice_, slice_start, vocabulary, COLUMNS: tl.constexpr, PIECES: tl.constexpr
+    logits, labels, most, sums, own, largest, slice_, slice_start, vocabulary, COLUMNS: tl.constexpr, PIECES: tl.constexpr
 ):
     row = tl.program_id(0)
     logits += row.to(tl.int64) * slice_
@@ -102,13 +125,17 @@ def _cross_entropy_sums(
     # Finite, so that a thread which has seen nothing but -inf can still subtract it.
     top = tl.full([COLUMNS], -3e38, tl.float32)
     total = tl.zeros([COLUMNS], tl.float32)
+    place = tl.zeros([COLUMNS], tl.int32)
     for first in range(0, slice_, PIECES * COLUMNS):
         x = tl.load(logits + first + column, mask=first + column < slice_, other=float("-inf")).to(tl.float32)
-        new = tl.maximum(top, tl.max(x, 0))
+        higher, piece = tl.max(x, 0, return_indices=True)
+        place = tl.where(higher > top, first + piece * COLUMNS, place)
+        new = tl.maximum(top, higher)
         total = total * tl.exp(top - new) + tl.sum(tl.exp(x - new[None, :]), 0)
         top = new
     high = tl.max(top, 0)
     tl.store(most + row, high)
+    tl.store(largest + row, tl.min(tl.where(top == high, place + tl.arange(0, COLUMNS), slice_), 0))
     whole = tl.sum(total * tl.exp(top - high), 0)
     label = tl.load(labels + row)
     tl.store(sums + row, tl.where((label >= 0) & (label < vocabulary), whole, float("nan")))

@@ -67,6 +67,23 @@ def test_losses_and_gradients(size, dtype):
     assert not d_ours[0, 0].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_megatron_counts_the_same(size, dtype):
+    """Where the largest logit is the label's: of several the first, as torch's argmax has it; and of a mask."""
+    logits, labels, _ = inputs(*size, dtype)
+    logits[:, -1, 1::2] = logits[:, -1, :1]  # in bf16 there are more
+    logits[-1, 0] = logits[-1, 0].max()
+    largest = logits.argmax(-1)
+    labels = torch.where(labels % 3 == 0, labels, largest)
+    mask = (torch.rand(labels.t().shape, device=DEVICE) < 0.7).float()
+    wanted = cross_entropy.STOCK_COUNTS(logits, labels.t(), mask, None, None)
+    at = logits.requires_grad_() * 1
+    cross_entropy.cross_entropy(at, labels)
+    assert torch.equal(getattr(at, cross_entropy.LARGEST).long(), largest)
+    assert cross_entropy._counts(at, labels.t(), mask, None, None) == wanted
+
+
 def test_the_gradient_takes_the_logits_place():
     logits, labels, _ = inputs(4, 2, 100, torch.bfloat16)
     at = logits.requires_grad_() * 1

@@ -8,6 +8,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "blocks"))
 
 from benchmarks import dsa as bench
-from nam_megatron.blocks.dsa import kernel, naive
+from nam_megatron.blocks.dsa import kernel, layer, naive
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
@@ -286,3 +287,24 @@ def test_the_log_looks_at_the_keys_that_were_selected():
     plain = naive.select(scores[..., : len(x.q)].masked_fill(~visible, -torch.inf), bench.K)
     for rows in (slice(2, 21, 3), slice(len(x.q) - 1, None)):
         assert torch.equal(kernel.select(scores, bench.K).of(rows), plain.of(rows))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("heads", "width"), [(32, 64), (1, 64), (5, 96)])
+def test_the_indexer_turns_as_megatrons(heads, width, interleaved):
+    """The first 64 channels, by any magnitude; outputs and gradients, in fp32."""
+    config = SimpleNamespace(apply_rope_fusion=False, rotary_interleaved=False, dsa_indexer_rope_interleaved=interleaved)
+    groups = SimpleNamespace(cp=object())
+    own = SimpleNamespace(
+        qk_pos_emb_head_dim=64, index_head_dim=width, config=config, pg_collection=groups, _tables={}
+    )
+    torch.manual_seed(3)
+    angles = torch.randn(19, 1, 1, 32, device=bench.DEVICE).repeat(1, 1, 1, 2)
+    x, back = (torch.randn(19, 2, heads, width, device=bench.DEVICE) for _ in range(2))
+    found = []
+    for kind in (layer.TurningIndexer, layer.DSAIndexer):
+        leaf = x.clone().requires_grad_()
+        out = kind._apply_rope(own, leaf * 1, angles, 1.25)
+        found += [out.detach(), *torch.autograd.grad(out, leaf, back)]
+    for ours, theirs in zip(found[:2], found[2:], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)

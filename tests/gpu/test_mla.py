@@ -46,12 +46,30 @@ def tiles(monkeypatch):
         interpreter.mend(monkeypatch)
         small = {k: t | {n: v for n, v in SMALL_TILES.items() if n in t} for k, t in kernel.TILES.items()}
         monkeypatch.setattr(kernel, "TILES", small)
+        monkeypatch.setattr(kernel, "FEW", {})
 
 
 @pytest.mark.parametrize("case", CASES, ids=bench.differing)
 def test_ingress_queries_keys_and_values(case):
     verdict = bench.judge(case, DEVICE, bench.up, DTYPE)
     assert verdict.passed, verdict
+
+
+if not INTERPRETED:
+
+    def test_few_tokens_have_tiles_of_their_own(monkeypatch):
+        case = replace(bench.FULL, s=1001, b=2)
+        assert case.tokens <= kernel.FEW_TOKENS
+
+        def run():
+            subject = bench.kernels_subject(case, bench.up, kernel)
+            outs = subject.forward()
+            return [*outs, *subject.gradients(outs)]
+
+        few = run()
+        monkeypatch.setattr(kernel, "FEW", {})
+        for one, other in zip(few, run(), strict=True):
+            assert one is other is None or (one - other).norm() <= 1e-3 * other.norm()
 
 
 def test_absorbed():

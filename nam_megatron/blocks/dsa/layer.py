@@ -76,7 +76,8 @@ def spec(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
     kernels = block.kernels
     raise_if(without_gpu("DSA", "dsa", kernels))
     params = {"kernels": kernels, "query_pieces": block.query_pieces}
-    core = ModuleSpec(SparseAttention, params=params, submodules=_indexer(backend))
+    indexer = TurningIndexer if kernels == "fused" else DSAIndexer
+    core = ModuleSpec(SparseAttention, params=params, submodules=_indexer(backend, indexer))
     attention = AbsorbedMLASelfAttentionSubmodules(core_attention=core, **projections(backend, plan))
     parts = TransformerLayerSubmodules(
         input_layernorm=backend.layer_norm(rms_norm=True),
@@ -102,12 +103,32 @@ def stock(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
     return ModuleSpec(TransformerLayer, submodules=layer)
 
 
-def _indexer(backend: BackendSpecProvider) -> DSAttentionSubmodules:
+def _indexer(backend: BackendSpecProvider, indexer: type[DSAIndexer] = DSAIndexer) -> DSAttentionSubmodules:
     linear = backend.linear()
     parts = DSAIndexerSubmodules(
         linear_wq_b=linear, linear_wk=linear, k_norm=backend.layer_norm(), linear_weights_proj=linear
     )
-    return DSAttentionSubmodules(indexer=ModuleSpec(DSAIndexer, submodules=parts))
+    return DSAttentionSubmodules(indexer=ModuleSpec(indexer, submodules=parts))
+
+
+class TurningIndexer(DSAIndexer):
+    """Megatron's indexer, which turns its queries and keys with our kernel: stock computes both tables each time it is asked, and reads and
+    writes queries seven times. Products of fp32 where stock rounds each to bf16."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._tables: dict[int, Rope] = {}
+
+    def _apply_rope(self, x: Tensor, rotary_pos_emb: Tensor, mscale: float, cu_seqlens: None = None) -> Tensor:
+        """x [s, b, n, d] with its first channels turned, in place. rotary_pos_emb: angles of this rank's positions, [s, 1, 1, p]."""
+        from nam_megatron.blocks.mla import kernel
+
+        assert cu_seqlens is None and not self.config.rotary_interleaved
+        if len(x) not in self._tables:  # kept for good: CUDA graphs hold their addresses
+            angles = rotary_pos_emb[:, 0, 0, : self.qk_pos_emb_head_dim // 2].float()
+            tables = (angles.cos() * mscale).contiguous(), (angles.sin() * mscale).contiguous()
+            self._tables[len(x)] = Rope(*tables, interleaved=self.config.dsa_indexer_rope_interleaved)
+        return kernel.rotate_queries(x.contiguous(), self._tables[len(x)], front=True)
 
 
 class SparseLayer(TransformerLayer):

@@ -12,7 +12,7 @@ from nam_megatron.errors import Problem, raise_if
 
 REACH = 2**31  # elements that a 32-bit offset reaches
 ROWS, CHANNELS = 16, 64  # tile of the convolution; a program sums its weights' gradient over ROWS * STRIPS rows
-STRIPS = 16
+STRIPS = 4
 PROGRAMS = 1024  # at most, of the gate's gradients
 
 

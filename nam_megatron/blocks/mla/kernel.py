@@ -44,6 +44,14 @@ WIDE: dict[str, dict[str, int]] = {
     "keys_values_weight": dict(GROUP=1, num_stages=2),
 }
 
+# Where tiles of 128 tokens would leave half of an H200's 132 SMs without one: one H100, 8,192 tokens, `sweep` of benchmarks/mla.py.
+FEW_TOKENS = 66 * 128
+FEW: dict[str, dict[str, int]] = {
+    "ingress": dict(BM=64, num_warps=4),
+    "queries_latent": dict(BM=64, num_warps=4, num_stages=4),
+    "keys_values_latent": dict(BM=64, num_warps=4),
+}
+
 
 # Pieces ---------------------------------------------------------------------------------------------------------------
 
@@ -455,7 +463,7 @@ def _rotate(
     q, cos, sin, positions, batch, heads, width, keep,
     ROPE: tl.constexpr, INTERLEAVED: tl.constexpr, PACKED: tl.constexpr, BACK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Turns the last ROPE channels of each head of a token in place; BACK turns a gradient back."""
+    """Turns ROPE channels of each head of a token, from `keep` on, in place; BACK turns a gradient back."""
     HALF: tl.constexpr = ROPE // 2
     token = tl.program_id(0)
     place = tl.load(positions + token) if PACKED else token // batch
@@ -526,8 +534,9 @@ def _split(
 # Launches -------------------------------------------------------------------------------------------------------------
 
 
-def _tiles(name: str, sizes: dict[str, int]) -> dict[str, int]:
-    return TILES[name] | (WIDE.get(name, {}) if max(sizes.values()) > 64 else {})
+def _tiles(name: str, sizes: dict[str, int], tokens: int) -> dict[str, int]:
+    changed = WIDE if max(sizes.values()) > 64 else FEW if tokens <= FEW_TOKENS else {}
+    return TILES[name] | changed.get(name, {})
 
 
 def _groups(tiles: dict[str, int], tokens: int, heads: int) -> tuple[tuple[int, int], int]:
@@ -580,7 +589,7 @@ class _Ingress(torch.autograd.Function):
         folded = torch.cat((w_q, w_kv)) * gamma
         latents = x.new_empty(*x.shape[:-1], len(folded))
         raw, stats = torch.empty_like(latents), x.new_empty(3, tokens, dtype=torch.float32)
-        tiles = _tiles("ingress", sizes)
+        tiles = _tiles("ingress", sizes, tokens)
         _ingress[(triton.cdiv(tokens, tiles["BM"]),)](
             x, gamma, w_q, w_kv, gamma_q, gamma_kv, latents, raw, stats, tokens, width, eps,
             EVEN=width % tiles["BK"] == 0, **sizes, **tiles,
@@ -614,7 +623,7 @@ class _Ingress(torch.autograd.Function):
             **tiles,
         )
 
-        tiles = _tiles("ingress_input", sizes)
+        tiles = _tiles("ingress_input", sizes, tokens)
         blocks, columns = triton.cdiv(tokens, tiles["BM"]), triton.cdiv(width, tiles["BN"])
         span = triton.cdiv(columns, max(1, tiles.pop("programs") // blocks)) * tiles["BN"]
         dx = torch.empty_like(x)
@@ -646,7 +655,7 @@ class _Queries(torch.autograd.Function):
         tokens, batch, stride = latent.numel() // latent.size(-1), _batch(latent), _row_stride(latent)
         constants |= dict(RANK=weight.size(1), NOPE=weight.size(0) // heads - rope.width, ROPE=rope.width)
         q = latent.new_empty(*latent.shape[:-1], heads, weight.size(0) // heads)
-        tiles = _tiles("queries", constants)
+        tiles = _tiles("queries", constants, tokens)
         grid, group = _groups(tiles, tokens, heads)
         _queries[grid](latent, stride, weight, *tables, q, tokens, batch, heads, group, **constants, **tiles)
         ctx.save_for_backward(latent, weight, *tables)
@@ -658,13 +667,13 @@ class _Queries(torch.autograd.Function):
         (latent, weight, *tables), constants, heads = ctx.saved_tensors, ctx.constants, ctx.heads
         grad, tokens, batch = grad.contiguous(), latent.numel() // latent.size(-1), _batch(latent)
 
-        tiles = _tiles("queries_latent", constants)
+        tiles = _tiles("queries_latent", constants, tokens)
         d_latent = torch.empty(latent.shape, dtype=latent.dtype, device=latent.device)
         _queries_latent[(triton.cdiv(tokens, tiles["BM"]),)](
             grad, weight, *tables, d_latent, tokens, batch, heads, **constants, **tiles
         )
 
-        tiles = _tiles("queries_weight", constants)
+        tiles = _tiles("queries_weight", constants, tokens)
         groups = triton.cdiv(heads, tiles["GROUP"])
         splits, span = _spans(tiles, tokens, groups)
         partial = weight.new_empty(splits, *weight.shape, dtype=torch.float32)
@@ -683,7 +692,7 @@ class _KeysValues(torch.autograd.Function):
         constants |= dict(RANK=weight.size(1), NOPE=nope, ROPE=rope.width, VALUE=value)
         k = latent.new_empty(*latent.shape[:-1], heads, nope + rope.width)
         v = latent.new_empty(*latent.shape[:-1], heads, value)
-        tiles = _tiles("keys_values", constants)
+        tiles = _tiles("keys_values", constants, tokens)
         grid, group = _groups(tiles, tokens, heads)
         _keys_values[grid](
             latent, _row_stride(latent), k_rope, _row_stride(k_rope), weight, *tables, k, v, tokens, batch, heads,
@@ -699,14 +708,14 @@ class _KeysValues(torch.autograd.Function):
         d_key, d_value = d_key.contiguous(), d_value.contiguous()
         tokens, batch = latent.numel() // latent.size(-1), _batch(latent)
 
-        tiles = _tiles("keys_values_latent", constants)
+        tiles = _tiles("keys_values_latent", constants, tokens)
         d_latent = torch.empty(latent.shape, dtype=latent.dtype, device=latent.device)
         d_rope = latent.new_empty(*latent.shape[:-1], constants["ROPE"])
         _keys_values_latent[(triton.cdiv(tokens, tiles["BM"]),)](
             d_key, d_value, weight, *tables, d_latent, d_rope, tokens, batch, heads, **constants, **tiles
         )
 
-        tiles = _tiles("keys_values_weight", constants)
+        tiles = _tiles("keys_values_weight", constants, tokens)
         groups = triton.cdiv(heads, tiles["GROUP"])
         splits, span = _spans(tiles, tokens, groups)
         partial = weight.new_empty(splits, *weight.shape, dtype=torch.float32)
@@ -719,28 +728,28 @@ class _KeysValues(torch.autograd.Function):
 
 class _RotateQueries(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, rope):
+    def forward(ctx, q, rope, first):
         # Not marked dirty: autograd would refuse a view or copy it thrice. But it learns of it, and refuses who kept q for later.
         ctx.save_for_backward(rope.cos, rope.sin, rope.positions)
-        ctx.interleaved = rope.interleaved
+        ctx.interleaved, ctx.first = rope.interleaved, first
         torch.autograd.graph.increment_version(q)
-        return _turn(q, rope, back=False)
+        return _turn(q, rope, first, back=False)
 
     @staticmethod
     def backward(ctx, grad):
         cos, sin, positions = ctx.saved_tensors
         grad = grad.clone(memory_format=torch.contiguous_format)  # a sum hands the same one to all that it added
-        return _turn(grad, Rope(cos, sin, positions, ctx.interleaved), back=True), None
+        return _turn(grad, Rope(cos, sin, positions, ctx.interleaved), ctx.first, back=True), None, None
 
 
-def _turn(q: Tensor, rope: Rope, back: bool) -> Tensor:
+def _turn(q: Tensor, rope: Rope, first: int, back: bool) -> Tensor:
     (cos, sin, positions), constants = _rope_arguments(rope, q[..., 0, :])
     heads, width = q.shape[-2:]
     tokens, batch = q.numel() // (heads * width), _batch(q[..., 0, :])
     constants |= dict(ROPE=rope.width, BACK=back)
     tiles = TILES["rotate"]
     grid = tokens, triton.cdiv(heads, tiles["GROUP"])
-    _rotate[grid](q, cos, sin, positions, batch, heads, width, width - rope.width, **constants, **tiles)
+    _rotate[grid](q, cos, sin, positions, batch, heads, width, first, **constants, **tiles)
     return q
 
 
@@ -824,9 +833,10 @@ def absorbed(latents: Tensor, weight: Tensor, rope: Rope, heads: int, rq: int) -
     return queries(q_latent, weight, rope, heads), key
 
 
-def rotate_queries(q: Tensor, rope: Rope) -> Tensor:
-    """q [..., n, dq + dr], contiguous, with its last dr channels turned **in place**; its gradient is a copy of the given one."""
-    return _RotateQueries.apply(q, rope)
+def rotate_queries(q: Tensor, rope: Rope, front: bool = False) -> Tensor:
+    """q [..., n, dq + dr], contiguous, with its last dr channels turned **in place**; its gradient is a copy of the given one.
+    front: the first ones instead."""
+    return _RotateQueries.apply(q, rope, 0 if front else q.size(-1) - rope.width)
 
 
 def split_keys_values(kv: Tensor, k_rope: Tensor, rope: Rope, value: int) -> tuple[Tensor, Tensor]:
