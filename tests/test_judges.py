@@ -204,7 +204,7 @@ model.blocks.moe.router_fusion model.blocks.moe.fused_router_gradient
 model.blocks.moe.shared_overlap model.blocks.moe.fused_weighted_squared_relu model.blocks.mamba2.strided
 model.blocks.mamba2.strided_norm model.blocks.mamba2.padded_projection model.blocks.m2rnn.padded_projection
 model.blocks.mamba3.recompute model.blocks.mamba3.keep_states model.blocks.mamba3.keep_prepared
-model.blocks.mamba3.chunk model.blocks.mamba3.head_pieces model.blocks.dsa.query_pieces
+model.blocks.mamba3.chunk model.blocks.mamba3.head_pieces model.blocks.dsa.query_pieces feature.fp8.keep_inputs
 parallel.tensor parallel.sequence parallel.pipeline
 parallel.virtual_pipeline parallel.context parallel.expert parallel.expert_tensor feature.recompute.granularity
 feature.recompute.modules feature.recompute.method feature.recompute.layers feature.cuda_graphs.impl

@@ -63,6 +63,8 @@ PADDED2, STRIDED = "model.blocks.mamba2.padded_projection", {"model.blocks.mamba
 EDGES = {"feature.fp8.first_last_bf16": True, "feature.fp8.bf16_layers_at_start": 1}
 KEPT_KEY, FLASH_KEY = "feature.fp8.bf16_parts", "precision.attention_kernels"
 KEPT, FLASH = {KEPT_KEY: ["experts"]}, {FLASH_KEY: "flash_attention_4"}
+INPUTS_KEY = "feature.fp8.keep_inputs"
+INPUTS = {"feature.fp8.recipe": "tensorwise", INPUTS_KEY: True}
 RATES = {"feature.fp8.recipe": "tensorwise", KEPT_KEY: ["m2rnn", "mamba3_rates"]}
 DELAYED = RATES | {"feature.fp8.recipe": "delayed"}
 FORKED_KEY = "model.blocks.moe.fused_router_gradient"
@@ -752,6 +754,14 @@ REFUSALS = [
      "there are no chunks"),
     (DESIGN, {"model.blocks.mamba3.kernels": "naive", "model.blocks.mamba3.keep_prepared": True}, "model.blocks.mamba3.keep_prepared",
      "keeps all that autograd needs"),
+    (DESIGN, INPUTS | {"feature.fp8.recipe": "delayed"}, INPUTS_KEY, "not been tried with scaling `delayed`"),
+    (DESIGN, INPUTS | {"feature.recompute.granularity": "selective", "feature.recompute.modules": ["layernorm"]}, INPUTS_KEY,
+     "not been tried with recompute"),
+    ("nam56r_native_dp_fp8", {INPUTS_KEY: True}, INPUTS_KEY, "not been tried with CUDA graphs of parts of layers"),
+    (DESIGN, INPUTS | FSDP, INPUTS_KEY, "not been tried with an FSDP"),
+    (DESIGN, INPUTS | {"feature.lora.rank": 8}, INPUTS_KEY, "not been tried with adapters"),
+    (DESIGN, INPUTS | {"model.pattern": "EM", "model.depth": 4, "model.substitute": [], "feature.mtp.depths": 0,
+                       "model.blocks.moe.shared_expert_hidden_size": 0}, INPUTS_KEY, "no attention and no shared experts"),
     (DESIGN, RATES | {"parallel.tensor": 2}, KEPT_KEY, "has not been tried with tensor ranks"),
     (DESIGN, RATES | {"feature.megatron_fsdp.enabled": True}, KEPT_KEY, "has not been tried with an FSDP"),
     (DESIGN, RATES | {"feature.fp8.recipe": "blockwise"}, KEPT_KEY, "has not been tried with FP8 scaled by blocks"),

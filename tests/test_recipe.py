@@ -254,7 +254,7 @@ def test_round_trip(name):
 
 # Keys that came after plans had been stored without them, and what these meant.
 CAME_LATER = {
-    "precision.attention_kernels": "transformer_engine", "feature.fp8.bf16_parts": [],
+    "precision.attention_kernels": "transformer_engine", "feature.fp8.bf16_parts": [], "feature.fp8.keep_inputs": False,
     "model.blocks.mamba2.padded_projection": False, "model.blocks.mamba3.keep_states": False,
     "model.blocks.mamba3.keep_prepared": False,
     "precision.deterministic": False, "data.parts": None, "data.cache": None, "schedule.async_save": False,

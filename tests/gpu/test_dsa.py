@@ -293,11 +293,11 @@ def test_the_log_looks_at_the_keys_that_were_selected():
 @pytest.mark.parametrize(("heads", "width"), [(32, 64), (1, 64), (5, 96)])
 def test_the_indexer_turns_as_megatrons(heads, width, interleaved):
     """The first 64 channels, by any magnitude; outputs and gradients, in fp32."""
-    config = SimpleNamespace(apply_rope_fusion=False, rotary_interleaved=False, dsa_indexer_rope_interleaved=interleaved)
-    groups = SimpleNamespace(cp=object())
-    own = SimpleNamespace(
-        qk_pos_emb_head_dim=64, index_head_dim=width, config=config, pg_collection=groups, _tables={}
+    config = SimpleNamespace(
+        apply_rope_fusion=False, rotary_interleaved=False, dsa_indexer_rope_interleaved=interleaved
     )
+    groups = SimpleNamespace(cp=object())
+    own = SimpleNamespace(qk_pos_emb_head_dim=64, index_head_dim=width, config=config, pg_collection=groups, _tables={})
     torch.manual_seed(3)
     angles = torch.randn(19, 1, 1, 32, device=bench.DEVICE).repeat(1, 1, 1, 2)
     x, back = (torch.randn(19, 2, heads, width, device=bench.DEVICE) for _ in range(2))

@@ -74,7 +74,8 @@ def step(layer: torch.nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]
     generator, shape = torch.Generator().manual_seed(7), (POSITIONS, SAMPLES, SIZES["hidden_size"])
     here = dict(device=DEVICE, dtype=layer.config.params_dtype)
     x, back = (torch.randn(shape, generator=generator).to(**here) for _ in range(2))
-    out, _ = layer(x.requires_grad_())
+    out, shared = layer(x.requires_grad_())
+    out = out if shared is None else out + shared  # as bias and dropout are added
     out.backward(back)
     return out.detach(), {"input": x.grad} | {name: p.grad for name, p in layer.named_parameters()}
 

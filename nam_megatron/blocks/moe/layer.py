@@ -102,6 +102,18 @@ class LocalMoELayer(MoELayer):
             raise_if(gemm.unserved())
             keep_counts_on_gpu(self.experts, gemm, self.config.gradient_accumulation_fusion)
         self.shared_output: Tensor | None = None
+        c = self.config
+        # Where a second run, a part of a layer or a part of its tokens would have to give both.
+        self.apart = c.recompute_granularity is None and c.cuda_graph_impl in ("none", "full_iteration")
+        self.apart &= c.mlp_chunks_for_training == c.mlp_chunks_for_prefill == 1
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """The experts' sum, and what the shared expert adds to it, as a bias: the kernel that adds the residual takes both."""
+        if not self.apart:
+            return super().forward(*args, **kwargs)
+        output, _ = super().forward(*args, **kwargs)
+        shared, self.shared_output = self.shared_output, None
+        return output, shared
 
     def shared_experts_compute(self, hidden_states: Tensor) -> None:
         """Not yet: in `dispatch`."""
@@ -116,7 +128,9 @@ class LocalMoELayer(MoELayer):
         return hidden_states.view(self.token_dispatcher.hidden_shape)
 
     def postprocess(self, output: Tensor, shared_expert_output: None) -> Tensor:
-        shared, self.shared_output = self.shared_output, None
+        shared = None
+        if not self.apart:
+            shared, self.shared_output = self.shared_output, None
         return super().postprocess(output, shared)
 
 
