@@ -18,7 +18,7 @@ from megatron.core.transformer.spec_utils import build_module
 from test_moe import groups  # noqa: F401, a fixture
 
 from nam_megatron.blocks.mamba2.layer import spec
-from nam_megatron.runtime import bf16_parts, split_projection, stack
+from nam_megatron.runtime import bf16_parts, fp8_inputs, split_projection, stack
 
 pytestmark = pytest.mark.gpu
 WIDTH, TOKENS, SAMPLES = 512, 256, 2
@@ -65,7 +65,7 @@ def test_experts(gemm, kept, groups):  # noqa: F811
     bf16_parts.provider(kept)([layer])
 
     def run(x):
-        return layer(x)[0]
+        return test_moe.whole(layer, x)
 
     plain, mixed = trained(run, layer), trained(run, layer, "tensorwise")
     errors = far(mixed, plain)
@@ -75,6 +75,24 @@ def test_experts(gemm, kept, groups):  # noqa: F811
         shared = {name for name, e in errors.items() if "shared" in name and e > 1e-3}
         assert shared and not {name: e for name, e in errors.items() if not e < 0.1}
         assert not {name: e for name, e in errors.items() if ".experts." in name and "shared" not in name and e}
+
+
+def test_inputs_that_are_kept_in_fp8_are_what_they_would_be_quantised_to_again(groups):  # noqa: F811
+    fp8 = dict(fp8="hybrid", fp8_recipe="tensorwise", moe_permute_fusion=True, moe_router_fusion=True)
+    backend = stack.transformer_engine_backend()
+    layer = test_moe.layer_of("local", groups, backend, "torch", hidden_size=WIDTH, **HALF | fp8)
+    bf16_parts.provider(("experts",))([layer])
+    fc1 = layer.shared_experts.linear_fc1
+    assert fc1.save_original_input, "Megatron has it quantised twice"
+
+    def run(x):
+        return test_moe.whole(layer, x)
+
+    again = trained(run, layer, "tensorwise")
+    fp8_inputs.provide([layer])
+    assert not fc1.save_original_input
+    kept = trained(run, layer, "tensorwise")
+    assert kept.keys() == again.keys() and all(torch.equal(kept[name], wanted) for name, wanted in again.items())
 
 
 @pytest.mark.parametrize("kept", [(), ("m2rnn",)], ids=str)
