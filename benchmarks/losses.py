@@ -66,7 +66,12 @@ RUNS = {
             for form, again, overlays, scaling in (
                 ("bf16", "", "extras", ()),
                 ("fp8", "", "[extras,fp8]", (measure.WITHOUT,)),
-                ("delayed", "", "[extras,fp8]", (measure.WITHOUT, f"{measure.FP8}delayed")),
+                (
+                    "delayed",
+                    "",
+                    "[extras,fp8]",
+                    (measure.WITHOUT, f"{measure.FP8}delayed", "feature.fp8.keep_inputs=false"),
+                ),
                 ("bf16", "_again", "extras", ()),
             )
         ),

@@ -91,7 +91,7 @@ def lines(z: Sizes, stage: Stage, held: Sequence[Group]) -> Iterator[Line]:
     for feature in f.all():
         yield from _of(feature, feature.buffers(z, held))
     yield from ends.buffers(z, stage)
-    yield from _unread(z, stage, held)
+    yield from _unread(z, held)
     yield from _communication(z)
     yield from _workspaces(z)
     yield from _device(z)
@@ -122,10 +122,10 @@ def _communication(z: Sizes) -> Iterator[Line]:
         yield z.line("pipeline exchange", "4 Ts h", "a received gradient and a received input", **more)
 
 
-def _unread(z: Sizes, stage: Stage, held: Sequence[Group]) -> Iterator[Line]:
+def _unread(z: Sizes, held: Sequence[Group]) -> Iterator[Line]:
     """What autograd is given for gradients that a GEMM has added to their buffer: one tensor of each shape, which stays.
 
-    Transformer Engine 2.20.2 (module/base.py, get_dummy_wgrad), and megatron-core 0.19.2 for the output layer.
+    Transformer Engine 2.20.2 (module/base.py, get_dummy_wgrad). The output layer's has no element: runtime/wgrad.py.
     """
     if not z.plan.recipe.precision.fused_grad_accumulation:
         return
@@ -136,9 +136,8 @@ def _unread(z: Sizes, stage: Stage, held: Sequence[Group]) -> Iterator[Line]:
         for x in (x for group in held for x in group.held)
         if len(x.param.shape) == 2 and x.param.role == "weight" and not (by_torch and x.param.shard == "expert")
     }
-    output = z["V"] * z["h"] / z["t"] if stage.last else 0
     why = "of each shape of a linear layer's weight, for autograd"
-    z = z.own(W=sum(shapes.values()) + output)
+    z = z.own(W=sum(shapes.values()))
     yield z.line("gradients that nobody reads", "2 W", why, bucket=GRADIENTS, owner="precision", since="forward")
 
 

@@ -1,17 +1,27 @@
 """Weight gradients added to the gradient buffer by the GEMM that computes them, without APEX (torch side).
 
 With gradient_accumulation_fusion Transformer Engine's layers use their own GEMMs; Megatron's own linear layers, of which a hybrid model
-has the output layer, want a kernel of APEX's (megatron-core 0.19.2, tensor_parallel/layers.py). TE's GEMM does the same.
+has the output layer, want a kernel of APEX's (megatron-core 0.19.2, tensor_parallel/layers.py). TE's GEMM does the same. What autograd is
+given for the weight is read by nobody; MTP's and the main loss's are added all the same, so it has no element.
 """
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import torch
 from megatron.core.tensor_parallel import layers
 
 
+def nothing(shape: Sequence[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
+    """A sparse gradient of this shape without a row, as it stands for one that has been added elsewhere. zero: it is, either way."""
+    rows = torch.empty(1, 0, dtype=torch.int64, device="cuda" if torch.cuda.is_available() else "cpu")
+    values = torch.empty(0, *shape[1:], dtype=dtype, device=rows.device)
+    return torch.sparse_coo_tensor(rows, values, tuple(shape), check_invariants=False)
+
+
 def provide() -> None:
     """Give Megatron's linear layers TE's GEMM where APEX's kernel is not installed; needs Transformer Engine 2.20."""
+    layers.get_dummy_wgrad = nothing
     if layers._grad_accum_fusion_available:
         return
     from transformer_engine.pytorch.cpp_extensions import general_gemm

@@ -16,6 +16,8 @@ from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machin
 from megatron.training import training
 from torch import Tensor
 
+from nam_megatron.runtime.graph_fills import FilledByKernels
+
 BLIND = (
     "the step was replayed as one CUDA graph, and no layer could be looked at: `feature.cuda_graphs.impl=none` names it"
 )
@@ -35,7 +37,11 @@ def provide(begin: Callable[[], None], look: Callable[[Tensor], None]) -> None:
             elif get_rerun_state_machine().state == RerunState.RERUNNING_IN_PLACE:
                 # It names the layer only if it runs eagerly again, and is not captured.
                 self.curr_iteration["training"] -= 1
-            reports = super().__call__(*args, **named)
+            made, torch.cuda.CUDAGraph = torch.cuda.CUDAGraph, FilledByKernels  # what it captures into
+            try:
+                reports = super().__call__(*args, **named)
+            finally:
+                torch.cuda.CUDAGraph = made
             if self.cuda_graph["training"] is not None:
                 read_ahead(named["data_iterator"], named["num_microbatches"])
                 for loss in torch.stack([report["lm loss"][0] for report in reports]).cpu():

@@ -19,6 +19,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
+from nam_megatron.runtime.wgrad import nothing
+
 ROWS, COLUMNS, WARPS = 4, 1024, 4  # of a step of a program
 
 
@@ -65,14 +67,7 @@ class _Rows(torch.autograd.Function):
         (words,), table = ctx.saved_tensors, ctx.table
         add_rows(table.main_grad, words, gradient)
         table.grad_added_to_main_grad = True  # then Megatron's hook waits for a gradient, and does not read it
-        # One without a single row, so that adding MTP's costs nothing.
-        return _none(table), None, None
-
-
-def _none(table: Tensor) -> Tensor:
-    """A gradient of `table` that has no rows."""
-    rows, of = table.new_empty(1, 0, dtype=torch.int64), table.new_empty(0, table.size(1))
-    return torch.sparse_coo_tensor(rows, of, table.shape, check_invariants=False)
+        return nothing(table.shape, table.dtype), None, None
 
 
 def add_rows(total: Tensor, words: Tensor, gradient: Tensor) -> None:

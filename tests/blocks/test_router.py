@@ -48,3 +48,7 @@ def test_the_fork_changes_no_bit(layout, gemm, config):
         assert found.keys() == expected.keys()
         assert not [name for name, g in expected.items() if not torch.equal(found[name], g)]
         assert any(g.any() for name, g in expected.items() if "router.weight" in name)
+
+
+def test_the_kernels_that_turn_a_routing_map_around():
+    assert "36 passed" in interpreter.passes("test_last_first.py")

@@ -35,7 +35,7 @@ from nam_megatron.errors import Problem, Refused
 from nam_megatron.lower import translate
 from nam_megatron.plan import Seam
 from nam_megatron.recipe import load
-from nam_megatron.runtime import cross_entropy, pretrain, rate
+from nam_megatron.runtime import cross_entropy, pretrain, rate, word_embedding
 from nam_megatron.runtime.stack import hybrid_stack_spec
 
 SMALL = (
@@ -300,8 +300,13 @@ def test_two_data_parallel_ranks_are_one(tmp_path, eight_steps):
 
 
 def gemm_of_te() -> None:
-    """From here on, Transformer Engine consists of its GEMM, which counts its calls."""
+    """From here on, Transformer Engine consists of its GEMM, which counts its calls; and the word embedding's kernel is torch's."""
     calls = []
+
+    def add_rows(total, words, gradient):
+        total.index_put_((words.flatten(),), gradient.flatten(0, 1).float(), accumulate=True)
+
+    word_embedding.add_rows = add_rows
 
     def general_gemm(a, b, *, out_dtype, layout, out, accumulate, grad):
         assert (layout, accumulate, grad, out_dtype) == ("NT", True, True, out.dtype)
@@ -528,7 +533,7 @@ def test_everything_is_provided_before_megatron_starts_and_ended_after(monkeypat
               ("readings", 5), ("heart",), *[("leave",)] * left]  # fmt: skip
     assert sorted(called, key=str) == sorted(wanted, key=str) and sys.argv == ["us", "--x"]
     assert called.index(("settings", args, "stack")) < len(called) - 3
-    assert config.model.pre_wrap_hooks == [cross_entropy.provide] * fused
+    assert config.model.pre_wrap_hooks == [cross_entropy.provide, word_embedding.provide] * fused
 
 
 @pytest.mark.parametrize("there", [True, False])

@@ -399,7 +399,7 @@ def _backward(
     per = max(1, min(launch.chunks, min(launch.entries or b, b) * h * triton.cdiv(s, steps) // launch.programs))
     per = 1 << (per.bit_length() - 1)
     slots = triton.cdiv(s, steps * per)
-    d_D = fp32(b, chunks, h)
+    d_D = fp32(b, h, chunks)
     d_x, d_z, d_o = (fp32(b, slots, h, r, p) if r > 1 else None for _ in range(3))
     more_ends = torch.empty_like(raw.ends)
     d_B, d_C = (fp32(b, tiles, h, r, n) for _ in range(2))
@@ -436,7 +436,7 @@ def _backward(
         )  # fmt: skip
         del operands, states, d_states  # before the next ones are made
     raw.ends.add_(more_ends)
-    return raw, [None if t is None else t.sum((0, 1)) for t in (d_D, d_B, d_C, d_x, d_z, d_o)]
+    return raw, [d_D.sum((0, 2)), *(None if t is None else t.sum((0, 1)) for t in (d_B, d_C, d_x, d_z, d_o))]
 
 
 # Kernels -------------------------------------------------------------------------------------------------------------
@@ -927,7 +927,7 @@ def _gradients_kernel(
     d_scores = tl.dot(rows_g, tl.trans(rows_v), input_precision=PRECISION)
 
     between, same = _between(c, token, ok, documents, s, PACKED)
-    tl.store(d_D + (b * chunks + chunk) * H + h, tl.sum(tl.sum(d_scores * _diagonal(1.0, M), 1), 0))
+    tl.store(d_D + of * chunks + chunk, tl.sum(tl.sum(d_scores * _diagonal(1.0, M), 1), 0))
     both = scores * d_scores
     at_once = tl.sum(tl.where(same, both, 0.0), 1)
     tl.store(d_now + of * s + single, _by_token(at_once, L, R), mask=single < s)

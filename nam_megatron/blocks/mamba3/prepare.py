@@ -147,7 +147,7 @@ def packed_gradients(
     d_angles = raw.angles.sum(1).transpose(0, 1) * (math.pi * (1 - tanh.square()))
 
     heads = min(16, triton.next_power_of_2(h))
-    bias = packed.new_empty(b, chunks, h, dtype=torch.float32)
+    bias = packed.new_empty(b, h, chunks, dtype=torch.float32)
     _steps_backward[(chunks, triton.cdiv(h, heads), b)](
         rates, weights.dt_bias, documents, raw.row, raw.now, raw.scale, scale, raw.ends, d_dt, d_rates, bias,
         s, *of_rates, *d_rates.stride()[:2],
@@ -164,7 +164,7 @@ def packed_gradients(
     d_norm = norm.sum(1)
     return (
         d_angles.to(packed.dtype),
-        bias.sum((0, 1)),
+        bias.sum((0, 2)),
         d_norm[0].to(weights.B_norm.dtype),
         d_norm[1].to(weights.C_norm.dtype),
     )
@@ -283,7 +283,7 @@ def _steps_backward(
     tl.store(out, g_dt.to(kind), mask=ok)
     tl.store(out + H, g_A.to(kind), mask=ok)
     tl.store(out + 2 * H, g_trap.to(kind), mask=ok)
-    tl.store(d_bias + (b * CHUNKS + chunk) * H + head, tl.sum(tl.where(ok, g_dt, 0.0), 0), mask=known)
+    tl.store(d_bias + (b * H + head) * CHUNKS + chunk, tl.sum(tl.where(ok, g_dt, 0.0), 0), mask=known)
 
 
 @triton.jit

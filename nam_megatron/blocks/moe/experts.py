@@ -11,9 +11,14 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from nam_megatron.errors import Problem
+from nam_megatron.runtime.gpu import interpreted
+
+TOKENS = 64  # of a program that turns a routing map
 
 
 class Bounds(NamedTuple):
@@ -22,14 +27,72 @@ class Bounds(NamedTuple):
 
     bounds: Tensor
 
-    @classmethod
-    def of(cls, routing_map: Tensor) -> "Bounds":
-        """routing_map: bool [tokens, experts], the last expert first."""
-        return cls(F.pad(routing_map.sum(dim=0, dtype=torch.int32), (1, 0)).cumsum(0, dtype=torch.int32))
-
     def tolist(self) -> Tensor:
         """What Megatron asks counts for (TEGroupedMLP.forward, 0.19.2), and gives to both projections."""
         return self.bounds
+
+
+def last_first(routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Bounds]:
+    """Both [tokens, experts] with the last expert first, and where its rows begin and end. routing_map: bool."""
+    flipped, probs, bounds = _LastFirst.apply(routing_map, probs)
+    return flipped, probs, Bounds(bounds)
+
+
+class _LastFirst(torch.autograd.Function):
+    """Two kernels; torch's are ten, which cost a layer 34 us for 0.5 MB (one H100, 8,192 tokens and 16 experts)."""
+
+    @staticmethod
+    def forward(ctx: Any, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        tokens, experts = routing_map.shape
+        if not (probs.is_cuda or interpreted()):
+            flipped, turned = routing_map.flip(1), probs.flip(1)
+            bounds = F.pad(flipped.sum(dim=0, dtype=torch.int32), (1, 0)).cumsum(0, dtype=torch.int32)
+        else:
+            routing_map, probs = routing_map.contiguous(), probs.contiguous()
+            flipped, turned = torch.empty_like(routing_map), torch.empty_like(probs)
+            blocks, width = triton.cdiv(tokens, TOKENS), triton.next_power_of_2(experts)
+            counts = torch.empty(blocks, experts, dtype=torch.int32, device=probs.device)
+            bounds = torch.empty(experts + 1, dtype=torch.int32, device=probs.device)
+            _last_first_kernel[(blocks,)](
+                routing_map.view(torch.uint8), probs, flipped.view(torch.uint8), turned, counts, tokens, experts,
+                TOKENS=TOKENS, EXPERTS=width, num_warps=4,
+            )  # fmt: skip
+            _bounds_kernel[(1,)](
+                counts, bounds, blocks, experts, BLOCKS=max(1, 2048 // width), EXPERTS=width, num_warps=4
+            )
+        ctx.mark_non_differentiable(flipped, bounds)
+        ctx.set_materialize_grads(False)
+        return flipped, turned, bounds
+
+    @staticmethod
+    def backward(ctx: Any, _: None, d_probs: Tensor | None, __: None) -> tuple[None, Tensor | None]:
+        return None, None if d_probs is None else d_probs.flip(1)
+
+
+@triton.jit
+def _last_first_kernel(
+    chosen, probs, flipped, turned, counts, tokens, experts, TOKENS: tl.constexpr, EXPERTS: tl.constexpr
+):
+    token, expert = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, EXPERTS)
+    ok = (token < tokens)[:, None] & (expert < experts)[None, :]
+    row = token[:, None] * experts
+    here = tl.load(chosen + row + (experts - 1 - expert)[None, :], mask=ok, other=0)
+    tl.store(flipped + row + expert[None, :], here, mask=ok)
+    weight = tl.load(probs + row + (experts - 1 - expert)[None, :], mask=ok, other=0.0)
+    tl.store(turned + row + expert[None, :], weight, mask=ok)
+    tl.store(counts + tl.program_id(0) * experts + expert, tl.sum(here.to(tl.int32), 0), mask=expert < experts)
+
+
+@triton.jit
+def _bounds_kernel(counts, bounds, blocks, experts, BLOCKS: tl.constexpr, EXPERTS: tl.constexpr):
+    expert = tl.arange(0, EXPERTS)
+    total = tl.zeros([EXPERTS], tl.int32)
+    for first in range(0, blocks, BLOCKS):
+        block = first + tl.arange(0, BLOCKS)
+        ok = (block < blocks)[:, None] & (expert < experts)[None, :]
+        total += tl.sum(tl.load(counts + block[:, None] * experts + expert[None, :], mask=ok, other=0), 0)
+    tl.store(bounds + 1 + expert, tl.cumsum(total, 0), mask=expert < experts)
+    tl.store(bounds + expert, 0, mask=expert == 0)
 
 
 class Gemm(Protocol):

@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_layer import MoETransformerLayer, Tra
 from torch import Tensor
 
 from nam_megatron.blocks.moe.block import Moe
-from nam_megatron.blocks.moe.experts import Bounds, Gemm, keep_counts_on_gpu
+from nam_megatron.blocks.moe.experts import Bounds, Gemm, keep_counts_on_gpu, last_first
 from nam_megatron.blocks.moe.quack_gemm import QuackGemm
 from nam_megatron.blocks.moe.router import ForkingRouter
 from nam_megatron.blocks.moe.torch_gemm import TorchGemm
@@ -61,9 +61,8 @@ class LocalDispatcher(MoEAllGatherTokenDispatcher):
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Starts the copy of the rows of each expert to the host: whatever is launched from here on runs while the host waits."""
         if self.on_gpu:
-            self.routing_map = self.routing_map.flip(1)
-            self.rows_of_experts = Bounds.of(self.routing_map)
-            return hidden_states, probs.flip(1)
+            self.routing_map, probs, self.rows_of_experts = last_first(self.routing_map, probs)
+            return hidden_states, probs
         self.rows_of_experts = self.routing_map.sum(dim=0).to("cpu", non_blocking=True)
         self.copied = torch.cuda.current_stream().record_event()
         return hidden_states, probs
