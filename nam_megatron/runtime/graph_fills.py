@@ -23,8 +23,8 @@ extern "C" __global__ void fill(unsigned char *at, unsigned value, unsigned elem
 class FilledByKernels(torch.cuda.CUDAGraph):
     """A CUDA graph that is instantiated, at the end of its capture, without small memset nodes."""
 
-    def __new__(cls) -> "FilledByKernels":
-        return super().__new__(cls, keep_graph=True)
+    def __init__(self) -> None:
+        super().__init__(keep_graph=True)
 
     def capture_end(self) -> None:
         super().capture_end()
