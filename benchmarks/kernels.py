@@ -41,11 +41,11 @@ RULES: dict[str, str] = {
     # Before the next: names of grouped ones have its words.
     "GEMM": r"gemm|nvjet|cutlass|cublas|xmma|wgmma|splitk|gemv|s16816|s1688|tensorop|matmul",
     "MoE permute, sort, router": (
-        r"^_(input|weight)_gradient$|permut|sort|radix|bitonic|topk|top_k|router|moe|histc|bincount|histogram|cumsum|scan_|tensor_kernel_scan|gather|scatter|"
+        r"^_(input|weight)_gradient$|^_last_first$|^_expert_bounds$|permut|sort|radix|bitonic|topk|top_k|router|moe|histc|bincount|histogram|cumsum|scan_|tensor_kernel_scan|gather|scatter|"
         r"index_(select|put|add|copy|kernel)|indexSelect|indexFunc|masked_|nonzero|flag|chunk_sort"
     ),
     "norms": r"rmsnorm|layernorm|ln_(tma_)?(fwd|bwd)|norm_(fwd|bwd)|_norm_",
-    "gradient adds": r"^_add_kernel$|CUDAFunctor_add|CUDAFunctorOnSelf_add|AddFunctor",
+    "gradient adds": r"^_add_(kernel|rows)$|CUDAFunctor_add|CUDAFunctorOnSelf_add|AddFunctor",
     "FP8 casts": r"cast_|quantize|amax|fp8|transpose_kernel",
     "copies and fills": r"memcpy|memset|copy|fill|CatArray|transpose",
     "element-wise": r"^triton_|elementwise|relu|reduce_kernel|pointwise|unrolled|vectorized|dropout|act_",

@@ -61,6 +61,7 @@ WITHOUT, RATES = (f"{PARTS}[experts,latents,m2rnn{more}]" for more in ("", ",mam
 AUTHOR8 = (SOME8, WITHOUT)
 KEPT = "model.blocks.mamba3.keep_states=true"
 PREPARED = "model.blocks.mamba3.keep_prepared=true"
+INPUTS = "feature.fp8.keep_inputs=true"
 EAGER = ("feature.cuda_graphs.impl=none",)
 FULL = ("feature.recompute.granularity=full", "feature.recompute.method=uniform", "feature.recompute.layers=1")
 DETERMINISTIC = "precision.deterministic=true"
@@ -125,6 +126,9 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "author52_one_fp8": ("nam56r_fused", (*FULL_ONE, MBS2, *WHOLE, f"{EXPERTS}quack", FLASH, *AUTHOR8)),
     "author52_one_kept": ("nam56r_fused", (*FULL_ONE, MBS2, *WHOLE, f"{EXPERTS}quack", FLASH, *AUTHOR8, KEPT)),
     "author52_one_prepared": ("nam56r_fused", (*FULL_ONE, MBS2, *WHOLE, f"{EXPERTS}quack", FLASH, SOME8, RATES, KEPT, PREPARED)),
+    "author52_one_all": (
+        "nam56r_fused", (*FULL_ONE, MBS2, *WHOLE, f"{EXPERTS}quack", FLASH, SOME8, RATES, INPUTS, KEPT, PREPARED)
+    ),
     "author52_one_delayed": (
         "nam56r_fused", (*FULL_ONE, MBS2, *WHOLE, f"{EXPERTS}quack", FLASH, f"{FP8}delayed", RATES, KEPT, PREPARED)
     ),

@@ -153,7 +153,7 @@ JOBS = {
     "beyond_author": Job(
         1, 7,
         "benchmarks/measure.py --profile --out {out}/beyond_author.json --data {data} author52_one_new author52_one_flash author52_one_fp8"
-        " author52_one_kept",
+        " author52_one_kept author52_one_all",
         "data",
     ),
     "beyond_native": Job(

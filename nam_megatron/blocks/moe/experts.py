@@ -53,11 +53,11 @@ class _LastFirst(torch.autograd.Function):
             blocks, width = triton.cdiv(tokens, TOKENS), triton.next_power_of_2(experts)
             counts = torch.empty(blocks, experts, dtype=torch.int32, device=probs.device)
             bounds = torch.empty(experts + 1, dtype=torch.int32, device=probs.device)
-            _last_first_kernel[(blocks,)](
+            _last_first[(blocks,)](
                 routing_map.view(torch.uint8), probs, flipped.view(torch.uint8), turned, counts, tokens, experts,
                 TOKENS=TOKENS, EXPERTS=width, num_warps=4,
             )  # fmt: skip
-            _bounds_kernel[(1,)](
+            _expert_bounds[(1,)](
                 counts, bounds, blocks, experts, BLOCKS=max(1, 2048 // width), EXPERTS=width, num_warps=4
             )
         ctx.mark_non_differentiable(flipped, bounds)
@@ -70,9 +70,7 @@ class _LastFirst(torch.autograd.Function):
 
 
 @triton.jit
-def _last_first_kernel(
-    chosen, probs, flipped, turned, counts, tokens, experts, TOKENS: tl.constexpr, EXPERTS: tl.constexpr
-):
+def _last_first(chosen, probs, flipped, turned, counts, tokens, experts, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
     token, expert = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, EXPERTS)
     ok = (token < tokens)[:, None] & (expert < experts)[None, :]
     row = token[:, None] * experts
@@ -84,7 +82,7 @@ def _last_first_kernel(
 
 
 @triton.jit
-def _bounds_kernel(counts, bounds, blocks, experts, BLOCKS: tl.constexpr, EXPERTS: tl.constexpr):
+def _expert_bounds(counts, bounds, blocks, experts, BLOCKS: tl.constexpr, EXPERTS: tl.constexpr):
     expert = tl.arange(0, EXPERTS)
     total = tl.zeros([EXPERTS], tl.int32)
     for first in range(0, blocks, BLOCKS):
