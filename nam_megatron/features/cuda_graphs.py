@@ -133,8 +133,14 @@ class CudaGraphs(Feature):
     def _unseen(self, plan: "Plan") -> Iterator[Problem]:
         """What a graph of the whole step cannot hold, or has not been seen to hold."""
         at, r = "feature.cuda_graphs.impl", plan.recipe
-        parts = f"`{at}={'none' if r.feature.mhc else 'transformer_engine'}`"
         blocks, kinds, fp8 = r.model.blocks, plan.kinds, r.feature.fp8
+        # What goes with graphs of parts of layers no better.
+        alone = (
+            r.feature.mhc
+            or r.precision.attention_kernels != "transformer_engine"
+            or (fp8 and (fp8.bf16_parts or fp8.keep_inputs))
+        )
+        parts = f"`{at}={'none' if alone else 'transformer_engine'}`"
         if self.modules:
             message = "a graph of the whole step has no modules: it captures everything"
             yield Problem(message, "feature.cuda_graphs.modules", "set it to [], or take " + parts)

@@ -13,7 +13,7 @@ from nam_megatron.sizes import WORKSPACE, Group, Line, Param, Sizes, Stage
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from nam_megatron.plan import Plan
+    from nam_megatron.plan import Layer, Plan
     from nam_megatron.recipe import Recipe
 
 
@@ -173,9 +173,14 @@ class Fp8(Feature):
     def _inputs_unkept(self, plan: "Plan") -> Iterator[Problem]:
         """Where no input is quantised twice, or keeping it has not been tried."""
         r, key = plan.recipe, "feature.fp8.keep_inputs"
+        if self.recipe == "delayed":
+            yield Problem("delayed scaling keeps FP8 inputs by itself", key, f"set `{key}=false`")
         untried = (
-            (self.recipe != "tensorwise", f"scaling `{self.recipe}`"),
-            (r.feature.recompute is not None, "recompute"),
+            (self.recipe == "blockwise", "scaling `blockwise`"),
+            (
+                r.feature.recompute is not None and r.feature.recompute.granularity != "full",
+                "recompute of parts of layers",
+            ),
             (bool(r.feature.cuda_graphs and r.feature.cuda_graphs.modules), "CUDA graphs of parts of layers"),
             (r.feature.megatron_fsdp is not None, "an FSDP"),
             (r.feature.lora is not None, "adapters"),
@@ -186,6 +191,11 @@ class Fp8(Feature):
         if not any(self._kept_widths(plan, (plan.kinds | set(plan.mtp)))):
             message = "this model has no attention and no shared experts in FP8 whose inputs would be quantised twice"
             yield Problem(message, key, f"set `{key}=false`")
+
+    def _fp8_kinds(self, plan: "Plan", layers: Iterable["Layer"]) -> Iterator[str]:
+        """Of these layers those that are not in bf16 as a whole."""
+        depth = len(plan.layers)
+        yield from (layer.kind for layer in layers if not self.in_bf16(layer.number, depth))
 
     def _kept_widths(self, plan: "Plan", kinds: Iterable[str]) -> Iterator[int]:
         """Of layers of these kinds: channels of what `keep_inputs` keeps."""
@@ -203,10 +213,10 @@ class Fp8(Feature):
 
     def activations(self, z: Sizes, stage: Stage) -> Iterator[Line]:
         """Of attention a tensor rank keeps its heads', of the shared experts its share of the sequence where that is cut."""
-        if not self.keep_inputs:
+        recompute = z.plan.recipe.feature.recompute
+        if not (self.keep_inputs or self.recipe == "delayed") or (recompute and recompute.granularity == "full"):
             return
-        depth = len(z.plan.layers)
-        kinds = [layer.kind for layer in stage.layers if not self.in_bf16(layer.number, depth)]
+        kinds = list(self._fp8_kinds(z.plan, stage.layers))
         kinds += [*z.plan.mtp] * z.plan.mtp_depths if stage.last else []
         shared = sum(self._kept_widths(z.plan, (kind for kind in kinds if kind == "moe")))
         rest = sum(self._kept_widths(z.plan, (kind for kind in kinds if kind != "moe")))

@@ -1,7 +1,8 @@
 """FP8 inputs that are kept for the backward pass instead of quantised once more (torch side).
 
 Of attention's output projection and of the shared experts' first one Megatron (0.19.2) has Transformer Engine keep the input in bf16, which
-somebody else keeps as well, and cast it again for the weights' gradient: an amax and a cast of each in every backward pass.
+somebody else keeps as well, and cast it again for the weights' gradient: an amax and a cast of each in every backward pass. With delayed
+scaling it does not.
 """
 
 from typing import Any

@@ -6,11 +6,16 @@ layers some 400 a microbatch. torch (2.11) lets a captured graph be changed befo
 """
 
 import ctypes
+import importlib.util
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import torch
 
+from nam_megatron.errors import Problem, Refused
+
+KEY = "feature.cuda_graphs.impl"
 MOST = 1024  # bytes: larger ones are worth a memset
 SOURCE = """
 extern "C" __global__ void fill(unsigned char *at, unsigned value, unsigned element, unsigned bytes) {
@@ -86,5 +91,12 @@ def _done(answer: tuple) -> tuple:
     """What a call of CUDA gave; its first part says whether it went well."""
     status, *rest = answer
     if int(status) != 0:
-        raise RuntimeError(f"a CUDA graph could not be changed: {status!r}")
+        raise Refused(Problem(f"the graph of a step could not be changed: {status!r}", KEY, f"set `{KEY}=none`"))
     return tuple(rest)
+
+
+def unserved() -> Iterator[Problem]:
+    """A host without what changes graphs."""
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
+        message = "a graph of the whole step is changed with cuda-bindings, which torch wants to have, and which is not installed"
+        yield Problem(message, KEY, f"install cuda-bindings, or set `{KEY}=none`")

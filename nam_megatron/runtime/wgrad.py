@@ -13,15 +13,20 @@ from megatron.core.tensor_parallel import layers
 
 
 def nothing(shape: Sequence[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
-    """A sparse gradient of this shape without a row, as it stands for one that has been added elsewhere. zero: it is, either way."""
+    """A gradient of this shape without a row, sparse, for autograd, in the place of one that has been added to its buffer.
+
+    In the form of Transformer Engine's get_dummy_wgrad, whose `zero` asks for one that may be added: this one always may.
+    """
     rows = torch.empty(1, 0, dtype=torch.int64, device="cuda" if torch.cuda.is_available() else "cpu")
     values = torch.empty(0, *shape[1:], dtype=dtype, device=rows.device)
     return torch.sparse_coo_tensor(rows, values, tuple(shape), check_invariants=False)
 
 
 def provide() -> None:
-    """Give Megatron's linear layers TE's GEMM where APEX's kernel is not installed; needs Transformer Engine 2.20."""
+    """Give Megatron's linear layers nothing to hand to autograd, and TE's GEMM (2.20) where APEX's kernel is not installed."""
     layers.get_dummy_wgrad = nothing
+    # As it is without a word; torch warns of it where nobody has said so.
+    torch.sparse.check_sparse_tensor_invariants.disable()
     if layers._grad_accum_fusion_available:
         return
     from transformer_engine.pytorch.cpp_extensions import general_gemm

@@ -3,7 +3,7 @@
 Megatron (0.19.2, core/full_cuda_graph.py) runs a few steps eagerly, captures one and replays it from then on: no Python runs in between,
 so nothing of a microbatch can be looked at while it runs, and the arguments have to say that nothing is. What is looked at here is what
 a replay has left, before the update: each microbatch's loss, and the norm of each buffer of gradients. While the GPU replays, the next
-step's samples are read, for which it would wait.
+step's samples are read, for which it would wait. The graph is not quite what was captured: see graph_fills.py.
 """
 
 from collections import deque
@@ -16,7 +16,8 @@ from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_s
 from megatron.training import training
 from torch import Tensor
 
-from nam_megatron.runtime.graph_fills import FilledByKernels
+from nam_megatron.errors import raise_if
+from nam_megatron.runtime import graph_fills
 
 BLIND = (
     "the step was replayed as one CUDA graph, and no layer could be looked at: `feature.cuda_graphs.impl=none` names it"
@@ -28,7 +29,11 @@ def provide(begin: Callable[[], None], look: Callable[[Tensor], None]) -> None:
 
     begin: called before each replay, as each microbatch that runs in Python calls it. look: gets the loss of each of its microbatches, on
     the host. Not their sum: Megatron's machine knows a bad value again by its number in the step, after a checkpoint in an eager one.
+
+    Raises:
+        Refused: this host cannot change a graph.
     """
+    raise_if(graph_fills.unserved())
 
     class Looked(FullCudaGraphWrapper):
         def __call__(self, *args: Any, **named: Any) -> Any:
@@ -37,7 +42,8 @@ def provide(begin: Callable[[], None], look: Callable[[Tensor], None]) -> None:
             elif get_rerun_state_machine().state == RerunState.RERUNNING_IN_PLACE:
                 # It names the layer only if it runs eagerly again, and is not captured.
                 self.curr_iteration["training"] -= 1
-            made, torch.cuda.CUDAGraph = torch.cuda.CUDAGraph, FilledByKernels  # what it captures into
+            # Megatron makes the graph that it captures into where it captures.
+            made, torch.cuda.CUDAGraph = torch.cuda.CUDAGraph, graph_fills.FilledByKernels
             try:
                 reports = super().__call__(*args, **named)
             finally:
@@ -55,7 +61,8 @@ def provide(begin: Callable[[], None], look: Callable[[Tensor], None]) -> None:
 
 
 def look_at_gradients(groups: Sequence[Any]) -> None:
-    """Megatron's look at the norm of each bucket, which waits for the GPU twice a bucket; once for all where it would say nothing of any.
+    """Megatron's look at the norm of each bucket, after a step, replayed or not. It waits for the GPU twice a bucket; here the GPU is waited
+    for once, where it would say nothing of any.
 
     groups: Megatron's _ParamAndGradBucketGroups.
     """

@@ -68,7 +68,7 @@ class LocalDispatcher(MoEAllGatherTokenDispatcher):
         return hidden_states, probs
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor | Bounds, Tensor]:
-        """[tokens, hidden], [tokens, experts] -> rows [tokens x top-k, hidden] by expert, how many each has (on the host), their probs."""
+        """[tokens, hidden], [tokens, experts] -> rows [tokens x top-k, hidden] by expert, how many each has (or Bounds), their probs."""
         self.hidden_shape_before_permute, self.local_map = hidden_states.shape, self.routing_map
         rows, probs, self.reversed_local_input_permutation_mapping, _, _ = permute(
             hidden_states,
@@ -84,9 +84,10 @@ class LocalDispatcher(MoEAllGatherTokenDispatcher):
 
 
 class LocalMoELayer(MoELayer):
-    """MoELayer with a LocalDispatcher, and the shared expert between the copy of the counts and the wait for it.
+    """MoELayer with a LocalDispatcher, whose shared expert's output is added where the residual is.
 
-    gemm: the counts stay on the GPU, and it multiplies the experts. None: Transformer Engine does.
+    gemm: the counts stay on the GPU, and it multiplies the experts. None: Transformer Engine does, and the shared expert runs between the
+    copy of the counts to the host and the wait for it.
     """
 
     def __init__(self, *args: Any, gemm: type[Gemm] | None = None, pg_collection: Any = None, **kwargs: Any):
@@ -102,7 +103,8 @@ class LocalMoELayer(MoELayer):
             keep_counts_on_gpu(self.experts, gemm, self.config.gradient_accumulation_fusion)
         self.shared_output: Tensor | None = None
         c = self.config
-        # Where a second run, a part of a layer or a part of its tokens would have to give both.
+        # Whether the shared expert's output is returned beside the experts' sum. Not where Megatron runs a layer twice, captures a part
+        # of it, or takes a part of its tokens: there it looks at the first of both alone.
         self.apart = c.recompute_granularity is None and c.cuda_graph_impl in ("none", "full_iteration")
         self.apart &= c.mlp_chunks_for_training == c.mlp_chunks_for_prefill == 1
 
