@@ -61,8 +61,8 @@ def provide(begin: Callable[[], None], look: Callable[[Tensor], None]) -> None:
 
 
 def look_at_gradients(groups: Sequence[Any]) -> None:
-    """Megatron's look at the norm of each bucket, after a step, replayed or not. It waits for the GPU twice a bucket; here the GPU is waited
-    for once, where it would say nothing of any.
+    """Megatron's look at the norm of each bucket, after a step, replayed or not. It waits for the GPU twice a bucket; here once for all,
+    where it would say nothing of any.
 
     groups: Megatron's _ParamAndGradBucketGroups.
     """
