@@ -87,6 +87,12 @@ JOBS = {
     ),
     "kernels_flash": Job(1, 3, GPU_TEST % "test_flash_attention.py tests/gpu/test_columns.py", gib=20),
     "kernels_fp8": Job(1, 5, GPU_TEST % "test_bf16_parts.py tests/gpu/test_aligned.py", gib=20),
+    "kernels_step": Job(
+        1, 2,
+        GPU_TEST % "test_word_embedding.py tests/gpu/test_cross_entropy.py tests/gpu/test_last_first.py tests/gpu/test_graph_fills.py",
+        gib=40,
+    ),
+    "whole_step": Job(1, 8, GPU_TEST % "test_whole_step.py"),
     "prove_author": Job(
         1, 8,
         RESUMED % ("author", "nam56r_fused")

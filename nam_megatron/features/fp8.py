@@ -175,12 +175,10 @@ class Fp8(Feature):
         r, key = plan.recipe, "feature.fp8.keep_inputs"
         if self.recipe == "delayed":
             yield Problem("delayed scaling keeps FP8 inputs by itself", key, f"set `{key}=false`")
+        parts = r.feature.recompute is not None and r.feature.recompute.granularity != "full"
         untried = (
             (self.recipe == "blockwise", "scaling `blockwise`"),
-            (
-                r.feature.recompute is not None and r.feature.recompute.granularity != "full",
-                "recompute of parts of layers",
-            ),
+            (parts, "recompute of parts of layers"),
             (bool(r.feature.cuda_graphs and r.feature.cuda_graphs.modules), "CUDA graphs of parts of layers"),
             (r.feature.megatron_fsdp is not None, "an FSDP"),
             (r.feature.lora is not None, "adapters"),
@@ -188,7 +186,7 @@ class Fp8(Feature):
         for found, what in untried:
             if found:
                 yield Problem(f"keeping FP8 inputs has not been tried with {what}", key, f"set `{key}=false`")
-        if not any(self._kept_widths(plan, (plan.kinds | set(plan.mtp)))):
+        if not any(self._kept_widths(plan, [*self._fp8_kinds(plan, plan.layers), *plan.mtp])):
             message = "this model has no attention and no shared experts in FP8 whose inputs would be quantised twice"
             yield Problem(message, key, f"set `{key}=false`")
 

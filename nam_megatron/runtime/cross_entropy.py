@@ -117,18 +117,8 @@ class _CrossEntropy(torch.autograd.Function):
 
 @triton.jit
 def _cross_entropy_sums(
-    logits,
-    labels,
-    most,
-    sums,
-    own,
-    largest,
-    slice_,
-    slice_start,
-    vocabulary,
-    COLUMNS: tl.constexpr,
-    PIECES: tl.constexpr,
-):
+    logits, labels, most, sums, own, largest, slice_, slice_start, vocabulary, COLUMNS: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     logits += row.to(tl.int64) * slice_
     column = tl.arange(0, PIECES)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
