@@ -161,7 +161,9 @@ def stand(recipe: "Recipe", said: Said, typed: Said | None = None) -> "Recipe":
         for key in cls.model_fields:
             if key != cls.switch and (typed if put_out and typed else said)(f"feature.{name}.{key}"):
                 message = f"`{key}` of a feature that is off"
-                hint = f"switch it on with `feature.{name}.{cls.switch}`, or leave this out: `~feature.{name}`"
+                word = typed is not None and typed(f"feature.{name}.{key}")
+                out = "leave it out" if word else f"leave out what a file says: `~feature.{name}`"
+                hint = f"switch it on with `feature.{name}.{cls.switch}`, or {out}"
                 problems.append(Problem(message, f"feature.{name}.{key}", hint))
     idle = dict(_idle(recipe, here, configs, frozenset(off)))
     for key, why in idle.items():
