@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from harness import Case, on_ranks, step
 from megatron.core import rerun_state_machine as rerun
 from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, RerunState, RerunStateMachine
 from megatron.training import training
@@ -471,3 +472,28 @@ def test_arguments_that_nothing_here_would_act_on_are_refused(names):
         pretrain.settings(SimpleNamespace(**{name: name in names for name in ELSEWHERE}), None)
     flags = {f"`--{name.replace('_', '-')}` is not served by this trainer" for name in names}
     assert {problem.message for problem in refused.value.problems} == flags
+
+
+@pytest.mark.parametrize("bad", [None, torch.nan, torch.inf])
+def test_megatrons_machine_hears_of_gradients_that_are_not_finite(bad):
+    """Its own DDP, buckets and machine: it is asked where one is, or where a step is repeated, and repeats the step itself."""
+
+    def look(rig):
+        rerun.initialize_rerun_state_machine(mode=RerunMode.VALIDATE_RESULTS)
+        machine, asked = rerun.get_rerun_state_machine(), []
+        machine.state, machine.first_iteration_complete = RerunState.INITIAL_RUN, True
+        validate = machine.validate_result
+        machine.validate_result = lambda **named: asked.append(named["message"]) or validate(**named)
+        groups = [*rig.ddp.bucket_groups, *rig.ddp.expert_parallel_bucket_groups]
+        step(rig)
+        if bad is not None:
+            groups[-1].buckets[-1].grad_data[3] = bad
+        whole_step.look_at_gradients(groups)
+        first = len(asked), machine.rerun_requested
+        machine.state = RerunState.RERUNNING_IN_PLACE
+        whole_step.look_at_gradients(groups)
+        return len([b for group in groups for b in group.buckets]), *first, len(asked) - first[0]
+
+    ((buckets, asked, again, repeated),) = on_ranks(Case("*E"), look)
+    assert (asked, again) == ((0, False) if bad is None else (2 * buckets, True))
+    assert repeated == 2 * buckets
