@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import ClassVar
 
+import harness
 import pytest
 import torch
-from harness import Case, on_ranks, step
+from harness import Case, on_ranks
 from megatron.core import rerun_state_machine as rerun
 from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, RerunState, RerunStateMachine
 from megatron.training import training
@@ -485,7 +486,7 @@ def test_megatrons_machine_hears_of_gradients_that_are_not_finite(bad):
         validate = machine.validate_result
         machine.validate_result = lambda **named: asked.append(named["message"]) or validate(**named)
         groups = [*rig.ddp.bucket_groups, *rig.ddp.expert_parallel_bucket_groups]
-        step(rig)
+        harness.step(rig)
         if bad is not None:
             groups[-1].buckets[-1].grad_data[3] = bad
         whole_step.look_at_gradients(groups)
