@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
+from nam_megatron.runtime.gpu import interpreted
 from nam_megatron.runtime.wgrad import nothing
 
 ROWS, COLUMNS, WARPS = 4, 1024, 4  # of a step of a program
@@ -75,6 +76,10 @@ def add_rows(total: Tensor, words: Tensor, gradient: Tensor) -> None:
     width, count = total.size(1), words.numel()
     assert total.is_contiguous() and gradient.shape == (*words.shape, width)
     if not count:
+        return
+    if not (total.is_cuda or interpreted()):
+        held = words >= 0
+        total.index_put_((words[held],), gradient[held].to(total.dtype), accumulate=True)
         return
     found, order = torch.sort(words.flatten().int(), stable=True)
     grid = count, triton.cdiv(width, COLUMNS)

@@ -2,30 +2,15 @@
 does that)."""
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "blocks"))
-
 from nam_megatron.runtime import aligned
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+pytestmark = [pytest.mark.usefixtures("ready"), *([] if INTERPRETED else [pytest.mark.gpu])]
 DEVICE = "cpu" if INTERPRETED else "cuda"
-
-
-@pytest.fixture(autouse=True)
-def ready(monkeypatch):
-    if INTERPRETED:
-        import interpreter
-
-        interpreter.mend(monkeypatch)
-    torch.use_deterministic_algorithms(True)  # memory comes filled with NaN
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize(

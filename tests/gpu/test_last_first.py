@@ -1,31 +1,15 @@
 """Routing maps with the last expert first, and where its rows begin; with TRITON_INTERPRET=1 the same on a CPU."""
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "blocks"))
-
 from nam_megatron.blocks.moe.experts import last_first
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+pytestmark = [pytest.mark.usefixtures("ready"), *([] if INTERPRETED else [pytest.mark.gpu])]
 DEVICE = "cpu" if INTERPRETED else "cuda"
-
-
-@pytest.fixture(autouse=True)
-def strict(monkeypatch):
-    """Memory comes filled with NaN, or what is next to it."""
-    if INTERPRETED:
-        import interpreter
-
-        interpreter.mend(monkeypatch)
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])

@@ -4,13 +4,9 @@ With TRITON_INTERPRET=1 the same on a CPU and small, without mamba-ssm (tests/bl
 """
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "blocks"))
 
 from nam_megatron.blocks.mamba2 import norm
 
@@ -22,16 +18,10 @@ SIZES = [(7, 3, 2, 24), (5, 1, 3, 16), (3, 2, 1, 40)] + ([] if INTERPRETED else 
 
 
 @pytest.fixture(autouse=True)
-def ready(monkeypatch):
+def begun(ready, monkeypatch):
     if INTERPRETED:
-        import interpreter
-
-        interpreter.mend(monkeypatch)
         monkeypatch.setattr(norm, "PROGRAMS", 8)  # fewer than rows
     torch.manual_seed(0)
-    torch.use_deterministic_algorithms(True)  # memory comes filled with NaN
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def inputs(tokens, samples, groups, width, batch_first, dtype):

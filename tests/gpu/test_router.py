@@ -4,13 +4,9 @@ With TRITON_INTERPRET=1 the same on a CPU and small (tests/blocks/test_router.py
 """
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "blocks"))
 
 from nam_megatron.blocks.moe import router
 
@@ -22,16 +18,10 @@ SIZES = [(150, 136, 5), (70, 48, 16), (33, 40, 24)] + ([] if INTERPRETED else [(
 
 
 @pytest.fixture(autouse=True)
-def ready(monkeypatch):
+def begun(ready, monkeypatch):
     if INTERPRETED:
-        import interpreter
-
-        interpreter.mend(monkeypatch)
         monkeypatch.setattr(router, "PARTS", 2)
     torch.manual_seed(0)
-    torch.use_deterministic_algorithms(True)  # memory comes filled with NaN
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -1,33 +1,17 @@
 """The gradient of the word embedding against autograd's own, in fp64; with TRITON_INTERPRET=1 the same on a CPU, small."""
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "blocks"))
-
 from nam_megatron.runtime import word_embedding
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+pytestmark = [pytest.mark.usefixtures("ready"), *([] if INTERPRETED else [pytest.mark.gpu])]
 DEVICE = "cpu" if INTERPRETED else "cuda"
 SIZES = [(37, 19, 2, 300), (5, 40, 1, 256)] if INTERPRETED else [(65536, 4096, 2, 3584), (50257, 1023, 3, 1000)]
-
-
-@pytest.fixture(autouse=True)
-def strict(monkeypatch):
-    """Memory comes filled with NaN."""
-    if INTERPRETED:
-        import interpreter
-
-        interpreter.mend(monkeypatch)
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def drawn(words, s, b, which):

@@ -39,7 +39,7 @@ from nam_megatron.lower import translate
 from nam_megatron.nemo import finetune, guards
 from nam_megatron.nemo.__main__ import command
 from nam_megatron.recipe import load
-from nam_megatron.runtime import checkpoint, checksums, rate, word_embedding
+from nam_megatron.runtime import checkpoint, checksums, rate
 
 SMALL = (
     "model.seq_length=32",
@@ -79,12 +79,7 @@ def general_gemm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor, **_) ->
     out += b.float().t() @ a.float()
 
 
-def add_rows(total: torch.Tensor, words: torch.Tensor, gradient: torch.Tensor) -> None:
-    """The word embedding's kernel, in plain torch."""
-    total.index_put_((words.flatten(),), gradient.flatten(0, 1).float(), accumulate=True)
-
-
-engine.general_gemm, word_embedding.add_rows = general_gemm, add_rows
+engine.general_gemm = general_gemm
 
 
 def ran(plan: Path, main, *overrides: str) -> list[pretend.Rank]:
