@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nam_megatron.runtime.gpu import interpreted
+from nam_megatron.runtime.wgrad import nothing
 
 BLOCK = 1024  # columns of a program
 
@@ -82,7 +83,7 @@ def added(weight: Tensor, gradient: Tensor, first: int = 0) -> Tensor:
     else:
         own += gradient
     weight.grad_added_to_main_grad = True  # then Megatron's hooks wait for a gradient, and do not read it
-    return torch.empty_like(weight)
+    return nothing(weight.shape, weight.dtype)
 
 
 def with_columns(x: Tensor, columns: int) -> Tensor:

@@ -7,7 +7,6 @@ instantiated; cuda-bindings is its own dependency.
 """
 
 import ctypes
-import importlib.util
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from nam_megatron.errors import Problem, Refused
+from nam_megatron.packages import installed
 
 KEY = "feature.cuda_graphs.impl"
 MOST = 1024  # bytes: larger ones are worth a memset
@@ -98,6 +98,6 @@ def _done(answer: tuple) -> tuple:
 
 def unserved() -> Iterator[Problem]:
     """A host without what changes graphs."""
-    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
+    if installed("cuda-bindings") is None:
         message = "a graph of the whole step is changed with cuda-bindings, which torch wants to have, and which is not installed"
         yield Problem(message, KEY, f"install cuda-bindings, or set `{KEY}=none`")

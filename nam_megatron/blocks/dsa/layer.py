@@ -44,6 +44,7 @@ from nam_megatron.blocks.dsa.naive import kept
 from nam_megatron.blocks.mla.layer import (
     FusedMLASelfAttention,
     assert_served,
+    cos_and_sin,
     itself,
     projections,
     weight_of,
@@ -125,8 +126,7 @@ class TurningIndexer(DSAIndexer):
 
         assert cu_seqlens is None and not self.config.rotary_interleaved
         if len(x) not in self._tables:  # kept for good: CUDA graphs hold their addresses
-            angles = rotary_pos_emb[:, 0, 0, : self.qk_pos_emb_head_dim // 2].float()
-            tables = (angles.cos() * mscale).contiguous(), (angles.sin() * mscale).contiguous()
+            tables = cos_and_sin(rotary_pos_emb, self.qk_pos_emb_head_dim, mscale)
             self._tables[len(x)] = Rope(*tables, interleaved=self.config.dsa_indexer_rope_interleaved)
         return kernel.rotate_queries(x.contiguous(), self._tables[len(x)], front=True)
 

@@ -111,6 +111,12 @@ def itself(x: Tensor) -> Tensor:
     return x
 
 
+def cos_and_sin(angles: Tensor, width: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Of Megatron's angles [positions, 1, 1, width], whose halves are alike: what Rope takes, times a magnitude."""
+    half = angles[:, 0, 0, : width // 2].float()
+    return (half.cos() * scale).contiguous(), (half.sin() * scale).contiguous()
+
+
 class FusedMLASelfAttention(MLASelfAttention):
     """MLASelfAttention with other ways to the queries, keys and values.
 
@@ -216,8 +222,7 @@ class FusedMLASelfAttention(MLASelfAttention):
             angles, scale = self.rotary_pos_emb(length, packed_seq=packed), 1.0
             if self.config.rope_type == "yarn":
                 angles, scale = angles
-            angles = angles[:, 0, 0, : self.config.qk_pos_emb_head_dim // 2].float()
-            self._tables[length, packed] = ((angles.cos() * scale).contiguous(), (angles.sin() * scale).contiguous())
+            self._tables[length, packed] = cos_and_sin(angles, self.config.qk_pos_emb_head_dim, scale)
         return self._tables[length, packed]
 
     # Decoding ---------------------------------------------------------------------------------------------------------
