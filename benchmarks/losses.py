@@ -13,9 +13,9 @@ FOLDER/NAME.json (benchmarks/losses) is what a run's log said; of one that faile
     bf16_author, fp8_author, delayed_author, bf16_author_again
                          13 layers of both fused presets with `+overlay=extras`, and of fp8_* dense projections in FP8 (`+overlay=fp8`),
                          of delayed_* with delayed scaling, each step one CUDA graph; and bf16's once more
-    rates_author, bf16_author_calm, fp8_author_calm, rates_author_calm
+    rates_author, bf16_author_calm, fp8_author_calm, rates_author_calm, bf16_author_calm_again
                          of rates_* what sets Mamba-3's decays and angles is multiplied in bf16; *_calm has 200 steps
-                         of warm-up, not 10
+                         of warm-up, not 10; up to three seeds
     reused, own          13 layers of `nam56r_fused`: of three DSA layers two take the first one's top-k, or each its own; two seeds
 """
 
@@ -51,6 +51,14 @@ class Run(NamedTuple):
 
 
 CUT = ("cluster=h200_1", "model.depth=13", "schedule.micro_batch_size=1", "schedule.global_batch_size=1")
+CALM = ("optim.warmup_steps=200",)
+LANES = {"native": ("nam56r_native_dp_fused", ()), "author": ("nam56r_fused", (measure.SPARSE13,))}
+FORMS = {
+    "bf16": ("+overlay=extras",),
+    "fp8": ("+overlay=[extras,fp8]", measure.WITHOUT),
+    "rates": ("+overlay=[extras,fp8]", measure.RATES),
+    "delayed": ("+overlay=[extras,fp8]", measure.WITHOUT, f"{measure.FP8}delayed", "feature.fp8.keep_inputs=false"),
+}
 RUNS = {
     f"{name}_{seed}": Run(preset, (*CUT, *overrides, f"schedule.seed={seed}"), words)
     for seeds, name, preset, overrides, words in (
@@ -58,38 +66,22 @@ RUNS = {
         (SEEDS, "stock", "nam56r_native_dp", (), ("--stock",)),
         (SEEDS, "again", "nam56r_native_dp", ("+overlay=fused",), ()),
         *(
-            (SEEDS[:1], f"{form}_{lane}{again}", preset, (*measure.WHOLE, f"+overlay={overlays}", *scaling, *more), ())
-            for lane, preset, more in (
-                ("native", "nam56r_native_dp_fused", ()),
-                ("author", "nam56r_fused", (measure.SPARSE13,)),
+            (seeds, name, LANES[lane][0], (*measure.WHOLE, *FORMS[form], *LANES[lane][1], *more), ())
+            for seeds, name, lane, form, more in (
+                (SEEDS[:2], "bf16_native", "native", "bf16", ()),
+                (SEEDS[:2], "fp8_native", "native", "fp8", ()),
+                (SEEDS[:1], "delayed_native", "native", "delayed", ()),
+                (SEEDS[:1], "bf16_native_again", "native", "bf16", ()),
+                (SEEDS[:1], "bf16_author", "author", "bf16", ()),
+                (SEEDS[:1], "fp8_author", "author", "fp8", ()),
+                (SEEDS[:1], "rates_author", "author", "rates", ()),
+                (SEEDS[:1], "delayed_author", "author", "delayed", ()),
+                (SEEDS[:1], "bf16_author_again", "author", "bf16", ()),
+                (SEEDS, "bf16_author_calm", "author", "bf16", CALM),
+                (SEEDS[:1], "fp8_author_calm", "author", "fp8", CALM),
+                (SEEDS, "rates_author_calm", "author", "rates", CALM),
+                (SEEDS[:1], "bf16_author_calm_again", "author", "bf16", CALM),
             )
-            for form, again, overlays, scaling in (
-                ("bf16", "", "extras", ()),
-                ("fp8", "", "[extras,fp8]", (measure.WITHOUT,)),
-                (
-                    "delayed",
-                    "",
-                    "[extras,fp8]",
-                    (measure.WITHOUT, f"{measure.FP8}delayed", "feature.fp8.keep_inputs=false"),
-                ),
-                ("bf16", "_again", "extras", ()),
-            )
-        ),
-        *(
-            (
-                SEEDS[:1],
-                f"{form}_author{calm}",
-                "nam56r_fused",
-                (*measure.WHOLE, f"+overlay={overlays}", measure.SPARSE13, *more, *slow),
-                (),
-            )
-            for calm, slow in (("", ()), ("_calm", ("optim.warmup_steps=200",)))
-            for form, overlays, more in (
-                ("bf16", "extras", ()),
-                ("fp8", "[extras,fp8]", (measure.WITHOUT,)),
-                ("rates", "[extras,fp8]", (measure.RATES,)),
-            )
-            if calm or form == "rates"
         ),
         (SEEDS[:2], "reused", "nam56r_fused", (measure.SPARSE13,), ()),
         (SEEDS[:2], "own", "nam56r_fused", (measure.SPARSE13, "model.blocks.dsa.full_every=1"), ()),
