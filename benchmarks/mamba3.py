@@ -124,6 +124,21 @@ CASES = [
     Case(TINY._replace(rank=2, angles=16), 8, 61, 1, torch.float32, (9, 20, 32)),
     Case(TINY, 4, 61, 2, torch.float32, launch=kernel.Launch(columns=16, chunks=3, programs=1)),
 ]
+# Whole chunks, and more and fewer of them than a GPU has multiprocessors: what hopper.py serves, all but the last two.
+SPECIALISED = [
+    *(Case(SMALL._replace(groups=g), 16, 208, 2) for g in (1, 8)),
+    Case(SMALL, 16, 16, 3),
+    Case(SMALL._replace(heads=1, groups=1), 16, 4096),
+    Case(SMALL, 16, 208, documents=(1, 60, 5, 64, 78)),
+    Case(SMALL, 16, 2048, dtype=torch.float16),
+    Case(SMALL._replace(rank=2, groups=1), 32, 96, 2),
+    Case(SMALL._replace(rank=1, angles=64), 64, 320, 2),
+    Case(SMALL._replace(rank=1), 64, 192, documents=(64, 60, 68)),
+    Case(SMALL, 16, 208, decay=4.0),
+    Case(SMALL, 16, 208, decay=4.0, documents=(1, 60, 5, 64, 78)),
+    Case(SMALL, 16, 203),
+    Case(TINY, 4, 64, dtype=torch.float32),
+]
 # Where what is left of a state within a chunk is less than fp32 has.
 STRONG = [
     *(Case(SMALL._replace(rank=1), 64, s, 2, decay=4.0) for s in (1, 63, 65, 255)),

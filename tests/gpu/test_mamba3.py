@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "blocks"))
 
 from benchmarks import mamba3 as bench
-from nam_megatron.blocks.mamba3 import kernel, prepare
+from nam_megatron.blocks.mamba3 import hopper, kernel, prepare
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]  # where each test is not anyway
@@ -92,6 +92,21 @@ def test_a_walk_needs_enough_heads(walks):
     case = replace(WALKED[0], launch=kernel.Launch(walk=more))
     assert not case.wrong(bench.errors(case, DEVICE))
     assert not walks
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter is Triton's, these kernels are Gluon's")
+@pytest.mark.parametrize("case", bench.SPECIALISED, ids=str)
+def test_warps_that_have_different_work(case, monkeypatch):
+    """Right, the same in every run, and as near to fp64 as the kernel that one kind of warps runs."""
+    served, serve = [], hopper.gradients
+    monkeypatch.setattr(hopper, "gradients", lambda *args: served.append(1) or serve(*args))
+    launch = kernel.Launch()
+    found = bench.errors(replace(case, launch=launch), DEVICE)
+    assert not case.wrong(found)
+    assert served == [1] * (0 if case in bench.SPECIALISED[-2:] else -(-case.b // launch.entries))
+    assert found == bench.errors(replace(case, launch=launch), DEVICE)
+    other = bench.errors(replace(case, launch=launch._replace(specialised=False)), DEVICE)
+    assert all(error <= 1.3 * other[name] + 1e-5 for name, error in found.items())
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[1], WALKED[0], WALKED[1]], ids=str)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nam_megatron.blocks.mamba3 import hopper
 from nam_megatron.blocks.mamba3.block import ENTRIES, walk_from, walkable
 from nam_megatron.blocks.mamba3.naive import Shape, State, Weights, turn
 from nam_megatron.blocks.mamba3.prepare import Prepared, Raw, offsets, packed_gradients, rates_of
@@ -32,6 +33,7 @@ class Launch(NamedTuple):
     program of the gradients of z and x; fewer where there would be fewer than `programs`. entries: of the batch, taken at once,
     0 for all: less memory, fewer programs. walk: heads, of all of the batch, from which the forward pass is one walk, where `_walks`
     allows it; 0: never. states_kept: the states at the chunks' starts are kept for the backward pass; prepared_kept: what `Prepared` has.
+    specialised: the backward pass's products are hopper.py's, where it serves them.
     values, keys: warps of a program of these gradients. Of kernels with products (warps, stages, registers of a thread); 0 warps: by the
     rows of a chunk, and no limit where these are many; 0 registers: no limit.
     """
@@ -50,6 +52,7 @@ class Launch(NamedTuple):
     walk: int = 0
     states_kept: bool = False
     prepared_kept: bool = False
+    specialised: bool = True
     walks: tuple[int, int, int] = (4, 1, 0)
     forward_states: tuple[int, int, int] = (4, 3, 0)
     output: tuple[int, int, int] = (0, 1, 0)
@@ -384,7 +387,7 @@ def _backward(
     s, b, _ = packed.shape
     h, p, n, g, r, a = shape
     chunks, columns = triton.cdiv(s, chunk), min(launch.columns, n)
-    common = _common(packed, shape, chunk)
+    common, specialised = _common(packed, shape, chunk), launch.specialised and hopper.serves(packed, shape, chunk)
 
     def fp32(*size: int) -> Tensor:
         return packed.new_empty(*size, dtype=torch.float32)
@@ -401,7 +404,6 @@ def _backward(
     slots = triton.cdiv(s, steps * per)
     d_D = fp32(b, h, chunks)
     d_x, d_z, d_o = (fp32(b, slots, h, r, p) if r > 1 else None for _ in range(3))
-    more_ends = torch.empty_like(raw.ends)
     d_B, d_C = (fp32(b, tiles, h, r, n) for _ in range(2))
 
     for of in _entries(b, launch):
@@ -415,13 +417,21 @@ def _backward(
             COLUMNS=columns, STARTED=False, ENDS=False, BACK=True,
             **common, **_options(launch.backward_states, shape, chunk),
         )  # fmt: skip
-        _gradients_kernel[(h, chunks, entries)](
-            weights.D, operands.q, operands.k, operands.v, operands.g, mine.decay, mine.now, mine.scale,
-            operands.begun, operands.until, operands.left, states, d_states,
-            raw.row[of], raw.now[of], raw.scale[of], raw.ends[of], more_ends[of], d_D[of], numbers,
-            TILE=_tile_of(launch.gradients_tile, packed, shape), PACKED=numbers is not None,
-            **common, **_options(launch.gradients, shape, chunk),
-        )  # fmt: skip
+        rows, own_raw = operands[:4], [t[of] for t in (raw.row, raw.now, raw.scale, raw.ends)]
+        if specialised:
+            hopper.gradients(
+                weights.D, rows, (mine.decay, mine.now, mine.scale, operands.begun, operands.until), operands.left,
+                (states, d_states), (*own_raw, d_D[of]), numbers, shape, chunk,
+            )  # fmt: skip
+        else:
+            more_ends = fp32(entries, h, chunks)
+            _gradients_kernel[(h, chunks, entries)](
+                weights.D, *rows, mine.decay, mine.now, mine.scale, operands.begun, operands.until, operands.left,
+                states, d_states, *own_raw, more_ends, d_D[of], numbers,
+                TILE=_tile_of(launch.gradients_tile, packed, shape), PACKED=numbers is not None,
+                **common, **_options(launch.gradients, shape, chunk),
+            )  # fmt: skip
+            raw.ends[of].add_(more_ends)
         # From here on the gradients of q, k and v lie where these were, and o where its gradient was.
         _values_kernel[(h, slots, entries)](
             own, dy_of, *_mimo(weights), operands.v, operands.g, out, *(None if t is None else t[of] for t in (d_x, d_z, d_o)),
@@ -435,7 +445,6 @@ def _backward(
             num_warps=launch.keys,
         )  # fmt: skip
         del operands, states, d_states  # before the next ones are made
-    raw.ends.add_(more_ends)
     return raw, [d_D.sum((0, 2)), *(None if t is None else t.sum((0, 1)) for t in (d_B, d_C, d_x, d_z, d_o))]
 
 
