@@ -140,7 +140,7 @@ def test_groups_share_their_keys():
 
 
 def test_kernels_in_tritons_interpreter():
-    assert "37 passed, 3 deselected" in interpreter.passes("test_mamba3.py")
+    assert "37 passed, 16 deselected" in interpreter.passes("test_mamba3.py")
 
 
 # The layer ------------------------------------------------------------------------------------------------------------

@@ -94,18 +94,18 @@ def test_a_walk_needs_enough_heads(walks):
     assert not walks
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter is Triton's, these kernels are Gluon's")
+@pytest.mark.gpu  # the interpreter is Triton's, these kernels are Gluon's
 @pytest.mark.parametrize("case", bench.SPECIALISED, ids=str)
 def test_warps_that_have_different_work(case, monkeypatch):
     """Right, the same in every run, and as near to fp64 as the kernel that one kind of warps runs."""
     served, serve = [], hopper.gradients
     monkeypatch.setattr(hopper, "gradients", lambda *args: served.append(1) or serve(*args))
-    launch = kernel.Launch()
+    launch = kernel.Launch(specialised=1)
     found = bench.errors(replace(case, launch=launch), DEVICE)
     assert not case.wrong(found)
     assert served == [1] * (0 if case in bench.SPECIALISED[-2:] else -(-case.b // launch.entries))
     assert found == bench.errors(replace(case, launch=launch), DEVICE)
-    other = bench.errors(replace(case, launch=launch._replace(specialised=False)), DEVICE)
+    other = bench.errors(replace(case, launch=launch._replace(specialised=0)), DEVICE)
     assert all(error <= 1.3 * other[name] + 1e-5 for name, error in found.items())
 
 

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from nam_megatron.plan import Layer, Plan
 
 ENTRIES = 2  # of the batch, that the fused kernels take at once, to bound what they hold
+SPECIALISED = (
+    64  # heads taken at once from which hopper.py's kernel computes the backward pass's products: a program each
+)
 PREPARED = "(4 T G r ns + 4 T nh a + 12 T nh)"  # bytes of prepare.Prepared
 
 
@@ -247,8 +250,16 @@ class Mamba3(Block):
         # The last term: partial sums of the biases' gradients over 32 rows, of the rank weights' over 512; the others are small.
         sums = "T nh r r (ns / 4 + 3 P / 128) / (t hp)"
         gradients = f"(4 T G r ns + 8 T nh a + 16 T nh) / (t hp) + {sums} + (2 T W + 2 T di) / t"
-        states = 2 if self.keep_states else 4
-        backward = f"{operands} + (2 E r di + {states} E di ns / L) / (t hp) + {prepared} + {gradients}"
+        at_once, pieces = self.heads * min(ENTRIES, z["b"]), z["t"] * z["cp"] * self.head_pieces
+        tiles = (
+            walkable(self.head_dim, self.state_dim, self.mimo_rank, self.chunk) and z["s"] * z["cp"] % self.chunk == 0
+        )
+        carried = (
+            tiles and at_once >= SPECIALISED * pieces
+        )  # the states' gradient is never written, sums are once a rank
+        states = 0 if self.keep_states else 2
+        of_states = f"{states} E di ns / L + {'12 E nh r' if carried else '2 E di ns / L'}"
+        backward = f"{operands} + (2 E r di + {of_states}) / (t hp) + {prepared} + {gradients}"
         if self.head_pieces > 1:  # the output's gradient, of one piece once more
             backward += " + 2 T di / (t hp)"
         if self.recompute == "in_proj":  # made again, and not among what is kept

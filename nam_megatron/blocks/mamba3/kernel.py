@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nam_megatron.blocks.mamba3 import hopper
-from nam_megatron.blocks.mamba3.block import ENTRIES, walk_from, walkable
+from nam_megatron.blocks.mamba3.block import ENTRIES, SPECIALISED, walk_from, walkable
 from nam_megatron.blocks.mamba3.naive import Shape, State, Weights, turn
 from nam_megatron.blocks.mamba3.prepare import Prepared, Raw, offsets, packed_gradients, rates_of
 
@@ -33,7 +33,8 @@ class Launch(NamedTuple):
     program of the gradients of z and x; fewer where there would be fewer than `programs`. entries: of the batch, taken at once,
     0 for all: less memory, fewer programs. walk: heads, of all of the batch, from which the forward pass is one walk, where `_walks`
     allows it; 0: never. states_kept: the states at the chunks' starts are kept for the backward pass; prepared_kept: what `Prepared` has.
-    specialised: the backward pass's products are hopper.py's, where it serves them.
+    specialised: heads, of the batch entries taken at once, from which hopper.py's kernel computes the backward pass's products, where it
+    serves them; 0: never.
     values, keys: warps of a program of these gradients. Of kernels with products (warps, stages, registers of a thread); 0 warps: by the
     rows of a chunk, and no limit where these are many; 0 registers: no limit.
     """
@@ -52,7 +53,7 @@ class Launch(NamedTuple):
     walk: int = 0
     states_kept: bool = False
     prepared_kept: bool = False
-    specialised: bool = True
+    specialised: int = SPECIALISED
     walks: tuple[int, int, int] = (4, 1, 0)
     forward_states: tuple[int, int, int] = (4, 3, 0)
     output: tuple[int, int, int] = (0, 1, 0)
@@ -387,22 +388,24 @@ def _backward(
     s, b, _ = packed.shape
     h, p, n, g, r, a = shape
     chunks, columns = triton.cdiv(s, chunk), min(launch.columns, n)
-    common, specialised = _common(packed, shape, chunk), launch.specialised and hopper.serves(packed, shape, chunk)
+    common, together = _common(packed, shape, chunk), min(launch.entries or b, b)
+    specialised = 0 < launch.specialised <= together * h and hopper.serves(packed, shape, chunk)
 
     def fp32(*size: int) -> Tensor:
         return packed.new_empty(*size, dtype=torch.float32)
 
+    sums = fp32(3, b, h, s)
     raw = Raw(
         *(packed.new_empty(b, s, g, r, n) for _ in range(2)), *(fp32(b, h, s, a) for _ in range(2)),
-        *(fp32(b, h, s) for _ in range(3)), fp32(b, h, chunks),
+        *sums, fp32(b, h, chunks),
     )  # fmt: skip
     tokens, steps = max(1, launch.rows // r), max(1, launch.steps // r)
     tiles, halves = triton.cdiv(s, tokens), min(launch.halves, n // 2)
     # A program sums the gradients of mimo weights over some tokens. A power of two mostly divides s: no masks.
-    per = max(1, min(launch.chunks, min(launch.entries or b, b) * h * triton.cdiv(s, steps) // launch.programs))
+    per = max(1, min(launch.chunks, together * h * triton.cdiv(s, steps) // launch.programs))
     per = 1 << (per.bit_length() - 1)
     slots = triton.cdiv(s, steps * per)
-    d_D = fp32(b, h, chunks)
+    d_D = fp32(b, h, 1 if specialised else chunks)
     d_x, d_z, d_o = (fp32(b, slots, h, r, p) if r > 1 else None for _ in range(3))
     d_B, d_C = (fp32(b, tiles, h, r, n) for _ in range(2))
 
@@ -411,27 +414,24 @@ def _backward(
         entries, dy_of, out = own.size(1), dy[:, of], d_packed[:, of]
         operands = Operands.of(own, weights, mine, shape, chunk, launch, numbers, dy_of)
         states = _states(own, operands, shape, chunk, launch)[0] if known is None else known[of]
-        d_states = torch.empty_like(states)
-        _states_kernel[(n // columns, h, entries)](
-            operands.q, operands.g, operands.begun, operands.left, None, d_states, None,
-            COLUMNS=columns, STARTED=False, ENDS=False, BACK=True,
-            **common, **_options(launch.backward_states, shape, chunk),
-        )  # fmt: skip
-        rows, own_raw = operands[:4], [t[of] for t in (raw.row, raw.now, raw.scale, raw.ends)]
+        rows, decays = operands[:4], (mine.decay, mine.now, mine.scale, operands.begun, operands.until)
+        into = sums[:, of], raw.ends[of], d_D[of]
         if specialised:
-            hopper.gradients(
-                weights.D, rows, (mine.decay, mine.now, mine.scale, operands.begun, operands.until), operands.left,
-                (states, d_states), (*own_raw, d_D[of]), numbers, shape, chunk,
-            )  # fmt: skip
+            hopper.gradients(weights.D, rows, decays, operands.left, states, *into, numbers, shape, chunk)
         else:
-            more_ends = fp32(entries, h, chunks)
+            d_states, more_ends = torch.empty_like(states), fp32(entries, h, chunks)
+            _states_kernel[(n // columns, h, entries)](
+                operands.q, operands.g, operands.begun, operands.left, None, d_states, None,
+                COLUMNS=columns, STARTED=False, ENDS=False, BACK=True,
+                **common, **_options(launch.backward_states, shape, chunk),
+            )  # fmt: skip
             _gradients_kernel[(h, chunks, entries)](
-                weights.D, *rows, mine.decay, mine.now, mine.scale, operands.begun, operands.until, operands.left,
-                states, d_states, *own_raw, more_ends, d_D[of], numbers,
+                weights.D, *rows, *decays, operands.left, states, d_states, *into[0], *into[1:], more_ends, numbers,
                 TILE=_tile_of(launch.gradients_tile, packed, shape), PACKED=numbers is not None,
                 **common, **_options(launch.gradients, shape, chunk),
             )  # fmt: skip
             raw.ends[of].add_(more_ends)
+            del d_states
         # From here on the gradients of q, k and v lie where these were, and o where its gradient was.
         _values_kernel[(h, slots, entries)](
             own, dy_of, *_mimo(weights), operands.v, operands.g, out, *(None if t is None else t[of] for t in (d_x, d_z, d_o)),
@@ -444,7 +444,7 @@ def _backward(
             H=h, HALF=n // 2, G=g, R=r, A=a, TOKENS=tokens, COLUMNS=halves, EVEN=s % tokens == 0,
             num_warps=launch.keys,
         )  # fmt: skip
-        del operands, states, d_states  # before the next ones are made
+        del rows, operands, states  # before the next ones are made
     return raw, [d_D.sum((0, 2)), *(None if t is None else t.sum((0, 1)) for t in (d_B, d_C, d_x, d_z, d_o))]
 
 
@@ -878,7 +878,7 @@ def _both_ways(rows, state, by, scores, others, PRECISION: tl.constexpr):
 @triton.jit
 def _gradients_kernel(
     D, q, k, v, g, decay, now, scale, begun, until, left, states, d_states,
-    d_row, d_now, d_scale, ends, more_ends, d_D, documents, s, TILE: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
+    d_row, d_now, d_scale, ends, d_D, more_ends, documents, s, TILE: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
     H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, R: tl.constexpr, L: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Per chunk and head: gradients of D, steps and decays; those of q, k and v in the places of q, k and v, o in that of g."""
