@@ -567,9 +567,13 @@ def test_pieces_take_less_memory_one_after_the_other():
         z, block = Sizes.of(plan), plan.recipe.model.blocks.of(kind)
         return next(l.bytes for l in block.working(z, next(x for x in plan.layers if x.kind == kind)) if l.name == when)
 
-    for kind, key, when in (("mamba3", "head_pieces", "backward"), ("dsa", "query_pieces", "forward")):
+    # Of 56 heads and fewer at once the gradients of Mamba-3's states are written.
+    for kind, key, when, most in (
+        ("mamba3", "head_pieces", "backward", 0.66),
+        ("dsa", "query_pieces", "forward", 0.62),
+    ):
         one, two, four = (work(kind, when, f"model.blocks.{kind}.{key}={n}") for n in (1, 2, 4))
-        assert 0.5 * one <= two < 0.62 * one and 0.5 * two <= four < 0.75 * two
+        assert 0.5 * one <= two < most * one and 0.5 * two <= four < 0.75 * two
 
 
 def test_rows_of_ngrams_are_remembered_where_the_embedding_is():
@@ -847,7 +851,7 @@ def test_fit_finds_nothing_where_nothing_fits():
 
 
 def test_fit_is_the_first_value_with_headroom_where_more_needs_less():
-    words = ("model.seq_length=65536", "schedule.micro_batch_size=1", "schedule.global_batch_size=24", *FULL)
+    words = ("model.seq_length=81920", "schedule.micro_batch_size=1", "schedule.global_batch_size=24", *FULL)
     recipe = load("nam56r_fused", ["cluster=h200_1", *words])
     nodes = search.smallest(recipe, "cluster.nodes")
     assert nodes.best.good and not nodes.beyond.good and nodes.beyond.value == nodes.best.value - 1 > 1

@@ -257,8 +257,8 @@ class Mamba3(Block):
         carried = (
             tiles and at_once >= SPECIALISED * pieces
         )  # the states' gradient is never written, sums are once a rank
-        states = 0 if self.keep_states else 2
-        of_states = f"{states} E di ns / L + {'12 E nh r' if carried else '2 E di ns / L'}"
+        written = 2 * (not self.keep_states) + 2 * (not carried)
+        of_states = " + ".join(["12 E nh r"] * carried + [f"{written} E di ns / L"] * bool(written))
         backward = f"{operands} + (2 E r di + {of_states}) / (t hp) + {prepared} + {gradients}"
         if self.head_pieces > 1:  # the output's gradient, of one piece once more
             backward += " + 2 T di / (t hp)"
