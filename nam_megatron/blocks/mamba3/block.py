@@ -239,8 +239,11 @@ class Mamba3(Block):
             return
         z = self._sizes(z)
         prepared = "0" if self.keep_prepared else f"{PREPARED} / (t hp)"
-        walk = walkable(self.head_dim, self.state_dim, self.mimo_rank, self.chunk)
-        walk &= 0 < walk_from(self.mimo_rank) * z["t"] * z["cp"] * self.head_pieces <= self.heads * z["b"]
+        tiles, parts = (
+            walkable(self.head_dim, self.state_dim, self.mimo_rank, self.chunk),
+            z["t"] * z["cp"] * self.head_pieces,
+        )
+        walk = tiles and 0 < walk_from(self.mimo_rank) * parts <= self.heads * z["b"]
         operands = "(4 E r nh ns + 2 E r di + 12 E nh) / (t hp)"
         forward = f"{operands} + 2 E di ns / (L t hp) + {prepared} + 2 Ts h"
         why = "turned q and k, v; chunk states; normed B and C, cos and sin, steps; the output"
@@ -250,13 +253,9 @@ class Mamba3(Block):
         # The last term: partial sums of the biases' gradients over 32 rows, of the rank weights' over 512; the others are small.
         sums = "T nh r r (ns / 4 + 3 P / 128) / (t hp)"
         gradients = f"(4 T G r ns + 8 T nh a + 16 T nh) / (t hp) + {sums} + (2 T W + 2 T di) / t"
-        at_once, pieces = self.heads * min(ENTRIES, z["b"]), z["t"] * z["cp"] * self.head_pieces
-        tiles = (
-            walkable(self.head_dim, self.state_dim, self.mimo_rank, self.chunk) and z["s"] * z["cp"] % self.chunk == 0
-        )
-        carried = (
-            tiles and at_once >= SPECIALISED * pieces
-        )  # the states' gradient is never written, sums are once a rank
+        # The states' gradient is carried by the kernel that reads it, which leaves sums once a rank.
+        carried = tiles and z["s"] * z["cp"] % self.chunk == 0
+        carried &= SPECIALISED * parts <= self.heads * min(ENTRIES, z["b"])
         written = 2 * (not self.keep_states) + 2 * (not carried)
         of_states = " + ".join(["12 E nh r"] * carried + [f"{written} E di ns / L"] * bool(written))
         backward = f"{operands} + (2 E r di + {of_states}) / (t hp) + {prepared} + {gradients}"
