@@ -145,6 +145,7 @@ def beyond() -> Iterator[str]:
         "and FP8 ": second["author52_one_fp8"],
         "and kept states": second["author52_one_kept"],
         "and what came next": second["author52_one_prepared"],
+        "and the rest": second["author52_one_all"],
     }
     yield from by_kind({name: entry["kernels"] for name, entry in entries.items()})
     yield f"| **a replayed step, median of three** | {' | '.join(f'{replayed(entry):,.0f}' for entry in entries.values())} |"

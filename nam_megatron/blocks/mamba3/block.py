@@ -239,10 +239,8 @@ class Mamba3(Block):
             return
         z = self._sizes(z)
         prepared = "0" if self.keep_prepared else f"{PREPARED} / (t hp)"
-        tiles, parts = (
-            walkable(self.head_dim, self.state_dim, self.mimo_rank, self.chunk),
-            z["t"] * z["cp"] * self.head_pieces,
-        )
+        tiles = walkable(self.head_dim, self.state_dim, self.mimo_rank, self.chunk)
+        parts = z["t"] * z["cp"] * self.head_pieces
         walk = tiles and 0 < walk_from(self.mimo_rank) * parts <= self.heads * z["b"]
         operands = "(4 E r nh ns + 2 E r di + 12 E nh) / (t hp)"
         forward = f"{operands} + 2 E di ns / (L t hp) + {prepared} + 2 Ts h"
