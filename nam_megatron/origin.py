@@ -20,7 +20,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
 from omegaconf import OmegaConf
 
-from nam_megatron.errors import Problem
+from nam_megatron.errors import Problem, quoted
 
 Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -103,6 +103,30 @@ class Origin:
             if name == f"{called}.yaml":
                 hint = f"leave `.yaml` out: `{called}`"
             yield Problem(f"preset `{name}` calls itself `{called}`", "preset.name", hint)
+        yield from self._outvoted()
+
+    def _outvoted(self) -> Iterator[Problem]:
+        """What the command line chooses by name and a file behind it makes something else of.
+
+        With a learning rate of the preset's own the optimizer is still the one that was chosen.
+        """
+        for text, override in self._parsed:
+            group = override.key_or_group
+            if group in ("preset", "overlay") or not self._choices(group):
+                continue
+            others: dict[str, tuple[str, str]] = {}
+            for name in ("name", "nodes", "gpus_per_node"):
+                key = f"{group}.{name}"
+                held = ((file, _find(node, package, (group, name))) for file, package, node in self._files)
+                said = [(file, found[1].value) for file, found in held if found]
+                asked = next((value for file, value in said if file.parent.name == group), None)
+                if asked is not None and said[0][1] != asked and not self.typed(key):
+                    others[key] = asked, said[0][1]
+            if others:
+                stands = quoted(f"{key}={value}" for key, (_, value) in others.items())
+                whole = " ".join(f"{key}={value}" for key, (value, _) in others.items())
+                hint = f"say it on the command line, too: `{whole}`; or let the file choose in its `defaults`: `override /{group}: NAME`"
+                yield Problem(f"`{text}` is chosen, and a file behind it says {stands}", next(iter(others)), hint)
 
     def said(self, key: str) -> bool:
         """Whether a person wrote `key` or one below it, and could leave it out: typed, in a preset, in a file outside the library's conf/.

@@ -143,6 +143,47 @@ def test_a_preset_under_the_name_of_another_is_refused(tmp_path):
     )
 
 
+BATCH = "schedule.global_batch_size=32"
+HOSTS = "cluster: {name: mine, nodes: 2}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "word", "stands", "whole"),
+    [
+        (HOSTS, "cluster=h200_4", "`cluster.name=mine` and `cluster.nodes=2`", "cluster.name=h200_4 cluster.nodes=1"),
+        ("cluster: {nodes: 2}\n", "cluster=h200_4", "`cluster.nodes=2`", "cluster.nodes=1"),
+        ("optim: {name: adamw}\n", "optim=muon", "`optim.name=adamw`", "optim.name=muon"),
+    ],
+)
+def test_what_the_command_line_chooses_a_preset_may_not_make_another_of(text, word, stands, whole, tmp_path):
+    preset(tmp_path, "mine", text)
+    said = refused("--config-dir", ".", "conf=mine", word, cwd=tmp_path)
+    assert said.startswith(f"error: `{word}` is chosen, and a file behind it says {stands} @ ")
+    assert f"({tmp_path}/preset/mine.yaml:6)" in said
+    assert f"hint: say it on the command line, too: `{whole}`; or let the file choose in its `defaults`: " in said
+    assert warm("--config-dir", ".", "conf=mine", word, BATCH, *whole.split(), cwd=tmp_path).code == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        (HOSTS, "cluster.gpus_per_node=8"),
+        ("cluster: {nodes: 2}\n", "cluster=h200_2x8"),
+        ("optim: {lr: 1.0e-4}\n", "optim=muon"),
+    ],
+)
+def test_what_a_preset_sets_beside_a_choice_stands(text, word, tmp_path):
+    preset(tmp_path, "mine", text)
+    assert warm("--config-dir", ".", "conf=mine", word, BATCH, cwd=tmp_path).code == 0
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v3_yarn", "deepseek_v3_2", "kimi_k2", "glm_4_5_air"])
+def test_hosts_of_the_command_line_are_those_of_a_preset_with_hosts(name):
+    assert load(name).cluster.nodes > 1
+    other = load(name, ["cluster=h200_1"]).cluster
+    assert (other.name, other.nodes, other.gpus_per_node) == ("h200_1", 1, 1)
+
+
 @pytest.mark.parametrize("folder", ["/nowhere", "pkg://json"])
 def test_a_folder_that_is_none_is_refused(folder, tmp_path):
     text = refused(f"hydra.searchpath=['{folder}']", "conf=nam56r_smoke", cwd=tmp_path)
