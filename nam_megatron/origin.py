@@ -189,7 +189,8 @@ class Origin:
             for key in [leaf for top, value in tree.items() if top != "defaults" for leaf in leaves(str(top), value)]:
                 value = OmegaConf.select(tree, key)
                 before, was = said.get(key, (name, value))
-                if was != value and not self.typed(key):
+                # Of what is left out neither has its way.
+                if was != value and not self.typed(key) and key not in self._lenient:
                     found.setdefault((name, before), []).append(f"{key}={_shown(value)} in the place of {_shown(was)}")
                 said[key] = name, value
         return [f"`{name}` is laid over `{before}`: {', '.join(changes)}" for (name, before), changes in found.items()]

@@ -365,6 +365,17 @@ def test_list_of_overlays():
     assert ". " not in rows["fused"], "its comment has several sentences"
 
 
+def test_what_is_left_out_of_an_overlay_has_its_way_over_none():
+    """`extras` lays its GEMMs of experts over those of `fused`, and a dense model has neither."""
+    over = "`extras` is laid over `fused`: model.blocks.moe.expert_gemm=quack in the place of torch"
+    for preset, told in (("llama_3_8b", False), ("nam56r_native_dp", True)):
+        ran = warm(f"conf={preset}", "+overlay=[fused,extras]")
+        assert ran.code == 0
+        assert (f"note: {over}\n" in ran.err) == told
+        assert ("laid over" in ran.err) == told
+        assert ("laid without model.blocks.moe.permute_fusion" in ran.err) != told
+
+
 def test_lists_of_words():
     """Every lane, kind, feature and key, one line each, as the code has them."""
     lines = {name: warm(f"list={name}").out.splitlines() for name in ("lanes", "kinds", "features", "keys")}
