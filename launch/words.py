@@ -1,9 +1,8 @@
 """The command line of the verbs that take no recipe: names, and KEY=VALUE."""
 
-import difflib
 from collections.abc import Iterable, Sequence
 
-from nam_megatron.errors import Problem, Refused
+from nam_megatron.errors import Problem, Refused, likely
 
 
 def parse(words: Sequence[str], keys: Iterable[str]) -> tuple[list[str], dict[str, str]]:
@@ -21,12 +20,12 @@ def parse(words: Sequence[str], keys: Iterable[str]) -> tuple[list[str], dict[st
         elif key in keys:
             options[key] = value if sign else "true"
         else:
-            close = difflib.get_close_matches(key, keys, 1)
+            close = likely(key, keys)
             raise Refused(
                 Problem(
                     f"no option `{key}`",
                     None,
-                    f"did you mean `{close[0]}`?" if close else f"there are: {', '.join(keys) or 'none'}",
+                    f"did you mean `{close}`?" if close else f"there are: {', '.join(keys) or 'none'}",
                 )
             )
     return names, options

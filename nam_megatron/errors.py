@@ -1,6 +1,7 @@
 """What a user is told when something is refused: every finding at once, each naming its key and file."""
 
 import contextlib
+import difflib
 import io
 import os
 import sys
@@ -158,6 +159,15 @@ def keyless(command: Callable[[], int]) -> int:
 
 def without_keys(problems: Iterable[Problem]) -> Refused:
     return Refused(replace(p, key=None) for p in problems)
+
+
+def likely(word: str, names: Iterable[str]) -> str | None:
+    """The name that was meant by a word that is none: the one with the word in it, else the most alike."""
+    names = list(names)
+    within = [name for name in names if len(word) > 2 and word in name]
+    if len(within) == 1:
+        return within[0]
+    return next(iter(difflib.get_close_matches(word, within, 1) or difflib.get_close_matches(word, names, 1)), None)
 
 
 def counted(number: int, noun: str) -> str:

@@ -1,6 +1,5 @@
 """Where a key of the composed config was set: the override or the file and line that had the last word."""
 
-import difflib
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
 from omegaconf import OmegaConf
 
-from nam_megatron.errors import Problem, quoted
+from nam_megatron.errors import Problem, likely, quoted
 
 Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -382,8 +381,8 @@ def no_folder(folder: str) -> Problem:
 
 
 def _no_choice(group: str, wanted: str, options: Sequence[str]) -> Problem:
-    close = difflib.get_close_matches(wanted.rpartition("/")[2].removesuffix(".yaml"), options, 1)
-    meant = f"did you mean `{close[0]}`? " if close else ""
+    close = likely(wanted.rpartition("/")[2].removesuffix(".yaml"), options)
+    meant = f"did you mean `{close}`? " if close else ""
     own = "" if close else "; one of your own is found by `--config-dir FOLDER`"
     return Problem(f"no {group} `{wanted}`", group, f"{meant}there are: {', '.join(options)}{own}")
 
@@ -435,7 +434,7 @@ def hydra_problem(err: Exception, words: Sequence[str] = ()) -> Problem:
             "a group of configs takes the name of one of them", None, "write GROUP=NAME; `--help` lists both"
         )
     if match := re.search(r"Could not override '([^']+)'", text):
-        return _unknown_override(getattr(err.__cause__, "full_key", None) or match[1], words)
+        return _unknown_override(getattr(err.__cause__, "full_key", None) or match[1], match[1], words)
     if match := re.search(r"(\w+) appears more than once in the final|Multiple values for (\w+)", text):
         group = match[1] or match[2]
         hint = SWITCHED if group == "feature" else f"leave the `+` out: `{group}=NAME`"
@@ -480,15 +479,18 @@ def _options(text: str) -> list[str]:
     return [line.strip() for line in takewhile(lambda line: line.startswith("\t"), lines[start + 1 :])]
 
 
-def _unknown_override(key: str, words: Sequence[str]) -> Problem:
-    from nam_megatron.recipe import conf_dir, keys_at, keys_hint
+def _unknown_override(key: str, whole: str, words: Sequence[str]) -> Problem:
+    """key: as far as it is none; whole: as it was written."""
+    from nam_megatron.recipe import conf_dir, keys_at, keys_hint, whole_hint
 
     *parents, last = key.split(".")
+    at = ".".join(parents) or None
     if not parents and (conf_dir() / last).is_dir():
         return Problem(f"no `{last}` is in use", last, f"to lay one over the preset: `+{last}=NAME`")
     if last in keys_at(parents):  # of a model of one's own, or of a kind that its file leaves out
-        return Problem(f"no file gives `{last}`", ".".join(parents) or None, f"to add it: `+{key}=...`")
-    close = difflib.get_close_matches(last, (*keys_at(parents), *(() if parents else ("conf", *words))), 1)
-    meant = f", did you mean `{close[0]}`?" if close else ""
-    hint = keys_hint(() if close else parents)
-    return Problem(f"unknown key `{last}`{meant}", ".".join(parents) or None, hint)
+        return Problem(f"no file gives `{last}`", at, f"to add it: `+{key}=...`")
+    if hint := whole_hint([whole, key]):
+        return Problem(f"unknown key `{last}`", at, hint)
+    close = likely(last, (*keys_at(parents), *(() if parents else ("conf", *words))))
+    meant = f", did you mean `{close}`?" if close else ""
+    return Problem(f"unknown key `{last}`{meant}", at, keys_hint(() if close else parents))

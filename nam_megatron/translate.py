@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nam_megatron import app, argv, report
 from nam_megatron.blocks.kinds import KINDS
-from nam_megatron.errors import INCOMPLETE, OK, Problem, Refused, quoted, raise_if
+from nam_megatron.errors import INCOMPLETE, OK, Problem, Refused, likely, quoted, raise_if
 from nam_megatron.features.names import FEATURES
 from nam_megatron.lower import Lowering, translate
 from nam_megatron.origin import Origin
@@ -181,8 +181,8 @@ def explain_key(lowering: Lowering, key: str, origin: Origin) -> str:
     *parents, last = key.split(".")
     config = config_at(parents)
     if config is None or last not in config.model_fields:
-        close = difflib.get_close_matches(last, keys_at(parents), 1)
-        meant = f"did you mean `{'.'.join((*parents, close[0]))}`?" if close else keys_hint(parents)
+        close = likely(last, keys_at(parents))
+        meant = f"did you mean `{'.'.join((*parents, close))}`?" if close else keys_hint(parents)
         raise Refused(Problem(f"there is no key `{key}`", "explain", meant))
     row = config.row(last)
     recipe = lowering.plan.recipe

@@ -1,12 +1,11 @@
 """What-if: the recipe with another value at one key. The largest or smallest that fits, and a sweep over many."""
 
-import difflib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nam_megatron.budget.memory import Budget, budget
-from nam_megatron.errors import Problem, Refused
+from nam_megatron.errors import Problem, Refused, likely
 from nam_megatron.lower import translate
 from nam_megatron.recipe import Recipe, from_tree, to_tree
 
@@ -50,8 +49,8 @@ def resolve(recipe: Recipe, name: str, word: str) -> str:
         return found[0]
     if found:
         raise Refused(Problem(f"`{name}` is {len(found)} keys", word, f"say which: {', '.join(found)}"))
-    close = difflib.get_close_matches(name, [*keys, *(key.rsplit(".", 1)[-1] for key in keys)], 1)
-    meant = f"did you mean `{close[0]}`?" if close else "any integer of the recipe, by its dotted path or its last name"
+    close = likely(name, [*keys, *(key.rsplit(".", 1)[-1] for key in keys)])
+    meant = f"did you mean `{close}`?" if close else "any integer of the recipe, by its dotted path or its last name"
     raise Refused(Problem(f"no integer key `{name}`", word, meant))
 
 

@@ -3,7 +3,6 @@
 A `Recipe` holds what was meant and stands: of the kinds and features that conf/ writes out, those that this model uses.
 """
 
-import difflib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from pydantic import Field, ValidationError
 
 from nam_megatron import resolvers
 from nam_megatron.blocks.kinds import KINDS
-from nam_megatron.errors import Problem, Refused, quoted, raise_if
+from nam_megatron.errors import Problem, Refused, likely, quoted, raise_if
 from nam_megatron.features.names import FEATURES, Features
 from nam_megatron.origin import leaves
 from nam_megatron.recipe import standing
@@ -29,7 +28,7 @@ from nam_megatron.setting import NEEDED, Config, Name, Row, section
 __all__ = [
     "Assumption", "Cluster", "Data", "Device", "Kind", "Lane", "LaneBlocks", "Letter", "Letters", "Model", "Optim", "Parallel",
     "Precision", "Preset", "ProcessGroups", "Recipe", "Schedule", "Storage", "Substitute", "conf_dir", "config_at", "from_config",
-    "from_tree", "keys_at", "keys_hint", "load", "parsed", "resolved", "to_tree", "value_at",
+    "from_tree", "keys_at", "keys_hint", "load", "parsed", "resolved", "to_tree", "value_at", "whole_hint",
 ]  # fmt: skip
 
 
@@ -379,6 +378,29 @@ def keys_hint(loc: Sequence[Any]) -> str:
     return f"there are: {', '.join(names)}" if names else "`--cfg job` prints every key there is"
 
 
+def whole_hint(written: Iterable[str]) -> str | None:
+    """For somebody who wrote the end of a key, or left something in it out; of a feature its switch. The first that is one tells."""
+    for key in written:
+        above, _, last = key.rpartition(".")
+        found = [
+            f"`{known}.{feature.switch}`" if (feature := FEATURES.get(known.removeprefix("feature."))) else f"`{known}`"
+            for known in (known for known in _known() if not known.startswith("lane."))  # a lane's are its name's
+            if known.endswith(f".{key}") or (known.startswith(f"{above}.") and known.endswith(f".{last}"))
+        ]
+        if found:
+            return f"a recipe key is written whole: {' or '.join(found)}"
+    return None
+
+
+def _known(cls: type[Config] = Recipe, path: str = "") -> Iterator[str]:
+    """Every key that the command line can give, sections too."""
+    for name, field in cls.model_fields.items():
+        yield path + name
+        inner = section(field.annotation)
+        if inner and getattr(field.annotation, "__origin__", None) not in (tuple, dict):
+            yield from _known(inner, f"{path}{name}.")
+
+
 def _begun(tree: Mapping[str, Any]) -> Iterator[str]:
     """Kinds that lack keys, and of which nothing else is wrong: what is written of a misspelt one is told."""
     model = tree.get("model")
@@ -429,8 +451,10 @@ def _problem(error: Mapping[str, Any]) -> Problem:
     kind, loc, value = error["type"], error["loc"], error.get("input")
     key = _dotted(loc)
     if kind == "extra_forbidden":
-        close = difflib.get_close_matches(str(loc[-1]), keys_at(loc[:-1]), 1)
-        meant = f", did you mean `{close[0]}`?" if close else ""
+        if hint := whole_hint([*leaves(key, value), key]):
+            return Problem(f"unknown key `{loc[-1]}`", _dotted(loc[:-1]) or key, hint, place=key)
+        close = likely(str(loc[-1]), keys_at(loc[:-1]))
+        meant = f", did you mean `{close}`?" if close else ""
         hint = None if close else keys_hint(loc[:-1])
         return Problem(f"unknown key `{loc[-1]}`{meant}", _dotted(loc[:-1]) or key, hint, place=key)
     if kind == "missing":
@@ -442,8 +466,8 @@ def _problem(error: Mapping[str, Any]) -> Problem:
         names = [word.strip("'") for word in error["ctx"]["expected"].replace(" or ", ", ").split(", ")]
         # GQA in every plan, `attention` in a recipe.
         called = [name for name, block in KINDS.items() if name in names and block.title.lower() == str(value).lower()]
-        close = difflib.get_close_matches(str(value), names, 1) or called
-        hint = f"did you mean `{close[0]}`?" if close else None
+        close = likely(str(value), names) or next(iter(called), None)
+        hint = f"did you mean `{close}`?" if close else None
         return Problem(f"{shown} is not one of {error['ctx']['expected']}", key, hint)
     if kind == "string_pattern_mismatch" and error["ctx"]["pattern"] == FILE_NAME:
         return Problem(f"{shown} cannot be a file's name", key, "letters, digits, `_`, `.` and `-`")
