@@ -33,6 +33,10 @@ NO_PRESETS = {
 }
 
 
+# What commands call the preset beside which they lay this one, and what a person may.
+OTHER_PRESETS = ("diff", "against", "compare")
+
+
 class Origin:
     """Looks keys up in the files Hydra merged, the last word first. Reads them a second time, so only on demand.
 
@@ -491,6 +495,8 @@ def _unknown_override(key: str, whole: str, words: Sequence[str]) -> Problem:
         return Problem(f"no file gives `{last}`", at, f"to add it: `+{key}=...`")
     if hint := whole_hint([whole, key]):
         return Problem(f"unknown key `{last}`", at, hint)
-    close = likely(last, (*keys_at(parents), *(() if parents else ("conf", *words))))
+    also = () if parents else ("conf", *words)
+    theirs = [word for word in also if word in OTHER_PRESETS and last in OTHER_PRESETS]
+    close = theirs[0] if theirs else likely(last, (*keys_at(parents), *also))
     meant = f", did you mean `{close}`?" if close else ""
     return Problem(f"unknown key `{last}`{meant}", at, keys_hint(() if close else parents))

@@ -955,6 +955,7 @@ REFUSED = {
     "two questions": (("serve=true", "fit=depth"), "`fit` and `serve` answer different questions"),
     "no such format": (("format=yaml",), "no format `yaml` @ format"),
     "no such key": (("fit=micro_batch_sise",), "no integer key `micro_batch_sise` @ fit"),
+    "the word of another command": (("diff=nam56r",), "unknown key `diff`, did you mean `against`?"),
     "no such preset": (("against=nam57",), "@ against"),
     "a sweep that is none": (("sweep=depth",), "cannot read the sweep `depth` @ sweep"),
     "a sweep of nothing": (("sweep=depth:5:1",), "has no values @ sweep"),

@@ -567,6 +567,7 @@ BAD = {
     "what a lane has under its name": (["conf=nam56r", "sequence=true"], "written whole: `parallel.sequence`\n"),
     "half of a name": (["conf=nam56r", "feature.fp8.bf16_parts=[rates]"], "did you mean `mamba3_rates`?"),
     "half of two names": (["conf=nam56r", "feature.fp8.bf16_parts=[expert]"], "did you mean `experts`?"),
+    "the word of another command": (["conf=nam56r", "against=nam56r_smoke"], "unknown key `against`, did you mean `diff`?"),
     "a key of what does not stand": (["conf=nam56r_native_dp", "model.blocks.m2rnn.heads=3"],
         "no layer is M2RNN @ model.blocks.m2rnn (command line: model.blocks.m2rnn.heads=3)"),
     "a key that a feature lacks": (["conf=nam56r", "feature.fp8.enabled=true"], "unknown key `enabled` @ feature.fp8",
