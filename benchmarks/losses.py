@@ -266,6 +266,10 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.command == "plot":
         plot()
         return 0
+    chosen = RUNS[options.name]
+    warm_up = measure.lowered(chosen.preset, chosen.overrides).plan.recipe.optim.warmup_steps
+    if options.steps <= warm_up:
+        one.error(f"--steps {options.steps}: {options.name} has {warm_up} steps of warm-up; give it more than those")
     options.out.mkdir(parents=True, exist_ok=True)
     run = train(options.name, options.steps, options.data, options.limit)
     (options.out / f"{options.name}.json").write_text(json.dumps(run) + "\n")

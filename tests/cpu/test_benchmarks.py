@@ -243,15 +243,26 @@ def test_losses_are_what_the_log_said_of_each_step():
 
 def test_a_run_that_fails_leaves_how_far_it_went(tmp_path, monkeypatch, capsys):
     def trial(name, preset, overrides, folder, limit, words):
-        (folder / f"{name}.log").write_text("iteration 1/ 9 | elapsed time per iteration (ms): 9.0 | lm loss: 4.0 |\n")
-        assert "schedule.train_steps=9" in overrides and words == ("--stock",)
+        (folder / f"{name}.log").write_text("iteration 1/ 19 | elapsed time per iteration (ms): 9.0 | lm loss: 4.0 |\n")
+        assert "schedule.train_steps=19" in overrides and words == ("--stock",)
         return {"name": name, "preset": preset, "wall_seconds": 1.0, "error": "exit 1: OutOfMemoryError"}
 
     monkeypatch.setattr(measure, "trial", trial)
-    assert losses.main(["train", "stock_1235", "--out", str(tmp_path), "--steps", "9"]) == 1
+    assert losses.main(["train", "stock_1235", "--out", str(tmp_path), "--steps", "19"]) == 1
     document = json.loads((tmp_path / "stock_1235.json").read_text())
     assert document["series"] == {"lm loss": {"1": 4.0}} and document["error"] == "exit 1: OutOfMemoryError"
     assert capsys.readouterr().out == "stock_1235: exit 1: OutOfMemoryError\n"
+
+
+@pytest.mark.parametrize(("name", "steps"), [("stock_1235", 10), ("bf16_author_calm_1234", 200)])
+def test_a_run_that_would_end_in_its_warm_up_is_refused_and_leaves_the_record(name, steps, tmp_path, capsys):
+    record = tmp_path / f"{name}.json"
+    record.write_text("of a whole run")
+    with pytest.raises(SystemExit) as end:
+        losses.main(["train", name, "--out", str(tmp_path), "--steps", str(steps)])
+    assert end.value.code == 2 and record.read_text() == "of a whole run"
+    said = f"error: --steps {steps}: {name} has {steps} steps of warm-up; give it more than those\n"
+    assert capsys.readouterr().err.endswith(said)
 
 
 def test_smoothed_losses_are_means_of_steps_in_a_row():
