@@ -1,17 +1,26 @@
 """Packages beside the lock: what a recipe's own keys need of a host, and what must not be there."""
 
 import importlib.metadata
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 
 from nam_megatron.errors import Problem
 
 QUACK_KEY = "model.blocks.moe.expert_gemm"
 QUACK = {"quack-kernels": "0.6.5", "nvidia-cutlass-dsl": "4.8.1"}  # the only versions that have been tried
-INSTALL = "`pip install torch==2.11.0 quack-kernels==0.6.5 'nvidia-cutlass-dsl[cu13]==4.8.1'` installs it"
+
+
+def installer(find: Callable[[str], object] = importlib.util.find_spec) -> str:
+    """The words that install into this environment: one that uv made has no pip, and the shell's would install somewhere else."""
+    return "pip" if find("pip") else "uv pip"
+
+
+PIP = installer()
+INSTALL = f"`{PIP} install torch==2.11.0 quack-kernels==0.6.5 'nvidia-cutlass-dsl[cu13]==4.8.1'` installs it"
 FLASH, FLASH_CHOICE = "flash-attn-4", "NVTE_FLASH_ATTN_V4"
 FLASH_KEY = "precision.attention_kernels"
 FLASH_PACKAGES = {FLASH: "4.0.0b36", **QUACK}  # it is built on QuACK
-FLASH_INSTALL = "`pip install torch==2.11.0 flash-attn-4==4.0.0b36 quack-kernels==0.6.5 'nvidia-cutlass-dsl[cu13]==4.8.1'` installs it"
+FLASH_INSTALL = f"`{PIP} install torch==2.11.0 flash-attn-4==4.0.0b36 quack-kernels==0.6.5 'nvidia-cutlass-dsl[cu13]==4.8.1'` installs it"
 
 
 def installed(name: str) -> str | None:

@@ -46,8 +46,15 @@ QUACK, FLASH = "model.blocks.moe.expert_gemm=quack", "precision.attention_kernel
 def test_an_extra_is_what_its_hint_installs(extra, tried, hint):
     asked = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"][extra]
     assert {word.partition("==")[0].partition("[")[0]: word.partition("==")[2] for word in asked} == tried
-    pip = shlex.split(hint.split("`")[1])
-    assert pip[:3] == ["pip", "install", f"torch=={GOOD['torch']}"] and pip[3:] == asked
+    said = hint.split("`")[1]
+    assert said.startswith(f"{packages.PIP} install torch=={GOOD['torch']} ")
+    assert shlex.split(said.partition(" install ")[2])[1:] == asked
+
+
+def test_the_installer_is_that_of_the_environment():
+    assert packages.installer(lambda name: name == "pip") == "pip"
+    assert packages.installer(lambda name: None) == "uv pip"
+    assert packages.installer() == packages.PIP
 
 
 @pytest.mark.parametrize(
