@@ -194,7 +194,7 @@ class Origin:
                 before, was = said.get(key, (name, value))
                 # Of what is left out neither has its way.
                 if was != value and not self.typed(key) and key not in self._lenient:
-                    found.setdefault((name, before), []).append(f"{key}={_shown(value)} in the place of {_shown(was)}")
+                    found.setdefault((name, before), []).append(f"{key}={shown(value)} in the place of {shown(was)}")
                 said[key] = name, value
         return [f"`{name}` is laid over `{before}`: {', '.join(changes)}" for (name, before), changes in found.items()]
 
@@ -346,8 +346,13 @@ def leaves(key: str, value: Any) -> list[str]:
     return [leaf for name, inner in value.items() for leaf in leaves(f"{key}.{name}", inner)]
 
 
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def shown(value: Any) -> str:
+    """A value as a word of the command line gives it."""
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}: {shown(inner)}' for key, inner in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(shown, value))}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def clipped(text: str) -> str:

@@ -15,7 +15,7 @@ from nam_megatron.blocks.kinds import KINDS
 from nam_megatron.errors import INCOMPLETE, OK, Problem, Refused, likely, quoted, raise_if
 from nam_megatron.features.names import FEATURES
 from nam_megatron.lower import Lowering, translate
-from nam_megatron.origin import Origin
+from nam_megatron.origin import Origin, shown
 from nam_megatron.recipe import Recipe, config_at, keys_at, keys_hint, load, value_at
 from nam_megatron.schema import configs
 from nam_megatron.setting import Config, section
@@ -158,12 +158,17 @@ def explain(lowering: Lowering, name: str, origin: Origin) -> str:
         raise Refused(Problem(f"Megatron {target.pin} has no flag `{name}`", "explain", hint))
     s = lowering.by_name.get(flag.dest)
     if s is None:
-        return f"{flag.name}\n  not set by this recipe; Megatron's default is {flag.default!r}\n"
-    shown = " ".join(target.words(s)) or f"(no word needed for {s.value!r})"
+        return f"{flag.name}\n  not set by this recipe; Megatron's default is {_held(flag.default)}\n"
+    shown = " ".join(target.words(s)) or f"(no word needed for {_held(s.value)})"
     set_by = f"{s.key} @ {origin.where(s.key)}" if s.key else f"pinned by {s.owner}"
     rows = {"says": shown, "owner": s.owner, "set": set_by, "why": s.why}
-    rows["default"] = f"{flag.default!r} in Megatron {target.pin}"
+    rows["default"] = f"{_held(flag.default)} in Megatron {target.pin}"
     return _told(flag.name, rows)
+
+
+def _held(value: Any) -> str:
+    """A value as Megatron holds it; a list as one is written."""
+    return shown(value) if isinstance(value, (list, tuple)) else repr(value)
 
 
 def _marked(lowering: Lowering) -> Mapping[str, str]:
@@ -192,11 +197,11 @@ def explain_key(lowering: Lowering, key: str, origin: Origin) -> str:
         here = getattr(here, "name", "on") if here is not None else "does not stand here"
     elif not stands or (here is None and not config.model_fields[last].is_required()):
         here = "does not stand here: nothing reads it in this plan"
-    rows = {"is": row.doc, "here": str(here)}
+    rows = {"is": row.doc, "here": shown(here)}
     if place := origin.where(key, or_above=False):
         rows["set"] = place
     told = [
-        " ".join(lowering.target.words(s)) or f"{s.name}={s.value!r}, without a word"
+        " ".join(lowering.target.words(s)) or f"{s.name}={_held(s.value)}, without a word"
         for s in lowering.settings
         if s.key == key
     ]

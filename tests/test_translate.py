@@ -287,6 +287,19 @@ def test_explain_what_is_pinned():
     assert answer("conf=nam56r", "explain=--moe-z-loss-coeff")["says"] == "(no word needed for None)"
 
 
+def test_explain_a_list_as_a_word_gives_it():
+    graphs = ("conf=nam56r_native_dp", "+overlay=graphs")
+    modules = "[attn,mamba,moe_router,moe_preprocess]"
+    assert answer(*graphs, "explain=feature.cuda_graphs.modules")["here"] == modules
+    assert answer(*graphs, "explain=--cuda-graph-modules")["default"] == "[] in Megatron 0.19.2"
+    assert answer(*graphs, "explain=precision.deterministic")["here"] == "false"
+    assert answer(*graphs, "explain=data.path")["here"] == "null"
+    assert (
+        answer(*graphs, f"feature.cuda_graphs.modules={modules}", "explain=feature.cuda_graphs.modules")["here"]
+        == modules
+    )
+
+
 def test_explain_what_is_not_set():
     ran = warm("conf=nam56r", "explain=--group-query-attention")
     assert ran.out.startswith("--group-query-attention\n  says    (no word needed for False)")
