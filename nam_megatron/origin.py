@@ -142,6 +142,10 @@ class Origin:
         self._lenient += [said for said in self._written["overlay"] if _within(said, key)]
         return False
 
+    def overlaid(self, key: str) -> bool:
+        """Whether overlays alone ask for `key`, so that they may be laid without it; said afterwards (left_out)."""
+        return not self.said(key) and any(_within(said, key) for said in self._written["overlay"])
+
     def typed(self, key: str) -> bool:
         """Whether `key` or one below it stands on the command line."""
         return any(_within(said, key) for said in self._typed)
@@ -178,7 +182,7 @@ class Origin:
     def left_out(self) -> list[str]:
         """What overlays say of what does not stand here, for people."""
         keys = ", ".join(dict.fromkeys(self._lenient))
-        return [f"the overlay is laid without {keys}: nothing here reads it"] if keys else []
+        return [f"the overlay is laid without {keys}: nothing here has a use for it"] if keys else []
 
     def overruled(self) -> list[str]:
         """Where one overlay says something else than one that was laid before it, for people: the last has its way."""

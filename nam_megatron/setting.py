@@ -88,6 +88,10 @@ class Config(BaseModel):
         """(key, why) of keys that nothing reads where these kinds stand: nobody may say them; those with a default go."""
         return iter(())
 
+    def unneeded(self, recipe: "Recipe", kinds: frozenset[str]) -> Iterator[tuple[str, Any]]:
+        """(key, value without it) of what asks for nothing where these kinds stand: an overlay is laid without it, else `check` refuses."""
+        return iter(())
+
 
 @cache
 def _rows(cls: type[Config]) -> Mapping[str, Row]:

@@ -389,6 +389,40 @@ def test_what_is_left_out_of_an_overlay_has_its_way_over_none():
         assert ("laid without model.blocks.moe.permute_fusion" in ran.err) != told
 
 
+@pytest.mark.parametrize(
+    ("preset", "without"),
+    [
+        ("nemotron_h_8b", "model.blocks.mamba2.padded_projection, feature.fp8.bf16_parts"),
+        ("nemotron_3_nano_30b_a3b", "model.blocks.mamba2.padded_projection"),
+        ("llama_3_8b", "model.blocks.mamba2.padded_projection, feature.fp8.bf16_parts"),
+    ],
+)
+def test_an_overlay_is_laid_without_what_a_model_has_no_use_for(preset, without):
+    ran = warm(f"conf={preset}", "+overlay=fp8", "format=json")
+    assert ran.code == 0
+    assert f"note: the overlay is laid without {without}: nothing here has a use for it\n" in ran.err
+    recipe = json.loads(ran.out)["recipe"]
+    mamba2, parts = recipe["model"]["blocks"].get("mamba2"), recipe["feature"]["fp8"]["bf16_parts"]
+    assert not (mamba2 and mamba2["padded_projection"])
+    assert bool(parts) == ("bf16_parts" not in without)
+
+
+def test_what_an_overlay_is_laid_without_is_refused_by_hand():
+    for preset, word, said in (
+        ("nemotron_h_8b", "model.blocks.mamba2.padded_projection=true", "18,560 columns on each GPU, which 16 divides"),
+        ("llama_3_8b", "feature.fp8.bf16_parts=[m2rnn]", "this model has no m2rnn to keep in bf16"),
+    ):
+        ran = warm(f"conf={preset}", "+overlay=fp8", word)
+        assert ran.code == 2 and said in ran.err and ran.err.count("error: ") == 1
+
+
+def test_an_overlay_pads_what_needs_it():
+    """8,248 columns, of which 16 divides no whole number; M2RNN's 1,580 where 8 does not."""
+    assert load("nam56r_native_dp_fused", ["+overlay=fp8"]).model.blocks.mamba2.padded_projection
+    assert load("nam56r_fused").model.blocks.m2rnn.padded_projection
+    assert not load("nam56r_fused", ["model.blocks.m2rnn.heads=40"]).model.blocks.m2rnn.padded_projection
+
+
 def test_lists_of_words():
     """Every lane, kind, feature and key, one line each, as the code has them."""
     lines = {name: warm(f"list={name}").out.splitlines() for name in ("lanes", "kinds", "features", "keys")}

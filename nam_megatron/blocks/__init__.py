@@ -111,14 +111,17 @@ def spread(key: str, total: int, parallel: "Parallel", what: str) -> Iterator[Pr
 BF16_COLUMNS, FP8_COLUMNS = 8, 16  # columns of a packed projection that its GEMMs want multiples of (aligned.py)
 
 
+def needless(columns: int, multiple: int, tensor: int) -> bool:
+    """Whether a packed projection has no use for rows of zeros: `multiple` divides its columns on each tensor rank."""
+    return columns % (multiple * tensor) == 0
+
+
 def unpadded(plan: "Plan", key: str, columns: int, multiple: int) -> Iterator[Problem]:
     """Where a packed projection has no use for rows of zeros behind its own, or cannot have them. columns: of all tensor ranks."""
     off, feature = "set it to false", plan.recipe.feature
-    of_rank, rest = divmod(columns, plan.recipe.parallel.tensor)
-    if not rest and of_rank % multiple == 0:
-        message = (
-            f"the projection has {of_rank:,} columns on each GPU, which {multiple} divides: there is nothing to pad"
-        )
+    tensor = plan.recipe.parallel.tensor
+    if needless(columns, multiple, tensor):
+        message = f"the projection has {columns // tensor:,} columns on each GPU, which {multiple} divides: there is nothing to pad"
         yield Problem(message, key, off)
         return
     if feature.fp8 and feature.fp8.param_gather:

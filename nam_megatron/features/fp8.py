@@ -1,6 +1,6 @@
 """FP8 training through Transformer Engine: Megatron's --fp8-format and --fp8-recipe."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from pydantic import AfterValidator, PositiveInt
@@ -76,12 +76,18 @@ class Fp8(Feature):
 
     def standing(self, plan: "Plan") -> Iterator[Part]:
         """The parts in bf16 that a model has."""
-        kinds = plan.kinds | set(plan.mtp)
-        moe = plan.recipe.model.blocks.moe
+        yield from self._among(plan.recipe, plan.kinds | set(plan.mtp))
+
+    def unneeded(self, recipe: "Recipe", kinds: frozenset[str]) -> Iterator[tuple[str, tuple[Part, ...]]]:
+        if self.bf16_parts and not any(self._among(recipe, kinds)):
+            yield "bf16_parts", ()
+
+    def _among(self, recipe: "Recipe", kinds: Collection[str]) -> Iterator[Part]:
+        moe = recipe.model.blocks.moe
         has = {
             "experts": "moe" in kinds,
             "shared_experts": "moe" in kinds and moe is not None and moe.shared_expert_hidden_size > 0,
-            "latents": bool(kinds & {"mla", "dsa"}),
+            "latents": "mla" in kinds or "dsa" in kinds,
             "m2rnn": "m2rnn" in kinds,
             "mamba3_rates": "mamba3" in kinds,
         }

@@ -224,7 +224,7 @@ def one_device(lowering: Lowering, plain: bool) -> Lowering:
         if blocks.get(kind):
             blocks[kind][key] = 1
     for block in (lowering.plan.recipe.model.blocks.m2rnn, lowering.plan.recipe.model.blocks.mamba2):
-        if block and block.in_proj_width % block.columns(lowering.plan) == 0:
+        if block and block.in_proj_width % block.columns(lowering.plan.recipe) == 0:
             blocks[block.kind]["padded_projection"] = False  # refused where one GPU's columns need no zeros
     if plain:
         for keys in (*blocks.values(), tree["feature"].get("mhc")):

@@ -166,7 +166,9 @@ def from_config(cfg: DictConfig, origin: Any = None, without: Iterable[str] = ()
         recipe = resolved(written, origin.said, origin.typed) if origin else resolved(written, lambda key: False)
     except Refused as refused:
         raise Refused(refused.problems, origin) from None
-    if origin:  # a value that a person gave is no assumption of ours
+    if origin:
+        recipe = standing.without_unneeded(recipe, origin.overlaid)
+        # A value that a person gave is no assumption of ours.
         ours = {name: a for name, a in recipe.assumptions.items() if not origin.gave(a.key)}
         recipe = recipe.model_copy(update={"assumptions": ours})
     if renamed := [*_lane_in_name_only(recipe), *(origin.astray(recipe.preset.name) if origin else ())]:

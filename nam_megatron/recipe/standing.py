@@ -244,6 +244,18 @@ def idle(recipe: "Recipe") -> Iterator[str]:
     return (key for key, _ in _idle(recipe, here, configs, frozenset()))
 
 
+def without_unneeded(recipe: "Recipe", overlaid: Said) -> "Recipe":
+    """A resolved recipe without what an overlay asks of every model and this one has no use for."""
+    here = everywhere(recipe)
+    owners = [(f"model.blocks.{kind}", getattr(recipe.model.blocks, kind)) for kind in KINDS]
+    owners += [(f"feature.{name}", getattr(recipe.feature, name)) for name in FEATURES]
+    for owner, config in owners:
+        for key, value in config.unneeded(recipe, here) if config else ():
+            if overlaid(f"{owner}.{key}"):
+                recipe = _without(recipe, owner.split("."), {key: value})
+    return recipe
+
+
 def _idle(
     recipe: "Recipe", here: frozenset[str], configs: frozenset[str], off: frozenset[str]
 ) -> Iterator[tuple[str, str]]:

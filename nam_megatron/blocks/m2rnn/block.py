@@ -14,6 +14,7 @@ from nam_megatron.blocks import (
     Block,
     Gauge,
     divides,
+    needless,
     padding,
     padding_working,
     residual,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     from nam_megatron.plan import Layer, Plan
+    from nam_megatron.recipe import Recipe
 
 CHECKPOINT = 4  # tokens between two states that are kept for the backward pass (kernel.Config.tokens)
 ROWS = 16  # of a head's state that one program of the kernels owns (kernel.Config.rows)
@@ -81,7 +83,7 @@ class M2Rnn(Block):
         yield from self.unserved()
         yield from spread(at + "heads", self.heads, p, "M2RNN heads")
         yield from divides(at + "k_dim", self.k_dim, p.tensor, "M2RNN's key width", "parallel.tensor")
-        multiple = self.columns(plan)
+        multiple = self.columns(plan.recipe)
         if self.padded_projection:
             yield from unpadded(plan, at + "padded_projection", self.in_proj_width, multiple)
         elif multiple == FP8_COLUMNS and self.in_proj_width % (multiple * p.tensor):
@@ -92,10 +94,14 @@ class M2Rnn(Block):
                 "or put `m2rnn` into `feature.fp8.bf16_parts`",
             )
 
-    def columns(self, plan: "Plan") -> int:
+    def columns(self, recipe: "Recipe") -> int:
         """What the GEMMs of the input projection want multiples of."""
-        fp8 = plan.recipe.feature.fp8
+        fp8 = recipe.feature.fp8
         return BF16_COLUMNS if fp8 is None or fp8.keeps("m2rnn") else FP8_COLUMNS
+
+    def unneeded(self, recipe: "Recipe", kinds: frozenset[str]) -> Iterator[tuple[str, bool]]:
+        if self.padded_projection and needless(self.in_proj_width, self.columns(recipe), recipe.parallel.tensor):
+            yield "padded_projection", False
 
     def unserved(self) -> Iterator[Problem]:
         """Sizes at which the chosen kernels cannot run."""
@@ -113,7 +119,7 @@ class M2Rnn(Block):
         own = dict(nh=self.heads, K=self.k_dim, Vh=self.v_dim, c=self.conv_width, L=CHECKPOINT)
         # pad: columns that `padded_projection` puts behind the projection's; pc is all that it multiplies by then.
         columns = self.in_proj_width / z["t"]
-        pad = -columns % self.columns(z.plan) if self.padded_projection else 0
+        pad = -columns % self.columns(z.plan.recipe) if self.padded_projection else 0
         return z.in_bf16("m2rnn").own(**own, parts=self.k_dim / ROWS, pad=pad, pc=columns + pad)
 
     def params(self, z: Sizes, layer: "Layer | None") -> Iterator[Param]:

@@ -59,7 +59,7 @@ def spec(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
     params = {
         name: getattr(block, name) for name in ("kernels", "k_dim", "v_dim", "heads", "conv_width", "gradient_clip")
     }
-    params["columns"] = block.columns(plan) if block.padded_projection else None
+    params["columns"] = block.columns(plan.recipe) if block.padded_projection else None
     return ModuleSpec(M2RnnMixer, params=params, submodules=parts)
 
 

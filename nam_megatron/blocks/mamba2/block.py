@@ -11,6 +11,7 @@ from nam_megatron.blocks import (
     FP8_COLUMNS,
     Block,
     divides,
+    needless,
     padding,
     padding_working,
     residual,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     from nam_megatron.plan import Layer, Plan
+    from nam_megatron.recipe import Recipe
 
 CHUNK = 128  # MambaMixer's default chunk_size; not a flag
 CONV = 4  # its d_conv
@@ -79,11 +81,15 @@ class Mamba2(Block):
     def build(self, backend: "BackendSpecProvider", plan: "Plan") -> "ModuleSpec":
         from nam_megatron.blocks.mamba2 import layer
 
-        return layer.spec(backend, self, self.columns(plan) if self.padded_projection else None)
+        return layer.spec(backend, self, self.columns(plan.recipe) if self.padded_projection else None)
 
-    def columns(self, plan: "Plan") -> int:
+    def columns(self, recipe: "Recipe") -> int:
         """What the GEMMs of the input projection want multiples of."""
-        return FP8_COLUMNS if plan.recipe.feature.fp8 else BF16_COLUMNS
+        return FP8_COLUMNS if recipe.feature.fp8 else BF16_COLUMNS
+
+    def unneeded(self, recipe: "Recipe", kinds: frozenset[str]) -> Iterator[tuple[str, bool]]:
+        if self.padded_projection and needless(self.in_proj_width, self.columns(recipe), recipe.parallel.tensor):
+            yield "padded_projection", False
 
     def check(self, plan: "Plan") -> Iterator[Problem]:
         at, p = "model.blocks.mamba2.", plan.recipe.parallel
@@ -128,8 +134,9 @@ class Mamba2(Block):
         return f", or set {quoted(words)}" if context == 1 else ""
 
     def _unpadded(self, plan: "Plan", key: str) -> Iterator[Problem]:
-        yield from unpadded(plan, key, self.in_proj_width, self.columns(plan))
-        if self.in_proj_width % (self.columns(plan) * plan.recipe.parallel.tensor) == 0:
+        columns = self.columns(plan.recipe)
+        yield from unpadded(plan, key, self.in_proj_width, columns)
+        if needless(self.in_proj_width, columns, plan.recipe.parallel.tensor):
             return
         if not self.strided:
             message = "Megatron's mixer cuts the projection into its parts, and has none for columns of zeros"
@@ -143,7 +150,7 @@ class Mamba2(Block):
         """nh heads of P, in all di wide; B and C of G groups of ns; scanned in chunks of L."""
         columns = self.in_proj_width / z["t"]
         # Of all pc columns that the projection multiplies by.
-        pad = -columns % self.columns(z.plan) if self.padded_projection else 0
+        pad = -columns % self.columns(z.plan.recipe) if self.padded_projection else 0
         return z.own(
             nh=self.heads, P=self.head_dim, di=self.heads * self.head_dim, G=self.groups, ns=self.state_dim, L=CHUNK,
             pad=pad, pc=columns + pad,
