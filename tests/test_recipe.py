@@ -316,6 +316,40 @@ def test_a_plan_without_keys_that_came_later_computes_the_same(name):
     assert older != plan and list(computation.differences(older, plan)) == []
 
 
+WHOLE = ("cluster=h200_1", "feature.cuda_graphs.impl=full_iteration")
+
+
+@pytest.mark.parametrize(
+    ("preset", "words", "ways"),
+    [
+        ("llama_3_8b", ("feature.fp8.recipe=blockwise",), 2),
+        ("llama_3_8b", ("feature.fp8.recipe=tensorwise", "feature.fp8.param_gather=true"), 2),
+        ("llama_3_8b", ("feature.recompute.granularity=selective", "feature.recompute.modules=[core_attn]"), 1),
+        (
+            "nam56r_fused",
+            (
+                "+overlay=fp8",
+                "feature.fp8.recipe=blockwise",
+                "feature.fp8.keep_inputs=false",
+                "feature.fp8.bf16_parts=[experts,latents,m2rnn]",
+            ),
+            2,
+        ),
+    ],
+)
+def test_each_way_out_of_a_graph_of_the_whole_step_is_one(preset, words, ways):
+    """A hint does not lead into the next refusal."""
+    asked = [*WHOLE, *words]
+    with pytest.raises(Refused) as refused:
+        translate(load(preset, asked))
+    hint = next(p.hint for p in refused.value.problems if "has not been tried with" in p.message)
+    found = [re.findall(r"`([\w.]+=[^`]+)`", way) for way in hint.split(", or ")]
+    assert sum(map(bool, found)) == ways
+    for given in filter(None, found):
+        keys = {word.partition("=")[0] for word in given}
+        translate(load(preset, [*(word for word in asked if word.partition("=")[0] not in keys), *given]))
+
+
 def test_parts_in_bf16_are_a_set():
     (one, other) = (
         load("nam56r_fused", ("+overlay=fp8", f"feature.fp8.bf16_parts={parts}"))

@@ -137,10 +137,13 @@ class CudaGraphs(Feature):
         # What goes with graphs of parts of layers no better.
         alone = (
             r.feature.mhc
+            or r.feature.recompute
+            or (blocks.dsa and "dsa" in kinds and blocks.dsa.kernels == "megatron")
             or r.precision.attention_kernels != "transformer_engine"
             or (fp8 and (fp8.bf16_parts or fp8.keep_inputs))
         )
-        parts = f"`{at}={'none' if alone else 'transformer_engine'}`"
+        named = "" if alone or self.modules else " with `feature.cuda_graphs.modules=[attn]`"
+        parts = f"`{at}={'none' if alone else 'transformer_engine'}`{named}"
         if self.modules:
             message = "a graph of the whole step has no modules: it captures everything"
             yield Problem(message, "feature.cuda_graphs.modules", "set it to [], or take " + parts)
@@ -165,9 +168,9 @@ class CudaGraphs(Feature):
                 blocks.mamba3 is not None and "mamba3" in kinds and blocks.mamba3.recompute != "none",
                 "recompute",
             ),
-            "feature.fp8.recipe": (fp8 is not None and fp8.recipe == "blockwise", "FP8 scaled by blocks"),
-            "feature.fp8.param_gather": (fp8 is not None and fp8.param_gather, "weights held in FP8"),
-            "feature.fp8.first_last_bf16": (
+            "feature.fp8.recipe=tensorwise": (fp8 is not None and fp8.recipe == "blockwise", "FP8 scaled by blocks"),
+            "feature.fp8.param_gather=false": (fp8 is not None and fp8.param_gather, "weights held in FP8"),
+            "feature.fp8.first_last_bf16=false": (
                 fp8 is not None and fp8.first_last_bf16,
                 "layers in bf16 beside those in FP8",
             ),
