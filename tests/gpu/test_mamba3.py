@@ -125,6 +125,15 @@ def test_states_that_are_kept_are_not_computed_again(case, monkeypatch):
     assert starts == [0]
 
 
+def drawn(case):
+    """Weights, a packed projection, and the gradient of the scan's output."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    weights = bench.weights_of(case.shape, DEVICE, case.dtype, generator)
+    packed = bench.packed_of(case.shape, case.s, case.b, DEVICE, case.dtype, generator)
+    back = torch.randn(case.s, case.b, case.shape.inner, device=DEVICE, generator=generator).to(case.dtype)
+    return weights, packed, back
+
+
 @pytest.mark.parametrize("case", [CASES[0], CASES[1], WALKED[0], WALKED[1]], ids=str)
 def test_what_is_prepared_is_not_computed_again(case, monkeypatch):
     """Once, for both passes, and with the gradients to the last bit that it has when it is computed twice."""
@@ -132,10 +141,7 @@ def test_what_is_prepared_is_not_computed_again(case, monkeypatch):
     prepare_of = prepare.Prepared.of
     monkeypatch.setattr(prepare.Prepared, "of", lambda *args, **named: made.append(1) or prepare_of(*args, **named))
     launch = case.launch or kernel.launch_of(case.shape)
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    weights = bench.weights_of(case.shape, DEVICE, case.dtype, generator)
-    packed = bench.packed_of(case.shape, case.s, case.b, DEVICE, case.dtype, generator)
-    back = torch.randn(case.s, case.b, case.shape.inner, device=DEVICE, generator=generator).to(case.dtype)
+    weights, packed, back = drawn(case)
     found = []
     for kept in (False, True):
         given = [t if t is None else t.detach().requires_grad_() for t in (packed, *weights)]
@@ -152,10 +158,8 @@ def test_what_is_prepared_is_not_computed_again(case, monkeypatch):
 @pytest.mark.parametrize("case", [CASES[0], CASES[1], WALKED[0], WALKED[1]], ids=str)
 def test_rates_in_a_tensor_of_their_own(case):
     """Nothing but the place of their gradient differs, to the last bit."""
-    launch, generator = case.launch or kernel.launch_of(case.shape), torch.Generator(DEVICE).manual_seed(0)
-    weights = bench.weights_of(case.shape, DEVICE, case.dtype, generator)
-    packed = bench.packed_of(case.shape, case.s, case.b, DEVICE, case.dtype, generator)
-    back = torch.randn(case.s, case.b, case.shape.inner, device=DEVICE, generator=generator).to(case.dtype)
+    launch = case.launch or kernel.launch_of(case.shape)
+    weights, packed, back = drawn(case)
     at, found = prepare.offsets(case.shape)["dt"], []
     for apart in (False, True):
         cut = (packed[..., :at].contiguous(), packed[..., at:].contiguous()) if apart else (packed, None)
@@ -171,9 +175,7 @@ def test_rates_in_a_tensor_of_their_own(case):
 @pytest.mark.parametrize("case", [WALKED[0], WALKED[2]], ids=str)
 def test_a_walk_has_the_states_that_would_be_computed_again(case):
     """To what another order of sums makes of their last bit."""
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    weights = bench.weights_of(case.shape, DEVICE, case.dtype, generator)
-    packed = bench.packed_of(case.shape, case.s, case.b, DEVICE, case.dtype, generator)
+    weights, packed, _ = drawn(case)
     launch, documents = case.launch, bench.documents_of(case, DEVICE)
     rates = prepare.rates_of(packed, case.shape)
     prepared = prepare.Prepared.of(
