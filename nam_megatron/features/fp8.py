@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from pydantic import AfterValidator, PositiveInt
 
-from nam_megatron.errors import Problem
+from nam_megatron.errors import Problem, quoted
 from nam_megatron.features import Feature
 from nam_megatron.setting import Row, Setting
 from nam_megatron.sizes import WORKSPACE, Group, Line, Param, Sizes, Stage
@@ -150,10 +150,8 @@ class Fp8(Feature):
         if self.bf16_parts and self.param_gather:
             message = "weights that are gathered in FP8 are FP8 in all parts"
             yield Problem(message, at + "bf16_parts", f"set it to [], or `{at}param_gather=false`")
-        if self.recipe == "delayed" and self.first_last_bf16:
-            yield Problem(
-                "delayed scaling excludes bf16 edge layers", at + "first_last_bf16", "set it to false or use tensorwise"
-            )
+        if self.recipe == "delayed":
+            yield from self._undelayed(plan)
         if self.keep_inputs:
             yield from self._inputs_unkept(plan)
         if self.param_gather and not (r.feature.distributed_optimizer.enabled or r.feature.megatron_fsdp):
@@ -162,11 +160,6 @@ class Fp8(Feature):
                 at + "param_gather",
                 "set `feature.distributed_optimizer.enabled=true`",
             )
-        if self.recipe == "delayed":
-            yield from self._state_lost(plan)
-        recompute = r.feature.recompute
-        if self.recipe == "delayed" and recompute and {"moe_act", "layernorm"} & set(recompute.modules):
-            yield Problem("delayed scaling excludes recompute of `moe_act` and `layernorm`", at + "recipe")
         edges = max(self.bf16_layers_at_start or 0, self.bf16_layers_at_end or 0)
         if edges > r.model.depth // r.parallel.pipeline:
             yield Problem("more bf16 layers than a pipeline stage has", at + "bf16_layers_at_start")
@@ -179,8 +172,6 @@ class Fp8(Feature):
     def _inputs_unkept(self, plan: "Plan") -> Iterator[Problem]:
         """Where no input is quantised twice, or keeping it has not been tried."""
         r, key = plan.recipe, "feature.fp8.keep_inputs"
-        if self.recipe == "delayed":
-            yield Problem("delayed scaling keeps FP8 inputs by itself", key, f"set `{key}=false`")
         parts = r.feature.recompute is not None and r.feature.recompute.granularity != "full"
         untried = (
             (self.recipe == "blockwise", "scaling `blockwise`"),
@@ -227,20 +218,30 @@ class Fp8(Feature):
         why = "of attention's output projections and the shared experts, in FP8"
         yield z.own(W=rest, Y=shared).line("inputs kept", "T W / t + Ts Y", why)
 
-    def _state_lost(self, plan: "Plan") -> Iterator[Problem]:
-        """What would lose or change the scales of delayed scaling (Transformer Engine 2.20: pytorch/_extra_state.py, quantization.py)."""
-        r, key = plan.recipe, "feature.fp8.recipe"
-        for name in ("save", "load"):
-            if getattr(r.schedule, name):
-                message = "a checkpoint has the scales of delayed scaling as a pickle, which Transformer Engine refuses to open"
-                yield Problem(message, key, f"set `{key}=tensorwise`, or `schedule.{name}=null`")
-        if r.schedule.eval_steps:
-            message = "evaluations would change the scales of delayed scaling, and so what is trained"
-            yield Problem(message, key, f"set `{key}=tensorwise`, or `schedule.eval_steps=0`")
-        mamba3 = r.model.blocks.mamba3
-        if mamba3 and "mamba3" in plan.kinds and mamba3.recompute != "none":
-            message = "delayed scaling has not been tried with a projection that is computed again"
-            yield Problem(message, key, f"set `{key}=tensorwise`, or `model.blocks.mamba3.recompute=none`")
+    def _undelayed(self, plan: "Plan") -> Iterator[Problem]:
+        """What delayed scaling excludes, or what would lose or change its scales (Transformer Engine 2.20: pytorch/_extra_state.py,
+        quantization.py).
+        """
+        r, recipe = plan.recipe, "feature.fp8.recipe"
+        mamba3, recompute = r.model.blocks.mamba3, r.feature.recompute
+        parts = [part for part in (recompute.modules if recompute else ()) if part in ("moe_act", "layernorm")]
+        again = mamba3 is not None and "mamba3" in plan.kinds and mamba3.recompute != "none"
+        pickled = "a checkpoint has the scales of delayed scaling as a pickle, which Transformer Engine refuses to open"
+        for asked, message, key, way in (
+            (self.first_last_bf16, "delayed scaling excludes bf16 edge layers", "feature.fp8.first_last_bf16", "false"),
+            (self.keep_inputs, "delayed scaling keeps FP8 inputs by itself", "feature.fp8.keep_inputs", "false"),
+            (parts, "delayed scaling excludes recompute of `moe_act` and `layernorm`", "feature.recompute.modules", None),
+            (r.schedule.save, pickled, "schedule.save", "null"),
+            (r.schedule.load, pickled, "schedule.load", "null"),
+            (r.schedule.eval_steps, "evaluations would change the scales of delayed scaling, and so what is trained",
+             "schedule.eval_steps", "0"),
+            (again, "delayed scaling has not been tried with a projection that is computed again",
+             "model.blocks.mamba3.recompute", "none"),
+        ):  # fmt: skip
+            if asked:
+                other = f"`{key}={way}`" if way else f"leave {quoted(parts)} out of `{key}`"
+                place = key if key.startswith("feature.fp8.") else recipe
+                yield Problem(message, place, f"set `{recipe}=tensorwise`, or {other}")
 
     def in_bf16(self, number: int | None, depth: int) -> bool:
         """Whether layer `number` of `depth` (None: MTP's, which have no edge) stays in bf16."""
