@@ -107,6 +107,27 @@ class Origin:
                 hint = f"leave `.yaml` out: `{called}`"
             yield Problem(f"preset `{name}` calls itself `{called}`", "preset.name", hint)
         yield from self._outvoted()
+        yield from self._unlaid()
+
+    def _unlaid(self) -> Iterator[Problem]:
+        """What an overlay chooses by name where the command line chooses another: Hydra would take the latter and say nothing."""
+        typed = {override.key_or_group: (text, override.value()) for text, override in self._parsed}
+        for overlay, tree in self._overlays():
+            for default in tree.get("defaults", ()):
+                for word, name in default.items() if isinstance(default, Mapping) else ():
+                    group = str(word).removeprefix("override").strip().removeprefix("/")
+                    text, chosen = typed.get(group, ("", name))
+                    if chosen != name:
+                        message = f"`{text}` is chosen, and the overlay `{overlay}` chooses `{name}`"
+                        yield Problem(message, group, f"leave one of them out, or take `{group}={name}`")
+
+    def _overlays(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Overlays by name, and what is in them, in the order in which they are laid."""
+        for default in self._merged:
+            group, _, name = default.config_path.partition("/")
+            file = next((f for r in self._roots if (f := r / f"{default.config_path}.yaml").is_file()), None)
+            if group == "overlay" and file:
+                yield name, yaml.load(file.read_text(encoding="utf-8"), Loader=Loader) or {}
 
     def _outvoted(self) -> Iterator[Problem]:
         """What the command line chooses by name and a file behind it makes something else of.
@@ -188,11 +209,8 @@ class Origin:
         """Where one overlay says something else than one that was laid before it, for people: the last has its way."""
         said: dict[str, tuple[str, Any]] = {}
         found: dict[tuple[str, str], list[str]] = {}
-        overlays = (d.config_path for d in self._merged if d.config_path.startswith("overlay/"))
-        for path in overlays:
-            name = path.removeprefix("overlay/")
-            file = next((f for r in self._roots if (f := r / f"{path}.yaml").is_file()), None)
-            tree = OmegaConf.create(yaml.load(file.read_text(encoding="utf-8"), Loader=Loader) or {}) if file else {}
+        for name, written in self._overlays():
+            tree = OmegaConf.create(dict(written))
             for key in [leaf for top, value in tree.items() if top != "defaults" for leaf in leaves(str(top), value)]:
                 value = OmegaConf.select(tree, key)
                 before, was = said.get(key, (name, value))

@@ -177,6 +177,13 @@ def test_what_a_preset_sets_beside_a_choice_stands(text, word, tmp_path):
     assert warm("--config-dir", ".", "conf=mine", word, BATCH, cwd=tmp_path).code == 0
 
 
+def test_what_an_overlay_chooses_the_command_line_may_not_make_another_of(tmp_path):
+    said = refused("conf=nam56r_fused", "optim=adamw", "+overlay=[fused,muon]", cwd=tmp_path)
+    assert said.startswith("error: `optim=adamw` is chosen, and the overlay `muon` chooses `muon` @ optim ")
+    assert "hint: leave one of them out, or take `optim=muon`" in said
+    assert load("nam56r_fused", ["+overlay=muon", "optim=muon"]).optim.name == "muon"
+
+
 @pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v3_yarn", "deepseek_v3_2", "kimi_k2", "glm_4_5_air"])
 def test_hosts_of_the_command_line_are_those_of_a_preset_with_hosts(name):
     assert load(name).cluster.nodes > 1
