@@ -61,7 +61,7 @@ def gradients(
     rows: q, k [b, heads, s * rank, state_dim], v, g [b, heads, s * rank, head_dim]. tokens: decay, now, scale, begun, until
     [b, heads, s] fp32. left: [b, heads, chunks] fp32. states: at the chunks' starts [b, chunks, heads, head_dim, state_dim]. sums, ends,
     d_D: the gradients of c where a token is a query, of now and of scale [3, b, heads, s], of the decays over whole chunks
-    [b, heads, chunks] and of D [b, heads, 1], all fp32. documents [b, s] int32. D [heads] fp32.
+    [b, heads, chunks] and of D [b, heads, 1], all fp32. documents [b, s] int32. D [heads].
     """
     b, h, _, n = rows[0].shape
     p, r = shape.head_dim, shape.rank
