@@ -17,6 +17,7 @@ import torch
 
 GRACE = 30.0  # seconds for what runs when the time is up, before it is killed
 PACKAGES = "torch", "triton", "megatron-core", "transformer-engine", "mamba-ssm"
+PACKAGES += "tilelang", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "sgl-flash-mla", "flash-attn-4"
 
 
 class Report:
