@@ -444,7 +444,7 @@ def _backward(
             H=h, HALF=n // 2, G=g, R=r, A=a, TOKENS=tokens, COLUMNS=halves, EVEN=s % tokens == 0,
             num_warps=launch.keys,
         )  # fmt: skip
-        del rows, operands, states  # before the next ones are made
+        del rows, decays, operands, states  # before the next ones are made
     return raw, [d_D.sum((0, 2)), *(None if t is None else t.sum((0, 1)) for t in (d_B, d_C, d_x, d_z, d_o))]
 
 
