@@ -29,6 +29,12 @@ STAGES = 2  # chunks in shared memory: one that is computed with, one that is on
 REGISTERS = 128  # of a thread at the start; the warps that load and carry give theirs to the others
 COMPUTING, CARRYING, LOADING = 176, 120, 40
 KINDS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+MMA = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, 64, 16]))
+OPERAND = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))  # what multiplies from the left, in registers
+ROWS = gl.constexpr(gl.SliceLayout(1, MMA.value))
+# A token's numbers, in their order in shared memory; left is a chunk's.
+NUMBERS = gl.constexpr(6)
+DECAY, NOW, SCALE, BEGUN, UNTIL, LEFT = map(gl.constexpr, range(6))
 
 
 def serves(packed: Tensor, shape: Shape, chunk: int) -> bool:
@@ -109,7 +115,7 @@ def _gradients_kernel(
     dk = gl.allocate_shared_memory(kind, [R, L, N], q_of.layout)
     dv = gl.allocate_shared_memory(kind, [R, L, P], v_of.layout)
     o = gl.allocate_shared_memory(kind, [R, L, P], v_of.layout)
-    numbers = gl.allocate_shared_memory(gl.float32, [6 * STAGES, M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    numbers = gl.allocate_shared_memory(gl.float32, [NUMBERS * STAGES, M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     carried = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -161,12 +167,12 @@ def _load(
             of_state = ((of // H * chunks + chunk) * H + of % H) * P
             tma.async_copy_global_to_shared(state_of, [of_state, 0], here, state.index(at))
             single = tile * L + token
-            each = (gl.load(decay + single), gl.load(now + single), gl.load(scale + single), gl.load(begun + single))
-            more = (gl.load(until + single), gl.load(left + tile + token * 0))
-            for i in gl.static_range(4):
-                numbers.index(6 * at + i).store(each[i])
-            for i in gl.static_range(2):
-                numbers.index(6 * at + 4 + i).store(more[i])
+            found = (
+                gl.load(decay + single), gl.load(now + single), gl.load(scale + single),
+                gl.load(begun + single), gl.load(until + single), gl.load(left + tile + token * 0),
+            )  # fmt: skip
+            for i in gl.static_range(NUMBERS):
+                numbers.index(NUMBERS * at + i).store(found[i])
             mbarrier.arrive(here)
             turn += 1
 
@@ -179,26 +185,23 @@ def _carry(
     full, free, carried = turns
     first, heads, step, chunks = sizes
     M: gl.constexpr = L * R
-    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    rows: gl.constexpr = gl.SliceLayout(1, mma)
     turn = 0
     for of in range(first, heads, step):
-        d_state = gl.zeros([P, N], gl.float32, mma)
+        d_state = gl.zeros([P, N], gl.float32, MMA)
         for back in range(chunks):
             at = turn % STAGES
-            q, g = inputs[0].index(at).reshape([M, N]), inputs[3].index(at).reshape([M, P])
+            q, _, _, g = _tiles(inputs, at, M, N, P)
             state, tile = inputs[4].index(at), inputs[5].index(at)
-            begun, left = inputs[6].index(6 * at + 3), inputs[6].index(6 * at + 5)
+            begun, left = _numbers(inputs, BEGUN, at), _numbers(inputs, LEFT, at)
             mbarrier.wait(full.index(at), turn // STAGES & 1)
             # Whoever read this place last has freed the chunk that has just come.
             tile.store(d_state.to(tile.dtype))
             fence_async_shared()
             mbarrier.arrive(carried.index(at))
-            rest = left.load(rows)
-            end = gl.sum(state.load(mma).to(gl.float32) * d_state, 1) * rest
-            begins = begun.load(gl.SliceLayout(0, operand))
-            ahead = (g.permute((1, 0)).load(operand).to(gl.float32) * begins[None, :]).to(tile.dtype)
+            rest = left.load(ROWS)
+            end = gl.sum(state.load(MMA).to(gl.float32) * d_state, 1) * rest
+            begins = begun.load(gl.SliceLayout(0, OPERAND))
+            ahead = (g.permute((1, 0)).load(OPERAND).to(gl.float32) * begins[None, :]).to(tile.dtype)
             d_state = warpgroup_mma(ahead, q, d_state * rest[:, None], is_async=True)
             _sums(ends + ((of * chunks + chunks - 1 - back) * 2 + 1) * 4, end, 4, P // 4)
             d_state = warpgroup_mma_wait(0, [d_state])
@@ -212,22 +215,19 @@ def _queries(
     descriptors, inputs, turns, sizes, D, documents, outputs,
     PACKED: gl.constexpr, H: gl.constexpr, L: gl.constexpr, R: gl.constexpr, N: gl.constexpr, P: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """o, the gradients of q and now, and of c where a row is a query. Matrices have queries in rows, keys in columns."""
+    """o, the gradients of q and now, and of c where a row is a query. Matrices have queries in ROWS, keys in columns."""
     q_of, g_of = descriptors[0], descriptors[3]
     full, free, _ = turns
     dq_tile, o_tile, d_row, d_now = outputs
     first, heads, step, chunks = sizes
     kind: gl.constexpr = q_of.dtype
     M: gl.constexpr = L * R
-    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    rows: gl.constexpr = gl.SliceLayout(1, mma)
-    square = gl.zeros([M, M], gl.float32, mma)
-    wide = gl.zeros([M, N], gl.float32, mma)
-    narrow = gl.zeros([M, P], gl.float32, mma)
+    square = gl.zeros([M, M], gl.float32, MMA)
+    wide = gl.zeros([M, N], gl.float32, MMA)
+    narrow = gl.zeros([M, P], gl.float32, MMA)
     by_rank: gl.constexpr = gl.reshape(square, [R, L, R, L]).type.layout
     pair: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, by_rank))
-    row = gl.arange(0, M, rows)
+    row = gl.arange(0, M, ROWS)
     token, other = gl.arange(0, L, gl.SliceLayout(1, pair)), gl.arange(0, L, gl.SliceLayout(0, pair))
     turn = 0
     for of in range(first, heads, step):
@@ -235,11 +235,10 @@ def _queries(
         for back in range(chunks):
             chunk, at = chunks - 1 - back, turn % STAGES
             tile = of * chunks + chunk
-            q, k = inputs[0].index(at).reshape([M, N]), inputs[1].index(at).reshape([M, N])
-            v, g = inputs[2].index(at).reshape([M, P]), inputs[3].index(at).reshape([M, P])
+            q, k, v, g = _tiles(inputs, at, M, N, P)
             state = inputs[4].index(at)
-            decay = inputs[6].index(6 * at).slice(0, L)
-            now, scale = inputs[6].index(6 * at + 1).slice(0, L), inputs[6].index(6 * at + 2).slice(0, L)
+            decay = _numbers(inputs, DECAY, at).slice(0, L)
+            now, scale = _numbers(inputs, NOW, at).slice(0, L), _numbers(inputs, SCALE, at).slice(0, L)
             mbarrier.wait(full.index(at), turn // STAGES & 1)
             scores = warpgroup_mma(q, k.permute((1, 0)), square, use_acc=False, is_async=True)
             d_scores = warpgroup_mma(g, v.permute((1, 0)), square, use_acc=False, is_async=True)
@@ -258,14 +257,14 @@ def _queries(
             scores, d_scores = warpgroup_mma_wait(1, [scores, d_scores])
             scores, d_scores = gl.reshape(scores, [R, L, R, L]), gl.reshape(d_scores, [R, L, R, L])
             both = scores * d_scores
-            of_now = _over_keys(gl.where(same[None, :, None, :], both, 0.0), M, mma)
-            of_row = _over_keys(both * weights[None, :, None, :], M, mma)
-            d_scores = gl.convert_layout(gl.reshape((d_scores * own[None, :, None, :]).to(kind), [M, M]), operand)
-            scores = gl.convert_layout(gl.reshape((scores * own[None, :, None, :]).to(kind), [M, M]), operand)
-            since = inputs[6].index(6 * at + 3).load(rows)
+            of_now = _over_keys(gl.where(same[None, :, None, :], both, 0.0), M)
+            of_row = _over_keys(both * weights[None, :, None, :], M)
+            d_scores = _weighted(d_scores, own, kind, M)
+            scores = _weighted(scores, own, kind, M)
+            since = _numbers(inputs, BEGUN, at).load(ROWS)
             o = warpgroup_mma_wait(0, [o]) * since[:, None]
-            of_row += gl.sum(g.load(mma).to(gl.float32) * o, 1)
-            o = warpgroup_mma(scores, v, o + v.load(mma).to(gl.float32) * skip, is_async=True)
+            of_row += gl.sum(g.load(MMA).to(gl.float32) * o, 1)
+            o = warpgroup_mma(scores, v, o + v.load(MMA).to(gl.float32) * skip, is_async=True)
             dq = warpgroup_mma(g, state, wide, use_acc=False, is_async=True)
             gl.store(d_now + tile * M + row, of_now)
             gl.store(d_row + tile * M + row, of_row)
@@ -286,7 +285,7 @@ def _keys(
     descriptors, inputs, turns, sizes, D, documents, outputs,
     PACKED: gl.constexpr, H: gl.constexpr, L: gl.constexpr, R: gl.constexpr, N: gl.constexpr, P: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The gradients of k, v, scale and D, and their part of those of the decays over whole chunks. Matrices have keys in rows, queries in
+    """The gradients of k, v, scale and D, and their part of those of the decays over whole chunks. Matrices have keys in ROWS, queries in
     columns."""
     k_of, v_of = descriptors[1], descriptors[2]
     full, free, carried = turns
@@ -294,28 +293,24 @@ def _keys(
     first, heads, step, chunks = sizes
     kind: gl.constexpr = k_of.dtype
     M: gl.constexpr = L * R
-    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    rows: gl.constexpr = gl.SliceLayout(1, mma)
-    square = gl.zeros([M, M], gl.float32, mma)
-    wide = gl.zeros([M, N], gl.float32, mma)
-    narrow = gl.zeros([M, P], gl.float32, mma)
+    square = gl.zeros([M, M], gl.float32, MMA)
+    wide = gl.zeros([M, N], gl.float32, MMA)
+    narrow = gl.zeros([M, P], gl.float32, MMA)
     by_rank: gl.constexpr = gl.reshape(square, [R, L, R, L]).type.layout
     pair: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, by_rank))
-    row = gl.arange(0, M, rows)
+    row = gl.arange(0, M, ROWS)
     token, other = gl.arange(0, L, gl.SliceLayout(1, pair)), gl.arange(0, L, gl.SliceLayout(0, pair))
     turn = 0
     for of in range(first, heads, step):
         skip = gl.load(D + of % H)
-        d_skip = gl.zeros([M], gl.float32, rows)
+        d_skip = gl.zeros([M], gl.float32, ROWS)
         for back in range(chunks):
             chunk, at = chunks - 1 - back, turn % STAGES
             tile = of * chunks + chunk
-            q, k = inputs[0].index(at).reshape([M, N]), inputs[1].index(at).reshape([M, N])
-            v, g = inputs[2].index(at).reshape([M, P]), inputs[3].index(at).reshape([M, P])
+            q, k, v, g = _tiles(inputs, at, M, N, P)
             d_state = inputs[5].index(at)
-            decay = inputs[6].index(6 * at).slice(0, L)
-            now, scale = inputs[6].index(6 * at + 1).slice(0, L), inputs[6].index(6 * at + 2)
+            decay = _numbers(inputs, DECAY, at).slice(0, L)
+            now, scale = _numbers(inputs, NOW, at).slice(0, L), _numbers(inputs, SCALE, at)
             mbarrier.wait(full.index(at), turn // STAGES & 1)
             scores = warpgroup_mma(k, q.permute((1, 0)), square, use_acc=False, is_async=True)
             d_scores = warpgroup_mma(v, g.permute((1, 0)), square, use_acc=False, is_async=True)
@@ -331,12 +326,12 @@ def _keys(
             weights = gl.where(same, now.load(token.type.layout)[:, None], weights)
             scores, d_scores = warpgroup_mma_wait(1, [scores, d_scores])
             scores, d_scores = gl.reshape(scores, [R, L, R, L]), gl.reshape(d_scores, [R, L, R, L])
-            of_row = _over_keys(scores * d_scores * between[None, :, None, :], M, mma)
-            d_scores = gl.convert_layout(gl.reshape((d_scores * weights[None, :, None, :]).to(kind), [M, M]), operand)
-            scores = gl.convert_layout(gl.reshape((scores * weights[None, :, None, :]).to(kind), [M, M]), operand)
-            till, later = inputs[6].index(6 * at + 4).load(rows), scale.load(rows)
+            of_row = _over_keys(scores * d_scores * between[None, :, None, :], M)
+            d_scores = _weighted(d_scores, weights, kind, M)
+            scores = _weighted(scores, weights, kind, M)
+            till, later = _numbers(inputs, UNTIL, at).load(ROWS), scale.load(ROWS)
             dv = warpgroup_mma_wait(0, [dv]) * till[:, None]
-            v_rows, g_rows = v.load(mma).to(gl.float32), g.load(mma).to(gl.float32)
+            v_rows, g_rows = v.load(MMA).to(gl.float32), g.load(MMA).to(gl.float32)
             through = gl.sum(v_rows * dv, 1)
             d_skip += gl.sum(v_rows * g_rows, 1)
             dv = warpgroup_mma(scores, g, dv * later[:, None] + g_rows * skip, is_async=True)
@@ -358,9 +353,28 @@ def _keys(
 
 
 @gluon.jit
-def _over_keys(x, M: gl.constexpr, mma: gl.constexpr):
-    """[R, L, R, L] -> [R L], in the layout of rows of `mma`."""
-    return gl.sum(gl.convert_layout(gl.reshape(x, [M, M]), mma), 1)
+def _tiles(inputs, at, M: gl.constexpr, N: gl.constexpr, P: gl.constexpr):
+    """q, k, v and g of the chunk in stage `at`, [M, N] and [M, P]."""
+    q, k = inputs[0].index(at).reshape([M, N]), inputs[1].index(at).reshape([M, N])
+    return q, k, inputs[2].index(at).reshape([M, P]), inputs[3].index(at).reshape([M, P])
+
+
+@gluon.jit
+def _numbers(inputs, which: gl.constexpr, at):
+    """One of a token's numbers, once a row of the chunk in stage `at`, [M]."""
+    return inputs[6].index(NUMBERS * at + which)
+
+
+@gluon.jit
+def _weighted(scores, weights, kind: gl.constexpr, M: gl.constexpr):
+    """[R, L, R, L] times the weights of pairs of tokens [L, L], as what multiplies from the left, [M, M]."""
+    return gl.convert_layout(gl.reshape((scores * weights[None, :, None, :]).to(kind), [M, M]), OPERAND)
+
+
+@gluon.jit
+def _over_keys(x, M: gl.constexpr):
+    """[R, L, R, L] -> [R L], in the layout ROWS."""
+    return gl.sum(gl.convert_layout(gl.reshape(x, [M, M]), MMA), 1)
 
 
 @gluon.jit
