@@ -59,11 +59,15 @@ class Origin:
         merged = self._merged
         files = []
         for default in reversed(merged):
-            path = next((f for r in self._roots if (f := r / f"{default.config_path}.yaml").is_file()), None)
+            path = self._file(default)
             if path:
                 package = tuple(p for p in (default.package or "").split(".") if p)
                 files.append((path, package, yaml.compose(path.read_text(encoding="utf-8"), Loader=Loader)))
         return files
+
+    def _file(self, default: Any) -> Path | None:
+        """Where one of Hydra's defaults was found: the first folder has its way."""
+        return next((f for r in self._roots if (f := r / f"{default.config_path}.yaml").is_file()), None)
 
     @cached_property
     def own(self) -> list[Path]:
@@ -125,7 +129,7 @@ class Origin:
         """Overlays by name, and what is in them, in the order in which they are laid."""
         for default in self._merged:
             group, _, name = default.config_path.partition("/")
-            file = next((f for r in self._roots if (f := r / f"{default.config_path}.yaml").is_file()), None)
+            file = self._file(default)
             if group == "overlay" and file:
                 yield name, yaml.load(file.read_text(encoding="utf-8"), Loader=Loader) or {}
 
@@ -248,7 +252,7 @@ class Origin:
         found: dict[str, list[str]] = {"preset": [], "own": [], "overlay": []}
         for default in self._merged:
             group = default.config_path.partition("/")[0]
-            path = next((f for r in self._roots if (f := r / f"{default.config_path}.yaml").is_file()), None)
+            path = self._file(default)
             if path is None or (group not in found and path.is_relative_to(conf_dir())):
                 continue
             if path.is_relative_to(conf_dir()) and group == self.config_name:

@@ -415,9 +415,9 @@ def _backward(
         operands = Operands.of(own, weights, mine, shape, chunk, launch, numbers, dy_of)
         states = _states(own, operands, shape, chunk, launch)[0] if known is None else known[of]
         rows, decays = operands[:4], (mine.decay, mine.now, mine.scale, operands.begun, operands.until)
-        into = sums[:, of], raw.ends[of], d_D[of]
+        of_sums, into = sums[:, of], (raw.ends[of], d_D[of])
         if specialised:
-            hopper.gradients(weights.D, rows, decays, operands.left, states, *into, numbers, shape, chunk)
+            hopper.gradients(weights.D, rows, decays, operands.left, states, of_sums, *into, numbers, shape, chunk)
         else:
             d_states, more_ends = torch.empty_like(states), fp32(entries, h, chunks)
             _states_kernel[(n // columns, h, entries)](
@@ -426,7 +426,7 @@ def _backward(
                 **common, **_options(launch.backward_states, shape, chunk),
             )  # fmt: skip
             _gradients_kernel[(h, chunks, entries)](
-                weights.D, *rows, *decays, operands.left, states, d_states, *into[0], *into[1:], more_ends, numbers,
+                weights.D, *rows, *decays, operands.left, states, d_states, *of_sums, *into, more_ends, numbers,
                 TILE=_tile_of(launch.gradients_tile, packed, shape), PACKED=numbers is not None,
                 **common, **_options(launch.gradients, shape, chunk),
             )  # fmt: skip
