@@ -164,7 +164,11 @@ def table() -> Iterator[str]:
 # What a thousand steps in FP8 are compared with: title -> bf16's run, and those in FP8 by name.
 NATIVE8 = {"FP8": "fp8_native", "FP8, delayed scaling": "delayed_native"}
 AUTHOR8 = {"FP8": "fp8_author", "FP8, `mamba3_rates` in bf16": "rates_author", "FP8, delayed scaling": "delayed_author"}
-CALM8 = {"FP8": "fp8_author_calm", "FP8, `mamba3_rates` in bf16": "rates_author_calm"}
+CALM8 = {
+    "bf16 again": "bf16_author_calm_again",
+    "FP8": "fp8_author_calm",
+    "FP8, `mamba3_rates` in bf16": "rates_author_calm",
+}
 PRECISIONS = {
     "native lane, 10 steps of warm-up": ("bf16_native", NATIVE8),
     "author stack, 10 steps": (
@@ -176,18 +180,27 @@ PRECISIONS = {
 
 
 def precisions() -> Iterator[str]:
-    """The last losses in bf16 and in FP8, and how far each run is from bf16's."""
-    yield "| 13 layers, seed 1234 | | mean of the last 50 losses | from bf16's, median step | largest mean of 50 steps | of the last 500 |"
-    yield "|---" * 6 + "|"
+    """The last losses in bf16 and in FP8 of each seed, and how far each run is from bf16's of its seed."""
+    yield (
+        "| 13 layers | seed | | mean of the last 50 losses | of the last 500, less bf16's | from bf16's, median step |"
+        " largest mean of 50 steps | of the last 500 |"
+    )
+    yield "|---" * 8 + "|"
     for title, (first, others) in PRECISIONS.items():
-        bf16 = losses(f"{first}_{SEEDS[0]}")
-        yield f"| {title} | bf16 | {statistics.fmean(bf16[-SPAN:]):.3f} | | | |"
-        for name, run in others.items():
-            found = losses(f"{run}_{SEEDS[0]}")
-            means = [*map(abs, apart(found, bf16))]
-            figures = statistics.fmean(found[-SPAN:]), statistics.median(map(abs, map(sub, found, bf16)))
-            figures = (*figures, max(means), max(means[-STEPS // 2 :]))
-            yield f"| | {name} | " + " | ".join(f"{x:.3f}" for x in figures) + " |"
+        for seed in SEEDS:
+            bf16 = losses(f"{first}_{seed}")
+            runs = {name: losses(f"{run}_{seed}") for name, run in others.items()} if bf16 else {}
+            if seed != SEEDS[0] and not any(runs.values()):
+                continue
+            yield f"| {title} | {seed} | bf16 | {statistics.fmean(bf16[-SPAN:]):.3f} | | | | |"
+            for name, found in runs.items():
+                if not found:
+                    continue
+                means, half = [*map(abs, apart(found, bf16))], STEPS // 2
+                less = statistics.fmean(found[-half:]) - statistics.fmean(bf16[-half:])
+                figures = statistics.median(map(abs, map(sub, found, bf16))), max(means), max(means[-half:])
+                last = f"{statistics.fmean(found[-SPAN:]):.3f} | {less:+.3f}"
+                yield f"| | | {name} | {last} | " + " | ".join(f"{x:.3f}" for x in figures) + " |"
 
 
 def plot() -> None:
