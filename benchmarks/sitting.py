@@ -86,13 +86,13 @@ JOBS = {
         1, 3, GPU_TEST % "test_router.py tests/gpu/test_mamba2_norm.py tests/gpu/test_m2rnn.py tests/gpu/test_aligned.py", gib=40
     ),
     "kernels_flash": Job(1, 3, GPU_TEST % "test_flash_attention.py tests/gpu/test_columns.py", gib=20),
-    "kernels_fp8": Job(1, 5, GPU_TEST % "test_bf16_parts.py tests/gpu/test_aligned.py", gib=20),
+    "kernels_fp8": Job(1, 3, GPU_TEST % "test_bf16_parts.py tests/gpu/test_aligned.py", gib=20),
     "kernels_step": Job(
         1, 2,
         GPU_TEST % "test_word_embedding.py tests/gpu/test_cross_entropy.py tests/gpu/test_last_first.py tests/gpu/test_graph_fills.py",
         gib=40,
     ),
-    "whole_step": Job(1, 8, GPU_TEST % "test_whole_step.py"),
+    "whole_step": Job(1, 9.5, GPU_TEST % "test_whole_step.py"),
     "prove_author": Job(
         1, 8,
         RESUMED % ("author", "nam56r_fused")
@@ -112,6 +112,9 @@ JOBS = {
         gib=20,
     ),
     "prove_fp8": Job(1, 6, PROVE % ("fp8", "nam56r_native_dp_fp8") + ' --with "cluster=h200_1"', gib=20),
+    "prove_beyond8": Job(
+        1, 6, PROVE % ("beyond8", "nam56r_fused,nam56r_native_dp_fused") + ' --with "cluster=h200_1 +overlay=[extras,fp8]"', gib=40
+    ),
     "prove_streams": Job(1, 5, PROVE % ("streams", "nam52_h200_dense_ref_v1") + f' --with "cluster=h200_1 +overlay=fused {WHOLE}"', gib=22),
     "prove_shared": Job(2, 5, RESUMED % ("shared", "nam56r_fused") + ' --with "cluster=h200_2 +overlay=cp"'),
     "prove_shared_native": Job(2, 4, RESUMED % ("shared_native", "nam56r_native_dp") + ' --with "cluster=h200_2 +overlay=cp"'),

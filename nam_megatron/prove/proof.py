@@ -77,7 +77,10 @@ class Proof:
         resumed = any(part.title == RESUMED for part in self.parts)
         said = [] if resumed else ["a resume in another layout: not run"]
         if blunt := Counter((row.what, row.step) for part in self.parts for row in part.rows if row.blunt):
-            most = ", ".join(f"{n} {what}s of step {step}" for (what, step), n in sorted(blunt.items()))
+            most = ", ".join(
+                f"{n} {what}{'s' * (not what.endswith('s'))} of step {step}"
+                for (what, step), n in sorted(blunt.items())
+            )
             said.append(f"{most}: rounding alone may change them by more than half")
         return (*self.pair.unproven, *said)
 
