@@ -182,15 +182,15 @@ PRECISIONS = {
 def precisions() -> Iterator[str]:
     """The last losses in bf16 and in FP8 of each seed, and how far each run is from bf16's of its seed."""
     yield (
-        "| 13 layers | seed | | mean of the last 50 losses | of the last 500, less bf16's | from bf16's, median step |"
-        " largest mean of 50 steps | of the last 500 |"
+        "| 13 layers | seed | run | mean of the last 50 losses | mean of the last 500, less bf16's | from bf16's, median step |"
+        " largest mean of 50 steps | largest of the last 500 |"
     )
     yield "|---" * 8 + "|"
     for title, (first, others) in PRECISIONS.items():
         for seed in SEEDS:
             bf16 = losses(f"{first}_{seed}")
             runs = {name: losses(f"{run}_{seed}") for name, run in others.items()} if bf16 else {}
-            if seed != SEEDS[0] and not any(runs.values()):
+            if not any(runs.values()):
                 continue
             yield f"| {title} | {seed} | bf16 | {statistics.fmean(bf16[-SPAN:]):.3f} | | | | |"
             for name, found in runs.items():
@@ -198,7 +198,7 @@ def precisions() -> Iterator[str]:
                     continue
                 means, half = [*map(abs, apart(found, bf16))], STEPS // 2
                 less = statistics.fmean(found[-half:]) - statistics.fmean(bf16[-half:])
-                figures = statistics.median(map(abs, map(sub, found, bf16))), max(means), max(means[-half:])
+                figures = statistics.median(map(abs, map(sub, found, bf16))), max(means), max(means[SPAN - 1 - half :])
                 last = f"{statistics.fmean(found[-SPAN:]):.3f} | {less:+.3f}"
                 yield f"| | | {name} | {last} | " + " | ".join(f"{x:.3f}" for x in figures) + " |"
 
