@@ -186,20 +186,18 @@ def precisions() -> Iterator[str]:
         " largest mean of 50 steps | largest of the last 500 |"
     )
     yield "|---" * 8 + "|"
+    half = STEPS // 2
     for title, (first, others) in PRECISIONS.items():
         for seed in SEEDS:
             bf16 = losses(f"{first}_{seed}")
-            runs = {name: losses(f"{run}_{seed}") for name, run in others.items()} if bf16 else {}
-            if not any(runs.values()):
-                continue
-            yield f"| {title} | {seed} | bf16 | {statistics.fmean(bf16[-SPAN:]):.3f} | | | | |"
+            runs = {name: found for name, run in others.items() if bf16 and (found := losses(f"{run}_{seed}"))}
+            if runs:
+                yield f"| {title} | {seed} | bf16 | {statistics.fmean(bf16[-SPAN:]):.3f} | | | | |"
             for name, found in runs.items():
-                if not found:
-                    continue
-                means, half = [*map(abs, apart(found, bf16))], STEPS // 2
-                less = statistics.fmean(found[-half:]) - statistics.fmean(bf16[-half:])
-                figures = statistics.median(map(abs, map(sub, found, bf16))), max(means), max(means[SPAN - 1 - half :])
-                last = f"{statistics.fmean(found[-SPAN:]):.3f} | {less:+.3f}"
+                less = [*map(sub, found, bf16)]
+                means = [*map(abs, smooth(less))]
+                figures = statistics.median(map(abs, less)), max(means), max(means[SPAN - 1 - half :])
+                last = f"{statistics.fmean(found[-SPAN:]):.3f} | {statistics.fmean(less[-half:]):+.3f}"
                 yield f"| | | {name} | {last} | " + " | ".join(f"{x:.3f}" for x in figures) + " |"
 
 
