@@ -22,8 +22,9 @@ import measure
 import torch
 from torch import Tensor
 
+from nam_megatron.compile.plan import Plan
 from nam_megatron.errors import FINDINGS, OK, REFUSED, Problem, Refused
-from nam_megatron.plan import Layer, Plan
+from nam_megatron.words.site import Layer
 
 PRESET = "nam56r"
 CUT = ("cluster=h200_1", "model.depth=13", "model.substitute=[{letter: A, ranks: [1, 2, 3], kind: dsa}]")
@@ -41,20 +42,20 @@ def unfit(plan: Plan) -> Iterator[Problem]:
     if plan.recipe.feature.recompute:
         yield Problem(
             "with recomputation the forward pass of a layer runs inside backward passes",
-            "feature.recompute.granularity",
-            "to time blocks, set it to `none`",
+            key="feature.recompute.granularity",
+            hint="to time blocks, set it to `none`",
         )
     if plan.recipe.feature.cuda_graphs:
         yield Problem(
             "a layer inside a CUDA graph cannot be timed",
-            "feature.cuda_graphs.impl",
-            "to time blocks, set it to `none`",
+            key="feature.cuda_graphs.impl",
+            hint="to time blocks, set it to `none`",
         )
     if plan.recipe.parallel.pipeline > 1:
         yield Problem(
             "the first rank's times are reported, and it holds one pipeline stage only",
-            "parallel.pipeline",
-            "to time blocks, set it to 1",
+            key="parallel.pipeline",
+            hint="to time blocks, set it to 1",
         )
 
 

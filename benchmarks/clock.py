@@ -1,4 +1,4 @@
-"""Time and memory of one piece of work on a GPU."""
+"""What kernel benchmarks share: time, memory and error of one piece of work on a GPU, and the rank that Megatron wants."""
 
 import statistics
 import time
@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
+BANDWIDTH, PEAK = 4.3e12, 750e12  # of an H200: bytes, and products and sums of bf16, a second as floors take them
 HERTZ = 2e9  # about an H200's, or a little above
 
 
@@ -61,3 +63,20 @@ def by_kernel(work: Callable[[], object], passes: int = 5) -> dict[str, tuple[fl
         torch.cuda.synchronize()
     events = sorted(profile.key_averages(), key=lambda e: -e.device_time_total)
     return {e.key: (e.device_time_total / 1e3 / passes, e.count / passes) for e in events if e.device_time_total}
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    """Relative to `wanted`; where that is nothing, what was found."""
+    norm = wanted.double().norm()
+    return ((found.double() - wanted.double()).norm() / norm).item() if norm else found.double().norm().item()
+
+
+def one_rank(seed: int = 1) -> None:
+    """Megatron's process groups of one GPU, and its random states."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(seed)

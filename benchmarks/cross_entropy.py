@@ -7,10 +7,9 @@ not timed. Floors: bytes over 4.3 TB/s, where a pass over the logits is read onc
 Engine's computes the gradient in its forward pass; Megatron 0.19.2 refuses it (`--cross-entropy-fusion-impl te`).
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,8 +18,8 @@ from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_ent
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.clock import Clock, memory
-from benchmarks.report import Report
+from benchmarks.clock import Clock, error, memory
+from benchmarks.report import Report, parser
 from nam_megatron.runtime import cross_entropy
 
 BYTES_PER_SECOND = 4.3e12
@@ -57,7 +56,7 @@ def check(report: Report, name: str, loss: Loss, tokens: int, vocabulary: int) -
     found = loss(logits * 1, labels)
     (d_found,) = torch.autograd.grad(found, logits, d_loss)
     for what, a, b, limit in (("loss", found[::97], wanted, 1e-5), ("gradient", d_found[::97], d_wanted, 4e-3)):
-        report.check(f"{name}: {what}", ((a.double() - b).norm() / b.norm()).item(), limit)
+        report.check(f"{name}: {what}", error(a, b), limit)
 
 
 def measure(
@@ -93,24 +92,17 @@ def sweep(report: Report, tokens: int, vocabulary: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--sweep", action="store_true", help="other numbers of warps and pieces, too")
-    parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--vocabulary", type=int, default=65536)
-    parser.add_argument("--seconds", type=float, default=100)
-    options = parser.parse_args()
+    words = parser(__doc__, 100, sweep="other numbers of warps and pieces, too")
+    words.add_argument("--tokens", type=int, default=16384)
+    words.add_argument("--vocabulary", type=int, default=65536)
+    options = words.parse_args()
     size = options.tokens, options.vocabulary
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     report = Report(options.out, options.seconds)
     report.host(tokens=size[0], vocabulary=size[1])
     for name, loss in ways():
-
-        def work(name: str = name, loss: Loss = loss) -> None:
-            if report.sound(name, lambda: check(report, name, loss, *size)):
-                measure(report, name, loss, *size)
-
-        report.attempt(name, work)
+        given = (report, name, loss, *size)
+        report.judged(name, partial(check, *given), partial(measure, *given))
     if options.sweep:
         report.attempt("sweep", lambda: sweep(report, *size))
     dist.destroy_process_group()

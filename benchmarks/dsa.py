@@ -7,13 +7,10 @@ Times are medians over CUDA events (clock.py). A floor is the larger of bytes / 
 |x - reference| / |reference|, reference in fp64.
 """
 
-import argparse
-import contextlib
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the checks run in torch's deterministic mode
@@ -31,11 +28,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from benchmarks.clock import Clock, by_kernel, memory
-from benchmarks.report import Report
+from benchmarks.clock import BANDWIDTH, PEAK, Clock, by_kernel, error, memory, one_rank
+from benchmarks.report import Report, parser
 from nam_megatron.blocks.dsa import kernel, naive
 
-BANDWIDTH, PEAK = 4.3e12, 750e12
 N, R, P, H, D, K = 56, 64, 64, 32, 64, 256  # NAM56R: heads, latent, rope; indexer heads and width; top-k
 SCALE = (64 + 64) ** -0.5
 COEFFICIENT = 0.001
@@ -57,13 +53,9 @@ SWEEP = {
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--quick", action="store_true", help="few checks, one length")
-    parser.add_argument("--sweep", action="store_true", help="time other tiles first, then use the best")
-    parser.add_argument("--layers", action="store_true", help="only the rows that need Megatron")
-    parser.add_argument("--seconds", type=float, default=600.0, help="start nothing new after this time")
-    o = parser.parse_args(argv)
+    words = parser(__doc__, 600, sweep="time other tiles first, then use the best", quick="few checks, one length")
+    words.add_argument("--layers", action="store_true", help="only the rows that need Megatron")
+    o = words.parse_args(argv)
     report = Report(o.out, o.seconds)
     report.host(tiles=kernel.TILES)
     clock = Clock(10 if o.quick else 30)
@@ -75,8 +67,8 @@ def main(argv: list[str]) -> int:
     if LAYERS:
         report.add("failed", name="layers", why=LAYERS)
     else:
-        with one_rank():
-            report.attempt("layers", lambda: time_layers(report, clock))
+        one_rank()
+        report.attempt("layers", lambda: time_layers(report, clock))
     if not o.layers and not o.quick:
         time_kernels(report, clock, 2, 8192)
     return report.end()
@@ -100,10 +92,6 @@ def inputs(b: int, s: int, n: int = N, h: int = H, seed: int = 0) -> SimpleNames
 
 def leaves(*tensors: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
     return [t.detach().to(dtype or t.dtype, copy=True).requires_grad_() for t in tensors]
-
-
-def error(found: Tensor, wanted: Tensor) -> float:
-    return ((found.double() - wanted.double()).norm() / wanted.double().norm()).item()
 
 
 # Checks --------------------------------------------------------------------------------------------------------------
@@ -457,21 +445,6 @@ def sweep(report: Report, until: float) -> None:
 # Whole layers --------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def one_rank() -> Iterator[None]:
-    """Megatron's process groups of one GPU."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    model_parallel_cuda_manual_seed(1)
-    yield
-    parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
-
-
 def config(**more):
     """NAM56R's: layer 5 computes a top-k, 9 and 13 reuse it."""
     from megatron.core.transformer import MLATransformerConfig
@@ -498,11 +471,9 @@ def layer(kind: str, number: int, config):
     blocks = load("nam56r").model.blocks
     keys = {"mla": {"kernels": "megatron"}, "dsa": {"kernels": "fused" if kind == "dsa" else "megatron"}}
     blocks = blocks.model_copy(update={k: blocks.of(k).model_copy(update=said) for k, said in keys.items()})
-    plan = SimpleNamespace(recipe=SimpleNamespace(model=SimpleNamespace(blocks=blocks)))
-    build = blocks.of("mla" if kind == "mla" else "dsa").build
-    return (
-        build_module(build(stack.transformer_engine_backend(), plan), config=config, layer_number=number).cuda().train()
-    )
+    which, site = "mla" if kind == "mla" else "dsa", SimpleNamespace(blocks=blocks)
+    spec = stack.torch_side(which).spec(stack.transformer_engine_backend(), blocks.of(which), site)
+    return build_module(spec, config=config, layer_number=number).cuda().train()
 
 
 def time_layers(report: Report, clock: Clock) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import dsa as base  # the first to load Transformer Engine
-from benchmarks.clock import Clock, memory
+from benchmarks.clock import Clock, error, memory, one_rank
 from benchmarks.report import Report
 from nam_megatron.blocks.dsa import kernel, naive
 
@@ -53,10 +53,10 @@ def main(argv: list[str]) -> int:
             work = partial(ours, report, s) if part == "ours" else partial(stock, report, s, part)
             report.attempt(f"{part} s{s}", work)
         if part != "ours" and not base.LAYERS:
-            with base.one_rank():
-                for loss in ("sparse", "dense"):
-                    name = f"{part} s4096 layer, {loss} loss"
-                    report.attempt(name, partial(layer, report, name, part, loss == "sparse"))
+            one_rank()
+            for loss in ("sparse", "dense"):
+                name = f"{part} s4096 layer, {loss} loss"
+                report.attempt(name, partial(layer, report, name, part, loss == "sparse"))
     return report.end()
 
 
@@ -129,7 +129,7 @@ def check_attend(report: Report, name: str, x: SimpleNamespace, attend: Callable
     found = [torch.cat([out[rows] for rows in x.some]), *torch.autograd.grad(out, (query, key), dout)]
     wanted = [torch.cat(outs), wide[0].grad, wide[1].grad]
     for what, f, w in zip(("out", "dquery", "dkey"), found, wanted, strict=True):
-        report.check(f"{name} {what}", base.error(f.detach(), w.detach()), LIMIT)
+        report.check(f"{name} {what}", error(f.detach(), w.detach()), LIMIT)
 
 
 def check_chosen(report: Report, name: str, x: SimpleNamespace, index: Tensor) -> None:
@@ -169,7 +169,7 @@ def losses(
     kl = loss(*leaves)
     found = [kl.detach(), *torch.autograd.grad(kl, leaves)]
     for what, f, wanted in zip(("kl", "dq", "dk", "dw"), found, learned(x.s, sparse), strict=True):
-        report.check(f"{name} {what}", base.error(f, wanted), LIMIT)
+        report.check(f"{name} {what}", error(f, wanted), LIMIT)
 
 
 # Megatron's ----------------------------------------------------------------------------------------------------------

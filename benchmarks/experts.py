@@ -8,16 +8,14 @@ GEMM of all operations at 750 TFLOP/s. `weights added` adds the gradients to an 
 tests/gpu/test_moe.py. A GPU gets hotter, and slower, as it works: `grouped_after` is torch's once more, behind the others.
 """
 
-import argparse
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from benchmarks.clock import Clock
-from benchmarks.report import Report
+from benchmarks.report import Report, parser
 from nam_megatron.blocks.moe.experts import Gemm
 from nam_megatron.blocks.moe.quack_gemm import QuackGemm
 from nam_megatron.blocks.moe.torch_gemm import TorchGemm
@@ -62,15 +60,14 @@ def ways(counts: list[int], into: int, out: int) -> dict[str, Ways]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--rows", type=int, nargs="+", default=[32768, 65536, 131072])
-    parser.add_argument("--experts", type=int, default=16)
-    parser.add_argument("--hidden", type=int, default=3584)
-    parser.add_argument("--width", type=int, default=896)
-    parser.add_argument("--spread", type=float, default=0.1)
-    options = parser.parse_args()
-    report, clock = Report(options.out, 600.0), Clock(REPETITIONS)
+    words = parser(__doc__, 600)
+    words.add_argument("--rows", type=int, nargs="+", default=[32768, 65536, 131072])
+    words.add_argument("--experts", type=int, default=16)
+    words.add_argument("--hidden", type=int, default=3584)
+    words.add_argument("--width", type=int, default=896)
+    words.add_argument("--spread", type=float, default=0.1)
+    options = words.parse_args()
+    report, clock = Report(options.out, options.seconds), Clock(REPETITIONS)
     report.host(experts=options.experts, spread=options.spread)
     for rows in options.rows:
         counts = counts_of(rows, options.experts, options.spread)

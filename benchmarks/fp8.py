@@ -10,7 +10,6 @@ step in FP8 is no CUDA graph, and what a fused norm before a projection would sa
 has no FP8 for it. What it makes of a measured step: benchmarks/tables.py.
 """
 
-import argparse
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -23,11 +22,11 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.clock import Clock
-from benchmarks.report import Report
+from benchmarks.report import Report, parser
 from nam_megatron.budget import static
-from nam_megatron.lower import translate
+from nam_megatron.compile.lower import translate
 from nam_megatron.recipe import load
-from nam_megatron.sizes import Sizes
+from nam_megatron.words.sizes import Sizes
 
 STACKS = {"nam56r_fused": 2, "nam56r_native_dp_fused": 4}  # and their micro batches
 STEP_TOKENS = 65536
@@ -38,10 +37,10 @@ REPETITIONS = 15
 def projections(preset: str, micro: int) -> tuple[dict[tuple[str, int, int, int], int], int]:
     """(kind, rows, into, out) -> how many a microbatch passes, and the microbatches of a step."""
     plan = translate(load(preset, ["cluster=h200_1", f"schedule.micro_batch_size={micro}"])).plan
-    tokens, moe = micro * plan.recipe.model.seq_length, plan.recipe.model.blocks.moe
+    tokens, moe = micro * plan.recipe.model.seq_length, plan.recipe.blocks.moe
     found: Counter[tuple[str, int, int, int]] = Counter()
     (stage,) = static.stages(plan)
-    for kind, _, param in static.parts(Sizes.of(plan), stage):
+    for kind, _, param in static.parts(plan, Sizes.of(plan.site), stage):
         if param.role != "weight" or len(param.shape) != 2 or min(param.shape) < LEAST:
             continue
         out, into = (-(-size // 16) * 16 for size in param.shape)
@@ -95,17 +94,16 @@ def ways(experts: int, rows: int, into: int, out: int) -> dict[str, Callable[[],
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="file of results; a run is added to those that it has")
-    parser.add_argument(
+    words = parser(__doc__, 500)
+    words.add_argument(
         "--only", nargs="+", choices=STACKS, default=list(STACKS), help="of these presets (default: both)"
     )
-    options = parser.parse_args()
-    report, clock = Report(options.out, 500.0), Clock(REPETITIONS)
+    options = words.parse_args()
+    report, clock = Report(options.out, options.seconds), Clock(REPETITIONS)
     report.host(step_tokens=STEP_TOKENS)
     for preset in options.only:
         found, microbatches = projections(preset, STACKS[preset])
-        experts = translate(load(preset, [])).plan.recipe.model.blocks.moe.experts
+        experts = translate(load(preset, [])).plan.recipe.blocks.moe.experts
         saved = 0.0
         for (kind, rows, into, out), count in sorted(found.items()):
             made = ways(experts if kind.endswith("experts") else 0, rows, into, out)

@@ -34,15 +34,16 @@ from typing import Any
 
 import yaml
 
-from nam_megatron import argv, computation
+from nam_megatron.compile import argv
+from nam_megatron.compile.lower import translate
 from nam_megatron.errors import Refused
+from nam_megatron.judge import same
 from nam_megatron.lint import Report, describe, follow, lint, recipe, report
 from nam_megatron.lint.model import known
 from nam_megatron.lint.recipe import _gpus
 from nam_megatron.lint.rules import cards
 from nam_megatron.lint.rules.rule import DEFAULT, FAIL
 from nam_megatron.lint.values import Open, harmless
-from nam_megatron.lower import translate
 from nam_megatron.recipe import load
 from nam_megatron.runtime.oracle import Answer, Oracle
 from nam_megatron.targets import current
@@ -100,7 +101,7 @@ def executed() -> frozenset[str]:
     for preset in ("nam56r", "nam56r_nemo_native", "deepseek_v3_yarn", "qwen3_next_80b_a3b"):
         lowering = translate(load(preset))
         any_field: Mapping[str, Any] = {f"{c}.{n}": None for c in TARGET.configs for n in TARGET.by_dest}
-        found |= {field for field, _, key in expectations(lowering, any_field) if key and computation.executes(key)}
+        found |= {field for field, _, key in expectations(lowering, any_field) if key and same.executes(key)}
     return frozenset(found)
 
 
@@ -258,7 +259,7 @@ def carried(found: Report, theirs: Answer, oracle: Oracle, execution: frozenset[
     kinds = [layer.kind for layer in plan.layers]
     layers = [k for _, k in found.model.layers]
     differ = ["layers"] if kinds != layers or plan.mtp_depths != found.model.mtp_depths else []
-    attention = r.model.blocks.attention
+    attention = r.blocks.attention
     own = [layer.rank for layer in plan.layers if layer.kind == "attention"] if attention and attention.window else []
     differ += ["windows"] if tuple(map(attention.windowed, own) if attention else ()) != found.model.windowed else []
     unread = idle(found)

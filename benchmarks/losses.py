@@ -1,4 +1,4 @@
-"""Losses of long trainings beside each other: one run a command, then the plots and the table of docs/training.md.
+"""Losses of long trainings beside each other: one run a command, then the plots and the table of docs/log.md.
 
     python benchmarks/losses.py train NAME [--out FOLDER] [--data FOLDER] [--steps 1000] [--limit SECONDS]
     python benchmarks/losses.py plot
@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import measure
 
-from launch import steps
+from launch.record import steps
 
 HERE = Path(__file__).parent
 FOLDER, DOCS = HERE / "losses", HERE.parent / "docs"

@@ -9,25 +9,24 @@ medians over CUDA events (clock.py). Each part runs in a process of its own, a r
 whole after every line.
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from benchmarks import m2rnn_every_state
-from benchmarks.clock import Clock, by_kernel, memory
-from benchmarks.report import Report
+from benchmarks.clock import BANDWIDTH, PEAK, Clock, by_kernel, error, memory, one_rank
+from benchmarks.report import Report, parser
 from nam_megatron.blocks.m2rnn import kernel, naive
 
 B, S, H, K, V, WIDTH, HIDDEN = 4, 4096, 44, 64, 16, 4, 3584  # NAM56R at micro batch 4
-BANDWIDTH, PEAK = 4.3e12, 750e12
 DEVICE = "cuda"  # tests/gpu/test_m2rnn.py runs the checks in Triton's interpreter too
 CUTS = [
     *(kernel.Config(tokens=t, exact=exact) for t in (8, 4, 2) for exact in (True, False)),
@@ -38,13 +37,9 @@ NAMES = ("y", "last", "dq, dk, dv", "df", "dw", "dh0")
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--quick", action="store_true", help="few checks, few sizes")
-    parser.add_argument("--sweep", action="store_true", help="time other ways to cut the kernels")
-    parser.add_argument("--seconds", type=float, default=600.0, help="start nothing new after this time")
-    parser.add_argument("--xma", type=Path, help="time the authors' kernels too")
-    o = parser.parse_args(argv)
+    words = parser(__doc__, 600, sweep="time other ways to cut the kernels", quick="few checks, few sizes", apart=True)
+    words.add_argument("--xma", type=Path, help="time the authors' kernels too")
+    o = words.parse_args(argv)
     report = Report(o.out, o.seconds)
     report.apart("host", lambda: report.host(config=vars(kernel.Config())))
     report.apart("recurrence", lambda: time_both(report))
@@ -96,10 +91,6 @@ def inputs(
         k=k,
         v=v,
     )
-
-
-def error(found: Tensor, wanted: Tensor) -> float:
-    return ((found.double() - wanted.double()).norm() / wanted.double().norm()).item()
 
 
 def run(scan: Callable, x: SimpleNamespace, dtype: torch.dtype | None = None, cu: Tensor | None = None) -> list[Tensor]:
@@ -403,9 +394,7 @@ def time_elementwise(report: Report) -> None:
 
 def build_layer(kernels: str):
     """The mixer at full width with Transformer Engine's projections, on one rank."""
-    from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.spec_utils import build_module
 
@@ -413,11 +402,7 @@ def build_layer(kernels: str):
     from nam_megatron.blocks.m2rnn.block import M2Rnn
     from nam_megatron.runtime.stack import transformer_engine_backend
 
-    if not parallel_state.model_parallel_is_initialized():
-        store = torch.distributed.HashStore()
-        torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
-        parallel_state.initialize_model_parallel()
-    model_parallel_cuda_manual_seed(7)
+    one_rank(7)
     config = TransformerConfig(
         num_layers=1, hidden_size=HIDDEN, num_attention_heads=56, normalization="RMSNorm", add_bias_linear=False,
         params_dtype=torch.bfloat16, bf16=True, gradient_accumulation_fusion=False,
@@ -425,10 +410,9 @@ def build_layer(kernels: str):
     block = M2Rnn(
         kernels=kernels, k_dim=K, v_dim=V, heads=H, conv_width=WIDTH, gradient_clip=None, padded_projection=False
     )
-    blocks = SimpleNamespace(m2rnn=block)
-    plan = SimpleNamespace(recipe=SimpleNamespace(model=SimpleNamespace(blocks=blocks)))
+    site: Any = None  # which it does not read without columns of zeros
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    spec = layer.spec(transformer_engine_backend(), plan)
+    spec = layer.spec(transformer_engine_backend(), block, site)
     return build_module(spec, config, d_model=HIDDEN, layer_number=1, pg_collection=groups, name="mixer").cuda()
 
 

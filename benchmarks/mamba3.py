@@ -17,12 +17,10 @@ Triton's 125. Everything is compiled before, in as many processes as there are C
 process of its own, so that what crashes ends nothing else; the file is whole after every step.
 """
 
-import argparse
 import importlib.util
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -30,7 +28,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,12 +36,11 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 from triton.testing import do_bench
 
-from benchmarks.clock import Clock, by_kernel, memory
-from benchmarks.report import Report
+from benchmarks.clock import BANDWIDTH, PEAK, Clock, by_kernel, memory, one_rank
+from benchmarks.report import Report, parser
 from nam_megatron.blocks.mamba3 import kernel, naive
 from nam_megatron.blocks.mamba3.naive import Shape, State, Weights
 
-BANDWIDTH, PEAK = 4.3e12, 750e12
 HIDDEN, SEQUENCE = 3584, 4096
 NAM56R = Shape(heads=112, head_dim=64, state_dim=128, groups=8, rank=4, angles=32)
 SISO = NAM56R._replace(rank=1)
@@ -299,20 +295,12 @@ class Megatron:
     """Mixers as Megatron builds them on one GPU. Raises where Megatron or Transformer Engine is missing."""
 
     def __init__(self) -> None:
-        from megatron.core import parallel_state
         from megatron.core.process_groups_config import ProcessGroupCollection
-        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
         from nam_megatron.runtime.stack import transformer_engine_backend
 
         self.backend = transformer_engine_backend()
-        if torch.distributed.is_initialized():
-            self.groups = ProcessGroupCollection.use_mpu_process_groups()
-            return
-        store = f"file://{tempfile.mkdtemp()}/store"
-        torch.distributed.init_process_group("nccl", init_method=store, rank=0, world_size=1)
-        parallel_state.initialize_model_parallel()
-        model_parallel_cuda_manual_seed(1)
+        one_rank()
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
 
     def config(self, **more: Any) -> Any:
@@ -641,15 +629,12 @@ DEFAULT = tuple(part for part in PARTS if part != "released")
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--quick", action="store_true", help="fewer checks and repetitions")
-    parser.add_argument(
+    what = dict(sweep="times of each kernel under several launches", quick="fewer checks and repetitions")
+    words = parser(__doc__, 600, **what, apart=True)
+    words.add_argument(
         "--only", nargs="+", choices=PARTS, metavar="PART", default=DEFAULT, help=f"of {', '.join(PARTS)}"
     )
-    parser.add_argument("--sweep", action="store_true", help="times of each kernel under several launches")
-    parser.add_argument("--seconds", type=float, default=600, help="start nothing after this")
-    given = parser.parse_args(argv)
+    given = words.parse_args(argv)
     report, repetitions = Report(given.out, given.seconds), 10 if given.quick else 30
     parts = given.only
 

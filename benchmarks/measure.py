@@ -21,10 +21,10 @@ from pathlib import Path
 
 import kernels
 
-from nam_megatron import argv
+from nam_megatron.compile import argv
+from nam_megatron.compile.lower import Lowering, translate
 from nam_megatron.data import manifest
 from nam_megatron.errors import Refused
-from nam_megatron.lower import Lowering, translate
 from nam_megatron.recipe import load
 
 HERE = Path(__file__).parent
@@ -36,12 +36,14 @@ FOUR = ("cluster=h200_4", "schedule.train_steps=5", "schedule.decay_steps=12")
 FOUR64 = ("cluster=h200_4", GBS64, "schedule.train_steps=8", "schedule.decay_steps=16")
 # All 52 layers on one GPU, whose experts multiply one way or the other.
 FULL_ONE = ("cluster=h200_1", "schedule.global_batch_size=16", "schedule.train_steps=8", "schedule.decay_steps=16")
-MBS2, EXPERTS = "schedule.micro_batch_size=2", "model.blocks.moe.expert_gemm="
+# As many microbatches on each of two GPUs.
+FULL_TWO = ("cluster=h200_2", "schedule.global_batch_size=32", *FULL_ONE[2:])
+MBS2, EXPERTS = "schedule.micro_batch_size=2", "execution.moe.expert_gemm="
 HEADS64, FP8 = "model.blocks.mamba2.heads=64", "feature.fp8.recipe="
 MLA = ("lane=native_dp", "model.substitute=[]", "feature.mtp.depths=0")
 SPARSE13 = "model.substitute=[{letter: A, ranks: [1, 2, 3], kind: dsa}]"  # as far as 13 layers have its ranks
 DSA = ("lane=native_dp", SPARSE13, "feature.mtp.depths=0")
-MOE = "model.blocks.moe."
+MOE = "execution.moe."
 COMPILED, OURS = "precision.cross_entropy=compiled", "precision.cross_entropy=fused"
 WGRAD, PERMUTE = "precision.fused_grad_accumulation=true", f"{MOE}permute_fusion=true"
 ROUTER, ALLGATHER = f"{MOE}router_fusion=true", f"{MOE}dispatcher=allgather"
@@ -51,16 +53,16 @@ GRAPHS = ("feature.cuda_graphs.impl=transformer_engine", f"{MODULES}[attn,mamba,
 # From the fourth step on all of a step but the update is one graph; the median time is of that.
 WHOLE = ("feature.cuda_graphs.impl=full_iteration", "feature.cuda_graphs.warmup_steps=3")
 # Keys of the fused overlay since 2026-11-24; the author stack has no Mamba-2, the native one no M2RNN.
-ROUTERS, NORMS = f"{MOE}fused_router_gradient=", "model.blocks.mamba2.strided_norm="
-PADDED = "model.blocks.m2rnn.padded_projection="
+ROUTERS, NORMS = f"{MOE}fused_router_gradient=", "execution.mamba2.strided_norm="
+PADDED = "execution.m2rnn.padded_projection="
 FLASH = "precision.attention_kernels=flash_attention_4"
 # Dense projections in FP8, beside experts, latents and M2RNN in bf16.
 SOME8, PARTS = f"{FP8}tensorwise", "feature.fp8.bf16_parts="
-NATIVE8 = (SOME8, f"{PARTS}[experts]", "model.blocks.mamba2.padded_projection=true")
+NATIVE8 = (SOME8, f"{PARTS}[experts]", "execution.mamba2.padded_projection=true")
 WITHOUT, RATES = (f"{PARTS}[experts,latents,m2rnn{more}]" for more in ("", ",mamba3_rates"))
 AUTHOR8 = (SOME8, WITHOUT)
-KEPT = "model.blocks.mamba3.keep_states=true"
-PREPARED = "model.blocks.mamba3.keep_prepared=true"
+KEPT = "execution.mamba3.keep_states=true"
+PREPARED = "execution.mamba3.keep_prepared=true"
 INPUTS = "feature.fp8.keep_inputs=true"
 EAGER = ("feature.cuda_graphs.impl=none",)
 FULL = ("feature.recompute.granularity=full", "feature.recompute.method=uniform", "feature.recompute.layers=1")
@@ -134,6 +136,11 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "native52_one_extras": ("nam56r_native_dp_fused", (*FULL_ONE, *WHOLE, f"{EXPERTS}quack", FLASH)),
     "native52_one_all": ("nam56r_native_dp_fused", (*FULL_ONE, *WHOLE, f"{EXPERTS}quack", FLASH, *NATIVE8)),
+    "native52_two_all": ("nam56r_native_dp_fused", (*FULL_TWO, *WHOLE, f"{EXPERTS}quack", FLASH, *NATIVE8)),
+    "native52_two_eager": ("nam56r_native_dp_fused", (*FULL_TWO, f"{EXPERTS}quack", FLASH, *NATIVE8)),
+    "author52_two_all": (
+        "nam56r_fused", (*FULL_TWO, MBS2, *WHOLE, f"{EXPERTS}quack", FLASH, SOME8, RATES, INPUTS, KEPT, PREPARED)
+    ),
     "native52_one_delayed": ("nam56r_native_dp_fused", (*FULL_ONE, *WHOLE, f"{EXPERTS}quack", FLASH, *NATIVE8, f"{FP8}delayed")),
     # FP8 and bf16 of one model, whose widths FP8 takes: eager as FP8 is, and as fast as bf16 is.
     "native52_64": ("nam56r_native_dp_fused", (*FULL_ONE, HEADS64, f"{EXPERTS}transformer_engine")),

@@ -13,11 +13,12 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
+from nam_megatron import migrate
 from nam_megatron.budget import budget, search
 from nam_megatron.budget.text import grid
-from nam_megatron.lower import Lowering, translate
+from nam_megatron.compile.lower import Lowering, translate
 from nam_megatron.recipe import conf_dir, load
-from nam_megatron.sizes import GIB
+from nam_megatron.words.sizes import GIB
 
 HERE = Path(__file__).parent
 MEASURED = HERE / "measured_h200.json", HERE / "measured_h100.json"
@@ -33,7 +34,7 @@ def rows() -> list[dict]:
     """Each measured figure beside its forecast, worst stage."""
     found = []
     for entry in entries():
-        worst = budget(translate(load(entry["preset"], entry["overrides"])).plan).worst
+        worst = budget(translate(load(entry["preset"], map(migrate.word, entry["overrides"]))).plan).worst
         for phase in PHASES:
             for what in ("allocated", "reserved"):
                 if measured := entry["peaks"].get(phase, {}).get(what):
@@ -111,7 +112,7 @@ def page(text: str, result: dict) -> str:
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
-    says = {megatron_says(translate(load(e["preset"], e["overrides"]))) for e in entries()}
+    says = {megatron_says(translate(load(e["preset"], map(migrate.word, e["overrides"])))) for e in entries()}
     assert len(says) == 1, says
     result = {"rows": rows(), "megatron_says": says.pop(), "speed": speed()}
     RESULT.write_text(json.dumps(result, indent=1) + "\n")

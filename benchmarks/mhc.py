@@ -8,17 +8,16 @@ gradient is read once and written twice, once by each, and read once more betwee
 get has to be known before what they give back.
 """
 
-import argparse
 import sys
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from benchmarks.clock import Clock, by_kernel, memory
-from benchmarks.report import Report
+from benchmarks.clock import Clock, by_kernel, error, memory
+from benchmarks.report import Report, parser
 from nam_megatron.runtime import mhc_kernel
 from nam_megatron.runtime.hyper_connections import HyperConnection
 
@@ -67,7 +66,7 @@ def check(report: Report, name: str, layer: Layer, module: HyperConnection, size
     d_found = torch.autograd.grad(found, given, (d_taken, d_after))
     names = ("taken", "after", *(f"gradient of {n}" for n in ("streams", "output", *dict(module.named_parameters()))))
     for what, a, b in zip(names, (*found, *d_found), (*wanted, *d_wanted), strict=True):
-        report.check(f"{name}: {what}", ((a.double() - b).norm() / b.norm()).item(), 2e-2)
+        report.check(f"{name}: {what}", error(a, b), 2e-2)
 
 
 def measure(
@@ -125,14 +124,11 @@ def kernels(report: Report, module: HyperConnection, size: tuple[int, int, int])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="file of results; a run is added to those that it has")
-    parser.add_argument("--sweep", action="store_true", help="other tiles, too")
-    parser.add_argument("--tokens", type=int, default=8192, help="of a microbatch (default: 8192)")
-    parser.add_argument("--hidden", type=int, default=3584, help="width of a stream (default: 3584)")
-    parser.add_argument("--streams", type=int, default=4, help="of a token (default: 4)")
-    parser.add_argument("--seconds", type=float, default=100, help="nothing new is begun after them (default: 100)")
-    options = parser.parse_args()
+    words = parser(__doc__, 100, sweep="other tiles, too")
+    words.add_argument("--tokens", type=int, default=8192, help="of a microbatch (default: 8192)")
+    words.add_argument("--hidden", type=int, default=3584, help="width of a stream (default: 3584)")
+    words.add_argument("--streams", type=int, default=4, help="of a token (default: 4)")
+    options = words.parse_args()
     size = options.tokens, options.hidden, options.streams
     report = Report(options.out, options.seconds)
     report.host(tokens=size[0], hidden=size[1], streams=size[2])
@@ -140,12 +136,8 @@ def main() -> int:
     compiled = torch.compile(plain)
     ways: list[tuple[str, Layer, HyperConnection]] = [("fused", around, fused), ("naive", around, naive)]
     for name, layer, module in (*ways, ("compiled", compiled, naive)):
-
-        def work(name: str = name, layer: Layer = layer, module: HyperConnection = module) -> None:
-            if report.sound(name, lambda: check(report, name, layer, module, size)):
-                measure(report, name, layer, module, size)
-
-        report.attempt(name, work)
+        given = (report, name, layer, module, size)
+        report.judged(name, partial(check, *given), partial(measure, *given))
     report.attempt("kernels", lambda: kernels(report, fused, size))
     if options.sweep:
         report.attempt("sweep", lambda: sweep(report, fused, size))

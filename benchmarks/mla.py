@@ -8,14 +8,11 @@ bytes / 4.3 TB/s and FLOPs / 750 TFLOP/s. Errors are |x - reference| / |referenc
 NaN in checks.
 """
 
-import argparse
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,11 +21,10 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the checks run in
 import torch
 from torch import Tensor
 
-from benchmarks.clock import Clock, by_kernel, memory
-from benchmarks.report import Report
+from benchmarks.clock import BANDWIDTH, PEAK, Clock, by_kernel, error, memory, one_rank
+from benchmarks.report import Report, parser
 from nam_megatron.blocks.mla import kernel, naive
 
-BANDWIDTH, PEAK = 4.3e12, 750e12
 EPS = 1e-5
 Run = dict[str, Tensor]
 
@@ -168,11 +164,6 @@ def behind_products(ops: Any, made: Run, rope: naive.Rope, case: Case, dtype: to
     return {k: v.detach() for k, v in out.items()} | {f"grad {k}": v.grad for k, v in p.items()}
 
 
-def error(found: Tensor, reference: Tensor) -> float:
-    norm = reference.double().norm()
-    return ((found.double() - reference.double()).norm() / norm).item() if norm else found.double().norm().item()
-
-
 @dataclass(frozen=True)
 class Verdict:
     """The tensor that does worst against its allowance: twice the bf16 error of plain torch, which rounds like Megatron."""
@@ -269,16 +260,11 @@ class Megatron:
     """Stock attention modules, and ours, on one GPU. Raises where Megatron or Transformer Engine is missing."""
 
     def __init__(self) -> None:
-        from megatron.core import parallel_state
         from megatron.core.extensions.transformer_engine import HAVE_TE
-        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
         if not HAVE_TE:
             raise ImportError("Transformer Engine cannot be imported")
-        store = f"file://{tempfile.mkdtemp()}/store"
-        torch.distributed.init_process_group("nccl", init_method=store, rank=0, world_size=1)
-        parallel_state.initialize_model_parallel()
-        model_parallel_cuda_manual_seed(1)
+        one_rank()
 
     def config(self, case: Case, yarn: bool, **more: Any) -> Any:
         from megatron.core.transformer import MLATransformerConfig
@@ -359,10 +345,11 @@ class Megatron:
 
         from nam_megatron.blocks.mla import layer
 
-        block = SimpleNamespace(kernels="fused", latent_norm=True)
-        plan = SimpleNamespace(recipe=SimpleNamespace(model=SimpleNamespace(blocks=SimpleNamespace(mla=block))))
-        spec = layer.spec(TESpecProvider(), plan)
-        return build_module(spec, config=self.config(case, yarn, **more), layer_number=1).cuda()
+        config = self.config(case, yarn, **more)
+        block: Any = SimpleNamespace(kernels="fused", latent_norm=True, q_lora_rank=config.q_lora_rank)
+        site: Any = None  # which this kind does not read
+        spec = layer.spec(TESpecProvider(), block, site)
+        return build_module(spec, config=config, layer_number=1).cuda()
 
     def ingress(self, layer: Any, case: Case, way: Callable = up) -> Subject:
         """The layer up to its queries, keys and values, its input norm included."""
@@ -578,13 +565,9 @@ def high_ranks(report: Report, clock: Clock, megatron: Megatron) -> None:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--quick", action="store_true", help="a quarter of the checks and ten repetitions")
-    parser.add_argument("--layers", action="store_true", help="only whole layers and high ranks")
-    parser.add_argument("--sweep", action="store_true", help="time other tile sizes, too")
-    parser.add_argument("--seconds", type=float, default=300, help="start nothing new after this time")
-    o = parser.parse_args(argv)
+    words = parser(__doc__, 300, sweep="time other tile sizes, too", quick="a quarter of the checks, ten repetitions")
+    words.add_argument("--layers", action="store_true", help="only whole layers and high ranks")
+    o = words.parse_args(argv)
     torch.backends.cuda.matmul.allow_tf32 = False
     report = Report(o.out, o.seconds)
     report.host()

@@ -10,8 +10,8 @@ from itertools import product
 from pathlib import Path
 
 from nam_megatron.budget.static import by_kind, parameters
+from nam_megatron.compile.lower import translate
 from nam_megatron.errors import Refused
-from nam_megatron.lower import translate
 from nam_megatron.recipe import load
 
 DOCS = Path(__file__).parent.parent / "docs" / "presets.md"

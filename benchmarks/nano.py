@@ -17,7 +17,7 @@ import measure
 from throughput import OVERLAY, RUNGS, STOCK, line, rated
 
 from nam_megatron.budget import budget
-from nam_megatron.sizes import GIB
+from nam_megatron.words.sizes import GIB
 
 PRESET, STEPS = "nemotron_3_nano_30b_a3b", 8
 CUT = ("cluster=h200_1", "model.depth=10", "model.pattern=MEMEMAEMEM", "parallel.expert=1", "optim.warmup_steps=2")

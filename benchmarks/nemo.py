@@ -22,8 +22,8 @@ from typing import Any
 
 from measure import AUTHOR13, CUT, EAGER, MLA, built, dataset, ranks
 
-from nam_megatron import argv
-from nam_megatron.lower import Lowering, translate
+from nam_megatron.compile import argv
+from nam_megatron.compile.lower import Lowering, translate
 from nam_megatron.nemo import doctor
 from nam_megatron.recipe import load
 

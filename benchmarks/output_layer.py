@@ -17,20 +17,19 @@ Liger's and quack's are tried where they are installed; quack's needs nvidia-cut
 CPU with TRITON_INTERPRET=1 and what tests/blocks/interpreter.py mends.
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.clock import Clock, memory
-from benchmarks.report import Report
-from nam_megatron.runtime import cross_entropy, wgrad
+from benchmarks.clock import Clock, error, memory
+from benchmarks.report import Report, parser
+from nam_megatron.mends import install
+from nam_megatron.runtime import cross_entropy
 
 FLOPS_PER_SECOND = 750e12
 GIB = 2**30
@@ -203,7 +202,7 @@ def check(report: Report, name: str, loss: Loss, device: str) -> None:
     wanted = wanted if found.ndim else wanted.sum()
     names = "loss", "gradient of hidden states", "gradient of weight"
     for what, a, b, limit in zip(names, (found, *d_found), (wanted, *d_wanted), (3e-3, 2e-2, 2e-2), strict=True):
-        report.check(f"{name}: {what}", ((a.double() - b).norm() / b.norm()).item(), limit)
+        report.check(f"{name}: {what}", error(a, b), limit)
 
 
 def measure(report: Report, name: str, loss: Loss, size: tuple[int, int, int]) -> None:
@@ -225,17 +224,15 @@ def measure(report: Report, name: str, loss: Loss, size: tuple[int, int, int]) -
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--rows", type=int, nargs="+", default=[16384, 32768, 8192])
-    parser.add_argument("--hidden", type=int, default=3584)
-    parser.add_argument("--vocabulary", type=int, default=65536)
-    parser.add_argument("--seconds", type=float, default=100)
-    parser.add_argument("--dry", action="store_true", help="only the checks, on the CPU")
-    options = parser.parse_args()
+    words = parser(__doc__, 100)
+    words.add_argument("--rows", type=int, nargs="+", default=[16384, 32768, 8192])
+    words.add_argument("--hidden", type=int, default=3584)
+    words.add_argument("--vocabulary", type=int, default=65536)
+    words.add_argument("--dry", action="store_true", help="only the checks, on the CPU")
+    options = words.parse_args()
     report = Report(options.out, options.seconds)
     if not options.dry:
-        wgrad.provide()
+        install.single("wgrad")
         report.host(hidden=options.hidden, vocabulary=options.vocabulary, piece=PIECE)
     for name, loss, checked in ways():
 

@@ -3,6 +3,7 @@
 The file is a list of runs. A run comes behind those that the file has; what it holds was measured on one GPU with one installation.
 """
 
+import argparse
 import gc
 import json
 import time
@@ -85,6 +86,15 @@ class Report:
             self.add("failed", name=name, why=f"not timed: {', '.join(bad)} failed")
         return not bad
 
+    def judged(self, name: str, check: Callable[[], object], measure: Callable[[], object]) -> None:
+        """Attempt to check, and to time what passed."""
+
+        def work() -> None:
+            if self.sound(name, check):
+                measure()
+
+        self.attempt(name, work)
+
     def apart(self, name: str, work: Callable[[], object]) -> None:
         """`attempt` in a process of its own, so that a crash or an illegal address ends nothing else.
 
@@ -113,6 +123,22 @@ class Report:
             flush=True,
         )
         return 1 if bad or self.data["failed"] else 0
+
+
+def parser(
+    doc: str | None, seconds: float, sweep: str = "", quick: str = "", apart: bool = False
+) -> argparse.ArgumentParser:
+    """The options that benchmarks have: where results go, when to stop; sweep, quick: what these two would do. apart: its parts are
+    processes of their own, which report through the file."""
+    made = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    made.add_argument("--out", type=Path, required=apart, help="file of results; a run is added to those that it has")
+    made.add_argument(
+        "--seconds", type=float, default=seconds, help="nothing new is begun after them (default: %(default)s)"
+    )
+    for name, what in (("--sweep", sweep), ("--quick", quick)):
+        if what:
+            made.add_argument(name, action="store_true", help=what)
+    return made
 
 
 def short(value: object) -> str:

@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 
 from nam_megatron.budget.serving import serve
+from nam_megatron.compile.lower import translate
 from nam_megatron.generate import Options, decode
 from nam_megatron.hf import describe, distributed, fused
 from nam_megatron.hf.model.modeling_nam import NamCache, NamForCausalLM
 from nam_megatron.hf.opened import open_model
-from nam_megatron.lower import translate
 from nam_megatron.recipe import load
 
 ROWS, PROMPT, NEW = 64, 64, 40

@@ -28,7 +28,9 @@ from typing import Any, NamedTuple
 from losses import RUNS
 from measure import KEPT, PREPARED, SPARSE13
 
-from launch import source
+from launch.host import linux
+from launch.record import source
+from launch.run.process import send
 from nam_megatron.errors import Refused
 
 ROOT = Path(__file__).parent.parent
@@ -93,6 +95,11 @@ JOBS = {
         gib=40,
     ),
     "whole_step": Job(1, 9.5, GPU_TEST % "test_whole_step.py"),
+    # Steps as one graph on two ranks: what eager steps train, and every way of ending.
+    "two_native": Job(2, 3, GPU_TEST % "test_two_gpus.py -k 'train and native or tensor'", gib=20),
+    "two_author": Job(2, 3, GPU_TEST % "test_two_gpus.py -k 'train and not native'", gib=20),
+    "two_ends": Job(2, 3, GPU_TEST % "test_two_gpus.py -k 'nan or signal'", gib=20),
+    "two_faults": Job(2, 3, GPU_TEST % "test_two_gpus.py -k 'memory or error'", gib=20),
     "prove_author": Job(
         1, 8,
         RESUMED % ("author", "nam56r_fused")
@@ -123,8 +130,8 @@ JOBS = {
         RESUMED % ("sharded", "nam56r_fused")
         + ' --with "cluster=h200_2 +overlay=fsdp_ep"'
         ' --with "cluster=h200_2 parallel.tensor=2 parallel.sequence=true precision.fused_grad_accumulation=false'
-        " feature.megatron_fsdp.enabled=true model.blocks.moe.expert_gemm=transformer_engine"
-        ' model.blocks.m2rnn.padded_projection=false"',
+        " feature.megatron_fsdp.enabled=true execution.moe.expert_gemm=transformer_engine"
+        ' execution.m2rnn.padded_projection=false"',
     ),
     "prove_sharded_native": Job(
         2, 4, RESUMED % ("sharded_native", "nam56r_native_dp_fused") + ' --with "cluster=h200_2 +overlay=fsdp_ep"'
@@ -171,6 +178,10 @@ JOBS = {
         " native52_one_all",
         "data",
     ),
+    # The same work on each GPU alone, beside each other, and on two together.
+    "one_native": Job(1, 3, "benchmarks/measure.py --out {out}/one_native.json --data {data} native52_one_all", "data"),
+    "one_author": Job(1, 3, "benchmarks/measure.py --out {out}/one_author.json --data {data} author52_one_all", "data"),
+    "two": Job(2, 5, "benchmarks/measure.py --profile --out {out}/two.json --data {data} native52_two_all author52_two_all", "data"),
     "fp8": Job(
         1, 8,
         "benchmarks/measure.py --profile --out {out}/fp8.json --data {data} native52_64_torch native52_64 native52_64_tensorwise"
@@ -204,27 +215,30 @@ JOBS = {
     # Presets at full depth, 100 steps, with receipts.
     **{
         f"receipt_{name}": Job(
-            1, minutes,
-            f"-m launch run conf={preset} cluster=h200_bare cluster.gpus_per_node=1 'cluster.waivers.limits=a borrowed host'"
+            gpus, minutes,
+            f"-m launch run conf={preset} cluster=h200_bare cluster.gpus_per_node={gpus} 'cluster.waivers.limits=a borrowed host'"
             " 'cluster.waivers.storage=a borrowed host' cluster.storage.receipts={out}/receipts cluster.storage.scratch={scratch}"
             f" revision={{revision}} data=built data.path={{data}} schedule.train_steps={steps} schedule.decay_steps={steps}"
             f" schedule.micro_batch_size={micro} schedule.global_batch_size={batch}",
             "data", part=PART,
         )
-        for name, preset, micro, batch, steps, minutes in (
-            ("author", f"nam56r_fused {WHOLE}", 2, 16, 100, 9),
-            ("author_64", f"nam56r_fused {WHOLE} optim.warmup_steps=4", 2, 64, 12, 4.4),
-            ("native", f"nam56r_native_dp_fused {WHOLE}", 4, 16, 100, 4.6),
-            ("native_64", f"nam56r_native_dp_fused {WHOLE} optim.warmup_steps=4", 4, 64, 12, 2.8),
-            ("author_fp8_64", f"nam56r_fused +overlay=[extras,fp8] {KEPT} {PREPARED} {WHOLE} optim.warmup_steps=4", 2, 64, 12, 5),
-            ("native_fp8_64", f"nam56r_native_dp_fused +overlay=[extras,fp8] {WHOLE} optim.warmup_steps=4", 4, 64, 12, 3.5),
-            ("native_fp8", f"nam56r_native_dp_fused +overlay=[extras,fp8] {WHOLE}", 4, 16, 100, 4.6),
-            ("sparse", "nam52_h200_sparse_8_11_ref_v1 +overlay=fused", 2, 4, 100, 5),
-            ("4full", "nam52r_h200_4full_9sparse_candidate_v1 +overlay=fused", 2, 4, 100, 5),
-            ("streams", f"nam52_h200_dense_ref_v1 +overlay=fused {WHOLE}", 1, 4, 100, 3.7),
-            ("plain", f"nam52_h200_dense_no_mhc_recovery_v1 +overlay=fused {WHOLE}", 1, 4, 100, 2.7),
-            ("muon", f"nam56r_fused +overlay=muon {WHOLE}", 2, 4, 50, 3.5),
-            ("ngrams", f"nam56r_fused {AUTHOR13} {NGRAMS} feature.fim.enabled=true", 2, 4, 100, 2),
+        for name, preset, micro, batch, steps, minutes, gpus in (
+            ("author", f"nam56r_fused {WHOLE}", 2, 16, 100, 9, 1),
+            ("author_64", f"nam56r_fused {WHOLE} optim.warmup_steps=4", 2, 64, 12, 4.4, 1),
+            ("native", f"nam56r_native_dp_fused {WHOLE}", 4, 16, 100, 4.6, 1),
+            ("native_64", f"nam56r_native_dp_fused {WHOLE} optim.warmup_steps=4", 4, 64, 12, 2.8, 1),
+            ("author_fp8_64", f"nam56r_fused +overlay=[extras,fp8] {KEPT} {PREPARED} {WHOLE} optim.warmup_steps=4", 2, 64, 12, 5, 1),
+            ("native_fp8_64", f"nam56r_native_dp_fused +overlay=[extras,fp8] {WHOLE} optim.warmup_steps=4", 4, 64, 12, 3.5, 1),
+            ("native_two_fp8", f"nam56r_native_dp_fused +overlay=[extras,fp8] {WHOLE} optim.warmup_steps=4", 4, 128, 12, 3.7, 2),
+            ("author_two_fp8", f"nam56r_fused +overlay=[extras,fp8] {KEPT} {PREPARED} {WHOLE} optim.warmup_steps=4", 2, 128, 12, 5, 2),
+            ("native_two", f"nam56r_native_dp_fused {WHOLE} optim.warmup_steps=4", 4, 128, 12, 3.5, 2),
+            ("native_fp8", f"nam56r_native_dp_fused +overlay=[extras,fp8] {WHOLE}", 4, 16, 100, 4.6, 1),
+            ("sparse", "nam52_h200_sparse_8_11_ref_v1 +overlay=fused", 2, 4, 100, 5, 1),
+            ("4full", "nam52r_h200_4full_9sparse_candidate_v1 +overlay=fused", 2, 4, 100, 5, 1),
+            ("streams", f"nam52_h200_dense_ref_v1 +overlay=fused {WHOLE}", 1, 4, 100, 3.7, 1),
+            ("plain", f"nam52_h200_dense_no_mhc_recovery_v1 +overlay=fused {WHOLE}", 1, 4, 100, 2.7, 1),
+            ("muon", f"nam56r_fused +overlay=muon {WHOLE}", 2, 4, 50, 3.5, 1),
+            ("ngrams", f"nam56r_fused {AUTHOR13} {NGRAMS} feature.fim.enabled=true", 2, 4, 100, 2, 1),
         )
     },
 }  # fmt: skip
@@ -346,10 +360,12 @@ class Sitting:
                 self.over(name, "killed")
 
     def over(self, name: str, code: int | str) -> None:
-        """Write down how a job ended, and give its GPUs back. Ranks of a job are of its session."""
+        """Write down how a job ended, and give its GPUs back."""
         process, taken, gib, begun = self.running.pop(name)
+        ranks = linux.descendants(linux.processes(), process.pid)  # torchrun gives each rank a session of its own
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        send(signal.SIGKILL, ranks)
         process.wait()
         for gpu in taken:
             self.taken[gpu] -= gib

@@ -1,4 +1,4 @@
-"""The measured tables of docs/training.md: python benchmarks/tables.py
+"""The measured tables of docs/log.md: python benchmarks/tables.py
 
 Reads benchmarks/{throughput,full,experts52,whole52,keys52,flash52,fp8,fp8_52,quack_tiles,stock,ladder,blocks,output_layer}_h200.json,
 losses/ and receipts/, and writes each table between its marks.
@@ -19,12 +19,12 @@ from blocks import kind_of
 from measure import FULL
 
 from nam_megatron.budget import budget, ends, search
-from nam_megatron.lower import translate
+from nam_megatron.compile.lower import translate
 from nam_megatron.recipe import conf_dir, load
-from nam_megatron.sizes import GIB
+from nam_megatron.words.sizes import GIB
 
 HERE = Path(__file__).parent
-DOCS = HERE.parent / "docs" / "training.md"
+DOCS = HERE.parent / "docs" / "log.md"
 CHANGED_MS, REPLAYS = 10, slice(4, 7)  # behind the capture, and before the step that is profiled
 TRACED = (
     "baseline",
@@ -228,6 +228,8 @@ def runs() -> Iterator[str]:
     for path in sorted((HERE.parent / "receipts").glob("*/receipt.json")):
         found = json.loads(path.read_text())
         recipe, came = found["recipe"], found["outcome"]
+        if recipe["cluster"].get("processor") == "cpu":  # of speed and memory it says nothing
+            continue
         figures, window, peak = came["figures"], came["figures"]["window"], came["memory"]["peak_reserved_gib"]
         finite = figures["loss_finite"] and figures["grad_norm_finite"]
         whole = came["end"] == "completed"
@@ -290,7 +292,7 @@ def long() -> Iterator[str]:
                     "schedule.global_batch_size=8",
                 )
                 if title == IN_PIECES:  # a rank of four has two groups of heads
-                    words += (f"model.blocks.mamba3.head_pieces={4 // context}",)
+                    words += (f"execution.mamba3.head_pieces={4 // context}",)
                 plan = translate(load("nam56r_fused", (*words, *more))).plan
                 need, device = budget(plan).worst.steady.total / GIB, plan.recipe.device
                 cells.append(
@@ -402,7 +404,7 @@ def main() -> None:
         output_layer,
     ):
         head, begin, rest = text.partition(f"<!-- begin: {table.__name__} -->\n")
-        assert begin, f"docs/training.md has no place for {table.__name__}"
+        assert begin, f"docs/log.md has no place for {table.__name__}"
         _, end, tail = rest.partition("<!-- end -->")
         text = head + begin + "\n".join(table()) + "\n" + end + tail
     DOCS.write_text(text)

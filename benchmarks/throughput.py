@@ -28,7 +28,7 @@ STEPS = 10
 CUT = ("cluster=h200_1", "model.depth=13", "schedule.global_batch_size=16", "optim.warmup_steps=2")
 SHARED, LOCAL = f"{MOE}shared_overlap=true", f"{MOE}dispatcher=local"
 WEIGHED, NORMS = f"{MOE}fused_weighted_squared_relu=true", "precision.norm_kernels=cudnn"
-STRIDED = "model.blocks.mamba2.strided=true"
+STRIDED = "execution.mamba2.strided=true"
 ALL = (*FUSED, ALLGATHER)
 OVERLAY = "+overlay=fused"
 HEADS = "model.blocks.mamba2.heads=64"

@@ -15,7 +15,7 @@ from typing import Any
 
 from measure import built, dataset, told
 
-from launch import steps as log
+from launch.record import steps as log
 
 PRESET = "nam56r_fused"
 CUT = (

@@ -26,8 +26,8 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from nam_megatron import argv
-from nam_megatron.lower import translate
+from nam_megatron.compile import argv
+from nam_megatron.compile.lower import translate
 from nam_megatron.recipe import conf_dir, from_config
 
 PRESET, ROUNDS, PARSES, RECIPES = "nam56r", 15, 5, 1000

@@ -2,19 +2,23 @@
 
 import os
 import re
+import shlex
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from launch import finding, signature, slurm
+from launch import finding
 from launch.context import Context
-from launch.job import TRAINERS
-from launch.redact import Redactor
+from launch.record import receipt, signature
+from launch.record.redact import Redactor
+from launch.run import slurm
+from launch.run.job import TRAINERS
 from nam_megatron import app
+from nam_megatron.compile.lower import translate
+from nam_megatron.compile.sources import Sources
 from nam_megatron.errors import FINDINGS, INCOMPLETE, OK, Problem, Refused, raise_if
-from nam_megatron.lower import translate
-from nam_megatron.origin import Origin
+from nam_megatron.launcher import PROGRAM
 from nam_megatron.recipe import Recipe
 
 KEYS = (
@@ -29,11 +33,12 @@ KEYS = (
     "lock",
     "diagnostic",
     "sign",
+    "host",
     "image",
     "time",
     "rdma",
 )
-TEXTS = ("revision", "lock", "diagnostic", "sign", "image", "time", "rdma")
+TEXTS = ("revision", "lock", "diagnostic", "sign", "host", "image", "time", "rdma")
 CHOICES = {"dirty": ("refuse", "store"), "over_memory": ("refuse", "allow"), "trainer": tuple(TRAINERS)}
 TIME = re.compile(r"(?:(\d{1,3})-)?(\d{1,3}):([0-5]\d):([0-5]\d)", re.ASCII)
 FORMATS = {
@@ -46,14 +51,46 @@ FORMATS = {
 def run(verb: str, rest: list[str]) -> NoReturn:
     overrides = tuple(rest)
     raise_if(telltale(overrides, os.environ))
+    contexts: list[Context] = []
 
-    def task(recipe: Recipe, words: Mapping[str, Any], origin: Origin) -> int:
-        sys.stderr.write(origin.unnamed_preset(recipe.preset.name))
-        context = Context(translate(recipe), checked(verb, words), overrides, os.environ)
-        return {"show": show, "check": check, "run": train}[verb](context)
+    def task(recipe: Recipe, words: Mapping[str, Any], sources: Sources) -> int:
+        sys.stderr.write(sources.unnamed_preset(recipe.preset.name))
+        sweep = len(sources.points) > 1
+        said = tuple(word.text for word in sources.words) + tuple(sources.search) if sweep else overrides
+        contexts.append(Context(translate(recipe), checked(verb, words), said, os.environ))
+        if sweep and verb == "show":
+            return array(contexts, len(sources.points))
+        if sweep and verb == "run":
+            return train_one(contexts[-1], len(contexts))
+        return {"show": show, "check": check, "run": train}[verb](contexts[-1])
 
     sys.argv[1:] = rest
     app.run("launch", KEYS, task)
+
+
+def array(contexts: Sequence[Context], points: int) -> int:
+    """The points of a sweep as one Slurm array, once all of them are here. Raises Refused."""
+    cluster, form = contexts[-1].cluster, contexts[-1].words["format"]
+    if form != "sbatch":
+        hint = "`format=sbatch` is a Slurm array of them; or leave `--multirun` out"
+        raise Refused(Problem("a sweep is several runs", key="format", hint=hint))
+    if (cluster.nodes, cluster.gpus_per_node) != (contexts[0].cluster.nodes, contexts[0].cluster.gpus_per_node):
+        hint = "a script for each cluster: one sweep each"
+        raise Refused(Problem("the points of a Slurm array have the same hosts", key="cluster", hint=hint))
+    if len(contexts) == points:
+        said = [context.overrides for context in contexts]
+        sys.stdout.write(slurm.sbatch(contexts[0].lowering, said[0], contexts[0].words["time"], said))
+    return OK
+
+
+def train_one(context: Context, number: int) -> int:
+    """The run of a sweep that has this number, after those before it. Who ends one, ends them all."""
+    code = train(context)
+    made = receipt.folders(context.receipts)[-number:]
+    if made and receipt.read(made[-1])["outcome"]["end"] == "interrupted":
+        raise KeyboardInterrupt
+    sys.stderr.write(f"compare the sweep: {PROGRAM} report {shlex.join(map(str, made))}\n")
+    return code
 
 
 def telltale(overrides: Sequence[str], environ: Mapping[str, str]) -> Iterator[Problem]:
@@ -64,7 +101,9 @@ def telltale(overrides: Sequence[str], environ: Mapping[str, str]) -> Iterator[P
             key = word.partition("=")[0]
             hint = "leave it in a file or a variable of the host that needs it"
             yield Problem(
-                f"word {number} of the command line holds a secret", key if not redactor.betrays(key) else None, hint
+                f"word {number} of the command line holds a secret",
+                key=key if not redactor.betrays(key) else None,
+                hint=hint,
             )
 
 
@@ -73,25 +112,25 @@ def checked(verb: str, words: Mapping[str, Any]) -> dict[str, Any]:
     problems = []
     if words["format"] not in FORMATS[verb]:
         hint = f"there are: {', '.join(FORMATS[verb])}"
-        problems.append(Problem(f"no format `{words['format']}` of {verb}", "format", hint))
+        problems.append(Problem(f"no format `{words['format']}` of {verb}", key="format", hint=hint))
     for key, allowed in CHOICES.items():
         if words[key] not in allowed:
-            problems.append(Problem(f"`{key}` is {' or '.join(allowed)}, not `{words[key]}`", key))
+            problems.append(Problem(f"`{key}` is {' or '.join(allowed)}, not `{words[key]}`", key=key))
     if words["sanity"] not in (None, True, False) or type(words["sanity"]) is int:
-        problems.append(Problem("`sanity` is true, false or null", "sanity"))
+        problems.append(Problem("`sanity` is true, false or null", key="sanity"))
     if type(words["port"]) is not int or not 1024 <= words["port"] < 65536:
-        problems.append(Problem("`port` is a number from 1024 to 65535", "port"))
+        problems.append(Problem("`port` is a number from 1024 to 65535", key="port"))
     if type(words["hang"]) not in (int, float) or not 0 <= words["hang"] < 1e6:
-        problems.append(Problem("`hang` is a number of seconds, 0 for never", "hang"))
+        problems.append(Problem("`hang` is a number of seconds, 0 for never", key="hang"))
     if words["time"] is not None and not TIME.fullmatch(str(words["time"])):
         hint = "`[D-]HH:MM:SS`; Hydra reads one without quotes as a number: `'time=\"24:00:00\"'`"
-        problems.append(Problem(f"`{words['time']}` is no time limit", "time", hint))
+        problems.append(Problem(f"`{words['time']}` is no time limit", key="time", hint=hint))
     if lacking := signature.key_objections(words["sign"]):
         problems.append(lacking)
     for key in TEXTS:
         # A hash of digits alone arrives as a number; one with an `e` in it would have arrived as another.
         if words[key] is not None and (type(words[key]) not in (str, int) or words[key] == ""):
-            problems.append(Problem(f"`{key}` takes one word", key, f"put it into quotes: `'{key}=\"...\"'`"))
+            problems.append(Problem(f"`{key}` takes one word", key=key, hint=f"put it into quotes: `'{key}=\"...\"'`"))
     raise_if(problems)
     return {k: str(v) if k in TEXTS and v is not None else v for k, v in words.items()}
 
@@ -104,7 +143,7 @@ def show(context: Context) -> int:
 
 
 def check(context: Context) -> int:
-    from launch import preflight
+    from launch.host import preflight
 
     report = preflight.check(context)
     found, software = report.findings, preflight.fingerprint(report.facts)
@@ -114,17 +153,21 @@ def check(context: Context) -> int:
 
 
 def train(context: Context) -> int:
-    from launch import run
+    from launch.run import run
 
     if not_built := context.lowering.plan.not_built:
         sys.stderr.write("".join(f"error: `{s.owner}` is not built: {s.missing}\n" for s in not_built))
         return INCOMPLETE
+    if context.words["trainer"] == "bridge" and context.cluster.processor == "cpu":
+        raise Refused(Problem("Megatron-Bridge does not train on a CPU here", key="trainer", hint="`trainer=megatron`"))
     if context.words["trainer"] == "megatron":
         raise_if(context.lowering.plan.bridges_alone)
     nodes = context.cluster.nodes
     if nodes > 1 and slurm.JOB not in context.environ:
         hint = "`python -m launch show ... format=sbatch > job.sh`, and `sbatch job.sh`"
-        raise Refused(Problem(f"{nodes} nodes, and this is no Slurm job", "cluster.nodes", hint))
+        raise Refused(Problem(f"{nodes} nodes, and this is no Slurm job", key="cluster.nodes", hint=hint))
     if nodes > 1 and len(found := slurm.hosts(context.environ)) != nodes:
-        raise Refused(Problem(f"this Slurm job has {len(found)} nodes, and the plan is for {nodes}", "cluster.nodes"))
+        raise Refused(
+            Problem(f"this Slurm job has {len(found)} nodes, and the plan is for {nodes}", key="cluster.nodes")
+        )
     return run.run(context)

@@ -7,16 +7,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from launch import receipt, slurm, source
 from launch.finding import unknown
-from launch.overlay import child, overlay
-from launch.redact import Redactor
+from launch.record import receipt, source
+from launch.record.redact import Redactor
+from launch.run import slurm
+from launch.run.overlay import child, overlay
+from nam_megatron.compile.lower import Lowering
 from nam_megatron.errors import raise_if
-from nam_megatron.lower import Lowering
+from nam_megatron.launcher import BESIDE
 from nam_megatron.recipe import Cluster
-from nam_megatron.setting import Env
+from nam_megatron.words.setting import Env
 
-CHECKOUT = Path(__file__).parent.parent
+# Where receipts and caches go and git looks; of an installed package, where the command runs.
+CHECKOUT = Path.cwd() if BESIDE.is_dir() else Path(__file__).parent.parent
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal, get_args
 
 from nam_megatron.errors import Problem
+from nam_megatron.launcher import called
 
 Level = Literal["ok", "note", "waived", "fail"]
 # Every name a finding can have; a waiver of any other is a misspelt one.
 NAMES = (
     "gpus", "topology", "nic", "numa", "driver", "ecc", "throttle", "clocks", "idle", "stale", "port", "root-volume", "storage", "space",
     "caches", "lock", "torch", "extensions", "patches", "environment", "connections", "gemm", "collective", "git", "built", "memory",
-    "dcgm", "pcie", "heat", "mode", "vbios", "xid", "limits", "shm", "clock", "venv", "compiling",
+    "data", "dcgm", "pcie", "heat", "mode", "vbios", "xid", "limits", "shm", "clock", "venv", "compiling",
 )  # fmt: skip
 
 
@@ -41,7 +42,7 @@ def waive(findings: Iterable[Finding], waivers: Mapping[str, str]) -> list[Findi
 
 def unknown(waivers: Mapping[str, str]) -> list[Problem]:
     return [
-        Problem(f"no finding `{name}` to waive", f"cluster.waivers.{name}", f"there are: {', '.join(NAMES)}")
+        Problem(f"no finding `{name}` to waive", key=f"cluster.waivers.{name}", hint=f"there are: {', '.join(NAMES)}")
         for name in waivers
         if name not in NAMES
     ]
@@ -86,9 +87,9 @@ def render(findings: Sequence[Finding], form: str, host: str, software: str = "u
         )
     lines = []
     for f in findings:
-        lines.append(f"{f.level:<7} {f.name:<12} {f.message}")
+        lines.append(f"{f.level:<7} {f.name:<12} {called(f.message)}")
         if f.hint and f.level == "fail":
-            lines.append(f"{'':<20} -> {f.hint}")
+            lines.append(f"{'':<20} -> {called(f.hint)}")
     return "\n".join([*lines, "", verdict(findings)]) + "\n"
 
 

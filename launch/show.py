@@ -1,12 +1,13 @@
 """`launch show`: everything that a run would be, as text. Touches nothing."""
 
-from launch import job, kubernetes, slurm
 from launch.context import Context
-from launch.overlay import shown
-from nam_megatron import argv, report
+from launch.run import job, kubernetes, slurm
+from launch.run.overlay import shown
+from nam_megatron import report
 from nam_megatron.budget import budget
 from nam_megatron.budget import text as budget_text
 from nam_megatron.budget.cost import cost
+from nam_megatron.compile import argv
 
 
 def text(context: Context) -> str:

@@ -24,8 +24,7 @@ def parse(words: Sequence[str], keys: Iterable[str]) -> tuple[list[str], dict[st
             raise Refused(
                 Problem(
                     f"no option `{key}`",
-                    None,
-                    f"did you mean `{close}`?" if close else f"there are: {', '.join(keys) or 'none'}",
+                    hint=f"did you mean `{close}`?" if close else f"there are: {', '.join(keys) or 'none'}",
                 )
             )
     return names, options

@@ -5,33 +5,29 @@ from __future__ import annotations
 import os
 import sys
 
+from nam_megatron import process
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
-interrupted = False  # by a Ctrl-C that nothing else handles: what a library made of it since is no error of its own
-
-if sys.argv[:1] == ["-m"]:
+if sys.argv[:1] == ["-m"] or process.PROGRAM:
     # `python -m nam_megatron...` imports for seconds before a command can catch anything: a Ctrl-C in there is no traceback either.
     _told = sys.excepthook
 
     def _interrupt(number: int, frame: FrameType | None) -> None:
-        global interrupted
-        interrupted = True
+        process.interrupted = True
         raise KeyboardInterrupt
 
     def _end(kind: type[BaseException], err: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(err, ModuleNotFoundError) and not interrupted:
-            while trace and trace.tb_next:
-                trace = trace.tb_next
-            wanted = f", which `{trace.tb_frame.f_code.co_filename}` imports" if trace else ""
-            sys.stderr.write(f"error: {err.msg}{wanted}\n\n")
-            sys.stderr.write(
-                f"hint: this Python is `{sys.executable}`; `uv sync` makes an environment, `uv run` starts in it\n"
-            )
+        if isinstance(err, ModuleNotFoundError) and not process.interrupted and not process.ours(err):
+            from nam_megatron.errors import Refused  # neither needs a package
+            from nam_megatron.packages import missing
+
+            sys.stderr.write(Refused(missing(err.name or "", process.started())).render())
             sys.stderr.flush()
             os._exit(2)
-        if not interrupted and kind is not KeyboardInterrupt:
+        if not process.interrupted and kind is not KeyboardInterrupt:
             _told(kind, err, trace)
             return
         sys.stderr.write("interrupted\n")

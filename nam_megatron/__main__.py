@@ -23,7 +23,7 @@ from nam_megatron.errors import OK, Problem, Refused, finish
 def command() -> int:
     if sys.argv[1:] and sys.argv[1] not in ("-h", "--help"):
         name = sys.argv[1]
-        raise Refused(Problem(f"no word `{name}` here", None, "`python -m nam_megatron` lists the commands"))
+        raise Refused(Problem(f"no word `{name}` here", hint="`python -m nam_megatron` lists the commands"))
     print(__doc__)
     return OK
 

@@ -2,27 +2,26 @@
 
 import re
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
-from hydra._internal import utils as hydra_utils
-from hydra._internal.hydra import Hydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-import nam_megatron
-from nam_megatron import files
-from nam_megatron.errors import OK, REFUSED, Problem, Refused, finish, raise_if, raise_if_twice
-from nam_megatron.origin import Origin, clipped, hydra_problem
-from nam_megatron.recipe import SWITCHED, Recipe, added, conf_dir, from_config
+from nam_megatron import process
+from nam_megatron.compile import compose, files
+from nam_megatron.compile.sources import Sources, clipped, no_folder, search, too_deep, word
+from nam_megatron.conf import conf_dir
+from nam_megatron.errors import OK, REFUSED, Problem, Refused, finish, lacking, raise_if, raise_if_twice
+from nam_megatron.recipe import SWITCHED, Recipe, added, from_config
 
 # `-cn NAME`, `-cp PATH`: Hydra would compose something else, in a folder `outputs` of its own making.
 OTHER_CONFIG = re.compile(r"--config-(?:name|path)(?:=|$)|-c[np]")
-Task = Callable[[Recipe, Mapping[str, Any], Origin], int]
+Task = Callable[[Recipe, Mapping[str, Any], Sources], int]
 
 
 def run(
@@ -51,90 +50,127 @@ def _run(
     spelled: Callable[[Sequence[str]], list[str]],
     also: Mapping[str, str],
 ) -> int:
-    words = added(spelled(sys.argv[1:]))
-    sys.argv[1:] = [f"preset={a.removeprefix('conf=')}" if a.startswith("conf=") else a for a in words]
-    raise_if_twice(_given(sys.argv[1:]))
-    raise_if(_no_names(sys.argv[1:]))
-    codes = [OK]
-    # Outside a job Hydra composes, and whatever it raises is over what it was given; in a job, errors are ours.
-    in_job = False
-
-    def job(cfg: DictConfig) -> None:
-        nonlocal in_job
-        in_job = True
-        # Unresolved: `${...}` in an override is the config's business, which says where it stands.
-        origin = Origin(config_name, OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False))
-        try:
-            recipe = from_config(cfg, origin, without=keys)
-            words = _words(cfg, keys)
-            codes.append(task(recipe, words, origin))
-        except Refused as refused:
-            codes.append(_refuse(refused, origin))
-        in_job = False
-
-    if another := next((a for a in sys.argv[1:] if OTHER_CONFIG.match(a)), None):
+    given = added(spelled(sys.argv[1:]))
+    given = [new for a in given for new in (_preset(a.removeprefix("conf=")) if a.startswith("conf=") else [a])]
+    raise_if_twice(_given(given))
+    raise_if(_no_names(given))
+    if another := next((a for a in given if OTHER_CONFIG.match(a)), None):
         hint = "`conf=NAME` chooses a preset; `--config-dir DIR` adds a folder of your own"
-        raise Refused(Problem(f"`{clipped(another)}`: a command has one config, and it is its own", None, hint))
-    _options(sys.argv[1:])
-    files.guard()
-    # Hydra would print its own errors and exit with 1; ours name the key, give a hint, and exit with 2.
-    hydra_utils.run_and_report = lambda function: function()
-    Hydra.get_mode = _mode
+        message = f"`{clipped(another)}`: a command has one config, and it is its own"
+        raise Refused(Problem(message, hint=hint, law="another-config"))
+    options = _options(given)
+    texts = [*_folder(options.config_dir), *options.overrides]
+    if options.cfg or options.help or options.info or options.shell_completion:
+        return _shown(config_name, keys, texts, options)
+    points = compose.points(texts, "out" in keys) if options.multirun else [texts]
+    said = set[str]()
+    return max(_point(config_name, keys, task, points, number, also, said) for number in range(len(points)))
+
+
+def _point(
+    config_name: str,
+    keys: Sequence[str],
+    task: Task,
+    points: Sequence[Sequence[str]],
+    number: int,
+    also: Mapping[str, str],
+    said: set[str],
+) -> int:
+    """The command with the words of one point of a sweep, or with all there are. said: refusals of earlier points."""
+    sources = None
     try:
-        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=config_name)(job)()
+        config, sources = compose.composed(config_name, points[number], keys)
+        sources.points = points
+        return task(from_config(config, sources, without=keys), _words(config, keys), sources)
     except Refused as refused:
-        codes.append(_refuse(refused))
-    except Exception as err:
-        if in_job:
+        return _refuse(refused if sources else _besides(refused, also), sources, said)
+    except ModuleNotFoundError as err:
+        if process.ours(err):
             raise
-        problem = hydra_problem(err, keys)
-        if more := also.get(problem.key or ""):
-            problem = replace(problem, hint=f"{problem.hint}; {more}")
-        codes.append(_refuse(Refused(problem)))
-    return max(codes)
+        return _refuse(Refused(lacking(err)), sources, said)
 
 
-def _options(words: Sequence[str]) -> None:
-    """Refuse options that Hydra does not have, which its parser would end the process for."""
-    parser = hydra_utils.get_args_parser()
+def _besides(refused: Refused, also: Mapping[str, str]) -> Refused:
+    """With what a command says of a group of configs that has not what was asked for."""
+    return Refused(
+        replace(problem, hint=f"{problem.hint}; {more}") if (more := also.get(problem.key or "")) else problem
+        for problem in refused.problems
+    )
+
+
+def _preset(conf: str) -> list[str]:
+    """The words that choose a preset: of its name, or of a published model's config.json, by file or folder."""
+    at = Path(conf) / "config.json" if Path(conf).is_dir() else Path(conf)
+    if at.suffix != ".json" or not at.is_file():
+        return [f"preset={conf}"]
+    from nam_megatron.lint.preset import of_config
+
+    name, folder = of_config(at)
+    return [f"preset={name}", search([folder])]
+
+
+def _options(words: Sequence[str]) -> Namespace:
+    """Options, as Hydra has them. Refuses any other, for which its parser would end the process."""
+    parser = ArgumentParser(add_help=False)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("--run", "-r", action="store_true")
+    parser.add_argument("--cfg", "-c", choices=["job"])
+    parser.add_argument("--resolve", action="store_true")
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--shell-completion", "-sc", action="store_true")
+    info = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+    parser.add_argument("--info", "-i", const="all", nargs="?", choices=info)
 
     def refuse(message: str) -> NoReturn:
-        raise Refused(
-            Problem(f"options: {message}", None, "a key is KEY=VALUE; `--help` lists options, groups and keys")
-        )
+        hint = "a key is KEY=VALUE; `--help` lists options, groups and keys"
+        raise Refused(Problem(f"options: {message}", hint=hint, law="option-unknown"))
 
-    parser.error = refuse
-    parser.parse_args(words)
+    parser.error = refuse  # type: ignore[method-assign]
+    return parser.parse_intermixed_args(words)
 
 
-def _given(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _folder(folder: str | None) -> list[str]:
+    """The word that names the folder of `--config-dir`. Raises Refused."""
+    if folder is None:
+        return []
+    raise_if(filter(None, [too_deep(folder) if Path(folder).is_dir() else no_folder(folder)]))
+    return [search([Path(folder)])]
+
+
+def _shown(config_name: str, keys: Sequence[str], texts: list[str], options: Namespace) -> int:
+    """A config, or what Hydra shows of itself: it would print errors of its own, so those of a config are said first."""
+    rest, folders, _ = compose.searched(texts)
+    if not options.shell_completion:
+        config, _ = compose.composed(config_name, texts, keys)
+    if options.cfg:
+        try:
+            sys.stdout.write(OmegaConf.to_yaml(config, resolve=options.resolve))
+        except OmegaConfBaseException as err:
+            raise Refused(compose.problem(err)) from None
+        return OK
+    asked = ["--help"] if options.help else ["--info", options.info] if options.info else ["--shell-completion"]
+    sys.argv[1:] = [*asked, *rest]
+    with files.searching(folders):
+        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=config_name)(lambda _: None)()
+    return OK
+
+
+def _given(texts: Sequence[str]) -> Iterator[tuple[str, str]]:
     """(key, value) of every override: `key`, `+key` and `++key` are one key, and a mapping gives each of its keys."""
-    parser = OverridesParser.create()
-    for word in words:
-        if word.startswith(("-", "~")):
+    for text in texts:
+        if text.startswith(("-", "~")):
             continue
         try:
-            override = parser.parse_override(word)
-            value = override.value()
-            leaves = list(_leaves(override.key_or_group, value)) if isinstance(value, dict) else None
-        except Exception:
+            said = word(text, ())
+        except Exception:  # refused when it is composed
             continue
-        if leaves is not None:
-            yield from leaves
+        if isinstance(said.value, dict):
+            yield from _leaves(said.key, said.value)
         else:
-            key = override.key_or_group
             # As it was typed, most likely.
-            yield "conf" if key == "preset" else key, word.partition("=")[2]
-
-
-def _no_names(words: Sequence[str]) -> Iterator[Problem]:
-    """Groups of configs that are given what is no name of one of them; Hydra does not say which."""
-    groups = {path.name for path in conf_dir().iterdir() if path.is_dir()}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if equals and re.fullmatch(r"null|true|false|[-+.\d]+", value) and key in groups:
-            hint = f"`{key}` is a group of configs: write {key}=NAME; `--help` lists them"
-            yield Problem(f"`{value}` is no name", key, SWITCHED if key == "feature" else hint)
+            yield "conf" if said.key == "preset" else said.key, text.partition("=")[2]
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:
@@ -145,20 +181,29 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:
         yield key, str(value)
 
 
-def _mode(hydra_app: Hydra, config_name: str | None, overrides: Sequence[str], ask=Hydra.get_mode) -> Any:
-    """`hydra.mode`, for which Hydra composes everything a first time; none of our files sets it, so None without that."""
-    return ask(hydra_app, config_name, list(overrides)) if any("hydra." in text for text in overrides) else None
+def _no_names(words: Sequence[str]) -> Iterator[Problem]:
+    """Groups of configs that are given what is no name of one of them; Hydra does not say which."""
+    groups = {path.name for path in conf_dir().iterdir() if path.is_dir()}
+    for text in words:
+        key, equals, value = text.partition("=")
+        if equals and re.fullmatch(r"null|true|false|[-+.\d]+", value) and key in groups:
+            hint = f"`{key}` is a group of configs: write {key}=NAME; `--help` lists them"
+            yield Problem(
+                f"`{value}` is no name", key=key, hint=SWITCHED if key == "feature" else hint, law="value-no-name"
+            )
 
 
 def _words(cfg: DictConfig, keys: Sequence[str]) -> dict[str, Any]:
     try:
         return {key: cfg[key] for key in keys}
     except OmegaConfBaseException as err:
-        raise Refused(hydra_problem(err)) from None
+        raise Refused(compose.problem(err)) from None
 
 
-def _refuse(refused: Refused, origin: Origin | None = None) -> int:
-    if nam_megatron.interrupted:  # Hydra and OmegaConf make errors of their own of it
+def _refuse(refused: Refused, sources: Sources | None, said: set[str]) -> int:
+    if process.interrupted:  # Hydra and OmegaConf make errors of their own of it
         raise KeyboardInterrupt from refused
-    sys.stderr.write(refused.render(origin))
+    if (text := refused.render(sources)) not in said:  # what all points of a sweep have in common is said once
+        sys.stderr.write(text)
+    said.add(text)
     return REFUSED

@@ -2,32 +2,35 @@
 
 import contextlib
 import difflib
+import errno
 import io
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TextIO
+
+from nam_megatron import process
+from nam_megatron.launcher import called
+from nam_megatron.words.problem import Problem as Problem
 
 if TYPE_CHECKING:
-    from nam_megatron.origin import Origin
+    from pathlib import Path
 
 # Exit codes of every command.
 OK, FINDINGS, REFUSED, INCOMPLETE = 0, 1, 2, 3
 INTERRUPTED = 130  # Ctrl-C, as shells count it
+# What a disk says that cannot be written any more, whoever asked it; of a file that is already open without a name.
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
+ROOM = "give it somewhere with room"
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One finding: a message, the recipe key it is about (dotted), and what to change.
+class Places(Protocol):
+    """Who knows where keys were set, as sources.py's Sources does."""
 
-    place: the key whose file and line are shown, where that is not `key` itself (a key that should not be there).
-    """
-
-    message: str
-    key: str | None = None
-    hint: str | None = None
-    place: str | None = None
+    def where(self, key: str) -> str | None:
+        """File and line, or the word of the command line; None where nobody set it."""
 
 
 class Refused(Exception):
@@ -36,22 +39,23 @@ class Refused(Exception):
     A user's mistake, so it is printed without a traceback; our own mistakes are assertions.
     """
 
-    def __init__(self, problems: Problem | Iterable[Problem], origin: "Origin | None" = None):
+    def __init__(self, problems: Problem | Iterable[Problem], places: Places | None = None):
         self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
-        self.origin = origin
+        self.places = places
         assert self.problems, "Refused without a reason"
         super().__init__("; ".join(p.message for p in self.problems))
 
-    def render(self, origin: "Origin | None" = None) -> str:
-        """The text for a person, each key with the file and line (or override) that set it where `origin` knows."""
-        lines, origin = [], self.origin or origin
+    def render(self, places: Places | None = None) -> str:
+        """The text for a person, each key with the file and line (or override) that set it where `places` knows."""
+        lines, places = [], self.places or places
         for p in self.problems:
-            where = origin.where(p.place or p.key) if origin and p.key else None
+            where = places.where(p.place or p.key) if places and p.key else None
             place = f" @ {p.key}" + (f" ({where})" if where else "") if p.key else ""
             lines += [f"error: {p.message}{place}"]
             if p.hint:
                 lines += ["", f"hint: {p.hint}", ""]
-        return "\n".join(lines).rstrip("\n") + "\n"
+        text = "\n".join(lines).rstrip("\n") + "\n"
+        return called(text)
 
 
 def raise_if(problems: Iterable[Problem]) -> None:
@@ -73,7 +77,9 @@ def raise_if_twice(words: Iterable[tuple[str, str]]) -> None:
             if key.endswith("overlay"):  # the one key of which several may be meant
                 both = dict.fromkeys(word for given in (first[key], value) for word in given.strip("[]").split(","))
                 hint = f"to lay all: `+overlay=[{','.join(both)}]`"
-            problems.append(Problem(f"`{key}` is given twice: `{first[key]}` and `{value}`", None, hint))
+            problems.append(
+                Problem(f"`{key}` is given twice: `{first[key]}` and `{value}`", hint=hint, law="word-twice")
+            )
         first.setdefault(key, value)
     raise_if(problems)
 
@@ -127,6 +133,17 @@ def finish(command: Callable[[], int]) -> NoReturn:
     except Refused as refused:
         code = REFUSED
         sys.stderr.write(refused.render())
+    except ModuleNotFoundError as err:
+        if process.ours(err):
+            raise
+        code = REFUSED
+        sys.stderr.write(Refused(lacking(err)).render())
+    except OSError as err:
+        if err.errno not in DISK:
+            raise
+        code = REFUSED
+        what = f"`{err.filename}`: " if err.filename else "cannot write: "
+        sys.stderr.write(Refused(Problem(f"{what}{err.strerror}", hint=ROOM, law="not-writable")).render())
     except KeyboardInterrupt:
         code = INTERRUPTED
         sys.stderr.write("interrupted\n")
@@ -135,11 +152,18 @@ def finish(command: Callable[[], int]) -> NoReturn:
         sys.stderr.flush()
         sys.stdout, sys.stderr = streams
     if out.lost and not isinstance(out.lost, BrokenPipeError):
-        problem = Problem(f"cannot write: {out.lost.strerror}", None, "give it somewhere with room")
+        problem = Problem(f"cannot write: {out.lost.strerror}", hint=ROOM, law="not-writable")
         with contextlib.suppress(OSError):
             sys.stderr.write(Refused(problem).render())
         code = REFUSED
     sys.exit(code)
+
+
+def lacking(err: ModuleNotFoundError) -> Problem:
+    """Of a package that a command imports and this environment has not."""
+    from nam_megatron.packages import missing
+
+    return missing(err.name or "", process.started())
 
 
 def keyless(command: Callable[[], int]) -> int:
@@ -153,8 +177,26 @@ def keyless(command: Callable[[], int]) -> int:
     except OSError as err:
         if err.filename is None:  # a full disk, or stdout
             raise
-        sys.stderr.write(Refused(Problem(f"`{err.filename}`: {err.strerror}")).render())
+        sys.stderr.write(Refused(Problem(f"`{err.filename}`: {err.strerror}", law="file-error")).render())
     return REFUSED
+
+
+def not_there(path: "Path", key: str | None = None) -> Problem:
+    """For somebody who named what is not there; a relative path is looked for where the command runs."""
+    hint = None if path.is_absolute() else f"it is looked for in the current folder, `{os.getcwd()}`"
+    return Problem(f"there is no `{path}`", key=key, hint=hint, law="file-missing")
+
+
+def page(doc: str | None, render: Callable[[], str]) -> int:
+    """A command that prints one file and takes no words, for `finish`. doc: what `--help` says."""
+    if sys.argv[1:] and sys.argv[1] not in ("-h", "--help"):
+        raise Refused(
+            Problem(
+                f"this takes no words, and here is `{sys.argv[1]}`", hint="`--help` says more", law="words-unwanted"
+            )
+        )
+    sys.stdout.write(doc if sys.argv[1:] and doc else render())
+    return OK
 
 
 def without_keys(problems: Iterable[Problem]) -> Refused:
@@ -177,5 +219,16 @@ def counted(number: int, noun: str) -> str:
 
 def quoted(words: Iterable[object]) -> str:
     """`a`, `b` and `c`, for messages."""
-    *most, last = [f"`{w}`" for w in words]
+    return joined(f"`{w}`" for w in words)
+
+
+def joined(words: Iterable[str]) -> str:
+    """a, b and c, for messages."""
+    *most, last = words
     return f"{', '.join(most)} and {last}" if most else last
+
+
+def folded(before: str, said: str, blank: str, columns: int) -> str:
+    """A text that breaks between words alone, under `blank` from its second line on."""
+    return textwrap.fill(said, columns, initial_indent=before, subsequent_indent=blank, break_long_words=False,
+                         break_on_hyphens=False, drop_whitespace=True) + "\n"  # fmt: skip

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nam_megatron.argtypes import between, count, whole
-from nam_megatron.errors import OK, Problem, Refused, finish, keyless, raise_if
+from nam_megatron.errors import OK, Problem, Refused, finish, keyless, not_there, raise_if
 from nam_megatron.hf import KERNELS
+from nam_megatron.parser import Parser
+from nam_megatron.words.argtypes import between, count, whole
 
 if TYPE_CHECKING:
     import torch
@@ -112,23 +113,23 @@ def pick(logits: "torch.Tensor", options: Options, draw: "torch.Generator | None
 
 def _check(config: Any, prompts: Sequence[Sequence[int]], new: int) -> None:
     if not prompts or not all(prompts):
-        raise Refused(Problem("an empty prompt", None, "give at least one token"))
+        raise Refused(Problem("an empty prompt", hint="give at least one token"))
     for token in (max(map(max, prompts)), min(map(min, prompts))):
         if not 0 <= token < config.vocab_size:
             said = f"token {token} of a vocabulary of {config.vocab_size}"
-            raise Refused(Problem(said, None, "is it the right tokenizer?"))
+            raise Refused(Problem(said, hint="is it the right tokenizer?"))
     most, longest = config.max_position_embeddings, max(map(len, prompts))
     if longest + new > most:
         said = f"{longest} tokens and {new} new ones, and the model was trained on {most}"
         hint = f"`--new {most - longest}` or less" if longest < most else "a shorter prompt"
-        raise Refused(Problem(said, None, hint))
+        raise Refused(Problem(said, hint=hint))
 
 
 # The command ---------------------------------------------------------------------------------------------------------
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="python -m nam_megatron.generate",
         description="Text from an export or a checkpoint.",
         epilog=EXAMPLES,
@@ -167,24 +168,26 @@ def _run(words: argparse.Namespace) -> int:
 
     if not words.temperature and (words.top_k or words.top_p < 1):
         said = f"`--{'top-k' if words.top_k else 'top-p'}` of greedy words, which are not drawn"
-        raise Refused(Problem(said, None, "give a temperature too: `--temperature 1`"))
+        raise Refused(Problem(said, hint="give a temperature too: `--temperature 1`"))
     if words.file is None and not _text(words.prompt):
-        raise Refused(Problem("`--prompt` is no text of Unicode characters", None, "UTF-8 is read"))
+        raise Refused(Problem("`--prompt` is no text of Unicode characters", hint="UTF-8 is read"))
     if not words.path.exists():
-        raise Refused(Problem(f"there is no `{words.path}`"))
+        raise Refused(not_there(words.path))
     raise_if(absent(words.device, words.kernels))
     asked = [{"prompt": words.prompt}] if words.file is None else list(_lines(words.file))
     tokenizer, end = _tokenizer(words, needed=any("prompt" in line for line in asked))
+    if tokenizer is not None:
+        from nam_megatron.data.tokenizer import encode
     model = open_model(words.path, DTYPES[words.dtype], words.device, words.kernels)
     if tokenizer is not None and tokenizer.get_vocab_size() > model.config.vocab_size:
         said = f"the tokenizer has {tokenizer.get_vocab_size()} entries, and the model {model.config.vocab_size}"
-        raise Refused(Problem(said, None, "give the one that the data was built with"))
+        raise Refused(Problem(said, hint="give the one that the data was built with"))
     end = None if words.endless else end
     options = Options(words.new, words.temperature, words.top_k, words.top_p, words.seed, end, words.grow)
 
     def tokens_of(line: dict[str, Any]) -> list[int]:
         # Without what a tokenizer would put around a text, as in the data.
-        return line["tokens"] if "tokens" in line else tokenizer.encode(line["prompt"], add_special_tokens=False).ids
+        return line["tokens"] if "tokens" in line else encode(tokenizer, line["prompt"])
 
     prompts = [tokens_of(line) for line in asked]
     _check(model.config, prompts, words.new)  # of all batches, before anything is written
@@ -275,7 +278,7 @@ def _text(prompt: Any) -> bool:
 def _tokenizer(words: argparse.Namespace, needed: bool) -> tuple[Any, int | None]:
     """And the token that ends a document."""
     from nam_megatron.data import tokenizer
-    from nam_megatron.hf.opened import tokenizer_of
+    from nam_megatron.hf.opened import another_tokenizer, tokenizer_of
 
     try:
         folder = words.tokenizer or tokenizer_of(words.path)
@@ -284,6 +287,7 @@ def _tokenizer(words: argparse.Namespace, needed: bool) -> tuple[Any, int | None
             raise
         return None, None
     made = tokenizer.load(folder)
+    raise_if(another_tokenizer(words.path, folder))
     return made, tokenizer.named(folder, made)["eos"]
 
 

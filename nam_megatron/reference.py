@@ -3,14 +3,13 @@
 Made from the rows that stand beside the keys (setting.Row), as the editors' hover text and `explain=` are.
 """
 
-import sys
 from typing import Any
 
 from nam_megatron.blocks.kinds import KINDS
-from nam_megatron.errors import OK, Problem, Refused, finish
+from nam_megatron.errors import finish, page
 from nam_megatron.schema import configs
-from nam_megatron.setting import Config, section
 from nam_megatron.targets import current
+from nam_megatron.words.setting import Config, section
 
 HEAD = """# Every key of a recipe
 
@@ -65,12 +64,5 @@ def _letters() -> dict[str, list[str]]:
     return {a: [f"{k} ({b.title})" for k, b in KINDS.items() if a in b.letters] for a in "AEMR"}
 
 
-def command() -> int:
-    if sys.argv[1:] and sys.argv[1] not in ("-h", "--help"):
-        raise Refused(Problem(f"the page takes no words, and here is `{sys.argv[1]}`", None, "`--help` says more"))
-    sys.stdout.write(__doc__ if sys.argv[1:] else render())
-    return OK
-
-
 if __name__ == "__main__":
-    finish(command)
+    finish(lambda: page(__doc__, render))

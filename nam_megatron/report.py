@@ -2,13 +2,16 @@
 
 import json
 from collections.abc import Iterator
+from itertools import groupby
 
 from nam_megatron.blocks.kinds import KINDS
 from nam_megatron.budget import parameters
-from nam_megatron.errors import counted
-from nam_megatron.lower import Lowering
-from nam_megatron.plan import Plan, composition, identity, parts
-from nam_megatron.recipe import standing
+from nam_megatron.compile.lower import Lowering
+from nam_megatron.compile.plan import Plan, composition, identity, parts
+from nam_megatron.errors import counted, joined
+from nam_megatron.laws.book import WAIVABLE
+from nam_megatron.recipe import resolve
+from nam_megatron.words.setting import STOCK
 
 
 def header(lowering: Lowering) -> Iterator[str]:
@@ -29,24 +32,43 @@ def header(lowering: Lowering) -> Iterator[str]:
     yield f"parameters: {total:,} in all, {active:,} active for a token{designed}"
     yield f"layout: {layout(p)}"
     yield f"batch: {r.schedule.micro_batch_size} per pass, {r.schedule.global_batch_size} per step, {r.model.seq_length} tokens each"
+    yield from over_hosts(p)
     if drawn := drawn_by(p):
         yield f"initial weights: each {drawn} draws its own; the same seed gives other weights in another layout"
     if p.departures:
         yield f"departs from lane {r.lane.name}: {', '.join(p.departures)}"
-    yield from given_up(p)
-    yield from only_here(p)
+    yield from notes(p)
     if "mlp" in {l.kind for l in p.layers}:
         yield f"E is a dense MLP of {r.model.ffn_hidden_size}: {len(p.numbers('mlp'))} layers"
     for seam in p.not_built:
         where = f", layers {', '.join(map(str, seam.numbers))}" if seam.numbers else ""
         yield f"NOT BUILT: {seam.owner} ({seam.missing}{where}); this plan can be read, not trained"
-    for _, assumed in sorted(r.assumptions.items()):
-        yield f"assumed: {assumed.key}={_said(assumed.value)}: {assumed.why}"
+    yield from assumed(p)
+
+
+def assumed(p: Plan) -> Iterator[str]:
+    """What nobody published, one line for each section and reason."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for _, a in sorted(p.recipe.assumptions.items()):
+        section, _, key = a.key.rpartition(".")
+        found.setdefault((section, a.why), []).append(f"{key}={_said(a.value)}")
+    for (section, why), values in found.items():
+        yield f"assumed: {section}.{', '.join(values)}: {why}"
+
+
+def notes(p: Plan) -> Iterator[str]:
+    """What whoever gets the bare arguments is told, too."""
+    yield from given_up(p)
+    yield from denied(p)
+    yield from only_here(p)
+    yield from needed(p)
+    yield from unmended(p)
+    yield from tries(p)
 
 
 def tiling(p: Plan) -> Iterator[str]:
     """How a shorter pattern becomes the layers."""
-    if tiled := standing.tiling(p.recipe):
+    if tiled := resolve.tiling(p.recipe):
         yield f"pattern: {tiled}"
 
 
@@ -57,12 +79,48 @@ def given_up(p: Plan) -> Iterator[str]:
         yield f"gives up {KINDS[s.designed].title} at {s.letter} ({counted(len(s.numbers), 'layer')}): {there}"
 
 
+def denied(p: Plan) -> Iterator[str]:
+    """What overlays wished of kernels, and what denies it."""
+    for wish in p.recipe.wishes:
+        wants = f"{wish.key}={_said(wish.value)}"
+        yield f"{wish.by} wants {wants}, and gets {_said(wish.instead)}: {wish.why}"
+
+
 def only_here(p: Plan) -> Iterator[str]:
     """Why stock Megatron must refuse the plan's arguments: one line for each kind and feature."""
     for seam in p.ours:
         where = f"layers {', '.join(map(str, seam.numbers))}" if seam.numbers else "MTP"
         what = f"{block.title} ({where})" if (block := KINDS.get(seam.owner)) else f"`{seam.owner}`"
         yield f"only nam_megatron trains {what}: {seam.missing}"
+    for seam in p.alone:
+        yield f"only nam_megatron trains these arguments as meant (`{seam.owner}`): {seam.missing}"
+
+
+def needed(p: Plan) -> Iterator[str]:
+    """What has to be installed beside Megatron-Core and Transformer Engine, and for which trainer."""
+    for of in dict.fromkeys(need.of for need in p.packages):
+        if of == STOCK and (p.ours or p.alone):
+            continue  # it stops at the marker
+        parts = []
+        for (what, instead), found in groupby((n for n in p.packages if n.of == of), lambda n: (n.what, n.instead)):
+            said = f"{joined(need.name for need in found)} for {what}"
+            parts.append(f"{said} ({instead})" if instead else said)
+        yield f"{of + ' ' if of else ''}needs {'; '.join(parts)}"
+
+
+def unmended(p: Plan) -> Iterator[str]:
+    """What stock Megatron would do to real data, where nothing else keeps it from these arguments: see docs/mends.md."""
+    if p.recipe.data.name in ("indexed", "blend", "built") and not (p.ours or p.alone):
+        yield (
+            "stock Megatron takes the tokenizer's pad token within the data for padding, and may read a rebuilt dataset in the old order"
+            " (docs/mends.md: padding, sample_order)"
+        )
+
+
+def tries(p: Plan) -> Iterator[str]:
+    """What nobody has tried, and why this run does."""
+    for law, why in sorted(p.recipe.allow.items()):
+        yield f"untried, and allowed: {WAIVABLE[law]} (`{law}`: {why})"
 
 
 def _said(value: object) -> str:
@@ -87,6 +145,16 @@ def layout(p: Plan) -> str:
     if "moe" in p.kinds:
         words += [f"expert {a.expert}", f"expert tensor {a.expert_tensor}", f"expert data {r.expert_data_parallel}"]
     return ", ".join(words)
+
+
+def over_hosts(p: Plan) -> Iterator[str]:
+    """Groups that exchange something in each layer and lie on several hosts, between which there is no NVLink."""
+    a, cluster = p.recipe.parallel, p.recipe.cluster
+    groups = {"context": a.tensor * a.context if a.context > 1 else 1}
+    groups["expert"] = a.expert_tensor * a.expert if "moe" in p.kinds else 1
+    for name, ranks in groups.items():
+        if a.over_hosts(ranks, cluster):
+            yield f"over hosts: {name} groups are {ranks} ranks, a host has {counted(cluster.gpus_per_node, 'GPU')}"
 
 
 def drawn_by(p: Plan) -> str:

@@ -6,15 +6,14 @@ conf/model/, `#/$defs/Mtp` for conf/feature/mtp.yaml. Its first lines name it (`
 """
 
 import json
-import sys
 from collections.abc import Iterator
 from typing import Any
 
-from nam_megatron.errors import OK, Problem, Refused, finish
+from nam_megatron.errors import finish, page
 from nam_megatron.features.names import Features
 from nam_megatron.recipe import Recipe
-from nam_megatron.setting import Config, section
 from nam_megatron.targets import current
+from nam_megatron.words.setting import Config, section
 
 # What may stand for any value until Hydra has composed the recipe: `???` (must be given) and `${other.key}`.
 LATER = {"type": "string", "pattern": r"^(\?\?\?|\$\{.+\})$"}
@@ -79,12 +78,5 @@ def render() -> str:
     return json.dumps(schema(), indent=1) + "\n"
 
 
-def command() -> int:
-    if sys.argv[1:] and sys.argv[1] not in ("-h", "--help"):
-        raise Refused(Problem(f"the schema takes no words, and here is `{sys.argv[1]}`", None, "`--help` says more"))
-    sys.stdout.write(__doc__ if sys.argv[1:] else render())
-    return OK
-
-
 if __name__ == "__main__":
-    finish(command)
+    finish(lambda: page(__doc__, render))

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from nam_megatron.errors import Problem, Refused
+from nam_megatron.errors import Problem, Refused, not_there, raise_if
+from nam_megatron.words.regular import irregular
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"  # Megatron's word for weights without a state of training: a run starts from them at step 0
@@ -20,14 +21,28 @@ def newest(folder: Path, key: str | None = None) -> Path:
         Refused: there is no tracker, it cannot be read or says no step.
     """
     tracker = folder / TRACKER
+    raise_if(irregular((tracker,), key))
     try:
         said = word(folder)
     except FileNotFoundError:
-        raise Refused(Problem(f"no checkpoint in `{folder}`", key, f"it holds no `{TRACKER}`")) from None
+        if not folder.exists():
+            raise Refused(not_there(folder, key)) from None
+        raise Refused(
+            Problem(f"no checkpoint in `{folder}`", key=key, hint=f"it holds no `{TRACKER}`", law="checkpoint-missing")
+        ) from None
     except OSError as err:
-        raise Refused(Problem(f"`{tracker}` cannot be read: {err.strerror}", key)) from None
+        raise Refused(
+            Problem(f"`{tracker}` cannot be read: {err.strerror}", key=key, law="tracker-unreadable")
+        ) from None
     if said == RELEASE:
         return folder / RELEASE
     if said.isascii() and said.isdecimal() and len(said) < 10:
         return folder / f"iter_{int(said):07d}"
-    raise Refused(Problem(f"`{tracker}` says `{said[:40]}`, which is no step", key, "write the step"))
+    raise Refused(
+        Problem(
+            f"`{tracker}` says `{said[:40]}`, which is no step",
+            key=key,
+            hint="write the step",
+            law="tracker-unreadable",
+        )
+    )

@@ -1,35 +1,42 @@
 """Stage 7, the training process: plan.json -> stack of layers -> Megatron's pretrain(), one process per GPU (torch side).
 
-    torchrun --nproc-per-node 8 -m nam_megatron.train --nam-plan plan.json $(args)
+    python -m nam_megatron.torchrun --nproc-per-node 8 -m nam_megatron.train --nam-plan plan.json $(args)
 
 `plan.json` decides everything. The arguments after it are Megatron's, as the plan was translated; they stand on the command line so
 that whoever looks at the process sees them, and differ from the plan's at the price of a refusal.
 
-Exit codes: 0 trained, 1 the loss was not a number or a checkpoint is damaged, 2 refused, 3 the plan has a part that is not built; 16
-and 17 are Megatron's, when it has found and repeated a wrong result.
+Exit codes: 0 trained, 1 the loss was not a number, the data holds what is no token or a checkpoint is damaged, 2 refused, 3 the plan
+has a part that is not built; 16 and 17 are Megatron's, when it has found and repeated a wrong result.
 """
 
+import atexit
 import os
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NoReturn
 
-from nam_megatron import argv as said
+from nam_megatron import installed, rehearsal
 from nam_megatron.blocks import EMBEDDING, Gauge
 from nam_megatron.budget.cost import cost
-from nam_megatron.data import manifest
+from nam_megatron.compile import argv as said
+from nam_megatron.compile.lower import Lowering
+from nam_megatron.compile.plan import Plan
+from nam_megatron.data import indexed, manifest
 from nam_megatron.errors import FINDINGS, INCOMPLETE, OK, REFUSED, Problem, Refused, raise_if
-from nam_megatron.lower import Lowering
-from nam_megatron.plan import Plan
-from nam_megatron.setting import Env
+from nam_megatron.events import FILE, RECORD
+from nam_megatron.words.regular import irregular
+from nam_megatron.words.setting import Env
 
 # What torchrun tells each process. Nothing else of the environment decides anything; what the plan demands of it is checked.
 RANK, WORLD_SIZE = "RANK", "WORLD_SIZE"
 OPTIMIZE = "PYTHONOPTIMIZE"  # Python leaves out every assert
+CLOSING = 15.0  # seconds that trackers and writers get to close what they have open, in a process that has failed
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,7 @@ def split(words: Sequence[str]) -> tuple[Path, tuple[str, ...]]:
     at = words.index("--nam-plan") if "--nam-plan" in words else len(words)
     if at + 1 >= len(words):
         hint = "`python -m nam_megatron.translate conf=NAME ... out=DIR` writes one, and DIR/run.sh, which starts the training"
-        raise Refused(Problem("no plan: the trainer trains what a plan file says", hint=hint))
+        raise Refused(Problem("no plan: the trainer trains what a plan file says", hint=hint, law="plan-missing"))
     return Path(words[at + 1]), (*words[:at], *words[at + 2 :])
 
 
@@ -71,44 +78,64 @@ def objections(job: Job, argv: Sequence[str], environ: Mapping[str, str]) -> Ite
     world = job.plan.recipe.world_size
     if RANK not in environ or WORLD_SIZE not in environ:
         processes = f"{world} process{'es' * (world != 1)}"
-        yield Problem("this process was not started by torchrun", hint=f"start {processes} with torchrun")
+        yield Problem(
+            "this process was not started by torchrun", hint=f"start {processes} with torchrun", law="torchrun-missing"
+        )
     elif int(environ[WORLD_SIZE]) != world:
         cluster = job.plan.recipe.cluster
         hint = f"start {cluster.nodes} x {cluster.gpus_per_node} processes, or translate again with another `cluster`"
-        yield Problem(f"{environ[WORLD_SIZE]} processes, and the plan is for {world}", "cluster", hint)
+        yield Problem(
+            f"{environ[WORLD_SIZE]} processes, and the plan is for {world}",
+            key="cluster",
+            hint=hint,
+            law="processes-against-plan",
+        )
     if environ.get(OPTIMIZE):
         why = "what Megatron asserts of a model would not be checked"
-        yield Problem(f"{OPTIMIZE} is set: {why}", hint=f"unset {OPTIMIZE}")
+        yield Problem(f"{OPTIMIZE} is set: {why}", hint=f"unset {OPTIMIZE}", law="asserts-off")
     for env in job.env:
         if env.allows(environ.get(env.name)):
             continue
         if env.value is None:
-            yield Problem(f"{env.name} is set, and the plan needs it unset: {env.why}", hint=f"unset {env.name}")
+            yield Problem(
+                f"{env.name} is set, and the plan needs it unset: {env.why}",
+                hint=f"unset {env.name}",
+                law="environment-unset",
+            )
         else:
             here = f"is `{environ[env.name]}`" if env.name in environ else "is not set"
             yield Problem(
-                f"{env.name} {here}, and the plan needs `{env.value}`: {env.why}", hint=f"export {env.name}={env.value}"
+                f"{env.name} {here}, and the plan needs `{env.value}`: {env.why}",
+                hint=f"export {env.name}={env.value}",
+                law="environment-unset",
             )
     if tuple(argv) != job.argv:
         yield Problem(
             f"the arguments are not the plan's: {difference(argv, job.argv)}",
             hint="start run.sh, which stands beside the plan, or pass `$(python -m nam_megatron.translate conf=NAME ...)`",
+            law="arguments-against-plan",
         )
     yield from unfit_data(job.plan)
 
 
-def unfit_data(plan: Plan) -> Iterator[Problem]:
-    """Why the built dataset of a plan cannot be trained on: it is not there, not whole, or made for a larger vocabulary."""
-    folder = plan.recipe.data.built
-    if folder is None:
-        return
-    try:
-        made = manifest.read(folder)
-    except Refused as refused:
-        yield from refused.problems
-    else:
-        yield from manifest.damage(folder, made, thorough=False)
-        yield from manifest.misfit(made, plan.recipe.model.vocab_size)
+def unfit_data(plan: Plan, root: Path = Path()) -> Iterator[Problem]:
+    """Why the datasets of a plan cannot be trained on: one is not there, not whole, made for a larger vocabulary, or without a token in a
+    share that Megatron would read. root: what relative paths are of."""
+    if plan.recipe.data.built is not None:
+        folder = root / plan.recipe.data.built
+        try:
+            made = manifest.read(folder)
+        except Refused as refused:
+            yield from refused.problems
+            return
+        found = [*manifest.damage(folder, made, thorough=False), *manifest.misfit(made, plan.recipe.model.vocab_size)]
+        yield from found
+        if found:
+            return
+    if plan.recipe.data.tokenizer is not None:
+        folder = root / plan.recipe.data.tokenizer
+        yield from irregular(folder.iterdir() if folder.is_dir() else (folder,), "data.tokenizer")
+    yield from indexed.objections(plan.recipe, root)
 
 
 def difference(given: Sequence[str], planned: Sequence[str]) -> str:
@@ -136,18 +163,8 @@ def flags(argv: Sequence[str]) -> list[str]:
     return found
 
 
-def installed_megatron() -> str:
-    """The version of the megatron-core that Python imports here, without the commit that it appends inside a git checkout."""
-    try:
-        from megatron.core.package_info import PRE_RELEASE, __shortversion__
-    except ImportError as cause:
-        hint = "install the `train` extra on the training host"
-        raise Refused(Problem(f"megatron-core cannot be imported: {cause}", hint=hint)) from cause
-    return __shortversion__ + PRE_RELEASE
-
-
-def accept(words: Sequence[str], environ: Mapping[str, str]) -> Job:
-    """The job of this command line, checked before anything is built.
+def accept(words: Sequence[str], environ: Mapping[str, str], engine: bool = True) -> Job:
+    """The job of this command line, checked before anything is built. engine: whether Transformer Engine is asked for its version too.
 
     Raises:
         Refused: no such plan; another world, other arguments or another Megatron than the plan's.
@@ -155,9 +172,7 @@ def accept(words: Sequence[str], environ: Mapping[str, str]) -> Job:
     path, argv = split(words)
     job = load(path)
     raise_if(objections(job, argv, environ))
-    if (found := installed_megatron()) != (pin := job.lowering.target.pin):
-        hint = f"install megatron-core=={pin}"
-        raise Refused(Problem(f"megatron-core {found} is installed, and the plan is for {pin}", hint=hint))
+    installed.ask(job.lowering.target, engine)
     return job
 
 
@@ -180,6 +195,29 @@ def main(words: Sequence[str], started: float, before: Callable[[], None] | None
     if words and words[0] in ("-h", "--help"):
         print(__doc__)
         return OK
+    return recorded("megatron", words, lambda: trained(words, started, before))
+
+
+def recorded(trainer: str, words: Sequence[str], train: Callable[[], int]) -> int:
+    """The exit code of `train`, with the events of this process around it: its start, and how it ends."""
+    environ = os.environ  # noqa: TID251  the launcher's nonce, and what torchrun tells
+    try:
+        RECORD.start(split(words)[0], environ, trainer)
+    except OSError as err:
+        problem = Problem(
+            f"`{FILE}` cannot be written: {err.strerror}",
+            hint="make room there, and let this user write",
+            law="record-not-writable",
+        )
+        return stop(int(environ.get(RANK, 0)), REFUSED, Refused(problem).render())
+    except Refused:
+        pass  # no plan: `train` says it
+    with RECORD.ending():
+        return train()
+
+
+def trained(words: Sequence[str], started: float, before: Callable[[], None] | None) -> int:
+    """See `main`."""
     environ = os.environ  # noqa: TID251  what torchrun tells, compared with the plan
     rank = int(environ.get(RANK, 0))
     if rank:
@@ -192,8 +230,21 @@ def main(words: Sequence[str], started: float, before: Callable[[], None] | None
         return stop(rank, REFUSED, refused.render())
     if missing := unbuilt(job):
         return stop(rank, INCOMPLETE, missing)
+    if job.plan.recipe.cluster.processor == "cpu":
+        from nam_megatron.prove.cpu import pretended
 
-    from nam_megatron.runtime import checkpoint, heartbeat, outofmemory, pretrain, stack, tracking
+        if not rank:
+            print(f"> {rehearsal.NOTE}", flush=True)
+        with pretended():
+            return carried_out(job, words, started, before)
+    return carried_out(job, words, started, before)
+
+
+def carried_out(job: Job, words: Sequence[str], started: float, before: Callable[[], None] | None) -> int:
+    """See `main`; the job is accepted."""
+    rank = int(os.environ.get(RANK, 0))  # noqa: TID251  what torchrun tells
+
+    from nam_megatron.runtime import checkpoint, heartbeat, outofmemory, padding, pretrain, stack, tracking
 
     heartbeat.HEART.start(split(words)[0], rank)
     if before is not None:
@@ -202,16 +253,18 @@ def main(words: Sequence[str], started: float, before: Callable[[], None] | None
         raise_if([*job.plan.bridges_alone, *checkpoint.objections(job.lowering, thorough=not rank)])
         raise_if(tracking.objections(job.plan))
         if not rank:
+            for note in checkpoint.untold_of(job.plan.recipe):  # before what it is asked of is written anew
+                print(f"note: {note}", file=sys.stderr, flush=True)
             checkpoint.sign(job.lowering)
+            print(f"> {installed.stack()}", flush=True)
             announce(job.plan)
-        fused_loss = job.plan.recipe.precision.cross_entropy == "fused"
         spec = stack.hybrid_stack_spec(job.plan)
         pretrain.run(
             said.argv(job.lowering),
             spec,
             started,
+            job.plan,
             operations=operations(job.plan),
-            fused_loss=fused_loss,
             track=tracking.tracker(job.plan),
             gauges=gauges(job.plan),
         )
@@ -219,9 +272,13 @@ def main(words: Sequence[str], started: float, before: Callable[[], None] | None
         return stop(rank, REFUSED, refused.render())
     except outofmemory.torch.OutOfMemoryError as err:
         # The traceback follows; it names Megatron's functions, and no layer.
-        print(outofmemory.told(err, job.plan, pretrain.step_now(), rank), file=sys.stderr, flush=True)
+        where = outofmemory.where(err, job.plan)
+        RECORD.end("out of memory", FINDINGS, error=str(err).splitlines()[0], **where._asdict())
+        print(outofmemory.told(where, pretrain.step_now(), rank), file=sys.stderr, flush=True)
         raise
-    except pretrain.NonFinite as stopped:
+    except (pretrain.NonFinite, padding.Unfit) as stopped:
+        nan = isinstance(stopped, pretrain.NonFinite)
+        RECORD.end("not a number" if nan else "unfit data", FINDINGS, where=str(stopped))
         print(f"error: {stopped}", file=sys.stderr, flush=True)
         return FINDINGS
     except SystemExit as end:
@@ -238,7 +295,7 @@ def operations(plan: Plan) -> float:
 
 def gauges(plan: Plan) -> dict[int, Gauge]:
     """What the embedding, as number 0, and the layers of the main stack measure of themselves, by number."""
-    of = {layer.number: plan.recipe.model.blocks.of(layer.kind).gauge(layer) for layer in plan.layers}
+    of = {layer.number: plan.recipe.blocks.of(layer.kind).gauge(layer) for layer in plan.layers}
     of[EMBEDDING] = next((feature.measures for feature in plan.recipe.feature.all() if feature.measures), None)
     return {number: gauge for number, gauge in of.items() if gauge}
 
@@ -256,14 +313,38 @@ def stop(rank: int, code: int, message: str) -> int:
 
     One that is still there then has met alone what the message says.
     """
+    RECORD.end({REFUSED: "refused", INCOMPLETE: "not built"}.get(code, "gave up"), code)
     if rank:
         time.sleep(10)
     print(message, end="", file=sys.stderr, flush=True)
     return code
 
 
+def process(words: Sequence[str], started: float) -> NoReturn:
+    """`main` as the whole of a process. One that has failed ends at once.
+
+    At its regular end Python destroys NCCL's communicators, which wait for ranks that are in a collective, and for a CUDA graph whose
+    capture broke off: seen on two H200s and on one (torch 2.11, NCCL 2.28), without end, so that torchrun never heard of the error.
+    """
+    try:
+        code: object = main(words, started)
+    except SystemExit as end:
+        code = end.code
+    except BaseException as err:
+        sys.excepthook(type(err), err, err.__traceback__)
+        code = 130 if isinstance(err, KeyboardInterrupt) else FINDINGS
+    if not code:
+        sys.exit(OK)
+    closing = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
+    closing.start()
+    closing.join(CLOSING)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else FINDINGS)
+
+
 if __name__ == "__main__":
     # Under its own name, so that the processes which torch spawns and unpickles into find one copy of this module.
-    from nam_megatron.train import main as command
+    from nam_megatron.train import process as command
 
-    sys.exit(command(sys.argv[1:], time.time()))
+    command(sys.argv[1:], time.time())

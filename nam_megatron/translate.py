@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import os
+import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -10,15 +11,23 @@ from itertools import groupby, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nam_megatron import app, argv, report
+import yaml
+from omegaconf import OmegaConf
+
+from nam_megatron import app, report
 from nam_megatron.blocks.kinds import KINDS
-from nam_megatron.errors import INCOMPLETE, OK, Problem, Refused, likely, quoted, raise_if
+from nam_megatron.budget import budget
+from nam_megatron.compile import argv
+from nam_megatron.compile.lower import Lowering, translate
+from nam_megatron.compile.sources import Sources, shown
+from nam_megatron.data import indexed
+from nam_megatron.errors import INCOMPLETE, OK, Problem, Refused, folded, likely, quoted, raise_if
 from nam_megatron.features.names import FEATURES
-from nam_megatron.lower import Lowering, translate
-from nam_megatron.origin import Origin, shown
-from nam_megatron.recipe import Recipe, config_at, keys_at, keys_hint, load, value_at
+from nam_megatron.laws import book, page
+from nam_megatron.recipe import Device, Recipe, conf_dir, config_at, device, keys_at, keys_hint, load, value_at
 from nam_megatron.schema import configs
-from nam_megatron.setting import Config, section
+from nam_megatron.words.regular import irregular
+from nam_megatron.words.setting import Config, section
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,14 +43,18 @@ FILES = {
 }
 
 
-def task(recipe: Recipe, words: Mapping[str, Any], origin: Origin) -> int:
+def task(recipe: Recipe, words: Mapping[str, Any], sources: Sources) -> int:
     """Print what was asked for. The product goes to stdout; notes go to stderr, or stand in the table on a terminal."""
     raise_if(_problems(words))
     form = words["format"]
     if words["list"] is not None:
-        sys.stdout.write(listed(LISTS[words["list"]](origin)))
+        columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        sys.stdout.write(listed(LISTS[words["list"]](sources), columns))
         return OK
-    sys.stderr.write(origin.unnamed_preset(recipe.preset.name))
+    if law := book.BY_ID.get(str(words["explain"])):
+        sys.stdout.write(_told(law.id, page.explained(law)))
+        return OK
+    sys.stderr.write(sources.unnamed_preset(recipe.preset.name))
     lowering = translate(recipe)
     p, asked = lowering.plan, words["explain"] is not None or words["diff"] is not None
     piped = not asked and not (form == "auto" and sys.stdout.isatty())
@@ -52,15 +65,17 @@ def task(recipe: Recipe, words: Mapping[str, Any], origin: Origin) -> int:
             )
         sys.stderr.write("\nhint: `python -m nam_megatron.budget` prices it; `explain=` and `diff=` answer about it\n")
         return INCOMPLETE
+    if piped or words["out"] is not None:
+        raise_if(indexed.objections(recipe, there=True))  # of the training host's data, where this is it
     if words["out"] is not None:
         write(lowering, Path(str(words["out"])))
     if words["explain"] is not None:
-        sys.stdout.write(explain(lowering, str(words["explain"]), origin))
+        sys.stdout.write(explain(lowering, str(words["explain"]), sources))
     elif words["diff"] is not None:
-        from nam_megatron.diff import diff
+        from nam_megatron.judge.diff import diff
 
         try:
-            other = translate(load(str(words["diff"]), origin.search))
+            other = translate(load(str(words["diff"]), sources.search))
         except Refused as refused:
             raise Refused(replace(p, key="diff") for p in refused.problems) from None
         sys.stdout.write(diff(lowering, other))
@@ -71,10 +86,9 @@ def task(recipe: Recipe, words: Mapping[str, Any], origin: Origin) -> int:
     if piped:
         for line in (
             *report.tiling(p),
-            *report.given_up(p),
-            *report.only_here(p),
-            *origin.left_out(),
-            *origin.overruled(),
+            *report.notes(p),
+            *report.over_hosts(p),
+            *sources.left_out(),
         ):
             sys.stderr.write(f"note: {line}\n")
     return INCOMPLETE if p.not_built and not asked else OK
@@ -84,20 +98,43 @@ def _problems(words: Mapping[str, Any]) -> Iterator[Problem]:
     """What is wrong with the command's words, each for itself first."""
     for key, word in words.items():
         if word == "" or (word is not None and type(word) not in (str, int)):
-            yield Problem(f"`{key}` takes one word, not `{word}`", key, "put a name into quotes if it needs them")
+            yield Problem(
+                f"`{key}` takes one word, not `{word}`",
+                key=key,
+                hint="put a name into quotes if it needs them",
+                law="word-malformed",
+            )
             return
     form = words["format"]
     if form != "auto" and form not in argv.FORMATS:
-        yield Problem(f"no format `{form}`", "format", f"there are: auto, {', '.join(argv.FORMATS)}")
+        yield Problem(
+            f"no format `{form}`",
+            key="format",
+            hint=f"there are: auto, {', '.join(argv.FORMATS)}",
+            law="format-unknown",
+        )
     if words["list"] is not None and words["list"] not in LISTS:
-        yield Problem(f"cannot list `{words['list']}`", "list", f"there are {quoted(f'list={name}' for name in LISTS)}")
+        yield Problem(
+            f"cannot list `{words['list']}`",
+            key="list",
+            hint=(f"did you mean `list={near}`?" if (near := likely(str(words["list"]), LISTS)) else "")
+            or f"there are {quoted(f'list={name}' for name in LISTS)}",
+            law="list-unknown",
+        )
     asked = [key for key in ("list", "explain", "diff") if words[key] is not None]
     if len(asked) > 1:
-        yield Problem(f"`{asked[0]}` and `{asked[1]}` answer different questions", asked[1], "ask one at a time")
+        yield Problem(
+            f"`{asked[0]}` and `{asked[1]}` answer different questions",
+            key=asked[1],
+            hint="ask one at a time",
+            law="two-questions",
+        )
     elif asked and form != "auto":
-        yield Problem(f"`{asked[0]}` has one form", "format", "leave `format` out")
+        yield Problem(
+            f"`{asked[0]}` has one form", key="format", hint="leave `format` out", law="answer-without-format"
+        )
     elif asked == ["list"] and words["out"] is not None:
-        yield Problem("a list is printed, not written", "out", "leave `out` out")
+        yield Problem("a list is printed, not written", key="out", hint="leave `out` out", law="list-into-files")
 
 
 def write(lowering: Lowering, folder: Path) -> None:
@@ -110,12 +147,15 @@ def write(lowering: Lowering, folder: Path) -> None:
     parts = {name: folder / f".{name}.{os.getpid()}.part" for name in FILES}
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        raise_if(irregular((folder / name for name in FILES), "out"))
         for name, (text_of, mark) in FILES.items():
             text, path = text_of(lowering), folder / name
             there = path.read_text(encoding="utf-8", errors="replace") if path.exists() else text
             if mark not in there:
                 hint = "name another folder, or take the file away"
-                raise Refused(Problem(f"`{path}` was not written by `translate`", "out", hint))
+                raise Refused(
+                    Problem(f"`{path}` was not written by `translate`", key="out", hint=hint, law="file-of-others")
+                )
             replaced += [name] if there != text else []
             parts[name].write_text(text, encoding="utf-8")
         parts["run.sh"].chmod(0o755)
@@ -123,7 +163,12 @@ def write(lowering: Lowering, folder: Path) -> None:
             part.replace(folder / name)
     except OSError as err:
         raise Refused(
-            Problem(f"cannot write to `{folder}`: {err.strerror}", "out", "name a folder you may write to")
+            Problem(
+                f"cannot write to `{folder}`: {err.strerror}",
+                key="out",
+                hint="name a folder you may write to",
+                law="not-writable",
+            )
         ) from None
     finally:
         with contextlib.suppress(OSError):
@@ -136,10 +181,10 @@ def write(lowering: Lowering, folder: Path) -> None:
     sys.stderr.write(f"wrote {folder}/{', '.join(FILES)}\n")
 
 
-def explain(lowering: Lowering, name: str, origin: Origin) -> str:
+def explain(lowering: Lowering, name: str, sources: Sources) -> str:
     """Who sets a flag, or what a recipe key is: from which key, file and line, why, and what Megatron is told."""
     if name.split(".")[0] in Recipe.model_fields and not name.startswith("-"):
-        return explain_key(lowering, name, origin)
+        return explain_key(lowering, name, sources)
     asked, name = name, name if name.startswith("-") else "--" + name.replace("_", "-")
     target = lowering.target
     if name == argv.MARKER:
@@ -147,7 +192,7 @@ def explain(lowering: Lowering, name: str, origin: Origin) -> str:
     flag = target.by_name(name)
     if flag is None:
         close = difflib.get_close_matches(name, target.flags, 1)
-        if ends := [f"`{key}`" for key, _ in keys(origin) if f".{key}".endswith(f".{asked}")]:
+        if ends := [f"`{key}`" for key, _ in keys(sources) if f".{key}".endswith(f".{asked}")]:
             hint = f"a recipe key is written whole: {' or '.join(ends)}"
         else:
             hint = (
@@ -155,15 +200,24 @@ def explain(lowering: Lowering, name: str, origin: Origin) -> str:
                 if close
                 else "a recipe key is written with its section: `explain=optim.lr`"
             )
-        raise Refused(Problem(f"Megatron {target.pin} has no flag `{name}`", "explain", hint))
+        raise Refused(
+            Problem(f"Megatron {target.pin} has no flag `{name}`", key="explain", hint=hint, law="flag-unknown")
+        )
     s = lowering.by_name.get(flag.dest)
     if s is None:
-        return f"{flag.name}\n  not set by this recipe; Megatron's default is {_held(flag.default)}\n"
+        said = f"{flag.name}\n  not set by this recipe; Megatron's default is {_held(flag.default)}\n"
+        return said + (f"  why: {why} (docs/articles.md)\n" if (why := unset().get(flag.name)) else "")
     shown = " ".join(target.words(s)) or f"(no word needed for {_held(s.value)})"
-    set_by = f"{s.key} @ {origin.where(s.key)}" if s.key else f"pinned by {s.owner}"
+    set_by = f"{s.key} @ {sources.where(s.key)}" if s.key else f"pinned by {s.owner}"
     rows = {"says": shown, "owner": s.owner, "set": set_by, "why": s.why}
     rows["default"] = f"{_held(flag.default)} in Megatron {target.pin}"
     return _told(flag.name, rows)
+
+
+def unset() -> Mapping[str, str]:
+    """Flags that no recipe sets, and why."""
+    found = OmegaConf.to_container(OmegaConf.load(Path(__file__).with_name("unset.yaml")))
+    return {str(name): str(why) for name, why in found.items()} if isinstance(found, dict) else {}
 
 
 def _held(value: Any) -> str:
@@ -176,19 +230,19 @@ def _marked(lowering: Lowering) -> Mapping[str, str]:
     says = " ".join(argv.marker(lowering)) or "nothing: stock Megatron trains these arguments as they are meant"
     return {
         "says": says,
-        "why": "stock Megatron would train another model on these arguments; it has no such flag and stops",
-        "kind": "our trainer's own: layers that only it trains, and a digest of their keys; compared with plan.json",
+        "why": "stock Megatron would train another model on these arguments, or fail; it has no such flag and stops",
+        "kind": "our trainer's own: what only it trains, and a digest of their keys; compared with plan.json",
     }
 
 
-def explain_key(lowering: Lowering, key: str, origin: Origin) -> str:
+def explain_key(lowering: Lowering, key: str, sources: Sources) -> str:
     """What a recipe key is, its value here, and every setting that it decides."""
     *parents, last = key.split(".")
     config = config_at(parents)
     if config is None or last not in config.model_fields:
         close = likely(last, keys_at(parents))
         meant = f"did you mean `{'.'.join((*parents, close))}`?" if close else keys_hint(parents)
-        raise Refused(Problem(f"there is no key `{key}`", "explain", meant))
+        raise Refused(Problem(f"there is no key `{key}`", key="explain", hint=meant, law="key-unknown"))
     row = config.row(last)
     recipe = lowering.plan.recipe
     stands = all(value_at(recipe, ".".join(parents[: i + 1])) is not None for i in range(len(parents)))
@@ -198,7 +252,10 @@ def explain_key(lowering: Lowering, key: str, origin: Origin) -> str:
     elif not stands or (here is None and not config.model_fields[last].is_required()):
         here = "does not stand here: nothing reads it in this plan"
     rows = {"is": row.doc, "here": shown(here)}
-    if place := origin.where(key, or_above=False):
+    by_lane = getattr(recipe.lane.blocks, last, None) if parents == ["model", "letters"] else None
+    if by_lane and by_lane != here:
+        rows["here"] += f"; lane `{recipe.lane.name}` puts `{by_lane}` there"
+    if place := sources.where(key, or_above=False):
         rows["set"] = place
     told = [
         " ".join(lowering.target.words(s)) or f"{s.name}={_held(s.value)}, without a word"
@@ -216,28 +273,51 @@ def _told(title: str, rows: Mapping[str, str]) -> str:
     return f"{title}\n" + "".join(f"  {name:<7} {text}\n" for name, text in rows.items())
 
 
-def presets(origin: Origin) -> Rows:
-    """Every preset, those of one's own folders too; one that cannot be read says why."""
-    for path in origin.files("preset"):
+def presets(sources: Sources) -> Rows:
+    """Every preset, those of one's own folders too, with the GPUs that it fits; one that cannot be read says why."""
+    known = devices()
+    for path in sources.files("preset"):
         try:
-            found = load(path.stem, origin.search).preset
-            said = f"alias of {found.alias_of}" if found.alias_of else found.about
+            recipe = load(path.stem, sources.search)
+            found = recipe.preset
+            said = f"alias of {found.alias_of}" if found.alias_of else f"{found.about}; {fits(recipe, known)}"
         except Refused as refused:
             said = f"refused: {refused.problems[0].message}"
-        yield path.stem, said + _whose(path, origin)
+        yield path.stem, said + _whose(path, sources)
 
 
-def overlays(origin: Origin) -> Rows:
+def devices() -> list[Device]:
+    """The GPUs that conf/device describes."""
+    return [device(path) for path in sorted((conf_dir() / "device").glob("*.yaml"))]
+
+
+def fits(recipe: Recipe, known: Iterable[Device]) -> str:
+    """Which GPUs have room for a plan with the hosts and the layout that its recipe names, by the budget."""
+    budgets = {d.name: budget(translate(recipe.model_copy(update={"device": d})).plan) for d in known}
+    room = [name + ("" if b.roomy else " (barely)") for name, b in budgets.items() if b.fits]
+    said = ("fits", room) if room else ("too large for", [*budgets])
+    return f"{said[0]} {recipe.world_size} x {' or '.join(said[1])}"
+
+
+def overlays(sources: Sources) -> Rows:
     """Every file to lay over a preset."""
-    return ((path.stem, _comment(path) + _whose(path, origin)) for path in origin.files("overlay"))
+    return ((path.stem, _comment(path) + _whose(path, sources)) for path in sources.files("overlay"))
 
 
-def lanes(origin: Origin) -> Rows:
+def lanes(sources: Sources) -> Rows:
     """Every lane, and what it gives up."""
-    return ((path.stem, _comment(path) + _whose(path, origin)) for path in origin.files("lane"))
+    return ((path.stem, _comment(path) + _whose(path, sources)) for path in sources.files("lane"))
 
 
-def kinds(origin: Origin) -> Rows:
+def clusters(sources: Sources) -> Rows:
+    """Every cluster: hosts and GPUs."""
+    for path in sources.files("cluster"):
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        said = f"{tree.get('nodes')} x {tree.get('gpus_per_node')} {str(tree.get('processor', 'gpu')).upper()}s"
+        yield path.stem, ": ".join(filter(None, (said, _comment(path)))) + _whose(path, sources)
+
+
+def kinds(sources: Sources) -> Rows:
     """Every kind of layer: the letters at which it may stand, Megatron's symbol, and what it is."""
     for name, block in KINDS.items():
         yield (
@@ -246,18 +326,23 @@ def kinds(origin: Origin) -> Rows:
         )
 
 
-def features(origin: Origin) -> Rows:
+def features(sources: Sources) -> Rows:
     """Every feature, by the key that switches it on."""
     for name, feature in FEATURES.items():
         yield f"feature.{name}.{feature.switch}", _first(feature) + _built(feature.missing)
 
 
-def keys(origin: Origin) -> Rows:
+def keys(sources: Sources) -> Rows:
     """Every key of a recipe; `explain=KEY` says more."""
     for path, config in configs():
         for name, field in config.model_fields.items():
             if not section(field.annotation):
                 yield path + name, config.row(name).doc
+
+
+def laws(sources: Sources) -> Rows:
+    """Every law by its id; `explain=ID` says more."""
+    return ((law.id, f"{law.category}: {law.stated}") for law in book.EVERY)
 
 
 def _comment(path: Path) -> str:
@@ -275,26 +360,31 @@ def _built(missing: str | None) -> str:
     return f" (not built: {missing})" if missing else ""
 
 
-def _whose(path: Path, origin: Origin) -> str:
+def _whose(path: Path, sources: Sources) -> str:
     """The folder of a file that is not the library's."""
-    return next((f" ({folder})" for folder in origin.own if path.is_relative_to(folder)), "")
+    return next((f" ({folder})" for folder in sources.own if path.is_relative_to(folder)), "")
 
 
 LISTS = {
     "presets": presets,
     "overlays": overlays,
     "lanes": lanes,
+    "clusters": clusters,
     "kinds": kinds,
     "features": features,
     "keys": keys,
+    "laws": laws,
 }  # fmt: skip
 
 
-def listed(rows: Rows) -> str:
-    """One line each, in two columns."""
+def listed(rows: Rows, columns: int | None = None) -> str:
+    """One line each, in two columns. columns: of a terminal, on which the second one folds between words."""
     found = list(rows)
     width = max(len(name) for name, _ in found)
-    return "".join(f"{name:<{width}}  {said}\n" for name, said in found)
+    if columns is None or columns - width - 2 < WHY:
+        return "".join(f"{name:<{width}}  {said}\n" for name, said in found)
+    blank = " " * (width + 2)
+    return "".join(folded(f"{name:<{width}}  ", said, blank, columns) for name, said in found)
 
 
 def table(lowering: Lowering) -> None:

@@ -1,6 +1,6 @@
 """Stage 6: what Megatron builds, compared with what the recipe says. python -m nam_megatron.verify conf=nam56r_native_dp
 
-The expectations below are written from the recipe, not from lower.py's settings: a wrong setting must disagree with
+The expectations are worked out from the recipe (expect.py), not taken from lower.py's settings: a wrong setting must disagree with
 them. Megatron's side is what its own parser, validation and configs make of the argv (runtime/oracle.py).
 """
 
@@ -13,10 +13,12 @@ from typing import Any
 
 import yaml
 
-from nam_megatron import app, argv
+from nam_megatron import app, installed
+from nam_megatron.compile import argv
+from nam_megatron.compile.lower import Lowering, translate
+from nam_megatron.compile.plan import Seam
 from nam_megatron.errors import FINDINGS, INCOMPLETE, OK, Problem, Refused, counted
-from nam_megatron.lower import Lowering, translate
-from nam_megatron.plan import Seam
+from nam_megatron.judge.expect import FIELDS, compared, expected, worked_out
 from nam_megatron.recipe import Recipe
 from nam_megatron.runtime.oracle import Answer, Oracle
 from nam_megatron.targets import Target
@@ -49,6 +51,7 @@ class Verdict:
     refused: str | None
     unknown: tuple[str, ...]  # fields nobody has looked at
     not_built: tuple[Seam, ...]
+    stack: installed.Stack
 
     @property
     def mismatches(self) -> tuple[Row, ...]:
@@ -66,14 +69,17 @@ class Verdict:
 
 
 def verify(lowering: Lowering, oracle: Oracle, words: Sequence[str] | None = None) -> Verdict:
-    """Compare what Megatron makes of `words` (the plan's own argv unless given) with the plan's recipe."""
-    p = lowering.plan
+    """Compare what Megatron makes of `words` (the plan's own argv unless given) with the plan's recipe.
+
+    Raises Refused for another Megatron than the plan's target.
+    """
+    p, stack = lowering.plan, installed.ask(lowering.target)
     words = argv.argv(lowering) if words is None else words
     env = {e.name: e.value for e in lowering.env}
     ours = [seam.owner for seam in p.ours]
     answer = oracle.ask(words, p.recipe.world_size, p.recipe.device.capability, env, ours)
     if answer.error:
-        return Verdict((), answer.error, (), p.not_built)
+        return Verdict((), answer.error, (), p.not_built, stack)
     rows = list(_rows(lowering, answer))
     seen = {r.field for r in rows}
     reviewed, derived = reviewed_fields(lowering.target)
@@ -84,7 +90,7 @@ def verify(lowering: Lowering, oracle: Oracle, words: Sequence[str] | None = Non
             rows.append(Row(field, expected, values[field], None, "reviewed"))
     configs = lowering.target.configs
     unknown = [f for f in values if f.split(".")[0] in configs and f not in seen | reviewed.keys() and f not in derived]
-    return Verdict(tuple(rows), None, tuple(unknown), p.not_built)
+    return Verdict(tuple(rows), None, tuple(unknown), p.not_built, stack)
 
 
 @cache
@@ -110,9 +116,15 @@ def _default(field: str, answer: Answer, target: Target) -> Any:
 def expectations(lowering: Lowering, values: Mapping[str, Any]) -> Iterator[tuple[str, Any, str | None]]:
     """(Megatron's field, value, recipe key or None for a pin) of every setting. `values`: the fields that Megatron has."""
     yield "args.data_parallel_size", lowering.plan.recipe.data_parallel, "cluster.gpus_per_node"
+    found = worked_out(lowering.plan)
     for s in lowering.settings:
         fields = lowering.target.fields(s.name, values) if s.fields is None else s.fields
-        pairs = fields.items() if isinstance(fields, Mapping) else ((f, s.value) for f in fields)
+        assert fields or compared(s) or s.name in lowering.target.renamed, (
+            f"{s.owner} sets {s.name}, and no field shows it"
+        )
+        if s.name in found or not isinstance(fields, Mapping):
+            fields = dict.fromkeys(fields, expected(s, lowering.plan, found) if fields else None)
+        pairs = [(f, FIELDS[f](lowering.plan) if f in FIELDS else v) for f, v in fields.items()]
         yield from ((field, value, s.key) for field, value in pairs)
 
 
@@ -144,7 +156,7 @@ def summary(lowering: Lowering, v: Verdict) -> str:
     elif v.not_built:
         verdict += f": everything built agrees; not built: {', '.join(s.owner for s in v.not_built)}"
     return (
-        f"{r.preset.name} on {counted(r.world_size, 'GPU')} against Megatron {lowering.target.pin}: {len(v.rows)} fields compared\n"
+        f"{r.preset.name} on {counted(r.world_size, 'GPU')} against Megatron {v.stack.megatron_core}: {len(v.rows)} fields compared\n"
         f"fields:   {count['recipe']} follow from the recipe, {count['pinned']} are pinned, "
         f"{count['reviewed']} are reviewed defaults\n"
         f"{verdict}\n"
@@ -161,19 +173,23 @@ def rows_text(rows: Sequence[Row]) -> str:
     return "".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() + "\n" for row in cells)
 
 
-def task(recipe: Recipe, words: Mapping[str, Any], origin: Any) -> int:
+def task(recipe: Recipe, words: Mapping[str, Any], sources: Any) -> int:
     """Verify and print. stdout is the result."""
     form = words["format"]
     if form not in ("auto", "table", "json"):
-        raise Refused(Problem(f"no format `{form}`", "format", "there are: auto, table, json"))
-    sys.stderr.write(origin.unnamed_preset(recipe.preset.name))
+        raise Refused(
+            Problem(f"no format `{form}`", key="format", hint="there are: auto, table, json", law="format-unknown")
+        )
+    sys.stderr.write(sources.unnamed_preset(recipe.preset.name))
     lowering = translate(recipe)
+    installed.ask(lowering.target)  # before one is started
     with Oracle() as oracle:
         v = verify(lowering, oracle)
     if form == "json":
         rows = [{**asdict(r), "agrees": r.agrees} for r in v.rows]
         tree = {
             "preset": recipe.preset.name,
+            **v.stack.as_dict(),
             "verdict": v.word,
             "refused": v.refused,
             "unknown": v.unknown,

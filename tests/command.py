@@ -16,10 +16,14 @@ import tempfile
 import termios
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["nam_megatron.translate"])
+# A process has one such server. Started by a test that builds data in this process, it would have torch and Megatron in it.
+if multiprocessing.current_process().name == "MainProcess":  # a child of it imports this module before it runs
+    forkserver.ensure_running()
 TRANSLATE = "nam_megatron.translate"
 
 

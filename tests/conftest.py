@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in gpu]
         config.hook.pytest_deselected(items=gpu)
     # The longest of all: begun among the last, it would keep one worker while the others wait.
-    items.sort(key=lambda item: item.name != "test_inside")
+    items.sort(key=lambda item: not item.name.startswith("test_inside"))
 
 
 def pytest_collection_finish(session):

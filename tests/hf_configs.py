@@ -1,4 +1,8 @@
-"""config.json of the public models that have presets, as far as it says the model."""
+"""config.json of the public models that have presets, as far as it says the model.
+
+Where each field is from stands in conf/model/ of its preset. No hub was within reach (2026-11-26): they are as others quote them, and
+DeepSeek-V3.2's and Nemotron-H-56B's are not here.
+"""
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -78,6 +82,7 @@ NEMOTRON_3_SUPER = NEMOTRON_3_NANO | {
     "hidden_size": 4096, "intermediate_size": 2688, "mamba_num_heads": 128, "n_routed_experts": 512, "num_experts_per_tok": 22,
     "moe_intermediate_size": 2688, "moe_shared_expert_intermediate_size": 5376, "moe_latent_size": 1024, "routed_scaling_factor": 5.0,
     "initializer_range": 0.014,
+    "num_hidden_layers": 88,
     "hybrid_override_pattern":
         "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME",
 }  # fmt: skip

@@ -1,5 +1,16 @@
 """One launch for every rule of lint: a clean one, and what must change in it for the rule to speak."""
 
+
+def words(flags: dict) -> list[str]:
+    """Flags as a launch has them; one of None is left out."""
+    return [
+        w
+        for flag, value in flags.items()
+        if value is not None
+        for w in ([flag] if value is True else [flag, *value.split()])
+    ]
+
+
 GPT = dict.fromkeys(("--bf16", "--swiglu", "--disable-bias-linear", "--mock-data"), True) | {
     "--num-layers": "8", "--hidden-size": "1024", "--ffn-hidden-size": "4096", "--num-attention-heads": "16", "--seq-length": "1024",
     "--max-position-embeddings": "1024", "--micro-batch-size": "4", "--global-batch-size": "64", "--train-iters": "10", "--lr": "1e-4",
@@ -30,6 +41,8 @@ SHARDED = {"--data-parallel-sharding-strategy": "optim_grads_params"}
 TP2 = {"--tensor-model-parallel-size": "2", "--sequence-parallel": True}
 ONE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
+EP8 = {"--expert-model-parallel-size": "8"}
+OVERLAP = {"--overlap-moe-expert-parallel-comm": True}
 FULL = {"--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": "1"}
 AHEAD = HYBRID | FULL | {"--hybrid-layer-pattern": "M-M*-M/*-"}
 
@@ -173,7 +186,7 @@ CASES = {
     "muon-tp-mode": (GPT, {"--optimizer": "muon"}),
     "not-positive": (GPT, {"--context-parallel-size": "0"}),
     "num-layers-ignored": (HYBRID, {"--num-layers": "8"}),
-    "old-flag": (GPT, {"--use-mcore-models": True}),
+    "old-flag": (GPT, {"--use-dist-ckpt": True}),
     "overlap-param-gather": (GPT, {"--overlap-param-gather": True}),
     "pattern-symbol": (HYBRID, {"--hybrid-layer-pattern": "AEM"}),
     "pattern-without-experts": (HYBRID, {"--hybrid-layer-pattern": "MEM*"}),
@@ -195,12 +208,72 @@ CASES = {
     "squared-relu-fusion": (GPT, {"--swiglu": None, "--squared-relu": True, "--disable-bias-linear": None}),
     "two-patterns": (HYBRID, {"--hybrid-override-pattern": "M-M*-M"}),
     "two-precisions": (GPT, {"--fp16": True}),
+    "conflict": (GPT, {"--use-distributed-optimizer": True, "--use-precision-aware-optimizer": True, "--optimizer": "sgd"}),
+    "documents-not-apart": (GPT, {"--reset-attention-mask": True}),
+    "fsdp-hybridep": (FSDP | EXPERTS | SHARDED | {"--expert-model-parallel-size": "2"},
+                      {"--moe-token-dispatcher-type": "flex", "--moe-flex-dispatcher-backend": "hybridep"}),
+    "graphs-experts": (MOE | EP8, {"--cuda-graph-impl": "transformer_engine", "--cuda-graph-modules": "moe_router"}),
+    "graphs-overlap": (MOE | EP8 | OVERLAP, {"--cuda-graph-impl": "transformer_engine", "--cuda-graph-modules": "attn"}),
+    "moe-mtp-metrics": (HYBRID | EXPERTS | {"--hybrid-layer-pattern": "*E*E/E*"}, {"--hybrid-layer-pattern": "*E*E/*E"}),
+    "moe-probs-on-input": (MOE, {"--moe-apply-probs-on-input": True}),
+    "offload-resume": (GPT | {"--use-distributed-optimizer": True, "--use-precision-aware-optimizer": True,
+                              "--optimizer-cpu-offload": True}, {"--load": "there"}),
+    "resume-learning-rate": (GPT | {"--load": "there"}, {"--override-opt_param-scheduler": True}),
+    "schedule": (GPT, {"--lr-decay-style": "WSD"}),
+    "wsd-too-long": (GPT, {"--lr-decay-style": "WSD", "--lr-wsd-decay-iters": "100000"}),
+    "wrong-chip": (GPT | {"--fp8-format": "e4m3", "--wandb-exp-name": "h100-run"}, {"--fp8-recipe": "mxfp8"}),
     "world-size": (GPT, {"--pipeline-model-parallel-size": "3", "--num-layers": "9"}),
+}  # fmt: skip
+# Of a conflict: its argument and what stands beside it -> a launch that has the one, and what brings the other.
+OVERLAPPED = MOE | EP8 | OVERLAP
+DELAYED = {"--overlap-dispatch-backward-with-experts-wgrad": True}
+CONFLICTING = {
+    ("overlap_moe_expert_parallel_comm", "--recompute-granularity full"): (OVERLAPPED, {"--recompute-granularity": "full"}),
+    ("overlap_moe_expert_parallel_comm", "--recompute-method"): (OVERLAPPED, {"--recompute-method": "block"}),
+    ("overlap_moe_expert_parallel_comm", "--recompute-num-layers"): (OVERLAPPED, {"--recompute-num-layers": "2"}),
+    ("overlap_moe_expert_parallel_comm", "--recompute-modules moe"): (
+        OVERLAPPED, {"--recompute-granularity": "selective", "--recompute-modules": "moe"}),
+    ("overlap_moe_expert_parallel_comm", "--moe-shared-expert-overlap"): (
+        OVERLAPPED | {"--moe-shared-expert-intermediate-size": "512"}, {"--moe-shared-expert-overlap": True}),
+    ("overlap_moe_expert_parallel_comm", "--moe-token-dispatcher-type allgather, the default"): (
+        OVERLAPPED, {"--moe-token-dispatcher-type": None}),
+    ("overlap_moe_expert_parallel_comm", "more than one MTP depth"): (OVERLAPPED | {"--mtp-num-layers": "1"}, {"--mtp-num-layers": "2"}),
+    ("overlap_moe_expert_parallel_comm", "fp32"): (OVERLAPPED, {"--bf16": None}),
+    ("overlap_moe_expert_parallel_comm", "graphs of `moe` or `mlp`"): (
+        OVERLAPPED | {"--cuda-graph-impl": "transformer_engine", "--cuda-graph-modules": "attn", "--moe-layer-freq": "2"},
+        {"--cuda-graph-modules": "mlp"}),
+    ("overlap_dispatch_backward_with_experts_wgrad", "--overlap-moe-expert-parallel-comm"): (MOE | EP8 | DELAYED, OVERLAP),
+    ("overlap_dispatch_backward_with_experts_wgrad", "--delay-wgrad-compute"): (
+        MOE | EP8 | DELAYED, {"--delay-wgrad-compute": True}),
+    ("use_precision_aware_optimizer", "an optimizer other than adam"): (
+        GPT | {"--use-distributed-optimizer": True, "--use-precision-aware-optimizer": True}, {"--optimizer": "sgd"}),
+    ("finetune", "--override-ckpt-iteration"): (GPT | {"--finetune": True}, {"--override-ckpt-iteration": "2"}),
+    ("moe_router_padding_for_quantization", "--moe-token-dispatcher-type allgather, the default"): (
+        MOE | {"--fp8-format": "e4m3", "--moe-router-padding-for-quantization": True}, {"--moe-token-dispatcher-type": None}),
+    **{(name, "--use-megatron-fsdp"): (
+        FSDP | EXPERTS | {"--use-transformer-engine-op-fuser": True} | ({"--disable-bias-linear": None} if "bias" in name else {}),
+        {f"--{name.replace('_', '-')}": True}) for name in ("moe_single_grouped_weight", "moe_single_grouped_bias")},
+    ("hybrid_context_parallel", "--use-megatron-fsdp"): (
+        GPT | {"--use-distributed-optimizer": True, "--hybrid-context-parallel": True, "--calculate-per-token-loss": True},
+        {"--use-megatron-fsdp": True, "--ckpt-format": "fsdp_dtensor"}),
+    ("fp4", "--fp4-recipe custom without --fp4-quantizer-factory"): (GPT | {"--fp4-format": "e2m1"}, {"--fp4-recipe": "custom"}),
+    ("flash_decode", "--no-rope-freq"): (GPT | {"--flash-decode": True}, {"--no-rope-freq": "2"}),
+    ("fake_process_group", "--moe-token-dispatcher-type flex"): (
+        MOE | EP8 | {"--fake-process-group": True}, {"--moe-token-dispatcher-type": "flex"}),
+    ("encoder_num_layers", "--num-layers"): (
+        {k: v for k, v in GPT.items() if k != "--num-layers"} | {"--encoder-num-layers": "8"}, {"--num-layers": "8"}),
+    ("inference_fuse_tp_communication", "a hybrid pattern"): (
+        HYBRID | {"--transformer-impl": "inference_optimized"}, {"--inference-fuse-tp-communication": True}),
+    ("override_opt_param_scheduler", "--use-checkpoint-opt_param-scheduler"): (
+        GPT | {"--override-opt_param-scheduler": True}, {"--use-checkpoint-opt_param-scheduler": True}),
 }  # fmt: skip
 # What Megatron notices only when it builds the model or runs it (read in its source), or that needs a CUDA device to be seen.
 LATER = {
     "context-attention", "dsa-latent-norm", "dsa-reuse-cut", "dsa-reuse-source", "dsa-rotate", "dsa-sequence", "dsa-stage-without-indexer",
     "dsa-untrained-overlap", "dsa-without-mla", "fp8-mamba-width", "fsdp-pipeline", "layer-frequency", "moe-sequence",
-    "moe-stage-without-experts", "moe-top-k", "pattern-without-experts", "recompute-mtp", "rope-columns",
+    "moe-mtp-metrics", "moe-probs-on-input", "moe-stage-without-experts",
+    "moe-top-k", "pattern-without-experts", "recompute-mtp",
+    "rope-columns", "schedule", "wrong-chip",
 }  # fmt: skip
 NEEDS_CUDA = {"dsa-kernel-declines"}
+CONFLICTS_LATER = {("override_opt_param_scheduler", "--use-checkpoint-opt_param-scheduler")}

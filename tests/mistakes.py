@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import parso
@@ -203,4 +204,73 @@ class DropAlternative(Own):
         return node
 
 
-OWN = (SwapArguments, DropElement, DropOperand, DropStatement, DropAlternative)
+class DropReduction(Own):
+    """`x.sum(dim=0)` -> `x`, `max(found)` -> `found`: several of what should be one, or the last of them."""
+
+    METHODS = ("sum", "mean", "max", "min", "amax", "amin", "norm", "prod", "all", "any", "cumsum", "logsumexp")
+    FUNCTIONS = ("max", "min", "sum", "sorted", "set", "frozenset", "tuple", "abs")
+
+    def places(self, node):
+        if node.type not in ("atom_expr", "power"):
+            return []
+        c, found = node.children, []
+        if (
+            len(c) == 2 and c[0].type == "name" and c[0].value in self.FUNCTIONS
+            and c[1].type == "trailer" and len(c[1].children) == 3 and c[1].children[1].type not in ("arglist", "argument")
+        ):  # fmt: skip
+            found.append(c[0])
+        for before, called in pairwise(c[1:]):
+            if (
+                before.type == called.type == "trailer" and before.children[0].value == "." and called.children[0].value == "("
+                and before.children[1].value in self.METHODS
+            ):  # fmt: skip
+                found.append(before)
+        return found
+
+    def mutate(self, node, index):
+        at = node.children.index(self.places(node)[index])
+        if at == 0:
+            (_, call), prefix = node.children, node.children[0].get_first_leaf().prefix
+            call.children[1].get_first_leaf().prefix = prefix  # the parentheses stay: `(found)`
+            call.children[0].prefix = prefix
+            node.children = [call]
+        else:
+            del node.children[at : at + 2]
+        return node
+
+
+class SwapPair(Own):
+    """`a, b = f()` -> `b, a = f()`, `return a, b` -> `return b, a`, `for a, b in c` -> `for b, a in c`."""
+
+    def places(self, node):
+        if node.type not in ("testlist_star_expr", "testlist", "exprlist") or len(node.children) != 3:
+            return []
+        a, _, b = node.children
+        return [(a, b)] if sort_of(a) == sort_of(b) and a.get_code().strip() != b.get_code().strip() else []
+
+    def mutate(self, node, index):
+        swapped(*self.places(node)[index])
+        return node
+
+
+class StaleState(Own):
+    """An assignment to an attribute or an element less: `self.seen = step`, `cache[key] = value`. What was there stays."""
+
+    def places(self, node):
+        if node.type != "simple_stmt" or node.parent.type != "suite":
+            return []
+        said = node.children[0]
+        if said.type != "expr_stmt" or said.children[1].type != "operator" or said.children[1].value != "=":
+            return []
+        target = said.children[0]
+        stored = target.type in ("atom_expr", "power") and target.children[-1].type == "trailer"
+        return [said] if stored else []
+
+    def mutate(self, node, index):
+        put = parso.parse("pass").children[0]
+        put.prefix = node.children[0].get_first_leaf().prefix
+        node.children[0] = put
+        return node
+
+
+OWN = (SwapArguments, DropElement, DropOperand, DropStatement, DropAlternative, DropReduction, SwapPair, StaleState)

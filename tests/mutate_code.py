@@ -3,13 +3,16 @@
     python tests/mutate_code.py sample=150 seed=7     # mistakes in so many lines, drawn by seed, and benchmarks/mutants.json
     python tests/mutate_code.py                       # one in every line that can hold one
     python tests/mutate_code.py nam_megatron/plan.py  # in these files alone; groups=rows,judges: in those groups'
+    python tests/mutate_code.py nightly piece=1/8     # an eighth of 200 by the day, drawn the oftener the more harm a mistake does
+    python tests/mutate_code.py commit                # twelve in the files of the last commit, by its hash, as CI draws them
 
 tests/mutate_flags.py changes the arguments that a plan becomes, and asks verify alone; this one changes the programs. What a mistake
 is and where one can be made, cosmic-ray says, with operators of ours for what it has not: swapped arguments, a lost row, a dropped
-condition.
+condition, a reduction or a cache that is left out.
 
 A worker imports torch and Megatron once and forks for each mutant, which lies in a copy of the checkout. GROUPS says which tests should
-notice it: they run in that order, and the first that fails ends it.
+notice it: they run in that order, and the first that fails ends it. A file of no group has the tests that name its module. What takes
+longer than its processor time, or comes after `seconds` of it, is undecided, and no part of a score.
 """
 
 import contextlib
@@ -27,6 +30,8 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,7 +42,7 @@ COPIED, LINKED = (
     ("nam_megatron", "launch", "tests"),
     ("conf", "patches", "receipts", "benchmarks", "docs", "examples", "README.md"),
 )
-LIMIT = 240  # seconds of a processor that a mutant's tests may take: more is noticed, too
+LIMIT = 240  # seconds of a processor that a mutant's tests may take
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,12 @@ SLOW_TRAIN = " ".join(f"--deselect=tests/cpu/test_train.py::test_{name}" for nam
 ))  # fmt: skip
 SLOW_LINT = "--deselect=tests/test_lint.py::test_any_flags_are_described_and_checked"
 TOLD = ("tests/test_said_right.py", "tests/launch/test_told.py")
+# How much more often than another a line is drawn: what trains another model and says nothing, and what judges that.
+HARM = {
+    "nam_megatron/blocks/*": 4, "nam_megatron/runtime/*": 4, "nam_megatron/mends/*": 4, "nam_megatron/compile/*": 4,
+    "nam_megatron/recipe/*": 4, "nam_megatron/features/*": 4, "nam_megatron/laws/*": 3, "nam_megatron/judge/*": 3,
+    "nam_megatron/prove/*": 3, "nam_megatron/hf/*": 3, "nam_megatron/data/*": 3, "nam_megatron/nemo/*": 2, "launch/record/*": 2,
+}  # fmt: skip
 SLOW_DATA = "--deselect=tests/test_data.py::test_ctrl_c_is_a_line_whatever_the_processes_do"
 LONG_BLOCKS = " ".join(
     f"--deselect=tests/blocks/test_{{0}}.py::test_kernels_{what}"
@@ -73,12 +84,12 @@ LONG_BLOCKS = " ".join(
 GROUPS = {
     "rows": Group(
         (
-            "nam_megatron/setting.py", "nam_megatron/lower.py", "nam_megatron/plan.py", "nam_megatron/argv.py",
+            "nam_megatron/words/setting.py", "nam_megatron/compile/*.py",
             "nam_megatron/recipe/*.py", "nam_megatron/targets/*.py", "nam_megatron/blocks/*.py", "nam_megatron/blocks/*/block.py",
-            "nam_megatron/features/*.py",
+            "nam_megatron/features/*.py", "nam_megatron/laws/*.py",
         ),
         (
-            "tests/test_said_right.py", "tests/test_said.py", "tests/test_golden.py", "tests/test_rows.py",
+            "tests/test_said_right.py", "tests/test_said.py", "tests/test_golden.py", "tests/test_rows.py", "tests/test_laws.py",
             "tests/test_flags.py::test_every_form_says_the_same tests/test_flags.py::test_words_of_a_setting",
             "tests/test_flags.py::test_a_value_its_flag_cannot_say_is_our_mistake",
             "tests/test_translate.py -k plan", "tests/test_effect.py::test_a_leak_is_stopped",
@@ -91,7 +102,7 @@ GROUPS = {
         ),
     ),
     "sizes": Group(
-        ("nam_megatron/sizes.py", "nam_megatron/budget/[!_pt]*.py"), 
+        ("nam_megatron/words/sizes.py", "nam_megatron/budget/[!_pt]*.py"), 
         (
             "tests/test_said.py", "tests/test_golden.py", "tests/test_budget.py::test_worked_example_of_the_memory_article",
             "tests/test_budget.py::test_table_of_errors_is_todays", f"tests/test_budget.py {SLOW_BUDGET}",
@@ -99,7 +110,7 @@ GROUPS = {
     ),
     "judges": Group(
         (
-            "nam_megatron/verify.py", "nam_megatron/computation.py", "nam_megatron/runtime/checkpoint.py",
+            "nam_megatron/verify.py", "nam_megatron/judge/same.py", "nam_megatron/runtime/checkpoint.py",
             "nam_megatron/runtime/checksums.py", "nam_megatron/runtime/nonfinite.py",
         ),
         (
@@ -116,7 +127,7 @@ GROUPS = {
         ),
     ),
     "receipts": Group(
-        ("launch/receipt.py", "launch/redact.py", "launch/signature.py", "launch/compare.py"),
+        ("launch/record/receipt.py", "launch/record/redact.py", "launch/record/signature.py", "launch/record/compare.py"),
         (
             "tests/launch/test_redact.py", "tests/launch/test_compare.py", "tests/launch/test_receipt.py",
             "tests/launch/test_secrets.py", "tests/test_said_right.py",
@@ -132,16 +143,16 @@ GROUPS = {
     )
     for kind in ("mla", "dsa", "mamba3", "m2rnn")
 } | {
-    f"launch {name}": Group((f"launch/{name}.py",), (*TOLD, f"tests/launch/test_{name}.py", *more))
+    f"launch {name}": Group((f"launch/*/{name}.py",), (*TOLD, f"tests/launch/test_{name.replace('linux', 'host')}.py", *more))
     for name, *more in (
-        ("steps", "tests/launch/test_report.py", "tests/launch/test_secrets.py"), ("gpu",), ("host",), ("oom",), ("storage",),
+        ("steps", "tests/launch/test_report.py", "tests/launch/test_secrets.py"), ("gpu",), ("linux",), ("oom",), ("storage",),
         ("topology",), ("preflight",), ("sanity",), ("stack",), ("inspect",), ("report",), ("hang",),
     )
 } | {
     "lint": Group(
         ("nam_megatron/lint/*.py", "nam_megatron/lint/rules/*.py"),
         (
-            "tests/test_said_right.py", "tests/test_lint_said.py",
+            "tests/test_said_right.py", "tests/test_lint_rules.py", "tests/test_lint_said.py",
             "tests/test_lint_bash.py", "tests/test_lint_inputs.py", f"tests/test_lint.py {SLOW_LINT}",
             "tests/cpu/test_lint_count.py", "tests/cpu/test_lint_stages.py",
         ),
@@ -150,8 +161,8 @@ GROUPS = {
     "layers": Group(
         (
             "nam_megatron/blocks/*/layer.py", "nam_megatron/runtime/stack.py", "nam_megatron/runtime/hyper_connections.py",
-            "nam_megatron/runtime/ngram_embedding.py", "nam_megatron/runtime/cross_entropy.py", "nam_megatron/runtime/stage_log.py",
-            "nam_megatron/runtime/yarn.py", "nam_megatron/runtime/llama_rope.py", "nam_megatron/runtime/gauges.py",
+            "nam_megatron/runtime/ngram_embedding.py", "nam_megatron/runtime/cross_entropy.py", "nam_megatron/mends/stage_log.py",
+            "nam_megatron/mends/yarn.py", "nam_megatron/mends/llama_rope.py", "nam_megatron/runtime/gauges.py",
             "nam_megatron/runtime/context.py",
         ),
         (
@@ -166,6 +177,66 @@ GROUPS = {
     "hf": Group(("nam_megatron/hf/*.py",), ("tests/test_said_right.py", "tests/test_hf_describe.py", "tests/cpu/test_hf.py")),
 }  # fmt: skip
 
+
+@cache
+def written(path: str) -> str:
+    """A file as it was when the mutants were drawn."""
+    return (REPO / path).read_text(encoding="utf-8")
+
+
+@cache
+def names(path: str) -> frozenset[str]:
+    """The modules, and what of them, that a file names in full or imports."""
+    text = written(path)
+    found = {word for word in re.findall(r"\b(?:nam_megatron|launch)(?:\.\w+)*", text)}
+    for module, what in re.findall(r"\bfrom ((?:nam_megatron|launch)[\w.]*) import (\([^)]*|[^(\n]*)", text):
+        found |= {f"{module}.{name}" for name in re.findall(r"\w+", what)}
+    return frozenset(found)
+
+
+def naming(path: str, deep: bool = True) -> tuple[str, ...]:
+    """The test files that name a module, the short ones first; of one that none names those of the modules that import it, or that
+    name its folder's."""
+    module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    found = {test for test in tests() if module in names(test)}
+    if not found and deep:
+        found = {
+            test
+            for other in sources()
+            if other != path and module in names(other)
+            for test in naming(other, deep=False)
+        }
+    if not found and "." in module:
+        return naming(module.rpartition(".")[0].replace(".", "/") + ".py", deep=False)
+    return tuple(sorted(found, key=lambda test: len(written(test)))[:12])
+
+
+@cache
+def tests() -> list[str]:
+    """Of this environment: those that need a GPU, or run inside another, are not among them."""
+    elsewhere = {"gpu", "inside", "stand_in"}
+    found = (p.relative_to(REPO) for p in (REPO / "tests").rglob("test_*.py") if p.stem != "test_mutants")
+    return [str(p) for p in found if not elsewhere & {*p.parts}]
+
+
+@cache
+def sources() -> list[str]:
+    """Every program of ours."""
+    return sorted(
+        str(p.relative_to(REPO)) for folder in ("nam_megatron", "launch") for p in (REPO / folder).rglob("*.py")
+    )
+
+
+def completed(groups: dict[str, Group]) -> dict[str, Group]:
+    """And a group for each file that stands in none."""
+    has = {str(p.relative_to(REPO)) for group in groups.values() for glob in group.files for p in REPO.glob(glob)}
+    return groups | {
+        path: Group((path,), ("tests/test_said_right.py", *naming(path))) for path in sources() if path not in has
+    }
+
+
+GROUPS = completed(GROUPS)
+
 # Survivors that are right: `path: the line as it was -> as it is`, and why no test can or should tell them apart.
 SAME: dict[str, str] = {
     "nam_megatron/hf/evaluate.py: log_samples=False, -> ": "the harness hands back more, and nobody reads it",
@@ -177,10 +248,11 @@ SAME: dict[str, str] = {
     "SparseAttention):": "a layer without an indexer takes another's keys and never selects",
     'nam_megatron/runtime/checkpoint.py: torch.load(io.BytesIO(file.read(length)), map_location="cpu", weights_only=True)'
     ' -> torch.load(io.BytesIO(file.read(length)), map_location="cpu",)': "torch's own default since 2.6",
-    'nam_megatron/setting.py: row = Row((inner.__doc__ or "").strip().partition("\\n")[0] if inner else "")'
+    'nam_megatron/words/setting.py: row = Row((inner.__doc__ or "").strip().partition("\\n")[0] if inner else "")'
     ' -> row = Row((inner.__doc__).strip().partition("\\n")[0] if inner else "")': "every section has a docstring; schema.json holds it",
-    'launch/receipt.py: "id": secrets.token_hex(8), -> "id": secrets.token_hex( 7),': "random enough, too",
-    'nam_megatron/argv.py: return json.dumps(tree, indent=1) + "\\n" -> return json.dumps(tree,) + "\\n"': "how plan.json is laid out",
+    'launch/record/receipt.py: "id": secrets.token_hex(8), -> "id": secrets.token_hex( 7),': "random enough, too",
+    "nam_megatron/compile/argv.py: "
+    'return json.dumps(tree, indent=1) + "\\n" -> return json.dumps(tree,) + "\\n"': "how plan.json is laid out",
     "nam_megatron/budget/memory.py: before = sum(n * size for n, size in zip(sets, kept, strict=True))"
     " -> before = sum(n * size for n, size in zip(kept, sets, strict=True))": "a product, whichever way round",
     "nam_megatron/recipe/__init__.py: for error in err.errors(include_url=False): -> for error in err.errors(include_url=True):": (
@@ -191,27 +263,28 @@ SAME: dict[str, str] = {
     'nam_megatron/targets/target.py: kind = TYPES.get(flag.type or "str", (str,)) -> kind = TYPES.get(flag.type, (str,))': (
         "None is not in the table, and its default is that of a text"
     ),
-    "nam_megatron/sizes.py: symbols: Mapping[str, float] = field(repr=False) -> symbols: Mapping[str, float] = field(repr=True)": (
+    "nam_megatron/words/sizes.py: symbols: Mapping[str, float] = field(repr=False) -> symbols: Mapping[str, float] = field(repr=True)": (
         "how it looks in a debugger"
     ),
-    'launch/receipt.py: "id": secrets.token_hex(8), -> "id": secrets.token_hex( 9),': "random enough, too",
+    'launch/record/receipt.py: "id": secrets.token_hex(8), -> "id": secrets.token_hex( 9),': "random enough, too",
     "nam_megatron/budget/search.py: best, beyond = 0, max(1, start) -> best, beyond = 0, max( 2, start)": (
         "1 is the value between 0 and a 2 that is too large"
     ),
     "nam_megatron/lint/read.py: LONGEST = 1_000_000  # characters -> LONGEST = 999999  # characters": "no launch, either",
     "nam_megatron/hf/export.py: done += sum(tensor.nbytes for tensor in group) -> pass": "how far a progress line says it is",
-    'nam_megatron/runtime/stage_log.py: record("global_load_balancing_loss", nothing, 1, layers, reduce_group=everything, '
+    'nam_megatron/mends/stage_log.py: record("global_load_balancing_loss", nothing, 1, layers, reduce_group=everything, '
     "needs_dp_avg=False)"
     ' -> record("global_load_balancing_loss", nothing, 2, layers, reduce_group=everything, needs_dp_avg=False)': (
         "a zero, at whichever layer"
     ),
     "nam_megatron/lint/values.py: LONGEST_LIST = 10_000 -> LONGEST_LIST = 9999": "longer than any list of layers, too",
-    "launch/gpu.py: first = gpus[0] -> first = gpus[ -1]": "of GPUs that were found alike",
-    'launch/inspect.py: number = {pid: int(n[:9]) if (n := known.get("RANK", "")).isdecimal() else None for pid, known in environs.items()}'
+    "launch/host/gpu.py: first = gpus[0] -> first = gpus[ -1]": "of GPUs that were found alike",
+    "launch/run/inspect.py: "
+    'number = {pid: int(n[:9]) if (n := known.get("RANK", "")).isdecimal() else None for pid, known in environs.items()}'
     ' -> number = {pid: int(n[: 10]) if (n := known.get("RANK", "")).isdecimal() else None for pid, known in environs.items()}': (
         "there are no ranks of ten digits"
     ),
-    "launch/preflight.py: with ThreadPoolExecutor(1) as pool: -> with ThreadPoolExecutor( 2) as pool:": "one thing is asked of it",
+    "launch/host/preflight.py: with ThreadPoolExecutor(1) as pool: -> with ThreadPoolExecutor( 2) as pool:": "one thing is asked of it",
     "nam_megatron/verify.py: widths = [min(max(len(c[i]) for c in cells), 60) for i in range(5)]"
     " -> widths = [min(max(len(c[i]) for c in cells), 61) for i in range(5)]": "how wide a table is",
 }
@@ -256,12 +329,6 @@ def operators() -> dict[str, Any]:
         "ZeroIterationForLoop",
     ]  # fmt: skip
     return {name: cosmic_ray.plugins.get_operator(f"core/{name}")() for name in core} | {o.__name__: o() for o in OWN}
-
-
-@cache
-def written(path: str) -> str:
-    """A file as it was when the mutants were drawn."""
-    return (REPO / path).read_text(encoding="utf-8")
 
 
 def places(path: str) -> list[list[tuple[str, int]]]:
@@ -313,21 +380,45 @@ def difference(before: Sequence[str], after: Sequence[str]) -> tuple[int, str, s
 
 
 def drawn(groups: Sequence[str], files: Sequence[str], sample: int | None, seed: int) -> list[tuple[str, Mutant]]:
-    """(group, mutant), one of each line, or of `sample` lines; the same for the same seed and code."""
-    found = []
-    for group in groups:
-        for path in sorted({str(p.relative_to(REPO)) for glob in GROUPS[group].files for p in REPO.glob(glob)}):
-            if not files or path in files:
-                found += [(group, path, ways) for ways in places(path)]
+    """(group, mutant), one of each line, or of `sample` lines, a line the likelier the more harm is done there; the same for the same
+    seed and code."""
+    paths = {
+        str(p.relative_to(REPO)): group for group in groups for glob in GROUPS[group].files for p in REPO.glob(glob)
+    }
+    paths = {path: paths[path] for path in sorted(paths) if not files or path in files}
     dice = random.Random(seed)
-    dice.shuffle(found)
     chosen: list[tuple[str, Mutant]] = []
-    for group, path, ways in found:
-        if sample is not None and len(chosen) == sample:
-            break
-        if mutant := made(path, *dice.choice(ways)):
-            chosen.append((group, mutant))
+    if sample is None:
+        for path, group in paths.items():
+            chosen += [(group, mutant) for ways in places(path) if (mutant := made(path, *dice.choice(ways)))]
+        return chosen
+    left = {path: len(written(path).splitlines()) * harm(path) for path in paths}
+    untried: dict[str, list[list[tuple[str, int]]]] = {}
+    while len(chosen) < sample and left:
+        (path,) = dice.choices([*left], [*left.values()])
+        if path not in untried:
+            untried[path] = places(path)
+            dice.shuffle(untried[path])
+        if not untried[path]:
+            del left[path]
+        elif mutant := made(path, *dice.choice(untried[path].pop())):
+            chosen.append((paths[path], mutant))
     return chosen
+
+
+def harm(path: str) -> int:
+    return next((weight for glob, weight in HARM.items() if fnmatch(path, glob)), 1)
+
+
+def of_commit() -> tuple[list[str], int]:
+    """The files of ours that the last commit changed, and a seed that nobody chose: its hash."""
+
+    def said(*words: str) -> list[str]:
+        return subprocess.run(["git", *words], cwd=REPO, capture_output=True, text=True, check=False).stdout.split()
+
+    # Against its parent: of a clone without history, where the last commit stands for all, nothing is known to have changed.
+    changed = said("diff", "--name-only", "HEAD^", "HEAD")
+    return [path for path in changed if path in sources()], int((said("rev-parse", "HEAD") or ["0"])[0][:8], 16)
 
 
 # One after the other -------------------------------------------------------------------------------------------------------------
@@ -372,7 +463,7 @@ def work(folder: Path) -> None:
 
 
 def judged(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
-    """{"word": killed | survived | time, "by": the test that noticed, "seconds": of a processor}"""
+    """{"word": killed | survived | undecided, "by": the test that noticed, "seconds": of a processor}"""
     begun, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     path = folder / task["path"] if task["path"] else None
     if path:
@@ -397,7 +488,10 @@ def judged(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
     text = said.read()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     code = os.waitstatus_to_exitcode(done[1]) if done[0] else None
-    word = {None: "time", 0: "survived"}.get(code, "killed")
+    # Its processor time was over, or nobody waited any more: no test has said anything.
+    word = {None: "undecided", 0: "survived", -signal.SIGXCPU: "undecided", -signal.SIGKILL: "undecided"}.get(
+        code, "killed"
+    )
     by = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
     seconds = round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1)
     return {"word": word, "by": by[0] if by else None, "seconds": seconds, "text": text[-3000:]}
@@ -449,9 +543,10 @@ class Worker:
 
 
 def judge(
-    chosen: Sequence[tuple[str, Mutant]], workers: int, trusted: bool
+    chosen: Sequence[tuple[str, Mutant]], workers: int, trusted: bool, seconds: float
 ) -> Iterator[tuple[str, Mutant, dict[str, Any]]]:
-    """Every mutant and what came of it, in the order in which they end. trusted: the tests are known to pass on what is not changed."""
+    """Every mutant and what came of it, in the order in which they end. trusted: the tests are known to pass on what is not changed.
+    seconds: of all processors, after which nothing more is begun."""
     from concurrent.futures import ThreadPoolExecutor, as_completed
     from queue import SimpleQueue
 
@@ -463,17 +558,30 @@ def judge(
             free.put(worker)
 
         def asked(group: str, mutant: Mutant | None) -> dict[str, Any]:
+            if group in failing or sum(spent) > seconds:
+                return {
+                    "word": "undecided",
+                    "by": None,
+                    "seconds": 0.0,
+                    "text": "its tests fail" if group in failing else "time",
+                }
             worker = free.get()
             try:
-                return worker.ask(group, mutant)
+                spent.append((answer := worker.ask(group, mutant))["seconds"])
+                return answer
             finally:
                 free.put(worker)
 
+        spent: list[float] = []
+        failing: set[str] = set()
         with ThreadPoolExecutor(workers) as pool:
             for group in dict.fromkeys(group for group, _ in chosen if not trusted):
                 whole = asked(group, None)
-                assert whole["word"] == "survived", f"{group}: the tests fail on the code as it is:\n{whole['text']}"
-                print(f"{group}: {whole['seconds']} s without a mistake", file=sys.stderr, flush=True)
+                said = f"{whole['seconds']} s without a mistake"
+                if whole["word"] != "survived":  # nothing is known of its mutants
+                    failing.add(group)
+                    said = f"undecided, its tests do not pass on the code as it is: {whole['by']}\n{whole['text']}"
+                print(f"{group}: {said}", file=sys.stderr, flush=True)
             waiting = {pool.submit(asked, group, mutant): (group, mutant) for group, mutant in chosen}
             for done in as_completed(waiting):
                 yield *waiting[done], done.result()
@@ -482,17 +590,35 @@ def judge(
             worker.process.wait()
 
 
+COMMANDS = {
+    "nightly": {"sample": "200"},
+    "commit": {"sample": "12", "trusted": "true", "seconds": "200", "workers": "1"},
+}
+
+
 def main(words: Sequence[str]) -> int:
     """1 where a mutant survived that is not known to be the same."""
     options = dict(word.split("=") for word in words if "=" in word)
     files = [word for word in words if "=" not in word]
+    command = files.pop(0) if files[:1] and files[0] in COMMANDS else None
+    options = COMMANDS.get(command or "", {}) | options
     groups = options["groups"].split(",") if "groups" in options else list(GROUPS)
     sample, seed = int(options["sample"]) if "sample" in options else None, int(options.get("seed", 0))
+    if command == "nightly" and "seed" not in options:
+        seed = datetime.now(UTC).toordinal()
+    if command == "commit":
+        files, seed = of_commit()
+        if not files:
+            print("0 mutants: the last commit is not known to change a program", flush=True)
+            return 0
     workers = int(options.get("workers", len(os.sched_getaffinity(0))))
-    chosen = drawn(groups, files, sample, seed)
-    print(f"{len(chosen)} mutants", file=sys.stderr, flush=True)
+    piece, pieces = map(int, options.get("piece", "1/1").split("/"))
+    chosen = drawn(groups, files, sample, seed)[piece - 1 :: pieces]
+    print(f"{len(chosen)} mutants, seed {seed}", file=sys.stderr, flush=True)
     found = []
-    for group, mutant, result in judge(chosen, workers, trusted=options.get("trusted") == "true"):
+    for group, mutant, result in judge(
+        chosen, workers, options.get("trusted") == "true", float(options.get("seconds", "inf"))
+    ):
         found.append((group, mutant, result))
         if log := options.get("log"):
             with open(log, "a") as file:
@@ -505,10 +631,11 @@ def main(words: Sequence[str]) -> int:
                 flush=True,
             )
     told = report(found, sample, seed)
-    if not files and "groups" not in options:
+    if not files and "groups" not in options and "piece" not in options:
         RESULT.write_text(json.dumps(told, indent=1) + "\n")
     print(
-        f"{told['noticed']} of {told['mutants']} noticed, {len(told['same'])} the same, {len(told['survived'])} survived"
+        f"{told['noticed']} of {told['mutants'] - told['undecided']} noticed, {len(told['same'])} the same, "
+        f"{len(told['survived'])} survived; {told['undecided']} undecided"
     )
     return bool(told["survived"])
 
@@ -516,11 +643,13 @@ def main(words: Sequence[str]) -> int:
 def report(found: Sequence[tuple[str, Mutant, dict[str, Any]]], sample: int | None, seed: int) -> dict[str, Any]:
     """What benchmarks/mutants.json holds."""
     lost = [mutant for _, mutant, result in found if result["word"] == "survived"]
+    undecided = sum(result["word"] == "undecided" for *_, result in found)
     return {
         "sample": sample,
         "seed": seed,
         "mutants": len(found),
-        "noticed": len(found) - len(lost),
+        "noticed": len(found) - len(lost) - undecided,
+        "undecided": undecided,
         "processor_seconds": round(sum(result["seconds"] for *_, result in found)),
         "groups": {
             group: dict(sorted(Counter(result["word"] for g, _, result in found if g == group).items()))

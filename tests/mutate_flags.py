@@ -12,12 +12,12 @@ from pathlib import Path
 
 from presets import NAMES, lowered
 
-from nam_megatron import argv
-from nam_megatron.lower import Lowering
+from nam_megatron.compile import argv
+from nam_megatron.compile.lower import Lowering
 from nam_megatron.runtime.oracle import Answer, Oracle
-from nam_megatron.setting import Setting
 from nam_megatron.targets import current
 from nam_megatron.verify import UNFINISHED, VERIFIED, verify
+from nam_megatron.words.setting import Setting
 
 # Flags whose value decides nothing Megatron keeps: none so far. A name here needs its reason beside it.
 EXECUTION_ONLY: dict[str, str] = {}

@@ -9,7 +9,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from nam_megatron.lower import Lowering, translate
+from nam_megatron.compile.lower import Lowering, translate
 from nam_megatron.recipe import Recipe, conf_dir, config_at, load, parsed, resolved
 from nam_megatron.targets import current
 

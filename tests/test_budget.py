@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from presets import lowered
 from rich.console import Console
 
+from nam_megatron import migrate
 from nam_megatron.blocks.moe.block import scratch
 from nam_megatron.budget import __main__ as budget_command
 from nam_megatron.budget import budget, container, ends, parameters, search, static
@@ -26,11 +27,12 @@ from nam_megatron.budget.cost import cost
 from nam_megatron.budget.memory import _Moving, in_flight
 from nam_megatron.budget.picture import HUES
 from nam_megatron.budget.serving import serve
+from nam_megatron.compile.lower import translate
 from nam_megatron.errors import Refused
+from nam_megatron.lint import __main__ as lint_command
 from nam_megatron.lint import recipe
-from nam_megatron.lower import translate
 from nam_megatron.recipe import load
-from nam_megatron.sizes import BUCKETS, GIB, PARAMETERS, Sizes, Stage, _code
+from nam_megatron.words.sizes import BUCKETS, GIB, PARAMETERS, Sizes, Stage, _code
 
 ROOT = Path(__file__).parents[1]
 MEASURED = [
@@ -42,6 +44,16 @@ COMMAND = "nam_megatron.budget.__main__"
 WEIGHTS = tuple(PARAMETERS.values())
 STATIC = (*WEIGHTS, "gradients", "matrix optimizer", "other optimizer")
 CORE = ("attention", "mamba2", "moe", "mla", "dsa", "mlp")
+
+
+def test_a_cluster_of_h100s_has_their_memory():
+    clusters = sorted(path.stem for path in (ROOT / "conf" / "cluster").glob("h100_*.yaml"))
+    assert clusters
+    for name in clusters:
+        assert plan_of("nam56r_native_dp", f"cluster={name}").recipe.device.name == "h100"
+    assert (
+        plan_of("nam56r_native_dp", "cluster=h100_8", "device=h200").recipe.device.name == "h200"
+    )  # who says so has it
 
 
 def plan_of(preset, *overrides):
@@ -79,7 +91,7 @@ DULL = (
     "data.workers=9",
     "schedule.global_batch_size=128",
 )
-WEIGHED = ("model.blocks.moe.fused_weighted_squared_relu=true",)
+WEIGHED = ("execution.moe.fused_weighted_squared_relu=true",)
 OVERLAP = ("enabled", "overlap_grad_reduce", "overlap_param_gather")
 HERE = ("workspaces", "allocator overhead")
 REST = (*HERE, "runtime reserve")  # which has a share for each kind of process group
@@ -124,7 +136,7 @@ INDIFFERENT = {
     "fused activation: other layers": (NATIVE, WEIGHED, ("activations",), ("attention", "mamba2", "ends")),
     "fused activation: nothing where it is recomputed": ((*NATIVE, *RECOMPUTE), WEIGHED, BUCKETS, None),
     "strides and the dispatcher: everything": (
-        NATIVE, ("model.blocks.mamba2.strided=true", "model.blocks.moe.dispatcher=local"), BUCKETS, None,
+        NATIVE, ("execution.mamba2.strided=true", "execution.moe.dispatcher=local"), BUCKETS, None,
     ),
     "streams: the layers": (NATIVE, ("feature.mhc.streams=4",), ("activations", "routing scratch", *REST), None),
 }  # fmt: skip
@@ -155,7 +167,7 @@ def test_only_transformer_engines_grouped_gemm_has_a_workspace():
     """Measured 141 MB apart (benchmarks/measured_h200.json: native52_one and native52_one_torch, steady)."""
     peak = {}
     for gemm in ("transformer_engine", "torch"):
-        words = ("cluster=h200_1", "schedule.global_batch_size=16", f"model.blocks.moe.expert_gemm={gemm}")
+        words = ("cluster=h200_1", "schedule.global_batch_size=16", f"execution.moe.expert_gemm={gemm}")
         peak[gemm] = budget(lowered("nam56r_native_dp_fused", *words).plan).worst.moments["steady"].allocated
     assert peak["transformer_engine"] - peak["torch"] == pytest.approx(141e6, rel=0.05)
 
@@ -177,17 +189,17 @@ def test_a_gradient_of_each_shape_stays_where_gemms_add_the_real_ones():
         4608 * h + h * h + 8248 * h + 2 * h * fs
     )  # queries, keys and values; outputs of both mixers; Mamba-2's input; shared expert
     assert lies(*one) == [2 * linear]
-    by_te = "model.blocks.moe.expert_gemm=transformer_engine"
+    by_te = "execution.moe.expert_gemm=transformer_engine"
     assert lies(*one, by_te) == [2 * (linear + 2 * h * f)]
     halves = ("cluster=h200_2", "schedule.global_batch_size=16", by_te)
     assert lies(*halves, "parallel.pipeline=2") == [2 * (linear + 2 * h * f)] * 2
     tensor = (
         "parallel.tensor=2",
         "parallel.sequence=true",
-        "model.blocks.moe.dispatcher=alltoall",
-        "model.blocks.moe.fused_router_gradient=false",
-        "model.blocks.mamba2.strided=false",
-        "model.blocks.mamba2.strided_norm=false",
+        "execution.moe.dispatcher=alltoall",
+        "execution.moe.fused_router_gradient=false",
+        "execution.mamba2.strided=false",
+        "execution.mamba2.strided_norm=false",
     )
     assert lies(*halves, *tensor) == [linear + 4 * h * f]  # experts are whole
 
@@ -206,7 +218,7 @@ SIX = ("cluster.gpus_per_node=6", "schedule.global_batch_size=48")
 def test_a_copy_of_experts_weights_is_forecast_where_buckets_part_them(words, copies):
     """896 x 3584 elements are a multiple of 128 and of each power of two, and not of three; Muon's weights lie in no bucket."""
     plan = plan_of("nam56r_native_dp_fused", "cluster=h200_1", "schedule.global_batch_size=32", *words)
-    lines = plan.recipe.model.blocks.moe.working(Sizes.of(plan), None)
+    lines = plan.recipe.blocks.moe.working(Sizes.of(plan.site), None)
     found = [line.bytes for line in lines if line.why.startswith("a copy of a projection's weights")]
     assert found == [2 * 16 * 896 * 3584] * copies
 
@@ -451,7 +463,7 @@ def test_every_microbatch_that_goes_in_comes_out():
 # Bytes alive after the forward pass of Megatron's real HybridModel (megatron-core 0.19.2) on torch's fake tensors, with
 # stand-ins that save what TE 2.20.2's and mamba-ssm's autograd functions save: GB, one layer, micro batch 4 (DSA: 1),
 # vocabulary 128, the fp32 softmax included.
-STOCK = ("model.blocks.mla.kernels=megatron", "model.blocks.dsa.kernels=megatron")
+STOCK = ("execution.mla.kernels=megatron", "execution.dsa.kernels=megatron")
 ONE = ("nam56r_native_dp", "model.depth=1", "model.vocab_size=128", "cluster=h200_1", "model.substitute=[]")
 RECORDED = {
     "*": (("model.pattern=A",), 0.754),
@@ -479,8 +491,10 @@ def test_kept_activations_are_the_real_models(name):
     if words != list(overrides):
         words.append("feature.recompute.granularity=selective")
     plan = plan_of(*ONE, *words)
-    z, (stage,) = Sizes.of(plan), static.stages(plan)
-    kept = sum(line.bytes for chunk in _Moving(z, stage, graphs=False).chunks for part in chunk for line in part.kept)
+    z, (stage,) = Sizes.of(plan.site), static.stages(plan)
+    kept = sum(
+        line.bytes for chunk in _Moving(plan, z, stage, graphs=False).chunks for part in chunk for line in part.kept
+    )
     rope = sum(line.bytes for line in static.ends.buffers(z, stage) if line.name == "RoPE table")
     softmax = 4 * z["T"] * 128
     assert isclose(kept + rope + softmax, expected * 1e9, rel_tol=5e-3)
@@ -505,7 +519,7 @@ PLAIN = {
 
 @pytest.mark.parametrize("kind", PLAIN)
 def test_kernels_in_plain_torch_keep_what_autograd_keeps(kind):
-    ours = budget(plan_of("nam56r", f"model.blocks.{kind}.kernels=naive", "cluster=h200_1")).stages[0]
+    ours = budget(plan_of("nam56r", f"execution.{kind}.kernels=naive", "cluster=h200_1")).stages[0]
     found = {l.name: l.bytes / l.count for l in ours.moments["steady"].lines if l.owner == kind}
     assert {name: found.get(name) for name in PLAIN[kind]} == PLAIN[kind]
 
@@ -528,7 +542,7 @@ def test_triton_tunes_other_peoples_kernels_in_the_first_step(preset, letter, tu
 
 def test_table_of_long_sequences_is_todays():
     """benchmarks/tables.py has been run since the formulas changed: one row of it."""
-    rows = (ROOT / "docs/training.md").read_text().splitlines()
+    rows = (ROOT / "docs/log.md").read_text().splitlines()
     whole, pieces = (next(l for l in rows if l.startswith(f"| 65,536 | the {kept}")) for kept in ("input", "same"))
     words = ("model.seq_length=65536", "schedule.micro_batch_size=1", "schedule.global_batch_size=8")
     layouts = [(f"cluster=h200_{n}", f"parallel.context={c}") for n, c in ((1, 1), (2, 1), (8, 1), (2, 2), (4, 4))]
@@ -564,7 +578,7 @@ def test_pieces_take_less_memory_one_after_the_other():
 
     def work(kind: str, when: str, *more: str) -> float:
         plan = plan_of("nam56r_fused", *words, *more)
-        z, block = Sizes.of(plan), plan.recipe.model.blocks.of(kind)
+        z, block = Sizes.of(plan.site), plan.recipe.blocks.of(kind)
         return next(l.bytes for l in block.working(z, next(x for x in plan.layers if x.kind == kind)) if l.name == when)
 
     # Of 56 heads and fewer at once the gradients of Mamba-3's states are written.
@@ -572,7 +586,7 @@ def test_pieces_take_less_memory_one_after_the_other():
         ("mamba3", "head_pieces", "backward", 0.66),
         ("dsa", "query_pieces", "forward", 0.62),
     ):
-        one, two, four = (work(kind, when, f"model.blocks.{kind}.{key}={n}") for n in (1, 2, 4))
+        one, two, four = (work(kind, when, f"execution.{kind}.{key}={n}") for n in (1, 2, 4))
         assert 0.5 * one <= two < most * one and 0.5 * two <= four < 0.75 * two
 
 
@@ -584,7 +598,7 @@ def test_rows_of_ngrams_are_remembered_where_the_embedding_is():
 
 
 def test_an_output_layer_without_logits_would_save_little(monkeypatch):
-    """Why there is none: docs/training.md."""
+    """Why there is none: docs/log.md."""
     plans = [
         plan_of("nam56r_native_dp_fused", "schedule.micro_batch_size=8"),
         plan_of("nam56r_native_dp_fp8", "precision.cross_entropy=fused"),
@@ -599,7 +613,7 @@ def test_an_output_layer_without_logits_would_save_little(monkeypatch):
 def test_gated_delta_nets_by_value():
     """Of Qwen3-Next: 2048 wide, keys 16 x 128, values 32 x 128, chunks of 64; written out by hand."""
     plan = plan_of("qwen3_next_80b_a3b")
-    z, (block,) = Sizes.of(plan), [b for b in plan.blocks if b.kind == "gdn"]
+    z, (block,) = Sizes.of(plan.site), [b for b in plan.blocks if b.kind == "gdn"]
     tokens, keys, values, heads = z["T"], 2048, 4096, 32
     kept = {l.name: l.bytes for l in block.activations(z, None)}
     assert {name: n for name, n in kept.items() if name not in ("input", "norm statistics", "norm output")} == {
@@ -627,12 +641,12 @@ def test_flops_of_layers_without_the_window_and_of_experts_of_a_latent():
     more = "model.blocks.attention={window: 512, unwindowed_every: 4}"
     core = []
     for plan in (plan_of("nam56r_native_dp"), plan_of("nam56r_native_dp", more)):
-        z, block = Sizes.of(plan), plan.recipe.model.blocks.attention
+        z, block = Sizes.of(plan.site), plan.recipe.blocks.attention
         each = (block.flops(z, layer) for layer in plan.layers if layer.kind == "attention")
         core.append(sum(work.flops for works in each for work in works if work.name == "core"))
     assert core == [4 * 3584 * 13 * 2048, 4 * 3584 * (3 * 2048 + 10 * keys)]
     plan = plan_of("nam56r_native_dp", "model.blocks.moe.latent_size=512")
-    work = {w.name: w.flops for w in plan.recipe.model.blocks.moe.flops(Sizes.of(plan), None)}
+    work = {w.name: w.flops for w in plan.recipe.blocks.moe.flops(Sizes.of(plan.site), None)}
     assert (work["latents"], work["experts"]) == (4 * 3584 * 512, 2 * 2 * 4 * 512 * 896)
 
 
@@ -707,7 +721,7 @@ def errors():
     """(entry, phase, forecast / measured - 1) of allocated memory."""
     found = []
     for entry in MEASURED:
-        ours = budget(plan_of(entry["preset"], *entry["overrides"])).worst
+        ours = budget(plan_of(entry["preset"], *map(migrate.word, entry["overrides"]))).worst
         found += [
             (entry["name"], phase, ours.moments[phase].allocated / p["allocated"] - 1)
             for phase, p in entry["peaks"].items()
@@ -736,7 +750,7 @@ def test_table_of_errors_is_todays():
 
 def test_measured_runs_are_of_plans_that_can_be_trained():
     for entry in MEASURED:
-        plan = plan_of(entry["preset"], *entry["overrides"])
+        plan = plan_of(entry["preset"], *map(migrate.word, entry["overrides"]))
         assert not plan.not_built and plan.recipe.world_size == entry["gpus"], entry["name"]
 
 
@@ -855,7 +869,7 @@ def test_fit_is_the_first_value_with_headroom_where_more_needs_less():
     recipe = load("nam56r_fused", ["cluster=h200_1", *words])
     nodes = search.smallest(recipe, "cluster.nodes")
     assert nodes.best.good and not nodes.beyond.good and nodes.beyond.value == nodes.best.value - 1 > 1
-    assert search.smallest(recipe, "model.blocks.mamba3.head_pieces").best is None, (
+    assert search.smallest(recipe, "execution.mamba3.head_pieces").best is None, (
         "DSA's scores are too much by themselves"
     )
     assert search.smallest(recipe, "schedule.micro_batch_size").best is None
@@ -992,7 +1006,7 @@ def test_a_preset_that_nobody_named_is_said():
 def test_model_is_the_whole_of_its_stages():
     """Parameters counted over one imaginary stage: what `parameters` and the header say."""
     plan = plan_of("nam56r")
-    every = [p.elements for _, _, p in static.parts(Sizes.of(plan), Stage(0, 1, plan.segments))]
+    every = [p.elements for _, _, p in static.parts(plan, Sizes.of(plan.site), Stage(0, 1, plan.segments))]
     assert sum(every) == parameters(plan)[0] == sum(static.by_kind(plan).values())
 
 
@@ -1008,7 +1022,7 @@ def test_a_search_balances_the_experts_unless_it_is_told_otherwise():
 def test_what_is_alive_while_the_loss_goes_back(kernels, depths):
     """Bytes for a token and a word of the vocabulary; also where another moment is the peak."""
     words = [f"precision.cross_entropy={kernels}", f"feature.mtp.depths={depths}"]
-    z = Sizes.of(translate(load("nam56r_native_dp", words)).plan)
+    z = Sizes.of(translate(load("nam56r_native_dp", words)).plan.site)
     gradients = 2 * z["T"] * z["h"] + 2 * z["V"] * z["h"]
     found = {
         name: (sum(line.bytes for line in lines) - gradients * ("output" in name)) / z["T"] / z["V"]
@@ -1024,7 +1038,7 @@ def test_what_is_alive_while_the_loss_goes_back(kernels, depths):
 # Somebody else's YAML -------------------------------------------------------------------------------------------------------------
 
 NANO = Path(__file__).parent / "lint/bridge_nemotron_3_nano.yaml"
-NANO_SAYS = ["model.vocab_size=131072", "model.blocks.moe.dispatcher=alltoall"]
+NANO_SAYS = ["model.vocab_size=131072", "execution.moe.dispatcher=alltoall"]
 
 
 def of_yaml(path, *words, gpus=("gpus=8",)):
@@ -1034,9 +1048,8 @@ def of_yaml(path, *words, gpus=("gpus=8",)):
 def test_a_container_of_others_is_priced_or_refused_by_name(monkeypatch, capsys):
     with pytest.raises(Refused) as refused:
         of_yaml(NANO)
-    assert {p.message.split("`")[1].split()[0].rstrip(":") for p in refused.value.problems} == {
-        "vocab_size", "padded_vocab_size", "model.blocks.moe.dispatcher", "--moe-token-dispatcher-type",
-    }  # fmt: skip
+    keys = [p.message.split("`")[1] for p in refused.value.problems]
+    assert keys == ["model.vocab_size", "execution.moe.dispatcher"]
     monkeypatch.setattr(sys, "argv", ["budget", str(NANO), "gpus=8", *NANO_SAYS])
     with pytest.raises(SystemExit) as end:
         budget_command.main()
@@ -1046,7 +1059,7 @@ def test_a_container_of_others_is_priced_or_refused_by_name(monkeypatch, capsys)
 
 def test_nemotrons_yaml_is_priced_as_the_recipe_that_it_names(tmp_path):
     tree = yaml.safe_load((Path(__file__).parents[1] / "examples/nemo/nemotron.yaml").read_text())
-    name, text, notes = of_yaml(Path(__file__).parents[1] / "examples/nemo/nemotron.yaml", gpus=())
+    name, text, notes, _ = of_yaml(Path(__file__).parents[1] / "examples/nemo/nemotron.yaml", gpus=())
     meant = load(tree["recipe"]["_target_"].rpartition(".")[2].partition("_pretrain")[0], tree["recipe"]["overrides"])
     made = recipe._load(text, name)
     assert (made.model, made.parallel, made.cluster) == (meant.model, meant.parallel, meant.cluster) and not notes
@@ -1056,12 +1069,51 @@ def test_nemotrons_yaml_is_priced_as_the_recipe_that_it_names(tmp_path):
         of_yaml(tmp_path / "laid.yaml", gpus=())
 
 
+LAUNCH = """torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 128
+  --max-position-embeddings 128 --swiglu --micro-batch-size 2 --global-batch-size 32 --bf16 --normalization RMSNorm
+  --position-embedding-type rope --tokenizer-type NullTokenizer --vocab-size 1024 --untie-embeddings-and-output-weights
+  --disable-bias-linear --data-path a --split 99,1,0 --tensor-model-parallel-size 2 --tensorboard-dir tb --lr 1e-4 --train-iters 9"""
+
+
+def test_a_launch_of_others_is_priced_and_its_operations_are_counted(tmp_path, monkeypatch, capsys):
+    """A YAML alone was."""
+    text = " ".join(LAUNCH.split())
+    (tmp_path / "train.sh").write_text(text)
+    monkeypatch.setattr(sys, "argv", ["budget", str(tmp_path / "train.sh"), "format=json"])
+    with pytest.raises(SystemExit) as end:
+        budget_command.main()
+    priced = json.loads(capsys.readouterr().out)
+    assert end.value.code == 0
+    assert lint_command.main([str(tmp_path / "train.sh"), "flops=true", "format=json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert priced["parameters"] == found["trains"]["parameters"]["total"]
+    matrices = 2 * (4 * 256 * 256 + 3 * 256 * 640) + 256 * 1024  # 640: two thirds of four widths, in steps of 64
+    core = 2 * 2 * 2 * 256 * 129 / 2
+    assert found["flops"]["token"] == pytest.approx(3 * (2 * matrices + core), rel=1e-3)
+    assert found["flops"]["step"] == found["flops"]["token"] * 32 * 128
+
+
+def test_what_a_launch_does_not_say_is_asked_for_before_it_is_priced_or_counted(tmp_path, capsys):
+    (tmp_path / "train.sh").write_text(
+        " ".join(LAUNCH.split()).replace("--vocab-size 1024", "").replace("Null", "HuggingFace")
+    )
+    with pytest.raises(Refused, match=r"model\.vocab_size"):
+        of_yaml(tmp_path / "train.sh", gpus=())
+    assert lint_command.main([str(tmp_path / "train.sh"), "flops=true"]) == 2
+    assert "model.vocab_size=VALUE" in capsys.readouterr().err
+    name, text, _, filled = of_yaml(tmp_path / "train.sh", "model.vocab_size=1024", gpus=())
+    assert not filled and recipe._load(text, name, ["model.vocab_size=1024"]).model.vocab_size == 1024
+    (tmp_path / "verl.sh").write_text("python -m main actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2")
+    with pytest.raises(Refused, match="verl's words"):
+        of_yaml(tmp_path / "verl.sh", gpus=())
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"optimizer": {"use_precision_aware_optimizer": True}}, "--use-precision-aware-optimizer"),
         ({"peft": {"_target_": "megatron.bridge.peft.lora.LoRA"}}, "adapters of others"),
-        ({"model": None}, "is neither Megatron-Bridge's container nor"),
+        ({"model": None}, "no recipe: `hybrid_layer_pattern` is not known"),
     ],
 )
 def test_what_a_container_holds_besides_is_refused(change, said, tmp_path):

@@ -24,10 +24,10 @@ from presets import written
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
+from nam_megatron.compile.lower import translate
 from nam_megatron.data import __main__ as command
 from nam_megatron.data import build, manifest, sources, tokenizer
 from nam_megatron.errors import Refused
-from nam_megatron.lower import translate
 from nam_megatron.recipe import load
 from nam_megatron.train import announce, unfit_data
 
@@ -337,6 +337,117 @@ def test_a_build_with_another_choice_or_a_renamed_file_is_another_dataset(tmp_pa
     assert run("build", tmp_path / "set", tmp_path / "moved", *words[3:], "0.2") == 0
 
 
+MOMENTS = {  # of the build's functions the one after which the input is another
+    "hashed": (sources, "content"),
+    "read": (build, "_judge"),
+    "encoded": (build, "_merge"),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("change", ["longer", "same size", "gone", "back again", "one more", "tokenizer"])
+def test_an_input_that_changes_meanwhile_makes_no_dataset(tmp_path, bpe, monkeypatch, capsys, moment, change):
+    """Four of five were accepted, with a manifest of something else; the fifth was a traceback."""
+    tree, tokens, out = tmp_path / "tree", tmp_path / "tokens", tmp_path / "set"
+    tree.mkdir()
+    shutil.copytree(bpe, tokens)
+    for i, text in enumerate(TEXTS):
+        (tree / f"{i:02}.h").write_text(text)
+    file = tree / "07.h"
+    where, name = MOMENTS[moment]
+    upstream, done = getattr(where, name), []
+
+    def changes(*words):
+        found = upstream(*words)
+        if not done:
+            done.append(file.read_bytes())
+            if change == "gone":
+                file.unlink()
+            elif change == "one more":
+                (tree / "99.h").write_text("more")
+            elif change == "tokenizer":
+                path = tokens / tokenizer.FILE
+                path.write_text(path.read_text() + "\n")
+            else:
+                file.write_bytes(b"x" * (len(done[0]) + (change == "longer")))
+                if change == "back again":
+                    file.write_bytes(done[0])
+        return found
+
+    monkeypatch.setattr(where, name, changes)
+    words = ("build", out, tree, "--suffix", ".h", "--tokenizer", tokens, "--valid", "0.2", "--workers", 1)
+    said = refusal(capsys, *words)
+    changed = {"one more": tree / "99.h", "tokenizer": tokens / tokenizer.FILE}.get(change, file)
+    assert f"`{changed}` changed while it was read" in said and not (out / manifest.NAME).exists()
+    file.write_bytes(done[0])
+    (tree / "99.h").unlink(missing_ok=True)
+    shutil.copytree(bpe, tokens, dirs_exist_ok=True)
+    assert run(*words) == 0
+    assert texts(out, "train") + texts(out, "valid") != [] and run("check", out) == 0
+    assert {*texts(out, "train"), *texts(out, "valid")} == {*TEXTS}
+
+
+def test_what_a_killed_build_read_of_another_content_is_read_again(tmp_path, bpe, monkeypatch):
+    """The file was another one for a while, and is what was hashed again when the build goes on."""
+    path = jsonl(tmp_path / "a.jsonl")
+    inputs, options = [sources.source(path, "text", ())], build.Options(bpe, 0.2, "refuse", 1)
+    build.build(tmp_path / "whole", inputs, options)
+    content, merge = sources.content, build._merge
+
+    def other(source):
+        found = content(source)
+        jsonl(path, [text.replace("vector", "string") for text in TEXTS])
+        return found
+
+    def killed(*_):
+        raise Killed
+
+    monkeypatch.setattr(sources, "content", other)
+    monkeypatch.setattr(build, "_merge", killed)
+    with pytest.raises(Killed):
+        build.build(tmp_path / "killed", inputs, options)
+    jsonl(path)
+    monkeypatch.setattr(sources, "content", content)
+    monkeypatch.setattr(build, "_merge", merge)
+    build.build(tmp_path / "killed", inputs, options)
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+
+
+def test_a_pipe_is_refused_where_a_file_is_read(tmp_path, bpe, capsys):
+    """Opening one waits for whoever writes, who may never come."""
+    pipe, tree, tokens = tmp_path / "pipe.jsonl", tmp_path / "tree", tmp_path / "tokens"
+    os.mkfifo(pipe)
+    (tmp_path / "link.jsonl").symlink_to(pipe)
+    tree.mkdir()
+    for i, text in enumerate(TEXTS):
+        (tree / f"{i:02}.h").write_text(text)
+    (tree / "linked.h").symlink_to(pipe)  # no links are followed
+    os.mkfifo(tree / "a.fifo")  # not asked for
+    build_ = ("build", tmp_path / "set", tree, "--suffix", ".h", "--valid", "0.2", "--workers", 1, "--tokenizer")
+    for path in (pipe, tmp_path / "link.jsonl"):
+        told = refusal(capsys, "build", tmp_path / "set", path, "--tokenizer", bpe)
+        assert told.startswith(f"error: `{path}` is a pipe, and no file\n")
+    os.mkfifo(tree / "zz.h")
+    assert f"`{tree}/zz.h` is a pipe, and no file" in refusal(capsys, *build_, bpe)
+    verb = ("tokenizer", tmp_path / "new", tree, "--suffix", ".h", "--entries", 280)
+    assert f"`{tree}/zz.h` is a pipe, and no file" in refusal(capsys, *verb)
+    (tree / "zz.h").unlink()
+    for name in (tokenizer.FILE, tokenizer.CONFIG):
+        shutil.copytree(bpe, tokens)
+        (tokens / name).unlink()
+        os.mkfifo(tokens / name)
+        assert f"`{tokens}/{name}` is a pipe, and no file" in refusal(capsys, *build_, tokens)
+        plan = translate(
+            load("nam56r_smoke", ["data=indexed", f"data.path={tmp_path}/x", f"data.tokenizer={tokens}"])
+        ).plan
+        assert f"`{tokens}/{name}` is a pipe, and no file" in [problem.message for problem in unfit_data(plan)]
+        shutil.rmtree(tokens)
+    assert run(*build_, bpe) == 0
+    (tmp_path / "set" / manifest.NAME).unlink()
+    os.mkfifo(tmp_path / "set" / manifest.NAME)
+    assert "manifest.json` is a pipe, and no file" in refusal(capsys, "check", tmp_path / "set")
+
+
 def test_every_line_is_in_one_piece_wherever_the_boundary_falls(tmp_path, monkeypatch):
     """Lines of 20 bytes: boundaries on the last byte of one, on its newline, on the first byte of the next."""
     lines = [json.dumps({"text": f"{i:07}"}) for i in range(9)]
@@ -485,11 +596,9 @@ def test_rows_that_are_no_documents_are_named(tmp_path, bpe, capsys, monkeypatch
     assert refusal(capsys, *words).startswith(f"error: {tmp_path}/tree/latin.h: 'utf-8' codec can't decode")
 
 
-def test_an_option_that_is_given_twice_is_refused(capsys):
-    with pytest.raises(SystemExit) as end:
+def test_an_option_that_is_given_twice_is_refused():
+    with pytest.raises(Refused, match="argument --valid: given twice"):
         run("build", "set", "a.jsonl", "--tokenizer", "bpe", "--valid", "0.1", "--valid", "0.2")
-    assert end.value.code == 2
-    assert "argument --valid: given twice" in capsys.readouterr().err
 
 
 def test_duplicates_are_named_or_left_out_or_kept_by_choice(tmp_path, bpe, capsys):
@@ -566,6 +675,18 @@ def test_check_reads_every_byte(tmp_path, bpe, capsys):
     (out / "train.bin").write_bytes(data[:-2])
     (problem,) = manifest.damage(out, manifest.read(out), thorough=False)
     assert problem.message == f"`{out}/train.bin` has {len(data) - 2} bytes, not {len(data)}"
+
+
+def test_a_manifest_has_a_hash_of_every_file(tmp_path, bpe):
+    """One with none vouched for whatever lay beside it."""
+    out = built(tmp_path, bpe, jsonl(tmp_path / "a.jsonl"))
+    made = manifest.read(out)
+    for name in made.files:
+        if name != "tokenizer/tokenizer_config.json":
+            left = made.model_copy(update={"files": {n: f for n, f in made.files.items() if n != name}})
+            (problem,) = manifest.damage(out, left, thorough=False)
+            assert problem.message == f"`{out}/manifest.json` has no hash of `{name}`"
+    assert len(made.files) >= 5
 
 
 def test_another_tokenizer_in_its_place_is_seen(tmp_path, bpe):
@@ -677,6 +798,51 @@ def test_a_text_that_holds_the_end_of_a_document_is_refused_by_its_place(tmp_pat
     said = capsys.readouterr().err
     assert f"{data}:61 holds the token that ends a document" in said and f"`--skip {data}:61`" in said
     assert run(*words, "--skip", f"{data}:61") == 0
+
+
+def test_a_pattern_that_gives_up_is_no_traceback(bpe, tmp_path, capsys):
+    """The library panics where its regular expressions go back too often."""
+    shutil.copytree(bpe, tmp_path / "theirs")
+    tree = json.loads((bpe / tokenizer.FILE).read_text())
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    tree["pre_tokenizer"]["pretokenizers"].insert(0, split)
+    (tmp_path / "theirs" / tokenizer.FILE).write_text(json.dumps(tree))
+    words = ("--tokenizer", tmp_path / "theirs", "--workers", 1, "--valid", "0.2")
+    assert run("build", tmp_path / "set", jsonl(tmp_path / "t.jsonl", [*TEXTS, "a" * 40 + "b"]), *words) == 2
+    assert "the tokenizer breaks down on a text that begins with" in capsys.readouterr().err
+    assert run("build", tmp_path / "set", jsonl(tmp_path / "u.jsonl"), *words) == 0
+
+
+REPLACE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+
+
+@pytest.mark.parametrize(
+    ("part", "stage", "taken"),
+    [
+        ("normalizer", {"type": "Sequence", "normalizers": [REPLACE] * 30}, False),
+        ("decoder", {"type": "Sequence", "decoders": [REPLACE] * 30}, False),
+        ("normalizer", {**REPLACE, "pattern": {"Regex": "."}, "content": "a" * 2000}, False),
+        ("normalizer", {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "_"}, REPLACE, {"type": "NFC"}]}, True),
+        ("decoder", {"type": "Sequence", "decoders": [REPLACE, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]}, True),
+    ],
+)  # fmt: skip
+def test_a_tokenizer_that_blows_texts_up_is_refused(bpe, tmp_path, part, stage, taken):
+    shutil.copytree(bpe, tmp_path / "theirs")
+    tree = json.loads((bpe / tokenizer.FILE).read_text())
+    (tmp_path / "theirs" / tokenizer.FILE).write_text(json.dumps(tree | {part: stage}))
+    if taken:
+        tokenizer.load(tmp_path / "theirs")
+        return
+    with pytest.raises(Refused, match="times as long"):
+        tokenizer.load(tmp_path / "theirs")
+
+
+def test_a_number_of_five_thousand_digits_is_no_traceback(bpe, tmp_path):
+    shutil.copytree(bpe, tmp_path / "theirs")
+    text = (bpe / tokenizer.FILE).read_text().replace('"version"', f'"more": {"9" * 5000}, "version"', 1)
+    (tmp_path / "theirs" / tokenizer.FILE).write_text(text)
+    with pytest.raises(Refused, match="holds no tokenizer"):
+        tokenizer.load(tmp_path / "theirs")
 
 
 def test_ids_of_a_tokenizer_have_no_gap(tmp_path, bpe):

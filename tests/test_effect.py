@@ -11,11 +11,12 @@ from typing import Any, get_args
 import pytest
 from presets import NAMES, changed, lowered, written
 
-from nam_megatron import argv, report
+from nam_megatron import report
 from nam_megatron.budget import text
-from nam_megatron.computation import differences
+from nam_megatron.compile import argv
+from nam_megatron.compile.lower import translate
 from nam_megatron.errors import Refused
-from nam_megatron.lower import translate
+from nam_megatron.judge.same import differences
 from nam_megatron.recipe import Recipe, config_at, load, parsed, resolved, to_tree
 
 # Keys that neither plan nor budget shows, and who reads them.
@@ -25,18 +26,19 @@ ELSEWHERE = {
     "preset.family": "compare: may two runs be compared",
     "preset.about": "list=presets",
     "assumptions": "the header of every output",
-    "model.blocks.dsa.query_pieces": "the budget where sequences are long, and how many scores are held (tests/blocks/test_dsa.py)",
-    "model.blocks.moe.expert_gemm": "which experts are built (tests/cpu/test_models.py); the budget where MoE's backward pass is the peak",
-    "model.blocks.moe.fused_router_gradient": "which router is built (tests/blocks/test_router.py)",
+    "execution.dsa.query_pieces": "the budget where sequences are long, and how many scores are held (tests/blocks/test_dsa.py)",
+    "execution.moe.expert_gemm": "which experts are built (tests/cpu/test_models.py); the budget where MoE's backward pass is the peak",
+    "execution.moe.fused_router_gradient": "which router is built (tests/blocks/test_router.py)",
     "precision.attention_kernels": "which core attention is built (tests/cpu/test_models.py)",
-    "device.link": "the checks before a run (launch/gpu.py)",
-    "device.gemm_floor_tflops": "the checks before a run (launch/sanity.py)",
-    "device.allreduce_floor_gbs": "the checks before a run (launch/sanity.py)",
+    "device.link": "the checks before a run (launch/host/gpu.py)",
+    "device.gemm_floor_tflops": "the checks before a run (launch/host/sanity.py)",
+    "device.allreduce_floor_gbs": "the checks before a run (launch/host/sanity.py)",
     "device.headroom_gib": "budget: when it warns",
     "device.groups_gib": "the budget of a layout that has such groups",
     "cluster.pool": "compare: hosts that may be compared as one",
     "cluster.storage": "the folders of a run (launch/)",
-    "cluster.waivers": "the checks before a run (launch/preflight.py)",
+    "cluster.processor": "what a run is started on (launch/), and the laws of a rehearsal",
+    "cluster.waivers": "the checks before a run (launch/host/preflight.py)",
 }  # fmt: skip
 # Values that stand only with others.
 WITH = {

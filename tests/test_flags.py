@@ -5,16 +5,16 @@ import enum
 import json
 import shlex
 from functools import cache
-from importlib.metadata import version
 
 import pytest
 from megatron.training.arguments import add_megatron_arguments
 from presets import FLAGS, NAMES, check_words, lowered
 
-from nam_megatron import argv
+from nam_megatron import installed
+from nam_megatron.compile import argv
 from nam_megatron.runtime import dump
-from nam_megatron.setting import Setting
 from nam_megatron.targets import current
+from nam_megatron.words.setting import Setting
 
 # Further recipes that reach flags no preset has.
 MORE = {
@@ -53,14 +53,13 @@ def plain(value):
 
 
 def test_the_dump_is_the_installed_megatrons():
-    assert version("megatron-core") == current().pin
+    assert installed.stack().megatron_core == current().pin
     assert current().flags_file.read_text() == dump.render(dump.dump())
 
 
 def test_every_flag_of_the_parser_is_in_the_dump():
     live = {s for a in parser()._actions for s in a.option_strings} - {"-h", "--help"}
     assert live == set(FLAGS) | {a for f in FLAGS.values() for a in f.get("aliases", ())}
-    assert len(FLAGS) == 808 - 1, "808 actions, one of them --help"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -10,8 +10,9 @@ import pytest
 from presets import ALL, NAMES, PUBLIC, lowered
 from test_rows import ODD, odd
 
-from nam_megatron import argv, report
+from nam_megatron import report
 from nam_megatron.budget import text
+from nam_megatron.compile import argv
 from nam_megatron.recipe import keys_at
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -12,21 +12,21 @@ import pytest
 import torch
 from presets import ALL, lowered
 
-from nam_megatron.argv import plan_json
 from nam_megatron.budget import static
+from nam_megatron.compile.argv import plan_json
 from nam_megatron.errors import Refused
 from nam_megatron.hf import __main__ as command
 from nam_megatron.hf import check, describe, export
 from nam_megatron.hf.model.configuration_nam import NamConfig
-from nam_megatron.sizes import Sizes
+from nam_megatron.words.sizes import Sizes
 
 
 def of_the_budget(plan) -> dict[str, int]:
     """Elements by kind over all layers, MTP's inner layers included."""
-    z, found = Sizes.of(plan), {}
+    z, found = Sizes.of(plan.site), {}
     layers = [(layer.kind, layer) for layer in plan.layers] + [(kind, None) for kind in plan.mtp] * plan.mtp_depths
     for kind, layer in layers:
-        held = getattr(z.model.blocks, kind).params(z, layer)
+        held = getattr(z.site.blocks, kind).params(z, layer)
         found[kind] = found.get(kind, 0) + sum(prod(p.shape) * p.count for p in held)
     if mhc := plan.recipe.feature.mhc:
         (stage,) = static.stages(plan)
@@ -195,15 +195,15 @@ def test_one_device_holds_all_of_the_model(plain, kernels, gemm):
     alone = check.one_device(lowered("nam56r_fused"), plain).plan
     assert (plan.recipe.world_size, alone.recipe.world_size) == (8, 1)
     assert [layer.kind for layer in alone.layers] == [layer.kind for layer in plan.layers] and "|" not in alone.pattern
-    assert {alone.recipe.model.blocks.mla.kernels, alone.recipe.model.blocks.mamba3.kernels} == {kernels}
-    assert alone.recipe.model.blocks.moe.expert_gemm == gemm
+    assert {alone.recipe.execution.mla.kernels, alone.recipe.execution.mamba3.kernels} == {kernels}
+    assert alone.recipe.execution.moe.expert_gemm == gemm
     assert alone.recipe.schedule.save is None and not alone.recipe.precision.fused_grad_accumulation
 
 
 @pytest.mark.parametrize("plain", [True, False])
 def test_one_device_keeps_the_columns_that_fp8_needs(plain):
     alone = check.one_device(lowered("nam56r_native_dp_fused", "+overlay=[extras,fp8]"), plain).plan.recipe
-    assert alone.feature.fp8 and alone.model.blocks.mamba2.padded_projection
+    assert alone.feature.fp8 and alone.execution.mamba2.padded_projection
     assert alone.precision.attention_kernels == "transformer_engine"
 
 

@@ -50,6 +50,16 @@ def test_an_anchor_bomb_is_refused_at_once(folder):
     assert done.code == 2 and "its anchors written out" in done.err and time.monotonic() - begun < 20
 
 
+def test_a_file_far_too_large_is_refused_at_once(folder):
+    """A value of 30 MB took 100 seconds to be called too long; one of a hundred kilobytes is read."""
+    text = SMOKE.read_text().replace("name: nam56r_smoke", "name: mine")
+    assert own(folder, text + "# " + "x" * 100_000 + "\n").code == 0
+    begun = time.monotonic()
+    done = own(folder, text + f'about: "{"x" * 30_000_000}"\n')
+    assert done.code == 2 and "30,00" in done.err and "more than a config file has" in done.err
+    assert time.monotonic() - begun < 20
+
+
 def test_an_anchor_of_itself_is_refused(folder):
     done = own(folder, "# @package _global_\nx: &x\n  y: *x\n")
     assert done.code == 2 and "Traceback" not in done.err
@@ -183,7 +193,7 @@ def test_a_python_without_the_packages_is_told_where_they_are(module):
     words = [sys.executable, "-S", "-m", module, "conf=nam56r_smoke"]
     done = subprocess.run(words, capture_output=True, text=True, cwd=REPO, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: No module named '") and "`uv sync` makes an environment" in done.stderr
+    assert "is not installed\n\nhint: " in done.stderr and "`uv sync` makes an environment" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -192,7 +202,7 @@ import os, signal, sys
 sys.argv = ["-m", "conf=nam56r_smoke"]
 from nam_megatron import app
 
-def composed():
+def composed(*words, **more):
     try:
         os.kill(os.getpid(), signal.SIGINT)
         signal.sigtimedwait([], 10)
@@ -200,7 +210,7 @@ def composed():
         pass
     raise app.OmegaConfBaseException
 
-app.hydra.main = lambda **_: lambda job: composed
+app.compose.compose = composed
 app.run("translate", (), None)
 """
 

@@ -9,15 +9,15 @@ from types import SimpleNamespace
 import pytest
 from presets import lowered
 
-from nam_megatron import argv, computation
 from nam_megatron import verify as verdicts
 from nam_megatron.blocks.mamba2.block import Mamba2
+from nam_megatron.compile import argv
+from nam_megatron.compile.lower import translate
 from nam_megatron.errors import FINDINGS, INCOMPLETE, OK, Refused
 from nam_megatron.features.names import FEATURES
-from nam_megatron.lower import translate
+from nam_megatron.judge import same
 from nam_megatron.recipe import Recipe, config_at, load
 from nam_megatron.runtime.oracle import Answer
-from nam_megatron.setting import NEEDED, Row, section
 from nam_megatron.targets import current
 from nam_megatron.verify import (
     ABSENT,
@@ -30,6 +30,7 @@ from nam_megatron.verify import (
     summary,
     verify,
 )
+from nam_megatron.words.setting import NEEDED, Row, section
 
 # verify: does a disagreement of any field, in any direction, come out? --------------------------------------------------------------
 
@@ -198,13 +199,13 @@ def test_the_table_says_each_side_by_side(monkeypatch, capsys):
 # The second list, reviewed apart from the rows: what may change before a run goes on. Every other key computes.
 EXECUTES_TEXT = """
 preset.name preset.alias_of preset.family preset.about model.family lane.name lane.tensor lane.sequence
-model.blocks.mla.kernels model.blocks.dsa.kernels model.blocks.mamba3.kernels model.blocks.m2rnn.kernels
-model.blocks.moe.dispatcher model.blocks.moe.expert_gemm model.blocks.moe.pad_to_capacity model.blocks.moe.permute_fusion
-model.blocks.moe.router_fusion model.blocks.moe.fused_router_gradient
-model.blocks.moe.shared_overlap model.blocks.moe.fused_weighted_squared_relu model.blocks.mamba2.strided
-model.blocks.mamba2.strided_norm model.blocks.mamba2.padded_projection model.blocks.m2rnn.padded_projection
-model.blocks.mamba3.recompute model.blocks.mamba3.keep_states model.blocks.mamba3.keep_prepared
-model.blocks.mamba3.chunk model.blocks.mamba3.head_pieces model.blocks.dsa.query_pieces feature.fp8.keep_inputs
+execution.mla.kernels execution.dsa.kernels execution.mamba3.kernels execution.m2rnn.kernels
+execution.moe.dispatcher execution.moe.expert_gemm execution.moe.pad_to_capacity execution.moe.permute_fusion
+execution.moe.router_fusion execution.moe.fused_router_gradient
+execution.moe.shared_overlap execution.moe.fused_weighted_squared_relu execution.mamba2.strided
+execution.mamba2.strided_norm execution.mamba2.padded_projection execution.m2rnn.padded_projection
+execution.mamba3.recompute execution.mamba3.keep_states execution.mamba3.keep_prepared
+execution.mamba3.chunk execution.mamba3.head_pieces execution.dsa.query_pieces feature.fp8.keep_inputs
 parallel.tensor parallel.sequence parallel.pipeline
 parallel.virtual_pipeline parallel.context parallel.expert parallel.expert_tensor feature.recompute.granularity
 feature.recompute.modules feature.recompute.method feature.recompute.layers feature.cuda_graphs.impl
@@ -215,12 +216,13 @@ feature.tracking.wandb_project feature.tracking.wandb_name feature.tracking.wand
 feature.tracking.mlflow feature.tracking.mlflow_experiment precision.cross_entropy precision.fused_grad_accumulation
 precision.norm_kernels precision.attention_kernels precision.deterministic schedule.eval_steps schedule.eval_interval schedule.log_interval
 schedule.save schedule.save_interval schedule.async_save schedule.load schedule.stop_every schedule.timeout_minutes
+schedule.steady_timeout_seconds
 schedule.manual_gc_interval data.cache data.workers device.name device.capability device.total_gib device.runtime_gib
 device.groups_gib.data device.groups_gib.tensor device.groups_gib.pipeline device.groups_gib.context
 device.groups_gib.expert device.allocator_gib device.headroom_gib device.bf16_tflops device.gemm_tflops device.link
 device.gemm_floor_tflops device.allreduce_floor_gbs cluster.name cluster.pool cluster.nodes cluster.gpus_per_node
-cluster.storage.durable cluster.storage.scratch cluster.storage.receipts cluster.waivers assumptions.key
-assumptions.value assumptions.why
+cluster.processor cluster.storage.durable cluster.storage.scratch cluster.storage.receipts cluster.waivers allow assumptions.key
+assumptions.value assumptions.why wishes.key wishes.value wishes.by wishes.instead wishes.why
 """
 EXECUTES = frozenset(EXECUTES_TEXT.split())
 
@@ -234,14 +236,14 @@ def keys(config, at: str = ""):
 
 
 def test_the_rows_say_what_computes():
-    assert sorted(k for k in keys(Recipe) if computation.executes(k)) == sorted(EXECUTES)
+    assert sorted(k for k in keys(Recipe) if same.executes(k)) == sorted(EXECUTES)
 
 
 def test_a_key_of_another_version():
     """Of a section that only executes it does, too; of any other it may compute. Retired ones are known by name."""
-    assert all(map(computation.executes, ("cluster.new", "device.memory_gb", "precision.name", "cluster.waivers.git")))
+    assert all(map(same.executes, ("cluster.new", "device.memory_gb", "precision.name", "cluster.waivers.git")))
     may = ("schedule.new", "precision.new", "data.name.new", "new", "model.substitute[0].ranks", "new.name")
-    assert not any(map(computation.executes, may))
+    assert not any(map(same.executes, may))
 
 
 def tree(*words: str) -> dict:
@@ -280,7 +282,7 @@ def put(plan: dict, path: tuple, value: object = ...) -> dict:
 
 
 def said(before: dict, after: dict) -> list[tuple]:
-    return [(d.key, d.before, d.after, d.computes) for d in computation.differences(before, after)]
+    return [(d.key, d.before, d.after, d.computes) for d in same.differences(before, after)]
 
 
 def at(path: tuple):
@@ -309,7 +311,7 @@ def test_a_plan_does_not_differ_from_itself():
 def test_every_key_that_stands_is_compared(path):
     """Changed, taken away and added: by name, with both values, and with what the reviewed list says of it."""
     key, node = ".".join(path), at(path)
-    executes = key in EXECUTES or path[0] == "assumptions"
+    executes = key in EXECUTES or path[0] in ("assumptions", "wishes")
     other = "another" if node != "another" else "one more"
     for value in (other, ...):
         after = put(BEFORE, path, value)
@@ -373,7 +375,7 @@ def test_what_does_not_stand_is_not_compared():
                 more["recipe"]["feature"][name] = {feature.switch: off, "x": 1}
                 assert said(BEFORE, more) == [] == said(more, BEFORE), name
     assert {"mla", "dsa", "moe", "mamba3", "m2rnn", "mlp"} & recipe["model"]["blocks"].keys()
-    assert computation.standing(more)["model"]["blocks"].keys() == recipe["model"]["blocks"].keys()
+    assert same.resolved(more)["model"]["blocks"].keys() == recipe["model"]["blocks"].keys()
     more["recipe"]["feature"]["unheard_of"] = {"enabled": True}  # of another version
     assert said(BEFORE, more) == [("feature.unheard_of.enabled", None, True, True)]
 
@@ -388,9 +390,9 @@ def test_dsa_brings_the_keys_that_it_reads_of_mla():
     for layer in sparse["layers"]:
         layer["kind"] = "dsa"
     sparse["mtp"]["kinds"] = []
-    assert computation.standing(sparse)["model"]["blocks"].keys() == {"dsa", "mla"}
+    assert same.resolved(sparse)["model"]["blocks"].keys() == {"dsa", "mla"}
     sparse["mtp"]["kinds"] = ["moe"]
-    assert computation.standing(sparse)["model"]["blocks"].keys() == {"dsa", "mla", "moe"}
+    assert same.resolved(sparse)["model"]["blocks"].keys() == {"dsa", "mla", "moe"}
 
 
 @pytest.mark.parametrize(
@@ -403,9 +405,9 @@ def test_a_plan_that_lacks_a_part_is_none(tmp_path, gone):
     for text in (json.dumps(plan), "{", "[]", "[" * 100_000):
         (tmp_path / "plan.json").write_text(text)
         with pytest.raises(Refused, match="cannot be understood") as refused:
-            computation.read(tmp_path / "plan.json")
+            same.read(tmp_path / "plan.json")
         assert refused.value.problems[0].key == "schedule.load"
     (tmp_path / "plan.json").write_text(json.dumps(BEFORE))
-    assert computation.read(tmp_path / "plan.json") == BEFORE
+    assert same.read(tmp_path / "plan.json") == BEFORE
     with pytest.raises(Refused, match="cannot be read"):
-        computation.read(tmp_path / "nothing")
+        same.read(tmp_path / "nothing")

@@ -16,29 +16,30 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lint_cases import CASES, DSA, FSDP, GPT, HYBRID, LATER, MLA, MOE, NEEDS_CUDA
+from lint_cases import CASES, CONFLICTING, CONFLICTS_LATER, DSA, FSDP, GPT, HYBRID, LATER, MLA, MOE, NEEDS_CUDA, words
 from presets import NAMES, lowered
 
 from benchmarks import launches
-from nam_megatron import argv, computation
 from nam_megatron.blocks.kinds import KINDS
 from nam_megatron.budget import parameters
+from nam_megatron.compile import argv
+from nam_megatron.compile.lower import translate
 from nam_megatron.errors import Refused
+from nam_megatron.judge import same
 from nam_megatron.lint import __main__ as command
 from nam_megatron.lint import describe, follow, lint, recipe, report, rules
 from nam_megatron.lint.read import Launch, read
-from nam_megatron.lint.rules import companions
+from nam_megatron.lint.rules import cards, companions, conflicts
 from nam_megatron.lint.rules.rule import FAIL
 from nam_megatron.lint.shell import ShellError
 from nam_megatron.lint.values import Args, NotKnown
-from nam_megatron.lower import translate
 from nam_megatron.recipe import Recipe, to_tree
-from nam_megatron.recipe.standing import idle
+from nam_megatron.recipe.resolve import unread
 from nam_megatron.report import header
 from nam_megatron.runtime.oracle import Answer
-from nam_megatron.setting import section
 from nam_megatron.targets import current
 from nam_megatron.translate import write
+from nam_megatron.words.setting import section
 
 ROOT = Path(__file__).parent.parent
 FIXTURES = sorted((Path(__file__).parent / "lint").iterdir())
@@ -105,6 +106,43 @@ def test_derived_values_are_those_of_megatrons_config(path, oracle):
         assert found.model.positions == values["args.position_embedding_type"]
 
 
+SWIFT = """NPROC_PER_NODE=4 megatron sft --model org/Model-35B --dataset 'org/data#500' --tuner_type lora \\
+    --loss_scale ignore_empty_think --expert_model_parallel_size 4 --micro_batch_size 4 --global_batch_size 16 --lr 1e-4 \\
+    --sequence_parallel true --output_dir out
+"""
+NEMO_RL = """policy:
+  model_name: org/model-1.5B
+  max_total_sequence_length: 512
+  precision: bfloat16
+  megatron_cfg: {enabled: true, cuda_graph_modules: [], recompute_granularity: full, tensor_model_parallel_size: 1}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [(SWIFT, "--expert_model_parallel_size 4"), (NEMO_RL, "recompute_granularity=full")]
+)
+def test_what_another_program_decides_is_not_megatrons_default(text, said):
+    """It was described as GELU in fp32 with dropout 0.1, and its own values as failures."""
+    found = lint(text, "theirs")
+    assert {f.id for f in found.findings} <= {"foreign-flags"}
+    rows = dict(describe.rows(found.args, found.model))
+    assert said in rows.pop("said")
+    rows.pop("also", None)
+    assert {text for name, text in rows.items() if name not in ("batch", "sequence", "layout")} == {"?"}
+    assert "defaults" not in report.text(found).splitlines()[-1]
+
+
+def test_a_fork_with_flags_of_its_own_keeps_megatrons_defaults():
+    found = lint(
+        "torchrun train.py --num-layers 4 --hidden-size 64 --rollout-size 8 --actor-num-nodes 2 --sglang-mem 0.7",
+        "fork",
+    )
+    assert (
+        dict(describe.rows(found.args, found.model))["activation"]
+        == "GELU (Megatron's default), not gated, linear bias"
+    )
+
+
 def test_many_launches_of_every_family():
     words = " ".join(p.read_text() for p in FIXTURES)
     assert len(FIXTURES) >= 20
@@ -122,15 +160,6 @@ def test_many_launches_of_every_family():
 
 
 # Rules -----------------------------------------------------------------------------------------------------------------
-
-
-def words(flags: dict) -> list[str]:
-    return [
-        w
-        for flag, value in flags.items()
-        if value is not None
-        for w in ([flag] if value is True else [flag, *value.split()])
-    ]
 
 
 def launch(base: dict, change: dict, env: dict | None = None):
@@ -154,6 +183,29 @@ def test_rule_finds_its_trap_and_megatron_agrees(rule, oracle):
     assert ask(oracle, clean).error is None or rule in ("connections-not-one", "connections-fsdp"), ask(
         oracle, clean
     ).error
+
+
+@pytest.mark.parametrize("pair", CONFLICTING, ids="-".join)
+def test_two_flags_that_are_refused_together_are_taken_alone(pair, oracle):
+    base, change = CONFLICTING[pair]
+    clean, found = launch(base, {}), launch(base, change)
+    name, what = pair
+    assert f"beside {what}" in [
+        f.detail for f in found.findings if f.id == "conflict" and f.flag == found.args.written(name)
+    ]
+    assert "conflict" not in ids(clean)
+    refused = ask(oracle, clean).error or ""
+    assert not refused or "from TransformerEngine, but not found" in refused  # none is installed beside the oracle
+    assert ask(oracle, found).error not in (None, refused) or pair in CONFLICTS_LATER
+
+
+def test_fsdp_switches_the_reuse_of_gradients_buffer_off_and_refuses_nothing(oracle):
+    found = launch(FSDP, {"--reuse-grad-buf-for-mxfp8-param-ag": True})
+    assert "companion" not in ids(found) and ask(oracle, found).error is None
+
+
+def test_every_conflict_has_a_case():
+    assert {(name, what) for name, beside in conflicts.CONFLICTS.items() for what in beside} == CONFLICTING.keys()
 
 
 @pytest.mark.parametrize("companion", companions.COMPANIONS, ids=lambda c: c.name)
@@ -279,7 +331,7 @@ def test_modelopts_switch_for_gpt_oss_is_part_of_the_model():
 
 def test_every_rule_is_tested():
     planted = {name for path in FIXTURES for name in declared(path, "finds")}
-    of_plans = {"not-the-plan", "not-built"}  # under "Our own presets"
+    of_plans = {"not-the-plan", "not-built", "world-size-unset", "given-twice-runs"}  # of other texts
     assert planted | CASES.keys() | of_plans == set(rules.BY_ID)
 
 
@@ -800,8 +852,8 @@ UNLAPPED = [f"feature.distributed_optimizer.overlap_{what}=false" for what in ("
 
 @pytest.mark.parametrize(("overrides", "finds"), [
     (["feature.recompute={granularity: full, modules: [], method: uniform, layers: 1}"], []),
-    (["model.blocks.dsa.kernels=naive"], []),
-    (["model.blocks.dsa.kernels=megatron"], []),
+    (["execution.dsa.kernels=naive"], []),
+    (["execution.dsa.kernels=megatron"], []),
     (["model.blocks.mla.latent_norm=false"], []),
     (["model.blocks.dsa.indexer_loss_coeff=0", *UNLAPPED], ["dsa-untrained-indexer"]),
     (["feature.mtp.depths=0", "model.letters.E=mlp", "model.letters.A=attention", "model.substitute=[]", "model.linear_bias=true"], []),
@@ -820,7 +872,7 @@ def test_columns_of_zeros_are_what_fp8_wants(out):
 
 @pytest.mark.parametrize(("kernels", "finds"), [("megatron", {"dsa-reuse-mask", "not-the-plan"}), ("fused", set())])
 def test_shared_topk_without_a_mask_is_a_trap_of_megatrons_kernels_alone(kernels, finds, out):
-    script = out("nam56r", f"model.blocks.dsa.kernels={kernels}") / "run.sh"
+    script = out("nam56r", f"execution.dsa.kernels={kernels}") / "run.sh"
     text, flag = script.read_text(), "--no-create-attention-mask-in-dataloader"
     script.write_text(text if flag in text else f"{text.rstrip()} {flag}\n")
     assert set(ids(of(script))) == finds
@@ -864,8 +916,8 @@ def test_plan_comes_back_as_its_own_recipe(name, tmp_path):
     again, was = (
         {
             k: v
-            for k, v in computation.flat(to_tree(r)).items()
-            if not k.startswith(("preset.", "assumptions.")) and k not in set(idle(r))
+            for k, v in same.flat(to_tree(r)).items()
+            if not k.startswith(("preset.", "assumptions.")) and k not in set(unread(r))
         }
         for r in (recipe._load(made.yaml, "back"), lowered(name).plan.recipe)
     )
@@ -999,7 +1051,7 @@ def test_refused_recipe_lists_what_it_loses_all_the_same():
 def test_routing_comes_back(said, keys):
     made = recipe.make(launch(MOE, said), Path("mine.yaml"))
     assert made.refused is None and not any("moe" in line for line in [*made.lost, *made.keyless])
-    moe = made.recipe.model.blocks.moe
+    moe = made.recipe.blocks.moe
     assert {key: getattr(moe, key) for key in keys} == keys
 
 
@@ -1019,13 +1071,13 @@ def test_what_attention_has_comes_back(said, key, value):
     made = recipe.make(launch(GPT, said), Path("mine.yaml"))
     flags = tuple(said)
     assert made.refused is None and not any(line.startswith(flags) for line in [*made.lost, *made.keyless])
-    assert getattr(made.recipe.model.blocks.attention, key) == value
+    assert getattr(made.recipe.blocks.attention, key) == value
 
 
 def test_windows_of_other_layers_than_a_key_can_say_are_listed():
     said = {"--window-size": "127,0", "--window-attn-skip-freq": "([0]*3+[1]*5)"}
     made = recipe.make(launch(GPT, said), Path("mine.yaml"))
-    assert made.recipe.model.blocks.attention.window is None
+    assert made.recipe.blocks.attention.window is None
     assert any("--window-attn-skip-freq" in line for line in made.keyless)
     assert any(line.startswith("--window-size 127,0 -> ") for line in made.lost)
 
@@ -1038,8 +1090,8 @@ def test_learned_positions_come_back(base):
     assert made.refused is None and not any(
         "position" in line or "rotary" in line for line in [*made.lost, *made.keyless]
     )
-    model = made.recipe.model
-    assert model.learned_positions == 8192 and (not model.blocks.attention or not model.blocks.attention.turned)
+    attention = made.recipe.blocks.attention
+    assert made.recipe.model.learned_positions == 8192 and not (attention and attention.turned)
 
 
 GRAPHED = {"--cuda-graph-impl": "transformer_engine", "--te-rng-tracker": True, "--recompute-granularity": "selective"}
@@ -1116,7 +1168,10 @@ def test_file_of_a_model_alone_becomes_a_preset_of_a_model_alone():
     flags = HYBRID | other | dict.fromkeys(trains) | {"--hybrid-layer-pattern": "M-M*-/*-"}
     made = recipe.make(lint(" ".join(words(flags))), Path("mine.yaml"))
     tree = yaml.safe_load(made.yaml)
-    assert set(tree) == {"defaults", "preset", "model", "feature"} and set(tree["feature"]) == {"mtp"}
+    assert set(tree) == {"defaults", "preset", "model", "feature", "optim", "schedule"} and set(tree["feature"]) == {
+        "mtp"
+    }
+    assert {value for key in ("optim", "schedule") for value in tree[key].values()} == {"???"}
     assert made.refused is None and made.recipe.model.pattern == "MEMAE"
     assert sum(line.startswith(("all but the model", "sequence length")) for line in made.lost) == 2
     assert any(line.startswith("--tensor-model-parallel-size 4 -> ") for line in made.lost)
@@ -1150,7 +1205,7 @@ def test_gated_delta_nets_come_back():
     made = recipe.make(launch(HYBRID, said | {"--mamba-num-heads": None}), Path("mine.yaml"))
     assert made.refused is None and not any("linear" in line for line in [*made.lost, *made.keyless])
     plan = translate(made.recipe).plan
-    assert plan.pattern == "G-G*-" and (plan.recipe.model.blocks.gdn.key_heads, plan.recipe.lane.name) == (4, "own_dp")
+    assert plan.pattern == "G-G*-" and (plan.recipe.blocks.gdn.key_heads, plan.recipe.lane.name) == (4, "own_dp")
 
 
 # The command -----------------------------------------------------------------------------------------------------------
@@ -1192,10 +1247,9 @@ def test_options_may_have_dashes(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["gpus"] == 4
 
 
-def test_no_words_ask_for_a_file_alone(capsys):
-    with pytest.raises(SystemExit):
+def test_no_words_ask_for_a_file_alone():
+    with pytest.raises(Refused, match=r"required: FILE$"):
         command.main([])
-    assert capsys.readouterr().err.splitlines()[-1].endswith("required: FILE")
 
 
 def test_gpus_that_the_text_contradicts_are_refused():
@@ -1365,6 +1419,7 @@ def test_flags_of_another_parser_are_one_open_finding_and_nothing_is_lacking():
     found = lint(f"python train.py {DESCRIBED} {OF_ANOTHER} --hidden-sise 8")
     assert ids(found) == Counter({"foreign-flags": 1, "unknown-flag": 1})  # the misspelt one is told apart
     assert "--sglang-mem-fraction" in report.text(found)
+    assert not ids(lint(f"python pretrain_gpt.py {DESCRIBED} --use-mcore-models"))["old-flag"]
     megatrons = lint(f"python pretrain_gpt.py {DESCRIBED} {OF_ANOTHER}")
     assert ids(megatrons)["unknown-flag"] == 3 and ids(megatrons)["missing-flag"]
 
@@ -1461,14 +1516,15 @@ def test_graphs_of_whole_steps_in_all_their_spellings(said, impl, oracle):
         assert not ids(found)["graphs-ignored"]
 
 
-def test_a_graph_of_a_whole_step_comes_back_on_one_gpu_alone():
+def test_a_graph_of_a_whole_step_comes_back_where_one_hosts_gpus_share_batches_alone():
     flags = HYBRID | {"--cuda-graph-scope": "full_iteration", "--no-check-for-nan-in-loss-and-grad": True}
-    for gpus in (1, 8):
-        found = lint(f"torchrun --nproc-per-node {gpus} train.py {' '.join(f"'{word}'" for word in words(flags))}")
+    for nodes, gpus, tensor in ((1, 1, 1), (1, 8, 1), (1, 8, 2), (2, 8, 1)):
+        said = " ".join(f"'{word}'" for word in words(flags | {"--tensor-model-parallel-size": str(tensor)}))
+        found = lint(f"torchrun --nnodes {nodes} --nproc-per-node {gpus} train.py {said}")
         made = recipe.make(found, Path("mine.yaml"))
         graphs = made.recipe.feature.cuda_graphs
-        assert (graphs and graphs.impl) == ("full_iteration" if gpus == 1 else None)
-        assert any("cuda_graph_impl" in line or "--cuda-graph" in line for line in made.lost) is (gpus > 1)
+        assert (graphs and graphs.impl) == ("full_iteration" if nodes == tensor == 1 else None)
+        assert any("cuda_graph_impl" in line or "--cuda-graph" in line for line in made.lost) is (graphs is None)
 
 
 def test_sequence_length_under_its_other_name():
@@ -1489,3 +1545,78 @@ def test_flag_that_a_variable_names_is_open():
     found = lint(f"python pretrain_gpt.py {DESCRIBED} --$DTYPE")
     assert not ids(found)["unknown-flag"] and not ids(found)["missing-flag"]
     assert "--$DTYPE" in " ".join(describe.notes(found.args, found.model))
+
+
+def test_softmax_before_the_choice_is_said_beside_softmax_scores_alone():
+    for scores, said in (("sigmoid", False), ("softmax", True)):
+        found = launch(MOE, {"--moe-router-pre-softmax": True, "--moe-router-score-function": scores})
+        assert ("softmax before the choice" in dict(describe.rows(found.args, found.model))["experts"]) is said
+
+
+@pytest.mark.parametrize(
+    ("change", "said"), [({"--moe-aux-loss-coeff": "0"}, "0"), ({"--moe-aux-loss-coeff": None}, "not said, and so 0")]
+)
+def test_a_coefficient_of_0_that_is_said_is_not_called_unsaid(change, said):
+    (finding,) = [
+        f
+        for f in launch(MOE, {"--moe-router-load-balancing-type": "aux_loss"} | change).findings
+        if f.id == "moe-no-balancing"
+    ]
+    assert finding.detail == said
+
+
+def test_a_batch_that_its_micro_batch_does_not_divide_fails_on_any_number_of_gpus():
+    text = " ".join(words(GPT | {"--micro-batch-size": "2", "--global-batch-size": "7"}))
+    assert "batch" in ids(lint(text)) and "batch" not in ids(lint(text.replace("size 7", "size 8")))
+
+
+@pytest.mark.parametrize(("name", "epsilon"), [("Kimi-K2-Thinking", "1e-5"), ("Kimi-K2-Instruct", "1e-6")])
+def test_versions_of_a_card_have_their_own_epsilon(name, epsilon):
+    given = {"--norm-epsilon": epsilon, "--hf-checkpoint": None, "--load": f"/models/{name}"}
+    assert not [f for f in launch(MLA, given).findings if f.id == "not-the-card" and "eps" in f.detail]
+    other = given | {"--norm-epsilon": "1e-3"}
+    assert cards.named(launch(MLA, other).args)[1]["eps"] == float(epsilon)
+
+
+OF_A_PORT = "--use-fused-rmsnorm --swap-optimizer --tokenizer-name-or-path x --tokenizer-type PretrainedFromHF --spec mindspeed_llm.a b"
+
+
+def test_a_port_to_another_device_is_judged_by_what_is_its_own():
+    """Each of its flags was a failure, and Megatron's checks of its layout."""
+    other = lint(
+        f"source /usr/local/Ascend/ascend-toolkit/set_env.sh\npython pretrain_gpt.py {DESCRIBED} {OF_A_PORT} --fp16 --bf16"
+    )
+    assert not [f for f in other.findings if f.severity == FAIL]
+    assert "--tokenizer-type PretrainedFromHF" in " ".join(f.detail for f in other.findings)
+    documents = f"{DESCRIBED} --reset-attention-mask --attention-backend flash"
+    ported = ids(lint(f"source /usr/local/Ascend/ascend-toolkit/set_env.sh\npython t.py {documents} {OF_A_PORT}"))
+    assert not ported["documents-not-apart"] and ids(lint(f"python t.py {documents}"))["documents-not-apart"]
+    same = ids(lint(f"python pretrain_gpt.py {DESCRIBED} --tokenizer-type PretrainedFromHF --fp16 --bf16"))
+    assert same["bad-value"] and same["two-precisions"]
+
+
+@pytest.mark.parametrize("value", ["{{ cluster.tp }}", "<TP>", "{tp}", "%(tp)s"])
+def test_a_templates_value_is_open(value):
+    found = lint(f"pretrain_gpt.py {DESCRIBED}\n--tensor-model-parallel-size '{value}'".replace("pretrain_gpt.py", ""))
+    assert "unknown-variable" in ids(found) and "bad-value" not in ids(found)
+    assert "bad-value" in ids(lint(f"{DESCRIBED} --tensor-model-parallel-size two"))
+
+
+def test_gpus_that_are_a_default_of_the_script_do_not_fail_a_layout():
+    text = (
+        "NNODES=${WORLD_SIZE:-1}\ntorchrun --nproc-per-node 8 --nnodes $NNODES t.py "
+        + DESCRIBED
+        + " --pipeline-model-parallel-size 16"
+    )
+    assert (found := ids(lint(text)))["world-size-unset"] and not found["world-size"]
+    assert (
+        ids(lint(text, gpus=None))["world-size-unset"]
+        and ids(lint(text.replace("${WORLD_SIZE:-1}", "1")))["world-size"]
+    )
+
+
+def test_a_flag_of_what_is_logged_that_is_given_twice_is_no_other_model():
+    assert not ids(lint(f"{DESCRIBED} --log-interval 1 --log-interval 2"))["given-twice"]
+    assert ids(lint(f"{DESCRIBED} --hidden-size 1024 --hidden-size 2048"))["given-twice"]
+    runs = ids(lint(f"{DESCRIBED} --moe-token-dispatcher-type alltoall --moe-token-dispatcher-type flex"))
+    assert runs["given-twice-runs"] and not runs["given-twice"]

@@ -1,9 +1,11 @@
 """Lint of what is no launch: a config.json of Hugging Face, and the arguments that a checkpoint stores."""
 
+import contextlib
 import enum
 import json
 import os
 import pickle
+import re
 import shlex
 import zipfile
 from argparse import Namespace
@@ -11,21 +13,34 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_configs import CONFIGS, DEEPSEEK_V3, LLAMA, NEMOTRON_3_NANO
+import yaml
+from command import warm
+from hf_configs import CONFIGS, DEEPSEEK_V2_LITE, DEEPSEEK_V3, LLAMA, NEMOTRON_3_NANO
 from lint_cases import HYBRID, MOE
 from presets import lowered
 from test_lint import launch
 from test_public import PUBLISHED
 
-from nam_megatron import argv
 from nam_megatron.budget import parameters
+from nam_megatron.compile import argv
+from nam_megatron.compile.lower import translate
 from nam_megatron.errors import REFUSED, Refused
+from nam_megatron.hf import describe as export
+from nam_megatron.hf import native
 from nam_megatron.lint import __main__ as command
-from nam_megatron.lint import describe, lint, recipe
+from nam_megatron.lint import container, describe, huggingface, lint, preset, recipe
+from nam_megatron.lint.read import read
 from nam_megatron.lint.rules import cards
-from nam_megatron.lower import translate
+from nam_megatron.lint.values import Args
 from nam_megatron.recipe import to_tree
 from nam_megatron.targets import current
+from nam_megatron.targets.target import legal
+
+# What a config.json does not say.
+TRAINING = (
+    "schedule.micro_batch_size=1", "schedule.global_batch_size=8", "schedule.train_steps=10", "optim.lr=1e-4", "optim.min_lr=1e-5",
+    "optim.warmup_steps=1",
+)  # fmt: skip
 
 
 def tree(lowering):
@@ -35,8 +50,6 @@ def tree(lowering):
         k: v for k, v in found["model"].items() if k not in ("family", "pattern", "depth", "seq_length", "substitute")
     }
     blocks = {kind: dict(keys) for kind, keys in model.pop("blocks").items()}
-    if "mla" in blocks:
-        del blocks["mla"]["kernels"]
     for key in ("balancing", "aux_loss_coeff"):  # published beside the model
         blocks.get("moe", {}).pop(key, None)
     if "mlp" not in lowering.plan.kinds:
@@ -53,6 +66,25 @@ def test_config_of_a_public_model_has_its_parameters(name):
     assert not found.findings and found.model.count.total == PUBLISHED[name]
 
 
+# Initial values that were trained with (Megatron-Bridge's recipe), where config.json has another.
+TRAINED = {"nemotron_3_nano_30b_a3b": 0.0173}
+# Of the loss that balances experts a config.json says nothing, or what its authors' code has and not what they trained with.
+BALANCED = {"deepseek_v3_yarn", "deepseek_v2_lite", "kimi_k2", "qwen3_30b_a3b", "qwen3_next_80b_a3b", "mixtral_8x7b"}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_published_field_is_the_presets(name):
+    """All that an export would write of either; the width of dense MLPs where none stands is nobody's."""
+    theirs, plan = native.described(CONFIGS[name], "config.json"), lowered(name).plan
+    assert export.counted(theirs) == export.counted(export.config(plan))
+    model = plan.recipe.model
+    assert model.init_std == TRAINED.get(name, CONFIGS[name]["initializer_range"])
+    said = CONFIGS[name].get("router_aux_loss_coef", CONFIGS[name].get("aux_loss_alpha"))
+    assert (said is not None) == (name in BALANCED)
+    if said is not None:
+        assert model.blocks.moe.aux_loss_coeff == said
+
+
 # Each what the others have not; one takes two seconds.
 @pytest.mark.parametrize(
     "name", ["llama_3_1_8b", "qwen3_next_80b_a3b", "deepseek_v2_lite", "kimi_k2", "nemotron_3_nano_30b_a3b"]
@@ -60,31 +92,164 @@ def test_config_of_a_public_model_has_its_parameters(name):
 def test_config_of_a_public_model_is_its_preset(name):
     found = lint(json.dumps(CONFIGS[name]), "config.json")
     made = recipe.make(found, Path("back.yaml"))
-    again = translate(recipe._load(made.yaml, "back"))
+    again = translate(recipe._load(made.yaml, "back", TRAINING))
     assert not made.refused and not made.keyless and parameters(again.plan)[0] == PUBLISHED[name]
-    assert tree(again) == tree(lowered(name))
+    model, *rest = tree(again)
+    assert (model | {"init_std": TRAINED.get(name, model["init_std"])}, *rest) == tree(lowered(name))
     assert any("sequence length" in line for line in made.lost)  # guessed, and said
 
 
 @pytest.mark.parametrize(
     ("base", "change", "says"),
     [
-        (LLAMA, {"attention_bias": True}, "attention_bias"),
         (LLAMA, {"qk_gain": 2}, "keys that are not read: qk_gain"),
-        (LLAMA, {"sliding_window": 4096}, "`sliding_window: 4096`"),
-        (LLAMA, {"layer_types": ["full_attention", "sliding_attention"]}, "`layer_types`: sliding_attention"),
-        (LLAMA, {"residual_in_fp32": True, "time_step_limit": [0.0, 0.1]}, "`time_step_limit: [0.0, 0.1]`"),
-        (LLAMA, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "of type dynamic"),
-        (LLAMA, {"rope_scaling": LLAMA["rope_scaling"] | {"low_freq_factor": 2.0}}, "low_freq_factor"),
         (DEEPSEEK_V3, {}, "num_nextn_predict_layers: 1"),
-        (DEEPSEEK_V3, {"norm_topk_prob": False}, "norm_topk_prob"),
-        (NEMOTRON_3_NANO, {"conv_kernel": 3}, "conv_kernel: 3"),
+        (LLAMA, {"residual_in_fp32": True}, "residual_in_fp32"),
     ],
 )
 def test_what_arguments_cannot_say_is_listed(base, change, says):
     found = lint(json.dumps(base | change), "config.json")
     assert any(says in note for note in describe.notes(found.args, found.model))
     assert any(says in line for line in recipe.make(found, Path("back.yaml")).lost)
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "says"),
+    [
+        (LLAMA, {"attention_bias": True}, "attention_bias"),
+        (LLAMA, {"sliding_window": 4096}, "`sliding_window: 4096`"),
+        (LLAMA, {"layer_types": ["full_attention", "sliding_attention"]}, "`layer_types`: sliding_attention"),
+        (LLAMA, {"time_step_limit": [0.0, 0.1]}, "`time_step_limit: [0.0, 0.1]`"),
+        (LLAMA, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "of type dynamic"),
+        (LLAMA, {"rope_scaling": {"type": "linear", "factor": 1.5}}, "whole numbers"),
+        (LLAMA, {"rope_scaling": LLAMA["rope_scaling"] | {"low_freq_factor": 2.0}}, "low_freq_factor"),
+        (LLAMA, {"hidden_act": "gelu_pytorch_tanh"}, "`gelu_pytorch_tanh` in a gated MLP"),
+        (LLAMA, {"hidden_act": "relu2"}, "`relu2` in a gated MLP"),
+        (NEMOTRON_3_NANO, {"mlp_hidden_act": "silu"}, "`silu` in a plain MLP"),
+        (DEEPSEEK_V3, {"norm_topk_prob": False}, "norm_topk_prob"),
+        (
+            DEEPSEEK_V3,
+            {"rope_scaling": DEEPSEEK_V3["rope_scaling"] | {"attention_factor": 2.0}},
+            "attention_factor: 2.0",
+        ),
+        (
+            DEEPSEEK_V2_LITE,
+            {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3},
+            "group_limited_greedy",
+        ),
+        (NEMOTRON_3_NANO, {"conv_kernel": 3}, "conv_kernel: 3"),
+        (LLAMA, {"model_type": "gemma2"}, "its MLPs are gated GELU"),
+        (LLAMA, {"model_type": "gpt_oss"}, "no recipe of ours says them"),
+    ],
+)
+def test_what_nobody_can_say_is_refused_by_whose_lack_it_is(base, change, says):
+    with pytest.raises(Refused) as refused:
+        lint(json.dumps(base | change), "config.json")
+    (problem,) = refused.value.problems
+    assert says in refused.value.render() and problem.key
+    assert any(whose in refused.value.render() for whose in ("Megatron 0.19.2", "here it is not read", "of ours"))
+
+
+def test_a_scaling_that_megatron_has_and_no_recipe_is_described_and_not_written():
+    found = lint(json.dumps(LLAMA | {"rope_scaling": {"type": "linear", "factor": 8.0}}), "config.json")
+    assert found.args.rotary_seq_len_interpolation_factor == 8
+    with pytest.raises(Refused, match="no recipe of ours says `--rotary-seq-len-interpolation-factor 8"):
+        recipe.make(found, Path("back.yaml"))
+
+
+# What transformers 5 writes of each, where version 4 writes another.
+INF = {"__float__": "Infinity"}
+SYMBOLS = {"M": "mamba", "E": "moe", "*": "attention", "-": "mlp"}
+SPELLED = {
+    "qwen3_30b_a3b": {"num_experts": None, "num_local_experts": 128, "rope_theta": None,
+                      "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
+    "llama_3_1_8b": {"rope_theta": None, "rope_scaling": None, "rope_parameters": LLAMA["rope_scaling"] | {"rope_theta": 500000.0}},
+    "nemotron_3_nano_30b_a3b": {
+        "hybrid_override_pattern": None, "layers_block_type": [SYMBOLS[s] for s in NEMOTRON_3_NANO["hybrid_override_pattern"]],
+        "time_step_limit": [0.0, INF], "num_hidden_layers": None,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPELLED)
+def test_transformers_5_spells_the_same_model(name):
+    config = {key: value for key, value in (CONFIGS[name] | SPELLED[name]).items() if value is not None}
+    assert lint(json.dumps(config), "a").launch.words == lint(json.dumps(CONFIGS[name]), "b").launch.words
+
+
+def test_the_text_model_of_a_nested_config_is_read():
+    """As Qwen3.5 publishes it, with what its code does without a key: a gate, norms centred at zero, shares that sum to one."""
+    left = (
+        "intermediate_size",
+        "norm_topk_prob",
+        "mlp_only_layers",
+        "decoder_sparse_step",
+        "tie_word_embeddings",
+        "full_attention_interval",
+    )
+    text = {key: value for key, value in CONFIGS["qwen3_next_80b_a3b"].items() if key not in left}
+    text |= {"model_type": "qwen3_5_moe_text", "layer_types": [*["linear_attention"] * 3, "full_attention"] * 12}
+    nested = {
+        "model_type": "qwen3_5_moe",
+        "text_config": text,
+        "vision_config": {"depth": 27},
+        "tie_word_embeddings": False,
+    }
+    found, plain = lint(json.dumps(nested), "config.json"), lint(json.dumps(CONFIGS["qwen3_next_80b_a3b"]), "b")
+    assert found.model.count.total == plain.model.count.total
+    assert any("`vision_config`" in note for note in found.launch.notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("glm_4_5_air", "partial_rotary_factor"), ("glm_4_5_air", "n_shared_experts"), ("glm_4_5_air", "head_dim"),
+     ("qwen3_next_80b_a3b", "partial_rotary_factor"), ("qwen3_next_80b_a3b", "head_dim"), ("qwen3_30b_a3b", "head_dim"),
+     ("nemotron_h_8b", "head_dim"), ("mixtral_8x7b", "sliding_window"), ("deepseek_v3_yarn", "routed_scaling_factor"),
+     ("deepseek_v3_yarn", "n_group"), ("deepseek_v3_yarn", "topk_group"), ("deepseek_v3_yarn", "n_shared_experts")],
+)  # fmt: skip
+def test_a_key_that_transformers_would_give_a_value_of_its_own_is_asked_for(name, key):
+    """Without it a model was described that transformers would not build: GLM-4.5 with rope on all of a head, not on half."""
+    assert key in CONFIGS[name] or key == "head_dim"
+    config = {k: v for k, v in CONFIGS[name].items() if k not in (key, f"attention_{key}")}
+    with pytest.raises(Refused, match=f"does not say `{key}`"):
+        lint(json.dumps(config), "config.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("llama_3_1_8b", {"rope_theta": 10000.5}, "`rope_theta: 10000.5` cannot be said"),
+        ("deepseek_v3_yarn", {"rope_interleave": False}, "`rope_interleave: False`"),
+        (
+            "deepseek_v3_yarn",
+            {"mlp_layer_types": ["dense", "sparse"]},
+            "has 2 layers in `config.json`, and there are 61",
+        ),
+        (
+            "qwen3_next_80b_a3b",
+            {"layer_types": ["full_attention"] * 4},
+            "has 4 layers in `config.json`, and there are 48",
+        ),
+        ("nemotron_h_8b", {"num_hidden_layers": 8}, "has 52 layers in `config.json`, and there are 8"),
+    ],
+)
+def test_what_a_config_says_twice_or_too_finely_is_refused(name, change, says):
+    with pytest.raises(Refused, match=re.escape(says)):
+        lint(json.dumps(CONFIGS[name] | change), "config.json")
+
+
+def test_greedy_choice_looks_at_no_groups_and_a_scale_of_zero_is_one():
+    greedy = lint(json.dumps(DEEPSEEK_V2_LITE | {"topk_method": "greedy", "n_group": 4, "topk_group": 2}), "a")
+    assert "--moe-router-num-groups" not in greedy.launch.words
+    scaled = lint(json.dumps(DEEPSEEK_V3 | {"routed_scaling_factor": 0.0}), "b").launch.words
+    assert scaled[scaled.index("--moe-router-topk-scaling-factor") + 1] == "0.0"
+
+
+def test_a_scaling_under_its_older_name_in_the_newer_place_is_read():
+    config = {k: v for k, v in LLAMA.items() if k not in ("rope_theta", "rope_scaling")}
+    config["rope_parameters"] = {"type": "linear", "factor": 8.0, "rope_theta": 500000.0}
+    words = lint(json.dumps(config), "a").launch.words
+    assert words[words.index("--rotary-seq-len-interpolation-factor") + 1] == "8"
 
 
 @pytest.mark.parametrize(
@@ -101,14 +266,268 @@ def test_config_that_does_not_say_its_model_is_refused(change):
 def test_a_container_of_bridges_comes_back_as_the_public_model():
     text = (Path(__file__).parent / "lint/bridge_nemotron_3_nano.yaml").read_text()
     made = recipe.make(lint(text, "run_config.yaml", 8), Path("back.yaml"))
-    again, public = (tree(translate(recipe._load(made.yaml, "back"))), tree(lowered("nemotron_3_nano_30b_a3b")))
-    assert made.refused is None
-    assert any(line.startswith("vocab_size unset") for line in made.lost), "its tokenizer's, which is not here"
-    for model, blocks, *_ in (again, public):
+    words = ["model.vocab_size=131072", "execution.moe.dispatcher=alltoall"]  # its tokenizer's, and none of ours
+    again, public = (tree(translate(recipe._load(made.yaml, "back", words))), tree(lowered("nemotron_3_nano_30b_a3b")))
+    assert made.refused is None and [*made.unsaid] == [word.partition("=")[0] for word in words]
+    for model, *_ in (again, public):
         del model["vocab_size"], model["init_std"]
-        for kernel in ("permute_fusion", "fused_weighted_squared_relu"):
-            del blocks["moe"][kernel]
     assert again == public
+
+
+@pytest.mark.parametrize("given", ["folder", "config.json"])
+def test_commands_take_a_published_model_by_its_config(given, tmp_path):
+    at = tmp_path / "a-model"
+    at.mkdir()
+    (at / "config.json").write_text(json.dumps(CONFIGS["mixtral_8x7b"]))
+    words = (f"conf={at if given == 'folder' else at / 'config.json'}", "model.seq_length=4096")
+    ran = warm(*words, *TRAINING)
+    assert ran.code == 0 and "--num-experts 8" in ran.out and "--moe-ffn-hidden-size 14336" in ran.out, ran
+    ran = warm(*words)
+    assert ran.code == 2 and {*re.findall("key `([^`]*)` must", ran.err)} == {
+        word.partition("=")[0] for word in TRAINING
+    }
+    (at / "config.json").write_text(json.dumps(LLAMA | {"hidden_act": "gelu"}))
+    ran = warm(f"conf={at}")
+    assert ran.code == 2 and "`gelu` in a gated MLP" in ran.err and not ran.out
+    (at / "config.json").write_text("{}")
+    assert warm(f"conf={at}").code == 2
+
+
+def test_a_preset_of_a_published_model_says_all_of_the_model():
+    """What a model of ours has alike is written too: it may change there."""
+    made = recipe.make(lint(json.dumps(CONFIGS["nemotron_3_nano_30b_a3b"]), "config.json"), Path("back.yaml"))
+    said, model = yaml.safe_load(made.yaml)["model"], to_tree(made.recipe)["model"]
+    unsaid = {key for key, value in model.items() if key not in said and value is not None}
+    assert unsaid == {"ffn_hidden_size", "rotary_base"}, "which no layer of this one reads"
+
+
+# A number of a config.json -> the flags that hold it, and all that change with it.
+HOLDS = {
+    key: flags.split() for key, flags in {
+        "hidden_size": "--hidden-size", "intermediate_size": "--ffn-hidden-size", "max_position_embeddings": "--max-position-embeddings",
+        "num_attention_heads": "--num-attention-heads", "num_key_value_heads": "--num-query-groups", "head_dim": "--kv-channels",
+        "attention_head_dim": "--kv-channels", "vocab_size": "--vocab-size --padded-vocab-size", "rms_norm_eps": "--norm-epsilon",
+        "initializer_range": "--init-method-std", "rope_theta": "--rotary-base", "partial_rotary_factor": "--rotary-percent",
+        "num_hidden_layers": "--num-layers", "num_experts": "--num-experts", "num_local_experts": "--num-experts",
+        "n_routed_experts": "--num-experts", "num_experts_per_tok": "--moe-router-topk", "moe_intermediate_size": "--moe-ffn-hidden-size",
+        "moe_latent_size": "--moe-latent-size", "shared_expert_intermediate_size": "--moe-shared-expert-intermediate-size",
+        "moe_shared_expert_intermediate_size": "--moe-shared-expert-intermediate-size", "aux_loss_alpha": "--moe-aux-loss-coeff",
+        "router_aux_loss_coef": "--moe-aux-loss-coeff", "routed_scaling_factor": "--moe-router-topk-scaling-factor",
+        "n_group": "--moe-router-num-groups", "topk_group": "--moe-router-group-topk", "q_lora_rank": "--q-lora-rank",
+        "kv_lora_rank": "--kv-lora-rank", "qk_nope_head_dim": "--qk-head-dim", "qk_rope_head_dim": "--qk-pos-emb-head-dim",
+        "v_head_dim": "--v-head-dim", "linear_conv_kernel_dim": "--linear-conv-kernel-dim", "linear_key_head_dim": "--linear-key-head-dim",
+        "linear_value_head_dim": "--linear-value-head-dim", "linear_num_key_heads": "--linear-num-key-heads",
+        "linear_num_value_heads": "--linear-num-value-heads", "mamba_head_dim": "--mamba-head-dim",
+        "mamba_num_heads": "--mamba-num-heads", "n_groups": "--mamba-num-groups", "ssm_state_size": "--mamba-state-dim",
+    }.items()
+}  # fmt: skip
+# What follows besides: lists of layers, an even share of heads, the widths of experts and shared experts.
+FOLLOWS = {
+    "num_hidden_layers": {"--moe-layer-freq", "--linear-attention-freq"}, "num_attention_heads": {"--kv-channels"},
+    "intermediate_size": {"--moe-ffn-hidden-size"}, "moe_intermediate_size": {"--moe-shared-expert-intermediate-size"},
+    "n_group": {"--moe-router-group-topk"},
+}  # fmt: skip
+# (Family, key): another number of it is one that no layer reads, or none that can be said.
+SILENT = {(family, "num_key_value_heads") for family in ("deepseek_v3_yarn", "deepseek_v2_lite", "kimi_k2")}
+SILENT |= {(family, "n_group") for family in ("deepseek_v2_lite",)}
+SILENT |= {(family, "topk_group") for family in ("deepseek_v2_lite", "kimi_k2", "glm_4_5_air", "nemotron_3_nano_30b_a3b",
+                                                  "nemotron_3_super_120b_a12b")}  # fmt: skip
+SILENT |= {(family, "num_hidden_layers") for family in CONFIGS if family.startswith("nemotron")}
+
+
+def flags(config: dict, name: str) -> dict[str, list[str]]:
+    """Of each flag its values."""
+    found: dict[str, list[str]] = {}
+    for word in huggingface.words(config, name)[0]:
+        if word.startswith("--"):
+            values = found[word] = []
+        else:
+            values.append(word)
+    return found
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_number_of_a_config_is_held_by_its_flags_and_no_other(name):
+    config, plain = CONFIGS[name], flags(CONFIGS[name], name)
+    for key in config.keys() & HOLDS.keys():
+        if config[key] is None or (name, key) in SILENT:
+            continue
+        value = config[key] + 1
+        now = flags(config | {key: value}, name)
+        changed = {flag for flag in {*now, *plain} if now.get(flag) != plain.get(flag)}
+        assert changed - FOLLOWS.get(key, set()) == set(HOLDS[key]), key
+        assert {float(now[flag][0]) for flag in HOLDS[key]} == {value}, key
+
+
+# Keys of a config that may lack, for transformers has the same value for them or another key says it.
+OPTIONAL = {
+    "attention_bias", "mlp_bias", "use_bias", "use_conv_bias", "conv_kernel", "use_qk_norm", "time_step_limit", "scoring_func",
+    "topk_method", "decoder_sparse_step", "mlp_only_layers", "moe_layer_freq", "rope_scaling", "router_aux_loss_coef", "aux_loss_alpha",
+    "seq_aux", "num_nextn_predict_layers", "moe_latent_size",
+}  # fmt: skip
+OF_ONE = {
+    "nemotron": {"num_hidden_layers", "n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor", "n_shared_experts"},
+    "deepseek": {"num_key_value_heads"}, "kimi": {"num_key_value_heads", "norm_topk_prob", "n_routed_experts"},
+    "deepseek_v3": {"norm_topk_prob", "n_routed_experts"}, "deepseek_v2": {"n_routed_experts"}, "glm": {"norm_topk_prob"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_that_lacks_what_decides_its_model_is_refused(name):
+    may = OPTIONAL.union(*(keys for family, keys in OF_ONE.items() if name.startswith(family)))
+    lacking = set()
+    for key in CONFIGS[name].keys() - {"model_type"}:
+        try:
+            huggingface.words({k: v for k, v in CONFIGS[name].items() if k != key}, name)
+        except (Refused, TypeError, ValueError):
+            lacking.add(key)
+    assert lacking == CONFIGS[name].keys() - may - {"model_type"}
+
+
+LAYERS = "--moe-layer-freq"
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "flag", "layers"),
+    [
+        ("glm_4_5_air", {"num_hidden_layers": 7, "first_k_dense_replace": 2}, LAYERS, "[0,0,1,1,1,1,1]"),
+        ("deepseek_v2_lite", {"num_hidden_layers": 7, "first_k_dense_replace": 3, "moe_layer_freq": 2}, LAYERS, "[0,0,0,0,1,0,1]"),
+        ("qwen3_30b_a3b", {"num_hidden_layers": 6, "decoder_sparse_step": 3}, LAYERS, "[0,0,1,0,0,1]"),
+        ("qwen3_30b_a3b", {"num_hidden_layers": 6, "mlp_only_layers": [1, 3]}, LAYERS, "[1,0,1,0,1,1]"),
+        ("qwen3_next_80b_a3b", {"num_hidden_layers": 7, "full_attention_interval": 3}, "--linear-attention-freq", "[1,1,0,1,1,0,1]"),
+        ("mixtral_8x7b", {"sliding_window": 4096}, "--window-size", "4095,0"),  # the token itself is one of them
+        ("deepseek_v3_yarn", {"n_shared_experts": 3, "moe_intermediate_size": 50}, "--moe-shared-expert-intermediate-size", "150"),
+        ("mixtral_8x7b", {"intermediate_size": 50}, "--moe-ffn-hidden-size", "50"),
+        ("llama_3_1_8b", {"num_attention_heads": 16}, "--kv-channels", "256"),
+        ("qwen3_30b_a3b", {"head_dim": None}, "--kv-channels", "64"),
+        ("deepseek_v3_yarn", {"seq_aux": False}, "--moe-router-load-balancing-type", "aux_loss"),
+        ("deepseek_v3_yarn", {"scoring_func": "softmax"}, "--moe-router-score-function", "softmax"),
+        ("deepseek_v3_yarn", {"scoring_func": "softmax"}, "--moe-router-enable-expert-bias", None),
+        ("deepseek_v3_yarn", {"aux_loss_alpha": None}, "--moe-router-load-balancing-type", "none"),
+        ("deepseek_v3_yarn", {"rope_scaling": None}, "--rope-type", "rope"),
+        ("deepseek_v3_yarn", {"q_lora_rank": None}, "--q-lora-rank", None),
+        ("deepseek_v3_yarn", {"n_shared_experts": None}, "--moe-shared-expert-intermediate-size", None),
+        ("llama_3_1_8b", {"rope_scaling": None}, "--use-rope-scaling", None),
+        ("glm_4_5_air", {"attention_bias": False}, "--add-qkv-bias", None),
+        ("glm_4_5_air", {"use_qk_norm": True}, "--qk-layernorm", ""),
+        ("qwen3_30b_a3b", {"norm_topk_prob": False}, "--moe-router-pre-softmax", ""),
+        ("deepseek_v2_lite", {"norm_topk_prob": True}, "--moe-router-pre-softmax", None),
+        ("llama_3_1_8b", {"tie_word_embeddings": True}, "--untie-embeddings-and-output-weights", None),
+        ("llama_3_1_8b", {"rope_scaling": None, "rope_theta": None, "rope_parameters": {"rope_type": "llama3", "factor": 4.0,
+         "rope_theta": 7.0, "partial_rotary_factor": 0.5, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+         "original_max_position_embeddings": 8192}}, "--rope-scaling-factor", "4.0"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_a_config_says_otherwise_than_a_flag(name, said, flag, layers):
+    found = flags(CONFIGS[name] | said, name).get(flag)
+    assert found == (None if layers is None else layers.split())
+
+
+# Containers of Bridge ------------------------------------------------------------------------------------------------------
+
+BRIDGE = Path(__file__).parent / "lint" / "bridge_nemotron_3_nano.yaml"
+# What Bridge spells otherwise than Megatron's parser: field, a value of it, and the words that it becomes by itself.
+SPELLS = {
+    "model.num_moe_experts": (64, "--num-experts 64"), "model.hybrid_override_pattern": ("M*", "--hybrid-layer-pattern M*"),
+    "model.num_query_groups": (7, "--group-query-attention --num-query-groups 7"),
+    "model.activation_func": ({"_target_": "megatron.core.activations.squared_relu"}, "--squared-relu"),
+    "model.share_embeddings_and_output_weights": (False, "--untie-embeddings-and-output-weights"),
+    "model.persist_layer_norm": (False, "--no-persist-layer-norm"),
+    "model.seq_length": (7, "--seq-length 7 --max-position-embeddings 7"), "model.num_layers": (7, "--num-layers 7"),
+    "model.attention_backend": ("a.b.AttnBackend.unfused", "--attention-backend unfused"),
+    "model.mtp_num_layers": (2, "--mtp-num-layers 2"), "model.fp8_param": (True, "--fp8-param-gather"),
+    "model.fp8": ("e4m3", "--fp8-format e4m3"), "model.moe_hybridep_num_sms": (7, "--moe-flex-dispatcher-num-sms 7"),
+    "model.cuda_graph_modules": ([{"_args_": ["moe_router"]}], "--cuda-graph-modules moe_router"),
+    "ddp.grad_reduce_in_fp32": (True, "--accumulate-allreduce-grads-in-fp32"),
+    "ddp.average_in_collective": (True, "--ddp-average-in-collective"), "ddp.bucket_size": (7, "--ddp-bucket-size 7"),
+    "ddp.num_buckets": (7, "--ddp-num-buckets 7"), "ddp.align_param_gather": (True, ""),
+    "scheduler.start_weight_decay": (0.7, "--start-weight-decay 0.7"), "scheduler.end_weight_decay": (0.6, "--end-weight-decay 0.6"),
+    "dataset.blend": ([["a", "b"], [0.3, 0.7]], "--data-path 0.3 a 0.7 b"), "dataset.random_seed": (7, "--seed 7"),
+    "dataset.path_to_cache": ("x", "--data-cache-path x"), "dataset.data_path": ("x", ""),
+    "dataset.create_attention_mask": (False, "--no-create-attention-mask-in-dataloader"), "dataset.sequence_length": (7, "--seq-length 7"),
+    "model.vocab_size": (7, "--vocab-size 7 --padded-vocab-size 7"), "model.fp8_recipe": ("tensorwise", ""),
+    "optimizer.fp8_recipe": ("tensorwise", ""),
+}  # fmt: skip
+
+
+def bridged(*fields: tuple[str, object]) -> str:
+    """The words of a container that has these fields, `section.name` and value."""
+    root: dict = {}
+    for name, value in fields:
+        section, _, key = name.partition(".")
+        root.setdefault(section, {})[key] = value
+    return " ".join(container.words(root, current())[0])
+
+
+def test_every_spelling_of_bridges_is_tried():
+    assert SPELLS.keys() == container.SPELLED.keys()
+
+
+@pytest.mark.parametrize("name", SPELLS)
+def test_what_bridge_spells_otherwise_becomes_megatrons_words(name):
+    value, becomes = SPELLS[name]
+    assert bridged((name, value)) == becomes
+
+
+SILU = ("model.activation_func", {"_target_": "torch.nn.functional.silu"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "becomes"),
+    [
+        ([("model.fp8", "hybrid"), ("model.fp8_recipe", "mxfp8")], "--fp8-format hybrid --fp8-recipe mxfp8"),
+        ([("scheduler.weight_decay_incr_style", "constant"), ("scheduler.start_weight_decay", 0.7)], ""),
+        ([("model.hybrid_layer_pattern", "M*"), ("model.num_layers", 7), ("model.mtp_num_layers", 2)], "--hybrid-layer-pattern M*"),
+        ([("model.vocab_size", 7), ("model.should_pad_vocab", True)], "--vocab-size 7"),
+        ([SILU, ("model.gated_linear_unit", True)], "--swiglu"), ([SILU], ""), ([SILU, ("model.gated_linear_unit", False)], ""),
+        ([("dataset.blend", [["a", "b"], None])], "--data-path a b"), ([("dataset.blend", None)], "--mock-data"),
+        ([("rng.seed", 5), ("dataset.random_seed", 7)], "--seed 5"),  # the first that says it
+        ([("model.num_query_groups", None), ("model.fp8", None), ("model.hybrid_override_pattern", None)], ""),
+        ([("mixed_precision.bf16", True)], "--bf16"), ([("mixed_precision.bf16", True), ("model.bf16", True)], "--bf16"),
+        ([("mixed_precision.bf16", False)], ""), ([("model.layernorm_epsilon", 0.5)], "--norm-epsilon 0.5"),
+        ([("model.moe_layer_freq", [0, 1])], "--moe-layer-freq [0,1]"), ([("model.moe_layer_freq", 2)], "--moe-layer-freq 2"),
+        ([("model.window_size", [127, 0])], "--window-size 127,0"), ([("model.moe_layer_freq", 1)], ""),
+        ([("model.params_dtype", "x"), ("model.main_grads_dtype", {"_target_": "torch.bfloat16"})], "--main-grads-dtype bf16"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_bridge_says_in_several_fields(fields, becomes):
+    assert bridged(*fields) == becomes
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"peft": {"dim": 8}}, "it has `peft`, which no flag of Megatron's says"),
+        ({"comm_overlap": {"tp": True}}, "it has `comm_overlap`, which no flag of Megatron's says"),
+        (
+            {"model": {"attention_backend": "other"}},
+            "`attention_backend` is 'other' there, which no flag of Megatron's can say",
+        ),
+    ],
+    ids=str,
+)
+def test_what_no_flag_says_of_a_container_is_noted(more, says):
+    assert container.words(more, current())[1] == [says]
+
+
+def test_a_field_of_a_container_is_the_argument_of_its_name():
+    """Of every field that Bridge calls as Megatron's parser does: what lint reads is what stands there."""
+    tried = 0
+    for section, fields in yaml.safe_load(BRIDGE.read_text()).items():
+        for key, was in fields.items() if section in container.SECTIONS else ():
+            flag = current().by_dest.get(key)
+            if flag is None or key in container.SPELLED or f"{section}.{key}" in container.SPELLED:
+                continue
+            other = {bool: not was, int: 24, float: 0.375, str: "other"}.get(type(was))
+            if other is None or not legal(flag, other) or other == flag.default:
+                continue
+            assert (
+                Args(read(json.dumps(bridged((f"{section}.{key}", other)).split()), current())).value(key) == other
+            ), key
+            tried += 1
+    assert tried > 150
 
 
 # Checkpoints ---------------------------------------------------------------------------------------------------------------
@@ -144,6 +563,21 @@ def test_stored_arguments_describe_what_the_launch_did(base, tmp_path):
         k: theirs[k].replace(" (default)", "") for k in same
     }
     assert read.launch.gpus == 16 and any("attention_backend" in note for note in read.launch.notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("moe_layer_freq", [0, 1], ("--moe-layer-freq", "[0,1]")), ("moe_layer_freq", 2, ("--moe-layer-freq", "2")),
+        ("window_size", (127, 0), ("--window-size", "127,0")), ("window_size", [127, 0], ("--window-size", "127,0")),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_stored_number_or_list_is_what_its_flag_takes(name, value, words, tmp_path):
+    """A frequency that is a number and a window that is a tuple, as Megatron holds both, were left out."""
+    found = lint(save(tmp_path, launch(MOE, {}), **{name: value}))
+    at = found.launch.words.index(words[0])
+    assert found.launch.words[at : at + 2] == words and not found.args.trouble
 
 
 def test_command_takes_the_folder(tmp_path, capsys):
@@ -209,8 +643,34 @@ def test_cards_are_those_of_our_presets():
     """What both know of a public model, they know alike."""
     of_ours = {"llama_3_8b": "Llama-3-8B", "mixtral_8x7b": "Mixtral-8x7B", "qwen3_30b_a3b": "Qwen3-30B-A3B", "deepseek_v3": "DeepSeek-V3",
                "nemotron_h_8b": "Nemotron-H-8B", "nemotron_h_56b": "Nemotron-H-56B", "kimi_k2": "Kimi-K2"}  # fmt: skip
-    for preset, card in of_ours.items():
-        words = argv.argv(lowered(preset))
+    for ours, card in of_ours.items():
+        words = argv.argv(lowered(ours))
         found = lint("torchrun pretrain_hybrid.py " + " ".join(map(shlex.quote, words)), f"{card}.sh")
         assert cards.named(found.args)[0] == card
-        assert not [f for f in found.findings if f.id == "not-the-card"], preset
+        assert not [f for f in found.findings if f.id == "not-the-card"], ours
+
+
+def test_a_value_that_no_recipe_has_is_left_to_be_given_and_not_ours():
+    """A launch with another activation became squared ReLU: NAM56R's."""
+    made = recipe.make(launch(MOE, {"--swiglu": None, "--quick-geglu": True, "--train-iters": None}), Path("back.yaml"))
+    assert {"model.activation", "schedule.train_steps"} <= {*made.unsaid} and made.exit_code == 1
+    with pytest.raises(Refused) as refused:
+        recipe._load(made.yaml, "back")
+    assert {p.key for p in refused.value.problems} == {*made.unsaid}
+    given = {"model.activation": "gelu", "schedule.train_steps": "5"}
+    again = recipe._load(made.yaml, "back", [f"{key}={given.get(key, 1024)}" for key in made.unsaid])
+    assert (again.model.activation, again.schedule.train_steps) == ("gelu", 5)
+
+
+def test_what_lint_finds_is_said_where_a_config_json_is_a_preset(tmp_path, capsys):
+    """The command that goes on with the model said nothing of what stops it."""
+    wrong = LLAMA | {"num_attention_heads": 6, "num_key_value_heads": 4, "head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(wrong))
+    stops = [f.id for f in lint(json.dumps(wrong), "config.json").findings if f.severity == "will fail"]
+    assert stops
+    with contextlib.suppress(Refused):
+        preset.of_config(tmp_path / "config.json")
+    assert "will fail" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    preset.of_config(tmp_path / "config.json")
+    assert "will fail" not in capsys.readouterr().err

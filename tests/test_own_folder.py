@@ -6,8 +6,8 @@ import pytest
 from command import warm
 
 from nam_megatron.budget import parameters
+from nam_megatron.compile.lower import translate
 from nam_megatron.errors import Refused
-from nam_megatron.lower import translate
 from nam_megatron.recipe import load
 
 OUTSIDE = Path(__file__).parent / "presets_outside"
@@ -206,7 +206,7 @@ def test_a_key_that_no_file_gives(tmp_path):
 
 OVERLAYS = {
     "whole": "  pattern: AM\n  depth: 2\n  letters: {M: mamba2}\n  blocks:\n"
-    "    mamba2: {heads: 128, head_dim: 64, state_dim: 128, groups: 8, strided: false, strided_norm: false, padded_projection: false}\n"
+    "    mamba2: {heads: 128, head_dim: 64, state_dim: 128, groups: 8}\n"
     "lane: {name: mine, blocks: {M: mamba2}}\n",
     "misspelt": "  blocks: {mamba22: {heads: 8}}\n",
     "key": "  blocks: {mamba2: {hedas: 8}}\n",
@@ -236,7 +236,7 @@ def test_what_an_overlay_says_wrongly_of_a_kind_that_a_model_lacks_is_not_left_o
 def test_a_kind_that_an_overlay_gives_whole_stands_beside_one_that_another_speaks_of(tmp_path):
     """The library's `fused` has keys of experts, which this model does not get."""
     recipe = load("llama_3_8b", [overlays(tmp_path), "+overlay=[fused,whole]"])
-    assert recipe.model.blocks.mamba2.heads == 128 and recipe.model.blocks.moe is None
+    assert recipe.blocks.mamba2.heads == 128 and recipe.blocks.moe is None
 
 
 def overlays(folder: Path) -> str:

@@ -16,17 +16,19 @@ from megatron.core.transformer.experimental_attention_variant.dsa import (
 )
 from presets import NAMES, changed, lowered
 
-from nam_megatron import argv, computation, report
+from nam_megatron import report
 from nam_megatron.blocks import Gauge
 from nam_megatron.blocks.kinds import KINDS
 from nam_megatron.blocks.mamba3.block import Mamba3
+from nam_megatron.compile import argv
+from nam_megatron.compile.lower import translate
+from nam_megatron.compile.plan import identity, plan
 from nam_megatron.errors import Refused
 from nam_megatron.features.mtp import Mtp
-from nam_megatron.lower import translate
-from nam_megatron.plan import identity, plan
+from nam_megatron.judge import same
 from nam_megatron.recipe import load
-from nam_megatron.sizes import Sizes
 from nam_megatron.train import gauges
+from nam_megatron.words.sizes import Sizes
 
 A = tuple(range(1, 52, 4))
 R = (12, 24, 36, 48)
@@ -211,7 +213,7 @@ def test_placed_cuts_are_legal_and_as_even_as_can_be():
     for _ in range(400):
         depth, every, want = rng.randint(2, 15), rng.randint(1, 4), rng.randint(1, 6)
         ranks = sorted(rng.sample(range(depth), rng.randint(0, depth)))
-        substitute = [{"letter": "A", "ranks": ranks, "kind": "dsa"}]
+        substitute = [{"letter": "A", "ranks": ranks, "kind": "dsa"}] if ranks else []
         changes = {"model__pattern": "A", "model__depth": depth, "model__substitute": substitute}
         changes |= {"model__blocks__dsa__full_every": every} if ranks else {}
         changes |= {"parallel__pipeline": want}
@@ -306,7 +308,7 @@ def test_index_reuse_is_what_megatron_computes_and_is_refused_only_where_it_cann
         wanted = wanted_sources(dsa, every)
         changes = {"model__pattern": pattern, "model__depth": depth}
         changes |= {"model__blocks__dsa__full_every": every} if dsa else {}
-        substitute = [{"letter": "A", "ranks": ranks, "kind": "dsa"}]
+        substitute = [{"letter": "A", "ranks": ranks, "kind": "dsa"}] if ranks else []
         try:
             p = planned("nam52_h200_sparse_8_11_ref_v1", model__substitute=substitute, **changes)
         except Refused as error:
@@ -480,7 +482,7 @@ def test_a_stored_plan_may_have_a_feature_that_has_gone_since(switch, differs):
     now = json.loads(argv.plan_json(lowered("nam56r")))
     old = copy.deepcopy(now)
     old["recipe"]["feature"]["fsdp2"] = {"enabled": switch, "eager": True}
-    assert sorted(d.key for d in computation.differences(old, now) if d.computes) == sorted(differs)
+    assert sorted(d.key for d in same.differences(old, now) if d.computes) == sorted(differs)
 
 
 def test_layers_that_measure_themselves():
@@ -488,7 +490,7 @@ def test_layers_that_measure_themselves():
     kept, gain = Gauge("DSA kept"), Gauge("M2RNN gain", largest=True)
     tail = dict.fromkeys((12, 24, 36, 48), gain)
     assert gauges(lowered("nam56r").plan) == dict.fromkeys((5, 21, 37), kept) | tail
-    assert gauges(lowered("nam56r", "model.blocks.dsa.kernels=megatron").plan) == tail
+    assert gauges(lowered("nam56r", "execution.dsa.kernels=megatron").plan) == tail
     assert gauges(lowered("nam52_h200_sparse_8_11_ref_v1").plan) == dict.fromkeys((33, 37, 41, 45), kept)
     ngrams = "feature.ngram_hash.enabled=true", "feature.ngram_hash.buckets=1000"
     assert gauges(lowered("nam56r_native_dp", *ngrams).plan) == {0: Gauge("n-gram rows")}
@@ -499,5 +501,5 @@ def test_layers_that_measure_themselves():
 def test_what_a_dsa_layer_measures_is_priced(layer, rows):
     """Where sequences are short, it takes more than the indexer's loss: twice fp32 [heads, 64, s]."""
     plan = lowered("nam56r", "model.seq_length=1024", "schedule.micro_batch_size=1").plan
-    forward, _ = plan.recipe.model.blocks.dsa.working(Sizes.of(plan), plan.layers[layer - 1])
+    forward, _ = plan.recipe.blocks.dsa.working(Sizes.of(plan.site), plan.layers[layer - 1])
     assert forward.bytes == (8 * 56 * rows * 1024 if rows else 2 * 1024 * 3584)

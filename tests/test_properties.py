@@ -8,12 +8,13 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from presets import NAMES, changed, check_words, lowered
 
-from nam_megatron import argv, report
+from nam_megatron import report
 from nam_megatron.blocks.kinds import KINDS
+from nam_megatron.compile import argv
+from nam_megatron.compile.lower import translate
 from nam_megatron.errors import Refused
-from nam_megatron.lower import translate
 from nam_megatron.recipe import Recipe, conf_dir, from_tree, load, to_tree
-from nam_megatron.setting import section
+from nam_megatron.words.setting import section
 
 TREES = [to_tree(lowered(name).plan.recipe) for name in NAMES]
 
@@ -39,9 +40,8 @@ def judge(recipe, tree=()):
     assert translate(from_tree(json.loads(plan)["recipe"])) == lowering
     assert len(lowering.plan.layers) == lowering.plan.recipe.model.depth
     script = argv.run_script(lowering)
-    assert all(
-        line.startswith(("#", "set ", "export ", "unset ", "exec ", "  --", "  '--")) for line in script.splitlines()
-    )
+    begin = ("#", "set ", "export ", "unset ", "python -c ", "exec ", "  --", "  '--")
+    assert all(line.startswith(begin) for line in script.splitlines())
     assert report.plan_text(lowering) and argv.lines(lowering) and argv.flat_yaml(lowering)
     try:
         assert argv.shell(lowering).split() == list(argv.words(lowering))

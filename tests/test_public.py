@@ -6,10 +6,10 @@ import pytest
 from presets import PUBLIC, lowered
 
 from benchmarks import nam52
-from nam_megatron import argv
 from nam_megatron.budget import parameters
+from nam_megatron.compile import argv
+from nam_megatron.compile.lower import translate
 from nam_megatron.lint import lint, recipe
-from nam_megatron.lower import translate
 from nam_megatron.verify import VERIFIED, verify
 
 # Those of transformers 5.12.1's own modules of the published config, counted on the meta device.

@@ -32,14 +32,16 @@ def run(code, **environment):
 
 def test_every_preset_is_translated_without_torch_or_megatron():
     done = run(f"""
-from nam_megatron import argv, report, schema
-from nam_megatron.lower import translate
+from nam_megatron import report, schema
+from nam_megatron.compile import argv
+from nam_megatron.compile.lower import translate
+from nam_megatron.mends.series import Trainer, needed
 from nam_megatron.recipe import load
 for name in {NAMES!r}:
     lowering = translate(load(name))
     for form in argv.FORMATS.values():
         form(lowering)
-    argv.run_script(lowering), report.plan_text(lowering)
+    argv.run_script(lowering), report.plan_text(lowering), needed(lowering.plan, Trainer.BRIDGE)
 schema.render()
 print("done")
 """)

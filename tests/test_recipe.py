@@ -11,11 +11,13 @@ import pytest
 from hydra import compose, initialize_config_dir
 from presets import ALL, NAMES, lowered
 
-from nam_megatron import argv, computation
+from nam_megatron.compile import argv
+from nam_megatron.compile.lower import translate
+from nam_megatron.compile.plan import plan
 from nam_megatron.errors import Refused
-from nam_megatron.lower import translate
+from nam_megatron.judge import same
 from nam_megatron.recipe import Recipe, conf_dir, from_tree, load, to_tree
-from nam_megatron.setting import NEEDED, Config, section
+from nam_megatron.words.setting import NEEDED, Config, section
 
 # overrides -> the whole text, line numbers as {file:key}
 MESSAGES = {
@@ -119,7 +121,8 @@ MESSAGES = {
     ),
     "several values": (
         ["model.depth=1,2"],
-        "error: `model.depth=1,2` has several values\n\nhint: a list is `KEY=[a,b]`; to sweep, add `--multirun` as the last word",
+        "error: `model.depth=1,2` has several values\n\n"
+        "hint: a list is `KEY=[a,b]`, one text `'model.depth=\"1,2\"'`; to sweep, add `--multirun` as the last word",
     ),
     "a group without a name": (
         ["lane=null"],
@@ -214,6 +217,91 @@ def test_a_letter_that_is_not_in_the_pattern_has_no_kind():
     assert load("nam56r_native_dp", ["model.pattern=AEME"]).model.letters.R is None
 
 
+ALL_M = "model.substitute=[{letter: M, ranks: [0,1,2,3,4,5,6,7,8,9,10,11,12], kind: gdn}]"
+OUTDONE = {
+    "the lane's": ("nam56r_native_dp", ["model.letters.M=gdn"], ("model.letters.M", "puts `mamba2` at `M`", "lane.blocks.M=gdn")),
+    "the designed lane's": ("nam56r", ["model.letters.M=mamba2"], ("model.letters.M", "puts `mamba3` at `M`", "lane=own_dp")),
+    "at R": ("nam56r_native_dp", ["model.letters.R=mamba3"], ("model.letters.R", "puts `mamba2` at `R`", "lane.blocks.R=mamba3")),
+    "nothing": ("nam56r_native_dp", ["model.letters.M=null"], ("model.letters.M", "puts `mamba2` at `M`", "leave it out")),
+    "all letters at once": ("nam56r_native_dp", ["model.letters={R: mamba2, M: gdn}"], ("model.letters.M", "`mamba2` at `M`", "")),
+    "beside a lane of one's own": ("nam56r", ["model.letters.M=gdn", "lane.blocks.M=mamba2", "lane.name=mine"],
+                                   ("model.letters.M", "lane `mine` puts `mamba2` at `M`", "")),
+    "an illegal one": ("nam56r", ["model.letters.M=m2rnn"], ("model.letters.M", "`m2rnn` cannot stand at `M`", "mamba2")),
+    "a letter that is substituted": ("nam56r", ["lane=own_dp", "model.letters.M=mamba2", "model.activation=swiglu", ALL_M],
+                                     ("model.letters.M", "no `M` is `mamba2`", "leave some ranks out")),
+    "a lane that is substituted": ("nam56r_native_dp", ["model.activation=swiglu", ALL_M],
+                                   ("lane.blocks.M", "no `M` is `mamba2`", "lane=own_dp")),
+    "experts that are substituted": ("nam56r_native_dp", [
+        "model.pattern=AEME", "model.depth=4", "model.letters.E=mlp", "model.substitute=[{letter: E, ranks: [0, 1], kind: moe}]"],
+        ("model.letters.E", "no `E` is `mlp`", "leave some ranks out")),
+}  # fmt: skip
+
+
+def test_a_model_that_is_chosen_and_a_preset_that_makes_another_of_it():
+    with pytest.raises(Refused) as refused:
+        load("nam56r_native_dp", ["model=nam56r"])
+    (problem,) = refused.value.problems
+    assert (
+        "`model.letters.A=attention`" in problem.message
+        and "model.letters.A=mla model.substitute=[{letter: A," in problem.hint
+    )
+    whole = re.search(r"`(model\.letters.*?)`; or", problem.hint)[1]
+    as_it_is = load("nam56r_native_dp", ["model=nam56r", *re.split(r" (?=model\.)", whole)])
+    assert as_it_is.model.substitute[0].kind == "dsa" and load("nam56r", ["model=nam52r"]).model.family == "NAM52R"
+
+
+def test_a_layout_of_a_lane_that_another_key_outdoes():
+    """A lane's file is where layouts begin; what is typed is meant."""
+    words = ["lane.tensor=2", "lane.sequence=true", "lane.name=mine"]
+    with pytest.raises(Refused) as refused:
+        load("nam56r_native_dp", [*words, "parallel.tensor=4"])
+    assert [p.key for p in refused.value.problems] == ["lane.tensor"]
+    assert load("nam56r_native_dp", words).parallel.tensor == 2
+    assert load("nam56r_native_dp", ["lane=nemo_native", "parallel.tensor=4"]).parallel.tensor == 4
+
+
+@pytest.mark.parametrize("case", OUTDONE.values(), ids=OUTDONE)
+def test_a_letter_is_what_was_said_or_refused(case):
+    name, words, (key, message, hint) = case
+    with pytest.raises(Refused) as refused:
+        load(name, words)
+    (problem,) = refused.value.problems
+    assert problem.key == key and message in problem.message and hint in problem.hint
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "count"),
+    [
+        (["lane=own_dp", "model.letters.M=mamba2"], "mamba2", 13),
+        (["lane.blocks.M=mamba2", "lane.name=mine"], "mamba2", 13),
+        (["model.letters.M=mamba3"], "mamba3", 13),  # what stands there anyway
+        (["model.letters.A=dsa"], "mla", 0),
+        (["model.substitute=[{letter: M, ranks: [3], kind: mamba2}]"], "mamba2", 1),
+    ],
+)
+def test_a_letter_that_has_its_way(words, kind, count):
+    assert len(plan(load("nam56r", words)).numbers(kind)) == count
+
+
+def test_a_letter_of_a_preset_of_ones_own_loses_to_no_lane(tmp_path):
+    """A model's file is a design, from which lanes may depart; what a preset or an overlay says is meant."""
+    for group in ("preset", "overlay"):
+        (tmp_path / group).mkdir()
+    head = "# @package _global_\n"
+    said = "model: {letters: {M: gdn}}\n"
+    (tmp_path / "overlay" / "delta.yaml").write_text(head + said)
+    (tmp_path / "preset" / "mine.yaml").write_text(
+        f"{head}defaults: [nam56r_native_dp, _self_]\npreset: {{name: mine}}\n{said}"
+    )
+    search = f"hydra.searchpath=[file://{tmp_path}]"
+    for name, words in (("mine", []), ("nam56r_native_dp", ["+overlay=delta"])):
+        with pytest.raises(Refused) as refused:
+            load(name, [search, *words])
+        assert [p.key for p in refused.value.problems] == ["model.letters.M"]
+        assert f"{tmp_path}/" in refused.value.render()
+        assert plan(load(name, [search, *words, "lane=own_dp", "model.activation=swiglu"])).numbers("gdn")
+
+
 def test_a_kind_whose_letter_is_not_written():
     with pytest.raises(Refused) as refused:
         load("nam56r_native_dp", ["model.pattern=EMEM", "model.blocks.attention.head_dim=64"])
@@ -234,7 +322,8 @@ def test_a_wrong_value_in_a_file_names_its_line(tmp_path, monkeypatch):
     file.write_text(
         file.read_text().replace("hidden_size: 3584", "hidden_size: 3584.5").replace("norm_epsilon", "norm_epsilom")
     )
-    monkeypatch.setattr("nam_megatron.recipe.conf_dir", lambda: tmp_path / "conf")
+    for module in ("conf", "compile.compose", "compile.files", "compile.sources"):
+        monkeypatch.setattr(f"nam_megatron.{module}.conf_dir", lambda: tmp_path / "conf")
     with pytest.raises(Refused) as refused:
         load("nam56r")
     lines = [line for line in refused.value.render().splitlines() if line.startswith("error")]
@@ -255,15 +344,16 @@ def test_round_trip(name):
 # Keys that came after plans had been stored without them, and what these meant.
 CAME_LATER = {
     "precision.attention_kernels": "transformer_engine", "feature.fp8.bf16_parts": [], "feature.fp8.keep_inputs": False,
-    "model.blocks.mamba2.padded_projection": False, "model.blocks.mamba3.keep_states": False,
-    "model.blocks.mamba3.keep_prepared": False,
+    "execution.mamba2.padded_projection": False, "execution.mamba3.keep_states": False,
+    "execution.mamba3.keep_prepared": False,
     "precision.deterministic": False, "data.parts": None, "data.cache": None, "schedule.async_save": False,
     "data.prompt": None, "data.answer": None, "schedule.pretrained": None,
-    "cluster.pool": None, "model.blocks.moe.shared_expert_gate": False,
+    "allow": {}, "wishes": [], "cluster.processor": "gpu",
+    "schedule.steady_timeout_seconds": None, "cluster.pool": None, "model.blocks.moe.shared_expert_gate": False,
     "model.blocks.moe.pre_softmax": False, "model.blocks.moe.routed_scaling": None, "model.blocks.moe.group_limit": None,
-    "model.blocks.moe.z_loss_coeff": None, "model.blocks.moe.pad_to_capacity": False, "model.blocks.moe.latent_size": None,
-    "model.blocks.moe.expert_gemm": "transformer_engine", "model.blocks.moe.fused_router_gradient": False,
-    "model.blocks.mamba2.strided_norm": False, "model.blocks.m2rnn.padded_projection": False,
+    "model.blocks.moe.z_loss_coeff": None, "execution.moe.pad_to_capacity": False, "model.blocks.moe.latent_size": None,
+    "execution.moe.expert_gemm": "transformer_engine", "execution.moe.fused_router_gradient": False,
+    "execution.mamba2.strided_norm": False, "execution.m2rnn.padded_projection": False,
     "model.zero_centered_norms": False,
     "model.blocks.attention.window": None, "model.blocks.attention.unwindowed_every": None,
     "model.blocks.attention.qkv_bias": False,
@@ -271,7 +361,7 @@ CAME_LATER = {
     "model.blocks.attention.position_embedding": "rope",
     "model.blocks.attention.rotary_percent": 1.0,
     "model.learned_positions": None,
-    "model.blocks.dsa.query_pieces": 1, "model.blocks.mamba3.head_pieces": 1,
+    "execution.dsa.query_pieces": 1, "execution.mamba3.head_pieces": 1,
 }  # fmt: skip
 
 
@@ -313,7 +403,7 @@ def test_a_plan_without_keys_that_came_later_computes_the_same(name):
         for parent in parents:
             node = node.get(parent, {})
         node.pop(last, None)
-    assert older != plan and list(computation.differences(older, plan)) == []
+    assert older != plan and list(same.differences(older, plan)) == []
 
 
 WHOLE = ("cluster=h200_1", "feature.cuda_graphs.impl=full_iteration")
@@ -416,7 +506,7 @@ def test_a_recipe_cannot_be_changed():
     with pytest.raises(ValueError, match="frozen"):
         recipe.model.depth = 3
     with pytest.raises(ValueError, match="frozen"):
-        recipe.model.blocks.mla.q_lora_rank = 3
+        recipe.blocks.mla.q_lora_rank = 3
 
 
 def models(model=Recipe):

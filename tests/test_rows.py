@@ -7,18 +7,18 @@ import pytest
 from presets import lowered
 
 from nam_megatron.blocks.kinds import KINDS, LETTERS
+from nam_megatron.compile.plan import plan
 from nam_megatron.errors import Refused
-from nam_megatron.plan import plan
 from nam_megatron.recipe import Recipe, Substitute, config_at, from_tree, to_tree
-from nam_megatron.setting import CONNECTIONS, Env
 from nam_megatron.targets import current
 from nam_megatron.verify import reviewed_fields
+from nam_megatron.words.setting import CONNECTIONS, Env
 
 # name -> (preset, what makes the rest legal, "key value argument", arguments that are computed from these)
 ODD = {
     "as designed": (
         "nam56r",
-        ("model.blocks.mla.kernels=megatron", "model.blocks.dsa.kernels=megatron", "data=indexed", "feature.fim.enabled=true"),
+        ("execution.mla.kernels=megatron", "execution.dsa.kernels=megatron", "data=indexed", "feature.fim.enabled=true"),
         """
         model.hidden_size 1824 hidden_size
         model.num_attention_heads 57 num_attention_heads
@@ -66,6 +66,7 @@ ODD = {
         schedule.load /l load
         schedule.stop_every 31 exit_interval
         schedule.timeout_minutes 9 distributed_timeout_minutes
+        schedule.steady_timeout_seconds 90 distributed_timeout_seconds_after_init
         schedule.manual_gc_interval 23 manual_gc_interval
         data.split '90,9,1' split
         data.tokenizer /t tokenizer_model
@@ -84,7 +85,7 @@ ODD = {
     ),
     "native": (
         "nam56r_native_dp",
-        ("cluster=h200_2x8", "cluster.nodes=3", "parallel.sequence=true", "model.blocks.moe.dispatcher=allgather", "lane.blocks.R=mamba2"),
+        ("cluster=h200_2x8", "cluster.nodes=3", "parallel.sequence=true", "execution.moe.dispatcher=allgather", "lane.blocks.R=mamba2"),
         """
         model.hidden_dropout 0.11 hidden_dropout
         model.attention_dropout 0.12 attention_dropout

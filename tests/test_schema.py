@@ -1,4 +1,4 @@
-"""conf/schema.json is current, every config obeys it, and it objects to what a person mistypes."""
+"""Files made of the code are current, every config obeys it, and it objects to what a person mistypes."""
 
 import copy
 import json
@@ -9,8 +9,9 @@ import yaml
 from jsonschema import Draft202012Validator
 from presets import NAMES, lowered
 
-from nam_megatron import schema
+from nam_megatron import reference, schema
 from nam_megatron.features.names import FEATURES
+from nam_megatron.laws import page
 from nam_megatron.recipe import Recipe, conf_dir, to_tree
 
 SCHEMA = json.loads((conf_dir() / "schema.json").read_text())
@@ -37,10 +38,16 @@ def read(file):
     return yaml.safe_load((conf_dir() / file).read_text())
 
 
-def test_it_is_current():
-    assert (conf_dir() / "schema.json").read_text() == schema.render(), (
-        "python -m nam_megatron.schema > conf/schema.json"
-    )
+@pytest.mark.parametrize(
+    ("path", "module"),
+    [("conf/schema.json", schema), ("docs/reference.md", reference), ("docs/laws.md", page)],
+    ids=str,
+)
+def test_what_is_made_of_the_code_is_current(path, module):
+    assert (conf_dir().parent / path).read_text() == module.render(), f"python -m {module.__name__} > {path}"
+
+
+def test_it_is_a_schema():
     Draft202012Validator.check_schema(SCHEMA)
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from presets import lowered
 
-from nam_megatron import argv
-from nam_megatron.lower import translate
+from nam_megatron.compile import argv
+from nam_megatron.compile.lower import translate
 from nam_megatron.recipe import load
 from nam_megatron.targets import current
 
@@ -25,8 +25,8 @@ from typing import Annotated
 from pydantic import PositiveInt
 
 from nam_megatron.blocks import Block
-from nam_megatron.setting import Row
-from nam_megatron.sizes import Param
+from nam_megatron.words.setting import Row
+from nam_megatron.words.sizes import Param
 
 
 class Toy(Block):
@@ -43,15 +43,10 @@ class Toy(Block):
 
     width: Annotated[PositiveInt, Row("columns of the matrix")]
 
-    def build(self, backend, plan):
-        from nam_megatron.blocks.toy import layer
-
-        return layer.spec(backend, self)
-
     def params(self, z, layer):
-        yield from z.norm("mixer.in_proj.layer_norm_", z.model.hidden_size)
-        yield Param("mixer.in_proj.weight", (self.width, z.model.hidden_size), "tensor", "weight")
-        yield Param("mixer.out_proj.weight", (z.model.hidden_size, self.width), "tensor", "weight")
+        yield from z.norm("mixer.in_proj.layer_norm_", z.site.hidden_size)
+        yield Param("mixer.in_proj.weight", (self.width, z.site.hidden_size), "tensor", "weight")
+        yield Param("mixer.out_proj.weight", (z.site.hidden_size, self.width), "tensor", "weight")
 
     def activations(self, z, layer):
         yield z.own(W=self.width).line("product", "2 T W / t", "input of the second matrix")
@@ -66,7 +61,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 
-def spec(backend, block):
+def spec(backend, block, site):
     parts = MambaMixerSubmodules(in_proj=backend.column_parallel_layer_norm_linear(), out_proj=backend.row_parallel_linear())
     return ModuleSpec(ToyMixer, params={"width": block.width}, submodules=parts)
 
@@ -85,12 +80,13 @@ class ToyMixer(MegatronModule):
 LOOK = """
 import json, sys
 sys.path.insert(0, "tests"), sys.path.insert(0, "tests/cpu")
-from nam_megatron import argv, report, reference, schema
-from nam_megatron.argv import parse_plan
+from nam_megatron import report, reference, schema
+from nam_megatron.compile import argv
+from nam_megatron.compile.argv import parse_plan
 from nam_megatron.budget import budget, parameters
-from nam_megatron.computation import differences
+from nam_megatron.judge.same import differences
 from nam_megatron.lint import lint
-from nam_megatron.lower import translate
+from nam_megatron.compile.lower import translate
 from nam_megatron.recipe import load
 lowering = translate(load("nam56r_toy"))
 old = json.loads(open(sys.argv[1]).read())
@@ -143,7 +139,9 @@ def add(house):
     kinds = house / "nam_megatron" / "blocks" / "kinds.py"
     text = kinds.read_text()
     text = text.replace(
-        "from nam_megatron.setting", "from nam_megatron.blocks.toy.block import Toy\nfrom nam_megatron.setting", 1
+        "from nam_megatron.words.setting",
+        "from nam_megatron.blocks.toy.block import Toy\nfrom nam_megatron.words.setting",
+        1,
     )
     kinds.write_text(
         text.replace("    m2rnn: M2Rnn | None = None\n", "    m2rnn: M2Rnn | None = None\n    toy: Toy | None = None\n")
@@ -178,7 +176,7 @@ def test_a_kind_costs_a_folder_a_line_and_a_yaml(house, tmp_path):
     (house / "conf" / "preset" / "nam56r_toy.yaml").unlink()
     for name in ("nam_megatron/blocks/kinds.py", "conf/model/nam56r.yaml"):
         shutil.copy(ROOT / name, house / name)
-    code = "from nam_megatron import argv\nfrom nam_megatron.lower import translate\nfrom nam_megatron.recipe import load\n"
+    code = "from nam_megatron.compile import argv\nfrom nam_megatron.compile.lower import translate\nfrom nam_megatron.recipe import load\n"
     code += "print(argv.plan_json(translate(load('nam56r_native_dp'))), end='')"
     assert run(house, code) == stored.read_text()
 

@@ -11,14 +11,17 @@ from pathlib import Path
 
 import pytest
 from command import TRANSLATE, cold, on_terminal, unbuilt, warm
-from presets import ALL, NAMES, lowered
+from presets import ALL, FLAGS, NAMES, lowered
 
-from nam_megatron import argv, report
+from nam_megatron import report
 from nam_megatron.blocks.kinds import KINDS
+from nam_megatron.budget import budget
+from nam_megatron.compile import argv
+from nam_megatron.compile.lower import translate
 from nam_megatron.errors import Refused
 from nam_megatron.features.names import FEATURES
-from nam_megatron.lower import translate
 from nam_megatron.recipe import conf_dir, load
+from nam_megatron.translate import unset
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -145,6 +148,11 @@ def test_out_says_what_it_replaces(here):
     assert sorted(p.name for p in (here / "d").iterdir()) == ["args.txt", "mine.txt", "plan.json", "run.sh"]
 
 
+def test_a_pipe_where_a_file_would_be_written_is_refused(here):
+    os.mkfifo(here / "plan.json")
+    one_error(warm("conf=nam56r_smoke", "out=.", cwd=here), "`plan.json` is a pipe, and no file @ out", "take it away")
+
+
 @pytest.mark.parametrize("name", ["args.txt", "run.sh", "plan.json"])
 def test_out_replaces_nothing_that_is_not_its_own(name, here):
     (here / name).write_text("#!/bin/sh\n{}\n")
@@ -161,20 +169,21 @@ def test_out_writes_all_files_or_none(here):
 
 
 def test_run_script_hands_torchrun_every_word(here):
-    """Run with a torchrun that prints what it gets: the words, the plan and the environment."""
+    """Run with a Python that prints what it gets: the words, the plan and the environment."""
     for name in ("nam56r_nemo_native", "nam56r_native_dp_fp8"):
         assert warm(f"conf={name}", f"out={name}", cwd=here).code == 0
         fake = here / "bin"
         fake.mkdir(exist_ok=True)
-        (fake / "torchrun").write_text('#!/bin/sh\nprintf "%s\\n" "$@" "C=${CUDA_DEVICE_MAX_CONNECTIONS-unset}"\n')
-        (fake / "torchrun").chmod(0o755)
+        says = '[ "$1" = -c ] || printf "%s\\n" "$@" "C=${CUDA_DEVICE_MAX_CONNECTIONS-unset}"'
+        (fake / "python").write_text(f"#!/bin/sh\n{says}\n")
+        (fake / "python").chmod(0o755)
         env = {"PATH": f"{fake}:{os.environ['PATH']}", "CUDA_DEVICE_MAX_CONNECTIONS": "7"}
         done = subprocess.run(
             [here / name / "run.sh"], env=env, capture_output=True, text=True, check=True, timeout=20, cwd="/"
         )
         *words, connections = done.stdout.splitlines()
         start = words.index("nam_megatron.train")
-        assert words[:start] == ["--nproc-per-node", "8", "--standalone", "-m"]
+        assert words[:start] == ["-m", "nam_megatron.torchrun", "--nproc-per-node", "8", "--standalone", "-m"]
         assert words[start + 1 : start + 3] == ["--nam-plan", str(here / name / "plan.json")]
         assert words[start + 3 :] == list(argv.words(lowered(name)))
         assert connections == ("C=1" if name == "nam56r_nemo_native" else "C=unset")
@@ -182,9 +191,12 @@ def test_run_script_hands_torchrun_every_word(here):
 
 def test_run_script_of_several_nodes_wants_its_rank(here):
     assert warm("conf=nam56r_native_dp", "cluster=h200_2x8", "parallel.pipeline=2", "out=d", cwd=here).code == 0
-    done = subprocess.run([here / "d" / "run.sh"], capture_output=True, text=True, check=False, timeout=20, env={})
-    assert done.returncode != 0
-    assert "NODE_RANK" in done.stderr
+    (here / "python").write_text("#!/bin/sh\n")
+    (here / "python").chmod(0o755)
+    for path, missing in ((f"{here}:/usr/bin:/bin", "NODE_RANK"), ("/usr/bin:/bin", "no nam_megatron here")):
+        env = {"PATH": path}
+        done = subprocess.run([here / "d" / "run.sh"], capture_output=True, text=True, check=False, timeout=20, env=env)
+        assert done.returncode != 0 and missing in done.stderr
 
 
 def test_an_edited_plan_is_refused(tmp_path):
@@ -317,7 +329,7 @@ def test_explain_a_section_a_marker_and_a_key_by_its_end():
 def test_explain_a_key_that_no_file_gives(here):
     """Another key's line is not its place."""
     words = ["--config-dir", str(Path(__file__).parent / "presets_outside"), "conf=jamba_mini"]
-    assert "set" not in answer(*words, "explain=model.blocks.mla.kernels")
+    assert "set" not in answer(*words, "explain=model.blocks.mla.q_lora_rank")
 
 
 def test_explain_a_flag_that_does_not_exist(here):
@@ -366,6 +378,23 @@ def test_list():
     assert [line.split()[0] for line in ran.out.splitlines()] == ALL
     assert re.search(r"^nam56r_author_dp +alias of nam56r$", ran.out, re.M)
     assert re.search(r"^nam56r_smoke +NAM56R's pattern, everything small", ran.out, re.M)
+    # Which GPUs have room, as each preset's own budget has it.
+    for name, said, fitting in (
+        ("nam56r", "fits 8 x h200", {"h200"}),
+        ("nam56r_nemo_native", "fits 8 x h100 or h200", {"h100", "h200"}),
+        ("mixtral_8x7b", "too large for 8 x h100 or h200", set()),
+    ):
+        assert re.search(rf"^{name} .*; {said}$", ran.out, re.M), name
+        assert {d for d in ("h100", "h200") if budget(lowered(name, f"device={d}").plan).fits} == fitting
+
+
+def test_a_flag_that_no_recipe_sets_says_why():
+    """Each is a flag of Megatron's, and no preset sets it."""
+    assert unset() and unset().keys() <= FLAGS.keys()
+    for name in NAMES:
+        assert not {word.partition("=")[0] for word in argv.words(lowered(name))} & unset().keys(), name
+    said = warm("conf=nam56r", "explain=--optimizer-cpu-offload").out
+    assert "precision-aware" in said and "docs/articles.md" in said
 
 
 def test_list_of_overlays():
@@ -379,22 +408,21 @@ def test_list_of_overlays():
 
 
 def test_what_is_left_out_of_an_overlay_has_its_way_over_none():
-    """`extras` lays its GEMMs of experts over those of `fused`, and a dense model has neither."""
-    over = "`extras` is laid over `fused`: model.blocks.moe.expert_gemm=quack in the place of torch"
+    """`extras` wants other GEMMs of experts than `fused`, and a dense model has neither."""
+    over = "fused wants execution.moe.expert_gemm=torch, and gets quack: extras wants another"
     for preset, told in (("llama_3_8b", False), ("nam56r_native_dp", True)):
         ran = warm(f"conf={preset}", "+overlay=[fused,extras]")
         assert ran.code == 0
         assert (f"note: {over}\n" in ran.err) == told
-        assert ("laid over" in ran.err) == told
-        assert ("laid without model.blocks.moe.permute_fusion" in ran.err) != told
+        assert ("laid without execution.moe.permute_fusion" in ran.err) != told
 
 
 @pytest.mark.parametrize(
     ("preset", "without"),
     [
-        ("nemotron_h_8b", "model.blocks.mamba2.padded_projection, feature.fp8.bf16_parts"),
-        ("nemotron_3_nano_30b_a3b", "model.blocks.mamba2.padded_projection"),
-        ("llama_3_8b", "model.blocks.mamba2.padded_projection, feature.fp8.bf16_parts"),
+        ("nemotron_h_8b", "execution.mamba2.padded_projection, feature.fp8.bf16_parts"),
+        ("nemotron_3_nano_30b_a3b", "execution.mamba2.padded_projection"),
+        ("llama_3_8b", "execution.mamba2.padded_projection, feature.fp8.bf16_parts"),
     ],
 )
 def test_an_overlay_is_laid_without_what_a_model_has_no_use_for(preset, without):
@@ -402,14 +430,14 @@ def test_an_overlay_is_laid_without_what_a_model_has_no_use_for(preset, without)
     assert ran.code == 0
     assert f"note: the overlay is laid without {without}: nothing here has a use for it\n" in ran.err
     recipe = json.loads(ran.out)["recipe"]
-    mamba2, parts = recipe["model"]["blocks"].get("mamba2"), recipe["feature"]["fp8"]["bf16_parts"]
+    mamba2, parts = recipe["execution"].get("mamba2"), recipe["feature"]["fp8"]["bf16_parts"]
     assert not (mamba2 and mamba2["padded_projection"])
     assert bool(parts) == ("bf16_parts" not in without)
 
 
 def test_what_an_overlay_is_laid_without_is_refused_by_hand():
     for preset, word, said in (
-        ("nemotron_h_8b", "model.blocks.mamba2.padded_projection=true", "18,560 columns on each GPU, which 16 divides"),
+        ("nemotron_h_8b", "execution.mamba2.padded_projection=true", "18,560 columns on each GPU, which 16 divides"),
         ("llama_3_8b", "feature.fp8.bf16_parts=[m2rnn]", "this model has no m2rnn to keep in bf16"),
     ):
         ran = warm(f"conf={preset}", "+overlay=fp8", word)
@@ -418,9 +446,9 @@ def test_what_an_overlay_is_laid_without_is_refused_by_hand():
 
 def test_an_overlay_pads_what_needs_it():
     """8,248 columns, of which 16 divides no whole number; M2RNN's 1,580 where 8 does not."""
-    assert load("nam56r_native_dp_fused", ["+overlay=fp8"]).model.blocks.mamba2.padded_projection
-    assert load("nam56r_fused").model.blocks.m2rnn.padded_projection
-    assert not load("nam56r_fused", ["model.blocks.m2rnn.heads=40"]).model.blocks.m2rnn.padded_projection
+    assert load("nam56r_native_dp_fused", ["+overlay=fp8"]).execution.mamba2.padded_projection
+    assert load("nam56r_fused").execution.m2rnn.padded_projection
+    assert not load("nam56r_fused", ["model.blocks.m2rnn.heads=40"]).execution.m2rnn.padded_projection
 
 
 def test_lists_of_words():
@@ -477,17 +505,27 @@ def test_multirun(here):
     assert list(here.iterdir()) == []
 
 
+def test_a_sweep_writes_each_point_into_a_folder_of_its_own(here):
+    ran = warm("-m", "conf=nam56r_smoke", "optim.lr=1e-3,4e-4", "lane=native_dp,author_dp", "out=sweep", cwd=here)
+    assert ran.code == 0, ran.err
+    points = sorted(path.name for path in (here / "sweep").iterdir())
+    assert points == [f"{i}-optim.lr={lr},lane={lane}" for i, (lr, lane) in enumerate(
+        (lr, lane) for lr in ("0.001", "0.0004") for lane in ("native_dp", "author_dp"))]  # fmt: skip
+    plans = [json.loads((here / "sweep" / name / "plan.json").read_text())["recipe"] for name in points]
+    assert [(plan["optim"]["lr"], plan["lane"]["name"]) for plan in plans] == [
+        (lr, lane) for lr in (1e-3, 4e-4) for lane in ("native_dp", "author_dp")
+    ]
+
+
 def test_multirun_as_the_last_word(here):
     ran = warm("conf=nam56r_smoke", "schedule.seed=1,2", "--multirun", cwd=here)
     assert (ran.code, ran.out.count("\n")) == (0, 2)
 
 
-def test_multirun_by_hydras_own_key(here):
-    sweep = f"hydra.sweep.dir={here}"
-    ran = warm("hydra.mode=MULTIRUN", sweep, "conf=nam56r_smoke", "schedule.seed=1,2", cwd=here)
-    assert (ran.code, ran.out.count("\n")) == (0, 2)
-    (here / "multirun.yaml").unlink()  # Hydra's record, in the folder that was asked for
-    assert warm("hydra.mode=RUN", "conf=nam56r_smoke", cwd=here).out.count("\n") == 1
+@pytest.mark.parametrize("word", ["hydra.mode=MULTIRUN", "hydra.sweep.dir=x", "+hydra/launcher=basic", "~hydra.help"])
+def test_words_for_hydra_itself_are_refused(word, here):
+    """Nothing would read them: a command composes, and runs each point of a sweep itself."""
+    one_error(warm("conf=nam56r_smoke", word, cwd=here), f"`{word}`: nothing reads this", "`--multirun` runs a sweep")
 
 
 def test_a_multirun_with_a_refusal_runs_the_rest_and_exits_with_2(here):
@@ -610,10 +648,10 @@ BAD = {
     "a key without what lies between": (["conf=nam56r", "model.top_k=4"], "unknown key `top_k` @ model\n",
         "hint: a recipe key is written whole: `model.blocks.dsa.top_k` or `model.blocks.moe.top_k`\n"),
     "a feature without its switch": (["conf=nam56r", "recompute=full"], "unknown key `recompute`\n",
-        "written whole: `model.blocks.mamba3.recompute` or `feature.recompute.granularity`\n"),
+        "written whole: `execution.mamba3.recompute` or `feature.recompute.granularity`\n"),
     "what a lane has under its name": (["conf=nam56r", "sequence=true"], "written whole: `parallel.sequence`\n"),
     "half of a name": (["conf=nam56r", "feature.fp8.bf16_parts=[rates]"], "did you mean `mamba3_rates`?"),
-    "half of two names": (["conf=nam56r", "feature.fp8.bf16_parts=[expert]"], "did you mean `experts`?"),
+    "half of two names": (["conf=nam56r", "feature.fp8.bf16_parts=[expert]"], "did you mean `experts` or `shared_experts`?"),
     "the word of another command": (["conf=nam56r", "against=nam56r_smoke"], "unknown key `against`, did you mean `diff`?"),
     "a key of what does not stand": (["conf=nam56r_native_dp", "model.blocks.m2rnn.heads=3"],
         "no layer is M2RNN @ model.blocks.m2rnn (command line: model.blocks.m2rnn.heads=3)"),
@@ -757,7 +795,7 @@ COMMANDS = {
     "schema": ("nam_megatron.schema",),
     "commands": ("nam_megatron",),
     "launch show": ("launch", "show", "conf=nam56r_smoke"),
-    "launch receipts": ("launch", "receipts"),
+    "launch receipts": ("launch", "receipts", "gaps=allowed"),
     "launch stack": ("launch", "stack"),
 }
 
@@ -811,7 +849,7 @@ def test_what_is_not_stdout_is_a_failure():
     done = finished("p = subprocess.Popen('true', stdin=-1); p.wait(); p.stdin.write(b'x' * 10); p.stdin.flush()")
     assert done.returncode == 1 and "BrokenPipeError" in done.stderr
     done = finished("open('/dev/full', 'w').write('x' * 100000)")
-    assert done.returncode == 1 and "No space left" in done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and done.stderr.startswith("error: cannot write: No space left on device\n")
 
 
 def test_a_reader_that_leaves_changes_nothing(tmp_path):
@@ -837,7 +875,7 @@ def test_a_reader_that_leaves_changes_nothing(tmp_path):
         (("nam_megatron.nemo", "dump", "out=a", "out=b"), "`out` is given twice: `a` and `b`"),
         (("nam_megatron.nemo",), "no task is named"),
         (("nam_megatron.nemo", "list", "all"), "`list` takes no words, and here is `all`"),
-        (("nam_megatron.schema", "conf=nam56r"), "the schema takes no words, and here is `conf=nam56r`"),
+        (("nam_megatron.schema", "conf=nam56r"), "this takes no words, and here is `conf=nam56r`"),
         (("nam_megatron", "translate"), "no word `translate` here"),
     ],
 )

@@ -3,16 +3,21 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import mutate_flags
 import pytest
 from command import unbuilt, warm
-from presets import NAMES, lowered
+from presets import ALL, NAMES, lowered
 from test_rows import ODD, odd
 
-from nam_megatron import argv
+from nam_megatron.blocks.moe.block import Moe
+from nam_megatron.compile import argv
+from nam_megatron.compile.lower import translate
+from nam_megatron.judge.expect import as_it_stands, worked_out
+from nam_megatron.recipe import load
 from nam_megatron.targets import current
-from nam_megatron.verify import MISMATCH, UNFINISHED, VERIFIED, reviewed_fields, summary, verify
+from nam_megatron.verify import MISMATCH, UNFINISHED, VERIFIED, expectations, reviewed_fields, summary, verify
 
 GPUS = {1: ["cluster=h200_1"], 2: ["cluster=h200_2"], 4: ["cluster=h200_4"], 8: ["cluster=h200_8"]}
 GPUS[16] = ["cluster=h200_2x8", "parallel.pipeline=2"]
@@ -67,7 +72,8 @@ VARIANTS = {
     "windows of some layers, experts of a latent, a padded capacity": (
         "nam56r_native_dp",
         "model.blocks.attention={window: 128, unwindowed_every: 4}",
-        "model.blocks.moe={latent_size: 512, capacity_factor: 1.5, pad_to_capacity: true}",
+        "model.blocks.moe={latent_size: 512, capacity_factor: 1.5}",
+        "execution.moe.pad_to_capacity=true",
     ),
     "wsd": ("nam56r_native_dp", "optim.decay=WSD", "optim.wsd_steps=100", "optim.wsd_shape=minus_sqrt"),
     "selective-recompute": (
@@ -107,12 +113,12 @@ VARIANTS = {
     "fused-gradients": ("nam56r_native_dp", "precision.fused_grad_accumulation=true"),
     "fused-experts": (
         "nam56r_native_dp",
-        "model.blocks.moe.router_fusion=true",
-        "model.blocks.moe.permute_fusion=true",
-        "model.blocks.moe.shared_overlap=true",
-        "model.blocks.moe.fused_weighted_squared_relu=true",
+        "execution.moe.router_fusion=true",
+        "execution.moe.permute_fusion=true",
+        "execution.moe.shared_overlap=true",
+        "execution.moe.fused_weighted_squared_relu=true",
     ),
-    "local-experts": ("nam56r_native_dp", "model.blocks.moe.dispatcher=local"),
+    "local-experts": ("nam56r_native_dp", "execution.moe.dispatcher=local"),
 }
 
 
@@ -120,6 +126,81 @@ VARIANTS = {
 def test_variant_is_what_megatron_builds(variant, oracle):
     verdict = verify(lowered(*VARIANTS[variant]) if variant in VARIANTS else odd(variant)[2], oracle)
     assert (verdict.refused, verdict.mismatches, verdict.unknown) == (None, (), ())
+
+
+BIASED = ("nam56r_native_dp", "model.letters.E=mlp", "model.linear_bias=true", "model.activation=gelu")
+
+
+def computed():
+    """Each setting that a key decides and that is not the key's own value, once: (name, where it is said)."""
+    found = {}
+    for words in [("nam56r_native_dp",), *((name,) for name in ALL), *VARIANTS.values()]:
+        lowering = lowered(*words)
+        apart = worked_out(lowering.plan)
+        for s in lowering.settings:
+            if s.name in apart or (s.key and not as_it_stands(s, lowering.plan.recipe)):
+                found.setdefault(s.name, BIASED if s.name == "bias_gelu_fusion" else words)  # else nothing reads it
+    return found
+
+
+def wrong(flag, value):
+    """Another value that the flag can be brought to."""
+    if flag.action != "store":
+        return not value
+    if flag.choices:
+        other = next(
+            choice for choice in flag.choices if choice not in (value, *(value if isinstance(value, tuple) else ()))
+        )
+        return (other,) if flag.nargs in ("+", "*") else other
+    if isinstance(value, tuple):
+        return tuple(2 * v if isinstance(v, (int, float)) else f"{v}x" for v in value)
+    if value is None:
+        value = {"int": 1, "float": 0.25}.get(flag.type, "0")
+        return (f"{value}x",) if flag.nargs in ("+", "*") else value
+    return f"{value}x" if isinstance(value, str) else 2 * value + (value == 0)
+
+
+PLANTED = computed()
+# Said outright, and worked out by Megatron all the same: another word changes none of its fields.
+INERT = {
+    "multi_latent_attention": "from the pattern",
+    "accumulate_allreduce_grads_in_fp32": "from --grad-reduce-in-bf16",
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_wrong_value_of_a_computed_setting_is_a_mismatch(name, oracle):
+    """Whatever computes it: the expectation is worked out from the recipe a second time."""
+    lowering = lowered(*PLANTED[name])
+    right = lowering.by_name[name]
+    bad = replace(right, value=wrong(lowering.target.by_dest[name], right.value))
+    planted = replace(lowering, settings=tuple(bad if s is right else s for s in lowering.settings))
+    verdict = verify(planted, oracle)
+    if name in INERT:
+        assert argv.argv(planted) != argv.argv(lowering) and verdict.word == VERIFIED
+    else:
+        assert verdict.refused or verdict.mismatches, bad
+
+
+@pytest.mark.parametrize("block", ["shared_expert_hidden_size", "shared_overlap", "dispatcher"])
+def test_a_block_that_computes_something_else_is_a_mismatch(block, oracle, monkeypatch):
+    """Of the setting and whatever it says to expect alike."""
+    settings, other = Moe.settings, {"shared_expert_hidden_size": 64, "shared_overlap": True, "dispatcher": "allgather"}
+    monkeypatch.setattr(
+        Moe, "settings", lambda self, plan: settings(self.model_copy(update={block: other[block]}), plan)
+    )
+    verdict = verify(translate(load("nam56r_smoke")), oracle)
+    assert verdict.refused or [r.key for r in verdict.mismatches] == [Moe.at(block)]
+
+
+def test_a_computed_setting_without_an_expectation_is_our_mistake(monkeypatch):
+    """Never a comparison with itself."""
+    lowering = lowered("nam56r_native_dp")
+    for name in ("moe_shared_expert_intermediate_size", "lr_decay_iters", "tokenizer_model"):
+        fewer = {other: value for other, value in worked_out(lowering.plan).items() if other != name}
+        monkeypatch.setattr("nam_megatron.verify.worked_out", lambda plan, fewer=fewer: fewer)
+        with pytest.raises(AssertionError, match=f"{name} from .* nothing says what to expect"):
+            list(expectations(lowering, {f"transformer.{name}": None}))
 
 
 def without(words, flag, values=0):

@@ -9,8 +9,9 @@ Hosts, GPUs and environment come from the recipe; the rest is yours to set below
 
 import sys
 
+from nam_megatron.compile.lower import translate
+from nam_megatron.environment import given
 from nam_megatron.errors import OK, Problem, Refused, finish, raise_if_twice
-from nam_megatron.lower import translate
 from nam_megatron.recipe import load
 
 # The container has what `python -m nam_megatron.nemo doctor` asks for; FOLDER is seen by all hosts.
@@ -22,11 +23,11 @@ def start(words: list[str], *, dryrun: bool) -> None:
     try:
         import nemo_run as run
     except ModuleNotFoundError as err:
-        raise Refused(Problem(f"no package `{err.name}`", None, "`uv sync --extra nemo-run` installs it")) from None
+        raise Refused(Problem(f"no package `{err.name}`", hint="`uv sync --extra nemo-run` installs it")) from None
     raise_if_twice(word.lstrip("+").partition("=")[::2] for word in words)
     preset = next((word.removeprefix("conf=") for word in words if word.startswith("conf=")), None)
     if preset is None:
-        raise Refused(Problem("no preset is named", None, "conf=NAME"))
+        raise Refused(Problem("no preset is named", hint="conf=NAME"))
     lowering = translate(load(preset, [word for word in words if not word.startswith("conf=")]))
     cluster = lowering.plan.recipe.cluster
     executor = run.SlurmExecutor(
@@ -37,7 +38,7 @@ def start(words: list[str], *, dryrun: bool) -> None:
         nodes=cluster.nodes,
         ntasks_per_node=cluster.gpus_per_node,  # of torchrun, which one task a host starts
         gpus_per_node=cluster.gpus_per_node,
-        env_vars={env.name: env.value for env in lowering.env if env.value is not None},
+        env_vars=given(lowering),
         launcher="torchrun",
         # This checkout: its commit is what runs.
         packager=run.Packager() if dryrun else run.GitArchivePackager(check_uncommitted_changes=True),

@@ -1,6 +1,9 @@
 """The closed list of kinds. A new block is a folder and a line here."""
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from pydantic import create_model
 
 from nam_megatron.blocks import Block
 from nam_megatron.blocks.attention.block import Attention
@@ -12,11 +15,11 @@ from nam_megatron.blocks.mamba3.block import Mamba3
 from nam_megatron.blocks.mla.block import Mla
 from nam_megatron.blocks.mlp.block import Mlp
 from nam_megatron.blocks.moe.block import Moe
-from nam_megatron.setting import Config, section
+from nam_megatron.words.setting import Config, section
 
 
 class Blocks(Config):
-    """`model.blocks`: the config of every kind that stands."""
+    """The config of every kind that stands: what `model.blocks` says of it, and what `execution` does."""
 
     attention: Attention | None = None
     mla: Mla | None = None
@@ -49,6 +52,50 @@ def _kinds() -> dict[str, type[Block]]:
 
 
 KINDS: dict[str, type[Block]] = _kinds()
+
+
+def _part(kind: type[Block], name: str, doc: str, executes: bool) -> type[Config]:
+    """The keys of a kind that only execute, or those that compute, as a section of the recipe: their rows say which."""
+    fields = kind.model_fields
+    keys: dict[str, Any] = {key: (fields[key].annotation, fields[key]) for key in kind.keys(executes)}
+    return create_model(name, __base__=Config, __doc__=doc, **keys)
+
+
+def _section(name: str, doc: str, parts: dict[str, type[Config]]) -> type[Config]:
+    keys: dict[str, Any] = {kind: (part | None, None) for kind, part in parts.items()}
+    return create_model(name, __base__=Config, __doc__=doc, **keys)
+
+
+# Where a key lies says whether it computes.
+_computing = {kind: _part(block, block.__name__, block.__doc__ or "", executes=False) for kind, block in KINDS.items()}
+_executing = {
+    kind: _part(
+        block, f"{block.__name__}Execution", f"How {block.title} is executed; the model is the same.", executes=True
+    )
+    for kind, block in KINDS.items()
+}
+_executing = {kind: part for kind, part in _executing.items() if part.model_fields}
+if TYPE_CHECKING:  # a checker knows no class that is made while the program runs
+
+    class Computing(Config): ...
+
+    class Executing(Config): ...
+
+else:
+    Computing = _section("Blocks", "What every kind that stands computes.", _computing)  # `model.blocks`
+    Executing = _section("Execution", "How every kind that stands is executed.", _executing)
+
+
+def whole(computing: Config, executing: Config) -> Blocks:
+    """Every kind that stands with all its keys."""
+    parts = ((kind, getattr(computing, kind), getattr(executing, kind, None)) for kind in KINDS)
+    blocks: dict[str, Any] = {
+        kind: KINDS[kind].model_construct(**dict(computed), **dict(how or {}))
+        for kind, computed, how in parts
+        if computed is not None
+    }
+    return Blocks.model_construct(**blocks)
+
 
 # What may stand at a letter of the source pattern.
 LETTERS: dict[str, tuple[str, ...]] = {

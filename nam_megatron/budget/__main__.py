@@ -14,9 +14,10 @@ from nam_megatron.budget import container, picture, search, text
 from nam_megatron.budget.cost import cost
 from nam_megatron.budget.memory import Budget, budget
 from nam_megatron.budget.serving import serve
+from nam_megatron.compile.lower import translate
+from nam_megatron.compile.sources import Sources
 from nam_megatron.errors import FINDINGS, OK, Problem, Refused, finish, raise_if
-from nam_megatron.lower import translate
-from nam_megatron.origin import Origin
+from nam_megatron.launcher import called
 from nam_megatron.recipe import Recipe, load
 
 if TYPE_CHECKING:
@@ -24,15 +25,19 @@ if TYPE_CHECKING:
 
 KEYS = ("format", "against", "fit", "sweep", "plot", "serve", "batch", "context", "page", "imbalance")
 FORMATS = ("auto", "table", "lines", "json")
+WAYS = (
+    "`fit=micro_batch_size` searches the largest that fits; on more GPUs (`cluster=NAME`) one of `+overlay=ep`, `+overlay=tp_sp` and"
+    " `+overlay=fsdp_ep` deals the model out"
+)
 SERVING = ("batch", "context", "page")
 # The forms that each question has beside `auto`.
 VIEWS = {"sweep": ("table",), "fit": (), "against": ("table", "lines"), "serve": ("table", "json")}
 
 
-def task(recipe: Recipe, words: Mapping[str, Any], origin: Origin) -> int:
+def task(recipe: Recipe, words: Mapping[str, Any], sources: Sources) -> int:
     """Print what was asked for: the product to stdout, notes to stderr. 1 if it does not fit."""
     raise_if(_problems(words))
-    sys.stderr.write(origin.unnamed_preset(recipe.preset.name))
+    sys.stderr.write(sources.unnamed_preset(recipe.preset.name))
     target = picture.check(words["plot"]) if words["plot"] else None
     imbalance = float(words["imbalance"])
     if words["sweep"]:
@@ -50,6 +55,8 @@ def task(recipe: Recipe, words: Mapping[str, Any], origin: Origin) -> int:
     _show(ours, others, words["format"])
     if ours.fits and not ours.roomy:
         sys.stderr.write(f"warning: {text.verdict(ours)}\n")
+    if not ours.fits:
+        sys.stderr.write(called(f"{text.verdict(ours)}\nhint: {WAYS}\n"))
     return OK if ours.fits else FINDINGS
 
 
@@ -57,20 +64,22 @@ def _problems(words: Mapping[str, Any]):
     def number(key: str, low: int) -> Problem | None:
         value = words[key]
         good = value is None or (type(value) is int and value >= low)
-        return None if good else Problem(f"`{key}` takes an integer of at least {low}, not `{value}`", key)
+        return None if good else Problem(f"`{key}` takes an integer of at least {low}, not `{value}`", key=key)
 
     if words["format"] not in FORMATS:
-        yield Problem(f"no format `{words['format']}`", "format", f"there are: {', '.join(FORMATS)}")
+        yield Problem(f"no format `{words['format']}`", key="format", hint=f"there are: {', '.join(FORMATS)}")
     for key in ("fit", "sweep", "plot"):
         if words[key] is not None and (not isinstance(words[key], str) or not words[key]):
-            yield Problem(f"`{key}` takes one word, not `{words[key]}`", key)
+            yield Problem(f"`{key}` takes one word, not `{words[key]}`", key=key)
     names = words["against"]
     if names is not None and (not names or not all(isinstance(n, str) and n for n in _names(names))):
         yield Problem(
-            f"`against` takes names of presets, not `{names}`", "against", "`translate list=presets` lists them"
+            f"`against` takes names of presets, not `{names}`",
+            key="against",
+            hint="`translate list=presets` lists them",
         )
     if not isinstance(words["serve"], bool):
-        yield Problem(f"`serve` is true or false, not `{words['serve']}`", "serve")
+        yield Problem(f"`serve` is true or false, not `{words['serve']}`", key="serve")
     yield from filter(None, (number(key, 1) for key in SERVING))
     if (
         not isinstance(words["imbalance"], (int, float))
@@ -78,19 +87,21 @@ def _problems(words: Mapping[str, Any]):
         or not 1 <= words["imbalance"] < math.inf
     ):
         yield Problem(
-            f"`imbalance` is the busiest rank over the mean, at least 1, not `{words['imbalance']}`", "imbalance"
+            f"`imbalance` is the busiest rank over the mean, at least 1, not `{words['imbalance']}`", key="imbalance"
         )
     if words["serve"] is False:
         for key in SERVING:
             if words[key] is not None:
-                yield Problem(f"`{key}` belongs to serving", key, "add `serve=true`")
+                yield Problem(f"`{key}` belongs to serving", key=key, hint="add `serve=true`")
     views = [key for key in VIEWS if words[key]]
     if len(views) > 1:
-        yield Problem(f"`{views[0]}` and `{views[1]}` answer different questions", views[1], "ask one at a time")
+        yield Problem(
+            f"`{views[0]}` and `{views[1]}` answer different questions", key=views[1], hint="ask one at a time"
+        )
     elif views and words["format"] in FORMATS and words["format"] not in ("auto", *VIEWS[views[0]]):
-        yield Problem(f"`{views[0]}` has no format `{words['format']}`", "format", "leave `format` out")
+        yield Problem(f"`{views[0]}` has no format `{words['format']}`", key="format", hint="leave `format` out")
     if words["plot"] and (words["fit"] or words["serve"]):
-        yield Problem("there is nothing to draw of that", "plot", "leave `plot` out")
+        yield Problem("there is nothing to draw of that", key="plot", hint="leave `plot` out")
 
 
 def _names(against: Any) -> Sequence[Any]:
@@ -200,7 +211,7 @@ def _sweep(recipe: Recipe, words: str, target: Path | None, imbalance: float) ->
         sizes = text.gib(worst.steady.allocated), text.gib(worst.worst.total), text.gib(t.budget.free)
         rows.append((str(t.value), *sizes, f"{word}{'; ' + t.note if t.note else ''}"))
     if not any(t.budget for t in seen):
-        raise Refused(Problem(f"every value of {key} is refused: {seen[0].reason}", "sweep"))
+        raise Refused(Problem(f"every value of {key} is refused: {seen[0].reason}", key="sweep"))
     sys.stdout.write(text.grid(rows, right=(0, 1, 2, 3)))
     if target:
         picture.draw_sweep(key, seen, target)

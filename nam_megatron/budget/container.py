@@ -1,5 +1,4 @@
-"""The memory of somebody's run_config.yaml (Megatron-Bridge), or of Nemotron's YAML of a recipe of ours: read by lint, priced as the
-nearest recipe.
+"""The memory of somebody's launch: whatever lint reads, Megatron-Bridge's run_config.yaml among them, priced as the nearest recipe.
 
 What that recipe does not carry and memory depends on is refused by name, unless a word behind the file says it.
 """
@@ -11,14 +10,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-import yaml
-
+from nam_megatron.compile.lower import translate
 from nam_megatron.errors import Problem, Refused, raise_if
-from nam_megatron.lint import container, lint, recipe
-from nam_megatron.lower import translate
+from nam_megatron.lint import lint, recipe
+from nam_megatron.lint.read import of_file
 from nam_megatron.recipe import Recipe
+from nam_megatron.recipe.keys import value_at
 from nam_megatron.targets import current
 
+SUFFIXES = (".yaml", ".yml", ".json", ".sh", ".slurm", ".sbatch", ".txt", ".py", ".pt")
 # What may be otherwise: nothing is held for it, or nothing more.
 WEIGHTLESS = {
     "attention_backend", "embedding_init_method_std", "eval_interval", "save_interval", "seed", "split", "tokenizer_model",
@@ -29,13 +29,20 @@ HELD = re.compile(
     r"--(?:use-precision-aware-optimizer|exp-avg|main-(?:grads|params)-dtype|optimizer-cpu-offload|cpu-offloading|"
     r"fine-grained-activation-offloading|offload-modules|fp4|use-torch-fsdp2|moe-pad-expert-input|padded-moe)"
 )
+FREE = (
+    "optim.lr",
+    "optim.min_lr",
+    "optim.warmup_steps",
+    "schedule.train_steps",
+)  # of a training; memory has no use for them
 # Nemotron's YAML: sections that say when, where and how fast, and not how much.
 LIGHT = ("checkpoint.", "logger.", "scheduler.", "validation.", "rng.", "tokenizer.", "dist.", "train.train_iters")
 
 
 def is_file(words: Sequence[str]) -> bool:
-    """Whether a command names a YAML in the place of a preset."""
-    return bool(words) and "=" not in words[0] and words[0].endswith((".yaml", ".yml"))
+    """Whether a command names a file in the place of a preset."""
+    first = words[0] if words and "=" not in words[0] and not words[0].startswith("-") else ""
+    return first.endswith(SUFFIXES) or (bool(first) and Path(first).exists())
 
 
 def run(words: Sequence[str], command: Callable[[], NoReturn]) -> NoReturn:
@@ -43,44 +50,43 @@ def run(words: Sequence[str], command: Callable[[], NoReturn]) -> NoReturn:
     name, *rest = words
     gpus = [word for word in rest if word.startswith("gpus=")]
     rest = [word for word in rest if word not in gpus]
-    preset, text, notes = read(Path(name), gpus, rest)
+    preset, text, notes, filled = read(Path(name), gpus, rest)
     sys.stderr.write("".join(f"note: {note}\n" for note in notes))
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "preset").mkdir()
         (Path(folder) / "preset" / f"{preset}.yaml").write_text(text, encoding="utf-8")
-        sys.argv[1:] = ["--config-dir", folder, f"conf={preset}", *rest]
+        sys.argv[1:] = ["--config-dir", folder, f"conf={preset}", *filled, *rest]
         command()
 
 
-def read(path: Path, gpus: Sequence[str], said: Sequence[str]) -> tuple[str, str, list[str]]:
-    """A preset's name and text of a file, and notes. said: words that speak for what the file leaves open.
+def read(path: Path, gpus: Sequence[str], said: Sequence[str]) -> tuple[str, str, list[str], list[str]]:
+    """A preset's name and text of a file, notes, and words for what memory has no use of. said: words that speak for what the file
+    leaves open.
 
     Raises Refused.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-        root = yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as err:
-        raise Refused(Problem(f"cannot read `{path}`: {getattr(err, 'strerror', None) or 'it is no YAML'}")) from None
-    if not isinstance(root, dict) or container.kind(root) is None:
-        hint = f"`python -m nam_megatron.lint {path} recipe=mine.yaml` reads other launches"
-        raise Refused(
-            Problem(f"`{path}` is neither Megatron-Bridge's container nor Nemotron's YAML of a recipe", None, hint)
-        )
+    text = of_file(str(path))
     number = gpus[0].partition("=")[2] if gpus else ""
     if gpus and not (number.isascii() and number.isdigit() and int(number)):
-        raise Refused(Problem(f"`{number}` is no number of GPUs", "gpus"))
+        raise Refused(Problem(f"`{number}` is no number of GPUs", key="gpus"))
     found = lint(text, path.name, int(number) if gpus else None)
+    if found.launch.program:
+        hint = "give what it makes of them: the words that Megatron gets, a `run_config.yaml`, or a checkpoint"
+        raise Refused(
+            Problem(f"`{path}` has {found.launch.program}'s words, and its model is another file's", hint=hint)
+        )
     raise_if(_laid(found.launch.notes))
     preset = re.sub(r"\W", "_", path.stem) or "container"
     made = recipe.make(found, path.with_name(f"{preset}.yaml"))
     ours = found.launch.plan is not None
-    if root.get("peft") and not ours:
-        raise Refused(
-            Problem("it has `peft`: adapters of others are not priced", None, "the run without it needs more")
-        )
-    raise_if(_unread([] if ours else made.lost, made.keyless, made.recipe, said))
-    return preset, made.yaml, [] if ours or not made.keyless else [f"without a key here: {', '.join(made.keyless)}"]
+    if not ours and any(note.startswith("it has `peft`") for note in found.launch.notes):
+        raise Refused(Problem("it has `peft`: adapters of others are not priced", hint="the run without it needs more"))
+    raise_if(_unread([] if ours else made.lost, made.keyless, made.unsaid, made.recipe, said))
+    given = {word.lstrip("+").partition("=")[0] for word in said}
+    filled = [f"{key}={value_at(made.recipe, key)}" for key in FREE if key in made.unsaid and key not in given]
+    notes = [] if ours or not made.keyless else [f"without a key here: {', '.join(made.keyless)}"]
+    notes += [f"taken as it matters to no memory: {' '.join(filled)}"] if filled else []
+    return preset, made.yaml, notes, filled
 
 
 def _laid(notes: Sequence[str]) -> Iterator[Problem]:
@@ -90,21 +96,31 @@ def _laid(notes: Sequence[str]) -> Iterator[Problem]:
             for name in note.partition(": ")[2].split(", "):
                 if not name.startswith(LIGHT):
                     message = f"`{name}` is laid over the recipe, and only Megatron-Bridge's validation would say what of it follows"
-                    yield Problem(message, None, "say it as a key of the recipe, in its `overrides`")
+                    yield Problem(message, hint="say it as a key of the recipe, in its `overrides`")
 
 
-def _unread(lost: Sequence[str], keyless: Sequence[str], made: Recipe, said: Sequence[str]) -> Iterator[Problem]:
+def _unread(
+    lost: Sequence[str], keyless: Sequence[str], unsaid: Sequence[str], made: Recipe, said: Sequence[str]
+) -> Iterator[Problem]:
     target, settings = current(), translate(made).by_name
     given = {word.lstrip("+").partition("=")[0] for word in said}
+    for left in unsaid:
+        if left not in given and left not in FREE:
+            yield Problem(
+                f"the file does not say `{left}`, or what no recipe has",
+                hint=f"say what holds there: `{left}=...` behind the file",
+            )
     for line in lost:
         here, arrow, _ = line.partition(" -> ")
+        if not arrow and not line.startswith("--"):
+            continue  # a sentence
         word = here.split(" ")[0].rstrip(":")
         flag = target.flags.get(word)
         dest = flag.dest if flag else word
         key = (settings[dest].key if dest in settings else None) if arrow else word
-        if dest not in WEIGHTLESS and key not in given:
+        if dest not in WEIGHTLESS and key not in given and key not in unsaid:
             hint = f"say what holds there: `{key}=...` behind the file" if key else "no key of a recipe says it"
-            yield Problem(f"the nearest recipe does not carry `{line}`", None, hint)
+            yield Problem(f"the nearest recipe does not carry `{line}`", hint=hint)
     for line in keyless:
         if HELD.match(line):
             yield Problem(f"no key of a recipe says `{line}`, and memory depends on it")

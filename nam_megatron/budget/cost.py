@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from nam_megatron.budget import ends
+from nam_megatron.compile.plan import Plan
 from nam_megatron.features.recompute import groups
-from nam_megatron.plan import Plan
-from nam_megatron.sizes import Sizes, Work
+from nam_megatron.words.sizes import Sizes, Work
 
 MEGATRONS_COUNT = (
     "Megatron's own count takes MLA and DSA layers for nothing, Mamba's inner width for 2 hidden_size, "
@@ -55,7 +55,7 @@ class Cost:
 
 
 def cost(plan: Plan) -> Cost:
-    z, recompute = Sizes.of(plan), plan.recipe.feature.recompute
+    z, recompute = Sizes.of(plan.site), plan.recipe.feature.recompute
     whole: set[int | None] = set()  # layers recomputed from their input
     for segment in plan.segments:
         for indices, checkpointed in groups(recompute, len(segment)):
@@ -64,7 +64,7 @@ def cost(plan: Plan) -> Cost:
         whole.add(None)  # MTP's inner layers, which `block` skips
     counts: Counter[Work] = Counter()
     again = 0.0
-    for number, work in _works(z):
+    for number, work in _works(plan, z):
         counts[work] += 1
         # MTP's logits and the ends are outside every checkpoint.
         if (number in whole and work.owner != "ends") or z.recompute & set(work.redone):
@@ -73,15 +73,14 @@ def cost(plan: Plan) -> Cost:
     return Cost(plan, works, again, megatron(plan))
 
 
-def _works(z: Sizes) -> Iterator[tuple[int | None, Work]]:
+def _works(plan: Plan, z: Sizes) -> Iterator[tuple[int | None, Work]]:
     """(layer number, work of one token's forward pass); 0 for what is in no layer."""
-    plan = z.plan
     for layer in plan.layers:
-        for work in z.block(layer.kind).flops(z, layer):
+        for work in z.site.blocks.of(layer.kind).flops(z, layer):
             yield layer.number, replace(work, owner=layer.kind)
     for _ in range(plan.mtp_depths):
         for kind in plan.mtp:
-            for work in z.block(kind).flops(z, None):
+            for work in z.site.blocks.of(kind).flops(z, None):
                 yield None, replace(work, owner="mtp")
     for feature in plan.recipe.feature.all():
         yield from ((0, replace(work, owner=feature.name)) for work in feature.flops(z))
@@ -90,7 +89,7 @@ def _works(z: Sizes) -> Iterator[tuple[int | None, Work]]:
 
 def megatron(plan: Plan) -> float:
     """Per token, what megatron-core 0.19.2 counts (training/training.py, num_floating_point_operations)."""
-    m, blocks = plan.recipe.model, plan.recipe.model.blocks
+    m, blocks = plan.recipe.model, plan.recipe.blocks
     every, h = plan.pattern.replace("|", "").replace("/", ""), m.hidden_size
     gated = 1.5 if m.activation == "swiglu" else 1.0
     state, groups, heads = 128, 8, 2 * h // 64  # its defaults

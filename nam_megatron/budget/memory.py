@@ -4,12 +4,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from nam_megatron.budget import ends, static
+from nam_megatron.compile.plan import Plan
 from nam_megatron.features.recompute import groups
-from nam_megatron.plan import Layer, Plan
-from nam_megatron.sizes import (
+from nam_megatron.words.site import Layer
+from nam_megatron.words.sizes import (
     ACTIVATIONS,
     BUCKETS,
     COMMUNICATION,
@@ -23,9 +23,6 @@ from nam_megatron.sizes import (
     Sizes,
     Stage,
 )  # fmt: skip
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -131,19 +128,19 @@ def budget(plan: Plan, imbalance: float = 1.0) -> Budget:
 
     imbalance: rows of the busiest expert rank over the mean, where experts are spread over ranks.
     """
-    z = Sizes.of(plan, imbalance)
-    return Budget(plan, *static.parameters(plan), tuple(_stage(z, stage) for stage in static.stages(plan)))
+    z = Sizes.of(plan.site, imbalance)
+    return Budget(plan, *static.parameters(plan), tuple(_stage(plan, z, stage) for stage in static.stages(plan)))
 
 
-def _stage(z: Sizes, stage: Stage) -> StageBudget:
-    held = static.groups(z, stage)
-    fixed = tuple(static.lines(z, stage, held))
+def _stage(plan: Plan, z: Sizes, stage: Stage) -> StageBudget:
+    held = static.groups(plan, z, stage)
+    fixed = tuple(static.lines(plan, z, stage, held))
     at = {
         since: tuple(x for x in fixed if x.since == since) for since in ("build", "init", "forward", "step", "stepping")
     }
-    graphs = z.plan.recipe.feature.cuda_graphs
-    moving = _Moving(z, stage, graphs is not None)
-    eager = _Moving(z, stage, graphs=False) if graphs and graphs.warmup_steps else moving
+    graphs = plan.recipe.feature.cuda_graphs
+    moving = _Moving(plan, z, stage, graphs is not None)
+    eager = _Moving(plan, z, stage, graphs=False) if graphs and graphs.warmup_steps else moving
     before, after = (*at["init"], *at["forward"]), (*at["init"], *at["forward"], *at["step"])
     # While the model is built there is no optimizer yet.
     buffers = (*PARAMETERS.values(), GRADIENTS, COMMUNICATION)
@@ -184,14 +181,13 @@ class _Part:
 class _Moving:
     """The activations of one stage, as parts in the order of the forward pass, for each of its segments."""
 
-    def __init__(self, z: Sizes, stage: Stage, graphs: bool):
-        self.z, self.stage, self.graphs = z, stage, graphs
-        chosen = z.plan.recipe.feature.cuda_graphs
-        self.pooled = graphs and chosen is not None and chosen.whole  # all of it lies in a graph's pool
+    def __init__(self, plan: Plan, z: Sizes, stage: Stage, graphs: bool):
+        self.plan, self.z, self.stage, self.graphs = plan, z, stage, graphs
+        self.pooled = graphs and z.site.whole_step  # all of it lies in a graph's pool
         self.plain = replace(z, recompute=frozenset())
         self.costs: dict[tuple, tuple] = {}
-        timed = not z.plan.recipe.precision.deterministic  # see runtime/autotune.py
-        self.autotuned = {block.kind for block in z.plan.blocks if block.autotuned and timed}
+        timed = not z.site.deterministic  # see mends/autotune.py
+        self.autotuned = {block.kind for block in plan.blocks if block.autotuned and timed}
         self.chunks = [list(self._parts(chunk)) for chunk in stage.chunks]
         self.chunks[0] = [_Part(tuple(self._features())), *self.chunks[0]]
         for chunk in self.chunks:
@@ -205,7 +201,7 @@ class _Moving:
         tune = replace(tune, owner="device")
         best: tuple[int, str, tuple[Line, ...]] = (-1, "", ())
         kept = [_bytes(line for part in chunk for line in part.kept) for chunk in self.chunks]
-        for sets, now in in_flight(self.z.plan, self.stage):
+        for sets, now in in_flight(self.plan, self.stage):
             before = sum(n * size for n, size in zip(sets, kept, strict=True))
             for i, part in enumerate(self.chunks[now]):
                 for name, lines in part.events:
@@ -227,7 +223,7 @@ class _Moving:
         return name, (*fixed, *pooled)
 
     def _parts(self, layers: Sequence[Layer]) -> Iterator[_Part]:
-        for indices, checkpointed in groups(self.z.plan.recipe.feature.recompute, len(layers)):
+        for indices, checkpointed in groups(self.plan.recipe.feature.recompute, len(layers)):
             group = [layers[i] for i in indices]
             names = [f"{layer.kind} {layer.number}" for layer in group]
             yield self._part([self._cost(x.kind, x) for x in group], names, checkpointed)
@@ -248,12 +244,12 @@ class _Moving:
 
     def _cost(self, kind: str, layer: Layer | None) -> tuple[tuple[Line, ...], tuple[Line, ...], tuple[Line, ...]]:
         """(what a layer keeps, what it holds while it runs or is recomputed, what it needs besides)."""
-        f, depth = self.z.plan.recipe.feature, len(self.z.plan.layers)
+        f, depth = self.plan.recipe.feature, len(self.plan.layers)
         number = layer.number if layer else None
         bf16 = f.fp8 is None or f.fp8.in_bf16(number, depth)
         key = kind, layer and layer.source is None, layer is None, bf16
         if key not in self.costs:
-            block = self.z.block(kind)
+            block = self.z.site.blocks.of(kind)
             width = {"w": 2} if bf16 else {}
             z, plain = self.z.own(**width), self.plain.own(**width)
             kept = tuple(self._owned(kind, layer, block.activations(z, layer)))
@@ -266,40 +262,40 @@ class _Moving:
         return self.costs[key]
 
     def _owned(self, kind: str, layer: Layer | None, lines: Iterator[Line]) -> Iterator[Line]:
-        graphs = self.z.plan.recipe.feature.cuda_graphs
+        graphs = self.plan.recipe.feature.cuda_graphs
         for line in lines:
             if layer is None:
                 yield replace(line, bucket=MTP, owner="mtp")
             else:
                 parts = frozenset(graphs.modules) if self.graphs and graphs else frozenset()
-                pooled = line.name not in ("forward", "backward") and self.z.block(kind).captured(line, parts)
+                pooled = line.name not in ("forward", "backward") and self.z.site.blocks.of(kind).captured(line, parts)
                 place = "reserved" if pooled else line.place
                 yield replace(line, bucket=line.bucket or ACTIVATIONS, owner=kind, place=place)
 
     def _gathered(self) -> tuple[Line, ...]:
-        if not self.z.plan.recipe.parallel.sequence:
+        if not self.z.site.sequence:
             return ()
         of = {"bucket": COMMUNICATION, "owner": "parallel"}
         return (self.z.line("gathered input", "2 T h", "of the running column-parallel layer", **of),)
 
     def _features(self) -> Iterator[Line]:
-        for feature in self.z.plan.recipe.feature.all():
+        for feature in self.plan.recipe.feature.all():
             if feature.name != "mtp" and (self.graphs or feature.name != "cuda_graphs"):
                 for line in feature.activations(self.z, self.stage):
                     yield replace(line, bucket=line.bucket or FEATURES, owner=feature.name)
 
     def _feature_events(self) -> Iterator[tuple[str, tuple[Line, ...]]]:
-        for feature in self.z.plan.recipe.feature.all():
+        for feature in self.plan.recipe.feature.all():
             for line in feature.working(self.z, self.stage):
                 owned = replace(line, bucket=line.bucket or FEATURES, owner=feature.name)
                 yield f"{feature.name} {line.name}", (owned,)
 
     def _tail(self) -> Iterator[_Part]:
-        z, f = self.z, self.z.plan.recipe.feature
+        plan, z, f = self.plan, self.z, self.plan.recipe.feature
         yield _Part(tuple(ends.activations(z, self.stage)))
-        for depth in range(z.plan.mtp_depths):
-            names = [f"mtp {depth} {kind}" for kind in z.plan.mtp]
-            costs = [self._cost(kind, None) for kind in z.plan.mtp]
+        for depth in range(plan.mtp_depths):
+            names = [f"mtp {depth} {kind}" for kind in plan.mtp]
+            costs = [self._cost(kind, None) for kind in plan.mtp]
             # Under `block` Megatron 0.19.2 skips MTP, with a warning.
             if f.recompute and f.recompute.granularity == "full" and f.recompute.method == "uniform":
                 yield self._part(costs, names, True, "mtp")

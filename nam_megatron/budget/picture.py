@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from nam_megatron.budget.memory import Budget
 from nam_megatron.budget.search import Trial
 from nam_megatron.errors import Problem, Refused
-from nam_megatron.sizes import BUCKETS, GIB
+from nam_megatron.packages import adding
+from nam_megatron.words.sizes import BUCKETS, GIB
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -70,14 +71,16 @@ def check(path: str) -> Path:
     """
     target = Path(path)
     if target.suffix not in SUFFIXES:
-        raise Refused(Problem(f"cannot draw `{path}`", "plot", f"name a file that ends in {' or '.join(SUFFIXES)}"))
+        raise Refused(
+            Problem(f"cannot draw `{path}`", key="plot", hint=f"name a file that ends in {' or '.join(SUFFIXES)}")
+        )
     if not target.parent.is_dir():
-        raise Refused(Problem(f"there is no folder `{target.parent}`", "plot", "name a folder that exists"))
+        raise Refused(Problem(f"there is no folder `{target.parent}`", key="plot", hint="name a folder that exists"))
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        hint = "run with the extra: `uv run --extra plot python -m nam_megatron.budget ...`"
-        raise Refused(Problem("drawing needs matplotlib", "plot", hint)) from None
+        hint = f"{adding('plot')} adds it"
+        raise Refused(Problem("drawing needs matplotlib", key="plot", hint=hint)) from None
     return target
 
 
@@ -138,5 +141,5 @@ def _save(figure, axes, path: Path) -> None:
             figure.savefig(path, metadata=metadata)
         except OSError as err:
             raise Refused(
-                Problem(f"cannot write `{path}`: {err.strerror}", "plot", "name a file you may write")
+                Problem(f"cannot write `{path}`: {err.strerror}", key="plot", hint="name a file you may write")
             ) from None

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from nam_megatron.blocks.kinds import KINDS
 from nam_megatron.budget import static
+from nam_megatron.compile.plan import Plan
 from nam_megatron.errors import Problem, raise_if
-from nam_megatron.plan import Plan
-from nam_megatron.sizes import GIB, Sizes, Stage, State
+from nam_megatron.words.sizes import GIB, Sizes, Stage, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,36 +63,36 @@ def serve(plan: Plan, batch: int, context: int, page: int | None = None) -> tupl
         Refused: no batch, or a context the model was not made for.
     """
     raise_if(_problems(plan, batch, context))
-    z = Sizes.of(plan)
-    return tuple(_serve(z, stage, batch, context, page) for stage in static.stages(plan))
+    z = Sizes.of(plan.site)
+    return tuple(_serve(plan, z, stage, batch, context, page) for stage in static.stages(plan))
 
 
 def _problems(plan: Plan, batch: int, context: int) -> Iterator[Problem]:
     if batch < 1:
-        yield Problem(f"a batch of {batch} sequences", "batch", "give 1 or more")
+        yield Problem(f"a batch of {batch} sequences", key="batch", hint="give 1 or more")
     if context < 1:
-        yield Problem(f"a context of {context} tokens", "context", "give 1 or more")
+        yield Problem(f"a context of {context} tokens", key="context", hint="give 1 or more")
     if context > plan.recipe.model.seq_length:
         yield Problem(
             f"a context of {context} tokens is beyond the model's {plan.recipe.model.seq_length}",
-            "context",
-            "positions it was not trained on; make `model.seq_length` larger if it was",
+            key="context",
+            hint="positions it was not trained on; make `model.seq_length` larger if it was",
         )
 
 
-def _serve(z: Sizes, stage: Stage, batch: int, context: int, page: int | None) -> Serving:
-    weights = sum(2 * group.elements() for group in static.groups(z, stage))
-    owners = [layer.number for layer in stage.layers if z.block(layer.kind).cached]
+def _serve(plan: Plan, z: Sizes, stage: Stage, batch: int, context: int, page: int | None) -> Serving:
+    weights = sum(2 * group.elements() for group in static.groups(plan, z, stage))
+    owners = [layer.number for layer in stage.layers if z.site.blocks.of(layer.kind).cached]
     logits = int(z.own(batch=batch).value("6 batch V / t")) if stage.last else 0
     cache_map = {number: place for place, number in enumerate(owners)}
     pools = tuple(_pools(z, stage, batch, context, page))
-    return Serving(z.plan, stage, batch, context, weights, cache_map, pools, logits)
+    return Serving(plan, stage, batch, context, weights, cache_map, pools, logits)
 
 
 def _pools(z: Sizes, stage: Stage, batch: int, context: int, page: int | None) -> Iterator[Pool]:
     counts: dict[tuple[str, State], int] = {}
     for layer in stage.layers:
-        for state in z.block(layer.kind).serving(z, layer):
+        for state in z.site.blocks.of(layer.kind).serving(z, layer):
             counts[layer.kind, state] = counts.get((layer.kind, state), 0) + 1
     for kind in KINDS:
         for (owner, state), layers in counts.items():

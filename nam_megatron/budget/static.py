@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from nam_megatron.budget import ends
+from nam_megatron.compile.plan import Plan
 from nam_megatron.features import Feature
-from nam_megatron.plan import Plan
-from nam_megatron.sizes import (
+from nam_megatron.words.sizes import (
     ALLOCATOR,
     COMMUNICATION,
     GRADIENTS,
@@ -31,24 +31,23 @@ def stages(plan: Plan) -> tuple[Stage, ...]:
     return tuple(Stage(rank, of, plan.segments[rank::of]) for rank in range(of))
 
 
-def parts(z: Sizes, stage: Stage) -> Iterator[tuple[str, int | None, Param]]:
+def parts(plan: Plan, z: Sizes, stage: Stage) -> Iterator[tuple[str, int | None, Param]]:
     """(owner, layer number, parameter) of everything on a stage."""
     for param in ends.params(z, stage):
         yield "ends", None, param
     for layer in stage.layers:
-        for param in z.block(layer.kind).params(z, layer):
+        for param in z.site.blocks.of(layer.kind).params(z, layer):
             yield layer.kind, layer.number, param
-    for feature in z.plan.recipe.feature.all():
+    for feature in plan.recipe.feature.all():
         for param in feature.params(z, stage):
             yield feature.name, None, param
 
 
 def parameters(plan: Plan) -> tuple[int, int]:
     """(all parameters of the model, those that one token uses). Embedding and output layer are among both."""
-    z = Sizes.of(plan)
     total, idle = 0, 0
-    moe = plan.recipe.model.blocks.moe
-    for _, _, param in parts(z, Stage(0, 1, plan.segments)):
+    moe = plan.recipe.blocks.moe
+    for _, _, param in parts(plan, Sizes.of(plan.site), Stage(0, 1, plan.segments)):
         total += param.elements
         if moe and param.shard == "expert":
             idle += param.elements // moe.experts * (moe.experts - moe.top_k)
@@ -58,12 +57,12 @@ def parameters(plan: Plan) -> tuple[int, int]:
 def by_kind(plan: Plan) -> dict[str, int]:
     """Parameters of the whole model by owner, in the order of the model."""
     found: dict[str, int] = {}
-    for owner, _, param in parts(Sizes.of(plan), Stage(0, 1, plan.segments)):
+    for owner, _, param in parts(plan, Sizes.of(plan.site), Stage(0, 1, plan.segments)):
         found[owner] = found.get(owner, 0) + param.elements
     return found
 
 
-def groups(z: Sizes, stage: Stage) -> tuple[Group, ...]:
+def groups(plan: Plan, z: Sizes, stage: Stage) -> tuple[Group, ...]:
     """The parameters of a rank by buffer. Experts have one of their own where their ranks are others.
 
     megatron-core 0.19.2: `is_expert_parallel` of distributed_data_parallel.py, set where EP > 1 or ETP != TP.
@@ -71,7 +70,7 @@ def groups(z: Sizes, stage: Stage) -> tuple[Group, ...]:
     apart = z["e"] > 1 or z["et"] != z["t"]
     dense: list[Held] = []
     experts: list[Held] = []
-    for owner, number, param in parts(z, stage):
+    for owner, number, param in parts(plan, z, stage):
         (experts if apart and param.shard == "expert" else dense).append(Held.of(z, param, owner, number))
     return (
         Group("dense", tuple(dense), int(z["N"]), "N"),
@@ -79,9 +78,9 @@ def groups(z: Sizes, stage: Stage) -> tuple[Group, ...]:
     )
 
 
-def lines(z: Sizes, stage: Stage, held: Sequence[Group]) -> Iterator[Line]:
+def lines(plan: Plan, z: Sizes, stage: Stage, held: Sequence[Group]) -> Iterator[Line]:
     """Everything static on a rank, with the phase in which it first exists."""
-    f = z.plan.recipe.feature
+    f = plan.recipe.feature
     # One feature says how weights, gradients and Adam's state lie; others change or add to it.
     keeper = f.megatron_fsdp or f.distributed_optimizer
     changing: tuple[Feature | None, ...] = (keeper, f.muon, f.fp8)
@@ -94,12 +93,12 @@ def lines(z: Sizes, stage: Stage, held: Sequence[Group]) -> Iterator[Line]:
     yield from _unread(z, held)
     yield from _communication(z)
     yield from _workspaces(z)
-    yield from _device(z)
+    yield from _device(plan, z)
 
 
 def _state(feature: Feature, z: Sizes, group: Group) -> Iterator[Line]:
     """Beside adapters all weights are held, and only the adapters' gradients and moments."""
-    if z.plan.recipe.feature.lora is None:
+    if not z.site.lora:
         yield from feature.state(z, group)
         return
     stays, learns = (
@@ -116,9 +115,9 @@ def _of(feature: Feature, found: Iterator[Line]) -> Iterator[Line]:
 
 def _communication(z: Sizes) -> Iterator[Line]:
     more = {"bucket": COMMUNICATION, "owner": "parallel"}
-    if z.plan.recipe.parallel.sequence:
+    if z.site.sequence:
         yield z.line("sequence gather", "2 T h", "Megatron's global buffer for the output layer's input", **more)
-    if z.plan.recipe.parallel.pipeline > 1:
+    if z.site.pipeline > 1:
         yield z.line("pipeline exchange", "4 Ts h", "a received gradient and a received input", **more)
 
 
@@ -127,9 +126,9 @@ def _unread(z: Sizes, held: Sequence[Group]) -> Iterator[Line]:
 
     Transformer Engine 2.20.2 (module/base.py, get_dummy_wgrad). The output layer's has no element: runtime/wgrad.py.
     """
-    if not z.plan.recipe.precision.fused_grad_accumulation:
+    if not z.site.fused_grad_accumulation:
         return
-    moe = z.model.blocks.moe
+    moe = z.site.blocks.moe
     by_torch = moe is not None and moe.expert_gemm == "torch"  # which autograd is given what was added
     shapes = {
         (x.param.shape, x.param.shard): x.elements
@@ -146,20 +145,19 @@ def _workspaces(z: Sizes) -> Iterator[Line]:
     of = {"bucket": WORKSPACE, "owner": "device"}
     yield z.line("Transformer Engine's cuBLAS", "32 MiB + 1024", "one", **of)
     # torch's grouped GEMM does without: 141 and 144 MB less at the peak of two models, which were run both ways.
-    if (moe := z.model.blocks.moe) and moe.grouped_gemm and moe.expert_gemm == "transformer_engine":
+    if (moe := z.site.blocks.moe) and moe.grouped_gemm and moe.expert_gemm == "transformer_engine":
         yield z.line("grouped GEMM", "4 (32 MiB + 1024)", "one more for each of four streams", **of)
     yield z.line("torch's cuBLAS", "64 MiB", "32 for the forward and for the autograd thread", **of)
 
 
-def _device(z: Sizes) -> Iterator[Line]:
-    device = z.plan.recipe.device
+def _device(plan: Plan, z: Sizes) -> Iterator[Line]:
+    device, site = plan.recipe.device, z.site
     z = z.own(runtime=device.runtime_gib, overhead=device.allocator_gib)
     of = {"bucket": RUNTIME, "owner": "device", "since": "init", "place": "outside"}
     yield z.line("runtime", "runtime GiB", "CUDA context and loaded kernels: outside torch's allocator", **of)
-    layout = z.plan.recipe.parallel
     members = {
-        "data": z.plan.recipe.data_parallel, "tensor": layout.tensor, "pipeline": layout.pipeline,
-        "context": layout.context, "expert": layout.expert,
+        "data": site.data_parallel, "tensor": site.tensor, "pipeline": site.pipeline, "context": site.context,
+        "expert": site.expert,
     }  # fmt: skip
     for group, n in members.items():
         if n > 1:

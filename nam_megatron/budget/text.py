@@ -9,9 +9,9 @@ from nam_megatron.budget.cost import MEGATRONS_COUNT, Cost, cost
 from nam_megatron.budget.memory import Budget, Moment, StageBudget, budget
 from nam_megatron.budget.serving import Serving, serve
 from nam_megatron.budget.static import by_kind
-from nam_megatron.lower import Lowering
-from nam_megatron.report import layout
-from nam_megatron.sizes import BUCKETS, GIB, Line, Sizes
+from nam_megatron.compile.lower import Lowering
+from nam_megatron.report import layout, tries
+from nam_megatron.words.sizes import BUCKETS, GIB, Line, Sizes
 
 PHASES = {
     "build": "building the model",
@@ -55,14 +55,15 @@ def head(b: Budget) -> Iterator[str]:
     counted = ((KINDS[k].title if k in KINDS else k, n) for k, n in by_kind(p).items())
     yield "parameters: " + ", ".join(f"{name} {n:,}" for name, n in counted)
     yield f"layout: {layout(p)}"
+    yield from tries(p)
     yield (
         f"placement: tensor {a.tensor} cuts the tensors, pipeline {a.pipeline} deals out the layers, {r.data_parallel * a.context} "
         f"data-parallel ranks share state, expert {a.expert} deals out the experts"
     )
     names = ("b", "S", "s", "T", "Ts", "h", "V", "t", "cp", "e", "et", "N", "Ne", "D", "w")
-    symbols = Sizes.of(p).symbols
+    symbols = Sizes.of(p.site).symbols
     fp8 = r.feature.fp8
-    kept = f" (2 of {', '.join(fp8.standing(p))})" if fp8 and any(fp8.standing(p)) else ""
+    kept = f" (2 of {', '.join(fp8.standing(p.site))})" if fp8 and any(fp8.standing(p.site)) else ""
     yield "symbols: " + ", ".join(f"{name} {symbols[name]:g}" for name in names) + kept
 
 
@@ -221,6 +222,7 @@ def tree(b: Budget, c: Cost, serving: Sequence[Serving] = ()) -> dict:
     """Everything as plain data, bytes and operations."""
     found = {
         "preset": b.plan.recipe.preset.name,
+        "untried": b.plan.recipe.allow,
         "parameters": b.parameters,
         "active": b.active,
         "capacity": b.capacity,

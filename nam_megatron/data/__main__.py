@@ -5,9 +5,11 @@ import os
 import sys
 from pathlib import Path
 
-from nam_megatron.argtypes import count
+from nam_megatron import installed
 from nam_megatron.data import corpus, manifest, sources
 from nam_megatron.errors import FINDINGS, OK, Problem, Refused, finish, keyless, without_keys
+from nam_megatron.parser import Parser
+from nam_megatron.words.argtypes import count
 
 EXAMPLES = """
 examples:
@@ -35,7 +37,7 @@ class Once(argparse.Action):
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="python -m nam_megatron.data",
         description="Text and source files to Megatron indexed datasets.",
         epilog=EXAMPLES,
@@ -117,6 +119,7 @@ def _tokenizer(words: argparse.Namespace) -> int:
 
 
 def _build(words: argparse.Namespace) -> int:
+    installed.ask()
     from nam_megatron.data import build
 
     options = build.Options(words.tokenizer, words.valid, words.duplicates, words.workers, tuple(words.skip))
@@ -125,6 +128,7 @@ def _build(words: argparse.Namespace) -> int:
 
 
 def _check(words: argparse.Namespace) -> int:
+    installed.ask()
     from nam_megatron.data import build
 
     made, problems = build.check(words.out, words.vocabulary)

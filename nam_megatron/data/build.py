@@ -40,6 +40,7 @@ warnings.filterwarnings("ignore", module="megatron.core._rank_utils")  # there a
 WORK, LOCK = "work", "lock"
 CHOICE = "`--duplicates drop` keeps the first of each, `--duplicates keep` all"
 SHOWN = 10  # findings of one kind that are printed
+Stamps = dict[str, tuple[int, ...] | None]
 
 
 @dataclass(frozen=True)
@@ -64,24 +65,32 @@ def build(out: Path, inputs: Sequence[Source], options: Options) -> Manifest:
             folder, holds another dataset or anything else, or another build is at work there.
     """
     if out.exists() and not out.is_dir():
-        raise Refused(Problem(f"`{out}` is a file, and a dataset is a folder", None, "name another"))
+        raise Refused(Problem(f"`{out}` is a file, and a dataset is a folder", hint="name another"))
     twice = [s.path for i, s in enumerate(inputs) if s.path.resolve() in [o.path.resolve() for o in inputs[:i]]]
     raise_if(Problem(f"`{path}` is named twice") for path in twice)
     left = sources.without(inputs, options.skip)
     raise_if([Problem("nothing is left to read")] * (not left))
     gone = [s.path.name for s in inputs if s.path not in {o.path for o in left}]
+    before = _stamps(left, options)
     entries = tokenizer.load(options.tokenizer).get_vocab_size()
     finished = (out / manifests.NAME).exists()
-    begun = (out / WORK / LOCK).exists()
+    # Killed before it had its lock, a build leaves an empty folder.
+    begun = (out / WORK / LOCK).exists() or (out.exists() and [*out.rglob("*")] == [out / WORK])
     foreign = sorted(path.name for path in out.iterdir()) if out.exists() and not (finished or begun) else []
-    raise_if(Problem(f"`{out}` holds `{name}`", None, "name a folder that is empty or new") for name in foreign[:1])
+    raise_if(Problem(f"`{out}` holds `{name}`", hint="name a folder that is empty or new") for name in foreign[:1])
     # A finished dataset is only read.
     with contextlib.nullcontext() if finished else _locked(out / WORK):
-        return _build(out, left, gone, options, entries)
+        try:
+            return _build(out, left, gone, options, entries, before)
+        except Exception:
+            raise_if(_changed(before, _stamps(left, options)))  # which explains whatever it was
+            raise
 
 
-def _build(out: Path, inputs: Sequence[Source], gone: Sequence[str], options: Options, entries: int) -> Manifest:
-    """gone: names of inputs that are skipped whole."""
+def _build(
+    out: Path, inputs: Sequence[Source], gone: Sequence[str], options: Options, entries: int, before: Stamps
+) -> Manifest:
+    """gone: names of inputs that are skipped whole. before: of the inputs, as everything else is read after."""
     if options.duplicates == "refuse":  # before anything is read whole
         same = [f"{path} is {first}, byte for byte" for path, first in sources.twins(inputs)]
         raise_if(_listed("duplicates", same, f"`--skip {same[0].split(' is ')[0]}`, or {CHOICE}" if same else ""))
@@ -90,22 +99,29 @@ def _build(out: Path, inputs: Sequence[Source], gone: Sequence[str], options: Op
         key = _key(inputs, contents, gone, options)
         if (out / manifests.NAME).exists():
             done = manifests.read(out)
-            raise_if([Problem(f"`{out}` holds another dataset", None, "name another folder")] * (done.key != key))
+            raise_if([Problem(f"`{out}` holds another dataset", hint="name another folder")] * (done.key != key))
             return done
-        work = out / WORK / key
-        work.mkdir(exist_ok=True)
+        work = _work(out / WORK / key, before)
         pieces = [piece for source in inputs for piece in sources.pieces(source)]
         scans = run("read", _scan, pieces, [work / f"{i:06}.scan.json" for i in range(len(pieces))])
         left_out = _judge(pieces, scans, options)
         jobs = [partial(_encode, options.tokenizer, options.valid_share, frozenset(skip)) for skip in left_out]
         parts = [work / f"{i:06}" for i in range(len(pieces))]
         counts = run("encode", _call, jobs, pieces, parts)
-    ended = [place for count in counts for place in count.get("ended", ())]  # not in a build begun before
-    said = [f"{place} holds the token that ends a document" for place in ended]
-    raise_if(_listed("texts that hold it", said, f"`--skip {ended[0]}` leaves it out" if ended else ""))
-    _merge(out, parts, counts, entries)
-    (out / TOKENIZER).mkdir(exist_ok=True)
-    tokenizer.copy(options.tokenizer, out / TOKENIZER)
+        ended = [place for count in counts for place in count.get("ended", ())]  # not in a build begun before
+        said = [f"{place} holds the token that ends a document" for place in ended]
+        raise_if(_listed("texts that hold it", said, f"`--skip {ended[0]}` leaves it out" if ended else ""))
+        _merge(out, parts, counts, entries)
+        (out / TOKENIZER).mkdir(exist_ok=True)
+        tokenizer.copy(options.tokenizer, out / TOKENIZER)
+        # What was hashed, read for duplicates and encoded was one and the same.
+        again = run("hash again", sources.content, inputs)
+        other = [str(s.path) for s, was, now in zip(inputs, contents, again, strict=True) if was != now]
+        if _key(inputs, contents, gone, options) != key:
+            other.append(str(options.tokenizer))
+        if found := dict.fromkeys((*_changed(before, _stamps(inputs, options)), *map(_change, other))):
+            shutil.rmtree(work)
+            raise Refused(found)
     names = [f"{split}.{end}" for split in SPLITS for end in ("bin", "idx")]
     names += [f"{TOKENIZER}/{name}" for name in (tokenizer.FILE, tokenizer.CONFIG)]
     of_source: dict[Source, list[int]] = {source: [] for source in inputs}
@@ -132,6 +148,33 @@ def _build(out: Path, inputs: Sequence[Source], gone: Sequence[str], options: Op
     return made
 
 
+def _stamps(inputs: Sequence[Source], options: Options) -> Stamps:
+    """Of all that a build reads. Raises Refused for a tree in which something is no file."""
+    found = {path: stamp for source in inputs for path, stamp in sources.stamps(source).items()}
+    for name in (tokenizer.FILE, tokenizer.CONFIG):
+        found |= sources.stamps(Source(options.tokenizer / name, "jsonl", "", ()))
+    return found
+
+
+def _changed(before: Stamps, now: Stamps) -> list[Problem]:
+    paths = [path for path in dict.fromkeys((*before, *now)) if before.get(path) != now.get(path)]
+    return [*map(_change, paths[:SHOWN])]
+
+
+def _change(path: str) -> Problem:
+    return Problem(f"`{path}` changed while it was read", hint="build from a copy that nobody writes to")
+
+
+def _work(folder: Path, before: Stamps) -> Path:
+    """Where finished pieces are kept; those of files that somebody has touched since are thrown away."""
+    path, text = folder / "stamps.json", json.dumps(before)
+    if folder.exists() and not (path.exists() and path.read_text(encoding="utf-8") == text):
+        shutil.rmtree(folder)
+    folder.mkdir(exist_ok=True)
+    _write(path, text)
+    return folder
+
+
 @contextlib.contextmanager
 def _locked(work: Path) -> Iterator[None]:
     """One build at a time. The lock ends with its process; its file says that the folder is ours, and stays as long as that does."""
@@ -142,10 +185,10 @@ def _locked(work: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Refused(
-                Problem(f"another build is at work in `{work.parent}`", None, "wait for it, or name another")
+                Problem(f"another build is at work in `{work.parent}`", hint="wait for it, or name another")
             ) from None
         except OSError as err:
-            raise Refused(Problem(f"`{path}` cannot be locked: {err.strerror}", None, "name a local folder")) from None
+            raise Refused(Problem(f"`{path}` cannot be locked: {err.strerror}", hint="name a local folder")) from None
         yield
 
 
@@ -204,7 +247,7 @@ def _judge(pieces: Sequence[Piece], scans: Sequence[dict], options: Options) -> 
     for split, count in (("train", len(first) - valid), ("valid", valid)):
         if not count:
             hint = "give more documents or another `--valid`"
-            raise Refused(Problem(f"none of {len(first)} documents falls into the split `{split}`", None, hint))
+            raise Refused(Problem(f"none of {len(first)} documents falls into the split `{split}`", hint=hint))
     skip: list[list[int]] = [[] for _ in pieces]
     if options.duplicates == "drop":
         for i, at, _ in twice:
@@ -217,7 +260,7 @@ def _listed(what: str, lines: Sequence[str], hint: str, total: int | None = None
     total = len(lines) if total is None else total
     rest = [Problem(f"... and {total - SHOWN} more {what}")] if total > SHOWN else []
     shown = [*(Problem(line) for line in lines[:SHOWN]), *rest]
-    return [*shown[:-1], Problem(shown[-1].message, None, hint)] if shown else []
+    return [*shown[:-1], Problem(shown[-1].message, hint=hint)] if shown else []
 
 
 def _is_valid(digest: str, share: float) -> bool:
@@ -243,7 +286,7 @@ def _encode(folder: Path, share: float, skip: frozenset[int], piece: Piece, out:
         if at in skip or not text.strip():
             continue
         split = "valid" if _is_valid(hashlib.sha256(text.encode()).hexdigest(), share) else "train"
-        ids = numpy.array([*encoder.encode(text, add_special_tokens=False).ids, end], dtype)
+        ids = numpy.array([*tokenizer.encode(encoder, text), end], dtype)
         if end in ids[:-1]:  # some tokenizers of others have it as a piece like any other
             count["ended"].append(sources.place(piece, at))
         builders[split].add_document(ids, [len(ids)])
@@ -331,11 +374,11 @@ class pool:
     terminals."""
 
     def __init__(self, workers: int):
-        # From a server without threads: a fork of this process would lose the tokenizer library's and the bar's. It imports torch once.
-        context = get_context("forkserver")
-        context.set_forkserver_preload([__name__])
         self._pool = None
         if workers > 1:
+            # From a server without threads: a fork of this process would lose the tokenizer library's and the bar's. It imports torch once.
+            context = get_context("forkserver")
+            context.set_forkserver_preload([__name__])
             # Ctrl-C reaches every process of a terminal. The server leaves it to this one, and the workers die of it in silence;
             # until the first of them is there it has to wait, or that one would complain that nobody waits for it.
             seen: list[int] = []

@@ -24,7 +24,7 @@ def write(out: Path, packages: Sequence[str]) -> dict[str, int]:
     seen: set[str] = set()
     counts = {"documents": 0, "bytes": 0, "duplicates": 0, "empty": 0, "not UTF-8": 0}
     if not out.parent.is_dir():
-        raise Refused(Problem(f"no folder `{out.parent}`", None, "make it first"))
+        raise Refused(Problem(f"no folder `{out.parent}`", hint="make it first"))
     part = out.with_name(f"{out.name}.{os.getpid()}.part")
     try:
         with part.open("x", encoding="utf-8") as stream:
@@ -52,7 +52,7 @@ def write(out: Path, packages: Sequence[str]) -> dict[str, int]:
 
 
 def _taken(out: Path) -> Problem:
-    return Problem(f"`{out}` exists", None, "name another file")
+    return Problem(f"`{out}` exists", hint="name another file")
 
 
 def _files(package: str) -> Iterator[tuple[str, Path]]:

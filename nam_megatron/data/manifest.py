@@ -3,13 +3,15 @@
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError
 
-from nam_megatron.errors import Problem, Refused
-from nam_megatron.setting import Config
+from nam_megatron.errors import Problem, Refused, not_there, quoted, raise_if
+from nam_megatron.words.regular import irregular
+from nam_megatron.words.setting import Config
 
 NAME = "manifest.json"
 SPLITS = ("train", "valid")
@@ -61,16 +63,22 @@ class Manifest(Config):
 def read(folder: Path) -> Manifest:
     """The manifest of a built dataset. Raises Refused for a folder without one, or with one that cannot be understood."""
     path = folder / NAME
+    raise_if(irregular((path,), "data.path"))
     try:
         return Manifest.model_validate_json(path.read_bytes())
     except OSError as err:
+        if not folder.exists():
+            problem = not_there(folder, "data.path")
+            raise Refused(replace(problem, hint="; ".join(filter(None, (problem.hint, BUILD))))) from None
         here = "" if folder.is_absolute() else f"`{folder}` is looked for in the current folder, `{Path.cwd()}`; "
         message = f"`{folder}` is no built dataset: {err.strerror}: `{path}`"
-        raise Refused(Problem(message, "data.path", here + BUILD)) from None
+        raise Refused(Problem(message, key="data.path", hint=here + BUILD)) from None
     except ValidationError as err:
         first = err.errors()[0]
         said = ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
-        raise Refused(Problem(f"`{path}` cannot be understood: {said}", "data.path", "build it again")) from None
+        raise Refused(
+            Problem(f"`{path}` cannot be understood: {said}", key="data.path", hint="build it again")
+        ) from None
 
 
 def write(folder: Path, manifest: Manifest) -> None:
@@ -87,15 +95,22 @@ def digest(path: Path) -> str:
 
 def damage(folder: Path, manifest: Manifest, thorough: bool) -> Iterator[Problem]:
     """Files that are not the manifest's: missing, of another size, or, where that is asked or cheap, of another content."""
+    all_files = [f"{TOKENIZER}/{TOKENS}", *(f"{split}.{kind}" for split in SPLITS for kind in ("bin", "idx"))]
+    if unknown := [name for name in all_files if name not in manifest.files]:
+        yield Problem(
+            f"`{folder / NAME}` has no hash of {quoted(unknown)}", key="data.path", hint="build the dataset again"
+        )
     for name, file in manifest.files.items():
         path = folder / name
         if not path.is_file():
-            yield Problem(f"`{path}` is missing", "data.path", "build the dataset again")
+            yield Problem(f"`{path}` is missing", key="data.path", hint="build the dataset again")
         elif (size := path.stat().st_size) != file.bytes:
-            yield Problem(f"`{path}` has {size} bytes, not {file.bytes}", "data.path", "build the dataset again")
+            yield Problem(
+                f"`{path}` has {size} bytes, not {file.bytes}", key="data.path", hint="build the dataset again"
+            )
         elif (thorough or name.startswith(f"{TOKENIZER}/")) and digest(path) != file.sha256:
             what = "another tokenizer than the dataset's" if name.startswith(TOKENIZER) else "not what was built"
-            yield Problem(f"`{path}` is {what}", "data.path", "build the dataset again")
+            yield Problem(f"`{path}` is {what}", key="data.path", hint="build the dataset again")
 
 
 def misfit(manifest: Manifest, vocab_size: int) -> Iterator[Problem]:
@@ -103,12 +118,12 @@ def misfit(manifest: Manifest, vocab_size: int) -> Iterator[Problem]:
     if manifest.vocabulary > vocab_size:
         yield Problem(
             f"the dataset's tokenizer has {manifest.vocabulary} entries, and the model's vocabulary {vocab_size}",
-            "model.vocab_size",
-            "build the dataset with a smaller tokenizer",
+            key="model.vocab_size",
+            hint="build the dataset with a smaller tokenizer",
         )
     if manifest.largest_id >= manifest.vocabulary:
         yield Problem(
-            f"the dataset has token {manifest.largest_id} of a vocabulary of {manifest.vocabulary}", "data.path"
+            f"the dataset has token {manifest.largest_id} of a vocabulary of {manifest.vocabulary}", key="data.path"
         )
 
 

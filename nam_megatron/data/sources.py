@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from stat import S_ISLNK, S_ISREG
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
 from nam_megatron.data.manifest import digest
 from nam_megatron.errors import Problem, Refused, raise_if
+from nam_megatron.words.regular import irregular
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
@@ -49,13 +51,14 @@ def source(path: Path, field: str, suffixes: tuple[str, ...]) -> Source:
     """Raises Refused for what is none of the three kinds."""
     if path.is_dir():
         if not suffixes:
-            raise Refused(Problem(f"`{path}` is a folder", None, "say which files: `--suffix .h --suffix .cpp`"))
+            raise Refused(Problem(f"`{path}` is a folder", hint="say which files: `--suffix .h --suffix .cpp`"))
         tree = Source(path, "tree", field, tuple(sorted(suffixes)))
         if not files(tree):
             raise Refused(
-                Problem(f"no file in `{path}` ends in {' or '.join(tree.suffixes)}", None, "another `--suffix`")
+                Problem(f"no file in `{path}` ends in {' or '.join(tree.suffixes)}", hint="another `--suffix`")
             )
         return tree
+    raise_if(irregular((path,)))
     if not path.is_file():
         raise Refused(Problem(f"no file or folder `{path}`"))
     if (kind := SUFFIXES.get(path.suffix)) is None:
@@ -83,7 +86,7 @@ def without(inputs: Sequence[Source], places: Sequence[str]) -> list[Source]:
             left[row] = replace(left[row], skip=tuple(sorted({*left[row].skip, int(number)})))
         else:
             hint = "an input, a file of a folder, or `file:line`, as a refusal names them"
-            problems.append(Problem(f"`{word}` would not be read", None, hint))
+            problems.append(Problem(f"`{word}` would not be read", hint=hint))
     raise_if(problems)
     return [source for path, source in left.items() if path not in left_out]
 
@@ -99,14 +102,12 @@ def _rows_of(source: Source) -> int:
 
 
 def files(tree: Source) -> list[Path]:
-    """The files of a tree with its suffixes, sorted by path; links are not followed."""
-    found = (
-        folder / name
-        for folder, _, names in tree.path.walk()
-        for name in names
-        if name.endswith(tree.suffixes) and not (folder / name).is_symlink()
-    )
-    return sorted(path for path in found if path.relative_to(tree.path).as_posix() not in tree.skip)
+    """The files of a tree with its suffixes, sorted by path; links are not followed. Raises Refused for one that is no file."""
+    named = (folder / name for folder, _, names in tree.path.walk() for name in names if name.endswith(tree.suffixes))
+    found = sorted(path for path in named if path.relative_to(tree.path).as_posix() not in tree.skip)
+    modes = [(path, path.lstat().st_mode) for path in found]
+    raise_if(irregular(path for path, mode in modes if not (S_ISREG(mode) or S_ISLNK(mode))))
+    return [path for path, mode in modes if S_ISREG(mode)]
 
 
 def twins(inputs: Sequence[Source]) -> Iterator[tuple[Path, Path]]:
@@ -136,6 +137,19 @@ def content(source: Source) -> str:
     for path in files(source):
         whole.update(f"{path.relative_to(source.path)}\0{digest(path)}\n".encode("utf-8", "surrogateescape"))
     return whole.hexdigest()
+
+
+def stamps(source: Source) -> dict[str, tuple[int, ...] | None]:
+    """{file: its size, and when it and what is known of it were last changed}, by the path within the source; None of one that is gone."""
+    found: dict[str, tuple[int, ...] | None] = {}
+    for path in files(source) if source.kind == "tree" else [source.path]:
+        try:
+            said = path.stat()
+        except FileNotFoundError:
+            found[str(path)] = None
+        else:
+            found[str(path)] = said.st_size, said.st_mtime_ns, said.st_ctime_ns
+    return found
 
 
 def pieces(source: Source) -> Iterator[Piece]:
@@ -233,7 +247,7 @@ def _parquet(source: Source) -> "ParquetFile":
     except (OSError, pyarrow.ArrowException) as err:
         raise Refused(Problem(f"`{source.path}` is no Parquet file: {err}")) from None
     if source.field not in (columns := file.schema_arrow.names):
-        raise Refused(Problem(f"`{source.path}` has no column `{source.field}`", None, f"it has {', '.join(columns)}"))
+        raise Refused(Problem(f"`{source.path}` has no column `{source.field}`", hint=f"it has {', '.join(columns)}"))
     return file
 
 

@@ -1,23 +1,27 @@
 """The tokenizer: byte-level BPE of the `tokenizers` library, in the folder form that Megatron's HuggingFaceTokenizer reads."""
 
+import contextlib
 import errno
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from nam_megatron.data.manifest import AROUND, TOKENS
-from nam_megatron.errors import Problem, Refused
+from nam_megatron.errors import Problem, Refused, raise_if
+from nam_megatron.words.regular import irregular
 
 END = "<|endoftext|>"
 # The names that conf/feature/fim.yaml expects. One token pads all: Megatron takes the tokenizer's padding out of the loss.
 PAD = "<fim_pad>"
 SPECIAL = (END, "<fim_prefix>", "<fim_middle>", "<fim_suffix>", PAD)
 FILE, CONFIG = TOKENS, "tokenizer_config.json"
+MOST_GROWTH = 1000.0  # of a text; one of a few bytes that doubles thirty times fills a host
 
 
 def train(texts: Iterable[str], entries: int, progress: bool) -> Tokenizer:
@@ -43,7 +47,7 @@ def train(texts: Iterable[str], entries: int, progress: bool) -> Tokenizer:
     tokenizer.train_from_iterator(texts, trainer)
     if (reached := tokenizer.get_vocab_size()) != entries:
         hint = f"give more text, or a vocabulary: `--entries {reached}`"
-        raise Refused(Problem(f"these texts give a tokenizer of {reached} entries, not {entries}", None, hint))
+        raise Refused(Problem(f"these texts give a tokenizer of {reached} entries, not {entries}", hint=hint))
     return tokenizer
 
 
@@ -76,7 +80,7 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def taken(folder: Path) -> Problem:
-    return Problem(f"`{folder}` exists and is not empty", None, "name another folder")
+    return Problem(f"`{folder}` exists and is not empty", hint="name another folder")
 
 
 def load(folder: Path) -> Tokenizer:
@@ -85,20 +89,26 @@ def load(folder: Path) -> Tokenizer:
     Raises:
         Refused: the folder cannot be read, names code, has no end of document, or has ids that are not 0, 1, 2, ...
     """
+    raise_if(irregular((folder / FILE, folder / CONFIG)))
     try:
-        tokenizer = Tokenizer.from_file(str(folder / FILE))
+        with _no_panic():
+            tokenizer = Tokenizer.from_file(str(folder / FILE))
         config = _config(folder)
+        tree = json.loads((folder / FILE).read_text(encoding="utf-8"))
     except Exception as err:  # the library raises Exception itself
         hint = "`python -m nam_megatron.data tokenizer` makes one"
-        raise Refused(Problem(f"`{folder}` holds no tokenizer: {err}", None, hint)) from None
+        raise Refused(Problem(f"`{folder}` holds no tokenizer: {err}", hint=hint)) from None
+    if (times := max(_growth(tree.get(part)) for part in ("normalizer", "decoder"))) > MOST_GROWTH:
+        said = f"the tokenizer in `{folder}` may make a text {f'{times:.0f}' if times < 1e6 else 'a million'} times as long"
+        raise Refused(Problem(said, hint=f"take what replaces a text out of `normalizer` and `decoder` of `{FILE}`"))
     if "auto_map" in config:
         said = f"the tokenizer in `{folder}` is code of its own (`auto_map` of `{CONFIG}`), which is not run"
-        raise Refused(Problem(said, None, f"`{FILE}` may do without: remove the key if it does"))
+        raise Refused(Problem(said, hint=f"`{FILE}` may do without: remove the key if it does"))
     if named(folder, tokenizer).get("eos") is None:
         said = (
             f"the tokenizer in `{folder}` has no end of a document: no `eos_token` of `{CONFIG}` is one of its entries"
         )
-        raise Refused(Problem(said, None, "name it there, or make one: `python -m nam_megatron.data tokenizer`"))
+        raise Refused(Problem(said, hint="name it there, or make one: `python -m nam_megatron.data tokenizer`"))
     ids = tokenizer.get_vocab().values()
     if max(ids) + 1 != len(ids):
         raise Refused(Problem(f"the tokenizer in `{folder}` has {len(ids)} entries and the id {max(ids)}"))
@@ -107,6 +117,43 @@ def load(folder: Path) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    """A text's tokens, without what a tokenizer would put around it. Raises Refused: its patterns give up on the text."""
+    try:
+        with _no_panic():
+            return tokenizer.encode(text, add_special_tokens=False).ids
+    except RuntimeError as err:
+        said = f"the tokenizer breaks down on a text that begins with {json.dumps(text[:40])}: {str(err)[:200]}"
+        raise Refused(
+            Problem(said, hint="a pattern of its `pre_tokenizer` or `normalizer` goes back too often")
+        ) from None
+
+
+@contextlib.contextmanager
+def _no_panic() -> Iterator[None]:
+    """What the library raises where it breaks down is no Exception, and its type has no place to be imported from."""
+    try:
+        yield
+    except BaseException as err:
+        if type(err).__name__ != "PanicException":
+            raise
+        raise RuntimeError(str(err)) from None
+
+
+def _growth(stage: Any) -> float:
+    """How many times as long a text may become in a normalizer or a decoder."""
+    if not isinstance(stage, dict):
+        return 1.0
+    inner = stage.get("normalizers") or stage.get("decoders")
+    if isinstance(inner, list):
+        return prod(map(_growth, inner))
+    content = str(stage.get("content") or stage.get("prepend") or "")
+    pattern = stage.get("pattern")
+    found = pattern.get("String") if isinstance(pattern, dict) else None
+    # A regular expression may find something at every character.
+    return max(1.0, len(content) / len(found)) if isinstance(found, str) and found else 1.0 + len(content)
 
 
 def named(folder: Path, tokenizer: Tokenizer) -> dict[str, int]:

@@ -1,16 +1,17 @@
-"""What has no place in the pattern, one file each. Its fields are the YAML under `feature.<name>`."""
+"""What has no place in the pattern, one file each. Its fields are the YAML under `feature.<name>`.
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, ClassVar
+A feature that owns a part of the model names a module of runtime/, which has
+    build(feature, stack, layers)   the spec of the layer stack with it; layers: specs of the slots that the plan uses
+What stands beside the stack is a hook that gets the model before it is wrapped, in the spec's metainfo["hooks"].
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar
 
 from nam_megatron.blocks import Gauge
-from nam_megatron.setting import Config, Env, Row, Setting
-from nam_megatron.sizes import Group, Line, Param, Sizes, Stage, Work
-
-if TYPE_CHECKING:
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    from nam_megatron.plan import Plan
+from nam_megatron.words.setting import Config, Env, Row, Setting
+from nam_megatron.words.site import Site
+from nam_megatron.words.sizes import Group, Line, Param, Sizes, Stage, Work
 
 
 class Feature(Config):
@@ -19,7 +20,13 @@ class Feature(Config):
     name: ClassVar[str]
     switch: ClassVar[str] = "enabled"  # the key that puts it on or off
     missing: ClassVar[str | None] = None  # the torch side that is still to be written; None: it can be trained
+    torch_side: ClassVar[str | None] = None  # the module of runtime/ that puts it into the layer stack
     measures: ClassVar[Gauge | None] = None  # at the embedding, in the step line
+    shapes: ClassVar[bool] = (
+        False  # whether the weights mean something else with it: a part of the model, not of its training
+    )
+    plain: ClassVar[Mapping[str, Any]] = {}  # as of a kind: what its keys say on the one rank of a proof
+    without_gpu: ClassVar[tuple[tuple[str, Any, Any, str], ...]] = ()  # as of a kind: what a CPU runs
     named: ClassVar[bool] = False  # whether what a model is called says it; what is ours always is
     bound: ClassVar[bool] = False  # whether no other parallel layout can read the optimizer's state that it leaves
 
@@ -29,22 +36,19 @@ class Feature(Config):
         return bool(getattr(self, self.switch))
 
     @classmethod
-    def off(cls, plan: "Plan") -> Iterator[Setting]:
+    def off(cls) -> Iterator[Setting]:
         """What Megatron is told where the feature is off; `beside` nothing."""
         return iter(())
 
-    def env(self, plan: "Plan") -> Iterator[Env]:
+    def env(self) -> Iterator[Env]:
         return iter(())
 
-    def build(self, stack: "ModuleSpec", layers: "Mapping[str, ModuleSpec]") -> "ModuleSpec":
-        """The spec of the layer stack with this feature in it; `layers`: those of its slots that the plan uses (torch side).
-
-        What stands beside the stack: a hook that gets the model before it is wrapped, in metainfo["hooks"].
-        """
-        return stack
-
-    def ours(self, plan: "Plan") -> str | None:
+    def ours(self, site: Site) -> str | None:
         """Why stock Megatron would train another model on this plan's arguments; None where it would not."""
+        return None
+
+    def exported(self, kinds: Collection[str]) -> tuple[str, Mapping[str, Any]] | None:
+        """Its part of an export's config.json: its name there and its keys. kinds: that stand."""
         return None
 
     # What it costs. `state`: see budget/static.py.

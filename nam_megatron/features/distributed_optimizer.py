@@ -1,15 +1,12 @@
 """Optimizer state sharded over the data-parallel ranks (ZeRO-1): Megatron's --use-distributed-optimizer."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-from nam_megatron.errors import Problem
 from nam_megatron.features import Feature
-from nam_megatron.setting import Row, Setting
-from nam_megatron.sizes import COMMUNICATION, GRADIENTS, OTHER, UNMEASURED, Group, Line, Sizes
-
-if TYPE_CHECKING:
-    from nam_megatron.plan import Plan
+from nam_megatron.words.setting import Row, Setting
+from nam_megatron.words.site import Site
+from nam_megatron.words.sizes import COMMUNICATION, GRADIENTS, OTHER, UNMEASURED, Group, Line, Sizes
 
 
 class DistributedOptimizer(Feature):
@@ -38,42 +35,28 @@ class DistributedOptimizer(Feature):
             "dist_ckpt_optim_fully_reshardable", ("checkpoint.dist_ckpt_optim_fully_reshardable",), "what a checkpoint looks like"),
     ]  # fmt: skip
 
-    def settings(self, plan: "Plan") -> Iterator[Setting]:
+    def settings(self, site: Site) -> Iterator[Setting]:
         # Muon's state is sharded layer by layer, by another switch that Megatron throws itself.
-        muon = plan.recipe.feature.muon is not None
         fields = dict.fromkeys(
-            ("optimizer.use_distributed_optimizer", "ddp.use_distributed_optimizer"), self.enabled and not muon
+            ("optimizer.use_distributed_optimizer", "ddp.use_distributed_optimizer"), self.enabled and not site.muon
         )
-        fields["args.use_layer_wise_distributed_optimizer"] = self.enabled and muon
+        fields["args.use_layer_wise_distributed_optimizer"] = self.enabled and site.muon
         why = "master weights and moments are sharded"
         yield Setting("use_distributed_optimizer", self.enabled, why, "enabled", fields=fields)
+
+    def alone(self, site: Site) -> Iterator[str]:
+        if self.reshardable and self.overlap_grad_reduce and site.save and not site.fsdp:
+            yield "Megatron 0.19.2 saves master weights and moments shifted by padding, and a run that goes on trains with others"
 
     @property
     def on(self) -> bool:
         return True
 
-    def check(self, plan: "Plan") -> Iterator[Problem]:
-        at = "feature.distributed_optimizer."
-        if self.overlap_param_gather and not self.enabled:
-            yield Problem(
-                "there are no sharded weights to gather",
-                at + "overlap_param_gather",
-                f"set `{at}overlap_param_gather=false`, or `{at}enabled=true`",
-            )
-        if self.reshardable and not self.enabled:
-            yield Problem("unsharded state is always reshardable", at + "reshardable", "set it to false")
-        if self.overlap_param_gather and not self.overlap_grad_reduce:
-            yield Problem(
-                "`overlap_param_gather` needs `overlap_grad_reduce`",
-                at + "overlap_grad_reduce",
-                "switch both on or both off",
-            )
-
     def state(self, z: Sizes, group: Group) -> Iterator[Line]:
         """Of plain data parallelism, with Adam's state whole or shared; Muon's matrices are not among it."""
-        r, share = z.plan.recipe, f" / {group.shares}" if self.enabled else ""
-        adam = group.split("other") if r.feature.muon else group.held
-        wide = r.precision.grad_reduce == "fp32"
+        share = f" / {group.shares}" if self.enabled else ""
+        adam = group.split("other") if z.site.muon else group.held
+        wide = z.site.grad_reduce == "fp32"
         yield from group.weights(z, "2", "bf16, in the DDP buffer" if self.enabled else "bf16")
         why = "the DDP buffer; fp32 accumulation" if wide else "the DDP buffer; bf16 accumulation"
         yield from group.line(z, GRADIENTS, "gradients", "4" if wide else "2", why, since="init")

@@ -4,19 +4,14 @@ megatron-core 0.19.2, core/models/common/embeddings/rotary_pos_embedding.py, `_a
 once are divided by `factor`, those that turn more than four times are left, between them is a ramp. Only the factor can be said.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Collection, Iterator, Mapping
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from nam_megatron.errors import Problem
 from nam_megatron.features import Feature
-from nam_megatron.setting import Row, Setting
-
-if TYPE_CHECKING:
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    from nam_megatron.plan import Plan
+from nam_megatron.words.setting import Row, Setting
+from nam_megatron.words.site import Site
 
 
 class LlamaRope(Feature):
@@ -24,33 +19,21 @@ class LlamaRope(Feature):
 
     name = "llama_rope"
     switch = "factor"
+    shapes = True
 
     factor: Annotated[
         float, Field(ge=1), Row("times 8192 tokens that sequences may be; 1: off, plain RoPE", "rope_scaling_factor")
     ]
 
+    def exported(self, kinds: Collection[str]) -> tuple[str, Mapping[str, Any]]:
+        return "llama_rope", self.model_dump(include={"factor"})
+
     @property
     def on(self) -> bool:
         return self.factor > 1
 
-    def settings(self, plan: "Plan") -> Iterator[Setting]:
+    def settings(self, site: Site) -> Iterator[Setting]:
         yield Setting("use_rope_scaling", True, "by our trainer; Megatron hands it to its GPT alone", "factor")
 
-    def ours(self, plan: "Plan") -> str | None:
+    def ours(self, site: Site) -> str | None:
         return "Megatron 0.19.2 scales angles in its GPT and would leave a hybrid's as they are"
-
-    def build(self, stack: "ModuleSpec", layers: "Mapping[str, ModuleSpec]") -> "ModuleSpec":
-        from nam_megatron.runtime import llama_rope
-
-        stack.metainfo.setdefault("hooks", []).append(llama_rope.provider(self.factor))
-        return stack
-
-    def check(self, plan: "Plan") -> Iterator[Problem]:
-        at, off = "feature.llama_rope.factor", "set `feature.llama_rope.factor=1.0`"
-        block = plan.recipe.model.blocks.attention
-        if plan.kinds & {"mla", "dsa"}:
-            yield Problem("MLA's RoPE is scaled by YaRN or not at all", at, f"{off}, or `feature.yarn.factor`")
-        elif not block or not block.turned:
-            yield Problem("no layer has RoPE, whose angles this would scale", at, off)
-        if plan.recipe.feature.yarn:
-            yield Problem("YaRN scales these angles already", at, f"{off}, or `feature.yarn.factor=1.0`")

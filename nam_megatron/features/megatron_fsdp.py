@@ -2,16 +2,12 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
-from nam_megatron.errors import Problem
 from nam_megatron.features import Switch
-from nam_megatron.setting import Row, Setting
-from nam_megatron.sizes import COMMUNICATION, GRADIENTS, OTHER, UNMEASURED, Group, Line, Sizes
-
-if TYPE_CHECKING:
-    from nam_megatron.plan import Plan
-
+from nam_megatron.words.setting import Row, Setting
+from nam_megatron.words.site import Site
+from nam_megatron.words.sizes import COMMUNICATION, GRADIENTS, OTHER, UNMEASURED, Group, Line, Sizes
 
 # Seen on two ranks over gloo: it wraps whole layers in DTensors, and MambaMixer.sharded_state_dict wants a rank's whole in_proj.
 WHY = "Megatron 0.19.2 cannot save a Mamba layer under torch's FSDP2"
@@ -44,7 +40,7 @@ class MegatronFsdp(Switch):
         ),
     ]
 
-    def settings(self, plan: "Plan") -> Iterator[Setting]:
+    def settings(self, site: Site) -> Iterator[Setting]:
         fields = ("checkpoint.ckpt_format",)
         yield Setting(
             "ckpt_format", "fsdp_dtensor", "the only checkpoint format it writes", "enabled", beside="", fields=fields
@@ -53,25 +49,18 @@ class MegatronFsdp(Switch):
         yield NO_FSDP2
 
     @classmethod
-    def off(cls, plan: "Plan") -> Iterator[Setting]:
+    def off(cls) -> Iterator[Setting]:
         fields = ("args.use_megatron_fsdp", "ddp.use_megatron_fsdp")
         yield Setting("use_megatron_fsdp", False, "no FSDP", fields=fields)
         yield NO_FSDP2
 
-    def check(self, plan: "Plan") -> Iterator[Problem]:
-        r, at = plan.recipe, "feature.megatron_fsdp.enabled"
-        if not r.feature.distributed_optimizer.enabled:
-            yield Problem(
-                "Megatron-FSDP stands on the distributed optimizer",
-                at,
-                "set `feature.distributed_optimizer.enabled=true`",
-            )
-        if r.parallel.pipeline > 1:
-            # _get_dp_tp_mesh: every rank of the run is one of data and tensor parallelism.
-            message = "Megatron-FSDP of 0.19.2 has no place for pipeline stages in its mesh"
-            yield Problem(
-                message, "parallel.pipeline", "set `parallel.pipeline=1` or `feature.megatron_fsdp.enabled=false`"
-            )
+    def alone(self, site: Site) -> Iterator[str]:
+        several = site.global_batch_size > site.micro_batch_size * site.data_parallel
+        alone = site.expert_data_parallel == 1 < site.data_parallel
+        if "moe" in site.kinds and self.strategy != "optim" and several and alone:
+            yield "Megatron 0.19.2 scales the sum of the experts' gradients again with each microbatch"
+        if site.blocks.dsa and site.tensor > 1:
+            yield "Megatron 0.19.2 sums the gradients of DSA's indexer over tensor ranks, which are to be averaged"
 
     def _mark(self) -> dict[str, Any]:
         """Of the strategies only full sharding has been measured."""

@@ -2,16 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import Field, NonNegativeFloat
 
 from nam_megatron.features import Feature
-from nam_megatron.setting import Row, Setting
-from nam_megatron.sizes import MTP, Line, Param, Sizes, Stage, Work
-
-if TYPE_CHECKING:
-    from nam_megatron.plan import Plan
+from nam_megatron.words.setting import Row, Setting
+from nam_megatron.words.site import Site
+from nam_megatron.words.sizes import MTP, Line, Param, Sizes, Stage, Work
 
 
 class Mtp(Feature):
@@ -27,21 +25,21 @@ class Mtp(Feature):
         Row("weight of the extra losses", "mtp_loss_scaling_factor", ("transformer.mtp_loss_scaling_factor",)),
     ]
 
-    def settings(self, plan: "Plan") -> Iterator[Setting]:
+    def settings(self, site: Site) -> Iterator[Setting]:
         yield Setting("mtp_use_repeated_layer", False, "each depth has its own weights")
         yield Setting("mtp_detach_heads", False, "the extra losses train the trunk")
 
     def params(self, z: Sizes, stage: Stage) -> Iterator[Param]:
         if not stage.last:
             return
-        h = z.model.hidden_size
+        h = z.site.hidden_size
         for depth in range(self.depths):
             at = f"mtp.layers.{depth}."
             for norm in ("enorm", "hnorm", "final_layernorm"):
                 yield from z.norm(f"{at}{norm}.", h)
             yield Param(f"{at}eh_proj.weight", (h, 2 * h), "tensor", "weight")
-            for i, kind in enumerate(z.plan.mtp):
-                for p in z.block(kind).params(z, None):
+            for i, kind in enumerate(z.site.mtp):
+                for p in z.site.blocks.of(kind).params(z, None):
                     yield replace(p, name=f"{at}mtp_model_layer.layers.{i}.{p.name}")
 
     def activations(self, z: Sizes, stage: Stage) -> Iterator[Line]:

@@ -2,18 +2,14 @@
 
 from collections.abc import Iterable, Iterator
 from heapq import heapreplace
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from nam_megatron.errors import Problem
 from nam_megatron.features import Switch
-from nam_megatron.setting import Row, Setting
-from nam_megatron.sizes import MATRIX, UNMEASURED, Group, Held, Line, Sizes
-
-if TYPE_CHECKING:
-    from nam_megatron.plan import Plan
-    from nam_megatron.recipe import Recipe
+from nam_megatron.words.setting import Package, Row, Setting
+from nam_megatron.words.site import Site
+from nam_megatron.words.sizes import MATRIX, UNMEASURED, Group, Held, Line, Sizes
 
 
 class Muon(Switch):
@@ -36,31 +32,27 @@ class Muon(Switch):
     ]
     split_qkv: Annotated[bool, Row("queries, keys and values are orthogonalised apart", "muon_split_qkv")]
 
-    def settings(self, plan: "Plan") -> Iterator[Setting]:
+    def settings(self, site: Site) -> Iterator[Setting]:
         why = "takes every 2-D parameter but embeddings: router and indexer included"
         yield Setting("optimizer", "muon", why, "enabled", fields=("optimizer.optimizer",))
         yield Setting("muon_coefficient_type", "quintic", "Newton-Schulz polynomial", beside="ns_steps")
         yield Setting("muon_fp32_matmul_prec", "medium", "precision of its products", beside="ns_steps")
         yield Setting("muon_scalar_optimizer", "adam", "for everything that is not a matrix")
 
-    def idle(self, recipe: "Recipe", kinds: frozenset[str]) -> Iterator[tuple[str, str]]:
-        if (
-            "attention" not in kinds
-        ):  # megatron-core 0.19.2, optimizer/__init__.py: `linear_qkv.weight`; "TODO: support MLA"
+    def unread(self, site: Site) -> Iterator[tuple[str, str]]:
+        # megatron-core 0.19.2, optimizer/__init__.py: `linear_qkv.weight`; "TODO: support MLA"
+        if "attention" not in site.kinds:
             yield "split_qkv", "no layer has queries, keys and values in one matrix"
-        if recipe.parallel.tensor == recipe.parallel.expert_tensor == 1:
+        if site.tensor == site.expert_tensor == 1:
             yield "tp_mode", "no matrix is shared by tensor ranks"
 
-    def check(self, plan: "Plan") -> Iterator[Problem]:
-        f = plan.recipe.feature
-        if f.megatron_fsdp:
-            hint = "set `feature.megatron_fsdp.enabled=false`"
-            yield Problem("Muon does not run under `megatron_fsdp`", "feature.muon.enabled", hint)
+    def packages(self) -> Iterator[Package]:
+        yield Package("emerging-optimizers", "Muon")
 
     def state(self, z: Sizes, group: Group) -> Iterator[Line]:
         """Master weights and momentum of the matrices; whole matrices are dealt to ranks when the optimizer is distributed."""
         matrices = group.split("matrix")
-        if not z.plan.recipe.feature.distributed_optimizer.enabled:
+        if not z.site.sharded:
             yield from group.line(z, MATRIX, "master weights", "4", "fp32, whole on each rank", matrices, since="init")
             yield from group.line(z, MATRIX, "momentum", "4", "fp32, whole on each rank", matrices, since="step")
         elif matrices:

@@ -17,7 +17,7 @@ from nam_megatron.features.ngram_hash import NgramHash
 from nam_megatron.features.recompute import Recompute
 from nam_megatron.features.tracking import Tracking
 from nam_megatron.features.yarn import Yarn
-from nam_megatron.setting import Config, section
+from nam_megatron.words.setting import Config, section
 
 
 class Features(Config):

@@ -3,21 +3,16 @@
 The formulas: runtime/ngram_embedding.py. Megatron has no flags for them; they travel in plan.json.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from nam_megatron.blocks import Gauge
-from nam_megatron.errors import Problem
 from nam_megatron.features import Switch
-from nam_megatron.setting import Row
-from nam_megatron.sizes import FEATURES, GRADIENTS, Group, Line, Param, Sizes, Stage, Work
-
-if TYPE_CHECKING:
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    from nam_megatron.plan import Plan
+from nam_megatron.words.setting import Row
+from nam_megatron.words.site import Site
+from nam_megatron.words.sizes import FEATURES, GRADIENTS, Group, Line, Param, Sizes, Stage, Work
 
 PRIME = 2**31 - 1  # of the hash: products of two residues stay below 2^62
 
@@ -26,6 +21,8 @@ class NgramHash(Switch):
     """Hashed n-gram embeddings added to the token embedding."""
 
     name = "ngram_hash"
+    torch_side = "ngram_embedding"
+    shapes = True
     measures = Gauge("n-gram rows")
 
     order: Annotated[int, Field(ge=2, le=8), Row("length of the longest n-grams; each from 2 on has rows of its own")]
@@ -38,40 +35,15 @@ class NgramHash(Switch):
         NonNegativeInt | None, Row("token that ends a document, before which no n-gram reaches; null: no token does")
     ]
 
+    def exported(self, kinds: Collection[str]) -> tuple[str, Mapping[str, Any]]:
+        return "ngrams", self.model_dump(include={"order", "heads", "buckets", "width", "document_end"})
+
     @property
     def tables(self) -> int:
         return (self.order - 1) * self.heads
 
-    def build(self, stack: "ModuleSpec", layers: "Mapping[str, ModuleSpec]") -> "ModuleSpec":
-        from nam_megatron.runtime import ngram_embedding
-
-        keys = self.model_dump(exclude={"enabled"})
-        stack.metainfo.setdefault("hooks", []).append(ngram_embedding.provider(**keys))
-        return stack
-
-    def ours(self, plan: "Plan") -> str | None:
+    def ours(self, site: Site) -> str | None:
         return "Megatron 0.19.2 has no such embedding and would train without it"
-
-    def check(self, plan: "Plan") -> Iterator[Problem]:
-        at, r = "feature.ngram_hash.", plan.recipe
-        if not self.buckets:
-            yield Problem("n-gram embeddings without buckets", at + "buckets", "set it to the rows of a hash function")
-        if self.buckets > PRIME:
-            yield Problem(
-                f"more buckets than the {PRIME} values of the hash", at + "buckets", "fewer buckets, more heads"
-            )
-        if self.tables * self.buckets % r.parallel.tensor:
-            message = f"{self.tables * self.buckets} rows cannot be shared by {r.parallel.tensor} tensor ranks"
-            yield Problem(message, at + "buckets", "make it a multiple of `parallel.tensor`")
-        if self.document_end is not None and self.document_end >= r.model.vocab_size:
-            message = f"token {self.document_end} is not among the {r.model.vocab_size} of the vocabulary"
-            yield Problem(message, at + "document_end", "give the tokenizer's, or null")
-        if plan.mtp and r.parallel.pipeline > 1:
-            message = "under MTP the last pipeline stage would have n-gram rows of its own, which nothing keeps equal to the first's"
-            yield Problem(message, at + "enabled", "set `parallel.pipeline=1` or `feature.mtp.depths=0`")
-        if r.feature.megatron_fsdp:
-            message = "Megatron-FSDP copies gradients into buffers, and that of the n-grams' table is sparse"
-            yield Problem(message, at + "enabled", "set `feature.megatron_fsdp.enabled=false`")
 
     def _sizes(self, z: Sizes) -> Sizes:
         """L rows a token of width r, of B in each table."""
@@ -80,7 +52,7 @@ class NgramHash(Switch):
     def params(self, z: Sizes, stage: Stage) -> Iterator[Param]:
         if stage.first:
             yield Param("embedding.ngrams.table", (self.tables * self.buckets * self.width,), "tensor", "table")
-            shape = (z.model.hidden_size, self.tables * self.width)
+            shape = (z.site.hidden_size, self.tables * self.width)
             yield Param("embedding.ngrams.projection", shape, "replicated", "weight")
 
     def activations(self, z: Sizes, stage: Stage) -> Iterator[Line]:

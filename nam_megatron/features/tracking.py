@@ -1,14 +1,11 @@
 """What others may look at while it trains: TensorBoard and Weights & Biases by Megatron's own writers, MLflow by ours."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-from nam_megatron.errors import Problem
 from nam_megatron.features import Feature
-from nam_megatron.setting import Name, Row, Setting
-
-if TYPE_CHECKING:
-    from nam_megatron.plan import Plan
+from nam_megatron.words.setting import OURS, Name, Package, Row, Setting
+from nam_megatron.words.site import Site
 
 
 class Tracking(Feature):
@@ -30,26 +27,17 @@ class Tracking(Feature):
     def on(self) -> bool:
         return any((self.tensorboard, self.wandb_project, self.mlflow))
 
-    def settings(self, plan: "Plan") -> Iterator[Setting]:
+    def settings(self, site: Site) -> Iterator[Setting]:
         if self.tensorboard:
             yield Setting("tensorboard_log_interval", 1, "every step", executes=self.executes)
             yield Setting(
                 "log_memory_to_tensorboard", True, "torch's counters, beside our peaks", executes=self.executes
             )
 
-    def check(self, plan: "Plan") -> Iterator[Problem]:
-        at = "feature.tracking."
+    def packages(self) -> Iterator[Package]:
+        if self.tensorboard:
+            yield Package("tensorboard", "`feature.tracking.tensorboard`")
         if self.wandb_project:
-            if not self.tensorboard:
-                # megatron-core 0.19.2, training_log: everything it gives to W&B stands under `if writer`, TensorBoard's.
-                message = "Megatron writes to Weights & Biases only beside TensorBoard"
-                yield Problem(message, at + "tensorboard", "name a folder for its events")
-            for name in ("wandb_name", "wandb_dir"):
-                if not getattr(self, name):
-                    yield Problem(f"Weights & Biases without `{name}`", at + name, "give it")
-        elif self.wandb_name or self.wandb_dir or self.wandb_entity:
-            message = "keys of Weights & Biases without `wandb_project`"
-            yield Problem(message, at + "wandb_project", "name it, or null the others")
-        if bool(self.mlflow) != bool(self.mlflow_experiment):
-            missing = "mlflow_experiment" if self.mlflow else "mlflow"
-            yield Problem("`mlflow` and `mlflow_experiment` go together", at + missing, "give both or neither")
+            yield Package("wandb", "`feature.tracking.wandb_project`")
+        if self.mlflow:
+            yield Package("mlflow", "`feature.tracking.mlflow`, which stock Megatron does not write to", OURS)

@@ -6,18 +6,14 @@ What is turned is weighed by m(mscale) / m(mscale_all_dim), m(x) = 0.1 x ln(fact
 The attention kind says that it is yarn, where it says that it is RoPE.
 """
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Collection, Iterator, Mapping
+from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from nam_megatron.errors import Problem
 from nam_megatron.features import Feature
-from nam_megatron.setting import Row
-
-if TYPE_CHECKING:
-    from nam_megatron.plan import Plan
-    from nam_megatron.recipe import Recipe
+from nam_megatron.words.setting import Row
+from nam_megatron.words.site import Site
 
 # What MLA takes in Megatron 0.19.2, whose parser hands --yarn-* to GQA alone: defaults of MLATransformerConfig.
 FIXED = {"original_length": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
@@ -28,6 +24,7 @@ class Yarn(Feature):
 
     name = "yarn"
     switch = "factor"
+    shapes = True
     named = True
 
     factor: Annotated[
@@ -55,32 +52,19 @@ class Yarn(Feature):
         ),
     ] = None
 
+    def exported(self, kinds: Collection[str]) -> tuple[str, Mapping[str, Any]]:
+        keys = self.model_dump(include={*FIXED, "factor", "mscale", "mscale_all_dim"})
+        return "yarn", keys | {"rounded": "attention" not in kinds or self.rounded}
+
     @property
     def on(self) -> bool:
         return self.factor > 1
 
-    def idle(self, recipe: "Recipe", kinds: frozenset[str]) -> Iterator[tuple[str, str]]:
-        if "attention" not in kinds:
+    def unread(self, site: Site) -> Iterator[tuple[str, str]]:
+        if "attention" not in site.kinds:
             yield "rounded", "MLA's ramp always begins and ends at whole columns"
 
-    def ours(self, plan: "Plan") -> str | None:
-        if plan.kinds & {"mla", "dsa"} and {name: getattr(self, name) for name in FIXED} != FIXED:
+    def ours(self, site: Site) -> str | None:
+        if site.blocks.mla and {name: getattr(self, name) for name in FIXED} != FIXED:
             return "Megatron 0.19.2 has no flag of MLA's for `original_length` and the betas, and would take 4096, 32 and 1"
         return None
-
-    def check(self, plan: "Plan") -> Iterator[Problem]:
-        at, block, off = "feature.yarn.factor", plan.recipe.model.blocks.attention, "set `feature.yarn.factor=1.0`"
-        if not plan.kinds & {"attention", "mla", "dsa"} or (block and block.position_embedding == "none"):
-            yield Problem("no layer has RoPE, which YaRN would change", at, off)
-        elif block and block.rotary_percent != 1:
-            message = "Megatron's YaRN turns whole heads, whatever the share"
-            yield Problem(message, "model.blocks.attention.rotary_percent", f"set it to 1.0, or {off}")
-        if block and plan.recipe.feature.mtp:
-            yield Problem(
-                "Megatron has MTP beside plain RoPE or none, not beside YaRN", at, f"{off}, or MTP's depths to 0"
-            )
-        if self.beta_fast < self.beta_slow:
-            message = (
-                f"`beta_fast` {self.beta_fast:g} is below `beta_slow` {self.beta_slow:g}: the ramp would run backwards"
-            )
-            yield Problem(message, "feature.yarn.beta_fast", "it is the larger of the two, or the same")

@@ -1,4 +1,4 @@
-"""The command: python -m nam_megatron.hf {export, import, check, perplexity, evaluate, watch} ..."""
+"""The command: python -m nam_megatron.hf {export, import, check, refresh, perplexity, evaluate, watch} ..."""
 
 import argparse
 import contextlib
@@ -6,14 +6,16 @@ import json
 import sys
 from pathlib import Path
 
-from nam_megatron.argtypes import between, count, whole
-from nam_megatron.errors import FINDINGS, OK, Problem, Refused, finish, keyless
+from nam_megatron.errors import FINDINGS, OK, Problem, Refused, finish, keyless, raise_if
 from nam_megatron.hf import KERNELS
+from nam_megatron.parser import Parser
+from nam_megatron.words.argtypes import between, count, whole
 
 EXAMPLES = """
 examples:
   python -m nam_megatron.hf export runs/ckpt out/hf                        the newest step; the tokenizer of the run's dataset
   python -m nam_megatron.hf check runs/ckpt out/hf --device cuda           the same tokens through Megatron and the export
+  python -m nam_megatron.hf refresh out/hf                                 the present code in the place of an older export's
   python -m nam_megatron.hf import out/hf plan.json runs/again             weights that `schedule.load=runs/again` starts from
   python -m nam_megatron.hf perplexity out/hf set --device cuda            on the held-out documents of a built dataset
   python -m nam_megatron.hf evaluate runs/ckpt arc_easy,own.yaml           by lm-evaluation-harness; names of its tasks, or files
@@ -24,7 +26,7 @@ docs/checkpoints.md says more. Exit code: 0 done, 1 check found a difference, 2 
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="python -m nam_megatron.hf",
         description="Megatron checkpoints in Hugging Face's form.",
         epilog=EXAMPLES,
@@ -41,9 +43,13 @@ def parser() -> argparse.ArgumentParser:
     made = verb("export", "Write a checkpoint so that transformers opens it.",
                 ("checkpoint", "the folder of a run's checkpoints, or of one step"), ("out", "a new folder"))  # fmt: skip
     made.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="where the run had no dataset of ours")
+    made.add_argument("--as", dest="form", choices=("nam", "native"), default="nam",
+                      help="nam: with code of ours (default); native: in its published architecture, where it has one")  # fmt: skip
     made.add_argument("--shard-gb", type=between(0.001, 1000), default=4.0, help="size of a file at most (default: 4)")
-    verb("import", "Write an export as weights that a run starts from.",
-         ("export", "an export's folder"), ("plan", "the run's plan.json"), ("out", "a new folder"))  # fmt: skip
+    made = verb("import", "Write an export, or weights as others publish them, as weights that a run starts from.",
+                ("export", "an export's folder, or a published one"), ("plan", "the run's plan.json"), ("out", "a new folder"))  # fmt: skip
+    made.add_argument("--without-mtp", action="store_true", help="leave out published layers of token prediction")
+    verb("refresh", "Give an older export the present code, in place; weights stay.", ("export", "an export's folder"))
     made = verb("check", "Compare an export with its checkpoint in Megatron.",
                 ("checkpoint", "what was exported"), ("export", "the export's folder"))  # fmt: skip
     made.add_argument("--length", type=count, default=128, help="tokens of a sequence (default: 128)")
@@ -105,28 +111,49 @@ def _progress(text: str) -> None:
 
 
 def _export(words: argparse.Namespace) -> int:
-    from nam_megatron.hf import export
+    from nam_megatron.hf import export, native
 
+    if words.form == "native":
+        kind = native.export(words.checkpoint, words.out, words.tokenizer, _progress, int(words.shard_gb * 2**30))
+        print(f"{words.out}: a {kind} of transformers")
+        return OK
     made = export.export(words.checkpoint, words.out, words.tokenizer, _progress, int(words.shard_gb * 2**30))
     print(f"{words.out}: {made['step']}, weights {made['weights'][:16]}, {len(made['files'])} files")
     return OK
 
 
 def _import(words: argparse.Namespace) -> int:
+    from nam_megatron.hf import export, native
+
+    if native.is_published(words.export):
+        native.load(words.export, words.plan, words.out, words.without_mtp, _progress)
+    elif words.without_mtp:
+        raise Refused(
+            Problem(f"`{words.export}` is an export of ours: it has the plan's own layers", key="--without-mtp")
+        )
+    else:
+        export.load(words.export, words.plan, words.out, _progress)
+    print(f"{words.out}: start from it with `schedule.load={words.out}`")
+    return OK
+
+
+def _refresh(words: argparse.Namespace) -> int:
     from nam_megatron.hf import export
 
-    export.load(words.export, words.plan, words.out, _progress)
-    print(f"{words.out}: start from it with `schedule.load={words.out}`")
+    old = export.refresh(words.export)
+    print(f"{words.export}: {', '.join(old)} replaced" if old else f"{words.export}: its code is the present one")
     return OK
 
 
 def _check(words: argparse.Namespace) -> int:
     import torch
 
-    from nam_megatron.hf import check, export, perplexity
+    from nam_megatron.data.manifest import TOKENIZER
+    from nam_megatron.hf import check, export, opened, perplexity
 
     config = export.config_of(words.export)
     if words.dataset:
+        raise_if(opened.another_tokenizer(words.export, words.dataset / TOKENIZER))
         tokens = perplexity.held_out(words.dataset, config.vocab_size, words.batch, words.length)
     else:
         generator = torch.Generator().manual_seed(words.seed)
@@ -154,12 +181,8 @@ def _perplexity(words: argparse.Namespace) -> int:
 
 
 def _evaluate(words: argparse.Namespace) -> int:
+    from nam_megatron.hf import evaluate
     from nam_megatron.hf.opened import DTYPES
-
-    try:
-        from nam_megatron.hf import evaluate
-    except ModuleNotFoundError as err:
-        raise Refused(Problem(f"`{err.name}` is not installed", None, "uv sync --extra hf --extra eval")) from None
 
     dtype = DTYPES[words.dtype]
     more = (words.tokenizer, words.shots, words.limit, words.batch, dtype, words.device, words.kernels)
@@ -191,6 +214,7 @@ VERBS = {
     "export": _export,
     "import": _import,
     "check": _check,
+    "refresh": _refresh,
     "perplexity": _perplexity,
     "evaluate": _evaluate,
     "watch": _watch,

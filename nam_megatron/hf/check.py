@@ -19,15 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nam_megatron.argv import argv, load_plan
+from nam_megatron import installed
+from nam_megatron.compile.argv import argv, load_plan
+from nam_megatron.compile.lower import Lowering, translate
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.hf import describe, distributed
 from nam_megatron.hf.export import differences, plan_of
 from nam_megatron.hf.model.modeling_nam import Dsa, Router
 from nam_megatron.hf.opened import DTYPES, absent, identity, open_model
-from nam_megatron.lower import Lowering, translate
-from nam_megatron.recipe import from_tree, to_tree
+from nam_megatron.recipe import at, from_tree, to_tree
 from nam_megatron.recipe.data import mock
+from nam_megatron.rehearsal import CPU_DOES_WITHOUT
 from nam_megatron.runtime import checksums
 
 # Worst that passes: of bf16 what the issue of every exporter asks for, of fp32 the rounding of sums in another order.
@@ -78,7 +80,7 @@ class Outcome:
         return self.cosine >= COSINE and self.kl <= KL and self.otherwise <= OTHERWISE
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "passed": self.passed}
+        return {**asdict(self), "passed": self.passed, **installed.stack().as_dict()}
 
 
 def check(checkpoint: Path, export: Path, tokens: Tensor, dtype: str, device: str, plain: bool = False) -> Outcome:
@@ -86,15 +88,16 @@ def check(checkpoint: Path, export: Path, tokens: Tensor, dtype: str, device: st
     side, as in fp32 they always are, so that what their kernels round is left out. Raises Refused."""
     step = distributed.step_folder(checkpoint)
     lowering = load_plan(plan_of(checkpoint, step))
+    installed.ask(lowering.target, engine=True)
     raise_if(describe.objections(lowering.plan))
     config = describe.config(lowering.plan)
     raise_if(differences(export, config))
     if 0 < (learned := config["learned_positions"]) < tokens.size(1):
         said = f"{tokens.size(1)} tokens, and the model has learned {learned} positions"
-        raise Refused(Problem(said, None, f"`--length {learned}` or less"))
+        raise Refused(Problem(said, hint=f"`--length {learned}` or less"))
     if not torch.cuda.device_count():
         hint = "run it on a training host; `--device` says where the export computes"
-        raise Refused(Problem("Megatron's side needs a GPU, and this host has none", None, hint))
+        raise Refused(Problem("Megatron's side needs a GPU, and this host has none", hint=hint))
     raise_if(absent(device))
     theirs = megatron(one_device(lowering, plain or dtype == "fp32"), step, tokens, dtype)
     return compare(theirs, exported(export, tokens, dtype, device, theirs, follows=dtype == "bf16"), dtype)
@@ -218,22 +221,20 @@ def one_device(lowering: Lowering, plain: bool) -> Lowering:
     tree["precision"]["attention_kernels"] = "transformer_engine"  # a package beside the lock, which need not be here
     tree["precision"]["fused_grad_accumulation"] = False  # no gradient is computed, and the fusion wants APEX
     tree["data"] = mock(tree["data"])
-    blocks = tree["model"]["blocks"]
+    how = tree["execution"]
     # Nothing is short of memory, and lengths are any.
-    for kind, key in (("mamba3", "head_pieces"), ("dsa", "query_pieces")):
-        if blocks.get(kind):
-            blocks[kind][key] = 1
-    for block in (lowering.plan.recipe.model.blocks.m2rnn, lowering.plan.recipe.model.blocks.mamba2):
-        if block and block.in_proj_width % block.columns(lowering.plan.recipe) == 0:
-            blocks[block.kind]["padded_projection"] = False  # refused where one GPU's columns need no zeros
+    for block in lowering.plan.blocks:
+        keys = how.get(block.kind, {})
+        keys |= {key: value for key, value in block.plain.items() if key.endswith("_pieces")}
+        # Refused where one GPU's columns need no zeros.
+        keys |= dict(block.unneeded(replace(lowering.plan.site, tensor=1)))
     if plain:
-        for keys in (*blocks.values(), tree["feature"].get("mhc")):
-            if keys and keys.get("kernels") == "fused":
-                keys["kernels"] = "naive"
-        if blocks.get("mamba3"):
-            blocks["mamba3"] |= {"keep_states": False, "keep_prepared": False}
-        if blocks.get("moe"):
-            blocks["moe"]["expert_gemm"] = "transformer_engine"  # torch's is of bf16, on few GPUs
+        for key, asked, instead, _ in CPU_DOES_WITHOUT:
+            above, _, last = key.rpartition(".")
+            if last.startswith(("kernels", "keep_")) and at(tree, key) == asked:
+                at(tree, above)[last] = instead
+        if how.get("moe"):
+            how["moe"]["expert_gemm"] = "transformer_engine"  # torch's is of bf16, on few GPUs
     return translate(from_tree(tree))
 
 
@@ -249,13 +250,15 @@ def built(lowering: Lowering, step: Path, dtype: str) -> Any:
     """This process's part of a HybridModel with the weights of a step, after torchrun or `rank_zero`."""
     from megatron.core import dist_checkpointing
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.module import Float16Module
     from megatron.training.arguments import parse_and_validate_args
     from megatron.training.training import initialize_megatron  # by this name tests replace it
 
+    from nam_megatron.mends import install
     from nam_megatron.runtime import pretrain, stack
 
     words = [word for word in argv(lowering) if dtype != "fp32" or word != "--bf16"]
-    pretrain.keep_shipped_helpers()
+    install.single("shipped_helpers", "marked_fp32", "yarn")
     given, sys.argv = sys.argv, [sys.argv[0], *words]
     try:
         args = parse_and_validate_args()
@@ -269,7 +272,7 @@ def built(lowering: Lowering, step: Path, dtype: str) -> Any:
         (model,) = hook([model])
     model = model.to(torch.cuda.current_device())
     if dtype == "bf16":
-        model = pretrain.Float16ExceptMarked(config.model.transformer, model).module
+        model = Float16Module(config.model.transformer, model).module
     state = model.sharded_state_dict(metadata={"dp_cp_group": model.pg_collection.dp_cp})
     model.load_state_dict(dist_checkpointing.load(state, str(step)), strict=False)
     return model.eval()

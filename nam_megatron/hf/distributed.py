@@ -9,7 +9,8 @@ import json
 import pickle
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, filesystem, metadata
 from torch.distributed.checkpoint import save as save_checkpoint
 
-from nam_megatron.argv import plan_json
-from nam_megatron.errors import Problem, Refused
-from nam_megatron.hf.describe import Tensor
-from nam_megatron.lower import Lowering
+from nam_megatron.blocks.exported import Tensor
+from nam_megatron.compile.argv import plan_json
+from nam_megatron.compile.lower import Lowering
+from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.runtime import checksums
 from nam_megatron.runtime.checkpoint import PLAN
 from nam_megatron.tracker import RELEASE, TRACKER, newest
+from nam_megatron.words.regular import irregular
 
 COMPARED = ("hybrid_layer_pattern", "hidden_size", "num_attention_heads")
 # How 0.19.2 names what it saves.
@@ -67,7 +69,7 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path):
-        self.folder = folder
+        self.folder = self.step = folder
         try:
             with (folder / ".metadata").open("rb") as stream:
                 index = _Names(stream).load()
@@ -118,9 +120,10 @@ class Checkpoint:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _piece(self, key: str, stored: Any) -> torch.Tensor:
-        if Path(stored.relative_path).name != stored.relative_path:
+        if Path(stored.relative_path).name != stored.relative_path or "\0" in stored.relative_path:
             raise Refused(Problem(f"the index of `{self.folder}` points outside it: `{stored.relative_path}`"))
         path = self.folder / stored.relative_path
+        raise_if(irregular((path,)))
         try:
             with path.open("rb") as stream:
                 stream.seek(stored.offset)
@@ -143,18 +146,44 @@ class Checkpoint:
                 yield key
 
 
+@dataclass(frozen=True)
+class Lazy:
+    """A tensor that is made when it is written."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
+
+
+class _Planner(DefaultSavePlanner):
+    """Knows lazy tensors by empty ones of their shape."""
+
+    def __init__(self, lazy: Mapping[str, Lazy]):
+        super().__init__(flatten_state_dict=False)
+        self.lazy = lazy
+
+    def lookup_object(self, index: metadata.MetadataIndex) -> Any:
+        found = self.lazy.get(index.fqn)
+        return super().lookup_object(index) if found is None else found.read()
+
+
 def model_keys(tensors: list[Tensor]) -> set[str]:
     return {key for tensor in tensors for key, _ in tensor.parts}
 
 
-def write(folder: Path, tensors: Mapping[str, torch.Tensor], lowering: Lowering) -> None:
+def write(folder: Path, given: Mapping[str, torch.Tensor | Lazy], lowering: Lowering) -> None:
     """A checkpoint folder of weights alone, which Megatron starts a run of this plan from: tracker, plan and the step `release`.
 
-    tensors: by checkpoint key; memory-mapped ones are read as they are written.
+    given: tensors by checkpoint key; lazy and memory-mapped ones are read as they are written.
     """
+    lazy = {key: value for key, value in given.items() if isinstance(value, Lazy)}
+    empty = {key: torch.empty(value.shape, dtype=value.dtype, device="meta") for key, value in lazy.items()}
+    tensors = {**given, **empty}
     step = folder / RELEASE
     # What each module says of its quantisation; nothing. Which modules say something depends on who built them: all may.
-    modules = sorted({key.rpartition(".")[0] for key in tensors} | {m for key in tensors for m in _owners(key)})
+    modules = sorted(
+        {"output_layer", *(key.rpartition(".")[0] for key in tensors), *(m for key in tensors for m in _owners(key))}
+    )
     said = {f"{module}._extra_state/shard_0_1": [None] for module in modules if module}
     for key, tensor in tensors.items():
         if ".mlp.experts.experts." in key:  # the grouped linear layer says it of each expert
@@ -165,9 +194,9 @@ def write(folder: Path, tensors: Mapping[str, torch.Tensor], lowering: Lowering)
     state = {"checkpoint_version": 3.0, "iteration": 0, "args": args, "content_metadata": METADATA}
     common = {"common_state/shard_0_1": [state]}
     writer = FileSystemWriter(step, single_file_per_rank=True, thread_count=1, sync_files=True)
-    planner = DefaultSavePlanner(flatten_state_dict=False)
-    save_checkpoint({**tensors, **said, **common}, storage_writer=writer, planner=planner, no_dist=True)
+    save_checkpoint({**tensors, **said, **common}, storage_writer=writer, planner=_Planner(lazy), no_dist=True)
     (step / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+    checksums.bind_to(step, {PLAN: plan_json(lowering)})
     checksums.put(step, checksums.digests(step, checksums.names(step)))
     (folder / PLAN).write_text(plan_json(lowering), encoding="utf-8")
     (folder / TRACKER).write_text(RELEASE, encoding="utf-8")

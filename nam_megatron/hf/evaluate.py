@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from nam_megatron.data import tokenizer as tokenizers
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.hf import export
-from nam_megatron.hf.opened import absent, identity, open_model, tokenizer_of
+from nam_megatron.hf.opened import absent, another_tokenizer, identity, open_model, tokenizer_of
 
 KEPT = ("results", "groups", "n-shot", "n-samples", "versions", "higher_is_better", "configs")
 
@@ -48,6 +48,7 @@ class NamLM(HFLM):
     ):
         path = Path(path)
         tokens = tokenizer_of(path) if tokenizer is None else Path(tokenizer)
+        raise_if(another_tokenizer(path, tokens))
         self.identity = identity(path)
         model = open_model(path, dtype, device or "cpu", kernels)
         export.fits(tokens, model.config.vocab_size)
@@ -130,5 +131,5 @@ def _loaded(manager: Any, tasks: list[str]) -> Any:
     except Exception as err:  # a wrong name, YAML, or dataset, or no network
         said = f"{type(err).__name__}: {str(err)[:300]}"
         raise Refused(
-            Problem(f"`{','.join(tasks)}` cannot be loaded: {said}", None, "`lm_eval ls tasks` lists names")
+            Problem(f"`{','.join(tasks)}` cannot be loaded: {said}", hint="`lm_eval ls tasks` lists names")
         ) from None

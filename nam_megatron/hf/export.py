@@ -1,21 +1,26 @@
 """Megatron's checkpoint to a folder that transformers opens, and back (torch side). On a CPU host, a tensor at a time."""
 
+import hashlib
 import json
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nam_megatron.argv import load_plan, plan_json
+from nam_megatron.blocks.exported import Tensor
+from nam_megatron.compile.argv import load_plan, plan_json
+from nam_megatron.compile.lower import Lowering
+from nam_megatron.compile.plan import Plan
+from nam_megatron.data import identity as content
 from nam_megatron.data import manifest as dataset
 from nam_megatron.data import tokenizer
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.hf import describe, distributed, folder
+from nam_megatron.hf.adapters import Merged
 from nam_megatron.hf.model.configuration_nam import COMPUTES, OPTIONAL, NamConfig
-from nam_megatron.lower import Lowering
-from nam_megatron.plan import Plan
 from nam_megatron.runtime import checksums
-from nam_megatron.runtime.checkpoint import PLAN, SIGNED
+from nam_megatron.runtime.checkpoint import DATA, HASHED, PLAN, SIGNED, foreign
 
 MODEL = Path(__file__).parent / "model"
 CODE = ("configuration_nam.py", "modeling_nam.py")
@@ -36,37 +41,51 @@ def export(
     Raises:
         Refused: a checkpoint or plan that cannot be exported, a tokenizer that does not fit, an `out` that is there.
     """
+    lowering, step, tokens = opened(checkpoint, tokens, say)
+    config = config_for(lowering.plan, merged=True)
+    source = checked(step, lowering.plan)
+    tensors = list(describe.tensors(config.to_dict()))
+    with folder.making(out) as part:
+        manifest = _fill(part, source, tensors, config, lowering, tokens, say, shard_bytes)
+    return manifest
+
+
+def opened(checkpoint: Path, tokens: Path | None, say: Say) -> tuple[Lowering, Path, Path | None]:
+    """What a checkpoint's plan is, its newest step, and the tokenizer that goes with it. Raises Refused."""
     step = distributed.step_folder(checkpoint)
     at = plan_of(checkpoint, step)
     lowering = load_plan(at)
     plan = lowering.plan
-    config = config_for(plan)
+    raise_if(describe.objections(plan, merged=True))
     if tokens is None:
         tokens = trained_tokenizer(at, plan)
         if tokens is not None and not (tokens / tokenizer.FILE).is_file():
             said = f"the tokenizer of the run's dataset is not in `{tokens}`"
-            raise Refused(Problem(said, None, "give it: `--tokenizer FOLDER`"))
+            raise Refused(Problem(said, hint="give it: `--tokenizer FOLDER`"))
     if tokens is not None:
         fits(tokens, plan.recipe.model.vocab_size)
+        if not same_tokens(*known_tokens(at.parent), tokens):
+            said = f"`{tokens}` is another tokenizer than that of `{at.parent}`: its numbers stand for other texts"
+            raise Refused(Problem(said, hint="give the one that the model was trained with"))
     say(f"tokenizer: {tokens or 'none, since the run had no dataset of ours; `--tokenizer FOLDER` gives one'}")
+    return lowering, step, tokens
+
+
+def checked(step: Path, plan: Plan) -> distributed.Checkpoint:
+    """A step's tensors, which are whole and the plan's. Raises Refused."""
     raise_if(Problem(f"checkpoint `{step}` is damaged: {what}") for what in checksums.damage(step))
-    source = distributed.Checkpoint(step)
-    tensors = list(describe.tensors(config.to_dict()))
+    raise_if(Problem(f"checkpoint `{step}` {why}") for why in foreign(step))
+    tensors = list(describe.tensors(describe.config(plan)))
+    source = Merged(step, plan, tensors) if plan.recipe.feature.lora else distributed.Checkpoint(step)
     if strangers := sorted(source.strangers(distributed.model_keys(tensors))):
         raise Refused(Problem(f"`{step}` holds `{key}`, and the plan has no such tensor") for key in strangers[:8])
-    part = _fresh(out)
-    try:
-        manifest = _fill(part, source, tensors, config, lowering, tokens, say, shard_bytes)
-        part.rename(out)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    return manifest
+    return source
 
 
 def _fill(
     part: Path,
     source: distributed.Checkpoint,
-    tensors: list[describe.Tensor],
+    tensors: list[Tensor],
     config: NamConfig,
     lowering: Lowering,
     tokens: Path | None,
@@ -80,24 +99,64 @@ def _fill(
         done += sum(tensor.nbytes for tensor in group)
         say(f"{name}: {done / 1e9:.2f} of {total / 1e9:.2f} GB")
     folder.write_index(part, files)
-    ends = _special(tokens) if tokens is not None else {}
-    more = {"architectures": ["NamForCausalLM"], "auto_map": AUTO, "dtype": "bfloat16", "model_type": "nam", **ends}
-    # What transformers would write besides are its defaults, other ones in each version.
-    tree = {k: v for k, v in config.to_dict().items() if k in COMPUTES} | more
-    _write_json(part / folder.CONFIG, tree)
-    _write_json(part / "generation_config.json", {"use_cache": True, **ends})
+    ends = special(tokens) if tokens is not None else {}
+    folder.write_json(part / folder.CONFIG, _tree(config, ends))
+    folder.write_json(part / "generation_config.json", {"use_cache": True, **ends})
     for name in CODE:
         shutil.copyfile(MODEL / name, part / name)
     (part / PLAN).write_text(plan_json(lowering), encoding="utf-8")
     if tokens is not None:
         tokenizer.copy(tokens, part)
     said = {
-        "step": source.folder.name,
+        "step": source.step.name,
         "weights": folder.fingerprint(hashes),
-        "checkpoint": checksums.whole(source.folder),
+        "checkpoint": checksums.whole(source.step),
     }
     folder.write_manifest(part, hashes, **said)
     return folder.load_json(part / folder.MANIFEST)
+
+
+def _tree(config: NamConfig, ends: dict[str, int]) -> dict[str, Any]:
+    """config.json. What transformers would write besides are its defaults, other ones in each version."""
+    more = {"architectures": ["NamForCausalLM"], "auto_map": AUTO, "dtype": "bfloat16", "model_type": "nam", **ends}
+    return {k: v for k, v in config.to_dict().items() if k in COMPUTES} | more
+
+
+def refresh(export: Path) -> list[str]:
+    """Give an export the present code, in place; the files that were others. Weights and tokenizer stay as they are, and a signed config.
+
+    What transformers or Bridge saved again, without a manifest, gets our config and a manifest, which says no step.
+
+    Raises:
+        Refused: no export, a damaged one, a config that the present code does not read, or a folder with more than was saved.
+    """
+    signed = (export / folder.MANIFEST).exists()
+    manifest = folder.load_json(export / folder.MANIFEST) if signed else {}
+    raise_if(folder.damage(export, manifest, but=CODE) if signed else ())
+    config = config_of(export, saved=not signed)
+    new = {name: (MODEL / name).read_bytes() for name in CODE}
+    if not signed:
+        folder.reader(export, list(describe.tensors(config.to_dict())))
+        shards = {path.name for path in export.glob("model*.safetensors")}
+        raise_if(folder.strangers(export, {*SAVED, *CODE, *shards}))
+        ends = {name: token for name in ENDS if (token := getattr(config, name, None)) is not None}
+        new[folder.CONFIG] = folder.as_json(_tree(config, ends))
+    old = [name for name, code in new.items() if not (at := export / name).is_file() or at.read_bytes() != code]
+    try:
+        for name in old:
+            folder.put(export / name, new[name])
+        if signed:
+            files = {
+                name: {"bytes": len(code), "sha256": hashlib.sha256(code).hexdigest()} for name, code in new.items()
+            }
+            folder.sign(export, manifest | {"files": manifest["files"] | files})
+        else:
+            hashes = {name: folder.digest(export / name) for name in shards}
+            folder.write_manifest(export, hashes, step=None, weights=folder.fingerprint(hashes), checkpoint=None)
+            old.append(folder.MANIFEST)
+    except OSError as err:
+        raise Refused(Problem(f"`{err.filename}` cannot be written: {err.strerror}")) from None
+    return old
 
 
 def load(export: Path, plan: Path, out: Path, say: Say) -> None:
@@ -113,34 +172,47 @@ def load(export: Path, plan: Path, out: Path, say: Say) -> None:
     raise_if(differences(export, config))
     tensors = list(describe.tensors(config))
     read = folder.reader(export, tensors)
-    part = _fresh(out)
-    try:
+    with folder.making(out) as part:
         # The shards are memory-mapped, and their parts are views: nothing is copied before it is written.
         parts = {key: value for tensor in tensors for key, value in folder.cut(tensor, read(tensor))}
         say(f"{len(parts)} tensors, {sum(v.nbytes for v in parts.values()) / 1e9:.2f} GB")
         distributed.write(part, parts, lowering)
-        if (export / tokenizer.FILE).is_file():
-            (part / dataset.TOKENIZER).mkdir()
-            tokenizer.copy(export, part / dataset.TOKENIZER)
-        part.rename(out)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+        keep_tokenizer(export, part)
 
 
-def config_for(plan: Plan) -> NamConfig:
-    """The config of a plan's export. Raises Refused: a model that cannot be exported."""
-    raise_if(describe.objections(plan))
+def keep_tokenizer(weights: Path, part: Path) -> None:
+    """Copy the tokenizer that lies beside weights, if there is one, to where a checkpoint has it."""
+    if (weights / tokenizer.FILE).is_file():
+        (part / dataset.TOKENIZER).mkdir()
+        tokenizer.copy(weights, part / dataset.TOKENIZER)
+
+
+def config_for(plan: Plan, merged: bool = False) -> NamConfig:
+    """The config of a plan's export, adapters `merged` or none. Raises Refused: a model that cannot be exported."""
+    raise_if(describe.objections(plan, merged))
     try:
         return NamConfig(**describe.config(plan))
     except ValueError as err:
         raise Refused(Problem(f"the export takes no such model: {err}")) from None
 
 
-BESIDE = {"model_type", "auto_map", "architectures", "dtype", "eos_token_id", "pad_token_id"}
+ENDS = ("eos_token_id", "pad_token_id")
+BESIDE = {"model_type", "auto_map", "architectures", "dtype", *ENDS}
+# What transformers saves besides shards and code, and what stays beside it.
+SAVED = (
+    folder.CONFIG, folder.INDEX, "generation_config.json", "chat_template.jinja", "special_tokens_map.json", tokenizer.FILE,
+    tokenizer.CONFIG, PLAN,
+)  # fmt: skip
 
 
-def config_of(export: Path) -> NamConfig:
-    """config.json of an export, every key checked; no code of the folder runs. Raises Refused."""
+def config_of(export: Path, saved: bool = False) -> NamConfig:
+    """config.json of an export, every key checked; no code of the folder runs.
+
+    saved: whether transformers may have written it, which adds keys of its own.
+
+    Raises:
+        Refused: another model's, or a key that is missing, unknown or out of range.
+    """
     at = export / folder.CONFIG
     tree = folder.load_json(at)
     if tree.get("model_type") != "nam":
@@ -148,24 +220,26 @@ def config_of(export: Path) -> NamConfig:
     if (mapped := tree.get("auto_map")) != AUTO:
         raise Refused(Problem(f"`{at}` names other code than ours: {str(mapped)[:120]}"))
     # transformers obeys whatever else stands there.
-    if strange := sorted(tree.keys() - COMPUTES - BESIDE):
-        raise Refused(Problem(f"`{at}`: `{strange[0]}` is no key of an export", None, "export again"))
-    tokens = {name: tree[name] for name in ("eos_token_id", "pad_token_id") if name in tree}
+    if not saved and (strange := sorted(tree.keys() - COMPUTES - BESIDE)):
+        again = f"python -m nam_megatron.hf refresh {export}"
+        hint = "export again" if (export / folder.MANIFEST).exists() else f"`{again}`, if transformers saved it"
+        raise Refused(Problem(f"`{at}`: `{strange[0]}` is no key of an export", hint=hint))
+    tokens = {name: tree[name] for name in ENDS if name in tree and not (saved and tree[name] is None)}
     if odd := [name for name, token in tokens.items() if type(token) is not int]:
-        raise Refused(Problem(f"`{at}`: `{odd[0]}` is no token", None, "export again"))
+        raise Refused(Problem(f"`{at}`: `{odd[0]}` is no token", hint="export again"))
     try:
         return NamConfig(**{k: v for k, v in tree.items() if k in COMPUTES}, **tokens)
     except Exception as err:
-        raise Refused(Problem(f"`{at}`: {str(err)[:300]}", None, "export again")) from None
+        raise Refused(Problem(f"`{at}`: {str(err)[:300]}", hint="export again")) from None
 
 
 def differences(export: Path, wanted: dict[str, Any]):
     """Where the export's model is not the wanted one, by key."""
     tree = config_of(export).to_dict()
-    for key in [*wanted, *(key for key in (*describe.BLOCKS, *OPTIONAL) if key in tree and key not in wanted)]:
+    for key in [*wanted, *(key for key in (*describe.FACETS, *OPTIONAL) if key in tree and key not in wanted)]:
         if tree.get(key) != wanted.get(key):
             said = f"the export has `{key}` {_short(tree.get(key))}, and the plan {_short(wanted.get(key))}"
-            yield Problem(said, None, "give the plan that was exported")
+            yield Problem(said, hint="give the plan that was exported")
 
 
 def _short(value: Any) -> str:
@@ -179,7 +253,7 @@ def plan_of(checkpoint: Path, step: Path) -> Path:
         if (at / PLAN).is_file():
             return at / PLAN
     hint = "the trainer writes it; without it nobody knows what these weights compute"
-    raise Refused(Problem(f"`{checkpoint}` holds no `{PLAN}`", None, hint))
+    raise Refused(Problem(f"`{checkpoint}` holds no `{PLAN}`", hint=hint))
 
 
 def trained_tokenizer(at: Path, plan: Plan) -> Path | None:
@@ -190,28 +264,34 @@ def trained_tokenizer(at: Path, plan: Plan) -> Path | None:
     return built / dataset.TOKENIZER if built else None
 
 
+def known_tokens(at: Path) -> tuple[dict[str, Any] | None, str | None]:
+    """What there is to know of a model's tokens: the tokenizer in its folder, or else the hash of that of the dataset that was read."""
+    beside = (at / tokenizer.FILE, at / dataset.TOKENIZER / tokenizer.FILE)
+    theirs = next((found for path in beside if (found := content.tokens(path))), None)
+    return theirs, None if theirs else (content.stored(at / DATA) or {}).get(HASHED)
+
+
+def same_tokens(theirs: dict[str, Any] | None, told: str | None, given: Path) -> bool:
+    """Whether a tokenizer is what is known of a model's."""
+    if not (given / tokenizer.FILE).is_file():
+        return True  # whoever opens it refuses
+    ours = content.tokens(given / tokenizer.FILE)
+    if theirs:
+        return theirs == ours
+    if not told or told in (dataset.digest(given / tokenizer.FILE), content.laid_out(ours)):
+        return True
+    with tempfile.TemporaryDirectory() as copied:  # a dataset has one of others as it is used, which is another file
+        tokenizer.copy(given, Path(copied))
+        return told == dataset.digest(Path(copied, tokenizer.FILE))
+
+
 def fits(tokens: Path, vocabulary: int) -> None:
     """Raises Refused where a tokenizer has more entries than the model."""
     if (entries := tokenizer.load(tokens).get_vocab_size()) > vocabulary:
         said = f"the tokenizer in `{tokens}` has {entries} entries, and the model's vocabulary {vocabulary}"
-        raise Refused(Problem(said, "model.vocab_size", "give the one that the data was built with"))
+        raise Refused(Problem(said, key="model.vocab_size", hint="give the one that the data was built with"))
 
 
-def _special(tokens: Path) -> dict[str, int]:
+def special(tokens: Path) -> dict[str, int]:
+    """A tokenizer's special tokens as config.json names them."""
     return {f"{name}_token_id": number for name, number in tokenizer.named(tokens, tokenizer.load(tokens)).items()}
-
-
-def _write_json(path: Path, tree: dict[str, Any]) -> None:
-    path.write_text(json.dumps(tree, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _fresh(out: Path) -> Path:
-    if out.exists():
-        raise Refused(Problem(f"`{out}` is there already", None, "name another folder"))
-    part = out.with_name(f"{out.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    try:
-        part.mkdir(parents=True)
-    except OSError as err:
-        raise Refused(Problem(f"`{part}` cannot be made: {err.strerror}")) from None
-    return part

@@ -9,32 +9,19 @@ A graph belongs to its cache and reads the weights where they lay when it was ca
 with a new cache. No hook of a module runs in it.
 """
 
-import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache as once
-from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from triton import knobs
 
-from nam_megatron.blocks.dsa import kernel as dsa
-from nam_megatron.blocks.dsa.block import TILE
-from nam_megatron.blocks.m2rnn import block as m2rnn_block
-from nam_megatron.blocks.m2rnn import kernel as m2rnn
-from nam_megatron.blocks.mamba3 import block as mamba3_block
-from nam_megatron.blocks.mamba3 import kernel as mamba3
-from nam_megatron.blocks.mamba3.naive import Shape, State, Weights
-from nam_megatron.blocks.mamba3.step import step as mamba3_step
-from nam_megatron.blocks.mla.block import WIDTHS
-from nam_megatron.blocks.moe.torch_gemm import TorchGemm
+from nam_megatron.blocks.kinds import KINDS
 from nam_megatron.errors import Problem, raise_if
-
-FORGET = -1e4  # of a token that is padding: softplus of it is 0
-KEPT = ("angle", "ssm", "key", "value")  # what State is called in a cache
+from nam_megatron.runtime.served import on_gpu
 
 
 def fuse(model: Any) -> None:
@@ -48,17 +35,9 @@ def fuse(model: Any) -> None:
     layers = [*zip(config.layer_kinds, core.layers, strict=True)]
     for depth in core.mtp:
         layers += zip(config.mtp_kinds, depth.layers, strict=True)
-    # Partials, which a deep copy makes anew for its own modules.
     for kind, layer in layers:
-        mixer = layer.mixer
-        if kind == "mamba3":
-            mixer.mix = partial(_served, _mamba3, mixer)
-        elif kind == "m2rnn":
-            mixer.scan = partial(_served, _m2rnn, mixer)
-        elif kind == "dsa":
-            mixer.attended = partial(_served, _dsa, mixer)
-        elif kind == "moe":
-            mixer.experts.forward = partial(_served, _experts, mixer.experts)
+        if side := _side_of(kind):
+            side.put(layer.mixer)
     model.one_token = one_token
 
 
@@ -67,115 +46,16 @@ def unserved(config: Any, dtype: torch.dtype) -> Iterator[Problem]:
     kinds = {*config.layer_kinds, *config.mtp_kinds}
     hint = "open it without them: `torch` computes any size"
     if dtype != torch.bfloat16:
-        yield Problem(f"the kernels compute in bf16, and the weights are {dtype}".replace("torch.", ""), None, hint)
-    found: list[str] = []
-    if "mamba3" in kinds:
-        sizes = config.mamba3
-        tiles, rank = (sizes["head_dim"], sizes["state_dim"]), sizes["mimo_rank"]
-        found += [text for _, text in mamba3_block.odd_sizes(*tiles, rank, _chunk(rank))]
-    if "m2rnn" in kinds:
-        found += [text for _, text in m2rnn_block.odd_sizes(config.m2rnn["k_dim"], config.m2rnn["v_dim"])]
-    if "dsa" in kinds:
-        widths = {"indexer heads": config.dsa["indexer_head_dim"], "latents": config.mla["kv_lora_rank"]}
-        widths["rotary heads"] = config.mla["qk_rope_head_dim"]
-        odd = {name: width for name, width in widths.items() if width not in WIDTHS}
-        found += [f"DSA's kernels take {name} of {WIDTHS}, not {width}" for name, width in odd.items()]
-    if "moe" in kinds:
-        sizes = config.moe
-        rows = (sizes["expert_hidden_size"], sizes["latent_size"] or config.hidden_size)
-        found += [f"torch's grouped GEMM takes widths that 8 divides, not {n}" for n in rows if n % 8]
-    for text in found:
-        yield Problem(text, None, hint)
-    if "moe" in kinds:
-        yield from (Problem(problem.message, None, hint) for problem in TorchGemm.unserved())
+        yield Problem(f"the kernels compute in bf16, and the weights are {dtype}".replace("torch.", ""), hint=hint)
+    for kind in KINDS:
+        if kind in kinds and (side := _side_of(kind)):
+            yield from (Problem(text, hint=hint) for text in side.unserved(config))
 
 
-def _chunk(rank: int) -> int:
-    """Tokens of Mamba-3 at once: what a walk takes, where it can."""
-    return max(1, 64 // rank)
-
-
-def _on_gpu(x: Tensor) -> None:
-    if not (x.is_cuda or knobs.runtime.interpret):
-        raise ValueError(f"kernels: `nam_megatron` computes on a GPU, and the model is on `{x.device}`")
-
-
-def _served(compute: Callable[..., Tensor], self: Any, x: Tensor, *rest: Any) -> Tensor:
-    """A layer's part on the GPU of its input, which need not be the current one; the model may have left it, or bf16, since `fuse`."""
-    _on_gpu(x)
-    if x.dtype != torch.bfloat16:
-        raise ValueError(f"kernels: `nam_megatron` computes in bf16, and the model in {x.dtype}".replace("torch.", ""))
-    with torch.cuda.device_of(x):
-        return compute(self, x, *rest)
-
-
-def _remembers(self: Any, x: Tensor, step: Any) -> bool:
-    """Whether gradients are asked for through a cache: of the tokens, of frozen layers' own weights, or of tokens before."""
-    if step.cache is None or not torch.is_grad_enabled():
-        return False
-    return any(t.requires_grad for t in (x, *self.parameters(), *step.state(self.index).values()))
-
-
-# Whole passes, and prefills ----------------------------------------------------------------------------------------------
-
-
-def _mamba3(self: Any, packed: Tensor, step: Any) -> Tensor:
-    if _remembers(self, packed, step):
-        return type(self).mix(self, packed, step)
-    shape = Shape(self.heads, self.width, self.states, self.groups, self.rank, self.angles)
-    state = step.state(self.index)
-    weights = Weights(
-        self.dt_bias, self.D, self.B_bias, self.C_bias, self.B_norm.weight, self.C_norm.weight,
-        self.mimo_x, self.mimo_z, self.mimo_o,
-    )  # fmt: skip
-    before = State(*(state[name] for name in KEPT)) if "key" in state else None
-    if before is not None and packed.size(1) == 1 and step.real is None:
-        return mamba3_step(packed[:, 0], weights, shape, before).unsqueeze(1)
-    if step.real is not None:
-        z, x, B, C, dt, rest = packed.split((*self.parts[:5], sum(self.parts[5:])), -1)
-        real = step.real.unsqueeze(-1)
-        packed = torch.cat((z, torch.where(real, x, 0), B, C, torch.where(real, dt, FORGET), rest), -1)
-    packed, chunk = packed.transpose(0, 1), _chunk(self.rank)
-    if step.cache is None:
-        return mamba3.scan(packed, weights, shape, chunk).transpose(0, 1)
-    if before is not None:
-        before = before._replace(angle=before.angle.squeeze(1))
-    y, after = mamba3.prefill(packed, weights, shape, chunk, before)
-    for name, kept in zip(KEPT, after._replace(angle=after.angle.unsqueeze(1)), strict=True):
-        state[name] = kept
-    return y.transpose(0, 1)
-
-
-def _m2rnn(self: Any, q: Tensor, k: Tensor, v: Tensor, keep: Tensor, step: Any) -> Tensor:
-    if _remembers(self, v, step):
-        return type(self).scan(self, q, k, v, keep, step)
-    state = step.state(self.index)
-    q, k, v, keep = (x.transpose(0, 1).contiguous() for x in (q, k, v.unflatten(-1, (self.heads, self.width)), keep))
-    y, state["matrix"] = m2rnn.scan(q, k, v, keep, self.state_weight, state.get("matrix"))
-    return y.transpose(0, 1)
-
-
-def _dsa(self: Any, query: Tensor, rows: Tensor, index: tuple[Tensor, ...] | None, step: Any) -> Tensor:
-    new, total = query.size(1), rows.size(1)
-    if step.real is not None or new == 1 or (total - new) % TILE:  # alike for all layers of a pass
-        return type(self).attended(self, query, rows, index, step)
-    if index is not None:
-        with torch.no_grad():
-            q, weights, keys = (x.transpose(0, 1) for x in index)
-            step.indices[self.index] = dsa.select(dsa.index_scores(q, keys, weights), self.top_k)
-    selection = step.indices[self.index if self.source is None else self.source]
-    mixed = dsa.attend(query.transpose(0, 1), rows.transpose(0, 1).unsqueeze(2), selection, self.scale, self.rkv)
-    return dsa.values(mixed, self.kv_up.weight.unflatten(0, (self.heads, -1))[:, self.dq :]).transpose(0, 1)
-
-
-def _experts(self: Any, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-    activate = sys.modules[type(self).__module__].activate
-    order = chosen.flatten().argsort(stable=True)
-    counts = (chosen.flatten().unsqueeze(0) == torch.arange(len(self.up), device=x.device).unsqueeze(1)).sum(1)
-    ends = counts.cumsum(0).to(torch.int32)
-    y = activate(F.grouped_mm(x[order // chosen.size(1)], self.up.mT, offs=ends), self.activation)
-    y = F.grouped_mm((y * shares.flatten()[order, None]).to(x.dtype), self.down.mT, offs=ends)
-    return y[order.argsort()].view(*chosen.shape, -1).sum(1)
+def _side_of(kind: str) -> Any:
+    """`serve.py` of a kind's folder; None: the export's plain torch computes it."""
+    name = f"nam_megatron.blocks.{kind}.serve"
+    return import_module(name) if find_spec(name) else None
 
 
 # A step of one token -----------------------------------------------------------------------------------------------------
@@ -202,12 +82,12 @@ class _Fixed:
         self.seen = torch.ones(rows, self.total, dtype=torch.bool, device=device)
         self.states = {layer: _Kept(kept) for layer, kept in cache.layers.items()}
 
-    def tell(self, tokens: Tensor, mask: Tensor | None, positions: Tensor | None, length: int) -> None:
+    def tell(self, tokens: Tensor, mask: Tensor | None, length: int) -> None:
         self.at.fill_(length)
         self.tokens.copy_(tokens)
         seen = self.seen[:, : length + 1]
         seen.copy_(mask) if mask is not None else seen.fill_(True)
-        self.positions.copy_(seen.sum(1, keepdim=True) - 1 if positions is None else positions)
+        self.positions.copy_(seen.sum(1, keepdim=True) - 1)
 
     def rows(self, layer: int, **new: Tensor) -> Any:
         found = [self.layers[layer][name].index_copy_(1, self.at, x) for name, x in new.items()]
@@ -268,7 +148,7 @@ _DECODERS: "weakref.WeakKeyDictionary[Any, _Decoder]" = weakref.WeakKeyDictionar
 def one_token(model: Any, tokens: Tensor, mask: Tensor | None, positions: Tensor | None, cache: Any) -> Tensor | None:
     """Logits [b, 1, vocabulary] of tokens [b, 1] behind a cache that was allocated once; None: not a step of that kind.
 
-    mask: [b, length + 1]. positions: [b, 1], None: by the mask.
+    mask: [b, length + 1]. positions: [b, 1], what the mask says.
     """
     learned, ngrams = model.config.learned_positions, model.config.ngrams
     room = min(cache.max_length or 0, learned or cache.max_length or 0)
@@ -277,13 +157,15 @@ def one_token(model: Any, tokens: Tensor, mask: Tensor | None, positions: Tensor
         return None
     if mask is not None and (mask.shape != (len(tokens), cache.length + 1) or not mask[:, -1].all()):
         return None  # padding between tokens, which recurrences pass over
-    _on_gpu(tokens)
+    if positions is not None and (positions != (cache.length if mask is None else mask.sum(1, keepdim=True) - 1)).any():
+        return None  # which the model refuses
+    on_gpu(tokens)
     # Whatever mode the cache was filled in: its tensors are written, and what is kept of a step outlives the mode of this one.
     with torch.inference_mode(), torch.cuda.device_of(tokens):
         decoder = _DECODERS.get(cache)
         if decoder is None or decoder.model is not model or decoder.places != _Decoder.lie(model, cache):
             decoder = _DECODERS[cache] = _Decoder(model, cache, len(tokens))
-        decoder.step.tell(tokens, mask, positions, cache.length)
+        decoder.step.tell(tokens, mask, cache.length)
         logits = decoder.next()
     cache.length += 1
     return logits.clone()

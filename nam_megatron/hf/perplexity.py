@@ -10,9 +10,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from nam_megatron import installed
 from nam_megatron.data import manifest
+from nam_megatron.data.identity import overwritten
 from nam_megatron.errors import Problem, Refused, raise_if
-from nam_megatron.hf.opened import absent, identity, open_model
+from nam_megatron.hf.opened import absent, another_tokenizer, identity, known_tokens, open_model
 
 SECONDS = 5.0  # between two words on how far it is
 
@@ -36,12 +38,17 @@ def perplexity(
     Raises:
         Refused: a dataset or a model that is damaged, or made for another vocabulary.
     """
+    versions = installed.ask().as_dict()
     raise_if(absent(device, kernels))
     if split not in manifest.SPLITS:
-        raise Refused(Problem(f"`{split}` is no split", None, f"there are: {', '.join(manifest.SPLITS)}"))
+        raise Refused(Problem(f"`{split}` is no split", hint=f"there are: {', '.join(manifest.SPLITS)}"))
     made = manifest.read(dataset)
-    raise_if(manifest.damage(dataset, made, thorough=False))
+    raise_if([*manifest.damage(dataset, made, thorough=False), *overwritten(dataset, made)])
     bound = identity(path)
+    raise_if(another_tokenizer(path, dataset / manifest.TOKENIZER))
+    if not known_tokens(path):
+        bound["unproven"] = [*bound["unproven"], "tokenizer"]
+        say(f"which tokenizer `{path}` was trained with cannot be told: that of `{dataset}` is taken for it")
     model = open_model(path, dtype, device, kernels)
     raise_if(manifest.misfit(made, model.config.vocab_size))
     loss, tokens, begin = 0.0, 0, time.monotonic()
@@ -67,20 +74,21 @@ def perplexity(
         **bound,
         "dtype": str(dtype).removeprefix("torch."),
         "kernels": kernels,
+        **versions,
     }
 
 
 def held_out(dataset: Path, vocabulary: int, batch: int, length: int) -> torch.Tensor:
     """int64 [batch, length] from the beginning of a dataset's held-out documents. Raises Refused."""
     made = manifest.read(dataset)
-    raise_if([*manifest.damage(dataset, made, thorough=False), *manifest.misfit(made, vocabulary)])
+    damage = [*manifest.damage(dataset, made, thorough=False), *overwritten(dataset, made)]
+    raise_if([*damage, *manifest.misfit(made, vocabulary)])
     read = next(windows(dataset / "valid", length, batch, batch), None)
     if read is None or read.shape != (batch, length):
         raise Refused(
             Problem(
                 f"`{dataset / 'valid'}` has fewer than {batch} x {length} tokens",
-                None,
-                "a smaller `--length` or `--batch`",
+                hint="a smaller `--length` or `--batch`",
             )
         )
     return read
@@ -88,6 +96,7 @@ def held_out(dataset: Path, vocabulary: int, batch: int, length: int) -> torch.T
 
 def windows(prefix: Path, length: int, most: int | None, batch: int) -> Iterator[torch.Tensor]:
     """int64 [up to `batch`, length]; neighbouring windows share a token, so that all but the first are predicted."""
+    installed.ask()
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     index = IndexedDataset(str(prefix))

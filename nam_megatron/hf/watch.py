@@ -7,13 +7,19 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from nam_megatron.errors import Problem, Refused
+from nam_megatron.data import manifest
+from nam_megatron.errors import Problem, Refused, raise_if
+from nam_megatron.hf import folder
 from nam_megatron.hf.export import export
+from nam_megatron.hf.opened import identity
 from nam_megatron.hf.perplexity import perplexity
-from nam_megatron.tracker import TRACKER, word
+from nam_megatron.runtime import checksums
+from nam_megatron.tracker import RELEASE, TRACKER, newest, word
+from nam_megatron.words.regular import irregular
 
 
 def watch(
@@ -44,18 +50,39 @@ def watch(
         name = f"iter_{step:07d}"
         if not (out / name).exists():
             export(checkpoint / name, out / name, tokens, say)
-        if dataset is not None and not (out / f"{name}.json").exists():
-            made = perplexity(out / name, dataset, "valid", None, 4, torch.bfloat16, device)
-            say(f"{name}: loss {made['loss']:.4f}, perplexity {made['perplexity']:.2f}")
-            (out / f"{name}.json").write_text(json.dumps({**made, "step": step}, indent=1) + "\n", encoding="utf-8")
+        made = _of(out / name, checkpoint / name)
+        if dataset is not None and not _scored(out / f"{name}.json", made, dataset):
+            found = perplexity(out / name, dataset, "valid", None, 4, torch.bfloat16, device, say=say)
+            say(f"{name}: loss {found['loss']:.4f}, perplexity {found['perplexity']:.2f}")
+            folder.put(out / f"{name}.json", (json.dumps({**found, "step": step}, indent=1) + "\n").encode())
         last = step
 
 
+def _of(export: Path, step: Path) -> dict[str, Any]:
+    """What an export is, of that very step. Raises Refused: it is something else."""
+    made = identity(export)
+    if (made["step"], made["checkpoint"]) != (step.name, checksums.whole(step)):
+        message = f"`{export}` was there already, and is not the export of `{step}`"
+        raise Refused(Problem(message, hint="take it away, or name another folder"))
+    return made
+
+
+def _scored(result: Path, made: dict[str, Any], dataset: Path) -> bool:
+    """Whether a result is there already that is of this export and dataset."""
+    raise_if(irregular((result,)))
+    if not result.exists():
+        return False
+    said = folder.load_json(result)
+    return (said.get("weights"), said.get("dataset")) == (made["weights"], manifest.read(dataset).key)
+
+
 def _newest(checkpoint: Path) -> int | None:
+    """The newest step; None: the run has not saved yet. Raises Refused: what names it cannot be understood."""
     try:
-        said = word(checkpoint)
-    except FileNotFoundError:
-        return None  # the run has not saved yet
-    except OSError as err:
-        raise Refused(Problem(f"`{checkpoint / TRACKER}` cannot be read: {err}")) from None
-    return int(said) if said.isdecimal() else None
+        step = newest(checkpoint)
+    except Refused as refused:
+        empty = (checkpoint / TRACKER).is_file() and not word(checkpoint)  # it is being written
+        if empty or refused.problems[0].law in ("checkpoint-missing", "file-missing"):
+            return None
+        raise
+    return None if step.name == RELEASE else int(step.name.removeprefix("iter_"))

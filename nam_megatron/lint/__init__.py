@@ -54,7 +54,9 @@ def lint(
     launch = stored(text, target or current()) if isinstance(text, Path) else read(text, target or current(), name)
     if launch.gpus and gpus not in (None, launch.gpus):
         raise Refused(
-            Problem(f"`gpus={gpus}`, and `{name}` says {launch.gpus}", "gpus", "leave it out, or change the text")
+            Problem(
+                f"`gpus={gpus}`, and `{name}` says {launch.gpus}", key="gpus", hint="leave it out, or change the text"
+            )
         )
     args = Args(launch if gpus is None else launch.on(gpus))
     model = Model(args)

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from nam_megatron.errors import Problem, Refused
-from nam_megatron.setting import Setting
 from nam_megatron.targets import Target
-from nam_megatron.targets.target import legal
+from nam_megatron.targets.target import AS_TEXT, as_text, legal
 from nam_megatron.tracker import TRACKER, newest
+from nam_megatron.words.setting import Setting
 
 FILES = ("common.pt", "mp_rank_00/model_optim_rng.pt", "mp_rank_00_000/model_optim_rng.pt")
 LARGEST = 64 * 2**20  # bytes of a pickle without its tensors
@@ -63,7 +63,7 @@ def file_of(path: Path) -> Path:
     found = next((step / name for name in FILES if (step / name).is_file()), None)
     if found is None:
         hint = f"name the folder that holds `{TRACKER}`, a step's folder with `common.pt`, or that file"
-        raise Refused(Problem(f"no checkpoint of Megatron's in `{path}`", None, hint))
+        raise Refused(Problem(f"no checkpoint of Megatron's in `{path}`", hint=hint))
     return found
 
 
@@ -92,7 +92,7 @@ def stored(path: Path) -> dict[str, Any]:
     except Exception as err:  # whatever a broken or hostile pickle makes of its reader
         hint = "give `common.pt` as Megatron wrote it, or a checkpoint's folder"
         why = str(err) or type(err).__name__
-        raise Refused(Problem(f"no arguments can be read from `{path}`: {why}", None, hint)) from None
+        raise Refused(Problem(f"no arguments can be read from `{path}`: {why}", hint=hint)) from None
 
 
 def words(args: dict[str, Any], target: Target) -> tuple[list[str], list[str]]:
@@ -107,14 +107,8 @@ def words(args: dict[str, Any], target: Target) -> tuple[list[str], list[str]]:
             continue  # the pattern says it
         if isinstance(value, list) and flag.nargs in ("+", "*"):
             value = tuple(value)
-        elif isinstance(value, list) and flag.type in (
-            "moe_freq_type",
-            "la_freq_type",
-            "no_rope_freq_type",
-            "tuple_type",
-        ):
-            found.append(f"{flag.name}={str(value).replace(' ', '')}")
-            continue
+        elif flag.type in AS_TEXT:
+            value = as_text(flag, value)
         elif flag.nargs in ("+", "*"):  # Megatron takes lists of one apart
             value = (value,)
         if not isinstance(value, (bool, int, float, str, tuple)):

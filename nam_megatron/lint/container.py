@@ -10,10 +10,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from nam_megatron import migrate
 from nam_megatron.errors import Problem, Refused
-from nam_megatron.setting import Setting
 from nam_megatron.targets import Target
-from nam_megatron.targets.target import legal
+from nam_megatron.targets.target import AS_TEXT, as_text, legal
+from nam_megatron.words.setting import Setting
 
 OURS = "nam_megatron.nemo."
 CLASS, RECIPE = "_target_", "recipe"
@@ -32,7 +33,6 @@ SECTIONS = (
     "dist",
     "logger",
 )
-PER_LAYER = {"moe_layer_freq", "linear_attention_freq"}
 
 
 def kind(root: Mapping[str, Any]) -> str | None:
@@ -48,8 +48,8 @@ def plan(root: Mapping[str, Any], name: str) -> tuple[str, tuple[str, ...]] | No
 
     Raises Refused: what the recipe refuses, and a function of somebody else's, which would have to be called to know its model.
     """
-    from nam_megatron.argv import plan_json  # Hydra, only for those who want it
-    from nam_megatron.lower import translate
+    from nam_megatron.compile.argv import plan_json  # Hydra, only for those who want it
+    from nam_megatron.compile.lower import translate
     from nam_megatron.nemo import _preset
     from nam_megatron.recipe import from_tree, load
 
@@ -65,7 +65,7 @@ def plan(root: Mapping[str, Any], name: str) -> tuple[str, tuple[str, ...]] | No
             tree = None
         if not isinstance(tree, dict):
             raise Refused(
-                Problem(f"`model.nam_recipe` in `{name}` is no recipe", None, "take the file as Bridge wrote it")
+                Problem(f"`model.nam_recipe` in `{name}` is no recipe", hint="take the file as Bridge wrote it")
             )
         return plan_json(translate(from_tree(tree))), (note,)
     recipe, target = root[RECIPE], str(root[RECIPE][CLASS])
@@ -73,7 +73,7 @@ def plan(root: Mapping[str, Any], name: str) -> tuple[str, tuple[str, ...]] | No
     if preset is None:
         hint = "give the `run_config.yaml` beside a checkpoint of it, or what `container.to_yaml(PATH)` writes"
         raise Refused(
-            Problem(f"`{name}` names a Python function, `{target}`, and only its container says the model", None, hint)
+            Problem(f"`{name}` names a Python function, `{target}`, and only its container says the model", hint=hint)
         )
     laid = [
         f"{section}.{field}"
@@ -82,7 +82,7 @@ def plan(root: Mapping[str, Any], name: str) -> tuple[str, tuple[str, ...]] | No
         for field in fields
     ]
     notes = [f"laid over it, and not read here: {', '.join(laid)}"] if laid else []
-    return plan_json(translate(load(preset, recipe.get("overrides") or ()))), tuple(notes)
+    return plan_json(translate(load(preset, map(migrate.word, recipe.get("overrides") or ())))), tuple(notes)
 
 
 def words(root: Mapping[str, Any], target: Target) -> tuple[list[str], list[str]]:
@@ -105,8 +105,10 @@ def words(root: Mapping[str, Any], target: Target) -> tuple[list[str], list[str]
         value = DTYPES.get(str(_word(value)), value) if isinstance(value, dict) else value
         if flag is None or isinstance(value, dict) or value in (None, [], [None], flag.default):
             continue
-        if isinstance(value, list):
-            value = tuple(value) if flag.nargs in ("+", "*") or dest in PER_LAYER else value
+        if flag.type in AS_TEXT:
+            value = as_text(flag, value)
+        elif isinstance(value, list):
+            value = tuple(value) if flag.nargs in ("+", "*") else value
         elif flag.nargs in ("+", "*"):
             value = (value,)
         if flag.type == "float" and isinstance(value, int):
@@ -197,7 +199,6 @@ SPELLED: Mapping[str, Rule] = {
     "model.activation_func": _activation,
     "model.share_embeddings_and_output_weights": _not("untie_embeddings_and_output_weights"),
     "model.persist_layer_norm": _not("no_persist_layer_norm"),
-    "model.layernorm_epsilon": _as("norm_epsilon"),
     "model.seq_length": lambda value, _: [("seq_length", value), ("max_position_embeddings", value)],
     "model.vocab_size": _vocabulary,
     "model.attention_backend": lambda value, _: [("attention_backend", _word(value))],

@@ -4,9 +4,11 @@ import math
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
+from nam_megatron.blocks.mamba2.read import SIZES
 from nam_megatron.errors import counted
-from nam_megatron.lint.model import ATTENTION, MAMBA, TITLES, Model, known
-from nam_megatron.lint.values import Args, Open, harmless
+from nam_megatron.lint.model import ATTENTION, SYMBOLS, TITLES, Model, known
+from nam_megatron.lint.rules.parser import IDLE
+from nam_megatron.lint.values import Args, NotKnown, Open, harmless
 
 # Said by few launches, and part of what is trained: shown as written.
 ALSO = (
@@ -41,9 +43,11 @@ def rows(a: Args, m: Model) -> Iterator[tuple[str, str]]:
 
     def row(label: str, text: Callable[[], str | None]) -> Iterator[tuple[str, str]]:
         found = known(text, "?")
-        if found is not None:
-            yield label, found
+        if found is not None:  # another program may have defaults of its own
+            yield label, found.replace("(default", "(Megatron's default") if a.foreign else found
 
+    if a.elsewhere:
+        yield "said", ", ".join(a.written(name) for name in a.given) or "nothing that Megatron has a flag for"
     yield from row("model", lambda: _model(a, m))
     yield from row("layers", lambda: _layers(m))
     yield from row("MTP", lambda: _mtp(a, m))
@@ -74,6 +78,8 @@ def notes(a: Args, m: Model) -> Iterator[str]:
     yield from m.plan.notes() if m.plan else ()
     if a.script_flags:
         yield f"flags of the training script, not of Megatron's parser: {', '.join(dict.fromkeys(a.script_flags))}"
+    if idle := [a.written(name) for name in IDLE if a.said(name)]:
+        yield f"read, and of no effect in this Megatron: {', '.join(idle)}"
     if known(lambda: m.from_elsewhere):
         yield f"part of the description is elsewhere ({', '.join(m.from_elsewhere)}): what is said here is of these flags alone"
     if words := [t.about for t in a.trouble if t.rule == "unknown-variable"]:
@@ -87,7 +93,7 @@ def notes(a: Args, m: Model) -> Iterator[str]:
     if m.marked:
         ours = f"`--nam-model` says that {', '.join(m.marked)} are ours"
         yield f"{ours}: stock Megatron stops at it; which and how large stands in plan.json"
-    if known(lambda: "mamba2" in m.kinds and not m.hidden_mixers and not a.any_said(*MAMBA), False):
+    if known(lambda: m.mamba and not m.hidden_mixers and not a.any_said(*SIZES), False):
         plan = "" if m.a.launch.script and not m.ours else "; Mamba-3 and M2RNN of ours would stand in plan.json alone"
         yield f"`M` layers are taken as Mamba-2 of Megatron's default sizes: no flag says otherwise{plan}"
     if known(
@@ -98,7 +104,7 @@ def notes(a: Args, m: Model) -> Iterator[str]:
         False,
     ):
         yield "tensor and context parallelism demand CUDA_DEVICE_MAX_CONNECTIONS=1 on Hopper and before; the text does not export it"
-    if known(lambda: a.log_throughput and m.hybrid and bool({"mla", "dsa"} & m.kinds), False):
+    if known(lambda: a.log_throughput and m.hybrid and m.latent, False):
         yield "the TFLOP/s that Megatron logs count `+` and `D` layers as 0"
     if known(lambda: a.optimizer in ("muon", "dist_muon"), False):
         yield "Muon takes every matrix but the embeddings: routers and DSA indexers included"
@@ -111,7 +117,7 @@ def data(a: Args, m: Model) -> dict[str, object]:
         "num_layers": known(lambda: m.num_layers),
         "pattern": known(lambda: m.pattern),
         "layers": known(
-            lambda: [{"number": n, "kind": None if m.hidden_mixers and k == "mamba2" else k} for n, k in m.layers]
+            lambda: [{"number": n, "kind": None if m.hidden_mixers and k == SYMBOLS["M"] else k} for n, k in m.layers]
         ),
         "mtp": known(lambda: {"depths": m.mtp_depths, "kinds": list(m.mtp_layers)}),
         "parameters": known(lambda: {"total": m.count.total, "active": m.count.active, "by": dict(m.count.by)}),
@@ -161,7 +167,7 @@ def _model(a: Args, m: Model) -> str:
 
 
 def _layers(m: Model) -> str | None:
-    titles = TITLES | ({"mamba2": "Mamba-2 or ours"} if m.hidden_mixers else {})
+    titles = TITLES | ({SYMBOLS["M"]: "Mamba-2 or ours"} if m.hidden_mixers else {})
     lines = [f"{len(m.numbers(k)):>3} {titles[k]:<16} {ranges(m.numbers(k))}".rstrip() for k in TITLES if m.numbers(k)]
     return "\n".join(lines) or "none"
 
@@ -197,16 +203,16 @@ def _attention(a: Args, m: Model) -> str | None:
         kind = "MHA" if m.groups == m.heads else "MQA" if m.groups == 1 else "GQA"
         groups = f", {m.groups} key/value heads" if kind != "MHA" else ""
         lines.append(f"{kind}: {m.heads} heads of {m.head_dim}{groups}")
-    if {"mla", "dsa"} & m.kinds:
+    if m.latent:
         q = f"query latent {a.q_lora_rank}" if a.q_lora_rank is not None else "no query latent"
         lines.append(f"MLA: {m.heads} heads, {q}, key/value latent {_v(a, 'kv_lora_rank')}, head {_v(a, 'qk_head_dim')} + "
                      f"{_v(a, 'qk_pos_emb_head_dim')} with RoPE, value {_v(a, 'v_head_dim')}")  # fmt: skip
-    if "dsa" in m.kinds:
+    if m.dsa:
         loss = f"{a.dsa_indexer_loss_coeff or 0:g}"
         top, heads, width = map(_or_open, (a.dsa_indexer_topk, a.dsa_indexer_n_heads, a.dsa_indexer_head_dim))
         text = f"DSA: top {top} by {heads} indexer heads of {width}, loss {loss}"
         shared: dict[int, list[int]] = {}
-        for n in m.numbers("dsa"):
+        for n in m.dsa_layers:
             if (source := m.topk_source(n)) != n:
                 shared.setdefault(source, []).append(n)
         if shared:
@@ -233,7 +239,7 @@ def _positions(a: Args, m: Model) -> str:
         else None
     )
     own = []
-    if m.mla and {"mla", "dsa"} & m.kinds:
+    if m.mla and m.latent:
         own.append(
             f"MLA: {m.rope_type}{'' if a.said('rope_type') else ' (default)'}{_yarn(a, m)}, base {_v(a, 'rotary_base')}"
         )
@@ -271,7 +277,7 @@ def _norms(a: Args, m: Model) -> str:
             if a.qk_l2_norm
             else "none on queries and keys"
         )
-    if {"mla", "dsa"} & m.kinds:
+    if m.latent:
         extra.append("on MLA's latents" if a.qk_layernorm else "none on MLA's latents")
     if a.layernorm_zero_centered_gamma:
         extra.append("weights centred at zero (1p)")
@@ -296,7 +302,7 @@ def _experts(a: Args, m: Model) -> str | None:
         f"scores {_v(a, 'moe_router_score_function')}, router in {a.moe_router_dtype or 'the dtype of the weights'}"
     )
     extra = {
-        "softmax before the choice": a.moe_router_pre_softmax,
+        "softmax before the choice": a.moe_router_pre_softmax and a.moe_router_score_function == "softmax",
         f"weights scaled by {a.moe_router_topk_scaling_factor}": a.moe_router_topk_scaling_factor,
         f"experts from {a.moe_router_group_topk} of {a.moe_router_num_groups} groups": a.moe_router_group_topk,
         f"z-loss {a.moe_z_loss_coeff}": a.moe_z_loss_coeff,
@@ -315,7 +321,7 @@ def _experts(a: Args, m: Model) -> str | None:
 
 
 def _mamba(a: Args, m: Model) -> str | None:
-    if "mamba2" not in m.kinds or m.hidden_mixers:
+    if not m.mamba or m.hidden_mixers:
         return None
     heads = f"{m.mamba_heads}" + ("" if a.said("mamba_num_heads") else " (default)")
     return f"{heads} heads of {_v(a, 'mamba_head_dim')}, state {_v(a, 'mamba_state_dim')}, {_v(a, 'mamba_num_groups')} groups"
@@ -329,6 +335,8 @@ def _embedding(a: Args, m: Model) -> str:
 
 def _precision(a: Args, m: Model) -> str:
     base = "bf16" if a.bf16 else "fp16" if a.fp16 else "fp32 (default)"
+    if known(lambda: (a.fp8, a.fp4)) is None:
+        return f"{base}, FP8 ?"
     if a.fp8:
         said = m.plan.precision if m.plan else None
         return f"{base} with {said}, {a.fp8}" if said else f"{base} with FP8 {a.fp8}, {_v(a, 'fp8_recipe')} scaling"
@@ -373,15 +381,24 @@ def _start(a: Args) -> str:
 
 def _layout(a: Args, m: Model) -> str:
     on = f"{counted(a.launch.gpus, 'GPU')}: " if a.launch.gpus else ""
-    words = [f"tensor {m.tp}" + (" + sequence" if m.sequence_parallel else ""), f"pipeline {m.pp}", f"context {m.cp}"]
+    if a.elsewhere and not a.any_said(
+        "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+    ):
+        raise NotKnown("layout")
+
+    def size(name: str, of: Callable[[], int]) -> str:
+        return f"{name} {known(of, '?')}"
+
+    sequence = " + sequence" if known(lambda: m.sequence_parallel) else ""
+    words = [size("tensor", lambda: m.tp) + sequence, size("pipeline", lambda: m.pp), size("context", lambda: m.cp)]
     if data_parallel := known(lambda: m.dp):
         words.append(f"data {data_parallel}")
-    if m.moe:
-        words += [f"expert {m.ep}", f"expert tensor {m.etp}"]
-    sharding = "Megatron-FSDP" if a.use_megatron_fsdp else "torch FSDP2" if a.use_torch_fsdp2 else None
-    recompute = f"recompute {m.recompute}" if m.recompute else None
-    graphs = f"CUDA graphs {m.graphs}" if m.graphs != "none" else None
-    return on + ", ".join([*words, *filter(None, (sharding, recompute, graphs))])
+    if known(lambda: m.moe, a.said("expert_model_parallel_size")):
+        words += [size("expert", lambda: m.ep), size("expert tensor", lambda: m.etp)]
+    sharding = known(lambda: "Megatron-FSDP" if a.use_megatron_fsdp else "torch FSDP2" if a.use_torch_fsdp2 else None)
+    recompute, graphs = known(lambda: m.recompute), known(lambda: m.graphs, "none")
+    more = (sharding, recompute and f"recompute {recompute}", f"CUDA graphs {graphs}" if graphs != "none" else None)
+    return on + ", ".join([*words, *filter(None, more)])
 
 
 def _batch(a: Args, m: Model) -> str:

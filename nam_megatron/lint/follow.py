@@ -13,6 +13,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from nam_megatron.lint.shell import (
@@ -39,13 +40,18 @@ HOLE = re.compile(f"{OPEN}([^{CLOSE}]*){CLOSE}")
 REPLACED = re.compile(
     r"([A-Za-z_]\w*)/(/?)([^/*?\[\\$\"'#%]+)(?:/([^$\"'`\\]*))?"
 )  # ${NAME//old/new}, of plain letters
+JOINED = re.compile(r"""\s*IFS=['"]?([^'";])[^;]*;\s*echo\s+"\$\{(\w+)\[\*\]\}"\s*""")  # $(IFS=,; echo "${A[*]}")
+COUNT = re.compile(r"\s*(\w+)\s*=([^;]+);\s*\1\s*(<=?)([^;]+);\s*(?:\1\+\+|\+\+\1|\1\s*\+=\s*1)\s*")
+COMPARED = re.compile(r"([^<>=!&|]+)(<=?|>=?|==|!=)([^<>=!&|]+)")
 BUDGET = 200_000  # steps; a script that takes more is no launch
 SHELLS = {"bash", "sh", "zsh", "dash"}
 TAKES_SCRIPT = SHELLS | {"sbatch", "cat", "tee", "srun", "ssh", "qsub", "bsub"}
 DECLARE = {"export", "declare", "local", "readonly", "typeset"}
 NESTED = 8  # scripts in scripts, and calls in calls
 ROUNDS = 256  # of one loop
+LARGEST = 1_000_000  # bytes of a file that a script sources
 PRINTS = {"echo", "printf"}
+CHANGING = re.compile(r"\+\+|--|<<=|>>=|(?<![<>=!])=(?!=)")  # what sets a variable within `(( ))`
 # Commands of which nobody knows here how they end.
 ASKS = {"grep", "egrep", "which", "command", "type", "hash", "pgrep", "diff", "cmp", "git", "ping", "read", "let"}
 # {1..4}, {1..9..2}, {a,b}
@@ -85,6 +91,7 @@ class Run:
     variables: dict[str, str | list[str]] = field(default_factory=dict)
     unset: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
+    folder: Path | None = None
     spent: int = 0
 
     def spend(self, steps: int = 1) -> None:
@@ -93,13 +100,13 @@ class Run:
             raise ShellError("too long for a launch script")
 
 
-def run(text: str) -> Run:
-    """Follow a script.
+def run(text: str, folder: Path | None = None) -> Run:
+    """Follow a script. folder: where it lies; what it sources from there is read with it.
 
     Raises:
         ShellError: if it cannot be read as one.
     """
-    found = Run()
+    found = Run(folder=folder)
     try:
         Follower(found).script(text)
     except RecursionError:
@@ -215,8 +222,9 @@ class Follower:
         """Every round, where it can be told how many there are; else one, and what it appends goes on."""
         first = list(_first_words(node.body))
         steady = not any(w in ("break", "continue", "shift", "read", "return") for w in first)
-        if node.words is not None and node.variable:
-            words = [f for w in node.words for f in self.fields(w)]
+        counted = self.counted(node.counts) if node.counts else None
+        if (node.words is not None or counted) and node.variable:
+            words = counted or [f for w in node.words or () for f in self.fields(w)]
             if steady and len(words) <= ROUNDS and not any(map(holes, words)):
                 for word in words:
                     self.put(node.variable, word)
@@ -249,6 +257,14 @@ class Follower:
                 elif after != old and name != node.variable:
                     self.put(name, hole(name))
 
+    def counted(self, text: str) -> list[str] | None:
+        """The rounds of `i=0; i<N; i++`; None of another count, and of none."""
+        if found := COUNT.fullmatch(text):
+            first, last = (_integer(self.arithmetic(bound)) for bound in (found[2], found[4]))
+            if first is not None and last is not None and last - first <= ROUNDS:
+                return [str(i) for i in range(first, last + (found[3] == "<="))] or None
+        return None
+
     def goes_on(self, node: Loop) -> bool | None:
         verdict = self.truth(node.condition)
         return None if verdict is None else verdict is not node.until
@@ -260,7 +276,9 @@ class Follower:
             if condition is not None:
                 verdict = self.matches(subject, condition) if node.subject else self.truth(condition)
             if verdict is None:
-                self.suppose([arm for _, arm in node.arms[i:]], node.line)
+                rest = node.arms[i:]
+                default = [t.literal for t in rest[-1][0] or ()] == ["*"] if node.subject else rest[-1][0] is None
+                self.suppose([arm for _, arm in rest], node.line, default)
                 return
             if verdict:
                 self.nodes(body)
@@ -282,8 +300,19 @@ class Follower:
         """Whether the condition of an `if` or a `while` holds; None if that cannot be told."""
         if len(nodes) == 1 and (isinstance(nodes[0], Chain) or _tests(nodes[0]) or _negated(nodes[0])):
             return self.status(nodes[0])
+        if len(nodes) == 1 and (verdict := self.compared(nodes[0])) is not None:
+            return verdict
         self.nodes(nodes)
         return None
+
+    def compared(self, node: object) -> bool | None:
+        """Whether `(( a < b ))` holds; None where that is not known, and of another command."""
+        if not isinstance(node, Command) or len(node.words) != 1 or not node.words[0].parts:
+            return None
+        part = node.words[0].parts[0]
+        found = COMPARED.fullmatch(part.text) if part.kind == "let" else None
+        sides = [_integer(self.arithmetic(side)) for side in (found[1], found[3])] if found else []
+        return COMPARE[found[2]](*sides) if found and None not in sides else None
 
     def status(self, node: object) -> bool | None:
         """How a command ends. Tests are judged; anything else is followed and taken to succeed."""
@@ -331,10 +360,17 @@ class Follower:
                 return NUMERIC[op](int(left), int(right))
         return None
 
-    def suppose(self, arms: Iterable[Iterable[object]], line: int) -> None:
-        """Branches of which nobody knows whether one is taken: what they would run may run, and what they set is not known after them."""
-        before = self.run
-        for after, functions, given in [self.supposed(arm) for arm in arms]:
+    def suppose(self, arms: Iterable[Iterable[object]], line: int, one_is: bool = False) -> None:
+        """Branches of which nobody knows whether one is taken: what they would run may run, and what they set is not known after them.
+
+        one_is: one of them is, so that what all of them set alike is known.
+        """
+        before, ends = self.run, [self.supposed(arm) for arm in arms]
+        for name in ends[0][0].variables if one_is else ():
+            values = [after.variables.get(name) for after, _, _ in ends]
+            if values[0] is not None and all(value == values[0] for value in values):
+                self.put(name, values[0])
+        for after, functions, given in ends:
             before.perhaps += [*((words, env, line) for words, env in after.commands), *after.perhaps]
             self.functions |= functions
             self.given = given if given == self.given else UNKNOWN
@@ -409,6 +445,9 @@ class Follower:
         fields = [f for w in words if w.kind == "word" for f in self.fields(w)]
         if fields and fields[0] in ("[", "[["):  # a test whose outcome nobody asked for
             return
+        if fields[:2] == ["printf", "-v"] and len(fields) > 4 and fields[3].count("%") == fields[3].count("%s") == 1:
+            self.put(fields[2], fields[3].replace("%s", fields[4]))
+            return
         if fields and fields[0] in PRINTS:
             self.run.printed.append((tuple(fields[1:]), {**self.run.env, **prefix}))
             return
@@ -440,6 +479,8 @@ class Follower:
                 if number < len(self.bodies):
                     body = self.bodies[number]
                     self.nested(self.joined(inside(body.text, "\\$`\n")) if body.expands else body.text)
+        if fields[:1] in (["source"], ["."]) and len(fields) > 1:
+            return self.sourced(fields[1])
         if fields[:1] == ["eval"]:
             return self.nested(" ".join(fields[1:]), shell=False)
         for i in range(1, len(fields) - 1):
@@ -451,6 +492,24 @@ class Follower:
         if fields:
             self.run.commands.append((tuple(fields), {**self.run.env, **prefix}))
         return None
+
+    def sourced(self, word: str) -> None:
+        """A file that runs as part of this script, where it lies beside it or below its folder."""
+        here = re.fullmatch(f"{OPEN}([^{CLOSE}]*(?:BASH_SOURCE|\\$0)[^{CLOSE}]*){CLOSE}/(.*)", word)
+        up = re.search(r"\)\"?((?:/\.\.)+)", here[1].replace(BLANK, " ")) if here else None
+        inner = f"{'../' * (up[1].count('..') if up else 0)}{here[2]}" if here else word
+        beside = self.run.folder is not None and not holes(inner) and not inner.startswith(("/", "~"))
+        file = self.run.folder / inner if self.run.folder and beside else None
+        try:
+            text = (
+                file.read_text(encoding="utf-8") if file and file.is_file() and file.stat().st_size < LARGEST else None
+            )
+        except (OSError, UnicodeDecodeError):
+            text = None
+        if text is None:
+            self.run.notes.append(f"not read, and it may set what is used here: {shown(word)}")
+        else:
+            self.nested(text, shell=False)
 
     def assign(self, token: Token) -> str | None:
         """Carry an assignment out; returns the name, None if it is none."""
@@ -497,7 +556,7 @@ class Follower:
         if found := re.fullmatch(r"\s*([A-Za-z_]\w*)\s*([-+*/%]?)=(?!=)(.*)", text, re.DOTALL):
             name, op, value = found.groups()
             self.put(name, self.arithmetic(f"{name} {op} ({value})" if op else value))
-        elif re.search(r"\+\+|--|(?<![<>=!])=(?!=)", text):
+        elif CHANGING.search(text):
             for name in NAME.findall(text):
                 self.put(name, hole(name))
 
@@ -553,7 +612,9 @@ class Follower:
         return self.sequence(part.text) or [hole(_brief(part.text))]
 
     def sequence(self, text: str) -> list[str]:
-        """The numbers of `seq LAST` or `seq FIRST LAST` as one text of lines; nothing of another command."""
+        """The numbers of `seq LAST` or `seq FIRST LAST` as one text of lines, an array with a letter between; else nothing."""
+        if found := JOINED.fullmatch(text):
+            return [found[1].join(self.variable(f"{found[2]}[@]"))]
         match = re.fullmatch(r"\s*seq\s+(?:(-?\d{1,9})\s+)?(-?\d{1,9})\s*", self.joined(blanks_kept(text)))
         return ["\n".join(_counted(match[1] or "1", match[2]))] if match else []
 
@@ -595,6 +656,10 @@ class Follower:
 
     def arithmetic(self, text: str) -> str:
         """`$(( text ))`, in whole numbers."""
+        if CHANGING.search(text):  # which it does beside having a value
+            for name in NAME.findall(text):
+                self.put(name, hole(name))
+            return hole(_brief(f"({text})"))
         filled = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda m: " ".join(self.variable(m[1])), text)
         value = None if holes(filled) or len(filled) > 200 else _calculate(filled)
         return hole(_brief(f"({text})")) if value is None else str(value)
@@ -728,6 +793,9 @@ def _divided(a: int, b: int) -> int:
 
 NUMERIC: dict[str, Callable[[int, int], bool]] = {
     "-eq": operator.eq, "-ne": operator.ne, "-gt": operator.gt, "-ge": operator.ge, "-lt": operator.lt, "-le": operator.le,
+}  # fmt: skip
+COMPARE: dict[str, Callable[[Any, Any], bool]] = {
+    "==": operator.eq, "!=": operator.ne, ">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le,
 }  # fmt: skip
 ARITHMETIC: dict[type, Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: _divided,

@@ -1,13 +1,13 @@
 """A config.json of Hugging Face as Megatron's arguments: models of the architectures that presets of ours have.
 
 A key that decides the model and is missing is refused: transformers would take a default of its version, which the file does not say.
-What no argument of Megatron says is listed, as is every key that is not read. Names and meanings: transformers 5.12.1,
-models/*/configuration_*.py.
+So is a value that no argument of Megatron says, by the name of whose lack it is. What training would choose is listed, as is every key that
+is not read. Names and meanings: transformers 4's and 5.12.1's, models/*/configuration_*.py.
 """
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from nam_megatron.errors import Problem, Refused
 
@@ -19,6 +19,22 @@ NEVER_READ = {
     "pad_token_id", "pretraining_tp", "output_router_logits", "ep_size", "quantization_config", "_name_or_path", "num_logits_to_keep",
     "use_mamba_kernels", "rescale_prenorm_residual", "chunk_size", "max_window_layers", "layer_types", "full_attention_interval", "expand",
     "time_step_limit", "time_step_min", "time_step_max", "time_step_floor", "mamba_ssm_cache_dtype", "sliding_window", "residual_in_fp32",
+    "output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward", "id2label", "label2id", "is_encoder_decoder",
+    "problem_type", "moe_shared_expert_overlap", "mtp_layers_block_type", "attn_implementation",
+}  # fmt: skip
+
+
+# Whose lack it is that a value cannot be said.
+MEGATRON, OURS = "Megatron 0.19.2 has no argument for it", "Megatron may have it; here it is not read"
+# Architectures that are asked for and not read, by what is lacking.
+LACKS = {
+    **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text"), f"its MLPs are gated GELU: {MEGATRON}"),
+    **dict.fromkeys(("olmo2", "olmo3"), f"its norms stand after the layers: {MEGATRON}"),
+    **dict.fromkeys(("granite", "granitemoe", "granitemoehybrid"), f"it scales its embeddings and residuals: {MEGATRON}"),
+    **dict.fromkeys(("cohere", "cohere2", "falcon", "gpt_neox"), f"its attention and MLP stand side by side: {MEGATRON}"),
+    "gpt_oss": "Megatron has its sinks and its clamped gates, and no recipe of ours says them",
+    "llama4": f"it turns only some layers' queries, and scales them by position: {OURS}", "llama4_text": f"as llama4's: {OURS}",
+    "phi3": f"it packs its projections: {OURS}", "gpt2": f"its keys have other names: {OURS}",
 }  # fmt: skip
 
 
@@ -44,20 +60,27 @@ class Said:
         value = next((v for v in found if v is not None), None)
         if value is None:
             hint = "give the whole file: a default of transformers' would be a guess"
-            raise Refused(Problem(f"`{self.name}` does not say `{keys[0]}`", keys[0], hint))
+            raise Refused(Problem(f"`{self.name}` does not say `{keys[0]}`", key=keys[0], hint=hint))
         return value
 
     def number(self, *keys: str) -> Any:
         value = self.need(*keys)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise Refused(Problem(f"`{keys[0]}` is {value!r} in `{self.name}`, no number", keys[0]))
+            raise Refused(Problem(f"`{keys[0]}` is {value!r} in `{self.name}`, no number", key=keys[0]))
         return value
 
     def off(self, *keys: str) -> None:
-        """Keys whose only value here is nothing; another is listed."""
+        """Keys whose only value here is nothing. Raises Refused: another."""
         for key in keys:
-            if self.get(key):
-                self.left.append(f"`{key}: {self.root[key]}`")
+            self.only(key, None, False, 0, 0.0, [])
+
+    def only(self, key: str, *usual: Any, lack: str = MEGATRON) -> None:
+        """A key whose values are these, or which is not there. Raises Refused: another."""
+        if (value := self.get(key)) is not None and value not in usual:
+            self.refuse(key, f"`{key}: {value}` in `{self.name}`", lack)
+
+    def refuse(self, key: str, what: str, lack: str = MEGATRON) -> NoReturn:
+        raise Refused(Problem(f"{what} cannot be said", key=key, hint=lack))
 
 
 def config(text: str) -> dict[str, Any] | None:
@@ -66,7 +89,31 @@ def config(text: str) -> dict[str, Any] | None:
         root = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return root if isinstance(root.get("model_type"), str) and "vocab_size" in root else None
+    named = isinstance(root, dict) and isinstance(root.get("model_type"), str)
+    return root if named and ("vocab_size" in root or _inner(root) is not None) else None
+
+
+# Under which key a model of several kinds of input publishes the one of text.
+INNER = ("text_config", "language_config", "llm_config")
+
+
+def _inner(root: Mapping[str, Any]) -> str | None:
+    return next((key for key in INNER if isinstance(root.get(key), dict) and "vocab_size" in root[key]), None)
+
+
+def _of_text(root: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
+    """The text model of a nested config, and what it leaves out."""
+    if (key := _inner(root)) is None:
+        return root, []
+    inner = dict(root[key])
+    for shared in (
+        "tie_word_embeddings",
+        "model_type",
+    ):  # which transformers takes from the whole where the part does not say
+        if inner.get(shared) is None and root.get(shared) is not None:
+            inner[shared] = root[shared]
+    others = sorted(k for k, v in root.items() if k.endswith("_config") and k not in (key, "quantization_config") and v)
+    return inner, [f"`{other}`: the model of text alone is described" for other in others]
 
 
 def words(root: Mapping[str, Any], name: str) -> tuple[list[str], list[str]]:
@@ -75,20 +122,20 @@ def words(root: Mapping[str, Any], name: str) -> tuple[list[str], list[str]]:
     Raises:
         Refused: an architecture that is not read, or a key that is missing.
     """
+    root, beside = _of_text(root)
     kind = str(root["model_type"])
     if kind not in KINDS:
+        lack = LACKS.get(kind, OURS)
+        known = f"there are: {', '.join(sorted(KINDS))}"
         raise Refused(
-            Problem(
-                f"`{kind}` in `{name}` is no architecture that is read",
-                "model_type",
-                f"there are: {', '.join(sorted(KINDS))}",
-            )
+            Problem(f"`{kind}` in `{name}` is no architecture that is read: {lack}", key="model_type", hint=known)
         )
     said = Said(root, name)
+    said.left += beside
     try:
         found = [*_common(said), *KINDS[kind](said)]
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as err:  # a key of another shape
-        raise Refused(Problem(f"`{name}` is no config.json of `{kind}`: {err}", "model_type")) from None
+        raise Refused(Problem(f"`{name}` is no config.json of `{kind}`: {err}", key="model_type")) from None
     if unread := sorted(root.keys() - said.read - NEVER_READ):
         said.left.append(f"keys that are not read: {', '.join(unread)}")
     return found, said.left
@@ -119,24 +166,59 @@ def _common(s: Said) -> Words:
     if not s.need("tie_word_embeddings"):
         yield "--untie-embeddings-and-output-weights"
     s.off("mlp_bias", "use_bias", "mamba_proj_bias", "use_sliding_window")
-    s.left += list(_elsewhere(s.root))
-    act = s.need("hidden_act", "mlp_hidden_act")
-    if act not in ("silu", "relu2"):
-        s.left.append(f"`hidden_act: {act}`")
-    yield "--swiglu" if act == "silu" else "--squared-relu"
+    _elsewhere(s)
+    _whole(s)
+    act, gated = s.need("hidden_act", "mlp_hidden_act"), s.root["model_type"] not in UNGATED
+    if act != (usual := "silu" if gated else "relu2"):
+        what = f"`{act}` in a {'gated' if gated else 'plain'} MLP of `{s.name}`"
+        s.refuse("hidden_act", what, f"{MEGATRON}: {'a gate' if gated else 'this MLP'} has `{usual}`")
+    yield "--swiglu" if gated else "--squared-relu"
 
 
-def _elsewhere(root: Mapping[str, Any]) -> Words:
-    """Keys that some architectures read: what they say in another is listed."""
-    kind = root["model_type"]
-    if kind != "mixtral" and root.get("sliding_window") and root.get("use_sliding_window", True):
-        yield f"`sliding_window: {root['sliding_window']}`"
-    if kind != "qwen3_next" and (others := {*(root.get("layer_types") or ())} - {"full_attention"}):
-        yield f"`layer_types`: {', '.join(map(str, sorted(others)))}"
-    if (limits := root.get("time_step_limit")) and [float(x) for x in limits] != [0.0, float("inf")]:
-        yield f"`time_step_limit: {limits}`"
+UNGATED = {"nemotron_h"}
+# Keys that a file may leave out and that then have another value in transformers than none: what it builds would be a guess.
+_DEEPSEEK = ("routed_scaling_factor", "n_group", "topk_group", "n_shared_experts")
+SAID: Mapping[str, tuple[str, ...]] = {
+    "mistral": ("sliding_window",), "mixtral": ("sliding_window",), "qwen3": ("head_dim",), "qwen3_moe": ("head_dim",),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), ("head_dim", "partial_rotary_factor")),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2"), _DEEPSEEK),
+    "glm4_moe": (*_DEEPSEEK, "head_dim", "partial_rotary_factor"), "nemotron_h": ("head_dim|attention_head_dim",),
+}  # fmt: skip
+WINDOWED = {"mixtral", "mistral"}
+LINEAR = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
+
+
+def _whole(s: Said) -> None:
+    """Raises Refused where the file leaves out a key that `SAID` names, or a list of layers has another length than there are."""
+    root, kind = s.root, s.root["model_type"]
+    inner = root.get("rope_parameters") or {}
+    for names in SAID.get(kind, ()):
+        if not any(name in root or name in inner for name in names.split("|")):
+            s.need(*names.split("|"))
+    for key in ("layer_types", "mlp_layer_types", "layers_block_type", "hybrid_override_pattern"):
+        found, layers = root.get(key), root.get("num_hidden_layers")
+        if found is not None and layers is not None and len(found) != layers:
+            raise Refused(Problem(f"`{key}` has {len(found)} layers in `{s.name}`, and there are {layers}", key=key))
+
+
+def _elsewhere(s: Said) -> None:
+    """Keys that some architectures read: what they say in another is refused."""
+    root, kind = s.root, s.root["model_type"]
+    if kind not in WINDOWED and root.get("sliding_window") and root.get("use_sliding_window", True):
+        s.refuse("sliding_window", f"`sliding_window: {root['sliding_window']}` of `{kind}`", OURS)
+    if kind not in LINEAR and (
+        others := {*(root.get("layer_types") or ())} - {"full_attention", "deepseek_sparse_attention"}
+    ):
+        s.refuse("layer_types", f"`layer_types`: {', '.join(map(str, sorted(others)))}", OURS)
+    if (limits := root.get("time_step_limit")) and [_float(x) for x in limits] != [0.0, float("inf")]:
+        s.refuse("time_step_limit", f"`time_step_limit: {limits}`")
     if root.get("residual_in_fp32"):
-        yield "`residual_in_fp32: true`"
+        s.left.append("`residual_in_fp32: true`")
+
+
+def _float(value: Any) -> float:
+    """A number, or transformers 5's word for one that JSON has not."""
+    return float(value["__float__"] if isinstance(value, dict) else value)
 
 
 def _layers(s: Said) -> int:
@@ -157,8 +239,11 @@ def _heads(s: Said) -> Words:
 def _angles(s: Said) -> tuple[Words, Mapping[str, Any], str | None]:
     """Rotary embedding under its old keys or transformers 5's: the words of its base, how it is scaled, and the kind of that."""
     parameters = s.get("rope_parameters") or {}
-    scaling = s.get("rope_scaling") or (parameters if parameters.get("rope_type", "default") != "default" else {})
+    named = parameters.get("rope_type") or parameters.get("type") or "default"
+    scaling = s.get("rope_scaling") or (parameters if named != "default" else {})
     base = parameters.get("rope_theta") or s.number("rope_theta")
+    if base != int(base):
+        s.refuse("rope_theta", f"`rope_theta: {base}`", f"{MEGATRON}: it takes whole numbers")
     found = iter(("--position-embedding-type", "rope", "--rotary-base", str(int(base))))
     return found, scaling, scaling.get("rope_type") or scaling.get("type")
 
@@ -171,28 +256,40 @@ def _rope(s: Said) -> Words:
     if (part := next((part for part in parts if part is not None), 1.0)) != 1.0:
         yield from ("--rotary-percent", str(part))
     if kind == "llama3":
-        yield from ("--use-rope-scaling", "--rope-scaling-factor", str(scaling.get("factor")))
         usual = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-        s.left += [
-            f"`rope_scaling.{k}: {scaling.get(k)}`: {v} is built" for k, v in usual.items() if scaling.get(k) != v
-        ]
-    elif kind:
-        s.left.append(f"`rope_scaling` of type {kind}")
+        for key, value in usual.items():
+            if scaling.get(key) != value:
+                s.refuse("rope_scaling", f"`rope_scaling.{key}: {scaling.get(key)}`", f"{MEGATRON}: {value} is built")
+        yield from ("--use-rope-scaling", "--rope-scaling-factor", str(scaling["factor"]))
+    elif kind == "linear":
+        if (factor := float(scaling["factor"])) != int(factor):
+            s.refuse("rope_scaling", f"`rope_scaling.factor: {factor}`", f"{MEGATRON}: it takes whole numbers")
+        yield from ("--rotary-seq-len-interpolation-factor", str(int(factor)))
+    elif kind not in (None, "default"):
+        s.refuse("rope_scaling", f"`rope_scaling` of type {kind}", OURS if kind == "yarn" else MEGATRON)
+
+
+def _all_experts(s: Said) -> bool:
+    """Whether no layer is a dense MLP, whose width need not be said then."""
+    return s.root["model_type"] == "qwen3_5_moe_text"
 
 
 def _blocks(s: Said, qkv_bias: bool = False) -> Words:
     """Blocks of attention and a feed-forward layer."""
-    yield from ("--num-layers", str(_layers(s)), "--ffn-hidden-size", str(s.number("intermediate_size")))
+    width = s.get("intermediate_size") or (
+        s.number("moe_intermediate_size") if _all_experts(s) else s.number("intermediate_size")
+    )
+    yield from ("--num-layers", str(_layers(s)), "--ffn-hidden-size", str(width))
     yield from _heads(s)
     yield from _rope(s)
     if s.get("attention_bias") and qkv_bias:
         yield "--add-qkv-bias"
     elif s.get("attention_bias"):
-        s.left.append("`attention_bias: true`: it biases the output projection, too")
+        s.refuse("attention_bias", "`attention_bias: true`, which biases the output projection too,")
 
 
-def _routed(s: Said, experts: str, width: str, balance: str | None) -> Words:
-    yield from ("--num-experts", str(s.number(experts)), "--moe-router-topk", str(s.number("num_experts_per_tok")))
+def _routed(s: Said, experts: tuple[str, ...], width: str, balance: str | None) -> Words:
+    yield from ("--num-experts", str(s.number(*experts)), "--moe-router-topk", str(s.number("num_experts_per_tok")))
     yield from ("--moe-ffn-hidden-size", str(s.number(width)), "--moe-router-dtype", "fp32", "--moe-grouped-gemm")
     yield from ("--moe-token-dispatcher-type", "alltoall")
     s.left.append("no key says the router's dtype, the dispatcher and the kernels of experts: fp32, alltoall, grouped")
@@ -213,15 +310,16 @@ def _softmax(s: Said) -> Words:
 
 def _sigmoid(s: Said) -> Words:
     yield from ("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias")
-    if s.get("norm_topk_prob") is False:
-        s.left.append("`norm_topk_prob: false`: Megatron's shares of sigmoid scores sum to one")
+    s.only("norm_topk_prob", True, lack=f"{MEGATRON}: shares of sigmoid scores sum to one")
 
 
 def _groups(s: Said) -> Words:
     groups, chosen = s.get("n_group") or 1, s.get("topk_group") or 1
+    if s.get("topk_method") == "greedy":  # which looks at no groups
+        groups = 1
     if groups > 1 and chosen < groups:
         yield from ("--moe-router-num-groups", str(groups), "--moe-router-group-topk", str(chosen))
-    if (scale := s.get("routed_scaling_factor") or 1.0) != 1.0:
+    if (scale := s.get("routed_scaling_factor")) not in (None, 1.0):
         yield from ("--moe-router-topk-scaling-factor", str(scale))
 
 
@@ -229,18 +327,41 @@ def _llama(s: Said) -> Words:
     yield from _blocks(s)
 
 
-def _mixtral(s: Said) -> Words:
-    yield from _blocks(s)
+def _window(s: Said) -> Words:
     if window := s.root.get("sliding_window"):
         yield from ("--window-size", f"{window - 1},0")
-    yield from _routed(s, "num_local_experts", "intermediate_size", "router_aux_loss_coef")
+
+
+def _mistral(s: Said) -> Words:
+    yield from _blocks(s)
+    yield from _window(s)
+
+
+def _qwen2(s: Said) -> Words:
+    yield from _blocks(s)
+    yield "--add-qkv-bias"  # which its code has without a key
+
+
+def _qwen3(s: Said) -> Words:
+    yield from _blocks(s)
+    yield "--qk-layernorm"
+
+
+def _mixtral(s: Said) -> Words:
+    yield from _blocks(s)
+    yield from _window(s)
+    yield from _routed(s, ("num_local_experts",), "intermediate_size", "router_aux_loss_coef")
     yield from ("--moe-router-score-function", "softmax")
-    s.off("router_jitter_noise")
+    s.only("router_jitter_noise", 0, 0.0, lack=OURS)
 
 
 def _dense_first(s: Said) -> Words:
-    dense, every = s.number("first_k_dense_replace"), s.get("moe_layer_freq", 1)
-    frequency = [int(i >= dense and i % every == 0) for i in range(_layers(s))]
+    if (kinds := s.get("mlp_layer_types")) is not None:
+        s.get("first_k_dense_replace"), s.get("moe_layer_freq")
+        frequency = [int(kind == "sparse") for kind in kinds]
+    else:
+        dense, every = s.number("first_k_dense_replace"), s.get("moe_layer_freq", 1)
+        frequency = [int(i >= dense and i % every == 0) for i in range(_layers(s))]
     yield from ("--moe-layer-freq", str(frequency).replace(" ", ""))
 
 
@@ -249,23 +370,29 @@ def _qwen(s: Said) -> Words:
     frequency = [int((i + 1) % step == 0 and i not in plain) for i in range(_layers(s))]
     if not all(frequency):
         yield from ("--moe-layer-freq", str(frequency).replace(" ", ""))
-    yield from _routed(s, "num_experts", "moe_intermediate_size", "router_aux_loss_coef")
-    yield from _softmax(s)
-    yield "--qk-layernorm"
+    yield from _routed(s, ("num_experts", "num_local_experts"), "moe_intermediate_size", "router_aux_loss_coef")
 
 
 def _qwen3_moe(s: Said) -> Words:
-    yield from _blocks(s)
+    yield from _qwen3(s)
     yield from _qwen(s)
+    yield from _softmax(s)
 
 
-def _qwen3_next(s: Said) -> Words:
-    yield from _blocks(s)
-    yield from _qwen(s)
-    kinds = s.root.get("layer_types")
+def _shared_of_qwen(s: Said) -> Words:
+    yield "--moe-shared-expert-gate"
+    yield from ("--moe-shared-expert-intermediate-size", str(s.number("shared_expert_intermediate_size")))
+
+
+def _linear(s: Said) -> Words:
+    """Attention, gated, in some layers, gated delta nets in the others."""
+    yield from _qwen3(s)
+    kinds = s.get("layer_types")
     if kinds is None:
         every = s.number("full_attention_interval")
         kinds = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(_layers(s))]
+    if others := {*kinds} - {"linear_attention", "full_attention"}:
+        s.refuse("layer_types", f"`layer_types`: {', '.join(map(str, sorted(others)))}", OURS)
     linear = [int(kind == "linear_attention") for kind in kinds]
     yield from (
         "--experimental-attention-variant",
@@ -276,8 +403,34 @@ def _qwen3_next(s: Said) -> Words:
     for ours, theirs in (("key-head-dim", "key_head_dim"), ("value-head-dim", "value_head_dim"), ("num-key-heads", "num_key_heads"),
                          ("num-value-heads", "num_value_heads"), ("conv-kernel-dim", "conv_kernel_dim")):  # fmt: skip
         yield from (f"--linear-{ours}", str(s.number(f"linear_{theirs}")))
-    yield from ("--attention-output-gate", "--apply-layernorm-1p", "--moe-shared-expert-gate")
-    yield from ("--moe-shared-expert-intermediate-size", str(s.number("shared_expert_intermediate_size")))
+    s.only("attn_output_gate", True)
+    yield from ("--attention-output-gate", "--apply-layernorm-1p")
+
+
+def _qwen3_next(s: Said) -> Words:
+    yield from _linear(s)
+    yield from _qwen(s)
+    yield from _softmax(s)
+    yield from _shared_of_qwen(s)
+
+
+def _qwen3_5(s: Said) -> Words:
+    yield from _linear(s)
+    _ahead(s, "mtp_num_hidden_layers")
+
+
+def _qwen3_5_moe(s: Said) -> Words:
+    yield from _linear(s)
+    yield from _qwen(s)
+    yield from ("--moe-router-score-function", "softmax")  # its code norms the shares without a key
+    s.only("norm_topk_prob", True)
+    yield from _shared_of_qwen(s)
+    _ahead(s, "mtp_num_hidden_layers")
+
+
+def _ahead(s: Said, key: str) -> None:
+    if depths := s.get(key):
+        s.left.append(f"`{key}: {depths}`: layers of token prediction are not read")
 
 
 def _shared(s: Said) -> Words:
@@ -303,7 +456,8 @@ def _deepseek(s: Said) -> Words:
         ("v-head-dim", "v_head_dim"),
     ):
         yield from (f"--{flag}", str(s.number(key)))
-    s.get("num_key_value_heads"), s.get("head_dim"), s.get("qk_head_dim"), s.get("rope_interleave")
+    s.get("num_key_value_heads"), s.get("head_dim"), s.get("qk_head_dim")
+    s.only("rope_interleave", True)
     base, scaling, kind = _angles(s)
     yield from base
     if kind == "yarn":
@@ -314,19 +468,37 @@ def _deepseek(s: Said) -> Words:
             "--mscale-all-dim",
             str(scaling.get("mscale_all_dim", 0.0)),
         )
+        for key, usual in {"attention_factor": (None,), "truncate": (None, True)}.items():
+            if scaling.get(key) not in usual:
+                s.refuse("rope_scaling", f"`rope_scaling.{key}: {scaling[key]}`")
+        if "original_max_position_embeddings" not in scaling:
+            s.refuse(
+                "rope_scaling",
+                "`rope_scaling` of type yarn without `original_max_position_embeddings`",
+                "give the whole file",
+            )
         own = {"original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
         for key, fixed in own.items():
             if scaling.get(key, fixed) != fixed:
                 yield from (f"--yarn-{key.replace('_', '-')}", str(scaling[key]))
     else:
         yield from ("--rope-type", "rope")
-        if kind:
-            s.left.append(f"`rope_scaling` of type {kind}")
+        if kind not in (None, "default"):
+            s.refuse("rope_scaling", f"`rope_scaling` of type {kind}")
     yield "--no-rope-fusion"
     s.off("attention_bias")
+    if (epsilon := s.number("rms_norm_eps")) != 1e-6:
+        s.left.append(
+            f"`rms_norm_eps: {epsilon}`: its code gives norms of latents 1e-06, Megatron all norms one epsilon"
+        )
+    if s.root["model_type"] == "deepseek_v32":
+        for flag, key in (("n-heads", "index_n_heads"), ("head-dim", "index_head_dim"), ("topk", "index_topk")):
+            yield from (f"--dsa-indexer-{flag}", str(s.number(key)))
+        yield from ("--experimental-attention-variant", "dsa", "--no-dsa-indexer-rotate-activation")
+        s.get("num_experts"), s.get("num_local_experts")
     if s.get("n_routed_experts"):
         yield from _dense_first(s)
-        yield from _routed(s, "n_routed_experts", "moe_intermediate_size", "aux_loss_alpha")
+        yield from _routed(s, ("n_routed_experts",), "moe_intermediate_size", "aux_loss_alpha")
         yield from _shared(s)
         yield from _groups(s)
         scores, method = s.get("scoring_func"), s.get("topk_method")
@@ -335,10 +507,9 @@ def _deepseek(s: Said) -> Words:
             yield from _sigmoid(s)
         else:
             yield from _softmax(s)
-        if method == "group_limited_greedy":
-            s.left.append(
-                "`topk_method: group_limited_greedy`: it ranks groups by their best expert, Megatron by the sum of their best"
-            )
+        if method == "group_limited_greedy" and (s.get("topk_group") or 1) < (s.get("n_group") or 1):
+            what = "`topk_method: group_limited_greedy`, which ranks groups by their best expert,"
+            s.refuse("topk_method", what, f"{MEGATRON}: it ranks them by the sum of their best")
     _depths(s)
 
 
@@ -347,15 +518,30 @@ def _glm4_moe(s: Said) -> Words:
     if s.get("use_qk_norm"):
         yield "--qk-layernorm"
     yield from _dense_first(s)
-    yield from _routed(s, "n_routed_experts", "moe_intermediate_size", None)
+    yield from _routed(s, ("n_routed_experts",), "moe_intermediate_size", None)
     yield from _shared(s)
     yield from _groups(s)
     yield from _sigmoid(s)
     _depths(s)
 
 
+# transformers 5's names of Nemotron-H's layers, and Megatron's symbols.
+SYMBOLS = {"mamba": "M", "attention": "*", "mlp": "-", "moe": "E"}
+
+
+def _pattern(s: Said) -> str:
+    if (kinds := s.get("layers_block_type")) is None:
+        return str(s.need("hybrid_override_pattern"))
+    if strange := {*kinds} - SYMBOLS.keys():
+        s.refuse("layers_block_type", f"`layers_block_type`: {', '.join(map(str, sorted(strange)))}", OURS)
+    pattern = "".join(SYMBOLS[kind] for kind in kinds)
+    if (other := s.get("hybrid_override_pattern")) not in (None, pattern):
+        raise Refused(Problem(f"`{s.name}` has `{other}` beside `layers_block_type`", key="hybrid_override_pattern"))
+    return pattern
+
+
 def _nemotron_h(s: Said) -> Words:
-    pattern = s.need("hybrid_override_pattern")
+    pattern = _pattern(s)
     s.get("num_hidden_layers")
     yield f"--hybrid-layer-pattern={pattern}"
     yield from _heads(s)
@@ -367,12 +553,13 @@ def _nemotron_h(s: Said) -> Words:
         ("num-groups", "n_groups"),
     ):
         yield from (f"--mamba-{flag}", str(s.number(key)))
-    s.off("attention_bias", "num_nextn_predict_layers")
+    s.off("attention_bias")
+    _ahead(s, "num_nextn_predict_layers")
     for key, usual in (("conv_kernel", 4), ("use_conv_bias", True), ("mamba_hidden_act", "silu")):
         if s.get(key, usual) != usual:
-            s.left.append(f"`{key}: {s.root[key]}`: {usual} is built")
+            s.refuse(key, f"`{key}: {s.root[key]}` in `{s.name}`", f"{MEGATRON}: {usual} is built")
     if "E" in pattern:
-        yield from _routed(s, "n_routed_experts", "moe_intermediate_size", None)
+        yield from _routed(s, ("n_routed_experts",), "moe_intermediate_size", None)
         if s.get("moe_latent_size"):
             yield from ("--moe-latent-size", str(s.number("moe_latent_size")))
         if s.get("n_shared_experts"):
@@ -382,6 +569,7 @@ def _nemotron_h(s: Said) -> Words:
 
 
 KINDS: Mapping[str, Callable[[Said], Words]] = {
-    "llama": _llama, "mixtral": _mixtral, "qwen3_moe": _qwen3_moe, "qwen3_next": _qwen3_next, "deepseek_v2": _deepseek,
-    "deepseek_v3": _deepseek, "kimi_k2": _deepseek, "glm4_moe": _glm4_moe, "nemotron_h": _nemotron_h,
+    "llama": _llama, "mistral": _mistral, "mixtral": _mixtral, "qwen2": _qwen2, "qwen3": _qwen3, "qwen3_moe": _qwen3_moe,
+    "qwen3_next": _qwen3_next, "qwen3_5_text": _qwen3_5, "qwen3_5_moe_text": _qwen3_5_moe, "deepseek_v2": _deepseek,
+    "deepseek_v3": _deepseek, "deepseek_v32": _deepseek, "kimi_k2": _deepseek, "glm4_moe": _glm4_moe, "nemotron_h": _nemotron_h,
 }  # fmt: skip

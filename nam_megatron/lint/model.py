@@ -13,14 +13,13 @@ from typing import Any
 
 from nam_megatron.blocks.kinds import KINDS, LETTERS
 from nam_megatron.features.yarn import FIXED
-from nam_megatron.lint.count import READS, Count, count
+from nam_megatron.lint.count import READS, Count, count, facet
 from nam_megatron.lint.values import Args, NotKnown
 
 # Megatron's own kinds. Elsewhere attention need not be grouped.
 SYMBOLS = {block.symbol: kind for kind, block in KINDS.items() if block.stock}
 TITLES = {kind: block.title for kind, block in KINDS.items()} | {"attention": "attention"}
 ATTENTION = LETTERS["A"]
-MAMBA = ("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups")
 MOST = 10_000  # layers
 BLACKWELL = re.compile(r"(?<![a-z0-9])(G?B[23]00|blackwell|sm_?10[03]a?)(?![a-z0-9])", re.IGNORECASE)
 PUBLISHED_MLA = re.compile(r"deepseek[-_. ]?(v[23]|r1)|kimi[-_. ]?k2|moonlight|glm[-_. ]?5", re.IGNORECASE)
@@ -51,7 +50,7 @@ class Model:
 
     @cached_property
     def marked(self) -> tuple[str, ...]:
-        """Kinds of ours that `--nam-model KINDS:DIGEST` names: only our trainer builds them, from a plan that is not here."""
+        """What `--nam-model NAMES:DIGEST` names: kinds, features and sections of our trainer alone, from a plan that is not here."""
         words = self.a.launch.words
         if self.plan or "--nam-model" not in words[:-1]:
             return ()
@@ -60,7 +59,7 @@ class Model:
     @property
     def pads_mamba(self) -> bool:
         """Whether Mamba-2's projection multiplies by columns of zeros, too, or may: nothing here says how our FP8 is laid out."""
-        return self.plan.pads_mamba if self.plan else "fp8" in self.marked
+        return self.plan.pads_mamba if self.plan else bool({"fp8", "mamba2"} & {*self.marked})
 
     @property
     def hidden_mixers(self) -> bool:
@@ -195,8 +194,35 @@ class Model:
         return self.a.multi_latent_attention or any(c in (self.pattern or "") for c in "+D")
 
     @property
+    def checks_dsa(self) -> bool:
+        """Whether Megatron checks a DSA config."""
+        return self.variant == "dsa"
+
+    @property
     def dsa(self) -> bool:
         return "dsa" in self.kinds
+
+    @property
+    def dsa_layers(self) -> tuple[int, ...]:
+        return self.numbers("dsa")
+
+    @property
+    def gdn(self) -> bool:
+        return "gdn" in self.kinds
+
+    @property
+    def latent(self) -> bool:
+        """Whether keys and values of some layer come from a latent."""
+        return any(KINDS[kind].latent for kind in self.kinds)
+
+    @property
+    def mamba(self) -> bool:
+        """Whether Megatron's own Mamba-2 stands."""
+        return SYMBOLS["M"] in self.kinds
+
+    @property
+    def recurrent(self) -> bool:
+        return bool(self.kinds & set(LETTERS["M"]))
 
     @property
     def moe(self) -> bool:
@@ -259,7 +285,7 @@ class Model:
         said = {"original_length": a.yarn_original_max_position_embeddings, "beta_fast": a.yarn_beta_fast}
         said |= {"beta_slow": a.yarn_beta_slow}
         said = {name: FIXED[name] if value is None else value for name, value in said.items()}
-        if self.mla and {"mla", "dsa"} & self.kinds:
+        if self.mla and self.latent:
             of_ours = self.ours or "yarn" in self.marked
             found |= said if of_ours else FIXED
             return found if self.rope_type == "yarn" and a.rotary_scaling_factor > 1 else None
@@ -279,6 +305,12 @@ class Model:
         if not self.a.use_rope_scaling or self.positions != "rope" or self.mla or (self.hybrid and not ours):
             return None
         return self.a.rope_scaling_factor if self.hybrid or self.described else 8.0
+
+    @property
+    def expert_groups(self) -> tuple[int, int] | None:
+        """(groups, chosen) where routing is limited by them: not by all groups (Kimi-K2's one of one), nor by groups of one expert."""
+        groups, chosen = self.a.moe_router_num_groups or 1, self.a.moe_router_group_topk or 0
+        return (groups, chosen) if self.moe and 0 < chosen < groups < (self.a.num_experts or 0) else None
 
     def topk_source(self, number: int) -> int:
         """The DSA layer whose top-k layer `number` uses: itself, or the one it shares with (megatron-core 0.19.2, dsa.py)."""
@@ -348,6 +380,8 @@ class Model:
             return self.plan.count
         if self.hidden_mixers:
             raise NotKnown("--nam-model")
+        if dumb := next((kind for kind in sorted(self.kinds) if not facet(kind)), None):
+            raise NotKnown(dumb)
         a = self.a
         plain = {name: getattr(a, name) for name in READS}
         plain |= {
@@ -359,7 +393,7 @@ class Model:
         }  # fmt: skip
         if any(v is None for k, v in plain.items() if k.startswith("dsa_") and self.dsa):
             raise NotKnown("dsa_indexer")
-        indexers = frozenset(n for n in self.numbers("dsa") if self.topk_source(n) == n)
+        indexers = frozenset(n for n in self.dsa_layers if self.topk_source(n) == n)
         return count(plain, self.layers, self.mtp_layers, self.mtp_depths, indexers)
 
     # Layout
@@ -469,12 +503,16 @@ class Model:
 
     @cached_property
     def recompute(self) -> str | None:
+        if self.a.elsewhere and self.a.said("recompute_granularity"):  # the others are older flags' alone
+            return self.a.recompute_granularity
         return (
             "selective" if self.a.recompute_activations or self.a.moe_layer_recompute else self.a.recompute_granularity
         )
 
     @cached_property
     def graphs(self) -> str:
+        if self.a.elsewhere and self.a.said("cuda_graph_impl"):
+            return self.a.cuda_graph_impl
         said = "transformer_engine" if self.a.external_cuda_graph else self.a.cuda_graph_impl
         said = "local" if self.a.enable_cuda_graph else said
         # The spelling before 0.19: Megatron takes the scope for the implementation.

@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from nam_megatron import report
-from nam_megatron.argv import words
 from nam_megatron.blocks import Block
 from nam_megatron.budget import parameters
 from nam_megatron.budget.static import by_kind
+from nam_megatron.compile.argv import words
+from nam_megatron.compile.lower import Lowering
 from nam_megatron.lint.count import Count
-from nam_megatron.lower import Lowering
 
 # Of a plan's header, what the flags do not show.
-TOLD = ("departs", "gives up")
+TOLD = ("departs", "gives up", "untried")
 
 
 @dataclass(frozen=True)
@@ -52,24 +52,24 @@ class Planned:
 
     @property
     def dispatcher(self) -> str:
-        moe = self.lowering.plan.recipe.model.blocks.moe
+        moe = self.lowering.plan.recipe.blocks.moe
         assert moe is not None, "asked of a model with experts"
         return moe.dispatcher
 
     @property
     def pads_mamba(self) -> bool:
-        mamba2 = self.lowering.plan.recipe.model.blocks.mamba2
+        mamba2 = self.lowering.plan.recipe.blocks.mamba2
         return mamba2 is not None and mamba2.padded_projection
 
     @property
     def precision(self) -> str | None:
         """FP8 and what stays in bf16 beside it; None without FP8."""
         fp8 = self.lowering.plan.recipe.feature.fp8
-        return fp8.said(self.lowering.plan) if fp8 else None
+        return fp8.said(self.lowering.plan.site) if fp8 else None
 
     def kernels(self, kind: str) -> str | None:
         """Whose kernels run a kind; None where no layer is of it."""
-        return getattr(getattr(self.lowering.plan.recipe.model.blocks, kind), "kernels", None)
+        return getattr(getattr(self.lowering.plan.recipe.blocks, kind), "kernels", None)
 
     def rows(self) -> Iterator[tuple[str, str]]:
         """(label, text) of the blocks that have no flags, and of whose kernels run."""

@@ -3,8 +3,10 @@
 Three kinds of text: a list of words (`--hidden-size 4096 ...`, over any number of lines), a shell script, YAML or JSON; and our plan.json.
 """
 
+import json
 import os.path
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from nam_megatron.errors import Problem, Refused
-from nam_megatron.lint import checkpoint, container, follow, huggingface
+from nam_megatron.errors import Problem, Refused, quoted
+from nam_megatron.lint import checkpoint, container, follow, huggingface, others, python
 from nam_megatron.lint.shell import Lexer, ShellError
 from nam_megatron.targets import Target
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from nam_megatron.lint.ours import Planned
 
 LONGEST = 1_000_000  # characters
+NESTED = 8  # references to references
 DEEPEST, MOST = 30, 5_000  # YAML: levels, entries
 BASES = {
     "extends",
@@ -32,6 +35,7 @@ BASES = {
     "inherits",
     "inherit_from",
 }  # of a YAML: other files, no flags
+NODES = re.compile("node|world_size|gpu|nproc", re.IGNORECASE)  # variables that say how many GPUs there are
 ENVIRONMENT = re.compile(r"env(ironment)?(_?va?rs?)?", re.IGNORECASE)
 # The first line of a YAML or JSON: `key:`, `- item`, `---`, an opening bracket that is no test of a shell's.
 YAML = re.compile(r"""(-\s+)?["']?[\w.-]+["']?\s*:(\s|$)|-\s|---$|[{\[]\s*(["'\]}]|$)|\{\s*[\w.-]+\s*:""")
@@ -46,7 +50,9 @@ class Launch:
     target: the Megatron whose parser reads it. words: for that parser; a hole (see follow.py) where the text leaves something open.
     env: what the text exports, None where it unsets. script: the training script or module, None if the text names none. gpus: world
     size, None if not known. partial: only variables for another script to use, so that flags may be missing. plan: of our own trainer,
-    where it can be read. unsaid: what the text says of its model and the words do not. name: of the file.
+    where it can be read. unsaid: what the text says of its model and the words do not. name: of the file. supposed: the
+    number of GPUs is the script's own default for what its environment says. program: another one that
+    reads the text, and decides what it leaves out.
     """
 
     target: Target
@@ -61,17 +67,17 @@ class Launch:
     plan: "Planned | None" = None
     unsaid: tuple[str, ...] = ()
     name: str = "-"
+    supposed: bool = False
+    program: str | None = None
 
     def on(self, gpus: int) -> "Launch":
         """The same launch on so many GPUs."""
-        return replace(self, gpus=gpus)
+        return replace(self, gpus=gpus, supposed=False)
 
     def lines(self, flag: str) -> tuple[int, ...]:
         """The lines of the text that say `flag`."""
-        name, dashes = (
-            flag.lstrip("-"),
-            "--" if flag.startswith("-") and self.kind not in ("yaml", "container") else "(?:--)?",
-        )
+        bare = self.kind in ("yaml", "container") or (self.program and self.kind != "script")
+        name, dashes = flag.lstrip("-"), "--" if flag.startswith("-") and not bare else "(?:--)?"
         found = re.compile(rf"(?<![\w-]){dashes}({re.escape(name)}|{re.escape(name.replace('-', '_'))})(?![\w-])")
         lines = enumerate(self.text.splitlines(), 1)
         return tuple(n for n, line in lines if not line.lstrip().startswith("#") and found.search(line))
@@ -96,13 +102,17 @@ def read(text: str, target: Target, name: str = "-") -> Launch:
             launch = _yaml(text, target, name)
         elif first.startswith("-"):
             launch = _plain(text, target)
+        elif python.is_python(first, name):
+            launch = _python(text, target)
         else:
-            launch = _shell(text, target)
+            launch = _shell(text, target, name)
+    except SyntaxError as err:
+        raise Refused(Problem(f"`{name}` is no Python: {err.msg} in line {err.lineno}", hint=FORMS)) from None
     except (ShellError, yaml.YAMLError, RecursionError) as err:
         what = " ".join(str(err).split()).replace('in "<unicode string>",', "at") or "nested too deep"
-        raise Refused(Problem(f"`{name}` cannot be read: {what}", None, FORMS)) from None
+        raise Refused(Problem(f"`{name}` cannot be read: {what}", hint=FORMS)) from None
     if not _flags(launch.words, target):
-        raise Refused(Problem(f"there is no Megatron flag in `{name}`", None, FORMS))
+        raise Refused(_no_config(text, name) or Problem(f"there is no Megatron flag in `{name}`", hint=FORMS))
     return replace(_planned(launch, name), name=name)
 
 
@@ -119,7 +129,48 @@ def stored(path: Path, target: Target) -> Launch:
     return Launch(target, tuple(found), "checkpoint", "", gpus=gpus, notes=tuple(left), unsaid=tuple(left))
 
 
-FORMS = "give a list of flags, a shell script that starts a training, or a YAML of flags"
+def of_file(name: str) -> str | Path:
+    """What `lint` takes of a file: its text, `-` for standard input's; a path, where it is a checkpoint's. Raises Refused."""
+    path = Path(name)
+    if (path / "config.json").is_file():  # the folder of a published model
+        path = path / "config.json"
+    try:
+        if name != "-" and (path.is_dir() or checkpoint.is_file(path)):
+            return checkpoint.file_of(path)
+        data = sys.stdin.buffer.read() if name == "-" else path.read_bytes()
+    except (OSError, ValueError) as err:
+        reason = getattr(err, "strerror", None) or str(err)
+        raise Refused(
+            Problem(f"cannot read `{name}`: {reason}", hint="name a file, or `-` for standard input")
+        ) from None
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as err:
+        raise Refused(
+            Problem(f"`{name}` is not UTF-8: {err.reason} at byte {err.start}", hint="save it as UTF-8")
+        ) from None
+
+
+def _no_config(text: str, name: str) -> Problem | None:
+    """Why a text that looks like a config.json of Hugging Face's is none."""
+    whole = "give it whole, as it was published, or its folder"
+    try:
+        root = json.loads(text)
+    except ValueError as err:
+        return Problem(f"`{name}` is no JSON: {err}", hint=whole) if name.endswith(".json") else None
+    except RecursionError:
+        return None
+    if not name.endswith(".json") or not isinstance(root, dict):
+        return None
+    lacking = [key for key in ("model_type", "vocab_size") if key not in root]
+    return (
+        Problem(f"`{name}` has no {quoted(lacking)}, as a config.json of Hugging Face has", hint=whole)
+        if lacking
+        else None
+    )
+
+
+FORMS = "give a list of flags, a script that starts a training, or a YAML of flags"
 
 
 def _planned(launch: Launch, name: str) -> Launch:
@@ -132,7 +183,7 @@ def _planned(launch: Launch, name: str) -> Launch:
     if follow.holes(word) or not os.path.isfile(word):
         note = f"`{follow.shown(word)}` cannot be read from here: what it says beyond its flags is not known"
         return replace(launch, notes=(*launch.notes, note))
-    from nam_megatron.argv import load_plan  # Hydra, only for those who want it
+    from nam_megatron.compile.argv import load_plan  # Hydra, only for those who want it
     from nam_megatron.lint.ours import Planned
 
     plan = Planned(load_plan(word))
@@ -146,11 +197,18 @@ def _plain(text: str, target: Target) -> Launch:
     return Launch(target, tuple(words), "words", text)
 
 
+def _python(text: str, target: Target) -> Launch:
+    if (said := python.read(text, target)) is None:
+        return Launch(target, (), "python", text)
+    kind, program = ("python", said.program) if said.program else ("script", "the script")
+    return Launch(target, said.words, kind, text, notes=said.notes, partial=True, program=program)
+
+
 # Shell --------------------------------------------------------------------------------------------------------------------
 
 
-def _shell(text: str, target: Target) -> Launch:
-    run = follow.run(text)
+def _shell(text: str, target: Target, name: str) -> Launch:
+    run = follow.run(text, None if name == "-" else Path(name).parent)
 
     def flags(command: tuple) -> int:
         return _flags(_split(command[0], target)[1], target)
@@ -175,6 +233,8 @@ def _shell(text: str, target: Target) -> Launch:
             f"the text has {len(others) + 1} launches: read is the one with the most flags, the first of equals"
         )
     (launcher, words, script), env = _split(best[0], target), best[1]
+    if not flags(best) and (launch := _of_another(run, text, target)):
+        return launch
     if partial := not _flags(words, target):  # a file that only sets variables, for another script to use
         held = [run.variables, *run.left.values()]
         words = next(filter(None, map(_held, held)), [])
@@ -190,7 +250,24 @@ def _shell(text: str, target: Target) -> Launch:
         )
         partial = True
     gpus = _gpus(launcher, text, run.variables)
-    return Launch(target, tuple(words), "shell", text, env, script, gpus, tuple(notes), partial)
+    by_default = any(NODES.search(name) for name in run.unset)
+    return Launch(target, tuple(words), "shell", text, env, script, gpus, tuple(notes), partial, supposed=by_default)
+
+
+def _of_another(run: follow.Run, text: str, target: Target) -> Launch | None:
+    """The launch of a program that has Megatron's fields in words of its own; the one that says most."""
+    perhaps = [(words, env) for words, env, _ in (*run.perhaps, *run.uncalled)]
+    commands = [*run.commands, *perhaps]
+    found = [(said, env) for words, env in commands if (said := others.of_command(words, target))]
+    if not found:
+        return None
+    said, env = max(found, key=lambda one: len(one[0].words))
+    notes = [*run.notes, *said.notes]
+    if several := len({other.words for other, _ in found}) - 1:
+        notes.append(f"the text has {several + 1} launches: read is the one that says most")
+    return Launch(
+        target, said.words, "shell", text, {**env, **said.env}, gpus=said.gpus, notes=tuple(notes), program=said.program
+    )
 
 
 def _held(variables: Mapping[str, str | list[str]]) -> list[str]:
@@ -224,7 +301,7 @@ def _split(words: tuple[str, ...], target: Target) -> tuple[tuple[str, ...], lis
         module = (
             word in ("-m", "--module")
             and i + 1 < len(words)
-            and not re.match(r"torch\.distributed|torchrun", words[i + 1])
+            and not re.match(r"torch\.distributed|(nam_megatron\.)?torchrun", words[i + 1])
         )
         if module or (word.endswith(".py") and not word.startswith("-")):
             return words[:i], list(words[i + 1 + module :]), words[i + module]
@@ -275,18 +352,28 @@ def _yaml(text: str, target: Target, name: str) -> Launch:
     elif isinstance(root, yaml.MappingNode):
         keys = {k.value: v for k, v in root.value if isinstance(k, yaml.ScalarNode)}
         if {"nam_megatron", "recipe", "argv"} <= keys.keys():  # our own plan.json
-            from nam_megatron.argv import parse_plan  # Hydra, only for those who want it
+            from nam_megatron.compile.argv import parse_plan  # Hydra, only for those who want it
             from nam_megatron.lint.ours import Planned
 
             plan = Planned(parse_plan(text, name))
             return Launch(target, plan.argv, "plan", text, plan.env, gpus=plan.gpus, plan=plan)
-        if {"model_type", "hidden_size"} <= keys.keys() and (config := huggingface.config(text)):
+        if "model_type" in keys and (config := huggingface.config(text)):
             described, left = huggingface.words(config, name)
             return Launch(
                 target, tuple(described), "huggingface", text, partial=True, notes=tuple(left), unsaid=tuple(left)
             )
         if (root_of_bridge := _of_bridge(keys, text)) is not None:
             return _bridge(root_of_bridge, text, target, name)
+        plain = _tree(root, unset)
+        bases = [file for key in keys.keys() & BASES for file in _files(keys[key])]
+        if said := others.of_tree(plain, target, bool(bases)):
+            notes += said.notes
+            if bases:
+                notes.append(f"more of the description is in other files, which are not read: {', '.join(bases)}")
+            return Launch(
+                target, said.words, "yaml", text, said.env, gpus=said.gpus, notes=tuple(notes), program=said.program
+            )
+        bases, unset = [], set()
         if isinstance(argv := keys.get("argv"), yaml.SequenceNode):
             words = [_holes(node.value) for node in argv.value[:MOST] if isinstance(node, yaml.ScalarNode)]
         else:
@@ -304,6 +391,40 @@ def _yaml(text: str, target: Target, name: str) -> Launch:
     return Launch(target, tuple(words), "yaml", text, env, notes=tuple(notes), partial=bool(bases))
 
 
+def _tree(root: yaml.MappingNode, unset: set[str]) -> dict[str, Any]:
+    """A YAML as its program would have it: defaults of the environment's in, `${a.b}` as what stands there, other `${}` as holes."""
+
+    left = MOST
+
+    def settle(node: yaml.Node, depth: int = 0) -> yaml.Node:
+        nonlocal left
+        left -= 1
+        if depth > DEEPEST or not left:  # aliases of aliases are a tree as well
+            raise yaml.YAMLError("nested too deep" if left else f"more than {MOST} values")
+        if isinstance(node, yaml.MappingNode):
+            pairs = [(k, settle(v, depth + 1)) for k, v in node.value if k.tag != "tag:yaml.org,2002:merge"]
+            return yaml.MappingNode(node.tag, pairs)
+        if isinstance(node, yaml.SequenceNode):
+            return yaml.SequenceNode(node.tag, [settle(v, depth + 1) for v in node.value])
+        return _with_default(node, unset)
+
+    built = yaml.constructor.SafeConstructor()
+    tree = built.construct_document(settle(root))
+
+    def resolved(value: Any, depth: int = 0) -> Any:
+        if isinstance(value, dict):
+            return {str(k): resolved(v, depth) for k, v in value.items()}
+        if isinstance(value, list):
+            return [resolved(v, depth) for v in value]
+        if isinstance(value, str) and "$" in value:
+            place = re.fullmatch(r"\$\{([\w.]+)\}", value)
+            there = next(others.at(tree, place[1]), value) if place and depth < NESTED else value
+            return _holes(value) if there is value or isinstance(there, (dict, list)) else resolved(there, depth + 1)
+        return value
+
+    return resolved(tree)
+
+
 def _of_bridge(keys: Mapping[str, yaml.Node], text: str) -> dict[str, Any] | None:
     """What a YAML of Megatron-Bridge's or Nemotron's says; None of another one."""
     places = (keys.get(name) for name in ("model", container.RECIPE))
@@ -317,7 +438,7 @@ def _of_bridge(keys: Mapping[str, yaml.Node], text: str) -> dict[str, Any] | Non
 def _bridge(root: dict[str, Any], text: str, target: Target, name: str) -> Launch:
     env = {str(k): None if v is None else str(v) for k, v in (root.get("env_vars") or {}).items()}
     if found := container.plan(root, name):
-        from nam_megatron.argv import parse_plan  # Hydra, only for those who want it
+        from nam_megatron.compile.argv import parse_plan  # Hydra, only for those who want it
         from nam_megatron.lint.ours import Planned
 
         plan = Planned(parse_plan(found[0], name))
@@ -330,7 +451,7 @@ def _bridge(root: dict[str, Any], text: str, target: Target, name: str) -> Launc
         AttributeError,
         LookupError,
     ) as err:  # whatever a field of another shape makes a rule raise
-        raise Refused(Problem(f"`{name}` is no container as Bridge writes it: {err}", None, FORMS)) from None
+        raise Refused(Problem(f"`{name}` is no container as Bridge writes it: {err}", hint=FORMS)) from None
     return Launch(target, tuple(words), "container", text, env, notes=tuple(notes))
 
 
@@ -383,7 +504,7 @@ def _entries(
             else:
                 stack.append(iter(node.value))
                 path.append(str(key.value))
-        elif isinstance(key, yaml.ScalarNode):
+        elif isinstance(key, yaml.ScalarNode) and not key.value.startswith("_"):  # `_target_` and its kin are Hydra's
             yield tuple(path[1:]), key.value, node
 
 
@@ -411,7 +532,9 @@ def _holes(text: str) -> str:
 
 def _with_default(node: yaml.Node, unset: set[str]) -> yaml.Node:
     """`${NAME:4}` and `${oc.env:NAME,4}` as 4; a default of nothing as nothing."""
-    found = re.fullmatch(r"\$\{(?:oc\.env:)?\s*([A-Za-z_]\w*)\s*(?::-?|,)([^${}]*)\}", str(node.value))
+    found = re.fullmatch(
+        r"\$\{(?:oc\.env:\s*(?=\w)|(?=[A-Z_\d]+:))([A-Za-z_]\w*)\s*(?::-?|,)([^${}]*)\}", str(node.value)
+    )
     if not found:
         return node
     unset.add(found[1])

@@ -1,52 +1,50 @@
 """Model -> the nearest recipe of ours: a preset file, and an honest list of what it does not carry over.
 
 The file is composed, checked and translated before it is written; the list is the difference between what the launch tells
-Megatron and what the recipe's own arguments do.
+Megatron and what the recipe's own arguments do. What the launch does not say, and what no recipe can, is `???` there: a value of our
+own models is nobody's choice here. It is checked with those in the holes.
 """
 
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
-from nam_megatron.argv import words
 from nam_megatron.blocks import GraphPart
-from nam_megatron.blocks.attention.block import Attention
-from nam_megatron.blocks.dsa.block import Dsa
-from nam_megatron.blocks.gdn.block import Gdn
+from nam_megatron.blocks.attention.read import UNTURNED
 from nam_megatron.blocks.kinds import KINDS
-from nam_megatron.blocks.mamba2.block import Mamba2
-from nam_megatron.blocks.mla.block import WIDTHS, Mla
-from nam_megatron.blocks.moe.block import Moe
+from nam_megatron.compile.argv import words
+from nam_megatron.compile.lower import Lowering, translate, unchecked
+from nam_megatron.compile.plan import plan
 from nam_megatron.errors import FINDINGS, OK, Problem, Refused
 from nam_megatron.features.fim import Fim
 from nam_megatron.features.fp8 import Fp8
 from nam_megatron.features.muon import Muon
 from nam_megatron.lint import Report
+from nam_megatron.lint.count import facet
 from nam_megatron.lint.follow import holes
-from nam_megatron.lint.model import MAMBA, STOCK_SPECS, Model, known
+from nam_megatron.lint.model import STOCK_SPECS, SYMBOLS, Model, known
 from nam_megatron.lint.read import Launch
 from nam_megatron.lint.values import Args, NotKnown, Open
-from nam_megatron.lower import Lowering, translate, unchecked
-from nam_megatron.plan import plan
 from nam_megatron.recipe import Optim, Recipe, load, to_tree
-from nam_megatron.recipe.standing import IDLE
-from nam_megatron.setting import Config
+from nam_megatron.recipe.resolve import UNREAD, latent
 from nam_megatron.targets import current
 
 WRITTEN_BY = " by nam_megatron.lint"
 BLANK = "?"  # no path
+UNSAID = "???"  # a value that is to be given, as Hydra has it
 LETTER = {kind: block.letters[0] for kind, block in KINDS.items()}
 Tree = dict[str, Any]
 
 
 @dataclass
 class Made:
-    """The preset and what it leaves behind. refused: why our compiler would not translate it; None: it does."""
+    """The preset and what it leaves behind. recipe: with values of ours where the file leaves one to be given. refused: why our compiler
+    would not translate it; None: it does."""
 
     path: Path
     yaml: str
@@ -54,11 +52,12 @@ class Made:
     lost: list[str] = field(default_factory=list)  # other values than the launch's
     added: list[str] = field(default_factory=list)  # pinned by the recipe, left to Megatron by the launch
     keyless: list[str] = field(default_factory=list)  # arguments that no recipe of ours has
+    unsaid: tuple[str, ...] = ()  # keys that the file leaves to be given
     refused: str | None = None
 
     @property
     def exit_code(self) -> int:
-        return FINDINGS if self.refused else OK
+        return FINDINGS if self.refused or self.unsaid else OK
 
     def text(self) -> str:
         """For stderr: where it is, and what it does not carry over."""
@@ -69,13 +68,15 @@ class Made:
         if self.refused:
             say.append("translate refuses it as it stands:")
             say += [f"  {line}" for line in self.refused.splitlines() if line]
+        if self.unsaid:
+            say.append(f"to be given, since the launch does not say it or no recipe can: {', '.join(self.unsaid)}")
         say += ["not carried over:", *(f"  {line}" for line in self.lost)] if self.lost else []
         say += [f"without a key in a recipe: {', '.join(self.keyless)}"] if self.keyless else []
         say += [f"said by the recipe, left to Megatron by the launch: {', '.join(self.added)}"] if self.added else []
         return (
             "\n".join(
                 say
-                if self.lost or self.refused or self.keyless
+                if self.lost or self.refused or self.keyless or self.unsaid
                 else [*say, "everything that a layer reads is carried over"]
             )
             + "\n"
@@ -91,14 +92,18 @@ def write(report: Report, out: str) -> Made:
     path = Path(out)
     if not path.stem.isidentifier() or path.suffix not in (".yaml", ".yml"):
         raise Refused(
-            Problem(f"`{out}` is no file name for a preset", "recipe", "letters, digits and `_`, ending in .yaml")
+            Problem(
+                f"`{out}` is no file name for a preset", key="recipe", hint="letters, digits and `_`, ending in .yaml"
+            )
         )
     _keep(path)
     made = make(report, path)
     try:
         path.write_text(made.yaml, encoding="utf-8")
     except OSError as err:
-        raise Refused(Problem(f"cannot write `{out}`: {err.strerror}", "recipe", "name a file you may write")) from None
+        raise Refused(
+            Problem(f"cannot write `{out}`: {err.strerror}", key="recipe", hint="name a file you may write")
+        ) from None
     return made
 
 
@@ -111,7 +116,7 @@ def _keep(path: Path) -> None:
     except (OSError, UnicodeDecodeError):
         lines = []
     if not any(line.startswith("# From ") and line.endswith(WRITTEN_BY) for line in lines[:3]):
-        raise Refused(Problem(f"`{path}` exists, and lint has not written it", "recipe", "name another file"))
+        raise Refused(Problem(f"`{path}` exists, and lint has not written it", key="recipe", hint="name another file"))
 
 
 def make(report: Report, path: Path) -> Made:
@@ -120,15 +125,15 @@ def make(report: Report, path: Path) -> Made:
     lost: list[str] = []
     if m.hidden_mixers:
         hint = "lint the run.sh that stands beside its plan.json"
-        raise Refused(Problem("no recipe: what `--nam-model` stands for is not in the text", "recipe", hint))
+        raise Refused(Problem("no recipe: what `--nam-model` stands for is not in the text", key="recipe", hint=hint))
     try:
         groups, wanted = _groups(a, m), _ours(m, path.stem) or _wanted(a, m, path.stem, lost)
     except NotKnown as err:
         raise Refused(
-            Problem(f"no recipe: `{err}` is not known", "recipe", "the findings say what is missing")
+            Problem(f"no recipe: `{err}` is not known", key="recipe", hint="the findings say what is missing")
         ) from None
-    wanted, text, recipe = _composed(wanted, groups, path.stem, _comment(report.name), lost)
-    made = Made(path, text, recipe, lost)
+    text, recipe, unsaid = _composed(wanted, groups, path.stem, _comment(report.name), lost, whole=m.described)
+    made = Made(path, text, recipe, lost, unsaid=unsaid)
     lowering: Lowering | None = None
     try:
         lowering = translate(recipe)
@@ -139,6 +144,11 @@ def make(report: Report, path: Path) -> Made:
         _compare(a, m, lowering, made)
     else:
         made.lost += [f"{a.written(name)}: not compared" for name in a.given if name not in OTHER_WAYS]
+    if m.described and (other := [line for line in (*made.lost, *made.keyless) if line.startswith("--")]):
+        hint = "Megatron has it: train from the arguments that lint describes"
+        raise Refused(
+            Problem(f"no recipe of ours says `{line.partition(' ->')[0]}`", key="recipe", hint=hint) for line in other
+        )
     return made
 
 
@@ -155,21 +165,40 @@ def _as_it_stands(recipe: Any, lost: list[str]) -> Lowering | None:
     return None
 
 
-def _composed(wanted: Tree, groups: Tree, name: str, source: str, lost: list[str]) -> tuple[Tree, str, Any]:
-    """Render what differs from the groups' own values; values that our schema does not take are dropped and listed."""
+def _composed(
+    wanted: Tree, groups: Tree, name: str, source: str, lost: list[str], whole: bool = False
+) -> tuple[str, Any, tuple[str, ...]]:
+    """The text of what differs from the groups' own values, its recipe with those in the holes, and the holes' keys; values that our
+    schema does not take are listed.
+
+    whole: of the model, render every value: a published one is no difference from a model of ours.
+    """
     header = {k: wanted["preset"][k] for k in ("name", "alias_of", "family", "about")}
     base = _base(tuple(groups.items()))
     base = {**base, "preset": {**base["preset"], **header}}
+
+    def rendered(tree: Tree) -> str:
+        model = {"model": tree["model"]} if whole else {}
+        return _yaml(groups, {"preset": header, **_difference(tree, base), **model}, source)
+
+    unsaid = [key for key, value in _leaves(wanted) if value == UNSAID]
+    for key in unsaid:
+        _drop(wanted, base, key)
     for _ in range(20):
-        text = _yaml(groups, {"preset": header, **_difference(wanted, base)}, source)
         try:
-            return wanted, text, _load(text, name)
+            recipe = _load(rendered(wanted), name)
         except Refused as refused:
             for problem in refused.problems:
-                if not problem.message.startswith(IDLE):  # what nothing reads is nothing lost
+                key = (problem.key or "").split("[")[0]
+                if not problem.message.startswith(UNREAD):  # what nothing reads is nothing lost
                     lost.append(f"{problem.key}: {problem.message}")
-                if not _drop(wanted, base, problem.key or ""):
+                    unsaid += [key] if key not in unsaid and _in(base, key) is not None else []
+                if not _drop(wanted, base, key, absent=whole):
                     raise
+            continue
+        for key in unsaid:
+            _put(wanted, key, UNSAID)
+        return rendered(wanted), recipe, tuple(unsaid)
     raise AssertionError("dropping keys does not end")
 
 
@@ -186,25 +215,43 @@ def _comment(name: str) -> str:
     return "".join(c for c in name.rsplit("/", 1)[-1] if c.isprintable()) or "a launch"
 
 
-def _load(text: str, name: str) -> Any:
+def _load(text: str, name: str, given: Sequence[str] = ()) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "preset").mkdir()
         (Path(folder) / "preset" / f"{name}.yaml").write_text(text, encoding="utf-8")
-        return load(name, [f"hydra.searchpath=[file://{folder}]"])
+        return load(name, [f"hydra.searchpath=[file://{folder}]", *given])
 
 
-def _drop(wanted: Tree, base: Tree, key: str) -> bool:
-    """Put the base's value at a dotted key (list indices left off)."""
+def _drop(wanted: Tree, base: Tree, key: str, absent: bool = False) -> bool:
+    """Put the base's value at a dotted key (list indices left off); absent: put nothing there, which leaves the base's."""
     *parents, last = key.split("[")[0].split(".")
     for part in parents:
         wanted, base = wanted.get(part, {}), base.get(part, {})
-    if last not in wanted or wanted[last] == base.get(last):
+    if last not in wanted or (wanted[last] == base.get(last) and not absent):
         return False
-    if last in base:
+    if last in base and not absent:
         wanted[last] = base[last]
     else:
         del wanted[last]
     return True
+
+
+def _leaves(tree: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        yield from _leaves(value, f"{at}{key}.") if isinstance(value, Mapping) else [(f"{at}{key}", value)]
+
+
+def _in(tree: Any, key: str) -> Any:
+    for part in key.split("."):
+        tree = tree.get(part) if isinstance(tree, Mapping) else None
+    return tree
+
+
+def _put(tree: Tree, key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    for part in parents:
+        tree = tree.setdefault(part, {})
+    tree[last] = value
 
 
 def _difference(wanted: Mapping[str, Any], base: Mapping[str, Any]) -> Tree:
@@ -220,7 +267,19 @@ def _difference(wanted: Mapping[str, Any], base: Mapping[str, Any]) -> Tree:
 
 # Rendering
 
-ORDER = ("preset", "model", "parallel", "precision", "optim", "schedule", "data", "feature", "cluster", "assumptions")
+ORDER = (
+    "preset",
+    "model",
+    "execution",
+    "parallel",
+    "precision",
+    "optim",
+    "schedule",
+    "data",
+    "feature",
+    "cluster",
+    "assumptions",
+)
 
 
 def _yaml(groups: Mapping[str, str], tree: Mapping[str, Any], source: str) -> str:
@@ -256,7 +315,7 @@ def _flow(value: Any) -> str:
     if isinstance(value, str):
         return (
             value
-            if value.isidentifier() and value.lower() not in RESERVED
+            if value == UNSAID or (value.isidentifier() and value.lower() not in RESERVED)
             else json.dumps(value.replace("${", "\\${"), ensure_ascii=False)
         )
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
@@ -273,7 +332,7 @@ CLUSTERS = {1: "h200_1", 2: "h200_2", 4: "h200_4", 8: "h200_8", 16: "h200_2x8"}
 def _groups(a: Args, m: Model) -> Tree:
     return {
         "model": "nam56r",
-        "lane": m.plan.lane if m.plan else "own_dp" if "gdn" in m.kinds else "nemo_native" if m.tp > 1 else "native_dp",
+        "lane": m.plan.lane if m.plan else "own_dp" if m.gdn else "nemo_native" if m.tp > 1 else "native_dp",
         "precision": "fp8_tensorwise" if a.fp8 and a.fp8_recipe == "tensorwise" else "bf16",
         "optim": "muon" if a.optimizer in ("muon", "dist_muon") else "adamw",
         "data": "indexed" if _indexed(a) else "mock",
@@ -311,7 +370,7 @@ def _ours(m: Model, name: str) -> Tree | None:
 def _wanted(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
     """Everything a recipe can say of the launch. What no recipe can say at all goes into `lost`."""
     if m.bad_symbols or not m.layers:
-        raise Refused(Problem("no recipe: the launch builds no layers", "recipe"))
+        raise Refused(Problem("no recipe: the launch builds no layers", key="recipe"))
     lost += [f"{flag}: of the training script, not of Megatron's parser" for flag in dict.fromkeys(a.script_flags)]
     lost += [f"{flag}: what it names is not read" for flag in m.from_elsewhere]
     lost += a.launch.unsaid
@@ -322,17 +381,23 @@ def _wanted(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
     about = f"{'Hybrid' if m.hybrid else 'GPT'} of a linted launch"
     preset = {"name": name, "alias_of": None, "family": name, "about": about}
     if _model_alone(a):
-        lost.append("all but the model: the launch says neither batch nor learning rate nor length; layout, precision, optimizer, "
-                    "schedule, data and cluster are our groups', and no choice of this launch")  # fmt: skip
+        whose = "a config.json says" if a.launch.kind == "huggingface" else "this launch says"
+        lost.append("all but the model: layout, precision, data, cluster and what else a training has are our groups', and nothing that "
+                    f"{whose}")  # fmt: skip
         computes = {k: v for k, v in _features(a, m).items() if k in OF_MODELS}
         features = {"feature": computes} if computes else {}
-        return {"preset": preset, "model": _model(a, m, name, lost), **features}
+        return {
+            "preset": preset,
+            **_apart(_model(a, m, name, lost)),
+            **features,
+            **{k: dict(v) for k, v in TRAINING.items()},
+        }
     gpus = _gpus(a, m)
     if not a.launch.gpus:
         lost.append(f"number of GPUs: the launch does not say it; the recipe has {gpus}")
     tree: Tree = {
         "preset": preset,
-        "model": _model(a, m, name, lost),
+        **_apart(_model(a, m, name, lost)),
         "parallel": {"tensor": m.tp, "sequence": m.sequence_parallel, "pipeline": m.pp, "virtual_pipeline": _virtual(m), "context": m.cp,
                      "expert": m.ep, "expert_tensor": m.etp if m.moe else 1},
         "precision": {"grad_reduce": "bf16" if a.grad_reduce_in_bf16 else "fp32",
@@ -353,6 +418,11 @@ def _wanted(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
     return tree
 
 
+# What only a training says.
+TRAINING = {
+    "schedule": dict.fromkeys(("micro_batch_size", "global_batch_size", "train_steps"), UNSAID),
+    "optim": dict.fromkeys(("lr", "min_lr", "warmup_steps"), UNSAID),
+}
 # Features that a description of a model has.
 OF_MODELS = ("yarn", "llama_rope", "mtp")
 
@@ -362,12 +432,11 @@ def _model_alone(a: Args) -> bool:
     return not a.any_said("micro_batch_size", "global_batch_size", "lr", "train_iters", "train_samples")
 
 
-def _sequence(a: Args, m: Model, lost: list[str]) -> int:
-    if a.seq_length is None and a.encoder_seq_length is None and _model_alone(a):
-        length = a.max_position_embeddings or 4096
-        lost.append(f"sequence length: the launch does not say it; the recipe has {length}")
-        return length
-    return m.sequence
+def _sequence(a: Args, m: Model, lost: list[str]) -> int | str:
+    if a.seq_length is None and a.encoder_seq_length is None and _model_alone(a) and a.max_position_embeddings:
+        lost.append(f"sequence length: the launch does not say it; the recipe has {a.max_position_embeddings}")
+        return a.max_position_embeddings
+    return known(lambda: m.sequence, UNSAID)
 
 
 def _norm_kernels(a: Args, lost: list[str]) -> str:
@@ -381,8 +450,13 @@ def _norm_kernels(a: Args, lost: list[str]) -> str:
 def _model(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
     letters = "".join(LETTER[k] for _, k in m.layers)
     usual = {letter: _commonest([k for _, k in m.layers if LETTER[k] == letter]) for letter in "AEM"}
-    attention = "mla" if usual["A"] == "dsa" or ("mla" in m.kinds) else usual["A"]
-    kinds = {"A": attention or "attention", "E": usual["E"] or "moe", "M": usual["M"] or "mamba2", "R": "mamba2"}
+    attention = latent(m.kinds) or usual["A"]
+    kinds = {
+        "A": attention or "attention",
+        "E": usual["E"] or "moe",
+        "M": usual["M"] or SYMBOLS["M"],
+        "R": SYMBOLS["M"],
+    }
     kinds = {letter: kind for letter, kind in kinds.items() if letter in letters}
     substitute = []
     for letter, kind in kinds.items():
@@ -398,18 +472,14 @@ def _model(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
     positions = (a.max_position_embeddings or length) if m.positions == "learned_absolute" else None
     return {
         "family": name, "pattern": _pattern(m, letters), "depth": len(letters), "hidden_size": m.need("hidden_size"),
-        "ffn_hidden_size": m.ffn, "num_attention_heads": m.heads, "vocab_size": known(lambda: m.vocabulary, 65536),
+        "ffn_hidden_size": m.ffn, "num_attention_heads": m.heads, "vocab_size": known(lambda: m.vocabulary, UNSAID),
         "seq_length": length, "learned_positions": positions, "tied_embeddings": not a.untie_embeddings_and_output_weights,
         "normalization": a.normalization, "norm_epsilon": a.layernorm_epsilon,
         "zero_centered_norms": a.layernorm_zero_centered_gamma, "linear_bias": a.add_bias_linear,
         "activation": {"SwiGLU": "swiglu", "squared ReLU": "squared_relu"}.get(m.activation, m.activation.lower().replace(" ", "_")),
         "hidden_dropout": a.hidden_dropout, "attention_dropout": a.attention_dropout, "rotary_base": a.rotary_base,
-        "init_std": a.init_method_std, "letters": kinds, "substitute": substitute, "blocks": _blocks(a, m, lost),
+        "init_std": a.init_method_std, "letters": kinds, "substitute": substitute, "blocks": _blocks(m, lost),
     }  # fmt: skip
-
-
-# Megatron's types of positions without angles.
-UNTURNED = ("none", "learned_absolute")
 
 
 def _pattern(m: Model, letters: str) -> str:
@@ -433,95 +503,21 @@ def _commonest(kinds: list[str]) -> str | None:
     return max(kinds, key=kinds.count) if kinds else None
 
 
-def _blocks(a: Args, m: Model, lost: list[str]) -> Tree:
-    blocks: Tree = {}
-    if "attention" in m.kinds:
-        blocks["attention"] = _rows(Attention, a) | {
-            "head_dim": m.head_dim,
-            "query_groups": m.groups,
-            **_window(a, m),
-            "qkv_bias": a.add_qkv_bias and not a.add_bias_linear,
-            # A learned table is the model's and YaRN a feature; others have no word in a recipe, and the comparison lists them.
-            "position_embedding": "none" if m.positions in UNTURNED else "rope",
-            "rotary_percent": 1.0 if m.positions in UNTURNED else a.rotary_percent,
-        }
-    theirs = a.normalization != "RMSNorm" or bool(a.fp8)  # which our kernels do not take
-    if {"mla", "dsa"} & m.kinds:
-        blocks["mla"] = _rows(Mla, a)
-        if a.q_lora_rank is None or theirs:
-            blocks["mla"]["kernels"] = "megatron"
-        if a.q_lora_rank is None and a.qk_layernorm and not m.plain_query:
-            lost.append(
-                "Megatron's norm over the whole width before the queries' projection, where there is no query latent"
-            )
-    if "dsa" in m.kinds:
-        numbers = m.numbers("dsa")
-        every = next(
-            (
-                k
-                for k in range(1, len(numbers) + 1)
-                if all(m.topk_source(n) == numbers[i - i % k] for i, n in enumerate(numbers))
-            ),
-            None,
-        )
-        if every is None:
-            lost.append(
-                "--dsa-indexer-topk-freq: our recipes share a top-k among equal numbers of layers only; none is shared here"
-            )
-        blocks["dsa"] = _rows(Dsa, a) | {"full_every": every or 1}
-        blocks["dsa"]["indexer_loss_coeff"] = a.dsa_indexer_loss_coeff or 0.0
-        if not {a.q_lora_rank, a.kv_lora_rank, a.qk_pos_emb_head_dim, a.dsa_indexer_head_dim} <= set(WIDTHS) or theirs:
-            blocks["dsa"]["kernels"] = "megatron"
-    if m.moe:
-        blocks["moe"] = _rows(Moe, a) | {
-            "expert_hidden_size": m.moe_ffn,
-            "shared_expert_hidden_size": a.moe_shared_expert_intermediate_size or 0,
-            "shared_expert_gate": a.moe_shared_expert_gate and bool(a.moe_shared_expert_intermediate_size),
-            "aux_loss_coeff": m.aux_coefficients[0],
-            "pre_softmax": a.moe_router_pre_softmax and a.moe_router_score_function == "softmax",
-            "dispatcher": a.moe_token_dispatcher_type,
-            "shared_overlap": a.moe_shared_expert_overlap,
-        }
-        if groups := _groups_of_experts(m):
-            blocks["moe"]["group_limit"] = list(groups)
-        if len(m.balancing) == 1:  # several have no word in a recipe; the comparison lists them
-            blocks["moe"]["balancing"] = m.balancing[0]
-    if "mamba2" in m.kinds:
-        blocks["mamba2"] = _rows(Mamba2, a) | {"heads": m.mamba_heads, "strided": False, "strided_norm": False}
-        if not a.any_said(*MAMBA):
-            lost.append("the block at `M`: no flag says which; Mamba-2 of Megatron's default sizes is written (Mamba-3 and M2RNN stand in "
-                        "plan.json alone)")  # fmt: skip
-    if "gdn" in m.kinds:
-        blocks["gdn"] = _rows(Gdn, a)
-    if "mlp" in m.kinds:
-        blocks["mlp"] = {}
-    return blocks
+def _blocks(m: Model, lost: list[str]) -> Tree:
+    needed = m.kinds.union(*(KINDS[kind].needs for kind in m.kinds))
+    if dumb := [KINDS[kind].title for kind in KINDS if kind in needed and not facet(kind)]:
+        text = f"no recipe: {', '.join(dumb)} cannot be said in Megatron's arguments"
+        raise Refused(Problem(text, key="recipe", hint="lint the run.sh that stands beside its plan.json"))
+    return {kind: facet(kind).keys(m.a, m, lost) for kind in KINDS if kind in needed}
 
 
-def _window(a: Args, m: Model) -> Tree:
-    """Tokens that a query sees, and which layers see all; nothing where no key says it, and the comparison lists what there is."""
-    match a.value("window_size"):
-        case (int(left), 0) if left >= 0 and (every := _unwindowed(m.windowed)) is not None:
-            return {"window": left + 1, "unwindowed_every": every or None}
-    return {"window": None, "unwindowed_every": None}
-
-
-def _unwindowed(windowed: tuple[bool, ...]) -> int | None:
-    """Every so many-th layer is without a window; 0 if none is, None if they are others than that."""
-    periods = (n for n in range(2, len(windowed) + 1) if all(w is ((i + 1) % n > 0) for i, w in enumerate(windowed)))
-    return 0 if all(windowed) else next(periods, None)
-
-
-def _groups_of_experts(m: Model) -> tuple[int, int] | None:
-    """(groups, chosen) where routing is limited by them: not by all groups (Kimi-K2's one of one), nor by groups of one expert."""
-    groups, chosen = m.a.moe_router_num_groups or 1, m.a.moe_router_group_topk or 0
-    return (groups, chosen) if m.moe and 0 < chosen < groups < (m.a.num_experts or 0) else None
-
-
-def _rows(cls: type[Config], a: Args) -> Tree:
-    """The keys of a section that are an argument of Megatron's, with what the launch gives it."""
-    rows = {name: cls.row(name).argument for name in cls.model_fields}
-    return {name: getattr(a, argument) for name, argument in rows.items() if argument}
+def _apart(model: Tree) -> Tree:
+    """A model, and apart from it how its layers are executed."""
+    execution = {
+        kind: {key: keys.pop(key) for key in KINDS[kind].keys(executes=True) if key in keys}
+        for kind, keys in model["blocks"].items()
+    }
+    return {"model": model, "execution": {kind: keys for kind, keys in execution.items() if keys}}
 
 
 def _warmup(a: Args) -> int:
@@ -535,10 +531,11 @@ def _steps(a: Args, samples: int | None) -> int | None:
 
 
 def _optim(a: Args) -> Tree:
-    found = _rows(Optim, a) | {
+    found = Optim.of_arguments(a) | {
         "warmup_steps": _warmup(a),
         "wsd_steps": a.lr_wsd_decay_iters or _steps(a, a.lr_wsd_decay_samples),
     }
+    found["lr"] = UNSAID if found["lr"] is None else found["lr"]
     return found if a.lr_decay_style == "WSD" else {k: v for k, v in found.items() if not k.startswith("wsd_")}
 
 
@@ -551,8 +548,10 @@ def _train(a: Args) -> int | None:
 
 
 def _schedule(a: Args, m: Model) -> Tree:
-    batch = a.global_batch_size or m.need("micro_batch_size") * known(lambda: m.dp, 1)
-    found = {"micro_batch_size": m.need("micro_batch_size"), "global_batch_size": batch, "train_steps": _train(a), "decay_steps": _decay(a),
+    batch = known(lambda: a.global_batch_size or m.need("micro_batch_size") * m.dp, UNSAID)
+    micro, steps = known(lambda: m.need("micro_batch_size"), UNSAID), known(lambda: _train(a))
+    found = {"micro_batch_size": micro, "global_batch_size": batch, "train_steps": UNSAID if steps is None else steps,
+             "decay_steps": known(lambda: _decay(a)),
              "seed": a.seed, "eval_steps": a.eval_iters, "eval_interval": a.eval_interval, "log_interval": a.log_interval}  # fmt: skip
     if all(isinstance(a.value(n), (str, int)) for n in ("save", "save_interval")):
         found |= {
@@ -589,19 +588,19 @@ def _features(a: Args, m: Model) -> Tree:
             "method": a.recompute_method if full else None,
             "layers": a.recompute_num_layers if full else None,
         }
-    # Whole layers have no key, whole steps one on a single GPU, and no part of a layer captures a dense MLP beside MoE: the comparison
-    # lists them.
+    # Whole layers have no key, whole steps one where the GPUs of one host share batches alone, and no part of a layer captures a dense
+    # MLP beside MoE: the comparison lists them.
     parts = [part for part in get_args(GraphPart) if part != "mlp" or not m.moe]
     if m.graphs != "none" and (captured := [part for part in m.graph_modules if part in parts]):
         found["cuda_graphs"] = {"impl": m.graphs, "modules": captured, "warmup_steps": a.cuda_graph_warmup_steps}
-    elif m.graphs == "full_iteration" and a.launch.gpus == 1:
+    elif m.graphs == "full_iteration" and a.launch.gpus in range(1, 9) and m.tp == m.pp == m.cp == 1:
         found["cuda_graphs"] = {"impl": m.graphs, "modules": [], "warmup_steps": a.cuda_graph_warmup_steps}
     if a.use_megatron_fsdp:
         found["megatron_fsdp"] = {"enabled": True, "strategy": a.data_parallel_sharding_strategy}
     if a.fp8:
-        found["fp8"] = _rows(Fp8, a) | {"recipe": a.fp8_recipe}
+        found["fp8"] = Fp8.of_arguments(a) | {"recipe": a.fp8_recipe}
     if a.optimizer in ("muon", "dist_muon"):
-        found["muon"] = {"enabled": True} | _rows(Muon, a)
+        found["muon"] = {"enabled": True} | Muon.of_arguments(a)
     if a.fim_data:
         rows = {name: Fim.row(name).argument for name in Fim.model_fields}
         given = {name: a.value(argument) for name, argument in rows.items() if argument}
@@ -620,7 +619,7 @@ DERIVED: dict[str, Callable[[Model], Any]] = {
     "num_query_groups": lambda m: m.groups if "attention" in m.kinds else None,
     "group_query_attention": lambda m: m.groups != m.heads if "attention" in m.kinds else None,
     "moe_ffn_hidden_size": lambda m: m.moe_ffn if m.moe else None,
-    "mamba_num_heads": lambda m: m.mamba_heads if "mamba2" in m.kinds else None,
+    "mamba_num_heads": lambda m: m.mamba_heads if m.mamba else None,
     "padded_vocab_size": lambda m: known(lambda: m.vocabulary),
     "vocab_size": lambda m: known(lambda: m.vocabulary),
     "mtp_num_layers": lambda m: m.mtp_depths,
@@ -661,16 +660,16 @@ DERIVED: dict[str, Callable[[Model], Any]] = {
     "lr_warmup_iters": lambda m: _warmup(m.a),
     "moe_shared_expert_gate": lambda m: m.a.moe_shared_expert_gate and bool(m.a.moe_shared_expert_intermediate_size),
     "moe_router_pre_softmax": lambda m: m.a.moe_router_pre_softmax and m.a.moe_router_score_function == "softmax",
-    "moe_router_num_groups": lambda m: _groups_of_experts(m),
-    "moe_router_group_topk": lambda m: _groups_of_experts(m),
+    "moe_router_num_groups": lambda m: m.expert_groups,
+    "moe_router_group_topk": lambda m: m.expert_groups,
     "moe_aux_loss_coeff": lambda m: m.aux_coefficients,
     "moe_router_load_balancing_type": lambda m: m.balancing,
     "eval_interval": lambda m: m.a.eval_interval if m.a.eval_iters else None,
     "max_position_embeddings": lambda m: m.a.max_position_embeddings if m.positions == "learned_absolute" else None,
     "muon_nesterov": lambda m: m.a.muon_nesterov if "muon" in m.a.optimizer else None,
     "spec": lambda m: None if tuple(m.a.spec or ()) in STOCK_SPECS else m.a.spec,
-    "dsa_indexer_skip_topk_offset": lambda m: [m.topk_source(n) for n in m.numbers("dsa")],
-    "dsa_indexer_topk_freq": lambda m: [m.topk_source(n) for n in m.numbers("dsa")],
+    "dsa_indexer_skip_topk_offset": lambda m: [m.topk_source(n) for n in m.dsa_layers],
+    "dsa_indexer_topk_freq": lambda m: [m.topk_source(n) for n in m.dsa_layers],
 }  # fmt: skip
 # Where a GPT's pipeline is cut: `|` in the recipe's pattern.
 SPLIT = {
@@ -697,7 +696,9 @@ def _compare(a: Args, m: Model, lowering: Lowering, made: Made) -> None:
     for name in dict.fromkeys([*lowering.by_name, *a.given]):
         if _model_alone(a) and not m.plan and name not in models and not a.said(name):
             continue  # said once, of all of them
-        if name == "experimental_attention_variant" and "gdn" in m.kinds:  # `G` in the recipe's pattern
+        if name in lowering.by_name and lowering.by_name[name].key in made.unsaid:
+            continue
+        if name == "experimental_attention_variant" and m.gdn:  # `G` in the recipe's pattern
             continue
         if name in OTHER_WAYS or (name == "hybrid_layer_pattern" and not m.hybrid):
             continue

@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from nam_megatron import __version__
 from nam_megatron.errors import counted
@@ -27,7 +27,10 @@ def lines(report: Report, width: int = 110) -> Iterator[Line]:
     """The report line by line; `width` in characters."""
     yield [(f"{_printable(report.name)}: ", ""), (_printable(_headline(report)), "bold")]
     yield []
-    for label, text in describe.rows(report.args, report.model):
+    rows = list(describe.rows(report.args, report.model))
+    if report.args.elsewhere and (unsaid := [label for label, text in rows if text == "?"]):
+        rows = [*(row for row in rows if row[1] != "?"), ("not said", ", ".join(unsaid))]
+    for label, text in rows:
         hang = 21 if label == "layers" else 0
         for i, line in enumerate(line for part in text.splitlines() for line in _wrap(part, width - 13, hang)):
             yield [(f"{label if not i else '':<11}  ", "dim"), (line, "")]
@@ -97,7 +100,8 @@ def summary(report: Report) -> str:
     """The last line: how much of what was found."""
     counts = Counter(f.severity for f in report.findings)
     given, target = len(report.args.given), report.args.target
-    flags = f"{given} arguments said, {len(target.by_dest) - given} at Megatron {target.pin}'s defaults"
+    whose = "left to the program" if report.args.elsewhere else f"at Megatron {target.pin}'s defaults"
+    flags = f"{given} arguments said, {len(target.by_dest) - given} {whose}"
     return f"{', '.join(f'{counts[s]} {s}' for s in SEVERITIES if counts[s]) or 'no finding'}; {flags}"
 
 
@@ -106,7 +110,8 @@ def text(report: Report, width: int = 110) -> str:
     return "".join("".join(piece for piece, _ in line).rstrip() + "\n" for line in lines(report, width))
 
 
-def as_json(report: Report) -> str:
+def as_json(report: Report, more: Mapping[str, object] | None = None) -> str:
+    """Everything, and `more` beside it."""
     tree = {
         "nam_megatron": __version__,
         "megatron_core": report.args.target.pin,
@@ -128,6 +133,7 @@ def as_json(report: Report) -> str:
             for f in report.findings
         ],
         "notes": list(describe.notes(report.args, report.model)),
+        **(more or {}),
     }
     return json.dumps(tree, indent=1, allow_nan=False, default=str) + "\n"
 
@@ -144,7 +150,10 @@ def _headline(report: Report) -> str:
             "container": "a container of Megatron-Bridge",
             "huggingface": "a config.json of Hugging Face",
             "checkpoint": "the arguments that a checkpoint stores",
+            "python": "a Python recipe",
+            "script": "a Python script",
         }[launch.kind]
+        source = f"{source} of {launch.program}" if launch.program and launch.kind != "script" else source
     return (launch.script or source) + (f" on {counted(launch.gpus, 'GPU')}" if launch.gpus else "")
 
 

@@ -137,6 +137,7 @@ class Loop:
     body: list
     words: list[Token] | None = None
     until: bool = False
+    counts: str | None = None  # the inside of `for (( ))`
 
 
 class Lexer:
@@ -427,7 +428,7 @@ class Parser:
             return Loop(None, condition, self.block("done"), until=word == "until")
         if word in ("for", "select"):
             self.eat()
-            name, words = self.word or _first_name(self.token), None
+            name, words, first = self.word or _first_name(self.token), None, self.token
             if self.at + 1 < len(self.tokens) and self.tokens[self.at + 1].literal == "in":
                 self.at, words = self.at + 2, []
                 while self.token is not None and self.token.kind == "word":
@@ -435,7 +436,8 @@ class Parser:
             while self.token is not None and self.word != "do":
                 self.eat()
             self.block("do")
-            return Loop(name or "loop", [], self.block("done"), words)
+            counts = first.parts[0].text if first and first.parts and first.parts[0].kind == "let" else None
+            return Loop(name or "loop", [], self.block("done"), words, counts=counts)
         if word == "{":
             self.eat()
             return Branch([(None, self.block("}"))], line)

@@ -38,6 +38,11 @@ LONGEST_LIST = 10_000
 # Scripts that add nothing to Megatron's parser but OF_SCRIPTS.
 MEGATRONS = re.compile(r"(.*/)?(pretrain_(gpt|hybrid|mamba|bert|t5|ict|retro|vlm)|train_rl)\.py")
 STRANGERS = 3  # flags of another parser: so many that nobody misspelt them
+FORKED = 6  # the same of a script that is called as Megatron's own, of a fork
+# A port to another device, which has a parser, checks and layers of its own.
+PORT = re.compile(r"mindspeed|ascend-toolkit|torch_npu|\bHCCL_|\bNPUS?_PER_NODE\b", re.IGNORECASE)
+# What a template's engine, or a person, puts a value in for.
+TEMPLATE = re.compile(r"\{\{?\s*[\w.\[\]'\"|() -]+\}?\}|<[A-Za-z][\w .-]*>|%\(?\w+\)?[s%]|@\w+@")
 
 # Flags of earlier Megatrons that 0.19.2 has no more, and what says it now.
 REMOVED = {
@@ -55,12 +60,15 @@ REMOVED = {
     "--encoder-tensor-model-parallel-size": "use `--tensor-model-parallel-size`",
     "--encoder-pipeline-model-parallel-size": "use `--pipeline-model-parallel-size`",
     "--no-async-tensor-model-parallel-allreduce": "leave it out",
-    "--delay-param-gather": "`--align-param-gather` is on by default",
+    "--delay-param-gather": "on by default; `--no-align-param-gather` switches it off",
     "--no-delay-grad-reduce": "use `--no-align-grad-reduce`",
     "--s3-cache-path": "use `--object-storage-cache-path`",
     "--tokenizer-hf-use-fast": "on by default; `--tokenizer-hf-no-use-fast` switches it off",
     "--tokenizer-hf-include-special-tokens": "on by default; `--tokenizer-hf-no-include-special-tokens` switches it off",
 }
+
+
+CHOICES = "there are"
 
 
 class NotKnown(Exception):
@@ -92,10 +100,21 @@ class Args:
         self.given: dict[str, list[tuple[str, Any, str]]] = defaultdict(list)  # argument -> (flag, value, as written)
         self.trouble: list[Trouble] = []
         self.script_flags: list[str] = []
+        self.elsewhere = False
         self.foreign: list[str] = []  # flags of another program's parser, or of another Megatron's
         self._underscores = self._spelt_with_underscores()
         self._parse(list(launch.words))
         self._estrange()
+        # Whether another program reads these words and decides what they leave out: its defaults are not Megatron's.
+        of_yaml = launch.kind == "yaml" and (bool(self.foreign) or launch.partial)  # what it starts from says the rest
+        self.elsewhere = bool(launch.program) or of_yaml or (bool(self.foreign) and self._underscores)
+        # Or words that are not here have the model, and so may have anything.
+        hidden = any(t.rule == "unknown-variable" for t in self.trouble) and not self.said("hidden_size")
+        self.elsewhere |= hidden and launch.plan is None
+        if self.elsewhere:  # its parser takes other values under the same names
+            own = ("unknown-flag", "removed-flag") if launch.kind == "yaml" else ()
+            self.foreign += [t.about for t in self.trouble if t.rule in own]
+            self.trouble = [t for t in self.trouble if t.rule not in ("bad-value", "missing-value", *own)]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in self.target.by_dest:
@@ -107,6 +126,8 @@ class Args:
 
     def value(self, name: str) -> Any:
         """The value of an argument, `Open` if it is not known; a list of one as its element."""
+        if self.elsewhere and not self.said(name):
+            return Open(())
         value = self.given[name][-1][1] if self.said(name) else self.target.by_dest[name].default
         return value[0] if isinstance(value, (list, tuple)) and len(value) == 1 and name in UNPACKED else value
 
@@ -117,8 +138,15 @@ class Args:
     def any_said(self, *names: str) -> tuple[str, ...]:
         return tuple(name for name in names if name in self.given)
 
+    def switched_off(self, name: str) -> bool:
+        """Whether another program's words give a flag as false."""
+        return self.elsewhere and self.said(name) and self.value(name) == self.target.by_dest[name].default is False
+
     def written(self, name: str) -> str:
         """An argument as the launch gives it; the flag's name if it does not."""
+        if self.launch.program and self.launch.kind != "script" and self.said(name):
+            value = self.given[name][-1][1]
+            return f"{name}={shown(self.given[name][-1][2].split(' ', 1)[-1]) if isinstance(value, Open) else _flat(value)}"
         return shown(self.given[name][-1][2]) if self.said(name) else self.target.by_dest[name].name
 
     # Reading the words, as argparse does
@@ -145,8 +173,11 @@ class Args:
                 taken = following[: OURS.get(name, len(following))]
                 self._unknown(name)
             elif flag.action != "store":
-                taken = following[:1] if self._underscores and following[:1] in (["true"], ["false"]) else []
-                if taken:
+                spelt = (self._underscores or self.launch.program) and following
+                taken = following[:1] if spelt and (following[0] in ("true", "false") or holes(following[0])) else []
+                if taken and (names := holes(taken[0])):
+                    self.given[flag.dest].append((name, Open(names), f"{name} {taken[0]}"))
+                elif taken:
                     self.given[flag.dest].append((name, positive is (taken[0] == "true"), f"{name} {taken[0]}"))
                 elif equals:
                     self.trouble.append(Trouble("bad-value", shown(word), "takes no value"))
@@ -167,13 +198,31 @@ class Args:
 
     def _estrange(self) -> None:
         """Tell the flags of another parser from misspelt ones. What follows such flags belongs to them in ways that nobody knows here."""
-        if MEGATRONS.fullmatch(self.launch.script or ""):
-            return
-        unknown = [t for t in self.trouble if t.rule == "unknown-flag" and not _misspelt(t)]
-        if not self._underscores and len(unknown) < (1 if self.launch.partial else STRANGERS):
+        strange = [t for t in self.trouble if t.rule == "unknown-flag"]
+        unknown = [t for t in strange if not _misspelt(t, 0.95 if len(strange) > FORKED else 0.92)]
+        forked = bool(MEGATRONS.fullmatch(self.launch.script or ""))
+        many = 1 if self._of_a_port or (self.launch.partial and not forked) else FORKED if forked else STRANGERS
+        if not self._underscores and len(unknown) < many:
             return
         self.foreign = list(dict.fromkeys(t.about for t in unknown)) or ["names with underscores"]
-        self.trouble = [t for t in self.trouble if t not in unknown and t.rule != "stray-word"]
+        # Its flags of Megatron's names take values of its own, too.
+        own = [t for t in self.trouble if t.rule == "bad-value" and t.detail.startswith(CHOICES)]
+        self.foreign += list(dict.fromkeys(t.about for t in own))
+        self.trouble = [t for t in self.trouble if t not in (*unknown, *own) and t.rule != "stray-word"]
+
+    @property
+    def _of_a_port(self) -> bool:
+        return bool(PORT.search(self.launch.text))
+
+    @property
+    def forked(self) -> bool:
+        """Whether a fork with a parser of its own reads these words, and so checks of its own."""
+        return self.elsewhere or len(self.foreign) >= FORKED
+
+    @property
+    def ported(self) -> bool:
+        """Whether a fork for another device reads these words: Megatron's checks are not its own."""
+        return bool(self.foreign) and self._of_a_port
 
     def _is_flag(self, word: str) -> bool:
         """argparse: a word with a dash in front is a flag, unless it is a negative number or has a blank in it."""
@@ -215,6 +264,9 @@ class Args:
         try:
             values = [convert(flag, w) for w in words]
         except ValueError as err:
+            if any(TEMPLATE.fullmatch(w) for w in words):
+                self.given[flag.dest].append((name, Open(tuple(words)), written))
+                return
             self.trouble.append(Trouble("bad-value", written, str(err)))
             self.given[flag.dest].append((name, Open(()), written))
             return
@@ -240,10 +292,14 @@ def _close(name: str, target: Target) -> str | None:
     return next(iter(difflib.get_close_matches(name, names, 1, 0.75)), None)
 
 
-def _misspelt(unknown: Trouble) -> bool:
+def _misspelt(unknown: Trouble, alike: float) -> bool:
     """Whether an unknown flag is a letter or two away from one of Megatron's."""
     close = re.search("`(.*)`", unknown.detail)
-    return close is not None and difflib.SequenceMatcher(None, unknown.about, close[1]).ratio() >= 0.9
+    return close is not None and difflib.SequenceMatcher(None, unknown.about, close[1]).ratio() >= alike
+
+
+def _flat(value: Any) -> str:
+    return f"[{','.join(map(str, value))}]" if isinstance(value, (list, tuple)) else str(value)
 
 
 UNPACKED = {"moe_router_load_balancing_type", "moe_aux_loss_coeff", "cp_comm_type"}
@@ -274,7 +330,7 @@ def convert(flag: Flag, text: str) -> Any:
     else:
         value = bool(text) if kind == "bool" else text
     if flag.choices and value not in flag.choices:
-        raise ValueError(f"there are {', '.join(map(str, flag.choices))}")
+        raise ValueError(f"{CHOICES} {', '.join(map(str, flag.choices))}")
     return value
 
 

@@ -54,9 +54,11 @@ def recipe(preset: str, overrides: Iterable[str] = ()) -> "NamContainer":
     Raises:
         Refused: with every finding, or by the versions of what is installed.
     """
-    from nam_megatron.lower import translate
+    from nam_megatron import installed
+    from nam_megatron.compile.lower import translate
     from nam_megatron.nemo import doctor
 
+    installed.ask()
     raise_if(Problem(f.message, hint=f.hint) for f in doctor.of_another_version())
     from nam_megatron.nemo.container import container
 
@@ -84,7 +86,7 @@ def __getattr__(name: str) -> Callable[..., "NamContainer"]:
         if name.endswith(FINETUNE) and made.checkpoint.pretrained_checkpoint is None:
             hint = "`overrides=['schedule.pretrained=FOLDER', 'data=sft', ...]`"
             raise Refused(
-                Problem("nothing to finetune: no pretrained checkpoint is named", "schedule.pretrained", hint)
+                Problem("nothing to finetune: no pretrained checkpoint is named", key="schedule.pretrained", hint=hint)
             )
         return made
 

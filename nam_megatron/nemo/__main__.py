@@ -8,17 +8,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nam_megatron import app, nemo, train
+from nam_megatron import app, installed, nemo, train
+from nam_megatron.compile.lower import translate
+from nam_megatron.compile.sources import Sources
 from nam_megatron.errors import FINDINGS, OK, Problem, Refused, finish, raise_if
-from nam_megatron.lower import translate
 from nam_megatron.nemo import doctor
-from nam_megatron.origin import Origin
 from nam_megatron.recipe import Recipe
 
 
-def dump(recipe: Recipe, words: Mapping[str, Any], origin: Origin) -> int:
+def dump(recipe: Recipe, words: Mapping[str, Any], sources: Sources) -> int:
     """The container's YAML to stdout, or to the file `out`. Needs Bridge, no GPU and no Transformer Engine."""
-    trains = (doctor.RESILIENCY, doctor.ENGINE)
+    trains, lowering = (doctor.RESILIENCY, doctor.ENGINE), translate(recipe)
+    installed.ask(lowering.target)
     raise_if(Problem(f.message, hint=f.hint) for f in doctor.findings() if f.fatal and f.name not in trains)
     with contextlib.redirect_stdout(sys.stderr):  # imports talk
         if doctor.installed(doctor.ENGINE) is None:
@@ -27,7 +28,7 @@ def dump(recipe: Recipe, words: Mapping[str, Any], origin: Origin) -> int:
             engine.provide()
         from nam_megatron.nemo.container import container
 
-        made = container(translate(recipe))
+        made = container(lowering)
         if words["out"] is not None:
             made.to_yaml(str(words["out"]))
             return OK
@@ -38,19 +39,19 @@ def dump(recipe: Recipe, words: Mapping[str, Any], origin: Origin) -> int:
     return OK
 
 
-def finetune(recipe: Recipe, words: Mapping[str, Any], origin: Origin) -> int:
+def finetune(recipe: Recipe, words: Mapping[str, Any], sources: Sources) -> int:
     """Train by Bridge's finetune, from a pretrained checkpoint; under torchrun, on every rank."""
     if recipe.schedule.pretrained is None:
         message = "nothing to finetune: no pretrained checkpoint is named"
-        raise Refused(Problem(message, "schedule.pretrained", "give it, or `pretrain` from random weights"))
+        raise Refused(Problem(message, key="schedule.pretrained", hint="give it, or `pretrain` from random weights"))
     return trained(recipe)
 
 
-def pretrain(recipe: Recipe, words: Mapping[str, Any], origin: Origin) -> int:
+def pretrain(recipe: Recipe, words: Mapping[str, Any], sources: Sources) -> int:
     """Train by Bridge's pretrain; under torchrun, on every rank."""
     if recipe.schedule.pretrained is not None:
         message = "`pretrain` starts from random weights, and a pretrained checkpoint is named"
-        raise Refused(Problem(message, "schedule.pretrained", "`finetune` starts from it"))
+        raise Refused(Problem(message, key="schedule.pretrained", hint="`finetune` starts from it"))
     return trained(recipe)
 
 
@@ -99,9 +100,9 @@ def command() -> int:
         app.run("nemo", ("out",), tasks[task])
     hint = "there are: dump conf=NAME, pretrain conf=NAME, finetune conf=NAME, list, doctor"
     if task not in ("list", "doctor"):
-        raise Refused(Problem(f"no task `{task}`" if task else "no task is named", None, hint))
+        raise Refused(Problem(f"no task `{task}`" if task else "no task is named", hint=hint))
     if rest:
-        raise Refused(Problem(f"`{task}` takes no words, and here is `{rest[0]}`", None, hint))
+        raise Refused(Problem(f"`{task}` takes no words, and here is `{rest[0]}`", hint=hint))
     return {"list": names, "doctor": diagnose}[task]()
 
 

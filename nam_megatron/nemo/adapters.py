@@ -13,8 +13,8 @@ from megatron.bridge.peft.lora import LoRA
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.utils import unwrap_model
 
+from nam_megatron.compile.plan import Plan
 from nam_megatron.errors import Problem, Refused
-from nam_megatron.plan import Plan
 
 
 def lora(plan: Plan) -> LoRA | None:
@@ -22,7 +22,7 @@ def lora(plan: Plan) -> LoRA | None:
     feature = plan.recipe.feature.lora
     if feature is None:
         return None
-    return LoRA(target_modules=feature.modules(plan), dim=feature.rank, alpha=feature.alpha)
+    return LoRA(target_modules=feature.modules(plan.site), dim=feature.rank, alpha=feature.alpha)
 
 
 def stand(models: Sequence[torch.nn.Module], plan: Plan) -> None:
@@ -43,10 +43,10 @@ def stand(models: Sequence[torch.nn.Module], plan: Plan) -> None:
         # The layers' recompute asks whether its input has a gradient, and behind a table that stays the first one's has none.
         if hasattr(model, "embedding"):
             model.embedding.register_forward_hook(_learns)
-    missing = set(feature.modules(plan)) - adapted
+    missing = set(feature.modules(plan.site)) - adapted
     if missing or trained:
         what = f"`{sorted(missing)[0]}` has no adapter" if missing else f"`{sorted(trained)[0]}` would be trained too"
-        raise Refused(Problem(f"the adapters do not stand as the recipe has them: {what}", "feature.lora.targets"))
+        raise Refused(Problem(f"the adapters do not stand as the recipe has them: {what}", key="feature.lora.targets"))
 
 
 def _whole(mixer: torch.nn.Module) -> None:

@@ -13,8 +13,8 @@ def pretrain(conf: str, overrides: Optional[list[str]] = None) -> None:  # noqa:
     conf: a preset. overrides: changes of the recipe, `overrides="[lane=native_dp]"`.
     """
     from nam_megatron import train
+    from nam_megatron.compile.lower import translate
     from nam_megatron.errors import raise_if
-    from nam_megatron.lower import translate
     from nam_megatron.nemo.train import begin
     from nam_megatron.recipe import load
 

@@ -10,41 +10,32 @@ import dataclasses
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-import torch  # noqa: F401  before Transformer Engine, which needs the libraries that torch loads
-from megatron.bridge.data import loaders
+import torch  # before Transformer Engine, which needs the libraries that torch loads
 from megatron.bridge.models.hybrid.hybrid_provider import HybridModelProvider
 from megatron.bridge.models.transformer_config import MLATransformerConfig
 from megatron.bridge.training import config as bridge_config
-from megatron.bridge.training import initialize
 from megatron.bridge.training.utils import omegaconf_utils
 from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
 from megatron.core.datasets import utils as dataset_utils
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.utils import unwrap_model
 
+from nam_megatron import train
+from nam_megatron.compile.lower import Lowering, translate
+from nam_megatron.environment import given
 from nam_megatron.errors import Problem, Refused, raise_if
-from nam_megatron.lower import Lowering, translate
-from nam_megatron.nemo import adapters, converter, finetune, guards, overrides  # noqa: F401  the first registers itself
+from nam_megatron.mends import Trainer, install
+from nam_megatron.nemo import adapters, converter, finetune, guards, overrides
 from nam_megatron.recipe import Recipe, from_tree, to_tree
-from nam_megatron.runtime import (
-    autotune,
-    background,
-    bridge,
-    context,
-    cross_entropy,
-    fsdp,
-    master_weights,
-    stage_log,
-    wgrad,
-    word_embedding,
-)
+from nam_megatron.runtime import bridge, checkpoint, cross_entropy, word_embedding
 from nam_megatron.runtime.bridge import Arguments
-from nam_megatron.runtime.pretrain import Float16ExceptMarked, keep_shipped_helpers, set_experts_apart
 
 # Bridge makes objects of YAML only where the name of their class begins with a registered prefix.
 register_allowed_target_prefix("nam_megatron.")
@@ -69,15 +60,6 @@ class _Dropped(logging.Filter):
 omegaconf_utils.logger.addFilter(_Dropped())
 
 guards.explain_endings()
-background.provide()
-
-# Bridge builds the datasets' helpers by `make` at every start and exits where that fails, and the wheel has no Makefile.
-keep_shipped_helpers()
-initialize.compile_helpers = dataset_utils.compile_helpers
-
-# Bridge draws the samples of evaluations at random where the data is of this class, whatever `dataloader_type` says. This goes for every
-# container of the process.
-loaders.GPTDatasetConfig = ()
 
 
 # The model --------------------------------------------------------------------------------------------------------------
@@ -96,9 +78,9 @@ class NamProvider(HybridModelProvider):
     def provide(
         self, pre_process: bool | None = None, post_process: bool | None = None, vp_stage: int | None = None
     ) -> HybridModel:
-        recipe = self.lowering.plan.recipe
-        if recipe.precision.fused_grad_accumulation:
-            wgrad.provide()
+        plan = self.lowering.plan
+        recipe = plan.recipe
+        install.start(plan, Trainer.BRIDGE)  # again, for who builds a model and trains none
         model = super().provide(pre_process, post_process, vp_stage)
         for hook in self.__dict__.pop("_hooks", []):  # of features beside the layers; stack_spec has left them
             (model,) = hook([model])
@@ -106,21 +88,31 @@ class NamProvider(HybridModelProvider):
             cross_entropy.provide([model])
         if recipe.precision.fused_grad_accumulation:
             word_embedding.provide([model])
-        if not (recipe.feature.muon or recipe.feature.megatron_fsdp):  # as `plain_adam` has it
-            set_experts_apart(model)
         return model
 
     def provide_distributed_model(self, *args: Any, **kwargs: Any) -> list[MegatronModule]:
-        models = super().provide_distributed_model(*args, **{"mixed_precision_wrapper": Float16ExceptMarked} | kwargs)
+        models = super().provide_distributed_model(*args, **kwargs)
         adapters.stand(models, self.lowering.plan)
         if kwargs.get("wrap_with_ddp", True):  # else it is not for training
-            guards.stand(models, self.lowering)
-            stage_log.provide(models[0].config)
-            context.provide(models[0].config)
-            master_weights.provide()
-            autotune.provide(models[0].config)
-            fsdp.provide(models)
+            guarded(models, self.lowering)
+            install.wrapped(models, self.lowering.plan)
         return models
+
+
+def guarded(models: Sequence[torch.nn.Module], lowering: Lowering) -> None:
+    """Guard the training of `models`, this rank's part of what a lowering says; nothing is loaded yet."""
+    recipe = lowering.plan.recipe
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        finetune.forget(recipe)  # before any rank builds its data
+    if torch.distributed.get_rank() == 0:
+        said = [*guards.notes(recipe), *checkpoint.untold_of(recipe)]  # before what it is asked of is written anew
+        checkpoint.sign(lowering, guards.SIGNED)
+        finetune.sign(recipe)
+        train.announce(lowering.plan)
+        for note in said:
+            print(f"note: {note}", file=sys.stderr, flush=True)
+    for model in unwrap_model(list(models)):
+        model.forward = guards.Watched(model, saves=recipe.schedule.save is not None)
 
 
 @dataclasses.dataclass
@@ -231,17 +223,24 @@ class NamContainer(bridge_config.ConfigContainer):
             Refused: the recipe's findings on the changed fields, a change of a field that no recipe key decides, an environment
                 that contradicts the recipe, or what `guards.objections` finds.
         """
-        overrides.settle(self)
+        settled(self)
         lowering = self.model.lowering
         thorough = os.environ.get("RANK", "0") == "0"
         asked = guards.objections(lowering, thorough=thorough), finetune.objections(lowering, thorough=thorough)
         raise_if([*_otherwise(lowering), *chain.from_iterable(asked)])
+        install.start(lowering.plan, Trainer.BRIDGE)
         super().validate()
 
     def set_data_parallel_size(self) -> None:
         """Bridge's pretrain divides the GPUs here, before it validates: what does not fit is refused in our words."""
-        overrides.settle(self)
+        settled(self)
         super().set_data_parallel_size()
+
+
+def settled(c: NamContainer) -> None:
+    """Make a container's fields agree with its recipe. Raises Refused."""
+    own = classes(from_tree(json.loads(c.model.nam_recipe))) if isinstance(c.model, NamProvider) else CLASSES
+    overrides.settle(c, {**own, "model": NamProvider}, made)
 
 
 def _otherwise(lowering: Lowering) -> Iterator[Problem]:
@@ -263,6 +262,9 @@ def container(lowering: Lowering) -> NamContainer:
     return made(lowering)[0]
 
 
+converter.NamBridge.container = staticmethod(container)
+
+
 def made(lowering: Lowering) -> tuple[NamContainer, Arguments]:
     """The container, and which of its fields each setting became. Raises Refused."""
     raise_if(_unserved(lowering.plan.recipe))
@@ -272,7 +274,7 @@ def made(lowering: Lowering) -> tuple[NamContainer, Arguments]:
     model = a.of("model", provider) | {"hybrid_stack_spec": stack_spec, "nam_recipe": _line(lowering.plan.recipe)}
     c = NamContainer(
         model=provider(**model),
-        env_vars={env.name: env.value for env in lowering.env if env.value is not None},
+        env_vars=given(lowering),
         mixed_precision=None,  # the settings say it field by field
         peft=adapters.lora(lowering.plan),
         **{section: _section(a, section, cls) for section, cls in classes(lowering.plan.recipe).items()},
@@ -289,22 +291,22 @@ def _unserved(r: Recipe) -> Iterator[Problem]:
     hint = "train it with `nam_megatron.train`"
     if r.parallel.virtual_pipeline > 1:
         message = "Megatron-Bridge builds no hybrid model with virtual pipeline stages"
-        yield Problem(message, "parallel.virtual_pipeline", f"set it to 1, or {hint}")
+        yield Problem(message, key="parallel.virtual_pipeline", hint=f"set it to 1, or {hint}")
     if r.feature.cuda_graphs and r.feature.cuda_graphs.impl != "transformer_engine":
         message = "Megatron-Bridge captures parts of layers by Transformer Engine's graphs alone"
-        yield Problem(message, "feature.cuda_graphs.impl", f"set it to transformer_engine, or {hint}")
+        yield Problem(message, key="feature.cuda_graphs.impl", hint=f"set it to transformer_engine, or {hint}")
     if r.model.learned_positions not in (None, r.model.seq_length):
         message = "Megatron-Bridge holds a model's positions to the length of its samples"
-        yield Problem(message, "model.learned_positions", f"set it to {r.model.seq_length}, or {hint}")
+        yield Problem(message, key="model.learned_positions", hint=f"set it to {r.model.seq_length}, or {hint}")
     if r.feature.mhc:
         message = "several residual streams have not been tried under Megatron-Bridge"
-        yield Problem(message, "feature.mhc.streams", f"set it to 0, or {hint}")
+        yield Problem(message, key="feature.mhc.streams", hint=f"set it to 0, or {hint}")
     if r.feature.ngram_hash:
         message = "Megatron-Bridge builds the model without embeddings of n-grams"
-        yield Problem(message, "feature.ngram_hash.enabled", f"set it to false, or {hint}")
+        yield Problem(message, key="feature.ngram_hash.enabled", hint=f"set it to false, or {hint}")
     if r.feature.muon and r.feature.distributed_optimizer.enabled:
         message = "Megatron-Bridge does not shard the state of Muon"
-        yield Problem(message, "feature.distributed_optimizer.enabled", f"set it to false, or {hint}")
+        yield Problem(message, key="feature.distributed_optimizer.enabled", hint=f"set it to false, or {hint}")
 
 
 def _line(recipe: Recipe) -> str:

@@ -11,8 +11,7 @@ is proven, and of any layout. Another converter is refused a model of ours: Brid
 
 import contextlib
 import tempfile
-from collections.abc import Iterable, Iterator
-from functools import wraps
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,8 @@ from megatron.bridge.models.conversion.model_bridge import HFWeightTuple, Megatr
 from megatron.core import dist_checkpointing
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-from nam_megatron.argv import load_plan
+from nam_megatron.compile.argv import load_plan
+from nam_megatron.compile.lower import Lowering
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.hf import check, describe, distributed, export
 from nam_megatron.runtime.checkpoint import PLAN
@@ -32,14 +32,14 @@ from nam_megatron.tracker import RELEASE
 class NamBridge(MegatronModelBridge):
     """The export's model, on one device unless the provider's layout is changed before it builds."""
 
+    container: Callable[[Lowering], Any]  # container.py says it, which has this registered, too
+
     def provider_bridge(self, hf_pretrained: Any) -> Any:
         """Of the plan that the export holds. Raises Refused where it is another model than config.json's."""
-        from nam_megatron.nemo.container import container
-
         path = _folder(hf_pretrained)
         lowering = load_plan(path / PLAN)
         raise_if(export.differences(path, describe.config(lowering.plan)))
-        return container(check.one_device(lowering, plain=False)).model
+        return self.container(check.one_device(lowering, plain=False)).model
 
     def mapping_registry(self) -> Any:
         message = "there are no mappings by name: an export's tensors are joined of several"
@@ -112,23 +112,3 @@ def _shared_folder() -> Iterator[Path]:
             torch.distributed.broadcast_object_list(said)
         yield Path(str(said[0]))
         _barrier()  # nobody reads it any more
-
-
-def _ours_alone(convert: Any) -> Any:
-    """Bridge looks for a converter by the export's class, and never whether the model is one it knows."""
-
-    @wraps(convert)
-    def converted(self: Any, megatron_model: Any, *words: Any, **named: Any) -> Any:
-        models = megatron_model if isinstance(megatron_model, list) else [megatron_model]
-        if any(hasattr(getattr(model, "config", None), "nam_recipe") for model in models):
-            message = (
-                f"`{type(self).__name__}` does not know this model: its attention has another position embedding or"
-                " kind, and its Mamba-3, M2RNN, DSA, MLA or MTP layers would be left out or taken for others"
-            )
-            raise Refused(Problem(message, hint="`python -m nam_megatron.hf export`, or AutoBridge on such an export"))
-        return convert(self, megatron_model, *words, **named)
-
-    return converted
-
-
-MegatronModelBridge.stream_weights_megatron_to_hf = _ours_alone(MegatronModelBridge.stream_weights_megatron_to_hf)

@@ -14,15 +14,17 @@ from typing import Any
 from megatron.bridge.data.builders import GPTSFTDatasetConfig as Samples
 from megatron.bridge.data.builders import PromptCompletionSFTPreprocessingConfig
 
-from nam_megatron import computation, tracker
+from nam_megatron import tracker
+from nam_megatron.compile.lower import Lowering
+from nam_megatron.data.identity import SAMPLES
 from nam_megatron.errors import Problem, Refused
-from nam_megatron.lower import Lowering
+from nam_megatron.judge import same
 from nam_megatron.nemo import guards
 from nam_megatron.recipe import Recipe
 from nam_megatron.runtime import checkpoint, checksums
 from nam_megatron.runtime.bridge import Arguments
+from nam_megatron.words.regular import irregular
 
-SAMPLES = "training.jsonl"  # Bridge's own name for it
 BEGAN = "began.json"  # beside the plan in the folder of the checkpoints
 
 # The container ----------------------------------------------------------------------------------------------------------
@@ -88,7 +90,7 @@ def weights(folder: Path, lowering: Lowering, *, thorough: bool) -> Iterator[Pro
     """What is wrong with a pretrained checkpoint, Bridge's or Megatron's, or with its model for this plan."""
     if not (folder / tracker.TRACKER).is_file():
         hint = "the folder that a run of ours, by either trainer, or `python -m nam_megatron.hf import` has saved to"
-        yield Problem(f"no checkpoint in `{folder}`", None, hint)
+        yield Problem(f"no checkpoint in `{folder}`", hint=hint)
         return
     yield from checkpoint.damage(folder, thorough=thorough)
     bridges = (folder / guards.TRACKER).is_file()
@@ -96,11 +98,12 @@ def weights(folder: Path, lowering: Lowering, *, thorough: bool) -> Iterator[Pro
         yield from guards.at_odds(folder)
     signed = folder / guards.SIGNED if bridges else folder
     try:
-        before = computation.read(signed / checkpoint.PLAN)
+        before = same.read(signed / checkpoint.PLAN)
     except Refused as refused:
         yield from refused.problems
         return
-    yield from computation.another_model(before, json.loads(checkpoint.plan_json(lowering)))
+    yield from same.another_model(before, json.loads(checkpoint.plan_json(lowering)))
+    yield from checkpoint.strangers(folder)
     yield from checkpoint.another_tokenizer(signed, lowering.plan.recipe.data)
 
 
@@ -109,33 +112,41 @@ def samples(recipe: Recipe) -> Iterator[Problem]:
     from transformers import AutoTokenizer
 
     data, path = recipe.data, Path(recipe.data.path or "") / SAMPLES
+    tokens = Path(data.tokenizer or "")
+    pipes = [
+        *irregular((path,), "data.path"),
+        *irregular(tokens.iterdir() if tokens.is_dir() else (), "data.tokenizer"),
+    ]
+    if pipes:
+        yield from pipes
+        return
     try:
         tokenizer = AutoTokenizer.from_pretrained(data.tokenizer)
     except (OSError, ValueError) as err:
         message = f"`{data.tokenizer}` is no folder of a tokenizer: {str(err).splitlines()[0]}"
-        yield Problem(message, "data.tokenizer")
+        yield Problem(message, key="data.tokenizer")
         return
     if len(tokenizer) > recipe.model.vocab_size:
         message = f"the tokenizer has {len(tokenizer)} entries, and the model {recipe.model.vocab_size}"
-        yield Problem(message, "data.tokenizer", "take the one that it was pretrained with")
+        yield Problem(message, key="data.tokenizer", hint="take the one that it was pretrained with")
     if tokenizer.eos_token_id is None:
-        yield Problem("the tokenizer has no end of a text, which every answer ends with", "data.tokenizer")
+        yield Problem("the tokenizer has no end of a text, which every answer ends with", key="data.tokenizer")
         return
     try:
         lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")  # as Bridge parts them
     except (OSError, UnicodeDecodeError) as err:
         message = f"`{path}` cannot be read: {getattr(err, 'strerror', None) or err}"
-        yield Problem(message, "data.path", f"a folder with `{SAMPLES}`, a JSON object a line")
+        yield Problem(message, key="data.path", hint=f"a folder with `{SAMPLES}`, a JSON object a line")
         return
     if lines == [""]:
-        yield Problem(f"`{path}` has no samples", "data.path")
+        yield Problem(f"`{path}` has no samples", key="data.path")
         return
     found = [(n, bad) for n, line in enumerate(lines, 1) if (bad := _unfit(line, recipe, tokenizer))]
     if found:
         n, (why, key) = found[0]
         more = f", and {len(found) - 1} more lines" if len(found) > 1 else ""
         hint = "`model.seq_length` may be larger than it was" if key == "model.seq_length" else None
-        yield Problem(f"line {n} of `{path}` {why}{more}", key, hint)
+        yield Problem(f"line {n} of `{path}` {why}{more}", key=key, hint=hint)
 
 
 def _unfit(line: str, recipe: Recipe, tokenizer: Any) -> tuple[str, str] | None:
@@ -200,4 +211,6 @@ def resumed(recipe: Recipe) -> Iterator[Problem]:
     before = json.loads(began.read_text(encoding="utf-8"))
     for key, now in _began(recipe).items():
         if before.get(key) != now:
-            yield Problem("what stands there is not what the run began with", key, "put it back, or start afresh")
+            yield Problem(
+                "what stands there is not what the run began with", key=key, hint="put it back, or start afresh"
+            )

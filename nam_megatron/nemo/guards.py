@@ -1,29 +1,28 @@
 """What guards a training run of ours under whatever runner starts it by Bridge's pretrain (torch side).
 
-The container asks `objections` when it is validated, and `stand` once its model is built: what loads, what is trained on, a loss that is
-not a number, and exit codes as of `nam_megatron.train`. Made for megatron-bridge 0.6.2.
+The container asks `objections` when it is validated, and has the model `Watched` once it is built: what loads, what is trained on, a loss
+that is not a number, and exit codes as of `nam_megatron.train`. Made for megatron-bridge 0.6.2.
 """
 
 import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
 from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
-from megatron.core.utils import unwrap_model
 
 from nam_megatron import tracker, train
+from nam_megatron.compile.lower import Lowering
 from nam_megatron.errors import FINDINGS, REFUSED, Problem, Refused
-from nam_megatron.lower import Lowering
 from nam_megatron.recipe import Recipe
-from nam_megatron.runtime import checkpoint, checksums, tracking
+from nam_megatron.runtime import checkpoint, tracking
 from nam_megatron.runtime.nonfinite import Watch
+from nam_megatron.runtime.padding import Unfit
 from nam_megatron.runtime.pretrain import NonFinite, report
 
 # What Bridge leaves beside its checkpoints, and looks for when it loads one; it writes Megatron's tracker too.
@@ -50,11 +49,11 @@ def objections(lowering: Lowering, *, thorough: bool = True) -> Iterator[Problem
         if not all(there):
             # Bridge would start from random weights.
             hint = "null starts afresh, and so does the folder that is saved to; checkpoints of `nam_megatron.train` are of another form"
-            yield Problem(f"no checkpoint of Megatron-Bridge's in `{s.load}`", "schedule.load", hint)
+            yield Problem(f"no checkpoint of Megatron-Bridge's in `{s.load}`", key="schedule.load", hint=hint)
             return
         yield from checkpoint.damage(folder, thorough=thorough)
         yield from at_odds(folder)
-        yield from checkpoint.another(folder / SIGNED, lowering)
+        yield from checkpoint.another(folder / SIGNED, lowering, thorough=thorough)
     yield from checkpoint.occupied(lowering)
 
 
@@ -63,45 +62,21 @@ def at_odds(folder: Path) -> Iterator[Problem]:
     try:
         step = str(torch.load(folder / TRACKER, weights_only=True)["step"].item())
     except Exception as err:  # whatever a cut-off file makes torch raise
-        yield Problem(f"`{folder / TRACKER}` cannot be read: {err}", "schedule.load")
+        yield Problem(f"`{folder / TRACKER}` cannot be read: {err}", key="schedule.load")
         return
     if (said := tracker.word(folder)) != step:
         hint = f"copy the `train_state.pt` of the step that is meant over `{folder / TRACKER}`"
-        yield Problem(f"`{tracker.TRACKER}` says step {said}, and `{TRACKER}` {step}", "schedule.load", hint)
+        yield Problem(f"`{tracker.TRACKER}` says step {said}, and `{TRACKER}` {step}", key="schedule.load", hint=hint)
 
 
 # Once the model is built ------------------------------------------------------------------------------------------------
-
-
-def stand(models: Sequence[torch.nn.Module], lowering: Lowering) -> None:
-    """Guard the training of `models`, this rank's part of what a lowering says; nothing is loaded yet."""
-    from megatron.bridge.training import checkpointing
-
-    from nam_megatron.nemo import finetune
-
-    recipe = lowering.plan.recipe
-    if not hasattr(dist_checkpointing.save, "__wrapped__"):  # an in-process restart comes here again
-        checksums.provide()
-    # Where it cannot load, Bridge says why and exits with code 0, by the only uses that this module has for `sys`.
-    ended = "error: Megatron-Bridge gave up before the end; its reason stands above"
-    checkpointing.sys = SimpleNamespace(exit=lambda: sys.exit(ended))
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        finetune.forget(recipe)  # before any rank builds its data
-    if torch.distributed.get_rank() == 0:
-        checkpoint.sign(lowering, SIGNED)
-        finetune.sign(recipe)
-        train.announce(lowering.plan)
-        for note in notes(recipe):
-            print(f"note: {note}", file=sys.stderr, flush=True)
-    for model in unwrap_model(list(models)):
-        model.forward = Watched(model, saves=recipe.schedule.save is not None)
 
 
 def notes(recipe: Recipe) -> Iterator[str]:
     """What a first run by a recipe's name does not do."""
     if recipe.data.name == "mock":
         yield (
-            "this trains on random tokens and learns nothing. On a corpus: `python -m nam_megatron.data build` makes a folder, and "
+            "this trains on Megatron's mock data and learns nothing. On a corpus: `python -m nam_megatron.data build` makes a folder, and "
             "`overrides=['data=built','data.path=FOLDER']` of the recipe function trains on it"
         )
     if recipe.schedule.save is None:
@@ -149,7 +124,7 @@ class _Explained(logging.Filter):
     """Bridge logs a traceback and "failed" at every early end: at a planned one, and at those that we explain ourselves."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return not (record.exc_info and isinstance(record.exc_info[1], SystemExit | Refused | NonFinite))
+        return not (record.exc_info and isinstance(record.exc_info[1], SystemExit | Refused | NonFinite | Unfit))
 
 
 def explain_endings() -> None:
@@ -158,7 +133,7 @@ def explain_endings() -> None:
     before = sys.excepthook
 
     def ended(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(value, Refused | NonFinite):
+        if not isinstance(value, Refused | NonFinite | Unfit):
             before(kind, value, trace)
             return
         with contextlib.redirect_stderr(

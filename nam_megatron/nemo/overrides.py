@@ -8,10 +8,10 @@ import dataclasses
 import difflib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 from megatron.bridge.peft.lora import LoRA
@@ -19,15 +19,12 @@ from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.mixed_precision import MixedPrecisionConfig, get_mixed_precision_config
 from megatron.bridge.utils.common_utils import get_world_size_safe
 
+from nam_megatron.compile.lower import Lowering, translate
 from nam_megatron.errors import Problem, Refused, raise_if
-from nam_megatron.lower import Lowering, translate
 from nam_megatron.recipe import Recipe, from_tree, to_tree
 from nam_megatron.runtime.bridge import Arguments
-from nam_megatron.setting import Setting
 from nam_megatron.targets.target import Target
-
-if TYPE_CHECKING:
-    from nam_megatron.nemo.container import NamContainer
+from nam_megatron.words.setting import Setting
 
 # What a runner may set as it likes: where a run writes and what it reports, when it stops and what starts it again.
 FREE = (
@@ -61,14 +58,17 @@ def reviewed(target: Target) -> Mapping[str, str]:
     return found
 
 
-def settle(c: "NamContainer") -> None:
+def settle(
+    c: ConfigContainer,
+    classes: Mapping[str, Any],
+    made: Callable[[Lowering], tuple[ConfigContainer, Arguments]],
+) -> None:
     """Make a container's fields agree with its recipe, after the recipe took over what was changed in the fields.
 
+    classes: of each section. made: the container of a lowering, and which of its fields each setting became.
     Raises Refused.
     """
-    from nam_megatron.nemo.container import container, made
-
-    raise_if(_replaced(c))
+    raise_if(_replaced(c, classes))
     idle = _apply(c)
     recipe = from_tree(json.loads(c.model.nam_recipe))
     meant, a = made(translate(recipe))
@@ -85,7 +85,7 @@ def settle(c: "NamContainer") -> None:
         changed = {path: value for path, value in changed.items() if value != derived.get(path, ABSENT)}
     new, follows = _with(_start(_corpus(recipe, changed, now), changed), changed, a)
     new = _with_world(new)
-    fresh = container(translate(new))
+    fresh, _ = made(translate(new))
     raise_if(_environment(c, fresh.model.lowering))
     if new == recipe and not follows:
         for path in idle:
@@ -96,8 +96,8 @@ def settle(c: "NamContainer") -> None:
     raise_if(
         Problem(
             f"`{path}` was set to {value!r}; it follows from another value of the recipe",
-            follows[path],
-            f"change that key: `overrides=['{follows[path]}=...']`",
+            key=follows[path],
+            hint=f"change that key: `overrides=['{follows[path]}=...']`",
         )
         if path in follows
         else Problem(f"`{path}` is {value!r}, and the recipe with all these changes makes {after.get(path)!r} of it")
@@ -109,7 +109,7 @@ def settle(c: "NamContainer") -> None:
             _renew(c, field.name, getattr(fresh, field.name))
 
 
-def _renew(c: "NamContainer", name: str, ours: Any) -> None:
+def _renew(c: ConfigContainer, name: str, ours: Any) -> None:
     """Give a section the values of `ours`. It stays the same object: whoever registered a hook there, or kept it, has the new values."""
     theirs = getattr(c, name)
     if type(theirs) is not type(ours) or not dataclasses.is_dataclass(ours):
@@ -158,12 +158,9 @@ def _plain(value: Any) -> Any:
 # What is no changed field -----------------------------------------------------------------------------------------------
 
 
-def _replaced(c: "NamContainer") -> Iterator[Problem]:
+def _replaced(c: ConfigContainer, classes: Mapping[str, Any]) -> Iterator[Problem]:
     """Sections that are of another class than they were made, or that only Bridge could act on."""
-    from nam_megatron.nemo.container import CLASSES, NamProvider, classes
-
-    own = classes(from_tree(json.loads(c.model.nam_recipe))) if isinstance(c.model, NamProvider) else CLASSES
-    for name, cls in {**own, "model": NamProvider}.items():
+    for name, cls in classes.items():
         theirs = getattr(c, name)
         if not isinstance(theirs, cls) and not _free(name):
             message = f"`{name}` was replaced by {_named(theirs)}: it is no longer the recipe's"
@@ -180,7 +177,7 @@ def _replaced(c: "NamContainer") -> Iterator[Problem]:
             yield Problem(message, hint=LEAVE)
 
 
-def _adapters(c: "NamContainer", name: str) -> bool:
+def _adapters(c: ConfigContainer, name: str) -> bool:
     """Whether it is the recipe's own, whose fields are compared."""
     recipe = from_tree(json.loads(c.model.nam_recipe))
     return name == "peft" and recipe.feature.lora is not None and isinstance(c.peft, LoRA)
@@ -190,7 +187,7 @@ def _named(value: Any) -> str:
     return "nothing" if value is None else f"a {type(value).__name__}"
 
 
-def _strangers(c: "NamContainer", meant: "NamContainer") -> Iterator[Problem]:
+def _strangers(c: ConfigContainer, meant: ConfigContainer) -> Iterator[Problem]:
     """Attributes that no class has: Python takes a misspelt name, and nothing reads it."""
     sections = {field.name: (getattr(c, field.name), getattr(meant, field.name)) for field in dataclasses.fields(c)}
     for section, (theirs, ours) in {"": (c, meant), **sections}.items():
@@ -209,7 +206,7 @@ def _strangers(c: "NamContainer", meant: "NamContainer") -> Iterator[Problem]:
 RUNTIME = {"data_parallel_size", "timers", "user_comm_overlap_cfg", "use_precision_aware_optimizer_no_fp8_or_ds_fp8"}
 
 
-def _apply(c: "NamContainer") -> set[str]:
+def _apply(c: ConfigContainer) -> set[str]:
     """Let a container's mixed precision and overlap of communication set the fields that they set, and forget them.
 
     Bridge's pretrain has done so before it validates. Returns the fields that hold such a value and that nothing reads: Bridge names
@@ -249,7 +246,7 @@ def _idle(mixed: MixedPrecisionConfig) -> Iterator[str]:
             yield name
 
 
-def _environment(c: "NamContainer", lowering: Lowering) -> Iterator[Problem]:
+def _environment(c: ConfigContainer, lowering: Lowering) -> Iterator[Problem]:
     """Give the container the variables of a plan, and the process those that a change of its recipe has brought.
 
     Bridge has set the container's before it validates. Yields a finding for each that was set otherwise or taken out.
@@ -273,7 +270,7 @@ def _environment(c: "NamContainer", lowering: Lowering) -> Iterator[Problem]:
 
 
 def _corpus(recipe: Recipe, changed: dict[str, Any], now: Mapping[str, Any]) -> Recipe:
-    """The recipe with the dataset that the fields of a container name in the place of random tokens; takes those fields out of `changed`.
+    """The recipe with the dataset that the fields of a container name in the place of mock data; takes those fields out of `changed`.
 
     Raises Refused.
     """
@@ -287,10 +284,10 @@ def _corpus(recipe: Recipe, changed: dict[str, Any], now: Mapping[str, Any]) -> 
     except (ValueError, TypeError):
         message = f"the container names {', '.join(map(str, names))} with the weights {weights}"
         hint = "a weight for each dataset: `dataset.data_path='0.7 FOLDER/A 0.3 FOLDER/B'`"
-        raise Refused(Problem(message, "data.parts", hint)) from None
+        raise Refused(Problem(message, key="data.parts", hint=hint)) from None
     tokenizer, split = now["tokenizer.tokenizer_model"], now["dataset.split"]
     raise_if(
-        Problem(f"a dataset without `{name}`", key, f"`{name}={example}`")
+        Problem(f"a dataset without `{name}`", key=key, hint=f"`{name}={example}`")
         for name, key, example, value in (
             ("tokenizer.tokenizer_model", "data.tokenizer", "FOLDER", tokenizer),
             ("dataset.split", "data.split", "'99,1,0'", split),
@@ -345,7 +342,7 @@ def _with(recipe: Recipe, changed: Mapping[str, Any], a: Arguments) -> tuple[Rec
             follows[path] = owner.key
         elif said.setdefault(owner.key, value) != value:
             message = f"`{path}` was set to {value!r}, and another field to {said[owner.key]!r}"
-            problems.append(Problem(message, owner.key))
+            problems.append(Problem(message, key=owner.key))
     raise_if(problems)
     tree = to_tree(recipe)
     for key, value in said.items():
@@ -379,6 +376,6 @@ def _with_world(recipe: Recipe) -> Recipe:
     a_node = min(world, recipe.cluster.gpus_per_node)
     if world % a_node:
         hint = f"start full hosts of {a_node} GPUs, or change `cluster.gpus_per_node`"
-        raise Refused(Problem(f"{world} processes on hosts of {a_node} GPUs", "cluster.gpus_per_node", hint))
+        raise Refused(Problem(f"{world} processes on hosts of {a_node} GPUs", key="cluster.gpus_per_node", hint=hint))
     cluster = recipe.cluster.model_copy(update={"nodes": world // a_node, "gpus_per_node": a_node})
     return recipe.model_copy(update={"cluster": cluster})

@@ -1,25 +1,26 @@
-"""What our own command adds to Bridge's pretrain: lines of the log (torch side). The guards come with the container.
+"""What our own command adds to Bridge's pretrain: events, and lines of the log (torch side). The guards come with the container.
 
 Made for megatron-bridge 0.6.2.
 """
 
-from datetime import datetime
-
-from megatron.bridge.training import checkpointing, gpt_step
+from megatron.bridge.training import gpt_step
 from megatron.bridge.training import pretrain as bridge
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.bridge.training.finetune import finetune
 from megatron.bridge.training.state import GlobalState
-from megatron.bridge.training.utils import train_utils
+from megatron.bridge.training.utils import flop_utils
+from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 
+from nam_megatron.events import RECORD, early
+from nam_megatron.mends import Trainer, install
 from nam_megatron.nemo.container import NamContainer, stack_spec
-from nam_megatron.runtime import rate
+from nam_megatron.runtime import record
 from nam_megatron.runtime.heartbeat import HEART
 from nam_megatron.runtime.pretrain import READINGS
 
 
 def run(made: NamContainer, operations: float) -> None:
-    """Train a container; returns on every rank once training is over. operations: see `rate.provide`.
+    """Train a container; returns on every rank once training is over. operations: see `install.Run`.
 
     Raises:
         Refused: what the container or its layers would not be built for.
@@ -27,11 +28,15 @@ def run(made: NamContainer, operations: float) -> None:
         SystemExit: as Megatron's pretrain does; see `nam_megatron.runtime.pretrain.run`.
     """
     stack_spec(made.model)  # what it refuses is said before any process group is there
-    speak_as_megatron(operations)  # for good: a process trains once
+    # For good: a process trains once.
+    install.command(install.Run(made.model.lowering.plan, operations), Trainer.BRIDGE)
     readings = Readings()
     try:
         train = finetune if made.checkpoint.pretrained_checkpoint else bridge.pretrain
         train(made, gpt_step.forward_step, callbacks=[readings])
+    except SystemExit as end:
+        readings.leave(end.code)
+        raise
     finally:
         readings.end()
 
@@ -40,32 +45,46 @@ def run(made: NamContainer, operations: float) -> None:
 
 
 class Readings(Callback):
-    """The same readings as `nam_megatron.train` gives."""
+    """The same readings and events as `nam_megatron.train` gives."""
 
     state: GlobalState | None = None
+
+    def __init__(self) -> None:
+        self.line = record.Line()
 
     def on_data_init_start(self, context: CallbackContext) -> None:
         self.state = context.state
         HEART.built()
         READINGS.built()
+        record.loaded(context.state.train_state.step)
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         READINGS.step(context.state.train_state.step)
         HEART.step(context.state.train_state.step)
 
+    def on_train_step_end(self, context: CallbackContext) -> None:
+        """Before Bridge counts the step, and logs it where `log_interval` says so."""
+        assert context.loss_dict is not None and context.optimizer is not None, "they are there at a step's end"
+        state, config = context.state, context.state.cfg
+        step, batch = state.train_state.step + 1, get_current_global_batch_size()
+        self.line.add(context.loss_dict, bool(context.skipped_iter))
+        if step % config.logger.log_interval == 0:
+            seconds = state.timers("interval-time").elapsed(reset=False, barrier=True)
+            rates = [group["lr"] for group in context.optimizer.param_groups if group and not group["is_decoupled_lr"]]
+            self.line.say(
+                step, seconds, flop_utils.num_floating_point_operations(config, batch), of=config.train.train_iters,
+                grad_norm=record.number(context.grad_norm), lr=record.number(rates[-1] if rates else None),
+                loss_scale=record.number(context.optimizer.get_loss_scale()),
+                tokens=(state.train_state.consumed_train_samples + batch) * config.model.seq_length,
+            )  # fmt: skip
+
+    def leave(self, code: object) -> None:
+        """Bridge ends the run early, or cannot load."""
+        if self.state is not None:
+            signals = getattr(self.state.signal_handler, "_signal_received", False)
+            RECORD.leaving = early(code, self.state.train_state.step, signals, self.state.cfg.train.exit_interval)
+
     def end(self) -> None:
         """However the run ends: Bridge fires no event where it leaves early."""
         READINGS.end(self.state.train_state.step if self.state else 0)
         HEART.end()
-
-
-def speak_as_megatron(operations: float) -> None:
-    """Our rate in the step lines, and the time in the lines of checkpoints, by which a launcher knows them."""
-    step, save = train_utils.print_rank_last, checkpointing.print_rank_0
-
-    def stamped(line: str) -> None:
-        known = "checkpoint" in line and line.lstrip().startswith(("saving", "scheduled", "successfully saved"))
-        save(f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] {line.lstrip()}" if known else line)
-
-    train_utils.print_rank_last = lambda line: step(rate.beside(line, operations))
-    checkpointing.print_rank_0 = stamped

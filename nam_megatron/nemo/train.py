@@ -1,6 +1,6 @@
 """The training process of NeMo's route: plan.json -> Megatron-Bridge's pretrain(), one process per GPU (torch side).
 
-    torchrun --nproc-per-node 8 -m nam_megatron.nemo.train --nam-plan plan.json $(args)
+    python -m nam_megatron.torchrun --nproc-per-node 8 -m nam_megatron.nemo.train --nam-plan plan.json $(args)
 
 The same command line, checks and exit codes as `nam_megatron.train`, so a launcher starts either. Megatron's arguments stand there to
 be seen and compared; Bridge gets the container that is made of the same plan.
@@ -10,8 +10,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from nam_megatron import train
+from nam_megatron import installed, train
 from nam_megatron.errors import FINDINGS, INCOMPLETE, OK, REFUSED, Problem, Refused, raise_if
+from nam_megatron.events import RECORD
 from nam_megatron.nemo import doctor
 from nam_megatron.runtime.heartbeat import HEART
 
@@ -21,8 +22,13 @@ def main(words: Sequence[str]) -> int:
     if words and words[0] in ("-h", "--help"):
         print(__doc__)
         return OK
+    return train.recorded("bridge", words, lambda: trained(words))
+
+
+def trained(words: Sequence[str]) -> int:
+    """See `main`."""
     try:
-        job = train.accept(words, os.environ)
+        job = train.accept(words, os.environ, engine=False)  # doctor knows which ones Bridge goes with
     except Refused as refused:
         return train.stop(int(os.environ.get(train.RANK, 0)), REFUSED, refused.render())
     HEART.start(train.split(words)[0], int(os.environ[train.RANK]))
@@ -33,6 +39,7 @@ def begin(job: train.Job) -> int:
     """Train an accepted job. Returns the exit code."""
     rank = int(os.environ[train.RANK])
     try:
+        installed.ask(job.lowering.target)
         raise_if(Problem(f.message, hint=f.hint) for f in doctor.findings() if f.fatal)
         if missing := train.unbuilt(job):
             return train.stop(rank, INCOMPLETE, missing)
@@ -45,11 +52,13 @@ def run(job: train.Job) -> int:
     """Train by Bridge. Returns the exit code, on every rank, once training is over. Raises Refused, and SystemExit as Bridge does."""
     from nam_megatron.nemo import pretrain
     from nam_megatron.nemo.container import container
+    from nam_megatron.runtime.padding import Unfit
     from nam_megatron.runtime.pretrain import NonFinite
 
     try:
         pretrain.run(container(job.lowering), train.operations(job.plan))
-    except NonFinite as stopped:
+    except (NonFinite, Unfit) as stopped:
+        RECORD.end("not a number" if isinstance(stopped, NonFinite) else "unfit data", FINDINGS, where=str(stopped))
         print(f"error: {stopped}", file=sys.stderr, flush=True)
         return FINDINGS
     return OK

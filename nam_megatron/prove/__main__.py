@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from nam_megatron import app
+from nam_megatron import app, installed
+from nam_megatron.compile.lower import translate
 from nam_megatron.errors import INCOMPLETE, Problem, Refused, counted, raise_if_twice
-from nam_megatron.lower import translate
 from nam_megatron.prove.compare import BITS, ORDER, Row
 from nam_megatron.prove.proof import Part, Proof, prove
 from nam_megatron.recipe import Recipe
@@ -19,13 +19,14 @@ KEYS = ("run_on", "steps", "resume", "format")
 DEVICES = ("cpu", "cuda")
 
 
-def task(recipe: Recipe, words: Mapping[str, Any], origin: Any) -> int:
+def task(recipe: Recipe, words: Mapping[str, Any], sources: Any) -> int:
     """Prove and print. stdout is the result."""
     check(words)
-    sys.stderr.write(origin.unnamed_preset(recipe.preset.name))
+    sys.stderr.write(sources.unnamed_preset(recipe.preset.name))
     if seams := translate(recipe).plan.not_built:
         sys.stderr.write("".join(f"error: `{s.owner}` is not built: {s.missing}\n" for s in seams))
         return INCOMPLETE
+    installed.ask(translate(recipe).target, engine=words["run_on"] == "cuda")
     proof = prove(recipe, words["run_on"], words["steps"], words["resume"])
     sys.stdout.write(as_json(proof) if words["format"] == "json" else text(proof, words["format"] == "table"))
     return proof.code
@@ -35,16 +36,16 @@ def check(words: Mapping[str, Any]) -> None:
     choices = {"run_on": DEVICES, "format": ("auto", "table", "json")}
     for key, allowed in choices.items():
         if words[key] not in allowed:
-            raise Refused(Problem(f"no `{words[key]}`", key, f"there are: {', '.join(allowed)}"))
+            raise Refused(Problem(f"no `{words[key]}`", key=key, hint=f"there are: {', '.join(allowed)}"))
     if not isinstance(words["resume"], bool):  # 1 is equal to True
         raise Refused(
-            Problem(f"`{words['resume']}` is neither true nor false", "resume", "`resume=false` leaves it out")
+            Problem(f"`{words['resume']}` is neither true nor false", key="resume", hint="`resume=false` leaves it out")
         )
     steps = words["steps"]
     if type(steps) is not int or not 1 <= steps <= 100:  # True is an int
         shown = str(steps).lower() if isinstance(steps, bool) else steps
         hint = "2 or 3 show what there is to see"
-        raise Refused(Problem(f"`{shown}` is no number of steps from 1 to 100", "steps", hint))
+        raise Refused(Problem(f"`{shown}` is no number of steps from 1 to 100", key="steps", hint=hint))
 
 
 def text(proof: Proof, every: bool = False) -> str:
@@ -53,6 +54,7 @@ def text(proof: Proof, every: bool = False) -> str:
     beside = f"one rank with naive kernels, {counted(proof.steps, 'step')}"
     lines = [
         f"{r.preset.name} on {counted(r.world_size, 'rank')} ({layout(plan)}) against {beside}",
+        f"version:  {proof.stack}",
         f"model:    {plan.pattern}, of {proof.pair.full.pattern}",
         f"cut:      {_cut(proof.pair.shrunk)}",
         *([f"limits:   {proof.limits.why}"] if compared(proof) else []),
@@ -139,7 +141,13 @@ def as_json(proof: Proof) -> str:
         }
         for part in proof.parts
     ]  # fmt: skip
-    tree = {"preset": recipe.preset.name, "verdict": proof.word, "device": proof.device, "ranks": recipe.world_size}
+    tree = {
+        "preset": recipe.preset.name,
+        **proof.stack.as_dict(),
+        "verdict": proof.word,
+        "device": proof.device,
+        "ranks": recipe.world_size,
+    }
     tree |= {
         "layout": layout(proof.pair.layout.plan),
         "steps": proof.steps,

@@ -9,9 +9,9 @@ from operator import itemgetter
 from types import MappingProxyType
 from typing import Any
 
-from nam_megatron.computation import SHARED_OUT, by_layout
+from nam_megatron.compile.plan import Plan
 from nam_megatron.errors import Problem
-from nam_megatron.plan import Plan
+from nam_megatron.judge.same import SHARED_OUT, by_layout
 from nam_megatron.prove.cut import OPTIM, leaves
 from nam_megatron.recipe import to_tree
 
@@ -377,12 +377,12 @@ def refusals(plan: Plan, device: str) -> Iterator[Problem]:
     for key in ("hidden_dropout", "attention_dropout"):
         if getattr(plan.recipe.model, key) and plan.recipe.world_size > 1:
             message = "several ranks drop other values than one does, and nothing could be compared"
-            yield Problem(message, f"model.{key}", f"`model.{key}=0.0`: the rest of the layout is the same")
+            yield Problem(message, key=f"model.{key}", hint=f"`model.{key}=0.0`: the rest of the layout is the same")
     if device == "cpu" and plan.recipe.model.linear_bias and "moe" in plan.kinds:
         message = (
             "Megatron's own linear layers, which a CPU takes for Transformer Engine's, do not train experts with biases"
         )
-        yield Problem(message, "model.linear_bias", "set it to false, or prove it with `device=cuda`")
+        yield Problem(message, key="model.linear_bias", hint="set it to false, or prove it with `device=cuda`")
     flat = dict(leaves(to_tree(plan.recipe)))
     for key, why, cut in by_layout(flat):
         if cut is SHARED_OUT:
@@ -392,7 +392,7 @@ def refusals(plan: Plan, device: str) -> Iterator[Problem]:
             split = next((f"`{name}={flat[name]}`" for name in cut if flat[name] not in (1, False)), None)
         if split:
             message = f"{why}: with {split} this trains another model than one rank does"
-            yield Problem(message, key, "prove the rest of the layout without it")
+            yield Problem(message, key=key, hint="prove the rest of the layout without it")
     if device == "cpu" and (ranks := plan.recipe.world_size) > MOST:
         hint = "the same kinds of parallelism of fewer ranks: `cluster.nodes=1 parallel.expert=2 parallel.pipeline=2`"
-        yield Problem(f"{ranks} ranks would run on this host; {MOST} at most", "parallel", hint)
+        yield Problem(f"{ranks} ranks would run on this host; {MOST} at most", key="parallel", hint=hint)

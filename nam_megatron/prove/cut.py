@@ -3,8 +3,9 @@
 The rule on a CPU. Kept: kinds, their order, index reuse, MTP, the layout with every degree of it, features, what the recipe chooses
 among kernels. Cut:
 
-- widths, each to the smaller of its own and WIDTHS's: every rank has at least two of whatever is shared, and sizes that meet in one matrix
-  differ where the model's may. The initialisation grows with the root of what the width lost, so that blocks weigh what they weigh;
+- widths, each to the smaller of its own and that of `widths`, a kind's own by its `small`: every rank has at least two of whatever is
+  shared, and sizes that meet in one matrix differ where the model's may. The initialisation grows with the root of what the width lost,
+  so that blocks weigh what they weigh;
 - depth, to the shortest run of at least four layers that holds every kind, and a layer that reuses a top-k where one does. Of a pipeline
   each segment is cut by itself, to the shortest run of two layers or more with just its kinds, uneven where the model's are; if that takes
   more than 52 layers (on a GPU 24), to a run for all that has a legal place for every cut, and what a segment then lacks is said;
@@ -26,77 +27,44 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nam_megatron.blocks.dsa.block import TILE
+from nam_megatron.blocks.kinds import KINDS
+from nam_megatron.compile.lower import Lowering, translate
+from nam_megatron.compile.plan import Plan
 from nam_megatron.errors import Problem, Refused
-from nam_megatron.lower import Lowering, translate
-from nam_megatron.plan import Layer, Plan
+from nam_megatron.features.names import FEATURES
 from nam_megatron.recipe import Recipe, at, parsed, resolved, to_tree
 from nam_megatron.recipe.data import mock
+from nam_megatron.rehearsal import ANY, CPU_DOES_WITHOUT
+from nam_megatron.words.site import Layer
 
-SEQUENCE, SAMPLES, WINDOW, LEAST = 32, 2, 8, 4
+SEQUENCE, SAMPLES, LEAST = 32, 2, 4
 MOST = {"cpu": 52, "cuda": 24}  # layers of a pipeline whose segments keep their kinds
 SHORTEST, TRIED = 4, 64  # runs of a segment, and choices of them, that are looked at
 ON_GPU = {
     "model.seq_length": 512,
     "model.vocab_size": 8192,
-    "model.blocks.dsa.top_k": 128,
-    "model.blocks.attention.window": 128,
     "schedule.micro_batch_size": 1,
-}
+} | {block.at(key): most for block in KINDS.values() for key, most in block.cut_on_gpu.items()}
+TILE = 128  # tokens of a sequence, whose part on a GPU is a multiple
 OPTIM: dict[str, Any] = {"lr": 0.01, "min_lr": 0.001, "decay": "linear", "warmup_steps": 0, "eps": 1e-3}
 CLIP = 0.5
 
 
 Layers = Sequence[Layer]
 
-# Kinds whose kernels are other libraries', and run on GPUs alone.
-THEIRS = {"mamba2": "mamba-ssm's", "gdn": "flash-linear-attention's"}
 
-
-def widths(recipe: Recipe) -> dict[str, int]:
-    """The widths that a CPU gets, by key below `model`, for the degrees of `recipe.parallel` and what is taken in pieces."""
-    p, mamba3 = recipe.parallel, recipe.model.blocks.mamba3
-    t, e, shares = p.tensor, p.expert, p.tensor * p.context
-    groups = max(2, mamba3.head_pieces if mamba3 else 1) * shares
-    return {
-        "hidden_size": 64 * -(-t // 8),
-        "ffn_hidden_size": 96 * -(-t // 8),
-        "num_attention_heads": max(4, 2 * t),
-        "vocab_size": 128 * -(-t // 8),
-        "seq_length": _multiple(max(SEQUENCE, 4 * shares), _parts(recipe)),
-        "blocks.attention.head_dim": 16,
-        "blocks.attention.window": WINDOW,
-        "blocks.attention.query_groups": max(2, t),
-        "blocks.mla.q_lora_rank": 16,
-        "blocks.mla.kv_lora_rank": 64,
-        "blocks.mla.qk_head_dim": 16,
-        "blocks.mla.qk_rope_head_dim": 32,
-        "blocks.mla.v_head_dim": 64,
-        "blocks.dsa.indexer_heads": 4,
-        "blocks.dsa.indexer_head_dim": 32,
-        "blocks.dsa.top_k": 8,
-        "blocks.moe.experts": max(4, 2 * e),
-        "blocks.moe.top_k": 2,
-        "blocks.moe.expert_hidden_size": 32,
-        "blocks.moe.shared_expert_hidden_size": 48,
-        "blocks.mamba2.heads": 8 * shares,
-        "blocks.mamba2.head_dim": 8,
-        "blocks.mamba2.state_dim": 16,
-        "blocks.mamba2.groups": 2 * shares,
-        "blocks.gdn.key_heads": 2 * shares,
-        "blocks.gdn.key_head_dim": 8,
-        "blocks.gdn.value_heads": 4 * shares,
-        "blocks.gdn.value_head_dim": 16,
-        "blocks.mamba3.heads": 2 * groups,
-        "blocks.mamba3.head_dim": 16,
-        "blocks.mamba3.state_dim": 32,
-        "blocks.mamba3.groups": groups,
-        "blocks.mamba3.mimo_rank": 2,
-        "blocks.mamba3.chunk": 16,
-        "blocks.m2rnn.k_dim": 16,
-        "blocks.m2rnn.v_dim": 16,
-        "blocks.m2rnn.heads": 2 * shares,
+def widths(plan: Plan) -> dict[str, int]:
+    """The widths that a CPU gets, by key, for the degrees of the layout and what is taken in pieces."""
+    t, shares = plan.site.tensor, plan.site.tensor * plan.site.context
+    found = {
+        "model.hidden_size": 64 * -(-t // 8),
+        "model.ffn_hidden_size": 96 * -(-t // 8),
+        "model.num_attention_heads": max(4, 2 * t),
+        "model.vocab_size": 128 * -(-t // 8),
+        "model.seq_length": _multiple(max(SEQUENCE, 4 * shares), _parts(plan.recipe)),
     }
+    small = ((b.at(key), width) for b in plan.blocks for key, width in b.small(plan.site).items())
+    return found | dict(small)
 
 
 def _multiple(least: int, of: int) -> int:
@@ -104,9 +72,9 @@ def _multiple(least: int, of: int) -> int:
 
 
 def _parts(recipe: Recipe) -> int:
-    """Of DSA's queries of a sequence, each taken by itself."""
-    pieces, context = recipe.model.blocks.dsa and recipe.model.blocks.dsa.query_pieces, recipe.parallel.context
-    return (pieces or 1) * (2 * context if context > 1 else 1)
+    """Of a sequence's queries, each taken by itself."""
+    pieces, context = max((block.pieces for block in recipe.blocks.all()), default=1), recipe.parallel.context
+    return pieces * (2 * context if context > 1 else 1)
 
 
 # Execution that one rank does without: what each key says there. Everything else is the same on both sides.
@@ -120,27 +88,6 @@ PLAIN = {
     "parallel.expert_tensor": 1,
     "cluster.nodes": 1,
     "cluster.gpus_per_node": 1,
-    "model.blocks.mla.kernels": "naive",
-    "model.blocks.dsa.kernels": "naive",
-    "model.blocks.mamba3.kernels": "naive",
-    "model.blocks.m2rnn.kernels": "naive",
-    "feature.mhc.kernels": "naive",
-    "model.blocks.mamba3.recompute": "none",
-    "model.blocks.mamba3.head_pieces": 1,
-    "model.blocks.mamba3.keep_states": False,
-    "model.blocks.mamba3.keep_prepared": False,
-    "model.blocks.dsa.query_pieces": 1,
-    "model.blocks.m2rnn.padded_projection": False,
-    "model.blocks.mamba2.padded_projection": False,
-    "model.blocks.mamba2.strided": False,
-    "model.blocks.mamba2.strided_norm": False,
-    "model.blocks.moe.dispatcher": "alltoall",
-    "model.blocks.moe.expert_gemm": "transformer_engine",
-    "model.blocks.moe.permute_fusion": False,
-    "model.blocks.moe.router_fusion": False,
-    "model.blocks.moe.fused_router_gradient": False,
-    "model.blocks.moe.shared_overlap": False,
-    "model.blocks.moe.fused_weighted_squared_relu": False,
     "precision.cross_entropy": "megatron",
     "precision.fused_grad_accumulation": False,
     "precision.norm_kernels": "transformer_engine",
@@ -151,39 +98,16 @@ PLAIN = {
     "feature.distributed_optimizer.overlap_param_gather": False,
     "feature.megatron_fsdp": None,
 }
+PLAIN |= {block.at(key): value for block in KINDS.values() for key, value in block.plain.items()}
+PLAIN |= {f"feature.{name}.{key}": value for name, feature in FEATURES.items() for key, value in feature.plain.items()}
 
 # With which alone projections whose columns 16 does not divide multiply in FP8: then one rank has them, too.
-PADS = ("model.blocks.m2rnn.padded_projection", "model.blocks.mamba2.padded_projection", "model.blocks.mamba2.strided")
+PADS = tuple(block.at(key) for block in KINDS.values() for key in block.padded)
+# What runs by Megatron's modules where neither ours nor plain torch takes it.
+MODULES = {b.at("kernels"): "megatron" for b in KINDS.values() if b.stock and "kernels" in b.model_fields}
 
 CAPTURE = "feature.cuda_graphs.warmup_steps"
 
-# What a CPU runs otherwise than the recipe says, and why: key, the value that it cannot run, what it runs instead, the reason.
-NO_KERNEL = "Transformer Engine's or Triton's kernel"
-ANY = object()
-CPU_DOES_WITHOUT = (
-    ("model.blocks.mla.kernels", "fused", "naive", NO_KERNEL),
-    ("model.blocks.dsa.kernels", "fused", "naive", NO_KERNEL),
-    ("model.blocks.mamba3.kernels", "fused", "naive", NO_KERNEL),
-    ("model.blocks.m2rnn.kernels", "fused", "naive", NO_KERNEL),
-    ("model.blocks.mamba3.keep_states", True, False, NO_KERNEL),
-    ("model.blocks.mamba3.keep_prepared", True, False, NO_KERNEL),
-    ("feature.mhc.kernels", "fused", "naive", NO_KERNEL),
-    ("model.blocks.mamba2.strided_norm", True, False, NO_KERNEL),
-    ("model.blocks.m2rnn.padded_projection", True, False, NO_KERNEL),
-    ("model.blocks.mamba2.padded_projection", True, False, NO_KERNEL),
-    ("model.blocks.moe.permute_fusion", True, False, NO_KERNEL),
-    ("model.blocks.moe.router_fusion", True, False, NO_KERNEL),
-    ("model.blocks.moe.fused_router_gradient", True, False, NO_KERNEL),
-    ("model.blocks.moe.shared_overlap", True, False, "no streams"),
-    ("precision.cross_entropy", "fused", "megatron", NO_KERNEL),
-    ("precision.cross_entropy", "compiled", "megatron", "torch.compile is off"),
-    ("precision.fused_grad_accumulation", True, False, NO_KERNEL),
-    ("precision.norm_kernels", "cudnn", "transformer_engine", NO_KERNEL),
-    ("precision.attention_kernels", "flash_attention_4", "transformer_engine", "FlashAttention's kernels"),
-    ("model.blocks.moe.expert_gemm", "quack", "torch", "QuACK's kernels"),
-    ("feature.cuda_graphs", ANY, None, "no CUDA graphs"),
-    ("feature.fp8", ANY, None, "no FP8"),
-)
 # Features that a CPU has no way around, and what to call them. Megatron's Muon wants bf16 weights, and what is proven here is fp32.
 NOT_ON_A_CPU = {"muon": "Megatron's Muon, in bf16 alone,"}
 # On every run on a CPU, whatever the recipe.
@@ -211,7 +135,8 @@ class Pair:
         names = [
             k
             for k in after
-            if k.startswith(("model.", "cluster.gpus", "cluster.nodes", "schedule.", CAPTURE)) and k in before
+            if k.startswith(("model.", "execution.", "cluster.gpus", "cluster.nodes", "schedule.", CAPTURE))
+            and k in before
         ]
         return tuple(f"{k}: {before[k]} -> {after[k]}" for k in names if before[k] != after[k])
 
@@ -223,9 +148,10 @@ def pair(recipe: Recipe, device: str, steps: int, seed: int = 1234) -> Pair:
         Refused: the recipe itself is refused, or holds what this device cannot run.
     """
     full = translate(recipe).plan
+    recipe = full.recipe  # with what was granted of its wishes
     if device == "cpu":
         problems = [
-            Problem(f"{title} cannot be proven on a CPU", f"feature.{name}.enabled", "`device=cuda`, on GPUs")
+            Problem(f"{title} cannot be proven on a CPU", key=f"feature.{name}.enabled", hint="`device=cuda`, on GPUs")
             for name, title in NOT_ON_A_CPU.items()
             if at(to_tree(recipe), f"feature.{name}") is not None
         ]
@@ -235,11 +161,9 @@ def pair(recipe: Recipe, device: str, steps: int, seed: int = 1234) -> Pair:
     unproven = [*CPU_STANDS_IN] if device == "cpu" else []
     if device == "cpu":
         unproven += _without_kernels(tree, full)
-        unproven += [f"{kind}: {whose} kernels: plain torch" for kind, whose in THEIRS.items() if kind in full.kinds]
-        if at(tree, "model.blocks.dsa.kernels") == "megatron":
-            unproven.append("which of several equal index scores Megatron's top-k takes: the earliest, as ours do")
-        for key, width in widths(recipe).items():
-            _least(tree, f"model.{key}", width)
+        unproven += [text for block in full.blocks for text in block.unproven()]
+        for key, width in widths(full).items():
+            _least(tree, key, width)
         if at(tree, "model.blocks.moe.group_limit"):  # of as few experts as are left
             _put(tree, "model.blocks.moe.group_limit", [2, 1])
         # Blocks weigh as much beside the residual stream as at full width.
@@ -274,8 +198,7 @@ def _reference(plain: dict[str, Any]) -> Lowering:
         return translate(_recipe(plain))
     except Refused as refused:
         # What our layers do not take, LayerNorm or queries without a latent, runs by Megatron's; whole projections may need no columns.
-        others = dict.fromkeys(("model.blocks.mla.kernels", "model.blocks.dsa.kernels"), "megatron")
-        for key, value in (others | dict.fromkeys(PADS, False)).items():
+        for key, value in (MODULES | dict.fromkeys(PADS, False)).items():
             if any(problem.key == key for problem in refused.problems):
                 _put(plain, key, value)
         return translate(_recipe(plain))
@@ -351,15 +274,16 @@ def _of_each_segment(full: Plan, most: int) -> Iterator[Sequence[Layers]]:
     """Runs of each pipeline segment's layers with all of its kinds, together the shortest first, as uneven as the model's are."""
     if len(full.segments) == 1:
         return
-    dsa, runs = full.recipe.model.blocks.dsa, []
+    shares, runs = {b.kind: getattr(b, b.share_by) for b in full.blocks if b.share_by}, []
     for number, layers in enumerate(full.segments, 1):
         kinds, least = {layer.kind for layer in layers}, min(2, len(layers))
         whole = [
             run for n in range(least, len(layers) + 1) for run in _runs(layers, n) if {layer.kind for layer in run} == kinds
         ]  # fmt: skip
-        if dsa and any(layer.kind == "dsa" for later in full.segments[number:] for layer in later):
-            # The next begins a share of a top-k of its own.
-            whole = [run for run in whole if sum(layer.kind == "dsa" for layer in run) % dsa.full_every == 0]
+        for kind, every in shares.items():
+            if any(layer.kind == kind for later in full.segments[number:] for layer in later):
+                # The next begins a share of a top-k of its own.
+                whole = [run for run in whole if sum(layer.kind == kind for layer in run) % every == 0]
         # Of runs that read alike one.
         alike = {tuple(layer.kind for layer in run): run for run in reversed(whole)}
         runs.append(list(alike.values())[: -SHORTEST - 1 : -1])

@@ -16,9 +16,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from nam_megatron import argv
+from nam_megatron import installed
+from nam_megatron.compile import argv
+from nam_megatron.compile.lower import Lowering
 from nam_megatron.errors import FINDINGS, OK, Problem, Refused, finish, raise_if
-from nam_megatron.lower import Lowering
 from nam_megatron.prove import cut
 from nam_megatron.prove.__main__ import said
 from nam_megatron.prove.compare import Row
@@ -70,7 +71,7 @@ def asked(preset: str, overlay: str, device: str) -> Asked:
 
 def outcome(preset: str, overlay: str, what: Asked, seen: dict[Any, str], references: References) -> dict[str, Any]:
     """What became of one pair. overlay: its name, or words. seen: the plans that ran, and as whose."""
-    row: dict[str, Any] = {"preset": preset, "overlay": overlay}
+    row: dict[str, Any] = {"preset": preset, "overlay": overlay, **installed.stack().as_dict()}
     begun = time.monotonic()
     try:
         if isinstance(what, Refused):
@@ -145,10 +146,12 @@ def command() -> int:
     unknown = [(kind, n) for kind in wanted for n in wanted[kind] if n not in (*names[kind], NONE)]
     if unknown:
         raise Refused(
-            Problem(f"no {kind} `{name}`", None, f"there are: {', '.join(names[kind])}") for kind, name in unknown
+            Problem(f"no {kind} `{name}`", hint=f"there are: {', '.join(names[kind])}") for kind, name in unknown
         )
+    stack = installed.ask(engine=o.device == "cuda")
     if o.device == "cuda":
         raise_if(lacking(1))  # or every pair would be refused by name, which is no finding
+    sys.stdout.write(f"{stack}\n")
     seen: dict[Any, str] = {}
     found, overlays = [], o.words or wanted["overlay"]
     for preset in wanted["preset"]:

@@ -12,19 +12,20 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from nam_megatron import installed
 from nam_megatron.budget.static import parameters
 from nam_megatron.errors import FINDINGS, OK, Problem, counted, raise_if
 from nam_megatron.prove import compare, cut
 from nam_megatron.prove.compare import FP32, Limits, Row
 from nam_megatron.recipe import Recipe
-from nam_megatron.sizes import GIB
+from nam_megatron.words.sizes import GIB
 
 if TYPE_CHECKING:
     from nam_megatron.prove.ranks import Rank
@@ -61,6 +62,7 @@ class Proof:
     steps: int
     limits: Limits
     parts: tuple[Part, ...]
+    stack: installed.Stack = field(default_factory=installed.stack)
 
     @property
     def word(self) -> str:
@@ -111,6 +113,7 @@ class Bench:
 
     def beside(self, pair: cut.Pair) -> None:
         """Go on with another layout of the same reference."""
+        installed.ask(pair.layout.target, engine=self.device == "cuda")
         raise_if(compare.refusals(pair.layout.plan, self.device))
         if self.device == "cuda":
             raise_if(lacking(pair.layout.plan.recipe.world_size))
@@ -265,7 +268,7 @@ def lacking(ranks: int) -> Iterator[Problem]:
 
     def problem(message: str, hint: str) -> Problem:
         # The command's own word, which no file has; the recipe's `device` is the GPU that it is for.
-        return Problem(message, "device", hint, place="device=cuda")
+        return Problem(message, key="device", hint=hint, place="device=cuda")
 
     on_cpu = "`device=cpu` proves it in fp32 with widths cut"
     if not (gpus := torch.cuda.device_count()):

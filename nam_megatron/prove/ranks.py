@@ -50,6 +50,9 @@ def fork(world: int, job: Callable[[], int | None], limit_s: float = 180.0, devi
         ports = context.SimpleQueue()
         more = (world, ports, Path(folder), device)
         children = [context.Process(target=_child, args=(job, rank, *more)) for rank in range(world)]
+        for rank in range(world):  # one that the limit meets before it has begun has said nothing
+            for name in ("out", "err"):
+                (Path(folder) / f"{rank}.{name}").touch()
         ending.callback(_kill, children)  # also where an error ends this: the interpreter would wait for them
         for child in children:
             child.start()
@@ -136,7 +139,7 @@ def _take_along() -> None:
 
 def _child(job: Callable[[], int | None], rank: int, world: int, ports: Any, folder: Path, device: str) -> None:
     for fd, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT), fd)
+        os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY), fd)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     for number in ENDING:
         if signal.getsignal(number) is not signal.SIG_IGN:

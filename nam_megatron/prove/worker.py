@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from nam_megatron.argv import argv
-from nam_megatron.lower import Lowering
+from nam_megatron.compile.argv import argv
+from nam_megatron.compile.lower import Lowering
 from nam_megatron.prove.compare import BACK, FORTH
 from nam_megatron.prove.tensors import Shard, fill, gathered, kept, shards, unsharded
 from nam_megatron.runtime.nonfinite import tensors
@@ -83,8 +83,7 @@ def run(side: Side, before: Callable[[], object] | None = None) -> int:
     if before is not None:
         before()
     spec = stack.hybrid_stack_spec(plan)
-    fused = plan.recipe.precision.cross_entropy == "fused"
-    pretrain.run(words(side), spec, time.time(), operations=1.0, fused_loss=fused)
+    pretrain.run(words(side), spec, time.time(), plan, operations=1.0)
     return 0
 
 

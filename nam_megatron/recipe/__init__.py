@@ -7,100 +7,40 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any, Literal, get_args, get_origin
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
-from nam_megatron import resolvers
+from nam_megatron import migrate, published
 from nam_megatron.blocks.kinds import KINDS
+from nam_megatron.compile import resolvers
+from nam_megatron.conf import conf_dir
 from nam_megatron.errors import Problem, Refused, likely, quoted, raise_if
-from nam_megatron.features.names import FEATURES, Features
-from nam_megatron.origin import leaves
-from nam_megatron.recipe import standing
+from nam_megatron.features.names import FEATURES
+from nam_megatron.recipe import resolve
 from nam_megatron.recipe.data import Data
+from nam_megatron.recipe.keys import SWITCHED, config_at, keys_at, keys_hint, value_at, whole_hint
 from nam_megatron.recipe.layout import Cluster, Device, Lane, LaneBlocks, Parallel, ProcessGroups, Storage
 from nam_megatron.recipe.model import Kind, Letter, Letters, Model, Substitute
+from nam_megatron.recipe.recipe import FILE_NAME, Assumption, Preset, Recipe, Wish
 from nam_megatron.recipe.training import Optim, Precision, Schedule
-from nam_megatron.setting import NEEDED, Config, Name, Row, section
+from nam_megatron.words.setting import NEEDED, Config, leaves, section
 
 __all__ = [
-    "Assumption", "Cluster", "Data", "Device", "Kind", "Lane", "LaneBlocks", "Letter", "Letters", "Model", "Optim", "Parallel",
+    "SWITCHED", "Assumption", "Cluster", "Data", "Device", "Kind", "Lane", "LaneBlocks", "Letter", "Letters", "Model", "Optim", "Parallel",
     "Precision", "Preset", "ProcessGroups", "Recipe", "Schedule", "Storage", "Substitute", "conf_dir", "config_at", "from_config",
     "from_tree", "keys_at", "keys_hint", "load", "parsed", "resolved", "to_tree", "value_at", "whole_hint",
 ]  # fmt: skip
 
 
-# What may be part of a file's name: no path, no option.
-FILE_NAME = r"^\w[\w.-]*$"
-FileName = Annotated[str, Field(max_length=100, pattern=FILE_NAME)]
-
-
-class Preset(Config):
-    """What a preset is called."""
-
-    executes: ClassVar[str | None] = "names"
-
-    name: Annotated[FileName, Row("of the preset, and in the names of a run's folder and job")]
-    alias_of: Annotated[Name | None, Row("the preset that this is another name of")]
-    family: Annotated[Name, Row("of models that are told apart by nothing but lane, layout and kernels")]
-    about: Annotated[Name, Row("what it is for, in one sentence of `list=presets`; what it is, the plan says")]
-
-
-class Assumption(Config):
-    """A value that nobody published and we chose; said with every plan that still has it."""
-
-    key: Annotated[Name, Row("the recipe key")]
-    value: Annotated[
-        bool | int | float | str | None, Row("the value that was chosen; with another one the assumption is none")
-    ]
-    why: Annotated[Name, Row("one clause")]
-
-
-class Recipe(Config):
-    """What a person meant, every value of it that stands."""
-
-    preset: Preset
-    model: Model
-    lane: Lane
-    parallel: Parallel
-    feature: Features
-    precision: Precision
-    optim: Optim
-    schedule: Schedule
-    data: Data
-    device: Device
-    cluster: Cluster
-    assumptions: Annotated[dict[Name, Assumption], Row("what nobody published and we chose", executes="sentences")]
-
-    @property
-    def world_size(self) -> int:
-        return self.cluster.nodes * self.cluster.gpus_per_node
-
-    @property
-    def data_parallel(self) -> int:
-        """Ranks that hold the same weights: world / (tensor * pipeline * context)."""
-        p = self.parallel
-        return self.world_size // (p.tensor * p.pipeline * p.context)
-
-    @property
-    def expert_data_parallel(self) -> int:
-        """Ranks that hold the same experts: world / (pipeline * expert * expert_tensor)."""
-        p = self.parallel
-        return self.world_size // (p.pipeline * p.expert * p.expert_tensor)
-
-
-def conf_dir() -> Path:
-    """The folder of configs: beside the package in a checkout, inside it in a wheel."""
-    package = Path(__file__).parent.parent
-    inside = package / "conf"
-    return inside if inside.is_dir() else package.parent / "conf"
+SMALLEST, LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # of fp32's normal numbers; a GPU takes smaller ones for zero
 
 
 def added(words: Iterable[str]) -> list[str]:
     """Overrides as Hydra wants them: it adds keys only where it is told to, and a waiver is one: `cluster.waivers.git=why`."""
-    return [f"++{word}" if word.startswith("cluster.waivers") else word for word in words]
+    return [f"++{word}" if word.startswith(("cluster.waivers", "allow.", "allow=")) else word for word in words]
 
 
 def load(preset: str = "nam56r", overrides: Iterable[str] = ()) -> Recipe:
@@ -113,26 +53,12 @@ def load(preset: str = "nam56r", overrides: Iterable[str] = ()) -> Recipe:
     Raises:
         Refused: with every finding.
     """
-    from hydra import compose, initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
+    from nam_megatron.compile.compose import composed
 
-    from nam_megatron.origin import Origin, hydra_problem
-
-    words = [f"preset={preset}", *added(overrides)]
-    before = GlobalHydra.instance().hydra  # a caller inside a Hydra app (diff=...) gets its own back
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            try:
-                cfg = compose("recipe", overrides=words)
-            except Exception as err:  # whatever Hydra raises, it raises over what it was given
-                raise Refused(hydra_problem(err)) from None
-            return from_config(cfg, Origin("recipe", words))
-    finally:
-        GlobalHydra.instance().hydra = before
+    return from_config(*composed("recipe", [f"preset={preset}", *added(overrides)]))
 
 
-def from_config(cfg: DictConfig, origin: Any = None, without: Iterable[str] = ()) -> Recipe:
+def from_config(cfg: DictConfig, sources: Any = None, without: Iterable[str] = ()) -> Recipe:
     """A composed Hydra config as a Recipe. `without`: top-level keys that belong to the command, not the recipe.
 
     Raises:
@@ -142,58 +68,127 @@ def from_config(cfg: DictConfig, origin: Any = None, without: Iterable[str] = ()
         with resolvers.pure() as impure:
             tree = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue:
-        absent = sorted(OmegaConf.missing_keys(cfg))
-        raise Refused((Problem(f"key `{k}` must be given", k, f"give it: `{k}=...`") for k in absent), origin) from None
+        absent = {*OmegaConf.missing_keys(cfg), *(sources.not_given() if sources else ())}
+        raise Refused(map(_not_given, sorted(absent)), sources) from None
+    except RecursionError:
+        hint = "follow each `${...}` of the config: one leads back to itself"
+        raise Refused(Problem("`${...}` go round in a circle", hint=hint, law="value-dangling"), sources) from None
     except OmegaConfBaseException as err:
         key = getattr(err, "full_key", None) or None
         if impure:
             hint = "write the value: a plan says what is trained on every machine, and so does its receipt"
-            raise Refused(Problem(f"`${{{impure[0]}:...}}` reads this machine", key, hint), origin) from None
-        raise Refused(Problem(_first_line(err), key, "`${...}` names a key of the composed config"), origin) from None
+            raise Refused(
+                Problem(f"`${{{impure[0]}:...}}` reads this machine", key=key, hint=hint, law="value-of-this-machine"),
+                sources,
+            ) from None
+        raise Refused(
+            Problem(
+                _first_line(err), key=key, hint="`${...}` names a key of the composed config", law="value-dangling"
+            ),
+            sources,
+        ) from None
+    if sources and (absent := sources.not_given()):
+        raise Refused(map(_not_given, sorted(absent)), sources)
     for key in without:
         tree.pop(key, None)
-    words = origin.assigned if origin else []
-    if idle := [*_chooses_nothing(tree, words), *_taken_back(tree, words)]:
-        raise Refused(idle, origin)
+    given = [(word.text, word.key, word.value) for word in sources.words] if sources else []
+    if idle := [*_chooses_nothing(tree, given), *_taken_back(tree, given)]:
+        raise Refused(idle, sources)
+    by_hand = [
+        Problem("wishes are an overlay's, and no key of yours", key="wishes", hint="leave it out", law="wishes-by-hand")
+    ]
+    if moved := [
+        *migrate.left(tree),
+        *(by_hand if tree.get("wishes") else ()),
+        *(sources.contradictions() if sources else ()),
+    ]:
+        raise Refused(moved, sources)
+    for key, place in sources.outlasting.items() if sources else ():
+        section, _, last = key.rpartition(".")
+        at(tree, section)[last] = place.value
     try:
-        written = parsed(tree, origin)
+        written = parsed(tree, sources)
     except Refused:
-        begun = list(_begun(tree)) if origin else []
-        if not begun or not origin.take_kinds_of_overlays(tree["model"]["blocks"], begun):
+        begun = list(_begun(tree)) if sources else []
+        if not begun or not sources.take_kinds_of_overlays(tree["model"]["blocks"], begun):
             raise
-        written = parsed(tree, origin)
+        written = parsed(tree, sources)
     try:
-        recipe = resolved(written, origin.said, origin.typed) if origin else resolved(written, lambda key: False)
+        words = (sources.said, sources.typed, sources.chosen) if sources else (lambda key: False,)
+        recipe = resolved(written, *words)
     except Refused as refused:
-        raise Refused(refused.problems, origin) from None
-    if origin:
-        recipe = standing.without_unneeded(recipe, origin.overlaid)
+        raise Refused(refused.problems, sources) from None
+    if sources:
+        recipe = resolve.without_unneeded(recipe, sources.overlaid)
         # A value that a person gave is no assumption of ours.
-        ours = {name: a for name, a in recipe.assumptions.items() if not origin.gave(a.key)}
-        recipe = recipe.model_copy(update={"assumptions": ours})
-    if renamed := [*_lane_in_name_only(recipe), *(origin.astray(recipe.preset.name) if origin else ())]:
-        raise Refused(renamed, origin)
+        ours = {name: a for name, a in recipe.assumptions.items() if not sources.gave(a.key)}
+        wishes = (
+            wish for wish in _wishes(sources) if wish.why or value_at(recipe, wish.key) in sources.wishes[wish.key]
+        )
+        recipe = recipe.model_copy(update={"assumptions": ours, "wishes": tuple(wishes)})
+    outdone = [*_layout_outdone(recipe, sources.typed), *sources.astray(recipe.preset.name)] if sources else []
+    if renamed := [*_lane_in_name_only(recipe), *outdone]:
+        raise Refused(renamed, sources)
     return recipe
 
 
-def resolved(written: Recipe, said: standing.Said, typed: standing.Said | None = None) -> Recipe:
-    """What stands of a whole recipe as conf/ writes it: see standing.py.
+def _wishes(sources: Any) -> Iterator[Wish]:
+    """What overlays say of kernels; of one key the last of its values first, whatever the order of the overlays."""
+    for key, said in sorted(sources.wishes.items()):
+        instead, place = sources.without_overlays(key), sources.outlasting.get(key)
+        for value in sorted(said, key=lambda value: _rank(key, value), reverse=True):
+            if not place or value != instead:
+                why = f"{place.where} says so" if place else None
+                yield Wish(key=key, value=value, by=" and ".join(sorted(set(said[value]))), instead=instead, why=why)
+
+
+def _rank(key: str, value: Any) -> float:
+    """The place of a value among those that a key takes."""
+    *parents, last = key.split(".")
+    config = config_at(parents)
+    kind = config.model_fields[last].annotation if config else None
+    for one in (kind, *get_args(kind)):
+        if get_origin(one) is Literal and value in get_args(one):
+            return get_args(one).index(value)
+    return value if isinstance(value, (bool, int, float)) else -1
+
+
+def _not_given(key: str) -> Problem:
+    return Problem(f"key `{key}` must be given", key=key, hint=f"give it: `{key}=...`", law="key-not-given")
+
+
+def resolved(
+    written: Recipe, said: resolve.Said, typed: resolve.Said | None = None, chosen: resolve.Said | None = None
+) -> Recipe:
+    """What stands of a whole recipe as conf/ writes it: see resolve.py.
 
     Raises:
         Refused: a person said something of what does not stand, left out what does, or assumed a key that is none.
     """
-    recipe = standing.stand(written, said, typed)
-    raise_if([*standing.missing(recipe), *_assumed_nothing(recipe)])
+    recipe = resolve.stand(written, said, typed, chosen)
+    raise_if([*resolve.missing(recipe), *_assumed_nothing(recipe)])
     held = {name: a for name, a in recipe.assumptions.items() if value_at(recipe, a.key) == a.value}
-    return recipe.model_copy(update={"assumptions": held})
+    recipe = recipe.model_copy(update={"assumptions": held})
+    return recipe.model_copy(update={"assumptions": {**derived(recipe), **held}})
 
 
-def value_at(recipe: Recipe, key: str) -> Any:
-    """The value at a dotted key; None where it does not stand."""
-    node: Any = recipe
-    for part in key.split("."):
-        node = getattr(node, part, None)
-    return node
+def derived(recipe: Recipe) -> dict[str, Assumption]:
+    """What a preset of a published family has and no article gives; without what a file in conf/ says of itself."""
+    said, unread = {a.key for a in recipe.assumptions.values()}, set(resolve.unread(recipe))
+    stands = {key: value for key, value in _computing(recipe) if key not in unread}
+    found = published.assumed(recipe.preset.family, stands)
+    made = (Assumption(key=key, value=value, why=why) for key, value, why in found if key not in said)
+    return {a.key.replace(".", "/"): a for a in made}  # a name with dots would read as a path
+
+
+def _computing(config: Config, above: str = "") -> Iterator[tuple[str, Any]]:
+    """(key, value) of everything below a section that computes, and what published.py asks for beside it."""
+    for name in type(config).model_fields:
+        key, value = f"{above}{name}", getattr(config, name)
+        if isinstance(value, Config):
+            yield from _computing(value, f"{key}.")
+        elif key in published.ALSO or not config.row(name).executes:
+            yield key, value
 
 
 def _assumed_nothing(recipe: Recipe) -> Iterator[Problem]:
@@ -201,23 +196,37 @@ def _assumed_nothing(recipe: Recipe) -> Iterator[Problem]:
         *parents, last = assumption.key.split(".")
         if last not in keys_at(parents):
             yield Problem(
-                f"there is no key `{assumption.key}` to assume", f"assumptions.{name}.key", keys_hint(parents)
+                f"there is no key `{assumption.key}` to assume",
+                key=f"assumptions.{name}.key",
+                hint=keys_hint(parents),
+                law="assumption-of-nothing",
             )
 
 
-SWITCHED = "features are switched by key: `feature.NAME.KEY=...`; `~feature.NAME` turns one off"
+def _wished_nothing(recipe: Recipe) -> Iterator[Problem]:
+    """Of a recipe that is read back: no overlay wishes of what computes."""
+    for number, wish in enumerate(recipe.wishes):
+        *parents, last = wish.key.split(".")
+        config = config_at(parents)
+        if parents[:1] not in (["execution"], ["precision"]) or config is None or last not in config.model_fields:
+            message = f"`{wish.key}` is no key of kernels that an overlay wishes"
+            yield Problem(message, key=f"wishes[{number}].key", hint="leave it out", law="wishes-by-hand")
 
 
 def _chooses_nothing(tree: Mapping[str, Any], words: Sequence[tuple[str, str, Any]]) -> Iterator[Problem]:
     """`feature=fp8` would put the keys of one feature in the place of all of them; `feature={}` leaves all as they are."""
     for text, key, value in words:
         if key == "feature" and isinstance(value, list):
-            yield Problem(f"`{text}`: `feature` is no list", None, SWITCHED)
+            yield Problem(f"`{text}`: `feature` is no list", hint=SWITCHED, law="features-as-a-list")
         if key == "feature" and isinstance(value, str) and value in FEATURES:
             hint = f"features are switched by key, e.g. `feature.{value}.{keys_at((key, value))[0]}=...`"
             if value in (tree.get("feature") or {}):
                 hint += f"; `~feature.{value}` turns it off"
-            yield Problem(f"`{text}`: `{value}` is one feature, and `feature` is all of them", None, hint)
+            yield Problem(
+                f"`{text}`: `{value}` is one feature, and `feature` is all of them",
+                hint=hint,
+                law="one-feature-for-all",
+            )
         for empty in _empty(key, value):
             # What another word takes away, or puts there, this one may well begin.
             own, others = f"{empty}.", [f"{other}." for word, other, _ in words if word != text]
@@ -229,7 +238,7 @@ def _chooses_nothing(tree: Mapping[str, Any], words: Sequence[tuple[str, str, An
             ):
                 hint = SWITCHED if empty == "feature" else f"leave it out; `{empty}.KEY=VALUE` changes one of them"
                 message = f"`{text}` is laid over what stands there, and leaves {quoted(list(held)[:3])}"
-                yield Problem(message, None, hint)
+                yield Problem(message, hint=hint, law="nothing-laid-over")
 
 
 def _taken_back(tree: Mapping[str, Any], words: Sequence[tuple[str, str, Any]]) -> Iterator[Problem]:
@@ -242,7 +251,9 @@ def _taken_back(tree: Mapping[str, Any], words: Sequence[tuple[str, str, Any]]) 
         by = next((word for word, key in taken if word != text and f"{leaf}.".startswith(f"{key}.")), None)
         parent, _, last = leaf.rpartition(".")
         if by and last not in ((at(tree, parent) if parent else tree) or {}):
-            yield Problem(f"`{text}` is given, and `{by}` takes it away", None, "keep one of them")
+            yield Problem(
+                f"`{text}` is given, and `{by}` takes it away", hint="keep one of them", law="given-and-taken-away"
+            )
 
 
 def _empty(key: str, value: Any) -> Iterator[str]:
@@ -275,28 +286,46 @@ def _lane_in_name_only(recipe: Recipe) -> Iterator[Problem]:
             instead = "write a lane of your own" if key.startswith("blocks.") else f"set `parallel.{key}`"
             hint = f"{instead}, or give this lane another name: `lane.name=NAME`"
             message = f"lane `{recipe.lane.name}` has `{_shown(there)}`, not `{_shown(here)}`"
-            yield Problem(message, f"lane.{key}", hint)
+            yield Problem(message, key=f"lane.{key}", hint=hint, law="lane-in-name-only")
 
 
-def from_tree(tree: Mapping[str, Any], origin: Any = None) -> Recipe:
-    """A plain nested mapping, as `to_tree` makes it, as a Recipe. Raises Refused; what does not stand may not be in it."""
-    recipe = parsed(filled(tree), origin)
+def _layout_outdone(recipe: Recipe, typed: resolve.Said) -> Iterator[Problem]:
+    """A lane's layout is what `parallel` says where it says nothing else."""
+    for key in ("tensor", "sequence"):
+        asked, used = getattr(recipe.lane, key), getattr(recipe.parallel, key)
+        if asked != used and typed(f"lane.{key}"):
+            message = f"nothing reads this: `parallel.{key}={_shown(used)}` has its way"
+            yield Problem(message, key=f"lane.{key}", hint="keep one of them", law="lane-outdone")
+
+
+def from_tree(tree: Mapping[str, Any], sources: Any = None) -> Recipe:
+    """A plain nested mapping, as `to_tree` makes it, or made it, as a Recipe. Raises Refused; what does not stand may not be in it."""
+    recipe = parsed(filled(migrate.recipe(tree)), sources)
     try:
-        raise_if([*standing.missing(recipe), *_assumed_nothing(recipe)])
+        raise_if([*resolve.missing(recipe), *_assumed_nothing(recipe), *_wished_nothing(recipe)])
     except Refused as refused:
-        raise Refused(refused.problems, origin) from None
+        raise Refused(refused.problems, sources) from None
     return recipe
 
 
-def parsed(tree: Mapping[str, Any], origin: Any = None) -> Recipe:
+def parsed(tree: Mapping[str, Any], sources: Any = None) -> Recipe:
     """A nested mapping as a Recipe, whether all of it stands or not. Raises Refused."""
     try:
         recipe = Recipe.model_validate(_tuples(tree))
     except ValidationError as err:
-        raise Refused(_problems(err, tree), origin) from None
+        raise Refused(_problems(err, tree), sources) from None
     if endless := list(_endless(recipe.model_dump())):
-        raise Refused((Problem("an integer of more than 63 bits", key) for key in endless), origin)
+        raise Refused(
+            (Problem("an integer of more than 63 bits", key=key, law="integer-too-long") for key in endless), sources
+        )
+    if vanishing := list(_vanishing(recipe.model_dump())):
+        raise Refused(vanishing, sources)
     return recipe
+
+
+def device(path: Path) -> Device:
+    """A file of conf/device."""
+    return Device.model_validate(_tuples(OmegaConf.to_container(OmegaConf.load(path))))
 
 
 def filled(tree: Any, cls: type[Config] = Recipe) -> Any:
@@ -347,6 +376,16 @@ def _endless(node: Any, key: str = "") -> Iterator[str]:
         yield key
 
 
+def _vanishing(node: Any, key: str = "") -> Iterator[Problem]:
+    """Numbers that a GPU would not have: fp32 makes zero of them, or infinity."""
+    for name, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, tuple) else ():
+        yield from _vanishing(value, f"{key}[{name}]" if isinstance(name, int) else f"{key}.{name}" if key else name)
+    if isinstance(node, float) and node and not SMALLEST <= abs(node) <= LARGEST:
+        became = "zero" if abs(node) < SMALLEST else "infinity"
+        hint = f"its numbers are from {SMALLEST:.3g} to {LARGEST:.3g}" + "; `0` says zero" * (became == "zero")
+        yield Problem(f"fp32 would make {became} of {node!r}", key=key, hint=hint, law="value-beyond-fp32")
+
+
 def _first_line(err: Exception) -> str:
     return str(err).splitlines()[0].rstrip(".") if str(err) else type(err).__name__
 
@@ -358,59 +397,14 @@ def _dotted(loc: Iterable[Any]) -> str:
     return text
 
 
-def keys_at(loc: Iterable[Any]) -> tuple[str, ...]:
-    """Names of the keys that exist under `loc`, the parts of a key; none where `loc` itself does not exist."""
-    found = config_at(loc)
-    return tuple(found.model_fields) if found else ()
-
-
-def config_at(loc: Iterable[Any]) -> type[Config] | None:
-    """The config class of the section at `loc`, the parts of a key; None where there is none."""
-    cls: type[Config] | None = Recipe
-    for part in loc:
-        if isinstance(part, int):
-            continue
-        cls = section(cls.model_fields[part].annotation) if cls and part in cls.model_fields else None
-    return cls
-
-
-def keys_hint(loc: Sequence[Any]) -> str:
-    """For somebody who wrote a key under `loc` that does not exist. At the top a command has words of its own."""
-    names = keys_at(loc) if loc else ()
-    return f"there are: {', '.join(names)}" if names else "`--cfg job` prints every key there is"
-
-
-def whole_hint(written: Iterable[str]) -> str | None:
-    """For somebody who wrote the end of a key, or left something in it out; of a feature its switch. The first that is one tells."""
-    for key in written:
-        above, _, last = key.rpartition(".")
-        found = [
-            f"`{known}.{feature.switch}`" if (feature := FEATURES.get(known.removeprefix("feature."))) else f"`{known}`"
-            for known in (known for known in _known() if not known.startswith("lane."))  # a lane's are its name's
-            if known.endswith(f".{key}") or (known.startswith(f"{above}.") and known.endswith(f".{last}"))
-        ]
-        if found:
-            return f"a recipe key is written whole: {' or '.join(found)}"
-    return None
-
-
-def _known(cls: type[Config] = Recipe, path: str = "") -> Iterator[str]:
-    """Every key that the command line can give, sections too."""
-    for name, field in cls.model_fields.items():
-        yield path + name
-        inner = section(field.annotation)
-        if inner and getattr(field.annotation, "__origin__", None) not in (tuple, dict):
-            yield from _known(inner, f"{path}{name}.")
-
-
 def _begun(tree: Mapping[str, Any]) -> Iterator[str]:
     """Kinds that lack keys, and of which nothing else is wrong: what is written of a misspelt one is told."""
     model = tree.get("model")
     blocks = model.get("blocks") if isinstance(model, Mapping) else None
     for kind, said in blocks.items() if isinstance(blocks, Mapping) else ():
         try:
-            if kind in KINDS:
-                KINDS[kind].model_validate(_tuples(said))
+            if computing := config_at(("model", "blocks", kind)):
+                computing.model_validate(_tuples(said))
         except ValidationError as err:
             if all(error["type"] == "missing" for error in err.errors(include_url=False)):
                 yield kind
@@ -421,7 +415,7 @@ def _problems(err: ValidationError, tree: Any) -> Iterator[Problem]:
 
     Of a kind that no letter names they are not asked for: it is refused itself.
     """
-    named, told = standing.named(tree), set[tuple[int | str, ...]]()
+    named, told = resolve.named(tree), set[tuple[int | str, ...]]()
     errors = err.errors(include_url=False)
     for error in errors:
         of = error["loc"][:-1]
@@ -430,7 +424,7 @@ def _problems(err: ValidationError, tree: Any) -> Iterator[Problem]:
         elif of not in told:
             told.add(of)
             if of[:2] == ("model", "blocks") and len(of) > 2 and of[2] not in named:
-                yield standing.no_layer(str(of[2]), named)
+                yield resolve.no_layer(str(of[2]), named)
             else:
                 lacking = (e["loc"][-1] for e in errors if e["type"] == "missing" and e["loc"][:-1] == of)
                 yield _missing(of, [str(name) for name in lacking])
@@ -443,9 +437,15 @@ def _missing(of: Sequence[int | str], names: Sequence[str]) -> Problem:
     if len(names) == 1:
         keys = ", ".join(f"{name}: ..." for name in keys_at((*of, names[0])))
         hint = f"write `{names[0]}: {{{keys}}}` into the file" if keys else f"give it: {plus}"
-        return Problem(f"key `{names[0]}` is missing", _dotted(of) or key, hint, place=key)
+        return Problem(f"key `{names[0]}` is missing", key=_dotted(of) or key, hint=hint, place=key, law="key-missing")
     hint = f"give them in the file, or each by itself: {plus}"
-    return Problem(f"{len(names)} keys are missing: {quoted(names)}", _dotted(of) or None, hint, place=key)
+    return Problem(
+        f"{len(names)} keys are missing: {quoted(names)}",
+        key=_dotted(of) or None,
+        hint=hint,
+        place=key,
+        law="key-missing",
+    )
 
 
 def _problem(error: Mapping[str, Any]) -> Problem:
@@ -454,37 +454,48 @@ def _problem(error: Mapping[str, Any]) -> Problem:
     key = _dotted(loc)
     if kind == "extra_forbidden":
         if hint := whole_hint([*leaves(key, value), key]):
-            return Problem(f"unknown key `{loc[-1]}`", _dotted(loc[:-1]) or key, hint, place=key)
+            return Problem(
+                f"unknown key `{loc[-1]}`", key=_dotted(loc[:-1]) or key, hint=hint, place=key, law="key-unknown"
+            )
         close = likely(str(loc[-1]), keys_at(loc[:-1]))
         meant = f", did you mean `{close}`?" if close else ""
         hint = None if close else keys_hint(loc[:-1])
-        return Problem(f"unknown key `{loc[-1]}`{meant}", _dotted(loc[:-1]) or key, hint, place=key)
+        return Problem(
+            f"unknown key `{loc[-1]}`{meant}", key=_dotted(loc[:-1]) or key, hint=hint, place=key, law="key-unknown"
+        )
     if kind == "missing":
-        return Problem(f"item {loc[-1]}, counted from 0, is missing", _dotted(loc[:-1]))
+        return Problem(f"item {loc[-1]}, counted from 0, is missing", key=_dotted(loc[:-1]), law="item-missing")
     if kind == "invalid_key" or loc[-1:] == ("[key]",):
-        return Problem(f"{_shown(value)} cannot be a key", _dotted(loc[: -1 if kind == "invalid_key" else -2]) or None)
+        return Problem(
+            f"{_shown(value)} cannot be a key",
+            key=_dotted(loc[: -1 if kind == "invalid_key" else -2]) or None,
+            law="key-malformed",
+        )
     shown = _shown(value)
     if kind == "literal_error":
         names = [word.strip("'") for word in error["ctx"]["expected"].replace(" or ", ", ").split(", ")]
         # GQA in every plan, `attention` in a recipe.
         called = [name for name, block in KINDS.items() if name in names and block.title.lower() == str(value).lower()]
-        close = likely(str(value), names) or next(iter(called), None)
-        hint = f"did you mean `{close}`?" if close else None
-        return Problem(f"{shown} is not one of {error['ctx']['expected']}", key, hint)
+        within = [name for name in names if len(str(value)) > 2 and str(value) in name]
+        near = within or [name for name in (likely(str(value), names), *called) if name][:1]
+        hint = f"did you mean {' or '.join(f'`{name}`' for name in near)}?" if near else None
+        return Problem(f"{shown} is not one of {error['ctx']['expected']}", key=key, hint=hint, law="value-unknown")
     if kind == "string_pattern_mismatch" and error["ctx"]["pattern"] == FILE_NAME:
-        return Problem(f"{shown} cannot be a file's name", key, "letters, digits, `_`, `.` and `-`")
-    if kind == "string_pattern_mismatch":
-        return Problem(f"{shown} begins with a blank or `-`, or has a control character", key)
-    if kind == "too_long":
         return Problem(
-            f"must have at most {error['ctx']['max_length']} items, not {error['ctx']['actual_length']}", key
+            f"{shown} cannot be a file's name", key=key, hint="letters, digits, `_`, `.` and `-`", law="name-no-file"
         )
+    if kind == "string_pattern_mismatch":
+        return Problem(f"{shown} begins with a blank or `-`, or has a control character", key=key, law="name-malformed")
+    if kind in ("too_long", "too_short"):
+        ctx = error["ctx"]
+        bound = f"at most {ctx['max_length']} items" if kind == "too_long" else f"at least {ctx['min_length']}"
+        return Problem(f"must have {bound}, not {ctx['actual_length']}", key=key, law="length-out-of-range")
     text = error["msg"].replace("String should", "must").replace("Input should be", "must be")
     for theirs, ours in TYPES.items():
         text = re.sub(theirs, ours, text)
     wrong_type = kind.endswith("_type") or kind == "int_from_float"
     kind_of = f" ({type(value).__name__})" if wrong_type and isinstance(value, (bool, int, float, str)) else ""
-    return Problem(f"{text}, not {shown}{kind_of}", key or None)
+    return Problem(f"{text}, not {shown}{kind_of}", key=key or None, law="value-out-of-range")
 
 
 # Pydantic's names of types, and what a person who writes YAML calls them.

@@ -1,18 +1,14 @@
 """`data`: what is trained on."""
 
-import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import NonNegativeInt, PositiveFloat
 
-from nam_megatron.errors import Problem
-from nam_megatron.setting import Config, Name, Row, Setting
-
-if TYPE_CHECKING:
-    from nam_megatron.plan import Plan
+from nam_megatron.words.setting import Config, Name, Row, Setting
+from nam_megatron.words.site import Site
 
 # The keys of `data` that each kind of it has; `data.workers` has all.
 KEYS = {
@@ -61,7 +57,7 @@ class Data(Config):
         """Folder of the built dataset, where it is one."""
         return Path(self.path or "") if self.name == "built" else None
 
-    def settings(self, plan: "Plan") -> Iterator[Setting]:
+    def settings(self, site: Site) -> Iterator[Setting]:
         mock, built = self.name == "mock", self.built
         yield Setting("mock_data", mock, "random tokens", "name", fields=("args.mock_data",))
         setting = partial(Setting, key="path", beside="name")
@@ -73,7 +69,7 @@ class Data(Config):
         setting = partial(Setting, key="path", beside="split")
         train = (str(built / "train"),) if built else None
         yield setting("train_data_path", train, "split by document", fields=("args.train_data_path",))
-        valid = (str(built / "valid"),) if built and plan.recipe.schedule.eval_steps else None
+        valid = (str(built / "valid"),) if built and site.eval_steps else None
         why = "split by document; only for evaluations"
         yield setting("valid_data_path", valid, why, fields=("args.valid_data_path",))
         kind = "NullTokenizer" if mock else "HuggingFaceTokenizer"
@@ -87,70 +83,10 @@ class Data(Config):
         yield pin("reset_position_ids", False, "positions run through documents")
         yield pin("reset_attention_mask", False, "attention runs through documents")
         yield pin("eod_mask_loss", False, "the end of a document counts")
-        if not plan.index_reuse:
+        if not site.index_reuse:
             name, why = "create_attention_mask_in_dataloader", "causal masks are made in the kernel"
             yield pin(name, False, why)
 
-    def check(self, plan: "Plan") -> Iterator[Problem]:
-        paths = [part.path for part in self.parts or ()]
-        if self.parts is not None and not paths:
-            yield Problem(
-                "a blend of nothing", "data.parts", "give its datasets: `data.parts=[{weight: 1, path: PREFIX}]`"
-            )
-        for path in sorted({path for path in paths if paths.count(path) > 1}):
-            yield Problem(f"the blend has `{path}` twice", "data.parts", "give it one weight")
-        for name in ("path", "parts", "split", "tokenizer", "cache", "prompt", "answer"):
-            given, wanted = getattr(self, name) is not None, name in KEYS[self.name]
-            if wanted and not given and name != "cache":
-                yield Problem(f"{self.name} data without `{name}`", f"data.{name}", f"give it: `data.{name}=...`")
-            if given and not wanted:
-                right = " or ".join(f"`data={kind}`" for kind, keys in KEYS.items() if name in keys)
-                yield Problem(f"{self.name} data with a `{name}`", f"data.{name}", f"set {right}")
+    def alone(self, site: Site) -> Iterator[str]:
         if self.name == "sft":
-            yield from self._unanswered(plan)
-        if self.split is None:
-            return
-        if not re.fullmatch(r"\d+(\.\d+)?(,\d+(\.\d+)?){2}", self.split):
-            message = f"`{self.split}` is no split"
-            yield Problem(message, "data.split", "three weights for train,valid,test: `99,1,0`")
-            return
-        train, valid, _ = map(float, self.split.split(","))
-        if not train:
-            hint = "`99,1,0` holds out one document in a hundred"
-            yield Problem("nothing is left for training", "data.split", hint)
-        if plan.recipe.schedule.eval_steps and not valid:
-            hint = "`99,1,0`, or `schedule.eval_steps=0`"
-            yield Problem("evaluations and no documents for them", "data.split", hint)
-
-    def _unanswered(self, plan: "Plan") -> Iterator[Problem]:
-        """What prompts and answers cannot be trained with: their samples end in padding, and prompts bear no loss."""
-        r, moe = plan.recipe, plan.recipe.model.blocks.moe
-        if r.schedule.pretrained is None:
-            yield Problem(
-                "answers are learned by a pretrained model, and none is named",
-                "schedule.pretrained",
-                "give the folder of its checkpoints: `schedule.pretrained=FOLDER`",
-            )
-        if self.prompt is not None and self.prompt == self.answer:
-            yield Problem(f"`{self.prompt}` is both prompt and answer", "data.answer", "name another field")
-        if r.schedule.eval_steps:
-            message = (
-                "evaluations on prompts and answers are not carried over: they would end with the first pass over them"
-            )
-            yield Problem(message, "schedule.eval_steps", "set it to 0")
-        if plan.mtp:
-            message = (
-                "Megatron-Bridge does not tell MTP which tokens are the answer: its loss would be of the prompts too"
-            )
-            yield Problem(message, "feature.mtp.depths", "set it to 0; a checkpoint with MTP loads without")
-        if r.feature.fim:
-            yield Problem("fill-in-the-middle of prompts and answers", "feature.fim.enabled", "set it to false")
-        if r.parallel.context > 1:
-            message = "prompts and answers have been shown on whole sequences alone"
-            yield Problem(message, "parallel.context", "set it to 1")
-        if moe and "moe" in plan.kinds and moe.capacity_factor is not None:
-            message = "padding behind an answer would take places of experts, and tokens be dropped for it"
-            yield Problem(message, "model.blocks.moe.capacity_factor", "set it to null: dropless")
-        if plan.index_reuse and (dsa := r.model.blocks.dsa) and dsa.kernels == "megatron":
-            message = "Megatron's DSA hands a top-k on only where samples have masks, and these have none"
-            yield Problem(message, "model.blocks.dsa.kernels", "`fused`, or `model.blocks.dsa.full_every=1`")
+            yield "prompts and answers are read by Megatron-Bridge's trainer; Megatron would look for an indexed dataset of that name"

@@ -1,16 +1,13 @@
 """`lane`, `parallel`, `device`, `cluster`: who computes what, on which machines."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
-from nam_megatron.errors import Problem, counted
 from nam_megatron.recipe.model import Kind
-from nam_megatron.setting import Config, Name, Row, Setting
-
-if TYPE_CHECKING:
-    from nam_megatron.plan import Plan
+from nam_megatron.words.setting import Config, Name, Row, Setting
+from nam_megatron.words.site import Site
 
 Degree = Annotated[int, Field(ge=1, le=65536)]
 
@@ -30,9 +27,9 @@ class Lane(Config):
     sequence: Annotated[bool, Row("sequence parallelism of the lane", executes="`parallel` says what is used")]
     blocks: LaneBlocks
 
-    def idle(self, recipe: Any, kinds: frozenset[str]) -> Iterator[tuple[str, str]]:
+    def unread(self, site: Site) -> Iterator[tuple[str, str]]:
         for letter in type(self.blocks).model_fields:
-            if letter not in recipe.model.pattern:
+            if letter not in site.letters:
                 yield f"blocks.{letter}", f"the pattern has no `{letter}`"
 
 
@@ -56,36 +53,37 @@ class Parallel(Config):
         _row("ranks that share each expert; unset, Megatron takes the tensor size", "expert_tensor_parallel_size"),
     ]
 
-    def settings(self, plan: "Plan") -> Iterator[Setting]:
+    def settings(self, site: Site) -> Iterator[Setting]:
         if self.context == 1:
             return
         how, why = "p2p", "keys and values go round the ranks of a sequence while others are attended to"
-        if self.gathers_keys(plan):
+        if site.gathers_keys:
             how, why = "all_gather", "each rank gets all keys: a model with sparse attention takes no other"
         yield Setting("cp_comm_type", (how,), why, "context", fields={"transformer.cp_comm_type": how})
 
-    def gathers_keys(self, plan: "Plan") -> bool:
-        """Whether a rank that shares sequences has the keys of all ranks at once in its attention layers, or as they go round."""
-        return "dsa" in plan.kinds
+    def alone(self, site: Site) -> Iterator[str]:
+        dsa, moe = site.blocks.dsa, site.blocks.moe
+        indexed = dsa is not None and dsa.indexer_loss_coeff > 0
+        routed = moe is not None and "moe" in site.kinds and (moe.balancing != "none" or moe.z_loss_coeff is not None)
+        if self.context > 1 and site.mtp:
+            yield "Megatron 0.19.2 averages the means of context ranks, and in MTP's loss the last tokens of each count for nothing"
+        if self.context > 1 and indexed:
+            yield "Megatron 0.19.2 multiplies the loss of DSA's indexer by the context ranks"
+        if routed and self._lacks([layer.kind == "moe" for layer in site.layers], site):
+            yield "a pipeline stage without experts would wait for ever at Megatron 0.19.2's first log line"
+        computing = [indexed and layer.kind == dsa.kind and layer.source is None for layer in site.layers]
+        if indexed and self._lacks(computing, site):
+            yield "a pipeline stage without an indexer would wait for ever at Megatron 0.19.2's first log line"
 
-    def check(self, plan: "Plan") -> Iterator[Problem]:
-        world = plan.recipe.world_size
-        if world % (size := self.tensor * self.pipeline * self.context):
-            layout = f"tensor {self.tensor} x pipeline {self.pipeline} x context {self.context} = {size}"
-            hint = "the product must divide nodes * gpus_per_node"
-            yield Problem(f"{counted(world, 'GPU')} cannot hold {layout}", "cluster.gpus_per_node", hint)
-        if world % (size := self.pipeline * self.expert * self.expert_tensor):
-            layout = f"pipeline {self.pipeline} x expert {self.expert} x expert tensor {self.expert_tensor} = {size}"
-            hint = "the product must divide nodes * gpus_per_node"
-            yield Problem(f"{counted(world, 'GPU')} cannot hold {layout}", "parallel.expert", hint)
-        if self.sequence and self.tensor == 1:
-            message = "Megatron would switch sequence parallelism off at tensor size 1"
-            yield Problem(message, "parallel.sequence", "set `parallel.sequence=false`")
-        if "moe" not in plan.kinds:
-            for name in ("expert", "expert_tensor"):
-                if (degree := getattr(self, name)) > 1:
-                    message = f"{name} parallel {degree} in a model without experts"
-                    yield Problem(message, f"parallel.{name}", "set it to 1")
+    def _lacks(self, has: list[bool], site: Site) -> bool:
+        """Whether a pipeline rank has no layer of those."""
+        ranks = {layer.segment % self.pipeline for layer, it in zip(site.layers, has, strict=True) if it}
+        return len(ranks) < self.pipeline
+
+    @staticmethod
+    def over_hosts(ranks: int, cluster: "Cluster") -> bool:
+        """Whether some group of `ranks` ranks that follow one another lies on two hosts."""
+        return cluster.nodes > 1 and cluster.gpus_per_node % ranks != 0
 
 
 class ProcessGroups(Config):
@@ -122,7 +120,7 @@ class Device(Config):
         PositiveFloat, Row("bus bandwidth of 256 MiB over NVLink, GB/s; below it a link is sick")
     ]
 
-    def settings(self, plan: "Plan") -> Iterator[Setting]:
+    def settings(self, site: Site) -> Iterator[Setting]:
         why = "the local implementation has no kernels for this device"
         yield Setting("transformer_impl", "transformer_engine", why)
         why = "`flash` would switch cuDNN off and leave no backend without flash-attn"
@@ -151,5 +149,12 @@ class Cluster(Config):
     ]
     nodes: Annotated[Degree, Row("hosts")]
     gpus_per_node: Annotated[Degree, Row("GPUs of each")]
+    processor: Annotated[
+        Literal["gpu", "cpu"],
+        Row(
+            "what trains. cpu: a rehearsal, the same program with plain torch for kernels, a process for each GPU",
+            was="gpu",
+        ),
+    ]
     storage: Storage
     waivers: Annotated[dict[Name, Name], Row("finding of `python -m launch check`: why these hosts cannot satisfy it")]

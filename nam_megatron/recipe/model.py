@@ -1,18 +1,14 @@
 """`model`: widths, the pattern of layers, the kinds at its letters and what all of them share."""
 
-import math
 from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from nam_megatron.blocks.kinds import KINDS, LETTERS, Blocks
-from nam_megatron.errors import Problem
-from nam_megatron.setting import Config, Name, Row, Setting
-
-if TYPE_CHECKING:
-    from nam_megatron.plan import Plan
+from nam_megatron.blocks.kinds import KINDS, LETTERS, Computing
+from nam_megatron.words.setting import Config, Name, Row, Setting
+from nam_megatron.words.site import Site
 
 Letter = Literal["A", "E", "M", "R"]
 if TYPE_CHECKING:
@@ -36,7 +32,9 @@ class Substitute(Config):
     """Another kind at some ranks of a letter; ranks count within the letter, from 0."""
 
     letter: Annotated[Letter, Row("whose ranks")]
-    ranks: Annotated[tuple[NonNegativeInt, ...], Row("counted within the letter, from 0; no layer numbers")]
+    ranks: Annotated[
+        tuple[NonNegativeInt, ...], Field(min_length=1), Row("counted within the letter, from 0; no layer numbers")
+    ]
     kind: Annotated[Kind, Row("what stands there instead")]
 
 
@@ -89,15 +87,16 @@ class Model(Config):
     init_std: Annotated[PositiveFloat, Row("standard deviation of initial weights", "init_method_std")]
     letters: Letters
     substitute: Annotated[tuple[Substitute, ...], Row("other kinds at some ranks of a letter")]
-    blocks: Blocks
+    blocks: Computing
 
-    def settings(self, plan: "Plan") -> Iterator[Setting]:
+    def settings(self, site: Site) -> Iterator[Setting]:
+        blocks = site.blocks
         yield Setting(
             "hybrid_layer_pattern",
-            plan.pattern,
+            site.pattern,
             "one letter a layer; sets depth, MTP depths, pipeline segments",
             "pattern",
-            fields=dict(_layers(plan)),
+            fields=dict(_layers(site)),
         )
         rows, key = (
             self.learned_positions or self.seq_length,
@@ -112,7 +111,7 @@ class Model(Config):
         fields: dict[str, Any] = {"model.share_embeddings_and_output_weights": self.tied_embeddings}
         name = "untie_embeddings_and_output_weights"
         yield Setting(name, untied, "tied unless said", "tied_embeddings", fields=fields)
-        if not self.blocks.attention:  # which says it itself
+        if not blocks.attention:  # which says it itself
             yield Setting("add_qkv_bias", self.linear_bias, "follows the other biases", "linear_bias")
         function = FUNCTIONS.get(self.activation, "torch._C._nn.gelu")
         swiglu, fields = self.activation == "swiglu", {"transformer.activation_func": function}
@@ -128,11 +127,11 @@ class Model(Config):
         if self.learned_positions:
             name, why = "position_embedding_type", "a table beside the embedding, and no RoPE but MLA's own"
             yield Setting(name, "learned_absolute", why, "learned_positions")
-        elif not self.blocks.attention:  # which says it itself
+        elif not blocks.attention:  # which says it itself
             # What positions are comes before their base.
             pin = partial(Setting, beside="attention_dropout")
             yield pin("position_embedding_type", "rope", "Megatron's default is a learned table")
-        if not self.blocks.attention and not self.blocks.mla:
+        if not blocks.attention and not blocks.mla:
             # No layer reads these, and Megatron's config has them all the same.
             pin, heads = partial(Setting, beside="num_attention_heads"), self.num_attention_heads
             yield pin("num_query_groups", 1, "no attention", fields={"transformer.num_query_groups": heads})
@@ -141,19 +140,19 @@ class Model(Config):
             )
             yield pin("apply_rope_fusion", not self.learned_positions, "no attention; out without RoPE")
         # Each attention kind says where it is read. A flag that nothing reads would be a finding of lint's.
-        if not self.blocks.attention or self.blocks.attention.turned:
+        if not blocks.attention or blocks.attention.turned:
             yield Setting("rotary_base", self.rotary_base, "RoPE theta", "rotary_base", fields=())
         pin = partial(Setting, beside="rotary_base")
-        if not self.blocks.attention:
+        if not blocks.attention:
             yield pin("rotary_percent", 1.0, "the whole head turns")
         yield pin("rotary_interleaved", False, "halves, not pairs")
         yield pin("rotary_seq_len_interpolation_factor", None, "no interpolation")
-        if not plan.recipe.feature.llama_rope:  # which says it itself
+        if not site.llama_rope:  # which says it itself
             yield pin("use_rope_scaling", False, "no scaling")
-        if not self.blocks.attention:
+        if not blocks.attention:
             yield pin("window_size", None, "full causal attention")
         yield pin("softmax_type", "vanilla", "no sink")
-        if not self.blocks.attention:
+        if not blocks.attention:
             yield pin("attention_output_gate", False, "no gate")
         yield pin("qk_l2_norm", False, "no L2 norm")
         yield pin("qk_clip", False, "no clipping")
@@ -165,87 +164,28 @@ class Model(Config):
         why = "a spec that cannot be imported is replaced silently; ours is handed over as an object"
         yield Setting("spec", None, why, beside="init_std")
 
-    def check(self, plan: "Plan") -> Iterator[Problem]:
-        p = plan.recipe.parallel
-        if self.hidden_size % 8:
-            message = f"hidden_size {self.hidden_size} is not a multiple of 8: rows of bf16 would not be 16 bytes apart"
-            yield Problem(message, "model.hidden_size", f"{(self.hidden_size // 8 + 1) * 8} fits")
-        if "attention" not in plan.kinds and self.hidden_size % self.num_attention_heads:
-            # Megatron divides where `kv_channels` is not given.
-            step = math.lcm(8, self.num_attention_heads)
-            message = (
-                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"
-            )
-            yield Problem(message, "model.hidden_size", f"{(self.hidden_size // step + 1) * step} fits")
-        for name in ("hidden_size", "num_attention_heads", "vocab_size", "ffn_hidden_size"):
-            if getattr(self, name) % p.tensor:
-                yield Problem(
-                    f"{name} {getattr(self, name)} is not divisible by tensor size {p.tensor}", f"model.{name}"
-                )
-        if self.linear_bias and not plan.kinds & {*LETTERS["A"], *LETTERS["E"]}:
-            message = "no layer has such a bias: none is attention or an MLP"
-            yield Problem(message, "model.linear_bias", "set `model.linear_bias=false`")
-        if p.sequence and self.seq_length % (ranks := p.tensor * p.context):
-            yield Problem(f"a sequence of {self.seq_length} cannot be shared by {ranks} ranks", "model.seq_length")
-        if p.context > 1 and self.seq_length % (2 * p.context):
-            message = f"a sequence of {self.seq_length} cannot be cut into 2 x context {p.context}"
-            yield Problem(message, "model.seq_length")
-        if plan.recipe.feature.mtp and self.tied_embeddings:
-            yield Problem("MTP with tied embeddings is not tested upstream", "model.tied_embeddings", "set it to false")
-        yield from self._positions(plan)
-        yield from self._unread(plan)
-
-    def _positions(self, plan: "Plan") -> Iterator[Problem]:
-        rows, key, off = self.learned_positions, "model.learned_positions", "set it to null"
-        if rows is None:
-            return
-        if rows < self.seq_length:
-            yield Problem(f"{rows} positions for a sequence of {self.seq_length}", key, "give each token of it one")
-        if self.blocks.attention and self.blocks.attention.turned:
-            message = "Megatron has learned positions or RoPE for attention, not both"
-            yield Problem(message, key, f"{off}, or `model.blocks.attention.position_embedding=none`")
-        if plan.recipe.feature.mtp:
-            yield Problem("Megatron has no MTP beside learned positions", key, f"{off}, or MTP's depths to 0")
-
-    def _unread(self, plan: "Plan") -> Iterator[Problem]:
-        """Values that Megatron's config would hold and a module would not read."""
-        for name, modules in (("attention_dropout", "dropout"), ("norm_epsilon", "epsilon")):
-            for block in plan.blocks:
-                fixed: Any = block.fixed.get(name)
-                if fixed is not None and block.kind in plan.kinds and fixed[0] != getattr(self, name):
-                    value, where = fixed
-                    text = f"{block.title} has no {modules} but {value:g}: {where}"
-                    numbers = plan.numbers(block.kind)
-                    layers = f" ({len(numbers)} layers)" if numbers else ""
-                    yield Problem(f"{text}{layers}", f"model.{name}", f"set `model.{name}={value:g}`")
-
-    def idle(self, recipe: Any, kinds: frozenset[str]) -> Iterator[tuple[str, str]]:
+    def unread(self, site: Site) -> Iterator[tuple[str, str]]:
         """(key, why nothing reads it) of what stands, and may be at its default."""
-        if "mlp" not in kinds:
+        if "mlp" not in site.kinds:
             yield "ffn_hidden_size", "no layer is a dense MLP"
-        if not kinds & set(LETTERS["A"]):
+        if not site.kinds & set(LETTERS["A"]):
             for name in ("attention_dropout", "rotary_base"):
                 yield name, "no layer is attention"
-        elif "attention" in kinds and (block := recipe.model.blocks.attention) and not block.turned:
+        elif "attention" in site.kinds and (block := site.blocks.attention) and not block.turned:
             yield "rotary_base", "attention has no position embedding"
-        if not kinds & {*LETTERS["E"], "gdn"}:
+        if not any(KINDS[kind].activates for kind in site.kinds):
             yield "activation", "no layer is an MLP or has experts"
         for letter in type(self.letters).model_fields:
             if letter not in self.pattern:
                 yield f"letters.{letter}", f"the pattern has no `{letter}`"
 
 
-def _layers(plan: "Plan") -> Iterator[tuple[str, object]]:
+def _layers(site: Site) -> Iterator[tuple[str, object]]:
     """What Megatron must make of the pattern: (symbol, segment, layer whose top-k it uses) of each layer, and MTP's."""
-    for layer in plan.layers:
-        source = (layer.source or layer.number) if layer.kind == "dsa" else None
+    for layer in site.layers:
+        source = (layer.source or layer.number) if KINDS[layer.kind].share_by else None
         yield f"layers.{layer.number}", (KINDS[layer.kind].symbol, layer.segment, source)
-    mtp = plan.recipe.feature.mtp
-    yield "layers.mtp", ("".join(KINDS[k].symbol for k in plan.mtp),) * plan.mtp_depths
-    yield "transformer.mtp_num_layers", mtp.depths if mtp else None
-    kinds = {"moe": "transformer.num_moe_experts", "dsa": "transformer.experimental_attention_variant"}
-    yield from ((field, None) for kind, field in kinds.items() if kind not in plan.kinds)
-    if "dsa" not in plan.kinds:
-        yield "args.experimental_attention_variant", None
-    if not plan.kinds & {"mla", "dsa"}:
-        yield "transformer.multi_latent_attention", False
+    yield "layers.mtp", ("".join(KINDS[k].symbol for k in site.mtp),) * site.mtp_depths
+    yield "transformer.mtp_num_layers", site.mtp_depths or None
+    asked = site.kinds.union(*(KINDS[kind].needs for kind in site.kinds))
+    yield from (pin for kind, block in KINDS.items() if kind not in asked for pin in block.absent.items())

@@ -2,20 +2,14 @@
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from nam_megatron.errors import Problem
-from nam_megatron.packages import FLASH_KEY
+from nam_megatron.packages import FLASH_KEY, FLASH_PACKAGES
 from nam_megatron.recipe.model import Fraction
-from nam_megatron.setting import SAME, Config, Name, Row, Setting
-
-if TYPE_CHECKING:
-    from nam_megatron.plan import Plan
-
-
-FLASH_WIDTH = 128  # of heads that FlashAttention 4 has been tried with
+from nam_megatron.words.setting import OURS, SAME, STOCK, Config, Name, Package, Row, Setting
+from nam_megatron.words.site import Site
 
 
 class Precision(Config):
@@ -44,7 +38,7 @@ class Precision(Config):
                   ("transformer.deterministic_mode",), executes="the same sums in one order", was=False)
     ]  # fmt: skip
 
-    def settings(self, plan: "Plan") -> Iterator[Setting]:
+    def settings(self, site: Site) -> Iterator[Setting]:
         bf16, fp32 = self.params == "bf16", self.grad_reduce == "fp32"
         yield Setting("bf16", bf16, "weights and activations", "params", fields=("transformer.bf16", "optimizer.bf16"))
         yield Setting("fp16", False, "not offered", beside="params")
@@ -63,43 +57,22 @@ class Precision(Config):
         yield pin("fp16_lm_cross_entropy", False, "loss in fp32")
         yield pin("use_precision_aware_optimizer", False, "fp32 master weights and moments")
 
-    def check(self, plan: "Plan") -> Iterator[Problem]:
-        feature = plan.recipe.feature
-        if self.deterministic and self.cross_entropy == "compiled":
-            hint = "set `precision.cross_entropy=fused`, or `megatron`"
-            yield Problem("Megatron's compiled cross entropy is not deterministic", "precision.cross_entropy", hint)
-        if self.attention_kernels == "flash_attention_4":
-            yield from self._unflashed(plan)
-        if self.fused_grad_accumulation and feature.megatron_fsdp:
-            message = "Megatron-FSDP does not keep the buffer that gradients would be added to"
-            yield Problem(message, "precision.fused_grad_accumulation", "set it to false")
+    def alone(self, site: Site) -> Iterator[str]:
+        if self.deterministic and any(block.autotuned for block in site.blocks.all() if block.kind in site.kinds):
+            yield "Triton would choose kernels by the clock, and two of Megatron's runs differ in their last bits"
 
-    def _unflashed(self, plan: "Plan") -> Iterator[Problem]:
-        """Where FlashAttention 4 does not go, or has not been tried."""
-        r, key = plan.recipe, FLASH_KEY
-        back = f"set `{key}=transformer_engine`"
-        blocks, kinds = r.model.blocks, plan.kinds | set(plan.mtp)
-        widths = {}
-        if blocks.attention and "attention" in kinds:
-            widths["attention"] = blocks.attention.head_dim, blocks.attention.head_dim
-        if blocks.mla and "mla" in kinds:
-            widths["mla"] = blocks.mla.qk_head_dim + blocks.mla.qk_rope_head_dim, blocks.mla.v_head_dim
-        if not widths:
-            yield Problem("no layer has a core attention that this would choose", key, back)
-        for kind, (queries, values) in widths.items():
-            if queries % 8 or values % 8 or queries > FLASH_WIDTH or values > FLASH_WIDTH:
-                tried = f"FlashAttention 4 has been tried up to {FLASH_WIDTH}, in steps of 8"
-                yield Problem(f"heads of {kind} are {queries} and {values} wide, and {tried}", key, back)
-        untried = {
-            "a window": bool(blocks.attention and "attention" in kinds and blocks.attention.window),
-            "context ranks": r.parallel.context > 1,
-            "dropout": r.model.attention_dropout > 0,
-            "`precision.deterministic`": self.deterministic,
-            "packed documents": r.data.name == "sft",
-            "CUDA graphs of parts of layers": bool(r.feature.cuda_graphs and r.feature.cuda_graphs.modules),
-        }
-        if found := [what for what, asked in untried.items() if asked]:
-            yield Problem(f"FlashAttention 4 has not been tried with {', '.join(found)}", key, back)
+    def packages(self) -> Iterator[Package]:
+        if self.fused_grad_accumulation:
+            instead = "nam_megatron has Transformer Engine's GEMM do it"
+            yield Package(
+                "APEX (fused_weight_gradient_mlp_cuda)",
+                "`precision.fused_grad_accumulation`",
+                STOCK,
+                instead,
+            )
+        if self.attention_kernels == "flash_attention_4":
+            for package in FLASH_PACKAGES:
+                yield Package(package, f"`{FLASH_KEY}`", OURS)
 
 
 class Optim(Config):
@@ -135,11 +108,11 @@ class Optim(Config):
     eps: Annotated[PositiveFloat, Row("added to the root", "adam_eps", ("optimizer.adam_eps",))]
     clip_grad: Annotated[NonNegativeFloat, Row("global gradient norm; 0: none", "clip_grad", ("optimizer.clip_grad",))]
 
-    def settings(self, plan: "Plan") -> Iterator[Setting]:
+    def settings(self, site: Site) -> Iterator[Setting]:
         if self.name == "adamw":
             adam = {"optimizer.optimizer": "adam"}
             yield Setting("optimizer", "adam", "AdamW: decoupled weight decay", "name", fields=adam)
-        if (steps := plan.recipe.schedule.decay_steps) is not None:
+        if (steps := site.decay_steps) is not None:
             name, key, fields = "lr_decay_iters", "schedule.decay_steps", ("scheduler.lr_decay_iters",)
             yield Setting(name, steps, "steps until min_lr", key, beside="decay", fields=fields)
         yield Setting("lr_warmup_init", 0.0, "from zero", beside="warmup_steps")
@@ -147,21 +120,7 @@ class Optim(Config):
         yield Setting("weight_decay_incr_style", "constant", "no ramp", beside="weight_decay")
         yield Setting("apply_wd_to_qk_layernorm", False, "norms are not decayed", beside="weight_decay")
 
-    def check(self, plan: "Plan") -> Iterator[Problem]:
-        steps, on = plan.recipe.schedule.decay_steps, plan.recipe.feature.muon is not None
-        if (self.name == "muon") != on:
-            message = f"the optimizer is called {self.name} and Muon is {'on' if on else 'off'}"
-            yield Problem(message, "optim.name", "set `optim=muon` or `optim=adamw`")
-        if self.min_lr is not None and self.min_lr > self.lr:
-            yield Problem(f"min_lr {self.min_lr} is above lr {self.lr}", "optim.min_lr")
-        if steps is not None and self.warmup_steps >= steps:
-            message = f"warm-up of {self.warmup_steps} steps leaves nothing of {steps}"
-            yield Problem(message, "optim.warmup_steps", "make it smaller")
-        elif steps is not None and self.wsd_steps and self.wsd_steps > steps - self.warmup_steps:
-            message = f"a fall of {self.wsd_steps} steps does not fit between warm-up {self.warmup_steps} and {steps}"
-            yield Problem(message, "optim.wsd_steps", "make it smaller")
-
-    def idle(self, recipe: Any, kinds: frozenset[str]) -> Iterator[tuple[str, str]]:
+    def unread(self, site: Site) -> Iterator[tuple[str, str]]:
         if self.decay == "constant":
             yield "min_lr", "a constant learning rate has no end"
         if self.decay != "WSD":
@@ -219,17 +178,21 @@ class Schedule(Config):
         Row("a rank that waits longer than this for another ends the run", "distributed_timeout_minutes",
             ("dist.distributed_timeout_minutes",), "how long a rank waits"),
     ]  # fmt: skip
+    steady_timeout_seconds: Annotated[
+        PositiveInt | None,
+        Row("a rank that waits longer than this for another once the first step is over ends the run; null: timeout_minutes holds",
+            "distributed_timeout_seconds_after_init", ("dist.distributed_timeout_seconds_after_init",), "how long a rank waits", was=None),
+    ]  # fmt: skip
     manual_gc_interval: Annotated[
         NonNegativeInt,
         Row("steps between Python's garbage collections, on all ranks at once; 0: each when it likes", "manual_gc_interval",
             ("train.manual_gc_interval",), "when Python tidies up"),
     ]  # fmt: skip
 
-    def settings(self, plan: "Plan") -> Iterator[Setting]:
+    def settings(self, site: Site) -> Iterator[Setting]:
         pin, looks = partial(Setting, beside="log_interval"), "what is looked at"
         yield pin("log_throughput", True, "Megatron's own figure beside ours", executes="what is printed")
-        graphs = plan.recipe.feature.cuda_graphs
-        if graphs and graphs.whole:
+        if site.whole_step:
             why = "Megatron captures a step only without it; our trainer looks at loss and gradients after each replay"
             yield pin("check_for_nan_in_loss_and_grad", False, why, executes=looks)
         else:
@@ -249,33 +212,12 @@ class Schedule(Config):
         yield Setting(
             "manual_gc", gc, "all ranks at once", "manual_gc_interval", beside="timeout_minutes", fields=fields
         )
-        if not plan.recipe.feature.megatron_fsdp:
+        if not site.fsdp:
             pin, fields = partial(Setting, beside="manual_gc_interval"), ("checkpoint.ckpt_format",)
             yield pin("ckpt_format", "torch_dist", "sharded, readable in another layout", fields=fields)
 
-    def check(self, plan: "Plan") -> Iterator[Problem]:
-        dp = plan.recipe.data_parallel
-        if dp and self.global_batch_size % (self.micro_batch_size * dp):
-            parts = f"micro batch {self.micro_batch_size} x data parallel {dp}"
-            message = f"global batch {self.global_batch_size} is not a multiple of {parts}"
-            hint = f"{self.micro_batch_size * dp} and its multiples fit"
-            yield Problem(message, "schedule.global_batch_size", hint)
-        if (self.save is None) != (self.save_interval is None):
-            message = "`save` and `save_interval` go together"
-            yield Problem(message, "schedule.save_interval", "give both or neither")
-        if self.async_save and self.save is None:
-            yield Problem(
-                "nothing is saved, in the background or not", "schedule.async_save", "set `schedule.save`, or false"
-            )
-        if self.async_save and plan.recipe.feature.megatron_fsdp:
-            message = "Megatron-FSDP hands its checkpoints to another package, and they would get no checksums"
-            yield Problem(message, "schedule.async_save", "set it to false")
-        if self.stop_every and self.save is None:
-            message = "a run that stops on its way and saves nothing"
-            yield Problem(message, "schedule.stop_every", "set `schedule.save`, or null")
-
-    def idle(self, recipe: Any, kinds: frozenset[str]) -> Iterator[tuple[str, str]]:
-        if recipe.optim.decay == "constant":
+    def unread(self, site: Site) -> Iterator[tuple[str, str]]:
+        if not site.decays:
             yield "decay_steps", "a constant learning rate has no end"
         if not self.eval_steps:
             yield "eval_interval", "there are no evaluations (`schedule.eval_steps=0`)"

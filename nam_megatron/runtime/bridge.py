@@ -1,4 +1,4 @@
-"""Stage 5b, Lowering -> configs instead of words: Megatron's HybridModelConfig, Megatron-Bridge's ConfigContainer (torch side).
+"""Stage 5b, Lowering -> configs instead of words: the sections of Megatron-Bridge's ConfigContainer (torch side).
 
 Megatron fills its configs by one rule: a field gets the argument of its name. So do we, from the same settings that become the
 command line, over the defaults of Megatron's own parser; `SPELLED` holds the fields whose name or form is another. That is how
@@ -11,7 +11,6 @@ A setting that ends in no field is refused by name. Bridge itself is imported on
 import dataclasses
 import enum
 import typing
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -19,12 +18,10 @@ import torch
 from megatron.core.activations import squared_relu
 from megatron.core.models.hybrid.hybrid_layer_allocation import get_hybrid_total_layer_count, parse_hybrid_pattern
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.training.argument_utils import _apply_yarn_config_from_args
-from megatron.training.models.hybrid import HybridModelConfig
 
+from nam_megatron.compile.lower import Lowering
 from nam_megatron.errors import Problem
-from nam_megatron.lower import Lowering
-from nam_megatron.setting import Value
+from nam_megatron.words.setting import Value
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -67,7 +64,9 @@ class Arguments:
                 continue
             why = f": {elsewhere[s.name][1]}" if s.name in elsewhere else ""
             hint = "train it with `nam_megatron.train`" + (f", or change `{s.key}`" if s.key else "")
-            yield Problem(f"Megatron-Bridge cannot be told {s.name}={s.value!r} of `{s.owner}`{why}", s.key, hint)
+            yield Problem(
+                f"Megatron-Bridge cannot be told {s.name}={s.value!r} of `{s.owner}`{why}", key=s.key, hint=hint
+            )
 
 
 def _typed(value: Value, kind: Any) -> Any:
@@ -187,15 +186,3 @@ def transformer_class(lowering: Lowering) -> type[TransformerConfig]:
     """Latent attention has a config class of its own."""
     latent = lowering.by_name.get("multi_latent_attention")
     return MLATransformerConfig if latent and latent.value else TransformerConfig
-
-
-def hybrid_model_config(lowering: Lowering, cls: type[HybridModelConfig] = HybridModelConfig) -> HybridModelConfig:
-    """The model of a lowering as the config that Megatron's HybridModelBuilder takes; its stack spec is left to the caller."""
-    a = Arguments(lowering)
-    model = {name: value for name, value in a.of("model", cls).items() if name in HYBRID_FIELDS}
-    transformer = transformer_class(lowering)(**a.of("transformer", transformer_class(lowering)))
-    _apply_yarn_config_from_args(transformer, Namespace(**a.values))  # what GQA reads of YaRN is no field
-    return cls(transformer=transformer, **model)
-
-
-HYBRID_FIELDS = {field.name for field in dataclasses.fields(HybridModelConfig)} - {"transformer", "hybrid_stack_spec"}

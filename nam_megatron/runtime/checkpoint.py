@@ -1,10 +1,12 @@
 """What stands beside a checkpoint, and whether a plan may go on from it (torch side).
 
 Megatron's checkpoint folder holds `latest_checkpointed_iteration.txt` and a folder for each step saved. Beside them the trainer writes
-`plan.json` and, for a built dataset, `data.json`, its manifest: what computed these weights. Beside imported weights lies the tokenizer
-that was exported with them, if one was.
+`plan.json` and, but for mock data, `data.json`, the hashes of the data, of a built dataset its manifest: what computed these weights.
+Both stand in each step, too, under its checksums, so that a step of another run is known. Beside imported weights lies the tokenizer that
+was exported with them, if one was.
 """
 
+import contextlib
 import io
 import json
 import pickle
@@ -17,15 +19,18 @@ from typing import Any
 
 import torch
 
-from nam_megatron import computation, tracker
-from nam_megatron.argv import plan_json
-from nam_megatron.data import manifest
-from nam_megatron.errors import Problem, Refused
+from nam_megatron import tracker
+from nam_megatron.compile.argv import plan_json
+from nam_megatron.compile.lower import Lowering
+from nam_megatron.data import identity, manifest
+from nam_megatron.errors import Problem, Refused, quoted
 from nam_megatron.features.names import FEATURES
-from nam_megatron.lower import Lowering
+from nam_megatron.judge import same
+from nam_megatron.recipe import Recipe
 from nam_megatron.recipe.data import Data
 from nam_megatron.runtime import checksums
 from nam_megatron.tracker import RELEASE, TRACKER
+from nam_megatron.words.regular import irregular
 
 PLAN, DATA = "plan.json", "data.json"
 HASHED = f"{manifest.TOKENIZER}/{manifest.TOKENS}"  # as a dataset's manifest names its tokenizer's file
@@ -33,6 +38,9 @@ HASHED = f"{manifest.TOKENIZER}/{manifest.TOKENS}"  # as a dataset's manifest na
 # count of samples they lack.
 SIGNED = "nam_megatron"
 
+FOREIGN_STEP = "a step belongs into the folder of its run, beside its `plan.json`"
+# Where data lies, which its content does not depend on.
+PLACED = frozenset(("data.path", "data.tokenizer"))
 # What the flattened state of a sharded optimizer depends on.
 SHARDED_BY = frozenset(
     f"parallel.{name}" for name in ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor")
@@ -61,10 +69,12 @@ def objections(lowering: Lowering, *, thorough: bool = True) -> Iterator[Problem
         folder = Path(schedule.load)
         if not (folder / TRACKER).is_file():
             # Megatron would start from random weights.
-            yield Problem(f"no checkpoint in `{folder}`", "schedule.load", "set `schedule.load=null` to start afresh")
+            yield Problem(
+                f"no checkpoint in `{folder}`", key="schedule.load", hint="set `schedule.load=null` to start afresh"
+            )
             return
         yield from damage(folder, thorough=thorough)
-        yield from another(folder, lowering)
+        yield from another(folder, lowering, thorough=thorough)
     yield from occupied(lowering)
 
 
@@ -76,39 +86,76 @@ def occupied(lowering: Lowering) -> Iterator[Problem]:
         if not same:
             yield Problem(
                 f"`{schedule.save}` holds the checkpoints of a run",
-                "schedule.save",
-                f"`schedule.load={schedule.save}` goes on with it; or name another folder",
+                key="schedule.save",
+                hint=f"`schedule.load={schedule.save}` goes on with it; or name another folder",
             )
 
 
-def another(folder: Path, lowering: Lowering) -> Iterator[Problem]:
-    """Where the plan computes something else than the checkpoint's did."""
+def another(folder: Path, lowering: Lowering, *, thorough: bool = True) -> Iterator[Problem]:
+    """Where the plan computes something else than the checkpoint's did, or the checkpoint is not of the run that its plan is of.
+
+    folder: where the plan stands. thorough: hash the data; of a job one rank does that.
+    """
+    if found := list(_another(folder, lowering, thorough)):
+        yield from found
+        return
+    yield from strangers(folder.parent if folder.name == SIGNED else folder)
+
+
+def strangers(folder: Path) -> Iterator[Problem]:
+    """Whether the newest step of a checkpoint is another run's."""
+    with contextlib.suppress(Refused):  # `damage` says it
+        step = tracker.newest(folder)
+        yield from (
+            Problem(f"checkpoint `{step}` {why}", key="schedule.load", hint=FOREIGN_STEP) for why in foreign(step)
+        )
+
+
+def _another(folder: Path, lowering: Lowering, thorough: bool) -> Iterator[Problem]:
     after = json.loads(plan_json(lowering))
     try:
-        before = computation.read(folder / PLAN)
+        before = same.read(folder / PLAN)
     except Refused as refused:
         yield from refused.problems
         return
     if weights_alone(folder):  # a run of its own begins
         if lowering.plan.recipe.feature.megatron_fsdp:  # in `fsdp_dtensor` alone: Megatron would stop with a KeyError
             message = "Megatron-FSDP reads no imported weights"
-            yield Problem(message, "feature.megatron_fsdp.enabled", "set it to false")
-        yield from computation.another_model(before, after)
+            yield Problem(message, key="feature.megatron_fsdp.enabled", hint="set it to false")
+        yield from same.another_model(before, after)
         yield from another_tokenizer(folder, lowering.plan.recipe.data)
         return
-    built = {"before": before["recipe"]["data"].get("name"), "after": lowering.plan.recipe.data.name}
-    for d in computation.differences(before, after):
-        if d.key == "data.path" and set(built.values()) == {"built"}:
-            if _of_manifest(folder / DATA, "key") != _of_manifest(Path(d.after) / manifest.NAME, "key"):
-                yield Problem(f"the checkpoint was trained on another dataset, `{d.before}`", d.key, _hint(d.key))
-        elif d.key in SHARDED_BY and not _reshardable(computation.standing(before)):
+    data = lowering.plan.recipe.data
+    kept = data.name != "mock" and data.name == before["recipe"]["data"].get("name")
+    known = identity.stored(folder / DATA) if kept else None
+    if known and thorough:
+        yield from another_data(known, data)
+    for d in same.differences(before, after):
+        if d.key in PLACED and (known or (kept and not thorough)):
+            pass  # its content is asked, wherever it lies
+        elif d.key in SHARDED_BY and not _reshardable(same.resolved(before)):
             text = f"a checkpoint of `{d.key}` {d.before} cannot be read into {d.after}"
             hint = "resume in its layout, save with `feature.distributed_optimizer.reshardable=true`, then change it"
-            yield Problem(text, d.key, hint)
+            yield Problem(text, key=d.key, hint=hint)
         elif d.computes:
             yield Problem(
-                f"the checkpoint has `{d.key}` {_shown(d.before)}, and the plan {_shown(d.after)}", d.key, _hint(d.key)
+                f"the checkpoint has `{d.key}` {_shown(d.before)}, and the plan {_shown(d.after)}",
+                key=d.key,
+                hint=_hint(d.key),
             )
+
+
+def another_data(known: Mapping[str, str], data: Data) -> Iterator[Problem]:
+    """Where data is not that of a checkpoint, of which `known` are the hashes."""
+    key = "data.parts" if data.parts else "data.path"
+    try:
+        now = identity.hashes(identity.tree(data)) or {}
+    except Refused as refused:
+        yield from refused.problems
+        return
+    if found := identity.differing(known, now):
+        message = f"the checkpoint was trained on other data: {quoted(found)} {'has' if len(found) == 1 else 'have'} another hash"
+        yield Problem(message, key=key, hint=_hint(key))
 
 
 def another_tokenizer(folder: Path, data: Data) -> Iterator[Problem]:
@@ -121,24 +168,15 @@ def another_tokenizer(folder: Path, data: Data) -> Iterator[Problem]:
         return
     key = "data.path" if data.built else "data.tokenizer"
     at = folder / manifest.TOKENIZER
-    ours, theirs = (_tokens(place / manifest.TOKENS) for place in (known, at))
+    ours, theirs = (identity.tokens(place / manifest.TOKENS) for place in (known, at))
     if ours and theirs and ours != theirs:
         message = f"the data's tokenizer, `{known}`, is another than that of the weights, `{at}`"
         hint = f"build the dataset with `--tokenizer {at}`; or, if other tokens are meant, take that folder away"
-        yield Problem(message, key, hint)
-    elif not theirs and (told := _of_manifest(folder / DATA, "files", HASHED, "sha256")):
-        if told != manifest.digest(known / manifest.TOKENS):
+        yield Problem(message, key=key, hint=hint)
+    elif not theirs and (told := (identity.stored(folder / DATA) or {}).get(HASHED)):
+        if told not in (manifest.digest(known / manifest.TOKENS), identity.laid_out(ours)):
             message = f"the data's tokenizer, `{known}`, is not the one of the dataset that the weights were trained on"
-            yield Problem(message, key, f"take the folder `{manifest.TOKENIZER}` of that dataset")
-
-
-def _tokens(path: Path) -> dict[str, Any] | None:
-    """What a tokenizer's file says of a text, however it is laid out; None where there is none, or it cannot be read."""
-    try:
-        said = json.loads(path.read_text(encoding="utf-8"))
-        return {key: value for key, value in said.items() if key not in manifest.AROUND}
-    except (OSError, ValueError, AttributeError):
-        return None
+            yield Problem(message, key=key, hint=f"take the folder `{manifest.TOKENIZER}` of that dataset")
 
 
 def weights_alone(folder: Path) -> bool:
@@ -164,17 +202,6 @@ def _shown(value: Any) -> str:
     return json.dumps(value)
 
 
-def _of_manifest(path: Path, *names: str) -> str | None:
-    """What a dataset's manifest has under these names; None where there is none, or it cannot be read."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        for name in names:
-            found = found[name]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return found
-
-
 def damage(folder: Path, *, thorough: bool = True) -> Iterator[Problem]:
     """What is wrong with the newest checkpoint, by its checksums and by what its index names.
 
@@ -188,11 +215,61 @@ def damage(folder: Path, *, thorough: bool = True) -> Iterator[Problem]:
         return
     hint = f"write an earlier step into `{folder / TRACKER}`"
     if not step.is_dir():
-        yield Problem(f"checkpoint `{step}` is not there", "schedule.load", hint)
+        yield Problem(f"checkpoint `{step}` is not there", key="schedule.load", hint=hint)
+        return
+    beside = [at for at in (folder, folder / SIGNED) if at.is_dir()]
+    if pipes := [*irregular((path for at in (step, *beside) for path in at.iterdir()), "schedule.load")]:
+        yield from pipes  # whoever opened one would wait
         return
     found = list(dict.fromkeys((*checksums.damage(step, thorough=thorough), *of_index(step, thorough=thorough))))
     found += [f"`{path.name}` is cut off" for path in sorted(step.glob("*.pt")) if not zipfile.is_zipfile(path)]
-    yield from (Problem(f"checkpoint `{step}` is damaged: {what}", "schedule.load", hint) for what in found)
+    yield from (Problem(f"checkpoint `{step}` is damaged: {what}", key="schedule.load", hint=hint) for what in found)
+
+
+def foreign(step: Path) -> Iterator[str]:
+    """What tells that a step is not of the run whose plan stands beside it; see `untold`."""
+    beside = next((at for at in (step.parent, step.parent / SIGNED) if (at / PLAN).is_file()), None)
+    if beside is None or not (step / PLAN).is_file():
+        return
+    try:
+        plans = [same.read(at / PLAN) for at in (step, beside)]
+    except Refused as refused:
+        yield from (problem.message for problem in refused.problems)
+        return
+    if step.name == RELEASE:  # a run may have begun beside it, whose plan says how it trains
+        yield from (f"is of another model: {problem.message}" for problem in same.another_model(*plans))
+        return
+    for d in same.differences(*plans):
+        if d.computes and d.key not in PLACED:
+            yield f"is of another run: `{d.key}` is {_shown(d.before)} in its `{PLAN}`, and {_shown(d.after)} in the run's"
+    data = [identity.stored(at / DATA) for at in (step, beside)]
+    if data[0] and data[1] and (found := identity.differing(data[0], data[1])):
+        yield f"is of another run, which was trained on other data: {quoted(found)}"
+
+
+def untold(folder: Path) -> Iterator[str]:
+    """What cannot be told of the newest checkpoint, which an older version has saved."""
+    try:
+        step = tracker.newest(folder)
+        bound = checksums.bound(step)
+    except (Refused, OSError, ValueError):
+        return  # `damage` says it
+    signed = [at / DATA for at in (folder, folder / SIGNED)]
+    if bound is None or not (step / PLAN).is_file():
+        yield f"whether `{step}` is a step of this run cannot be told: the version that saved it did not bind a step to its run"
+    plan = next((at for at in (folder, folder / SIGNED) if (at / PLAN).is_file()), None)
+    if plan and not any(map(identity.stored, signed)):
+        with contextlib.suppress(Refused, AttributeError):
+            if same.read(plan / PLAN)["recipe"]["data"].get("name") != "mock":
+                yield f"whether the data is that of `{folder}` cannot be told: the version that saved it kept no hashes of it"
+
+
+def untold_of(recipe: Recipe) -> Iterator[str]:
+    """The same of what a recipe loads; of weights alone nothing is asked."""
+    folders = [Path(name) for name in (recipe.schedule.load, recipe.schedule.pretrained) if name]
+    for folder in folders:
+        if (folder / TRACKER).is_file() and not weights_alone(folder):
+            yield from untold(folder)
 
 
 def of_index(step: Path, *, thorough: bool = True) -> Iterator[str]:
@@ -278,10 +355,11 @@ def sign(lowering: Lowering, within: str = "") -> None:
     folder = Path(recipe.schedule.save) / within
     folder.mkdir(parents=True, exist_ok=True)
     texts = {PLAN: plan_json(lowering)}
-    if recipe.data.built is not None:
-        texts[DATA] = (recipe.data.built / manifest.NAME).read_text(encoding="utf-8")
+    if data := identity.tree(recipe.data):
+        texts[DATA] = json.dumps(data, indent=1) + "\n"
     for name, text in texts.items():
         place(folder / name, text)
+    checksums.bind(texts)
 
 
 def place(path: Path, text: str) -> None:

@@ -2,8 +2,9 @@
 
     python -m nam_megatron.runtime.checksums CHECKPOINT/iter_0000100     # for a checkpoint that has none, and whose files you trust
 
-The file is the one that Megatron's `--verify-integrity` writes and reads, `integrity.json`. Megatron's own way knows one of our two
-formats, and hashes a whole checkpoint in one thread of one rank; here each rank hashes what it wrote.
+They are of one step and, where a trainer has saved it, of one run: the file says which step it is, and among what it hashes lie the
+plan and the data's hashes. It is the file that Megatron's `--verify-integrity` writes and reads, `integrity.json`. Megatron's own way
+knows one of our two formats, and hashes a whole checkpoint in one thread of one rank; here each rank hashes what it wrote.
 
 An unkeyed hash finds what a disk, a network or a careless copy did. Whoever can write the files can write their checksums too.
 """
@@ -13,43 +14,27 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import checkpoint as dcp
 
 from nam_megatron.errors import OK, Problem, Refused, finish
 
 NAME, ALGORITHM = "integrity.json", "sha256"
 SHARD = re.compile(r"__(\d{1,9})_\d{1,9}\.distcp")  # rank, number
 DIGEST = re.compile(r"[0-9a-f]{64}")
+BOUND: dict[str, str] = {}  # what this process puts into each step that it saves: name and text
 THREADS = 8  # hashlib lets go of the interpreter; a disk is slower than eight of them
 COMMAND = "python -m nam_megatron.runtime.checksums"
 
 
-def provide() -> None:
-    """Have each checkpoint that this process saves from now on get its checksums, before the tracker names it."""
-    from megatron.core import dist_checkpointing
-
-    dist_checkpointing.save = _followed(dist_checkpointing.save, lambda words, named: words[1])
-    dcp.save = _followed(dcp.save, lambda words, named: named["storage_writer"].path)
-
-
-def _followed(save: Callable, folder_of: Callable[[tuple, dict], Any]) -> Callable:
-    @wraps(save)
-    def saved(*words: Any, **named: Any) -> Any:
-        request, folder = save(*words, **named), Path(folder_of(words, named))
-        if hasattr(request, "finalize_fns"):  # saved in the background
-            request.finalize_fns.append(partial(write, folder))
-        else:
-            write(folder)
-        return request
-
-    return saved
+def bind(texts: Mapping[str, str]) -> None:
+    """Have each checkpoint that this process saves from now on hold these files, too; of a job, the first rank's."""
+    BOUND.clear()
+    BOUND.update(texts)
 
 
 def write(folder: Path) -> None:
@@ -57,6 +42,8 @@ def write(folder: Path) -> None:
 
     Raises OSError on every rank where a file cannot be read on one of them, or the result not be written.
     """
+    if not torch.distributed.get_rank():
+        bind_to(folder, BOUND)
     torch.distributed.barrier()  # the files of the last rank
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     found: list[Any] = [None] * world
@@ -69,6 +56,12 @@ def write(folder: Path) -> None:
         raise OSError(f"no checksums of `{folder}`: {failed}")
     if not rank:
         put(folder, {name: digest for part in found for name, digest in part.items()})
+
+
+def bind_to(folder: Path, texts: Mapping[str, str]) -> None:
+    """Write into a step what says of which run it is."""
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 def writer(name: str) -> int:
@@ -99,14 +92,27 @@ def whole(folder: Path) -> str:
 def put(folder: Path, found: dict[str, str]) -> None:
     part = folder / f"{NAME}.part"
     with open(part, "w", encoding="utf-8") as file:
-        json.dump({"algorithm": ALGORITHM, "files": dict(sorted(found.items()))}, file, indent=1)
+        json.dump(
+            {"algorithm": ALGORITHM, "step": folder.absolute().name, "files": dict(sorted(found.items()))},
+            file,
+            indent=1,
+        )
         file.flush()
         os.fsync(file.fileno())
     part.replace(folder / NAME)
 
 
+def bound(folder: Path) -> str | None:
+    """Of which step checksums are; None where they do not say it. Raises as `read`."""
+    return _read(folder)[1]
+
+
 def read(folder: Path) -> dict[str, str]:
     """Raises FileNotFoundError where there is none, ValueError where it is no such file."""
+    return _read(folder)[0]
+
+
+def _read(folder: Path) -> tuple[dict[str, str], str | None]:
     text = (folder / NAME).read_text(encoding="utf-8")
     try:
         said = json.loads(text)
@@ -118,19 +124,23 @@ def read(folder: Path) -> dict[str, str]:
     for name, value in files.items():
         if not isinstance(value, str) or not DIGEST.fullmatch(value) or name != Path(name).name:
             raise ValueError(f"it says `{name[:40]}` {str(value)[:40]}")
-    return files
+    if not isinstance(step := said.get("step"), str | None):
+        raise ValueError(f"it says that its step is {str(step)[:40]}")
+    return files, step
 
 
 def damage(folder: Path, *, thorough: bool = True) -> Iterator[str]:
     """What is wrong with the files of a checkpoint, each in words. thorough: the shards too, which hold nearly all of it."""
     try:
-        told = read(folder)
+        told, step = _read(folder)
     except FileNotFoundError:
         yield f"`{NAME}` is missing; if you trust the files: `{COMMAND} {folder}`"
         return
     except (OSError, ValueError) as err:
         yield f"`{NAME}` cannot be read: {err}"
         return
+    if step not in (None, folder.absolute().name):
+        yield f"it was saved as `{step[:40]}`"
     there = set(names(folder))
     yield from (f"`{name}` is missing" for name in sorted(told.keys() - there))
     yield from (f"`{name}` has no checksum" for name in sorted(filter(SHARD.fullmatch, there - told.keys())))
@@ -151,14 +161,14 @@ def command() -> int:
     folder = Path(words[0])
     if not (folder / ".metadata").is_file():
         hint = "the folder of one step, `.../iter_0000100`"
-        raise Refused(Problem(f"`{folder}` is no checkpoint", None, hint))
+        raise Refused(Problem(f"`{folder}` is no checkpoint", hint=hint))
     if (folder / NAME).exists():
-        raise Refused(Problem(f"`{folder / NAME}` is there already", None, "take it away first if it is wrong"))
+        raise Refused(Problem(f"`{folder / NAME}` is there already", hint="take it away first if it is wrong"))
     try:
         put(folder, digests(folder, names(folder)))
     except OSError as err:
         raise Refused(
-            Problem(f"`{folder}`: {err.strerror}", None, "its files must be readable, the folder writable")
+            Problem(f"`{folder}`: {err.strerror}", hint="its files must be readable, the folder writable")
         ) from None
     print(f"{folder / NAME}: {len(read(folder))} files")
     return OK

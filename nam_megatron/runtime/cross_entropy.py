@@ -18,14 +18,12 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron.core.transformer import multi_token_prediction
 from torch import Tensor
 
 from nam_megatron.errors import Problem, Refused
 from nam_megatron.runtime.gpu import runs_kernels
 
 LARGEST = "nam_largest"
-STOCK_COUNTS = multi_token_prediction._compute_mtp_acceptance_counts
 WARPS = 8
 COLUMNS = 8 * 32 * WARPS  # 16 bytes of bf16 a thread
 PIECES = 4  # so many columns of one thread are read before its maximum moves
@@ -39,28 +37,16 @@ def provide(models: list[HybridModel]) -> list[HybridModel]:
     """
     if not runs_kernels():
         hint = "set `precision.cross_entropy=compiled`, or `megatron`"
-        raise Refused(Problem("the fused cross entropy needs a GPU", "precision.cross_entropy", hint))
+        raise Refused(Problem("the fused cross entropy needs a GPU", key="precision.cross_entropy", hint=hint))
 
     for model in models:
         model.compute_language_model_loss = partial(_of_batch, model.tp_group)
-    if multi_token_prediction._compute_mtp_acceptance_counts is STOCK_COUNTS:
-        multi_token_prediction._compute_mtp_acceptance_counts = _counts
     return models
 
 
 def _of_batch(group: dist.ProcessGroup, labels: Tensor, logits: Tensor) -> Tensor:
     """Megatron's compute_language_model_loss: labels and losses [b, s]."""
     return cross_entropy(logits, labels.t().contiguous(), group).t().contiguous()
-
-
-def _counts(logits: Tensor, labels: Tensor, mask: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, Tensor]:
-    """Megatron's _compute_mtp_acceptance_counts, for its log: of the positions of a mask [b, s], those where the largest logit is the
-    label's, and all. torch's argmax reads the logits once more, at a third of the memory's rate; here the loss has left it."""
-    largest = getattr(logits, LARGEST, None)
-    if largest is None:
-        return STOCK_COUNTS(logits, labels, mask, *rest, **named)
-    valid = mask.t().bool()
-    return ((largest == labels.t()) & valid).sum().float(), valid.sum().float()
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:

@@ -1,6 +1,6 @@
-"""Dump every flag of the installed Megatron: python -m nam_megatron.runtime.dump > nam_megatron/targets/v0_19.json
+"""Dump every flag of the Megatron that Python finds: python -m nam_megatron.runtime.dump > nam_megatron/targets/vX_Y.json
 
-Run again for another Megatron; the result is never edited. Needs megatron-core and torch, no GPU.
+The result is never edited. Needs that Megatron's code and torch, no GPU; docs/megatron.md says what comes next.
 """
 
 import argparse
@@ -9,8 +9,8 @@ import enum
 import json
 import sys
 import warnings
-from importlib.metadata import version
 
+from nam_megatron import installed
 from nam_megatron.errors import OK, Problem, Refused, finish
 
 ACTIONS = {
@@ -24,6 +24,7 @@ ACTIONS = {
 def dump() -> dict:
     """{"megatron_core": version, "flags": {flag: {dest, action, nargs, type, choices, default, aliases}}}"""
     warnings.filterwarnings("ignore")
+    here = installed.stack().megatron_core  # whichever it is: a new one has no target yet
     with contextlib.redirect_stdout(sys.stderr):  # importing Megatron prints
         from megatron.training.arguments import add_megatron_arguments
 
@@ -44,7 +45,7 @@ def dump() -> dict:
         if aliases:
             entry["aliases"] = aliases
         flags[name] = entry
-    return {"megatron_core": version("megatron-core"), "flags": dict(sorted(flags.items()))}
+    return {"megatron_core": here, "flags": dict(sorted(flags.items()))}
 
 
 def render(dumped: dict) -> str:
@@ -63,7 +64,7 @@ def _plain(value):
 
 def command() -> int:
     if sys.argv[1:] and sys.argv[1] not in ("-h", "--help"):
-        raise Refused(Problem(f"the dump takes no words, and here is `{sys.argv[1]}`", None, "`--help` says more"))
+        raise Refused(Problem(f"the dump takes no words, and here is `{sys.argv[1]}`", hint="`--help` says more"))
     sys.stdout.write(__doc__ if sys.argv[1:] else render(dump()))
     return OK
 

@@ -26,7 +26,7 @@ def unserved() -> Iterator[Problem]:
         yield from problems
     elif not torch.cuda.is_available() or torch.cuda.get_device_capability() != SERVED:
         yield Problem(
-            "FlashAttention 4 has been run on Hopper alone", FLASH_KEY, f"set `{FLASH_KEY}=transformer_engine`"
+            "FlashAttention 4 has been run on Hopper alone", key=FLASH_KEY, hint=f"set `{FLASH_KEY}=transformer_engine`"
         )
     else:
         try:
@@ -34,7 +34,7 @@ def unserved() -> Iterator[Problem]:
         except Exception as err:  # whatever a broken installation throws
             why = f"{type(err).__name__}: {str(err).partition(chr(10))[0]}"
             hint = f"{FLASH_INSTALL}; or set `{FLASH_KEY}=transformer_engine`"
-            yield Problem(f"FlashAttention 4 cannot be imported: {why}", FLASH_KEY, hint)
+            yield Problem(f"FlashAttention 4 cannot be imported: {why}", key=FLASH_KEY, hint=hint)
 
 
 class FlashBackend(TESpecProvider):

@@ -26,6 +26,7 @@ class Gauges:
         self._done: int | None = None
         self._due = False
         self._found: dict[int, Tensor] = {}  # [value, weight]; none: due and not yet measured
+        self._told: tuple[int, dict[str, float]] = (0, {})  # of which step, what its line said
 
     def expect(self, gauges: Mapping[int, Gauge]) -> None:
         """By layer number, the same on all ranks: what the step line will say, if it is measured."""
@@ -65,8 +66,13 @@ class Gauges:
         torch.distributed.all_reduce(sums)
         torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
         of = zip(self.names, self._gauges.values(), sums.tolist(), largest.tolist(), strict=True)
-        told = [(name, top if gauge.largest else total / count) for name, gauge, (total, count), top in of if count]
-        return line + "".join(f" {name}: {value:.4g} |" for name, value in told)
+        told = {name: top if gauge.largest else total / count for name, gauge, (total, count), top in of if count}
+        self._told = (self._done or 0) + 1, told
+        return line + "".join(f" {name}: {value:.4g} |" for name, value in told.items())
+
+    def told(self, step: int) -> dict[str, float]:
+        """What the line of `step` said."""
+        return self._told[1] if self._told[0] == step else {}
 
 
 # Of this process.

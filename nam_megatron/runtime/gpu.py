@@ -22,5 +22,7 @@ def runs_kernels() -> bool:
 def without_gpu(title: str, kind: str, kernels: str) -> Iterator[Problem]:
     """What speaks against a block's `kernels` in this process; nothing else is put in their place."""
     if kernels == "fused" and not runs_kernels():
-        key = f"model.blocks.{kind}.kernels"
-        yield Problem(f"the fused kernels of {title} need a GPU", key, f"set `{key}=naive` to run it in plain torch")
+        key = f"execution.{kind}.kernels"
+        yield Problem(
+            f"the fused kernels of {title} need a GPU", key=key, hint=f"set `{key}=naive` to run it in plain torch"
+        )

@@ -92,7 +92,9 @@ def _done(answer: tuple) -> tuple:
     """What a call of CUDA gave; its first part says whether it went well."""
     status, *rest = answer
     if int(status) != 0:
-        raise Refused(Problem(f"the graph of a step could not be changed: {status!r}", KEY, f"set `{KEY}=none`"))
+        raise Refused(
+            Problem(f"the graph of a step could not be changed: {status!r}", key=KEY, hint=f"set `{KEY}=none`")
+        )
     return tuple(rest)
 
 
@@ -100,4 +102,4 @@ def unserved() -> Iterator[Problem]:
     """A host without what changes graphs."""
     if installed("cuda-bindings") is None:
         message = "a graph of the whole step is changed with cuda-bindings, which torch wants to have, and which is not installed"
-        yield Problem(message, KEY, f"install cuda-bindings, or set `{KEY}=none`")
+        yield Problem(message, key=KEY, hint=f"install cuda-bindings, or set `{KEY}=none`")

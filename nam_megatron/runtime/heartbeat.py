@@ -2,11 +2,13 @@
 
 Beats are written where a folder `beat` lies beside the plan: a launcher that will read them makes it, and without one nothing is written.
 
-    beat/<rank>    {"rank": 3, "host": "n1", "pid": 17, "phase": "step", "step": 12, "micro": 96, "spent": 0.41, "at": 1790000000.5}
+    beat/<rank>    {"rank": 3, "host": "n1", "pid": 17, "phase": "step", "step": 12, "micro": 96, "spent": 0.41, "at": 1790000000.5,
+                    "nth": 3}
 
 phase: start (the plan is accepted), built (model and optimizer are there), step (a microbatch was begun), end. step: the one under way,
-from 1. micro: microbatches begun. spent: seconds of a microbatch on this rank alone, from its beginning until its loss was looked at,
-over the last ones; waiting for other ranks is not in it. None where it cannot be known. at: seconds since the epoch.
+from 1. nth: which one that is of this process, from 1. micro: microbatches begun. spent: seconds of a microbatch on this rank alone, from
+its beginning until its loss was looked at, over the last ones; waiting for other ranks is not in it. None where it cannot be known. at:
+seconds since the epoch.
 """
 
 import json
@@ -24,7 +26,7 @@ class Heart:
 
     def __init__(self) -> None:
         self._file: Path | None = None
-        self._phase, self._step, self._micro = "start", 0, 0
+        self._phase, self._step, self._micro, self._nth = "start", 0, 0, 0
         self._spent: float | None = None
         self._begun: float | None = None
         self._written = 0.0
@@ -45,6 +47,7 @@ class Heart:
         if blind:
             self._spent = None  # that of the eager steps would stand for good
         if done + 1 != self._step or self._begun - self._written >= EVERY:
+            self._nth += done + 1 != self._step
             self._step = done + 1
             self._say("step")
 
@@ -62,7 +65,7 @@ class Heart:
         if self._file is None:
             return
         beat = {"rank": int(self._file.name), "host": os.uname().nodename, "pid": os.getpid(), "phase": phase}
-        beat |= {"step": self._step, "micro": self._micro, "spent": self._spent, "at": time.time()}
+        beat |= {"step": self._step, "micro": self._micro, "spent": self._spent, "at": time.time(), "nth": self._nth}
         part = self._file.with_name(f".{self._file.name}")
         try:
             part.write_text(json.dumps(beat), encoding="utf-8")

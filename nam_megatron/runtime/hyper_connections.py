@@ -31,6 +31,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from nam_megatron.features.mhc import Mhc
 from nam_megatron.runtime.mhc_kernel import Read, Write
 
 RESIDUALS = ("self_attn_bda", "mlp_bda", "mamba_bda")  # where Megatron's layers add theirs; each of ours has one
@@ -187,6 +188,10 @@ class ConnectedStack(HybridStack):
             # Else pipeline stages take what arrives for one stream: of this config Megatron's schedules read how wide it is. So each
             # tensor's shape travels before it.
             self.config.variable_seq_lengths = True
+
+
+def build(mhc: Mhc, stack: ModuleSpec, layers: Mapping[str, ModuleSpec]) -> ModuleSpec:
+    return connected(stack, layers, **mhc.model_dump())
 
 
 def connected(stack: ModuleSpec, slots: Mapping[str, ModuleSpec], **keys: Any) -> ModuleSpec:

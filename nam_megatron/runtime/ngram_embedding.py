@@ -13,7 +13,7 @@ The gradient of the table is sparse: what a microbatch asked for and nothing els
 on it is dense: docs/budget.md says why, and what it costs.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,12 +27,13 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn import Parameter
 
 from nam_megatron.blocks import EMBEDDING
-from nam_megatron.features.ngram_hash import PRIME
+from nam_megatron.features.ngram_hash import PRIME, NgramHash
 from nam_megatron.runtime.context import own, whole
 from nam_megatron.runtime.gauges import GAUGES
 
@@ -156,6 +157,12 @@ class NgramEmbedding(MegatronModule):
         self._save_to_state_dict(kept, "", keep_vars=True)
         groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
         return make_sharded_tensors_for_checkpoint(kept, prefix, {"table": 0}, sharded_offsets, **groups)
+
+
+def build(ngrams: NgramHash, stack: ModuleSpec, layers: Mapping[str, ModuleSpec]) -> ModuleSpec:
+    keys = ngrams.model_dump(exclude={"enabled"})
+    stack.metainfo.setdefault("hooks", []).append(provider(**keys))
+    return stack
 
 
 def provider(**keys: Any) -> Callable[[list[HybridModel]], list[HybridModel]]:

@@ -17,6 +17,9 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nam_megatron import installed
+from nam_megatron.errors import Problem, Refused
+from nam_megatron.packages import adding
 from nam_megatron.targets import current
 
 DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}  # as flags spell them
@@ -37,9 +40,10 @@ class Answer:
 
 
 class Oracle:
-    """A warm Megatron in a process of its own. Use as a context manager."""
+    """A warm Megatron in a process of its own. Use as a context manager. Raises Refused for another Megatron than the current target's."""
 
     def __enter__(self) -> "Oracle":
+        installed.ask()
         # A Ctrl-C meanwhile comes when somebody knows the process that it has to end.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         server = subprocess.Popen(
@@ -82,18 +86,33 @@ class Oracle:
         """
         question = {"argv": list(argv), "world_size": world_size, "capability": list(capability), "env": dict(env)}
         question["ours"] = list(ours)
-        self._questions.write(json.dumps(question) + "\n")
-        self._questions.flush()
+        with contextlib.suppress(BrokenPipeError):  # it is over, and has said why
+            self._questions.write(json.dumps(question) + "\n")
+            self._questions.flush()
         line = self._answers.readline()
-        assert line, "Megatron's process died; run `python -m nam_megatron.runtime.oracle` to see why"
-        return Answer(**json.loads(line))
+        if not line:
+            hint = "`python -m nam_megatron.runtime.oracle` shows why"
+            raise Refused(Problem("Megatron cannot be asked: its process has ended", hint=hint))
+        answer = json.loads(line)
+        if "missing" in answer:
+            raise ModuleNotFoundError(f"No module named {answer['missing']!r}", name=answer["missing"])
+        if "broken" in answer:
+            hint = f"it is of another version, or built for another torch; {adding('megatron')} installs the tried one"
+            raise Refused(Problem(f"Megatron cannot be imported: {answer['broken']}", hint=hint))
+        return Answer(**answer)
 
 
 def _serve() -> None:
     """Answer questions, one JSON object a line, each in a fork."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever Megatron prints stays out of the answers
-    _warm()
+    try:
+        _warm()
+    except Exception as err:
+        name = err.name if isinstance(err, ModuleNotFoundError) else None
+        out.write(json.dumps({"missing": name} if name else {"broken": f"{type(err).__name__}: {err}"}) + "\n")
+        out.flush()
+        return
     for line in sys.stdin:
         read, write = os.pipe()
         if (pid := os.fork()) == 0:
@@ -152,7 +171,7 @@ def _configs(
     from megatron.training.arguments import parse_args, validate_args
     from packaging.version import Version
 
-    from nam_megatron.runtime import yarn
+    from nam_megatron.mends import install
 
     for name, value in {**env, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}.items():
         if value is None:
@@ -167,9 +186,9 @@ def _configs(
     sys.argv = ["train", *argv]
     args = validate_args(parse_args())
     hybrid = args.hybrid_layer_pattern is not None
-    model = hybrid_config_from_args(args) if hybrid else gpt_config_from_args(args)
     if "yarn" in ours:
-        yarn.provide(model.transformer, args)
+        install.single("yarn")
+    model = hybrid_config_from_args(args) if hybrid else gpt_config_from_args(args)
     container = pretrain_cfg_container_from_args(args, model)
     values, defaults = {}, {}
     configs = {f.name: getattr(container, f.name) for f in dataclasses.fields(container)}

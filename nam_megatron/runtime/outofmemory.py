@@ -7,41 +7,54 @@ layer that is computed again, or the kind whose kernel asked.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from nam_megatron.plan import Plan
+from nam_megatron.compile.plan import Plan
 
 MARK = "out of memory"
 BLOCK = re.compile(r"/nam_megatron/blocks/(\w+)/")
 
 
-def told(err: BaseException, plan: Plan, step: int, rank: int) -> str:
+class Place(NamedTuple):
+    """phase: forward or backward, None outside of both. layer: as above, behind `of`; inside: what is known where no layer is."""
+
+    phase: str | None
+    layer: str | None = None
+    inside: str | None = None
+
+    def __str__(self) -> str:
+        if self.phase is None:
+            return "outside of a step's passes"
+        more = f" of {self.layer}" if self.layer else f", in {self.inside}" if self.inside else ""
+        return f"in the {self.phase} pass{more}"
+
+
+def told(place: Place, step: int, rank: int) -> str:
     """One line for the log."""
-    return f"{MARK}: step {step}, rank {rank}, {where(list(frames(err)), plan)}"
+    return f"{MARK}: step {step}, rank {rank}, {place}"
 
 
-def where(stack: Sequence[FrameType], plan: Plan) -> str:
+def where(err: BaseException, plan: Plan) -> Place:
+    """Where in a step the error came up."""
+    stack = list(frames(err))
     names = {frame.f_code.co_name for frame in stack}
     run = "backward" if names & {"backward", "backward_step"} else "forward"
     modules = [m for m in dict.fromkeys(owner(frame) for frame in stack) if m is not None]
     layers = [m for m in modules if isinstance(getattr(m, "layer_number", None), int)]
     if not layers:
+        if not names & {"forward_step", "backward_step"}:
+            return Place(None)
         kind = next((found[1] for frame in reversed(stack) if (found := BLOCK.search(frame.f_code.co_filename))), None)
-        inside = f", in a kernel of {kind}" if kind else f", in {type(modules[-1]).__name__}" if modules else ""
-        return (
-            f"in the {run} pass{inside}" if names & {"forward_step", "backward_step"} else "outside of a step's passes"
-        )
+        return Place(run, None, f"a kernel of {kind}" if kind else type(modules[-1]).__name__ if modules else None)
     layer = layers[0]  # parts of a layer have its number, too
     within = modules[modules.index(layer) :]
     name = next((n for n, m in modules[0].named_modules() if m is layer), type(layer).__name__).replace("module.", "")
     chain = ", ".join(dict.fromkeys(type(m).__name__ for m in within))
-    return (
-        f"in the {run} pass of layer {layer.layer_number} ({kind_of(name, layer.layer_number, plan)}): {name} ({chain})"
-    )
+    return Place(run, f"layer {layer.layer_number} ({kind_of(name, layer.layer_number, plan)}): {name} ({chain})")
 
 
 def kind_of(name: str, number: int, plan: Plan) -> str:

@@ -9,23 +9,19 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
 from megatron.core import mpu
-from megatron.core.datasets import utils as dataset_utils
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import RerunMode, RerunState, RerunStateMachine, get_rerun_state_machine
-from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import (
     get_attr_wrapped_model,
     get_batch_on_this_cp_rank,
@@ -37,27 +33,16 @@ from megatron.training.argument_utils import hybrid_config_from_args, pretrain_c
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.config.container import PretrainConfigContainer
 from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
+from megatron.training.global_vars import get_signal_handler
 from megatron.training.models.hybrid import HybridModelBuilder, HybridModelConfig
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from nam_megatron.blocks import Gauge
+from nam_megatron.compile.plan import Plan
 from nam_megatron.errors import Problem, Refused, raise_if
-from nam_megatron.runtime import (
-    autotune,
-    background,
-    checksums,
-    context,
-    cross_entropy,
-    fsdp,
-    group_order,
-    master_weights,
-    rate,
-    stage_log,
-    wgrad,
-    whole_step,
-    word_embedding,
-    yarn,
-)
+from nam_megatron.events import RECORD, early
+from nam_megatron.mends import Trainer, install, whole_step
+from nam_megatron.runtime import cross_entropy, record, word_embedding
 from nam_megatron.runtime.gauges import GAUGES
 from nam_megatron.runtime.heartbeat import HEART
 from nam_megatron.runtime.nonfinite import Watch
@@ -86,22 +71,6 @@ class NonFinite(Exception):
     """The loss is NaN or infinite and the run cannot go on; the message says where it began."""
 
 
-class Float16ExceptMarked(Float16Module):
-    """Float16Module that leaves parameters marked `keep_in_fp32` alone; 0.19.2's casts every parameter.
-
-    The mark is the one that Megatron honours itself from 0.20 on. No module of Megatron's sets it: MambaMixer's A_log and D are made
-    in fp32 and cast to bf16, its dt_bias is made in bf16; the optimizer's copies are fp32, the forward pass sees them rounded.
-    """
-
-    def __init__(self, config: TransformerConfig, module: torch.nn.Module):
-        kept = [(p, p.data) for p in module.parameters() if getattr(p, "keep_in_fp32", False)]
-        super().__init__(config, module)
-        for parameter, value in kept:
-            parameter.data = value
-        if kept:
-            group_order.provide()
-
-
 class NamModelBuilder(HybridModelBuilder):
     """Megatron's builder of hybrid models, without its way back to the default stack."""
 
@@ -113,35 +82,7 @@ class NamModelBuilder(HybridModelBuilder):
         vp_stage: int | None = None,
     ) -> HybridModel:
         assert self._model_config.hybrid_stack_spec is not None, "no stack: Megatron would build its default one"
-        model = super().build_model(pg_collection, pre_process, post_process, vp_stage)
-        if plain_adam(get_args()):
-            set_experts_apart(model)
-        return model
-
-    def build_distributed_models(self, *args: Any, **kwargs: Any) -> list[HybridModel]:
-        models = super().build_distributed_models(*args, mixed_precision_wrapper=Float16ExceptMarked, **kwargs)
-        stage_log.provide(models[0].config)
-        context.provide(models[0].config)
-        master_weights.provide()
-        autotune.provide(models[0].config)
-        fsdp.provide(models)
-        return models
-
-
-def plain_adam(args: Namespace) -> bool:
-    """Whether the weights are kept by Megatron's DDP and updated by Adam: then any parallel layout can read any other's checkpoint."""
-    return args.optimizer == "adam" and not args.use_megatron_fsdp and not args.use_torch_fsdp2
-
-
-def set_experts_apart(model: torch.nn.Module) -> None:
-    """Give the experts an optimizer and gradient buffers of their own in every layout.
-
-    Megatron does where they are sharded otherwise than the rest, and 0.19.2 cannot read a checkpoint of two optimizers into one or
-    back ("Expected 2 entries in state dict"). Where they are not, the group that they are reduced over has the same ranks.
-    """
-    for name, parameter in model.named_parameters():
-        if ".mlp.experts." in name:
-            parameter.allreduce = False
+        return super().build_model(pg_collection, pre_process, post_process, vp_stage)
 
 
 class NamModelConfig(HybridModelConfig):
@@ -154,65 +95,58 @@ def run(
     argv: Sequence[str],
     stack: ModuleSpec,
     started: float,
+    plan: Plan,
     *,
     operations: float,
-    fused_loss: bool,
     track: Callable[[str], None] | None = None,
     gauges: Mapping[int, Gauge] = MappingProxyType({}),
 ) -> None:
     """Train the model of `argv` (Megatron's arguments) with the layers of `stack`; returns on every rank once training is over.
 
-    started: time.time() when the process began. operations: of one sequence, for the log; track: sees its lines; see rate.provide.
-    fused_loss: the loss is cross_entropy.py's, not Megatron's. gauges: by layer number, what the log is to say of it; see gauges.py.
+    started: time.time() when the process began. plan: what `argv` and `stack` were made of. operations, track: see install.Run. gauges:
+    by layer number, what the log is to say of it; see gauges.py.
 
     Raises:
         Refused: `argv` holds an argument that would not be served.
-        NonFinite: the loss is not a number. The other ranks may be waiting for this one: end the process.
+        NonFinite: the loss is not a number. The other ranks may be waiting for this one: end the process. So they may for
+        padding.Unfit: the data holds what is no token.
         SystemExit: Megatron ends the run early: code 0 after a signal or a time limit, 16 or 17 after a failed check, None when a
             checkpoint cannot be read, which Python would report as success.
     """
     sys.argv = [sys.argv[0], *argv]  # Megatron's parser reads nothing else
     set_startup_timestamps(program_start=started, main_entry=time.time())
-    keep_shipped_helpers()
-    rate.provide(operations, track)
+    install.command(install.Run(plan, operations, track, partial(begin, blind=True), look), Trainer.MEGATRON)
     GAUGES.expect(gauges)
-    checksums.provide()
-    background.provide()
     args = parse_and_validate_args()
-    if args.gradient_accumulation_fusion:
-        wgrad.provide()
-    if in_one_graph(args):
-        whole_step.provide(partial(begin, blind=True), look)
     try:
         config = settings(args, stack)
-        if fused_loss:
+        config.model.post_wrap_hooks.append(partial(install.wrapped, plan=plan))
+        if plan.recipe.precision.cross_entropy == "fused":
             config.model.pre_wrap_hooks.append(cross_entropy.provide)
         if args.gradient_accumulation_fusion:
             config.model.pre_wrap_hooks.append(word_embedding.provide)
         pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)
     except SystemExit as end:
+        signalled = args.exit_signal_handler and get_signal_handler()._signal_received
+        RECORD.leaving = early(end.code, steps_done(args), signalled, args.exit_interval)
         if end.code is not None:  # without a code one rank may be alone
             leave()
         raise
     finally:
-        # Steps that are done: `curr_iteration` is that of the last one begun, whether it ended or not.
-        READINGS.end(getattr(args, "consumed_train_samples", 0) // args.global_batch_size)
+        READINGS.end(steps_done(args))
         HEART.end()
+        whole_step.release()
     leave()
 
 
-def keep_shipped_helpers() -> None:
-    """Megatron runs `make` for the datasets' C++ helpers at every start and exits where it fails, and the wheel has no Makefile: it has
-    the compiled helpers instead.
-    """
-    if not (Path(dataset_utils.__file__).parent / "Makefile").exists():
-        import megatron.core.datasets.helpers_cpp  # noqa: F401  here, so that a missing one is not found after the model is built
-
-        dataset_utils.compile_helpers = lambda: None
+def steps_done(args: Namespace) -> int:
+    """`curr_iteration` is that of the last one begun, whether it ended or not."""
+    return getattr(args, "consumed_train_samples", 0) // args.global_batch_size
 
 
 def leave() -> None:
     """Close the process group; left to the interpreter's end, every rank warns about it."""
+    whole_step.release()
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
@@ -230,8 +164,6 @@ def settings(args: Namespace, stack: ModuleSpec) -> PretrainConfigContainer:
     ]
     raise_if(problems)
     model = hybrid_config_from_args(args, model_config_cls=NamModelConfig)
-    if args.yarn_original_max_position_embeddings is not None:
-        yarn.provide(model.transformer, args)
     model.hybrid_stack_spec = stack
     if stack:
         model.pre_wrap_hooks += stack.metainfo.get("hooks", [])  # of features that stand beside the layers
@@ -435,6 +367,7 @@ def datasets(sizes: Sequence[int | None], vp_stage: int | None = None) -> tuple[
     if not vp_stage:
         HEART.built()
         READINGS.built()  # Megatron asks for data once model and optimizer are there
+        record.loaded(getattr(args, "iteration", 0))
     kind, config = dataset_config(args)
 
     def built_here() -> bool:
@@ -454,14 +387,17 @@ def dataset_config(args: Namespace) -> tuple[type[GPTDataset] | type[MockGPTData
     given = blend is not None or blend_per_split is not None
     # Megatron reads "no data" as "mock data".
     raise_if(
-        [Problem("mock data and a data path at once", "data")] * (args.mock_data and given)
-        + [Problem("no training data: neither a data path nor mock data", "data")] * (not args.mock_data and not given)
-        + [Problem("fill-in-the-middle of mock data", "feature.fim")] * (args.mock_data and args.fim_data)
+        [Problem("mock data and a data path at once", key="data")] * (args.mock_data and given)
+        + [Problem("no training data: neither a data path nor mock data", key="data")]
+        * (not args.mock_data and not given)
+        + [Problem("fill-in-the-middle of mock data", key="feature.fim")] * (args.mock_data and args.fim_data)
     )
     tokenizer = get_tokenizer()
     if not args.mock_data and tokenizer.vocab_size > args.padded_vocab_size:
         text = f"the tokenizer has {tokenizer.vocab_size} entries, and the model's vocabulary {args.padded_vocab_size}"
-        raise Refused(Problem(text, "model.vocab_size", "use another tokenizer, or a model with a larger vocabulary"))
+        raise Refused(
+            Problem(text, key="model.vocab_size", hint="use another tokenizer, or a model with a larger vocabulary")
+        )
     common = dict(
         random_seed=args.seed,
         sequence_length=args.seq_length,
@@ -510,12 +446,14 @@ def unknown_tokens(tokenizer: Any, tokens: dict[str, str]) -> list[Problem]:
     back = [None if i is None else tokenizer._tokenizer.ids_to_tokens([i])[0] for i in ids]
     found = [
         Problem(
-            f"the tokenizer has no token `{word}`", f"feature.fim.{name}_token", "name tokens that it was trained with"
+            f"the tokenizer has no token `{word}`",
+            key=f"feature.fim.{name}_token",
+            hint="name tokens that it was trained with",
         )
         for (name, word), known in zip(tokens.items(), back, strict=True)
         if known != word
     ]
     if not found and dict(zip(tokens, ids, strict=True))["eod"] != tokenizer.eod:
         said = f"documents of this tokenizer do not end with `{tokens['eod']}`"
-        found = [Problem(said, "feature.fim.eod_token", "name its `eos_token`")]
+        found = [Problem(said, key="feature.fim.eod_token", hint="name its `eos_token`")]
     return found

@@ -1,37 +1,14 @@
-"""Our count of the model's operations in Megatron's step line, beside Megatron's own, and what layers measured (torch side).
+"""Our count of the model's operations in Megatron's step line, beside Megatron's own.
 
 Megatron's leaves out whole layers of these families (budget/cost.py says which), so its TFLOP/s compares no two of them.
 """
 
 import re
-from collections.abc import Callable
-
-from megatron.training import training
-
-from nam_megatron.runtime.gauges import GAUGES
 
 # Of megatron-core 0.19.2's `training_log`: what our figure is made of, and the field that it stands behind where it is there.
 STEP = re.compile(r"elapsed time per iteration \(ms\): ([\d.]+) \|(?: throughput per GPU \(TFLOP/s/GPU\): [\d.]+ \|)?")
 BATCH = re.compile(r"global batch size: +(\d+) \|")
 NAME = "model TFLOP/s/GPU"
-
-
-def provide(operations: float, track: Callable[[str], None] | None = None) -> None:
-    """Put the rate, and what layers measured, into every step line.
-
-    operations: of the model for one sequence, forward and backward, a GPU's share. track: called with each line, on every rank.
-    """
-    theirs = training.print_rank_last
-
-    def ours(line: str) -> None:
-        said = beside(line, operations)
-        if STEP.search(line):
-            said = GAUGES.beside(said)
-        theirs(said)
-        if track is not None:
-            track(said)
-
-    training.print_rank_last = ours
 
 
 def beside(line: str, operations: float) -> str:

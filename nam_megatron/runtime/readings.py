@@ -1,4 +1,4 @@
-"""What each rank says of its memory and its device, one line of JSON at a time, for whoever reads the log (torch side).
+"""What each rank says of its memory and its device, as an event and as a line of the log for whoever has no events (torch side).
 
     nam_megatron.readings {"rank": 0, "when": "built", "step": 0, "allocated": 1, "peak_allocated": 1, ...}
 
@@ -14,6 +14,8 @@ import sys
 from typing import Any
 
 import torch
+
+from nam_megatron.events import RECORD
 
 MARK = "nam_megatron.readings"
 
@@ -35,6 +37,7 @@ class Readings:
                 self._next *= 2
 
     def end(self, done: int) -> None:
+        RECORD.done = done
         _say("end", done)
 
 
@@ -73,6 +76,11 @@ def _hidden(uuid: Any) -> str | None:
 
 def _say(when: str, step: int, **more: Any) -> None:
     """In one write: the ranks of a host share a pipe, which keeps lines of less than 4096 bytes whole."""
-    reading = {"rank": int(os.environ["RANK"]), "when": when, "step": step, **memory(), **more}
+    found = {"step": step, **memory(), **more}
+    if when == "built":
+        RECORD.say("built", **found)
+    else:
+        RECORD.say("memory", when=when, **found)
+    reading = {"rank": int(os.environ["RANK"]), "when": when, **found}
     sys.stdout.write(f"{MARK} {json.dumps(reading)}\n")
     sys.stdout.flush()

@@ -4,13 +4,14 @@ Megatron's own spec is core/models/hybrid/hybrid_layer_specs.py (megatron-core 0
 MTP are the very same modules, so that the native lane is Megatron's model; only where a recipe says so (MoE's `dispatcher: local`,
 Mamba-2's `strided`) does a subclass stand in its place. What differs: real norms on the latents of MLA and DSA; M-slot layers routed
 by number; slots that the plan does not use refuse to be built instead of passing their input through. Each kind builds its own
-layer: blocks/<kind>/block.py, `build`.
+layer: blocks/<kind>/layer.py.
 """
 
 import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any, NoReturn
 
 from megatron.core.extensions import transformer_engine as te
@@ -27,17 +28,16 @@ from megatron.core.transformer.multi_token_prediction import (
 )
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
+from nam_megatron import installed as versions
+from nam_megatron.compile.plan import Plan
 from nam_megatron.errors import Problem, Refused, quoted, raise_if
+from nam_megatron.mends import install
 from nam_megatron.packages import FLASH, FLASH_CHOICE, flash_attention, installed
-from nam_megatron.plan import Plan
 from nam_megatron.targets import current
 
-# Fields of a layer's spec that are meant to be empty, with the reason; any other empty field is refused, so that one which a later
-# Megatron adds is refused too until somebody has looked at it. Each kind has its own list: Block.empty.
-NO_CROSS = frozenset({"pre_cross_attn_layernorm", "cross_attention", "cross_attn_bda"})
-NO_MLP = frozenset({"pre_mlp_layernorm", "mlp", "mlp_bda"})
-NO_ATTENTION = frozenset({"input_layernorm", "self_attention", "self_attn_bda"})
 MAMBA, MTP = "mamba_layer", "mtp_block_spec"
+# Fields of a layer's spec that are meant to be empty, with the reason; any other empty field is refused, so that one which a later
+# Megatron adds is refused too until somebody has looked at it. Each kind has its own list: `empty` of its layer.py.
 EMPTY = {
     MAMBA: {"norm"},  # inside the mixer's in_proj
     MTP: {"layer_specs.0.mtp_model_layer"},  # the inner layers are built from the pattern with the other slots
@@ -50,7 +50,7 @@ def hybrid_stack_spec(
     """The spec of the decoder (and of MTP's inner stacks) for `plan`, complete or refused.
 
     backend: Megatron's provider of module classes, with `linear()` for replicated ones; None is Transformer Engine.
-    mixers: kind -> spec of its mixer, in place of what Block.build makes. A mixer normalises its own input: its
+    mixers: kind -> spec of its mixer, in place of what its layer.py makes. A mixer normalises its own input: its
       submodules must hold the backend's norm or its norm-and-linear.
 
     The norms on the latents of MLA and DSA need --qk-layernorm: Megatron's resolver refuses them without it.
@@ -58,6 +58,7 @@ def hybrid_stack_spec(
     Raises:
         Refused: kernels that cannot serve the plan, a mixer without a norm, a backend that leaves a slot empty.
     """
+    versions.ask()
     if backend is None:
         backend = transformer_engine_backend()
         if plan.recipe.precision.attention_kernels == "flash_attention_4":
@@ -70,19 +71,29 @@ def hybrid_stack_spec(
     for block in blocks:
         assert block.slot in slots, f"this Megatron has no slot {block.slot}"
         if block.slot != MAMBA:
-            slots[block.slot], empty[block.slot] = block.build(backend, plan), block.empty(plan)
+            layer = torch_side(block.kind)
+            slots[block.slot], empty[block.slot] = layer.spec(backend, block, plan.site), layer.empty(block, plan.site)
     if mixing := [block for block in blocks if block.slot == MAMBA]:
-        table = {block.kind: (mixers or {}).get(block.kind) or block.build(backend, plan) for block in mixing}
+        given = mixers or {}
+        table = {b.kind: given.get(b.kind) or torch_side(b.kind).spec(backend, b, plan.site) for b in mixing}
         raise_if(_without_norm(table, backend))
         slots[MAMBA] = _mamba(plan, table)
     if plan.mtp:
         slots[MTP] = _mtp(backend)
     standing = {n: spec for n, spec in slots.items() if not _is_absent(spec)}
     raise_if(_empty_slots(standing, empty))
-    stack = ModuleSpec(HybridStack, submodules=HybridStackSubmodules(**slots))
+    hooks = {"hooks": [partial(install.built, plan=plan)]}
+    stack = ModuleSpec(HybridStack, submodules=HybridStackSubmodules(**slots), metainfo=hooks)
     for feature in plan.recipe.feature.all():
-        stack = feature.build(stack, {n: spec for n, spec in standing.items() if n != MTP})
+        if feature.torch_side:
+            side = import_module(f"nam_megatron.runtime.{feature.torch_side}")
+            stack = side.build(feature, stack, {n: spec for n, spec in standing.items() if n != MTP})
     return stack
+
+
+def torch_side(kind: str) -> Any:
+    """The module that builds a kind's layer: blocks/__init__.py says what it has."""
+    return import_module(f"nam_megatron.blocks.{kind}.layer")
 
 
 def transformer_engine_backend() -> BackendSpecProvider:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 import torch
 from megatron.training import global_vars
 
+from nam_megatron.compile.plan import Plan
 from nam_megatron.errors import Problem
-from nam_megatron.plan import Plan
+from nam_megatron.packages import adding
 from nam_megatron.runtime import rate
 from nam_megatron.runtime.gauges import GAUGES
 
@@ -24,8 +25,10 @@ def objections(plan: Plan) -> Iterator[Problem]:
     for key, package in PACKAGES.items():
         feature = plan.recipe.feature.tracking
         if feature is not None and getattr(feature, key) and importlib.util.find_spec(package) is None:
-            hint = "`uv sync --extra tracking` on the training host, or null the key"
-            yield Problem(f"`{package}` is not installed: nothing would be written", f"feature.tracking.{key}", hint)
+            hint = f"{adding('tracking')} on the training host, or null the key"
+            yield Problem(
+                f"`{package}` is not installed: nothing would be written", key=f"feature.tracking.{key}", hint=hint
+            )
 
 
 def tracker(plan: Plan) -> Callable[[str], None] | None:

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from nam_megatron.setting import Setting, Value
+from nam_megatron.words.setting import Setting, Value
 
 TYPES: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
 
@@ -124,6 +124,16 @@ def legal(flag: Flag, value: Value) -> bool:
     return all(isinstance(v, kind) and not isinstance(v, bool) for v in items) and (
         flag.choices is None or all(v in flag.choices for v in items)
     )
+
+
+# Types of flags that take one number or several, in one text.
+AS_TEXT = {"moe_freq_type", "la_freq_type", "no_rope_freq_type", "tuple_type"}
+
+
+def as_text(flag: Flag, value: Any) -> str:
+    """What a program holds for such a flag, as the flag takes it."""
+    text = str([*value] if isinstance(value, tuple) else value).replace(" ", "")
+    return text.strip("[]") if flag.type == "tuple_type" else text
 
 
 def _word(value: Value) -> str:

@@ -26,11 +26,11 @@ from benchmarks import m2rnn as bench
 from nam_megatron.blocks import Gauge
 from nam_megatron.blocks.m2rnn import elementwise, kernel, layer, naive
 from nam_megatron.blocks.m2rnn.block import CHECKPOINT, ROWS, M2Rnn
+from nam_megatron.compile.lower import translate
 from nam_megatron.errors import Refused
-from nam_megatron.lower import translate
 from nam_megatron.recipe import load
 from nam_megatron.runtime.gauges import GAUGES
-from nam_megatron.sizes import Sizes
+from nam_megatron.words.sizes import Sizes
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -43,10 +43,7 @@ def block(**sizes) -> M2Rnn:
 
 
 def spec(**sizes):
-    blocks = SimpleNamespace(m2rnn=block(**sizes))
-    return layer.spec(
-        modules.CpuBackend(), SimpleNamespace(recipe=SimpleNamespace(model=SimpleNamespace(blocks=blocks)))
-    )
+    return layer.spec(modules.CpuBackend(), block(**sizes), None)
 
 
 CASE = Case("*R-R", mixers={"m2rnn": spec()})
@@ -308,11 +305,14 @@ def test_decoding_continues_the_prompt():
 
 def test_what_the_recurrence_owns_stays_fp32():
     def job(rig):
-        from nam_megatron.runtime.pretrain import Float16ExceptMarked
+        from megatron.core.transformer.module import Float16Module
 
+        from nam_megatron.mends import install
+
+        install.single("marked_fp32")
         mixer = mixer_of(rig)
         rig.config.bf16 = True
-        Float16ExceptMarked(rig.config, mixer)
+        Float16Module(rig.config, mixer)
         kept = {name for name, p in mixer.named_parameters() if p.dtype == torch.float32}
         mixer.in_proj.config.params_dtype = torch.bfloat16
         out, _ = mixer(torch.randn(6, 2, 64, dtype=torch.bfloat16))
@@ -330,9 +330,9 @@ def test_the_blocks_parameters_are_the_layers(tp):
     case = Case("R", tp=tp, config=dict(hidden_size=3584), mixers={"m2rnn": spec(**wide)}, meta=True)
     case = replace(case, config=case.config | dict(use_cpu_initialization=False, perform_initialization=False))
     found = on_ranks(case, lambda rig: {n: tuple(p.shape) for n, p in rig.model.decoder.layers[0].named_parameters()})
-    plan = translate(load("nam56r", ["model.blocks.m2rnn.kernels=naive"])).plan
+    plan = translate(load("nam56r", ["execution.m2rnn.kernels=naive"])).plan
     wanted = {}
-    for p in block(**wide).params(Sizes.of(plan), None):
+    for p in block(**wide).params(Sizes.of(plan.site), None):
         wanted[p.name] = tuple(p.shape)
         if p.shard == "tensor":
             axis = 1 if p.name == "mixer.out_proj.weight" else 0
@@ -378,7 +378,7 @@ def test_sizes_without_a_kernel_are_refused(overrides, message):
         translate(load("nam56r", overrides))
     assert any(p.message.startswith(message) for p in refused.value.problems)
     if "fp8" not in overrides[0]:
-        translate(load("nam56r", [*overrides, "model.blocks.m2rnn.kernels=naive"]))
+        translate(load("nam56r", [*overrides, "execution.m2rnn.kernels=naive"]))
 
 
 # The kernels ---------------------------------------------------------------------------------------------------------

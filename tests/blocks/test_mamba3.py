@@ -34,9 +34,8 @@ SIZES |= dict(head_pieces=1, keep_states=False, keep_prepared=False)
 
 def mixer(fp8=None, **changes):
     block = Mamba3(**{**SIZES, "rope_fraction": 0.5, **changes})
-    model, feature = SimpleNamespace(blocks=SimpleNamespace(mamba3=block)), SimpleNamespace(fp8=fp8)
-    plan = SimpleNamespace(recipe=SimpleNamespace(model=model, feature=feature))
-    return {"mamba3": layer.spec(modules.CpuBackend(), plan)}
+    keeps = fp8.keeps if fp8 else lambda part: False
+    return {"mamba3": layer.spec(modules.CpuBackend(), block, SimpleNamespace(keeps=keeps))}
 
 
 CASE = Case("3-3", mixers=mixer())
@@ -217,7 +216,7 @@ def test_parameters_are_those_of_the_block():
         kernels="naive", recompute="none", heads=112, head_dim=64, state_dim=128, groups=8, mimo_rank=4, chunk=16,
         head_pieces=1, keep_states=False, keep_prepared=False, rope_fraction=0.5,
     )  # fmt: skip
-    sizes = SimpleNamespace(model=SimpleNamespace(hidden_size=3584), norm=lambda name, width: [_Norm(name, width)])
+    sizes = SimpleNamespace(site=SimpleNamespace(hidden_size=3584), norm=lambda name, width: [_Norm(name, width)])
     wanted = {p.name: p.shape for p in block.params(sizes, None)}
     case = Case("3", mixers=mixer(**block.model_dump()), config=dict(hidden_size=3584, num_attention_heads=56))
     prefix = "decoder.layers.0."
@@ -234,11 +233,14 @@ class _Norm:
 
 def test_what_the_scan_owns_stays_fp32_in_a_bf16_model():
     def job(rig):
-        from nam_megatron.runtime.pretrain import Float16ExceptMarked
+        from megatron.core.transformer.module import Float16Module
 
+        from nam_megatron.mends import install
+
+        install.single("marked_fp32")
         mixer = rig.model.decoder.layers[0].mixer
         rig.config.bf16 = True
-        Float16ExceptMarked(rig.config, mixer)
+        Float16Module(rig.config, mixer)
         kept = {name for name, p in mixer.named_parameters() if p.dtype == torch.float32}
         mixer.in_proj.config.params_dtype = torch.bfloat16
         hidden = torch.randn(6, 2, 64, dtype=torch.bfloat16).requires_grad_()
@@ -315,7 +317,7 @@ def test_sizes_that_the_kernels_do_not_serve_are_refused(changes, key):
         keep_states=False, keep_prepared=False, recompute="none",
     )  # fmt: skip
     fused = Mamba3(kernels="fused", **{**sizes, **changes})
-    assert [p.key for p in fused.unserved()] == [f"model.blocks.mamba3.{key}"]
+    assert [p.key for p in fused.unserved()] == [Mamba3.at(key)]
     assert not list(fused.model_copy(update={"kernels": "naive"}).unserved())
 
 

@@ -19,7 +19,7 @@ import megatron.core.tensor_parallel.random as rng
 from harness import Case, RankFailed, on_ranks, recipe_of, train
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from nam_megatron.blocks.mla import layer, naive
+from nam_megatron.blocks.mla import naive
 
 CASE = Case("+-+")
 YARN = dict(rope_type="yarn", rotary_scaling_factor=4.0, original_max_position_embeddings=16, mscale=1.0)
@@ -112,35 +112,8 @@ def test_weights_that_are_only_read_are_waited_for(ours):
     assert owners == waited and "self_attention.kv_layernorm" in owners
 
 
-def attention(rig) -> layer.FusedMLASelfAttention:
+def attention(rig):
     return rig.model.decoder.layers[0].self_attention
-
-
-def test_decoding_token_by_token_equals_training(ours):
-    def job(rig):
-        block, cases = rig.model.decoder.layers[0], []
-        x = torch.randn(11, 2, 64, generator=torch.Generator().manual_seed(5))
-        with torch.no_grad():
-            wanted, _ = block.self_attention(block.input_layernorm(x), None)
-        caches = layer.new_caches(rig.model, batch=2, length=11)
-        cache = caches[block.layer_number]
-        parts = [block.self_attention.decode(part, cache)[0] for part in x.split([4, 1, 1, 1, 1, 1, 2])]
-        cases.append((torch.cat(parts), wanted))
-        return cases, sorted(caches), tuple(cache.latents.shape)
-
-    ((pairs, numbers, shape),) = on_ranks(Case("+-+"), job)
-    assert numbers == [1, 3] and shape == (11, 2, 24 + 8), "caches of attention layers alone, latent and rope alone"
-    for found, wanted in pairs:
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-
-
-def test_a_full_cache_is_an_error(ours):
-    def job(rig):
-        cache = attention(rig).new_cache(batch=1, length=2)
-        attention(rig).decode(torch.zeros(3, 1, 64), cache)
-
-    with pytest.raises(RankFailed, match="a cache of 2 tokens, 3 asked for"):
-        on_ranks(CASE, job)
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -25,5 +25,5 @@ def test_fused_without_a_gpu_is_refused(kind, title, pattern):
     with pytest.raises(Refused) as refused:
         hybrid_stack_spec(plan, modules.CpuBackend())
     (problem,) = refused.value.problems
-    assert problem.key == f"model.blocks.{kind}.kernels"
+    assert problem.key == f"execution.{kind}.kernels"
     assert f"fused kernels of {title} need a GPU" in problem.message

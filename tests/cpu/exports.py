@@ -17,9 +17,9 @@ from typing import Any
 import test_hf
 import torch
 
+from nam_megatron.compile.lower import Lowering, translate
 from nam_megatron.errors import FINDINGS, OK, Refused, finish
 from nam_megatron.hf import check, distributed, export
-from nam_megatron.lower import Lowering, translate
 from nam_megatron.prove import cut
 from nam_megatron.prove.every import record
 from nam_megatron.recipe import conf_dir, from_tree, load, to_tree

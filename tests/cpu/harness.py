@@ -35,9 +35,9 @@ from presets import written
 from nam_megatron.blocks import Block
 from nam_megatron.blocks.kinds import KINDS, Blocks
 from nam_megatron.features.names import FEATURES
+from nam_megatron.mends import install
 from nam_megatron.prove.cpu import patched
 from nam_megatron.prove.tensors import Shard, gathered, shards, window
-from nam_megatron.runtime import context
 from nam_megatron.runtime.stack import hybrid_stack_spec
 
 KIND = {
@@ -82,7 +82,18 @@ class Plan:
     @property
     def blocks(self) -> tuple[Block, ...]:
         """The kinds that stand; sizes of Megatron's own come from its config (config_of), not from here."""
-        return tuple(block for block in self.recipe.model.blocks.all() if block.kind in self.kinds)
+        return tuple(block for block in self.recipe.blocks.all() if block.kind in self.kinds)
+
+    @property
+    def site(self) -> SimpleNamespace:
+        return site_of(self.recipe)
+
+
+def site_of(recipe: Any) -> SimpleNamespace:
+    """What a kind's layer.py reads of a site."""
+    fp8 = recipe.feature.fp8
+    keeps = fp8.keeps if fp8 else lambda part: False
+    return SimpleNamespace(blocks=recipe.blocks, fp8=fp8 is not None, keeps=keeps)
 
 
 def recipe_of(
@@ -103,21 +114,21 @@ def recipe_of(
         "mamba3": {"kernels": "naive"},
         "m2rnn": {"kernels": "naive"},
     }
-    written_ones = written("nam56r")["model"]["blocks"]
-    blocks = {kind: own | said.get(kind, {}) | keys.get(kind, {}) for kind, own in written_ones.items()}
-    own = written("nam56r")["feature"]
+    model, execution, own = (written("nam56r")[section] for section in ("model", "execution", "feature"))
+    parts = {kind: computing | execution.get(kind, {}) for kind, computing in model["blocks"].items()}
+    blocks = {kind: part | said.get(kind, {}) | keys.get(kind, {}) for kind, part in parts.items()}
     on = [FEATURES[name].model_validate(own[name] | said) for name, said in features.items()]
     return SimpleNamespace(
-        model=SimpleNamespace(blocks=Blocks.model_validate(blocks)),
-        feature=SimpleNamespace(all=lambda: iter(on), fp8=None),
+        blocks=Blocks.model_validate(blocks),
+        feature=SimpleNamespace(**dict.fromkeys(FEATURES) | {f.name: f for f in on}, all=lambda: iter(on)),
         precision=SimpleNamespace(attention_kernels="transformer_engine"),
     )
 
 
 def say(recipe: Any, kind: str, **keys: Any) -> None:
     """Other values at the keys of a kind."""
-    block = recipe.model.blocks.of(kind).model_copy(update=keys)
-    recipe.model.blocks = recipe.model.blocks.model_copy(update={kind: block})
+    block = recipe.blocks.of(kind).model_copy(update=keys)
+    recipe.blocks = recipe.blocks.model_copy(update={kind: block})
 
 
 def plan_of(
@@ -326,7 +337,8 @@ def _rig(case: Case, rank: int, folder: Path) -> Rig:
     fill(model)
     ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
     config.finalize_model_grads_func = finalize_model_grads
-    context.provide(config)
+    if case.cp > 1:
+        install.single("context")
     return Rig(case, rank, config, model, ddp)
 
 

@@ -17,9 +17,9 @@ from test_benchmarks import gauge
 from test_train import run, trained
 
 from nam_megatron import train
-from nam_megatron.argv import plan_json
-from nam_megatron.argv import words as words_of
-from nam_megatron.lower import translate
+from nam_megatron.compile.argv import plan_json
+from nam_megatron.compile.argv import words as words_of
+from nam_megatron.compile.lower import translate
 from nam_megatron.recipe import load
 
 sys.path.insert(0, str(Path(train.__file__).parents[1] / "benchmarks"))

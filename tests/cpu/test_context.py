@@ -1,4 +1,4 @@
-"""What ranks that share a sequence hand to each other, and how they count its losses: runtime/context.py on four real ranks."""
+"""What ranks that share a sequence hand to each other, and how they count its losses: both context.py on four real ranks."""
 
 import copy
 from types import SimpleNamespace
@@ -13,6 +13,7 @@ from megatron.core.transformer.experimental_attention_variant.dsa import DSAInde
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from nam_megatron.errors import Refused
+from nam_megatron.mends import install
 from nam_megatron.runtime import context
 
 RANKS, TOKENS = 4, 16
@@ -45,17 +46,10 @@ def handed() -> dict:
 
 def counted(rig) -> dict:
     rank, group = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_group()
-    stock = schedules.forward_step_calc_loss
-    for key, value in (("context_parallel_size", 1), ("calculate_per_token_loss", True)):
-        other = copy.copy(rig.config)
-        setattr(other, key, value)
-        context.provide(other)
-    assert schedules.forward_step_calc_loss is stock, "nothing to mend"
     config = copy.copy(rig.config)
     config.experimental_attention_variant = "dsa"
-    context.provide(config)
     mended = schedules.forward_step_calc_loss, multi_token_prediction.roll_tensor
-    context.provide(copy.copy(config))  # of a second model
+    install.single("context")  # of a second model
     assert mended == (schedules.forward_step_calc_loss, multi_token_prediction.roll_tensor), "mended twice"
 
     def loss(found, config=config) -> float:

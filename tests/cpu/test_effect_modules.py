@@ -20,12 +20,12 @@ import torch
 from presets import written
 from test_effect import others
 
-from nam_megatron.argv import argv
 from nam_megatron.blocks.kinds import KINDS
 from nam_megatron.budget import parameters
+from nam_megatron.compile.argv import argv
+from nam_megatron.compile.lower import Lowering, translate
 from nam_megatron.errors import Refused
 from nam_megatron.lint import lint
-from nam_megatron.lower import Lowering, translate
 from nam_megatron.prove import cut, proof, ranks
 from nam_megatron.recipe import config_at, load, parsed, resolved, to_tree
 from nam_megatron.report import plan_text, strip
@@ -103,7 +103,7 @@ ADDING = [
     ("attention", "learned_positions"),
     ("mla", "q_lora_rank"),
 ]
-NO_LATENT = {"kernels": "megatron", "q_lora_rank": None}
+NO_LATENT = {"q_lora_rank": None}
 
 
 def test_every_kind_is_asked():
@@ -126,6 +126,8 @@ def test_every_place_tells_the_same_of_a_kind(kind, key, tmp_path):
     if key == "learned_positions":
         given, tree["model"][key] = {"position_embedding": "none"}, 1024
     tree["model"]["blocks"][kind] |= given
+    if key == "q_lora_rank":
+        tree["execution"][kind]["kernels"] = "megatron"
     lowering = translate(resolved(parsed(tree), lambda key: False))
     plan = lowering.plan
     assert {layer.kind for layer in plan.layers} == {kind}
@@ -228,12 +230,14 @@ def built(lowering: Lowering) -> dict[str, float]:
     from megatron.training import global_vars
     from megatron.training.arguments import parse_and_validate_args
 
+    from nam_megatron.mends import install
     from nam_megatron.runtime import pretrain, stack
 
     sys.argv = ["train", *(word for word in argv(lowering) if word != "--bf16")]
     global_vars.unset_global_variables()
     DSAIndexerLossLoggingHelper.tracker, MTPLossLoggingHelper.tracker = {}, {}
     get_moe_metrics_tracker().metrics.clear()
+    install.single("yarn")
     with contextlib.redirect_stdout(io.StringIO()):
         args = parse_and_validate_args()
     global_vars.set_args(args)

@@ -14,7 +14,9 @@ from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, Reru
 from megatron.training import training
 
 from nam_megatron.errors import Refused
-from nam_megatron.runtime import heartbeat, pretrain, whole_step
+from nam_megatron.mends import whole_step
+from nam_megatron.mends.install import Run
+from nam_megatron.runtime import heartbeat, pretrain
 from nam_megatron.runtime.nonfinite import Watch
 
 # NaN ---------------------------------------------------------------------------------------------------------------------------------
@@ -163,7 +165,7 @@ def replayed(monkeypatch):
     def looks(steps, warm_up):
         begun, seen, groups = [], [], [Group(), Group()]
         monkeypatch.setattr(whole_step, "FullCudaGraphWrapper", Megatrons)
-        whole_step.provide(lambda: begun.append(1), lambda loss: seen.append(loss.item()))
+        whole_step.install(Run(None, 0.0, begin=lambda: begun.append(1), look=lambda loss: seen.append(loss.item())))
         chunk = SimpleNamespace(bucket_groups=groups[:1], expert_parallel_bucket_groups=groups[1:])
         losses = []
         wrapped = training.FullCudaGraphWrapper(

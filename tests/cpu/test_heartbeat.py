@@ -11,7 +11,8 @@ import pytest
 from megatron.training import get_args
 from test_train import run, trained
 
-from launch import hang, oom
+from launch.record import oom
+from launch.run import hang
 from nam_megatron.runtime import pretrain
 from nam_megatron.runtime.heartbeat import FOLDER
 

@@ -23,7 +23,8 @@ import torch
 from megatron.core import dist_checkpointing
 
 from nam_megatron import generate, train
-from nam_megatron.argv import load_plan, plan_json, words
+from nam_megatron.compile.argv import load_plan, plan_json, words
+from nam_megatron.compile.lower import Lowering, translate
 from nam_megatron.data import tokenizer
 from nam_megatron.errors import Refused
 from nam_megatron.generate import Options, decode
@@ -32,7 +33,6 @@ from nam_megatron.hf import check, describe, distributed, export, folder, perple
 from nam_megatron.hf.model.configuration_nam import NamConfig
 from nam_megatron.hf.model.modeling_nam import NamCache, NamForCausalLM
 from nam_megatron.hf.opened import open_model
-from nam_megatron.lower import Lowering, translate
 from nam_megatron.prove import cut
 from nam_megatron.recipe import from_tree, load, to_tree
 from nam_megatron.runtime import checkpoint as beside
@@ -56,7 +56,7 @@ NATIVE = {
 AUTHOR = {
     "author": (),
     "author odd": (
-        f"{AT}mla.latent_norm=false", f"{AT}mamba3.mimo_rank=1", f"{AT}mamba3.chunk=16", f"{AT}dsa.full_every=1",
+        f"{AT}mla.latent_norm=false", f"{AT}mamba3.mimo_rank=1", "execution.mamba3.chunk=16", f"{AT}dsa.full_every=1",
         "feature.mtp.depths=2", f"{AT}m2rnn.conv_width=3", f"{AT}mla.kv_lora_rank=32",
     ),
     "author streams": (
@@ -79,7 +79,7 @@ PUBLIC: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "sparse": (
         "deepseek_v3_2", ("cluster=h200_1", "parallel.pipeline=1", "parallel.expert=1", f"{AT}dsa.full_every=2"),
         {"feature.yarn.original_length": 512, "feature.yarn.beta_fast": 16.0, "feature.yarn.beta_slow": 2.0, f"{MOE}latent_size": 24,
-         f"{AT}dsa.kernels": "megatron", "model.zero_centered_norms": True, "model.normalization": "LayerNorm"},
+         "execution.dsa.kernels": "megatron", "model.zero_centered_norms": True, "model.normalization": "LayerNorm"},
     ),
     "gpt": (
         "mixtral_8x7b", ("+model.blocks.mlp={}", "model.substitute=[{letter: E, ranks: [0], kind: mlp}]"),
@@ -604,7 +604,7 @@ def test_shards_are_refused_without_the_manifests_help(copied):
 
 HOSTILE = {
     "hidden_size": (-64, 2**40, "64", 64.0, None, True, [64]),
-    "layer_kinds": ([], ["mla"] * 11 + ["os.system"], "mla", {"a": 1}),
+    "layer_kinds": ([], ["mla"] * 600_000, ["mla"] * 11 + ["os.system"], "mla", {"a": 1}),
     "index_sources": ([None] * 3, [None] * 8 + [11] + [None] * 3, [None] * 8 + [3] + [None] * 3),
     "mtp_depths": (-1, 1e9, 65, 0),
     "activation": ("relu", ["squared_relu"]),
@@ -643,13 +643,10 @@ def test_a_hostile_config_is_refused_by_key(copied, prompts, capsys, key, value)
         "--top-k -1", "--temperature 1 --top-p 0", "--temperature 1e-42", "--temperature nan", "--seed 99999999999999999999", "--new 0",
     ],
 )  # fmt: skip
-def test_words_out_of_bounds_are_refused_before_anything_is_read(prompts, capsys, words):
-    with pytest.raises(SystemExit) as ended:
+def test_words_out_of_bounds_are_refused_before_anything_is_read(prompts, words):
+    with pytest.raises(Refused) as refused:
         generate.main(["nowhere", "--file", str(prompts), *words.split()])
-    assert (
-        ended.value.code == 2
-        and f"argument {words.split()[-2]}: `{words.split()[-1]}` is no" in capsys.readouterr().err
-    )
+    assert f"argument {words.split()[-2]}: `{words.split()[-1]}` is no" in refused.value.render()
 
 
 @pytest.mark.parametrize(
@@ -778,6 +775,66 @@ def test_who_watches_a_folder_without_steps_is_told(made, tmp_path):
 
     watch.watch(tmp_path / "late", tmp_path / "out", None, None, "cpu", 3, 0.01, say)
     assert said[0] == f"no step in `{tmp_path}/late` yet: waiting" and (tmp_path / "out/iter_0000003").is_dir()
+
+
+@pytest.mark.parametrize("said", ["-1", "../../x", "9" * 5000, "pipe", "iter_0000003"])
+def test_a_tracker_that_names_no_step_is_not_waited_for(made, tmp_path, said):
+    shutil.copytree(made("native")[0], tmp_path / "ckpt")
+    tracker = tmp_path / "ckpt" / "latest_checkpointed_iteration.txt"
+    tracker.unlink()
+    os.mkfifo(tracker) if said == "pipe" else tracker.write_text(said)
+    with pytest.raises(Refused, match=r"is a pipe|no step"):
+        watch.watch(tmp_path / "ckpt", tmp_path / "out", None, None, "cpu", 3, 0.01, lambda text: None)
+
+
+def test_what_lay_there_is_not_taken_for_a_steps_export(made, tmp_path):
+    """Of another run, or of the same step as it was before a run went back; the right one is kept."""
+    checkpoint, exported = made("native")
+    shutil.copytree(exported, tmp_path / "out" / "iter_0000003")
+    before = (tmp_path / "out" / "iter_0000003" / folder.INDEX).stat()
+    look = partial(watch.watch, checkpoint, tmp_path / "out", None, None, "cpu", 3, 0.01, lambda text: None)
+    look()
+    assert (tmp_path / "out" / "iter_0000003" / folder.INDEX).stat() == before
+    shutil.rmtree(tmp_path / "out" / "iter_0000003")
+    shutil.copytree(made("author")[1], tmp_path / "out" / "iter_0000003")
+    with pytest.raises(Refused, match="was there already, and is not the export of"):
+        look()
+
+
+def test_what_transformers_saved_is_signed_by_refresh(made, tmp_path, prompts, capsys):
+    """And is an export from then on: computed with, and imported to the last bit."""
+    checkpoint, exported = made("native")
+    again = tmp_path / "hf"
+    NamForCausalLM.from_pretrained(exported, dtype=torch.bfloat16).save_pretrained(again)
+    assert not (again / folder.INDEX).exists()  # one small file
+    said = refusal(again, capsys)
+    hint = f"python -m nam_megatron.hf refresh {again}"
+    assert "nothing vouches for its files" in said and hint in said
+    assert command.main(["check", str(checkpoint), str(again)]) == 2
+    assert hint in capsys.readouterr().err
+    (again / "custom_generate").mkdir()
+    (again / "custom_generate" / "generate.py").write_text("")
+    assert command.main(hint.split()[3:]) == 2
+    assert "custom_generate/generate.py` is not of this export" in capsys.readouterr().err
+    shutil.rmtree(again / "custom_generate")
+    assert command.main(hint.split()[3:]) == 0
+    for path in (again, exported):
+        assert generate.main([str(path), "--file", str(prompts), "--new", "5", "--dtype", "fp32"]) == 0
+    one, other = capsys.readouterr().out.splitlines()[-2:]
+    assert one == other
+    export.load(again, checkpoint / "plan.json", tmp_path / "back", lambda text: None)
+    old, new = (distributed.Checkpoint(distributed.step_folder(at)) for at in (checkpoint, tmp_path / "back"))
+    # Values that training does not have are not rounded without a word; who rounds them himself is understood.
+    other = NamForCausalLM.from_pretrained(exported, dtype=torch.bfloat16)
+    other.model.layers[2].mixer.dt_bias.data.fill_(1 / 3)
+    for name, code in (("third", 2), ("rounded", 0)):
+        (other.bfloat16() if name == "rounded" else other).save_pretrained(tmp_path / name)
+        assert command.main(["refresh", str(tmp_path / name)]) == 0
+        words = [str(tmp_path / name), str(checkpoint / "plan.json"), str(tmp_path / f"{name}.in")]
+        assert command.main(["import", *words]) == code
+    assert "has values that BF16 does not have" in capsys.readouterr().err
+    for tensor in describe.tensors(describe.config(load_plan(checkpoint / "plan.json").plan)):
+        assert torch.equal(old.joined(tensor), new.joined(tensor))
 
 
 # With a tokenizer ----------------------------------------------------------------------------------------------------
@@ -944,6 +1001,39 @@ def test_perplexity_is_that_of_the_windows(spoken, words_of, tmp_path, capsys, m
     assert found[0]["tokens"] == 96
     assert found[0]["checkpoint"] == found[1]["checkpoint"] == checksums.whole(spoken[0] / "iter_0000003")
 
+    # A dataset of another tokenizer of equal size; an export says its own, and these weights were trained without one.
+    assert found[0]["unproven"] == ["tokenizer"] and found[1]["unproven"] == ["step", "checkpoint"]
+    swapped = json.loads((words_of / "large" / tokenizer.FILE).read_text())
+    ids = swapped["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    shutil.copytree(words_of / "large", tmp_path / "else")
+    (tmp_path / "else" / tokenizer.FILE).write_text(json.dumps(swapped))
+    words = ["build", tmp_path / "other", tmp_path / "t.jsonl", "--tokenizer", tmp_path / "else", "--valid", "0.2"]
+    assert data.main([str(w) for w in [*words, "--workers", 1]]) == 0
+    other = ["--dataset", str(tmp_path / "other")]
+    for refused in (
+        ["perplexity", str(spoken[1]), str(tmp_path / "other")],
+        ["check", *map(str, spoken), *other],
+        ["watch", str(spoken[0]), str(tmp_path / "no"), *other, "--until", "3", "--tokenizer", str(words_of / "large")],
+    ):
+        assert command.main(refused) == 2
+        assert "is another tokenizer than that of" in capsys.readouterr().err
+    words = [str(spoken[1]), "--prompt", "int f3", "--new", "2", "--tokenizer"]
+    assert generate.main([*words, str(tmp_path / "else")]) == 2
+    assert "is another tokenizer than that of" in capsys.readouterr().err
+    assert generate.main([*words, str(words_of / "large")]) == 0
+    capsys.readouterr()
+
+    # One token, at the same size.
+    shutil.copytree(tmp_path / "set", tmp_path / "flipped")
+    tokens = bytearray((tmp_path / "set" / "valid.bin").read_bytes())
+    tokens[2] ^= 1
+    (tmp_path / "flipped" / "valid.bin").write_bytes(tokens)
+    assert command.main(["perplexity", str(spoken[1]), str(tmp_path / "flipped")]) == 2
+    assert "valid.bin` is not what was built" in capsys.readouterr().err
+    assert command.main(["check", *map(str, spoken), "--dataset", str(tmp_path / "flipped")]) == 2
+    assert "valid.bin` is not what was built" in capsys.readouterr().err
+
     # What `check --dataset` asks about.
     text = perplexity.held_out(tmp_path / "set", model.config.vocab_size, 2, 16)
     assert torch.equal(text, torch.stack([row[:16], row[15:31]]))
@@ -956,6 +1046,12 @@ def test_perplexity_is_that_of_the_windows(spoken, words_of, tmp_path, capsys, m
     seen = json.loads((tmp_path / "steps" / "iter_0000003.json").read_text())
     assert seen["step"] == 3 and seen["weights"] == found[1]["weights"]
     assert seen["loss"] == pytest.approx(loss, rel=0.05)
+    # A result is kept, where it is of this export and dataset.
+    result = tmp_path / "steps" / "iter_0000003.json"
+    for old, kept in (({**seen, "loss": 1.0}, True), ({**seen, "dataset": "0"}, False), ({"loss": 1.0}, False)):
+        result.write_text(json.dumps(old))
+        assert command.main([*watched, "--tokenizer", str(words_of / "large")]) == 0
+        assert (json.loads(result.read_text())["loss"] == 1.0) is kept
 
 
 TASK = """

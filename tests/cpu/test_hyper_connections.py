@@ -17,10 +17,10 @@ from presets import lowered
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nam_megatron.argv import words
+from nam_megatron.compile.argv import words
 from nam_megatron.prove.cpu import patched
 from nam_megatron.runtime.hyper_connections import HyperConnection
-from nam_megatron.sizes import Sizes, Stage
+from nam_megatron.words.sizes import Sizes, Stage
 
 KEYS = {"sinkhorn_steps": 20, "initial_scale": 0.01, "epsilon": 1e-6, "kernels": "naive"}
 ALPHAS = ("alpha_pre", "alpha_post", "alpha_res")
@@ -182,10 +182,13 @@ def test_every_layout_is_the_same_model(pattern, layout):
 
 def test_maps_stay_fp32_in_a_bf16_model():
     def job(rig):
-        from nam_megatron.runtime.pretrain import Float16ExceptMarked
+        from megatron.core.transformer.module import Float16Module
 
+        from nam_megatron.mends import install
+
+        install.single("marked_fp32")
         rig.config.bf16 = True
-        Float16ExceptMarked(rig.config, rig.model)
+        Float16Module(rig.config, rig.model)
         return {name for name, p in rig.model.named_parameters() if p.dtype == torch.float32}
 
     (kept,) = on_ranks(Case("-", features=FOUR), job)
@@ -240,7 +243,7 @@ def test_a_layer_keeps_what_the_budget_says(streams):
     """In bf16; of two layers, so that what the second one gets is the streams that the first one has made."""
     plan = lowered("nam56r_native_dp", f"feature.mhc.streams={streams}", "feature.mhc.kernels=naive").plan
     mhc, (layer, *_) = plan.recipe.feature.mhc, plan.layers
-    z = Sizes.of(plan).own(Ts=6, h=16)
+    z = Sizes.of(plan.site).own(Ts=6, h=16)
     said = {line.name: line.bytes for line in mhc.activations(z, Stage(0, 1, ((layer, layer),)))}
     modules = [made(streams, 16, torch.float32) for _ in range(2)]
     embedded = torch.randn(3, 2, 16, dtype=torch.bfloat16, requires_grad=True)

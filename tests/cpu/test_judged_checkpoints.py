@@ -14,8 +14,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from test_train import lowered
 
-from nam_megatron.data import manifest
+from nam_megatron.data import identity, manifest
 from nam_megatron.errors import Refused
+from nam_megatron.mends import checksums as mend
 from nam_megatron.runtime import checkpoint, checksums
 
 TRACKER, STEP = "latest_checkpointed_iteration.txt", "iter_0000012"
@@ -67,6 +68,7 @@ def test_checksums_wait_for_the_files_of_the_last_rank(step, monkeypatch):
 def test_a_tracker_that_names_a_step(step, word):
     if word == "release":
         step = step.rename(step.with_name("release"))
+        signed(step)
     (step.parent / TRACKER).write_text(word)
     assert found(step) == []
     assert checkpoint.weights_alone(step.parent) == (word == "release")
@@ -106,6 +108,17 @@ def test_every_file_is_missed_and_a_changed_one_is_told(step, name):
     (step / name).unlink()
     assert f"`{name}` is missing" in found(step) and f"`{name}` is missing" in found(step, thorough=False)
     assert len(found(step)) == 1
+
+
+@pytest.mark.parametrize(
+    "name", [f"{STEP}/.metadata", f"{STEP}/{checksums.NAME}", "plan.json", "nam_megatron/data.json"]
+)
+def test_a_pipe_is_not_waited_for(step, name):
+    path = step.parent / name
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    assert found(step) == [f"`{path}` is a pipe, and no file"]
 
 
 def test_a_shard_that_nobody_hashed_and_a_file_of_somebodys(step):
@@ -303,14 +316,27 @@ def test_weights_alone_are_of_what_the_compiler_decided_then(tmp_path):
         checkpoint.sign(lowered(*save))
 
 
-def built(folder: Path, key: str) -> str:
-    folder.mkdir()
-    (folder / manifest.NAME).write_text(json.dumps({"key": key}))
+def built(folder: Path, content: str) -> str:
+    """What a built dataset says of itself; of `train.bin`, that it is `content`."""
+    folder.mkdir(exist_ok=True)
+    part = {"documents": 1, "tokens": 1}
+    files = {name: {"sha256": content, "bytes": 1} for name in ("train.bin", "train.idx")}
+    said = {
+        "version": 1,
+        "key": "k",
+        "inputs": [],
+        "valid_share": 0.1,
+        "duplicates": 0,
+        "empty": 0,
+        "vocabulary": 9,
+        "largest_id": 8,
+    }
+    (folder / manifest.NAME).write_text(json.dumps({**said, "splits": {"train": part, "valid": part}, "files": files}))
     return str(folder)
 
 
 def test_another_kind_of_data_is_another_computation_wherever_it_lies(tmp_path):
-    """Only of two built datasets the key is asked; one that cannot be read is another one, too."""
+    """Of two built datasets the content is asked; one that cannot be read is another one, too."""
     same, moved, other = (built(tmp_path / name, key) for name, key in (("a", "1"), ("b", "1"), ("c", "2")))
     data = ("data=built", "schedule.save_interval=2", f"schedule.save={tmp_path}/ckpt")
     (tmp_path / "ckpt").mkdir()
@@ -318,12 +344,143 @@ def test_another_kind_of_data_is_another_computation_wherever_it_lies(tmp_path):
     checkpoint.sign(lowered(*data, f"data.path={same}"))
     assert refused(tmp_path / "ckpt", *data, f"data.path={moved}") == []
     assert refused(tmp_path / "ckpt", *data, f"data.path={other}") == ["data.path"]
+    (Path(same) / "train.bin").write_bytes(b"x")  # written over, and its manifest left
+    (problem,) = checkpoint.another(tmp_path / "ckpt", lowered(*data, f"data.path={same}"))
+    assert problem.message == f"`{same}/train.bin` is not what was built"
+    (Path(same) / "train.bin").unlink()
+    built(Path(same), "2")  # built again, at the same place
+    assert refused(tmp_path / "ckpt", *data, f"data.path={same}") == ["data.path"]
     for unread in ("{}", "[]", "{"):
         (Path(moved) / manifest.NAME).write_text(unread)
         assert refused(tmp_path / "ckpt", *data, f"data.path={moved}") == ["data.path"]
-    (Path(moved) / manifest.NAME).write_text(json.dumps({"key": "1"}))
     indexed = ("data=indexed", f"data.path={moved}", "data.tokenizer=t", *data[1:])
     assert "data.path" in refused(tmp_path / "ckpt", *indexed)
+
+
+def test_datasets_of_others_are_known_by_their_content(tmp_path):
+    tokens = tmp_path / "tokens"
+    tokens.mkdir()
+    (tokens / manifest.TOKENS).write_text('{"model": {"a": 1}}')
+    for name in ("a", "b"):
+        for end in ("bin", "idx"):
+            (tmp_path / f"{name}.{end}").write_bytes(f"{end} of both".encode())
+    save = ("schedule.save_interval=2", f"schedule.save={tmp_path}/ckpt", f"data.tokenizer={tokens}")
+    one = (*save, "data=indexed")
+    (tmp_path / "ckpt").mkdir()
+    (tmp_path / "ckpt" / TRACKER).write_text("2")
+
+    def said(*words: str) -> list[str]:
+        return [p.message.partition(": ")[2] for p in checkpoint.another(tmp_path / "ckpt", lowered(*words))]
+
+    checkpoint.sign(lowered(*one, f"data.path={tmp_path}/a"))
+    assert said(*one, f"data.path={tmp_path}/a") == said(*one, f"data.path={tmp_path}/b") == []
+    (tmp_path / "b.bin").write_bytes(b"bin of twos")
+    assert said(*one, f"data.path={tmp_path}/b") == ["`data.bin` has another hash"]
+    shorter = checkpoint.another(tmp_path / "ckpt", lowered(*one, f"data.path={tmp_path}/b"), thorough=False)
+    assert list(shorter) == []  # of a job one rank hashes it
+    (tokens / manifest.TOKENS).write_text('{"padding": null,  "model": {"a": 1}}')  # laid out otherwise
+    assert said(*one, f"data.path={tmp_path}/a") == []
+    (tokens / manifest.TOKENS).write_text('{"model": {"b": 1}}')
+    assert said(*one, f"data.path={tmp_path}/a") == ["`tokenizer/tokenizer.json` has another hash"]
+    parts = f"data.parts=[{{weight: 1, path: {tmp_path}/a}},{{weight: 2, path: {tmp_path}/b}}]"
+    checkpoint.sign(lowered(*save, "data=blend", parts))
+    assert said(*save, "data=blend", parts) == []
+    (tmp_path / "b.idx").write_bytes(b"x")
+    assert said(*save, "data=blend", parts) == ["`part2.idx` has another hash"]
+    (tmp_path / "b.idx").unlink()
+    found = [p.message for p in checkpoint.another(tmp_path / "ckpt", lowered(*save, "data=blend", parts))]
+    assert found == [f"`{tmp_path}/b.idx` cannot be read: No such file or directory"]
+
+
+def test_of_a_large_file_blocks_are_hashed(tmp_path, monkeypatch):
+    monkeypatch.setattr(identity, "WHOLE", 64)
+    monkeypatch.setattr(identity, "BLOCK", 16)
+    path = tmp_path / "a"
+    path.write_bytes(bytes(1000))
+    before = identity.content(path)
+    for at, seen in ((0, True), (328, True), (999, True), (500, False)):  # blocks begin at 0, 328, 656 and 984
+        data = bytearray(1000)
+        data[at] = 1
+        path.write_bytes(data)
+        assert (identity.content(path) != before) == seen, at
+    path.write_bytes(bytes(64))
+    assert identity.content(path) == hashlib.sha256(bytes(64)).hexdigest()
+
+
+def test_what_an_older_version_left_out_is_said(step):
+    folder = step.parent
+    words = (f"schedule.save={folder}", "schedule.save_interval=2")
+    data = ("data=built", f"data.path={built(folder.parent / 'd', '1')}")
+    checkpoint.sign(lowered(*words, *data))
+    checksums.bind_to(step, checksums.BOUND)
+    signed(step)
+    assert list(checkpoint.untold(folder)) == []
+    (folder / checkpoint.DATA).unlink()
+    assert [said.partition(" cannot be told")[0] for said in checkpoint.untold(folder)] == [
+        f"whether the data is that of `{folder}`"
+    ]
+    (step / checkpoint.PLAN).unlink()
+    checkpoint.sign(lowered(*words))  # random tokens
+    tree = json.loads((step / checksums.NAME).read_text())
+    del tree["step"], tree["files"]["plan.json"]
+    (step / checksums.NAME).write_text(json.dumps(tree))
+    assert found(step) == []
+    assert [said.partition(" cannot be told")[0] for said in checkpoint.untold(folder)] == [
+        f"whether `{step}` is a step of this run"
+    ]
+
+
+def test_a_step_of_another_run_or_another_step_is_told(step):
+    """Copied with its checksums, as a folder is."""
+    words = (f"schedule.save={step.parent}", "schedule.save_interval=2")
+
+    def resigned(*more: str) -> None:
+        checkpoint.sign(lowered(*words, *more))
+        checksums.bind_to(step, checksums.BOUND)
+        signed(step)
+
+    def strange() -> list[str]:
+        return list(checkpoint.foreign(step))
+
+    resigned("optim.lr=0.5")
+    assert strange() == []
+    checkpoint.sign(lowered(*words, "optim.lr=0.5", "schedule.log_interval=7"))  # went on; that computes nothing
+    assert strange() == []
+    checkpoint.sign(lowered(*words))
+    (text,) = strange()
+    assert text == "is of another run: `optim.lr` is 0.5 in its `plan.json`, and 0.0003 in the run's"
+    (problem,) = checkpoint.another(step.parent, lowered(*words))
+    assert problem.message == f"checkpoint `{step}` {text}" and problem.key == "schedule.load"
+    first, moved = (("data=built", f"data.path={built(step.parents[1] / name, '1')}") for name in ("d", "e"))
+    resigned(*first)
+    checkpoint.sign(lowered(*words, *moved))
+    assert strange() == []
+    built(step.parents[1] / "e", "2")
+    checkpoint.sign(lowered(*words, *moved))
+    assert strange() == ["is of another run, which was trained on other data: `train.bin` and `train.idx`"]
+    for at in (step, step.parent):
+        (at / checkpoint.DATA).unlink()
+    resigned()
+    later = step.rename(step.with_name("iter_0000014"))
+    (step.parent / TRACKER).write_text("14")
+    assert found(later) == ["it was saved as `iter_0000012`"]
+    later.rename(step)
+    later.symlink_to(step)
+    assert found(later) == ["it was saved as `iter_0000012`"]
+
+
+def test_imported_weights_are_of_the_model_beside_them(step):
+    """A run that began there has signed its own plan beside them, and may have saved nothing yet."""
+    words = (f"schedule.save={step.parent}", "schedule.save_interval=2")
+    checkpoint.sign(lowered(*words))
+    step = step.rename(step.with_name("release"))
+    checksums.bind_to(step, checksums.BOUND)
+    signed(step)
+    (step.parent / TRACKER).write_text("release")
+    checkpoint.sign(lowered(*words, "optim.lr=0.5"))
+    assert list(checkpoint.foreign(step)) == []
+    checkpoint.sign(lowered(*words, "model.vocab_size=512"))
+    assert any("is of another model" in said and "vocab_size" in said for said in checkpoint.foreign(step))
 
 
 def test_a_plan_is_signed_whole_or_not_at_all(tmp_path):
@@ -332,7 +489,8 @@ def test_a_plan_is_signed_whole_or_not_at_all(tmp_path):
     lowering = lowered(f"schedule.save={tmp_path}/ckpt", "schedule.save_interval=2", *data)
     checkpoint.sign(lowering, "within")
     assert {p.name for p in (tmp_path / "ckpt" / "within").iterdir()} == {"plan.json", "data.json"}
-    assert json.loads((tmp_path / "ckpt" / "within" / "data.json").read_text()) == {"key": "1"}
+    signed = identity.stored(tmp_path / "ckpt" / "within" / "data.json")
+    assert signed == {"train.bin": "1", "train.idx": "1"}
 
 
 def test_where_a_run_may_save(tmp_path):
@@ -417,8 +575,8 @@ def test_an_index_that_another_python_wrote_is_read(step):
 def test_checksums_come_before_whoever_waits_for_the_checkpoint(step, monkeypatch):
     """In the background they are the last thing that is done."""
     wrote, request = [], SimpleNamespace(finalize_fns=["first"])
-    monkeypatch.setattr(checksums, "write", wrote.append)
-    save = checksums._followed(lambda content, folder, **named: named["asked"], lambda words, named: words[1])
+    monkeypatch.setattr(mend, "write", wrote.append)
+    save = mend._followed(lambda content, folder, **named: named["asked"], lambda words, named: words[1])
     assert save({}, str(step), asked=None) is None and wrote == [step]
     assert save({}, str(step), asked=request) is request and wrote == [step]
     first, last = request.finalize_fns

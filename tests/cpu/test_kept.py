@@ -4,9 +4,9 @@ import pytest
 import torch
 from megatron.core.ssm.gated_delta_net.common import torch_chunk_gated_delta_rule
 
-from nam_megatron.lower import translate
+from nam_megatron.compile.lower import translate
 from nam_megatron.recipe import load
-from nam_megatron.sizes import Sizes
+from nam_megatron.words.sizes import Sizes
 
 GDN = "model.blocks.gdn."
 
@@ -27,7 +27,7 @@ def test_a_delta_rule_in_plain_torch(heads, key, value):
         "parallel.tensor=1",
     ]
     plan = translate(load("qwen3_next_80b_a3b", (*words, "parallel.sequence=false"))).plan
-    lines = plan.recipe.model.blocks.gdn.activations(Sizes.of(plan), None)
+    lines = plan.recipe.blocks.gdn.activations(Sizes.of(plan.site), None)
     (said,) = (line.bytes for line in lines if line.name == "delta rule in plain torch")
 
     kept: dict[int, int] = {}

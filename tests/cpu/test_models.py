@@ -481,7 +481,7 @@ def test_hosts_that_do_not_run_quacks_gemms_are_refused(found, capability, told,
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     problems = list(quack_gemm.QuackGemm.unserved())
-    assert len(problems) == len(told) and all(p.key == "model.blocks.moe.expert_gemm" for p in problems)
+    assert len(problems) == len(told) and all(p.key == "execution.moe.expert_gemm" for p in problems)
     assert all(words in p.message for words, p in zip(told, problems, strict=True))
 
 

@@ -12,10 +12,10 @@ from megatron.core.transformer import attention
 from nam_megatron.budget import parameters
 from nam_megatron.budget.cost import cost
 from nam_megatron.budget.static import groups, parts, stages
-from nam_megatron.lower import translate
+from nam_megatron.compile.lower import translate
 from nam_megatron.recipe import load
-from nam_megatron.sizes import Sizes, Stage
 from nam_megatron.targets import current
+from nam_megatron.words.sizes import Sizes, Stage
 
 NATIVE, LATENT = ("nam56r_native_dp",), ("nam56r", "lane=native_dp")
 PLANS = {
@@ -32,7 +32,7 @@ PLANS = {
     "no two widths alike": (
         *LATENT, "model.num_attention_heads=57", "model.hidden_size=1824", "model.blocks.mla.q_lora_rank=40", "model.vocab_size=32768",
         "model.blocks.mla.kv_lora_rank=44", "model.blocks.mla.qk_head_dim=56", "model.blocks.mla.qk_rope_head_dim=26",
-        "model.blocks.mla.v_head_dim=72", "model.blocks.mla.kernels=megatron", "model.blocks.dsa.kernels=megatron",
+        "model.blocks.mla.v_head_dim=72", "execution.mla.kernels=megatron", "execution.dsa.kernels=megatron",
         "model.blocks.dsa.indexer_heads=12", "model.blocks.dsa.indexer_head_dim=80", "model.blocks.moe.expert_hidden_size=640",
         "model.blocks.moe.shared_expert_hidden_size=704", "model.blocks.moe.experts=24", "model.ffn_hidden_size=2000",
         "model.blocks.mamba2.heads=80", "model.blocks.mamba2.head_dim=32", "model.blocks.mamba2.state_dim=96",
@@ -54,7 +54,7 @@ def config_of(plan) -> dict:
     from megatron.core.activations import squared_relu
     from torch.nn.functional import silu
 
-    m, b = plan.recipe.model, plan.recipe.model.blocks
+    m, b = plan.recipe.model, plan.recipe.blocks
     gated = m.activation == "swiglu"
     found = dict(
         hidden_size=m.hidden_size, ffn_hidden_size=m.ffn_hidden_size, num_attention_heads=m.num_attention_heads
@@ -84,7 +84,7 @@ def config_of(plan) -> dict:
 
 
 def case_of(plan, **layout) -> Case:
-    norm = (mla := plan.recipe.model.blocks.mla) is None or mla.latent_norm
+    norm = (mla := plan.recipe.blocks.mla) is None or mla.latent_norm
     m = plan.recipe.model
     layout |= dict(vocab=m.vocab_size, positions=m.learned_positions)
     return Case(plan.pattern, config=config_of(plan), latent_norm=norm, **layout)
@@ -93,7 +93,7 @@ def case_of(plan, **layout) -> Case:
 def named(plan) -> dict[str, tuple[int, ...]]:
     """The budget's parameters under Megatron's full names."""
     found = {}
-    for _, number, p in parts(Sizes.of(plan), Stage(0, 1, plan.segments)):
+    for _, number, p in parts(plan, Sizes.of(plan.site), Stage(0, 1, plan.segments)):
         at = f"decoder.layers.{number - 1}." if number else ""
         names = [p.name.replace("*", str(i)) for i in range(p.count)] if "*" in p.name else [p.name]
         found |= {at + name: p.shape for name in names}
@@ -149,10 +149,10 @@ def test_each_rank_holds_what_megatron_gives_it(family, layout):
         ]
         return sum(p.numel() for p in rig.model.parameters()) - sum(experts), sum(experts)
 
-    z = Sizes.of(plan)
+    z = Sizes.of(plan.site)
     for rank, real in enumerate(on_ranks(case, count)):
         stage = stages(plan)[rank if ranks.get("pp") else 0]
-        held = [x for group in groups(z, stage) for x in group.held]
+        held = [x for group in groups(plan, z, stage) for x in group.held]
         experts = sum(x.elements * x.count for x in held if x.param.shard == "expert")
         assert (sum(x.elements * x.count for x in held) - experts, experts) == real
 
@@ -160,7 +160,7 @@ def test_each_rank_holds_what_megatron_gives_it(family, layout):
 def test_muons_share_is_megatrons_rule():
     """Two dimensions and no table: compared with Megatron's own optimizer in test_models.py, here with the shapes."""
     plan = plan_of(*LATENT)
-    for _, _, p in parts(Sizes.of(plan), Stage(0, 1, plan.segments)):
+    for _, _, p in parts(plan, Sizes.of(plan.site), Stage(0, 1, plan.segments)):
         assert (p.optimizer == "matrix") == (len(p.shape) == 2 and p.role != "table"), p.name
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.steps import STEP, TFLOPS, TIME, parse
+from launch.record.steps import STEP, TFLOPS, TIME, parse
 from nam_megatron.runtime import rate
 
 LOG = Path(__file__).parents[1] / "launch" / "megatron_0_19_cpu.log"

@@ -17,11 +17,13 @@ import torch
 from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.training import get_args
-from test_train import TORCHRUN, command, lowered, poison, run, trained
+from test_train import TORCHRUN, command, indexed, lowered, poison, run, trained
 
-from launch import steps
+from launch.record import steps
 from nam_megatron import train
-from nam_megatron.runtime import background, checkpoint, checksums, master_weights, pretrain
+from nam_megatron.data import tokenizer
+from nam_megatron.mends import background, master_weights
+from nam_megatron.runtime import checkpoint, checksums, pretrain
 
 SIX = ("schedule.train_steps=6", "schedule.decay_steps=6", "schedule.save_interval=2", "optim.lr=0.01")
 SIX += ("feature.distributed_optimizer.reshardable=true",)
@@ -53,7 +55,9 @@ def at_two(whole, tmp_path) -> tuple[str, ...]:
 def in_background() -> None:
     """The writing process as a fork, for it has no GPU either."""
     start = async_utils.PersistentAsyncCaller._get_process.__func__
-    async_utils.PersistentAsyncCaller._get_process = classmethod(lambda cls, rank, *_, **__: start(cls, rank, "fork"))
+    async_utils.PersistentAsyncCaller._get_process = classmethod(
+        wraps(start)(lambda cls, rank, *_, **__: start(cls, rank, "fork"))
+    )
     torch.cuda.device_count, torch.cuda.set_device = lambda: 1, lambda _: None
 
 
@@ -153,6 +157,7 @@ def test_weights_gathered_in_fp8_are_not_held_against_their_state(whole, at_two,
     def in_fp8() -> None:
         load = getattr(DistributedOptimizer, master_weights.LOAD)
 
+        @wraps(load)
         def quantized(optimizer, state):
             load(optimizer, state)
             for parameter in (p for group in optimizer.model_float16_groups for p in group if p.ndim > 1):
@@ -305,13 +310,39 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path):
             sys.exit(test_resume.train.main({words!r}, time.time()))
     """)
     )
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    torchrun = [sys.executable, "-m", "nam_megatron.torchrun", "--standalone", "--nproc-per-node", "2", str(script)]
     begin = time.monotonic()
     done = subprocess.run(torchrun, env=os.environ | TORCHRUN, capture_output=True, text=True, timeout=150, check=False)
     assert time.monotonic() - begin < 100
-    assert done.returncode == 1
-    assert "rank      : 1 (local_rank: 1)" in done.stderr
+    assert done.returncode == 128 + signal.SIGKILL
+    assert "Sending process" in done.stderr and "rank      : 1 (local_rank: 1)" in done.stderr
     assert "Signal 9 (SIGKILL) received by PID" in done.stderr
+
+
+def test_a_run_goes_on_with_its_data_and_no_other(tmp_path):
+    """Built again at the same path, it was accepted, and the record of the data written over. So was another step's folder."""
+    save = (f"schedule.save={tmp_path}/ckpt", "schedule.stop_every=2", "data=indexed", f"data.path={tmp_path}/corpus")
+    save += (f"data.tokenizer={tmp_path}/words", "data.split='100,0,0'", "model.vocab_size=262", *SIX)
+    on = f"schedule.load={tmp_path}/ckpt"
+    tokenizer.save(tokenizer.train(["a b a b"], 262, progress=False), tmp_path / "words")
+    prefix = indexed(tmp_path)
+    trained(run(tmp_path, *save))
+    step = tmp_path / "ckpt" / "iter_0000002"
+    assert json.loads((step / checksums.NAME).read_text())["step"] == step.name
+    assert {checkpoint.PLAN, checkpoint.DATA} <= checksums.read(step).keys()
+    (tmp_path / "corpus.idx").unlink()
+    indexed(tmp_path, documents=41)
+    record = (tmp_path / "ckpt" / checkpoint.DATA).read_bytes()
+    (rank,) = run(tmp_path, *save, on)
+    assert rank.code == 2 and "trained on other data: `data.bin` and `data.idx` have another hash" in rank.err
+    assert (tmp_path / "ckpt" / checkpoint.DATA).read_bytes() == record
+    assert indexed(tmp_path) == prefix
+    shutil.copytree(step, step.with_name("iter_0000004"))
+    (tmp_path / "ckpt" / TRACKER).write_text("4")
+    (rank,) = run(tmp_path, *save, on)
+    assert rank.code == 2 and "iter_0000004` is damaged: it was saved as `iter_0000002`" in rank.err
+    (tmp_path / "ckpt" / TRACKER).write_text("2")
+    assert len(trained(run(tmp_path, *save, on))) == 2
 
 
 def test_a_nan_with_a_checkpoint_folder_saves_the_state_before_it(tmp_path):

@@ -13,8 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from test_train import lowered, run
 
 from nam_megatron.blocks import Gauge
+from nam_megatron.compile.lower import translate
 from nam_megatron.errors import Refused, raise_if
-from nam_megatron.lower import translate
 from nam_megatron.recipe import load
 from nam_megatron.runtime import tracking
 from nam_megatron.runtime.gauges import Gauges

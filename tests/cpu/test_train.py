@@ -8,9 +8,10 @@ import time
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import ClassVar
 from unittest.mock import MagicMock
 
-import megatron.core.package_info
+import megatron.core.dist_checkpointing
 import numpy
 import pretend
 import pytest
@@ -24,18 +25,20 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.training import get_args
 from megatron.training.arguments import parse_and_validate_args
 
-from launch import steps
-from nam_megatron import train
-from nam_megatron.argv import argv as argv_of
-from nam_megatron.argv import plan_json
-from nam_megatron.argv import words as words_of
+from launch.record import steps
+from nam_megatron import installed, train
 from nam_megatron.blocks.mamba2.block import Mamba2
 from nam_megatron.budget import cost
+from nam_megatron.compile.argv import argv as argv_of
+from nam_megatron.compile.argv import plan_json
+from nam_megatron.compile.argv import words as words_of
+from nam_megatron.compile.lower import translate
+from nam_megatron.compile.plan import Seam
 from nam_megatron.errors import Problem, Refused
-from nam_megatron.lower import translate
-from nam_megatron.plan import Seam
+from nam_megatron.mends import SAID, Trainer, experts_apart, install
+from nam_megatron.mends.series import needed
 from nam_megatron.recipe import load
-from nam_megatron.runtime import cross_entropy, pretrain, rate, word_embedding
+from nam_megatron.runtime import cross_entropy, padding, pretrain, rate, word_embedding
 from nam_megatron.runtime.stack import hybrid_stack_spec
 
 SMALL = (
@@ -117,7 +120,7 @@ def test_experts_and_nothing_else_are_reduced_apart():
     linear = partial(torch.nn.Linear, 2, 2, bias=False)
     mlp = torch.nn.ModuleDict({"experts": torch.nn.ModuleDict({"linear_fc1": linear()}), "router": linear()})
     model = torch.nn.ModuleDict({"layer": torch.nn.ModuleDict({"mlp": mlp, "mixer": linear()})})
-    pretrain.set_experts_apart(model)
+    experts_apart.install([model], None)
     apart = [name for name, p in model.named_parameters() if not getattr(p, "allreduce", True)]
     assert apart == ["layer.mlp.experts.linear_fc1.weight"]
 
@@ -126,6 +129,35 @@ def test_help_is_a_text_and_no_run(capsys):
     assert train.main(["--help"], 0.0) == 0
     assert "--nam-plan plan.json" in capsys.readouterr().out
     assert train.main([], 0.0) == 2
+
+
+ENDS = """
+import atexit, sys, threading
+from nam_megatron import train
+def main(words, started):
+    atexit.register(print, "closed")
+    {end}
+train.main = main
+threading.Thread(target=threading.Event().wait, daemon={ends}).start()  # as NCCL, with which Python's regular end would wait
+train.process([], 0.0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [
+        ("raise RuntimeError('planted')", 1, "RuntimeError: planted"),
+        ("return 2", 2, ""),
+        ("sys.exit(16)", 16, ""),
+        ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
+        ("return 0", 0, ""),
+    ],
+)
+def test_a_process_that_fails_waits_for_nothing_that_may_never_come(end, code, said):
+    """Megatron's code 16, too. What has to be closed is closed; a run that ended well ends as Python does."""
+    program = ENDS.format(end=end, ends=not code)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (code, "closed\n") and said in done.stderr
 
 
 def test_without_a_plan_nothing_is_guessed():
@@ -195,13 +227,21 @@ def test_what_differs_is_clipped_and_run_sh_is_named(tmp_path):
 
 
 def test_another_megatron_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(megatron.core.package_info, "__shortversion__", "0.20.0")
-    assert refusal(command(tmp_path))[0].message == "megatron-core 0.20.0 is installed, and the plan is for 0.19.2"
+    monkeypatch.setattr(installed, "_megatron", lambda: "0.20.0")
+    assert refusal(command(tmp_path))[0].message.startswith("Megatron is 0.20.0 (`")
 
 
 def test_no_megatron_is_a_refusal(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "megatron.core.package_info", None)
-    assert refusal(command(tmp_path))[0].message.startswith("megatron-core cannot be imported: ")
+    monkeypatch.setattr(installed, "_megatron", lambda: None)
+    assert refusal(command(tmp_path))[0].message.endswith("needs `megatron`, which is not installed")
+
+
+def test_another_transformer_engine_is_refused(tmp_path, monkeypatch):
+    """Of the modules that train; where there is none, what builds them says so."""
+    monkeypatch.setattr(installed, "_engine", lambda: "2.5")
+    (problem,) = refusal(command(tmp_path))
+    assert problem.message.startswith("Transformer Engine is 2.5") and "2.20.2" in problem.message
+    assert train.accept(command(tmp_path), TORCHRUN, engine=False)
 
 
 @pytest.mark.parametrize(
@@ -248,14 +288,16 @@ def test_the_log_divides_by_a_gpus_share_of_a_sequence():
 def test_a_refusal_is_said_once_under_torchrun(tmp_path):
     """Two ranks that refuse at the same time: whoever ends first must not take the message with it."""
     words = command(tmp_path)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "nam_megatron.train"]
+    torchrun = [sys.executable, "-m", "nam_megatron.torchrun", "--nproc-per-node", "2", "-m", "nam_megatron.train"]
     env = os.environ | dict(
-        PYTHONPATH=str(Path(train.__file__).parents[1]), **{k: v for k, v in TORCHRUN.items() if "ALLOC" in k}
+        PYTHONPATH=str(Path(train.__file__).parents[1]),
+        OMP_NUM_THREADS="1",
+        **{k: v for k, v in TORCHRUN.items() if "ALLOC" in k},
     )
     done = subprocess.run([*torchrun, *words], env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode != 0
-    assert (done.stdout + done.stderr).count("2 processes, and the plan is for 1") == 1
-    assert "exitcode  : 2" in done.stderr
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: 2 processes, and the plan is for 1") and done.stderr.count("error: ") == 1
+    assert done.stderr.splitlines()[-1].startswith("hint: "), done.stderr  # torchrun adds nothing to it
 
 
 def test_an_argument_that_nothing_would_act_on_is_refused():
@@ -327,7 +369,7 @@ def test_what_only_makes_it_faster_learns_the_same(tmp_path, eight_steps):
     """The dispatcher and the mixer that are ours, and the activation that Megatron fuses: from the recipe to the last step."""
     keys = ("moe.dispatcher=local", "moe.fused_weighted_squared_relu=true", "mamba2.strided=true")
     keys += ("moe.fused_router_gradient=true", "mamba2.strided_norm=true")
-    faster = run(tmp_path, *EIGHT, *(f"model.blocks.{key}" for key in keys))
+    faster = run(tmp_path, *EIGHT, *(f"execution.{key}" for key in keys))
     assert trained(faster) == pytest.approx(eight_steps, abs=1e-2)
 
 
@@ -376,9 +418,34 @@ def test_layouts_train(tmp_path, layout):
     assert len(losses) == 2
     assert losses == pytest.approx([5.55, 5.55], abs=0.1)  # ln 256 at the start
     assert len(logged(ranks, rate.NAME)) == len(logged(ranks, "throughput per GPU (TFLOP/s/GPU)")) == 2
+    stood = [line.removeprefix(SAID) for rank in ranks for line in rank.out.splitlines() if line.startswith(SAID)]
+    wanted = needed(lowered("cluster=h200_2", *layout).plan, Trainer.MEGATRON)
+    assert stood == [" ".join(f"{mend.name}={mend.sha256}" for mend in wanted)]
     depths = [int(word.split("=")[1]) for word in layout if "depths" in word]
     for depth in range(1, 1 + sum(depths)):
         assert logged(ranks, f"mtp_{depth} loss") == pytest.approx([5.55, 5.55], abs=0.1)
+
+
+def test_a_stage_without_experts_takes_part_in_the_log_of_theirs(tmp_path):
+    """Megatron's stages would add up as many numbers as layers here, as MoE layers there: the first line would not come."""
+    words = ("cluster=h200_2", "parallel.pipeline=2", "model.pattern=AEE|AMM", "model.blocks.moe.aux_loss_coeff=0.01")
+    ranks = run(tmp_path, *words, world=2)
+    assert len(trained(ranks)) == 2 and len(logged(ranks, "load_balancing_loss")) == 2
+
+
+def test_another_source_in_megatrons_place_is_refused(tmp_path):
+    """Said once, by the whole command, before anything is built."""
+
+    def before() -> None:
+        def save_checkpoint(*_, **__):
+            """Another version's."""
+
+        megatron.core.dist_checkpointing.save = save_checkpoint
+
+    (rank,) = run(tmp_path, before=before)
+    assert rank.code == 2 and "Traceback" not in rank.err and "training ..." not in rank.out
+    place = "`megatron.core.dist_checkpointing:save`, which the mend `checksums` is about, has another source"
+    assert f"error: {place}" in rank.err and "hint: install the pinned version again" in rank.err
 
 
 def counted_changes() -> None:
@@ -447,6 +514,7 @@ def test_marked_parameters_stay_in_fp32():
     """bf16 casts A_log and D of Megatron's own mixer, in 0.19.2; a marked one keeps its type and every bit of its value."""
 
     def job():
+        install.single("marked_fp32")
         plan = lowered().plan
         spec = hybrid_stack_spec(plan, pretend.modules.CpuBackend())
         mixer = spec.submodules.mamba_layer.submodules.mixer
@@ -490,9 +558,10 @@ def test_a_missing_stack_is_never_replaced():
 def test_everything_is_provided_before_megatron_starts_and_ended_after(monkeypatch, fused, end):
     args = SimpleNamespace(
         gradient_accumulation_fusion=fused, consumed_train_samples=21, global_batch_size=4,
-        cuda_graph_impl="full_iteration" if fused else "local",
+        cuda_graph_impl="full_iteration" if fused else "local", exit_signal_handler=False, exit_interval=None,
     )  # fmt: skip
-    config = SimpleNamespace(model=SimpleNamespace(pre_wrap_hooks=[]))
+    plan = lowered(*["precision.cross_entropy=fused"] * fused).plan
+    config = SimpleNamespace(model=SimpleNamespace(pre_wrap_hooks=[], post_wrap_hooks=[]))
     called = []
 
     def records(name, result=None):
@@ -503,76 +572,60 @@ def test_everything_is_provided_before_megatron_starts_and_ended_after(monkeypat
         if end is not None:
             raise end
 
-    for name in ("set_startup_timestamps", "keep_shipped_helpers", "leave"):
+    for name in ("set_startup_timestamps", "leave"):
         monkeypatch.setattr(pretrain, name, records(name))
-    for module in ("rate", "checksums", "background", "wgrad"):
-        monkeypatch.setattr(getattr(pretrain, module), "provide", records(module))
-    monkeypatch.setattr(
-        pretrain.whole_step, "provide", lambda begin, look: called.append(("whole_step", begin.keywords, look))
-    )
+    monkeypatch.setattr(pretrain.install, "command", records("mends"))
     monkeypatch.setattr(pretrain, "GAUGES", SimpleNamespace(expect=records("gauges")))
     monkeypatch.setattr(pretrain, "READINGS", SimpleNamespace(end=records("readings")))
     monkeypatch.setattr(pretrain, "HEART", SimpleNamespace(end=records("heart")))
+    monkeypatch.setattr(pretrain.whole_step, "release", records("release"))
     monkeypatch.setattr(pretrain, "parse_and_validate_args", records("parse", args))
     monkeypatch.setattr(pretrain, "settings", records("settings", config))
     monkeypatch.setattr(pretrain, "pretrain", start)
     monkeypatch.setattr(pretrain.time, "time", lambda: 9.0)
     monkeypatch.setattr(sys, "argv", ["us", "old"])
     with contextlib.suppress(SystemExit, pretrain.NonFinite):
-        pretrain.run(["--x"], "stack", 7.0, operations=5.0, fused_loss=fused, track="track", gauges={1: "g"})
+        pretrain.run(["--x"], "stack", 7.0, plan, operations=5.0, track="track", gauges={1: "g"})
     left = end is None or (isinstance(end, SystemExit) and end.code is not None)
-    wanted = [("set_startup_timestamps", 7.0, 9.0), ("keep_shipped_helpers",), ("rate", 5.0, "track"), ("gauges", {1: "g"}),
-              ("checksums",), ("background",), ("parse",), *[("wgrad",), ("whole_step", {"blind": True}, pretrain.look)] * fused,
+    of = next(words for name, *words in called if name == "mends")
+    assert (of[0].plan, of[0].operations, of[0].track, of[0].look) == (plan, 5.0, "track", pretrain.look)
+    assert of[0].begin.keywords == {"blind": True}
+    wanted = [("set_startup_timestamps", 7.0, 9.0), ("mends", of[0], Trainer.MEGATRON), ("gauges", {1: "g"}), ("parse",),
               ("settings", args, "stack"),
               ("pretrain", config, pretrain.datasets, pretrain.ModelType.encoder_or_decoder, pretrain.forward_step),
-              ("readings", 5), ("heart",), *[("leave",)] * left]  # fmt: skip
+              ("readings", 5), ("heart",), ("release",), *[("leave",)] * left]  # fmt: skip
     assert sorted(called, key=str) == sorted(wanted, key=str) and sys.argv == ["us", "--x"]
-    assert called.index(("settings", args, "stack")) < len(called) - 3
+    assert called.index(("settings", args, "stack")) < len(called) - 4
     assert config.model.pre_wrap_hooks == [cross_entropy.provide, word_embedding.provide] * fused
+    (hook,) = config.model.post_wrap_hooks
+    assert (hook.func, hook.keywords) == (install.wrapped, {"plan": plan})
 
 
 @pytest.mark.parametrize("there", [True, False])
 def test_a_process_group_is_left_by_all_together(monkeypatch, there):
+    """The graph of a step goes first: NCCL ends no communicator that it holds."""
     called = []
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: there)
     for name in ("barrier", "destroy_process_group"):
         monkeypatch.setattr(torch.distributed, name, partial(called.append, name))
+    graph = SimpleNamespace(reset=partial(called.append, "reset"))
+    for at in (pretrain.whole_step.FullCudaGraphWrapper.cuda_graph, pretrain.whole_step.FullCudaGraphWrapper.result):
+        monkeypatch.setitem(at, "training", graph)
     pretrain.leave()
-    assert called == ["barrier", "destroy_process_group"] * there
+    assert called == ["reset", *["barrier", "destroy_process_group"] * there]
+    pretrain.leave()
+    assert called.count("reset") == 1
 
 
-def test_models_get_what_megatron_lacks(monkeypatch):
-    """The casts that leave marked weights alone, and the provisions of pipelines, buckets, deterministic kernels and FSDP."""
-    models, called = [SimpleNamespace(config="config"), SimpleNamespace(config="other")], []
-    monkeypatch.setattr(
-        pretrain.HybridModelBuilder,
-        "build_distributed_models",
-        lambda self, *words, **named: called.append((words, named)) or models,
-    )
-    for module in ("stage_log", "context", "master_weights", "autotune", "fsdp"):
-        monkeypatch.setattr(
-            getattr(pretrain, module), "provide", lambda *words, module=module: called.append((module, *words))
-        )
-    built = pretrain.NamModelBuilder.build_distributed_models(object.__new__(pretrain.NamModelBuilder), 1, a=2)
-    assert built is models
-    first = ((1,), {"a": 2, "mixed_precision_wrapper": pretrain.Float16ExceptMarked})
-    of_config = [(module, "config") for module in ("stage_log", "context", "autotune")]
-    assert called[0] == first and sorted(called[1:]) == sorted([*of_config, ("master_weights",), ("fsdp", models)])
-
-
-@pytest.mark.parametrize("length", [None, 4096])
-def test_what_stands_beside_the_stack_reaches_the_model(monkeypatch, length):
+def test_what_stands_beside_the_stack_reaches_the_model(monkeypatch):
     """Hashed n-grams, and Llama's angles."""
     of_megatron = SimpleNamespace(transformer="transformer", pre_wrap_hooks=["theirs"])
-    args = SimpleNamespace(**dict.fromkeys(pretrain.UNSERVED), yarn_original_max_position_embeddings=length)
+    args = SimpleNamespace(**dict.fromkeys(pretrain.UNSERVED))
     monkeypatch.setattr(pretrain, "hybrid_config_from_args", lambda args, model_config_cls: of_megatron)
     monkeypatch.setattr(pretrain, "pretrain_cfg_container_from_args", lambda args, model: model)
-    given = []
-    monkeypatch.setattr(pretrain.yarn, "provide", lambda *words: given.append(words))
     stack = ModuleSpec(object, metainfo={"hooks": ["ours"]})
     assert pretrain.settings(args, stack) is of_megatron
     assert of_megatron.hybrid_stack_spec is stack and of_megatron.pre_wrap_hooks == ["theirs", "ours"]
-    assert given == [("transformer", args)] * (length is not None)
 
 
 # Batches -----------------------------------------------------------------------------------------------------------------------
@@ -590,7 +643,7 @@ def _initialised(argv: tuple[str, ...]):
     from megatron.training import training
 
     sys.argv = ["", *argv]
-    pretrain.keep_shipped_helpers()
+    install.single("shipped_helpers")
     args = parse_and_validate_args()
     training.initialize_megatron()
     return args
@@ -819,6 +872,8 @@ class Words:
     """A tokenizer of a few words, as Megatron wraps them."""
 
     vocab_size, eod, pad = 256, 255, 254
+    all_special_ids = (250, 251, 252, 254, 255)
+    added_tokens_decoder: ClassVar[dict] = {}
 
     @property
     def unique_identifiers(self):
@@ -827,6 +882,8 @@ class Words:
     @property
     def _tokenizer(self):
         return self
+
+    tokenizer = _tokenizer
 
     def tokens_to_ids(self, tokens):
         return [MARKS.get(t, 0) for t in tokens]  # 0 is its unknown token
@@ -847,6 +904,7 @@ def built(folder: Path, *flags: str, tokenizer=Words) -> list:
     if any("data-path" in f for f in flags):
         argv.remove("--mock-data")
     _initialised(tuple(argv))
+    install.single("padding", "sample_order", plan=lowered().plan)
     pretrain.get_tokenizer = tokenizer
     return pretrain.datasets((6, 2, 0))
 
@@ -880,6 +938,119 @@ def test_fill_in_the_middle_reorders_and_marks(tmp_path):
             assert len(ids) == 32
             assert 250 in ids, "no prefix mark in a sample of rate 1"
         assert any(251 in s["tokens"] and 252 in s["tokens"] for s in samples)
+
+    in_rank(job)
+
+
+def test_an_order_is_kept_for_the_lengths_that_it_was_made_of(tmp_path):
+    """Of a dataset written anew at its path the old order was taken, and its new documents never read."""
+
+    def job():
+        found, kept = [], []
+        for documents in (3, 3, 40, 40):
+            prefix = indexed(tmp_path, documents)
+            train_set = pretrain.datasets((6, 2, 0))[0] if found else built(tmp_path, "--data-path", prefix)[0]
+            found.append([train_set[i]["tokens"].tolist() for i in range(6)])
+            kept.append({path.name for path in tmp_path.rglob("*-document_index.npy")})
+        assert found[0] == found[1] != found[2] == found[3]
+        assert {id for sample in found[2] for id in sample} - {0, 1, 2, 255}
+        assert kept[0] == kept[1] < kept[2] == kept[3]  # the same lengths, the same order
+
+    in_rank(job)
+
+
+@pytest.mark.parametrize("lengths", [(0, 3, 0, 60, 0), (90,), (1,) * 70])
+def test_documents_of_any_length_are_read_through(tmp_path, lengths):
+    prefix, ids = str(tmp_path / "any"), [i % 200 for i in range(sum(lengths))]
+    builder, text = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16), iter(ids)
+    for length in lengths:
+        builder.add_document([next(text) for _ in range(length)], [length])
+    builder.finalize(f"{prefix}.idx")
+
+    def job():
+        train_set, *_ = built(tmp_path, "--data-path", prefix, "--split", "100,0,0")
+        read = [train_set[i]["tokens"] for i in range(6)]
+        assert {*torch.cat(read).tolist()} == {*ids} and all(len(tokens) == 32 for tokens in read)
+
+    in_rank(job)
+
+
+def parted(folder: Path, between: int, numbers: int = 200) -> str:
+    """One long document of 0, 1, 2, ..., with `between` at every fifth place."""
+    prefix, ids = str(folder / "parted"), [i // 5 % numbers if i % 5 else between for i in range(2000)]
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.int32)
+    builder.add_document(ids, [len(ids)])
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+def test_a_pad_token_inside_the_data_is_a_token(tmp_path):
+    """Megatron trained it as token 0 without loss, and masked the first sample's places of it in all samples."""
+    prefix, ids = parted(tmp_path, Words.pad), []
+
+    def job():
+        train_set, *_ = built(tmp_path, "--data-path", prefix, "--split", "100,0,0")
+        for i in range(6):
+            sample = train_set[i]
+            text = torch.cat([sample["tokens"], sample["labels"][-1:]])
+            assert torch.equal(text[1:], sample["labels"]) and sample["loss_mask"].all()
+            ids.extend(text.tolist())
+        assert ids.count(Words.pad) > 30
+
+    in_rank(job)
+
+
+@pytest.mark.parametrize("bad", [256, -1, 70000])
+def test_what_is_no_token_of_the_model_ends_the_run(tmp_path, bad):
+    prefix = parted(tmp_path, bad)
+
+    def job():
+        train_set, *_ = built(tmp_path, "--data-path", prefix, "--split", "100,0,0")
+        for workers in (0, 1):
+            with pytest.raises(padding.Unfit) as unfit:
+                next(iter(torch.utils.data.DataLoader(train_set, num_workers=workers)))
+            said = f"document 0 of `{prefix}` has token {bad}, and the model's vocabulary 256"
+            assert str(unfit.value) == said
+
+    in_rank(job)
+
+
+def test_each_sample_of_fill_in_the_middle_has_its_own_padding(tmp_path):
+    """The first one's places of it were masked in all, and so was nothing where the tokenizer pads with another token than the recipe."""
+    prefix, pads = indexed(tmp_path), 253
+    fim = ("--fim-data", "--fim-rate", "1.0", "--fim-spm-rate", "0.5")
+
+    class Shorter(Words):
+        """Its text comes back with fewer tokens, so that samples are padded."""
+
+        pad = pads
+
+        def text_to_ids(self, text):
+            return super().text_to_ids(text)[::2]
+
+    def job():
+        train_set, *_ = built(tmp_path, "--data-path", prefix, *fim, tokenizer=Shorter)
+        lengths = []
+        for i in range(6):
+            sample = train_set[i]
+            length = int(sample["loss_mask"].sum())
+            assert sample["loss_mask"][:length].all() and not sample["tokens"][length + 1 :].any()
+            assert not {-1, 254} & {*sample["tokens"].tolist(), *sample["labels"].tolist()}
+            lengths.append(length)
+        assert len({*lengths}) > 2 and max(lengths) < 32
+
+    in_rank(job)
+
+
+def test_a_special_token_that_fill_in_the_middle_would_leave_out_ends_the_run(tmp_path):
+    prefix = parted(tmp_path, 254)
+
+    def job():
+        train_set, *_ = built(tmp_path, "--data-path", prefix, "--split", "100,0,0", "--fim-data", "--fim-rate", "1.0")
+        with pytest.raises(
+            padding.Unfit, match="has token 254, a special token that fill-in-the-middle would leave out"
+        ):
+            train_set[0]
 
     in_rank(job)
 

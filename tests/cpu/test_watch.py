@@ -7,7 +7,7 @@ import torch
 from harness import Case, on_ranks
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-from nam_megatron.lower import translate
+from nam_megatron.compile.lower import translate
 from nam_megatron.prove.worker import Side, Watch
 from nam_megatron.recipe import load
 

@@ -56,7 +56,7 @@ def layer_of(kind: str, sizes: dict[str, Any], ranks: int, cpu: bool) -> torch.n
     for ours in ("mla", "dsa"):
         harness.say(recipe, ours, kernels="naive" if cpu else "fused")
     backend = modules.CpuBackend() if cpu else stack.transformer_engine_backend()
-    spec = recipe.model.blocks.of(kind).build(backend, SimpleNamespace(recipe=recipe))
+    spec = stack.torch_side(kind).spec(backend, recipe.blocks.of(kind), harness.site_of(recipe))
     groups = ProcessGroupCollection.use_mpu_process_groups()
     layer = build_module(spec, config=config_of(sizes, ranks), layer_number=1, pg_collection=groups)
     layer = layer if cpu else layer.cuda()

@@ -7,7 +7,6 @@ Of the projection alone sums differ in their order; of the mixer in what bf16 ma
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,7 +50,8 @@ def mixers(groups: ProcessGroupCollection, accumulate: bool, overwrites: bool = 
     config, made = TransformerConfig(**fields), []
     for padded in (True, False):
         recipe = harness.recipe_of(keys={"m2rnn": {"kernels": "fused", "padded_projection": padded}})
-        spec = recipe.model.blocks.m2rnn.build(stack.transformer_engine_backend(), SimpleNamespace(recipe=recipe))
+        backend, block = stack.transformer_engine_backend(), recipe.blocks.m2rnn
+        spec = stack.torch_side("m2rnn").spec(backend, block, harness.site_of(recipe))
         mixer = build_module(spec, config=config, d_model=WIDTH, layer_number=1, pg_collection=groups)
         made.append(mixer.to(DEVICE).train())
     made[1].load_state_dict(made[0].state_dict())

@@ -1,7 +1,6 @@
 """Kernels of several configurations in a deterministic run. Without a GPU they run in Triton's interpreter."""
 
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ import triton
 import triton.language as tl
 from triton.runtime.autotuner import Autotuner, OutOfResources
 
-from nam_megatron.runtime import autotune
+from nam_megatron.mends import autotune
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [] if INTERPRETED else pytest.mark.gpu
@@ -70,19 +69,17 @@ def width_of(add, n=100):
     ],
 )
 def test_the_middle_one_of_those_that_fit_without_a_clock(clock, widths, fits, taken):
-    autotune.provide(SimpleNamespace(deterministic_mode=True))
-    autotune.provide(SimpleNamespace(deterministic_mode=True))  # of a second model
+    autotune.install(None)
     assert width_of(kernel(widths, fits)) == taken
     assert not clock
 
 
 def test_one_that_fits_nowhere_says_so():
-    autotune.provide(SimpleNamespace(deterministic_mode=True))
+    autotune.install(None)
     with pytest.raises(OutOfResources):
         width_of(kernel((16, 32), lambda width: False))
 
 
 def test_another_run_keeps_its_clock(clock):
-    autotune.provide(SimpleNamespace(deterministic_mode=False))
     width_of(kernel((16, 32, 64)))
     assert len(clock) == 3

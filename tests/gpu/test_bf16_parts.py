@@ -101,7 +101,8 @@ def test_m2rnn(kept, groups):  # noqa: F811
         num_layers=1, hidden_size=WIDTH, num_attention_heads=8, normalization="RMSNorm", add_bias_linear=False
     )
     recipe = harness.recipe_of(keys={"m2rnn": {"kernels": "fused", "heads": 48}})
-    made = recipe.model.blocks.m2rnn.build(stack.transformer_engine_backend(), SimpleNamespace(recipe=recipe))
+    backend, block = stack.transformer_engine_backend(), recipe.blocks.m2rnn
+    made = stack.torch_side("m2rnn").spec(backend, block, harness.site_of(recipe))
     config = TransformerConfig(**fields, **HALF, is_hybrid_model=True, gradient_accumulation_fusion=False)
     mixer = build_module(made, config=config, d_model=WIDTH, layer_number=1, pg_collection=groups).cuda().train()
     bf16_parts.provider(kept)([mixer])
@@ -165,9 +166,10 @@ def test_a_padded_projection_of_mamba2(scaling, groups):  # noqa: F811
     )
     fields |= dict(mamba_num_heads=8, mamba_head_dim=64, mamba_state_dim=16, mamba_num_groups=4)
     config = TransformerConfig(**fields, **HALF, is_hybrid_model=True, gradient_accumulation_fusion=False)
-    block, mixers = SimpleNamespace(strided=True, strided_norm=True), []
-    for columns in (16, None):
-        made = spec(stack.transformer_engine_backend(), block, columns)
+    mixers = []
+    for padded in (True, False):
+        own = SimpleNamespace(strided=True, strided_norm=True, padded_projection=padded, columns=lambda site: 16)
+        made = spec(stack.transformer_engine_backend(), own, None)
         mixers.append(
             build_module(made, config=config, d_model=WIDTH, layer_number=1, pg_collection=groups).cuda().train()
         )

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.transformer import multi_token_prediction
 from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "blocks"))
 
+from nam_megatron.mends import mtp_counts
 from nam_megatron.runtime import cross_entropy
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -77,11 +79,12 @@ def test_megatron_counts_the_same(size, dtype):
     largest = logits.argmax(-1)
     labels = torch.where(labels % 3 == 0, labels, largest)
     mask = (torch.rand(labels.t().shape, device=DEVICE) < 0.7).float()
-    wanted = cross_entropy.STOCK_COUNTS(logits, labels.t(), mask, None, None)
+    stock = multi_token_prediction._compute_mtp_acceptance_counts
+    wanted = stock(logits, labels.t(), mask, None, None)
     at = logits.requires_grad_() * 1
     cross_entropy.cross_entropy(at, labels)
     assert torch.equal(getattr(at, cross_entropy.LARGEST).long(), largest)
-    assert cross_entropy._counts(at, labels.t(), mask, None, None) == wanted
+    assert mtp_counts._counts(stock, at, labels.t(), mask, None, None) == wanted
 
 
 def test_the_gradient_takes_the_logits_place():

@@ -262,9 +262,8 @@ if INTERPRETED:
             sizes = dict(heads=4, head_dim=16, state_dim=32, groups=2, mimo_rank=2, chunk=8, rope_fraction=0.5)
             sizes |= dict.fromkeys(("keep_states", "keep_prepared"), kernels == "fused")
             block = Mamba3(kernels=kernels, recompute="none", head_pieces=1, **sizes)
-            model, feature = SimpleNamespace(blocks=SimpleNamespace(mamba3=block)), SimpleNamespace(fp8=None)
-            plan = SimpleNamespace(recipe=SimpleNamespace(model=model, feature=feature))
-            mixers = {"mamba3": layer.spec(modules.CpuBackend(), plan)}
+            site = SimpleNamespace(keeps=lambda part: False)
+            mixers = {"mamba3": layer.spec(modules.CpuBackend(), block, site)}
             return harness.Case("3", mixers=mixers, tp=tp, microbatches=1)
 
         wanted, found = harness.train(case("naive", 1)), harness.train(case("fused", 2))

@@ -63,8 +63,8 @@ def layer_of(
     fields |= dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=1e-2, moe_grouped_gemm=True)
     fields |= dict(moe_token_dispatcher_type="allgather" if dispatcher == "local" else dispatcher)
     keys = {"moe": {"fused_router_gradient": forked}}
-    plan = SimpleNamespace(recipe=harness.recipe_of(True, True, dispatcher, expert_gemm=expert_gemm, keys=keys))
-    build = plan.recipe.model.blocks.moe.build(backend, plan).submodules.mlp
+    block = harness.recipe_of(True, True, dispatcher, expert_gemm=expert_gemm, keys=keys).blocks.moe
+    build = stack.torch_side("moe").spec(backend, block, None).submodules.mlp
     layer = build(config=TransformerConfig(**fields | SIZES | more), pg_collection=groups, layer_number=1)
     return layer.to(DEVICE).train()
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 
-from nam_megatron.argv import plan_json, words
+from nam_megatron.compile.argv import plan_json, words
+from nam_megatron.compile.lower import translate
 from nam_megatron.data import tokenizer
-from nam_megatron.lower import translate
 from nam_megatron.recipe import load
 
 from .trained import SMALL, trained

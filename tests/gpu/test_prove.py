@@ -17,7 +17,7 @@ GRAPHS = (
 CASES = {
     "native, fused": ("nam56r_native_dp_fused", *ONE),
     "author stack, fused": ("nam56r_fused", *ONE),
-    "author stack, Megatron's MLA": ("nam56r", "model.blocks.mla.kernels=megatron", *ONE),
+    "author stack, Megatron's MLA": ("nam56r", "execution.mla.kernels=megatron", *ONE),
     "author stack, recomputed": (
         "nam56r_fused", "feature.recompute.granularity=selective", "feature.recompute.modules=[layernorm,mla_up_proj,moe_act]", *ONE,
     ),

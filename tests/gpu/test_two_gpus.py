@@ -1,7 +1,8 @@
-"""Fused MLA and DSA on two tensor ranks, sequence parallel, are what they are on one: output and every gradient by name.
+"""Two GPUs: fused MLA and DSA on two tensor ranks are what they are on one; a step as one CUDA graph, with its collectives, is the eager
+step, and no way of ending leaves a process behind.
 
 Needs two GPUs and fails with one: there, leave it out by `--ignore tests/gpu/test_two_gpus.py`. tests/blocks/test_tensor_parallel.py
-runs the same program on a CPU.
+runs the first program on a CPU.
 """
 
 import sys
@@ -10,15 +11,70 @@ from pathlib import Path
 import pytest
 import torch
 
+from launch.record import steps as log
+
+from .test_whole_step import POISON, STACKS, WHOLE, losses, ran
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "blocks"))
 
 from test_tensor_parallel import assert_same_on_two_ranks
 
 pytestmark = pytest.mark.gpu
+TWO = "cluster.gpus_per_node=2"
+# On the second rank alone, before step 5, when the graph has been replayed.
+ENDS = {
+    "signal": "os.kill(os.getpid(), signal.SIGTERM)",
+    "memory": "torch.empty(10**15, device='cuda')",
+    "error": "raise RuntimeError('planted')",
+}
+FAULT = """
+import os, signal, sys, time, torch
+from megatron.training import training
+from nam_megatron import train
+def faulty(*words, iteration, step=training.train_step, **named):
+    if iteration == 4 and os.environ["RANK"] == "1":
+        %s
+    return step(*words, iteration=iteration, **named)
+training.train_step = faulty
+if __name__ == "__main__":  # the process that writes checkpoints imports this file
+    train.process(sys.argv[1:], time.time())
+"""
+
+
+@pytest.fixture(autouse=True)
+def two_gpus():
+    found = torch.cuda.device_count()
+    assert found >= 2, f"{found} GPU, two are needed: leave this file out by `--ignore tests/gpu/test_two_gpus.py`"
 
 
 def test_two_tensor_ranks_are_one(tmp_path):
-    found = torch.cuda.device_count()
-    assert found >= 2, f"{found} GPU, two are needed: leave this file out by `--ignore tests/gpu/test_two_gpus.py`"
     # bf16: each rank rounds its share of a sum. A share that is missing or counted twice is off by a half and more.
     assert_same_on_two_ranks(tmp_path, limit=5e-2)
+
+
+@pytest.mark.parametrize(("preset", "words"), STACKS)
+def test_replays_on_two_ranks_train_what_eager_steps_train(tmp_path, preset, words):
+    """Gradients are reduced and weights gathered inside the graph; a checkpoint is written and read between replays."""
+    whole = losses(tmp_path / "whole", preset, TWO, *words, *WHOLE)
+    assert whole == losses(tmp_path / "eager", preset, TWO, *words)
+
+
+def test_a_nan_in_a_replay_on_two_ranks_stops_the_run(tmp_path):
+    (tmp_path / "poison.py").write_text(POISON)
+    code, text = ran(tmp_path / "run", "nam56r_native_dp_fused", TWO, *WHOLE, script=tmp_path / "poison.py")
+    assert code == 1 and sorted(log.read(text.splitlines()).steps) == [1, 2, 3], text[-3000:]
+    assert "the loss is nan; the step was replayed as one CUDA graph" in text
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_run_of_replays_ends_however_one_rank_does(tmp_path, how):
+    """After a signal with a checkpoint of the step that was under way, which a run goes on from; else with an error. Never not at all."""
+    (tmp_path / "fault.py").write_text(FAULT % ENDS[how])
+    save = f"schedule.save={tmp_path}/ckpt", "schedule.save_interval=100"
+    code, text = ran(tmp_path / "run", "nam56r_native_dp_fused", TWO, *WHOLE, *save, script=tmp_path / "fault.py")
+    if how != "signal":
+        assert code and sorted(log.read(text.splitlines()).steps) == [1, 2, 3, 4], text[-3000:]
+        return
+    assert not code and sorted(log.read(text.splitlines()).steps) == [1, 2, 3, 4, 5], text[-3000:]
+    code, text = ran(tmp_path / "rest", "nam56r_native_dp_fused", TWO, *WHOLE, *save, f"schedule.load={tmp_path}/ckpt")
+    assert not code and sorted(log.read(text.splitlines()).steps) == [6], text[-3000:]

@@ -1,17 +1,21 @@
 """A step as one CUDA graph: the run that it replaces, through a checkpoint; and what stops it at a NaN."""
 
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from launch import steps as log
+from launch.record import steps as log
+from launch.run.process import Process
 
 from .trained import SMALL
 
 pytestmark = pytest.mark.gpu
 
+LONGEST = 300.0  # seconds of a run; a longer one hangs, and is killed
 WHOLE = ("feature.cuda_graphs.impl=full_iteration", "feature.cuda_graphs.warmup_steps=1")
 AUTHOR = "model.substitute=[{letter: A, ranks: [1, 2], kind: dsa}]"
 # Before step 4, all of which is replayed: no Python runs that could notice.
@@ -24,7 +28,8 @@ def poisoned(forward, samples, model, *rest, iteration, step=training.train_step
         next(p for n, p in model[0].named_parameters() if n.endswith("linear_proj.weight")).data.fill_(torch.nan)
     return step(forward, samples, model, *rest, iteration=iteration, **named)
 training.train_step = poisoned
-sys.exit(train.main(sys.argv[1:], time.time()))
+if __name__ == "__main__":
+    train.process(sys.argv[1:], time.time())
 """
 
 
@@ -42,28 +47,36 @@ def ran(at: Path, preset: str, *words: str, script: Path | None = None) -> tuple
     if script:
         text = (at / "run.sh").read_text()
         (at / "run.sh").write_text(text.replace("-m nam_megatron.train", str(script)))
-    done = subprocess.run(["bash", str(at / "run.sh")], capture_output=True, text=True, timeout=400, check=False)
-    return done.returncode, done.stdout + done.stderr
+    # Ranks have sessions of their own: only `Process` leaves none of them on the GPUs.
+    process = Process(["bash", str(at / "run.sh")], os.environ, Path.cwd())
+    late = threading.Timer(LONGEST, process.kill)
+    late.start()
+    text = "\n".join(line for lines in process.lines() for line in lines)
+    late.cancel()
+    return process.wait(), text
 
 
-@pytest.mark.parametrize(("preset", "words"), [("nam56r_native_dp_fused", ()), ("nam56r_fused", (AUTHOR,))])
+STACKS = [("nam56r_native_dp_fused", ()), ("nam56r_fused", (AUTHOR,))]
+
+
+def losses(at: Path, preset: str, *words: str) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step of a deterministic run, by all digits of the log; from the fourth on those of a resumed one."""
+    found = {}
+    saves = f"schedule.save={at}/ckpt", "schedule.save_interval=3", "schedule.stop_every=3"
+    for name, load in (("first", ()), ("second", (f"schedule.load={at}/ckpt",))):
+        code, text = ran(at / name, preset, "precision.deterministic=true", *words, *saves, *load)
+        assert not code, text[-3000:]
+        found |= {
+            number: (s.values["lm loss"], s.values["grad norm"])
+            for number, s in log.read(text.splitlines()).steps.items()
+        }
+    assert sorted(found) == [1, 2, 3, 4, 5, 6]
+    return list(found.values())
+
+
+@pytest.mark.parametrize(("preset", "words"), STACKS)
 def test_replays_train_what_eager_steps_train(tmp_path, preset, words):
-    """Loss and gradient norm of each step, by all digits of the log; from the fourth on those of a run that was resumed."""
-
-    def losses(at: Path, *more: str) -> list[tuple[float, float]]:
-        found = {}
-        saves = f"schedule.save={at}/ckpt", "schedule.save_interval=3", "schedule.stop_every=3"
-        for name, load in (("first", ()), ("second", (f"schedule.load={at}/ckpt",))):
-            code, text = ran(at / name, preset, "precision.deterministic=true", *words, *saves, *load, *more)
-            assert not code, text[-3000:]
-            found |= {
-                number: (s.values["lm loss"], s.values["grad norm"])
-                for number, s in log.read(text.splitlines()).steps.items()
-            }
-        assert sorted(found) == [1, 2, 3, 4, 5, 6]
-        return list(found.values())
-
-    assert losses(tmp_path / "whole", *WHOLE) == losses(tmp_path / "eager")
+    assert losses(tmp_path / "whole", preset, *words, *WHOLE) == losses(tmp_path / "eager", preset, *words)
 
 
 def test_a_nan_in_a_replay_stops_the_run_before_the_update(tmp_path):

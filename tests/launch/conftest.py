@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from launch import patch
+from launch.host import patches
 
 
 @pytest.fixture(scope="session")
-def queue() -> patch.Queue:
-    return patch.find("megatron-core")
+def queue() -> patches.Queue:
+    return patches.find("megatron-core")
 
 
 @pytest.fixture
@@ -18,6 +18,6 @@ def unpacked(queue, tmp_path) -> Path:
     """A folder with the installed Megatron in it, as an unpacked wheel has it."""
     root = tmp_path / "unpacked"
     shutil.copytree(
-        patch.installed(queue) / "megatron", root / "megatron", ignore=shutil.ignore_patterns("__pycache__")
+        patches.installed(queue) / "megatron", root / "megatron", ignore=shutil.ignore_patterns("__pycache__")
     )
     return root

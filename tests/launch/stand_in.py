@@ -1,7 +1,9 @@
 """A run on a CPU: `launch run` as it is, with a small trainer in the place of torchrun, and a preflight that has nothing to say.
 
     python stand_in.py launch ROOT WORDS [OVERRIDE ...]    a launcher whose receipts lie in ROOT; WORDS: of the trainer
+        FAULT=... in the launcher, see tests/inject.py
         STAND_IN_CHECKS=SECONDS of preflight; STAND_IN_RANKS=N trainers under a real torchrun; STAND_IN_SAYS=FILE that they print
+        STAND_IN_DIFF=FILE with what the checkout differs by, in the place of what it does
         Of several nodes: srun and a torchrun for each, as `launch run` starts them
     python stand_in.py train WORDS                         the trainer: `steps=5 sleep=0.01 ...`, see `train`
 
@@ -10,11 +12,13 @@ What it cannot show: GPUs, NCCL, Megatron. The lines are those of megatron-core 
 
 import json
 import os
+import resource
 import shlex
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -41,6 +45,11 @@ def reading(when: str, step: int, gap: int, **more: object) -> str:
     return "nam_megatron.readings " + json.dumps({"rank": rank, "when": when, "step": step, **bytes_, **more})
 
 
+def of_reading(line: str) -> dict[str, object]:
+    """What the event of it holds beside its head."""
+    return {name: value for name, value in json.loads(line.partition(" ")[2]).items() if name != "rank"}
+
+
 def say(text: str) -> None:
     """In one write, as the trainer does: two ranks share the pipe, and print() ends a line in a second one when unbuffered."""
     sys.stdout.write(f"{text}\n")
@@ -49,10 +58,14 @@ def say(text: str) -> None:
 
 def train(words: dict[str, str]) -> int:
     """steps, sleep (seconds a step), stop (last step printed), code, say (a last line), chat (MiB of noise), deaf, child,
-    touch (a file, once running; of a rank above 0 with its number).
+    touch (a file, once running; of a rank above 0 with its number), silent (no events), full (events do not fit from this step on).
     """
     sys.path[:0] = [str(HERE.parents[2])]
+    from nam_megatron.events import RECORD
     from nam_megatron.runtime.heartbeat import Heart
+
+    if "silent" not in words:
+        RECORD.start(Path(os.environ["NCCL_DEBUG_FILE"]).with_name("plan.json"), os.environ, "megatron")
 
     stopped = []
     if "deaf" in words:
@@ -69,7 +82,9 @@ def train(words: dict[str, str]) -> int:
         "name": "stand-in",
         "expandable": True,
     }
-    say(reading("built", 0, 1 << 30, **device))
+    built = reading("built", 0, 1 << 30, **device)
+    say(built)
+    RECORD.say("built", **of_reading(built))
     heart = Heart()
     if "beat" in words:  # with a heart; rank 1 stops in this step
         run = max(Path(words["root"]).glob("*/receipt.json"), key=lambda f: f.stat().st_mtime).parent
@@ -78,30 +93,50 @@ def train(words: dict[str, str]) -> int:
         heart.step(step - 1)
         if words.get("beat") == str(step) and os.environ.get("RANK") == "1":
             os.kill(os.getpid(), signal.SIGSTOP)
-        say(step_line(step, steps, 9000 if step == 1 else 100 + step))
+        ms = 9000 if step == 1 else 100 + step
+        say(step_line(step, steps, ms))
+        if words.get("full") == str(step):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1))
+        RECORD.say(
+            "step", step=step, of=steps, ms=ms, loss=6.9, grad_norm=1.2, tflops=301.2, skipped=0, nan=0, gauges={}
+        )
         if "touch" in words:
             Path(words["touch"] + os.environ.get("RANK", "0").removeprefix("0")).touch()
         time.sleep(float(words.get("sleep", 0)))
         if stopped:
             say(f"[{now()}] saving checkpoint at iteration {step:7d} to ckpt in torch_dist format")
             say(f"  [{now()}] successfully saved checkpoint from iteration {step:7d} to ckpt [ t 1/1, p 1/1 ]")
-            say(reading("end", step, 1 << 20))
-            return 0
+            for event in ("saving", "saved"):
+                RECORD.say(event, step=step)
+            return end(step, "signal", 0)
     for _ in range(int(words.get("chat", 0))):  # MiB
         print((("x" * 127 + "\n") * 8192), end="", flush=True)
-    say(reading("end", steps, 1 << 20))
+    last = int(words.get("stop", steps))
     for line in Path(os.environ["STAND_IN_SAYS"]).read_text().splitlines() if "STAND_IN_SAYS" in os.environ else ():
         say(line)
     if "say" in words:
         say(words["say"])
-    return int(words.get("code", 0))
+    code = int(words.get("code", 0))
+    return end(last, "error" if code else "done", code)
+
+
+def end(step: int, reason: str, code: int) -> int:
+    from nam_megatron.events import RECORD
+
+    told = reading("end", step, 1 << 20)
+    say(told)
+    RECORD.done = step
+    RECORD.say("memory", **of_reading(told))
+    RECORD.end(reason, code)
+    return code
 
 
 def launch(root: str, trainer: str, overrides: list[str]) -> int:
-    from launch import job, preflight, run
     from launch.context import Context
+    from launch.host import preflight
+    from launch.run import job, run
+    from nam_megatron.compile.lower import translate
     from nam_megatron.errors import Refused
-    from nam_megatron.lower import translate
     from nam_megatron.recipe import load
 
     facts = {
@@ -111,7 +146,7 @@ def launch(root: str, trainer: str, overrides: list[str]) -> int:
     }
 
     def check(context: Context) -> preflight.Report:
-        Path(root, "checking").touch()
+        Path(root).with_name("checking").touch()
         time.sleep(float(context.environ.get("STAND_IN_CHECKS", 0)))
         return preflight.Report([], facts)
 
@@ -133,16 +168,22 @@ def launch(root: str, trainer: str, overrides: list[str]) -> int:
     planned = dict(word.partition("=")[::2] for word in shlex.split(trainer)).get("steps", 5)
     lowering = translate(load("nam56r_smoke", [*storage, f"schedule.train_steps={planned}", *recipe]))
     context = Context(lowering, words, tuple(overrides), os.environ)
+    if diff := os.environ.get("STAND_IN_DIFF"):
+        context.__dict__["source"] = replace(context.source, diff=Path(diff).read_text())
     command = [str(HERE), "train", *shlex.split(trainer), *([f"root={root}"] if "beat=" in trainer else [])]
 
     def start(context: Context, plan: Path, head: str, name: str) -> list[str]:
         if context.cluster.nodes > 1:
             return [*job.torchrun(lowering, words["port"], head, name), *command]
         if ranks := os.environ.get("STAND_IN_RANKS"):  # under a real torchrun
-            torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={words['port']}"]
+            torchrun = ["-m", "nam_megatron.torchrun", f"--nproc-per-node={ranks}", f"--master-port={words['port']}"]
             return [sys.executable, *torchrun, "--master-addr=127.0.0.1", *command]
         return [sys.executable, *command]
 
+    if fault := os.environ.pop("FAULT", None):  # the launcher's own; the trainer stays whole
+        import inject
+
+        inject.planted(fault, Path(root))
     try:
         code = run.run(context, start)
         return 99 if {"torch", "megatron"} & sys.modules.keys() else code  # the launcher needs neither

@@ -4,7 +4,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from launch import bounded
+from launch.host import bounded
 
 
 def test_at_once_ends_what_runs_and_whatever_is_started_meanwhile():

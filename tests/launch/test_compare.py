@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch import __main__ as command
-from launch import compare, receipt, receipts
-from launch.overlay import CACHES
-from launch.redact import Redactor
+from launch.record import compare, receipt, receipts
+from launch.record.redact import Redactor
+from launch.run.overlay import CACHES
 from nam_megatron.errors import Refused
 
 LINEAGE = {"host": "h200_8", "pool": None, "family": "nam56r", "regime": "native_dp; 1 x 8 GPUs"}
@@ -24,6 +24,12 @@ OUTCOME = {
     "figures": {"window": {"median_ms": 2567.0, "tokens_per_s_per_gpu": 25500.0}, "steps": 20},
     "nan_check": True,
 }
+
+
+H200 = {
+    "name": "NVIDIA H200", "bus": "00000000:00:06.0", "memory_mib": 143771.0, "ecc": True, "max_sm_mhz": 1980.0,
+    "power_limit_w": 700.0, "pcie": [5.0, 16.0],
+}  # fmt: skip
 
 
 def made(run="one", end="completed", lineage=LINEAGE, **more):
@@ -44,6 +50,22 @@ def test_equal_runs_have_no_differences():
     assert "== changes the computation: none ==" in text and "== execution only: none ==" in text
     assert "median ms" in text and text.count("2567") == 2
     assert "RUMOR" not in text
+
+
+def test_other_data_at_the_same_path_is_another_computation():
+    def of(run, **more):
+        return made(run, recipe=RECIPE | {"data": {"name": "built", "path": "/set"}}, **more)
+
+    def data(content):
+        return {"data": {"name": "built", "files": {"train.bin": {"sha256": content}}}}
+
+    assert "changes the computation: none" in compare.table([of("one", **data("aa")), of("two", **data("aa"))])
+    rows = dict(compare.differences([of("one", **data("aa")), of("two", **data("bb"))]))
+    assert rows["changes the computation"] == [("data.files.train.bin.sha256", ["aa", "bb"])]
+    text = compare.table([of("one"), of("two", **data("bb")), of("three")])  # two of an older launcher
+    assert "note: whether the data is the same cannot be told: `one` and `three` did not record it" in text
+    assert "changes the computation: none" in text
+    assert "note:" not in compare.table([made("one"), made("two", **data("bb"))])  # random tokens have no hashes
 
 
 @pytest.mark.parametrize("key", compare.LINEAGE)
@@ -81,6 +103,32 @@ def test_another_environment_of_the_training_processes_is_another_regime(name, v
     assert f"environ.{name}" in compare.table(pair, anyway=True)
 
 
+def test_unlike_values_never_read_alike():
+    """Long lists, and texts that part behind what a column shows."""
+    gpus = [{"bus": f"0{n}", "vbios": "96.00.A5.00.01", "name": "NVIDIA H200"} for n in range(8)]
+    other = [*gpus[:7], gpus[7] | {"vbios": "97"}]
+    rows = dict(compare.differences([made("one", host={"gpus": gpus}), made("two", host={"gpus": other})]))
+    assert rows["execution only"] == [("host.gpus.7.vbios", ["96.00.A5.00.01", "97"])]
+    long = "x" * 80
+    assert compare.apart([long + "a", long + "b"]) == ["...xxxxxxxxa", "...xxxxxxxxb"]
+    assert len(set(compare.apart([long + "a" * 70 + "b", long + "a" * 70 + "c", long + "q"]))) == 3
+    assert len(set(compare.apart([1.00000001, 1.00000002]))) == len(set(compare.apart(["1", 1]))) == 2
+
+
+def test_figures_have_a_column_of_their_difference():
+    slow = made("two")
+    slow["outcome"] = {
+        "end": "completed",
+        "figures": {"window": {"median_ms": 2695.35}, "steps": 20},
+        "nan_check": True,
+    }
+    rows = {line.split("  ")[0]: line for line in compare.table([made("one"), slow]).splitlines()}
+    assert rows["median ms"].split()[-2:] == ["+4.99", "%"] or rows["median ms"].split()[-2:] == ["+5.00", "%"]
+    assert not rows["steps"].endswith("%") and "difference" in compare.table([made("one"), slow])
+    three = compare.table([made("one"), slow, made("three")])
+    assert "2 to 1" in three and "3 to 1" in three
+
+
 def test_another_peak_is_another_utilisation():
     pair = [made(run, forecast={"peak_tflops": peak}) for run, peak in (("one", 989.0), ("two", 500.0))]
     with pytest.raises(Refused, match="MFU is measured by different peaks: `989` and `500` TFLOP/s"):
@@ -88,12 +136,54 @@ def test_another_peak_is_another_utilisation():
 
 
 def test_marks_of_two_folders_say_nothing_of_each_other():
-    pair = [
-        made(run, lineage=LINEAGE | {"pool": "p"}, box=BOX | {"salt": salt},
-             environ=Redactor({}, salt=salt).environ({"LD_LIBRARY_PATH": "/opt/a", "TRITON_CACHE_DIR": f"/x/{salt}"}))
-        for run, salt in (("one", "a"), ("two", "b"))
-    ]  # fmt: skip
-    assert "RUMOR" not in compare.table(pair)
+    """LD_PRELOAD of another library stood beside none, and both were `<set>`."""
+
+    def pair(**environ):
+        return [
+            made(run, lineage=LINEAGE | {"pool": "p"}, box=BOX | {"salt": salt}, host={"gpus": [H200], "driver": "580"},
+                 environ=Redactor({}, salt=salt).environ({"OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": f"/x/{salt}", **environ}))
+            for run, salt in (("one", "a"), ("two", "b"))
+        ]  # fmt: skip
+
+    assert refusals(*pair()) == []
+    assert refusals(*pair(LD_PRELOAD="/opt/a.so")) == [
+        "whether the training processes had the same `LD_PRELOAD` cannot be told"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"name": "NVIDIA H100 80GB HBM3"}, "name"),
+        ({"memory_mib": 81559.0}, "memory"),
+        ({"power_limit_w": 500.0}, "power limit"),
+        ({"power_limit_w": None}, "power limit"),
+        ({"max_sm_mhz": 1755.0}, "highest clock"),
+        ({"ecc": False}, "ECC"),
+        ({"pcie": [4.0, 16.0]}, "PCIe"),
+    ],
+)
+@pytest.mark.parametrize("pool", ["rack7", None])
+def test_other_gpus_are_refused_in_a_pool_and_on_one_host(pool, change, what):
+    def of(run, gpu, driver="580"):
+        return made(run, lineage=LINEAGE | {"pool": pool}, host={"gpus": [gpu] * 8, "driver": driver})
+
+    assert refusals(of("one", H200), of("two", {**H200, "bus": "00000000:00:07.0"})) == []
+    (said,) = refusals(of("one", H200), of("two", H200 | change))
+    assert said.startswith(f"the GPUs' {what} differs: ")
+    assert refusals(of("one", H200), of("two", H200, "590")) == ["the GPUs' driver differs: `580` and `590`"]
+
+
+def test_a_diagnostic_run_is_not_compared_with_one_that_is_none():
+    one, two = made("one"), made("two", job={"diagnostic": "half the links are down"})
+    assert refusals(one, two) == ["a diagnostic beside what is none: `-` and `half the links are down`"]
+    assert refusals(two, {**two, "run": "three"}) == []
+
+
+def test_what_was_waived_stands_beside_the_figures():
+    idle = [{"name": "idle", "level": "waived", "message": "..."}, {"name": "torch", "level": "ok", "message": "..."}]
+    rows = dict(compare.figures([made("one"), made("two", findings=idle)]))
+    assert rows["waived in the checks"] == ["-", "idle", ""]
 
 
 @pytest.mark.parametrize("name", [*CACHES, "NVIDIA_VISIBLE_DEVICES"])
@@ -162,8 +252,10 @@ def test_one_box_or_one_pool_is_compared_and_nothing_else():
     assert refusals(one, made("two", box=BOX | {"host": "cc"})) == []  # a container's name changes, its GPUs do not
     assert refusals(one, two) == ["2 hosts: `0123456789abcdef` and `ffffffffffffffff`"]
     pooled = [made(name, box={"gpus": name}, lineage=LINEAGE | {"pool": "rack7"}) for name in ("a", "b", "c")]
+    assert refusals(*pooled) == ["the GPUs of `a`, `b` and `c` are not recorded"]
+    pooled = [{**one, "host": {"gpus": [H200]}} for one in pooled]
     assert refusals(*pooled) == []
-    assert refusals(pooled[0], one) == ["2 hosts: `a` and `0123456789abcdef`"]
+    assert refusals(pooled[0], {**one, "host": pooled[0]["host"]}) == ["2 hosts: `a` and `0123456789abcdef`"]
     older = made("older", schema=receipt.FIRST, box=None)
     assert refusals(one, older) == ["no host is recorded in `older`"]
     assert "RUMOR" in compare.table([one, older], anyway=True)

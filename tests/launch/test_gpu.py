@@ -7,7 +7,7 @@ from hosts import FIXTURES, process, smi
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch import gpu
+from launch.host import gpu
 from nam_megatron.recipe import load
 
 DEVICE = load("nam56r_smoke").device

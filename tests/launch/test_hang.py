@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_run import Launcher, appears, gone
 
-from launch import hang, receipt
+from launch.record import receipt
+from launch.run import hang
 
 SLEEP, SPIN = "import time; time.sleep(60)", "while True: pass"
 
@@ -36,6 +37,7 @@ def ranks(tmp_path):
                 "phase": "step",
                 "step": 5,
                 "micro": 40,
+                "nth": 5,
             }
             beat |= {"spent": 0.1, "at": time.time()} | (with_ or {}).get(rank, {})
             (tmp_path / hang.FOLDER / str(rank)).write_text(json.dumps(beat))
@@ -73,7 +75,7 @@ def test_ranks_that_do_not_meet(ranks, tmp_path):
 
 
 def test_autotuning_is_told_by_the_processor_time(ranks, tmp_path):
-    first = {"step": 1, "micro": 1}
+    first = {"step": 101, "micro": 1, "nth": 1}  # of a run that goes on from a checkpoint
     ranks(SPIN, SLEEP, with_={0: first, 1: first})
     said = found(tmp_path, 2)
     assert said.kind == "compile" and said.ranks == (0,)
@@ -128,7 +130,7 @@ def test_a_steady_skew_names_the_slow_rank(ranks, tmp_path):
 
 @pytest.mark.parametrize("spent", [{}, {0: 0.1}, {0: 0.1, 1: 0.11, 2: 0.1}, {0: None, 1: None}])
 def test_no_skew_is_found_where_there_is_none(spent):
-    beats = {r: hang.Beat(r, "h", 1, "step", 9, 9, v, 1.0) for r, v in spent.items()}
+    beats = {r: hang.Beat(r, "h", 1, "step", 9, 9, v, 1.0, 9) for r, v in spent.items()}
     assert hang.skew(beats) is None
 
 
@@ -173,6 +175,7 @@ def test_a_run_that_only_takes_long_is_not_ended_and_one_that_hangs_is_as_often_
             "micro": micro,
             "spent": None,
             "at": 1.0,
+            "nth": 1,
         }
         (tmp_path / hang.FOLDER / f".{rank}").write_text(json.dumps(said))
         (tmp_path / hang.FOLDER / f".{rank}").replace(tmp_path / hang.FOLDER / str(rank))
@@ -203,7 +206,7 @@ def test_inspect_shows_the_beats_of_a_live_run(tmp_path):
     launcher = Launcher.start(tmp_path / "receipts", f"steps=60 sleep=0.2 beat=99 touch={tmp_path}/running")
     appears(tmp_path / "running")
     time.sleep(1)
-    from launch import inspect
+    from launch.run import inspect
 
     (folder,) = receipt.folders(tmp_path / "receipts")
     text = "\n".join(inspect.report(folder, receipt.read(folder), 1))

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch import host
-from launch.process import Process
+from launch.host import linux
+from launch.run.process import Process
 
 SLEEP = "import time; print(flush=True); time.sleep(60)"
 
@@ -39,19 +39,20 @@ def child():
     ("said", "level"), [("0\n", "ok"), ("1\n", "fail"), ("2", "fail"), (None, "fail"), ("", "fail"), ("x", "fail")]
 )
 def test_numa(said, level):
-    assert host.numa(said).level == level
+    assert linux.numa(said).level == level
 
 
 @pytest.mark.parametrize(
     "word",
     [
-        "nam_megatron.train", "torch.distributed.run", "torch.distributed.launch", "torchrun", "/usr/bin/torchrun", "/w/pretrain_gpt.py",
+        "nam_megatron.train", "nam_megatron.torchrun", "torch.distributed.run",
+        "torch.distributed.launch", "torchrun", "/usr/bin/torchrun", "/w/pretrain_gpt.py",
         "finetune_gpt.py", "megatron.training.x",
     ],
 )  # fmt: skip
 def test_training_that_runs_is_named_and_lives_on(child, word):
     process = child(word)
-    found = host.stale(host.processes(), os.getpid())
+    found = linux.stale(linux.processes(), os.getpid())
     assert found.level == "fail" and f"PID {process.pid} ({word.rsplit('/', 1)[-1]})" in found.message
     assert process.poll() is None
 
@@ -59,18 +60,18 @@ def test_training_that_runs_is_named_and_lives_on(child, word):
 def test_ones_own_launcher_is_not_stale(child):
     """A check that a training's launcher started looks at everybody but that line."""
     running = [
-        host.Process(10, 1, ("torchrun",)),
-        host.Process(11, 10, ("sh",)),
-        host.Process(12, 11, ("python", "-m", "launch")),
+        linux.Process(10, 1, ("torchrun",)),
+        linux.Process(11, 10, ("sh",)),
+        linux.Process(12, 11, ("python", "-m", "launch")),
     ]
-    assert host.stale(running, 12).level == "ok" and host.stale(running[:1], 12).level == "fail"
+    assert linux.stale(running, 12).level == "ok" and linux.stale(running[:1], 12).level == "fail"
     process = child("torch.distributed.run")
-    assert {process.pid, os.getpid()} <= host.ancestors(host.processes(), process.pid)
+    assert {process.pid, os.getpid()} <= linux.ancestors(linux.processes(), process.pid)
 
 
 def test_a_word_within_a_word_is_no_training(child):
     process = child("--note=nam_megatron.train", "nam_megatron.trainer")
-    assert f"PID {process.pid} " not in host.stale(host.processes(), os.getpid()).message
+    assert f"PID {process.pid} " not in linux.stale(linux.processes(), os.getpid()).message
 
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
@@ -82,22 +83,22 @@ def test_who_holds_the_port_is_named(family):
             assert family == socket.AF_INET6, "IPv4 is everywhere"
             return
         port = listener.getsockname()[1]
-        assert host.port_free(port).level == "ok"  # bound is not yet listening
+        assert linux.port_free(port).level == "ok"  # bound is not yet listening
         listener.listen()
-        found = host.port_free(port)
+        found = linux.port_free(port)
         assert found.level == "fail" and f"port {port} is in use by PID {os.getpid()}" in found.message
-    assert host.port_free(port).level == "ok"
+    assert linux.port_free(port).level == "ok"
 
 
 def test_a_connection_is_no_listener():
     head = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
     row = "   0: 0100007F:733C 0100007F:A1B2 {} 00000000:00000000 00:00000000 00000000     0        0 4242 1 0\n"
-    assert host.listening(head + row.format("0A"), 29500) == {"4242"}
-    assert host.listening(head + row.format("01"), 29500) == set() == host.listening(head + row.format("0A"), 29501)
+    assert linux.listening(head + row.format("0A"), 29500) == {"4242"}
+    assert linux.listening(head + row.format("01"), 29500) == set() == linux.listening(head + row.format("0A"), 29501)
 
 
 def test_a_host_whose_sockets_cannot_be_read(tmp_path):
-    assert "cannot be read" in host.port_free(29500, tmp_path).message
+    assert "cannot be read" in linux.port_free(29500, tmp_path).message
 
 
 def test_infiniband_ports(tmp_path):
@@ -106,11 +107,11 @@ def test_infiniband_ports(tmp_path):
         port.mkdir(parents=True)
         (port / "state").write_text(state + "\n")
         (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
-    ports = host.infiniband(tmp_path)
+    ports = linux.infiniband(tmp_path)
     assert ports["mlx5_1/1"] == {"state": "1: DOWN", "rate": "400 Gb/sec (4X NDR)", "link_layer": "unknown"}
-    assert host.network(ports, 2).level == "ok" and host.network(ports, 2).message.startswith("1 of 2")
+    assert linux.network(ports, 2).level == "ok" and linux.network(ports, 2).message.startswith("1 of 2")
     down = {"mlx5_1/1": ports["mlx5_1/1"]}
-    assert (host.network(down, 2).level, host.network(down, 1).level, host.network({}, 1).level) == (
+    assert (linux.network(down, 2).level, linux.network(down, 1).level, linux.network({}, 1).level) == (
         "fail",
         "note",
         "note",
@@ -118,7 +119,7 @@ def test_infiniband_ports(tmp_path):
 
 
 def test_facts_carry_no_name_of_this_host():
-    known = host.facts()
+    known = linux.facts()
     assert known["cpus"] and known["memory_gib"] > 0
     assert socket.gethostname() not in str(known) and "-" not in known["kernel"]
 
@@ -128,7 +129,7 @@ HEX = st.sampled_from(["0100007F:733C", "00000000:733C", ":733C", "0A", "01", ""
 
 @given(st.lists(st.lists(HEX, max_size=12).map(" ".join), max_size=5).map("\n".join) | st.text(), st.integers(1, 65535))
 def test_no_socket_table_ends_in_a_traceback(table, port):
-    host.listening(table, port)
+    linux.listening(table, port)
 
 
 XIDS = """[   12.0] nvidia: loading
@@ -148,7 +149,7 @@ XIDS = """[   12.0] nvidia: loading
     ],
 )
 def test_errors_of_gpus_in_the_kernels_log(said, level, message):
-    found = host.xid(said)
+    found = linux.xid(said)
     assert found.level == level and message in found.message
 
 
@@ -167,7 +168,7 @@ INFINITE = resource.RLIM_INFINITY
     ],
 )
 def test_limits_of_a_process(nodes, files, locked, expected):
-    found = list(host.limits(nodes, files, locked))
+    found = list(linux.limits(nodes, files, locked))
     assert [f.level for f in found] == [level for level, _ in expected]
     assert all(f.message.startswith(message) for f, (_, message) in zip(found, expected, strict=True))
 
@@ -186,10 +187,10 @@ def test_the_ranks_get_all_open_files_that_are_allowed(tmp_path):
 
 
 def test_shared_memory(tmp_path, monkeypatch):
-    assert host.shm(8, tmp_path / "none").level == "fail"
+    assert linux.shm(8, tmp_path / "none").level == "fail"
     for free, level in ((64 << 20, "fail"), (8 << 30, "ok")):  # a container's 64 MiB
-        monkeypatch.setattr(host.os, "statvfs", lambda _, f=free: SimpleNamespace(f_bavail=f >> 12, f_frsize=4096))
-        assert host.shm(8).level == level
+        monkeypatch.setattr(linux.os, "statvfs", lambda _, f=free: SimpleNamespace(f_bavail=f >> 12, f_frsize=4096))
+        assert linux.shm(8).level == level
 
 
 def test_a_lock_that_a_killed_compiler_left_is_named(tmp_path):
@@ -208,10 +209,10 @@ def test_a_lock_that_a_killed_compiler_left_is_named(tmp_path):
             for name, value in environ.items():
                 patch.setenv(name, value)
             folder = cpp_extension._get_build_directory("share_storage_ext", verbose=False)
-        assert host.compiling(environ).level == "ok"
+        assert linux.compiling(environ).level == "ok"
         baton = FileBaton(f"{folder}/lock")
         assert baton.try_acquire()
-        found = host.compiling(environ)
+        found = linux.compiling(environ)
         assert found.level == "fail" and f"`{folder}/lock`" in found.message
         baton.release()
 
@@ -227,9 +228,9 @@ def test_a_lock_that_a_killed_compiler_left_is_named(tmp_path):
     ],
 )
 def test_a_clock_that_nobody_synchronises(nodes, state, level):
-    assert host.clock(nodes, state).level == level
+    assert linux.clock(nodes, state).level == level
 
 
 def test_this_machines_clock_can_be_read():
-    returned, status, error = host._adjtimex()
+    returned, status, error = linux._adjtimex()
     assert -1 <= returned <= 5 and 0 <= status < 1 << 16 and error >= 0

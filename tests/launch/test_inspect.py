@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 from hosts import nvidia_smi, process, program, smi
 
-from launch import inspect, receipt
-from launch.redact import Redactor
+from launch.record import receipt
+from launch.record.redact import Redactor
+from launch.run import inspect
+from nam_megatron import events
 from nam_megatron.errors import Refused
 
 SLEEP = "import time; print(flush=True); time.sleep(60)"
@@ -165,6 +167,24 @@ def test_a_dead_run_is_read_from_its_log(run):
     assert "none on this host" in text and "stacks:" not in text and "line 1: rank 0" in text and "tried 2.00" in text
 
 
+def test_out_of_memory_is_read_from_the_events(run):
+    """What the log says of it may be another run's; what only a library knows stands there alone."""
+    log = "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 5.00 GiB. x\n"
+    (run / receipt.LOG).write_text(log)
+    record = events.Record()
+    record.open(run, "mine", 1)
+    record.say("start", world=2)
+    assert next(inspect.errors(run, "mine")) == "no rank says so; by the log:" and "rank 3" in "".join(
+        inspect.errors(run, "mine")
+    )
+    text = "CUDA out of memory. Tried to allocate 2.00 GiB"
+    record.done = 4
+    record.end("out of memory", 1, phase="backward", layer="layer 5 (moe): decoder.layers.4 (A)", error=text)
+    first, *rest = inspect.errors(run, "mine")
+    assert first == "rank 1, backward of layer 5 (moe): decoder.layers.4 (A), after step 4: activation"
+    assert rest[0] == "  GiB: tried 2.00"
+
+
 def test_a_long_log_is_not_held_in_memory(run):
     """460 MB took 1.2 GB. Here one of 40 MB, with an error at its end, and a line that never ends."""
     with open(run / "log.txt", "w") as log:
@@ -173,7 +193,7 @@ def test_a_long_log_is_not_held_in_memory(run):
             log.write("y" * 127 + "\n")
         log.write("[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\n")
     tracemalloc.start()
-    text = "\n".join(inspect.errors(run / "log.txt"))
+    text = "\n".join(inspect.errors(run, None))
     assert tracemalloc.get_traced_memory()[1] < 16 << 20
     tracemalloc.stop()
     assert "rank 3" in text

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from launch import patch
+from launch.host import patch
 
 TESTS = Path(__file__).parents[1] / "gpu" / "test_mla_rope_patch.py"
 

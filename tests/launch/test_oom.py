@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch import oom, patch
+from launch.host import patches
+from launch.record import oom
 
 SEE = (
     "If reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  "
@@ -129,7 +130,7 @@ def test_kind_and_phase(error, calls, kind, phase):
 
 
 def test_the_names_by_which_phases_are_told_are_megatrons(queue):
-    root = patch.installed(queue)
+    root = patches.installed(queue)
     for file, name in {*FORWARD[:2], *BACKWARD[:2], *OPTIMIZER[:3], *SETUP[:1], *GRAPHS[:2]}:
         assert re.search(rf"def {name}\b", (root / file).read_text()), f"{name} in {file}"
 

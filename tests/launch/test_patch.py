@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch import patch
-from launch.tree import tree_hash
+from launch.host import patch, patches
+from launch.record.tree import tree_hash
 from launch.words import parse
 from nam_megatron.errors import Refused
 from nam_megatron.targets import current
@@ -30,14 +30,14 @@ def git(where: Path, *words: str) -> str:
 
 
 def test_every_queue_is_whole_and_megatrons_is_for_the_pin():
-    assert [p for q in patch.queues() for p in patch.objections(q)] == []
-    assert [q.version for q in patch.queues() if q.project == "megatron-core"] == [current().pin]
+    assert [p for q in patches.queues() for p in patches.objections(q)] == []
+    assert [q.version for q in patches.queues() if q.project == "megatron-core"] == [current().pin]
 
 
 def test_each_trailers_test_exists():
-    for queue in patch.queues():
+    for queue in patches.queues():
         for name in queue.series:
-            assert (REPO / patch.trailers((queue.folder / name).read_text())["Test"]).is_file()
+            assert (REPO / patches.trailers((queue.folder / name).read_text())["Test"]).is_file()
 
 
 def test_apply_is_proven_by_gits_own_hash(queue, unpacked):
@@ -55,7 +55,7 @@ def test_apply_is_proven_by_gits_own_hash(queue, unpacked):
 
 
 @pytest.fixture
-def large(tmp_path) -> tuple[patch.Queue, Path]:
+def large(tmp_path) -> tuple[patches.Queue, Path]:
     """A queue that changes six files, adds two and takes one away; and a pristine tree."""
     repo, pristine, folder = tmp_path / "repo", tmp_path / "pristine", tmp_path / "queue" / "thing" / "1.0"
     (repo / "thing" / "inner").mkdir(parents=True)
@@ -75,9 +75,9 @@ def large(tmp_path) -> tuple[patch.Queue, Path]:
     git(repo, "add", "--all")
     git(repo, "commit", "-qm", "Change much\n\nReason: r\nUpstream: none\nDrop-when: never\nTest: t")
     (folder / "series").touch()
-    blank = patch.Queue(folder, "thing", "1.0", ("thing",), "thing==1.0", tree_hash(pristine, "thing"), "", ())
+    blank = patches.Queue(folder, "thing", "1.0", ("thing",), "thing==1.0", tree_hash(pristine, "thing"), "", ())
     patch.export(blank, repo)
-    return patch.read(folder), pristine
+    return patches.read(folder), pristine
 
 
 CALLS = ("os.replace", "os.unlink", "os.mkdir", "os.fsync", "os.rmdir")
@@ -178,10 +178,10 @@ def test_what_others_install_beside_it_is_not_the_projects(queue, unpacked):
 
 def test_the_installed_one_is_found_where_others_share_its_namespace(queue, tmp_path, monkeypatch):
     (tmp_path / "megatron/bridge").mkdir(parents=True)
-    there = patch.installed(queue)
+    there = patches.installed(queue)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "megatron", raising=False)
-    assert patch.installed(queue) == there
+    assert patches.installed(queue) == there
 
 
 def test_a_patch_that_does_not_fit_shows_gits_words_and_changes_nothing(queue, unpacked):
@@ -203,7 +203,7 @@ def test_export_gives_back_what_was_applied_and_what_was_added(queue, unpacked, 
     mine = replace(queue, folder=tmp_path / "megatron-core" / "0.19.2")
     mine.folder.mkdir(parents=True)
     patch.export(mine, unpacked)
-    again = patch.read(mine.folder)
+    again = patches.read(mine.folder)
     assert (again.series, again.before, again.after) == (queue.series, queue.before, queue.after)
     (unpacked / "megatron/core/new.py").write_text("x = 1\n")
     git(unpacked, "add", "megatron/core/new.py")
@@ -212,12 +212,15 @@ def test_export_gives_back_what_was_applied_and_what_was_added(queue, unpacked, 
         patch.export(mine, unpacked)
     git(unpacked, "commit", "-q", "--amend", "-m", "Add x\n\nReason: r\nUpstream: none\nDrop-when: never\nTest: t")
     patch.export(mine, unpacked)
-    assert len(patch.read(mine.folder).series) == 2 and tree_hash(unpacked, "megatron") == patch.read(mine.folder).after
+    assert (
+        len(patches.read(mine.folder).series) == 2
+        and tree_hash(unpacked, "megatron") == patches.read(mine.folder).after
+    )
 
 
 def test_a_stray_patch_and_a_missing_one_are_named(queue, tmp_path):
     (tmp_path / "stray.patch").write_text("")
-    found = [p.message for p in patch.objections(replace(queue, folder=tmp_path))]
+    found = [p.message for p in patches.objections(replace(queue, folder=tmp_path))]
     assert any("stray.patch` is in the folder and not in series" in m for m in found)
     assert any(m.endswith("is in series and not in the folder") for m in found)
 
@@ -228,7 +231,7 @@ def test_a_pin_names_folders(queue, tmp_path, packages):
     pin = tmp_path / "0.19.2" / "pin.toml"
     pin.write_text(re.sub(r"packages = .*", f"packages = {packages}", pin.read_text()))
     with pytest.raises(Refused, match="`packages` is no list of folders"):
-        patch.read(pin.parent)
+        patches.read(pin.parent)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +240,15 @@ def test_a_pin_names_folders(queue, tmp_path, packages):
         (("patch", "verify"), 1, "megatron-core 0.19.2: pristine"),
         (("patch", "verify"), 1, "hint: `python -m launch patch apply megatron-core` patches it"),
         (("patch", "--help"), 0, "python -m launch patch export PROJECT onto=DIR"),
-        (("patch", "aply"), 2, "`patch` takes apply, verify or export"),
+        (("patch", "aply"), 2, "`patch` takes list, apply, verify or export"),
+        (("patch", "list"), 0, "group_order: mend, both trainers, when before Megatron initialises"),
+        (
+            ("patch", "list"),
+            0,
+            "0001-Mask-heads-past-the-last-one-in-the-fused-MLA-RoPE-k: patch of megatron-core 0.19.2",
+        ),
+        (("patch", "list", "format=html"), 2, "`format` is text or markdown, not `html`"),
+        (("patch", "list", "torch"), 2, "no patches for `torch`"),
         (("patch", "apply", "torch"), 2, "no patches for `torch`"),
         (("patch", "apply", "ont=x"), 2, "did you mean `onto`?"),
         (("patch", "verify", "onto=/nowhere"), 2, "`/nowhere` is no folder"),

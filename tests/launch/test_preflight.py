@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 from hosts import FIXTURES, nvidia_smi, process, program, smi
 
-from launch import finding, preflight, stack
+from launch import finding
 from launch.context import Context
-from nam_megatron.lower import translate
+from launch.host import preflight, stack
+from nam_megatron.compile.lower import translate
 from nam_megatron.recipe import load
 
 REPO = Path(__file__).parents[2]
@@ -31,7 +32,7 @@ HERE = ("lock", "extensions", "root-volume", "git", "numa", "xid", "limits", "sh
 def context(tmp_path, monkeypatch):
     """A context of a smoke run on 4 GPUs whose folders are there; its programs are those of tmp_path/bin. Imports are test_stack's."""
     monkeypatch.setattr(stack, "probe", lambda lock, environ: {"torch": {"torch": "2.11.0", "cuda": lock.torch_cuda}})
-    monkeypatch.setattr(preflight.host, "processes", lambda: [])  # other tests train beside this one
+    monkeypatch.setattr(preflight.linux, "processes", lambda: [])  # other tests train beside this one
     for name in ("durable", "scratch"):
         (tmp_path / name).mkdir()
     given = [f"cluster.storage.{n}={tmp_path / n}" for n in ("durable", "scratch", "receipts")]
@@ -88,6 +89,13 @@ def test_a_bad_host_shows_all_that_is_wrong_at_once(context, tmp_path):
     assert failures(report) == {"topology", "ecc", "idle", "storage"}
 
 
+def test_data_that_would_be_looked_through_for_ever_fails(context, tmp_path):
+    words = ("data=indexed", f"data.path={tmp_path}/durable/a", "data.tokenizer=t")
+    report = preflight.Report(*preflight.intent(context(*words)))
+    assert [f.message for f in report.findings if f.name == "data"] == [f"`{tmp_path}/durable/a.idx` is not there"]
+    assert not [f for f in preflight.intent(context())[0] if f.name == "data"]
+
+
 @pytest.mark.parametrize(
     "script",
     [
@@ -125,20 +133,20 @@ def test_waivers_are_by_name_and_stand_beside_what_they_waive(context, tmp_path)
 
 
 ASKED = [
-    "gpu.findings", "topology.fabric", "topology.findings", "topology.counted", "host.numa", "host.stale", "host.port_free", "host.network",
-    "host.xid", "host.limits", "host.shm", "host.clock", "host.compiling", "storage.findings", "storage.environment", "storage.space",
-    "source.findings", "job.findings", "overlay.findings", "stack.findings", "stack.megatron",
+    "gpu.findings", "topology.fabric", "topology.findings", "topology.counted", "linux.numa", "linux.stale", "linux.port_free",
+    "linux.network", "linux.xid", "linux.limits", "linux.shm", "linux.clock", "linux.compiling", "storage.findings",
+    "storage.environment", "storage.space", "source.findings", "job.findings", "overlay.findings", "stack.findings", "stack.megatron",
 ]  # fmt: skip
 
 
 def test_what_each_look_finds_is_said(context, tmp_path, monkeypatch):
     healthy(tmp_path)
     monkeypatch.setattr(stack, "probed", lambda *_: {"active": {"0": 18}})
-    monkeypatch.setattr(preflight.host, "kernel_log", lambda _: "")
+    monkeypatch.setattr(preflight.linux, "kernel_log", lambda _: "")
     for name in ASKED:
         module, function = name.split(".")
         found = finding.Finding("idle", "fail", name)
-        many = "findings" in name or name in ("topology.fabric", "topology.counted", "host.limits")
+        many = "findings" in name or name in ("topology.fabric", "topology.counted", "linux.limits")
         said = [found] if many else (found, "pristine") if name == "stack.megatron" else found
         monkeypatch.setattr(getattr(preflight, module), function, lambda *_, said=said: said)
     assert {f.message for f in preflight.check(context()).findings} >= {*ASKED}

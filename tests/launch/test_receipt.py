@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from test_run import Launcher
 
-from launch import compare, outcome, receipt, receipts, signature
-from launch.redact import Redactor
+from launch.record import compare, outcome, receipt, receipts, signature
+from launch.record.redact import Redactor
 from nam_megatron.errors import Refused
 
 
@@ -102,6 +102,7 @@ ATTACKS = {
         lambda a, b: rehashed(sorted(a.parent.glob("*-z-*"))[0], words=["other"]), "is not the receipt that was sealed last",
     ),
     "taken out of the chain": (lambda a, b: rehashed(b, chain=None), "has no place in a chain"),
+    "a pipe": (lambda a, b: ((a / receipt.FILE).unlink(), os.mkfifo(a / receipt.FILE)), "is a pipe, and no file"),
     "log behind a pipe": (lambda a, b: (change(a, receipt.LOG), (a / receipt.LOG).unlink(), os.mkfifo(a / receipt.LOG)), "`log.txt` of"),
     "a device among its files": (lambda a, b: rehashed(a, files={"/dev/zero": "0" * 64}), "`/dev/zero` of"),
     "another's log among its files": (
@@ -119,14 +120,14 @@ def test_a_run_whose_folder_went_away_is_a_refusal(root):
     shutil.rmtree(made.folder)
     with pytest.raises(Refused, match="cannot write to"):
         made.seal("completed", {})
-    assert receipt.seal_lost(root, outcome.of_log) == []
+    assert receipt.seal_lost(root, outcome.of_run) == []
 
 
 def test_a_lost_run_whose_log_is_a_pipe_is_sealed(root):
     made = opened(root)
     os.mkfifo(made.folder / receipt.LOG)
     os.close(made._lock)
-    assert receipt.seal_lost(root, outcome.of_log) == [made.content["run"]]
+    assert receipt.seal_lost(root, outcome.of_run) == [made.content["run"]]
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
@@ -148,18 +149,64 @@ def test_receipts_from_another_folder_are_read_without_its_chain(root, tmp_path,
         shutil.copytree(folder, home / folder.name)
         (home / folder.name / receipt.LOG).unlink()  # published without it
     code, out = listed(home, capsys)
-    assert code == 0 and "note: receipt 2 of 3 not here (another folder's chain" in out
+    assert code == 1 and "MISSING: receipt 2 of 3 not here (chain" in out
+    code, out = listed(home, capsys, gaps="allowed")
+    assert code == 0 and "note: receipt 2 of 3 not here (chain" in out
     shutil.copytree(second, home / second.name)
     rehashed(home / second.name, words=["other"])
     code, out = listed(home, capsys)
     assert code == 1 and "does not follow" in out
 
 
+@pytest.mark.parametrize("later", [False, True])
+def test_a_removed_receipt_is_missed_without_the_chain_too(root, capsys, later):
+    """`rm -r RUN; rm .chain` made a note of it, with 0."""
+    first, second, _ = (run(root, name) for name in "xyz")
+    shutil.rmtree(second)
+    (root / receipt.CHAIN).unlink()
+    if later:
+        run(root, "later")  # it begins a new chain, as if the others were another folder's
+    code, out = listed(root, capsys)
+    assert code == 1 and "MISSING: receipt 2 of 3 not here" in out, first
+
+
+def test_a_chain_that_was_rolled_back_is_shown_by_a_seal_that_was_kept(root, capsys):
+    run(root)
+    before = (root / receipt.CHAIN).read_text()
+    last = run(root, "y")
+    seal = receipt.read(last)["seal"]
+    receipts.command([str(root)], {})
+    assert f"the newest seal is {seal[:12]}:" in capsys.readouterr().err
+    assert listed(root, capsys, head=seal[:12])[0] == 0
+    shutil.rmtree(last)
+    (root / receipt.CHAIN).write_text(before)
+    assert listed(root, capsys)[0] == 0, "which nothing in the folder can show"
+    code, out = listed(root, capsys, head=seal[:12])
+    assert code == 1 and f"MISSING: no receipt here has the seal `{seal[:12]}`" in out
+    with pytest.raises(Refused, match="`head` is 12 digits"):
+        receipts.command([str(root)], {"head": ""})
+
+
+def test_a_foreign_receipt_moves_no_cursor(root, capsys):
+    folder = run(root)
+    rehashed(folder, lineage={"host": "a\x1b[2J\nDAMAGED: b", "family": "f", "regime": "r"})
+    receipts.command([str(root)], {})
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and not any(line.startswith("DAMAGED: b") for line in out.splitlines())
+
+
+def test_a_number_of_hundreds_of_digits_is_no_figure(root):
+    folder = run(root)
+    rehashed(folder, outcome={"end": "completed", "figures": {"steps": 10**400}})
+    with pytest.raises(Refused, match="a number of 401 digits stands in it"):
+        receipt.read(folder)
+
+
 def test_an_open_receipt_that_was_edited_is_not_sealed_with_what_it_says(root, capsys):
     made = opened(root, job={"tokens_per_step": 1})
     os.close(made._lock)
     edit(made.folder, job={"tokens_per_step": 10**9})
-    assert receipt.seal_lost(root, outcome.of_log) == []
+    assert receipt.seal_lost(root, outcome.of_run) == []
     code, out = listed(root, capsys)
     assert code == 1 and "was changed" in out
 
@@ -299,7 +346,7 @@ def test_no_lock_stays_open_in_the_launcher(root):
     os.close(lost._lock)
     assert [receipt.held(made.folder, made.content) for made in (live, lost)] == [True, False]
     assert receipt.held(live.folder, live.content | {"lock": 1}) is None
-    assert receipt.seal_lost(root, outcome.of_log) == [lost.content["run"]]
+    assert receipt.seal_lost(root, outcome.of_run) == [lost.content["run"]]
     with pytest.raises(Refused, match="was changed"):
         edit(live.folder, opened="1999")
         live.record(words=["x"])
@@ -344,7 +391,7 @@ def test_a_kill_before_the_first_receipt_leaves_nothing(root):
     left.mkdir(parents=True)
     (left / receipt.LOCK).touch()
     (left / receipt.RESERVE).write_bytes(bytes(1 << 20))
-    assert receipt.seal_lost(root, outcome.of_log) == [] and not left.exists()
+    assert receipt.seal_lost(root, outcome.of_run) == [] and not left.exists()
 
 
 def test_two_launchers_may_tidy_up_at_once(root, monkeypatch):
@@ -359,7 +406,7 @@ def test_two_launchers_may_tidy_up_at_once(root, monkeypatch):
         close(file)
 
     monkeypatch.setattr(os, "close", closed)
-    assert receipt.seal_lost(root, outcome.of_log) == [] and not left.exists()
+    assert receipt.seal_lost(root, outcome.of_run) == [] and not left.exists()
 
 
 def test_receipts_of_version_1_are_read_as_far_as_their_hash_goes(capsys):

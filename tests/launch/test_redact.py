@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from launch import receipt
-from launch.redact import FIGURE, RECORDED, SHORT, Redactor, published, shapeless, telling
+from launch.record import receipt
+from launch.record.redact import FIGURE, RECORDED, SHORT, Redactor, published, shapeless, telling
 
 SECRET_NAMES = st.sampled_from(
     [
@@ -123,6 +123,12 @@ SHAPES = [
     *((f"{word} is ", "x7777777") for word in ("secret", "secret for me", "access_key")),
     ("https://", "me:7@"), ("https://", "7@"), ("s3://", ":7@"),
 ]  # fmt: skip
+
+
+def test_a_host_of_two_letters_is_found_before_a_port():
+    shown = Redactor({}, hosts=("h1",)).text
+    assert shown("--rdzv-endpoint=h1:29500 h1.example:1 on h1") == "--rdzv-endpoint=<host>:29500 <host>:1 on h1"
+    assert shown("sha1:5, ah1:29500, h1b:1") == "sha1:5, ah1:29500, h1b:1"
 
 
 def test_a_host_is_found_with_its_domain_and_without():

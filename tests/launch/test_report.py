@@ -4,6 +4,7 @@ import json
 import math
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 import stand_in
@@ -11,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_compare import BOX, LINEAGE, OUTCOME, TREES
 
-from launch import receipt, report
-from launch.redact import Redactor
+from launch.record import receipt, report, steps
+from launch.record.redact import Redactor
+from nam_megatron import events
 from nam_megatron.errors import Refused
 
+RECEIPTS = Path(__file__).parents[2] / "receipts"
 LAYERS = {"attention": {"count": 2, "numbers": [1, 3]}, "moe": {"count": 2, "numbers": [2, 4]}}
 VOID = {"meta", "rect", "line", "circle", "polyline", "i", "br"}
 
@@ -194,3 +197,50 @@ def test_what_layers_measure_is_drawn_by_layer(root):
     assert [page.count(f">{name}</h2>") for name in ("DSA kept", "M2RNN gain")] == [1, 1]
     assert re.findall(r"<title>(layer \d+)</title></polyline>", page) == ["layer 5", "layer 13", "layer 12"]
     assert ">DSA kept<" not in report.page([report.Run.read(folder)])
+
+
+def test_a_run_with_events_is_drawn_by_them(root):
+    """Whatever its log says; and the page says so where they are not beside the receipt."""
+    made = receipt.open_receipt(root, "x", {"nonce": "mine", "lineage": LINEAGE}, Redactor({}))
+    (made.folder / receipt.LOG).write_text("\n".join(stand_in.step_line(n, 9, 1.0, 9.0) for n in range(1, 9)))
+    record = events.Record()
+    record.open(made.folder, "mine", 0)
+    for n in (1, 2, 3):
+        record.say("step", step=n, of=3, ms=100.0, loss=2.0 + n, grad_norm=1.0, gauges={"M2RNN gain 12": 1.5})
+    record.close()
+    made.seal("completed", OUTCOME)
+    of = report.Run.read(made.folder)
+    assert of.series(steps.LOSS) == [(1, 3.0), (2, 4.0), (3, 5.0)] and of.numbers("M2RNN gain") == [12]
+    (made.folder / events.FILE).unlink()
+    text = report.page([report.Run.read(made.folder)])
+    assert "<code>" not in text and "`events.jsonl` is not beside the receipt, and it is from before" in text
+
+
+def test_what_is_published_is_drawn_by_its_series(root):
+    """The receipt alone: of 1000 steps every fifth and the last, a gauge among them, and of a NaN nothing."""
+    said = steps.Said()
+    for n in range(1, 1001):
+        values = {
+            steps.LOSS: math.nan if n == 6 else 10 / n,
+            steps.TIME: 100.0,
+            "M2RNN gain 12": float(n),
+            "skipped": 0.0,
+        }
+        said.steps[n] = steps.Step(n, 1000, values)
+    made = receipt.open_receipt(
+        root, "x", {"nonce": "mine", "lineage": LINEAGE, "stands": {"layers": LAYERS}}, Redactor({})
+    )
+    made.seal("completed", OUTCOME | {"series": steps.series(said)})
+    of = report.Run.read(made.folder)
+    loss = of.series(steps.LOSS)
+    assert [n for n, _ in loss] == [1, *range(11, 997, 5), 1000] and loss[-1] == (1000, 0.01)
+    assert of.numbers("M2RNN gain") == [12] and len(of.receipt["outcome"]["series"]["step"]) == 201
+    text = report.page([of])
+    assert "<h2>Loss</h2><svg" in text and "is not beside" not in text
+    assert ">*</text></g>" in text and ">* attention 2</span>" in text  # the strip without its colours
+
+
+def test_a_published_receipt_is_drawn_from_nothing_else():
+    (folder,) = [path.parent for path in RECEIPTS.glob("*/receipt.json") if "nam56r_smoke-33a157" in path.parent.name]
+    of = report.Run.read(folder)
+    assert len(of.series(steps.LOSS)) == 10 and "<h2>Loss</h2><svg" in report.page([of])

@@ -1,26 +1,36 @@
 """The whole life of a run, with a stand-in for the trainer: receipts, signals, kills, full disks, two launches at once."""
 
 import contextlib
+import hashlib
+import json
 import os
 import random
 import re
 import resource
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import inject
 import pytest
 import stand_in
 from command import SERVER, _child
 
-from launch import outcome, receipt, receipts
-from launch.redact import Redactor
-from launch.run import ended
+from launch.record import outcome, receipt, receipts
+from launch.record.events import Newest
+from launch.record.redact import Redactor
+from launch.run.run import ended
+from nam_megatron import events
+from nam_megatron.compile.lower import translate
 from nam_megatron.errors import Refused
+from nam_megatron.mends import SAID, Trainer
+from nam_megatron.mends.series import MENDS, needed
+from nam_megatron.recipe import load
 
 TERM = signal.SIGTERM
 
@@ -100,8 +110,10 @@ def root(tmp_path) -> Path:
     return tmp_path / "receipts"
 
 
-def test_a_run_from_the_receipt_to_the_seal(root):
-    launcher = Launcher.start(root, "steps=5", HF_TOKEN="hunter2-is-a-secret", NCCL_IB_HCA="hunter2-is-a-secret")
+def test_a_run_from_the_receipt_to_the_seal(root, tmp_path):
+    (tmp_path / "diff").write_text("+token: hunter2-is-a-secret")
+    secret = dict.fromkeys(("HF_TOKEN", "NCCL_IB_HCA"), "hunter2-is-a-secret")
+    launcher = Launcher.start(root, "steps=5", STAND_IN_DIFF=str(tmp_path / "diff"), **secret)
     assert launcher.wait() == 0, launcher.err
     found = launcher.receipt
     assert (found["state"], found["outcome"]["end"], found["outcome"]["reason"]) == ("sealed", "completed", None)
@@ -115,22 +127,53 @@ def test_a_run_from_the_receipt_to_the_seal(root):
     (rank,) = found["outcome"]["ranks"]
     assert (rank["gpu"], rank["nics"], rank["nccl_agrees"]) == ("GPU0", ["mlx5_0 (PIX)"], None)
     assert found["job"]["command"][2:] == ["train", "steps=5"]
-    assert {"host", "recipe", "source", "patches", "forecast", "findings"} <= found.keys()
+    assert {"host", "recipe", "source", "patches", "mends", "forecast", "findings"} <= found.keys()
+    assert found["mends"] == {
+        mend.name: mend.sha256 for mend in needed(translate(load("nam56r_smoke")).plan, Trainer.MEGATRON)
+    }
+    assert found["outcome"]["mends"] is None, "this trainer installs none and says so"
     (folder,) = receipt.folders(root)
     assert not (folder / receipt.RESERVE).exists()
+    assert {(folder / name).stat().st_mode & 0o777 for name in (receipt.LOG, receipt.DIFF)} == {0o600}
     assert (folder / receipt.LOG).read_text().count(" consumed samples") == 5 == launcher.out.count(" consumed samples")
-    everything = b"".join(f.read_bytes() for f in folder.iterdir() if f.is_file() and f.name != receipt.DIFF)
+    everything = b"".join(f.read_bytes() for f in folder.iterdir() if f.is_file())
     assert b"hunter2" not in everything
     text = (folder / receipt.FILE).read_text()
     assert re.fullmatch("<set [0-9a-f]{8}>", found["environ"]["NCCL_IB_HCA"])
     assert socket.gethostname() not in text and str(root) not in text
 
 
+def test_a_receipt_says_which_data_it_was(root, tmp_path):
+    """By its content, whatever the redaction leaves of names."""
+    words = ["data=indexed", f"data.path={tmp_path}/a", f"data.tokenizer={tmp_path}/t"]
+    tokens, ids = tmp_path / "t" / "tokenizer.json", b"\7\0" * 40
+    tokens.parent.mkdir()
+    tokens.write_text("{}")
+    (tmp_path / "a.bin").write_bytes(ids)
+    head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 4, 5)
+    (tmp_path / "a.idx").write_bytes(head + struct.pack("<4i4q5q", *[10] * 4, 0, 20, 40, 60, *range(5)))
+    launcher = Launcher.start(root, "steps=5", *words, "data.split='100,0,0'")
+    assert launcher.wait() == 0, launcher.err
+    (folder,) = receipt.folders(root)
+    found = receipt.read(folder)["data"]
+    assert found["name"] == "indexed" and {*found["files"]} == {"data.bin", "data.idx", "tokenizer.tokenizer.json"}
+    assert found["files"]["data.bin"] == {"sha256": hashlib.sha256(ids).hexdigest()}
+
+
+def test_the_mends_that_a_trainer_says_stood_are_in_its_outcome(tmp_path):
+    """Names of the series and whole hashes alone, of its events: whoever prints such a line could print anything."""
+    known = MENDS["step_rate"]
+    (tmp_path / receipt.LOG).write_text(f"{SAID}fsdp={'b' * 64}\n")
+    stood = {"step_rate": known.sha256, "hunter2": "a" * 64, "fsdp": "beef"}
+    said_by(tmp_path, {"event": "mends", "stood": stood})
+    assert outcome.of_run(tmp_path, {"nonce": "mine"})["mends"] == {"step_rate": known.sha256}
+
+
 def test_a_killed_launcher_is_lost_and_its_trainer_dies(root):
     mark = f"touch={root.parent}/running"
     launcher = Launcher.start(root, f"steps=50 sleep=0.2 {mark}")
     appears(root.parent / "running")
-    assert receipt.seal_lost(root, outcome.of_log) == []  # it lives
+    assert receipt.seal_lost(root, outcome.of_run) == []  # it lives
     assert launcher.receipt["state"] == "open"
     launcher.signal(signal.SIGKILL)
     launcher.process.join()
@@ -139,12 +182,12 @@ def test_a_killed_launcher_is_lost_and_its_trainer_dies(root):
     found = launcher.receipt
     assert (found["state"], found["outcome"]["end"]) == ("sealed", "lost")
     assert found["outcome"]["figures"]["last_step"] >= 1
-    assert receipt.seal_lost(root, outcome.of_log) == []
+    assert receipt.seal_lost(root, outcome.of_run) == []
 
 
 def test_a_launcher_killed_in_its_checks_has_a_receipt(root):
     launcher = Launcher.start(root, "steps=5", STAND_IN_CHECKS="60")
-    appears(root / "checking")
+    appears(Path(root).with_name("checking"))
     launcher.signal(signal.SIGKILL)
     launcher.process.join()
     second = Launcher.start(root, "steps=5")  # the next command seals it
@@ -153,9 +196,26 @@ def test_a_launcher_killed_in_its_checks_has_a_receipt(root):
     assert sorted(ends) == ["completed", "lost"] and "lost its launcher" in second.err
 
 
+@pytest.mark.parametrize(
+    "fault", inject.drawn([inject.ROOT / "launch/run/run.py", inject.ROOT / "launch/record/receipt.py"], 20, seed=1)
+)
+def test_no_fault_leaves_a_receipt_open_or_false(root, fault):
+    _, bad = inject.tried(root, fault)
+    assert bad is None
+
+
+def test_a_second_signal_in_the_checks_changes_nothing(root):
+    launcher = Launcher.start(root, "steps=5", STAND_IN_CHECKS="60")
+    appears(root.with_name("checking"))
+    for _ in range(3):
+        launcher.signal(TERM)
+    assert launcher.wait() == 1
+    assert launcher.receipt["outcome"]["reason"] == "SIGTERM before the training was started"
+
+
 def test_a_signal_in_the_checks(root):
     launcher = Launcher.start(root, "steps=5", STAND_IN_CHECKS="60")
-    appears(root / "checking")
+    appears(Path(root).with_name("checking"))
     launcher.signal(TERM)
     assert launcher.wait() == 1
     assert launcher.receipt["outcome"]["reason"] == "SIGTERM before the training was started"
@@ -237,43 +297,240 @@ def test_two_launches_do_not_mix(root):
 OOM = "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
 
 
-def end(step: int) -> str:
-    return stand_in.reading("end", step, 0)
+def step(number: int) -> dict:
+    return {
+        "event": "step", "step": number, "of": 5, "ms": 100.0, "loss": 6.9, "grad_norm": 1.2, "tflops": 3.0, "skipped": 0, "nan": 0,
+        "gauges": {},
+    }  # fmt: skip
+
+
+def end(number: int | None, reason: str = "done", code: int = 0, **more) -> dict:
+    return {"event": "end", "reason": reason, "code": code, "step": number, **more}
+
+
+def said_by(folder: Path, *facts: dict, rank: int = 0, nonce: str = "mine") -> None:
+    """Events of a rank, from its start."""
+    record = events.Record()
+    record.open(folder, nonce, rank)
+    for fact in ({"event": "start", "world": 1}, *facts):
+        record.say(**fact)
+    record.close()
+
+
+def ending(folder: Path, code: int, signals: list[str] = [], world: int = 1) -> tuple:  # noqa: B006
+    job = {"train_steps": 5, "log_interval": 1, "stop_every": 4, "world": world, "tokens_per_step": 100}
+    came = outcome.of_run(folder, {"nonce": "mine", "job": job})
+    return tuple(ended(code, came, job, signals))
 
 
 @pytest.mark.parametrize(
     ("said", "code", "signals", "expected"),
     [
-        ([], 0, [], ("interrupted", 1, "the trainer ended without saying at which step")),
-        ([3, end(3)], 0, [], ("interrupted", 1, "the trainer ended at step 3 of 5")),
-        ([5, end(5)], 0, [], ("completed", 0, None)),
-        ([5, end(5)], 0, ["SIGTERM"], ("completed", 0, "SIGTERM came too late to matter")),
-        ([3, end(3)], 0, ["SIGTERM"], ("interrupted", 1, "SIGTERM; torchrun ended with 0")),
-        ([3], -15, ["SIGTERM"], ("interrupted", 1, "SIGTERM; torchrun ended with -15")),
-        ([4, end(4)], 0, [], ("completed", 0, "stopped at step 4 of 5, as `schedule.stop_every` says")),
+        ([], 0, [], ("failed", 1, "torchrun ended with 0, but rank 0 did not say its end in `events.jsonl`")),
+        ([end(None)], 0, [], ("interrupted", 1, "the trainer ended without saying at which step")),
+        ([step(3), end(3)], 0, [], ("interrupted", 1, "the trainer ended at step 3 of 5")),
+        ([step(5), end(5)], 0, [], ("completed", 0, None)),
+        ([step(5), end(5, "signal")], 0, ["SIGTERM"], ("completed", 0, "SIGTERM came too late to matter")),
+        ([step(3), end(3, "signal")], 0, ["SIGTERM"], ("interrupted", 1, "SIGTERM; torchrun ended with 0")),
+        ([step(3)], -15, ["SIGTERM"], ("interrupted", 1, "SIGTERM; torchrun ended with -15")),
+        ([step(4), end(4, "planned stop")], 0, [], ("completed", 0, "stopped at step 4 of 5, as `schedule.stop_every` says")),
         # What log_interval=3 hides: the last line says 3, the trainer says where it was.
-        ([3, end(4)], 0, ["SIGTERM"], ("completed", 0, "stopped at step 4 of 5, as `schedule.stop_every` says")),
-        ([3, end(3)], 0, ["SIGTERM"], ("interrupted", 1, "SIGTERM; torchrun ended with 0")),
-        ([3, end(5)], 0, [], ("completed", 0, None)),
-        ([5, end(5), end(4)], 0, [], ("completed", 0, "stopped at step 4 of 5, as `schedule.stop_every` says")),
-        ([5], 0, [], ("interrupted", 1, "the trainer ended without saying at which step")),
-        ([5, end(5)], 7, [], ("failed", 1, "torchrun ended with 7: the log does not say why")),
-        (
-            [3, "  what:  x", OOM, "later.Error: y"], 1, [],
-            ("failed", 1, "torchrun ended with 1: OutOfMemoryError, line 3 of the log, rank 0"),
-        ),
-        (
-            ["error: no checkpoint in `x`", "  exitcode  : 2 (pid: 17)"], 1, [],
-            ("refused", 2, "a refusal of the trainer's, line 1 of the log"),
-        ),
+        ([step(3), end(4, "signal")], 0, ["SIGTERM"], ("completed", 0, "stopped at step 4 of 5, as `schedule.stop_every` says")),
+        ([step(3), end(5)], 0, [], ("completed", 0, None)),
+        ([step(5)], 0, [], ("failed", 1, "torchrun ended with 0, but rank 0 did not say its end in `events.jsonl`")),
+        ([step(5), end(5)], 7, [], ("failed", 1, "torchrun ended with 7: no rank and no line of the log says why")),
+        ([step(3), end(3, "out of memory", 1)], 1, [], ("failed", 1, "torchrun ended with 1: out of memory, rank 0")),
+        ([end(3, "not a number", 1)], 1, [], ("failed", 1, "torchrun ended with 1: not a number, rank 0")),
+        ([end(3, "error", 1, error="KeyError")], 1, [], ("failed", 1, "torchrun ended with 1: KeyError, rank 0")),
+        ([end(3, "error", 1, error="hunter2")], 1, [], ("failed", 1, "torchrun ended with 1: an exception of another class, rank 0")),
+        ([end(None, "refused", 2)], 1, [], ("refused", 2, "a refusal of the trainer's, rank 0")),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("log_interval", [1, 3])
-def test_how_it_ended(tmp_path, said, code, signals, expected, log_interval):
-    lines = [stand_in.step_line(word, 5) if isinstance(word, int) else word for word in said]
+def test_how_it_ended(tmp_path, said, code, signals, expected):
+    said_by(tmp_path, *said)
+    assert ending(tmp_path, code, signals) == expected
+
+
+def test_a_rank_that_died_without_a_word_is_looked_for_in_the_log(tmp_path):
+    said_by(tmp_path, step(3))
+    (tmp_path / receipt.LOG).write_text(f"x\n{OOM}\nlater.Error: y")
+    expected = "torchrun ended with 1: no rank says why; OutOfMemoryError, line 2 of the log, rank 0"
+    assert ending(tmp_path, 1) == ("failed", 1, expected)
+
+
+def test_all_ranks_have_to_end_and_the_one_that_failed_first_is_named(tmp_path):
+    said_by(tmp_path, step(5), end(5))
+    assert ending(tmp_path, 0, world=2)[2] == "torchrun ended with 0, but rank 1 did not say its end in `events.jsonl`"
+    said_by(tmp_path, end(4), rank=1)
+    assert ending(tmp_path, 0, world=2)[:2] == (
+        "completed",
+        0,
+    )  # at the multiple of stop_every that the slower one reached
+    said_by(tmp_path, end(4, "error", 1, error="ValueError"), rank=1)
+    said_by(tmp_path, end(4, "error", 1, error="KeyError"), rank=0)
+    assert ending(tmp_path, 1, world=2)[2].endswith("ValueError, rank 1")
+
+
+def test_old_receipts_are_read_by_their_logs(tmp_path):
+    """Of a launcher that was lost before there were events."""
+    lines = [stand_in.step_line(3, 5), stand_in.reading("end", 3, 0), "  what:  x", OOM, "  exitcode  : 7 (pid: 17)"]
     (tmp_path / receipt.LOG).write_text("\n".join(lines))
-    job = {"train_steps": 5, "log_interval": log_interval, "stop_every": 4}
-    assert ended(code, outcome.of_log(tmp_path, {}), job, signals) == expected
+    came = outcome.of_run(tmp_path, {"job": {"tokens_per_step": 100}})
+    assert (came["last_step"], came["trainer_exit_code"], came["figures"]["steps"]) == (3, 7, 1)
+    assert came["reason"] == "OutOfMemoryError, line 4 of the log, rank 0" and came["hole"] is None
+
+
+# Whose word counts -------------------------------------------------------------------------------------------------------
+
+
+def whole_run(root: Path, folder: Path) -> Path:
+    """What another run has printed."""
+    lines = [stand_in.step_line(n, 5, 1.0) for n in range(1, 6)] + [stand_in.reading("end", 5, 0)]
+    (folder / "other.log").write_text("\n".join(lines))
+    return folder / "other.log"
+
+
+def test_a_trainer_that_prints_another_runs_lines_has_completed_nothing(root, tmp_path):
+    launcher = Launcher.start(root, "steps=5 stop=0 silent=1", STAND_IN_SAYS=str(whole_run(root, tmp_path)))
+    assert launcher.wait() == 1
+    found = launcher.receipt["outcome"]
+    assert (found["end"], found["last_step"], found["figures"]["steps"]) == ("failed", None, 0)
+    assert found["figures"]["window"] is None and "says nothing of this run" in found["reason"]
+
+
+def test_lines_of_another_run_change_no_figure(root, tmp_path):
+    """Printed, and put into the file of the events: the nonce is the other run's."""
+    launcher = Launcher.start(root, "steps=5", STAND_IN_SAYS=str(whole_run(root, tmp_path)))
+    assert launcher.wait() == 0
+    (folder,) = receipt.folders(root)
+    came = outcome.of_run(folder, receipt.read(folder))
+    said_by(folder, *(step(n) | {"ms": 1.0} for n in range(1, 6)), end(5), nonce="another")
+    sealed = json.loads((folder / receipt.FILE).read_text())  # its reader refuses it now: the events have another hash
+    again = outcome.of_run(folder, sealed)
+    assert again["figures"] == came["figures"] == sealed["outcome"]["figures"]
+    assert again["events"]["strange"] == 7 and again["hole"] is None and came["events"]["strange"] == 0
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        {"event": "step", "step": None},
+        {"event": "step", "step": -5},
+        {"event": "step", "step": 10**30},
+        {"event": "step", "loss": True},
+        {"event": "step", "loss": "12_3"},
+        {"event": "start", "world": 10**12},
+        {"event": "start", "rank": 10**9, "world": 1},
+    ],
+    ids=str,
+)
+def test_what_no_trainer_of_ours_says_is_no_event(tmp_path, strange):
+    said_by(tmp_path, step(1), step(2), end(2))
+    path = tmp_path / events.FILE
+    first, second, *rest = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([first, json.dumps(json.loads(second) | strange) + "\n", *rest]))
+    came = outcome.of_run(tmp_path, {"nonce": "mine"})
+    assert (came["events"]["strange"], came["figures"]["steps"], came["last_step"]) == (1, 1, 2)
+    assert outcome.events.Newest(tmp_path, "mine").step().number == 2
+
+
+def test_events_that_do_not_fit_are_missed(root):
+    """The disk is full from the third step on: the training goes on, and nobody says that the record is whole."""
+    launcher = Launcher.start(root, "steps=5 full=3")
+    assert launcher.wait() == 1
+    assert "cannot be written" in launcher.out and "Traceback" not in launcher.out
+    found = launcher.receipt["outcome"]
+    assert found["end"] == "failed" and "did not say its end" in found["reason"] and found["figures"]["last_step"] == 2
+
+
+def test_a_missing_line_is_a_hole(tmp_path):
+    said_by(tmp_path, step(1), step(2), step(3), end(5))
+    path = tmp_path / events.FILE
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:2] + lines[3:]))
+    assert ending(tmp_path, 0) == ("failed", 1, "torchrun ended with 0, but 1 lines are missing from `events.jsonl`")
+
+
+def test_a_torn_line_costs_no_other(tmp_path):
+    """A process that is killed, or a full disk, may leave half a line; the next one begins its own."""
+    said_by(tmp_path, step(1))
+    with open(tmp_path / events.FILE, "a") as file:
+        file.write('{"run": "mine", "rank": 0, "n": 3, "at"')
+    came = outcome.of_run(tmp_path, {"nonce": "mine"})
+    assert (came["figures"]["last_step"], came["events"]["strange"], came["last_step"]) == (1, 1, None)
+    said_by(tmp_path, step(2), end(5))  # started again
+    came = outcome.of_run(tmp_path, {"nonce": "mine"})
+    assert (came["figures"]["last_step"], came["last_step"], came["hole"]) == (2, 5, None)
+    assert came["events"] == {"ranks": 1, "ends": {"done": 1}, "missing": 0, "strange": 1, "again": 1}
+
+
+def test_a_run_that_is_started_again_ends_by_its_last_start(tmp_path):
+    said_by(tmp_path, step(1), end(5))
+    said_by(tmp_path, step(2))
+    assert ending(tmp_path, 0)[0] == "failed"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_is_said(tmp_path, value):
+    said_by(tmp_path, step(1), step(2) | {"loss": value, "nan": 1}, end(5))
+    figures = outcome.of_run(tmp_path, {"nonce": "mine"})["figures"]
+    assert (figures["loss_finite"], figures["nan_steps"], figures["grad_norm_finite"]) == (False, 1, True)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["[]", "1", '"x"', "null", "{", "[" * 100000, '{"run": "mine"}', '{"run": "mine", "rank": [], "pid": 1, "n": 1, "at": 0, "event": "x"}',
+     '{"run": "mine", "rank": 0, "pid": 1, "n": "1", "at": 0, "event": "end"}', '{"run": "mine", "rank": 0, "pid": 1, "n": 1, "at": 1e99}',
+     '{"run": "mine", "rank": 0, "pid": 1, "n": 1, "at": 0, "event": "step", "step": 1, "of": 5, "gauges": 3}',
+     '{"run": "mine", "rank": 0, "pid": 1, "n": 1, "at": 0, "event": "end", "reason": "error"}',
+     '{"run": "mine", "rank": 0, "pid": 1, "n": 1, "at": 0, "event": "end", "reason": "error", "code": "x", "step": "y"}',
+     "\x00\x00", "\udcff"],
+)  # fmt: skip
+def test_no_line_stops_the_reader(tmp_path, line):
+    said_by(tmp_path, step(5))
+    with open(tmp_path / events.FILE, "a", errors="surrogateescape") as file:
+        file.write(line + "\n")
+    said_by(tmp_path, end(5))
+    came = outcome.of_run(tmp_path, {"nonce": "mine"})
+    assert came["events"]["strange"] >= 1 and came["last_step"] == 5 and came["hole"] is None
+
+
+def test_the_newest_step_is_followed(tmp_path):
+    """For the progress bar: whole lines, of this run."""
+    newest = Newest(tmp_path, "mine")
+    assert newest.step() is None
+    said_by(tmp_path, step(1), step(2))
+    said_by(tmp_path, step(9), nonce="another")
+    assert newest.step().number == 2 and newest.step() is None
+    with open(tmp_path / events.FILE, "a") as file:
+        file.write(json.dumps({"run": "mine", "rank": 0, "pid": 1, "n": 1, "at": 0.0} | step(3)))
+    assert newest.step() is None
+    said_by(tmp_path)
+    assert newest.step().number == 3
+
+
+def test_hosts_of_a_job_have_files_of_their_own(tmp_path):
+    for host in ("0", "1"):
+        record = events.Record()
+        record.start(
+            tmp_path / "plan.json",
+            {"NAM_MEGATRON_RUN": "mine", "RANK": host, "WORLD_SIZE": "2", "GROUP_RANK": host, "GROUP_WORLD_SIZE": "2"},
+            "megatron",
+        )
+        record.done = 5
+        record.end("done", 0)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["events.0.jsonl", "events.1.jsonl"]
+    assert ending(tmp_path, 0, world=2) == ("completed", 0, None)
+
+
+def test_a_fork_of_a_rank_says_nothing(tmp_path):
+    record = events.Record()
+    record.open(tmp_path, "mine", 0)
+    if not (child := os.fork()):
+        record.say("step", step=1)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert (tmp_path / events.FILE).read_text() == ""
 
 
 def limited(bytes_: int, trainer: str, root: Path) -> subprocess.CompletedProcess:
@@ -372,7 +629,7 @@ def test_a_kill_at_any_moment_leaves_receipts_whole(root):
     folders = receipt.folders(root)
     unsealed = [f for f in folders if receipt.read(f)["state"] == "open"]
     assert len(folders) > len(unsealed) > 0
-    assert sorted(receipt.seal_lost(root, outcome.of_log)) == [f.name for f in unsealed]
+    assert sorted(receipt.seal_lost(root, outcome.of_run)) == [f.name for f in unsealed]
     ends = {receipt.read(f)["outcome"]["end"] for f in folders}
     assert ends == {"completed", "lost"} and not list(root.glob(f"*/{receipt.RESERVE}"))[len(unsealed) :]
 
@@ -384,4 +641,4 @@ def test_what_is_no_receipt_is_refused(tmp_path, text):
     (tmp_path / receipt.FILE).write_text(text)
     with pytest.raises(Refused):
         receipt.read(tmp_path)
-    assert receipt.seal_lost(tmp_path.parent, outcome.of_log) == []
+    assert receipt.seal_lost(tmp_path.parent, outcome.of_run) == []

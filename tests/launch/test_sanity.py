@@ -6,8 +6,8 @@ from hosts import FIXTURES
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch import sanity
-from launch.bounded import Answer
+from launch.host import sanity
+from launch.host.bounded import Answer
 from nam_megatron.recipe import load
 
 DEVICE = load("nam56r_smoke").device

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from launch import patch, stack
+from launch.host import patch, patches, stack
 from nam_megatron import packages
 from nam_megatron.errors import Refused
 from nam_megatron.recipe import load
@@ -36,7 +36,7 @@ def test_the_lock_is_what_the_project_asks_of_a_training_host():
     assert {p.name: p.version for p in LOCK.packages if p.source != "torch"} == pinned
 
 
-QUACK, FLASH = "model.blocks.moe.expert_gemm=quack", "precision.attention_kernels=flash_attention_4"
+QUACK, FLASH = "execution.moe.expert_gemm=quack", "precision.attention_kernels=flash_attention_4"
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_this_host_has_the_python_packages_and_not_the_extensions():
 
 
 def test_which_megatron_would_be_imported(queue, unpacked, monkeypatch):
-    monkeypatch.setattr(patch, "installed", lambda queue: unpacked)
+    monkeypatch.setattr(patches, "installed", lambda queue: unpacked)
     assert stack.megatron()[1] == "pristine"
     (unpacked / "megatron/core/mine.py").write_text("")
     finding, state = stack.megatron()
@@ -187,22 +187,23 @@ def test_the_steps_are_a_shell_script_in_the_order_of_the_lock():
             assert line[0] == p.env and {"--no-build-isolation", "--no-binary"} <= set(line)
 
 
-def simulated(tmp_path: Path, **said: str) -> subprocess.CompletedProcess:
-    """The steps with programs that say what they are told to; `""`: there is no such program."""
+def simulated(tmp_path: Path, text: str | None = None, **said: str) -> subprocess.CompletedProcess:
+    """The steps (or `text`) with programs that say what they are told to; `""`: there is no such program."""
     said = {
-        "gcc": "true",
+        "gcc": "echo 13.3.0",
         "g++": "cat > /dev/null",
         "nvcc": "echo release 13.0, V13.0.1",
         "pip": 'echo "pip $@"',
     } | said
     said |= {"python": 'echo "python $@"'} | ({"python": said["python"]} if "python" in said else {})
-    for name in ("grep", "printf", "cat", "sh"):
-        (tmp_path / name).symlink_to(shutil.which(name))
+    for name in ("grep", "printf", "cat", "sh", "ls", "ln", "mkdir", "touch"):
+        if not (tmp_path / name).exists():
+            (tmp_path / name).symlink_to(shutil.which(name))
     for name, script in said.items():
         if script:
             (tmp_path / name).write_text(f"#!{shutil.which('sh')}\n{script}\n")
             (tmp_path / name).chmod(0o755)
-    bash = [shutil.which("bash"), "-c", stack.steps(LOCK)]
+    bash = [shutil.which("bash"), "-c", text or stack.steps(LOCK)]
     return subprocess.run(bash, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False)
 
 
@@ -215,12 +216,56 @@ def test_the_steps_install_what_the_launcher_itself_needs(tmp_path):
     assert done.stdout.splitlines()[-2].count("assert") == 2  # the ABI, after everything else was installed
 
 
+def test_what_is_built_once_is_kept_for_the_next_host(tmp_path):
+    kept = tmp_path / "kept"
+    text = stack.steps(LOCK, wheels=kept)
+    pip = """
+echo "pip $*"
+case "$1 $*" in wheel*)
+  for word; do case "$before" in -w) folder=$word;; esac; before=$word; done
+  mkdir -p "$folder"; name=${before%%==*}
+  case $name in transformer-engine-torch) name=transformer_engine_torch;; causal-conv1d) name=causal_conv1d;; *) name=mamba_ssm;; esac
+  : > "$folder/$name-${before##*==}-cp312-linux.whl";;
+esac"""
+    built = {p.name for p in LOCK.packages if p.source == "build"}
+    first, second = (simulated(tmp_path, text, pip=pip, uname="echo x86_64") for _ in range(2))
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert (
+        sum("pip wheel" in line for line in first.stdout.splitlines()) == len(built) == len(list(kept.rglob("*.whl")))
+    )
+    assert "pip wheel" not in second.stdout and "--no-binary" not in second.stdout
+    assert all(f"{wheel.name}" in second.stdout for wheel in kept.rglob("*.whl"))
+    assert {wheel.parent.name for wheel in kept.rglob("*.whl")} == {"torch2.11.0-cu13.0-x86_64"}
+
+
+def test_the_layout_puts_everything_that_grows_on_the_data_disk(tmp_path):
+    disk, root = tmp_path / "disk", tmp_path / "root"
+    root.mkdir()
+    lines = [line.replace(" /$name", f" {root}/$name") for line in stack.layout(disk)]
+    venv = 'python() { mkdir -p "$3/bin"; : > "$3/bin/activate"; }'
+    said = 'echo "$UV_CACHE_DIR $PIP_CACHE_DIR $TMPDIR $UV_PROJECT_ENVIRONMENT"'
+    for _ in range(2):  # a second time it changes nothing
+        done = simulated(tmp_path, "\n".join(["set -eu", venv, *lines, said]))
+        assert done.returncode == 0, done.stderr
+    assert all(Path(path).is_relative_to(disk) and Path(path).is_dir() for path in done.stdout.split())
+    assert {p.name: p.resolve() for p in root.iterdir()} == {name: disk / name for name in ("durable", "scratch")}
+
+
+def test_every_package_that_is_left_out_says_why_and_none_is_in():
+    assert {"torchao", "qoptim", "dualpipe", "flash-attn", "nsight-systems"} == set(LOCK.left_out)
+    assert not LOCK.left_out.keys() & GOOD.keys()
+    text = stack.steps(LOCK, also=("flash",))
+    assert all(f"# left out: {name}: {why}" in text for name, why in LOCK.left_out.items())
+    assert any(line.startswith("pip install") and "flash-attn-4==" in line for line in text.splitlines())
+
+
 @pytest.mark.parametrize(
     ("said", "error"),
     [
         ({"nvcc": ""}, "error: no nvcc"),
         ({"g++": ""}, "error: no g++"),
         ({"nvcc": "echo release 12.8, V12.8.93"}, "error: nvcc is not of CUDA 13.0"),
+        ({"gcc": "echo 16.1.0"}, "error: CUDA 13.0 takes no GCC from 16 on"),
         ({"g++": "echo nccl.h: No such file >&2; exit 1"}, "nccl.h: No such file"),
     ],
 )
@@ -240,6 +285,9 @@ def test_the_command(capsys):
     assert capsys.readouterr().out == stack.steps(LOCK)
     with pytest.raises(Refused, match="takes no names"):
         stack.command(["torch"], {})
+    for option, said in (({"wheels": "here"}, "no absolute path"), ({"also": "apex"}, "no extra of the stack")):
+        with pytest.raises(Refused, match=said):
+            stack.command([], option)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +339,7 @@ def test_the_probe_counts_nvlinks():
     probe = subprocess.run([sys.executable, "-P", str(stack.PROBE), "nvlinks"], capture_output=True, text=True)
     assert probe.returncode == 0  # with or without nvidia-ml-py: one line of JSON
 
-    from launch.probe import nvlinks
+    from launch.host.probe import nvlinks
 
     class Nvml:
         NVML_NVLINK_MAX_LINKS = 18

@@ -9,7 +9,7 @@ import stand_in
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch import outcome, receipt, steps
+from launch.record import outcome, receipt, steps
 
 REAL = Path(__file__).with_name("megatron_0_19_cpu.log").read_text()
 
@@ -165,13 +165,13 @@ def test_no_log_is_a_traceback_and_its_receipt_can_be_written(tmp_path_factory, 
     text = "\n".join(lines).encode("utf-8", "surrogatepass")
     (folder / receipt.LOG).write_bytes(text[: len(text) - cut] if cut < len(text) else text)
     (folder / "nccl.1").write_bytes(text)
-    came = outcome.of_log(folder, {"job": {"world": 2, "tokens_per_step": 5}, "forecast": {"peak_allocated_gib": 1.0}})
+    came = outcome.of_run(folder, {"job": {"world": 2, "tokens_per_step": 5}, "forecast": {"peak_allocated_gib": 1.0}})
     receipt.write(folder, receipt.sealed({"schema": receipt.SCHEMA, "run": folder.name}, "lost", receipt.plain(came)))
     assert outcome.summary({**receipt.read(folder)["outcome"]})
 
 
 def test_a_folder_without_a_log_has_no_figures(tmp_path):
-    came = outcome.of_log(tmp_path, {})
+    came = outcome.of_run(tmp_path, {})
     assert (came["figures"]["steps"], came["memory"], came["nccl"], came["reason"]) == (0, None, None, None)
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch import storage
+from launch.host import storage
 from nam_megatron.recipe import load
 
 ONE_DISK = """\
@@ -169,13 +169,14 @@ def test_no_mount_table_ends_in_a_traceback(table):
 @pytest.mark.parametrize(
     ("kind", "on", "level"),
     [
-        ("ext4", "/dev/sda1", "ok"),
+        ("ext4", "/dev/sdb1", "ok"),
+        ("ext4", "/dev/sda1", "fail"),  # the root volume, beside a data disk
         ("ext4", "/dev/nvme1", "fail"),  # the scratch disk: the host that was lost had its environment there
         ("tmpfs", "tmpfs", "fail"),
         ("overlay", "overlay", "note"),
     ],
 )
-def test_an_environment_on_a_disk_that_can_be_lost(kind, on, level):
+def test_an_environment_on_a_disk_that_can_be_lost_or_filled(kind, on, level):
     mounted = [
         storage.Mount(Path("/"), "8:1", "ext4", "/dev/sda1"),
         storage.Mount(Path("/data"), "8:2", "ext4", "/dev/sdb1"),

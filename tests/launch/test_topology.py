@@ -5,7 +5,7 @@ from hosts import FIXTURES, smi
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch import gpu, topology
+from launch.host import gpu, topology
 
 
 def read(name):

@@ -14,12 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch import __main__ as command
-from launch import app, job, kubernetes, overlay, show, slurm, source
+from launch import app, show
 from launch.context import Context
 from launch.finding import passed, waive
-from nam_megatron.argv import argv
+from launch.record import source
+from launch.run import job, kubernetes, overlay, slurm
+from nam_megatron.compile.argv import argv
+from nam_megatron.compile.lower import translate
 from nam_megatron.errors import INCOMPLETE, Refused
-from nam_megatron.lower import translate
 from nam_megatron.recipe import load
 
 WORDS = {
@@ -38,6 +40,7 @@ WORDS |= {
     "sign": None,
     "image": None,
     "time": None,
+    "host": None,
     "rdma": None,
 }
 
@@ -46,6 +49,14 @@ def context(*overrides, preset="nam56r_smoke", environ=None, checkout=None, **wo
     lowering = translate(load(preset, overrides))
     more = {} if checkout is None else {"checkout": checkout}
     return Context(lowering, WORDS | words, (f"conf={preset}", *overrides), environ or {}, **more)
+
+
+def environment(c: Context):
+    return overlay.findings(c.environ, c.envs, c.words["diagnostic"])
+
+
+def revision(c: Context):
+    return source.findings(c.source, c.words["dirty"])
 
 
 # The environment
@@ -57,7 +68,7 @@ def said(found, name="environment"):
 
 def test_a_clean_shell_passes_and_every_variable_has_a_reason():
     c = context()
-    assert passed(overlay.findings(c)) and all(e.why for e in c.envs)
+    assert passed(environment(c)) and all(e.why for e in c.envs)
     made = c.child_environ
     assert made["PYTORCH_ALLOC_CONF"] == "expandable_segments:True" and "CUDA_DEVICE_MAX_CONNECTIONS" not in made
     assert made["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "7200" and made["TORCH_NCCL_HIGH_PRIORITY"] == "1"
@@ -66,7 +77,7 @@ def test_a_clean_shell_passes_and_every_variable_has_a_reason():
 
 def test_leftovers_that_contradict_the_plan_fail_and_are_not_quoted():
     environ = {"CUDA_DEVICE_MAX_CONNECTIONS": "s3cret", "PYTORCH_CUDA_ALLOC_CONF": "backend:x", "OMP_NUM_THREADS": "9"}
-    found = list(overlay.findings(context(environ=environ)))
+    found = list(environment(context(environ=environ)))
     assert said(found, "connections")[0][0] == "fail"
     assert [level for level, _ in said(found)] == [
         "note",
@@ -81,7 +92,7 @@ def test_a_platform_that_forces_the_connections_gets_cudas_default():
     c = context("cluster.waivers={connections: the platform sets it}", environ={"CUDA_DEVICE_MAX_CONNECTIONS": "32"})
     (env,) = [e for e in c.envs if e.name == "CUDA_DEVICE_MAX_CONNECTIONS"]
     assert (env.value, c.child_environ[env.name]) == ("8", "8") and "the platform sets it" in env.why
-    assert passed(waive(overlay.findings(c), c.cluster.waivers))
+    assert passed(waive(environment(c), c.cluster.waivers))
 
 
 def test_tensor_parallelism_keeps_its_one_connection_whatever_the_platform_forces():
@@ -91,7 +102,7 @@ def test_tensor_parallelism_keeps_its_one_connection_whatever_the_platform_force
         preset="nam56r_nemo_native",
         environ={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
     )
-    assert c.child_environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and passed(overlay.findings(c))
+    assert c.child_environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and passed(environment(c))
 
 
 @pytest.mark.parametrize(
@@ -105,7 +116,7 @@ def test_tensor_parallelism_keeps_its_one_connection_whatever_the_platform_force
     ],
 )
 def test_what_only_a_diagnostic_run_may_set(name, value, diagnostic, fine):
-    assert passed(overlay.findings(context(environ={name: value}, diagnostic=diagnostic))) == fine
+    assert passed(environment(context(environ={name: value}, diagnostic=diagnostic))) == fine
 
 
 NAMES = st.sampled_from(
@@ -118,7 +129,7 @@ SMOKE = context()
 @given(ENVIRONS, st.none() | st.text(min_size=1, max_size=5))
 def test_no_environment_is_a_traceback_and_the_child_has_the_overlay(environ, diagnostic):
     c = Context(SMOKE.lowering, WORDS | {"diagnostic": diagnostic}, (), environ)
-    list(overlay.findings(c))
+    list(environment(c))
     made = c.child_environ
     assert all(made.get(e.name) == e.value for e in c.envs)
     assert {k: v for k, v in made.items() if k not in {e.name for e in c.envs}}.items() <= environ.items()
@@ -166,7 +177,7 @@ def checkout(tmp_path) -> Path:
 
 
 def level(c: Context) -> str:
-    (found,) = source.findings(c)
+    (found,) = revision(c)
     return found.level
 
 
@@ -191,7 +202,7 @@ def test_the_stored_difference_makes_the_tree_again(checkout, tmp_path):
     objects = sorted((checkout / ".git" / "objects").rglob("*"))
     c = context(checkout=checkout)
     assert level(c) == "fail" and level(context(checkout=checkout, dirty="store")) == "ok"
-    assert "in 3 files" in next(source.findings(c)).message
+    assert "in 3 files" in next(revision(c)).message
     assert (
         git(checkout, "status", "--porcelain") == before
         and sorted((checkout / ".git" / "objects").rglob("*")) == objects
@@ -208,17 +219,17 @@ def test_the_stored_difference_makes_the_tree_again(checkout, tmp_path):
 def test_new_files_too_large_to_store_are_said(checkout, monkeypatch):
     monkeypatch.setattr(source, "UNTRACKED", 10)
     (checkout / "large").write_text("x" * 11)
-    assert "ignore them" in next(source.findings(context(checkout=checkout, dirty="store"))).hint
+    assert "ignore them" in next(revision(context(checkout=checkout, dirty="store"))).hint
 
 
 def test_a_copy_needs_a_revision_and_a_waiver(tmp_path):
     for package in source.PACKAGES:
         (tmp_path / package).mkdir()
-    assert "no revision" in next(source.findings(context(checkout=tmp_path))).message
+    assert "no revision" in next(revision(context(checkout=tmp_path))).message
     with pytest.raises(Refused, match="`main` is no git revision"):
         level(context(checkout=tmp_path, revision="main"))
     c = context("cluster.waivers={git: a copy}", checkout=tmp_path, revision="0123abc")
-    (found,) = waive(source.findings(c), c.cluster.waivers)
+    (found,) = waive(revision(c), c.cluster.waivers)
     assert found.level == "waived" and "0123abc" in found.message and "a copy" in found.message
     assert c.source.facts() | {"trees": None} == {
         "revision": "0123abc", "handed_in": True, "dirty": None, "diff_sha256": None, "trees": None,
@@ -249,7 +260,7 @@ def test_the_shell_text_is_what_is_started(tmp_path):
 
 def test_several_hosts_are_started_by_srun():
     words = job.words(context(preset="nam56r_native_dp"), Path("p"))
-    assert words[1:3] == ["-m", "torch.distributed.run"]
+    assert words[1:3] == ["-m", "nam_megatron.torchrun"]
     c = context("cluster=h200_2x8", preset="nam56r_native_dp", port=29501)
     words = job.words(c, Path("p"), "n1", "77")
     assert words[:4] == ["srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
@@ -338,7 +349,7 @@ def test_a_train_job_is_the_same_pod_under_kubeflows_present_api():
     assert (runtime["kind"], instance["kind"]) == ("TrainingRuntime", "TrainJob")
     assert instance["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
     assert instance["spec"]["trainer"]["numNodes"] == runtime["spec"]["mlPolicy"]["numNodes"] == 2
-    assert runtime["spec"]["mlPolicy"]["torch"]["numProcPerNode"] == 8
+    assert instance["spec"]["trainer"]["numProcPerNode"] == 8 and runtime["spec"]["mlPolicy"]["torch"] == {}
     (job,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     assert job["template"]["spec"]["activeDeadlineSeconds"] == 45000
     pod = job["template"]["spec"]["template"]["spec"]

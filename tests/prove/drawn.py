@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from nam_megatron.argtypes import count, whole
 from nam_megatron.errors import FINDINGS, OK, Refused, finish
 from nam_megatron.prove import compare, cut
 from nam_megatron.prove.__main__ import said
@@ -19,9 +18,11 @@ from nam_megatron.prove.compare import Row
 from nam_megatron.prove.every import record
 from nam_megatron.prove.proof import PROVEN, prove
 from nam_megatron.recipe import conf_dir, load
+from nam_megatron.words.argtypes import count, whole
 
 STEPS = 2
-SHARED = "model.blocks.moe.dispatcher=alltoall"  # of experts
+SHARED = "execution.moe.dispatcher=alltoall"  # of experts
+OWN = "lane.name=drawn"
 FSDP = ("feature.megatron_fsdp.enabled=true", "precision.fused_grad_accumulation=false")
 LAYOUTS = (
     ("parallel.tensor=2", "parallel.sequence=true"), ("parallel.tensor=4", "parallel.sequence=true"), ("parallel.tensor=2",),
@@ -41,20 +42,20 @@ CHANGES = (
     ("model.tied_embeddings=true",), ("model.normalization=LayerNorm",), ("model.activation=swiglu",), ("model.activation=gelu",),
     ("model.linear_bias=true",), ("model.zero_centered_norms=true",), ("model.pattern=AMAM", "model.depth=4"),
     ("model.pattern=AEME", "model.depth=8"), ("model.pattern=AEMEAEMEAEMR", "model.depth=12"), ("model.pattern=AEMER", "model.depth=10"),
-    ("model.letters.A=attention",), ("model.letters.M=mamba2",), ("model.letters.M=gdn",), ("model.letters.R=mamba3",),
+    ("model.letters.A=attention",), ("lane.blocks.M=mamba2", OWN), ("lane.blocks.M=gdn", OWN), ("lane.blocks.R=mamba3", OWN),
     ("model.blocks.attention.qk_norm=true",), ("model.blocks.attention.output_gate=true",), ("model.blocks.attention.qkv_bias=true",),
     ("model.blocks.attention.window=8",), ("model.blocks.attention.rotary_percent=0.5",),
-    ("model.blocks.mla.kernels=megatron",), ("model.blocks.mla.latent_norm=false",), ("model.blocks.mla.q_lora_rank=null",),
+    ("execution.mla.kernels=megatron",), ("model.blocks.mla.latent_norm=false",), ("model.blocks.mla.q_lora_rank=null",),
     ("model.blocks.dsa.full_every=1",), ("model.blocks.dsa.full_every=2",), ("model.blocks.dsa.indexer_loss_coeff=null",),
-    ("model.blocks.dsa.kernels=megatron", "model.blocks.dsa.full_every=1"), ("model.blocks.dsa.query_pieces=2",),
-    ("model.blocks.moe.dispatcher=allgather",), ("model.blocks.moe.dispatcher=local",), ("model.blocks.moe.balancing=seq_aux_loss",),
-    ("model.blocks.moe.dispatcher=local", "model.blocks.moe.expert_gemm=torch"),
+    ("execution.dsa.kernels=megatron", "model.blocks.dsa.full_every=1"), ("execution.dsa.query_pieces=2",),
+    ("execution.moe.dispatcher=allgather",), ("execution.moe.dispatcher=local",), ("model.blocks.moe.balancing=seq_aux_loss",),
+    ("execution.moe.dispatcher=local", "execution.moe.expert_gemm=torch"),
     ("model.blocks.moe.balancing=none",), ("model.blocks.moe.score_function=softmax", "model.blocks.moe.expert_bias=false"),
     ("model.blocks.moe.expert_bias=false",), ("model.blocks.moe.z_loss_coeff=0.01",), ("model.blocks.moe.top_k=1",),
     ("model.blocks.moe.shared_expert_hidden_size=null",), ("model.blocks.moe.shared_expert_gate=true",),
     ("model.blocks.moe.grouped_gemm=false",), ("model.blocks.moe.latent_size=32",), ("model.blocks.moe.routed_scaling=2.5",),
-    ("model.blocks.moe.shared_overlap=true",), ("model.blocks.moe.fused_weighted_squared_relu=true",),
-    ("model.blocks.mamba2.strided=true",), ("model.blocks.mamba3.recompute=in_proj",), ("model.blocks.mamba3.head_pieces=2",),
+    ("execution.moe.shared_overlap=true",), ("execution.moe.fused_weighted_squared_relu=true",),
+    ("execution.mamba2.strided=true",), ("execution.mamba3.recompute=in_proj",), ("execution.mamba3.head_pieces=2",),
     ("model.blocks.mamba3.mimo_rank=1",), ("model.blocks.mamba3.rope_fraction=1.0",), ("model.blocks.m2rnn.gradient_clip=1.0",),
 )  # fmt: skip
 PRESETS = sorted(path.stem for path in (conf_dir() / "preset").glob("*.yaml"))

@@ -465,14 +465,14 @@ def biases_have_the_gradients_of_one_ranks_heads():
 
 @bug("context", what="gradient")
 def the_mean_is_of_each_ranks_own_tokens():
-    from nam_megatron.runtime import context
+    from nam_megatron.mends import context
 
     context._mean = lambda count, group: count
 
 
 @bug("context", kind="dsa", what="gradient")
 def the_indexers_loss_counts_once_for_each_rank():
-    from nam_megatron.runtime import context
+    from nam_megatron.mends import context
 
     context._without_ranks = lambda group: None
 
@@ -482,14 +482,14 @@ def the_indexers_loss_counts_once_for_each_rank():
 
 @bug("sharded", kind="moe", what="gradient")
 def a_sum_is_scaled_with_each_microbatch():
-    from nam_megatron.runtime import fsdp
+    from nam_megatron.mends import fsdp
 
     fsdp._scale_once = lambda *_: None
 
 
 @bug("sharded tensors", kind="dsa", what="gradient")
 def what_ranks_average_is_summed():
-    from nam_megatron.runtime import fsdp
+    from nam_megatron.mends import fsdp
 
     fsdp.AVERAGED = "no_such_mark"
 

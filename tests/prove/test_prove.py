@@ -42,7 +42,7 @@ LAYOUTS = {
 def test_the_cut_keeps_what_makes_a_layout(preset, layout):
     if "fused" in preset and any("expert=" in word for word in layout):
         moe = {"dispatcher": "alltoall", "expert_gemm": "transformer_engine", "fused_router_gradient": "false"}
-        layout = (*layout, *(f"model.blocks.moe.{key}={value}" for key, value in moe.items()))
+        layout = (*layout, *(f"execution.moe.{key}={value}" for key, value in moe.items()))
     pair = cut.pair(load(preset, layout), "cpu", 2)
     full, small, one = pair.full, pair.layout.plan, pair.reference.plan
     assert small.kinds == full.kinds and small.mtp == full.mtp and small.mtp_depths == full.mtp_depths
@@ -88,7 +88,7 @@ def test_a_window_is_cut_with_the_sequence():
     words = ("model.blocks.attention.window=1024",)
     for device, window in (("cpu", 8), ("cuda", 128)):
         plan = cut.pair(load("nam56r_native_dp", words), device, 2).layout.plan
-        assert plan.recipe.model.blocks.attention.window == window
+        assert plan.recipe.blocks.attention.window == window
 
 
 def test_the_two_sides_differ_in_execution_alone():
@@ -99,10 +99,10 @@ def test_the_two_sides_differ_in_execution_alone():
     changed = {key for key in one if layout[key] != one[key]}
     assert changed <= cut.PLAIN.keys()
     assert {
-        "model.blocks.dsa.kernels",
+        "execution.dsa.kernels",
         "parallel.tensor",
         "precision.cross_entropy",
-        "model.blocks.moe.dispatcher",
+        "execution.moe.dispatcher",
     } <= changed
 
 
@@ -141,9 +141,9 @@ def test_one_rank_has_the_columns_without_which_there_is_no_fp8(preset, words):
     sides = [side.plan.recipe for side in (pair.layout, pair.reference)]
     assert sides[0].feature.fp8 == sides[1].feature.fp8
     block = "mamba2" if "native" in preset else "m2rnn"
-    assert all(getattr(side.model.blocks, block).padded_projection for side in sides)
+    assert all(getattr(side.blocks, block).padded_projection for side in sides)
     plain = cut.pair(load(preset, ("cluster=h200_1",)), "cuda", 2).reference.plan.recipe
-    assert not getattr(plain.model.blocks, block).padded_projection
+    assert not getattr(plain.blocks, block).padded_projection
 
 
 def test_what_a_cpu_cannot_run_is_said_and_not_counted():
@@ -346,9 +346,9 @@ def test_nothing_is_proven_of_what_is_not_built():
 
 
 def test_what_our_layers_do_not_take_is_megatrons_on_both_sides():
-    stock = ("model.blocks.mla.kernels=megatron", "model.blocks.dsa.kernels=megatron", "model.blocks.dsa.full_every=1")
+    stock = ("execution.mla.kernels=megatron", "execution.dsa.kernels=megatron", "model.blocks.dsa.full_every=1")
     for words, kernels in ((stock, "naive"), ((*stock, "model.normalization=LayerNorm"), "megatron")):
-        blocks = cut.pair(load("nam56r", words), "cpu", 1).reference.plan.recipe.model.blocks
+        blocks = cut.pair(load("nam56r", words), "cpu", 1).reference.plan.recipe.blocks
         assert (blocks.mla.kernels, blocks.dsa.kernels, blocks.mamba3.kernels) == (kernels, kernels, "naive")
 
 
@@ -471,7 +471,7 @@ SAMPLE = {
         "nam52r_h200_4full_9sparse_candidate_v1", "parallel.pipeline=2", "cluster=h200_2",
     ),
     "Megatron's kernels, recomputed": (
-        "nam56r", "model.blocks.mla.kernels=megatron", "model.blocks.dsa.kernels=megatron", "feature.recompute.granularity=selective",
+        "nam56r", "execution.mla.kernels=megatron", "execution.dsa.kernels=megatron", "feature.recompute.granularity=selective",
         "feature.recompute.modules=[layernorm,moe]", "cluster=h200_1",
     ),
     "experts, local overlay and the bits of a second run": (
@@ -480,7 +480,7 @@ SAMPLE = {
     "a sequence over two ranks, the author stack's": ("nam56r_fused", "+overlay=cp", "cluster=h200_2"),
     "a sequence over two ranks, beside tensor ranks and Megatron's kernels": (
         "nam52r_h200_4full_9sparse_candidate_v1", "parallel.context=2", "parallel.tensor=2", "parallel.sequence=true",
-        "model.blocks.mla.kernels=megatron", "model.blocks.dsa.kernels=megatron", "cluster=h200_4",
+        "execution.mla.kernels=megatron", "execution.dsa.kernels=megatron", "cluster=h200_4",
     ),
     "sharded, each expert on one rank, and the bits of a second run": (
         "nam56r_fused", "+overlay=fsdp_ep", "cluster=h200_2", "precision.deterministic=true",
@@ -574,8 +574,8 @@ def test_a_proof_that_is_ended_leaves_no_file(tmp_path, numbers, code, said):
         ended.send_signal(number)
         time.sleep(0.05)
     # What comes when all is done has its usual effect.
-    assert ended.wait(60) in (code, -numbers[-1]) and ended.stderr.read() == said
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()] and time.monotonic() - begun < 15
+    assert ended.wait(600) in (code, -numbers[-1]) and ended.stderr.read() == said
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()] and time.monotonic() - begun < 300
     assert not list(tmp_path.glob("nam_megatron_prove_*"))
 
 
@@ -628,7 +628,7 @@ def fails():
 
 
 def waits():
-    time.sleep(60)
+    time.sleep(600)
 
 
 def ends():
@@ -661,7 +661,11 @@ def test_managers_of_a_rank_end_with_it(tmp_path, monkeypatch, device, other, th
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     shared = tmp_path / "shared"
     shared.mkdir()
-    ended = ranks.fork(2, partial(with_managers, shared, other, then), 20 if device == "cuda" else 8, device)
+    # One that is late has to be so after it has begun, which takes a loaded machine any time.
+    for limit in (8, 30, 120, 480) if other is waits else (480,):
+        ended = ranks.fork(2, partial(with_managers, shared, other, then), limit, device)
+        if (shared / "0.pids").exists():
+            break
     assert [rank.code for rank in ended] == {ends: [0, 0], fails: [-9, 7], waits: [-9, -9]}[other], ended
     assert gone(shared) and list(tmp_path.iterdir()) == [shared]
 

@@ -1,20 +1,15 @@
 """Multi-head and grouped-query attention: Megatron's SelfAttention, symbol `*`."""
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
-from nam_megatron.blocks import Block, divides, residual, whole_scores
-from nam_megatron.errors import Problem
-from nam_megatron.setting import Row, Setting
-from nam_megatron.sizes import UNMEASURED, Line, Param, Sizes, State, Work
-
-if TYPE_CHECKING:
-    from megatron.core.models.backends import BackendSpecProvider
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    from nam_megatron.plan import Layer, Plan
+from nam_megatron.blocks import Block, residual, whole_scores
+from nam_megatron.words.setting import Row, Setting
+from nam_megatron.words.site import Layer, Site
+from nam_megatron.words.sizes import UNMEASURED, Line, Param, Sizes, State, Work
 
 
 class Attention(Block):
@@ -30,6 +25,7 @@ class Attention(Block):
     adapted = ("linear_qkv", "linear_proj")
     graph_parts = ("attn",)
     cached = True
+    cut_on_gpu = MappingProxyType({"window": 128})
 
     head_dim: Annotated[PositiveInt, Row("width of one head", "kv_channels")]
     query_groups: Annotated[PositiveInt, Row("key/value heads")]
@@ -80,13 +76,16 @@ class Attention(Block):
         """Whether the attention layer of this rank has the window."""
         return self.window is not None and (not self.unwindowed_every or (rank + 1) % self.unwindowed_every > 0)
 
-    def settings(self, plan: "Plan") -> Iterator[Setting]:
-        grouped = self.query_groups < plan.recipe.model.num_attention_heads
+    def requantised(self, site: Site) -> tuple[int, int]:
+        return site.num_attention_heads * self.head_dim, 0
+
+    def settings(self, site: Site) -> Iterator[Setting]:
+        grouped = self.query_groups < site.num_attention_heads
         why = "without it Megatron ignores the groups and trains full MHA"
         yield Setting("group_query_attention", grouped, why, "query_groups", fields=())
         fields: dict[str, Any] = {"transformer.num_query_groups": self.query_groups}
         if self.turned:
-            fields["model.rotary_base"] = plan.recipe.model.rotary_base
+            fields["model.rotary_base"] = site.rotary_base
         groups = self.query_groups if grouped else 1
         yield Setting("num_query_groups", groups, "key/value heads", "query_groups", fields=fields)
         # Megatron counts the tokens to the left and to the right of a query.
@@ -94,16 +93,16 @@ class Attention(Block):
         seen = f"{self.window - 1},0" if self.window else None
         yield Setting("window_size", seen, "full causal attention unless said", "window", fields=fields)
         if self.unwindowed_every and self.window:  # Megatron counts all layers, whatever stands there
-            windows = [int(layer.kind == self.kind and self.windowed(layer.rank)) for layer in plan.layers]
+            windows = [int(layer.kind == self.kind and self.windowed(layer.rank)) for layer in site.layers]
             fields, why = {"transformer.window_attn_skip_freq": windows}, "1: a layer with the window"
             text = f"[{','.join(map(str, windows))}]"
             yield Setting("window_attn_skip_freq", text, why, "unwindowed_every", fields=fields)
-        bias = self.qkv_bias or plan.recipe.model.linear_bias
+        bias = self.qkv_bias or site.linear_bias
         yield Setting("add_qkv_bias", bias, "beside the other biases or without them", "qkv_bias")
         # YaRN is another type to Megatron, whose default is a learned table.
-        yarn = plan.recipe.feature.yarn if self.turned else None
+        yarn = self.turned > 0 and site.yarn
         why = "YaRN" if yarn else "a learned table by default"
-        if not plan.recipe.model.learned_positions:  # which says it itself
+        if not site.learned_positions:  # which says it itself
             name = "position_embedding_type"
             yield Setting(name, "yarn" if yarn else self.position_embedding, why, "position_embedding")
         if self.turned:
@@ -114,62 +113,15 @@ class Attention(Block):
         fields |= {} if self.turned else {"model.rotary_percent": self.rotary_percent}
         yield Setting("apply_rope_fusion", plain, why, beside="position_embedding", fields=fields)
 
-    def build(self, backend: "BackendSpecProvider", plan: "Plan") -> "ModuleSpec":
-        from nam_megatron.blocks.attention import layer
-
-        return layer.spec(backend)
-
-    def empty(self, plan: "Plan") -> frozenset[str]:
-        from nam_megatron.blocks.attention import layer
-
-        return layer.EMPTY
-
-    def check(self, plan: "Plan") -> Iterator[Problem]:
-        heads, tensor = plan.recipe.model.num_attention_heads, plan.recipe.parallel.tensor
-        yield from divides(
-            "model.num_attention_heads",
-            heads,
-            self.query_groups,
-            "attention heads",
-            "model.blocks.attention.query_groups",
-        )
-        if self.query_groups % tensor and tensor % self.query_groups:
-            yield Problem(
-                f"{self.query_groups} query groups are neither a multiple nor a divisor of tensor parallel size {tensor}",
-                "model.blocks.attention.query_groups",
-            )
-        at, wanted = "model.blocks.attention.", self.head_dim * self.rotary_percent
-        if self.window and self.window >= plan.recipe.model.seq_length:
-            message = f"a window of {self.window} tokens limits nothing in {plan.recipe.model.seq_length}"
-            yield Problem(message, at + "window", "set it to null")
-        if self.window and plan.recipe.parallel.context > 1:
-            message = "Transformer Engine's ring of context ranks takes no window"
-            yield Problem(message, at + "window", "set `parallel.context=1`, or it to null")
-        if self.unwindowed_every and not self.window:
-            yield Problem("there is no window to leave out", at + "unwindowed_every", "set it to null")
-        if (every := self.unwindowed_every) and every > (have := sum(layer.kind == self.kind for layer in plan.layers)):
-            yield Problem(
-                f"there is no {every}-th of {have} attention layers",
-                at + "unwindowed_every",
-                "make it smaller, or null",
-            )
-        if self.unwindowed_every and plan.recipe.feature.mtp:
-            message = "Megatron counts the layers of MTP from 1 again, and would give them the first layers' windows"
-            yield Problem(message, at + "unwindowed_every", "set it to null, or `feature.mtp.depths=0`")
-        if self.qkv_bias and plan.recipe.model.linear_bias:
-            yield Problem("`model.linear_bias` gives these biases already", at + "qkv_bias", "set it to false")
-        if self.position_embedding == "none" and self.rotary_percent != 1:
-            yield Problem("there is no RoPE to turn a part of a head", at + "rotary_percent", "set it to 1.0")
-        elif self.position_embedding == "rope" and (self.turned % 2 or self.turned != wanted):
-            key = "head_dim" if self.rotary_percent == 1 else "rotary_percent"
-            yield Problem(f"RoPE turns an even number of columns of a head, not {wanted:g}", at + key)
+    def small(self, site: Site) -> Mapping[str, int]:
+        return {"head_dim": 16, "window": 8, "query_groups": max(2, site.tensor)}
 
     def _sizes(self, z: Sizes) -> Sizes:
         """n heads, g key/value groups (at least one a rank) of width d."""
-        return z.own(n=z.model.num_attention_heads, g=max(self.query_groups, int(z["t"])), d=self.head_dim)
+        return z.own(n=z.site.num_attention_heads, g=max(self.query_groups, int(z["t"])), d=self.head_dim)
 
-    def params(self, z: Sizes, layer: "Layer | None") -> Iterator[Param]:
-        h, width = z.model.hidden_size, z.model.num_attention_heads * self.head_dim
+    def params(self, z: Sizes, layer: Layer | None) -> Iterator[Param]:
+        h, width = z.site.hidden_size, z.site.num_attention_heads * self.head_dim
         yield from z.norm("self_attention.linear_qkv.layer_norm_", h)
         columns = (2 if self.output_gate else 1) * width + 2 * self.query_groups * self.head_dim
         yield from z.column("self_attention.linear_qkv", columns, h)
@@ -180,13 +132,13 @@ class Attention(Block):
             yield from z.norm("self_attention.q_layernorm.", self.head_dim)
             yield from z.norm("self_attention.k_layernorm.", self.head_dim)
 
-    def activations(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
+    def activations(self, z: Sizes, layer: Layer | None) -> Iterator[Line]:
         z = self._sizes(z)
         yield from residual(z)
         why, mark = ("after RoPE", "") if self.turned else ("split from the projection", UNMEASURED)
         yield z.line("queries", "2 T n d / t", why, mark=mark)
         yield z.line("keys", "2 T g d / t", why, mark=mark)
-        if z.plan.recipe.feature.yarn:
+        if z.site.yarn:
             why = "bf16, of queries and of keys: YaRN is not fused"
             yield z.line("cos and sin", "8 s d", why, mark=UNMEASURED)
         if "core_attn" in z.recompute:
@@ -205,10 +157,10 @@ class Attention(Block):
                 "before the qk norm", "2 T (n + g) d / t + 4 T (n + g) / t", "kept by the two norms", mark=UNMEASURED
             )
 
-    def working(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
+    def working(self, z: Sizes, layer: Layer | None) -> Iterator[Line]:
         z, others = self._sizes(z), ""
         if z["cp"] > 1:  # as MLA's: keys and values of all ranks, and what comes of each
-            gathers = z.plan.recipe.parallel.gathers_keys(z.plan)
+            gathers = z.site.gathers_keys
             others = f" + {'8 T cp g d / t' if gathers else '2 T cp (2 g + n) d / t'}"
         yield z.line("forward", f"2 T (n + 2 g) d / t + 2 Ts h{others}", "packed qkv and the layer's output")
         if self.output_gate:
@@ -216,7 +168,7 @@ class Attention(Block):
         why = "gradients of output, q (fp32 and bf16), k, v and input"
         yield z.line("backward", f"2 T h + 8 T n d / t + 4 T g d / t{others}{whole_scores(z)}", why)
 
-    def flops(self, z: Sizes, layer: "Layer | None") -> Iterator[Work]:
+    def flops(self, z: Sizes, layer: Layer | None) -> Iterator[Work]:
         z = self._sizes(z).own(g=self.query_groups)
         yield z.work("projections", "2 h (n + 2 g) d + 2 n d h", "qkv and output")
         if self.output_gate:
@@ -226,6 +178,6 @@ class Attention(Block):
             z, why = z.own(x=self.window - self.window**2 / (2 * z["S"])), "causal: x keys a token in the window's mean"
         yield z.work("core", "4 n d x", why, redone=("core_attn",))
 
-    def serving(self, z: Sizes, layer: "Layer | None") -> Iterator[State]:
+    def serving(self, z: Sizes, layer: Layer | None) -> Iterator[State]:
         z = self._sizes(z)
         yield z.state("keys and values", "4 g d / t", "bf16", "token", page=256)

@@ -1,26 +1,20 @@
 """DeepSeek sparse attention (DeepSeek-V3.2): MLA over the top-k positions a small indexer picks, symbol `D`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import NonNegativeFloat, PositiveInt
 
-from nam_megatron.blocks import Block, Gauge
-from nam_megatron.blocks.mla.block import WIDTHS, Mla, unserved
-from nam_megatron.errors import Problem
-from nam_megatron.setting import SAME, Row, Setting
-from nam_megatron.sizes import UNMEASURED, Line, Param, Sizes, State, Work
-
-if TYPE_CHECKING:
-    from megatron.core.models.backends import BackendSpecProvider
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    from nam_megatron.plan import Layer, Plan
-    from nam_megatron.recipe import Recipe
+from nam_megatron.blocks import NO_KERNEL, Block, Gauge
+from nam_megatron.blocks.mla.block import PROJECTIONS, Mla
+from nam_megatron.words.setting import SAME, Row, Setting
+from nam_megatron.words.site import Layer, Site
+from nam_megatron.words.sizes import UNMEASURED, Line, Param, Sizes, State, Work
 
 INDEXER = ("linear_wq_b", "linear_wk", "linear_weights_proj")
 TILE = 128  # of the fused kernels: it divides the position of the first query (kernel.ALIGN)
+VARIANT = "experimental_attention_variant"  # of Megatron's config and arguments
 KEPT_ROWS = 64  # queries of a sample, at most, of which the log's share of kept attention is taken
 
 
@@ -40,9 +34,17 @@ class Dsa(Block):
     needs = ("mla",)
     graph_parts = ("attn",)
     cached = True
+    gathers_keys = True
+    share_by = "full_every"
+    latent = True
+    absent = dict.fromkeys((f"transformer.{VARIANT}", f"args.{VARIANT}"))
     fixed = MappingProxyType(
         {"attention_dropout": (0.0, "neither Megatron's sparse attention nor ours drops anything")}
     )
+    without_gpu = (("kernels", "fused", "naive", NO_KERNEL),)
+    cut_on_gpu = MappingProxyType({"top_k": 128})
+    trains = ("indexer_loss_coeff",)
+    plain = MappingProxyType({"kernels": "naive", "query_pieces": 1})
 
     kernels: Annotated[
         Literal["fused", "megatron", "naive"],
@@ -66,37 +68,27 @@ class Dsa(Block):
         PositiveInt, Row("every so many DSA layers one computes its top-k, the others reuse it; 1: all compute")
     ]
 
-    def build(self, backend: "BackendSpecProvider", plan: "Plan") -> "ModuleSpec":
-        from nam_megatron.blocks.dsa import layer
-
-        return layer.stock(backend, plan) if self.kernels == "megatron" else layer.spec(backend, plan)
-
-    def empty(self, plan: "Plan") -> frozenset[str]:
-        from nam_megatron.blocks.dsa import layer
-
-        return (layer.STOCK_EMPTY if self.kernels == "megatron" else layer.EMPTY) | mla(plan.recipe).without_norms()
-
-    def ours(self, plan: "Plan") -> str | None:
-        if plan.index_reuse and self.kernels != "megatron":
+    def ours(self, site: Site) -> str | None:
+        if site.index_reuse and self.kernels != "megatron":
             return "without an attention mask Megatron's shared top-k would live on across microbatches"
         return None
 
-    def gauge(self, layer: "Layer") -> Gauge | None:
+    def gauge(self, layer: Layer) -> Gauge | None:
         return self.measures if computes(layer) and self.kernels != "megatron" else None
 
-    def settings(self, plan: "Plan") -> Iterator[Setting]:
+    def settings(self, site: Site) -> Iterator[Setting]:
         why = "Megatron checks a DSA config only when this is said"
         # From the pattern in the config; in the arguments it decides whether Megatron checks the DSA config at all.
-        name, key = "experimental_attention_variant", "model.substitute"
-        yield Setting(name, "dsa", why, key, beside="kernels", fields=(f"transformer.{name}", f"args.{name}"))
+        key = "model.substitute"
+        yield Setting(VARIANT, "dsa", why, key, beside="kernels", fields=tuple(self.absent))
         why = "KL over all positions, not over the selected ones"
         yield Setting("dsa_indexer_use_sparse_loss", False, why, beside="indexer_loss_coeff")
-        freq, offset = plan.index_reuse or (1, None)
+        freq, offset = site.index_reuse or (1, None)
         why = "layers between two that compute their top-k; 1: all do"
         # The sharing itself is compared layer by layer; without it Megatron must not share at all.
         fields = {"transformer.dsa_indexer_topk_freq": 1} if self.full_every == 1 else {}
         yield Setting("dsa_indexer_topk_freq", freq, why, "full_every", fields=fields)
-        if plan.index_reuse:
+        if site.index_reuse:
             name, why = "dsa_indexer_skip_topk_offset", "first layer that computes one"
             yield Setting(name, offset, why, "full_every", fields=())
         yield Setting("dsa_indexer_rotate_activation", False, "on by default; needs fast_hadamard_transform")
@@ -107,93 +99,70 @@ class Dsa(Block):
         yield Setting(
             "dsa_kernel_backend", "none", "tilelang and cudnn decline these shapes and fall to dense fp32 silently"
         )
-        if plan.index_reuse:
+        if site.index_reuse:
             why = "our layers hand the top-k on themselves"
             if stock := self.kernels == "megatron":
                 why = "carries the shared top-k; without a mask it would ride on the config object across microbatches"
             name = "create_attention_mask_in_dataloader"
             yield Setting(name, stock, why, "full_every", beside="", fields=(f"args.{name}",))
 
-    def check(self, plan: "Plan") -> Iterator[Problem]:
-        r = plan.recipe
-        yield from self._unserved(r)
-        if mla(r).q_lora_rank is None:
-            hint = "give it a width, or let `model.letters.A` be `mla`"
-            yield Problem("DSA's indexer reads the query latent", "model.blocks.mla.q_lora_rank", hint)
-        rope = mla(r).qk_rope_head_dim
-        if self.top_k > r.model.seq_length:
-            yield Problem(f"top-k {self.top_k} exceeds the sequence of {r.model.seq_length}", "model.blocks.dsa.top_k")
-        if self.indexer_head_dim < rope:
-            yield Problem(
-                f"indexer heads of {self.indexer_head_dim} cannot hold the {rope} RoPE dimensions",
-                "model.blocks.dsa.indexer_head_dim",
-            )
-        computed = any(layer.kind == self.kind and computes(layer) for layer in plan.layers)
-        untrained = computed and not self.indexer_loss_coeff and not r.feature.lora
-        if untrained and r.feature.distributed_optimizer.overlap_grad_reduce and not r.feature.megatron_fsdp:
-            at = "feature.distributed_optimizer."
-            yield Problem(
-                "without its loss the indexer has no gradient, for which the overlapped reduction waits: Megatron stops in step 2",
-                "model.blocks.dsa.indexer_loss_coeff",
-                f"0.001, say, or set `{at}overlap_grad_reduce=false` and `{at}overlap_param_gather=false`",
-            )
-        if r.model.linear_bias:
-            yield Problem("DSA has no linear bias", "model.linear_bias", "set `model.linear_bias=false`")
+    def expects(self, site: Site) -> Mapping[str, Any]:
+        mask = bool(site.reusing_layers) and self.kernels == "megatron"
+        return {VARIANT: "dsa", "create_attention_mask_in_dataloader": mask}
 
-    def _unserved(self, recipe: "Recipe") -> Iterator[Problem]:
-        """What our kernels cannot do as the recipe has it."""
-        at, latent = "model.blocks.", mla(recipe)
+    def stands(self, layers: Sequence[Layer], site: Site) -> Mapping[str, Any]:
+        reuse = {str(layer.number): layer.source for layer in site.reusing_layers}
+        return {"a_ranks": [layer.rank for layer in layers], "index_reused_from": reuse}
+
+    def parts(self) -> Iterator[str]:
+        yield "latents"
+
+    def part(self, param: Param) -> str | None:
+        return "latents" if any(name in param.name for name in (*PROJECTIONS, ".indexer.")) else None
+
+    def requantised(self, site: Site) -> tuple[int, int]:
+        return mla(site).requantised(site)
+
+    @property
+    def pieces(self) -> int:
+        return self.query_pieces
+
+    def unproven(self) -> Iterator[str]:
         if self.kernels == "megatron":
-            if self.query_pieces > 1:
-                yield Problem("Megatron's DSA takes all queries at once", at + "dsa.query_pieces", "set it to 1")
-            return
-        parts = self.query_pieces * (2 * recipe.parallel.context if recipe.parallel.context > 1 else 1)
-        tile = TILE if self.kernels == "fused" else 1
-        if parts > 1 and recipe.model.seq_length % (parts * tile):
-            what = f"DSA's fused kernels take queries by {tile}" if tile > 1 else "DSA takes queries in equal parts"
-            message = f"{what}, and those of a sequence are cut into {parts} parts"
-            key, hint = "model.seq_length", f"a multiple of {parts * tile:,} fits"
-            if self.query_pieces > 1:
-                key, hint = at + "dsa.query_pieces", f"another number of pieces; of a sequence {hint}"
-            yield Problem(message, key, hint)
-        hint = "set `model.blocks.dsa.kernels=megatron`"
-        widths = {"dsa.indexer_head_dim": self.indexer_head_dim, "mla.q_lora_rank": latent.q_lora_rank or WIDTHS[0]}
-        widths |= {"mla.kv_lora_rank": latent.kv_lora_rank, "mla.qk_rope_head_dim": latent.qk_rope_head_dim}
-        for key, width in widths.items():
-            served = WIDTHS[1:] if key == "mla.qk_rope_head_dim" else WIDTHS  # RoPE turns halves
-            if self.kernels == "fused" and width not in served:
-                yield Problem(f"DSA's fused kernels take widths of {served}, not {width}", at + key, hint)
-        yield from unserved("DSA", self.kind, recipe)
+            yield "which of several equal index scores Megatron's top-k takes: the earliest, as ours do"
+
+    def small(self, site: Site) -> Mapping[str, int]:
+        return {"indexer_heads": 4, "indexer_head_dim": 32, "top_k": 8}
 
     def _sizes(self, z: Sizes) -> Sizes:
         """MLA's symbols; ih indexer heads of iw; A, one fp32 score tensor [b, n / t, s, S]; K keys a token attends to.
 
         Of a rank's queries `run` are scored at once, the last ones against all keys.
         """
-        top, tokens = self.top_k, z.model.seq_length
+        top, tokens = self.top_k, z.site.seq_length
         keys = (top * (top + 1) / 2 + (tokens - top) * top) / tokens
-        z = mla(z.plan.recipe).sizes(z).own(ih=self.indexer_heads, iw=self.indexer_head_dim, top=top, K=keys)
+        z = mla(z.site).sizes(z).own(ih=self.indexer_heads, iw=self.indexer_head_dim, top=top, K=keys)
         run = (1 if z["cp"] == 1 else 0.5) / self.query_pieces
         return z.own(A=z.value("4 b n s S / t"), run=run)
 
-    def params(self, z: Sizes, layer: "Layer | None") -> Iterator[Param]:
-        yield from mla(z.plan.recipe).params(z, layer)
+    def params(self, z: Sizes, layer: Layer | None) -> Iterator[Param]:
+        yield from mla(z.site).params(z, layer)
         if computes(layer):
-            h, at = z.model.hidden_size, "self_attention.core_attention.indexer."
+            h, at = z.site.hidden_size, "self_attention.core_attention.indexer."
             wide = self.indexer_heads * self.indexer_head_dim
-            yield Param(f"{at}linear_wq_b.weight", (wide, mla(z.plan.recipe).q_lora_rank or 0), "replicated", "weight")
+            yield Param(f"{at}linear_wq_b.weight", (wide, mla(z.site).q_lora_rank or 0), "replicated", "weight")
             yield Param(f"{at}linear_wk.weight", (self.indexer_head_dim, h), "replicated", "weight")
             yield Param(f"{at}linear_weights_proj.weight", (self.indexer_heads, h), "replicated", "weight")
             for part in ("weight", "bias"):  # a LayerNorm, whatever the model's norm
                 yield Param(f"{at}k_norm.{part}", (self.indexer_head_dim,), "replicated", "other")
 
-    def activations(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
+    def activations(self, z: Sizes, layer: Layer | None) -> Iterator[Line]:
         z = self._sizes(z)
         lines = {"fused": self._fused, "megatron": self._megatron, "naive": self._naive}[self.kernels]
         yield from lines(z, layer)
 
-    def _fused(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
-        yield from mla(z.plan.recipe).our_latents(z)
+    def _fused(self, z: Sizes, layer: Layer | None) -> Iterator[Line]:
+        yield from mla(z.site).our_latents(z)
         if "mla_up_proj" not in z.recompute:
             yield z.line("absorbed queries", "2 T n (rkv + dr) / t", "queries in the latent space")
             yield z.line("latent keys", "2 T cp (rkv + dr)", "one for all heads")
@@ -207,7 +176,7 @@ class Dsa(Block):
             why = "int32, by query and by key; the reusing layers share it"
             yield z.line("top-k", "8 b s top + 4 b S", why, stays=True)
 
-    def _naive(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
+    def _naive(self, z: Sizes, layer: Layer | None) -> Iterator[Line]:
         more = {"mark": UNMEASURED}
         yield z.line("queries, keys and latents", "6 T n (rkv + dr) / t + 4 Ts h", "plain torch", **more)
         yield z.line("scores", "3.25 A", "probabilities of all keys", **more)
@@ -215,8 +184,8 @@ class Dsa(Block):
             yield z.line("indexer", "8 b ih s S", "fp32 [b, ih, s, S], before and after the ReLU", **more)
             yield z.line("top-k", "b s S", "bool; the reusing layers share it", stays=True, **more)
 
-    def _megatron(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
-        yield from mla(z.plan.recipe).latents(z)
+    def _megatron(self, z: Sizes, layer: Layer | None) -> Iterator[Line]:
+        yield from mla(z.site).latents(z)
         yield z.line("queries", "2 T n (dq + dr) / t", "packed: the absorption keeps a view of it")
         yield z.line("absorbed queries", "2 T n (rkv + dr) / t", "queries in the latent space")
         yield z.line("latent keys", "2 T cp (rkv + dr)", "one for all heads")
@@ -236,7 +205,7 @@ class Dsa(Block):
             why = "keys and values copied for each head: a broadcast product is a view only at one sample"
             yield z.line("copies by head", "4 T n (rkv + dr) / t + 2 T n rkv / t", why)
 
-    def working(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
+    def working(self, z: Sizes, layer: Layer | None) -> Iterator[Line]:
         z = self._sizes(z)
         if self.kernels == "fused":
             more = {"mark": UNMEASURED}
@@ -254,7 +223,7 @@ class Dsa(Block):
         yield z.line("forward", "max(0, 3.5 A - 2 T n (rkv + dv) / t)", "6.75 score tensors in place of 3.25")
         yield z.line("backward", "max(0, 4.25 A - 2 T n (rkv + dv) / t) + 2 T h", "7.5 score tensors in place of 3.25")
 
-    def flops(self, z: Sizes, layer: "Layer | None") -> Iterator[Work]:
+    def flops(self, z: Sizes, layer: Layer | None) -> Iterator[Work]:
         z = self._sizes(z)
         yield z.work("down projections", "2 h (rq + rkv + dr)", "to the latents")
         yield z.work("up projections", "2 rq n (dq + dr) + 2 n dq rkv + 2 n rkv dv", "queries, and both absorptions")
@@ -272,7 +241,14 @@ class Dsa(Block):
         why = "stock fallback: all S keys, no mask, where the model needs the top-k"
         yield z.work("dense core", "2 n (2 rkv + dr) (S - K)", why, model=False, redone=("core_attn",))
 
-    def serving(self, z: Sizes, layer: "Layer | None") -> Iterator[State]:
+    def tables(self, layer: Layer | None) -> int:
+        return 2 if computes(layer) else 1
+
+    def buffers(self, z: Sizes) -> Iterator[Line]:
+        if z.site.index_reuse and self.kernels == "megatron":
+            yield z.line("attention mask", "b S S", "bool, from the data loader: it carries the shared top-k")
+
+    def serving(self, z: Sizes, layer: Layer | None) -> Iterator[State]:
         z = self._sizes(z)
         mark = "Megatron 0.19.2 cannot serve DSA"
         yield z.state(
@@ -282,13 +258,13 @@ class Dsa(Block):
             yield z.state("indexer keys", "2 iw", "bf16, only where the top-k is computed", "token", page=64, mark=mark)
 
 
-def mla(recipe: "Recipe") -> Mla:
+def mla(site: Site) -> Mla:
     """The projections that DSA stands on."""
-    block = recipe.model.blocks.mla
-    assert block is not None, "a recipe with DSA has mla's keys"
+    block = site.blocks.mla
+    assert isinstance(block, Mla), "a recipe with DSA has mla's keys"
     return block
 
 
-def computes(layer: "Layer | None") -> bool:
+def computes(layer: Layer | None) -> bool:
     """Whether the layer has an indexer of its own, or uses the top-k of another."""
     return layer is None or layer.source is None

@@ -39,9 +39,10 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
-from nam_megatron.blocks.dsa.block import KEPT_ROWS
+from nam_megatron.blocks.dsa.block import INDEXER, KEPT_ROWS, Dsa, mla
 from nam_megatron.blocks.dsa.naive import kept
 from nam_megatron.blocks.mla.layer import (
+    LATENTS,
     FusedMLASelfAttention,
     assert_served,
     cos_and_sin,
@@ -54,10 +55,11 @@ from nam_megatron.errors import raise_if
 from nam_megatron.runtime.context import own_chunks, whole
 from nam_megatron.runtime.gauges import GAUGES
 from nam_megatron.runtime.gpu import without_gpu
-from nam_megatron.runtime.stack import NO_CROSS, NO_MLP
+from nam_megatron.runtime.slots import NO_CROSS, NO_MLP
+from nam_megatron.words.site import Site
 
+IN_BF16 = {"latents": ((AbsorbedMLASelfAttention, LATENTS), (DSAIndexer, INDEXER))}
 # A DSA layer has neither cross attention nor an MLP.
-EMPTY = STOCK_EMPTY = NO_CROSS | NO_MLP
 
 Kernels = Literal["fused", "naive"]
 
@@ -67,19 +69,20 @@ def _module(kind: str, kernels: Kernels) -> ModuleType:
     return importlib.import_module(f"nam_megatron.blocks.{kind}.{'kernel' if kernels == 'fused' else 'naive'}")
 
 
-def spec(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
-    """The whole layer. The recipe's `model.blocks.dsa.kernels` is `fused` or `naive`.
+def spec(backend: BackendSpecProvider, block: Dsa, site: Site) -> ModuleSpec:
+    """The whole layer.
 
     Raises:
         Refused: the fused kernels without a GPU; nothing else is put in their place.
     """
-    block = plan.recipe.model.blocks.dsa
     kernels = block.kernels
+    if kernels == "megatron":
+        return _stock(backend, site)
     raise_if(without_gpu("DSA", "dsa", kernels))
     params = {"kernels": kernels, "query_pieces": block.query_pieces}
     indexer = TurningIndexer if kernels == "fused" else DSAIndexer
     core = ModuleSpec(SparseAttention, params=params, submodules=_indexer(backend, indexer))
-    attention = AbsorbedMLASelfAttentionSubmodules(core_attention=core, **projections(backend, plan))
+    attention = AbsorbedMLASelfAttentionSubmodules(core_attention=core, **projections(backend, mla(site)))
     parts = TransformerLayerSubmodules(
         input_layernorm=backend.layer_norm(rms_norm=True),
         self_attention=ModuleSpec(
@@ -92,10 +95,14 @@ def spec(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
     return ModuleSpec(SparseLayer, submodules=parts)
 
 
-def stock(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
+def empty(block: Dsa, site: Site) -> frozenset[str]:
+    return NO_CROSS | NO_MLP | mla(site).without_norms()
+
+
+def _stock(backend: BackendSpecProvider, site: Site) -> ModuleSpec:
     """The whole layer of Megatron's own modules, with norms on the latents."""
     core = ModuleSpec(DSAttention, submodules=_indexer(backend))
-    parts = AbsorbedMLASelfAttentionSubmodules(core_attention=core, **projections(backend, plan))
+    parts = AbsorbedMLASelfAttentionSubmodules(core_attention=core, **projections(backend, mla(site)))
     attention = ModuleSpec(AbsorbedMLASelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=parts)
     norm = backend.layer_norm(rms_norm=True)
     layer = TransformerLayerSubmodules(

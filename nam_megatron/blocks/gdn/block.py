@@ -1,20 +1,14 @@
 """Gated delta net (Yang et al., arXiv 2412.06464): Megatron's GatedDeltaNet on the kernels of flash-linear-attention, symbol `G`."""
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterator, Mapping
+from typing import Annotated
 
 from pydantic import PositiveInt
 
-from nam_megatron.blocks import Block, divides, residual, spread
-from nam_megatron.errors import Problem
-from nam_megatron.setting import Row
-from nam_megatron.sizes import UNMEASURED, Line, Param, Sizes, State, Work
-
-if TYPE_CHECKING:
-    from megatron.core.models.backends import BackendSpecProvider
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    from nam_megatron.plan import Layer, Plan
+from nam_megatron.blocks import Block, residual
+from nam_megatron.words.setting import Package, Row
+from nam_megatron.words.site import Layer, Site
+from nam_megatron.words.sizes import UNMEASURED, Line, Param, Sizes, State, Work
 
 CHUNK = 64  # of flash-linear-attention's chunk_gated_delta_rule; not a flag
 
@@ -30,6 +24,8 @@ class Gdn(Block):
     symbol = "G"
     slot = "gdn_layer"
     autotuned = True
+    activates = True
+    library = "flash-linear-attention's"
 
     key_heads: Annotated[PositiveInt, Row("heads of queries and keys", "linear_num_key_heads")]
     key_head_dim: Annotated[PositiveInt, Row("width of one of them", "linear_key_head_dim")]
@@ -43,43 +39,20 @@ class Gdn(Block):
         keys, values = self.key_heads * self.key_head_dim, self.value_heads * self.value_head_dim
         return 2 * keys + 2 * values + 2 * self.value_heads
 
-    def build(self, backend: "BackendSpecProvider", plan: "Plan") -> "ModuleSpec":
-        from nam_megatron.blocks.gdn import layer
+    def packages(self) -> Iterator[Package]:
+        yield Package("flash-linear-attention", self.title)
 
-        return layer.spec(backend)
-
-    def empty(self, plan: "Plan") -> frozenset[str]:
-        from nam_megatron.blocks.gdn import layer
-
-        return layer.EMPTY
-
-    def check(self, plan: "Plan") -> Iterator[Problem]:
-        at, p, m = "model.blocks.gdn.", plan.recipe.parallel, plan.recipe.model
-        yield from divides(at + "value_heads", self.value_heads, self.key_heads, "value heads", at + "key_heads")
-        yield from spread(at + "key_heads", self.key_heads, p, "key heads")
-        if m.activation != "swiglu":
-            message = (
-                f"a gated delta net takes the model's activation, and knows SiLU alone, not that of {m.activation}"
-            )
-            yield Problem(message, "model.activation", "set `model.activation=swiglu`")
-        if p.tensor > 1 and not p.sequence:
-            # Its norm works on shared heads, and Megatron 0.19.2 sums such a gradient under sequence parallelism alone.
-            message = "a gated delta net under tensor parallelism gets wrong gradients without sequence parallelism"
-            yield Problem(message, "parallel.sequence", "set `parallel.sequence=true`")
-        if plan.recipe.feature.fp8 and self.in_proj_width // p.tensor % 16:
-            message = f"FP8 wants a multiple of 16, and the input projection has {self.in_proj_width // p.tensor} columns a GPU"
-            yield Problem(message, at + "value_heads", "choose other heads")
-        if plan.recipe.feature.cuda_graphs:
-            message = "nobody has tried a gated delta net inside CUDA graphs"
-            yield Problem(message, "feature.cuda_graphs.impl", "set `feature.cuda_graphs.impl=none`")
+    def small(self, site: Site) -> Mapping[str, int]:
+        ranks = site.tensor * site.context
+        return {"key_heads": 2 * ranks, "key_head_dim": 8, "value_heads": 4 * ranks, "value_head_dim": 16}
 
     def _sizes(self, z: Sizes) -> Sizes:
         """nk key heads of dk and nv value heads of dv, in all kd and vd wide; a convolution of cw; chunks of L."""
         nk, dk, nv, dv = self.key_heads, self.key_head_dim, self.value_heads, self.value_head_dim
         return z.own(dk=dk, nv=nv, dv=dv, kd=nk * dk, vd=nv * dv, cw=self.conv_width, L=CHUNK)
 
-    def params(self, z: Sizes, layer: "Layer | None") -> Iterator[Param]:
-        h, at = z.model.hidden_size, "self_attention."
+    def params(self, z: Sizes, layer: Layer | None) -> Iterator[Param]:
+        h, at = z.site.hidden_size, "self_attention."
         keys, values = self.key_heads * self.key_head_dim, self.value_heads * self.value_head_dim
         yield from z.norm(f"{at}in_proj.layer_norm_", h)
         yield Param(f"{at}in_proj.weight", (self.in_proj_width, h), "tensor", "weight")
@@ -89,7 +62,7 @@ class Gdn(Block):
         yield from z.norm(f"{at}out_norm.", self.value_head_dim)
         yield Param(f"{at}out_proj.weight", (h, values), "tensor", "weight")
 
-    def activations(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
+    def activations(self, z: Sizes, layer: Layer | None) -> Iterator[Line]:
         z = self._sizes(z)
         yield from residual(z)
         mark = UNMEASURED
@@ -101,7 +74,7 @@ class Gdn(Block):
         )
         yield z.line("values", "2 T vd / t", "convolved", mark=mark)
         yield z.line("decay and beta", "6 T nv / t", "fp32 and bf16", mark=mark)
-        if z.plan.recipe.precision.deterministic:
+        if z.site.deterministic:
             kept = "T nv (4 (L L - 1) / 3 + 24 L + 16 + 28 dk + 12 dv + 4 dk dv / L) / t"
             why = "in fp32: each row of a chunk's triangle as it is inverted, and what comes of them"
             yield z.line("delta rule in plain torch", kept, why, mark=mark)
@@ -110,21 +83,21 @@ class Gdn(Block):
         yield z.line("output and gate", "4 T vd / t", "inputs of the gated norm", mark=mark)
         yield z.line("gated output", "w T vd / t", "input of the output projection", mark=mark)
 
-    def working(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
+    def working(self, z: Sizes, layer: Layer | None) -> Iterator[Line]:
         z = self._sizes(z)
         states = "2 T nv dk dv / (L t)"
         yield z.line("forward", f"2 T (2 kd + vd) / t + {states}", "convolution and chunk states", mark=UNMEASURED)
         backward = f"2 T (2 kd + 2 vd + 2 nv) / t + 4 T nv (dk + dv) / t + 2 {states}"
         yield z.line("backward", backward, "the same again, and the gradients of each", mark=UNMEASURED)
 
-    def flops(self, z: Sizes, layer: "Layer | None") -> Iterator[Work]:
+    def flops(self, z: Sizes, layer: Layer | None) -> Iterator[Work]:
         z = self._sizes(z)
         yield z.work("projections", "2 h (2 kd + 2 vd + 2 nv) + 2 vd h", "in and out")
         yield z.work("convolution", "2 cw (2 kd + vd)", "")
         why = "causal half of a chunk: k k, its inverse times k and v, q k, times v; the states between chunks"
         yield z.work("delta rule", "nv (3 L dk + 2 L dv + 6 dk dv)", why)
 
-    def serving(self, z: Sizes, layer: "Layer | None") -> Iterator[State]:
+    def serving(self, z: Sizes, layer: Layer | None) -> Iterator[State]:
         z = self._sizes(z)
         yield z.state("convolution window", "2 cw (2 kd + vd) / t", "the last columns, bf16", "sequence")
         yield z.state("recurrent state", "4 nv dk dv / t", "one matrix a value head, fp32", "sequence", mark=UNMEASURED)

@@ -6,13 +6,13 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmod
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+from nam_megatron.blocks.gdn.block import Gdn
 from nam_megatron.errors import Problem, Refused
-from nam_megatron.runtime.stack import NO_CROSS, NO_MLP
+from nam_megatron.runtime.slots import NO_CROSS, NO_MLP
+from nam_megatron.words.site import Site
 
-EMPTY = NO_CROSS | NO_MLP | {"input_layernorm"}  # the input norm is inside in_proj
 
-
-def spec(backend: BackendSpecProvider) -> ModuleSpec:
+def spec(backend: BackendSpecProvider, block: Gdn, site: Site) -> ModuleSpec:
     """The whole layer.
 
     Raises:
@@ -20,7 +20,9 @@ def spec(backend: BackendSpecProvider) -> ModuleSpec:
     """
     if not common.HAVE_FLA:
         hint = "install `flash-linear-attention` beside Triton"
-        raise Refused(Problem("the kernels of a gated delta net cannot be imported (`fla`)", "model.blocks.gdn", hint))
+        raise Refused(
+            Problem("the kernels of a gated delta net cannot be imported (`fla`)", key="model.blocks.gdn", hint=hint)
+        )
     parts = GatedDeltaNetSubmodules(
         in_proj=backend.column_parallel_layer_norm_linear(),
         out_norm=backend.layer_norm(rms_norm=True),
@@ -29,3 +31,8 @@ def spec(backend: BackendSpecProvider) -> ModuleSpec:
     mixer = ModuleSpec(GatedDeltaNet, submodules=parts)
     layer = TransformerLayerSubmodules(self_attention=mixer, self_attn_bda=get_bias_dropout_add)
     return ModuleSpec(TransformerLayer, submodules=layer)
+
+
+def empty(block: Gdn, site: Site) -> frozenset[str]:
+    # The input norm is inside in_proj.
+    return NO_CROSS | NO_MLP | {"input_layernorm"}

@@ -3,34 +3,27 @@
 The layer's sizes travel in plan.json; Megatron has no flags for them.
 """
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Annotated, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
 from nam_megatron.blocks import (
     BF16_COLUMNS,
     FP8_COLUMNS,
+    NO_KERNEL,
     Block,
     Gauge,
-    divides,
     needless,
     padding,
     padding_working,
     residual,
-    spread,
-    unpadded,
 )
 from nam_megatron.errors import Problem
-from nam_megatron.setting import SAME, Row
-from nam_megatron.sizes import UNMEASURED, Line, Param, Sizes, State, Work
-
-if TYPE_CHECKING:
-    from megatron.core.models.backends import BackendSpecProvider
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    from nam_megatron.plan import Layer, Plan
-    from nam_megatron.recipe import Recipe
+from nam_megatron.words.setting import SAME, Row
+from nam_megatron.words.site import Layer, Site
+from nam_megatron.words.sizes import UNMEASURED, Line, Param, Sizes, State, Work
 
 CHECKPOINT = 4  # tokens between two states that are kept for the backward pass (kernel.Config.tokens)
 ROWS = 16  # of a head's state that one program of the kernels owns (kernel.Config.rows)
@@ -58,6 +51,10 @@ class M2Rnn(Block):
     adapted = ("in_proj", "out_proj")
     stock = False
     graph_parts = ("mamba",)
+    without_gpu = (("kernels", "fused", "naive", NO_KERNEL), ("padded_projection", True, False, NO_KERNEL))
+    padded = ("padded_projection",)
+    trains = ("gradient_clip",)
+    plain = MappingProxyType({"kernels": "naive", "padded_projection": False})
 
     kernels: Annotated[Literal["fused", "naive"], Row("ours in Triton, or plain torch", executes=SAME)]
     k_dim: Annotated[PositiveInt, Row("rows of a head's state: width of queries and keys, one head of each")]
@@ -73,57 +70,44 @@ class M2Rnn(Block):
             executes="the same products, by other kernels, and columns of zeros that nobody reads", was=False),
     ]  # fmt: skip
 
-    def build(self, backend: "BackendSpecProvider", plan: "Plan") -> "ModuleSpec":
-        from nam_megatron.blocks.m2rnn import layer
-
-        return layer.spec(backend, plan)
-
-    def check(self, plan: "Plan") -> Iterator[Problem]:
-        at, p = "model.blocks.m2rnn.", plan.recipe.parallel
-        yield from self.unserved()
-        yield from spread(at + "heads", self.heads, p, "M2RNN heads")
-        yield from divides(at + "k_dim", self.k_dim, p.tensor, "M2RNN's key width", "parallel.tensor")
-        multiple = self.columns(plan.recipe)
-        if self.padded_projection:
-            yield from unpadded(plan, at + "padded_projection", self.in_proj_width, multiple)
-        elif multiple == FP8_COLUMNS and self.in_proj_width % (multiple * p.tensor):
-            yield Problem(
-                f"M2RNN's input projection is {self.in_proj_width} / tensor {p.tensor} wide, which 16 does not divide: no FP8 GEMM",
-                at + "heads",
-                f"a multiple of 16 heads for each tensor rank fits; or set `{at}padded_projection=true`, "
-                "or put `m2rnn` into `feature.fp8.bf16_parts`",
-            )
-
-    def columns(self, recipe: "Recipe") -> int:
+    def columns(self, site: Site) -> int:
         """What the GEMMs of the input projection want multiples of."""
-        fp8 = recipe.feature.fp8
-        return BF16_COLUMNS if fp8 is None or fp8.keeps("m2rnn") else FP8_COLUMNS
+        return BF16_COLUMNS if not site.fp8 or site.keeps("m2rnn") else FP8_COLUMNS
 
-    def unneeded(self, recipe: "Recipe", kinds: frozenset[str]) -> Iterator[tuple[str, bool]]:
-        if self.padded_projection and needless(self.in_proj_width, self.columns(recipe), recipe.parallel.tensor):
+    def unneeded(self, site: Site) -> Iterator[tuple[str, bool]]:
+        if self.padded_projection and needless(self.in_proj_width, self.columns(site), site.tensor):
             yield "padded_projection", False
 
     def unserved(self) -> Iterator[Problem]:
         """Sizes at which the chosen kernels cannot run."""
         if self.kernels == "fused":
             for name, text in odd_sizes(self.k_dim, self.v_dim):
-                yield Problem(text, f"model.blocks.m2rnn.{name}")
+                yield Problem(text, key=self.at(name), law="m2rnn-kernel-sizes")
 
     @property
     def in_proj_width(self) -> int:
         """Columns of the packed input projection: q, k, v, gate, forget."""
         return 2 * self.k_dim + 2 * self.heads * self.v_dim + self.heads
 
+    def parts(self) -> Iterator[str]:
+        yield "m2rnn"
+
+    def part(self, param: Param) -> str:
+        return "m2rnn"
+
+    def small(self, site: Site) -> Mapping[str, int]:
+        return {"k_dim": 16, "v_dim": 16, "heads": 2 * site.tensor * site.context}
+
     def _sizes(self, z: Sizes) -> Sizes:
         """nh heads with a state of K x Vh; a convolution of width c over q, k and v; states kept every L tokens."""
         own = dict(nh=self.heads, K=self.k_dim, Vh=self.v_dim, c=self.conv_width, L=CHECKPOINT)
         # pad: columns that `padded_projection` puts behind the projection's; pc is all that it multiplies by then.
         columns = self.in_proj_width / z["t"]
-        pad = -columns % self.columns(z.plan.recipe) if self.padded_projection else 0
+        pad = -columns % self.columns(z.site) if self.padded_projection else 0
         return z.in_bf16("m2rnn").own(**own, parts=self.k_dim / ROWS, pad=pad, pc=columns + pad)
 
-    def params(self, z: Sizes, layer: "Layer | None") -> Iterator[Param]:
-        h, inner = z.model.hidden_size, self.heads * self.v_dim
+    def params(self, z: Sizes, layer: Layer | None) -> Iterator[Param]:
+        h, inner = z.site.hidden_size, self.heads * self.v_dim
         conv = 2 * self.k_dim + inner
         yield from z.norm("mixer.in_proj.layer_norm_", h)
         yield Param("mixer.conv1d_weight", (conv, 1, self.conv_width), "tensor", "other")
@@ -136,7 +120,7 @@ class M2Rnn(Block):
         yield Param("mixer.in_proj.weight", (self.in_proj_width, h), "tensor", "weight")
         yield Param("mixer.out_proj.weight", (h, inner), "tensor", "weight")
 
-    def activations(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
+    def activations(self, z: Sizes, layer: Layer | None) -> Iterator[Line]:
         z, naive = self._sizes(z), self.kernels == "naive"
         yield from residual(z)
         projected = "2 T (2 K cp + 2 nh Vh + nh) / t" + (" + 2 T pad" if self.padded_projection else "")
@@ -163,7 +147,7 @@ class M2Rnn(Block):
             mark=UNMEASURED,
         )
 
-    def working(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
+    def working(self, z: Sizes, layer: Layer | None) -> Iterator[Line]:
         z = self._sizes(z)
         if self.padded_projection:
             yield from padding_working(z)
@@ -184,13 +168,13 @@ class M2Rnn(Block):
             mark=UNMEASURED,
         )
 
-    def flops(self, z: Sizes, layer: "Layer | None") -> Iterator[Work]:
+    def flops(self, z: Sizes, layer: Layer | None) -> Iterator[Work]:
         z = self._sizes(z)
         yield z.work("projections", "2 h (2 K + 2 nh Vh + nh) + 2 nh Vh h", "in and out")
         yield z.work("convolution", "2 c (2 K + nh Vh)", "")
         yield z.work("recurrence", "nh (2 K Vh Vh + 8 K Vh)", "h W, k v, forget, q h")
 
-    def serving(self, z: Sizes, layer: "Layer | None") -> Iterator[State]:
+    def serving(self, z: Sizes, layer: Layer | None) -> Iterator[State]:
         z = self._sizes(z)
         yield z.state("recurrent state", "4 nh K Vh / t", "one matrix a head, fp32", "sequence", mark=UNMEASURED)
         yield z.state(

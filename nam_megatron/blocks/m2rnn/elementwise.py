@@ -23,7 +23,9 @@ def unreachable(*tensors: Tensor) -> Iterator[Problem]:
             tokens = x.size(0) * x.size(1)
             text = f"M2RNN's kernels reach {REACH:,} numbers of a tensor, and {tokens:,} tokens are {most + 1:,}"
             yield Problem(
-                text, "schedule.micro_batch_size", "fewer or shorter sequences a micro batch, or more tensor ranks"
+                text,
+                key="schedule.micro_batch_size",
+                hint="fewer or shorter sequences a micro batch, or more tensor ranks",
             )
             return
 

@@ -32,11 +32,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from nam_megatron.blocks.m2rnn import naive
+from nam_megatron.blocks.m2rnn.block import M2Rnn
 from nam_megatron.errors import raise_if
 from nam_megatron.runtime.aligned import align
 from nam_megatron.runtime.context import by_heads, by_tokens, refuse_documents, share, whole
 from nam_megatron.runtime.gauges import GAUGES
 from nam_megatron.runtime.gpu import without_gpu
+from nam_megatron.words.site import Site
 
 # As the authors begin: A is uniform in (0, 16), softplus(dt_bias) is uniform in its logarithm, the convolution is normal like every other
 # weight and without bias (theirs, in the configurations of their runs, has none at all).
@@ -45,13 +47,12 @@ A_MAX, DT_MIN, DT_MAX = 16.0, 1e-3, 0.1
 GAIN_SPAN = 64
 
 
-def spec(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
-    """The mixer of `plan`'s M2RNN layers.
+def spec(backend: BackendSpecProvider, block: M2Rnn, site: Site) -> ModuleSpec:
+    """The mixer.
 
     Raises:
         Refused: the recipe's kernels cannot serve the sizes, or not on this machine.
     """
-    block = plan.recipe.model.blocks.m2rnn
     raise_if([*block.unserved(), *without_gpu("M2RNN", "m2rnn", block.kernels)])
     parts = MambaMixerSubmodules(
         in_proj=backend.column_parallel_layer_norm_linear(), out_proj=backend.row_parallel_linear()
@@ -59,7 +60,7 @@ def spec(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
     params = {
         name: getattr(block, name) for name in ("kernels", "k_dim", "v_dim", "heads", "conv_width", "gradient_clip")
     }
-    params["columns"] = block.columns(plan.recipe) if block.padded_projection else None
+    params["columns"] = block.columns(site) if block.padded_projection else None
     return ModuleSpec(M2RnnMixer, params=params, submodules=parts)
 
 
@@ -307,3 +308,6 @@ def _borders(packed: Any, tokens: int) -> Tensor:
     """First token of each document and the number of tokens: what lies past the last border is a document of its own."""
     given = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
     return F.pad(given.int(), (0, 1), value=tokens)
+
+
+IN_BF16 = {"m2rnn": ((M2RnnMixer, ("in_proj", "out_proj")),)}

@@ -20,21 +20,26 @@ from nam_megatron.blocks.mamba2.block import Mamba2
 from nam_megatron.blocks.mamba2.norm import group_norm
 from nam_megatron.runtime.aligned import align, with_columns
 from nam_megatron.runtime.gpu import interpreted
+from nam_megatron.words.site import Site
 
 
-def spec(backend: BackendSpecProvider, block: Mamba2, columns: int | None) -> ModuleSpec:
-    """The mixer: Megatron's own, but for `strided`, `strided_norm` and columns of zeros (None: none; aligned.align's multiple)."""
+def spec(backend: BackendSpecProvider, block: Mamba2, site: Site) -> ModuleSpec:
+    """The mixer: Megatron's own, but for `strided`, `strided_norm` and `padded_projection`."""
     parts = upstream.MambaMixerSubmodules(
         in_proj=backend.column_parallel_layer_norm_linear(), out_proj=backend.row_parallel_linear()
     )
     if not block.strided:
         return ModuleSpec(upstream.MambaMixer, submodules=parts)
     ours = StridedNormMambaMixer if block.strided_norm else StridedMambaMixer
+    columns = block.columns(site) if block.padded_projection else None
     return ModuleSpec(ours, params={"columns": columns}, submodules=parts)
 
 
 class StridedMambaMixer(upstream.MambaMixer):
-    """MambaMixer whose scan reads the projection's output where it lies. Batches of one sample lie the same either way."""
+    """MambaMixer whose scan reads the projection's output where it lies. Batches of one sample lie the same either way.
+
+    columns: aligned.align's multiple, for columns of zeros; None: there are none.
+    """
 
     def __init__(self, config: Any, *args: Any, columns: int | None = None, **kwargs: Any):
         # It refuses FP8 by the columns that it has without the zeros; Transformer Engine multiplies in FP8 by a context, not by this.

@@ -3,22 +3,17 @@
 The layer's sizes travel in plan.json; Megatron has no flags for them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
-from nam_megatron.blocks import Block, divides, residual, spread
+from nam_megatron.blocks import NO_KERNEL, Block, residual
 from nam_megatron.errors import Problem
-from nam_megatron.setting import SAME, Row
-from nam_megatron.sizes import UNMEASURED, Line, Param, Sizes, State, Work
-
-if TYPE_CHECKING:
-    from megatron.core.models.backends import BackendSpecProvider
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    from nam_megatron.plan import Layer, Plan
+from nam_megatron.words.setting import SAME, Row
+from nam_megatron.words.site import Layer, Site
+from nam_megatron.words.sizes import UNMEASURED, Line, Param, Sizes, State, Work
 
 ENTRIES = 2  # of the batch, that the fused kernels take at once, to bound what they hold
 SPECIALISED = (
@@ -61,6 +56,14 @@ class Mamba3(Block):
     stock = False
     graph_parts = ("mamba",)
     fixed = MappingProxyType({"norm_epsilon": (1e-5, "its norms of B and C are those of the paper")})
+    without_gpu = (
+        ("kernels", "fused", "naive", NO_KERNEL),
+        ("keep_states", True, False, NO_KERNEL),
+        ("keep_prepared", True, False, NO_KERNEL),
+    )
+    plain = MappingProxyType(
+        {"kernels": "naive", "recompute": "none", "head_pieces": 1, "keep_states": False, "keep_prepared": False}
+    )
 
     kernels: Annotated[Literal["fused", "naive"], Row("ours in Triton, or plain torch", executes=SAME)]
     recompute: Annotated[
@@ -97,20 +100,14 @@ class Mamba3(Block):
     ]
     rope_fraction: Annotated[PositiveFloat, Row("share of the state's columns that data-dependent angles turn")]
 
-    def build(self, backend: "BackendSpecProvider", plan: "Plan") -> "ModuleSpec":
-        from nam_megatron.blocks.mamba3 import layer
-
-        return layer.spec(backend, plan)
-
-    def rates_apart(self, plan: "Plan") -> bool:
+    def rates_apart(self, site: Site) -> bool:
         """Whether dt, A, trap and the angles are multiplied in bf16 beside the rest of the projection in FP8."""
-        fp8 = plan.recipe.feature.fp8
-        return fp8 is not None and fp8.keeps("mamba3_rates")
+        return site.keeps("mamba3_rates")
 
     @property
     def angles(self) -> int:
         """Rotary angles of B and C, shared by all heads: one for each pair of turned state columns."""
-        return int(self.state_dim * self.rope_fraction) // 2
+        return round(self.state_dim * self.rope_fraction / 2)
 
     @property
     def in_proj_width(self) -> int:
@@ -122,74 +119,21 @@ class Mamba3(Block):
             + self.angles
         )
 
-    def check(self, plan: "Plan") -> Iterator[Problem]:
-        at, p = "model.blocks.mamba3.", plan.recipe.parallel
-        yield from divides(at + "heads", self.heads, self.groups, "Mamba-3 heads", at + "groups")
-        yield from spread(at + "heads", self.heads, p, "Mamba-3 heads")
-        yield from spread(at + "groups", self.groups, p, "Mamba-3 groups")
-        ranks = p.tensor * p.context
-        own = self.groups // ranks
-        if not self.groups % ranks and own % self.head_pieces:
-            message = f"{self.head_pieces} pieces of the {own} groups of heads that a rank has"
-            fit = [str(n) for n in range(1, own + 1) if not own % n]
-            yield Problem(message, at + "head_pieces", f"there may be {', '.join(fit)}")
-        yield from divides(at + "rope_fraction", self.angles, p.tensor, "Mamba-3 angles", "parallel.tensor")
-        if self.state_dim % 2:
-            yield Problem(f"angles turn pairs of columns, and a state has {self.state_dim}", at + "state_dim")
-        if self.rope_fraction > 1:
-            yield Problem(f"rope_fraction {self.rope_fraction} is above 1", at + "rope_fraction")
-        if not self.angles:
-            yield Problem(f"rope_fraction {self.rope_fraction} turns no pair of columns", at + "rope_fraction")
-        apart = self.rates_apart(plan)
-        width = self.in_proj_width - apart * (3 * self.heads + self.angles)
-        if plan.recipe.feature.fp8 and width // p.tensor % 16:
-            yield Problem(
-                f"Mamba-3's input projection is {width} wide, which 16 x {p.tensor} tensor ranks do not divide: no FP8 GEMM",
-                at + "heads",
-                "set `feature.fp8.recipe=none`" + (", or `parallel.tensor=1`" if width % 16 == 0 else ""),
-            )
-        if apart:
-            yield from self._untried(plan)
-        # The kernels count B's and C's elements of one sample, of the groups that are scanned at once, in int32.
-        wide = max(1, self.groups // (ranks * self.head_pieces)) * self.mimo_rank * self.state_dim
-        tokens = plan.recipe.model.seq_length
-        if self.kernels == "fused" and tokens * wide >= 2**31:
-            text = (
-                f"Mamba-3's kernels take fewer than {2**31 // wide:,} tokens in a sample at these sizes, not {tokens:,}"
-            )
-            more = f"more `{at}head_pieces`, or " if self.head_pieces < self.groups // ranks else ""
-            hint = f"{more}`{at}kernels=naive`{',' if more else ''} which runs any length, slowly"
-            yield Problem(text, "model.seq_length", hint)
-        for key, why in (
-            ("keep_states", "the state after each token: there are no chunks"),
-            ("keep_prepared", "all that autograd needs"),
-        ):
-            if getattr(self, key) and self.kernels == "naive":
-                yield Problem(f"plain torch keeps {why}", at + key, f"set it to false, or `{at}kernels=fused`")
-        yield from self.unserved()
-
-    def _untried(self, plan: "Plan") -> Iterator[Problem]:
-        """What a projection in two precisions does not go with."""
-        key, feature = "feature.fp8.bf16_parts", plan.recipe.feature
-        for asked, what in (
-            (plan.recipe.parallel.tensor > 1, "tensor ranks"),
-            (bool(feature.megatron_fsdp), "an FSDP"),
-            (feature.fp8 is not None and feature.fp8.recipe == "blockwise", "FP8 scaled by blocks"),
-            (feature.lora is not None and "in_proj" in feature.lora.modules(plan), "adapters of the projection"),
-        ):
-            if asked:
-                narrow = self.in_proj_width // plan.recipe.parallel.tensor % 16
-                hint = "set `feature.fp8.recipe=none`" if narrow else "leave `mamba3_rates` out"
-                yield Problem(f"`mamba3_rates` in bf16 has not been tried with {what}", key, hint)
-
     def unserved(self) -> Iterator[Problem]:
         """Sizes at which the chosen kernels cannot run."""
         if self.kernels == "naive":
             return
-        at = "model.blocks.mamba3."
-        hint = f"`{at}kernels=naive` runs any size, slowly"
+        hint = f"`{self.at('kernels')}=naive` runs any size, slowly"
         for name, text in odd_sizes(self.head_dim, self.state_dim, self.mimo_rank, self.chunk):
-            yield Problem(text, at + name, hint)
+            yield Problem(text, key=self.at(name), hint=hint, law="mamba3-kernel-sizes")
+
+    def parts(self) -> Iterator[str]:
+        yield "mamba3_rates"  # rows of a projection, which is one parameter
+
+    def small(self, site: Site) -> Mapping[str, int]:
+        groups = max(2, self.head_pieces) * site.tensor * site.context
+        sizes = {"head_dim": 16, "state_dim": 32, "mimo_rank": 2, "chunk": 16}
+        return {"heads": 2 * groups, "groups": groups} | sizes
 
     def _sizes(self, z: Sizes) -> Sizes:
         """nh heads of P, in all di wide; B and C of G groups of ns, r of them; a angles; scanned in chunks of L, E tokens at once, of one
@@ -202,8 +146,8 @@ class Mamba3(Block):
             hp=self.head_pieces,
         )  # fmt: skip
 
-    def params(self, z: Sizes, layer: "Layer | None") -> Iterator[Param]:
-        h, inner, rank = z.model.hidden_size, self.heads * self.head_dim, self.mimo_rank
+    def params(self, z: Sizes, layer: Layer | None) -> Iterator[Param]:
+        h, inner, rank = z.site.hidden_size, self.heads * self.head_dim, self.mimo_rank
         yield from z.norm("mixer.in_proj.layer_norm_", h)
         yield Param("mixer.in_proj.weight", (self.in_proj_width, h), "tensor", "weight")
         yield Param("mixer.dt_bias", (self.heads,), "tensor", "other")
@@ -216,14 +160,14 @@ class Mamba3(Block):
                 yield Param(f"mixer.mimo_{name}", (self.heads, rank, self.head_dim), "tensor", "other")
         yield Param("mixer.out_proj.weight", (h, inner), "tensor", "weight")
 
-    def activations(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
+    def activations(self, z: Sizes, layer: Layer | None) -> Iterator[Line]:
         z = self._sizes(z)
         if self.recompute == "in_proj":
             yield z.line("input", "2 Ts h", "kept for the input projection; the residual branch shares it")
         else:
             yield from residual(z)
             yield z.line("z, x, B, C, dt, A, trap, angles", "2 T (W + (cp hp - 1) a) / t", "all that the scan keeps")
-            if self.rates_apart(z.plan):
+            if self.rates_apart(z.site):
                 yield z.line("norm output in bf16", "2 Ts h", "input of dt, A, trap and the angles", mark=UNMEASURED)
         yield z.line("output", "w T di / t", "input of the output projection")
         if self.keep_states:
@@ -234,7 +178,7 @@ class Mamba3(Block):
         if self.kernels == "naive":
             yield z.line("states", "16 T di ns / t", "the state after each token and its terms, fp32", mark=UNMEASURED)
 
-    def working(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
+    def working(self, z: Sizes, layer: Layer | None) -> Iterator[Line]:
         if self.kernels == "naive":
             return
         z = self._sizes(z)
@@ -260,10 +204,10 @@ class Mamba3(Block):
         if self.head_pieces > 1:  # the output's gradient, of one piece once more
             backward += " + 2 T di / (t hp)"
         if self.recompute == "in_proj":  # made again, and not among what is kept
-            backward += " + 2 T (W + (cp hp - 1) a) / t" + (" + 2 Ts h" if self.rates_apart(z.plan) else "")
+            backward += " + 2 T (W + (cp hp - 1) a) / t" + (" + 2 Ts h" if self.rates_apart(z.site) else "")
         yield z.line("backward", backward, "the same again, and the gradient of each")
 
-    def flops(self, z: Sizes, layer: "Layer | None") -> Iterator[Work]:
+    def flops(self, z: Sizes, layer: Layer | None) -> Iterator[Work]:
         z = self._sizes(z)
         yield z.work("projections", "2 h W + 2 di h", "in and out")
         if self.recompute == "in_proj":
@@ -277,7 +221,7 @@ class Mamba3(Block):
         if self.kernels == "fused" and not self.keep_states:
             yield z.work("chunk states again", "2 r ns di", "not kept for the backward pass", passes=1, model=False)
 
-    def serving(self, z: Sizes, layer: "Layer | None") -> Iterator[State]:
+    def serving(self, z: Sizes, layer: Layer | None) -> Iterator[State]:
         z = self._sizes(z)
         yield z.state("recurrent state", "4 di ns / t", "one matrix a head, fp32", "sequence")
         yield z.state("last k and x", "2 r nh ns / t + 2 di / t", "bf16, for the trapezoid", "sequence")

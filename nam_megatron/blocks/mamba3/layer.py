@@ -29,25 +29,26 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 
 from nam_megatron.blocks.mamba3 import kernel, naive
+from nam_megatron.blocks.mamba3.block import Mamba3
 from nam_megatron.blocks.mamba3.naive import NORM_EPSILON, Shape, State, Weights
 from nam_megatron.blocks.mamba3.prepare import offsets
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.runtime import split_projection
 from nam_megatron.runtime.context import by_heads, by_tokens, refuse_documents, share, whole
 from nam_megatron.runtime.gpu import without_gpu
+from nam_megatron.words.site import Site
 
 DT_MIN, DT_MAX, DT_FLOOR = 1e-3, 0.1, 1e-4  # of the initial steps, as mamba-ssm 2.3.2.post1 draws them
 # Parameters that stay in fp32, all cut along their first dimension, the heads.
 HEADWISE = ("dt_bias", "D", "B_bias", "C_bias", "mimo_x", "mimo_z", "mimo_o")
 
 
-def spec(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
-    """The mixer's spec. The recipe's `model.blocks.mamba3.kernels` is `fused` or `naive`.
+def spec(backend: BackendSpecProvider, block: Mamba3, site: Site) -> ModuleSpec:
+    """The mixer's spec.
 
     Raises:
         Refused: fused kernels without a GPU, or at sizes that they do not serve; nothing else is put in their place.
     """
-    block = plan.recipe.model.blocks.mamba3
     raise_if(without_gpu("Mamba-3", "mamba3", block.kernels))
     parts = MambaMixerSubmodules(
         in_proj=backend.column_parallel_layer_norm_linear(), out_proj=backend.row_parallel_linear()
@@ -57,7 +58,7 @@ def spec(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
         "heads", "head_dim", "state_dim", "groups", "mimo_rank", "angles", "chunk", "head_pieces", "recompute", "keep_states",
         "keep_prepared", "kernels",
     )  # fmt: skip
-    params = {name: getattr(block, name) for name in names} | {"rates_apart": block.rates_apart(plan)}
+    params = {name: getattr(block, name) for name in names} | {"rates_apart": block.rates_apart(site)}
     return ModuleSpec(Mamba3Mixer, params=params, submodules=parts)
 
 
@@ -264,7 +265,9 @@ class Mamba3Mixer(MegatronModule):
             )
         if self.rates_apart:  # Megatron's engine pads the tokens of an FP8 projection, and knows of one output
             message = "Mamba-3 does not decode with `mamba3_rates` in bf16 beside FP8"
-            raise Refused(Problem(message, "feature.fp8.bf16_parts", "export the checkpoint, and generate from that"))
+            raise Refused(
+                Problem(message, key="feature.fp8.bf16_parts", hint="export the checkpoint, and generate from that")
+            )
         kept = context.key_value_memory_dict
         state = kept[self.layer_number] if context.sequence_len_offset > 0 else None
         y, kept[self.layer_number] = self.step(self.in_proj(hidden_states)[0], state)

@@ -1,46 +1,27 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): Megatron's MLASelfAttention, symbol `+`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Literal
+from types import MappingProxyType
+from typing import Annotated, Literal
 
 from pydantic import PositiveInt
 
-from nam_megatron.blocks import Block, residual, whole_scores
-from nam_megatron.errors import Problem
-from nam_megatron.setting import SAME, Row, Setting
-from nam_megatron.sizes import UNMEASURED, Line, Param, Sizes, State, Work
-
-if TYPE_CHECKING:
-    from megatron.core.models.backends import BackendSpecProvider
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    from nam_megatron.plan import Layer, Plan
-    from nam_megatron.recipe import Recipe
+from nam_megatron.blocks import NO_KERNEL, Block, residual, whole_scores
+from nam_megatron.words.setting import SAME, Row, Setting
+from nam_megatron.words.site import Layer, Site
+from nam_megatron.words.sizes import UNMEASURED, Line, Param, Sizes, State, Work
 
 # Of latents and of parts of heads that the fused projections take: a tile's side is a power of two. Beyond a rank of 174
 # (750 TFLOP/s over 4.3 TB/s) products are bound by arithmetic, and cuBLAS does them better.
 WIDTHS = (16, 32, 64, 128)
 
+PROJECTIONS = ("_down_proj", "_up_proj")  # of the latents
+
 
 def low_rank(q_rank: int | None, kv_rank: int, nope: int, rope: int, value: int) -> bool:
     """Whether `kernels=fused` projects in our kernels, or in Megatron's modules with our kernels behind them."""
     return {q_rank, kv_rank, nope, rope, value} <= set(WIDTHS) and rope >= 32  # RoPE turns halves
-
-
-def unserved(title: str, kind: str, recipe: "Recipe") -> Iterator[Problem]:
-    """What our MLA and our DSA, which project alike, cannot do as the recipe has it."""
-    key = f"model.blocks.{kind}.kernels"
-    hint = f"set `{key}=megatron`"
-    if (fp8 := recipe.feature.fp8) and not fp8.keeps("latents"):
-        more = f"put `latents` into `feature.fp8.bf16_parts`, or {hint}"
-        yield Problem(f"our {title} projects to latents and from them in bf16, not in FP8", key, more)
-    if recipe.model.normalization != "RMSNorm":
-        yield Problem(f"our {title} has RMSNorm in its projections, not {recipe.model.normalization}", key, hint)
-    if recipe.model.blocks.mla and recipe.model.blocks.mla.q_lora_rank is None:
-        yield Problem(f"our {title} projects queries from a latent", key, hint)
-    if recipe.model.zero_centered_norms:
-        yield Problem(f"our {title} has the weights of its norms as they are, not centred at zero", key, hint)
 
 
 class Mla(Block):
@@ -63,6 +44,11 @@ class Mla(Block):
     )
     graph_parts = ("attn",)
     cached = True
+    latent = True
+    absent = MappingProxyType({"transformer.multi_latent_attention": False})
+    recomputed = ("mla_up_proj",)
+    without_gpu = (("kernels", "fused", "naive", NO_KERNEL),)
+    plain = MappingProxyType({"kernels": "naive"})
 
     kernels: Annotated[
         Literal["fused", "megatron", "naive"] | None,
@@ -82,19 +68,9 @@ class Mla(Block):
     v_head_dim: Annotated[PositiveInt, Row("value head", "v_head_dim")]
     latent_norm: Annotated[bool, Row("RMSNorm on the latents; our stack spec holds them", "qk_layernorm")]
 
-    def idle(self, recipe: "Recipe", kinds: frozenset[str]) -> Iterator[tuple[str, str]]:
-        if "mla" not in kinds:
+    def unread(self, site: Site) -> Iterator[tuple[str, str]]:
+        if "mla" not in site.kinds:
             yield "kernels", "DSA has its own"
-
-    def build(self, backend: "BackendSpecProvider", plan: "Plan") -> "ModuleSpec":
-        from nam_megatron.blocks.mla import layer
-
-        return layer.stock(backend, plan) if self.kernels == "megatron" else layer.spec(backend, plan)
-
-    def empty(self, plan: "Plan") -> frozenset[str]:
-        from nam_megatron.blocks.mla import layer
-
-        return (layer.STOCK_EMPTY if self.kernels == "megatron" else layer.EMPTY) | self.without_norms()
 
     def without_norms(self) -> frozenset[str]:
         """Fields that are empty because a latent has no norm, or is not there."""
@@ -102,22 +78,23 @@ class Mla(Block):
         without += [] if self.latent_norm and self.q_lora_rank else ["self_attention.q_layernorm"]
         return frozenset(without)
 
-    def ours(self, plan: "Plan") -> str | None:
+    def ours(self, site: Site) -> str | None:
         if self.q_lora_rank is None and self.latent_norm:
             return "Megatron 0.19.2 would put one more norm, over the whole width, before the queries' projection"
         return None
 
-    def settings(self, plan: "Plan") -> Iterator[Setting]:
-        m, key = plan.recipe.model, "model.letters.A"
-        heads = {"transformer.num_query_groups": m.num_attention_heads, "transformer.rotary_base": m.rotary_base}
+    def settings(self, site: Site) -> Iterator[Setting]:
+        heads, key = site.num_attention_heads, "model.letters.A"
         fields = {
             "transformer.multi_latent_attention": True,
-            "transformer.kv_channels": m.hidden_size // m.num_attention_heads,
+            "transformer.kv_channels": site.hidden_size // heads,
+            "transformer.num_query_groups": heads,
+            "transformer.rotary_base": site.rotary_base,
         }
         why = "said outright; Megatron would infer it from the pattern"
-        yield Setting("multi_latent_attention", True, why, key, beside="kernels", fields=fields | heads)
+        yield Setting("multi_latent_attention", True, why, key, beside="kernels", fields=fields)
         pin = partial(Setting, beside="v_head_dim")
-        if plan.recipe.feature.yarn:  # which says the rest
+        if site.yarn:  # which says the rest
             yield Setting("rope_type", "yarn", "as the feature says", "feature.yarn.factor", beside="v_head_dim")
         else:
             yield pin("rope_type", "rope", "unset means yarn")
@@ -134,27 +111,25 @@ class Mla(Block):
         # GQA's settings stay at what MLA expects.
         yield Setting("group_query_attention", False, "excluded by MLA", fields=())
 
-    def check(self, plan: "Plan") -> Iterator[Problem]:
-        # DSA stands on these settings too, and has kernels of its own.
-        if self.kernels != "megatron" and "mla" in plan.kinds:
-            yield from unserved("MLA", self.kind, plan.recipe)
-        if self.qk_rope_head_dim % 2:
-            yield Problem(f"RoPE needs an even width, not {self.qk_rope_head_dim}", "model.blocks.mla.qk_rope_head_dim")
-        if plan.recipe.parallel.tensor > 1 and not plan.recipe.parallel.sequence:
-            # Measured on Megatron 0.19.2: the latent norms' gradients come out multiplied by the tensor size.
-            yield Problem(
-                "MLA under tensor parallelism gets wrong gradients without sequence parallelism",
-                "parallel.sequence",
-                "set `parallel.sequence=true`",
-            )
+    def parts(self) -> Iterator[str]:
+        yield "latents"
+
+    def part(self, param: Param) -> str | None:
+        return "latents" if any(name in param.name for name in PROJECTIONS) else None
+
+    def requantised(self, site: Site) -> tuple[int, int]:
+        return site.num_attention_heads * self.v_head_dim, 0
+
+    def small(self, site: Site) -> Mapping[str, int]:
+        return {"q_lora_rank": 16, "kv_lora_rank": 64, "qk_head_dim": 16, "qk_rope_head_dim": 32, "v_head_dim": 64}
 
     def sizes(self, z: Sizes) -> Sizes:
         """n heads; latents of ranks rq (0: none) and rkv; a query/key head is dq + dr wide, a value head dv."""
-        sizes = {"rq": self.q_lora_rank or 0, "rkv": self.kv_lora_rank, "n": z.model.num_attention_heads}
+        sizes = {"rq": self.q_lora_rank or 0, "rkv": self.kv_lora_rank, "n": z.site.num_attention_heads}
         return z.own(dq=self.qk_head_dim, dr=self.qk_rope_head_dim, dv=self.v_head_dim, **sizes)
 
-    def params(self, z: Sizes, layer: "Layer | None") -> Iterator[Param]:
-        h, n, at = z.model.hidden_size, z.model.num_attention_heads, "self_attention."
+    def params(self, z: Sizes, layer: Layer | None) -> Iterator[Param]:
+        h, n, at = z.site.hidden_size, z.site.num_attention_heads, "self_attention."
         query, key_value = n * (self.qk_head_dim + self.qk_rope_head_dim), n * (self.qk_head_dim + self.v_head_dim)
         # Latent: rows of the down and of the up projection, width. No biases, whatever the model has.
         latents = {"kv": (self.kv_lora_rank + self.qk_rope_head_dim, key_value, self.kv_lora_rank)}
@@ -197,7 +172,7 @@ class Mla(Block):
         yield z.line("normed latents", "2 T (rq + rkv + dr)", "of all positions, one tensor", mark=mark)
         yield z.line("cos and sin", "4 s dr", "fp32, kept from the first step on", mark=mark)
 
-    def activations(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
+    def activations(self, z: Sizes, layer: Layer | None) -> Iterator[Line]:
         z = self.sizes(z)
         yield from self.our_latents(z) if self.projects() else self.latents(z)
         if self.kernels == "fused" and not self.projects():
@@ -209,11 +184,11 @@ class Mla(Block):
         if "core_attn" not in z.recompute:
             yield z.line("softmax statistics", "4 T n / t", "fp32")
 
-    def working(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
+    def working(self, z: Sizes, layer: Layer | None) -> Iterator[Line]:
         z, others = self.sizes(z), ""
         # Keys and values of all ranks, as they come and in order; or as they go round, with what comes of each.
         if z["cp"] > 1:
-            gathers = z.plan.recipe.parallel.gathers_keys(z.plan)
+            gathers = z.site.gathers_keys
             others = f" + {'4 T cp n (dq + dr + dv) / t' if gathers else '2 T cp n (dq + dr + 2 dv) / t'}"
         if self.projects():
             yield z.line("forward", f"2 Ts h{others}", "the layer's output")
@@ -224,7 +199,7 @@ class Mla(Block):
         why = "gradients of output, q (fp32 and bf16), k, v and input"
         yield z.line("backward", f"2 T h + 4 T n dv / t + 8 T n (dq + dr) / t{others}{whole_scores(z)}", why)
 
-    def flops(self, z: Sizes, layer: "Layer | None") -> Iterator[Work]:
+    def flops(self, z: Sizes, layer: Layer | None) -> Iterator[Work]:
         z = self.sizes(z)
         yield z.work("down projections", "2 h (rq + rkv + dr)", "to the latents")
         again = {"redone": ("mla_up_proj",)}
@@ -234,6 +209,9 @@ class Mla(Block):
         yield z.work("output projection", "2 n dv h", "")
         yield z.work("core", "2 n (dq + dr + dv) x", "causal: S / 2 keys a token", redone=("core_attn",))
 
-    def serving(self, z: Sizes, layer: "Layer | None") -> Iterator[State]:
+    def tables(self, layer: Layer | None) -> int:
+        return 1
+
+    def serving(self, z: Sizes, layer: Layer | None) -> Iterator[State]:
         z = self.sizes(z)
         yield z.state("latent and rope", "2 (rkv + dr)", "bf16, whole on every tensor rank", "token", page=64)

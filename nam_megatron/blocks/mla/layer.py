@@ -17,32 +17,39 @@ from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.multi_latent_attention import (
+    MLASelfAttention,
+    MLASelfAttentionSubmodules,
+    MultiLatentAttention,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
 from nam_megatron.blocks.mla import naive
-from nam_megatron.blocks.mla.block import low_rank
-from nam_megatron.blocks.mla.cache import LatentCache
+from nam_megatron.blocks.mla.block import Mla, low_rank
 from nam_megatron.blocks.mla.naive import Rope
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.runtime.gpu import interpreted, without_gpu
-from nam_megatron.runtime.stack import NO_CROSS, NO_MLP
+from nam_megatron.runtime.slots import NO_CROSS, NO_MLP
+from nam_megatron.words.site import Site
 
+LATENTS = ("linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj")
+IN_BF16 = {"latents": ((MultiLatentAttention, LATENTS),)}
 # Empty on purpose; Megatron would fill linear_qkv_down_proj itself, on a copy of the spec with its own attention in it.
-EMPTY = STOCK_EMPTY = NO_CROSS | NO_MLP | {"self_attention.linear_qkv_down_proj"}
 
 
-def spec(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
-    """The whole layer of slot `+`. Reads `plan.recipe.model.blocks.mla`: kernels ("fused" or "naive") and latent_norm.
+def spec(backend: BackendSpecProvider, block: Mla, site: Site) -> ModuleSpec:
+    """The whole layer of slot `+`.
 
     Raises:
         Refused: the fused kernels without a GPU; nothing else is put in their place.
     """
-    block = plan.recipe.model.blocks.mla
+    if block.kernels == "megatron":
+        return _stock(backend, block)
+    assert block.kernels, "MLA stands, and says whose kernels it has"
     raise_if(without_gpu("MLA", "mla", block.kernels))
-    parts = MLASelfAttentionSubmodules(core_attention=backend.core_attention(), **projections(backend, plan))
+    parts = MLASelfAttentionSubmodules(core_attention=backend.core_attention(), **projections(backend, block))
     params = {"attn_mask_type": AttnMaskType.causal, "kernels": block.kernels}
     layer = TransformerLayerSubmodules(
         input_layernorm=backend.layer_norm(rms_norm=True),
@@ -52,10 +59,14 @@ def spec(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
     return ModuleSpec(FusedMLALayer, submodules=layer)
 
 
-def stock(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
+def empty(block: Mla, site: Site) -> frozenset[str]:
+    return NO_CROSS | NO_MLP | {"self_attention.linear_qkv_down_proj"} | block.without_norms()
+
+
+def _stock(backend: BackendSpecProvider, block: Mla) -> ModuleSpec:
     """The whole layer of Megatron's own modules, with norms on the latents."""
-    parts = MLASelfAttentionSubmodules(core_attention=backend.core_attention(), **projections(backend, plan))
-    kind = MLASelfAttention if plan.recipe.model.blocks.mla.q_lora_rank else WithoutQueryLatent
+    parts = MLASelfAttentionSubmodules(core_attention=backend.core_attention(), **projections(backend, block))
+    kind = MLASelfAttention if block.q_lora_rank else WithoutQueryLatent
     attention = ModuleSpec(kind, params={"attn_mask_type": AttnMaskType.causal}, submodules=parts)
     norm = backend.layer_norm(rms_norm=True)
     layer = TransformerLayerSubmodules(
@@ -64,10 +75,10 @@ def stock(backend: BackendSpecProvider, plan: Any) -> ModuleSpec:
     return ModuleSpec(TransformerLayer, submodules=layer)
 
 
-def projections(backend: BackendSpecProvider, plan: Any) -> dict[str, Any]:
+def projections(backend: BackendSpecProvider, block: Mla) -> dict[str, Any]:
     """The submodules that MLA and DSA have alike, ours and Megatron's: all but the core attention."""
-    column, linear, mla = backend.column_parallel_linear(), backend.linear(), plan.recipe.model.blocks.mla
-    norm = backend.layer_norm(rms_norm=True, for_qk=True) if mla.latent_norm else IdentityOp
+    column, linear = backend.column_parallel_linear(), backend.linear()
+    norm = backend.layer_norm(rms_norm=True, for_qk=True) if block.latent_norm else IdentityOp
     return {
         "linear_q_proj": column,
         "linear_q_down_proj": linear,
@@ -75,7 +86,7 @@ def projections(backend: BackendSpecProvider, plan: Any) -> dict[str, Any]:
         "linear_kv_down_proj": linear,
         "linear_kv_up_proj": column,
         "linear_proj": backend.row_parallel_linear(),
-        "q_layernorm": norm if mla.q_lora_rank else IdentityOp,
+        "q_layernorm": norm if block.q_lora_rank else IdentityOp,
         "kv_layernorm": norm,
     }
 
@@ -155,7 +166,12 @@ class FusedMLASelfAttention(MLASelfAttention):
         The hidden states are before the input norm where `normalises_input`, else behind it.
         """
         if inference_context is not None or inference_params is not None:
-            raise Refused(Problem("this MLA layer does not decode in Megatron's engine", hint="use its `decode`"))
+            raise Refused(
+                Problem(
+                    "this MLA layer does not decode in Megatron's engine",
+                    hint="export the checkpoint, and generate from that",
+                )
+            )
         parts, up = (
             (self._latents(hidden_states), self._up)
             if self.normalises_input
@@ -224,40 +240,6 @@ class FusedMLASelfAttention(MLASelfAttention):
                 angles, scale = angles
             self._tables[length, packed] = cos_and_sin(angles, self.config.qk_pos_emb_head_dim, scale)
         return self._tables[length, packed]
-
-    # Decoding ---------------------------------------------------------------------------------------------------------
-
-    def new_cache(self, batch: int, length: int) -> LatentCache:
-        """A cache for `length` tokens of `batch` sequences. It absorbs the weights as they are now."""
-        c, heads = self.config, self.num_attention_heads_per_partition
-        if c.sequence_parallel or c.context_parallel_size > 1:
-            raise Refused(Problem("decoding takes whole sequences: no sequence or context parallelism"))
-        q, kv = self.linear_q_up_proj.weight, self.linear_kv_up_proj.weight
-        with torch.no_grad():
-            query = naive.absorbed_weight(q, kv, heads, c.qk_pos_emb_head_dim, c.v_head_dim)
-            value = kv.unflatten(0, (heads, -1))[:, c.qk_head_dim :].clone()
-        return LatentCache(q.new_empty(length, batch, c.kv_lora_rank + c.qk_pos_emb_head_dim), query, value)
-
-    @torch.no_grad()
-    def decode(self, hidden_states: Tensor, cache: LatentCache) -> tuple[Tensor, Tensor | None]:
-        """Output [s, b, h] and bias for the next s tokens, hidden states [s, b, h] before the input norm; fills the cache."""
-        c, new = self.config, cache.next(len(hidden_states))
-        gamma, norms = self.input_norm[0].weight, (self.q_layernorm, self.kv_layernorm)
-        q_gamma, kv_gamma = (None if isinstance(n, IdentityOp) else n.weight for n in norms)
-        down = self.linear_q_down_proj.weight, self.linear_kv_down_proj.weight
-        rope_width, eps = c.qk_pos_emb_head_dim, c.layernorm_epsilon
-        latents = naive.ingress(hidden_states, gamma, *down, q_gamma, kv_gamma, rope_width, eps)
-        cos, sin = self.table(cache.length, False)
-        rope = Rope(cos[new], sin[new])
-        heads = self.num_attention_heads_per_partition
-        query, key = naive.absorbed(latents, cache.query_weight, rope, heads, c.q_lora_rank)
-        return self.linear_proj(cache.attend(query, key, self.softmax_scale))
-
-
-def new_caches(model: torch.nn.Module, batch: int, length: int) -> dict[int, LatentCache]:
-    """A cache for each MLA layer of ours in `model`, by Megatron's layer number; other layers get none."""
-    ours = [m for m in model.modules() if isinstance(m, FusedMLASelfAttention)]
-    return {m.layer_number: m.new_cache(batch, length) for m in ours}
 
 
 def weight_of(module: torch.nn.Module) -> Tensor:

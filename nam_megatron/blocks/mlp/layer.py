@@ -9,16 +9,21 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
-from nam_megatron.runtime.stack import NO_ATTENTION, NO_CROSS
+from nam_megatron.blocks.mlp.block import Mlp
+from nam_megatron.runtime.slots import NO_ATTENTION, NO_CROSS
+from nam_megatron.words.site import Site
 
 # The norm is inside linear_fc1; the activation is the config's function.
-EMPTY = NO_CROSS | NO_ATTENTION | {"pre_mlp_layernorm", "mlp.activation_func"}
 
 
-def spec(backend: BackendSpecProvider) -> ModuleSpec:
+def spec(backend: BackendSpecProvider, block: Mlp, site: Site) -> ModuleSpec:
     """The whole layer."""
     mlp = MLPSubmodules(
         linear_fc1=backend.column_parallel_layer_norm_linear(), linear_fc2=backend.row_parallel_linear()
     )
     parts = TransformerLayerSubmodules(mlp=partial(MLP.as_mlp_submodule, submodules=mlp), mlp_bda=get_bias_dropout_add)
     return ModuleSpec(MLPLayer, submodules=parts)
+
+
+def empty(block: Mlp, site: Site) -> frozenset[str]:
+    return NO_CROSS | NO_ATTENTION | {"pre_mlp_layernorm", "mlp.activation_func"}

@@ -1,25 +1,19 @@
 """Mixture of experts: Megatron's MoELayer with a shared expert, symbol `E`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import ceil, lcm
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from nam_megatron.blocks import Block, divides, residual
-from nam_megatron.errors import Problem, quoted
-from nam_megatron.setting import Row, Setting
-from nam_megatron.sizes import ROUTING, UNMEASURED, Line, Param, Sizes, Work
-
-if TYPE_CHECKING:
-    from megatron.core.models.backends import BackendSpecProvider
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    from nam_megatron.plan import Layer, Plan
-    from nam_megatron.recipe import Recipe
+from nam_megatron.blocks import NO_KERNEL, Block, residual
+from nam_megatron.packages import QUACK, QUACK_KEY
+from nam_megatron.words.setting import OURS, Package, Row, Setting
+from nam_megatron.words.site import Layer, Site
+from nam_megatron.words.sizes import ROUTING, UNMEASURED, Line, Param, Sizes, Work
 
 
 class Moe(Block):
@@ -35,6 +29,26 @@ class Moe(Block):
     adapted = ("linear_fc1", "linear_fc2")
     unadapted = MappingProxyType({"router": "another choice of experts is another load on them, and their bias stays"})
     graph_parts = ("moe_router", "moe_preprocess")
+    activates = True
+    absent = MappingProxyType({"transformer.num_moe_experts": None})
+    recomputed = ("moe", "moe_act", "shared_experts")
+    without_gpu = (
+        *((key, True, False, NO_KERNEL) for key in ("permute_fusion", "router_fusion", "fused_router_gradient")),
+        ("shared_overlap", True, False, "no streams"),
+        ("expert_gemm", "quack", "torch", "QuACK's kernels"),
+    )
+    trains = ("aux_loss_coeff", "z_loss_coeff", "balancing", "expert_bias_update_rate", "capacity_factor")
+    plain = MappingProxyType(
+        {
+            "dispatcher": "alltoall",
+            "expert_gemm": "transformer_engine",
+            "permute_fusion": False,
+            "router_fusion": False,
+            "fused_router_gradient": False,
+            "shared_overlap": False,
+            "fused_weighted_squared_relu": False,
+        }
+    )
 
     experts: Annotated[PositiveInt, Row("routed experts", "num_experts", ("transformer.num_moe_experts",))]
     top_k: Annotated[PositiveInt, Row("experts per token", "moe_router_topk")]
@@ -128,7 +142,7 @@ class Moe(Block):
         """Whether the experts' counts stay on the GPU."""
         return self.expert_gemm in ("torch", "quack")
 
-    def settings(self, plan: "Plan") -> Iterator[Setting]:
+    def settings(self, site: Site) -> Iterator[Setting]:
         shared, pin = self.shared_expert_hidden_size or None, partial(Setting, beside="shared_expert_hidden_size")
         name = "moe_shared_expert_intermediate_size"
         yield Setting(name, shared, "one shared expert; 0 for none", "shared_expert_hidden_size")
@@ -150,196 +164,51 @@ class Moe(Block):
         pin = partial(Setting, beside="capacity_factor")
         yield pin("moe_apply_probs_on_input", False, "probabilities weigh the experts' output")
 
-    def idle(self, recipe: "Recipe", kinds: frozenset[str]) -> Iterator[tuple[str, str]]:
+    def unread(self, site: Site) -> Iterator[tuple[str, str]]:
         if not self.expert_bias:
             yield "expert_bias_update_rate", "there is no expert bias"
-
-    def build(self, backend: "BackendSpecProvider", plan: "Plan") -> "ModuleSpec":
-        from nam_megatron.blocks.moe import layer
-
-        return layer.spec(backend, self)
-
-    def empty(self, plan: "Plan") -> frozenset[str]:
-        from nam_megatron.blocks.moe import layer
-
-        return layer.EMPTY
 
     def captured(self, line: Line, parts: frozenset[str]) -> bool:
         inside = ("input", "norm statistics", "norm output", "router", "shared expert", "shared expert's gate")
         return "moe_router" in parts and line.name in inside
 
-    def check(self, plan: "Plan") -> Iterator[Problem]:
-        at, p = "model.blocks.moe.", plan.recipe.parallel
-        if self.top_k > self.experts:
-            yield Problem(f"top-k {self.top_k} of {self.experts} experts", at + "top_k")
-        yield from divides(at + "experts", self.experts, p.expert, "experts", "parallel.expert")
-        yield from divides(
-            at + "expert_hidden_size",
-            self.expert_hidden_size,
-            p.expert_tensor,
-            "expert width",
-            "parallel.expert_tensor",
-        )
-        yield from divides(
-            at + "shared_expert_hidden_size",
-            self.shared_expert_hidden_size,
-            p.tensor,
-            "shared expert width",
-            "parallel.tensor",
-        )
-        if self.expert_bias and self.score_function != "sigmoid":
-            yield Problem("an expert bias needs sigmoid scores", at + "expert_bias", f"set `{at}expert_bias=false`")
-        if self.shared_overlap and self.dispatcher != "alltoall":
-            yield Problem(
-                "only the all-to-all dispatcher runs beside the shared expert",
-                at + "shared_overlap",
-                f"set `{at}dispatcher=alltoall`, or this to false",
-            )
-        if self.latent_size and self.shared_overlap:
-            message = "Megatron stops where a shared expert runs beside experts of a latent"
-            yield Problem(message, at + "shared_overlap", "set it to false")
-        if self.latent_size and self.latent_size % 8:
-            yield Problem(
-                f"latent_size {self.latent_size} is not a multiple of 8: rows of bf16 would not be 16 bytes apart",
-                at + "latent_size",
-            )
-        if self.pad_to_capacity and self.capacity_factor is None:
-            message = "without a capacity there is nothing to pad to"
-            yield Problem(message, at + "pad_to_capacity", f"set `{at}capacity_factor`, or it to false")
-        if self.shared_expert_gate and not self.shared_expert_hidden_size:
-            yield Problem("there is no shared expert to gate", at + "shared_expert_gate", "set it to false")
-        if self.shared_overlap and not self.shared_expert_hidden_size:
-            yield Problem("there is no shared expert to overlap", at + "shared_overlap", "set it to false")
-        if plan.recipe.model.linear_bias and self.shared_expert_hidden_size:
-            yield Problem("a shared expert takes no bias", "model.linear_bias", "set `model.linear_bias=false`")
-        if plan.recipe.model.linear_bias and self.grouped_gemm:
-            # bias_dropout_fusion, Megatron's default, which no key turns off
-            message = "grouped experts take no bias beside Megatron's fusion of bias and dropout"
-            hint = f"set `model.linear_bias=false`, or `{at}grouped_gemm=false`"
-            yield Problem(message, "model.linear_bias", hint)
-        elif plan.recipe.model.linear_bias and plan.recipe.model.activation == "swiglu":
-            message = "Megatron's weighed SwiGLU of experts takes no bias, and stops in the first step"
-            yield Problem(message, "model.linear_bias", "set it to false, or choose another `model.activation`")
-        if self.dispatcher == "local":
-            # Two keys go with this dispatcher alone: one hint for all.
-            words = [f"{at}dispatcher=alltoall"]
-            if self.on_gpu:
-                words.append(f"{at}expert_gemm=transformer_engine")
-            if self.fused_router_gradient:
-                words.append(f"{at}fused_router_gradient=false")
-            other = f"set {quoted(words)}"
-            if p.expert * p.expert_tensor > 1:
-                yield Problem(
-                    "the local dispatcher sends nothing, and the experts are on several GPUs", at + "dispatcher", other
-                )
-            if self.latent_size:
-                yield Problem(
-                    "the local dispatcher runs the shared expert between the projections to the latent and back",
-                    at + "dispatcher",
-                    other,
-                )
-            if self.capacity_factor is not None:
-                yield Problem(
-                    "the local dispatcher drops nothing, and a capacity factor does",
-                    at + "dispatcher",
-                    f"{other}, or `{at}capacity_factor=null`",
-                )
-            if (graphs := plan.recipe.feature.cuda_graphs) and "moe_router" in graphs.modules:
-                yield Problem(
-                    "a graph of the router has to end with the shared expert's output, which the local dispatcher leaves for later",
-                    at + "dispatcher",
-                    f"leave `moe_router` out of `feature.cuda_graphs.modules`, or {other}",
-                )
-        if self.on_gpu:
-            yield from self._on_gpu(plan, at + "expert_gemm")
-        if self.fused_router_gradient:
-            yield from self._unforked(plan, at + "fused_router_gradient")
-        if self.fused_weighted_squared_relu:
-            yield from self._unfused(plan, at + "fused_weighted_squared_relu")
-        if self.pre_softmax and self.score_function != "softmax":
-            message = f"{self.score_function} scores are no softmax, before the choice or after"
-            yield Problem(message, at + "pre_softmax", "set it to false")
-        if self.group_limit:
-            yield from self._groups(at + "group_limit", *self.group_limit)
-        if self.top_k == 1 and self.score_function == "softmax" and not self.pre_softmax:
-            yield Problem(
-                "softmax over one chosen expert has no gradient", at + "top_k", "use sigmoid scores or top-k above 1"
-            )
-        if self.balancing == "none" and self.aux_loss_coeff:
-            yield Problem(
-                f"aux_loss_coeff {self.aux_loss_coeff} without a balancing loss", at + "aux_loss_coeff", "set it to 0.0"
-            )
-        if p.tensor > 1 and not p.sequence:
-            yield Problem(
-                "MoE under tensor parallelism trains only with sequence parallelism",
-                "parallel.sequence",
-                "set `parallel.sequence=true`",
-            )
+    def packages(self) -> Iterator[Package]:
+        if self.expert_gemm == "quack":
+            for package in QUACK:
+                yield Package(package, f"`{QUACK_KEY}`", OURS)
 
-    def _groups(self, key: str, groups: int, chosen: int) -> Iterator[Problem]:
-        """Megatron scores a group by the sum of its top_k // chosen best experts (core/transformer/moe/moe_utils.py, 0.19.2)."""
-        yield from divides(key, self.experts, groups, "experts", "groups")
-        if chosen >= groups or groups >= self.experts:
-            yield Problem(f"{chosen} of {groups} groups of {self.experts} experts limit nothing", key, "set it to null")
-        elif self.top_k % chosen:
-            yield Problem(f"top-k {self.top_k} is not divisible by {chosen} chosen groups", key, "choose a divisor")
-        elif self.top_k > chosen * (self.experts // groups):
-            yield Problem(f"{chosen} groups have fewer experts than top-k {self.top_k}", key, "choose more groups")
-
-    def _on_gpu(self, plan: "Plan", key: str) -> Iterator[Problem]:
-        """Where the GEMMs that read counts on the GPU do not go."""
-        whose = "torch's grouped GEMM" if self.expert_gemm == "torch" else "QuACK's GEMM"
-        back, feature = f"set `{key}=transformer_engine`", plan.recipe.feature
-        if self.dispatcher != "local":
-            message, p = "only the local dispatcher leaves the experts' counts on the GPU", plan.recipe.parallel
-            local = "" if p.expert * p.expert_tensor > 1 else ", or `model.blocks.moe.dispatcher=local`"
-            yield Problem(message, key, back + local)
-        if not self.grouped_gemm:
-            yield Problem("without grouped GEMM each expert multiplies by itself", key, back)
-        if feature.fp8 and not feature.fp8.keeps("experts"):
-            hint = f"put `experts` into `feature.fp8.bf16_parts`, or {back}"
-            yield Problem(f"{whose} has no FP8 of this kind", key, hint)
-        if feature.megatron_fsdp:
-            message = f"an FSDP takes weights away between the passes, and {whose} keeps hold of them"
-            yield Problem(message, key, back)
-        if self.experts >= 1024 and self.expert_gemm == "torch":
-            message = f"torch's grouped GEMM (2.11) multiplies fewer than 1,024 experts, not {self.experts:,}"
-            yield Problem(message, key, back)
-        precision = plan.recipe.precision
-        untried = {
-            "`precision.deterministic`": precision.deterministic,
-            "bf16 gradients": precision.grad_reduce == "bf16",
-            "adapters": bool(feature.lora),
-            "Muon": bool(feature.muon),
+    def expects(self, site: Site) -> Mapping[str, Any]:
+        groups, chosen = self.group_limit or (None, None)
+        return {
+            "moe_router_num_groups": groups,
+            "moe_router_group_topk": chosen,
+            "moe_shared_expert_intermediate_size": self.shared_expert_hidden_size or None,
+            "moe_shared_expert_overlap": self.shared_overlap,
+            # Ours is Megatron's allgather where nothing is gathered.
+            "moe_token_dispatcher_type": self.dispatcher.replace("local", "allgather"),
         }
-        if self.expert_gemm == "quack" and (found := [what for what, asked in untried.items() if asked]):
-            yield Problem(f"{whose} has not been tried with {' or '.join(found)}", key, f"set `{key}=torch`")
-        for width in (plan.recipe.model.hidden_size, self.expert_hidden_size):
-            if width % 8:
-                message = f"a width of {width} is not a multiple of 8: {whose} wants rows 16 bytes apart"
-                yield Problem(message, key, back)
 
-    def _unforked(self, plan: "Plan", key: str) -> Iterator[Problem]:
-        """Where the router's gradient would be Megatron's all the same."""
-        if self.dispatcher != "local":
-            message = "the router hands its input on to the experts in the local dispatcher's layer alone"
-            local = "" if plan.recipe.parallel.expert > 1 else ", or `model.blocks.moe.dispatcher=local`"
-            yield Problem(message, key, "set it to false" + local)
-        if self.router_dtype != "fp32":
-            message = f"the kernels of the router's gradient are of fp32 logits, not {self.router_dtype or 'bf16'}"
-            yield Problem(message, key, "set it to false, or `model.blocks.moe.router_dtype=fp32`")
-        if plan.recipe.model.linear_bias:
-            yield Problem("a router with a bias has Megatron's gradient", key, "set it to false")
+    def stands(self, layers: Sequence[Layer], site: Site) -> Mapping[str, Any]:
+        placed = {"expert_parallel": site.expert, "expert_tensor_parallel": site.expert_tensor}
+        placed["experts_per_rank"] = self.experts // site.expert
+        return {"experts": self.experts, "top_k": self.top_k, **placed}
 
-    def _unfused(self, plan: "Plan", key: str) -> Iterator[Problem]:
-        """Where Megatron has no fused activation and would ignore the flag, or stop."""
-        m = plan.recipe.model
-        if m.activation != "squared_relu":
-            yield Problem(f"the fused activation is squared ReLU, not {m.activation}", key, "set it to false")
-        if not self.grouped_gemm:
-            yield Problem("Megatron fuses the activation of grouped experts only", key, "set it to false")
-        if m.linear_bias:
-            yield Problem("the fused activation takes no bias", key, "set it to false")
+    def parts(self) -> Iterator[str]:
+        yield "experts"
+        if self.shared_expert_hidden_size:
+            yield "shared_experts"
+
+    def part(self, param: Param) -> str | None:
+        if param.shard == "expert":
+            return "experts"
+        return "shared_experts" if ".shared_experts." in param.name else None
+
+    def requantised(self, site: Site) -> tuple[int, int]:
+        return 0, site.hidden_size if self.shared_expert_hidden_size and not site.keeps("shared_experts") else 0
+
+    def small(self, site: Site) -> Mapping[str, int]:
+        widths = {"expert_hidden_size": 32, "shared_expert_hidden_size": 48}
+        return {"experts": max(4, 2 * site.expert), "top_k": 2} | widths
 
     def _sizes(self, z: Sizes) -> Sizes:
         """E experts, k of them a token, f wide; a shared one of fs; u projections in; R rows a rank's experts get, of width l or h."""
@@ -354,19 +223,19 @@ class Moe(Block):
         """Of a routed expert's rows, in formulas."""
         return "l" if self.latent_size else "h"
 
-    def params(self, z: Sizes, layer: "Layer | None") -> Iterator[Param]:
-        h, f, fs, count = z.model.hidden_size, self.expert_hidden_size, self.shared_expert_hidden_size, self.experts
+    def params(self, z: Sizes, layer: Layer | None) -> Iterator[Param]:
+        h, f, fs, count = z.site.hidden_size, self.expert_hidden_size, self.shared_expert_hidden_size, self.experts
         yield from z.norm("pre_mlp_layernorm.", h)
         yield Param("mlp.router.weight", (count, h), "replicated", "router")
         if latent := self.latent_size:
             for name, shape in (("fc1", (latent, h)), ("fc2", (h, latent))):
                 yield Param(f"mlp.{name}_latent_proj.weight", shape, "replicated", "weight")
-                if z.model.linear_bias:
+                if z.site.linear_bias:
                     yield Param(f"mlp.{name}_latent_proj.bias", shape[:1], "replicated", "other")
         width = latent or h
         yield Param("mlp.experts.linear_fc1.weight*", (z.gates * f, width), "expert", "weight", count)
         yield Param("mlp.experts.linear_fc2.weight*", (width, f), "expert", "weight", count)
-        if z.model.linear_bias:
+        if z.site.linear_bias:
             yield Param("mlp.router.bias", (count,), "replicated", "other")
             yield Param("mlp.experts.linear_fc1.bias*", (z.gates * f,), "expert", "other", count)
             yield Param("mlp.experts.linear_fc2.bias*", (width,), "expert", "other", count)
@@ -376,7 +245,7 @@ class Moe(Block):
             if self.shared_expert_gate:
                 yield Param("mlp.shared_experts.gate_weight", (1, h), "replicated", "router")
 
-    def activations(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
+    def activations(self, z: Sizes, layer: Layer | None) -> Iterator[Line]:
         z = self._sizes(z)
         if "moe" in z.recompute:
             yield from residual(z.own(w=2))
@@ -394,7 +263,7 @@ class Moe(Block):
         yield z.line("dispatch counts", "8 et e E", "tokens for each expert from each rank, int64", bucket=ROUTING)
         if self.latent_size:
             yield z.line("latents", "2 Ts l", "the experts' sum, input of the projection back", mark=UNMEASURED)
-        mark = "" if z.model.activation == "squared_relu" else UNMEASURED
+        mark = "" if z.site.activation == "squared_relu" else UNMEASURED
         yield z.line("first projection", "2 R u f / et", "input of the activation", mark=mark)
         if "moe_act" not in z.recompute:
             if z.gates == 1 and not self.fused_weighted_squared_relu:
@@ -407,7 +276,7 @@ class Moe(Block):
                 why = "the shared expert's output, its gate and the gate's logit"
                 yield z.line("shared expert's gate", "2 Ts h + 4 Ts", why, mark=UNMEASURED)
 
-    def working(self, z: Sizes, layer: "Layer | None") -> Iterator[Line]:
+    def working(self, z: Sizes, layer: Layer | None) -> Iterator[Line]:
         z = self._sizes(z)
         x = self._width
         received = f" + 2 R {x}" if z["e"] > 1 else ""
@@ -426,22 +295,20 @@ class Moe(Block):
             return
         yield z.line("forward", "2 (3 R + Ts) h" + received, why, bucket=ROUTING)
         yield z.line("backward", "2 (2 R + Ts) h" + received, "the same on the way back", bucket=ROUTING)
-        feature = z.plan.recipe.feature
-        if self.on_gpu and not feature.lora:
-            added = self.expert_gemm == "quack" and z.plan.recipe.precision.fused_grad_accumulation
+        if self.on_gpu and not z.site.lora:
+            added = self.expert_gemm == "quack" and z.site.fused_grad_accumulation
             why = "a microbatch's gradients of the first projection, before they are added"
             if not added:
                 yield z.line("backward", "2 E u f h", why, bucket=ROUTING, mark=UNMEASURED)
-            sharded = feature.distributed_optimizer
-            bucketed = sharded.enabled and sharded.overlap_grad_reduce and not feature.muon
+            bucketed = z.site.sharded and z.site.overlap_grad_reduce and not z.site.muon
             # Megatron pads the end of a bucket to a multiple of this; Muon's weights lie in no bucket.
-            if bucketed and z.model.hidden_size * self.expert_hidden_size % lcm(128, int(z["Ne"])):
+            if bucketed and z.site.hidden_size * self.expert_hidden_size % lcm(128, int(z["Ne"])):
                 if added:
                     yield z.line("backward", "4 E u f h", why + ", in fp32", bucket=ROUTING, mark=UNMEASURED)
                 why = "a copy of a projection's weights, which the padded end of a bucket parts"
                 yield z.line("forward", "2 E u f h", why, bucket=ROUTING, mark=UNMEASURED)
 
-    def flops(self, z: Sizes, layer: "Layer | None") -> Iterator[Work]:
+    def flops(self, z: Sizes, layer: Layer | None) -> Iterator[Work]:
         z = self._sizes(z)
         yield z.work("router", "2 h E", "", redone=("moe",))
         if self.latent_size:

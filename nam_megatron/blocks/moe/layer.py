@@ -14,8 +14,10 @@ import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
+from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection, permute
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayerSubmodules
@@ -27,14 +29,16 @@ from nam_megatron.blocks.moe.quack_gemm import QuackGemm
 from nam_megatron.blocks.moe.router import ForkingRouter
 from nam_megatron.blocks.moe.torch_gemm import TorchGemm
 from nam_megatron.errors import raise_if
-from nam_megatron.runtime.stack import NO_ATTENTION, NO_CROSS
+from nam_megatron.runtime.slots import NO_ATTENTION, NO_CROSS
+from nam_megatron.words.site import Site
 
 ON_GPU: dict[str, type[Gemm]] = {"torch": TorchGemm, "quack": QuackGemm}  # by `expert_gemm`
+FCS = ("linear_fc1", "linear_fc2")
+IN_BF16 = {"experts": ((TEGroupedMLP, FCS),), "shared_experts": ((SharedExpertMLP, FCS),)}
 # Used only with --use-te-activation-func; a backend without TE has none.
-EMPTY = NO_CROSS | NO_ATTENTION | {"mlp.experts.activation_func", "mlp.shared_experts.activation_func"}
 
 
-def spec(backend: BackendSpecProvider, block: Moe) -> ModuleSpec:
+def spec(backend: BackendSpecProvider, block: Moe, site: Site) -> ModuleSpec:
     """The whole layer: Megatron's own modules, but for the dispatcher `local`."""
     # num_experts only has to be given; MoELayer takes the number from the config. It is the spec that decides about
     # grouped GEMM: Megatron's own hybrid spec groups whatever --moe-grouped-gemm says.
@@ -47,6 +51,10 @@ def spec(backend: BackendSpecProvider, block: Moe) -> ModuleSpec:
     norm = backend.layer_norm(rms_norm=True)
     parts = TransformerLayerSubmodules(pre_mlp_layernorm=norm, mlp=moe, mlp_bda=get_bias_dropout_add)
     return ModuleSpec(MoETransformerLayer, submodules=parts)
+
+
+def empty(block: Moe, site: Site) -> frozenset[str]:
+    return NO_CROSS | NO_ATTENTION | {"mlp.experts.activation_func", "mlp.shared_experts.activation_func"}
 
 
 class LocalDispatcher(MoEAllGatherTokenDispatcher):

@@ -29,13 +29,15 @@ class QuackGemm:
         if problems := list(without_quack(installed)):
             yield from problems
         elif not torch.cuda.is_available() or torch.cuda.get_device_capability() != SERVED:
-            yield Problem("QuACK's GEMMs have been run on Hopper alone", QUACK_KEY, f"set `{QUACK_KEY}=torch`")
+            yield Problem("QuACK's GEMMs have been run on Hopper alone", key=QUACK_KEY, hint=f"set `{QUACK_KEY}=torch`")
         else:
             try:
                 importlib.import_module("quack.gemm_interface")
             except Exception as err:  # whatever a broken installation throws
                 why = f"{type(err).__name__}: {str(err).partition(chr(10))[0]}"
-                yield Problem(f"QuACK cannot be imported: {why}", QUACK_KEY, f"{INSTALL}; or set `{QUACK_KEY}=torch`")
+                yield Problem(
+                    f"QuACK cannot be imported: {why}", key=QUACK_KEY, hint=f"{INSTALL}; or set `{QUACK_KEY}=torch`"
+                )
 
     @staticmethod
     def product(rows: Tensor, weights: Tensor, bounds: Tensor) -> Tensor:

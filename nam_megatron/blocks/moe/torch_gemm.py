@@ -25,8 +25,8 @@ class TorchGemm:
         """A GPU on which torch would multiply expert by expert, and wait for the counts."""
         if torch.cuda.is_available() and (found := torch.cuda.get_device_capability()) not in SERVED:
             message = f"torch's grouped GEMM reads counts on GPUs of capability 9.0 and 10.0, and this one has {'.'.join(map(str, found))}"
-            key = "model.blocks.moe.expert_gemm"
-            yield Problem(message, key, f"set `{key}=transformer_engine`")
+            key = "execution.moe.expert_gemm"
+            yield Problem(message, key=key, hint=f"set `{key}=transformer_engine`")
 
     @staticmethod
     def product(rows: Tensor, weights: Tensor, bounds: Tensor) -> Tensor:

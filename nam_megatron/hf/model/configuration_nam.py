@@ -7,6 +7,7 @@ from transformers import PretrainedConfig
 KINDS = ("attention", "mla", "dsa", "moe", "mlp", "mamba2", "gdn", "mamba3", "m2rnn")
 NEEDS = {"dsa": ("mla",)}
 MOST = 2**31 - 1  # of any size
+MOST_LAYERS = 4096  # each is a module, which takes a millisecond to make
 
 
 class Number(NamedTuple):
@@ -145,9 +146,9 @@ def _check(kinds, sources, mtp, depths, tied, given, blocks):
     for name, value in (("layer_kinds", kinds), ("mtp_kinds", mtp)):
         if not isinstance(value, (list, tuple)) or not all(isinstance(k, str) and k in KINDS for k in value):
             raise ValueError(f"{name}: a list of {', '.join(KINDS)}, not {str(value)[:80]}")
-    if not kinds:
-        raise ValueError("layer_kinds: empty")
-    if type(depths) is not int or not 0 <= depths <= 64 or bool(depths) != bool(mtp):
+    if not kinds or len(kinds) > MOST_LAYERS:
+        raise ValueError(f"layer_kinds: {f'{len(kinds)} layers, and at most {MOST_LAYERS}' if kinds else 'empty'}")
+    if type(depths) is not int or not 0 <= depths <= 64 or bool(depths) != bool(mtp) or len(mtp) > MOST_LAYERS // 64:
         raise ValueError(f"mtp_depths: {depths} for {len(mtp)} kinds")
     if type(tied) is not bool:
         raise ValueError(f"tie_word_embeddings: true or false, not {tied!r}")

@@ -12,17 +12,19 @@ takes the place of `Dsa.attended`, `Experts.forward`, `Mamba3.mix` and `M2Rnn.sc
 
 import importlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .configuration_nam import NamConfig
 
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__annotations__ else "past_key_values"
 CHUNK = 64  # tokens that a scan takes at once
 QUERIES = 256  # that sparse attention takes at once
 EPSILON = 1e-5  # of the norms inside Mamba-2 and Mamba-3, whatever the model's
@@ -44,7 +46,8 @@ class NamCache:
     allocated once for so many tokens, and more are an error; None: they grow.
     """
 
-    is_compileable = False
+    # What transformers asks of a cache: no step is compiled with it, it cannot be cut back, and tokens in it are not read again.
+    is_compileable, is_croppable, is_linear = False, False, (False,)
 
     def __init__(self, max_length=None):
         self.max_length, self.length = max_length, 0
@@ -115,6 +118,11 @@ class Step:
     def state(self, layer):
         return {} if self.cache is None else self.cache.state(layer)
 
+    def to(self, device, **_):
+        """Where a layer is that lies on another device: what accelerate asks of all that a module is given."""
+        moved = {name: x.to(device) for name in ("positions", "real", "seen") if (x := getattr(self, name)) is not None}
+        return replace(self, **moved)
+
     def visible(self, first, last, window=0):
         """bool [1 or b, queries, t]: which keys the new tokens from `first` to `last` see, `window` of them at most (0: all). A
         pad sees pads too, for the sake of the softmax; nobody looks at its output."""
@@ -136,8 +144,8 @@ class Norm(nn.Module):
 
     def __init__(self, size, eps, kind="RMSNorm", centered=False):
         super().__init__()
-        self.weight, self.eps, self.offset = nn.Parameter(torch.ones(size)), eps, float(centered)
-        self.bias = nn.Parameter(torch.zeros(size)) if kind == "LayerNorm" else None
+        self.weight, self.eps, self.offset = parameter(size), eps, float(centered)
+        self.bias = parameter(size) if kind == "LayerNorm" else None
 
     def forward(self, x):
         y = wide(x)
@@ -154,6 +162,23 @@ def norm(c, size, kind=None):
 
 def linear(inputs, outputs, bias=False):
     return nn.Linear(inputs, outputs, bias=bias)
+
+
+class Matrix(nn.Linear):
+    """Gives its weight where it is called with nothing: so it is there, whoever keeps it elsewhere until its module is called."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x=None):
+        return self.weight if x is None else super().forward(x)
+
+    @staticmethod
+    def of(layer, like):
+        """The matrix that a layer multiplies by, of a type and device as `like` has; it may be what an adapter put in the place of ours."""
+        if isinstance(layer, Matrix):
+            return layer()
+        return layer(torch.eye(layer.in_features, dtype=like.dtype, device=like.device)).T
 
 
 class Rope:
@@ -251,9 +276,14 @@ def convolve(x, weight, bias, state, real):
     return F.silu(y).transpose(1, 2).to(x.dtype)
 
 
-def fp32(*size, fill=1.0):
+def parameter(*size, dtype=None):
+    """What it begins with is not said here: a trained model's is read, another's as `_init_weights` has it."""
+    return nn.Parameter(torch.empty(size, dtype=dtype))
+
+
+def fp32(*size):
     """A parameter that stays in fp32 whatever the model is loaded in."""
-    return nn.Parameter(torch.full(size, fill, dtype=torch.float32))
+    return parameter(*size, dtype=torch.float32)
 
 
 # Attention -----------------------------------------------------------------------------------------------------------
@@ -299,7 +329,7 @@ class Latent(nn.Module):
         self.scale = (self.dq + self.dr) ** -0.5 * self.rope.magnitude("mscale_all_dim") ** 2
         self.q_down = linear(h, self.rq) if self.rq else nn.Identity()
         self.kv_down, self.out = linear(h, self.rkv + self.dr), linear(n * self.dv, h)
-        self.q_up, self.kv_up = linear(self.rq or h, n * (self.dq + self.dr)), linear(self.rkv, n * (self.dq + self.dv))
+        self.q_up, self.kv_up = Matrix(self.rq or h, n * (self.dq + self.dr)), Matrix(self.rkv, n * (self.dq + self.dv))
         self.q_norm, self.kv_norm = (
             norm(c, rank) if b["latent_norm"] and rank else nn.Identity() for rank in (self.rq, self.rkv)
         )
@@ -313,8 +343,8 @@ class Latent(nn.Module):
 
     def absorbed(self, q_latent, step):
         """Queries [b, s, n, rkv + dr] of the key latent, since q . (U c) = (U^T q) . c."""
-        q = self.q_up.weight.unflatten(0, (self.heads, -1))
-        up = self.kv_up.weight.unflatten(0, (self.heads, -1))[:, : self.dq]
+        q, up = (Matrix.of(layer, q_latent).unflatten(0, (self.heads, -1)) for layer in (self.q_up, self.kv_up))
+        up = up[:, : self.dq]
         weight = torch.cat((torch.bmm(up.transpose(1, 2), q[:, : self.dq]), q[:, self.dq :]), 1)
         query = F.linear(q_latent, weight.flatten(0, 1)).unflatten(-1, (self.heads, -1))
         turned = self.rope(query[..., self.rkv :], step.positions, interleaved=True)
@@ -331,7 +361,7 @@ class Latent(nn.Module):
             scores = torch.einsum("bsnc,btc->bnst", wide(query), wide(rows)) * self.scale
             shares = scores.masked_fill(~visible[:, None], -torch.inf).softmax(-1).to(rows.dtype)
             mixed = torch.einsum("bnst,btr->bsnr", shares, rows[..., : self.rkv])
-        values = self.kv_up.weight.unflatten(0, (self.heads, -1))[:, self.dq :]
+        values = Matrix.of(self.kv_up, mixed).unflatten(0, (self.heads, -1))[:, self.dq :]
         return torch.einsum("bsnr,ndr->bsnd", mixed, values).flatten(2)
 
 
@@ -433,8 +463,8 @@ class Router(nn.Module):
     def __init__(self, c):
         super().__init__()
         b, count = c.moe, c.moe["experts"]
-        self.weight = nn.Parameter(torch.empty(count, c.hidden_size))
-        self.expert_bias = fp32(count, fill=0.0) if b["expert_bias"] else None
+        self.weight = parameter(count, c.hidden_size)
+        self.expert_bias = fp32(count) if b["expert_bias"] else None
         self.top_k, self.function, self.pre_softmax = b["top_k"], b["score_function"], b["pre_softmax"]
         self.groups, self.chosen_groups, self.scaling = b["groups"], b["chosen_groups"], b["routed_scaling"]
         self.dtype = {"fp32": torch.float32, "fp64": torch.float64, None: None}[b["router_dtype"]]
@@ -476,7 +506,7 @@ class Experts(nn.Module):
         super().__init__()
         count, width, self.activation = c.moe["experts"], c.moe["expert_hidden_size"], c.activation
         hidden, rows = c.moe["latent_size"] or c.hidden_size, gates(c.activation) * width
-        self.up, self.down = (nn.Parameter(torch.empty(count, *of)) for of in ((rows, hidden), (hidden, width)))
+        self.up, self.down = (parameter(count, *of) for of in ((rows, hidden), (hidden, width)))
 
     def forward(self, x, experts, shares):
         order = experts.flatten().argsort(stable=True)
@@ -536,10 +566,10 @@ class Mamba2(nn.Module):
         self.heads, self.width, self.states, self.groups = (b[k] for k in ("heads", "head_dim", "state_dim", "groups"))
         self.inner, keys = self.heads * self.width, self.groups * self.states
         self.in_proj = linear(c.hidden_size, 2 * self.inner + 2 * keys + self.heads)
-        self.conv_weight = nn.Parameter(torch.empty(self.inner + 2 * keys, 1, b["conv_width"]))
-        self.conv_bias = nn.Parameter(torch.zeros(self.inner + 2 * keys))
-        self.dt_bias, self.A_log, self.D = (nn.Parameter(torch.zeros(self.heads)) for _ in range(3))
-        self.norm_weight = nn.Parameter(torch.ones(self.inner))
+        self.conv_weight = parameter(self.inner + 2 * keys, 1, b["conv_width"])
+        self.conv_bias = parameter(self.inner + 2 * keys)
+        self.dt_bias, self.A_log, self.D = (fp32(self.heads) for _ in range(3))
+        self.norm_weight = parameter(self.inner)
         self.out = linear(self.inner, c.hidden_size)
 
     def forward(self, x, step):
@@ -588,8 +618,8 @@ class Gdn(nn.Module):
         channels = 2 * self.keys + self.inner
         self.parts = (channels, self.inner, self.heads, self.heads)
         self.in_proj, self.out = linear(c.hidden_size, sum(self.parts)), linear(self.inner, c.hidden_size)
-        self.conv_weight = nn.Parameter(torch.empty(channels, 1, b["conv_width"]))
-        self.dt_bias, self.A_log = nn.Parameter(torch.ones(self.heads)), nn.Parameter(torch.zeros(self.heads))
+        self.conv_weight = parameter(channels, 1, b["conv_width"])
+        self.dt_bias, self.A_log = fp32(self.heads), fp32(self.heads)
         self.norm = norm(c, self.width)
 
     def forward(self, x, step):
@@ -644,7 +674,7 @@ class Mamba3(nn.Module):
         h, r, inner, keys = self.heads, self.rank, self.heads * self.width, self.groups * self.rank * self.states
         self.parts = (inner, inner, keys, keys, h, h, h, self.angles)
         self.in_proj, self.out = linear(c.hidden_size, sum(self.parts)), linear(inner, c.hidden_size)
-        self.dt_bias, self.D = fp32(h, fill=0.0), fp32(h)
+        self.dt_bias, self.D = fp32(h), fp32(h)
         self.B_bias, self.C_bias = fp32(h, r, self.states), fp32(h, r, self.states)
         self.B_norm, self.C_norm = Norm(self.states, EPSILON), Norm(self.states, EPSILON)
         for name in ("mimo_x", "mimo_z", "mimo_o"):
@@ -732,11 +762,11 @@ class M2Rnn(nn.Module):
         self.convolved = (self.rows, self.rows, inner)
         channels = sum(self.convolved)
         self.in_proj = linear(c.hidden_size, channels + inner + self.heads)
-        self.conv_weight = nn.Parameter(torch.empty(channels, 1, b["conv_width"]))
-        self.conv_bias = nn.Parameter(torch.zeros(channels))
-        self.norm_weight = nn.Parameter(torch.ones(inner))
+        self.conv_weight = parameter(channels, 1, b["conv_width"])
+        self.conv_bias = parameter(channels)
+        self.norm_weight = parameter(inner)
         self.state_weight = fp32(self.heads, self.width, self.width)
-        self.D, self.A_log, self.dt_bias = fp32(inner), fp32(self.heads), fp32(self.heads, fill=0.0)
+        self.D, self.A_log, self.dt_bias = fp32(inner), fp32(self.heads), fp32(self.heads)
         self.out = linear(inner, c.hidden_size)
 
     def forward(self, x, step):
@@ -780,12 +810,12 @@ class Ngrams(nn.Module):
         super().__init__()
         self.order, self.heads, self.buckets, self.width, self.end = order, heads, buckets, width, document_end
         self.tables = (order - 1) * heads
-        self.table = nn.Parameter(torch.zeros(self.tables * buckets * width))
+        self.table = parameter(self.tables * buckets * width)
         self.projection = linear(self.tables * width, hidden)
 
-    def forward(self, tokens, real=None, state=None):
-        """[b, s, hidden] of tokens [b, s]; real: which are no padding. state: a mapping that holds the tokens before, and gets the last."""
-        state = {} if state is None else state
+    def forward(self, tokens, step=None):
+        """[b, s, hidden] of tokens [b, s], behind those that the step remembers; None: of whole sequences without padding."""
+        state, real = ({}, None) if step is None else (step.state("ngrams"), step.real)
         real = torch.ones_like(tokens, dtype=torch.bool) if real is None else real
         new = tokens.size(1)
         if "tokens" in state:
@@ -824,13 +854,17 @@ class Ngrams(nn.Module):
 
 # The model -----------------------------------------------------------------------------------------------------------
 
+# What a parameter is in a model that nobody trained, by its name; matrices are drawn.
+FILLS = dict.fromkeys(("bias", "conv_bias", "dt_bias", "A_log", "expert_bias"), 0.0)
+FILLS |= dict.fromkeys(("D", "norm_weight", "B_bias", "C_bias", "mimo_x", "mimo_z", "mimo_o"), 1.0)
+FILLS |= dict.fromkeys(("alpha_pre", "alpha_post", "alpha_res"), 0.01)
 MIXERS = {
     "attention": Attention, "mla": Mla, "dsa": Dsa, "moe": Moe, "mlp": Mlp,
     "mamba2": Mamba2, "gdn": Gdn, "mamba3": Mamba3, "m2rnn": M2Rnn,
 }  # fmt: skip
 
 
-class Layer(nn.Module):
+class Layer(GradientCheckpointingLayer):
     """x + mixer(norm(x)), x [b, s, h]; between residual streams x is [b, s, n h], stream by stream."""
 
     def __init__(self, c, kind, index, streams=None):
@@ -842,7 +876,7 @@ class Layer(nn.Module):
     def forward(self, x, step):
         if self.streams is None:
             return x + self.mixer(self.norm(x), step)
-        taken, write, mix = self.streams.read(x)
+        taken, write, mix = self.streams(x)
         return self.streams.write(x, self.mixer(self.norm(taken), step), write, mix)
 
 
@@ -854,10 +888,10 @@ class Streams(nn.Module):
         super().__init__()
         self.n, self.steps, self.epsilon = streams, sinkhorn_steps, epsilon
         maps = streams * (streams + 2)
-        self.mapping, self.bias = fp32(maps, streams * hidden), fp32(maps, fill=0.0)
+        self.mapping, self.bias = fp32(maps, streams * hidden), fp32(maps)
         self.alpha_pre, self.alpha_post, self.alpha_res = fp32(1), fp32(1), fp32(1)
 
-    def read(self, x):
+    def forward(self, x):
         """What the layer gets [b, s, h], write [b, s, n], mix [b, s, n, n]."""
         y, n = wide(x), self.n
         scale = y.square().mean(-1, keepdim=True).sqrt() + self.epsilon
@@ -900,7 +934,7 @@ class Ahead(nn.Module):
 class NamPreTrainedModel(PreTrainedModel):
     config_class = NamConfig
     base_model_prefix = "model"
-    supports_gradient_checkpointing = False
+    supports_gradient_checkpointing = True
     _is_stateful = True  # a recurrence cannot be taken back by some tokens
     _supports_sdpa = True
     _no_split_modules = ["Layer"]
@@ -911,8 +945,25 @@ class NamPreTrainedModel(PreTrainedModel):
     def _supports_default_dynamic_cache(cls):
         return False
 
+    def __init__(self, config):
+        super().__init__(config)
+        for name, only in (("attn_implementation", "sdpa"), ("experts_implementation", "eager")):
+            if (asked := getattr(config, f"_{name}", None)) not in (None, only):
+                raise ValueError(f"{name}: `{only}` is the only one, not `{asked}`")
+
+    @torch.no_grad()
     def _init_weights(self, module):
-        """Weights are read, not drawn: `from_pretrained` refuses to go on without one."""
+        """Of a model that is made of a config alone, for whoever wants its shape: plain values, not those that training began with. Of
+        `from_pretrained` none is left: it refuses to go on without a weight."""
+        for name, weight in module.named_parameters(recurse=False):
+            if name in FILLS:
+                nn.init.constant_(weight, FILLS[name])
+            elif name == "state_weight":
+                weight.copy_(torch.eye(weight.size(-1)))
+            elif isinstance(module, Norm):
+                nn.init.constant_(weight, 1 - module.offset)
+            else:
+                nn.init.normal_(weight, 0.0, 0.02)
 
     @classmethod
     def from_pretrained(cls, path, *args, kernels="torch", output_loading_info=False, **kwargs):
@@ -926,6 +977,11 @@ class NamPreTrainedModel(PreTrainedModel):
         for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if found := sorted(map(str, info.get(what) or ())):
                 raise ValueError(f"{path}: {what.replace('_', ' ')}: {', '.join(found[:4])}")
+        places = {str(place) for place in getattr(model, "hf_device_map", {}).values()}
+        if kernels != "torch" and ("disk" in places or len(places) > 1):
+            raise ValueError(
+                f"kernels: `{kernels}` needs all weights on one GPU, and they are on {', '.join(sorted(places))}"
+            )
         fuse(model)
         return (model, info) if output_loading_info else model
 
@@ -961,13 +1017,10 @@ class NamModel(NamPreTrainedModel):
     def set_input_embeddings(self, value):
         self.embed_tokens = value
 
-    def embedded(self, tokens, real=None, state=None):
+    def begun(self, tokens, step=None):
+        """The embeddings that a step begins with, of its tokens alone; None: of whole sequences."""
         x = self.embed_tokens(tokens)
-        return x if self.ngrams is None else x + self.ngrams(tokens, real, state)
-
-    def begun(self, tokens, step):
-        """The embeddings that a step begins with, of its tokens alone."""
-        return self.embedded(tokens, step.real, step.state("ngrams") if self.ngrams else None)
+        return x if self.ngrams is None else x + self.ngrams(tokens, step)
 
     def placed(self, x, step):
         """Embeddings and learned positions, where there are any."""
@@ -990,13 +1043,14 @@ class NamModel(NamPreTrainedModel):
         found = []
         for depth in self.mtp:
             tokens = F.pad(tokens[:, 1:], (0, 1))
-            hidden = depth(hidden, self.embedded(tokens), step)
+            hidden = depth(hidden, self.begun(tokens), step)
             found.append(hidden)
         return found
 
 
 class NamForCausalLM(NamPreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    accepts_loss_kwargs = True  # to Trainer: the loss is divided by num_items_in_batch
     one_token = None  # the kernels' way of a step of one token: logits of (self, tokens, mask, positions, cache)
 
     def __init__(self, config):
@@ -1023,30 +1077,37 @@ class NamForCausalLM(NamPreTrainedModel, GenerationMixin):
         logits_to_keep=0,
         output_hidden_states=None,
         mtp=False,
-        return_dict=True,
-        **_,
+        return_dict=None,
+        cache=None,
+        output_attentions=None,
+        num_items_in_batch=None,
     ):
         """Logits [b, s, vocabulary], and the mean loss where `labels` are given (-100: not counted; they are shifted here).
 
-        attention_mask: [b, t], 0 for padding on one side. past_key_values: a NamCache, which is filled; use_cache makes one.
-        logits_to_keep: of the last tokens alone; 0 is all. mtp: `hidden_states` are those of the MTP depths instead of the
-        layers'; their logits are `lm_head` of them.
+        attention_mask: [b, t], 0 for padding on one side, else 1. position_ids: what the mask says, from any first one where there is no
+        cache; several documents in a row are refused, since nothing would part them. cache: a NamCache, which is filled; use_cache makes
+        one; past_key_values is its name before transformers 5.24. logits_to_keep: of the last tokens alone, or of those that a tensor
+        names; 0 is all. mtp: `hidden_states` are those of the MTP depths instead of the layers'; their logits are `lm_head` of them.
+        num_items_in_batch: what the sum of the losses is divided by, instead of the labels that count here.
+
+        Raises:
+            ValueError: an argument that cannot be served; it is named.
         """
-        cache = past_key_values
+        if cache is not None and past_key_values is not None and cache is not past_key_values:
+            raise ValueError("past_key_values: another cache than `cache`")
+        cache = past_key_values if cache is None else cache
         if cache is None and use_cache:
             cache = NamCache()
-        if cache is not None and not isinstance(cache, NamCache):
-            raise ValueError(f"past_key_values: a NamCache, not {type(cache).__name__}")
-        rows, new = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
-        if not rows or not new:
-            raise ValueError(f"input_ids: {rows} sequences of {new} tokens")
-        if cache is not None and cache.sequences not in (None, rows):
-            raise ValueError(f"past_key_values: a cache of {cache.sequences} sequences, and a batch of {rows}")
+        self._check(input_ids, inputs_embeds, cache, labels, logits_to_keep, output_attentions)
+        if cache is not None and self.training and torch.is_grad_enabled() and self._checkpointed():
+            raise ValueError("use_cache: none beside gradient checkpointing, which passes through a layer twice")
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         plain = labels is None and not output_hidden_states and not mtp and inputs_embeds is None
         if plain and self.one_token is not None and cache is not None and input_ids.size(1) == 1:
             logits = self.one_token(self, input_ids, attention_mask, position_ids, cache)
             if logits is not None:
-                return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+                return self._output(return_dict, logits, cache)
         step = self._step(input_ids if inputs_embeds is None else inputs_embeds, attention_mask, position_ids, cache)
         if inputs_embeds is None:
             x = self.model.begun(input_ids, step)
@@ -1056,7 +1117,7 @@ class NamForCausalLM(NamPreTrainedModel, GenerationMixin):
             raise ValueError("inputs_embeds: this model embeds n-grams of tokens, and takes input_ids")
         if (table := self.model.embed_positions) is not None:
             known = table.num_embeddings
-            if step.past + x.size(1) > known and int(step.positions.max()) >= known:
+            if (position_ids is not None or step.past + x.size(1) > known) and int(step.positions.max()) >= known:
                 raise ValueError(
                     f"learned_positions: {int(step.positions.max()) + 1} tokens, and {known} positions are learned"
                 )
@@ -1069,13 +1130,45 @@ class NamForCausalLM(NamPreTrainedModel, GenerationMixin):
             kept = self.model.ahead(hidden, input_ids, step)
         if cache is not None:
             cache.length += x.size(1)
-        logits = self.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
+        if torch.is_tensor(logits_to_keep):
+            hidden = hidden[:, logits_to_keep]
+        elif logits_to_keep:
+            hidden = hidden[:, -logits_to_keep:]
+        logits = self.lm_head(hidden)
         loss = None
         if labels is not None:
-            loss = F.cross_entropy(wide(logits[:, :-1]).flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
-        return CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=cache, hidden_states=None if kept is None else tuple(kept)
-        )
+            reduction = "mean" if num_items_in_batch is None else "sum"
+            loss = F.cross_entropy(wide(logits[:, :-1]).flatten(0, 1), labels[:, 1:].flatten(), reduction=reduction)
+            if num_items_in_batch is not None:
+                count = num_items_in_batch
+                loss = loss / (count.to(loss.device) if torch.is_tensor(count) else count)
+        return self._output(return_dict, logits, cache, loss, kept)
+
+    def _check(self, tokens, embeds, cache, labels, logits_to_keep, output_attentions):
+        if (tokens is None) == (embeds is None):
+            raise ValueError("input_ids: either these or inputs_embeds")
+        if cache is not None and not isinstance(cache, NamCache):
+            raise ValueError(f"past_key_values: a NamCache, not {type(cache).__name__}")
+        rows, new = (tokens if embeds is None else embeds).shape[:2]
+        if not rows or not new:
+            raise ValueError(f"input_ids: {rows} sequences of {new} tokens")
+        if cache is not None and cache.sequences not in (None, rows):
+            raise ValueError(f"past_key_values: a cache of {cache.sequences} sequences, and a batch of {rows}")
+        if labels is not None and labels.shape != (rows, new):
+            raise ValueError(f"labels: {list(labels.shape)}, not {[rows, new]}")
+        if labels is not None and (torch.is_tensor(logits_to_keep) or logits_to_keep):
+            raise ValueError("logits_to_keep: none beside labels, which are of all tokens")
+        if output_attentions or self.config.output_attentions:
+            raise ValueError("output_attentions: the shares of attention are not kept")
+
+    def _checkpointed(self):
+        return any(isinstance(m, Layer) and m.gradient_checkpointing for m in self.modules())
+
+    def _output(self, return_dict, logits, cache, loss=None, kept=None):
+        """As an object of transformers, which names the cache as its version does; or as a tuple."""
+        kept = None if kept is None else tuple(kept)
+        out = CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=kept, **{CACHE: cache})
+        return out if (self.config.return_dict if return_dict is None else return_dict) else out.to_tuple()
 
     def _step(self, x, mask, positions, cache):
         past, (b, s) = cache.length if cache is not None else 0, x.shape[:2]
@@ -1084,18 +1177,33 @@ class NamForCausalLM(NamPreTrainedModel, GenerationMixin):
             if mask.shape != (b, past + s):
                 raise ValueError(f"attention_mask: {list(mask.shape)}, not {[b, past + s]}")
             seen = mask.bool()
+            if (mask != seen).any():
+                raise ValueError("attention_mask: 0 for padding, else 1")
             if s > 1:
                 _check_padding(seen, cache is not None)
             if seen.all():
                 seen = None
             else:
                 real = seen[:, past:]
+        if seen is None:
+            counted = torch.arange(past, past + s, device=x.device).expand(b, s)
+        else:
+            counted = (seen.long().cumsum(1) - 1).clamp(min=0)[:, past:]
         if positions is None:
-            if seen is None:
-                positions = torch.arange(past, past + s, device=x.device).expand(b, s)
-            else:
-                positions = (seen.long().cumsum(1) - 1).clamp(min=0)[:, past:]
+            positions = counted
+        else:
+            _check_positions(positions, counted, real, cache)
         return Step(cache, past, positions.expand(b, s), real, seen, {})
+
+    def _prepare_cache_for_generation(self, generation_config, *args, **kwargs):
+        if (asked := generation_config.cache_implementation) not in (None, "dynamic"):
+            raise ValueError(f"cache_implementation: the model has a cache of its own, NamCache, and no `{asked}` one")
+        return super()._prepare_cache_for_generation(generation_config, *args, **kwargs)
+
+    def init_continuous_batching(self, *args, **kwargs):
+        raise ValueError(
+            "generate_batch: it packs sequences into one row, and nothing here parts them; `generate` takes a batch"
+        )
 
     def _reorder_cache(self, cache, beam_idx):
         cache.reorder_cache(beam_idx)
@@ -1108,6 +1216,21 @@ def _check_padding(seen, cached):
         raise ValueError("attention_mask: padding stands on one side, not between tokens")
     if cached and not seen[:, -1].all():
         raise ValueError("attention_mask: with a cache padding stands on the left")
+
+
+def _check_positions(positions, counted, real, cache):
+    """A row is one document: the positions of its tokens rise one by one, and behind a cache go on from it."""
+    rows, new = counted.shape
+    if positions.dim() != 2 or positions.size(0) not in (1, rows) or positions.size(1) != new:
+        raise ValueError(f"position_ids: {list(positions.shape)}, not {[rows, new]}")
+    ahead = positions - counted
+    if cache is None:
+        first = ahead.new_zeros(rows, 1) if real is None else real.long().argmax(1, keepdim=True)
+        ahead = ahead - ahead.expand(rows, new).gather(1, first)
+    if ((ahead != 0) if real is None else (ahead != 0) & real).any():
+        raise ValueError(
+            "position_ids: each row is one document, whose tokens are counted one by one; packed ones are not parted"
+        )
 
 
 NamConfig.register_for_auto_class()

@@ -8,6 +8,7 @@ from nam_megatron.lint.rules import (
     attention,
     cards,
     companions,
+    conflicts,
     defaults,
     experts,
     graphs,
@@ -19,7 +20,7 @@ from nam_megatron.lint.rules import (
     sparse,
     training,
 )
-from nam_megatron.lint.rules.rule import SEVERITIES, Finding, Rule, without
+from nam_megatron.lint.rules.rule import LACKS, SEVERITIES, Finding, Rule, without
 from nam_megatron.lint.values import Args, NotKnown
 
 FILES = (
@@ -34,6 +35,7 @@ FILES = (
     graphs,
     training,
     companions,
+    conflicts,
     plan,
     cards,
 )
@@ -46,11 +48,11 @@ def check(a: Args, m: Model, ignore: Iterable[str] = ()) -> list[Finding]:
     """Every finding, the gravest first."""
     found, elsewhere = [], parser.elsewhere(a, m)
     for rule in RULES:
-        if rule.id in ignore:
+        if rule.id in ignore or parser.of_another(rule, a):
             continue
         for text in _texts(rule, a, m):
             flag, detail, fix = ([*text.split("\t"), "", ""] if "\t" in text else [_shown(rule, a), text, ""])[:3]
-            if elsewhere and parser.absence(rule, flag, fix):
+            if elsewhere and (parser.absence(rule, flag, fix) or LACKS in detail):
                 continue
             lines = () if flag.startswith(without("")) else a.launch.lines(flag.split()[0].split("=")[0])
             found.append(Finding(rule.id, rule.severity, flag, rule.message, fix or rule.fix, detail, lines))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from nam_megatron.blocks.kinds import KINDS, LETTERS
 from nam_megatron.features.yarn import FIXED
 from nam_megatron.lint.model import Model
 from nam_megatron.lint.rules.rule import (
@@ -41,13 +42,14 @@ def _yarn_unread(a: Args, m: Model) -> list[str]:
     return each(a, (name for name, key in YARN.items() if a.said(name) and getattr(a, name) != kept.get(key)))
 
 
-# How Transformer Engine's attention may share a sequence.
+# Kinds whose attention is Transformer Engine's, and how it may share a sequence.
+ROUND = {kind for kind in LETTERS["A"] if not KINDS[kind].gathers_keys}
 SHARED = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 
 def _not_shared(a: Args, m: Model) -> Iterator[str]:
     """What Transformer Engine's attention does not do on ranks that share a sequence; DSA's is Megatron's own."""
-    if m.cp == 1 or not m.kinds & {"attention", "mla"}:
+    if m.cp == 1 or not m.kinds & ROUND:
         return
     how = listed(a.cp_comm_type)
     if strange := [way for way in how if way not in SHARED]:
@@ -70,7 +72,7 @@ def _turned(a: Args, m: Model) -> list[str]:
             said = "rotary_percent" if a.said("rotary_percent") else "kv_channels"
             flag = a.written(said) if a.said(said) else without(a.written(said))
             found.append(f"{flag}\t{columns:g} columns of a head of {m.head_dim}\t")
-    if {"mla", "dsa"} & m.kinds and a.qk_pos_emb_head_dim % 2:
+    if m.latent and a.qk_pos_emb_head_dim % 2:
         found.append(f"{a.written('qk_pos_emb_head_dim')}\t\t")
     return found
 
@@ -138,7 +140,7 @@ RULES = (
         "mla-no-latent-norm",
         WRONG,
         "qk_layernorm",
-        lambda a, m: m.mla and bool({"mla", "dsa"} & m.kinds) and not a.qk_layernorm and m.of_published_mla,
+        lambda a, m: m.mla and m.latent and not a.qk_layernorm and m.of_published_mla,
         "the latents of MLA go without a norm; the model that the launch names has one",
         "add `--qk-layernorm`; without a query latent see `mla-query-norm` then",
         "core/transformer/mla_qk_norm_config.py",
@@ -147,11 +149,7 @@ RULES = (
         "mla-query-norm",
         WRONG,
         "qk_layernorm",
-        lambda a, m: "mla" in m.kinds
-        and m.variant != "dsa"
-        and a.qk_layernorm
-        and a.q_lora_rank is None
-        and not m.plain_query,
+        lambda a, m: m.latent and not m.checks_dsa and a.qk_layernorm and a.q_lora_rank is None and not m.plain_query,
         "without a query latent the query's norm is one more over the whole hidden width, before its projection; DeepSeek-V2-Lite, and "
         "every published model of that kind, has a norm on the key/value latent alone",
         "give a query latent with `--q-lora-rank`, or a layer of your own without that norm; our trainer has one "
@@ -192,7 +190,7 @@ RULES = (
         "mla-rope-fusion",
         FAIL,
         "apply_rope_fusion",
-        lambda a, m: m.mla and m.variant != "dsa" and m.rope_type == "rope" and m.rope_fusion,
+        lambda a, m: m.mla and not m.checks_dsa and m.rope_type == "rope" and m.rope_fusion,
         "RoPE fusion is on by default and MLA has it for yarn only",
         "add `--no-rope-fusion`",
         CONFIG,
@@ -201,7 +199,7 @@ RULES = (
         "dsa-rope-fusion",
         FAIL,
         "apply_rope_fusion",
-        lambda a, m: m.variant == "dsa" and m.rope_fusion,
+        lambda a, m: m.checks_dsa and m.rope_fusion,
         "RoPE fusion is on by default and DSA does not have it",
         "add `--no-rope-fusion`",
         CONFIG,
@@ -211,7 +209,7 @@ RULES = (
         WRONG,
         "apply_rope_fusion",
         lambda a, m: m.mla
-        and m.variant != "dsa"
+        and not m.checks_dsa
         and m.rope_type == "yarn"
         and m.rope_fusion
         and bool((m.heads // m.tp) & (m.heads // m.tp - 1))

@@ -54,10 +54,10 @@ VALUES: Mapping[str, tuple[str, Callable[[Args, Model], Any]]] = {
     "qk_dim": ("qk_head_dim", lambda a, m: _if(m.mla, a.qk_head_dim)),
     "rope_dim": ("qk_pos_emb_head_dim", lambda a, m: _if(m.mla, a.qk_pos_emb_head_dim)),
     "v_dim": ("v_head_dim", lambda a, m: _if(m.mla, a.v_head_dim)),
-    "mamba_heads": ("mamba_num_heads", lambda a, m: _if("mamba2" in m.kinds, m.mamba_heads)),
-    "mamba_head_dim": ("mamba_head_dim", lambda a, m: _if("mamba2" in m.kinds, a.mamba_head_dim)),
-    "mamba_state": ("mamba_state_dim", lambda a, m: _if("mamba2" in m.kinds, a.mamba_state_dim)),
-    "mamba_groups": ("mamba_num_groups", lambda a, m: _if("mamba2" in m.kinds, a.mamba_num_groups)),
+    "mamba_heads": ("mamba_num_heads", lambda a, m: _if(m.mamba, m.mamba_heads)),
+    "mamba_head_dim": ("mamba_head_dim", lambda a, m: _if(m.mamba, a.mamba_head_dim)),
+    "mamba_state": ("mamba_state_dim", lambda a, m: _if(m.mamba, a.mamba_state_dim)),
+    "mamba_groups": ("mamba_num_groups", lambda a, m: _if(m.mamba, a.mamba_num_groups)),
 }  # fmt: skip
 
 

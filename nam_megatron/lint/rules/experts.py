@@ -1,6 +1,11 @@
 """Mixture of experts."""
 
+from collections.abc import Iterator
+
+from nam_megatron.lint.model import Model
+from nam_megatron.lint.rules.laws import law
 from nam_megatron.lint.rules.rule import CONFIG, COST, FAIL, FROM_ARGS, HYBRID, MOE, VALIDATE, WRONG, Rule, each
+from nam_megatron.lint.values import Args
 
 MOE_ONLY = (
     "moe_router_topk", "moe_shared_expert_intermediate_size", "moe_router_score_function", "moe_router_enable_expert_bias",
@@ -9,7 +14,36 @@ MOE_ONLY = (
 )  # fmt: skip
 
 
+def _metrics(a: Args, m: Model) -> Iterator[str]:
+    """Of each MTP part: its `E` whose place is beyond the depths, with a loss of the router to log."""
+    if m.plan or not m.hybrid or not (m.balanced_by_loss or a.moe_z_loss_coeff is not None):
+        return
+    for part in m.parts[1:2]:
+        last = part.replace("|", "").rfind("E") + 1
+        if last > m.mtp_depths > 0:
+            yield f"`E` is layer {last} of a depth, and there {'are' if m.mtp_depths > 1 else 'is'} {m.mtp_depths}"
+
+
 RULES = (
+    Rule(
+        "moe-mtp-metrics",
+        FAIL,
+        "hybrid_layer_pattern",
+        _metrics,
+        "the router's losses of an MTP depth are logged by its place in the depth, and the table has a row for each depth only: "
+        "IndexError in the first step (Megatron-LM issue 7172, 0.19.2 and main of September 2026)",
+        "put `E` first in the MTP part, or train without balancing losses (`--moe-router-load-balancing-type none`)",
+        f"{MOE}router.py attach_and_log_load_balancing_loss",
+    ),
+    Rule(
+        "moe-probs-on-input",
+        FAIL,
+        "moe_apply_probs_on_input",
+        lambda a, m: m.moe and a.moe_apply_probs_on_input and a.moe_router_topk != 1,
+        "the scores can stand on the input of one expert a token only",
+        "leave it out, or `--moe-router-topk 1`",
+        f"{MOE}experts.py",
+    ),
     Rule(
         "experts-not-in-pattern",
         WRONG,
@@ -63,8 +97,10 @@ RULES = (
         "moe-no-balancing",
         WRONG,
         "moe_aux_loss_coeff",
-        lambda a, m: a.said("moe_router_load_balancing_type") and m.unbalanced,
-        "the coefficient is 0 unless said: nothing balances the experts",
+        lambda a, m: ("0" if a.said("moe_aux_loss_coeff") else "not said, and so 0")
+        if a.said("moe_router_load_balancing_type") and m.unbalanced
+        else "",
+        "a loss is to balance the experts, and its coefficient is 0: nothing balances them",
         "say `--moe-aux-loss-coeff`, 1e-4 say (or `--moe-router-load-balancing-type none`, if meant)",
         CONFIG,
     ),
@@ -99,7 +135,7 @@ RULES = (
         "moe-top-k",
         FAIL,
         "moe_router_topk",
-        lambda a, m: m.moe and bool(a.num_experts) and a.moe_router_topk > a.num_experts,
+        law("top-k-above-experts"),
         "more experts a token than there are",
         "lower it",
         f"{MOE}moe_utils.py",
@@ -152,7 +188,7 @@ RULES = (
         "moe-sequence",
         FAIL,
         "sequence_parallel",
-        lambda a, m: m.moe and m.tp > 1 and not a.sequence_parallel,
+        law("experts-tensor-without-sequence"),
         "experts under tensor parallelism train only with sequence parallelism",
         "add `--sequence-parallel`",
         f"{MOE}moe_layer.py",

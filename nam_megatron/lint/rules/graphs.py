@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from nam_megatron.lint.model import Model
-from nam_megatron.lint.rules.rule import CONFIG, COST, FAIL, VALIDATE, Rule
+from nam_megatron.lint.rules.laws import law
+from nam_megatron.lint.rules.rule import CONFIG, COST, FAIL, MOE, OPEN, VALIDATE, Rule
 from nam_megatron.lint.values import Args
 
 
@@ -31,10 +32,10 @@ def _graph_modules(a: Args, m: Model) -> Iterator[str]:
             and not (a.moe_expert_capacity_factor and a.moe_pad_expert_input_to_capacity)
         ):
             yield "`moe` without capacity factor and padding to it"
-        if m.recompute == "full":
+        if law("graphs-full-recompute")(a, m):
             yield "full recompute under per-layer graphs"
         again = set(a.recompute_modules or ()) if m.recompute == "selective" else set()
-        if m.graphs == "transformer_engine" and "moe" in again and "moe_router" in modules:
+        if law("graphs-recomputed-experts")(a, m):
             yield "recompute of `moe` around a captured `moe_router`"
         for name in ("mlp", "moe"):
             if a.hidden_dropout and name in again and name in modules:
@@ -76,6 +77,30 @@ RULES = (
         "graphs that cannot be captured",
         "capture other modules",
         CONFIG,
+    ),
+    Rule(
+        "graphs-overlap",
+        OPEN,
+        "cuda_graph_modules|cuda_graph_scope_deprecated",
+        lambda a, m: m.graphs == "transformer_engine"
+        and "attn" in m.graph_modules
+        and a.overlap_moe_expert_parallel_comm,
+        "graphs of attention beside the overlap of expert communication: gradient norms that jump after some 80 steps, then NaN, were "
+        "reported of 0.19.0 with TE 2.16 and not explained (Megatron-LM issue 5966)",
+        "look at the gradient norms of the first hundred steps, or leave one of them out",
+        "core/models/common/model_chunk_schedule_plan.py",
+    ),
+    Rule(
+        "graphs-experts",
+        OPEN,
+        "cuda_graph_modules|cuda_graph_scope_deprecated",
+        lambda a, m: m.graphs == "transformer_engine"
+        and m.ep > 1
+        and bool({"moe_router", "moe_preprocess"} & {*m.graph_modules}),
+        "graphs up to the token dispatcher: hangs right after the capture were reported by several and not explained (Megatron-Bridge "
+        "issue 3517, of H100 and GB200)",
+        "run a few steps first, or leave the graphs out",
+        f"{MOE}token_dispatcher.py",
     ),
     Rule(
         "graphs-twice",

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from nam_megatron.lint.model import Model
-from nam_megatron.lint.rules.rule import CONFIG, COST, FAIL, FRAGILE, PATTERN, VALIDATE, Rule, each
+from nam_megatron.lint.model import Model, known
+from nam_megatron.lint.rules.rule import CONFIG, COST, FAIL, FRAGILE, OPEN, PATTERN, VALIDATE, Rule, each
 from nam_megatron.lint.values import Args
 
 UNEVEN = (
@@ -28,10 +28,16 @@ def _indivisible(a: Args, m: Model) -> Iterator[str]:
         yield from cut("num_attention_heads", m.heads, m.groups, "the number of query groups")
     if not a.said("kv_channels"):
         yield from cut("hidden_size", a.hidden_size, m.heads, "the number of heads, and there is no --kv-channels:")
-    if "mamba2" in m.kinds:
+    if m.mamba:
         yield from cut("mamba_num_heads", m.mamba_heads, m.tp, "tensor parallel size")
         yield from cut("mamba_num_groups", a.mamba_num_groups, m.tp, "tensor parallel size")
         yield from cut("mamba_num_heads", m.mamba_heads, a.mamba_num_groups, "the number of Mamba groups")
+    if m.variant == "gated_delta_net":
+        yield from cut(
+            "linear_num_value_heads", a.linear_num_value_heads, a.linear_num_key_heads, "the number of key heads"
+        )
+        for name in ("linear_num_key_heads", "linear_num_value_heads"):
+            yield from cut(name, getattr(a, name), m.tp * m.cp, "tensor x context parallel size")
     if "mlp" in m.kinds:
         yield from cut("ffn_hidden_size", m.ffn, m.tp, "tensor parallel size")
     if m.moe:
@@ -42,7 +48,7 @@ def _indivisible(a: Args, m: Model) -> Iterator[str]:
         yield from cut("seq_length", a.seq_length, m.tp * m.cp, f"{by}, under sequence parallelism,")
     if m.cp > 1:
         yield from cut("seq_length", a.seq_length, 2 * m.cp, "twice the context parallel size,")
-    if m.cp > 1 and "mamba2" in m.kinds and m.tp > 0 and not m.mamba_heads % m.tp:
+    if m.cp > 1 and m.mamba and m.tp > 0 and not m.mamba_heads % m.tp:
         yield from cut("mamba_num_heads", m.mamba_heads, m.tp * m.cp, "tensor x context parallel size")
 
 
@@ -132,7 +138,24 @@ def _not_positive(a: Args, m: Model) -> Iterator[str]:
 
 RULES = (
     Rule("not-positive", FAIL, "", _not_positive, "must be 1 or more", "correct it", VALIDATE),
-    Rule("world-size", FAIL, "", _world, "the layout does not divide the GPUs", "change one of them", VALIDATE),
+    Rule(
+        "world-size",
+        FAIL,
+        "",
+        lambda a, m: [] if a.launch.supposed else _world(a, m),
+        "the layout does not divide the GPUs",
+        "change one of them",
+        VALIDATE,
+    ),
+    Rule(
+        "world-size-unset",
+        OPEN,
+        "",
+        lambda a, m: _world(a, m) if a.launch.supposed else [],
+        "the layout does not divide the GPUs that the script takes where the environment does not say how many",
+        "export what it asks for, or lint with `gpus=N`",
+        VALIDATE,
+    ),
     Rule(
         "indivisible",
         FAIL,
@@ -147,8 +170,8 @@ RULES = (
         FAIL,
         "global_batch_size",
         lambda a, m: bool(a.global_batch_size)
-        and bool(a.global_batch_size % (m.need("micro_batch_size") * m.dp))
-        and f"{a.micro_batch_size} a pass x {m.dp} ranks",
+        and bool(a.global_batch_size % (m.need("micro_batch_size") * known(lambda: m.dp, 1)))
+        and " x ".join([f"{a.micro_batch_size} a pass", *known(lambda: [f"{m.dp} ranks"], [])]),
         "not a multiple of the micro batch times the data parallel ranks",
         "change one of them",
         VALIDATE,

@@ -1,11 +1,12 @@
 """What argparse makes of the words."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from nam_megatron.lint.follow import shown
 from nam_megatron.lint.model import Model, known
 from nam_megatron.lint.rules.rule import (
+    DEFAULT,
     FAIL,
     FRAGILE,
     OPEN,
@@ -32,15 +33,15 @@ OLD = {
     "moe_deepep_num_sms": "use `--moe-flex-dispatcher-num-sms`",
     "moe_hybridep_num_sms": "use `--moe-flex-dispatcher-num-sms`",
     "no_weight_decay_cond_type": "use `--apply-wd-to-qk-layernorm`",
-    "deprecated_use_mcore_models": "leave it out: there are no others",
     "use_dist_ckpt_deprecated": "use `--ckpt-format`",
     "dist_ckpt_format_deprecated": "use `--ckpt-format`",
     "ckpt_fully_parallel_save_deprecated": "leave it out: it is on",
     "disable_msc_deprecated": "leave it out: it is off",
     "add_position_embedding": "use `--position-embedding-type`",
-    "use_flash_attn": "leave it out: nothing reads it; `--attention-backend` chooses",
-    "onnx_safe": "leave it out: nothing reads it",
 }
+
+# Parsed, and of no effect on anything: no finding.
+IDLE = ("deprecated_use_mcore_models", "use_flash_attn", "onnx_safe")
 
 GONE = {
     "batch_size": "use `--micro-batch-size`",
@@ -48,6 +49,13 @@ GONE = {
     "model_parallel_size": "use `--tensor-model-parallel-size`",
     "checkpoint_activations": "use `--recompute-activations`",
 }
+
+
+# How a model runs, and not which.
+RUNS = re.compile(
+    "dispatcher|recompute|_parallel|overlap|cuda_graph|fusion|attention_backend|num_workers|offload|distributed_"
+)
+SHOWN = re.compile("log_|tensorboard|wandb|timing")  # what is printed, and no more
 
 
 # Rules about what a launch lacks; they say nothing where it may be given elsewhere. So do findings "without" a flag and rules that are
@@ -69,10 +77,26 @@ def absence(rule: Rule, flag: str, fix: str) -> bool:
     return bool(ABSENCES.fullmatch(rule.id)) or flag.startswith(without("")) or (fix or rule.fix).startswith("add `--")
 
 
+def of_another(rule: Rule, a: Args) -> bool:
+    """Whether a rule is about what another program does itself: its parser and checks; a port to another device has kernels, too."""
+    if a.ported and rule.id not in ("given-twice", "not-the-card", "foreign-flags", "unknown-variable", "unknown-flag"):
+        return rule.severity != DEFAULT
+    return (a.forked and _of_parser(rule)) or (a.elsewhere and rule.id == "old-flag" and not a.launch.program)
+
+
+def _of_parser(rule: Rule) -> bool:
+    """Whether only Megatron's own command refuses: another program builds the same layers."""
+    return (
+        rule.severity == FAIL
+        and rule.source.startswith(VALIDATE)
+        and rule.id not in ("world-size", "conflict", "indivisible")
+    )
+
+
 def elsewhere(a: Args, m: Model) -> bool:
     """Whether flags may come from elsewhere: a checkpoint, a YAML, a script that reads these variables, or words not known here."""
     opened = any(t.rule == "unknown-variable" for t in a.trouble)
-    return bool(known(lambda: m.from_elsewhere, True)) or a.launch.partial or opened or bool(a.foreign)
+    return bool(known(lambda: m.from_elsewhere, True)) or a.launch.partial or opened or bool(a.foreign) or a.elsewhere
 
 
 def _trouble(rule: str) -> When:
@@ -81,7 +105,7 @@ def _trouble(rule: str) -> When:
 
 def _missing(a: Args, m: Model) -> list[str]:
     names = ["hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings", "micro_batch_size", "lr"]
-    if "D" in (m.pattern or "") or m.variant == "dsa":
+    if "D" in (m.pattern or "") or m.checks_dsa:
         names += ["dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"]
     missing = [
         a.target.by_dest[n].name
@@ -103,10 +127,36 @@ def _names(flags: list[str]) -> str:
 
 
 def _unknown(a: Args, m: Model) -> Iterator[str]:
-    yield from (f"{t.about}\tnothing in the text sets it" for t in a.trouble if t.rule == "unknown-variable")
+    yield from (f"{t.about}\t{_why_open(a, t.detail.split(', '))}" for t in a.trouble if t.rule == "unknown-variable")
     for name, variables in a.open_values():
         if not harmless(name, a.target) and name != "local_rank":  # a launcher's, as ever
-            yield f"{a.written(name)}\tnothing in the text sets {', '.join(dict.fromkeys(variables))}"
+            yield f"{a.written(name)}\t{_why_open(a, variables)}"
+
+
+def _why_open(a: Args, names: Sequence[str]) -> str:
+    """Of each name whether the text sets it, where only a condition or a command would tell to what."""
+    text = a.launch.text
+    found = {
+        name: [n for n, line in enumerate(text.splitlines(), 1) if _sets(name, line)] for name in dict.fromkeys(names)
+    }
+    computed = [name for name in found if not re.fullmatch(r"[\w-]+", name)]
+    unset = [name for name, lines in found.items() if not lines and name not in computed]
+    told = [
+        f"{name} hangs on what line {', '.join(map(str, lines))} would find" for name, lines in found.items() if lines
+    ]
+    told += [f"`{name}` is worked out where it runs" for name in computed]
+    return "; ".join([*([f"nothing in the text sets {', '.join(unset)}"] if unset else []), *told])
+
+
+def _sets(name: str, line: str) -> bool:
+    """Whether a line of a shell script or of Python sets a variable."""
+    word = re.escape(name)
+    return bool(
+        re.search(
+            rf"(?:^|[\s;(&]){word}\+?\s*=(?!=)|\b(?:for|read(?: -\w+)*|mapfile(?: -\w+)*|-v)\s+{word}\b|\$\{{{word}:?=",
+            line,
+        )
+    )
 
 
 RULES = (
@@ -115,7 +165,7 @@ RULES = (
         OPEN,
         "",
         _unknown,
-        "a variable that the text does not set: everything that hangs on it is left open",
+        "a value that this text does not tell: everything that hangs on it is left open",
         "put the value in, or lint the text after your shell has expanded it",
         "nam_megatron/lint/follow.py",
     ),
@@ -170,9 +220,24 @@ RULES = (
         WRONG,
         "",
         lambda a, m: [
-            f"{' ... '.join(shown(g[2]) for g in a.given[n])}\tthe last one counts" for n in a.contradictions
+            f"{' ... '.join(shown(g[2]) for g in a.given[n])}\tthe last one counts"
+            for n in a.contradictions
+            if not SHOWN.match(n) and not RUNS.search(n)
         ],
         "given more than once, with different values",
+        "keep one",
+        PARSER,
+    ),
+    Rule(
+        "given-twice-runs",
+        FRAGILE,
+        "",
+        lambda a, m: [
+            f"{' ... '.join(shown(g[2]) for g in a.given[n])}\tthe last one counts"
+            for n in a.contradictions
+            if RUNS.search(n)
+        ],
+        "given more than once, with different values: the model is the same, how it runs is the last one's",
         "keep one",
         PARSER,
     ),
@@ -189,7 +254,7 @@ RULES = (
         "old-flag",
         FRAGILE,
         "",
-        lambda a, m: [f"{a.written(n)}\t\t{OLD[n]}" for n in OLD if a.said(n)],
+        lambda a, m: [f"{a.written(n)}\t\t{OLD[n]}" for n in OLD if a.said(n) and not a.switched_off(n)],
         "deprecated: read today, or not even that",
         "say it as 0.19.2 does",
         VALIDATE,

@@ -4,7 +4,8 @@ import re
 from collections.abc import Iterator
 
 from nam_megatron.lint.follow import holes
-from nam_megatron.lint.model import Model
+from nam_megatron.lint.model import BLACKWELL, Model
+from nam_megatron.lint.rules.laws import law
 from nam_megatron.lint.rules.rule import CONFIG, COST, FAIL, VALIDATE, Rule, each
 from nam_megatron.lint.values import Args
 
@@ -36,7 +37,29 @@ def _edges(a: Args, m: Model) -> Iterator[str]:
                 yield f"{a.written(name)}\ta pipeline stage has {most}"
 
 
+HOPPER = re.compile(r"(?<![a-z0-9])(H[12]00|H800|H20|GH200|hopper|sm_?90a?)(?![a-z0-9])", re.IGNORECASE)
+
+
+def _chip(a: Args, m: Model) -> Iterator[str]:
+    """Formats of numbers that the device which the launch names does not have."""
+    named = HOPPER.search(a.launch.text)
+    if named and not BLACKWELL.search(a.launch.text):
+        if a.fp4:
+            yield f"{a.written('fp4')}\t{named[0]} has no FP4\tuse FP8"
+        if a.fp8 and a.fp8_recipe == "mxfp8":
+            yield f"--fp8-recipe mxfp8\t{named[0]} has no block-scaled FP8 of that kind\tuse `--fp8-recipe blockwise` or `tensorwise`"
+
+
 RULES = (
+    Rule(
+        "wrong-chip",
+        FAIL,
+        "fp8_recipe|fp4",
+        _chip,
+        "the device that this launch names cannot compute it",
+        "use a format that it has",
+        "transformer_engine 2.20 pytorch/quantization.py check_mxfp8_support, check_nvfp4_support",
+    ),
     Rule(
         "deterministic",
         FAIL,
@@ -89,7 +112,7 @@ RULES = (
         FAIL,
         "mamba_num_heads|fp8",
         lambda a, m: bool(a.fp8)
-        and "mamba2" in m.kinds
+        and m.mamba
         and not m.pads_mamba
         and m.mamba_projection % 16 > 0
         and f"2 heads x width + 2 groups x state + heads = {m.mamba_projection}",
@@ -101,7 +124,7 @@ RULES = (
         "fp8-delayed-edges",
         FAIL,
         "first_last_layers_bf16",
-        lambda a, m: bool(a.fp8) and a.first_last_layers_bf16 and a.fp8_recipe == "delayed",
+        law("fp8-delayed-bf16-layers"),
         "delayed scaling, the default recipe, refuses bf16 edge layers",
         "add `--fp8-recipe tensorwise`",
         CONFIG,
@@ -110,10 +133,7 @@ RULES = (
         "fp8-delayed-recompute",
         FAIL,
         "recompute_modules",
-        lambda a, m: bool(a.fp8)
-        and a.fp8_recipe == "delayed"
-        and m.recompute == "selective"
-        and bool({"moe_act", "layernorm"} & set(a.recompute_modules or ())),
+        law("fp8-delayed-discarding"),
         "delayed scaling, the default recipe, refuses their recompute",
         "add `--fp8-recipe tensorwise`",
         CONFIG,
@@ -122,7 +142,7 @@ RULES = (
         "fp8-gather",
         FAIL,
         "fp8_param_gather",
-        lambda a, m: a.fp8_param_gather and not (a.use_distributed_optimizer or m.fsdp),
+        law("fp8-weights-unsharded"),
         "needs sharded weights",
         "add `--use-distributed-optimizer`",
         VALIDATE,

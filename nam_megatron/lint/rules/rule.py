@@ -60,6 +60,9 @@ class Finding:
     lines: tuple[int, ...] = ()
 
 
+LACKS = "without `--"  # a finding's detail where the launch lacks a flag beside another one
+
+
 def without(flag: str) -> str:
     """A finding's flag where the launch lacks it."""
     return f"without {flag}"

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 
+from nam_megatron.blocks.dsa.block import Dsa
 from nam_megatron.lint.model import Model
+from nam_megatron.lint.rules.laws import law
 from nam_megatron.lint.rules.rule import CONFIG, COST, DSA, FAIL, HYBRID, OPEN, WRONG, Rule, each, listed
 from nam_megatron.lint.values import Args
 
@@ -17,11 +19,11 @@ DSA_ONLY = (
 
 def _shares_topk(m: Model) -> list[tuple[int, int]]:
     """(DSA layer, the layer whose top-k it reuses)."""
-    return [(n, s) for n in m.numbers("dsa") if (s := m.topk_source(n)) != n]
+    return [(n, s) for n in m.dsa_layers if (s := m.topk_source(n)) != n]
 
 
 def _without_source(a: Args, m: Model) -> str:
-    sparse = set(m.numbers("dsa"))
+    sparse = set(m.dsa_layers)
     return ", ".join(f"layer {n} wants layer {s}'s" for n, s in _shares_topk(m) if s not in sparse)
 
 
@@ -62,12 +64,7 @@ RULES = (
         "",
         lambda a, m: []
         if m.dsa
-        else each(a, DSA_ONLY)
-        or (
-            m.hybrid
-            and a.experimental_attention_variant == "dsa"
-            and [f"{a.written('experimental_attention_variant')}\t"]
-        ),
+        else each(a, DSA_ONLY) or (m.hybrid and m.checks_dsa and [f"{a.written('experimental_attention_variant')}\t"]),
         "ignored: no layer is sparse",
         "put `D` in the pattern (without a pattern: `--experimental-attention-variant dsa`)",
         HYBRID,
@@ -76,7 +73,7 @@ RULES = (
         "dsa-without-mla",
         FAIL,
         "experimental_attention_variant",
-        lambda a, m: not m.hybrid and m.variant == "dsa" and not m.mla,
+        lambda a, m: not m.hybrid and m.checks_dsa and not m.mla,
         "DSA stands on MLA",
         "add `--multi-latent-attention`",
         "core/transformer/experimental_attention_variant/absorbed_mla.py",
@@ -85,7 +82,7 @@ RULES = (
         "dsa-bias",
         FAIL,
         "add_bias_linear",
-        lambda a, m: m.variant == "dsa" and a.add_bias_linear,
+        law("dsa-bias"),
         "linear bias is on by default and DSA refuses it",
         "add `--disable-bias-linear`",
         CONFIG,
@@ -121,7 +118,7 @@ RULES = (
         "dsa-stage-without-indexer",
         FAIL,
         "pipeline_model_parallel_size|hybrid_layer_pattern",
-        lambda a, m: not m.plan and m.uneven("dsa") and bool(a.dsa_indexer_loss_coeff),
+        lambda a, m: not m.plan and m.uneven(Dsa.kind) and bool(a.dsa_indexer_loss_coeff),
         "a pipeline stage has no DSA layer: it takes no part in the sum of the indexers' losses, and the first log line waits for ever",
         "cut the pattern with `|` so that every stage has a `D`",
         f"{DSA} DSAIndexerLossLoggingHelper.reduce_loss_in_tracker",
@@ -130,7 +127,7 @@ RULES = (
         "dsa-latent-norm",
         FAIL,
         "qk_layernorm",
-        lambda a, m: m.variant == "dsa" and a.qk_layernorm and a.q_lora_rank is None,
+        lambda a, m: m.checks_dsa and a.qk_layernorm and a.q_lora_rank is None,
         "DSA has latent norms only with a query latent",
         "add `--q-lora-rank`",
         "core/transformer/mla_qk_norm_config.py",
@@ -148,7 +145,7 @@ RULES = (
         "dsa-context",
         FAIL,
         "cp_comm_type",
-        lambda a, m: m.variant == "dsa"
+        lambda a, m: m.checks_dsa
         and m.cp > 1
         and any(str(t).replace("_", "").lower() != "allgather" for t in listed(a.cp_comm_type)),
         "DSA under context parallelism takes all-gather only",
@@ -168,11 +165,7 @@ RULES = (
         "dsa-fsdp-recompute",
         WRONG,
         "recompute_modules",
-        lambda a, m: m.dsa
-        and a.use_megatron_fsdp
-        and a.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
-        and a.recompute_granularity == "selective"
-        and "mla_up_proj" in listed(a.recompute_modules),
+        law("recompute-up-projection-fsdp"),
         "Megatron-FSDP keeps one of the two gradients that the up-projection of keys and values then gets",
         "leave `mla_up_proj` out",
         "core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py _grad_acc",

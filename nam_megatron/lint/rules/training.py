@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from nam_megatron.lint.model import Model
-from nam_megatron.lint.rules.rule import COST, FAIL, FRAGILE, VALIDATE, WRONG, Rule
+from nam_megatron.lint.rules.laws import law
+from nam_megatron.lint.rules.rule import COST, FAIL, FRAGILE, MOE, OPEN, VALIDATE, WRONG, Rule
 from nam_megatron.lint.values import Args
 
 
@@ -39,7 +40,110 @@ def _iterations_and_samples(a: Args, m: Model) -> Iterator[str]:
         yield f"{a.written('lr_warmup_fraction')}\t"
 
 
+def _documents(a: Args, m: Model) -> Iterator[str]:
+    """Flags of the data set that make something which no layer of this model takes."""
+    masked = a.transformer_impl == "local" and not (m.recurrent or m.dsa)
+    if a.reset_attention_mask and not masked:
+        yield f"{a.written('reset_attention_mask')}\t{_unread(m)}"
+    if a.reset_position_ids and m.positions != "learned_absolute":
+        yield f"{a.written('reset_position_ids')}\t`--position-embedding-type {m.positions}` takes no position ids"
+
+
+def _unread(m: Model) -> str:
+    if m.recurrent:
+        return "a recurrent layer's state goes through every document, and Transformer Engine's causal attention takes no mask"
+    return "Transformer Engine's causal attention takes no mask"
+
+
+def _annealed(a: Args, m: Model) -> Iterator[str]:
+    """WSD whose decay begins before its warm-up ends, or before the run does: it never holds the rate that is said."""
+    for unit in ("iters", "samples"):
+        decay, total = getattr(a, f"lr_wsd_decay_{unit}"), getattr(a, f"lr_decay_{unit}") or getattr(a, f"train_{unit}")
+        warm = getattr(a, f"lr_warmup_{unit}") or 0
+        if a.lr_decay_style == "WSD" and decay and total and decay + warm > total:
+            kept = f"{warm} of warm-up and " if warm else ""
+            yield f"{a.written(f'lr_wsd_decay_{unit}')}\t{kept}{decay} of decay in {total}"
+
+
+def _schedule(a: Args, m: Model) -> Iterator[str]:
+    """What the learning rate's schedule refuses as it is made, after all else is built."""
+    if a.lr_decay_style == "WSD" and a.lr_wsd_decay_iters is None and a.lr_wsd_decay_samples is None:
+        yield f"{a.written('lr_decay_style')}\twithout the length of its decay\tadd `--lr-wsd-decay-iters`"
+    for unit in ("iters", "samples"):
+        warm, total = getattr(a, f"lr_warmup_{unit}"), getattr(a, f"lr_decay_{unit}") or getattr(a, f"train_{unit}")
+        if warm and total and warm >= total:
+            yield f"{a.written(f'lr_warmup_{unit}')}\t{warm} of warm-up, and the decay ends at {total}\tlower it"
+    if (
+        a.start_weight_decay is not None
+        and a.end_weight_decay is not None
+        and a.end_weight_decay < a.start_weight_decay
+    ):
+        yield f"{a.written('end_weight_decay')}\tbelow --start-weight-decay\traise it"
+
+
 RULES = (
+    Rule(
+        "documents-not-apart",
+        WRONG,
+        "reset_attention_mask|reset_position_ids",
+        _documents,
+        "no layer reads it: documents of a sample see one another (Megatron-LM issues 2357, 415)",
+        "only `--eod-mask-loss` does what it says; packed sequences keep documents apart (`--sft`), where the layers take them",
+        "core/transformer/attention.py, core/extensions/transformer_engine.py TEDotProductAttention",
+    ),
+    Rule(
+        "schedule",
+        FAIL,
+        "lr_decay_style",
+        _schedule,
+        "the learning rate's schedule refuses it",
+        "change one of them",
+        "core/optimizer_param_scheduler.py",
+    ),
+    Rule(
+        "wsd-too-long",
+        WRONG,
+        "lr_wsd_decay_iters",
+        _annealed,
+        "the decay has begun before the rate is reached: it is never the one that is said",
+        "shorten the decay, or train longer",
+        "core/optimizer_param_scheduler.py get_lr",
+    ),
+    Rule(
+        "resume-learning-rate",
+        OPEN,
+        "override_opt_param_scheduler",
+        lambda a, m: a.override_opt_param_scheduler
+        and a.launch.kind != "container"  # there it is on unless said
+        and bool(a.load)
+        and not (a.no_load_optim or a.finetune),
+        "optimizer state is found by its group's own --lr and --min-lr since 0.19: if the checkpoint was written with others, it does not "
+        "load (`Could not find parameter group with key`), whatever this says (Megatron-LM issues 1138, 963, pull request 4705)",
+        "keep both as they were, or begin anew: `--no-load-optim`, `--finetune`",
+        "core/optimizer/optimizer.py param_group_identifier_keys",
+    ),
+    Rule(
+        "offload-resume",
+        OPEN,
+        "optimizer_cpu_offload",
+        lambda a, m: a.optimizer_cpu_offload and bool(a.load or a.pretrained_checkpoint),
+        "an optimizer on the CPU keeps copies of the weights of its own: after a checkpoint losses that begin anew were reported, with its "
+        "state (Megatron-LM issues 1842, 2775) and, of weights alone, with the cause (pull request 5071)",
+        "compare the first loss with the last one before, or keep the optimizer on the GPU",
+        "core/optimizer/cpu_offloading/hybrid_optimizer.py",
+    ),
+    Rule(
+        "fsdp-hybridep",
+        OPEN,
+        "moe_flex_dispatcher_backend",
+        lambda a, m: m.moe
+        and a.use_megatron_fsdp
+        and a.moe_token_dispatcher_type == "flex"
+        and a.moe_flex_dispatcher_backend == "hybridep",
+        "Megatron-FSDP with HybridEP: failures were reported (Megatron-LM issue 7400)",
+        "use `--moe-token-dispatcher-type alltoall`, or try it with a few steps",
+        f"{MOE}token_dispatcher.py",
+    ),
     Rule(
         "fsdp-checkpoints",
         FAIL,
@@ -62,7 +166,7 @@ RULES = (
         "fsdp-pipeline",
         FAIL,
         "pipeline_model_parallel_size|use_megatron_fsdp",
-        lambda a, m: a.use_megatron_fsdp and m.pp > 1,
+        law("fsdp-pipeline"),
         "Megatron-FSDP's mesh has no place for pipeline stages, and its ranks do not add up",
         "use one of them",
         "core/distributed/fsdp/mcore_fsdp_adapter.py _get_dp_tp_mesh",
@@ -161,7 +265,7 @@ RULES = (
         "learning-rates",
         FAIL,
         "min_lr",
-        lambda a, m: a.lr is not None and a.min_lr > a.lr,
+        law("min-lr-above-lr"),
         "above --lr",
         "lower it",
         VALIDATE,
@@ -188,9 +292,10 @@ RULES = (
         "data-sources",
         FAIL,
         "mock_data|data_path",
-        lambda a, m: a.mock_data
-        + bool(a.value("data_path"))
-        + any(map(bool, map(a.value, ("train_data_path", "valid_data_path", "test_data_path"))))
+        lambda a, m: sum(
+            any(a.said(name) and bool(a.value(name)) for name in names)
+            for names in (("mock_data",), ("data_path",), ("train_data_path", "valid_data_path", "test_data_path"))
+        )
         > 1,
         "more than one source of data",
         "keep one",

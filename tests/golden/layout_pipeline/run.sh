@@ -10,14 +10,31 @@
 # departs from lane native_dp: pipeline=4, virtual_pipeline=2
 # gives up Mamba-3 at M (13 layers): lane native_dp puts Mamba-2 there
 # gives up M2RNN at R (4 layers): lane native_dp puts Mamba-2 there
-# assumed: model.init_std=0.02: Megatron's default; the articles give none
+# needs mamba-ssm, causal-conv1d and einops for Mamba-2
+# assumed: feature.mtp.depths=0: the recipe's default is none; NAM56R as designed has 1
+# assumed: model.init_std=0.02, norm_epsilon=1e-05: Megatron's default; the articles give none
+# assumed: lane.name=native_dp: our name: the articles' nemo_native, run with tensor 1
+# assumed: model.blocks.attention.output_gate=false, qkv_bias=false, rotary_percent=1.0: no article gives it
+# assumed: model.blocks.attention.qk_norm=false: the published count of 3,996,461,352 is without; an article's runtime has it: `model.blocks.attention.qk_norm=true`
+# assumed: model.blocks.moe.balancing=aux_loss, expert_bias_update_rate=0.001, pre_softmax=false, shared_expert_gate=false: no article gives it
+# assumed: model.zero_centered_norms=false: no article gives it
+# assumed: optim.eps=1e-08: no article gives it
+# assumed: precision.grad_reduce=fp32: no article gives it
 set -euo pipefail
 export PYTORCH_ALLOC_CONF=expandable_segments:True
 unset CUDA_DEVICE_MAX_CONNECTIONS
 unset NVTE_NORM_FWD_USE_CUDNN
 unset NVTE_NORM_BWD_USE_CUDNN
 export NCCL_GRAPH_REGISTER=0
-exec torchrun --nproc-per-node 8 --nnodes 2 --node-rank "${NODE_RANK:?}" --master-addr "${MASTER_ADDR:?}" -m nam_megatron.train --nam-plan "$(dirname "$0")/plan.json" \
+export TORCH_NCCL_HIGH_PRIORITY=1
+export TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC=7200
+export OMP_NUM_THREADS=1
+export PYTHONUNBUFFERED=1
+export PYTHONIOENCODING=utf-8:backslashreplace
+export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1
+unset PYTORCH_CUDA_ALLOC_CONF
+python -c 'import nam_megatron' 2>&- || { echo 'error: no nam_megatron here: activate the environment in which it is installed with what training needs' >&2; exit 2; }
+exec python -m nam_megatron.torchrun --nproc-per-node 8 --nnodes 2 --node-rank "${NODE_RANK:?}" --master-addr "${MASTER_ADDR:?}" -m nam_megatron.train --nam-plan "$(dirname "$0")/plan.json" \
   --hybrid-layer-pattern '*EME*E|ME*EMM|*EME*E|ME*EMM|*EME*EM|E*EMM*E|ME*EME*|EMM*EME' \
   --hidden-size 3584 \
   --ffn-hidden-size 18944 \

@@ -9,13 +9,26 @@
 # only nam_megatron trains DSA (layers 5, 9, 13, 21, 25, 29, 37, 41, 45): without an attention mask Megatron's shared top-k would live on across microbatches
 # only nam_megatron trains Mamba-3 (layers 3, 7, 11, 15, 19, 23, 27, 31, 35, 39, 43, 47, 51): Megatron has no such layer and would build its Mamba-2 there
 # only nam_megatron trains M2RNN (layers 12, 24, 36, 48): Megatron has no such layer and would build its Mamba-2 there
-# assumed: model.init_std=0.02: Megatron's default; the articles give none
+# assumed: model.init_std=0.02, norm_epsilon=1e-05: Megatron's default; the articles give none
+# assumed: lane.name=author_dp: the articles' default is nemo_native, which gives up Mamba-3 and M2RNN
+# assumed: model.blocks.moe.balancing=aux_loss, expert_bias_update_rate=0.001, pre_softmax=false, shared_expert_gate=false: no article gives it
+# assumed: model.zero_centered_norms=false: no article gives it
+# assumed: optim.eps=1e-08: no article gives it
+# assumed: precision.grad_reduce=fp32: no article gives it
 set -euo pipefail
 export PYTORCH_ALLOC_CONF=expandable_segments:True
 unset CUDA_DEVICE_MAX_CONNECTIONS
 unset NVTE_NORM_FWD_USE_CUDNN
 unset NVTE_NORM_BWD_USE_CUDNN
-exec torchrun --nproc-per-node 8 --standalone -m nam_megatron.train --nam-plan "$(dirname "$0")/plan.json" \
+export TORCH_NCCL_HIGH_PRIORITY=1
+export TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC=7200
+export OMP_NUM_THREADS=1
+export PYTHONUNBUFFERED=1
+export PYTHONIOENCODING=utf-8:backslashreplace
+export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1
+unset PYTORCH_CUDA_ALLOC_CONF
+python -c 'import nam_megatron' 2>&- || { echo 'error: no nam_megatron here: activate the environment in which it is installed with what training needs' >&2; exit 2; }
+exec python -m nam_megatron.torchrun --nproc-per-node 8 --standalone -m nam_megatron.train --nam-plan "$(dirname "$0")/plan.json" \
   --hybrid-layer-pattern +EMEDEMEDEMMDEME+EMEDEMMDEMEDEME+EMMDEMEDEMEDEMM+EME/+- \
   --hidden-size 3584 \
   --ffn-hidden-size 18944 \

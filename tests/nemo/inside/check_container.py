@@ -1,10 +1,12 @@
 """The container under other people's hands: YAML there and back, any number of GPUs, overrides that Bridge would take."""
 
+import functools
 import importlib
 import io
 import os
 import runpy
 import shlex
+import struct
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,10 +36,11 @@ from omegaconf import OmegaConf
 import nam_megatron.nemo as nemo
 from nam_megatron.errors import Problem, Refused
 from nam_megatron.lint import lint
+from nam_megatron.mends import install
 from nam_megatron.nemo import doctor, engine, guards
 from nam_megatron.nemo.__main__ import command
-from nam_megatron.nemo.container import NamContainer, stack_spec
-from nam_megatron.nemo.overrides import _plain, flat, settle
+from nam_megatron.nemo.container import NamContainer, settled, stack_spec
+from nam_megatron.nemo.overrides import _plain, flat
 from nam_megatron.recipe import from_tree, load
 from nam_megatron.runtime import stack
 
@@ -192,20 +195,42 @@ def test_what_runners_set_themselves_is_left_to_them(ranks):
 DATA = ("tokenizer.tokenizer_type=HuggingFaceTokenizer", "tokenizer.tokenizer_model=/t", "dataset.split='99,1,0'")
 
 
-@pytest.mark.parametrize("said", ["dataset.data_path=/d/x", "dataset.blend=[[/d/x],[1.0]]", "dataset.data_path=[/d/x]"])
-def test_a_corpus_by_the_containers_fields_alone(said, ranks):
-    ranks(8)
-    made = overridden(said, *DATA)
-    whole = nemo.recipe("nam56r_native_dp", ["data=indexed", "data.path=/d/x", "data.tokenizer=/t", "data.workers=2"])
-    assert made.model.lowering.plan.recipe.data == whole.model.lowering.plan.recipe.data
-    assert _plain(made.dataset.blend) == [["/d/x"], None] and not made.dataset.mock
+def corpus(folder: Path, name: str) -> str:
+    """200 documents of four tokens: of 99,1,0 each share has some."""
+    index = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 200, 201)
+    index += struct.pack("<200i200q201q", *[4] * 200, *range(0, 1600, 8), *range(201))
+    (folder / f"{name}.idx").write_bytes(index)
+    (folder / f"{name}.bin").write_bytes(bytes(1600))
+    return str(folder / name)
 
 
-def test_several_datasets_by_the_containers_fields_alone(ranks):
+@pytest.mark.parametrize("said", ["dataset.data_path={}", "dataset.blend=[[{}],[1.0]]", "dataset.data_path=[{}]"])
+def test_a_corpus_by_the_containers_fields_alone(said, ranks, tmp_path):
     ranks(8)
-    made = overridden("dataset.blend=[[/d/x,/d/y],[1.0,2.0]]", *DATA)
-    assert [part.path for part in made.model.lowering.plan.recipe.data.parts] == ["/d/x", "/d/y"]
-    assert _plain(made.dataset.blend) == [["/d/x", "/d/y"], [1.0, 2.0]]
+    path = corpus(tmp_path, "x")
+    made = overridden(said.format(path), *DATA)
+    words = ["data=indexed", f"data.path={path}", "data.tokenizer=/t", "data.workers=2"]
+    assert (
+        made.model.lowering.plan.recipe.data == nemo.recipe("nam56r_native_dp", words).model.lowering.plan.recipe.data
+    )
+    assert _plain(made.dataset.blend) == [[path], None] and not made.dataset.mock
+
+
+def test_several_datasets_by_the_containers_fields_alone(ranks, tmp_path):
+    ranks(8)
+    paths = [corpus(tmp_path, name) for name in ("x", "y")]
+    made = overridden(f"dataset.blend=[[{','.join(paths)}],[1.0,2.0]]", *DATA)
+    assert [part.path for part in made.model.lowering.plan.recipe.data.parts] == paths
+    assert _plain(made.dataset.blend) == [paths, [1.0, 2.0]]
+
+
+def test_a_dataset_that_megatron_would_look_through_for_ever_is_refused(ranks, tmp_path):
+    ranks(8)
+    paths = [corpus(tmp_path, "x"), str(tmp_path / "gone")]
+    with pytest.raises(Refused, match=r"gone\.idx` is not there"):
+        overridden(f"dataset.blend=[[{','.join(paths)}],[1.0,2.0]]", *DATA)
+    with pytest.raises(Refused, match="and the validation share of `999,1,0` none of them"):
+        overridden(f"dataset.data_path={paths[0]}", *DATA[:2], "dataset.split='999,1,0'")
 
 
 @pytest.mark.parametrize(
@@ -282,7 +307,7 @@ def test_a_rebuilt_section_is_the_same_object_with_its_hooks(ranks):
     model.moe_router_topk = 2
     runtime_config_update(made)
     assert made.model is model and made.model._pre_wrap_hooks == [hook]
-    assert made.model.lowering.plan.recipe.model.blocks.moe.top_k == 2
+    assert made.model.lowering.plan.recipe.blocks.moe.top_k == 2
 
 
 @pytest.mark.parametrize(
@@ -328,6 +353,7 @@ def test_variables_of_the_container_that_contradict_its_plan(ranks):
             runtime_config_update(made)
         os.environ.pop(name, None)
     made = nemo.recipe("nam56r_native_dp")
+    assert made.env_vars["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "7200"  # as on every road: tests/launch/test_roads.py
     made.model.tensor_model_parallel_size, made.model.sequence_parallel = 2, True
     runtime_config_update(made)  # Bridge has set the variables of the plan before
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == made.env_vars["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
@@ -365,7 +391,7 @@ def test_a_validated_container_comes_back_from_its_checkpoint(ranks, tmp_path):
     ranks(8)
     made = overridden("train.train_iters=20")
     back = read_back(made, tmp_path)
-    settle(back)
+    settled(back)
     assert back.model.lowering.plan.recipe == made.model.lowering.plan.recipe
 
 
@@ -409,7 +435,13 @@ def test_experts_stand_apart_where_megatrons_ddp_keeps_them(overrides, apart, mo
     model = torch.nn.ModuleDict(
         {"layer": torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict({"experts": torch.nn.Linear(1, 1)})})}
     )
-    monkeypatch.setattr(HybridModelProvider, "provide", lambda *_: model)
+    hooked = SimpleNamespace(metainfo={})
+    monkeypatch.setattr(
+        stack,
+        "hybrid_stack_spec",
+        lambda plan: hooked.metainfo.update(hooks=[functools.partial(install.built, plan=plan)]) or hooked,
+    )
+    monkeypatch.setattr(HybridModelProvider, "provide", lambda self, *_: (self.hybrid_stack_spec(self), model)[1])
     nemo.recipe("nam56r_native_dp", overrides).model.provide()
     assert all(getattr(p, "allreduce", True) is not apart for p in model.parameters())
 
@@ -538,7 +570,7 @@ def test_what_nobody_catches_ends_a_process_in_our_words(monkeypatch, capfd):
     """Runners that know nothing of ours get our exit codes."""
     monkeypatch.setenv("RANK", "0")
     for error, code, text in (
-        (Refused(Problem("no", "a.key", "do")), 2, "error: no @ a.key\n\nhint: do\n"),
+        (Refused(Problem("no", key="a.key", hint="do")), 2, "error: no @ a.key\n\nhint: do\n"),
         (guards.NonFinite("step 1, rank 0: the loss is nan"), 1, "error: step 1, rank 0: the loss is nan\n"),
     ):
         with pytest.raises(SystemExit) as end:
@@ -559,15 +591,15 @@ def test_adapters_and_the_weights_below_them_are_the_recipes(ranks):
     made = nemo.recipe("nam56r_native_dp", ADAPTED)
     assert (made.peft.dim, made.peft.alpha, list(made.peft.target_modules)) == (8, 32, ["in_proj"])
     process_config_with_overrides(made, cli_overrides=["checkpoint.pretrained_checkpoint=/q", "train.train_iters=20"])
-    settle(made)
+    settled(made)
     schedule = made.model.lowering.plan.recipe.schedule
     assert (schedule.pretrained, schedule.train_steps) == ("/q", 20) and made.peft.dim == 8
     made.peft.dim = 16
     with pytest.raises(Refused, match="`peft` was set to"):
-        settle(made)
+        settled(made)
     plain = nemo.recipe("nam56r_native_dp")
     plain.checkpoint.pretrained_checkpoint = "/p"
-    settle(plain)
+    settled(plain)
     assert plain.model.lowering.plan.recipe.schedule.pretrained == "/p"
 
 

@@ -11,11 +11,12 @@ from megatron.bridge.training.model_load_save import load_model_config
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, dynamic_module_utils
 
-from nam_megatron import argv, train
+from nam_megatron import train
+from nam_megatron.compile import argv
+from nam_megatron.compile.lower import translate
 from nam_megatron.data import tokenizer
 from nam_megatron.errors import Refused
 from nam_megatron.hf import check, export
-from nam_megatron.lower import translate
 from nam_megatron.nemo.container import container
 from nam_megatron.recipe import load
 

@@ -31,11 +31,15 @@ from safetensors.torch import load_file
 
 import nam_megatron.nemo.container as container
 import nam_megatron.nemo.train as nemo_train
-from launch import steps as log
-from nam_megatron import argv, train
+from launch.record import steps as log
+from nam_megatron import events as events_of_a_run
+from nam_megatron import train
+from nam_megatron.compile import argv
+from nam_megatron.compile.lower import translate
 from nam_megatron.data import manifest, tokenizer
 from nam_megatron.hf import export
-from nam_megatron.lower import translate
+from nam_megatron.mends import SAID, Trainer
+from nam_megatron.mends.series import needed
 from nam_megatron.nemo import finetune, guards
 from nam_megatron.nemo.__main__ import command
 from nam_megatron.recipe import load
@@ -63,12 +67,12 @@ LAYOUTS = {
     "fused": (
         "cluster=h200_2",
         "precision.fused_grad_accumulation=true",
-        "model.blocks.moe.dispatcher=local",
-        "model.blocks.moe.expert_gemm=torch",
-        "model.blocks.moe.fused_router_gradient=true",
-        "model.blocks.moe.fused_weighted_squared_relu=true",
-        "model.blocks.mamba2.strided=true",
-        "model.blocks.mamba2.strided_norm=true",
+        "execution.moe.dispatcher=local",
+        "execution.moe.expert_gemm=torch",
+        "execution.moe.fused_router_gradient=true",
+        "execution.moe.fused_weighted_squared_relu=true",
+        "execution.mamba2.strided=true",
+        "execution.mamba2.strided_norm=true",
         "schedule.manual_gc_interval=2",
     ),
 }
@@ -122,9 +126,15 @@ def in_background(words: list[str]) -> int:
     """The process that writes the checkpoints as a fork, for it has no GPU either."""
     caller = async_utils.PersistentAsyncCaller
     start = caller._get_process.__func__
-    caller._get_process = classmethod(lambda cls, rank, *_, **__: start(cls, rank, "fork"))
+    caller._get_process = classmethod(functools.wraps(start)(lambda cls, rank, *_, **__: start(cls, rank, "fork")))
     torch.cuda.device_count, torch.cuda.set_device = lambda: 1, lambda _: None
     return by_bridge(words)
+
+
+def told(words: list[str]) -> int:
+    """in_background, as a launcher starts it that reads events."""
+    os.environ[events_of_a_run.NONCE] = "mine"
+    return in_background(words)
 
 
 def by_others(words: list[str]) -> int:
@@ -164,13 +174,21 @@ def test_both_train_the_same(layout, tmp_path):
     for step in ours:
         assert theirs[step] == pytest.approx(ours[step], rel=1e-6), step
     assert ours[4][0] < ours[1][0]
+    plan = train.load(tmp_path / "plan.json").plan
+    for ranks, trainer in ((by_megatron, Trainer.MEGATRON), (by_bridges, Trainer.BRIDGE)):
+        (said,) = [line for rank in ranks for line in rank.out.splitlines() if line.startswith(SAID)]
+        stood = re.findall(
+            r"(\w+)=[0-9a-f]{64}", said
+        )  # those of other plans, too, of which this process has made containers
+        wanted = [mend.name for mend in needed(plan, trainer)]
+        assert [name for name in stood if name in wanted] == wanted
 
 
 def test_commands_that_stop_and_resume_are_one_run(tmp_path):
     """And each says in its log what a launcher looks for."""
     plan, save = tmp_path / "plan.json", tmp_path / "ckpt"
     saved = (f"schedule.save={save}", "schedule.save_interval=2", "schedule.stop_every=2")
-    (first,) = ran(plan, in_background, *saved, "schedule.async_save=true")
+    (first,) = ran(plan, told, *saved, "schedule.async_save=true")
     begun = steps([first])
     goes_on = (*saved, f"schedule.load={save}")
     assert refusals(*goes_on) == []
@@ -183,6 +201,9 @@ def test_commands_that_stop_and_resume_are_one_run(tmp_path):
     whole = steps(ran(plan, by_bridge))
     assert begun | steps([second]) == whole and (set(begun), set(whole)) == ({1, 2}, {1, 2, 3, 4})
     assert "Traceback" not in first.err
+    events = [json.loads(line) for line in (tmp_path / events_of_a_run.FILE).read_text().splitlines()]
+    saves = [(event["event"], event["step"]) for event in events if event["event"] in ("saving", "scheduled", "saved")]
+    assert saves == [("saving", 2), ("scheduled", 2), ("saved", 2)]
     said = log.read(first.out.splitlines())
     assert [(s.step, s.behind, s.done) for s in said.saves] == [(2, False, False), (2, True, False), (2, False, True)]
     assert [(r.when, r.step) for r in said.readings] == [("built", 0), ("step", 1), ("end", 2)]
@@ -318,10 +339,14 @@ STAYS = ("model.blocks.moe.expert_bias_update_rate=0.0", "feature.lora.rank=4")
 DESIGNED = (
     "lane=author_dp", "model.pattern=AEMRAE", "model.depth=6", "model.letters.A=mla", "model.num_attention_heads=4",
     "model.substitute=[{letter: A, ranks: [1], kind: dsa}, {letter: E, ranks: [1], kind: mlp}]",
-    "model.blocks.mla={kernels: naive, q_lora_rank: 16, kv_lora_rank: 16, qk_head_dim: 16, qk_rope_head_dim: 8, v_head_dim: 16}",
-    "model.blocks.dsa={kernels: naive, indexer_heads: 4, indexer_head_dim: 16, top_k: 8, indexer_loss_coeff: 0.1}",
-    "model.blocks.mamba3={kernels: naive, heads: 4, head_dim: 8, state_dim: 16, groups: 2}",
-    "model.blocks.m2rnn={kernels: naive, k_dim: 8, v_dim: 4, heads: 4}",
+    "execution.mla.kernels=naive",
+    "model.blocks.mla={q_lora_rank: 16, kv_lora_rank: 16, qk_head_dim: 16, qk_rope_head_dim: 8, v_head_dim: 16}",
+    "execution.dsa.kernels=naive",
+    "model.blocks.dsa={indexer_heads: 4, indexer_head_dim: 16, top_k: 8, indexer_loss_coeff: 0.1}",
+    "execution.mamba3.kernels=naive",
+    "model.blocks.mamba3={heads: 4, head_dim: 8, state_dim: 16, groups: 2}",
+    "execution.m2rnn.kernels=naive",
+    "model.blocks.m2rnn={k_dim: 8, v_dim: 4, heads: 4}",
 )  # fmt: skip
 LATENT = {"linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"}
 REST = {"linear_proj", "linear_fc1", "linear_fc2", "in_proj", "out_proj"}

@@ -1,0 +1,301 @@
+"""`launch compare`: runs side by side, and whether their figures may be compared at all."""
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from launch.context import CHECKOUT
+from launch.host import host_id
+from launch.record.receipt import named, read
+from launch.run.overlay import CACHES
+from launch.run.terminal import printable
+from nam_megatron import migrate
+from nam_megatron.errors import OK, Problem, Refused, quoted, raise_if
+from nam_megatron.judge import same
+
+Receipt = Mapping[str, Any]
+Row = tuple[str, list[str]]
+LINEAGE = {"host": "host lineage", "family": "preset family", "regime": "launch regime"}
+SHOWN = 60  # characters of a value
+ANYWAY = "`--anyway` prints the table, marked as a rumor"
+# Where receipts can differ.
+PLACES = (
+    "recipe",
+    "data",
+    "source.trees",
+    "patches",
+    "mends",
+    "host",
+    "job.packages",
+    "job.overlay",
+    "job.diagnostic",
+    "environ",
+)
+# Outside the recipe: what changes how a run is carried out, not what it computes, but for the host's software. A key stands for all below.
+EXECUTION = ("job", "host", "source.trees.launch", "environ")
+SOFTWARE = ("job.packages", "host.versions", "host.torch", "host.megatron")
+# Variables of the training processes that say where, on any host of its own: folders, and which GPUs, which the box says.
+WHERE = {*CACHES, "NVIDIA_VISIBLE_DEVICES"}
+# Of each GPU, what its figures hang on: in words, and as receipts have it.
+GPU = {
+    "name": "name",
+    "memory": "memory_mib",
+    "ECC": "ecc",
+    "highest clock": "max_sm_mhz",
+    "power limit": "power_limit_w",
+    "PCIe": "pcie",
+}
+MARK = re.compile("<set [0-9a-f]{8}>")
+FIGURES = (
+    ("end", "outcome.end"),
+    ("steps", "outcome.figures.steps"),
+    ("window, first step", "outcome.figures.window.first"),
+    ("window, last step", "outcome.figures.window.last"),
+    ("median ms", "outcome.figures.window.median_ms"),
+    ("p10 ms", "outcome.figures.window.p10_ms"),
+    ("p90 ms", "outcome.figures.window.p90_ms"),
+    ("tokens/s/GPU", "outcome.figures.window.tokens_per_s_per_gpu"),
+    ("model FLOPs utilisation", "outcome.against_forecast.model_flops_utilisation"),
+    ("Megatron's TFLOP/s/GPU", "outcome.figures.window.megatron_tflops_per_gpu"),
+    ("peak allocated GiB", "outcome.memory.peak_allocated_gib"),
+    ("peak reserved GiB", "outcome.memory.peak_reserved_gib"),
+    ("forecast allocated GiB", "forecast.peak_allocated_gib"),
+    ("until the first step, s", "outcome.bad_put.until_first_step_s"),
+    ("first steps' excess, s", "outcome.bad_put.first_steps_excess_s"),
+    ("checkpoints, s", "outcome.bad_put.checkpoints_s"),
+    ("last loss", "outcome.figures.loss_last"),
+    ("losses finite", "outcome.figures.loss_finite"),
+    ("gradient norms finite", "outcome.figures.grad_norm_finite"),
+    ("NaN check", "outcome.nan_check"),
+)
+
+
+def command(words: Sequence[str], options: Mapping[str, str]) -> int:
+    if len(words) < 2:
+        example = "python -m launch compare receipts/A receipts/B"
+        raise Refused(Problem("`compare` takes two receipts or more", hint=example))
+    if (anyway := options.get("anyway", "false")) not in ("true", "false"):
+        raise Refused(Problem(f"`anyway` is true or false, not `{anyway}`"))
+    print(table([read(named(word, CHECKOUT / "receipts")) for word in words], anyway == "true"), end="")
+    return OK
+
+
+def objections(receipts: Sequence[Receipt]) -> Iterator[Problem]:
+    """What forbids comparing figures of these runs."""
+    names = [receipt["run"] for receipt in receipts]
+    for name in dict.fromkeys(n for n in names if names.count(n) > 1):
+        yield Problem(f"`{name}` is compared with itself", hint="name two runs")
+    for receipt in receipts:
+        if receipt["state"] != "sealed":
+            yield Problem(f"`{receipt['run']}` is not sealed", hint="`python -m launch receipts` seals lost ones")
+        elif at(receipt, "outcome.end") == "lost":
+            hint = "its figures are of a log that lay open for anybody to edit"
+            yield Problem(f"`{receipt['run']}` lost its launcher", hint=hint)
+    yield from boxes(receipts)
+    yield from machines(receipts)
+    for key, title in LINEAGE.items():
+        values = [at(r, f"lineage.{key}") for r in receipts]
+        if unnamed := [r["run"] for r, v in zip(receipts, values, strict=True) if not isinstance(v, str) or not v]:
+            yield Problem(f"{title} is not named in {quoted(unnamed)}", hint="nothing can be compared with it")
+        elif len(set(values)) > 1:
+            yield Problem(f"{title} differs: {quoted(dict.fromkeys(parted(values)))}", hint=ANYWAY)
+    yield from environments(receipts)
+    declared = [at(r, "job.diagnostic") for r in receipts]
+    if len(set(map(shown, declared))) > 1:
+        yield Problem(f"a diagnostic beside what is none: {quoted(map(shown, declared))}", hint=ANYWAY)
+    peaks = [at(r, "forecast.peak_tflops") for r in receipts]
+    if len(set(peaks)) > 1:
+        measure = quoted(dict.fromkeys(map(shown, peaks)))
+        yield Problem(f"MFU is measured by different peaks: {measure} TFLOP/s", hint=f"leave `device` alone; {ANYWAY}")
+
+
+def environments(receipts: Sequence[Receipt]) -> Iterator[Problem]:
+    """What NCCL, CUDA and torch read and no plan names is part of the regime, too: CUDA_LAUNCH_BLOCKING, NCCL_NVLS_ENABLE."""
+    found = [at(r, "environ") for r in receipts]
+    known = [{k: v for k, v in e.items() if k not in WHERE} if isinstance(e, Mapping) else {} for e in found]
+    if len({at(r, "box.salt") for r in receipts}) > 1 and (
+        marked := sorted({k for e in known for k in e if MARK.search(str(e[k]))})
+    ):
+        hint = f"marks of two folders say nothing of each other: let both runs write into one, `cluster.storage.receipts=DIR`; {ANYWAY}"
+        yield Problem(f"whether the training processes had the same {quoted(marked)} cannot be told", hint=hint)
+        known = [{k: v for k, v in one.items() if k not in marked} for one in known]
+    for name in sorted({name for one in known for name in one}):
+        if len(values := dict.fromkeys(shown(one.get(name, "unset")) for one in known)) > 1:
+            yield Problem(f"launch regime differs: the training processes had {name} {quoted(values)}", hint=ANYWAY)
+
+
+def machines(receipts: Sequence[Receipt]) -> Iterator[Problem]:
+    """What decides a GPU's speed: one host's may change between two runs, and a pool is declared by a person."""
+    found = [_machine(r) for r in receipts]
+    pooled = any(at(r, "lineage.pool") is not None for r in receipts)
+    if pooled and (unknown := [r["run"] for r, one in zip(receipts, found, strict=True) if not one["name"]]):
+        yield Problem(f"the GPUs of {quoted(unknown)} are not recorded", hint=f"a pool is of one kind; {ANYWAY}")
+    for what in found[0]:
+        if len(values := dict.fromkeys(shown(one[what]) for one in found)) > 1:
+            yield Problem(f"the GPUs' {what} differs: {quoted(values)}", hint=ANYWAY)
+
+
+def _machine(found: Receipt) -> dict[str, Any]:
+    every = {what: sorted({shown(g.get(key)) for g in listed(found, "host.gpus")}) or None for what, key in GPU.items()}
+    return {**every, "driver": at(found, "host.driver")}
+
+
+def boxes(receipts: Sequence[Receipt]) -> Iterator[Problem]:
+    """Whether all ran on one host, or on hosts of one declared pool."""
+    pools = {at(r, "lineage.pool") for r in receipts}
+    if len(pools) == 1 and isinstance(next(iter(pools)), str):
+        return
+    ids = [host_id.of(r) for r in receipts]
+    if unknown := [r["run"] for r, found in zip(receipts, ids, strict=True) if found is None]:
+        why = "a cluster's name says what kind of host it was, not which one"
+        yield Problem(f"no host is recorded in {quoted(unknown)}", hint=f"{why}; {ANYWAY}")
+    elif len(set(ids)) > 1:
+        hint = f"run both on one, or declare that they are alike before they run: `cluster.pool=NAME`; {ANYWAY}"
+        yield Problem(f"{len(set(ids))} hosts: {quoted(dict.fromkeys(map(host_id.called, receipts)))}", hint=hint)
+
+
+def parted(values: Sequence[str]) -> list[str]:
+    """Lineages without the parts that all have."""
+    lists = [value.split("; ") for value in values]
+    shared = set(lists[0]).intersection(*lists[1:])
+    return ["; ".join(part for part in parts if part not in shared) or "nothing more" for parts in lists]
+
+
+def table(receipts: Sequence[Receipt], anyway: bool = False) -> str:
+    """Config differences, those that change the computation first, then figures. Raises Refused unless the runs are comparable."""
+    found = list(objections(receipts))
+    if not anyway:
+        raise_if(found)
+    title = "figures (RUMOR)" if found else "figures"
+    text = ["RUMOR: these runs are not comparable", *(f"  {p.message}" for p in found), ""] if found else []
+    if unknown := [
+        r["run"] for r in receipts if at(r, "data") is None and at(r, "recipe.data.name") not in (None, "mock")
+    ]:
+        text += [f"note: whether the data is the same cannot be told: {quoted(unknown)} did not record it", ""]
+    columns = [r["run"] for r in receipts]
+    for name, rows in differences(receipts):
+        text += grid(name, columns, rows)
+    text += grid(title, [*columns, *changes(columns)], figures(receipts))
+    return "\n".join(text)
+
+
+def differences(receipts: Sequence[Receipt]) -> Iterator[tuple[str, list[Row]]]:
+    """What differs: in the computation, in the execution only."""
+    places = [place for place in PLACES if place != "data" or all(at(r, place) is not None for r in receipts)]
+    found = [{**r, "recipe": migrate.recipe(r["recipe"])} if at(r, "recipe.model") else r for r in receipts]
+    trees = [{k: v for place in places for k, v in flat(at(r, place), place).items()} for r in found]
+    rows = []
+    for key in dict.fromkeys(k for tree in trees for k in tree):
+        values = [tree.get(key) for tree in trees]
+        if any(v != values[0] for v in values):
+            rows.append((key, apart(values)))
+    for title, executing in (("changes the computation", False), ("execution only", True)):
+        yield title, [row for row in rows if executes(row[0]) == executing]
+
+
+def executes(key: str) -> bool:
+    """Whether a receipt's key only says how the run was carried out."""
+
+    def below(places: Sequence[str]) -> bool:
+        return any(key == place or key.startswith(f"{place}.") for place in places)
+
+    if key.startswith("recipe."):
+        return same.executes(key.removeprefix("recipe.")) is not None
+    return below(EXECUTION) and not below(SOFTWARE)
+
+
+def figures(receipts: Sequence[Receipt]) -> list[Row]:
+    """Each figure of each run, and behind them by how much every other run's is off the first one's: see `changes`."""
+    found = [(title, [at(r, key) for r in receipts]) for title, key in FIGURES]
+    found.append(("waived in the checks", [waived(r) for r in receipts]))
+    return [
+        (title, [*map(shown, values), *(change(values[0], v) for v in values[1:])])
+        for title, values in found
+        if any(v is not None for v in values)
+    ]
+
+
+def changes(names: Sequence[str]) -> list[str]:
+    """The titles of the columns of differences."""
+    return ["difference"] if len(names) == 2 else [f"{n} to 1" for n in range(2, len(names) + 1)]
+
+
+def change(first: Any, other: Any) -> str:
+    """`+1.23 %` of the first; blank where one of the two is no number, or nothing changed."""
+    if not all(type(v) in (int, float) and math.isfinite(v) for v in (first, other)) or not first or first == other:
+        return ""
+    return f"{(other - first) / abs(first):+.2%}".replace("%", " %")
+
+
+def waived(found: Receipt) -> str | None:
+    """Names of the findings that a person said are no reason to stop: `idle` means that somebody else was on the GPUs."""
+    return (
+        ", ".join(sorted({str(f.get("name")) for f in listed(found, "findings") if f.get("level") == "waived"})) or None
+    )
+
+
+def grid(title: str, columns: Sequence[str], rows: Sequence[Row]) -> list[str]:
+    if not rows:
+        return [f"== {title}: none ==", ""]
+    lines = [("", list(columns)), *rows]
+    widths = [
+        max(len(cells[i]) for cells in ([key, *values] for key, values in lines)) for i in range(len(columns) + 1)
+    ]
+    made = (
+        "  ".join(c.ljust(w) for c, w in zip([key, *values], widths, strict=True)).rstrip() for key, values in lines
+    )
+    return [f"== {title} ==", *made, ""]
+
+
+def flat(node: Any, key: str) -> dict[str, Any]:
+    """Nested mappings as {dotted key: leaf}; a list of mappings, as of a host's GPUs, by its places from 0."""
+    if isinstance(node, list) and node and not key.startswith("recipe") and all(isinstance(v, Mapping) for v in node):
+        node = {str(n): value for n, value in enumerate(node)}
+    if isinstance(node, Mapping) and node:
+        return {k: v for name, child in node.items() for k, v in flat(child, f"{key}.{name}").items()}
+    return {key: node}
+
+
+def at(node: Any, key: str) -> Any:
+    """The value at a dotted key; None where there is none."""
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node
+
+
+def listed(found: Receipt, key: str) -> list[Receipt]:
+    """The mappings of a list, none where there is no list: a receipt may be anybody's."""
+    rows = at(found, key)
+    return [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
+
+
+def shown(value: Any) -> str:
+    text = whole(value)
+    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
+
+
+def whole(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float) and math.isfinite(value):
+        return f"{value:.6g}"
+    text = value if isinstance(value, str) else json.dumps(value)
+    return printable(text)
+
+
+def apart(values: Sequence[Any]) -> list[str]:
+    """Values that are not all equal, so that no two unlike ones read alike: long ones from shortly before where they part."""
+    cut, texts = list(map(shown, values)), list(map(whole, values))
+    if len(set(cut)) < len(set(texts)):
+        start = max(0, len(os.path.commonprefix(texts)) - 8)
+        cut = list(map(shown, [f"...{text[start:]}" if start else text for text in texts]))
+    if len(set(cut)) < len(set(texts)):
+        cut = texts
+    if len(set(cut)) < len(
+        {json.dumps(v, sort_keys=True) for v in values}
+    ):  # floats of more digits, a number and its text
+        cut = [json.dumps(v) for v in values]
+    return cut

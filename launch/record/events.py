@@ -1,0 +1,157 @@
+"""The events of a run (nam_megatron/events.py) -> what a receipt says of it. Lines of another run, and torn ones, count for nothing."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from launch.record import steps
+from nam_megatron.events import FILE, REASONS
+
+FILES = "events*.jsonl"
+LONGEST = 1 << 16  # characters of a line
+LARGEST = 1 << 53  # of a number that counts something
+MOST = 1 << 20  # ranks
+INFINITE = ("nan", "inf", "-inf")  # as JSON has them
+WELL = ("done", "signal", "planned stop")
+FIGURES = {
+    "ms": steps.TIME, "loss": steps.LOSS, "grad_norm": steps.NORM, "tflops": steps.TFLOPS, "lr": "learning rate",
+    "skipped": steps.SKIPPED, "nan": steps.NAN_STEPS,
+}  # fmt: skip
+
+
+@dataclass
+class Events:
+    """What came of a run by its own word. world: how many ranks there are; ends, last: what each rank has said last."""
+
+    world: int
+    said: steps.Said = field(default_factory=steps.Said)
+    started: datetime | None = None
+    over: datetime | None = None
+    ends: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    last: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    starts: Counter[int] = field(default_factory=Counter)
+    mends: Mapping[str, Any] | None = None
+    strange: int = 0
+    missing: int = 0
+    _heard: dict[tuple[Any, int], int] = field(default_factory=dict)
+
+    def hear(self, line: str | bytes, nonce: str) -> None:
+        """One line of a file; one that cannot be read, or is of another run, is counted."""
+        try:
+            event = json.loads(line)
+            if event["run"] != nonce:
+                raise ValueError
+            self._add(event)
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, OSError, RecursionError):
+            self.strange += 1
+
+    def _add(self, event: Mapping[str, Any]) -> None:
+        """One line of this run, in the order of its file."""
+        rank, pid, number = event["rank"], event["pid"], event["n"]
+        figures = [event.get(name) for name in FIGURES]
+        whole = (
+            event[name] for name in ("n", "pid", "rank", "step", "of", "world", "code") if event.get(name) is not None
+        )
+        if (
+            any(type(value) is not int or not -1 < value < LARGEST for value in whole)
+            or max(rank or 0, event.get("world", 0)) > MOST
+            or (event["event"] == "step" and not event["step"])
+            or (event["event"] == "end" and not event.keys() >= {"step", "code"})
+            or any(type(value) is bool or (type(value) is str and value not in INFINITE) for value in figures)
+        ):
+            raise ValueError
+        before = self._heard.get((rank, pid), 0)
+        self.missing += max(0, number - before - 1)
+        self._heard[rank, pid] = max(number, before)
+        when, kind = datetime.fromtimestamp(event["at"]), event["event"]
+        if rank is None:
+            if kind == "launched":
+                self.started = when
+            elif kind == "over":
+                self.over = when
+            return
+        if kind == "start":
+            self.starts[rank] += 1
+            self.ends.pop(rank, None)
+            self.world = max(self.world, event["world"])
+        self.last[rank] = event
+        if kind == "end" and event["reason"] in REASONS:
+            self.ends[rank] = event
+        elif kind == "mends":
+            self.mends = dict(event["stood"])
+        elif kind == "step":
+            named = {FIGURES.get(key, key): value for key, value in event.items() if key in FIGURES}
+            values = {name: float(value) for name, value in (named | event["gauges"]).items() if value is not None}
+            self.said.steps[event["step"]] = steps.Step(event["step"], event["of"], values, when)
+        elif kind in ("saving", "scheduled", "saved"):
+            self.said.saves.append(steps.Save(event["step"], kind == "saved", when, kind == "scheduled"))
+        elif kind in ("built", "memory"):
+            device = {key: event.get(key) for key in steps.DEVICE} if kind == "built" else None
+            sizes = {name: float(event[name]) for name in steps.BYTES}
+            self.said.readings.append(
+                steps.Reading(rank, event.get("when", kind), event["step"], device=device, **sizes)
+            )
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step that is done on the rank that finished fewest; None while a rank has not said its end."""
+        done = [self.ends[rank]["step"] for rank in self._ranks if rank in self.ends]
+        return min(done) if done and len(done) == len(self._ranks) and None not in done else None
+
+    @property
+    def _ranks(self) -> range:
+        return range(self.world)
+
+    @property
+    def hole(self) -> str | None:
+        """Why this is not the whole record of a run that has ended; None where it is."""
+        if not self.starts:
+            return f"`{FILE}` says nothing of this run"
+        if silent := [rank for rank in self._ranks if rank not in self.ends]:
+            more = f" and {len(silent) - 8} more" if len(silent) > 8 else ""
+            return f"rank {', '.join(map(str, silent[:8]))}{more} did not say its end in `{FILE}`"
+        return f"{self.missing} lines are missing from `{FILE}`" if self.missing else None
+
+    @property
+    def failure(self) -> Mapping[str, Any] | None:
+        """The first end that is none of a run that went well: the others may be of ranks that waited for this one."""
+        bad = [end for end in self.ends.values() if end["reason"] not in WELL]
+        return min(bad, key=lambda end: end["at"], default=None)
+
+    def facts(self) -> dict[str, Any]:
+        """For a receipt."""
+        more = {"again": again} if (again := sum(self.starts.values()) - len(self.starts)) else {}
+        ends = Counter(end["reason"] for end in self.ends.values())
+        return {"ranks": len(self.starts), "ends": dict(ends), "missing": self.missing, "strange": self.strange, **more}
+
+
+def read(folder: Path, nonce: str, world: int = 1) -> Events:
+    """Everything that lies in a run's folder. A line that cannot be read is counted. world: of the plan."""
+    found = Events(world)
+    for path in sorted(folder.glob(FILES)):
+        for line in filter(str.strip, steps.lines(path, LONGEST)):
+            found.hear(line, nonce)
+    return found
+
+
+class Newest:
+    """Follows the lines of a run that goes on."""
+
+    def __init__(self, folder: Path, nonce: str):
+        self._folder, self._nonce, self._read = folder, nonce, Counter[Path]()
+
+    def step(self) -> steps.Step | None:
+        """The last one that was said since this was asked before."""
+        found = Events(0)
+        for path in self._folder.glob(FILES):
+            with open(path, "rb") as file:
+                file.seek(self._read[path])
+                whole, end, _ = file.read().rpartition(b"\n")
+            self._read[path] += len(whole) + len(end)
+            for line in whole.split(b"\n") if end else ():
+                found.hear(line, self._nonce)
+        return found.said.steps[max(found.said.steps)] if found.said.steps else None

@@ -1,0 +1,488 @@
+"""One folder a run: the receipt, the plan, the log. The receipt is the record; it is written whole, or not at all.
+
+    <receipts>/<run>/receipt.json   open from before the run until it is sealed; redacted, may be published
+    <receipts>/<run>/plan.json events*.jsonl log.txt diff.patch nccl.*   what the run was given and said; not redacted but for secrets
+    <receipts>/<run>/lock           held by the launcher as long as it lives: an open receipt that nobody holds is a lost run
+    <receipts>/<run>/reserve        room kept back, given up to seal the receipt on a full disk
+    <receipts>/.chain               the folder's own: its id, its salt, the last link; never published
+
+A receipt carries the SHA-256 of its own content (`seal`), of the files beside it (`files`), and the seal of the one that was sealed
+before it in its folder (`chain`). A hash without a key shows an accident, and a change by somebody who did not know of it. It proves
+nothing against somebody who may write to the folder and computes it anew, for one receipt or for all; against that there are
+signatures (`launch.record.signature`), made with a key that he does not have.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import math
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from launch.record.redact import Redactor
+from nam_megatron.errors import Problem, Refused, quoted, raise_if
+from nam_megatron.words.regular import irregular
+
+# Receipts of version 1 have a seal and nothing else: no hashes of files, no chain, no box.
+SCHEMA, FIRST = "nam_megatron.receipt/2", "nam_megatron.receipt/1"
+FILE, LOCK, RESERVE, LOG, PLAN, DIFF = "receipt.json", "lock", "reserve", "log.txt", "plan.json", "diff.patch"
+SIGNATURE, CHAIN = f"{FILE}.sig", ".chain"
+OPENING = ".opening-"  # a folder whose receipt is not written yet
+RESERVED = 4 << 20  # bytes
+RUN = re.compile(r"\d{8}T\d{6}Z-[A-Za-z0-9_][\w.-]*-[0-9a-f]{6}", re.ASCII)
+LONGEST = 20  # digits of a whole number
+STATES = ("open", "sealed")
+ENDS = ("completed", "failed", "refused", "interrupted", "lost")
+# Written as they are: they name no machine, and readers depend on them.
+OURS = ("schema", "run", "opened", "state", "lineage", "lock", "chain", "files", "box", "mends", "nonce")
+# Here a text with a word that is not ours is left out whole: a person wrote it.
+WHOLE = ("words", "recipe", "job", "environ")
+
+
+@dataclass
+class Receipt:
+    """A receipt that is being written. `content` is redacted on the way to the disk."""
+
+    folder: Path
+    content: dict[str, Any]
+    redactor: Redactor
+    _lock: int = field(repr=False)
+    _written: list[str] = field(default_factory=list, repr=False)  # seals: all that may stand there by us
+
+    def record(self, **fields: Any) -> None:
+        """Add fields and write the receipt, still open. Raises Refused where it cannot be written, or is no longer ours."""
+        self.content |= fields
+        self._replace(hashed(self._redacted()))
+
+    def seal(self, end: str, outcome: Mapping[str, Any]) -> None:
+        """Close the receipt for good. Raises Refused where it cannot be written, or is no longer ours."""
+        with writing(self.folder):
+            (self.folder / RESERVE).unlink(missing_ok=True)
+            found = files(self.folder)
+        with link(self.folder.parent, self.content["run"]) as chain:
+            content = self._redacted() | {"files": found, "chain": chain}
+            self._replace(sealed(content, end, self.redactor.tree(plain(outcome))))
+        os.close(self._lock)
+
+    def _replace(self, content: Mapping[str, Any]) -> None:
+        """Write it over one that we wrote before, and over no other: a seal is for good."""
+        if self._written and self._stands() not in self._written:
+            hint = "nothing was overwritten; the log beside it is this run's own"
+            raise Refused(Problem(f"`{self.folder / FILE}` was changed by somebody else during the run", hint=hint))
+        # Before it is written: what fails after the file has its name has written it all the same.
+        self._written.append(content["seal"])
+        write(self.folder, content)
+
+    def _stands(self) -> str | None:
+        """The seal of what stands there; None where it is no receipt of ours. Raises Refused where the system does not say."""
+        with writing(self.folder):
+            (self.folder / FILE).read_bytes()
+        with contextlib.suppress(Refused):
+            return read(self.folder)["seal"]
+        return None
+
+    def _redacted(self) -> dict[str, Any]:
+        return {
+            k: plain(v) if k in OURS else self.redactor.tree(plain(v), whole=k in WHOLE)
+            for k, v in self.content.items()
+        }
+
+
+def open_receipt(root: Path, preset: str, content: Mapping[str, Any], redactor: Redactor) -> Receipt:
+    """A new folder below `root` with an open receipt, held by this process.
+
+    Raises:
+        Refused: the folder cannot be made, the disk is full, `preset` is no name.
+    """
+    now = datetime.now(UTC)
+    run = f"{now:%Y%m%dT%H%M%SZ}-{preset}-{secrets.token_hex(3)}"
+    if not RUN.fullmatch(run):
+        raise Refused(
+            Problem(
+                f"`{preset}` cannot be part of a folder's name",
+                key="preset.name",
+                hint="letters, digits, `_`, `-`, `.`",
+            )
+        )
+    # Under a name of its own until there is a receipt in it, so that a kill leaves no folder that looks like a run.
+    opening, folder = root / f"{OPENING}{run}", root / run
+    try:
+        with writing(root):
+            opening.mkdir(parents=True)
+            # In this order: whoever finds a receipt finds its lock held and its room reserved.
+            lock = os.open(opening / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            with open(opening / RESERVE, "wb") as reserve:
+                os.posix_fallocate(reserve.fileno(), 0, RESERVED)
+        head = {"schema": SCHEMA, "run": run, "opened": stamp(now), "state": "open", "lock": os.fstat(lock).st_ino}
+        receipt = Receipt(opening, {**head, **content}, redactor, lock)
+        receipt.record()
+        with writing(root):
+            os.rename(opening, folder)
+            _synced(root)
+        receipt.folder = folder
+    except Refused:
+        shutil.rmtree(opening, ignore_errors=True)
+        raise
+    return receipt
+
+
+def hashed(body: Mapping[str, Any]) -> dict[str, Any]:
+    return {**body, "seal": digest(body)}
+
+
+def sealed(content: Mapping[str, Any], end: str, outcome: Mapping[str, Any]) -> dict[str, Any]:
+    assert end in ENDS, end
+    closed = stamp(datetime.now(UTC))
+    body = {**content, "state": "sealed", "closed": closed, "outcome": {**outcome, "end": end}}
+    return hashed(body)
+
+
+def digest(content: Mapping[str, Any]) -> str:
+    """SHA-256 over everything but the seal."""
+    body = {k: v for k, v in content.items() if k != "seal"}
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def named(word: str, root: Path) -> Path:
+    """The folder or file of a run, by its path or by how its name begins. Raises Refused: several begin so."""
+    path = Path(word)
+    root = path.parent if "/" in word else root
+    if path.exists() or not root.is_dir():
+        return path
+    found = [folder for folder in folders(root) if folder.name.startswith(path.name)]
+    if len(found) > 1:
+        raise Refused(
+            Problem(f"{len(found)} runs are called `{word}...` in `{root}`", hint=quoted(f.name for f in found[-5:]))
+        )
+    return found[0] if found else path
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A receipt from its folder or file.
+
+    Raises:
+        Refused: no receipt, another schema, another run's, or one that was changed: it, or a file beside it that it has the hash of.
+    """
+    if not path.exists():
+        here = "" if path.is_absolute() else f" in `{Path.cwd()}`"
+        raise Refused(
+            Problem(
+                f"there is no `{path}`{here}", hint="`python -m launch receipts` lists runs; name one, or its folder"
+            )
+        )
+    path = path / FILE if path.is_dir() else path
+    raise_if(irregular([path]))
+    hint = "name a folder or file that `launch run` wrote"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once, parse_int=_whole)
+    except (OSError, ValueError, RecursionError) as err:
+        why = err.strerror if isinstance(err, OSError) else err
+        raise Refused(Problem(f"`{path}` is no receipt: {why}", hint=hint)) from None
+    if not isinstance(content, dict) or content.get("schema") not in (SCHEMA, FIRST):
+        raise Refused(Problem(f"`{path}` is no receipt of schema `{SCHEMA}`", hint=hint))
+    if content.get("state") not in STATES or not isinstance(content.get("run"), str):
+        raise Refused(Problem(f"`{path}` is a damaged receipt", hint=hint))
+    unsealed = content["schema"] == FIRST and content["state"] == "open"
+    if not unsealed and content.get("seal") != digest(content):
+        raise Refused(
+            Problem(f"`{path}` was changed after it was sealed", hint="a receipt that was edited is no receipt")
+        )
+    folder = path.absolute().parent
+    if content["run"] != folder.name and not folder.name.startswith(OPENING):
+        raise Refused(
+            Problem(f"`{path}` is the receipt of `{content['run']}`", hint="it belongs into a folder of that name")
+        )
+    hashes = found if isinstance(found := content.get("files"), dict) else {}
+    beside = {name: was for name, was in hashes.items() if Path(name).name == name}
+    if changed := [n for n, was in hashes.items() if n not in beside or file_hash(folder / n) not in (None, was)]:
+        raise Refused(
+            Problem(
+                f"{quoted(changed)} of `{folder}` changed after the receipt was sealed",
+                hint="they are not what it says",
+            )
+        )
+    return content
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; one key twice would show one value to a reader and another to the next."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key stands in it twice")
+    return found
+
+
+def _whole(digits: str) -> int:
+    """A number that JSON's readers agree on: no count or size of ours has more digits."""
+    if len(digits) > LONGEST:
+        raise ValueError(f"a number of {len(digits)} digits stands in it")
+    return int(digits)
+
+
+def files(folder: Path) -> dict[str, str]:
+    """SHA-256 of what lies beside a receipt."""
+    but = (FILE, f".{FILE}", SIGNATURE, LOCK, RESERVE)
+    names = sorted(p.name for p in folder.iterdir() if p.name not in but and p.is_file() and not p.is_symlink())
+    return {name: found for name in names if (found := file_hash(folder / name))}
+
+
+def file_hash(path: Path) -> str | None:
+    """None where there is no such file: a receipt may be published without its log. A pipe or a device is not read: it has no end."""
+    if path.exists() and not path.is_file():
+        return "no file"
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return None
+
+
+def folders(root: Path) -> list[Path]:
+    """Folders of receipts below `root`, the oldest first."""
+    return sorted(p.parent for p in root.glob(f"*/{FILE}") if not p.parent.name.startswith(OPENING))
+
+
+def seal_lost(root: Path, summary: Callable[[Path, Mapping[str, Any]], Mapping[str, Any]]) -> list[str]:
+    """Seal the open receipts whose launcher is gone; returns their names. Those of live launchers stay as they are.
+
+    So do those whose lock is gone or another's: nothing tells whether their launcher lives.
+    summary: what came of a run, from its folder and its receipt.
+    """
+    for folder in root.glob(f"{OPENING}*"):
+        if (lock := _taken(folder)) is not None:
+            os.close(lock)
+            shutil.rmtree(folder, ignore_errors=True)
+    gone = []
+    for folder in folders(root):
+        with contextlib.suppress(Refused, OSError):  # one damaged or foreign receipt must not hide the others
+            content = read(folder)
+            if content["state"] == "open" and (lock := _taken(folder, content.get("lock"))) is not None:
+                try:
+                    content = read(folder)  # again: its launcher may have sealed it in between
+                    if content["state"] == "open":
+                        (folder / RESERVE).unlink(missing_ok=True)
+                        outcome = Redactor(os.environ).tree(plain(summary(folder, content)))
+                        with link(root, content["run"]) as chain:
+                            more = {"schema": SCHEMA, "files": files(folder), "chain": chain}
+                            write(folder, sealed(content | more, "lost", outcome))
+                        gone.append(content["run"])
+                finally:
+                    os.close(lock)
+    return gone
+
+
+def held(folder: Path, content: Mapping[str, Any]) -> bool | None:
+    """Whether the launcher of an open receipt lives; None where its lock is gone or another's."""
+    try:
+        lock = os.open(folder / LOCK, os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        if content.get("lock") not in (None, os.fstat(lock).st_ino):
+            return None
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+def _taken(folder: Path, inode: int | None = None) -> int | None:
+    """The folder's lock, taken; None while its launcher lives, and where the lock is gone or is not `inode`."""
+    try:
+        lock = os.open(folder / LOCK, os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        if inode in (None, os.fstat(lock).st_ino):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+    except OSError:
+        pass
+    os.close(lock)
+    return None
+
+
+# The chain of a folder -------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def link(root: Path, run: str) -> Iterator[dict[str, Any]]:
+    """The place of `run` in the folder's chain: {"id", "number", "before"}; one at a time. Within, its receipt is sealed."""
+    with own(root) as kept:
+        if kept["pending"] and (done := _sealed_as(root, kept)):  # killed between the seal and the last line below
+            kept |= {"number": kept["number"] + 1, "last": done}
+        kept["pending"] = run
+        _keep(root, kept)
+        yield {"id": kept["id"], "number": kept["number"] + 1, "before": kept["last"]}
+        kept |= {"number": kept["number"] + 1, "last": read(root / run)["seal"], "pending": None}
+        _keep(root, kept)
+
+
+@contextlib.contextmanager
+def own(root: Path) -> Iterator[dict[str, Any]]:
+    """What a folder keeps of its own, made where there is none; held against other launchers. Raises Refused."""
+    with contextlib.ExitStack() as stack:
+        with writing(root):
+            root.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(open(root / f"{CHAIN}.lock", "a", encoding="utf-8"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        kept = kept_of(root)
+        if kept is None:
+            kept = {
+                "id": secrets.token_hex(8),
+                "salt": secrets.token_hex(16),
+                "number": 0,
+                "last": None,
+                "pending": None,
+            }
+            _keep(root, kept)
+        yield kept
+
+
+def kept_of(root: Path) -> dict[str, Any] | None:
+    """What `.chain` holds; None where there is none. Raises Refused for a damaged one."""
+    try:
+        kept = json.loads((root / CHAIN).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as err:
+        raise Refused(
+            Problem(f"`{root / CHAIN}` cannot be read: {err}", hint="move it away: a new chain begins")
+        ) from None
+    types = {"id": str, "salt": str, "number": int, "last": str | None, "pending": str | None}
+    if not isinstance(kept, dict) or not all(k in kept and isinstance(kept[k], kind) for k, kind in types.items()):
+        raise Refused(Problem(f"`{root / CHAIN}` is damaged", hint="move it away: a new chain begins"))
+    return kept
+
+
+def _keep(root: Path, kept: Mapping[str, Any]) -> None:
+    with writing(root):
+        new = root / f"{CHAIN}.new"
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+            json.dump(kept, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, root / CHAIN)
+        _synced(root)
+
+
+def _sealed_as(root: Path, kept: Mapping[str, Any]) -> str | None:
+    """The seal of the pending run, where it got the next place."""
+    with contextlib.suppress(Refused):
+        found = read(root / kept["pending"])
+        if found["state"] == "sealed" and place(found) == (kept["id"], kept["number"] + 1):
+            return found["seal"]
+    return None
+
+
+def place(found: Mapping[str, Any]) -> tuple[str, int] | None:
+    """(chain, number) of a sealed receipt; None where it has none."""
+    chain = found.get("chain")
+    if not isinstance(chain, Mapping) or type(chain.get("number")) is not int or chain["number"] < 1:
+        return None
+    return str(chain.get("id")), chain["number"]
+
+
+def broken(root: Path, found: Iterable[Mapping[str, Any]]) -> Iterator[tuple[bool, str]]:
+    """(whether it is damage, what is wrong) with the chains of the receipts `found` in `root`. Raises Refused for a damaged `.chain`.
+
+    Receipts that were brought from another folder have its chain: what is missing there may lie at home. Or was removed, with `.chain`.
+    """
+    chains: dict[str, dict[int, Mapping[str, Any]]] = {}
+    kept = kept_of(root)
+    if kept:
+        chains[kept["id"]] = {}
+    for one in found:
+        if one["schema"] == FIRST or one["state"] != "sealed":
+            continue
+        if (at := place(one)) is None:
+            yield True, f"`{one['run']}` has no place in a chain"
+            continue
+        known = chains.setdefault(at[0], {})
+        if at[1] in known:
+            yield True, f"`{one['run']}` and `{known[at[1]]['run']}` have one place in the chain"
+        known[at[1]] = one
+    for name, known in chains.items():
+        mine = kept if kept is not None and name == kept["id"] else None
+        home = mine is not None
+        last = mine["number"] if mine else max(known)
+        if mine and mine["pending"] and last + 1 in known:
+            last += 1
+        if absent := list(islice((n for n in range(1, last + 1) if n not in known), 10)):
+            where = "removed, or damaged" if home else f"chain {name}, not this folder's: removed, or left where it was"
+            more = last - len(known) - len(absent)
+            listed = ", ".join(map(str, absent)) + (f" and {more} more" if more > 0 else "")
+            yield home, f"receipt {listed} of {last} not here ({where})"
+        for number, one in sorted(known.items()):
+            before = known.get(number - 1)
+            if (before or number == 1) and one["chain"].get("before") != (before["seal"] if before else None):
+                yield True, f"`{one['run']}` does not follow `{before['run'] if before else 'nothing'}`"
+        if mine and last in known and not mine["pending"] and known[last]["seal"] != mine["last"]:
+            yield True, f"`{known[last]['run']}` is not the receipt that was sealed last"
+        if home and (later := [one["run"] for n, one in known.items() if n > last]):
+            yield True, f"{quoted(later)} were not sealed here"
+
+
+def write(folder: Path, content: Mapping[str, Any]) -> None:
+    """Replace the receipt in one step, on the disk before this returns. Raises Refused."""
+    with writing(folder):
+        new = folder / f".{FILE}"
+        with open(new, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=1, ensure_ascii=True, allow_nan=False)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, folder / FILE)
+        _synced(folder)
+
+
+def _synced(folder: Path) -> None:
+    """The names in `folder` are on the disk."""
+    at = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(at)
+    finally:
+        os.close(at)
+
+
+@contextlib.contextmanager
+def writing(where: Path, key: str = "cluster.storage.receipts") -> Iterator[None]:
+    """What the system objects to, as a refusal that names the folder."""
+    try:
+        yield
+    except OSError as err:
+        raise Refused(unwritable(where, err, key)) from None
+
+
+def unwritable(where: Path, err: OSError, key: str) -> Problem:
+    full = err.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    said = "the disk is full" if full else err.strerror
+    hint = "make room there" if full else f"name a folder you may write to: `{key}=DIR`"
+    return Problem(f"cannot write to `{where}`: {said}", key=key, hint=hint)
+
+
+def plain(node: Any) -> Any:
+    """JSON's own types; NaN and infinity as words."""
+    if isinstance(node, Mapping):
+        return {str(k): plain(v) for k, v in node.items()}
+    if isinstance(node, (list, tuple)):
+        return [plain(v) for v in node]
+    return str(node) if isinstance(node, float) and not math.isfinite(node) else node
+
+
+def stamp(when: datetime) -> str:
+    return f"{when:%Y-%m-%dT%H:%M:%SZ}"

@@ -1,0 +1,403 @@
+"""What may stand in a receipt: no secrets, no host names, no addresses, no paths of this machine."""
+
+import base64
+import hashlib
+import ipaddress
+import json
+import re
+import socket
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, quote_plus
+
+# A variable is secret by a word of its name (`AWS_SECRET_ACCESS_KEY`) or by its name's end (`HFTOKEN`).
+SECRET_WORD = re.compile(
+    r"(^|_)(KEYS?|TOKENS?|SECRETS?|PASS|PASSPHRASE|PASSWD|PASSWORD|PW|CREDENTIALS?|AUTH|COOKIE|DSN|PAT|JWT|BEARER|NETRC)(_|$)"
+    r"|(KEY|TOKEN|SECRET|PASSWORD|PASSWD)$",
+    re.IGNORECASE,
+)
+# Secrets by their shape, wherever they come from. What is given, a value after a name or a header, keeps its name. Whatever may repeat is
+# counted, or a line of dashes would be looked at for minutes.
+SECRET_SHAPE = re.compile(
+    r"(?<![^\W_])(?:hf_\w{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|gl(?:pat|dt|rt|cbt)-[\w-]{16,}|sk-[\w-]{16,}|[sr]k_(?:live|test)_\w{10,}"
+    r"|nvapi-[\w-]{16,}|xox[abeprs]-[\w-]{10,}|xapp-[\w-]{10,}|(?:AKIA|ASIA|AROA|AIDA|AGPA|ANPA|LTAI)[0-9A-Za-z]{12,}|AIza[\w-]{30,}"
+    r"|ya29\.[\w.-]{16,}|1//0[\w-]{16,}|GOCSPX-[\w-]{16,}|\d{1,20}-\w{16,64}\.apps\.googleusercontent\.com|\w{3}8Q~[\w.~-]{20,}"
+    r"|SG\.[\w-]{16,64}\.[\w-]{16,}|npm_\w{30,}|pypi-[\w-]{16,}|do[opr]_v1_\w{16,}|dapi[0-9a-f]{32}|shp(?:at|ca|pa|ss)_\w{16,}"
+    r"|sq0\w{3}-[\w-]{16,}|key-[0-9a-f]{32}|hv[sbr]\.[\w-]{16,}|s\.[A-Za-z0-9]{24}(?!\w)|\w{14}\.atlasv1\.[\w-]{16,}|AGE-SECRET-KEY-1\w{16,}"
+    r"|PMAK-[\w-]{16,}|NRAK-\w{16,}|lin_api_\w{16,}|gl[sc]a?_\w{30,}|gsk_\w{30,}|r8_\w{30,}|ntn_\w{30,}|xai-\w{30,}|pplx-\w{30,}|pcsk_\w{30,}"
+    r"|tskey-[\w-]{16,}|lsv2_\w{30,}|pscale_\w{30,}|whsec_\w{16,}|sbp_\w{30,}|dp\.[a-z]{2,5}\.\w{30,}|fm[12]_[\w+/=]{30,}|figd_[\w-]{30,}"
+    r"|pat\w{14}\.[0-9a-f]{40,}|wandb_v1_\w{16,}|(?:LS0tLS1CRUdJTi|b3BlbnNzaC1rZXkt)[\w+/=]{16,}|[0-9a-f]{32}-us\d{1,2}(?!\d)"
+    r"|(?:SK|AC)[0-9a-f]{32}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+|arn:aws[\w:/+=,.@-]+)"
+    r"|(?<=hooks\.slack\.com/services/)[\w/]{16,}|(?<=/api/webhooks/)\d{16,20}/[\w-]{30,}"
+    r"|-----BEGIN [A-Z ]{0,40}PRIVATE KEY[A-Z ]{0,40}-----[\s\S]*?(?:-----END [A-Z ]{0,40}-----|\Z)"
+)
+BEGINNINGS = (
+    "hf_", "gh", "github_pat_", "gl", "sk", "rk_", "nvapi-", "xox", "xapp-", "akia", "asia", "aroa", "aida", "agpa", "anpa", "ltai",
+    "aiza", "ya29", "1//0", "gocspx-", "googleusercontent", "8q~", "sg.", "npm_", "pypi-", "_v1_", "dapi", "shp", "sq0", "key-",
+    "hv", "s.", ".atlasv1.", "pmak-", "nrak-", "lin_api_", "r8_", "ntn_", "xai-", "pplx-", "pcsk_", "lsv2_", "pscale_", "whsec_", "sbp_",
+    "dp.", "fm1_", "fm2_", "figd_", "pat", "ls0tls1", "b3blbnnz", "-us", "webhooks", "slack.com", "ac", "eyj", "arn:aws", "-----begin",
+)  # fmt: skip
+# Those that begin with nothing of their own: bot tokens, ids of clouds, a secret access key.
+LONG_SHAPE = re.compile(
+    r"(?<![\w/+=.-])(?:\d{8,10}:[\w-]{35}(?![\w-])|[\w-]{24,28}\.[\w-]{6}\.[\w-]{27,}|[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b"
+    r"|(?=[\w/+]{0,39}[a-z])(?=[\w/+]{0,39}[A-Z])(?=[\w/+]{0,39}\d)[A-Za-z0-9/+]{40}(?![\w/+=]))"
+    # A long word in which letters and digits take turns, but for hashes and names of kernels.
+    r"|(?<!\w)(?!_?ZN|(?:[0-9a-f]{32}|[0-9a-f]{40}|[0-9a-f]{64})(?![A-Za-z0-9]))"
+    r"(?=\d{0,24}(?:[A-Za-z]{1,32}\d{1,24}){3})[A-Za-z0-9]{32,}(?![A-Za-z0-9])"
+)
+LONG = re.compile(r"[\w/+-]{24}|\d{8}[:-]")
+SECRET_NAME = (
+    r"(?:pass(?:word|wd|phrase)?|pwd|secret|token|api[_-]?key|apikey|access[_-]?key(?:[_-]?id)?|auth|credentials?|signature|sig"
+    r"|private[_-]?key|account[_-]?key|shared[_-]?key|shared[_-]?access[_-]?(?:key|signature)|encryption[_-]?key|client[_-]?id|tenant[_-]?id"
+    r"|subscription[_-]?id|key[_-]?pair[_-]?id|security[_-]?token|session[_-]?id)"
+)
+# Up to the quote that it began with, or in one word.
+QUOTED = r"(?:(?<=\")[^\"\r\n]+|(?<=')[^'\r\n]+|[^\s\"']+)"
+GIVEN = re.compile(
+    rf"(?i)((?:^|[^a-z])(?:[\w-]{{0,40}}[_-])?(?:(?:access|session|refresh|secret|client|api|db|user|pg){{1,2}})?{SECRET_NAME}"
+    rf"(?:[_-]?(?:key|token|secret|id|value))?[\"']?\s{{0,8}}(?:=>|=|:|%3D|：)\s{{0,8}}(?:\x1b\[[\d;]{{0,8}}m)?[\"']?)(?![\"']?<){QUOTED}"
+)
+# "the password is ...", "your API key ...": letters and digits, or it is a word of the sentence.
+SAID = re.compile(
+    r"(?i)((?:^|[^a-z])(?:pass(?:word|wd|phrase|wort)|pw|secret|token|(?:api|access|secret|private)[ _-]key)(?: for \w{1,20})?"
+    r"(?:\s{1,4}is)?\s{0,4}[:=]?\s{1,4}[\"']?)(?=[^\s\"']{0,64}[a-z])(?=[^\s\"']{0,64}\d)(?!<)[^\s\"']{8,}"
+)
+# The wider net: whatever ends like a secret's name, whatever parts it from its value (quotes, brackets, tags, arrows, cells of a table,
+# colours), and a value of letters and digits. Parts of a checkpoint are called keys, too.
+PARTED = r"(?:\x1b\[[\d;]{0,12}m|%3D|%3A|%22|\bvalue=|\bis\b|[\"'\s,:=>|\])-]){1,16}"
+NOUN = r"(?:pass(?:word|wd|phrase)|secret|token|credentials?|key|signature)"
+NAMED = re.compile(
+    rf"(?i)({NOUN}(?:[_-]?(?:id|value|key|token|secret))?s?{PARTED})"
+    rf"(?!(?:decoder|model|module|optimizer|embedding|mtp|output_layer|lm_head|layers)[._\w]|[\w.-]{{0,64}}{NOUN}s?[\"'\s])"
+    r"(?=[^\s\"'<]{0,64}[a-z])(?=[^\s\"'<]{0,64}\d)[^\s\"'<]{12,}"
+)
+KEY_HEX = re.compile(
+    r"(?i)((?:^|[^a-z])(?:key|logged in with)[\"']?\s{0,4}[:= ]\s{0,4}[\"']?)[0-9a-f]{32,64}(?![0-9a-z])"
+)
+HEADER = re.compile(
+    r"(?i)(\b(?:proxy-)?authorization[\"']?\s{0,8}[:=]\s{0,8}[\"']?(?:\w{1,20}\s{1,8})?|\b(?:set-)?cookie[\"']?\s{0,8}:\s{0,8}"
+    r"|\bx-(?:[\w-]{0,40}?)(?:token|key|secret)[\"']?\s{0,8}:\s{0,8})(?!<secret>)[^\"'\r\n]+"
+)
+SCHEME = re.compile(
+    r"(?i)(\b(?:bearer|basic|digest|negotiate)\s{1,8})(?:(?=[^\s\"']{0,64}[\d=_])[\w.~+/=-]{6,}|[\w.~+/=-]{20,})"
+)
+NETRC = re.compile(
+    r"(?i)(\blogin\s{1,8}\S{1,200}\s{1,8}password\s{1,8}|\s-(?:p|pw)\s{1,8}|--(?:[\w-]{0,40}[_-])?(?:password|token|secret|api[_-]key)\s{1,8}"
+    r"|\bmysql\w{0,8}\s(?:\S{1,100}\s){0,8}?-p|\s(?:-u|--user)\s{1,8}[^\s:@/]{1,100}:|\sclone\s{1,8}[^\s:@/]{1,100}:(?=[^\s@]{1,200}@))\S+"
+)
+# Of which words one stands in whatever a pattern finds.
+NEEDS = {
+    HEADER: ("authorization", "cookie", "x-"),
+    SCHEME: ("bearer", "basic", "digest", "negotiate"),
+    GIVEN: ("pass", "pwd", "secret", "token", "key", "auth", "credential", "sig", "id"),
+    SAID: ("pass", "pw", "secret", "token", "key"),
+    NAMED: ("pass", "secret", "token", "credential", "key", "signature"),
+    KEY_HEX: ("key", "logged in with"),
+    NETRC: ("password", " -p", "token", "secret", "api-key", "api_key", " -u", "--user", " clone "),
+}
+DIGITS = str.maketrans("123456789", "0" * 9)
+KNOWN = 10_000  # lines that are remembered
+KEY_BEGINS = re.compile(r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY[A-Z ]{0,40}-----")
+KEY_LINE = re.compile(r"(?:\[\w+\]:\s*)?\s*(?:[A-Za-z0-9+/=]{1,76}|[\w-]+: \S.{0,76}|-----END [A-Z ]*-----.*)?\s*")
+IN_URL = re.compile(r"(?<=://)[^/\s@:]{0,200}:\S{0,400}@|(?<=://)[^/\s@]{1,200}@")
+# Variables that are recorded: those that the software that trains reads, and no others.
+RECORDED = re.compile(
+    r"^(?:(?:NCCL|TORCH|TORCHINDUCTOR|TORCHELASTIC|PYTORCH|CUDA|CUBLAS|CUDNN|CUTE|NVTE|NVIDIA|TRITON|TILELANG|MAMBA|MEGATRON|FLASH|OMP|KMP|MKL"
+    r"|UCX|UCC|FI|GLOO|NVSHMEM|TOKENIZERS|LD|MALLOC)(?:_|$)|PYTHON(?:OPTIMIZE|PATH)$)"
+)
+# Of those, the values that say nothing but how. Any other variable is known by its name.
+PLAIN_VALUE = re.compile(r"\d{1,6}|true|false|on|off|yes|no|none|(?:INIT|NET|INFO|WARN|VERSION|TRACE|ALL|COLL|GRAPH)(?:,[A-Z]{2,8})*"
+    r"|expandable_segments:(?:True|False)|\d{1,3}(?:\.\d{1,4}){1,3}a?(?:-\d{1,3})?", re.IGNORECASE)  # fmt: skip
+SET = "<set>"  # of a variable that is recorded and whose value is not; `<set 1a2b3c4d>` tells in one folder whether it was the same
+# Whose values are known for what they are; any other variable's may be a secret under a name that does not say so.
+ORDINARY = re.compile(
+    r"^(HOME|PWD|OLDPWD|PATH|HOSTNAME|USER|LOGNAME|SHELL|TERM|LANG|LANGUAGE|LC_\w+|SHLVL|_|COLUMNS|LINES|MAIL|EDITOR|PAGER|VISUAL|DISPLAY|TZ"
+    r"|LS_COLORS|LESS\w*|XDG_\w+|PYTHON\w+|CONDA_\w+|VIRTUAL_ENV\w*|SLURM_\w+|PYTEST_\w+|MASTER_ADDR|MASTER_PORT|RANK|WORLD_SIZE)$"
+)
+PATHS = re.compile(r"(?:/[\w.@+ -]*)+(?::(?:/[\w.@+ -]*)+)*:?")
+# Two parts at least, and no `https://`. What a shell or Python quotes a path with ends it.
+PART = r"[^\s/'\"`:,;=()\[\]{}<>|]+"
+ABSOLUTE = re.compile(rf"(?<![\w.<>/-])(?!(?<=:)//)/+(?!(?:proc|sys|dev)/){PART}(?:/{PART})+/?")
+FILE_URL = re.compile(r"(?<=file:)//+(?=[^\s/])")
+IPV4 = re.compile(r"(?<![\w.])(\d{1,3}(?:\.\d{1,3}){3})(?![\w.])")
+PORT = re.compile(r":\d")
+PRIVATE = tuple(
+    map(ipaddress.IPv4Network, ("10.0.0.0/8", "100.64.0.0/10", "169.254.0.0/16", "172.16.0.0/12", "192.168.0.0/16"))
+)
+NAME = re.compile(r"[\w.-]{1,64}")
+# A shorter value is not looked for in texts: it would be found everywhere. Characters, and digits where there is nothing else.
+SHORT, SHORT_NUMBER, SHORT_UNNAMED = 4, 8, 6
+WORDS = {"true", "false", "none", "null", "auto"}
+MARK, HOST, ADDRESS, TEXT = "<secret>", "<host>", "<address>", "<text>"
+ONE_MARK = r"<(?:secret|host|address|text|set|checkout|receipts|scratch|durable|python|packages|home|(?:path|set) [0-9a-f]{8})>"
+MARKS, PLACED = re.compile(rf"{ONE_MARK}(?:[/:,]{ONE_MARK})*"), re.compile(r"(<[a-z]+>)/(.+)", re.DOTALL)
+WORD = re.compile(r"\w+")
+TOKEN = re.compile(rf"(?P<mark>{ONE_MARK})|\w+")
+# Numbers, and names that are a kind and a number: of versions, GPUs, NICs, links, file systems.
+FIGURE = re.compile(
+    r"\d{1,9}|\d+(?:[eE]\d{1,3})|(?:cu|cuda|python|post|rc|dev|NV|GPU|NIC|v|H|A|B|GH|GB|sm|bond|eth|ib)\d{1,4}a?|mlx5_(?:bond_)?\d{1,3}|\d{1,3}[KMG]"
+    r"|[0-9A-Fa-f]{2}|[0-9A-Fa-f]{8}|\d{1,4}x\d{1,4}|ext[234]|nfs4?|\d+[TZ]"
+    r"|\d{1,3}(?:a|b|rc)\d{1,2}|SXM\d|PCIe|HBM\de?|\d{1,4}GB|\d{1,2}X|[EHNQX]DR|Gb|sec|[xz]fs|btrfs|tmpfs|lustre|gpfs|ceph|wekafs|virtiofs"
+    r"|[ADEGMR]{1,64}"  # layers
+)
+LONG_NUMBER = re.compile(r"(?<![\w.])(?:\d[ -]?){12,}")
+# Keys whose values are hashes that we made.
+HASHES = ("revision", "tree", "sha256", "diff_sha256", "nam_megatron", "launch", "uuid", "seal", "before", "id")
+HASH = re.compile(r"[0-9a-f]{7,64}")
+
+
+class Redactor:
+    """Takes secrets, hosts, addresses and paths out of text.
+
+    environ: whose secret values are looked for everywhere. places: name -> folders that it stands for. hosts: more names than this
+    host's own. salt: makes the marks of paths those of one folder of receipts.
+    """
+
+    def __init__(
+        self,
+        environ: Mapping[str, str],
+        places: Mapping[str, Iterable[Path]] | None = None,
+        hosts: Iterable[str] = (),
+        salt: str = "",
+    ):
+        named = {part for k, v in environ.items() if SECRET_WORD.search(k) for part in (v, *_lines(v)) if telling(part)}
+        unnamed = {
+            part for k, v in environ.items() if not ORDINARY.match(k) for part in (v, *_lines(v)) if maybe_secret(part)
+        }
+        encoded = {form for value in named | unnamed for form in _encoded(value)}
+        by_length = partial(sorted, key=len, reverse=True)
+        self._named, self._secrets = by_length(named), by_length(named | unnamed | encoded)
+        self._salt = salt
+        found = {
+            str(p): name for name, paths in (places or {}).items() for path in paths for p in (path, path.resolve())
+        }
+        # The longest first, so that a folder inside another one keeps its own name; `/x` alone would be found everywhere.
+        self._places = sorted(((p, n) for p, n in found.items() if len(p) > 3), key=lambda pn: -len(pn[0]))
+        names = {socket.gethostname(), *hosts}
+        names |= {name.split(".")[0] for name in names}
+        known = sorted(re.escape(n) for n in names if n and n != "localhost")
+        # With the domain that may follow: `node1.cluster.example`. One of two letters is looked for before a port alone.
+        spelled = [rf"{n}(?:\.[\w-]+)*" + (r"(?![\w-])" if len(n) > 2 else r"(?=:\d)") for n in known]
+        self._hosts = re.compile(rf"(?<![\w-])(?:{'|'.join(spelled)})") if spelled else None
+
+    def secrets(self, text: str) -> str:
+        """`text` without secrets; hosts and paths stay."""
+        return _hidden(text, [*shapes(text), *(span for value in self._secrets for span in _found(value, text))])
+
+    def valued(self, text: str) -> bool:
+        """Whether a secret value of the environment stands in `text`."""
+        return any(value in text for value in self._secrets)
+
+    def betrays(self, word: str) -> bool:
+        """Whether a word of a command line holds a secret: the value of a variable that is called one, or something of its shape."""
+        return any(value in word for value in self._named if published(value) != value) or shapeless(word) != word
+
+    def text(self, text: str) -> str:
+        """`text` without anything that names this machine."""
+        text = self.secrets(text)
+        for path, name in self._places:
+            text = re.sub(re.escape(path) + r"(?![\w.-])", name, text)
+        text = ABSOLUTE.sub(self._unnamed, FILE_URL.sub(" /", text))
+        text = IPV4.sub(_address, text)
+        return self._hosts.sub(HOST, text) if self._hosts else text
+
+    def tree(self, node: Any, whole: bool = False) -> Any:
+        """Plain data for a receipt: of every text only words that stand in our own files, numbers, and marks. Keys that are names stay.
+
+        whole: a text with any other word is left out whole, as what a person wrote is.
+        """
+        if isinstance(node, str):
+            return self.shown(node, whole)
+        if isinstance(node, Mapping):
+            return {
+                k if NAME.fullmatch(k) else self.shown(k, whole): v
+                if k in HASHES and _is_hash(v)
+                else self.tree(v, whole)
+                for k, v in node.items()
+            }
+        return [self.tree(v, whole) for v in node] if isinstance(node, (list, tuple)) else node
+
+    def shown(self, text: str, whole: bool) -> str:
+        """`text` for a receipt. `KEY=VALUE` keeps a key that is ours."""
+        text = self.text(text)
+        if (shown := published(text)) == text or not whole:
+            return shown
+        key, sign, value = text.partition("=")
+        if sign and published(key) == key:
+            return f"{key}={self.shown(value, whole)}"
+        if found := PLACED.fullmatch(text):
+            return f"{found[1]}/{self._mark(found[2])}"
+        return text if MARKS.fullmatch(text) else TEXT
+
+    def environ(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """The variables that a receipt records: by name, with a value where it says nothing but how; of others a mark of it.
+
+        A mark has the folder's salt in it, which nobody else knows; a variable that is called a secret has none.
+        """
+        kept = {k: v for k, v in sorted(environ.items()) if RECORDED.search(k)}
+        return {k: self._value(k, v) for k, v in kept.items()}
+
+    def _value(self, name: str, value: str) -> str:
+        if SECRET_WORD.search(name):
+            return SET
+        if PLAIN_VALUE.fullmatch(value) and self.secrets(value) == value:
+            return value
+        return f"<set {self._salted(value)}>" if self._salt else SET
+
+    def _unnamed(self, found: re.Match[str]) -> str:
+        return self._mark(found[0])
+
+    def _mark(self, path: str) -> str:
+        """A path as a mark by which two receipts of a folder can tell whether it was the same one."""
+        return f"<path {self._salted(path.rstrip('/'))}>"
+
+    def _salted(self, text: str) -> str:
+        return hashlib.sha256((self._salt + text).encode("utf-8", "surrogateescape")).hexdigest()[:8]
+
+
+class Stream:
+    """Takes secrets out of text that comes line by line: a key of several lines is one secret.
+
+    What talks most repeats itself but for its numbers. A line that had nothing in it has nothing in it with other digits in the same
+    places, unless these are a value of the environment.
+    """
+
+    def __init__(self, redactor: Redactor):
+        self._redactor, self._in_key = redactor, False
+        self._harmless: set[str] = set()  # lines, every digit a 0
+
+    def lines(self, said: Sequence[str]) -> list[str]:
+        """Many at once: one look tells that there is nothing in them, as there mostly is not."""
+        if self._in_key or self._redactor.valued("\n".join(said)):
+            return [self.line(line) for line in said]
+        fresh = {form: line for line in said if (form := line.translate(DIGITS)) not in self._harmless}
+        text = "\n".join(fresh.values())
+        if KEY_BEGINS.search(text) or shapeless(text) != text:
+            return [self.line(line) for line in said]
+        self._know(fresh)
+        return list(said)
+
+    def _know(self, harmless: Iterable[str]) -> None:
+        if len(self._harmless) > KNOWN:
+            self._harmless.clear()
+        self._harmless.update(form for form in harmless if len(form) < 1000)
+
+    def line(self, text: str) -> str:
+        form = text.translate(DIGITS)
+        if not self._in_key and form in self._harmless and not self._redactor.valued(text):
+            return text
+        if self._in_key and KEY_LINE.fullmatch(text):
+            self._in_key = "-----END" not in text
+            return MARK
+        begins = KEY_BEGINS.search(text)
+        self._in_key = begins is not None and "-----END" not in text[begins.end() :]
+        if (shown := self._redactor.secrets(text)) == text:
+            self._know((form,))
+        return shown
+
+
+def telling(value: str) -> bool:
+    """Whether a secret can be told from ordinary text."""
+    return len(value) >= (SHORT_NUMBER if value.isdecimal() else SHORT) and value.lower() not in WORDS
+
+
+def maybe_secret(value: str) -> bool:
+    """Whether the value of a variable may be a secret although its name does not say so: no path, no number, none of our own words."""
+    return len(value) >= SHORT_UNNAMED and not PATHS.fullmatch(value) and published(value) != value
+
+
+def shapeless(text: str) -> str:
+    """`text` without what has the shape of a secret."""
+    return _hidden(text, [*shapes(text)])
+
+
+def shapes(text: str) -> Iterator[tuple[int, int]]:
+    """Where something has the shape of a secret. Each pattern sees all of the text: one may know more of what another would hide half."""
+    lower = text.lower()  # looking for a few words first is ten times as fast as a pattern that begins with any
+    if any(word in lower for word in BEGINNINGS):
+        yield from (found.span() for found in SECRET_SHAPE.finditer(text))
+    if LONG.search(text):
+        yield from (found.span() for found in LONG_SHAPE.finditer(text))
+    if "://" in text:
+        yield from ((found.start(), found.end() - 1) for found in IN_URL.finditer(text))
+    for pattern, words in NEEDS.items():
+        if any(word in lower for word in words):
+            yield from ((found.end(1), found.end()) for found in pattern.finditer(text))
+
+
+def _found(value: str, text: str) -> Iterator[tuple[int, int]]:
+    at = text.find(value)
+    while at >= 0:
+        yield at, at + len(value)
+        at = text.find(value, at + len(value))
+
+
+def _hidden(text: str, spans: list[tuple[int, int]]) -> str:
+    """`text` with a mark for each of these places; of those that overlap for all at once."""
+    if not spans:
+        return text
+    shown: list[str] = []
+    end = 0
+    for first, last in sorted(spans):
+        if first > end or not shown:
+            shown += [text[end:first], MARK]
+        end = max(end, last)
+    return "".join((*shown, text[end:]))
+
+
+def _lines(value: str) -> list[str]:
+    return [line.strip() for line in value.splitlines()]
+
+
+def _encoded(value: str) -> Iterator[str]:
+    """The forms in which a secret travels: in a URL, in JSON, in hexadecimal digits, in base64 at any of its three places."""
+    raw = value.encode("utf-8", "surrogateescape")
+    if len(raw) < SHORT_UNNAMED:  # the forms of a short one are short, too, and found everywhere
+        return
+    yield from {quote(raw, safe=""), quote(raw), quote_plus(raw), json.dumps(value)[1:-1], repr(value)[1:-1]} - {value}
+    yield from (raw.hex(), raw.hex().upper())
+    for place in range(3):
+        text = base64.b64encode(bytes(place) + raw).decode()
+        # Characters that are of this secret alone, whatever stands before and after it.
+        inner = text[(0, 2, 3)[place] : len(text) - (0, 3, 2)[(place + len(raw)) % 3]]
+        yield from {inner, inner.replace("+", "-").replace("/", "_")}
+
+
+@cache
+def vocabulary() -> frozenset[str]:
+    """Every word of this checkout's own programs and configs: a receipt says no others."""
+    here = Path(__file__).parents[1]
+    files = [*here.rglob("*.py"), *here.rglob("*.toml"), *(here.parent / "nam_megatron").rglob("*.py")]
+    files += [
+        file
+        for folder in (here.parent / "conf", here.parent / "nam_megatron" / "conf")
+        for file in folder.rglob("*.yaml")
+    ]
+    words = {w for f in files for w in (f.stem, *WORD.findall(f.read_text(encoding="utf-8", errors="replace")))}
+    return frozenset(words | {part for word in words for part in word.split("_")})
+
+
+def published(text: str) -> str:
+    """`text` with `<text>` for every word that is not one of ours, and for long numbers."""
+    known = vocabulary()
+    return LONG_NUMBER.sub(
+        TEXT, TOKEN.sub(lambda m: m[0] if m["mark"] or m[0] in known or FIGURE.fullmatch(m[0]) else TEXT, text)
+    )
+
+
+def _is_hash(value: Any) -> bool:
+    return isinstance(value, str) and HASH.fullmatch(value) is not None
+
+
+def _address(found: re.Match[str]) -> str:
+    """A private address, or one with a port; any other four numbers are more likely a version."""
+    try:
+        address = ipaddress.IPv4Address(found[1])
+    except ValueError:
+        return found[0]
+    hidden = any(address in network for network in PRIVATE) or (
+        PORT.match(found.string, found.end()) and not address.is_loopback
+    )
+    return ADDRESS if hidden else found[0]

@@ -1,0 +1,1 @@
+"""What is started, and how it is watched and ended."""

@@ -1,0 +1,86 @@
+"""The environment of the training processes: what the plan demands, what the launcher adds, and what the shell left lying around."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from launch.finding import Finding
+from nam_megatron.compile.lower import Lowering
+from nam_megatron.environment import OLD_ALLOC, carried
+from nam_megatron.words.setting import CONNECTIONS, Env
+
+MNNVL, VISIBLE = "NCCL_MNNVL_ENABLE", "CUDA_VISIBLE_DEVICES"
+FORCED = "connections"  # the waiver of hosts that force CUDA_DEVICE_MAX_CONNECTIONS
+CUDAS_DEFAULT = "8"
+# Beside what every road carries: what needs the folder of a run.
+OURS = (
+    Env("NCCL_DEBUG", "INFO", "rank, GPU and bus as NCCL sees them, into files beside the log"),
+    Env("NCCL_DEBUG_SUBSYS", "INIT,NET", "no more than that"),
+)
+# Where compilers and libraries would otherwise write into the home folder or the root volume.
+CACHES = {
+    "TMPDIR": "tmp",
+    "TRITON_CACHE_DIR": "cache/triton",
+    "TORCHINDUCTOR_CACHE_DIR": "cache/inductor",
+    "TORCH_EXTENSIONS_DIR": "cache/extensions",
+    "CUDA_CACHE_PATH": "cache/cuda",
+    "QUACK_CACHE_DIR": "cache/quack",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "cache/flash",
+}
+
+
+def overlay(lowering: Lowering, scratch: Path) -> tuple[Env, ...]:
+    """Every variable that the launcher sets or unsets, each with its reason. The plan's come first and win."""
+    waivers, found = lowering.plan.recipe.cluster.waivers, []
+    demanded = {env.name for env in lowering.env}
+    for env in carried(lowering):
+        if env.name not in demanded:
+            env = replace(env, owner="launch")
+        if env.name == CONNECTIONS and env.value is None and FORCED in waivers:
+            why = f"this platform forces a value ({waivers[FORCED]}); CUDA's default"
+            env = replace(env, value=CUDAS_DEFAULT, why=why, owner="launch")
+        found.append(env)
+    caches = (Env(name, str(scratch / folder), "scratch, not home or root") for name, folder in CACHES.items())
+    known = {env.name for env in found}
+    return (*found, *(replace(env, owner="launch") for env in (*OURS, *caches) if env.name not in known))
+
+
+def child(environ: Mapping[str, str], envs: tuple[Env, ...]) -> dict[str, str]:
+    """`environ` with the overlay over it."""
+    made = {k: v for k, v in environ.items() if k not in {e.name for e in envs}}
+    return made | {e.name: e.value for e in envs if e.value is not None}
+
+
+def shown(env: Env) -> str:
+    return f"{env.name}{'=' + env.value if env.value is not None else ' unset'}"
+
+
+def findings(environ: Mapping[str, str], envs: tuple[Env, ...], diagnostic: str | None) -> Iterator[Finding]:
+    """What the shell left lying around. Only what the plan demands fails; the launcher's own choices replace the shell's, and say so.
+
+    Values of the shell are not quoted: one may be a secret.
+    """
+    bad = False
+    for env in envs:
+        if env.name in environ and environ[env.name] != env.value:
+            if env.owner != "launch" or env.name == OLD_ALLOC:
+                bad = True
+                name = FORCED if env.name == CONNECTIONS else "environment"
+                yield Finding(
+                    name,
+                    "fail",
+                    f"this shell has another {env.name}; the run has {shown(env)}: {env.why}",
+                    f"unset {env.name}",
+                )
+            else:
+                yield Finding("environment", "note", f"replaces this shell's {env.name}: {shown(env)} ({env.why})")
+    if VISIBLE in environ and not diagnostic:
+        bad = True
+        hint = f"unset {VISIBLE}; only a diagnostic run may have it: `diagnostic=WHY`"
+        yield Finding("environment", "fail", f"{VISIBLE} is set: ranks would not be the host's GPUs in order", hint)
+    if MNNVL in environ and not (diagnostic and environ[MNNVL] in ("0", "2")):
+        bad = True
+        hint = f"unset {MNNVL}; in a diagnostic run (`diagnostic=WHY`) it may be 0 or 2"
+        yield Finding("environment", "fail", f"{MNNVL} is set", hint)
+    if not bad:
+        yield Finding("environment", "ok", f"overlay: {', '.join(map(shown, envs))}")

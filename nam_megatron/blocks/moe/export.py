@@ -1,0 +1,65 @@
+"""A mixture of experts' tensors: ours hold all experts in one, gate and up packed."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from nam_megatron.blocks.exported import Config, Piece, Tensor, View, gated, gates, one, same
+from nam_megatron.blocks.moe.block import Moe
+
+INPUT_NORM = "pre_mlp_layernorm."
+UNBIASED = True
+
+
+def keys(b: Moe) -> dict[str, Any]:
+    groups, chosen = b.group_limit or (1, 1)
+    named = (
+        "experts", "top_k", "expert_hidden_size", "shared_expert_hidden_size", "shared_expert_gate",
+        "score_function", "expert_bias", "pre_softmax", "router_dtype",
+    )  # fmt: skip
+    more = {"routed_scaling": b.routed_scaling or 1.0, "groups": groups, "chosen_groups": chosen}
+    return {name: getattr(b, name) for name in named} | more | {"latent_size": b.latent_size or 0}
+
+
+def tensors(c: Config) -> Iterator[Tensor]:
+    b, h, u = c["moe"], c["hidden_size"], gates(c)
+    count, width, shared, latent = (
+        b[k] for k in ("experts", "expert_hidden_size", "shared_expert_hidden_size", "latent_size")
+    )
+    yield one("mixer.router.weight", "mlp.router.weight", count, h)
+    if b["expert_bias"]:
+        yield one("mixer.router.expert_bias", "mlp.router.expert_bias", count, dtype="F32")
+    if latent:
+        yield one("mixer.to_latent.weight", "mlp.fc1_latent_proj.weight", latent, h)
+        yield one("mixer.from_latent.weight", "mlp.fc2_latent_proj.weight", h, latent)
+    yield one("mixer.experts.up", "mlp.experts.experts.linear_fc1.weight", count, u * width, latent or h)
+    yield one("mixer.experts.down", "mlp.experts.experts.linear_fc2.weight", count, latent or h, width)
+    if shared:
+        yield one("mixer.shared.up.weight", "mlp.shared_experts.linear_fc1.weight", u * shared, h)
+        yield one("mixer.shared.down.weight", "mlp.shared_experts.linear_fc2.weight", h, shared)
+    if b["shared_expert_gate"]:
+        yield one("mixer.shared_gate.weight", "mlp.shared_experts.gate_weight", 1, h)
+
+
+def pieces(c: Config) -> Iterator[Piece]:
+    for tensor in tensors(c):
+        if tensor.name.startswith("mixer.experts."):
+            yield from _of_each(c, tensor)
+        elif tensor.name == "mixer.shared.up.weight":
+            yield from gated(c, tensor, "shared.")
+        else:
+            yield from same([tensor])
+
+
+def _of_each(c: Config, tensor: Tensor) -> Iterator[Piece]:
+    count, total, columns = tensor.shape
+    last = tensor.name.rpartition(".")[2]
+    slots = ("gate", "up") if last == "up" and gates(c) == 2 else (last,)
+    size = total // len(slots)
+    for expert in range(count):
+        for at, slot in enumerate(slots):
+            view = _rows(expert, at * size, size)
+            yield Piece(f"experts.{slot}", tensor.name, (size, columns), view, expert=expert)
+
+
+def _rows(expert: int, first: int, size: int) -> View:
+    return lambda x: x[expert, first : first + size]

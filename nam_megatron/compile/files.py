@@ -1,0 +1,192 @@
+"""Config files as Hydra gets them: a source of ours, which looks at each one first and reads it once in a process.
+
+A file that Hydra would take for something else, or read for ever, is refused here, by its name and line.
+"""
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import Container, DictConfig, ListConfig, OmegaConf
+
+from nam_megatron.conf import conf_dir, short
+from nam_megatron.errors import Problem, Refused, raise_if
+
+Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+HEADER = 512  # characters in which Hydra looks for its header
+MOST = 100_000  # values of a file, each use of an anchor counted
+MOST_BYTES = 2**21  # of a file; YAML is read at a megabyte a second and more than once
+GLOBAL = ("preset", "overlay")  # groups whose files lay themselves over the whole recipe
+
+
+class Folder(ConfigSource):
+    """A folder of config files."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "recipe"
+
+    def _file(self, config_path: str) -> Path:
+        return Path(self.path, self._normalize_file_name(config_path))
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        if not self.is_config(config_path):
+            raise ConfigLoadError(f"no `{config_path}`")
+        file = self._file(config_path)
+        found = read(file)
+        raise_if(_misplaced(file, config_path, found))
+        # Hydra takes the defaults out of what it gets, and merges into it.
+        config = copy.deepcopy(found.defaults if Folders.defaults_alone else found.config)
+        return ConfigResult(self.provider, self.full_path(), config, dict(found.header))
+
+    def available(self) -> bool:
+        return Path(self.path).is_dir()
+
+    def is_group(self, config_path: str) -> bool:
+        return Path(self.path, config_path).is_dir()
+
+    def is_config(self, config_path: str) -> bool:
+        return self._file(config_path).is_file()
+
+    def list(self, config_path: str, results_filter: Any) -> list[str]:
+        found: list[str] = []
+        for path in Path(self.path, config_path).iterdir():
+            self._list_add_result(found, str(Path(config_path, path.name)), path.name, results_filter)
+        return sorted(set(found))
+
+
+class Folders(SearchPathPlugin):
+    """Where Hydra searches while `searching` asks: the library's folder, and those of one's own behind it, each read by Folder."""
+
+    own: ClassVar[Sequence[Path] | None] = None
+    defaults_alone: ClassVar[bool] = False  # to list which files are merged, what is in them is copied for nothing
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        if Folders.own is None:
+            return
+        for element in search_path.get_path():
+            if element.provider == "main":
+                element.path = f"{Folder.scheme()}://{element.path}"
+        for folder in Folders.own:
+            search_path.append("nam_megatron", f"{Folder.scheme()}://{folder}")
+
+
+@contextlib.contextmanager
+def searching(own: Sequence[Path]) -> Iterator[None]:
+    """Within, Hydra reads the library's folder, and then `own`, through Folder."""
+    for plugin in (Folder, Folders):
+        Plugins.instance().register(plugin)
+    before = Folders.own, Folders.defaults_alone
+    Folders.own, Folders.defaults_alone = own, False
+    try:
+        yield
+    finally:
+        Folders.own, Folders.defaults_alone = before
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A file: as OmegaConf has it, with what its header says, and as nodes, which know their lines."""
+
+    config: Container
+    defaults: Container
+    header: Mapping[str, str | None]
+    node: yaml.Node | None
+
+
+def read(file: Path) -> Read:
+    """A config file; read once for as long as it is not written to. Raises Refused."""
+    try:
+        stat = file.stat()
+        return _read(file, stat.st_mtime_ns, stat.st_size)
+    except UnicodeDecodeError as err:
+        problem = Problem(
+            f"{short(file)} is not UTF-8: {err.reason} at byte {err.start}",
+            hint="save it as UTF-8",
+            law="file-not-utf8",
+        )
+    except yaml.YAMLError as err:
+        mark = getattr(err, "problem_mark", None)
+        place = f"{short(file)}:{mark.line + 1}" if mark else short(file)
+        said = getattr(err, "problem", None) or str(err).splitlines()[0].rstrip(".")
+        problem = Problem(
+            f"{place} is not YAML: {said}", hint="check quotes, colons and indentation there", law="file-not-yaml"
+        )
+    except OSError as err:
+        message = f"cannot read `{short(file)}`: {err.strerror}"
+        problem = Problem(message, hint="check the name and its permissions", law="file-unreadable")
+    raise Refused(problem) from None
+
+
+@cache
+def _read(file: Path, _written: int, bytes_: int) -> Read:
+    if bytes_ > MOST_BYTES:
+        message = f"`{file}` has {bytes_:,} bytes, more than a config file has"
+        raise Refused(Problem(message, hint=f"{MOST_BYTES:,} are enough", law="file-too-large"))
+    text = file.read_text(encoding="utf-8")
+    if text.startswith("\ufeff"):
+        hint = "save it as UTF-8 without one; Hydra would not see its `@package`"
+        raise Refused(Problem(f"`{file}` begins with a byte order mark", hint=hint, law="byte-order-mark"))
+    try:
+        node = yaml.compose(text, Loader=Loader)
+    except yaml.YAMLError:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)  # the same complaint, in better words
+    if (found := size(node, {})) > MOST:
+        message = f"`{file}` has {found} values, its anchors written out"
+        raise Refused(Problem(message, hint=f"{MOST} are enough", law="anchors-too-many"))
+    config = OmegaConf.load(file)
+    defaults = OmegaConf.masked_copy(config, "defaults") if isinstance(config, DictConfig) else config
+    return Read(config, defaults, ConfigSource._get_header_dict(text[:HEADER]), node)
+
+
+def _misplaced(file: Path, config_path: str, found: Read) -> Iterator[Problem]:
+    """What a file says of its place that Hydra would misread, or refuse without a line."""
+    group = config_path.rpartition("/")[0].partition("/")[0]
+    if group in GLOBAL and found.header["package"] is None:
+        hint = "its first line is `# @package _global_`"
+        yield Problem(f"`{file}` does not say where its keys belong", hint=hint, law="package-header-missing")
+    behind = None
+    for word in _defaults(found.config):
+        *keywords, name = word.split() or [""]
+        if "override" in keywords:
+            behind = name
+        elif behind and word != "_self_":
+            message = f"`{config_path}` goes on in its `defaults` after `override /{behind.removeprefix('/')}`"
+            hint = "`override` is the last of `defaults`; `_self_` alone may stand behind it"
+            yield Problem(message, hint=hint, law="override-not-last")
+            return
+        if not keywords and group in GLOBAL and name.startswith("/") and name.removeprefix("/") in in_use():
+            message = f"`{config_path}`: the recipe has a `{name[1:]}` already"
+            yield Problem(message, hint=f"write `override {name}: NAME`", law="group-twice")
+
+
+def _defaults(config: Container) -> Iterator[str]:
+    """Of each entry of a file's `defaults` the words before its colon, or the whole of it."""
+    entries = config.get("defaults") if isinstance(config, DictConfig) else None
+    for entry in entries if isinstance(entries, ListConfig) else ():
+        yield str(next(iter(entry), "")) if OmegaConf.is_dict(entry) else str(entry)
+
+
+def in_use() -> set[str]:
+    """Groups of which a recipe has one file each."""
+    return {word for word in _defaults(read(conf_dir() / "recipe.yaml").config) if word != "_self_"}
+
+
+def size(node: yaml.Node | None, known: dict[int, int]) -> int:
+    """How many values a node has with every alias written out; an alias of its own self counts as one."""
+    if id(node) not in known:
+        known[id(node)] = 1
+        if isinstance(node, yaml.SequenceNode):
+            known[id(node)] += sum(size(child, known) for child in node.value)
+        elif isinstance(node, yaml.MappingNode):
+            known[id(node)] += sum(size(child, known) for pair in node.value for child in pair)
+    return known[id(node)]

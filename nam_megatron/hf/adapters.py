@@ -1,0 +1,72 @@
+"""Low-rank adapters put into the weights that they were trained on (torch side): W + alpha / rank B A, in fp32, rounded once.
+
+A checkpoint of adapters has no other weights; they are those of the plan's `schedule.pretrained`. An adapter that finds no weight is
+refused by name, so that none is lost.
+"""
+
+from pathlib import Path
+
+import torch
+
+from nam_megatron.blocks.exported import Tensor
+from nam_megatron.compile.plan import Plan
+from nam_megatron.errors import Problem, Refused, raise_if
+from nam_megatron.hf.distributed import DTYPES, Checkpoint, step_folder
+from nam_megatron.runtime import checksums
+from nam_megatron.runtime.checkpoint import foreign
+
+IN, OUT = ".adapter.linear_in.weight", ".adapter.linear_out.weight"
+
+
+class Merged(Checkpoint):
+    """The tensors of a pretrained step with a run's adapters in them.
+
+    Raises:
+        Refused: no pretrained checkpoint, a damaged one, or an adapter that belongs to none of `tensors`.
+    """
+
+    def __init__(self, step: Path, plan: Plan, tensors: list[Tensor]):
+        lora, pretrained = plan.recipe.feature.lora, plan.recipe.schedule.pretrained
+        assert lora is not None
+        if pretrained is None:
+            raise Refused(
+                Problem("the plan does not say whose weights these adapters stand on", key="schedule.pretrained")
+            )
+        base = step_folder(Path(pretrained))
+        raise_if(Problem(f"checkpoint `{base}` is damaged: {what}") for what in checksums.damage(base))
+        raise_if(Problem(f"checkpoint `{base}` {why}") for why in foreign(base))
+        super().__init__(base)
+        self.step = step  # whose export it is
+        self.adapters, self.scale, self.rank = Checkpoint(step), lora.alpha / lora.rank, lora.rank
+        keys = {key for key in self.adapters.tensors if ".adapter." in key}
+        strangers = sorted(keys - {key for tensor in tensors for key in self._of(tensor)})
+        if strangers or not keys:
+            what = (
+                f"`{strangers[0]}` of `{step}` stands on no weight here" if strangers else f"`{step}` has no adapters"
+            )
+            raise Refused(Problem(f"{what}: nothing is merged", key="feature.lora.targets"))
+
+    def _of(self, tensor: Tensor) -> set[str]:
+        """The adapter's keys that may belong to a tensor: of a packed one there is one, or one for each part."""
+        modules = {key.partition(".weight")[0]: key.partition(".weight")[2] for key, _ in tensor.parts}
+        found = {f"{module}{what}" for module in modules for what in (IN, OUT)}
+        return found | {f"{key.partition('.weight')[0]}{OUT}{key.partition('.weight')[2]}" for key, _ in tensor.parts}
+
+    def joined(self, tensor: Tensor) -> torch.Tensor:
+        """A tensor of the export, its adapter in it. Raises Refused."""
+        whole = super().joined(tensor)
+        module = tensor.parts[0][0].partition(".weight")[0]
+        if f"{module}{IN}" not in self.adapters.tensors:
+            return whole
+        into, out = self._read(f"{module}{IN}", (self.rank, whole.size(1))), self._out(module, tensor)
+        return (whole.float() + self.scale * (out.float() @ into.float())).to(DTYPES[tensor.dtype])
+
+    def _out(self, module: str, tensor: Tensor) -> torch.Tensor:
+        if f"{module}{OUT}" in self.adapters.tensors:
+            return self._read(f"{module}{OUT}", (tensor.shape[0], self.rank))
+        parts = ((f"{module}{OUT}{key.partition('.weight')[2]}", (shape[0], self.rank)) for key, shape in tensor.parts)
+        return torch.cat([self._read(*part) for part in parts])
+
+    def _read(self, key: str, shape: tuple[int, ...]) -> torch.Tensor:
+        of = self.adapters.tensors.get(key)
+        return self.adapters.read(key, shape, of.properties.dtype if of else torch.bfloat16)

@@ -1,0 +1,86 @@
+"""config.json of a published architecture, by the table of its family. What is written is read again before it counts."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nam_megatron.blocks.exported import Config
+from nam_megatron.blocks.kinds import KINDS
+from nam_megatron.compile.plan import Plan
+from nam_megatron.hf import describe
+from nam_megatron.hf.families import Family
+
+ABSENT = object()
+SYMBOLS = {kind: block.symbol for kind, block in KINDS.items() if block.stock}
+
+
+def written(of: Family, plan: Plan) -> dict[str, Any]:
+    """The keys that say the model. A key of a kind that no layer is of is left out."""
+    c = describe.config(plan)
+    values = {key: _value(said, of, plan, c) for key, said in of.config.items()}
+    keys = {key: value for key, value in values.items() if value is not ABSENT}
+    return {"architectures": [of.architecture], "model_type": of.model_type, "torch_dtype": "bfloat16", **keys}
+
+
+def _value(said: Any, of: Family, plan: Plan, c: Config) -> Any:
+    if said is None:
+        return ABSENT
+    if isinstance(said, list):
+        return said[0]
+    if compute := COMPUTED.get(said):
+        try:
+            return compute(of, plan, c)
+        except KeyError:  # a kind that does not stand
+            return ABSENT
+    path, _, null = said.partition(" or ")
+    value: Any = c
+    for part in path.split("."):
+        value = value.get(part, ABSENT) if isinstance(value, Mapping) else ABSENT
+    return (value or None) if null else value
+
+
+def _rope_scaling(of: Family, plan: Plan, c: Config) -> dict[str, Any] | None:
+    if y := c.get("yarn"):
+        found = {key: y[key] for key in ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")}
+        return {"rope_type": "yarn", "original_max_position_embeddings": y["original_length"], **found}
+    if scaled := c.get("llama_rope"):
+        fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+        return {"rope_type": "llama3", "factor": scaled["factor"], **fixed}
+    return None
+
+
+def _ffn(of: Family, plan: Plan, c: Config) -> int:
+    """Of dense MLPs; where none stands, no layer reads it, and the recipe's may be anything."""
+    return c["ffn_hidden_size"] if "mlp" in c["layer_kinds"] else c["moe"]["expert_hidden_size"]
+
+
+def _first_dense(of: Family, plan: Plan, c: Config) -> int:
+    kinds = c["layer_kinds"][1::2]
+    return kinds.index("moe") if "moe" in kinds else len(kinds)
+
+
+def _layer_types(of: Family, plan: Plan, c: Config) -> list[str]:
+    return [getattr(describe.FACETS[kind], "LAYER_TYPE", "full_attention") for kind in c["layer_kinds"][::2]]
+
+
+def _aux_loss(of: Family, plan: Plan, c: Config) -> float:
+    moe = plan.recipe.blocks.moe
+    if moe is None:
+        raise KeyError("moe")
+    return moe.aux_loss_coeff
+
+
+COMPUTED: Mapping[str, Callable[[Family, Plan, Config], Any]] = {
+    "layers": lambda of, plan, c: len(c["layer_kinds"]) // of.parts,
+    "ffn": _ffn,
+    "pattern": lambda of, plan, c: "".join(SYMBOLS[kind] for kind in c["layer_kinds"]),
+    "init_std": lambda of, plan, c: plan.recipe.model.init_std,
+    "rope_scaling": _rope_scaling,
+    "partial_rotary_factor": lambda of, plan, c: c["attention"]["rotary_dim"] / c["attention"]["head_dim"],
+    "layer_types": _layer_types,
+    "first_dense": _first_dense,
+    "mlp_only_layers": lambda of, plan, c: [i for i, kind in enumerate(c["layer_kinds"][1::2]) if kind == "mlp"],
+    "aux_loss": _aux_loss,
+    "norm_topk_prob": lambda of, plan, c: not c["moe"]["pre_softmax"],
+    "shared_experts": lambda of, plan, c: c["moe"]["shared_expert_hidden_size"] // c["moe"]["expert_hidden_size"],
+    "one_shared": lambda of, plan, c: int(c["moe"]["shared_expert_hidden_size"] > 0),
+}

@@ -1,0 +1,332 @@
+"""Weights in the form in which others publish them, to Megatron's and back (torch side). On a CPU host, a tensor at a time.
+
+Nothing is run from a folder, and of its files safetensors and JSON alone are read. What a tensor must be is the plan's: each of ours gets
+all its values, each of theirs goes somewhere, or the import is refused with every name.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nam_megatron.blocks.exported import Config, Tensor, one
+from nam_megatron.compile.argv import load_plan
+from nam_megatron.compile.plan import Plan
+from nam_megatron.compile.plan import plan as plan_of
+from nam_megatron.data import tokenizer
+from nam_megatron.errors import Problem, Refused, raise_if
+from nam_megatron.hf import describe, distributed, families, folder
+from nam_megatron.hf import export as exports
+from nam_megatron.hf.distributed import DTYPES, Lazy
+from nam_megatron.hf.families import Family, Place
+from nam_megatron.hf.families.config import written
+from nam_megatron.lint import lint, preset, recipe
+
+Say = Callable[[str], None]
+INDEX, SINGLE = folder.INDEX, folder.SINGLE
+READ = {"BF16", "F32", "F16", "F8_E4M3"}
+SCALE = "_scale_inv"
+MOST = 12  # findings that are said
+DERIVED = "rotary_emb.inv_freq"  # of older files: it follows from the config
+
+
+@dataclass
+class Source:
+    """A published folder's tensors. block: of rows and columns that share a scale, where weights are FP8."""
+
+    at: Path
+    shelf: folder.Shelf
+    spelled: dict[str, str]
+    block: tuple[int, int] | None
+    rounded: list[str] = field(default_factory=list)
+
+    def names(self) -> set[str]:
+        """Without the scales of FP8 weights, which belong to these."""
+        scales = {f"{name}{SCALE}" for name, (_, _, dtype) in self.shelf.found.items() if dtype == "F8_E4M3"}
+        names = {name for name in self.shelf.found if name not in scales and not name.endswith(DERIVED)}
+        return {self.spelled.get(name, name) for name in names}
+
+    def stored(self, name: str) -> str:
+        """Its name in the files."""
+        others = (other for other, usual in self.spelled.items() if usual == name)
+        return next((other for other in others if other in self.shelf.found), name)
+
+    def read(self, name: str, dtype: torch.dtype, less: float = 0.0) -> torch.Tensor:
+        """A published tensor as our type, with what was rounded remembered; `less` is taken off."""
+        stored = self.stored(name)
+        value = self.shelf.get(stored)
+        if value.dtype == torch.float8_e4m3fn:
+            return self._scaled(stored, value).to(dtype)
+        made = (value.float() - less).to(dtype) if less else value.to(dtype)
+        back = (made.float() + less).to(value.dtype) if less else made.to(value.dtype)
+        if not torch.equal(back, value):
+            self.rounded.append(name)
+        return made
+
+    def _scaled(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        assert self.block is not None
+        scale = self.shelf.get(f"{name}{SCALE}").float()
+        for axis, size in enumerate(self.block):
+            scale = scale.repeat_interleave(size, axis).narrow(axis, 0, value.size(axis))
+        return value.float() * scale
+
+
+def is_published(path: Path) -> bool:
+    """Whether a folder has a config.json that is no export of ours."""
+    at = path / folder.CONFIG
+    return at.is_file() and not (path / folder.MANIFEST).is_file() and folder.load_json(at).get("model_type") != "nam"
+
+
+def load(path: Path, plan: Path, out: Path, without_mtp: bool, say: Say) -> None:
+    """Write published weights as Megatron weights that a run of `plan` starts from: `schedule.load=OUT`.
+
+    without_mtp: leave out layers of token prediction, which our recipes cannot say.
+
+    Raises:
+        Refused: another model than the plan's, a tensor without a place or the reverse, damaged files, an `out` that is there.
+    """
+    lowering = load_plan(plan)
+    raise_if(describe.objections(lowering.plan))
+    config, tree = describe.config(lowering.plan), folder.load_json(path / folder.CONFIG)
+    of = families.family(str(tree.get("model_type")))
+    raise_if([*_of_another(tree, str(path / folder.CONFIG), config), *families.unlike(of, config)])
+    places = list(families.places(of, config))
+    source = _source(path, tree, of)
+    ahead = families.beyond(of, config)
+    misfits = list(_misfits(source, places, ahead if without_mtp else (), ahead))
+    raise_if([*misfits[:MOST], *([Problem(f"and {more} more")] if (more := len(misfits) - MOST) > 0 else [])])
+    with folder.making(out) as part:
+        say(f"{len(places)} tensors, {sum(tensor.nbytes for tensor, _ in places) / 1e9:.2f} GB")
+        distributed.write(part, dict(_lazy(source, places)), lowering)
+        if source.rounded:
+            some = ", ".join(dict.fromkeys(source.rounded[:3]))
+            say(
+                f"{len(source.rounded)} tensors were rounded to the type of the plan's: {some}{', ...' if len(source.rounded) > 3 else ''}"
+            )
+        exports.keep_tokenizer(path, part)
+
+
+def _source(path: Path, tree: dict[str, Any], of: Family) -> Source:
+    """Raises Refused: files that cannot be read, or weights in a form that is not."""
+    block = None
+    if said := tree.get("quantization_config"):
+        sizes = said.get("weight_block_size") if isinstance(said, dict) else None
+        if not (
+            isinstance(said, dict) and said.get("quant_method") == "fp8" and isinstance(sizes, list) and len(sizes) == 2
+        ):
+            method = said.get("quant_method") if isinstance(said, dict) else said
+            hint = "FP8 in blocks is read, and weights that are not quantized"
+            raise Refused(
+                Problem(
+                    f"`{path / folder.CONFIG}` quantizes its weights: `{method}`", key="quantization_config", hint=hint
+                )
+            )
+        block = (int(sizes[0]), int(sizes[1]))
+    index = path / INDEX
+    said = folder.load_json(index).get("weight_map") if index.is_file() else None
+    if said is None and not (path / SINGLE).is_file():
+        hint = "weights are read from safetensors alone: nothing is unpickled"
+        raise Refused(Problem(f"`{path}` holds neither `{INDEX}` nor `{SINGLE}`", hint=hint))
+    return Source(path, folder.shelf(path, said if isinstance(said, dict) else None, SINGLE), dict(of.spelled), block)
+
+
+def _of_another(tree: dict[str, Any], name: str, config: Config) -> Iterator[Problem]:
+    """Where a config.json is another model than a plan's, by key."""
+    theirs, ours = describe.counted(described(tree, name)), describe.counted(config)
+    for key in sorted(ours.keys() | theirs.keys()):
+        if ours.get(key) != theirs.get(key):
+            said = f"`{name}` has `{key}` {_short(theirs.get(key))}, and the plan {_short(ours.get(key))}"
+            yield Problem(said, hint="give the plan of this model")
+
+
+def described(tree: dict[str, Any], name: str) -> dict[str, Any]:
+    """A published config.json as an export of ours would say the same model. Raises Refused: one that no recipe says."""
+    report = lint(json.dumps(tree), name)
+    sys.stderr.write("".join(f"> {name}: {line}\n" for line in preset.stops(report)))
+    made = recipe.make(report, Path("published.yaml"))
+    return describe.config(plan_of(made.recipe))
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) < 100 else f"{text[:100]}..."
+
+
+def _misfits(
+    source: Source, places: list[tuple[Tensor, list[Place]]], left_out: tuple[str, ...], ahead: tuple[str, ...]
+) -> Iterator[Problem]:
+    wanted = {place.name: place for _, found in places for place in found}
+    there = source.names()
+    for name, place in wanted.items():
+        if name not in there:
+            yield Problem(f"`{source.at}` holds no `{name}`, which `{place.piece.tensor}` is made of")
+            continue
+        file, shape, dtype = source.shelf.found[source.stored(name)]
+        if shape != place.piece.shape:
+            yield Problem(f"`{name}` is {list(shape)} in `{file}`, and {list(place.piece.shape)} in the plan")
+        if dtype not in READ:
+            yield Problem(
+                f"`{name}` is {dtype} in `{file}`, which is not read", hint=f"there are: {', '.join(sorted(READ))}"
+            )
+        if dtype == "F8_E4M3":
+            yield from _unscaled(source, source.stored(name), file, shape)
+    strangers = sorted(name for name in there - wanted.keys() if not (left_out and name.startswith(left_out)))
+    for name in strangers:
+        predicts = bool(ahead) and name.startswith(ahead)
+        hint = "`--without-mtp` leaves out layers of token prediction" if predicts else None
+        yield Problem(f"`{name}` of `{source.shelf.found[source.stored(name)][0]}` has no place in the plan", hint=hint)
+
+
+def _unscaled(source: Source, name: str, file: str, shape: tuple[int, ...]) -> Iterator[Problem]:
+    scale = source.shelf.found.get(f"{name}{SCALE}")
+    if source.block is None:
+        yield Problem(
+            f"`{name}` of `{file}` is FP8, and config.json has no `weight_block_size`", key="quantization_config"
+        )
+    elif scale is None:
+        yield Problem(f"`{name}` of `{file}` is FP8, and its `{name}{SCALE}` is missing")
+    elif scale[1] != (blocks := tuple(-(-n // size) for n, size in zip(shape, source.block, strict=True))):
+        yield Problem(f"`{name}{SCALE}` is {list(scale[1])} in `{scale[0]}`, and {list(blocks)} by its blocks")
+
+
+def _lazy(source: Source, places: list[tuple[Tensor, list[Place]]]) -> Iterator[tuple[str, Lazy]]:
+    """The checkpoint's tensors, each made when it is written."""
+    for tensor, found in places:
+        made = _Once(source, tensor, found)
+        first = 0
+        for key, shape in tensor.parts:
+            yield key, Lazy(shape, DTYPES[tensor.dtype], made.part(first, shape[0]))
+            first += shape[0]
+
+
+@dataclass
+class _Once:
+    """A tensor of ours, made of published ones. Kept while its parts are written, one after another."""
+
+    source: Source
+    tensor: Tensor
+    places: list[Place]
+    value: torch.Tensor | None = None
+    left: int = 0
+
+    def part(self, first: int, count: int) -> Callable[[], torch.Tensor]:
+        self.left += 1
+
+        def read() -> torch.Tensor:
+            value = self.value if self.value is not None else joined(self.source, self.tensor, self.places)
+            self.left -= 1
+            self.value = value if self.left else None
+            return value[first : first + count]
+
+        return read
+
+
+def joined(source: Source, tensor: Tensor, places: list[Place]) -> torch.Tensor:
+    """A tensor of ours, of published ones."""
+    dtype = DTYPES[tensor.dtype]
+    whole, read = torch.empty(tensor.shape, dtype=dtype), {}
+    for name, piece in ((place.name, place.piece) for place in places):
+        if name not in read:
+            read = {name: source.read(name, dtype, piece.less)}
+        here = piece.here(whole)
+        here.copy_(piece.there(read[name]).reshape(here.shape))
+    return whole
+
+
+def apart(places: list[Place], whole: torch.Tensor) -> torch.Tensor:
+    """A published tensor, of one of ours. places: its own."""
+    made = torch.empty(places[0].piece.shape, dtype=whole.dtype)
+    for piece in (place.piece for place in places):
+        value = piece.here(whole)
+        if piece.less:
+            value = (value.float() + piece.less).to(whole.dtype)
+        there = piece.there(made)
+        there.copy_(value.reshape(there.shape))
+    return made
+
+
+# Out ---------------------------------------------------------------------------------------------------------------------
+
+
+def architecture(plan: Plan) -> tuple[Family, dict[str, Any]]:
+    """The published architecture that computes a plan's model, and its config.json. Raises Refused: none does, and why each does not."""
+    config, why = describe.config(plan), []
+    for of in families.own():
+        problems = list(_not_of(of, plan, config))
+        if not problems:
+            return of, written(of, plan)
+        why.append(f"`{of.model_type}`: {problems[0].message}")
+    hint = "without `--as native` it is exported with code of ours"
+    raise Refused(
+        [Problem("no published architecture computes this model", key="model", hint=hint), *map(Problem, why)]
+    )
+
+
+def _not_of(of: Family, plan: Plan, config: Config) -> Iterator[Problem]:
+    """Why a plan's model is not a family's: its layers, its tensors, or what its config.json says when it is read again."""
+    found = list(families.unlike(of, config))
+    if config["mtp_depths"]:
+        found.append(Problem("a published layer of token prediction is another"))
+    try:
+        found = found or [*_of_another(written(of, plan), "config.json", config)]
+        if not found:
+            list(families.places(of, config))
+    except Refused as refused:
+        found = list(refused.problems)
+    yield from found
+
+
+def export(checkpoint: Path, out: Path, tokens: Path | None, say: Say, shard_bytes: int = folder.MOST) -> str:
+    """Write the newest step of `checkpoint` in its published architecture; the class of transformers that opens it.
+
+    tokens: the tokenizer's folder; None: that of imported weights or of the run's dataset, if we built it.
+
+    Raises:
+        Refused: as `export.export`, or a model that no published architecture computes.
+    """
+    lowering, step, tokens = exports.opened(checkpoint, tokens, say)
+    of, keys = architecture(lowering.plan)
+    source = exports.checked(step, lowering.plan)
+    places = list(families.places(of, describe.config(lowering.plan)))
+    theirs = {
+        place.name: (one(place.name, tensor.name, *place.piece.shape, dtype=tensor.dtype), tensor, found)
+        for tensor, found in places
+        for place in found
+    }
+    with folder.making(out) as part:
+        _write(part, [made for made, _, _ in theirs.values()], _reader(source, theirs), shard_bytes, say)
+        ends = exports.special(tokens) if tokens is not None else {}
+        folder.write_json(part / folder.CONFIG, keys | ends)
+        if ends:
+            folder.write_json(part / "generation_config.json", ends)
+        if tokens is not None:
+            tokenizer.copy(tokens, part)
+    return of.architecture
+
+
+def _write(part: Path, tensors: list[Tensor], read: Callable[[Tensor], torch.Tensor], most: int, say: Say) -> None:
+    files = folder.shards(tensors, most)
+    for name, group in files:
+        folder.write_shard(part / name, group, read)
+        say(f"{name}: {sum(tensor.nbytes for tensor in group) / 1e9:.2f} GB")
+    folder.write_index(part, files)
+
+
+def _reader(
+    source: distributed.Checkpoint, theirs: dict[str, tuple[Tensor, Tensor, list[Place]]]
+) -> Callable[[Tensor], torch.Tensor]:
+    """What makes a published tensor; the last of ours is kept, of which the next is mostly made, too."""
+    kept: dict[str, torch.Tensor] = {}
+
+    def read(tensor: Tensor) -> torch.Tensor:
+        _, ours, found = theirs[tensor.name]
+        if ours.name not in kept:
+            kept.clear()
+            kept[ours.name] = source.joined(ours)
+        return apart([place for place in found if place.name == tensor.name], kept[ours.name])
+
+    return read

@@ -1,0 +1,258 @@
+"""Megatron's fields in the words of programs around it: verl, SkyRL, NeMo-RL, Primus, in their YAML and as words behind their command.
+
+A program is a record of the groups that hold Megatron's fields. What a field says becomes the flag of its argument, by the spelling that
+Megatron-Bridge has for it (container.py); a field without a flag is noted by name. What is not said, the program decides: it is open.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from nam_megatron.lint.container import SPELLED
+from nam_megatron.lint.shell import OPEN
+from nam_megatron.targets import Flag, Target
+from nam_megatron.targets.target import AS_TEXT, as_text
+
+Tree = Mapping[str, Any]
+# Of TransformerConfig, which Megatron's parser calls otherwise.
+CONFIG = {
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+    "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
+    "freeze_moe_router": None,
+}
+BESIDE = {"enabled", "env_vars"}
+# A word behind a command: `a.b.c=value`, with Hydra's `+` and `++` in front.
+WORD = re.compile(r"\+{0,2}((?:[A-Za-z_]\w*\.)+[A-Za-z_]\w*|[A-Za-z_]\w*)=(.*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Program:
+    """Who reads the words.
+
+    groups: dotted groups of fields, each with the section of Megatron-Bridge's container whose spelling it has, `args` for Megatron's own
+    names; `*` is any name. named: single keys and the arguments they are. gpus: keys whose product is the number of GPUs that train;
+    apart: a key whose `false` or absence leaves open how many of those do something else. model: where it names the model. needs: a field
+    that counts only where another one is true.
+    """
+
+    name: str
+    groups: Mapping[str, str]
+    named: Mapping[str, str] = field(default_factory=dict)
+    gpus: tuple[tuple[str, str], ...] = ()
+    apart: str | None = None
+    model: tuple[str, ...] = ()
+    needs: Mapping[str, str] = field(default_factory=dict)
+
+
+OPTIMIZER = ("lr", "weight_decay", "clip_grad", "lr_decay_style")  # of verl's, under Megatron's names
+
+
+def _under(group: str, **inner: str) -> dict[str, str]:
+    return {group: "model", **{f"{group}.{name}": section for name, section in inner.items()}}
+
+
+PROGRAMS = (
+    Program(
+        "verl",
+        {
+            **_under("actor_rollout_ref.actor.megatron", override_transformer_config="model", override_ddp_config="ddp"),
+            **_under("engine", override_transformer_config="model", override_ddp_config="ddp"),
+            **dict.fromkeys(("actor_rollout_ref.actor.optim.override_optimizer_config", "optim.override_optimizer_config"), "optimizer"),
+        },
+        {f"{group}.{key}": key for group in ("actor_rollout_ref.actor.optim", "optim") for key in OPTIMIZER},
+        (("trainer.nnodes", "trainer.n_gpus_per_node"),),
+        model=("actor_rollout_ref.model.path", "model.path"),
+    ),
+    Program(
+        "SkyRL",
+        {
+            name: section
+            for group in ("trainer.policy.megatron_config", "megatron_config")
+            for name, section in _under(
+                group, transformer_config_kwargs="model", optimizer_config_kwargs="optimizer", ddp_config="ddp"
+            ).items()
+        },
+        {"trainer.policy.optimizer_config.lr": "lr", "optimizer_config.lr": "lr"},
+        (
+            ("trainer.placement.policy_num_nodes", "trainer.placement.policy_num_gpus_per_node"),
+            ("placement.num_nodes", "placement.num_gpus_per_node"),
+        ),
+        model=("trainer.policy.model.path", "model.path"),
+    ),
+    Program(
+        "NeMo-RL",
+        _under("policy.megatron_cfg", optimizer="optimizer", scheduler="scheduler", distributed_data_parallel_config="ddp"),
+        {"policy.max_total_sequence_length": "seq_length", "policy.train_micro_batch_size": "micro_batch_size",
+         "policy.train_global_batch_size": "global_batch_size"},
+        (("cluster.num_nodes", "cluster.gpus_per_node"),),
+        apart="policy.generation.colocated.enabled",
+        model=("policy.model_name",),
+        needs=dict.fromkeys(("recompute_granularity", "recompute_modules"), "activation_checkpointing")
+        | dict.fromkeys(("cuda_graph_modules", "cuda_graph_warmup_steps"), "cuda_graph_impl")
+        | {"offload_modules": "fine_grained_activation_offloading"},
+    ),
+    Program(
+        "ROLL",
+        {"actor_train.strategy_args.strategy_config": "model", "student.strategy_args.strategy_config": "model"},
+        {"actor_train.training_args.learning_rate": "lr", "actor_train.training_args.weight_decay": "weight_decay"},
+        model=("pretrain",),
+    ),
+    Program(
+        "AReaL",
+        {"actor.megatron": "model", "actor.megatron.ddp": "ddp"},
+        {"actor.optimizer.lr": "lr", "actor.optimizer.weight_decay": "weight_decay", "actor.optimizer.beta1": "adam_beta1",
+         "actor.optimizer.beta2": "adam_beta2", "actor.optimizer.eps": "adam_eps", "actor.optimizer.gradient_clipping": "clip_grad"},
+        model=("actor.path",),
+    ),
+    Program("Primus", {"modules.*.overrides": "args"}, model=("modules.*.model",)),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a text says of Megatron in another program's words. words: for Megatron's parser. env: of the training's processes."""
+
+    program: str
+    words: tuple[str, ...]
+    notes: tuple[str, ...]
+    gpus: int | None
+    env: Mapping[str, str | None] = field(default_factory=dict)
+
+
+def of_command(words: Iterable[str], target: Target) -> Said | None:
+    """Of the words behind a command; None where no program here has such."""
+    tree: dict[str, Any] = {}
+    for word in words:
+        if found := WORD.fullmatch(word.removeprefix("--")):
+            *groups, name = found[1].split(".")
+            place = tree
+            for group in groups:
+                inner = place.get(group)
+                place[group] = place = inner if isinstance(inner, dict) else {}
+            place[name] = _value(found[2])
+    return of_tree(tree, target)
+
+
+def of_tree(tree: Tree, target: Target, elsewhere: bool = False) -> Said | None:
+    """Of a YAML; None where no program here writes such. elsewhere: it starts from other files."""
+    for program in PROGRAMS:
+        groups = [
+            (place, found, section)
+            for place, section in program.groups.items()
+            for found in at(tree, place)
+            if isinstance(found, dict)
+        ]
+        if fields := list(_fields(program, tree, groups)):
+            words, without = flags(fields, target)
+            if not words:
+                continue
+            notes = [
+                f"{program.name}'s words: what they leave out is its to decide, by its own defaults and by the model's config"
+            ]
+            if model := next((v for place in program.model for v in at(tree, place) if isinstance(v, str)), None):
+                notes.append(f"the model is another file's: {_plain(model)}")
+            without = [name for name in without if name not in BESIDE]
+            if without:
+                notes.append(
+                    f"of {program.name} alone, or fields that no flag of Megatron's says: {', '.join(without)}"
+                )
+            env = [found["env_vars"] for _, found, _ in groups if isinstance(found.get("env_vars"), dict)]
+            said = {str(k): None if v is None else str(v) for held in env for k, v in held.items()}
+            return Said(program.name, tuple(words), tuple(notes), _gpus(program, tree, elsewhere), said)
+    return None
+
+
+def flags(fields: Iterable[tuple[str, str, Any]], target: Target) -> tuple[list[str], list[str]]:
+    """(section, field, value) as words of Megatron's parser, the last value of each; and the fields that it has no flag for."""
+    said: dict[str, Any] = {}
+    without: dict[str, None] = {}
+    held: dict[str, dict[str, Any]] = {}
+    fields = list(fields)
+    for section, name, value in fields:
+        held.setdefault(section, {})[name] = value
+    for section, name, value in fields:
+        rule = SPELLED.get(f"{section}.{name}", SPELLED.get(name)) if section != "args" and not _open(value) else None
+        pairs = (
+            list(rule(value, held[section]))
+            if rule
+            else [(CONFIG.get(name, name) if section != "args" else name, value)]
+        )
+        for dest, word in pairs:
+            flag = target.by_dest.get(dest or "") or target.by_name(f"--{dest}".replace("_", "-"))
+            if flag is None:
+                without[name] = None
+            elif word is not None and word != []:
+                said[flag.dest] = word
+    return [w for dest, value in said.items() for w in _words(target.by_dest[dest], value)], list(without)
+
+
+def _words(flag: Flag, value: Any) -> list[str]:
+    """A flag without a value as `--flag true` or `--flag false`, as programs with underscores have it."""
+    if flag.action != "store":
+        positive = flag.action != "store_false"
+        return [flag.name, value if _open(value) else str(bool(value) is positive).lower()]
+    if isinstance(value, (list, tuple)):
+        if flag.nargs:
+            return [flag.name, *map(str, value)]
+        return [f"{flag.name}={as_text(flag, value) if flag.type in AS_TEXT else ','.join(map(str, value))}"]
+    return [flag.name, *str(value).split()] if flag.nargs else [f"{flag.name}={value}"]
+
+
+def _fields(
+    program: Program, tree: Tree, groups: Sequence[tuple[str, Mapping[str, Any], str]]
+) -> Iterator[tuple[str, str, Any]]:
+    inner = {at.rpartition(".")[2] for at in program.groups}
+    for _, found, section in groups:
+        for name, value in found.items():
+            need = found.get(program.needs.get(name, ""), True)
+            if need not in (False, "none", None) and not (isinstance(value, dict) or (name in inner and value is None)):
+                yield section, str(name), value
+    if groups:
+        yield from (
+            ("args", dest, v) for key, dest in program.named.items() for v in at(tree, key) if not isinstance(v, dict)
+        )
+
+
+def at(tree: Any, path: str) -> Iterator[Any]:
+    """What stands at a dotted path, `*` any name."""
+    name, _, rest = path.partition(".")
+    if isinstance(tree, dict):
+        for inner in tree.values() if name == "*" else [tree[name]] if name in tree else []:
+            if rest:
+                yield from at(inner, rest)
+            else:
+                yield inner
+
+
+def _gpus(program: Program, tree: Tree, elsewhere: bool) -> int | None:
+    if program.apart and next(at(tree, program.apart), not elsewhere) is not True:
+        return None
+    for keys in program.gpus:
+        counts = [n for key in keys for n in at(tree, key) if type(n) is int and 0 < n < 100_000]
+        if len(counts) == 2:
+            return counts[0] * counts[1]
+    return None
+
+
+def _value(text: str) -> Any:
+    """A word's value, as YAML reads it; text with a hole in it as it stands."""
+    if _open(text):
+        return text
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _open(value: Any) -> bool:
+    return isinstance(value, str) and OPEN in value
+
+
+def _plain(text: str) -> str:
+    from nam_megatron.lint.follow import shown
+
+    return shown(text)

@@ -1,0 +1,66 @@
+"""Flags that Megatron refuses beside others: one rule, a line for each."""
+
+from collections.abc import Callable, Iterator, Mapping
+
+from nam_megatron.lint.model import Model
+from nam_megatron.lint.rules.rule import CONFIG, FAIL, VALIDATE, Rule
+from nam_megatron.lint.values import Args
+
+Beside = Mapping[str, Callable[[Args, Model], bool]]
+
+
+def _depths(m: Model) -> int:
+    return m.mtp_depths or m.a.mtp_num_layers or 0
+
+
+# An argument -> what must not stand beside it, in the words of a launch, and when it does. The source is Megatron's own check.
+CONFLICTS: Mapping[str, Beside] = {
+    "overlap_moe_expert_parallel_comm": {
+        "--recompute-granularity full": lambda a, m: m.recompute == "full",
+        "--recompute-method": lambda a, m: a.recompute_method is not None,
+        "--recompute-num-layers": lambda a, m: a.recompute_num_layers is not None,
+        "--recompute-modules moe": lambda a, m: "moe" in (a.recompute_modules or ()),
+        "--moe-shared-expert-overlap": lambda a, m: a.moe_shared_expert_overlap,
+        "--moe-token-dispatcher-type allgather, the default": lambda a, m: a.moe_token_dispatcher_type == "allgather",
+        "more than one MTP depth": lambda a, m: _depths(m) > 1,
+        "fp32": lambda a, m: not (a.bf16 or a.fp16),
+        "graphs of `moe` or `mlp`": lambda a, m: m.graphs == "transformer_engine" and bool({"moe", "mlp"} & {*m.graph_modules}),
+    },
+    "overlap_dispatch_backward_with_experts_wgrad": {
+        "--overlap-moe-expert-parallel-comm": lambda a, m: a.overlap_moe_expert_parallel_comm,
+        "--delay-wgrad-compute": lambda a, m: a.delay_wgrad_compute,
+    },
+    "use_precision_aware_optimizer": {
+        "an optimizer other than adam": lambda a, m: a.optimizer != "adam",
+    },
+    "finetune": {
+        "--override-ckpt-iteration": lambda a, m: a.override_ckpt_iteration is not None,
+    },
+    "override_opt_param_scheduler": {
+        "--use-checkpoint-opt_param-scheduler": lambda a, m: a.use_checkpoint_opt_param_scheduler,
+    },
+    "moe_router_padding_for_quantization": {
+        "--moe-token-dispatcher-type allgather, the default": lambda a, m: a.moe_token_dispatcher_type == "allgather",
+    },
+    "moe_single_grouped_weight": {"--use-megatron-fsdp": lambda a, m: a.use_megatron_fsdp},
+    "moe_single_grouped_bias": {"--use-megatron-fsdp": lambda a, m: a.use_megatron_fsdp},
+    "fp4": {
+        "--fp4-recipe custom without --fp4-quantizer-factory": lambda a, m: a.fp4_recipe == "custom" and not a.fp4_quantizer_factory
+    },
+    "hybrid_context_parallel": {"--use-megatron-fsdp": lambda a, m: a.use_megatron_fsdp},
+    "flash_decode": {"--no-rope-freq": lambda a, m: bool(a.no_rope_freq)},
+    "fake_process_group": {"--moe-token-dispatcher-type flex": lambda a, m: a.moe_token_dispatcher_type == "flex"},
+    "encoder_num_layers": {"--num-layers": lambda a, m: a.num_layers is not None},
+    "inference_fuse_tp_communication": {
+        "a hybrid pattern": lambda a, m: m.hybrid,
+    },
+}  # fmt: skip
+
+
+def _refused(a: Args, m: Model) -> Iterator[str]:
+    for name, others in CONFLICTS.items():
+        if a.said(name) and a.value(name):
+            yield from (f"{a.written(name)}\tbeside {what}" for what, stands in others.items() if stands(a, m))
+
+
+RULES = (Rule("conflict", FAIL, "", _refused, "Megatron refuses the two of them", "keep one", f"{VALIDATE}, {CONFIG}"),)

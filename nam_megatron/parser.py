@@ -1,0 +1,15 @@
+"""argparse's parser for a command of ours: called as the command is, and a wrong word is a refusal like any other."""
+
+import argparse
+from typing import Any, NoReturn
+
+from nam_megatron.errors import Problem, Refused
+from nam_megatron.launcher import called
+
+
+class Parser(argparse.ArgumentParser):
+    def __init__(self, prog: str, **more: Any):
+        super().__init__(prog=called(prog), **more)
+
+    def error(self, message: str) -> NoReturn:
+        raise Refused(Problem(message, hint=f"`{self.prog} --help` says more"))

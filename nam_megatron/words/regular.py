@@ -1,0 +1,29 @@
+"""Whether a path that somebody gave is a file that ends: opening a pipe waits for a writer, and a device is read for ever."""
+
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from nam_megatron.words.problem import Problem
+
+KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+
+
+def kind(path: Path) -> str | None:
+    """What stands there, or where a link leads, in place of a file or folder; None where it is one of these, or nothing is there."""
+    try:
+        return KINDS.get(stat.S_IFMT(path.stat().st_mode))
+    except OSError:
+        return None
+
+
+def irregular(paths: Iterable[Path], key: str | None = None) -> Iterator[Problem]:
+    """A problem of each path that is no file to read."""
+    for path in paths:
+        if what := kind(path):
+            yield Problem(
+                f"`{path}` is {what}, and no file",
+                key=key,
+                hint="take it away, or put a file there",
+                law="no-regular-file",
+            )

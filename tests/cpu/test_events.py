@@ -1,0 +1,183 @@
+"""What the real trainer says in `events.jsonl`, and what the launcher makes of it: Megatron's own pretrain() on a CPU."""
+
+import json
+import math
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from test_heartbeat import full
+from test_resume import in_background, signal_in
+from test_train import logged, poison, run
+
+from launch.record import events, oom, outcome, steps
+from launch.run.run import ended
+from nam_megatron.events import FILE, NONCE, Record
+from nam_megatron.runtime import record
+
+SHORT = ("schedule.train_steps=5", "schedule.decay_steps=5", "optim.warmup_steps=0", "optim.lr=0.01")
+TWO = (*SHORT, "cluster=h200_2", "parallel.pipeline=2", "model.letters.E=mlp")
+
+
+def told(folder: Path, *overrides: str, world: int = 1, before: Callable[[], object] = lambda: None) -> list[dict]:
+    """What was said, in the order of the file."""
+
+    def ready() -> None:
+        os.environ[NONCE] = "mine"
+        before()
+
+    ranks = run(folder, *overrides, world=world, before=ready)
+    (folder / "log.txt").write_text("".join(rank.out + rank.err for rank in ranks))
+    (folder / "codes").write_text(json.dumps([rank.code for rank in ranks]))
+    return [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
+
+
+def of(said: list[dict], *names: str, rank: int | None = None) -> list[dict]:
+    return [one for one in said if one["event"] in names and rank in (None, one["rank"])]
+
+
+def verdict(folder: Path, world: int = 1, code: int = 0, signals: list[str] = [], **job) -> tuple:  # noqa: B006
+    job = {"train_steps": 5, "log_interval": 1, "stop_every": None, "world": world, "tokens_per_step": 128} | job
+    return tuple(ended(code, outcome.of_run(folder, {"nonce": "mine", "job": job}), job, signals))
+
+
+def test_each_event_is_said_by_its_rank_and_agrees_with_the_log(tmp_path):
+    said = told(
+        tmp_path, *TWO, "schedule.log_interval=2", f"schedule.save={tmp_path}/ckpt", "schedule.save_interval=4", world=2
+    )
+    assert {one["run"] for one in said} == {"mine"}
+    for rank in (0, 1):
+        mine = [one for one in said if one["rank"] == rank]
+        assert [one["n"] for one in mine] == list(range(1, len(mine) + 1)) and len({one["pid"] for one in mine}) == 1
+        assert [(one["reason"], one["code"], one["step"]) for one in of(mine, "end")] == [("done", 0, 5)]
+        assert [one["step"] for one in of(mine, "memory")] == [1, 2, 4, 5] and mine[0]["event"] == "start"
+    (stood,) = of(said, "mends")
+    assert stood["rank"] == 0 and "step_rate" in stood["stood"]
+    lines = of(said, "step")
+    assert {one["rank"] for one in lines} == {1} and {one["rank"] for one in of(said, "saving", "saved")} == {0}
+    assert [(one["first"], one["step"], one["of"]) for one in lines] == [(1, 1, 5), (2, 2, 5), (3, 4, 5)]
+    assert [one["tokens"] for one in lines] == [step * 4 * 32 for step in (1, 2, 4)]
+    read = steps.read((tmp_path / "log.txt").read_text().splitlines())
+    figures = [s.values for s in read.steps.values()]
+    # Megatron's second line has the first step in it once more.
+    assert (lines[0]["loss"] + lines[1]["loss"]) / 2 == pytest.approx(figures[1][steps.LOSS], rel=1e-5)
+    assert 0.5 < (lines[0]["ms"] + lines[1]["ms"]) / 2 / figures[1][steps.TIME] < 1.01, (
+        "ours is looked at a moment before theirs"
+    )
+    for line, printed in ((lines[0], figures[0]), (lines[2], figures[2])):
+        assert line["loss"] == pytest.approx(printed[steps.LOSS], rel=1e-5)
+        assert 0.5 < line["ms"] / printed[steps.TIME] < 1.01
+        assert line["grad_norm"] == pytest.approx(printed[steps.NORM], abs=1e-3)
+        assert line["lr"] == pytest.approx(printed["learning rate"], rel=1e-5)
+        assert line["tflops"] * line["ms"] == pytest.approx(lines[0]["tflops"] * lines[0]["ms"]), (
+            "the same operations each step"
+        )
+    assert verdict(tmp_path, 2) == ("completed", 0, None)
+    assert verdict(tmp_path, 3)[:2] == ("failed", 1), "a rank that the plan has and nobody heard"
+
+
+def test_commands_that_go_on_append_with_a_start_of_their_own(tmp_path):
+    save = (f"schedule.save={tmp_path}/ckpt", "schedule.save_interval=2", "schedule.stop_every=2", *SHORT)
+    first = told(tmp_path, *save)
+    assert [(one["reason"], one["step"]) for one in of(first, "end")] == [("planned stop", 2)]
+    assert verdict(tmp_path, stop_every=2)[0] == "completed" and not of(first, "loaded")
+    whole = told(tmp_path, *save, f"schedule.load={tmp_path}/ckpt")
+    assert whole[: len(first)] == first and whole[len(first)]["event"] == "start"
+    second = whole[len(first) :]
+    assert [one["step"] for one in of(second, "loaded")] == [2] and second[0]["n"] == 1
+    assert [one["step"] for one in of(whole, "step")] == [1, 2, 3, 4]
+    assert [(one["event"], one["step"]) for one in of(whole, "saving", "saved")] == [
+        ("saving", 2), ("saved", 2), ("saving", 4), ("saved", 4),
+    ]  # fmt: skip
+    found = events.read(tmp_path, "mine")
+    assert (found.last_step, found.hole, found.facts()["again"]) == (4, None, 1)
+
+
+def test_a_checkpoint_in_the_background_is_saved_once_it_is_whole(tmp_path):
+    words = (f"schedule.save={tmp_path}/ckpt", "schedule.save_interval=4", "schedule.async_save=true", *SHORT)
+    said = told(tmp_path, *words, before=in_background)
+    assert [one["event"] for one in of(said, "saving", "scheduled", "saved") if one["step"] == 4] == [
+        "saving", "scheduled", "saved",
+    ]  # fmt: skip
+    assert outcome.of_run(tmp_path, {"nonce": "mine"})["bad_put"]["checkpoints"] >= 1
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_nan_is_said_with_its_place(tmp_path, step):
+    said = told(tmp_path, *SHORT, before=partial(poison, step, "decoder.layers.2"))
+    (end,) = of(said, "end")
+    assert (end["reason"], end["code"], end["step"]) == ("not a number", 1, step - 1)
+    assert end["where"].startswith(f"step {step}, rank 0: the loss is nan")
+    assert verdict(tmp_path, code=1) == ("failed", 1, "torchrun ended with 1: not a number, rank 0")
+
+
+def test_a_loss_that_is_no_number_is_in_its_line(tmp_path, monkeypatch):
+    """Megatron's own line leaves it out; and the mean is over the steps that were not skipped."""
+    monkeypatch.setattr(record, "last_rank", lambda: True)
+    monkeypatch.setattr(record, "memory", dict)
+    monkeypatch.setattr(record, "RECORD", Record())
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    record.RECORD.open(tmp_path, "mine", 0)
+    line = record.Line()
+    for losses in ([(2.0, False), (9.0, True), (4.0, False)], [(math.nan, False), (1.0, False)], [(math.inf, True)]):
+        for loss, skipped in losses:
+            line.add({"lm loss": torch.tensor(loss)}, skipped)
+        line.say(6, 3.0, 4e12, of=6)
+    said = [json.loads(text) for text in (tmp_path / FILE).read_text().splitlines()]
+    names = ("first", "loss", "skipped", "nan", "ms", "tflops")
+    assert [[one[name] for name in names] for one in said] == [
+        [4, 3.0, 1, 0, 1000.0, 2.0], [5, "nan", 0, 1, 1500.0, 4 / 3], [6, None, 1, 1, 3000.0, 2 / 3],
+    ]  # fmt: skip
+    figures = outcome.of_run(tmp_path, {"nonce": "mine"})["figures"]
+    assert (figures["loss_finite"], figures["nan_steps"], figures["skipped_steps"]) == (False, 1, 1)
+
+
+def test_out_of_memory_is_said_with_its_layer(tmp_path):
+    (end,) = of(told(tmp_path, *SHORT, before=partial(full, "decoder.layers.1")), "end")
+    assert (end["reason"], end["phase"], end["step"]) == ("out of memory", "forward", 1)
+    assert end["layer"].startswith("layer 2 (moe): decoder.layers.1 (")
+    (found,) = [oom.of_end(said) for said in events.read(tmp_path, "mine").ends.values()]
+    assert (found.tried, found.rank, found.phase, found.kind[0]) == (2.0, 0, "forward", "activation")
+
+
+def test_a_signal_is_said_by_both_ranks_though_one_got_it(tmp_path):
+    said = told(tmp_path, *TWO, world=2, before=partial(signal_in, 3, signal.SIGTERM, "1"))
+    assert [(one["reason"], one["step"]) for one in of(said, "end")] == [("signal", 3)] * 2
+    assert verdict(tmp_path, 2, signals=["SIGTERM"]) == ("interrupted", 1, "SIGTERM; torchrun ended with 0")
+
+
+def test_a_killed_rank_keeps_what_it_said_and_says_no_end(tmp_path):
+    said = told(tmp_path, *SHORT, before=partial(signal_in, 4, signal.SIGKILL))
+    assert [one["step"] for one in of(said, "step")] == [1, 2, 3] and not of(said, "end")
+    assert verdict(tmp_path, code=1)[2].startswith("torchrun ended with 1: no rank")
+
+
+def test_a_refused_plan_is_said(tmp_path):
+    said = told(tmp_path, *SHORT, before=lambda: os.environ.pop("PYTORCH_ALLOC_CONF"))
+    assert [one["event"] for one in said] == ["start", "end"]
+    assert (said[1]["reason"], said[1]["code"]) == ("refused", 2)
+    assert verdict(tmp_path, code=1) == ("refused", 2, "a refusal of the trainer's, rank 0")
+
+
+def test_an_error_is_said_by_its_class(tmp_path):
+    def breaks() -> None:
+        from nam_megatron.runtime import pretrain
+
+        def broken(*_):
+            raise ZeroDivisionError("with the user's own words")
+
+        pretrain.forward_step = broken
+
+    (end,) = of(told(tmp_path, *SHORT, before=breaks), "end")
+    assert (end["reason"], end["code"], end["error"]) == ("error", 1, "ZeroDivisionError")
+    assert "words" not in (tmp_path / FILE).read_text()
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_built(tmp_path):
+    (tmp_path / FILE).mkdir()
+    (rank,) = run(tmp_path, *SHORT, before=lambda: os.environ.update({NONCE: "mine"}))
+    assert rank.code == 2 and rank.err.startswith(f"error: `{FILE}` cannot be written") and not logged([rank])

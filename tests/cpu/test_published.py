@@ -1,0 +1,349 @@
+"""Weights that transformers itself has made and saved: to Megatron, the same logits there, and back to the bit."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pretend
+import published
+import pytest
+import test_hf
+import torch
+import transformers
+from megatron.core import dist_checkpointing
+from presets import lowered
+from safetensors.torch import load_file, save_file
+
+from nam_megatron.compile.argv import load_plan, plan_json
+from nam_megatron.errors import Refused
+from nam_megatron.hf import __main__ as command
+from nam_megatron.hf import check, distributed, families, native
+from nam_megatron.hf.folder import INDEX
+
+RELATIVE = 1e-5
+
+
+def silent(text: str) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """name -> (transformers' folder, the plan's file, the imported weights); each made once."""
+    done: dict[str, tuple[Path, Path, Path]] = {}
+
+    def make(name: str) -> tuple[Path, Path, Path]:
+        if name not in done:
+            at = tmp_path_factory.mktemp(name)
+            published.write(name, at / "hf")
+            (at / "plan.json").write_text(plan_json(published.lowering(at / "hf")))
+            assert command.main(["import", *map(str, (at / "hf", at / "plan.json", at / "weights"))]) == 0
+            done[name] = at / "hf", at / "plan.json", at / "weights"
+        return done[name]
+
+    return make
+
+
+def opened(folder: Path, dtype: torch.dtype) -> Any:
+    kind = transformers.AutoModelForCausalLM
+    return kind.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+
+
+def theirs(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    """transformers' logits in fp32."""
+    with torch.inference_mode():
+        return opened(folder, torch.float32)(tokens).logits
+
+
+def agree(found: torch.Tensor, expected: torch.Tensor) -> None:
+    off = ((found - expected).abs().max() / expected.abs().max()).item()
+    assert off <= RELATIVE and torch.equal(found.argmax(-1), expected.argmax(-1)), off
+
+
+@pytest.mark.parametrize("name", published.MODELS)
+def test_megatron_computes_the_same_logits(made, name):
+    folder, plan, weights = made(name)
+    tokens = test_hf.random(2, 16, vocabulary=128)
+    expected = theirs(folder, tokens)
+
+    def job():
+        lowering = check.one_device(load_plan(plan), plain=True)
+        check.rank_zero(lowering)
+        agree(check.observed(check.built(lowering, distributed.step_folder(weights), "fp32"), tokens).logits, expected)
+
+    test_hf.in_megatron(job)
+
+
+@pytest.mark.parametrize("name", published.MODELS)
+def test_what_goes_back_is_what_came_to_the_bit(made, name, tmp_path):
+    """And transformers opens it by its own class, with nothing of ours and the same model."""
+    folder, _, weights = made(name)
+    assert command.main(["export", str(weights), str(tmp_path / "back"), "--as", "native", "--shard-gb", "0.001"]) == 0
+    before, after = (opened(path, torch.bfloat16) for path in (folder, tmp_path / "back"))
+    assert type(before) is type(after) and not list((tmp_path / "back").glob("*.py"))
+    x, y = before.state_dict(), after.state_dict()
+    assert x.keys() == y.keys() and not [key for key in x if not torch.equal(x[key], y[key])]
+    again = native.described(published.keys(tmp_path / "back"), "again")
+    assert again == native.described(published.keys(folder), "first")
+
+
+LAYOUTS = {
+    ("llama_3_1", "tp"): {"parallel__tensor": 2, "parallel__sequence": True},
+    ("mixtral", "ep"): {"parallel__expert": 2},
+    ("qwen3_moe", "pp"): {"parallel__pipeline": 2},
+    ("deepseek_v3", "ep"): {"parallel__expert": 2, "execution__mla__kernels": "naive"},
+    ("nemotron_3_nano", "tp"): {"parallel__tensor": 2, "parallel__sequence": True},
+}
+
+
+@pytest.mark.parametrize(("name", "layout"), LAYOUTS, ids=lambda part: part)
+def test_any_layout_reads_the_weights(made, name, layout, tmp_path):
+    """TP, EP: each rank's logits. PP, whose stages pass nothing here: both stages' weights, saved again."""
+    folder, _, _ = made(name)
+    lowering = published.lowering(folder, cluster__gpus_per_node=2, **LAYOUTS[name, layout])
+    (tmp_path / "plan.json").write_text(plan_json(lowering))
+    native.load(folder, tmp_path / "plan.json", tmp_path / "weights", False, silent)
+    tokens, step = test_hf.random(2, 16, vocabulary=128), distributed.step_folder(tmp_path / "weights")
+    expected = theirs(folder, tokens)
+    (tmp_path / "again").mkdir()
+
+    def job():
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        test_hf.norm()
+        model = check.built(lowering, step, "fp32")
+        if layout == "pp":
+            state = model.sharded_state_dict(metadata={"dp_cp_group": model.pg_collection.dp_cp})
+            dist_checkpointing.save(state, str(tmp_path / "again"))
+            return
+        found = check.observed(model, tokens).logits
+        rank, share = int(os.environ["RANK"]), found.size(-1)
+        whole = share == expected.size(-1)
+        agree(found, expected if whole else expected[..., rank * share : (rank + 1) * share])
+
+    for rank in pretend.fork(2, job, 400.0):
+        assert rank.code == 0, rank.err[-3000:]
+    if layout == "pp":
+        before, after = distributed.Checkpoint(step), distributed.Checkpoint(tmp_path / "again")
+        assert before.tensors.keys() == after.tensors.keys()
+        for key, of in after.tensors.items():
+            x, y = (side.read(key, tuple(of.size), side.tensors[key].properties.dtype) for side in (before, after))
+            assert torch.equal(x.to(y.dtype), y), key
+
+
+# What is refused ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def copied(made, tmp_path):
+    """(a folder to be damaged, the plan's file, where the weights would go)"""
+    folder, plan, _ = made("mixtral")
+    shutil.copytree(folder, tmp_path / "hf")
+    return tmp_path / "hf", plan, tmp_path / "out"
+
+
+def said(copied) -> str:
+    with pytest.raises(Refused) as refused:
+        native.load(*copied, False, silent)
+    assert not copied[2].exists() and not copied[2].with_name("out.part").exists()
+    return refused.value.render()
+
+
+def of_shard(folder: Path, name: str) -> Path:
+    return folder / json.loads((folder / INDEX).read_text())["weight_map"][name]
+
+
+Q, GATE = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.block_sparse_moe.gate.weight"
+
+
+def changed(folder: Path, name: str, change) -> None:
+    shard = of_shard(folder, name)
+    tensors = load_file(shard)
+    tensors[name] = change(tensors[name])
+    save_file({key: value for key, value in tensors.items() if value is not None}, shard, {"format": "pt"})
+
+
+def test_shards_that_are_missing_cut_or_swapped_are_named(copied):
+    folder = copied[0]
+    one, two = of_shard(folder, Q), of_shard(folder, GATE)
+    a, b = one.read_bytes(), two.read_bytes()
+    one.unlink()
+    assert f"`{one}` cannot be read" in said(copied)
+    one.write_bytes(a[:-7])
+    assert f"`{one}` is damaged" in said(copied)
+    one.write_bytes(b), two.write_bytes(a)
+    assert f"`{GATE}` lies in `{one.name}`, and the index says `{two.name}`" in said(copied)
+
+
+def test_a_tensor_without_a_place_or_a_place_without_one_is_named(copied):
+    folder = copied[0]
+    changed(folder, Q, lambda tensor: tensor[:-1].contiguous())
+    assert f"`{Q}` is [63, 64] in `{of_shard(folder, Q).name}`, and [64, 64] in the plan" in said(copied)
+    changed(folder, Q, lambda tensor: tensor.to(torch.int8))
+    assert "is I8" in said(copied) or "[63, 64]" in said(copied)
+    (folder / INDEX).unlink()
+    for shard in folder.glob("*.safetensors"):
+        shard.unlink()
+    assert "holds neither" in said(copied)
+    model = published.write("mixtral", folder)
+    tensors = {key: value.clone() for key, value in model.state_dict().items()}
+    assert "mlp.experts.gate_up_proj" in " ".join(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / INDEX).unlink()
+    text = said(copied)
+    assert (
+        "holds no `model.layers.0.block_sparse_moe.experts.0.w1.weight`, which `model.layers.1.mixer.experts.up` is made of"
+        in text
+    )
+    assert "more" in text
+
+
+def test_another_model_and_what_no_reader_takes_are_refused(copied):
+    folder, keys = copied[0], published.keys(copied[0])
+
+    def with_config(**more: Any) -> str:
+        (folder / "config.json").write_text(json.dumps(keys | more))
+        return said(copied)
+
+    assert "has `attention.query_groups` 4, and the plan 2" in with_config(num_key_value_heads=4)
+    assert "has `norm_epsilon` 0.0001, and the plan 1e-05" in with_config(rms_norm_eps=1e-4)
+    assert "weights of `bert` are not read" in with_config(model_type="bert")
+    assert "quantizes its weights: `gptq`" in with_config(quantization_config={"quant_method": "gptq"})
+
+
+def test_nothing_of_a_folder_runs(copied):
+    (copied[0] / "modeling_mixtral.py").write_text("raise SystemExit('it ran')")
+    keys = published.keys(copied[0]) | {"auto_map": {"AutoModelForCausalLM": "modeling_mixtral.X"}}
+    (copied[0] / "config.json").write_text(json.dumps(keys))
+    native.load(*copied, False, silent)
+
+
+def test_layers_of_token_prediction_are_left_out_by_word_alone(made, tmp_path):
+    folder, plan, weights = made("deepseek_v3")
+    shutil.copytree(folder, tmp_path / "hf")
+    save_file({"model.layers.3.eh_proj.weight": torch.zeros(2, 2)}, tmp_path / "hf" / "model-mtp.safetensors")
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["model.layers.3.eh_proj.weight"] = "model-mtp.safetensors"
+    (tmp_path / "hf" / INDEX).write_text(json.dumps(index))
+    with pytest.raises(Refused) as refused:
+        native.load(tmp_path / "hf", plan, tmp_path / "out", False, silent)
+    assert "`model.layers.3.eh_proj.weight` of `model-mtp.safetensors` has no place" in refused.value.render()
+    assert "`--without-mtp`" in refused.value.render()
+    native.load(tmp_path / "hf", plan, tmp_path / "out", True, silent)
+    assert tensors(tmp_path / "out") == tensors(weights)
+
+
+def tensors(checkpoint: Path) -> dict[str, list]:
+    step = distributed.Checkpoint(distributed.step_folder(checkpoint))
+    return {key: step.read(key, tuple(of.size), of.properties.dtype).tolist() for key, of in step.tensors.items()}
+
+
+def test_fp8_in_blocks_is_read_by_its_scales(made, tmp_path):
+    """As DeepSeek-V3 publishes it, here with blocks of 16 by 32 that do not divide a weight."""
+    folder, plan, _ = made("deepseek_v3")
+    shutil.copytree(folder, tmp_path / "hf")
+    name = "model.layers.0.mlp.down_proj.weight"
+    shard = of_shard(tmp_path / "hf", name)
+    found = load_file(shard)
+    torch.manual_seed(0)
+    scale = torch.rand(64 // 16, -(-96 // 40)) + 0.5
+    eighth = found[name].to(torch.float8_e4m3fn)
+    wide = scale.repeat_interleave(16, 0).repeat_interleave(40, 1)[:, :96]
+    save_file(found | {name: eighth, f"{name}_scale_inv": scale}, shard, {"format": "pt"})
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"][f"{name}_scale_inv"] = shard.name
+    (tmp_path / "hf" / INDEX).write_text(json.dumps(index))
+    keys = published.keys(folder)
+
+    def quantized(*block: int) -> None:
+        said = {"quant_method": "fp8", "weight_block_size": list(block)}
+        (tmp_path / "hf" / "config.json").write_text(json.dumps(keys | {"quantization_config": said}))
+
+    quantized(16, 40)
+    native.load(tmp_path / "hf", plan, tmp_path / "out", False, silent)
+    read = distributed.Checkpoint(distributed.step_folder(tmp_path / "out"))
+    down = read.read("decoder.layers.1.mlp.linear_fc2.weight", (64, 96), torch.bfloat16)
+    assert torch.equal(down, (eighth.float() * wide).to(torch.bfloat16))
+    quantized(32, 40)
+    with pytest.raises(Refused, match=r"_scale_inv` is \[4, 3\] in .*, and \[2, 3\] by its blocks"):
+        native.load(tmp_path / "hf", plan, tmp_path / "other", False, silent)
+
+
+# Which architecture ------------------------------------------------------------------------------------------------------
+
+ARCHITECTURES = {
+    "llama_3_8b": "LlamaForCausalLM", "llama_3_1_8b": "LlamaForCausalLM", "mixtral_8x7b": "MixtralForCausalLM",
+    "qwen3_30b_a3b": "Qwen3MoeForCausalLM", "qwen3_next_80b_a3b": "Qwen3NextForCausalLM", "deepseek_v2_lite": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM", "deepseek_v3_yarn": "DeepseekV3ForCausalLM", "deepseek_v3_2": "DeepseekV32ForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM", "glm_4_5_air": "Glm4MoeForCausalLM", "nemotron_h_8b": "NemotronHForCausalLM",
+    "nemotron_h_56b": "NemotronHForCausalLM", "nemotron_3_nano_30b_a3b": "NemotronHForCausalLM",
+    "nemotron_3_super_120b_a12b": "NemotronHForCausalLM",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_public_preset_has_its_architecture(name):
+    of, keys = native.architecture(lowered(name).plan)
+    assert of.architecture == keys["architectures"][0] == ARCHITECTURES[name]
+
+
+@pytest.mark.parametrize("name", ["nam56r", "nam56r_native_dp"])
+def test_nams_lanes_are_no_published_architecture(name):
+    """The native lane is Nemotron-H's kinds, and turns heads, which Nemotron-H does not."""
+    with pytest.raises(Refused) as refused:
+        native.architecture(lowered(name).plan)
+    told = [problem.message for problem in refused.value.problems]
+    assert told[0].startswith("no published architecture") and len(told) == 1 + len(families.own())
+    if name == "nam56r_native_dp":
+        (why,) = [text for text in told if text.startswith("`nemotron_h`")]
+        assert "rotary_dim" in why
+
+
+# Adapters ----------------------------------------------------------------------------------------------------------------
+
+LORA = {"rank": 4, "alpha": 8, "targets": None}
+ADAPTED = {
+    "self_attention.linear_qkv": (128, 64),
+    "self_attention.linear_proj": (64, 64),
+    "mlp.linear_fc1": (192, 64),
+    "mlp.linear_fc2": (64, 96),
+}
+
+
+def adapters(at: Path, made, *strangers: str) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A checkpoint of adapters alone on the imported Llama, as Megatron-Bridge names them, and its tensors."""
+    folder, _, weights = made("llama_3")
+    lowering = published.lowering(folder, feature__lora=LORA, schedule__pretrained=str(weights))
+    torch.manual_seed(3)
+    held: dict[str, torch.Tensor] = {}
+    for layer, (module, (out, into)) in (
+        (n, of) for n in range(4) for of in ADAPTED.items() if of[0].startswith("mlp") == n % 2
+    ):
+        key = f"decoder.layers.{layer}.{module}.adapter.linear_"
+        held |= {f"{key}in.weight": torch.randn(4, into).bfloat16(), f"{key}out.weight": torch.randn(out, 4).bfloat16()}
+    held |= {name: torch.ones(4, 4) for name in strangers}
+    at.mkdir()
+    distributed.write(at, held, lowering)
+    return at, held
+
+
+def test_adapters_go_into_the_weights_that_they_stand_on(made, tmp_path):
+    checkpoint, held = adapters(tmp_path / "adapters", made)
+    assert command.main(["export", str(checkpoint), str(tmp_path / "out"), "--as", "native"]) == 0
+    before, after = (opened(path, torch.bfloat16).state_dict() for path in (made("llama_3")[0], tmp_path / "out"))
+    for part, rows in (("gate_proj", slice(0, 96)), ("up_proj", slice(96, 192))):
+        key, name = "decoder.layers.3.mlp.linear_fc1.adapter.linear_", f"model.layers.1.mlp.{part}.weight"
+        added = 2.0 * held[f"{key}out.weight"].float() @ held[f"{key}in.weight"].float()
+        assert torch.equal(after[name], (before[name].float() + added[rows]).bfloat16())
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    assert same == {name for name in before if "proj" not in name}, "norms and both ends stay"
+
+
+def test_an_adapter_without_a_weight_is_refused(made, tmp_path):
+    checkpoint, _ = adapters(tmp_path / "adapters", made, "decoder.layers.0.mlp.router.adapter.linear_in.weight")
+    with pytest.raises(
+        Refused, match=r"`decoder\.layers\.0\.mlp\.router\.adapter\.linear_in\.weight` .* nothing is merged"
+    ):
+        native.export(checkpoint, tmp_path / "out", None, silent)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,56 @@
+"""Our start of torchrun: how it ends when a rank does, below a real one; its ranks are one line of Python."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nam_megatron.torchrun import worst
+
+RANK = "import os, signal, sys, time\nrank = os.environ['RANK']\nwords = sys.argv[1:]\n"
+REFUSES = "print('error: no', file=sys.stderr, flush=True); sys.exit(int(words[0]))"
+
+
+def ended(
+    tmp_path: Path, program: str, *words: str, start: tuple[str, ...] = ("--standalone", "--nproc-per-node", "2")
+):
+    (tmp_path / "rank.py").write_text(RANK + program)
+    torchrun = [sys.executable, "-m", "nam_megatron.torchrun", *start, str(tmp_path / "rank.py"), *words]
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(torchrun, capture_output=True, text=True, timeout=120, check=False, env=environ)
+
+
+@pytest.mark.parametrize("who", ["rank == '0'", "rank == '1'"])
+@pytest.mark.parametrize("code", [2, 3])
+def test_nothing_follows_a_refusal(who, code, tmp_path):
+    done = ended(tmp_path, f"if not {who}: time.sleep(60)\n{REFUSES}", str(code))
+    assert (done.returncode, done.stderr) == (code, "error: no\n")
+
+
+def test_what_is_no_refusal_is_told_by_rank(tmp_path):
+    done = ended(tmp_path, "if rank == '1': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)")
+    assert done.returncode == 128 + signal.SIGKILL
+    assert "Sending process" in done.stderr and "Signal 9 (SIGKILL)" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_success_and_torchruns_own_faults_are_as_ever(tmp_path):
+    done = ended(tmp_path, "print(words)", "--a", "b")
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout == "['--a', 'b']\n" * 2
+    assert ended(tmp_path, "", start=("--nproc-per-node", "many")).stderr.endswith(
+        "Unsupported nproc_per_node value: many\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [
+        ((2, -15), 2), ((-15, 3), 3), ((-15, -15), 143), ((2, 1), 1), ((2, 3), 3), ((1, -9, 2), 137), ((-6, -15), 134),
+        ((16, 2, 17), 16),
+    ],
+)  # fmt: skip
+def test_the_worst_rank_decides(codes, code):
+    assert worst(codes) == code

@@ -1,0 +1,3 @@
+"""What is inside runs in environments of its own: test_exported.py."""
+
+collect_ignore = ["inside"]

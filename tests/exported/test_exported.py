@@ -1,0 +1,155 @@
+"""Exports as those have them who have transformers and nothing of ours, in the oldest and the newest that pyproject.toml allows.
+
+Each version has an environment of its own, of exactly the packages that transformers_VERSION.txt lists, kept inside the project's: only the
+first run downloads anything. Another version is another list:
+
+    printf 'torch==2.11.0\\ntransformers==X\\naccelerate==1.15.0\\npytest==9.2.0\\n' | uv pip compile - --python-version 3.12 \\
+      --python-platform x86_64-manylinux_2_28 --no-annotate --no-header -o tests/exported/transformers_newest.txt
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import drawn
+import pytest
+
+from nam_megatron.hf import __main__ as command
+from nam_megatron.hf import export, folder
+
+HERE = Path(__file__).parent
+INSIDE = HERE / "inside"
+VERSIONS = ("oldest", "newest")
+
+
+def packages(version: str) -> Path:
+    return HERE / f"transformers_{version}.txt"
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory) -> Path:
+    at = tmp_path_factory.mktemp("exports")
+    for name in drawn.MODELS:
+        drawn.write(name, at / name)
+    return at
+
+
+def python_of(version: str) -> Path:
+    """An environment's Python, with the packages of that version's list."""
+    uv = os.environ.get("UV") or shutil.which("uv")
+    assert uv, "these tests make environments with uv: pip install uv"
+    at = Path(sys.prefix) / "exported" / version
+    make = [uv, "venv", "--quiet", "--allow-existing", "--python", sys.executable, at]
+    fill = [uv, "pip", "sync", "--quiet", "--python", at / "bin" / "python", packages(version)]
+    for line in (make, fill):
+        made = subprocess.run(line, cwd=HERE, capture_output=True, text=True, check=False)
+        assert made.returncode == 0, made.stderr
+    return at / "bin" / "python"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_inside(version, exports, tmp_path):
+    """All checks pass, in one process and without us."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "PYTHON", "HF_"))}
+    env |= {"NAM_EXPORTS": str(exports), "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    line = [
+        python_of(version),
+        "-W",
+        "ignore",
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        f"--confcutdir={INSIDE}",
+    ]
+    line += [f"--rootdir={INSIDE}", *sorted(INSIDE.glob("check_*.py"))]
+    ran = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_what_pyproject_allows_is_what_is_tested():
+    """Each requirement of ours says both bounds, and each bound is a version that the checks inside run with."""
+    tree = tomllib.loads((HERE.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
+    lists = (tree["project"]["optional-dependencies"] | tree["dependency-groups"]).values()
+    said = [words for each in lists for words in each if re.match(r"transformers\b", words)]
+    (oldest, newest) = (re.search(r"^transformers==(.*)$", packages(v).read_text(), re.M)[1] for v in VERSIONS)
+    assert len(said) == 3 and set(said) == {f"transformers>={oldest.removesuffix('.0')},<={newest}"}
+
+
+# The code of an older export ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def older(exports, tmp_path) -> Path:
+    """An export whose code is another."""
+    shutil.copytree(exports / "native", tmp_path / "hf")
+    code = tmp_path / "hf" / "modeling_nam.py"
+    code.write_text("# older\n" + code.read_text())
+    (tmp_path / "hf" / "README.md").write_text("of whoever keeps it")
+    tree = folder.load_json(tmp_path / "hf" / folder.MANIFEST)
+    tree["files"]["modeling_nam.py"] = {"bytes": code.stat().st_size, "sha256": folder.digest(code)}
+    folder.sign(tmp_path / "hf", tree)
+    folder.verified(tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+def files(at: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in at.iterdir()}
+
+
+def test_refresh_gives_an_older_export_the_present_code(exports, older, capsys):
+    before = files(older)
+    assert command.main(["refresh", str(older)]) == 0
+    assert capsys.readouterr().out == f"{older}: modeling_nam.py replaced\n"
+    after = files(older)
+    assert {name for name in before if before[name] != after[name]} == {"modeling_nam.py", folder.MANIFEST}
+    assert after.keys() == before.keys() and after["modeling_nam.py"] == (export.MODEL / "modeling_nam.py").read_bytes()
+    assert folder.verified(older) == folder.verified(exports / "native")
+    assert command.main(["refresh", str(older)]) == 0
+    assert capsys.readouterr().out == f"{older}: its code is the present one\n" and files(older) == after
+
+
+def test_refresh_goes_on_where_it_was_interrupted_or_done_by_hand(exports, older):
+    shutil.copyfile(export.MODEL / "modeling_nam.py", older / "modeling_nam.py")
+    (older / "configuration_nam.py").unlink()
+    assert command.main(["refresh", str(older)]) == 0
+    assert folder.verified(older) == folder.verified(exports / "native")
+
+
+def test_refresh_of_what_transformers_saved(exports, tmp_path, capsys):
+    """It has no manifest, and keys of its own in its config; both are ours then."""
+    from nam_megatron.hf.model.modeling_nam import NamForCausalLM
+
+    NamForCausalLM.from_pretrained(exports / "author").save_pretrained(tmp_path / "hf")
+    assert not (tmp_path / "hf" / folder.MANIFEST).exists()
+    (tmp_path / "hf" / "modeling_nam.py").write_text("older")
+    assert command.main(["refresh", str(tmp_path / "hf")]) == 0
+    assert (tmp_path / "hf" / "modeling_nam.py").read_bytes() == (export.MODEL / "modeling_nam.py").read_bytes()
+    assert folder.verified(tmp_path / "hf")["step"] is None
+    assert export.config_of(tmp_path / "hf").to_dict() == export.config_of(exports / "author").to_dict()
+
+
+@pytest.mark.parametrize("what", ["weights", "config", "model", "nothing"])
+def test_refresh_refuses_what_is_no_whole_export(older, capsys, what):
+    if what == "weights":
+        shard = next(older.glob("*.safetensors"))
+        shard.write_bytes(shard.read_bytes()[:-1])
+    elif what == "config":  # a key of a later version, signed
+        tree = json.loads((older / folder.CONFIG).read_text())
+        (older / folder.CONFIG).write_text(json.dumps(tree | {"rotary_scale": 2}))
+        folder.write_manifest(older, {})
+    elif what == "model":
+        (older / folder.MANIFEST).unlink()
+        (older / folder.CONFIG).write_text('{"model_type": "llama"}')
+    else:
+        shutil.rmtree(older)
+    before = files(older) if older.exists() else None
+    assert command.main(["refresh", str(older)]) == 2
+    assert str(older) in capsys.readouterr().err
+    assert (files(older) if older.exists() else None) == before

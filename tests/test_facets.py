@@ -1,0 +1,83 @@
+"""What every kind says of itself in its folder: each facet whole, and a kind without one refused by whoever asks for it."""
+
+import ast
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from presets import lowered
+
+from nam_megatron import blocks
+from nam_megatron.blocks.kinds import KINDS
+from nam_megatron.errors import Refused
+from nam_megatron.features.fp8 import Part
+from nam_megatron.features.recompute import Module
+from nam_megatron.hf import describe
+from nam_megatron.lint import count, lint, recipe
+
+FOLDER = Path(blocks.__file__).parent
+# What a facet's file has, as the module says that is made for it.
+FACETS = {
+    "layer": {"spec"},
+    "export": {"INPUT_NORM", "keys", "tensors", "pieces"},
+    "read": {"keys", "count"},
+    "serve": {"unserved", "put"},
+}
+BY_KIND = [(kind, facet) for kind in KINDS for facet in FACETS]
+# Keys of a kind that a facet of its block names.
+NAMING = ("plain", "cut_on_gpu", "padded", "trains")
+
+
+def defined(file: Path) -> set[str]:
+    names = set[str]()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return names
+
+
+@pytest.mark.parametrize(("kind", "facet"), BY_KIND)
+def test_a_facet_is_whole(kind, facet):
+    file = FOLDER / kind / f"{facet}.py"
+    assert not file.exists() or FACETS[facet] <= defined(file)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_that_is_trained_has_the_facets_that_are_asked_of_it(kind):
+    block = KINDS[kind]
+    has = {facet for facet in FACETS if (FOLDER / kind / f"{facet}.py").exists()}
+    assert has >= {"layer", "export"} or block.missing
+    assert ("read" in has) == block.stock, "a launch can say Megatron's kinds, and no other"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_facet_names_keys_that_the_kind_has(kind):
+    block = KINDS[kind]
+    named = {key for facet in NAMING for key in getattr(block, facet)} | {key for key, *_ in block.without_gpu}
+    named |= {block.share_by} if block.share_by else set()
+    assert named <= block.model_fields.keys()
+    assert set(block.recomputed) <= set(get_args(Module))
+
+
+def test_the_parts_that_fp8_can_leave_are_those_of_the_kinds():
+    plan = lowered("nam56r").plan
+    assert {part for block in plan.blocks for part in block.parts()} == set(get_args(Part))
+
+
+def test_an_export_names_the_kind_that_it_has_not(monkeypatch):
+    plan = lowered("nam56r").plan
+    assert not list(describe.objections(plan))
+    monkeypatch.setattr(describe, "FACETS", {kind: facet for kind, facet in describe.FACETS.items() if kind != "m2rnn"})
+    assert [problem.key for problem in describe.objections(plan)] == ["model.blocks.m2rnn"]
+    assert "no M2RNN" in next(describe.objections(plan)).message
+
+
+def test_a_recipe_of_a_launch_names_the_kind_that_arguments_cannot_say(monkeypatch):
+    words = "--hybrid-layer-pattern M*E- --hidden-size 64 --num-attention-heads 4 --num-experts 4 --micro-batch-size 1"
+    report = lint(f"torchrun --nproc-per-node 8 pretrain_hybrid.py {words} --seq-length 64")
+    assert recipe._blocks(report.model, []).keys() == {"attention", "moe", "mlp", "mamba2"}
+    monkeypatch.setattr(recipe, "facet", lambda kind: None if kind == "mamba2" else count.facet(kind))
+    with pytest.raises(Refused, match="Mamba-2 cannot be said in Megatron's arguments"):
+        recipe._blocks(report.model, [])

@@ -1,0 +1,162 @@
+"""What a dataset's index says before anything starts: a share in which Megatron would look for tokens for ever is refused by its name."""
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy
+import pytest
+from command import warm
+from megatron.core.datasets.blended_megatron_dataset_config import (
+    convert_split_vector_to_split_matrix,
+    parse_and_normalize_split,
+)
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from nam_megatron.compile.lower import translate
+from nam_megatron.data import indexed
+from nam_megatron.recipe import load
+from nam_megatron.train import unfit_data
+
+
+def dataset(prefix: Path, lengths: list[int], dtype: type = numpy.uint16) -> str:
+    """Documents of so many tokens each."""
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype)
+    for length in lengths:
+        builder.add_document(numpy.full(length, 7, dtype), [length])
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix)
+
+
+def refused(*words: str, root: Path = Path()) -> list[tuple[str, str | None]]:
+    found = unfit_data(translate(load("nam56r_smoke", words)).plan, root)
+    return [(problem.message, problem.key) for problem in found]
+
+
+def of(prefix: str, *words: str, split: str = "99,1,0") -> list[tuple[str, str | None]]:
+    return refused("data=indexed", f"data.path={prefix}", "data.tokenizer=t", f"data.split='{split}'", *words)
+
+
+@pytest.mark.parametrize(
+    ("documents", "split", "named"),
+    [
+        (4, "99,1,0", "validation"),  # evaluations or none: Megatron builds it for no samples, too
+        (49, "99,1,0", "validation"),
+        (4, "70,0,1", "test"),
+        (4, "1,99,0", "training"),
+        (1, "50,50,0", "training"),  # half to even: round(0.5) is 0
+        (50, "99,1,0", "validation"),
+        (51, "99,1,0", None),
+        (4, "100,0,0", None),
+        (1, "1,0,0", None),
+        (4, "0.5,0.25,0.25", None),
+    ],
+)
+def test_a_share_without_documents_is_refused_by_its_name(tmp_path, documents, split, named):
+    found = of(dataset(tmp_path / "a", [5] * documents), split=split)
+    one = "" if documents == 1 else "s"
+    told = f"`{tmp_path}/a` has {documents} document{one}, and the {named} share of `{split}` none of them"
+    assert found == ([(told, "data.split")] if named else [])
+
+
+def test_each_part_of_a_blend_is_looked_at(tmp_path):
+    large, small = (dataset(tmp_path / name, [5] * n) for name, n in (("large", 400), ("small", 4)))
+
+    def blend(split: str, *paths: str) -> list[tuple[str, str | None]]:
+        parts = ",".join(f"{{weight: {i + 0.5}, path: {path}}}" for i, path in enumerate(paths))
+        return refused("data=blend", f"data.parts=[{parts}]", "data.tokenizer=t", f"data.split='{split}'")
+
+    assert blend("99,1,0", large) == blend("100,0,0", large, small) == blend("1,1,1", small, large) == []
+    for paths in ((large, small), (small, large)):
+        ((message, key),) = blend("99,1,0", *paths)
+        assert f"`{small}` has 4 documents, and the validation share" in message and key == "data.split"
+    ((message, key),) = blend("1,0,0", large, f"{tmp_path}/gone")
+    assert message == f"`{tmp_path}/gone.idx` is not there" and key == "data.parts"
+
+
+def test_documents_without_tokens_are_none(tmp_path):
+    nothing = dataset(tmp_path / "nothing", [0] * 400)
+    assert [m for m, _ in of(nothing)] == [
+        f"`{nothing}` has 400 documents without a token in the {name} share of `99,1,0`"
+        for name in ("training", "validation")
+    ]
+    ends = dataset(tmp_path / "ends", [5] * 396 + [0] * 4)  # the last hundredth
+    ((message, key),) = of(ends)
+    assert "in the validation share" in message and key == "data.path"
+    assert of(ends, split="100,0,0") == of(dataset(tmp_path / "mixed", [0, 5] * 200)) == []
+
+
+def test_passes_beyond_count_are_refused(tmp_path):
+    """They are counted in a loop, and each one's order is kept."""
+    tiny, steps = dataset(tmp_path / "tiny", [1]), "schedule.train_steps=10000000"
+    ((message, key),) = of(tiny, steps, "schedule.decay_steps=10000000", split="1,0,0")
+    assert "the training share" in message and "has 1 tokens, and would be read" in message and key == "data.path"
+    assert of(tiny, split="1,0,0") == []  # a pass a token of two steps
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda p: p.with_suffix(".idx").unlink(), "a.idx` is not there"),
+        (lambda p: p.with_suffix(".bin").unlink(), "a.bin` is not there"),
+        (lambda p: p.with_suffix(".idx").write_bytes(b""), "a.idx` is no index of Megatron's"),
+        (lambda p: p.with_suffix(".idx").write_bytes(b"x" * 99), "a.idx` is no index of Megatron's"),
+        (lambda p: os.truncate(p.with_suffix(".idx"), 50), "a.idx` is cut off: 50 bytes of"),
+        (lambda p: os.truncate(p.with_suffix(".bin"), 3), "a.bin` is cut off: 3 bytes of 50"),
+        (lambda p: edit(p, 63, 1), "a.idx` has a sequence that does not lie within the 50 bytes"),  # 256 bytes further
+        (lambda p: edit(p, 61, 255), "a.idx` has a sequence that does not lie within the 50 bytes"),  # before the first
+        (lambda p: edit(p, 9, 2), "a.idx` is of version 2, and Megatron reads 1"),
+        (lambda p: edit(p, 17, 7), "a.idx` says that tokens are of type 7"),
+        (lambda p: (p.with_suffix(".idx").unlink(), os.mkfifo(p.with_suffix(".idx"))), "a.idx` is a pipe"),
+        (lambda p: (p.with_suffix(".bin").unlink(), p.with_suffix(".bin").mkdir()), "a.bin` is a folder"),
+    ],
+)
+def test_an_index_that_is_none(tmp_path, spoil, said):
+    prefix = dataset(tmp_path / "a", [5] * 5)
+    spoil(Path(prefix))
+    ((message, key),) = of(prefix, split="1,0,0")  # once, and not for each share
+    assert said in message and key == "data.path"
+
+
+def edit(prefix: Path, at: int, byte: int) -> None:
+    data = bytearray(prefix.with_suffix(".idx").read_bytes())
+    data[at] = byte
+    prefix.with_suffix(".idx").write_bytes(data)
+
+
+def test_an_index_without_sequences(tmp_path):
+    dataset(tmp_path / "a", [5])
+    header = bytearray((tmp_path / "a.idx").read_bytes()[: indexed.HEADER.size])
+    header[18:26], header[26:34] = bytes(8), (1).to_bytes(8, "little")
+    (tmp_path / "a.idx").write_bytes(header + bytes(8))
+    assert of(str(tmp_path / "a"), split="1,0,0") == [(f"`{tmp_path}/a` has 0 documents", "data.path")]
+
+
+def test_links_and_relative_paths_are_the_trainers(tmp_path):
+    dataset(tmp_path / "a", [5] * 400)
+    for end in ("bin", "idx"):
+        (tmp_path / f"b.{end}").symlink_to(tmp_path / f"a.{end}")
+    words = ("data=indexed", "data.path=b", "data.tokenizer=t")
+    assert refused(*words, root=tmp_path) == []
+    assert refused(*words)[0][0] == "`b.idx` is not there"
+
+
+def test_shares_are_cut_where_megatron_cuts_them():
+    draw = numpy.random.default_rng(0)
+    splits = ["99,1,0", "98,1,1", "1,1,1", "0.1,0.2,0.7", "969,30,1", "33.3,33.3,33.4"]
+    splits += [",".join(f"{x:.3g}" for x in draw.random(3) * 100) for _ in range(200)]
+    for split in splits:
+        theirs = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
+        ours = [ends if ends[0] < ends[1] else None for ends in indexed._ends(split)]
+        assert ours == theirs, split
+
+
+def test_what_translates_is_refused_where_the_index_is_there(tmp_path):
+    prefix = dataset(tmp_path / "a", [5] * 4)
+    words = ("conf=nam56r_smoke", "data=indexed", f"data.path={prefix}", "data.tokenizer=t")
+    done = warm(*words)
+    assert done.code == 2 and not done.out
+    assert "the validation share of `99,1,0` none of them @ data.split" in done.err
+    assert warm(*words, "data.split='100,0,0'").code == 0
+    shutil.move(f"{prefix}.idx", tmp_path / "elsewhere.idx")  # on the training host
+    assert warm(*words).code == 0

@@ -1,0 +1,229 @@
+"""Lint of Megatron's fields in the words of programs around it: verl, SkyRL, NeMo-RL, Primus, Python recipes and scripts."""
+
+import pytest
+
+from nam_megatron.errors import Refused
+from nam_megatron.lint import lint, report
+from nam_megatron.lint.container import SPELLED
+from nam_megatron.targets import current
+
+VERL = """
+TP=${TP:-4}
+export NVTE_FUSED_ATTN=1
+python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer \\
+    actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B \\
+    actor_rollout_ref.actor.optim.lr=1e-6 \\
+    actor_rollout_ref.actor.megatron.tensor_model_parallel_size=$TP \\
+    actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=$STAGES \\
+    +actor_rollout_ref.actor.megatron.override_transformer_config.moe_router_dtype=fp32 \\
+    +actor_rollout_ref.actor.megatron.override_transformer_config.apply_rope_fusion=False \\
+    +actor_rollout_ref.actor.megatron.override_transformer_config.num_layers_in_last_pipeline_stage=6 \\
+    +actor_rollout_ref.actor.megatron.override_transformer_config.recompute_modules='["moe_act"]' \\
+    +actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload=True \\
+    actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2 \\
+    actor_rollout_ref.rollout.tensor_model_parallel_size=8 \\
+    trainer.nnodes=2 trainer.n_gpus_per_node=8
+"""
+SKYRL = """
+uv run -m skyrl.train.entrypoints.main_base trainer.strategy=megatron \\
+  trainer.policy.model.path=a/b \\
+  trainer.policy.megatron_config.tensor_model_parallel_size=2 \\
+  trainer.policy.megatron_config.transformer_config_kwargs.recompute_granularity=full \\
+  trainer.policy.megatron_config.optimizer_config_kwargs.use_precision_aware_optimizer=true \\
+  trainer.ref.megatron_config.tensor_model_parallel_size=1 \\
+  trainer.placement.policy_num_nodes=1 trainer.placement.policy_num_gpus_per_node=8
+"""
+NEMO_RL = """
+policy:
+  model_name: a/b
+  max_grad_norm: 0.5
+  train_micro_batch_size: 2
+  max_total_sequence_length: 1024
+  megatron_cfg:
+    enabled: true
+    activation_checkpointing: false
+    recompute_granularity: full
+    cuda_graph_impl: none
+    cuda_graph_modules: []
+    tensor_model_parallel_size: 2
+    freeze_moe_router: true
+    optimizer: {lr: 5.0e-6, clip_grad: "${policy.max_grad_norm}", min_lr: "${mul:2,3}"}
+    distributed_data_parallel_config: {grad_reduce_in_fp32: false}
+    env_vars: {NVTE_CPU_OFFLOAD_V1: "1"}
+  generation:
+    vllm_cfg: {tensor_parallel_size: 4}
+cluster: {gpus_per_node: 8, num_nodes: 2}
+"""
+PRIMUS = """
+modules:
+  pre_trainer:
+    framework: megatron
+    config: pre_trainer.yaml
+    model: ${MODEL:llama}.yaml
+    overrides:
+      micro_batch_size: ${MBS:4}
+      norm_epsilon: 1.0e-6
+      mock_data: true
+      train_data_path: null
+      cross_entropy_fusion_impl: te
+      cross_entropy_loss_fusion: true
+      enable_turbo: true
+"""
+BRIDGE = '''
+"""A recipe."""
+import torch
+from megatron.bridge.recipes.common import _common_config
+ID = "a/b"
+
+def _base():
+    cfg = _common_config()
+    cfg.model.seq_length = 4096
+    cfg.model.context_parallel_size = 2
+    return cfg
+
+def train(cp: int = 4, big=None):
+    cfg = _base()
+    cfg.tokenizer.tokenizer_model = ID
+    cfg.model.num_moe_experts = 4 * 8
+    cfg.model.context_parallel_size = cp
+    cfg.model.layernorm_epsilon = 1e-6
+    cfg.model.sequence_parallel = False
+    cfg.optimizer.main_grads_dtype = torch.bfloat16
+    cfg.model.expert_model_parallel_size = 2
+    if torch.cuda.is_available():
+        cfg.model.expert_model_parallel_size = 8
+    cfg.train = TrainingConfig(train_iters=100, micro_batch_size=1 if big else 2)
+    return cfg
+
+def other():
+    return ConfigContainer(train=TrainingConfig(train_iters=7))
+'''
+SCRIPT = """
+import launcher
+
+def execute(args):
+    model = (
+        "--num-layers 2 "  # "--num-layers 4"
+        f"--hidden-size {args.width} "
+        "--swiglu "
+    )
+    words = ["--lr", "1e-4", "--rollout-batch", "4", "--reward", "x", "--judge", "y"]
+    if args.many:
+        model += "--num-experts 8 "
+    launcher.run(f"{model} {words}")
+"""
+TEXTS = {"verl": VERL, "SkyRL": SKYRL, "NeMo-RL": NEMO_RL, "Primus": PRIMUS, "Megatron-Bridge": BRIDGE}
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    {
+        "verl": {"tensor_model_parallel_size": 4, "lr": 1e-6, "moe_router_dtype": "fp32", "apply_rope_fusion": False,
+                 "decoder_last_pipeline_num_layers": 6, "recompute_modules": ["moe_act"], "optimizer_cpu_offload": True},
+        "SkyRL": {"tensor_model_parallel_size": 2, "recompute_granularity": "full", "use_precision_aware_optimizer": True},
+        "NeMo-RL": {"cuda_graph_impl": "none", "tensor_model_parallel_size": 2, "lr": 5e-6, "clip_grad": 0.5, "micro_batch_size": 2,
+                    "seq_length": 1024, "accumulate_allreduce_grads_in_fp32": False},
+        "Primus": {"micro_batch_size": 4, "layernorm_epsilon": 1e-6, "mock_data": True, "cross_entropy_fusion_impl": "te",
+                   "cross_entropy_loss_fusion": True},
+        "Megatron-Bridge": {"seq_length": 4096, "max_position_embeddings": 4096, "tokenizer_model": "a/b", "num_experts": 32,
+                            "context_parallel_size": 4, "layernorm_epsilon": 1e-6, "sequence_parallel": False,
+                            "main_grads_dtype": "bf16", "train_iters": 100},
+    }.items(),
+)  # fmt: skip
+def test_fields_of_another_program_are_read_and_nothing_else_is_said(program, said):
+    found = lint(TEXTS[program])
+    assert found.launch.program == program and found.args.elsewhere
+    known = {name: found.args.value(name) for name in found.args.given}
+    assert {name: value for name, value in known.items() if type(value).__name__ != "Open"} == said
+    assert not found.findings or {f.severity for f in found.findings} == {"open"}
+    text = report.text(found)
+    assert "default" not in text.replace("defaults", "") and "left to the program" in text
+
+
+@pytest.mark.parametrize(
+    ("program", "open_"),
+    [
+        ("verl", {"pipeline_model_parallel_size"}),
+        ("NeMo-RL", {"min_lr"}),
+        ("Megatron-Bridge", {"expert_model_parallel_size", "micro_batch_size"}),
+    ],
+)
+def test_what_a_condition_or_a_variable_decides_is_open(program, open_):
+    assert {name for name, _ in lint(TEXTS[program]).args.open_values()} == open_
+
+
+@pytest.mark.parametrize(("program", "gpus"), [("verl", 16), ("SkyRL", 8), ("NeMo-RL", 16), ("Primus", None)])
+def test_gpus_that_train(program, gpus):
+    assert lint(TEXTS[program]).launch.gpus == gpus
+
+
+def test_gpus_are_open_where_another_file_may_part_them():
+    assert lint("defaults: base.yaml\n" + NEMO_RL.strip()).launch.gpus is None
+    apart = NEMO_RL.replace("    vllm_cfg", "    colocated: {enabled: false}\n    vllm_cfg")
+    assert lint(apart).launch.gpus is None
+
+
+def test_environment_of_the_training():
+    assert lint(VERL).launch.env["NVTE_FUSED_ATTN"] == "1"
+    assert lint(NEMO_RL).launch.env == {"NVTE_CPU_OFFLOAD_V1": "1"}
+
+
+def test_recompute_counts_where_the_program_has_it_on():
+    on = lint(NEMO_RL.replace("activation_checkpointing: false", "activation_checkpointing: true"))
+    assert on.args.value("recompute_granularity") == "full"
+
+
+def test_what_a_config_class_refuses_is_found_and_what_only_the_parser_does_is_not():
+    clash = VERL.replace("moe_router_dtype=fp32", "overlap_moe_expert_parallel_comm=True").replace(
+        "num_layers_in_last_pipeline_stage=6", "recompute_granularity=full"
+    )
+    told = {f.id: f.lines for f in lint(clash).findings}
+    assert told["conflict"] == (9,)
+    assert not [f for f in lint(PRIMUS).findings if f.severity == "will fail"]
+
+
+def test_notes_name_the_model_the_other_files_and_fields_without_a_flag():
+    notes = " ".join(lint(NEMO_RL).launch.notes)
+    assert "a/b" in notes and "freeze_moe_router" in notes and "enabled" not in notes
+    notes = " ".join(lint(BRIDGE, "r.py").launch.notes)
+    assert "`train` (line 13)" in notes and "`_common_config()`" in notes
+
+
+def test_flags_in_the_strings_of_a_python_script():
+    found = lint(SCRIPT, "run.py")
+    assert found.args.num_layers == 2 and found.args.swiglu and found.args.lr == 1e-4
+    assert not found.args.said("num_experts") and dict(found.args.open_values()).keys() == {"hidden_size"}
+    assert any("line 12" in note for note in found.launch.notes)
+    assert "GELU" not in report.text(found)
+
+
+def test_python_without_flags_and_broken_python_are_refused():
+    for text in ("import os\nprint(1)\n", "import os\ndef (:\n"):
+        with pytest.raises(Refused):
+            lint(text, "x.py")
+
+
+def test_every_spelling_of_bridges_is_an_argument():
+    """One that is none would lose the field without a word."""
+    sections = {"fp8": 1, "should_pad_vocab": True, "weight_decay_incr_style": "linear", "gated_linear_unit": True}
+    for name, rule in SPELLED.items():
+        for value in (True, "silu", [["a"], None], 3):
+            try:
+                pairs = list(rule(value, sections))
+            except (TypeError, ValueError):  # a value of another field's shape
+                continue
+            assert {dest for dest, _ in pairs} <= current().by_dest.keys(), name
+
+
+def test_why_a_value_is_open_says_no_untrue_word_of_what_is_computed():
+    details = {f.flag.split()[0]: f.detail for f in lint(SCRIPT, "run.py").findings if f.id == "unknown-variable"}
+    assert details == {"--hidden-size": "`args.width` is worked out where it runs"}
+
+
+def test_a_yaml_that_starts_from_others_is_their_programs():
+    """Its own values were failures, and what the others say Megatron's defaults."""
+    text = "extends: [base.yaml]\nnum_layers: 4\nhidden_size: 64\nnum_attention_heads: 4\ntokenizer_type: Llama3Tokenizer\n"
+    found = lint(text + "hybrid_attention_ratio: 0.5\no_lora_rank: 8\n", "model.yaml")
+    assert {f.severity for f in found.findings} <= {"open"} and "GELU" not in report.text(found)
+    alone = lint(text.partition("\n")[2] + "hybrid_attention_ratio: 0.5\n", "model.yaml")
+    assert {f.id for f in alone.findings} >= {"bad-value", "removed-flag"}

@@ -1,0 +1,148 @@
+"""What one flag does to what lint says, on both sides: the rules that speak (lint_rules.yaml), what is described, and a recipe's keys."""
+
+import shlex
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from zlib import crc32
+
+import pytest
+import yaml
+from lint_cases import CASES, DSA, FSDP, HYBRID, MLA, MOE, TP2, words
+
+from nam_megatron.errors import Refused
+from nam_megatron.judge.same import flat
+from nam_megatron.lint import describe, lint, recipe, rules
+from nam_megatron.lint.values import NotKnown
+from nam_megatron.schema import configs
+from nam_megatron.targets import current
+
+TABLE = yaml.safe_load((Path(__file__).parent / "lint_rules.yaml").read_text())
+# Launches of every family; two layouts, for most rules of a layout are silent on one GPU.
+LAID_OUT = TP2 | {"--pipeline-model-parallel-size": "2", "--context-parallel-size": "2"}
+BASES = {
+    "h": HYBRID, "e": MOE, "l": MLA | {"--mtp-num-layers": "1"}, "s": DSA, "t": MOE | LAID_OUT, "f": FSDP | TP2,
+    "r": HYBRID | {"--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": "1"},
+}  # fmt: skip
+VALUES = {"int": ("0", "3"), "float": ("0.0", "0.3"), "str": ("other",), "eval": ("[1,0]",)}
+
+
+def asked(text: str) -> Iterator[tuple[dict, str]]:
+    """`--a 1|2 @he, without --b` -> each change, and the letters of the launches that it is about."""
+    for part in text.split(", "):
+        said, _, where = part.partition(" @")
+        flag, _, values = said.removeprefix("without ").partition(" ")
+        for value in values.split("|"):
+            yield {flag: None if said.startswith("without ") else value or True}, where or "".join(BASES)
+
+
+def word(change: dict) -> str:
+    ((flag, value),) = change.items()
+    return f"without {flag}" if value is None else flag if value is True else f"{flag} {value}"
+
+
+def launched(flags: dict, ignore: frozenset = frozenset(), env: dict | None = None):
+    text = "\n".join(f"export {k}={v}" for k, v in (env or {}).items())
+    line = " ".join(map(shlex.quote, words(flags)))
+    return lint(f"{text}\ntorchrun --nproc-per-node 8 train.py {line}", "case", ignore=ignore)
+
+
+def found(flags: dict, ignore: frozenset = frozenset(), env: dict | None = None):
+    return launched(flags, ignore, env).findings
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rule_is_silent_one_flag_beside_its_trap(name):
+    base, change, *env = CASES[name]
+    others = frozenset(rules.BY_ID.keys() - {name})
+    assert "; ".join(f"{f.flag} {f.detail}".strip() for f in found(base | change, others, *env)) == TABLE[name]["says"]
+    outs = [out for out, _ in asked(TABLE[name]["out"])] if "out" in TABLE[name] else []
+    assert [word(out) for out in outs if found(base | change | out, others, *env)] == []
+
+
+def changes(base: dict) -> Iterator[dict]:
+    """Each flag, with values that its parser takes and the launch has not."""
+    for name, flag in sorted(current().flags.items()):
+        if not name.startswith("--") or name == "--help":
+            continue
+        if flag.action != "store":
+            yield {name: None if name in base else True}
+            continue
+        values = tuple(map(str, flag.choices or ())) or VALUES.get(flag.type or "str", ("3",))
+        yield from ({name: value} for value in (*values, *((None,) if name in base else ())) if base.get(name) != value)
+
+
+@cache
+def stepping() -> dict[str, dict[str, list[str]]]:
+    """change -> letter of a launch -> the rules that it steps into there."""
+    made: dict[str, dict[str, list[str]]] = {}
+    for rule, row in TABLE.items():
+        for change, letters in asked(row["in"]) if "in" in row else ():
+            for letter in letters:
+                made.setdefault(word(change), {}).setdefault(letter, []).append(rule)
+    return made
+
+
+@pytest.mark.parametrize("letter", BASES)
+def test_one_flag_steps_in_these_traps_and_no_other(letter):
+    """Of the flags that step into none anywhere each is tried in two of the launches."""
+    base, table, differing = BASES[letter], stepping(), {}
+    plain = Counter(f.id for f in found(base))
+    for change in changes(base):
+        flag = word(change)
+        if flag in table or (crc32(flag.encode()) + list(BASES).index(letter)) % 7 < 2:
+            now = sorted(Counter(f.id for f in found(base | change)) - plain)
+            if now != sorted(table.get(flag, {}).get(letter, [])):
+                differing[flag] = now
+    assert differing == {}
+
+
+def test_every_rule_that_flags_can_step_into_is_in_the_table():
+    of_scripts = {"not-the-plan", "not-built"}
+    assert TABLE.keys() >= CASES.keys() and TABLE.keys() <= set(rules.BY_ID) - of_scripts
+
+
+# What one flag changes: flag | launch | words that are new in rows of the description | keys of the nearest recipe, nine at most.
+MOVED = [
+    line.split(" | ") for line in (Path(__file__).parent / "lint_moved.txt").read_text().splitlines() if line[:1] != "#"
+]
+
+
+@cache
+def shown(letter: str, change: str = "") -> tuple[dict[str, str], dict[str, str] | None]:
+    """The rows of a launch, and the keys of its nearest recipe as far as they are known before one is composed; None of no model."""
+    it = launched(BASES[letter] | (next(asked(change))[0] if change else {}))
+    rows = dict(describe.rows(it.args, it.model))
+    try:
+        keys = recipe._groups(it.args, it.model) | flat(recipe._wanted(it.args, it.model, "mine", []), "")
+    except (NotKnown, Refused):
+        return rows, None
+    return rows, {key: str(value) for key, value in keys.items()}
+
+
+@pytest.mark.parametrize(("change", "letter", "rows", "keys"), MOVED, ids=[row[0] for row in MOVED])
+def test_one_flag_moves_these_rows_and_keys(change, letter, rows, keys):
+    (was, had), (now, has) = shown(letter), shown(letter, change)
+    new = {
+        row: "gone"
+        if row not in now
+        else " ".join([w for w in now[row].split() if w not in was.get(row, "").split()][:7])
+        for row in dict.fromkeys([*was, *now])
+        if was.get(row) != now.get(row)
+    }
+    assert "; ".join(f"{row}: {text}" for row, text in new.items()) == rows
+    both = dict.fromkeys([*had, *has]) if has is not None else ()
+    assert ", ".join([f"{key}={has.get(key)}" for key in both if had.get(key) != has.get(key)][:9]) == keys
+
+
+def test_every_key_that_a_flag_decides_is_among_them():
+    """By the rows of the keys: what `Row.argument` names and no line moves is lost in a recipe made of a launch."""
+    arguments = {path + name: config.row(name).argument for path, config in configs() for name in config.model_fields}
+    moved = {part.partition("=")[0] for *_, keys in MOVED for part in keys.split(", ")}
+    flags = {next(iter(next(asked(change))[0])) for change, *_ in MOVED}
+    unmoved = {
+        key for key, argument in arguments.items()
+        if argument and current().by_dest[argument].name in flags and key not in moved
+    }  # fmt: skip
+    assert unmoved == set()
