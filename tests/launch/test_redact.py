@@ -229,10 +229,18 @@ def test_a_value_that_is_too_short_is_found_everywhere(value, found):
     assert Redactor({"MY_KEY": value}).secrets(f"x{value}x") == ("x<secret>x" if found else f"x{value}x")
 
 
+def test_values_of_two_keys_that_are_one_without_their_words_are_both_kept():
+    assert Redactor({}).tree({"zebraword one": 1, "yakword one": 2, "one": 3}) == {
+        "<text> one": 1,
+        "<text> one #2": 2,
+        "one": 3,
+    }
+
+
 FIGURES = """
 123456789 1e300 1E3 cu128 cuda12 python312 post1 rc1 dev1234 NV18 GPU7 NIC3 v2 H100 A100 B200 GH200 GB300 sm90a bond0 eth1 ib0 mlx5_0
 mlx5_bond_3 141G 16K 512M 9F 0000A1B2 224x224 ext4 nfs nfs4 4T 10Z 25a3 25b12 1rc2 SXM5 PCIe HBM3e HBM3 80GB 16X EDR HDR NDR QDR XDR Gb sec
-zfs xfs btrfs tmpfs lustre gpfs ceph wekafs virtiofs AEMEAEMEAEMR
+zfs xfs btrfs tmpfs lustre gpfs ceph wekafs virtiofs AEMEAEMEAEMR 4096x12288x16384
 """
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from launch.host import sanity
 from launch.host.bounded import Answer
+from launch.record.redact import Redactor
 from nam_megatron.recipe import load
 
 DEVICE = load("nam56r_smoke").device
@@ -68,7 +69,18 @@ def test_the_script_of_the_installed_megatron_prints_what_is_read():
     assert '"    OUTLIER rank {i}{node}: {all_vals[i]:.2f} ' in source
     assert '"GEMM throughput ({M}x{N}x{K}, bf16"' in source and "(8192, 8192, 8192)" in source
     assert '"All-reduce busbw (global PG, size={group_size}, {nbytes / 1e6:.0f} MB) [GB/s]"' in source
+    names = re.findall(r'f"((?:GEMM|[\w/-]+ busbw) [^"]*)', source)
+    assert len(names) == 5 and all(name.startswith(("GEMM", *sanity.WIRES)) for name in names), names
     assert "MSG_BYTES_LARGE = 256 * 1024 * 1024" in source and f"{256 * 2**20 / 1e6:.0f} MB" == "268 MB"
+
+
+def test_a_receipt_has_every_figure_under_its_own_name():
+    names = (
+        "GEMM throughput (4096x4096x16384, bf16) [TFLOP/s/GPU]",
+        *(f"{wire}, size=2, 268 MB) [GB/s]" for wire in sanity.WIRES),
+    )
+    figures = {name: place for place, name in enumerate(names)}
+    assert Redactor({}).tree(figures) == figures
 
 
 def test_without_a_gpu_the_pass_fails_and_is_bounded():
