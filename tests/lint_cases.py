@@ -50,7 +50,6 @@ AHEAD = HYBRID | FULL | {"--hybrid-layer-pattern": "M-M*-M/*-"}
 CASES = {
     "activations": (GPT, {"--squared-relu": True}),
     "attention-without-positions": (HYBRID, LATENT),
-    "foreign-flags": (GPT, {"--rollout-batch-size": "8", "--actor-num-nodes": "2", "--sglang-mem-fraction": "0.7"}),
     "inference-layers": (GPT, {"--transformer-impl": "inference_optimized", "--normalization": "LayerNorm"}),
     "rmsnorm-fusion": (GPT | {"--normalization": "LayerNorm"}, {"--fused-residual-rmsnorm": True}),
     "no-position-embedding": (GPT | {"--position-embedding-type": "learned_absolute"}, {"--no-position-embedding": True}),

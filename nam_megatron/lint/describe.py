@@ -78,6 +78,10 @@ def notes(a: Args, m: Model) -> Iterator[str]:
     yield from m.plan.notes() if m.plan else ()
     if a.script_flags:
         yield f"flags of the training script, not of Megatron's parser: {', '.join(dict.fromkeys(a.script_flags))}"
+    if a.foreign:
+        more = f" and {len(a.foreign) - 8} more" if len(a.foreign) > 8 else ""
+        whose = "of a program whose parser and defaults are not known here, or of another Megatron"
+        yield f"no flags of Megatron {a.target.pin}: {', '.join(a.foreign[:8])}{more}; {whose}: of no flag is said that it lacks"
     if idle := [a.written(name) for name in IDLE if a.said(name)]:
         yield f"read, and of no effect in this Megatron: {', '.join(idle)}"
     if known(lambda: m.from_elsewhere):

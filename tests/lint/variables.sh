@@ -1,5 +1,5 @@
 #!/bin/bash
-# finds: unknown-variable unknown-variable
+# finds: unknown-variable
 # megatron: unknown
 # Two values come from nowhere; the conditional branch cannot be told either.
 if [[ "$(hostname)" == login* ]]; then

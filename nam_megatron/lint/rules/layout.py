@@ -180,7 +180,7 @@ RULES = (
         "sequence-parallel-off",
         COST,
         "sequence_parallel",
-        lambda a, m: a.sequence_parallel and m.tp == 1,
+        lambda a, m: not a.elsewhere and a.sequence_parallel and m.tp == 1,  # others leave it on for every layout
         "switched off at tensor parallel size 1, with a line in the log",
         "leave it out",
         VALIDATE,

@@ -1,7 +1,7 @@
 """What argparse makes of the words."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from nam_megatron.lint.follow import shown
 from nam_megatron.lint.model import Model, known
@@ -79,7 +79,7 @@ def absence(rule: Rule, flag: str, fix: str) -> bool:
 
 def of_another(rule: Rule, a: Args) -> bool:
     """Whether a rule is about what another program does itself: its parser and checks; a port to another device has kernels, too."""
-    if a.ported and rule.id not in ("given-twice", "not-the-card", "foreign-flags", "unknown-variable", "unknown-flag"):
+    if a.ported and rule.id not in ("given-twice", "not-the-card", "unknown-variable", "unknown-flag"):
         return rule.severity != DEFAULT
     return (a.forked and _of_parser(rule)) or (a.elsewhere and rule.id == "old-flag" and not a.launch.program)
 
@@ -121,31 +121,44 @@ def _missing(a: Args, m: Model) -> list[str]:
     return [] if a.skip_train or NO_TRAINING.search(a.launch.script or "") else missing
 
 
-def _names(flags: list[str]) -> str:
-    more = f" and {len(flags) - 8} more" if len(flags) > 8 else ""
-    return ", ".join(flags[:8]) + more
-
-
 def _unknown(a: Args, m: Model) -> Iterator[str]:
-    yield from (f"{t.about}\t{_why_open(a, t.detail.split(', '))}" for t in a.trouble if t.rule == "unknown-variable")
-    for name, variables in a.open_values():
-        if not harmless(name, a.target) and name != "local_rank":  # a launcher's, as ever
-            yield f"{a.written(name)}\t{_why_open(a, variables)}"
+    """One finding for each kind of reason: a script that takes its values as arguments would have one for each of them."""
+    found = [(t.about, t.detail.split(", ")) for t in a.trouble if t.rule == "unknown-variable"]
+    found += [
+        (a.written(name), variables)
+        for name, variables in a.open_values()
+        if not harmless(name, a.target) and name != "local_rank"  # a launcher's, as ever
+    ]
+    set_in = {name: _set_in(a.launch.text, name) for _, names in found for name in names}
+    alike: dict[tuple[bool, ...], list[tuple[str, Sequence[str]]]] = {}
+    for what, names in found:
+        alike.setdefault(tuple(sorted({bool(set_in[name]) for name in names})), []).append((what, names))
+    for (first, names), *others in alike.values():
+        more = "".join(f"{what}{_in_line(a, what)}, " for what, _ in others).removesuffix(", ")
+        why = _why_open({name: set_in[name] for _, ns in [(first, names), *others] for name in ns})
+        yield f"{first}\t{f'and {more}: ' if more else ''}{why}"
 
 
-def _why_open(a: Args, names: Sequence[str]) -> str:
-    """Of each name whether the text sets it, where only a condition or a command would tell to what."""
-    text = a.launch.text
-    found = {
-        name: [n for n, line in enumerate(text.splitlines(), 1) if _sets(name, line)] for name in dict.fromkeys(names)
-    }
+def _in_line(a: Args, what: str) -> str:
+    lines = a.launch.lines(what.split()[0].split("=")[0]) if what.startswith("--") else ()
+    return f" (line {', '.join(map(str, lines))})" if lines else ""
+
+
+def _set_in(text: str, name: str) -> tuple[int, ...]:
+    return tuple(n for n, line in enumerate(text.splitlines(), 1) if _sets(name, line))
+
+
+def _why_open(found: Mapping[str, tuple[int, ...]]) -> str:
+    """Of each name whether the text sets it, and in which lines, where only a condition or a command would tell to what."""
     computed = [name for name in found if not re.fullmatch(r"[\w-]+", name)]
     unset = [name for name, lines in found.items() if not lines and name not in computed]
-    told = [
-        f"{name} hangs on what line {', '.join(map(str, lines))} would find" for name, lines in found.items() if lines
-    ]
-    told += [f"`{name}` is worked out where it runs" for name in computed]
-    return "; ".join([*([f"nothing in the text sets {', '.join(unset)}"] if unset else []), *told])
+    hanging = {name: lines for name, lines in found.items() if lines}
+    told = [f"nothing in the text sets {', '.join(unset)}"] if unset else []
+    if hanging:
+        lines = sorted({line for lines in hanging.values() for line in lines})
+        where = f"line {', '.join(map(str, lines))}" if len(lines) < 8 else f"lines {lines[0]} to {lines[-1]}"
+        told.append(f"{', '.join(hanging)} hang{'s' if len(hanging) == 1 else ''} on what {where} would find")
+    return "; ".join([*told, *(f"`{name}` is worked out where it runs" for name in computed)])
 
 
 def _sets(name: str, line: str) -> bool:
@@ -176,15 +189,6 @@ RULES = (
         _trouble("unknown-flag"),
         "Megatron 0.19.2 has no such flag and its parser stops at it",
         "correct it; a flag that your training script adds itself is fine",
-        PARSER,
-    ),
-    Rule(
-        "foreign-flags",
-        OPEN,
-        "",
-        lambda a, m: [f"{a.foreign[0]}\t{_names(a.foreign)}"] if a.foreign else [],
-        "no flags of Megatron 0.19.2: of a program that has a parser of its own, whose defaults are not known here, or of another Megatron",
-        "lint the words that Megatron itself gets",
         PARSER,
     ),
     Rule(
