@@ -1,14 +1,15 @@
 """Hydra composes one config of conf/ and of folders of one's own, with words laid over it; what it refuses is said in our words."""
 
+import copy
 import re
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import ConfigCompositionException, MissingConfigException, OverrideParseException
-from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigTypeError
 
@@ -56,9 +57,12 @@ def composed(config_name: str, texts: Sequence[str], commands: Sequence[str] = (
     GlobalHydra.instance().clear()
     try:
         with files.searching(folders), initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            config = compose(config_name, overrides=rest)
-            files.Folders.defaults_alone = True
-            merged = GlobalHydra.instance().config_loader().compute_defaults_list(config_name, rest, RunMode.RUN)
+            loader = GlobalHydra.instance().config_loader()
+            values = [said.override for said in words if _value(said, folders)]
+            choices = [said.text for said in words if not _value(said, folders)]
+            kept, merged = _merged(loader, config_name, choices, folders)
+            config = copy.deepcopy(kept)
+            loader._apply_overrides_to_config(values, config)
     except Refused:
         raise
     except ConfigCompositionException as err:
@@ -67,7 +71,40 @@ def composed(config_name: str, texts: Sequence[str], commands: Sequence[str] = (
         raise Refused(problem(err)) from None
     finally:
         GlobalHydra.instance().hydra = before
-    return config, Sources(config_name, words, merged.defaults, folders, absent)
+    return config, Sources(config_name, words, merged, folders, absent)
+
+
+def _value(said: Word, folders: Sequence[Path]) -> bool:
+    """Whether a word changes a key behind all files, and nothing of which files those are."""
+    group = said.override.key_or_group
+    is_group = any((root / group).is_dir() for root in (conf_dir(), *folders))
+    return (isinstance(said.value, dict) or not is_group) and not group.startswith("hydra")
+
+
+# What Hydra made of the files of each choice, and the files that it looked for, as they were.
+_known: dict[tuple[str, ...], tuple[files.Seen, DictConfig, list[Any]]] = {}
+
+
+def _merged(
+    loader: Any, config_name: str, choices: list[str], folders: Sequence[Path]
+) -> tuple[DictConfig, Sequence[Any]]:
+    """The config of all files, and those in order; merged once for as long as none is written to and none is added."""
+    where = tuple(str(path.absolute()) for path in (conf_dir(), *folders))
+    key = (config_name, *choices, "in", *where)
+    if (found := _known.get(key)) and files.unchanged(found[0]):
+        return found[1:]
+    merge, order = loader._compose_config_from_defaults_list, list[Any]()
+
+    def noted(defaults: Sequence[Any], repo: Any) -> DictConfig:  # Hydra would say it again, from the start
+        order.extend(defaults)
+        return merge(defaults=defaults, repo=repo)
+
+    loader._compose_config_from_defaults_list = noted
+    seen: files.Seen = {}
+    files.Folders.seen = seen
+    config = compose(config_name, overrides=choices)
+    _known[key] = seen, config, order
+    return config, order
 
 
 def _read(texts: Sequence[str], folders: Sequence[Path]) -> list[Word]:

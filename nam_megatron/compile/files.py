@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
+import hydra
 import yaml
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
@@ -25,6 +26,7 @@ Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 HEADER = 512  # characters in which Hydra looks for its header
 MOST = 100_000  # values of a file, each use of an anchor counted
 MOST_BYTES = 2**21  # of a file; YAML is read at a megabyte a second and more than once
+Seen = dict[Path, tuple[int, int] | None]  # files as they were when they were looked for
 GLOBAL = ("preset", "overlay")  # groups whose files lay themselves over the whole recipe
 
 
@@ -45,8 +47,7 @@ class Folder(ConfigSource):
         found = read(file)
         raise_if(_misplaced(file, config_path, found))
         # Hydra takes the defaults out of what it gets, and merges into it.
-        config = copy.deepcopy(found.defaults if Folders.defaults_alone else found.config)
-        return ConfigResult(self.provider, self.full_path(), config, dict(found.header))
+        return ConfigResult(self.provider, self.full_path(), copy.deepcopy(found.config), dict(found.header))
 
     def available(self) -> bool:
         return Path(self.path).is_dir()
@@ -55,7 +56,9 @@ class Folder(ConfigSource):
         return Path(self.path, config_path).is_dir()
 
     def is_config(self, config_path: str) -> bool:
-        return self._file(config_path).is_file()
+        file = self._file(config_path).absolute()
+        Folders.seen[file] = state(file)
+        return file.is_file()
 
     def list(self, config_path: str, results_filter: Any) -> list[str]:
         found: list[str] = []
@@ -68,7 +71,7 @@ class Folders(SearchPathPlugin):
     """Where Hydra searches while `searching` asks: the library's folder, and those of one's own behind it, each read by Folder."""
 
     own: ClassVar[Sequence[Path] | None] = None
-    defaults_alone: ClassVar[bool] = False  # to list which files are merged, what is in them is copied for nothing
+    seen: ClassVar[Seen] = {}
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         if Folders.own is None:
@@ -76,6 +79,8 @@ class Folders(SearchPathPlugin):
         for element in search_path.get_path():
             if element.provider == "main":
                 element.path = f"{Folder.scheme()}://{element.path}"
+            elif element.provider == "hydra":  # its own dozen of files, which it would parse anew each time
+                element.path = f"{Folder.scheme()}://{Path(hydra.__file__).parent / 'conf'}"
         for folder in Folders.own:
             search_path.append("nam_megatron", f"{Folder.scheme()}://{folder}")
 
@@ -85,12 +90,25 @@ def searching(own: Sequence[Path]) -> Iterator[None]:
     """Within, Hydra reads the library's folder, and then `own`, through Folder."""
     for plugin in (Folder, Folders):
         Plugins.instance().register(plugin)
-    before = Folders.own, Folders.defaults_alone
-    Folders.own, Folders.defaults_alone = own, False
+    before = Folders.own
+    Folders.own = own
     try:
         yield
     finally:
-        Folders.own, Folders.defaults_alone = before
+        Folders.own = before
+
+
+def state(file: Path) -> tuple[int, int] | None:
+    """What another content changes: when it was written, and its bytes. None of a file that is not there."""
+    try:
+        stat = file.stat()
+    except (OSError, ValueError):
+        return None
+    return stat.st_mtime_ns, stat.st_size
+
+
+def unchanged(seen: Seen) -> bool:
+    return all(state(file) == before for file, before in seen.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +116,6 @@ class Read:
     """A file: as OmegaConf has it, with what its header says, and as nodes, which know their lines."""
 
     config: Container
-    defaults: Container
     header: Mapping[str, str | None]
     node: yaml.Node | None
 
@@ -144,8 +161,7 @@ def _read(file: Path, _written: int, bytes_: int) -> Read:
         message = f"`{file}` has {found} values, its anchors written out"
         raise Refused(Problem(message, hint=f"{MOST} are enough", law="anchors-too-many"))
     config = OmegaConf.load(file)
-    defaults = OmegaConf.masked_copy(config, "defaults") if isinstance(config, DictConfig) else config
-    return Read(config, defaults, ConfigSource._get_header_dict(text[:HEADER]), node)
+    return Read(config, ConfigSource._get_header_dict(text[:HEADER]), node)
 
 
 def _misplaced(file: Path, config_path: str, found: Read) -> Iterator[Problem]:

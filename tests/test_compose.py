@@ -1,0 +1,71 @@
+"""Files that were merged once are merged again when, and only when, one that counts is another; what comes out is Hydra's own."""
+
+import os
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+
+from nam_megatron.compile import files
+from nam_megatron.compile.compose import composed
+from nam_megatron.conf import conf_dir
+
+CHOICE = ["preset=nam56r_smoke", "optim=muon", "+overlay=fused"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["optim.lr=0.5", "model.blocks.moe={top_k: 2}"],
+        ["++allow.x=why", "~data.workers", "cluster={gpus_per_node: 3}"],
+        ["lane=nemo_native", "model.letters.A=gqa"],
+    ],
+)
+def test_what_is_composed_is_what_hydra_composes(words):
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        theirs = compose("recipe", overrides=[*CHOICE, *words])
+        merged = GlobalHydra.instance().config_loader().compute_defaults_list("recipe", [*CHOICE, *words], "RUN")
+    for _ in range(2):
+        ours, sources = composed("recipe", [*CHOICE, *words])
+        assert ours == theirs
+        laid = [(d.config_path, d.package) for d, path in sources._merged]
+        assert laid == [(d.config_path, d.package) for d in merged.defaults if not d.config_path.startswith("hydra")]
+
+
+def test_words_of_values_merge_no_file_again_and_leave_nothing_behind(monkeypatch):
+    plain, _ = composed("recipe", CHOICE)
+    monkeypatch.setattr(files.Folder, "load_config", None)
+    changed, _ = composed("recipe", [*CHOICE, "optim.lr=0.5", "model.depth=7"])
+    changed.data.workers = 9
+    assert (changed.optim.lr, changed.model.depth) == (0.5, 7)
+    assert composed("recipe", CHOICE)[0] == plain
+
+
+def test_a_file_that_is_written_to_or_added_is_seen(tmp_path, monkeypatch):
+    def said():
+        return composed("recipe", [f"hydra.searchpath=[{tmp_path}]", "preset=mine"])[0]
+
+    def lr():
+        return said().optim.lr
+
+    mine = tmp_path / "preset" / "mine.yaml"
+    mine.parent.mkdir()
+    head = "# @package _global_\ndefaults: [nam56r_smoke, {optional /more@optim: mine}, _self_]\n"
+    mine.write_text(head + "optim: {lr: 0.5}\n")
+    assert (lr(), lr()) == (0.5, 0.5)
+    was = mine.stat()
+    mine.write_text(head + "optim: {lr: 0.2}\n")  # of the same size, a nanosecond later
+    os.utime(mine, ns=(was.st_atime_ns, was.st_mtime_ns + 1))
+    assert lr() == 0.2
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "mine.yaml").write_text("beta1: 0.25\n")
+    assert (lr(), said().optim.beta1) == (0.2, 0.25)
+    monkeypatch.chdir(tmp_path)
+    other = tmp_path / "other" / "preset" / "mine.yaml"
+    other.parent.mkdir(parents=True)
+    other.write_text(head + "optim: {lr: 0.3}\n")
+    relative = ["preset=mine", "hydra.searchpath=['.']"]
+    assert composed("recipe", relative)[0].optim.lr == 0.2
+    monkeypatch.chdir(tmp_path / "other")
+    assert composed("recipe", relative)[0].optim.lr == 0.3
