@@ -227,3 +227,23 @@ def test_a_yaml_that_starts_from_others_is_their_programs():
     assert {f.severity for f in found.findings} <= {"open"} and "GELU" not in report.text(found)
     alone = lint(text.partition("\n")[2] + "hybrid_attention_ratio: 0.5\n", "model.yaml")
     assert {f.id for f in alone.findings} >= {"bad-value", "removed-flag"}
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ("tensor_model_parallel_size: two", {"bad-value"}),
+        ("tensor_model_parallel_size: true", {"bad-value"}),
+        ("pipeline_model_parallel_size: -3", {"not-positive"}),
+        ("moe_ffn_hidden_size: 0", {"not-positive"}),
+        ("num_moe_experts: -1", {"not-positive"}),
+        ("num_moe_experts: 0", set()),
+        ("tensor_model_parallel_size: auto", set()),
+        ("tensor_model_parallel_size: 2.0", set()),
+        ("moe_token_dispatcher_type: own", set()),
+    ],
+)
+def test_a_size_that_no_program_can_build_is_a_failure(said, found):
+    """Another program takes values of its own, but no `two` layers and no -3 stages."""
+    text = NEMO_RL.replace("tensor_model_parallel_size: 2", said)
+    assert {f.id for f in lint(text).findings} - {"unknown-variable"} == found

@@ -68,7 +68,23 @@ REMOVED = {
 }
 
 
-CHOICES = "there are"
+CHOICES, WHOLE = "there are", "is no whole number"
+# Arguments that are a size: whole, and 1 or more in any program that builds Megatron's layers; those of `none` may be 0, for none of it.
+SIZE = re.compile(
+    r"(?:(?:tensor_model|pipeline_model|context|expert_model|expert_tensor)_parallel_size|(?:eval_)?(?:micro|global)_batch_size|"
+    r"(?:expert_)?tensor_parallel_num_weight_shards|num_distributed_optimizer_instances|microbatch_group_size_per_vp_stage|"
+    r"num_layers_per_virtual_pipeline_stage|num_virtual_stages_per_pipeline_rank|decoder_(?:first|last)_pipeline_num_layers|"
+    r"(?:encoder_)?num_layers|(?:encoder_)?seq_length|max_position_embeddings|lr_decay_(?:iters|samples)|make_vocab_size_divisible_by|"
+    r"(?:moe_)?(?:ffn_)?hidden_size|kv_channels|num_attention_heads|num_query_groups|(?:kv|q)_lora_rank|(?:qk|qk_pos_emb|v)_head_dim|"
+    r"moe_(?:router_topk|shared_expert_intermediate_size|latent_size)|mamba_(?:num_heads|head_dim|state_dim|num_groups)|"
+    r"linear_(?:conv_kernel|(?:key|value)_head)_dim|linear_num_(?:key|value)_heads|dsa_indexer_(?:n_heads|head_dim|topk|topk_freq)|"
+    r"rotary_(?:base|seq_len_interpolation_factor)|fp8_amax_history_len)"
+    r"|(?P<none>num_experts|moe_router_(?:num_groups|group_topk)|mtp_num_layers|cpu_offloading_num_layers|recompute_num_layers|"
+    r"(?:padded_)?vocab_size|train_(?:iters|samples)|lr_(?:warmup|wsd_decay)_(?:iters|samples)|num_layers_at_(?:start|end)_in_bf16)"
+)
+OWN_SIZE = re.compile(
+    r"auto|none|null|default|\?{3}|", re.IGNORECASE
+)  # what another program may mean by a word in its place
 
 
 class NotKnown(Exception):
@@ -114,7 +130,9 @@ class Args:
         if self.elsewhere:  # its parser takes other values under the same names
             own = ("unknown-flag", "removed-flag") if launch.kind == "yaml" else ()
             self.foreign += [t.about for t in self.trouble if t.rule in own]
-            self.trouble = [t for t in self.trouble if t.rule not in ("bad-value", "missing-value", *own)]
+            self.trouble = [
+                t for t in self.trouble if t.rule not in ("bad-value", "missing-value", *own) or self._no_size(t)
+            ]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in self.target.by_dest:
@@ -148,6 +166,17 @@ class Args:
             value = self.given[name][-1][1]
             return f"{name}={shown(self.given[name][-1][2].split(' ', 1)[-1]) if isinstance(value, Open) else _flat(value)}"
         return shown(self.given[name][-1][2]) if self.said(name) else self.target.by_dest[name].name
+
+    def _no_size(self, t: Trouble) -> bool:
+        """Whether a size is no number at all, which no program's parser takes."""
+        name, _, value = t.about.partition(" ")
+        if t.rule != "bad-value" or t.detail != WHOLE or OWN_SIZE.fullmatch(value):
+            return False
+        flag, _ = self._flag(name)
+        try:
+            return flag is not None and bool(SIZE.fullmatch(flag.dest)) and not float(value).is_integer()
+        except ValueError:
+            return True
 
     # Reading the words, as argparse does
 
@@ -316,7 +345,7 @@ def convert(flag: Flag, text: str) -> Any:
         try:
             value: Any = int(text) if kind == "int" else float(text)
         except ValueError:
-            raise ValueError(f"is no {'whole number' if kind == 'int' else 'number'}") from None
+            raise ValueError(WHOLE if kind == "int" else "is no number") from None
     elif kind == "_parse_cuda_graph_modules_arg":
         if text not in GRAPH_MODULES:
             raise ValueError(f"there are {', '.join(GRAPH_MODULES[:6])}")

@@ -1,10 +1,11 @@
 """Parallel layout, batches, recomputation."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from nam_megatron.lint.model import Model, known
 from nam_megatron.lint.rules.rule import CONFIG, COST, FAIL, FRAGILE, OPEN, PATTERN, VALIDATE, Rule, each
-from nam_megatron.lint.values import Args
+from nam_megatron.lint.values import SIZE, Args
 
 UNEVEN = (
     "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "num_layers_per_virtual_pipeline_stage",
@@ -124,20 +125,34 @@ def _recomputes_mtp(a: Args, m: Model, method: str) -> bool:
     return m.recompute == "full" and a.recompute_method == method and bool(m.mtp_depths or a.mtp_num_layers)
 
 
-SIZES = (
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
-    "expert_tensor_parallel_size", "micro_batch_size", "global_batch_size", "hidden_size", "num_attention_heads", "seq_length",
-)  # fmt: skip
+# Which sizes a model reads that not every model does.
+READS: tuple[tuple[tuple[str, ...], Callable[[Args, Model], object]], ...] = (
+    (("num_layers",), lambda a, m: m.pattern is None),
+    (("num_query_groups",), lambda a, m: a.group_query_attention),
+    (("mamba_",), lambda a, m: m.mamba),
+    (("linear_",), lambda a, m: m.variant == "gated_delta_net"),
+    (("dsa_",), lambda a, m: m.checks_dsa),
+    (("moe_",), lambda a, m: m.moe),
+    (("q_lora", "kv_lora", "qk_", "v_head"), lambda a, m: m.mla),
+    (("fp8_",), lambda a, m: a.fp8),
+)
+
+
+def _reads(name: str, a: Args, m: Model) -> bool:
+    return all(is_read(a, m) for names, is_read in READS if name.startswith(names))
 
 
 def _not_positive(a: Args, m: Model) -> Iterator[str]:
-    for name in SIZES:
-        if isinstance(value := a.value(name), int) and value < 1:
-            yield f"{a.written(name)}\t"
+    """Of every size that is read."""
+    for name in a.given:
+        if (size := SIZE.fullmatch(name)) and known(partial(_reads, name, a, m), True):
+            value = a.value(name)
+            if isinstance(value, int) and value < (0 if size["none"] else 1):
+                yield f"{a.written(name)}\t{'0 for none of it' if size['none'] else ''}"
 
 
 RULES = (
-    Rule("not-positive", FAIL, "", _not_positive, "must be 1 or more", "correct it", VALIDATE),
+    Rule("not-positive", FAIL, "", _not_positive, "a size is a whole number from 1 on", "correct it", VALIDATE),
     Rule(
         "world-size",
         FAIL,

@@ -1,7 +1,7 @@
 """What argparse makes of the words."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from nam_megatron.lint.follow import shown
 from nam_megatron.lint.model import Model, known
@@ -89,7 +89,7 @@ def _of_parser(rule: Rule) -> bool:
     return (
         rule.severity == FAIL
         and rule.source.startswith(VALIDATE)
-        and rule.id not in ("world-size", "conflict", "indivisible")
+        and rule.id not in ("world-size", "conflict", "indivisible", "not-positive")
     )
 
 
@@ -123,14 +123,14 @@ def _missing(a: Args, m: Model) -> list[str]:
 
 def _unknown(a: Args, m: Model) -> Iterator[str]:
     """One finding for each kind of reason: a script that takes its values as arguments would have one for each of them."""
-    found = [(t.about, t.detail.split(", ")) for t in a.trouble if t.rule == "unknown-variable"]
+    found = [(t.about, tuple(t.detail.split(", "))) for t in a.trouble if t.rule == "unknown-variable"]
     found += [
         (a.written(name), variables)
         for name, variables in a.open_values()
         if not harmless(name, a.target) and name != "local_rank"  # a launcher's, as ever
     ]
     set_in = {name: _set_in(a.launch.text, name) for _, names in found for name in names}
-    alike: dict[tuple[bool, ...], list[tuple[str, Sequence[str]]]] = {}
+    alike: dict[tuple[bool, ...], list[tuple[str, tuple[str, ...]]]] = {}
     for what, names in found:
         alike.setdefault(tuple(sorted({bool(set_in[name]) for name in names})), []).append((what, names))
     for (first, names), *others in alike.values():
