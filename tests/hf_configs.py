@@ -57,6 +57,30 @@ KIMI_K2 = DEEPSEEK_V3 | {
     "rope_scaling": {"type": "yarn", "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
                      "original_max_position_embeddings": 4096},
 }  # fmt: skip
+MOONLIGHT = DEEPSEEK_V3 | {
+    "hidden_size": 2048, "intermediate_size": 11264, "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "vocab_size": 163840, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 50000.0, "initializer_range": 0.02,
+    "q_lora_rank": None, "n_routed_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.446, "aux_loss_alpha": 0.001,
+    "num_nextn_predict_layers": 0, "rope_scaling": None,
+}  # fmt: skip
+GLM_4_7_FLASH = {
+    "model_type": "glm4_moe_lite", "hidden_size": 2048, "intermediate_size": 10240, "num_hidden_layers": 47, "num_attention_heads": 20,
+    "num_key_value_heads": 20, "vocab_size": 154880, "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "rope_theta": 1000000,
+    "rope_scaling": None, "partial_rotary_factor": 1.0, "hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": False,
+    "q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256, "n_routed_experts": 64,
+    "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "n_shared_experts": 1, "first_k_dense_replace": 1, "topk_method": "noaux_tc",
+    "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+QWEN3_8B = {
+    "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000, "rope_scaling": None, "hidden_act": "silu", "initializer_range": 0.02, "tie_word_embeddings": False,
+    "attention_bias": False, "sliding_window": None, "use_sliding_window": False,
+}  # fmt: skip
+QWEN3_0_6B = QWEN3_8B | {
+    "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "tie_word_embeddings": True,
+}  # fmt: skip
 GLM_4_5_AIR = {
     "model_type": "glm4_moe", "hidden_size": 4096, "intermediate_size": 10944, "num_hidden_layers": 46, "num_attention_heads": 96,
     "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151552, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
@@ -71,6 +95,10 @@ NEMOTRON_H_8B = {
     "mlp_hidden_act": "relu2", "initializer_range": 0.02, "tie_word_embeddings": False, "mamba_num_heads": 128, "mamba_head_dim": 64,
     "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4, "use_conv_bias": True, "use_bias": False, "mlp_bias": False,
     "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+}  # fmt: skip
+NEMOTRON_NANO_9B_V2 = NEMOTRON_H_8B | {
+    "hidden_size": 4480, "intermediate_size": 15680, "num_hidden_layers": 56, "num_attention_heads": 40, "mamba_head_dim": 80,
+    "max_position_embeddings": 131072, "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
 }  # fmt: skip
 NEMOTRON_3_NANO = NEMOTRON_H_8B | {
     "hidden_size": 2688, "intermediate_size": 1856, "num_key_value_heads": 2, "mamba_num_heads": 64, "n_routed_experts": 128,
@@ -89,6 +117,7 @@ NEMOTRON_3_SUPER = NEMOTRON_3_NANO | {
 CONFIGS = {
     "llama_3_1_8b": LLAMA, "mixtral_8x7b": MIXTRAL, "qwen3_30b_a3b": QWEN3_30B, "qwen3_next_80b_a3b": QWEN3_NEXT,
     "deepseek_v3_yarn": DEEPSEEK_V3, "deepseek_v2_lite": DEEPSEEK_V2_LITE, "kimi_k2": KIMI_K2, "glm_4_5_air": GLM_4_5_AIR,
-    "nemotron_h_8b": NEMOTRON_H_8B, "nemotron_3_nano_30b_a3b": NEMOTRON_3_NANO,
+    "moonlight_16b_a3b": MOONLIGHT, "glm_4_7_flash": GLM_4_7_FLASH, "qwen3_8b": QWEN3_8B, "qwen3_0_6b": QWEN3_0_6B,
+    "nemotron_nano_9b_v2": NEMOTRON_NANO_9B_V2, "nemotron_h_8b": NEMOTRON_H_8B, "nemotron_3_nano_30b_a3b": NEMOTRON_3_NANO,
     "nemotron_3_super_120b_a12b": NEMOTRON_3_SUPER,
 }  # fmt: skip

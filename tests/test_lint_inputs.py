@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 from command import warm
-from hf_configs import CONFIGS, DEEPSEEK_V2_LITE, DEEPSEEK_V3, LLAMA, NEMOTRON_3_NANO
+from hf_configs import CONFIGS, DEEPSEEK_V2_LITE, DEEPSEEK_V3, GLM_4_7_FLASH, LLAMA, NEMOTRON_3_NANO
 from lint_cases import HYBRID, MOE
 from presets import lowered
 from test_lint import launch
@@ -69,7 +69,15 @@ def test_config_of_a_public_model_has_its_parameters(name):
 # Initial values that were trained with (Megatron-Bridge's recipe), where config.json has another.
 TRAINED = {"nemotron_3_nano_30b_a3b": 0.0173}
 # Of the loss that balances experts a config.json says nothing, or what its authors' code has and not what they trained with.
-BALANCED = {"deepseek_v3_yarn", "deepseek_v2_lite", "kimi_k2", "qwen3_30b_a3b", "qwen3_next_80b_a3b", "mixtral_8x7b"}
+BALANCED = {
+    "moonlight_16b_a3b",
+    "deepseek_v3_yarn",
+    "deepseek_v2_lite",
+    "kimi_k2",
+    "qwen3_30b_a3b",
+    "qwen3_next_80b_a3b",
+    "mixtral_8x7b",
+}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -78,7 +86,7 @@ def test_every_published_field_is_the_presets(name):
     theirs, plan = native.described(CONFIGS[name], "config.json"), lowered(name).plan
     assert export.counted(theirs) == export.counted(export.config(plan))
     model = plan.recipe.model
-    assert model.init_std == TRAINED.get(name, CONFIGS[name]["initializer_range"])
+    assert model.init_std == TRAINED.get(name, CONFIGS[name].get("initializer_range", 0.02))
     said = CONFIGS[name].get("router_aux_loss_coef", CONFIGS[name].get("aux_loss_alpha"))
     assert (said is not None) == (name in BALANCED)
     if said is not None:
@@ -293,6 +301,12 @@ def test_commands_take_a_published_model_by_its_config(given, tmp_path):
     assert warm(f"conf={at}").code == 2
 
 
+def test_a_deviation_of_initial_weights_that_no_file_says_is_asked_for():
+    """GLM-4.7-Flash's does not, and Megatron's own was taken."""
+    made = recipe.make(lint(json.dumps(GLM_4_7_FLASH), "config.json"), Path("back.yaml"))
+    assert yaml.safe_load(made.yaml)["model"]["init_std"] == "???" and "model.init_std" in made.unsaid
+
+
 def test_a_preset_of_a_published_model_says_all_of_the_model():
     """What a model of ours has alike is written too: it may change there."""
     made = recipe.make(lint(json.dumps(CONFIGS["nemotron_3_nano_30b_a3b"]), "config.json"), Path("back.yaml"))
@@ -324,13 +338,17 @@ HOLDS = {
 # What follows besides: lists of layers, an even share of heads, the widths of experts and shared experts.
 FOLLOWS = {
     "num_hidden_layers": {"--moe-layer-freq", "--linear-attention-freq"}, "num_attention_heads": {"--kv-channels"},
+    "hidden_size": {"--kv-channels"}, "v_head_dim": {"--kv-channels"},
     "intermediate_size": {"--moe-ffn-hidden-size"}, "moe_intermediate_size": {"--moe-shared-expert-intermediate-size"},
     "n_group": {"--moe-router-group-topk"},
 }  # fmt: skip
 # (Family, key): another number of it is one that no layer reads, or none that can be said.
-SILENT = {(family, "num_key_value_heads") for family in ("deepseek_v3_yarn", "deepseek_v2_lite", "kimi_k2")}
+SILENT = {(family, "num_key_value_heads") for family in ("deepseek_v3_yarn", "deepseek_v2_lite", "kimi_k2", "moonlight_16b_a3b",
+                                                         "glm_4_7_flash")}  # fmt: skip
+SILENT |= {("glm_4_7_flash", "partial_rotary_factor")}
 SILENT |= {(family, "n_group") for family in ("deepseek_v2_lite",)}
 SILENT |= {(family, "topk_group") for family in ("deepseek_v2_lite", "kimi_k2", "glm_4_5_air", "nemotron_3_nano_30b_a3b",
+                                                  "moonlight_16b_a3b", "glm_4_7_flash",
                                                   "nemotron_3_super_120b_a12b")}  # fmt: skip
 SILENT |= {(family, "num_hidden_layers") for family in CONFIGS if family.startswith("nemotron")}
 
@@ -361,6 +379,7 @@ def test_a_number_of_a_config_is_held_by_its_flags_and_no_other(name):
 
 # Keys of a config that may lack, for transformers has the same value for them or another key says it.
 OPTIONAL = {
+    "initializer_range",
     "attention_bias", "mlp_bias", "use_bias", "use_conv_bias", "conv_kernel", "use_qk_norm", "time_step_limit", "scoring_func",
     "topk_method", "decoder_sparse_step", "mlp_only_layers", "moe_layer_freq", "rope_scaling", "router_aux_loss_coef", "aux_loss_alpha",
     "seq_aux", "num_nextn_predict_layers", "moe_latent_size",
@@ -369,6 +388,10 @@ OF_ONE = {
     "nemotron": {"num_hidden_layers", "n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor", "n_shared_experts"},
     "deepseek": {"num_key_value_heads"}, "kimi": {"num_key_value_heads", "norm_topk_prob", "n_routed_experts"},
     "deepseek_v3": {"norm_topk_prob", "n_routed_experts"}, "deepseek_v2": {"n_routed_experts"}, "glm": {"norm_topk_prob"},
+    "moonlight": {"num_key_value_heads", "norm_topk_prob", "n_routed_experts"},
+    "glm_4_7_flash": {"num_key_value_heads", "n_routed_experts", "partial_rotary_factor"},
+    "qwen3_8b": {"sliding_window", "use_sliding_window"},
+    "qwen3_0": {"sliding_window", "use_sliding_window"},
 }  # fmt: skip
 
 

@@ -582,7 +582,8 @@ REFUSALS = [
     (DESIGN, {"execution.dsa.query_pieces": 2, "execution.dsa.kernels": "megatron", "model.blocks.dsa.full_every": 1},
      "execution.dsa.query_pieces", "takes all queries at once"),
     (DESIGN, {"model.linear_bias": True}, "model.linear_bias", "DSA has no linear bias"),
-    (DESIGN, {"model.hidden_size": 3592}, "model.hidden_size", "3592 is not a multiple of num_attention_heads 56"),
+    (NATIVE, {"model.hidden_size": 3592, "model.pattern": "M", "model.depth": 4}, "model.hidden_size",
+     "3592 is not a multiple of num_attention_heads 56"),
     (NATIVE, {"model.linear_bias": True, "model.pattern": "M", "model.depth": 4}, "model.linear_bias", "no layer has such a bias"),
     # moe
     (NATIVE, {"model.linear_bias": True}, "model.linear_bias", "a shared expert takes no bias"),

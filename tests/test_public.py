@@ -18,6 +18,7 @@ PUBLISHED = {
     "deepseek_v3_2": 671_877_929_216,  # without its layer of token prediction
     "deepseek_v3_yarn": 671_026_404_352,  # the same
     "glm_4_5_air": 106_852_245_504,  # the same
+    "glm_4_7_flash": 29_943_390_976,  # the same
     "kimi_k2": 1_026_408_209_408,
     "llama_3_1_8b": 8_030_261_248,
     "deepseek_v3": 671_026_404_352,  # without its layer of token prediction
@@ -26,12 +27,16 @@ PUBLISHED = {
     "nemotron_3_nano_30b_a3b": 31_577_937_344,
     "nemotron_3_super_120b_a12b": 120_668_687_360,  # without its layer of token prediction
     "nemotron_h_56b": 56_324_350_464,
+    "nemotron_nano_9b_v2": 8_888_227_328,
+    "moonlight_16b_a3b": 15_960_108_544,
+    "qwen3_0_6b": 596_049_920,
+    "qwen3_8b": 8_190_735_360,
     "nemotron_h_8b": 8_100_852_736,
     "qwen3_30b_a3b": 30_532_122_624,
     "qwen3_next_80b_a3b": 79_674_391_296,  # without its layer of token prediction
 }
 # What stock Megatron, given these arguments, would train as another model.
-OURS = {"deepseek_v2_lite": {"mla"}, "kimi_k2": {"yarn"}, "llama_3_1_8b": {"llama_rope"}}
+OURS = {"deepseek_v2_lite": {"mla"}, "moonlight_16b_a3b": {"mla"}, "kimi_k2": {"yarn"}, "llama_3_1_8b": {"llama_rope"}}
 
 
 def test_every_preset_of_a_public_model_is_asked():

@@ -43,8 +43,9 @@ def parser() -> argparse.ArgumentParser:
     made = verb("export", "Write a checkpoint so that transformers opens it.",
                 ("checkpoint", "the folder of a run's checkpoints, or of one step"), ("out", "a new folder"))  # fmt: skip
     made.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="where the run had no dataset of ours")
-    made.add_argument("--as", dest="form", choices=("nam", "native"), default="nam",
-                      help="nam: with code of ours (default); native: in its published architecture, where it has one")  # fmt: skip
+    made.add_argument("--as", dest="form", default="nam", metavar="FORM",
+                      help="nam: with code of ours (default); native: in its published architecture, where it has one; a `model_type`, "
+                      "as glm4_moe_lite: in that one, where several compute the model")  # fmt: skip
     made.add_argument("--shard-gb", type=between(0.001, 1000), default=4.0, help="size of a file at most (default: 4)")
     made = verb("import", "Write an export, or weights as others publish them, as weights that a run starts from.",
                 ("export", "an export's folder, or a published one"), ("plan", "the run's plan.json"), ("out", "a new folder"))  # fmt: skip
@@ -113,8 +114,11 @@ def _progress(text: str) -> None:
 def _export(words: argparse.Namespace) -> int:
     from nam_megatron.hf import export, native
 
-    if words.form == "native":
-        kind = native.export(words.checkpoint, words.out, words.tokenizer, _progress, int(words.shard_gb * 2**30))
+    if words.form != "nam":
+        named = None if words.form == "native" else words.form
+        kind = native.export(
+            words.checkpoint, words.out, words.tokenizer, _progress, int(words.shard_gb * 2**30), named
+        )
         print(f"{words.out}: a {kind} of transformers")
         return OK
     made = export.export(words.checkpoint, words.out, words.tokenizer, _progress, int(words.shard_gb * 2**30))

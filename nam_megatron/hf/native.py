@@ -252,10 +252,14 @@ def apart(places: list[Place], whole: torch.Tensor) -> torch.Tensor:
 # Out ---------------------------------------------------------------------------------------------------------------------
 
 
-def architecture(plan: Plan) -> tuple[Family, dict[str, Any]]:
-    """The published architecture that computes a plan's model, and its config.json. Raises Refused: none does, and why each does not."""
+def architecture(plan: Plan, named: str | None = None) -> tuple[Family, dict[str, Any]]:
+    """The published architecture that computes a plan's model, and its config.json; of several the first, or the one that is named.
+
+    Raises:
+        Refused: none does, and why each does not.
+    """
     config, why = describe.config(plan), []
-    for of in families.own():
+    for of in families.own() if named is None else [families.family(named)]:
         problems = list(_not_of(of, plan, config))
         if not problems:
             return of, written(of, plan)
@@ -280,8 +284,10 @@ def _not_of(of: Family, plan: Plan, config: Config) -> Iterator[Problem]:
     yield from found
 
 
-def export(checkpoint: Path, out: Path, tokens: Path | None, say: Say, shard_bytes: int = folder.MOST) -> str:
-    """Write the newest step of `checkpoint` in its published architecture; the class of transformers that opens it.
+def export(
+    checkpoint: Path, out: Path, tokens: Path | None, say: Say, shard_bytes: int = folder.MOST, named: str | None = None
+) -> str:
+    """Write the newest step of `checkpoint` in its published architecture, or the named one; the class of transformers that opens it.
 
     tokens: the tokenizer's folder; None: that of imported weights or of the run's dataset, if we built it.
 
@@ -289,7 +295,7 @@ def export(checkpoint: Path, out: Path, tokens: Path | None, say: Say, shard_byt
         Refused: as `export.export`, or a model that no published architecture computes.
     """
     lowering, step, tokens = exports.opened(checkpoint, tokens, say)
-    of, keys = architecture(lowering.plan)
+    of, keys = architecture(lowering.plan, named)
     source = exports.checked(step, lowering.plan)
     places = list(families.places(of, describe.config(lowering.plan)))
     theirs = {

@@ -35,8 +35,8 @@ def _ranks_without_experts(plan: Plan, parallel: Parallel) -> Iterator[Words]:
 
 
 def _uneven_heads(plan: Plan, model: Model) -> Words | None:
-    """Megatron divides where `kv_channels` is not given."""
-    if "attention" in plan.kinds or model.hidden_size % model.num_attention_heads == 0:
+    """Megatron divides where `kv_channels` is not given, which attention and MLA give."""
+    if plan.kinds & {"attention", "mla", "dsa"} or model.hidden_size % model.num_attention_heads == 0:
         return None
     step = lcm(BF16_ROW, model.num_attention_heads)
     whole = [(model.hidden_size // columns, columns) for columns in (64, 128) if model.hidden_size % columns == 0]

@@ -157,12 +157,11 @@ def _common(s: Said) -> Words:
         str(s.number("rms_norm_eps", "layer_norm_epsilon", "norm_eps")),
     )
     yield from ("--disable-bias-linear", "--hidden-dropout", str(s.get("hidden_dropout", 0.0)))
-    yield from (
-        "--attention-dropout",
-        str(s.get("attention_dropout", 0.0)),
-        "--init-method-std",
-        str(s.number("initializer_range")),
-    )
+    yield from ("--attention-dropout", str(s.get("attention_dropout", 0.0)))
+    if s.get("initializer_range") is not None:
+        yield from ("--init-method-std", str(s.number("initializer_range")))
+    else:  # as GLM-4.7-Flash: it leaves weights that are read as they are
+        s.left.append("no `initializer_range`: the deviation of initial weights is to be given")
     if not s.need("tie_word_embeddings"):
         yield "--untie-embeddings-and-output-weights"
     s.off("mlp_bias", "use_bias", "mamba_proj_bias", "use_sliding_window")
@@ -181,7 +180,7 @@ _DEEPSEEK = ("routed_scaling_factor", "n_group", "topk_group", "n_shared_experts
 SAID: Mapping[str, tuple[str, ...]] = {
     "mistral": ("sliding_window",), "mixtral": ("sliding_window",), "qwen3": ("head_dim",), "qwen3_moe": ("head_dim",),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), ("head_dim", "partial_rotary_factor")),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2"), _DEEPSEEK),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite"), _DEEPSEEK),
     "glm4_moe": (*_DEEPSEEK, "head_dim", "partial_rotary_factor"), "nemotron_h": ("head_dim|attention_head_dim",),
 }  # fmt: skip
 WINDOWED = {"mixtral", "mistral"}
@@ -457,7 +456,10 @@ def _deepseek(s: Said) -> Words:
     ):
         yield from (f"--{flag}", str(s.number(key)))
     s.get("num_key_value_heads"), s.get("head_dim"), s.get("qk_head_dim")
+    if s.number("hidden_size") % s.number("num_attention_heads"):  # Megatron would divide
+        yield from ("--kv-channels", str(s.number("v_head_dim")))
     s.only("rope_interleave", True)
+    s.only("partial_rotary_factor", 1.0)
     base, scaling, kind = _angles(s)
     yield from base
     if kind == "yarn":
@@ -571,5 +573,6 @@ def _nemotron_h(s: Said) -> Words:
 KINDS: Mapping[str, Callable[[Said], Words]] = {
     "llama": _llama, "mistral": _mistral, "mixtral": _mixtral, "qwen2": _qwen2, "qwen3": _qwen3, "qwen3_moe": _qwen3_moe,
     "qwen3_next": _qwen3_next, "qwen3_5_text": _qwen3_5, "qwen3_5_moe_text": _qwen3_5_moe, "deepseek_v2": _deepseek,
-    "deepseek_v3": _deepseek, "deepseek_v32": _deepseek, "kimi_k2": _deepseek, "glm4_moe": _glm4_moe, "nemotron_h": _nemotron_h,
+    "deepseek_v3": _deepseek, "deepseek_v32": _deepseek, "kimi_k2": _deepseek, "glm4_moe": _glm4_moe,
+    "glm4_moe_lite": _deepseek, "nemotron_h": _nemotron_h,
 }  # fmt: skip

@@ -478,7 +478,8 @@ def _model(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
         "zero_centered_norms": a.layernorm_zero_centered_gamma, "linear_bias": a.add_bias_linear,
         "activation": {"SwiGLU": "swiglu", "squared ReLU": "squared_relu"}.get(m.activation, m.activation.lower().replace(" ", "_")),
         "hidden_dropout": a.hidden_dropout, "attention_dropout": a.attention_dropout, "rotary_base": a.rotary_base,
-        "init_std": a.init_method_std, "letters": kinds, "substitute": substitute, "blocks": _blocks(m, lost),
+        "init_std": UNSAID if m.described and not a.said("init_method_std") else a.init_method_std,
+        "letters": kinds, "substitute": substitute, "blocks": _blocks(m, lost),
     }  # fmt: skip
 
 

@@ -85,15 +85,22 @@ class Mla(Block):
 
     def settings(self, site: Site) -> Iterator[Setting]:
         heads, key = site.num_attention_heads, "model.letters.A"
+        uneven = site.hidden_size % heads and "attention" not in site.kinds
         fields = {
             "transformer.multi_latent_attention": True,
-            "transformer.kv_channels": site.hidden_size // heads,
+            **({} if uneven else {"transformer.kv_channels": site.hidden_size // heads}),
             "transformer.num_query_groups": heads,
             "transformer.rotary_base": site.rotary_base,
         }
         why = "said outright; Megatron would infer it from the pattern"
         yield Setting("multi_latent_attention", True, why, key, beside="kernels", fields=fields)
         pin = partial(Setting, beside="v_head_dim")
+        if uneven:
+            yield pin(
+                "kv_channels",
+                self.v_head_dim,
+                "read by no latent; unset, Megatron divides the width by the heads, which leaves a rest",
+            )
         if site.yarn:  # which says the rest
             yield Setting("rope_type", "yarn", "as the feature says", "feature.yarn.factor", beside="v_head_dim")
         else:

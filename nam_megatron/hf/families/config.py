@@ -78,6 +78,7 @@ COMPUTED: Mapping[str, Callable[[Family, Plan, Config], Any]] = {
     "partial_rotary_factor": lambda of, plan, c: c["attention"]["rotary_dim"] / c["attention"]["head_dim"],
     "layer_types": _layer_types,
     "first_dense": _first_dense,
+    "mlp_layer_types": lambda of, plan, c: ["dense" if kind == "mlp" else "sparse" for kind in c["layer_kinds"][1::2]],
     "mlp_only_layers": lambda of, plan, c: [i for i, kind in enumerate(c["layer_kinds"][1::2]) if kind == "mlp"],
     "aux_loss": _aux_loss,
     "norm_topk_prob": lambda of, plan, c: not c["moe"]["pre_softmax"],
