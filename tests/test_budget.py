@@ -1108,6 +1108,37 @@ def test_what_a_launch_does_not_say_is_asked_for_before_it_is_priced_or_counted(
         of_yaml(tmp_path / "verl.sh", gpus=())
 
 
+IDLE = """--attention-softmax-in-fp32 --save $1 --save-interval 9 --load $1 --eval-iters 8 --eval-interval 100 --log-throughput --manual-gc
+  --manual-gc-interval 9 --distributed-timeout-minutes 60 --dataloader-type cyclic --eod-mask-loss --reset-position-ids --log-interval 100
+  --no-check-for-nan-in-loss-and-grad --lr-warmup-init 1e-7 --lr-decay-style linear --ckpt-format torch --decoupled-lr 1e-3"""
+
+
+def test_what_nothing_is_held_for_stands_in_no_budgets_way(tmp_path):
+    """Nor in one whose evaluations and checkpoints delayed scaling's laws would refuse. Other modules are other memory."""
+    (file := tmp_path / "train.sh").write_text(plain := " ".join(LAUNCH.split()))
+    bare = recipe._load(of_yaml(file, gpus=())[1], "train")
+    for more in ("", " --fp8-format hybrid"):
+        file.write_text(f"{plain} {' '.join(IDLE.split())}{more}")
+        made = recipe._load(of_yaml(file, gpus=())[1], "train")
+        assert (made.model, made.parallel) == (bare.model, bare.parallel)
+        assert translate(made).by_name["save"].value is None
+    file.write_text(f"{plain} --attention-softmax-in-fp32 --transformer-impl local")
+    with pytest.raises(Refused, match="attention-softmax-in-fp32"):
+        of_yaml(file, gpus=())
+
+
+@pytest.mark.parametrize("flag", ["--no-bias-swiglu-fusion", "--no-rope-fusion"])
+def test_the_copy_that_a_refused_budget_speaks_of_is_priced(flag, tmp_path):
+    """The key beside such a flag says another model: `model.activation=swiglu` passed, and the fusion stood."""
+    (file := tmp_path / "train.sh").write_text(f"{' '.join(LAUNCH.split())} {flag}")
+    with pytest.raises(Refused) as refused:
+        of_yaml(file, "model.activation=swiglu", gpus=())
+    (problem,) = refused.value.problems
+    assert f"without `{flag}`" in problem.hint
+    file.write_text(file.read_text().replace(flag, ""))
+    of_yaml(file, gpus=())
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -6,7 +6,7 @@ What that recipe does not carry and memory depends on is refused by name, unless
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,15 +15,26 @@ from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.lint import lint, recipe
 from nam_megatron.lint.read import of_file
 from nam_megatron.recipe import Recipe
-from nam_megatron.recipe.keys import value_at
+from nam_megatron.recipe.keys import argument, value_at
 from nam_megatron.targets import current
 
 SUFFIXES = (".yaml", ".yml", ".json", ".sh", ".slurm", ".sbatch", ".txt", ".py", ".pt")
 # What may be otherwise: nothing is held for it, or nothing more.
 WEIGHTLESS = {
-    "attention_backend", "embedding_init_method_std", "eval_interval", "save_interval", "seed", "split", "tokenizer_model",
-    "tokenizer_type", "train_iters", "lr_decay_iters", "lr_warmup_iters", "data_path", "data_cache_path", "num_workers",
+    # When, where from and how fast; what a loss is summed over.
+    "check_for_nan_in_loss_and_grad", "data_cache_path", "data_path", "dataloader_type", "decoupled_lr", "eod_mask_loss", "eval_interval",
+    "eval_iters", "exit_interval", "exit_signal_handler", "lr_decay_iters", "lr_decay_style", "lr_warmup_init", "lr_warmup_iters",
+    "lr_wsd_decay_iters", "lr_wsd_decay_style", "min_lr", "num_workers", "reset_position_ids", "seed", "split", "tokenizer_model",
+    "tokenizer_type", "train_iters", "weight_decay_incr_style",
+    # What is written and read, how long ranks wait, and when the host's objects are collected.
+    "ckpt_format", "distributed_timeout_minutes", "distributed_timeout_seconds_after_init", "load", "log_interval", "log_throughput",
+    "manual_gc", "manual_gc_interval", "save", "save_interval",
+    # With biases, a fused gelu keeps its input, an unfused one its input's sum with the bias: as many bytes.
+    "bias_gelu_fusion",
+    "attention_backend", "embedding_init_method_std", "init_method_xavier_uniform",
 }  # fmt: skip
+# Read by Megatron's own modules alone: with Transformer Engine's nothing is held for it.
+LOCAL = {"attention_softmax_in_fp32"}
 # What no key of ours says and what changes what is held.
 HELD = re.compile(
     r"--(?:use-precision-aware-optimizer|exp-avg|main-(?:grads|params)-dtype|optimizer-cpu-offload|cpu-offloading|"
@@ -77,11 +88,12 @@ def read(path: Path, gpus: Sequence[str], said: Sequence[str]) -> tuple[str, str
         )
     raise_if(_laid(found.launch.notes))
     preset = re.sub(r"\W", "_", path.stem) or "container"
-    made = recipe.make(found, path.with_name(f"{preset}.yaml"))
+    made = recipe.make(found, path.with_name(f"{preset}.yaml"), stepping=True)
     ours = found.launch.plan is not None
     if not ours and any(note.startswith("it has `peft`") for note in found.launch.notes):
         raise Refused(Problem("it has `peft`: adapters of others are not priced", hint="the run without it needs more"))
-    raise_if(_unread([] if ours else made.lost, made.keyless, made.unsaid, made.recipe, said))
+    idle = WEIGHTLESS | (LOCAL if found.args.transformer_impl == "transformer_engine" else set())
+    raise_if(_unread([] if ours else made.lost, made.keyless, made.unsaid, made.recipe, said, idle))
     given = {word.lstrip("+").partition("=")[0] for word in said}
     filled = [f"{key}={value_at(made.recipe, key)}" for key in FREE if key in made.unsaid and key not in given]
     notes = [] if ours or not made.keyless else [f"without a key here: {', '.join(made.keyless)}"]
@@ -100,9 +112,15 @@ def _laid(notes: Sequence[str]) -> Iterator[Problem]:
 
 
 def _unread(
-    lost: Sequence[str], keyless: Sequence[str], unsaid: Sequence[str], made: Recipe, said: Sequence[str]
+    lost: Sequence[str],
+    keyless: Sequence[str],
+    unsaid: Sequence[str],
+    made: Recipe,
+    said: Sequence[str],
+    idle: Collection[str],
 ) -> Iterator[Problem]:
-    target, settings = current(), translate(made).by_name
+    # A law that it breaks is the command's to tell, which has the words behind the file.
+    target, settings = current(), (recipe.as_it_stands(made, []) or translate(made)).by_name
     given = {word.lstrip("+").partition("=")[0] for word in said}
     for left in unsaid:
         if left not in given and left not in FREE:
@@ -111,16 +129,27 @@ def _unread(
                 hint=f"say what holds there: `{left}=...` behind the file",
             )
     for line in lost:
-        here, arrow, _ = line.partition(" -> ")
+        here, arrow, there = line.partition(" -> ")
         if not arrow and not line.startswith("--"):
             continue  # a sentence
         word = here.split(" ")[0].rstrip(":")
         flag = target.flags.get(word)
         dest = flag.dest if flag else word
         key = (settings[dest].key if dest in settings else None) if arrow else word
-        if dest not in WEIGHTLESS and key not in given and key not in unsaid:
-            hint = f"say what holds there: `{key}=...` behind the file" if key else "no key of a recipe says it"
+        if key and key.startswith("model.") and argument(key) != dest:
+            key = None  # it says what the model is, and more than this
+        if dest not in idle and key not in given and key not in unsaid:
+            hint = f"say what holds there: `{key}=...` behind the file" if key else _copy(here, there)
             yield Problem(f"the nearest recipe does not carry `{line}`", hint=hint)
     for line in keyless:
         if HELD.match(line):
             yield Problem(f"no key of a recipe says `{line}`, and memory depends on it")
+
+
+def _copy(here: str, there: str) -> str:
+    """What a copy of the file would have to say to be priced."""
+    flag = [f"`{words}`" if words.startswith("--") else "" for words in (here.removesuffix(" (not known here)"), there)]
+    change = {(True, True): "with {1} for {0}", (True, False): "without {0}", (False, True): "with {1}"}.get(
+        (bool(flag[0]), bool(flag[1])), "in which it is otherwise"
+    )
+    return f"no key of a recipe says it: a copy of the file {change.format(*flag)} has a budget, of another run"

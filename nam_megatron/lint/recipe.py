@@ -119,8 +119,11 @@ def _keep(path: Path) -> None:
         raise Refused(Problem(f"`{path}` exists, and lint has not written it", key="recipe", hint="name another file"))
 
 
-def make(report: Report, path: Path) -> Made:
-    """The preset's text, checked; nothing is written."""
+BESIDE_STEPS = ("save", "save_interval", "async_save", "load", "eval_steps", "eval_interval")
+
+
+def make(report: Report, path: Path, stepping: bool = False) -> Made:
+    """The preset's text, checked; nothing is written. stepping: somebody else's without checkpoints and evaluations, which no step is."""
     a, m = report.args, report.model
     lost: list[str] = []
     if m.hidden_mixers:
@@ -132,6 +135,9 @@ def make(report: Report, path: Path) -> Made:
         raise Refused(
             Problem(f"no recipe: `{err}` is not known", key="recipe", hint="the findings say what is missing")
         ) from None
+    if stepping and m.plan is None:
+        for key in BESIDE_STEPS:
+            wanted["schedule"].pop(key, None)
     text, recipe, unsaid = _composed(wanted, groups, path.stem, _comment(report.name), lost, whole=m.described)
     made = Made(path, text, recipe, lost, unsaid=unsaid)
     lowering: Lowering | None = None
@@ -139,7 +145,7 @@ def make(report: Report, path: Path) -> Made:
         lowering = translate(recipe)
     except Refused as refused:
         made.refused = refused.render()
-        lowering = _as_it_stands(recipe, lost)
+        lowering = as_it_stands(recipe, lost)
     if lowering is not None:
         _compare(a, m, lowering, made)
     else:
@@ -152,7 +158,7 @@ def make(report: Report, path: Path) -> Made:
     return made
 
 
-def _as_it_stands(recipe: Any, lost: list[str]) -> Lowering | None:
+def as_it_stands(recipe: Any, lost: list[str]) -> Lowering | None:
     """What a recipe that translate refuses would tell Megatron; with our own layout if it is the layout that leaves no plan."""
     plain = recipe.parallel.model_copy(update={"pipeline": 1, "virtual_pipeline": 1})
     uncut = recipe.model.model_copy(update={"pattern": recipe.model.pattern.replace("|", "")})

@@ -56,12 +56,12 @@ def whole_hint(written: Iterable[str]) -> str | None:
             return f"a recipe key is written whole: {' or '.join(found)}"
     for key in written:
         last = key.rpartition(".")[2]
-        if found := [f"`{known}`" for known in _known() if _argument(known) == last]:
+        if found := [f"`{known}`" for known in _known() if argument(known) == last]:
             return f"of Megatron's `--{last.replace('_', '-')}` the recipe's key is {' or '.join(found)}"
     return None
 
 
-def _argument(key: str) -> str | None:
+def argument(key: str) -> str | None:
     """Megatron's argument that gets the value of a key as it stands."""
     *parents, last = key.split(".")
     config = config_at(parents)
