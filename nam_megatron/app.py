@@ -76,11 +76,11 @@ def _point(
     also: Mapping[str, str],
     said: set[str],
 ) -> int:
-    """The command with the words of one point of a sweep, or with all there are. said: refusals of earlier points."""
+    """The command with the words of one point of a sweep, or with all there are. said: what earlier points were told."""
     sources = None
     try:
         config, sources = compose.composed(config_name, points[number], keys)
-        sources.points = points
+        sources.points, sources.told = points, said
         return task(from_config(config, sources, without=keys), _words(config, keys), sources)
     except Refused as refused:
         return _refuse(refused if sources else _besides(refused, also), sources, said)

@@ -82,8 +82,9 @@ def given_up(p: Plan) -> Iterator[str]:
 def denied(p: Plan) -> Iterator[str]:
     """What overlays wished of kernels, and what denies it."""
     for wish in p.recipe.wishes:
-        wants = f"{wish.key}={_said(wish.value)}"
-        yield f"{wish.by} wants {wants}, and gets {_said(wish.instead)}: {wish.why}"
+        several = " and " in wish.by
+        who = f"overlay{'s' if several else ''} {wish.by} want{'' if several else 's'}"
+        yield f"{who} {wish.key}={_said(wish.value)}, and get{'' if several else 's'} {_said(wish.instead)}: {wish.why}"
 
 
 def only_here(p: Plan) -> Iterator[str]:

@@ -90,7 +90,9 @@ def task(recipe: Recipe, words: Mapping[str, Any], sources: Sources) -> int:
             *report.over_hosts(p),
             *sources.left_out(),
         ):
-            sys.stderr.write(f"note: {line}\n")
+            if line not in sources.told:
+                sys.stderr.write(f"note: {line}\n")
+            sources.told.add(line)
     return INCOMPLETE if p.not_built and not asked else OK
 
 

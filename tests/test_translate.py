@@ -409,12 +409,12 @@ def test_list_of_overlays():
 
 def test_what_is_left_out_of_an_overlay_has_its_way_over_none():
     """`extras` wants other GEMMs of experts than `fused`, and a dense model has neither."""
-    over = "fused wants execution.moe.expert_gemm=torch, and gets quack: extras wants another"
+    over = "overlay fused wants execution.moe.expert_gemm=torch, and gets quack: extras wants another"
     for preset, told in (("llama_3_8b", False), ("nam56r_native_dp", True)):
         ran = warm(f"conf={preset}", "+overlay=[fused,extras]")
         assert ran.code == 0
         assert (f"note: {over}\n" in ran.err) == told
-        assert ("laid without execution.moe.permute_fusion" in ran.err) != told
+        assert ("overlay fused is laid without execution.moe.permute_fusion" in ran.err) != told
 
 
 @pytest.mark.parametrize(
@@ -428,7 +428,7 @@ def test_what_is_left_out_of_an_overlay_has_its_way_over_none():
 def test_an_overlay_is_laid_without_what_a_model_has_no_use_for(preset, without):
     ran = warm(f"conf={preset}", "+overlay=fp8", "format=json")
     assert ran.code == 0
-    assert f"note: the overlay is laid without {without}: nothing here has a use for it\n" in ran.err
+    assert f"note: overlay fp8 is laid without {without}: nothing here has a use for it\n" in ran.err
     recipe = json.loads(ran.out)["recipe"]
     mamba2, parts = recipe["execution"].get("mamba2"), recipe["feature"]["fp8"]["bf16_parts"]
     assert not (mamba2 and mamba2["padded_projection"])
@@ -515,6 +515,13 @@ def test_a_sweep_writes_each_point_into_a_folder_of_its_own(here):
     assert [(plan["optim"]["lr"], plan["lane"]["name"]) for plan in plans] == [
         (lr, lane) for lr in (1e-3, 4e-4) for lane in ("native_dp", "author_dp")
     ]
+
+
+def test_a_sweep_says_what_its_points_have_in_common_once(here):
+    ran = warm("-m", "conf=nam56r", "+overlay=[fused,fp8]", "optim.lr=1e-4,3e-4", "out=sweep", cwd=here)
+    notes = [line for line in ran.err.splitlines() if line.startswith("note: ")]
+    assert ran.code == 0 and len(notes) == len(set(notes)) > 3
+    assert {line.split()[2] for line in notes if line.startswith("note: overlay")} == {"fused", "fp8"}
 
 
 def test_multirun_as_the_last_word(here):

@@ -60,7 +60,7 @@ def test_a_layout_denies_what_it_cannot_do_and_the_plan_says_why(tmp_path):
     assert all(value_at(recipe, wish.key) == wish.instead for wish in recipe.wishes)
     assert recipe.blocks.moe.permute_fusion and recipe.precision.cross_entropy == "fused"
     said = "\n".join(report.header(lowering))
-    assert "fused wants execution.moe.dispatcher=local, and gets alltoall: " in said
+    assert "overlay fused wants execution.moe.dispatcher=local, and gets alltoall: " in said
     tree = json.loads(argv.plan_json(lowering))
     assert {wish["key"] for wish in tree["recipe"]["wishes"]} == found.keys()
     (tmp_path / "plan.json").write_text(json.dumps(tree))

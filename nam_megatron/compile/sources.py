@@ -103,7 +103,7 @@ class Sources:
         folders: those of one's own as they were searched.
         absent: folders that were named and are none.
 
-    points: the words of each point of the sweep that this config is one of; of one that is none, its own alone.
+    points: the words of each point of the sweep that this config is one of; of one that is none, its own alone. told: what they were.
     """
 
     points: Sequence[Sequence[str]] = ()
@@ -120,6 +120,7 @@ class Sources:
         self.own, self._absent = list(folders), absent
         self._merged = [(default, path) for default in merged if (path := self._file(default.config_path))]
         self._lenient: list[str] = []
+        self.told = set[str]()
 
     def _file(self, config_path: str) -> Path | None:
         """Where a file was found: the first folder has its way."""
@@ -359,8 +360,14 @@ class Sources:
 
     def left_out(self) -> list[str]:
         """What overlays say of what does not stand here, for people."""
-        keys = ", ".join(dict.fromkeys(self._lenient))
-        return [f"the overlay is laid without {keys}: nothing here has a use for it"] if keys else []
+        found: dict[str, list[str]] = {}
+        for key in dict.fromkeys(self._lenient):
+            for name in dict.fromkeys(p.file.stem for p in self._at[key] if p.of == "overlay"):
+                found.setdefault(name, []).append(key)
+        return [
+            f"overlay {name} is laid without {', '.join(keys)}: nothing here has a use for it"
+            for name, keys in found.items()
+        ]
 
     @cached_property
     def _laid(self) -> dict[str, dict[Any, list[str]]]:
