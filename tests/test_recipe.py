@@ -91,7 +91,8 @@ MESSAGES = {
     "keys taken away": (
         ["~model.depth", "~model.vocab_size", "~optim.lr"],
         "error: 2 keys are missing: `depth` and `vocab_size` @ model (command line: ~model.depth)\n\n"
-        "hint: give them in the file, or each by itself: `+model.depth=...`\n\n"
+        "hint: give them in the file, or each by itself: `+model.depth=...`; "
+        "docs/reference.md and `nam list keys` say what each is\n\n"
         "error: key `lr` is missing @ optim (command line: ~optim.lr)\n\nhint: give it: `+optim.lr=...`",
     ),
     "a key that must be given": (

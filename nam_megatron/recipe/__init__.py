@@ -438,7 +438,7 @@ def _missing(of: Sequence[int | str], names: Sequence[str]) -> Problem:
         keys = ", ".join(f"{name}: ..." for name in keys_at((*of, names[0])))
         hint = f"write `{names[0]}: {{{keys}}}` into the file" if keys else f"give it: {plus}"
         return Problem(f"key `{names[0]}` is missing", key=_dotted(of) or key, hint=hint, place=key, law="key-missing")
-    hint = f"give them in the file, or each by itself: {plus}"
+    hint = f"give them in the file, or each by itself: {plus}; docs/reference.md and `nam list keys` say what each is"
     return Problem(
         f"{len(names)} keys are missing: {quoted(names)}",
         key=_dotted(of) or None,
