@@ -4,7 +4,7 @@
   check conf=NAME ...           preflight: is this host fit to run it?
   run conf=NAME ...             check, train, and leave a receipt
   compare RECEIPT RECEIPT ...   what differs, in config and figures (--anyway: even where it means nothing)
-  receipts [DIR] [KEY=VALUE]    list them: state= family= host= end= preset=
+  receipts [DIR] [KEY=VALUE]    list them: state= family= host= end= preset=, --full for the layouts
   status [DIR]                  which runs go on, are silent or ended, and why; format=prometheus for an exporter
   report RUN ... [out=FILE]     one HTML page of a run, or of several that may be compared
   inspect RUN                   look at a run that hangs or has died, each question bounded in time
@@ -26,7 +26,7 @@ WITH_A_RECIPE = ("show", "check", "run")
 # Verb -> its module, and its options, written KEY=VALUE.
 OPTIONS = {
     "compare": ("record.compare", ("anyway",)),
-    "receipts": ("record.receipts", ("state", "family", "host", "end", "preset", "signers", "gaps", "head")),
+    "receipts": ("record.receipts", ("state", "family", "host", "end", "preset", "signers", "gaps", "head", "full")),
     "status": ("record.status", ("silent", "format")),
     "report": ("record.report", ("out", "anyway")),
     "inspect": ("run.inspect", ("receipts", "seconds")),

@@ -5,6 +5,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from launch.context import CHECKOUT
@@ -13,14 +14,14 @@ from launch.record.receipt import named, read
 from launch.run.overlay import CACHES
 from launch.run.terminal import printable
 from nam_megatron import migrate
-from nam_megatron.errors import OK, Problem, Refused, quoted, raise_if
+from nam_megatron.errors import OK, Problem, Refused, quoted
 from nam_megatron.judge import same
 
 Receipt = Mapping[str, Any]
 Row = tuple[str, list[str]]
 LINEAGE = {"host": "host lineage", "family": "preset family", "regime": "launch regime"}
 SHOWN = 60  # characters of a value
-ANYWAY = "`--anyway` prints the table, marked as a rumor"
+ANYWAY = "`--anyway` does it all the same, marked as a rumor"
 # Where receipts can differ.
 PLACES = (
     "recipe",
@@ -101,15 +102,23 @@ def objections(receipts: Sequence[Receipt]) -> Iterator[Problem]:
         if unnamed := [r["run"] for r, v in zip(receipts, values, strict=True) if not isinstance(v, str) or not v]:
             yield Problem(f"{title} is not named in {quoted(unnamed)}", hint="nothing can be compared with it")
         elif len(set(values)) > 1:
-            yield Problem(f"{title} differs: {quoted(dict.fromkeys(parted(values)))}", hint=ANYWAY)
+            yield Problem(f"{title} differs: {quoted(dict.fromkeys(parted(values)))}")
     yield from environments(receipts)
     declared = [at(r, "job.diagnostic") for r in receipts]
     if len(set(map(shown, declared))) > 1:
-        yield Problem(f"a diagnostic beside what is none: {quoted(map(shown, declared))}", hint=ANYWAY)
+        yield Problem(f"a diagnostic beside what is none: {quoted(map(shown, declared))}")
     peaks = [at(r, "forecast.peak_tflops") for r in receipts]
     if len(set(peaks)) > 1:
         measure = quoted(dict.fromkeys(map(shown, peaks)))
-        yield Problem(f"MFU is measured by different peaks: {measure} TFLOP/s", hint=f"leave `device` alone; {ANYWAY}")
+        yield Problem(f"MFU is measured by different peaks: {measure} TFLOP/s", hint="leave `device` alone")
+
+
+def allowed(receipts: Sequence[Receipt], anyway: bool) -> list[Problem]:
+    """What forbids it. Raises Refused with that, and says once, at its end, that there is a way, unless it is done anyway."""
+    found = list(dict.fromkeys(objections(receipts)))
+    if found and not anyway:
+        raise Refused([*found[:-1], replace(found[-1], hint="; ".join(filter(None, (found[-1].hint, ANYWAY))))])
+    return found
 
 
 def environments(receipts: Sequence[Receipt]) -> Iterator[Problem]:
@@ -119,12 +128,12 @@ def environments(receipts: Sequence[Receipt]) -> Iterator[Problem]:
     if len({at(r, "box.salt") for r in receipts}) > 1 and (
         marked := sorted({k for e in known for k in e if MARK.search(str(e[k]))})
     ):
-        hint = f"marks of two folders say nothing of each other: let both runs write into one, `cluster.storage.receipts=DIR`; {ANYWAY}"
+        hint = "marks of two folders say nothing of each other: let both runs write into one, `cluster.storage.receipts=DIR`"
         yield Problem(f"whether the training processes had the same {quoted(marked)} cannot be told", hint=hint)
         known = [{k: v for k, v in one.items() if k not in marked} for one in known]
     for name in sorted({name for one in known for name in one}):
         if len(values := dict.fromkeys(shown(one.get(name, "unset")) for one in known)) > 1:
-            yield Problem(f"launch regime differs: the training processes had {name} {quoted(values)}", hint=ANYWAY)
+            yield Problem(f"launch regime differs: the training processes had {name} {quoted(values)}")
 
 
 def machines(receipts: Sequence[Receipt]) -> Iterator[Problem]:
@@ -132,10 +141,10 @@ def machines(receipts: Sequence[Receipt]) -> Iterator[Problem]:
     found = [_machine(r) for r in receipts]
     pooled = any(at(r, "lineage.pool") is not None for r in receipts)
     if pooled and (unknown := [r["run"] for r, one in zip(receipts, found, strict=True) if not one["name"]]):
-        yield Problem(f"the GPUs of {quoted(unknown)} are not recorded", hint=f"a pool is of one kind; {ANYWAY}")
+        yield Problem(f"the GPUs of {quoted(unknown)} are not recorded", hint="a pool is of one kind")
     for what in found[0]:
         if len(values := dict.fromkeys(shown(one[what]) for one in found)) > 1:
-            yield Problem(f"the GPUs' {what} differs: {quoted(values)}", hint=ANYWAY)
+            yield Problem(f"the GPUs' {what} differs: {quoted(values)}")
 
 
 def _machine(found: Receipt) -> dict[str, Any]:
@@ -151,9 +160,9 @@ def boxes(receipts: Sequence[Receipt]) -> Iterator[Problem]:
     ids = [host_id.of(r) for r in receipts]
     if unknown := [r["run"] for r, found in zip(receipts, ids, strict=True) if found is None]:
         why = "a cluster's name says what kind of host it was, not which one"
-        yield Problem(f"no host is recorded in {quoted(unknown)}", hint=f"{why}; {ANYWAY}")
+        yield Problem(f"no host is recorded in {quoted(unknown)}", hint=why)
     elif len(set(ids)) > 1:
-        hint = f"run both on one, or declare that they are alike before they run: `cluster.pool=NAME`; {ANYWAY}"
+        hint = "run both on one, or declare that they are alike before they run: `cluster.pool=NAME`"
         yield Problem(f"{len(set(ids))} hosts: {quoted(dict.fromkeys(map(host_id.called, receipts)))}", hint=hint)
 
 
@@ -166,9 +175,7 @@ def parted(values: Sequence[str]) -> list[str]:
 
 def table(receipts: Sequence[Receipt], anyway: bool = False) -> str:
     """Config differences, those that change the computation first, then figures. Raises Refused unless the runs are comparable."""
-    found = list(objections(receipts))
-    if not anyway:
-        raise_if(found)
+    found = allowed(receipts, anyway)
     title = "figures (RUMOR)" if found else "figures"
     text = ["RUMOR: these runs are not comparable", *(f"  {p.message}" for p in found), ""] if found else []
     if unknown := [

@@ -1,7 +1,7 @@
 """`launch receipts`: one line a receipt, the newest last. Seals the lost ones first. Exits 1 where one is damaged, missing or unsigned.
 
 gaps=allowed: the folder holds a choice of its chains' receipts, as a published one does; a file `.published` in it says so, too.
-head=SEAL: a receipt that must be here.
+head=SEAL: a receipt that must be here. --full: each run's whole regime, its layout and kernels among it.
 """
 
 import shutil
@@ -24,10 +24,12 @@ WHERE = {
     "end": "outcome.end",
     "preset": "run",
 }
-CHOICES = {"state": receipt.STATES, "end": receipt.ENDS, "gaps": ("refused", "allowed")}
+CHOICES = {"state": receipt.STATES, "end": receipt.ENDS, "gaps": ("refused", "allowed"), "full": ("true", "false")}
 UNKEYED = "a hash without a key shows accidents; who may write to the folder can compute it anew: `run sign=KEY`, `receipts signers=FILE`"
 # No hash, no signature and no chain that lies in the folder shows that its newest receipts were taken away.
 HEAD = "the newest seal is {}: keep it elsewhere, and `receipts head=...` shows whether that receipt is still here"
+SHORT = "layout, kernels and batch are left out: `receipts --full` lists them, `report RUN` shows one run"
+OLD = "(v1)"
 PUBLISHED = ".published"  # a file beside receipts that somebody chose among a chain's
 SHORTEST = 12  # hex digits of a seal that nobody finds twice
 
@@ -37,6 +39,7 @@ def command(words: Sequence[str], options: Mapping[str, str]) -> int:
         raise Refused(Problem("`receipts` lists one folder", hint="python -m launch receipts DIR end=completed"))
     signers = Path(options["signers"]) if "signers" in options else None
     asked = {key: options[key] for key in CHOICES if key in options}
+    full = options.get("full") == "true"
     if "head" in options and len(options["head"]) < SHORTEST:
         raise Refused(
             Problem(f"`head` is {SHORTEST} digits of a seal or more", key="head", hint="as `receipts` printed it")
@@ -51,7 +54,7 @@ def command(words: Sequence[str], options: Mapping[str, str]) -> int:
         raise Refused(Problem(f"`{root}` is no folder", hint="python -m launch receipts DIR"))
     for run in receipt.seal_lost(root, outcome.of_run):
         sys.stderr.write(f"note: {run} lost its launcher; it is sealed now\n")
-    folders, listed, code = receipt.folders(root), 0, OK
+    folders, listed, old, code = receipt.folders(root), 0, False, OK
     whole: list[dict[str, Any]] = []
     for folder in folders:
         try:
@@ -64,8 +67,8 @@ def command(words: Sequence[str], options: Mapping[str, str]) -> int:
         said, bad = standing(folder, found, signers)
         code = FINDINGS if bad else code
         if bad or all(is_of(key, at(found, WHERE[key]), value) for key, value in options.items() if key in WHERE):
-            sys.stdout.write(shown(line(found) + (f"  {said}" if said else "")))
-            listed += 1
+            sys.stdout.write(shown(line(found, full) + (f"  {said}" if said else "")))
+            listed, old = listed + 1, old or said == OLD
     torn = list(receipt.broken(root, whole))
     gaps = options.get("gaps", "allowed" if (root / PUBLISHED).exists() else "refused")
     for damage, said in torn:
@@ -81,6 +84,10 @@ def command(words: Sequence[str], options: Mapping[str, str]) -> int:
         sys.stderr.write(f"note: none of {len(folders)} receipt{'s' * (len(folders) != 1)} in {root}\n")
     elif signers is None:
         sys.stderr.write(f"note: {UNKEYED}\n")
+    if listed and not full:
+        sys.stderr.write(f"note: {SHORT}\n")
+    if old:
+        sys.stderr.write(f"note: {OLD}: a receipt of version 1 has its own hash only\n")
     if listed and "head" not in options and (seals := [found["seal"] for found in whole if found["state"] == "sealed"]):
         sys.stderr.write(f"note: {HEAD.format(seals[-1][:SHORTEST])}\n")
     return code
@@ -101,7 +108,7 @@ def standing(folder: Path, found: Mapping[str, Any], signers: Path | None) -> tu
     if signers is not None:
         name = signature.signer(folder, signers)
         return (f"signed by {name}", False) if name else ("UNSIGNED, or by nobody of that file", True)
-    return ("version 1: its own hash only" if found["schema"] == receipt.FIRST else "", False)
+    return (OLD if found["schema"] == receipt.FIRST else "", False)
 
 
 def shown(text: str) -> str:
@@ -110,8 +117,11 @@ def shown(text: str) -> str:
     return folded("", text, "    ", columns) if sys.stdout.isatty() and len(text) > columns else text + "\n"
 
 
-def line(found: Mapping) -> str:
+def line(found: Mapping, full: bool = False) -> str:
     window = at(found, "outcome.figures.window") or {}
-    cells = [found["run"], at(found, "outcome.end") or "open", at(found, "lineage.host"), at(found, "lineage.regime")]
-    cells += [f"{window['median_ms']} ms, {window['tokens_per_s_per_gpu']} tokens/s/GPU"] if window else []
+    regime = at(found, "lineage.regime")
+    if regime and not full:
+        regime = next((part.replace(" x ", "x") for part in regime.split("; ") if part.endswith("GPUs")), None)
+    cells = [found["run"], at(found, "outcome.end") or "open", at(found, "lineage.host"), regime]
+    cells += [f"{window['median_ms']:.0f} ms, {window['tokens_per_s_per_gpu']:.0f} tok/s/GPU"] if window else []
     return "  ".join(printable(str(cell or "-")) for cell in cells)

@@ -21,7 +21,7 @@ from launch.record.compare import at
 from launch.record.receipt import FIRST, LOG, named, read
 from nam_megatron import migrate
 from nam_megatron.blocks.kinds import KINDS
-from nam_megatron.errors import OK, Problem, Refused, raise_if
+from nam_megatron.errors import OK, Problem, Refused
 from nam_megatron.events import FILE
 from nam_megatron.rehearsal import NOTE
 
@@ -139,9 +139,7 @@ def _kernels(path: Path) -> Mapping[str, Any] | None:
 def page(runs: Sequence[Run], anyway: bool = False) -> str:
     """The whole page. Raises Refused where several runs may not be compared."""
     receipts = [run.receipt for run in runs]
-    found = list(compare.objections(receipts)) if len(runs) > 1 else []
-    if not anyway:
-        raise_if(found)
+    found = compare.allowed(receipts, anyway) if len(runs) > 1 else []
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     body = "\n".join(_one(runs[0]) if len(runs) == 1 else _several(runs, [problem.message for problem in found]))
     # No script, nothing fetched: the browser is told to refuse it, too.

@@ -75,6 +75,9 @@ def test_another_lineage_is_refused_by_its_name_and_a_rumor_with_anyway(key):
         compare.table(pair)
     said = {"regime": "`native_dp; 1 x 8 GPUs` and `else`"}.get(key, f"`{LINEAGE[key]}` and `else`")
     assert [p.message for p in refused.value.problems] == [f"{compare.LINEAGE[key]} differs: {said}"]
+    with pytest.raises(Refused) as refused:
+        compare.table([*pair, made("three", lineage={name: "else" for name in LINEAGE})])
+    assert refused.value.render().count("--anyway") == 1
     text = compare.table(pair, anyway=True)
     assert text.startswith("RUMOR: these runs are not comparable\n") and "== figures (RUMOR) ==" in text
 
@@ -299,9 +302,12 @@ def test_the_commands(tmp_path, capsys, monkeypatch):
     assert receipts.command([str(root)], {}) == 1  # one is damaged
     text = capsys.readouterr().out
     assert [line.split()[1] for line in text.splitlines()] == ["completed", "failed", "DAMAGED:"]
-    assert "2567.0 ms, 25500.0 tokens/s/GPU" in text
+    assert "2567 ms, 25500 tok/s/GPU" in text
     receipts.command([str(root)], {"end": "failed", "host": "h200_8"})
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if "DAMAGED" not in line] == [runs[1].name]
+    receipts.command([str(root)], {"full": "true", "host": "h200_8"})
+    regime = compare.at(receipt.read(runs[0]), "lineage.regime")
+    assert regime in (said := capsys.readouterr()).out and "--full" not in said.err
     receipts.command([str(root)], {"family": "nam56r"})
     assert len(capsys.readouterr().out.splitlines()) == 3
     receipts.command([str(root)], {"family": "other"})
