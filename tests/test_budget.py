@@ -23,7 +23,7 @@ from nam_megatron.blocks.moe.block import scratch
 from nam_megatron.budget import __main__ as budget_command
 from nam_megatron.budget import budget, container, ends, parameters, search, static
 from nam_megatron.budget.__main__ import terminal
-from nam_megatron.budget.cost import cost
+from nam_megatron.budget.cost import cost, megatrons_gaps
 from nam_megatron.budget.memory import _Moving, in_flight
 from nam_megatron.budget.picture import HUES
 from nam_megatron.budget.serving import serve
@@ -1165,3 +1165,15 @@ def test_weights_that_stay_beside_adapters_have_no_gradients():
     assert counts[0] == counts[1]
     weights = [line for line in lines if line.bucket in WEIGHTS]
     assert sum(line.bytes * line.count for line in weights) == 2 * static.parameters(adapted)[0]
+
+
+@pytest.mark.parametrize(
+    "preset", ["nam56r", "nam56r_native_dp", "llama_3_8b", "nemotron_3_super_120b_a12b", "deepseek_v3_2"]
+)
+def test_what_megatrons_count_lacks_is_said_of_what_the_model_has(preset):
+    p = translate(load(preset, [])).plan
+    said, kinds = megatrons_gaps(cost(p)), {layer.kind for layer in p.layers}
+    for words, kind in (("MLA", "mla"), ("DSA", "dsa"), ("Mamba-3", "mamba3"), ("router", "moe"), ("experts", "moe")):
+        assert (words in said) <= (kind in kinds | set(p.mtp))
+    assert ("same operations" in said) == (cost(p).megatron == cost(p).model)
+    assert ("of a latent" in said) == bool(p.recipe.blocks.moe and p.recipe.blocks.moe.latent_size)

@@ -5,15 +5,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from nam_megatron.blocks.kinds import KINDS
 from nam_megatron.budget import ends
 from nam_megatron.compile.plan import Plan
+from nam_megatron.errors import joined
 from nam_megatron.features.recompute import groups
 from nam_megatron.words.sizes import Sizes, Work
 
-MEGATRONS_COUNT = (
-    "Megatron's own count takes MLA and DSA layers for nothing, Mamba's inner width for 2 hidden_size, "
-    "and leaves out convolutions, routers, indexers and MTP's projection"
-)
+# Of what is named so it counts something, or it is a part of an attention that it takes for nothing.
+COUNTED = {"core", "delta rule", "down projections", "experts", "logits", "output projection", "projections", "recurrence", "scan",
+           "shared expert", "up projections"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,35 @@ def _works(plan: Plan, z: Sizes) -> Iterator[tuple[int | None, Work]]:
 
 def megatron(plan: Plan) -> float:
     """Per token, what megatron-core 0.19.2 counts (training/training.py, num_floating_point_operations)."""
+    every, by_symbol = plan.pattern.replace("|", "").replace("/", ""), _by_symbol(plan)
+    forward = sum(by_symbol.get(symbol, 0.0) for symbol in every)
+    return 3 * (forward + 2 * plan.recipe.model.hidden_size * plan.recipe.model.vocab_size * (1 + plan.mtp_depths))
+
+
+def megatrons_gaps(c: Cost) -> str:
+    """What that count takes for something else, or leaves out, of what this model has."""
+    counted, kinds = _by_symbol(c.plan), dict.fromkeys([*(layer.kind for layer in c.plan.layers), *c.plan.mtp])
+    nothing = [kind for kind in kinds if KINDS[kind].symbol not in counted]
+    other = [KINDS[kind].title for kind in kinds if KINDS[kind].symbol == "M" and kind != "mamba2"]
+    left = dict.fromkeys(
+        f"MTP's {w.name}" if w.owner == "mtp" else w.name if w.owner in kinds else f"{w.owner}'s {w.name}"
+        for w in c.works
+        if w.model and w.owner not in (*nothing, "gdn") and w.name not in COUNTED
+    )
+    mamba2, moe, h = c.plan.recipe.blocks.mamba2, c.plan.recipe.blocks.moe, c.plan.recipe.model.hidden_size
+    said = [f"takes {joined(KINDS[kind].title for kind in nothing)} for nothing"] if nothing else []
+    said += [f"takes {joined(other)} for Mamba-2"] if other else []
+    if "mamba2" in kinds and mamba2 and mamba2.heads * mamba2.head_dim != 2 * h:
+        said.append("takes Mamba-2's inner width for 2 hidden_size")
+    said += ["takes experts of a latent for experts of hidden_size"] if moe and moe.latent_size else []
+    said += [f"leaves out {joined(left)}"] if left else []
+    return f"its own count {'; '.join(said)}" if said else "it counts the same operations"
+
+
+def _by_symbol(plan: Plan) -> dict[str, float]:
+    """What it counts of one layer's forward pass, by the pattern's symbol."""
     m, blocks = plan.recipe.model, plan.recipe.blocks
-    every, h = plan.pattern.replace("|", "").replace("/", ""), m.hidden_size
+    h = m.hidden_size
     gated = 1.5 if m.activation == "swiglu" else 1.0
     state, groups, heads = 128, 8, 2 * h // 64  # its defaults
     if blocks.mamba2:
@@ -109,5 +137,4 @@ def megatron(plan: Plan) -> float:
         keys, values = g.key_heads * g.key_head_dim, g.value_heads * g.value_head_dim
         rule = 4 * g.value_heads * g.value_head_dim**2
         by_symbol["G"] = 2 * (h * (g.in_proj_width + values) + g.conv_width * (2 * keys + values) + rule)
-    forward = sum(by_symbol.get(symbol, 0.0) for symbol in every)
-    return 3 * (forward + 2 * h * m.vocab_size * (1 + plan.mtp_depths))
+    return by_symbol

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 
 from nam_megatron.blocks.kinds import KINDS
-from nam_megatron.budget.cost import MEGATRONS_COUNT, Cost, cost
+from nam_megatron.budget.cost import Cost, cost, megatrons_gaps
 from nam_megatron.budget.memory import Budget, Moment, StageBudget, budget
 from nam_megatron.budget.serving import Serving, serve
 from nam_megatron.budget.static import by_kind
@@ -175,7 +175,7 @@ def cost_text(c: Cost) -> str:
         grid(rows, right=(1, 2)),
         f"model FLOPs, forward and backward: {c.model / 1e9:.3f} GFLOP a token",
         f"hardware FLOPs, with recompute and what stock kernels add: {c.hardware / 1e9:.3f} GFLOP a token",
-        f"Megatron logs {c.megatron / 1e9:.3f} GFLOP a token ({100 * (c.megatron / c.model - 1):+.1f} %): {MEGATRONS_COUNT}",
+        f"Megatron logs {c.megatron / 1e9:.3f} GFLOP a token ({100 * (c.megatron / c.model - 1):+.1f} %): {megatrons_gaps(c)}",
         f"100 % of {device.bf16_tflops:g} TFLOP/s is {c.floor(device.bf16_tflops):,.0f} tokens a second and GPU, "
         f"of the measured {device.gemm_tflops:g} {c.floor(device.gemm_tflops):,.0f}",
     ]
