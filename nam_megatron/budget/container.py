@@ -14,7 +14,6 @@ from nam_megatron.compile.lower import translate
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.lint import lint, recipe
 from nam_megatron.lint.read import of_file
-from nam_megatron.recipe import Recipe
 from nam_megatron.recipe.keys import argument, value_at
 from nam_megatron.targets import current
 
@@ -93,7 +92,7 @@ def read(path: Path, gpus: Sequence[str], said: Sequence[str]) -> tuple[str, str
     if not ours and any(note.startswith("it has `peft`") for note in found.launch.notes):
         raise Refused(Problem("it has `peft`: adapters of others are not priced", hint="the run without it needs more"))
     idle = WEIGHTLESS | (LOCAL if found.args.transformer_impl == "transformer_engine" else set())
-    raise_if(_unread([] if ours else made.lost, made.keyless, made.unsaid, made.recipe, said, idle))
+    raise_if(_unread([] if ours else made.lost, made, said, idle))
     given = {word.lstrip("+").partition("=")[0] for word in said}
     filled = [f"{key}={value_at(made.recipe, key)}" for key in FREE if key in made.unsaid and key not in given]
     notes = [] if ours or not made.keyless else [f"without a key here: {', '.join(made.keyless)}"]
@@ -111,18 +110,11 @@ def _laid(notes: Sequence[str]) -> Iterator[Problem]:
                     yield Problem(message, hint="say it as a key of the recipe, in its `overrides`")
 
 
-def _unread(
-    lost: Sequence[str],
-    keyless: Sequence[str],
-    unsaid: Sequence[str],
-    made: Recipe,
-    said: Sequence[str],
-    idle: Collection[str],
-) -> Iterator[Problem]:
+def _unread(lost: Sequence[str], made: recipe.Made, said: Sequence[str], idle: Collection[str]) -> Iterator[Problem]:
     # A law that it breaks is the command's to tell, which has the words behind the file.
-    target, settings = current(), (recipe.as_it_stands(made, []) or translate(made)).by_name
+    target, settings = current(), (recipe.as_it_stands(made.recipe, []) or translate(made.recipe)).by_name
     given = {word.lstrip("+").partition("=")[0] for word in said}
-    for left in unsaid:
+    for left in made.unsaid:
         if left not in given and left not in FREE:
             yield Problem(
                 f"the file does not say `{left}`, or what no recipe has",
@@ -138,18 +130,16 @@ def _unread(
         key = (settings[dest].key if dest in settings else None) if arrow else word
         if key and key.startswith("model.") and argument(key) != dest:
             key = None  # it says what the model is, and more than this
-        if dest not in idle and key not in given and key not in unsaid:
+        if dest not in idle and key not in given and key not in made.unsaid:
             hint = f"say what holds there: `{key}=...` behind the file" if key else _copy(here, there)
             yield Problem(f"the nearest recipe does not carry `{line}`", hint=hint)
-    for line in keyless:
+    for line in made.keyless:
         if HELD.match(line):
             yield Problem(f"no key of a recipe says `{line}`, and memory depends on it")
 
 
 def _copy(here: str, there: str) -> str:
     """What a copy of the file would have to say to be priced."""
-    flag = [f"`{words}`" if words.startswith("--") else "" for words in (here.removesuffix(" (not known here)"), there)]
-    change = {(True, True): "with {1} for {0}", (True, False): "without {0}", (False, True): "with {1}"}.get(
-        (bool(flag[0]), bool(flag[1])), "in which it is otherwise"
-    )
-    return f"no key of a recipe says it: a copy of the file {change.format(*flag)} has a budget, of another run"
+    out, put = here.removesuffix(" (not known here)") if here.startswith("--") else "", there.startswith("--") and there
+    change = " and ".join([*([f"with `{put}`"] if put else []), *([f"without `{out}`"] if out else [])])
+    return f"no key of a recipe says it: a copy of the file {change or 'in which it is otherwise'} has a budget, of another run"

@@ -97,22 +97,22 @@ def megatron(plan: Plan) -> float:
 
 def megatrons_gaps(c: Cost) -> str:
     """What that count takes for something else, or leaves out, of what this model has."""
-    counted, kinds = _by_symbol(c.plan), dict.fromkeys([*(layer.kind for layer in c.plan.layers), *c.plan.mtp])
-    nothing = [kind for kind in kinds if KINDS[kind].symbol not in counted]
-    other = [KINDS[kind].title for kind in kinds if KINDS[kind].symbol == "M" and kind != "mamba2"]
+    blocks, h, counted = c.plan.recipe.blocks, c.plan.recipe.model.hidden_size, _by_symbol(c.plan)
+    kinds = dict.fromkeys([*(layer.kind for layer in c.plan.layers), *c.plan.mtp])
+    nothing = [KINDS[k].title for k in kinds if KINDS[k].symbol not in counted]
+    other = [KINDS[k].title for k in kinds if KINDS[k].symbol == "M" and getattr(blocks, k) is not blocks.mamba2]
     left = dict.fromkeys(
         f"MTP's {w.name}" if w.owner == "mtp" else w.name if w.owner in kinds else f"{w.owner}'s {w.name}"
         for w in c.works
-        if w.model and w.owner not in (*nothing, "gdn") and w.name not in COUNTED
-    )
-    mamba2, moe, h = c.plan.recipe.blocks.mamba2, c.plan.recipe.blocks.moe, c.plan.recipe.model.hidden_size
-    said = [f"takes {joined(KINDS[kind].title for kind in nothing)} for nothing"] if nothing else []
-    said += [f"takes {joined(other)} for Mamba-2"] if other else []
-    if "mamba2" in kinds and mamba2 and mamba2.heads * mamba2.head_dim != 2 * h:
-        said.append("takes Mamba-2's inner width for 2 hidden_size")
-    said += ["takes experts of a latent for experts of hidden_size"] if moe and moe.latent_size else []
-    said += [f"leaves out {joined(left)}"] if left else []
-    return f"its own count {'; '.join(said)}" if said else "it counts the same operations"
+        if w.model and w.name not in COUNTED and (w.owner not in kinds or KINDS[w.owner].symbol in counted.keys() - {"G"})
+    )  # fmt: skip
+    wider = (b := blocks.mamba2) and b.heads * b.head_dim != 2 * h
+    latent = blocks.moe and blocks.moe.latent_size
+    parts = [("takes {} for nothing", nothing), ("takes {} for Mamba-2", other),
+             ("takes {} for 2 hidden_size", ["Mamba-2's inner width"] * bool(wider)),
+             ("takes {} for experts of hidden_size", ["experts of a latent"] * bool(latent)), ("leaves out {}", left)]  # fmt: skip
+    said = "; ".join(words.format(joined(names)) for words, names in parts if names)
+    return f"its own count {said}" if said else "it counts the same operations"
 
 
 def _by_symbol(plan: Plan) -> dict[str, float]:
