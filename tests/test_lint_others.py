@@ -1,9 +1,11 @@
 """Lint of Megatron's fields in the words of programs around it: verl, SkyRL, NeMo-RL, Primus, Python recipes and scripts."""
 
+from pathlib import Path
+
 import pytest
 
 from nam_megatron.errors import Refused
-from nam_megatron.lint import lint, report
+from nam_megatron.lint import lint, recipe, report
 from nam_megatron.lint.container import SPELLED
 from nam_megatron.targets import current
 
@@ -193,7 +195,7 @@ def test_flags_in_the_strings_of_a_python_script():
     found = lint(SCRIPT, "run.py")
     assert found.args.num_layers == 2 and found.args.swiglu and found.args.lr == 1e-4
     assert not found.args.said("num_experts") and dict(found.args.open_values()).keys() == {"hidden_size"}
-    assert any("line 12" in note for note in found.launch.notes)
+    assert any("`--num-experts 8` (line 12), if args.many" in note for note in found.launch.notes)
     assert "GELU" not in report.text(found)
 
 
@@ -247,3 +249,65 @@ def test_a_size_that_no_program_can_build_is_a_failure(said, found):
     """Another program takes values of its own, but no `two` layers and no -3 stages."""
     text = NEMO_RL.replace("tensor_model_parallel_size: 2", said)
     assert {f.id for f in lint(text).findings} - {"unknown-variable"} == found
+
+
+CONDITIONS = """
+FULL = True
+def main(args, use_fp8=False):
+    words = ["--num-layers", 8, "--hidden-size", "64", "--lr", args.lr] + (["--bf16"] if FULL else ["--fp16"])
+    if use_fp8 == "--deep":
+        words += ["--fp8-format", "hybrid", "--fp8-recipe", args.recipe]
+    elif args.half:
+        words.append("--fp16-lm-cross-entropy")
+    words += ["--swiglu"] if args.gated else ["--squared-relu"]
+    args.sp and words.append("--sequence-parallel")
+    FULL = args.full
+    if FULL:
+        words.append("--disable-bias-linear")
+"""
+
+
+def test_a_conditional_flag_of_a_python_script_is_neither_there_nor_absent():
+    """Those of an `a if b else c` were dropped without a word, and those behind an `and` taken as there."""
+    found = lint(CONDITIONS, "run.py")
+    assert found.args.num_layers == 8 and dict(found.args.open_values()) == {"lr": ("args.lr",)}
+    assert found.args.given.keys() == {"num_layers", "hidden_size", "lr", "bf16"}
+    said = [note.removeprefix("conditional, neither there nor absent here: ") for note in found.launch.notes]
+    assert said[1:] == [
+        "`--fp8-format hybrid` (line 6), `--fp8-recipe $(args.recipe)` (line 6), if use_fp8 == '--deep'",
+        "`--fp16-lm-cross-entropy` (line 8), if not (use_fp8 == '--deep') and args.half",
+        "`--swiglu` (line 9), if args.gated",
+        "`--squared-relu` (line 9), if not (args.gated)",
+        "`--sequence-parallel` (line 10), if args.sp",
+        "`--disable-bias-linear` (line 13), if FULL",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "taken"),
+    [(PRIMUS, "MBS=4"), (VERL, "TP=4"), ("seq_length: ${SEQ:4096}\nnum_layers: 4\n", "SEQ=4096"),
+     ("TP=${TP:-$(nproc --all)}; python t.py --num-layers ${N:-4}", "N=4, TP=$(nproc --all)")],
+)  # fmt: skip
+def test_a_default_that_is_taken_for_a_variable_is_said_with_its_value(text, taken):
+    """In another program's YAML it was taken unsaid, elsewhere said without what it is."""
+    notes = [note for note in lint(text).launch.notes if note.startswith("taken as not set")]
+    assert notes == [f"taken as not set in your environment (the text's own defaults are read): {taken}"]
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("python pretrain_gpt.py --num-layers 2 --num-attention-heads 4", "add `--hidden-size VALUE`"),
+        ("python pretrain_gpt.py --num-layers 2 --hidden-size $H", "put a value in for `--hidden-size $H` (H)"),
+        (
+            "python pretrain_hybrid.py --num-layers 2 --hidden-size 64 --num-attention-heads 4",
+            "--hybrid-layer-pattern PATTERN",
+        ),
+        (NEMO_RL, "NeMo-RL decides"),
+    ],
+)
+def test_no_recipe_says_what_to_do_about_it(text, hint):
+    """It pointed to findings, which the command does not print then."""
+    with pytest.raises(Refused) as refused:
+        recipe.make(lint(text), Path("mine.yaml"))
+    assert hint in refused.value.render()

@@ -78,7 +78,8 @@ class Run:
 
     commands: (words, exported environment) in order. perhaps: the same with a line, of branches whose condition cannot be told; each
     branch as if taken. uncalled: the same of functions that nothing here calls. left: the variables after each of those. printed: what
-    `echo` shows. unset: names taken as absent from the environment, because the script has a default for them. notes: what could not
+    `echo` shows. unset: names taken as absent from the environment, because the script copes without: the default it
+    has, None where it only asks. notes: what could not
     be told.
     """
 
@@ -89,7 +90,7 @@ class Run:
     printed: list[tuple[tuple[str, ...], Mapping[str, str | None]]] = field(default_factory=list)
     env: dict[str, str | None] = field(default_factory=dict)
     variables: dict[str, str | list[str]] = field(default_factory=dict)
-    unset: set[str] = field(default_factory=set)
+    unset: dict[str, str | None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     folder: Path | None = None
     spent: int = 0
@@ -350,7 +351,7 @@ class Follower:
             if any(name in self.run.variables for name in names):
                 return None  # one that the script sets somewhere
             if empty:  # the script asks whether the environment has it, so it copes if not
-                self.run.unset |= set(names)
+                self.run.unset |= {name: None for name in names if name not in self.run.unset}
             return empty if words[0] == "-z" else not empty
         if len(words) == 3 and not any(map(holes, words)):
             left, op, right = words
@@ -388,7 +389,7 @@ class Follower:
             perhaps=[],
             env=dict(actual.env),
             variables=dict(actual.variables),
-            unset=set(),
+            unset={},
             notes=[],
         )
         self.functions = dict(functions)
@@ -643,9 +644,9 @@ class Follower:
             value = value[number] if number is not None and -len(value) <= number < len(value) else None
         kind = (operation or "").lstrip(":")
         if kind in ("-", "=") and (value is None or value == [] or (value == "" and operation.startswith(":"))):
-            if name not in self.run.variables:
-                self.run.unset.add(name)
             value = self.joined(blanks_kept(rest))
+            if name not in self.run.variables:
+                self.run.unset[name] = value
             if kind == "=":
                 self.put(name, value)
         if kind == "+":

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nam_megatron.lint.container import SECTIONS
-from nam_megatron.lint.follow import hole
+from nam_megatron.lint.follow import hole, shown
 from nam_megatron.lint.others import Said, flags
 from nam_megatron.lint.shell import CLOSE, OPEN
 from nam_megatron.targets import Target
@@ -206,59 +206,109 @@ def _brief(node: ast.expr) -> str:
 def _script(
     tree: ast.Module, functions: Sequence[Function] | Any, constants: dict[str, Any], target: Target
 ) -> Said | None:
-    """The strings of the function that has most of Megatron's flags, in their order; those on a condition are left out, and said."""
+    """The strings of the function that has most of Megatron's flags, in their order; of those on a condition it is said which."""
     found = []
     for body in [tree.body, *(function.body for function in functions)]:
-        said: list[str] = []
-        perhaps: list[tuple[int, list[str]]] = []
-        _strings(body, dict(constants), said, perhaps, None)
-        found.append((said, perhaps))
-    words, left = max(found, key=lambda one: sum(_is_flag(w, target) for w in one[0]))
-    count = sum(_is_flag(w, target) for w in words)
-    if not count:
+        found.append(Strings(dict(constants)))
+        found[-1].nodes(body, None)
+    most = max(found, key=lambda one: sum(_is_flag(w, target) for w in one.words))
+    if not any(_is_flag(w, target) for w in most.words):
         return None
     notes = ["the flags in its strings are read, in their order; what else it hands on is not known here"]
-    if lines := sorted({line for line, text in left if any(_is_flag(w, target) for w in text)}):
-        notes.append(f"left out, since their condition cannot be told here: flags in line {', '.join(map(str, lines))}")
-    return Said("", tuple(words), tuple(notes), None)
+    for condition, said in _conditional(most.left, target).items():
+        notes.append(f"conditional, neither there nor absent here: {', '.join(said)}, if {condition}")
+    return Said("", tuple(most.words), tuple(notes), None)
 
 
-def _strings(
-    nodes: Sequence[ast.AST],
-    names: dict[str, Any],
-    words: list[str],
-    left: list[tuple[int, list[str]]],
-    line: int | None,
-) -> None:
-    for node in nodes:
+def _conditional(left: Sequence[tuple[int, list[str], str]], target: Target) -> dict[str, list[str]]:
+    """Of each condition the flags that stand on it, with what follows them and their line."""
+    found: dict[str, list[str]] = {}
+    for line, text, condition in left:
+        starts = [i for i, word in enumerate(text) if word.startswith("--")]
+        for i, end in zip(starts, [*starts[1:], len(text)], strict=True):
+            if _is_flag(text[i], target):
+                found.setdefault(condition, []).append(f"`{shown(' '.join(text[i:end]))}` (line {line})")
+    return found
+
+
+@dataclass
+class Strings:
+    """The words in the strings of a body. left: those on a condition, each with its line and what it stands on."""
+
+    names: dict[str, Any]
+    words: list[str] = field(default_factory=list)
+    left: list[tuple[int, list[str], str]] = field(default_factory=list)
+
+    def nodes(self, nodes: Sequence[ast.AST], condition: str | None, listed: bool = False) -> None:
+        for node in nodes:
+            self.node(node, condition, listed)
+
+    def node(self, node: ast.AST, on: str | None, listed: bool) -> None:
+        """on: the condition that it stands on. listed: in a list, whose elements are words."""
         match node:
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Lambda() | ast.IfExp():
-                continue
-            case ast.If() | ast.For() | ast.While() | ast.Match():
-                _strings(list(ast.iter_child_nodes(node)), names, words, left, line or node.lineno)
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Lambda():
+                return
+            case ast.If(test=test, body=then, orelse=otherwise):
+                self.fork(test, then, otherwise, on, listed)
+            case ast.IfExp(test=test, body=one, orelse=other):
+                self.fork(test, [one], [other], on, listed)
+            case ast.BoolOp(op=op, values=[first, *rest]):
+                self.node(first, on, listed)
+                self.nodes(
+                    rest, _and(on, _brief(first) if isinstance(op, ast.And) else f"not ({_brief(first)})"), listed
+                )
+            case ast.For() | ast.While() | ast.Match():
+                self.nodes(
+                    list(ast.iter_child_nodes(node)), _and(on, f"what line {node.lineno} goes through has it"), listed
+                )
             case ast.JoinedStr() | ast.Constant(value=str()):
-                try:
-                    text = shlex.split(str(_value(node, names)))
-                except ValueError:
-                    continue
-                if any(w.startswith("--") for w in text):
-                    left.append((node.lineno, text)) if line else words.extend(text)
-                elif LIST in names and words and not line and len(text) == 1 and words[-1].startswith("--"):
-                    words.append(text[0])
-            case ast.List() | ast.Tuple():
-                names_of = {**names, LIST: True}
-                _strings(node.elts, names_of, words, left, line)
+                self.string(node, on, listed)
+            case ast.List(elts=elements) | ast.Tuple(elts=elements):
+                self.nodes(elements, on, True)
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                _strings([value], names, words, left, line)
-                if line is None and isinstance(value, ast.Constant):
-                    names[name] = value.value
-            case ast.Name() if LIST in names and words and not line and words[-1].startswith("--"):
-                words.append(str(names.get(node.id, hole(node.id))))
+                self.node(value, on, listed)
+                self.names[name] = value.value if on is None and isinstance(value, ast.Constant) else hole(name)
+            case ast.Name() | ast.Attribute() | ast.Call() | ast.Subscript() | ast.Constant() if listed and self.asks(
+                on
+            ):
+                self.sink(on).append(str(_value(node, self.names)))
             case ast.AST():
-                _strings(list(ast.iter_child_nodes(node)), names, words, left, line)
+                self.nodes(list(ast.iter_child_nodes(node)), on, listed)
+
+    def fork(
+        self, test: ast.expr, then: Sequence[ast.AST], otherwise: Sequence[ast.AST], on: str | None, listed: bool
+    ) -> None:
+        truth = _value(test, self.names)
+        if isinstance(truth, (bool, int, str, type(None))) and not _open(truth):
+            self.nodes(then if truth else otherwise, on, listed)
+            return
+        self.nodes(then, _and(on, _brief(test)), listed)
+        self.nodes(otherwise, _and(on, f"not ({_brief(test)})"), listed)
+
+    def string(self, node: ast.expr, on: str | None, listed: bool) -> None:
+        try:
+            text = shlex.split(str(_value(node, self.names)))
+        except ValueError:
+            return
+        if any(w.startswith("--") for w in text):
+            if on is None:
+                self.words += text
+            else:
+                self.left.append((node.lineno, text, on))
+        elif listed and len(text) == 1 and self.asks(on):
+            self.sink(on).append(text[0])
+
+    def sink(self, on: str | None) -> list[str]:
+        """Where the words go that follow."""
+        return self.words if on is None else self.left[-1][1] if self.left and self.left[-1][2] == on else []
+
+    def asks(self, on: str | None) -> bool:
+        """Whether a flag was last, which may take a value."""
+        return any(w.startswith("--") for w in self.sink(on)[-1:])
 
 
-LIST = "[]"  # no name of Python's: inside a list, whose elements are words
+def _and(outer: str | None, inner: str) -> str:
+    return f"{outer} and {inner}" if outer else inner
 
 
 def _is_flag(word: str, target: Target) -> bool:

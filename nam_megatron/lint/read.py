@@ -242,8 +242,7 @@ def _shell(text: str, target: Target, name: str) -> Launch:
         notes.append("no command here has Megatron's flags: those that variables hold are taken, in their order")
     if not _flags(words, target):
         return Launch(target, (), "shell", text)
-    if used := sorted(name for name in run.unset if name.isidentifier()):
-        notes.append(f"taken as not set in your environment (the script has its own defaults): {', '.join(used)}")
+    notes += _defaults(run.unset)
     if (there := len(_in_text(text, target))) > 3 * (here := _flags(words, target)):
         notes.append(
             f"the text has {there} of Megatron's flags, and the launch that is read {here}: no command here has the others"
@@ -262,7 +261,7 @@ def _of_another(run: follow.Run, text: str, target: Target) -> Launch | None:
     if not found:
         return None
     said, env = max(found, key=lambda one: len(one[0].words))
-    notes = [*run.notes, *said.notes]
+    notes = [*run.notes, *said.notes, *_defaults(run.unset)]
     if several := len({other.words for other, _ in found}) - 1:
         notes.append(f"the text has {several + 1} launches: read is the one that says most")
     return Launch(
@@ -344,7 +343,7 @@ def _yaml(text: str, target: Target, name: str) -> Launch:
     bases: list[str] = []
     env: dict[str, str | None] = {}
     words: list[str] = []
-    unset: set[str] = set()
+    unset: dict[str, str | None] = {}
     if isinstance(root, yaml.SequenceNode):  # a list of words
         words = [
             w for node in root.value[:MOST] if isinstance(node, yaml.ScalarNode) for w in _holes(node.value).split()
@@ -367,13 +366,13 @@ def _yaml(text: str, target: Target, name: str) -> Launch:
         plain = _tree(root, unset)
         bases = [file for key in keys.keys() & BASES for file in _files(keys[key])]
         if said := others.of_tree(plain, target, bool(bases)):
-            notes += said.notes
+            notes += [*said.notes, *_defaults(unset)]
             if bases:
                 notes.append(f"more of the description is in other files, which are not read: {', '.join(bases)}")
             return Launch(
                 target, said.words, "yaml", text, said.env, gpus=said.gpus, notes=tuple(notes), program=said.program
             )
-        bases, unset = [], set()
+        bases, unset = [], {}
         if isinstance(argv := keys.get("argv"), yaml.SequenceNode):
             words = [_holes(node.value) for node in argv.value[:MOST] if isinstance(node, yaml.ScalarNode)]
         else:
@@ -382,16 +381,29 @@ def _yaml(text: str, target: Target, name: str) -> Launch:
     for _, name, node in entries:
         if name.startswith("--") or not dashed:
             words += _entry(name, _with_default(node, unset), target, dashed)
-    if unset:
-        notes.append(
-            f"taken as not set in your environment (the text has its own defaults): {', '.join(sorted(unset))}"
-        )
+    notes += _defaults(unset)
     if bases:
         notes.append(f"more of the description is in other files, which are not read: {', '.join(bases)}")
     return Launch(target, tuple(words), "yaml", text, env, notes=tuple(notes), partial=bool(bases))
 
 
-def _tree(root: yaml.MappingNode, unset: set[str]) -> dict[str, Any]:
+def _defaults(unset: Mapping[str, str | None]) -> list[str]:
+    """A note on the variables that are taken as not set, each with the text's own default that is read for it."""
+    said = [
+        f"{name}={_short(follow.shown(value))}" if value else name
+        for name, value in sorted(unset.items())
+        if name.isidentifier()
+    ]
+    return (
+        [f"taken as not set in your environment (the text's own defaults are read): {', '.join(said)}"] if said else []
+    )
+
+
+def _short(text: str) -> str:
+    return text if len(text) < 41 else f"{text[:37]}..."
+
+
+def _tree(root: yaml.MappingNode, unset: dict[str, str | None]) -> dict[str, Any]:
     """A YAML as its program would have it: defaults of the environment's in, `${a.b}` as what stands there, other `${}` as holes."""
 
     left = MOST
@@ -530,14 +542,14 @@ def _holes(text: str) -> str:
     return re.sub(r"\$(?:([A-Za-z_]\w*)|\{([^${}]+)\})", lambda m: follow.hole(m[1] or m[2]), text)
 
 
-def _with_default(node: yaml.Node, unset: set[str]) -> yaml.Node:
+def _with_default(node: yaml.Node, unset: dict[str, str | None]) -> yaml.Node:
     """`${NAME:4}` and `${oc.env:NAME,4}` as 4; a default of nothing as nothing."""
     found = re.fullmatch(
         r"\$\{(?:oc\.env:\s*(?=\w)|(?=[A-Z_\d]+:))([A-Za-z_]\w*)\s*(?::-?|,)([^${}]*)\}", str(node.value)
     )
     if not found:
         return node
-    unset.add(found[1])
+    unset[found[1]] = found[2].strip()
     inner = yaml.compose(found[2], Loader=Loader)
     return yaml.ScalarNode("tag:yaml.org,2002:null", "") if inner is None else inner
 

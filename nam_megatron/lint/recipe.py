@@ -132,9 +132,7 @@ def make(report: Report, path: Path, stepping: bool = False) -> Made:
     try:
         groups, wanted = _groups(a, m), _ours(m, path.stem) or _wanted(a, m, path.stem, lost)
     except NotKnown as err:
-        raise Refused(
-            Problem(f"no recipe: `{err}` is not known", key="recipe", hint="the findings say what is missing")
-        ) from None
+        raise Refused(Problem(f"no recipe: `{err}` is not known", key="recipe", hint=_missing(a, str(err)))) from None
     if stepping and m.plan is None:
         for key in BESIDE_STEPS:
             wanted["schedule"].pop(key, None)
@@ -156,6 +154,23 @@ def make(report: Report, path: Path, stepping: bool = False) -> Made:
             Problem(f"no recipe of ours says `{line.partition(' ->')[0]}`", key="recipe", hint=hint) for line in other
         )
     return made
+
+
+def _missing(a: Args, name: str) -> str:
+    """What to do where a recipe cannot be made for want of a value."""
+    if a.launch.program:
+        made = "the words that Megatron gets, a `run_config.yaml`, or a checkpoint"
+        return f"{a.launch.program} decides the rest of the model: give what it makes of it, {made}"
+    flag = a.target.by_dest.get(name)
+    if flag is None:
+        return f"`python -m nam_megatron.lint {a.launch.name}` says what is open"
+    if a.said(name):
+        open_ = a.value(name)
+        names = ", ".join(open_.names) if isinstance(open_, Open) else ""
+        return f"put a value in for `{a.written(name)}`{f' ({names})' if names else ''}"
+    if a.elsewhere or a.launch.partial:
+        return "the text leaves the model to another file: lint the words that Megatron gets"
+    return f"add `{flag.name} VALUE`"
 
 
 def as_it_stands(recipe: Any, lost: list[str]) -> Lowering | None:
@@ -373,10 +388,13 @@ def _ours(m: Model, name: str) -> Tree | None:
     return {**tree, "preset": {**tree["preset"], "name": name, "alias_of": None}}
 
 
+NO_LAYERS = "a hybrid's layers are `--hybrid-layer-pattern PATTERN`, in letters M G * D + - E; `pretrain_gpt.py` builds `--num-layers N`"
+
+
 def _wanted(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
     """Everything a recipe can say of the launch. What no recipe can say at all goes into `lost`."""
     if m.bad_symbols or not m.layers:
-        raise Refused(Problem("no recipe: the launch builds no layers", key="recipe"))
+        raise Refused(Problem("no recipe: the launch builds no layers", key="recipe", hint=NO_LAYERS))
     lost += [f"{flag}: of the training script, not of Megatron's parser" for flag in dict.fromkeys(a.script_flags)]
     lost += [f"{flag}: what it names is not read" for flag in m.from_elsewhere]
     lost += a.launch.unsaid
@@ -704,6 +722,8 @@ def _compare(a: Args, m: Model, lowering: Lowering, made: Made) -> None:
         if _model_alone(a) and not m.plan and name not in models and not a.said(name):
             continue  # said once, of all of them
         if name in lowering.by_name and lowering.by_name[name].key in made.unsaid:
+            continue
+        if name == "position_embedding_type" and "model.learned_positions" in made.unsaid:
             continue
         if name == "experimental_attention_variant" and m.gdn:  # `G` in the recipe's pattern
             continue
