@@ -45,7 +45,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="where the run had no dataset of ours")
     made.add_argument("--as", dest="form", default="nam", metavar="FORM",
                       help="nam: with code of ours (default); native: in its published architecture, where it has one; a `model_type`, "
-                      "as glm4_moe_lite: in that one, where several compute the model")  # fmt: skip
+                      "as glm4_moe_lite: in that one, where several compute the model; peft: a run's adapters by "
+                      "themselves, as peft reads them")  # fmt: skip
     made.add_argument("--shard-gb", type=between(0.001, 1000), default=4.0, help="size of a file at most (default: 4)")
     made = verb("import", "Write an export, or weights as others publish them, as weights that a run starts from.",
                 ("export", "an export's folder, or a published one"), ("plan", "the run's plan.json"), ("out", "a new folder"))  # fmt: skip
@@ -114,6 +115,10 @@ def _progress(text: str) -> None:
 def _export(words: argparse.Namespace) -> int:
     from nam_megatron.hf import export, native
 
+    if words.form == "peft":
+        kind = native.peft(words.checkpoint, words.out, _progress)
+        print(f"{words.out}: adapters for a {kind} of transformers, which peft reads")
+        return OK
     if words.form != "nam":
         named = None if words.form == "native" else words.form
         kind = native.export(

@@ -55,15 +55,21 @@ class Merged(Checkpoint):
     def joined(self, tensor: Tensor) -> torch.Tensor:
         """A tensor of the export, its adapter in it. Raises Refused."""
         whole = super().joined(tensor)
+        if (pair := self.pair(tensor)) is None:
+            return whole
+        into, out = (part.float() for part in pair)
+        return (whole.float() + self.scale * (out @ into)).to(DTYPES[tensor.dtype])
+
+    def pair(self, tensor: Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What a tensor's adapter holds: from the input to the rank, and from there to the output. All experts of a tensor share one."""
         module = tensor.parts[0][0].partition(".weight")[0]
         if f"{module}{IN}" not in self.adapters.tensors:
-            return whole
-        into, out = self._read(f"{module}{IN}", (self.rank, whole.size(1))), self._out(module, tensor)
-        return (whole.float() + self.scale * (out.float() @ into.float())).to(DTYPES[tensor.dtype])
+            return None
+        return self._read(f"{module}{IN}", (self.rank, tensor.shape[-1])), self._out(module, tensor)
 
     def _out(self, module: str, tensor: Tensor) -> torch.Tensor:
         if f"{module}{OUT}" in self.adapters.tensors:
-            return self._read(f"{module}{OUT}", (tensor.shape[0], self.rank))
+            return self._read(f"{module}{OUT}", (tensor.shape[-2], self.rank))
         parts = ((f"{module}{OUT}{key.partition('.weight')[2]}", (shape[0], self.rank)) for key, shape in tensor.parts)
         return torch.cat([self._read(*part) for part in parts])
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from nam_megatron.blocks.exported import Config, Tensor, one
 from nam_megatron.compile.argv import load_plan
@@ -21,6 +22,7 @@ from nam_megatron.data import tokenizer
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.hf import describe, distributed, families, folder
 from nam_megatron.hf import export as exports
+from nam_megatron.hf.adapters import Merged
 from nam_megatron.hf.distributed import DTYPES, Lazy
 from nam_megatron.hf.families import Family, Place
 from nam_megatron.hf.families.config import written
@@ -311,6 +313,57 @@ def export(
             folder.write_json(part / "generation_config.json", ends)
         if tokens is not None:
             tokenizer.copy(tokens, part)
+    return of.architecture
+
+
+def peft(checkpoint: Path, out: Path, say: Say, named: str | None = None) -> str:
+    """Write the adapters of the newest step of `checkpoint` as the peft package reads them, beside the published model's own weights.
+
+    Raises:
+        Refused: as `export`, a run without adapters, or one on what is no linear layer of transformers' class.
+    """
+    lowering, step, _ = exports.opened(checkpoint, None, say)
+    lora = lowering.plan.recipe.feature.lora
+    if lora is None:
+        raise Refused(
+            Problem(f"`{step}` has no adapters", key="feature.lora.rank", hint="`--as native` writes weights")
+        )
+    of, _ = architecture(lowering.plan, named)
+    source = exports.checked(step, lowering.plan)
+    assert isinstance(source, Merged)
+    held: dict[str, torch.Tensor] = {}
+    for tensor, found in families.places(of, describe.config(lowering.plan)):
+        if (pair := source.pair(tensor)) is None:
+            continue
+        if len(tensor.shape) > 2:
+            said = (
+                f"`{tensor.name}` has an adapter, and transformers' `{of.architecture}` holds its experts in one tensor"
+            )
+            raise Refused(Problem(said, key="feature.lora.targets", hint="`--as native` adds it to the weights"))
+        for place in found:
+            assert place.piece.there(tensor) is tensor, (
+                "a published tensor that packs several of ours has one adapter for each"
+            )
+            module = place.name.removesuffix(".weight")
+            for theirs, opened in of.opened.items():
+                module = f"{opened}{module.removeprefix(theirs)}" if module.startswith(theirs) else module
+            rows = place.piece.here(pair[1]).reshape(place.piece.shape[0], lora.rank)
+            held |= {
+                f"base_model.model.{module}.lora_{part}.weight": value.clone(memory_format=torch.contiguous_format)
+                for part, value in (("A", pair[0]), ("B", rows))
+            }
+    modules = sorted({name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in held})
+    with folder.making(out) as part:
+        save_file(held, part / "adapter_model.safetensors", {"format": "pt"})
+        keys = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "r": lora.rank,
+            "lora_alpha": lora.alpha,
+            "lora_dropout": 0.0,
+        }
+        more = {"target_modules": modules, "bias": "none", "inference_mode": True, "base_model_name_or_path": None}
+        folder.write_json(part / "adapter_config.json", keys | more)
     return of.architecture
 
 

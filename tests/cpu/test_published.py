@@ -356,6 +356,41 @@ def test_adapters_go_into_the_weights_that_they_stand_on(made, tmp_path):
     assert same == {name for name in before if "proj" not in name}, "norms and both ends stay"
 
 
+def test_adapters_by_themselves_are_what_peft_reads(made, tmp_path):
+    """By its file format: W + alpha / r B A of each module is the merged weight. docs/checkpoints.md: so does the package."""
+    checkpoint, _ = adapters(tmp_path / "adapters", made)
+    assert command.main(["export", str(checkpoint), str(tmp_path / "peft"), "--as", "peft"]) == 0
+    assert command.main(["export", str(checkpoint), str(tmp_path / "out"), "--as", "native"]) == 0
+    keys = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    held = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    before, after = (opened(path, torch.bfloat16) for path in (made("llama_3")[0], tmp_path / "out"))
+    merged = after.state_dict()
+    assert len(keys["target_modules"]) == 2 * 7 and len(held) == 2 * 2 * 7
+    for module in keys["target_modules"]:
+        into, out = (held[f"base_model.model.{module}.lora_{part}.weight"].float() for part in "AB")
+        base = before.get_submodule(module).weight.float()
+        added = keys["lora_alpha"] / keys["r"] * (out @ into)
+        assert torch.equal((base + added).bfloat16(), merged[f"{module}.weight"]), module
+
+
+def test_an_adapter_of_grouped_experts_goes_into_each_and_has_no_module_of_peft(made, tmp_path):
+    folder, _, weights = made("mixtral")
+    off = {"feature__lora": LORA | {"targets": ["linear_fc1"]}, "schedule__pretrained": str(weights)}
+    lowering = published.lowering(folder, **off)
+    key = "decoder.layers.1.mlp.experts.experts.linear_fc1.adapter.linear_"
+    torch.manual_seed(4)
+    into, out = torch.randn(4, 64).bfloat16(), torch.randn(192, 4).bfloat16()
+    (tmp_path / "adapters").mkdir()
+    distributed.write(tmp_path / "adapters", {f"{key}in.weight": into, f"{key}out.weight": out}, lowering)
+    assert command.main(["export", str(tmp_path / "adapters"), str(tmp_path / "out"), "--as", "native"]) == 0
+    before, after = (opened(path, torch.bfloat16).state_dict() for path in (folder, tmp_path / "out"))
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    assert torch.equal(after[name], (before[name].float() + 2.0 * out.float() @ into.float()).bfloat16())
+    assert [other for other in before if not torch.equal(before[other], after[other])] == [name]
+    with pytest.raises(Refused, match="holds its experts in one tensor"):
+        native.peft(tmp_path / "adapters", tmp_path / "peft", silent)
+
+
 def test_an_adapter_without_a_weight_is_refused(made, tmp_path):
     checkpoint, _ = adapters(tmp_path / "adapters", made, "decoder.layers.0.mlp.router.adapter.linear_in.weight")
     with pytest.raises(

@@ -40,7 +40,7 @@ def _apart(c: Config, tensor: Tensor) -> Iterator[Piece]:
     each, rest = c["num_attention_heads"] // groups, tensor.shape[1:]
 
     def queries(x: Any) -> Any:
-        by_kind = x.view(groups, -1, width, *rest)[:, : kinds * each].unflatten(1, (kinds, each))
+        by_kind = x.view(groups, -1, width, *x.shape[1:])[:, : kinds * each].unflatten(1, (kinds, each))
         return by_kind.transpose(1, 2)
 
     yield Piece(f"q.{what}", tensor.name, (kinds * each * groups * width, *rest), queries)

@@ -9,6 +9,7 @@ Imports no torch. A table says
                    added where a name stands for a module
     ahead          what tensors of layers of token prediction begin with, which our recipes cannot say
     spelled        other names under which a tensor is found
+    opened         what transformers' class has where files have another beginning: adapters go by its modules
     config         keys of their config.json, and what they are of ours (config.py)
 """
 
@@ -41,6 +42,7 @@ class Family:
     ahead: tuple[str, ...] = ()
     spelled: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
+    opened: Mapping[str, str] = field(default_factory=dict)
 
     def called(self, kind: str, slot: str) -> str | None:
         """What comes after `layer` in their name of a slot; None: the family has none."""
@@ -71,7 +73,7 @@ def family(model_type: str) -> Family:
         raise Refused(Problem(said, key="model_type", hint=f"there are: {', '.join(known())}"))
     tree = _tree(model_type)
     return Family(model_type, tree["architecture"], tree["layer"], tree["parts"], tree["names"], tuple(tree.get("ahead", ())),
-                  tree.get("spelled", {}), tree.get("config", {}))  # fmt: skip
+                  tree.get("spelled", {}), tree.get("config", {}), tree.get("opened", {}))  # fmt: skip
 
 
 @cache
