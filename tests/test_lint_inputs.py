@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 from command import warm
-from hf_configs import CONFIGS, DEEPSEEK_V2_LITE, DEEPSEEK_V3, GLM_4_7_FLASH, LLAMA, NEMOTRON_3_NANO
+from hf_configs import CONFIGS, DEEPSEEK_V2_LITE, DEEPSEEK_V3, GLM_4_7_FLASH, LLAMA, NEMOTRON_3_NANO, SAID
 from lint_cases import HYBRID, MOE
 from presets import lowered
 from test_lint import launch
@@ -78,6 +78,10 @@ BALANCED = {
     "qwen3_next_80b_a3b",
     "mixtral_8x7b",
 }
+
+
+def test_every_published_config_says_where_and_when_it_was_read():
+    assert all(said["source"].count("/") == 1 and said["read"].isoformat() < "2100" for said in SAID.values())
 
 
 @pytest.mark.parametrize("name", CONFIGS)
