@@ -49,7 +49,8 @@ def warm(*words: str, cwd: Path | str = ".", module: str = TRANSLATE, before: Ca
         out, err = Path(folder, "out"), Path(folder, "err")
         process = SERVER.Process(target=_child, args=(module, words, str(cwd), str(out), str(err), {}, before))
         process.start()
-        process.join(60)
+        process.join(1200)  # a loaded machine takes any time; what never ends has no code
+        process.kill()
         return Ran(process.exitcode, out.read_text(), err.read_text())
 
 
@@ -81,7 +82,7 @@ def on_terminal(
 def cold(*words: str, cwd: Path | str = ".", **options) -> Ran:
     """A new interpreter, as typed: `python -m nam_megatron.translate ...`."""
     command = [sys.executable, "-m", TRANSLATE, *words]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False, **options)
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=600, check=False, **options)
     return Ran(done.returncode, done.stdout, done.stderr)
 
 

@@ -140,7 +140,7 @@ def tried(root: Path, where: str) -> tuple[str, str | None]:
     from launch.record import receipt
 
     launcher = Launcher.start(root, "steps=2", FAULT=where)
-    launcher.process.join(60)
+    launcher.process.join(1200)
     if launcher.process.exitcode is None:
         launcher.process.kill()
         return "hangs", "it does not end"

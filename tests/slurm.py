@@ -91,7 +91,7 @@ class Scheduler:
         """What a command of Slurm's says. Raises CalledProcessError."""
         env = {**self.environ, **(environ or {})}
         done = subprocess.run(
-            [*self.on("h0"), *words], env=env, cwd=cwd, capture_output=True, text=True, timeout=60, check=False
+            [*self.on("h0"), *words], env=env, cwd=cwd, capture_output=True, text=True, timeout=600, check=False
         )
         if done.returncode:
             raise subprocess.CalledProcessError(done.returncode, words, done.stdout, done.stderr)
@@ -99,7 +99,7 @@ class Scheduler:
 
     def _start(self, host: str, *words: str) -> None:
         with (self.at / f"{words[0]}.{host}.out").open("ab") as out:
-            subprocess.run([*self.on(host), *words], env=self.environ, stdout=out, stderr=out, timeout=60, check=True)
+            subprocess.run([*self.on(host), *words], env=self.environ, stdout=out, stderr=out, timeout=600, check=True)
 
     def up(self) -> None:
         """Raises CalledProcessError, TimeoutError: the log says why."""

@@ -43,29 +43,26 @@ def test_words_of_values_merge_no_file_again_and_leave_nothing_behind(monkeypatc
 
 
 def test_a_file_that_is_written_to_or_added_is_seen(tmp_path, monkeypatch):
-    def said():
-        return composed("recipe", [f"hydra.searchpath=[{tmp_path}]", "preset=mine"])[0]
-
-    def lr():
-        return said().optim.lr
+    def optim(*words):
+        return composed("recipe", words or [f"hydra.searchpath=[{tmp_path}]", "preset=mine"])[0].optim
 
     mine = tmp_path / "preset" / "mine.yaml"
     mine.parent.mkdir()
     head = "# @package _global_\ndefaults: [nam56r_smoke, {optional /more@optim: mine}, _self_]\n"
     mine.write_text(head + "optim: {lr: 0.5}\n")
-    assert (lr(), lr()) == (0.5, 0.5)
+    assert (optim().lr, optim().lr) == (0.5, 0.5)
     was = mine.stat()
     mine.write_text(head + "optim: {lr: 0.2}\n")  # of the same size, a nanosecond later
     os.utime(mine, ns=(was.st_atime_ns, was.st_mtime_ns + 1))
-    assert lr() == 0.2
+    assert optim().lr == 0.2
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "mine.yaml").write_text("beta1: 0.25\n")
-    assert (lr(), said().optim.beta1) == (0.2, 0.25)
+    assert (optim().lr, optim().beta1) == (0.2, 0.25)
     monkeypatch.chdir(tmp_path)
     other = tmp_path / "other" / "preset" / "mine.yaml"
     other.parent.mkdir(parents=True)
     other.write_text(head + "optim: {lr: 0.3}\n")
     relative = ["preset=mine", "hydra.searchpath=['.']"]
-    assert composed("recipe", relative)[0].optim.lr == 0.2
+    assert optim(*relative).lr == 0.2
     monkeypatch.chdir(tmp_path / "other")
-    assert composed("recipe", relative)[0].optim.lr == 0.3
+    assert optim(*relative).lr == 0.3

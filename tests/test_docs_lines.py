@@ -132,7 +132,7 @@ def test_a_line_runs_as_it_stands(page, command, shop):
         words = re.sub(rf"receipts/{letter}\b", f"receipts/{name}", words)
     environ = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": str(shop), "PYTHONPATH": str(REPO)}
     done = subprocess.run(words, shell=True, executable="/bin/bash", capture_output=True, text=True, cwd=shop, check=False,
-                          timeout=300, env=os.environ | environ)  # fmt: skip
+                          timeout=600, env=os.environ | environ)  # fmt: skip
     # What a list or a search finds here is no fault of the line; a transcript shows what is refused, too.
     wanted = (
         (0, 2) if command in TRANSCRIPTS else (0, 1) if re.search(r"\b(receipts|status|doctor|fit=)", command) else (0,)
@@ -183,7 +183,7 @@ def called(words: list[str]) -> tuple[str | None, list[str]]:
 def helped(words: list[str]) -> None:
     end = 3 if words[1] == "-m" else 2
     done = subprocess.run(
-        [sys.executable, *words[1:end], "--help"], capture_output=True, text=True, cwd=REPO, timeout=120, check=False
+        [sys.executable, *words[1:end], "--help"], capture_output=True, text=True, cwd=REPO, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
     assert all(word in done.stdout for word in words[end:] if word.startswith("--")), done.stdout

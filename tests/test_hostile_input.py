@@ -145,7 +145,7 @@ def interrupted(words: list[str], after: float, tmp_path: Path) -> tuple[int, st
         time.sleep(after)
         process.send_signal(signal.SIGINT)
         begun = time.monotonic()
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=600)
         return process.returncode, said, time.monotonic() - begun
 
 
@@ -183,7 +183,7 @@ print("went on")
 def test_ctrl_c_in_a_callback_is_not_lost():
     """Python prints a traceback of what such a callback raises, and goes on; imports have one for each module."""
     done = subprocess.run(
-        [sys.executable, "-c", IN_A_CALLBACK], capture_output=True, text=True, cwd=REPO, timeout=30, check=False
+        [sys.executable, "-c", IN_A_CALLBACK], capture_output=True, text=True, cwd=REPO, timeout=600, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "interrupted\n")
 
@@ -232,7 +232,7 @@ def test_verify_ends_at_a_ctrl_c_that_reaches_it_alone(tmp_path):
             assert process.poll() is None
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
-        out, said = process.communicate(timeout=180)
+        out, said = process.communicate(timeout=600)
     assert (process.returncode, out, said) == (130, "", "interrupted\n")
     assert not any(b"runtime.oracle" in _words(p) for p in second)
 

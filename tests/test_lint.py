@@ -1214,7 +1214,7 @@ def test_gated_delta_nets_come_back():
 def run(*options: str, text: str | bytes = "") -> subprocess.CompletedProcess:
     data = text.encode() if isinstance(text, str) else text
     command_line = [sys.executable, "-m", "nam_megatron.lint", "-", *options]
-    return subprocess.run(command_line, input=data, capture_output=True, timeout=60, cwd=ROOT, check=False)
+    return subprocess.run(command_line, input=data, capture_output=True, timeout=600, cwd=ROOT, check=False)
 
 
 def test_exit_codes(tmp_path, capsys):
@@ -1276,7 +1276,7 @@ def test_needs_no_torch_and_no_megatron():
         input=" ".join(words(MOE)),
         text=True,
         capture_output=True,
-        timeout=60,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -238,7 +238,7 @@ def bash(tmp_path_factory):
         out = folder / "out"
         out.unlink(missing_ok=True)
         environ = {"PATH": f"{folder}:/usr/bin:/bin", "OUT": str(out), "HOME": "~"}
-        subprocess.run(["bash", "-c", script], env=environ, cwd=folder, capture_output=True, timeout=60, check=False)
+        subprocess.run(["bash", "-c", script], env=environ, cwd=folder, capture_output=True, timeout=600, check=False)
         text = out.read_bytes().decode(errors="replace") if out.exists() else ""  # a return stays one
         return [launch.split("\0")[1:-1] for launch in text.split("\1\0") if launch]
 

@@ -20,7 +20,7 @@ NAM = Path(sys.executable).with_name("nam")
 
 
 def nam(*words: str) -> subprocess.CompletedProcess:
-    return subprocess.run([NAM, *words], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run([NAM, *words], capture_output=True, text=True, timeout=600, check=False)
 
 
 @pytest.mark.parametrize(

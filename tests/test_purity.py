@@ -26,7 +26,7 @@ sys.meta_path.insert(0, Block())
 def run(code, **environment):
     return subprocess.run(
         [sys.executable, "-c", BLOCKED + code], cwd=ROOT, env=os.environ | environment,
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def test_the_environment_does_not_reach_a_plan():
 
 
 def files():
-    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=20, check=True)
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=600, check=True)
     return [Path(line) for line in done.stdout.splitlines()]
 
 

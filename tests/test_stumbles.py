@@ -19,7 +19,7 @@ HEAD = "# @package _global_\n"
 
 
 def nam(*words, cwd=None):
-    return subprocess.run([NAM, *words], capture_output=True, text=True, timeout=120, check=False, cwd=cwd)
+    return subprocess.run([NAM, *words], capture_output=True, text=True, timeout=600, check=False, cwd=cwd)
 
 
 @pytest.fixture

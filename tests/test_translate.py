@@ -89,7 +89,7 @@ def test_the_words_survive_a_shells_substitution(here):
     script = (
         f'printf "%s\\n" $({sys.executable} -m {TRANSLATE} conf=nam56r_nemo_native parallel.pipeline=2 2>/dev/null)'
     )
-    done = subprocess.run(["bash", "-c", script], cwd=here, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(["bash", "-c", script], cwd=here, capture_output=True, text=True, check=True, timeout=600)
     assert done.stdout.splitlines() == list(argv.words(lowered("nam56r_nemo_native", "parallel.pipeline=2")))
 
 
@@ -107,7 +107,9 @@ def test_a_word_that_a_reader_would_split_is_refused_in_shell_form_only(here, bl
     one_error(warm(*words, cwd=here), f"`/my{blank}data/x` does not survive `$(...)`", "out=DIR")
     assert warm(*words, "format=lines", cwd=here).code == 0
     assert warm(*words, "out=d", cwd=here).code == 0
-    shown = subprocess.run(["bash", "-n", "d/run.sh"], cwd=here, check=True, timeout=20, capture_output=True, text=True)
+    shown = subprocess.run(
+        ["bash", "-n", "d/run.sh"], cwd=here, check=True, timeout=600, capture_output=True, text=True
+    )
     assert shown.stderr == ""
     assert f"'/my{blank}data/x'" in (here / "d" / "run.sh").read_text()
 
@@ -133,7 +135,7 @@ def test_out_writes_three_files(here):
     lowering = lowered("nam56r_smoke")
     assert (folder / "args.txt").read_text() == argv.lines(lowering)
     assert argv.load_plan(folder / "plan.json") == lowering
-    subprocess.run(["bash", "-n", folder / "run.sh"], check=True, timeout=20)
+    subprocess.run(["bash", "-n", folder / "run.sh"], check=True, timeout=600)
     assert os.access(folder / "run.sh", os.X_OK)
 
 
@@ -179,7 +181,7 @@ def test_run_script_hands_torchrun_every_word(here):
         (fake / "python").chmod(0o755)
         env = {"PATH": f"{fake}:{os.environ['PATH']}", "CUDA_DEVICE_MAX_CONNECTIONS": "7"}
         done = subprocess.run(
-            [here / name / "run.sh"], env=env, capture_output=True, text=True, check=True, timeout=20, cwd="/"
+            [here / name / "run.sh"], env=env, capture_output=True, text=True, check=True, timeout=600, cwd="/"
         )
         *words, connections = done.stdout.splitlines()
         start = words.index("nam_megatron.train")
@@ -195,7 +197,9 @@ def test_run_script_of_several_nodes_wants_its_rank(here):
     (here / "python").chmod(0o755)
     for path, missing in ((f"{here}:/usr/bin:/bin", "NODE_RANK"), ("/usr/bin:/bin", "no nam_megatron here")):
         env = {"PATH": path}
-        done = subprocess.run([here / "d" / "run.sh"], capture_output=True, text=True, check=False, timeout=20, env=env)
+        done = subprocess.run(
+            [here / "d" / "run.sh"], capture_output=True, text=True, check=False, timeout=600, env=env
+        )
         assert done.returncode != 0 and missing in done.stderr
 
 
@@ -551,7 +555,7 @@ def test_shell_completion(here):
     done = subprocess.run(
         [sys.executable, "-m", TRANSLATE, "-sc", "query=bash"],
         env=os.environ | {"COMP_LINE": "nam-megatron-translate lane=n", "COMP_POINT": "29"},
-        cwd=here, capture_output=True, text=True, check=True, timeout=60,
+        cwd=here, capture_output=True, text=True, check=True, timeout=600,
     )  # fmt: skip
     assert done.stdout.split() == ["lane=native_dp", "lane=nemo_native"]
 
@@ -775,7 +779,7 @@ def test_a_mistake_of_ours_stays_a_traceback(here, monkeypatch):
         "translate.translate = broken\nsys.argv = ['x', 'conf=nam56r']\ntranslate.main()\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=here, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], cwd=here, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 1
     assert "ValueError: ours" in done.stderr
@@ -788,7 +792,7 @@ def test_a_mistake_of_ours_stays_a_traceback(here, monkeypatch):
 def test_a_reader_that_has_read_enough(form, here):
     """`| head` closes the pipe early: no traceback, whether the output fits the buffer or not."""
     script = f"set -o pipefail; {sys.executable} -m {TRANSLATE} conf=nam56r_native_dp format={form} | head -c 20"
-    done = subprocess.run(["bash", "-c", script], cwd=here, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(["bash", "-c", script], cwd=here, capture_output=True, text=True, timeout=600, check=False)
     assert (done.returncode, len(done.stdout)) == (0, 20) and "Traceback" not in done.stderr
 
 
@@ -812,7 +816,7 @@ def ended(words, redirection):
     text = f"set -o pipefail; echo --num-layers 2 | {sys.executable} -m {' '.join(words)} {redirection}"
     env = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
     done = subprocess.run(
-        ["bash", "-c", text], cwd=conf_dir().parent, env=env, capture_output=True, text=True, timeout=60, check=False
+        ["bash", "-c", text], cwd=conf_dir().parent, env=env, capture_output=True, text=True, timeout=600, check=False
     )
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr
     return done.returncode, done.stderr
@@ -837,7 +841,7 @@ def test_every_command_can_be_read_in_part():
 
 def finished(body):
     code = f"import os, signal, subprocess, sys\nfrom nam_megatron.errors import finish\ndef command():\n    {body}\nfinish(command)\n"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
 
 
 def test_ctrl_c_is_a_line():
@@ -847,7 +851,7 @@ def test_ctrl_c_is_a_line():
 
 def test_a_second_ctrl_c_while_python_ends_is_nothing():
     code = "import sys; sys.argv = ['-m']; import nam_megatron, atexit, os, signal; atexit.register(os.kill, os.getpid(), signal.SIGINT)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -867,7 +871,7 @@ def test_a_reader_that_leaves_changes_nothing(tmp_path):
     )
     code = f"import sys\nfrom nam_megatron.errors import finish\ndef command():\n    {body}\nfinish(command)\n"
     script = f"set -o pipefail; {shlex.quote(sys.executable)} -c {shlex.quote(code)} 2>&1 | true"
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=600, check=False)
     assert (done.returncode, done.stderr, target.exists()) == (7, "", True)
 
 
@@ -900,7 +904,7 @@ def test_help_is_help(words):
         cwd=conf_dir().parent,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=True,
     )
     assert f"python -m {words[0]}" in done.stdout and "{" not in done.stdout

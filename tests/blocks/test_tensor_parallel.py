@@ -18,7 +18,7 @@ def assert_same_on_two_ranks(folder: Path, *options: str, limit: float) -> None:
         command = [sys.executable, str(PROGRAM), str(ranks), str(file), *options]
         # Megatron wants it under tensor parallelism.
         env = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-        ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+        ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
         assert ran.returncode == 0, ran.stdout + ran.stderr
         found[ranks] = torch.load(file)
     one, two = found.values()

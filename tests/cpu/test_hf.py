@@ -494,7 +494,7 @@ def test_an_export_opens_without_us_and_without_megatron(made, fresh, tmp_path, 
     environ |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
     command_line = [*fresh, str(exported), str(tmp_path / "again")]
     done = subprocess.run(
-        command_line, input=FRESH, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+        command_line, input=FRESH, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     ours = decode(open_model(exported, torch.float32), [[1, 2, 3, 4, 5], [9, 8, 7, 6, 5]], Options(8))

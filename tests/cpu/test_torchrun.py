@@ -20,7 +20,7 @@ def ended(
     (tmp_path / "rank.py").write_text(RANK + program)
     torchrun = [sys.executable, "-m", "nam_megatron.torchrun", *start, str(tmp_path / "rank.py"), *words]
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(torchrun, capture_output=True, text=True, timeout=120, check=False, env=environ)
+    return subprocess.run(torchrun, capture_output=True, text=True, timeout=600, check=False, env=environ)
 
 
 @pytest.mark.parametrize("who", ["rank == '0'", "rank == '1'"])

@@ -156,7 +156,7 @@ train.process([], 0.0)
 def test_a_process_that_fails_waits_for_nothing_that_may_never_come(end, code, said):
     """Megatron's code 16, too. What has to be closed is closed; a run that ended well ends as Python does."""
     program = ENDS.format(end=end, ends=not code)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=False)
     assert (done.returncode, done.stdout) == (code, "closed\n") and said in done.stderr
 
 
@@ -294,7 +294,7 @@ def test_a_refusal_is_said_once_under_torchrun(tmp_path):
         OMP_NUM_THREADS="1",
         **{k: v for k, v in TORCHRUN.items() if "ALLOC" in k},
     )
-    done = subprocess.run([*torchrun, *words], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*torchrun, *words], env=env, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: 2 processes, and the plan is for 1") and done.stderr.count("error: ") == 1
     assert done.stderr.splitlines()[-1].startswith("hint: "), done.stderr  # torchrun adds nothing to it

@@ -32,13 +32,13 @@ def test_a_thread_that_starts_its_program_late_ends_too(monkeypatch):
     def slow(*args, **named):
         process = popen(*args, **named)
         started.set()
-        go.wait(30)
+        go.wait(1200)
         return process
 
     monkeypatch.setattr(bounded.subprocess, "Popen", slow)
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(bounded.ask, ["sleep", "100"], 100)
-        assert started.wait(30)
+        assert started.wait(1200)
         with bounded.at_once():
             go.set()
             assert answer.result(30).code == -9

@@ -540,14 +540,14 @@ def limited(bytes_: int, trainer: str, root: Path) -> subprocess.CompletedProces
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_, bytes_))
 
-    return subprocess.run(command, preexec_fn=limit, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, preexec_fn=limit, capture_output=True, text=True, timeout=600, check=False)
 
 
 def in_a_shell(root: Path, trainer: str, before=lambda: None, **env: str) -> subprocess.CompletedProcess:
     """The launcher as a program of its own; `before()` in it first."""
     command = [sys.executable, stand_in.__file__, "launch", str(root), trainer, f"port={free_port()}"]
     return subprocess.run(
-        command, preexec_fn=before, env=os.environ | env, capture_output=True, timeout=120, check=False
+        command, preexec_fn=before, env=os.environ | env, capture_output=True, timeout=600, check=False
     )
 
 
@@ -562,7 +562,7 @@ def test_a_signal_that_the_caller_ignores_ends_nothing(root, number):
     )
     appears(root.parent / "running")
     launcher.send_signal(number)
-    _, said = launcher.communicate(timeout=60)
+    _, said = launcher.communicate(timeout=600)
     (folder,) = receipt.folders(root)
     found = receipt.read(folder)["outcome"]
     assert (launcher.returncode, found["end"], found["signals"]) == (0, "completed", []), said

@@ -244,7 +244,7 @@ def test_losses_and_counts_of_all_ranks_are_put_together():
 
 def command(*words: str) -> subprocess.CompletedProcess:
     run = [sys.executable, "-W", "ignore", "-m", "nam_megatron.prove", *words]
-    return subprocess.run(run, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(run, capture_output=True, text=True, timeout=600, check=False)
 
 
 def test_the_author_stack_in_two_tensor_ranks_is_proven():
