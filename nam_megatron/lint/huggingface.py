@@ -32,7 +32,8 @@ LACKS = {
     **dict.fromkeys(("olmo2", "olmo3"), f"its norms stand after the layers: {MEGATRON}"),
     **dict.fromkeys(("granite", "granitemoe", "granitemoehybrid"), f"it scales its embeddings and residuals: {MEGATRON}"),
     **dict.fromkeys(("cohere", "cohere2", "falcon", "gpt_neox"), f"its attention and MLP stand side by side: {MEGATRON}"),
-    "gpt_oss": "Megatron has its sinks and its clamped gates, and no recipe of ours says them",
+    "gpt_oss": "Megatron has its sinks (`--softmax-type learnable`), its clamped gates (`--quick-geglu`, `--glu-linear-offset`, "
+               "`--activation-func-clamp-value`) and its experts' and router's biases, and no recipe of ours says them",
     "llama4": f"it turns only some layers' queries, and scales them by position: {OURS}", "llama4_text": f"as llama4's: {OURS}",
     "phi3": f"it packs its projections: {OURS}", "gpt2": f"its keys have other names: {OURS}",
 }  # fmt: skip

@@ -10,6 +10,7 @@ import pretend
 import published
 import pytest
 import test_hf
+import test_train
 import torch
 import transformers
 from megatron.core import dist_checkpointing
@@ -398,3 +399,25 @@ def test_an_adapter_without_a_weight_is_refused(made, tmp_path):
     ):
         native.export(checkpoint, tmp_path / "out", None, silent)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_published_model_goes_on_for_twenty_steps_and_back(made, tmp_path):
+    """What no step moves, here the experts' bias, comes back to the bit; all else has moved, and transformers opens it."""
+    folder, _, weights = made("glm4_moe")
+    steps = {"train_steps": 20, "decay_steps": 20, "save_interval": 20, "global_batch_size": 4, "micro_batch_size": 1}
+    steps |= {"load": str(weights), "save": str(tmp_path / "ckpt")}
+    more = {
+        "optim__lr": 1e-3,
+        "optim__min_lr": 1e-3,
+        "optim__warmup_steps": 0,
+        "model__blocks__moe__expert_bias_update_rate": 0.0,
+    }
+    lowering = published.lowering(
+        folder, model__seq_length=32, **more, **{f"schedule__{k}": v for k, v in steps.items()}
+    )
+    losses = test_train.trained(test_hf.train_of(lowering, tmp_path, 1))
+    assert len(losses) == 20 and losses[-1] < losses[0]
+    assert command.main(["export", str(tmp_path / "ckpt"), str(tmp_path / "back"), "--as", "native"]) == 0
+    before, after = (opened(path, torch.bfloat16).state_dict() for path in (folder, tmp_path / "back"))
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    assert before.keys() == after.keys() and same == {name for name in before if "e_score_correction_bias" in name}
