@@ -127,6 +127,7 @@ CASES = {
     "gqa-one-group": (GPT, {"--group-query-attention": True}),
     "graphs-allocator": (GPT, {"--cuda-graph-impl": "transformer_engine", "--cuda-graph-modules": "attn"},
                          {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+    "flex-ignored": (MOE, {"--moe-flex-dispatcher-backend": "hybridep"}),
     "graphs-ignored": (GPT, {"--cuda-graph-modules": "attn"}),
     "graphs-modules": (MOE, {"--cuda-graph-impl": "transformer_engine", "--cuda-graph-modules": "moe_preprocess"}),
     "graphs-twice": (GPT, {"--cuda-graph-impl": "local", "--external-cuda-graph": True}),

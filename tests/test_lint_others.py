@@ -311,3 +311,28 @@ def test_no_recipe_says_what_to_do_about_it(text, hint):
     with pytest.raises(Refused) as refused:
         recipe.make(lint(text), Path("mine.yaml"))
     assert hint in refused.value.render()
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ("recompute_granularty: full", {"misspelt-field"}),
+        ("expert_model_paralel_size: 4", {"misspelt-field"}),
+        ("data_paths: [a]", set()),
+        ("param_offload: true", set()),
+        ("moe_token_dispatcher_type: all2all", {"bad-value"}),
+        ("moe_token_dispatcher_type: alltoall\n    moe_flex_dispatcher_backend: hybridep", {"flex-ignored"}),
+        ("moe_token_dispatcher_type: flex\n    moe_flex_dispatcher_backend: hybrid_ep", {"bad-value"}),
+        ("moe_flex_dispatcher_backend: hybridep", set()),
+        ("tokenizer_type: Llama3Tokenizer", set()),
+        ("recompute_method: uniform", {"recompute"}),
+        ("recompute_modules: 'moe,layernorm'", set()),
+    ],
+)
+def test_a_misspelt_word_of_megatrons_is_found_in_another_programs_text(said, found):
+    """Mistakes planted in published launches, which were a program's own words, and so silent."""
+    text = NEMO_RL.replace("tensor_model_parallel_size: 2", said).replace(
+        "activation_checkpointing: false", "activation_checkpointing: true"
+    )
+    text = text.replace("recompute_granularity: full", "recompute_granularity: selective")
+    assert {f.id for f in lint(text).findings} - {"unknown-variable"} == found

@@ -4,9 +4,11 @@ A program is a record of the groups that hold Megatron's fields. What a field sa
 Megatron-Bridge has for it (container.py); a field without a flag is noted by name. What is not said, the program decides: it is open.
 """
 
+import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import yaml
@@ -150,12 +152,14 @@ def of_tree(tree: Tree, target: Target, elsewhere: bool = False) -> Said | None:
             words, without = flags(fields, target)
             if not words:
                 continue
+            misspelt = [name for name in without if nearly(name, target)]
+            words += [f"--{name.replace('_', '-')}=" for name in misspelt]
             notes = [
                 f"{program.name}'s words: what they leave out is its to decide, by its own defaults and by the model's config"
             ]
             if model := next((v for place in program.model for v in at(tree, place) if isinstance(v, str)), None):
                 notes.append(f"the model is another file's: {_plain(model)}")
-            without = [name for name in without if name not in BESIDE]
+            without = [name for name in without if name not in BESIDE and name not in misspelt]
             if without:
                 notes.append(
                     f"of {program.name} alone, or fields that no flag of Megatron's says: {', '.join(without)}"
@@ -256,3 +260,22 @@ def _plain(text: str) -> str:
     from nam_megatron.lint.follow import shown
 
     return shown(text)
+
+
+@cache
+def closest(name: str, target: Target) -> str | None:
+    """The flag of Megatron's that a name is most like."""
+    names = [*target.flags, *(a for f in target.flags.values() for a in f.aliases)]
+    return next(iter(difflib.get_close_matches(name, names, 1, 0.75)), None)
+
+
+MISSPELT = 0.94
+
+
+def nearly(field: str, target: Target) -> bool:
+    """Whether a name is no argument of Megatron's, and a letter or two away from one."""
+    name = f"--{field}".replace("_", "-")
+    close = closest(name, target)
+    if close is None or name.rstrip("s") == close.rstrip("s"):  # `data_paths`, a list of the program's own
+        return False
+    return difflib.SequenceMatcher(None, name, close).ratio() >= MISSPELT

@@ -10,10 +10,11 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 from nam_megatron.lint.follow import holes, shown
+from nam_megatron.lint.others import closest
 from nam_megatron.lint.read import Launch
 from nam_megatron.targets import Flag, Target
 
@@ -131,7 +132,9 @@ class Args:
             own = ("unknown-flag", "removed-flag") if launch.kind == "yaml" else ()
             self.foreign += [t.about for t in self.trouble if t.rule in own]
             self.trouble = [
-                t for t in self.trouble if t.rule not in ("bad-value", "missing-value", *own) or self._no_size(t)
+                t
+                for t in self.trouble
+                if t.rule not in ("bad-value", "missing-value", *own) or self._no_size(t) or _nearly_a_choice(t)
             ]
 
     def __getattr__(self, name: str) -> Any:
@@ -235,7 +238,11 @@ class Args:
             return
         self.foreign = list(dict.fromkeys(t.about for t in unknown)) or ["names with underscores"]
         # Its flags of Megatron's names take values of its own, too.
-        own = [t for t in self.trouble if t.rule == "bad-value" and t.detail.startswith(CHOICES)]
+        own = [
+            t
+            for t in self.trouble
+            if t.rule == "bad-value" and t.detail.startswith(CHOICES) and not _nearly_a_choice(t)
+        ]
         self.foreign += list(dict.fromkeys(t.about for t in own))
         self.trouble = [t for t in self.trouble if t not in (*unknown, *own) and t.rule != "stray-word"]
 
@@ -277,8 +284,11 @@ class Args:
             self.script_flags.append(name)
         elif name in REMOVED:
             self.trouble.append(Trouble("removed-flag", name, "", REMOVED[name]))
+        elif self.launch.program and self.launch.kind != "script":  # others.py hands on what is nearly a field
+            field, meant = (n[2:].replace("-", "_") for n in (name, closest(name, self.target) or name))
+            self.trouble.append(Trouble("misspelt-field", field, f"did you mean `{meant}`?"))
         else:
-            close = _close(name, self.target)
+            close = closest(name, self.target)
             self.trouble.append(Trouble("unknown-flag", shown(name), f"did you mean `{close}`?" if close else ""))
 
     def _store(self, flag: Flag, name: str, words: list[str], count: int) -> None:
@@ -315,16 +325,21 @@ class Args:
                 yield name, given[-1][1].names
 
 
-@cache
-def _close(name: str, target: Target) -> str | None:
-    names = [*target.flags, *(a for f in target.flags.values() for a in f.aliases)]
-    return next(iter(difflib.get_close_matches(name, names, 1, 0.75)), None)
-
-
 def _misspelt(unknown: Trouble, alike: float) -> bool:
     """Whether an unknown flag is a letter or two away from one of Megatron's."""
     close = re.search("`(.*)`", unknown.detail)
     return close is not None and difflib.SequenceMatcher(None, unknown.about, close[1]).ratio() >= alike
+
+
+def _nearly_a_choice(bad: Trouble) -> bool:
+    """Whether a value is a letter or two away from one that the flag takes: misspelt in any program's words."""
+    if bad.rule != "bad-value" or not bad.detail.startswith(CHOICES) or bad.about.startswith("--tokenizer"):
+        return False
+    return bool(
+        difflib.get_close_matches(
+            bad.about.partition(" ")[2], bad.detail.removeprefix(CHOICES).strip().split(", "), 1, 0.75
+        )
+    )
 
 
 def _flat(value: Any) -> str:

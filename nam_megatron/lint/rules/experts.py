@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from nam_megatron.lint.model import Model
+from nam_megatron.lint.model import Model, known
 from nam_megatron.lint.rules.laws import law
-from nam_megatron.lint.rules.rule import CONFIG, COST, FAIL, FROM_ARGS, HYBRID, MOE, VALIDATE, WRONG, Rule, each
+from nam_megatron.lint.rules.rule import CONFIG, COST, FAIL, FROM_ARGS, HYBRID, LACKS, MOE, VALIDATE, WRONG, Rule, each
 from nam_megatron.lint.values import Args
 
 MOE_ONLY = (
@@ -25,6 +25,22 @@ def _metrics(a: Args, m: Model) -> Iterator[str]:
 
 
 RULES = (
+    Rule(
+        "flex-ignored",
+        COST,
+        "moe_flex_dispatcher_backend",
+        lambda a, m: known(lambda: m.moe, True)
+        and a.said("moe_flex_dispatcher_backend")
+        and a.moe_token_dispatcher_type != "flex"
+        and (
+            a.written("moe_token_dispatcher_type")
+            if a.said("moe_token_dispatcher_type")
+            else f"{LACKS}moe-token-dispatcher-type`"
+        ),
+        "ignored: the flex dispatcher alone has a backend",
+        "use `--moe-token-dispatcher-type flex`, or leave it out",
+        f"{MOE}moe_layer.py",
+    ),
     Rule(
         "moe-mtp-metrics",
         FAIL,

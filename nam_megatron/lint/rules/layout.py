@@ -81,6 +81,10 @@ def _pipeline(a: Args, m: Model) -> Iterator[str]:
         layers = m.num_layers + a.account_for_embedding_in_pipeline_split + a.account_for_loss_in_pipeline_split
         if layers % m.pp or layers // m.pp % chunk:
             yield f"{layers} layers, pipeline size {m.pp}, and {chunk} layers a virtual stage"
+    elif (stages := a.num_virtual_stages_per_pipeline_rank) and m.pp > 1 and not a.pipeline_model_parallel_layout:
+        layers = m.num_layers + a.account_for_embedding_in_pipeline_split + a.account_for_loss_in_pipeline_split
+        if layers % m.pp or layers // m.pp % stages:
+            yield f"{layers} layers, pipeline size {m.pp}, and {stages} virtual stages a rank"
     elif not a.any_said(*UNEVEN):
         layers = m.num_layers + a.account_for_embedding_in_pipeline_split + a.account_for_loss_in_pipeline_split
         if layers % m.pp:
@@ -91,7 +95,7 @@ RECOMPUTED = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", 
 
 
 def _recompute(a: Args, m: Model) -> Iterator[str]:
-    if a.moe_layer_recompute and a.recompute_granularity == "full":
+    if known(lambda: a.moe_layer_recompute) and a.recompute_granularity == "full":
         yield "`--moe-layer-recompute` with full recompute"
     if m.recompute == "full":
         if a.recompute_method is None:
@@ -101,11 +105,11 @@ def _recompute(a: Args, m: Model) -> Iterator[str]:
         if a.distribute_saved_activations and m.sequence_parallel:
             yield "`--distribute-saved-activations` with sequence parallelism"
     elif m.recompute == "selective":
-        if a.recompute_method is not None:
-            yield "`--recompute-method` with selective recompute"
-        if a.recompute_num_layers is not None:
-            yield "`--recompute-num-layers` with selective recompute"
-        modules = set(a.recompute_modules or ())
+        for name in ("recompute_method", "recompute_num_layers"):
+            if known(partial(a.value, name)) is not None and a.said(name):
+                yield f"`{a.target.by_dest[name].name}` with selective recompute"
+        cut = "," if a.elsewhere else None  # other programs take one text of all of them, too
+        modules = {name for word in a.recompute_modules or () for name in word.split(cut)}
         if unknown := modules - set(RECOMPUTED):
             yield f"{', '.join(f'`{name}`' for name in sorted(unknown))}: there are {', '.join(RECOMPUTED)}"
         if "gdn_norm_out" in modules and m.variant != "gated_delta_net":

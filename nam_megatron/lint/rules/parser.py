@@ -192,6 +192,15 @@ RULES = (
         PARSER,
     ),
     Rule(
+        "misspelt-field",
+        OPEN,
+        "",
+        _trouble("misspelt-field"),
+        "no field that Megatron has, and a letter or two from one: the program leaves it out or stops at it",
+        "correct it; a field of the program's own is fine",
+        "core/transformer/transformer_config.py",
+    ),
+    Rule(
         "removed-flag",
         FAIL,
         "",
