@@ -26,7 +26,7 @@ from transformers import AutoTokenizer
 
 from nam_megatron.compile.lower import translate
 from nam_megatron.data import __main__ as command
-from nam_megatron.data import build, manifest, sources, tokenizer
+from nam_megatron.data import build, corpus, manifest, sources, tokenizer
 from nam_megatron.errors import Refused
 from nam_megatron.recipe import load
 from nam_megatron.train import announce, unfit_data
@@ -147,8 +147,8 @@ def test_a_corpus_has_each_readable_text_once(tmp_path, monkeypatch):
     files = {"a.h": b"one", "b.h": b"\xff", "c.h": b"one", "d.h": b" \n", "e.h": "zwö".encode()}
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
-    monkeypatch.setattr(command.corpus, "_files", lambda package: [(name, tmp_path / name) for name in files])
-    counts = command.corpus.write(tmp_path / "c.jsonl", ["numpy"])
+    monkeypatch.setattr(corpus, "_files", lambda package: [(name, tmp_path / name) for name in files])
+    counts = corpus.write(tmp_path / "c.jsonl", ["numpy"])
     assert counts == {"documents": 2, "bytes": 7, "duplicates": 1, "empty": 1, "not UTF-8": 1}
     assert [json.loads(line)["text"] for line in (tmp_path / "c.jsonl").open()] == ["one", "zwö"]
 
@@ -172,7 +172,7 @@ def test_a_corpus_is_written_over_nothing_and_whole_or_not_at_all(tmp_path, monk
         Path("new.jsonl").write_text("theirs")
         return "1"
 
-    monkeypatch.setattr(command.corpus.metadata, "version", version)
+    monkeypatch.setattr(corpus.metadata, "version", version)
     assert refusal(capsys, "corpus", "new.jsonl", "--from", "numpy").startswith("error: `new.jsonl` exists\n")
     assert sorted(path.name for path in Path().iterdir()) == ["folder", "new.jsonl", "own.jsonl"]
     assert (Path("own.jsonl").read_text(), Path("new.jsonl").read_text()) == ("mine", "theirs")
@@ -968,3 +968,8 @@ def test_fill_in_the_middle_of_our_data_is_the_text_permuted(tmp_path, bpe, mega
         padded += int((sample["loss_mask"] == 0).sum())
         assert not sample["loss_mask"][ended & (sample["tokens"] == 0)].any()
     assert whole > 10
+
+
+def test_help_waits_for_no_pydantic():
+    code = "import sys; from nam_megatron.data.__main__ import parser; parser().format_help(); print('pydantic' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

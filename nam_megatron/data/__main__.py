@@ -4,12 +4,14 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from nam_megatron import installed
-from nam_megatron.data import corpus, manifest, sources
 from nam_megatron.errors import FINDINGS, OK, Problem, Refused, finish, keyless, without_keys
 from nam_megatron.parser import Parser
 from nam_megatron.words.argtypes import count
+
+if TYPE_CHECKING:  # `--help` waits for no pydantic
+    from nam_megatron.data import manifest, sources
 
 EXAMPLES = """
 examples:
@@ -90,18 +92,22 @@ def main(argv: list[str] | None = None) -> int:
     return keyless(lambda: verbs[words.verb](words))
 
 
-def _sources(words: argparse.Namespace) -> list[sources.Source]:
+def _sources(words: argparse.Namespace) -> "list[sources.Source]":
+    from nam_megatron.data import sources
+
     return [sources.source(path, words.field, tuple(words.suffix)) for path in words.inputs]
 
 
 def _corpus(words: argparse.Namespace) -> int:
+    from nam_megatron.data import corpus
+
     counts = corpus.write(words.out, words.packages)
     print(f"{words.out}: " + ", ".join(f"{count:,} {what}" for what, count in counts.items()))
     return OK
 
 
 def _tokenizer(words: argparse.Namespace) -> int:
-    from nam_megatron.data import tokenizer
+    from nam_megatron.data import sources, tokenizer
 
     def texts():
         for source in sources.without(_sources(words), words.skip):
@@ -119,8 +125,10 @@ def _tokenizer(words: argparse.Namespace) -> int:
 
 
 def _build(words: argparse.Namespace) -> int:
-    installed.ask()
+    from nam_megatron import installed
     from nam_megatron.data import build
+
+    installed.ask()
 
     options = build.Options(words.tokenizer, words.valid, words.duplicates, words.workers, tuple(words.skip))
     _print(words.out, build.build(words.out, _sources(words), options))
@@ -128,8 +136,10 @@ def _build(words: argparse.Namespace) -> int:
 
 
 def _check(words: argparse.Namespace) -> int:
-    installed.ask()
+    from nam_megatron import installed
     from nam_megatron.data import build
+
+    installed.ask()
 
     made, problems = build.check(words.out, words.vocabulary)
     if problems:
@@ -139,7 +149,7 @@ def _check(words: argparse.Namespace) -> int:
     return OK
 
 
-def _print(folder: Path, made: manifest.Manifest) -> None:
+def _print(folder: Path, made: "manifest.Manifest") -> None:
     for name, split in made.splits.items():
         print(f"{folder / name}: {split.documents:,} documents, {split.tokens:,} tokens")
     print(f"vocabulary {made.vocabulary:,}; left out: {made.duplicates:,} duplicates, {made.empty:,} empty documents")

@@ -59,7 +59,7 @@ class Data(Config):
 
     def settings(self, site: Site) -> Iterator[Setting]:
         mock, built = self.name == "mock", self.built
-        yield Setting("mock_data", mock, "random tokens", "name", fields=("args.mock_data",))
+        yield Setting("mock_data", mock, "counts up from 1, no text", "name", fields=("args.mock_data",))
         setting = partial(Setting, key="path", beside="name")
         # A folder is no indexed dataset: Megatron's own trainer stops there.
         indexed = (self.path or "",) if self.name in ("indexed", "sft") else None
