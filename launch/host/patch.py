@@ -100,16 +100,7 @@ def export(queue: Queue, repo: Path) -> str:
         _git(repo, "worktree", "remove", "--force", str(base))
         if before != queue.before:
             raise Refused(Problem(f"`{BASE_TAG}` in `{repo}` is no pristine {queue.name}: tree {before}"))
-        made = Queue(
-            out,
-            queue.project,
-            queue.version,
-            queue.packages,
-            queue.source,
-            before,
-            queue.tree(repo),
-            names,
-        )
+        made = Queue(out, queue.project, queue.version, queue.packages, queue.source, before, queue.tree(repo), names)
         raise_if(objections(made))
         for old in queue.folder.glob("*.patch"):
             old.unlink()

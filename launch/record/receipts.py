@@ -17,13 +17,7 @@ from launch.run.terminal import printable
 from nam_megatron.errors import FINDINGS, OK, Problem, Refused, folded, raise_if
 
 RECEIPTS = CHECKOUT / "receipts"
-WHERE = {
-    "state": "state",
-    "family": "lineage.family",
-    "host": "lineage.host",
-    "end": "outcome.end",
-    "preset": "run",
-}
+WHERE = {"state": "state", "family": "lineage.family", "host": "lineage.host", "end": "outcome.end", "preset": "run"}
 CHOICES = {"state": receipt.STATES, "end": receipt.ENDS, "gaps": ("refused", "allowed"), "full": ("true", "false")}
 UNKEYED = "a hash without a key shows accidents; who may write to the folder can compute it anew: `run sign=KEY`, `receipts signers=FILE`"
 # No hash, no signature and no chain that lies in the folder shows that its newest receipts were taken away.

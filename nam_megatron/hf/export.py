@@ -24,10 +24,7 @@ from nam_megatron.runtime.checkpoint import DATA, HASHED, PLAN, SIGNED, foreign
 
 MODEL = Path(__file__).parent / "model"
 CODE = ("configuration_nam.py", "modeling_nam.py")
-AUTO = {
-    "AutoConfig": "configuration_nam.NamConfig",
-    "AutoModelForCausalLM": "modeling_nam.NamForCausalLM",
-}
+AUTO = {"AutoConfig": "configuration_nam.NamConfig", "AutoModelForCausalLM": "modeling_nam.NamForCausalLM"}
 Say = Callable[[str], None]
 
 
@@ -107,11 +104,7 @@ def _fill(
     (part / PLAN).write_text(plan_json(lowering), encoding="utf-8")
     if tokens is not None:
         tokenizer.copy(tokens, part)
-    said = {
-        "step": source.step.name,
-        "weights": folder.fingerprint(hashes),
-        "checkpoint": checksums.whole(source.step),
-    }
+    said = {"step": source.step.name, "weights": folder.fingerprint(hashes), "checkpoint": checksums.whole(source.step)}
     folder.write_manifest(part, hashes, **said)
     return folder.load_json(part / folder.MANIFEST)
 

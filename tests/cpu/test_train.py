@@ -41,13 +41,7 @@ from nam_megatron.recipe import load
 from nam_megatron.runtime import cross_entropy, padding, pretrain, rate, word_embedding
 from nam_megatron.runtime.stack import hybrid_stack_spec
 
-SMALL = (
-    "model.seq_length=32",
-    "model.pattern=AEMEAE",
-    "model.depth=6",
-    "model.hidden_size=64",
-    "model.vocab_size=256",
-)
+SMALL = ("model.seq_length=32", "model.pattern=AEMEAE", "model.depth=6", "model.hidden_size=64", "model.vocab_size=256")
 SMALL += ("model.blocks.mamba2.heads=8", "model.blocks.mamba2.head_dim=8", "model.blocks.attention.head_dim=16")
 SMALL += ("data.workers=0",)
 TORCHRUN = dict(RANK="0", WORLD_SIZE="1", PYTORCH_ALLOC_CONF="expandable_segments:True")
