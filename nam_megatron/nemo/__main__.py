@@ -1,34 +1,32 @@
-"""The command: python -m nam_megatron.nemo dump|pretrain|finetune|list|doctor conf=nam56r"""
+"""The command: python -m nam_megatron.nemo dump|pretrain|finetune|list|doctor conf=nam56r [KEY=VALUE] [SECTION.FIELD=VALUE] [--dry-run]"""
 
 import contextlib
 import os
+import shlex
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from nam_megatron import app, installed, nemo, train
 from nam_megatron.compile.lower import translate
 from nam_megatron.compile.sources import Sources
+from nam_megatron.environment import given
 from nam_megatron.errors import FINDINGS, OK, Problem, Refused, finish, raise_if
 from nam_megatron.nemo import doctor
+from nam_megatron.nemo.words import apart, laid
 from nam_megatron.recipe import Recipe
 
+if TYPE_CHECKING:
+    from nam_megatron.nemo.container import NamContainer
 
-def dump(recipe: Recipe, words: Mapping[str, Any], sources: Sources) -> int:
+
+def dump(recipe: Recipe, words: Mapping[str, Any], sources: Sources, *, fields: Sequence[str]) -> int:
     """The container's YAML to stdout, or to the file `out`. Needs Bridge, no GPU and no Transformer Engine."""
-    trains, lowering = (doctor.RESILIENCY, doctor.ENGINE), translate(recipe)
-    installed.ask(lowering.target)
-    raise_if(Problem(f.message, hint=f.hint) for f in doctor.findings() if f.fatal and f.name not in trains)
     with contextlib.redirect_stdout(sys.stderr):  # imports talk
-        if doctor.installed(doctor.ENGINE) is None:
-            from nam_megatron.nemo import engine
-
-            engine.provide()
-        from nam_megatron.nemo.container import container
-
-        made = container(lowering)
+        made = here(recipe, fields)
         if words["out"] is not None:
             made.to_yaml(str(words["out"]))
             return OK
@@ -39,28 +37,59 @@ def dump(recipe: Recipe, words: Mapping[str, Any], sources: Sources) -> int:
     return OK
 
 
-def finetune(recipe: Recipe, words: Mapping[str, Any], sources: Sources) -> int:
-    """Train by Bridge's finetune, from a pretrained checkpoint; under torchrun, on every rank."""
-    if recipe.schedule.pretrained is None:
+def here(recipe: Recipe, fields: Sequence[str]) -> "NamContainer":
+    """The container, on a machine that need not train it. Raises Refused."""
+    trains = (doctor.RESILIENCY, doctor.ENGINE)
+    installed.ask(translate(recipe).target)
+    raise_if(Problem(f.message, hint=f.hint) for f in doctor.findings() if f.fatal and f.name not in trains)
+    doctor.stand_in()
+    return laid(recipe, fields)
+
+
+def trained(
+    recipe: Recipe,
+    words: Mapping[str, Any],
+    sources: Sources,
+    *,
+    task: str,
+    fields: Sequence[str],
+    typed: Sequence[str] | None,
+) -> int:
+    """Train by Bridge's `task`; under torchrun, on every rank. typed: the words as they were, where nothing is to run."""
+    start = recipe.schedule.pretrained
+    if task == "finetune" and start is None:
         message = "nothing to finetune: no pretrained checkpoint is named"
         raise Refused(Problem(message, key="schedule.pretrained", hint="give it, or `pretrain` from random weights"))
-    return trained(recipe)
-
-
-def pretrain(recipe: Recipe, words: Mapping[str, Any], sources: Sources) -> int:
-    """Train by Bridge's pretrain; under torchrun, on every rank."""
-    if recipe.schedule.pretrained is not None:
+    if task == "pretrain" and start is not None:
         message = "`pretrain` starts from random weights, and a pretrained checkpoint is named"
         raise Refused(Problem(message, key="schedule.pretrained", hint="`finetune` starts from it"))
-    return trained(recipe)
-
-
-def trained(recipe: Recipe) -> int:
+    if words["out"] is not None:
+        hint = "`dump out=FILE` writes the container, `schedule.save=FOLDER` says where checkpoints go"
+        raise Refused(Problem(f"`{task}` writes no such file", key="out", hint=hint))
+    if typed is not None:
+        return dry(recipe, fields, [task, *typed])
     from nam_megatron.nemo.train import begin
 
     job = train.Job(translate(recipe))
     raise_if(train.objections(job, job.argv, os.environ))
-    return begin(job)
+    return begin(job, fields)
+
+
+def dry(recipe: Recipe, fields: Sequence[str], typed: Sequence[str]) -> int:
+    """What would be started, and on how many GPUs; all is asked that can be without one. Nothing runs."""
+    with contextlib.redirect_stdout(sys.stderr):
+        lowering = here(recipe, fields).model.lowering
+    r = lowering.plan.recipe
+    nodes = f"--nnodes {r.cluster.nodes} --rdzv-endpoint HOST:PORT " if r.cluster.nodes > 1 else ""
+    print(f"# {r.preset.name}: {r.world_size} GPUs, {r.schedule.train_steps} steps of {r.schedule.global_batch_size} sequences of "
+          f"{r.model.seq_length} tokens, by Megatron-Bridge {doctor.BRIDGE}")  # fmt: skip
+    for name, value in given(lowering).items():
+        print(f"export {name}={shlex.quote(value)}")
+    print(
+        f"python -m nam_megatron.torchrun {nodes}--nproc-per-node {r.cluster.gpus_per_node} -m nam_megatron.nemo {shlex.join(typed)}"
+    )
+    print("# nothing was started; whether it fits: `python -m nam_megatron.budget` with the recipe's words")
+    return OK
 
 
 def names() -> int:
@@ -83,6 +112,9 @@ def diagnose() -> int:
     return code
 
 
+TASKS = ("dump", "pretrain", "finetune")
+
+
 def main() -> NoReturn:
     finish(command)
 
@@ -91,13 +123,19 @@ def command() -> int:
     """The first word says what to do; the rest is the recipe's."""
     task, *rest = sys.argv[1:] or [""]
     helped = not {"-h", "--help"}.isdisjoint((task, *rest))
-    tasks = {"dump": dump, "pretrain": pretrain, "finetune": finetune}
-    if helped and task not in tasks:
+    if helped and task not in TASKS:
         sys.argv[1:] = ["--help"]
-        app.run("nemo", ("out",), dump)
-    if task in tasks:
-        sys.argv[1:] = rest
-        app.run("nemo", ("out",), tasks[task])
+        app.run("nemo", ("out",), partial(dump, fields=()))
+    if task in TASKS:
+        dry_run = "--dry-run" in rest and task != "dump"
+        rest = [word for word in rest if word != "--dry-run"] if dry_run else rest
+        sys.argv[1:], fields = apart(rest)
+        run = (
+            partial(dump, fields=fields)
+            if task == "dump"
+            else partial(trained, task=task, fields=fields, typed=rest if dry_run else None)
+        )
+        app.run("nemo", ("out",), run)
     hint = "there are: dump conf=NAME, pretrain conf=NAME, finetune conf=NAME, list, doctor"
     if task not in ("list", "doctor"):
         raise Refused(Problem(f"no task `{task}`" if task else "no task is named", hint=hint))

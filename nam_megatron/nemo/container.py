@@ -237,10 +237,10 @@ class NamContainer(bridge_config.ConfigContainer):
         super().set_data_parallel_size()
 
 
-def settled(c: NamContainer) -> None:
-    """Make a container's fields agree with its recipe. Raises Refused."""
+def settled(c: NamContainer, *, saved: bool = True) -> None:
+    """Make a container's fields agree with its recipe; saved: see `overrides.settle`. Raises Refused."""
     own = classes(from_tree(json.loads(c.model.nam_recipe))) if isinstance(c.model, NamProvider) else CLASSES
-    overrides.settle(c, {**own, "model": NamProvider}, made)
+    overrides.settle(c, {**own, "model": NamProvider}, made, saved=saved)
 
 
 def _otherwise(lowering: Lowering) -> Iterator[Problem]:

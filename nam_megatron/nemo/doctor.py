@@ -35,6 +35,14 @@ def installed(name: str) -> Version | None:
     return Version(found) if found else None
 
 
+def stand_in() -> None:
+    """Have Bridge imported where Transformer Engine is not installed: enough for configs, not for a model (torch side)."""
+    if installed(ENGINE) is None:
+        from nam_megatron.nemo import engine
+
+        engine.provide()
+
+
 # What has to be there, and what happens where it is not.
 NEEDED = {
     f"megatron-core=={current().pin}": "on an old glibc pip falls back to megatron-core 0.13 without a word, for its `dev` extra",

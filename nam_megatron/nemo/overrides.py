@@ -40,6 +40,9 @@ FREE = (
 )
 # What sets fields of the model, the optimizer and DDP, which are compared themselves, and does nothing else.
 APPLIED = ("mixed_precision", "comm_overlap")
+SAME = {
+    "model.num_layers": "model.depth"
+}  # fields that are a key's own value, though a setting of another name brings them
 LEAVE = "leave it out; if it has to change, it needs a key in the recipe"
 ABSENT = object()
 
@@ -58,14 +61,30 @@ def reviewed(target: Target) -> Mapping[str, str]:
     return found
 
 
+@cache
+def deciding() -> Mapping[str, str]:
+    """Field -> words of a recipe that decide it, of those that are no key's own value."""
+    groups = yaml.safe_load(Path(__file__).with_name("decided.yaml").read_text(encoding="utf-8"))
+    return {name: group["words"] for group in groups for name in group["fields"]}
+
+
+def _hint(path: str, otherwise: str) -> str:
+    """What a recipe says instead of a field; on our own command line they are words like any others."""
+    words = deciding().get(path)
+    return f"a recipe says it so: `{words}`" if words else otherwise
+
+
 def settle(
     c: ConfigContainer,
     classes: Mapping[str, Any],
     made: Callable[[Lowering], tuple[ConfigContainer, Arguments]],
+    *,
+    saved: bool = True,
 ) -> None:
     """Make a container's fields agree with its recipe, after the recipe took over what was changed in the fields.
 
-    classes: of each section. made: the container of a lowering, and which of its fields each setting became.
+    classes: of each section. made: the container of a lowering, and which of its fields each setting became. saved: it may have come
+    with a checkpoint, and hold what validation derived.
     Raises Refused.
     """
     raise_if(_replaced(c, classes))
@@ -76,8 +95,7 @@ def settle(
     before, now = flat(meant), flat(c)
     changed = {path: value for path, value in now.items() if not _free(path) and value != before.get(path, ABSENT)}
     changed = {path: value for path, value in changed.items() if path not in idle}
-    if changed and get_world_size_safe() == recipe.world_size:
-        # A container that was saved with a checkpoint holds what validation derived.
+    if saved and changed and get_world_size_safe() == recipe.world_size:
         # Whether the weights are there is asked once all is settled, in our words.
         meant.checkpoint.pretrained_checkpoint = meant.peft = None
         ConfigContainer.validate(meant)
@@ -97,7 +115,7 @@ def settle(
         Problem(
             f"`{path}` was set to {value!r}; it follows from another value of the recipe",
             key=follows[path],
-            hint=f"change that key: `overrides=['{follows[path]}=...']`",
+            hint=_hint(path, f"change that key: `overrides=['{follows[path]}=...']`"),
         )
         if path in follows
         else Problem(f"`{path}` is {value!r}, and the recipe with all these changes makes {after.get(path)!r} of it")
@@ -174,7 +192,7 @@ def _replaced(c: ConfigContainer, classes: Mapping[str, Any]) -> Iterator[Proble
         elif field.name in ("peft", "tensor_inspect") and theirs is not None and not _adapters(c, field.name):
             why = reviewed(c.model.lowering.target)[field.name]
             message = f"`{field.name}` was set to {_named(theirs)}, and no recipe key decides it: {why}"
-            yield Problem(message, hint=LEAVE)
+            yield Problem(message, hint=_hint(field.name, LEAVE))
 
 
 def _adapters(c: ConfigContainer, name: str) -> bool:
@@ -333,11 +351,19 @@ def _with(recipe: Recipe, changed: Mapping[str, Any], a: Arguments) -> tuple[Rec
     problems = []
     for path, value in changed.items():
         owner = owners.get(path)
-        if owner is None:
+        if path in SAME:
+            said[SAME[path]] = value
+        elif owner is None:
             why = f": {reason}" if (reason := reviewed(a.lowering.target).get(path)) else ""
-            problems.append(Problem(f"`{path}` was set to {value!r}, and no recipe key decides it{why}", hint=LEAVE))
+            problems.append(
+                Problem(f"`{path}` was set to {value!r}, and no recipe key decides it{why}", hint=_hint(path, LEAVE))
+            )
         elif owner.key is None:
-            problems.append(Problem(f"`{path}` was set to {value!r}, and `{owner.owner}` pins it: {owner.why}"))
+            problems.append(
+                Problem(
+                    f"`{path}` was set to {value!r}, and `{owner.owner}` pins it: {owner.why}", hint=_hint(path, LEAVE)
+                )
+            )
         elif not _same(_held(recipe, owner.key), owner.value):
             follows[path] = owner.key
         elif said.setdefault(owner.key, value) != value:

@@ -9,12 +9,17 @@ be seen and compared; Bridge gets the container that is made of the same plan.
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from nam_megatron import installed, train
 from nam_megatron.errors import FINDINGS, INCOMPLETE, OK, REFUSED, Problem, Refused, raise_if
 from nam_megatron.events import RECORD
 from nam_megatron.nemo import doctor
+from nam_megatron.nemo.words import laid
 from nam_megatron.runtime.heartbeat import HEART
+
+if TYPE_CHECKING:
+    from nam_megatron.nemo.container import NamContainer
 
 
 def main(words: Sequence[str]) -> int:
@@ -35,28 +40,31 @@ def trained(words: Sequence[str]) -> int:
     return begin(job)
 
 
-def begin(job: train.Job) -> int:
-    """Train an accepted job. Returns the exit code."""
+def begin(job: train.Job, fields: Sequence[str] = ()) -> int:
+    """Train an accepted job, with words for fields of its container laid over it. Returns the exit code."""
     rank = int(os.environ[train.RANK])
     try:
         installed.ask(job.lowering.target)
         raise_if(Problem(f.message, hint=f.hint) for f in doctor.findings() if f.fatal)
+        made = laid(job.plan.recipe, fields)
+        if fields:
+            job = train.Job(made.model.lowering)
+            raise_if(train.objections(job, job.argv, os.environ))
         if missing := train.unbuilt(job):
             return train.stop(rank, INCOMPLETE, missing)
-        return run(job)
+        return run(job, made)
     except Refused as refused:
         return train.stop(rank, REFUSED, refused.render())
 
 
-def run(job: train.Job) -> int:
-    """Train by Bridge. Returns the exit code, on every rank, once training is over. Raises Refused, and SystemExit as Bridge does."""
+def run(job: train.Job, made: "NamContainer") -> int:
+    """Train a job's container. Returns the exit code, on every rank, once it is over. Raises Refused, and SystemExit as Bridge does."""
     from nam_megatron.nemo import pretrain
-    from nam_megatron.nemo.container import container
     from nam_megatron.runtime.padding import Unfit
     from nam_megatron.runtime.pretrain import NonFinite
 
     try:
-        pretrain.run(container(job.lowering), train.operations(job.plan))
+        pretrain.run(made, train.operations(job.plan))
     except (NonFinite, Unfit) as stopped:
         RECORD.end("not a number" if isinstance(stopped, NonFinite) else "unfit data", FINDINGS, where=str(stopped))
         print(f"error: {stopped}", file=sys.stderr, flush=True)

@@ -1,8 +1,10 @@
 """The container under other people's hands: YAML there and back, any number of GPUs, overrides that Bridge would take."""
 
+import contextlib
 import functools
 import importlib
 import io
+import json
 import os
 import runpy
 import shlex
@@ -41,6 +43,7 @@ from nam_megatron.nemo import doctor, engine, guards
 from nam_megatron.nemo.__main__ import command
 from nam_megatron.nemo.container import NamContainer, settled, stack_spec
 from nam_megatron.nemo.overrides import _plain, flat
+from nam_megatron.nemo.words import apart, laid
 from nam_megatron.recipe import from_tree, load
 from nam_megatron.runtime import stack
 
@@ -564,6 +567,125 @@ def test_the_yaml_needs_no_transformer_engine(monkeypatch, tmp_path):
         command()
     assert not end.value.code and provided
     assert NamContainer.from_yaml(f"{tmp_path}/container.yaml") == nemo.recipe("nam56r_smoke")
+
+
+@pytest.mark.parametrize("profiler", ["NsysPlugin", "PyTorchProfilerPlugin"])
+def test_bridges_plugins_work_with_our_command(profiler, ranks, monkeypatch):
+    """What each appends to a script's words, as NeMo-Run has it do, is taken by the container, and leaves the model alone."""
+    import nemo_run as run
+    from megatron.bridge.recipes import run_plugins as bridges
+
+    ranks(8)
+    monkeypatch.setenv("WANDB_API_KEY", "key")
+    script = run.Script("nam_megatron.nemo", args=["pretrain", "conf=nam56r_native_dp"], entrypoint="python", m=True)
+    for plugin in (
+        bridges.PreemptionPlugin(),
+        bridges.FaultTolerancePlugin(),
+        bridges.WandbPlugin(project="p", name="n"),
+        getattr(bridges, profiler)(profile_step_start=3, profile_step_end=4),
+    ):
+        plugin.setup(script, run.LocalExecutor(ntasks_per_node=8))
+    own, theirs = apart(script.args[1:])
+    assert own == ["conf=nam56r_native_dp"] and len(theirs) > 8, theirs
+    made = laid(load("nam56r_native_dp"), theirs)
+    assert made.ft.enable_ft_package and made.logger.wandb_project == "p" and made.profiling.profile_step_end == 4
+    assert made.model.lowering.plan == nemo.recipe("nam56r_native_dp").model.lowering.plan
+    runtime_config_update(made)
+
+
+@pytest.mark.parametrize(
+    ("words", "own"),
+    [
+        (["model.seq_length=2048", "model.moe_router_topk=2", "+train.train_iters=5", "~ft.x", "ft.x"], [0, 4]),
+        (
+            ["model.hiden_size=1", "schedule.train_steps=5", "--config-dir=x", "optim.lr=1", "optimizer.lr=1"],
+            [0, 1, 2, 3],
+        ),
+    ],
+)
+def test_whose_a_word_is(words, own):
+    assert apart(words) == ([words[i] for i in own], [word for i, word in enumerate(words) if i not in own])
+
+
+def told(monkeypatch, capfd, *words: str) -> tuple[int, str, str]:
+    """Our command with these words, in this process."""
+    monkeypatch.setattr(sys, "argv", ["nemo", *words])
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as end:
+        command()
+    return end.value.code or 0, *capfd.readouterr()
+
+
+def test_words_of_a_container_change_the_recipe_on_our_command_line(monkeypatch, capfd):
+    code, said, _ = told(
+        monkeypatch, capfd, "dump", "conf=nam56r_native_dp", "train.train_iters=20", "model.num_layers=26"
+    )
+    assert code == 0
+    recipe = from_tree(json.loads(yaml.safe_load(said)["model"]["nam_recipe"]))
+    assert (recipe.schedule.train_steps, recipe.model.depth) == (20, 26)
+    for word, why in {
+        "train.nosuch=1": "train.nosuch",
+        "logger.x=[1": "`SECTION.FIELD=VALUE`",
+        "optimizer.lr=-1": "greater than 0",
+    }.items():
+        code, _, said = told(monkeypatch, capfd, "dump", "conf=nam56r_native_dp", word)
+        assert code == 2 and why in said and "Traceback" not in said, said
+
+
+def test_a_dry_run_says_what_would_be_started(monkeypatch, capfd):
+    code, said, _ = told(
+        monkeypatch,
+        capfd,
+        "pretrain",
+        "conf=nam56r_native_dp",
+        "cluster=h200_2x8",
+        "--dry-run",
+        "logger.log_interval=5",
+    )
+    assert code == 0 and "16 GPUs" in said
+    assert (
+        "--nnodes 2 " in said
+        and "-m nam_megatron.nemo pretrain conf=nam56r_native_dp cluster=h200_2x8 logger.log_interval=5\n" in said
+    )
+    assert "export TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC=" in said
+    for words, why in (
+        (["optim.lr=-1"], "greater than 0"),
+        (["out=x"], "writes no such file"),
+        (["train.nosuch=1"], "train.nosuch"),
+    ):
+        code, _, said = told(monkeypatch, capfd, "pretrain", "conf=nam56r_native_dp", "--dry-run", *words)
+        assert code == 2 and why in said, said
+
+
+DECIDED = yaml.safe_load((ROOT / "nam_megatron/nemo/decided.yaml").read_text())
+
+
+@pytest.mark.parametrize("group", DECIDED, ids=lambda group: group["words"].split("=")[0])
+def test_words_that_are_said_to_decide_a_field_do(group):
+    """Followed as they stand, by one preset at least; the last of them alone takes no value back that was there before."""
+    words = shlex.split(group["words"])
+    changed = set()
+    for preset in ("nam56r_native_dp", "nam56r_fused"):
+        with contextlib.suppress(Refused):
+            before, now = flat(nemo.recipe(preset)), flat(nemo.recipe(preset, words))
+            changed |= {path for path in now if now[path] != before.get(path)}
+    assert changed, "no preset takes these words"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.fp8=hybrid", "model.recompute_granularity=full", "model.cuda_graph_impl=local", "ddp.use_megatron_fsdp=true",
+        "model.mtp_num_layers=2", "optimizer.optimizer=muon", "mixed_precision=bf16_with_fp8_current_scaling_mixed", "train.manual_gc=true",
+    ],
+)  # fmt: skip
+def test_a_refusal_names_the_words_that_decide(override, ranks):
+    ranks(8)
+    with pytest.raises(Refused) as refused:
+        overridden(override)
+    assert any(f"a recipe says it so: `{group['words']}`" in refused.value.render() for group in DECIDED), (
+        refused.value.render()
+    )
 
 
 def test_what_nobody_catches_ends_a_process_in_our_words(monkeypatch, capfd):
