@@ -217,6 +217,9 @@ def damage(folder: Path, *, thorough: bool = True) -> Iterator[Problem]:
     if not step.is_dir():
         yield Problem(f"checkpoint `{step}` is not there", key="schedule.load", hint=hint)
         return
+    if theirs := _of_others(folder, step):
+        yield theirs
+        return
     beside = [at for at in (folder, folder / SIGNED) if at.is_dir()]
     if pipes := [*irregular((path for at in (step, *beside) for path in at.iterdir()), "schedule.load")]:
         yield from pipes  # whoever opened one would wait
@@ -224,6 +227,20 @@ def damage(folder: Path, *, thorough: bool = True) -> Iterator[Problem]:
     found = list(dict.fromkeys((*checksums.damage(step, thorough=thorough), *of_index(step, thorough=thorough))))
     found += [f"`{path.name}` is cut off" for path in sorted(step.glob("*.pt")) if not zipfile.is_zipfile(path)]
     yield from (Problem(f"checkpoint `{step}` is damaged: {what}", key="schedule.load", hint=hint) for what in found)
+
+
+def _of_others(folder: Path, step: Path) -> Problem | None:
+    """For a step that no program of ours has saved: nothing of ours lies in it or beside it."""
+    if (step / checksums.NAME).exists() or any((at / PLAN).exists() for at in (step, folder, folder / SIGNED)):
+        return None
+    if not (step / ".metadata").exists() and not (step / "common.pt").exists():
+        return None  # what it is cannot be told
+    bridge = (step / "run_config.yaml").exists()
+    whose = "Megatron-Bridge under another recipe" if bridge else "another program, as Megatron-LM does"
+    message = f"`{step}` was saved by {whose}: it says neither which plan it is of nor what its files hold"
+    way = "Bridge's `AutoBridge.export_ckpt`" if bridge else "the trainer's own converter"
+    hint = f"take the weights over in their published form: {way}, then `nam hf import FOLDER plan.json OUT` and `schedule.load=OUT`"
+    return Problem(message, key="schedule.load", hint=hint)
 
 
 def foreign(step: Path) -> Iterator[str]:

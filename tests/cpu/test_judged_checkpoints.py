@@ -144,10 +144,31 @@ def test_checksums_that_are_none(step):
     (step / checksums.NAME).write_text("[" * 100_000)
     assert "cannot be read: it is nested too deep" in found(step)[0]
     (step / checksums.NAME).unlink()
+    (step.parent / checkpoint.PLAN).write_text("{}")  # a step of ours
     assert found(step)[0].startswith(
         f"`{checksums.NAME}` is missing; if you trust the files: `{checksums.COMMAND} {step}`"
     )
     assert len(found(step)) == 1
+
+
+@pytest.mark.parametrize(
+    ("beside", "whose", "way"),
+    [
+        ([], "another program", "the trainer's own converter"),
+        (["run_config.yaml"], "Megatron-Bridge", "`AutoBridge.export_ckpt`"),
+    ],
+)
+def test_a_checkpoint_of_another_program_is_not_called_damaged(step, beside, whose, way):
+    (step / checksums.NAME).unlink()
+    for name in beside:
+        (step / name).write_text("{}")
+    (problem,) = checkpoint.damage(step.parent)
+    assert (
+        whose in problem.message
+        and way in problem.hint
+        and "nam hf import" in problem.hint
+        and "damaged" not in problem.message
+    )
 
 
 def test_a_file_that_cannot_be_read_is_told(step, monkeypatch):
