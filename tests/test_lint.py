@@ -675,7 +675,8 @@ def test_a_python_function_is_no_model(text):
 
 
 def test_nemotrons_yaml_of_a_recipe_of_ours():
-    found = lint((ROOT / "examples/nemo/nemotron.yaml").read_text(), "nemotron.yaml")
+    text = (ROOT / "examples/nemo/nemotron.yaml").read_text()
+    found = lint(f"{text}\ncheckpoint: {{save: /c}}\n", "nemotron.yaml")
     assert (found.launch.plan.name, found.launch.gpus) == ("nam56r_native_dp", 16)
     assert any("checkpoint.save" in note for note in found.launch.notes)
 

@@ -527,6 +527,35 @@ def test_the_example_for_the_nemotron_cli(ranks):
     assert after.load == after.save, "so that a job that is started again goes on"
 
 
+NEMOTRON = os.environ.get(
+    "NAM_NEMOTRON"
+)  # `src` of a checkout of github.com/NVIDIA-NeMo/Nemotron; last run with e27b371
+
+
+@pytest.mark.skipif(NEMOTRON is None, reason="no source of Nemotron: NAM_NEMOTRON=FOLDER/src, see above")
+def test_the_first_job_of_nemotrons_own_runner(ranks, monkeypatch, tmp_path):
+    """Up to Bridge's pretrain, whose place a list takes: there is nothing to load yet."""
+    monkeypatch.syspath_prepend(NEMOTRON)
+    from nemotron.steps._runners.megatron_bridge import run_megatron_bridge
+
+    ranks(16)
+    started = []
+    example = tmp_path / "nemotron.yaml"
+    example.write_text((ROOT / "examples/nemo/nemotron.yaml").read_text().replace("/checkpoints", str(tmp_path)))
+    monkeypatch.setattr(sys, "argv", ["step.py", "--config", str(example), "logger.log_interval=7"])
+    run_megatron_bridge(
+        default_recipe="none",
+        default_config=example,
+        entry=lambda config, *_, **__: started.append(config),
+        enable_peft=False,
+        dataset_mode="override",
+    )
+    runtime_config_update(started[0])
+    after = started[0].model.lowering.plan.recipe.schedule
+    assert (after.train_steps, after.save, after.load) == (2000, f"{tmp_path}/nam56r", f"{tmp_path}/nam56r")
+    assert started[0].logger.log_interval == 7
+
+
 def test_nemo_runs_own_dry_run(monkeypatch, tmp_path, capfd):
     """Of the example, and of its command, which finds ours. Here, since importing NeMo-Run costs ten seconds a process."""
     monkeypatch.setenv("NEMORUN_HOME", str(tmp_path))
