@@ -55,3 +55,10 @@ def oracle():
 
     with Oracle() as warm:
         yield warm
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every worker collects for itself, and must find the same cases in the same order: a set has another in each process."""
+    for mark in metafunc.definition.iter_markers("parametrize"):
+        if any(isinstance(value, (set, frozenset)) for value in (*mark.args[1:2], mark.kwargs.get("argvalues"))):
+            raise pytest.UsageError(f"{metafunc.definition.nodeid}: its cases are a set; sort them")

@@ -294,7 +294,7 @@ def test_a_script_that_is_cut_anywhere_is_refused():
             read(" ".join(whole.split(" ")[:n]), current())
 
 
-@pytest.mark.parametrize("printed", follow.PRINTS)
+@pytest.mark.parametrize("printed", sorted(follow.PRINTS))
 def test_what_is_only_printed_is_read_and_noted(printed):
     launch = read(f"{printed} {RUN} 4 > job.sh; {printed} {RUN} 5", current())
     assert launch.words == ("--hidden-size", "4") and "only prints it" in launch.notes[-1]
