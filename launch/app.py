@@ -21,23 +21,7 @@ from nam_megatron.errors import FINDINGS, INCOMPLETE, OK, Problem, Refused, rais
 from nam_megatron.launcher import PROGRAM
 from nam_megatron.recipe import Recipe
 
-KEYS = (
-    "format",
-    "revision",
-    "dirty",
-    "over_memory",
-    "trainer",
-    "sanity",
-    "port",
-    "hang",
-    "lock",
-    "diagnostic",
-    "sign",
-    "host",
-    "image",
-    "time",
-    "rdma",
-)
+KEYS = (*slurm.SCREEN, *slurm.RUN)
 TEXTS = ("revision", "lock", "diagnostic", "sign", "host", "image", "time", "rdma")
 CHOICES = {"dirty": ("refuse", "store"), "over_memory": ("refuse", "allow"), "trainer": tuple(TRAINERS)}
 TIME = re.compile(r"(?:(\d{1,3})-)?(\d{1,3}):([0-5]\d):([0-5]\d)", re.ASCII)

@@ -18,20 +18,7 @@ from nam_megatron.tracker import TRACKER
 JOB, NODES = "SLURM_JOB_ID", "SLURM_JOB_NODELIST"
 # Words of `launch` that are not the recipe's: those for one host's screen, and those of a run.
 SCREEN = ("format", "image", "time", "rdma")
-RUN = (
-    "sanity",
-    "revision",
-    "dirty",
-    "over_memory",
-    "trainer",
-    "port",
-    "hang",
-    "lock",
-    "diagnostic",
-    "sign",
-    "host",
-    "cluster.waivers",
-)
+RUN = ("sanity", "revision", "dirty", "over_memory", "trainer", "port", "hang", "lock", "diagnostic", "sign", "host")
 
 
 def for_launch(overrides: Sequence[str]) -> str:
@@ -41,7 +28,9 @@ def for_launch(overrides: Sequence[str]) -> str:
 
 def for_translate(overrides: Sequence[str]) -> str:
     """Those that choose the recipe."""
-    return shlex.join(w for w in overrides if not w.startswith((*SCREEN, *RUN)))
+    return shlex.join(
+        w for w in overrides if w.partition("=")[0] not in (*SCREEN, *RUN) and not w.startswith("cluster.waivers")
+    )
 
 
 def sbatch(
