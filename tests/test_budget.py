@@ -1075,6 +1075,15 @@ LAUNCH = """torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 2 --hidden-
   --disable-bias-linear --data-path a --split 99,1,0 --tensor-model-parallel-size 2 --tensorboard-dir tb --lr 1e-4 --train-iters 9"""
 
 
+def test_a_launch_may_have_a_presets_name_and_says_what_lint_finds(tmp_path):
+    text = " ".join(LAUNCH.split()).replace("--num-attention-heads 4", "--num-attention-heads 4 --num-query-groups 2")
+    for name in ("Qwen3-8B.sh", "qwen3_8b.sh"):
+        (tmp_path / name).write_text(text)
+        preset, made, notes, _ = of_yaml(tmp_path / name)
+        assert preset.lower() == "of_qwen3_8b" and f"name: {preset}" in made
+        assert any("`lint` finds wrong model: --num-query-groups 2" in note for note in notes)
+
+
 def test_a_launch_of_others_is_priced_and_its_operations_are_counted(tmp_path, monkeypatch, capsys):
     """A YAML alone was."""
     text = " ".join(LAUNCH.split())

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from nam_megatron.compile.lower import translate
+from nam_megatron.conf import conf_dir
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.lint import lint, recipe
+from nam_megatron.lint.preset import stops
 from nam_megatron.lint.read import of_file
 from nam_megatron.recipe.keys import argument, value_at
 from nam_megatron.targets import current
@@ -87,6 +89,8 @@ def read(path: Path, gpus: Sequence[str], said: Sequence[str]) -> tuple[str, str
         )
     raise_if(_laid(found.launch.notes))
     preset = re.sub(r"\W", "_", path.stem) or "container"
+    if (conf_dir() / "preset" / f"{preset.lower()}.yaml").exists():
+        preset = f"of_{preset}"
     made = recipe.make(found, path.with_name(f"{preset}.yaml"), stepping=True)
     ours = found.launch.plan is not None
     if not ours and any(note.startswith("it has `peft`") for note in found.launch.notes):
@@ -97,6 +101,7 @@ def read(path: Path, gpus: Sequence[str], said: Sequence[str]) -> tuple[str, str
     filled = [f"{key}={value_at(made.recipe, key)}" for key in FREE if key in made.unsaid and key not in given]
     notes = [] if ours or not made.keyless else [f"without a key here: {', '.join(made.keyless)}"]
     notes += [f"taken as it matters to no memory: {' '.join(filled)}"] if filled else []
+    notes += [] if ours else [f"`lint` finds {said}" for said in stops(found)]
     return preset, made.yaml, notes, filled
 
 
@@ -117,7 +122,7 @@ def _unread(lost: Sequence[str], made: recipe.Made, said: Sequence[str], idle: C
     for left in made.unsaid:
         if left not in given and left not in FREE:
             yield Problem(
-                f"the file does not say `{left}`, or what no recipe has",
+                f"the file does not say `{left}`, or says what no recipe has",
                 hint=f"say what holds there: `{left}=...` behind the file",
             )
     for line in lost:

@@ -293,6 +293,9 @@ def problem(err: Exception) -> Problem:
                 hint=f"a preset is `conf={err.override}`",
                 law="override-unreadable",
             )
+        if (at := Path(err.override)).name == "config.json" or (at / "config.json").is_file():
+            hint = f"a published model is `conf={err.override}`"
+            return Problem(f"`{clipped(err.override)}` is no KEY=VALUE", hint=hint, law="override-unreadable")
         hint = "it is read as KEY=VALUE; a value with blanks or signs needs quotes of its own: KEY=\"'...'\""
         return Problem(f"cannot read the override `{clipped(err.override)}`", hint=hint, law="override-unreadable")
     if isinstance(err, RecursionError):

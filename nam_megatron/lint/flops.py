@@ -52,7 +52,7 @@ def of(report: Report) -> Counted:
         hint = f"`nam budget {report.name} {' '.join(f'{key}=VALUE' for key in unsaid)}` counts with yours"
         raise Refused(
             Problem(
-                f"the text does not say `{key}`, or what no recipe has: no operations are counted",
+                f"the text does not say `{key}`, or says what no recipe has: no operations are counted",
                 key="flops",
                 hint=hint,
             )

@@ -41,7 +41,10 @@ def here(recipe: Recipe, fields: Sequence[str]) -> "NamContainer":
     """The container, on a machine that need not train it. Raises Refused."""
     trains = (doctor.RESILIENCY, doctor.ENGINE)
     installed.ask(translate(recipe).target)
-    raise_if(Problem(f.message, hint=f.hint) for f in doctor.findings() if f.fatal and f.name not in trains)
+    lacking = [f for f in doctor.findings() if f.fatal and f.name not in trains]
+    raise_if(
+        Problem(f.message, hint=f"{f.hint}; `uv sync --group nemo` installs all that `dump` needs") for f in lacking
+    )
     doctor.stand_in()
     return laid(recipe, fields)
 
@@ -79,6 +82,9 @@ def dry(recipe: Recipe, fields: Sequence[str], typed: Sequence[str]) -> int:
     """What would be started, and on how many GPUs; all is asked that can be without one. Nothing runs."""
     with contextlib.redirect_stdout(sys.stderr):
         lowering = here(recipe, fields).model.lowering
+        from nam_megatron.nemo import finetune, guards
+
+        raise_if([*guards.objections(lowering, thorough=False), *finetune.objections(lowering, thorough=False)])
     r = lowering.plan.recipe
     nodes = f"--nnodes {r.cluster.nodes} --rdzv-endpoint HOST:PORT " if r.cluster.nodes > 1 else ""
     print(f"# {r.preset.name}: {r.world_size} GPUs, {r.schedule.train_steps} steps of {r.schedule.global_batch_size} sequences of "

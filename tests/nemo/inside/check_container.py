@@ -677,12 +677,14 @@ def test_a_dry_run_says_what_would_be_started(monkeypatch, capfd):
         and "-m nam_megatron.nemo pretrain conf=nam56r_native_dp cluster=h200_2x8 logger.log_interval=5\n" in said
     )
     assert "export TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC=" in said
-    for words, why in (
-        (["optim.lr=-1"], "greater than 0"),
-        (["out=x"], "writes no such file"),
-        (["train.nosuch=1"], "train.nosuch"),
-    ):
-        code, _, said = told(monkeypatch, capfd, "pretrain", "conf=nam56r_native_dp", "--dry-run", *words)
+    wrong = {
+        "optim.lr=-1": "greater than 0",
+        "out=x": "writes no such file",
+        "train.nosuch=1": "train.nosuch",
+        "schedule.load=/no": "/no",
+    }
+    for word, why in wrong.items():
+        code, _, said = told(monkeypatch, capfd, "pretrain", "conf=nam56r_native_dp", "--dry-run", word)
         assert code == 2 and why in said, said
 
 
