@@ -1117,6 +1117,29 @@ def test_what_a_launch_does_not_say_is_asked_for_before_it_is_priced_or_counted(
         of_yaml(tmp_path / "verl.sh", gpus=())
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("$MORE", "`$MORE` stands for words"),
+        ("--recompute-granularty full", "did you mean `--recompute-granularity`"),
+        ("--my-own-flag 3", "no flag `--my-own-flag`"),
+        ("--encoder-tensor-model-parallel-size 2", "use `--tensor-model-parallel-size`"),
+    ],
+)
+def test_words_that_may_change_what_is_held_are_not_left_out(more, said, tmp_path):
+    (file := tmp_path / "train.sh").write_text(f"{' '.join(LAUNCH.split())} {more}")
+    with pytest.raises(Refused) as refused:
+        of_yaml(file, gpus=())
+    assert said in refused.value.render()
+
+
+def test_a_forks_own_flags_are_named(tmp_path):
+    mine = [f"--{name}-of-ours 3" for name in ("ember", "quartz", "willow", "garnet", "maple", "cobalt", "thistle")]
+    (file := tmp_path / "train.sh").write_text(f"{' '.join(LAUNCH.split())} {' '.join(mine)}")
+    (note,) = (note for note in of_yaml(file, gpus=())[2] if "fork" in note)
+    assert all(word.split()[0] in note for word in mine)
+
+
 IDLE = """--attention-softmax-in-fp32 --save $1 --save-interval 9 --load $1 --eval-iters 8 --eval-interval 100 --log-throughput --manual-gc
   --manual-gc-interval 9 --distributed-timeout-minutes 60 --dataloader-type cyclic --eod-mask-loss --reset-position-ids --log-interval 100
   --no-check-for-nan-in-loss-and-grad --lr-warmup-init 1e-7 --lr-decay-style linear --ckpt-format torch --decoupled-lr 1e-3"""

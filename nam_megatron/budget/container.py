@@ -16,6 +16,7 @@ from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.lint import lint, recipe
 from nam_megatron.lint.preset import stops
 from nam_megatron.lint.read import of_file
+from nam_megatron.lint.values import Args
 from nam_megatron.recipe.keys import argument, value_at
 from nam_megatron.targets import current
 
@@ -88,11 +89,12 @@ def read(path: Path, gpus: Sequence[str], said: Sequence[str]) -> tuple[str, str
             Problem(f"`{path}` has {found.launch.program}'s words, and its model is another file's", hint=hint)
         )
     raise_if(_laid(found.launch.notes))
+    ours = found.launch.plan is not None
+    raise_if([] if ours else _stumbled(found.args))
     preset = re.sub(r"\W", "_", path.stem) or "container"
     if (conf_dir() / "preset" / f"{preset.lower()}.yaml").exists():
         preset = f"of_{preset}"
     made = recipe.make(found, path.with_name(f"{preset}.yaml"), stepping=True)
-    ours = found.launch.plan is not None
     if not ours and any(note.startswith("it has `peft`") for note in found.launch.notes):
         raise Refused(Problem("it has `peft`: adapters of others are not priced", hint="the run without it needs more"))
     idle = WEIGHTLESS | (LOCAL if found.args.transformer_impl == "transformer_engine" else set())
@@ -101,8 +103,22 @@ def read(path: Path, gpus: Sequence[str], said: Sequence[str]) -> tuple[str, str
     filled = [f"{key}={value_at(made.recipe, key)}" for key in FREE if key in made.unsaid and key not in given]
     notes = [] if ours or not made.keyless else [f"without a key here: {', '.join(made.keyless)}"]
     notes += [f"taken as it matters to no memory: {' '.join(filled)}"] if filled else []
+    foreign = [] if ours else found.args.foreign
+    notes += [f"of a fork, and nothing is priced for them: {', '.join(foreign)}"] if foreign else []
     notes += [] if ours else [f"`lint` finds {said}" for said in stops(found)]
     return preset, made.yaml, notes, filled
+
+
+def _stumbled(args: Args) -> Iterator[Problem]:
+    """Words that are no setting yet, or none of Megatron's: each may be one that changes what is held."""
+    for t in args.trouble:
+        if t.rule == "unknown-variable":
+            yield Problem(
+                f"`{t.about}` stands for words that the file does not say", hint="put them in, or leave it out"
+            )
+        elif t.rule in ("unknown-flag", "removed-flag"):
+            hint = t.detail or t.fix or "leave it out"
+            yield Problem(f"Megatron {args.target.pin} has no flag `{t.about}`", hint=hint)
 
 
 def _laid(notes: Sequence[str]) -> Iterator[Problem]:
