@@ -213,11 +213,12 @@ class Redactor:
         if isinstance(node, Mapping):
             shown: dict[str, Any] = {}
             for k, v in node.items():
-                key = k if NAME.fullmatch(k) else self.shown(k, whole)
-                again = sum(s.partition(" #")[0] == key for s in shown)  # two keys may be one without their words
-                shown[f"{key} #{again + 1}" if again else key] = (
-                    v if k in HASHES and _is_hash(v) else self.tree(v, whole)
-                )
+                key = first = k if NAME.fullmatch(k) and self.secrets(k) == k else self.shown(k, whole)
+                again = 1
+                while key in shown:  # two keys may be one without their words
+                    again += 1
+                    key = f"{first} #{again}"
+                shown[key] = v if k in HASHES and _is_hash(v) else self.tree(v, whole)
             return shown
         return [self.tree(v, whole) for v in node] if isinstance(node, (list, tuple)) else node
 

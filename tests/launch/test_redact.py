@@ -235,6 +235,13 @@ def test_values_of_two_keys_that_are_one_without_their_words_are_both_kept():
         "<text> one #2": 2,
         "one": 3,
     }
+    for keys in (["zebraword #1", "yakword #1"], ["zebraword one #2", "yakword one", "oxword one"]):
+        assert sorted(Redactor({}).tree({key: place for place, key in enumerate(keys)}).values()) == [*range(len(keys))]
+
+
+def test_a_secret_is_no_key_either():
+    kept = Redactor({"MY_TOKEN": "supersecretvalue1"}).tree({"supersecretvalue1": 1, "steps": 2})
+    assert list(kept) == ["<secret>", "steps"]
 
 
 FIGURES = """
