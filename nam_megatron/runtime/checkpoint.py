@@ -96,10 +96,14 @@ def another(folder: Path, lowering: Lowering, *, thorough: bool = True) -> Itera
 
     folder: where the plan stands. thorough: hash the data; of a job one rank does that.
     """
+    base = folder.parent if folder.name == SIGNED else folder
+    with contextlib.suppress(Refused):
+        if _of_others(base, tracker.newest(base)):
+            return  # `damage` says it
     if found := list(_another(folder, lowering, thorough)):
         yield from found
         return
-    yield from strangers(folder.parent if folder.name == SIGNED else folder)
+    yield from strangers(base)
 
 
 def strangers(folder: Path) -> Iterator[Problem]:
@@ -233,7 +237,7 @@ def _of_others(folder: Path, step: Path) -> Problem | None:
     """For a step that no program of ours has saved: nothing of ours lies in it or beside it."""
     if (step / checksums.NAME).exists() or any((at / PLAN).exists() for at in (step, folder, folder / SIGNED)):
         return None
-    if not (step / ".metadata").exists() and not (step / "common.pt").exists():
+    if not any(any(step.glob(name)) for name in (".metadata", "common.pt", "mp_rank_*")):
         return None  # what it is cannot be told
     bridge = (step / "run_config.yaml").exists()
     whose = "Megatron-Bridge under another recipe" if bridge else "another program, as Megatron-LM does"

@@ -14,9 +14,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from test_train import lowered
 
+from nam_megatron.compile.lower import translate
 from nam_megatron.data import identity, manifest
 from nam_megatron.errors import Refused
 from nam_megatron.mends import checksums as mend
+from nam_megatron.recipe import load
 from nam_megatron.runtime import checkpoint, checksums
 
 TRACKER, STEP = "latest_checkpointed_iteration.txt", "iter_0000012"
@@ -169,6 +171,15 @@ def test_a_checkpoint_of_another_program_is_not_called_damaged(step, beside, who
         and "nam hf import" in problem.hint
         and "damaged" not in problem.message
     )
+    assert not [*checkpoint.another(step.parent, translate(load("nam56r_smoke")))], "it is said once"
+
+
+def test_a_checkpoint_of_megatrons_older_form_is_anothers(step):
+    for path in step.iterdir():
+        path.unlink()
+    (step / "mp_rank_00").mkdir()
+    (problem,) = checkpoint.damage(step.parent)
+    assert "was saved by another program" in problem.message
 
 
 def test_a_file_that_cannot_be_read_is_told(step, monkeypatch):
