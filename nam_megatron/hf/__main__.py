@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from nam_megatron.errors import FINDINGS, OK, Problem, Refused, finish, keyless, raise_if
+from nam_megatron.errors import FINDINGS, OK, Problem, Refused, finish, keyless, likely, raise_if
 from nam_megatron.hf import KERNELS
 from nam_megatron.parser import Parser
 from nam_megatron.words.argtypes import between, count, whole
@@ -113,9 +113,19 @@ def _progress(text: str) -> None:
 
 
 def _export(words: argparse.Namespace) -> int:
-    from nam_megatron.hf import export, native
+    from nam_megatron.hf import export, families, native
 
+    forms = ("nam", "native", "peft", *families.known())
+    if words.form not in forms:
+        close = likely(words.form, forms)
+        hint = f"did you mean `{close}`?" if close else f"there are: {', '.join(forms)}"
+        raise Refused(Problem(f"`--as`: no form `{words.form}`", hint=hint))
     if words.form == "peft":
+        given = [
+            name for name, value in (("--tokenizer", words.tokenizer), ("--shard-gb", words.shard_gb != 4.0)) if value
+        ]
+        hint = "adapters are one file, and go with the published model's own tokenizer"
+        raise_if(Problem(f"`--as peft` has no use for `{name}`", hint=hint) for name in given)
         kind = native.peft(words.checkpoint, words.out, _progress)
         print(f"{words.out}: adapters for a {kind} of transformers, which peft reads")
         return OK

@@ -266,10 +266,10 @@ def architecture(plan: Plan, named: str | None = None) -> tuple[Family, dict[str
         if not problems:
             return of, written(of, plan)
         why.append(f"`{of.model_type}`: {problems[0].message}")
-    hint = "without `--as native` it is exported with code of ours"
-    raise Refused(
-        [Problem("no published architecture computes this model", key="model", hint=hint), *map(Problem, why)]
-    )
+    said, hint = "no published architecture computes this model", "`--as nam` exports it with code of ours"
+    if named:
+        said, hint = f"`{named}` does not compute this model", f"`--as native` asks every architecture, {hint}"
+    raise Refused([Problem(said, key="model", hint=hint), *map(Problem, why)])
 
 
 def _not_of(of: Family, plan: Plan, config: Config) -> Iterator[Problem]:

@@ -421,3 +421,17 @@ def test_a_published_model_goes_on_for_twenty_steps_and_back(made, tmp_path):
     before, after = (opened(path, torch.bfloat16).state_dict() for path in (folder, tmp_path / "back"))
     same = {name for name in before if torch.equal(before[name], after[name])}
     assert before.keys() == after.keys() and same == {name for name in before if "e_score_correction_bias" in name}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--as", "nativ"], "did you mean `native`?"),
+        (["--as", "zzz"], "there are: nam, native, peft, "),
+        (["--as", "peft", "--tokenizer", "x"], "`--as peft` has no use for `--tokenizer`"),
+        (["--as", "peft", "--shard-gb", "1"], "`--as peft` has no use for `--shard-gb`"),
+    ],
+)
+def test_a_form_that_is_none_is_refused_before_anything_is_read(words, said, capsys):
+    assert command.main(["export", "nowhere", "out", *words]) == 2
+    assert said in capsys.readouterr().err
