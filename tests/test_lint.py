@@ -1621,3 +1621,37 @@ def test_a_flag_of_what_is_logged_that_is_given_twice_is_no_other_model():
     assert ids(lint(f"{DESCRIBED} --hidden-size 1024 --hidden-size 2048"))["given-twice"]
     runs = ids(lint(f"{DESCRIBED} --moe-token-dispatcher-type alltoall --moe-token-dispatcher-type flex"))
     assert runs["given-twice-runs"] and not runs["given-twice"]
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"--pipeline-model-parallel-size": "2", "--num-virtual-stages-per-pipeline-rank": "-1"}, "not-positive"),
+        ({"--pipeline-model-parallel-size": "1000000007"}, "pipeline-split"),  # a list of as many was built
+        ({"--rotary-percent": "nan"}, "rope-columns"),
+        ({"--rotary-percent": "inf"}, "rope-columns"),
+        (
+            {"--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": "0"},
+            "not-positive",
+        ),
+        ({"--log-interval": "0"}, "not-positive"),
+        ({"--eval-interval": "0"}, "not-positive"),
+    ],
+    ids=str,
+)
+def test_a_number_that_no_run_stands_is_a_finding_and_no_traceback(change, rule):
+    found = launch(GPT, change)
+    assert ids(found)[rule] == 1 and report.text(found)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"--position-embedding-type": "learned_absolute", "--rotary-base": "0"},
+        {"--eval-interval": "0", "--full-validation": True},
+        {"--recompute-granularity": "full", "--recompute-method": "block", "--recompute-num-layers": "0"},
+    ],
+    ids=str,
+)
+def test_a_size_of_nothing_that_nothing_reads_does_not_fail(change):
+    assert not ids(launch(GPT, change))["not-positive"]

@@ -469,7 +469,7 @@ class Model:
         chunk, chunks = a.num_layers_per_virtual_pipeline_stage, a.num_virtual_stages_per_pipeline_rank
         if not self.hybrid and (chunk or chunks):
             chunks = chunks or max(sizes[0] // chunk, 1)
-            if any(size % chunks for size in sizes):
+            if not 0 < chunks <= self.num_layers or any(size % chunks for size in sizes):
                 raise NotKnown("pipeline split")
             sizes = [size // chunks for size in sizes] * chunks
         sizes[0] -= embedding
@@ -484,6 +484,8 @@ class Model:
     @cached_property
     def stages(self) -> tuple[frozenset[str], ...]:
         """The kinds of layers that each pipeline rank holds, MTP's with the last one's unless a layout says otherwise."""
+        if not 0 < self.pp <= len(self.stage_sizes):
+            raise NotKnown("pipeline split")
         held: list[set[str]] = [set() for _ in range(self.pp)]
         for number, kind in self.layers:
             held[bisect_left(self.cuts, number) % self.pp].add(kind)

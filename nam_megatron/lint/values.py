@@ -79,7 +79,7 @@ SIZE = re.compile(
     r"(?:moe_)?(?:ffn_)?hidden_size|kv_channels|num_attention_heads|num_query_groups|(?:kv|q)_lora_rank|(?:qk|qk_pos_emb|v)_head_dim|"
     r"moe_(?:router_topk|shared_expert_intermediate_size|latent_size)|mamba_(?:num_heads|head_dim|state_dim|num_groups)|"
     r"linear_(?:conv_kernel|(?:key|value)_head)_dim|linear_num_(?:key|value)_heads|dsa_indexer_(?:n_heads|head_dim|topk|topk_freq)|"
-    r"rotary_(?:base|seq_len_interpolation_factor)|fp8_amax_history_len)"
+    r"rotary_(?:base|seq_len_interpolation_factor)|(?:log|eval)_interval|fp8_amax_history_len)"
     r"|(?P<none>num_experts|moe_router_(?:num_groups|group_topk)|mtp_num_layers|cpu_offloading_num_layers|recompute_num_layers|"
     r"(?:padded_)?vocab_size|train_(?:iters|samples)|lr_(?:warmup|wsd_decay)_(?:iters|samples)|num_layers_at_(?:start|end)_in_bf16)"
 )

@@ -68,7 +68,7 @@ def _turned(a: Args, m: Model) -> list[str]:
         "attention" in m.kinds and m.positions in ("rope", "yarn") and not m.mla and m.head_dim > 8
     ):  # narrower ones are placeholders
         columns = m.head_dim * (a.rotary_percent if m.positions == "rope" else 1)
-        if columns > m.head_dim or int(columns) % 2 or columns < 2:
+        if not 2 <= columns <= m.head_dim or int(columns) % 2:
             said = "rotary_percent" if a.said("rotary_percent") else "kv_channels"
             flag = a.written(said) if a.said(said) else without(a.written(said))
             found.append(f"{flag}\t{columns:g} columns of a head of {m.head_dim}\t")

@@ -139,6 +139,9 @@ READS: tuple[tuple[tuple[str, ...], Callable[[Args, Model], object]], ...] = (
     (("moe_",), lambda a, m: m.moe),
     (("q_lora", "kv_lora", "qk_", "v_head"), lambda a, m: m.mla),
     (("fp8_",), lambda a, m: a.fp8),
+    (("rotary_",), lambda a, m: m.mla or m.positions in ("rope", "yarn")),
+    (("log_interval", "eval_interval"), lambda a, m: not a.elsewhere),  # other programs' loops are their own
+    (("eval_interval",), lambda a, m: not (a.full_validation or a.skip_train)),
 )
 
 
@@ -148,11 +151,15 @@ def _reads(name: str, a: Args, m: Model) -> bool:
 
 def _not_positive(a: Args, m: Model) -> Iterator[str]:
     """Of every size that is read."""
+    chunks = known(lambda: m.recompute == "full" and a.recompute_method == "uniform")
     for name in a.given:
         if (size := SIZE.fullmatch(name)) and known(partial(_reads, name, a, m), True):
             value = a.value(name)
-            if isinstance(value, int) and value < (0 if size["none"] else 1):
-                yield f"{a.written(name)}\t{'0 for none of it' if size['none'] else ''}"
+            none = size["none"] and not (
+                chunks and name == "recompute_num_layers"
+            )  # which then are walked in such steps
+            if isinstance(value, int) and value < (0 if none else 1):
+                yield f"{a.written(name)}\t{'0 for none of it' if none else ''}"
 
 
 RULES = (
