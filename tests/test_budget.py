@@ -13,6 +13,7 @@ from statistics import median
 import pytest
 import yaml
 from command import warm
+from hf_configs import CONFIGS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from presets import lowered
@@ -1138,6 +1139,29 @@ def test_a_forks_own_flags_are_named(tmp_path):
     (file := tmp_path / "train.sh").write_text(f"{' '.join(LAUNCH.split())} {' '.join(mine)}")
     (note,) = (note for note in of_yaml(file, gpus=())[2] if "fork" in note)
     assert all(word.split()[0] in note for word in mine)
+
+
+def test_what_a_published_config_leaves_open_is_asked_for_or_said(tmp_path):
+    """The longest sequence that the model takes was priced, on 8 GPUs, and without the layer of token prediction."""
+    (file := tmp_path / "config.json").write_text(json.dumps(CONFIGS["glm_4_7_flash"]))
+    said = ["schedule.micro_batch_size=1", "schedule.global_batch_size=64"]
+    with pytest.raises(Refused) as refused:
+        of_yaml(file, *said)
+    assert [p.message.split("`")[1] for p in refused.value.problems] == ["model.seq_length"]
+    name, text, notes, filled = of_yaml(file, *said, "model.seq_length=4096", gpus=("gpus=32",))
+    made = recipe._load(text, name, [*filled, *said, "model.seq_length=4096"])
+    assert made.cluster.nodes * made.cluster.gpus_per_node == 32
+    for sentence in ("num_nextn_predict_layers: 1", "layout, precision, data"):
+        assert any(sentence in note for note in notes)
+    assert not any("sequence length" in note for note in notes)
+
+
+def test_no_dense_model_is_sent_to_expert_parallelism():
+    for preset, experts in (("llama_3_8b", False), ("qwen3_30b_a3b", True)):
+        done = run(
+            f"conf={preset}", "device.headroom_gib=1", "schedule.micro_batch_size=64", "schedule.global_batch_size=4096"
+        )
+        assert done.code == 1 and "overlay=tp_sp" in done.err and ("overlay=ep" in done.err) == experts
 
 
 IDLE = """--attention-softmax-in-fp32 --save $1 --save-interval 9 --load $1 --eval-iters 8 --eval-interval 100 --log-throughput --manual-gc

@@ -25,10 +25,7 @@ if TYPE_CHECKING:
 
 KEYS = ("format", "against", "fit", "sweep", "plot", "serve", "batch", "context", "page", "imbalance")
 FORMATS = ("auto", "table", "lines", "json")
-WAYS = (
-    "`fit=micro_batch_size` searches the largest that fits; on more GPUs (`cluster=NAME`) one of `+overlay=ep`, `+overlay=tp_sp` and"
-    " `+overlay=fsdp_ep` deals the model out"
-)
+WAYS = "`fit=micro_batch_size` searches the largest that fits; on more GPUs (`cluster=NAME`) {} deals the model out"
 SERVING = ("batch", "context", "page")
 # The forms that each question has beside `auto`.
 VIEWS = {"sweep": ("table",), "fit": (), "against": ("table", "lines"), "serve": ("table", "json")}
@@ -56,7 +53,9 @@ def task(recipe: Recipe, words: Mapping[str, Any], sources: Sources) -> int:
     if ours.fits and not ours.roomy:
         sys.stderr.write(f"warning: {text.verdict(ours)}\n")
     if not ours.fits:
-        sys.stderr.write(called(f"{text.verdict(ours)}\nhint: {WAYS}\n"))
+        experts = "one of `+overlay=ep`, `+overlay=tp_sp` and `+overlay=fsdp_ep`"
+        ways = WAYS.format(experts if recipe.blocks.moe else "`+overlay=tp_sp`")
+        sys.stderr.write(called(f"{text.verdict(ours)}\nhint: {ways}\n"))
     return OK if ours.fits else FINDINGS
 
 

@@ -43,11 +43,14 @@ HELD = re.compile(
     r"fine-grained-activation-offloading|offload-modules|fp4|use-torch-fsdp2|moe-pad-expert-input|padded-moe)"
 )
 FREE = (
+    "model.init_std",
     "optim.lr",
     "optim.min_lr",
     "optim.warmup_steps",
     "schedule.train_steps",
 )  # of a training; memory has no use for them
+# The longest that a model takes is in its place, and no choice of a training's.
+LENGTH = "sequence length: "
 # Nemotron's YAML: sections that say when, where and how fast, and not how much.
 LIGHT = ("checkpoint.", "logger.", "scheduler.", "validation.", "rng.", "tokenizer.", "dist.", "train.train_iters")
 
@@ -101,7 +104,8 @@ def read(path: Path, gpus: Sequence[str], said: Sequence[str]) -> tuple[str, str
     raise_if(_unread([] if ours else made.lost, made, said, idle))
     given = {word.lstrip("+").partition("=")[0] for word in said}
     filled = [f"{key}={value_at(made.recipe, key)}" for key in FREE if key in made.unsaid and key not in given]
-    notes = [] if ours or not made.keyless else [f"without a key here: {', '.join(made.keyless)}"]
+    notes = [] if ours else [line for line in made.lost if _sentence(line) and not line.startswith(LENGTH)]
+    notes += [] if ours or not made.keyless else [f"without a key here: {', '.join(made.keyless)}"]
     notes += [f"taken as it matters to no memory: {' '.join(filled)}"] if filled else []
     foreign = [] if ours else found.args.foreign
     notes += [f"of a fork, and nothing is priced for them: {', '.join(foreign)}"] if foreign else []
@@ -135,16 +139,17 @@ def _unread(lost: Sequence[str], made: recipe.Made, said: Sequence[str], idle: C
     # A law that it breaks is the command's to tell, which has the words behind the file.
     target, settings = current(), (recipe.as_it_stands(made.recipe, []) or translate(made.recipe)).by_name
     given = {word.lstrip("+").partition("=")[0] for word in said}
-    for left in made.unsaid:
+    length = ["model.seq_length"] if any(line.startswith(LENGTH) for line in lost) else []
+    for left in [*length, *made.unsaid]:
         if left not in given and left not in FREE:
             yield Problem(
                 f"the file does not say `{left}`, or says what no recipe has",
                 hint=f"say what holds there: `{left}=...` behind the file",
             )
     for line in lost:
+        if _sentence(line):
+            continue
         here, arrow, there = line.partition(" -> ")
-        if not arrow and not line.startswith("--"):
-            continue  # a sentence
         word = here.split(" ")[0].rstrip(":")
         flag = target.flags.get(word)
         dest = flag.dest if flag else word
@@ -157,6 +162,10 @@ def _unread(lost: Sequence[str], made: recipe.Made, said: Sequence[str], idle: C
     for line in made.keyless:
         if HELD.match(line):
             yield Problem(f"no key of a recipe says `{line}`, and memory depends on it")
+
+
+def _sentence(line: str) -> bool:
+    return " -> " not in line and not line.startswith("--")
 
 
 def _copy(here: str, there: str) -> str:

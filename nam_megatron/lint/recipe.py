@@ -415,6 +415,7 @@ def _wanted(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
             **_apart(_model(a, m, name, lost)),
             **features,
             **{k: dict(v) for k, v in TRAINING.items()},
+            **_cluster(_gpus(a, m)),
         }
     gpus = _gpus(a, m)
     if not a.launch.gpus:
@@ -432,14 +433,18 @@ def _wanted(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
         "schedule": _schedule(a, m),
         "feature": _features(a, m),
     }  # fmt: skip
-    if gpus not in CLUSTERS:
-        nodes = gpus // 8 if gpus % 8 == 0 else 1
-        tree["cluster"] = {"name": f"h200_{gpus}", "nodes": nodes, "gpus_per_node": gpus // nodes}
+    tree |= _cluster(gpus)
     data: Tree = {"workers": a.num_workers}
     if _indexed(a):
         data |= {"path": a.value("data_path")[0], "split": a.split, "tokenizer": a.tokenizer_model}
     tree["data"] = data
     return tree
+
+
+def _cluster(gpus: int) -> Tree:
+    nodes = gpus // 8 if gpus % 8 == 0 else 1
+    own = {"name": f"h200_{gpus}", "nodes": nodes, "gpus_per_node": gpus // nodes}
+    return {} if gpus in CLUSTERS else {"cluster": own}
 
 
 # What only a training says.
