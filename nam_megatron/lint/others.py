@@ -272,10 +272,17 @@ def closest(name: str, target: Target) -> str | None:
 MISSPELT = 0.94
 
 
+@cache
+def _unflagged(target: Target) -> frozenset[str]:
+    """Fields of Megatron's configs that stand in the list of those which no key decides, whatever their flags are called."""
+    listed = target.reviewed_file.read_text(encoding="utf-8") if target.reviewed_file else ""
+    return frozenset(re.findall(r"\b(?:transformer|ddp|optimizer)\.(\w+)", listed))
+
+
 def nearly(field: str, target: Target) -> bool:
-    """Whether a name is no argument of Megatron's, and a letter or two away from one."""
+    """Whether a name is no argument or field of Megatron's, and a letter or two away from one."""
     name = f"--{field}".replace("_", "-")
     close = closest(name, target)
-    if close is None or name.rstrip("s") == close.rstrip("s"):  # `data_paths`, a list of the program's own
+    if close is None or name == f"{close}s" or field in _unflagged(target):  # `data_paths`, a list of the program's own
         return False
     return difflib.SequenceMatcher(None, name, close).ratio() >= MISSPELT
