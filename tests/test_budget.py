@@ -1125,6 +1125,9 @@ def test_what_a_launch_does_not_say_is_asked_for_before_it_is_priced_or_counted(
         ("--recompute-granularty full", "did you mean `--recompute-granularity`"),
         ("--my-own-flag 3", "no flag `--my-own-flag`"),
         ("--encoder-tensor-model-parallel-size 2", "use `--tensor-model-parallel-size`"),
+        ("--attention-backend unfused", "without `--attention-backend unfused`"),
+        ("--attention-backend local", "does not carry `--attention-backend local"),
+        ("--num-distributed-optimizer-instances 2", "memory depends on it"),
     ],
 )
 def test_words_that_may_change_what_is_held_are_not_left_out(more, said, tmp_path):
@@ -1162,6 +1165,14 @@ def test_no_dense_model_is_sent_to_expert_parallelism():
             f"conf={preset}", "device.headroom_gib=1", "schedule.micro_batch_size=64", "schedule.global_batch_size=4096"
         )
         assert done.code == 1 and "overlay=tp_sp" in done.err and ("overlay=ep" in done.err) == experts
+
+
+def test_token_prediction_that_is_priced_is_not_called_lost(tmp_path):
+    (file := tmp_path / "train.sh").write_text(
+        f"{' '.join(LAUNCH.split())} --mtp-num-layers 1 --attention-backend flash --num-distributed-optimizer-instances 1"
+    )
+    name, text, notes, _ = of_yaml(file, gpus=())
+    assert recipe._load(text, name).feature.mtp.depths == 1 and not any("mtp" in note for note in notes)
 
 
 IDLE = """--attention-softmax-in-fp32 --save $1 --save-interval 9 --load $1 --eval-iters 8 --eval-interval 100 --log-throughput --manual-gc

@@ -33,14 +33,17 @@ WEIGHTLESS = {
     "manual_gc", "manual_gc_interval", "save", "save_interval",
     # With biases, a fused gelu keeps its input, an unfused one its input's sum with the bias: as many bytes.
     "bias_gelu_fusion",
-    "attention_backend", "embedding_init_method_std", "init_method_xavier_uniform",
+    "embedding_init_method_std", "init_method_xavier_uniform",
 }  # fmt: skip
 # Read by Megatron's own modules alone: with Transformer Engine's nothing is held for it.
 LOCAL = {"attention_softmax_in_fp32"}
+# Those that keep no scores; the others do.
+FLASH_LIKE = ("auto", "flash", "fused")
 # What no key of ours says and what changes what is held.
 HELD = re.compile(
     r"--(?:use-precision-aware-optimizer|exp-avg|main-(?:grads|params)-dtype|optimizer-cpu-offload|cpu-offloading|"
-    r"fine-grained-activation-offloading|offload-modules|fp4|use-torch-fsdp2|moe-pad-expert-input|padded-moe)"
+    r"fine-grained-activation-offloading|offload-modules|fp4|use-torch-fsdp2|moe-pad-expert-input|padded-moe|"
+    r"num-distributed-optimizer-instances (?!1$))"
 )
 FREE = (
     "model.init_std",
@@ -101,6 +104,7 @@ def read(path: Path, gpus: Sequence[str], said: Sequence[str]) -> tuple[str, str
     if not ours and any(note.startswith("it has `peft`") for note in found.launch.notes):
         raise Refused(Problem("it has `peft`: adapters of others are not priced", hint="the run without it needs more"))
     idle = WEIGHTLESS | (LOCAL if found.args.transformer_impl == "transformer_engine" else set())
+    idle |= {"attention_backend"} if found.args.value("attention_backend") in FLASH_LIKE else set()
     raise_if(_unread([] if ours else made.lost, made, said, idle))
     given = {word.lstrip("+").partition("=")[0] for word in said}
     filled = [f"{key}={value_at(made.recipe, key)}" for key in FREE if key in made.unsaid and key not in given]
