@@ -1128,6 +1128,10 @@ def test_what_a_launch_does_not_say_is_asked_for_before_it_is_priced_or_counted(
         ("--attention-backend unfused", "without `--attention-backend unfused`"),
         ("--attention-backend local", "does not carry `--attention-backend local"),
         ("--num-distributed-optimizer-instances 2", "memory depends on it"),
+        ("--use-checkpoint-args", "a copy of the file without `--use-checkpoint-args`"),
+        ("--yaml-cfg x.yaml", "a copy of the file without `--yaml-cfg`"),
+        ("--optimizer sgd", "a copy of the file with `--optimizer adam` and without `--optimizer sgd`"),
+        ("--enable-cuda-graph", "`--enable-cuda-graph -> --cuda-graph-impl none`"),
     ],
 )
 def test_words_that_may_change_what_is_held_are_not_left_out(more, said, tmp_path):
@@ -1177,7 +1181,8 @@ def test_token_prediction_that_is_priced_is_not_called_lost(tmp_path):
 
 IDLE = """--attention-softmax-in-fp32 --save $1 --save-interval 9 --load $1 --eval-iters 8 --eval-interval 100 --log-throughput --manual-gc
   --manual-gc-interval 9 --distributed-timeout-minutes 60 --dataloader-type cyclic --eod-mask-loss --reset-position-ids --log-interval 100
-  --no-check-for-nan-in-loss-and-grad --lr-warmup-init 1e-7 --lr-decay-style linear --ckpt-format torch --decoupled-lr 1e-3"""
+  --no-check-for-nan-in-loss-and-grad --lr-warmup-init 1e-7 --lr-decay-style linear --ckpt-format torch --decoupled-lr 1e-3
+  --async-save --rampup-batch-size 16 16 1000 --lr $LR --min-lr $X --seed $S --lr-warmup-iters $V --clip-grad $X --train-iters $N"""
 
 
 def test_what_nothing_is_held_for_stands_in_no_budgets_way(tmp_path):
@@ -1186,7 +1191,8 @@ def test_what_nothing_is_held_for_stands_in_no_budgets_way(tmp_path):
     bare = recipe._load(of_yaml(file, gpus=())[1], "train")
     for more in ("", " --fp8-format hybrid"):
         file.write_text(f"{plain} {' '.join(IDLE.split())}{more}")
-        made = recipe._load(of_yaml(file, gpus=())[1], "train")
+        _, text, _, filled = of_yaml(file, gpus=())
+        made = recipe._load(text, "train", filled)
         assert (made.model, made.parallel) == (bare.model, bare.parallel)
         assert translate(made).by_name["save"].value is None
     file.write_text(f"{plain} --attention-softmax-in-fp32 --transformer-impl local")

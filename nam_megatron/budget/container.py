@@ -7,17 +7,19 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, get_args
 
 from nam_megatron.compile.lower import translate
 from nam_megatron.conf import conf_dir
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.lint import lint, recipe
+from nam_megatron.lint.model import Model
 from nam_megatron.lint.preset import stops
 from nam_megatron.lint.read import of_file
 from nam_megatron.lint.values import Args
-from nam_megatron.recipe.keys import argument, value_at
+from nam_megatron.recipe.keys import argument, config_at, value_at
 from nam_megatron.targets import current
 
 SUFFIXES = (".yaml", ".yml", ".json", ".sh", ".slurm", ".sbatch", ".txt", ".py", ".pt")
@@ -29,11 +31,17 @@ WEIGHTLESS = {
     "lr_wsd_decay_iters", "lr_wsd_decay_style", "min_lr", "num_workers", "reset_position_ids", "seed", "split", "tokenizer_model",
     "tokenizer_type", "train_iters", "weight_decay_incr_style",
     # What is written and read, how long ranks wait, and when the host's objects are collected.
-    "ckpt_format", "distributed_timeout_minutes", "distributed_timeout_seconds_after_init", "load", "log_interval", "log_throughput",
+    "async_save", "ckpt_format",
+    "distributed_timeout_minutes", "distributed_timeout_seconds_after_init", "load", "log_interval", "log_throughput",
     "manual_gc", "manual_gc_interval", "save", "save_interval",
     # With biases, a fused gelu keeps its input, an unfused one its input's sum with the bias: as many bytes.
     "bias_gelu_fusion",
     "embedding_init_method_std", "init_method_xavier_uniform",
+}  # fmt: skip
+# A number that may be left open: whichever it is, as much is held.
+OPEN = WEIGHTLESS - {"tokenizer_type"} | {
+    "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "init_method_std", "lr", "lr_decay_samples", "lr_warmup_fraction",
+    "lr_warmup_samples", "train_samples", "weight_decay",
 }  # fmt: skip
 # Read by Megatron's own modules alone: with Transformer Engine's nothing is held for it.
 LOCAL = {"attention_softmax_in_fp32"}
@@ -89,6 +97,11 @@ def read(path: Path, gpus: Sequence[str], said: Sequence[str]) -> tuple[str, str
     if gpus and not (number.isascii() and number.isdigit() and int(number)):
         raise Refused(Problem(f"`{number}` is no number of GPUs", key="gpus"))
     found = lint(text, path.name, int(number) if gpus else None)
+    open_ = [name for name, _ in found.args.open_values() if name in OPEN]
+    unread = [found.args.written(name) for name in open_]
+    for name in open_:
+        del found.args.given[name]
+    found = replace(found, model=Model(found.args)) if open_ else found
     if found.launch.program:
         hint = "give what it makes of them: the words that Megatron gets, a `run_config.yaml`, or a checkpoint"
         raise Refused(
@@ -110,6 +123,7 @@ def read(path: Path, gpus: Sequence[str], said: Sequence[str]) -> tuple[str, str
     filled = [f"{key}={value_at(made.recipe, key)}" for key in FREE if key in made.unsaid and key not in given]
     notes = [] if ours else [line for line in made.lost if _sentence(line) and not line.startswith(LENGTH)]
     notes += [] if ours or not made.keyless else [f"without a key here: {', '.join(made.keyless)}"]
+    notes += [f"not read, as it matters to no memory: {', '.join(unread)}"] if unread else []
     notes += [f"taken as it matters to no memory: {' '.join(filled)}"] if filled else []
     foreign = [] if ours else found.args.foreign
     notes += [f"of a fork, and nothing is priced for them: {', '.join(foreign)}"] if foreign else []
@@ -157,11 +171,14 @@ def _unread(lost: Sequence[str], made: recipe.Made, said: Sequence[str], idle: C
         word = here.split(" ")[0].rstrip(":")
         flag = target.flags.get(word)
         dest = flag.dest if flag else word
-        key = (settings[dest].key if dest in settings else None) if arrow else word
+        key = settings[dest].key if arrow and dest in settings else None
+        if key and key not in given and here.startswith("--") and not _takes(key, here.partition(" ")[2]):
+            key = None
         if key and key.startswith("model.") and argument(key) != dest:
             key = None  # it says what the model is, and more than this
         if dest not in idle and key not in given and key not in made.unsaid:
-            hint = f"say what holds there: `{key}=...` behind the file" if key else _copy(here, there)
+            change = _copy(here if arrow else line.partition(": ")[0], there)
+            hint = f"say what holds there: `{key}=...` behind the file" if key else change
             yield Problem(f"the nearest recipe does not carry `{line}`", hint=hint)
     for line in made.keyless:
         if HELD.match(line):
@@ -169,11 +186,21 @@ def _unread(lost: Sequence[str], made: recipe.Made, said: Sequence[str], idle: C
 
 
 def _sentence(line: str) -> bool:
-    return " -> " not in line and not line.startswith("--")
+    return " -> " not in line and (not line.startswith("--") or line.startswith("--rampup-batch-size "))
+
+
+def _takes(key: str, value: str) -> bool:
+    """Whether a value is among the words that a key takes, where it takes words."""
+    *above, last = key.split(".")
+    config = config_at(above)
+    words = get_args(config.model_fields[last].annotation) if config and last in config.model_fields else ()
+    return not value or not any(isinstance(word, str) for word in words) or value in words
 
 
 def _copy(here: str, there: str) -> str:
     """What a copy of the file would have to say to be priced."""
     out, put = here.removesuffix(" (not known here)") if here.startswith("--") else "", there.startswith("--") and there
+    if not there:
+        return f"a copy of the file without `{out}`, and with flags for what it stands for, has a budget"
     change = " and ".join([*([f"with `{put}`"] if put else []), *([f"without `{out}`"] if out else [])])
     return f"no key of a recipe says it: a copy of the file {change or 'in which it is otherwise'} has a budget, of another run"

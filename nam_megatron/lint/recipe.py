@@ -717,6 +717,12 @@ OTHER_WAYS = {
     "train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples", "lr_warmup_fraction", "make_vocab_size_divisible_by",
 }  # fmt: skip
 
+# Flags that set another argument.
+OLD_WAYS = {
+    "cuda_graph_impl": ("enable_cuda_graph", "external_cuda_graph"),
+    "cuda_graph_modules": ("cuda_graph_scope_deprecated",),
+}
+
 
 def _compare(a: Args, m: Model, lowering: Lowering, made: Made) -> None:
     plan = replace(m.plan, lowering=lowering) if m.plan else None
@@ -761,8 +767,8 @@ def _derived(m: Model, name: str) -> Any:
 
 def _said(a: Args, name: str) -> str:
     """As written; as `name = value` where it stands on Megatron's default."""
-    if a.said(name):
-        return a.written(name)
+    if written := a.any_said(name, *OLD_WAYS.get(name, ())):
+        return a.written(written[0])
     value = a.value(name)
     return f"{name} unset" if value is None else f"{name} = {value}"
 
