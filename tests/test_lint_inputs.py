@@ -3,6 +3,7 @@
 import contextlib
 import enum
 import json
+import math
 import os
 import pickle
 import re
@@ -250,6 +251,60 @@ def test_what_a_config_says_twice_or_too_finely_is_refused(name, change, says):
         lint(json.dumps(CONFIGS[name] | change), "config.json")
 
 
+NEWER = {"rope_theta": 1000000, "rope_type": "default"}  # as transformers 5 writes it
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("glm_4_7_flash", {"partial_rotary_factor": None, "rope_parameters": NEWER | {"partial_rotary_factor": 0.5}},
+         "`partial_rotary_factor: 0.5`"),
+        ("qwen3_8b", {"rope_parameters": NEWER | {"rope_theta": 10000}}, "beside `rope_parameters.rope_theta: 10000`"),
+        ("qwen3_8b", {"rope_parameters": {"full_attention": NEWER}}, "for some layers alone"),
+        ("qwen3_8b", {"rope_parameters": NEWER | {"rope_thetas": 10000}}, "did you mean `rope_theta`?"),
+        ("qwen3_8b", {"rope_parameters": NEWER | {"rope_theta": "10000"}, "rope_theta": None}, "it is a number"),
+        ("qwen3_8b", {"rope_parameters": NEWER, "rope_scaling": {"type": "linear", "factor": 8}}, "of two types: default, linear"),
+        ("glm_4_7_flash", {"mlp_layer_types": ["dense", *["Sparse"] * 46]}, "`mlp_layer_types`: Sparse"),
+        ("glm_4_5_air", {"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 44}, "beside other `mlp_layer_types`"),
+        ("qwen3_next_80b_a3b", {"layer_types": ["full_attention"] * 48}, "beside other `layer_types`"),
+        ("glm_4_7_flash", {"n_routed_experts": 0}, "without experts"),
+        ("deepseek_v3_yarn", {"n_routed_experts": None}, "without experts"),
+        ("deepseek_v2_lite", {"n_routed_experts": None, "n_routed_expert": 64}, "did you mean `n_routed_experts`?"),
+        ("qwen3_8b", {"num_experts": 8}, "without experts"),
+        ("qwen3_8b", {"atention_bias": True, "attention_bias": None}, "no `atention_bias` is read"),
+        ("qwen3_8b", {"tie_word_embeddings": "false"}, "it is true or false"),
+        ("glm_4_5_air", {"use_qk_norm": "false"}, "it is true or false"),
+        ("glm_4_7_flash", {"routed_scaling_factor": "1.8"}, "it is a number of 0 or more"),
+        ("mixtral_8x7b", {"sliding_window": "4096"}, "it is a whole number"),
+        ("qwen3_8b", {"hidden_size": 4096.5}, "it is a whole number"),
+        ("qwen3_8b", {"vocab_size": 0}, "it is 1 or more"),
+        ("qwen3_8b", {"initializer_range": math.nan}, "`initializer_range` is nan"),
+        ("llama_3_1_8b", {"initializer_range": -0.02}, "`initializer_range` is -0.02"),
+        ("glm_4_7_flash", {"first_k_dense_replace": -1}, "`first_k_dense_replace` is -1"),
+        ("glm_4_7_flash", {"first_k_dense_replace": 48}, "and there are 47 layers"),
+        ("qwen3_30b_a3b", {"mlp_only_layers": [48]}, "names no layer: 48"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_would_be_another_model_without_a_word_is_refused(name, change, says):
+    config = {
+        key: value for key, value in (CONFIGS[name] | change).items() if value is not None or key in CONFIGS[name]
+    }
+    with pytest.raises(Refused) as refused:
+        lint(json.dumps(config), "config.json")
+    assert says in refused.value.render()
+
+
+@pytest.mark.parametrize("name", ["qwen3_8b", "glm_4_5_air", "deepseek_v3_yarn", "qwen3_next_80b_a3b"])
+def test_rotary_embedding_is_read_where_transformers_5_writes_it(name):
+    old = {key: CONFIGS[name].get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    new = {k: v for k, v in CONFIGS[name].items() if k not in (*old, "rope_scaling")}
+    new["rope_parameters"] = {
+        k: v for k, v in ((CONFIGS[name].get("rope_scaling") or {}) | old).items() if v is not None
+    }
+    assert flags(new, name) == flags(CONFIGS[name], name)
+
+
 def test_greedy_choice_looks_at_no_groups_and_a_scale_of_zero_is_one():
     greedy = lint(json.dumps(DEEPSEEK_V2_LITE | {"topk_method": "greedy", "n_group": 4, "topk_group": 2}), "a")
     assert "--moe-router-num-groups" not in greedy.launch.words
@@ -390,10 +445,10 @@ OPTIONAL = {
 }  # fmt: skip
 OF_ONE = {
     "nemotron": {"num_hidden_layers", "n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor", "n_shared_experts"},
-    "deepseek": {"num_key_value_heads"}, "kimi": {"num_key_value_heads", "norm_topk_prob", "n_routed_experts"},
-    "deepseek_v3": {"norm_topk_prob", "n_routed_experts"}, "deepseek_v2": {"n_routed_experts"}, "glm": {"norm_topk_prob"},
-    "moonlight": {"num_key_value_heads", "norm_topk_prob", "n_routed_experts"},
-    "glm_4_7_flash": {"num_key_value_heads", "n_routed_experts", "partial_rotary_factor"},
+    "deepseek": {"num_key_value_heads"}, "kimi": {"num_key_value_heads", "norm_topk_prob"},
+    "deepseek_v3": {"norm_topk_prob"}, "glm": {"norm_topk_prob"},
+    "moonlight": {"num_key_value_heads", "norm_topk_prob"},
+    "glm_4_7_flash": {"num_key_value_heads", "partial_rotary_factor"},
     "qwen3_8b": {"sliding_window", "use_sliding_window"},
     "qwen3_0": {"sliding_window", "use_sliding_window"},
 }  # fmt: skip

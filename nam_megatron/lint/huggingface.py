@@ -5,7 +5,9 @@ So is a value that no argument of Megatron says, by the name of whose lack it is
 is not read. Names and meanings: transformers 4's and 5.12.1's, models/*/configuration_*.py.
 """
 
+import difflib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -38,6 +40,32 @@ LACKS = {
     "phi3": f"it packs its projections: {OURS}", "gpt2": f"its keys have other names: {OURS}",
 }  # fmt: skip
 
+# What a key holds that is no number of 0 or more; of numbers, which need not be whole, and which of those that have to stand may be 0.
+FLAG, LIST, TEXT, TABLE = (bool, "true or false"), (list, "a list"), (str, "a word"), (dict, "a table")
+HOLD: Mapping[str, tuple[type, str]] = {
+    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias", "use_sliding_window",
+                     "use_qk_norm", "norm_topk_prob", "seq_aux", "use_conv_bias", "rope_interleave", "attn_output_gate",
+                     "residual_in_fp32"), FLAG),
+    **dict.fromkeys(("layer_types", "mlp_layer_types", "layers_block_type", "mlp_only_layers", "time_step_limit"), LIST),
+    **dict.fromkeys(("hidden_act", "mlp_hidden_act", "mamba_hidden_act", "topk_method", "scoring_func", "hybrid_override_pattern"), TEXT),
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), TABLE),
+}  # fmt: skip
+REAL = {
+    "rms_norm_eps", "layer_norm_epsilon", "norm_eps", "initializer_range", "rope_theta", "partial_rotary_factor", "hidden_dropout",
+    "attention_dropout", "routed_scaling_factor", "router_aux_loss_coef", "aux_loss_alpha", "router_jitter_noise",
+}  # fmt: skip
+MAY_BE_0 = REAL | {"first_k_dense_replace"}
+# Keys that a dense model has no use for.
+EXPERTS = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "n_shared_experts",
+)
+ALIKE = 0.9  # a letter or two of a name
+
 
 class Said:
     """The keys of a config, and which were read. left: what Megatron's arguments cannot say."""
@@ -49,7 +77,22 @@ class Said:
 
     def get(self, key: str, otherwise: Any = None) -> Any:
         self.read.add(key)
+        self.typed(key)
         return self.root.get(key, otherwise)
+
+    def typed(self, key: str) -> None:
+        """Raises Refused: the key holds what no file of transformers' has there."""
+        if (value := self.root.get(key)) is None:
+            return
+        if key in HOLD:
+            kind, wanted = HOLD[key]
+            good = isinstance(value, kind)
+        else:
+            wanted = "a number of 0 or more" if key in REAL else "a whole number of 0 or more"
+            good = isinstance(value, (int, float) if key in REAL else int) and not isinstance(value, bool)
+            good = good and math.isfinite(value) and value >= 0
+        if not good:
+            raise Refused(Problem(f"`{key}` is {value!r} in `{self.name}`", key=key, hint=f"it is {wanted}"))
 
     def need(self, *keys: str) -> Any:
         """The value under the first of these names that stands.
@@ -66,8 +109,8 @@ class Said:
 
     def number(self, *keys: str) -> Any:
         value = self.need(*keys)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise Refused(Problem(f"`{keys[0]}` is {value!r} in `{self.name}`, no number", key=keys[0]))
+        if not value and keys[0] not in MAY_BE_0:
+            raise Refused(Problem(f"`{keys[0]}` is {value!r} in `{self.name}`", key=keys[0], hint="it is 1 or more"))
         return value
 
     def off(self, *keys: str) -> None:
@@ -131,15 +174,68 @@ def words(root: Mapping[str, Any], name: str) -> tuple[list[str], list[str]]:
         raise Refused(
             Problem(f"`{kind}` in `{name}` is no architecture that is read: {lack}", key="model_type", hint=known)
         )
-    said = Said(root, name)
+    said = Said(_flat(root, name), name)
     said.left += beside
     try:
         found = [*_common(said), *KINDS[kind](said)]
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as err:  # a key of another shape
         raise Refused(Problem(f"`{name}` is no config.json of `{kind}`: {err}", key="model_type")) from None
-    if unread := sorted(root.keys() - said.read - NEVER_READ):
+    unread = sorted(said.root.keys() - said.read - NEVER_READ)
+    for key in unread:
+        close = difflib.get_close_matches(key, (k for k in said.read if said.root.get(k) is None), 1, ALIKE)
+        if close and said.root[key] is not None:
+            raise Refused(Problem(f"no `{key}` is read in `{name}`", key=key, hint=f"did you mean `{close[0]}`?"))
+    dense = "--num-experts" not in found and kind != "nemotron_h"  # whose pattern says which layers have experts
+    if beyond := [key for key in EXPERTS if dense and root.get(key)]:
+        what = f"`{name}` says {', '.join(f'`{key}`' for key in beyond)} and is a `{kind}` without experts"
+        raise Refused(Problem(what, key=beyond[0], hint="say the number of experts, or leave these out"))
+    if unread:
         said.left.append(f"keys that are not read: {', '.join(unread)}")
     return found, said.left
+
+
+def _flat(root: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The config with what its tables of rotary embedding hold of its own keys, as transformers 5 writes them, in the old place.
+
+    Raises:
+        Refused: two places say two things.
+    """
+    flat = dict(root)
+    tables = [
+        (place, root[place]) for place in ("rope_parameters", "rope_scaling") if isinstance(root.get(place), dict)
+    ]
+    for place, table in tables:
+        if nested := [key for key, value in table.items() if isinstance(value, dict)]:
+            raise Refused(Problem(f"`{place}.{nested[0]}` of `{name}` is for some layers alone", key=place, hint=OURS))
+        for key in ("rope_theta", "partial_rotary_factor"):
+            if (value := table.get(key)) is not None and flat.setdefault(key, value) != value:
+                if flat[key] is not None:
+                    what = f"`{name}` has `{key}: {flat[key]}` beside `{place}.{key}: {value}`"
+                    raise Refused(Problem(what, key=key, hint="leave one of them out"))
+                flat[key] = value
+        for key, value in table.items():
+            if key not in IN_ROPE and (close := difflib.get_close_matches(key, IN_ROPE, 1, ALIKE)):
+                what = f"no `{place}.{key}` is read in `{name}`"
+                raise Refused(Problem(what, key=place, hint=f"did you mean `{close[0]}`?"))
+            strange = isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value)
+            if key in IN_ROPE[5:] and value is not None and strange:
+                raise Refused(Problem(f"`{place}.{key}` is {value!r} in `{name}`", key=place, hint="it is a number"))
+    if (
+        len(tables) == 2
+        and (kinds := {t.get("rope_type") or t.get("type") or "default" for _, t in tables})
+        and len(kinds) > 1
+    ):
+        what = f"`{name}` has `rope_parameters` and `rope_scaling` of two types: {', '.join(sorted(map(str, kinds)))}"
+        raise Refused(Problem(what, key="rope_scaling", hint="leave one of them out"))
+    return flat
+
+
+# Keys of these tables; from the sixth on they are numbers.
+IN_ROPE = (
+    "rope_type", "type", "truncate", "mrope_section", "mrope_interleaved", "rope_theta", "partial_rotary_factor", "factor",
+    "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
+    "mscale_all_dim",
+)  # fmt: skip
 
 
 def _common(s: Said) -> Words:
@@ -191,11 +287,11 @@ LINEAR = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 def _whole(s: Said) -> None:
     """Raises Refused where the file leaves out a key that `SAID` names, or a list of layers has another length than there are."""
     root, kind = s.root, s.root["model_type"]
-    inner = root.get("rope_parameters") or {}
     for names in SAID.get(kind, ()):
-        if not any(name in root or name in inner for name in names.split("|")):
+        if not any(name in root for name in names.split("|")):
             s.need(*names.split("|"))
     for key in ("layer_types", "mlp_layer_types", "layers_block_type", "hybrid_override_pattern"):
+        s.typed(key)
         found, layers = root.get(key), root.get("num_hidden_layers")
         if found is not None and layers is not None and len(found) != layers:
             raise Refused(Problem(f"`{key}` has {len(found)} layers in `{s.name}`, and there are {layers}", key=key))
@@ -204,6 +300,8 @@ def _whole(s: Said) -> None:
 def _elsewhere(s: Said) -> None:
     """Keys that some architectures read: what they say in another is refused."""
     root, kind = s.root, s.root["model_type"]
+    for key in ("sliding_window", "use_sliding_window", "layer_types", "time_step_limit", "residual_in_fp32"):
+        s.typed(key)
     if kind not in WINDOWED and root.get("sliding_window") and root.get("use_sliding_window", True):
         s.refuse("sliding_window", f"`sliding_window: {root['sliding_window']}` of `{kind}`", OURS)
     if kind not in LINEAR and (
@@ -232,7 +330,8 @@ def _heads(s: Said) -> Words:
     heads, groups = s.number("num_attention_heads"), s.number("num_key_value_heads")
     if heads != groups:
         yield from ("--group-query-attention", "--num-query-groups", str(groups))
-    width = s.get("head_dim") or s.get("attention_head_dim") or s.number("hidden_size") // heads
+    said = (s.get("head_dim"), s.get("attention_head_dim"), s.number("hidden_size") // heads)
+    width = next(width for width in said if width is not None)
     yield from ("--kv-channels", str(width))
 
 
@@ -241,7 +340,7 @@ def _angles(s: Said) -> tuple[Words, Mapping[str, Any], str | None]:
     parameters = s.get("rope_parameters") or {}
     named = parameters.get("rope_type") or parameters.get("type") or "default"
     scaling = s.get("rope_scaling") or (parameters if named != "default" else {})
-    base = parameters.get("rope_theta") or s.number("rope_theta")
+    base = s.number("rope_theta")
     if base != int(base):
         s.refuse("rope_theta", f"`rope_theta: {base}`", f"{MEGATRON}: it takes whole numbers")
     found = iter(("--position-embedding-type", "rope", "--rotary-base", str(int(base))))
@@ -252,8 +351,7 @@ def _rope(s: Said) -> Words:
     """Rotary embedding with Llama's scaling."""
     base, scaling, kind = _angles(s)
     yield from base
-    parts = (s.get("partial_rotary_factor"), (s.get("rope_parameters") or {}).get("partial_rotary_factor"))
-    if (part := next((part for part in parts if part is not None), 1.0)) != 1.0:
+    if (part := s.get("partial_rotary_factor")) not in (None, 1.0):
         yield from ("--rotary-percent", str(part))
     if kind == "llama3":
         usual = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -356,17 +454,28 @@ def _mixtral(s: Said) -> Words:
 
 
 def _dense_first(s: Said) -> Words:
+    layers, every = _layers(s), s.get("moe_layer_freq", 1)
     if (kinds := s.get("mlp_layer_types")) is not None:
-        s.get("first_k_dense_replace"), s.get("moe_layer_freq")
+        if strange := [kind for kind in kinds if kind not in ("dense", "sparse")]:
+            s.refuse("mlp_layer_types", f"`mlp_layer_types`: {', '.join(sorted({*map(str, strange)}))}", OURS)
         frequency = [int(kind == "sparse") for kind in kinds]
-    else:
-        dense, every = s.number("first_k_dense_replace"), s.get("moe_layer_freq", 1)
-        frequency = [int(i >= dense and i % every == 0) for i in range(_layers(s))]
+    dense = s.get("first_k_dense_replace") if kinds is not None else s.number("first_k_dense_replace")
+    if dense is not None:
+        if dense > layers:
+            what = f"`first_k_dense_replace` is {dense} in `{s.name}`, and there are {layers} layers"
+            raise Refused(Problem(what, key="first_k_dense_replace"))
+        counted = [int(i >= dense and i % every == 0) for i in range(layers)]
+        if kinds is not None and counted != frequency:
+            what = f"`{s.name}` has `first_k_dense_replace: {dense}` beside other `mlp_layer_types`"
+            raise Refused(Problem(what, key="first_k_dense_replace", hint="leave one of them out"))
+        frequency = counted
     yield from ("--moe-layer-freq", str(frequency).replace(" ", ""))
 
 
 def _qwen(s: Said) -> Words:
     step, plain = s.get("decoder_sparse_step", 1), s.get("mlp_only_layers") or []
+    if strange := [i for i in plain if i not in range(_layers(s))]:
+        raise Refused(Problem(f"`mlp_only_layers` of `{s.name}` names no layer: {strange[0]!r}", key="mlp_only_layers"))
     frequency = [int((i + 1) % step == 0 and i not in plain) for i in range(_layers(s))]
     if not all(frequency):
         yield from ("--moe-layer-freq", str(frequency).replace(" ", ""))
@@ -387,10 +496,14 @@ def _shared_of_qwen(s: Said) -> Words:
 def _linear(s: Said) -> Words:
     """Attention, gated, in some layers, gated delta nets in the others."""
     yield from _qwen3(s)
-    kinds = s.get("layer_types")
-    if kinds is None:
+    kinds, every = s.get("layer_types"), s.get("full_attention_interval")
+    if kinds is None or every:
         every = s.number("full_attention_interval")
-        kinds = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(_layers(s))]
+        counted = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(_layers(s))]
+        if kinds not in (None, counted):
+            what = f"`{s.name}` has `full_attention_interval: {every}` beside other `layer_types`"
+            raise Refused(Problem(what, key="full_attention_interval", hint="leave one of them out"))
+        kinds = counted
     if others := {*kinds} - {"linear_attention", "full_attention"}:
         s.refuse("layer_types", f"`layer_types`: {', '.join(map(str, sorted(others)))}", OURS)
     linear = [int(kind == "linear_attention") for kind in kinds]
