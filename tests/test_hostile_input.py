@@ -188,9 +188,11 @@ def test_ctrl_c_in_a_callback_is_not_lost():
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "interrupted\n")
 
 
-@pytest.mark.parametrize("module", ["nam_megatron.translate", "nam_megatron.data"])
-def test_a_python_without_the_packages_is_told_where_they_are(module):
-    words = [sys.executable, "-S", "-m", module, "conf=nam56r_smoke"]
+@pytest.mark.parametrize(
+    "line", ["nam_megatron.translate conf=nam56r_smoke", "nam_megatron.data tokenizer out README.md --entries 300"]
+)
+def test_a_python_without_the_packages_is_told_where_they_are(line):
+    words = [sys.executable, "-S", "-m", *line.split()]
     done = subprocess.run(words, capture_output=True, text=True, cwd=REPO, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert "is not installed\n\nhint: " in done.stderr and "`uv sync` makes an environment" in done.stderr

@@ -331,7 +331,7 @@ def test_modelopts_switch_for_gpt_oss_is_part_of_the_model():
 
 def test_every_rule_is_tested():
     planted = {name for path in FIXTURES for name in declared(path, "finds")}
-    of_plans = {"not-the-plan", "not-built", "world-size-unset", "given-twice-runs"}  # of other texts
+    of_plans = {"not-the-plan", "not-built", "world-size-unset", "given-twice-runs", "misspelt-field"}  # of other texts
     assert planted | CASES.keys() | of_plans == set(rules.BY_ID)
 
 

@@ -89,7 +89,7 @@ def findings(metrics: list[Metric], device: Device, count: int) -> Iterator[Find
     big = [m for m in metrics if any(b in m.name for b in BIG)]
     yield _judge("gemm", [m for m in big if m.is_gemm], device.gemm_floor_tflops, "TFLOP/s", "gemm_floor_tflops")
     if count > 1:
-        wires = [m for m in big if m.name.startswith(WIRES)]
+        wires = [m for m in big if not m.is_gemm]
         reduce = [m for m in wires if m.name.startswith(REDUCE)]
         yield _judge("collective", reduce, device.allreduce_floor_gbs, "GB/s", "allreduce_floor_gbs")
         for m in wires:

@@ -126,9 +126,9 @@ def _tokenizer(words: argparse.Namespace) -> int:
 
 def _build(words: argparse.Namespace) -> int:
     from nam_megatron import installed
-    from nam_megatron.data import build
 
     installed.ask()
+    from nam_megatron.data import build
 
     options = build.Options(words.tokenizer, words.valid, words.duplicates, words.workers, tuple(words.skip))
     _print(words.out, build.build(words.out, _sources(words), options))
@@ -137,9 +137,9 @@ def _build(words: argparse.Namespace) -> int:
 
 def _check(words: argparse.Namespace) -> int:
     from nam_megatron import installed
-    from nam_megatron.data import build
 
     installed.ask()
+    from nam_megatron.data import build
 
     made, problems = build.check(words.out, words.vocabulary)
     if problems:
