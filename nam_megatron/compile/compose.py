@@ -58,8 +58,12 @@ def composed(config_name: str, texts: Sequence[str], commands: Sequence[str] = (
     try:
         with files.searching(folders), initialize_config_dir(str(conf_dir()), version_base="1.3"):
             loader = GlobalHydra.instance().config_loader()
-            values = [said.override for said in words if _value(said, folders)]
-            choices = [said.text for said in words if not _value(said, folders)]
+            values, choices = [], []
+            for said in words:
+                if _value(said, folders):
+                    values.append(said.override)
+                else:
+                    choices.append(said.text)
             kept, merged = _merged(loader, config_name, choices, folders)
             config = copy.deepcopy(kept)
             loader._apply_overrides_to_config(values, config)

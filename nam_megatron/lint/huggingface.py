@@ -218,24 +218,22 @@ def _flat(root: Mapping[str, Any], name: str) -> Mapping[str, Any]:
                 what = f"no `{place}.{key}` is read in `{name}`"
                 raise Refused(Problem(what, key=place, hint=f"did you mean `{close[0]}`?"))
             strange = isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value)
-            if key in IN_ROPE[5:] and value is not None and strange:
+            if key in ROPE_NUMBERS and value is not None and strange:
                 raise Refused(Problem(f"`{place}.{key}` is {value!r} in `{name}`", key=place, hint="it is a number"))
-    if (
-        len(tables) == 2
-        and (kinds := {t.get("rope_type") or t.get("type") or "default" for _, t in tables})
-        and len(kinds) > 1
-    ):
+    kinds = {table.get("rope_type") or table.get("type") or "default" for _, table in tables}
+    if len(kinds) > 1:
         what = f"`{name}` has `rope_parameters` and `rope_scaling` of two types: {', '.join(sorted(map(str, kinds)))}"
         raise Refused(Problem(what, key="rope_scaling", hint="leave one of them out"))
     return flat
 
 
-# Keys of these tables; from the sixth on they are numbers.
-IN_ROPE = (
-    "rope_type", "type", "truncate", "mrope_section", "mrope_interleaved", "rope_theta", "partial_rotary_factor", "factor",
-    "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
-    "mscale_all_dim",
+# Keys of these tables: those that are no numbers, and those that are.
+ROPE_WORDS = ("rope_type", "type", "truncate", "mrope_section", "mrope_interleaved")
+ROPE_NUMBERS = (
+    "rope_theta", "partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+    "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
 )  # fmt: skip
+IN_ROPE = ROPE_WORDS + ROPE_NUMBERS
 
 
 def _common(s: Said) -> Words:

@@ -1,7 +1,6 @@
 """The command: python -m nam_megatron.nemo dump|pretrain|finetune|list|doctor conf=nam56r [KEY=VALUE] [SECTION.FIELD=VALUE] [--dry-run]"""
 
 import contextlib
-import os
 import shlex
 import sys
 import tempfile
@@ -10,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from nam_megatron import app, installed, nemo, train
+from nam_megatron import app, installed, nemo
 from nam_megatron.compile.lower import translate
 from nam_megatron.compile.sources import Sources
 from nam_megatron.environment import given
@@ -59,11 +58,11 @@ def trained(
     typed: Sequence[str] | None,
 ) -> int:
     """Train by Bridge's `task`; under torchrun, on every rank. typed: the words as they were, where nothing is to run."""
-    start = recipe.schedule.pretrained
-    if task == "finetune" and start is None:
+    pretrained = recipe.schedule.pretrained
+    if task == "finetune" and pretrained is None:
         message = "nothing to finetune: no pretrained checkpoint is named"
         raise Refused(Problem(message, key="schedule.pretrained", hint="give it, or `pretrain` from random weights"))
-    if task == "pretrain" and start is not None:
+    if task == "pretrain" and pretrained is not None:
         message = "`pretrain` starts from random weights, and a pretrained checkpoint is named"
         raise Refused(Problem(message, key="schedule.pretrained", hint="`finetune` starts from it"))
     if words["out"] is not None:
@@ -71,11 +70,9 @@ def trained(
         raise Refused(Problem(f"`{task}` writes no such file", key="out", hint=hint))
     if typed is not None:
         return dry(recipe, fields, [task, *typed])
-    from nam_megatron.nemo.train import begin
+    from nam_megatron.nemo.train import start
 
-    job = train.Job(translate(recipe))
-    raise_if(train.objections(job, job.argv, os.environ))
-    return begin(job, fields)
+    return start(recipe, fields)
 
 
 def dry(recipe: Recipe, fields: Sequence[str], typed: Sequence[str]) -> int:

@@ -1,6 +1,5 @@
 """`nemo nam pretrain conf=nam56r`: NeMo-Run's own command, which finds this by an entry point (`nemo_run.cli`)."""
 
-import os
 from typing import Optional
 
 import nemo_run as run
@@ -12,13 +11,8 @@ def pretrain(conf: str, overrides: Optional[list[str]] = None) -> None:  # noqa:
 
     conf: a preset. overrides: changes of the recipe, `overrides="[lane=native_dp]"`.
     """
-    from nam_megatron import train
-    from nam_megatron.compile.lower import translate
-    from nam_megatron.errors import raise_if
-    from nam_megatron.nemo.train import begin
+    from nam_megatron.nemo.train import start
     from nam_megatron.recipe import load
 
-    job = train.Job(translate(load(conf, overrides or ())))
-    raise_if(train.objections(job, job.argv, os.environ))
-    if code := begin(job):
+    if code := start(load(conf, overrides or ())):
         raise SystemExit(code)

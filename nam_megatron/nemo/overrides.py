@@ -40,9 +40,8 @@ FREE = (
 )
 # What sets fields of the model, the optimizer and DDP, which are compared themselves, and does nothing else.
 APPLIED = ("mixed_precision", "comm_overlap")
-SAME = {
-    "model.num_layers": "model.depth"
-}  # fields that are a key's own value, though a setting of another name brings them
+# Fields that are a key's own value, though a setting of another name brings them.
+SAME = {"model.num_layers": "model.depth"}
 LEAVE = "leave it out; if it has to change, it needs a key in the recipe"
 ABSENT = object()
 

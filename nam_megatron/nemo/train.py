@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from nam_megatron import installed, train
+from nam_megatron.compile.lower import translate
 from nam_megatron.errors import FINDINGS, INCOMPLETE, OK, REFUSED, Problem, Refused, raise_if
 from nam_megatron.events import RECORD
 from nam_megatron.nemo import doctor
 from nam_megatron.nemo.words import laid
+from nam_megatron.recipe import Recipe
 from nam_megatron.runtime.heartbeat import HEART
 
 if TYPE_CHECKING:
@@ -38,6 +40,13 @@ def trained(words: Sequence[str]) -> int:
         return train.stop(int(os.environ.get(train.RANK, 0)), REFUSED, refused.render())
     HEART.start(train.split(words)[0], int(os.environ[train.RANK]))
     return begin(job)
+
+
+def start(recipe: Recipe, fields: Sequence[str] = ()) -> int:
+    """Train a recipe, for commands that have no plan file. Returns the exit code. Raises Refused."""
+    job = train.Job(translate(recipe))
+    raise_if(train.objections(job, job.argv, os.environ))
+    return begin(job, fields)
 
 
 def begin(job: train.Job, fields: Sequence[str] = ()) -> int:
