@@ -38,6 +38,14 @@ FOUR64 = ("cluster=h200_4", GBS64, "schedule.train_steps=8", "schedule.decay_ste
 FULL_ONE = ("cluster=h200_1", "schedule.global_batch_size=16", "schedule.train_steps=8", "schedule.decay_steps=16")
 # As many microbatches on each of two GPUs.
 FULL_TWO = ("cluster=h200_2", "schedule.global_batch_size=32", *FULL_ONE[2:])
+# As many tokens, in another layout of them; what a law calls untried is tried here.
+LAYOUTS = {
+    "data": (),
+    "gathered": ("parallel.expert=2", "execution.moe.dispatcher=gathered"),
+    "tensor": ("parallel.tensor=2", "parallel.sequence=true", "allow.whole-step-tensor=measured"),
+    "pipeline": ("parallel.pipeline=2", "allow.whole-step-pipeline=measured"),
+    "context": ("parallel.context=2", "allow.whole-step-context=measured"),
+}
 MBS2, EXPERTS = "schedule.micro_batch_size=2", "execution.moe.expert_gemm="
 HEADS64, FP8 = "model.blocks.mamba2.heads=64", "feature.fp8.recipe="
 MLA = ("lane=native_dp", "model.substitute=[]", "feature.mtp.depths=0")
@@ -137,6 +145,10 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "native52_one_extras": ("nam56r_native_dp_fused", (*FULL_ONE, *WHOLE, f"{EXPERTS}quack", FLASH)),
     "native52_one_all": ("nam56r_native_dp_fused", (*FULL_ONE, *WHOLE, f"{EXPERTS}quack", FLASH, *NATIVE8)),
     "native52_two_all": ("nam56r_native_dp_fused", (*FULL_TWO, *WHOLE, f"{EXPERTS}quack", FLASH, *NATIVE8)),
+    **{f"native52_two_{name}": ("nam56r_native_dp_fused", (*FULL_TWO, *WHOLE, *words)) for name, words in LAYOUTS.items()},
+    **{f"author52_two_{name}": ("nam56r_fused", (*FULL_TWO, MBS2, *WHOLE, *words)) for name, words in LAYOUTS.items()},
+    "native52_two_exchanged": ("nam56r_native_dp_fused", (*FULL_TWO, "parallel.expert=2", "execution.moe.dispatcher=alltoall")),
+    "author52_two_exchanged": ("nam56r_fused", (*FULL_TWO, MBS2, "parallel.expert=2", "execution.moe.dispatcher=alltoall")),
     "native52_two_eager": ("nam56r_native_dp_fused", (*FULL_TWO, f"{EXPERTS}quack", FLASH, *NATIVE8)),
     "author52_two_all": (
         "nam56r_fused", (*FULL_TWO, MBS2, *WHOLE, f"{EXPERTS}quack", FLASH, SOME8, RATES, INPUTS, KEPT, PREPARED)

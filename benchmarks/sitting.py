@@ -96,8 +96,12 @@ JOBS = {
     ),
     "whole_step": Job(1, 9.5, GPU_TEST % "test_whole_step.py"),
     # Steps as one graph on two ranks: what eager steps train, and every way of ending.
-    "two_native": Job(2, 3, GPU_TEST % "test_two_gpus.py -k 'train and native or tensor'", gib=20),
-    "two_author": Job(2, 3, GPU_TEST % "test_two_gpus.py -k 'train and not native'", gib=20),
+    **{
+        f"two_{layout}_{stack}": Job(2, 3, GPU_TEST % f"test_two_gpus.py -k 'replays_on_two and {layout} and {chosen}native'", gib=20)
+        for layout in ("data", "gathered", "tensor", "pipeline", "context")
+        for stack, chosen in (("native", ""), ("author", "not "))
+    },
+    "two_exchanged": Job(2, 3, GPU_TEST % "test_two_gpus.py -k 'exchanged or two_tensor'", gib=20),
     "two_ends": Job(2, 3, GPU_TEST % "test_two_gpus.py -k 'nan or signal'", gib=20),
     "two_faults": Job(2, 3, GPU_TEST % "test_two_gpus.py -k 'memory or error'", gib=20),
     "prove_author": Job(
@@ -182,6 +186,16 @@ JOBS = {
     "one_native": Job(1, 3, "benchmarks/measure.py --out {out}/one_native.json --data {data} native52_one_all", "data"),
     "one_author": Job(1, 3, "benchmarks/measure.py --out {out}/one_author.json --data {data} author52_one_all", "data"),
     "two": Job(2, 5, "benchmarks/measure.py --profile --out {out}/two.json --data {data} native52_two_all author52_two_all", "data"),
+    # Layouts of two GPUs against each other.
+    **{
+        f"layout_{stack}_{name}": Job(
+            2, 2,
+            f"benchmarks/measure.py --profile --limit 170 --out {{out}}/layout_{stack}_{name}.json --data {{data}} {stack}52_two_{name}",
+            "data",
+        )
+        for name in ("data", "gathered", "exchanged", "tensor", "pipeline", "context")
+        for stack in ("native", "author")
+    },
     "fp8": Job(
         1, 8,
         "benchmarks/measure.py --profile --out {out}/fp8.json --data {data} native52_64_torch native52_64 native52_64_tensorwise"

@@ -50,6 +50,7 @@ LEARNED = {"model.learned_positions": 4096, "model.blocks.attention.position_emb
 YARN, LLAMA = {"feature.yarn.factor": 4.0}, {"feature.llama_rope.factor": 8.0}
 ALL_MLA = {"model.substitute": []}
 LOCAL = {"execution.moe.dispatcher": "local"}
+GATHERED = {"execution.moe.dispatcher": "gathered", "parallel.expert": 2}
 EXPERT_GEMM = "execution.moe.expert_gemm"
 ON_GPU = LOCAL | {EXPERT_GEMM: "torch"}
 QUACK = LOCAL | {EXPERT_GEMM: "quack"}
@@ -656,13 +657,13 @@ REFUSALS = [
     (NATIVE, {"model.blocks.moe.group_limit": [4, 3]}, "model.blocks.moe.group_limit", "not divisible by 3"),
     (NATIVE, {"model.blocks.moe.group_limit": [8, 1]}, "model.blocks.moe.group_limit", "fewer experts than top-k 4"),
     (NATIVE, {"model.blocks.moe.balancing": "none"}, "model.blocks.moe.aux_loss_coeff", "without a balancing loss"),
-    (NATIVE, {EXPERT_GEMM: "torch"}, EXPERT_GEMM, "only the local dispatcher"),
+    (NATIVE, {EXPERT_GEMM: "torch"}, EXPERT_GEMM, "only dispatchers of ours"),
     (NATIVE, ON_GPU | {"model.blocks.moe.grouped_gemm": False}, EXPERT_GEMM, "without grouped GEMM"),
     ("nam56r_native_dp_fp8", ON_GPU, EXPERT_GEMM, "no FP8"),
     (NATIVE, ON_GPU | {"feature.megatron_fsdp.enabled": True}, EXPERT_GEMM, "keeps hold of them"),
     (NATIVE, ON_GPU | {"model.blocks.moe.expert_hidden_size": 900}, EXPERT_GEMM, "900 is not a multiple of 8"),
     (NATIVE, ON_GPU | {"model.blocks.moe.experts": 1024}, EXPERT_GEMM, "fewer than 1,024 experts, not 1,024"),
-    (NATIVE, {EXPERT_GEMM: "quack"}, EXPERT_GEMM, "only the local dispatcher"),
+    (NATIVE, {EXPERT_GEMM: "quack"}, EXPERT_GEMM, "only dispatchers of ours"),
     ("nam56r_native_dp_fp8", QUACK, EXPERT_GEMM, "QuACK's GEMM has no FP8"),
     (NATIVE, QUACK | {"feature.megatron_fsdp.enabled": True}, EXPERT_GEMM, "QuACK's GEMM keeps hold of them"),
     (NATIVE, QUACK | {"model.blocks.moe.expert_hidden_size": 900}, EXPERT_GEMM, "QuACK's GEMM wants rows"),
@@ -680,10 +681,14 @@ REFUSALS = [
     (NATIVE, ON_GPU | {"parallel.expert": 2}, "execution.moe.dispatcher", "the experts are on several GPUs"),
     (NATIVE, LOCAL | {"parallel.expert": 2}, "execution.moe.dispatcher", "the experts are on several GPUs"),
     (NATIVE, LOCAL | {"parallel.expert_tensor": 2}, "execution.moe.dispatcher", "the experts are on several GPUs"),
+    (NATIVE, ON_GPU | {"execution.moe.dispatcher": "gathered"}, "execution.moe.dispatcher", "nobody to gather tokens from"),
+    (NATIVE, ON_GPU | GATHERED | {"parallel.expert_tensor": 2}, "execution.moe.dispatcher", "each expert whole"),
+    (NATIVE, GATHERED, "execution.moe.dispatcher", "and transformer_engine wants them on the host"),
+    (NATIVE, ON_GPU | GATHERED | {"model.blocks.moe.capacity_factor": 1.0}, "execution.moe.dispatcher", "gathered dispatcher drops"),
     (NATIVE, LOCAL | {"model.blocks.moe.capacity_factor": 1.0}, "execution.moe.dispatcher", "drops nothing"),
     (NATIVE, LOCAL | GRAPHS | {"feature.cuda_graphs.modules": ["moe_router"]}, "execution.moe.dispatcher", "leaves for later"),
     (NATIVE, LOCAL | {"execution.moe.shared_overlap": True}, "execution.moe.shared_overlap", "only the all-to-all"),
-    (NATIVE, {FORKED_KEY: True}, FORKED_KEY, "in the local dispatcher's layer alone"),
+    (NATIVE, {FORKED_KEY: True}, FORKED_KEY, "with a dispatcher of ours alone"),
     (NATIVE, FORKED | {"model.blocks.moe.router_dtype": "fp64"}, FORKED_KEY, "of fp32 logits, not fp64"),
     (NATIVE, FORKED | {"model.blocks.moe.router_dtype": None}, FORKED_KEY, "of fp32 logits, not bf16"),
     (NATIVE, FORKED | {"model.linear_bias": True}, FORKED_KEY, "a router with a bias"),

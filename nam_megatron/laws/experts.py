@@ -17,7 +17,7 @@ LOCAL = "nam_megatron/blocks/moe/layer.py"
 
 
 def elsewhere(moe: Moe) -> str:
-    """The way out of the local dispatcher. Two keys go with it alone: one hint for all."""
+    """The way out of our dispatchers. Two keys go with them alone: one hint for all."""
     words = [f"{HOW}dispatcher=alltoall"]
     if moe.on_gpu:
         words.append(f"{HOW}expert_gemm=transformer_engine")
@@ -50,16 +50,29 @@ def _few_experts(moe: Moe) -> Words | None:
     return {"chosen": chosen} if moe.top_k > chosen * (moe.experts // groups) else None
 
 
-def _counts_on_host(moe: Moe, parallel: Parallel) -> Words | None:
-    if not moe.on_gpu or moe.dispatcher == "local":
+def _ours(parallel: Parallel) -> str:
+    """The dispatcher of ours that a layout takes."""
+    return "gathered" if parallel.expert > 1 else "local"
+
+
+def _on_several(moe: Moe, parallel: Parallel) -> Words | None:
+    if moe.dispatcher != "local" or parallel.expert * parallel.expert_tensor == 1:
         return None
-    return {"or_local": "" if parallel.expert * parallel.expert_tensor > 1 else f", or `{HOW}dispatcher=local`"}
+    whole = moe.on_gpu and parallel.expert_tensor == 1
+    return {"way": f"set `{HOW}dispatcher=gathered`" if whole else elsewhere(moe)}
+
+
+def _counts_on_host(moe: Moe, parallel: Parallel) -> Words | None:
+    if not moe.on_gpu or moe.dispatcher_is_ours:
+        return None
+    return {"or_ours": "" if parallel.expert_tensor > 1 else f", or `{HOW}dispatcher={_ours(parallel)}`"}
 
 
 def _unforked(moe: Moe, parallel: Parallel) -> Words | None:
-    if not moe.fused_router_gradient or moe.dispatcher == "local":
+    if not moe.fused_router_gradient or moe.dispatcher_is_ours:
         return None
-    return {"or_local": "" if parallel.expert > 1 else f", or `{HOW}dispatcher=local`"}
+    ours = parallel.expert == 1 or (moe.on_gpu and parallel.expert_tensor == 1)
+    return {"or_ours": f", or `{HOW}dispatcher={_ours(parallel)}`" if ours else ""}
 
 
 def _odd_rows(moe: Moe, model: Model) -> Iterator[Words]:
@@ -203,19 +216,47 @@ LAWS = (
         id="local-dispatcher-several-gpus",
         category=OURS,
         key=HOW + "dispatcher",
-        when=lambda moe, parallel: moe.dispatcher == "local"
-        and parallel.expert * parallel.expert_tensor > 1
-        and {"way": elsewhere(moe)},
+        when=_on_several,
         says="the local dispatcher sends nothing, and the experts are on several GPUs",
-        way=f"set `{HOW}dispatcher=alltoall`",
+        way=f"set `{HOW}dispatcher=gathered`",
+        source=LOCAL,
+    ),
+    Law(
+        id="gathered-dispatcher-one-gpu",
+        category=CONTRADICTION,
+        key=HOW + "dispatcher",
+        when=lambda moe, parallel: moe.dispatcher == "gathered" and parallel.expert == 1,
+        says="every GPU has all experts: there is nobody to gather tokens from",
+        way=f"set `{HOW}dispatcher=local`",
+        source=LOCAL,
+    ),
+    Law(
+        id="gathered-dispatcher-parts",
+        category=OURS,
+        key=HOW + "dispatcher",
+        when=lambda moe, parallel: moe.dispatcher == "gathered"
+        and parallel.expert > 1
+        and parallel.expert_tensor > 1
+        and {"way": f"set `parallel.expert_tensor=1`, or {elsewhere(moe)}"},
+        says="the gathered dispatcher wants each expert whole on its GPU",
+        way="set `parallel.expert_tensor=1`",
+        source=LOCAL,
+    ),
+    Law(
+        id="gathered-dispatcher-counts",
+        category=OURS,
+        key=HOW + "dispatcher",
+        when=lambda moe, parallel: moe.dispatcher == "gathered" and parallel.expert > 1 and not moe.on_gpu,
+        says="the gathered dispatcher leaves the experts' counts on the GPU, and {moe.expert_gemm} wants them on the host",
+        way=f"set `{HOW}expert_gemm=torch`, or `{HOW}dispatcher=alltoall`",
         source=LOCAL,
     ),
     Law(
         id="local-dispatcher-latent",
         category=OURS,
         key=HOW + "dispatcher",
-        when=lambda moe: moe.dispatcher == "local" and moe.latent_size and {"way": elsewhere(moe)},
-        says="the local dispatcher runs the shared expert between the projections to the latent and back",
+        when=lambda moe: moe.dispatcher_is_ours and moe.latent_size and {"way": elsewhere(moe)},
+        says="the {moe.dispatcher} dispatcher runs the shared expert between the projections to the latent and back",
         way=f"set `{HOW}dispatcher=alltoall`",
         source=LOCAL,
     ),
@@ -223,10 +264,10 @@ LAWS = (
         id="local-dispatcher-capacity",
         category=OURS,
         key=HOW + "dispatcher",
-        when=lambda moe: moe.dispatcher == "local"
+        when=lambda moe: moe.dispatcher_is_ours
         and moe.capacity_factor is not None
         and {"way": f"{elsewhere(moe)}, or `{AT}capacity_factor=null`"},
-        says="the local dispatcher drops nothing, and a capacity factor does",
+        says="the {moe.dispatcher} dispatcher drops nothing, and a capacity factor does",
         way=f"set `{HOW}dispatcher=alltoall`, or `{AT}capacity_factor=null`",
         source=LOCAL,
     ),
@@ -234,10 +275,10 @@ LAWS = (
         id="local-dispatcher-router-graph",
         category=OURS,
         key=HOW + "dispatcher",
-        when=lambda moe, cuda_graphs: moe.dispatcher == "local"
+        when=lambda moe, cuda_graphs: moe.dispatcher_is_ours
         and "moe_router" in cuda_graphs.modules
         and {"way": f"leave `moe_router` out of `feature.cuda_graphs.modules`, or {elsewhere(moe)}"},
-        says="a graph of the router has to end with the shared expert's output, which the local dispatcher leaves for later",
+        says="a graph of the router has to end with the shared expert's output, which the {moe.dispatcher} dispatcher leaves for later",
         way=f"leave `moe_router` out of `feature.cuda_graphs.modules`, or set `{HOW}dispatcher=alltoall`",
         source=LOCAL,
     ),
@@ -246,8 +287,8 @@ LAWS = (
         category=OURS,
         key=HOW + "expert_gemm",
         when=_counts_on_host,
-        says="only the local dispatcher leaves the experts' counts on the GPU",
-        way=BACK + "{or_local}",
+        says="only dispatchers of ours leave the experts' counts on the GPU",
+        way=BACK + "{or_ours}",
         source=LOCAL,
     ),
     Law(
@@ -331,8 +372,8 @@ LAWS = (
         category=OURS,
         key=HOW + "fused_router_gradient",
         when=_unforked,
-        says="the router hands its input on to the experts in the local dispatcher's layer alone",
-        way=OFF + "{or_local}",
+        says="the router hands its input on to the experts in a layer with a dispatcher of ours alone",
+        way=OFF + "{or_ours}",
         source="nam_megatron/blocks/moe/router.py",
     ),
     Law(

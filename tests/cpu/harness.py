@@ -291,7 +291,9 @@ def config_of(case: Case) -> Any:
     for kind, more in (("attention", ATTENTION), ("dsa", DSA), ("moe", MOE), ("mamba2", MAMBA)):
         fields |= more if kind in kinds else {}
     if "moe" in kinds:
-        fields["moe_token_dispatcher_type"] = "allgather" if case.dispatcher == "local" else case.dispatcher
+        fields["moe_token_dispatcher_type"] = (
+            "allgather" if case.dispatcher in ("local", "gathered") else case.dispatcher
+        )
     fields |= LATENT if latent else {}
     return (MLATransformerConfig if latent else TransformerConfig)(**{**fields, **case.config})
 

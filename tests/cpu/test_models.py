@@ -376,6 +376,19 @@ def test_torchs_grouped_gemm_trains_what_transformer_engines_does(layout, sharde
     torch.testing.assert_close(found.gradients, expected.gradients, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("forked", [False, True], ids=["", "router"])
+@pytest.mark.parametrize(
+    "layout", [{"dp": 2, "ep": 2}, {"tp": 2, "ep": 2}, {"dp": 4, "ep": 4}, {"dp": 4, "ep": 2}], ids=str
+)
+def test_gathered_tokens_train_what_exchanged_ones_do(layout, forked):
+    """Experts over several ranks, whose counts no host knows."""
+    keys = {"moe": {"fused_router_gradient": forked}}
+    found = train(Case("*E-E", dispatcher="gathered", expert_gemm="torch", keys=keys, microbatches=4, **layout))
+    expected = train(Case("*E-E", microbatches=4, **layout))
+    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+    torch.testing.assert_close(found.gradients, expected.gradients, rtol=1e-4, atol=1e-6)
+
+
 def copies(monkeypatch, ddp, rig):
     """Whether weights of a projection were copied, in any pass of a step; and how many layers wait for the host."""
     rig.ddp = DistributedDataParallel(rig.config, ddp, rig.model)

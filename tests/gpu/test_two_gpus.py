@@ -52,11 +52,36 @@ def test_two_tensor_ranks_are_one(tmp_path):
     assert_same_on_two_ranks(tmp_path, limit=5e-2)
 
 
+LAYOUTS = {
+    "data": (),
+    "gathered": ("parallel.expert=2", "execution.moe.dispatcher=gathered"),
+    "tensor": ("parallel.tensor=2", "parallel.sequence=true", "allow.whole-step-tensor=tried"),
+    "pipeline": ("parallel.pipeline=2", "allow.whole-step-pipeline=tried"),
+    "context": ("parallel.context=2", "allow.whole-step-context=tried"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("preset", "words"), STACKS)
-def test_replays_on_two_ranks_train_what_eager_steps_train(tmp_path, preset, words):
-    """Gradients are reduced and weights gathered inside the graph; a checkpoint is written and read between replays."""
-    whole = losses(tmp_path / "whole", preset, TWO, *words, *WHOLE)
-    assert whole == losses(tmp_path / "eager", preset, TWO, *words)
+def test_replays_on_two_ranks_train_what_eager_steps_train(tmp_path, preset, words, layout):
+    """What ranks say to each other is inside the graph; a checkpoint is written and read between replays."""
+    words = (TWO, *words, *LAYOUTS[layout])
+    assert losses(tmp_path / "whole", preset, *words, *WHOLE) == losses(tmp_path / "eager", preset, *words)
+
+
+@pytest.mark.parametrize(("preset", "words"), STACKS)
+def test_gathered_tokens_train_what_exchanged_ones_do(tmp_path, preset, words):
+    """Sums are of another order, and in bf16."""
+    words = (TWO, *words, "parallel.expert=2", "precision.deterministic=true")
+    exchanged = "execution.moe.dispatcher=alltoall"
+    found, expected = (
+        log.read(ran(tmp_path / str(i), preset, *words, one)[1].splitlines()).steps
+        for i, one in enumerate(("execution.moe.dispatcher=gathered", exchanged))
+    )
+    assert sorted(found) == sorted(expected) == [1, 2, 3, 4, 5, 6]
+    for number, step in expected.items():
+        for name, limit in (("lm loss", 2e-3), ("grad norm", 5e-2)):
+            assert found[number].values[name] == pytest.approx(step.values[name], rel=limit), (number, name)
 
 
 def test_a_nan_in_a_replay_on_two_ranks_stops_the_run(tmp_path):

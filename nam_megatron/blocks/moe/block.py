@@ -92,8 +92,12 @@ class Moe(Block):
         PositiveFloat | None, Row("weight of the router's z-loss; null: none", "moe_z_loss_coeff", was=None)
     ]
     dispatcher: Annotated[
-        Literal["alltoall", "allgather", "local"],
-        Row("how tokens travel to experts; local is ours: no expert on another GPU", executes="how tokens travel"),
+        Literal["alltoall", "allgather", "local", "gathered"],
+        Row(
+            "how tokens travel to experts; two are ours: local, no expert on another GPU, and gathered, every GPU of the experts gets all "
+            "tokens and the host waits for none",
+            executes="how tokens travel",
+        ),
     ]
     grouped_gemm: Annotated[bool, Row("all local experts in one GEMM", "moe_grouped_gemm")]
     expert_gemm: Annotated[
@@ -142,6 +146,15 @@ class Moe(Block):
         """Whether the experts' counts stay on the GPU."""
         return self.expert_gemm in ("torch", "quack")
 
+    @property
+    def dispatcher_is_ours(self) -> bool:
+        """Megatron is told allgather then, which gathers nothing where nothing is elsewhere; blocks/moe/layer.py."""
+        return self.dispatcher in ("local", "gathered")
+
+    @property
+    def _told(self) -> str:
+        return "allgather" if self.dispatcher_is_ours else self.dispatcher
+
     def settings(self, site: Site) -> Iterator[Setting]:
         shared, pin = self.shared_expert_hidden_size or None, partial(Setting, beside="shared_expert_hidden_size")
         name = "moe_shared_expert_intermediate_size"
@@ -158,9 +171,7 @@ class Moe(Block):
         yield Setting("moe_aux_loss_coeff", (self.aux_loss_coeff,), why, "aux_loss_coeff", fields=fields)
         pin = partial(Setting, beside="aux_loss_coeff")
         yield pin("moe_input_jitter_eps", None, "no jitter")
-        # Ours is Megatron's allgather where nothing is gathered; blocks/moe/layer.py.
-        told = "allgather" if self.dispatcher == "local" else self.dispatcher
-        yield Setting("moe_token_dispatcher_type", told, "Megatron's default is allgather", "dispatcher")
+        yield Setting("moe_token_dispatcher_type", self._told, "Megatron's default is allgather", "dispatcher")
         pin = partial(Setting, beside="capacity_factor")
         yield pin("moe_apply_probs_on_input", False, "probabilities weigh the experts' output")
 
@@ -184,8 +195,7 @@ class Moe(Block):
             "moe_router_group_topk": chosen,
             "moe_shared_expert_intermediate_size": self.shared_expert_hidden_size or None,
             "moe_shared_expert_overlap": self.shared_overlap,
-            # Ours is Megatron's allgather where nothing is gathered.
-            "moe_token_dispatcher_type": self.dispatcher.replace("local", "allgather"),
+            "moe_token_dispatcher_type": self._told,
         }
 
     def stands(self, layers: Sequence[Layer], site: Site) -> Mapping[str, Any]:
@@ -214,6 +224,8 @@ class Moe(Block):
         """E experts, k of them a token, f wide; a shared one of fs; u projections in; R rows a rank's experts get, of width l or h."""
         z = z.own(E=self.experts, k=self.top_k, f=self.expert_hidden_size, fs=self.shared_expert_hidden_size, u=z.gates)
         z = z.own(l=self.latent_size) if self.latent_size else z
+        if self.dispatcher == "gathered":  # for whatever the router may choose
+            return z.own(R=z.value("e Ts") * min(self.top_k, self.experts // z.site.expert))
         return z.own(
             R=z.value("k Ts et" if self.pad_to_capacity else "k Ts et imbalance") * (self.capacity_factor or 1)
         )
@@ -280,6 +292,7 @@ class Moe(Block):
         z = self._sizes(z)
         x = self._width
         received = f" + 2 R {x}" if z["e"] > 1 else ""
+        received = f" + 4 e Ts {x}" if self.dispatcher == "gathered" else received
         why = (
             "permuted rows, the experts' output and the unsorted rows, all held by Python frames, and the shared output"
         )

@@ -1,9 +1,10 @@
-"""Mixture of experts where every rank holds all of them: Megatron's MoELayer with one sort and one wait of the host (torch side).
+"""Mixture of experts with one sort, for which the host waits once or not at all: Megatron's MoELayer with dispatchers of ours (torch side).
 
 Written against core/transformer/moe/{moe_layer,token_dispatcher}.py of megatron-core 0.19.2. Without expert parallelism its dispatchers
 do what only expert parallelism needs: all-to-all sorts rows by chunks that are in order already, in forward and backward; allgather
 has the host wait for the GPU twice, for the rows of each expert and for the size of a masked selection, and the GPU then has nothing
-to do until the host has launched the experts' first GEMM.
+to do until the host has launched the experts' first GEMM. With expert parallelism both have to wait: what travels, or is sorted, is as
+large as the router decides.
 """
 
 from dataclasses import replace
@@ -28,6 +29,7 @@ from nam_megatron.blocks.moe.experts import Bounds, Gemm, keep_counts_on_gpu, la
 from nam_megatron.blocks.moe.quack_gemm import QuackGemm
 from nam_megatron.blocks.moe.router import ForkingRouter
 from nam_megatron.blocks.moe.torch_gemm import TorchGemm
+from nam_megatron.blocks.moe.travel import Trip, exchange, gather, scatter
 from nam_megatron.errors import raise_if
 from nam_megatron.runtime.slots import NO_ATTENTION, NO_CROSS
 from nam_megatron.words.site import Site
@@ -39,11 +41,11 @@ IN_BF16 = {"experts": ((TEGroupedMLP, FCS),), "shared_experts": ((SharedExpertML
 
 
 def spec(backend: BackendSpecProvider, block: Moe, site: Site) -> ModuleSpec:
-    """The whole layer: Megatron's own modules, but for the dispatcher `local`."""
+    """The whole layer: Megatron's own modules, but for the dispatchers `local` and `gathered`."""
     # num_experts only has to be given; MoELayer takes the number from the config. It is the spec that decides about
     # grouped GEMM: Megatron's own hybrid spec groups whatever --moe-grouped-gemm says.
     moe = get_moe_module_spec_for_backend(backend, num_experts=1, moe_grouped_gemm=block.grouped_gemm)
-    if block.dispatcher == "local":
+    if block.dispatcher_is_ours:
         local, parts = LocalMoELayer, moe.keywords["submodules"]
         if block.fused_router_gradient:
             local, parts = ForkedMoELayer, replace(parts, router=ForkingRouter)
@@ -91,18 +93,71 @@ class LocalDispatcher(MoEAllGatherTokenDispatcher):
         return rows, self.rows_of_experts, probs
 
 
+class GatheredDispatcher(LocalDispatcher):
+    """Gives every rank of an expert group all of its tokens, of which it sorts those of its own experts, the last one's first. Dropless.
+
+    There are rows for whatever the router may choose, and what lies behind the last expert's is never read: no size depends on a token.
+    """
+
+    chosen: Trip
+    tokens: Trip
+    known: Tensor | None  # bool [rows]: whether a token was sorted there
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Starts the journey of tokens and probabilities: nobody may read them yet."""
+        # Of [tokens, experts] each rank wants the columns of its own; -1 says that an expert was not chosen.
+        ours = torch.where(self.routing_map, probs, -1.0).unflatten(1, (self.ep_size, -1)).transpose(0, 1)
+        self.routing_map = None
+        self.chosen, self.tokens = Trip(exchange, self.ep_group), Trip(gather, self.ep_group)
+        return self.tokens.leave(hidden_states), self.chosen.leave(ours.flatten(0, 1))
+
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Bounds, Tensor]:
+        """Rows as LocalDispatcher has them, as many as this rank's experts could get."""
+        probs, hidden_states = self.chosen.arrive(probs), self.tokens.arrive(hidden_states)
+        self.local_map, probs, bounds = last_first(~(probs < 0), probs.clamp(min=0))  # what is no number stands
+        self.hidden_shape_before_permute = hidden_states.shape
+        rows, probs, self.reversed_local_input_permutation_mapping, _, _ = permute(
+            hidden_states,
+            self.local_map,
+            probs=probs,
+            num_out_tokens=hidden_states.size(0) * min(self.router_topk, self.num_local_experts),
+            fused=self.config.moe_permute_fusion,
+        )
+        self.known = None
+        if (
+            not self.config.moe_permute_fusion
+        ):  # Megatron's own permutes all rows, and Transformer Engine's those that are known
+            self.known = torch.arange(len(rows), device=rows.device) < bounds.bounds[-1]
+            rows, probs = self._none_behind(rows), torch.where(self.known, probs, 0.0)
+        return rows, bounds, probs
+
+    def _none_behind(self, rows: Tensor) -> Tensor:
+        return rows if self.known is None else torch.where(self.known[:, None], rows, 0.0)
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        hidden_states, self.known = self._none_behind(hidden_states), None
+        return super().combine_preprocess(hidden_states)
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        """[ranks x tokens, hidden] -> [tokens, hidden]: a token's sum over the experts of all ranks."""
+        home = Trip(scatter, self.ep_group)
+        return home.arrive(home.leave(hidden_states))
+
+
 class LocalMoELayer(MoELayer):
-    """MoELayer with a LocalDispatcher, whose shared expert's output is added where the residual is.
+    """MoELayer with a dispatcher of ours, whose shared expert's output is added where the residual is.
 
     gemm: the counts stay on the GPU, and it multiplies the experts. None: Transformer Engine does, and the shared expert runs between the
-    copy of the counts to the host and the wait for it.
+    copy of the counts to the host and the wait for it. With several ranks it runs while the tokens travel.
     """
 
     def __init__(self, *args: Any, gemm: type[Gemm] | None = None, pg_collection: Any = None, **kwargs: Any):
         pg_collection = pg_collection or get_default_pg_collection()
         super().__init__(*args, pg_collection=pg_collection, **kwargs)
-        assert pg_collection.ep.size() == pg_collection.expt_tp.size() == 1, "a rank without some of the experts"
-        self.token_dispatcher = LocalDispatcher(
+        assert pg_collection.expt_tp.size() == 1, "a part of an expert"
+        several = pg_collection.ep.size() > 1
+        assert gemm is not None or not several, "block.py refuses it"
+        self.token_dispatcher = (GatheredDispatcher if several else LocalDispatcher)(
             self.num_local_experts, self.local_expert_indices, config=self.config, pg_collection=pg_collection
         )
         self.token_dispatcher.on_gpu = gemm is not None
@@ -128,12 +183,12 @@ class LocalMoELayer(MoELayer):
         """Not yet: in `dispatch`."""
 
     def dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        hidden_states, probs = super().dispatch(hidden_states, probs)
+        sent, probs = super().dispatch(hidden_states, probs)
         self.shared_output = super().shared_experts_compute(self.shared_input(hidden_states))
-        return hidden_states, probs
+        return sent, probs
 
     def shared_input(self, hidden_states: Tensor) -> Tensor:
-        """What the shared expert reads. hidden_states: [tokens, hidden], for the experts."""
+        """What the shared expert reads. hidden_states: [tokens, hidden], this rank's for the experts."""
         return hidden_states.view(self.token_dispatcher.hidden_shape)
 
     def postprocess(self, output: Tensor, shared_expert_output: None) -> Tensor:
