@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 from launch.context import CHECKOUT
@@ -102,7 +103,7 @@ def objections(receipts: Sequence[Receipt]) -> Iterator[Problem]:
         if unnamed := [r["run"] for r, v in zip(receipts, values, strict=True) if not isinstance(v, str) or not v]:
             yield Problem(f"{title} is not named in {quoted(unnamed)}", hint="nothing can be compared with it")
         elif len(set(values)) > 1:
-            yield Problem(f"{title} differs: {quoted(dict.fromkeys(parted(values)))}")
+            yield from (Problem(f"{title} differs: {quoted(dict.fromkeys(said))}") for said in parted(values))
     yield from environments(receipts)
     declared = [at(r, "job.diagnostic") for r in receipts]
     if len(set(map(shown, declared))) > 1:
@@ -166,11 +167,20 @@ def boxes(receipts: Sequence[Receipt]) -> Iterator[Problem]:
         yield Problem(f"{len(set(ids))} hosts: {quoted(dict.fromkeys(map(host_id.called, receipts)))}", hint=hint)
 
 
-def parted(values: Sequence[str]) -> list[str]:
-    """Lineages without the parts that all have."""
+def parted(values: Sequence[str]) -> Iterator[list[str]]:
+    """Lineages without what all have: each part with `KEY=VALUE` that all have by its name, in the words that differ; then the others."""
     lists = [value.split("; ") for value in values]
     shared = set(lists[0]).intersection(*lists[1:])
-    return ["; ".join(part for part in parts if part not in shared) or "nothing more" for parts in lists]
+    named = [{re.split("[ =]", part)[0]: part for part in parts if part not in shared} for parts in lists]
+    for name in [name for name in named[0] if all(name in one for one in named)]:
+        words = [one[name].split() for one in named]
+        if any("=" in part for part in map(" ".join, words)):
+            same = set(words[0]).intersection(*words[1:]) - {name}
+            yield [" ".join(word for word in one if word not in same) or "nothing more" for one in words]
+            shared |= {one[name] for one in named}
+    rest = ["; ".join(part for part in parts if part not in shared) or "nothing more" for parts in lists]
+    if len(set(rest)) > 1:
+        yield rest
 
 
 def table(receipts: Sequence[Receipt], anyway: bool = False) -> str:
@@ -247,14 +257,18 @@ def waived(found: Receipt) -> str | None:
 def grid(title: str, columns: Sequence[str], rows: Sequence[Row]) -> list[str]:
     if not rows:
         return [f"== {title}: none ==", ""]
-    lines = [("", list(columns)), *rows]
-    widths = [
-        max(len(cells[i]) for cells in ([key, *values] for key, values in lines)) for i in range(len(columns) + 1)
+    lines = [
+        cells
+        for key, values in [("", list(columns)), *rows]
+        for cells in zip_longest([key], *map(wrapped, values), fillvalue="")
     ]
-    made = (
-        "  ".join(c.ljust(w) for c, w in zip([key, *values], widths, strict=True)).rstrip() for key, values in lines
-    )
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    made = ("  ".join(c.ljust(w) for c, w in zip(cells, widths, strict=True)).rstrip() for cells in lines)
     return [f"== {title} ==", *made, ""]
+
+
+def wrapped(text: str) -> list[str]:
+    return [text[at : at + SHOWN] for at in range(0, len(text), SHOWN)] or [""]
 
 
 def flat(node: Any, key: str) -> dict[str, Any]:

@@ -118,6 +118,20 @@ def test_unlike_values_never_read_alike():
     assert len(set(compare.apart([1.00000001, 1.00000002]))) == len(set(compare.apart(["1", 1]))) == 2
 
 
+def test_a_long_regime_is_parted_by_what_differs_and_nothing_of_it_is_lost():
+    one = "native_dp; 1 x 8 GPUs; fp8 none; moe dispatcher=local grouped_gemm expert_gemm=quack; params=bf16; mla kernels=fused; adamw"
+    two = "native_dp; 1 x 4 GPUs; fp8 format=hybrid; moe dispatcher=local grouped_gemm expert_gemm=torch; params=bf16 x=1; adamw; bridge"
+    assert list(compare.parted([one, two])) == [
+        ["fp8 none", "fp8 format=hybrid"],
+        ["moe expert_gemm=quack", "moe expert_gemm=torch"],
+        ["nothing more", "x=1"],
+        ["1 x 8 GPUs; mla kernels=fused", "1 x 4 GPUs; bridge"],
+    ]
+    long = {"one": "a" * 150 + "b", "two": "a" * 150 + "c", "three": "d"}  # no cut of one length tells all three apart
+    text = compare.table([made(name, patches={"x": value}) for name, value in long.items()])
+    assert max(map(len, text.splitlines())) < 250 and all(f"a{end}" in text for end in "bc")
+
+
 def test_figures_have_a_column_of_their_difference():
     slow = made("two")
     slow["outcome"] = {
