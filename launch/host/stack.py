@@ -36,6 +36,11 @@ ALSO = (
 EXTRAS = {"flash": packages.FLASH_PACKAGES, "quack": packages.QUACK}  # beside the lock; the first has the second
 BUILD = ("setuptools", "wheel", "packaging", "ninja", "cmake", "pybind11")
 NCCL = "python -c 'import nvidia.nccl as n; print(list(n.__path__)[0] + \"/include\")'"
+ACTIVE = "# into the environment that is active where this runs; `stack disk=/DIR` makes one of its own, /DIR/venv"
+INTO = (
+    "python -c 'import pip, sys; print(\"installs into\", sys.prefix)'"
+    " || { echo 'error: the active environment has no pip: `python -m venv DIR` makes one that has' >&2; exit 1; }"
+)
 SECONDS = 44  # for one import, cold, beside others
 STEPS = "`python -m launch stack` prints how it is installed"
 
@@ -214,7 +219,8 @@ def steps(lock: Lock, wheels: Path | None = None, disk: Path | None = None, also
     text = [
         "set -eu",
         f"# Python {sys.version_info[0]}.{sys.version_info[1]}, CUDA {lock.torch_cuda}",
-        *(layout(disk) if disk else ()),
+        *(layout(disk) if disk else (ACTIVE,)),
+        INTO,
         "# what is built below needs a compiler and the CUDA toolkit",
         'for tool in gcc g++ nvcc; do command -v $tool > /dev/null || { echo "error: no $tool" >&2; exit 1; }; done',
         f"nvcc --version | grep -q 'release {lock.torch_cuda},' || {{ echo 'error: nvcc is not of CUDA {lock.torch_cuda}' >&2; exit 1; }}",

@@ -262,6 +262,7 @@ def test_every_package_that_is_left_out_says_why_and_none_is_in():
 @pytest.mark.parametrize(
     ("said", "error"),
     [
+        ({"python": "exit 1"}, "error: the active environment has no pip"),
         ({"nvcc": ""}, "error: no nvcc"),
         ({"g++": ""}, "error: no g++"),
         ({"nvcc": "echo release 12.8, V12.8.93"}, "error: nvcc is not of CUDA 13.0"),
