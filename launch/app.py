@@ -123,7 +123,18 @@ def show(context: Context) -> int:
     from launch import show
 
     sys.stdout.write(show.text(context))
+    if found := tuple(unfit(context)):
+        sys.stderr.write(f"note: `run` would refuse it:\n{Refused(found).render()}")
     return OK
+
+
+def unfit(context: Context) -> Iterator[Problem]:
+    """Why the trainer that is named would not train this plan."""
+    if context.words["trainer"] == "megatron":
+        yield from context.lowering.plan.bridges_alone
+    elif context.cluster.processor == "cpu":
+        hint = "name a cluster with GPUs: `list=clusters`; or `trainer=megatron`"
+        yield Problem("Megatron-Bridge does not train on a CPU here", key="trainer", hint=hint)
 
 
 def check(context: Context) -> int:
@@ -142,10 +153,7 @@ def train(context: Context) -> int:
     if not_built := context.lowering.plan.not_built:
         sys.stderr.write("".join(f"error: `{s.owner}` is not built: {s.missing}\n" for s in not_built))
         return INCOMPLETE
-    if context.words["trainer"] == "bridge" and context.cluster.processor == "cpu":
-        raise Refused(Problem("Megatron-Bridge does not train on a CPU here", key="trainer", hint="`trainer=megatron`"))
-    if context.words["trainer"] == "megatron":
-        raise_if(context.lowering.plan.bridges_alone)
+    raise_if(unfit(context))
     nodes = context.cluster.nodes
     if nodes > 1 and slurm.JOB not in context.environ:
         hint = "`python -m launch show ... format=sbatch > job.sh`, and `sbatch job.sh`"

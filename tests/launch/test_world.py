@@ -258,6 +258,15 @@ def test_the_shell_text_is_what_is_started(tmp_path):
     assert words[-len(argv(c.lowering)) :] == list(argv(c.lowering))
 
 
+def test_what_a_run_would_refuse_is_said_beside_what_is_shown():
+    words = ("conf=nam56r_smoke", "cluster=cpu", "trainer=bridge", "format=torchrun")
+    done = launch("show", *words)
+    refused = launch("run", *words[:-1])
+    assert done.code == 0 and done.out.startswith("export ") and refused.code == 2
+    assert refused.err.partition(" (command")[0] in done.err and "list=clusters" in done.err
+    assert not launch("show", *words[:2], words[-1]).err
+
+
 def test_several_hosts_are_started_by_srun():
     words = job.words(context(preset="nam56r_native_dp"), Path("p"))
     assert words[1:3] == ["-m", "nam_megatron.torchrun"]
