@@ -34,6 +34,13 @@ def test_every_command_has_help_of_its_own_in_the_programs_words(name):
         assert len(done.stdout.splitlines()) < 35 and max(map(len, done.stdout.splitlines())) < 160
 
 
+def test_the_package_itself_is_the_program():
+    done = subprocess.run(
+        [sys.executable, "-m", "nam_megatron", "list", "lanes"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == nam("list", "lanes").stdout
+
+
 def test_what_a_module_prints_and_ends_with_is_the_programs():
     ours = nam("translate", "conf=nam56r_smoke")
     theirs = subprocess.run(
