@@ -1017,7 +1017,7 @@ def test_recipe_that_our_compiler_refuses_is_written_and_says_so(tmp_path, capsy
     file, out = tmp_path / "x.txt", tmp_path / "mine.yaml"
     file.write_text(" ".join(words(MOE | {"--tensor-model-parallel-size": "2", "--expert-tensor-parallel-size": "1"})))
     assert command.main([str(file), f"recipe={out}"]) == 1
-    assert "translate refuses it as it stands:" in capsys.readouterr().err
+    assert "translate refuses it as it stands (exit code 1):" in capsys.readouterr().err
     assert recipe._load(out.read_text(), "mine").parallel.tensor == 2
 
 

@@ -66,10 +66,12 @@ class Made:
             f"`python -m nam_megatron.translate conf={self.path.stem}`"
         ]
         if self.refused:
-            say.append("translate refuses it as it stands:")
+            say.append("translate refuses it as it stands (exit code 1):")
             say += [f"  {line}" for line in self.refused.splitlines() if line]
         if self.unsaid:
-            say.append(f"to be given, since the launch does not say it or no recipe can: {', '.join(self.unsaid)}")
+            say.append(
+                f"translate asks for what the launch does not say or no recipe can (exit code 1): {', '.join(self.unsaid)}"
+            )
         say += ["not carried over:", *(f"  {line}" for line in self.lost)] if self.lost else []
         say += [f"without a key in a recipe: {', '.join(self.keyless)}"] if self.keyless else []
         say += [f"said by the recipe, left to Megatron by the launch: {', '.join(self.added)}"] if self.added else []
