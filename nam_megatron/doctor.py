@@ -21,7 +21,7 @@ NEEDS = (
     ("hf evaluate", ("lm-eval", "accelerate"), "eval"),
     ("budget plot=FILE", ("matplotlib",), "plot"),
     ("launch run on a GPU", ("torch", "megatron-core", "transformer-engine", "mamba-ssm", "causal-conv1d"), "train"),
-    ("nemo", ("megatron-bridge", "nvidia-resiliency-ext"), "nemo"),
+    ("nemo dump; `nam nemo doctor` for training", ("megatron-bridge", "megatron-core"), "nemo"),
 )
 
 

@@ -82,6 +82,8 @@ def adding(*extras: str) -> str:
     """The words that install extras beside what is there."""
     if (Path(__file__).parent.parent / "uv.lock").is_file():
         return f"`uv sync --inexact {' '.join(f'--extra {name}' for name in extras)}`"
+    if "nemo" in extras:  # an installer would take Bridge with all its needs, which contradict each other
+        return "a checkout of this project and in it `uv sync --extra nemo`"
     return f"`{PIP} install 'nam_megatron[{','.join(extras)}]'`"
 
 

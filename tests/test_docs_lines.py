@@ -113,7 +113,11 @@ def shop(tmp_path_factory):
     folder = tmp_path_factory.mktemp("docs") / "clone"
     files = dict(re.findall(r'```yaml title="([^"]+)"\n(.*?)```', HOUR, re.DOTALL))
     mine = re.search(r"```yaml\n(# @package _global_\n.*?)```", (DOCS / "presets.md").read_text(), re.DOTALL)
-    files |= {"my/conf/preset/mine.yaml": mine[1], "Llama-3.1-8B/config.json": json.dumps(CONFIGS["llama_3_1_8b"])}
+    files |= {
+        "my/conf/preset/mine.yaml": mine[1],
+        "Llama-3.1-8B/config.json": json.dumps(CONFIGS["llama_3_1_8b"]),
+        "run_config.yaml": (REPO / "tests/lint/bridge_nemotron_3_nano.yaml").read_text(),
+    }
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
@@ -135,7 +139,11 @@ def test_a_line_runs_as_it_stands(page, command, shop):
                           timeout=600, env=os.environ | environ)  # fmt: skip
     # What a list or a search finds here is no fault of the line; a transcript shows what is refused, too.
     wanted = (
-        (0, 2) if command in TRANSCRIPTS else (0, 1) if re.search(r"\b(receipts|status|doctor|fit=)", command) else (0,)
+        (0, 2)
+        if command in TRANSCRIPTS
+        else (0, 1)
+        if re.search(r"\b(lint|receipts|status|doctor|fit=)", command)
+        else (0,)
     )
     assert done.returncode in wanted, done.stderr
     assert "Traceback" not in done.stderr

@@ -16,6 +16,7 @@ from nam_megatron.environment import given
 from nam_megatron.errors import FINDINGS, OK, Problem, Refused, finish, raise_if
 from nam_megatron.nemo import doctor
 from nam_megatron.nemo.words import apart, laid
+from nam_megatron.packages import adding
 from nam_megatron.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -41,9 +42,7 @@ def here(recipe: Recipe, fields: Sequence[str]) -> "NamContainer":
     trains = (doctor.RESILIENCY, doctor.ENGINE)
     installed.ask(translate(recipe).target)
     lacking = [f for f in doctor.findings() if f.fatal and f.name not in trains]
-    raise_if(
-        Problem(f.message, hint=f"{f.hint}; `uv sync --group nemo` installs all that `dump` needs") for f in lacking
-    )
+    raise_if(Problem(f.message, hint=f"{f.hint}; {adding('nemo')} installs all that `dump` needs") for f in lacking)
     doctor.stand_in()
     return laid(recipe, fields)
 

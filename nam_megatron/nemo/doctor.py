@@ -16,7 +16,6 @@ from nam_megatron.targets import current
 
 BRIDGE, TOOLKIT = "0.6.2", "3.0.0"
 RESILIENCY, ENGINE = "nvidia-resiliency-ext", "transformer-engine-torch"
-GLIBC = Version("2.39")  # of nvidia-resiliency-ext 0.6.0's only wheel, by its name; its code asks for 2.32
 BY_HAND = "uv pip install --no-deps --python-platform x86_64-manylinux_2_39 nvidia-resiliency-ext==0.6.0"
 
 
@@ -91,12 +90,8 @@ def _resiliency() -> Iterator[Finding]:
     found = installed(RESILIENCY)
     if found is not None and found.release[:2] == (0, 6):
         return
-    libc, version = platform.libc_ver()
     has = f"is {found}, and 0.6 is needed" if found else "is missing"
-    hint = f"install `{RESILIENCY}==0.6.0`"
-    if libc != "glibc" or Version(version) < GLIBC:
-        has += f"; this system has {libc or 'no glibc'} {version}, and the only wheel is named for glibc {GLIBC}"
-        hint = f"its code runs from glibc 2.32 on: `{BY_HAND}`, then defusedxml, grpcio and nvidia-ml-py"
+    hint = f"by hand, since its only wheel is named for glibc 2.39 and its code runs from 2.32 on: `{BY_HAND}`"
     yield Finding(RESILIENCY, True, f"{RESILIENCY} {has}: Bridge's pretrain imports it", hint)
 
 
