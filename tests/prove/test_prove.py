@@ -1,7 +1,6 @@
 """The prove command: what it cuts, what it compares, and that it finds what is planted."""
 
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -19,6 +18,7 @@ import planted
 import pytest
 import torch
 from command import unbuilt, warm
+from managers import ends, fails, gone, waits, with_managers
 from presets import ALL, PUBLIC, lowered
 
 from nam_megatron.errors import Refused
@@ -611,47 +611,6 @@ def test_what_nohup_keeps_away_stays_away():
         signal.signal(signal.SIGHUP, before)
 
 
-def with_managers(folder, other, then):
-    """A rank with managers, forked as on a CPU and spawned as on a GPU, whose ids it writes into a file."""
-    if os.environ["RANK"] == "1":
-        while not (folder / "0.pids").exists():
-            time.sleep(0.01)
-        return other()
-    managers = [multiprocessing.get_context(method).Manager() for method in ("fork", "spawn")]
-    (folder / "pids").write_text(" ".join(str(manager._process.pid) for manager in managers))
-    (folder / "pids").rename(folder / "0.pids")
-    return then()
-
-
-def fails():
-    return 7
-
-
-def waits():
-    time.sleep(600)
-
-
-def ends():
-    return 0
-
-
-def gone(folder) -> bool:
-    """Whether those managers have ended: one that its new parent has not waited for has, too."""
-
-    def ended(pid):
-        try:
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-        except FileNotFoundError:
-            return True
-
-    pids = (folder / "0.pids").read_text().split()
-    assert len(pids) == 2
-    until = time.monotonic() + 10
-    while not all(map(ended, pids)) and time.monotonic() < until:
-        time.sleep(0.02)
-    return all(map(ended, pids))
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     ("other", "then"), [(fails, waits), (waits, waits), (ends, ends)], ids=["failed", "late", "done"]
@@ -676,7 +635,8 @@ def test_managers_of_a_rank_end_with_a_command_that_is_killed(tmp_path):
         sys.path.append({str(Path(__file__).parent)!r})
         sys.path.append({str(Path(__file__).parents[1])!r})
         from functools import partial
-        from test_prove import ranks, waits, with_managers
+        from managers import waits, with_managers
+        from nam_megatron.prove import ranks
         ranks.fork(1, partial(with_managers, pathlib.Path({str(tmp_path)!r}), None, waits))"""
     killed = subprocess.Popen([sys.executable, "-W", "ignore", "-c", code], env=os.environ | {"TMPDIR": str(tmp_path)})
     while not (tmp_path / "0.pids").exists():
