@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -307,20 +308,20 @@ REFUSED = {
 
 @pytest.mark.parametrize(("words", "code", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_refusals(words, code, message):
-    ran = command(*words)
-    assert (ran.returncode, ran.stdout) == (code, "") and message in ran.stderr and "Traceback" not in ran.stderr
+    ran = warm(*words, module="nam_megatron.prove.__main__")
+    assert (ran.code, ran.out) == (code, "") and message in ran.err and "Traceback" not in ran.err
 
 
-@pytest.mark.parametrize(
-    "module", [("nam_megatron.prove", "device=cuda"), ("nam_megatron.prove.every", "--device", "cuda")]
-)
-def test_a_host_without_gpus_is_told_before_a_rank_starts(module):
-    run = [sys.executable, "-W", "ignore", "-m", *module]
-    ran = subprocess.run(
-        run, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, check=False
-    )
-    assert (ran.returncode, ran.stdout) == (2, "") and "error: torch sees no GPU on this host @ device\n" in ran.stderr
-    assert "> reference" not in ran.stderr
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize("words", ["nam_megatron.prove.__main__ device=cuda", "nam_megatron.prove.every --device cuda"])
+def test_a_host_without_gpus_is_told_before_a_rank_starts(words, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(sys, "argv", words.split())
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(sys.argv[0], run_name="__main__")
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "") and "error: torch sees no GPU on this host @ device\n" in err
+    assert "> reference" not in err
 
 
 def test_what_a_proof_on_gpus_lacks(monkeypatch):
