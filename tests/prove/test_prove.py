@@ -1,6 +1,7 @@
 """The prove command: what it cuts, what it compares, and that it finds what is planted."""
 
 import json
+import multiprocessing
 import os
 import re
 import runpy
@@ -18,7 +19,7 @@ from types import SimpleNamespace
 import planted
 import pytest
 import torch
-from command import unbuilt, warm
+from command import _child, unbuilt, warm
 from managers import ends, fails, gone, waits, with_managers
 from presets import ALL, PUBLIC, lowered
 
@@ -539,23 +540,25 @@ def test_a_second_run_with_other_bits_is_told_by_the_module_that_first_had_them(
     assert not any(row.off for row in part.rows[: part.rows.index(part.first)])
 
 
+def as_begun():
+    """In a fork of this process: streams that are no test's, and no folder that is known already."""
+    tempfile.tempdir = None
+    sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False, encoding="utf-8") for fd in (1, 2))  # noqa: SIM115
+
+
 def ending(tmp_path, *words):
-    """A proof in a process, begun with the third step of its reference."""
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "nam_megatron.prove",
-        "conf=nam56r_native_dp",
-        "cluster=h200_1",
-        *words,
-    ]
-    ended = subprocess.Popen(command, env=os.environ | {"TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE, text=True)
-    while not list(tmp_path.glob("nam_megatron_prove_*/weight-3.pt")):
-        assert ended.poll() is None, ended.stderr.read()
+    """A proof in a process that has the imports, begun with the third step of its reference; what it says; where its files are."""
+    made, said = tmp_path / "made", tmp_path / "said"
+    made.mkdir()
+    words = ("conf=nam56r_native_dp", "cluster=h200_1", *words)
+    streams = (str(tmp_path / "out"), str(said))
+    args = ("nam_megatron.prove.__main__", words, ".", *streams, {"TMPDIR": str(made)}, as_begun)
+    ended = multiprocessing.get_context("fork").Process(target=_child, args=args)
+    ended.start()
+    while not list(made.glob("nam_megatron_prove_*/weight-3.pt")):
+        assert ended.is_alive(), said.read_text()
         time.sleep(0.02)
-    return ended
+    return ended, said, made
 
 
 @pytest.mark.parametrize(
@@ -569,15 +572,15 @@ def ending(tmp_path, *words):
 )
 def test_a_proof_that_is_ended_leaves_no_file(tmp_path, numbers, code, said):
     """On SIGTERM, as of `timeout`: its checkpoints may be tens of GiB. And waits for no rank."""
-    ended = ending(tmp_path, "steps=100", "resume=false")
+    ended, told, made = ending(tmp_path, "steps=100", "resume=false")
     begun = time.monotonic()
     for number in numbers:
-        ended.send_signal(number)
+        os.kill(ended.pid, number)
         time.sleep(0.05)
+    ended.join(600)
     # What comes when all is done has its usual effect.
-    assert ended.wait(600) in (code, -numbers[-1]) and ended.stderr.read() == said
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()] and time.monotonic() - begun < 300
-    assert not list(tmp_path.glob("nam_megatron_prove_*"))
+    assert ended.exitcode in (code, -numbers[-1]) and told.read_text() == said
+    assert not list(made.iterdir()) and time.monotonic() - begun < 300
 
 
 def test_a_signal_while_files_are_deleted_waits_for_that(tmp_path, monkeypatch):
