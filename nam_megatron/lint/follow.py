@@ -78,8 +78,8 @@ class Run:
 
     commands: (words, exported environment) in order. perhaps: the same with a line, of branches whose condition cannot be told; each
     branch as if taken. uncalled: the same of functions that nothing here calls. left: the variables after each of those. printed: what
-    `echo` shows. unset: names taken as absent from the environment, because the script copes without: the default it
-    has, None where it only asks. notes: what could not
+    `echo` shows. unset: names taken as absent from the environment, or from what the script is called with (`1`, `@`), because it copes
+    without: the default it has, None where it only asks. notes: what could not
     be told.
     """
 
@@ -624,6 +624,8 @@ class Follower:
         self.run.spend()
         given = self.given.words
         if text in ("@", "*"):
+            if self.given.more:
+                self.run.unset["@"] = None
             return given
         if text == "#":
             return [hole("#") if any(map(holes, given)) else str(len(given))]
@@ -645,7 +647,7 @@ class Follower:
         kind = (operation or "").lstrip(":")
         if kind in ("-", "=") and (value is None or value == [] or (value == "" and operation.startswith(":"))):
             value = self.joined(blanks_kept(rest))
-            if name not in self.run.variables:
+            if name not in self.run.variables and (self.given.more or not name.isdigit()):
                 self.run.unset[name] = value
             if kind == "=":
                 self.put(name, value)

@@ -388,15 +388,13 @@ def _yaml(text: str, target: Target, name: str) -> Launch:
 
 
 def _defaults(unset: Mapping[str, str | None]) -> list[str]:
-    """A note on the variables that are taken as not set, each with the text's own default that is read for it."""
-    said = [
-        f"{name}={_short(follow.shown(value))}" if value else name
-        for name, value in sorted(unset.items())
-        if name.isidentifier()
-    ]
-    return (
-        [f"taken as not set in your environment (the text's own defaults are read): {', '.join(said)}"] if said else []
-    )
+    """Notes on the variables and the arguments that are taken as not given, each with the text's own default that is read for it."""
+    said = {name: f"{name}={_short(follow.shown(value))}" if value else name for name, value in sorted(unset.items())}
+    names = ", ".join(text for name, text in said.items() if name.isidentifier())
+    given = ", ".join(f"${text}" for name, text in said.items() if name == "@" or name.isdigit())
+    return [f"taken as not set in your environment (the text's own defaults are read): {names}"] * bool(names) + [
+        f"taken as called without arguments, which may say otherwise: {given}"
+    ] * bool(given)
 
 
 def _short(text: str) -> str:
