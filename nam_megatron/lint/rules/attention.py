@@ -265,6 +265,15 @@ RULES = (
         "training/argument_utils.py hybrid_config_from_args",
     ),
     Rule(
+        "window-size",
+        FAIL,
+        "window_size",
+        lambda a, m: a.window_size is not None and len(a.window_size) != 2,
+        "a window has two sides, what is seen before a token and after it",
+        "write `--window-size N,0`, for N tokens before",
+        "core/transformer/utils.py get_sliding_window_causal_mask",
+    ),
+    Rule(
         "positions-short",
         FAIL,
         "max_position_embeddings",

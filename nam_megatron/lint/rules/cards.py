@@ -18,6 +18,8 @@ CARDS = Path(__file__).parent.parent / "cards.yaml"
 NAMES = ("load", "save", "pretrained_checkpoint", "wandb_exp_name", "wandb_project")
 # Flags of others by which the model comes from a config.json, so that what is lacking may stand there.
 FROM_CARD = re.compile(r"--(use-bridge|bridge-.+|(.+-)?hf-.+|from-hf.*)")
+# slime's and miles' of these: a tokenizer and what some flags are held against; the model is the flags', but for `... bridge`.
+BESIDE_CARD = re.compile(r"--(hf-checkpoint|megatron-to-hf-mode)")
 # Words that make another model of a name.
 OTHER = re.compile(r"(?<![a-z])(mini|tiny|toy|small|proxy|draft|debug|lite)(?![a-z])")
 
@@ -102,7 +104,10 @@ def _contradicts(a: Args, m: Model) -> Iterator[str]:
     if card is None or m.ours:
         return
     name, values = card
-    from_card = any(FROM_CARD.fullmatch(word.partition("=")[0]) for word in a.launch.words)
+    words = a.launch.words
+    from_card = "--megatron-to-hf-mode bridge" in " ".join(words).replace("=", " ") or any(
+        FROM_CARD.fullmatch(name) and not BESIDE_CARD.fullmatch(name) for name in (w.partition("=")[0] for w in words)
+    )
     departs, compared = [], 0
     for key, published in values.items():
         argument, has = VALUES[key]

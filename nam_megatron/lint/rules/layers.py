@@ -160,6 +160,27 @@ RULES = (
         VALIDATE,
     ),
     Rule(
+        "mtp-loss-weight",
+        WRONG,
+        "mtp_loss_scaling_factor",
+        lambda a, m: bool(m.mtp_depths) and a.mtp_loss_scaling_factor > 1,
+        "the losses of MTP together weigh more than the loss of the model itself",
+        "say what is meant; published models have 0.1 to 0.3",
+        "core/transformer/multi_token_prediction.py",
+    ),
+    Rule(
+        "padded-vocab-short",
+        FAIL,
+        "padded_vocab_size",
+        lambda a, m: a.said("padded_vocab_size")
+        and a.vocab_size is not None
+        and a.padded_vocab_size < a.vocab_size
+        and f"--vocab-size {a.vocab_size}",
+        "the embedding has fewer rows than there are tokens: one beyond them stops the run, and with tensor parallelism gets zeros, unsaid",
+        "leave it out: Megatron pads by itself",
+        "core/tensor_parallel/layers.py VocabParallelEmbedding",
+    ),
+    Rule(
         "mtp-unequal",
         FAIL,
         "hybrid_layer_pattern|hybrid_override_pattern",
