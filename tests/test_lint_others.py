@@ -7,6 +7,7 @@ import pytest
 from nam_megatron.errors import Refused
 from nam_megatron.lint import lint, recipe, report
 from nam_megatron.lint.container import SPELLED
+from nam_megatron.lint.follow import shown
 from nam_megatron.targets import current
 
 VERL = """
@@ -339,3 +340,101 @@ def test_a_misspelt_word_of_megatrons_is_found_in_another_programs_text(said, fo
     )
     text = text.replace("recompute_granularity: full", "recompute_granularity: selective")
     assert {f.id for f in lint(text).findings} - {"unknown-variable"} == found
+
+
+RECIPE_HEAD = """from megatron.bridge.recipes.common import _common_config
+W = 4
+TABLE = {'a': 8, 'b': 16}
+{more}
+def train(size, cp: int = 2):
+    cfg = _common_config()
+    cfg.model.hidden_size = 64
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "body", "value"),
+    [
+        ("W = 5", "cfg.model.num_layers = W", None),  # two values of one name
+        ("if size: W = 5", "cfg.model.num_layers = W", None),
+        ("def other():\n    global W\n    W = 5", "cfg.model.num_layers = W", None),
+        ("", "cfg.model.num_layers = W; W = 5", 4),  # what a name was at that line
+        ("", "W += 1; cfg.model.num_layers = W", 5),
+        ("", "a, W = 3, 5\n    cfg.model.num_layers = W", None),
+        ("", "for W in (1, 2): pass\n    cfg.model.num_layers = W", None),
+        ("", "try:\n        cfg.model.num_layers = 4\n    except KeyError:\n        cfg.model.num_layers = 8", None),
+        ("", "try:\n        cfg.model.num_layers = 4\n    except KeyError:\n        raise SystemExit", 4),
+        ("", "try:\n        W = 7\n    except KeyError:\n        pass\n    cfg.model.num_layers = W", None),
+        ("", "if size:\n        return cfg\n    cfg.model.num_layers = 4", None),
+        ("", "if size:\n        raise ValueError\n    cfg.model.num_layers = 4", 4),
+        ("", "cfg.model.num_layers = TABLE[size]", None),
+        ("", "cfg.model.num_layers = TABLE['b']", 16),
+        ("", "m = cfg.model\n    m.num_layers = 4", 4),  # under another name
+        ("", "cfg.model.num_layers = 8\n    m = cfg.model\n    n = m\n    n.num_layers = 4", 4),
+        ("def of(m):\n    m.num_layers = 4", "of(cfg.model)", 4),
+        ("", "if size:\n        m = cfg.model\n        m.num_layers = 4", None),
+        ("", "cfg.model.num_layers = 8\n    find(cfg).num_layers = 4\n    m = find(cfg)\n    m.num_layers = 4", None),
+        ("", "setattr(cfg.model, 'num_layers', 4)", 4),
+        ("", "cfg.model.num_layers = 8\n    other = _common_config()\n    other.model.num_layers = 4", None),
+    ],
+)  # fmt: skip
+def test_a_field_of_a_recipe_is_known_where_the_text_decides_it(more, body, value):
+    """A stale, merged or dropped value is the worst that can be said: each of these was taken as the last one read."""
+    text = RECIPE_HEAD.replace("{more}", more) + f"    {body}\n    return cfg\n"
+    found = lint(text, "recipe.py").args
+    assert found.said("num_layers") and type(found.value("num_layers")).__name__ == ("Open" if value is None else "int")
+    assert value is None or found.value("num_layers") == value
+
+
+@pytest.mark.parametrize("body", ["setattr(cfg.model, size, 4)", "cfg.model = GPTModelProvider(num_layers=4, **size)"])
+def test_what_may_set_any_field_is_said(body):
+    notes = lint(RECIPE_HEAD.replace("{more}", "") + f"    {body}\n    return cfg\n", "recipe.py").launch.notes
+    assert any("it may set any field" in note for note in notes)
+    assert any(note.endswith("a caller may give others: cp=2") for note in notes)
+
+
+STRINGS = 'import os\nN = 4\ndef run(size, n=2):\n    args = "--hidden-size 64 --num-attention-heads 4 "\n    {body}\n    os.system(args)\n'
+
+
+@pytest.mark.parametrize(
+    ("body", "words", "noted"),
+    [
+        ('try:\n        args += "--num-layers 4"\n    except OSError:\n        args += "--num-layers 8"', (), "does not fail"),
+        ('try:\n        args += "--num-layers 4"\n    except OSError:\n        raise', ("--num-layers", "4"), None),
+        ('args += {"a": "--num-layers 4", "b": "--num-layers 8"}[size]', (), "if the key is 'b'"),
+        ('T = {"a": "--num-layers 4", "b": "--num-layers 8"}\n    args += T["b"]', ("--num-layers", "8"), None),
+        ('if size:\n        return\n    args += "--num-layers 4"', (), "if not (size)"),
+        ('if "--num-layers 4" in size: pass', (), None),
+        ('parser.add_argument("--num-layers", default=4)', (), None),
+        ('args = args.replace("--num-layers 4", "--num-layers 8")', (), "by what changes them"),
+        ('args += f"--num-layers {n}"', ("--num-layers", "$n"), None),  # a caller's
+        ('args += f"--num-layers {N}"', ("--num-layers", "4"), None),
+        ('N = 4; N += size; args += f"--num-layers {N}"', ("--num-layers", "$N"), None),
+        ("""args += f"--num-layers {os.environ['it''s']} --swiglu" """, ("--num-layers", "$(os.environ['its'])", "--swiglu"), None),
+    ],
+)  # fmt: skip
+def test_a_flag_of_a_python_script_is_there_where_the_text_decides_it(body, words, noted):
+    launch = lint(STRINGS.replace("{body}", body), "run.py").launch
+    assert tuple(map(shown, launch.words)) == ("--hidden-size", "64", "--num-attention-heads", "4", *words)
+    assert (noted is None) == (len(launch.notes) == 1) and any((noted or "strings are read") in n for n in launch.notes)
+
+
+def test_what_a_script_takes_for_its_arguments_is_said():
+    run = 'torchrun pretrain_gpt.py --num-layers ${1:-4} --hidden-size 64 "$@"'
+    given = "taken as called without arguments, which may say otherwise: "
+    assert [n for n in lint(run).launch.notes if n.startswith(given)] == [f"{given}$1=4, $@"]
+    assert not any(given in n for n in lint(f"set -- 4\n{run}").launch.notes)
+
+
+@pytest.mark.parametrize(
+    ("mode", "found"), [("", True), ("--megatron-to-hf-mode raw", True), ("--megatron-to-hf-mode bridge", False)]
+)
+def test_a_checkpoint_to_roll_out_with_says_nothing_of_the_model(mode, found):
+    """slime builds it from the flags, unless its bridge does: without their norm on queries and keys it is no Qwen3."""
+    flags = (
+        "--num-layers 36 --hidden-size 4096 --ffn-hidden-size 12288 --num-attention-heads 32 --group-query-attention --num-query-groups 8 "
+        "--kv-channels 128 --use-rotary-position-embeddings --rotary-base 1000000 --normalization RMSNorm --norm-epsilon 1e-6 --swiglu "
+        "--disable-bias-linear --untie-embeddings-and-output-weights --vocab-size 151936"
+    )
+    text = f"python train.py --hf-checkpoint /models/Qwen3-8B --load /models/Qwen3-8B_torch_dist {mode} {flags}"
+    assert any(f.id == "not-the-card" and "qk norm" in f.detail for f in lint(text).findings) == found

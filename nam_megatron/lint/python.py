@@ -1,18 +1,19 @@
 """A recipe of Megatron-Bridge's in Python, or a Python script that holds Megatron's flags in its strings: read, never run.
 
 A recipe is a function that sets fields, `cfg.model.num_layers = 32`, or calls `TrainingConfig(train_iters=...)`. What it sets on a
-condition, in a loop, or to something that is computed is open; what a function of another file returns is not read.
+condition, in a loop, or to something that is computed is open; what a function of another file returns is not read. A name has the value
+that was last given to it where that is one for sure, and none after a branch, a loop or a `try` that may have set it.
 """
 
 import ast
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from nam_megatron.lint.container import SECTIONS
-from nam_megatron.lint.follow import hole, shown
+from nam_megatron.lint.follow import HOLE, hole, holes, shown
 from nam_megatron.lint.others import Said, flags
 from nam_megatron.lint.shell import CLOSE, OPEN
 from nam_megatron.targets import Target
@@ -27,6 +28,7 @@ CLASSES = {
 }  # fmt: skip
 BASE = re.compile(r"^_?[a-z].*(config|common|recipe)")  # a function that makes a container
 MODEL = re.compile(r"\w*(Provider|ModelConfig|TransformerConfig)\w*")
+OTHERS = ("self", "args")  # whose attributes are no fields
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 FIRST = re.compile(r"(import|from)\s+[\w.]+|(\"\"\"|''')")
@@ -44,7 +46,7 @@ def read(text: str, target: Target) -> Said | None:
     """
     tree = ast.parse(text)
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, Function)}
-    constants = {name: value for name, value in _constants(tree.body, {})}
+    constants = _constants(tree)
     recipes = []
     for function in functions.values():
         found = Recipe(functions, constants, target)
@@ -59,69 +61,159 @@ def read(text: str, target: Target) -> Said | None:
         ]
         if others := sum(bool(one[0][0]) for one in recipes) - 1:
             notes.append(f"the file has {others} more functions that set fields; this one says most")
+        defaults = {name: value for name, value in _defaults(function) if value is not None and not _open(value)}
+        if defaults:
+            said = ", ".join(f"{name}={value}" for name, value in defaults.items())
+            notes.append(f"read with the defaults of its parameters, of which a caller may give others: {said}")
         notes += [f"it starts from `{name}()`, which is not in this file" for name in found.bases]
+        notes += [f"not known here, it may set any field: {what}" for what in dict.fromkeys(found.unknown)]
         if without:
             notes.append(f"fields that no flag of Megatron's says: {', '.join(without)}")
         return Said(BRIDGE, tuple(words), tuple(notes), None)
     return _script(tree, functions.values(), constants, target)
 
 
+class Alias(NamedTuple):
+    """What a name holds that stands for a section of the container."""
+
+    section: str
+    root: str | None
+
+
 @dataclass
 class Recipe:
-    """The fields that a function sets, in its order; the functions of other files that it starts from."""
+    """The fields that a function sets, in its order; the functions of other files that it starts from; what may set any field.
+
+    roots: of each field the container that it was last set on.
+    """
 
     functions: dict[str, Function]
     constants: dict[str, Any]
     target: Target
     fields: list[tuple[str, str, Any]] = field(default_factory=list)
     bases: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    roots: dict[tuple[str, str], str | None] = field(default_factory=dict)
 
     def function(self, node: Function, depth: int = 0) -> None:
         names = dict(self.constants) | dict(_defaults(node))
         self.body(node.body, names, depth)
 
-    def body(self, nodes: Sequence[ast.stmt], names: dict[str, Any], depth: int, open_: str | None = None) -> None:
+    def body(self, nodes: Sequence[ast.stmt], names: dict[str, Any], depth: int, open_: str | None = None) -> bool:
+        """Whether it is over for sure behind these. open_: where it is decided whether they run."""
         for node in nodes:
+            at = f"line {node.lineno}"
+            loose = bound([node])
             match node:
-                case (
-                    ast.Assign(targets=[target], value=value) | ast.AnnAssign(target=target, value=ast.expr() as value)
-                ):
-                    self.assign(target, value, names, depth, open_)
-                case ast.Expr(value=value) | ast.Return(value=ast.expr() as value):
+                case ast.Assign(targets=targets, value=value):
+                    for target in targets:
+                        self.assign(target, value, names, depth, open_)
+                    loose -= {target.id for target in targets if isinstance(target, ast.Name)}
                     self.call(value, names, depth, open_)
+                case ast.AnnAssign(target=target, value=ast.expr() as value):
+                    self.assign(target, value, names, depth, open_)
+                    loose -= {getattr(target, "id", "")}
+                    self.call(value, names, depth, open_)
+                case ast.Expr(value=value):
+                    self.call(value, names, depth, open_)
+                case ast.Return(value=value):
+                    if value is not None:
+                        self.call(value, names, depth, open_)
+                    return True
+                case ast.Raise():
+                    return True
                 case ast.AugAssign(target=ast.Attribute() as target):
-                    self.put(target, hole(ast.unparse(target)))
+                    self.put(target, hole(ast.unparse(target)), names, depth)
+                case ast.AugAssign(target=ast.Name(id=name), op=op, value=value) if not open_:
+                    names[name] = _value(ast.BinOp(ast.Name(name), op, value), names)
+                    loose.discard(name)
                 case ast.If(test=test, body=then, orelse=otherwise):
                     truth = _value(test, names)
-                    known = isinstance(truth, (bool, int, float, str, type(None))) and not _open(truth)
-                    for arm in [then if truth else otherwise] if known else [then, otherwise]:
-                        self.body(arm, names, depth, open_ if known else f"line {node.lineno}")
-                case ast.For(body=inner) | ast.While(body=inner) | ast.Try(body=inner):
-                    self.body(inner, names, depth, f"line {node.lineno}")
-                case ast.With(body=inner):
-                    self.body(inner, names, depth, open_)
+                    if isinstance(truth, (bool, int, float, str, type(None))) and not _open(truth):
+                        if self.body(then if truth else otherwise, names, depth, open_):
+                            return True
+                        continue
+                    for arm in (then, otherwise):
+                        self.body(arm, dict(names), depth, at)
+                    open_ = at if returns([node]) else open_
+                case ast.For() | ast.AsyncFor() | ast.While():
+                    inner = names | {name: hole(name) for name in loose}
+                    self.body([*node.body, *node.orelse], inner, depth, at)
+                    open_ = at if returns([node]) else open_
+                case ast.Try(body=inside, handlers=handlers, orelse=otherwise, finalbody=last):
+                    goes_on = [h for h in handlers if not ends(h.body)]
+                    self.body([*inside, *otherwise], names, depth, at if goes_on else open_)
+                    for handler in goes_on:
+                        self.body(handler.body, dict(names), depth, at)
+                    self.body(last, names, depth, open_)
+                    loose = loose if goes_on else set()
+                    open_ = at if returns([node]) else open_
+                case ast.With(body=inside) | ast.AsyncWith(body=inside):
+                    names |= {name: hole(name) for item in node.items for name in bound([item])}
+                    if self.body(inside, names, depth, open_):
+                        return True
+                    continue
                 case ast.Match(cases=cases):
                     for case in cases:
-                        self.body(case.body, names, depth, f"line {node.lineno}")
+                        self.body(case.body, dict(names), depth, at)
+                    open_ = at if returns([node]) else open_
+            names |= {name: hole(name) for name in loose}
+        return False
 
     def assign(self, target: ast.expr, value: ast.expr, names: dict[str, Any], depth: int, open_: str | None) -> None:
+        held = hole(f"the condition in {open_}") if open_ else _value(value, names)
         if isinstance(target, ast.Name):
-            names[target.id] = hole(target.id) if open_ else _value(value, names)
-        self.put(target, hole(f"the condition in {open_}") if open_ else _value(value, names))
-        self.call(value, names, depth, open_)
+            section = self.section(value, names)
+            names[target.id] = section or (hole(target.id) if _open(held) else held)
+        self.put(target, held, names, depth)
 
-    def put(self, target: ast.expr, value: Any) -> None:
+    def section(self, node: ast.expr, names: dict[str, Any]) -> Alias | None:
+        """The section of a container that an expression is."""
+        match node:
+            case ast.Attribute(value=root, attr=section) if section in SECTIONS:
+                return Alias(section, ast.unparse(root))
+            case ast.Name(id=name) if isinstance(names.get(name), Alias):
+                return names[name]
+            case ast.Call(func=function) if made := _section(function):
+                return Alias(made, None)
+        return None
+
+    def put(self, target: ast.expr, value: Any, names: dict[str, Any], depth: int) -> None:
         match target:
-            case ast.Attribute(value=ast.Attribute(attr=section), attr=name) if section in SECTIONS:
-                self.fields.append((section, name, value))
+            case ast.Attribute(value=inner, attr=name) if alias := self.section(inner, names):
+                self.set(alias, name, value, depth)
+            case ast.Attribute(value=ast.Name(id=held), attr=name) if (
+                name in self.target.by_dest and held not in OTHERS
+            ):
+                self.unknown.append(f"`{held}.{name}`")  # of something that may be a section
+                self.fields += [(s, n, hole(f"{held}.{name}")) for s, n, _ in self.fields if n == name][:1]
+
+    def set(self, alias: Alias, name: str, value: Any, depth: int) -> None:
+        """A field; open where another container of this function has another value of it."""
+        root = None if depth else alias.root
+        before, key = self.roots.get((alias.section, name)), (alias.section, name)
+        if root and before and root != before:
+            value = hole(f"{before}.{alias.section}.{name} or {root}.{alias.section}.{name}")
+        self.roots[key] = root or before
+        self.fields.append((*key, value))
 
     def call(self, node: ast.expr, names: dict[str, Any], depth: int, open_: str | None) -> None:
         """What a call sets by its keywords, and what a function of this file does."""
         if not isinstance(node, ast.Call):
             return
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        section = CLASSES.get(name) or ("model" if MODEL.fullmatch(name) else None)
+        name, section = _called(node.func), _section(node.func)
+        if name == "setattr" and len(node.args) == 3 and (alias := self.section(node.args[0], names)):
+            said = _value(node.args[1], names)
+            if isinstance(said, str) and not _open(said):
+                self.set(
+                    alias, said, hole(f"the condition in {open_}") if open_ else _value(node.args[2], names), depth
+                )
+            else:
+                self.unknown.append(f"`{_brief(node)}` (line {node.lineno})")
+            return
         for word in node.keywords:
+            if section and word.arg is None:
+                self.unknown.append(f"`**{_brief(word.value)}` (line {node.lineno})")
             self.call(word.value, names, depth, open_)
             if section and word.arg and not isinstance(word.value, ast.Call):
                 self.fields.append(
@@ -133,6 +225,8 @@ class Recipe:
             given = {word.arg: _value(word.value, names) for word in node.keywords if word.arg}
             arguments = [a.arg for a in (*inner.args.posonlyargs, *inner.args.args)]
             given |= {a: _value(v, names) for a, v in zip(arguments, node.args, strict=False)}
+            passed = [*zip(arguments, node.args, strict=False), *((word.arg, word.value) for word in node.keywords)]
+            given |= {a: alias for a, v in passed if a and (alias := self.section(v, names))}
             self.body(inner.body, dict(self.constants) | dict(_defaults(inner)) | given, depth + 1, open_)
         elif isinstance(node.func, ast.Name) and not node.args and BASE.search(name):
             self.bases.append(name)
@@ -149,11 +243,70 @@ def _defaults(node: Function) -> Iterator[tuple[str, Any]]:
         yield argument.arg, hole(argument.arg) if value is None else _value(value, {})
 
 
-def _constants(nodes: Sequence[ast.stmt], names: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _called(function: ast.expr) -> str:
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def _section(function: ast.expr) -> str | None:
+    """The section that a call makes."""
+    name = _called(function)
+    return CLASSES.get(name) or ("model" if MODEL.fullmatch(name) else None)
+
+
+def _constants(tree: ast.Module) -> dict[str, Any]:
+    """What a module's names are in its functions; a hole for one with several values, or set anywhere but on the top level."""
+    names: dict[str, Any] = {}
+    for node in tree.body:
+        match node:
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=value)
+                | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
+            ):
+                held = _value(value, names)
+                names[name] = held if names.get(name, held) == held else hole(name)
+            case _:
+                names |= {name: hole(name) for name in bound([node])}
+    outer = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
+    return names | {name: hole(name) for name in outer}
+
+
+def bound(nodes: Iterable[ast.AST]) -> set[str]:
+    """Names that some statements may set or take away; what a function within them sets is its own."""
+    found: set[str] = set()
     for node in nodes:
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            names[node.targets[0].id] = _value(node.value, names)
-            yield node.targets[0].id, names[node.targets[0].id]
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                found.add(name)
+                continue
+            case ast.Name(id=name, ctx=ast.Store() | ast.Del()) | ast.MatchAs(name=str() as name):
+                found.add(name)
+            case ast.ExceptHandler(name=str() as name) | ast.MatchStar(name=str() as name):
+                found.add(name)
+            case ast.alias(name=name, asname=other):
+                found.add(other or name.partition(".")[0])
+            case ast.Lambda():
+                continue
+        found |= bound(ast.iter_child_nodes(node))
+    return found
+
+
+def returns(nodes: Iterable[ast.AST]) -> bool:
+    """Whether a function may be over within some statements of it, its program going on."""
+    return any(
+        isinstance(node, ast.Return)
+        or (not isinstance(node, (*Function.__args__, ast.Lambda)) and returns(ast.iter_child_nodes(node)))
+        for node in nodes
+    )
+
+
+def ends(nodes: Sequence[ast.stmt]) -> bool:
+    """Whether some statements end in an error or the program's end."""
+    match nodes[-1:]:
+        case [ast.Raise()]:
+            return True
+        case [ast.Expr(value=ast.Call(func=function))]:
+            return _called(function) in ("exit", "_exit", "abort")
+    return False
 
 
 def _open(value: Any) -> bool:
@@ -166,7 +319,18 @@ def _value(node: ast.expr, names: dict[str, Any]) -> Any:
         case ast.Constant(value=value):
             return value
         case ast.Name(id=name):
-            return names.get(name, hole(name))
+            value = names.get(name, hole(name))
+            return hole(name) if isinstance(value, Alias) else value
+        case ast.Dict(keys=keys, values=elements) if all(isinstance(key, ast.Constant) for key in keys):
+            return {
+                key.value: _value(e, names)
+                for key, e in zip(keys, elements, strict=True)
+                if isinstance(key, ast.Constant)
+            }
+        case ast.Subscript(value=table, slice=key):
+            held, at = _value(table, names), _value(key, names)
+            if isinstance(held, dict) and isinstance(at, (str, int)) and at in held:
+                return held[at]
         case ast.List(elts=elements) | ast.Tuple(elts=elements):
             values = [_value(e, names) for e in elements]
             return hole(_brief(node)) if any(map(_open, values)) else values
@@ -208,15 +372,19 @@ def _script(
 ) -> Said | None:
     """The strings of the function that has most of Megatron's flags, in their order; of those on a condition it is said which."""
     found = []
-    for body in [tree.body, *(function.body for function in functions)]:
-        found.append(Strings(dict(constants)))
-        found[-1].nodes(body, None)
+    found.append(Strings({}))
+    found[-1].block(tree.body, None)
+    for function in functions:  # whoever calls it may give another value than a parameter's default
+        found.append(Strings(constants | {name: hole(name) for name, _ in _defaults(function)}))
+        found[-1].block(function.body, None)
     most = max(found, key=lambda one: sum(_is_flag(w, target) for w in one.words))
     if not any(_is_flag(w, target) for w in most.words):
         return None
     notes = ["the flags in its strings are read, in their order; what else it hands on is not known here"]
     for condition, said in _conditional(most.left, target).items():
         notes.append(f"conditional, neither there nor absent here: {', '.join(said)}, if {condition}")
+    if most.changed:
+        notes.append(f"the words may be others, by what changes them: {', '.join(most.changed)}")
     return Said("", tuple(most.words), tuple(notes), None)
 
 
@@ -231,13 +399,105 @@ def _conditional(left: Sequence[tuple[int, list[str], str]], target: Target) -> 
     return found
 
 
+# What is asked of a text, or declared, and is no word of a launch; and what changes one.
+CHANGING = {"remove", "replace", "pop", "removeprefix", "removesuffix", "sub"}
+ASKING = {
+    "add_argument",
+    "startswith",
+    "endswith",
+    "index",
+    "count",
+    "find",
+    "split",
+    "partition",
+    "has_option",
+    *CHANGING,
+}
+
+
+def _says(nodes: Iterable[ast.AST]) -> bool:
+    """Whether flags stand in some strings."""
+    return any(
+        isinstance(c, ast.Constant) and re.search(r"(^|\s)--[a-z]", str(c.value)) for n in nodes for c in ast.walk(n)
+    )
+
+
 @dataclass
 class Strings:
-    """The words in the strings of a body. left: those on a condition, each with its line and what it stands on."""
+    """The words in the strings of a body. left: those on a condition, each with its line and what it stands on. changed: what takes words
+    away, or puts others in their place. table: the name that the dictionary gets which is being read."""
 
     names: dict[str, Any]
     words: list[str] = field(default_factory=list)
     left: list[tuple[int, list[str], str]] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
+    table: str = ""
+    read: set[str] = field(default_factory=set)
+
+    def block(self, nodes: Sequence[ast.stmt], on: str | None) -> None:
+        """Statements one after another. on: the condition that they stand on."""
+        for node in nodes:
+            loose = bound([node])
+            match node:
+                case ast.If(test=test, body=then, orelse=otherwise):
+                    truth = _value(test, self.names)
+                    if isinstance(truth, (bool, int, str, type(None))) and not _open(truth):
+                        arm = then if truth else otherwise
+                        self.block(arm, on)
+                        if arm and isinstance(arm[-1], ast.Return):
+                            return
+                        continue
+                    self.node(test, on, False)
+                    kept = dict(self.names)
+                    self.block(then, _and(on, _brief(test)))
+                    self.names = kept
+                    self.block(otherwise, _and(on, f"not ({_brief(test)})"))
+                    if returns(then):
+                        on = _and(on, f"not ({_brief(test)})")
+                    elif returns(otherwise):
+                        on = _and(on, _brief(test))
+                case ast.For() | ast.AsyncFor() | ast.While() | ast.Match():
+                    self.names |= {name: hole(name) for name in loose}
+                    self.nodes(
+                        list(ast.iter_child_nodes(node)), _and(on, f"what line {node.lineno} goes through has it")
+                    )
+                case ast.Try(body=body, handlers=handlers, orelse=otherwise, finalbody=last):
+                    goes_on = [h for h in handlers if not ends(h.body)]
+                    flags = any(_says([h]) for h in goes_on)
+                    self.block([*body, *otherwise], _and(on, f"line {node.lineno} does not fail") if goes_on else on)
+                    for handler in goes_on if flags or loose else ():
+                        self.block(handler.body, _and(on, f"line {node.lineno} fails"))
+                    self.block(last, on)
+                    loose = loose if goes_on else set()
+                case ast.With(body=body) | ast.AsyncWith(body=body):
+                    self.nodes(node.items, on)
+                    self.names |= {name: hole(name) for item in node.items for name in bound([item])}
+                    self.block(body, on)
+                    continue
+                case (
+                    ast.Assign(targets=[ast.Name(id=name)], value=value)
+                    | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
+                ):
+                    self.table = name
+                    self.node(value, on, False)
+                    self.table = ""
+                    self.name(name, value, on)
+                    continue
+                case ast.AugAssign(target=ast.Name(id=name), op=op, value=value):
+                    self.node(value, on, False)
+                    self.name(name, ast.BinOp(ast.Name(name), op, value), on)
+                    continue
+                case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                    pass
+                case _:
+                    self.nodes(list(ast.iter_child_nodes(node)), on)
+            self.names |= {name: hole(name) for name in loose}
+
+    def name(self, name: str, value: ast.expr, on: str | None) -> None:
+        held = hole(name) if on else _value(value, self.names)
+        if says := _says([value]):
+            self.read.add(name)
+        self.names[name] = hole(name) if isinstance(held, list) or (_open(held) and not says) else held
 
     def nodes(self, nodes: Sequence[ast.AST], condition: str | None, listed: bool = False) -> None:
         for node in nodes:
@@ -246,28 +506,37 @@ class Strings:
     def node(self, node: ast.AST, on: str | None, listed: bool) -> None:
         """on: the condition that it stands on. listed: in a list, whose elements are words."""
         match node:
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Lambda():
+            case ast.Lambda() | ast.Compare():
                 return
-            case ast.If(test=test, body=then, orelse=otherwise):
-                self.fork(test, then, otherwise, on, listed)
+            case ast.Call(func=function) if _called(function) in ASKING:
+                if _called(function) in CHANGING:
+                    self.changed.append(f"`{_brief(node)}` (line {node.lineno})")
+                self.node(function, on, listed)
+                return
+            case ast.stmt():
+                self.block([node], on)
             case ast.IfExp(test=test, body=one, orelse=other):
-                self.fork(test, [one], [other], on, listed)
+                self.fork(test, one, other, on, listed)
             case ast.BoolOp(op=op, values=[first, *rest]):
                 self.node(first, on, listed)
                 self.nodes(
                     rest, _and(on, _brief(first) if isinstance(op, ast.And) else f"not ({_brief(first)})"), listed
                 )
-            case ast.For() | ast.While() | ast.Match():
-                self.nodes(
-                    list(ast.iter_child_nodes(node)), _and(on, f"what line {node.lineno} goes through has it"), listed
-                )
             case ast.JoinedStr() | ast.Constant(value=str()):
                 self.string(node, on, listed)
+            case ast.Dict(keys=keys, values=values) if sum(map(_says, ([v] for v in values))) > 1:
+                for key, value in zip(keys, values, strict=True):
+                    said = ast.unparse(key) if key else "another's"
+                    self.node(
+                        value, _and(on, f"the key is {said}" + (f" of `{self.table}`" if self.table else "")), listed
+                    )
+            case ast.Subscript(value=ast.Name(id=name)) if isinstance(
+                said := _value(node, self.names), (str, list)
+            ) and (not _open(said) and isinstance(self.names.get(name), dict)):  # which entry is known
+                self.left = [one for one in self.left if not one[2].endswith(f" of `{name}`")]
+                self.node(ast.parse(repr(said), mode="eval").body, on, listed)
             case ast.List(elts=elements) | ast.Tuple(elts=elements):
                 self.nodes(elements, on, True)
-            case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                self.node(value, on, listed)
-                self.names[name] = value.value if on is None and isinstance(value, ast.Constant) else hole(name)
             case ast.Name() | ast.Attribute() | ast.Call() | ast.Subscript() | ast.Constant() if listed and self.asks(
                 on
             ):
@@ -275,21 +544,25 @@ class Strings:
             case ast.AST():
                 self.nodes(list(ast.iter_child_nodes(node)), on, listed)
 
-    def fork(
-        self, test: ast.expr, then: Sequence[ast.AST], otherwise: Sequence[ast.AST], on: str | None, listed: bool
-    ) -> None:
+    def fork(self, test: ast.expr, then: ast.expr, otherwise: ast.expr, on: str | None, listed: bool) -> None:
         truth = _value(test, self.names)
         if isinstance(truth, (bool, int, str, type(None))) and not _open(truth):
-            self.nodes(then if truth else otherwise, on, listed)
+            self.node(then if truth else otherwise, on, listed)
             return
-        self.nodes(then, _and(on, _brief(test)), listed)
-        self.nodes(otherwise, _and(on, f"not ({_brief(test)})"), listed)
+        self.node(then, _and(on, _brief(test)), listed)
+        self.node(otherwise, _and(on, f"not ({_brief(test)})"), listed)
 
     def string(self, node: ast.expr, on: str | None, listed: bool) -> None:
+        said = str(_value(node, self.names))
+        kept = [found[0] for found in HOLE.finditer(said)]  # of which quotes and blanks are none of the words'
+        bare = HOLE.sub("\ue003", said)
         try:
-            text = shlex.split(str(_value(node, self.names)))
+            parts = shlex.split(bare)
         except ValueError:
-            return
+            parts = bare.split()
+        left = iter(kept)
+        words = [re.sub("\ue003", lambda _: next(left), part) for part in parts]
+        text = [word for word in words if HOLE.sub("", word) or not {*holes(word)} <= self.read]
         if any(w.startswith("--") for w in text):
             if on is None:
                 self.words += text

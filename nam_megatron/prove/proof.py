@@ -291,11 +291,8 @@ def warm() -> None:
         import megatron.core.tokenizers.text.libraries
         import megatron.training.checkpointing
         import megatron.training.training  # noqa: F401
-        from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 
         from nam_megatron.runtime import pretrain, stack  # noqa: F401
-    # Of 100,000 a rank would shuffle millions of samples, of which some steps of a cut read a few.
-    MockGPTLowLevelDataset.size = 4000
 
 
 def _waiting(ranks: Iterable["Rank"]) -> str:
