@@ -712,6 +712,24 @@ def test_a_process_group_of_one_takes_nothing():
     assert isclose(outside("cluster=h200_4"), device.runtime_gib + device.groups_gib.data)
     spread = outside("cluster=h200_4", "parallel.expert=4")
     assert isclose(spread, device.runtime_gib + device.groups_gib.data + device.groups_gib.expert)
+    gathered = outside(
+        "cluster=h200_4", "parallel.expert=4", "execution.moe.dispatcher=gathered", "execution.moe.expert_gemm=torch"
+    )
+    assert isclose(gathered, device.runtime_gib + device.groups_gib.data + device.groups_gib.gathered)
+
+
+def test_gathered_tokens_have_rows_for_whatever_the_router_may_choose():
+    """Four of sixteen experts: over two ranks a token may have all four of its rows on one, and over eight the two that are there."""
+
+    def rows(*overrides):
+        lines = budget(plan_of(*NATIVE, *overrides)).stages[0].moments["steady"].lines
+        return sum(line.bytes for line in lines if line.name == "rows for experts")
+
+    ours = "execution.moe.dispatcher=gathered", "execution.moe.expert_gemm=torch"
+    one = rows("cluster=h200_1")
+    assert rows("cluster=h200_2", "parallel.expert=2", *ours) == 2 * one
+    assert rows("cluster=h200_8", "parallel.expert=8", *ours) == 4 * one
+    assert rows("cluster=h200_8", "parallel.expert=2", *ours) == 2 * one
 
 
 # Published figures ----------------------------------------------------------------------------------------------------

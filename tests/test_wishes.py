@@ -49,13 +49,13 @@ def test_an_overlay_that_is_laid_twice_wishes_once():
 
 def test_a_layout_denies_what_it_cannot_do_and_the_plan_says_why(tmp_path):
     assert denied("nam56r_fused") == {}
-    found = denied("nam56r", "+overlay=[ep,fused]")
+    found = denied("nam56r", "+overlay=fused", "parallel.expert=2")
     assert found.keys() == {
         "execution.moe.dispatcher", "execution.moe.expert_gemm", "execution.moe.fused_router_gradient",
     }  # fmt: skip
     value, instead, why = found["execution.moe.dispatcher"]
     assert (value, instead) == ("local", "alltoall") and "the experts are on several GPUs" in why
-    lowering = lowered("nam56r", "+overlay=[ep,fused]")
+    lowering = lowered("nam56r", "+overlay=fused", "parallel.expert=2")
     recipe = lowering.plan.recipe
     assert all(value_at(recipe, wish.key) == wish.instead for wish in recipe.wishes)
     assert recipe.blocks.moe.permute_fusion and recipe.precision.cross_entropy == "fused"

@@ -59,10 +59,11 @@ def instead(plan: Plan) -> str:
 def _asked(recipe: Recipe, features: Features, plan: Plan) -> Iterator[tuple[str, object, str]]:
     """(what a whole step's graph has not been tried with, whether the recipe has it, the key that takes it away)."""
     p, fp8, model, mamba3 = recipe.parallel, features.fp8, recipe.model, recipe.blocks.mamba3
+    around = plan.kinds - {"attention", "mamba2", "moe", "mlp"}  # what context ranks have not been captured with
     yield "hosts", recipe.cluster.nodes > 1, "cluster.nodes"
     yield "tensor", p.tensor > 1, "parallel.tensor"
     yield "pipeline", p.pipeline > 1, "parallel.pipeline"
-    yield "context", p.context > 1, "parallel.context"
+    yield "context", p.context > 1 and around, "parallel.context"
     yield "recompute", features.recompute, "feature.recompute.granularity"
     yield "recompute", mamba3 and mamba3.recompute != "none", "execution.mamba3.recompute"
     yield "fp8-blockwise", fp8 and fp8.recipe == "blockwise", "feature.fp8.recipe=tensorwise"
@@ -152,7 +153,7 @@ LAWS = (
     whole_step_untried("hosts", "several hosts"),
     whole_step_untried("tensor", "tensor parallelism"),
     whole_step_untried("pipeline", "pipeline stages"),
-    whole_step_untried("context", "context parallelism"),
+    whole_step_untried("context", "context ranks beside latents or recurrences of ours"),
     whole_step_untried("recompute", "recompute"),
     whole_step_untried("fp8-blockwise", "FP8 scaled by blocks"),
     whole_step_untried("fp8-weights", "weights held in FP8"),
