@@ -100,6 +100,7 @@ def _verbs(name: str, said: Sequence[str], word: str) -> Iterator[str]:
 def recipe(config: str, said: Sequence[str], word: str) -> Iterator[str]:
     """`conf=` and groups with their files, the command's own keys, a recipe's keys piece by piece, the words that may stand there."""
     from nam_megatron.recipe import conf_dir
+    from nam_megatron.recipe.keys import values_at
 
     key, equals, _ = word.partition("=")
     groups = [
@@ -114,7 +115,7 @@ def recipe(config: str, said: Sequence[str], word: str) -> Iterator[str]:
         elif (conf_dir() / group).is_dir():
             yield from (f"{key}={name}" for name in names(group, said))
         else:
-            yield from (f"{key}={value}" for value in _values(key))
+            yield from (f"{key}={value}" for value in values_at(key))
         return
     yield from ("conf=", "+overlay=", "--config-dir", *(f"{group}=" for group in groups))
     own = (conf_dir() / f"{config}.yaml").read_text(encoding="utf-8").partition("\nhydra:")[0]
@@ -146,24 +147,6 @@ def _keys() -> Iterator[str]:
     for prefix, config in configs():
         if "NAME." not in prefix:
             yield from (prefix + name for name, field in config.model_fields.items() if not section(field.annotation))
-
-
-def _values(key: str) -> Iterator[str]:
-    """The words that a key may have, where they are a few."""
-    from typing import Literal, get_args, get_origin
-
-    from nam_megatron.recipe import config_at
-
-    *parents, last = key.split(".")
-    config = config_at(parents)
-    if config is None or last not in config.model_fields:
-        return
-    kind = config.model_fields[last].annotation
-    for one in (kind, *get_args(kind)):
-        if get_origin(one) is Literal:
-            yield from map(str, get_args(one))
-        elif one is bool:
-            yield from ("true", "false")
 
 
 def command() -> int:

@@ -239,7 +239,7 @@ class NamContainer(bridge_config.ConfigContainer):
 
 def settled(c: NamContainer, *, saved: bool = True) -> None:
     """Make a container's fields agree with its recipe; saved: see `overrides.settle`. Raises Refused."""
-    own = classes(from_tree(json.loads(c.model.nam_recipe))) if isinstance(c.model, NamProvider) else CLASSES
+    own = classes(overrides.carried(c)) if isinstance(c.model, NamProvider) else CLASSES
     overrides.settle(c, {**own, "model": NamProvider}, made, saved=saved)
 
 

@@ -4,6 +4,7 @@ Each changed field changes the recipe key that decides it; the recipe is checked
 field that no key decides cannot be changed.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -22,6 +23,7 @@ from megatron.bridge.utils.common_utils import get_world_size_safe
 from nam_megatron.compile.lower import Lowering, translate
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.recipe import Recipe, from_tree, to_tree
+from nam_megatron.recipe.keys import values_at
 from nam_megatron.runtime.bridge import Arguments
 from nam_megatron.targets.target import Target
 from nam_megatron.words.setting import Setting
@@ -42,6 +44,15 @@ FREE = (
 APPLIED = ("mixed_precision", "comm_overlap")
 # Fields that are a key's own value, though a setting of another name brings them.
 SAME = {"model.num_layers": "model.depth"}
+# Fields that follow from a key and that no value of it changes.
+_STAGES = "Megatron-Bridge builds no hybrid model with virtual pipeline stages, which alone read it"
+FIXED = {
+    "model.virtual_pipeline_model_parallel_size": _STAGES,
+    "model.overlap_p2p_comm": _STAGES,
+    "model.batch_p2p_comm": _STAGES,
+    "ddp.align_param_gather": _STAGES,
+    "model.should_pad_vocab": "the vocabulary is as large as `model.vocab_size` says, its padding in it",
+}
 LEAVE = "leave it out; if it has to change, it needs a key in the recipe"
 ABSENT = object()
 
@@ -64,13 +75,24 @@ def reviewed(target: Target) -> Mapping[str, str]:
 def deciding() -> Mapping[str, str]:
     """Field -> words of a recipe that decide it, of those that are no key's own value."""
     groups = yaml.safe_load(Path(__file__).with_name("decided.yaml").read_text(encoding="utf-8"))
-    return {name: group["words"] for group in groups for name in group["fields"]}
+    return {name: group["words"] for group in groups for name in (*group["fields"], *group.get("also", ()))}
 
 
 def _hint(path: str, otherwise: str) -> str:
     """What a recipe says instead of a field; on our own command line they are words like any others."""
     words = deciding().get(path)
     return f"a recipe says it so: `{words}`" if words else otherwise
+
+
+def carried(c: ConfigContainer) -> Recipe:
+    """The recipe that a container was made of. Raises Refused."""
+    with contextlib.suppress(ValueError, TypeError):
+        tree = json.loads(c.model.nam_recipe)
+        if isinstance(tree, dict):
+            return from_tree(tree)
+    raise Refused(
+        Problem("`model.nam_recipe` is no longer the line that the container was made of", hint="leave it out")
+    )
 
 
 def settle(
@@ -88,7 +110,7 @@ def settle(
     """
     raise_if(_replaced(c, classes))
     idle = _apply(c)
-    recipe = from_tree(json.loads(c.model.nam_recipe))
+    recipe = carried(c)
     meant, a = made(translate(recipe))
     raise_if(_strangers(c, meant))
     before, now = flat(meant), flat(c)
@@ -100,7 +122,7 @@ def settle(
         ConfigContainer.validate(meant)
         derived = flat(meant)
         changed = {path: value for path, value in changed.items() if value != derived.get(path, ABSENT)}
-    new, follows = _with(_start(_corpus(recipe, changed, now), changed), changed, a)
+    new, follows = _with(_start(_corpus(recipe, changed, now), changed), changed, before, a)
     new = _with_world(new)
     fresh, _ = made(translate(new))
     raise_if(_environment(c, fresh.model.lowering))
@@ -114,7 +136,7 @@ def settle(
         Problem(
             f"`{path}` was set to {value!r}; it follows from another value of the recipe",
             key=follows[path],
-            hint=_hint(path, f"change that key: `overrides=['{follows[path]}=...']`"),
+            hint=_hint(path, _said(recipe, follows[path], path, value, made)),
         )
         if path in follows
         else Problem(f"`{path}` is {value!r}, and the recipe with all these changes makes {after.get(path)!r} of it")
@@ -124,6 +146,18 @@ def settle(
     for field in dataclasses.fields(c):
         if not _free(field.name) and field.name != "env_vars":
             _renew(c, field.name, getattr(fresh, field.name))
+
+
+def _said(
+    recipe: Recipe, key: str, path: str, value: Any, made: Callable[[Lowering], tuple[ConfigContainer, Arguments]]
+) -> str:
+    """How a key says `value` of a field that follows from it."""
+    few = [yaml.safe_load(word) for word in values_at(key)]
+    for word in few:
+        with contextlib.suppress(Refused):
+            if flat(made(translate(_changed(recipe, {key: word})))[0])[path] == value:
+                return f"change that key: `overrides=['{key}={json.dumps(word) if isinstance(word, bool) else word}']`"
+    return f"leave it out: no value of `{key}` makes it so" if few else f"change that key: `overrides=['{key}=...']`"
 
 
 def _renew(c: ConfigContainer, name: str, ours: Any) -> None:
@@ -196,7 +230,7 @@ def _replaced(c: ConfigContainer, classes: Mapping[str, Any]) -> Iterator[Proble
 
 def _adapters(c: ConfigContainer, name: str) -> bool:
     """Whether it is the recipe's own, whose fields are compared."""
-    recipe = from_tree(json.loads(c.model.nam_recipe))
+    recipe = carried(c)
     return name == "peft" and recipe.feature.lora is not None and isinstance(c.peft, LoRA)
 
 
@@ -295,6 +329,9 @@ def _corpus(recipe: Recipe, changed: dict[str, Any], now: Mapping[str, Any]) -> 
     if recipe.data.name != "mock" or not (path or blend):
         return recipe
     words = list(path.split() if isinstance(path, str) else path or ())
+    if blend and not (isinstance(blend, list) and len(blend) == 2 and isinstance(blend[0], list)):
+        hint = "a list of datasets and one of their weights: `dataset.blend=[[FOLDER/A,FOLDER/B],[0.7,0.3]]`"
+        raise Refused(Problem(f"`dataset.blend` is {blend!r}", key="data.parts", hint=hint))
     names, weights = blend or ((words[1::2], words[::2]) if len(words) > 1 else (words, None))
     try:
         parts = [{"weight": float(weight), "path": name} for weight, name in zip(weights or [1], names, strict=True)]
@@ -336,20 +373,26 @@ def _start(recipe: Recipe, changed: dict[str, Any]) -> Recipe:
     return from_tree(tree)
 
 
-def _with(recipe: Recipe, changed: Mapping[str, Any], a: Arguments) -> tuple[Recipe, dict[str, str]]:
-    """The recipe with the keys that decide the changed fields set to what the fields say.
+def _with(
+    recipe: Recipe, changed: Mapping[str, Any], before: Mapping[str, Any], a: Arguments
+) -> tuple[Recipe, dict[str, str]]:
+    """The recipe with the keys that decide the changed fields set to what the fields say; before: all fields as the recipe has them.
 
     And {field: key} of the changed ones that follow from a key without being its value: whether they fit shows when all is made anew.
     """
-    owners: dict[str, Setting] = {}
+    owners: dict[str, list[Setting]] = {}
     for setting in a.lowering.settings:
         for path in a.fields[setting.name]:
-            owners.setdefault(path, setting)
+            owners.setdefault(path, []).append(setting)
     said: dict[str, Any] = {}
     follows: dict[str, str] = {}
     problems = []
     for path, value in changed.items():
-        owner = owners.get(path)
+        settings = owners.get(path, [])
+        own = [s for s in settings if s.key and _same(_held(recipe, s.key), before[path])]
+        if before[path] is None and path in deciding():
+            own = []  # null is any key's
+        owner = next(iter([*own, *settings]), None)
         if path in SAME:
             said[SAME[path]] = value
         elif owner is None:
@@ -363,17 +406,24 @@ def _with(recipe: Recipe, changed: Mapping[str, Any], a: Arguments) -> tuple[Rec
                     f"`{path}` was set to {value!r}, and `{owner.owner}` pins it: {owner.why}", hint=_hint(path, LEAVE)
                 )
             )
-        elif not _same(_held(recipe, owner.key), owner.value):
+        elif path in FIXED:
+            problems.append(Problem(f"`{path}` was set to {value!r}: {FIXED[path]}", hint="leave it out"))
+        elif not own:
             follows[path] = owner.key
         elif said.setdefault(owner.key, value) != value:
             message = f"`{path}` was set to {value!r}, and another field to {said[owner.key]!r}"
             problems.append(Problem(message, key=owner.key))
     raise_if(problems)
+    return _changed(recipe, said), follows
+
+
+def _changed(recipe: Recipe, said: Mapping[str, Any]) -> Recipe:
+    """A recipe with some keys' values. Raises Refused."""
     tree = to_tree(recipe)
     for key, value in said.items():
         node, last = _node(tree, key)
         node[last] = value
-    return from_tree(tree), follows
+    return from_tree(tree)
 
 
 def _same(held: Any, value: Any) -> bool:
@@ -383,7 +433,7 @@ def _same(held: Any, value: Any) -> bool:
 
 def _held(recipe: Recipe, key: str) -> Any:
     node, last = _node(to_tree(recipe), key)
-    return tuple(node[last]) if isinstance(node[last], list) else node[last]
+    return _plain(node[last])
 
 
 def _node(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:

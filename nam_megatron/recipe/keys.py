@@ -1,7 +1,7 @@
 """The keys of a recipe: which there are, and what is said to somebody who wrote another."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from nam_megatron.features.names import FEATURES
 from nam_megatron.recipe.recipe import Recipe
@@ -32,6 +32,20 @@ def config_at(loc: Iterable[Any]) -> type[Config] | None:
             continue
         cls = section(cls.model_fields[part].annotation) if cls and part in cls.model_fields else None
     return cls
+
+
+def values_at(key: str) -> Iterator[str]:
+    """The words that a key may have, where they are a few."""
+    *parents, last = key.split(".")
+    config = config_at(parents)
+    if config is None or last not in config.model_fields:
+        return
+    kind = config.model_fields[last].annotation
+    for one in (kind, *get_args(kind)):
+        if get_origin(one) is Literal:
+            yield from map(str, get_args(one))
+        elif one is bool:
+            yield from ("true", "false")
 
 
 def keys_hint(loc: Sequence[Any]) -> str:
