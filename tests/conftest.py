@@ -11,6 +11,9 @@ from hypothesis import settings
 # for every core, and those of tiny matrices spend their time waiting for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Images of containers keep no compiled modules. Hundreds of processes import torch and Megatron below, and each would compile them anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # A shell starts what it puts into the background with Ctrl-C ignored, and every process below inherits that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -86,7 +86,7 @@ def patched(mode: type[_CudaToCpu] = _CudaToCpu) -> Iterator[None]:
     import megatron.core.transformer.multi_latent_attention as mla
 
     torch.set_num_threads(1)
-    torch._dynamo.config.disable = True
+    torch.compiler.set_stance("force_eager")
     idle = _Idle()
     torch.cuda.current_device = lambda: CPU
     torch.cuda.synchronize = lambda *_, **__: None

@@ -5,6 +5,8 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +14,46 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
+ROOT = Path(__file__).parents[2]
 
-def passes(name: str) -> str:
-    """What pytest says of tests/gpu/NAME in the interpreter, in a process of its own, where all of them have passed."""
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:xdist", f"tests/gpu/{name}"]
+
+# Nothing of ours: what a mutant changes is imported after the fork.
+SERVER = """if True:
+    import gc, os, sys
+    import megatron.core.models.hybrid.hybrid_model, pytest, torch, transformers, triton.language
+    gc.freeze()
+    for line in sys.stdin:
+        said, *words = line.rstrip().split(chr(9))
+        if not (child := os.fork()):
+            for fd in (1, 2):
+                os.dup2(os.open(said, os.O_WRONLY | os.O_APPEND), fd)
+            code = pytest.main(words)
+            sys.stdout.flush()
+            os._exit(code)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)"""
+
+
+@cache
+def server() -> subprocess.Popen:
+    """Has imported torch and Megatron once, where kernels are interpreted, and forks for each file of tests."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
-    return done.stdout
+    command = [sys.executable, "-W", "ignore", "-c", SERVER]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def passes(*paths: str) -> str:
+    """What pytest says of tests in the interpreter, in a process of its own, where all of them have passed."""
+    with tempfile.NamedTemporaryFile("r") as said:
+        asked = server()
+        asked.stdin.write(
+            "\t".join((said.name, "-v", "-W", "ignore", "-p", "no:cacheprovider", "-p", "no:xdist", *paths)) + "\n"
+        )
+        asked.stdin.flush()
+        code, told = asked.stdout.readline(), said.read()
+        assert code == "0\n", told[-5000:]
+        return told
 
 
 def mend(monkeypatch) -> None:

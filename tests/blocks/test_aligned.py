@@ -89,4 +89,4 @@ def test_the_model_is_the_same(layout, monkeypatch):
 
 
 def test_the_kernel():
-    assert "3 passed" in interpreter.passes("test_columns.py")
+    assert "3 passed" in interpreter.passes("tests/gpu/test_columns.py")

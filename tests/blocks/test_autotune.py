@@ -4,4 +4,4 @@ import interpreter
 
 
 def test_in_the_interpreter():
-    assert "7 passed" in interpreter.passes("test_autotune.py")
+    assert "7 passed" in interpreter.passes("tests/gpu/test_autotune.py")

@@ -393,4 +393,4 @@ def test_kernels_compile_for_hopper(monkeypatch):
 
 
 def test_kernels_in_the_interpreter():
-    interpreter.passes("test_dsa.py")
+    interpreter.passes("tests/gpu/test_dsa.py")

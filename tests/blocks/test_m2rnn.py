@@ -4,7 +4,6 @@ kernel.py and elementwise.py are checked by tests/gpu/test_m2rnn.py, which this 
 """
 
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -423,7 +422,4 @@ if INTERPRETED:
 
 
 def test_kernels_in_the_interpreter():
-    paths = [str(Path(__file__).parents[1] / "gpu" / "test_m2rnn.py"), f"{__file__}::test_fused_layer_is_the_naive_one"]
-    command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider", "-p", "no:xdist", *paths]
-    ran = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    interpreter.passes("tests/gpu/test_m2rnn.py", f"{__file__}::test_fused_layer_is_the_naive_one")

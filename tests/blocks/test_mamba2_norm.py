@@ -4,4 +4,4 @@ import interpreter
 
 
 def test_the_kernels():
-    assert "12 passed, 3 deselected" in interpreter.passes("test_mamba2_norm.py")
+    assert "12 passed, 3 deselected" in interpreter.passes("tests/gpu/test_mamba2_norm.py")

@@ -163,4 +163,4 @@ def test_a_config_that_no_recipe_leads_to_is_our_mistake(ours, config, said):
 
 
 def test_kernels_in_the_interpreter():
-    interpreter.passes("test_mla.py")
+    interpreter.passes("tests/gpu/test_mla.py")

@@ -20,7 +20,7 @@ from nam_megatron.blocks.moe.layer import ForkedMoELayer, LocalMoELayer
 
 
 def test_the_kernels():
-    assert "27 passed" in interpreter.passes("test_router.py")
+    assert "27 passed" in interpreter.passes("tests/gpu/test_router.py")
 
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}], ids=str)
@@ -51,4 +51,4 @@ def test_the_fork_changes_no_bit(layout, gemm, config):
 
 
 def test_the_kernels_that_turn_a_routing_map_around():
-    assert "36 passed" in interpreter.passes("test_last_first.py")
+    assert "36 passed" in interpreter.passes("tests/gpu/test_last_first.py")

@@ -62,4 +62,4 @@ def test_it_compiles_for_hopper(monkeypatch):
 
 
 def test_the_kernel():
-    assert "11 passed" in interpreter.passes("test_word_embedding.py")
+    assert "11 passed" in interpreter.passes("tests/gpu/test_word_embedding.py")

@@ -23,6 +23,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 # Warm: what a rank would import happens once, in the parent.
+import megatron.core.dist_checkpointing.strategies.filesystem_async
 import megatron.core.models.hybrid.hybrid_model
 import megatron.core.ssm.gated_delta_net.gdn
 import megatron.core.transformer.experimental_attention_variant.absorbed_mla

@@ -4,7 +4,6 @@ The kernels themselves are checked by tests/gpu/test_cross_entropy.py, which thi
 """
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -81,11 +80,8 @@ if INTERPRETED:
 
 
 def test_kernels_and_models_in_the_interpreter():
-    paths = [
-        str(Path(__file__).parents[1] / "gpu" / "test_cross_entropy.py"),
-        f"{__file__}::test_a_model_learns_the_same_from_it",
-        f"{__file__}::test_a_split_vocabulary_is_the_whole_one",
-    ]
-    command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider", "-p", "no:xdist", *paths]
-    ran = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    ours = (
+        f"{__file__}::test_{name}"
+        for name in ("a_model_learns_the_same_from_it", "a_split_vocabulary_is_the_whole_one")
+    )
+    interpreter.passes("tests/gpu/test_cross_entropy.py", *ours)

@@ -280,4 +280,4 @@ def test_kernels_compile_for_hopper(monkeypatch, tmp_path, streams):
 
 
 def test_kernels_in_the_interpreter():
-    interpreter.passes("test_mhc.py")
+    interpreter.passes("tests/gpu/test_mhc.py")

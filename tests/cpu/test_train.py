@@ -281,14 +281,16 @@ def test_the_log_divides_by_a_gpus_share_of_a_sequence():
 
 def test_a_refusal_is_said_once_under_torchrun(tmp_path):
     """Two ranks that refuse at the same time: whoever ends first must not take the message with it."""
-    words = command(tmp_path)
-    torchrun = [sys.executable, "-m", "nam_megatron.torchrun", "--nproc-per-node", "2", "-m", "nam_megatron.train"]
+    words = [
+        *["-m", "nam_megatron.torchrun", "--standalone", "--nproc-per-node", "2", "-m", "nam_megatron.train"],
+        *command(tmp_path),
+    ]
     env = os.environ | dict(
         PYTHONPATH=str(Path(train.__file__).parents[1]),
         OMP_NUM_THREADS="1",
         **{k: v for k, v in TORCHRUN.items() if "ALLOC" in k},
     )
-    done = subprocess.run([*torchrun, *words], env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: 2 processes, and the plan is for 1") and done.stderr.count("error: ") == 1
     assert done.stderr.splitlines()[-1].startswith("hint: "), done.stderr  # torchrun adds nothing to it

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import stat
 import subprocess
 from pathlib import Path
@@ -18,11 +19,12 @@ from launch import app, show
 from launch.context import Context
 from launch.finding import passed, waive
 from launch.record import source
-from launch.run import job, kubernetes, overlay, slurm
+from launch.run import job, kubernetes, overlay, run, slurm
 from nam_megatron.compile.argv import argv
 from nam_megatron.compile.lower import translate
 from nam_megatron.errors import INCOMPLETE, Refused
 from nam_megatron.recipe import load
+from nam_megatron.tracker import TRACKER
 
 WORDS = {
     "format": "auto",
@@ -294,6 +296,36 @@ def test_sbatch_repeats_the_words_that_matter(tmp_path):
     subprocess.run(["bash", "-n", tmp_path / "job.sh"], check=True)
 
 
+@pytest.mark.parametrize("restarts", ["0", "1"])
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_requeued_job_goes_on_from_its_own_checkpoint_alone(tmp_path, restarts, saved):
+    """The script itself: by Slurm's second start it has something newer than what it was told to begin with, or begins again."""
+    own, first = tmp_path / "own", "schedule.load=/begins/here"
+    text = slurm.sbatch(
+        context(f"schedule.save={own}", "schedule.save_interval=2").lowering,
+        ["conf=c", first, "schedule.train_steps=7"],
+    )
+    own.mkdir()
+    if saved:
+        (own / TRACKER).touch()
+    for name, script in {"srun": "echo software=0", "python": 'echo "$*"'}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(stat.S_IRWXU)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7"}
+    env["SLURM_RESTART_COUNT"] = restarts
+    done = subprocess.run(["bash", "-c", text], env=env, capture_output=True, text=True, check=True)
+    words = done.stdout.splitlines()[-1].partition(" run ")[2].split()
+    asked = f"schedule.load={own}" if saved and restarts == "1" else first
+    assert sorted(words) == sorted(["conf=c", asked, "schedule.train_steps=7"])
+
+
+def test_what_is_translated_are_the_words_of_the_recipe_alone():
+    recipe = ["conf=c", "optim.lr=1e-3", "cluster.nodes=2"]
+    ours = [f"{key}=x" for key in app.KEYS] + ["cluster.waivers.git=why", "cluster.waivers={git: why}"]
+    assert shlex.split(slurm.for_translate([*ours, *recipe])) == recipe
+    assert shlex.split(slurm.for_launch(ours)) == [w for w in ours if w.partition("=")[0] not in slurm.SCREEN]
+
+
 @pytest.mark.parametrize(("second", "code"), [("aaaaaaaaaaaa", 0), ("bbbbbbbbbbbb", 1)])
 def test_hosts_with_other_packages_end_a_job_before_it_starts(tmp_path, second, code):
     """The script itself, with an srun that answers for two hosts."""
@@ -444,8 +476,39 @@ def test_wrong_words_are_refused(verb, words, key):
     assert [p.key for p in refused.value.problems] == [key]
 
 
-def test_a_hash_of_digits_alone_stays_a_hash():
-    assert app.checked("run", WORDS | {"revision": 1234567})["revision"] == "1234567"
+@pytest.mark.parametrize("key", [key for key, word in WORDS.items() if word is None])
+def test_a_word_of_digits_alone_stays_a_word(key, tmp_path, monkeypatch):
+    """A hash, a host, the file of a key: Hydra reads a number. A list of them is no word, and says so by its key."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "1234567").touch()
+    digits = "24:00:00" if key == "time" else 1234567
+    assert app.checked("run", WORDS | {key: digits})[key] == str(digits)
+    with pytest.raises(Refused) as refused:
+        app.checked("run", WORDS | {key: [digits]})
+    assert "takes one word" in str(refused.value) and {p.key for p in refused.value.problems} == {key}
+
+
+BRIDGES = ("schedule.pretrained=/p", "model.blocks.moe.expert_bias_update_rate=0.0")
+BRIDGES_ALONE = {
+    "schedule.pretrained": BRIDGES,
+    "feature.lora.rank": (*BRIDGES, "feature.lora.rank=8"),
+    "data.name": (*BRIDGES, "data=sft", "data.tokenizer=/t", "data.path=/d"),
+    None: (),
+}
+
+
+@pytest.mark.parametrize("key", BRIDGES_ALONE)
+@pytest.mark.parametrize("trainer", app.TRAINERS)
+def test_what_bridge_alone_trains_is_started_under_bridge_alone(key, trainer, monkeypatch):
+    """And what both can, under either."""
+    monkeypatch.setattr(run, "run", lambda context: "started")
+    c = context(*BRIDGES_ALONE[key], preset="nam56r_native_dp", trainer=trainer)
+    if key and trainer == "megatron":
+        with pytest.raises(Refused) as refused:
+            app.train(c)
+        assert key in [problem.key for problem in refused.value.problems]
+    else:
+        assert app.train(c) == "started"
 
 
 def test_several_nodes_run_in_slurm_only(tmp_path, monkeypatch):

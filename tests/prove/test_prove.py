@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -18,7 +19,8 @@ from types import SimpleNamespace
 import planted
 import pytest
 import torch
-from command import unbuilt, warm
+from command import _child, unbuilt, warm
+from managers import ends, fails, gone, waits, with_managers
 from presets import ALL, PUBLIC, lowered
 
 from nam_megatron.errors import Refused
@@ -307,20 +309,20 @@ REFUSED = {
 
 @pytest.mark.parametrize(("words", "code", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_refusals(words, code, message):
-    ran = command(*words)
-    assert (ran.returncode, ran.stdout) == (code, "") and message in ran.stderr and "Traceback" not in ran.stderr
+    ran = warm(*words, module="nam_megatron.prove.__main__")
+    assert (ran.code, ran.out) == (code, "") and message in ran.err and "Traceback" not in ran.err
 
 
-@pytest.mark.parametrize(
-    "module", [("nam_megatron.prove", "device=cuda"), ("nam_megatron.prove.every", "--device", "cuda")]
-)
-def test_a_host_without_gpus_is_told_before_a_rank_starts(module):
-    run = [sys.executable, "-W", "ignore", "-m", *module]
-    ran = subprocess.run(
-        run, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, check=False
-    )
-    assert (ran.returncode, ran.stdout) == (2, "") and "error: torch sees no GPU on this host @ device\n" in ran.stderr
-    assert "> reference" not in ran.stderr
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize("words", ["nam_megatron.prove.__main__ device=cuda", "nam_megatron.prove.every --device cuda"])
+def test_a_host_without_gpus_is_told_before_a_rank_starts(words, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(sys, "argv", words.split())
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(sys.argv[0], run_name="__main__")
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "") and "error: torch sees no GPU on this host @ device\n" in err
+    assert "> reference" not in err
 
 
 def test_what_a_proof_on_gpus_lacks(monkeypatch):
@@ -538,23 +540,25 @@ def test_a_second_run_with_other_bits_is_told_by_the_module_that_first_had_them(
     assert not any(row.off for row in part.rows[: part.rows.index(part.first)])
 
 
+def as_begun():
+    """In a fork of this process: streams that are no test's, and no folder that is known already."""
+    tempfile.tempdir = None
+    sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False, encoding="utf-8") for fd in (1, 2))  # noqa: SIM115
+
+
 def ending(tmp_path, *words):
-    """A proof in a process, begun with the third step of its reference."""
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "nam_megatron.prove",
-        "conf=nam56r_native_dp",
-        "cluster=h200_1",
-        *words,
-    ]
-    ended = subprocess.Popen(command, env=os.environ | {"TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE, text=True)
-    while not list(tmp_path.glob("nam_megatron_prove_*/weight-3.pt")):
-        assert ended.poll() is None, ended.stderr.read()
+    """A proof in a process that has the imports, begun with the third step of its reference; what it says; where its files are."""
+    made, said = tmp_path / "made", tmp_path / "said"
+    made.mkdir()
+    words = ("conf=nam56r_native_dp", "cluster=h200_1", *words)
+    streams = (str(tmp_path / "out"), str(said))
+    args = ("nam_megatron.prove.__main__", words, ".", *streams, {"TMPDIR": str(made)}, as_begun)
+    ended = multiprocessing.get_context("fork").Process(target=_child, args=args)
+    ended.start()
+    while not list(made.glob("nam_megatron_prove_*/weight-3.pt")):
+        assert ended.is_alive(), said.read_text()
         time.sleep(0.02)
-    return ended
+    return ended, said, made
 
 
 @pytest.mark.parametrize(
@@ -568,15 +572,15 @@ def ending(tmp_path, *words):
 )
 def test_a_proof_that_is_ended_leaves_no_file(tmp_path, numbers, code, said):
     """On SIGTERM, as of `timeout`: its checkpoints may be tens of GiB. And waits for no rank."""
-    ended = ending(tmp_path, "steps=100", "resume=false")
+    ended, told, made = ending(tmp_path, "steps=100", "resume=false")
     begun = time.monotonic()
     for number in numbers:
-        ended.send_signal(number)
+        os.kill(ended.pid, number)
         time.sleep(0.05)
+    ended.join(600)
     # What comes when all is done has its usual effect.
-    assert ended.wait(600) in (code, -numbers[-1]) and ended.stderr.read() == said
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()] and time.monotonic() - begun < 300
-    assert not list(tmp_path.glob("nam_megatron_prove_*"))
+    assert ended.exitcode in (code, -numbers[-1]) and told.read_text() == said
+    assert not list(made.iterdir()) and time.monotonic() - begun < 300
 
 
 def test_a_signal_while_files_are_deleted_waits_for_that(tmp_path, monkeypatch):
@@ -611,47 +615,6 @@ def test_what_nohup_keeps_away_stays_away():
         signal.signal(signal.SIGHUP, before)
 
 
-def with_managers(folder, other, then):
-    """A rank with managers, forked as on a CPU and spawned as on a GPU, whose ids it writes into a file."""
-    if os.environ["RANK"] == "1":
-        while not (folder / "0.pids").exists():
-            time.sleep(0.01)
-        return other()
-    managers = [multiprocessing.get_context(method).Manager() for method in ("fork", "spawn")]
-    (folder / "pids").write_text(" ".join(str(manager._process.pid) for manager in managers))
-    (folder / "pids").rename(folder / "0.pids")
-    return then()
-
-
-def fails():
-    return 7
-
-
-def waits():
-    time.sleep(600)
-
-
-def ends():
-    return 0
-
-
-def gone(folder) -> bool:
-    """Whether those managers have ended: one that its new parent has not waited for has, too."""
-
-    def ended(pid):
-        try:
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-        except FileNotFoundError:
-            return True
-
-    pids = (folder / "0.pids").read_text().split()
-    assert len(pids) == 2
-    until = time.monotonic() + 10
-    while not all(map(ended, pids)) and time.monotonic() < until:
-        time.sleep(0.02)
-    return all(map(ended, pids))
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     ("other", "then"), [(fails, waits), (waits, waits), (ends, ends)], ids=["failed", "late", "done"]
@@ -676,7 +639,8 @@ def test_managers_of_a_rank_end_with_a_command_that_is_killed(tmp_path):
         sys.path.append({str(Path(__file__).parent)!r})
         sys.path.append({str(Path(__file__).parents[1])!r})
         from functools import partial
-        from test_prove import ranks, waits, with_managers
+        from managers import waits, with_managers
+        from nam_megatron.prove import ranks
         ranks.fork(1, partial(with_managers, pathlib.Path({str(tmp_path)!r}), None, waits))"""
     killed = subprocess.Popen([sys.executable, "-W", "ignore", "-c", code], env=os.environ | {"TMPDIR": str(tmp_path)})
     while not (tmp_path / "0.pids").exists():
