@@ -282,7 +282,8 @@ def _norms(a: Args, m: Model) -> str:
             else "none on queries and keys"
         )
     if m.latent:
-        extra.append("on MLA's latents" if a.qk_layernorm else "none on MLA's latents")
+        own = f" with {m.latent_epsilon:g}" if m.latent_epsilon != a.layernorm_epsilon else ""
+        extra.append(f"on MLA's latents{own}" if a.qk_layernorm else "none on MLA's latents")
     if a.layernorm_zero_centered_gamma:
         extra.append("weights centred at zero (1p)")
     return ", ".join([f"{_v(a, 'normalization')}, epsilon {_v(a, 'layernorm_epsilon')}", *extra])

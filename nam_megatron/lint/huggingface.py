@@ -271,11 +271,12 @@ def _common(s: Said) -> Words:
 
 UNGATED = {"nemotron_h"}
 # Keys that a file may leave out and that then have another value in transformers than none: what it builds would be a guess.
+LATENT = {"deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite"}
 _DEEPSEEK = ("routed_scaling_factor", "n_group", "topk_group", "n_shared_experts")
 SAID: Mapping[str, tuple[str, ...]] = {
     "mistral": ("sliding_window",), "mixtral": ("sliding_window",), "qwen3": ("head_dim",), "qwen3_moe": ("head_dim",),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), ("head_dim", "partial_rotary_factor")),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite"), _DEEPSEEK),
+    **dict.fromkeys(LATENT, _DEEPSEEK),
     "glm4_moe": (*_DEEPSEEK, "head_dim", "partial_rotary_factor"), "nemotron_h": ("head_dim|attention_head_dim",),
 }  # fmt: skip
 WINDOWED = {"mixtral", "mistral"}
@@ -341,8 +342,34 @@ def _angles(s: Said) -> tuple[Words, Mapping[str, Any], str | None]:
     base = s.number("rope_theta")
     if base != int(base):
         s.refuse("rope_theta", f"`rope_theta: {base}`", f"{MEGATRON}: it takes whole numbers")
-    found = iter(("--position-embedding-type", "rope", "--rotary-base", str(int(base))))
-    return found, scaling, scaling.get("rope_type") or scaling.get("type")
+    kind = scaling.get("rope_type") or scaling.get("type")
+    named = "yarn" if kind == "yarn" and s.root["model_type"] not in LATENT else "rope"  # MLA has a flag of its own
+    return iter(("--position-embedding-type", named, "--rotary-base", str(int(base)))), scaling, kind
+
+
+def _yarn(s: Said, scaling: Mapping[str, Any]) -> Words:
+    """YaRN's words but for `mscale`, and for whether its ramp begins and ends at whole columns."""
+    yield from ("--rotary-scaling-factor", str(float(scaling["factor"])))
+    if "original_max_position_embeddings" not in scaling:
+        what = "`rope_scaling` of type yarn without `original_max_position_embeddings`"
+        s.refuse("rope_scaling", what, "give the whole file")
+    own = {"original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+    for key, fixed in own.items():
+        if scaling.get(key, fixed) != fixed:
+            yield from (f"--yarn-{key.replace('_', '-')}", str(scaling[key]))
+
+
+def _plain_yarn(s: Said, scaling: Mapping[str, Any]) -> Words:
+    """Of attention that has no latents, as transformers 5.12.1's modeling_rope_utils.py reads it: either both `mscale` or none."""
+    yield from _yarn(s, scaling)
+    whole, rest, factor = (float(scaling.get(key) or 0) for key in ("mscale", "mscale_all_dim", "factor"))
+    whole, rest = (whole, rest) if whole and rest else (1.0, 0.0)
+    weight = (0.1 * whole * math.log(factor) + 1) / (0.1 * rest * math.log(factor) + 1)
+    if (said := scaling.get("attention_factor")) is not None and not math.isclose(said, weight):
+        s.refuse("rope_scaling", f"`rope_scaling.attention_factor: {said}` beside a factor of {factor:g}")
+    yield from ("--mscale", str(whole), "--mscale-all-dim", str(rest))
+    if scaling.get("truncate") is False:
+        yield "--no-yarn-correction-range-round-to-int"
 
 
 def _rope(s: Said) -> Words:
@@ -361,8 +388,10 @@ def _rope(s: Said) -> Words:
         if (factor := float(scaling["factor"])) != int(factor):
             s.refuse("rope_scaling", f"`rope_scaling.factor: {factor}`", f"{MEGATRON}: it takes whole numbers")
         yield from ("--rotary-seq-len-interpolation-factor", str(int(factor)))
+    elif kind == "yarn":
+        yield from _plain_yarn(s, scaling)
     elif kind not in (None, "default"):
-        s.refuse("rope_scaling", f"`rope_scaling` of type {kind}", OURS if kind == "yarn" else MEGATRON)
+        s.refuse("rope_scaling", f"`rope_scaling` of type {kind}")
 
 
 def _all_experts(s: Said) -> bool:
@@ -575,7 +604,7 @@ def _deepseek(s: Said) -> Words:
     base, scaling, kind = _angles(s)
     yield from base
     if kind == "yarn":
-        yield from ("--rope-type", "yarn", "--rotary-scaling-factor", str(float(scaling["factor"])))
+        yield from ("--rope-type", "yarn", *_yarn(s, scaling))
         yield from (
             "--mscale",
             str(scaling.get("mscale", 1.0)),
@@ -585,27 +614,14 @@ def _deepseek(s: Said) -> Words:
         for key, usual in {"attention_factor": (None,), "truncate": (None, True)}.items():
             if scaling.get(key) not in usual:
                 s.refuse("rope_scaling", f"`rope_scaling.{key}: {scaling[key]}`")
-        if "original_max_position_embeddings" not in scaling:
-            s.refuse(
-                "rope_scaling",
-                "`rope_scaling` of type yarn without `original_max_position_embeddings`",
-                "give the whole file",
-            )
-        own = {"original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
-        for key, fixed in own.items():
-            if scaling.get(key, fixed) != fixed:
-                yield from (f"--yarn-{key.replace('_', '-')}", str(scaling[key]))
     else:
         yield from ("--rope-type", "rope")
         if kind not in (None, "default"):
             s.refuse("rope_scaling", f"`rope_scaling` of type {kind}")
     yield "--no-rope-fusion"
     s.off("attention_bias")
-    if (epsilon := s.number("rms_norm_eps")) != 1e-6:
-        s.left.append(
-            f"`rms_norm_eps: {epsilon}`: its code gives norms of latents 1e-06, Megatron all norms one epsilon"
-        )
     if s.root["model_type"] == "deepseek_v32":
+        s.only("rms_norm_eps", 1e-6, lack=f"its code gives the norm of the indexer's keys 1e-06 always: {OURS}")
         for flag, key in (("n-heads", "index_n_heads"), ("head-dim", "index_head_dim"), ("topk", "index_topk")):
             yield from (f"--dsa-indexer-{flag}", str(s.number(key)))
         yield from ("--experimental-attention-variant", "dsa", "--no-dsa-indexer-rotate-activation")

@@ -299,6 +299,11 @@ class Model:
         return "mla" in self.marked or bool(self.plan) or self.described
 
     @property
+    def latent_epsilon(self) -> float:
+        """Of the norms of latents: Megatron's is that of all norms; transformers' classes of DeepSeek's layers have their own always."""
+        return 1e-6 if self.described else self.a.layernorm_epsilon
+
+    @property
     def llama_factor(self) -> float | None:
         """What scales the angles as Llama-3.1's: our trainer by the flag's, Megatron's GPT by 8 whatever it says; None where nothing."""
         ours = "llama_rope" in self.marked or bool(self.plan)

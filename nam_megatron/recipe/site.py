@@ -33,6 +33,7 @@ def site(
         vocab_size=m.vocab_size,
         tied_embeddings=m.tied_embeddings,
         normalization=m.normalization,
+        norm_epsilon=m.norm_epsilon,
         activation=m.activation,
         linear_bias=m.linear_bias,
         learned_positions=m.learned_positions,

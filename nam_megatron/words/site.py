@@ -40,6 +40,7 @@ class Site:
     vocab_size: int
     tied_embeddings: bool
     normalization: str
+    norm_epsilon: float
     activation: str
     linear_bias: bool
     learned_positions: int | None

@@ -18,6 +18,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "mla": {
         "q_lora_rank": 32, "kv_lora_rank": 16, "qk_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 8, "latent_norm": True,
+        "latent_norm_epsilon": 1e-6,
     },
     "dsa": {"indexer_heads": 2, "indexer_head_dim": 16, "top_k": 6},
     "moe": {

@@ -71,7 +71,7 @@ class Dsa(Block):
     def ours(self, site: Site) -> str | None:
         if site.index_reuse and self.kernels != "megatron":
             return "without an attention mask Megatron's shared top-k would live on across microbatches"
-        return None
+        return mla(site).other_epsilon(site)
 
     def gauge(self, layer: Layer) -> Gauge | None:
         return self.measures if computes(layer) and self.kernels != "megatron" else None

@@ -47,6 +47,7 @@ from nam_megatron.blocks.mla.layer import (
     assert_served,
     cos_and_sin,
     itself,
+    latent_epsilon,
     projections,
     weight_of,
 )
@@ -177,7 +178,8 @@ class SparseSelfAttention(AbsorbedMLASelfAttention):
         norms = [None if isinstance(n, IdentityOp) else weight_of(n) for n in (self.q_layernorm, self.kv_layernorm)]
         down = [weight_of(p) for p in (self.linear_q_down_proj, self.linear_kv_down_proj)]
         gamma, rope = weight_of(self.input_norm[0]), c.qk_pos_emb_head_dim
-        latents = self.ops.ingress(hidden_states, gamma, *down, *norms, rope, c.layernorm_epsilon)
+        eps = c.layernorm_epsilon, latent_epsilon(self.kv_layernorm, c.layernorm_epsilon)
+        latents = self.ops.ingress(hidden_states, gamma, *down, *norms, rope, *eps)
         q_latent = latents[..., : c.q_lora_rank].contiguous()
         if c.sequence_parallel:
             latents = gather_from_sequence_parallel_region(latents, group=self.tp_group)

@@ -5,7 +5,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Annotated, Literal
 
-from pydantic import PositiveInt
+from pydantic import PositiveFloat, PositiveInt
 
 from nam_megatron.blocks import NO_KERNEL, Block, residual, whole_scores
 from nam_megatron.words.setting import SAME, Row, Setting
@@ -67,10 +67,19 @@ class Mla(Block):
     ]
     v_head_dim: Annotated[PositiveInt, Row("value head", "v_head_dim")]
     latent_norm: Annotated[bool, Row("RMSNorm on the latents; our stack spec holds them", "qk_layernorm")]
+    latent_norm_epsilon: Annotated[
+        PositiveFloat | None,
+        Row(
+            "added to the variance of latents; null: `model.norm_epsilon`. DeepSeek's classes in transformers have 1e-6 always",
+            was=None,
+        ),
+    ]
 
     def unread(self, site: Site) -> Iterator[tuple[str, str]]:
         if "mla" not in site.kinds:
             yield "kernels", "DSA has its own"
+        if not self.latent_norm:
+            yield "latent_norm_epsilon", "latents have no norm"
 
     def without_norms(self) -> frozenset[str]:
         """Fields that are empty because a latent has no norm, or is not there."""
@@ -81,6 +90,11 @@ class Mla(Block):
     def ours(self, site: Site) -> str | None:
         if self.q_lora_rank is None and self.latent_norm:
             return "Megatron 0.19.2 would put one more norm, over the whole width, before the queries' projection"
+        return self.other_epsilon(site)
+
+    def other_epsilon(self, site: Site) -> str | None:
+        if self.latent_norm and self.latent_norm_epsilon not in (None, site.norm_epsilon):
+            return "Megatron 0.19.2 gives norms of latents the epsilon of all others"
         return None
 
     def settings(self, site: Site) -> Iterator[Setting]:

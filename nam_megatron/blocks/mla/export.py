@@ -11,7 +11,7 @@ UNBIASED = True
 
 
 def keys(b: Mla) -> dict[str, Any]:
-    named = ("kv_lora_rank", "qk_head_dim", "qk_rope_head_dim", "v_head_dim", "latent_norm")
+    named = ("kv_lora_rank", "qk_head_dim", "qk_rope_head_dim", "v_head_dim", "latent_norm", "latent_norm_epsilon")
     return {name: getattr(b, name) for name in named} | {"q_lora_rank": b.q_lora_rank or 0}
 
 

@@ -78,7 +78,7 @@ def _pair(ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 @triton.jit
 def _ingress(
-    x, gamma, w_q, w_kv, gamma_q, gamma_kv, latents, raw, stats, tokens, width, eps,
+    x, gamma, w_q, w_kv, gamma_q, gamma_kv, latents, raw, stats, tokens, width, eps, latent_eps,
     RQ: tl.constexpr, RKV: tl.constexpr, ROPE: tl.constexpr, NORM: tl.constexpr, EVEN: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -125,8 +125,8 @@ def _ingress(
     tl.store(raw + at + RQ + RKV + ir[None, :], pe, mask=here)
     if NORM:
         wide_q, wide_kv = q.to(tl.float32), kv.to(tl.float32)
-        r_q = tl.rsqrt(tl.sum(wide_q * wide_q, 1) / RQ + eps)
-        r_kv = tl.rsqrt(tl.sum(wide_kv * wide_kv, 1) / RKV + eps)
+        r_q = tl.rsqrt(tl.sum(wide_q * wide_q, 1) / RQ + latent_eps)
+        r_kv = tl.rsqrt(tl.sum(wide_kv * wide_kv, 1) / RKV + latent_eps)
         tl.store(stats + tokens + rows, r_q, mask=inside)
         tl.store(stats + 2 * tokens + rows, r_kv, mask=inside)
         q = (wide_q * r_q[:, None] * tl.load(gamma_q + iq).to(tl.float32)[None, :]).to(kind)
@@ -582,7 +582,7 @@ def _added(partial: Tensor, like: Tensor) -> Tensor:
 
 class _Ingress(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, gamma, w_q, w_kv, gamma_q, gamma_kv, rope, eps):
+    def forward(ctx, x, gamma, w_q, w_kv, gamma_q, gamma_kv, rope, eps, latent_eps):
         x, w_q, w_kv = x.contiguous(), w_q.contiguous(), w_kv.contiguous()
         width, tokens, norm = x.size(-1), x.numel() // x.size(-1), gamma_q is not None
         sizes = dict(RQ=w_q.size(0), RKV=w_kv.size(0) - rope, ROPE=rope, NORM=norm)
@@ -591,7 +591,7 @@ class _Ingress(torch.autograd.Function):
         raw, stats = torch.empty_like(latents), x.new_empty(3, tokens, dtype=torch.float32)
         tiles = _tiles("ingress", sizes, tokens)
         _ingress[(triton.cdiv(tokens, tiles["BM"]),)](
-            x, gamma, w_q, w_kv, gamma_q, gamma_kv, latents, raw, stats, tokens, width, eps,
+            x, gamma, w_q, w_kv, gamma_q, gamma_kv, latents, raw, stats, tokens, width, eps, latent_eps,
             EVEN=width % tiles["BK"] == 0, **sizes, **tiles,
         )  # fmt: skip
         ctx.save_for_backward(x, gamma, w_q, w_kv, gamma_q, gamma_kv, folded, raw, stats)
@@ -638,7 +638,7 @@ class _Ingress(torch.autograd.Function):
             G, gamma, w_q, w_kv, d_q, d_kv, d_gamma, width, **sizes, **tiles
         )
         norms = (None, None) if gamma_q is None else d_gammas.sum(0).to(gamma_q.dtype).split((rq, rkv))
-        return dx, d_gamma, d_q, d_kv, *norms, None, None
+        return dx, d_gamma, d_q, d_kv, *norms, None, None, None
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -809,9 +809,10 @@ def ingress(
     gamma_kv: Tensor | None,
     rope: int,
     eps: float,
+    latent_eps: float,
 ) -> Tensor:
     """naive.ingress. Sizes as block.low_rank has them; any h. Keeps x, the latents before their norms, and 12 T bytes."""
-    return _Ingress.apply(x, gamma, w_q_down, w_kv_down, gamma_q, gamma_kv, rope, eps)
+    return _Ingress.apply(x, gamma, w_q_down, w_kv_down, gamma_q, gamma_kv, rope, eps, latent_eps)
 
 
 def queries(latent: Tensor, weight: Tensor, rope: Rope, heads: int) -> Tensor:

@@ -79,6 +79,8 @@ def projections(backend: BackendSpecProvider, block: Mla) -> dict[str, Any]:
     """The submodules that MLA and DSA have alike, ours and Megatron's: all but the core attention."""
     column, linear = backend.column_parallel_linear(), backend.linear()
     norm = backend.layer_norm(rms_norm=True, for_qk=True) if block.latent_norm else IdentityOp
+    if block.latent_norm and block.latent_norm_epsilon:
+        norm = with_epsilon(norm, block.latent_norm_epsilon)
     return {
         "linear_q_proj": column,
         "linear_q_down_proj": linear,
@@ -89,6 +91,21 @@ def projections(backend: BackendSpecProvider, block: Mla) -> dict[str, Any]:
         "q_layernorm": norm if block.q_lora_rank else IdentityOp,
         "kv_layernorm": norm,
     }
+
+
+def with_epsilon(norm: Any, own: float) -> type:
+    """A norm of this epsilon, whatever it is built with: Megatron hands every one that of the model."""
+
+    class Norm:  # and no function, which Megatron's `build_module` would take for the norm itself
+        def __new__(cls, config: Any, hidden_size: int, eps: float) -> Any:
+            return norm(config=config, hidden_size=hidden_size, eps=own)
+
+    return Norm
+
+
+def latent_epsilon(norm: Any, otherwise: float) -> float:
+    """Of a latent's norm; where none stands, nothing reads it."""
+    return otherwise if isinstance(norm, IdentityOp) else norm.eps
 
 
 class WithoutQueryLatent(MLASelfAttention):
@@ -191,7 +208,8 @@ class FusedMLASelfAttention(MLASelfAttention):
         norms = [None if isinstance(n, IdentityOp) else weight_of(n) for n in (self.q_layernorm, self.kv_layernorm)]
         gamma, down = weight_of(self.input_norm[0]), (self.linear_q_down_proj, self.linear_kv_down_proj)
         rope, eps = self.config.qk_pos_emb_head_dim, self.config.layernorm_epsilon
-        latents = self.ops.ingress(x, gamma, *map(weight_of, down), *norms, rope, eps)
+        own = latent_epsilon(self.kv_layernorm, eps)
+        latents = self.ops.ingress(x, gamma, *map(weight_of, down), *norms, rope, eps, own)
         if self.config.sequence_parallel:
             latents = gather_from_sequence_parallel_region(latents, group=self.tp_group)
         return latents.split((self.config.q_lora_rank, self.config.kv_lora_rank, rope), -1)

@@ -65,6 +65,7 @@ def ingress(
     gamma_kv: Tensor | None,
     rope: int,
     eps: float,
+    latent_eps: float,
 ) -> Tensor:
     """Input norm, both down projections and the latent norms: [..., rq + rkv + dr], the last part not yet rotated.
 
@@ -76,7 +77,7 @@ def ingress(
     if gamma_q is None:
         return torch.cat((q, kv), -1)
     latent, k_rope = kv.split((kv.size(-1) - rope, rope), -1)
-    return torch.cat((rms_norm(q, gamma_q, eps), rms_norm(latent, gamma_kv, eps), k_rope), -1)
+    return torch.cat((rms_norm(q, gamma_q, latent_eps), rms_norm(latent, gamma_kv, latent_eps), k_rope), -1)
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:

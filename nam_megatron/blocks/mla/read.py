@@ -10,11 +10,19 @@ def keys(a: Any, m: Any, lost: list[str]) -> dict[str, Any]:
     found = Mla.of_arguments(a)
     if a.q_lora_rank is None or foreign(a):
         found["kernels"] = "megatron"
+    found["latent_norm_epsilon"] = _epsilon(a, m)
     if a.q_lora_rank is None and a.qk_layernorm and not m.plain_query:
         lost.append(
             "Megatron's norm over the whole width before the queries' projection, where there is no query latent"
         )
     return found
+
+
+def _epsilon(a: Any, m: Any) -> float | str | None:
+    """Of the norms of latents: no argument of Megatron's says it. `???` where a plan that is not here may."""
+    if "mla" in m.marked or "dsa" in m.marked:
+        return "???"
+    return None if m.latent_epsilon == a.layernorm_epsilon else m.latent_epsilon
 
 
 def foreign(a: Any) -> bool:

@@ -41,6 +41,7 @@ def _value(said: Any, of: Family, plan: Plan, c: Config) -> Any:
 def _rope_scaling(of: Family, plan: Plan, c: Config) -> dict[str, Any] | None:
     if y := c.get("yarn"):
         found = {key: y[key] for key in ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")}
+        found |= {} if y["rounded"] else {"truncate": False}
         return {"rope_type": "yarn", "original_max_position_embeddings": y["original_length"], **found}
     if scaled := c.get("llama_rope"):
         fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

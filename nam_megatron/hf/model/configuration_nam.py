@@ -25,7 +25,7 @@ BLOCKS = {
     },
     "mla": {
         "q_lora_rank": int, "kv_lora_rank": int, "qk_head_dim": int, "qk_rope_head_dim": int, "v_head_dim": int,
-        "latent_norm": bool,
+        "latent_norm": bool, "latent_norm_epsilon": float,
     },
     "dsa": {"indexer_heads": int, "indexer_head_dim": int, "top_k": int},
     "moe": {

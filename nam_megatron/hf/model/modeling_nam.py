@@ -155,9 +155,9 @@ class Norm(nn.Module):
         return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * weight).to(x.dtype)
 
 
-def norm(c, size, kind=None):
+def norm(c, size, kind=None, eps=None):
     """The model's norm."""
-    return Norm(size, c.norm_epsilon, kind or c.normalization, c.zero_centered_norms)
+    return Norm(size, eps or c.norm_epsilon, kind or c.normalization, c.zero_centered_norms)
 
 
 def linear(inputs, outputs, bias=False):
@@ -331,7 +331,8 @@ class Latent(nn.Module):
         self.kv_down, self.out = linear(h, self.rkv + self.dr), linear(n * self.dv, h)
         self.q_up, self.kv_up = Matrix(self.rq or h, n * (self.dq + self.dr)), Matrix(self.rkv, n * (self.dq + self.dv))
         self.q_norm, self.kv_norm = (
-            norm(c, rank) if b["latent_norm"] and rank else nn.Identity() for rank in (self.rq, self.rkv)
+            norm(c, rank, eps=b["latent_norm_epsilon"]) if b["latent_norm"] and rank else nn.Identity()
+            for rank in (self.rq, self.rkv)
         )
 
     def latents(self, x, step):
