@@ -15,4 +15,6 @@ def _whole(name: str) -> dict[str, Any]:
 
 CONFIGS = {name: _whole(name) for name in SAID}
 LLAMA, DEEPSEEK_V2_LITE, DEEPSEEK_V3 = (CONFIGS[n] for n in ("llama_3_1_8b", "deepseek_v2_lite", "deepseek_v3_yarn"))
-NEMOTRON_3_NANO, GLM_4_7_FLASH = CONFIGS["nemotron_3_nano_30b_a3b"], CONFIGS["glm_4_7_flash"]
+NEMOTRON_3_NANO, GLM_4_7_FLASH, GPT_OSS = (
+    CONFIGS[n] for n in ("nemotron_3_nano_30b_a3b", "glm_4_7_flash", "gpt_oss_20b")
+)

@@ -74,17 +74,14 @@ def test_a_refusal_names_the_key_before_the_checkpoint_is_opened(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "refused"),
-    [
-        (("model.letters.E=mlp",), False),
-        (("model.blocks.moe.grouped_gemm=false", "model.blocks.moe.shared_expert_hidden_size=0"), True),
-    ],
+    "overrides",
+    [("model.letters.E=mlp",), ("model.blocks.moe.grouped_gemm=false", "model.blocks.moe.shared_expert_hidden_size=0")],
 )
-def test_biases_are_those_of_attention_and_dense_mlps(overrides, refused):
+def test_biases_are_those_that_the_budget_counts(overrides):
     plan = lowered("nam56r_smoke", "model.linear_bias=true", *overrides).plan
-    assert [p.key for p in describe.objections(plan)] == ["model.linear_bias"] * refused
+    assert not list(describe.objections(plan))
     found, wanted = (of(plan) for of in (lambda plan: of_the_export(describe.config(plan)), of_the_budget))
-    for kind in {"attention", "mlp"} & wanted.keys():
+    for kind in {"attention", "mlp", "moe"} & wanted.keys():
         assert found[kind] == wanted[kind]
 
 
@@ -207,10 +204,14 @@ def test_one_device_keeps_the_columns_that_fp8_needs(plain):
     assert alone.precision.attention_kernels == "transformer_engine"
 
 
+UNTRAINED = {"gpt_oss_20b", "gpt_oss_120b"}  # on a CPU, whose linear layers do not train experts with biases
+
+
 def test_the_bounds_that_the_documents_name_are_those_of_the_proof():
     root = Path(__file__).parents[1]
     rows = json.loads((root / "benchmarks/exports.json").read_text())
-    assert {row["preset"] for row in rows} == {path.stem for path in (root / "conf/preset").glob("*.yaml")}
+    presets = {path.stem for path in (root / "conf/preset").glob("*.yaml")}
+    assert {row["preset"] for row in rows} == presets - UNTRAINED
     named = re.search(
         r"logits at most (\S+) and a layer at most (\S+) off, in bf16 a cosine of (\S+) or more",
         (root / "docs/checkpoints.md").read_text(),

@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 from command import warm
-from hf_configs import CONFIGS, DEEPSEEK_V2_LITE, DEEPSEEK_V3, GLM_4_7_FLASH, LLAMA, NEMOTRON_3_NANO, SAID
+from hf_configs import CONFIGS, DEEPSEEK_V2_LITE, DEEPSEEK_V3, GLM_4_7_FLASH, GPT_OSS, LLAMA, NEMOTRON_3_NANO, SAID
 from lint_cases import HYBRID, MOE
 from presets import lowered
 from test_lint import launch
@@ -78,6 +78,8 @@ BALANCED = {
     "qwen3_30b_a3b",
     "qwen3_next_80b_a3b",
     "mixtral_8x7b",
+    "gpt_oss_20b",
+    "gpt_oss_120b",
 }
 
 
@@ -152,7 +154,13 @@ def test_what_arguments_cannot_say_is_listed(base, change, says):
         ),
         (NEMOTRON_3_NANO, {"conv_kernel": 3}, "conv_kernel: 3"),
         (LLAMA, {"model_type": "gemma2"}, "its MLPs are gated GELU"),
-        (LLAMA, {"model_type": "gpt_oss"}, "no recipe of ours says them"),
+        (GPT_OSS, {"swiglu_limit": 5.0}, "swiglu_limit: 5.0"),
+        (GPT_OSS, {"layer_types": ["chunked_attention"] * 24}, "chunked_attention"),
+        (
+            GPT_OSS,
+            {"rope_scaling": GPT_OSS["rope_scaling"] | {"attention_factor": 2.0}},
+            "rope_scaling.attention_factor: 2.0",
+        ),
     ],
 )
 def test_what_nobody_can_say_is_refused_by_whose_lack_it_is(base, change, says):
@@ -409,7 +417,8 @@ SILENT |= {(family, "n_group") for family in ("deepseek_v2_lite",)}
 SILENT |= {(family, "topk_group") for family in ("deepseek_v2_lite", "kimi_k2", "glm_4_5_air", "nemotron_3_nano_30b_a3b",
                                                   "moonlight_16b_a3b", "glm_4_7_flash",
                                                   "nemotron_3_super_120b_a12b")}  # fmt: skip
-SILENT |= {(family, "num_hidden_layers") for family in CONFIGS if family.startswith("nemotron")}
+SILENT |= {(family, "num_experts_per_tok") for family in ("gpt_oss_20b", "gpt_oss_120b")}  # which is said twice
+SILENT |= {(family, "num_hidden_layers") for family in CONFIGS if family.startswith(("nemotron", "gpt_oss"))}
 
 
 def flags(config: dict, name: str) -> dict[str, list[str]]:
@@ -451,12 +460,14 @@ OF_ONE = {
     "glm_4_7_flash": {"num_key_value_heads", "partial_rotary_factor"},
     "qwen3_8b": {"sliding_window", "use_sliding_window"},
     "qwen3_0": {"sliding_window", "use_sliding_window"},
+    "gpt_oss": {"attention_dropout", "experts_per_token", "initial_context_length", "swiglu_limit"},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_that_lacks_what_decides_its_model_is_refused(name):
     may = OPTIONAL.union(*(keys for family, keys in OF_ONE.items() if name.startswith(family)))
+    may -= {"rope_scaling", "attention_bias"} if name.startswith("gpt_oss") else set()  # whose class has them unsaid
     lacking = set()
     for key in CONFIGS[name].keys() - {"model_type"}:
         try:

@@ -19,6 +19,8 @@ PUBLISHED = {
     "deepseek_v3_yarn": 671_026_404_352,  # the same
     "glm_4_5_air": 106_852_245_504,  # the same
     "glm_4_7_flash": 29_943_390_976,  # the same
+    "gpt_oss_20b": 20_914_757_184,
+    "gpt_oss_120b": 116_829_156_672,
     "kimi_k2": 1_026_408_209_408,
     "llama_3_1_8b": 8_030_261_248,
     "deepseek_v3": 671_026_404_352,  # without its layer of token prediction

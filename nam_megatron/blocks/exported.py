@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from nam_megatron.words.sizes import GATED
+
 Config = Mapping[str, Any]
 View = Callable[[Any], Any]
 
@@ -86,7 +88,7 @@ def packed(name: str, key: str, sizes: Mapping[str, int], *rest: int) -> Tensor:
 
 def gates(c: Config) -> int:
     """How many projections a feed-forward layer's first is."""
-    return 2 if c["activation"] == "swiglu" else 1
+    return 2 if c["activation"] in GATED else 1
 
 
 def same(tensors: Iterable[Tensor]) -> Iterator[Piece]:

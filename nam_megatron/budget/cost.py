@@ -10,7 +10,7 @@ from nam_megatron.budget import ends
 from nam_megatron.compile.plan import Plan
 from nam_megatron.errors import joined
 from nam_megatron.features.recompute import groups
-from nam_megatron.words.sizes import Sizes, Work
+from nam_megatron.words.sizes import GATED, Sizes, Work
 
 # Of what is named so it counts something, or it is a part of an attention that it takes for nothing.
 COUNTED = {"core", "delta rule", "down projections", "experts", "logits", "output projection", "projections", "recurrence", "scan",
@@ -119,7 +119,7 @@ def _by_symbol(plan: Plan) -> dict[str, float]:
     """What it counts of one layer's forward pass, by the pattern's symbol."""
     m, blocks = plan.recipe.model, plan.recipe.blocks
     h = m.hidden_size
-    gated = 1.5 if m.activation == "swiglu" else 1.0
+    gated = 1.5 if m.activation in GATED else 1.0
     state, groups, heads = 128, 8, 2 * h // 64  # its defaults
     if blocks.mamba2:
         state, groups, heads = blocks.mamba2.state_dim, blocks.mamba2.groups, blocks.mamba2.heads

@@ -70,6 +70,7 @@ FIELDS: Mapping[str, Callable[[Plan], Any]] = {
 EXPECTED: Mapping[str, Callable[[Plan], Any]] = {
     "max_position_embeddings": lambda p: p.recipe.model.learned_positions or p.recipe.model.seq_length,
     "add_qkv_bias": _qkv_bias,
+    "quick_geglu": lambda p: p.recipe.model.activation == "quick_geglu",
     "position_embedding_type": _positions,
     "rotary_percent": _rotary_percent,
     "rope_type": lambda p: "yarn" if p.recipe.feature.yarn else "rope",

@@ -8,7 +8,7 @@ from nam_megatron.blocks.dsa.block import TILE, Dsa, computes
 from nam_megatron.blocks.mla.block import WIDTHS, Mla
 from nam_megatron.compile.plan import Plan
 from nam_megatron.features.names import Features
-from nam_megatron.laws.law import CONTRADICTION, MATHS, OURS, REFUSES, WRONG, Law, Words
+from nam_megatron.laws.law import CONTRADICTION, MATHS, OURS, REFUSES, UNTRIED, WRONG, Law, Words
 from nam_megatron.laws.sizes import UNEVEN, fits, uneven
 from nam_megatron.recipe.layout import Parallel
 from nam_megatron.recipe.model import Model
@@ -134,6 +134,14 @@ LAWS = (
         says="Transformer Engine's ring of context ranks takes no window",
         way="set `parallel.context=1`, or it to null",
         source="Transformer Engine 2.20, pytorch/attention/dot_product_attention/context_parallel.py",
+    ),
+    Law(
+        id="sinks-context",
+        category=UNTRIED,
+        key=GQA + "sinks",
+        when=lambda attention, parallel: attention.sinks and parallel.context > 1,
+        says="sinks have not been tried with context ranks, whose ring Transformer Engine does not give them",
+        way="set `parallel.context=1`",
     ),
     Law(
         id="unwindowed-without-window",

@@ -63,6 +63,11 @@ def _window(recipe: Recipe) -> bool:
     return block is not None and block.window is not None
 
 
+def _sinks(recipe: Recipe) -> bool:
+    block = recipe.blocks.attention
+    return block is not None and block.sinks
+
+
 def graphs_of_parts(recipe: Recipe) -> bool:
     graphs = recipe.feature.cuda_graphs
     return graphs is not None and bool(graphs.modules)
@@ -149,6 +154,7 @@ LAWS = (
         way=f"set `{FLASH_KEY}=transformer_engine`",
     ),
     flash_untried("window", _window, "a window"),
+    flash_untried("sinks", _sinks, "sinks"),
     flash_untried("context", lambda r: r.parallel.context > 1, "context ranks"),
     flash_untried("dropout", lambda r: r.model.attention_dropout > 0, "dropout"),
     flash_untried("deterministic", lambda r: r.precision.deterministic, "`precision.deterministic`"),

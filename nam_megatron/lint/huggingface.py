@@ -34,8 +34,6 @@ LACKS = {
     **dict.fromkeys(("olmo2", "olmo3"), f"its norms stand after the layers: {MEGATRON}"),
     **dict.fromkeys(("granite", "granitemoe", "granitemoehybrid"), f"it scales its embeddings and residuals: {MEGATRON}"),
     **dict.fromkeys(("cohere", "cohere2", "falcon", "gpt_neox"), f"its attention and MLP stand side by side: {MEGATRON}"),
-    "gpt_oss": "Megatron has its sinks (`--softmax-type learnable`), its clamped gates (`--quick-geglu`, `--glu-linear-offset`, "
-               "`--activation-func-clamp-value`) and its experts' and router's biases, and no recipe of ours says them",
     "llama4": f"it turns only some layers' queries, and scales them by position: {OURS}", "llama4_text": f"as llama4's: {OURS}",
     "phi3": f"it packs its projections: {OURS}", "gpt2": f"its keys have other names: {OURS}",
 }  # fmt: skip
@@ -52,7 +50,7 @@ HOLD: Mapping[str, tuple[type, str]] = {
 }  # fmt: skip
 REAL = {
     "rms_norm_eps", "layer_norm_epsilon", "norm_eps", "initializer_range", "rope_theta", "partial_rotary_factor", "hidden_dropout",
-    "attention_dropout", "routed_scaling_factor", "router_aux_loss_coef", "aux_loss_alpha", "router_jitter_noise",
+    "attention_dropout", "routed_scaling_factor", "swiglu_limit", "router_aux_loss_coef", "aux_loss_alpha", "router_jitter_noise",
 }  # fmt: skip
 MAY_BE_0 = REAL | {"first_k_dense_replace"}
 # Keys that a dense model has no use for.
@@ -251,7 +249,9 @@ def _common(s: Said) -> Words:
         "--norm-epsilon",
         str(s.number("rms_norm_eps", "layer_norm_epsilon", "norm_eps")),
     )
-    yield from ("--disable-bias-linear", "--hidden-dropout", str(s.get("hidden_dropout", 0.0)))
+    if s.root["model_type"] not in BIASED:
+        yield "--disable-bias-linear"
+    yield from ("--hidden-dropout", str(s.get("hidden_dropout", 0.0)))
     yield from ("--attention-dropout", str(s.get("attention_dropout", 0.0)))
     if s.get("initializer_range") is not None:
         yield from ("--init-method-std", str(s.number("initializer_range")))
@@ -266,10 +266,14 @@ def _common(s: Said) -> Words:
     if act != (usual := "silu" if gated else "relu2"):
         what = f"`{act}` in a {'gated' if gated else 'plain'} MLP of `{s.name}`"
         s.refuse("hidden_act", what, f"{MEGATRON}: {'a gate' if gated else 'this MLP'} has `{usual}`")
-    yield "--swiglu" if gated else "--squared-relu"
+    if s.root["model_type"] in CLAMPED:  # its gate is no plain SiLU, whatever it is called
+        yield from ("--quick-geglu", "--glu-linear-offset", "1.0", "--activation-func-clamp-value", "7.0")
+    else:
+        yield "--swiglu" if gated else "--squared-relu"
 
 
 UNGATED = {"nemotron_h"}
+BIASED = CLAMPED = {"gpt_oss"}
 # Keys that a file may leave out and that then have another value in transformers than none: what it builds would be a guess.
 LATENT = {"deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite"}
 _DEEPSEEK = ("routed_scaling_factor", "n_group", "topk_group", "n_shared_experts")
@@ -277,9 +281,10 @@ SAID: Mapping[str, tuple[str, ...]] = {
     "mistral": ("sliding_window",), "mixtral": ("sliding_window",), "qwen3": ("head_dim",), "qwen3_moe": ("head_dim",),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), ("head_dim", "partial_rotary_factor")),
     **dict.fromkeys(LATENT, _DEEPSEEK),
+    "gpt_oss": ("head_dim", "sliding_window", "layer_types", "attention_bias", "rope_scaling|rope_parameters"),
     "glm4_moe": (*_DEEPSEEK, "head_dim", "partial_rotary_factor"), "nemotron_h": ("head_dim|attention_head_dim",),
 }  # fmt: skip
-WINDOWED = {"mixtral", "mistral"}
+WINDOWED = {"mixtral", "mistral", "gpt_oss"}
 LINEAR = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 
 
@@ -303,7 +308,7 @@ def _elsewhere(s: Said) -> None:
         s.typed(key)
     if kind not in WINDOWED and root.get("sliding_window") and root.get("use_sliding_window", True):
         s.refuse("sliding_window", f"`sliding_window: {root['sliding_window']}` of `{kind}`", OURS)
-    if kind not in LINEAR and (
+    if kind not in (*LINEAR, "gpt_oss") and (
         others := {*(root.get("layer_types") or ())} - {"full_attention", "deepseek_sparse_attention"}
     ):
         s.refuse("layer_types", f"`layer_types`: {', '.join(map(str, sorted(others)))}", OURS)
@@ -415,9 +420,15 @@ def _blocks(s: Said, qkv_bias: bool = False) -> Words:
 
 def _routed(s: Said, experts: tuple[str, ...], width: str, balance: str | None) -> Words:
     yield from ("--num-experts", str(s.number(*experts)), "--moe-router-topk", str(s.number("num_experts_per_tok")))
-    yield from ("--moe-ffn-hidden-size", str(s.number(width)), "--moe-router-dtype", "fp32", "--moe-grouped-gemm")
+    yield from ("--moe-ffn-hidden-size", str(s.number(width)), "--moe-router-dtype", "fp32")
     yield from ("--moe-token-dispatcher-type", "alltoall")
-    s.left.append("no key says the router's dtype, the dispatcher and the kernels of experts: fp32, alltoall, grouped")
+    kernels = "one by one, since Megatron's grouped ones take no biases"
+    if s.root["model_type"] not in BIASED:
+        yield "--moe-grouped-gemm"
+        kernels = "grouped"
+    s.left.append(
+        f"no key says the router's dtype, the dispatcher and the kernels of experts: fp32, alltoall, {kernels}"
+    )
     if balance is not None and (coefficient := s.get(balance)) is not None:
         kind = "seq_aux_loss" if s.get("seq_aux") else "aux_loss"
         yield from ("--moe-router-load-balancing-type", kind, "--moe-aux-loss-coeff", str(coefficient))
@@ -478,6 +489,24 @@ def _mixtral(s: Said) -> Words:
     yield from _routed(s, ("num_local_experts",), "intermediate_size", "router_aux_loss_coef")
     yield from ("--moe-router-score-function", "softmax")
     s.only("router_jitter_noise", 0, 0.0, lack=OURS)
+
+
+def _gpt_oss(s: Said) -> Words:
+    """Sinks, biases and clamped gates, all of which its code has without a key."""
+    yield from ("--num-layers", str(_layers(s)), "--ffn-hidden-size", str(s.number("intermediate_size")))
+    yield from (*_heads(s), *_rope(s), "--softmax-type", "learnable")
+    s.only("attention_bias", True)
+    s.only("swiglu_limit", 7.0)
+    s.only("experts_per_token", s.get("num_experts_per_tok"))
+    scaling = s.root.get("rope_parameters") or s.root.get("rope_scaling") or {}
+    s.only("initial_context_length", scaling.get("original_max_position_embeddings"), lack=OURS)
+    kinds = s.need("layer_types")
+    if others := {*kinds} - {"sliding_attention", "full_attention"}:
+        s.refuse("layer_types", f"`layer_types`: {', '.join(map(str, sorted(others)))}", OURS)
+    if s.root.get("sliding_window") and (sliding := [int(kind == "sliding_attention") for kind in kinds]).count(1):
+        yield from (*_window(s), "--window-attn-skip-freq", str(sliding).replace(" ", ""))
+    yield from _routed(s, ("num_local_experts",), "intermediate_size", "router_aux_loss_coef")
+    yield from ("--moe-router-score-function", "softmax")
 
 
 def _dense_first(s: Said) -> Words:
@@ -702,5 +731,5 @@ KINDS: Mapping[str, Callable[[Said], Words]] = {
     "llama": _llama, "mistral": _mistral, "mixtral": _mixtral, "qwen2": _qwen2, "qwen3": _qwen3, "qwen3_moe": _qwen3_moe,
     "qwen3_next": _qwen3_next, "qwen3_5_text": _qwen3_5, "qwen3_5_moe_text": _qwen3_5_moe, "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek, "deepseek_v32": _deepseek, "kimi_k2": _deepseek, "glm4_moe": _glm4_moe,
-    "glm4_moe_lite": _deepseek, "nemotron_h": _nemotron_h,
+    "glm4_moe_lite": _deepseek, "nemotron_h": _nemotron_h, "gpt_oss": _gpt_oss,
 }  # fmt: skip

@@ -508,10 +508,16 @@ def _model(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
         "normalization": a.normalization, "norm_epsilon": a.layernorm_epsilon,
         "zero_centered_norms": a.layernorm_zero_centered_gamma, "linear_bias": a.add_bias_linear,
         "activation": {"SwiGLU": "swiglu", "squared ReLU": "squared_relu"}.get(m.activation, m.activation.lower().replace(" ", "_")),
-        "hidden_dropout": a.hidden_dropout, "attention_dropout": a.attention_dropout, "rotary_base": a.rotary_base,
+        **_gate(a, m), "hidden_dropout": a.hidden_dropout, "attention_dropout": a.attention_dropout, "rotary_base": a.rotary_base,
         "init_std": UNSAID if m.described and not a.said("init_method_std") else a.init_method_std,
         "letters": kinds, "substitute": substitute, "blocks": _blocks(m, lost),
     }  # fmt: skip
+
+
+def _gate(a: Args, m: Model) -> Tree:
+    """What a quick GeGLU has beside; of others the comparison lists it."""
+    found = {"glu_offset": a.glu_linear_offset, "activation_clamp": a.activation_func_clamp_value}
+    return found if m.activation == "quick GeGLU" else {}
 
 
 def _pattern(m: Model, letters: str) -> str:

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from megatron.core.fusions.fused_softmax import SoftmaxOne
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
@@ -120,6 +121,17 @@ class CoreAttention(torch.nn.Module):
         self.scale, self.dropout, self.window = softmax_scale, config.attention_dropout, config.window_size
         if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
             self.window = None
+        assert config.softmax_type in ("vanilla", "learnable"), config.softmax_type
+        self.group_tp, self.softmax_offset = pg_collection.tp, None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // pg_collection.tp.size()
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            self.softmax_offset.tensor_model_parallel, self.softmax_offset.partition_dim = True, 0
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        groups = dict(tp_group=self.group_tp, dp_cp_group=metadata["dp_cp_group"])
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets, **groups)
 
     def forward(self, query, key, value, *_, **__):
         shared, positions = self.group.size() > 1, torch.arange(len(query) * self.group.size())
@@ -129,9 +141,20 @@ class CoreAttention(torch.nn.Module):
         if not causal:  # as many tokens to the left as the window has, none to the right
             back = own(positions, self.group)[:, None] - positions
             seen = (back >= 0) & (back <= (self.window[0] if self.window else len(positions)))
+        if self.softmax_offset is not None:
+            return self.with_sinks(query, key, value, seen).permute(2, 0, 1, 3).flatten(2)
         more = dict(scale=self.scale, enable_gqa=True)
         out = F.scaled_dot_product_attention(query, key, value, seen, dropped, causal, **more)
         return out.permute(2, 0, 1, 3).flatten(2)
+
+    def with_sinks(self, query, key, value, seen):
+        """By Megatron's own softmax: torch's attention has no score of nothing."""
+        key, value = (t.repeat_interleave(query.size(1) // t.size(1), 1) for t in (key, value))
+        scale = query.size(-1) ** -0.5 if self.scale is None else self.scale
+        scores = (query @ key.transpose(2, 3)).float() * scale
+        seen = torch.ones(scores.shape[2:], dtype=torch.bool).tril() if seen is None else seen
+        shares = SoftmaxOne(-1, self.softmax_offset.float())(scores.masked_fill(~seen, -torch.inf))
+        return F.dropout(shares.to(value.dtype), self.dropout, self.training) @ value
 
 
 class GroupedLinear(torch.nn.Module):

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 else:
     Kind = Literal[tuple(KINDS)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-FUNCTIONS = {"squared_relu": "megatron.core.activations.squared_relu", "swiglu": "torch.nn.functional.silu"}
+FUNCTIONS = {
+    "squared_relu": "megatron.core.activations.squared_relu",
+    "swiglu": "torch.nn.functional.silu",
+    "quick_geglu": "megatron.core.fusions.fused_bias_geglu.quick_gelu",
+}
 
 
 class Letters(Config):
@@ -73,7 +77,17 @@ class Model(Config):
         Row("biases in attention and MLPs; on by Megatron's default. State space and recurrent layers have none",
             "add_bias_linear"),
     ]  # fmt: skip
-    activation: Annotated[Literal["squared_relu", "swiglu", "gelu"], Row("of MLPs and experts")]
+    activation: Annotated[Literal["squared_relu", "swiglu", "gelu", "quick_geglu"], Row("of MLPs and experts")]
+    glu_offset: Annotated[
+        float | None, Row("of a quick GeGLU: added to what the gate weighs (gpt-oss: 1)", "glu_linear_offset")
+    ] = None
+    activation_clamp: Annotated[
+        PositiveFloat | None,
+        Row(
+            "of a quick GeGLU: the gate's input is at most this, what it weighs within this of zero",
+            "activation_func_clamp_value",
+        ),
+    ] = None
     hidden_dropout: Annotated[Fraction, Row("on the residual branch; Megatron's default is 0.1", "hidden_dropout")]
     attention_dropout: Annotated[
         Fraction, Row("on attention's probabilities; Megatron's default is 0.1", "attention_dropout")
@@ -114,12 +128,12 @@ class Model(Config):
         if not blocks.attention:  # which says it itself
             yield Setting("add_qkv_bias", self.linear_bias, "follows the other biases", "linear_bias")
         function = FUNCTIONS.get(self.activation, "torch._C._nn.gelu")
-        swiglu, fields = self.activation == "swiglu", {"transformer.activation_func": function}
-        squared = self.activation == "squared_relu"
+        fields = {"transformer.activation_func": function}
+        squared, swiglu, quick = (self.activation == name for name in ("squared_relu", "swiglu", "quick_geglu"))
         yield Setting("squared_relu", squared, "gelu by default", "activation", fields=fields)
-        fields = {"transformer.gated_linear_unit": swiglu, "transformer.bias_activation_fusion": swiglu}
+        fields = {"transformer.gated_linear_unit": swiglu or quick, "transformer.bias_activation_fusion": swiglu}
         yield Setting("swiglu", swiglu, "gated only when asked for", "activation", fields=fields)
-        yield Setting("quick_geglu", False, "not offered", beside="activation")
+        yield Setting("quick_geglu", quick, "gated only when asked for", "activation")
         yield Setting("openai_gelu", False, "not offered", beside="activation")
         yield Setting("bias_gelu_fusion", False, "needs biases and gelu", "activation", fields=())
         if swiglu:
@@ -151,8 +165,8 @@ class Model(Config):
             yield pin("use_rope_scaling", False, "no scaling")
         if not blocks.attention:
             yield pin("window_size", None, "full causal attention")
-        yield pin("softmax_type", "vanilla", "no sink")
         if not blocks.attention:
+            yield pin("softmax_type", "vanilla", "no sink")
             yield pin("attention_output_gate", False, "no gate")
         yield pin("qk_l2_norm", False, "no L2 norm")
         yield pin("qk_clip", False, "no clipping")
@@ -175,6 +189,9 @@ class Model(Config):
             yield "rotary_base", "attention has no position embedding"
         if not any(KINDS[kind].activates for kind in site.kinds):
             yield "activation", "no layer is an MLP or has experts"
+        if self.activation != "quick_geglu":
+            for name in ("glu_offset", "activation_clamp"):
+                yield name, "`model.activation` is no quick GeGLU"
         for letter in type(self.letters).model_fields:
             if letter not in self.pattern:
                 yield f"letters.{letter}", f"the pattern has no `{letter}`"

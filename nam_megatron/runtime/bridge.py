@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from megatron.core.activations import squared_relu
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.hybrid.hybrid_layer_allocation import get_hybrid_total_layer_count, parse_hybrid_pattern
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -97,6 +98,8 @@ def _only(name: str) -> Callable[[Arguments], Value]:
 def _activation(a: Arguments) -> Callable:
     if a("squared_relu"):
         return squared_relu
+    if a("quick_geglu"):
+        return quick_gelu
     return torch.nn.functional.silu if a("swiglu") else torch.nn.functional.gelu
 
 

@@ -58,6 +58,9 @@ class Param:
         return "matrix" if self.role in ("weight", "router") else "other"
 
 
+GATED = ("swiglu", "quick_geglu")  # of `model.activation`
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
     """Bytes with one owner and one reason.
@@ -215,7 +218,7 @@ class Sizes:
     @property
     def gates(self) -> int:
         """How many matrices a feed-forward's first projection packs."""
-        return 2 if self.site.activation == "swiglu" else 1
+        return 2 if self.site.activation in GATED else 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -283,6 +283,7 @@ ARCHITECTURES = {
     "deepseek_v3": "DeepseekV3ForCausalLM", "deepseek_v3_yarn": "DeepseekV3ForCausalLM", "deepseek_v3_2": "DeepseekV32ForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM", "moonlight_16b_a3b": "DeepseekV3ForCausalLM", "glm_4_7_flash": "DeepseekV3ForCausalLM",
     "qwen3_8b": "Qwen3ForCausalLM", "qwen3_0_6b": "Qwen3ForCausalLM", "nemotron_nano_9b_v2": "NemotronHForCausalLM",
+    "gpt_oss_20b": "GptOssForCausalLM", "gpt_oss_120b": "GptOssForCausalLM",
     "glm_4_5_air": "Glm4MoeForCausalLM", "nemotron_h_8b": "NemotronHForCausalLM",
     "nemotron_h_56b": "NemotronHForCausalLM", "nemotron_3_nano_30b_a3b": "NemotronHForCausalLM",
     "nemotron_3_super_120b_a12b": "NemotronHForCausalLM",

@@ -14,7 +14,7 @@ from nam_megatron.hf.model.configuration_nam import COMPUTES, NamConfig
 SIZES: dict[str, dict[str, Any]] = {
     "attention": {
         "head_dim": 16, "query_groups": 2, "qk_norm": True, "qkv_bias": False, "output_gate": True, "rotary_dim": 8, "window": 6,
-        "unwindowed_every": 2,
+        "unwindowed_every": 2, "sinks": False,
     },
     "mla": {
         "q_lora_rank": 32, "kv_lora_rank": 16, "qk_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 8, "latent_norm": True,
@@ -35,7 +35,7 @@ SIZES: dict[str, dict[str, Any]] = {
 MODEL = {
     "vocab_size": 96, "hidden_size": 64, "ffn_hidden_size": 48, "num_attention_heads": 4, "max_position_embeddings": 64,
     "learned_positions": 0, "normalization": "RMSNorm", "norm_epsilon": 1e-5, "zero_centered_norms": False, "linear_bias": False,
-    "activation": "squared_relu", "rotary_base": 10000,
+    "activation": "squared_relu", "glu_offset": 0.0, "activation_clamp": 0.0, "rotary_base": 10000,
 }  # fmt: skip
 # Kinds of layers, and what else of the config is not as above.
 MODELS: dict[str, tuple[list[str], dict[str, Any]]] = {

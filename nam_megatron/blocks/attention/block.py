@@ -45,6 +45,13 @@ class Attention(Block):
     qkv_bias: Annotated[
         bool, Row("biases of queries, keys and values alone; `model.linear_bias` gives them and others", was=False)
     ]
+    sinks: Annotated[
+        bool,
+        Row(
+            "a score of each head that no key has, learned, which weighs nothing (gpt-oss). Megatron's --softmax-type",
+            was=False,
+        ),
+    ]
     output_gate: Annotated[
         bool,
         Row(
@@ -97,6 +104,8 @@ class Attention(Block):
             fields, why = {"transformer.window_attn_skip_freq": windows}, "1: a layer with the window"
             text = f"[{','.join(map(str, windows))}]"
             yield Setting("window_attn_skip_freq", text, why, "unwindowed_every", fields=fields)
+        softmax = "learnable" if self.sinks else "vanilla"
+        yield Setting("softmax_type", softmax, "no sink unless asked for", "sinks")
         bias = self.qkv_bias or site.linear_bias
         yield Setting("add_qkv_bias", bias, "beside the other biases or without them", "qkv_bias")
         # YaRN is another type to Megatron, whose default is a learned table.
@@ -113,6 +122,9 @@ class Attention(Block):
         fields |= {} if self.turned else {"model.rotary_percent": self.rotary_percent}
         yield Setting("apply_rope_fusion", plain, why, beside="position_embedding", fields=fields)
 
+    def expects(self, site: Site) -> Mapping[str, Any]:
+        return {"softmax_type": "learnable" if self.sinks else "vanilla"}
+
     def small(self, site: Site) -> Mapping[str, int]:
         return {"head_dim": 16, "window": 8, "query_groups": max(2, site.tensor)}
 
@@ -128,6 +140,10 @@ class Attention(Block):
         if self.qkv_bias:
             yield Param("self_attention.linear_qkv.bias", (columns,), "tensor", "other")
         yield from z.row("self_attention.linear_proj", h, width)
+        if self.sinks:
+            yield Param(
+                "self_attention.core_attention.softmax_offset", (z.site.num_attention_heads,), "tensor", "other"
+            )
         if self.qk_norm:
             yield from z.norm("self_attention.q_layernorm.", self.head_dim)
             yield from z.norm("self_attention.k_layernorm.", self.head_dim)

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from nam_megatron.blocks.attention.block import Attention
-from nam_megatron.blocks.exported import Config, Piece, Tensor, View, linear, norm, same
+from nam_megatron.blocks.exported import Config, Piece, Tensor, View, linear, norm, one, same
 
 INPUT_NORM = "self_attention.linear_qkv.layer_norm_"
 
 
 def keys(b: Attention) -> dict[str, Any]:
-    named = ("head_dim", "query_groups", "qk_norm", "qkv_bias", "output_gate")
+    named = ("head_dim", "query_groups", "qk_norm", "qkv_bias", "output_gate", "sinks")
     window = {"window": b.window or 0, "unwindowed_every": b.unwindowed_every or 0}
     return {name: getattr(b, name) for name in named} | {"rotary_dim": b.turned, **window}
 
@@ -20,6 +20,8 @@ def tensors(c: Config) -> Iterator[Tensor]:
     packed = (2 if b["output_gate"] else 1) * heads + 2 * b["query_groups"]
     yield from linear("mixer.qkv", f"{at}linear_qkv", packed * b["head_dim"], h, b["qkv_bias"])
     yield from linear("mixer.out", f"{at}linear_proj", h, heads * b["head_dim"], c["linear_bias"])
+    if b["sinks"]:
+        yield one("mixer.sinks", f"{at}core_attention.softmax_offset", heads)
     if b["qk_norm"]:
         for part in ("q", "k"):
             yield from norm(c, f"mixer.{part}_norm", f"{at}{part}_layernorm.", b["head_dim"])

@@ -13,6 +13,7 @@ def keys(a: Any, m: Any, lost: list[str]) -> dict[str, Any]:
         "head_dim": m.head_dim,
         "query_groups": m.groups,
         **_window(a, m),
+        "sinks": a.softmax_type == "learnable",
         "qkv_bias": a.add_qkv_bias and not a.add_bias_linear,
         # A learned table is the model's and YaRN a feature; others have no word in a recipe, and the comparison lists them.
         "position_embedding": "none" if m.positions in UNTURNED else "rope",

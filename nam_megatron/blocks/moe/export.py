@@ -3,11 +3,10 @@
 from collections.abc import Iterator
 from typing import Any
 
-from nam_megatron.blocks.exported import Config, Piece, Tensor, View, gated, gates, one, same
+from nam_megatron.blocks.exported import Config, Piece, Tensor, View, gated, gates, linear, one, same
 from nam_megatron.blocks.moe.block import Moe
 
 INPUT_NORM = "pre_mlp_layernorm."
-UNBIASED = True
 
 
 def keys(b: Moe) -> dict[str, Any]:
@@ -25,14 +24,17 @@ def tensors(c: Config) -> Iterator[Tensor]:
     count, width, shared, latent = (
         b[k] for k in ("experts", "expert_hidden_size", "shared_expert_hidden_size", "latent_size")
     )
-    yield one("mixer.router.weight", "mlp.router.weight", count, h)
+    yield from linear("mixer.router", "mlp.router", count, h, c["linear_bias"])
     if b["expert_bias"]:
         yield one("mixer.router.expert_bias", "mlp.router.expert_bias", count, dtype="F32")
     if latent:
-        yield one("mixer.to_latent.weight", "mlp.fc1_latent_proj.weight", latent, h)
-        yield one("mixer.from_latent.weight", "mlp.fc2_latent_proj.weight", h, latent)
+        yield from linear("mixer.to_latent", "mlp.fc1_latent_proj", latent, h, c["linear_bias"])
+        yield from linear("mixer.from_latent", "mlp.fc2_latent_proj", h, latent, c["linear_bias"])
     yield one("mixer.experts.up", "mlp.experts.experts.linear_fc1.weight", count, u * width, latent or h)
     yield one("mixer.experts.down", "mlp.experts.experts.linear_fc2.weight", count, latent or h, width)
+    if c["linear_bias"]:
+        yield one("mixer.experts.up_bias", "mlp.experts.experts.linear_fc1.bias", count, u * width)
+        yield one("mixer.experts.down_bias", "mlp.experts.experts.linear_fc2.bias", count, latent or h)
     if shared:
         yield one("mixer.shared.up.weight", "mlp.shared_experts.linear_fc1.weight", u * shared, h)
         yield one("mixer.shared.down.weight", "mlp.shared_experts.linear_fc2.weight", h, shared)
@@ -43,7 +45,9 @@ def tensors(c: Config) -> Iterator[Tensor]:
 def pieces(c: Config) -> Iterator[Piece]:
     for tensor in tensors(c):
         if tensor.name.startswith("mixer.experts."):
-            yield from _of_each(c, tensor)
+            if len(tensor.shape) == 3:
+                yield from _of_each(c, tensor)
+            yield _of_all(c, tensor)
         elif tensor.name == "mixer.shared.up.weight":
             yield from gated(c, tensor, "shared.")
         else:
@@ -59,6 +63,21 @@ def _of_each(c: Config, tensor: Tensor) -> Iterator[Piece]:
         for at, slot in enumerate(slots):
             view = _rows(expert, at * size, size)
             yield Piece(f"experts.{slot}", tensor.name, (size, columns), view, expert=expert)
+
+
+def _of_all(c: Config, tensor: Tensor) -> Piece:
+    """All experts in one, turned, and row by row the gate's beside the other's, as gpt-oss has them."""
+    count, total, *columns = tensor.shape
+    parts = gates(c) if "up" in tensor.name else 1
+
+    def here(x: Any) -> Any:
+        y = x.view(count, parts, -1, *columns)
+        return y.permute(0, 3, 2, 1) if columns else y.transpose(1, 2)
+
+    shape = (count, *columns, total)
+    return Piece(
+        f"all.{tensor.name.rpartition('.')[2]}", tensor.name, shape, here, lambda y: y.unflatten(-1, (-1, parts))
+    )
 
 
 def _rows(expert: int, first: int, size: int) -> View:

@@ -21,7 +21,7 @@ class Number(NamedTuple):
 BLOCKS = {
     "attention": {
         "head_dim": int, "query_groups": int, "qk_norm": bool, "qkv_bias": bool, "output_gate": bool, "rotary_dim": int,
-        "window": int, "unwindowed_every": int,
+        "window": int, "unwindowed_every": int, "sinks": bool,
     },
     "mla": {
         "q_lora_rank": int, "kv_lora_rank": int, "qk_head_dim": int, "qk_rope_head_dim": int, "v_head_dim": int,
@@ -43,8 +43,9 @@ BLOCKS = {
 MODEL = {
     "vocab_size": int, "hidden_size": int, "ffn_hidden_size": int, "num_attention_heads": int,
     "max_position_embeddings": int, "learned_positions": int, "normalization": ["RMSNorm", "LayerNorm"],
-    "norm_epsilon": float, "zero_centered_norms": bool, "linear_bias": bool, "activation": ["squared_relu", "swiglu", "gelu"],
-    "rotary_base": int,
+    "norm_epsilon": float, "zero_centered_norms": bool, "linear_bias": bool,
+    "activation": ["squared_relu", "swiglu", "gelu", "quick_geglu"],
+    "glu_offset": Number(-MOST), "activation_clamp": Number(0), "rotary_base": int,
 }  # fmt: skip
 # Residual streams (mHC), where a model has several.
 STREAMS = {"streams": int, "sinkhorn_steps": int, "epsilon": float}
@@ -170,7 +171,7 @@ def _check(kinds, sources, mtp, depths, tied, given, blocks):
         if not fits:
             raise ValueError(f"index_sources[{layer}]: {source} is no DSA layer before it that computes its top-k")
     _check_sums(given, blocks)
-    if given["linear_bias"] and (unbiased := sorted(needed & {"mla", "dsa", "moe"})):
+    if given["linear_bias"] and (unbiased := sorted(needed & {"mla", "dsa"})):
         raise ValueError(f"linear_bias: none beside {unbiased[0]}")
     if 0 < given["learned_positions"] < given["max_position_embeddings"]:
         raise ValueError(

@@ -229,22 +229,35 @@ class Rope:
         return torch.cat((turned, x[..., self.width :]), -1)
 
 
-def activate(x, kind):
+def activate(x, c):
+    kind = c.activation
     if kind == "squared_relu":
         return F.relu(x).square()
     if kind == "swiglu":
         gate, value = x.chunk(2, -1)
         return F.silu(gate) * value
+    if kind == "quick_geglu":
+        gate, value = x.chunk(2, -1)
+        if most := c.activation_clamp:  # 0: none
+            gate, value = gate.clamp(max=most), value.clamp(-most, most)
+        return gate * torch.sigmoid(1.702 * gate) * (value + c.glu_offset)
     return F.gelu(x)
 
 
 def gates(kind):
-    return 2 if kind == "swiglu" else 1
+    return 2 if kind in ("swiglu", "quick_geglu") else 1
 
 
-def attend(q, k, v, step, scale, window=0):
-    """Softmax attention of q [b, s, n, d] over k [b, t, g, d] and v [b, t, g, e]: [b, s, n e]."""
+def attend(q, k, v, step, scale, window=0, sinks=None):
+    """Softmax attention of q [b, s, n, d] over k [b, t, g, d] and v [b, t, g, e]: [b, s, n e]. sinks [n]: scores of nothing."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if sinks is not None:  # torch's kernels have none
+        k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
+        scores = wide(q @ k.transpose(2, 3)) * scale
+        scores = scores.masked_fill(~step.visible(0, q.size(2), window)[:, None], -torch.inf)
+        nothing = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        shares = torch.cat((scores, nothing), -1).softmax(-1)[..., :-1].to(v.dtype)
+        return (shares @ v).transpose(1, 2).flatten(2)
     if q.size(2) == 1:  # one query: the heads of a group are its queries, and no key is repeated for them
         q, visible = q.reshape(q.size(0), k.size(1), -1, q.size(3)), step.visible(0, 1, window)[:, None]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
@@ -302,6 +315,7 @@ class Attention(nn.Module):
         self.out = linear(self.heads * self.width, h, c.linear_bias)
         self.q_norm, self.k_norm = (norm(c, self.width) if b["qk_norm"] else nn.Identity() for _ in range(2))
         rank, every = c.layer_kinds[:index].count("attention"), b["unwindowed_every"]
+        self.sinks = parameter(self.heads) if b["sinks"] else None
         self.window = 0 if every and (rank + 1) % every == 0 else b["window"]
 
     def forward(self, x, step):
@@ -310,7 +324,7 @@ class Attention(nn.Module):
         q, k = self.q_norm(q.flatten(2, 3)), self.k_norm(k.flatten(2, 3))
         q, k = (self.rope(y, step.positions) for y in (q, k))
         k, v = step.rows(self.index, keys=k, values=v.flatten(2, 3))
-        y = attend(q, k, v, step, self.width**-0.5, self.window)
+        y = attend(q, k, v, step, self.width**-0.5, self.window, self.sinks)
         if self.gated:
             y = (wide(y) * wide(gate).sigmoid().flatten(2)).to(y.dtype)
         return self.out(y)
@@ -452,12 +466,12 @@ class Dsa(Latent):
 class Mlp(nn.Module):
     def __init__(self, c, index=None, width=None):
         super().__init__()
-        width, self.activation = width or c.ffn_hidden_size, c.activation
+        width, self.config = width or c.ffn_hidden_size, c
         self.up = linear(c.hidden_size, gates(c.activation) * width, c.linear_bias)
         self.down = linear(width, c.hidden_size, c.linear_bias)
 
     def forward(self, x, step=None):
-        return self.down(activate(self.up(x), self.activation))
+        return self.down(activate(self.up(x), self.config))
 
 
 class Router(nn.Module):
@@ -465,6 +479,7 @@ class Router(nn.Module):
         super().__init__()
         b, count = c.moe, c.moe["experts"]
         self.weight = parameter(count, c.hidden_size)
+        self.bias = parameter(count) if c.linear_bias else None
         self.expert_bias = fp32(count) if b["expert_bias"] else None
         self.top_k, self.function, self.pre_softmax = b["top_k"], b["score_function"], b["pre_softmax"]
         self.groups, self.chosen_groups, self.scaling = b["groups"], b["chosen_groups"], b["routed_scaling"]
@@ -473,7 +488,7 @@ class Router(nn.Module):
     def forward(self, x):
         """Experts [tokens, k] of x [tokens, h] and what each counts."""
         dtype = self.dtype or x.dtype
-        logits = F.linear(x.to(dtype), self.weight.to(dtype))
+        logits = F.linear(x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
         experts, shares = self.shares(logits)
         return experts, (shares * self.scaling).to(logits.dtype)
 
@@ -505,9 +520,10 @@ class Experts(nn.Module):
 
     def __init__(self, c):
         super().__init__()
-        count, width, self.activation = c.moe["experts"], c.moe["expert_hidden_size"], c.activation
+        count, width, self.config = c.moe["experts"], c.moe["expert_hidden_size"], c
         hidden, rows = c.moe["latent_size"] or c.hidden_size, gates(c.activation) * width
         self.up, self.down = (parameter(count, *of) for of in ((rows, hidden), (hidden, width)))
+        self.up_bias, self.down_bias = (parameter(count, of) if c.linear_bias else None for of in (rows, hidden))
 
     def forward(self, x, experts, shares):
         order = experts.flatten().argsort(stable=True)
@@ -516,9 +532,10 @@ class Experts(nn.Module):
         for expert, count in enumerate(torch.bincount(experts.flatten(), minlength=len(self.up)).tolist()):
             if count:
                 rows = slice(first, first + count)
-                y = activate(F.linear(x[tokens[rows]], self.up[expert]), self.activation)
-                y = (y * shares[rows]).to(x.dtype)
-                out.index_add_(0, tokens[rows], F.linear(y, self.down[expert]))
+                up, down = (None, None) if self.up_bias is None else (self.up_bias[expert], self.down_bias[expert])
+                y = activate(F.linear(x[tokens[rows]], self.up[expert], up), self.config)
+                y = F.linear((y * shares[rows]).to(x.dtype), self.down[expert])
+                out.index_add_(0, tokens[rows], y if down is None else y + (down * shares[rows]).to(x.dtype))
                 first += count
         return out
 
@@ -533,7 +550,7 @@ class Moe(nn.Module):
         self.router, self.experts = Router(c), Experts(c)
         latent, shared = b["latent_size"], b["shared_expert_hidden_size"]
         self.to_latent, self.from_latent = (
-            linear(*sizes) if latent else nn.Identity() for sizes in ((h, latent), (latent, h))
+            linear(*sizes, c.linear_bias) if latent else nn.Identity() for sizes in ((h, latent), (latent, h))
         )
         self.shared = Mlp(c, width=shared) if shared else None
         self.shared_gate = linear(h, 1) if b["shared_expert_gate"] else None

@@ -49,7 +49,7 @@ _SELDOM_MEANT = (
         "default-bias",
         DEFAULT,
         "add_bias_linear",
-        lambda a, m: a.add_bias_linear,
+        lambda a, m: a.add_bias_linear and a.softmax_type != "learnable",  # gpt-oss's, whose layers have biases
         "every linear layer has a bias",
         "add `--disable-bias-linear`",
         CONFIG,

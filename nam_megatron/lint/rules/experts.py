@@ -233,7 +233,10 @@ RULES = (
         "moe-sequential",
         COST,
         "moe_grouped_gemm",
-        lambda a, m: m.moe and not m.hybrid and not a.moe_grouped_gemm,
+        lambda a, m: m.moe
+        and not m.hybrid
+        and not a.moe_grouped_gemm
+        and not (a.add_bias_linear and a.bias_dropout_fusion),  # which grouped ones do not take
         "experts are computed one after the other",
         "add `--moe-grouped-gemm`",
         "core/models/gpt/moe_module_specs.py",

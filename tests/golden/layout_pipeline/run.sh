@@ -14,7 +14,7 @@
 # assumed: feature.mtp.depths=0: the recipe's default is none; NAM56R as designed has 1
 # assumed: model.init_std=0.02, norm_epsilon=1e-05: Megatron's default; the articles give none
 # assumed: lane.name=native_dp: our name: the articles' nemo_native, run with tensor 1
-# assumed: model.blocks.attention.output_gate=false, qkv_bias=false, rotary_percent=1.0: no article gives it
+# assumed: model.blocks.attention.output_gate=false, qkv_bias=false, rotary_percent=1.0, sinks=false: no article gives it
 # assumed: model.blocks.attention.qk_norm=false: the published count of 3,996,461,352 is without; an article's runtime has it: `model.blocks.attention.qk_norm=true`
 # assumed: model.blocks.moe.balancing=aux_loss, expert_bias_update_rate=0.001, pre_softmax=false, shared_expert_gate=false: no article gives it
 # assumed: model.zero_centered_norms=false: no article gives it
@@ -52,7 +52,6 @@ exec python -m nam_megatron.torchrun --nproc-per-node 8 --nnodes 2 --node-rank "
   --hidden-dropout 0.0 \
   --attention-dropout 0.0 \
   --rotary-base 500000 \
-  --softmax-type vanilla \
   --init-method-std 0.02 \
   --tensor-model-parallel-size 1 \
   --pipeline-model-parallel-size 4 \
@@ -98,6 +97,7 @@ exec python -m nam_megatron.torchrun --nproc-per-node 8 --nnodes 2 --node-rank "
   --kv-channels 64 \
   --group-query-attention \
   --num-query-groups 8 \
+  --softmax-type vanilla \
   --position-embedding-type rope \
   --rotary-percent 1.0 \
   --num-experts 16 \
