@@ -14,7 +14,7 @@ from launch.record import receipt, signature
 from launch.record.redact import Redactor
 from launch.run import slurm
 from launch.run.job import TRAINERS
-from nam_megatron import app
+from nam_megatron import app, report
 from nam_megatron.compile.lower import translate
 from nam_megatron.compile.sources import Sources
 from nam_megatron.errors import FINDINGS, INCOMPLETE, OK, Problem, Refused, raise_if
@@ -123,6 +123,7 @@ def show(context: Context) -> int:
     from launch import show
 
     sys.stdout.write(show.text(context))
+    sys.stderr.writelines(f"note: {line}\n" for line in report.denied(context.lowering.plan))
     if found := tuple(unfit(context)):
         sys.stderr.write(f"note: `run` would refuse it:\n{Refused(found).render()}")
     return OK
@@ -140,8 +141,8 @@ def unfit(context: Context) -> Iterator[Problem]:
 def check(context: Context) -> int:
     from launch.host import preflight
 
-    report = preflight.check(context)
-    found, software = report.findings, preflight.fingerprint(report.facts)
+    checked = preflight.check(context)
+    found, software = checked.findings, preflight.fingerprint(checked.facts)
     form = {"auto": "text"}.get(context.words["format"], context.words["format"])
     sys.stdout.write(finding.render(found, form, socket.gethostname(), software))
     return OK if finding.passed(found) else FINDINGS

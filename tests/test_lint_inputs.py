@@ -368,6 +368,15 @@ def test_commands_take_a_published_model_by_its_config(given, tmp_path):
     assert warm(f"conf={at}").code == 2
 
 
+def test_a_folder_named_as_a_preset_is_not_taken_for_it(tmp_path):
+    """A download lies where it was called for; the folder's sequence is its positions, the preset's is not."""
+    (tmp_path / "mixtral_8x7b").mkdir()
+    (tmp_path / "mixtral_8x7b" / "config.json").write_text(json.dumps(CONFIGS["mixtral_8x7b"]))
+    ran = warm("conf=mixtral_8x7b", cwd=tmp_path)
+    assert ran.code == 2 and "is a preset, and a folder here" in ran.err and "`conf=./mixtral_8x7b`" in ran.err
+    assert warm("conf=./mixtral_8x7b", "model.seq_length=4096", *TRAINING, cwd=tmp_path).code == 0
+
+
 def test_a_deviation_of_initial_weights_that_no_file_says_is_asked_for():
     """GLM-4.7-Flash's does not, and Megatron's own was taken."""
     made = recipe.make(lint(json.dumps(GLM_4_7_FLASH), "config.json"), Path("back.yaml"))

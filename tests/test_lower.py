@@ -734,7 +734,7 @@ REFUSALS = [
     (NATIVE, WHOLE | {"cluster.nodes": 2}, WHOLE_KEY, "not been tried with several hosts"),
     (NATIVE, WHOLE | {"cluster.gpus_per_node": 2, "parallel.tensor": 2}, WHOLE_KEY, "not been tried with tensor parallelism"),
     (NATIVE, WHOLE | {"cluster.gpus_per_node": 2, "parallel.pipeline": 2}, WHOLE_KEY, "not been tried with pipeline stages"),
-    (DESIGN, WHOLE | {"cluster.gpus_per_node": 2, "parallel.context": 2}, WHOLE_KEY, "with context ranks beside latents or recurrences"),
+    (DESIGN, WHOLE | {"cluster.gpus_per_node": 2, "parallel.context": 2}, WHOLE_KEY, "with context ranks in layers other than"),
     (NATIVE, WHOLE | SELECTIVE | {"feature.recompute.modules": ["moe_act"]}, WHOLE_KEY, "not been tried with recompute"),
     (DESIGN, WHOLE | {"execution.mamba3.recompute": "in_proj"}, WHOLE_KEY, "not been tried with recompute"),
     (NATIVE, WHOLE | {"model.hidden_dropout": 0.1}, WHOLE_KEY, "not been tried with dropout"),

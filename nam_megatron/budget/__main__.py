@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from omegaconf import ListConfig
 
-from nam_megatron import app
+from nam_megatron import app, report
 from nam_megatron.budget import container, picture, search, text
 from nam_megatron.budget.cost import cost
 from nam_megatron.budget.memory import Budget, budget
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 KEYS = ("format", "against", "fit", "sweep", "plot", "serve", "batch", "context", "page", "imbalance")
 FORMATS = ("auto", "table", "lines", "json")
-WAYS = "`fit=micro_batch_size` searches the largest that fits; on more GPUs (`cluster=NAME`) {} deals the model out"
+FIT = "`fit=micro_batch_size` searches the largest that fits; "
+MORE = "on more GPUs (`cluster=NAME`) {} deals the model out"
 SERVING = ("batch", "context", "page")
 # The forms that each question has beside `auto`.
 VIEWS = {"sweep": ("table",), "fit": (), "against": ("table", "lines"), "serve": ("table", "json")}
@@ -42,6 +43,7 @@ def task(recipe: Recipe, words: Mapping[str, Any], sources: Sources) -> int:
     if words["fit"]:
         return _fit(recipe, words["fit"], imbalance)
     plan = translate(recipe).plan
+    sys.stderr.writelines(f"note: {line}\n" for line in report.denied(plan))
     ours = budget(plan, imbalance)
     if words["serve"]:
         return _serve(ours, words)
@@ -54,7 +56,8 @@ def task(recipe: Recipe, words: Mapping[str, Any], sources: Sources) -> int:
         sys.stderr.write(f"warning: {text.verdict(ours)}\n")
     if not ours.fits:
         experts = "one of `+overlay=ep`, `+overlay=tp_sp` and `+overlay=fsdp_ep`"
-        ways = WAYS.format(experts if recipe.blocks.moe else "`+overlay=tp_sp`")
+        ways = MORE.format(experts if recipe.blocks.moe else "`+overlay=tp_sp`")
+        ways = ways if recipe.schedule.micro_batch_size == 1 else FIT + ways
         sys.stderr.write(called(f"{text.verdict(ours)}\nhint: {ways}\n"))
     return OK if ours.fits else FINDINGS
 

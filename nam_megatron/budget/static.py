@@ -155,7 +155,7 @@ def _device(plan: Plan, z: Sizes) -> Iterator[Line]:
     z = z.own(runtime=device.runtime_gib, overhead=device.allocator_gib)
     of = {"bucket": RUNTIME, "owner": "device", "since": "init", "place": "outside"}
     yield z.line("runtime", "runtime GiB", "CUDA context and loaded kernels: outside torch's allocator", **of)
-    gathered = site.blocks.moe and site.blocks.moe.dispatcher == "gathered"
+    gathered = site.blocks.moe and site.blocks.moe.gathers
     members = {
         "data": site.data_parallel, "tensor": site.tensor, "pipeline": site.pipeline, "context": site.context,
         "gathered" if gathered else "expert": site.expert,

@@ -30,9 +30,7 @@ def objections(plan: Plan, merged: bool = False) -> Iterator[Problem]:
     for kind in sorted(plan.kinds - FACETS.keys()):
         yield Problem(f"the export has no {KINDS[kind].title}", key=f"model.blocks.{kind}")
     if model.linear_bias and any(getattr(FACETS[kind], "UNBIASED", False) for kind in plan.kinds & FACETS.keys()):
-        text = (
-            "of biases the export has those of plain attention, dense MLPs and experts, which are held against Megatron"
-        )
+        text = "of biases the export has those of plain attention, dense MLPs and experts"
         yield Problem(text, key="model.linear_bias")
     if plan.recipe.blocks.moe and plan.recipe.blocks.moe.capacity_factor is not None:
         text = "experts with a capacity drop tokens by what else is in the batch, and a decoded token has no batch"
@@ -46,9 +44,8 @@ def config(plan: Plan) -> dict[str, Any]:
     blocks = {kind: facet.keys(getattr(plan.recipe.blocks, kind)) for kind, facet in FACETS.items() if kind in needed}
     if b := blocks.get("attention"):
         b["qkv_bias"] |= model.linear_bias
-    for b in blocks.values():
-        if b.get("latent_norm_epsilon", ...) is None:
-            b["latent_norm_epsilon"] = model.norm_epsilon
+    if b := blocks.get("mla"):
+        b["latent_norm_epsilon"] = b["latent_norm_epsilon"] or model.norm_epsilon
     return {
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,

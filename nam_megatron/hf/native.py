@@ -122,6 +122,10 @@ def _source(path: Path, tree: dict[str, Any], of: Family) -> Source:
         ):
             method = said.get("quant_method") if isinstance(said, dict) else said
             hint = "FP8 in blocks is read, and weights that are not quantized"
+            if method == "mxfp4":
+                hint += (
+                    "; transformers opens these by `Mxfp4Config(dequantize=True)`, and `save_pretrained` writes such"
+                )
             raise Refused(
                 Problem(
                     f"`{path / folder.CONFIG}` quantizes its weights: `{method}`", key="quantization_config", hint=hint

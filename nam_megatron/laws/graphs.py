@@ -153,7 +153,7 @@ LAWS = (
     whole_step_untried("hosts", "several hosts"),
     whole_step_untried("tensor", "tensor parallelism"),
     whole_step_untried("pipeline", "pipeline stages"),
-    whole_step_untried("context", "context ranks beside latents or recurrences of ours"),
+    whole_step_untried("context", "context ranks in layers other than attention, Mamba-2, experts and MLPs"),
     whole_step_untried("recompute", "recompute"),
     whole_step_untried("fp8-blockwise", "FP8 scaled by blocks"),
     whole_step_untried("fp8-weights", "weights held in FP8"),

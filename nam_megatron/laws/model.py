@@ -1,7 +1,7 @@
 """Laws on the model as a whole and on the ranks that share it."""
 
 from collections.abc import Iterator
-from math import lcm
+from math import gcd, lcm
 
 from nam_megatron.blocks.kinds import LETTERS
 from nam_megatron.compile.plan import Plan
@@ -23,8 +23,12 @@ def _dense_misfit(recipe: Recipe, parallel: Parallel) -> Words | None:
 
 
 def _experts_misfit(recipe: Recipe, parallel: Parallel) -> Words | None:
-    size = parallel.pipeline * parallel.expert * parallel.expert_tensor
-    return {"gpus": counted(recipe.world_size, "GPU"), "size": size} if recipe.world_size % size else None
+    others = parallel.pipeline * parallel.expert_tensor
+    if not recipe.world_size % (others * parallel.expert):
+        return None
+    shared = gcd(parallel.expert, recipe.world_size // others)
+    fits = f"; here `parallel.expert={shared}`" if not recipe.world_size % others else ""
+    return {"gpus": counted(recipe.world_size, "GPU"), "size": others * parallel.expert, "fits": fits}
 
 
 def _ranks_without_experts(plan: Plan, parallel: Parallel) -> Iterator[Words]:
@@ -100,7 +104,7 @@ LAYOUT = (
         when=_experts_misfit,
         says="{gpus} cannot hold pipeline {parallel.pipeline} x expert {parallel.expert} x expert tensor "
         "{parallel.expert_tensor} = {size}",
-        way=PRODUCT,
+        way=PRODUCT + "{fits}",
     ),
     Law(
         id="sequence-without-tensor",

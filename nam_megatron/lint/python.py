@@ -291,10 +291,10 @@ def bound(nodes: Iterable[ast.AST]) -> set[str]:
 
 
 def returns(nodes: Iterable[ast.AST]) -> bool:
-    """Whether a function may be over within some statements of it, its program going on."""
+    """Whether some statements hold a `return` of their own function."""
     return any(
         isinstance(node, ast.Return)
-        or (not isinstance(node, (*Function.__args__, ast.Lambda)) and returns(ast.iter_child_nodes(node)))
+        or (not isinstance(node, Function | ast.Lambda) and returns(ast.iter_child_nodes(node)))
         for node in nodes
     )
 

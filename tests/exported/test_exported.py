@@ -82,6 +82,23 @@ def test_what_pyproject_allows_is_what_is_tested():
     assert len(said) == 3 and set(said) == {f"transformers>={oldest.removesuffix('.0')},<={newest}"}
 
 
+@pytest.mark.parametrize("of", ["native", "author"])
+def test_an_export_from_before_a_key_computes_what_it_did(exports, of, tmp_path):
+    shutil.copytree(exports / of, tmp_path / "hf")
+    at = tmp_path / "hf" / "config.json"
+    tree = json.loads(at.read_text())
+    if "mla" in tree:
+        tree["mla"]["latent_norm_epsilon"] = tree["norm_epsilon"]
+    at.write_text(json.dumps(tree))
+    expected = export.config_of(at.parent).to_dict()
+    for key in ("glu_offset", "activation_clamp"):
+        del tree[key]
+    for kind, key in (("attention", "sinks"), ("mla", "latent_norm_epsilon")):
+        tree.get(kind, {}).pop(key, None)
+    at.write_text(json.dumps(tree))
+    assert export.config_of(at.parent).to_dict() == expected
+
+
 # The code of an older export ---------------------------------------------------------------------------------------------
 
 

@@ -152,6 +152,11 @@ class Moe(Block):
         return self.dispatcher in ("local", "gathered")
 
     @property
+    def gathers(self) -> bool:
+        """Whether every rank of an expert group gets all tokens, and has rows for whatever the router may choose."""
+        return self.dispatcher == "gathered"
+
+    @property
     def _told(self) -> str:
         return "allgather" if self.dispatcher_is_ours else self.dispatcher
 
@@ -221,10 +226,11 @@ class Moe(Block):
         return {"experts": max(4, 2 * site.expert), "top_k": 2} | widths
 
     def _sizes(self, z: Sizes) -> Sizes:
-        """E experts, k of them a token, f wide; a shared one of fs; u projections in; R rows a rank's experts get, of width l or h."""
+        """E experts, k of them a token, f wide; a shared one of fs; u projections in; R rows a rank's experts get, or could get of gathered
+        tokens, of width l or h."""
         z = z.own(E=self.experts, k=self.top_k, f=self.expert_hidden_size, fs=self.shared_expert_hidden_size, u=z.gates)
         z = z.own(l=self.latent_size) if self.latent_size else z
-        if self.dispatcher == "gathered":  # for whatever the router may choose
+        if self.gathers:  # for whatever the router may choose
             return z.own(R=z.value("e Ts") * min(self.top_k, self.experts // z.site.expert))
         return z.own(
             R=z.value("k Ts et" if self.pad_to_capacity else "k Ts et imbalance") * (self.capacity_factor or 1)
@@ -269,7 +275,9 @@ class Moe(Block):
         yield experts.line(
             "rows for experts",
             f"w R {self._width}",
-            "sorted, as received; input of the first projection",
+            "room for whatever the router may choose"
+            if self.gathers
+            else "sorted, as received; input of the first projection",
             bucket=ROUTING,
         )
         yield z.line("dispatch counts", "8 et e E", "tokens for each expert from each rank, int64", bucket=ROUTING)
@@ -291,8 +299,7 @@ class Moe(Block):
     def working(self, z: Sizes, layer: Layer | None) -> Iterator[Line]:
         z = self._sizes(z)
         x = self._width
-        received = f" + 2 R {x}" if z["e"] > 1 else ""
-        received = f" + 4 e Ts {x}" if self.dispatcher == "gathered" else received
+        received = f" + 4 e Ts {x}" if self.gathers else f" + 2 R {x}" if z["e"] > 1 else ""
         why = (
             "permuted rows, the experts' output and the unsorted rows, all held by Python frames, and the shared output"
         )

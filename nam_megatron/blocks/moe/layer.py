@@ -124,9 +124,8 @@ class GatheredDispatcher(LocalDispatcher):
             fused=self.config.moe_permute_fusion,
         )
         self.known = None
-        if (
-            not self.config.moe_permute_fusion
-        ):  # Megatron's own permutes all rows, and Transformer Engine's those that are known
+        # Megatron's own permutes all rows, and Transformer Engine's those that are known.
+        if not self.config.moe_permute_fusion:
             self.known = torch.arange(len(rows), device=rows.device) < bounds.bounds[-1]
             rows, probs = self._none_behind(rows), torch.where(self.known, probs, 0.0)
         return rows, bounds, probs
@@ -156,7 +155,7 @@ class LocalMoELayer(MoELayer):
         super().__init__(*args, pg_collection=pg_collection, **kwargs)
         assert pg_collection.expt_tp.size() == 1, "a part of an expert"
         several = pg_collection.ep.size() > 1
-        assert gemm is not None or not several, "block.py refuses it"
+        assert gemm is not None or not several, "laws/experts.py refuses it"
         self.token_dispatcher = (GatheredDispatcher if several else LocalDispatcher)(
             self.num_local_experts, self.local_expert_indices, config=self.config, pg_collection=pg_collection
         )

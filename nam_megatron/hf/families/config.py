@@ -1,7 +1,6 @@
 """config.json of a published architecture, by the table of its family. What is written is read again before it counts."""
 
 from collections.abc import Callable, Mapping
-from itertools import accumulate
 from typing import Any
 
 from nam_megatron.blocks.exported import Config
@@ -61,16 +60,14 @@ def _first_dense(of: Family, plan: Plan, c: Config) -> int:
 
 
 def _layer_types(of: Family, plan: Plan, c: Config) -> list[str]:
-    window, every = (c.get("attention", {}).get(key, 0) for key in ("window", "unwindowed_every"))
-    mixers, sliding = (
-        c["layer_kinds"][::2],
-        [bool(window and (not every or n % every)) for n in range(1, len(c["layer_kinds"]))],
-    )
-    plain = ["sliding_attention" if slides else "full_attention" for slides in sliding]
-    ranks = accumulate(kind == "attention" for kind in mixers)
-    return [
-        getattr(describe.FACETS[kind], "LAYER_TYPE", plain[rank - 1]) for kind, rank in zip(mixers, ranks, strict=True)
-    ]
+    attention = c.get("attention", {})
+    window, every = attention.get("window", 0), attention.get("unwindowed_every", 0)
+    found, rank = list[str](), 0
+    for kind in c["layer_kinds"][::2]:
+        rank += kind == "attention"
+        slides = window and (not every or rank % every)
+        found.append(getattr(describe.FACETS[kind], "LAYER_TYPE", "sliding_attention" if slides else "full_attention"))
+    return found
 
 
 def _aux_loss(of: Family, plan: Plan, c: Config) -> float:

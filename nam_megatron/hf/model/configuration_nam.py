@@ -47,6 +47,9 @@ MODEL = {
     "activation": ["squared_relu", "swiglu", "gelu", "quick_geglu"],
     "glu_offset": Number(-MOST), "activation_clamp": Number(0), "rotary_base": int,
 }  # fmt: skip
+# What exports computed before they had a key for it. An epsilon of latents was the model's.
+BEFORE = {"glu_offset": 0.0, "activation_clamp": 0.0}
+BEFORE_IN = {"attention": {"sinks": False}}
 # Residual streams (mHC), where a model has several.
 STREAMS = {"streams": int, "sinkhorn_steps": int, "epsilon": float}
 # Embeddings of n-grams, where a model has them. document_end: a token, or null.
@@ -103,6 +106,10 @@ class NamConfig(PretrainedConfig):
             assert not given and not blocks, "layer_kinds: missing"
             layer_kinds = []
         else:
+            given = BEFORE | given
+            blocks = {k: BEFORE_IN.get(k, {}) | b if isinstance(b, dict) else b for k, b in blocks.items()}
+            if isinstance(latent := blocks.get("mla"), dict):
+                latent.setdefault("latent_norm_epsilon", given.get("norm_epsilon"))
             _check(layer_kinds, index_sources, mtp_kinds, mtp_depths, tie_word_embeddings, given, blocks)
             if mhc is not None:
                 _check_block("mhc", mhc, STREAMS)

@@ -314,8 +314,8 @@ class Attention(nn.Module):
         self.qkv = linear(h, packed * self.width, b["qkv_bias"])
         self.out = linear(self.heads * self.width, h, c.linear_bias)
         self.q_norm, self.k_norm = (norm(c, self.width) if b["qk_norm"] else nn.Identity() for _ in range(2))
-        rank, every = c.layer_kinds[:index].count("attention"), b["unwindowed_every"]
         self.sinks = parameter(self.heads) if b["sinks"] else None
+        rank, every = c.layer_kinds[:index].count("attention"), b["unwindowed_every"]
         self.window = 0 if every and (rank + 1) % every == 0 else b["window"]
 
     def forward(self, x, step):
