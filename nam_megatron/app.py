@@ -105,7 +105,14 @@ def _preset(conf: str) -> list[str]:
         return [f"preset={conf}"]
     if conf == at.parent.name and (conf_dir() / "preset" / f"{conf}.yaml").is_file():
         hint = f"write `conf=./{conf}` for the folder; the preset is what `conf={conf}` means where there is none"
-        raise Refused(Problem(f"`{conf}` is a preset, and a folder here with a model in it", key="conf", hint=hint))
+        raise Refused(
+            Problem(
+                f"`{conf}` is a preset, and a folder here with a model in it",
+                key="conf",
+                hint=hint,
+                law="folder-or-preset",
+            )
+        )
     from nam_megatron.lint.preset import of_config
 
     name, folder = of_config(at)

@@ -276,7 +276,7 @@ LATER = {
     "dsa-untrained-overlap", "dsa-without-mla", "fp8-mamba-width", "fsdp-pipeline", "layer-frequency", "moe-sequence",
     "moe-mtp-metrics", "moe-probs-on-input", "moe-stage-without-experts",
     "moe-top-k", "pattern-without-experts", "recompute-mtp",
-    "rope-columns", "schedule", "wrong-chip",
+    "padded-vocab-short", "rope-columns", "schedule", "window-size", "wrong-chip",
 }  # fmt: skip
 NEEDS_CUDA = {"dsa-kernel-declines"}
 CONFLICTS_LATER = {("override_opt_param_scheduler", "--use-checkpoint-opt_param-scheduler")}

@@ -684,6 +684,7 @@ REFUSALS = [
     (NATIVE, ON_GPU | {"parallel.expert": 2}, "execution.moe.dispatcher", "the experts are on several GPUs"),
     (NATIVE, LOCAL | {"parallel.expert": 2}, "execution.moe.dispatcher", "the experts are on several GPUs"),
     (NATIVE, LOCAL | {"parallel.expert_tensor": 2}, "execution.moe.dispatcher", "the experts are on several GPUs"),
+    ("gpt_oss_20b", TP | {"parallel.expert_tensor": 2, "parallel.expert": 1}, "model.linear_bias", "experts with biases are whole"),
     (NATIVE, ON_GPU | {"execution.moe.dispatcher": "gathered"}, "execution.moe.dispatcher", "nobody to gather tokens from"),
     (NATIVE, ON_GPU | GATHERED | {"parallel.expert_tensor": 2}, "execution.moe.dispatcher", "each expert whole"),
     (NATIVE, GATHERED, "execution.moe.dispatcher", "and transformer_engine wants them on the host"),

@@ -888,7 +888,6 @@ def test_a_reader_that_leaves_changes_nothing(tmp_path):
         (("nam_megatron.nemo",), "no task is named"),
         (("nam_megatron.nemo", "list", "all"), "`list` takes no words, and here is `all`"),
         (("nam_megatron.schema", "conf=nam56r"), "this takes no words, and here is `conf=nam56r`"),
-        (("nam_megatron", "translate"), "no word `translate` here"),
     ],
 )
 def test_words_that_other_commands_do_not_take(words, said):

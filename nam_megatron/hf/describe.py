@@ -44,8 +44,9 @@ def config(plan: Plan) -> dict[str, Any]:
     blocks = {kind: facet.keys(getattr(plan.recipe.blocks, kind)) for kind, facet in FACETS.items() if kind in needed}
     if b := blocks.get("attention"):
         b["qkv_bias"] |= model.linear_bias
-    if b := blocks.get("mla"):
-        b["latent_norm_epsilon"] = b["latent_norm_epsilon"] or model.norm_epsilon
+    for b in blocks.values():
+        if b.get("latent_norm_epsilon", ...) is None:
+            b["latent_norm_epsilon"] = model.norm_epsilon
     return {
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,

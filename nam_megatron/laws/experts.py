@@ -204,6 +204,15 @@ LAWS = (
         source=EXPERTS,
     ),
     Law(
+        id="experts-bias-parts",
+        category=REFUSES,
+        key="model.linear_bias",
+        when=lambda moe, model, parallel: model.linear_bias and parallel.expert_tensor > 1,
+        says="experts with biases are whole on a GPU",
+        way="set `parallel.expert_tensor=1`",
+        source=EXPERTS,
+    ),
+    Law(
         id="swiglu-experts-bias",
         category=REFUSES,
         key="model.linear_bias",
@@ -248,7 +257,7 @@ LAWS = (
         key=HOW + "dispatcher",
         when=lambda moe, parallel: moe.dispatcher == "gathered" and parallel.expert > 1 and not moe.on_gpu,
         says="the gathered dispatcher leaves the experts' counts on the GPU, and {moe.expert_gemm} wants them on the host",
-        way=f"set `{HOW}expert_gemm=torch`, or `{HOW}dispatcher=alltoall`",
+        way=f"set `{HOW}dispatcher=alltoall`, or `{HOW}expert_gemm=torch` of grouped experts",
         source=LOCAL,
     ),
     Law(

@@ -70,6 +70,7 @@ COMMANDS = (
     Found("flag-unknown", UNKNOWN, "Megatron has no such flag"),
     Found("another-config", UNKNOWN, "a command has one config, and it is its own"),
     Found("option-unknown", UNKNOWN, "Hydra has no such option"),
+    Found("folder-or-preset", CONTRADICTION, "a folder with a model in it has a preset's name"),
     Found("plan-unreadable", UNKNOWN, "a file is no plan.json"),
     Found("plan-of-another-version", CONTRADICTION, "a plan.json was edited, or means something else to this version"),
     Found("plan-missing", UNKNOWN, "the trainer is started without a plan"),

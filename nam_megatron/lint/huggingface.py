@@ -8,6 +8,7 @@ is not read. Names and meanings: transformers 4's and 5.12.1's, models/*/configu
 import difflib
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -127,12 +128,23 @@ class Said:
 
 def config(text: str) -> dict[str, Any] | None:
     """The text as a config.json; None if it is none. YAML reads 1e-05 as a word, so JSON alone will do."""
+    twice: list[str] = []
+
+    def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        twice.extend(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
+        return dict(pairs)
+
     try:
-        root = json.loads(text)
+        root = json.loads(text, object_pairs_hook=table)
     except (ValueError, RecursionError):
         return None
-    named = isinstance(root, dict) and isinstance(root.get("model_type"), str)
-    return root if named and ("vocab_size" in root or _inner(root) is not None) else None
+    if not isinstance(root, dict) or "model_type" not in root:
+        return None
+    if root["model_type"] not in [*KINDS, *LACKS] and "vocab_size" not in root and _inner(root) is None:
+        return None
+    if twice:
+        raise Refused(Problem(f"`{twice[0]}` stands twice in config.json", key=twice[0], hint="keep one of them"))
+    return root
 
 
 # Under which key a model of several kinds of input publishes the one of text.
@@ -174,6 +186,10 @@ def words(root: Mapping[str, Any], name: str) -> tuple[list[str], list[str]]:
         )
     said = Said(_flat(root, name), name)
     said.left += beside
+    for place in ("rope_parameters", "rope_scaling"):
+        table = said.root.get(place)
+        if dropped := sorted(table.keys() - {*IN_ROPE}) if isinstance(table, dict) else []:
+            said.left.append(f"keys of `{place}` that are not read: {', '.join(dropped)}")
     try:
         found = [*_common(said), *KINDS[kind](said)]
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as err:  # a key of another shape
@@ -215,9 +231,19 @@ def _flat(root: Mapping[str, Any], name: str) -> Mapping[str, Any]:
             if key not in IN_ROPE and (close := difflib.get_close_matches(key, IN_ROPE, 1, ALIKE)):
                 what = f"no `{place}.{key}` is read in `{name}`"
                 raise Refused(Problem(what, key=place, hint=f"did you mean `{close[0]}`?"))
+            if key in ("rope_type", "type") and not isinstance(value, str | None):
+                raise Refused(Problem(f"`{place}.{key}` is {value!r} in `{name}`", key=place, hint="it is a word"))
+            if key == "truncate" and not isinstance(value, bool):
+                hint = "it is true or false"
+                raise Refused(Problem(f"`{place}.{key}` is {value!r} in `{name}`", key=place, hint=hint))
             strange = isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value)
             if key in ROPE_NUMBERS and value is not None and strange:
                 raise Refused(Problem(f"`{place}.{key}` is {value!r} in `{name}`", key=place, hint="it is a number"))
+    if len(tables) > 1:
+        (_, one), (_, other) = tables
+        if unlike := [key for key in one.keys() & other.keys() if key in ROPE_NUMBERS and one[key] != other[key]]:
+            what = f"`{name}` has `rope_parameters` and `rope_scaling` with two values of `{min(unlike)}`"
+            raise Refused(Problem(what, key="rope_scaling", hint="leave one of them out"))
     kinds = {table.get("rope_type") or table.get("type") or "default" for _, table in tables}
     if len(kinds) > 1:
         what = f"`{name}` has `rope_parameters` and `rope_scaling` of two types: {', '.join(sorted(map(str, kinds)))}"
@@ -296,6 +322,7 @@ def _whole(s: Said) -> None:
             s.need(*names.split("|"))
     for key in ("layer_types", "mlp_layer_types", "layers_block_type", "hybrid_override_pattern"):
         s.typed(key)
+        s.typed("num_hidden_layers")
         found, layers = root.get(key), root.get("num_hidden_layers")
         if found is not None and layers is not None and len(found) != layers:
             raise Refused(Problem(f"`{key}` has {len(found)} layers in `{s.name}`, and there are {layers}", key=key))
@@ -348,20 +375,29 @@ def _angles(s: Said) -> tuple[Words, Mapping[str, Any], str | None]:
     if base != int(base):
         s.refuse("rope_theta", f"`rope_theta: {base}`", f"{MEGATRON}: it takes whole numbers")
     kind = scaling.get("rope_type") or scaling.get("type")
+    if kind is None and scaling.get("factor") is not None:
+        s.refuse("rope_scaling", "`rope_scaling.factor` without a type of scaling", "say `rope_type`")
     named = "yarn" if kind == "yarn" and s.root["model_type"] not in LATENT else "rope"  # MLA has a flag of its own
     return iter(("--position-embedding-type", named, "--rotary-base", str(int(base)))), scaling, kind
 
 
 def _yarn(s: Said, scaling: Mapping[str, Any]) -> Words:
     """YaRN's words but for `mscale`, and for whether its ramp begins and ends at whole columns."""
+    for key in ("factor", "original_max_position_embeddings"):
+        if (value := scaling.get(key)) is None:
+            s.refuse("rope_scaling", f"`rope_scaling` of type yarn without `{key}`", "give the whole file")
+        if value < 1:
+            s.refuse("rope_scaling", f"`rope_scaling.{key}: {value}`", "it is 1 or more")
     yield from ("--rotary-scaling-factor", str(float(scaling["factor"])))
-    if "original_max_position_embeddings" not in scaling:
-        what = "`rope_scaling` of type yarn without `original_max_position_embeddings`"
-        s.refuse("rope_scaling", what, "give the whole file")
     own = {"original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+    said = {key: fixed if scaling.get(key) is None else scaling[key] for key, fixed in own.items()}
+    if not 0 < said["beta_slow"] <= said["beta_fast"]:
+        what = f"`rope_scaling.beta_fast: {said['beta_fast']}` beside `beta_slow: {said['beta_slow']}`"
+        s.refuse("rope_scaling", what, "both are above 0, and beta_fast is no less")
     for key, fixed in own.items():
-        if scaling.get(key, fixed) != fixed:
-            yield from (f"--yarn-{key.replace('_', '-')}", str(scaling[key]))
+        if said[key] != fixed:
+            whole = int(said[key]) if said[key] == int(said[key]) else said[key]
+            yield from (f"--yarn-{key.replace('_', '-')}", str(whole))
 
 
 def _plain_yarn(s: Said, scaling: Mapping[str, Any]) -> Words:
@@ -394,6 +430,8 @@ def _rope(s: Said) -> Words:
             s.refuse("rope_scaling", f"`rope_scaling.factor: {factor}`", f"{MEGATRON}: it takes whole numbers")
         yield from ("--rotary-seq-len-interpolation-factor", str(int(factor)))
     elif kind == "yarn":
+        if part not in (None, 1.0):
+            s.refuse("partial_rotary_factor", f"YaRN of {part} of a head", f"{MEGATRON}: its YaRN turns whole heads")
         yield from _plain_yarn(s, scaling)
     elif kind not in (None, "default"):
         s.refuse("rope_scaling", f"`rope_scaling` of type {kind}")
@@ -495,12 +533,22 @@ def _gpt_oss(s: Said) -> Words:
     """Sinks, biases and clamped gates, all of which its code has without a key."""
     yield from ("--num-layers", str(_layers(s)), "--ffn-hidden-size", str(s.number("intermediate_size")))
     yield from (*_heads(s), *_rope(s), "--softmax-type", "learnable")
-    s.only("attention_bias", True)
-    s.only("swiglu_limit", 7.0)
-    s.only("experts_per_token", s.get("num_experts_per_tok"))
+    if s.need("attention_bias") is not True:
+        s.refuse("attention_bias", "`attention_bias: false` of `gpt_oss`", OURS)
+    s.only("swiglu_limit", 7.0, lack=f"its code clamps at 7.0, whatever the file says: {OURS}")
+    s.only(
+        "experts_per_token", s.get("num_experts_per_tok"), lack="it stands beside `num_experts_per_tok`: leave one out"
+    )
     scaling = s.root.get("rope_parameters") or s.root.get("rope_scaling") or {}
-    s.only("initial_context_length", scaling.get("original_max_position_embeddings"), lack=OURS)
+    if not scaling:  # transformers 5.12.1 has YaRN by 32 then
+        s.refuse("rope_scaling", "`gpt_oss` without a table of rotary embedding", "give the whole file")
+    original = scaling.get("original_max_position_embeddings")
+    s.only(
+        "initial_context_length", original, lack="it stands beside `original_max_position_embeddings`: leave one out"
+    )
     kinds = s.need("layer_types")
+    if "sliding_attention" in kinds and not s.get("sliding_window"):
+        s.refuse("sliding_window", "`sliding_attention` without a `sliding_window`", "give the window's length")
     if others := {*kinds} - {"sliding_attention", "full_attention"}:
         s.refuse("layer_types", f"`layer_types`: {', '.join(map(str, sorted(others)))}", OURS)
     if s.root.get("sliding_window") and (sliding := [int(kind == "sliding_attention") for kind in kinds]).count(1):
@@ -510,7 +558,9 @@ def _gpt_oss(s: Said) -> Words:
 
 
 def _dense_first(s: Said) -> Words:
-    layers, every = _layers(s), s.get("moe_layer_freq", 1)
+    layers, every = _layers(s), s.get("moe_layer_freq") or 1
+    if every > 1 and s.root["model_type"] != "deepseek_v2":
+        s.refuse("moe_layer_freq", f"`moe_layer_freq: {every}`", "its class reads `first_k_dense_replace` alone")
     if (kinds := s.get("mlp_layer_types")) is not None:
         if strange := [kind for kind in kinds if kind not in ("dense", "sparse")]:
             s.refuse("mlp_layer_types", f"`mlp_layer_types`: {', '.join(sorted({*map(str, strange)}))}", OURS)
@@ -634,11 +684,14 @@ def _deepseek(s: Said) -> Words:
     yield from base
     if kind == "yarn":
         yield from ("--rope-type", "yarn", *_yarn(s, scaling))
+        if len(said := [key for key in ("mscale", "mscale_all_dim") if scaling.get(key) is not None]) == 1:
+            what = f"`rope_scaling.{said[0]}` without the other of `mscale` and `mscale_all_dim`"
+            s.refuse("rope_scaling", what, "transformers' class weighs otherwise than Megatron then: say both")
         yield from (
             "--mscale",
-            str(scaling.get("mscale", 1.0)),
+            str(scaling.get("mscale") or 1.0),
             "--mscale-all-dim",
-            str(scaling.get("mscale_all_dim", 0.0)),
+            str(scaling.get("mscale_all_dim") or 0.0),
         )
         for key, usual in {"attention_factor": (None,), "truncate": (None, True)}.items():
             if scaling.get(key) not in usual:

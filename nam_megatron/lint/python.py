@@ -165,7 +165,19 @@ class Recipe:
         if isinstance(target, ast.Name):
             section = self.section(value, names)
             names[target.id] = section or (hole(target.id) if _open(held) else held)
-        self.put(target, held, names, depth)
+            self.forget(lambda at, root: root == target.id, target.id)
+        for one in target.elts if isinstance(target, ast.Tuple | ast.List) else [target]:
+            self.put(one, held if one is target else hole(ast.unparse(one)), names, depth)
+        if isinstance(target, ast.Attribute) and target.attr in SECTIONS:
+            where = ast.unparse(target.value)
+            self.forget(lambda at, root: (at, root) == (target.attr, where), ast.unparse(target))
+
+    def forget(self, of: Callable[[str, str | None], bool], what: str) -> None:
+        """Another thing stands where some fields were set: what they are there is not known."""
+        lost = hole(f"what `{what}` was given")
+        self.fields = [
+            (at, name, lost if of(at, self.roots.get((at, name))) else value) for at, name, value in self.fields
+        ]
 
     def section(self, node: ast.expr, names: dict[str, Any]) -> Alias | None:
         """The section of a container that an expression is."""
@@ -284,6 +296,12 @@ def bound(nodes: Iterable[ast.AST]) -> set[str]:
                 found.add(name)
             case ast.alias(name=name, asname=other):
                 found.add(other or name.partition(".")[0])
+            case ast.Subscript(value=ast.Name(id=name), ctx=ast.Store() | ast.Del()):
+                found.add(name)
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name(id=name), attr="update" | "setdefault" | "clear" | "pop" | "popitem")
+            ):
+                found.add(name)
             case ast.Lambda():
                 continue
         found |= bound(ast.iter_child_nodes(node))
@@ -400,7 +418,7 @@ def _conditional(left: Sequence[tuple[int, list[str], str]], target: Target) -> 
 
 
 # What is asked of a text, or declared, and is no word of a launch; and what changes one.
-CHANGING = {"remove", "replace", "pop", "removeprefix", "removesuffix", "sub"}
+CHANGING = {"remove", "replace", "pop", "removeprefix", "removesuffix", "sub", "clear", "insert"}
 ASKING = {
     "add_argument",
     "startswith",
@@ -487,8 +505,11 @@ class Strings:
                     self.node(value, on, False)
                     self.name(name, ast.BinOp(ast.Name(name), op, value), on)
                     continue
-                case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Expr(value=ast.Constant()):
                     pass
+                case ast.Assign(targets=[ast.Subscript() as place]) | ast.Delete(targets=[ast.Subscript() as place]):
+                    self.changed.append(f"`{_brief(place)}` (line {node.lineno})")
+                    self.nodes(list(ast.iter_child_nodes(node)), on)
                 case _:
                     self.nodes(list(ast.iter_child_nodes(node)), on)
             self.names |= {name: hole(name) for name in loose}
@@ -508,6 +529,11 @@ class Strings:
         match node:
             case ast.Lambda() | ast.Compare():
                 return
+            case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
+                kept = self.names
+                self.names = kept | {name: hole(name) for name in bound(node.generators)}
+                self.nodes(list(ast.iter_child_nodes(node)), on, listed)
+                self.names = kept
             case ast.Call(func=function) if _called(function) in ASKING:
                 if _called(function) in CHANGING:
                     self.changed.append(f"`{_brief(node)}` (line {node.lineno})")
@@ -537,9 +563,15 @@ class Strings:
                 self.node(ast.parse(repr(said), mode="eval").body, on, listed)
             case ast.List(elts=elements) | ast.Tuple(elts=elements):
                 self.nodes(elements, on, True)
-            case ast.Name() | ast.Attribute() | ast.Call() | ast.Subscript() | ast.Constant() if listed and self.asks(
-                on
-            ):
+            case (
+                ast.BinOp()
+                | ast.UnaryOp()
+                | ast.Name()
+                | ast.Attribute()
+                | ast.Call()
+                | ast.Subscript()
+                | ast.Constant()
+            ) if listed and self.asks(on) and not _says([node]):
                 self.sink(on).append(str(_value(node, self.names)))
             case ast.AST():
                 self.nodes(list(ast.iter_child_nodes(node)), on, listed)
@@ -564,6 +596,8 @@ class Strings:
         words = [re.sub("\ue003", lambda _: next(left), part) for part in parts]
         text = [word for word in words if HOLE.sub("", word) or not {*holes(word)} <= self.read]
         if any(w.startswith("--") for w in text):
+            if not self.asks(on):  # the command before its flags
+                text = text[next(i for i, w in enumerate(text) if w.startswith("--")) :]
             if on is None:
                 self.words += text
             else:

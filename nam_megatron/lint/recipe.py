@@ -507,17 +507,21 @@ def _model(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
         "seq_length": length, "learned_positions": positions, "tied_embeddings": not a.untie_embeddings_and_output_weights,
         "normalization": a.normalization, "norm_epsilon": a.layernorm_epsilon,
         "zero_centered_norms": a.layernorm_zero_centered_gamma, "linear_bias": a.add_bias_linear,
-        "activation": {"SwiGLU": "swiglu", "squared ReLU": "squared_relu"}.get(m.activation, m.activation.lower().replace(" ", "_")),
-        **_gate(a, m), "hidden_dropout": a.hidden_dropout, "attention_dropout": a.attention_dropout, "rotary_base": a.rotary_base,
+        **_activation(a, m), "hidden_dropout": a.hidden_dropout, "attention_dropout": a.attention_dropout, "rotary_base": a.rotary_base,
         "init_std": UNSAID if m.described and not a.said("init_method_std") else a.init_method_std,
         "letters": kinds, "substitute": substitute, "blocks": _blocks(m, lost),
     }  # fmt: skip
 
 
-def _gate(a: Args, m: Model) -> Tree:
-    """What a quick GeGLU has beside; of others the comparison lists it."""
-    found = {"glu_offset": a.glu_linear_offset, "activation_clamp": a.activation_func_clamp_value}
-    return found if m.activation == "quick GeGLU" else {}
+def _activation(a: Args, m: Model) -> Tree:
+    """The activation, and what a quick GeGLU has beside; of others the comparison lists it. A recipe's is clamped."""
+    name = m.activation.lower().replace(" ", "_")
+    if name != "quick_geglu":
+        return {"activation": name}
+    if a.activation_func_clamp_value is None:
+        return {"activation": f"{name} without a clamp"}
+    clamp = a.activation_func_clamp_value
+    return {"activation": name, "glu_offset": a.glu_linear_offset, "activation_clamp": clamp}
 
 
 def _pattern(m: Model, letters: str) -> str:

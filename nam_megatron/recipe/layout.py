@@ -96,7 +96,7 @@ class ProcessGroups(Config):
     pipeline: Annotated[NonNegativeFloat, Row("of pipeline parallelism")]
     context: Annotated[NonNegativeFloat, Row("of context parallelism")]
     expert: Annotated[NonNegativeFloat, Row("of expert parallelism: all-to-all")]
-    gathered: Annotated[NonNegativeFloat, Row("of expert parallelism whose tokens are gathered", was=4.5)]
+    gathered: Annotated[NonNegativeFloat, Row("of expert parallelism whose tokens are gathered", was=1.3)]
 
 
 class Device(Config):
