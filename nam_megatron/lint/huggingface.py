@@ -140,7 +140,7 @@ def config(text: str) -> dict[str, Any] | None:
         return None
     if not isinstance(root, dict) or "model_type" not in root:
         return None
-    if root["model_type"] not in [*KINDS, *LACKS] and "vocab_size" not in root and _inner(root) is None:
+    if "vocab_size" not in root and _inner(root) is None:
         return None
     if twice:
         raise Refused(Problem(f"`{twice[0]}` stands twice in config.json", key=twice[0], hint="keep one of them"))
