@@ -137,7 +137,7 @@ class Recipe:
                         self.body(arm, dict(names), depth, at)
                     open_ = at if returns([node]) else open_
                 case ast.For() | ast.AsyncFor() | ast.While():
-                    inner = names | {name: hole(name) for name in loose}
+                    inner = names | _holes(loose)
                     self.body([*node.body, *node.orelse], inner, depth, at)
                     open_ = at if returns([node]) else open_
                 case ast.Try(body=inside, handlers=handlers, orelse=otherwise, finalbody=last):
@@ -149,7 +149,7 @@ class Recipe:
                     loose = loose if goes_on else set()
                     open_ = at if returns([node]) else open_
                 case ast.With(body=inside) | ast.AsyncWith(body=inside):
-                    names |= {name: hole(name) for item in node.items for name in bound([item])}
+                    names |= _holes(bound(node.items))
                     if self.body(inside, names, depth, open_):
                         return True
                     continue
@@ -157,11 +157,11 @@ class Recipe:
                     for case in cases:
                         self.body(case.body, dict(names), depth, at)
                     open_ = at if returns([node]) else open_
-            names |= {name: hole(name) for name in loose}
+            names |= _holes(loose)
         return False
 
     def assign(self, target: ast.expr, value: ast.expr, names: dict[str, Any], depth: int, open_: str | None) -> None:
-        held = hole(f"the condition in {open_}") if open_ else _value(value, names)
+        held = _given(value, names, open_)
         if isinstance(target, ast.Name):
             section = self.section(value, names)
             names[target.id] = section or (hole(target.id) if _open(held) else held)
@@ -217,9 +217,7 @@ class Recipe:
         if name == "setattr" and len(node.args) == 3 and (alias := self.section(node.args[0], names)):
             said = _value(node.args[1], names)
             if isinstance(said, str) and not _open(said):
-                self.set(
-                    alias, said, hole(f"the condition in {open_}") if open_ else _value(node.args[2], names), depth
-                )
+                self.set(alias, said, _given(node.args[2], names, open_), depth)
             else:
                 self.unknown.append(f"`{_brief(node)}` (line {node.lineno})")
             return
@@ -228,9 +226,7 @@ class Recipe:
                 self.unknown.append(f"`**{_brief(word.value)}` (line {node.lineno})")
             self.call(word.value, names, depth, open_)
             if section and word.arg and not isinstance(word.value, ast.Call):
-                self.fields.append(
-                    (section, word.arg, hole(f"the condition in {open_}") if open_ else _value(word.value, names))
-                )
+                self.fields.append((section, word.arg, _given(word.value, names, open_)))
         if section or (node.args and isinstance(node.func, ast.Attribute)):
             return
         if (inner := self.functions.get(name)) and depth < CALLS:
@@ -277,9 +273,9 @@ def _constants(tree: ast.Module) -> dict[str, Any]:
                 held = _value(value, names)
                 names[name] = held if names.get(name, held) == held else hole(name)
             case _:
-                names |= {name: hole(name) for name in bound([node])}
+                names |= _holes(bound([node]))
     outer = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
-    return names | {name: hole(name) for name in outer}
+    return names | _holes(outer)
 
 
 def bound(nodes: Iterable[ast.AST]) -> set[str]:
@@ -325,6 +321,10 @@ def ends(nodes: Sequence[ast.stmt]) -> bool:
         case [ast.Expr(value=ast.Call(func=function))]:
             return _called(function) in ("exit", "_exit", "abort")
     return False
+
+
+def _holes(names: Iterable[str]) -> dict[str, Any]:
+    return {name: hole(name) for name in names}
 
 
 def _open(value: Any) -> bool:
@@ -373,6 +373,11 @@ def _value(node: ast.expr, names: dict[str, Any]) -> Any:
     return hole(_brief(node))
 
 
+def _given(node: ast.expr, names: dict[str, Any], open_: str | None) -> Any:
+    """A value; a hole where it is decided in `open_` whether it is given."""
+    return hole(f"the condition in {open_}") if open_ else _value(node, names)
+
+
 OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: lambda a, b: a + b, ast.Sub: lambda a, b: a - b, ast.Mult: lambda a, b: a * b,
 }  # fmt: skip
@@ -389,8 +394,7 @@ def _script(
     tree: ast.Module, functions: Sequence[Function] | Any, constants: dict[str, Any], target: Target
 ) -> Said | None:
     """The strings of the function that has most of Megatron's flags, in their order; of those on a condition it is said which."""
-    found = []
-    found.append(Strings({}))
+    found = [Strings({})]
     found[-1].block(tree.body, None)
     for function in functions:  # whoever calls it may give another value than a parameter's default
         found.append(Strings(constants | {name: hole(name) for name, _ in _defaults(function)}))
@@ -475,7 +479,7 @@ class Strings:
                     elif returns(otherwise):
                         on = _and(on, _brief(test))
                 case ast.For() | ast.AsyncFor() | ast.While() | ast.Match():
-                    self.names |= {name: hole(name) for name in loose}
+                    self.names |= _holes(loose)
                     self.nodes(
                         list(ast.iter_child_nodes(node)), _and(on, f"what line {node.lineno} goes through has it")
                     )
@@ -489,7 +493,7 @@ class Strings:
                     loose = loose if goes_on else set()
                 case ast.With(body=body) | ast.AsyncWith(body=body):
                     self.nodes(node.items, on)
-                    self.names |= {name: hole(name) for item in node.items for name in bound([item])}
+                    self.names |= _holes(bound(node.items))
                     self.block(body, on)
                     continue
                 case (
@@ -512,7 +516,7 @@ class Strings:
                     self.nodes(list(ast.iter_child_nodes(node)), on)
                 case _:
                     self.nodes(list(ast.iter_child_nodes(node)), on)
-            self.names |= {name: hole(name) for name in loose}
+            self.names |= _holes(loose)
 
     def name(self, name: str, value: ast.expr, on: str | None) -> None:
         held = hole(name) if on else _value(value, self.names)
@@ -531,7 +535,7 @@ class Strings:
                 return
             case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
                 kept = self.names
-                self.names = kept | {name: hole(name) for name in bound(node.generators)}
+                self.names = kept | _holes(bound(node.generators))
                 self.nodes(list(ast.iter_child_nodes(node)), on, listed)
                 self.names = kept
             case ast.Call(func=function) if _called(function) in ASKING:

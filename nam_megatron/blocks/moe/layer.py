@@ -79,18 +79,24 @@ class LocalDispatcher(MoEAllGatherTokenDispatcher):
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor | Bounds, Tensor]:
         """[tokens, hidden], [tokens, experts] -> rows [tokens x top-k, hidden] by expert, how many each has (or Bounds), their probs."""
-        self.hidden_shape_before_permute, self.local_map = hidden_states.shape, self.routing_map
-        rows, probs, self.reversed_local_input_permutation_mapping, _, _ = permute(
-            hidden_states,
-            self.routing_map,
-            probs=probs,
-            num_out_tokens=hidden_states.size(0) * self.router_topk,
-            fused=self.config.moe_permute_fusion,
-        )
+        self.local_map = self.routing_map
+        rows, probs = self.sort(hidden_states, probs)
         self.routing_map = None
         if not self.on_gpu:
             self.copied.synchronize()
         return rows, self.rows_of_experts, probs
+
+    def sort(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """[tokens, hidden], probs [tokens, experts here] -> rows by expert, as many as there can be, and their probs; by `local_map`."""
+        self.hidden_shape_before_permute = hidden_states.shape
+        rows, probs, self.reversed_local_input_permutation_mapping, _, _ = permute(
+            hidden_states,
+            self.local_map,
+            probs=probs,
+            num_out_tokens=hidden_states.size(0) * min(self.router_topk, self.num_local_experts),
+            fused=self.config.moe_permute_fusion,
+        )
+        return rows, probs
 
 
 class GatheredDispatcher(LocalDispatcher):
@@ -115,14 +121,7 @@ class GatheredDispatcher(LocalDispatcher):
         """Rows as LocalDispatcher has them, as many as this rank's experts could get."""
         probs, hidden_states = self.chosen.arrive(probs), self.tokens.arrive(hidden_states)
         self.local_map, probs, bounds = last_first(~(probs < 0), probs.clamp(min=0))  # what is no number stands
-        self.hidden_shape_before_permute = hidden_states.shape
-        rows, probs, self.reversed_local_input_permutation_mapping, _, _ = permute(
-            hidden_states,
-            self.local_map,
-            probs=probs,
-            num_out_tokens=hidden_states.size(0) * min(self.router_topk, self.num_local_experts),
-            fused=self.config.moe_permute_fusion,
-        )
+        rows, probs = self.sort(hidden_states, probs)
         self.known = None
         # Megatron's own permutes all rows, and Transformer Engine's those that are known.
         if not self.config.moe_permute_fusion:
