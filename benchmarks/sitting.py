@@ -190,7 +190,7 @@ JOBS = {
     **{
         f"layout_{stack}_{name}": Job(
             2, 2,
-            f"benchmarks/measure.py --profile --limit 170 --out {{out}}/layout_{stack}_{name}.json --data {{data}} {stack}52_two_{name}",
+            f"benchmarks/measure.py --profile --out {{out}}/layout_{stack}_{name}.json --data {{data}} {stack}52_two_{name}",
             "data",
         )
         for name in ("data", "gathered", "exchanged", "tensor", "pipeline", "context")

@@ -449,6 +449,8 @@ def test_what_waits_for_gpus_are_commands_that_there_are():
         if words[0] == "benchmarks/measure.py":
             names = [word for word in words if word != "--profile"][5:]
             assert names and set(names) <= measure.CASES.keys(), name
+            for case in names if job.gpus > 1 else ():
+                assert measure.lowered(*measure.CASES[case]).plan.recipe.world_size == job.gpus
         elif words[0] == "benchmarks/losses.py":
             assert words[1] == "train" and words[2] in losses.RUNS
         elif "nam_megatron.prove.every" in words:

@@ -16,7 +16,9 @@ from launch.record import steps as log
 from .test_whole_step import POISON, STACKS, WHOLE, losses, ran
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "blocks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+from measure import LAYOUTS, laid
 from test_tensor_parallel import assert_same_on_two_ranks
 
 pytestmark = pytest.mark.gpu
@@ -52,20 +54,11 @@ def test_two_tensor_ranks_are_one(tmp_path):
     assert_same_on_two_ranks(tmp_path, limit=5e-2)
 
 
-LAYOUTS = {
-    "data": (),
-    "gathered": ("parallel.expert=2", "execution.moe.dispatcher=gathered"),
-    "tensor": ("parallel.tensor=2", "parallel.sequence=true", "allow.whole-step-tensor=tried"),
-    "pipeline": ("parallel.pipeline=2", "allow.whole-step-pipeline=tried"),
-    "context": ("parallel.context=2", "allow.whole-step-context=tried"),
-}
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("preset", "words"), STACKS)
 def test_replays_on_two_ranks_train_what_eager_steps_train(tmp_path, preset, words, layout):
     """What ranks say to each other is inside the graph; a checkpoint is written and read between replays."""
-    words = (TWO, *words, *LAYOUTS[layout])
+    words = (TWO, *words, *laid(preset, layout))
     assert losses(tmp_path / "whole", preset, *words, *WHOLE) == losses(tmp_path / "eager", preset, *words)
 
 
