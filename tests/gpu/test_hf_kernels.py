@@ -33,6 +33,7 @@ SIZES = {
     },
     "mla": {
         "q_lora_rank": 32, "kv_lora_rank": 16, "qk_head_dim": 16, "qk_rope_head_dim": 32, "v_head_dim": 16, "latent_norm": True,
+        "latent_norm_epsilon": 1e-5,
     },
     "dsa": {"indexer_heads": 2, "indexer_head_dim": 32, "top_k": 12},
     "moe": {
@@ -65,8 +66,8 @@ def config(kinds: list[str], **more) -> NamConfig:
     return NamConfig(
         layer_kinds=kinds, index_sources=sources, vocab_size=96, hidden_size=64, ffn_hidden_size=48, num_attention_heads=4,
         max_position_embeddings=512, learned_positions=0, normalization="RMSNorm", norm_epsilon=1e-5, zero_centered_norms=False,
-        linear_bias=False, activation="squared_relu", rotary_base=10000,
-        **{kind: SIZES[kind] for kind in SIZES if kind in used}, **more,
+        rotary_base=10000,
+        **{kind: SIZES[kind] for kind in SIZES if kind in used}, **{"linear_bias": False, "activation": "squared_relu"} | more,
     )  # fmt: skip
 
 
@@ -134,11 +135,16 @@ def test_predictions_ahead(unplain):
     close(model(tokens, mtp=True).hidden_states[0], want, least=0.995)
 
 
-@pytest.mark.parametrize("kind", ["dsa", "moe", "mamba3", "m2rnn"])
-def test_a_layers_output_and_gradients(kind):
+GATED = {"activation": "quick_geglu", "glu_offset": 1.0, "activation_clamp": 0.5, "linear_bias": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"), [*((kind, {}) for kind in ("dsa", "moe", "mamba3", "m2rnn")), ("moe", GATED)], ids=str
+)
+def test_a_layers_output_and_gradients(kind, more):
     """Of one layer, where no choice is turned by another: against fp32, as near as plain torch."""
-    plain, model = both([kind])
-    exact = drawn(config([kind]), torch.float32)
+    plain, model = both([kind], **more)
+    exact = drawn(config([kind], **more), torch.float32)
     exact.load_state_dict(plain.state_dict())
     want, plain_found, got = map(differentiated, (exact, plain, model))
     assert got.keys() == plain_found.keys()

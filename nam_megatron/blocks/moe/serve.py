@@ -25,9 +25,13 @@ def put(mixer: Any) -> None:
 
 def _experts(self: Any, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
     activate = sys.modules[type(self).__module__].activate
-    order = chosen.flatten().argsort(stable=True)
+    experts, order = chosen.flatten().sort(stable=True)
     counts = (chosen.flatten().unsqueeze(0) == torch.arange(len(self.up), device=x.device).unsqueeze(1)).sum(1)
     ends = counts.cumsum(0).to(torch.int32)
-    y = activate(F.grouped_mm(x[order // chosen.size(1)], self.up.mT, offs=ends), self.activation)
-    y = F.grouped_mm((y * shares.flatten()[order, None]).to(x.dtype), self.down.mT, offs=ends)
+    shares = shares.flatten()[order, None]
+    y = F.grouped_mm(x[order // chosen.size(1)], self.up.mT, offs=ends)
+    y = activate(y if self.up_bias is None else y + self.up_bias[experts], self.config)
+    y = F.grouped_mm((y * shares).to(x.dtype), self.down.mT, offs=ends)
+    if self.down_bias is not None:
+        y = y + (self.down_bias[experts] * shares).to(x.dtype)
     return y[order.argsort()].view(*chosen.shape, -1).sum(1)
