@@ -7,7 +7,7 @@ from typing import Any
 from nam_megatron.budget.memory import Budget, budget
 from nam_megatron.compile.lower import translate
 from nam_megatron.errors import Problem, Refused, likely
-from nam_megatron.recipe import Recipe, from_tree, to_tree
+from nam_megatron.recipe import Recipe, to_tree, value_at, with_values
 
 LIMIT = 2**24  # no integer of a recipe means more
 MOST_POINTS = 10_000  # of a sweep: some minutes
@@ -64,23 +64,16 @@ def _integers(node: Any, path: str = "") -> Iterator[str]:
 
 def attempt(recipe: Recipe, key: str, value: int, imbalance: float = 1.0) -> Trial:
     """The recipe with `value` at `key`; the global batch follows to the next multiple where it must."""
-    tree = to_tree(recipe)
-    *path, last = key.split(".")
-    node = tree
-    for part in path:
-        node = node[part]
-    node[last] = value
     note = ""
     try:
-        changed = from_tree(tree)
-        s = changed.schedule
-        step = s.micro_batch_size * max(1, changed.data_parallel)
+        trial = with_values(recipe, {key: value})
+        s = trial.schedule
+        step = s.micro_batch_size * max(1, trial.data_parallel)
         if key != "schedule.global_batch_size" and s.global_batch_size % step:
             batch = -(-s.global_batch_size // step) * step
-            note = f"global batch {s.global_batch_size} -> {batch}, a multiple of {s.micro_batch_size} x {changed.data_parallel}"
-            tree["schedule"]["global_batch_size"] = batch
-            changed = from_tree(tree)
-        return Trial(value, budget(translate(changed).plan, imbalance), note=note)
+            note = f"global batch {s.global_batch_size} -> {batch}, a multiple of {s.micro_batch_size} x {trial.data_parallel}"
+            trial = with_values(recipe, {key: value, "schedule.global_batch_size": batch})
+        return Trial(value, budget(translate(trial).plan, imbalance), note=note)
     except Refused as refused:
         return Trial(value, None, "; ".join(p.message for p in refused.problems))
 
@@ -151,9 +144,7 @@ def _needs(found: Budget) -> float:
 
 
 def _value(recipe: Recipe, key: str) -> int:
-    value: Any = to_tree(recipe)
-    for part in key.split("."):
-        value = value[part]
+    value = value_at(recipe, key)
     assert isinstance(value, int), key
     return value
 

@@ -22,7 +22,7 @@ from megatron.bridge.utils.common_utils import get_world_size_safe
 
 from nam_megatron.compile.lower import Lowering, translate
 from nam_megatron.errors import Problem, Refused, raise_if
-from nam_megatron.recipe import Recipe, from_tree, to_tree
+from nam_megatron.recipe import Recipe, at, from_tree, to_tree, with_values
 from nam_megatron.recipe.keys import values_at
 from nam_megatron.runtime.bridge import Arguments
 from nam_megatron.targets.target import Target
@@ -155,7 +155,7 @@ def _said(
     few = [yaml.safe_load(word) for word in values_at(key)]
     for word in few:
         with contextlib.suppress(Refused):
-            if flat(made(translate(_changed(recipe, {key: word})))[0])[path] == value:
+            if flat(made(translate(with_values(recipe, {key: word})))[0])[path] == value:
                 return f"change that key: `overrides=['{key}={json.dumps(word) if isinstance(word, bool) else word}']`"
     return f"leave it out: no value of `{key}` makes it so" if few else f"change that key: `overrides=['{key}=...']`"
 
@@ -368,9 +368,7 @@ def _start(recipe: Recipe, changed: dict[str, Any]) -> Recipe:
     """The recipe from the weights that a container names, where it named none; takes the field out of `changed`."""
     if recipe.schedule.pretrained is not None or not changed.get("checkpoint.pretrained_checkpoint"):
         return recipe
-    tree = to_tree(recipe)
-    tree["schedule"]["pretrained"] = changed.pop("checkpoint.pretrained_checkpoint")
-    return from_tree(tree)
+    return with_values(recipe, {"schedule.pretrained": changed.pop("checkpoint.pretrained_checkpoint")})
 
 
 def _with(
@@ -385,11 +383,12 @@ def _with(
         for path in a.fields[setting.name]:
             owners.setdefault(path, []).append(setting)
     said: dict[str, Any] = {}
+    held = to_tree(recipe)
     follows: dict[str, str] = {}
     problems = []
     for path, value in changed.items():
         settings = owners.get(path, [])
-        own = [s for s in settings if s.key and _same(_held(recipe, s.key), before[path])]
+        own = [s for s in settings if s.key and _same(_plain(at(held, s.key)), before[path])]
         if before[path] is None and path in deciding():
             own = []  # null is any key's
         owner = next(iter([*own, *settings]), None)
@@ -414,33 +413,12 @@ def _with(
             message = f"`{path}` was set to {value!r}, and another field to {said[owner.key]!r}"
             problems.append(Problem(message, key=owner.key))
     raise_if(problems)
-    return _changed(recipe, said), follows
-
-
-def _changed(recipe: Recipe, said: Mapping[str, Any]) -> Recipe:
-    """A recipe with some keys' values. Raises Refused."""
-    tree = to_tree(recipe)
-    for key, value in said.items():
-        node, last = _node(tree, key)
-        node[last] = value
-    return from_tree(tree)
+    return with_values(recipe, said), follows
 
 
 def _same(held: Any, value: Any) -> bool:
     """Python's False equals 0, which is no switch."""
     return isinstance(held, bool) == isinstance(value, bool) and held == value
-
-
-def _held(recipe: Recipe, key: str) -> Any:
-    node, last = _node(to_tree(recipe), key)
-    return _plain(node[last])
-
-
-def _node(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
-    *parents, last = key.split(".")
-    for name in parents:
-        tree = tree[name]
-    return tree, last
 
 
 def _with_world(recipe: Recipe) -> Recipe:

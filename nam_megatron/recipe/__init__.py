@@ -32,6 +32,7 @@ __all__ = [
     "SWITCHED", "Assumption", "Cluster", "Data", "Device", "Kind", "Lane", "LaneBlocks", "Letter", "Letters", "Model", "Optim", "Parallel",
     "Precision", "Preset", "ProcessGroups", "Recipe", "Schedule", "Storage", "Substitute", "conf_dir", "config_at", "from_config",
     "from_tree", "keys_at", "keys_hint", "load", "parsed", "resolved", "to_tree", "value_at", "whole_hint",
+    "with_values",
 ]  # fmt: skip
 
 
@@ -345,6 +346,15 @@ def filled(tree: Any, cls: type[Config] = Recipe) -> Any:
 def to_tree(recipe: Recipe) -> dict[str, Any]:
     """A Recipe as plain JSON-able data, without what does not stand; `from_tree(to_tree(r)) == r`."""
     return _stands(recipe, recipe.model_dump(mode="json"))
+
+
+def with_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
+    """The recipe with other values at dotted keys of it. Raises Refused."""
+    tree = to_tree(recipe)
+    for key, value in values.items():
+        parents, _, last = key.rpartition(".")
+        at(tree, parents)[last] = value
+    return from_tree(tree)
 
 
 def _stands(config: Config, tree: dict[str, Any]) -> dict[str, Any]:
