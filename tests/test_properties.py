@@ -46,7 +46,7 @@ def judge(recipe, tree=()):
     try:
         assert argv.shell(lowering).split() == list(argv.words(lowering))
     except Refused as refused:
-        assert "does not survive" in refused.problems[0].message
+        assert "in `$(...)`" in refused.problems[0].message
     return lowering
 
 

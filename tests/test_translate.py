@@ -104,7 +104,7 @@ def test_formats(form, here):
 @pytest.mark.parametrize("blank", [" ", "\N{NO-BREAK SPACE}"], ids=["space", "no-break space"])
 def test_a_word_that_a_reader_would_split_is_refused_in_shell_form_only(here, blank):
     words = ("conf=nam56r_native_dp", "data=indexed", f"data.path='/my{blank}data/x'", "data.tokenizer=/t")
-    one_error(warm(*words, cwd=here), f"`/my{blank}data/x` does not survive `$(...)`", "out=DIR")
+    one_error(warm(*words, cwd=here), f"change `/my{blank}data/x` in `$(...)`", "out=DIR")
     assert warm(*words, "format=lines", cwd=here).code == 0
     assert warm(*words, "out=d", cwd=here).code == 0
     shown = subprocess.run(

@@ -168,7 +168,11 @@ def boxes(receipts: Sequence[Receipt]) -> Iterator[Problem]:
 
 
 def parted(values: Sequence[str]) -> Iterator[list[str]]:
-    """Lineages without what all have: each part with `KEY=VALUE` that all have by its name, in the words that differ; then the others."""
+    """How lineages (`PART; PART; ...`) differ: lists with one text a lineage.
+
+    A part of `NAME KEY=VALUE ...` that all have by its name is a list of its own, of the words that differ; the last list has all other
+    parts that differ.
+    """
     lists = [value.split("; ") for value in values]
     shared = set(lists[0]).intersection(*lists[1:])
     named = [{re.split("[ =]", part)[0]: part for part in parts if part not in shared} for parts in lists]

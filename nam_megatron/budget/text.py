@@ -111,13 +111,18 @@ def phases(s: StageBudget) -> str:
 
 
 def table(b: Budget) -> str:
-    """Buckets and owners at the worst moment of each stage."""
+    """Buckets and owners at the worst moment of each stage; what would be 0.00 GiB in one row."""
     text = [*head(b), ""]
     for s in b.stages:
-        rows = [("bucket", "owner", "GiB", "of which most")]
+        rows, small = [("bucket", "owner", "GiB", "of which most")], []
         for bucket, owner, size, line, others in owners(s.steady):
+            if gib(size) == gib(0):
+                small.append(size)
+                continue
             more = f", and {others} more" if others else ""
             rows.append((bucket, owner, gib(size), f"{line.name}: {times(line)}{more}"))
+        if small:
+            rows.append((f"{len(small)} rows below 0.005", "", gib(sum(small)), "`format=lines` has each"))
         rows.append(("in use", "", gib(s.steady.total), f"at {s.steady.event}"))
         text += [stage_title(s), grid(rows, right=(2,)), phases(s)]
     return "\n".join([*text, verdict(b)]) + "\n"

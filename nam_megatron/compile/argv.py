@@ -77,7 +77,7 @@ def shell(lowering: Lowering) -> str:
         ):
             raise Refused(
                 Problem(
-                    f"`{word}` does not survive `$(...)`",
+                    f"a shell would split or change `{word}` in `$(...)`",
                     hint="use `out=DIR` and its run.sh, or `format=json`",
                     law="word-splits",
                 )

@@ -42,7 +42,8 @@ def here(recipe: Recipe, fields: Sequence[str]) -> "NamContainer":
     trains = (doctor.RESILIENCY, doctor.ENGINE)
     installed.ask(translate(recipe).target)
     lacking = [f for f in doctor.findings() if f.fatal and f.name not in trains]
-    raise_if(Problem(f.message, hint=f"{f.hint}; {adding('nemo')} installs all that `dump` needs") for f in lacking)
+    last = f"; {adding('nemo')} installs all that this needs"
+    raise_if(Problem(f.message, hint=f.hint + last * (f is lacking[-1])) for f in lacking)
     doctor.stand_in()
     return laid(recipe, fields)
 

@@ -77,9 +77,8 @@ def _found() -> Iterator[Finding]:
         found = installed(need.name)
         if found is None or not need.specifier.contains(found, prereleases=True):
             has = f"is {found}" if found else "is missing"
-            yield Finding(
-                need.name, True, f"{need.name} {has}, and {need.specifier} is needed: {why}", f"install `{text}`"
-            )
+            wanted = text.removeprefix(need.name)
+            yield Finding(need.name, True, f"{need.name} {has}, and {wanted} is needed: {why}", f"install `{text}`")
     yield from _resiliency()
     yield from _engine()
     yield from _toolkit()

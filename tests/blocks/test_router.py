@@ -16,7 +16,7 @@ from harness import Case, on_ranks, step
 from megatron.core.transformer.moe.router import TopKRouter
 
 from nam_megatron.blocks.moe import router
-from nam_megatron.blocks.moe.layer import ForkedMoELayer, LocalMoELayer
+from nam_megatron.blocks.moe.layer import ForkedMoELayer, NamMoELayer
 
 
 def test_the_kernels():
@@ -33,8 +33,8 @@ def test_the_fork_changes_no_bit(layout, gemm, config):
         # Recomputation keeps the state of a GPU's generator.
         rng._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
         rng._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-        (layer,) = [m for m in rig.model.modules() if isinstance(m, LocalMoELayer)][:1]
-        assert type(layer) is (ForkedMoELayer if on else LocalMoELayer)
+        (layer,) = [m for m in rig.model.modules() if isinstance(m, NamMoELayer)][:1]
+        assert type(layer) is (ForkedMoELayer if on else NamMoELayer)
         assert type(layer.router) is (router.ForkingRouter if on else TopKRouter)
         step(rig)
         return {name: p.main_grad.clone() for name, p in rig.model.named_parameters()}

@@ -46,10 +46,10 @@ def spec(backend: BackendSpecProvider, block: Moe, site: Site) -> ModuleSpec:
     # grouped GEMM: Megatron's own hybrid spec groups whatever --moe-grouped-gemm says.
     moe = get_moe_module_spec_for_backend(backend, num_experts=1, moe_grouped_gemm=block.grouped_gemm)
     if block.dispatcher_is_ours:
-        local, parts = LocalMoELayer, moe.keywords["submodules"]
+        layer, parts = NamMoELayer, moe.keywords["submodules"]
         if block.fused_router_gradient:
-            local, parts = ForkedMoELayer, replace(parts, router=ForkingRouter)
-        moe = partial(local, **moe.keywords | {"submodules": parts}, gemm=ON_GPU.get(block.expert_gemm))
+            layer, parts = ForkedMoELayer, replace(parts, router=ForkingRouter)
+        moe = partial(layer, **moe.keywords | {"submodules": parts}, gemm=ON_GPU.get(block.expert_gemm))
     norm = backend.layer_norm(rms_norm=True)
     parts = TransformerLayerSubmodules(pre_mlp_layernorm=norm, mlp=moe, mlp_bda=get_bias_dropout_add)
     return ModuleSpec(MoETransformerLayer, submodules=parts)
@@ -142,7 +142,7 @@ class GatheredDispatcher(LocalDispatcher):
         return home.arrive(home.leave(hidden_states))
 
 
-class LocalMoELayer(MoELayer):
+class NamMoELayer(MoELayer):
     """MoELayer with a dispatcher of ours, whose shared expert's output is added where the residual is.
 
     gemm: the counts stay on the GPU, and it multiplies the experts. None: Transformer Engine does, and the shared expert runs between the
@@ -196,8 +196,8 @@ class LocalMoELayer(MoELayer):
         return super().postprocess(output, shared)
 
 
-class ForkedMoELayer(LocalMoELayer):
-    """LocalMoELayer whose experts and shared expert read what its ForkingRouter hands on: the input itself is read there alone."""
+class ForkedMoELayer(NamMoELayer):
+    """NamMoELayer whose experts and shared expert read what its ForkingRouter hands on: the input itself is read there alone."""
 
     # The router's inputs for the experts and for the shared expert, of the running pass.
     taken: tuple[Tensor, Tensor] | None = None
