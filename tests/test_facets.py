@@ -25,7 +25,7 @@ FACETS = {
 }
 BY_KIND = [(kind, facet) for kind in KINDS for facet in FACETS]
 # Keys of a kind that a facet of its block names.
-NAMING = ("plain", "cut_on_gpu", "padded", "trains")
+NAMING = ("cut_on_gpu", "padded", "trains")
 
 
 def defined(file: Path) -> set[str]:

@@ -115,6 +115,13 @@ def test_kernels_that_the_command_line_chooses_by_name_outlast_an_overlay(tmp_pa
     )
 
 
+def test_what_is_plain_runs_on_a_cpu_whatever_a_preset_lays():
+    """Also of a kind that does not stand, M's Mamba-2: its wishes are nobody's."""
+    recipe = lowered("nam56r_fused", "execution=plain", "cluster=cpu").plan.recipe
+    assert recipe.execution == lowered("nam56r", "execution=plain", "cluster=cpu").plan.recipe.execution
+    assert "execution.moe.permute_fusion" in {wish.key for wish in recipe.wishes}
+
+
 @pytest.mark.parametrize(
     "mine, overlay, key",
     [

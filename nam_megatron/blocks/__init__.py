@@ -62,10 +62,6 @@ class Block(Config):
     adapted: ClassVar[tuple[str, ...]] = ()  # its modules that a low-rank adapter may stand around
     unadapted: ClassVar[Mapping[str, str]] = {}  # those around which none may, and why
     autotuned: ClassVar[bool] = False  # whether Triton tries its kernels out in the first step
-    plain: ClassVar[
-        Mapping[str, Any]
-    ] = {}  # execution that the one rank of a proof does without: what its keys say there
-
     without_gpu: ClassVar[
         tuple[tuple[str, Any, Any, str], ...]
     ] = ()  # of a key: what a CPU cannot run, runs instead, and why

@@ -25,7 +25,7 @@ class Feature(Config):
     shapes: ClassVar[bool] = (
         False  # whether the weights mean something else with it: a part of the model, not of its training
     )
-    plain: ClassVar[Mapping[str, Any]] = {}  # as of a kind: what its keys say on the one rank of a proof
+    plain: ClassVar[Mapping[str, Any]] = {}  # what its keys say on the one rank of a proof
     without_gpu: ClassVar[tuple[tuple[str, Any, Any, str], ...]] = ()  # as of a kind: what a CPU runs
     named: ClassVar[bool] = False  # whether what a model is called says it; what is ours always is
     bound: ClassVar[bool] = False  # whether no other parallel layout can read the optimizer's state that it leaves

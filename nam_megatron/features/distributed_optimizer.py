@@ -1,6 +1,7 @@
 """Optimizer state sharded over the data-parallel ranks (ZeRO-1): Megatron's --use-distributed-optimizer."""
 
 from collections.abc import Iterator
+from types import MappingProxyType
 from typing import Annotated
 
 from nam_megatron.features import Feature
@@ -13,6 +14,7 @@ class DistributedOptimizer(Feature):
     """Optimizer state shared by the data-parallel ranks (ZeRO-1). Always there: off, it says so."""
 
     name = "distributed_optimizer"
+    plain = MappingProxyType({"overlap_grad_reduce": False, "overlap_param_gather": False})
 
     enabled: Annotated[bool, Row("master weights and moments are sharded")]
     overlap_grad_reduce: Annotated[

@@ -225,7 +225,7 @@ def one_device(lowering: Lowering, plain: bool) -> Lowering:
     # Nothing is short of memory, and lengths are any.
     for block in lowering.plan.blocks:
         keys = how.get(block.kind, {})
-        keys |= {key: value for key, value in block.plain.items() if key.endswith("_pieces")}
+        keys |= {key: 1 for key in keys if key.endswith("_pieces")}
         # Refused where one GPU's columns need no zeros.
         keys |= dict(block.unneeded(replace(lowering.plan.site, tensor=1)))
     if plain:

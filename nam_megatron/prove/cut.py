@@ -25,9 +25,13 @@ import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from nam_megatron.blocks.kinds import KINDS
+from nam_megatron.compile.compose import composed
 from nam_megatron.compile.lower import Lowering, translate
 from nam_megatron.compile.plan import Plan
 from nam_megatron.errors import Problem, Refused
@@ -77,29 +81,24 @@ def _parts(recipe: Recipe) -> int:
     return pieces * (2 * context if context > 1 else 1)
 
 
-# Execution that one rank does without: what each key says there. Everything else is the same on both sides.
-PLAIN = {
-    "parallel.tensor": 1,
-    "parallel.sequence": False,
-    "parallel.pipeline": 1,
-    "parallel.virtual_pipeline": 1,
-    "parallel.context": 1,
-    "parallel.expert": 1,
-    "parallel.expert_tensor": 1,
-    "cluster.nodes": 1,
-    "cluster.gpus_per_node": 1,
-    "precision.cross_entropy": "megatron",
-    "precision.fused_grad_accumulation": False,
-    "precision.norm_kernels": "transformer_engine",
-    "precision.attention_kernels": "transformer_engine",
-    "feature.recompute": None,
-    "feature.cuda_graphs": None,
-    "feature.distributed_optimizer.overlap_grad_reduce": False,
-    "feature.distributed_optimizer.overlap_param_gather": False,
-    "feature.megatron_fsdp": None,
-}
-PLAIN |= {block.at(key): value for block in KINDS.values() for key, value in block.plain.items()}
-PLAIN |= {f"feature.{name}.{key}": value for name, feature in FEATURES.items() for key, value in feature.plain.items()}
+# The one rank: these options of conf/, and the keys that it has from them. Everything else is the same on both sides.
+ONE_RANK = ("lane=author_dp", "cluster=h200_1", "precision=bf16", "execution=plain")
+HAS = (
+    *("execution", "parallel", "cluster.nodes", "cluster.gpus_per_node", "precision.cross_entropy"),
+    *("precision.fused_grad_accumulation", "precision.norm_kernels", "precision.attention_kernels"),
+)
+WITHOUT = ("feature.recompute", "feature.cuda_graphs", "feature.megatron_fsdp")
+
+
+@cache
+def plain() -> Mapping[str, Any]:
+    """What the one rank does without: each key, and what it says there."""
+    config, _ = composed("recipe", ONE_RANK)
+    tree = OmegaConf.to_container(config, resolve=True)
+    keys = dict(leaf for key in HAS for leaf in leaves(at(tree, key), key))
+    features = {f"feature.{name}.{key}": value for name, feat in FEATURES.items() for key, value in feat.plain.items()}
+    return keys | dict.fromkeys(WITHOUT) | features
+
 
 # With which alone projections whose columns 16 does not divide multiply in FP8: then one rank has them, too.
 PADS = tuple(block.at(key) for block in KINDS.values() for key in block.padded)
@@ -181,27 +180,27 @@ def pair(recipe: Recipe, device: str, steps: int, seed: int = 1234) -> Pair:
             else:
                 _least(tree, CAPTURE, max(1, steps - 1))
     _batches(tree, recipe, full, steps, seed, device)
-    layout, plain = _shortest(tree, full, device)
-    plain["model"]["pattern"] = plain["model"]["pattern"].replace("|", "")
+    layout, one = _shortest(tree, full, device)
+    one["model"]["pattern"] = one["model"]["pattern"].replace("|", "")
     unproven += _other_segments(full, layout.plan)
-    for key, value in PLAIN.items():
-        if not (key in PADS and at(plain, "feature.fp8")):
-            _put(plain, key, value)
+    for key, value in plain().items():
+        if not (key in PADS and at(one, "feature.fp8")):
+            _put(one, key, value)
     # Whether or not this layout can: others share its reference. What is not sharded is so without a word.
-    if at(plain, "feature.distributed_optimizer.enabled") and not at(plain, "feature.muon.enabled"):
-        _put(plain, "feature.distributed_optimizer.reshardable", True)
-    return Pair(layout, _reference(plain), full, tuple(unproven))
+    if at(one, "feature.distributed_optimizer.enabled") and not at(one, "feature.muon.enabled"):
+        _put(one, "feature.distributed_optimizer.reshardable", True)
+    return Pair(layout, _reference(one), full, tuple(unproven))
 
 
-def _reference(plain: dict[str, Any]) -> Lowering:
+def _reference(one: dict[str, Any]) -> Lowering:
     try:
-        return translate(_recipe(plain))
+        return translate(_recipe(one))
     except Refused as refused:
         # What our layers do not take, LayerNorm or queries without a latent, runs by Megatron's; whole projections may need no columns.
         for key, value in (MODULES | dict.fromkeys(PADS, False)).items():
             if any(problem.key == key for problem in refused.problems):
-                _put(plain, key, value)
-        return translate(_recipe(plain))
+                _put(one, key, value)
+        return translate(_recipe(one))
 
 
 def resumable(recipe: Recipe) -> bool:

@@ -123,10 +123,9 @@ def from_config(cfg: DictConfig, sources: Any = None, without: Iterable[str] = (
         recipe = resolve.without_unneeded(recipe, sources.overlaid)
         # A value that a person gave is no assumption of ours.
         ours = {name: a for name, a in recipe.assumptions.items() if not sources.gave(a.key)}
-        wishes = (
-            wish for wish in _wishes(sources) if wish.why or value_at(recipe, wish.key) in sources.wishes[wish.key]
-        )
-        recipe = recipe.model_copy(update={"assumptions": ours, "wishes": tuple(wishes)})
+        stand = ((wish, value_at(recipe, wish.key)) for wish in _wishes(sources))
+        wishes = tuple(w for w, is_ in stand if is_ in sources.wishes[w.key] or (w.why and is_ is not None))
+        recipe = recipe.model_copy(update={"assumptions": ours, "wishes": wishes})
     outdone = [*_layout_outdone(recipe, sources.typed), *sources.astray(recipe.preset.name)] if sources else []
     if renamed := [*_lane_in_name_only(recipe), *outdone]:
         raise Refused(renamed, sources)

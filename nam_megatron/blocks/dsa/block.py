@@ -44,7 +44,6 @@ class Dsa(Block):
     without_gpu = (("kernels", "fused", "naive", NO_KERNEL),)
     cut_on_gpu = MappingProxyType({"top_k": 128})
     trains = ("indexer_loss_coeff",)
-    plain = MappingProxyType({"kernels": "naive", "query_pieces": 1})
 
     kernels: Annotated[
         Literal["fused", "megatron", "naive"],

@@ -4,7 +4,6 @@ The layer's sizes travel in plan.json; Megatron has no flags for them.
 """
 
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Annotated, Literal
 
 from pydantic import PositiveFloat, PositiveInt
@@ -54,7 +53,6 @@ class M2Rnn(Block):
     without_gpu = (("kernels", "fused", "naive", NO_KERNEL), ("padded_projection", True, False, NO_KERNEL))
     padded = ("padded_projection",)
     trains = ("gradient_clip",)
-    plain = MappingProxyType({"kernels": "naive", "padded_projection": False})
 
     kernels: Annotated[Literal["fused", "naive"], Row("ours in Triton, or plain torch", executes=SAME)]
     k_dim: Annotated[PositiveInt, Row("rows of a head's state: width of queries and keys, one head of each")]

@@ -41,7 +41,6 @@ class Mamba2(Block):
     fixed = MappingProxyType({"norm_epsilon": (1e-5, "Megatron's gated norm has it from its own default")})
     without_gpu = (("strided_norm", True, False, NO_KERNEL), ("padded_projection", True, False, NO_KERNEL))
     padded = ("padded_projection", "strided")
-    plain = MappingProxyType({"padded_projection": False, "strided": False, "strided_norm": False})
 
     heads: Annotated[PositiveInt, Row("heads; unset, Megatron takes 2 * hidden_size / head_dim", "mamba_num_heads")]
     head_dim: Annotated[PositiveInt, Row("width of one head", "mamba_head_dim")]

@@ -61,9 +61,6 @@ class Mamba3(Block):
         ("keep_states", True, False, NO_KERNEL),
         ("keep_prepared", True, False, NO_KERNEL),
     )
-    plain = MappingProxyType(
-        {"kernels": "naive", "recompute": "none", "head_pieces": 1, "keep_states": False, "keep_prepared": False}
-    )
 
     kernels: Annotated[Literal["fused", "naive"], Row("ours in Triton, or plain torch", executes=SAME)]
     recompute: Annotated[

@@ -48,7 +48,6 @@ class Mla(Block):
     absent = MappingProxyType({"transformer.multi_latent_attention": False})
     recomputed = ("mla_up_proj",)
     without_gpu = (("kernels", "fused", "naive", NO_KERNEL),)
-    plain = MappingProxyType({"kernels": "naive"})
 
     kernels: Annotated[
         Literal["fused", "megatron", "naive"] | None,

@@ -38,17 +38,6 @@ class Moe(Block):
         ("expert_gemm", "quack", "torch", "QuACK's kernels"),
     )
     trains = ("aux_loss_coeff", "z_loss_coeff", "balancing", "expert_bias_update_rate", "capacity_factor")
-    plain = MappingProxyType(
-        {
-            "dispatcher": "alltoall",
-            "expert_gemm": "transformer_engine",
-            "permute_fusion": False,
-            "router_fusion": False,
-            "fused_router_gradient": False,
-            "shared_overlap": False,
-            "fused_weighted_squared_relu": False,
-        }
-    )
 
     experts: Annotated[PositiveInt, Row("routed experts", "num_experts", ("transformer.num_moe_experts",))]
     top_k: Annotated[PositiveInt, Row("experts per token", "moe_router_topk")]
