@@ -225,7 +225,7 @@ def runs() -> Iterator[str]:
     """The newest last."""
     yield "| receipt | layers, lane | GPUs | batch, steps | loss | tokens/s/GPU | of the peak | GiB reserved, forecast | first step after |"
     yield "|---|---|---|---|---|---|---|---|---|"
-    for path in sorted((HERE.parent / "receipts").glob("*/receipt.json")):
+    for path in sorted((HERE.parent / "receipts").rglob("receipt.json"), key=lambda path: path.parent.name):
         found = json.loads(path.read_text())
         recipe, came = found["recipe"], found["outcome"]
         if recipe["cluster"].get("processor") == "cpu":  # of speed and memory it says nothing
@@ -234,7 +234,7 @@ def runs() -> Iterator[str]:
         finite = figures["loss_finite"] and figures["grad_norm_finite"]
         whole = came["end"] == "completed"
         cells = (
-            f"[{path.parent.name}](../receipts/{path.parent.name}/receipt.json)",
+            f"[{path.parent.name}](../{path.relative_to(HERE.parent)})",
             f"{recipe['model']['depth']}, {recipe['lane']['name']}"
             + (", by Megatron-Bridge" if found["job"]["trainer"] == "bridge" else ""),
             recipe["cluster"]["gpus_per_node"] * recipe["cluster"]["nodes"],

@@ -20,7 +20,7 @@ from nam_megatron.judge import same as computation
 from nam_megatron.recipe import from_tree, load, to_tree
 from nam_megatron.schema import configs
 
-RECEIPTS = sorted((Path(__file__).parent.parent / "receipts").glob("*/receipt.json"))
+RECEIPTS = sorted((Path(__file__).parent.parent / "receipts").rglob("receipt.json"))
 FUSED = "nam56r_fused"
 
 

@@ -38,6 +38,7 @@ SCHEMA, FIRST = "nam_megatron.receipt/2", "nam_megatron.receipt/1"
 FILE, LOCK, RESERVE, LOG, PLAN, DIFF = "receipt.json", "lock", "reserve", "log.txt", "plan.json", "diff.patch"
 SIGNATURE, CHAIN = f"{FILE}.sig", ".chain"
 OPENING = ".opening-"  # a folder whose receipt is not written yet
+ARCHIVE = "archive"  # beside runs: those that nothing cites any more
 RESERVED = 4 << 20  # bytes
 RUN = re.compile(r"\d{8}T\d{6}Z-[A-Za-z0-9_][\w.-]*-[0-9a-f]{6}", re.ASCII)
 LONGEST = 20  # digits of a whole number
@@ -161,7 +162,7 @@ def named(word: str, root: Path) -> Path:
     root = path.parent if "/" in word else root
     if path.exists() or not root.is_dir():
         return path
-    found = [folder for folder in folders(root) if folder.name.startswith(path.name)]
+    found = [folder for folder in folders(root) + folders(root / ARCHIVE) if folder.name.startswith(path.name)]
     if len(found) > 1:
         raise Refused(
             Problem(f"{len(found)} runs are called `{word}...` in `{root}`", hint=quoted(f.name for f in found[-5:]))
