@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from nam_megatron.errors import OK, Problem, Refused, finish
+from nam_megatron.errors import OK, Problem, Refused, finish, not_there
 
 # What only executes lay beside what computes until 2026-11-27.
 _EXECUTING = """
@@ -242,6 +242,8 @@ def command(words: Sequence[str]) -> int:
     for name in words:
         try:
             sys.stdout.write(text(Path(name).read_text(encoding="utf-8"), name))
+        except FileNotFoundError:
+            raise Refused(not_there(Path(name))) from None
         except (OSError, ValueError) as err:
             raise Refused(
                 Problem(f"`{name}` cannot be read: {err}", hint="name a YAML file", law="file-unreadable")

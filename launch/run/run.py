@@ -250,7 +250,6 @@ def port_held(port: int) -> Iterator[None]:
         try:
             name.bind(f"\0nam_megatron.launch.{port}")
         except OSError:
-            raise Refused(
-                Problem(f"another launch on this host has port {port}", key="port", hint="`port=...`")
-            ) from None
+            hint = f"give this one another: `port={port + 1 if port < 65535 else 29500}`"
+            raise Refused(Problem(f"another launch on this host has port {port}", key="port", hint=hint)) from None
         yield

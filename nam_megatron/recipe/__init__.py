@@ -71,11 +71,12 @@ def from_config(cfg: DictConfig, sources: Any = None, without: Iterable[str] = (
     except MissingMandatoryValue:
         absent = {*OmegaConf.missing_keys(cfg), *(sources.not_given() if sources else ())}
         raise Refused(map(_not_given, sorted(absent)), sources) from None
-    except RecursionError:
-        hint = "follow each `${...}` of the config: one leads back to itself"
-        raise Refused(Problem("`${...}` go round in a circle", hint=hint, law="value-dangling"), sources) from None
-    except OmegaConfBaseException as err:
+    except (RecursionError, OmegaConfBaseException) as err:
         key = getattr(err, "full_key", None) or None
+        if isinstance(err, RecursionError) or "Recursive interpolation" in str(err):
+            hint = "follow each `${...}` of the config: one leads back to itself"
+            problem = Problem("`${...}` go round in a circle", key=key, hint=hint, law="value-dangling")
+            raise Refused(problem, sources) from None
         if impure:
             hint = "write the value: a plan says what is trained on every machine, and so does its receipt"
             raise Refused(
