@@ -1,5 +1,6 @@
 """What the two sides said, as rows: how far off each tensor, loss and count of each step is, and which row is the first."""
 
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,14 +20,14 @@ START, LOSS, COUNT, GRADIENT, WEIGHT = "start", "loss", "tokens of experts", "gr
 BITS = "bits of the ranks"  # of two runs that have to be equal to the last one
 FORTH, BACK = "output", "output's-gradient"  # of a module
 MADE = (FORTH, BACK, GRADIENT, WEIGHT)  # a step makes
-ORDER = (START, LOSS, COUNT, GRADIENT, WEIGHT, BITS)
+ORDER = (START, FORTH, LOSS, COUNT, GRADIENT, WEIGHT, BITS)
 
 
 @dataclass(frozen=True)
 class Limits:
     """The largest relative difference that counts as rounding.
 
-    first: of the first step's gradients and of every weight: both sides start from equal bits. later: of the gradients of later steps,
+    first: of the first step's outputs and gradients and of every weight: both sides start from equal bits. later: of those of later steps,
     which see weights that differ in their last bits. loss: of a microbatch. counts: the share of a layer's tokens that may go to
     another expert: ties that rounding decides. why: where the numbers come from. own: of single comparisons, (what, step, name or
     layer), what the noise of that one makes of them.
@@ -97,7 +98,7 @@ def _own(noise: Iterable["Row"]) -> dict[tuple[str, int, Any], float]:
 def may_be_rounding(found: Iterable["Row"]) -> bool:
     """Whether what differs in fp32 is little enough, of quantities that rounding can change, to ask what rounding does to it."""
     bad = [r for r in found if not r.agrees]
-    return bool(bad) and all(r.what in (LOSS, GRADIENT, WEIGHT) and r.off <= NEAR * r.limit for r in bad)
+    return bool(bad) and all(r.what in (FORTH, LOSS, GRADIENT, WEIGHT) and r.off <= NEAR * r.limit for r in bad)
 
 
 def rounded(found: Iterable["Row"], noise: Sequence["Row"]) -> tuple["Row", ...]:
@@ -159,7 +160,7 @@ def rows(
     """
     turned = _turned(reference, limits)
     found = [
-        *_scalars(reference, layout, plan, limits, steps),
+        *_scalars(reference, layout, plan, limits, steps, same),
         *_tensors(layout, names, plan, limits, steps, same, turned),
     ]
     return tuple(sorted(found, key=_place))
@@ -195,7 +196,9 @@ def first_off(found: Sequence[Row]) -> Row | None:
     bad = [r for r in bad if r.step == step]
     if bad[0].what == BITS:  # these come as they were made
         return bad[0]
-    if not any(r.what in (START, LOSS, COUNT) for r in bad) and (gradients := [r for r in bad if r.what == GRADIENT]):
+    if not any(r.what in (START, FORTH, LOSS, COUNT) for r in bad) and (
+        gradients := [r for r in bad if r.what == GRADIENT]
+    ):
         # A gradient goes from the last layer to the first: the fault is where the first wrong one came out.
         return max(gradients, key=lambda r: (_depth(r), r.off))
     return min(bad, key=_place)
@@ -212,17 +215,16 @@ def _depth(row: Row) -> float:
 
 
 def _scalars(
-    reference: Iterable, layout: Sequence[Iterable], plan: Plan, limits: Limits, steps: Iterable[int]
+    reference: Iterable, layout: Sequence[Iterable], plan: Plan, limits: Limits, steps: Iterable[int], same: int
 ) -> Iterator[Row]:
-    losses, counts = _said(reference)
-    ours_losses, ours_counts = defaultdict(list), defaultdict(list)
-    for said in layout:
-        a, b = _said(said)
-        for key, values in a.items():
-            ours_losses[key] += values
-        for key, values in b.items():
-            ours_counts[key] += values
+    outputs, losses, counts = _said(reference)
+    ours_outputs, ours_losses, ours_counts = _said(itertools.chain.from_iterable(layout))
     wanted = set(steps)
+    for (step, module), (squares,) in outputs.items():
+        if step in wanted:
+            seen = sqrt(sum(ours_outputs.get((step, module), [])))
+            limit = limits.of(FORTH, step, module, same)
+            yield Row(FORTH, step, module, _relative(seen, sqrt(squares)), limit, *_of_key(plan, f"{module}."))
     for (step, index), ((loss, tokens),) in losses.items():
         if step not in wanted:
             continue
@@ -243,12 +245,12 @@ def _scalars(
         yield Row(COUNT, step, "router", off, limits.of(COUNT, step, int(layer)), *_where(plan, int(layer)))
 
 
-def _said(said: Iterable) -> tuple[dict, dict]:
-    losses, counts = defaultdict(list), defaultdict(list)
+def _said(said: Iterable) -> tuple[dict, dict, dict]:
+    found = {what: defaultdict(list) for what in (FORTH, "loss", "count")}
     for what, step, at, *rest in said:
-        if what in ("loss", "count"):
-            (losses if what == "loss" else counts)[step, at].append(rest[0])
-    return losses, counts
+        if what in found:
+            found[what][step, at].append(rest[0])
+    return tuple(found.values())
 
 
 def _turned(reference: Iterable, limits: Limits) -> dict[tuple[int, int], float]:
@@ -259,7 +261,7 @@ def _turned(reference: Iterable, limits: Limits) -> dict[tuple[int, int], float]
     other way.
     """
     found, went, other = {}, {}, {}
-    for (step, layer), (counts,) in sorted(_said(reference)[1].items()):
+    for (step, layer), (counts,) in sorted(_said(reference)[2].items()):
         mean = sum(counts) / len(counts)
         near = limits.of(COUNT, step, int(layer)) * mean
         ways, turns = went.setdefault(layer, [0] * len(counts)), other.setdefault(layer, [0] * len(counts))

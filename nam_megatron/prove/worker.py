@@ -1,8 +1,9 @@
 """One rank of one side of a proof: Megatron's whole training program, watched at every step (torch side).
 
 The reference writes what it sees to files, a whole tensor for each key; each rank of the layout compares its parts with those files and
-writes numbers. What is watched: each microbatch's losses, each gradient as the optimizer gets it, each weight and persistent buffer after
-the step, the tokens that each expert got; of a deterministic run the bits of all these, and of what each module puts out and gets back.
+writes numbers. What is watched: the norm of what each layer puts out, each microbatch's losses, each gradient as the optimizer gets it,
+each weight and persistent buffer after the step, the tokens that each expert got; of a deterministic run the bits of all these, and of
+what each module puts out and gets back.
 """
 
 import contextlib
@@ -28,6 +29,7 @@ from nam_megatron.runtime.nonfinite import tensors
 GRADIENTS, WEIGHTS, BITS = "gradient", "weight", "bits"
 ROUNDING = {"cpu": 2.0**-23, "cuda": 2.0**-8}  # of fp32 and bf16
 LAYER = re.compile(r"^decoder\.layers\.(\d+)")
+STOPS = re.compile(r"embedding|decoder\.layers\.\d+|mtp\.layers\.\d+\.mtp_model_layer\.layers\.\d+")
 BEGIN = "begin"  # the folder of the checkpoint of the weights that everything starts from
 # Elements of a bucket of gradients on a CPU: Megatron's 40 million would hold every parameter there, and show nothing of bucket borders.
 BUCKET = 3000
@@ -147,7 +149,7 @@ class Watch:
         self.side, self.started, self.said = side, False, []
         recipe = side.lowering.plan.recipe
         self.exact = recipe.precision.deterministic
-        self.by_module = self.exact and recipe.feature.cuda_graphs is None  # a replay runs no hooks
+        self.hooked = recipe.feature.cuda_graphs is None  # a replay runs no hooks
         self.seen: tuple[list[torch.Tensor], dict[str, torch.Tensor]] = [], {}
 
     def step(self, train_step: Callable[..., Any], forward: Callable, *rest: Any, iteration: int, **named: Any) -> Any:
@@ -159,10 +161,15 @@ class Watch:
         losses: list[torch.Tensor] = []
         counts: dict[str, torch.Tensor] = {}
         passed: dict[str, torch.Tensor] = {}
+        squares: dict[str, torch.Tensor] = {}
         with contextlib.ExitStack() as watched:
             self._count(model, counts, watched)
-            for hook in _passing(model, passed) if self.by_module else ():
-                watched.callback(hook.remove)
+            if self.hooked:
+                for hook in (
+                    *_squares(model, squares, self._counted()),
+                    *(_passing(model, passed) if self.exact else ()),
+                ):
+                    watched.callback(hook.remove)
             step = optimizer.step
 
             def stepping() -> Any:
@@ -173,6 +180,7 @@ class Watch:
             optimizer.step = stepping
             watched.callback(delattr, optimizer, "step")
             result = train_step(partial(_recorded, forward, losses), *rest, iteration=iteration, **named)
+        self.said += [(FORTH, number, name, value.item()) for name, value in squares.items()]
         if losses or counts:
             self.seen = losses, counts
         _whole_weights(model, optimizer)
@@ -199,11 +207,9 @@ class Watch:
 
     def _count(self, model: Any, counts: dict[str, torch.Tensor], watched: contextlib.ExitStack) -> None:
         """Add up the tokens that each expert gets, by layer number, where they leave for it: the graph of a router runs no hook."""
-        from megatron.core import parallel_state as ps
         from megatron.core.transformer.moe.moe_layer import MoELayer
 
-        # Without sequence parallelism every tensor rank routes the same tokens.
-        counted = self.side.lowering.plan.recipe.parallel.sequence or ps.get_tensor_model_parallel_rank() == 0
+        counted = self._counted()
 
         def leave(layer: MoELayer, dispatch: Callable, *tokens: torch.Tensor) -> Any:
             if torch.is_grad_enabled() and counted:  # what is recomputed runs without first
@@ -214,6 +220,12 @@ class Watch:
         for layer in (m for chunk in model for m in chunk.modules() if isinstance(m, MoELayer)):
             layer.dispatch = partial(leave, layer, layer.dispatch)
             watched.callback(delattr, layer, "dispatch")
+
+    def _counted(self) -> bool:
+        """Whether this rank's tokens are no other's: without sequence parallelism every tensor rank has the same."""
+        from megatron.core import parallel_state as ps
+
+        return self.side.lowering.plan.recipe.parallel.sequence or ps.get_tensor_model_parallel_rank() == 0
 
     def _tensors(self, what: str, number: int, found: list[Shard]) -> None:
         path = self.side.folder / f"{what}-{number}.pt"
@@ -300,13 +312,30 @@ def _passing(model: Any, found: dict[str, torch.Tensor]) -> Iterator[Any]:
 
         return hook
 
+    for name, module in _modules(model):
+        yield module.register_forward_hook(look(name))
+
+
+def _squares(model: Any, found: dict[str, torch.Tensor], counted: bool) -> Iterator[Any]:
+    """Hooks that add up the squares of what the embedding and each layer put out: of all ranks together, the norm whatever the layout."""
+
+    def hook(name: str, module: Any, inputs: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and counted:  # what is recomputed runs without first
+            found[name] = found.get(name, 0) + sum(x.detach().double().square().sum() for x in tensors(output))
+
+    for name, module in _modules(model):
+        if STOPS.fullmatch(name):
+            yield module.register_forward_hook(partial(hook, name))
+
+
+def _modules(model: Any) -> Iterator[tuple[str, Any]]:
+    """Those of this rank, by the names that a checkpoint of all stages has for them."""
     for chunk in model:
         bare = _bare(chunk.module.module if _is_fsdp(chunk) else chunk)
         own = bare.decoder.layers  # of this stage; a checkpoint counts all of them
         for name, module in bare.named_modules():
             if name not in ("", "decoder"):  # of which every stage has one
-                shown = LAYER.sub(lambda at, own=own: f"decoder.layers.{own[int(at[1])].layer_number - 1}", name)
-                yield module.register_forward_hook(look(shown))
+                yield LAYER.sub(lambda at, own=own: f"decoder.layers.{own[int(at[1])].layer_number - 1}", name), module
 
 
 def _recorded(forward: Callable, losses: list[torch.Tensor], samples: Any, model: Any) -> Any:

@@ -118,7 +118,7 @@ def the_routers_gradient_stays_on_its_rank():
     with_gradients(forget, after=False)
 
 
-@bug("tensor")
+@bug("tensor", kind="mamba3", what="output")
 def a_checkpoint_gives_each_rank_the_others_heads():
     from nam_megatron.blocks.mamba3.layer import Mamba3Mixer
 
@@ -131,7 +131,7 @@ def a_checkpoint_gives_each_rank_the_others_heads():
         return found
 
 
-@bug("tensor")
+@bug("tensor", kind="dsa", what="output")
 def a_reusing_layer_gets_the_first_microbatchs_top_k():
     from nam_megatron.blocks.dsa.layer import Shelf
 
@@ -174,14 +174,14 @@ def mtps_loss_is_dropped():
     mtp.MTPLossAutoScaler.apply = lambda output, loss: output
 
 
-@bug("tensor")
+@bug("tensor", what="output")
 def the_sequence_is_gathered_in_another_order():
     from megatron.core.tensor_parallel import mappings
 
     around(mappings, "_gather_along_first_dim")(lambda old, *a, **k: torch.cat(old(*a, **k).chunk(2)[::-1]))
 
 
-@bug("tensor")
+@bug("tensor", what="output")
 def row_parallel_outputs_are_not_summed():
     from megatron.core.tensor_parallel import layers
 
@@ -200,7 +200,7 @@ def the_softmax_sums_over_this_ranks_words():
         return old(exp_logits, predicted, exp_logits.sum(-1))
 
 
-@bug("tensor")
+@bug("tensor", kind="mamba3", what="output")
 def a_recurrence_sees_its_own_positions_angles_alone():
     from nam_megatron.blocks.mamba3.layer import Mamba3Mixer
 
@@ -290,7 +290,7 @@ def the_experts_bias_sees_this_ranks_tokens():
             torch.distributed.all_reduce = reduce
 
 
-@bug("data")
+@bug("data", kind="moe", what="output")
 def each_rank_holds_the_others_experts():
     from nam_megatron.prove.cpu_modules import GroupedLinear
 
@@ -334,7 +334,7 @@ def the_norm_that_clips_is_of_this_ranks_shard():
             torch.distributed.all_reduce = reduce
 
 
-@bug("data", what="loss")
+@bug("data", kind="embedding", what="output")
 def all_ranks_read_the_same_samples():
     from megatron.training.datasets.data_samplers import MegatronPretrainingSampler as Sampler
 
@@ -420,7 +420,7 @@ def a_stage_gets_half_the_gradient():
 # A sequence over two ranks ---------------------------------------------------------------------------------------------
 
 
-@bug("context", what="loss")
+@bug("context", what="output")
 def chunks_stay_in_the_order_of_the_ranks():
     from nam_megatron.runtime import context
 
@@ -434,21 +434,21 @@ def what_others_do_with_my_keys_is_lost():
     around(context, "gather_from_sequence_parallel_region")(lambda old, x, group: old(x, False, group))
 
 
-@bug("context", what="loss")
+@bug("context", kind="dsa", what="output")
 def a_query_sees_the_keys_of_the_others_chunk():
     from nam_megatron.blocks.dsa import layer
 
     around(layer, "own_chunks")(lambda old, group: (1 - group.rank(), 2 + group.rank()))
 
 
-@bug("context", what="loss")
+@bug("context", kind="m2rnn", what="output")
 def every_rank_takes_the_first_ranks_heads():
     from nam_megatron.blocks.m2rnn import layer
 
     around(layer, "share")(lambda old, x, group: x.chunk(group.size())[0])
 
 
-@bug("context", what="loss")
+@bug("context", kind="m2rnn", what="output")
 def the_norm_over_all_heads_is_of_this_ranks():
     from nam_megatron.blocks.m2rnn.layer import M2RnnMixer
 

@@ -26,7 +26,7 @@ from presets import ALL, PUBLIC, lowered
 from nam_megatron.errors import Refused
 from nam_megatron.prove import compare, cpu, cut, every, proof, ranks
 from nam_megatron.prove.__main__ import as_json, text
-from nam_megatron.prove.compare import COUNT, FP32, GRADIENT, LOSS, WEIGHT, Row
+from nam_megatron.prove.compare import COUNT, FORTH, FP32, GRADIENT, LOSS, WEIGHT, Row
 from nam_megatron.recipe import load, to_tree
 
 # The cut ---------------------------------------------------------------------------------------------------------------------------
@@ -176,6 +176,8 @@ def test_the_row_to_look_at_first():
     assert compare.first_off(backward) == backward[1]
     forward = [*backward, row(LOSS, 1e-3, name="microbatch 1"), row(COUNT, 3, 2)]
     assert compare.first_off(forward).what == LOSS
+    layers = [row(FORTH, 1e-7, 1), row(FORTH, 1e-3, 4), row(FORTH, 1e-2, 5), row(FORTH, 1e-8, 0, name="embedding")]
+    assert compare.first_off([*forward, *layers]) == layers[1]
     assert compare.first_off([row(GRADIENT, 1e-7, 3)]) is None
 
 
@@ -229,7 +231,13 @@ def test_what_is_missing_or_no_number_differs(said, note):
     assert note in [r.note for r in bad]
 
 
-def test_losses_and_counts_of_all_ranks_are_put_together():
+def test_outputs_losses_and_counts_of_all_ranks_are_put_together():
+    module = "decoder.layers.1"
+    parts = [[("output", 1, module, 9.0)], [("output", 1, module, 16.0)]]
+    found = compared(*parts, names=NONE, reference=[("output", 1, module, 25.0)])[module]
+    assert found.off == 0 and (found.layer, found.kind) == (2, "moe")
+    found = compared(parts[1], [], names=NONE, reference=[("output", 1, module, 25.0)])[module]
+    assert found.off == pytest.approx(0.2)
     reference = [("loss", 1, 0, [10.0, 4.0]), ("loss", 1, 1, [20.0, 4.0]), ("count", 1, "2", [5.0, 3.0])]
     layout = (
         [("loss", 1, 0, [10.0, 4.0]), ("count", 1, "2", [4.0, 1.0])],
