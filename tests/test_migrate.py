@@ -25,11 +25,12 @@ FUSED = "nam56r_fused"
 
 
 def before(tree: dict) -> dict:
-    """A plan's tree as it was written when what executes lay beside what computes."""
+    """A plan's tree as it was written when what executes lay beside what computes, and the keys since then were not."""
     old = copy.deepcopy(tree)
     names = {new: past for past, new in migrate.MOVED.items()}
     for kind, keys in old["recipe"].pop("execution").items():
-        old["recipe"]["model"]["blocks"][kind] |= keys
+        of_then = {key: value for key, value in keys.items() if f"execution.{kind}.{key}" in names}
+        old["recipe"]["model"]["blocks"][kind] |= of_then
     for setting in old["settings"]:
         setting["key"] = names.get(setting["key"], setting["key"])
     return old

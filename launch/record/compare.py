@@ -17,6 +17,7 @@ from launch.run.terminal import printable
 from nam_megatron import migrate
 from nam_megatron.errors import OK, Problem, Refused, quoted
 from nam_megatron.judge import same
+from nam_megatron.recipe import filled
 
 Receipt = Mapping[str, Any]
 Row = tuple[str, list[str]]
@@ -206,7 +207,7 @@ def table(receipts: Sequence[Receipt], anyway: bool = False) -> str:
 def differences(receipts: Sequence[Receipt]) -> Iterator[tuple[str, list[Row]]]:
     """What differs: in the computation, in the execution only."""
     places = [place for place in PLACES if place != "data" or all(at(r, place) is not None for r in receipts)]
-    found = [{**r, "recipe": migrate.recipe(r["recipe"])} if at(r, "recipe.model") else r for r in receipts]
+    found = [{**r, "recipe": filled(migrate.recipe(r["recipe"]))} if at(r, "recipe.model") else r for r in receipts]
     trees = [{k: v for place in places for k, v in flat(at(r, place), place).items()} for r in found]
     rows = []
     for key in dict.fromkeys(k for tree in trees for k in tree):
