@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-KINDS = ("dsa", "gdn", "m2rnn", "mamba2", "mamba3", "mla")  # whose names mean nothing else
+WORDS = {"attention", "mlp", "moe"}  # kinds whose names mean other things, too
+KINDS = {path.parent.name for path in (ROOT / "nam_megatron" / "blocks").glob("*/block.py")} - WORDS
 # Where a kind is named outside the kinds' folders and the laws on several, and why that is right.
 MAY_NAME = {
     "nam_megatron.features.fp8": "a value of `feature.fp8.bf16_parts` is called as the kind is",

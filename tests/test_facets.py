@@ -1,6 +1,7 @@
 """What every kind says of itself in its folder: each facet whole, and a kind without one refused by whoever asks for it."""
 
 import ast
+import re
 from pathlib import Path
 from typing import get_args
 
@@ -11,9 +12,11 @@ from nam_megatron import blocks
 from nam_megatron.blocks.kinds import KINDS
 from nam_megatron.errors import Refused
 from nam_megatron.features.fp8 import Part
+from nam_megatron.features.names import FEATURES
 from nam_megatron.features.recompute import Module
 from nam_megatron.hf import describe
 from nam_megatron.lint import count, lint, recipe
+from nam_megatron.prove import cut
 
 FOLDER = Path(blocks.__file__).parent
 # What a facet's file has, as the module says that is made for it.
@@ -61,9 +64,24 @@ def test_a_facet_names_keys_that_the_kind_has(kind):
     assert set(block.recomputed) <= set(get_args(Module))
 
 
+@pytest.mark.parametrize("kind", [kind for kind, block in KINDS.items() if "kernels" in block.model_fields])
+def test_a_kind_with_kernels_of_its_own_is_plain_torch_on_the_one_rank_of_a_proof(kind):
+    """Or it would be compared with itself."""
+    assert cut.plain()[f"execution.{kind}.kernels"] == "naive"
+
+
 def test_the_parts_that_fp8_can_leave_are_those_of_the_kinds():
     plan = lowered("nam56r").plan
     assert {part for block in plan.blocks for part in block.parts()} == set(get_args(Part))
+
+
+@pytest.mark.parametrize("name", [name for name, feature in FEATURES.items() if "exported" in vars(feature)])
+def test_an_export_reads_what_a_feature_says_in_it(name):
+    """transformers keeps a section that nothing reads, and the export would compute without it."""
+    config = (Path(describe.__file__).parent / "model" / "configuration_nam.py").read_text(encoding="utf-8")
+    (optional,) = re.findall(r"^OPTIONAL = (\(.*\))$", config, re.MULTILINE)
+    feature = FEATURES[name].model_construct(**dict.fromkeys(FEATURES[name].model_fields, 2))
+    assert feature.exported(())[0] in ast.literal_eval(optional)
 
 
 def test_an_export_names_the_kind_that_it_has_not(monkeypatch):

@@ -57,9 +57,3 @@ def test_imports_of_every_form_are_seen(tmp_path: Path):
     file.write_text(text + "from ..h import k\n")
     known = dict.fromkeys(("a.b", "p.q.d"), file)
     assert sorted(house.imports("p.q", file, known)) == ["a", "a.b", "a.b", "p.h", "p.q.d", "p.q.e"]
-
-
-def test_the_kinds_are_those_of_the_folders():
-    folders = {path.parent.name for path in (house.ROOT / "nam_megatron" / "blocks").glob("*/block.py")}
-    # These words mean other things, too.
-    assert folders == {*house.KINDS, "attention", "mlp", "moe"}
