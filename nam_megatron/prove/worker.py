@@ -269,10 +269,14 @@ def _save(folder: Path, model: Any, optimizer: Any = None, scheduler: Any = None
     from megatron.training.checkpointing import save_checkpoint
 
     args = get_args()
-    kept = args.save, args.no_save_optim, args.no_save_rng
-    args.save, args.no_save_optim, args.no_save_rng = str(folder), optimizer is None, True
+    changed = {"save": str(folder), "no_save_optim": optimizer is None, "no_save_rng": True}
+    changed["consumed_train_samples"] = (
+        args.global_batch_size
+    )  # the loop counts a step's samples when the step has returned
+    kept = {name: getattr(args, name) for name in changed}
+    vars(args).update(changed)
     save_checkpoint(1, model, optimizer, scheduler, 0)
-    args.save, args.no_save_optim, args.no_save_rng = kept
+    vars(args).update(kept)
 
 
 @torch.no_grad()
