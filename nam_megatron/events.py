@@ -20,6 +20,7 @@ NaN and infinity are the texts "nan", "inf" and "-inf".
 """
 
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -52,6 +53,8 @@ class Record:
         """host: its number, of a job of several. Raises OSError."""
         name = FILE if host is None else f"events.{host}.jsonl"
         self._file = os.open(folder / name, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        with contextlib.suppress(OSError):  # as long as it lives: nobody seals what it may add to
+            fcntl.flock(self._file, fcntl.LOCK_SH)
         self._head = {"run": nonce, "rank": rank, "pid": os.getpid()}
 
     def start(self, plan: Path, environ: Mapping[str, str], trainer: str) -> None:

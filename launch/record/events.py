@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from launch.record import steps
+from launch.record.receipt import EVENTS
 from nam_megatron.events import FILE, REASONS
 
-FILES = "events*.jsonl"
 LONGEST = 1 << 16  # characters of a line
 LARGEST = 1 << 53  # of a number that counts something
 MOST = 1 << 20  # ranks
@@ -132,7 +132,7 @@ class Events:
 def read(folder: Path, nonce: str, world: int = 1) -> Events:
     """Everything that lies in a run's folder. A line that cannot be read is counted. world: of the plan."""
     found = Events(world)
-    for path in sorted(folder.glob(FILES)):
+    for path in sorted(folder.glob(EVENTS)):
         for line in filter(str.strip, steps.lines(path, LONGEST)):
             found.hear(line, nonce)
     return found
@@ -147,7 +147,7 @@ class Newest:
     def step(self) -> steps.Step | None:
         """The last one that was said since this was asked before."""
         found = Events(0)
-        for path in self._folder.glob(FILES):
+        for path in self._folder.glob(EVENTS):
             with open(path, "rb") as file:
                 file.seek(self._read[path])
                 whole, end, _ = file.read().rpartition(b"\n")

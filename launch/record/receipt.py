@@ -37,6 +37,7 @@ from nam_megatron.words.regular import irregular
 SCHEMA, FIRST = "nam_megatron.receipt/2", "nam_megatron.receipt/1"
 FILE, LOCK, RESERVE, LOG, PLAN, DIFF = "receipt.json", "lock", "reserve", "log.txt", "plan.json", "diff.patch"
 SIGNATURE, CHAIN = f"{FILE}.sig", ".chain"
+EVENTS = "events*.jsonl"  # each held by the ranks that write it, as long as they live
 OPENING = ".opening-"  # a folder whose receipt is not written yet
 ARCHIVE = "archive"  # beside runs: those that nothing cites any more
 RESERVED = 4 << 20  # bytes
@@ -285,34 +286,31 @@ def seal_lost(root: Path, summary: Callable[[Path, Mapping[str, Any]], Mapping[s
 
 
 def held(folder: Path, content: Mapping[str, Any]) -> bool | None:
-    """Whether the launcher of an open receipt lives; None where its lock is gone or another's."""
+    """Whether the launcher of an open receipt lives, or a rank that it left; None where its lock is gone or another's."""
     try:
-        lock = os.open(folder / LOCK, os.O_RDWR)
+        if content.get("lock") not in (None, (folder / LOCK).stat().st_ino):
+            return None
     except OSError:
         return None
-    try:
-        if content.get("lock") not in (None, os.fstat(lock).st_ino):
-            return None
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    if (lock := _taken(folder)) is None:
         return True
-    finally:
-        os.close(lock)
+    os.close(lock)
     return False
 
 
 def _taken(folder: Path, inode: int | None = None) -> int | None:
-    """The folder's lock, taken; None while its launcher lives, and where the lock is gone or is not `inode`."""
+    """The folder's lock, taken; None while its launcher or a rank lives, and where the lock is gone or is not `inode`."""
     try:
         lock = os.open(folder / LOCK, os.O_RDWR)
     except OSError:
         return None
-    try:
+    with contextlib.suppress(OSError):
         if inode in (None, os.fstat(lock).st_ino):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for said in folder.glob(EVENTS):
+                with open(os.open(said, os.O_RDWR | os.O_NONBLOCK), "rb") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return lock
-    except OSError:
-        pass
     os.close(lock)
     return None
 
@@ -417,6 +415,8 @@ def broken(root: Path, found: Iterable[Mapping[str, Any]]) -> Iterator[tuple[boo
         if at[1] in known:
             yield True, f"`{one['run']}` and `{known[at[1]]['run']}` have one place in the chain"
         known[at[1]] = one
+    if chains and not kept:
+        yield False, f"`{CHAIN}` is not here: whether later receipts were, cannot be told"
     for name, known in chains.items():
         mine = kept if kept is not None and name == kept["id"] else None
         home = mine is not None

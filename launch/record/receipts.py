@@ -1,6 +1,7 @@
 """`launch receipts`: one line a receipt, the newest last. Seals the lost ones first. Exits 1 where one is damaged, missing or unsigned.
 
-gaps=allowed: the folder holds a choice of its chains' receipts, as a published one does; a file `.published` in it says so, too.
+gaps=allowed: the folder holds a choice of its chains' receipts, as a published one does; a file `.published` in it says so, too, but
+to `signers=`: anybody may have put it there.
 head=SEAL: a receipt that must be here. --full: each run's whole regime, its layout and kernels among it.
 """
 
@@ -64,7 +65,7 @@ def command(words: Sequence[str], options: Mapping[str, str]) -> int:
             sys.stdout.write(shown(line(found, full) + (f"  {said}" if said else "")))
             listed, old = listed + 1, old or said == OLD
     torn = list(receipt.broken(root, whole))
-    gaps = options.get("gaps", "allowed" if (root / PUBLISHED).exists() else "refused")
+    gaps = options.get("gaps", "allowed" if signers is None and (root / PUBLISHED).exists() else "refused")
     for damage, said in torn:
         bad = damage or gaps != "allowed"
         print(f"{'DAMAGED' if damage else 'MISSING' if bad else 'note'}: {printable(said)}")
@@ -82,7 +83,9 @@ def command(words: Sequence[str], options: Mapping[str, str]) -> int:
         sys.stderr.write(f"note: {SHORT}\n")
     if old:
         sys.stderr.write(f"note: {OLD}: a receipt of version 1 has its own hash only\n")
-    if listed and "head" not in options and (seals := [found["seal"] for found in whole if found["state"] == "sealed"]):
+    kept = receipt.kept_of(root)  # by the chain: a clock that went back gives a later run an earlier name
+    seals = [found["seal"] for found in whole if found["state"] == "sealed"] + ([kept["last"]] if kept else [])
+    if listed and "head" not in options and seals and seals[-1]:
         sys.stderr.write(f"note: {HEAD.format(seals[-1][:SHORTEST])}\n")
     return code
 

@@ -5,13 +5,16 @@ import json
 import os
 import shutil
 import subprocess
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_run import Launcher
 
 from launch.record import compare, outcome, receipt, receipts, signature
 from launch.record.redact import Redactor
+from nam_megatron import events
 from nam_megatron.errors import Refused
 
 
@@ -158,6 +161,32 @@ def test_receipts_from_another_folder_are_read_without_its_chain(root, tmp_path,
     assert code == 1 and "does not follow" in out
 
 
+def test_without_a_chain_nobody_knows_of_later_receipts(root, keys, capsys):
+    """`rm -r NEWEST; rm .chain` was whole, and `touch .published` made a gap a note to who asks for signatures, too."""
+    key, signers = keys
+    first, second, third = (run(root, name) for name in "xyz")
+    for folder in (first, third):
+        signature.sign(folder, str(key))
+    for gone in (third, root / receipt.CHAIN):
+        shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+    code, out = listed(root, capsys)
+    assert code == 1 and out.count("MISSING") == 1 and "whether later receipts were, cannot be told" in out
+    shutil.rmtree(second)
+    (root / receipts.PUBLISHED).touch()
+    code, out = listed(root, capsys)
+    assert code == 0 and "note: `.chain` is not here" in out
+    code, out = listed(root, capsys, signers=str(signers))
+    assert code == 1 and "MISSING: `.chain` is not here" in out
+
+
+def test_the_newest_seal_is_the_chains_though_a_clock_went_back(root, capsys, monkeypatch):
+    run(root)
+    monkeypatch.setattr(receipt, "datetime", SimpleNamespace(now=lambda zone: datetime(2020, 1, 1, tzinfo=zone)))
+    seal = receipt.read(run(root, "y"))["seal"]
+    assert receipts.command([str(root)], {}) == 0
+    assert f"the newest seal is {seal[:12]}:" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("later", [False, True])
 def test_a_removed_receipt_is_missed_without_the_chain_too(root, capsys, later):
     """`rm -r RUN; rm .chain` made a note of it, with 0."""
@@ -222,6 +251,19 @@ def test_a_live_run_whose_lock_is_gone_is_not_sealed(root, capsys, how):
     assert receipt.read(made.folder)["state"] == "open"
     made.seal("completed", {})
     assert receipt.read(made.folder)["outcome"]["end"] == "completed"
+
+
+def test_a_lost_run_whose_ranks_go_on_is_not_sealed_yet(root, capsys):
+    """A rank finishes its step and says its end: a seal from before that would not fit what lies beside it."""
+    made, rank = opened(root, nonce="n"), events.Record()
+    rank.open(made.folder, "n", 0, 1)
+    os.close(made._lock)
+    assert receipt.seal_lost(root, outcome.of_run) == [] and listed(root, capsys)[0] == 0
+    assert receipt.held(made.folder, receipt.read(made.folder))
+    rank.end("error", 1)
+    rank.close()
+    assert receipt.seal_lost(root, outcome.of_run) == [made.content["run"]]
+    assert receipt.read(made.folder)["outcome"]["end"] == "lost"
 
 
 def test_a_seal_is_never_written_over(root):
