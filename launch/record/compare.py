@@ -31,6 +31,7 @@ PLACES = (
     "source.trees",
     "patches",
     "mends",
+    "outcome.mends",
     "host",
     "job.packages",
     "job.overlay",
@@ -72,6 +73,8 @@ FIGURES = (
     ("last loss", "outcome.figures.loss_last"),
     ("losses finite", "outcome.figures.loss_finite"),
     ("gradient norms finite", "outcome.figures.grad_norm_finite"),
+    ("skipped steps", "outcome.figures.skipped_steps"),
+    ("NaN steps", "outcome.figures.nan_steps"),
     ("NaN check", "outcome.nan_check"),
 )
 
@@ -151,7 +154,13 @@ def machines(receipts: Sequence[Receipt]) -> Iterator[Problem]:
 
 def _machine(found: Receipt) -> dict[str, Any]:
     every = {what: sorted({shown(g.get(key)) for g in listed(found, "host.gpus")}) or None for what, key in GPU.items()}
-    return {**every, "driver": at(found, "host.driver")}
+    # Of all hosts, and what NCCL found: sockets, though all were meant to have InfiniBand.
+    ranks = {
+        what: sorted({shown(r.get(key)) for r in listed(found, "outcome.ranks")}) or None
+        for what, key in (("name on the ranks", "name"), ("growing segments", "expandable"))
+    }
+    nccl = {what: at(found, f"outcome.nccl.{key}") for what, key in (("NCCL", "version"), ("network", "network"))}
+    return {**every, **ranks, **nccl, "driver": at(found, "host.driver")}
 
 
 def boxes(receipts: Sequence[Receipt]) -> Iterator[Problem]:

@@ -191,6 +191,25 @@ def test_other_gpus_are_refused_in_a_pool_and_on_one_host(pool, change, what):
     assert refusals(of("one", H200), of("two", H200, "590")) == ["the GPUs' driver differs: `580` and `590`"]
 
 
+@pytest.mark.parametrize(
+    ("outcome", "what"),
+    [
+        ({"nccl": {"version": "2.28.9", "network": "IB"}}, "network"),
+        ({"nccl": {"version": "2.27.3", "network": "Socket"}}, "NCCL"),
+        ({"nccl": None}, "NCCL"),
+        ({"ranks": [{"name": "NVIDIA H200"}, {"name": "NVIDIA B200"}]}, "name on the ranks"),
+        ({"ranks": [{"name": "NVIDIA H200", "expandable": True}]}, "growing segments"),
+    ],
+)
+def test_what_ranks_and_nccl_found_is_held_against_a_run(outcome, what):
+    """InfiniBand was compared with sockets; of a second host nothing but its ranks says which GPUs it had."""
+    plain = {"ranks": [{"name": "NVIDIA H200"}] * 2, "nccl": {"version": "2.28.9", "network": "Socket"}}
+    one, two = ({**made(run), "outcome": OUTCOME | {"end": "completed"} | plain} for run in ("one", "two"))
+    assert refusals(one, two) == []
+    said = refusals(one, {**two, "outcome": two["outcome"] | outcome})
+    assert any(text.startswith(f"the GPUs' {what} differs: ") for text in said)
+
+
 def test_a_diagnostic_run_is_not_compared_with_one_that_is_none():
     one, two = made("one"), made("two", job={"diagnostic": "half the links are down"})
     assert refusals(one, two) == ["a diagnostic beside what is none: `-` and `half the links are down`"]
@@ -378,5 +397,5 @@ def test_the_figures_that_are_compared():
         "end", "steps", "window, first step", "window, last step", "median ms", "p10 ms", "p90 ms", "tokens/s/GPU",
         "model FLOPs utilisation", "Megatron's TFLOP/s/GPU", "peak allocated GiB", "peak reserved GiB", "forecast allocated GiB",
         "until the first step, s", "first steps' excess, s", "checkpoints, s", "last loss", "losses finite", "gradient norms finite",
-        "NaN check",
+        "skipped steps", "NaN steps", "NaN check",
     ]  # fmt: skip
