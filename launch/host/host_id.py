@@ -6,7 +6,6 @@ the salt of the receipts folder in it, which is never published; without GPUs it
 
 import hashlib
 import json
-import os
 import re
 import socket
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from typing import Any
 from launch.host.bounded import ask
 from launch.record import receipt
 from nam_megatron.errors import Problem, Refused
+from nam_megatron.words.whole import write_whole
 
 WORDS = ("nvidia-smi", "-L")
 UUID = re.compile(r"\(UUID: (GPU-[0-9a-fA-F-]{36})\)")
@@ -62,9 +62,7 @@ def named(root: Path, found: Mapping[str, str | None], asked: str | None) -> str
             hint = f"another name; where that host's GPUs were replaced, take its line out of `{root / HOSTS}`"
             raise Refused(Problem(f"another host is called `{asked}`", key="host", hint=hint))
         with receipt.writing(root):
-            new = root / f"{HOSTS}.new"
-            new.write_text(json.dumps(names | {asked: here}, indent=1) + "\n", encoding="utf-8")
-            os.replace(new, root / HOSTS)
+            write_whole(root / HOSTS, json.dumps(names | {asked: here}, indent=1) + "\n")
         return asked
 
 

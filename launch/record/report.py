@@ -24,6 +24,7 @@ from nam_megatron.blocks.kinds import KINDS
 from nam_megatron.errors import OK, Problem, Refused
 from nam_megatron.events import FILE
 from nam_megatron.rehearsal import NOTE
+from nam_megatron.words.whole import write_whole
 
 KERNELS = "kernels.json"
 MADE_BY = '<meta name="generator" content="nam_megatron launch report">'
@@ -71,9 +72,7 @@ def put(out: Path, text: str) -> None:
     try:
         if out.exists() and MADE_BY not in out.read_text(encoding="utf-8", errors="replace")[:2000]:
             raise Refused(Problem(f"`{out}` is there, and no report", key="out", hint="`out=FILE` names another file"))
-        new = out.with_name(f".{out.name}.new")
-        new.write_text(text, encoding="utf-8")
-        new.replace(out)
+        write_whole(out, text)
     except OSError as err:
         raise Refused(
             Problem(f"cannot write `{out}`: {err.strerror}", key="out", hint="`out=FILE` names another file")

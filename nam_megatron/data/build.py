@@ -30,6 +30,7 @@ from nam_megatron.data import sources, tokenizer
 from nam_megatron.data.manifest import SPLITS, TOKENIZER, File, Input, Manifest, Split
 from nam_megatron.data.sources import Piece, Source
 from nam_megatron.errors import Problem, Refused, raise_if
+from nam_megatron.words.whole import write_whole
 
 with warnings.catch_warnings():  # of what only training needs
     warnings.simplefilter("ignore")
@@ -171,7 +172,7 @@ def _work(folder: Path, before: Stamps) -> Path:
     if folder.exists() and not (path.exists() and path.read_text(encoding="utf-8") == text):
         shutil.rmtree(folder)
     folder.mkdir(exist_ok=True)
-    _write(path, text)
+    write_whole(path, text)
     return folder
 
 
@@ -220,7 +221,7 @@ def _scan(piece: Piece, out: Path) -> dict[str, Any]:
         else:
             found["digests"].append([at, hashlib.sha256(text.encode()).hexdigest()])
     if not found["problems"]:  # else the input must change
-        _write(out, json.dumps(found))
+        write_whole(out, json.dumps(found))
     return found
 
 
@@ -295,7 +296,7 @@ def _encode(folder: Path, share: float, skip: frozenset[int], piece: Piece, out:
         count["largest_id"] = max(count["largest_id"], int(ids.max()))
     for split, builder in builders.items():
         builder.finalize(f"{out}.{split}.idx")
-    _write(done, json.dumps(count))
+    write_whole(done, json.dumps(count))
     return count
 
 
@@ -317,13 +318,6 @@ def _merge(out: Path, parts: Sequence[Path], counts: Sequence[dict], entries: in
             if count[split]["documents"]:  # an index without sequences cannot be read
                 builder.add_index(f"{part}.{split}")
         builder.finalize(str(out / f"{split}.idx"))
-
-
-def _write(path: Path, text: str) -> None:
-    """A file that is there is whole."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text)
-    part.replace(path)
 
 
 # Checking

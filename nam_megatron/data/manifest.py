@@ -12,6 +12,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationEr
 from nam_megatron.errors import Problem, Refused, not_there, quoted, raise_if
 from nam_megatron.words.regular import irregular
 from nam_megatron.words.setting import Config
+from nam_megatron.words.whole import write_whole
 
 NAME = "manifest.json"
 SPLITS = ("train", "valid")
@@ -82,9 +83,7 @@ def read(folder: Path) -> Manifest:
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    part = folder / f"{NAME}.part"
-    part.write_text(json.dumps(manifest.model_dump(), indent=1) + "\n", encoding="utf-8")
-    part.replace(folder / NAME)
+    write_whole(folder / NAME, json.dumps(manifest.model_dump(), indent=1) + "\n")
 
 
 def digest(path: Path) -> str:

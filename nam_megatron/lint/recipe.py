@@ -33,6 +33,7 @@ from nam_megatron.lint.values import Args, NotKnown, Open
 from nam_megatron.recipe import Optim, Recipe, load, to_tree
 from nam_megatron.recipe.resolve import UNREAD, latent
 from nam_megatron.targets import current
+from nam_megatron.words.whole import write_whole
 
 WRITTEN_BY = " by nam_megatron.lint"
 BLANK = "?"  # no path
@@ -101,7 +102,7 @@ def write(report: Report, out: str) -> Made:
     _keep(path)
     made = make(report, path)
     try:
-        path.write_text(made.yaml, encoding="utf-8")
+        write_whole(path, made.yaml)
     except OSError as err:
         raise Refused(
             Problem(f"cannot write `{out}`: {err.strerror}", key="recipe", hint="name a file you may write")

@@ -24,6 +24,7 @@ from nam_megatron.recipe import Recipe
 from nam_megatron.runtime import checkpoint, checksums
 from nam_megatron.runtime.bridge import Arguments
 from nam_megatron.words.regular import irregular
+from nam_megatron.words.whole import write_whole
 
 BEGAN = "began.json"  # beside the plan in the folder of the checkpoints
 
@@ -179,7 +180,7 @@ def sign(recipe: Recipe) -> None:
     s = recipe.schedule
     if s.save is None or s.pretrained is None:
         return
-    checkpoint.place(Path(s.save) / guards.SIGNED / BEGAN, json.dumps(_began(recipe), indent=1) + "\n")
+    write_whole(Path(s.save) / guards.SIGNED / BEGAN, json.dumps(_began(recipe), indent=1) + "\n")
 
 
 def forget(recipe: Recipe) -> None:

@@ -31,6 +31,7 @@ from nam_megatron.recipe.data import Data
 from nam_megatron.runtime import checksums
 from nam_megatron.tracker import RELEASE, TRACKER
 from nam_megatron.words.regular import irregular
+from nam_megatron.words.whole import write_whole
 
 PLAN, DATA = "plan.json", "data.json"
 HASHED = f"{manifest.TOKENIZER}/{manifest.TOKENS}"  # as a dataset's manifest names its tokenizer's file
@@ -379,12 +380,5 @@ def sign(lowering: Lowering, within: str = "") -> None:
     if data := identity.tree(recipe.data):
         texts[DATA] = json.dumps(data, indent=1) + "\n"
     for name, text in texts.items():
-        place(folder / name, text)
+        write_whole(folder / name, text)
     checksums.bind(texts)
-
-
-def place(path: Path, text: str) -> None:
-    """Write a file that is whole wherever it is found."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
