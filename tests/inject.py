@@ -21,7 +21,11 @@ ROOT = Path(__file__).resolve().parents[1]
 # As the line begins. Of two signals the second comes while the first is being answered.
 SIGNALS = {"SIGTERM": [signal.SIGTERM], "SIGINT twice": [signal.SIGINT] * 2, "SIGKILL": [signal.SIGKILL]}
 # One of the things that a run asks of the system, in and below the folder of its receipts, fails so.
-ERRORS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EROFS": errno.EROFS}
+# A network's file system is interrupted and forgets handles, too, and a disk that fails is remounted: from then on nothing is written.
+ERRORS = {
+    "ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EROFS": errno.EROFS, "EINTR": errno.EINTR, "ESTALE": errno.ESTALE,
+    "read-only": errno.EROFS,
+}  # fmt: skip
 MOST = 110  # a run without a fault asks for so many
 # What a receipt may say where the launcher did not end with 0.
 ENDS = ("failed", "refused", "interrupted", "lost")
@@ -67,7 +71,7 @@ def at_call(number: int, fault: str, below: Path, calls: Sequence[str] = CALLS) 
     def asked(call: str, args: tuple[object, ...]) -> None:
         if call in calls and (type(args[0]) is int or str(args[0]).startswith(str(below))):
             left[0] -= 1
-            if left[0] == 0:
+            if left[0] == 0 or (fault == "read-only" and left[0] < 0 and writes(call, args)):
                 for one in SIGNALS.get(fault, ()):
                     os.kill(os.getpid(), one)
                 if fault in ERRORS:
@@ -80,10 +84,26 @@ def at_call(number: int, fault: str, below: Path, calls: Sequence[str] = CALLS) 
     sys.addaudithook(asked)
 
 
+def writes(call: str, args: tuple[object, ...]) -> bool:
+    """Whether a call changes a file system that is read-only by now."""
+    flags = args[2] if call == "open" else os.O_CREAT
+    return call not in ("fcntl.flock", "os.fsync") and bool(
+        type(flags) is int and flags & (os.O_CREAT | os.O_WRONLY | os.O_RDWR)
+    )
+
+
+def storm() -> None:
+    """From now on a signal of no meaning every millisecond: whatever may be interrupted is."""
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 1e-3, 1e-3)
+
+
 def planted(where: str, below: Path) -> None:
-    """A fault from its words: `FILE:LINE:SIGTERM`, `7:ENOSPC`."""
+    """A fault from its words: `FILE:LINE:SIGTERM`, `7:ENOSPC`, `storm`."""
     *place, fault = where.split(":")
-    if fault in SIGNALS:
+    if fault == "storm":
+        storm()
+    elif fault in SIGNALS:
         at_line(Path(place[0]), int(place[1]), fault)
     else:
         at_call(int(place[0]), fault, below)

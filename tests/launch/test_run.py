@@ -197,7 +197,12 @@ def test_a_launcher_killed_in_its_checks_has_a_receipt(root):
 
 
 @pytest.mark.parametrize(
-    "fault", inject.drawn([inject.ROOT / "launch/run/run.py", inject.ROOT / "launch/record/receipt.py"], 20, seed=1)
+    "fault",
+    [
+        *inject.drawn([inject.ROOT / "launch/run/run.py", inject.ROOT / "launch/record/receipt.py"], 20, seed=1),
+        "storm",
+        "40:read-only",
+    ],
 )
 def test_no_fault_leaves_a_receipt_open_or_false(root, fault):
     _, bad = inject.tried(root, fault)
