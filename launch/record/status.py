@@ -28,6 +28,7 @@ from nam_megatron.errors import FINDINGS, OK, Problem, Refused
 FORMATS = ("text", "json", "prometheus")
 # Of a run that is open: its launcher lives and its ranks beat, they do not, it is gone, or nobody can tell.
 OPEN = ("running", "silent", "orphaned", "unknown")
+AHEAD = 60  # seconds that clocks of two hosts may be apart, or one may go back
 GAUGES = {
     "step": "Steps that are done.",
     "steps": "Steps that are planned.",
@@ -126,6 +127,8 @@ def _open(folder: Path, content: Mapping[str, Any], silent: float, now: float) -
             if behind
             else "no rank has come"
         )
+    if behind and quiet < -AHEAD:
+        why = f"the clock of {behind.host} is {-quiet:.0f} s ahead of this one: nobody can tell how long rank {behind.rank} is quiet"
     strange = [name for name in (steps.LOSS, steps.NORM) if name in values and not math.isfinite(values[name])]
     if strange and why is None:
         why = f"{' and '.join(strange)} of step {last.number if last else 0} {'is' if len(strange) == 1 else 'are'} no number"

@@ -68,6 +68,13 @@ def test_a_rank_that_is_behind_makes_it_silent_and_is_named(tmp_path, capsys):
     assert status.command([str(tmp_path)], {"silent": "600"}) == 0
 
 
+def test_a_clock_that_went_back_hides_no_silence(tmp_path, capsys):
+    started(tmp_path, beats=(-3600.0, -3600.0))
+    (found,) = seen(tmp_path)
+    assert found.why.startswith("the clock of h7 is 3") and "ahead of this one" in found.why
+    assert found.bad and status.command([str(tmp_path)], {}) == 1
+
+
 def test_a_rank_that_has_ended_is_not_the_one_that_is_behind(tmp_path):
     run = started(tmp_path, beats=(200.0, 90.0))
     file = run.folder / "beat" / "0"
