@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 # Exit codes of every command.
 OK, FINDINGS, REFUSED, INCOMPLETE = 0, 1, 2, 3
 INTERRUPTED = 130  # Ctrl-C, as shells count it
-# What a disk says that cannot be written any more, whoever asked it; of a file that is already open without a name.
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
+# What a disk or a network's file system says that cannot be used any more, whoever asked it; of a file that is already open without a name.
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG, errno.ESTALE, errno.EINTR, errno.ETIMEDOUT)
 ROOM = "give it somewhere with room"
 
 

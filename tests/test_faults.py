@@ -17,6 +17,7 @@ import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -27,11 +28,17 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402, F401  before a fork
 
+from launch.host import host_id  # noqa: E402
+from launch.record import report  # noqa: E402
+from nam_megatron import translate  # noqa: E402
 from nam_megatron.blocks.exported import Tensor  # noqa: E402
+from nam_megatron.compile.lower import Lowering  # noqa: E402
+from nam_megatron.compile.lower import translate as compiled  # noqa: E402
 from nam_megatron.data import __main__ as data  # noqa: E402
 from nam_megatron.data import build, manifest, tokenizer  # noqa: E402
 from nam_megatron.errors import finish, keyless  # noqa: E402
 from nam_megatron.hf import folder  # noqa: E402
+from nam_megatron.recipe import load  # noqa: E402
 
 FAULTS = ("SIGKILL", *inject.ERRORS)
 TEXTS = [f"int f{i}(int x) {{ return {i * 37} * x; }}\n" for i in range(40)]
@@ -74,6 +81,41 @@ def make_export(at: Path) -> int:
     return keyless(made)
 
 
+def make_translation(at: Path) -> int:
+    translate.write(lowering(), at / "made")
+    return 0
+
+
+def make_page(at: Path) -> int:
+    report.put(at / "made.html", f"{report.MADE_BY}{'x' * 5000}")
+    return 0
+
+
+def make_name(at: Path) -> int:
+    host_id.named(at / "made", {"gpus": "f" * 16}, "n1")
+    return 0
+
+
+@cache
+def lowering() -> Lowering:
+    return compiled(load("nam56r_smoke"))
+
+
+def whole_translation(made: Path) -> None:
+    """Of a first writing that was ended some files may be there, and are whole."""
+    there = [path.name for path in made.iterdir() if not path.name.startswith(".")]
+    assert {*there} <= {*translate.FILES}, there
+    assert all((made / name).read_text() == translate.FILES[name][0](lowering()) for name in there)
+
+
+def whole_page(made: Path) -> None:
+    assert [path.stat().st_size > 5000 for path in made.parent.glob("made.html")] in ([], [True])
+
+
+def whole_name(made: Path) -> None:
+    assert host_id.hosts(made) in ({}, {"n1": "f" * 16})
+
+
 def whole_tokenizer(made: Path) -> None:
     tokenizer.load(made)
 
@@ -91,7 +133,11 @@ WRITERS: dict[str, tuple[Callable[[Path], int], Callable[[Path], None], int]] = 
     "tokenizer": (make_tokenizer, whole_tokenizer, 8),
     "dataset": (make_dataset, whole_dataset, 60),
     "export": (make_export, whole_export, 12),
+    "translation": (make_translation, whole_translation, 14),
+    "page": (make_page, whole_page, 3),
+    "name of a host": (make_name, whole_name, 14),
 }
+AGAIN = ("dataset", "translation", "page", "name of a host")  # may be made over what is there of it
 
 
 def forked(job: Callable[[], int]) -> tuple[int, str]:
@@ -127,9 +173,10 @@ def tried(at: Path, writer: str, number: int, fault: str) -> str:
     prepared(at, writer)
 
     def job() -> int:
-        inject.at_call(number, fault, at / "made")
+        inject.at_call(number, fault, at / ".made" if writer == "page" else at / "made")
         return make(at)
 
+    lowering()
     code, said = forked(job)
     assert "Traceback" not in said or code == 99, said
     assert code in (0, 2, -signal.SIGKILL), said
@@ -138,7 +185,7 @@ def tried(at: Path, writer: str, number: int, fault: str) -> str:
         whole(at / "made")
     elif there:  # a dataset is one by its manifest, written last
         assert not (at / "made" / manifest.NAME).exists() or build.check(at / "made", None)[1] == []
-    if code != 0 and not (there and writer != "dataset"):
+    if code != 0 and (writer in AGAIN or not there):
         again, words = forked(lambda: make(at))
         assert again == 0, words
         whole(at / "made")
