@@ -91,7 +91,7 @@ def test_interpolations_that_go_in_circles_are_refused(tmp_path, words):
     assert done.code == 2 and done.err.startswith("error: ") and "Traceback" not in done.err
 
 
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "0.5", "true", "x"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e308", "0.5", "true", "x"])
 def test_an_imbalance_is_a_number(tmp_path, value):
     done = warm("conf=nam56r_smoke", f"imbalance={value}", cwd=tmp_path, module="nam_megatron.budget.__main__")
     assert done.code == 2 and "`imbalance` is the busiest rank over the mean" in done.err

@@ -1,6 +1,5 @@
 """The command: python -m nam_megatron.budget conf=nam56r"""
 
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,6 +22,7 @@ from nam_megatron.recipe import Recipe, load
 if TYPE_CHECKING:
     from rich.console import Console
 
+MOST_RANKS = 10**6
 KEYS = ("format", "against", "fit", "sweep", "plot", "serve", "batch", "context", "page", "imbalance")
 FORMATS = ("auto", "table", "lines", "json")
 FIT = "`fit=micro_batch_size` searches the largest that fits; "
@@ -86,11 +86,10 @@ def _problems(words: Mapping[str, Any]):
     if (
         not isinstance(words["imbalance"], (int, float))
         or isinstance(words["imbalance"], bool)
-        or not 1 <= words["imbalance"] < math.inf
+        or not 1 <= words["imbalance"] <= MOST_RANKS  # where one has the rows of all
     ):
-        yield Problem(
-            f"`imbalance` is the busiest rank over the mean, at least 1, not `{words['imbalance']}`", key="imbalance"
-        )
+        said = f"`imbalance` is the busiest rank over the mean, from 1 to {MOST_RANKS}, not `{words['imbalance']}`"
+        yield Problem(said, key="imbalance")
     if words["serve"] is False:
         for key in SERVING:
             if words[key] is not None:
