@@ -7,8 +7,10 @@ was exported with them, if one was.
 """
 
 import contextlib
+import fcntl
 import io
 import json
+import os
 import pickle
 import re
 import zipfile
@@ -33,7 +35,8 @@ from nam_megatron.tracker import RELEASE, TRACKER
 from nam_megatron.words.regular import irregular
 from nam_megatron.words.whole import write_whole
 
-PLAN, DATA = "plan.json", "data.json"
+PLAN, DATA, LOCK = "plan.json", "data.json", "run.lock"
+SAVING: dict[Path, int] = {}  # folders that this process saves into, and their locks
 HASHED = f"{manifest.TOKENIZER}/{manifest.TOKENS}"  # as a dataset's manifest names its tokenizer's file
 # Beside Bridge's checkpoints, what computed them stands in a folder: there `nam_megatron.train` does not take them for its own, whose
 # count of samples they lack.
@@ -369,13 +372,32 @@ class Inert:
             self.__dict__.update(state)
 
 
+def alone(folder: Path) -> None:
+    """No other run saves into `folder` as long as this process lives: steps of two would be of parts of both. Raises Refused."""
+    if folder.resolve() in SAVING:
+        return
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        hint = f"let it end, or name another folder; if its host died with the lock, remove `{folder / LOCK}`"
+        raise Refused(
+            Problem(f"another run that goes on saves into `{folder}`", key="schedule.save", hint=hint)
+        ) from None
+    except OSError:  # a file system without locks
+        pass
+    SAVING[folder.resolve()] = lock
+
+
 def sign(lowering: Lowering, within: str = "") -> None:
-    """Write beside the checkpoints to come what computes them, or into the folder `within` there."""
+    """Write beside the checkpoints to come what computes them, or into the folder `within` there. Raises Refused."""
     recipe = lowering.plan.recipe
     if recipe.schedule.save is None:
         return
     folder = Path(recipe.schedule.save) / within
     folder.mkdir(parents=True, exist_ok=True)
+    alone(Path(recipe.schedule.save))
     texts = {PLAN: plan_json(lowering)}
     if data := identity.tree(recipe.data):
         texts[DATA] = json.dumps(data, indent=1) + "\n"

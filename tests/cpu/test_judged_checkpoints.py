@@ -312,6 +312,25 @@ def test_a_layout_that_flattened_the_optimizer_is_kept(tmp_path):
         assert refused(tmp_path, *save, *words, *LAYOUTS["parallel.tensor"]) == ["parallel.tensor"] * (name == "muon")
 
 
+def test_two_runs_do_not_save_into_one_folder(tmp_path):
+    """Of one recipe, as by a job that is submitted twice: each step would be of parts of both."""
+    plan = lowered(f"schedule.save={tmp_path}", "schedule.save_interval=2")
+    begun, over = os.pipe(), os.pipe()
+    if not (other := os.fork()):
+        checkpoint.sign(plan)
+        os.write(begun[1], b"x")
+        os.read(over[0], 1)
+        os._exit(0)
+    os.read(begun[0], 1)
+    with pytest.raises(Refused, match="another run that goes on saves into") as refused_:
+        checkpoint.sign(plan)
+    assert refused_.value.problems[0].key == "schedule.save"
+    os.write(over[1], b"x")
+    os.waitpid(other, 0)
+    checkpoint.sign(plan)
+    checkpoint.sign(plan)  # its own lock is none against itself
+
+
 def test_an_fsdp_is_not_resharded():
     def recipe(*features: str) -> dict:
         found = {"distributed_optimizer": {"enabled": True, "reshardable": True}}
