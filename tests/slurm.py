@@ -44,8 +44,13 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 MpiDefault=none
 ReturnToService=2
-SlurmdTimeout=15
-KillWait=60
+# However busy the machine is: Slurm's own timeouts are those of a cluster that answers.
+SlurmdTimeout=60
+MessageTimeout=90
+TCPTimeout=30
+BatchStartTimeout=300
+UnkillableStepTimeout=600
+KillWait=300
 JobRequeue=1
 SchedulerParameters=sched_interval=2,batch_sched_delay=1
 {nodes}
@@ -123,7 +128,7 @@ class Scheduler:
         self._start("h0", "slurmctld")
         for host in HOSTS:
             self.start(host)
-        self.wait(lambda: self.nodes() == ["idle"] * len(HOSTS), 60)
+        self.wait(lambda: self.nodes() == ["idle"] * len(HOSTS))
 
     def start(self, host: str) -> None:
         self._start(host, "slurmd", "-N", host)
@@ -164,7 +169,7 @@ class Scheduler:
         said = self.ask("scontrol", "show", "job", number)
         return dict(word.partition("=")[::2] for word in said.split() if "=" in word)
 
-    def wait(self, done: Callable[[], bool], seconds: float) -> None:
+    def wait(self, done: Callable[[], bool], seconds: float = 1800) -> None:
         until = time.monotonic() + seconds
         while not done():
             if time.monotonic() > until:

@@ -62,8 +62,8 @@ class Job:
     def state(self) -> str:
         return self.scheduler.job(self.number)["JobState"]
 
-    def until(self, *states: str, seconds: float = 300) -> None:
-        self.scheduler.wait(lambda: self.state in states, seconds)
+    def until(self, *states: str) -> None:
+        self.scheduler.wait(lambda: self.state in states)
 
     def training(self, steps: int = 1) -> None:
         """Until the run that goes on has made so many steps."""
@@ -72,7 +72,7 @@ class Job:
             logs = sorted(self.receipts.glob(f"2*/{receipt.LOG}"))
             return bool(logs) and len(re.findall(r"iteration +\d+/", logs[-1].read_text(errors="replace"))) >= steps
 
-        self.scheduler.wait(found, 300)
+        self.scheduler.wait(found)
 
     def ends(self) -> list[dict]:
         receipt.seal_lost(self.receipts, outcome.of_run)
@@ -106,15 +106,18 @@ def test_a_run_over_two_hosts_is_checked_trained_and_sealed(scheduler, tmp_path)
 
 @pytest.mark.parametrize("how", ["scancel", "time limit"])
 def test_a_job_that_is_ended_saves_and_goes_on(scheduler, tmp_path, how):
-    """By a person, and by Slurm, whose signal comes 90 seconds before its limit here. Then the same script again."""
-    words = (saving(tmp_path)[0], "schedule.train_steps=400", "schedule.save_interval=400")
-    options = ("--time=4", "--signal=B:TERM@90") if how == "time limit" else ()
+    """By a person, and by Slurm, whose signal comes before its limit. Then the same script again."""
+    words = (saving(tmp_path)[0], "schedule.train_steps=100000", "schedule.save_interval=100000")
+    options = ("--time=600", "--signal=B:TERM@600") if how == "time limit" else ()
     job = Job(scheduler, tmp_path, *words, options=options)
+    job.training(2)
     if how == "scancel":
-        job.training(2)
         scheduler.ask("scancel", job.number)
+    else:  # as much is left as the signal comes before: it is due
+        hours, minutes, _ = map(int, scheduler.job(job.number)["RunTime"].split(":"))
+        scheduler.ask("scontrol", "update", f"JobId={job.number}", f"TimeLimit={60 * hours + minutes + 11}")
     job.until("CANCELLED", "COMPLETED", "FAILED", "TIMEOUT")
-    scheduler.wait(lambda: scheduler.nodes() == ["idle", "idle"], 120)
+    scheduler.wait(lambda: scheduler.nodes() == ["idle", "idle"])
     (found,) = job.ends()
     # `lost`: the launcher had not sealed when KillWait was over; the ranks had saved all the same.
     assert found["outcome"]["end"] in ("interrupted", "lost"), job.out.read_text()[-2000:]
@@ -129,11 +132,11 @@ def test_a_job_that_is_ended_saves_and_goes_on(scheduler, tmp_path, how):
 
 def test_a_killed_host_requeues_the_job_and_it_goes_on(scheduler, tmp_path):
     job = Job(scheduler, tmp_path, *saving(tmp_path), "schedule.train_steps=60", options=("--requeue",))
-    scheduler.wait(lambda: (tmp_path / "ckpt" / TRACKER).is_file(), 300)
+    scheduler.wait(lambda: (tmp_path / "ckpt" / TRACKER).is_file())
     scheduler.kill("h2")
-    job.until("PENDING", "REQUEUED", "FAILED", "COMPLETED", seconds=120)
+    job.until("PENDING", "REQUEUED", "FAILED", "COMPLETED")
     scheduler.start("h2")
-    job.until("COMPLETED", "FAILED", seconds=400)
+    job.until("COMPLETED", "FAILED")
     assert job.state == "COMPLETED", job.out.read_text()[-3000:]
     first, *_, last = job.ends()
     assert first["outcome"]["end"] in ("lost", "failed", "interrupted")
