@@ -50,16 +50,8 @@ def make_tokenizer(at: Path) -> int:
 
 def make_dataset(at: Path) -> int:
     words = [
-        "build",
-        str(at / "made"),
-        str(at / "t.jsonl"),
-        "--tokenizer",
-        str(at / "bpe"),
-        "--valid",
-        "0.2",
-        "--workers",
-        "1",
-    ]
+        "build", str(at / "made"), str(at / "t.jsonl"), "--tokenizer", str(at / "bpe"), "--valid", "0.2", "--workers", "1",
+    ]  # fmt: skip
     return data.main(words)
 
 

@@ -26,18 +26,9 @@ SHOWN = 60  # characters of a value
 ANYWAY = "`--anyway` does it all the same, marked as a rumor"
 # Where receipts can differ.
 PLACES = (
-    "recipe",
-    "data",
-    "source.trees",
-    "patches",
-    "mends",
-    "outcome.mends",
-    "host",
-    "job.packages",
-    "job.overlay",
-    "job.diagnostic",
+    "recipe", "data", "source.trees", "patches", "mends", "outcome.mends", "host", "job.packages", "job.overlay", "job.diagnostic",
     "environ",
-)
+)  # fmt: skip
 # Outside the recipe: what changes how a run is carried out, not what it computes, but for the host's software. A key stands for all below.
 EXECUTION = ("job", "host", "source.trees.launch", "environ")
 SOFTWARE = ("job.packages", "host.versions", "host.torch", "host.megatron")
@@ -45,38 +36,23 @@ SOFTWARE = ("job.packages", "host.versions", "host.torch", "host.megatron")
 WHERE = {*CACHES, "NVIDIA_VISIBLE_DEVICES"}
 # Of each GPU, what its figures hang on: in words, and as receipts have it.
 GPU = {
-    "name": "name",
-    "memory": "memory_mib",
-    "ECC": "ecc",
-    "highest clock": "max_sm_mhz",
-    "power limit": "power_limit_w",
-    "PCIe": "pcie",
-}
+    "name": "name", "memory": "memory_mib", "ECC": "ecc", "highest clock": "max_sm_mhz", "power limit": "power_limit_w", "PCIe": "pcie",
+}  # fmt: skip
 MARK = re.compile("<set [0-9a-f]{8}>")
 FIGURES = (
-    ("end", "outcome.end"),
-    ("steps", "outcome.figures.steps"),
-    ("window, first step", "outcome.figures.window.first"),
-    ("window, last step", "outcome.figures.window.last"),
-    ("median ms", "outcome.figures.window.median_ms"),
-    ("p10 ms", "outcome.figures.window.p10_ms"),
-    ("p90 ms", "outcome.figures.window.p90_ms"),
+    ("end", "outcome.end"), ("steps", "outcome.figures.steps"), ("window, first step", "outcome.figures.window.first"),
+    ("window, last step", "outcome.figures.window.last"), ("median ms", "outcome.figures.window.median_ms"),
+    ("p10 ms", "outcome.figures.window.p10_ms"), ("p90 ms", "outcome.figures.window.p90_ms"),
     ("tokens/s/GPU", "outcome.figures.window.tokens_per_s_per_gpu"),
     ("model FLOPs utilisation", "outcome.against_forecast.model_flops_utilisation"),
     ("Megatron's TFLOP/s/GPU", "outcome.figures.window.megatron_tflops_per_gpu"),
-    ("peak allocated GiB", "outcome.memory.peak_allocated_gib"),
-    ("peak reserved GiB", "outcome.memory.peak_reserved_gib"),
-    ("forecast allocated GiB", "forecast.peak_allocated_gib"),
-    ("until the first step, s", "outcome.bad_put.until_first_step_s"),
-    ("first steps' excess, s", "outcome.bad_put.first_steps_excess_s"),
-    ("checkpoints, s", "outcome.bad_put.checkpoints_s"),
-    ("last loss", "outcome.figures.loss_last"),
-    ("losses finite", "outcome.figures.loss_finite"),
-    ("gradient norms finite", "outcome.figures.grad_norm_finite"),
-    ("skipped steps", "outcome.figures.skipped_steps"),
-    ("NaN steps", "outcome.figures.nan_steps"),
-    ("NaN check", "outcome.nan_check"),
-)
+    ("peak allocated GiB", "outcome.memory.peak_allocated_gib"), ("peak reserved GiB", "outcome.memory.peak_reserved_gib"),
+    ("forecast allocated GiB", "forecast.peak_allocated_gib"), ("until the first step, s", "outcome.bad_put.until_first_step_s"),
+    ("first steps' excess, s", "outcome.bad_put.first_steps_excess_s"), ("checkpoints, s", "outcome.bad_put.checkpoints_s"),
+    ("last loss", "outcome.figures.loss_last"), ("losses finite", "outcome.figures.loss_finite"),
+    ("gradient norms finite", "outcome.figures.grad_norm_finite"), ("skipped steps", "outcome.figures.skipped_steps"),
+    ("NaN steps", "outcome.figures.nan_steps"), ("NaN check", "outcome.nan_check"),
+)  # fmt: skip
 
 
 def command(words: Sequence[str], options: Mapping[str, str]) -> int:

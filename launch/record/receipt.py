@@ -342,12 +342,8 @@ def own(root: Path) -> Iterator[dict[str, Any]]:
         kept = kept_of(root)
         if kept is None:
             kept = {
-                "id": secrets.token_hex(8),
-                "salt": secrets.token_hex(16),
-                "number": 0,
-                "last": None,
-                "pending": None,
-            }
+                "id": secrets.token_hex(8), "salt": secrets.token_hex(16), "number": 0, "last": None, "pending": None,
+            }  # fmt: skip
             _keep(root, kept)
         yield kept
 

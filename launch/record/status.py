@@ -30,14 +30,10 @@ FORMATS = ("text", "json", "prometheus")
 OPEN = ("running", "silent", "orphaned", "unknown")
 AHEAD = 60  # seconds that clocks of two hosts may be apart, or one may go back
 GAUGES = {
-    "step": "Steps that are done.",
-    "steps": "Steps that are planned.",
-    "step_ms": "Time of the last step in milliseconds.",
-    "tokens_per_s_per_gpu": "Of the last step.",
-    "loss": "Of the last step.",
-    "grad_norm": "Of the last step.",
+    "step": "Steps that are done.", "steps": "Steps that are planned.", "step_ms": "Time of the last step in milliseconds.",
+    "tokens_per_s_per_gpu": "Of the last step.", "loss": "Of the last step.", "grad_norm": "Of the last step.",
     "quiet_s": "Seconds since the last sign of life of the rank that is behind.",
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,10 @@ OURS = (
 )
 # Where compilers and libraries would otherwise write into the home folder or the root volume.
 CACHES = {
-    "TMPDIR": "tmp",
-    "TRITON_CACHE_DIR": "cache/triton",
-    "TORCHINDUCTOR_CACHE_DIR": "cache/inductor",
-    "TORCH_EXTENSIONS_DIR": "cache/extensions",
-    "CUDA_CACHE_PATH": "cache/cuda",
-    "QUACK_CACHE_DIR": "cache/quack",
+    "TMPDIR": "tmp", "TRITON_CACHE_DIR": "cache/triton", "TORCHINDUCTOR_CACHE_DIR": "cache/inductor",
+    "TORCH_EXTENSIONS_DIR": "cache/extensions", "CUDA_CACHE_PATH": "cache/cuda", "QUACK_CACHE_DIR": "cache/quack",
     "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "cache/flash",
-}
+}  # fmt: skip
 
 
 def overlay(lowering: Lowering, scratch: Path) -> tuple[Env, ...]:

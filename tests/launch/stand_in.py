@@ -76,12 +76,8 @@ def train(words: dict[str, str]) -> int:
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
     steps = int(words.get("steps", 5))
     device = {
-        "node": int(os.environ.get("GROUP_RANK", 0)),
-        "device": 0,
-        "bus": "00000000:18:00.0",
-        "name": "stand-in",
-        "expandable": True,
-    }
+        "node": int(os.environ.get("GROUP_RANK", 0)), "device": 0, "bus": "00000000:18:00.0", "name": "stand-in", "expandable": True,
+    }  # fmt: skip
     built = reading("built", 0, 1 << 30, **device)
     say(built)
     RECORD.say("built", **of_reading(built))
@@ -152,15 +148,9 @@ def launch(root: str, trainer: str, overrides: list[str]) -> int:
 
     preflight.check = check
     words = {
-        "revision": None,
-        "dirty": "store",
-        "over_memory": "refuse",
-        "port": 29500,
-        "hang": 0,
-        "diagnostic": None,
-        "trainer": "megatron",
+        "revision": None, "dirty": "store", "over_memory": "refuse", "port": 29500, "hang": 0, "diagnostic": None, "trainer": "megatron",
         "sign": None,
-    }
+    }  # fmt: skip
     own = {k: v for k, _, v in (o.partition("=") for o in overrides) if k in words}
     words |= {k: int(v) if k in ("port", "hang") else v for k, v in own.items()}
     recipe = [o for o in overrides if o.partition("=")[0] not in words]

@@ -34,14 +34,8 @@ H200 = {
 
 def made(run="one", end="completed", lineage=LINEAGE, **more):
     content = {
-        "schema": receipt.SCHEMA,
-        "run": run,
-        "state": "open",
-        "lineage": lineage,
-        "box": BOX,
-        "recipe": copy.deepcopy(RECIPE),
-        **more,
-    }
+        "schema": receipt.SCHEMA, "run": run, "state": "open", "lineage": lineage, "box": BOX, "recipe": copy.deepcopy(RECIPE), **more,
+    }  # fmt: skip
     return receipt.sealed(content, end, OUTCOME) if end else content
 
 

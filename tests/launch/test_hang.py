@@ -31,14 +31,8 @@ def ranks(tmp_path):
         for rank, code in enumerate(codes):
             started.append(subprocess.Popen([sys.executable, "-c", code]))
             beat = {
-                "rank": rank,
-                "host": os.uname().nodename,
-                "pid": started[-1].pid,
-                "phase": "step",
-                "step": 5,
-                "micro": 40,
-                "nth": 5,
-            }
+                "rank": rank, "host": os.uname().nodename, "pid": started[-1].pid, "phase": "step", "step": 5, "micro": 40, "nth": 5,
+            }  # fmt: skip
             beat |= {"spent": 0.1, "at": time.time()} | (with_ or {}).get(rank, {})
             (tmp_path / hang.FOLDER / str(rank)).write_text(json.dumps(beat))
         time.sleep(0.5)
@@ -167,16 +161,8 @@ def test_a_launcher_ends_a_run_that_hangs_and_says_which_rank(tmp_path):
 def test_a_run_that_only_takes_long_is_not_ended_and_one_that_hangs_is_as_often_as_it_takes(tmp_path):
     def beat(rank: int, phase: str, micro: int) -> None:
         said = {
-            "rank": rank,
-            "host": "h",
-            "pid": 1,
-            "phase": phase,
-            "step": 1,
-            "micro": micro,
-            "spent": None,
-            "at": 1.0,
-            "nth": 1,
-        }
+            "rank": rank, "host": "h", "pid": 1, "phase": phase, "step": 1, "micro": micro, "spent": None, "at": 1.0, "nth": 1,
+        }  # fmt: skip
         (tmp_path / hang.FOLDER / f".{rank}").write_text(json.dumps(said))
         (tmp_path / hang.FOLDER / f".{rank}").replace(tmp_path / hang.FOLDER / str(rank))
 

@@ -14,18 +14,8 @@ TESTS = Path(__file__).parents[1] / "gpu" / "test_mla_rope_patch.py"
 def run(root: Path, *words: str) -> str:
     environ = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(root), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-W",
-        "ignore",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        str(TESTS),
-        *words,
-    ]
+        sys.executable, "-m", "pytest", "-W", "ignore", "-p", "no:cacheprovider", "-p", "no:xdist", str(TESTS), *words,
+    ]  # fmt: skip
     return subprocess.run(command, env=environ, capture_output=True, text=True).stdout
 
 

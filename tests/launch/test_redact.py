@@ -53,16 +53,8 @@ def test_a_secret_of_the_environment_reaches_no_receipt(tmp_path_factory, name, 
 
 
 VOCABULARY = [
-    "NCCL_IB_HCA",
-    "TORCH_LOGS",
-    "CUDA_HOME",
-    "NVTE_DEBUG",
-    "OMP_NUM_THREADS",
-    "HF_TOKEN",
-    "NCCL_AUTH",
-    "NCCL_TOKENS",
-    "TORCH_KEY",
-]
+    "NCCL_IB_HCA", "TORCH_LOGS", "CUDA_HOME", "NVTE_DEBUG", "OMP_NUM_THREADS", "HF_TOKEN", "NCCL_AUTH", "NCCL_TOKENS", "TORCH_KEY",
+]  # fmt: skip
 VOCABULARY += ["environ", "job", "command", "python", "--x=", "deep", "outcome", "errors", "end", "failed"]
 
 

@@ -163,19 +163,8 @@ def test_no_word_of_a_receipt_becomes_markup(root):
 
 
 KEYS = [
-    "recipe",
-    "host",
-    "job",
-    "outcome",
-    "patches",
-    "forecast",
-    "stands",
-    "words",
-    "findings",
-    "chain",
-    "files",
-    "environ",
-]
+    "recipe", "host", "job", "outcome", "patches", "forecast", "stands", "words", "findings", "chain", "files", "environ",
+]  # fmt: skip
 
 
 @given(st.dictionaries(st.sampled_from(KEYS), TREES))

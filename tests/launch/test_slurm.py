@@ -14,12 +14,8 @@ from nam_megatron.tracker import TRACKER
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(slurm.lacking() is not None, reason=f"no Slurm: {slurm.lacking()}")
 SMALL = (
-    "conf=nam56r_smoke",
-    "cluster=cpu",
-    "cluster.nodes=2",
-    "schedule.global_batch_size=4",
-    "diagnostic=under Slurm",
-)
+    "conf=nam56r_smoke", "cluster=cpu", "cluster.nodes=2", "schedule.global_batch_size=4", "diagnostic=under Slurm",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +37,8 @@ class Job:
         self.environ = {"PATH": path, "PYTHONPATH": str(ROOT)}
         port = slurm.free_port()
         words = (
-            *SMALL,
-            f"cluster.storage.receipts={self.receipts}",
-            f"cluster.storage.scratch={at}/scratch",
-            f"port={port}",
-            *words,
-        )
+            *SMALL, f"cluster.storage.receipts={self.receipts}", f"cluster.storage.scratch={at}/scratch", f"port={port}", *words,
+        )  # fmt: skip
         show = [sys.executable, "-m", "launch", "show", "format=sbatch", *words]
         script = subprocess.run(show, cwd=ROOT, capture_output=True, text=True, check=True).stdout
         assert "--gpus-per-node" not in script

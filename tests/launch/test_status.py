@@ -31,15 +31,8 @@ def started(root, steps=3, loss=6.5, beats=(0.0, 0.0), words=("conf=nam56r_smoke
     (run.folder / "beat").mkdir()
     for rank, age in enumerate(beats):
         beat = {
-            "rank": rank,
-            "host": "h7",
-            "pid": 1,
-            "phase": "step",
-            "step": steps,
-            "micro": 4,
-            "spent": None,
-            "nth": steps,
-        }
+            "rank": rank, "host": "h7", "pid": 1, "phase": "step", "step": steps, "micro": 4, "spent": None, "nth": steps,
+        }  # fmt: skip
         (run.folder / "beat" / str(rank)).write_text(json.dumps({**beat, "at": time.time() - age}))
     return run
 

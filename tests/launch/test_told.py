@@ -574,19 +574,8 @@ def of_commands() -> Iterator[str]:
 
 
 SECTIONS = (
-    of_gpus,
-    of_links,
-    of_hosts,
-    of_disks,
-    of_the_pass,
-    of_checks,
-    of_looks,
-    of_memory,
-    of_hangs,
-    of_logs,
-    of_pages,
-    of_commands,
-)
+    of_gpus, of_links, of_hosts, of_disks, of_the_pass, of_checks, of_looks, of_memory, of_hangs, of_logs, of_pages, of_commands,
+)  # fmt: skip
 
 
 @pytest.fixture

@@ -27,24 +27,11 @@ from nam_megatron.recipe import load
 from nam_megatron.tracker import TRACKER
 
 WORDS = {
-    "format": "auto",
-    "revision": None,
-    "dirty": "refuse",
-    "over_memory": "refuse",
-    "sanity": False,
-    "port": 29500,
-    "hang": 0,
-}
+    "format": "auto", "revision": None, "dirty": "refuse", "over_memory": "refuse", "sanity": False, "port": 29500, "hang": 0,
+}  # fmt: skip
 WORDS |= {
-    "trainer": "megatron",
-    "lock": None,
-    "diagnostic": None,
-    "sign": None,
-    "image": None,
-    "time": None,
-    "host": None,
-    "rdma": None,
-}
+    "trainer": "megatron", "lock": None, "diagnostic": None, "sign": None, "image": None, "time": None, "host": None, "rdma": None,
+}  # fmt: skip
 
 
 def context(*overrides, preset="nam56r_smoke", environ=None, checkout=None, **words) -> Context:
