@@ -5,10 +5,13 @@ that a signal ended 128 and its number. After a refusal, which the ranks have sa
 table of the ranks does. What torchrun itself cannot do fails as it always does.
 """
 
+import contextlib
 import logging
+import os
 import signal
 import sys
 from collections.abc import Iterable
+from types import FrameType
 from typing import NoReturn
 
 from nam_megatron.errors import INCOMPLETE, REFUSED, finish
@@ -44,10 +47,38 @@ def worst(codes: Iterable[int]) -> int:
     return 128 - min(own) if min(own) < 0 else next((code for code in own if code not in SAID), max(own))
 
 
+def pass_on() -> None:
+    """Hand each SIGTERM to the ranks, and wait for them: they finish their step and save. torchrun alone would kill them after 30 seconds.
+
+    Of several hosts alone, where Slurm brings the signal to all of them, and kills what is there when its time is over.
+    """
+    from torch.distributed.elastic.multiprocessing import api
+
+    begun: list[api.PContext] = []
+    start, own = api.PContext.start, api._terminate_process_handler
+
+    def started(context: api.PContext) -> None:
+        begun.append(context)
+        start(context)
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        heard = False
+        for pid in [pid for context in begun for pid in context.pids().values()] if number == signal.SIGTERM else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+                heard = True
+        if not heard:
+            own(number, frame)
+
+    api.PContext.start, api._terminate_process_handler = started, handler
+
+
 def command() -> int:
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    if any(word.startswith("--nnodes=") and word != "--nnodes=1" for word in sys.argv):
+        pass_on()
     held = Held()
     logging.getLogger(LOGGER).addFilter(held)
     try:

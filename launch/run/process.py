@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from launch.host import linux
+from launch.run.slurm import JOB
 from nam_megatron.errors import Problem, Refused
 
 LIBC = ctypes.CDLL(None)
@@ -47,7 +48,7 @@ class Process:
             )  # fmt: skip
         except OSError as err:
             raise Refused(Problem(f"`{words[0]}` cannot be started: {err.strerror}")) from None
-        self._srun = words[0] == "srun"
+        self._srun, self._job, self._environ = words[0] == "srun", environ.get(JOB), dict(environ)
         assert self._popen.stdout is not None, "started with a pipe"
         self._pipe = self._popen.stdout
         with contextlib.suppress(OSError):  # a user's pipes may be at their limit
@@ -79,7 +80,7 @@ class Process:
     def end(self) -> None:
         """Ask for an end: first the ranks, which checkpoint and exit; then torchrun, which kills them after 30 s; then kill them all.
 
-        srun passes signals on to its tasks on every host, so it is asked in the place of the ranks.
+        Ranks on several hosts hear of it by Slurm; srun, asked itself, kills its tasks on every host at once.
         """
         if self._popen.poll() is not None:
             return
@@ -88,13 +89,24 @@ class Process:
         if self._asked == 1 and ranks:
             send(signal.SIGTERM, ranks)
         elif self._asked < 3:
-            send(signal.SIGTERM, [self._popen.pid])
+            if self._asked > 1 or not self._told():
+                send(signal.SIGTERM, [self._popen.pid])
         else:
             send(signal.SIGKILL, [self._popen.pid, *self._descendants()])
+
+    def _told(self) -> bool:
+        """Whether Slurm handed a SIGTERM to all ranks of this job."""
+        if not self._srun or not self._job:
+            return False
+        words = ["scancel", "--signal=TERM", self._job]
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            return not subprocess.run(words, env=self._environ, capture_output=True, timeout=60, check=False).returncode
+        return False
 
     def kill(self) -> None:
         """End it at once: ranks that hang in a collective hear nothing else. srun is asked, and kills its tasks on every host."""
         if self._srun:
+            self._asked = max(self._asked, 1)
             self.end()
         else:
             send(signal.SIGKILL, [self._popen.pid, *self._descendants()])

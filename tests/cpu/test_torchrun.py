@@ -37,6 +37,18 @@ def test_what_is_no_refusal_is_told_by_rank(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+def test_of_several_hosts_a_signal_is_the_ranks(tmp_path):
+    """They save and end well, in their own time; torchrun alone gives them 30 seconds and says that it was signalled."""
+    ranks = (
+        "from pathlib import Path\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\nPath(words[0] + rank).touch()\n"
+        "while not all(Path(words[0] + other).exists() for other in '01'): time.sleep(0.1)\n"
+        "if rank == '0': os.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(600)"
+    )
+    start = ("--standalone", "--nnodes=1:1", "--nproc-per-node", "2")
+    done = ended(tmp_path, ranks, f"{tmp_path}/up", start=start)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_success_and_torchruns_own_faults_are_as_ever(tmp_path):
     done = ended(tmp_path, "print(words)", "--a", "b")
     assert (done.returncode, done.stderr) == (0, "") and done.stdout == "['--a', 'b']\n" * 2

@@ -242,11 +242,14 @@ def test_sigterm_reaches_the_ranks_below_a_real_torchrun(root):
 
 
 def test_two_nodes_have_one_receipt(root, tmp_path):
-    """Two real torchruns that meet, below an srun that starts both here and hands signals on, as Slurm's does."""
-    started = (
-        'while [[ $1 == --* ]]; do shift; done; "$@" & "$@" & trap "kill -TERM $(jobs -p | xargs)" TERM; wait; wait'
-    )
-    slurm = {"scontrol": "printf '127.0.0.1\\nlocalhost\\n'", "srun": started}
+    """Two real torchruns that meet, below an srun that starts both here and kills them when it is asked to end, as Slurm's does."""
+    tasks = f"{tmp_path}/tasks"
+    slurm = {
+        "scontrol": "printf '127.0.0.1\\nlocalhost\\n'",
+        "srun": 'while [[ $1 == --* ]]; do shift; done; "$@" & "$@" & '
+        f'jobs -p > {tasks}; trap "kill -KILL $(jobs -p | xargs)" TERM; wait; wait',
+        "scancel": f'[ "$*" = "--signal=TERM 7" ] && kill -TERM $(cat {tasks})',
+    }
     for name, script in slurm.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
         (tmp_path / name).chmod(0o755)
