@@ -142,10 +142,11 @@ def soak(at: Path, minutes: float, steps: int, seed: int) -> dict[str, Any]:
     pieces: list[dict[str, Any]] = []
     try:
         piece(whole, words(whole, steps, 1), None, dice)
-        faults, until = ["full"] * own_disk, time.monotonic() + 60 * minutes
+        until = time.monotonic() + 60 * minutes
+        faults = dice.sample([kind for kind in FAULTS if own_disk or kind != "full"], len(FAULTS) - (not own_disk))
         while (pieces[-1]["saved"] if pieces else 0) < steps:
-            late = time.monotonic() > until
-            fault = None if late else faults.pop() if faults and len(pieces) == 2 else dice.choice([*FAULTS][:4])
+            late = time.monotonic() > until and not faults  # each kind comes once
+            fault = None if late else faults.pop() if faults else dice.choice([*FAULTS][:4])
             pieces.append(piece(cut, words(cut, steps, dice.choice((1, 2)), *saving(cut)), fault, dice))
             sys.stderr.write(f"{pieces[-1]}\n")
             sys.stderr.flush()
