@@ -21,23 +21,17 @@ FAMILIES = {
     "streams": ("nam52_h200_dense_ref_v1", "nam52_h200_dense_ref_v1 feature.mhc.streams=2"),
     "sparse attention": ("nam52_h200_dense_no_mhc_recovery_v1", "nam52_h200_sparse_8_11_ref_v1"),
     "ranks of sparse attention": (AUTHOR, f"{AUTHOR} model.substitute.0.ranks=[1,2,3] model.blocks.dsa.full_every=1"),
-    "index reuse": (AUTHOR, f"{AUTHOR} model.blocks.dsa.full_every=1"),
-    "tail": (AUTHOR, "nam52r_h200_prod_candidate_v1"),
-    "mixers": (AUTHOR, f"{AUTHOR} lane=native_dp"),
-    "MTP": (NATIVE, f"{NATIVE} feature.mtp.depths=1"),
-    "MTP depths": (AUTHOR, f"{AUTHOR} feature.mtp.depths=2"),
-    "experts": (NATIVE, f"{NATIVE} model.blocks.moe.experts=32"),
+    "index reuse": (AUTHOR, f"{AUTHOR} model.blocks.dsa.full_every=1"), "tail": (AUTHOR, "nam52r_h200_prod_candidate_v1"),
+    "mixers": (AUTHOR, f"{AUTHOR} lane=native_dp"), "MTP": (NATIVE, f"{NATIVE} feature.mtp.depths=1"),
+    "MTP depths": (AUTHOR, f"{AUTHOR} feature.mtp.depths=2"), "experts": (NATIVE, f"{NATIVE} model.blocks.moe.experts=32"),
     "no experts": (NATIVE, f"{NATIVE} model.letters.E=mlp"),
     "n-grams": (NATIVE, f"{NATIVE} feature.ngram_hash.enabled=true feature.ngram_hash.buckets=1024"),
     "YaRN": (NATIVE, f"{NATIVE} feature.yarn.factor=4.0"),
     "YaRN of another factor": (f"{NATIVE} feature.yarn.factor=2.0", f"{NATIVE} feature.yarn.factor=4.0"),
-    "Llama-3.1's RoPE": (NATIVE, f"{NATIVE} feature.llama_rope.factor=8.0"),
-    "width": (NATIVE, f"{NATIVE} model.hidden_size=1792"),
-    "sequence": (NATIVE, f"{NATIVE} model.seq_length=2048"),
-    "dropout": (NATIVE, f"{NATIVE} model.hidden_dropout=0.1"),
-    "depth": (NATIVE, f"{NATIVE} model.depth=26"),
-    "width of a mixer": (AUTHOR, f"{AUTHOR} model.blocks.mamba3.state_dim=64"),
-}
+    "Llama-3.1's RoPE": (NATIVE, f"{NATIVE} feature.llama_rope.factor=8.0"), "width": (NATIVE, f"{NATIVE} model.hidden_size=1792"),
+    "sequence": (NATIVE, f"{NATIVE} model.seq_length=2048"), "dropout": (NATIVE, f"{NATIVE} model.hidden_dropout=0.1"),
+    "depth": (NATIVE, f"{NATIVE} model.depth=26"), "width of a mixer": (AUTHOR, f"{AUTHOR} model.blocks.mamba3.state_dim=64"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -48,29 +42,18 @@ def test_another_model_is_another_family(name):
 
 ALONE = "feature.distributed_optimizer.enabled=false feature.distributed_optimizer.overlap_param_gather=false"
 REGIMES = {
-    "Megatron-FSDP": "+overlay=fsdp_ep",
-    "distributed optimizer": ALONE,
-    "overlap": "feature.distributed_optimizer.overlap_param_gather=false",
-    "graphs": "+overlay=graphs",
+    "Megatron-FSDP": "+overlay=fsdp_ep", "distributed optimizer": ALONE,
+    "overlap": "feature.distributed_optimizer.overlap_param_gather=false", "graphs": "+overlay=graphs",
     "FP8": "model.blocks.mamba2.heads=64 precision=fp8_tensorwise feature.fp8.recipe=tensorwise",
     "recompute": "feature.recompute.granularity=selective feature.recompute.modules=[core_attn]",
     "full recompute": "feature.recompute.granularity=full feature.recompute.method=uniform feature.recompute.layers=1",
-    "kernels": "execution.mamba2.strided=true",
-    "compile": "precision.cross_entropy=compiled",
-    "cross entropy": "precision.cross_entropy=fused",
-    "norm kernels": "precision.norm_kernels=cudnn",
-    "weight gradients": "precision.fused_grad_accumulation=true",
-    "gradient dtype": "precision.grad_reduce=bf16",
-    "dispatcher": "execution.moe.dispatcher=allgather",
-    "grouped GEMM": "model.blocks.moe.grouped_gemm=false",
-    "tensor": "+overlay=tp_sp",
-    "expert": "+overlay=ep",
-    "pipeline": "parallel.pipeline=2",
-    "GPUs": "cluster.gpus_per_node=4",
-    "micro batch": "schedule.micro_batch_size=2",
-    "global batch": "schedule.global_batch_size=128",
-    "optimizer": "+overlay=muon",
-}
+    "kernels": "execution.mamba2.strided=true", "compile": "precision.cross_entropy=compiled",
+    "cross entropy": "precision.cross_entropy=fused", "norm kernels": "precision.norm_kernels=cudnn",
+    "weight gradients": "precision.fused_grad_accumulation=true", "gradient dtype": "precision.grad_reduce=bf16",
+    "dispatcher": "execution.moe.dispatcher=allgather", "grouped GEMM": "model.blocks.moe.grouped_gemm=false", "tensor": "+overlay=tp_sp",
+    "expert": "+overlay=ep", "pipeline": "parallel.pipeline=2", "GPUs": "cluster.gpus_per_node=4",
+    "micro batch": "schedule.micro_batch_size=2", "global batch": "schedule.global_batch_size=128", "optimizer": "+overlay=muon",
+}  # fmt: skip
 STREAMS = "nam52_h200_dense_ref_v1"
 
 

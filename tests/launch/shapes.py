@@ -11,17 +11,11 @@ from urllib.parse import quote
 
 HEX, B62 = "0123456789abcdef", string.ascii_letters + string.digits
 ALPHABETS = {
-    "hex": HEX,
-    "HEX": HEX.upper(),
-    "letters and digits": B62,
-    "lower case": string.ascii_lowercase + string.digits,
-    "upper case": string.ascii_uppercase + string.digits,
-    "base64": B62 + "+/",
-    "base64 of URLs": B62 + "-_",
-    "base32": string.ascii_uppercase + "234567",
-    "base85": "".join(chr(c) for c in range(33, 118) if chr(c) not in "\"'`\\<>&#;,=/"),
+    "hex": HEX, "HEX": HEX.upper(), "letters and digits": B62, "lower case": string.ascii_lowercase + string.digits,
+    "upper case": string.ascii_uppercase + string.digits, "base64": B62 + "+/", "base64 of URLs": B62 + "-_",
+    "base32": string.ascii_uppercase + "234567", "base85": "".join(chr(c) for c in range(33, 118) if chr(c) not in "\"'`\\<>&#;,=/"),
     "words": "",
-}
+}  # fmt: skip
 BARE = (
     "letters and digits",
     "lower case",
