@@ -171,16 +171,8 @@ def test_no_two_values_are_equal_and_none_is_the_default():
 def test_every_config_that_decides_what_is_trained_is_read():
     """Of the others (how it logs, where it saves) only the fields of keys are."""
     decide = {
-        "transformer",
-        "model",
-        "optimizer",
-        "ddp",
-        "train",
-        "scheduler",
-        "rerun_state_machine",
-        "rng",
-        "validation",
-    }
+        "transformer", "model", "optimizer", "ddp", "train", "scheduler", "rerun_state_machine", "rng", "validation",
+    }  # fmt: skip
     assert set(current().configs) == decide
     assert {
         field.split(".")[0] for field in (*reviewed_fields(current())[0], *reviewed_fields(current())[1])
