@@ -454,7 +454,7 @@ def test_two_launchers_may_tidy_up_at_once(root, monkeypatch):
 def test_receipts_of_version_1_are_read_as_far_as_their_hash_goes(capsys):
     found = [receipt.read(f) for f in receipt.folders(receipts.RECEIPTS)]
     older = [r for r in found if r["schema"] == receipt.FIRST]
-    assert len(older) >= 17
+    assert len(older) > 1
     assert receipts.standing(receipts.RECEIPTS / older[0]["run"], older[0], None) == (receipts.OLD, False)
     with pytest.raises(Refused, match="no host is recorded in"):
         compare.table(older[:2])
