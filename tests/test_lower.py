@@ -863,7 +863,6 @@ REFUSALS = [
 # Neighbours: the last value that stands and the first that does not, and each clause of a condition alone.
 # (base, what stands, key, value of it that is refused: ... without the key, None where there is none)
 B = "model.blocks."
-FUSED3 = {"execution.mamba3.kernels": "fused"}
 NAIVE3 = {"execution.mamba3.kernels": "naive"}
 NEIGHBOURS = [
     (DESIGN, {B + "dsa.indexer_loss_coeff": 0.0, **UNLAPPED}, f"{OVERLAP}grad_reduce", True),

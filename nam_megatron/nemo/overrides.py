@@ -40,8 +40,6 @@ FREE = (
     "checkpoint.exit_on_missing_checkpoint",
     "train.exit_duration_in_mins",
 )
-# What sets fields of the model, the optimizer and DDP, which are compared themselves, and does nothing else.
-APPLIED = ("mixed_precision", "comm_overlap")
 # Fields that are a key's own value, though a setting of another name brings them.
 SAME = {"model.num_layers": "model.depth"}
 # Fields that follow from a key and that no value of it changes.

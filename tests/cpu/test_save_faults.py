@@ -26,7 +26,6 @@ from nam_megatron.runtime import checkpoint  # noqa: E402
 from nam_megatron.tracker import TRACKER  # noqa: E402
 
 STEPS = ("schedule.train_steps=4", "schedule.decay_steps=4", "schedule.save_interval=1", "cluster=h200_1")
-RENAMES = ("os.rename",)  # with os.replace, as Python calls it to its hooks
 MOST = 60  # calls below the folder in four saves
 # Of the bytes of a file: what a disk has left when it is full. A step's shard has more.
 SIZES = (0, 100, 5_000, 200_000)

@@ -19,7 +19,6 @@ from nam_megatron.errors import Refused
 
 RECEIPTS = Path(__file__).parents[2] / "receipts"
 LAYERS = {"attention": {"count": 2, "numbers": [1, 3]}, "moe": {"count": 2, "numbers": [2, 4]}}
-VOID = {"meta", "rect", "line", "circle", "polyline", "i", "br"}
 
 
 @pytest.fixture
