@@ -66,7 +66,7 @@ SAID = re.compile(
 )
 # The wider net: whatever ends like a secret's name, whatever parts it from its value (quotes, brackets, tags, arrows, cells of a table,
 # colours), and a value of letters and digits. Parts of a checkpoint are called keys, too.
-PARTED = r"(?:\x1b\[[\d;]{0,12}m|%3D|%3A|%22|\bvalue=|\bis\b|[\"'\s,:=>|\])-]){1,16}"
+PARTED = r"(?:\x1b\[[\d;]{0,12}m|%3D|%3A|%22|\bvalue=|\bis\b|\bSecret\w{1,8}\(|\bb(?=[\"'])|[\"'`*\\\s,:=>|\])-]){1,16}"
 NOUN = r"(?:pass(?:word|wd|phrase)|secret|token|credentials?|key|signature)"
 NAMED = re.compile(
     rf"(?i)({NOUN}(?:[_-]?(?:id|value|key|token|secret))?s?{PARTED})"

@@ -79,6 +79,10 @@ def _named(name: str, text: str, dice: random.Random) -> dict[str, str]:
         "arrow": f"{name} -> {text}",
         "header": f"X-{name}: {text}",
         "sentence": f"the {name} is {text}",
+        "properties": f"{name}\\={text}",
+        "markdown": f"**{name}**: `{text}`",
+        "bytes": f"{name}=b'{text}'",
+        "wrapped": f"Config({name}=SecretStr('{text}'))",
     }
 
 
