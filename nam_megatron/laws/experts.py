@@ -255,7 +255,10 @@ LAWS = (
         id="gathered-dispatcher-counts",
         category=OURS,
         key=HOW + "dispatcher",
-        when=lambda moe, parallel: moe.dispatcher == "gathered" and parallel.expert > 1 and not moe.on_gpu,
+        when=lambda moe, parallel: moe.dispatcher == "gathered"
+        and parallel.expert > 1
+        and not moe.on_gpu
+        and {"way": f"set `{HOW}dispatcher=alltoall`" + (f", or `{HOW}expert_gemm=torch`" if moe.grouped_gemm else "")},
         says="the gathered dispatcher leaves the experts' counts on the GPU, and {moe.expert_gemm} wants them on the host",
         way=f"set `{HOW}dispatcher=alltoall`, or `{HOW}expert_gemm=torch` of grouped experts",
         source=LOCAL,

@@ -31,7 +31,8 @@ def parts(graphs: CudaGraphs) -> tuple[str, ...]:
 def _parts_of_nothing(cuda_graphs: CudaGraphs, plan: Plan) -> Iterator[Words]:
     for module in parts(cuda_graphs):
         if module != "attn" and not any(module in block.graph_parts for block in plan.blocks):
-            yield {"module": module}
+            there = ",".join(m for m in cuda_graphs.modules if any(m in block.graph_parts for block in plan.blocks))
+            yield {"module": module, "way": f"set `{MODULES}=[{there or 'attn'}]`"}
 
 
 def _recomputed(recompute: Recompute, module: str, captured: str, cuda_graphs: CudaGraphs) -> bool:
@@ -176,6 +177,7 @@ LAWS = (
         key=MODULES,
         when=_parts_of_nothing,
         says="no layer has the part `{module}`",
+        way="leave it out",
     ),
     Law(
         id="graphs-preprocess-alone",

@@ -185,7 +185,7 @@ LAWS = (
         key=PARTS,
         when=lambda fp8, moe, plan: "experts" in fp8.standing(plan.site) and not moe.grouped_gemm,
         says="experts without grouped GEMM are in FP8 with all other layers",
-        way="leave `experts` out, or set `model.blocks.moe.grouped_gemm=true`",
+        way="leave `experts` out",
         source="nam_megatron/runtime/bf16_parts.py",
     ),
     Law(
