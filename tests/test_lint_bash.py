@@ -319,6 +319,17 @@ def test_what_a_script_would_be_called_with_is_open_in_its_functions_too():
         assert words(f'f() {{ {RUN} 4 "$@"; }}; f "$@"') == ["--hidden-size", "4"]
 
 
+def test_a_default_stands_for_an_argument_beyond_the_last():
+    assert words(f"set -- 4; {RUN} ${{1-5}} --num-layers ${{2-6}} --lr ${{3:-7}}") == [
+        "--hidden-size",
+        "4",
+        "--num-layers",
+        "6",
+        "--lr",
+        "7",
+    ]
+
+
 def test_a_function_that_calls_itself_is_noted():
     launch = read(f"f() {{ f; X=5; }}\nX=4; f; {RUN} $X", current())
     assert any("calls itself" in note for note in launch.notes)

@@ -291,6 +291,9 @@ NEWER = {"rope_theta": 1000000, "rope_type": "default"}  # as transformers 5 wri
         ("glm_4_7_flash", {"first_k_dense_replace": -1}, "`first_k_dense_replace` is -1"),
         ("glm_4_7_flash", {"first_k_dense_replace": 48}, "and there are 47 layers"),
         ("qwen3_30b_a3b", {"mlp_only_layers": [48]}, "names no layer: 48"),
+        ("deepseek_v3_yarn", {"scoring_func": "softmax"}, "its code has other scores"),
+        ("deepseek_v3_yarn", {"topk_method": "greedy"}, "its code chooses otherwise"),
+        ("deepseek_v2_lite", {"topk_method": "noaux_tc"}, "its code chooses otherwise"),
     ],
     ids=str,
 )  # fmt: skip
@@ -503,8 +506,6 @@ LAYERS = "--moe-layer-freq"
         ("llama_3_1_8b", {"num_attention_heads": 16}, "--kv-channels", "256"),
         ("qwen3_30b_a3b", {"head_dim": None}, "--kv-channels", "64"),
         ("deepseek_v3_yarn", {"seq_aux": False}, "--moe-router-load-balancing-type", "aux_loss"),
-        ("deepseek_v3_yarn", {"scoring_func": "softmax"}, "--moe-router-score-function", "softmax"),
-        ("deepseek_v3_yarn", {"scoring_func": "softmax"}, "--moe-router-enable-expert-bias", None),
         ("deepseek_v3_yarn", {"aux_loss_alpha": None}, "--moe-router-load-balancing-type", "none"),
         ("deepseek_v3_yarn", {"rope_scaling": None}, "--rope-type", "rope"),
         ("deepseek_v3_yarn", {"q_lora_rank": None}, "--q-lora-rank", None),

@@ -101,6 +101,25 @@ def train(cp: int = 4, big=None):
 def other():
     return ConfigContainer(train=TrainingConfig(train_iters=7))
 '''
+SPOKEN = """
+import subprocess
+OLD = "--num-layers 2 --hidden-size 64 --lr 3e-4"
+LR = 1e-4
+N = 8
+FLAGS = {"--swiglu": True, "--bf16": None, "--untie-embeddings-and-output-weights": False, "--seq-length": 512}
+MORE = {"micro_batch_size": 1, "train_iters": N}
+def main():
+    print("--num-experts 8")
+    if N > 9:
+        raise ValueError("--num-experts")
+    words = ["--lr", f"{LR:.1e}", "--num-layers", "{:d}".format(N), "--hidden-size", "%d" % 64, "--min-lr", "{:.1e}".format(low), "--seed",
+             str(N)]
+    for key, value in MORE.items():
+        words += [f"--{key}", str(value)]
+    for key, value in FLAGS.items():
+        words += [key, str(value)]
+    subprocess.run(words + [f"--adam-beta2 {0.95!r}"])
+"""
 SCRIPT = """
 import launcher
 
@@ -198,6 +217,36 @@ def test_flags_in_the_strings_of_a_python_script():
     assert not found.args.said("num_experts") and dict(found.args.open_values()).keys() == {"hidden_size"}
     assert any("`--num-experts 8` (line 12), if args.many" in note for note in found.launch.notes)
     assert "GELU" not in report.text(found)
+
+
+def test_what_a_python_script_starts_is_read_and_what_it_only_says_is_not():
+    """A string that nothing uses, and what is printed or raised, were flags; a place to fill in was a value, a table of flags lost."""
+    launch = lint(SPOKEN, "run.py").launch
+    assert " ".join(map(shown, launch.words)) == (
+        "--lr 1.0e-04 --num-layers 8 --hidden-size 64 --min-lr $(:.1e) --seed 8 --micro-batch-size 1 --train-iters 8 "
+        "--swiglu --bf16 --seq-length 512 --adam-beta2 0.95"
+    )
+    alone = "import os\nMODEL = '--num-layers 2 --hidden-size 64'\n"  # for others to import
+    assert lint(alone, "model.py").args.num_layers == 2
+
+
+def test_a_section_that_nothing_takes_sets_no_field():
+    text = BRIDGE.replace(
+        "    return cfg\n\ndef other", "    smoke = TrainingConfig(train_iters=5)\n    return cfg\n\ndef other"
+    )
+    assert lint(text, "r.py").args.train_iters == 100
+
+
+def test_words_over_a_recipe_of_bridges_are_its_fields():
+    run = "python scripts/run_recipe.py --recipe a model.tensor_model_parallel_size=2 train.train_iters=5 checkpoint.save=x"
+    found = lint(run)
+    assert (found.launch.program, found.args.tensor_model_parallel_size, found.args.train_iters) == (
+        "Megatron-Bridge",
+        2,
+        5,
+    )
+    with pytest.raises(Refused):  # of any program
+        lint(run.replace("run_recipe", "train").replace("--recipe a", ""))
 
 
 def test_python_without_flags_and_broken_python_are_refused():
@@ -364,6 +413,7 @@ def train(size, cp: int = 2):
         ("", "for W in (1, 2): pass\n    cfg.model.num_layers = W", None),
         ("", "try:\n        cfg.model.num_layers = 4\n    except KeyError:\n        cfg.model.num_layers = 8", None),
         ("", "try:\n        cfg.model.num_layers = 4\n    except KeyError:\n        raise SystemExit", 4),
+        ("", "if size:\n        for i in TABLE:\n            W = i\n    cfg.model.num_layers = W", None),  # deep in it
         ("", "try:\n        W = 7\n    except KeyError:\n        pass\n    cfg.model.num_layers = W", None),
         ("", "if size:\n        return cfg\n    cfg.model.num_layers = 4", None),
         ("", "if size:\n        raise ValueError\n    cfg.model.num_layers = 4", 4),

@@ -7,7 +7,7 @@ from itertools import pairwise
 from nam_megatron.blocks.mamba2.read import SIZES
 from nam_megatron.errors import counted
 from nam_megatron.lint.model import ATTENTION, SYMBOLS, TITLES, Model, known
-from nam_megatron.lint.rules.parser import IDLE
+from nam_megatron.lint.rules.parser import ALIASES, IDLE, own
 from nam_megatron.lint.values import Args, NotKnown, Open, harmless
 
 # Said by few launches, and part of what is trained: shown as written.
@@ -76,14 +76,16 @@ def notes(a: Args, m: Model) -> Iterator[str]:
     """What is no trap and good to know."""
     yield from a.launch.notes
     yield from m.plan.notes() if m.plan else ()
-    if a.script_flags:
-        yield f"flags of the training script, not of Megatron's parser: {', '.join(dict.fromkeys(a.script_flags))}"
+    if flags := dict.fromkeys([*a.script_flags, *(t.about for t in own(a))]):
+        yield f"flags of the script, not of Megatron's parser: {', '.join(flags)}"
     if a.foreign:
         more = f" and {len(a.foreign) - 8} more" if len(a.foreign) > 8 else ""
         whose = "of a program whose parser and defaults are not known here, or of another Megatron"
         yield f"no flags of Megatron {a.target.pin}: {', '.join(a.foreign[:8])}{more}; {whose}: of no flag is said that it lacks"
     if idle := [a.written(name) for name in IDLE if a.said(name)]:
         yield f"read, and of no effect in this Megatron: {', '.join(idle)}"
+    if old := [a.written(name) for name in ALIASES if a.said(name) and not a.switched_off(name)]:
+        yield f"deprecated, and read as before in this Megatron: {', '.join(old)}"
     if known(lambda: m.from_elsewhere):
         yield f"part of the description is elsewhere ({', '.join(m.from_elsewhere)}): what is said here is of these flags alone"
     if words := [t.about for t in a.trouble if t.rule == "unknown-variable"]:

@@ -639,8 +639,9 @@ class Follower:
         value = self.run.variables.get(name)
         if name.isdigit() and name != "0":
             at = int(name) - 1
-            past = None if self.given.more else ""
-            value = None if any(map(holes, given)) else given[at] if at < len(given) else past
+            value = None if any(map(holes, given)) else given[at] if at < len(given) else None
+            if value is None and not operation and not self.given.more and not any(map(holes, given)):
+                value = ""  # beyond the last, and not set
         if isinstance(value, list) and index not in ("[@]", "[*]"):
             number = _integer((index or "[0]")[1:-1])
             value = value[number] if number is not None and -len(value) <= number < len(value) else None

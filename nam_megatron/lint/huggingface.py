@@ -140,7 +140,10 @@ def config(text: str) -> dict[str, Any] | None:
         return None
     if not isinstance(root, dict) or "model_type" not in root:
         return None
-    if "vocab_size" not in root and _inner(root) is None:
+    if (
+        not root.keys() & {"vocab_size", "architectures", "transformers_version", "num_hidden_layers"}
+        and _inner(root) is None
+    ):
         return None
     if twice:
         raise Refused(Problem(f"`{twice[0]}` stands twice in config.json", key=twice[0], hint="keep one of them"))
@@ -292,14 +295,14 @@ def _common(s: Said) -> Words:
     if act != (usual := "silu" if gated else "relu2"):
         what = f"`{act}` in a {'gated' if gated else 'plain'} MLP of `{s.name}`"
         s.refuse("hidden_act", what, f"{MEGATRON}: {'a gate' if gated else 'this MLP'} has `{usual}`")
-    if s.root["model_type"] in CLAMPED:  # its gate is no plain SiLU, whatever it is called
+    if s.root["model_type"] in BIASED:  # its gate is no plain SiLU, whatever it is called
         yield from ("--quick-geglu", "--glu-linear-offset", "1.0", "--activation-func-clamp-value", "7.0")
     else:
         yield "--swiglu" if gated else "--squared-relu"
 
 
 UNGATED = {"nemotron_h"}
-BIASED = CLAMPED = {"gpt_oss"}
+BIASED = {"gpt_oss"}  # with a clamped gate of its own, too
 # Keys that a file may leave out and that then have another value in transformers than none: what it builds would be a guess.
 LATENT = {"deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite"}
 _DEEPSEEK = ("routed_scaling_factor", "n_group", "topk_group", "n_shared_experts")
@@ -713,13 +716,16 @@ def _deepseek(s: Said) -> Words:
         yield from _routed(s, ("n_routed_experts",), "moe_intermediate_size", "aux_loss_alpha")
         yield from _shared(s)
         yield from _groups(s)
-        scores, method = s.get("scoring_func"), s.get("topk_method")
+        # transformers' classes have these without a key, and the models' own stop at another.
         v3 = s.root["model_type"] != "deepseek_v2"
-        if (scores or ("sigmoid" if v3 else "softmax")) == "sigmoid":
-            yield from _sigmoid(s)
-        else:
-            yield from _softmax(s)
-        if method == "group_limited_greedy" and (s.get("topk_group") or 1) < (s.get("n_group") or 1):
+        s.only("scoring_func", "sigmoid" if v3 else "softmax", lack="its code has other scores, whatever the file says")
+        s.only(
+            "topk_method",
+            *(("noaux_tc",) if v3 else ("greedy", "group_limited_greedy")),
+            lack="its code chooses otherwise",
+        )
+        yield from _sigmoid(s) if v3 else _softmax(s)
+        if s.get("topk_method") == "group_limited_greedy" and (s.get("topk_group") or 1) < (s.get("n_group") or 1):
             what = "`topk_method: group_limited_greedy`, which ranks groups by their best expert,"
             s.refuse("topk_method", what, f"{MEGATRON}: it ranks them by the sum of their best")
     _depths(s)

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from nam_megatron.lint.container import SPELLED
+from nam_megatron.lint.container import SECTIONS, SPELLED
 from nam_megatron.lint.shell import OPEN
 from nam_megatron.targets import Flag, Target
 from nam_megatron.targets.target import AS_TEXT, as_text
@@ -26,6 +26,7 @@ CONFIG = {
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
     "freeze_moe_router": None,
 }
+BRIDGE = "Megatron-Bridge"
 BESIDE = {"enabled", "env_vars"}
 # A word behind a command: `a.b.c=value`, with Hydra's `+` and `++` in front.
 WORD = re.compile(r"\+{0,2}((?:[A-Za-z_]\w*\.)+[A-Za-z_]\w*|[A-Za-z_]\w*)=(.*)", re.DOTALL)
@@ -110,6 +111,8 @@ PROGRAMS = (
          "actor.optimizer.beta2": "adam_beta2", "actor.optimizer.eps": "adam_eps", "actor.optimizer.gradient_clipping": "clip_grad"},
         model=("actor.path",),
     ),
+    # The words behind its run_recipe.py and its like, laid over a recipe: containers in YAML are container.py's.
+    Program(BRIDGE, {section: section for section in SECTIONS}),
     Program("Primus", {"modules.*.overrides": "args"}, model=("modules.*.model",)),
 )  # fmt: skip
 
@@ -128,6 +131,8 @@ class Said:
 def of_command(words: Iterable[str], target: Target) -> Said | None:
     """Of the words behind a command; None where no program here has such."""
     tree: dict[str, Any] = {}
+    words = list(words)
+    recipe = any(re.search("run_recipe|bridge", word) or word == "--recipe" for word in words)
     for word in words:
         if found := WORD.fullmatch(word.removeprefix("--")):
             *groups, name = found[1].split(".")
@@ -136,12 +141,14 @@ def of_command(words: Iterable[str], target: Target) -> Said | None:
                 inner = place.get(group)
                 place[group] = place = inner if isinstance(inner, dict) else {}
             place[name] = _value(found[2])
-    return of_tree(tree, target)
+    return of_tree(tree, target, recipe=recipe)
 
 
-def of_tree(tree: Tree, target: Target, elsewhere: bool = False) -> Said | None:
-    """Of a YAML; None where no program here writes such. elsewhere: it starts from other files."""
+def of_tree(tree: Tree, target: Target, elsewhere: bool = False, recipe: bool = False) -> Said | None:
+    """Of a YAML; None where no program here writes such. elsewhere: it starts from other files. recipe: of words over one of Bridge's."""
     for program in PROGRAMS:
+        if program.name == BRIDGE and not recipe:
+            continue
         groups = [
             (place, found, section)
             for place, section in program.groups.items()

@@ -8,17 +8,17 @@ that was last given to it where that is one for sure, and none after a branch, a
 import ast
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from nam_megatron.lint.container import SECTIONS
 from nam_megatron.lint.follow import HOLE, hole, holes, shown
-from nam_megatron.lint.others import Said, flags
+from nam_megatron.lint.others import BRIDGE, Said, flags
 from nam_megatron.lint.shell import CLOSE, OPEN
 from nam_megatron.targets import Target
 
-BRIDGE = "Megatron-Bridge"
 CALLS = 8  # functions that start from functions
 # The sections by the classes of Bridge's that make them.
 CLASSES = {
@@ -44,7 +44,11 @@ def read(text: str, target: Target) -> Said | None:
 
     Raises SyntaxError.
     """
-    tree = ast.parse(text)
+    # Where nothing is used, as in a file that others import, all of it counts.
+    return _said(Used().visit(ast.parse(text)), target) or _said(ast.parse(text), target)
+
+
+def _said(tree: ast.Module, target: Target) -> Said | None:
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, Function)}
     constants = _constants(tree)
     recipes = []
@@ -71,6 +75,60 @@ def read(text: str, target: Target) -> Said | None:
             notes.append(f"fields that no flag of Megatron's says: {', '.join(without)}")
         return Said(BRIDGE, tuple(words), tuple(notes), None)
     return _script(tree, functions.values(), constants, target)
+
+
+# Functions that tell a person something; and those whose product is all that they do.
+TELLING = {"print", "debug", "info", "warning", "warn", "error", "critical", "exception", "log"}
+MAKING = re.compile(r"\w*(Config|Container|Provider)|format|join|split|str|dict|list")
+
+
+class Used(ast.NodeTransformer):
+    """Leaves a text without what it only tells a person, and without what is given to a name that nothing asks for."""
+
+    def visit_Module(self, node: ast.Module | Function) -> ast.AST:
+        self.generic_visit(node)
+        asked = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+        shared = {name for n in ast.walk(node) if isinstance(n, ast.Global | ast.Nonlocal) for name in n.names}
+        if not asked & {"locals", "globals", "vars", "eval"}:
+            _drop(node, asked | shared)
+        return node
+
+    visit_FunctionDef = visit_AsyncFunctionDef = visit_Module
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
+        match node.value:
+            case ast.Call(func=function, keywords=words) if _called(function) in TELLING:
+                return node if any(word.arg == "file" for word in words) else None
+        return node
+
+    def visit_Raise(self, node: ast.Raise) -> ast.AST:
+        return ast.copy_location(ast.Raise(), node)
+
+    def visit_Assert(self, node: ast.Assert) -> ast.AST:
+        node.msg = None
+        return node
+
+
+def _drop(node: ast.AST, asked: set[str]) -> None:
+    """Take the assignments away whose names are not asked for; those of functions and classes within are their own."""
+    for name, value in ast.iter_fields(node):
+        if isinstance(value, list):
+            setattr(node, name, [one for one in value if not _unused(one, asked)])
+    for inner in ast.iter_child_nodes(node):
+        if not isinstance(inner, Function | ast.ClassDef | ast.expr):
+            _drop(inner, asked)
+
+
+def _unused(node: object, asked: set[str]) -> bool:
+    match node:
+        case (
+            ast.Assign(targets=[ast.Name(id=name)], value=ast.expr() as value)
+            | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
+            | ast.AugAssign(target=ast.Name(id=name), value=value)
+        ):
+            calls = [n.func for n in ast.walk(value) if isinstance(n, ast.Call)]
+            return name not in asked and all(MAKING.fullmatch(_called(function)) for function in calls)
+    return False
 
 
 class Alias(NamedTuple):
@@ -360,17 +418,39 @@ def _value(node: ast.expr, names: dict[str, Any]) -> Any:
             a, b = _value(left, names), _value(right, names)
             if all(isinstance(v, (int, float)) and abs(v) < 1e15 for v in (a, b)):
                 return OPERATORS[type(op)](a, b)
+            if isinstance(op, ast.Add) and isinstance(a, str) and isinstance(b, str) and not (_open(a) and _open(b)):
+                return a + b
+        case ast.BinOp(left=left, op=ast.Mod(), right=right) if isinstance(text := _value(left, names), str):
+            several = right.elts if isinstance(right, ast.Tuple) else [right]
+            given = tuple(_value(e, names) for e in several)
+            return _filled(text, PERCENT, lambda: text % (given[0] if isinstance(given[0], dict) else given))
+        case ast.Call(func=ast.Attribute(value=table, attr="format"), args=args, keywords=words) if isinstance(
+            text := _value(table, names), str
+        ):
+            named = {word.arg or "**": _value(word.value, names) for word in words}
+            return _filled(text, BRACES, lambda: text.format(*(_value(a, names) for a in args), **named))
+        case ast.Call(func=ast.Name(id="str"), args=[one]) if isinstance(said := _value(one, names), str | int | float):
+            return str(said)
         case ast.JoinedStr(values=parts):
-            texts = [
-                p.value
-                if isinstance(p, ast.Constant)
-                else _value(p.value, names)
-                if isinstance(p, ast.FormattedValue)
-                else ""
-                for p in parts
-            ]
-            return "".join(map(str, texts))
+            return "".join(str(_value(p, names)) for p in parts)
+        case ast.FormattedValue(value=inner, conversion=conversion, format_spec=spec):
+            said, wanted = _value(inner, names), "" if spec is None else str(_value(spec, names))
+            if _open(said) or (conversion < 0 and not wanted):
+                return said
+            shape = f"{{{f'!{chr(conversion)}' if conversion > 0 else ''}:{wanted}}}"
+            return _filled(shape, BRACES, lambda: shape.format(said))
     return hole(_brief(node))
+
+
+BRACES, PERCENT = re.compile(r"\{([^{}]*)\}"), re.compile(r"%(?:\((\w+)\))?[-+ #0]*\d*(?:\.\d+)?[a-zA-Z]")
+
+
+def _filled(text: str, places: re.Pattern[str], filled: Callable[[], str]) -> str:
+    """A text with its places filled in; with holes there where that cannot be done here, or would be as long as no word is."""
+    if not re.search(r"\d{4}", "".join(found[0] for found in places.finditer(text))):
+        with suppress(ValueError, TypeError, LookupError, AttributeError):
+            return filled()
+    return places.sub(lambda found: hole(found[1] or found[0]), text)
 
 
 def _given(node: ast.expr, names: dict[str, Any], open_: str | None) -> Any:
@@ -444,6 +524,10 @@ def _says(nodes: Iterable[ast.AST]) -> bool:
     )
 
 
+def _strings(value: object) -> list[str]:
+    return [one for one in value if isinstance(one, str)] if isinstance(value, list | dict) else []
+
+
 @dataclass
 class Strings:
     """The words in the strings of a body. left: those on a condition, each with its line and what it stands on. changed: what takes words
@@ -478,6 +562,8 @@ class Strings:
                         on = _and(on, f"not ({_brief(test)})")
                     elif returns(otherwise):
                         on = _and(on, _brief(test))
+                case ast.For(target=target, iter=over) if table := self.flags_of(target, over, node.body):
+                    self.entries(table, node, on)
                 case ast.For() | ast.AsyncFor() | ast.While() | ast.Match():
                     self.names |= _holes(loose)
                     self.nodes(
@@ -522,7 +608,8 @@ class Strings:
         held = hole(name) if on else _value(value, self.names)
         if says := _says([value]):
             self.read.add(name)
-        self.names[name] = hole(name) if isinstance(held, list) or (_open(held) and not says) else held
+        known = isinstance(held, dict) or not (says or isinstance(held, list) or _open(held))
+        self.names[name] = held if known else hole(name)
 
     def nodes(self, nodes: Sequence[ast.AST], condition: str | None, listed: bool = False) -> None:
         for node in nodes:
@@ -533,6 +620,10 @@ class Strings:
         match node:
             case ast.Lambda() | ast.Compare():
                 return
+            case ast.ListComp(generators=[first, *_]) | ast.GeneratorExp(generators=[first, *_]) if (
+                table := self.flags_of(first.target, first.iter, [node])
+            ):
+                self.entries(table, node, on)
             case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
                 kept = self.names
                 self.names = kept | _holes(bound(node.generators))
@@ -554,6 +645,18 @@ class Strings:
                 )
             case ast.JoinedStr() | ast.Constant(value=str()):
                 self.string(node, on, listed)
+            case ast.BinOp() | ast.Call() if _says([node]) and self.text(node):
+                self.string(node, on, listed)
+            case ast.Name(id=name) if name not in self.read and (
+                self.text(node) or _says(map(ast.Constant, _strings(self.names.get(name))))
+            ):
+                self.again(self.names[name], node, on, listed)
+            case ast.Dict() if (
+                isinstance(table := _value(node, self.names), dict)
+                and any(_strings(table))
+                and all(str(key).startswith("--") for key in table)
+            ):
+                self.entries(table, node, on)
             case ast.Dict(keys=keys, values=values) if sum(map(_says, ([v] for v in values))) > 1:
                 for key, value in zip(keys, values, strict=True):
                     said = ast.unparse(key) if key else "another's"
@@ -564,7 +667,7 @@ class Strings:
                 said := _value(node, self.names), (str, list)
             ) and (not _open(said) and isinstance(self.names.get(name), dict)):  # which entry is known
                 self.left = [one for one in self.left if not one[2].endswith(f" of `{name}`")]
-                self.node(ast.parse(repr(said), mode="eval").body, on, listed)
+                self.again(said, node, on, listed)
             case ast.List(elts=elements) | ast.Tuple(elts=elements):
                 self.nodes(elements, on, True)
             case (
@@ -579,6 +682,49 @@ class Strings:
                 self.sink(on).append(str(_value(node, self.names)))
             case ast.AST():
                 self.nodes(list(ast.iter_child_nodes(node)), on, listed)
+
+    def text(self, node: ast.expr) -> bool:
+        """Whether an expression is a string that has flags."""
+        said = _value(node, self.names)
+        return isinstance(said, str) and not HOLE.fullmatch(said) and _says([ast.Constant(said)])
+
+    def again(self, said: object, node: ast.expr, on: str | None, listed: bool) -> None:
+        """A value in the place of what stands for it."""
+        self.node(ast.increment_lineno(ast.parse(repr(said), mode="eval"), node.lineno - 1).body, on, listed)
+
+    def flags_of(self, target: ast.expr, over: ast.expr, made: Sequence[ast.AST]) -> dict[str, Any] | None:
+        """The flags that a loop over a dictionary's entries makes of them, with their values."""
+        match target, over:
+            case (
+                ast.Tuple(elts=[ast.Name(id=key), ast.Name()]),
+                ast.Call(func=ast.Attribute(value=named, attr="items")),
+            ) if isinstance(table := _value(named, self.names), dict):
+                texts = [
+                    ast.unparse(n)
+                    for inner in made
+                    for n in ast.walk(inner)
+                    if isinstance(n, ast.JoinedStr | ast.BinOp)
+                ]
+                if (
+                    isinstance(named, ast.Name)
+                    and named.id not in self.read
+                    and all(str(k).startswith("--") for k in table)
+                ):
+                    return table
+                if any(re.match(rf"f?['\"]--['\"{{].*\b{key}\b", text) for text in texts):
+                    return {f"--{name.replace('_', '-')}": value for name, value in table.items()}
+        return None
+
+    def entries(self, table: Mapping[str, Any], node: ast.AST, on: str | None) -> None:
+        """A dictionary of flags: what has no value, or is true, is a flag alone, and what is false is none."""
+        words = []
+        for flag, value in table.items():
+            values = [] if value is True or value in (None, "") else value if isinstance(value, list) else [value]
+            words += [] if value is False else [flag, *map(str, values)]
+        if on is None:
+            self.words += words
+        else:
+            self.left.append((getattr(node, "lineno", 0), words, on))
 
     def fork(self, test: ast.expr, then: ast.expr, otherwise: ast.expr, on: str | None, listed: bool) -> None:
         truth = _value(test, self.names)

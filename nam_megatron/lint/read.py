@@ -40,6 +40,9 @@ ENVIRONMENT = re.compile(r"env(ironment)?(_?va?rs?)?", re.IGNORECASE)
 # The first line of a YAML or JSON: `key:`, `- item`, `---`, an opening bracket that is no test of a shell's.
 YAML = re.compile(r"""(-\s+)?["']?[\w.-]+["']?\s*:(\s|$)|-\s|---$|[{\[]\s*(["'\]}]|$)|\{\s*[\w.-]+\s*:""")
 TEST = re.compile(r"\[\s.*\s\]\s*(&&|\|\||;)")  # of a shell
+PLACE = re.compile(
+    r"""^(\s*(?:export\s+)?\w+=["']?[^\s"'<]*)<([\w./ -]+)>""", re.MULTILINE
+)  # a value to be put in, `DIR="<path>"`
 Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -208,7 +211,9 @@ def _python(text: str, target: Target) -> Launch:
 
 
 def _shell(text: str, target: Target, name: str) -> Launch:
-    run = follow.run(text, None if name == "-" else Path(name).parent)
+    run = follow.run(
+        PLACE.sub(lambda found: found[1] + follow.hole(found[2]), text), None if name == "-" else Path(name).parent
+    )
 
     def flags(command: tuple) -> int:
         return _flags(_split(command[0], target)[1], target)

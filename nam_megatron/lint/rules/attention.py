@@ -42,6 +42,14 @@ def _yarn_unread(a: Args, m: Model) -> list[str]:
     return each(a, (name for name, key in YARN.items() if a.said(name) and getattr(a, name) != kept.get(key)))
 
 
+def _yarn_longest(a: Args, m: Model) -> float:
+    """How long a sequence YaRN scales for; 0 where it is not on, or its length is not said."""
+    if m.gpt_oss or a.rotary_scaling_factor <= 1 or "yarn" not in (m.rope_type if m.mla else "", m.positions):
+        return 0
+    before = FIXED["original_length"] if m.mla else a.yarn_original_max_position_embeddings
+    return a.rotary_scaling_factor * (before or 0)
+
+
 # Kinds whose attention is Transformer Engine's, and how it may share a sequence.
 ROUND = {kind for kind in LETTERS["A"] if not KINDS[kind].gathers_keys}
 SHARED = ("p2p", "all_gather", "a2a", "a2a+p2p")
@@ -245,6 +253,15 @@ RULES = (
         "--position-embedding-type yarn",
         "leave it out; for MLA our trainer has the keys of `feature.yarn`",
         "training/argument_utils.py _apply_yarn_config_from_args",
+    ),
+    Rule(
+        "yarn-sequence",
+        WRONG,
+        "seq_length",
+        lambda a, m: f"{longest:,.0f} tokens" if 0 < (longest := _yarn_longest(a, m)) < m.need("seq_length") else "",
+        "longer than YaRN is scaled for: angles beyond its factor times its original length are new to the weights",
+        "a larger `--rotary-scaling-factor`, or a shorter sequence",
+        "core/models/common/embeddings/yarn_rotary_pos_embedding.py",
     ),
     Rule(
         "rope-scaling-factor",

@@ -201,6 +201,18 @@ RULES = (
         f"{MOE}shared_experts.py",
     ),
     Rule(
+        "moe-grouped-bias",
+        FAIL,
+        "add_bias_linear",
+        lambda a, m: m.moe
+        and a.add_bias_linear
+        and a.bias_dropout_fusion
+        and (m.hybrid or (a.moe_grouped_gemm and a.transformer_impl != "local")),
+        "linear bias is on by default; grouped experts refuse it beside the fusion of bias and dropout",
+        "add `--disable-bias-linear`, or `--no-bias-dropout-fusion`",
+        f"{MOE}experts.py TEGroupedMLP",
+    ),
+    Rule(
         "moe-sequence",
         FAIL,
         "sequence_parallel",

@@ -163,6 +163,15 @@ def _not_positive(a: Args, m: Model) -> Iterator[str]:
 
 
 RULES = (
+    Rule(
+        "dropout-range",
+        FAIL,
+        "",
+        lambda a, m: each(a, (n for n in ("hidden_dropout", "attention_dropout") if not 0 <= getattr(a, n) <= 1)),
+        "a dropout is a share, from 0 to 1",
+        "correct it",
+        "torch.nn.functional.dropout",
+    ),
     Rule("not-positive", FAIL, "", _not_positive, "a size is a whole number from 1 on", "correct it", VALIDATE),
     Rule(
         "world-size",

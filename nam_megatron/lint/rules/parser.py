@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from nam_megatron.lint.follow import shown
 from nam_megatron.lint.model import Model, known
 from nam_megatron.lint.rules.rule import (
+    COST,
     DEFAULT,
     FAIL,
     FRAGILE,
@@ -18,12 +19,11 @@ from nam_megatron.lint.rules.rule import (
     each,
     without,
 )
-from nam_megatron.lint.values import Args, harmless
+from nam_megatron.lint.values import Args, Trouble, harmless
 
 OLD = {
     "hybrid_override_pattern": "use `--hybrid-layer-pattern`",
     "mtp_hybrid_override_pattern": "use `--hybrid-layer-pattern` with a `/` before each MTP depth",
-    "use_rotary_position_embeddings": "use `--position-embedding-type rope`",
     "cuda_graph_scope_deprecated": "use `--cuda-graph-modules`",
     "enable_cuda_graph": "use `--cuda-graph-impl local`",
     "external_cuda_graph": "use `--cuda-graph-impl transformer_engine`",
@@ -33,15 +33,15 @@ OLD = {
     "moe_deepep_num_sms": "use `--moe-flex-dispatcher-num-sms`",
     "moe_hybridep_num_sms": "use `--moe-flex-dispatcher-num-sms`",
     "no_weight_decay_cond_type": "use `--apply-wd-to-qk-layernorm`",
-    "use_dist_ckpt_deprecated": "use `--ckpt-format`",
     "dist_ckpt_format_deprecated": "use `--ckpt-format`",
-    "ckpt_fully_parallel_save_deprecated": "leave it out: it is on",
-    "disable_msc_deprecated": "leave it out: it is off",
-    "add_position_embedding": "use `--position-embedding-type`",
 }
 
-# Parsed, and of no effect on anything: no finding.
-IDLE = ("deprecated_use_mcore_models", "use_flash_attn", "onnx_safe")
+# Parsed, and of no effect on anything: no finding. Nor are old words for what 0.19.2 does all the same.
+IDLE = (
+    "deprecated_use_mcore_models", "use_flash_attn", "onnx_safe", "use_dist_ckpt_deprecated", "ckpt_fully_parallel_save_deprecated",
+    "disable_msc_deprecated",
+)  # fmt: skip
+ALIASES = ("use_rotary_position_embeddings", "add_position_embedding")
 
 GONE = {
     "batch_size": "use `--micro-batch-size`",
@@ -72,6 +72,15 @@ NO_TRAINING = re.compile(
 )
 
 
+OF_TRAINING = ("inference-layers", "default-dropout", "default-beta2", "default-balancing")
+
+
+def own(a: Args) -> list[Trouble]:
+    """Flags that Megatron has not, of a program that does not train: it has more than Megatron's parser, in most cases."""
+    other = NO_TRAINING.search(a.launch.script or "")
+    return [t for t in a.trouble if other and t.rule == "unknown-flag" and not t.fix]
+
+
 def absence(rule: Rule, flag: str, fix: str) -> bool:
     """Whether a finding is about something that a launch lacks."""
     return bool(ABSENCES.fullmatch(rule.id)) or flag.startswith(without("")) or (fix or rule.fix).startswith("add `--")
@@ -79,6 +88,8 @@ def absence(rule: Rule, flag: str, fix: str) -> bool:
 
 def of_another(rule: Rule, a: Args) -> bool:
     """Whether a rule is about what another program does itself: its parser and checks; a port to another device has kernels, too."""
+    if NO_TRAINING.search(a.launch.script or "") and (rule.severity == COST or rule.id in OF_TRAINING):
+        return True
     if a.ported and rule.id not in ("given-twice", "not-the-card", "unknown-variable", "unknown-flag"):
         return rule.severity != DEFAULT
     return (a.forked and _of_parser(rule)) or (a.elsewhere and rule.id == "old-flag" and not a.launch.program)
@@ -186,7 +197,9 @@ RULES = (
         "unknown-flag",
         FAIL,
         "",
-        _trouble("unknown-flag"),
+        lambda a, m: [
+            f"{t.about}\t{t.detail}\t{t.fix}" for t in a.trouble if t.rule == "unknown-flag" and t not in own(a)
+        ],
         "Megatron 0.19.2 has no such flag and its parser stops at it",
         "correct it; a flag that your training script adds itself is fine",
         PARSER,
