@@ -215,7 +215,7 @@ feature.megatron_fsdp.strategy feature.mhc.kernels feature.tracking.tensorboard
 feature.tracking.wandb_project feature.tracking.wandb_name feature.tracking.wandb_dir feature.tracking.wandb_entity
 feature.tracking.mlflow feature.tracking.mlflow_experiment precision.cross_entropy precision.fused_grad_accumulation
 precision.norm_kernels precision.attention_kernels precision.deterministic schedule.eval_steps schedule.eval_interval schedule.log_interval
-schedule.save schedule.save_interval schedule.async_save schedule.load schedule.stop_every schedule.timeout_minutes
+schedule.save schedule.save_interval schedule.async_save schedule.load schedule.changes schedule.stop_every schedule.timeout_minutes
 schedule.steady_timeout_seconds
 schedule.manual_gc_interval data.cache data.workers device.name device.capability device.total_gib device.runtime_gib
 device.groups_gib.data device.groups_gib.tensor device.groups_gib.pipeline device.groups_gib.context

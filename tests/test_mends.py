@@ -27,7 +27,7 @@ PRETENDERS = {
 }
 # The mends that one trainer alone takes; any other is both trainers'.
 ONE_TRAINERS = {
-    Trainer.MEGATRON: {"step_rate", "events", "whole_step", "yarn"},
+    Trainer.MEGATRON: {"stage", "step_rate", "events", "whole_step", "yarn"},
     Trainer.BRIDGE: {
         "bridge_step_rate",
         "bridge_events",

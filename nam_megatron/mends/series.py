@@ -443,6 +443,30 @@ SERIES: tuple[Mend, ...] = (
         trainers=ONLY_BRIDGE,
     ),
     Mend(
+        "stage",
+        "With another learning rate no group of parameters is found in a checkpoint, whatever --override-opt_param-scheduler says.",
+        (
+            Place(
+                f"{OPTIMIZER}.load_state_dict",
+                "7e5f988b86b485012fe3031b4960e8624d3b6e8db12a49367ffeae5777de029f",
+            ),
+            Place(
+                "megatron.core.optimizer.optimizer:MegatronOptimizer._filter_and_reorder_param_groups",
+                "08e55f3aea6499b771bfd42a027d2a5064dff3e9718496d6753dd862a2f172b9",
+            ),
+            Place(
+                "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler.load_state_dict",
+                "ac7965bdea40acc7ef49256e5f7760177c1c576395293d57fac626f9fc410771",
+            ),
+        ),
+        (f"{MEGATRON}/issues/963", f"{MEGATRON}/issues/1138"),
+        "--override-opt_param-scheduler gives a loaded optimizer the rates of the command line",
+        ("tests/cpu/test_resume.py::test_a_next_stage_has_its_own_rates_and_the_state",),
+        Moment.START,
+        lambda plan: bool(plan.recipe.schedule.changes),
+        ONLY_MEGATRON,
+    ),
+    Mend(
         "experts_apart",
         "A checkpoint of a layout whose experts are sharded apart cannot be read by one where they are not, nor the other way.",
         (

@@ -41,6 +41,9 @@ def objections(lowering: Lowering, *, thorough: bool = True) -> Iterator[Problem
     s = lowering.plan.recipe.schedule
     yield from tracking.objections(lowering.plan)
     yield from train.unfit_data(lowering.plan)
+    if s.changes:
+        hint = "Megatron's own trainer does: `nam launch run`"
+        yield Problem("Megatron-Bridge goes on with no next stage here", key="schedule.changes", hint=hint)
     if s.load is not None:
         folder = Path(s.load)
         there = [(folder / name).is_file() for name in (TRACKER, tracker.TRACKER)]

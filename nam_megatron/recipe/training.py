@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -10,6 +10,13 @@ from nam_megatron.packages import FLASH_KEY, FLASH_PACKAGES
 from nam_megatron.recipe.model import Fraction
 from nam_megatron.words.setting import OURS, SAME, STOCK, Config, Name, Package, Row, Setting
 from nam_megatron.words.site import Site
+
+# What the next stage of a run may change. Betas and epsilon are not among them: Megatron takes a checkpoint's.
+Stage = Literal[
+    "optim.lr", "optim.min_lr", "optim.decay", "optim.wsd_steps", "optim.wsd_shape", "optim.warmup_steps", "optim.weight_decay",
+    "optim.clip_grad", "schedule.train_steps", "schedule.decay_steps",
+]  # fmt: skip
+STAGE: tuple[str, ...] = get_args(Stage)
 
 
 class Precision(Config):
@@ -168,6 +175,11 @@ class Schedule(Config):
         Name | None,
         Row("checkpoints of a model whose newest weights it starts from, at step 0; under Megatron-Bridge", was=None),
     ]
+    changes: Annotated[
+        tuple[Stage, ...],
+        Row("keys whose values may differ from those of the checkpoint that `load` names: the run is its next stage, with the optimizer's "
+            "state and the count of steps", executes="what may differ", was=[]),
+    ]  # fmt: skip
     stop_every: Annotated[
         PositiveInt | None,
         Row("end the command, with a checkpoint, at every multiple of this step; resume to go on", "exit_interval",

@@ -30,6 +30,7 @@ from nam_megatron.features.names import FEATURES
 from nam_megatron.judge import same
 from nam_megatron.recipe import Recipe
 from nam_megatron.recipe.data import Data
+from nam_megatron.recipe.training import STAGE
 from nam_megatron.runtime import checksums
 from nam_megatron.tracker import RELEASE, TRACKER
 from nam_megatron.words.regular import irregular
@@ -42,6 +43,7 @@ HASHED = f"{manifest.TOKENIZER}/{manifest.TOKENS}"  # as a dataset's manifest na
 # count of samples they lack.
 SIGNED = "nam_megatron"
 
+NEXT = "`schedule.changes=[{}]` makes it a next stage, saved elsewhere"
 FOREIGN_STEP = "a step belongs into the folder of its run, beside its `plan.json`"
 # Where data lies, which its content does not depend on.
 PLACED = frozenset(("data.path", "data.tokenizer"))
@@ -79,6 +81,15 @@ def objections(lowering: Lowering, *, thorough: bool = True) -> Iterator[Problem
             return
         yield from damage(folder, thorough=thorough)
         yield from another(folder, lowering, thorough=thorough)
+        if schedule.changes and schedule.save is not None and Path(schedule.save).resolve() == folder.resolve():
+            hint = f"save the stage elsewhere; to go on with one that `{folder}` holds, `schedule.changes=[]`"
+            yield Problem("a stage does not write into the folder of the one before it", key="schedule.save", hint=hint)
+        if schedule.changes and lowering.plan.recipe.feature.megatron_fsdp:
+            hint = "go on as before with `schedule.changes=[]`, or train without Megatron-FSDP from the first stage on"
+            yield Problem("a next stage under Megatron-FSDP has not been tried", key="schedule.changes", hint=hint)
+    elif schedule.changes:
+        hint = "`schedule.load=FOLDER` names the stage before; a run of its own has `schedule.changes=[]`"
+        yield Problem("changes of a checkpoint, and none is loaded", key="schedule.changes", hint=hint)
     yield from occupied(lowering)
 
 
@@ -139,7 +150,9 @@ def _another(folder: Path, lowering: Lowering, thorough: bool) -> Iterator[Probl
     if known and thorough:
         yield from another_data(known, data)
     for d in same.differences(before, after):
-        if d.key in PLACED and (known or (kept and not thorough)):
+        if d.key in lowering.plan.recipe.schedule.changes:
+            pass  # a stage's own
+        elif d.key in PLACED and (known or (kept and not thorough)):
             pass  # its content is asked, wherever it lies
         elif d.key in SHARDED_BY and not _reshardable(same.resolved(before)):
             text = f"a checkpoint of `{d.key}` {d.before} cannot be read into {d.after}"
@@ -202,7 +215,9 @@ def _reshardable(recipe: Mapping[str, Any]) -> bool:
 
 def _hint(key: str) -> str:
     if key == "schedule.train_steps":
-        return "the order of the data depends on it; to end a command earlier, use `schedule.stop_every`"
+        return f"the order of the data depends on it; to end a command earlier, use `schedule.stop_every`; {NEXT.format(key)}"
+    if key in STAGE:
+        return f"go on with what was computed before; {NEXT.format(key)}"
     return "go on with what was computed before, or start afresh: `schedule.load=null`"
 
 

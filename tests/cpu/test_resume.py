@@ -17,7 +17,7 @@ import torch
 from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.training import get_args
-from test_train import TORCHRUN, command, indexed, lowered, poison, run, trained
+from test_train import TORCHRUN, command, indexed, logged, lowered, poison, run, trained
 
 from launch.record import steps
 from nam_megatron import train
@@ -198,6 +198,53 @@ def test_a_sharded_run_is_the_run_and_goes_on_as_it_was(tmp_path):
 
 
 # What cannot be gone on with -----------------------------------------------------------------------------------------------------
+
+
+STAGE = ("optim.lr", "optim.min_lr", "optim.decay", "schedule.train_steps", "schedule.decay_steps")
+UNSAVED = ("schedule.save=null", "schedule.save_interval=null")
+LOWER = {
+    "optim.lr": 0.002,
+    "optim.min_lr": 0.0004,
+    "optim.decay": "linear",
+    "schedule.train_steps": 8,
+    "schedule.decay_steps": 8,
+}
+
+
+def staged(at_two: tuple[str, ...], folder: Path, values: dict) -> tuple[str, ...]:
+    """The words of a next stage from step 2 on, saved to `folder`."""
+    kept = [word for word in at_two if word.split("=")[0] not in (*values, "schedule.save")]
+    changed = [f"{key}={value}" for key, value in values.items()]
+    return (*kept, *changed, f"schedule.save={folder}", f"schedule.changes=[{','.join(STAGE)}]")
+
+
+def test_a_next_stage_has_its_own_rates_and_the_state(whole, at_two, tmp_path):
+    """Changed in nothing it is the run; else its rates are the new curve's at the steps counted from the run's first."""
+    *_, third, fourth, fifth, sixth = whole[1]
+    same = trained(run(tmp_path, *staged(at_two, tmp_path / "same", {})))
+    assert same == pytest.approx([third, (third + fourth) / 2, fifth, sixth], abs=1e-6)
+    words = staged(at_two, tmp_path / "lower", LOWER)
+    ranks = run(tmp_path, *words)
+    assert trained(ranks)[-1] not in same
+    warm_up = lowered(*words).plan.recipe.optim.warmup_steps
+    curve = [0.0004 + 0.0016 * (8 - step) / (8 - warm_up) for step in (3, 4, 5, 6, 7, 8)]
+    assert logged(ranks, "learning rate") == pytest.approx(curve)
+    again = [word for word in words if not word.startswith(("schedule.load", "schedule.changes"))]
+    assert objections(*again, f"schedule.load={tmp_path}/lower") == []
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        ((*UNSAVED, "schedule.changes=[optim.min_lr]", "optim.lr=0.02"), "optim.lr"),
+        (("schedule.changes=[optim.lr]", "optim.lr=0.02"), "schedule.save"),
+        ((*UNSAVED, "schedule.changes=[optim.lr]", "schedule.load=null"), "schedule.changes"),
+    ],
+)
+def test_what_is_no_next_stage(at_two, words, key):
+    names = {word.split("=")[0] for word in words}
+    kept = [word for word in at_two if word.split("=")[0] not in names]
+    assert [found for found, _ in objections(*kept, *words)] == [key]
 
 
 def objections(*overrides: str) -> list[tuple[str | None, str]]:
