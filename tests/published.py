@@ -29,7 +29,7 @@ def write(name: str, to: Path, **more: Any) -> Any:
     torch.manual_seed(7)
     config = getattr(transformers, f"{kind}Config")(**BASE | keys | more)
     config._attn_implementation = "eager"
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for at, tensor in model.state_dict().items():  # so that nothing stands where it began
             if tensor.is_floating_point():

@@ -472,6 +472,7 @@ OF_ONE = {
     "glm_4_7_flash": {"num_key_value_heads", "partial_rotary_factor"},
     "qwen3_8b": {"sliding_window", "use_sliding_window"},
     "qwen3_0": {"sliding_window", "use_sliding_window"},
+    "qwen3_5": {"attn_output_gate", "mtp_num_hidden_layers"},
     "gpt_oss": {"attention_dropout", "experts_per_token", "initial_context_length", "swiglu_limit"},
 }  # fmt: skip
 

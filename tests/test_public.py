@@ -32,6 +32,7 @@ PUBLISHED = {
     "nemotron_nano_9b_v2": 8_888_227_328,
     "moonlight_16b_a3b": 15_960_108_544,
     "qwen3_0_6b": 596_049_920,
+    "qwen3_5_0_8b": 752_393_024,  # of text, without its layer of token prediction
     "qwen3_8b": 8_190_735_360,
     "nemotron_h_8b": 8_100_852_736,
     "qwen3_30b_a3b": 30_532_122_624,

@@ -19,7 +19,7 @@ from nam_megatron.compile.argv import load_plan
 from nam_megatron.compile.plan import Plan
 from nam_megatron.compile.plan import plan as plan_of
 from nam_megatron.data import tokenizer
-from nam_megatron.errors import Problem, Refused, raise_if
+from nam_megatron.errors import Problem, Refused, counted, raise_if
 from nam_megatron.hf import describe, distributed, families, folder
 from nam_megatron.hf import export as exports
 from nam_megatron.hf.adapters import Merged
@@ -27,6 +27,7 @@ from nam_megatron.hf.distributed import DTYPES, Lazy
 from nam_megatron.hf.families import Family, Place
 from nam_megatron.hf.families.config import written
 from nam_megatron.lint import lint, preset, recipe
+from nam_megatron.lint.huggingface import of_text
 
 Say = Callable[[str], None]
 INDEX, SINGLE = folder.INDEX, folder.SINGLE
@@ -38,18 +39,21 @@ DERIVED = "rotary_emb.inv_freq"  # of older files: it follows from the config
 
 @dataclass
 class Source:
-    """A published folder's tensors. block: of rows and columns that share a scale, where weights are FP8."""
+    """A published folder's tensors. spelled: names in the files that are others in the table. left_out: names of what is no text's. block:
+    of rows and columns that share a scale, where weights are FP8.
+    """
 
     at: Path
     shelf: folder.Shelf
     spelled: dict[str, str]
     block: tuple[int, int] | None
+    left_out: frozenset[str]
     rounded: list[str] = field(default_factory=list)
 
     def names(self) -> set[str]:
         """Without the scales of FP8 weights, which belong to these."""
         scales = {f"{name}{SCALE}" for name, (_, _, dtype) in self.shelf.found.items() if dtype == "F8_E4M3"}
-        names = {name for name in self.shelf.found if name not in scales and not name.endswith(DERIVED)}
+        names = {name for name in self.shelf.found.keys() - scales - self.left_out if not name.endswith(DERIVED)}
         return {self.spelled.get(name, name) for name in names}
 
     def stored(self, name: str) -> str:
@@ -94,14 +98,17 @@ def load(path: Path, plan: Path, out: Path, without_mtp: bool, say: Say) -> None
     lowering = load_plan(plan)
     raise_if(describe.objections(lowering.plan))
     config, tree = describe.config(lowering.plan), folder.load_json(path / folder.CONFIG)
-    of = families.family(str(tree.get("model_type")))
+    text, beside = of_text(tree)
+    of = families.family(str(text.get("model_type")))
     raise_if([*_of_another(tree, str(path / folder.CONFIG), config), *families.unlike(of, config)])
     places = list(families.places(of, config))
-    source = _source(path, tree, of)
+    source = _source(path, tree, of, nested=text is not tree)
     ahead = families.beyond(of, config)
     misfits = list(_misfits(source, places, ahead if without_mtp else (), ahead))
     raise_if([*misfits[:MOST], *([Problem(f"and {more} more")] if (more := len(misfits) - MOST) > 0 else [])])
     with folder.making(out) as part:
+        if source.left_out:
+            say(f"{'; '.join(beside)}: {counted(len(source.left_out), 'tensor')} left out, as `{min(source.left_out)}`")
         say(f"{len(places)} tensors, {sum(tensor.nbytes for tensor, _ in places) / 1e9:.2f} GB")
         distributed.write(part, dict(_lazy(source, places)), lowering)
         if source.rounded:
@@ -112,8 +119,15 @@ def load(path: Path, plan: Path, out: Path, without_mtp: bool, say: Say) -> None
         exports.keep_tokenizer(path, part)
 
 
-def _source(path: Path, tree: dict[str, Any], of: Family) -> Source:
-    """Raises Refused: files that cannot be read, or weights in a form that is not."""
+# What transformers puts a model of several kinds of input in, and within it the one of text.
+WHOLE, TEXT = "model.", "model.language_model."
+
+
+def _source(path: Path, tree: dict[str, Any], of: Family, nested: bool) -> Source:
+    """nested: the model of text is a part of another.
+
+    Raises Refused: files that cannot be read, or weights in a form that is not.
+    """
     block = None
     if said := tree.get("quantization_config"):
         sizes = said.get("weight_block_size") if isinstance(said, dict) else None
@@ -137,7 +151,17 @@ def _source(path: Path, tree: dict[str, Any], of: Family) -> Source:
     if said is None and not (path / SINGLE).is_file():
         hint = "weights are read from safetensors alone: nothing is unpickled"
         raise Refused(Problem(f"`{path}` holds neither `{INDEX}` nor `{SINGLE}`", hint=hint))
-    return Source(path, folder.shelf(path, said if isinstance(said, dict) else None, SINGLE), dict(of.spelled), block)
+    shelf, spelled, left_out = (
+        folder.shelf(path, said if isinstance(said, dict) else None, SINGLE),
+        dict(of.spelled),
+        set[str](),
+    )
+    for name in shelf.found if nested else ():
+        if name.startswith(TEXT):
+            spelled[name] = f"{WHOLE}{name.removeprefix(TEXT)}"
+        elif name.startswith(WHOLE):
+            left_out.add(name)
+    return Source(path, shelf, spelled, block, frozenset(left_out))
 
 
 def _of_another(tree: dict[str, Any], name: str, config: Config) -> Iterator[Problem]:

@@ -158,7 +158,7 @@ def _inner(root: Mapping[str, Any]) -> str | None:
     return next((key for key in INNER if isinstance(root.get(key), dict) and "vocab_size" in root[key]), None)
 
 
-def _of_text(root: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
+def of_text(root: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
     """The text model of a nested config, and what it leaves out."""
     if (key := _inner(root)) is None:
         return root, []
@@ -179,7 +179,7 @@ def words(root: Mapping[str, Any], name: str) -> tuple[list[str], list[str]]:
     Raises:
         Refused: an architecture that is not read, or a key that is missing.
     """
-    root, beside = _of_text(root)
+    root, beside = of_text(root)
     kind = str(root["model_type"])
     if kind not in KINDS:
         lack = LACKS.get(kind, OURS)

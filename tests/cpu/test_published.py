@@ -94,6 +94,31 @@ def test_what_goes_back_is_what_came_to_the_bit(made, name, tmp_path):
     assert again == native.described(published.keys(folder), "first")
 
 
+def test_the_text_of_a_model_that_also_sees_is_taken_out_of_it(tmp_path, capsys):
+    """Qwen3.5 as it is published: another prefix, and an encoder of pictures, which is left out with a word."""
+    text = published.BASE | published.MODELS["qwen3_5"][1]
+    seeing = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    torch.manual_seed(7)
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=seeing, tie_word_embeddings=False)
+    config._attn_implementation = "eager"
+    kind = transformers.Qwen3_5ForConditionalGeneration
+    kind(config).to(torch.bfloat16).save_pretrained(tmp_path / "hf")
+    lowering, tokens = published.lowering(tmp_path / "hf"), test_hf.random(2, 16, vocabulary=128)
+    (tmp_path / "plan.json").write_text(plan_json(lowering))
+    assert command.main(["import", *(str(tmp_path / name) for name in ("hf", "plan.json", "weights"))]) == 0
+    assert "`vision_config`: the model of text alone is described" in capsys.readouterr().err
+    with torch.inference_mode():
+        expected = kind.from_pretrained(tmp_path / "hf", dtype=torch.float32)(tokens).logits
+
+    def job():
+        plain = check.one_device(lowering, plain=True)
+        check.rank_zero(plain)
+        found = check.observed(check.built(plain, distributed.step_folder(tmp_path / "weights"), "fp32"), tokens)
+        agree(found.logits, expected)
+
+    test_hf.in_megatron(job)
+
+
 LAYOUTS = {
     ("llama_3_1", "tp"): {"parallel__tensor": 2, "parallel__sequence": True},
     ("mixtral", "ep"): {"parallel__expert": 2},
@@ -283,7 +308,7 @@ ARCHITECTURES = {
     "deepseek_v3": "DeepseekV3ForCausalLM", "deepseek_v3_yarn": "DeepseekV3ForCausalLM", "deepseek_v3_2": "DeepseekV32ForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM", "moonlight_16b_a3b": "DeepseekV3ForCausalLM", "glm_4_7_flash": "DeepseekV3ForCausalLM",
     "qwen3_8b": "Qwen3ForCausalLM", "qwen3_0_6b": "Qwen3ForCausalLM", "nemotron_nano_9b_v2": "NemotronHForCausalLM",
-    "gpt_oss_20b": "GptOssForCausalLM", "gpt_oss_120b": "GptOssForCausalLM",
+    "qwen3_5_0_8b": "Qwen3_5ForCausalLM", "gpt_oss_20b": "GptOssForCausalLM", "gpt_oss_120b": "GptOssForCausalLM",
     "glm_4_5_air": "Glm4MoeForCausalLM", "nemotron_h_8b": "NemotronHForCausalLM",
     "nemotron_h_56b": "NemotronHForCausalLM", "nemotron_3_nano_30b_a3b": "NemotronHForCausalLM",
     "nemotron_3_super_120b_a12b": "NemotronHForCausalLM",

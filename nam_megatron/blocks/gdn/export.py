@@ -32,6 +32,7 @@ def pieces(c: Config) -> Iterator[Piece]:
     for piece in same(tensors(c)):
         if piece.slot == "in_proj.weight":
             yield from _by_key_head(c, piece)
+            yield from _apart(c, piece)
         elif piece.slot == "norm.weight":  # which others keep as it is, whatever the model's norms
             slot, less = "gated_norm.weight", float(c["zero_centered_norms"])
             yield Piece(slot, piece.tensor, piece.shape, less=less)
@@ -51,6 +52,21 @@ def _by_key_head(c: Config, whole: Piece) -> Iterator[Piece]:
             here, there = _rows(first, n, size), _columns(n, total, at, size)
             yield Piece(f"{slot}.weight", whole.tensor, (n * total, columns), here, there)
             first, at = first + n * size, at + size
+
+
+def _apart(c: Config, whole: Piece) -> Iterator[Piece]:
+    """Queries, keys and values in one, gates, betas and alphas each in one of their own, as ours are behind one another."""
+    b, first = c["gdn"], 0
+    inner = b["value_heads"] * b["value_head_dim"]
+    sizes = {
+        "qkv": 2 * b["key_heads"] * b["key_head_dim"] + inner,
+        "z": inner,
+        "b": b["value_heads"],
+        "a": b["value_heads"],
+    }
+    for slot, size in sizes.items():
+        yield Piece(f"{slot}.weight", whole.tensor, (size, whole.shape[1]), _rows(first, 1, size))
+        first += size
 
 
 def _rows(first: int, heads: int, size: int) -> View:
