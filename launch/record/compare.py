@@ -293,8 +293,9 @@ def whole(value: Any) -> str:
         return "-"
     if isinstance(value, float) and math.isfinite(value):
         return f"{value:.6g}"
-    text = value if isinstance(value, str) else json.dumps(value)
-    return printable(text)
+    if isinstance(value, list) and value and all(isinstance(part, str) for part in value):
+        value = ", ".join(value)
+    return printable(value if isinstance(value, str) else json.dumps(value))
 
 
 def apart(values: Sequence[Any]) -> list[str]:
