@@ -424,10 +424,10 @@ def table(lowering: Lowering) -> None:
                 no_wrap=True,
             )
     out.print(Text(p.pattern, "dim"))
-    for kind, numbers in ((k, p.numbers(k)) for k in KINDS):
-        if numbers:
-            text = f"{KINDS[kind].title:<8} {len(numbers):>3}  {', '.join(map(str, numbers))}"
-            out.print(Text(text, KINDS[kind].colour))
+    for kind in KINDS:
+        if numbers := p.numbers(kind):
+            name = p.site.blocks.of(kind).called(p.site)
+            out.print(Text(f"{name:<8} {len(numbers):>3}  {', '.join(map(str, numbers))}", KINDS[kind].colour))
     out.print()
     settings(out, lowering)
     for env in lowering.env:

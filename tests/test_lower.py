@@ -109,7 +109,7 @@ def test_trap_query_groups_without_group_query_attention():
     for groups in (1, 2, 4, 7, 8, 14, 28, 56):
         now = settings(NATIVE, **{"model.blocks.attention.query_groups": groups})
         assert now["group_query_attention"] is (groups < 56)
-        assert now["num_query_groups"] == (groups if groups < 56 else 1)
+        assert now["num_query_groups"] == groups
     assert value_of(words("nam56r_nemo_native"), "--num-query-groups") == "8"
     assert "--group-query-attention" in words("nam56r_nemo_native")
 

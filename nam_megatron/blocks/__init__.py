@@ -79,6 +79,10 @@ class Block(Config):
         """The recipe key of a field."""
         return f"{'execution' if cls.row(key).executes else 'model.blocks'}.{cls.kind}.{key}"
 
+    def called(self, site: Site) -> str:
+        """What people call it with these values."""
+        return self.title
+
     def ours(self, site: Site) -> str | None:
         """Why stock Megatron would train another model on this plan's arguments; None where it would not."""
         return None if self.stock else "Megatron has no such layer and would build its Mamba-2 there"

@@ -52,7 +52,7 @@ def head(b: Budget) -> Iterator[str]:
     r, a = p.recipe, p.recipe.parallel
     designed = " as designed, not as built" if p.not_built else ""
     yield f"{r.preset.name}: {b.parameters:,} parameters, {b.active:,} active for a token{designed}"
-    counted = ((KINDS[k].title if k in KINDS else k, n) for k, n in by_kind(p).items())
+    counted = ((p.site.blocks.of(k).called(p.site) if k in KINDS else k, n) for k, n in by_kind(p).items())
     yield "parameters: " + ", ".join(f"{name} {n:,}" for name, n in counted)
     yield f"layout: {layout(p)}"
     yield from tries(p)

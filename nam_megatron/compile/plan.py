@@ -340,6 +340,6 @@ def identity(p: Plan) -> str:
 
 def parts(p: Plan) -> Iterator[tuple[str, int, str]]:
     """(title, count, where) by kind, for people."""
-    for kind, block in KINDS.items():
+    for kind in KINDS:
         if numbers := p.numbers(kind):
-            yield block.title, len(numbers), ", ".join(map(str, numbers))
+            yield p.site.blocks.of(kind).called(p.site), len(numbers), ", ".join(map(str, numbers))

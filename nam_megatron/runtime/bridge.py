@@ -126,7 +126,7 @@ TRANSFORMER: dict[str, Callable[[Arguments], Any]] = {
     "activation_func": _activation,
     "gated_linear_unit": lambda a: a("swiglu") or a("quick_geglu"),
     "bias_activation_fusion": lambda a: a("bias_swiglu_fusion") if a("swiglu") else a("bias_gelu_fusion"),
-    "num_query_groups": lambda a: a("num_query_groups") if a("group_query_attention") else None,
+    "num_query_groups": lambda a: (None, a("num_query_groups"))[a("group_query_attention")],  # None: of every head
     "window_size": lambda a: tuple(map(int, a("window_size").split(","))) if a("window_size") else None,
     # MLA's, for which Megatron's own parser has no flags.
     "original_max_position_embeddings": lambda a: a("yarn_original_max_position_embeddings") or 4096,

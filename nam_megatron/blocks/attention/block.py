@@ -86,6 +86,9 @@ class Attention(Block):
     def requantised(self, site: Site) -> tuple[int, int]:
         return site.num_attention_heads * self.head_dim, 0
 
+    def called(self, site: Site) -> str:
+        return {1: "MQA", site.num_attention_heads: "MHA"}.get(self.query_groups, self.title)
+
     def settings(self, site: Site) -> Iterator[Setting]:
         grouped = self.query_groups < site.num_attention_heads
         why = "without it Megatron ignores the groups and trains full MHA"
@@ -93,8 +96,7 @@ class Attention(Block):
         fields: dict[str, Any] = {"transformer.num_query_groups": self.query_groups}
         if self.turned:
             fields["model.rotary_base"] = site.rotary_base
-        groups = self.query_groups if grouped else 1
-        yield Setting("num_query_groups", groups, "key/value heads", "query_groups", fields=fields)
+        yield Setting("num_query_groups", self.query_groups, "key/value heads", "query_groups", fields=fields)
         # Megatron counts the tokens to the left and to the right of a query.
         fields = {"transformer.window_size": (self.window - 1, 0) if self.window else None}
         seen = f"{self.window - 1},0" if self.window else None
