@@ -30,6 +30,7 @@ VARIANTS = {
     "experts": ("parallel.expert=8",),
     "context": ("parallel.context=2",),
     "gated": ("model.activation=swiglu",),
+    "as many groups as heads": ("model.blocks.attention.query_groups=56",),
     "dense": ("model.letters.E=mlp",),
     "mtp": ("feature.mtp.depths=1",),
     "recompute": (
