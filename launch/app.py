@@ -18,7 +18,7 @@ from nam_megatron import app, report
 from nam_megatron.compile.lower import translate
 from nam_megatron.compile.sources import Sources
 from nam_megatron.errors import FINDINGS, INCOMPLETE, OK, Problem, Refused, raise_if
-from nam_megatron.launcher import PROGRAM
+from nam_megatron.launcher import called
 from nam_megatron.recipe import Recipe
 
 KEYS = (*slurm.SCREEN, *slurm.RUN)
@@ -73,7 +73,8 @@ def train_one(context: Context, number: int) -> int:
     made = receipt.folders(context.receipts)[-number:]
     if made and receipt.read(made[-1])["outcome"]["end"] == "interrupted":
         raise KeyboardInterrupt
-    sys.stderr.write(f"compare the sweep: {PROGRAM} report {shlex.join(map(str, made))}\n")
+    if number > 1:
+        sys.stderr.write(called(f"compare the sweep: python -m launch report {shlex.join(map(str, made))}\n"))
     return code
 
 

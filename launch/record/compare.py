@@ -83,7 +83,8 @@ def objections(receipts: Sequence[Receipt]) -> Iterator[Problem]:
         if unnamed := [r["run"] for r, v in zip(receipts, values, strict=True) if not isinstance(v, str) or not v]:
             yield Problem(f"{title} is not named in {quoted(unnamed)}", hint="nothing can be compared with it")
         elif len(set(values)) > 1:
-            yield from (Problem(f"{title} differs: {quoted(dict.fromkeys(said))}") for said in parted(values))
+            by = of_model(receipts) if key == "family" else None
+            yield from (Problem(f"{title} differs: {quoted(dict.fromkeys(said))}", hint=by) for said in parted(values))
     yield from environments(receipts)
     declared = [at(r, "job.diagnostic") for r in receipts]
     if len(set(map(shown, declared))) > 1:
@@ -92,6 +93,16 @@ def objections(receipts: Sequence[Receipt]) -> Iterator[Problem]:
     if len(set(peaks)) > 1:
         measure = quoted(dict.fromkeys(map(shown, peaks)))
         yield Problem(f"MFU is measured by different peaks: {measure} TFLOP/s", hint="leave `device` alone")
+
+
+def of_model(receipts: Sequence[Receipt]) -> str | None:
+    """The model's keys that differ, a few of them: a family says them by its digest."""
+    _, rows = next(iter(differences(receipts)))
+    keys = [
+        f"`{key.removeprefix('recipe.')}` is {quoted(cells)}" for key, cells in rows if key.startswith("recipe.model.")
+    ]
+    more = f", and {len(keys) - 4} more" if len(keys) > 4 else ""
+    return f"{', '.join(keys[:4])}{more}" if keys else None
 
 
 def allowed(receipts: Sequence[Receipt], anyway: bool) -> list[Problem]:

@@ -46,7 +46,9 @@ def command(words: Sequence[str], options: Mapping[str, str]) -> int:
     )
     root = Path(words[0]) if words else RECEIPTS
     if not root.is_dir():
-        raise Refused(Problem(f"`{root}` is no folder", hint="python -m launch receipts DIR"))
+        raise Refused(
+            Problem(f"`{root}` is no folder", hint="name a folder of runs; none: `receipts/` of this checkout")
+        )
     for run in receipt.seal_lost(root, outcome.of_run):
         sys.stderr.write(f"note: {run} lost its launcher; it is sealed now\n")
     folders, listed, old, code = receipt.folders(root), 0, False, OK

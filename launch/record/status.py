@@ -68,7 +68,9 @@ def command(words: Sequence[str], options: Mapping[str, str]) -> int:
         raise Refused(Problem(f"`{silent}` is no number of seconds from 1 to 999999", key="silent"))
     root = Path(words[0]) if words else RECEIPTS
     if not root.is_dir():
-        raise Refused(Problem(f"`{root}` is no folder", hint="python -m launch status DIR"))
+        raise Refused(
+            Problem(f"`{root}` is no folder", hint="name a folder of runs; none: `receipts/` of this checkout")
+        )
     found = [status(folder, int(silent), time.time()) for folder in receipt.folders(root)]
     sys.stdout.write({"text": text, "json": as_json, "prometheus": prometheus}[form](found))
     return FINDINGS if any(one.bad for one in found) else OK

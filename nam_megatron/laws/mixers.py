@@ -11,7 +11,7 @@ from nam_megatron.blocks.mamba3.block import Mamba3
 from nam_megatron.compile.plan import Plan
 from nam_megatron.errors import quoted
 from nam_megatron.laws.law import CONTRADICTION, MATHS, OURS, REFUSES, UNTRIED, WRONG, Law, Words
-from nam_megatron.laws.sizes import FP8_ROW, UNEVEN, fits, uneven, unshared
+from nam_megatron.laws.sizes import FP8_ROW, SHARED, UNEVEN, fits, uneven, unshared
 from nam_megatron.recipe.layout import Parallel
 from nam_megatron.recipe.model import Model
 
@@ -213,6 +213,7 @@ LAWS = (
         when=lambda mamba2, parallel: unshared("Mamba-2 heads", mamba2.heads, parallel),
         title="Mamba-2's heads are not a multiple of the ranks that share them",
         says=UNEVEN,
+        way=SHARED,
         source=CONTEXT,
     ),
     Law(
@@ -222,6 +223,7 @@ LAWS = (
         when=lambda mamba2, parallel: uneven("Mamba-2 groups", mamba2.groups, parallel.tensor, "parallel.tensor"),
         title="Mamba-2's groups are not a multiple of `parallel.tensor`",
         says=UNEVEN,
+        way=SHARED,
         source=MIXER,
     ),
     Law(
@@ -355,6 +357,7 @@ LAWS = (
         when=lambda mamba3, parallel: unshared("Mamba-3 heads", mamba3.heads, parallel),
         title="Mamba-3's heads are not a multiple of the ranks that share them",
         says=UNEVEN,
+        way=SHARED,
     ),
     Law(
         id="mamba3-groups-unshared",
@@ -363,6 +366,7 @@ LAWS = (
         when=lambda mamba3, parallel: unshared("Mamba-3 groups", mamba3.groups, parallel),
         title="Mamba-3's groups are not a multiple of the ranks that share them",
         says=UNEVEN,
+        way=SHARED,
     ),
     Law(
         id="mamba3-head-pieces",
@@ -379,6 +383,7 @@ LAWS = (
         when=lambda mamba3, parallel: uneven("Mamba-3 angles", mamba3.angles, parallel.tensor, "parallel.tensor"),
         title="Mamba-3's angles are not a multiple of `parallel.tensor`",
         says=UNEVEN,
+        way=SHARED,
     ),
     Law(
         id="mamba3-state-odd",
@@ -487,6 +492,7 @@ LAWS = (
         when=lambda m2rnn, parallel: unshared("M2RNN heads", m2rnn.heads, parallel),
         title="M2RNN's heads are not a multiple of the ranks that share them",
         says=UNEVEN,
+        way=SHARED,
     ),
     Law(
         id="m2rnn-keys-uneven",
@@ -495,6 +501,7 @@ LAWS = (
         when=lambda m2rnn, parallel: uneven("M2RNN's key width", m2rnn.k_dim, parallel.tensor, "parallel.tensor"),
         title="M2RNN's key width is not a multiple of `parallel.tensor`",
         says=UNEVEN,
+        way=SHARED,
     ),
     Law(
         id="m2rnn-projection-fp8",
@@ -522,6 +529,7 @@ LAWS = (
         when=lambda gdn, parallel: unshared("key heads", gdn.key_heads, parallel),
         title="a gated delta net's key heads are not a multiple of the ranks that share them",
         says=UNEVEN,
+        way=SHARED,
         source=DELTA_NET,
     ),
     Law(

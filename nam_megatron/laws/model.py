@@ -158,6 +158,7 @@ LAWS = (
         key="model.hidden_size",
         when=_unshared_widths,
         says="{name} {size} is not divisible by tensor size {parallel.tensor}",
+        way="fewer tensor ranks, or a multiple of {parallel.tensor}, which is another model",
         source="core/tensor_parallel/layers.py",
     ),
     Law(

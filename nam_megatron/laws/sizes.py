@@ -11,6 +11,10 @@ BF16_ROW = 8  # elements of 16 bytes: what a GEMM of bf16 wants a row to be a mu
 FP8_ROW = 16  # what one of FP8 wants
 UNEVEN = "{what} {total} is not divisible by `{by_key}` = {by}"  # says, of `uneven` and `unshared`
 
+SHARED = (
+    "fewer ranks that share it, or a multiple of {by}, which is another model"  # the way, of ranks that share a size
+)
+
 
 def uneven(what: str, total: int, by: int, by_key: str) -> Mapping[str, object] | None:
     """The words for UNEVEN if `by` does not divide `total`."""

@@ -24,6 +24,7 @@ from nam_megatron.errors import FINDINGS, OK, Problem, Refused
 from nam_megatron.features.fim import Fim
 from nam_megatron.features.fp8 import Fp8
 from nam_megatron.features.muon import Muon
+from nam_megatron.launcher import called
 from nam_megatron.lint import Report
 from nam_megatron.lint.count import facet
 from nam_megatron.lint.follow import holes
@@ -64,7 +65,7 @@ class Made:
         """For stderr: where it is, and what it does not carry over."""
         say = [
             f"wrote {self.path}: put it into conf/preset/, or FOLDER/preset/ for `--config-dir FOLDER`, then "
-            f"`python -m nam_megatron.translate conf={self.path.stem}`"
+            + called(f"`python -m nam_megatron.translate conf={self.path.stem}`")
         ]
         if self.refused:
             say.append("translate refuses it as it stands (exit code 1):")

@@ -14,6 +14,7 @@ from nam_megatron.compile.lower import translate
 from nam_megatron.compile.sources import Sources
 from nam_megatron.environment import given
 from nam_megatron.errors import FINDINGS, OK, Problem, Refused, finish, raise_if
+from nam_megatron.launcher import called
 from nam_megatron.nemo import doctor
 from nam_megatron.nemo.words import apart, laid
 from nam_megatron.packages import adding
@@ -91,7 +92,7 @@ def dry(recipe: Recipe, fields: Sequence[str], typed: Sequence[str]) -> int:
     print(
         f"python -m nam_megatron.torchrun {nodes}--nproc-per-node {r.cluster.gpus_per_node} -m nam_megatron.nemo {shlex.join(typed)}"
     )
-    print("# nothing was started; whether it fits: `python -m nam_megatron.budget` with the recipe's words")
+    print(called("# nothing was started; whether it fits: `python -m nam_megatron.budget` with the recipe's words"))
     return OK
 
 

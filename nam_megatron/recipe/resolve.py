@@ -120,12 +120,13 @@ def kinds(recipe: Recipe, letters: str) -> list[str]:
         places = [i for i, letter in enumerate(letters) if letter == sub.letter]
         if sub.kind not in LETTERS[sub.letter]:
             problems.append(_misplaced(sub.kind, sub.letter, f"{key}.kind"))
-        for rank in sub.ranks:
-            if rank >= len(places):
-                message = f"there is no `{sub.letter}` of rank {rank}: {len(places)} of them, counted from 0"
-                hint = "leave it out, or substitute nothing: `model.substitute=[]`; ranks count within the letter, not as Megatron's layers"
-                problems.append(Problem(message, key=f"{key}.ranks", hint=hint, law="rank-beyond-letters"))
-            elif (sub.letter, rank) in taken:
+        if beyond := [str(rank) for rank in sub.ranks if rank >= len(places)]:
+            ranks = f"rank{'s' * (len(beyond) > 1)} {', '.join(beyond)}"
+            message = f"there is no `{sub.letter}` of {ranks}: {len(places)} of them, counted from 0"
+            hint = "leave it out, or substitute nothing: `model.substitute=[]`; ranks count within the letter, not as Megatron's layers"
+            problems.append(Problem(message, key=f"{key}.ranks", hint=hint, law="rank-beyond-letters"))
+        for rank in (rank for rank in sub.ranks if rank < len(places)):
+            if (sub.letter, rank) in taken:
                 problems.append(
                     Problem(
                         f"`{sub.letter}` rank {rank} is substituted twice",
