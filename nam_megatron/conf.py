@@ -10,6 +10,12 @@ def conf_dir() -> Path:
     return inside if inside.is_dir() else package.parent / "conf"
 
 
+# A file of ours for this process alone -> the one of a person's that it was read from.
+READ_FROM: dict[Path, str] = {}
+
+
 def short(path: Path) -> str:
     """`conf/...` for the library's, wherever it lies; a file of one's own in full."""
+    if path in READ_FROM:
+        return f"read from {READ_FROM[path]}"
     return f"conf/{path.relative_to(conf_dir())}" if path.is_relative_to(conf_dir()) else str(path)

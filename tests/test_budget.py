@@ -1112,6 +1112,17 @@ def test_a_launch_may_have_a_presets_name_and_says_what_lint_finds(tmp_path):
         assert any("`lint` finds wrong model: --num-query-groups 2" in note for note in notes)
 
 
+def test_a_launch_that_is_refused_is_named_and_not_the_recipe_made_of_it(tmp_path, monkeypatch, capsys):
+    (tmp_path / "train.sh").write_text(
+        " ".join(LAUNCH.split()).replace("--global-batch-size 32", "--global-batch-size 30")
+    )
+    monkeypatch.setattr(sys, "argv", ["budget", str(tmp_path / "train.sh")])
+    with pytest.raises(SystemExit):
+        budget_command.main()
+    said = f"schedule.global_batch_size (read from {tmp_path}/train.sh)"
+    assert said in capsys.readouterr().err
+
+
 def test_a_launch_of_others_is_priced_and_its_operations_are_counted(tmp_path, monkeypatch, capsys):
     """A YAML alone was."""
     text = " ".join(LAUNCH.split())

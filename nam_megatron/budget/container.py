@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn, get_args
 
 from nam_megatron.compile.lower import translate
-from nam_megatron.conf import conf_dir
+from nam_megatron.conf import READ_FROM, conf_dir
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.lint import lint, recipe
 from nam_megatron.lint.model import Model
@@ -81,7 +81,9 @@ def run(words: Sequence[str], command: Callable[[], NoReturn]) -> NoReturn:
     sys.stderr.write("".join(f"note: {note}\n" for note in notes))
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "preset").mkdir()
-        (Path(folder) / "preset" / f"{preset}.yaml").write_text(text, encoding="utf-8")
+        made = Path(folder) / "preset" / f"{preset}.yaml"
+        made.write_text(text, encoding="utf-8")
+        READ_FROM[made] = name
         sys.argv[1:] = ["--config-dir", folder, f"conf={preset}", *filled, *rest]
         command()
 

@@ -11,7 +11,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from nam_megatron.compile.files import read
-from nam_megatron.conf import conf_dir, short
+from nam_megatron.conf import READ_FROM, conf_dir, short
 from nam_megatron.errors import Problem, quoted, raise_if
 from nam_megatron.recipe.keys import config_at
 from nam_megatron.words.setting import leaves
@@ -79,7 +79,7 @@ class Place:
 
     @property
     def where(self) -> str:
-        return f"{short(self.file)}:{self.line}"
+        return short(self.file) + ("" if self.file in READ_FROM else f":{self.line}")
 
 
 def search(folders: Sequence[Path]) -> str:
