@@ -60,16 +60,19 @@ def rows(a: Args, m: Model) -> Iterator[tuple[str, str]]:
     yield from row("experts", lambda: _experts(a, m))
     yield from row("Mamba", lambda: _mamba(a, m))
     yield from m.plan.rows() if m.plan else ()
-    yield from row("sequence", lambda: f"{m.sequence} tokens")
+    if not m.described:  # a training's, as precision and batch are
+        yield from row("sequence", lambda: f"{m.sequence} tokens")
     yield from row("dropout", lambda: ", ".join(f"{n} {_v(a, f'{n}_dropout')}" for n in ("hidden", "attention")))
     yield from row("embedding", lambda: _embedding(a, m))
-    yield from row("precision", lambda: _precision(a, m))
-    yield from row("optimizer", lambda: _optimizer(a, m))
-    yield from row("schedule", lambda: _schedule(a))
+    if not m.described:
+        yield from row("precision", lambda: _precision(a, m))
+        yield from row("optimizer", lambda: _optimizer(a, m))
+        yield from row("schedule", lambda: _schedule(a))
     yield from row("start", lambda: _start(a))
     yield from row("also", lambda: ", ".join(a.written(n) for n in ALSO if a.said(n)) or None)
-    yield from row("layout", lambda: _layout(a, m))
-    yield from row("batch", lambda: _batch(a, m))
+    if not m.described:
+        yield from row("layout", lambda: _layout(a, m))
+        yield from row("batch", lambda: _batch(a, m))
 
 
 def notes(a: Args, m: Model) -> Iterator[str]:
