@@ -24,7 +24,9 @@ from launch.record.redact import MARK
 from launch.run import hang
 from launch.run.terminal import printable
 from nam_megatron.errors import FINDINGS, OK, Problem, Refused
+from nam_megatron.launcher import called
 
+SHOWN = 10  # runs that ended
 FORMATS = ("text", "json", "prometheus")
 # Of a run that is open: its launcher lives and its ranks beat, they do not, it is gone, or nobody can tell.
 OPEN = ("running", "silent", "orphaned", "unknown")
@@ -165,9 +167,10 @@ def _number(value: Any) -> Any:
 
 
 def text(found: Sequence[Status]) -> str:
-    """One line a run, and what is to be said of it below."""
-    lines = []
-    for one in found:
+    """One line a run, and what is to be said of it below: those that are open, then the newest that ended."""
+    lines, open_ = [], [one for one in found if one.state in OPEN]
+    ended = [one for one in reversed(found) if one.state not in OPEN]
+    for one in (*open_, *ended[:SHOWN]):
         cells = [one.run, one.state, f"step {one.step or 0} of {one.steps or '?'}"]
         cells += [f"{one.step_ms:g} ms"] if one.step_ms else []
         cells += [f"{one.tokens_per_s_per_gpu:g} tokens/s/GPU"] if one.tokens_per_s_per_gpu else []
@@ -176,6 +179,8 @@ def text(found: Sequence[Status]) -> str:
         lines.append("  ".join(cells))
         lines += [f"    {one.why}"] if one.why else []
         lines += [f"    again: {one.again}"] if one.again else []
+    if len(ended) > SHOWN:
+        lines.append(called(f"and {len(ended) - SHOWN} more that ended: `python -m launch receipts` lists them"))
     return "".join(f"{printable(line)}\n" for line in lines) or "no run\n"
 
 

@@ -170,3 +170,9 @@ def test_several_hosts_try_again_without_the_one_that_was_behind(tmp_path, micro
     (found,) = seen(tmp_path)
     show = "python -m launch show format=sbatch conf=nam56r_smoke optim.lr=1e-4 > job.sh"
     assert found.again == f"{show} && sbatch {out}job.sh"
+
+
+def test_what_is_open_comes_first_and_of_what_ended_the_newest():
+    ended = [status.Status(run=f"{n:02d}", state="completed") for n in range(14)]
+    told = status.text([*ended[:7], status.Status(run="mine", state="running"), *ended[7:]]).splitlines()
+    assert [line.split()[0] for line in told[:3]] == ["mine", "13", "12"] and "and 4 more that ended" in told[-1]
