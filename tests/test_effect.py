@@ -38,6 +38,7 @@ ELSEWHERE = {
     "cluster.pool": "compare: hosts that may be compared as one",
     "cluster.storage": "the folders of a run (launch/)",
     "cluster.processor": "what a run is started on (launch/), and the laws of a rehearsal",
+    "schedule.changes": "which checkpoints a run may go on with (tests/cpu/test_resume.py)",
     "cluster.waivers": "the checks before a run (launch/host/preflight.py)",
 }  # fmt: skip
 # Values that stand only with others.
