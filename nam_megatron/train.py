@@ -10,8 +10,10 @@ has a part that is not built; 16 and 17 are Megatron's, when it has found and re
 """
 
 import atexit
+import multiprocessing.util
 import os
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -213,7 +215,28 @@ def recorded(trainer: str, words: Sequence[str], train: Callable[[], int]) -> in
     except Refused:
         pass  # no plan: `train` says it
     with RECORD.ending():
+        short_sockets()
         return train()
+
+
+SOCKET, BELOW = (
+    107,
+    len("/pymp-12345678/listener-12345678"),
+)  # a path's bytes (unix(7), sun_path), and those that Python adds
+
+
+def short_sockets() -> None:
+    """Let this process and its workers have their sockets where a path leaves room for a name.
+
+    Python 3.12 makes them below TMPDIR (multiprocessing/util.py, get_temp_dir). Where that is long a DataLoader's worker ends by `AF_UNIX
+    path too long`, and the rank waits for its data without end.
+    """
+    if len(os.fsencode(tempfile.gettempdir())) + BELOW > SOCKET:
+        kept, tempfile.tempdir = tempfile.tempdir, "/tmp"
+        try:
+            multiprocessing.util.get_temp_dir()  # which is kept, handed on to children and deleted at the end
+        finally:
+            tempfile.tempdir = kept
 
 
 def trained(words: Sequence[str], started: float, before: Callable[[], None] | None) -> int:

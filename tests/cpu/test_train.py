@@ -1061,3 +1061,16 @@ def test_fill_in_the_middle_needs_its_tokens(tmp_path):
         assert [p.key for p in refused.value.problems] == ["feature.fim.suffix_token", "feature.fim.eod_token"]
 
     in_rank(job)
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_sockets_below_a_folder_of_a_long_name(tmp_path, short):
+    """A worker that could open none left its rank waiting for data without end."""
+    (long := tmp_path / ("x" * 90)).mkdir()
+    program = "from multiprocessing import connection; from nam_megatron import train"
+    program += f"{'; train.short_sockets()' if short else ''}; connection.Listener(family='AF_UNIX')"
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | {"TMPDIR": str(long)}, capture_output=True, text=True
+    )
+    assert (ran.returncode == 0) == short, ran.stderr
+    assert short or "AF_UNIX path too long" in ran.stderr
