@@ -278,7 +278,7 @@ CONFLICTING = {
 LATER = {
     "context-attention", "dsa-latent-norm", "dsa-reuse-cut", "dsa-reuse-source", "dsa-rotate", "dsa-sequence", "dsa-stage-without-indexer",
     "dsa-untrained-overlap", "dsa-without-mla", "fp8-mamba-width", "fsdp-pipeline", "layer-frequency", "moe-sequence",
-    "moe-mtp-metrics", "moe-probs-on-input", "moe-stage-without-experts",
+    "dropout-range", "moe-grouped-bias", "moe-mtp-metrics", "moe-probs-on-input", "moe-stage-without-experts",
     "moe-top-k", "pattern-without-experts", "recompute-mtp",
     "padded-vocab-short", "rope-columns", "schedule", "window-size", "wrong-chip",
 }  # fmt: skip

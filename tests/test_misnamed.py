@@ -77,7 +77,7 @@ def translate(*words: object, cwd: Path = REPO) -> subprocess.CompletedProcess:
 def test_links_that_go_round_are_refused_with_their_file(text, tmp_path):
     done = translate("--config-dir", own(tmp_path, "round", text), "conf=round")
     assert (done.returncode, done.stdout) == (2, "") and "Traceback" not in done.stderr
-    assert "interpolation" in done.stderr and re.search(r"preset/round.yaml:\d\)", done.stderr), done.stderr
+    assert "go round in a circle" in done.stderr and re.search(r"preset/round.yaml:\d\)", done.stderr), done.stderr
 
 
 def test_a_link_that_goes_straight_is_followed(tmp_path):

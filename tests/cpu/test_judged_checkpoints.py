@@ -586,10 +586,13 @@ def test_all_that_is_wrong_is_said_at_once(step):
     found = {p.key: (p.message, p.hint) for p in checkpoint.another(folder, lowered(*words))}
     steps = lowered().plan.recipe.schedule.train_steps
     assert found == {
-        f"schedule.{name}_steps": (f"the checkpoint has `schedule.{name}_steps` 7, and the plan {steps}", hint)
+        f"schedule.{name}_steps": (
+            f"the checkpoint has `schedule.{name}_steps` 7, and the plan {steps}",
+            f"{hint}; `schedule.changes=[schedule.{name}_steps]` makes it a next stage, saved elsewhere",
+        )
         for name, hint in (
             ("train", "the order of the data depends on it; to end a command earlier, use `schedule.stop_every`"),
-            ("decay", "go on with what was computed before, or start afresh: `schedule.load=null`"),
+            ("decay", "go on with what was computed before"),
         )
     }
 

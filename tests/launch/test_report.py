@@ -229,6 +229,6 @@ def test_what_is_published_is_drawn_by_its_series(root):
 
 
 def test_a_published_receipt_is_drawn_from_nothing_else():
-    (folder,) = [path.parent for path in RECEIPTS.glob("*/receipt.json") if "nam56r_smoke-33a157" in path.parent.name]
+    (folder,) = [path.parent for path in RECEIPTS.rglob("receipt.json") if "nam56r_smoke-33a157" in path.parent.name]
     of = report.Run.read(folder)
     assert len(of.series(steps.LOSS)) == 10 and "<h2>Loss</h2><svg" in report.page([of])

@@ -1,5 +1,5 @@
 #!/bin/bash
-# finds: moe-expert-bias moe-bias default-bias moe-sequence moe-top-k moe-shared-overlap indivisible
+# finds: moe-expert-bias moe-bias moe-grouped-bias default-bias moe-sequence moe-top-k moe-shared-overlap indivisible
 # megatron: refuses
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 16 --hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 16 \

@@ -210,6 +210,10 @@ class Moe(Block):
     def requantised(self, site: Site) -> tuple[int, int]:
         return 0, site.hidden_size if self.shared_expert_hidden_size and not site.keeps("shared_experts") else 0
 
+    def alone(self, site: Site) -> Iterator[str]:
+        if site.linear_bias and not self.grouped_gemm:
+            yield "Megatron's spec of hybrid layers groups experts whatever is said, and grouped ones stop beside biases"
+
     def small(self, site: Site) -> Mapping[str, int]:
         widths = {"expert_hidden_size": 32, "shared_expert_hidden_size": 48}
         return {"experts": max(4, 2 * site.expert), "top_k": 2} | widths

@@ -207,7 +207,7 @@ RULES = (
         lambda a, m: m.moe
         and a.add_bias_linear
         and a.bias_dropout_fusion
-        and (m.hybrid or (a.moe_grouped_gemm and a.transformer_impl != "local")),
+        and ((m.hybrid and not m.ours) or (a.moe_grouped_gemm and a.transformer_impl != "local")),
         "linear bias is on by default; grouped experts refuse it beside the fusion of bias and dropout",
         "add `--disable-bias-linear`, or `--no-bias-dropout-fusion`",
         f"{MOE}experts.py TEGroupedMLP",
