@@ -513,8 +513,7 @@ ASKING = {
     "split",
     "partition",
     "has_option",
-    *CHANGING,
-}
+} | CHANGING
 
 
 def _says(nodes: Iterable[ast.AST]) -> bool:
