@@ -38,6 +38,7 @@ FOUR64 = ("cluster=h200_4", GBS64, "schedule.train_steps=8", "schedule.decay_ste
 FULL_ONE = ("cluster=h200_1", "schedule.global_batch_size=16", "schedule.train_steps=8", "schedule.decay_steps=16")
 # As many microbatches on each of two GPUs.
 FULL_TWO = ("cluster=h200_2", "schedule.global_batch_size=32", *FULL_ONE[2:])
+FULL_FOUR = ("cluster=h200_4", GBS64, *FULL_ONE[2:])
 # As many tokens, in another layout of them.
 LAYOUTS = {
     "data": (),
@@ -165,6 +166,19 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "author52_two_all": (
         "nam56r_fused", (*FULL_TWO, MBS2, *WHOLE, f"{EXPERTS}quack", FLASH, SOME8, RATES, INPUTS, KEPT, PREPARED)
     ),
+    "native52_four_all": ("nam56r_native_dp_fused", (*FULL_FOUR, *WHOLE, f"{EXPERTS}quack", FLASH, *NATIVE8)),
+    "author52_four_all": (
+        "nam56r_fused", (*FULL_FOUR, MBS2, *WHOLE, f"{EXPERTS}quack", FLASH, SOME8, RATES, INPUTS, KEPT, PREPARED)
+    ),
+    "native52_four_data": ("nam56r_native_dp_fused", (*FULL_FOUR, *WHOLE)),
+    "author52_four_data": ("nam56r_fused", (*FULL_FOUR, MBS2, *WHOLE)),
+    "native52_four_gathered": ("nam56r_native_dp_fused", (*FULL_FOUR, *WHOLE, "parallel.expert=4", "execution.moe.dispatcher=gathered")),
+    # The articles' layout, and the same without its FSDP.
+    **{
+        f"{stack}52_four_{name}": (preset, (*FULL_FOUR, *micro, f"+overlay=[{overlays}]"))
+        for stack, preset, micro in (("native", "nam56r_native_dp_fused", ()), ("author", "nam56r_fused", (MBS2,)))
+        for name, overlays in (("fsdp", "tp_sp_ep,fsdp_ep"), ("tensor", "tp_sp_ep"))
+    },
     "native52_one_delayed": ("nam56r_native_dp_fused", (*FULL_ONE, *WHOLE, f"{EXPERTS}quack", FLASH, *NATIVE8, f"{FP8}delayed")),
     # FP8 and bf16 of one model, whose widths FP8 takes: eager as FP8 is, and as fast as bf16 is.
     "native52_64": ("nam56r_native_dp_fused", (*FULL_ONE, HEADS64, f"{EXPERTS}transformer_engine")),

@@ -185,6 +185,26 @@ JOBS = {
     # The same work on each GPU alone, beside each other, and on two together.
     "one_native": Job(1, 3, "benchmarks/measure.py --out {out}/one_native.json --data {data} native52_one_all", "data"),
     "one_author": Job(1, 3, "benchmarks/measure.py --out {out}/one_author.json --data {data} author52_one_all", "data"),
+    "four": Job(4, 4, "benchmarks/measure.py --profile --out {out}/four.json --data {data} native52_four_all author52_four_all", "data"),
+    **{
+        f"four_{stack}_{name}": Job(
+            4, minutes,
+            f"benchmarks/measure.py --profile --out {{out}}/four_{stack}_{name}.json --data {{data}} {stack}52_four_{name}",
+            "data",
+        )
+        for stack, name, minutes in (
+            ("native", "gathered", 2), ("native", "data", 1.6), ("author", "data", 2), ("native", "fsdp", 2), ("native", "tensor", 2),
+            ("author", "fsdp", 2), ("author", "tensor", 2),
+        )
+    },
+    "four_fsdp": Job(4, 4, GPU_TEST % "test_four_gpus.py", gib=20),
+    "prove_four": Job(
+        4, 6,
+        RESUMED % ("four", "nam56r_native_dp_fused")
+        + f' --with "cluster=h200_4 parallel.expert=4 execution.moe.dispatcher=gathered {WHOLE}"'
+        ' --with "cluster=h200_4 +overlay=[tp_sp_ep,fsdp_ep]"',
+        gib=20,
+    ),
     "two": Job(2, 5, "benchmarks/measure.py --profile --out {out}/two.json --data {data} native52_two_all author52_two_all", "data"),
     # Layouts of two GPUs against each other.
     **{
@@ -245,6 +265,8 @@ JOBS = {
             ("native_fp8_64", f"nam56r_native_dp_fused +overlay=[extras,fp8] {WHOLE} optim.warmup_steps=4", 4, 64, 12, 3.5, 1),
             ("native_two_fp8", f"nam56r_native_dp_fused +overlay=[extras,fp8] {WHOLE} optim.warmup_steps=4", 4, 128, 12, 3.7, 2),
             ("author_two_fp8", f"nam56r_fused +overlay=[extras,fp8] {KEPT} {PREPARED} {WHOLE} optim.warmup_steps=4", 2, 128, 12, 5, 2),
+            ("native_four_fp8", f"nam56r_native_dp_fused +overlay=[extras,fp8] {WHOLE}", 4, 64, 100, 4.6, 4),
+            ("author_four_fp8", f"nam56r_fused +overlay=[extras,fp8] {KEPT} {PREPARED} {WHOLE} optim.warmup_steps=4", 2, 256, 12, 5, 4),
             ("native_two", f"nam56r_native_dp_fused {WHOLE} optim.warmup_steps=4", 4, 128, 12, 3.5, 2),
             ("native_fp8", f"nam56r_native_dp_fused +overlay=[extras,fp8] {WHOLE}", 4, 16, 100, 4.6, 1),
             ("sparse", "nam52_h200_sparse_8_11_ref_v1 +overlay=fused", 2, 4, 100, 5, 1),

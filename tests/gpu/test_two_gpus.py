@@ -6,6 +6,7 @@ runs the first program on a CPU.
 """
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,10 @@ def test_two_tensor_ranks_are_one(tmp_path):
 def test_replays_on_two_ranks_train_what_eager_steps_train(tmp_path, preset, words, layout):
     """What ranks say to each other is inside the graph; a checkpoint is written and read between replays."""
     words = (TWO, *words, *laid(preset, layout))
-    assert losses(tmp_path / "whole", preset, *words, *WHOLE) == losses(tmp_path / "eager", preset, *words)
+    with ThreadPoolExecutor() as beside:
+        whole = beside.submit(losses, tmp_path / "whole", preset, *words, *WHOLE)
+        eager = beside.submit(losses, tmp_path / "eager", preset, *words)
+        assert whole.result() == eager.result()
 
 
 @pytest.mark.parametrize(("preset", "words"), STACKS)
