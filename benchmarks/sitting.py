@@ -356,7 +356,8 @@ class Sitting:
         return BUSY if job.gpus > len(self.free(job)) else ""
 
     def free(self, job: Job) -> list[int]:
-        return [gpu for gpu, gib in self.taken.items() if gib + job.takes <= SHARED]
+        """The least taken first."""
+        return sorted((gpu for gpu, gib in self.taken.items() if gib + job.takes <= SHARED), key=self.taken.__getitem__)
 
     def begin(self, name: str, job: Job) -> bool:
         if self.why_not(job):
