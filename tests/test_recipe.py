@@ -103,9 +103,8 @@ MESSAGES = {
     ),
     "two keys that must be given": (
         ["data=indexed"],
-        "error: key `data.path` must be given @ data.path ({data/indexed.yaml:path})\n\nhint: give it: `data.path=...`\n\n"
-        "error: key `data.tokenizer` must be given @ data.tokenizer ({data/indexed.yaml:tokenizer})\n\n"
-        "hint: give it: `data.tokenizer=...`",
+        "error: 2 keys must be given: `data.path` ({data/indexed.yaml:path}) and `data.tokenizer` (line {data/indexed.yaml:tokenizer})\n\n"
+        "hint: give them in the file or the command: `data.path=... data.tokenizer=...`",
     ),
     "a link to nothing": (
         ["model.depth=${model.dept}"],
@@ -549,14 +548,15 @@ def test_a_context_manager_of_hydra_is_left_alone():
 
 
 def at_lines(text: str) -> str:
-    """`{data/mock.yaml:name}` -> conf/data/mock.yaml:LINE, so that a comment more in a file breaks no test."""
+    """`{data/mock.yaml:name}` -> conf/data/mock.yaml:LINE, behind `line ` LINE alone, so that a comment more in a file breaks no test."""
 
     def line(match):
-        file, key = match.groups()
+        before, file, key = match.groups(default="")
         lines = (conf_dir() / file).read_text().splitlines()
-        return f"conf/{file}:{next(i for i, l in enumerate(lines, 1) if re.match(rf' *{key}:', l))}"
+        number = next(i for i, l in enumerate(lines, 1) if re.match(rf" *{key}:", l))
+        return f"{before or f'conf/{file}:'}{number}"
 
-    return re.sub(r"\{([\w/]+\.yaml):(\w+)\}", line, text)
+    return re.sub(r"(line )?\{([\w/]+\.yaml):(\w+)\}", line, text)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from nam_megatron import migrate, published
 from nam_megatron.blocks.kinds import KINDS
 from nam_megatron.compile import resolvers
 from nam_megatron.conf import conf_dir
-from nam_megatron.errors import Problem, Refused, likely, quoted, raise_if
+from nam_megatron.errors import Problem, Refused, joined, likely, quoted, raise_if
 from nam_megatron.features.names import FEATURES
 from nam_megatron.recipe import resolve
 from nam_megatron.recipe.data import Data
@@ -70,7 +70,7 @@ def from_config(cfg: DictConfig, sources: Any = None, without: Iterable[str] = (
             tree = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue:
         absent = {*OmegaConf.missing_keys(cfg), *(sources.not_given() if sources else ())}
-        raise Refused(map(_not_given, sorted(absent)), sources) from None
+        raise Refused(_not_given(sorted(absent), sources), sources) from None
     except (RecursionError, OmegaConfBaseException) as err:
         key = getattr(err, "full_key", None) or None
         if isinstance(err, RecursionError) or "Recursive interpolation" in str(err):
@@ -90,7 +90,7 @@ def from_config(cfg: DictConfig, sources: Any = None, without: Iterable[str] = (
             sources,
         ) from None
     if sources and (absent := sources.not_given()):
-        raise Refused(map(_not_given, sorted(absent)), sources)
+        raise Refused(_not_given(sorted(absent), sources), sources)
     for key in without:
         tree.pop(key, None)
     given = [(word.text, word.key, word.value) for word in sources.words] if sources else []
@@ -154,8 +154,20 @@ def _rank(key: str, value: Any) -> float:
     return value if isinstance(value, (bool, int, float)) else -1
 
 
-def _not_given(key: str) -> Problem:
-    return Problem(f"key `{key}` must be given", key=key, hint=f"give it: `{key}=...`", law="key-not-given")
+def _not_given(keys: Sequence[str], sources: Any = None) -> Problem:
+    """One problem for all keys that wait for a value, each with its place; of a file named already the line is enough."""
+    words = " ".join(f"{key}=..." for key in keys)
+    if len(keys) == 1:
+        return Problem(f"key `{keys[0]}` must be given", key=keys[0], hint=f"give it: `{words}`", law="key-not-given")
+    said, before = [], ""
+    for key in keys:
+        where = (sources.where(key) if sources else None) or ""
+        file, _, line = where.rpartition(":")
+        place = f"line {line}" if line.isdigit() and file == before else where
+        before = file
+        said.append(f"`{key}`" + (f" ({place})" if place else ""))
+    hint = f"give them in the file or the command: `{words}`"
+    return Problem(f"{len(keys)} keys must be given: {joined(said)}", hint=hint, law="key-not-given")
 
 
 def resolved(
