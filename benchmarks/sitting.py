@@ -98,7 +98,7 @@ JOBS = {
     # Steps as one graph on two ranks: what eager steps train, and every way of ending.
     **{
         f"two_{layout}_{stack}": Job(2, 3, GPU_TEST % f"test_two_gpus.py -k 'replays_on_two and {layout} and {chosen}native'", gib=20)
-        for layout in ("data", "gathered", "tensor", "pipeline", "context")
+        for layout in ("data", "gathered", "tensor", "context")
         for stack, chosen in (("native", ""), ("author", "not "))
     },
     "two_exchanged": Job(2, 3, GPU_TEST % "test_two_gpus.py -k 'exchanged or two_tensor'", gib=20),
@@ -213,7 +213,7 @@ JOBS = {
             f"benchmarks/measure.py --profile --out {{out}}/layout_{stack}_{name}.json --data {{data}} {stack}52_two_{name}",
             "data",
         )
-        for name in ("data", "gathered", "exchanged", "tensor", "pipeline", "context")
+        for name in ("data", "gathered", "exchanged", "tensor", "context")
         for stack in ("native", "author")
     },
     "fp8": Job(

@@ -734,7 +734,7 @@ REFUSALS = [
     (NATIVE, WHOLE | {"schedule.eval_steps": 1}, "schedule.eval_steps", "memory of their own"),
     (NATIVE, WHOLE | {"cluster.nodes": 2}, WHOLE_KEY, "not been tried with several hosts"),
     (NATIVE, WHOLE | {"cluster.gpus_per_node": 2, "parallel.tensor": 2}, WHOLE_KEY, "not been tried with tensor parallelism"),
-    (NATIVE, WHOLE | {"cluster.gpus_per_node": 2, "parallel.pipeline": 2}, WHOLE_KEY, "not been tried with pipeline stages"),
+    (NATIVE, WHOLE | {"cluster.gpus_per_node": 2, "parallel.pipeline": 2}, WHOLE_KEY, "waits for the device after each exchange"),
     (DESIGN, WHOLE | {"cluster.gpus_per_node": 2, "parallel.context": 2}, WHOLE_KEY, "with context ranks in layers other than"),
     (NATIVE, WHOLE | SELECTIVE | {"feature.recompute.modules": ["moe_act"]}, WHOLE_KEY, "not been tried with recompute"),
     (DESIGN, WHOLE | {"execution.mamba3.recompute": "in_proj"}, WHOLE_KEY, "not been tried with recompute"),

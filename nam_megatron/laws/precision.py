@@ -170,6 +170,15 @@ LAWS = (
         source="core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py",
     ),
     Law(
+        id="cudnn-norms-fsdp",
+        category=REFUSES,
+        key="precision.norm_kernels",
+        when=lambda precision, megatron_fsdp: precision.norm_kernels == "cudnn",
+        says="cuDNN's norms want weights at multiples of 16 bytes, and Megatron-FSDP packs a norm's behind whatever is before it",
+        way="set it to transformer_engine",
+        source="core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py",
+    ),
+    Law(
         id="fp8-parts-of-nothing",
         category=CONTRADICTION,
         key=PARTS,

@@ -19,7 +19,7 @@ from .test_whole_step import POISON, STACKS, WHOLE, losses, ran
 sys.path.insert(0, str(Path(__file__).parents[1] / "blocks"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from measure import LAYOUTS, laid
+from measure import LAYOUTS, leave
 from test_tensor_parallel import assert_same_on_two_ranks
 
 pytestmark = pytest.mark.gpu
@@ -59,9 +59,9 @@ def test_two_tensor_ranks_are_one(tmp_path):
 @pytest.mark.parametrize(("preset", "words"), STACKS)
 def test_replays_on_two_ranks_train_what_eager_steps_train(tmp_path, preset, words, layout):
     """What ranks say to each other is inside the graph; a checkpoint is written and read between replays."""
-    words = (TWO, *words, *laid(preset, layout))
+    words = (TWO, *words, *LAYOUTS[layout])
     with ThreadPoolExecutor() as beside:
-        whole = beside.submit(losses, tmp_path / "whole", preset, *words, *WHOLE)
+        whole = beside.submit(losses, tmp_path / "whole", preset, *words, *WHOLE, *leave(preset, layout))
         eager = beside.submit(losses, tmp_path / "eager", preset, *words)
         assert whole.result() == eager.result()
 
