@@ -101,6 +101,14 @@ DIGITS = str.maketrans("123456789", "0" * 9)
 KNOWN = 10_000  # lines that are remembered
 KEY_BEGINS = re.compile(r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY[A-Z ]{0,40}-----")
 KEY_LINE = re.compile(r"(?:\[\w+\]:\s*)?\s*(?:[A-Za-z0-9+/=]{1,76}|[\w-]+: \S.{0,76}|-----END [A-Z ]*-----.*)?\s*")
+# A name whose value stands below it: in a block of YAML, or as `value:` under a `name:`, as Kubernetes has it.
+BELOW = re.compile(
+    rf"(?im)(?:^|[^a-z])(?:access|session|refresh|secret|client|api|db|user|pg){{0,2}}{SECRET_NAME}(?:[_-]?(?:key|token|secret|id|value))?"
+    r"[\"']?[ \t]*:(?:[ \t]+[!&]\S{1,64}){0,2}[ \t]+[|>][-+\d]{0,2}[ \t]*(?:#.*)?\r?$"
+)
+NAME_ABOVE = re.compile(r"(?m)\bname[\"']?\s{0,4}:\s{1,4}[\"']?(\w{1,80})[\"']?,?\s{0,4}$")
+VALUE_BELOW = re.compile(r"[\"']?value[\"']?\s{0,4}:\s{1,4}(?:([|>][-+\d]{0,2})\s*$)?")
+DENT = re.compile(r"(?:\[\w{1,16}\]:\s)?([ \t+-]*)")  # of a line of a log or of a difference
 IN_URL = re.compile(r"(?<=://)[^/\s@:]{0,200}:\S{0,400}@|(?<=://)[^/\s@]{1,200}@")
 # Variables that are recorded: those that the software that trains reads, and no others.
 RECORDED = re.compile(
@@ -184,7 +192,8 @@ class Redactor:
 
     def secrets(self, text: str) -> str:
         """`text` without secrets; hosts and paths stay."""
-        return _hidden(text, [*shapes(text), *(span for value in self._secrets for span in _found(value, text))])
+        found = (span for value in self._secrets for span in _found(value, text))
+        return _hidden(text, [*shapes(text), *below(text), *found])
 
     def valued(self, text: str) -> bool:
         """Whether a secret value of the environment stands in `text`."""
@@ -260,6 +269,37 @@ class Redactor:
         return hashlib.sha256((self._salt + text).encode("utf-8", "surrogateescape")).hexdigest()[:8]
 
 
+class Below:
+    """Finds the values of secrets that a line above names."""
+
+    def __init__(self) -> None:
+        self._dent: int | None = None  # of the name whose block goes on
+        self._named = False
+
+    def __bool__(self) -> bool:
+        return self._dent is not None or self._named
+
+    def start(self, line: str) -> int | None:
+        """Where in this line such a value begins; the lines are given in their order."""
+        dent = DENT.match(line)
+        assert dent
+        named, self._named = self._named, False
+        if self._dent is not None:
+            if not line[dent.end() :].strip():
+                return None
+            if len(dent[1]) > self._dent + 1:  # a step's line begins with a space
+                return dent.end()
+            self._dent = None
+        if named and (value := VALUE_BELOW.match(line, dent.end())):
+            self._dent = len(dent[1]) if value[1] else None
+            return None if value[1] else value.end()
+        if BELOW.search(line):
+            self._dent = len(dent[1])
+            return None
+        self._named = (name := NAME_ABOVE.search(line)) is not None and bool(SECRET_WORD.search(name[1]))
+        return None
+
+
 class Stream:
     """Takes secrets out of text that comes line by line: a key of several lines is one secret.
 
@@ -268,16 +308,16 @@ class Stream:
     """
 
     def __init__(self, redactor: Redactor):
-        self._redactor, self._in_key = redactor, False
+        self._redactor, self._in_key, self._below = redactor, False, Below()
         self._harmless: set[str] = set()  # lines, every digit a 0
 
     def lines(self, said: Sequence[str]) -> list[str]:
         """Many at once: one look tells that there is nothing in them, as there mostly is not."""
-        if self._in_key or self._redactor.valued("\n".join(said)):
+        if self._in_key or self._below or self._redactor.valued("\n".join(said)):
             return [self.line(line) for line in said]
         fresh = {form: line for line in said if (form := line.translate(DIGITS)) not in self._harmless}
         text = "\n".join(fresh.values())
-        if KEY_BEGINS.search(text) or shapeless(text) != text:
+        if KEY_BEGINS.search(text) or names_below(text) or shapeless(text) != text:
             return [self.line(line) for line in said]
         self._know(fresh)
         return list(said)
@@ -289,14 +329,17 @@ class Stream:
 
     def line(self, text: str) -> str:
         form = text.translate(DIGITS)
-        if not self._in_key and form in self._harmless and not self._redactor.valued(text):
+        in_block, start = bool(self._below), self._below.start(text)
+        if start is not None:
+            return text[:start] + MARK
+        if not self._in_key and not in_block and form in self._harmless and not self._redactor.valued(text):
             return text
         if self._in_key and KEY_LINE.fullmatch(text):
             self._in_key = "-----END" not in text
             return MARK
         begins = KEY_BEGINS.search(text)
         self._in_key = begins is not None and "-----END" not in text[begins.end() :]
-        if (shown := self._redactor.secrets(text)) == text:
+        if (shown := self._redactor.secrets(text)) == text and not self._below:
             self._know((form,))
         return shown
 
@@ -328,6 +371,20 @@ def shapes(text: str) -> Iterator[tuple[int, int]]:
     for pattern, words in NEEDS.items():
         if any(word in lower for word in words):
             yield from ((found.end(1), found.end()) for found in pattern.finditer(text))
+
+
+def names_below(text: str) -> bool:
+    return bool(BELOW.search(text) or NAME_ABOVE.search(text))
+
+
+def below(text: str) -> Iterator[tuple[int, int]]:
+    """Where values stand that a line above names."""
+    if names_below(text):
+        lines, end = Below(), 0
+        for line in text.splitlines(keepends=True):
+            if (start := lines.start(line.rstrip("\r\n"))) is not None:
+                yield end + start, end + len(line.rstrip("\r\n"))
+            end += len(line)
 
 
 def _found(value: str, text: str) -> Iterator[tuple[int, int]]:

@@ -211,6 +211,32 @@ def test_a_key_ends_where_another_line_begins():
         assert [line for text in said for line in stream.lines([text])] == whole.lines(said) == shown
 
 
+@pytest.mark.parametrize(
+    ("above", "inner", "after"),
+    [
+        (["password: |"], ["  correct horse", "", "  battery"], "staple: 1"),
+        (["+ api_key: !!str >-2  # ours"], ["+    correct", "+      horse"], "+ staple: 1"),
+        (["[rank1]: - 'token': |"], ["[rank1]:     correct"], "[rank1]:   staple: 1"),
+        (["- name: DB_PASS", "  value: |"], ["    correct"], "- name: staple"),
+        (["zebra:", "  secret: |+"], ["    horse"], stand_in.step_line(1, 3)),
+    ],
+)
+def test_what_stands_below_the_name_of_a_secret(above, inner, after):
+    """In a block of YAML, as a whole text and line by line, up to the line that is no part of it."""
+    said = [*above, *inner, after]
+    stream, whole = Stream(Redactor({})), Stream(Redactor({}))
+    shown = Redactor({}).secrets("\n".join(said)).split("\n")
+    assert [line for text in said for line in stream.lines([text])] == whole.lines(said) == shown
+    assert [bool(line) for line in inner] == ["<secret>" in line for line in shown[len(above) : -1]]
+    assert shown[-1] == after and not any(word in "".join(shown) for word in ("correct", "horse", "battery"))
+
+
+def test_a_value_below_a_name_is_one_where_the_name_is_a_secrets():
+    text = "- name: {}\n  value: zebra\n- name: LR\n  value: horse"
+    assert Redactor({}).secrets(text.format("DB_PASS")) == text.format("DB_PASS").replace("zebra", "<secret>")
+    assert Redactor({}).secrets(text.format("DB_HOST")) == text.format("DB_HOST")
+
+
 def test_how_many_classes_there_are():
     assert len(BY_SHAPE) + len(BY_VALUE) + 1 >= 40
 
