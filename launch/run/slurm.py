@@ -51,7 +51,8 @@ def sbatch(
     name = re.sub(r"[^\w.-]+", "-", r.preset.name)
     recipe, array, chosen, output = for_launch(overrides), "", "", "%x-%j.out"
     if (save := r.schedule.save) is not None and not points:
-        first = [word for word in overrides if word.partition("=")[0] != "schedule.load"]
+        first = [word for word in overrides if word.partition("=")[0] not in ("schedule.load", "schedule.changes")]
+        first += ["schedule.changes=[]"] * bool(r.schedule.changes)  # what a stage has saved is its own
         chosen = f"""
 words=({recipe})
 # Requeued by Slurm, it goes on with what it has saved.

@@ -81,16 +81,39 @@ def objections(lowering: Lowering, *, thorough: bool = True) -> Iterator[Problem
             return
         yield from damage(folder, thorough=thorough)
         yield from another(folder, lowering, thorough=thorough)
-        if schedule.changes and schedule.save is not None and Path(schedule.save).resolve() == folder.resolve():
-            hint = f"save the stage elsewhere; to go on with one that `{folder}` holds, `schedule.changes=[]`"
-            yield Problem("a stage does not write into the folder of the one before it", key="schedule.save", hint=hint)
-        if schedule.changes and lowering.plan.recipe.feature.megatron_fsdp:
-            hint = "go on as before with `schedule.changes=[]`, or train without Megatron-FSDP from the first stage on"
-            yield Problem("a next stage under Megatron-FSDP has not been tried", key="schedule.changes", hint=hint)
+        if schedule.changes:
+            yield from no_stage(folder, lowering)
     elif schedule.changes:
         hint = "`schedule.load=FOLDER` names the stage before; a run of its own has `schedule.changes=[]`"
         yield Problem("changes of a checkpoint, and none is loaded", key="schedule.changes", hint=hint)
     yield from occupied(lowering)
+
+
+def no_stage(folder: Path, lowering: Lowering) -> Iterator[Problem]:
+    """Why a plan that names changes is no next stage of the run in `folder`."""
+    schedule, key = lowering.plan.recipe.schedule, "schedule.changes"
+    if weights_alone(folder):
+        hint = "`schedule.changes=[]`: a run that begins with them has any schedule"
+        yield Problem("changes of a run, and what is loaded are weights alone", key=key, hint=hint)
+        return
+    if schedule.save is not None and Path(schedule.save).resolve() == folder.resolve():
+        hint = f"save the stage elsewhere; to go on with one that `{folder}` holds, `schedule.changes=[]`"
+        yield Problem("a stage does not write into the folder of the one before it", key="schedule.save", hint=hint)
+        return
+    if lowering.plan.recipe.feature.megatron_fsdp:
+        hint = "go on as before with `schedule.changes=[]`, or train without Megatron-FSDP from the first stage on"
+        yield Problem("a next stage under Megatron-FSDP has not been tried", key=key, hint=hint)
+    with contextlib.suppress(Refused):  # said before
+        sides = [same.flat(tree["recipe"]) for tree in (same.read(folder / PLAN), json.loads(plan_json(lowering)))]
+        if idle := [name for name in schedule.changes if sides[0].get(name) == sides[1].get(name)]:
+            hint = f"another value, or leave {'it' if len(idle) == 1 else 'them'} out of `{key}`"
+            yield Problem(f"named as a change, and as the checkpoint has it: {quoted(idle)}", key=key, hint=hint)
+        done = int(tracker.word(folder))
+        if done >= schedule.train_steps:
+            hint = f"more than {done}: steps are counted from the run's first"
+            yield Problem(
+                f"the stage before it ended at step {done}: none is left", key="schedule.train_steps", hint=hint
+            )
 
 
 def occupied(lowering: Lowering) -> Iterator[Problem]:

@@ -221,7 +221,8 @@ def staged(at_two: tuple[str, ...], folder: Path, values: dict) -> tuple[str, ..
 def test_a_next_stage_has_its_own_rates_and_the_state(whole, at_two, tmp_path):
     """Changed in nothing it is the run; else its rates are the new curve's at the steps counted from the run's first."""
     *_, third, fourth, fifth, sixth = whole[1]
-    same = trained(run(tmp_path, *staged(at_two, tmp_path / "same", {})))
+    idle = partial(setattr, checkpoint, "no_stage", lambda *_: ())  # it would be refused
+    same = trained(run(tmp_path, *staged(at_two, tmp_path / "same", {}), before=idle))
     assert same == pytest.approx([third, (third + fourth) / 2, fifth, sixth], abs=1e-6)
     words = staged(at_two, tmp_path / "lower", LOWER)
     ranks = run(tmp_path, *words)
@@ -236,15 +237,23 @@ def test_a_next_stage_has_its_own_rates_and_the_state(whole, at_two, tmp_path):
 @pytest.mark.parametrize(
     ("words", "key"),
     [
-        ((*UNSAVED, "schedule.changes=[optim.min_lr]", "optim.lr=0.02"), "optim.lr"),
+        ((*UNSAVED, "schedule.changes=[optim.min_lr]", "optim.min_lr=0.001", "optim.lr=0.02"), "optim.lr"),
         (("schedule.changes=[optim.lr]", "optim.lr=0.02"), "schedule.save"),
         ((*UNSAVED, "schedule.changes=[optim.lr]", "schedule.load=null"), "schedule.changes"),
+        ((*UNSAVED, "schedule.changes=[optim.lr,optim.min_lr]", "optim.lr=0.02"), "schedule.changes"),
+        ((*UNSAVED, "schedule.changes=[schedule.train_steps]", "schedule.train_steps=2"), "schedule.train_steps"),
     ],
 )
 def test_what_is_no_next_stage(at_two, words, key):
     names = {word.split("=")[0] for word in words}
     kept = [word for word in at_two if word.split("=")[0] not in names]
     assert [found for found, _ in objections(*kept, *words)] == [key]
+
+
+def test_weights_alone_are_no_stage(at_two, tmp_path):
+    (tmp_path / "ckpt" / TRACKER).write_text("release")
+    (problem,) = checkpoint.no_stage(tmp_path / "ckpt", lowered(*at_two, "schedule.changes=[optim.lr]"))
+    assert problem.key == "schedule.changes" and "weights alone" in problem.message
 
 
 def objections(*overrides: str) -> list[tuple[str | None, str]]:

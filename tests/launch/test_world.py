@@ -288,9 +288,10 @@ def test_sbatch_repeats_the_words_that_matter(tmp_path):
 def test_a_requeued_job_goes_on_from_its_own_checkpoint_alone(tmp_path, restarts, saved):
     """The script itself: by Slurm's second start it has something newer than what it was told to begin with, or begins again."""
     own, first = tmp_path / "own", "schedule.load=/begins/here"
+    changes = "schedule.changes=[schedule.train_steps]"
     text = slurm.sbatch(
-        context(f"schedule.save={own}", "schedule.save_interval=2").lowering,
-        ["conf=c", first, "schedule.train_steps=7"],
+        context(f"schedule.save={own}", "schedule.save_interval=2", changes).lowering,
+        ["conf=c", first, "schedule.train_steps=7", changes],
     )
     own.mkdir()
     if saved:
@@ -302,8 +303,8 @@ def test_a_requeued_job_goes_on_from_its_own_checkpoint_alone(tmp_path, restarts
     env["SLURM_RESTART_COUNT"] = restarts
     done = subprocess.run(["bash", "-c", text], env=env, capture_output=True, text=True, check=True)
     words = done.stdout.splitlines()[-1].partition(" run ")[2].split()
-    asked = f"schedule.load={own}" if saved and restarts == "1" else first
-    assert sorted(words) == sorted(["conf=c", asked, "schedule.train_steps=7"])
+    asked = [f"schedule.load={own}", "schedule.changes=[]"] if saved and restarts == "1" else [first, changes]
+    assert sorted(words) == sorted(["conf=c", *asked, "schedule.train_steps=7"])
 
 
 def test_what_is_translated_are_the_words_of_the_recipe_alone():
