@@ -330,6 +330,11 @@ def test_a_default_stands_for_an_argument_beyond_the_last():
     ]
 
 
+def test_flags_that_a_variable_would_bring_are_noted():
+    notes = " ".join(lint("torchrun t.py --num-layers 2 ${FP8:+--fp8-format hybrid} ${NAME:+$NAME}").launch.notes)
+    assert "not set in your environment" in notes and "FP8" in notes and "NAME" not in notes
+
+
 def test_a_function_that_calls_itself_is_noted():
     launch = read(f"f() {{ f; X=5; }}\nX=4; f; {RUN} $X", current())
     assert any("calls itself" in note for note in launch.notes)

@@ -230,6 +230,32 @@ def test_what_a_python_script_starts_is_read_and_what_it_only_says_is_not():
     assert lint(alone, "model.py").args.num_layers == 2
 
 
+def words(text: str) -> str:
+    return " ".join(map(shown, lint(text, "run.py").launch.words))
+
+
+def test_a_text_whose_places_are_filled_in_elsewhere_is_read_there():
+    """As it was written, `%d` was a value that no flag takes."""
+    made = "MODEL = '--num-layers {n} --hidden-size %d'\nARGS = MODEL.format(n=2) % 64\nrun(f't.py {ARGS} --lr 1')\n"
+    assert words(made) == "--num-layers 2 --hidden-size 64 --lr 1"
+
+
+def test_a_command_behind_a_table_of_flags_is_no_value_of_its_last():
+    """`torchrun` was a stray word; and what such a loop makes of None, it decides."""
+    made = (
+        "T = {'num_layers': 2, 'swiglu': None, 'bf16': True}\nflags = []\nfor k, v in T.items():\n    if v is True:\n"
+        "        flags.append(f'--{k}')\n    elif v is not None:\n        flags += [f'--{k}', str(v)]\n"
+        "run(['torchrun', 't.py', *flags, '--lr', '1'])\n"
+    )
+    assert words(made) == "--num-layers 2 --bf16 --lr 1"
+    assert "`--swiglu` (line 3), if line 3 says what is None" in " ".join(lint(made, "run.py").launch.notes)
+
+
+def test_flags_of_other_functions_are_named():
+    made = "A = '--num-layers 2 --hidden-size 64'\ndef go(more):\n    run('t.py ' + A2 + ' --bf16' + more)\nrun(A)\n"
+    assert any(note.endswith("not read here: --bf16") for note in lint(made, "run.py").launch.notes)
+
+
 def test_a_section_that_nothing_takes_sets_no_field():
     text = BRIDGE.replace(
         "    return cfg\n\ndef other", "    smoke = TrainingConfig(train_iters=5)\n    return cfg\n\ndef other"

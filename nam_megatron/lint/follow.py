@@ -655,6 +655,8 @@ class Follower:
         if kind == "+":
             if isinstance(value, str) and holes(value) and not HOLE.sub("", value):
                 return [hole(_brief(text))]  # it may be empty
+            if value is None and "--" in rest and name not in self.run.variables:
+                self.run.unset.setdefault(name, None)  # set, it brings flags
             value = self.joined(blanks_kept(rest)) if value or (value == "" and operation == "+") else ""
         return [hole(name)] if value is None else _listed(value)
 

@@ -474,10 +474,11 @@ def _script(
     tree: ast.Module, functions: Sequence[Function] | Any, constants: dict[str, Any], target: Target
 ) -> Said | None:
     """The strings of the function that has most of Megatron's flags, in their order; of those on a condition it is said which."""
-    found = [Strings({})]
+    templates = set(_templates(tree))
+    found = [Strings({}, templates=templates)]
     found[-1].block(tree.body, None)
     for function in functions:  # whoever calls it may give another value than a parameter's default
-        found.append(Strings(constants | {name: hole(name) for name, _ in _defaults(function)}))
+        found.append(Strings(constants | {name: hole(name) for name, _ in _defaults(function)}, templates=templates))
         found[-1].block(function.body, None)
     most = max(found, key=lambda one: sum(_is_flag(w, target) for w in one.words))
     if not any(_is_flag(w, target) for w in most.words):
@@ -485,9 +486,24 @@ def _script(
     notes = ["the flags in its strings are read, in their order; what else it hands on is not known here"]
     for condition, said in _conditional(most.left, target).items():
         notes.append(f"conditional, neither there nor absent here: {', '.join(said)}, if {condition}")
+    here = {word.partition("=")[0] for words in (most.words, *(text for _, text, _ in most.left)) for word in words}
+    others = dict.fromkeys(word.partition("=")[0] for one in found for word in one.words if _is_flag(word, target))
+    if away := [flag for flag in others if flag not in here]:
+        more = f" and {len(away) - 8} more" if len(away) > 8 else ""
+        notes.append(f"flags of its other functions, not read here: {', '.join(away[:8])}{more}")
     if most.changed:
         notes.append(f"the words may be others, by what changes them: {', '.join(most.changed)}")
     return Said("", tuple(most.words), tuple(notes), None)
+
+
+def _templates(tree: ast.Module) -> Iterator[str]:
+    """Names of texts whose places are filled in elsewhere: as they are, nobody uses them."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="format")):
+                yield name
+            case ast.BinOp(left=ast.Name(id=name), op=ast.Mod()):
+                yield name
 
 
 def _conditional(left: Sequence[tuple[int, list[str], str]], target: Target) -> dict[str, list[str]]:
@@ -530,7 +546,7 @@ def _strings(value: object) -> list[str]:
 @dataclass
 class Strings:
     """The words in the strings of a body. left: those on a condition, each with its line and what it stands on. changed: what takes words
-    away, or puts others in their place. table: the name that the dictionary gets which is being read."""
+    away, or puts others in their place. table: the name that the dictionary gets which is being read. templates: see `_templates`."""
 
     names: dict[str, Any]
     words: list[str] = field(default_factory=list)
@@ -538,6 +554,7 @@ class Strings:
     changed: list[str] = field(default_factory=list)
     table: str = ""
     read: set[str] = field(default_factory=set)
+    templates: set[str] = field(default_factory=set)
 
     def block(self, nodes: Sequence[ast.stmt], on: str | None) -> None:
         """Statements one after another. on: the condition that they stand on."""
@@ -563,6 +580,7 @@ class Strings:
                         on = _and(on, _brief(test))
                 case ast.For(target=target, iter=over) if table := self.flags_of(target, over, node.body):
                     self.entries(table, node, on)
+                    self.read |= loose
                 case ast.For() | ast.AsyncFor() | ast.While() | ast.Match():
                     self.names |= _holes(loose)
                     self.nodes(
@@ -586,7 +604,8 @@ class Strings:
                     | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
                 ):
                     self.table = name
-                    self.node(value, on, False)
+                    if not (name in self.templates and isinstance(value, ast.Constant)):
+                        self.node(value, on, False)
                     self.table = ""
                     self.name(name, value, on)
                     continue
@@ -605,7 +624,8 @@ class Strings:
 
     def name(self, name: str, value: ast.expr, on: str | None) -> None:
         held = hole(name) if on else _value(value, self.names)
-        if says := _says([value]):
+        template = name in self.templates and isinstance(value, ast.Constant) and isinstance(held, str)
+        if says := not template and (_says([value]) or (self.fills(value) and self.text(value))):
             self.read.add(name)
         known = isinstance(held, dict) or not (says or isinstance(held, list) or _open(held))
         self.names[name] = held if known else hole(name)
@@ -644,7 +664,7 @@ class Strings:
                 )
             case ast.JoinedStr() | ast.Constant(value=str()):
                 self.string(node, on, listed)
-            case ast.BinOp() | ast.Call() if _says([node]) and self.text(node):
+            case ast.BinOp() | ast.Call() if (_says([node]) or self.fills(node)) and self.text(node):
                 self.string(node, on, listed)
             case ast.Name(id=name) if name not in self.read and (
                 self.text(node) or _says(map(ast.Constant, _strings(self.names.get(name))))
@@ -668,7 +688,8 @@ class Strings:
                 self.left = [one for one in self.left if not one[2].endswith(f" of `{name}`")]
                 self.again(said, node, on, listed)
             case ast.List(elts=elements) | ast.Tuple(elts=elements):
-                self.nodes(elements, on, True)
+                begin = next((i for i, e in enumerate(elements) if isinstance(e, ast.Starred) or _says([e])), 0)
+                self.nodes(elements[begin:], on, True)  # the command before its flags is no value of one before it
             case (
                 ast.BinOp()
                 | ast.UnaryOp()
@@ -677,10 +698,18 @@ class Strings:
                 | ast.Call()
                 | ast.Subscript()
                 | ast.Constant()
-            ) if listed and self.asks(on) and not _says([node]):
+            ) if (
+                listed
+                and self.asks(on)
+                and not _says([node])
+                and not (isinstance(node, ast.Name) and node.id in self.read)
+            ):
                 self.sink(on).append(str(_value(node, self.names)))
             case ast.AST():
                 self.nodes(list(ast.iter_child_nodes(node)), on, listed)
+
+    def fills(self, node: ast.expr) -> bool:
+        return any(isinstance(n, ast.Name) and n.id in self.templates for n in ast.walk(node))
 
     def text(self, node: ast.expr) -> bool:
         """Whether an expression is a string that has flags."""
@@ -715,9 +744,16 @@ class Strings:
         return None
 
     def entries(self, table: Mapping[str, Any], node: ast.AST, on: str | None) -> None:
-        """A dictionary of flags: what has no value, or is true, is a flag alone, and what is false is none."""
-        words = []
+        """A dictionary of flags: what has no value, or is true, is a flag alone, and what is false is none.
+
+        Of what is None a loop that asks for it decides.
+        """
+        words, asked = [], not isinstance(node, ast.Dict) and "None" in ast.unparse(node)
         for flag, value in table.items():
+            if value is None and asked:
+                line = getattr(node, "lineno", 0)
+                self.left.append((line, [flag], _and(on, f"line {line} says what is None")))
+                continue
             values = [] if value is True or value in (None, "") else value if isinstance(value, list) else [value]
             words += [] if value is False else [flag, *map(str, values)]
         if on is None:
