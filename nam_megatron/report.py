@@ -136,7 +136,7 @@ def layout(p: Plan) -> str:
     """The parallel layout in one line; experts only where there are any."""
     r, a = p.recipe, p.recipe.parallel
     words = [
-        f"{counted(r.world_size, 'GPU')} ({r.cluster.name})",
+        f"{counted(r.world_size, r.cluster.unit)} ({r.cluster.name})",
         f"tensor {a.tensor}{' + sequence' if a.sequence else ''}",
         f"pipeline {a.pipeline}",
     ]
@@ -169,33 +169,38 @@ def drawn_by(p: Plan) -> str:
     return ", ".join(name for name, degree in degrees.items() if degree > 1)
 
 
-def strip(p: Plan) -> tuple[str, str, str]:
-    """(ruler, source letters, Megatron's symbols), one column a layer and a bar at each pipeline cut."""
-    ruler, letters, symbols = "", "", ""
+def strip(p: Plan) -> tuple[str, str, str, str]:
+    """(ruler, source letters, Megatron's symbols, marks of variants or nothing), one column a layer and a bar at each pipeline cut."""
+    ruler, letters, symbols, marks = "", "", "", ""
+    marked = {number: name[0] for name, numbers in p.variants.items() for number in numbers}
     for layer in p.layers:
         if layer.number > 1 and layer.segment != p.layers[layer.number - 2].segment:
             ruler, letters, symbols = ruler.ljust(len(letters)) + " ", letters + "|", symbols + "|"
+            marks += "|"
         if layer.number == 1 or layer.number % 10 == 0:
             ruler = ruler.ljust(len(letters)) + str(layer.number)
         letters += layer.letter
         symbols += KINDS[layer.kind].symbol
-    return ruler, letters, symbols
+        marks += marked.get(layer.number, " ")
+    return ruler, letters, symbols, marks if marked else ""
 
 
 def plan_text(lowering: Lowering) -> str:
     """The whole plan as plain text."""
     p = lowering.plan
-    ruler, letters, symbols = strip(p)
+    ruler, letters, symbols, marks = strip(p)
     text = [
         *header(lowering),
         "",
         f"number  {ruler}",
         f"letter  {letters}",
         f"symbol  {symbols}",
+        *([f"variant {marks.rstrip()}"] if marks else []),
         f"pattern {p.pattern}",
         "",
     ]
     text += [f"{title:<8} {count:>3}  {where}" for title, count, where in parts(p)]
+    text += [f"{name}: layers {', '.join(map(str, numbers))}" for name, numbers in p.variants.items()]
     if p.index_reuse:
         groups: dict[int, list[int]] = {}
         for layer in p.layers:

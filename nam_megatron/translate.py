@@ -408,15 +408,15 @@ def table(lowering: Lowering) -> None:
                 else "dim",
             )
         )
-    ruler, letters, symbols = report.strip(p)
+    ruler, letters, symbols, marks = report.strip(p)
     kinds = iter(p.layers)
     columns = [None if c == "|" else next(kinds).kind for c in letters]
     out.print()
     width = max(out.width - 2, 20)
-    for start in range(0, len(letters), width):  # a narrow terminal folds the strip, all three rows together
+    for start in range(0, len(letters), width):  # a narrow terminal folds the strip, its rows together
         piece = slice(start, start + width)
         out.print(Text(ruler[piece], "dim"), no_wrap=True)
-        for row in (letters, symbols):
+        for row in filter(None, (letters, symbols, marks)):
             out.print(
                 Text.assemble(
                     *((c, KINDS[k].colour if k else "white") for c, k in zip(row[piece], columns[piece], strict=True))
@@ -428,6 +428,8 @@ def table(lowering: Lowering) -> None:
         if numbers := p.numbers(kind):
             name = p.site.blocks.of(kind).called(p.site)
             out.print(Text(f"{name:<8} {len(numbers):>3}  {', '.join(map(str, numbers))}", KINDS[kind].colour))
+    for name, numbers in p.variants.items():
+        out.print(f"{name}: layers {', '.join(map(str, numbers))}")
     out.print()
     settings(out, lowering)
     for env in lowering.env:

@@ -16,6 +16,7 @@ from megatron.core.transformer.experimental_attention_variant.dsa import (
 )
 from presets import NAMES, changed, lowered
 
+from launch.record import report as page
 from nam_megatron import report
 from nam_megatron.blocks import Gauge
 from nam_megatron.blocks.kinds import KINDS
@@ -26,6 +27,7 @@ from nam_megatron.compile.plan import identity, plan
 from nam_megatron.errors import Refused
 from nam_megatron.features.mtp import Mtp
 from nam_megatron.judge import same
+from nam_megatron.judge.identity import stands
 from nam_megatron.recipe import load
 from nam_megatron.train import gauges
 from nam_megatron.words.sizes import Sizes
@@ -390,6 +392,22 @@ def test_experts_off_makes_dense_layers_and_says_so():
     assert p.numbers("mlp") == lowered("nam56r_native_dp").plan.numbers("moe")
     text = report.plan_text(lowered("nam56r_native_dp", "model.letters.E=mlp"))
     assert "E is a dense MLP of 18944: 22 layers" in text
+
+
+def test_a_layer_with_a_window_is_marked_wherever_layers_stand():
+    lowering = lowered("gpt_oss_20b", "model.blocks.attention.unwindowed_every=3", "cluster=cpu", "parallel.expert=1")
+    said = [layer.number for layer in lowering.plan.layers if layer.letter == "A" and (layer.rank + 1) % 3]
+    text = report.plan_text(lowering).splitlines()
+    marks = next(line for line in text if line.startswith("variant "))[8:]
+    assert [n for n, mark in enumerate(marks, 1) if mark == "w"] == said
+    assert f"window 128: layers {', '.join(map(str, said))}" in text
+    assert [
+        l["number"] for l in json.loads(argv.plan_json(lowering))["layers"] if l.get("variant") == "window 128"
+    ] == said
+    layers = stands(lowering.plan)["layers"]
+    assert layers["attention"]["variants"] == {"window 128": said} and "variants" not in layers["moe"]
+    assert f"<title>layer {said[0]}: attention, window 128</title>" in page.strip(layers)
+    assert "window 128 at 16 layers" in text[1] and any("1 CPU rank (cpu)" in line for line in text)
 
 
 @pytest.mark.parametrize(

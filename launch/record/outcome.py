@@ -143,7 +143,7 @@ def told(found: Mapping[str, Any]) -> str:
     return f"{found['what']}, line {found['line']} of the log{rank}"
 
 
-def summary(outcome: Mapping[str, Any]) -> str:
+def summary(outcome: Mapping[str, Any], unit: str) -> str:
     """A run in a few lines, for the terminal and the log."""
     figures, memory = outcome["figures"], outcome["memory"]
     last = f"loss {figures['loss_last']}, gradient norm {figures['grad_norm_last']}" if figures["steps"] else "no step"
@@ -152,7 +152,7 @@ def summary(outcome: Mapping[str, Any]) -> str:
     text += [f"steps {done or 0} of {figures['planned_steps'] or '?'}; {last}"]
     if window := figures["window"]:
         spread = f"p10 {window['p10_ms']}, p90 {window['p90_ms']}; steps {window['first']} to {window['last']}"
-        text += [f"{window['median_ms']} ms a step ({spread}), {window['tokens_per_s_per_gpu']} tokens/s/GPU"]
+        text += [f"{window['median_ms']} ms a step ({spread}), {window['tokens_per_s_per_gpu']} tokens/s/{unit}"]
     against = outcome["against_forecast"] or {}
     if "model_flops_utilisation" in against:
         theirs = f"; Megatron says {figures['window']['megatron_tflops_per_gpu']}" if figures["window"] else ""

@@ -163,7 +163,7 @@ def _one(run: Run) -> Iterator[str]:
     yield f"<p{'' if end == 'completed' else ' class=bad'}>{escape(end or 'open: it runs, or nobody sealed it')}"
     yield f"{': ' + escape(str(reason)) if reason else ''}</p>"
     yield _lineage(r)
-    if at(r, "recipe.cluster.processor") == "cpu":
+    if _on_cpu(r):
         yield f'<div class="banner">{escape(NOTE)}</div>'
     yield _tiles(r)
     yield from _what_ran(r)
@@ -175,6 +175,10 @@ def _one(run: Run) -> Iterator[str]:
     yield _proof(r)
 
 
+def _on_cpu(r: Mapping[str, Any]) -> bool:
+    return at(r, "recipe.cluster.processor") == "cpu"
+
+
 def _lineage(r: Mapping[str, Any]) -> str:
     parts = [at(r, f"lineage.{key}") or "not named" for key in ("host", "family", "regime")]
     return f'<p class="lineage">lineage: {escape(" / ".join(map(str, parts)))}</p>'
@@ -183,7 +187,7 @@ def _lineage(r: Mapping[str, Any]) -> str:
 def _tiles(r: Mapping[str, Any]) -> str:
     figures = {
         "ms a step, median": at(r, "outcome.figures.window.median_ms"),
-        "tokens/s/GPU": at(r, "outcome.figures.window.tokens_per_s_per_gpu"),
+        "tokens/s/CPU rank" if _on_cpu(r) else "tokens/s/GPU": at(r, "outcome.figures.window.tokens_per_s_per_gpu"),
         "of the peak, our count": _percent(at(r, "outcome.against_forecast.model_flops_utilisation")),
         "GiB allocated at most": at(r, "outcome.memory.peak_allocated_gib"),
         "loss, last": at(r, "outcome.figures.loss_last"),
@@ -221,18 +225,21 @@ def strip(layers: Mapping[str, Any]) -> str:
     }
     if not known:
         return ""
+    marks = {n: name for of in layers.values() for name, at_ in _map(at(of, "variants")).items() for n in _list(at_)}
     row, size = 26, 27
     rows = math.ceil(max(known) / row)
     squares = []
     for n, kind in sorted(known.items()):
         x, y = (n - 1) % row * size, (n - 1) // row * (size + 8)
+        what, mark = (f"{kind}, {marks[n]}", marks[n][0]) if n in marks else (kind, "")
         squares.append(
-            f'<g><title>layer {n}: {escape(kind)}</title><rect x="{x}" y="{y}" width="{size - 3}" height="{size - 3}" rx="4" '
-            f'fill="{_colour(kind)}"/><text class="letter" x="{x + 12}" y="{y + 17}" text-anchor="middle">{escape(letter(kind))}'
+            f'<g><title>layer {n}: {escape(what)}</title><rect x="{x}" y="{y}" width="{size - 3}" height="{size - 3}" rx="4" '
+            f'fill="{_colour(kind)}"/><text class="letter" x="{x + 12}" y="{y + 17}" text-anchor="middle">{escape(letter(kind) + mark)}'
             "</text></g>"
         )
     order = [kind for kind in KINDS if kind in layers] + sorted(layers.keys() - KINDS)  # a version may have had others
-    keys = (_key(_colour(kind), f"{letter(kind)} {kind} {len(_list(at(layers[kind], 'numbers')))}") for kind in order)
+    keys = [_key(_colour(kind), f"{letter(kind)} {kind} {len(_list(at(layers[kind], 'numbers')))}") for kind in order]
+    keys += [_key("transparent", f"{name[0]}: {name}") for name in dict.fromkeys(marks.values())]
     box = f'viewBox="0 0 {row * size} {rows * (size + 8)}"'
     return f'<svg {box} role="img" aria-label="layers by kind">{"".join(squares)}</svg><p>{"".join(keys)}</p>'
 
@@ -395,8 +402,12 @@ def _kinds(run: Run) -> Iterator[str]:
 
 def _settings(r: Mapping[str, Any]) -> Iterator[str]:
     yield "<h2>Settings</h2>"
+    recipe = compare.flat(migrate.recipe(r["recipe"]), "recipe") if _map(r.get("recipe")) else {}
+    if _on_cpu(r):  # that GPU is the budget's, and a rehearsal has plain torch for kernels
+        recipe = {k: v for k, v in recipe.items() if not k.startswith("recipe.device.")}
+        recipe = {k: f"{v}; ran: plain torch" if v == "transformer_engine" else v for k, v in recipe.items()}
     parts: dict[str, Any] = {
-        "Recipe": compare.flat(migrate.recipe(r["recipe"]), "recipe") if _map(r.get("recipe")) else {},
+        "Recipe": recipe,
         "Words of the command line": dict(enumerate(_list(r.get("words")), 1)),
         "Environment": {k: at(v, "value") for k, v in _map(at(r, "job.overlay")).items()}
         | dict(_map(r.get("environ"))),

@@ -60,7 +60,7 @@ def run(context: Context, start: Start = job.words) -> int:
             if isinstance(verdict, int):
                 verdict = ended(verdict, came, opened.content["job"], signals.seen)
             came |= {"reason": verdict.reason, "signals": signals.seen}
-            sys.stderr.write(outcome.summary({**came, "end": verdict.end}))
+            sys.stderr.write(outcome.summary({**came, "end": verdict.end}, context.cluster.unit))
             opened.seal(verdict.end, came)
             sys.stderr.write(f"sealed: {opened.folder / receipt.FILE}\n")
             if key := context.words.get("sign"):

@@ -83,6 +83,10 @@ class Block(Config):
         """What people call it with these values."""
         return self.title
 
+    def variant(self, layer: Layer) -> str | None:
+        """What tells a layer from others of its kind, as `window 128`; its first letter marks it in a strip."""
+        return None
+
     def ours(self, site: Site) -> str | None:
         """Why stock Megatron would train another model on this plan's arguments; None where it would not."""
         return None if self.stock else "Megatron has no such layer and would build its Mamba-2 there"

@@ -69,13 +69,14 @@ def head(b: Budget) -> Iterator[str]:
 
 def verdict(b: Budget) -> str:
     """One line: whether it fits, and what is left."""
-    device = b.plan.recipe.device
+    device, cluster = b.plan.recipe.device, b.plan.recipe.cluster
+    name = device.name if cluster.processor == "gpu" else f"{device.name} (which no {cluster.unit} uses)"
     at = f"stage {b.worst.stage.rank}, " if len(b.stages) > 1 else ""
     used = f"{gib(b.worst.worst.total)} of {gib(b.capacity)} GiB ({at}{b.worst.worst.event})"
     if not b.fits:
-        return f"does not fit {device.name}: {used}, {gib(-b.free)} too much"
+        return f"does not fit {name}: {used}, {gib(-b.free)} too much"
     room = "" if b.roomy else f", less than the headroom of {device.headroom_gib:g}"
-    return f"fits {device.name}: {used}, {gib(b.free)} free{room}"
+    return f"fits {name}: {used}, {gib(b.free)} free{room}"
 
 
 def owners(moment: Moment) -> Iterator[tuple[str, str, int, Line, int]]:

@@ -143,7 +143,9 @@ def plan_json(lowering: Lowering) -> str:
         "world_size": p.recipe.world_size,
         "pattern": p.pattern,
         "layers": [
-            {k: getattr(l, k) for k in ("number", "letter", "kind", "rank", "segment", "source")} for l in p.layers
+            {k: getattr(l, k) for k in ("number", "letter", "kind", "rank", "segment", "source")}
+            | ({"variant": name} if (name := p.site.blocks.of(l.kind).variant(l)) else {})
+            for l in p.layers
         ],
         "mtp": {"depths": p.mtp_depths, "kinds": list(p.mtp)},
         "departures": list(p.departures),

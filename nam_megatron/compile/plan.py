@@ -13,7 +13,7 @@ from itertools import groupby
 
 from nam_megatron.blocks import Block
 from nam_megatron.blocks.kinds import KINDS, LETTERS
-from nam_megatron.errors import Problem, Refused, raise_if
+from nam_megatron.errors import Problem, Refused, counted, raise_if
 from nam_megatron.recipe import Recipe, resolve, value_at
 from nam_megatron.recipe.site import site
 from nam_megatron.words.setting import Config, Package
@@ -97,6 +97,12 @@ class Plan:
 
     def numbers(self, kind: str) -> tuple[int, ...]:
         return tuple(l.number for l in self.layers if l.kind == kind)
+
+    @cached_property
+    def variants(self) -> dict[str, tuple[int, ...]]:
+        """The layers that differ from others of their kind by more than their number: `window 128` -> 1, 5, 9."""
+        said = [(self.site.blocks.of(l.kind).variant(l), l.number) for l in self.layers]
+        return {name: tuple(n for of, n in said if of == name) for name in dict.fromkeys(of for of, _ in said) if name}
 
     @cached_property
     def letter_counts(self) -> dict[str, int]:
@@ -322,6 +328,7 @@ def _fewest(ends: list[int], longest: int) -> float:
 def composition(p: Plan) -> str:
     """What stands, in one line: `MLA 4, MoE 22, ...` by kind, and the features that own layers or tensors."""
     words = [f"{title} {count}" for title, count, _ in parts(p)]
+    words += [f"{name} at {counted(len(numbers), 'layer')}" for name, numbers in p.variants.items()]
     if p.mtp:
         words.append(f"MTP {p.mtp_depths}")
     fp8 = p.recipe.feature.fp8

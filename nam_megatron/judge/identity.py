@@ -34,7 +34,9 @@ def family(plan: Plan) -> str:
 
 def regime(plan: Plan) -> str:
     """`author_dp; 1 x 4 GPUs; tensor 1, ...; DDP, distributed optimizer; ...`, each part under its own word."""
-    return "; ".join(_regime(plan))
+    said = "; ".join(_regime(plan))
+    # A rehearsal runs plain torch for every kernel that its recipe names.
+    return said if plan.recipe.cluster.processor == "gpu" else said.replace("=transformer_engine", "=torch")
 
 
 def on(plan: Plan, name: str) -> Feature | None:
@@ -46,7 +48,9 @@ def on(plan: Plan, name: str) -> Feature | None:
 def stands(plan: Plan) -> dict[str, Any]:
     """Layers by kind and number, and what was given up for them: for a receipt, in facts and not in prose."""
     numbers = {kind: list(plan.numbers(kind)) for kind in sorted({layer.kind for layer in plan.layers})}
-    layers = {kind: {"count": len(at), "numbers": at} for kind, at in numbers.items()}
+    layers: dict[str, dict[str, Any]] = {kind: {"count": len(at), "numbers": at} for kind, at in numbers.items()}
+    for name, at in plan.variants.items():
+        layers[plan.layers[at[0] - 1].kind].setdefault("variants", {})[name] = list(at)
     found: dict[str, Any] = {"layers": layers}
     found["given_up"] = [
         {"letter": s.letter, "designed": s.designed, "stands": s.standing, "layers": list(s.numbers), "by": s.by}
@@ -108,7 +112,7 @@ def _regime(plan: Plan) -> Iterator[str]:
     r = plan.recipe
     p, x, s = r.parallel, r.precision, r.schedule
     yield r.lane.name + (f" ({', '.join(plan.departures)})" if plan.departures else "")
-    yield f"{r.cluster.nodes} x {r.cluster.gpus_per_node} GPUs"
+    yield f"{r.cluster.nodes} x {r.cluster.gpus_per_node} {r.cluster.unit}s"
     tensor = f"tensor {p.tensor}{' + sequence' if p.sequence else ''}"
     cuts = f" cut {'|'.join(str(len(s)) for s in plan.segments)}" if len(plan.segments) > 1 else ""
     yield f"{tensor}, pipeline {p.pipeline} x {p.virtual_pipeline}{cuts}, context {p.context}, expert {p.expert} x {p.expert_tensor}"

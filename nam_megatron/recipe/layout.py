@@ -159,3 +159,8 @@ class Cluster(Config):
     ]
     storage: Storage
     waivers: Annotated[dict[Name, Name], Row("finding of `python -m launch check`: why these hosts cannot satisfy it")]
+
+    @property
+    def unit(self) -> str:
+        """What a rank runs on, for people."""
+        return "GPU" if self.processor == "gpu" else "CPU rank"

@@ -49,6 +49,9 @@ def test_ten_steps_from_the_launcher_to_the_page(short):
     assert report.command([str(folder)], {}) == 0
     page = (folder / "report.html").read_text()
     assert NOTE in page and "of the peak" not in page and "<h2>Loss</h2><svg" in page
+    regime = said["lineage"]["regime"]
+    assert "1 x 2 CPU ranks" in regime and "norm_kernels=torch" in regime and "tokens/s/CPU rank" in done.stderr
+    assert "GPUs" not in page and "h200" not in page and "<td>transformer_engine</td>" not in page
 
 
 def test_what_asks_for_a_gpu_is_refused_with_a_hint_that_works():

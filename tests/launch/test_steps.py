@@ -167,7 +167,7 @@ def test_no_log_is_a_traceback_and_its_receipt_can_be_written(tmp_path_factory, 
     (folder / "nccl.1").write_bytes(text)
     came = outcome.of_run(folder, {"job": {"world": 2, "tokens_per_step": 5}, "forecast": {"peak_allocated_gib": 1.0}})
     receipt.write(folder, receipt.sealed({"schema": receipt.SCHEMA, "run": folder.name}, "lost", receipt.plain(came)))
-    assert outcome.summary({**receipt.read(folder)["outcome"]})
+    assert outcome.summary(receipt.read(folder)["outcome"], "GPU")
 
 
 def test_a_folder_without_a_log_has_no_figures(tmp_path):

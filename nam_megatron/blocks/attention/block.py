@@ -83,6 +83,9 @@ class Attention(Block):
         """Whether the attention layer of this rank has the window."""
         return self.window is not None and (not self.unwindowed_every or (rank + 1) % self.unwindowed_every > 0)
 
+    def variant(self, layer: Layer) -> str | None:
+        return f"window {self.window}" if self.windowed(layer.rank) else None
+
     def requantised(self, site: Site) -> tuple[int, int]:
         return site.num_attention_heads * self.head_dim, 0
 
