@@ -11,13 +11,13 @@ from nam_megatron.errors import Refused
 REPO = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("name", [n for n in card.presets() if card.meant(n) == n])
-def test_every_file_that_a_card_names_speaks_of_the_preset(name):
-    shown = {check: found for check, look in card.CHECKS.items() if (found := look(name))}
-    assert shown.keys() >= {"verify"}
-    for check, found in shown.items():
-        text = (REPO / found.by).read_text()
-        assert name in text or (check == "verify" and "PUBLIC" in text), (check, found)
+def test_every_file_that_a_card_names_speaks_of_the_preset():
+    for name in dict.fromkeys(map(card.meant, card.presets())):
+        shown = {check: found for check, look in card.CHECKS.items() if (found := look(name))}
+        assert shown.keys() >= {"verify"}, name
+        for check, found in shown.items():
+            text = (REPO / found.by).read_text()
+            assert name in text or (check == "verify" and "PUBLIC" in text), (name, check, found)
 
 
 def test_figures_are_the_receipts_own():

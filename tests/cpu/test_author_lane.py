@@ -15,7 +15,6 @@ import pytest
 import torch
 from megatron.core.utils import unwrap_model
 from test_train import logged, trained
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nam_megatron import train
 from nam_megatron.compile.argv import plan_json, words
@@ -115,6 +114,8 @@ def test_the_angles_that_are_trained_are_yarns(tmp_path):
     asked = {"rope_type": "yarn", "original_max_position_embeddings": YARN["original_length"], "rope_theta": 5e5}
     sizes = {"head_dim": 8, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 32}
     config = SimpleNamespace(rope_parameters=asked | YARN, standardize_rope_params=lambda: None, **sizes)
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # seconds, in every worker that collects this file
+
     wanted, _ = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
     for angles in json.loads(seen.read_text()):
         assert angles == pytest.approx(wanted.tolist() * 2, rel=1e-6)
