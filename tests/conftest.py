@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+from itertools import islice
 
 import pytest
 from hypothesis import settings
@@ -25,6 +26,16 @@ settings.load_profile("house")
 gc.disable()
 
 
+# More than a minute each, the longest first. Begun among the last, one would keep a worker while the others wait.
+LONGEST = (
+    "tests/nemo/test_bridge.py::test_inside",
+    "tests/test_mutants.py::test_mistakes",
+    "tests/blocks/test_tensor_parallel.py::test_two",
+    "tests/cpu/test_rehearsal.py::test_ten",
+    "tests/exported/test_exported.py::test_inside",
+)
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--rewrite-golden", action="store_true", help="write tests/golden/ anew instead of comparing with it"
@@ -32,13 +43,21 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """GPU tests run only where they are asked for (`-m gpu`), so that nothing is skipped silently elsewhere. And what begins."""
+    """GPU tests run only where they are asked for (`-m gpu`), so that nothing is skipped silently elsewhere. And each worker of xdist's
+    worksteal, which has its share of the items in their order, begins with its share of the longest."""
     if "gpu" not in (config.option.markexpr or ""):
         gpu = [item for item in items if item.get_closest_marker("gpu")]
         items[:] = [item for item in items if item not in gpu]
         config.hook.pytest_deselected(items=gpu)
-    # The longest of all: begun among the last, it would keep one worker while the others wait.
-    items.sort(key=lambda item: not item.name.startswith("test_inside"))
+    workers, left = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)), len(items)
+    longest = [item for name in LONGEST for item in items if item.nodeid.startswith(name)]
+    rest = iter([item for item in items if item not in longest])
+    items.clear()
+    for worker in range(workers):
+        share, first = left // (workers - worker), longest[worker::workers]
+        items += [*first, *islice(rest, max(0, share - len(first)))]
+        left -= share
+    items += rest
 
 
 def pytest_collection_finish(session):
