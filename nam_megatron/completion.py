@@ -59,14 +59,14 @@ def _candidates(before: Sequence[str], word: str) -> Iterator[str]:
     elif name == "card":
         yield from names("preset", said)
     elif name in ARGPARSE:
-        yield from _argparse(name, said)
+        yield from _argparse(name, said, word)
     elif name in RECIPES:
         yield from recipe(RECIPES[name], said, word)
     elif name in ("launch", "nemo"):
         yield from _verbs(name, said, word)
 
 
-def _argparse(name: str, said: Sequence[str]) -> Iterator[str]:
+def _argparse(name: str, said: Sequence[str], word: str) -> Iterator[str]:
     from importlib import import_module
 
     parser = import_module(ARGPARSE[name]).parser()
@@ -74,7 +74,10 @@ def _argparse(name: str, said: Sequence[str]) -> Iterator[str]:
     if verbs and not said:
         yield from verbs
     else:
-        yield from (f"{option}=" for option in of(parser, said))
+        for option, flag in of(parser, said).items():
+            yield (
+                f"--{option}{'' if flag else '='}" if word.startswith("-") else f"{option}="
+            )  # `--`: the module's own grammar
 
 
 def _verbs(name: str, said: Sequence[str], word: str) -> Iterator[str]:

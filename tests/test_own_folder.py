@@ -135,6 +135,12 @@ def test_a_shadowed_name_is_refused(tmp_path):
     )
 
 
+def test_a_file_is_named_by_a_path_without_detours(tmp_path):
+    preset(tmp_path, "mine", text="optim:\n  lr: ???\n")
+    text = refused("--config-dir", f"../{tmp_path.name}", "conf=mine", cwd=tmp_path)
+    assert f"({tmp_path}/preset/mine.yaml:" in text
+
+
 def test_a_preset_under_the_name_of_another_is_refused(tmp_path):
     preset(tmp_path, "mine", called="nam56r_smoke")
     text = refused("--config-dir", ".", "conf=mine", cwd=tmp_path)
