@@ -16,7 +16,12 @@ from nam_megatron.errors import Refused
 from nam_megatron.recipe import Recipe, conf_dir, from_tree, load, to_tree
 from nam_megatron.words.setting import section
 
-TREES = [to_tree(lowered(name).plan.recipe) for name in NAMES]
+
+def tree_of(name):
+    return to_tree(lowered(name).plan.recipe)
+
+
+TREE = tree_of(NAMES[0])
 
 
 def many(examples):
@@ -88,7 +93,7 @@ def paths(node, path=()):
 
 @st.composite
 def mutated(draw):
-    tree = copy.deepcopy(draw(st.sampled_from(TREES)))
+    tree = copy.deepcopy(draw(st.sampled_from(NAMES).map(tree_of)))
     for _ in range(draw(st.integers(1, 3))):
         path = draw(st.sampled_from(sorted((p for p in paths(tree) if p), key=str)))
         node = tree
@@ -192,7 +197,7 @@ def test_plausible_recipes():
 
 # Overrides, through Hydra ---------------------------------------------------------------------------------------------
 
-KEYS = [".".join(map(str, p)) for p in paths(TREES[0]) if p and not any(isinstance(part, int) for part in p)]
+KEYS = [".".join(map(str, p)) for p in paths(TREE) if p and not any(isinstance(part, int) for part in p)]
 GROUPS = sorted(p.name for p in conf_dir().iterdir() if p.is_dir())
 values = (
     st.sampled_from(
@@ -244,11 +249,11 @@ def test_overrides(name, overrides):
         {},
         {1: 2},
         {"model": None},
-        TREES[0] | {"model": []},
-        TREES[0] | {"assumptions": {"a\nrm -r": "b"}},
-        TREES[0] | {"assumptions": {3: "b"}},
-        TREES[0] | {"model": TREES[0]["model"] | {"hidden_size": 10**5000}},  # Python refuses to print it
-        TREES[0] | {"feature": TREES[0]["feature"] | {"mtp": {"depths": True, "loss_weight": 0.1}}},  # True == 1
+        TREE | {"model": []},
+        TREE | {"assumptions": {"a\nrm -r": "b"}},
+        TREE | {"assumptions": {3: "b"}},
+        TREE | {"model": TREE["model"] | {"hidden_size": 10**5000}},  # Python refuses to print it
+        TREE | {"feature": TREE["feature"] | {"mtp": {"depths": True, "loss_weight": 0.1}}},  # True == 1
     ],
     ids=range(8),
 )
