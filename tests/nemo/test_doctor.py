@@ -81,14 +81,8 @@ def test_the_documented_steps_and_the_hint_install_below_glibc_2_39():
     text = (Path(__file__).parents[2] / "docs" / "nemo.md").read_text()
     hint = adding("nemo").strip("`")
     for line in [*re.findall(r"^(uv sync .*--extra nemo.*)$", text, re.MULTILINE), hint]:
-        words = [
-            *re.split("#|&&", line)[0].split(),
-            "--dry-run",
-            "--frozen",
-            "--offline",
-            "--python-platform",
-            "x86_64-manylinux_2_36",
-        ]
+        dry = ["--dry-run", "--frozen", "--offline", "--python-platform", "x86_64-manylinux_2_36"]
+        words = [*re.split("#|&&", line)[0].split(), *dry]
         done = subprocess.run(words, cwd=Path(__file__).parents[2], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     assert hint in text and doctor.BY_HAND in text
