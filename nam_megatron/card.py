@@ -1,5 +1,7 @@
 """nam card NAME: what has been shown of a preset, and by which file of this repository; `nam card all` is the page docs/cards.md
 
+`nam card all format=json` is docs/cards.json, from which an installed package, which has no such files, says the same.
+
 Each check is *shown*, by a receipt or a file in benchmarks/, or *not shown*. A file of a smaller model of the preset says how small.
 """
 
@@ -14,6 +16,7 @@ from nam_megatron.errors import OK, Problem, Refused, counted, finish, likely
 from nam_megatron.recipe import conf_dir, load
 
 REPOSITORY = Path(__file__).parent.parent
+SHIPPED = Path(__file__).with_name("cards.json")  # in a wheel, which has no records: docs/cards.json
 PROOFS = ("prove", "prove_public", "prove_context", "prove_long", "prove_h200")
 Row = Mapping[str, Any]
 
@@ -168,6 +171,24 @@ CHECKS: dict[str, Callable[[str], Shown | None]] = {
 }
 
 
+def shown(preset: str) -> dict[str, Shown | None]:
+    """Each check of a preset: read from the records, or in a wheel from what they said when it was built."""
+    if SHIPPED.is_file():
+        facts = json.loads(SHIPPED.read_text(encoding="utf-8"))[preset]
+        return {check: Shown(*facts[check]) if check in facts else None for check in CHECKS}
+    return {check: look(preset) for check, look in CHECKS.items()}
+
+
+def facts() -> str:
+    """docs/cards.json, for wheels."""
+    every = {
+        name: {check: found for check, found in shown(name).items() if found}
+        for name in presets()
+        if meant(name) == name
+    }
+    return json.dumps(every, indent=1) + "\n"
+
+
 def meant(name: str) -> str:
     """The preset that a name stands for: an alias's evidence is its preset's. Raises Refused."""
     names = presets()
@@ -186,8 +207,7 @@ def presets() -> list[str]:
 def text(name: str) -> str:
     preset, width = meant(name), max(map(len, CHECKS))
     lines = [f"{name}{f', an alias of {preset}' if preset != name else ''}: {load(preset).preset.about}", ""]
-    for check, look in CHECKS.items():
-        found = look(preset)
+    for check, found in shown(preset).items():
         lines.append(f"{check:<{width}}  " + (f"shown by {found.by}: {found.said}" if found else "not shown"))
     return "\n".join(lines) + "\n"
 
@@ -204,7 +224,7 @@ def page() -> str:
     names = [name for name in presets() if meant(name) == name]
     rows = [f"| preset | {' | '.join(CHECKS)} |", f"|---|{'---|' * len(CHECKS)}"]
     for name in names:
-        cells = [f"[shown]({LINK}{found.by})" if (found := look(name)) else "" for look in CHECKS.values()]
+        cells = [f"[shown]({LINK}{found.by})" if found else "" for found in shown(name).values()]
         rows.append(f"| `{name}` | {' | '.join(cells)} |")
     return HEAD + "\n".join(rows) + "\n"
 
@@ -213,12 +233,11 @@ LINK = "../"
 
 
 def command(words: Sequence[str]) -> int:
-    if not (REPOSITORY / "benchmarks").is_dir():
-        raise Refused(
-            Problem("the records of runs are not here", hint="they lie in a checkout, not in an installed package")
-        )
     if {*words} & {"-h", "--help"}:
         print((__doc__ or "").rstrip())
+        return OK
+    if [*words] == ["all", "format=json"]:
+        sys.stdout.write(facts())
         return OK
     if len(words) != 1:
         raise Refused(Problem("`card` takes one name", hint="`nam card nam56r_fused`, or `nam card all`"))

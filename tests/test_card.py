@@ -37,3 +37,4 @@ def test_an_alias_has_the_card_of_its_preset_and_a_wrong_name_none():
 
 def test_the_page_is_made_from_them():
     assert (REPO / "docs" / "cards.md").read_text() == card.page(), "nam card all > docs/cards.md"
+    assert (REPO / "docs" / "cards.json").read_text() == card.facts(), "nam card all format=json > docs/cards.json"

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from nam_megatron import card
+
 REPO = Path(__file__).parent.parent
 
 
@@ -52,6 +54,11 @@ def test_a_plan_is_made_read_and_shown(installed, tmp_path):
     assert found.returncode == 0 and "12 layers" in found.stdout, found.stderr
     priced = run(installed, tmp_path, "nam_megatron.budget conf=nam56r_smoke")
     assert priced.returncode == 0 and "3,624,496 parameters" in priced.stdout, priced.stderr
+
+
+def test_a_card_says_what_the_records_of_the_checkout_say(installed, tmp_path):
+    found = run(installed, tmp_path, "nam_megatron.card nam56r_smoke")
+    assert (found.returncode, found.stdout) == (0, card.text("nam56r_smoke")), found.stderr
 
 
 def test_a_preset_of_ones_own(installed, tmp_path):
