@@ -219,6 +219,16 @@ def test_the_text_model_of_a_nested_config_is_read():
     found, plain = lint(json.dumps(nested), "config.json"), lint(json.dumps(CONFIGS["qwen3_next_80b_a3b"]), "b")
     assert found.model.count.total == plain.model.count.total
     assert any("`vision_config`" in note for note in found.launch.notes)
+    nested["text_config"] = text | {"tie_word_embeddings": True}  # transformers 4 would tie them, and 5 not
+    with pytest.raises(Refused, match="`tie_word_embeddings` is false, and true in `text_config`"):
+        lint(json.dumps(nested), "config.json")
+
+
+def test_two_names_of_one_key_say_one_value():
+    """NemotronH's class takes its own, whatever stands under the usual name."""
+    config = CONFIGS["nemotron_h_8b"] | {"layer_norm_epsilon": 1e-5}
+    with pytest.raises(Refused, match="`rms_norm_eps: 1e-06` beside `layer_norm_epsilon: 1e-05`"):
+        lint(json.dumps(config | {"rms_norm_eps": 1e-6}), "config.json")
 
 
 @pytest.mark.parametrize(

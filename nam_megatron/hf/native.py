@@ -161,6 +161,9 @@ def _source(path: Path, tree: dict[str, Any], of: Family, nested: bool) -> Sourc
             spelled[name] = f"{WHOLE}{name.removeprefix(TEXT)}"
         elif name.startswith(WHOLE):
             left_out.add(name)
+    if twice := sorted(left_out.intersection(spelled.values())):
+        hint = f"keep the one of the model that `{folder.CONFIG}` describes"
+        raise Refused(Problem(f"`{path}` holds `{twice[0]}` with and without `{TEXT.removeprefix(WHOLE)}`", hint=hint))
     return Source(path, shelf, spelled, block, frozenset(left_out))
 
 

@@ -94,13 +94,16 @@ class Said:
             raise Refused(Problem(f"`{key}` is {value!r} in `{self.name}`", key=key, hint=f"it is {wanted}"))
 
     def need(self, *keys: str) -> Any:
-        """The value under the first of these names that stands.
+        """The value under whichever of these names stands.
 
         Raises:
-            Refused: none does.
+            Refused: none does, or two with two values, of which another class takes the other.
         """
-        found = [self.get(key) for key in keys]
-        value = next((v for v in found if v is not None), None)
+        found = {key: value for key in keys if (value := self.get(key)) is not None}
+        value = next(iter(found.values()), None)
+        if unlike := [key for key in found if found[key] != value]:
+            what = f"`{self.name}` has `{next(iter(found))}: {value}` beside `{unlike[0]}: {found[unlike[0]]}`"
+            raise Refused(Problem(what, key=unlike[0], hint="leave one of them out"))
         if value is None:
             hint = "give the whole file: a default of transformers' would be a guess"
             raise Refused(Problem(f"`{self.name}` does not say `{keys[0]}`", key=keys[0], hint=hint))
@@ -169,6 +172,10 @@ def of_text(root: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
     ):  # which transformers takes from the whole where the part does not say
         if inner.get(shared) is None and root.get(shared) is not None:
             inner[shared] = root[shared]
+    if (tied := root.get("tie_word_embeddings")) is not None and tied != inner["tie_word_embeddings"]:
+        what = f"`tie_word_embeddings` is {json.dumps(tied)}, and {json.dumps(inner['tie_word_embeddings'])} in `{key}`"
+        hint = "say in both what the weights are: transformers 4 takes the text's word, 5 the whole's"
+        raise Refused(Problem(what, key="tie_word_embeddings", hint=hint))
     others = sorted(k for k, v in root.items() if k.endswith("_config") and k not in (key, "quantization_config") and v)
     return inner, [f"`{other}`: the model of text alone is described" for other in others]
 

@@ -461,3 +461,11 @@ def test_a_published_model_goes_on_for_twenty_steps_and_back(made, tmp_path):
 def test_a_form_that_is_none_is_refused_before_anything_is_read(words, said, capsys):
     assert command.main(["export", "nowhere", "out", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_tensor_of_text_that_stands_twice_is_refused(tmp_path):
+    """In a model that also sees, with its prefix and without: the one without was left out as a picture's."""
+    twice = {name: torch.ones(4) for name in ("model.norm.weight", "model.language_model.norm.weight")}
+    save_file(twice, tmp_path / "model.safetensors")
+    with pytest.raises(Refused, match=r"with and without `language_model\.`"):
+        native._source(tmp_path, {}, families.family("qwen3_5_text"), nested=True)
