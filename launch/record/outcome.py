@@ -146,7 +146,8 @@ def told(found: Mapping[str, Any]) -> str:
 def summary(outcome: Mapping[str, Any], unit: str) -> str:
     """A run in a few lines, for the terminal and the log."""
     figures, memory = outcome["figures"], outcome["memory"]
-    last = f"loss {figures['loss_last']}, gradient norm {figures['grad_norm_last']}" if figures["steps"] else "no step"
+    loss, norm = (f"{x:.5g}" if isinstance(x := figures[key], float) else x for key in ("loss_last", "grad_norm_last"))
+    last = f"loss {loss}, gradient norm {norm}" if figures["steps"] else "no step"
     text = [f"{outcome['end']}: {outcome['reason']}" if outcome.get("reason") else str(outcome["end"])]
     done = figures["last_step"] if outcome["last_step"] is None else outcome["last_step"]
     text += [f"steps {done or 0} of {figures['planned_steps'] or '?'}; {last}"]

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import secrets
+import shlex
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from nam_megatron.compile.argv import plan_json
 from nam_megatron.errors import FINDINGS, OK, REFUSED, Problem, Refused
 from nam_megatron.events import Record
 from nam_megatron.judge import identity
+from nam_megatron.launcher import called
 from nam_megatron.mends import Trainer
 from nam_megatron.mends.series import needed
 
@@ -62,7 +64,8 @@ def run(context: Context, start: Start = job.words) -> int:
             came |= {"reason": verdict.reason, "signals": signals.seen}
             sys.stderr.write(outcome.summary({**came, "end": verdict.end}, context.cluster.unit))
             opened.seal(verdict.end, came)
-            sys.stderr.write(f"sealed: {opened.folder / receipt.FILE}\n")
+            page = shlex.join(["python", "-m", "launch", "report", str(opened.folder)])
+            sys.stderr.write(called(f"sealed: {opened.folder / receipt.FILE}\nits page: {page}\n"))
             if key := context.words.get("sign"):
                 signature.sign(opened.folder, key)
     return verdict.code

@@ -297,9 +297,14 @@ def problem(err: Exception) -> Problem:
                 hint=f"a preset is `conf={err.override}`",
                 law="override-unreadable",
             )
-        if (at := Path(err.override)).name == "config.json" or (at / "config.json").is_file():
-            hint = f"a published model is `conf={err.override}`"
-            return Problem(f"`{clipped(err.override)}` is no KEY=VALUE", hint=hint, law="override-unreadable")
+        at = Path(err.override)
+        for name, hint in (
+            ("config.json", "a published model is `conf={}`"),
+            ("receipt.json", "a run's page is `python -m launch report {}`"),
+        ):
+            if at.name == name or (at / name).is_file():
+                said = hint.format(err.override)
+                return Problem(f"`{clipped(err.override)}` is no KEY=VALUE", hint=said, law="override-unreadable")
         hint = "it is read as KEY=VALUE; a value with blanks or signs needs quotes of its own: KEY=\"'...'\""
         return Problem(f"cannot read the override `{clipped(err.override)}`", hint=hint, law="override-unreadable")
     if isinstance(err, RecursionError):
