@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, filesystem, metadata
+from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, FileSystemWriter, filesystem, metadata
 from torch.distributed.checkpoint import save as save_checkpoint
 
 from nam_megatron.blocks.exported import Tensor
@@ -194,7 +194,10 @@ def write(folder: Path, given: Mapping[str, torch.Tensor | Lazy], lowering: Lowe
     state = {"checkpoint_version": 3.0, "iteration": 0, "args": args, "content_metadata": METADATA}
     common = {"common_state/shard_0_1": [state]}
     writer = FileSystemWriter(step, single_file_per_rank=True, thread_count=1, sync_files=True)
-    save_checkpoint({**tensors, **said, **common}, storage_writer=writer, planner=_Planner(lazy), no_dist=True)
+    try:
+        save_checkpoint({**tensors, **said, **common}, storage_writer=writer, planner=_Planner(lazy), no_dist=True)
+    except CheckpointException as wrapped:  # what a lazy tensor refused, or the disk
+        raise wrapped.failures[0][0] from None
     (step / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
     checksums.bind_to(step, {PLAN: plan_json(lowering)})
     checksums.put(step, checksums.digests(step, checksums.names(step)))

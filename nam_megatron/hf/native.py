@@ -62,9 +62,12 @@ class Source:
         return next((other for other in others if other in self.shelf.found), name)
 
     def read(self, name: str, dtype: torch.dtype, less: float = 0.0) -> torch.Tensor:
-        """A published tensor as our type, with what was rounded remembered; `less` is taken off."""
+        """A published tensor as our type, `less` taken off, what was rounded remembered. Raises Refused: NaN or infinity."""
         stored = self.stored(name)
         value = self.shelf.get(stored)
+        if not value.float().isfinite().all():
+            said = f"`{stored}` of `{self.shelf.found[stored][0]}` holds a NaN or an infinity"
+            raise Refused(Problem(said, hint="the file is damaged, or its training was: get it again"))
         if value.dtype == torch.float8_e4m3fn:
             return self._scaled(stored, value).to(dtype)
         made = (value.float() - less).to(dtype) if less else value.to(dtype)

@@ -229,6 +229,12 @@ def test_a_tensor_without_a_place_or_a_place_without_one_is_named(copied):
     assert "more" in text
 
 
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_a_weight_that_is_no_number_is_named_and_nothing_is_left(copied, value):
+    changed(copied[0], GATE, lambda tensor: tensor.index_fill(0, torch.tensor([1]), value))
+    assert f"`{GATE}` of `{of_shard(copied[0], GATE).name}` holds a NaN or an infinity" in said(copied)
+
+
 def test_another_model_and_what_no_reader_takes_are_refused(copied):
     folder, keys = copied[0], published.keys(copied[0])
 
