@@ -754,6 +754,7 @@ REFUSALS = [
     (NATIVE, PLAIN_OPTIMIZER | {"feature.distributed_optimizer.reshardable": True},
      "feature.distributed_optimizer.reshardable", "always reshardable"),
     (NATIVE, FSDP | {"precision.fused_grad_accumulation": True}, "precision.fused_grad_accumulation", "does not keep the buffer"),
+    (NATIVE, FSDP | {"precision.norm_kernels": "cudnn"}, "precision.norm_kernels", "multiples of 16 bytes"),
     (NATIVE, {"execution.moe.shared_overlap": True, "execution.moe.dispatcher": "allgather"},
      "execution.moe.shared_overlap", "only the all-to-all dispatcher"),
     (NATIVE, {"execution.moe.shared_overlap": True, "model.blocks.moe.shared_expert_hidden_size": 0},
