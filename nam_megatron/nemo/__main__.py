@@ -1,9 +1,11 @@
 """The command: python -m nam_megatron.nemo dump|pretrain|finetune|list|doctor conf=nam56r [KEY=VALUE] [SECTION.FIELD=VALUE] [--dry-run]"""
 
 import contextlib
+import logging
 import shlex
 import sys
 import tempfile
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -46,6 +48,9 @@ def here(recipe: Recipe, fields: Sequence[str]) -> "NamContainer":
     last = f"; {adding('nemo')} installs all that this needs"
     raise_if(Problem(f.message, hint=f.hint + last * (f is lacking[-1])) for f in lacking)
     doctor.stand_in()
+    # Of what only training needs: Apex, CUDA's compiler.
+    warnings.filterwarnings("ignore", module="megatron")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     return laid(recipe, fields)
 
 
