@@ -181,11 +181,7 @@ def shown(preset: str) -> dict[str, Shown | None]:
 
 def facts() -> str:
     """docs/cards.json, for wheels."""
-    every = {
-        name: {check: found for check, found in shown(name).items() if found}
-        for name in presets()
-        if meant(name) == name
-    }
+    every = {name: {check: found for check, found in shown(name).items() if found} for name in originals()}
     return json.dumps(every, indent=1) + "\n"
 
 
@@ -202,6 +198,11 @@ def meant(name: str) -> str:
 
 def presets() -> list[str]:
     return sorted(path.stem for path in (conf_dir() / "preset").glob("*.yaml"))
+
+
+def originals() -> list[str]:
+    """The presets that are no aliases."""
+    return [name for name in presets() if meant(name) == name]
 
 
 def text(name: str) -> str:
@@ -221,9 +222,8 @@ the preset with its widths cut, on a CPU; the file says how. `nam card NAME` say
 
 
 def page() -> str:
-    names = [name for name in presets() if meant(name) == name]
     rows = [f"| preset | {' | '.join(CHECKS)} |", f"|---|{'---|' * len(CHECKS)}"]
-    for name in names:
+    for name in originals():
         cells = [f"[shown]({LINK}{found.by})" if found else "" for found in shown(name).values()]
         rows.append(f"| `{name}` | {' | '.join(cells)} |")
     return HEAD + "\n".join(rows) + "\n"

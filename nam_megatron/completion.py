@@ -74,10 +74,11 @@ def _argparse(name: str, said: Sequence[str], word: str) -> Iterator[str]:
     if verbs and not said:
         yield from verbs
     else:
-        for option, flag in of(parser, said).items():
-            yield (
-                f"--{option}{'' if flag else '='}" if word.startswith("-") else f"{option}="
-            )  # `--`: the module's own grammar
+        options = of(parser, said)
+        if word.startswith("-"):  # the module's own grammar
+            yield from (f"--{option}{'' if flag else '='}" for option, flag in options.items())
+        else:
+            yield from (f"{option}=" for option in options)
 
 
 def _verbs(name: str, said: Sequence[str], word: str) -> Iterator[str]:

@@ -382,8 +382,9 @@ def below(text: str) -> Iterator[tuple[int, int]]:
     if names_below(text):
         lines, end = Below(), 0
         for line in text.splitlines(keepends=True):
-            if (start := lines.start(line.rstrip("\r\n"))) is not None:
-                yield end + start, end + len(line.rstrip("\r\n"))
+            bare = line.rstrip("\r\n")
+            if (start := lines.start(bare)) is not None:
+                yield end + start, end + len(bare)
             end += len(line)
 
 

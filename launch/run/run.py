@@ -64,8 +64,8 @@ def run(context: Context, start: Start = job.words) -> int:
             came |= {"reason": verdict.reason, "signals": signals.seen}
             sys.stderr.write(outcome.summary({**came, "end": verdict.end}, context.cluster.unit))
             opened.seal(verdict.end, came)
-            page = shlex.join(["python", "-m", "launch", "report", str(opened.folder)])
-            sys.stderr.write(called(f"sealed: {opened.folder / receipt.FILE}\nits page: {page}\n"))
+            page = f"its page: python -m launch report {shlex.quote(str(opened.folder))}\n"
+            sys.stderr.write(f"sealed: {opened.folder / receipt.FILE}\n{called(page)}")
             if key := context.words.get("sign"):
                 signature.sign(opened.folder, key)
     return verdict.code

@@ -65,10 +65,11 @@ class Source:
         """A published tensor as our type, `less` taken off, what was rounded remembered. Raises Refused: NaN or infinity."""
         stored = self.stored(name)
         value = self.shelf.get(stored)
-        if not value.float().isfinite().all():
+        fp8 = value.dtype == torch.float8_e4m3fn
+        if not (value.float() if fp8 else value).isfinite().all():  # torch asks no FP8 tensor
             said = f"`{stored}` of `{self.shelf.found[stored][0]}` holds a NaN or an infinity"
             raise Refused(Problem(said, hint="the file is damaged, or its training was: get it again"))
-        if value.dtype == torch.float8_e4m3fn:
+        if fp8:
             return self._scaled(stored, value).to(dtype)
         made = (value.float() - less).to(dtype) if less else value.to(dtype)
         back = (made.float() + less).to(value.dtype) if less else made.to(value.dtype)

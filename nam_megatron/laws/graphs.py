@@ -76,9 +76,11 @@ def _asked(recipe: Recipe, features: Features, plan: Plan) -> Iterator[tuple[str
     yield "dropout", model.attention_dropout > 0, "model.attention_dropout"
 
 
-def whole_step_untried(what: str, said: str, category: str = UNTRIED, source: str = "") -> Law:
-    """said: what nobody has captured with the step; with a category and source of its own, a whole sentence on what was seen."""
+def whole_step_untried(what: str, said: str) -> Law:
+    return beside_whole_step(what, UNTRIED, f"a graph of the whole step has not been tried with {said}")
 
+
+def beside_whole_step(what: str, category: str, says: str, source: str = "") -> Law:
     def when(cuda_graphs: CudaGraphs, recipe: Recipe, feature: Features, plan: Plan) -> Iterator[Words]:
         found = _asked(recipe, feature, plan) if cuda_graphs.whole else ()
         for name, asked, key in found:
@@ -91,7 +93,7 @@ def whole_step_untried(what: str, said: str, category: str = UNTRIED, source: st
         category=category,
         key=AT + "impl",
         when=when,
-        says=said if source else f"a graph of the whole step has not been tried with {said}",
+        says=says,
         way=f"{TAKE_PARTS}, or do without",
         source=source,
     )
@@ -156,10 +158,10 @@ LAWS = (
     ),
     whole_step_untried("hosts", "several hosts"),
     whole_step_untried("tensor", "tensor parallelism"),
-    whole_step_untried(  # seen on two H200s on 2026-11-28: the capture is invalidated
+    beside_whole_step(  # seen on two H200s on 2026-11-28: the capture is invalidated
         "pipeline",
-        "Megatron waits for the device after each exchange between stages, and a graph waits for nobody",
         REFUSES,
+        "Megatron waits for the device after each exchange between stages, and a graph waits for nobody",
         "core/pipeline_parallel/p2p_communication.py",
     ),
     whole_step_untried("context", "context ranks in layers other than attention, Mamba-2, experts and MLPs"),

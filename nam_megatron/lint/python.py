@@ -604,7 +604,7 @@ class Strings:
                     | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
                 ):
                     self.table = name
-                    if not (name in self.templates and isinstance(value, ast.Constant)):
+                    if not self.unfilled(name, value):
                         self.node(value, on, False)
                     self.table = ""
                     self.name(name, value, on)
@@ -624,8 +624,7 @@ class Strings:
 
     def name(self, name: str, value: ast.expr, on: str | None) -> None:
         held = hole(name) if on else _value(value, self.names)
-        template = name in self.templates and isinstance(value, ast.Constant) and isinstance(held, str)
-        if says := not template and (_says([value]) or (self.fills(value) and self.text(value))):
+        if says := not self.unfilled(name, value) and (_says([value]) or (self.fills(value) and self.text(value))):
             self.read.add(name)
         known = isinstance(held, dict) or not (says or isinstance(held, list) or _open(held))
         self.names[name] = held if known else hole(name)
@@ -707,6 +706,10 @@ class Strings:
                 self.sink(on).append(str(_value(node, self.names)))
             case ast.AST():
                 self.nodes(list(ast.iter_child_nodes(node)), on, listed)
+
+    def unfilled(self, name: str, value: ast.expr) -> bool:
+        """Whether a name gets a text whose places are filled in elsewhere."""
+        return name in self.templates and isinstance(value, ast.Constant)
 
     def fills(self, node: ast.expr) -> bool:
         return any(isinstance(n, ast.Name) and n.id in self.templates for n in ast.walk(node))
