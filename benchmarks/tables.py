@@ -18,6 +18,8 @@ import losses
 from blocks import kind_of
 from measure import FULL
 
+from launch.record import scale
+from launch.record.receipt import read as read_receipt
 from nam_megatron.budget import budget, ends, search
 from nam_megatron.compile.lower import translate
 from nam_megatron.recipe import conf_dir, load
@@ -37,6 +39,16 @@ TRACED = (
     "overlay",
     "fp8_tensorwise",
 )
+# Runs of one host and sitting: from one to others, or to cases of four_h200.json, on so many GPUs, with so large a global batch.
+SCALED: dict[str, tuple[tuple[str, int, int | None], ...]] = {
+    "20261127T134719Z-nam56r_native_dp_fused-7cf37a": (("20261127T134217Z-nam56r_native_dp_fused-52a65a", 2, None),),
+    "20261127T134719Z-nam56r_fused-cd76dc": (("20261127T135149Z-nam56r_fused-d944d4", 2, None),),
+    "20261128T090438Z-nam56r_native_dp_fused-9fe91a": (
+        ("native52_one_all", 1, None),
+        ("native52_two_all", 2, None),
+    ),
+    "20261125T062050Z-nam56r_native_dp_fused-535d21": (("20261125T062633Z-nam56r_native_dp_fused-ea1b03", 1, 64),),
+}  # fmt: skip
 
 
 def read(name: str) -> Any:
@@ -379,6 +391,25 @@ def output_layer() -> Iterator[str]:
             yield f"| {tokens:,} | {row['name']} | {cells} | {more} |"
 
 
+def scaled() -> Iterator[str]:
+    """A step on other numbers of GPUs, or of another batch, as `launch scale` forecasts it from one run, and as it was measured."""
+    yield "| from | to | forecast, ms a step | measured | off |"
+    yield "|---|---|---|---|---|"
+    for path, runs in SCALED.items():
+        first = read_receipt(HERE.parent / "receipts" / path)
+        for other, gpus, batch in runs:
+            found = scale.forecast(first, [gpus], batch)[0].ms
+            if other.startswith("2"):
+                took = scale.measured(read_receipt(HERE.parent / "receipts" / other))[0]
+                to = f"[{gpus}](../receipts/{other}/receipt.json)"
+            else:
+                took = 1e3 * next(c for c in read("four") if c["name"] == other)["median_step_seconds"]
+                to = f"[{gpus}](../benchmarks/four_h200.json)"
+            batch = f", global batch {batch}" if batch else ""
+            start = f"[{path[17:-7]}, {scale.measured(first)[1]}](../receipts/{path}/receipt.json)"
+            yield f"| {start} | {to}{batch} | {found:,.0f} | {took:,.0f} | {found / took - 1:+.1%} |"
+
+
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     text = DOCS.read_text()
@@ -402,6 +433,7 @@ def main() -> None:
         eighty,
         without_logits,
         output_layer,
+        scaled,
     ):
         head, begin, rest = text.partition(f"<!-- begin: {table.__name__} -->\n")
         assert begin, f"docs/log.md has no place for {table.__name__}"

@@ -7,6 +7,7 @@
   receipts [DIR] [KEY=VALUE]    list them: state= family= host= end= preset=, --full for the layouts
   status [DIR]                  which runs go on, are silent or ended, and why; format=prometheus for an exporter
   report RUN ... [out=FILE]     one HTML page of a run, or of several that may be compared
+  scale RUN [gpus=1,2,4,8]      how long its step would take on other numbers of GPUs
   inspect RUN                   look at a run that hangs or has died, each question bounded in time
   patch list|apply|verify|export    what we change upstream: patches/ onto Megatron, and mends
   stack                         the pinned packages and the steps that install them
@@ -29,6 +30,7 @@ OPTIONS = {
     "receipts": ("record.receipts", ("state", "family", "host", "end", "preset", "signers", "gaps", "head", "full")),
     "status": ("record.status", ("silent", "format")),
     "report": ("record.report", ("out", "anyway")),
+    "scale": ("record.scale", ("gpus", "batch", "network")),
     "inspect": ("run.inspect", ("receipts", "seconds")),
     "patch": ("host.patch", ("onto", "commits", "format")),
     "stack": ("host.stack", ("lock", "wheels", "disk", "also")),

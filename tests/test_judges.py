@@ -220,6 +220,7 @@ schedule.steady_timeout_seconds
 schedule.manual_gc_interval data.cache data.workers device.name device.capability device.total_gib device.runtime_gib
 device.groups_gib.data device.groups_gib.tensor device.groups_gib.pipeline device.groups_gib.context
 device.groups_gib.expert device.groups_gib.gathered device.allocator_gib device.headroom_gib device.bf16_tflops device.gemm_tflops
+device.copy_gbs
 device.link device.gemm_floor_tflops device.allreduce_floor_gbs cluster.name cluster.pool cluster.nodes cluster.gpus_per_node
 cluster.processor cluster.storage.durable cluster.storage.scratch cluster.storage.receipts cluster.waivers allow assumptions.key
 assumptions.value assumptions.why wishes.key wishes.value wishes.by wishes.instead wishes.why

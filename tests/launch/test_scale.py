@@ -1,0 +1,101 @@
+"""`launch scale`: a measured step on other numbers of GPUs, held against published runs of one host and sitting."""
+
+import json
+import re
+from itertools import pairwise
+
+import pytest
+
+from launch.context import CHECKOUT
+from launch.record import scale
+from launch.record.receipt import read
+from nam_megatron.errors import Refused
+
+ONE = "20261127T134719Z-nam56r_native_dp_fused-7cf37a"
+FOUR = "20261128T090438Z-nam56r_native_dp_fused-9fe91a"
+PAIRS = {  # from, to
+    ONE: "20261127T134217Z-nam56r_native_dp_fused-52a65a",
+    "20261127T134719Z-nam56r_fused-cd76dc": "20261127T135149Z-nam56r_fused-d944d4",
+}
+
+
+def run(name: str) -> dict:
+    return read(CHECKOUT / "receipts" / name)
+
+
+@pytest.mark.parametrize(("first", "other"), [*PAIRS.items(), *(pair[::-1] for pair in PAIRS.items())])
+def test_a_forecast_is_near_what_another_run_was_measured_to_take(first, other):
+    took, gpus = scale.measured(run(other))
+    (step,) = scale.forecast(run(first), [gpus])
+    assert step.ms == pytest.approx(took, rel=0.01)
+
+
+def test_a_larger_batch_on_as_many_gpus():
+    took, _ = scale.measured(run("20261125T062633Z-nam56r_native_dp_fused-ea1b03"))
+    (step,) = scale.forecast(run("20261125T062050Z-nam56r_native_dp_fused-535d21"), [1], batch=64)
+    assert step.ms == pytest.approx(took, rel=0.02)
+
+
+@pytest.mark.parametrize("name", [ONE, FOUR])
+def test_on_its_own_gpus_a_run_takes_what_it_took(name):
+    took, gpus = scale.measured(run(name))
+    (step,) = scale.forecast(run(name), [gpus])
+    assert (step.ms, step.hidden_ms) == pytest.approx((took, took))
+    assert step.samples == run(name)["recipe"]["schedule"]["global_batch_size"]
+
+
+def test_messages_grow_with_ranks_and_slower_links_and_one_batch_shrinks_the_work():
+    steps = scale.forecast(run(FOUR), [1, 2, 8, 16, 64], network=50)
+    sent = [step.messages_ms for step in steps]
+    assert sent[0] == 0 and sent == sorted(sent) and sent[1] * 7 / 4 == pytest.approx(sent[2])
+    # 15 of 16 parts of as many bytes, over links of 50 GB/s and no longer 280.
+    assert sent[3] / sent[2] == pytest.approx((15 / 16 * 280) / (7 / 8 * 50))
+    slow, fast = (scale.forecast(run(FOUR), [64], network=rate)[0] for rate in (25, 50))
+    assert slow.messages_ms == pytest.approx(2 * fast.messages_ms) and slow.hidden_ms > fast.hidden_ms
+    halves = scale.forecast(run(FOUR), [2, 4, 8], batch=128)
+    assert [step.samples for step in halves] == [128] * 3
+    assert all(1.9 < a.ms / b.ms < 2 for a, b in pairwise(halves))
+
+
+@pytest.mark.parametrize(
+    ("change", "gpus", "more", "said"),
+    [
+        ({}, [12], {}, "no whole hosts of 8"),
+        ({}, [16], {}, "link to other hosts"),
+        ({}, [3], {"batch": 64}, "no whole microbatches of 4 on 3 GPUs"),
+        ({"recipe.parallel.tensor": 2}, [8], {}, "parallel.tensor: only data parallelism is forecast, not 2"),
+        ({"outcome.end": "interrupted"}, [8], {}, "has no measured step"),
+        ({"outcome.figures.window": None}, [8], {}, "has no measured step"),
+        ({"recipe.cluster.processor": "cpu"}, [8], {}, "ran on a CPU"),
+        ({"recipe.feature.fsdp2": {}}, [8], {}, "is no recipe any more"),
+    ],
+)
+def test_what_cannot_be_forecast_is_refused(change, gpus, more, said):
+    found = json.loads(json.dumps(run(FOUR)))
+    for key, value in change.items():
+        *parents, last = key.split(".")
+        node = found
+        for name in parents:
+            node = node[name]
+        node[last] = value
+    with pytest.raises(Refused) as refused:
+        scale.forecast(found, gpus, **more)
+    problem = refused.value.problems[0]
+    assert said in f"{problem.key}: {problem.message}"
+
+
+@pytest.mark.parametrize(
+    "word", ["gpus=0", "gpus=two", "gpus=1,", "batch=1.5", "network=nan", "network=-1", "network=fast"]
+)
+def test_words_that_are_no_numbers_are_refused(word):
+    key, _, value = word.partition("=")
+    with pytest.raises(Refused) as refused:
+        scale.command([FOUR], {key: value})
+    assert refused.value.problems[0].key == key
+
+
+def test_the_command_prints_a_row_for_each_number(capsys):
+    assert scale.command([str(CHECKOUT / "receipts" / ONE)], {"gpus": "1,64", "network": "50"}) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^ +1 +64 +6,199 +42,287 ", out, re.M) and re.search(r"^ +64 +4,096 ", out, re.M)
+    assert "50 GB/s between hosts" in out
