@@ -115,7 +115,9 @@ class Device(Config):
     headroom_gib: Annotated[NonNegativeFloat, Row("GiB below which the budget warns: the error it may have")]
     bf16_tflops: Annotated[PositiveFloat, Row("dense peak on paper, TFLOP/s; MFU is measured by it")]
     gemm_tflops: Annotated[PositiveFloat, Row("what large bf16 GEMMs reach, TFLOP/s; measured")]
-    copy_gbs: Annotated[PositiveFloat, Row("what large copies on the device read and write, GB/s; measured", was=4300.0)]
+    copy_gbs: Annotated[
+        PositiveFloat, Row("what large copies on the device read and write, GB/s; measured", was=4300.0)
+    ]
     link: Annotated[Name, Row("between every two GPUs of a host, as `nvidia-smi topo -m` has it")]
     gemm_floor_tflops: Annotated[PositiveFloat, Row("bf16 8192 cubed, TFLOP/s; below it a GPU is sick")]
     allreduce_floor_gbs: Annotated[
