@@ -19,10 +19,15 @@ VALIDATED = (
 )
 
 
-def carried(lowering: Lowering) -> tuple[Env, ...]:
-    """Every variable, each with its reason; the plan's come first and win."""
+# What only libraries of a GPU read.
+OF_GPUS = ("CUDA_", "FLASH_", "NCCL_", "PYTORCH_CUDA_", "QUACK_", "TORCH_NCCL_", "TRITON_")
+
+
+def carried(lowering: Lowering, more: tuple[Env, ...] = VALIDATED) -> tuple[Env, ...]:
+    """Every variable that something reads, each with its reason; the plan's come first and win over `more`."""
     known = {env.name for env in lowering.env}
-    return (*lowering.env, *(env for env in VALIDATED if env.name not in known))
+    unread = OF_GPUS if lowering.plan.recipe.cluster.processor == "cpu" else ()
+    return (*lowering.env, *(env for env in more if env.name not in known and not env.name.startswith(unread)))
 
 
 def given(lowering: Lowering) -> dict[str, str]:

@@ -24,6 +24,8 @@ _EXECUTING = """
     m2rnn.kernels m2rnn.padded_projection
 """
 MOVED: Mapping[str, str] = {f"model.blocks.{key}": f"execution.{key}" for key in _EXECUTING.split()}
+# What plans of a CPU demanded until 2026-11-28, and nothing reads there.
+OF_GPUS = ("PYTORCH_ALLOC_CONF", "NVTE_NORM_FWD_USE_CUDNN", "NVTE_NORM_BWD_USE_CUDNN")
 OF_MODEL = "model."  # what a key of a model's own file lacks
 
 
@@ -59,6 +61,9 @@ def plan(tree: Mapping[str, Any]) -> dict[str, Any]:
             else s
             for s in found["settings"]
         ]
+    cluster, env = (found["recipe"].get("cluster") if isinstance(found["recipe"], Mapping) else None), found.get("env")
+    if isinstance(cluster, Mapping) and cluster.get("processor") == "cpu" and isinstance(env, Mapping):
+        found["env"] = {name: value for name, value in env.items() if name not in OF_GPUS}
     return found
 
 

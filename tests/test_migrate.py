@@ -60,6 +60,13 @@ def test_a_plan_of_before_is_the_plan_of_now(name, tmp_path):
     assert (found.key, found.computes) == ("execution.moe.permute_fusion", False)
 
 
+def test_a_cpus_plan_of_before_demanded_what_gpus_read(tmp_path):
+    tree = json.loads(argv.plan_json(lowered("nam56r_smoke", "cluster=cpu")))
+    tree["env"] |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NVTE_NORM_FWD_USE_CUDNN": None}
+    (tmp_path / "plan.json").write_text(json.dumps(tree))
+    assert argv.load_plan(tmp_path / "plan.json").env
+
+
 def test_a_record_from_before_a_key_has_what_it_meant_by_saying_nothing():
     tree = to_tree(lowered(FUSED).plan.recipe)
     old = before({"recipe": tree, "settings": []})["recipe"]

@@ -160,13 +160,13 @@ def test_a_wrong_word_is_refused_in_the_programs_name(words):
     assert f"hint: `nam {words[0]}" in ran.stderr and "python -m" not in ran.stderr
 
 
-def test_a_run_is_named_by_how_its_name_begins(tmp_path):
+def test_a_run_is_named_by_how_its_name_begins_or_by_a_part_of_it(tmp_path):
     old = "archive/20250101T000000Z-c-3"
     for name in ("20260101T000000Z-a-1", "20260101T000001Z-b-2", old):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / receipt.FILE).write_text("{}")
     assert receipt.named("20260101T000001Z", tmp_path) == tmp_path / "20260101T000001Z-b-2"
-    assert receipt.named("2025", tmp_path) == tmp_path / old
+    assert receipt.named("2025", tmp_path) == receipt.named("c-3", tmp_path) == tmp_path / old
     assert receipt.named("elsewhere/RUN", tmp_path) == Path("elsewhere/RUN")
     assert receipt.named(f"{tmp_path}/20260101T000001Z", Path("elsewhere")) == tmp_path / "20260101T000001Z-b-2"
     with pytest.raises(Refused, match="2 runs are called `2026"):

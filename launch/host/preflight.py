@@ -169,7 +169,8 @@ def disks(context: Context, environ: Mapping[str, str]) -> Look:
 def intent(context: Context) -> Look:
     """What needs no look at the host: the code, the plan, the environment."""
     words = context.words
-    shell = overlay.findings(context.environ, context.envs, words["diagnostic"])
+    diagnostic = NOTE if context.cluster.processor == "cpu" else words["diagnostic"]  # to a CPU no GPU is hidden
+    shell = overlay.findings(context.environ, context.envs, diagnostic)
     return [*source.findings(context.source, words["dirty"]), *job.findings(context), *shell], {}
 
 

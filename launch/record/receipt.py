@@ -158,12 +158,13 @@ def digest(content: Mapping[str, Any]) -> str:
 
 
 def named(word: str, root: Path) -> Path:
-    """The folder or file of a run, by its path or by how its name begins. Raises Refused: several begin so."""
+    """The folder or file of a run, by its path, how its name begins, or a part of it. Raises Refused: several are called so."""
     path = Path(word)
     root = path.parent if "/" in word else root
     if path.exists() or not root.is_dir():
         return path
-    found = [folder for folder in folders(root) + folders(root / ARCHIVE) if folder.name.startswith(path.name)]
+    every = folders(root) + folders(root / ARCHIVE)
+    found = [f for f in every if f.name.startswith(path.name)] or [f for f in every if path.name in f.name]
     if len(found) > 1:
         raise Refused(
             Problem(f"{len(found)} runs are called `{word}...` in `{root}`", hint=quoted(f.name for f in found[-5:]))

@@ -1,4 +1,4 @@
-"""`launch report RUN ... [out=FILE]`: one HTML page of a run, or of several that may be compared. Needs nothing from elsewhere.
+"""`launch report [RUN ...] [out=FILE]`: one HTML page of a run, by itself of the newest, or of several that may be compared.
 
 What ran and what was given up, the strip of layers, figures, loss, gradient norm and step time, memory against the forecast, where the
 time went, kernels by kind where there is a `kernels.json` (`python benchmarks/kernels.py TRACE > RUN/kernels.json`), and every setting.
@@ -15,10 +15,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from launch.context import CHECKOUT
 from launch.record import compare, events, outcome, steps
 from launch.record.compare import at
-from launch.record.receipt import FIRST, LOG, named, read
+from launch.record.receipt import FIRST, LOG, folders, named, read
+from launch.record.receipts import RECEIPTS
+from launch.run.terminal import printable
 from nam_megatron import migrate
 from nam_megatron.blocks.kinds import KINDS
 from nam_megatron.errors import OK, Problem, Refused
@@ -52,15 +53,17 @@ margin-right:5px;vertical-align:-1px}.banner{border:2px solid var(--bad);border-
 
 
 def command(words: Sequence[str], options: Mapping[str, str]) -> int:
-    if not words:
-        raise Refused(Problem("`report` takes one run or more", hint="python -m launch report receipts/RUN"))
     if (anyway := options.get("anyway", "false")) not in ("true", "false"):
         raise Refused(Problem(f"`anyway` is true or false, not `{anyway}`"))
-    folders = [
-        path.parent if path.is_file() else path for path in (named(word, CHECKOUT / "receipts") for word in words)
-    ]
-    runs = [Run.read(folder) for folder in folders]
-    out = Path(options.get("out") or (folders[0] / "report.html" if len(runs) == 1 else "report.html"))
+    found = [named(word, RECEIPTS) for word in words] or folders(RECEIPTS)[-1:]
+    if not found:
+        raise Refused(Problem(f"there is no run in `{RECEIPTS}`", hint="name the folder of one"))
+    places = [path.parent if path.is_file() else path for path in found]
+    if len(words) != 1:  # none, or what a shell made of `*`
+        said = f"a page of {len(places)} runs: " if words else "no run is named; this is the newest: "
+        sys.stderr.write(f"note: {said}{', '.join(printable(place.name) for place in places)}\n")
+    runs = [Run.read(place) for place in places]
+    out = Path(options.get("out") or (places[0] / "report.html" if len(runs) == 1 else "report.html"))
     text = page(runs, anyway == "true")
     put(out, text)
     sys.stderr.write(f"report: {out}\n")

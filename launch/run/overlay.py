@@ -6,7 +6,7 @@ from pathlib import Path
 
 from launch.finding import Finding
 from nam_megatron.compile.lower import Lowering
-from nam_megatron.environment import OLD_ALLOC, carried
+from nam_megatron.environment import OLD_ALLOC, VALIDATED, carried
 from nam_megatron.words.setting import CONNECTIONS, Env
 
 MNNVL, VISIBLE = "NCCL_MNNVL_ENABLE", "CUDA_VISIBLE_DEVICES"
@@ -29,16 +29,15 @@ def overlay(lowering: Lowering, scratch: Path) -> tuple[Env, ...]:
     """Every variable that the launcher sets or unsets, each with its reason. The plan's come first and win."""
     waivers, found = lowering.plan.recipe.cluster.waivers, []
     demanded = {env.name for env in lowering.env}
-    for env in carried(lowering):
+    caches = (Env(name, str(scratch / folder), "scratch, not home or root") for name, folder in CACHES.items())
+    for env in carried(lowering, (*VALIDATED, *OURS, *caches)):
         if env.name not in demanded:
             env = replace(env, owner="launch")
         if env.name == CONNECTIONS and env.value is None and FORCED in waivers:
             why = f"this platform forces a value ({waivers[FORCED]}); CUDA's default"
             env = replace(env, value=CUDAS_DEFAULT, why=why, owner="launch")
         found.append(env)
-    caches = (Env(name, str(scratch / folder), "scratch, not home or root") for name, folder in CACHES.items())
-    known = {env.name for env in found}
-    return (*found, *(replace(env, owner="launch") for env in (*OURS, *caches) if env.name not in known))
+    return tuple(found)
 
 
 def child(environ: Mapping[str, str], envs: tuple[Env, ...]) -> dict[str, str]:

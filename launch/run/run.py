@@ -186,7 +186,8 @@ def train(
 
     Raises OSError where the log cannot be written, Hung where the run was ended for want of a heartbeat.
     """
-    terminal, failure = Terminal(context.lowering.plan.recipe.schedule.train_steps, folder, nonce), None
+    recipe, failure = context.lowering.plan.recipe, None
+    terminal = Terminal(recipe.schedule.train_steps, folder, nonce, quiet=recipe.cluster.processor == "cpu")
     record = Record()
     try:
         record.open(folder, nonce, None)
@@ -195,9 +196,7 @@ def train(
             record.say("launched")
             process = Process(words, environ, context.checkout)
             signals.do(process.end)
-            with hang.Watch(
-                folder, context.lowering.plan.recipe.world_size, context.words["hang"], process.kill
-            ) as watch:
+            with hang.Watch(folder, recipe.world_size, context.words["hang"], process.kill) as watch:
                 for lines in process.lines():
                     if failure is None:
                         try:

@@ -87,8 +87,11 @@ DETERMINISTIC = (
 
 
 def _env(p: Plan) -> Iterator[Env]:
-    layout, f = p.recipe.parallel, p.recipe.feature
-    yield Env("PYTORCH_ALLOC_CONF", "expandable_segments:True", "without it fragmentation decides what fits", "device")
+    layout, f, gpu = p.recipe.parallel, p.recipe.feature, p.recipe.cluster.processor != "cpu"
+    if gpu:
+        yield Env(
+            "PYTORCH_ALLOC_CONF", "expandable_segments:True", "without it fragmentation decides what fits", "device"
+        )
     # megatron-core 0.19.2, training/arguments.py: an FSDP decides before the layout does.
     ordered = layout.tensor > 1 or layout.context > 1
     if f.megatron_fsdp:
@@ -103,7 +106,7 @@ def _env(p: Plan) -> Iterator[Env]:
     # Transformer Engine reads both once, at the first norm.
     kernels = p.recipe.precision.norm_kernels
     cudnn, why = kernels == "cudnn", f"`norm_kernels` is {kernels}"
-    for way in ("FWD", "BWD"):
+    for way in ("FWD", "BWD") if gpu else ():
         more = "" if cudnn else "; a leftover 1 would choose cuDNN's"
         yield Env(f"NVTE_NORM_{way}_USE_CUDNN", "1" if cudnn else None, why + more, "precision")
     if p.recipe.precision.deterministic:

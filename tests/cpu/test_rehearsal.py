@@ -28,19 +28,17 @@ def short():
 
 def test_ten_steps_from_the_launcher_to_the_page(short):
     """Two processes over gloo. What has no meaning without a GPU is not in the receipt."""
-    words = [
-        "conf=nam56r_smoke",
-        "cluster=cpu",
-        "cluster.gpus_per_node=2",
-        "schedule.train_steps=10",
-        "dirty=store",
-        "port=29571",
-    ]
+    words = ["conf=nam56r_smoke", "cluster=cpu", "cluster.gpus_per_node=2", "schedule.train_steps=10", "port=29571"]
     words += [f"cluster.storage.receipts={short}/receipts", f"cluster.storage.scratch={short}/scratch", *SMALL]
+    words += ["dirty=store"]
     done = subprocess.run([sys.executable, "-m", "launch", "run", *words], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert done.stdout.count(NOTE) + done.stderr.count(NOTE) == 2  # the checks', and one rank's
+    assert "GPU" not in done.stdout and "NCCL_" not in done.stderr and done.stdout.count("\n") < 60
     (folder,) = Path(short, "receipts").glob("*smoke*")
+    log = (folder / "log.txt").read_text()
+    held = log.count("\n") - done.stdout.count("\n") - 2  # the launcher's own: started, ended
+    assert log.count("/GPU): ") == 10 and f"note: {held} lines that say" in done.stderr
     said = json.loads((folder / "receipt.json").read_text())
     losses = said["outcome"]["series"]["loss"]
     assert said["outcome"]["end"] == "completed" and len(losses) == 10 and losses[-1] < losses[0] - 0.1

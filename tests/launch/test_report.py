@@ -123,6 +123,18 @@ def test_several_runs_are_one_page_under_the_rule_of_compare(root, tmp_path):
     assert "RUMOR" not in text and text.count("<polyline") == 6 and Whole(text).open == []
 
 
+def test_without_a_name_the_newest_is_taken_and_which_ones_are_is_said(root, monkeypatch, capsys):
+    monkeypatch.setattr(report, "RECEIPTS", root)
+    with pytest.raises(Refused, match="no run in"):
+        report.command([], {})
+    old, new = sorted([run(root, "x"), run(root, "y")])
+    report.command([], {})
+    assert f"newest: {new.name}\n" in capsys.readouterr().err and (new / "report.html").is_file()
+    with pytest.raises(Refused):
+        report.command([str(old), str(new), str(RECEIPTS / "20261121T120836Z-nam56r_smoke-301745")], {})
+    assert f"3 runs: {old.name}, {new.name}, 2026" in capsys.readouterr().err
+
+
 def test_a_replaced_log_is_no_report(root):
     folder = run(root)
     (folder / receipt.LOG).write_text(stand_in.step_line(1, 1, 1.0))

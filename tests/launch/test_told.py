@@ -563,8 +563,7 @@ def of_pages() -> Iterator[str]:
 def of_commands() -> Iterator[str]:
     lock = GOLDEN.with_name("none.toml")
     for command, names, options in (
-        (report.command, [], {}), (report.command, ["x"], {"anyway": "maybe"}), (inspect.command, [], {}),
-        (inspect.command, ["a", "b"], {}),
+        (report.command, ["x"], {"anyway": "maybe"}), (inspect.command, [], {}), (inspect.command, ["a", "b"], {}),
         *((inspect.command, ["none"], {"seconds": said}) for said in ("0", "601", "x", "1²", "²", "600")),
         (inspect.command, ["none"], {"receipts": "/none"}), (stack.command, ["x"], {}), (stack.command, [], {"lock": str(lock)}),
     ):  # fmt: skip
