@@ -224,6 +224,13 @@ def test_the_text_model_of_a_nested_config_is_read():
         lint(json.dumps(nested), "config.json")
 
 
+def test_how_published_weights_are_stored_is_said():
+    whole = {"model_type": "x", "text_config": GPT_OSS}
+    for said in (GPT_OSS, whole, LLAMA | {"quantization_config": {"quant_method": "mxfp4"}}):
+        notes = lint(json.dumps(said), "config.json").launch.notes
+        assert any(note.startswith("`quantization_config`") and "`mxfp4`" in note for note in notes)
+
+
 def test_two_names_of_one_key_say_one_value():
     """NemotronH's class takes its own, whatever stands under the usual name."""
     config = CONFIGS["nemotron_h_8b"] | {"layer_norm_epsilon": 1e-5}
@@ -481,7 +488,7 @@ OF_ONE = {
     "qwen3_8b": {"sliding_window", "use_sliding_window"},
     "qwen3_0": {"sliding_window", "use_sliding_window"},
     "qwen3_5": {"attn_output_gate", "mtp_num_hidden_layers"},
-    "gpt_oss": {"attention_dropout", "experts_per_token", "initial_context_length", "swiglu_limit"},
+    "gpt_oss": {"attention_dropout", "experts_per_token", "initial_context_length", "quantization_config", "swiglu_limit"},
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ all its values, each of theirs goes somewhere, or the import is refused with eve
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from nam_megatron.compile.plan import Plan
 from nam_megatron.compile.plan import plan as plan_of
 from nam_megatron.data import tokenizer
 from nam_megatron.errors import Problem, Refused, counted, raise_if
-from nam_megatron.hf import describe, distributed, families, folder
+from nam_megatron.hf import describe, distributed, families, folder, quantized
 from nam_megatron.hf import export as exports
 from nam_megatron.hf.adapters import Merged
 from nam_megatron.hf.distributed import DTYPES, Lazy
@@ -31,29 +31,24 @@ from nam_megatron.lint.huggingface import of_text
 
 Say = Callable[[str], None]
 INDEX, SINGLE = folder.INDEX, folder.SINGLE
-READ = {"BF16", "F32", "F16", "F8_E4M3"}
-SCALE = "_scale_inv"
 MOST = 12  # findings that are said
 DERIVED = "rotary_emb.inv_freq"  # of older files: it follows from the config
 
 
 @dataclass
 class Source:
-    """A published folder's tensors. spelled: names in the files that are others in the table. left_out: names of what is no text's. block:
-    of rows and columns that share a scale, where weights are FP8.
-    """
+    """A published folder's tensors. spelled: names in the files that are others in the table. left_out: names of what is no text's."""
 
     at: Path
     shelf: folder.Shelf
     spelled: dict[str, str]
-    block: tuple[int, int] | None
+    form: quantized.Form
     left_out: frozenset[str]
     rounded: list[str] = field(default_factory=list)
 
     def names(self) -> set[str]:
-        """Without the scales of FP8 weights, which belong to these."""
-        scales = {f"{name}{SCALE}" for name, (_, _, dtype) in self.shelf.found.items() if dtype == "F8_E4M3"}
-        names = {name for name in self.shelf.found.keys() - scales - self.left_out if not name.endswith(DERIVED)}
+        """Without the scales of quantized weights, which belong to these."""
+        names = {name for name in self.form.names(self.shelf.found) - self.left_out if not name.endswith(DERIVED)}
         return {self.spelled.get(name, name) for name in names}
 
     def stored(self, name: str) -> str:
@@ -61,28 +56,22 @@ class Source:
         others = (other for other, usual in self.spelled.items() if usual == name)
         return next((other for other in others if other in self.shelf.found), name)
 
+    def file(self, name: str) -> str:
+        """Where its values lie."""
+        return self.shelf.found[self.form.key(self.stored(name), self.shelf.found)][0]
+
     def read(self, name: str, dtype: torch.dtype, less: float = 0.0) -> torch.Tensor:
         """A published tensor as our type, `less` taken off, what was rounded remembered. Raises Refused: NaN or infinity."""
         stored = self.stored(name)
-        value = self.shelf.get(stored)
-        fp8 = value.dtype == torch.float8_e4m3fn
-        if not (value.float() if fp8 else value).isfinite().all():  # torch asks no FP8 tensor
-            said = f"`{stored}` of `{self.shelf.found[stored][0]}` holds a NaN or an infinity"
+        value = self.form.read(self.shelf, stored)
+        if not value.isfinite().all():
+            said = f"`{stored}` of `{self.file(name)}` holds a NaN or an infinity"
             raise Refused(Problem(said, hint="the file is damaged, or its training was: get it again"))
-        if fp8:
-            return self._scaled(stored, value).to(dtype)
         made = (value.float() - less).to(dtype) if less else value.to(dtype)
         back = (made.float() + less).to(value.dtype) if less else made.to(value.dtype)
         if not torch.equal(back, value):
             self.rounded.append(name)
         return made
-
-    def _scaled(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        assert self.block is not None
-        scale = self.shelf.get(f"{name}{SCALE}").float()
-        for axis, size in enumerate(self.block):
-            scale = scale.repeat_interleave(size, axis).narrow(axis, 0, value.size(axis))
-        return value.float() * scale
 
 
 def is_published(path: Path) -> bool:
@@ -106,7 +95,7 @@ def load(path: Path, plan: Path, out: Path, without_mtp: bool, say: Say) -> None
     of = families.family(str(text.get("model_type")))
     raise_if([*_of_another(tree, str(path / folder.CONFIG), config), *families.unlike(of, config)])
     places = list(families.places(of, config))
-    source = _source(path, tree, of, nested=text is not tree)
+    source = _source(path, tree, text, of)
     ahead = families.beyond(of, config)
     misfits = list(_misfits(source, places, ahead if without_mtp else (), ahead))
     raise_if([*misfits[:MOST], *([Problem(f"and {more} more")] if (more := len(misfits) - MOST) > 0 else [])])
@@ -127,29 +116,12 @@ def load(path: Path, plan: Path, out: Path, without_mtp: bool, say: Say) -> None
 WHOLE, TEXT = "model.", "model.language_model."
 
 
-def _source(path: Path, tree: dict[str, Any], of: Family, nested: bool) -> Source:
-    """nested: the model of text is a part of another.
+def _source(path: Path, tree: Mapping[str, Any], text: Mapping[str, Any], of: Family) -> Source:
+    """text: the part of config.json that is the model of text, or all of it.
 
     Raises Refused: files that cannot be read, or weights in a form that is not.
     """
-    block = None
-    if said := tree.get("quantization_config"):
-        sizes = said.get("weight_block_size") if isinstance(said, dict) else None
-        if not (
-            isinstance(said, dict) and said.get("quant_method") == "fp8" and isinstance(sizes, list) and len(sizes) == 2
-        ):
-            method = said.get("quant_method") if isinstance(said, dict) else said
-            hint = "FP8 in blocks is read, and weights that are not quantized"
-            if method == "mxfp4":
-                hint += (
-                    "; transformers opens these by `Mxfp4Config(dequantize=True)`, and `save_pretrained` writes such"
-                )
-            raise Refused(
-                Problem(
-                    f"`{path / folder.CONFIG}` quantizes its weights: `{method}`", key="quantization_config", hint=hint
-                )
-            )
-        block = (int(sizes[0]), int(sizes[1]))
+    form = quantized.form(path, tree, text, packs=of.model_type == "gpt_oss")
     index = path / INDEX
     said = folder.load_json(index).get("weight_map") if index.is_file() else None
     if said is None and not (path / SINGLE).is_file():
@@ -160,7 +132,7 @@ def _source(path: Path, tree: dict[str, Any], of: Family, nested: bool) -> Sourc
         dict(of.spelled),
         set[str](),
     )
-    for name in shelf.found if nested else ():
+    for name in shelf.found if text is not tree else ():
         if name.startswith(TEXT):
             spelled[name] = f"{WHOLE}{name.removeprefix(TEXT)}"
         elif name.startswith(WHOLE):
@@ -168,7 +140,7 @@ def _source(path: Path, tree: dict[str, Any], of: Family, nested: bool) -> Sourc
     if twice := sorted(left_out.intersection(spelled.values())):
         hint = f"keep the one of the model that `{folder.CONFIG}` describes"
         raise Refused(Problem(f"`{path}` holds `{twice[0]}` with and without `{TEXT.removeprefix(WHOLE)}`", hint=hint))
-    return Source(path, shelf, spelled, block, frozenset(left_out))
+    return Source(path, shelf, spelled, form, frozenset(left_out))
 
 
 def _of_another(tree: dict[str, Any], name: str, config: Config) -> Iterator[Problem]:
@@ -202,32 +174,12 @@ def _misfits(
         if name not in there:
             yield Problem(f"`{source.at}` holds no `{name}`, which `{place.piece.tensor}` is made of")
             continue
-        file, shape, dtype = source.shelf.found[source.stored(name)]
-        if shape != place.piece.shape:
-            yield Problem(f"`{name}` is {list(shape)} in `{file}`, and {list(place.piece.shape)} in the plan")
-        if dtype not in READ:
-            yield Problem(
-                f"`{name}` is {dtype} in `{file}`, which is not read", hint=f"there are: {', '.join(sorted(READ))}"
-            )
-        if dtype == "F8_E4M3":
-            yield from _unscaled(source, source.stored(name), file, shape)
+        yield from source.form.misfits(source.stored(name), place.piece.shape, source.shelf.found)
     strangers = sorted(name for name in there - wanted.keys() if not (left_out and name.startswith(left_out)))
     for name in strangers:
         predicts = bool(ahead) and name.startswith(ahead)
         hint = "`--without-mtp` leaves out layers of token prediction" if predicts else None
-        yield Problem(f"`{name}` of `{source.shelf.found[source.stored(name)][0]}` has no place in the plan", hint=hint)
-
-
-def _unscaled(source: Source, name: str, file: str, shape: tuple[int, ...]) -> Iterator[Problem]:
-    scale = source.shelf.found.get(f"{name}{SCALE}")
-    if source.block is None:
-        yield Problem(
-            f"`{name}` of `{file}` is FP8, and config.json has no `weight_block_size`", key="quantization_config"
-        )
-    elif scale is None:
-        yield Problem(f"`{name}` of `{file}` is FP8, and its `{name}{SCALE}` is missing")
-    elif scale[1] != (blocks := tuple(-(-n // size) for n, size in zip(shape, source.block, strict=True))):
-        yield Problem(f"`{name}{SCALE}` is {list(scale[1])} in `{scale[0]}`, and {list(blocks)} by its blocks")
+        yield Problem(f"`{name}` of `{source.file(name)}` has no place in the plan", hint=hint)
 
 
 def _lazy(source: Source, places: list[tuple[Tensor, list[Place]]]) -> Iterator[tuple[str, Lazy]]:

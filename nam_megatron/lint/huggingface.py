@@ -186,6 +186,7 @@ def words(root: Mapping[str, Any], name: str) -> tuple[list[str], list[str]]:
     Raises:
         Refused: an architecture that is not read, or a key that is missing.
     """
+    stored = root.get("quantization_config")
     root, beside = of_text(root)
     kind = str(root["model_type"])
     if kind not in KINDS:
@@ -196,6 +197,11 @@ def words(root: Mapping[str, Any], name: str) -> tuple[list[str], list[str]]:
         )
     said = Said(_flat(root, name), name)
     said.left += beside
+    if stored := stored or root.get("quantization_config"):
+        method = stored.get("quant_method") if isinstance(stored, dict) else stored
+        said.left.append(
+            f"`quantization_config`: its weights are published as `{method}`, and a run's are as its precision says"
+        )
     for place in ("rope_parameters", "rope_scaling"):
         table = said.root.get(place)
         if dropped := sorted(table.keys() - {*IN_ROPE}) if isinstance(table, dict) else []:

@@ -13,14 +13,16 @@ import test_hf
 import test_train
 import torch
 import transformers
+from hf_configs import GPT_OSS
 from megatron.core import dist_checkpointing
 from presets import lowered
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nam_megatron.compile.argv import load_plan, plan_json
 from nam_megatron.errors import Refused
 from nam_megatron.hf import __main__ as command
-from nam_megatron.hf import check, distributed, families, native
+from nam_megatron.hf import check, distributed, families, native, quantized
 from nam_megatron.hf.folder import INDEX
 
 RELATIVE = 1e-5
@@ -245,7 +247,15 @@ def test_another_model_and_what_no_reader_takes_are_refused(copied):
     assert "has `attention.query_groups` 4, and the plan 2" in with_config(num_key_value_heads=4)
     assert "has `norm_epsilon` 0.0001, and the plan 1e-05" in with_config(rms_norm_eps=1e-4)
     assert "weights of `bert` are not read" in with_config(model_type="bert")
-    assert "quantizes its weights: `gptq`" in with_config(quantization_config={"quant_method": "gptq"})
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128]}
+    methods = ("gptq", "awq", "bitsandbytes", "compressed-tensors", "modelopt", "mxfp4")  # the last is read of gpt-oss
+    for of in (*({"quant_method": method} for method in methods), {"load_in_4bit": True}, "int8", fp8):
+        method = of.get("quant_method", of) if isinstance(of, dict) else of
+        text = with_config(quantization_config=of)
+        assert f"config.json` quantizes its weights: `{method}` @ quantization_config\n" in text
+    assert "`int4` @ compression_config\n" in with_config(compression_config={"quant_method": "int4"})
+    (folder / "hf_quant_config.json").write_text("{}")
+    assert f"`{folder / 'hf_quant_config.json'}` quantizes its weights: `modelopt`" in with_config()
 
 
 def test_nothing_of_a_folder_runs(copied):
@@ -304,6 +314,73 @@ def test_fp8_in_blocks_is_read_by_its_scales(made, tmp_path):
     quantized(32, 40)
     with pytest.raises(Refused, match=r"_scale_inv` is \[4, 3\] in .*, and \[2, 3\] by its blocks"):
         native.load(tmp_path / "hf", plan, tmp_path / "other", False, silent)
+
+
+@pytest.fixture(scope="module")
+def packed(made, tmp_path_factory):
+    """gpt-oss as it is published: (config.json, its tensors, the plan's file, the import of what transformers makes of its experts)."""
+    folder, plan, _ = made("gpt_oss")
+    at = tmp_path_factory.mktemp("packed")
+    shutil.copytree(folder, at / "hf")
+    whole = {key: value for shard in folder.glob("*.safetensors") for key, value in load_file(shard).items()}
+    held, experts = dict(whole), [key for key in whole if key.endswith("_proj") and "experts" in key]
+    torch.manual_seed(5)
+    for key in experts:
+        count, into, out = held.pop(key).shape
+        blocks = torch.randint(256, (count, out, into // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(119, 124, (count, out, into // 32), dtype=torch.uint8)
+        held |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
+        whole[key] = convert_moe_packed_tensors(blocks, scales)
+    write(at / "hf", whole)
+    native.load(at / "hf", plan, at / "weights", False, silent)
+    return published.keys(folder), held, plan, tensors(at / "weights")
+
+
+def write(folder: Path, held: dict[str, torch.Tensor]) -> None:
+    """Tensors in one file, in place of a folder's."""
+    for old in (*folder.glob("*.safetensors"), *folder.glob(INDEX)):
+        old.unlink()
+    save_file(held, folder / "model.safetensors", {"format": "pt"})
+
+
+def of_packed(packed, tmp_path: Path, change: dict[str, Any], config: dict[str, Any]) -> tuple[Path, Path, Path]:
+    """What `said` takes: the published folder with other tensors (None: without) and with other keys of its quantization."""
+    keys, held, plan, _ = packed
+    (tmp_path / "hf").mkdir()
+    keys = keys | {"quantization_config": GPT_OSS["quantization_config"] | config}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(keys))
+    write(tmp_path / "hf", {name: value for name, value in (held | change).items() if value is not None})
+    return tmp_path / "hf", plan, tmp_path / "out"
+
+
+UP = "model.layers.1.mlp.experts.gate_up_proj"
+
+
+def test_mxfp4_is_what_transformers_makes_of_it(packed, tmp_path):
+    native.load(*of_packed(packed, tmp_path, {}, {}), False, silent)
+    assert tensors(tmp_path / "out") == packed[3]
+    blocks = torch.arange(256, dtype=torch.uint8).repeat(254).view(1, 254, 16, 16)
+    scales = torch.arange(254, dtype=torch.uint8).repeat_interleave(16).view(1, 254, 16)  # 254: 6 of it is beyond bf16
+    assert torch.equal(quantized.unpacked(blocks, scales), convert_moe_packed_tensors(blocks, scales))
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "told"),
+    [
+        ({f"{UP}_scales": None}, {}, f"`{UP}_blocks` of `model.safetensors` is MXFP4, and its `{UP}_scales` is missing"),
+        ({f"{UP}_blocks": None}, {}, f"holds no `{UP}`"),
+        ({f"{UP}_scales": torch.zeros(4, 192, 3).byte()}, {}, "[4, 192, 3] in `model.safetensors`, and [4, 192, 2] by its"),
+        ({f"{UP}_blocks": torch.zeros(4, 192, 2, 16)}, {}, f"`{UP}_blocks` is F32 in"),
+        ({f"{UP}_scales": torch.full((4, 192, 2), 255).byte()}, {}, f"`{UP}` of `model.safetensors` holds a NaN"),
+        ({UP: torch.zeros(4, 64, 192)}, {}, f"`{UP}_blocks` of `model.safetensors` is `{UP}` of `model.safetensors`, too"),
+        ({}, {"modules_to_not_convert": ["model.layers.*.mlp"]}, "says that `model.layers.*.mlp` is not quantized"),
+        ({}, {"modules_to_not_convert": "lm_head"}, "`modules_to_not_convert` is 'lm_head'"),
+        ({}, {"quant_method": "fp8", "weight_block_size": [128, 128]}, f"`{UP}_blocks` of `model.safetensors` has no place"),
+    ],
+    ids=lambda part: str(part)[:20],
+)  # fmt: skip
+def test_mxfp4_that_is_not_whole_is_named(packed, tmp_path, change, config, told):
+    assert told in said(of_packed(packed, tmp_path, change, config))
 
 
 # Which architecture ------------------------------------------------------------------------------------------------------
@@ -474,4 +551,4 @@ def test_a_tensor_of_text_that_stands_twice_is_refused(tmp_path):
     twice = {name: torch.ones(4) for name in ("model.norm.weight", "model.language_model.norm.weight")}
     save_file(twice, tmp_path / "model.safetensors")
     with pytest.raises(Refused, match=r"with and without `language_model\.`"):
-        native._source(tmp_path, {}, families.family("qwen3_5_text"), nested=True)
+        native._source(tmp_path, {}, {"model_type": "x"}, families.family("qwen3_5_text"))
