@@ -114,12 +114,16 @@ def test_config_of_a_public_model_is_its_preset(name):
     assert any("sequence length" in line for line in made.lost)  # guessed, and said
 
 
+SEED_OSS = {"model_type": "seed_oss", "head_dim": 128, "residual_dropout": 0.0, "attention_dropout": 0.0}
+
+
 @pytest.mark.parametrize(
     ("base", "change", "says"),
     [
         (LLAMA, {"qk_gain": 2}, "keys that are not read: qk_gain"),
         (DEEPSEEK_V3, {}, "num_nextn_predict_layers: 1"),
         (LLAMA, {"residual_in_fp32": True}, "residual_in_fp32"),
+        (LLAMA, SEED_OSS | {"residual_dropout": 0.1}, "`residual_dropout`: Megatron's is of the embedding, too"),
     ],
 )
 def test_what_arguments_cannot_say_is_listed(base, change, says):
@@ -132,6 +136,7 @@ def test_what_arguments_cannot_say_is_listed(base, change, says):
     ("base", "change", "says"),
     [
         (LLAMA, {"attention_bias": True}, "attention_bias"),
+        (LLAMA, SEED_OSS | {"attention_out_bias": True}, "attention_out_bias"),
         (LLAMA, {"sliding_window": 4096}, "`sliding_window: 4096`"),
         (LLAMA, {"layer_types": ["full_attention", "sliding_attention"]}, "`layer_types`: sliding_attention"),
         (LLAMA, {"time_step_limit": [0.0, 0.1]}, "`time_step_limit: [0.0, 0.1]`"),

@@ -44,7 +44,7 @@ FLAG, LIST, TEXT, TABLE = (bool, "true or false"), (list, "a list"), (str, "a wo
 HOLD: Mapping[str, tuple[type, str]] = {
     **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias", "use_sliding_window",
                      "use_qk_norm", "norm_topk_prob", "seq_aux", "use_conv_bias", "rope_interleave", "attn_output_gate",
-                     "residual_in_fp32"), FLAG),
+                     "residual_in_fp32", "attention_out_bias"), FLAG),
     **dict.fromkeys(("layer_types", "mlp_layer_types", "layers_block_type", "mlp_only_layers", "time_step_limit"), LIST),
     **dict.fromkeys(("hidden_act", "mlp_hidden_act", "mamba_hidden_act", "topk_method", "scoring_func", "hybrid_override_pattern"), TEXT),
     **dict.fromkeys(("rope_parameters", "rope_scaling"), TABLE),
@@ -52,6 +52,7 @@ HOLD: Mapping[str, tuple[type, str]] = {
 REAL = {
     "rms_norm_eps", "layer_norm_epsilon", "norm_eps", "initializer_range", "rope_theta", "partial_rotary_factor", "hidden_dropout",
     "attention_dropout", "routed_scaling_factor", "swiglu_limit", "router_aux_loss_coef", "aux_loss_alpha", "router_jitter_noise",
+    "residual_dropout",
 }  # fmt: skip
 MAY_BE_0 = REAL | {"first_k_dense_replace"}
 # Keys that a dense model has no use for.
@@ -293,7 +294,8 @@ def _common(s: Said) -> Words:
     )
     if s.root["model_type"] not in BIASED:
         yield "--disable-bias-linear"
-    yield from ("--hidden-dropout", str(s.get("hidden_dropout", 0.0)))
+    residual = "residual_dropout" if s.root["model_type"] == "seed_oss" else "hidden_dropout"
+    yield from ("--hidden-dropout", str(s.get(residual, 0.0)))
     yield from ("--attention-dropout", str(s.get("attention_dropout", 0.0)))
     if s.get("initializer_range") is not None:
         yield from ("--init-method-std", str(s.number("initializer_range")))
@@ -324,6 +326,7 @@ SAID: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), ("head_dim", "partial_rotary_factor")),
     **dict.fromkeys(LATENT, _DEEPSEEK),
     "gpt_oss": ("head_dim", "sliding_window", "layer_types", "attention_bias", "rope_scaling|rope_parameters"),
+    "seed_oss": ("head_dim", "attention_bias", "attention_dropout", "residual_dropout"),
     "glm4_moe": (*_DEEPSEEK, "head_dim", "partial_rotary_factor"), "nemotron_h": ("head_dim|attention_head_dim",),
 }  # fmt: skip
 WINDOWED = {"mixtral", "mistral", "gpt_oss"}
@@ -530,6 +533,13 @@ def _mistral(s: Said) -> Words:
 def _qwen2(s: Said) -> Words:
     yield from _blocks(s)
     yield "--add-qkv-bias"  # which its code has without a key
+
+
+def _seed_oss(s: Said) -> Words:
+    yield from _blocks(s, qkv_bias=True)
+    s.off("attention_out_bias")
+    if s.get("residual_dropout"):
+        s.left.append("`residual_dropout`: Megatron's is of the embedding, too")
 
 
 def _qwen3(s: Said) -> Words:
@@ -803,5 +813,5 @@ KINDS: Mapping[str, Callable[[Said], Words]] = {
     "llama": _llama, "mistral": _mistral, "mixtral": _mixtral, "qwen2": _qwen2, "qwen3": _qwen3, "qwen3_moe": _qwen3_moe,
     "qwen3_next": _qwen3_next, "qwen3_5_text": _qwen3_5, "qwen3_5_moe_text": _qwen3_5_moe, "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek, "deepseek_v32": _deepseek, "kimi_k2": _deepseek, "glm4_moe": _glm4_moe,
-    "glm4_moe_lite": _deepseek, "nemotron_h": _nemotron_h, "gpt_oss": _gpt_oss,
+    "glm4_moe_lite": _deepseek, "nemotron_h": _nemotron_h, "gpt_oss": _gpt_oss, "seed_oss": _seed_oss,
 }  # fmt: skip
