@@ -190,9 +190,8 @@ def meant(name: str) -> str:
     names = presets()
     if name not in names:
         close = likely(name, names)
-        raise Refused(
-            Problem(f"no preset `{name}`", hint=f"did you mean `{close}`?" if close else "`nam list presets`")
-        )
+        own = "`nam list presets`; runs of a preset of your own: `nam launch receipts preset=NAME`"
+        raise Refused(Problem(f"no preset `{name}`", hint=f"did you mean `{close}`?" if close else own))
     return load(name).preset.alias_of or name
 
 
@@ -239,6 +238,8 @@ def command(words: Sequence[str]) -> int:
     if [*words] == ["all", "format=json"]:
         sys.stdout.write(facts())
         return OK
+    if words[:1] == ["--config-dir"]:  # somebody's own preset, which has no card: its name says so
+        words = words[2:]
     if len(words) != 1:
         raise Refused(Problem("`card` takes one name", hint="`nam card nam56r_fused`, or `nam card all`"))
     sys.stdout.write(page() if words[0] == "all" else text(words[0]))

@@ -156,7 +156,8 @@ def summary(lowering: Lowering, v: Verdict) -> str:
     elif v.not_built:
         verdict += f": everything built agrees; not built: {', '.join(s.owner for s in v.not_built)}"
     return (
-        f"{r.preset.name} on {counted(r.world_size, 'GPU')} against Megatron {v.stack.megatron_core}: {len(v.rows)} fields compared\n"
+        f"{r.preset.name} on {counted(r.world_size, r.cluster.unit)} against Megatron {v.stack.megatron_core}: "
+        f"{len(v.rows)} fields compared\n"
         f"fields:   {count['recipe']} follow from the recipe, {count['pinned']} are pinned, "
         f"{count['reviewed']} are reviewed defaults\n"
         f"{verdict}\n"

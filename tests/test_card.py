@@ -33,6 +33,8 @@ def test_an_alias_has_the_card_of_its_preset_and_a_wrong_name_none():
     assert card.text("llama_3_1_8b").count("not shown") >= 3
     with pytest.raises(Refused, match="no preset `nam56r_smok`"):
         card.text("nam56r_smok")
+    with pytest.raises(Refused, match="no preset `samba`"):
+        card.command(["--config-dir", "../mine", "samba"])
 
 
 def test_the_page_is_made_from_them():

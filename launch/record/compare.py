@@ -225,9 +225,14 @@ def executes(key: str) -> bool:
     return below(EXECUTION) and not below(SOFTWARE)
 
 
+def unit(receipts: Sequence[Receipt]) -> str:
+    """What a rank of these runs had."""
+    return "CPU rank" if all(at(r, "recipe.cluster.processor") == "cpu" for r in receipts) else "GPU"
+
+
 def figures(receipts: Sequence[Receipt]) -> list[Row]:
     """Each figure of each run, and behind them by how much every other run's is off the first one's: see `changes`."""
-    found = [(title, [at(r, key) for r in receipts]) for title, key in FIGURES]
+    found = [(title.replace("GPU", unit(receipts)), [at(r, key) for r in receipts]) for title, key in FIGURES]
     found.append(("waived in the checks", [waived(r) for r in receipts]))
     return [
         (title, [*map(shown, values), *(change(values[0], v) for v in values[1:])])

@@ -421,7 +421,7 @@ def broken(root: Path, found: Iterable[Mapping[str, Any]]) -> Iterator[tuple[boo
         if mine and mine["pending"] and last + 1 in known:
             last += 1
         if absent := list(islice((n for n in range(1, last + 1) if n not in known), 10)):
-            where = "removed, or damaged" if home else f"chain {name}, not this folder's: removed, or left where it was"
+            where = "removed, or damaged" if home else f"chain {name}, of another folder: removed, or never copied here"
             more = last - len(known) - len(absent)
             listed = ", ".join(map(str, absent)) + (f" and {more} more" if more > 0 else "")
             yield home, f"receipt {listed} of {last} not here ({where})"

@@ -13,14 +13,16 @@ from typing import Any
 
 from launch.context import CHECKOUT
 from launch.record import outcome, receipt, signature
-from launch.record.compare import at
+from launch.record.compare import at, unit
 from launch.run.terminal import printable
 from nam_megatron.errors import FINDINGS, OK, Problem, Refused, folded, raise_if
 
 RECEIPTS = CHECKOUT / "receipts"
 WHERE = {"state": "state", "family": "lineage.family", "host": "lineage.host", "end": "outcome.end", "preset": "run"}
 CHOICES = {"state": receipt.STATES, "end": receipt.ENDS, "gaps": ("refused", "allowed"), "full": ("true", "false")}
-UNKEYED = "a hash without a key shows accidents; who may write to the folder can compute it anew: `run sign=KEY`, `receipts signers=FILE`"
+UNKEYED = (
+    "the seals show accidents, not forgery: to show that too, `run sign=KEY` signs, and `receipts signers=FILE` checks"
+)
 # No hash, no signature and no chain that lies in the folder shows that its newest receipts were taken away.
 HEAD = "the newest seal is {}: keep it elsewhere, and `receipts head=...` shows whether that receipt is still here"
 SHORT = "layout, kernels and batch are left out: `receipts --full` lists them, `report RUN` shows one run"
@@ -120,7 +122,9 @@ def line(found: Mapping, full: bool = False) -> str:
     window = at(found, "outcome.figures.window") or {}
     regime = at(found, "lineage.regime")
     if regime and not full:
-        regime = next((part.replace(" x ", "x") for part in regime.split("; ") if part.endswith("GPUs")), None)
+        parts = (part.replace(" x ", "x") for part in regime.split("; ") if part.endswith(("GPUs", "CPU ranks")))
+        regime = next(parts, None)
     cells = [found["run"], at(found, "outcome.end") or "open", at(found, "lineage.host"), regime]
-    cells += [f"{window['median_ms']:.0f} ms, {window['tokens_per_s_per_gpu']:.0f} tok/s/GPU"] if window else []
+    per = unit([found])
+    cells += [f"{window['median_ms']:.0f} ms, {window['tokens_per_s_per_gpu']:.0f} tok/s/{per}"] if window else []
     return "  ".join(printable(str(cell or "-")) for cell in cells)

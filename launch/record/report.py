@@ -190,7 +190,7 @@ def _lineage(r: Mapping[str, Any]) -> str:
 def _tiles(r: Mapping[str, Any]) -> str:
     figures = {
         "ms a step, median": at(r, "outcome.figures.window.median_ms"),
-        "tokens/s/CPU rank" if _on_cpu(r) else "tokens/s/GPU": at(r, "outcome.figures.window.tokens_per_s_per_gpu"),
+        f"tokens/s/{compare.unit([r])}": at(r, "outcome.figures.window.tokens_per_s_per_gpu"),
         "of the peak, our count": _percent(at(r, "outcome.against_forecast.model_flops_utilisation")),
         "GiB allocated at most": at(r, "outcome.memory.peak_allocated_gib"),
         "loss, last": at(r, "outcome.figures.loss_last"),

@@ -173,7 +173,7 @@ def text(found: Sequence[Status]) -> str:
     for one in (*open_, *ended[:SHOWN]):
         cells = [one.run, one.state, f"step {one.step or 0} of {one.steps or '?'}"]
         cells += [f"{one.step_ms:g} ms"] if one.step_ms else []
-        cells += [f"{one.tokens_per_s_per_gpu:g} tokens/s/GPU"] if one.tokens_per_s_per_gpu else []
+        cells += [f"{one.tokens_per_s_per_gpu:g} tokens/s a rank"] if one.tokens_per_s_per_gpu else []
         cells += [f"loss {one.loss:g}"] if one.loss is not None else []
         cells += [f"quiet for {one.quiet_s:.0f} s"] if one.quiet_s is not None else []
         lines.append("  ".join(cells))

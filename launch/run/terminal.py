@@ -77,7 +77,7 @@ class Terminal:
                 self._bar.stop()
         if self._quiet and self._quiet.held:
             sys.stderr.write(
-                f"note: {self._quiet.held} lines that say nothing of a run on a CPU stand in {self._log} only\n"
+                f"note: {self._quiet.held} lines are left out here (Megatron's arguments, what is about GPUs); all are in {self._log}\n"
             )
 
 

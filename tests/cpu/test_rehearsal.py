@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.record import report
+from launch.record import compare, receipts, report
 from nam_megatron.compile.lower import translate
 from nam_megatron.errors import Refused
 from nam_megatron.recipe import load
@@ -38,12 +38,14 @@ def test_ten_steps_from_the_launcher_to_the_page(short):
     (folder,) = Path(short, "receipts").glob("*smoke*")
     log = (folder / "log.txt").read_text()
     held = log.count("\n") - done.stdout.count("\n") - 2  # the launcher's own: started, ended
-    assert log.count("/GPU): ") == 10 and f"note: {held} lines that say" in done.stderr
+    assert log.count("/GPU): ") == 10 and f"note: {held} lines are left out" in done.stderr
     said = json.loads((folder / "receipt.json").read_text())
     losses = said["outcome"]["series"]["loss"]
     assert said["outcome"]["end"] == "completed" and len(losses) == 10 and losses[-1] < losses[0] - 0.1
     assert said["outcome"]["memory"] is said["outcome"]["against_forecast"] is None
     assert said["forecast"].keys() == {"parameters", "active"}
+    assert "1x2 CPU ranks" in (listed := receipts.line(said)) and listed.endswith(" tok/s/CPU rank")
+    assert "GPU" not in str(compare.figures([said, said]))
     assert report.command([str(folder)], {}) == 0
     page = (folder / "report.html").read_text()
     assert NOTE in page and "of the peak" not in page and "<h2>Loss</h2><svg" in page

@@ -48,7 +48,7 @@ def test_a_run_that_goes_on(tmp_path, capsys):
     assert found.tokens_per_s_per_gpu == 4096 / 0.1 / 2  # of two GPUs
     assert status.command([str(tmp_path)], {}) == 0
     assert capsys.readouterr().out.startswith(
-        f"{run.folder.name}  running  step 3 of 50  100 ms  20480 tokens/s/GPU  loss 6.5"
+        f"{run.folder.name}  running  step 3 of 50  100 ms  20480 tokens/s a rank  loss 6.5"
     )
 
 
