@@ -16,6 +16,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training import get_args
 from test_train import TORCHRUN, command, indexed, logged, lowered, poison, run, trained
 
@@ -232,6 +233,40 @@ def test_a_next_stage_has_its_own_rates_and_the_state(whole, at_two, tmp_path):
     assert logged(ranks, "learning rate") == pytest.approx(curve)
     again = [word for word in words if not word.startswith(("schedule.load", "schedule.changes"))]
     assert objections(*again, f"schedule.load={tmp_path}/lower") == []
+
+
+def rates_of_groups() -> None:
+    """Prints every group's rate at the end: Muon's and Adam's are of two optimizers, and the log has one."""
+    step = OptimizerParamScheduler.step
+
+    @wraps(step)
+    def told(self, increment):
+        step(self, increment)
+        print("rates:", len(self.optimizer.param_groups), *{group["lr"] for group in self.optimizer.param_groups})
+
+    OptimizerParamScheduler.step = told
+
+
+def test_a_next_stage_on_two_ranks_under_muon(tmp_path):
+    """Its momentum is the checkpoint's, and the new rates are of both optimizers' groups."""
+    words = (
+        "optim=muon",
+        "optim.lr=0.01",
+        "cluster=h200_2",
+        "schedule.save_interval=2",
+        f"schedule.load={tmp_path}/ckpt",
+    )
+    four = (*words[:-1], "schedule.train_steps=4", "schedule.decay_steps=4", f"schedule.save={tmp_path}/ckpt")
+    *_, third, fourth = trained(run(tmp_path, *four, world=2))
+    shutil.rmtree(tmp_path / "ckpt" / "iter_0000004")
+    (tmp_path / "ckpt" / TRACKER).write_text("2")
+    idle = partial(setattr, checkpoint, "no_stage", lambda *_: ())
+    kept = staged((*words, "schedule.train_steps=4", "schedule.decay_steps=4"), tmp_path / "same", {})
+    assert trained(run(tmp_path, *kept, world=2, before=idle)) == pytest.approx([third, (third + fourth) / 2], abs=1e-6)
+    ranks = run(tmp_path, *staged(words, tmp_path / "lower", LOWER), world=2, before=rates_of_groups)
+    assert trained(ranks)[0] == third and logged(ranks, "learning rate")[-1] == pytest.approx(0.0004)
+    groups, *last = ranks[0].out.split("rates: ")[-1].splitlines()[0].split()
+    assert int(groups) > 2 and [float(rate) for rate in last] == [pytest.approx(0.0004)]
 
 
 @pytest.mark.parametrize(
