@@ -33,6 +33,7 @@ ELSEWHERE = {
     "device.link": "the checks before a run (launch/host/gpu.py)",
     "device.gemm_floor_tflops": "the checks before a run (launch/host/sanity.py)",
     "device.allreduce_floor_gbs": "the checks before a run (launch/host/sanity.py)",
+    "device.copy_gbs": "`launch scale` (launch/record/scale.py)",
     "device.headroom_gib": "budget: when it warns",
     "device.groups_gib": "the budget of a layout that has such groups",
     "cluster.pool": "compare: hosts that may be compared as one",

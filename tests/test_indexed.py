@@ -74,6 +74,19 @@ def test_each_part_of_a_blend_is_looked_at(tmp_path):
     assert message == f"`{tmp_path}/gone.idx` is not there" and key == "data.parts"
 
 
+def test_datasets_for_validation_alone_are_looked_at_whole(tmp_path):
+    large, small = (dataset(tmp_path / name, [5] * n) for name, n in (("large", 400), ("small", 1)))
+
+    def apart(path: str) -> list[tuple[str, str | None]]:
+        parts, valid = (f"[{{weight: 1, path: {one}}}]" for one in (large, path))
+        words = (f"data.parts={parts}", f"data.valid_parts={valid}", "data.split=null", "data.tokenizer=t")
+        return refused("data=blend", *words, "schedule.eval_steps=1")
+
+    assert apart(small) == []
+    ((message, key),) = apart(f"{tmp_path}/gone")
+    assert message == f"`{tmp_path}/gone.idx` is not there" and key == "data.valid_parts"
+
+
 def test_documents_without_tokens_are_none(tmp_path):
     nothing = dataset(tmp_path / "nothing", [0] * 400)
     assert [m for m, _ in of(nothing)] == [

@@ -41,6 +41,7 @@ SFT = {"data.name": "sft", "data.path": "/d", "data.tokenizer": "/t", "data.prom
 ADAPTED = {"feature.lora.rank": 8, "schedule.pretrained": "/p", "model.blocks.moe.expert_bias_update_rate": 0.0}
 BLEND = {"data.name": "blend", "data.parts": [{"weight": 0.7, "path": "/a"}, {"weight": 1e-7, "path": "/b"}]}
 BLEND |= {"data.path": None, "data.split": "99,1,0", "data.tokenizer": "/t"}
+APART = BLEND | {"data.split": None, "data.valid_parts": [{"weight": 1, "path": "/v"}], "schedule.eval_steps": 1}
 SELECTIVE = {"feature.recompute.granularity": "selective"}
 FULL = {"feature.recompute.granularity": "full", "feature.recompute.method": "uniform", "feature.recompute.layers": 1}
 WHOLE_KEY = "feature.cuda_graphs.impl"
@@ -504,6 +505,10 @@ REFUSALS = [
     (NATIVE, INDEXED | {"data.name": "built"}, "data.split", "built data with a `split`"),
     (NATIVE, BLEND | {"data.parts": []}, "data.parts", "a blend of nothing"),
     (NATIVE, BLEND | {"data.parts": 2 * [{"weight": 1, "path": "/a"}]}, "data.parts", "the blend has `/a` twice"),
+    (NATIVE, APART | {"data.valid_parts": []}, "data.valid_parts", "a blend of nothing"),
+    (NATIVE, APART | {"data.valid_parts": BLEND["data.parts"]}, "data.valid_parts", "of `/a`, which is trained on"),
+    (NATIVE, APART | {"schedule.eval_steps": 0}, "data.valid_parts", "datasets for evaluations, and no evaluations"),
+    (NATIVE, APART | {"data.split": "9,1,0"}, "data.split", "a split beside datasets of which none is split"),
     (NATIVE, BLEND | {"data.path": "/d/x"}, "data.path", "blend data with a `path`"),
     (NATIVE, SFT | {"schedule.pretrained": None}, "schedule.pretrained", "learned by a pretrained model"),
     (NATIVE, SFT | {"data.answer": None}, "data.answer", "sft data without `answer`"),

@@ -70,7 +70,7 @@ def places(recipe: Recipe, checkout: Path, environ: Mapping[str, str]) -> list[P
     """Every folder that the run would write to, and its data. environ: the run's, overlay included."""
     storage, schedule = recipe.cluster.storage, recipe.schedule
     kept = {"save": schedule.save, "load": schedule.load, "data": recipe.data.path}
-    kept |= {f"data {number}": part.path for number, part in enumerate(recipe.data.parts or (), 1)}
+    kept |= {f"data {number}": part.path for number, part in enumerate(recipe.data.mixed, 1)}
     found = [
         Place("durable", "durable", Path(storage.durable)),
         Place("scratch", "scratch", Path(storage.scratch)),

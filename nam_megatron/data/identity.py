@@ -97,6 +97,7 @@ def _files(data: "Data", root: Path) -> Iterator[tuple[str, Path]]:
         yield SAMPLES, root / (data.path or "") / SAMPLES
     prefixes = {"data": data.path} if data.name == "indexed" else {}
     prefixes |= {f"part{number}": part.path for number, part in enumerate(data.parts or (), 1)}
+    prefixes |= {f"valid{number}": part.path for number, part in enumerate(data.valid_parts or (), 1)}
     for name, prefix in prefixes.items():
         for end in ("bin", "idx"):
             yield f"{name}.{end}", root / f"{prefix}.{end}"

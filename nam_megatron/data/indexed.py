@@ -16,7 +16,7 @@ from nam_megatron.words.regular import kind
 
 if TYPE_CHECKING:
     from nam_megatron.recipe import Recipe
-    from nam_megatron.recipe.data import Data
+    from nam_megatron.recipe.data import Data, Part
 
 # megatron.core.datasets.indexed_dataset of 0.19.2: `.idx` is this, a version, a type, the numbers of sequences and of documents, then
 # a length (4 bytes) and a place (8 bytes) of each sequence, and the first sequence of each document.
@@ -55,6 +55,7 @@ class Share:
     first: float
     last: float
     samples: int
+    key: str = "path"  # of `data`
 
     def bounds(self, sequences: int) -> tuple[int, int]:
         """As `BlendedMegatronDatasetBuilder` rounds them."""
@@ -99,7 +100,7 @@ def objections(recipe: "Recipe", root: Path = Path(), *, there: bool = False) ->
     would look for the next ones for ever. root: what relative paths are of. there: only of datasets that this host has."""
     indices: dict[str, Index | None] = {}
     for share in shares(recipe.data, recipe.schedule):
-        key = "data.parts" if recipe.data.parts else "data.path"
+        key = f"data.{share.key}"
         if there and not all((root / f"{share.path}.{end}").exists() for end in ("idx", "bin")):
             continue
         if share.path not in indices:
@@ -143,14 +144,22 @@ def shares(data: "Data", schedule: Schedule) -> Iterator[Share]:
             if name == "train" or evaluated:
                 yield Share(str(data.built / name), of, 0.0, 1.0, count)
     elif data.name in ("indexed", "blend"):
-        ends = _ends(data.split or "")
-        whole = _sum([part.weight for part in data.parts or ()])
-        parts = {part.path: part.weight / whole for part in data.parts or ()}
-        for path in parts or (data.path or "",):
-            for of, count, (first, last) in zip(NAMES, samples, ends, strict=True):
-                drawn = ceil(ceil(count * parts[path]) * (1 + SURPLUS)) if parts else count
-                if first < last:
-                    yield Share(path, of, first, last, drawn)
+        every = tuple(zip(NAMES, samples, _ends(data.split or "1,0,0"), strict=True))
+        if data.parts is None:
+            yield from (Share(data.path or "", of, *ends, count) for of, count, ends in every if ends[0] < ends[1])
+            return
+        yield from _mixed("parts", data.parts, every)
+        if data.valid_parts is not None:
+            yield from _mixed("valid_parts", data.valid_parts, [(NAMES[1], samples[1], (0.0, 1.0))])
+
+
+def _mixed(key: str, parts: Sequence["Part"], every: Sequence[tuple[str, int, tuple[float, float]]]) -> Iterator[Share]:
+    whole = _sum([part.weight for part in parts])
+    for part in parts:
+        for of, count, (first, last) in every:
+            if first < last:
+                drawn = ceil(ceil(count * (part.weight / whole)) * (1 + SURPLUS))
+                yield Share(part.path, of, first, last, drawn, key)
 
 
 def _ends(split: str) -> list[tuple[float, float]]:

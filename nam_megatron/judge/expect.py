@@ -35,13 +35,20 @@ def _rotary_percent(p: Plan) -> float:
 def _data_path(p: Plan) -> list[str] | None:
     data = p.recipe.data
     if data.name == "blend":
-        return [word for part in data.parts or () for word in (str(part.weight), part.path)]
+        return (
+            None
+            if data.valid_parts is not None
+            else [word for part in data.parts or () for word in (str(part.weight), part.path)]
+        )
     return [str(data.path)] if data.name in ("indexed", "sft") else None
 
 
 def _split(name: str) -> Callable[[Plan], list[str] | None]:
     def path(p: Plan) -> list[str] | None:
         data = p.recipe.data
+        if data.valid_parts is not None:
+            parts = {"train": data.parts, "valid": data.valid_parts}[name]
+            return [word for part in parts or () for word in (str(part.weight), part.path)]
         read = data.name == "built" and (name == "train" or p.recipe.schedule.eval_steps > 0)
         return [str(Path(str(data.path)) / name)] if read else None
 

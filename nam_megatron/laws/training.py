@@ -42,22 +42,30 @@ def _remote(recipe: Recipe) -> Iterator[Words]:
     said = {f"cluster.storage.{kind}": path for kind, path in storage.model_dump().items()}
     said |= {f"schedule.{name}": getattr(schedule, name) for name in ("save", "load", "pretrained")}
     said |= {"data.path": data.path} | {f"data.parts[{i}].path": part.path for i, part in enumerate(data.parts or ())}
+    said |= {f"data.valid_parts[{i}].path": part.path for i, part in enumerate(data.valid_parts or ())}
     yield from ({"key": key, "path": path} for key, path in said.items() if path and "://" in path)
 
 
 def _twice(data: Data) -> Iterator[Words]:
-    paths = [part.path for part in data.parts or ()]
-    return ({"path": path} for path in sorted({path for path in paths if paths.count(path) > 1}))
+    for key in ("parts", "valid_parts"):
+        paths = [part.path for part in getattr(data, key) or ()]
+        yield from ({"key": f"data.{key}", "path": path} for path in sorted({p for p in paths if paths.count(p) > 1}))
+
+
+def _trained_on(data: Data) -> Iterator[Words]:
+    trained = {part.path for part in data.parts or ()}
+    return ({"path": part.path} for part in data.valid_parts or () if part.path in trained)
 
 
 def _lacking(data: Data) -> Iterator[Words]:
     for name in KEYS[data.name]:
-        if name != "cache" and getattr(data, name) is None:
+        optional = name in ("cache", "valid_parts") or (name == "split" and data.valid_parts is not None)
+        if not optional and getattr(data, name) is None:
             yield {"key": f"data.{name}", "name": name}
 
 
 def _needless(data: Data) -> Iterator[Words]:
-    for name in ("path", "parts", "split", "tokenizer", "cache", "prompt", "answer"):
+    for name in ("path", "parts", "valid_parts", "split", "tokenizer", "cache", "prompt", "answer"):
         if name not in KEYS[data.name] and getattr(data, name) is not None:
             right = " or ".join(f"`data={kind}`" for kind, keys in KEYS.items() if name in keys)
             own = "its folder has one of its own: " if data.name == "built" else ""
@@ -184,9 +192,11 @@ LAWS = (
         id="blend-of-nothing",
         category=CONTRADICTION,
         key="data.parts",
-        when=lambda data: data.parts == (),
+        when=lambda data: (
+            {"key": f"data.{name}", "name": name} for name in ("parts", "valid_parts") if getattr(data, name) == ()
+        ),
         says="a blend of nothing",
-        way="give its datasets: `data.parts=[{{weight: 1, path: PREFIX}}]`",
+        way="give its datasets: `data.{name}=[{{weight: 1, path: PREFIX}}]`",
     ),
     Law(
         id="blend-twice",
@@ -195,6 +205,31 @@ LAWS = (
         when=_twice,
         says="the blend has `{path}` twice",
         way="give it one weight",
+    ),
+    Law(
+        id="valid-trained-on",
+        category=CONTRADICTION,
+        key="data.valid_parts",
+        when=_trained_on,
+        says="evaluations of `{path}`, which is trained on",
+        way="take other datasets, or `data.valid_parts=null` with a `data.split`, which parts each",
+    ),
+    Law(
+        id="valid-without-evaluations",
+        category=CONTRADICTION,
+        key="data.valid_parts",
+        when=lambda data, schedule: data.valid_parts is not None and not schedule.eval_steps,
+        says="datasets for evaluations, and no evaluations",
+        way="`schedule.eval_steps=10`, or leave them out",
+    ),
+    Law(
+        id="split-beside-valid",
+        category=REFUSES,
+        key="data.split",
+        when=lambda data: data.split is not None and data.valid_parts is not None,
+        says="a split beside datasets of which none is split",
+        way="`data.split=null`",
+        source="core/datasets/blended_megatron_dataset_config.py",
     ),
     Law(
         id="data-incomplete",

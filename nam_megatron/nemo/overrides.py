@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -318,48 +319,65 @@ def _environment(c: ConfigContainer, lowering: Lowering) -> Iterator[Problem]:
 # Changed fields ---------------------------------------------------------------------------------------------------------
 
 
+# Fields of a container that name datasets.
+CORPORA = ("data_path", "blend", "blend_per_split")
+
+
 def _corpus(recipe: Recipe, changed: dict[str, Any], now: Mapping[str, Any]) -> Recipe:
     """The recipe with the dataset that the fields of a container name in the place of mock data; takes those fields out of `changed`.
 
     Raises Refused.
     """
-    path, blend = changed.get("dataset.data_path"), changed.get("dataset.blend")
-    if recipe.data.name != "mock" or not (path or blend):
+    path, blend, apart = (changed.get(f"dataset.{name}") for name in CORPORA)
+    if recipe.data.name != "mock" or not (path or blend or apart):
         return recipe
+    raise_if(
+        Problem(f"two fields name datasets: `dataset.{a}` and `dataset.{b}`", key="data", hint="leave one out")
+        for a, b in combinations((name for name in CORPORA if changed.get(f"dataset.{name}")), 2)
+    )
+    if apart and not (isinstance(apart, list) and len(apart) == 3 and apart[0] and apart[1] and not apart[2]):
+        hint = "one for training, one for validation and none for tests: `dataset.blend_per_split=[[[A],[1.0]],[[B],[1.0]],null]`"
+        raise Refused(Problem(f"`dataset.blend_per_split` is {apart!r}", key="data.valid_parts", hint=hint))
     words = list(path.split() if isinstance(path, str) else path or ())
-    if blend and not (isinstance(blend, list) and len(blend) == 2 and isinstance(blend[0], list)):
-        hint = "a list of datasets and one of their weights: `dataset.blend=[[FOLDER/A,FOLDER/B],[0.7,0.3]]`"
-        raise Refused(Problem(f"`dataset.blend` is {blend!r}", key="data.parts", hint=hint))
-    names, weights = blend or ((words[1::2], words[::2]) if len(words) > 1 else (words, None))
-    try:
-        parts = [{"weight": float(weight), "path": name} for weight, name in zip(weights or [1], names, strict=True)]
-    except (ValueError, TypeError):
-        message = f"the container names {', '.join(map(str, names))} with the weights {weights}"
-        hint = "a weight for each dataset: `dataset.data_path='0.7 FOLDER/A 0.3 FOLDER/B'`"
-        raise Refused(Problem(message, key="data.parts", hint=hint)) from None
+    parts = _parts((apart[0] if apart else blend) or ((words[1::2], words[::2]) if len(words) > 1 else [words, None]))
     tokenizer, split = now["tokenizer.tokenizer_model"], now["dataset.split"]
     raise_if(
         Problem(f"a dataset without `{name}`", key=key, hint=f"`{name}={example}`")
         for name, key, example, value in (
             ("tokenizer.tokenizer_model", "data.tokenizer", "FOLDER", tokenizer),
-            ("dataset.split", "data.split", "'99,1,0'", split),
+            ("dataset.split", "data.split", "'99,1,0'", apart or split),
         )
         if not value
     )
-    for name in ("dataset.data_path", "dataset.blend"):
-        changed.pop(name, None)
+    for name in CORPORA:
+        changed.pop(f"dataset.{name}", None)
     data = {
         "name": "indexed",
-        "path": names[0],
+        "path": parts[0]["path"],
         "parts": None,
         "split": split,
         "tokenizer": tokenizer,
         "cache": recipe.data.cache,
         "workers": recipe.data.workers,
     }
-    if len(parts) > 1:
+    if apart or len(parts) > 1:
         data |= {"name": "blend", "path": None, "parts": parts}
+    if apart:
+        data |= {"valid_parts": _parts(apart[1]), "split": None}
     return from_tree(to_tree(recipe) | {"data": data})
+
+
+def _parts(blend: Any) -> list[dict[str, Any]]:
+    if not (isinstance(blend, (list, tuple)) and len(blend) == 2 and isinstance(blend[0], list)):
+        hint = "a list of datasets and one of their weights: `dataset.blend=[[FOLDER/A,FOLDER/B],[0.7,0.3]]`"
+        raise Refused(Problem(f"a blend is {blend!r}", key="data.parts", hint=hint))
+    names, weights = blend
+    try:
+        return [{"weight": float(weight), "path": name} for weight, name in zip(weights or [1], names, strict=True)]
+    except (ValueError, TypeError):
+        message = f"the container names {', '.join(map(str, names))} with the weights {weights}"
+        hint = "a weight for each dataset: `dataset.data_path='0.7 FOLDER/A 0.3 FOLDER/B'`"
+        raise Refused(Problem(message, key="data.parts", hint=hint)) from None
 
 
 def _start(recipe: Recipe, changed: dict[str, Any]) -> Recipe:

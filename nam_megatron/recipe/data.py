@@ -14,7 +14,7 @@ from nam_megatron.words.site import Site
 KEYS = {
     "mock": (),
     "indexed": ("path", "split", "tokenizer", "cache"),
-    "blend": ("parts", "split", "tokenizer", "cache"),
+    "blend": ("parts", "valid_parts", "split", "tokenizer", "cache"),
     "built": ("path", "cache"),
     "sft": ("path", "tokenizer", "prompt", "answer"),
 }
@@ -32,6 +32,11 @@ class Part(Config):
     path: Annotated[Name, Row("the indexed dataset, without suffix")]
 
 
+def words(parts: tuple[Part, ...] | None) -> tuple[str, ...]:
+    """A blend as Megatron's arguments have it."""
+    return tuple(word for part in parts or () for word in (str(part.weight), part.path))
+
+
 class Data(Config):
     """The tokens: random ones, one or several of Megatron's indexed datasets, what `python -m nam_megatron.data build` made, or
     prompts and answers."""
@@ -39,6 +44,9 @@ class Data(Config):
     name: Annotated[Literal["mock", "indexed", "blend", "built", "sft"], Row("kind of data")]
     path: Annotated[Name | None, Row("the dataset")]
     parts: Annotated[tuple[Part, ...] | None, Row("the datasets of a blend and their weights", was=None)]
+    valid_parts: Annotated[
+        tuple[Part, ...] | None, Row("those that only evaluations read; null: `split` parts each of a blend", was=None)
+    ]
     split: Annotated[Name | None, Row("train,valid,test weights", "split", ("args.split",))]
     tokenizer: Annotated[Name | None, Row("folder of a Hugging Face tokenizer")]
     cache: Annotated[
@@ -57,21 +65,27 @@ class Data(Config):
         """Folder of the built dataset, where it is one."""
         return Path(self.path or "") if self.name == "built" else None
 
+    @property
+    def mixed(self) -> tuple[Part, ...]:
+        """Every dataset of a blend."""
+        return (self.parts or ()) + (self.valid_parts or ())
+
     def settings(self, site: Site) -> Iterator[Setting]:
-        mock, built = self.name == "mock", self.built
+        mock, built, apart = self.name == "mock", self.built, self.valid_parts is not None
         yield Setting("mock_data", mock, "counts up from 1, no text", "name", fields=("args.mock_data",))
         setting = partial(Setting, key="path", beside="name")
         # A folder is no indexed dataset: Megatron's own trainer stops there.
         indexed = (self.path or "",) if self.name in ("indexed", "sft") else None
-        blended = tuple(word for part in self.parts or () for word in (str(part.weight), part.path))
+        blended = words(self.parts)
         why, key = ("weight and dataset, in turn", "parts") if self.parts else ("indexed dataset", "path")
-        yield setting("data_path", blended or indexed, why, key=key, fields=("args.data_path",))
+        yield setting("data_path", None if apart else blended or indexed, why, key=key, fields=("args.data_path",))
         setting = partial(Setting, key="path", beside="split")
-        train = (str(built / "train"),) if built else None
-        yield setting("train_data_path", train, "split by document", fields=("args.train_data_path",))
-        valid = (str(built / "valid"),) if built and site.eval_steps else None
-        why = "split by document; only for evaluations"
-        yield setting("valid_data_path", valid, why, fields=("args.valid_data_path",))
+        train = blended if apart else (str(built / "train"),) if built else None
+        why, key = (why, "parts") if apart else ("split by document", "path")
+        yield setting("train_data_path", train, why, key=key, fields=("args.train_data_path",))
+        valid = words(self.valid_parts) if apart else (str(built / "valid"),) if built and site.eval_steps else None
+        why, key = (why, "valid_parts") if apart else ("split by document; only for evaluations", "path")
+        yield setting("valid_data_path", valid, why, key=key, fields=("args.valid_data_path",))
         kind = "NullTokenizer" if mock else "HuggingFaceTokenizer"
         fields = ("tokenizer.tokenizer_type",)
         yield Setting("tokenizer_type", kind, "mock data has none", "name", beside="tokenizer", fields=fields)

@@ -436,7 +436,14 @@ def test_datasets_of_others_are_known_by_their_content(tmp_path):
     parts = f"data.parts=[{{weight: 1, path: {tmp_path}/a}},{{weight: 2, path: {tmp_path}/b}}]"
     checkpoint.sign(lowered(*save, "data=blend", parts))
     assert said(*save, "data=blend", parts) == []
+    apart = (f"data.parts=[{{weight: 1, path: {tmp_path}/a}}]", f"data.valid_parts=[{{weight: 1, path: {tmp_path}/b}}]")
+    apart += ("data.split=null", "schedule.eval_steps=1")
+    checkpoint.sign(lowered(*save, "data=blend", *apart))
+    assert said(*save, "data=blend", *apart) == []
     (tmp_path / "b.idx").write_bytes(b"x")
+    assert said(*save, "data=blend", *apart) == ["`valid1.idx` has another hash"]
+    checkpoint.sign(lowered(*save, "data=blend", parts))
+    (tmp_path / "b.idx").write_bytes(b"y")
     assert said(*save, "data=blend", parts) == ["`part2.idx` has another hash"]
     (tmp_path / "b.idx").unlink()
     found = [p.message for p in checkpoint.another(tmp_path / "ckpt", lowered(*save, "data=blend", parts))]

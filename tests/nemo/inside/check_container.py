@@ -226,6 +226,26 @@ def test_several_datasets_by_the_containers_fields_alone(ranks, tmp_path):
     assert _plain(made.dataset.blend) == [paths, [1.0, 2.0]]
 
 
+def test_datasets_for_validation_alone_by_the_containers_fields(ranks, tmp_path):
+    ranks(8)
+    x, y, z = (corpus(tmp_path, name) for name in "xyz")
+    apart = f"dataset.blend_per_split=[[[{x},{y}],[1.0,2.0]],[[{z}],[1.0]],null]"
+    made = overridden(apart, "validation.eval_iters=2", *DATA[:2])
+    data = made.model.lowering.plan.recipe.data
+    assert ([part.path for part in data.parts], [part.path for part in data.valid_parts]) == ([x, y], [z])
+    assert data.split is None
+    assert [_plain(b) for b in made.dataset.blend_per_split] == [[[x, y], [1.0, 2.0]], [[z], [1.0]], None]
+    assert made.dataset.blend is None and not made.dataset.mock
+    with pytest.raises(Refused, match="datasets for evaluations, and no evaluations"):
+        overridden(apart, *DATA[:2])
+    with pytest.raises(Refused, match="a split beside datasets of which none is split"):
+        overridden(apart, "validation.eval_iters=2", *DATA)
+    with pytest.raises(Refused, match="two fields name datasets"):
+        overridden(apart, f"dataset.data_path={z}", *DATA[:2])
+    with pytest.raises(Refused, match=r"dataset\.blend_per_split` is \[\[\["):
+        overridden(f"dataset.blend_per_split=[[[{x}],[1.0]],[[{y}],[1.0]],[[{z}],[1.0]]]", *DATA[:2])
+
+
 def test_a_dataset_that_megatron_would_look_through_for_ever_is_refused(ranks, tmp_path):
     ranks(8)
     paths = [corpus(tmp_path, "x"), str(tmp_path / "gone")]

@@ -81,6 +81,11 @@ TOGETHER = [
     SHARDED | {"tokenizer.tensor_model_parallel_size": 2},
     CORPUS | {"dataset.path_to_cache": "/k"},
     {"dataset.blend": [["/d"], [1.0]], "dataset.split": "99,1,0", "tokenizer.tokenizer_model": "/t"},
+    {
+        "dataset.blend_per_split": [[["/d"], [1.0]], [["/v"], [1.0]], None],
+        "validation.eval_iters": 2,
+        "tokenizer.tokenizer_model": "/t",
+    },
     CORPUS | {"tokenizer.tokenizer_type": "HuggingFaceTokenizer"},
     {"model.moe_pad_expert_input_to_capacity": True, "model.moe_expert_capacity_factor": 1.0},
     {"optimizer.use_distributed_optimizer": False, "ddp.overlap_param_gather": False},
@@ -98,7 +103,7 @@ LAWS = {
     "model.qk_pos_emb_head_dim",
 }
 # What is gone once it is taken: `dataset.blend` says it, and is made of it. check_container.py has them.
-CORPORA = {"dataset.data_path", "dataset.blend"}
+CORPORA = {"dataset.data_path", "dataset.blend", "dataset.blend_per_split"}
 
 
 def every(c: NamContainer) -> Iterator[tuple[str, Any]]:
