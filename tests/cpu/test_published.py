@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,19 +123,39 @@ def test_the_text_of_a_model_that_also_sees_is_taken_out_of_it(tmp_path, capsys)
 
 
 LAYOUTS = {
-    ("llama_3_1", "tp"): {"parallel__tensor": 2, "parallel__sequence": True},
-    ("mixtral", "ep"): {"parallel__expert": 2},
-    ("qwen3_moe", "pp"): {"parallel__pipeline": 2},
-    ("deepseek_v3", "ep"): {"parallel__expert": 2, "execution__mla__kernels": "naive"},
-    ("nemotron_3_nano", "tp"): {"parallel__tensor": 2, "parallel__sequence": True},
+    "tp": {"parallel__tensor": 2, "parallel__sequence": True},
+    "tp ep": {"parallel__tensor": 2, "parallel__sequence": True, "parallel__expert": 2},
+    "ep": {"parallel__expert": 2},
+    "pp": {"parallel__pipeline": 2},
 }
+NAIVE = {
+    **dict.fromkeys(("deepseek_v3", "glm_4_7_flash"), "mla"),
+    "deepseek_v32": "dsa",
+}  # kernels, since there is no GPU
+OF_ANOTHER = {
+    "llama_3",
+    "qwen3_yarn",
+    "moonlight",
+    "nemotron_h",
+    "nemotron_nano_v2",
+}  # kinds that one of these has, too
 
 
-@pytest.mark.parametrize(("name", "layout"), LAYOUTS, ids=lambda part: part)
+def layouts() -> Iterator[tuple[str, str]]:
+    """One or two models of each family, experts and tensors in one run."""
+    for name in published.MODELS.keys() - OF_ANOTHER:
+        dense = not any("experts" in key for key in published.MODELS[name][1])
+        both = "tp" if dense else "ep" if name == "glm_4_7_flash" else "tp ep"  # it has three heads
+        yield from ((name, layout) for layout in (both, "pp"))
+    yield "deepseek_v3", "ep"
+
+
+@pytest.mark.parametrize(("name", "layout"), sorted(layouts()))
 def test_any_layout_reads_the_weights(made, name, layout, tmp_path):
     """TP, EP: each rank's logits. PP, whose stages pass nothing here: both stages' weights, saved again."""
     folder, _, _ = made(name)
-    lowering = published.lowering(folder, cluster__gpus_per_node=2, **LAYOUTS[name, layout])
+    kernels = {f"execution__{NAIVE[name]}__kernels": "naive"} if name in NAIVE else {}
+    lowering = published.lowering(folder, cluster__gpus_per_node=2, **LAYOUTS[layout], **kernels)
     (tmp_path / "plan.json").write_text(plan_json(lowering))
     native.load(folder, tmp_path / "plan.json", tmp_path / "weights", False, silent)
     tokens, step = test_hf.random(2, 16, vocabulary=128), distributed.step_folder(tmp_path / "weights")
@@ -311,6 +332,13 @@ def test_fp8_in_blocks_is_read_by_its_scales(made, tmp_path):
     read = distributed.Checkpoint(distributed.step_folder(tmp_path / "out"))
     down = read.read("decoder.layers.1.mlp.linear_fc2.weight", (64, 96), torch.bfloat16)
     assert torch.equal(down, (eighth.float() * wide).to(torch.bfloat16))
+    changed(tmp_path / "hf", f"{name}_scale_inv", lambda scale: scale.index_fill(0, torch.tensor([1]), torch.nan))
+    with pytest.raises(Refused, match=f"`{name}` of .* holds a NaN"):
+        native.load(tmp_path / "hf", plan, tmp_path / "other", False, silent)
+    norm = "model.layers.0.input_layernorm.weight"  # of one axis, and blocks have two
+    changed(tmp_path / "hf", norm, lambda tensor: tensor.to(torch.float8_e4m3fn))
+    with pytest.raises(Refused, match=f"`{norm}` of .* is FP8"):
+        native.load(tmp_path / "hf", plan, tmp_path / "other", False, silent)
     quantized(32, 40)
     with pytest.raises(Refused, match=r"_scale_inv` is \[4, 3\] in .*, and \[2, 3\] by its blocks"):
         native.load(tmp_path / "hf", plan, tmp_path / "other", False, silent)
