@@ -93,6 +93,8 @@ def test_what_goes_back_is_what_came_to_the_bit(made, name, tmp_path):
     assert type(before) is type(after) and not list((tmp_path / "back").glob("*.py"))
     x, y = before.state_dict(), after.state_dict()
     assert x.keys() == y.keys() and not [key for key in x if not torch.equal(x[key], y[key])]
+    one, two = ({k: v for k, v in vars(side.config).items() if "dropout" in k} for side in (before, after))
+    assert one == two
     again = native.described(published.keys(tmp_path / "back"), "again")
     assert again == native.described(published.keys(folder), "first")
 
@@ -402,6 +404,8 @@ def test_mxfp4_is_what_transformers_makes_of_it(packed, tmp_path):
         ({f"{UP}_scales": torch.full((4, 192, 2), 255).byte()}, {}, f"`{UP}` of `model.safetensors` holds a NaN"),
         ({UP: torch.zeros(4, 64, 192)}, {}, f"`{UP}_blocks` of `model.safetensors` is `{UP}` of `model.safetensors`, too"),
         ({}, {"modules_to_not_convert": ["model.layers.*.mlp"]}, "says that `model.layers.*.mlp` is not quantized"),
+        ({}, {"modules_to_not_convert": None, "ignored_layers": ["model.layers.1.mlp.experts"]}, "experts` is not quantized"),
+        ({"model.norm.weight_blocks": torch.zeros(1).byte()}, {}, "is MXFP4, and [64] in the plan is not, turned, in blocks of 32"),
         ({}, {"modules_to_not_convert": "lm_head"}, "`modules_to_not_convert` is 'lm_head'"),
         ({}, {"quant_method": "fp8", "weight_block_size": [128, 128]}, f"`{UP}_blocks` of `model.safetensors` has no place"),
     ],

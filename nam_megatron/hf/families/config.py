@@ -82,6 +82,8 @@ COMPUTED: Mapping[str, Callable[[Family, Plan, Config], Any]] = {
     "ffn": _ffn,
     "pattern": lambda of, plan, c: "".join(SYMBOLS[kind] for kind in c["layer_kinds"]),
     "init_std": lambda of, plan, c: plan.recipe.model.init_std,
+    "hidden_dropout": lambda of, plan, c: plan.recipe.model.hidden_dropout,
+    "attention_dropout": lambda of, plan, c: plan.recipe.model.attention_dropout,
     "rope_scaling": _rope_scaling,
     "partial_rotary_factor": lambda of, plan, c: c["attention"]["rotary_dim"] / c["attention"]["head_dim"],
     "layer_types": _layer_types,
