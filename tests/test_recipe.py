@@ -331,7 +331,6 @@ def test_a_wrong_value_in_a_file_names_its_line(tmp_path, monkeypatch):
     here, there = at_lines("{model/nam56r.yaml:hidden_size}"), at_lines("{model/nam56r.yaml:norm_epsilon}")
     assert lines == [
         f"error: must be an integer, not 3584.5 (float) @ model.hidden_size ({here})",
-        "error: key `norm_epsilon` is missing @ model (conf/model/nam56r.yaml)",
         f"error: unknown key `norm_epsilom`, did you mean `norm_epsilon`? @ model ({there})",
     ]
 

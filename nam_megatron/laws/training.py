@@ -117,7 +117,7 @@ LAWS = (
         key="optim.warmup_steps",
         when=_no_fall,
         says="warm-up of {optim.warmup_steps} steps leaves nothing of {schedule.decay_steps}",
-        way="make it smaller",
+        way="warm up for fewer: `optim.warmup_steps=0` is none",
         source="core/optimizer_param_scheduler.py",
     ),
     Law(

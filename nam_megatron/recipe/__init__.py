@@ -433,12 +433,15 @@ def _begun(tree: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _problems(err: ValidationError, tree: Any) -> Iterator[Problem]:
-    """What is wrong with a tree, once for all keys that a section lacks.
+    """What is wrong with a tree, once for all keys that a section lacks; a misspelt one is not lacking, too.
 
     Of a kind that no letter names they are not asked for: it is refused itself.
     """
     named, told = resolve.named(tree), set[tuple[int | str, ...]]()
     errors = err.errors(include_url=False)
+    strange = [e["loc"] for e in errors if e["type"] == "extra_forbidden"]
+    meant = {(*loc[:-1], likely(str(loc[-1]), keys_at(loc[:-1]))) for loc in strange}
+    errors = [e for e in errors if e["type"] != "missing" or e["loc"] not in meant]
     for error in errors:
         of = error["loc"][:-1]
         if error["type"] != "missing" or isinstance(error["loc"][-1], int):
