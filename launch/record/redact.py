@@ -68,9 +68,10 @@ SAID = re.compile(
 # colours), and a value of letters and digits. Parts of a checkpoint are called keys, too.
 PARTED = r"(?:\x1b\[[\d;]{0,12}m|%3D|%3A|%22|\bvalue=|\bis\b|\bSecret\w{1,8}\(|\bb(?=[\"'])|[\"'`*\\\s,:=>|\])-]){1,16}"
 NOUN = r"(?:pass(?:word|wd|phrase)|secret|token|credentials?|key|signature)"
+NO_PART = r"(?!(?:decoder|model|module|optimizer|embedding|mtp|output_layer|lm_head|layers)[._\w])"
 NAMED = re.compile(
     rf"(?i)({NOUN}(?:[_-]?(?:id|value|key|token|secret))?s?{PARTED})"
-    rf"(?!(?:decoder|model|module|optimizer|embedding|mtp|output_layer|lm_head|layers)[._\w]|[\w.-]{{0,64}}{NOUN}s?[\"'\s])"
+    rf"{NO_PART}(?![\w.-]{{0,64}}{NOUN}s?[\"'\s])"
     r"(?=[^\s\"'<]{0,64}[a-z])(?=[^\s\"'<]{0,64}\d)[^\s\"'<]{12,}"
 )
 KEY_HEX = re.compile(
@@ -108,6 +109,15 @@ BELOW = re.compile(
 )
 NAME_ABOVE = re.compile(r"(?m)\bname[\"']?\s{0,4}:\s{1,4}[\"']?(\w{1,80})[\"']?,?\s{0,4}$")
 VALUE_BELOW = re.compile(r"[\"']?value[\"']?\s{0,4}:\s{1,4}(?:([|>][-+\d]{0,2})\s*$)?")
+# A name that ends its line, or a value that does, and what opens or goes on with one: a word of letters and digits stands below it.
+OPENS = re.compile(
+    rf"(?im)(?:{NOUN}|{SECRET_NAME})(?:[_-]?(?:id|value|key|token|secret))?s?(?!\w)"
+    r"(?:[^\w\n]{0,16}[rbf]?(?P<quote>\"\"\"|''')(?:(?!(?P=quote))[^\n])*$"
+    r"|[^\n]{0,40}<<[-~]?[ \t]*[\"'\\]?\w{1,40}[\"']?[ \t]*\r?$|[^\w\n]{0,16}[\"'`:=>|(\[{\\][ \t]*\r?$)"
+)
+GOES_ON = re.compile(
+    rf"[-+\s\"'`(\[]*{NO_PART}(?=[^\s\"'<]{{0,64}}[A-Za-z])(?=[^\s\"'<]{{0,64}}\d)[^\s\"'<]{{8,}}(?:\\|[\"'`)\],;}}\s])*"
+)
 DENT = re.compile(r"(?:\[\w{1,16}\]:\s)?([ \t+-]*)")  # of a line of a log or of a difference
 IN_URL = re.compile(r"(?<=://)[^/\s@:]{0,200}:\S{0,400}@|(?<=://)[^/\s@]{1,200}@")
 # Variables that are recorded: those that the software that trains reads, and no others.
@@ -275,9 +285,10 @@ class Below:
     def __init__(self) -> None:
         self._dent: int | None = None  # of the name whose block goes on
         self._named = False
+        self._open: int | None = None  # how far a word that goes on is indented at least
 
     def __bool__(self) -> bool:
-        return self._dent is not None or self._named
+        return self._dent is not None or self._named or self._open is not None
 
     def start(self, line: str) -> int | None:
         """Where in this line such a value begins; the lines are given in their order."""
@@ -290,6 +301,10 @@ class Below:
             if len(dent[1]) > self._dent + 1:  # a step's line begins with a space
                 return dent.end()
             self._dent = None
+        if self._open is not None and line[dent.end() :].strip():
+            if len(dent[1]) >= self._open and GOES_ON.fullmatch(line, dent.end()):
+                return dent.end()
+            self._open = None
         if named and (value := VALUE_BELOW.match(line, dent.end())):
             self._dent = len(dent[1]) if value[1] else None
             return None if value[1] else value.end()
@@ -297,6 +312,11 @@ class Below:
             self._dent = len(dent[1])
             return None
         self._named = (name := NAME_ABOVE.search(line)) is not None and bool(SECRET_WORD.search(name[1]))
+        if found := OPENS.search(line):
+            self._open = 0
+            return found.end("quote") if found["quote"] and found.end("quote") < len(line) else None
+        if any(found.end() == len(line.rstrip()) for pattern in (GIVEN, NAMED) for found in pattern.finditer(line)):
+            self._open = 0 if line.endswith("\\") else len(dent[1]) + 1
         return None
 
 
@@ -374,7 +394,10 @@ def shapes(text: str) -> Iterator[tuple[int, int]]:
 
 
 def names_below(text: str) -> bool:
-    return bool(BELOW.search(text) or NAME_ABOVE.search(text))
+    if NAME_ABOVE.search(text):
+        return True
+    lower = text.lower()
+    return any(word in lower for word in NEEDS[GIVEN]) and any(p.search(text) for p in (BELOW, OPENS, GIVEN, NAMED))
 
 
 def below(text: str) -> Iterator[tuple[int, int]]:

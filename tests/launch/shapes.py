@@ -83,6 +83,18 @@ def _named(name: str, text: str, dice: random.Random) -> dict[str, str]:
         "markdown": f"**{name}**: `{text}`",
         "bytes": f"{name}=b'{text}'",
         "wrapped": f"Config({name}=SecretStr('{text}'))",
+        # Of several lines, the secret on one below its name, or broken in two.
+        "toml below": f'{name} = """\n{text}\n"""',
+        "toml in two": f'{name} = """{text[:4]}\\\n  {text[4:]}"""',
+        "python below": f"{name} = (\n    '{text}'\n)",
+        "heredoc": f"export {name}=$(cat <<EOF\n{text}\nEOF\n)",
+        "heredoc of a file": f"cat > ~/.{name} <<'EOF'\n{text}\nEOF",
+        "yaml below": f"{name}:\n  {text}\nnext: 1",
+        "yaml list": f'{name}s:\n  - "{text}"',
+        "json below": f'"{name}": [\n  "{text}"\n]',
+        "flag below": f"run --{name} \\\n  {text} \\\n  --fast",
+        "xml below": f"<{name}>\n  {text}\n</{name}>",
+        "prompt": f"Enter your {name}:\n{text}",
     }
 
 
