@@ -106,7 +106,9 @@ class Record:
         try:
             yield
         except SystemExit as left:
-            self.end(self.leaving, left.code if isinstance(left.code, int) else bool(left.code), error="SystemExit")
+            self.end(
+                self.leaving, int(left.code if isinstance(left.code, int) else bool(left.code)), error="SystemExit"
+            )
             raise
         except BaseException as err:
             self.end("error", 1, error=type(err).__name__)

@@ -154,8 +154,10 @@ def attempt(context: Context, opened: Receipt, signals: Signals, start: Start) -
 
 def ended(code: int, came: Mapping[str, Any], job: Mapping[str, Any], signals: Sequence[str]) -> Verdict:
     """What torchrun's exit code means. 0 is a success only if all ranks say that they finished the last step, and no event is missing."""
-    last, planned = came["last_step"], job["train_steps"]
-    if code == 0 and came["hole"]:
+    last, planned, but = came["last_step"], job["train_steps"], came["hole"]
+    if came["trainer_exit_code"] is not None:  # a library may end the process with 0 all the same
+        but = but or f"a rank says: {came['reason']}"
+    if code == 0 and but:
         last = None
     if code == 0 and last is not None and last >= planned:
         return Verdict("completed", OK, f"{signals[0]} came too late to matter" if signals else None)
@@ -163,8 +165,8 @@ def ended(code: int, came: Mapping[str, Any], job: Mapping[str, Any], signals: S
         return Verdict("completed", OK, f"stopped at step {last} of {planned}, as `schedule.stop_every` says")
     if signals:
         return Verdict("interrupted", FINDINGS, f"{signals[0]}; torchrun ended with {code}")
-    if code == 0 and came["hole"]:
-        return Verdict("failed", FINDINGS, f"torchrun ended with 0, but {came['hole']}")
+    if code == 0 and but:
+        return Verdict("failed", FINDINGS, f"torchrun ended with 0, but {but}")
     if code == 0:
         where = "without saying at which step" if last is None else f"at step {last} of {planned}"
         return Verdict("interrupted", FINDINGS, f"the trainer ended {where}")

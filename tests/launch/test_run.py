@@ -346,6 +346,7 @@ def ending(folder: Path, code: int, signals: list[str] = [], world: int = 1) -> 
         ([step(3), end(4, "signal")], 0, ["SIGTERM"], ("completed", 0, "stopped at step 4 of 5, as `schedule.stop_every` says")),
         ([step(3), end(5)], 0, [], ("completed", 0, None)),
         ([step(5)], 0, [], ("failed", 1, "torchrun ended with 0, but rank 0 did not say its end in `events.jsonl`")),
+        ([step(5), end(5, "error", 0, error="KeyError")], 0, [], ("failed", 1, "torchrun ended with 0, but a rank says: KeyError, rank 0")),
         ([step(5), end(5)], 7, [], ("failed", 1, "torchrun ended with 7: no rank and no line of the log says why")),
         ([step(3), end(3, "out of memory", 1)], 1, [], ("failed", 1, "torchrun ended with 1: out of memory, rank 0")),
         ([end(3, "not a number", 1)], 1, [], ("failed", 1, "torchrun ended with 1: not a number, rank 0")),
@@ -357,6 +358,17 @@ def ending(folder: Path, code: int, signals: list[str] = [], world: int = 1) -> 
 def test_how_it_ended(tmp_path, said, code, signals, expected):
     said_by(tmp_path, *said)
     assert ending(tmp_path, code, signals) == expected
+
+
+@pytest.mark.parametrize(("left", "code"), [("no room", 1), (None, 0), (16, 16)])
+def test_a_rank_that_calls_exit_says_its_end(tmp_path, left, code):
+    said_by(tmp_path)
+    record = events.Record()
+    record.open(tmp_path, "mine", 0)
+    with pytest.raises(SystemExit), record.ending():
+        sys.exit(left)
+    found = outcome.of_run(tmp_path, {"nonce": "mine"})
+    assert (found["trainer_exit_code"], found["events"]["strange"]) == (code, 0)
 
 
 def test_a_rank_that_died_without_a_word_is_looked_for_in_the_log(tmp_path):
@@ -426,6 +438,7 @@ def test_lines_of_another_run_change_no_figure(root, tmp_path):
         {"event": "step", "step": -5},
         {"event": "step", "step": 10**30},
         {"event": "step", "loss": True},
+        {"event": "step", "when": [1]},
         {"event": "step", "loss": "12_3"},
         {"event": "start", "world": 10**12},
         {"event": "start", "rank": 10**9, "world": 1},
