@@ -11,7 +11,7 @@ from typing import Any
 
 from launch.context import CHECKOUT
 from launch.host import host_id
-from launch.record.receipt import named, read
+from launch.record.receipt import at, named, read
 from launch.run.overlay import CACHES
 from launch.run.terminal import printable
 from nam_megatron import migrate
@@ -188,7 +188,7 @@ def table(receipts: Sequence[Receipt], anyway: bool = False) -> str:
     """Config differences, those that change the computation first, then figures. Raises Refused unless the runs are comparable."""
     found = allowed(receipts, anyway)
     title = "figures (RUMOR)" if found else "figures"
-    text = ["RUMOR: these runs are not comparable", *(f"  {p.message}" for p in found), ""] if found else []
+    text = ["RUMOR: these runs are not comparable", *(f"  {printable(p.message)}" for p in found), ""] if found else []
     if unknown := [
         r["run"] for r in receipts if at(r, "data") is None and at(r, "recipe.data.name") not in (None, "mock")
     ]:
@@ -284,13 +284,6 @@ def flat(node: Any, key: str) -> dict[str, Any]:
     if isinstance(node, Mapping) and node:
         return {k: v for name, child in node.items() for k, v in flat(child, f"{key}.{name}").items()}
     return {key: node}
-
-
-def at(node: Any, key: str) -> Any:
-    """The value at a dotted key; None where there is none."""
-    for part in key.split("."):
-        node = node.get(part) if isinstance(node, Mapping) else None
-    return node
 
 
 def listed(found: Receipt, key: str) -> list[Receipt]:

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from launch.record import steps
-from launch.record.receipt import EVENTS
+from launch.record.receipt import EVENTS, MOST
 from nam_megatron.events import FILE, REASONS
 
 LONGEST = 1 << 16  # characters of a line
 LARGEST = 1 << 53  # of a number that counts something
-MOST = 1 << 20  # ranks
 INFINITE = ("nan", "inf", "-inf")  # as JSON has them
 WELL = ("done", "signal", "planned stop")
 FIGURES = {
@@ -61,6 +60,7 @@ class Events:
             or max(rank or 0, event.get("world", 0)) > MOST
             or (event["event"] == "step" and not event["step"])
             or (event["event"] == "end" and not event.keys() >= {"step", "code"})
+            or any(not isinstance(event.get(name), str | None) for name in ("when", "bus"))
             or any(type(value) is bool or (type(value) is str and value not in INFINITE) for value in figures)
         ):
             raise ValueError

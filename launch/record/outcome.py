@@ -195,7 +195,7 @@ def ranks(said: steps.Said, view: Mapping[str, Any] | None, host: Mapping[str, A
     Topology is known of the launcher's host; on others of a job the NICs are those of the same GPU there.
     """
     theirs = (view or {}).get("ranks", {})
-    gpus = {g.get("bus"): f"GPU{i}" for i, g in enumerate(host.get("gpus") or []) if isinstance(g, Mapping)}
+    gpus = {str(g.get("bus")): f"GPU{i}" for i, g in enumerate(host.get("gpus") or []) if isinstance(g, Mapping)}
     near = host.get("topology") or {}
     found = []
     for rank, device in sorted({r.rank: r.device for r in said.readings if r.device}.items()):

@@ -43,6 +43,22 @@ ARCHIVE = "archive"  # beside runs: those that nothing cites any more
 RESERVED = 4 << 20  # bytes
 RUN = re.compile(r"\d{8}T\d{6}Z-[A-Za-z0-9_][\w.-]*-[0-9a-f]{6}", re.ASCII)
 LONGEST = 20  # digits of a whole number
+MOST = 1 << 20  # ranks
+# Of what type the parts are that readers take apart; any of them may be missing, or null.
+TYPES = {
+    (
+        dict,
+    ): "lineage box job recipe recipe.schedule forecast host host.topology host.topology.nics host.topology.cpus outcome outcome.nccl"
+    " outcome.memory outcome.figures outcome.figures.window",
+    (list,): "words findings host.gpus outcome.ranks",
+    (str,): "nonce outcome.end box.salt lineage.host lineage.family lineage.regime lineage.pool",
+    (int,): "job.world job.nodes job.tokens_per_step job.train_steps job.stop_every",
+    (
+        int,
+        float,
+    ): "forecast.peak_tflops forecast.model_flops_per_token forecast.peak_allocated_gib recipe.schedule.timeout_minutes"
+    " recipe.schedule.steady_timeout_seconds outcome.figures.window.median_ms outcome.figures.window.tokens_per_s_per_gpu",
+}
 STATES = ("open", "sealed")
 ENDS = ("completed", "failed", "refused", "interrupted", "lost")
 # Written as they are: they name no machine, and readers depend on them.
@@ -190,6 +206,7 @@ def read(path: Path) -> dict[str, Any]:
     hint = "name a folder or file that `launch run` wrote"
     try:
         content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once, parse_int=_whole)
+        json.dumps(content, ensure_ascii=False).encode()  # half a surrogate is no text
     except (OSError, ValueError, RecursionError) as err:
         why = err.strerror if isinstance(err, OSError) else err
         raise Refused(Problem(f"`{path}` is no receipt: {why}", hint=hint)) from None
@@ -197,6 +214,8 @@ def read(path: Path) -> dict[str, Any]:
         raise Refused(Problem(f"`{path}` is no receipt of schema `{SCHEMA}`", hint=hint))
     if content.get("state") not in STATES or not isinstance(content.get("run"), str):
         raise Refused(Problem(f"`{path}` is a damaged receipt", hint=hint))
+    if wrong := misshapen(content):
+        raise Refused(Problem(f"`{path}` is a damaged receipt: {quoted(wrong)} of another type or size", hint=hint))
     unsealed = content["schema"] == FIRST and content["state"] == "open"
     if not unsealed and content.get("seal") != digest(content):
         raise Refused(
@@ -217,6 +236,22 @@ def read(path: Path) -> dict[str, Any]:
             )
         )
     return content
+
+
+def misshapen(content: Mapping[str, Any]) -> list[str]:
+    """Keys of a receipt that hold something else than any of ours does."""
+    found = ((key, types, at(content, key)) for types, keys in TYPES.items() for key in keys.split())
+    wrong = [key for key, types, value in found if value is not None and type(value) not in types]
+    world, end = at(content, "job.world"), at(content, "outcome.end")
+    wrong += ["job.world"] * (type(world) is int and not 0 < world <= MOST)
+    return wrong + ["outcome.end"] * (content["state"] == "sealed" and end not in ENDS)
+
+
+def at(node: Any, key: str) -> Any:
+    """The value at a dotted key; None where there is none."""
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

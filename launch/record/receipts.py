@@ -13,7 +13,8 @@ from typing import Any
 
 from launch.context import CHECKOUT
 from launch.record import outcome, receipt, signature
-from launch.record.compare import at, unit
+from launch.record.compare import unit
+from launch.record.receipt import at
 from launch.run.terminal import printable
 from nam_megatron.errors import FINDINGS, OK, Problem, Refused, folded, raise_if
 
@@ -119,12 +120,11 @@ def shown(text: str) -> str:
 
 
 def line(found: Mapping, full: bool = False) -> str:
-    window = at(found, "outcome.figures.window") or {}
+    ms, rate = (at(found, f"outcome.figures.window.{name}") for name in ("median_ms", "tokens_per_s_per_gpu"))
     regime = at(found, "lineage.regime")
     if regime and not full:
         parts = (part.replace(" x ", "x") for part in regime.split("; ") if part.endswith(("GPUs", "CPU ranks")))
         regime = next(parts, None)
     cells = [found["run"], at(found, "outcome.end") or "open", at(found, "lineage.host"), regime]
-    per = unit([found])
-    cells += [f"{window['median_ms']:.0f} ms, {window['tokens_per_s_per_gpu']:.0f} tok/s/{per}"] if window else []
+    cells += [f"{ms:.0f} ms, {rate:.0f} tok/s/{unit([found])}"] if None not in (ms, rate) else []
     return "  ".join(printable(str(cell or "-")) for cell in cells)

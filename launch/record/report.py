@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.record import compare, events, outcome, steps
-from launch.record.compare import at
-from launch.record.receipt import FIRST, LOG, folders, named, read
+from launch.record.receipt import FIRST, LOG, at, folders, named, read
 from launch.record.receipts import RECEIPTS
 from launch.run.terminal import printable
 from nam_megatron import migrate

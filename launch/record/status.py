@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.record import events, receipt, steps
-from launch.record.compare import at
+from launch.record.receipt import at
 from launch.record.receipts import RECEIPTS
 from launch.record.redact import MARK
 from launch.run import hang
@@ -191,15 +191,19 @@ def as_json(found: Sequence[Status]) -> str:
 def prometheus(found: Sequence[Status]) -> str:
     """Prometheus' text format, version 0.0.4."""
 
+    def of(one: Status) -> str:
+        escaped = one.run.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+        return f'run="{escaped.encode("utf-8", "replace").decode()}"'
+
     def samples() -> Iterator[str]:
         yield "# HELP nam_megatron_run_state 1 for the state that a run is in."
         yield "# TYPE nam_megatron_run_state gauge"
-        yield from (f'nam_megatron_run_state{{run="{one.run}",state="{one.state}"}} 1' for one in found)
+        yield from (f'nam_megatron_run_state{{{of(one)},state="{one.state}"}} 1' for one in found)
         for name, what in GAUGES.items():
             yield f"# HELP nam_megatron_run_{name} {what}"
             yield f"# TYPE nam_megatron_run_{name} gauge"
-            known = ((one.run, value) for one in found if (value := getattr(one, name)) is not None)
-            yield from (f'nam_megatron_run_{name}{{run="{run}"}} {_sample(value)}' for run, value in known)
+            known = ((of(one), value) for one in found if (value := getattr(one, name)) is not None)
+            yield from (f"nam_megatron_run_{name}{{{label}}} {_sample(value)}" for label, value in known)
 
     return "".join(f"{line}\n" for line in samples())
 

@@ -51,7 +51,19 @@ def test_what_cannot_be_written_is_said_with_what_helps(tmp_path, number, says, 
     assert problem.message == f"cannot write to `{tmp_path}`: {says}" and problem.hint == hints
 
 
-@pytest.mark.parametrize("changes", [{"state": "done"}, {"state": None}, {"run": 7}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"state": "done"},
+        {"state": None},
+        {"run": 7},
+        {"job": {"world": 4 * 10**9}},
+        {"lineage": {"regime": [1]}},
+        {"host": {"gpus": "two"}},
+        {"outcome": {"end": "completed", "figures": True}},
+        {"outcome": {"end": "won"}},
+    ],
+)
 def test_a_receipt_of_no_state_or_run_is_damaged_however_it_is_sealed(root, changes):
     folder = run(root)
     rehashed(folder, **changes)

@@ -124,9 +124,12 @@ def test_a_damaged_receipt_hides_no_other(tmp_path):
 
 def test_prometheus_reads_it(tmp_path, capsys):
     name = started(tmp_path, loss=float("nan")).folder.name
+    (tmp_path / (evil := 'a"} 1\nb{c="\\')).mkdir()
+    (tmp_path / evil / receipt.FILE).touch()
     status.command([str(tmp_path)], {"format": "prometheus"})
     families = {f.name: f for f in text_string_to_metric_families(capsys.readouterr().out)}
-    (state,) = families["nam_megatron_run_state"].samples
+    state, other = families["nam_megatron_run_state"].samples
+    assert other.labels == {"run": evil, "state": "unknown"}
     assert state.labels == {"run": name, "state": "running"} and state.value == 1
     assert families["nam_megatron_run_step"].samples[0].value == 3
     loss = families["nam_megatron_run_loss"].samples[0].value
