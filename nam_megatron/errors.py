@@ -144,6 +144,11 @@ def finish(command: Callable[[], int]) -> NoReturn:
         code = REFUSED
         what = f"`{err.filename}`: " if err.filename else "cannot write: "
         sys.stderr.write(Refused(Problem(f"{what}{err.strerror}", hint=ROOM, law="not-writable")).render())
+    except RuntimeError as err:
+        if not str(err).startswith("Symlink loop"):  # as Path.resolve says it
+            raise
+        code = REFUSED
+        sys.stderr.write(Refused(Problem(str(err), hint="name a folder or a file", law="file-error")).render())
     except KeyboardInterrupt:
         code = INTERRUPTED
         sys.stderr.write("interrupted\n")

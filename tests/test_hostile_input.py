@@ -222,6 +222,12 @@ def test_ctrl_c_of_which_a_library_made_an_error_of_its_own_is_still_said_as_wha
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
+def test_a_link_to_itself_is_refused(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    done = warm("--config-dir", str(tmp_path / "loop"), "conf=nam56r_smoke", cwd=tmp_path)
+    assert done.code == 2 and done.err.startswith("error: Symlink loop"), done.err
+
+
 def test_verify_ends_at_a_ctrl_c_that_reaches_it_alone(tmp_path):
     """Its second process is importing Megatron then: it is not waited for, and not left behind."""
     words = [sys.executable, "-m", "nam_megatron.verify", "conf=nam56r_smoke"]

@@ -78,7 +78,7 @@ def places(recipe: Recipe, checkout: Path, environ: Mapping[str, str]) -> list[P
         *(Place(name, "durable", Path(path)) for name, path in kept.items() if path),
         *(Place(name, "cache", Path(environ[name])) for name in CACHES if environ.get(name)),
     ]
-    return [Place(p.name, p.kind, (checkout / p.path.expanduser()).resolve()) for p in found]
+    return [Place(p.name, p.kind, Path(os.path.realpath(checkout / p.path.expanduser()))) for p in found]
 
 
 def findings(used: Sequence[Place], mounted: Sequence[Mount]) -> Iterator[Finding]:

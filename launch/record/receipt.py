@@ -371,6 +371,7 @@ def link(root: Path, run: str) -> Iterator[dict[str, Any]]:
 def own(root: Path) -> Iterator[dict[str, Any]]:
     """What a folder keeps of its own, made where there is none; held against other launchers. Raises Refused."""
     with contextlib.ExitStack() as stack:
+        raise_if(irregular((root / f"{CHAIN}.lock",)))
         with writing(root):
             root.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context(open(root / f"{CHAIN}.lock", "a", encoding="utf-8"))
@@ -386,6 +387,7 @@ def own(root: Path) -> Iterator[dict[str, Any]]:
 
 def kept_of(root: Path) -> dict[str, Any] | None:
     """What `.chain` holds; None where there is none. Raises Refused for a damaged one."""
+    raise_if(irregular((root / CHAIN,)))
     try:
         kept = json.loads((root / CHAIN).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -403,7 +405,8 @@ def kept_of(root: Path) -> dict[str, Any] | None:
 def _keep(root: Path, kept: Mapping[str, Any]) -> None:
     with writing(root):
         new = root / f"{CHAIN}.new"
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+        new.unlink(missing_ok=True)  # a pipe would wait for a reader, a link lead elsewhere
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             json.dump(kept, file)
             file.flush()
             os.fsync(file.fileno())
@@ -474,7 +477,8 @@ def write(folder: Path, content: Mapping[str, Any]) -> None:
     """Replace the receipt in one step, on the disk before this returns. Raises Refused."""
     with writing(folder):
         new = folder / f".{FILE}"
-        with open(new, "w", encoding="utf-8") as file:
+        new.unlink(missing_ok=True)
+        with open(new, "x", encoding="utf-8") as file:
             json.dump(content, file, indent=1, ensure_ascii=True, allow_nan=False)
             file.write("\n")
             file.flush()

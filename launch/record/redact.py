@@ -4,6 +4,7 @@ import base64
 import hashlib
 import ipaddress
 import json
+import os
 import re
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -189,7 +190,10 @@ class Redactor:
         self._named, self._secrets = by_length(named), by_length(named | unnamed | encoded)
         self._salt = salt
         found = {
-            str(p): name for name, paths in (places or {}).items() for path in paths for p in (path, path.resolve())
+            str(p): name
+            for name, paths in (places or {}).items()
+            for path in paths
+            for p in (path, os.path.realpath(path))
         }
         # The longest first, so that a folder inside another one keeps its own name; `/x` alone would be found everywhere.
         self._places = sorted(((p, n) for p, n in found.items() if len(p) > 3), key=lambda pn: -len(pn[0]))

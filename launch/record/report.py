@@ -21,9 +21,10 @@ from launch.record.receipts import RECEIPTS
 from launch.run.terminal import printable
 from nam_megatron import migrate
 from nam_megatron.blocks.kinds import KINDS
-from nam_megatron.errors import OK, Problem, Refused
+from nam_megatron.errors import OK, Problem, Refused, raise_if
 from nam_megatron.events import FILE
 from nam_megatron.rehearsal import NOTE
+from nam_megatron.words.regular import irregular
 from nam_megatron.words.whole import write_whole
 
 KERNELS = "kernels.json"
@@ -71,6 +72,7 @@ def command(words: Sequence[str], options: Mapping[str, str]) -> int:
 
 def put(out: Path, text: str) -> None:
     """Write the page, over an earlier one and over nothing else. Raises Refused."""
+    raise_if(irregular((out,), "out"))
     try:
         if out.exists() and MADE_BY not in out.read_text(encoding="utf-8", errors="replace")[:2000]:
             raise Refused(Problem(f"`{out}` is there, and no report", key="out", hint="`out=FILE` names another file"))

@@ -20,8 +20,10 @@ from statistics import median
 from typing import Any
 
 from launch.host import linux
+from launch.record import steps
 
 FOLDER = "beat"  # nam_megatron/runtime/heartbeat.py
+LONGEST = 4096  # characters of a beat
 PHASES = ("start", "built", "step", "end")
 COMPILING = 2  # steps in which kernels are compiled and tuned
 BUSY = 0.2  # CPUs that a rank with its children uses at least while it compiles; a rank that waits polls with less, or spins with one
@@ -56,7 +58,7 @@ def beats(folder: Path) -> dict[int, Beat]:
     found = {}
     for path in sorted((folder / FOLDER).glob("[0-9]*")):
         try:
-            beat = Beat(**json.loads(path.read_text(encoding="utf-8")))
+            beat = Beat(**json.loads(next(steps.lines(path, LONGEST), "")))
             numbers = (beat.rank, beat.pid, beat.step, beat.micro, beat.nth)
             if all(type(n) is int and n >= 0 for n in numbers) and beat.phase in PHASES and type(beat.at) is float:
                 found[beat.rank] = beat

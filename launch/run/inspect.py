@@ -16,7 +16,7 @@ from typing import Any
 
 from launch.host import gpu, linux
 from launch.host.bounded import ask
-from launch.record import events, oom, receipt
+from launch.record import events, oom, receipt, steps
 from launch.record.receipts import RECEIPTS
 from launch.run import hang
 from nam_megatron.errors import OK, Problem, Refused
@@ -96,7 +96,7 @@ def report(folder: Path, content: Mapping[str, Any], seconds: int, proc: Path = 
 
 def ranks(folder: Path, proc: Path = linux.PROC) -> list[Rank]:
     """Processes that were started with this run's plan, by rank; the launcher of the ranks first."""
-    plans = {str(folder / receipt.PLAN), str((folder / receipt.PLAN).resolve())}
+    plans = {str(folder / receipt.PLAN), os.path.realpath(folder / receipt.PLAN)}
     running = {p.pid: p for p in linux.processes(proc) if plans & set(p.words)}
     environs = {pid: environ(proc / str(pid)) for pid in running}
     number = {pid: int(n[:9]) if (n := known.get("RANK", "")).isdecimal() else None for pid, known in environs.items()}
@@ -198,13 +198,8 @@ def errors(folder: Path, nonce: str | None) -> Iterator[str]:
                 yield from oom.told(error)
             return
         yield "no rank says so; by the log:"
-    try:
-        with open(folder / receipt.LOG, encoding="utf-8", errors="replace", newline="\n") as file:
-            found = oom.triage(iter(lambda: file.readline(LINE), ""))
-    except OSError as err:
-        yield f"no log: {err.strerror}"
-        return
+    found = oom.triage(steps.lines(folder / receipt.LOG, LINE))
     if not found:
-        yield "not in the log"
+        yield "not in the log" if (folder / receipt.LOG).is_file() else "no log"
     for error in found:
         yield from oom.told(error)

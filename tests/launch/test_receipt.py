@@ -130,6 +130,24 @@ ATTACKS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("name", [receipt.CHAIN, f"{receipt.CHAIN}.lock"])
+def test_a_pipe_in_the_place_of_a_folders_own_is_refused(root, name):
+    root.mkdir(exist_ok=True)
+    os.mkfifo(root / name)
+    with pytest.raises(Refused, match="is a pipe"), receipt.own(root):
+        pass
+
+
+def test_what_lies_under_a_passing_name_is_not_written_to(root, tmp_path):
+    (precious := tmp_path / "precious").write_text("mine")
+    root.mkdir(exist_ok=True)
+    (root / f"{receipt.CHAIN}.new").symlink_to(precious)
+    folder = run(root)
+    os.mkfifo(folder / f".{receipt.FILE}")
+    receipt.write(folder, receipt.read(folder))
+    assert precious.read_text() == "mine" and (folder / receipt.FILE).is_file()
+
+
 def test_a_run_whose_folder_went_away_is_a_refusal(root):
     made = opened(root)
     shutil.rmtree(made.folder)

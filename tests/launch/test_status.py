@@ -76,6 +76,13 @@ def test_a_rank_that_has_ended_is_not_the_one_that_is_behind(tmp_path):
     assert found.why.startswith("rank 1 on h7") and 89 < found.quiet_s < 150
 
 
+def test_a_pipe_or_a_device_among_the_heartbeats_is_none(tmp_path):
+    beats = started(tmp_path).folder / "beat"
+    os.mkfifo(beats / "5")
+    (beats / "6").symlink_to("/dev/zero")
+    assert [one.state for one in seen(tmp_path)] == ["running"]
+
+
 def test_a_run_without_its_launcher_is_orphaned_and_says_the_next_try(tmp_path):
     os.close(started(tmp_path)._lock)
     before = [(f, f.read_bytes()) for f in tmp_path.rglob("*") if f.is_file()]
