@@ -348,39 +348,34 @@ def test_fp8_in_blocks_is_read_by_its_scales(made, tmp_path):
 
 @pytest.fixture(scope="module")
 def packed(made, tmp_path_factory):
-    """gpt-oss as it is published: (config.json, its tensors, the plan's file, the import of what transformers makes of its experts)."""
+    """gpt-oss as it is published: (config.json, its tensors, the plan's file, the import of what transformers opens of it)."""
     folder, plan, _ = made("gpt_oss")
     at = tmp_path_factory.mktemp("packed")
-    shutil.copytree(folder, at / "hf")
-    whole = {key: value for shard in folder.glob("*.safetensors") for key, value in load_file(shard).items()}
-    held, experts = dict(whole), [key for key in whole if key.endswith("_proj") and "experts" in key]
+    keys = published.keys(folder) | {"quantization_config": GPT_OSS["quantization_config"]}
+    held = {key: value for shard in folder.glob("*.safetensors") for key, value in load_file(shard).items()}
     torch.manual_seed(5)
-    for key in experts:
+    for key in [key for key in held if key.endswith("_proj") and "experts" in key]:
         count, into, out = held.pop(key).shape
-        blocks = torch.randint(256, (count, out, into // 32, 16), dtype=torch.uint8)
-        scales = torch.randint(119, 124, (count, out, into // 32), dtype=torch.uint8)
-        held |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
-        whole[key] = convert_moe_packed_tensors(blocks, scales)
-    write(at / "hf", whole)
-    native.load(at / "hf", plan, at / "weights", False, silent)
-    return published.keys(folder), held, plan, tensors(at / "weights")
+        held[f"{key}_blocks"] = torch.randint(256, (count, out, into // 32, 16), dtype=torch.uint8)
+        held[f"{key}_scales"] = torch.randint(119, 124, (count, out, into // 32), dtype=torch.uint8)
+    whole = opened(written(at / "hf", keys, held), torch.bfloat16).state_dict()
+    native.load(written(at / "whole", published.keys(folder), whole), plan, at / "weights", False, silent)
+    return keys, held, plan, tensors(at / "weights")
 
 
-def write(folder: Path, held: dict[str, torch.Tensor]) -> None:
-    """Tensors in one file, in place of a folder's."""
-    for old in (*folder.glob("*.safetensors"), *folder.glob(INDEX)):
-        old.unlink()
+def written(folder: Path, keys: dict[str, Any], held: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(keys))
     save_file(held, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 def of_packed(packed, tmp_path: Path, change: dict[str, Any], config: dict[str, Any]) -> tuple[Path, Path, Path]:
     """What `said` takes: the published folder with other tensors (None: without) and with other keys of its quantization."""
     keys, held, plan, _ = packed
-    (tmp_path / "hf").mkdir()
-    keys = keys | {"quantization_config": GPT_OSS["quantization_config"] | config}
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(keys))
-    write(tmp_path / "hf", {name: value for name, value in (held | change).items() if value is not None})
-    return tmp_path / "hf", plan, tmp_path / "out"
+    keys = keys | {"quantization_config": keys["quantization_config"] | config}
+    held = {name: value for name, value in (held | change).items() if value is not None}
+    return written(tmp_path / "hf", keys, held), plan, tmp_path / "out"
 
 
 UP = "model.layers.1.mlp.experts.gate_up_proj"
