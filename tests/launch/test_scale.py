@@ -19,8 +19,26 @@ PAIRS = {  # from, to
 }
 
 
+# What adds to gradients of bf16 by itself, and FP8 and a whole step's graph, which want that.
+STOCK = {"recipe.execution.moe.expert_gemm": "transformer_engine", "recipe.execution.mamba2.padded_projection": False,
+         "recipe.feature.fp8": None, "recipe.feature.cuda_graphs": None}  # fmt: skip
+FSDP = {"enabled": True, "strategy": "optim_grads_params"}
+
+
 def run(name: str) -> dict:
     return read(CHECKOUT / "receipts" / name)
+
+
+def changed(found: dict, values: dict) -> dict:
+    """The receipt with other values at dotted places."""
+    found = json.loads(json.dumps(found))
+    for key, value in values.items():
+        *parents, last = key.split(".")
+        node = found
+        for name in parents:
+            node = node[name]
+        node[last] = value
+    return found
 
 
 @pytest.mark.parametrize(("first", "other"), [*PAIRS.items(), *(pair[::-1] for pair in PAIRS.items())])
@@ -60,28 +78,46 @@ def test_messages_grow_with_ranks_and_slower_links_and_one_batch_shrinks_the_wor
 @pytest.mark.parametrize(
     ("change", "gpus", "more", "said"),
     [
-        ({}, [12], {}, "no whole hosts of 8"),
-        ({}, [16], {}, "link to other hosts"),
-        ({}, [3], {"batch": 64}, "no whole microbatches of 4 on 3 GPUs"),
-        ({"recipe.parallel.tensor": 2}, [8], {}, "parallel.tensor: only data parallelism is forecast, not 2"),
+        ({}, [12], {}, "gpus: 12 GPUs are no whole hosts of 8"),
+        ({}, [16], {}, "network: how fast is a GPU's link to other hosts?"),
+        ({"job.world": 16}, [1], {}, "network: how fast"),
+        ({}, [3], {"batch": 64}, "batch: 64 samples are no whole microbatches of 4 on 3 GPUs"),
+        *(({f"recipe.parallel.{key}": 2}, [8], {}, f"parallel.{key}: only data parallelism is forecast, not 2 ranks")
+          for key in ("tensor", "pipeline", "context", "expert")),
+        ({"recipe.feature.megatron_fsdp": FSDP}, [8], {}, "feature.megatron_fsdp: only Adam over all weights under DDP"),
         ({"outcome.end": "interrupted"}, [8], {}, "has no measured step"),
         ({"outcome.figures.window": None}, [8], {}, "has no measured step"),
+        ({"job.world": None}, [8], {}, "has no measured step"),
         ({"recipe.cluster.processor": "cpu"}, [8], {}, "ran on a CPU"),
         ({"recipe.feature.fsdp2": {}}, [8], {}, "is no recipe any more"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_forecast_is_refused(change, gpus, more, said):
-    found = json.loads(json.dumps(run(FOUR)))
-    for key, value in change.items():
-        *parents, last = key.split(".")
-        node = found
-        for name in parents:
-            node = node[name]
-        node[last] = value
     with pytest.raises(Refused) as refused:
-        scale.forecast(found, gpus, **more)
+        scale.forecast(changed(run(FOUR), change), gpus, **more)
     problem = refused.value.problems[0]
-    assert said in f"{problem.key}: {problem.message}"
+    assert said in f"{problem.key}: {problem.message}" and problem.hint
+
+
+def test_without_shards_a_gradient_is_reduced_to_all_and_each_rank_steps_alone():
+    """Twice the gradients' bytes and no weights; and where nothing overlaps nothing is hidden."""
+    off = {"recipe.feature.distributed_optimizer.enabled": False}
+    off |= {f"recipe.feature.distributed_optimizer.overlap_{what}": False for what in ("grad_reduce", "param_gather")}
+    whole, shared = (scale.forecast(changed(run(FOUR), c), [1, 4, 8]) for c in (off, {}))
+    assert whole[2].messages_ms == pytest.approx(shared[2].messages_ms * 8 / 6)
+    # As much of the optimizer on each: a step differs by its messages alone.
+    assert [s.ms - s.messages_ms for s in whole] == pytest.approx([whole[0].ms] * 3)
+    assert whole[0].ms == pytest.approx(whole[0].hidden_ms) and shared[0].ms < shared[0].hidden_ms
+    half = scale.forecast(changed(run(FOUR), {"recipe.precision.grad_reduce": "bf16"} | STOCK), [8])
+    assert half[0].messages_ms == pytest.approx(shared[2].messages_ms * 4 / 6)
+
+
+def test_what_no_microbatch_can_hide_is_left():
+    """Beyond what a backward pass covers, messages hidden and counted in full grow alike."""
+    slow, slower = (scale.forecast(run(FOUR), [64], network=rate)[0] for rate in (5, 2.5))
+    assert slower.hidden_ms - slow.hidden_ms == pytest.approx(slower.messages_ms - slow.messages_ms)
+    # What is hidden is one microbatch of the four.
+    assert slow.ms - slow.hidden_ms == pytest.approx(scale.measured(run(FOUR))[0] / 4, rel=0.2)
 
 
 @pytest.mark.parametrize(
@@ -97,5 +133,8 @@ def test_words_that_are_no_numbers_are_refused(word):
 def test_the_command_prints_a_row_for_each_number(capsys):
     assert scale.command([str(CHECKOUT / "receipts" / ONE)], {"gpus": "1,64", "network": "50"}) == 0
     out = capsys.readouterr().out
-    assert re.search(r"^ +1 +64 +6,199 +42,287 ", out, re.M) and re.search(r"^ +64 +4,096 ", out, re.M)
+    assert out.startswith(f"{ONE}: 6,199 ms a step on 1 GPU\n")
+    assert re.search(r"^ +1 +64 +6,199 +42,287 +42,287 +0 +6,199$", out, re.M)
+    ((rate, every),) = re.findall(r"^ +64 +4,096 +[\d,]+ +([\d,]+) +([\d,]+) ", out, re.M)
+    assert int(every.replace(",", "")) == pytest.approx(64 * int(rate.replace(",", "")), rel=1e-4)
     assert "50 GB/s between hosts" in out
