@@ -58,7 +58,7 @@ CASES = {
     "companion": (GPT, {"--tp-comm-overlap": True}),
     "context-attention": (DSA, {"--context-parallel-size": "2", "--cp-comm-type": "allgather"}, ONE),
     "connections-fsdp": (FSDP, {}, ONE),
-    "connections-leftover": (GPT, {}, ONE),
+    "connections-leftover": (GPT | {"--overlap-grad-reduce": True}, {}, ONE),
     "connections-not-one": (GPT, TP2, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}),
     "cpu-offloading": (GPT, {"--cpu-offloading-num-layers": "2", "--recompute-activations": True}),
     "data-sources": (GPT, {"--data-path": "a", "--split": "1,0,0"}),

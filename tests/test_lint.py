@@ -1575,6 +1575,37 @@ def test_a_port_to_another_device_is_judged_by_what_is_its_own():
     assert same["bad-value"] and same["two-precisions"]
 
 
+MIXTRAL = " ".join(words(MOE | {"--moe-router-score-function": None, "--untie-embeddings-and-output-weights": True}))
+
+
+@pytest.mark.parametrize(
+    ("rule", "name", "text", "louder"),
+    [
+        ("default-router-scores", "mixtral_8x7b.sh", f"torchrun pretrain_gpt.py {MIXTRAL}", ("mixtral", "own")),
+        ("bad-value", "tune.yaml", "optimizer: adamw\nlr: 1.0\nmodel_id: x\ncutoff_len: 3\nmax_steps: 2\n", ("adamw", "adm")),
+        ("missing-flag", "run.sh", "python pretrain_retro.py --num-layers 8 --hidden-size 64", ("retro", "gpt")),
+        ("removed-flag", "d.sh", f"deepspeed pretrain_gpt.py {DESCRIBED} --data-impl mmap --zero-stage 1", ("--zero-stage 1", "")),
+        ("unknown-flag", "d.sh", f"deepspeed pretrain_gpt.py {DESCRIBED} --no-pipes --zero-stage 1", ("--zero-stage 1", "")),
+        ("ignored-flag", "i.yaml", "hidden_size: 8\nnum_layers: 2\nopenai_gelu: false", ("false", "true")),
+        ("stray-word", "s.sh", "CKPT=<Path (e.g. /345m)>\nVOCAB=<PATH> (e.g., /v.json)\npython t.py --num-layers 2 --load $CKPT", ()),
+        ("unknown-variable", "r.py", "def recipe():\n    cfg.model.num_layers = f()\n    cfg.model.hidden_size = 64", ()),
+    ],
+)  # fmt: skip
+def test_what_nobody_who_starts_it_could_mend_is_no_finding(rule, name, text, louder):
+    assert rule not in ids(lint(text, name))
+    assert not louder or rule in ids(lint(text.replace(*louder), name.replace(*louder)))
+
+
+def test_a_launch_where_defaults_do_not_lead_is_told_from_none():
+    with pytest.raises(Refused, match="1 stand where its own defaults do not lead"):
+        lint("M=${M:-no}\nif [ $M = yes ]; then\n  python t.py --num-layers 2\nfi", "t.sh")
+
+
+def test_what_a_program_works_out_is_a_note():
+    found = lint("def recipe():\n    cfg.model.num_layers = f()\n    cfg.model.hidden_size = 64", "r.py")
+    assert "worked out by the program where it runs, and open here: num_layers=$(f())" in report.text(found)
+
+
 @pytest.mark.parametrize("value", ["{{ cluster.tp }}", "<TP>", "{tp}", "%(tp)s"])
 def test_a_templates_value_is_open(value):
     found = lint(f"pretrain_gpt.py {DESCRIBED}\n--tensor-model-parallel-size '{value}'".replace("pretrain_gpt.py", ""))

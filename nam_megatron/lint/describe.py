@@ -93,12 +93,16 @@ def notes(a: Args, m: Model) -> Iterator[str]:
         yield f"part of the description is elsewhere ({', '.join(m.from_elsewhere)}): what is said here is of these flags alone"
     if words := [t.about for t in a.trouble if t.rule == "unknown-variable"]:
         yield f"flags may stand in {', '.join(words)}: what is said here is of the others, and of no flag is said that it lacks"
+    if left := [a.written(name) for name, names in a.open_values() if a.worked_out(names)]:
+        yield f"worked out by the program where it runs, and open here: {', '.join(left)}"
     if paths := [
         f"{a.written(name).split()[0]} ({', '.join(f'${n}' for n in dict.fromkeys(names))})"
         for name, names in a.open_values()
-        if harmless(name, a.target)
+        if harmless(name, a.target) and not a.worked_out(names)
     ]:
         yield f"not set in the text, and no matter here: {', '.join(paths)}"
+    if known(lambda: a.sequence_parallel and a.said("tensor_model_parallel_size") and m.tp == 1):
+        yield "--sequence-parallel is switched off at tensor parallel size 1"
     if m.marked:
         ours = f"`--nam-model` says that {', '.join(m.marked)} are ours"
         yield f"{ours}: stock Megatron stops at it; which and how large stands in plan.json"

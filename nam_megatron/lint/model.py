@@ -564,6 +564,7 @@ class Model:
             "--use-checkpoint-args": a.use_checkpoint_args, "--yaml-cfg": a.yaml_cfg,
             "--heterogeneous-layers-config-path": a.heterogeneous_layers_config_path,
             "--heterogeneous-layers-config-encoded-json": a.heterogeneous_layers_config_encoded_json,
+            "pretrain_retro.py's project": "retro" in (a.launch.script or ""),
         }  # fmt: skip
         return tuple(name for name, value in names.items() if value)
 

@@ -41,7 +41,7 @@ ENVIRONMENT = re.compile(r"env(ironment)?(_?va?rs?)?", re.IGNORECASE)
 YAML = re.compile(r"""(-\s+)?["']?[\w.-]+["']?\s*:(\s|$)|-\s|---$|[{\[]\s*(["'\]}]|$)|\{\s*[\w.-]+\s*:""")
 TEST = re.compile(r"\[\s.*\s\]\s*(&&|\|\||;)")  # of a shell
 PLACE = re.compile(
-    r"""^(\s*(?:export\s+)?\w+=["']?[^\s"'<]*)<([\w./ -]+)>""", re.MULTILINE
+    r"""^(\s*(?:export\s+)?\w+=["']?[^\s"'<]*)<([\w./ (),:-]+)>(?:[ \t]*\(e\.g\..*\))?""", re.MULTILINE
 )  # a value to be put in, `DIR="<path>"`
 Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -115,7 +115,7 @@ def read(text: str, target: Target, name: str = "-") -> Launch:
         what = " ".join(str(err).split()).replace('in "<unicode string>",', "at") or "nested too deep"
         raise Refused(Problem(f"`{name}` cannot be read: {what}", hint=FORMS)) from None
     if not _flags(launch.words, target):
-        raise Refused(_no_config(text, name) or Problem(f"there is no Megatron flag in `{name}`", hint=FORMS))
+        raise Refused(_no_config(text, name) or _no_launch(launch, name))
     return replace(_planned(launch, name), name=name)
 
 
@@ -171,6 +171,13 @@ def _no_config(text: str, name: str) -> Problem | None:
         if lacking
         else None
     )
+
+
+def _no_launch(launch: Launch, name: str) -> Problem:
+    if launch.kind == "shell" and (there := len(_in_text(launch.text, launch.target))):
+        what = f"no command that `{name}` runs as it stands has a Megatron flag; {there} stand where its own defaults do not lead"
+        return Problem(what, hint="set in the text what its conditions ask for, or give the command alone")
+    return Problem(f"there is no Megatron flag in `{name}`", hint=FORMS)
 
 
 FORMS = "give a list of flags, a script that starts a training, or a YAML of flags"

@@ -42,6 +42,8 @@ STRANGERS = 3  # flags of another parser: so many that nobody misspelt them
 FORKED = 6  # the same of a script that is called as Megatron's own, of a fork
 # A port to another device, which has a parser, checks and layers of its own.
 PORT = re.compile(r"mindspeed|ascend-toolkit|torch_npu|\bHCCL_|\bNPUS?_PER_NODE\b", re.IGNORECASE)
+# DeepSpeed's fork of Megatron, of which the same is true.
+DEEPSPEED = re.compile(r"--(deepspeed|zero[-_]stage)\b")
 # What a template's engine, or a person, puts a value in for.
 TEMPLATE = re.compile(r"\{\{?\s*[\w.\[\]'\"|() -]+\}?\}|<[A-Za-z][\w .-]*>|%\(?\w+\)?[s%]|@\w+@")
 
@@ -56,6 +58,11 @@ REMOVED = {
     "--moe-use-legacy-grouped-gemm": "use `--moe-grouped-gemm`",
     "--muon-use-nesterov": "use `--muon-nesterov`",
     "--legacy-tokenizer": "leave it out",
+    "--DDP-impl": "leave it out",
+    "--data-impl": "leave it out",
+    "--no-query-key-layer-scaling": "leave it out; off unless `--apply-query-key-layer-scaling`",
+    "--retro-project-dir": "leave it out; Megatron has no Retro any more",
+    "--retro-add-retriever": "leave it out; Megatron has no Retro any more",
     "--standalone-embedding-stage": "use `--account-for-embedding-in-pipeline-split`",
     "--pipeline-model-parallel-split-rank": "leave it out",
     "--encoder-tensor-model-parallel-size": "use `--tensor-model-parallel-size`",
@@ -233,27 +240,33 @@ class Args:
         strange = [t for t in self.trouble if t.rule == "unknown-flag"]
         unknown = [t for t in strange if not _misspelt(t, 0.95 if len(strange) > FORKED else 0.92)]
         forked = bool(MEGATRONS.fullmatch(self.launch.script or ""))
-        many = 1 if self._of_a_port or (self.launch.partial and not forked) else FORKED if forked else STRANGERS
+        own = self._of_a_port or self._of_deepspeed or (self.launch.partial and not forked)
+        many = 1 if own else FORKED if forked else STRANGERS
         if not self._underscores and len(unknown) < many:
             return
         self.foreign = list(dict.fromkeys(t.about for t in unknown)) or ["names with underscores"]
-        # Its flags of Megatron's names take values of its own, too.
-        own = [
+        # Its flags of Megatron's names take values of its own, too, and it may have those that Megatron has no more.
+        others = [
             t
             for t in self.trouble
-            if t.rule == "bad-value" and t.detail.startswith(CHOICES) and not _nearly_a_choice(t)
+            if (t.rule == "bad-value" and t.detail.startswith(CHOICES) and not _nearly_a_choice(t))
+            or (t.rule == "removed-flag" and self.forked)
         ]
-        self.foreign += list(dict.fromkeys(t.about for t in own))
-        self.trouble = [t for t in self.trouble if t not in (*unknown, *own) and t.rule != "stray-word"]
+        self.foreign += list(dict.fromkeys(t.about for t in others))
+        self.trouble = [t for t in self.trouble if t not in (*unknown, *others) and t.rule != "stray-word"]
 
     @property
     def _of_a_port(self) -> bool:
         return bool(PORT.search(self.launch.text))
 
     @property
+    def _of_deepspeed(self) -> bool:
+        return any(DEEPSPEED.match(word) for word in self.launch.words)
+
+    @property
     def forked(self) -> bool:
         """Whether a fork with a parser of its own reads these words, and so checks of its own."""
-        return self.elsewhere or len(self.foreign) >= FORKED
+        return self.elsewhere or len(self.foreign) >= FORKED or self._of_deepspeed
 
     @property
     def ported(self) -> bool:
@@ -318,6 +331,11 @@ class Args:
         """Arguments given more than once, with different values."""
         return tuple(n for n, given in self.given.items() if len({repr(value) for _, value, _ in given}) > 1)
 
+    def worked_out(self, variables: tuple[str, ...]) -> bool:
+        """Whether another program works a value out where it runs: nothing that a person who starts it could put in."""
+        computed = not all(name.isidentifier() for name in variables)
+        return self.launch.kind == "python" or (computed and self.launch.kind == "yaml" and bool(self.launch.program))
+
     def open_values(self) -> Iterator[tuple[str, tuple[str, ...]]]:
         """Arguments whose value hangs on something the text does not say."""
         for name, given in self.given.items():
@@ -335,11 +353,9 @@ def _nearly_a_choice(bad: Trouble) -> bool:
     """Whether a value is a letter or two away from one that the flag takes: misspelt in any program's words."""
     if bad.rule != "bad-value" or not bad.detail.startswith(CHOICES) or bad.about.startswith("--tokenizer"):
         return False
-    return bool(
-        difflib.get_close_matches(
-            bad.about.partition(" ")[2], bad.detail.removeprefix(CHOICES).strip().split(", "), 1, 0.75
-        )
-    )
+    value, choices = bad.about.partition(" ")[2], bad.detail.removeprefix(CHOICES).strip().split(", ")
+    close = difflib.get_close_matches(value, choices, 1, 0.75)
+    return bool(close) and not value.startswith(close[0])  # `adamw` is a word of its own
 
 
 def _flat(value: Any) -> str:

@@ -1,5 +1,5 @@
 #!/bin/bash
-# finds: gqa-ignored default-positions rope-flags-ignored rope-flags-ignored connections-leftover
+# finds: gqa-ignored default-positions rope-flags-ignored rope-flags-ignored
 # megatron: accepts
 # 8 groups are asked for and 16 heads trained; RoPE's base is given and a learned table trained.
 export CUDA_DEVICE_MAX_CONNECTIONS=1

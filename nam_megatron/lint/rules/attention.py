@@ -178,7 +178,7 @@ RULES = (
         DEFAULT,
         "rope_type",
         lambda a, m: m.mla
-        and not a.said("rope_type")
+        and not a.any_said("rope_type", "rotary_scaling_factor", "mscale_all_dim")
         and f"factor {a.rotary_scaling_factor:g}"
         + (": the angles are still RoPE's" if a.rotary_scaling_factor == 1 else ""),
         "MLA's rotary embedding is yarn unless said otherwise",

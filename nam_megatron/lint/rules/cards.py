@@ -99,6 +99,12 @@ def named(a: Args) -> tuple[str, Mapping[str, Any]] | None:
     return next(iter(found.items())) if len(found) == 1 else None
 
 
+def agrees(a: Args, m: Model, argument: str) -> bool:
+    """Whether the published model that the launch calls itself has the value that is here."""
+    (_, values) = named(a) or ("", {})
+    return any(VALUES[key][0] == argument and VALUES[key][1](a, m) == values[key] for key in values)
+
+
 def _contradicts(a: Args, m: Model) -> Iterator[str]:
     card = named(a)
     if card is None or m.ours:

@@ -4,12 +4,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from nam_megatron.lint.model import Model
+from nam_megatron.lint.rules.cards import agrees
 from nam_megatron.lint.rules.rule import CONFIG, DEFAULT, FAIL, FROM_ARGS, VALIDATE, Rule, When, without
 from nam_megatron.lint.values import Args
 
 
-def _beside_newer(when: When) -> When:
-    """`when`, for a launch that says more than GPT-2 would, and whose values no recipe of ours has chosen."""
+def _beside_newer(when: When, about: str) -> When:
+    """`when`, for a launch that says more than GPT-2 would, and whose value no recipe of ours has chosen, nor its published model."""
 
     def modern(a: Args, m: Model) -> bool:
         newer = a.swiglu or a.squared_relu or a.quick_geglu or a.normalization == "RMSNorm" or a.group_query_attention
@@ -17,7 +18,7 @@ def _beside_newer(when: When) -> When:
         said = m.hybrid or m.moe or m.mla or newer or rotary or a.untie_embeddings_and_output_weights
         return said and m.plan is None
 
-    return lambda a, m: modern(a, m) and when(a, m)
+    return lambda a, m: modern(a, m) and not agrees(a, m, about) and when(a, m)
 
 
 def _dropouts(a: Args, m: Model) -> Iterator[str]:
@@ -57,7 +58,7 @@ _SELDOM_MEANT = (
     Rule(
         "default-activation",
         DEFAULT,
-        "",
+        "swiglu",
         lambda a, m: m.activation == "GELU" and m.has_mlps and without("--swiglu or --squared-relu") + "\t",
         "MLPs and experts have GELU, without a gate",
         "add `--swiglu` or `--squared-relu`",
@@ -156,7 +157,7 @@ _SELDOM_MEANT = (
 )
 
 RULES = (
-    *(replace(rule, when=_beside_newer(rule.when)) for rule in _SELDOM_MEANT),
+    *(replace(rule, when=_beside_newer(rule.when, rule.about)) for rule in _SELDOM_MEANT),
     Rule(
         "activations",
         FAIL,

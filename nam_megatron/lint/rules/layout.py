@@ -215,7 +215,8 @@ RULES = (
         "sequence-parallel-off",
         COST,
         "sequence_parallel",
-        lambda a, m: not a.elsewhere and a.sequence_parallel and m.tp == 1,  # others leave it on for every layout
+        # A launch that says 1 leaves it on for every layout; one that says none may have lost it.
+        lambda a, m: not a.elsewhere and a.sequence_parallel and not a.said("tensor_model_parallel_size"),
         "switched off at tensor parallel size 1, with a line in the log",
         "leave it out",
         VALIDATE,

@@ -138,7 +138,9 @@ def _unknown(a: Args, m: Model) -> Iterator[str]:
     found += [
         (a.written(name), variables)
         for name, variables in a.open_values()
-        if not harmless(name, a.target) and name != "local_rank"  # a launcher's, as ever
+        if not harmless(name, a.target)
+        and name != "local_rank"  # a launcher's, as ever
+        and not a.worked_out(variables)
     ]
     set_in = {name: _set_in(a.launch.text, name) for _, names in found for name in names}
     alike: dict[tuple[bool, ...], list[tuple[str, tuple[str, ...]]]] = {}
@@ -298,7 +300,7 @@ RULES = (
         "ignored-flag",
         WRONG,
         "",
-        lambda a, m: each(a, ("openai_gelu", "apply_residual_connection_post_layernorm")),
+        lambda a, m: each(a, (n for n in ("openai_gelu", "apply_residual_connection_post_layernorm") if a.value(n))),
         "nothing in Megatron 0.19.2 reads it: the model is built without it",
         "leave it out",
         "no reader in the package",
