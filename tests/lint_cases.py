@@ -264,6 +264,20 @@ CONFLICTING = {
         GPT | {"--use-distributed-optimizer": True, "--hybrid-context-parallel": True, "--calculate-per-token-loss": True},
         {"--use-megatron-fsdp": True, "--ckpt-format": "fsdp_dtensor"}),
     ("fp4", "--fp4-recipe custom without --fp4-quantizer-factory"): (GPT | {"--fp4-format": "e2m1"}, {"--fp4-recipe": "custom"}),
+    ("fp8", "--fp8-recipe custom without --fp8-quantizer-factory"): (GPT | {"--fp8-format": "e4m3"}, {"--fp8-recipe": "custom"}),
+    ("init_model_with_meta_device", "--use-megatron-fsdp that shards nothing"): (
+        FSDP | SHARDED | {"--init-model-with-meta-device": True}, {"--data-parallel-sharding-strategy": "no_shard"}),
+    ("check_weight_hash_across_dp_replicas_interval", "--data-parallel-sharding-strategy optim_grads_params"): (
+        FSDP | {"--check-weight-hash-across-dp-replicas-interval": "5", "--data-parallel-sharding-strategy": "optim"}, SHARDED),
+    ("moe_expert_capacity_factor", "--moe-router-load-balancing-type sinkhorn"): (
+        MOE | {"--moe-expert-capacity-factor": "1.0"}, {"--moe-router-load-balancing-type": "sinkhorn"}),
+    ("moe_deepep_num_sms", "another --moe-hybridep-num-sms"): (MOE | {"--moe-deepep-num-sms": "8"}, {"--moe-hybridep-num-sms": "16"}),
+    ("qk_clip", "--qk-clip-alpha that is not between 0 and 1"): (GPT | {"--qk-clip": True}, {"--qk-clip-alpha": "2"}),
+    ("save_retain_interval", "a --save-interval that does not divide it"): (
+        GPT | {"--save": "out", "--save-interval": "3", "--save-retain-interval": "6"}, {"--save-retain-interval": "7"}),
+    ("step_batch_size_schedule", "--global-batch-size"): (
+        {k: v for k, v in GPT.items() if k not in ("--global-batch-size", "--train-iters")}
+        | {"--step-batch-size-schedule": "0:64", "--train-samples": "640"}, {"--global-batch-size": "64"}),
     ("flash_decode", "--no-rope-freq"): (GPT | {"--flash-decode": True}, {"--no-rope-freq": "2"}),
     ("fake_process_group", "--moe-token-dispatcher-type flex"): (
         MOE | EP8 | {"--fake-process-group": True}, {"--moe-token-dispatcher-type": "flex"}),

@@ -1601,6 +1601,11 @@ def test_a_launch_where_defaults_do_not_lead_is_told_from_none():
         lint("M=${M:-no}\nif [ $M = yes ]; then\n  python t.py --num-layers 2\nfi", "t.sh")
 
 
+def test_layers_without_transformer_engine_have_no_fp8():
+    local = {"--fp8-format": "hybrid", "--transformer-impl": "local"}
+    assert ids(launch(GPT, local))["fp8-flags-ignored"] and not ids(launch(HYBRID, local))["fp8-flags-ignored"]
+
+
 def test_what_a_program_works_out_is_a_note():
     found = lint("def recipe():\n    cfg.model.num_layers = f()\n    cfg.model.hidden_size = 64", "r.py")
     assert "worked out by the program where it runs, and open here: num_layers=$(f())" in report.text(found)

@@ -111,6 +111,10 @@ COMPANIONS = (
               lambda a, m: "a2a+p2p" not in listed(a.cp_comm_type) or bool(a.hierarchical_context_parallel_sizes)),
     Companion("fine_grained_activation_offloading", "", "NVTE_CPU_OFFLOAD_V1=1 in the environment, and --offload-modules",
               lambda a, m: a.launch.env.get("NVTE_CPU_OFFLOAD_V1") == "1"),
+    Companion("ckpt_convert_format", "torch_dist", "--ckpt-convert-save and --load",
+              lambda a, m: None not in (a.ckpt_convert_save, a.load)),
+    Companion("attention_backend", "local", "--spec local",
+              lambda a, m: a.attention_backend != "local" or listed(a.spec)[0] == "local"),
     Companion("log_memory_interval", "3", "a multiple of --log-interval",
               lambda a, m: a.log_interval > 0 and a.log_memory_interval % a.log_interval == 0),
 )  # fmt: skip

@@ -47,6 +47,27 @@ CONFLICTS: Mapping[str, Beside] = {
     "fp4": {
         "--fp4-recipe custom without --fp4-quantizer-factory": lambda a, m: a.fp4_recipe == "custom" and not a.fp4_quantizer_factory
     },
+    "fp8": {
+        "--fp8-recipe custom without --fp8-quantizer-factory": lambda a, m: a.fp8_recipe == "custom" and not a.fp8_quantizer_factory
+    },
+    "init_model_with_meta_device": {
+        "--use-megatron-fsdp that shards nothing": lambda a, m: a.use_megatron_fsdp and a.data_parallel_sharding_strategy == "no_shard"
+    },
+    "check_weight_hash_across_dp_replicas_interval": {
+        "--data-parallel-sharding-strategy optim_grads_params": lambda a, m: a.use_megatron_fsdp
+        and a.data_parallel_sharding_strategy == "optim_grads_params"
+    },
+    "moe_expert_capacity_factor": {"--moe-router-load-balancing-type sinkhorn": lambda a, m: "sinkhorn" in m.balancing},
+    "moe_deepep_num_sms": {
+        "another --moe-hybridep-num-sms": lambda a, m: a.moe_hybridep_num_sms not in (None, a.moe_deepep_num_sms)
+        and a.moe_flex_dispatcher_num_sms is None
+    },
+    "qk_clip": {"--qk-clip-alpha that is not between 0 and 1": lambda a, m: not 0 < a.qk_clip_alpha < 1},
+    "save_retain_interval": {
+        "a --save-interval that does not divide it": lambda a, m: bool(a.save and a.save_interval)
+        and bool(a.save_retain_interval % a.save_interval)
+    },
+    "step_batch_size_schedule": {"--global-batch-size": lambda a, m: a.said("global_batch_size")},
     "hybrid_context_parallel": {"--use-megatron-fsdp": lambda a, m: a.use_megatron_fsdp},
     "flash_decode": {"--no-rope-freq": lambda a, m: bool(a.no_rope_freq)},
     "fake_process_group": {"--moe-token-dispatcher-type flex": lambda a, m: a.moe_token_dispatcher_type == "flex"},

@@ -29,6 +29,13 @@ def _deterministic(a: Args, m: Model) -> Iterator[str]:
                 yield f"{name}={value}\t\tunset {name}"
 
 
+def _without_fp8(a: Args, m: Model) -> Iterator[str]:
+    if not a.fp8:
+        yield from each(a, FP8_ONLY)
+    elif a.transformer_impl == "local" and not m.hybrid:
+        yield f"{a.written('fp8')}\tno layer of `--transformer-impl local` computes in it\tleave `--transformer-impl local` out"
+
+
 def _edges(a: Args, m: Model) -> Iterator[str]:
     if a.fp8 and a.first_last_layers_bf16:
         most = m.num_layers // m.pp
@@ -92,7 +99,7 @@ RULES = (
         "fp8-flags-ignored",
         COST,
         "",
-        lambda a, m: [] if a.fp8 else each(a, FP8_ONLY),
+        _without_fp8,
         "ignored: FP8 is not on",
         "add `--fp8-format hybrid`",
         CONFIG,
