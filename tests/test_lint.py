@@ -1575,6 +1575,7 @@ def test_a_port_to_another_device_is_judged_by_what_is_its_own():
     assert same["bad-value"] and same["two-precisions"]
 
 
+BIASED = " ".join(words(GPT | {"--disable-bias-linear": None}))
 MIXTRAL = " ".join(words(MOE | {"--moe-router-score-function": None, "--untie-embeddings-and-output-weights": True}))
 
 
@@ -1582,6 +1583,12 @@ MIXTRAL = " ".join(words(MOE | {"--moe-router-score-function": None, "--untie-em
     ("rule", "name", "text", "louder"),
     [
         ("default-router-scores", "mixtral_8x7b.sh", f"torchrun pretrain_gpt.py {MIXTRAL}", ("mixtral", "own")),
+        ("default-bias", "gpt3_345m.sh", f"python t.py {BIASED}", ("gpt3", "own")),
+        ("connections-not-one", "dgx_b200.sh",
+         f"export CUDA_DEVICE_MAX_CONNECTIONS=8\ntorchrun t.py {DESCRIBED} --tensor-model-parallel-size 2", ("b200", "x")),
+        ("missing-flag", "over.yaml", "model: {seq_length: 8}\ntrain: {train_iters: 2}\nddp: {bucket_size: 1}\nrng: {seed: 1}", ()),
+        ("not-positive", "e.sh", f"python evaluate.py {DESCRIBED} --seq-length -1", ("evaluate", "t")),
+        ("unknown-variable", "l.sh", f"python t.py {DESCRIBED} --eval-interval $N", ("eval-interval", "kv-channels")),
         ("bad-value", "tune.yaml", "optimizer: adamw\nlr: 1.0\nmodel_id: x\ncutoff_len: 3\nmax_steps: 2\n", ("adamw", "adm")),
         ("missing-flag", "run.sh", "python pretrain_retro.py --num-layers 8 --hidden-size 64", ("retro", "gpt")),
         ("removed-flag", "d.sh", f"deepspeed pretrain_gpt.py {DESCRIBED} --data-impl mmap --zero-stage 1", ("--zero-stage 1", "")),
@@ -1594,6 +1601,11 @@ MIXTRAL = " ".join(words(MOE | {"--moe-router-score-function": None, "--untie-em
 def test_what_nobody_who_starts_it_could_mend_is_no_finding(rule, name, text, louder):
     assert rule not in ids(lint(text, name))
     assert not louder or rule in ids(lint(text.replace(*louder), name.replace(*louder)))
+
+
+def test_a_table_of_names_starts_nothing():
+    with pytest.raises(Refused, match="says `num_layers`, `hidden_size` and `rotary_base` by names"):
+        lint("map: {num_layers: num_hidden_layers, hidden_size: n_embd, rotary_base: rope_theta}", "cfg.yaml")
 
 
 def test_a_launch_where_defaults_do_not_lead_is_told_from_none():
@@ -1613,9 +1625,9 @@ def test_what_a_program_works_out_is_a_note():
 
 @pytest.mark.parametrize("value", ["{{ cluster.tp }}", "<TP>", "{tp}", "%(tp)s"])
 def test_a_templates_value_is_open(value):
-    found = lint(f"pretrain_gpt.py {DESCRIBED}\n--tensor-model-parallel-size '{value}'".replace("pretrain_gpt.py", ""))
+    found = lint(f"pretrain_gpt.py {DESCRIBED}\n--num-query-groups '{value}'".replace("pretrain_gpt.py", ""))
     assert "unknown-variable" in ids(found) and "bad-value" not in ids(found)
-    assert "bad-value" in ids(lint(f"{DESCRIBED} --tensor-model-parallel-size two"))
+    assert "bad-value" in ids(lint(f"{DESCRIBED} --num-query-groups two"))
 
 
 def test_gpus_that_are_a_default_of_the_script_do_not_fail_a_layout():

@@ -421,10 +421,7 @@ def test_what_every_branch_sets_alike_is_known_and_what_they_set_otherwise_names
     }
     both = lint(BOTH.format(4).replace("$LR", "$LR --min-lr $LR --hidden-size $4"))
     assert [(f.flag, f.detail) for f in both.findings if f.id == "unknown-variable"] == [
-        (
-            "--micro-batch-size $MBS",
-            "and --tensor-model-parallel-size $TP (line 3): MBS, TP hang on what line 2 would find",
-        ),
+        ("--micro-batch-size $MBS", "MBS hangs on what line 2 would find"),
         ("--lr $LR", "and --min-lr $LR (line 3), --hidden-size $4 (line 3): nothing in the text sets LR, 4"),
     ]
     assert dict(lint(BOTH.format(4)).args.open_values()).keys() >= {"tensor_model_parallel_size"}

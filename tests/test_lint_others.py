@@ -181,6 +181,8 @@ def test_gpus_that_train(program, gpus):
 
 def test_gpus_are_open_where_another_file_may_part_them():
     assert lint("defaults: base.yaml\n" + NEMO_RL.strip()).launch.gpus is None
+    off = lint(NEMO_RL.replace("    enabled: true", "    enabled: false", 1))
+    assert off.launch.gpus is None and any("enabled` is false" in note for note in off.launch.notes)
     apart = NEMO_RL.replace("    vllm_cfg", "    colocated: {enabled: false}\n    vllm_cfg")
     assert lint(apart).launch.gpus is None
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from nam_megatron.blocks.mamba2.read import SIZES
 from nam_megatron.errors import counted
 from nam_megatron.lint.model import ATTENTION, SYMBOLS, TITLES, Model, known
-from nam_megatron.lint.rules.parser import ALIASES, IDLE, own
+from nam_megatron.lint.rules.parser import ALIASES, IDLE, own, runs
 from nam_megatron.lint.values import Args, NotKnown, Open, harmless
 
 # Said by few launches, and part of what is trained: shown as written.
@@ -95,6 +95,12 @@ def notes(a: Args, m: Model) -> Iterator[str]:
         yield f"flags may stand in {', '.join(words)}: what is said here is of the others, and of no flag is said that it lacks"
     if left := [a.written(name) for name, names in a.open_values() if a.worked_out(names)]:
         yield f"worked out by the program where it runs, and open here: {', '.join(left)}"
+    if left := [
+        f"{a.written(name).split('=')[0].split()[0]} ({', '.join(f'${n}' for n in dict.fromkeys(names))})"
+        for name, names in a.open_values()
+        if runs(name) and not harmless(name, a.target) and not a.worked_out(names)
+    ]:
+        yield f"not set in the text, and how it runs hangs on it: {', '.join(left)}"
     if paths := [
         f"{a.written(name).split()[0]} ({', '.join(f'${n}' for n in dict.fromkeys(names))})"
         for name, names in a.open_values()

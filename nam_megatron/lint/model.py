@@ -70,7 +70,7 @@ class Model:
     def blackwell(self) -> bool:
         """Whether the launch says that it is for Blackwell: by a device's name, or by a format of numbers that no other has."""
         return (
-            bool(BLACKWELL.search(self.a.launch.text))
+            bool(BLACKWELL.search(f"{self.a.launch.name} {self.a.launch.text}"))
             or bool(self.a.fp4)
             or bool(self.a.fp8 and self.a.fp8_recipe == "mxfp8")
         )

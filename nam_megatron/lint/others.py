@@ -145,9 +145,11 @@ def of_command(words: Iterable[str], target: Target) -> Said | None:
 
 
 def of_tree(tree: Tree, target: Target, elsewhere: bool = False, recipe: bool = False) -> Said | None:
-    """Of a YAML; None where no program here writes such. elsewhere: it starts from other files. recipe: of words over one of Bridge's."""
+    """Of a YAML; None where no program here writes such. elsewhere: it starts from other files. recipe: of words over one of Bridge's.
+
+    A YAML with four of Bridge's sections is laid over a recipe as well."""
     for program in PROGRAMS:
-        if program.name == BRIDGE and not recipe:
+        if program.name == BRIDGE and not recipe and sum(isinstance(tree.get(s), dict) for s in program.groups) < 4:
             continue
         groups = [
             (place, found, section)
@@ -171,9 +173,13 @@ def of_tree(tree: Tree, target: Target, elsewhere: bool = False, recipe: bool = 
                 notes.append(
                     f"of {program.name} alone, or fields that no flag of Megatron's says: {', '.join(without)}"
                 )
+            if off := [place for place, found, _ in groups if found.get("enabled") is False]:
+                notes.append(f"`{off[0]}.enabled` is false: as it stands nothing here is Megatron's to train")
             env = [found["env_vars"] for _, found, _ in groups if isinstance(found.get("env_vars"), dict)]
             said = {str(k): None if v is None else str(v) for held in env for k, v in held.items()}
-            return Said(program.name, tuple(words), tuple(notes), _gpus(program, tree, elsewhere), said)
+            return Said(
+                program.name, tuple(words), tuple(notes), None if off else _gpus(program, tree, elsewhere), said
+            )
     return None
 
 

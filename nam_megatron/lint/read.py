@@ -389,6 +389,9 @@ def _yaml(text: str, target: Target, name: str) -> Launch:
             words = [_holes(node.value) for node in argv.value[:MOST] if isinstance(node, yaml.ScalarNode)]
         else:
             entries = _one_launch(list(_entries(root, env, bases)), target, notes)
+    if len(mapped := [n for _, n, node in entries if _names_one(n, node, target)]) > 2:
+        what = f"`{name}` says {quoted(mapped[:3])} by names, as a table of another program's fields does: nothing is started with it"
+        raise Refused(Problem(what, hint=FORMS))
     dashed = any(name.startswith("--") for _, name, _ in entries)
     for _, name, node in entries:
         if name.startswith("--") or not dashed:
@@ -397,6 +400,13 @@ def _yaml(text: str, target: Target, name: str) -> Launch:
     if bases:
         notes.append(f"more of the description is in other files, which are not read: {', '.join(bases)}")
     return Launch(target, tuple(words), "yaml", text, env, notes=tuple(notes), partial=bool(bases))
+
+
+def _names_one(name: str, node: yaml.Node, target: Target) -> bool:
+    """Whether a number is said by the name of a field."""
+    flag = target.by_dest.get(name.lstrip("-").replace("-", "_"))
+    field_ = r"[a-z]\w*_\w+"
+    return bool(flag and flag.type in ("int", "float")) and bool(re.fullmatch(field_, str(node.value)))
 
 
 def _defaults(unset: Mapping[str, str | None]) -> list[str]:

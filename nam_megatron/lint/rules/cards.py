@@ -92,12 +92,16 @@ def _cards() -> tuple[tuple[str, re.Pattern[str], re.Pattern[str], Mapping[str, 
     return tuple(found)
 
 
+def names(a: Args) -> Iterator[str]:
+    """What the launch calls itself, in small letters with dashes."""
+    for word in (a.launch.name, *(shown(a.given[n][-1][2]).partition(" ")[2] for n in NAMES if a.said(n))):
+        yield re.sub(r"[\s_/]+", "-", re.sub(r"(?<=\d)p(?=\d)", ".", word.lower()))
+
+
 def named(a: Args) -> tuple[str, Mapping[str, Any]] | None:
     """The one published model that the launch calls itself, and its card; None of several, or of something made from one."""
-    words = [a.launch.name, *(shown(a.given[n][-1][2]).partition(" ")[2] for n in NAMES if a.said(n))]
     found: dict[str, Mapping[str, Any]] = {}
-    for word in words:
-        text = re.sub(r"[\s_/]+", "-", re.sub(r"(?<=\d)p(?=\d)", ".", word.lower()))
+    for text in names(a):
         cards = [(n, f, values) for n, f, size, values in _cards() if f.search(text) and size.search(text)]
         if len(cards) > 1:  # DeepSeek-V2-Lite is no DeepSeek-V2
             cards = [c for c in cards if c[0].endswith("Lite")]

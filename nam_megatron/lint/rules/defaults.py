@@ -1,12 +1,15 @@
 """Megatron's defaults are GPT-2's: beside anything newer they are seldom meant."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
 from nam_megatron.lint.model import Model
-from nam_megatron.lint.rules.cards import agrees
+from nam_megatron.lint.rules.cards import agrees, names
 from nam_megatron.lint.rules.rule import CONFIG, DEFAULT, FAIL, FROM_ARGS, VALIDATE, Rule, When, without
 from nam_megatron.lint.values import Args
+
+OLDER = re.compile(r"(?<![a-z])(gpt-?[23]|bert|t5)(?![a-z\d])")  # models that have Megatron's defaults
 
 
 def _beside_newer(when: When, about: str) -> When:
@@ -16,7 +19,8 @@ def _beside_newer(when: When, about: str) -> When:
         newer = a.swiglu or a.squared_relu or a.quick_geglu or a.normalization == "RMSNorm" or a.group_query_attention
         rotary = m.positions in ("rope", "yarn", "mrope")
         said = m.hybrid or m.moe or m.mla or newer or rotary or a.untie_embeddings_and_output_weights
-        return said and m.plan is None
+        own = not about.startswith("moe_") and any(map(OLDER.search, names(a)))
+        return said and m.plan is None and not own
 
     return lambda a, m: modern(a, m) and not agrees(a, m, about) and when(a, m)
 

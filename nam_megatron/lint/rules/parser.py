@@ -72,7 +72,12 @@ NO_TRAINING = re.compile(
 )
 
 
-OF_TRAINING = ("inference-layers", "default-dropout", "default-beta2", "default-balancing")
+OF_TRAINING = ("not-positive", "inference-layers", "default-dropout", "default-beta2", "default-balancing")
+
+
+def runs(name: str) -> bool:
+    """Whether an argument is of how a launch runs, how often it looks up and what it does beside training: no model hangs on it."""
+    return bool(RUNS.search(name) or re.search("interval|inference_|grpo|^rl_|ckpt_step", name))
 
 
 def own(a: Args) -> list[Trouble]:
@@ -141,6 +146,7 @@ def _unknown(a: Args, m: Model) -> Iterator[str]:
         if not harmless(name, a.target)
         and name != "local_rank"  # a launcher's, as ever
         and not a.worked_out(variables)
+        and not runs(name)
     ]
     set_in = {name: _set_in(a.launch.text, name) for _, names in found for name in names}
     alike: dict[tuple[bool, ...], list[tuple[str, tuple[str, ...]]]] = {}

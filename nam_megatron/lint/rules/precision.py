@@ -50,7 +50,7 @@ HOPPER = re.compile(r"(?<![a-z0-9])(H[12]00|H800|H20|GH200|hopper|sm_?90a?)(?![a
 def _chip(a: Args, m: Model) -> Iterator[str]:
     """Formats of numbers that the device which the launch names does not have."""
     named = HOPPER.search(a.launch.text)
-    if named and not BLACKWELL.search(a.launch.text):
+    if named and not BLACKWELL.search(f"{a.launch.name} {a.launch.text}"):
         if a.fp4:
             yield f"{a.written('fp4')}\t{named[0]} has no FP4\tuse FP8"
         if a.fp8 and a.fp8_recipe == "mxfp8":
