@@ -8,12 +8,13 @@ from nam_megatron.lint.values import Args
 
 WRONG, FAIL, COST, FRAGILE, DEFAULT, OPEN = "wrong model", "will fail", "cost", "fragile", "default", "open"
 SEVERITIES = {
-    WRONG: "Megatron trains another model than the launch, or the model card that it names, says, and says nothing or a line in the log",
+    WRONG: "Megatron trains another model than the flags say, or than the published model whose name the launch has. "
+    "It gives no warning, or only a line in the log",
     FAIL: "Megatron refuses or crashes: at the start, or at the first step",
     COST: "slower, or more memory, than the flags suggest",
-    FRAGILE: "works with 0.19.2; deprecated, without effect, or another default in the next Megatron",
-    DEFAULT: "a value of Megatron's that nobody here chose and newer models seldom have; all of them are one paragraph",
-    OPEN: "cannot be told from this text",
+    FRAGILE: "works with 0.19.2, but is deprecated, has no effect, or has another default in the next Megatron",
+    DEFAULT: "a default of Megatron that the launch did not choose, and that newer models seldom have",
+    OPEN: "this text is not enough to decide it",
 }
 Verdict = bool | str | Iterable[str] | None
 When = Callable[[Args, Model], Verdict]
