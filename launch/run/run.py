@@ -123,6 +123,8 @@ def attempt(context: Context, opened: Receipt, signals: Signals, start: Start) -
     opened.record(host=report.facts, findings=found)
     sys.stderr.write(finding.render(report.findings, "text", socket.gethostname()))
     if not finding.passed(report.findings):
+        if context.cluster.processor == "gpu" and "gpus" not in report.facts:  # said among much else
+            sys.stderr.write("note: this host shows no GPU: `cluster=cpu` rehearses the run on its CPU\n")
         return Verdict("refused", FINDINGS, f"preflight: {finding.verdict(report.findings)}")
     with signals.raising():
         data = job.data(context)

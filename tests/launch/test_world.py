@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from launch import __main__ as command
 from launch import app, show
 from launch.context import Context
-from launch.finding import passed, waive
+from launch.finding import Finding, passed, waive
 from launch.host import preflight
 from launch.record import source
-from launch.run import job, kubernetes, overlay, run, slurm
+from launch.run import job, kubernetes, overlay, process, run, slurm
 from nam_megatron.compile.argv import argv
 from nam_megatron.compile.lower import translate
 from nam_megatron.errors import INCOMPLETE, Refused
@@ -69,6 +69,13 @@ def test_a_cpu_has_no_variables_of_gpus_and_minds_none():
     c = context("cluster=cpu", environ={"CUDA_VISIBLE_DEVICES": "", "NVTE_NORM_FWD_USE_CUDNN": "1"})
     of_gpus = [e.name for e in c.envs if re.match("NVTE|NCCL|PYTORCH|TRITON|CUDA_CACHE", e.name)]
     assert not of_gpus and passed(f for f in preflight.intent(c)[0] if f.name == "environment")
+
+
+def test_a_host_without_gpus_is_told_of_the_rehearsal(monkeypatch, capsys):
+    monkeypatch.setattr(preflight, "check", lambda _: preflight.Report([Finding("gpus", "fail", "none")], {}))
+    opened = SimpleNamespace(record=lambda **_: None)
+    assert run.attempt(context(), opened, process.Signals(), job.words).end == "refused"
+    assert "`cluster=cpu` rehearses" in capsys.readouterr().err
 
 
 def test_leftovers_that_contradict_the_plan_fail_and_are_not_quoted():
