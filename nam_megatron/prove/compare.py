@@ -166,6 +166,13 @@ def rows(
     return tuple(sorted(found, key=_place))
 
 
+def silent(found: Iterable[Row], steps: Iterable[int]) -> str:
+    """What of a step was not compared at all, since one rank said nothing of it: nothing differs there, and nothing is proven."""
+    seen = {(row.what, row.step) for row in found}
+    none = [f"{what} of step {n}" for n in steps for what in (LOSS, GRADIENT, WEIGHT) if (what, n) not in seen]
+    return f"nothing to compare: no {', no '.join(none)}" if none else ""
+
+
 def equal_bits(one: Sequence[Iterable], two: Sequence[Iterable], plan: Plan, steps: Iterable[int]) -> tuple[Row, ...]:
     """Two runs of one layout, rank by rank: in how many ranks a tensor has other bits; in the order in which they were made."""
     wanted = set(steps)

@@ -259,7 +259,8 @@ class Bench:
         (reference,) = self._said("reference")
         same = 2 if side.resume == "reference" else 1
         plan, said = side.lowering.plan, self._said(side.name)
-        return Part(title, compare.rows(reference, said, names, plan, self.limits, steps, same))
+        found = compare.rows(reference, said, names, plan, self.limits, steps, same)
+        return Part(title, found, compare.silent(found, steps))
 
 
 def lacking(ranks: int) -> Iterator[Problem]:

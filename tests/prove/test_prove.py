@@ -231,6 +231,14 @@ def test_what_is_missing_or_no_number_differs(said, note):
     assert note in [r.note for r in bad]
 
 
+def test_what_was_never_compared_is_not_proven():
+    found = [row(LOSS, 0.0), row(GRADIENT, 0.0), row(WEIGHT, 0.0), row(LOSS, 0.0, step=2), row(GRADIENT, 0.0, step=2)]
+    assert compare.silent(found, [1]) == "" and compare.silent([], [1]).startswith(
+        "nothing to compare: no loss of step 1"
+    )
+    assert compare.silent(found, [1, 2]) == "nothing to compare: no weight of step 2"
+
+
 def test_outputs_losses_and_counts_of_all_ranks_are_put_together():
     module = "decoder.layers.1"
     parts = [[("output", 1, module, 9.0)], [("output", 1, module, 16.0)]]
