@@ -23,6 +23,11 @@ OK, FINDINGS, REFUSED, INCOMPLETE = 0, 1, 2, 3
 INTERRUPTED = 130  # Ctrl-C, as shells count it
 # What a disk or a network's file system says that cannot be used any more, whoever asked it; of a file that is already open without a name.
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG, errno.ESTALE, errno.EINTR, errno.ETIMEDOUT)
+# What moves a cursor, or turns the writing round: a refusal quotes files that may be anybody's.
+UNSHOWN = dict.fromkeys(
+    {*range(32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)} - {9, 10},
+    "\N{REPLACEMENT CHARACTER}",
+)
 ROOM = "give it somewhere with room"
 
 
@@ -55,7 +60,12 @@ class Refused(Exception):
             if p.hint:
                 lines += ["", f"hint: {p.hint}", ""]
         text = "\n".join(lines).rstrip("\n") + "\n"
-        return called(text)
+        return called(shown(text))
+
+
+def shown(text: str) -> str:
+    """Text that quotes a file which may be anybody's, without what moves a cursor."""
+    return text.translate(UNSHOWN)
 
 
 def raise_if(problems: Iterable[Problem]) -> None:

@@ -1,6 +1,7 @@
 """Input that a person or a program may give by mistake or in bad faith: a refusal in a line, soon, and nothing left behind."""
 
 import contextlib
+import json
 import re
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 from command import warm
 
 REPO = Path(__file__).parents[1]
@@ -220,6 +222,16 @@ app.run("translate", (), None)
 def test_ctrl_c_of_which_a_library_made_an_error_of_its_own_is_still_said_as_what_it_is(tmp_path):
     done = subprocess.run([sys.executable, "-c", MADE_AN_ERROR], capture_output=True, text=True, cwd=REPO, check=False)
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+def test_what_a_config_says_moves_no_cursor(tmp_path):
+    published = yaml.safe_load((REPO / "tests" / "hf_configs.yaml").read_text())["llama_3_1_8b"]["config"]
+    (tmp_path / "config.json").write_text(json.dumps(published | {"strange\x1b[2J": 1}))
+    done = warm(f"conf={tmp_path}", cwd=tmp_path)
+    assert "strange\N{REPLACEMENT CHARACTER}[2J" in done.err and "\x1b" not in done.err
+    (tmp_path / "config.json").write_text(json.dumps(published | {"hidden_act": "x\x1b[2J\u202e"}))
+    done = warm(f"conf={tmp_path}", cwd=tmp_path)
+    assert done.code == 2 and "x\N{REPLACEMENT CHARACTER}[2J" in done.err and not {"\x1b", "\u202e"} & {*done.err}
 
 
 def test_a_link_to_itself_is_refused(tmp_path):

@@ -19,7 +19,7 @@ from nam_megatron.compile.argv import load_plan
 from nam_megatron.compile.plan import Plan
 from nam_megatron.compile.plan import plan as plan_of
 from nam_megatron.data import tokenizer
-from nam_megatron.errors import Problem, Refused, counted, raise_if
+from nam_megatron.errors import Problem, Refused, counted, raise_if, shown
 from nam_megatron.hf import describe, distributed, families, folder, quantized
 from nam_megatron.hf import export as exports
 from nam_megatron.hf.adapters import Merged
@@ -127,6 +127,11 @@ def _source(path: Path, tree: Mapping[str, Any], text: Mapping[str, Any], of: Fa
     if said is None and not (path / SINGLE).is_file():
         hint = "weights are read from safetensors alone: nothing is unpickled"
         raise Refused(Problem(f"`{path}` holds neither `{INDEX}` nor `{SINGLE}`", hint=hint))
+    if (
+        said is not None and (path / SINGLE).exists() and SINGLE not in said.values()
+    ):  # transformers would load this one
+        hint = "take away the one that is not the model's"
+        raise Refused(Problem(f"`{path}` holds both `{INDEX}` and a `{SINGLE}` that it does not name", hint=hint))
     shelf, spelled, left_out = (
         folder.shelf(path, said if isinstance(said, dict) else None, SINGLE),
         dict(of.spelled),
@@ -155,7 +160,7 @@ def _of_another(tree: dict[str, Any], name: str, config: Config) -> Iterator[Pro
 def described(tree: dict[str, Any], name: str) -> dict[str, Any]:
     """A published config.json as an export of ours would say the same model. Raises Refused: one that no recipe says."""
     report = lint(json.dumps(tree), name)
-    sys.stderr.write("".join(f"> {name}: {line}\n" for line in preset.stops(report)))
+    sys.stderr.write(shown("".join(f"> {name}: {line}\n" for line in preset.stops(report))))
     made = recipe.make(report, Path("published.yaml"))
     return describe.config(plan_of(made.recipe))
 

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from nam_megatron.errors import Problem, Refused
+from nam_megatron.errors import Problem, Refused, shown
 from nam_megatron.lint import Report, lint, recipe
 from nam_megatron.lint.rules.rule import FAIL, WRONG
 
@@ -28,13 +28,13 @@ def of_config(path: Path) -> tuple[str, Path]:
             Problem(f"`{path}` is no config.json of Hugging Face", key="conf", hint="`conf=NAME` chooses a preset")
         )
     name = re.sub(r"\W", "_", f"of_{path.resolve().parent.name}")
-    sys.stderr.write("".join(f"> {path}: {line}\n" for line in stops(found)))
+    sys.stderr.write(shown("".join(f"> {path}: {line}\n" for line in stops(found))))
     made = recipe.make(found, path.with_name(f"{name}.yaml"))
     folder = Path(tempfile.mkdtemp(prefix="nam_megatron_"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     (folder / "preset").mkdir()
     (folder / "preset" / f"{name}.yaml").write_text(made.yaml, encoding="utf-8")
-    sys.stderr.write("".join(f"> {path}: {line}\n" for line in made.lost))
+    sys.stderr.write(shown("".join(f"> {path}: {line}\n" for line in made.lost)))
     return name, folder
 
 

@@ -245,6 +245,7 @@ def test_a_tensor_without_a_place_or_a_place_without_one_is_named(copied):
     tensors = {key: value.clone() for key, value in model.state_dict().items()}
     assert "mlp.experts.gate_up_proj" in " ".join(tensors)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert f"holds both `{INDEX}` and a `model.safetensors`" in said(copied)
     (folder / INDEX).unlink()
     text = said(copied)
     assert (
