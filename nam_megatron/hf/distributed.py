@@ -156,11 +156,26 @@ class Lazy:
 
 
 class _Planner(DefaultSavePlanner):
-    """Knows lazy tensors by empty ones of their shape."""
+    """Knows lazy tensors by empty ones of their shape, and frees what was made for writing once the next is asked for: torch 2.11's writer
+    keeps every tensor until its file is whole.
+    """
 
     def __init__(self, lazy: Mapping[str, Lazy]):
         super().__init__(flatten_state_dict=False)
         self.lazy = lazy
+        self.written: torch.Tensor | None = None
+
+    def resolve_data(self, write_item: Any) -> Any:
+        if self.written is not None:
+            self.written.untyped_storage().resize_(0)
+        self.written = None
+        value = super().resolve_data(write_item)
+        if isinstance(value, torch.Tensor):
+            part = value.untyped_storage().nbytes() != value.nbytes  # which would be copied there
+            value = value.detach().clone() if part else value
+            if (part or write_item.index.fqn in self.lazy) and value.untyped_storage().resizable():
+                self.written = value
+        return value
 
     def lookup_object(self, index: metadata.MetadataIndex) -> Any:
         found = self.lazy.get(index.fqn)
@@ -193,7 +208,8 @@ def write(folder: Path, given: Mapping[str, torch.Tensor | Lazy], lowering: Lowe
     args = Namespace(num_layers=len(lowering.plan.layers), **{n: lowering.by_name[n].value for n in COMPARED})
     state = {"checkpoint_version": 3.0, "iteration": 0, "args": args, "content_metadata": METADATA}
     common = {"common_state/shard_0_1": [state]}
-    writer = FileSystemWriter(step, single_file_per_rank=True, thread_count=1, sync_files=True)
+    # Nothing is copied ahead: one tensor is written before the next is asked for.
+    writer = FileSystemWriter(step, single_file_per_rank=True, thread_count=1, sync_files=True, per_thread_copy_ahead=0)
     try:
         save_checkpoint({**tensors, **said, **common}, storage_writer=writer, planner=_Planner(lazy), no_dist=True)
     except CheckpointException as wrapped:  # what a lazy tensor refused, or the disk

@@ -271,13 +271,15 @@ def test_another_model_and_what_no_reader_takes_are_refused(copied):
     assert "has `attention.query_groups` 4, and the plan 2" in with_config(num_key_value_heads=4)
     assert "has `norm_epsilon` 0.0001, and the plan 1e-05" in with_config(rms_norm_eps=1e-4)
     assert "weights of `bert` are not read" in with_config(model_type="bert")
-    fp8 = {"quant_method": "fp8", "weight_block_size": [128]}
+    one, none = ({"quant_method": "fp8", "weight_block_size": sizes} for sizes in ([128], [0, 128]))
     methods = ("gptq", "awq", "bitsandbytes", "compressed-tensors", "modelopt", "mxfp4")  # the last is read of gpt-oss
-    for of in (*({"quant_method": method} for method in methods), {"load_in_4bit": True}, "int8", fp8):
+    for of in (*({"quant_method": method} for method in methods), {"load_in_4bit": True}, "int8", one, none):
         method = of.get("quant_method", of) if isinstance(of, dict) else of
         text = with_config(quantization_config=of)
         assert f"config.json` quantizes its weights: `{method}` @ quantization_config\n" in text
     assert "`int4` @ compression_config\n" in with_config(compression_config={"quant_method": "int4"})
+    inner = keys | {"quantization_config": {"quant_method": "awq"}}
+    assert "weights: `awq` @ quantization_config" in with_config(model_type="whole", vocab_size=None, text_config=inner)
     (folder / "hf_quant_config.json").write_text("{}")
     assert f"`{folder / 'hf_quant_config.json'}` quantizes its weights: `modelopt`" in with_config()
 
@@ -345,6 +347,22 @@ def test_fp8_in_blocks_is_read_by_its_scales(made, tmp_path):
     quantized(32, 40)
     with pytest.raises(Refused, match=r"_scale_inv` is \[4, 3\] in .*, and \[2, 3\] by its blocks"):
         native.load(tmp_path / "hf", plan, tmp_path / "other", False, silent)
+
+
+def test_one_tensor_is_held_at_a_time(made, tmp_path, monkeypatch):
+    """torch's writer keeps each until its file is whole: a model would have to fit into the host's memory."""
+    folder, plan, weights = made("mixtral")
+    held: list[torch.Tensor] = []
+
+    def joined(*given: Any) -> torch.Tensor:
+        assert not any(tensor.untyped_storage().nbytes() for tensor in held)
+        held.append(join(*given))
+        return held[-1]
+
+    join = native.joined
+    monkeypatch.setattr(native, "joined", joined)
+    native.load(folder, plan, tmp_path / "out", False, silent)
+    assert len(held) > 9 and tensors(tmp_path / "out") == tensors(weights)
 
 
 @pytest.fixture(scope="module")
