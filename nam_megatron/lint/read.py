@@ -399,7 +399,10 @@ def _yaml(text: str, target: Target, name: str) -> Launch:
     notes += _defaults(unset)
     if bases:
         notes.append(f"more of the description is in other files, which are not read: {', '.join(bases)}")
-    return Launch(target, tuple(words), "yaml", text, env, notes=tuple(notes), partial=bool(bases))
+    partial = bool(bases) or (
+        isinstance(root, yaml.MappingNode) and "_target_" in keys
+    )  # another program's class has the rest
+    return Launch(target, tuple(words), "yaml", text, env, notes=tuple(notes), partial=partial)
 
 
 def _names_one(name: str, node: yaml.Node, target: Target) -> bool:

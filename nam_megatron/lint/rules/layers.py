@@ -1,8 +1,10 @@
 """Which layers are built."""
 
+import re
 from collections.abc import Iterator
 
 from nam_megatron.lint.model import STOCK_SPECS, Model
+from nam_megatron.lint.rules.cards import names
 from nam_megatron.lint.rules.rule import CONFIG, COST, FAIL, HYBRID, OPEN, PATTERN, VALIDATE, WRONG, Rule, without
 from nam_megatron.lint.values import Args
 
@@ -202,7 +204,9 @@ RULES = (
         "spec-words",
         FAIL,
         "spec",
-        lambda a, m: a.said("spec") and len(a.spec) != 2,
+        lambda a, m: a.said("spec")
+        and len(a.spec) != 2
+        and not (a.spec == ["local"] and re.search("bert|t5", " ".join(names(a)))),
         "--spec is a module and a name in it: two words",
         "give both",
         "core/transformer/spec_utils.py import_module",
