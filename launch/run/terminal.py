@@ -17,7 +17,7 @@ OF_NO_CPU = re.compile(
     r"(Apex (is|are) not installed|Only transformer-engine>=|No CUDA runtime is found|within GPU RNG context|'pin_memory' argument"
     r"|one_logger package|SyntaxWarning: invalid escape|MimoModelConfig is experimental|Flight recorder|TORCH_NCCL_TRACE_BUFFER_SIZE is"
     r"|path_to_cache is None|[Rr]erun_?[Ss]tate_?[Mm]achine|Theoretical memory footprints|\(after \d+ iterations\) memory"
-    r"|^nam_megatron\.readings |^> mends: |^\[[a-z][a-z, -]+\] datetime: )"
+    r"|^nam_megatron\.readings |^> mends: |^\[[a-z][a-z_, -]+\] datetime: )"
 )
 
 
