@@ -3,6 +3,7 @@
 What may stand at the cursor is asked of `nam complete WORDS`, one candidate a line; where there is none, the shell offers files.
 """
 
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -41,10 +42,14 @@ SHELLS = {"bash": BASH, "zsh": ZSH}
 WITH_RECIPE = ("show", "check", "run", "dump", "pretrain", "finetune")
 
 
+# A shell takes no other word as it stands: the name of a file may be a line break or `$(command)`.
+PLAIN = re.compile(r"[\w@%+=:,./\[\]-]+")
+
+
 def complete(words: Sequence[str]) -> list[str]:
     """Candidates for the last of `words`, which begin with the program's name and are as far as the cursor."""
     before, word = list(words[1:-1]), (words[-1] if len(words) > 1 else "")
-    return sorted({found for found in _candidates(before, word) if found.startswith(word)})
+    return sorted({found for found in _candidates(before, word) if found.startswith(word) and PLAIN.fullmatch(found)})
 
 
 def _candidates(before: Sequence[str], word: str) -> Iterator[str]:

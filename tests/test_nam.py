@@ -119,6 +119,8 @@ def test_what_may_stand_at_the_cursor(line, found):
 def test_presets_of_ones_own_are_completed(tmp_path):
     (tmp_path / "preset").mkdir()
     (tmp_path / "preset" / "mine.yaml").touch()
+    for name in ("mi$(touch x)", "mi\nne", "mi ne", "mi\x1b[2J"):
+        (tmp_path / "preset" / f"{name}.yaml").touch()
     assert complete(["nam", "translate", "--config-dir", str(tmp_path), "conf=mi"]) == [
         "conf=mine",
         "conf=mixtral_8x7b",
