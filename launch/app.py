@@ -45,7 +45,7 @@ def run(verb: str, rest: list[str]) -> NoReturn:
         if sweep and verb == "show":
             return array(contexts, len(sources.points))
         if sweep and verb == "run":
-            return train_one(contexts[-1], len(contexts))
+            return train_one(contexts)
         return {"show": show, "check": check, "run": train}[verb](contexts[-1])
 
     sys.argv[1:] = rest
@@ -67,13 +67,13 @@ def array(contexts: Sequence[Context], points: int) -> int:
     return OK
 
 
-def train_one(context: Context, number: int) -> int:
-    """The run of a sweep that has this number, after those before it. Who ends one, ends them all."""
-    code = train(context)
-    made = receipt.folders(context.receipts)[-number:]
+def train_one(contexts: Sequence[Context]) -> int:
+    """The last of these runs of a sweep. Who ends one, ends them all."""
+    code = train(contexts[-1])
+    made = [folder for context in contexts for folder in context.made]  # others may write into the folder, too
     if made and receipt.read(made[-1])["outcome"]["end"] == "interrupted":
         raise KeyboardInterrupt
-    if number > 1:
+    if len(contexts) > 1:
         sys.stderr.write(called(f"compare the sweep: python -m launch report {shlex.join(map(str, made))}\n"))
     return code
 

@@ -31,6 +31,7 @@ class Context:
     overrides: tuple[str, ...]
     environ: Mapping[str, str] = field(repr=False)
     checkout: Path = CHECKOUT
+    made: list[Path] = field(default_factory=list)  # folders of its runs
 
     def __post_init__(self) -> None:
         raise_if(unknown(self.cluster.waivers))

@@ -47,6 +47,7 @@ def run(context: Context, start: Start = job.words) -> int:
         preset = context.lowering.plan.recipe.preset.name
         about = known(context) | {"nonce": secrets.token_hex(16)}
         opened = receipt.open_receipt(context.receipts, preset, about, context.redactor)
+        context.made.append(opened.folder)
         sys.stderr.write(f"receipt: {opened.folder}\n")
         verdict: Verdict | int = Verdict("failed", FINDINGS, "the launcher broke down")
         try:

@@ -51,11 +51,12 @@ def test_the_runs_of_a_sweep_follow_one_another_until_somebody_ends_one(end, run
     trained = []
 
     def train(context):
+        context.made.append(tmp_path / str(len(trained)))
         trained.append([word for word in context.overrides if word.startswith("optim.lr")])
         return 0 if end == "completed" else 1
 
     monkeypatch.setattr(app, "train", train)
-    monkeypatch.setattr(receipt, "folders", lambda root: [tmp_path / str(number) for number in range(len(trained))])
+    monkeypatch.setattr(receipt, "folders", lambda root: [tmp_path / "another's, open"])
     monkeypatch.setattr(receipt, "read", lambda folder: {"outcome": {"end": end}})
     with pytest.raises(SystemExit) as ended:
         app.run("run", WORDS)
