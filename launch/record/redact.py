@@ -22,7 +22,7 @@ SECRET_WORD = re.compile(
 # Secrets by their shape, wherever they come from. What is given, a value after a name or a header, keeps its name. Whatever may repeat is
 # counted, or a line of dashes would be looked at for minutes.
 SECRET_SHAPE = re.compile(
-    r"(?<![^\W_])(?:hf_\w{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|gl(?:pat|dt|rt|cbt)-[\w-]{16,}|sk-[\w-]{16,}|[sr]k_(?:live|test)_\w{10,}"
+    r"(?<![^\W_])(?:hf_[^\W_]{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|gl(?:pat|dt|rt|cbt)-[\w-]{16,}|sk-[\w-]{16,}|[sr]k_(?:live|test)_\w{10,}"
     r"|nvapi-[\w-]{16,}|xox[abeprs]-[\w-]{10,}|xapp-[\w-]{10,}|(?:AKIA|ASIA|AROA|AIDA|AGPA|ANPA|LTAI)[0-9A-Za-z]{12,}|AIza[\w-]{30,}"
     r"|ya29\.[\w.-]{16,}|1//0[\w-]{16,}|GOCSPX-[\w-]{16,}|\d{1,20}-\w{16,64}\.apps\.googleusercontent\.com|\w{3}8Q~[\w.~-]{20,}"
     r"|SG\.[\w-]{16,64}\.[\w-]{16,}|npm_\w{30,}|pypi-[\w-]{16,}|do[opr]_v1_\w{16,}|dapi[0-9a-f]{32}|shp(?:at|ca|pa|ss)_\w{16,}"

@@ -145,7 +145,7 @@ def test_a_launcher_ends_a_run_that_hangs_and_says_which_rank(tmp_path):
     """Below a real torchrun: one of two ranks is stopped in its third step."""
     root, mark = tmp_path / "receipts", f"touch={tmp_path}/running"
     launcher = Launcher.start(
-        root, f"steps=500 sleep=0.1 beat=3 {mark}", "hang=10", "cluster=h200_2", STAND_IN_RANKS="2"
+        root, f"steps=500 sleep=0.1 beat=3 {mark}", "hang=40", "cluster=h200_2", STAND_IN_RANKS="2"
     )
     appears(tmp_path / "running")
     assert launcher.wait() == 1

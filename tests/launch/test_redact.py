@@ -143,7 +143,7 @@ def test_secrets_are_known_by_their_shape(before, secret):
         f"hf_{NUMBER[:15]}", f"AKIA{NUMBER[:11]}", f"sk_live_{NUMBER[:9]}", f"AIza{NUMBER[:29]}", f"dapi{NUMBER[:31]}", "a" * 40, "7" * 40,
         f"aZ7{'7' * 38}", f"aZ7{'7' * 36}", f"7777777:{NUMBER[:35]}", f"77777777:{NUMBER[:34]}", "77777777-7777-7777-7777-77777777777",
         "bearer 77777", "bearer of news", "basic training", "passed=7", "tokens per second: 7", "monkey=7", "https://example.org/x",
-        "me@example.org", "design: 7", "-----BEGIN CERTIFICATE-----",
+        "me@example.org", "tokenizer_hf_no_include_special_tokens ... False", "design: 7", "-----BEGIN CERTIFICATE-----",
     ],
 )  # fmt: skip
 def test_what_is_shorter_or_a_word_is_no_secret(text):
