@@ -45,20 +45,19 @@ RUN = re.compile(r"\d{8}T\d{6}Z-[A-Za-z0-9_][\w.-]*-[0-9a-f]{6}", re.ASCII)
 LONGEST = 20  # digits of a whole number
 MOST = 1 << 20  # ranks
 # Of what type the parts are that readers take apart; any of them may be missing, or null.
-TYPES = {
+TYPES: tuple[tuple[str, tuple[type, ...]], ...] = (
     (
-        dict,
-    ): "lineage box job recipe recipe.schedule forecast host host.topology host.topology.nics host.topology.cpus outcome outcome.nccl"
-    " outcome.memory outcome.figures outcome.figures.window",
-    (list,): "words findings host.gpus outcome.ranks",
-    (str,): "nonce outcome.end box.salt lineage.host lineage.family lineage.regime lineage.pool",
-    (int,): "job.world job.nodes job.tokens_per_step job.train_steps job.stop_every",
-    (
-        int,
-        float,
-    ): "forecast.peak_tflops forecast.model_flops_per_token forecast.peak_allocated_gib recipe.schedule.timeout_minutes"
-    " recipe.schedule.steady_timeout_seconds outcome.figures.window.median_ms outcome.figures.window.tokens_per_s_per_gpu",
-}
+        "lineage box job recipe recipe.schedule forecast host host.topology host.topology.nics host.topology.cpus",
+        (dict,),
+    ),
+    ("outcome outcome.nccl outcome.memory outcome.figures outcome.figures.window", (dict,)),
+    ("words findings host.gpus outcome.ranks", (list,)),
+    ("nonce outcome.end box.salt lineage.host lineage.family lineage.regime lineage.pool", (str,)),
+    ("job.world job.nodes job.tokens_per_step job.train_steps job.stop_every", (int,)),
+    ("forecast.peak_tflops forecast.model_flops_per_token forecast.peak_allocated_gib", (int, float)),
+    ("recipe.schedule.timeout_minutes recipe.schedule.steady_timeout_seconds", (int, float)),
+    ("outcome.figures.window.median_ms outcome.figures.window.tokens_per_s_per_gpu", (int, float)),
+)
 STATES = ("open", "sealed")
 ENDS = ("completed", "failed", "refused", "interrupted", "lost")
 # Written as they are: they name no machine, and readers depend on them.
@@ -240,7 +239,7 @@ def read(path: Path) -> dict[str, Any]:
 
 def misshapen(content: Mapping[str, Any]) -> list[str]:
     """Keys of a receipt that hold something else than any of ours does."""
-    found = ((key, types, at(content, key)) for types, keys in TYPES.items() for key in keys.split())
+    found = ((key, types, at(content, key)) for keys, types in TYPES for key in keys.split())
     wrong = [key for key, types, value in found if value is not None and type(value) not in types]
     world, end = at(content, "job.world"), at(content, "outcome.end")
     wrong += ["job.world"] * (type(world) is int and not 0 < world <= MOST)
