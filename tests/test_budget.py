@@ -1256,7 +1256,7 @@ def test_the_copy_that_a_refused_budget_speaks_of_is_priced(flag, tmp_path):
     [
         ({"optimizer": {"use_precision_aware_optimizer": True}}, "--use-precision-aware-optimizer"),
         ({"peft": {"_target_": "megatron.bridge.peft.lora.LoRA"}}, "adapters of others"),
-        ({"model": None}, "no recipe: `hybrid_layer_pattern` is not known"),
+        ({"model": None}, "its model is another file"),
     ],
 )
 def test_what_a_container_holds_besides_is_refused(change, said, tmp_path):

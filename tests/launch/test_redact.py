@@ -137,6 +137,11 @@ def test_secrets_are_known_by_their_shape(before, secret):
     assert Redactor({}).betrays(f"{before}{secret}")
 
 
+def test_a_value_goes_on_where_it_is_indented_beyond_its_name():
+    lines = ["  token: zQ8xk2Lm9Pw4", "   rT5vB7nC1dF3", "  rT5vB7nC1dF3"]
+    assert Redactor({}).text("\n".join(lines)).split("\n") == ["  token: <secret>", "   <secret>", lines[2]]
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -103,6 +103,7 @@ for name, line in {
     "passphrase": "passphrase for key: {}", "pw": "pw: {}",
     "flag of a name": "train --hf_token {} x", "flag of two names": "train --wandb-api-key {} x",
     "curl": "curl -u svc:{} https://x/y",
+    "curl, in long": "curl --user svc:{} https://x/y",
     "mysql": "mysql -uroot -p{} prod", "clone": "git clone svc:{}@git.example:x.git", "raw header": "Authorization: {}",
     "header in a dict": "{{'authorization': '{}'}}",
     "quoted, with blanks": 'password="hunter two {}"', "behind a semicolon": "password=abc;{}",
