@@ -128,7 +128,10 @@ def forecast(run: Mapping, gpus: Sequence[int], batch: int | None = None, networ
     recipe = _recipe(run)
     micro = recipe.schedule.micro_batch_size
     raise_if([*_only_data(recipe), *_of_hosts((*gpus, ours), network), *_even(micro, gpus, batch)])
-    each = recipe.schedule.global_batch_size // (micro * ours)
+    if not (each := recipe.schedule.global_batch_size // (micro * ours)):
+        raise Refused(
+            Problem(f"`{run['run']}` has less than a microbatch on each of {ours} GPUs", hint="take another run")
+        )
     scale = Scale.of(translate(recipe).plan, network or 0.0)
     took = {hide: scale.microbatch(ms / 1e3, ours, each, hide) for hide in (False, True)}
     steps = []
@@ -143,7 +146,7 @@ def measured(run: Mapping) -> tuple[float, int]:
     """(milliseconds of the median step, GPUs) of a run that ended as it should. Raises Refused."""
     ms, gpus = at(run, "outcome.figures.window.median_ms"), at(run, "job.world")
     hint = "take a run that `launch receipts end=completed` lists, of a few steps more"
-    if at(run, "outcome.end") != "completed" or not isinstance(ms, float) or not isinstance(gpus, int):
+    if at(run, "outcome.end") != "completed" or not isinstance(ms, int | float) or not isinstance(gpus, int):
         raise Refused(Problem(f"`{run['run']}` has no measured step: it is not completed, or too short", hint=hint))
     if at(run, "recipe.cluster.processor") == "cpu":
         raise Refused(Problem(f"`{run['run']}` ran on a CPU", hint="take a run on GPUs"))
@@ -151,10 +154,10 @@ def measured(run: Mapping) -> tuple[float, int]:
 
 
 def _recipe(run: Mapping) -> Recipe:
-    tree = run["recipe"]  # without its sentences
     try:
+        tree = run["recipe"]  # without its sentences
         return from_tree({"assumptions": {}, **tree, "preset": {"about": "a run", **tree["preset"]}})
-    except Refused:
+    except (Refused, KeyError, TypeError):
         hint = "take a run of this version, or one not much older"
         raise Refused(Problem(f"the recipe of `{run['run']}` is no recipe any more", hint=hint)) from None
 
