@@ -11,13 +11,13 @@ from typing import Any
 
 from launch.context import CHECKOUT
 from launch.host import host_id
-from launch.record.receipt import at, named, read
+from launch.record.receipt import named, read
 from launch.run.overlay import CACHES
 from launch.run.terminal import printable
 from nam_megatron import migrate
 from nam_megatron.errors import OK, Problem, Refused, quoted
 from nam_megatron.judge import same
-from nam_megatron.recipe import filled
+from nam_megatron.recipe import at, filled
 
 Receipt = Mapping[str, Any]
 Row = tuple[str, list[str]]

@@ -31,6 +31,7 @@ from typing import Any
 
 from launch.record.redact import Redactor
 from nam_megatron.errors import Problem, Refused, quoted, raise_if
+from nam_megatron.recipe import at
 from nam_megatron.words.regular import irregular
 
 # Receipts of version 1 have a seal and nothing else: no hashes of files, no chain, no box.
@@ -244,13 +245,6 @@ def misshapen(content: Mapping[str, Any]) -> list[str]:
     world, end = at(content, "job.world"), at(content, "outcome.end")
     wrong += ["job.world"] * (type(world) is int and not 0 < world <= MOST)
     return wrong + ["outcome.end"] * (content["state"] == "sealed" and end not in ENDS)
-
-
-def at(node: Any, key: str) -> Any:
-    """The value at a dotted key; None where there is none."""
-    for part in key.split("."):
-        node = node.get(part) if isinstance(node, Mapping) else None
-    return node
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

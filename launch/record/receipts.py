@@ -14,9 +14,9 @@ from typing import Any
 from launch.context import CHECKOUT
 from launch.record import outcome, receipt, signature
 from launch.record.compare import unit
-from launch.record.receipt import at
 from launch.run.terminal import printable
 from nam_megatron.errors import FINDINGS, OK, Problem, Refused, folded, raise_if
+from nam_megatron.recipe import at
 
 RECEIPTS = CHECKOUT / "receipts"
 WHERE = {"state": "state", "family": "lineage.family", "host": "lineage.host", "end": "outcome.end", "preset": "run"}

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from launch.record import compare, events, outcome, steps
-from launch.record.receipt import FIRST, LOG, at, folders, named, read
+from launch.record.receipt import FIRST, LOG, folders, named, read
 from launch.record.receipts import RECEIPTS
 from launch.run.terminal import printable
 from nam_megatron import migrate
 from nam_megatron.blocks.kinds import KINDS
 from nam_megatron.errors import OK, Problem, Refused, raise_if
 from nam_megatron.events import FILE
+from nam_megatron.recipe import at
 from nam_megatron.rehearsal import NOTE
 from nam_megatron.words.regular import irregular
 from nam_megatron.words.whole import write_whole

@@ -9,15 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from launch.context import CHECKOUT
-from launch.record.compare import at
 from launch.record.receipt import named, read
+from launch.record.receipts import RECEIPTS
 from nam_megatron.budget import text
 from nam_megatron.budget.static import parameters
 from nam_megatron.compile.lower import translate
 from nam_megatron.compile.plan import Plan
 from nam_megatron.errors import OK, Problem, Refused, counted, raise_if
-from nam_megatron.recipe import Recipe, from_tree
+from nam_megatron.recipe import Recipe, at, from_tree
 
 HOST = 8  # GPUs
 MOST = 10**6
@@ -51,7 +50,6 @@ class Scale:
     def of(cls, plan: Plan, network: float) -> "Scale":
         recipe = plan.recipe
         shared, count = recipe.feature.distributed_optimizer, parameters(plan)[0]
-        has = recipe.device
         wide = 4 if recipe.precision.grad_reduce == "fp32" else 2
         # Reduced and scattered, and gathered as weights; or reduced to all, which is both.
         gradients, weights = (wide, 2) if shared.enabled else (2 * wide, 0)
@@ -60,8 +58,8 @@ class Scale:
             weights=weights * count,
             optimizer=ADAM * count,
             sharded=shared.enabled,
-            copies=has.copy_gbs * 1e9,
-            link=has.allreduce_floor_gbs * 1e9,
+            copies=recipe.device.copy_gbs * 1e9,
+            link=recipe.device.allreduce_floor_gbs * 1e9,
             network=network * 1e9,
             overlapped=(shared.overlap_grad_reduce, shared.overlap_param_gather),
         )
@@ -102,8 +100,8 @@ def command(words: Sequence[str], options: Mapping[str, str]) -> int:
     gpus = [_whole("gpus", word) for word in options.get("gpus", "1,2,4,8").split(",")]
     batch = _whole("batch", options["batch"]) if "batch" in options else None
     network = _rate(options["network"]) if "network" in options else None
-    run = read(named(words[0], CHECKOUT / "receipts"))
-    steps = forecast(run, gpus, batch, network)
+    run = read(named(words[0], RECEIPTS))
+    (ms, ours), steps = measured(run), forecast(run, gpus, batch, network)
     rows: list[tuple[str, ...]] = [
         ("GPUs", "global batch", "ms a step", "tokens/s a GPU", "tokens/s", "messages, ms", "all hidden, ms")
     ]
@@ -111,7 +109,7 @@ def command(words: Sequence[str], options: Mapping[str, str]) -> int:
         rate = step.samples * run["recipe"]["model"]["seq_length"] / step.ms * 1e3
         figures = (step.samples, step.ms, rate / step.gpus, rate, step.messages_ms, step.hidden_ms)
         rows.append((f"{step.gpus}", *(f"{x:,.0f}" for x in figures)))
-    print(f"{run['run']}: {measured(run)[0]:,.0f} ms a step on {counted(measured(run)[1], 'GPU')}")
+    print(f"{run['run']}: {ms:,.0f} ms a step on {counted(ours, 'GPU')}")
     print(text.grid(rows, right=range(len(rows[0]))), end="")
     at_rate = f" and {network:g} GB/s between hosts" if network and max(gpus) > HOST else ""
     print(SAID.format(run["recipe"]["device"]["allreduce_floor_gbs"], HOST, at_rate))

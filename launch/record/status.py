@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from launch.record import events, receipt, steps
-from launch.record.receipt import at
 from launch.record.receipts import RECEIPTS
 from launch.record.redact import MARK
 from launch.run import hang
 from launch.run.terminal import printable
 from nam_megatron.errors import FINDINGS, OK, Problem, Refused
 from nam_megatron.launcher import called
+from nam_megatron.recipe import at
 
 SHOWN = 10  # runs that ended
 FORMATS = ("text", "json", "prometheus")

@@ -4,12 +4,13 @@ A key that goes to Megatron as it stands (Row.argument) is read from the recipe.
 what to expect. Every other setting that a key decides has its line here, under the argument's name; without one verify stops.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nam_megatron.compile.plan import Plan
 from nam_megatron.recipe import Recipe, config_at, value_at
+from nam_megatron.recipe.data import Part
 from nam_megatron.words.setting import Setting
 
 
@@ -32,14 +33,14 @@ def _rotary_percent(p: Plan) -> float:
     return attention.rotary_percent if attention else 1.0
 
 
+def _mixed(parts: Sequence[Part] | None) -> list[str]:
+    return [word for part in parts or () for word in (str(part.weight), part.path)]
+
+
 def _data_path(p: Plan) -> list[str] | None:
     data = p.recipe.data
     if data.name == "blend":
-        return (
-            None
-            if data.valid_parts is not None
-            else [word for part in data.parts or () for word in (str(part.weight), part.path)]
-        )
+        return None if data.valid_parts is not None else _mixed(data.parts)
     return [str(data.path)] if data.name in ("indexed", "sft") else None
 
 
@@ -47,8 +48,7 @@ def _split(name: str) -> Callable[[Plan], list[str] | None]:
     def path(p: Plan) -> list[str] | None:
         data = p.recipe.data
         if data.valid_parts is not None:
-            parts = {"train": data.parts, "valid": data.valid_parts}[name]
-            return [word for part in parts or () for word in (str(part.weight), part.path)]
+            return _mixed({"train": data.parts, "valid": data.valid_parts}[name])
         read = data.name == "built" and (name == "train" or p.recipe.schedule.eval_steps > 0)
         return [str(Path(str(data.path)) / name)] if read else None
 

@@ -12,6 +12,7 @@ from nam_megatron.recipe.training import Optim, Schedule
 
 TRACKED = "feature.tracking."
 ARGUMENTS, BRIDGE = "training/arguments.py", "Megatron-Bridge 0.6.2, nam_megatron/nemo"
+BLENDS = ("parts", "valid_parts")  # of `data`
 HOLD_OUT = "`99,1,0`"
 SPLIT = re.compile(r"\d+(\.\d+)?(,\d+(\.\d+)?){2}", re.ASCII)
 
@@ -41,15 +42,16 @@ def _remote(recipe: Recipe) -> Iterator[Words]:
     storage, schedule, data = recipe.cluster.storage, recipe.schedule, recipe.data
     said = {f"cluster.storage.{kind}": path for kind, path in storage.model_dump().items()}
     said |= {f"schedule.{name}": getattr(schedule, name) for name in ("save", "load", "pretrained")}
-    said |= {"data.path": data.path} | {f"data.parts[{i}].path": part.path for i, part in enumerate(data.parts or ())}
-    said |= {f"data.valid_parts[{i}].path": part.path for i, part in enumerate(data.valid_parts or ())}
+    said |= {"data.path": data.path}
+    for name in BLENDS:
+        said |= {f"data.{name}[{i}].path": part.path for i, part in enumerate(getattr(data, name) or ())}
     yield from ({"key": key, "path": path} for key, path in said.items() if path and "://" in path)
 
 
 def _twice(data: Data) -> Iterator[Words]:
-    for key in ("parts", "valid_parts"):
-        paths = [part.path for part in getattr(data, key) or ()]
-        yield from ({"key": f"data.{key}", "path": path} for path in sorted({p for p in paths if paths.count(p) > 1}))
+    for name in BLENDS:
+        paths = [part.path for part in getattr(data, name) or ()]
+        yield from ({"key": f"data.{name}", "path": path} for path in sorted({p for p in paths if paths.count(p) > 1}))
 
 
 def _trained_on(data: Data) -> Iterator[Words]:
@@ -192,9 +194,7 @@ LAWS = (
         id="blend-of-nothing",
         category=CONTRADICTION,
         key="data.parts",
-        when=lambda data: (
-            {"key": f"data.{name}", "name": name} for name in ("parts", "valid_parts") if getattr(data, name) == ()
-        ),
+        when=lambda data: ({"key": f"data.{name}", "name": name} for name in BLENDS if getattr(data, name) == ()),
         says="a blend of nothing",
         way="give its datasets: `data.{name}=[{{weight: 1, path: PREFIX}}]`",
     ),

@@ -95,17 +95,18 @@ def notes(a: Args, m: Model) -> Iterator[str]:
         yield f"flags may stand in {', '.join(words)}: what is said here is of the others, and of no flag is said that it lacks"
     if left := [a.written(name) for name, names in a.open_values() if a.worked_out(names)]:
         yield f"worked out by the program where it runs, and open here: {', '.join(left)}"
-    if left := [
-        f"{a.written(name).split('=')[0].split()[0]} ({', '.join(f'${n}' for n in dict.fromkeys(names))})"
-        for name, names in a.open_values()
-        if runs(name) and not harmless(name, a.target) and not a.worked_out(names)
-    ]:
-        yield f"not set in the text, and how it runs hangs on it: {', '.join(left)}"
-    if paths := [
-        f"{a.written(name).split()[0]} ({', '.join(f'${n}' for n in dict.fromkeys(names))})"
-        for name, names in a.open_values()
-        if harmless(name, a.target) and not a.worked_out(names)
-    ]:
+    running, paths = [], []
+    for name, names in a.open_values():
+        flag, variables = a.written(name).split()[0], ", ".join(f"${n}" for n in dict.fromkeys(names))
+        if a.worked_out(names):
+            continue
+        if harmless(name, a.target):
+            paths.append(f"{flag} ({variables})")
+        elif runs(name):
+            running.append(f"{flag.split('=')[0]} ({variables})")
+    if running:
+        yield f"not set in the text, and how it runs hangs on it: {', '.join(running)}"
+    if paths:
         yield f"not set in the text, and no matter here: {', '.join(paths)}"
     if known(lambda: a.sequence_parallel and a.said("tensor_model_parallel_size") and m.tp == 1):
         yield "--sequence-parallel is switched off at tensor parallel size 1"

@@ -67,13 +67,13 @@ class Model:
         return bool({"mamba3", "m2rnn"} & {*self.marked})
 
     @cached_property
+    def names_blackwell(self) -> bool:
+        return bool(BLACKWELL.search(f"{self.a.launch.name} {self.a.launch.text}"))
+
+    @cached_property
     def blackwell(self) -> bool:
         """Whether the launch says that it is for Blackwell: by a device's name, or by a format of numbers that no other has."""
-        return (
-            bool(BLACKWELL.search(f"{self.a.launch.name} {self.a.launch.text}"))
-            or bool(self.a.fp4)
-            or bool(self.a.fp8 and self.a.fp8_recipe == "mxfp8")
-        )
+        return self.names_blackwell or bool(self.a.fp4) or bool(self.a.fp8 and self.a.fp8_recipe == "mxfp8")
 
     @cached_property
     def of_published_mla(self) -> bool:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 from nam_megatron.lint.follow import holes
-from nam_megatron.lint.model import BLACKWELL, Model
+from nam_megatron.lint.model import Model
 from nam_megatron.lint.rules.laws import law
 from nam_megatron.lint.rules.rule import CONFIG, COST, FAIL, VALIDATE, Rule, each
 from nam_megatron.lint.values import Args
@@ -50,7 +50,7 @@ HOPPER = re.compile(r"(?<![a-z0-9])(H[12]00|H800|H20|GH200|hopper|sm_?90a?)(?![a
 def _chip(a: Args, m: Model) -> Iterator[str]:
     """Formats of numbers that the device which the launch names does not have."""
     named = HOPPER.search(a.launch.text)
-    if named and not BLACKWELL.search(f"{a.launch.name} {a.launch.text}"):
+    if named and not m.names_blackwell:
         if a.fp4:
             yield f"{a.written('fp4')}\t{named[0]} has no FP4\tuse FP8"
         if a.fp8 and a.fp8_recipe == "mxfp8":
