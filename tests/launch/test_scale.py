@@ -10,6 +10,7 @@ from launch.context import CHECKOUT
 from launch.record import scale
 from launch.record.receipt import read
 from nam_megatron.errors import Refused
+from nam_megatron.recipe import at
 
 ONE = "20261127T134719Z-nam56r_native_dp_fused-7cf37a"
 FOUR = "20261128T090438Z-nam56r_native_dp_fused-9fe91a"
@@ -33,11 +34,8 @@ def changed(found: dict, values: dict) -> dict:
     """The receipt with other values at dotted places."""
     found = json.loads(json.dumps(found))
     for key, value in values.items():
-        *parents, last = key.split(".")
-        node = found
-        for name in parents:
-            node = node[name]
-        node[last] = value
+        parents, _, last = key.rpartition(".")
+        (at(found, parents) if parents else found)[last] = value
     return found
 
 
