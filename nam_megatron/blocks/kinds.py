@@ -58,12 +58,19 @@ def _part(kind: type[Block], name: str, doc: str, executes: bool) -> type[Config
     """The keys of a kind that only execute, or those that compute, as a section of the recipe: their rows say which."""
     fields = kind.model_fields
     keys: dict[str, Any] = {key: (fields[key].annotation, fields[key]) for key in kind.keys(executes)}
-    return create_model(name, __base__=Config, __doc__=doc, **keys)
+    return _made(name, doc, keys)
 
 
 def _section(name: str, doc: str, parts: dict[str, type[Config]]) -> type[Config]:
-    keys: dict[str, Any] = {kind: (part | None, None) for kind, part in parts.items()}
-    return create_model(name, __base__=Config, __doc__=doc, **keys)
+    return _made(name, doc, {kind: (part | None, None) for kind, part in parts.items()})
+
+
+def _made(name: str, doc: str, keys: dict[str, Any]) -> type[Config]:
+    """A class by a name that is its own here, by which a process that is no fork of this one finds it."""
+    made = create_model(name, __base__=Config, __doc__=doc, **keys)
+    made.__qualname__ = f"Made{name}"
+    globals()[made.__qualname__] = made
+    return made
 
 
 # Where a key lies says whether it computes.

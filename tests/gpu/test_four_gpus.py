@@ -3,7 +3,7 @@
 Needs four GPUs and fails with fewer: there, leave it out by `--ignore tests/gpu/test_four_gpus.py`.
 """
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def four_gpus():
 @pytest.mark.parametrize(("preset", "words"), STACKS)
 def test_sharded_weights_train_as_whole_ones(tmp_path, preset, words):
     """Sums are of another order, and in bf16."""
-    with ThreadPoolExecutor() as beside:
+    with ProcessPoolExecutor() as beside:  # a launcher ends whatever outlives its run in its own process
         running = {
             name: beside.submit(ran, tmp_path / name, preset, FOUR, *words, overlay)
             for name, overlay in LAYOUTS.items()
@@ -46,11 +46,14 @@ def test_a_killed_run_of_sharded_weights_goes_on(tmp_path, preset, words):
     (tmp_path / "fault.py").write_text(FAULT % ENDS["signal"])
     layout = (FOUR, *words, LAYOUTS["fsdp"], "precision.deterministic=true")
     save = f"schedule.save={tmp_path}/ckpt", "schedule.save_interval=100"
-    with ThreadPoolExecutor() as beside:
+    with ProcessPoolExecutor() as beside:  # a launcher ends whatever outlives its run in its own process
         unharmed = beside.submit(ran, tmp_path / "unharmed", preset, *layout)
-        code, text = ran(tmp_path / "run", preset, *layout, *save, script=tmp_path / "fault.py")
+        run = beside.submit(ran, tmp_path / "run", preset, *layout, *save, script=tmp_path / "fault.py")
+        code, text = run.result()
         assert not code and sorted(log.read(text.splitlines()).steps) == [1, 2, 3, 4, 5], text[-3000:]
-        code, text = ran(tmp_path / "rest", preset, *layout, *save, f"schedule.load={tmp_path}/ckpt")
+        code, text = beside.submit(
+            ran, tmp_path / "rest", preset, *layout, *save, f"schedule.load={tmp_path}/ckpt"
+        ).result()
         rest = log.read(text.splitlines()).steps
         assert not code and sorted(rest) == [6], text[-3000:]
     code, text = unharmed.result()

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import pickle
 import re
 import runpy
 import signal
@@ -24,7 +25,7 @@ from managers import ends, fails, gone, waits, with_managers
 from presets import ALL, PUBLIC, lowered
 
 from nam_megatron.errors import Refused
-from nam_megatron.prove import compare, cpu, cut, every, proof, ranks
+from nam_megatron.prove import compare, cpu, cut, every, proof, ranks, worker
 from nam_megatron.prove.__main__ import as_json, text
 from nam_megatron.prove.compare import COUNT, FORTH, FP32, GRADIENT, LOSS, WEIGHT, Row
 from nam_megatron.recipe import load, to_tree
@@ -629,6 +630,16 @@ def test_what_nohup_keeps_away_stays_away():
         assert not came
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("preset", ["nam56r_native_dp_fused", "nam56r_fused"])
+def test_a_rank_that_is_no_fork_is_given_what_a_fork_has(preset):
+    """On a GPU it is a process of its own."""
+    pair = cut.pair(load(preset, ["cluster=h200_1"]), "cpu", 2)
+    for lowering in (pair.reference, pair.layout):
+        side = worker.Side(lowering, Path("folder"), "cuda")
+        assert pickle.loads(pickle.dumps(side)) == side
+
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
