@@ -129,6 +129,13 @@ JOBS = {
     "prove_streams": Job(1, 5, PROVE % ("streams", "nam52_h200_dense_ref_v1") + f' --with "cluster=h200_1 +overlay=fused {WHOLE}"', gib=22),
     "prove_shared": Job(2, 5, RESUMED % ("shared", "nam56r_fused") + ' --with "cluster=h200_2 +overlay=cp"'),
     "prove_shared_native": Job(2, 4, RESUMED % ("shared_native", "nam56r_native_dp") + ' --with "cluster=h200_2 +overlay=cp"'),
+    "prove_two": Job(
+        2, 4,
+        RESUMED % ("two", "nam56r_native_dp_fused")
+        + f' --with "cluster=h200_2 parallel.expert=2 execution.moe.dispatcher=gathered {WHOLE}"'
+        f' --with "cluster=h200_2 parallel.tensor=2 parallel.sequence=true allow.whole-step-tensor=measured {WHOLE}"',
+        gib=20,
+    ),
     "prove_sharded": Job(
         2, 6,
         RESUMED % ("sharded", "nam56r_fused")
