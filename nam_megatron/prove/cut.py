@@ -194,13 +194,13 @@ def pair(recipe: Recipe, device: str, steps: int, seed: int = 1234) -> Pair:
 
 def _reference(one: dict[str, Any]) -> Lowering:
     try:
-        return translate(_recipe(one))
+        return _lowered(one)
     except Refused as refused:
         # What our layers do not take, LayerNorm or queries without a latent, runs by Megatron's; whole projections may need no columns.
         for key, value in (MODULES | dict.fromkeys(PADS, False)).items():
             if any(problem.key == key for problem in refused.problems):
                 _put(one, key, value)
-        return translate(_recipe(one))
+        return _lowered(one)
 
 
 def resumable(recipe: Recipe) -> bool:
@@ -259,7 +259,7 @@ def _shortest(tree: dict[str, Any], full: Plan, device: str) -> tuple[Lowering, 
         made = copy.deepcopy(tree)
         _keep_layers(made, full, segments)
         try:
-            found = translate(_recipe(made))
+            found = _lowered(made)
         except Refused as why:  # no legal cut for the pipeline, no spacing that Megatron's index reuse knows
             refused = refused or why
             continue
@@ -328,6 +328,18 @@ def _other_segments(full: Plan, small: Plan) -> Iterator[str]:
         yield f"parallel.pipeline: what the model has and the cut has not: {said}"
     if len({*map(len, full.segments)}) > 1 and len({*map(len, small.segments)}) == 1:
         yield "parallel.pipeline: the model's segments are uneven, those of the cut are not"
+
+
+def _lowered(tree: dict[str, Any]) -> Lowering:
+    """The plan of a tree that was cut; nothing may be left there that needs what the whole recipe allows."""
+    try:
+        return translate(_recipe(tree))
+    except Refused as refused:
+        idle = {problem.key for problem in refused.problems if problem.law == "waiver-of-nothing"}
+        if not idle:
+            raise
+    allow = {law: why for law, why in tree["allow"].items() if f"allow.{law}" not in idle}
+    return translate(_recipe(tree | {"allow": allow}))
 
 
 def _recipe(tree: Mapping[str, Any]) -> Recipe:

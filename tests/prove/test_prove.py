@@ -116,6 +116,14 @@ def test_an_unsharded_optimizer_is_cut_too():
         assert not side.plan.recipe.feature.distributed_optimizer.enabled and cut.resumable(side.plan.recipe)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_is_allowed_to_the_layout_needs_no_use_on_one_rank(device):
+    allowed = "parallel.tensor=2 parallel.sequence=true feature.cuda_graphs.impl=full_iteration allow.whole-step-tensor=tried"
+    pair = cut.pair(load("nam56r_native_dp_fused", ["cluster=h200_2", *allowed.split()]), device, 2)
+    assert pair.layout.plan.recipe.world_size == 2 and not pair.reference.plan.recipe.allow
+
+
+
 @pytest.mark.parametrize(("steps", "eager"), [(1, None), (2, 1), (3, 2), (9, 3)])
 @pytest.mark.parametrize("impl", ["full_iteration", "transformer_engine"])
 def test_what_is_captured_is_replayed_in_the_proof(impl, steps, eager):
