@@ -118,10 +118,11 @@ def test_an_unsharded_optimizer_is_cut_too():
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_is_allowed_to_the_layout_needs_no_use_on_one_rank(device):
-    allowed = "parallel.tensor=2 parallel.sequence=true feature.cuda_graphs.impl=full_iteration allow.whole-step-tensor=tried"
+    allowed = (
+        "parallel.tensor=2 parallel.sequence=true feature.cuda_graphs.impl=full_iteration allow.whole-step-tensor=tried"
+    )
     pair = cut.pair(load("nam56r_native_dp_fused", ["cluster=h200_2", *allowed.split()]), device, 2)
     assert pair.layout.plan.recipe.world_size == 2 and not pair.reference.plan.recipe.allow
-
 
 
 @pytest.mark.parametrize(("steps", "eager"), [(1, None), (2, 1), (3, 2), (9, 3)])
@@ -647,7 +648,6 @@ def test_a_rank_that_is_no_fork_is_given_what_a_fork_has(preset):
     for lowering in (pair.reference, pair.layout):
         side = worker.Side(lowering, Path("folder"), "cuda")
         assert pickle.loads(pickle.dumps(side)) == side
-
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
