@@ -28,3 +28,10 @@ def parse(words: Sequence[str], keys: Iterable[str]) -> tuple[list[str], dict[st
                 )
             )
     return names, options
+
+
+def whole(key: str, word: str, most: int) -> int:
+    """`word` as a number from 1 to `most`, of nine digits at most. Raises Refused."""
+    if not (word.isascii() and word.isdecimal() and len(word) < 10 and 1 <= int(word) <= most):
+        raise Refused(Problem(f"`{word}` is no number from 1 to {most:,}", key=key))
+    return int(word)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from launch.record.receipt import named, read
 from launch.record.receipts import RECEIPTS
+from launch.words import whole
 from nam_megatron.budget import text
 from nam_megatron.budget.static import parameters
 from nam_megatron.compile.lower import translate
@@ -97,8 +98,8 @@ class Step(NamedTuple):
 def command(words: Sequence[str], options: Mapping[str, str]) -> int:
     if len(words) != 1:
         raise Refused(Problem("`scale` takes one run", hint="python -m launch scale receipts/RUN gpus=1,2,4,8"))
-    gpus = [_whole("gpus", word) for word in options.get("gpus", "1,2,4,8").split(",")]
-    batch = _whole("batch", options["batch"]) if "batch" in options else None
+    gpus = [whole("gpus", word, MOST) for word in options.get("gpus", "1,2,4,8").split(",")]
+    batch = whole("batch", options["batch"], MOST) if "batch" in options else None
     network = _rate(options["network"]) if "network" in options else None
     run = read(named(words[0], RECEIPTS))
     (ms, ours), steps = measured(run), forecast(run, gpus, batch, network)
@@ -144,7 +145,7 @@ def measured(run: Mapping) -> tuple[float, int]:
     """(milliseconds of the median step, GPUs) of a run that ended as it should. Raises Refused."""
     ms, gpus = at(run, "outcome.figures.window.median_ms"), at(run, "job.world")
     hint = "take a run that `launch receipts end=completed` lists, of a few steps more"
-    if at(run, "outcome.end") != "completed" or not isinstance(ms, int | float) or not isinstance(gpus, int):
+    if at(run, "outcome.end") != "completed" or not (isinstance(ms, int | float) and ms > 0 and gpus):
         raise Refused(Problem(f"`{run['run']}` has no measured step: it is not completed, or too short", hint=hint))
     if at(run, "recipe.cluster.processor") == "cpu":
         raise Refused(Problem(f"`{run['run']}` ran on a CPU", hint="take a run on GPUs"))
@@ -187,12 +188,6 @@ def _even(micro: int, gpus: Sequence[int], batch: int | None):
         if batch and batch % (micro * n):
             hint = f"take a multiple of {micro * n}, or leave {n} GPUs out"
             yield Problem(f"{batch} samples are no whole microbatches of {micro} on {n} GPUs", key="batch", hint=hint)
-
-
-def _whole(key: str, word: str) -> int:
-    if not (word.isascii() and word.isdecimal() and 1 <= int(word[:9]) <= MOST):
-        raise Refused(Problem(f"`{word}` is no number from 1 to {MOST:,}", key=key))
-    return int(word)
 
 
 def _rate(word: str) -> float:

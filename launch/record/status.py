@@ -22,6 +22,7 @@ from launch.record.receipts import RECEIPTS
 from launch.record.redact import MARK
 from launch.run import hang
 from launch.run.terminal import printable
+from launch.words import whole
 from nam_megatron.errors import FINDINGS, OK, Problem, Refused
 from nam_megatron.launcher import called
 from nam_megatron.recipe import at
@@ -65,15 +66,13 @@ def command(words: Sequence[str], options: Mapping[str, str]) -> int:
         raise Refused(Problem("`status` looks at one folder", hint="python -m launch status DIR"))
     if (form := options.get("format", "text")) not in FORMATS:
         raise Refused(Problem(f"no format `{form}`", key="format", hint=f"there are: {', '.join(FORMATS)}"))
-    silent = options.get("silent", "600")
-    if not (silent.isascii() and silent.isdecimal() and 1 <= int(silent[:9]) < 10**6):
-        raise Refused(Problem(f"`{silent}` is no number of seconds from 1 to 999999", key="silent"))
+    silent = whole("silent", options.get("silent", "600"), 10**6)
     root = Path(words[0]) if words else RECEIPTS
     if not root.is_dir():
         raise Refused(
             Problem(f"`{root}` is no folder", hint="name a folder of runs; none: `receipts/` of this checkout")
         )
-    found = [status(folder, int(silent), time.time()) for folder in receipt.folders(root)]
+    found = [status(folder, silent, time.time()) for folder in receipt.folders(root)]
     sys.stdout.write({"text": text, "json": as_json, "prometheus": prometheus}[form](found))
     return FINDINGS if any(one.bad for one in found) else OK
 

@@ -9,6 +9,7 @@ and a run that goes on may have a steady skew: a rank whose own part of a microb
 """
 
 import json
+import math
 import os
 import re
 import threading
@@ -60,7 +61,9 @@ def beats(folder: Path) -> dict[int, Beat]:
         try:
             beat = Beat(**json.loads(next(steps.lines(path, LONGEST), "")))
             numbers = (beat.rank, beat.pid, beat.step, beat.micro, beat.nth)
-            if all(type(n) is int and n >= 0 for n in numbers) and beat.phase in PHASES and type(beat.at) is float:
+            whole = all(type(n) is int and n >= 0 for n in numbers) and beat.phase in PHASES
+            times = [beat.at] if beat.spent is None else [beat.at, beat.spent]
+            if whole and isinstance(beat.host, str) and all(type(t) is float and math.isfinite(t) for t in times):
                 found[beat.rank] = beat
         except (OSError, ValueError, TypeError, RecursionError):
             continue

@@ -19,6 +19,7 @@ from launch.host.bounded import ask
 from launch.record import events, oom, receipt, steps
 from launch.record.receipts import RECEIPTS
 from launch.run import hang
+from launch.words import whole
 from nam_megatron.errors import OK, Problem, Refused
 
 PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
@@ -46,11 +47,9 @@ def command(names: Sequence[str], options: Mapping[str, str]) -> int:
         raise Refused(
             Problem("which run?", hint="`python -m launch inspect RUN`; `python -m launch receipts` lists them")
         )
-    seconds = options.get("seconds", "10")
-    if not (seconds.isascii() and seconds.isdecimal() and 1 <= int(seconds[:9]) <= 600):
-        raise Refused(Problem(f"`{seconds}` is no number from 1 to 600", key="seconds"))
+    seconds = whole("seconds", options.get("seconds", "10"), 600)
     folder = find(names[0], Path(options["receipts"]) if "receipts" in options else RECEIPTS)
-    for line in report(folder, receipt.read(folder), int(seconds)):
+    for line in report(folder, receipt.read(folder), seconds):
         print(line, flush=True)
     return OK
 

@@ -86,6 +86,7 @@ def test_messages_grow_with_ranks_and_slower_links_and_one_batch_shrinks_the_wor
         ({"outcome.end": "interrupted"}, [8], {}, "has no measured step"),
         ({"outcome.figures.window": None}, [8], {}, "has no measured step"),
         ({"job.world": None}, [8], {}, "has no measured step"),
+        ({"outcome.figures.window.median_ms": -1.0}, [8], {}, "has no measured step"),
         ({"job.world": 1000, "recipe.parallel.tensor": 1}, [8], {"network": 50}, "less than a microbatch on each of 1000"),
         ({"recipe.preset": None}, [8], {}, "is no recipe any more"),
         ({"recipe": None}, [8], {}, "is no recipe any more"),
@@ -122,7 +123,8 @@ def test_what_no_microbatch_can_hide_is_left():
 
 
 @pytest.mark.parametrize(
-    "word", ["gpus=0", "gpus=two", "gpus=1,", "batch=1.5", "network=nan", "network=-1", "network=fast"]
+    "word",
+    ["gpus=0", "gpus=0000000011", "gpus=two", "gpus=1,", "batch=1.5", "network=nan", "network=-1", "network=fast"],
 )
 def test_words_that_are_no_numbers_are_refused(word):
     key, _, value = word.partition("=")

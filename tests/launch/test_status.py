@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from launch.record import receipt, status
 from launch.record.redact import Redactor
+from launch.run import hang
 from nam_megatron import events
 from nam_megatron.errors import Refused
 
@@ -83,6 +84,17 @@ def test_a_pipe_or_a_device_among_the_heartbeats_is_none(tmp_path):
     assert [one.state for one in seen(tmp_path)] == ["running"]
 
 
+@pytest.mark.parametrize("change", [{"at": float("nan")}, {"at": float("inf")}, {"host": []}, {"spent": "1"}], ids=str)
+def test_what_no_rank_writes_is_no_heartbeat(tmp_path, change):
+    """A time that is no number hid a silence, and a host that is no name was a traceback."""
+    run = started(tmp_path, beats=(90.0, 90.0))
+    os.close(run._lock)
+    file = run.folder / "beat" / "0"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    (found,) = seen(tmp_path)
+    assert 89 < found.quiet_s < 150 and list(hang.beats(run.folder)) == [1]
+
+
 def test_a_run_without_its_launcher_is_orphaned_and_says_the_next_try(tmp_path):
     os.close(started(tmp_path)._lock)
     before = [(f, f.read_bytes()) for f in tmp_path.rglob("*") if f.is_file()]
@@ -144,7 +156,13 @@ def test_prometheus_reads_it(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("options", "key"), [({"format": "xml"}, "format"), ({"silent": "0"}, "silent"), ({"silent": "x"}, "silent")]
+    ("options", "key"),
+    [
+        ({"format": "xml"}, "format"),
+        ({"silent": "0"}, "silent"),
+        ({"silent": "x"}, "silent"),
+        ({"silent": "0" * 9 + "1"}, "silent"),
+    ],
 )
 def test_words_that_mean_nothing(tmp_path, options, key):
     with pytest.raises(Refused) as refused:
