@@ -114,6 +114,8 @@ class Events:
         if silent := [rank for rank in self._ranks if rank not in self.ends]:
             more = f" and {len(silent) - 8} more" if len(silent) > 8 else ""
             return f"rank {', '.join(map(str, silent[:8]))}{more} did not say its end in `{FILE}`"
+        if (bad := self.failure) and bad["code"] is None:
+            return f"rank {bad['rank']} ended without a code: {bad['reason']}"
         return f"{self.missing} lines are missing from `{FILE}`" if self.missing else None
 
     @property

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.record import events, steps
-from launch.record.receipt import LOG
+from launch.record.receipt import LOG, NCCL
 from launch.run import hang
 from nam_megatron.mends.series import MENDS
 
@@ -36,7 +36,6 @@ NCCL_RANK = re.compile(
 )
 NCCL_VERSION = re.compile(r"NCCL version (\d{1,4}(?:\.\d{1,4}){1,3}(?:\+cuda\d{1,3}\.\d{1,3})?)")
 NCCL_NET = re.compile(r"Using network (Socket|IB|AWS Libfabric|gIB|FasTrak|UCX|IBext\w{0,4}|OFI)\b")
-NCCL_FILES = "nccl.*"
 LINE = 4000  # characters of a line that are looked at
 KEPT = 20  # last lines that look like errors
 
@@ -65,7 +64,7 @@ def of_run(folder: Path, receipt: Mapping[str, Any]) -> dict[str, Any]:
         reason += f"; {hang.whose(logged.waited, (receipt.get('recipe') or {}).get('schedule') or {})}"
     figures = steps.figures(said, job.get("tokens_per_step") or 0, world)
     memory = steps.memory(said)
-    view = nccl(folder.glob(NCCL_FILES))
+    view = nccl(folder.glob(NCCL))
     every = job.get("log_interval") if job.get("trainer") == "bridge" else 1 if nonce else None
     return {
         "trainer_exit_code": code,

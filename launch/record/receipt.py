@@ -25,6 +25,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ SCHEMA, FIRST = "nam_megatron.receipt/2", "nam_megatron.receipt/1"
 FILE, LOCK, RESERVE, LOG, PLAN, DIFF = "receipt.json", "lock", "reserve", "log.txt", "plan.json", "diff.patch"
 SIGNATURE, CHAIN = f"{FILE}.sig", ".chain"
 EVENTS = "events*.jsonl"  # each held by the ranks that write it, as long as they live
+NCCL = "nccl.*"
 OPENING = ".opening-"  # a folder whose receipt is not written yet
 ARCHIVE = "archive"  # beside runs: those that nothing cites any more
 RESERVED = 4 << 20  # bytes
@@ -205,7 +207,13 @@ def read(path: Path) -> dict[str, Any]:
     raise_if(irregular([path]))
     hint = "name a folder or file that `launch run` wrote"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once, parse_int=_whole)
+        content = json.loads(
+            path.read_text(encoding="utf-8"),
+            object_pairs_hook=_once,
+            parse_int=_whole,
+            parse_float=_finite,
+            parse_constant=_finite,
+        )
         json.dumps(content, ensure_ascii=False).encode()  # half a surrogate is no text
     except (OSError, ValueError, RecursionError) as err:
         why = err.strerror if isinstance(err, OSError) else err
@@ -227,8 +235,11 @@ def read(path: Path) -> dict[str, Any]:
             Problem(f"`{path}` is the receipt of `{content['run']}`", hint="it belongs into a folder of that name")
         )
     hashes = found if isinstance(found := content.get("files"), dict) else {}
-    beside = {name: was for name, was in hashes.items() if Path(name).name == name}
-    if changed := [n for n, was in hashes.items() if n not in beside or file_hash(folder / n) not in (None, was)]:
+    # A file of events that came later would be read as this run's.
+    come = folder.glob(EVENTS) if content["state"] == "sealed" and content["schema"] == SCHEMA else ()
+    changed = [p.name for p in come if p.name not in hashes and p.is_file()]
+    changed += [n for n, was in hashes.items() if Path(n).name != n or file_hash(folder / n) not in (None, was)]
+    if changed:
         raise Refused(
             Problem(
                 f"{quoted(changed)} of `{folder}` changed after the receipt was sealed",
@@ -262,15 +273,27 @@ def _whole(digits: str) -> int:
     return int(digits)
 
 
+def _finite(number: str) -> float:
+    """What of JSON's numbers is one; ours has infinity and NaN as words."""
+    if not math.isfinite(found := float(number)):
+        raise ValueError(f"`{number}` stands in it")
+    return found
+
+
 def files(folder: Path) -> dict[str, str]:
-    """SHA-256 of what lies beside a receipt."""
+    """SHA-256 of what lies beside a receipt. NCCL's files have one together: each is called after its host."""
     but = (FILE, f".{FILE}", SIGNATURE, LOCK, RESERVE)
-    names = sorted(p.name for p in folder.iterdir() if p.name not in but and p.is_file() and not p.is_symlink())
-    return {name: found for name in names if (found := file_hash(folder / name))}
+    found = {p.name for p in folder.iterdir() if p.name not in but and p.is_file()}
+    names = {NCCL if fnmatch(name, NCCL) else name for name in found if not (folder / name).is_symlink()}
+    names |= {name for name in found if fnmatch(name, EVENTS)}  # read through a link, too
+    return {name: digits for name in sorted(names) if (digits := file_hash(folder / name))}
 
 
 def file_hash(path: Path) -> str | None:
     """None where there is no such file: a receipt may be published without its log. A pipe or a device is not read: it has no end."""
+    if path.name == NCCL:
+        every = sorted(filter(None, map(file_hash, path.parent.glob("nccl.[!*]*"))))
+        return hashlib.sha256("".join(every).encode()).hexdigest() if every else None
     if path.exists() and not path.is_file():
         return "no file"
     try:
@@ -385,7 +408,7 @@ def kept_of(root: Path) -> dict[str, Any] | None:
         kept = json.loads((root / CHAIN).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as err:
+    except (OSError, ValueError, RecursionError) as err:
         raise Refused(
             Problem(f"`{root / CHAIN}` cannot be read: {err}", hint="move it away: a new chain begins")
         ) from None
@@ -430,9 +453,11 @@ def broken(root: Path, found: Iterable[Mapping[str, Any]]) -> Iterator[tuple[boo
     Receipts that were brought from another folder have its chain: what is missing there may lie at home. Or was removed, with `.chain`.
     """
     chains: dict[str, dict[int, Mapping[str, Any]]] = {}
-    kept = kept_of(root)
+    kept, found = kept_of(root), list(found)
     if kept:
         chains[kept["id"]] = {}
+        if kept["pending"] and kept["pending"] not in [one["run"] for one in found]:
+            yield True, f"`{kept['pending']}` was about to be sealed, and is not here"
     for one in found:
         if one["schema"] == FIRST or one["state"] != "sealed":
             continue

@@ -106,7 +106,8 @@ def standing(folder: Path, found: Mapping[str, Any], signers: Path | None) -> tu
     """What is to be said of a receipt that its own hash agrees with, and whether that is a finding."""
     if found["state"] == "open":
         alive = receipt.held(folder, found)
-        return ("", False) if alive else ("UNKNOWN: its lock is gone or another's; it is not sealed", True)
+        why = "its lock is gone or another's" if alive is None else "its launcher is gone, and it cannot be sealed"
+        return ("", False) if alive else (f"UNKNOWN: {why}; it is not sealed", True)
     if signers is not None:
         name = signature.signer(folder, signers)
         return (f"signed by {name}", False) if name else ("UNSIGNED, or by nobody of that file", True)

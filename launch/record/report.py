@@ -6,6 +6,7 @@ Several runs are put on one page under the rule of `launch compare`; `--anyway` 
 The page holds words of the receipts and numbers of the events, so it may go where the receipts may go.
 """
 
+import contextlib
 import json
 import math
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.record import compare, events, outcome, steps
-from launch.record.receipt import FIRST, LOG, folders, named, read
+from launch.record.receipt import FIRST, LOG, folders, kept_of, named, read
 from launch.record.receipts import RECEIPTS
 from launch.run.terminal import printable
 from nam_megatron import migrate
@@ -56,7 +57,7 @@ margin-right:5px;vertical-align:-1px}.banner{border:2px solid var(--bad);border-
 def command(words: Sequence[str], options: Mapping[str, str]) -> int:
     if (anyway := options.get("anyway", "false")) not in ("true", "false"):
         raise Refused(Problem(f"`anyway` is true or false, not `{anyway}`"))
-    found = [named(word, RECEIPTS) for word in words] or folders(RECEIPTS)[-1:]
+    found = [named(word, RECEIPTS) for word in words] or newest(RECEIPTS)
     if not found:
         raise Refused(Problem(f"there is no run in `{RECEIPTS}`", hint="name the folder of one"))
     places = [path.parent if path.is_file() else path for path in found]
@@ -69,6 +70,17 @@ def command(words: Sequence[str], options: Mapping[str, str]) -> int:
     put(out, text)
     sys.stderr.write(f"report: {out}\n")
     return OK
+
+
+def newest(root: Path) -> list[Path]:
+    """The run that was sealed last, or a later one that is open. By the chain: a clock that went back gives a later run an earlier name."""
+    found, kept = folders(root)[::-1], kept_of(root)
+    for folder in found if kept else ():
+        with contextlib.suppress(Refused):
+            one = read(folder)
+            if kept and (one["state"] == "open" or one["seal"] == kept["last"]):
+                return [folder]
+    return found[:1]
 
 
 def put(out: Path, text: str) -> None:
@@ -116,7 +128,10 @@ class Run:
         """The layers that measured it."""
         fields = {field for step in self.said.steps.values() for field in step.values} if self.said else set()
         return sorted(
-            int(n) for field in fields for name, _, n in [field.rpartition(" ")] if name == gauge and n.isdecimal()
+            int(n)
+            for field in fields
+            for name, _, n in [field.rpartition(" ")]
+            if name == gauge and n.isdecimal() and len(n) < 10
         )
 
     def series(self, field: str) -> list[tuple[int, float]]:

@@ -32,7 +32,9 @@ def run(root: Path, preset: str = "x", log: str = "a log\n") -> Path:
     made = opened(root, preset)
     (made.folder / receipt.LOG).write_text(log)
     (made.folder / receipt.PLAN).write_text("{}")
+    (made.folder / "nccl.node-of-mine.1").write_text("NCCL version 2.27.5")
     made.seal("completed", {"figures": {"loss": 1.0}})
+    assert "node-of-mine" not in (made.folder / receipt.FILE).read_text()
     return made.folder
 
 
@@ -124,6 +126,14 @@ ATTACKS = {
         lambda a, b: rehashed(a, files={f"../{b.name}/{receipt.LOG}": receipt.file_hash(b / receipt.LOG)}), f"/{receipt.LOG}` of",
     ),
     "log of a device": (lambda a, b: ((a / receipt.LOG).unlink(), (a / receipt.LOG).symlink_to("/dev/zero")), "`log.txt` of"),
+    "events laid beside it": (lambda a, b: change(a, "events.9.jsonl"), "`events.9.jsonl` of"),
+    "a file of NCCL's laid beside it": (lambda a, b: change(a, "nccl.other.1"), "`nccl.*` of"),
+    "the next one removed before it was sealed": (
+        lambda a, b: (a.parent / receipt.CHAIN).write_text(
+            json.dumps(json.loads((a.parent / receipt.CHAIN).read_text()) | {"pending": "gone"})
+        ),
+        "`gone` was about to be sealed, and is not here",
+    ),
     "one place for two": (
         lambda a, b: rehashed(b, chain=receipt.read(a)["chain"]), "have one place in the chain",
     ),
@@ -254,11 +264,15 @@ def test_a_foreign_receipt_moves_no_cursor(root, capsys):
     assert "\x1b" not in out and not any(line.startswith("DAMAGED: b") for line in out.splitlines())
 
 
-def test_a_number_of_hundreds_of_digits_is_no_figure(root):
-    folder = run(root)
-    rehashed(folder, outcome={"end": "completed", "figures": {"steps": 10**400}})
-    with pytest.raises(Refused, match="a number of 401 digits stands in it"):
-        receipt.read(folder)
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(str(10**400), "a number of 401 digits"), ("NaN", "`NaN`"), ("-Infinity", "`-Infinity`"), ("1e999", "`1e999`")],
+)
+def test_what_is_no_number_or_too_long_is_no_figure(root, number, said):
+    file = run(root) / receipt.FILE
+    file.write_text(file.read_text().replace('"loss": 1.0', f'"loss": {number}'))
+    with pytest.raises(Refused, match=f"{said} stands in it"):
+        receipt.read(file)
 
 
 def test_an_open_receipt_that_was_edited_is_not_sealed_with_what_it_says(root, capsys):
@@ -323,7 +337,8 @@ def test_a_kill_between_the_seal_and_the_link_breaks_no_chain(root, capsys):
 
 def test_a_kill_before_the_seal_misses_no_receipt(root, capsys):
     run(root)
-    begun = json.loads((root / receipt.CHAIN).read_text()) | {"pending": "a run that was never sealed"}
+    made = opened(root)
+    begun = json.loads((root / receipt.CHAIN).read_text()) | {"pending": made.content["run"]}
     (root / receipt.CHAIN).write_text(json.dumps(begun))
     assert listed(root, capsys)[0] == 0
 
@@ -365,7 +380,7 @@ def test_a_sealed_receipt_is_of_one_piece(root):
     """Whatever of it is changed, taken away or added, it is no receipt any more."""
     folder = run(root)
     whole = receipt.read(folder)
-    assert whole["files"].keys() == {receipt.LOG, receipt.PLAN}
+    assert whole["files"].keys() == {receipt.LOG, receipt.PLAN, receipt.NCCL}
     for key in (*whole, "new"):
         for value in ("other", None, ...):
             made = {k: v for k, v in whole.items() if k != key} | ({} if value is ... else {key: value})

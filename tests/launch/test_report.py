@@ -3,8 +3,10 @@
 import json
 import math
 import re
+from datetime import datetime
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import stand_in
@@ -135,6 +137,15 @@ def test_without_a_name_the_newest_is_taken_and_which_ones_are_is_said(root, mon
     assert f"3 runs: {old.name}, {new.name}, 2026" in capsys.readouterr().err
 
 
+def test_the_newest_is_the_chains_though_a_clock_went_back(root, monkeypatch, capsys):
+    monkeypatch.setattr(report, "RECEIPTS", root)
+    run(root, "x")
+    monkeypatch.setattr(receipt, "datetime", SimpleNamespace(now=lambda zone: datetime(2020, 1, 1, tzinfo=zone)))
+    later = run(root, "y")
+    report.command([], {"out": str(root / "page.html")})
+    assert f"newest: {later.name}\n" in capsys.readouterr().err
+
+
 def test_a_replaced_log_is_no_report(root):
     folder = run(root)
     (folder / receipt.LOG).write_text(stand_in.step_line(1, 1, 1.0))
@@ -206,7 +217,15 @@ def test_a_run_with_events_is_drawn_by_them(root):
     record = events.Record()
     record.open(made.folder, "mine", 0)
     for n in (1, 2, 3):
-        record.say("step", step=n, of=3, ms=100.0, loss=2.0 + n, grad_norm=1.0, gauges={"M2RNN gain 12": 1.5})
+        record.say(
+            "step",
+            step=n,
+            of=3,
+            ms=100.0,
+            loss=2.0 + n,
+            grad_norm=1.0,
+            gauges={"M2RNN gain 12": 1.5, f"M2RNN gain {'9' * 5000}": 1.0},
+        )
     record.close()
     made.seal("completed", OUTCOME)
     of = report.Run.read(made.folder)

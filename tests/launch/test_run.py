@@ -347,6 +347,7 @@ def ending(folder: Path, code: int, signals: list[str] = [], world: int = 1) -> 
         ([step(3), end(5)], 0, [], ("completed", 0, None)),
         ([step(5)], 0, [], ("failed", 1, "torchrun ended with 0, but rank 0 did not say its end in `events.jsonl`")),
         ([step(5), end(5, "error", 0, error="KeyError")], 0, [], ("failed", 1, "torchrun ended with 0, but a rank says: KeyError, rank 0")),
+        ([step(5), end(5, "gave up", None)], 0, [], ("failed", 1, "torchrun ended with 0, but rank 0 ended without a code: gave up")),
         ([step(5), end(5)], 7, [], ("failed", 1, "torchrun ended with 7: no rank and no line of the log says why")),
         ([step(3), end(3, "out of memory", 1)], 1, [], ("failed", 1, "torchrun ended with 1: out of memory, rank 0")),
         ([end(3, "not a number", 1)], 1, [], ("failed", 1, "torchrun ended with 1: not a number, rank 0")),

@@ -186,7 +186,7 @@ def test_nccls_view_and_ours(tmp_path):
     (tmp_path / "nccl.h.2").write_text(
         "h:2:9 [1] NCCL INFO ncclCommInitRankConfig comm 0x55 rank 1 nranks 4 cudaDev 1 nvmlDev 1 busId 2a000 x\n"
     )
-    view = outcome.nccl(tmp_path.glob(outcome.NCCL_FILES))
+    view = outcome.nccl(tmp_path.glob(receipt.NCCL))
     assert (view["version"], view["network"], view["world"]) == ("2.28.9+cuda13.0", "IB", 4)
     assert view["ranks"][1] == {"device": 1, "bus": "00000000:2A:00.0"}
     device = {"node": 0, "device": 0, "name": "x", "expandable": True}
