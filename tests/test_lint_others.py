@@ -236,6 +236,66 @@ def words(text: str) -> str:
     return " ".join(map(shown, lint(text, "run.py").launch.words))
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        # A function that is called, from two others deep, with what it is given and its default.
+        ("def common(tp, lr='1'):\n    a = ['--tensor-model-parallel-size', str(tp), '--lr', lr]\n    return a + ['--bf16']\n"
+         "def main():\n    run(['torchrun', '--nproc-per-node', '8', 't.py', '--num-layers', '4', *common(2)] + ['--seed', '3'])\n"
+         "if __name__ == '__main__':\n    main()\n", "--num-layers 4 --tensor-model-parallel-size 2 --lr 1 --bf16 --seed 3"),
+        ("def lr(x):\n    return f'--lr {x}'\ndef main(y):\n    os.system(f'python t.py --num-layers 4 {lr(3)} --seed {y}')\n",
+         "--num-layers 4 --lr 3 --seed $y"),
+        # What is put into a dictionary later; on a condition its value is open.
+        ("A = {'--num-layers': 4, '--lr': 1}\nA.update({'--lr': 2}, swiglu=1)\nA['--seed'] = 3\nrun([f'{k} {v}' for k, v in A.items()])\n",
+         "--num-layers 4 --lr 2 swiglu 1 --seed 3"),
+        ("B = {'num_layers': 4, 'lr': 1}\ndef go(big):\n    a = {**B, 'seed': 3}\n    a |= dict(lr=2)\n    if big:\n"
+         "        a['num_layers'] = 8\n    for k, v in a.items():\n        run(f'--{k}={v}')\n",
+         "--num-layers $(a.num_layers) --lr 2 --seed 3"),
+        ("B = {'num_layers': 4}\ndef go(a):\n    a['num_layers'] = 8\ndef run():\n    b = {**B}\n    go(b)\n"
+         "    return f\"--num-layers {b['num_layers']} --bf16\"\n",
+         "--num-layers $(b['num_layers']) --bf16"),
+        # Attributes of classes and of what they make.
+        ("@dataclass\nclass C:\n    n: int = 4\n    h: int = field(default=64)\nclass D(C):\n    h = 128\nclass L:\n    heads = 8\n"
+         "    def of(self, c):\n        return f'--num-layers {c.n} --hidden-size {c.h} --num-attention-heads {self.heads}'\n"
+         "    def run(self):\n        c = D(n=8)\n        run('t.py ' + self.of(c) + f' --seed {c.n}')\n",
+         "--num-layers 8 --hidden-size 128 --num-attention-heads 8 --seed 8"),
+        ("class C:\n    n = 4\n    m = 2\ndef go(x):\n    c = C()\n    c.m = 3\n    if x:\n        c.n = 8\n"
+         "    run(f'--num-layers {c.n} --seed {c.m}')\n",
+         "--num-layers $(c.n) --seed 3"),
+        ("class C:\n    n = 4\ndef of(c):\n    c.n = 8\ndef go():\n    c = C()\n    of(c)\n    run(f'--num-layers {c.n} --bf16')\n",
+         "--num-layers $(c.n) --bf16"),
+        ("class C:\n    def __init__(self, n):\n        self.n = n\n    n = 4\ndef go():\n    run(f'--num-layers {C(8).n} --bf16')\n",
+         "--num-layers $(C(8).n) --bf16"),
+        # Two launches are not one with each flag twice.
+        ("def go():\n    both = ['--seed', '1']\n    run(['python', 'a.py', *both, '--num-layers', '4', '--bf16'])\n"
+         "    run('python b.py --num-layers 8 --lr 1 --swiglu')\n", "--seed 1 --num-layers 8 --lr 1 --swiglu"),
+    ],
+)  # fmt: skip
+def test_what_python_calls_and_keeps_is_followed(text, said):
+    """Functions' flags were not read, and what a dictionary got later or an attribute has was open or stale."""
+    assert words(text) == said
+
+
+PROVIDER = """
+class Small(GPTModelProvider):
+    normalization: str = "RMSNorm"
+    activation_func = F.silu
+    gated_linear_unit: bool = True
+    hidden_size: int = 64
+class Smaller(Small):
+    hidden_size: int = 32
+    num_layers: int = W
+"""
+
+
+@pytest.mark.parametrize("recipe_", ["", "def recipe():\n    return Container(model=Smaller(num_layers=8))\n"])
+def test_a_class_of_bridges_says_its_fields(recipe_):
+    found = lint("from a import GPTModelProvider\nW = 4\n" + PROVIDER + recipe_, "p.py")
+    said = (found.args.swiglu, found.args.normalization, found.args.hidden_size, found.args.num_layers)
+    assert said == (True, "RMSNorm", 32, 8 if recipe_ else 4) and found.launch.program == "Megatron-Bridge"
+    assert any("read is the " + ("function" if recipe_ else "class") in note for note in found.launch.notes)
+
+
 def test_a_text_whose_places_are_filled_in_elsewhere_is_read_there():
     """As it was written, `%d` was a value that no flag takes."""
     made = "MODEL = '--num-layers {n} --hidden-size %d'\nARGS = MODEL.format(n=2) % 64\nrun(f't.py {ARGS} --lr 1')\n"

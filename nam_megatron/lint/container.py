@@ -197,6 +197,7 @@ SPELLED: Mapping[str, Rule] = {
     "model.hybrid_override_pattern": lambda value, _: [("hybrid_layer_pattern", value)] if value else [],
     "model.num_query_groups": _groups,
     "model.activation_func": _activation,
+    "model.gated_linear_unit": lambda *_: [],
     "model.share_embeddings_and_output_weights": _not("untie_embeddings_and_output_weights"),
     "model.persist_layer_norm": _not("no_persist_layer_norm"),
     "model.seq_length": lambda value, _: [("seq_length", value), ("max_position_embeddings", value)],

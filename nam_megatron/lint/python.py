@@ -11,6 +11,8 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from nam_megatron.lint.container import SECTIONS
@@ -19,7 +21,7 @@ from nam_megatron.lint.others import BRIDGE, Said, flags
 from nam_megatron.lint.shell import CLOSE, OPEN
 from nam_megatron.targets import Target
 
-CALLS = 8  # functions that start from functions
+CALLS, FOLLOWED = 8, 100  # functions within functions, and all that are followed
 # The sections by the classes of Bridge's that make them.
 CLASSES = {
     "TrainingConfig": "train", "ValidationConfig": "validation", "OptimizerConfig": "optimizer", "SchedulerConfig": "scheduler",
@@ -51,21 +53,31 @@ def read(text: str, target: Target) -> Said | None:
 def _said(tree: ast.Module, target: Target) -> Said | None:
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, Function)}
     constants = _constants(tree)
-    recipes = []
-    for function in functions.values():
-        found = Recipe(functions, constants, target)
-        found.function(function)
+    providers = dict(_providers(tree, constants))
+    recipes: list[tuple[Any, Recipe, ast.ClassDef | Function]] = []
+    for function in [
+        *functions.values(),
+        *(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name in providers),
+    ]:
+        found = Recipe(functions, constants, {}, target, providers)
+        if isinstance(function, ast.ClassDef):
+            found.fields = providers[function.name]
+        else:
+            found.names = dict(constants) | dict(_defaults(function))
+            found.body(function.body, None)
         recipes.append((flags(found.fields, target), found, function))
     best = max(recipes, key=lambda one: len(one[0][0]), default=None)
     if best and best[0][0]:
         (words, without), found, function = best
+        what, calls = ("class", "is made of") if isinstance(function, ast.ClassDef) else ("function", "calls")
         notes = [
-            f"read is the function `{function.name}` (line {function.lineno}); what it does not set, {BRIDGE} decides, and the functions "
-            "that it calls: open"
+            f"read is the {what} `{function.name}` (line {function.lineno}); what it does not set, {BRIDGE} decides, and what it "
+            f"{calls}: open"
         ]
         if others := sum(bool(one[0][0]) for one in recipes) - 1:
-            notes.append(f"the file has {others} more functions that set fields; this one says most")
-        defaults = {name: value for name, value in _defaults(function) if value is not None and not _open(value)}
+            notes.append(f"the file has {others} more that set fields; this one says most")
+        parameters = [] if isinstance(function, ast.ClassDef) else _defaults(function)
+        defaults = {name: value for name, value in parameters if value is not None and not _open(value)}
         if defaults:
             said = ", ".join(f"{name}={value}" for name, value in defaults.items())
             notes.append(f"read with the defaults of its parameters, of which a caller may give others: {said}")
@@ -74,7 +86,24 @@ def _said(tree: ast.Module, target: Target) -> Said | None:
         if without:
             notes.append(f"fields that no flag of Megatron's says: {', '.join(without)}")
         return Said(BRIDGE, tuple(words), tuple(notes), None)
-    return _script(tree, functions.values(), constants, target)
+    return _script(tree, functions, constants, target)
+
+
+def _providers(tree: ast.Module, constants: Mapping[str, Any]) -> Iterator[tuple[str, list[tuple[str, str, Any]]]]:
+    """Of each class that is made of one of Bridge's models the fields that it and those of this file set."""
+    made: dict[str, list[tuple[str, str, Any]]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            bases = [_called(base) for base in node.bases]
+            if any(base in made or MODEL.fullmatch(base) for base in bases):
+                inherited = [one for base in reversed(bases) for one in made.get(base, [])]
+                own = [
+                    ("model", name, value)
+                    for name, value in _attributes(node, dict(constants))
+                    if hasattr(value, "__len__") or value is not None
+                ]
+                made[node.name] = [*inherited, *own]
+    yield from made.items()
 
 
 # Functions that tell a person something; and those whose product is all that they do.
@@ -138,97 +167,231 @@ class Alias(NamedTuple):
     root: str | None
 
 
-@dataclass
-class Recipe:
-    """The fields that a function sets, in its order; the functions of other files that it starts from; what may set any field.
+class Record(dict[str, Any]):
+    """The attributes of a class of this file, or of what it makes; a hole for one that is set anywhere but where it is told here."""
 
-    roots: of each field the container that it was last set on.
+
+APART = ast.If | ast.Match | ast.Try  # whose dictionaries are known behind them, but for what they put into them
+
+
+@dataclass
+class Walk:
+    """Statements in their order: what each name is at them, and on which condition they stand (`on`), where the text does not decide it.
+
+    constants: what names are in any function. names: what they are where it is. depth: functions that it is in; followed: how many it
+    was in.
     """
 
-    functions: dict[str, Function]
-    constants: dict[str, Any]
+    functions: Mapping[str, Function]
+    constants: Mapping[str, Any]
+    names: dict[str, Any]
+    depth: int = field(default=0, init=False)
+    followed: int = field(default=0, init=False)
+
+    def expression(self, node: ast.expr, on: str | None) -> None:
+        raise NotImplementedError
+
+    def assign(self, target: ast.expr, value: ast.expr, on: str | None) -> None:
+        raise NotImplementedError
+
+    def augment(self, target: ast.expr, op: ast.operator, value: ast.expr, on: str | None) -> None:
+        raise NotImplementedError
+
+    def loop(self, node: ast.For, on: str | None) -> bool:
+        """Whether a loop is read as one thing."""
+        return False
+
+    def entered(self, name: str, entries: Mapping[str, Any], on: str | None) -> None:
+        """A dictionary got these."""
+
+    def removed(self, node: ast.Delete) -> None:
+        """Something is taken away."""
+
+    def body(self, nodes: Sequence[ast.stmt], on: str | None) -> bool:
+        """Whether it is over for sure behind these."""
+        for node in nodes:
+            loose, line = set(_bound(node)), f"line {node.lineno}"
+            match node:
+                case ast.If(test=test, body=then, orelse=otherwise):
+                    truth = _value(test, self.names)
+                    if isinstance(truth, (bool, int, float, str, type(None))) and not _open(truth):
+                        if self.body(then if truth else otherwise, on):
+                            return True
+                        continue
+                    self.expression(test, on)
+                    holds, fails = _and(on, _brief(test)), _and(on, f"not ({_brief(test)})")
+                    self.apart(then, holds)
+                    self.apart(otherwise, fails)
+                    on = fails if returns(then) else holds if returns(otherwise) else on
+                case ast.For() if self.loop(node, on):
+                    pass
+                case ast.For() | ast.AsyncFor() | ast.While():
+                    self.names |= _holes(loose)
+                    inner = _and(on, f"what {line} goes through has it")
+                    self.expression(node.test if isinstance(node, ast.While) else node.iter, inner)
+                    self.apart([*node.body, *node.orelse], inner)
+                    on = inner if returns([node]) else on
+                case ast.Match(subject=subject, cases=cases):
+                    self.expression(subject, on)
+                    for case in cases:
+                        self.apart(case.body, _and(on, f"{_brief(subject)} is {ast.unparse(case.pattern)}"))
+                    on = _and(on, f"{line} goes on") if returns([node]) else on
+                case ast.Try(body=body, handlers=handlers, orelse=otherwise, finalbody=last):
+                    goes_on = [h for h in handlers if not ends(h.body)]
+                    works = _and(on, f"{line} does not fail") if goes_on else on
+                    over = self.body([*body, *otherwise], works)
+                    for handler in goes_on:
+                        self.apart(handler.body, _and(on, f"{line} fails"))
+                    if self.body(last, on) or (over and not goes_on):
+                        return True
+                    on = works if returns([node]) else on
+                    if not goes_on:
+                        continue
+                case ast.With(items=items, body=body) | ast.AsyncWith(items=items, body=body):
+                    for item in items:
+                        self.expression(item.context_expr, on)
+                    self.names |= _holes(bound(items))
+                    if self.body(body, on):
+                        return True
+                    continue
+                case ast.Return(value=value):
+                    if value is not None:
+                        self.expression(value, on)
+                    return True
+                case ast.Raise():
+                    return True
+                case _ if self.enters(node, on):
+                    continue
+                case ast.Assign(targets=targets, value=value):
+                    for target in targets:
+                        self.assign(target, value, on)
+                    loose -= {target.id for target in targets if isinstance(target, ast.Name)}
+                case ast.AnnAssign(target=target, value=ast.expr() as value):
+                    self.assign(target, value, on)
+                    loose -= {getattr(target, "id", "")}
+                case ast.AugAssign(target=target, op=op, value=value):
+                    self.augment(target, op, value, on)
+                    loose -= {getattr(target, "id", "")}
+                case ast.Expr(value=value):
+                    self.expression(value, on)
+                case ast.Delete():
+                    self.removed(node)
+                case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                    continue
+            self.names |= _holes(
+                name for name in loose if not isinstance(self.names.get(name), dict) or not isinstance(node, APART)
+            )
+        return False
+
+    def apart(self, nodes: Sequence[ast.stmt], on: str) -> None:
+        """Statements after which others may stand."""
+        kept = dict(self.names)
+        self.body(nodes, on)
+        after, self.names = self.names, kept
+        for name, held in list(kept.items()):
+            if isinstance(held, dict) and (now := after.get(name)) is not held:
+                self.names[name] = _either(name, held, now)
+
+    def enters(self, node: ast.stmt, on: str | None) -> bool:
+        """Whether a statement puts entries into a dictionary that is known."""
+        match node:
+            case ast.Assign(targets=[ast.Subscript(value=ast.Name(id=name), slice=key)], value=value):
+                more: ast.expr = ast.Dict([key], [value])
+            case ast.AugAssign(target=ast.Name(id=name), op=ast.BitOr(), value=more):
+                pass
+            case ast.Expr(
+                value=ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="update"), args=args, keywords=words)
+            ):
+                keys = [None if word.arg is None else ast.Constant(word.arg) for word in words]
+                more = ast.Dict([*[None for _ in args], *keys], [*args, *(word.value for word in words)])
+            case _:
+                return False
+        held, given = self.names.get(name), _value(more, self.names)
+        if not isinstance(held, dict) or not isinstance(given, dict) or _says(map(ast.Constant, given.values())):
+            return False
+        given = {key: hole(f"whether {on}") for key in given} if on else given
+        changed = {**held, **given}
+        self.names |= {other: changed for other, one in self.names.items() if one is held}
+        self.entered(name, given, on)
+        return True
+
+    def attribute(self, place: ast.expr, value: Any) -> None:
+        """An attribute of a record is set, under all its names."""
+        match place:
+            case ast.Attribute(value=ast.Name(id=name), attr=key) if isinstance(held := self.names.get(name), Record):
+                changed = Record({**held, key: value})
+                self.names |= {other: changed for other, one in self.names.items() if one is held}
+
+    def handed(self, value: ast.expr) -> Any:
+        return _value(value, self.names)
+
+    def follow(self, node: ast.Call, on: str | None) -> None:
+        """Go through a function of this file with what it is called with."""
+        inner, method = self.functions[_called(node.func)], isinstance(node.func, ast.Attribute)
+        plain = [a.arg for a in (*inner.args.posonlyargs, *inner.args.args)][method:]
+        passed = dict(zip(plain, node.args, strict=False)) | {w.arg: w.value for w in node.keywords if w.arg}
+        given = dict(_defaults(inner))
+        if any(isinstance(a, ast.Starred) for a in node.args) or any(w.arg is None for w in node.keywords):
+            given, passed = _holes(given), {}
+        given |= {name: self.handed(value) for name, value in passed.items()}
+        given |= {"self": self.names.get("self", hole("self"))} if method else {}
+        kept, self.names = self.names, {**self.constants, **given}
+        self.depth, self.followed = self.depth + 1, self.followed + 1
+        self.body(inner.body, on)
+        self.depth -= 1
+        after, self.names = self.names, kept
+        for name, value in passed.items():  # what it did to what it was given
+            if (
+                isinstance(value, ast.Name)
+                and isinstance(held := kept.get(value.id), dict)
+                and after.get(name) is not held
+            ):
+                kept[value.id] = hole(value.id)
+
+    def follows(self, name: str) -> bool:
+        return name in self.functions and self.depth < CALLS and self.followed < FOLLOWED
+
+
+@dataclass
+class Recipe(Walk):
+    """The fields that a function sets, in its order; the functions of other files that it starts from; what may set any field.
+
+    providers: the fields of a class of this file. roots: of each field the container that it was last set on.
+    """
+
     target: Target
+    providers: Mapping[str, list[tuple[str, str, Any]]]
     fields: list[tuple[str, str, Any]] = field(default_factory=list)
     bases: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     roots: dict[tuple[str, str], str | None] = field(default_factory=dict)
 
-    def function(self, node: Function, depth: int = 0) -> None:
-        names = dict(self.constants) | dict(_defaults(node))
-        self.body(node.body, names, depth)
-
-    def body(self, nodes: Sequence[ast.stmt], names: dict[str, Any], depth: int, open_: str | None = None) -> bool:
-        """Whether it is over for sure behind these. open_: where it is decided whether they run."""
-        for node in nodes:
-            at = f"line {node.lineno}"
-            loose = bound([node])
-            match node:
-                case ast.Assign(targets=targets, value=value):
-                    for target in targets:
-                        self.assign(target, value, names, depth, open_)
-                    loose -= {target.id for target in targets if isinstance(target, ast.Name)}
-                    self.call(value, names, depth, open_)
-                case ast.AnnAssign(target=target, value=ast.expr() as value):
-                    self.assign(target, value, names, depth, open_)
-                    loose -= {getattr(target, "id", "")}
-                    self.call(value, names, depth, open_)
-                case ast.Expr(value=value):
-                    self.call(value, names, depth, open_)
-                case ast.Return(value=value):
-                    if value is not None:
-                        self.call(value, names, depth, open_)
-                    return True
-                case ast.Raise():
-                    return True
-                case ast.AugAssign(target=ast.Attribute() as target):
-                    self.put(target, hole(ast.unparse(target)), names, depth)
-                case ast.AugAssign(target=ast.Name(id=name), op=op, value=value) if not open_:
-                    names[name] = _value(ast.BinOp(ast.Name(name), op, value), names)
-                    loose.discard(name)
-                case ast.If(test=test, body=then, orelse=otherwise):
-                    truth = _value(test, names)
-                    if isinstance(truth, (bool, int, float, str, type(None))) and not _open(truth):
-                        if self.body(then if truth else otherwise, names, depth, open_):
-                            return True
-                        continue
-                    for arm in (then, otherwise):
-                        self.body(arm, dict(names), depth, at)
-                    open_ = at if returns([node]) else open_
-                case ast.For() | ast.AsyncFor() | ast.While():
-                    inner = names | _holes(loose)
-                    self.body([*node.body, *node.orelse], inner, depth, at)
-                    open_ = at if returns([node]) else open_
-                case ast.Try(body=inside, handlers=handlers, orelse=otherwise, finalbody=last):
-                    goes_on = [h for h in handlers if not ends(h.body)]
-                    self.body([*inside, *otherwise], names, depth, at if goes_on else open_)
-                    for handler in goes_on:
-                        self.body(handler.body, dict(names), depth, at)
-                    self.body(last, names, depth, open_)
-                    loose = loose if goes_on else set()
-                    open_ = at if returns([node]) else open_
-                case ast.With(body=inside) | ast.AsyncWith(body=inside):
-                    names |= _holes(bound(node.items))
-                    if self.body(inside, names, depth, open_):
-                        return True
-                    continue
-                case ast.Match(cases=cases):
-                    for case in cases:
-                        self.body(case.body, dict(names), depth, at)
-                    open_ = at if returns([node]) else open_
-            names |= _holes(loose)
-        return False
-
-    def assign(self, target: ast.expr, value: ast.expr, names: dict[str, Any], depth: int, open_: str | None) -> None:
-        held = _given(value, names, open_)
+    def assign(self, target: ast.expr, value: ast.expr, on: str | None) -> None:
+        held = self.given(target, value, on)
         if isinstance(target, ast.Name):
-            section = self.section(value, names)
-            names[target.id] = section or (hole(target.id) if _open(held) else held)
+            section = self.section(value)
+            self.names[target.id] = section or (hole(target.id) if _open(held) else held)
             self.forget(lambda at, root: root == target.id, target.id)
         for one in target.elts if isinstance(target, ast.Tuple | ast.List) else [target]:
-            self.put(one, held if one is target else hole(ast.unparse(one)), names, depth)
+            self.put(one, held if one is target else hole(ast.unparse(one)))
         if isinstance(target, ast.Attribute) and target.attr in SECTIONS:
             where = ast.unparse(target.value)
             self.forget(lambda at, root: (at, root) == (target.attr, where), ast.unparse(target))
+        self.expression(value, on)
+
+    def augment(self, target: ast.expr, op: ast.operator, value: ast.expr, on: str | None) -> None:
+        if isinstance(target, ast.Name):
+            made = _value(ast.BinOp(ast.Name(target.id), op, value), self.names)
+            self.names[target.id] = hole(target.id) if on else made
+        else:
+            self.put(target, hole(ast.unparse(target)))
+
+    def given(self, target: ast.expr | str, node: ast.expr, on: str | None) -> Any:
+        """What a field gets; a hole where it is not told whether it does."""
+        if on:
+            return hole(f"whether {on}")
+        name = target if isinstance(target, str) else getattr(target, "attr", "")
+        return ast.unparse(node) if name == "activation_func" else _value(node, self.names)
 
     def forget(self, of: Callable[[str, str | None], bool], what: str) -> None:
         """Another thing stands where some fields were set: what they are there is not known."""
@@ -237,63 +400,68 @@ class Recipe:
             (at, name, lost if of(at, self.roots.get((at, name))) else value) for at, name, value in self.fields
         ]
 
-    def section(self, node: ast.expr, names: dict[str, Any]) -> Alias | None:
+    def section(self, node: ast.expr) -> Alias | None:
         """The section of a container that an expression is."""
         match node:
             case ast.Attribute(value=root, attr=section) if section in SECTIONS:
                 return Alias(section, ast.unparse(root))
-            case ast.Name(id=name) if isinstance(names.get(name), Alias):
-                return names[name]
-            case ast.Call(func=function) if made := _section(function):
+            case ast.Name(id=name) if isinstance(self.names.get(name), Alias):
+                return self.names[name]
+            case ast.Call(func=function) if made := self.makes(function):
                 return Alias(made, None)
         return None
 
-    def put(self, target: ast.expr, value: Any, names: dict[str, Any], depth: int) -> None:
+    def handed(self, value: ast.expr) -> Any:
+        return self.section(value) or super().handed(value)
+
+    def makes(self, function: ast.expr) -> str | None:
+        """The section that a call makes."""
+        name = _called(function)
+        return CLASSES.get(name) or ("model" if MODEL.fullmatch(name) or name in self.providers else None)
+
+    def put(self, target: ast.expr, value: Any) -> None:
+        self.attribute(target, value)
         match target:
-            case ast.Attribute(value=inner, attr=name) if alias := self.section(inner, names):
-                self.set(alias, name, value, depth)
+            case ast.Attribute(value=inner, attr=name) if alias := self.section(inner):
+                self.set(alias, name, value)
             case ast.Attribute(value=ast.Name(id=held), attr=name) if (
-                name in self.target.by_dest and held not in OTHERS
+                name in self.target.by_dest and held not in OTHERS and not isinstance(self.names.get(held), Record)
             ):
                 self.unknown.append(f"`{held}.{name}`")  # of something that may be a section
                 self.fields += [(s, n, hole(f"{held}.{name}")) for s, n, _ in self.fields if n == name][:1]
 
-    def set(self, alias: Alias, name: str, value: Any, depth: int) -> None:
+    def set(self, alias: Alias, name: str, value: Any) -> None:
         """A field; open where another container of this function has another value of it."""
-        root = None if depth else alias.root
+        root = None if self.depth else alias.root
         before, key = self.roots.get((alias.section, name)), (alias.section, name)
         if root and before and root != before:
             value = hole(f"{before}.{alias.section}.{name} or {root}.{alias.section}.{name}")
         self.roots[key] = root or before
         self.fields.append((*key, value))
 
-    def call(self, node: ast.expr, names: dict[str, Any], depth: int, open_: str | None) -> None:
+    def expression(self, node: ast.expr, on: str | None) -> None:
         """What a call sets by its keywords, and what a function of this file does."""
         if not isinstance(node, ast.Call):
             return
-        name, section = _called(node.func), _section(node.func)
-        if name == "setattr" and len(node.args) == 3 and (alias := self.section(node.args[0], names)):
-            said = _value(node.args[1], names)
+        name, section = _called(node.func), self.makes(node.func)
+        if name == "setattr" and len(node.args) == 3 and (alias := self.section(node.args[0])):
+            said = _value(node.args[1], self.names)
             if isinstance(said, str) and not _open(said):
-                self.set(alias, said, _given(node.args[2], names, open_), depth)
+                self.set(alias, said, self.given(said, node.args[2], on))
             else:
                 self.unknown.append(f"`{_brief(node)}` (line {node.lineno})")
             return
+        self.fields += self.providers.get(name, [])
         for word in node.keywords:
             if section and word.arg is None:
                 self.unknown.append(f"`**{_brief(word.value)}` (line {node.lineno})")
-            self.call(word.value, names, depth, open_)
+            self.expression(word.value, on)
             if section and word.arg and not isinstance(word.value, ast.Call):
-                self.fields.append((section, word.arg, _given(word.value, names, open_)))
+                self.fields.append((section, word.arg, self.given(word.arg, word.value, on)))
         if section or (node.args and isinstance(node.func, ast.Attribute)):
             return
-        if (inner := self.functions.get(name)) and depth < CALLS:
-            given = {word.arg: _value(word.value, names) for word in node.keywords if word.arg}
-            arguments = [a.arg for a in (*inner.args.posonlyargs, *inner.args.args)]
-            given |= {a: _value(v, names) for a, v in zip(arguments, node.args, strict=False)}
-            passed = [*zip(arguments, node.args, strict=False), *((word.arg, word.value) for word in node.keywords)]
-            given |= {a: alias for a, v in passed if a and (alias := self.section(v, names))}
-            self.body(inner.body, dict(self.constants) | dict(_defaults(inner)) | given, depth + 1, open_)
+        if self.follows(name):
+            self.follow(node, on)
         elif isinstance(node.func, ast.Name) and not node.args and BASE.search(name):
             self.bases.append(name)
 
@@ -313,15 +481,12 @@ def _called(function: ast.expr) -> str:
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
-def _section(function: ast.expr) -> str | None:
-    """The section that a call makes."""
-    name = _called(function)
-    return CLASSES.get(name) or ("model" if MODEL.fullmatch(name) else None)
-
-
 def _constants(tree: ast.Module) -> dict[str, Any]:
     """What a module's names are in its functions; a hole for one with several values, or set anywhere but on the top level."""
-    names: dict[str, Any] = {}
+    names: dict[str, Any] = {"__name__": "__main__"}
+    stored = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
+    if any(isinstance(n, ast.Name) and n.id == "setattr" for n in ast.walk(tree)):
+        stored |= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
     for node in tree.body:
         match node:
             case (
@@ -330,36 +495,75 @@ def _constants(tree: ast.Module) -> dict[str, Any]:
             ):
                 held = _value(value, names)
                 names[name] = held if names.get(name, held) == held else hole(name)
+            case ast.ClassDef(name=name, bases=bases, body=body) if (
+                name not in names
+                and all(isinstance(names.get(_called(base)), Record) for base in bases)
+                and not any(isinstance(n, Function) and n.name == "__init__" for n in body)
+            ):
+                inherited = {key: value for base in reversed(bases) for key, value in names[_called(base)].items()}
+                names[name] = Record(inherited | dict(_attributes(node, names)))
+                names[name] |= {key: hole(f"{name}.{key}") for key in names[name] if key in stored}
             case _:
                 names |= _holes(bound([node]))
     outer = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
+    outer |= {
+        name for node in ast.walk(tree) if isinstance(node, Function) for one in node.body for name in _filled_in(one)
+    }
     return names | _holes(outer)
+
+
+def _attributes(node: ast.ClassDef, names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What a class says of its attributes; of a dataclass's field its default."""
+    names = dict(names)
+    for one in node.body:
+        match one:
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=value)
+                | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
+            ):
+                if isinstance(value, ast.Call) and _called(value.func) == "field":
+                    default = {word.arg: word.value for word in value.keywords}
+                    made = default.get("default_factory")
+                    value = default.get("default") or (made.body if isinstance(made, ast.Lambda) else value)
+                names[name] = ast.unparse(value) if name == "activation_func" else _value(value, names)
+                yield name, names[name]
 
 
 def bound(nodes: Iterable[ast.AST]) -> set[str]:
     """Names that some statements may set or take away; what a function within them sets is its own."""
-    found: set[str] = set()
-    for node in nodes:
-        match node:
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                found.add(name)
-                continue
-            case ast.Name(id=name, ctx=ast.Store() | ast.Del()) | ast.MatchAs(name=str() as name):
-                found.add(name)
-            case ast.ExceptHandler(name=str() as name) | ast.MatchStar(name=str() as name):
-                found.add(name)
-            case ast.alias(name=name, asname=other):
-                found.add(other or name.partition(".")[0])
-            case ast.Subscript(value=ast.Name(id=name), ctx=ast.Store() | ast.Del()):
-                found.add(name)
-            case ast.Call(
+    return set().union(*map(_bound, nodes))
+
+
+@lru_cache(10_000)  # a function is read as often as it is called
+def _bound(node: ast.AST) -> frozenset[str]:
+    match node:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return frozenset({name})
+        case ast.Lambda():
+            return frozenset()
+        case (
+            ast.Name(id=name, ctx=ast.Store() | ast.Del())
+            | ast.MatchAs(name=str() as name)
+            | ast.ExceptHandler(name=str() as name)
+            | ast.MatchStar(name=str() as name)
+            | ast.Subscript(value=ast.Name(id=name), ctx=ast.Store() | ast.Del())
+            | ast.Call(
                 func=ast.Attribute(value=ast.Name(id=name), attr="update" | "setdefault" | "clear" | "pop" | "popitem")
-            ):
-                found.add(name)
-            case ast.Lambda():
-                continue
-        found |= bound(ast.iter_child_nodes(node))
-    return found
+            )
+        ):
+            own = {name}
+        case ast.alias(name=name, asname=other):
+            own = {other or name.partition(".")[0]}
+        case _:
+            own = set()
+    return frozenset(own.union(*map(_bound, ast.iter_child_nodes(node))))
+
+
+def _filled_in(node: ast.AST) -> Iterator[str]:
+    """Names of what gets an entry by its key."""
+    for one in ast.walk(node):
+        if isinstance(one, ast.Subscript) and isinstance(one.ctx, ast.Store) and isinstance(one.value, ast.Name):
+            yield one.value.id
 
 
 def returns(nodes: Iterable[ast.AST]) -> bool:
@@ -381,6 +585,14 @@ def ends(nodes: Sequence[ast.stmt]) -> bool:
     return False
 
 
+def _either(name: str, held: dict[Any, Any], now: Any) -> Any:
+    """What a dictionary is that may be the other one."""
+    if not isinstance(now, dict):
+        return hole(name)
+    alike = {key for key in held if key in now and held[key] == now[key]}
+    return type(held)({key: held[key] if key in alike else hole(f"{name}.{key}") for key in held | now})
+
+
 def _holes(names: Iterable[str]) -> dict[str, Any]:
     return {name: hole(name) for name in names}
 
@@ -397,12 +609,40 @@ def _value(node: ast.expr, names: dict[str, Any]) -> Any:
         case ast.Name(id=name):
             value = names.get(name, hole(name))
             return hole(name) if isinstance(value, Alias) else value
-        case ast.Dict(keys=keys, values=elements) if all(isinstance(key, ast.Constant) for key in keys):
-            return {
-                key.value: _value(e, names)
-                for key, e in zip(keys, elements, strict=True)
-                if isinstance(key, ast.Constant)
-            }
+        case ast.Dict(keys=keys, values=elements) if all(key is None or isinstance(key, ast.Constant) for key in keys):
+            made: dict[Any, Any] = {}
+            for key, e in zip(keys, elements, strict=True):
+                said = _value(e, names)
+                if key is None and not isinstance(said, dict):
+                    return hole(_brief(node))
+                made |= said if key is None else {key.value: said}  # type: ignore[attr-defined]
+            return made
+        case ast.Call(func=ast.Name(id="dict"), args=[], keywords=words):
+            return _value(
+                ast.Dict([None if w.arg is None else ast.Constant(w.arg) for w in words], [w.value for w in words]),
+                names,
+            )
+        case ast.Call(func=ast.Name(id="vars" | "asdict"), args=[one]) | ast.Attribute(value=one, attr="__dict__") if (
+            isinstance(held := _value(one, names), Record)
+        ):
+            return dict(held)
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=words) if isinstance(kind := names.get(name), Record):
+            keys = [
+                *(ast.Constant(key) for key, _ in zip(kind, args, strict=False)),
+                *(ast.Constant(w.arg) if w.arg else None for w in words),
+            ]
+            given = (
+                _value(ast.Dict(keys, [*args, *(w.value for w in words)]), names) if len(args) <= len(kind) else None
+            )
+            return Record({**kind, **given}) if isinstance(given, dict) else hole(_brief(node))
+        case ast.Attribute(value=ast.Name() | ast.Call() as table, attr=key) if isinstance(
+            held := _value(table, names), Record
+        ):
+            return held.get(key, hole(_brief(node)))
+        case ast.Compare(left=left, ops=[ast.Eq() | ast.NotEq() as op], comparators=[right]):
+            a, b = _value(left, names), _value(right, names)
+            if not any(_open(v) or not isinstance(v, (bool, int, float, str)) for v in (a, b)):
+                return (a == b) is isinstance(op, ast.Eq)
         case ast.Subscript(value=table, slice=key):
             held, at = _value(table, names), _value(key, names)
             if isinstance(held, dict) and isinstance(at, (str, int)) and at in held:
@@ -453,11 +693,6 @@ def _filled(text: str, places: re.Pattern[str], filled: Callable[[], str]) -> st
     return places.sub(lambda found: hole(found[1] or found[0]), text)
 
 
-def _given(node: ast.expr, names: dict[str, Any], open_: str | None) -> Any:
-    """A value; a hole where it is decided in `open_` whether it is given."""
-    return hole(f"the condition in {open_}") if open_ else _value(node, names)
-
-
 OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: lambda a, b: a + b, ast.Sub: lambda a, b: a - b, ast.Mult: lambda a, b: a * b,
 }  # fmt: skip
@@ -471,29 +706,51 @@ def _brief(node: ast.expr) -> str:
 
 
 def _script(
-    tree: ast.Module, functions: Sequence[Function] | Any, constants: dict[str, Any], target: Target
+    tree: ast.Module, functions: Mapping[str, Function], constants: dict[str, Any], target: Target
 ) -> Said | None:
     """The strings of the function that has most of Megatron's flags, in their order; of those on a condition it is said which."""
     templates = set(_templates(tree))
-    found = [Strings({}, templates=templates)]
-    found[-1].block(tree.body, None)
-    for function in functions:  # whoever calls it may give another value than a parameter's default
-        found.append(Strings(constants | {name: hole(name) for name, _ in _defaults(function)}, templates=templates))
-        found[-1].block(function.body, None)
-    most = max(found, key=lambda one: sum(_is_flag(w, target) for w in one.words))
-    if not any(_is_flag(w, target) for w in most.words):
+    speaking = {name for name, function in functions.items() if _says([function])}
+    while more := {n for n, f in functions.items() if n not in speaking and speaking & {*map(_called, _calls(f))}}:
+        speaking |= more
+    of_classes = {
+        n.name: c.name for c in tree.body if isinstance(c, ast.ClassDef) for n in c.body if isinstance(n, Function)
+    }
+    found = []
+    for function in (None, *functions.values()):  # whoever calls it may give another value than a parameter's default
+        names = {name: value for name, value in constants.items() if isinstance(value, Record) or name == "__name__"}
+        if function:
+            names = constants | {name: hole(name) for name, _ in _defaults(function)}
+            names |= (
+                {"self": made} if isinstance(made := constants.get(of_classes.get(function.name, "")), Record) else {}
+            )
+        found.append(Strings(functions, constants, names, target, speaking, {*of_classes}, templates=templates))
+        found[-1].body(function.body if function else tree.body, None)
+    launches = [(one, words) for one in found for words in one.launches()]
+    most, words = max(launches, key=lambda one: (_flags(one[1], target), -sum(map(_open, one[1]))))
+    if not _flags(words, target):
         return None
     notes = ["the flags in its strings are read, in their order; what else it hands on is not known here"]
+    if (others := len(most.launches())) > 1:
+        notes.append(f"it starts {others} launches: read is the one with the most flags, the first of equals")
     for condition, said in _conditional(most.left, target).items():
         notes.append(f"conditional, neither there nor absent here: {', '.join(said)}, if {condition}")
     here = {word.partition("=")[0] for words in (most.words, *(text for _, text, _ in most.left)) for word in words}
-    others = dict.fromkeys(word.partition("=")[0] for one in found for word in one.words if _is_flag(word, target))
-    if away := [flag for flag in others if flag not in here]:
-        more = f" and {len(away) - 8} more" if len(away) > 8 else ""
-        notes.append(f"flags of its other functions, not read here: {', '.join(away[:8])}{more}")
+    elsewhere = dict.fromkeys(word.partition("=")[0] for one in found for word in one.words if _is_flag(word, target))
+    if away := [flag for flag in elsewhere if flag not in here]:
+        more_ = f" and {len(away) - 8} more" if len(away) > 8 else ""
+        notes.append(f"flags of its other functions, not read here: {', '.join(away[:8])}{more_}")
     if most.changed:
         notes.append(f"the words may be others, by what changes them: {', '.join(most.changed)}")
-    return Said("", tuple(most.words), tuple(notes), None)
+    return Said("", tuple(words), tuple(notes), None)
+
+
+def _calls(node: ast.AST) -> Iterator[ast.expr]:
+    return (n.func for n in ast.walk(node) if isinstance(n, ast.Call))
+
+
+def _flags(words: Iterable[str], target: Target) -> int:
+    return sum(_is_flag(word, target) for word in words)
 
 
 def _templates(tree: ast.Module) -> Iterator[str]:
@@ -543,12 +800,21 @@ def _strings(value: object) -> list[str]:
     return [one for one in value if isinstance(one, str)] if isinstance(value, list | dict) else []
 
 
-@dataclass
-class Strings:
-    """The words in the strings of a body. left: those on a condition, each with its line and what it stands on. changed: what takes words
-    away, or puts others in their place. table: the name that the dictionary gets which is being read. templates: see `_templates`."""
+SCRIPT = re.compile(r"[^-=\s][^=\s]*\.py")
 
-    names: dict[str, Any]
+
+@dataclass
+class Strings(Walk):
+    """The words in the strings of a body, those of the functions that it calls among them.
+
+    speaking: functions that have flags; methods: those of classes. left: words on a condition, each with its line and what it stands
+    on. changed: what takes words away, or puts others in their place. table: the name that the dictionary gets which is being read.
+    templates: see `_templates`.
+    """
+
+    target: Target
+    speaking: set[str]
+    methods: set[str]
     words: list[str] = field(default_factory=list)
     left: list[tuple[int, list[str], str]] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
@@ -556,75 +822,88 @@ class Strings:
     read: set[str] = field(default_factory=set)
     templates: set[str] = field(default_factory=set)
 
-    def block(self, nodes: Sequence[ast.stmt], on: str | None) -> None:
-        """Statements one after another. on: the condition that they stand on."""
-        for node in nodes:
-            loose = bound([node])
-            match node:
-                case ast.If(test=test, body=then, orelse=otherwise):
-                    truth = _value(test, self.names)
-                    if isinstance(truth, (bool, int, str, type(None))) and not _open(truth):
-                        arm = then if truth else otherwise
-                        self.block(arm, on)
-                        if arm and isinstance(arm[-1], ast.Return):
-                            return
-                        continue
-                    self.node(test, on, False)
-                    kept = dict(self.names)
-                    self.block(then, _and(on, _brief(test)))
-                    self.names = kept
-                    self.block(otherwise, _and(on, f"not ({_brief(test)})"))
-                    if returns(then):
-                        on = _and(on, f"not ({_brief(test)})")
-                    elif returns(otherwise):
-                        on = _and(on, _brief(test))
-                case ast.For(target=target, iter=over) if table := self.flags_of(target, over, node.body):
-                    self.entries(table, node, on)
-                    self.read |= loose
-                case ast.For() | ast.AsyncFor() | ast.While() | ast.Match():
-                    self.names |= _holes(loose)
-                    self.nodes(
-                        list(ast.iter_child_nodes(node)), _and(on, f"what line {node.lineno} goes through has it")
-                    )
-                case ast.Try(body=body, handlers=handlers, orelse=otherwise, finalbody=last):
-                    goes_on = [h for h in handlers if not ends(h.body)]
-                    flags = any(_says([h]) for h in goes_on)
-                    self.block([*body, *otherwise], _and(on, f"line {node.lineno} does not fail") if goes_on else on)
-                    for handler in goes_on if flags or loose else ():
-                        self.block(handler.body, _and(on, f"line {node.lineno} fails"))
-                    self.block(last, on)
-                    loose = loose if goes_on else set()
-                case ast.With(body=body) | ast.AsyncWith(body=body):
-                    self.nodes(node.items, on)
-                    self.names |= _holes(bound(node.items))
-                    self.block(body, on)
-                    continue
-                case (
-                    ast.Assign(targets=[ast.Name(id=name)], value=value)
-                    | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
-                ):
-                    self.table = name
-                    if not self.unfilled(name, value):
-                        self.node(value, on, False)
-                    self.table = ""
-                    self.name(name, value, on)
-                    continue
-                case ast.AugAssign(target=ast.Name(id=name), op=op, value=value):
+    def launches(self) -> list[list[str]]:
+        """The words of each script that is started, with those before the first one; a script's name is no word."""
+        starts = [
+            i for i, word in enumerate(self.words) if SCRIPT.fullmatch(word) and not self.takes(self.words[i - 1 : i])
+        ]
+        before = self.words[: min(starts, default=len(self.words))]
+        cuts = zip(starts, [*starts[1:], len(self.words)], strict=bool(starts))
+        return [before + self.words[i + 1 : end] for i, end in cuts] or [before]
+
+    def takes(self, before: Sequence[str]) -> bool:
+        """Whether the word before is a flag of Megatron's that wants a value."""
+        flag = self.target.by_name(before[-1]) if before else None
+        return flag is not None and flag.action == "store"
+
+    def loop(self, node: ast.For, on: str | None) -> bool:
+        if table := self.flags_of(node.target, node.iter, node.body):
+            self.entries(table, node, on)
+            self.read |= bound([node])
+        return bool(table)
+
+    def entered(self, name: str, entries: Mapping[str, Any], on: str | None) -> None:
+        if name in self.read:  # its flags stand there already
+            for flag in entries:
+                if flag in self.words:
+                    at = self.words.index(flag) + 1
+                    while at < len(self.words) and not self.words[at].startswith("--"):
+                        del self.words[at]
+                    del self.words[at - 1]
+            self.entries(entries, ast.Dict([], []), None)
+
+    def removed(self, node: ast.Delete) -> None:
+        self.changed += [
+            f"`{_brief(one)}` (line {node.lineno})" for one in node.targets if isinstance(one, ast.Subscript)
+        ]
+
+    def assign(self, target: ast.expr, value: ast.expr, on: str | None) -> None:
+        match target:
+            case ast.Name(id=name):
+                self.table = name
+                if not self.unfilled(name, value):
                     self.node(value, on, False)
-                    self.name(name, ast.BinOp(ast.Name(name), op, value), on)
-                    continue
-                case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Expr(value=ast.Constant()):
-                    pass
-                case ast.Assign(targets=[ast.Subscript() as place]) | ast.Delete(targets=[ast.Subscript() as place]):
-                    self.changed.append(f"`{_brief(place)}` (line {node.lineno})")
-                    self.nodes(list(ast.iter_child_nodes(node)), on)
-                case _:
-                    self.nodes(list(ast.iter_child_nodes(node)), on)
-            self.names |= _holes(loose)
+                self.table = ""
+                self.name(name, value, on)
+                return
+            case ast.Attribute():
+                self.attribute(target, hole(_brief(target)) if on else _value(value, self.names))
+            case ast.Subscript():
+                self.changed.append(f"`{_brief(target)}` (line {target.lineno})")
+        self.nodes([target, value], on)
+
+    def augment(self, target: ast.expr, op: ast.operator, value: ast.expr, on: str | None) -> None:
+        self.node(value, on, False)
+        if isinstance(target, ast.Name):
+            self.name(target.id, ast.BinOp(ast.Name(target.id), op, value), on)
+
+    def expression(self, node: ast.expr, on: str | None) -> None:
+        self.node(node, on, False)
+
+    def spoken(self, node: ast.AST) -> bool:
+        """Whether a call is of a function of this file that has flags."""
+        match node:
+            case ast.Call(func=ast.Name(id=name)):
+                return name in self.speaking and name not in self.methods
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=name)):
+                return name in self.speaking & self.methods
+        return False
+
+    def hands(self, node: ast.Call) -> bool:
+        """Whether a function of this file gets a dictionary, into which it may put something."""
+        return isinstance(node.func, ast.Name) and any(
+            isinstance(a, ast.Name) and isinstance(self.names.get(a.id), dict)
+            for a in (*node.args, *(w.value for w in node.keywords))
+        )
+
+    def speaks(self, node: ast.AST) -> bool:
+        return any(map(self.spoken, ast.walk(node)))
 
     def name(self, name: str, value: ast.expr, on: str | None) -> None:
         held = hole(name) if on else _value(value, self.names)
-        if says := not self.unfilled(name, value) and (_says([value]) or (self.fills(value) and self.text(value))):
+        if says := not self.unfilled(name, value) and (
+            _says([value]) or self.speaks(value) or (self.fills(value) and self.text(value))
+        ):
             self.read.add(name)
         known = isinstance(held, dict) or not (says or isinstance(held, list) or _open(held))
         self.names[name] = held if known else hole(name)
@@ -652,8 +931,11 @@ class Strings:
                     self.changed.append(f"`{_brief(node)}` (line {node.lineno})")
                 self.node(function, on, listed)
                 return
-            case ast.stmt():
-                self.block([node], on)
+            case ast.Call(args=args, keywords=words) if (self.spoken(node) or self.hands(node)) and self.follows(
+                _called(node.func)
+            ):
+                self.nodes([*args, *words], on)
+                self.follow(node, on)
             case ast.IfExp(test=test, body=one, orelse=other):
                 self.fork(test, one, other, on, listed)
             case ast.BoolOp(op=op, values=[first, *rest]):
@@ -661,9 +943,17 @@ class Strings:
                 self.nodes(
                     rest, _and(on, _brief(first) if isinstance(op, ast.And) else f"not ({_brief(first)})"), listed
                 )
+            case ast.JoinedStr(values=parts) if any(map(self.speaks, parts)):
+                for speaks, several in groupby(parts, self.speaks):  # the words around what a function makes
+                    if speaks:
+                        self.nodes([*several], on)
+                    else:
+                        self.string(ast.copy_location(ast.JoinedStr([*several]), node), on, listed)
             case ast.JoinedStr() | ast.Constant(value=str()):
                 self.string(node, on, listed)
-            case ast.BinOp() | ast.Call() if (_says([node]) or self.fills(node)) and self.text(node):
+            case ast.BinOp() | ast.Call() if (
+                (_says([node]) or self.fills(node)) and self.text(node) and not self.speaks(node)
+            ):
                 self.string(node, on, listed)
             case ast.Name(id=name) if name not in self.read and (
                 self.text(node) or _says(map(ast.Constant, _strings(self.names.get(name))))
@@ -688,6 +978,22 @@ class Strings:
                 self.again(said, node, on, listed)
             case ast.List(elts=elements) | ast.Tuple(elts=elements):
                 begin = next((i for i, e in enumerate(elements) if isinstance(e, ast.Starred) or _says([e])), 0)
+                scripts = [
+                    i for i, e in enumerate(elements) if isinstance(e, ast.Constant) and SCRIPT.fullmatch(str(e.value))
+                ]
+                if (
+                    scripts
+                    and on is None
+                    and not self.takes(
+                        [
+                            ast.literal_eval(e)
+                            for e in elements[scripts[0] - 1 : scripts[0]]
+                            if isinstance(e, ast.Constant)
+                        ]
+                    )
+                ):
+                    self.words.append(ast.literal_eval(elements[scripts[0]]))
+                    begin = max(begin, scripts[0] + 1)
                 self.nodes(elements[begin:], on, True)  # the command before its flags is no value of one before it
             case (
                 ast.BinOp()
@@ -784,7 +1090,10 @@ class Strings:
         words = [re.sub("\ue003", lambda _: next(left), part) for part in parts]
         text = [word for word in words if HOLE.sub("", word) or not {*holes(word)} <= self.read]
         if any(w.startswith("--") for w in text):
-            if not self.asks(on):  # the command before its flags
+            script = [i for i, w in enumerate(text) if SCRIPT.fullmatch(w) and not self.takes(text[i - 1 : i])]
+            if script and on is None:
+                text = text[script[0] :]
+            elif not self.asks(on):  # the command before its flags
                 text = text[next(i for i, w in enumerate(text) if w.startswith("--")) :]
             if on is None:
                 self.words += text
