@@ -512,6 +512,7 @@ REFUSALS = [
     (NATIVE, BLEND | {"data.path": "/d/x"}, "data.path", "blend data with a `path`"),
     (NATIVE, SFT | {"schedule.pretrained": None}, "schedule.pretrained", "learned by a pretrained model"),
     (NATIVE, SFT | {"data.answer": None}, "data.answer", "sft data without `answer`"),
+    (NATIVE, SFT | {"data.name": "sft_blend"}, "data.path", "sft_blend data with a `path`"),
     (NATIVE, SFT | {"data.answer": "input"}, "data.answer", "both prompt and answer"),
     (NATIVE, SFT | {"schedule.eval_steps": 1}, "schedule.eval_steps", "are not carried over"),
     (NATIVE, SFT | {"feature.mtp.depths": 1}, "feature.mtp.depths", "does not tell MTP which tokens are the answer"),

@@ -164,7 +164,7 @@ class Plan:
         told = {
             "schedule.pretrained": (r.schedule.pretrained is not None, "starts from no pretrained weights"),
             "feature.lora.rank": (r.feature.lora is not None, "has no adapters"),
-            "data.name": (r.data.name == "sft", "reads no prompts and answers"),
+            "data.name": (r.data.sft, "reads no prompts and answers"),
         }
         return tuple(
             Problem(f"Megatron's own trainer {what}", key=key, hint=hint, law="trainer-of-megatron")

@@ -93,8 +93,10 @@ def overwritten(folder: Path, made: manifest.Manifest) -> Iterator[Problem]:
 
 
 def _files(data: "Data", root: Path) -> Iterator[tuple[str, Path]]:
-    if data.name == "sft":
-        yield SAMPLES, root / (data.path or "") / SAMPLES
+    if data.sft:
+        names = [SAMPLES] if data.parts is None else [f"part{n}/{SAMPLES}" for n in range(1, len(data.parts) + 1)]
+        yield from ((name, root / folder / SAMPLES) for name, folder in zip(names, data.folders, strict=True))
+        return
     prefixes = {"data": data.path} if data.name == "indexed" else {}
     prefixes |= {f"part{number}": part.path for number, part in enumerate(data.parts or (), 1)}
     prefixes |= {f"valid{number}": part.path for number, part in enumerate(data.valid_parts or (), 1)}

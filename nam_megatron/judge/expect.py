@@ -39,7 +39,7 @@ def _mixed(parts: Sequence[Part] | None) -> list[str]:
 
 def _data_path(p: Plan) -> list[str] | None:
     data = p.recipe.data
-    if data.name == "blend":
+    if data.parts is not None:
         return None if data.valid_parts is not None else _mixed(data.parts)
     return [str(data.path)] if data.name in ("indexed", "sft") else None
 

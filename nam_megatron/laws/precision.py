@@ -158,7 +158,7 @@ LAWS = (
     flash_untried("context", lambda r: r.parallel.context > 1, "context ranks"),
     flash_untried("dropout", lambda r: r.model.attention_dropout > 0, "dropout"),
     flash_untried("deterministic", lambda r: r.precision.deterministic, "`precision.deterministic`"),
-    flash_untried("documents", lambda r: r.data.name == "sft", "packed documents"),
+    flash_untried("documents", lambda r: r.data.sft, "packed documents"),
     flash_untried("graphs", graphs_of_parts, "CUDA graphs of parts of layers"),
     Law(
         id="fused-gradients-fsdp",

@@ -79,11 +79,6 @@ def _weights(data: Data) -> tuple[float, ...]:
     return tuple(map(float, data.split.split(","))) if data.split and SPLIT.fullmatch(data.split) else ()
 
 
-def _sft(data: Data) -> bool:
-    """Whether samples are prompts and answers: they end in padding, and prompts bear no loss."""
-    return data.name == "sft"
-
-
 def _wandb_lacks(tracking: Tracking) -> Iterator[Words]:
     for name in ("wandb_name", "wandb_dir"):
         if tracking.wandb_project and not getattr(tracking, name):
@@ -251,7 +246,7 @@ LAWS = (
         id="answers-without-model",
         category=CONTRADICTION,
         key="schedule.pretrained",
-        when=lambda data, schedule: _sft(data) and schedule.pretrained is None,
+        when=lambda data, schedule: data.sft and schedule.pretrained is None,
         says="answers are learned by a pretrained model, and none is named",
         way="give the folder of its checkpoints: `schedule.pretrained=FOLDER`",
     ),
@@ -259,7 +254,7 @@ LAWS = (
         id="prompt-is-answer",
         category=CONTRADICTION,
         key="data.answer",
-        when=lambda data: _sft(data) and data.prompt is not None and data.prompt == data.answer,
+        when=lambda data: data.sft and data.prompt is not None and data.prompt == data.answer,
         says="`{data.prompt}` is both prompt and answer",
         way="name another field",
     ),
@@ -267,7 +262,7 @@ LAWS = (
         id="answers-evaluations",
         category=OURS,
         key="schedule.eval_steps",
-        when=lambda data, schedule: _sft(data) and schedule.eval_steps,
+        when=lambda data, schedule: data.sft and schedule.eval_steps,
         says="evaluations on prompts and answers are not carried over: they would end with the first pass over them",
         way="set it to 0",
         source=BRIDGE,
@@ -276,7 +271,7 @@ LAWS = (
         id="answers-mtp",
         category=WRONG,
         key="feature.mtp.depths",
-        when=lambda data, plan: _sft(data) and plan.mtp,
+        when=lambda data, plan: data.sft and plan.mtp,
         says="Megatron-Bridge does not tell MTP which tokens are the answer: its loss would be of the prompts too",
         way="set it to 0; a checkpoint with MTP loads without",
         source=BRIDGE,
@@ -285,7 +280,7 @@ LAWS = (
         id="answers-fim",
         category=CONTRADICTION,
         key="feature.fim.enabled",
-        when=lambda data, fim: _sft(data),
+        when=lambda data, fim: data.sft,
         says="fill-in-the-middle of prompts and answers",
         way="set it to false",
     ),
@@ -293,7 +288,7 @@ LAWS = (
         id="answers-context",
         category=OURS,
         key="parallel.context",
-        when=lambda data, parallel: _sft(data) and parallel.context > 1,
+        when=lambda data, parallel: data.sft and parallel.context > 1,
         says="prompts and answers have been shown on whole sequences alone",
         way="set it to 1",
         source=BRIDGE,
@@ -302,7 +297,7 @@ LAWS = (
         id="answers-capacity",
         category=WRONG,
         key="model.blocks.moe.capacity_factor",
-        when=lambda data, moe: _sft(data) and moe.capacity_factor is not None,
+        when=lambda data, moe: data.sft and moe.capacity_factor is not None,
         says="padding behind an answer would take places of experts, and tokens be dropped for it",
         way="set it to null: dropless",
         source="core/transformer/moe/moe_utils.py",
@@ -311,7 +306,7 @@ LAWS = (
         id="answers-shared-top-k",
         category=REFUSES,
         key="execution.dsa.kernels",
-        when=lambda data, dsa, plan: _sft(data) and plan.index_reuse and dsa.kernels == "megatron",
+        when=lambda data, dsa, plan: data.sft and plan.index_reuse and dsa.kernels == "megatron",
         says="Megatron's DSA hands a top-k on only where samples have masks, and these have none",
         way="`fused`, or `model.blocks.dsa.full_every=1`",
         source="core/transformer/experimental_attention_variant/dsa.py",

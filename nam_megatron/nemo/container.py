@@ -153,7 +153,7 @@ CLASSES: Mapping[str, type] = {
 
 def classes(recipe: Recipe) -> Mapping[str, type]:
     """The class of each section."""
-    return {**CLASSES, "dataset": finetune.Samples} if recipe.data.name == "sft" else CLASSES
+    return {**CLASSES, "dataset": finetune.Samples} if recipe.data.sft else CLASSES
 
 
 def _blend(a: Arguments) -> Any:
@@ -209,6 +209,11 @@ ELSEWHERE = {
     "openai_gelu": (False, "there is no field for it"),
     "bias_gelu_fusion": (False, "there is no field for it"),
     "quick_geglu": (False, "there is no field for it"),
+    # Of prompts and answers it goes without saying; other datasets have the fields.
+    "reset_position_ids": (False, "there is no field for it"),
+    "reset_attention_mask": (False, "there is no field for it"),
+    "eod_mask_loss": (False, "there is no field for it"),
+    "create_attention_mask_in_dataloader": (False, "there is no field for it"),
 }
 
 

@@ -11,8 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
+from megatron.bridge.data import utils as providers
+from megatron.bridge.data.builders import (
+    GPTSFTDatasetBuilder,
+    PromptCompletionSFTPreprocessingConfig,
+    gpt_sft_train_valid_test_datasets_provider,
+)
 from megatron.bridge.data.builders import GPTSFTDatasetConfig as Samples
-from megatron.bridge.data.builders import PromptCompletionSFTPreprocessingConfig
+from megatron.core.datasets.utils import normalize
+from torch.utils.data import Dataset
 
 from nam_megatron import tracker
 from nam_megatron.compile.lower import Lowering
@@ -21,6 +29,7 @@ from nam_megatron.errors import Problem, Refused
 from nam_megatron.judge import same
 from nam_megatron.nemo import guards
 from nam_megatron.recipe import Recipe
+from nam_megatron.recipe.data import words
 from nam_megatron.runtime import checkpoint, checksums
 from nam_megatron.runtime.bridge import Arguments
 from nam_megatron.words.regular import irregular
@@ -30,27 +39,50 @@ BEGAN = "began.json"  # beside the plan in the folder of the checkpoints
 
 # The container ----------------------------------------------------------------------------------------------------------
 
-# What Megatron's arguments say of its own datasets; of prompts and answers it goes without saying.
-OTHERS = {
-    "dataset.dataset_root": (
-        "data_path",
-        "mock_data",
-        "train_data_path",
-        "valid_data_path",
-        "split",
-        "data_cache_path",
-    ),
-    "dataset.preprocessing": ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
-    "dataset.dataset_kwargs": ("create_attention_mask_in_dataloader",),
-}
+
+class Mixed(Dataset):
+    """Prompts and answers of several folders, mixed by Megatron's rule for its own datasets; Bridge 0.6.2 itself reads one folder.
+
+    config: its `dataset_root` is weight and folder, in turn.
+    """
+
+    def __init__(self, config: Samples, tokenizer: Any) -> None:
+        from megatron.core.datasets import helpers  # compiled code
+
+        size, weights = config.max_train_samples or 0, normalize([float(weight) for weight in config.dataset_root[::2]])
+        self.part, self.place = numpy.zeros(size, numpy.int16), numpy.zeros(size, numpy.int64)
+        helpers.build_blending_indices(self.part, self.place, weights, len(weights), size, False)
+        drawn = zip(config.dataset_root[1::2], numpy.bincount(self.part, minlength=len(weights)).tolist(), strict=True)
+        alone = [replace(config, dataset_root=folder, max_train_samples=count) for folder, count in drawn]
+        self.datasets = [GPTSFTDatasetBuilder(one, tokenizer).build()[0] for one in alone]
+        self.collate_fn = self.datasets[0].collate_fn
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.datasets[self.part[index]][int(self.place[index])]
+
+
+def provided(counts: list[int], config: Samples, tokenizer: Any = None, pg_collection: Any = None) -> tuple[Any, ...]:
+    """The datasets for training, validation and test: Bridge's own provider, but for a blend."""
+    if isinstance(config.dataset_root, list):
+        return Mixed(config, tokenizer), None, None
+    return gpt_sft_train_valid_test_datasets_provider(counts, config, tokenizer, pg_collection)
+
+
+providers._REGISTRY[Samples] = provided
+
+# Megatron's arguments for where its own datasets are.
+PLACES = ("data_path", "mock_data", "train_data_path", "valid_data_path", "split", "data_cache_path")
 
 
 def dataset(a: Arguments) -> Samples:
     """Prompts and answers as Bridge reads them: shuffled anew in each pass, every sample padded to the model's length."""
     data = a.lowering.plan.recipe.data
-    for a.field, names in OTHERS.items():
-        for name in names:
-            a(name)
+    a.field = "dataset.dataset_root"
+    for name in PLACES:
+        a(name)
     a.field = "dataset.max_train_samples"
     samples = a("train_iters") * a("global_batch_size")
     text = PromptCompletionSFTPreprocessingConfig(
@@ -59,7 +91,7 @@ def dataset(a: Arguments) -> Samples:
     return Samples(
         **a.of("dataset", Samples)
         | {
-            "dataset_root": data.path,
+            "dataset_root": list(words(data.parts)) or data.path,
             "max_train_samples": samples,
             "preprocessing": text,
             "dataset_kwargs": {"pad_to_max_length": True},
@@ -83,7 +115,7 @@ def objections(lowering: Lowering, *, thorough: bool = True) -> Iterator[Problem
         yield from (replace(p, key="schedule.pretrained") if p.key in (None, "schedule.load") else p for p in found)
         if not found:
             yield from resumed(recipe)
-    if recipe.data.name == "sft" and thorough:
+    if recipe.data.sft and thorough:
         yield from samples(recipe)
 
 
@@ -112,10 +144,9 @@ def samples(recipe: Recipe) -> Iterator[Problem]:
     """What of the prompts and answers could not be learned as it stands: Bridge would cut it, or stop on the way."""
     from transformers import AutoTokenizer
 
-    data, path = recipe.data, Path(recipe.data.path or "") / SAMPLES
-    tokens = Path(data.tokenizer or "")
+    data, tokens = recipe.data, Path(recipe.data.tokenizer or "")
     pipes = [
-        *irregular((path,), "data.path"),
+        *irregular([Path(folder) / SAMPLES for folder in data.folders], data.key),
         *irregular(tokens.iterdir() if tokens.is_dir() else (), "data.tokenizer"),
     ]
     if pipes:
@@ -133,14 +164,21 @@ def samples(recipe: Recipe) -> Iterator[Problem]:
     if tokenizer.eos_token_id is None:
         yield Problem("the tokenizer has no end of a text, which every answer ends with", key="data.tokenizer")
         return
+    for folder in data.folders:
+        yield from _of_folder(Path(folder) / SAMPLES, recipe, tokenizer)
+
+
+def _of_folder(path: Path, recipe: Recipe, tokenizer: Any) -> Iterator[Problem]:
+    """The same of one file of samples."""
+    where = recipe.data.key
     try:
         lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")  # as Bridge parts them
     except (OSError, UnicodeDecodeError) as err:
         message = f"`{path}` cannot be read: {getattr(err, 'strerror', None) or err}"
-        yield Problem(message, key="data.path", hint=f"a folder with `{SAMPLES}`, a JSON object a line")
+        yield Problem(message, key=where, hint=f"a folder with `{SAMPLES}`, a JSON object a line")
         return
     if lines == [""]:
-        yield Problem(f"`{path}` has no samples", key="data.path")
+        yield Problem(f"`{path}` has no samples", key=where)
         return
     found = [(n, bad) for n, line in enumerate(lines, 1) if (bad := _unfit(line, recipe, tokenizer))]
     if found:
@@ -157,7 +195,7 @@ def _unfit(line: str, recipe: Recipe, tokenizer: Any) -> tuple[str, str] | None:
     except ValueError:
         sample = None
     if not isinstance(sample, dict):
-        return "is no JSON object", "data.path"
+        return "is no JSON object", recipe.data.key
     length = 1
     for key in ("prompt", "answer"):
         text = sample.get(name := getattr(recipe.data, key))
@@ -185,18 +223,19 @@ def sign(recipe: Recipe) -> None:
 
 def forget(recipe: Recipe) -> None:
     """Remove Bridge's index of where the lines of an older file of samples began: it looks only whether one is there."""
-    path = Path(recipe.data.path or "") / SAMPLES
-    index = path.with_name(f"{SAMPLES}.idx.npy")
-    if recipe.data.name == "sft" and index.is_file() and index.stat().st_mtime_ns <= path.stat().st_mtime_ns:
-        index.unlink(missing_ok=True)
+    for folder in recipe.data.folders if recipe.data.sft else ():
+        path = Path(folder) / SAMPLES
+        index = path.with_name(f"{SAMPLES}.idx.npy")
+        if index.is_file() and index.stat().st_mtime_ns <= path.stat().st_mtime_ns:
+            index.unlink(missing_ok=True)
 
 
 def _began(recipe: Recipe) -> dict[str, str]:
     folder = Path(recipe.schedule.pretrained or "")
     step = tracker.newest(folder)
     found = {"schedule.pretrained": f"{step.name} {_digest(step / checksums.NAME)}"}
-    if recipe.data.name == "sft":
-        found["data.path"] = _digest(Path(recipe.data.path or "") / SAMPLES)
+    if recipe.data.sft:
+        found[recipe.data.key] = " ".join(_digest(Path(folder) / SAMPLES) for folder in recipe.data.folders)
     return found
 
 

@@ -214,7 +214,7 @@ def _replaced(c: ConfigContainer, classes: Mapping[str, Any]) -> Iterator[Proble
         theirs = getattr(c, name)
         if not isinstance(theirs, cls) and not _free(name):
             message = f"`{name}` was replaced by {_named(theirs)}: it is no longer the recipe's"
-            yield Problem(message, hint=f"change its fields, or the recipe: `overrides=['{name}...']`")
+            yield Problem(message, hint=_hint(name, "change its fields, or the recipe"))
     for field in dataclasses.fields(c):
         theirs = getattr(c, field.name)
         if isinstance(theirs, dict) and field.name != "env_vars":

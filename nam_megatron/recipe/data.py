@@ -17,6 +17,7 @@ KEYS = {
     "blend": ("parts", "valid_parts", "split", "tokenizer", "cache"),
     "built": ("path", "cache"),
     "sft": ("path", "tokenizer", "prompt", "answer"),
+    "sft_blend": ("parts", "tokenizer", "prompt", "answer"),
 }
 
 
@@ -29,7 +30,7 @@ class Part(Config):
     """One of several datasets that are mixed."""
 
     weight: Annotated[PositiveFloat, Row("its share of the samples, beside the others' weights")]
-    path: Annotated[Name, Row("the indexed dataset, without suffix")]
+    path: Annotated[Name, Row("the indexed dataset, without suffix; of prompts and answers a folder")]
 
 
 def words(parts: tuple[Part, ...] | None) -> tuple[str, ...]:
@@ -41,7 +42,7 @@ class Data(Config):
     """The tokens: random ones, one or several of Megatron's indexed datasets, what `python -m nam_megatron.data build` made, or
     prompts and answers."""
 
-    name: Annotated[Literal["mock", "indexed", "blend", "built", "sft"], Row("kind of data")]
+    name: Annotated[Literal["mock", "indexed", "blend", "built", "sft", "sft_blend"], Row("kind of data")]
     path: Annotated[Name | None, Row("the dataset")]
     parts: Annotated[tuple[Part, ...] | None, Row("the datasets of a blend and their weights", was=None)]
     valid_parts: Annotated[
@@ -64,6 +65,21 @@ class Data(Config):
     def built(self) -> Path | None:
         """Folder of the built dataset, where it is one."""
         return Path(self.path or "") if self.name == "built" else None
+
+    @property
+    def sft(self) -> bool:
+        """Whether samples are prompts and answers: they end in padding, and prompts bear no loss."""
+        return self.name in ("sft", "sft_blend")
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Those of prompts and answers."""
+        return tuple(part.path for part in self.parts or ()) or (self.path or "",)
+
+    @property
+    def key(self) -> str:
+        """The key that says where it is."""
+        return "data.parts" if self.parts else "data.path"
 
     @property
     def mixed(self) -> tuple[Part, ...]:
@@ -102,5 +118,5 @@ class Data(Config):
             yield pin(name, False, why)
 
     def alone(self, site: Site) -> Iterator[str]:
-        if self.name == "sft":
+        if self.sft:
             yield "prompts and answers are read by Megatron-Bridge's trainer; Megatron would look for an indexed dataset of that name"

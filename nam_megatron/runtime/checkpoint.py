@@ -191,7 +191,6 @@ def _another(folder: Path, lowering: Lowering, thorough: bool) -> Iterator[Probl
 
 def another_data(known: Mapping[str, str], data: Data) -> Iterator[Problem]:
     """Where data is not that of a checkpoint, of which `known` are the hashes."""
-    key = "data.parts" if data.parts else "data.path"
     try:
         now = identity.hashes(identity.tree(data)) or {}
     except Refused as refused:
@@ -199,7 +198,7 @@ def another_data(known: Mapping[str, str], data: Data) -> Iterator[Problem]:
         return
     if found := identity.differing(known, now):
         message = f"the checkpoint was trained on other data: {quoted(found)} {'has' if len(found) == 1 else 'have'} another hash"
-        yield Problem(message, key=key, hint=_hint(key))
+        yield Problem(message, key=data.key, hint=_hint(data.key))
 
 
 def another_tokenizer(folder: Path, data: Data) -> Iterator[Problem]:

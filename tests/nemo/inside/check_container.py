@@ -159,21 +159,6 @@ def test_nonsense_is_refused_before_bridge_sees_it(absurd, ranks, monkeypatch):
         overridden(*absurd.split())
 
 
-def test_the_same_nonsense_is_refused_in_the_recipes_own_words():
-    """What `python -m nam_megatron.nemo dump conf=nam56r_native_dp ...` says."""
-    keys = {
-        "model.no_such_field=1": "no_such_field",
-        "model.blocks.moe.top_k=500": "top-k 500 of 16 experts",
-        "model.hidden_size=2688.5": "must be an integer",
-        "model.hidden_size=2687": "multiple of 8",
-        "optim.lr=-1": "greater than 0",
-        "model.blocks.moe.experts=100 parallel.expert=8": "not divisible",
-    }
-    for words, said in keys.items():
-        with pytest.raises(Refused, match=said):
-            nemo.recipe("nam56r_native_dp", words.split())
-
-
 def test_an_override_becomes_the_recipes_and_all_that_follows_from_it(ranks):
     ranks(8)
     made = overridden("model.seq_length=2048", "train.train_iters=20")

@@ -20,6 +20,14 @@ from nam_megatron.nemo.overrides import FIXED, LEAVE, _free, _plain, flat
 
 pytestmark = pytest.mark.usefixtures("fusions")
 NATIVE, LATENT = "nam56r_native_dp", "nam56r_fused"
+SFT = ("data.tokenizer=/t", "schedule.pretrained=/p")
+BLEND = "data.parts=[{weight: 2, path: /a}, {weight: 1, path: /b}]"
+CASES = [
+    (NATIVE, ()),
+    (LATENT, ()),
+    (NATIVE, ("data=sft", "data.path=/d", *SFT)),
+    (NATIVE, ("data=sft_blend", BLEND, *SFT)),
+]
 DECIDED = yaml.safe_load((Path(__file__).parents[3] / "nam_megatron/nemo/decided.yaml").read_text())
 
 
@@ -152,15 +160,17 @@ def wrong(made: NamContainer, path: str, value: Any) -> str | None:
     return f"{problem.message} @ {problem.key}: {problem.hint}"
 
 
-@pytest.mark.parametrize("preset", [NATIVE, LATENT])
-def test_every_field_is_taken_or_refused_with_a_reason_or_with_words_that_hold(preset, ranks):
-    made = nemo.recipe(preset)
+@pytest.mark.parametrize(
+    ("preset", "words"), CASES, ids=lambda said: said if isinstance(said, str) else " ".join(said[:1])
+)
+def test_every_field_is_taken_or_refused_with_a_reason_or_with_words_that_hold(preset, words, ranks):
+    made = nemo.recipe(preset, words)
     ranks(made.model.lowering.plan.recipe.world_size)
     todo = {path: value for path, value in every(made) if not _free(path)}
-    if preset == LATENT:  # the rest is as above
+    if part := (preset, words) != CASES[0]:  # the rest is as above
         above = flat(nemo.recipe(NATIVE))
         todo = {path: value for path, value in todo.items() if path not in above}
-    assert len(todo) > (5 if preset == LATENT else 500)
+    assert len(todo) > (5 if part else 500)
     bad = {path: said for path, value in todo.items() if (said := wrong(made, path, value))}
     assert not bad, "\n".join(f"{path}: {said}" for path, said in bad.items())
 
@@ -179,10 +189,10 @@ def test_a_free_field_is_left_to_whoever_sets_it(ranks):
 def test_words_that_are_said_to_decide_a_field_do(group):
     """Followed as they stand, by one preset at least."""
     left = set(group["fields"])
-    for preset in (NATIVE, LATENT):
-        before = flat(nemo.recipe(preset))
+    for preset, words in CASES:
+        before = flat(nemo.recipe(preset, words))
         try:
-            now = flat(nemo.recipe(preset, shlex.split(group["words"])))
+            now = flat(nemo.recipe(preset, [*words, *shlex.split(group["words"])]))
         except Refused as refused:
             print(refused.render())
             continue

@@ -199,8 +199,9 @@ def test_every_field_of_the_container_is_somebodys():
     from nam_megatron.nemo.overrides import _free, flat, reviewed
 
     owned, seen = set(), set()
-    for preset in PRESETS:
-        lowering = lowered(preset, ())
+    sft = ("data=sft_blend", "data.parts=[{weight: 2, path: /a}]", "data.tokenizer=/t", "schedule.pretrained=/p")
+    for preset, words in [*((preset, ()) for preset in PRESETS), ("nam56r_native_dp", sft)]:
+        lowering = lowered(preset, words)
         c, a = made(lowering)
         seen |= {path for path in flat(c) if not _free(path)}
         owned |= {path for setting in lowering.settings for path in a.fields[setting.name]}

@@ -240,7 +240,7 @@ def by_nemo_run(words: list[str], home: Path) -> list[pretend.Rank]:
 
 
 def test_one_recipe_by_every_loop_has_the_same_losses(tmp_path):
-    """Nemotron's where its source is: last run on 2026-11-27 with e27b371, `NAM_NEMOTRON=FOLDER/src`."""
+    """Nemotron's where its source is: last run on 2026-11-28 with e27b371, `NAM_NEMOTRON=FOLDER/src`."""
     whole = ["conf=nam56r_smoke", *PLAIN]
     by = {
         "our command": pretend.fork(1, lambda: ours(["pretrain", *whole])),
@@ -386,6 +386,29 @@ def test_answers_alone_are_learned_from_pretrained_weights_and_resumed(pretraine
     assert unfit(*goes_on) == []
     (pretrained / "training.jsonl").write_text("".join(json.dumps(s) + "\n" for s in SAMPLES[::-1]))
     assert unfit(*goes_on) == ["what stands there is not what the run began with"]
+
+
+def test_a_blend_of_answers_is_learned_in_its_shares_and_resumed(pretrained, tmp_path):
+    for name, chosen in (("few", SAMPLES[:3]), ("rest", SAMPLES[3:])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "training.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in chosen))
+    parts = f"data.parts=[{{weight: 3, path: {tmp_path}/few}}, {{weight: 1, path: {tmp_path}/rest}}]"
+    words = ["data=sft_blend" if w == "data=sft" else w for w in sft(pretrained) if not w.startswith("data.path")]
+    words += [parts, f"schedule.save={tmp_path / 'out'}", "schedule.save_interval=2"]
+    (whole,) = ran(tmp_path / "plan.json", watched, *words)
+    learned = [json.loads(line.removeprefix("learned "))[1] for line in whole.out.splitlines() if "learned " in line]
+    encoder = tokenizer.load(pretrained / "tokenizer")
+    texts = [encoder.decode(row) for rows in learned for row in rows]
+    few = [text in {sample["output"] for sample in SAMPLES[:3]} for text in texts]
+    assert [sum(few[i : i + 4]) for i in range(0, 16, 4)] == [3, 3, 3, 3], "of every four samples"
+    assert len({text for text, of in zip(texts, few, strict=True) if not of}) == 4, "none twice before all came once"
+    shutil.rmtree(tmp_path / "out")
+    first = ran(tmp_path / "plan.json", by_bridge, *words, "schedule.stop_every=2")
+    words.append(f"schedule.load={tmp_path / 'out'}")
+    assert steps(first) | steps(ran(tmp_path / "plan.json", by_others, *words)) == steps([whole])
+    (tmp_path / "rest" / "training.jsonl").write_text("[]\n")
+    assert unfit(*words) == ["what stands there is not what the run began with",
+                             f"line 1 of `{tmp_path}/rest/training.jsonl` is no JSON object"]  # fmt: skip
 
 
 def test_weights_of_the_other_trainer_are_the_same_start(pretrained, tmp_path):
