@@ -17,19 +17,25 @@ from nam_megatron.recipe import from_tree, to_tree
 FILE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 BASE = FILE["parts"]["base"]
 # name -> (class of transformers, its config)
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+ALL: dict[str, tuple[str, dict[str, Any]]] = {
     name: (said["class"], reduce(or_, [FILE["parts"][part] for part in said["parts"]], {}) | said["config"])
-    for name, said in FILE["models"].items()
+    for name, said in (FILE["models"] | FILE["described"]).items()
 }
+MODELS = {name: ALL[name] for name in FILE["models"]}
+
+
+def built(name: str, **more: Any) -> Any:
+    """The model, with what its class begins with."""
+    kind, keys = ALL[name]
+    config = getattr(transformers, f"{kind}Config")(**BASE | keys | more)
+    config._attn_implementation = "eager"
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 
 def write(name: str, to: Path, **more: Any) -> Any:
     """The model in bf16, saved to a folder in several shards."""
-    kind, keys = MODELS[name]
     torch.manual_seed(7)
-    config = getattr(transformers, f"{kind}Config")(**BASE | keys | more)
-    config._attn_implementation = "eager"
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = built(name, **more)
     with torch.no_grad():
         for at, tensor in model.state_dict().items():  # so that nothing stands where it began
             if tensor.is_floating_point():

@@ -184,6 +184,12 @@ def test_a_scaling_that_megatron_has_and_no_recipe_is_described_and_not_written(
 
 
 # What transformers 5 writes of each, where version 4 writes another.
+def test_a_factor_that_megatron_ignores_is_no_finding_of_a_model_that_recipes_have():
+    """Llama-3.2's, which `feature.llama_rope.factor` is."""
+    found = lint(json.dumps(LLAMA | {"rope_scaling": LLAMA["rope_scaling"] | {"factor": 32.0}}), "config.json")
+    assert not found.findings and recipe.make(found, Path("back.yaml")).recipe.feature.llama_rope.factor == 32
+
+
 INF = {"__float__": "Infinity"}
 SYMBOLS = {"M": "mamba", "E": "moe", "*": "attention", "-": "mlp"}
 SPELLED = {
@@ -227,6 +233,41 @@ def test_the_text_model_of_a_nested_config_is_read():
     nested["text_config"] = text | {"tie_word_embeddings": True}  # transformers 4 would tie them, and 5 not
     with pytest.raises(Refused, match="`tie_word_embeddings` is false, and true in `text_config`"):
         lint(json.dumps(nested), "config.json")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "change"),
+    [
+        ("qwen3_vl_text", "qwen3_8b", {"mrope_section": [24, 20, 20], "mrope_interleaved": True}),
+        ("qwen2_5_vl", "qwen2", {"type": "mrope", "mrope_section": [16, 24, 24]}),
+        ("glm4v_moe_text", "glm_4_5_air", {"mrope_section": [8, 12, 12]}),
+        ("qwen3_vl_moe_text", "qwen3_30b_a3b", {"mrope_section": [24, 20, 20]}),
+    ],
+)
+def test_a_model_that_also_sees_is_described_by_its_text(model_type, name, change):
+    """Whose positions are the same in every section: plain RoPE."""
+    base = CONFIGS["qwen3_8b"] | {"model_type": name} if name == "qwen2" else CONFIGS[name]
+    seeing = base | {"model_type": model_type, "rope_scaling": {"rope_type": change.get("type", "default")} | change}
+    assert flags(seeing, "a") == flags(base, "b")
+    with pytest.raises(Refused, match="of type mrope"):
+        flags(LLAMA | {"rope_scaling": {"type": "mrope"}}, "c")
+
+
+def test_architectures_that_are_not_read_say_whose_lack_it_is():
+    named = [
+        kind
+        for whys in yaml.safe_load(huggingface.LACKS.read_text()).values()
+        for kinds in whys.values()
+        for kind in kinds.split()
+    ]
+    assert len({*named}) == len(named) and not {*named} & huggingface.KINDS.keys()
+    for kind, says in {
+        "lfm2": "short convolutions: Megatron 0.19.2",
+        "gpt2": "other names: Megatron may",
+        "bert": "Megatron may",
+    }.items():
+        with pytest.raises(Refused, match=f"`{kind}` in `a` is no architecture that is read.*{says}"):
+            huggingface.words(LLAMA | {"model_type": kind}, "a")
 
 
 def test_how_published_weights_are_stored_is_said():
@@ -316,6 +357,22 @@ NEWER = {"rope_theta": 1000000, "rope_type": "default"}  # as transformers 5 wri
         ("deepseek_v3_yarn", {"scoring_func": "softmax"}, "its code has other scores"),
         ("deepseek_v3_yarn", {"topk_method": "greedy"}, "its code chooses otherwise"),
         ("deepseek_v2_lite", {"topk_method": "noaux_tc"}, "its code chooses otherwise"),
+        ("deepseek_v3_yarn", {"topk_group": 0}, "it is 1 or more"),
+        ("deepseek_v3_yarn", {"qk_head_dim": 200}, "`qk_head_dim: 200`"),
+        ("deepseek_v3_yarn", {"head_dim": 128}, "`head_dim: 128`"),
+        ("deepseek_v3_yarn", {"num_local_experts": 8}, "beside `num_local_experts: 8`"),
+        ("mixtral_8x7b", {"num_experts": 16}, "beside `num_experts: 16`"),
+        ("llama_3_1_8b", {"partial_rotary_factor": 0.5}, "`llama` turns whole heads"),
+        ("glm_4_5_air", {"partial_rotary_factor": 1.5}, "above 0, and no more than 1"),
+        ("qwen3_8b", {"head_dim": 0}, "it is 1 or more"),
+        ("qwen3_8b", {"is_causal": False}, "`is_causal: False`"),
+        ("qwen3_8b", {"model_type": "stablelm", "partial_rotary_factor": 0.25, "head_dim": 64}, "together are as wide as"),
+        ("qwen3_8b", {"model_type": "smollm3", "no_rope_layers": [1, 0]}, "1 or 0 for each layer"),
+        ("qwen3_8b", {"model_type": "dots1", "sliding_window": 64, "use_sliding_window": None, "max_window_layers": 9,
+         **dict.fromkeys(("routed_scaling_factor", "n_group", "topk_group", "n_shared_experts", "norm_topk_prob"), 1)},
+         "does not say `layer_types`"),
+        ("nemotron_3_nano_30b_a3b", {"n_shared_experts": 0}, "its code has one"),
+        ("qwen3_next_80b_a3b", {"model_type": "qwen3_5_moe_text", "decoder_sparse_step": 2}, "experts in all layers"),
     ],
     ids=str,
 )  # fmt: skip
@@ -470,7 +527,7 @@ def test_a_number_of_a_config_is_held_by_its_flags_and_no_other(name):
     for key in config.keys() & HOLDS.keys():
         if config[key] is None or (name, key) in SILENT:
             continue
-        value = config[key] + 1
+        value = config[key] + (-0.125 if key == "partial_rotary_factor" else 1)
         now = flags(config | {key: value}, name)
         changed = {flag for flag in {*now, *plain} if now.get(flag) != plain.get(flag)}
         assert changed - FOLLOWS.get(key, set()) == set(HOLDS[key]), key
@@ -538,7 +595,7 @@ LAYERS = "--moe-layer-freq"
         ("deepseek_v2_lite", {"norm_topk_prob": True}, "--moe-router-pre-softmax", None),
         ("llama_3_1_8b", {"tie_word_embeddings": True}, "--untie-embeddings-and-output-weights", None),
         ("llama_3_1_8b", {"rope_scaling": None, "rope_theta": None, "rope_parameters": {"rope_type": "llama3", "factor": 4.0,
-         "rope_theta": 7.0, "partial_rotary_factor": 0.5, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+         "rope_theta": 7.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
          "original_max_position_embeddings": 8192}}, "--rope-scaling-factor", "4.0"),
     ],
     ids=str,

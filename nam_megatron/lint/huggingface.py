@@ -10,7 +10,10 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
+
+import yaml
 
 from nam_megatron.errors import Problem, Refused
 
@@ -30,29 +33,23 @@ NEVER_READ = {
 # Whose lack it is that a value cannot be said.
 MEGATRON, OURS = "Megatron 0.19.2 has no argument for it", "Megatron may have it; here it is not read"
 # Architectures that are asked for and not read, by what is lacking.
-LACKS = {
-    **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text"), f"its MLPs are gated GELU: {MEGATRON}"),
-    **dict.fromkeys(("olmo2", "olmo3"), f"its norms stand after the layers: {MEGATRON}"),
-    **dict.fromkeys(("granite", "granitemoe", "granitemoehybrid"), f"it scales its embeddings and residuals: {MEGATRON}"),
-    **dict.fromkeys(("cohere", "cohere2", "falcon", "gpt_neox"), f"its attention and MLP stand side by side: {MEGATRON}"),
-    "llama4": f"it turns only some layers' queries, and scales them by position: {OURS}", "llama4_text": f"as llama4's: {OURS}",
-    "phi3": f"it packs its projections: {OURS}", "gpt2": f"its keys have other names: {OURS}",
-}  # fmt: skip
+LACKS = Path(__file__).with_name("lacks.yaml")
 
 # What a key holds that is no number of 0 or more; of numbers, which need not be whole, and which of those that have to stand may be 0.
 FLAG, LIST, TEXT, TABLE = (bool, "true or false"), (list, "a list"), (str, "a word"), (dict, "a table")
 HOLD: Mapping[str, tuple[type, str]] = {
     **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias", "use_sliding_window",
                      "use_qk_norm", "norm_topk_prob", "seq_aux", "use_conv_bias", "rope_interleave", "attn_output_gate",
-                     "residual_in_fp32", "attention_out_bias"), FLAG),
-    **dict.fromkeys(("layer_types", "mlp_layer_types", "layers_block_type", "mlp_only_layers", "time_step_limit"), LIST),
+                     "residual_in_fp32", "attention_out_bias", "qkv_bias", "use_qkv_bias", "is_causal", "use_parallel_residual",
+                     "qk_layernorm"), FLAG),
+    **dict.fromkeys(("layer_types", "mlp_layer_types", "layers_block_type", "mlp_only_layers", "time_step_limit", "no_rope_layers"), LIST),
     **dict.fromkeys(("hidden_act", "mlp_hidden_act", "mamba_hidden_act", "topk_method", "scoring_func", "hybrid_override_pattern"), TEXT),
     **dict.fromkeys(("rope_parameters", "rope_scaling"), TABLE),
 }  # fmt: skip
 REAL = {
-    "rms_norm_eps", "layer_norm_epsilon", "norm_eps", "initializer_range", "rope_theta", "partial_rotary_factor", "hidden_dropout",
-    "attention_dropout", "routed_scaling_factor", "swiglu_limit", "router_aux_loss_coef", "aux_loss_alpha", "router_jitter_noise",
-    "residual_dropout",
+    "rms_norm_eps", "layer_norm_epsilon", "norm_eps", "layer_norm_eps", "initializer_range", "rope_theta", "partial_rotary_factor",
+    "hidden_dropout", "attention_dropout", "routed_scaling_factor", "swiglu_limit", "router_aux_loss_coef", "aux_loss_alpha",
+    "router_jitter_noise", "residual_dropout", "resid_pdrop", "embd_pdrop",
 }  # fmt: skip
 MAY_BE_0 = REAL | {"first_k_dense_replace"}
 # Keys that a dense model has no use for.
@@ -191,7 +188,7 @@ def words(root: Mapping[str, Any], name: str) -> tuple[list[str], list[str]]:
     root, beside = of_text(root)
     kind = str(root["model_type"])
     if kind not in KINDS:
-        lack = LACKS.get(kind, OURS)
+        lack = _lack(kind)
         known = f"there are: {', '.join(sorted(KINDS))}"
         raise Refused(
             Problem(f"`{kind}` in `{name}` is no architecture that is read: {lack}", key="model_type", hint=known)
@@ -223,6 +220,15 @@ def words(root: Mapping[str, Any], name: str) -> tuple[list[str], list[str]]:
     if unread:
         said.left.append(f"keys that are not read: {', '.join(unread)}")
     return found, said.left
+
+
+def _lack(kind: str) -> str:
+    """Whose lack it is that an architecture is not read."""
+    for whose, whys in yaml.safe_load(LACKS.read_text(encoding="utf-8")).items():
+        for why, kinds in whys.items():
+            if kind in kinds.split():
+                return f"{why}: {MEGATRON if whose == 'megatron' else OURS}"
+    return OURS
 
 
 def _flat(root: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -288,14 +294,14 @@ def _common(s: Said) -> Words:
     yield from ("--vocab-size", str(s.number("vocab_size")), "--padded-vocab-size", str(s.number("vocab_size")))
     yield from (
         "--normalization",
-        "RMSNorm",
+        "LayerNorm" if s.root["model_type"] in CENTRED else "RMSNorm",
         "--norm-epsilon",
-        str(s.number("rms_norm_eps", "layer_norm_epsilon", "norm_eps")),
+        str(s.number("rms_norm_eps", "layer_norm_epsilon", "norm_eps", "layer_norm_eps")),
     )
     if s.root["model_type"] not in BIASED:
         yield "--disable-bias-linear"
-    residual = "residual_dropout" if s.root["model_type"] == "seed_oss" else "hidden_dropout"
-    yield from ("--hidden-dropout", str(s.get(residual, 0.0)))
+    residual = DROPS.get(s.root["model_type"])
+    yield from ("--hidden-dropout", str(s.get(residual, 0.0) if residual else 0.0))
     yield from ("--attention-dropout", str(s.get("attention_dropout", 0.0)))
     if s.get("initializer_range") is not None:
         yield from ("--init-method-std", str(s.number("initializer_range")))
@@ -304,6 +310,7 @@ def _common(s: Said) -> Words:
     if not s.need("tie_word_embeddings"):
         yield "--untie-embeddings-and-output-weights"
     s.off("mlp_bias", "use_bias", "mamba_proj_bias", "use_sliding_window")
+    s.only("is_causal", True)
     _elsewhere(s)
     _whole(s)
     act, gated = s.need("hidden_act", "mlp_hidden_act"), s.root["model_type"] not in UNGATED
@@ -316,7 +323,32 @@ def _common(s: Said) -> Words:
         yield "--swiglu" if gated else "--squared-relu"
 
 
-UNGATED = {"nemotron_h"}
+UNGATED = {"nemotron_h", "nemotron", "arcee"}
+CENTRED = {"nemotron", "stablelm"}  # whose norms take the mean away, and have biases
+DROPS = {"seed_oss": "residual_dropout", "nemotron_h": "hidden_dropout", "stablelm": "hidden_dropout"}
+# Whose classes turn a part of each head if a key says so; others' turn all of it.
+PARTLY = {
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "glm4_moe",
+    "glm4v_moe_text",
+    "nemotron",
+    "stablelm",
+    "phi3",
+    "glm",
+}
+SQUARE = {"helium", "stablelm"}  # whose heads are together as wide as the hidden state
+PAIRED = {"helium", "ernie4_5", "glm"}  # which turn neighbouring columns
+SEEING = {
+    "qwen2_vl",
+    "qwen2_vl_text",
+    "qwen2_5_vl",
+    "qwen2_5_vl_text",
+    "qwen3_vl_text",
+    "qwen3_vl_moe_text",
+    "glm4v_moe_text",
+}
 BIASED = {"gpt_oss"}  # with a clamped gate of its own, too
 # Keys that a file may leave out and that then have another value in transformers than none: what it builds would be a guess.
 LATENT = {"deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite"}
@@ -328,8 +360,15 @@ SAID: Mapping[str, tuple[str, ...]] = {
     "gpt_oss": ("head_dim", "sliding_window", "layer_types", "attention_bias", "rope_scaling|rope_parameters"),
     "seed_oss": ("head_dim", "attention_bias", "attention_dropout", "residual_dropout"),
     "glm4_moe": (*_DEEPSEEK, "head_dim", "partial_rotary_factor"), "nemotron_h": ("head_dim|attention_head_dim",),
+    "glm4v_moe_text": (*_DEEPSEEK, "partial_rotary_factor", "attention_bias"),
+    **dict.fromkeys(("qwen3_vl_text", "helium", "ernie4_5"), ("head_dim",)),
+    "glm": ("head_dim", "partial_rotary_factor", "attention_bias"), "nemotron": ("partial_rotary_factor",),
+    "stablelm": ("partial_rotary_factor",), "solar_open": (*_DEEPSEEK[:3], "n_shared_experts", "head_dim"),
+    "dots1": (*_DEEPSEEK, "norm_topk_prob"), "cwm": ("head_dim", "sliding_window", "layer_types", "rope_scaling|rope_parameters"),
+    "ministral": ("sliding_window", "layer_types"), "phi3": ("sliding_window",),
 }  # fmt: skip
-WINDOWED = {"mixtral", "mistral", "gpt_oss"}
+LISTED = {"gpt_oss", "ministral", "cwm", "dots1"}  # whose `layer_types` say which layers have a window
+WINDOWED = {"mixtral", "mistral", "phi3", *LISTED}
 LINEAR = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 
 
@@ -354,7 +393,7 @@ def _elsewhere(s: Said) -> None:
         s.typed(key)
     if kind not in WINDOWED and root.get("sliding_window") and root.get("use_sliding_window", True):
         s.refuse("sliding_window", f"`sliding_window: {root['sliding_window']}` of `{kind}`", OURS)
-    if kind not in (*LINEAR, "gpt_oss") and (
+    if kind not in LINEAR | LISTED and (
         others := {*(root.get("layer_types") or ())} - {"full_attention", "deepseek_sparse_attention"}
     ):
         s.refuse("layer_types", f"`layer_types`: {', '.join(map(str, sorted(others)))}", OURS)
@@ -380,8 +419,10 @@ def _heads(s: Said) -> Words:
     heads, groups = s.number("num_attention_heads"), s.number("num_key_value_heads")
     if heads != groups:
         yield from ("--group-query-attention", "--num-query-groups", str(groups))
-    said = (s.get("head_dim"), s.get("attention_head_dim"), s.number("hidden_size") // heads)
-    width = next(width for width in said if width is not None)
+    said = [key for key in ("head_dim", "attention_head_dim") if s.get(key) is not None]
+    width = s.number(*said) if said else s.number("hidden_size") // heads
+    if s.root["model_type"] in SQUARE and width * heads != s.number("hidden_size"):
+        s.refuse("head_dim", f"`head_dim: {width}`", "its code has heads that together are as wide as `hidden_size`")
     yield from ("--kv-channels", str(width))
 
 
@@ -436,7 +477,14 @@ def _rope(s: Said) -> Words:
     """Rotary embedding with Llama's scaling."""
     base, scaling, kind = _angles(s)
     yield from base
+    family = s.root["model_type"]
+    if family in PAIRED:
+        yield "--rotary-interleaved"
+    if family not in PARTLY:
+        s.only("partial_rotary_factor", 1.0, lack=f"`{family}` turns whole heads, whatever the file says")
     if (part := s.get("partial_rotary_factor")) not in (None, 1.0):
+        if not 0 < part < 1:
+            s.refuse("partial_rotary_factor", f"`partial_rotary_factor: {part}`", "it is above 0, and no more than 1")
         yield from ("--rotary-percent", str(part))
     if kind == "llama3":
         usual = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -452,13 +500,13 @@ def _rope(s: Said) -> Words:
         if part not in (None, 1.0):
             s.refuse("partial_rotary_factor", f"YaRN of {part} of a head", f"{MEGATRON}: its YaRN turns whole heads")
         yield from _plain_yarn(s, scaling)
-    elif kind not in (None, "default"):
+    elif kind not in (None, "default") and (kind != "mrope" or family not in SEEING):  # of text alone it is plain
         s.refuse("rope_scaling", f"`rope_scaling` of type {kind}")
 
 
 def _all_experts(s: Said) -> bool:
     """Whether no layer is a dense MLP, whose width need not be said then."""
-    return s.root["model_type"] == "qwen3_5_moe_text"
+    return s.root["model_type"] in ("qwen3_5_moe_text", "solar_open")
 
 
 def _blocks(s: Said, qkv_bias: bool = False) -> Words:
@@ -476,7 +524,8 @@ def _blocks(s: Said, qkv_bias: bool = False) -> Words:
 
 
 def _routed(s: Said, experts: tuple[str, ...], width: str, balance: str | None) -> Words:
-    yield from ("--num-experts", str(s.number(*experts)), "--moe-router-topk", str(s.number("num_experts_per_tok")))
+    count = s.number(*dict.fromkeys((*experts, "n_routed_experts", "num_local_experts", "num_experts")))
+    yield from ("--num-experts", str(count), "--moe-router-topk", str(s.number("num_experts_per_tok")))
     yield from ("--moe-ffn-hidden-size", str(s.number(width)), "--moe-router-dtype", "fp32")
     yield from ("--moe-token-dispatcher-type", "alltoall")
     kernels = "one by one, since Megatron's grouped ones take no biases"
@@ -507,7 +556,7 @@ def _sigmoid(s: Said) -> Words:
 
 
 def _groups(s: Said) -> Words:
-    groups, chosen = s.get("n_group") or 1, s.get("topk_group") or 1
+    groups, chosen = (1 if s.get(key) is None else s.number(key) for key in ("n_group", "topk_group"))
     if s.get("topk_method") == "greedy":  # which looks at no groups
         groups = 1
     if groups > 1 and chosen < groups:
@@ -520,6 +569,17 @@ def _llama(s: Said) -> Words:
     yield from _blocks(s)
 
 
+def _arranged(s: Said) -> Words:
+    """Windows of the layers that `layer_types` names."""
+    kinds = s.get("layer_types") or []
+    if "sliding_attention" in kinds and not s.get("sliding_window"):
+        s.refuse("sliding_window", "`sliding_attention` without a `sliding_window`", "give the window's length")
+    if others := {*kinds} - {"sliding_attention", "full_attention"}:
+        s.refuse("layer_types", f"`layer_types`: {', '.join(map(str, sorted(others)))}", OURS)
+    if sliding := [int(kind == "sliding_attention") for kind in kinds] if "sliding_attention" in kinds else []:
+        yield from (*_window(s), "--window-attn-skip-freq", str(sliding).replace(" ", ""))
+
+
 def _window(s: Said) -> Words:
     if window := s.root.get("sliding_window"):
         yield from ("--window-size", f"{window - 1},0")
@@ -530,9 +590,46 @@ def _mistral(s: Said) -> Words:
     yield from _window(s)
 
 
+def _ministral(s: Said) -> Words:
+    yield from _blocks(s)
+    yield from _arranged(s)
+
+
+def _phi3(s: Said) -> Words:
+    yield from _mistral(s)
+    s.off("resid_pdrop", "embd_pdrop")
+    s.get("original_max_position_embeddings")  # of a scaling that is refused
+
+
+def _nemotron(s: Said) -> Words:
+    yield from _blocks(s)
+    yield "--apply-layernorm-1p"
+
+
+def _stablelm(s: Said) -> Words:
+    yield from _blocks(s)
+    if s.get("use_qkv_bias"):
+        yield "--add-qkv-bias"
+    s.off("use_parallel_residual", "qk_layernorm")
+
+
+def _smollm3(s: Said) -> Words:
+    yield from _blocks(s)
+    turned = s.need("no_rope_layers")
+    s.get("no_rope_layer_interval")
+    if len(turned) != _layers(s) or {*turned} - {0, 1}:
+        s.refuse("no_rope_layers", f"`no_rope_layers: {turned}`", "it is 1 or 0 for each layer, 1 where RoPE is")
+    yield from ("--no-rope-freq", str([1 - int(turns) for turns in turned]).replace(" ", ""))
+
+
+def _glm(s: Said) -> Words:
+    yield from _blocks(s, qkv_bias=True)
+
+
 def _qwen2(s: Said) -> Words:
     yield from _blocks(s)
-    yield "--add-qkv-bias"  # which its code has without a key
+    if s.get("qkv_bias", True):  # which dense ones' code has without a key
+        yield "--add-qkv-bias"
 
 
 def _seed_oss(s: Said) -> Words:
@@ -572,13 +669,7 @@ def _gpt_oss(s: Said) -> Words:
     s.only(
         "initial_context_length", original, lack="it stands beside `original_max_position_embeddings`: leave one out"
     )
-    kinds = s.need("layer_types")
-    if "sliding_attention" in kinds and not s.get("sliding_window"):
-        s.refuse("sliding_window", "`sliding_attention` without a `sliding_window`", "give the window's length")
-    if others := {*kinds} - {"sliding_attention", "full_attention"}:
-        s.refuse("layer_types", f"`layer_types`: {', '.join(map(str, sorted(others)))}", OURS)
-    if s.root.get("sliding_window") and (sliding := [int(kind == "sliding_attention") for kind in kinds]).count(1):
-        yield from (*_window(s), "--window-attn-skip-freq", str(sliding).replace(" ", ""))
+    yield from _arranged(s)
     yield from _routed(s, ("num_local_experts",), "intermediate_size", "router_aux_loss_coef")
     yield from ("--moe-router-score-function", "softmax")
 
@@ -618,6 +709,25 @@ def _qwen3_moe(s: Said) -> Words:
     yield from _qwen3(s)
     yield from _qwen(s)
     yield from _softmax(s)
+
+
+def _qwen2_moe(s: Said) -> Words:
+    yield from _qwen2(s)
+    yield from _qwen(s)
+    yield from _softmax(s)
+    yield from _shared_of_qwen(s)
+
+
+def _qwen3_vl_moe(s: Said) -> Words:
+    yield from _qwen3(s)
+    yield from _qwen(s)
+    yield from _summed(s)
+
+
+def _summed(s: Said) -> Words:
+    """Softmax over the chosen, without a key that says so."""
+    yield from ("--moe-router-score-function", "softmax")
+    s.only("norm_topk_prob", True)
 
 
 def _shared_of_qwen(s: Said) -> Words:
@@ -666,9 +776,10 @@ def _qwen3_5(s: Said) -> Words:
 
 def _qwen3_5_moe(s: Said) -> Words:
     yield from _linear(s)
+    for key in ("decoder_sparse_step", "mlp_only_layers"):
+        s.only(key, 1, [], lack="its code has experts in all layers, whatever the file says")
     yield from _qwen(s)
-    yield from ("--moe-router-score-function", "softmax")  # its code norms the shares without a key
-    s.only("norm_topk_prob", True)
+    yield from _summed(s)
     yield from _shared_of_qwen(s)
     _ahead(s, "mtp_num_hidden_layers")
 
@@ -701,7 +812,12 @@ def _deepseek(s: Said) -> Words:
         ("v-head-dim", "v_head_dim"),
     ):
         yield from (f"--{flag}", str(s.number(key)))
-    s.get("num_key_value_heads"), s.get("head_dim"), s.get("qk_head_dim")
+    s.get("num_key_value_heads")
+    plain, turned = s.number("qk_nope_head_dim"), s.number("qk_rope_head_dim")
+    s.only("head_dim", turned, lack="it stands beside `qk_rope_head_dim`: leave it out")
+    s.only(
+        "qk_head_dim", plain + turned, lack="it stands beside `qk_nope_head_dim` and `qk_rope_head_dim`: leave it out"
+    )
     if s.number("hidden_size") % s.number("num_attention_heads"):  # Megatron would divide
         yield from ("--kv-channels", str(s.number("v_head_dim")))
     s.only("rope_interleave", True)
@@ -733,7 +849,6 @@ def _deepseek(s: Said) -> Words:
         for flag, key in (("n-heads", "index_n_heads"), ("head-dim", "index_head_dim"), ("topk", "index_topk")):
             yield from (f"--dsa-indexer-{flag}", str(s.number(key)))
         yield from ("--experimental-attention-variant", "dsa", "--no-dsa-indexer-rotate-activation")
-        s.get("num_experts"), s.get("num_local_experts")
     if s.get("n_routed_experts"):
         yield from _dense_first(s)
         yield from _routed(s, ("n_routed_experts",), "moe_intermediate_size", "aux_loss_alpha")
@@ -759,6 +874,31 @@ def _glm4_moe(s: Said) -> Words:
     if s.get("use_qk_norm"):
         yield "--qk-layernorm"
     yield from _dense_first(s)
+    yield from _scored(s)
+
+
+def _glm4v_moe(s: Said) -> Words:
+    s.off("use_qk_norm")
+    yield from _glm4_moe(s)
+
+
+def _dots1(s: Said) -> Words:
+    yield from _qwen3(s)
+    beyond = (s.get("max_window_layers") or 0) < _layers(s)
+    if s.get("layer_types") is None and s.get("sliding_window") and beyond:
+        s.need("layer_types")
+    yield from _arranged(s)
+    yield from _dense_first(s)
+    yield from _scored(s)
+
+
+def _solar_open(s: Said) -> Words:
+    yield from _blocks(s, qkv_bias=True)
+    yield from _scored(s)
+
+
+def _scored(s: Said) -> Words:
+    """Experts by sigmoid scores, and shared ones."""
     yield from _routed(s, ("n_routed_experts",), "moe_intermediate_size", None)
     yield from _shared(s)
     yield from _groups(s)
@@ -803,8 +943,8 @@ def _nemotron_h(s: Said) -> Words:
         yield from _routed(s, ("n_routed_experts",), "moe_intermediate_size", None)
         if s.get("moe_latent_size"):
             yield from ("--moe-latent-size", str(s.number("moe_latent_size")))
-        if s.get("n_shared_experts"):
-            yield from ("--moe-shared-expert-intermediate-size", str(s.number("moe_shared_expert_intermediate_size")))
+        s.only("n_shared_experts", 1, lack="its code has one, whatever the file says")
+        yield from ("--moe-shared-expert-intermediate-size", str(s.number("moe_shared_expert_intermediate_size")))
         yield from _groups(s)
         yield from _sigmoid(s)
 
@@ -813,5 +953,9 @@ KINDS: Mapping[str, Callable[[Said], Words]] = {
     "llama": _llama, "mistral": _mistral, "mixtral": _mixtral, "qwen2": _qwen2, "qwen3": _qwen3, "qwen3_moe": _qwen3_moe,
     "qwen3_next": _qwen3_next, "qwen3_5_text": _qwen3_5, "qwen3_5_moe_text": _qwen3_5_moe, "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek, "deepseek_v32": _deepseek, "kimi_k2": _deepseek, "glm4_moe": _glm4_moe,
-    "glm4_moe_lite": _deepseek, "nemotron_h": _nemotron_h, "gpt_oss": _gpt_oss, "seed_oss": _seed_oss,
+    "glm4_moe_lite": _deepseek, "nemotron_h": _nemotron_h, "gpt_oss": _gpt_oss, "seed_oss": _seed_oss, "qwen2_moe": _qwen2_moe,
+    "arcee": _llama, "ministral": _ministral, "cwm": _ministral, "dots1": _dots1, "solar_open": _solar_open, "nemotron": _nemotron,
+    "stablelm": _stablelm, "phi3": _phi3, "smollm3": _smollm3, "helium": _llama, "ernie4_5": _llama, "glm": _glm,
+    "qwen3_vl_text": _qwen3, "qwen3_vl_moe_text": _qwen3_vl_moe, "glm4v_moe_text": _glm4v_moe,
+    **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), _qwen2),
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,11 +21,13 @@ from presets import lowered
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from nam_megatron.budget import parameters
 from nam_megatron.compile.argv import load_plan, plan_json
 from nam_megatron.errors import Refused
 from nam_megatron.hf import __main__ as command
 from nam_megatron.hf import check, distributed, families, native, quantized
 from nam_megatron.hf.folder import INDEX
+from nam_megatron.lint import lint, recipe
 
 RELATIVE = 1e-5
 
@@ -64,6 +67,22 @@ def theirs(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
 def agree(found: torch.Tensor, expected: torch.Tensor) -> None:
     off = ((found - expected).abs().max() / expected.abs().max()).item()
     assert off <= RELATIVE and torch.equal(found.argmax(-1), expected.argmax(-1)), off
+
+
+@pytest.mark.parametrize("name", published.ALL)
+def test_what_is_read_of_a_config_has_the_parameters_of_its_class(name, tmp_path):
+    """And a recipe has them, too, or says which argument of Megatron's it has not."""
+    with torch.device("meta"):
+        model = published.built(name)
+    found = lint(json.dumps(model.config.to_dict(), default=str), "config.json")
+    total = sum(value.numel() for value in model.parameters())
+    assert not found.findings and found.model.count.total == total
+    if unsaid := published.FILE["described"].get(name, {}).get("unsaid"):
+        with pytest.raises(Refused, match=re.escape(f"no recipe of ours says `{unsaid}")):
+            recipe.make(found, Path("made.yaml"))
+    else:
+        (tmp_path / "config.json").write_text(found.launch.text)
+        assert parameters(published.lowering(tmp_path).plan)[0] == total
 
 
 @pytest.mark.parametrize("name", published.MODELS)
@@ -140,6 +159,10 @@ OF_ANOTHER = {
     "moonlight",
     "nemotron_h",
     "nemotron_nano_v2",
+    "arcee",
+    "dots1",
+    "qwen2_moe",
+    "qwen3_5_moe",
 }  # kinds that one of these has, too
 
 

@@ -267,7 +267,7 @@ RULES = (
         "rope-scaling-factor",
         WRONG,
         "rope_scaling_factor",
-        lambda a, m: m.llama_factor is not None and not m.hybrid and a.rope_scaling_factor != 8,
+        lambda a, m: m.llama_factor is not None and not m.hybrid and not m.described and a.rope_scaling_factor != 8,
         "ignored: angles are scaled by 8, as Llama-3.1's",
         "leave it out",
         "training/argument_utils.py gpt_config_from_args",
