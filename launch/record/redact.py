@@ -30,15 +30,16 @@ SECRET_SHAPE = re.compile(
     r"|PMAK-[\w-]{16,}|NRAK-\w{16,}|lin_api_\w{16,}|gl[sc]a?_\w{30,}|gsk_\w{30,}|r8_\w{30,}|ntn_\w{30,}|xai-\w{30,}|pplx-\w{30,}|pcsk_\w{30,}"
     r"|tskey-[\w-]{16,}|lsv2_\w{30,}|pscale_\w{30,}|whsec_\w{16,}|sbp_\w{30,}|dp\.[a-z]{2,5}\.\w{30,}|fm[12]_[\w+/=]{30,}|figd_[\w-]{30,}"
     r"|pat\w{14}\.[0-9a-f]{40,}|wandb_v1_\w{16,}|(?:LS0tLS1CRUdJTi|b3BlbnNzaC1rZXkt)[\w+/=]{16,}|[0-9a-f]{32}-us\d{1,2}(?!\d)"
-    r"|(?:SK|AC)[0-9a-f]{32}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+|arn:aws[\w:/+=,.@-]+)"
+    r"|(?:SK|AC)[0-9a-f]{32}|eyJ(?:[\w-]{8,}(?:\.[\w-]+){1,2}|[\w-]{16,})|arn:aws[\w:/+=,.@-]+)"
     r"|(?<=hooks\.slack\.com/services/)[\w/]{16,}|(?<=/api/webhooks/)\d{16,20}/[\w-]{30,}"
+    r"|\$(?:apr1|2[aby]|[156y]|argon2\w{1,2})\$[\w./$=,+-]{16,}"
     r"|-----BEGIN [A-Z ]{0,40}PRIVATE KEY[A-Z ]{0,40}-----[\s\S]*?(?:-----END [A-Z ]{0,40}-----|\Z)"
 )
 BEGINNINGS = (
     "hf_", "gh", "github_pat_", "gl", "sk", "rk_", "nvapi-", "xox", "xapp-", "akia", "asia", "aroa", "aida", "agpa", "anpa", "ltai",
     "aiza", "ya29", "1//0", "gocspx-", "googleusercontent", "8q~", "sg.", "npm_", "pypi-", "_v1_", "dapi", "shp", "sq0", "key-",
     "hv", "s.", ".atlasv1.", "pmak-", "nrak-", "lin_api_", "r8_", "ntn_", "xai-", "pplx-", "pcsk_", "lsv2_", "pscale_", "whsec_", "sbp_",
-    "dp.", "fm1_", "fm2_", "figd_", "pat", "ls0tls1", "b3blbnnz", "-us", "webhooks", "slack.com", "ac", "eyj", "arn:aws", "-----begin",
+    "dp.", "fm1_", "fm2_", "figd_", "pat", "ls0tls1", "b3blbnnz", "-us", "webhooks", "slack.com", "ac", "eyj", "arn:aws", "$", "-----begin",
 )  # fmt: skip
 # Those that begin with nothing of their own: bot tokens, ids of clouds, a secret access key.
 LONG_SHAPE = re.compile(
@@ -48,17 +49,19 @@ LONG_SHAPE = re.compile(
     r"|(?<!\w)(?!_?ZN|(?:[0-9a-f]{32}|[0-9a-f]{40}|[0-9a-f]{64})(?![A-Za-z0-9]))"
     r"(?=\d{0,24}(?:[A-Za-z]{1,32}\d{1,24}){3})[A-Za-z0-9]{32,}(?![A-Za-z0-9])"
 )
+ENCODED = re.compile(r"(?<![\w+/])[\w+/-]{24,}={0,2}")  # what may be base64 of a text that names a secret
 LONG = re.compile(r"[\w/+-]{24}|\d{8}[:-]")
 SECRET_NAME = (
     r"(?:pass(?:word|wd|phrase)?|pwd|secret|token|api[_-]?key|apikey|access[_-]?key(?:[_-]?id)?|auth|credentials?|signature|sig"
     r"|private[_-]?key|account[_-]?key|shared[_-]?key|shared[_-]?access[_-]?(?:key|signature)|encryption[_-]?key|client[_-]?id|tenant[_-]?id"
-    r"|subscription[_-]?id|key[_-]?pair[_-]?id|security[_-]?token|session[_-]?id)"
+    r"|subscription[_-]?id|psk|key[_-]?pair[_-]?id|security[_-]?token|session[_-]?id)"
 )
 # Up to the quote that it began with, or in one word.
 QUOTED = r"(?:(?<=\")[^\"\r\n]+|(?<=')[^'\r\n]+|[^\s\"']+)"
+MORE = r"(?:[\"']\s{0,4}\+?\s{0,4}[\"'][^\s\"']+)*"  # of a text in pieces
 GIVEN = re.compile(
     rf"(?i)((?:^|[^a-z])(?:[\w-]{{0,40}}[_-])?(?:(?:access|session|refresh|secret|client|api|db|user|pg){{1,2}})?{SECRET_NAME}"
-    rf"(?:[_-]?(?:key|token|secret|id|value))?[\"']?\s{{0,8}}(?:=>|=|:|%3D|：)\s{{0,8}}(?:\x1b\[[\d;]{{0,8}}m)?[\"']?)(?![\"']?<){QUOTED}"
+    rf"(?:[_-]?(?:key|token|secret|id|value))?[\"']?\s{{0,8}}(?:=>|=|:|%3D|：)\s{{0,8}}(?:\x1b\[[\d;]{{0,8}}m)?\(?[\"']?)(?![\"']?<){QUOTED}{MORE}"
 )
 # "the password is ...", "your API key ...": letters and digits, or it is a word of the sentence.
 SAID = re.compile(
@@ -66,14 +69,21 @@ SAID = re.compile(
     r"(?:\s{1,4}is)?\s{0,4}[:=]?\s{1,4}[\"']?)(?=[^\s\"']{0,64}[a-z])(?=[^\s\"']{0,64}\d)(?!<)[^\s\"']{8,}"
 )
 # The wider net: whatever ends like a secret's name, whatever parts it from its value (quotes, brackets, tags, arrows, cells of a table,
-# colours), and a value of letters and digits. Parts of a checkpoint are called keys, too.
-PARTED = r"(?:\x1b\[[\d;]{0,12}m|%3D|%3A|%22|\bvalue=|\bis\b|\bSecret\w{1,8}\(|\bb(?=[\"'])|[\"'`*\\\s,:=>|\])-]){1,16}"
+# colours, dots, a call, the `value` beside a `name`), and a value of letters and digits. Parts of a checkpoint are called keys, too.
+PARTED = (
+    r"(?:\x1b\[[\d;]{0,12}m|%(?:25){0,2}(?:3D|3A|22)|\b[a-z]{0,12}val(?:ue)?\b|\bis\b|<?\b\w{1,16}\((?=[\"'])|\b[a-z]{1,12}\(\d{1,6}\)"
+    r"|\bb(?=[\"'])|[&!]{1,2}\w{1,20}\s|</?\w{1,16}>|\[\w{1,12}\]|\.{2,64}|[\"'`(*\\\s,:=?>|\])}\u200b\ufeff\uff1d\uff1a-]){1,16}"
+)
 NOUN = r"(?:pass(?:word|wd|phrase)|secret|token|credentials?|key|signature)"
-NO_PART = r"(?!(?:decoder|model|module|optimizer|embedding|mtp|output_layer|lm_head|layers)[._\w])"
+NO_PART = r"(?!(?:decoder|model|module|optimizer|embedding|mtp|output_layer|lm_head|layers)[._])"
 NAMED = re.compile(
-    rf"(?i)({NOUN}(?:[_-]?(?:id|value|key|token|secret))?s?{PARTED})"
+    rf"(?i)({NOUN}(?:[_-]?(?:id|value|key|token|secret|data))?s?{PARTED})"
     rf"{NO_PART}(?![\w.-]{{0,64}}{NOUN}s?[\"'\s])"
-    r"(?=[^\s\"'<]{0,64}[a-z])(?=[^\s\"'<]{0,64}\d)[^\s\"'<]{12,}"
+    rf"(?=[^\s\"'<]{{0,64}}[a-z])(?=[^\s\"'<]{{0,64}}\d)[^\s\"'<]{{12,}}{MORE}"
+)
+# The value before its name.
+VALUE_FIRST = re.compile(
+    rf"(?i)(\bvalue[\"']?\s{{0,4}}[:=]\s{{0,4}}[\"'])[^\"'\r\n]+(?=[\"'],?\s{{0,4}}[\"']?(?:name|key)[\"']?\s{{0,4}}[:=]\s{{0,4}}[\"']?[\w.-]{{0,60}}{NOUN})"
 )
 KEY_HEX = re.compile(
     r"(?i)((?:^|[^a-z])(?:key|logged in with)[\"']?\s{0,4}[:= ]\s{0,4}[\"']?)[0-9a-f]{32,64}(?![0-9a-z])"
@@ -83,21 +93,45 @@ HEADER = re.compile(
     r"|\bx-(?:[\w-]{0,40}?)(?:token|key|secret)[\"']?\s{0,8}:\s{0,8})(?!<secret>)[^\"'\r\n]+"
 )
 SCHEME = re.compile(
-    r"(?i)(\b(?:bearer|basic|digest|negotiate)\s{1,8})(?:(?=[^\s\"']{0,64}[\d=_])[\w.~+/=-]{6,}|[\w.~+/=-]{20,})"
+    r"(?i)(\b(?:bearer|basic|digest|negotiate)\s{1,8})(?:[^\s\"']{16,}|(?=[^\s\"']{0,64}[\d=_])[\w.~+/=-]{6,})"
 )
 NETRC = re.compile(
     r"(?i)(\blogin\s{1,8}\S{1,200}\s{1,8}password\s{1,8}|\s-(?:p|pw)\s{1,8}|--(?:[\w-]{0,40}[_-])?(?:password|token|secret|api[_-]key)\s{1,8}"
-    r"|\bmysql\w{0,8}\s(?:\S{1,100}\s){0,8}?-p|\s(?:-u|--user)\s{1,8}[^\s:@/]{1,100}:|\sclone\s{1,8}[^\s:@/]{1,100}:(?=[^\s@]{1,200}@))\S+"
+    r"|\bmysql\w{0,8}\s(?:\S{1,100}\s){0,8}?-p|\s(?:-u\s{0,8}|--user[\s=]{1,8})[\"']?[^\s:@/\"']{1,100}:|--from-literal[\s=]\w{1,40}="
+    r"|\b(?:sshpass|redis-cli|openssl|ssh-keygen|ldap\w{1,12}|7z)\s(?:\S{1,100}\s){0,8}?-(?:[pakNw]|pass(?:in|out)?)\s{0,4}(?:pass:)?[\"']?"
+    r"|[\"'](?:-p[\"'],\s{0,4}[\"']|(?:-u|--user)[\"'],\s{0,4}[\"'][^\s:@/\"']{1,100}:)|\bwandb\s{1,4}login\s{1,4}|\bidentified\s{1,4}by\s{1,4}[\"']?|\bauth\s{1,4}(?:plain|login)\s{1,4}"
+    r"|\sclone\s{1,8}[^\s:@/]{1,100}:(?=[^\s@]{1,200}@))\S+"
 )
 # Of which words one stands in whatever a pattern finds.
 NEEDS = {
     HEADER: ("authorization", "cookie", "x-"),
     SCHEME: ("bearer", "basic", "digest", "negotiate"),
-    GIVEN: ("pass", "pwd", "secret", "token", "key", "auth", "credential", "sig", "id"),
+    GIVEN: ("pass", "pwd", "secret", "token", "key", "auth", "credential", "sig", "id", "psk"),
     SAID: ("pass", "pw", "secret", "token", "key"),
     NAMED: ("pass", "secret", "token", "credential", "key", "signature"),
     KEY_HEX: ("key", "logged in with"),
-    NETRC: ("password", " -p", "token", "secret", "api-key", "api_key", " -u", "--user", " clone "),
+    VALUE_FIRST: ("value",),
+    NETRC: (
+        "password",
+        " -p",
+        "token",
+        "secret",
+        "api-key",
+        "api_key",
+        " -u",
+        "-user",
+        " clone ",
+        "-p",
+        "-u",
+        "literal",
+        "redis-cli",
+        "openssl",
+        "ssh-keygen",
+        "ldap",
+        "identified",
+        "auth ",
+        "login",
+    ),
 }
 DIGITS = str.maketrans("123456789", "0" * 9)
 KNOWN = 10_000  # lines that are remembered
@@ -105,21 +139,24 @@ KEY_BEGINS = re.compile(r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY[A-Z ]{0,40}-----")
 KEY_LINE = re.compile(r"(?:\[\w+\]:\s*)?\s*(?:[A-Za-z0-9+/=]{1,76}|[\w-]+: \S.{0,76}|-----END [A-Z ]*-----.*)?\s*")
 # A name whose value stands below it: in a block of YAML, or as `value:` under a `name:`, as Kubernetes has it.
 BELOW = re.compile(
-    rf"(?im)(?:^|[^a-z])(?:access|session|refresh|secret|client|api|db|user|pg){{0,2}}{SECRET_NAME}(?:[_-]?(?:key|token|secret|id|value))?"
+    rf"(?im)(?:^|[^a-z])(?:access|session|refresh|secret|client|api|db|user|pg){{0,2}}(?:{SECRET_NAME}|[\w.-]{{0,40}}{NOUN}s?)(?:[_-]?(?:key|token|secret|id|value))?"
     r"[\"']?[ \t]*:(?:[ \t]+[!&]\S{1,64}){0,2}[ \t]+[|>][-+\d]{0,2}[ \t]*(?:#.*)?\r?$"
 )
-NAME_ABOVE = re.compile(r"(?m)\bname[\"']?\s{0,4}:\s{1,4}[\"']?(\w{1,80})[\"']?,?\s{0,4}$")
-VALUE_BELOW = re.compile(r"[\"']?value[\"']?\s{0,4}:\s{1,4}(?:([|>][-+\d]{0,2})\s*$)?")
+NAME_ABOVE = re.compile(r"(?m)\b(?:name|key)[\"']?\s{0,4}:\s{1,4}[\"']?([\w.-]{1,80})[\"']?,?\s{0,4}$")
+VALUE_BELOW = re.compile(r"[\"']?val(?:ue)?[\"']?\s{0,4}:\s{1,4}(?:([|>][-+\d]{0,2})\s*$)?")
 # A name that ends its line, or a value that does, and what opens or goes on with one: a word of letters and digits stands below it.
 OPENS = re.compile(
     rf"(?im)(?:{NOUN}|{SECRET_NAME})(?:[_-]?(?:id|value|key|token|secret))?s?(?!\w)"
     r"(?:[^\w\n]{0,16}[rbf]?(?P<quote>\"\"\"|''')(?:(?!(?P=quote))[^\n])*$"
-    r"|[^\n]{0,40}<<[-~]?[ \t]*[\"'\\]?\w{1,40}[\"']?[ \t]*\r?$|[^\w\n]{0,16}[\"'`:=>|(\[{\\][ \t]*\r?$)"
+    r"|[\"']?</\w{1,16}>[ \t]*\r?$|[^\n]{0,40}<<[-~]?[ \t]*[\"'\\]?\w{1,40}[\"']?[ \t]*\r?$|[^\w\n]{0,16}[\"'`:=>|(\[{\\][ \t]*\r?$)"
 )
 GOES_ON = re.compile(
-    rf"[-+\s\"'`(\[]*{NO_PART}(?=[^\s\"'<]{{0,64}}[A-Za-z])(?=[^\s\"'<]{{0,64}}\d)[^\s\"'<]{{8,}}(?:\\|[\"'`)\],;}}\s])*"
+    rf"[-+:\s\"'`(\[]*(?:<\w{{1,16}}>|\w{{1,16}}\s{{0,4}}[=:]\s{{0,4}}[\"']?|\w{{1,16}}\(\d{{1,6}}\)\s[\"'])?{NO_PART}(?=[^\s\"'<]{{0,64}}[A-Za-z])(?=[^\s\"'<]{{0,64}}\d)[^\s\"'<]{{8,}}(?:\\|[\"'`)\],;}}\s]|</\w{{1,16}}>)*"
 )
-DENT = re.compile(r"(?:\[\w{1,16}\]:\s)?([ \t+-]*)")  # of a line of a log or of a difference
+WEB_TOKEN = re.compile(r"\beyJ[\w.-]{8,}\\?\r?$", re.MULTILINE)  # broken over lines
+DENT = re.compile(
+    r"(?:\[\w{1,16}\]:\s|\d{1,5}: |\d{4}-\d\d-\d\d[ T][\d:.,]{5,16} (?:[A-Z]{1,10} )?)?([ \t+-]*)"
+)  # of a line of a log or of a difference
 IN_URL = re.compile(r"(?<=://)[^/\s@:]{0,200}:\S{0,400}@|(?<=://)[^/\s@]{1,200}@")
 # Variables that are recorded: those that the software that trains reads, and no others.
 RECORDED = re.compile(
@@ -315,11 +352,20 @@ class Below:
         if BELOW.search(line):
             self._dent = len(dent[1])
             return None
-        self._named = (name := NAME_ABOVE.search(line)) is not None and bool(SECRET_WORD.search(name[1]))
+        self._named = (name := NAME_ABOVE.search(line)) is not None and bool(
+            SECRET_WORD.search(re.sub(r"[.-]", "_", name[1])) or re.search(rf"(?i){NOUN}s?$", name[1])
+        )
         if found := OPENS.search(line):
             self._open = 0
             return found.end("quote") if found["quote"] and found.end("quote") < len(line) else None
-        if any(found.end() == len(line.rstrip()) for pattern in (GIVEN, NAMED) for found in pattern.finditer(line)):
+        if WEB_TOKEN.search(line):
+            self._open = 0
+            return None
+        if any(
+            found.end() == len(line.rstrip("\"' \t\r"))
+            for pattern in (GIVEN, NAMED)
+            for found in pattern.finditer(line)
+        ):
             self._open = 0 if line.endswith("\\") else len(dent[1]) + 1
         return None
 
@@ -390,6 +436,7 @@ def shapes(text: str) -> Iterator[tuple[int, int]]:
         yield from (found.span() for found in SECRET_SHAPE.finditer(text))
     if LONG.search(text):
         yield from (found.span() for found in LONG_SHAPE.finditer(text))
+        yield from (found.span() for found in ENCODED.finditer(text) if (said := _decoded(found[0])) != shapeless(said))
     if "://" in text:
         yield from ((found.start(), found.end() - 1) for found in IN_URL.finditer(text))
     for pattern, words in NEEDS.items():
@@ -398,7 +445,7 @@ def shapes(text: str) -> Iterator[tuple[int, int]]:
 
 
 def names_below(text: str) -> bool:
-    if NAME_ABOVE.search(text):
+    if NAME_ABOVE.search(text) or ("eyJ" in text and WEB_TOKEN.search(text)):
         return True
     lower = text.lower()
     return any(word in lower for word in NEEDS[GIVEN]) and any(p.search(text) for p in (BELOW, OPENS, GIVEN, NAMED))
@@ -451,6 +498,16 @@ def _encoded(value: str) -> Iterator[str]:
         # Characters that are of this secret alone, whatever stands before and after it.
         inner = text[(0, 2, 3)[place] : len(text) - (0, 3, 2)[(place + len(raw)) % 3]]
         yield from {inner, inner.replace("+", "-").replace("/", "_")}
+
+
+def _decoded(word: str) -> str:
+    """The text that a word is in base64; none where it is not."""
+    try:
+        return base64.b64decode(word + "=" * (-len(word) % 4), b"-_" if {"-", "_"} & {*word} else None, True).decode(
+            "ascii"
+        )
+    except ValueError:
+        return ""
 
 
 @cache
