@@ -72,7 +72,7 @@ SAID = re.compile(
 # colours, dots, a call, the `value` beside a `name`), and a value of letters and digits. Parts of a checkpoint are called keys, too.
 PARTED = (
     r"(?:\x1b\[[\d;]{0,12}m|%(?:25){0,2}(?:3D|3A|22)|\b[a-z]{0,12}val(?:ue)?\b|\bis\b|<?\b\w{1,16}\((?=[\"'])|\b[a-z]{1,12}\(\d{1,6}\)"
-    r"|\bb(?=[\"'])|[&!]{1,2}\w{1,20}\s|</?\w{1,16}>|\[\w{1,12}\]|\.{2,64}|[\"'`(*\\\s,:=?>|\])}\u200b\ufeff\uff1d\uff1a-]){1,16}"
+    r"|\bb(?=[\"'])|[&!]{1,2}\w{1,20}\s|</?\w{1,16}>|\[\w{1,12}\]|\.{2,64}+|[\"'`(*\\\s,:=?>|\])}\u200b\ufeff\uff1d\uff1a-]){1,16}"
 )
 NOUN = r"(?:pass(?:word|wd|phrase)|secret|token|credentials?|key|signature)"
 NO_PART = r"(?!(?:decoder|model|module|optimizer|embedding|mtp|output_layer|lm_head|layers)[._])"
