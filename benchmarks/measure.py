@@ -46,13 +46,6 @@ LAYOUTS = {
     "tensor": ("parallel.tensor=2", "parallel.sequence=true"),
     "context": ("parallel.context=2",),
 }
-UNTRIED = {"nam56r_native_dp_fused": ("tensor",), "nam56r_fused": ("tensor", "context")}
-
-
-def leave(preset: str, layout: str) -> tuple[str, ...]:
-    """For a graph of the whole step, where a law calls it untried in a layout."""
-    return (f"allow.whole-step-{layout}=measured",) if layout in UNTRIED[preset] else ()
-
 
 MBS2, EXPERTS = "schedule.micro_batch_size=2", "execution.moe.expert_gemm="
 HEADS64, FP8 = "model.blocks.mamba2.heads=64", "feature.fp8.recipe="
@@ -154,7 +147,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "native52_one_all": ("nam56r_native_dp_fused", (*FULL_ONE, *WHOLE, f"{EXPERTS}quack", FLASH, *NATIVE8)),
     "native52_two_all": ("nam56r_native_dp_fused", (*FULL_TWO, *WHOLE, f"{EXPERTS}quack", FLASH, *NATIVE8)),
     **{
-        f"{stack}52_two_{name}": (preset, (*FULL_TWO, *micro, *WHOLE, *LAYOUTS[name], *leave(preset, name)))
+        f"{stack}52_two_{name}": (preset, (*FULL_TWO, *micro, *WHOLE, *LAYOUTS[name]))
         for stack, preset, micro in (("native", "nam56r_native_dp_fused", ()), ("author", "nam56r_fused", (MBS2,)))
         for name in LAYOUTS
     },

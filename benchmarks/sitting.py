@@ -133,7 +133,7 @@ JOBS = {
         2, 4,
         RESUMED % ("two", "nam56r_native_dp_fused")
         + f' --with "cluster=h200_2 parallel.expert=2 execution.moe.dispatcher=gathered {WHOLE}"'
-        f' --with "cluster=h200_2 parallel.tensor=2 parallel.sequence=true allow.whole-step-tensor=measured {WHOLE}"',
+        f' --with "cluster=h200_2 parallel.tensor=2 parallel.sequence=true {WHOLE}"',
         gib=20,
     ),
     "prove_sharded": Job(

@@ -739,9 +739,7 @@ REFUSALS = [
     (DESIGN, WHOLE | {"execution.dsa.kernels": "megatron"}, "execution.dsa.kernels", "synchronises with the host"),
     (NATIVE, WHOLE | {"schedule.eval_steps": 1}, "schedule.eval_steps", "memory of their own"),
     (NATIVE, WHOLE | {"cluster.nodes": 2}, WHOLE_KEY, "not been tried with several hosts"),
-    (NATIVE, WHOLE | {"cluster.gpus_per_node": 2, "parallel.tensor": 2}, WHOLE_KEY, "not been tried with tensor parallelism"),
     (NATIVE, WHOLE | {"cluster.gpus_per_node": 2, "parallel.pipeline": 2}, WHOLE_KEY, "waits for the device after each exchange"),
-    (DESIGN, WHOLE | {"cluster.gpus_per_node": 2, "parallel.context": 2}, WHOLE_KEY, "with context ranks in layers other than"),
     (NATIVE, WHOLE | SELECTIVE | {"feature.recompute.modules": ["moe_act"]}, WHOLE_KEY, "not been tried with recompute"),
     (DESIGN, WHOLE | {"execution.mamba3.recompute": "in_proj"}, WHOLE_KEY, "not been tried with recompute"),
     (NATIVE, WHOLE | {"model.hidden_dropout": 0.1}, WHOLE_KEY, "not been tried with dropout"),
@@ -1030,8 +1028,8 @@ def test_groups_that_lie_on_several_hosts_are_said():
 @pytest.mark.parametrize(
     ("allow", "said"),
     [
-        ({"whole-step-tensor": "why"}, "nothing in this recipe needs `whole-step-tensor`"),
-        ({"whole-step-tensors": "why"}, "there is no law `whole-step-tensors` that can be waived"),
+        ({"whole-step-hosts": "why"}, "nothing in this recipe needs `whole-step-hosts`"),
+        ({"whole-step-host": "why"}, "there is no law `whole-step-host` that can be waived"),
     ],
 )
 def test_a_waiver_of_nothing_is_refused(allow, said):

@@ -57,14 +57,11 @@ def instead(plan: Plan) -> str:
     return f"`{at}=transformer_engine`{named}"
 
 
-def _asked(recipe: Recipe, features: Features, plan: Plan) -> Iterator[tuple[str, object, str]]:
+def _asked(recipe: Recipe, features: Features) -> Iterator[tuple[str, object, str]]:
     """(what a whole step's graph does not go with, whether the recipe has it, the key that takes it away)."""
     p, fp8, model, mamba3 = recipe.parallel, features.fp8, recipe.model, recipe.blocks.mamba3
-    around = plan.kinds - {"attention", "mamba2", "moe", "mlp"}  # what context ranks have not been captured with
     yield "hosts", recipe.cluster.nodes > 1, "cluster.nodes"
-    yield "tensor", p.tensor > 1, "parallel.tensor"
     yield "pipeline", p.pipeline > 1, "parallel.pipeline"
-    yield "context", p.context > 1 and around, "parallel.context"
     yield "recompute", features.recompute, "feature.recompute.granularity"
     yield "recompute", mamba3 and mamba3.recompute != "none", "execution.mamba3.recompute"
     yield "fp8-blockwise", fp8 and fp8.recipe == "blockwise", "feature.fp8.recipe=tensorwise"
@@ -82,7 +79,7 @@ def whole_step_untried(what: str, said: str) -> Law:
 
 def beside_whole_step(what: str, category: str, says: str, source: str = "") -> Law:
     def when(cuda_graphs: CudaGraphs, recipe: Recipe, feature: Features, plan: Plan) -> Iterator[Words]:
-        found = _asked(recipe, feature, plan) if cuda_graphs.whole else ()
+        found = _asked(recipe, feature) if cuda_graphs.whole else ()
         for name, asked, key in found:
             if name == what and asked:
                 verb = "set" if "=" in key else "change"
@@ -157,14 +154,12 @@ LAWS = (
         source=WHOLE_STEP,
     ),
     whole_step_untried("hosts", "several hosts"),
-    whole_step_untried("tensor", "tensor parallelism"),
     beside_whole_step(  # seen on two H200s on 2026-11-28: the capture is invalidated
         "pipeline",
         REFUSES,
         "Megatron waits for the device after each exchange between stages, and a graph waits for nobody",
         "core/pipeline_parallel/p2p_communication.py",
     ),
-    whole_step_untried("context", "context ranks in layers other than attention, Mamba-2, experts and MLPs"),
     whole_step_untried("recompute", "recompute"),
     whole_step_untried("fp8-blockwise", "FP8 scaled by blocks"),
     whole_step_untried("fp8-weights", "weights held in FP8"),

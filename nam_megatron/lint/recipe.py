@@ -632,12 +632,12 @@ def _features(a: Args, m: Model) -> Tree:
             "method": a.recompute_method if full else None,
             "layers": a.recompute_num_layers if full else None,
         }
-    # Whole layers have no key, whole steps one where the GPUs of one host share batches alone, and no part of a layer captures a dense
-    # MLP beside MoE: the comparison lists them.
+    # Whole layers have no key, whole steps one on the GPUs of one host, and no part of a layer captures a dense MLP beside MoE: the
+    # comparison lists them.
     parts = [part for part in get_args(GraphPart) if part != "mlp" or not m.moe]
     if m.graphs != "none" and (captured := [part for part in m.graph_modules if part in parts]):
         found["cuda_graphs"] = {"impl": m.graphs, "modules": captured, "warmup_steps": a.cuda_graph_warmup_steps}
-    elif m.graphs == "full_iteration" and a.launch.gpus in range(1, 9) and m.tp == m.pp == m.cp == 1:
+    elif m.graphs == "full_iteration" and a.launch.gpus in range(1, 9) and m.pp == 1:
         found["cuda_graphs"] = {"impl": m.graphs, "modules": [], "warmup_steps": a.cuda_graph_warmup_steps}
     if a.use_megatron_fsdp:
         found["megatron_fsdp"] = {"enabled": True, "strategy": a.data_parallel_sharding_strategy}

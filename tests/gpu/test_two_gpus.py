@@ -19,7 +19,7 @@ from .test_whole_step import POISON, STACKS, WHOLE, losses, ran
 sys.path.insert(0, str(Path(__file__).parents[1] / "blocks"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from measure import LAYOUTS, leave
+from measure import LAYOUTS
 from test_tensor_parallel import assert_same_on_two_ranks
 
 pytestmark = pytest.mark.gpu
@@ -61,7 +61,7 @@ def test_replays_on_two_ranks_train_what_eager_steps_train(tmp_path, preset, wor
     """What ranks say to each other is inside the graph; a checkpoint is written and read between replays."""
     words = (TWO, *words, *LAYOUTS[layout])
     with ProcessPoolExecutor() as beside:  # a launcher ends whatever outlives its run in its own process
-        whole = beside.submit(losses, tmp_path / "whole", preset, *words, *WHOLE, *leave(preset, layout))
+        whole = beside.submit(losses, tmp_path / "whole", preset, *words, *WHOLE)
         eager = beside.submit(losses, tmp_path / "eager", preset, *words)
         assert whole.result() == eager.result()
 

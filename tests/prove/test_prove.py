@@ -118,10 +118,8 @@ def test_an_unsharded_optimizer_is_cut_too():
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_is_allowed_to_the_layout_needs_no_use_on_one_rank(device):
-    allowed = (
-        "parallel.tensor=2 parallel.sequence=true feature.cuda_graphs.impl=full_iteration allow.whole-step-tensor=tried"
-    )
-    pair = cut.pair(load("nam56r_native_dp_fused", ["cluster=h200_2", *allowed.split()]), device, 2)
+    hosts = "cluster=h200_2 cluster.nodes=2 cluster.gpus_per_node=1 feature.cuda_graphs.impl=full_iteration"
+    pair = cut.pair(load("nam56r_native_dp_fused", [*hosts.split(), "allow.whole-step-hosts=tried"]), device, 2)
     assert pair.layout.plan.recipe.world_size == 2 and not pair.reference.plan.recipe.allow
 
 
