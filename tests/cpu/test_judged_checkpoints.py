@@ -448,6 +448,13 @@ def test_datasets_of_others_are_known_by_their_content(tmp_path):
     (tmp_path / "b.idx").unlink()
     found = [p.message for p in checkpoint.another(tmp_path / "ckpt", lowered(*save, "data=blend", parts))]
     assert found == [f"`{tmp_path}/b.idx` cannot be read: No such file or directory"]
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "training.jsonl").write_text(name)
+    answers = (*save, "data=sft_blend", parts, "schedule.pretrained=p", "feature.mtp.depths=0")
+    checkpoint.sign(lowered(*answers))
+    (tmp_path / "b" / "training.jsonl").write_text("c")
+    assert said(*answers) == ["`part2/training.jsonl` has another hash"]
 
 
 def test_of_a_large_file_blocks_are_hashed(tmp_path, monkeypatch):
