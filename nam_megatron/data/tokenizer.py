@@ -22,6 +22,7 @@ PAD = "<fim_pad>"
 SPECIAL = (END, "<fim_prefix>", "<fim_middle>", "<fim_suffix>", PAD)
 FILE, CONFIG = TOKENS, "tokenizer_config.json"
 MOST_GROWTH = 1000.0  # of a text; one of a few bytes that doubles thirty times fills a host
+MOST_BYTES = 256 << 20
 
 
 def train(texts: Iterable[str], entries: int, progress: bool) -> Tokenizer:
@@ -91,6 +92,8 @@ def load(folder: Path) -> Tokenizer:
     """
     raise_if(irregular((folder / FILE, folder / CONFIG)))
     try:
+        if (folder / FILE).stat().st_size > MOST_BYTES:
+            raise ValueError(f"`{FILE}` has more than {MOST_BYTES >> 20} MiB")
         with _no_panic():
             tokenizer = Tokenizer.from_file(str(folder / FILE))
         config = _config(folder)

@@ -175,7 +175,7 @@ def load(export: Path, plan: Path, out: Path, say: Say) -> None:
 
 def keep_tokenizer(weights: Path, part: Path) -> None:
     """Copy the tokenizer that lies beside weights, if there is one, to where a checkpoint has it."""
-    if (weights / tokenizer.FILE).is_file():
+    if (weights / tokenizer.FILE).exists():
         (part / dataset.TOKENIZER).mkdir()
         tokenizer.copy(weights, part / dataset.TOKENIZER)
 

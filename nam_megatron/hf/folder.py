@@ -108,7 +108,9 @@ def write_json(path: Path, tree: dict[str, Any]) -> None:
 
 def load_json(path: Path) -> dict[str, Any]:
     """A mapping in a file of an export. Raises Refused."""
-    hint = "`python -m nam_megatron.hf export` writes one"
+    hint = "copy it again: it is JSON in UTF-8, of at most 64 MiB"
+    if path.name == MANIFEST:
+        hint = "`python -m nam_megatron.hf export` writes one"
     raise_if(irregular((path,)))
     try:
         if path.stat().st_size > 64 * 2**20:

@@ -77,7 +77,7 @@ class Source:
 def is_published(path: Path) -> bool:
     """Whether a folder has a config.json that is no export of ours."""
     at = path / folder.CONFIG
-    return at.is_file() and not (path / folder.MANIFEST).is_file() and folder.load_json(at).get("model_type") != "nam"
+    return at.exists() and not (path / folder.MANIFEST).exists() and folder.load_json(at).get("model_type") != "nam"
 
 
 def load(path: Path, plan: Path, out: Path, without_mtp: bool, say: Say) -> None:
@@ -123,7 +123,7 @@ def _source(path: Path, tree: Mapping[str, Any], text: Mapping[str, Any], of: Fa
     """
     form = quantized.form(path, tree, text, packs=of.model_type == "gpt_oss")
     index = path / INDEX
-    said = folder.load_json(index).get("weight_map") if index.is_file() else None
+    said = folder.load_json(index).get("weight_map") if index.exists() else None
     if said is None and not (path / SINGLE).is_file():
         hint = "weights are read from safetensors alone: nothing is unpickled"
         raise Refused(Problem(f"`{path}` holds neither `{INDEX}` nor `{SINGLE}`", hint=hint))

@@ -117,7 +117,7 @@ def form(path: Path, tree: Mapping[str, Any], text: Mapping[str, Any], packs: bo
     Raises Refused: in a form that is not read.
     """
     places = [(folder.CONFIG, key, keys.get(key)) for key in (KEY, "compression_config") for keys in (tree, text)]
-    places += [(name, "", {"quant_method": tool}) for name, tool in TOOLS.items() if (path / name).is_file()]
+    places += [(name, "", {"quant_method": tool}) for name, tool in TOOLS.items() if (path / name).exists()]
     name, key, said = next((place for place in places if place[2]), ("", "", None))
     if not said:
         return Form()

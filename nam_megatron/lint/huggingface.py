@@ -10,6 +10,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -283,21 +284,18 @@ ROPE_NUMBERS = (
 IN_ROPE = ROPE_WORDS + ROPE_NUMBERS
 
 
+def _numbers(s: Said, *same: str, **keys: str) -> Words:
+    """Arguments, and the numbers of the keys that are called like them or given."""
+    for flag, key in (dict.fromkeys(same) | keys).items():
+        yield from (f"--{flag.replace('_', '-')}", str(s.number(key or flag)))
+
+
 def _common(s: Said) -> Words:
-    yield from (
-        "--hidden-size",
-        str(s.number("hidden_size")),
-        "--num-attention-heads",
-        str(s.number("num_attention_heads")),
+    yield from _numbers(
+        s, "hidden_size", "num_attention_heads", "max_position_embeddings", "vocab_size", padded_vocab_size="vocab_size"
     )
-    yield from ("--max-position-embeddings", str(s.number("max_position_embeddings")))
-    yield from ("--vocab-size", str(s.number("vocab_size")), "--padded-vocab-size", str(s.number("vocab_size")))
-    yield from (
-        "--normalization",
-        "LayerNorm" if s.root["model_type"] in CENTRED else "RMSNorm",
-        "--norm-epsilon",
-        str(s.number("rms_norm_eps", "layer_norm_epsilon", "norm_eps", "layer_norm_eps")),
-    )
+    yield from ("--normalization", "LayerNorm" if s.root["model_type"] in CENTRED else "RMSNorm")
+    yield from ("--norm-epsilon", str(s.number("rms_norm_eps", "layer_norm_epsilon", "norm_eps", "layer_norm_eps")))
     if s.root["model_type"] not in BIASED:
         yield "--disable-bias-linear"
     residual = DROPS.get(s.root["model_type"])
@@ -565,10 +563,6 @@ def _groups(s: Said) -> Words:
         yield from ("--moe-router-topk-scaling-factor", str(scale))
 
 
-def _llama(s: Said) -> Words:
-    yield from _blocks(s)
-
-
 def _arranged(s: Said) -> Words:
     """Windows of the layers that `layer_types` names."""
     kinds = s.get("layer_types") or []
@@ -591,8 +585,7 @@ def _mistral(s: Said) -> Words:
 
 
 def _ministral(s: Said) -> Words:
-    yield from _blocks(s)
-    yield from _arranged(s)
+    yield from (*_blocks(s), *_arranged(s))
 
 
 def _phi3(s: Said) -> Words:
@@ -620,10 +613,6 @@ def _smollm3(s: Said) -> Words:
     if len(turned) != _layers(s) or {*turned} - {0, 1}:
         s.refuse("no_rope_layers", f"`no_rope_layers: {turned}`", "it is 1 or 0 for each layer, 1 where RoPE is")
     yield from ("--no-rope-freq", str([1 - int(turns) for turns in turned]).replace(" ", ""))
-
-
-def _glm(s: Said) -> Words:
-    yield from _blocks(s, qkv_bias=True)
 
 
 def _qwen2(s: Said) -> Words:
@@ -713,20 +702,22 @@ def _qwen3_moe(s: Said) -> Words:
 
 def _qwen2_moe(s: Said) -> Words:
     yield from _qwen2(s)
-    yield from _qwen(s)
-    yield from _softmax(s)
-    yield from _shared_of_qwen(s)
+    yield from _beside(s)
+
+
+def _beside(s: Said) -> Words:
+    """Experts, and one beside them that all tokens see."""
+    yield from (*_qwen(s), *_softmax(s), *_shared_of_qwen(s))
 
 
 def _qwen3_vl_moe(s: Said) -> Words:
     yield from _qwen3(s)
-    yield from _qwen(s)
     yield from _summed(s)
 
 
 def _summed(s: Said) -> Words:
-    """Softmax over the chosen, without a key that says so."""
-    yield from ("--moe-router-score-function", "softmax")
+    """Experts by softmax over the chosen, without a key that says so."""
+    yield from (*_qwen(s), "--moe-router-score-function", "softmax")
     s.only("norm_topk_prob", True)
 
 
@@ -749,24 +740,17 @@ def _linear(s: Said) -> Words:
     if others := {*kinds} - {"linear_attention", "full_attention"}:
         s.refuse("layer_types", f"`layer_types`: {', '.join(map(str, sorted(others)))}", OURS)
     linear = [int(kind == "linear_attention") for kind in kinds]
-    yield from (
-        "--experimental-attention-variant",
-        "gated_delta_net",
-        "--linear-attention-freq",
-        str(linear).replace(" ", ""),
-    )
-    for ours, theirs in (("key-head-dim", "key_head_dim"), ("value-head-dim", "value_head_dim"), ("num-key-heads", "num_key_heads"),
-                         ("num-value-heads", "num_value_heads"), ("conv-kernel-dim", "conv_kernel_dim")):  # fmt: skip
-        yield from (f"--linear-{ours}", str(s.number(f"linear_{theirs}")))
+    yield from ("--experimental-attention-variant", "gated_delta_net")
+    yield from ("--linear-attention-freq", str(linear).replace(" ", ""))
+    yield from _numbers(s, "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads",
+                        "linear_conv_kernel_dim")  # fmt: skip
     s.only("attn_output_gate", True)
     yield from ("--attention-output-gate", "--apply-layernorm-1p")
 
 
 def _qwen3_next(s: Said) -> Words:
     yield from _linear(s)
-    yield from _qwen(s)
-    yield from _softmax(s)
-    yield from _shared_of_qwen(s)
+    yield from _beside(s)
 
 
 def _qwen3_5(s: Said) -> Words:
@@ -778,7 +762,6 @@ def _qwen3_5_moe(s: Said) -> Words:
     yield from _linear(s)
     for key in ("decoder_sparse_step", "mlp_only_layers"):
         s.only(key, 1, [], lack="its code has experts in all layers, whatever the file says")
-    yield from _qwen(s)
     yield from _summed(s)
     yield from _shared_of_qwen(s)
     _ahead(s, "mtp_num_hidden_layers")
@@ -806,12 +789,7 @@ def _deepseek(s: Said) -> Words:
         s.need("q_lora_rank")
     if (rank := s.get("q_lora_rank")) is not None:
         yield from ("--q-lora-rank", str(rank))
-    for flag, key in (
-        ("qk-head-dim", "qk_nope_head_dim"),
-        ("qk-pos-emb-head-dim", "qk_rope_head_dim"),
-        ("v-head-dim", "v_head_dim"),
-    ):
-        yield from (f"--{flag}", str(s.number(key)))
+    yield from _numbers(s, "v_head_dim", qk_head_dim="qk_nope_head_dim", qk_pos_emb_head_dim="qk_rope_head_dim")
     s.get("num_key_value_heads")
     plain, turned = s.number("qk_nope_head_dim"), s.number("qk_rope_head_dim")
     s.only("head_dim", turned, lack="it stands beside `qk_rope_head_dim`: leave it out")
@@ -846,8 +824,7 @@ def _deepseek(s: Said) -> Words:
     s.off("attention_bias")
     if s.root["model_type"] == "deepseek_v32":
         s.only("rms_norm_eps", 1e-6, lack=f"its code gives the norm of the indexer's keys 1e-06 always: {OURS}")
-        for flag, key in (("n-heads", "index_n_heads"), ("head-dim", "index_head_dim"), ("topk", "index_topk")):
-            yield from (f"--dsa-indexer-{flag}", str(s.number(key)))
+        yield from _numbers(s, **{f"dsa_indexer_{key}": f"index_{key}" for key in ("n_heads", "head_dim", "topk")})
         yield from ("--experimental-attention-variant", "dsa", "--no-dsa-indexer-rotate-activation")
     if s.get("n_routed_experts"):
         yield from _dense_first(s)
@@ -873,8 +850,7 @@ def _glm4_moe(s: Said) -> Words:
     yield from _blocks(s, qkv_bias=True)
     if s.get("use_qk_norm"):
         yield "--qk-layernorm"
-    yield from _dense_first(s)
-    yield from _scored(s)
+    yield from (*_dense_first(s), *_scored(s))
 
 
 def _glm4v_moe(s: Said) -> Words:
@@ -884,12 +860,10 @@ def _glm4v_moe(s: Said) -> Words:
 
 def _dots1(s: Said) -> Words:
     yield from _qwen3(s)
-    beyond = (s.get("max_window_layers") or 0) < _layers(s)
-    if s.get("layer_types") is None and s.get("sliding_window") and beyond:
+    if s.get("layer_types") is None and s.get("sliding_window") and (s.get("max_window_layers") or 0) < _layers(s):
         s.need("layer_types")
     yield from _arranged(s)
-    yield from _dense_first(s)
-    yield from _scored(s)
+    yield from (*_dense_first(s), *_scored(s))
 
 
 def _solar_open(s: Said) -> Words:
@@ -927,13 +901,9 @@ def _nemotron_h(s: Said) -> Words:
     yield f"--hybrid-layer-pattern={pattern}"
     yield from _heads(s)
     yield from ("--position-embedding-type", "none", "--ffn-hidden-size", str(s.number("intermediate_size")))
-    for flag, key in (
-        ("num-heads", "mamba_num_heads"),
-        ("head-dim", "mamba_head_dim"),
-        ("state-dim", "ssm_state_size"),
-        ("num-groups", "n_groups"),
-    ):
-        yield from (f"--mamba-{flag}", str(s.number(key)))
+    yield from _numbers(
+        s, "mamba_num_heads", "mamba_head_dim", mamba_state_dim="ssm_state_size", mamba_num_groups="n_groups"
+    )
     s.off("attention_bias")
     _ahead(s, "num_nextn_predict_layers")
     for key, usual in (("conv_kernel", 4), ("use_conv_bias", True), ("mamba_hidden_act", "silu")):
@@ -950,12 +920,12 @@ def _nemotron_h(s: Said) -> Words:
 
 
 KINDS: Mapping[str, Callable[[Said], Words]] = {
-    "llama": _llama, "mistral": _mistral, "mixtral": _mixtral, "qwen2": _qwen2, "qwen3": _qwen3, "qwen3_moe": _qwen3_moe,
+    "llama": _blocks, "mistral": _mistral, "mixtral": _mixtral, "qwen2": _qwen2, "qwen3": _qwen3, "qwen3_moe": _qwen3_moe,
     "qwen3_next": _qwen3_next, "qwen3_5_text": _qwen3_5, "qwen3_5_moe_text": _qwen3_5_moe, "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek, "deepseek_v32": _deepseek, "kimi_k2": _deepseek, "glm4_moe": _glm4_moe,
     "glm4_moe_lite": _deepseek, "nemotron_h": _nemotron_h, "gpt_oss": _gpt_oss, "seed_oss": _seed_oss, "qwen2_moe": _qwen2_moe,
-    "arcee": _llama, "ministral": _ministral, "cwm": _ministral, "dots1": _dots1, "solar_open": _solar_open, "nemotron": _nemotron,
-    "stablelm": _stablelm, "phi3": _phi3, "smollm3": _smollm3, "helium": _llama, "ernie4_5": _llama, "glm": _glm,
-    "qwen3_vl_text": _qwen3, "qwen3_vl_moe_text": _qwen3_vl_moe, "glm4v_moe_text": _glm4v_moe,
+    "arcee": _blocks, "ministral": _ministral, "cwm": _ministral, "dots1": _dots1, "solar_open": _solar_open, "nemotron": _nemotron,
+    "stablelm": _stablelm, "phi3": _phi3, "smollm3": _smollm3, "helium": _blocks, "ernie4_5": _blocks,
+    "glm": partial(_blocks, qkv_bias=True), "qwen3_vl_text": _qwen3, "qwen3_vl_moe_text": _qwen3_vl_moe, "glm4v_moe_text": _glm4v_moe,
     **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), _qwen2),
 }  # fmt: skip

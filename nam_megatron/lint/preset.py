@@ -10,6 +10,7 @@ from pathlib import Path
 
 from nam_megatron.errors import Problem, Refused, shown
 from nam_megatron.lint import Report, lint, recipe
+from nam_megatron.lint.read import of_file
 from nam_megatron.lint.rules.rule import FAIL, WRONG
 
 
@@ -19,10 +20,7 @@ def of_config(path: Path) -> tuple[str, Path]:
     Raises:
         Refused: no config.json, or a model that no recipe says.
     """
-    try:
-        found = lint(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as err:
-        raise Refused(Problem(f"`{path}` cannot be read: {err}", key="conf")) from None
+    found = lint(of_file(str(path)), str(path))
     if found.launch.kind != "huggingface":
         raise Refused(
             Problem(f"`{path}` is no config.json of Hugging Face", key="conf", hint="`conf=NAME` chooses a preset")

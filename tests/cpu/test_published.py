@@ -242,6 +242,22 @@ def changed(folder: Path, name: str, change) -> None:
     save_file({key: value for key, value in tensors.items() if value is not None}, shard, {"format": "pt"})
 
 
+@pytest.mark.parametrize("name", ["config.json", INDEX, "tokenizer.json"])
+def test_a_file_that_is_none_is_named(copied, name):
+    """It was passed over, or another was said to be missing."""
+    at = copied[0] / name
+    at.unlink(missing_ok=True)
+    os.mkfifo(at)
+    with pytest.raises(Refused, match=rf"`{at}` is a pipe, and no file"):
+        native.is_published(copied[0])
+        native.load(*copied, False, silent)
+    at.unlink()
+    at.write_bytes('{"model": {}}'.encode("utf-16"))
+    assert "utf-8" in said(copied).lower() and "export` writes one" not in said(copied)
+    os.truncate(at, 2**31)
+    assert "too large" in said(copied) or "has more than 256 MiB" in said(copied)
+
+
 def test_shards_that_are_missing_cut_or_swapped_are_named(copied):
     folder = copied[0]
     one, two = of_shard(folder, Q), of_shard(folder, GATE)

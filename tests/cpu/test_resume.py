@@ -269,6 +269,16 @@ def test_a_next_stage_on_two_ranks_under_muon(tmp_path):
     assert int(groups) > 2 and [float(rate) for rate in last] == [pytest.approx(0.0004)]
 
 
+@pytest.mark.parametrize("layout", ["parallel.expert=2", "parallel.pipeline=2"])
+def test_a_next_stage_over_two_ranks_is_the_stage_of_one(at_two, tmp_path, layout):
+    one = trained(run(tmp_path, *staged(at_two, tmp_path / "one", LOWER)))
+    words = staged((*at_two, "cluster=h200_2", layout), tmp_path / "two", LOWER)
+    ranks = run(tmp_path, *words, world=2, before=rates_of_groups)
+    assert trained(ranks) == pytest.approx(one, abs=1e-2)
+    ends = {rank.out.split("rates: ")[-1].splitlines()[0].split()[1] for rank in ranks}
+    assert [float(rate) for rate in ends] == [pytest.approx(0.0004)]
+
+
 @pytest.mark.parametrize(
     ("words", "key"),
     [
