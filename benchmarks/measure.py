@@ -164,11 +164,15 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "native52_four_data": ("nam56r_native_dp_fused", (*FULL_FOUR, *WHOLE)),
     "author52_four_data": ("nam56r_fused", (*FULL_FOUR, MBS2, *WHOLE)),
     "native52_four_gathered": ("nam56r_native_dp_fused", (*FULL_FOUR, *WHOLE, "parallel.expert=4", "execution.moe.dispatcher=gathered")),
-    # The articles' layout, and the same without its FSDP.
+    # The articles' layout, the same without its FSDP, and that as one graph.
     **{
-        f"{stack}52_four_{name}": (preset, (*FULL_FOUR, *micro, f"+overlay=[{overlays}]"))
+        f"{stack}52_four_{name}": (preset, (*FULL_FOUR, *micro, f"+overlay=[{overlays}]", *more))
         for stack, preset, micro in (("native", "nam56r_native_dp_fused", ()), ("author", "nam56r_fused", (MBS2,)))
-        for name, overlays in (("fsdp", "tp_sp_ep,fsdp_ep"), ("tensor", "tp_sp_ep"))
+        for name, overlays, more in (
+            ("fsdp", "tp_sp_ep,fsdp_ep", ()),
+            ("tensor", "tp_sp_ep", ()),
+            ("captured", "tp_sp_ep", ("execution.moe.dispatcher=gathered", *WHOLE)),
+        )
     },
     "native52_one_delayed": ("nam56r_native_dp_fused", (*FULL_ONE, *WHOLE, f"{EXPERTS}quack", FLASH, *NATIVE8, f"{FP8}delayed")),
     # FP8 and bf16 of one model, whose widths FP8 takes: eager as FP8 is, and as fast as bf16 is.

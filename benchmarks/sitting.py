@@ -201,7 +201,7 @@ JOBS = {
         )
         for stack, name, minutes in (
             ("native", "gathered", 2), ("native", "data", 1.6), ("author", "data", 2), ("native", "fsdp", 2), ("native", "tensor", 2),
-            ("author", "fsdp", 2), ("author", "tensor", 2),
+            ("author", "fsdp", 4), ("author", "tensor", 2.7), ("native", "captured", 2.5), ("author", "captured", 2.5),
         )
     },
     "four_fsdp": Job(4, 4, GPU_TEST % "test_four_gpus.py", gib=20),
