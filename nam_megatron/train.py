@@ -10,6 +10,7 @@ has a part that is not built; 16 and 17 are Megatron's, when it has found and re
 """
 
 import atexit
+import contextlib
 import multiprocessing.util
 import os
 import sys
@@ -30,7 +31,7 @@ from nam_megatron.compile import argv as said
 from nam_megatron.compile.lower import Lowering
 from nam_megatron.compile.plan import Plan
 from nam_megatron.data import indexed, manifest
-from nam_megatron.errors import FINDINGS, INCOMPLETE, OK, REFUSED, Problem, Refused, raise_if
+from nam_megatron.errors import FINDINGS, INCOMPLETE, OK, REFUSED, Problem, Refused, quoted, raise_if
 from nam_megatron.events import FILE, RECORD
 from nam_megatron.words.regular import irregular
 from nam_megatron.words.setting import Env
@@ -215,10 +216,14 @@ def recorded(trainer: str, words: Sequence[str], train: Callable[[], int]) -> in
     except Refused:
         pass  # no plan: `train` says it
     with RECORD.ending():
-        short_sockets()
+        try:
+            short_sockets()
+        except Refused as refused:
+            return stop(int(environ.get(RANK, 0)), REFUSED, refused.render())
         return train()
 
 
+SHORT = ("/tmp", "/var/tmp", "/dev/shm")
 SOCKET, BELOW = (
     107,
     len("/pymp-12345678/listener-12345678"),
@@ -229,14 +234,19 @@ def short_sockets() -> None:
     """Let this process and its workers have their sockets where a path leaves room for a name.
 
     Python 3.12 makes them below TMPDIR (multiprocessing/util.py, get_temp_dir). Where that is long a DataLoader's worker ends by `AF_UNIX
-    path too long`, and the rank waits for its data without end.
+    path too long`, and the rank waits for its data without end. Raises Refused where no short folder may be written to.
     """
-    if len(os.fsencode(tempfile.gettempdir())) + BELOW > SOCKET:
-        kept, tempfile.tempdir = tempfile.tempdir, "/tmp"
-        try:
-            multiprocessing.util.get_temp_dir()  # which is kept, handed on to children and deleted at the end
-        finally:
-            tempfile.tempdir = kept
+    if len(os.fsencode(kept := tempfile.gettempdir())) + BELOW <= SOCKET:
+        return
+    try:
+        for tempfile.tempdir in SHORT:
+            with contextlib.suppress(OSError):
+                multiprocessing.util.get_temp_dir()  # which is kept, handed on to children and deleted at the end
+                return
+    finally:
+        tempfile.tempdir = kept
+    problem = f"`{kept}` is too long a path for sockets, and {quoted(SHORT)} may not be written to"
+    raise Refused(Problem(problem, hint="let `TMPDIR` name a folder of a shorter path", law="no-folder-for-sockets"))
 
 
 def trained(words: Sequence[str], started: float, before: Callable[[], None] | None) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 from launch.context import CHECKOUT
 from launch.host import host_id
 from launch.record.receipt import named, read
+from launch.record.redact import SET
 from launch.run.overlay import CACHES
 from launch.run.terminal import printable
 from nam_megatron import migrate
@@ -124,6 +125,11 @@ def environments(receipts: Sequence[Receipt]) -> Iterator[Problem]:
         yield Problem(f"whether the training processes had the same {quoted(marked)} cannot be told", hint=hint)
         known = [{k: v for k, v in one.items() if k not in marked} for one in known]
     for name in sorted({name for one in known for name in one}):
+        if [one.get(name) for one in known].count(SET) > 1:
+            yield Problem(
+                f"whether the training processes had the same `{name}` cannot be told",
+                hint="it is called a secret: leave it unset",
+            )
         if len(values := dict.fromkeys(shown(one.get(name, "unset")) for one in known)) > 1:
             yield Problem(f"launch regime differs: the training processes had {name} {quoted(values)}")
 

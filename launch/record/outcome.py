@@ -47,7 +47,7 @@ def of_run(folder: Path, receipt: Mapping[str, Any]) -> dict[str, Any]:
     """
     job = receipt.get("job") or {}
     world = job.get("world") or 1
-    logged = Log.read(folder / LOG)
+    logged = Log.read(folder / LOG, said=not receipt.get("nonce"))
     first = logged.errors[0] if logged.errors else None
     if nonce := receipt.get("nonce"):
         found = events.read(folder, nonce, world)
@@ -99,10 +99,11 @@ class Log:
     ended: datetime | None = None
 
     @classmethod
-    def read(cls, path: Path) -> "Log":
+    def read(cls, path: Path, said: bool = True) -> "Log":
+        """said: also what steps it tells of."""
         log = cls()
         for number, line in enumerate(steps.lines(path, LINE), 1):
-            found = log.said.add(line)
+            found = log.said.add(line) if said else None
             log.waited = log.waited or hang.waited(line)
             if found is None and (shown := error(line)):
                 rank = {"rank": int(m[1])} if (m := RANK.match(line)) else {}

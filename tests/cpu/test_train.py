@@ -1,6 +1,7 @@
 """The trainer, from the command line to the loss: Megatron's own pretrain(), data and optimizer on a CPU."""
 
 import contextlib
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -34,7 +35,7 @@ from nam_megatron.compile.argv import plan_json
 from nam_megatron.compile.argv import words as words_of
 from nam_megatron.compile.lower import translate
 from nam_megatron.compile.plan import Seam
-from nam_megatron.errors import Problem, Refused
+from nam_megatron.errors import REFUSED, Problem, Refused
 from nam_megatron.mends import SAID, Trainer, experts_apart, install
 from nam_megatron.mends.series import needed
 from nam_megatron.recipe import load
@@ -1074,3 +1075,11 @@ def test_sockets_below_a_folder_of_a_long_name(tmp_path, short):
     )
     assert (ran.returncode == 0) == short, ran.stderr
     assert short or "AF_UNIX path too long" in ran.stderr
+
+
+def test_a_rank_without_a_folder_for_its_sockets_refuses(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(train.tempfile, "tempdir", str(tmp_path / ("x" * 90)))
+    monkeypatch.setattr(train, "SHORT", (str(tmp_path / "none"),))
+    monkeypatch.setitem(multiprocessing.process.current_process()._config, "tempdir", None)
+    assert train.recorded("megatron", [str(tmp_path / "plan.json")], lambda: 0) == REFUSED
+    assert "let `TMPDIR` name a folder of a shorter path" in capsys.readouterr().err

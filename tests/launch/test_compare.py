@@ -157,6 +157,12 @@ def test_marks_of_two_folders_say_nothing_of_each_other():
         ]  # fmt: skip
 
     assert refusals(*pair()) == []
+    known = pair(NCCL_IB_PKEY="1")
+    assert refusals(*known) == []
+    assert refusals(known[0], pair(NCCL_IB_PKEY="2")[1])[0].endswith("had NCCL_IB_PKEY `1` and `2`")
+    assert refusals(*pair(NCCL_MY_KEY="1")) == [
+        "whether the training processes had the same `NCCL_MY_KEY` cannot be told"
+    ]
     assert refusals(*pair(LD_PRELOAD="/opt/a.so")) == [
         "whether the training processes had the same `LD_PRELOAD` cannot be told"
     ]
