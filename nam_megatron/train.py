@@ -246,7 +246,7 @@ def short_sockets() -> None:
     finally:
         tempfile.tempdir = kept
     problem = f"`{kept}` is too long a path for sockets, and {quoted(SHORT)} may not be written to"
-    raise Refused(Problem(problem, hint="let `TMPDIR` name a folder of a shorter path", law="no-folder-for-sockets"))
+    raise Refused(Problem(problem, hint="let `TMPDIR` name a folder of a shorter path", law="not-writable"))
 
 
 def trained(words: Sequence[str], started: float, before: Callable[[], None] | None) -> int:

@@ -179,7 +179,7 @@ def named(word: str, root: Path) -> Path:
     """The folder or file of a run, by its path, how its name begins, or a part of it. Raises Refused: several are called so."""
     path = Path(word)
     root = path.parent if "/" in word else root
-    if path.exists() or not root.is_dir():
+    if os.path.lexists(path) or not root.is_dir():
         return path
     every = folders(root) + folders(root / ARCHIVE)
     found = [f for f in every if f.name.startswith(path.name)] or [f for f in every if path.name in f.name]
@@ -196,7 +196,11 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         Refused: no receipt, another schema, another run's, or one that was changed: it, or a file beside it that it has the hash of.
     """
-    if not path.exists():
+    try:
+        there = path.exists()
+    except OSError as err:
+        raise Refused(Problem(f"`{path}` cannot be looked at: {err.strerror}", hint="let this user read it")) from None
+    if not there:
         here = "" if path.is_absolute() else f" in `{Path.cwd()}`"
         raise Refused(
             Problem(
@@ -304,8 +308,23 @@ def file_hash(path: Path) -> str | None:
 
 
 def folders(root: Path) -> list[Path]:
-    """Folders of receipts below `root`, the oldest first."""
-    return sorted(p.parent for p in root.glob(f"*/{FILE}") if not p.parent.name.startswith(OPENING))
+    """Folders of receipts below `root`, the oldest first; also a run's that may not be looked into. Raises Refused."""
+    try:
+        names = [*os.scandir(root)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as err:
+        raise Refused(
+            Problem(f"`{root}` cannot be looked into: {err.strerror}", hint="let this user read it")
+        ) from None
+    return sorted(Path(p) for p in names if not p.name.startswith(OPENING) and _holds_one(Path(p)))
+
+
+def _holds_one(folder: Path) -> bool:
+    try:
+        return (folder / FILE).exists()
+    except PermissionError:  # a run goes missing otherwise
+        return RUN.fullmatch(folder.name) is not None
 
 
 def seal_lost(root: Path, summary: Callable[[Path, Mapping[str, Any]], Mapping[str, Any]]) -> list[str]:

@@ -123,7 +123,6 @@ MACHINES = (
     Found("asserts-off", WRONG, "Python's assertions are off, and Megatron's checks of a model with them"),
     Found("environment-unset", WRONG, "an environment variable is not as the plan needs it"),
     Found("record-not-writable", MACHINE, "the run's record cannot be written"),
-    Found("no-folder-for-sockets", MACHINE, "no folder of a short path for sockets can be written to"),
 )
 COMPOSED = (
     Found("override-unreadable", UNKNOWN, "a word of the command line is no KEY=VALUE"),

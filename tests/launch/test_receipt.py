@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from test_run import Launcher
 
-from launch.record import compare, outcome, receipt, receipts, signature
+from launch.record import compare, outcome, receipt, receipts, signature, status
 from launch.record.redact import Redactor
 from nam_megatron import events
 from nam_megatron.errors import Refused
@@ -254,6 +254,23 @@ def test_a_chain_that_was_rolled_back_is_shown_by_a_seal_that_was_kept(root, cap
     assert code == 1 and f"MISSING: no receipt here has the seal `{seal[:12]}`" in out
     with pytest.raises(Refused, match="`head` is 12 digits"):
         receipts.command([str(root)], {"head": ""})
+
+
+def test_a_run_that_may_not_be_looked_into_is_one_all_the_same(root, capsys, monkeypatch):
+    """Left out, a run that goes on was none: `no run`, with exit code 0."""
+    folder, exists = run(root), Path.exists
+
+    def barred(path: Path) -> bool:
+        if folder in (path, *path.parents):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", barred)
+    assert receipt.folders(root) == [folder]
+    assert status.command([str(root)], {}) == 1 and "cannot be looked at: Permission denied" in capsys.readouterr().out
+    monkeypatch.setattr(os, "scandir", lambda _: barred(folder / "x"))
+    with pytest.raises(Refused, match="cannot be looked into: Permission denied"):
+        receipt.folders(root)
 
 
 def test_a_foreign_receipt_moves_no_cursor(root, capsys):
