@@ -614,7 +614,8 @@ SPELLS = {
     "model.seq_length": (7, "--seq-length 7 --max-position-embeddings 7"), "model.num_layers": (7, "--num-layers 7"),
     "model.attention_backend": ("a.b.AttnBackend.unfused", "--attention-backend unfused"),
     "model.mtp_num_layers": (2, "--mtp-num-layers 2"), "model.fp8_param": (True, "--fp8-param-gather"),
-    "model.fp8": ("e4m3", "--fp8-format e4m3"), "model.moe_hybridep_num_sms": (7, "--moe-flex-dispatcher-num-sms 7"),
+    "model.fp8": ("e4m3", "--fp8-format e4m3"), "model.moe_hybridep_num_sms": (7, ""), "model.moe_deepep_num_sms": (7, ""),
+    "model.gated_linear_unit": (True, ""), "model.recompute_modules": (["mlp"], "--recompute-modules mlp"),
     "model.cuda_graph_modules": ([{"_args_": ["moe_router"]}], "--cuda-graph-modules moe_router"),
     "ddp.grad_reduce_in_fp32": (True, "--accumulate-allreduce-grads-in-fp32"),
     "ddp.average_in_collective": (True, "--ddp-average-in-collective"), "ddp.bucket_size": (7, "--ddp-bucket-size 7"),
@@ -645,6 +646,21 @@ def test_every_spelling_of_bridges_is_tried():
 def test_what_bridge_spells_otherwise_becomes_megatrons_words(name):
     value, becomes = SPELLS[name]
     assert bridged((name, value)) == becomes
+
+
+BACKEND = ("model.moe_flex_dispatcher_backend", "deepep")
+
+
+@pytest.mark.parametrize(
+    ("fields", "becomes"),
+    [
+        ((BACKEND, ("model.moe_deepep_num_sms", 7)), "--moe-flex-dispatcher-num-sms 7"),
+        ((BACKEND, ("model.moe_hybridep_num_sms", 7)), ""),
+        ((("model.recompute_granularity", None), ("model.recompute_modules", ["core_attn"])), ""),
+    ],
+)
+def test_what_bridge_writes_in_use_or_not_counts_where_it_is(fields, becomes):
+    assert bridged(*fields).replace("--moe-flex-dispatcher-backend deepep", "").strip() == becomes
 
 
 SILU = ("model.activation_func", {"_target_": "torch.nn.functional.silu"})

@@ -355,9 +355,37 @@ def test_every_spelling_of_bridges_is_an_argument():
             assert {dest for dest, _ in pairs} <= current().by_dest.keys(), name
 
 
+@pytest.mark.parametrize(
+    ("said", "layers"),
+    [
+        ("${.n}", 4),
+        ("${..n}", 3),
+        ("${n}", 3),
+        ("${MODEL.n}", 4),
+        ("${.no}", None),
+        ("${....n}", None),
+        ("${x.y}", None),
+    ],
+)
+def test_what_a_yaml_refers_to_is_read(said, layers):
+    """OmegaConf's words for a value that stands elsewhere in the file."""
+    args = lint(f"n: 3\nMODEL:\n  n: 4\n  hidden_size: 64\n  num_layers: {said}\n", "m.yaml").args
+    assert (args.num_layers == 4 if layers == 4 else args.num_layers == 3) if layers else dict(args.open_values())
+
+
+NEMO = "trainer:\n  devices: 8\n  num_nodes: 2\nexp_manager: {}\nmodel:\n  num_layers: 4\n  normalization: layernorm\n  hidden_size: 0\n"
+
+
+def test_a_config_of_the_first_nemos_is_its_own():
+    found = lint(NEMO + "  optim:\n    lr: 1e-3\n", "m.yaml")
+    assert (found.launch.program, found.launch.gpus, found.args.num_layers, found.args.lr) == ("NeMo", 16, 4, 0.001)
+    assert [f.id for f in found.findings] == ["not-positive"] and not found.args.said("normalization")
+    assert {f.id for f in lint(NEMO.replace("exp_manager: {}\n", ""), "m.yaml").findings} >= {"bad-value"}
+
+
 def test_why_a_value_is_open_says_no_untrue_word_of_what_is_computed():
-    details = {f.flag.split()[0]: f.detail for f in lint(SCRIPT, "run.py").findings if f.id == "unknown-variable"}
-    assert details == {"--hidden-size": "`args.width` is worked out where it runs"}
+    found = lint(SCRIPT, "run.py")
+    assert "worked out by the program where it runs, and open here: --hidden-size $(args.width)" in report.text(found)
 
 
 def test_a_yaml_that_starts_from_others_is_their_programs():
@@ -365,7 +393,7 @@ def test_a_yaml_that_starts_from_others_is_their_programs():
     text = "extends: [base.yaml]\nnum_layers: 4\nhidden_size: 64\nnum_attention_heads: 4\ntokenizer_type: Llama3Tokenizer\n"
     found = lint(text + "hybrid_attention_ratio: 0.5\no_lora_rank: 8\n", "model.yaml")
     assert {f.severity for f in found.findings} <= {"open"} and "GELU" not in report.text(found)
-    alone = lint(text.partition("\n")[2] + "hybrid_attention_ratio: 0.5\n", "model.yaml")
+    alone = lint(text.partition("\n")[2] + "lr: 1\nhybrid_attention_ratio: 0.5\n", "model.yaml")
     assert {f.id for f in alone.findings} >= {"bad-value", "removed-flag"}
 
 

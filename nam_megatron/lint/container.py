@@ -182,6 +182,12 @@ def _vocabulary(value: Any, model: Mapping[str, Any]) -> list[tuple[str, Any]]:
     )
 
 
+def _multiprocessors(backend: str) -> Rule:
+    """Bridge writes the number of each backend, in use or not."""
+    used = "moe_flex_dispatcher_backend"
+    return lambda value, model: [("moe_flex_dispatcher_num_sms", value)] if model.get(used) == backend else []
+
+
 def _fp8(value: Any, section: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Bridge names a recipe of FP8 also where it is off."""
     return [("fp8_recipe", value)] if section.get("fp8") else []
@@ -211,7 +217,11 @@ SPELLED: Mapping[str, Rule] = {
     "model.fp8_param": _as("fp8_param_gather"),
     "model.fp8": lambda value, _: [("fp8", value)] if value else [],
     **{f"{section}.fp8_recipe": _fp8 for section in ("model", "optimizer")},
-    "model.moe_hybridep_num_sms": _as("moe_flex_dispatcher_num_sms"),
+    **{f"model.moe_{backend}_num_sms": _multiprocessors(backend) for backend in ("deepep", "hybridep")},
+    # Written whether anything is recomputed or not.
+    "model.recompute_modules": lambda value, model: [("recompute_modules", value)]
+    if model.get("recompute_granularity", True)
+    else [],
     "model.cuda_graph_modules": lambda value, _: [("cuda_graph_modules", [_word(v) for v in value or ()])],
     "ddp.grad_reduce_in_fp32": _as("accumulate_allreduce_grads_in_fp32"),
     "ddp.average_in_collective": _as("ddp_average_in_collective"),

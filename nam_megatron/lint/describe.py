@@ -7,7 +7,7 @@ from itertools import pairwise
 from nam_megatron.blocks.mamba2.read import SIZES
 from nam_megatron.errors import counted
 from nam_megatron.lint.model import ATTENTION, SYMBOLS, TITLES, Model, known
-from nam_megatron.lint.rules.parser import ALIASES, IDLE, own, runs
+from nam_megatron.lint.rules.parser import ALIASES, IDLE, own, runs, set_where
 from nam_megatron.lint.values import Args, NotKnown, Open, harmless
 
 # Said by few launches, and part of what is trained: shown as written.
@@ -80,7 +80,7 @@ def notes(a: Args, m: Model) -> Iterator[str]:
     yield from a.launch.notes
     yield from m.plan.notes() if m.plan else ()
     if flags := dict.fromkeys([*a.script_flags, *(t.about for t in own(a))]):
-        yield f"flags of the script, not of Megatron's parser: {', '.join(flags)}"
+        yield f"flags of the script, or of another Megatron: {a.target.pin}'s parser stops at {', '.join(flags)}"
     if a.foreign:
         more = f" and {len(a.foreign) - 8} more" if len(a.foreign) > 8 else ""
         whose = "of a program whose parser and defaults are not known here, or of another Megatron"
@@ -95,7 +95,7 @@ def notes(a: Args, m: Model) -> Iterator[str]:
         yield f"flags may stand in {', '.join(words)}: what is said here is of the others, and of no flag is said that it lacks"
     if left := [a.written(name) for name, names in a.open_values() if a.worked_out(names)]:
         yield f"worked out by the program where it runs, and open here: {', '.join(left)}"
-    running, paths = [], []
+    running, paths, unset, hanging, lines = [], [], [], [], set[int]()
     for name, names in a.open_values():
         flag, variables = a.written(name).split()[0], ", ".join(f"${n}" for n in dict.fromkeys(names))
         if a.worked_out(names):
@@ -104,6 +104,18 @@ def notes(a: Args, m: Model) -> Iterator[str]:
             paths.append(f"{flag} ({variables})")
         elif runs(name):
             running.append(f"{flag.split('=')[0]} ({variables})")
+        elif found := [line for one in names for line in set_where(a.launch.text, one)]:
+            hanging.append(f"{flag.split('=')[0]} ({variables})")
+            lines.update(found)
+        else:
+            unset.append(f"{flag.split('=')[0]} ({variables})")
+    if unset:
+        yield f"nothing in the text sets what these hang on, and they are open: {', '.join(unset)}"
+    if hanging:
+        where = (
+            f"line {', '.join(map(str, sorted(lines)))}" if len(lines) < 8 else f"lines {min(lines)} to {max(lines)}"
+        )
+        yield f"open, since they hang on what {where} would find: {', '.join(hanging)}"
     if running:
         yield f"not set in the text, and how it runs hangs on it: {', '.join(running)}"
     if paths:

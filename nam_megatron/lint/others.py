@@ -38,6 +38,7 @@ class Program:
 
     groups: dotted groups of fields, each with the section of Megatron-Bridge's container whose spelling it has, `args` for Megatron's own
     names; `*` is any name. named: single keys and the arguments they are. gpus: keys whose product is the number of GPUs that train;
+    marks: keys that must be there. own: fields that have Megatron's name and values of the program's.
     apart: a key whose `false` or absence leaves open how many of those do something else. model: where it names the model. needs: a field
     that counts only where another one is true.
     """
@@ -49,6 +50,8 @@ class Program:
     apart: str | None = None
     model: tuple[str, ...] = ()
     needs: Mapping[str, str] = field(default_factory=dict)
+    marks: tuple[str, ...] = ()
+    own: tuple[str, ...] = ()
 
 
 OPTIMIZER = ("lr", "weight_decay", "clip_grad", "lr_decay_style")  # of verl's, under Megatron's names
@@ -113,6 +116,14 @@ PROGRAMS = (
     ),
     # The words behind its run_recipe.py and its like, laid over a recipe: containers in YAML are container.py's.
     Program(BRIDGE, {section: section for section in SECTIONS}),
+    Program(
+        "NeMo",
+        {"model": "args", "model.optim": "args"},
+        {"model.encoder_seq_length": "seq_length"},
+        (("trainer.num_nodes", "trainer.devices"),),
+        marks=("trainer", "exp_manager"),
+        own=("normalization", "optimizer", "name", "precision", "params_dtype", "seed", "position_embedding_type", "dist_ckpt_format"),
+    ),
     Program("Primus", {"modules.*.overrides": "args"}, model=("modules.*.model",)),
 )  # fmt: skip
 
@@ -150,6 +161,8 @@ def of_tree(tree: Tree, target: Target, elsewhere: bool = False, recipe: bool = 
     A YAML with four of Bridge's sections is laid over a recipe as well."""
     for program in PROGRAMS:
         if program.name == BRIDGE and not recipe and sum(isinstance(tree.get(s), dict) for s in program.groups) < 4:
+            continue
+        if not all(mark in tree for mark in program.marks):
             continue
         groups = [
             (place, found, section)
@@ -226,7 +239,11 @@ def _fields(
     for _, found, section in groups:
         for name, value in found.items():
             need = found.get(program.needs.get(name, ""), True)
-            if need not in (False, "none", None) and not (isinstance(value, dict) or (name in inner and value is None)):
+            if (
+                name not in program.own
+                and need not in (False, "none", None)
+                and not (isinstance(value, dict) or (name in inner and value is None))
+            ):
                 yield section, str(name), value
     if groups:
         yield from (

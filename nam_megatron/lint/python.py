@@ -272,6 +272,8 @@ class Walk:
                 case ast.AugAssign(target=target, op=op, value=value):
                     self.augment(target, op, value, on)
                     loose -= {getattr(target, "id", "")}
+                case ast.Expr(value=ast.Constant()):  # a docstring
+                    continue
                 case ast.Expr(value=value):
                     self.expression(value, on)
                 case ast.Delete():

@@ -23,6 +23,13 @@ if TYPE_CHECKING:
     from nam_megatron.lint.ours import Planned
 
 LONGEST = 1_000_000  # characters
+TRAINS = (
+    "--micro-batch-size",
+    "--global-batch-size",
+    "--lr",
+    "--train-iters",
+    "--train-samples",
+)  # one of them says any launch
 NESTED = 8  # references to references
 DEEPEST, MOST = 30, 5_000  # YAML: levels, entries
 BASES = {
@@ -254,6 +261,9 @@ def _shell(text: str, target: Target, name: str) -> Launch:
         notes.append("no command here has Megatron's flags: those that variables hold are taken, in their order")
     if not _flags(words, target):
         return Launch(target, (), "shell", text)
+    if script is None and any(follow.HOLE.fullmatch(word) for word in launcher):
+        partial = True
+        notes.append("which script is started the text does not say: of no flag is said that it lacks")
     notes += _defaults(run.unset)
     if (there := len(_in_text(text, target))) > 3 * (here := _flags(words, target)):
         notes.append(
@@ -399,9 +409,9 @@ def _yaml(text: str, target: Target, name: str) -> Launch:
     notes += _defaults(unset)
     if bases:
         notes.append(f"more of the description is in other files, which are not read: {', '.join(bases)}")
-    partial = bool(bases) or (
-        isinstance(root, yaml.MappingNode) and "_target_" in keys
-    )  # another program's class has the rest
+    trains = any(word.partition("=")[0] in TRAINS for word in words)
+    # Another program's class has the rest, or another file: this one describes a model.
+    partial = bool(bases) or not trains or (isinstance(root, yaml.MappingNode) and "_target_" in keys)
     return Launch(target, tuple(words), "yaml", text, env, notes=tuple(notes), partial=partial)
 
 
@@ -487,7 +497,8 @@ def _bridge(root: dict[str, Any], text: str, target: Target, name: str) -> Launc
         LookupError,
     ) as err:  # whatever a field of another shape makes a rule raise
         raise Refused(Problem(f"`{name}` is no container as Bridge writes it: {err}", hint=FORMS)) from None
-    return Launch(target, tuple(words), "container", text, env, notes=tuple(notes))
+    partial = not isinstance(root.get("train"), dict)  # a description of a model alone, as those beside a converted one
+    return Launch(target, tuple(words), "container", text, env, notes=tuple(notes), partial=partial)
 
 
 Entries = list[tuple[tuple[str, ...], str, Any]]
@@ -520,12 +531,13 @@ def _entries(
 ) -> Iterator[tuple[tuple[str, ...], str, yaml.Node]]:
     """(groups, name, value) of every `name: value` whose value is no group; environment variables and other files to start from go
     into `env` and `bases`."""
-    stack, seen, path = [iter(root.value)], 0, [""]
+    stack, seen, path, groups = [iter(root.value)], 0, [""], [root]
     while stack:
         pair = next(stack[-1], None)
         if pair is None:
             stack.pop()
             path.pop()
+            groups.pop()
             continue
         key, node = pair
         if (seen := seen + 1) > MOST or len(stack) > DEEPEST:
@@ -539,8 +551,26 @@ def _entries(
             else:
                 stack.append(iter(node.value))
                 path.append(str(key.value))
+                groups.append(node)
         elif isinstance(key, yaml.ScalarNode) and not key.value.startswith("_"):  # `_target_` and its kin are Hydra's
-            yield tuple(path[1:]), key.value, node
+            yield tuple(path[1:]), key.value, _referred(node, groups)
+
+
+def _referred(node: yaml.Node, groups: list[yaml.MappingNode]) -> yaml.Node:
+    """What OmegaConf has for `${a.b}` and `${.b}`, which is beside it; the node itself where it is no such, or another's."""
+    for _ in range(NESTED):
+        found = re.fullmatch(r"\$\{(\.*)([A-Za-z_]\w*(?:\.\w+)*)\}", str(node.value))
+        if not found or len(found[1]) > len(groups):
+            break
+        groups, there = groups[: len(groups) - len(found[1]) + 1 if found[1] else 1], None
+        for name in found[2].split("."):
+            pairs = groups[-1].value if there is None else there.value if isinstance(there, yaml.MappingNode) else []
+            there = next((value for key, value in pairs if key.value == name), yaml.Node("", "", None, None))
+            groups = [*groups, there] if isinstance(there, yaml.MappingNode) else groups
+        if not isinstance(there, yaml.ScalarNode):
+            break
+        node = there
+    return node
 
 
 def _files(node: yaml.Node) -> Iterator[str]:

@@ -41,7 +41,10 @@ MEGATRONS = re.compile(r"(.*/)?(pretrain_(gpt|hybrid|mamba|bert|t5|ict|retro|vlm
 STRANGERS = 3  # flags of another parser: so many that nobody misspelt them
 FORKED = 6  # the same of a script that is called as Megatron's own, of a fork
 # A port to another device, which has a parser, checks and layers of its own.
-PORT = re.compile(r"mindspeed|ascend-toolkit|torch_npu|\bHCCL_|\bNPUS?_PER_NODE\b", re.IGNORECASE)
+PORT = re.compile(
+    r"mindspeed|ascend|torch_npu|\bHCCL_|\bNPUS?_PER_NODE\b|--(use-fused-(rmsnorm|swiglu|rotary)|tp-2d|context-parallel-algo)\b",
+    re.IGNORECASE,
+)
 # DeepSpeed's fork of Megatron, of which the same is true.
 DEEPSPEED = re.compile(r"--(deepspeed|zero[-_]stage)\b")
 # What a template's engine, or a person, puts a value in for.
@@ -60,6 +63,10 @@ REMOVED = {
     "--legacy-tokenizer": "leave it out",
     "--DDP-impl": "leave it out",
     "--data-impl": "leave it out",
+    "--fp8-hybrid": "use `--fp8-format hybrid`",
+    "--fp8-e4m3": "use `--fp8-format e4m3`",
+    "--retro-workdir": "leave it out; Megatron has no Retro any more",
+    "--async-tensor-model-parallel-allreduce": "leave it out; on where it is of use",
     "--no-query-key-layer-scaling": "leave it out; off unless `--apply-query-key-layer-scaling`",
     "--retro-project-dir": "leave it out; Megatron has no Retro any more",
     "--retro-add-retriever": "leave it out; Megatron has no Retro any more",
@@ -333,8 +340,8 @@ class Args:
 
     def worked_out(self, variables: tuple[str, ...]) -> bool:
         """Whether another program works a value out where it runs: nothing that a person who starts it could put in."""
-        computed = not all(name.isidentifier() for name in variables)
-        return self.launch.kind == "python" or (computed and self.launch.kind == "yaml" and bool(self.launch.program))
+        computed = not all(name.isidentifier() or name.isdigit() for name in variables)
+        return self.launch.kind == "python" or (computed and self.launch.kind in ("yaml", "script"))
 
     def open_values(self) -> Iterator[tuple[str, tuple[str, ...]]]:
         """Arguments whose value hangs on something the text does not say."""

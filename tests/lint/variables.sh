@@ -1,7 +1,8 @@
 #!/bin/bash
 # finds: unknown-variable
 # megatron: unknown
-# Two values come from nowhere; the conditional branch cannot be told either.
+# Two values come from nowhere, one of them by a misspelt name; the conditional branch cannot be told either.
+LAYER=2
 if [[ "$(hostname)" == login* ]]; then
     EXTRA_ARGS+=(--log-throughput)
 fi

@@ -1,7 +1,8 @@
 """What argparse makes of the words."""
 
+import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from nam_megatron.lint.follow import shown
 from nam_megatron.lint.model import Model, known
@@ -19,7 +20,7 @@ from nam_megatron.lint.rules.rule import (
     each,
     without,
 )
-from nam_megatron.lint.values import Args, Trouble, harmless
+from nam_megatron.lint.values import Args, Trouble
 
 OLD = {
     "hybrid_override_pattern": "use `--hybrid-layer-pattern`",
@@ -35,6 +36,8 @@ OLD = {
     "no_weight_decay_cond_type": "use `--apply-wd-to-qk-layernorm`",
     "dist_ckpt_format_deprecated": "use `--ckpt-format`",
 }
+
+UNREAD = ("dist_ckpt_format_deprecated",)
 
 # Parsed, and of no effect on anything: no finding. Nor are old words for what 0.19.2 does all the same.
 IDLE = (
@@ -53,7 +56,7 @@ GONE = {
 
 # How a model runs, and not which.
 RUNS = re.compile(
-    "dispatcher|recompute|_parallel|overlap|cuda_graph|fusion|attention_backend|num_workers|offload|distributed_"
+    "dispatcher|interval|recompute|_parallel|overlap|cuda_graph|fusion|attention_backend|num_workers|offload|distributed_"
 )
 SHOWN = re.compile("log_|tensorboard|wandb|timing")  # what is printed, and no more
 
@@ -61,7 +64,7 @@ SHOWN = re.compile("log_|tensorboard|wandb|timing")  # what is printed, and no m
 # Rules about what a launch lacks; they say nothing where it may be given elsewhere. So do findings "without" a flag and rules that are
 # mended by one more.
 ABSENCES = re.compile(
-    "missing-flag|companion|no-layers|moe-expert-parallel|pattern-without-experts|save-interval|"
+    "missing-flag|companion|overlap-param-gather|sequence-parallel-off|no-layers|moe-expert-parallel|pattern-without-experts|save-interval|"
     "fp32|default-.*|gqa-one-group|mla-no-latent-norm"
 )
 
@@ -81,9 +84,13 @@ def runs(name: str) -> bool:
 
 
 def own(a: Args) -> list[Trouble]:
-    """Flags that Megatron has not, of a program that does not train: it has more than Megatron's parser, in most cases."""
-    other = NO_TRAINING.search(a.launch.script or "")
-    return [t for t in a.trouble if other and t.rule == "unknown-flag" and not t.fix]
+    """Flags that Megatron has not and that look like none of its: nobody invents one, so the script has it, or the Megatron it is of."""
+    unknown = [
+        t
+        for t in a.trouble
+        if t.rule == "unknown-flag" and not t.fix and not t.detail and re.fullmatch(r"--[\w-]+", t.about)
+    ]
+    return [t for t in unknown if not any(flag.startswith(t.about) for flag in a.target.flags)]  # one that is cut short
 
 
 def absence(rule: Rule, flag: str, fix: str) -> bool:
@@ -94,6 +101,8 @@ def absence(rule: Rule, flag: str, fix: str) -> bool:
 def of_another(rule: Rule, a: Args) -> bool:
     """Whether a rule is about what another program does itself: its parser and checks; a port to another device has kernels, too."""
     if NO_TRAINING.search(a.launch.script or "") and (rule.severity == COST or rule.id in OF_TRAINING):
+        return True
+    if rule.id == "world-size" and any("world-size" in flag for flag in a.foreign):
         return True
     if a.ported and rule.id not in ("given-twice", "not-the-card", "unknown-variable", "unknown-flag"):
         return rule.severity != DEFAULT
@@ -138,46 +147,28 @@ def _missing(a: Args, m: Model) -> list[str]:
 
 
 def _unknown(a: Args, m: Model) -> Iterator[str]:
-    """One finding for each kind of reason: a script that takes its values as arguments would have one for each of them."""
+    """Variables that nothing in the text sets, but one a letter or two away. Others are a template's, an environment's: a note."""
     found = [(t.about, tuple(t.detail.split(", "))) for t in a.trouble if t.rule == "unknown-variable"]
-    found += [
-        (a.written(name), variables)
-        for name, variables in a.open_values()
-        if not harmless(name, a.target)
-        and name != "local_rank"  # a launcher's, as ever
-        and not a.worked_out(variables)
-        and not runs(name)
-    ]
-    set_in = {name: _set_in(a.launch.text, name) for _, names in found for name in names}
-    alike: dict[tuple[bool, ...], list[tuple[str, tuple[str, ...]]]] = {}
+    found += [(a.written(name), names) for name, names in a.open_values()]
     for what, names in found:
-        alike.setdefault(tuple(sorted({bool(set_in[name]) for name in names})), []).append((what, names))
-    for (first, names), *others in alike.values():
-        more = "".join(f"{what}{_in_line(a, what)}, " for what, _ in others).removesuffix(", ")
-        why = _why_open({name: set_in[name] for _, ns in [(first, names), *others] for name in ns})
-        yield f"{first}\t{f'and {more}: ' if more else ''}{why}"
+        for name in names:
+            if not set_where(a.launch.text, name) and (close := _nearly_set(a.launch.text, name)):
+                yield f"{what}\tnothing in the text sets {name}, but {close}"
 
 
-def _in_line(a: Args, what: str) -> str:
-    lines = a.launch.lines(what.split()[0].split("=")[0]) if what.startswith("--") else ()
-    return f" (line {', '.join(map(str, lines))})" if lines else ""
+def _nearly_set(text: str, name: str) -> str | None:
+    """The variable that a text sets which is a letter or two from one that it does not."""
+    names = {found for found in re.findall(r"(?:^|[\s;(&])([A-Za-z_]\w{3,})\+?=", text, re.MULTILINE)}
+    near = next(iter(difflib.get_close_matches(name, names, 1, 0.85) if len(name) > 3 else []), None)
+    if near is None or re.sub(r"\D", "", name) != re.sub(r"\D", "", near):
+        return None
+    parts = [name.split("_"), near.split("_")]  # of which none is another word
+    alike = [difflib.SequenceMatcher(None, *pair).ratio() >= 0.7 for pair in zip(*parts, strict=False)]
+    return near if all(alike) or len(parts[0]) != len(parts[1]) else None
 
 
-def _set_in(text: str, name: str) -> tuple[int, ...]:
+def set_where(text: str, name: str) -> tuple[int, ...]:
     return tuple(n for n, line in enumerate(text.splitlines(), 1) if _sets(name, line))
-
-
-def _why_open(found: Mapping[str, tuple[int, ...]]) -> str:
-    """Of each name whether the text sets it, and in which lines, where only a condition or a command would tell to what."""
-    computed = [name for name in found if not re.fullmatch(r"[\w-]+", name)]
-    unset = [name for name, lines in found.items() if not lines and name not in computed]
-    hanging = {name: lines for name, lines in found.items() if lines}
-    told = [f"nothing in the text sets {', '.join(unset)}"] if unset else []
-    if hanging:
-        lines = sorted({line for lines in hanging.values() for line in lines})
-        where = f"line {', '.join(map(str, lines))}" if len(lines) < 8 else f"lines {lines[0]} to {lines[-1]}"
-        told.append(f"{', '.join(hanging)} hang{'s' if len(hanging) == 1 else ''} on what {where} would find")
-    return "; ".join([*told, *(f"`{name}` is worked out where it runs" for name in computed)])
 
 
 def _sets(name: str, line: str) -> bool:
@@ -197,8 +188,8 @@ RULES = (
         OPEN,
         "",
         _unknown,
-        "a value that this text does not tell: everything that hangs on it is left open",
-        "put the value in, or lint the text after your shell has expanded it",
+        "a variable that has no value here",
+        "correct its name; one of your environment's is fine",
         "nam_megatron/lint/follow.py",
     ),
     Rule(
@@ -288,8 +279,12 @@ RULES = (
         "old-flag",
         FRAGILE,
         "",
-        lambda a, m: [f"{a.written(n)}\t\t{OLD[n]}" for n in OLD if a.said(n) and not a.switched_off(n)],
-        "deprecated: read today, or not even that",
+        lambda a, m: [
+            f"{a.written(n)}\t{'nothing reads it' if n in UNREAD else ''}\t{OLD[n]}"
+            for n in OLD
+            if a.said(n) and not a.switched_off(n)
+        ],
+        "an old name: 0.19.2 takes it, with a warning; a later Megatron may not",
         "say it as 0.19.2 does",
         VALIDATE,
     ),

@@ -43,6 +43,8 @@ def _iterations_and_samples(a: Args, m: Model) -> Iterator[str]:
 def _documents(a: Args, m: Model) -> Iterator[str]:
     """Flags of the data set that make something which no layer of this model takes."""
     masked = a.transformer_impl == "local" and not (m.recurrent or m.dsa)
+    if any("packed" in t.about for t in a.trouble) or any("packed" in flag for flag in a.foreign):
+        return  # a fork keeps documents apart in its own way
     if a.reset_attention_mask and not masked:
         yield f"{a.written('reset_attention_mask')}\t{_unread(m)}"
     if a.reset_position_ids and m.positions != "learned_absolute":
