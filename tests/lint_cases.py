@@ -56,6 +56,7 @@ CASES = {
     "batch": (GPT, {"--global-batch-size": "36"}),
     "checkpoint-format": (GPT, {"--ckpt-format": "fsdp_dtensor"}),
     "companion": (GPT, {"--tp-comm-overlap": True}),
+    "idle-flag": (GPT, {"--lr-wsd-decay-iters": "3"}),
     "context-attention": (DSA, {"--context-parallel-size": "2", "--cp-comm-type": "allgather"}, ONE),
     "connections-fsdp": (FSDP, {}, ONE),
     "connections-leftover": (GPT | {"--overlap-grad-reduce": True}, {}, ONE),
@@ -234,7 +235,16 @@ CASES = {
 # Of a conflict: its argument and what stands beside it -> a launch that has the one, and what brings the other.
 OVERLAPPED = MOE | EP8 | OVERLAP
 DELAYED = {"--overlap-dispatch-backward-with-experts-wgrad": True}
+TWO_STAGES = GPT | {"--pipeline-model-parallel-size": "2"}
+VIRTUAL = TWO_STAGES | {"--num-layers-per-virtual-pipeline-stage": "2"}
+RANKED = TWO_STAGES | {"--num-virtual-stages-per-pipeline-rank": "2"}
 CONFLICTING = {
+    **{(name, "--no-overlap-p2p-communication on two pipeline stages"): (base, {"--no-overlap-p2p-communication": True})
+       for name, base in (("num_layers_per_virtual_pipeline_stage", VIRTUAL), ("num_virtual_stages_per_pipeline_rank", RANKED))},
+    ("pipeline_model_parallel_layout", "a --pipeline-model-parallel-size that does not divide its stages"): (
+        TWO_STAGES | {"--pipeline-model-parallel-layout": "Et*4|t*4L"}, {"--pipeline-model-parallel-layout": "Et*4|(tt|)*1,t*2L"}),
+    ("moe_enable_deepep", "--moe-flex-dispatcher-backend hybridep"): (
+        MOE | {"--moe-token-dispatcher-type": "flex", "--moe-enable-deepep": True}, {"--moe-flex-dispatcher-backend": "hybridep"}),
     ("overlap_moe_expert_parallel_comm", "--recompute-granularity full"): (OVERLAPPED, {"--recompute-granularity": "full"}),
     ("overlap_moe_expert_parallel_comm", "--recompute-method"): (OVERLAPPED, {"--recompute-method": "block"}),
     ("overlap_moe_expert_parallel_comm", "--recompute-num-layers"): (OVERLAPPED, {"--recompute-num-layers": "2"}),

@@ -1401,7 +1401,10 @@ def test_flags_of_another_parser_are_a_note_and_nothing_is_lacking():
     assert "--sglang-mem-fraction" in report.text(found)
     assert not ids(lint(f"python pretrain_gpt.py {DESCRIBED} --use-mcore-models"))["old-flag"]
     megatrons = lint(f"python pretrain_gpt.py {DESCRIBED} {OF_ANOTHER}")
-    assert ids(megatrons)["unknown-flag"] == 3 and ids(megatrons)["missing-flag"]
+    assert ids(megatrons)["unknown-flag"] == 1 and ids(megatrons)["missing-flag"]  # one is nearly Megatron's
+    assert "0.19.2's parser stops at --actor-num-nodes, --sglang-mem-fraction" in " ".join(
+        describe.notes(megatrons.args, megatrons.model)
+    )
 
 
 def test_flags_with_underscores_are_megatrons_in_another_program():
@@ -1606,6 +1609,8 @@ MIXTRAL = " ".join(words(MOE | {"--moe-router-score-function": None, "--untie-em
         ("unknown-variable", "l.sh", f"M_TRAIN_ARGS=\npython t.py {DESCRIBED} $M_EXTRA_ARGS", ("EXTRA", "TRIAN")),
         ("given-twice", "s.sh", f"torchrun pretrain_gpt.py {DESCRIBED} --save-interval 4 --save-interval 8",
          ("--save-interval", "--seed")),
+        ("given-twice", "s.sh", f"torchrun pretrain_gpt.py {DESCRIBED} --eval-iters 4 --eval-iters 8", ("--eval-iters", "--train-iters")),
+        ("idle-flag", "c.yaml", "model: {_target_: a.P, num_layers: 2}\noptimizer: {muon_momentum: 0.5}\n", ()),
         ("stray-word", "d.py", f'"""Run\n\n    torchrun --nproc-per-node=1 x.py a.txt\n"""\nrun("{DESCRIBED}")\n', ()),
         ("bad-value", "p.sh", f"torchrun pretrain_gpt.py {DESCRIBED} --tp-2d --recompute-method chunk", ("--tp-2d", "")),
         ("not-the-card", "llama2_70b_test.sh", f"torchrun pretrain_gpt.py {LLAMA70}", ("_test", "")),

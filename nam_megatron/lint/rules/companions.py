@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import prod
 
 from nam_megatron.lint.model import Model
-from nam_megatron.lint.rules.rule import CONFIG, FAIL, VALIDATE, Rule, listed
+from nam_megatron.lint.rules.rule import CONFIG, FAIL, FRAGILE, VALIDATE, Rule, listed
 from nam_megatron.lint.values import Args
 
 
@@ -119,6 +119,30 @@ COMPANIONS = (
               lambda a, m: a.log_interval > 0 and a.log_memory_interval % a.log_interval == 0),
 )  # fmt: skip
 
+# What has no effect without another one, and is not refused.
+IDLE = (
+    Companion("qk_clip_threshold", "50", "--qk-clip", lambda a, m: a.qk_clip),
+    Companion("window_attn_skip_freq", "4", "--window-size", lambda a, m: a.window_size is not None),
+    Companion("moe_router_bias_update_rate", "0.1", "--moe-router-enable-expert-bias", lambda a, m: a.moe_router_enable_expert_bias),
+    Companion("moe_aux_loss_coeff", "0.1", "a --moe-router-load-balancing-type with a loss",
+              lambda a, m: any("loss" in b for b in m.balancing)),
+    Companion("moe_token_drop_policy", "position", "--moe-expert-capacity-factor", lambda a, m: a.moe_expert_capacity_factor is not None),
+    Companion("moe_shared_expert_gate", "", "--moe-shared-expert-intermediate-size",
+              lambda a, m: bool(a.moe_shared_expert_intermediate_size)),
+    Companion("sgd_momentum", "0.5", "--optimizer sgd", lambda a, m: a.optimizer == "sgd"),
+    *(Companion(name, "0.5", "--optimizer muon", lambda a, m: "muon" in a.optimizer)
+      for name in ("muon_momentum", "muon_extra_scale_factor", "muon_num_ns_steps", "muon_scale_mode")),
+    *(Companion(name, "10", "--lr-decay-style WSD", lambda a, m: a.lr_decay_style == "WSD")
+      for name in ("lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style")),
+    Companion("mtp_loss_scaling_factor", "0.3", "MTP", lambda a, m: bool(m.mtp_depths or a.mtp_num_layers)),
+)  # fmt: skip
+
+
+def _idle(a: Args, m: Model) -> Iterator[str]:
+    for c in IDLE if a.launch.kind != "container" else ():  # Bridge writes every field, in use or not
+        if a.said(c.name) and a.value(c.name) not in (a.target.by_dest[c.name].default, False) and not c.met(a, m):
+            yield f"{a.written(c.name)}\twants {c.wants}"
+
 
 def _alone(a: Args, m: Model) -> Iterator[str]:
     for c in COMPANIONS:
@@ -127,6 +151,15 @@ def _alone(a: Args, m: Model) -> Iterator[str]:
 
 
 RULES = (
+    Rule(
+        "idle-flag",
+        FRAGILE,
+        "",
+        _idle,
+        "no effect without what it stands on",
+        "give what it wants, or leave it out",
+        CONFIG,
+    ),
     Rule(
         "companion",
         FAIL,

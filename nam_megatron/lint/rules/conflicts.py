@@ -1,5 +1,6 @@
 """Flags that Megatron refuses beside others: one rule, a line for each."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 
 from nam_megatron.lint.model import Model
@@ -11,6 +12,15 @@ Beside = Mapping[str, Callable[[Args, Model], bool]]
 
 def _depths(m: Model) -> int:
     return m.mtp_depths or m.a.mtp_num_layers or 0
+
+
+def _stages(layout: str) -> int:
+    """Of a layout such as `Et*3|(tt|)*2,m|L`."""
+    return re.sub(r"\(([^()]*)\)\*(\d+)", lambda found: found[1] * min(int(found[2]), 10_000), layout).count("|") + 1
+
+
+def _p2p(a: Args, m: Model) -> bool:
+    return m.pp == 2 and not a.overlap_p2p_comm
 
 
 # An argument -> what must not stand beside it, in the words of a launch, and when it does. The source is Megatron's own check.
@@ -58,6 +68,17 @@ CONFLICTS: Mapping[str, Beside] = {
         and a.data_parallel_sharding_strategy == "optim_grads_params"
     },
     "moe_expert_capacity_factor": {"--moe-router-load-balancing-type sinkhorn": lambda a, m: "sinkhorn" in m.balancing},
+    "num_layers_per_virtual_pipeline_stage": {"--no-overlap-p2p-communication on two pipeline stages": _p2p},
+    "num_virtual_stages_per_pipeline_rank": {"--no-overlap-p2p-communication on two pipeline stages": _p2p},
+    "pipeline_model_parallel_layout": {
+        "a --pipeline-model-parallel-size that does not divide its stages": lambda a, m: bool(
+            _stages(a.pipeline_model_parallel_layout) % m.pp
+        ),
+    },
+    "moe_enable_deepep": {
+        "--moe-flex-dispatcher-backend hybridep": lambda a, m: a.moe_token_dispatcher_type == "flex"
+        and a.moe_flex_dispatcher_backend == "hybridep"
+    },
     "moe_deepep_num_sms": {
         "another --moe-hybridep-num-sms": lambda a, m: a.moe_hybridep_num_sms not in (None, a.moe_deepep_num_sms)
         and a.moe_flex_dispatcher_num_sms is None

@@ -56,7 +56,7 @@ GONE = {
 
 # How a model runs, and not which.
 RUNS = re.compile(
-    "dispatcher|interval|recompute|_parallel|overlap|cuda_graph|fusion|attention_backend|num_workers|offload|distributed_"
+    "dispatcher|interval|eval_iters|recompute|_parallel|overlap|cuda_graph|fusion|attention_backend|num_workers|offload|distributed_"
 )
 SHOWN = re.compile("log_|tensorboard|wandb|timing")  # what is printed, and no more
 
