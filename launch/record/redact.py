@@ -201,6 +201,7 @@ FIGURE = re.compile(
 LONG_NUMBER = re.compile(r"(?<![\w.])(?:\d[ -]?){12,}")
 # Keys whose values are hashes that we made.
 HASHES = ("revision", "tree", "sha256", "diff_sha256", "nam_megatron", "launch", "uuid", "seal", "before", "id")
+MENDED = "mends"  # {name: hash}: what stood, which `<text>` would make alike
 HASH = re.compile(r"[0-9a-f]{7,64}")
 
 
@@ -278,7 +279,8 @@ class Redactor:
                 while key in shown:  # two keys may be one without their words
                     again += 1
                     key = f"{first} #{again}"
-                shown[key] = v if k in HASHES and _is_hash(v) else self.tree(v, whole)
+                hashes = [*v.values()] if k == MENDED and isinstance(v, Mapping) else [v] * (k in HASHES)
+                shown[key] = v if hashes and all(map(_is_hash, hashes)) else self.tree(v, whole)
             return shown
         return [self.tree(v, whole) for v in node] if isinstance(node, (list, tuple)) else node
 
