@@ -53,6 +53,7 @@ class Group:
     tests: tuple[str, ...]
 
 
+PUBLISHED = "tests/cpu/test_published.py"
 # They ask Megatron, or a hundred plans, and others notice what they would.
 SLOW_LOWER = "--deselect=tests/test_lower.py::test_no_refusal_without_a_case"
 SLOW_LOWER += " --deselect=tests/test_lower.py::test_trap_gqa_under_mla_loses_its_positions"
@@ -175,6 +176,10 @@ GROUPS = {
         ),
     ),
     "hf": Group(("nam_megatron/hf/*.py",), ("tests/test_said_right.py", "tests/test_hf_describe.py", "tests/cpu/test_hf.py")),
+    "published": Group(
+        tuple(f"nam_megatron/hf/{name}.py" for name in ("quantized", "native", "adapters", "families/*")),
+        (f"{PUBLISHED} --deselect={PUBLISHED}::test_any_layout_reads_the_weights",),
+    ),
 }  # fmt: skip
 
 

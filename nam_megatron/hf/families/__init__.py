@@ -7,6 +7,7 @@ Imports no torch. A table says
     layer          what their tensors of a layer begin with
     names          of the model and of each kind: slots (blocks/exported.py) and what comes after `layer` in theirs; `weight` and `bias` are
                    added where a name stands for a module
+    later          whether others that compute the same model come before it
     ahead          what tensors of layers of token prediction begin with, which our recipes cannot say
     spelled        other names under which a tensor is found
     opened         what transformers' class has where files have another beginning: adapters go by its modules
@@ -94,7 +95,7 @@ def own() -> list[Family]:
         for name in known()
         if "architecture" in yaml.safe_load((HERE / f"{name}.yaml").read_text(encoding="utf-8"))
     ]
-    return [family(name) for name in has]
+    return [family(name) for name in sorted(has, key=lambda name: _tree(name).get("later", False))]
 
 
 def places(of: Family, c: Config) -> Iterator[tuple[Tensor, list[Place]]]:
