@@ -1222,6 +1222,9 @@ def test_exit_codes(tmp_path, capsys):
     trap.write_text(" ".join(words(GPT | {"--num-query-groups": "4"})))
     assert [command.main([str(p)]) for p in (clean, trap)] == [0, 1]
     assert command.main([str(trap), "ignore=gqa-ignored"]) == 0
+    for rule, word in (("unknown-flag", "--of-a-fork"), ("unknown-variable", "--make-vocab-size-divisible-by $ROWS")):
+        trap.write_text(" ".join([*words(GPT), word]))
+        assert [command.main([str(trap), *more]) for more in ((), (f"ignore={rule}",))] == [1, 0]
     assert command.main([str(tmp_path / "none.sh")]) == 2
     assert capsys.readouterr().err.startswith("error: cannot read ")
 

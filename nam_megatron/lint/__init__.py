@@ -13,23 +13,25 @@ from nam_megatron.errors import FINDINGS, OK, Problem, Refused
 from nam_megatron.lint.model import Model
 from nam_megatron.lint.read import Launch, read, stored
 from nam_megatron.lint.rules import Finding, check
+from nam_megatron.lint.rules.parser import left_open, own
 from nam_megatron.lint.values import Args
 from nam_megatron.targets import Target, current
 
 
 @dataclass(frozen=True)
 class Report:
-    """A launch, what it trains, and the traps it steps in."""
+    """A launch, what it trains, and the traps it steps in. open: flags of which Megatron or the text does not tell what they make."""
 
     name: str
     launch: Launch
     args: Args
     model: Model
     findings: tuple[Finding, ...]
+    open: tuple[str, ...]
 
     @property
     def exit_code(self) -> int:
-        return FINDINGS if self.findings else OK
+        return FINDINGS if self.findings or self.open else OK
 
 
 def lint(
@@ -59,5 +61,9 @@ def lint(
             )
         )
     args = Args(launch if gpus is None else launch.on(gpus))
-    model = Model(args)
-    return Report(name, launch, args, model, tuple(check(args, model, tuple(ignore))))
+    model, ignored = Model(args), tuple(ignore)
+    unknown = [t.about for t in own(args)] if "unknown-flag" not in ignored else []
+    unset = [
+        flag for why, flag, _ in left_open(args) if why in ("unset", "branch") and "unknown-variable" not in ignored
+    ]
+    return Report(name, launch, args, model, tuple(check(args, model, ignored)), tuple(dict.fromkeys(unknown + unset)))

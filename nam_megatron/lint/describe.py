@@ -7,8 +7,8 @@ from itertools import pairwise
 from nam_megatron.blocks.mamba2.read import SIZES
 from nam_megatron.errors import counted
 from nam_megatron.lint.model import ATTENTION, SYMBOLS, TITLES, Model, known
-from nam_megatron.lint.rules.parser import ALIASES, IDLE, own, runs, set_where
-from nam_megatron.lint.values import Args, NotKnown, Open, harmless
+from nam_megatron.lint.rules.parser import ALIASES, IDLE, left_open, own
+from nam_megatron.lint.values import Args, NotKnown, Open
 
 # Said by few launches, and part of what is trained: shown as written.
 ALSO = (
@@ -93,33 +93,21 @@ def notes(a: Args, m: Model) -> Iterator[str]:
         yield f"part of the description is elsewhere ({', '.join(m.from_elsewhere)}): what is said here is of these flags alone"
     if words := [t.about for t in a.trouble if t.rule == "unknown-variable"]:
         yield f"flags may stand in {', '.join(words)}: what is said here is of the others, and of no flag is said that it lacks"
-    if left := [a.written(name) for name, names in a.open_values() if a.worked_out(names)]:
-        yield f"worked out by the program where it runs, and open here: {', '.join(left)}"
-    running, paths, unset, hanging, lines = [], [], [], [], set[int]()
-    for name, names in a.open_values():
-        flag, variables = a.written(name).split()[0], ", ".join(f"${n}" for n in dict.fromkeys(names))
-        if a.worked_out(names):
-            continue
-        if harmless(name, a.target):
-            paths.append(f"{flag} ({variables})")
-        elif runs(name):
-            running.append(f"{flag.split('=')[0]} ({variables})")
-        elif found := [line for one in names for line in set_where(a.launch.text, one)]:
-            hanging.append(f"{flag.split('=')[0]} ({variables})")
-            lines.update(found)
-        else:
-            unset.append(f"{flag.split('=')[0]} ({variables})")
-    if unset:
-        yield f"nothing in the text sets what these hang on, and they are open: {', '.join(unset)}"
-    if hanging:
-        where = (
-            f"line {', '.join(map(str, sorted(lines)))}" if len(lines) < 8 else f"lines {min(lines)} to {max(lines)}"
-        )
-        yield f"open, since they hang on what {where} would find: {', '.join(hanging)}"
-    if running:
-        yield f"not set in the text, and how it runs hangs on it: {', '.join(running)}"
-    if paths:
-        yield f"not set in the text, and no matter here: {', '.join(paths)}"
+    left: dict[str, list[str]] = {}
+    lines = set[int]()
+    for why, flag, where in left_open(a):
+        left.setdefault(why, []).append(flag)
+        lines.update(where if why == "branch" else ())
+    would = f"line {', '.join(map(str, sorted(lines)))}" if len(lines) < 8 else f"lines {min(lines)} to {max(lines)}"
+    for why, said in (
+        ("computed", "worked out by the program where it runs, and open here"),
+        ("unset", "nothing in the text sets what these hang on, and they are open"),
+        ("branch", f"open, since they hang on what {would} would find"),
+        ("runs", "not set in the text, and how it runs hangs on it"),
+        ("path", "not set in the text, and no matter here"),
+    ):
+        if why in left:
+            yield f"{said}: {', '.join(left[why])}"
     if known(lambda: a.sequence_parallel and a.said("tensor_model_parallel_size") and m.tp == 1):
         yield "--sequence-parallel is switched off at tensor parallel size 1"
     if m.marked:

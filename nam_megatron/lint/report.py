@@ -102,7 +102,9 @@ def summary(report: Report) -> str:
     given, target = len(report.args.given), report.args.target
     whose = "left to the program" if report.args.elsewhere else f"at Megatron {target.pin}'s defaults"
     flags = f"{given} arguments said, {len(target.by_dest) - given} {whose}"
-    return f"{', '.join(f'{counts[s]} {s}' for s in SEVERITIES if counts[s]) or 'no finding'}; {flags}"
+    found = ", ".join(f"{counts[s]} {s}" for s in SEVERITIES if counts[s]) or "no finding"
+    left = f", {counted(len(report.open), 'flag')} left open" if report.open else ""
+    return f"{found}{left}; {flags}"
 
 
 def text(report: Report, width: int = 110) -> str:
@@ -132,6 +134,7 @@ def as_json(report: Report, more: Mapping[str, object] | None = None) -> str:
             }
             for f in report.findings
         ],
+        "open": list(report.open),
         "notes": list(describe.notes(report.args, report.model)),
         **(more or {}),
     }

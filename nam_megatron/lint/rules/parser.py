@@ -20,7 +20,7 @@ from nam_megatron.lint.rules.rule import (
     each,
     without,
 )
-from nam_megatron.lint.values import Args, Trouble
+from nam_megatron.lint.values import Args, Trouble, harmless
 
 OLD = {
     "hybrid_override_pattern": "use `--hybrid-layer-pattern`",
@@ -93,6 +93,19 @@ def own(a: Args) -> list[Trouble]:
     return [t for t in unknown if not any(flag.startswith(t.about) for flag in a.target.flags)]  # one that is cut short
 
 
+def left_open(a: Args) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Flags whose value the text does not tell: what is to be said of each, the flag with its variables, and the lines that would tell."""
+    for name, names in a.open_values():
+        flag, variables = a.written(name).split()[0].split("=")[0], ", ".join(f"${n}" for n in dict.fromkeys(names))
+        lines = tuple(line for one in names for line in set_where(a.launch.text, one))
+        if a.worked_out(names):
+            yield "computed", a.written(name), ()
+        elif harmless(name, a.target):
+            yield "path", f"{flag} ({variables})", ()
+        else:
+            yield "runs" if runs(name) else "branch" if lines else "unset", f"{flag} ({variables})", lines
+
+
 def absence(rule: Rule, flag: str, fix: str) -> bool:
     """Whether a finding is about something that a launch lacks."""
     return bool(ABSENCES.fullmatch(rule.id)) or flag.startswith(without("")) or (fix or rule.fix).startswith("add `--")
@@ -159,7 +172,7 @@ def _unknown(a: Args, m: Model) -> Iterator[str]:
 def _nearly_set(text: str, name: str) -> str | None:
     """The variable that a text sets which is a letter or two from one that it does not."""
     names = {found for found in re.findall(r"(?:^|[\s;(&])([A-Za-z_]\w{3,})\+?=", text, re.MULTILINE)}
-    near = next(iter(difflib.get_close_matches(name, names, 1, 0.85) if len(name) > 3 else []), None)
+    near = next(iter(difflib.get_close_matches(name, names, 1, 0.83) if len(name) > 3 else []), None)
     if near is None or re.sub(r"\D", "", name) != re.sub(r"\D", "", near):
         return None
     parts = [name.split("_"), near.split("_")]  # of which none is another word
