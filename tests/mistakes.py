@@ -31,6 +31,12 @@ def beside_the_program(node: Any) -> bool:
             return True
         if parent.type == "if_stmt" and parent.children[1].get_code().strip() == "TYPE_CHECKING":
             return True
+        if (
+            parent.type == "annassign"
+            and child is parent.children[1]
+            and not re.search("Annotated|Literal", child.get_code())
+        ):
+            return True
         # Of `key: Annotated[int, Row(...)] = None` the row counts, and `int | None` does not.
         if child.type == "operator" and child.value == "|" and any(a.type == "annassign" for a in above(child)):
             return True
