@@ -34,8 +34,8 @@ examples:
   python -m nam_megatron.lint train.sh flops=true            and count its operations; its memory: `python -m nam_megatron.budget train.sh`
   python -m nam_megatron.lint train.sh format=json ignore=default-bias,default-activation
 
-exit code: 0 nothing found, 1 findings, flags that are left open, or a recipe= that translate does not take as it stands, 2 refused: no launch
-in the text, an edited plan.json, a wrong option
+exit code: 0 nothing found, 1 findings, flags left open, or a recipe= that translate does not take as it stands, 2 refused: no launch in the
+text, an edited plan.json, a wrong option
 """
 
 
