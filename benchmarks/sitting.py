@@ -94,6 +94,13 @@ JOBS = {
         GPU_TEST % "test_word_embedding.py tests/gpu/test_cross_entropy.py tests/gpu/test_last_first.py tests/gpu/test_graph_fills.py",
         gib=40,
     ),
+    "kernels_rest": Job(
+        1, 4,
+        GPU_TEST % "test_mla.py tests/gpu/test_mla_rope_patch.py tests/gpu/test_autotune.py tests/gpu/test_background.py"
+        " tests/gpu/test_mamba2.py tests/gpu/test_ngram_embedding.py",
+        gib=40,
+    ),
+    "prove_tests": Job(1, 9, GPU_TEST % "test_prove.py", gib=40),
     "whole_step": Job(1, 9.5, GPU_TEST % "test_whole_step.py"),
     # Steps as one graph on two ranks: what eager steps train, and every way of ending.
     **{
@@ -381,6 +388,8 @@ class Sitting:
         if mine:  # sittings beside each other have other GPUs, so other ports
             places["{port}"] = str(29510 + int(mine[0] if mine[0].isdigit() else taken[0]))
         env, text = os.environ | {"TRITON_CACHE_AUTOTUNING": "1"}, job.command
+        # tests/gpu/passes.py takes in what a job's tests write
+        env |= {"NAM_REVISION": self.revision, "NAM_GPU_PASSES": str(self.out / f"passes-{name}.json")}
         if visible is not None or len(taken) < len(self.taken):
             env["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
             text += job.part

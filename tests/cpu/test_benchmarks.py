@@ -378,6 +378,13 @@ def test_a_time_is_the_gpus_alone(monkeypatch, launches):
 # A sitting at GPUs ------------------------------------------------------------------------------------------------------------------
 
 
+def test_every_test_of_gpus_has_a_job():
+    commands = " ".join(job.command for job in sitting.JOBS.values())
+    assert [
+        file.name for file in sorted((Path(__file__).parents[1] / "gpu").glob("test_*.py")) if file.name not in commands
+    ] == []
+
+
 def sat(tmp_path, jobs, *words) -> tuple[int, dict]:
     code = sitting.main(["--out", str(tmp_path), *words], jobs)
     return code, {name: end["code"] for name, end in json.loads((tmp_path / "sitting.json").read_text()).items()}
