@@ -35,6 +35,7 @@ ONE_TRAINERS = {
         "bridge_save_time",
         "bridge_helpers",
         "bridge_evaluation",
+        "bridge_answers",
         "bridge_exit",
         "bridge_export",
     },

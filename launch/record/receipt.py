@@ -41,6 +41,7 @@ FILE, LOCK, RESERVE, LOG, PLAN, DIFF = "receipt.json", "lock", "reserve", "log.t
 SIGNATURE, CHAIN = f"{FILE}.sig", ".chain"
 EVENTS = "events*.jsonl"  # each held by the ranks that write it, as long as they live
 NCCL = "nccl.*"
+UNREAD = "unread"  # in the place of a hash: the disk failed when the run was sealed
 OPENING = ".opening-"  # a folder whose receipt is not written yet
 ARCHIVE = "archive"  # beside runs: those that nothing cites any more
 RESERVED = 4 << 20  # bytes
@@ -242,7 +243,8 @@ def read(path: Path) -> dict[str, Any]:
     # A file of events that came later would be read as this run's.
     come = folder.glob(EVENTS) if content["state"] == "sealed" and content["schema"] == SCHEMA else ()
     changed = [p.name for p in come if p.name not in hashes and p.is_file()]
-    changed += [n for n, was in hashes.items() if Path(n).name != n or file_hash(folder / n) not in (None, was)]
+    hashed = {name: was for name, was in hashes.items() if was != UNREAD}
+    changed += [n for n, was in hashed.items() if Path(n).name != n or file_hash(folder / n) not in (None, was)]
     if changed:
         raise Refused(
             Problem(
@@ -290,7 +292,8 @@ def files(folder: Path) -> dict[str, str]:
     found = {p.name for p in folder.iterdir() if p.name not in but and p.is_file()}
     names = {NCCL if fnmatch(name, NCCL) else name for name in found if not (folder / name).is_symlink()}
     names |= {name for name in found if fnmatch(name, EVENTS)}  # read through a link, too
-    return {name: digits for name in sorted(names) if (digits := file_hash(folder / name))}
+    hashes = {name: file_hash(folder / name) or (UNREAD if fnmatch(name, EVENTS) else "") for name in sorted(names)}
+    return {name: digits for name, digits in hashes.items() if digits}
 
 
 def file_hash(path: Path) -> str | None:

@@ -413,6 +413,26 @@ SERIES: tuple[Mend, ...] = (
         trainers=ONLY_BRIDGE,
     ),
     Mend(
+        "bridge_answers",
+        "Bridge reads prompts and answers of one folder alone.",
+        (
+            Place(
+                "megatron.bridge.data.utils:get_dataset_provider",
+                "797bf7a8c382521d068bc045d698a53579f7cf50b97c757f1cac07050426b83b",
+            ),
+            Place(
+                "megatron.bridge.data.builders.gpt_sft:gpt_sft_train_valid_test_datasets_provider",
+                "50e90c6c186f9ca27ad33d2e8d2050ec65974b146a43a912b1e8d94b80deed98",
+            ),
+        ),
+        (),
+        "the pinned Megatron-Bridge mixes prompts and answers of several folders by weight",
+        ("tests/nemo/inside/check_train.py::test_a_blend_of_answers_is_learned_in_its_shares_and_resumed",),
+        Moment.START,
+        lambda plan: plan.recipe.data.name == "sft_blend",
+        ONLY_BRIDGE,
+    ),
+    Mend(
         "bridge_exit",
         "Where Bridge cannot load a checkpoint it ends the process with code 0, as if it had trained.",
         (

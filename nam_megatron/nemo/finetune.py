@@ -11,16 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy
-from megatron.bridge.data import utils as providers
-from megatron.bridge.data.builders import (
-    GPTSFTDatasetBuilder,
-    PromptCompletionSFTPreprocessingConfig,
-    gpt_sft_train_valid_test_datasets_provider,
-)
 from megatron.bridge.data.builders import GPTSFTDatasetConfig as Samples
-from megatron.core.datasets.utils import normalize
-from torch.utils.data import Dataset
+from megatron.bridge.data.builders import PromptCompletionSFTPreprocessingConfig
 
 from nam_megatron import tracker
 from nam_megatron.compile.lower import Lowering
@@ -38,40 +30,6 @@ from nam_megatron.words.whole import write_whole
 BEGAN = "began.json"  # beside the plan in the folder of the checkpoints
 
 # The container ----------------------------------------------------------------------------------------------------------
-
-
-class Mixed(Dataset):
-    """Prompts and answers of several folders, mixed by Megatron's rule for its own datasets; Bridge 0.6.2 itself reads one folder.
-
-    config: its `dataset_root` is weight and folder, in turn.
-    """
-
-    def __init__(self, config: Samples, tokenizer: Any) -> None:
-        from megatron.core.datasets import helpers  # compiled code
-
-        size, weights = config.max_train_samples or 0, normalize([float(weight) for weight in config.dataset_root[::2]])
-        self.part, self.place = numpy.zeros(size, numpy.int16), numpy.zeros(size, numpy.int64)
-        helpers.build_blending_indices(self.part, self.place, weights, len(weights), size, False)
-        drawn = zip(config.dataset_root[1::2], numpy.bincount(self.part, minlength=len(weights)).tolist(), strict=True)
-        alone = [replace(config, dataset_root=folder, max_train_samples=count) for folder, count in drawn]
-        self.datasets = [GPTSFTDatasetBuilder(one, tokenizer).build()[0] for one in alone]
-        self.collate_fn = self.datasets[0].collate_fn
-
-    def __len__(self) -> int:
-        return len(self.part)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.datasets[self.part[index]][int(self.place[index])]
-
-
-def provided(counts: list[int], config: Samples, tokenizer: Any = None, pg_collection: Any = None) -> tuple[Any, ...]:
-    """The datasets for training, validation and test: Bridge's own provider, but for a blend."""
-    if isinstance(config.dataset_root, list):
-        return Mixed(config, tokenizer), None, None
-    return gpt_sft_train_valid_test_datasets_provider(counts, config, tokenizer, pg_collection)
-
-
-providers._REGISTRY[Samples] = provided
 
 # Megatron's arguments for where its own datasets are.
 PLACES = ("data_path", "mock_data", "train_data_path", "valid_data_path", "split", "data_cache_path")

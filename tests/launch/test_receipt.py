@@ -581,3 +581,12 @@ def test_a_key_that_cannot_sign_is_refused(root, tmp_path):
     with pytest.raises(Refused, match="is sealed and not signed"):
         signature.sign(folder, str(tmp_path / "no-key"))
     assert signature.key_objections(str(tmp_path / "nowhere")).key == "sign"
+
+
+def test_events_on_a_disk_that_failed_when_the_run_was_sealed_are_no_change(root, monkeypatch):
+    made, hashed = opened(root), receipt.file_hash
+    change(made.folder, "events.0.jsonl")
+    monkeypatch.setattr(receipt, "file_hash", lambda path: None if path.name.startswith("events") else hashed(path))
+    made.seal("completed", {"figures": {"loss": 1.0}})
+    monkeypatch.undo()
+    assert receipt.read(made.folder)["files"]["events.0.jsonl"] == receipt.UNREAD
