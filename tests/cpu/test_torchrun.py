@@ -50,7 +50,7 @@ def test_of_several_hosts_a_signal_is_the_ranks(tmp_path):
 
 
 def test_success_and_torchruns_own_faults_are_as_ever(tmp_path):
-    done = ended(tmp_path, "print(words)", "--a", "b")
+    done = ended(tmp_path, "os.write(1, f'{words}\\n'.encode())", "--a", "b")  # in one piece: two ranks write
     assert (done.returncode, done.stderr) == (0, "") and done.stdout == "['--a', 'b']\n" * 2
     assert ended(tmp_path, "", start=("--nproc-per-node", "many")).stderr.endswith(
         "Unsupported nproc_per_node value: many\n"
