@@ -63,7 +63,6 @@ def lint(
     args = Args(launch if gpus is None else launch.on(gpus))
     model, ignored = Model(args), tuple(ignore)
     unknown = [t.about for t in own(args)] if "unknown-flag" not in ignored else []
-    unset = [
-        flag for why, flag, _ in left_open(args) if why in ("unset", "branch") and "unknown-variable" not in ignored
-    ]
+    values = left_open(args) if "unknown-variable" not in ignored else ()
+    unset = [flag for why, flag, _ in values if why in ("unset", "branch")]
     return Report(name, launch, args, model, tuple(check(args, model, ignored)), tuple(dict.fromkeys(unknown + unset)))

@@ -436,16 +436,21 @@ class Model:
         return self.a.launch.gpus // size
 
     @cached_property
-    def stage_list(self) -> tuple[str, ...] | None:
-        """--pipeline-model-parallel-layout, a word of `E`, `t`, `m`, `L` a segment; None without, and in a hybrid."""
-        text = self.a.pipeline_model_parallel_layout
-        if text is None or self.hybrid or self.pp < 2:
-            return None
-        text = text.replace(",", "")
+    def unrolled_stages(self) -> str:
+        """--pipeline-model-parallel-layout without its commas and repetitions, empty if there is none."""
+        text = (self.a.pipeline_model_parallel_layout or "").replace(",", "")
         for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):  # as Megatron unrolls it, in this order
             if any(int(times) > MOST for _, times in re.findall(repeated, text)) or len(text) > MOST:
                 raise NotKnown("pipeline split")
             text = re.sub(repeated, lambda found: found[1] * int(found[2]), text)
+        return text
+
+    @cached_property
+    def stage_list(self) -> tuple[str, ...] | None:
+        """--pipeline-model-parallel-layout, a word of `E`, `t`, `m`, `L` a segment; None without, and in a hybrid."""
+        if self.a.pipeline_model_parallel_layout is None or self.hybrid or self.pp < 2:
+            return None
+        text = self.unrolled_stages
         if text.count("t") != self.num_layers or set(text) - set("EtmL|") or (text.count("|") + 1) % self.pp:
             raise NotKnown("pipeline split")
         return tuple(text.split("|"))

@@ -53,7 +53,7 @@ def read(text: str, target: Target) -> Said | None:
 def _said(tree: ast.Module, target: Target) -> Said | None:
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, Function)}
     constants = _constants(tree)
-    providers = dict(_providers(tree, constants))
+    providers = _providers(tree, constants)
     recipes: list[tuple[Any, Recipe, ast.ClassDef | Function]] = []
     for function in [
         *functions.values(),
@@ -89,7 +89,7 @@ def _said(tree: ast.Module, target: Target) -> Said | None:
     return _script(tree, functions, constants, target)
 
 
-def _providers(tree: ast.Module, constants: Mapping[str, Any]) -> Iterator[tuple[str, list[tuple[str, str, Any]]]]:
+def _providers(tree: ast.Module, constants: Mapping[str, Any]) -> dict[str, list[tuple[str, str, Any]]]:
     """Of each class that is made of one of Bridge's models the fields that it and those of this file set."""
     made: dict[str, list[tuple[str, str, Any]]] = {}
     for node in ast.walk(tree):
@@ -97,13 +97,9 @@ def _providers(tree: ast.Module, constants: Mapping[str, Any]) -> Iterator[tuple
             bases = [_called(base) for base in node.bases]
             if any(base in made or MODEL.fullmatch(base) for base in bases):
                 inherited = [one for base in reversed(bases) for one in made.get(base, [])]
-                own = [
-                    ("model", name, value)
-                    for name, value in _attributes(node, dict(constants))
-                    if hasattr(value, "__len__") or value is not None
-                ]
+                own = [("model", name, value) for name, value in _attributes(node, constants) if value is not None]
                 made[node.name] = [*inherited, *own]
-    yield from made.items()
+    return made
 
 
 # Functions that tell a person something; and those whose product is all that they do.

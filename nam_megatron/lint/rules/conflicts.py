@@ -1,9 +1,8 @@
 """Flags that Megatron refuses beside others: one rule, a line for each."""
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 
-from nam_megatron.lint.model import Model
+from nam_megatron.lint.model import Model, known
 from nam_megatron.lint.rules.rule import CONFIG, FAIL, VALIDATE, Rule
 from nam_megatron.lint.values import Args
 
@@ -12,11 +11,6 @@ Beside = Mapping[str, Callable[[Args, Model], bool]]
 
 def _depths(m: Model) -> int:
     return m.mtp_depths or m.a.mtp_num_layers or 0
-
-
-def _stages(layout: str) -> int:
-    """Of a layout such as `Et*3|(tt|)*2,m|L`."""
-    return re.sub(r"\(([^()]*)\)\*(\d+)", lambda found: found[1] * min(int(found[2]), 10_000), layout).count("|") + 1
 
 
 def _p2p(a: Args, m: Model) -> bool:
@@ -71,8 +65,8 @@ CONFLICTS: Mapping[str, Beside] = {
     "num_layers_per_virtual_pipeline_stage": {"--no-overlap-p2p-communication on two pipeline stages": _p2p},
     "num_virtual_stages_per_pipeline_rank": {"--no-overlap-p2p-communication on two pipeline stages": _p2p},
     "pipeline_model_parallel_layout": {
-        "a --pipeline-model-parallel-size that does not divide its stages": lambda a, m: bool(
-            _stages(a.pipeline_model_parallel_layout) % m.pp
+        "a --pipeline-model-parallel-size that does not divide its stages": lambda a, m: known(
+            lambda: (m.unrolled_stages.count("|") + 1) % m.pp > 0, False
         ),
     },
     "moe_enable_deepep": {

@@ -97,13 +97,15 @@ def left_open(a: Args) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """Flags whose value the text does not tell: what is to be said of each, the flag with its variables, and the lines that would tell."""
     for name, names in a.open_values():
         flag, variables = a.written(name).split()[0].split("=")[0], ", ".join(f"${n}" for n in dict.fromkeys(names))
-        lines = tuple(line for one in names for line in set_where(a.launch.text, one))
         if a.worked_out(names):
             yield "computed", a.written(name), ()
         elif harmless(name, a.target):
             yield "path", f"{flag} ({variables})", ()
+        elif runs(name):
+            yield "runs", f"{flag} ({variables})", ()
         else:
-            yield "runs" if runs(name) else "branch" if lines else "unset", f"{flag} ({variables})", lines
+            lines = tuple(line for one in names for line in set_where(a.launch.text, one))
+            yield "branch" if lines else "unset", f"{flag} ({variables})", lines
 
 
 def absence(rule: Rule, flag: str, fix: str) -> bool:
@@ -135,6 +137,11 @@ def elsewhere(a: Args, m: Model) -> bool:
     """Whether flags may come from elsewhere: a checkpoint, a YAML, a script that reads these variables, or words not known here."""
     opened = any(t.rule == "unknown-variable" for t in a.trouble)
     return bool(known(lambda: m.from_elsewhere, True)) or a.launch.partial or opened or bool(a.foreign) or a.elsewhere
+
+
+def _unknown_flags(a: Args, m: Model) -> list[str]:
+    others = own(a)
+    return [f"{t.about}\t{t.detail}\t{t.fix}" for t in a.trouble if t.rule == "unknown-flag" and t not in others]
 
 
 def _trouble(rule: str) -> When:
@@ -209,9 +216,7 @@ RULES = (
         "unknown-flag",
         FAIL,
         "",
-        lambda a, m: [
-            f"{t.about}\t{t.detail}\t{t.fix}" for t in a.trouble if t.rule == "unknown-flag" and t not in own(a)
-        ],
+        _unknown_flags,
         "Megatron 0.19.2 has no such flag and its parser stops at it",
         "correct it; a flag that your training script adds itself is fine",
         PARSER,
