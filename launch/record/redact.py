@@ -111,28 +111,9 @@ NEEDS = {
     NAMED: ("pass", "secret", "token", "credential", "key", "signature"),
     KEY_HEX: ("key", "logged in with"),
     VALUE_FIRST: ("value",),
-    NETRC: (
-        "password",
-        " -p",
-        "token",
-        "secret",
-        "api-key",
-        "api_key",
-        " -u",
-        "-user",
-        " clone ",
-        "-p",
-        "-u",
-        "literal",
-        "redis-cli",
-        "openssl",
-        "ssh-keygen",
-        "ldap",
-        "identified",
-        "auth ",
-        "login",
-    ),
-}
+    NETRC: ("password", "token", "secret", "api-key", "api_key", " clone ", "-p", "-u", "literal", "redis-cli", "openssl", "ssh-keygen",
+            "ldap", "identified", "auth ", "login"),
+}  # fmt: skip
 DIGITS = str.maketrans("123456789", "0" * 9)
 KNOWN = 10_000  # lines that are remembered
 KEY_BEGINS = re.compile(r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY[A-Z ]{0,40}-----")

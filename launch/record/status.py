@@ -66,7 +66,7 @@ def command(words: Sequence[str], options: Mapping[str, str]) -> int:
         raise Refused(Problem("`status` looks at one folder", hint="python -m launch status DIR"))
     if (form := options.get("format", "text")) not in FORMATS:
         raise Refused(Problem(f"no format `{form}`", key="format", hint=f"there are: {', '.join(FORMATS)}"))
-    silent = whole("silent", options.get("silent", "600"), 10**6)
+    silent = whole("silent", options.get("silent", "600"), 999_999)
     root = Path(words[0]) if words else RECEIPTS
     if not root.is_dir():
         raise Refused(
