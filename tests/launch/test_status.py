@@ -162,6 +162,7 @@ def test_prometheus_reads_it(tmp_path, capsys):
         ({"silent": "0"}, "silent"),
         ({"silent": "x"}, "silent"),
         ({"silent": "0" * 9 + "1"}, "silent"),
+        ({"silent": "1000000"}, "silent"),
     ],
 )
 def test_words_that_mean_nothing(tmp_path, options, key):
