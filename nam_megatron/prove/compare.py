@@ -194,6 +194,11 @@ def equal_bits(one: Sequence[Iterable], two: Sequence[Iterable], plan: Plan, ste
     return tuple(found)
 
 
+def hooked(plan: Plan) -> bool:
+    """Whether a side says what its layers put out: the replay of a graph runs no hooks."""
+    return plan.recipe.feature.cuda_graphs is None
+
+
 def first_off(found: Sequence[Row]) -> Row | None:
     """The row to look at first: of the first step that is off; where its losses agree, the fault is in a backward pass."""
     bad = [r for r in found if not r.agrees]
@@ -228,7 +233,7 @@ def _scalars(
     ours_outputs, ours_losses, ours_counts = _said(itertools.chain.from_iterable(layout))
     wanted = set(steps)
     for (step, module), (squares,) in outputs.items():
-        if step in wanted:
+        if step in wanted and hooked(plan):
             seen = sqrt(sum(ours_outputs.get((step, module), [])))
             limit = limits.of(FORTH, step, module, same)
             yield Row(FORTH, step, module, _relative(seen, sqrt(squares)), limit, *_of_key(plan, f"{module}."))

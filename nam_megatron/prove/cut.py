@@ -178,6 +178,9 @@ def pair(recipe: Recipe, device: str, steps: int, seed: int = 1234) -> Pair:
                 unproven.append("feature.cuda_graphs: of one step nothing is captured")
                 _put(tree, "feature.cuda_graphs", None)
             else:
+                unproven.append(
+                    "feature.cuda_graphs: what single layers put out, since the replay of a graph runs no hooks"
+                )
                 _least(tree, CAPTURE, max(1, steps - 1))
     _batches(tree, recipe, full, steps, seed, device)
     layout, one = _shortest(tree, full, device)

@@ -22,7 +22,7 @@ import torch
 
 from nam_megatron.compile.argv import argv
 from nam_megatron.compile.lower import Lowering
-from nam_megatron.prove.compare import BACK, FORTH
+from nam_megatron.prove.compare import BACK, FORTH, hooked
 from nam_megatron.prove.tensors import Shard, fill, gathered, kept, shards, unsharded
 from nam_megatron.runtime.nonfinite import tensors
 
@@ -147,9 +147,7 @@ class Watch:
 
     def __init__(self, side: Side):
         self.side, self.started, self.said = side, False, []
-        recipe = side.lowering.plan.recipe
-        self.exact = recipe.precision.deterministic
-        self.hooked = recipe.feature.cuda_graphs is None  # a replay runs no hooks
+        self.exact = side.lowering.plan.recipe.precision.deterministic
         self.seen: tuple[list[torch.Tensor], dict[str, torch.Tensor]] = [], {}
 
     def step(self, train_step: Callable[..., Any], forward: Callable, *rest: Any, iteration: int, **named: Any) -> Any:
@@ -164,7 +162,7 @@ class Watch:
         squares: dict[str, torch.Tensor] = {}
         with contextlib.ExitStack() as watched:
             self._count(model, counts, watched)
-            if self.hooked:
+            if hooked(self.side.lowering.plan):
                 for hook in (
                     *_squares(model, squares, self._counted()),
                     *(_passing(model, passed) if self.exact else ()),
