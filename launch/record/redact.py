@@ -8,6 +8,7 @@ import os
 import re
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -65,8 +66,8 @@ GIVEN = re.compile(
 )
 # "the password is ...", "your API key ...": letters and digits, or it is a word of the sentence.
 SAID = re.compile(
-    r"(?i)((?:^|[^a-z])(?:pass(?:word|wd|phrase|wort)|pw|secret|token|(?:api|access|secret|private)[ _-]key)(?: for \w{1,20})?"
-    r"(?:\s{1,4}is)?\s{0,4}[:=]?\s{1,4}[\"']?)(?=[^\s\"']{0,64}[a-z])(?=[^\s\"']{0,64}\d)(?!<)[^\s\"']{8,}"
+    r"(?i)((?:^|[^a-z])(?:pass(?:word|wd|phrase|wort)|pw|secret|token|(?:api|access|secret|private)[ _-]key|(?-i:PASS|AUTH))"
+    r"(?: for \w{1,20})?(?:\s{1,4}is)?\s{0,4}[:=]?\s{1,4}[\"']?)(?=[^\s\"']{0,64}[a-z])(?=[^\s\"']{0,64}\d)(?!<)[^\s\"']{8,}"
 )
 # The wider net: whatever ends like a secret's name, whatever parts it from its value (quotes, brackets, tags, arrows, cells of a table,
 # colours, dots, a call, the `value` beside a `name`), and a value of letters and digits. Parts of a checkpoint are called keys, too.
@@ -99,23 +100,34 @@ NETRC = re.compile(
     r"(?i)(\blogin\s{1,8}\S{1,200}\s{1,8}password\s{1,8}|\s-(?:p|pw)\s{1,8}|--(?:[\w-]{0,40}[_-])?(?:password|token|secret|api[_-]key)\s{1,8}"
     r"|\bmysql\w{0,8}\s(?:\S{1,100}\s){0,8}?-p|\s(?:-u\s{0,8}|--user[\s=]{1,8})[\"']?[^\s:@/\"']{1,100}:|--from-literal[\s=]\w{1,40}="
     r"|\b(?:sshpass|redis-cli|openssl|ssh-keygen|ldap\w{1,12}|7z)\s(?:\S{1,100}\s){0,8}?-(?:[pakNw]|pass(?:in|out)?)\s{0,4}(?:pass:)?[\"']?"
-    r"|[\"'](?:-p[\"'],\s{0,4}[\"']|(?:-u|--user)[\"'],\s{0,4}[\"'][^\s:@/\"']{1,100}:)|\bwandb\s{1,4}login\s{1,4}|\bidentified\s{1,4}by\s{1,4}[\"']?|\bauth\s{1,4}(?:plain|login)\s{1,4}"
+    r"|[\"'](?:-p[\"'],\s{0,4}[\"']|(?:-u|--user)[\"'],\s{0,4}[\"'][^\s:@/\"']{1,100}:)|\bwandb\s{1,4}login\s{1,4}"
+    r"|\b(?:requirepass|masterauth|(?-i:AUTH)[ \t]\w{1,40}(?=[ \t]))\s{1,4}|\bidentified\s{1,4}by\s{1,4}[\"']?"
+    r"|\bauth\s{1,4}(?:plain|login)\s{1,4}"
     r"|\sclone\s{1,8}[^\s:@/]{1,100}:(?=[^\s@]{1,200}@))\S+"
 )
+# Of one line: values of columns that SQL names before them, and all of a Kubernetes secret.
+COLUMN = rf"(?:[\w.-]{{0,60}}?{SECRET_NAME}(?:[_-]?(?:key|token|secret|id|value))?|[\w. -]{{1,60}}?key)"
+INSERTED = re.compile(
+    rf"(?i)(\binsert\s[^()]{{1,100}}\((?:[^()]{{0,400}}[^\w()])?{COLUMN}(?:[^\w()][^()]{{0,400}})?\)\s{{0,8}}values\s{{0,8}}\()[^\r\n]+"
+)
+KUBERNETES = re.compile(r"([\"'](?:stringD|d)ata[\"']:\s{0,4}\{)[^{}\r\n]+")
 # Of which words one stands in whatever a pattern finds.
 NEEDS = {
     HEADER: ("authorization", "cookie", "x-"),
     SCHEME: ("bearer", "basic", "digest", "negotiate"),
     GIVEN: ("pass", "pwd", "secret", "token", "key", "auth", "credential", "sig", "id", "psk"),
-    SAID: ("pass", "pw", "secret", "token", "key"),
+    SAID: ("pass", "pw", "secret", "token", "key", "auth"),
     NAMED: ("pass", "secret", "token", "credential", "key", "signature"),
     KEY_HEX: ("key", "logged in with"),
     VALUE_FIRST: ("value",),
     NETRC: ("password", "token", "secret", "api-key", "api_key", " clone ", "-p", "-u", "literal", "redis-cli", "openssl", "ssh-keygen",
-            "ldap", "identified", "auth ", "login"),
+            "ldap", "identified", "auth ", "login", "requirepass", "masterauth"),
+    INSERTED: ("insert",),
+    KUBERNETES: ('"secret"', "'secret'"),
 }  # fmt: skip
 DIGITS = str.maketrans("123456789", "0" * 9)
 KNOWN = 10_000  # lines that are remembered
+LONGEST_ROW = 1000  # characters
 KEY_BEGINS = re.compile(r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY[A-Z ]{0,40}-----")
 KEY_LINE = re.compile(r"(?:\[\w+\]:\s*)?\s*(?:[A-Za-z0-9+/=]{1,76}|[\w-]+: \S.{0,76}|-----END [A-Z ]*-----.*)?\s*")
 # A name whose value stands below it: in a block of YAML, or as `value:` under a `name:`, as Kubernetes has it.
@@ -123,13 +135,23 @@ BELOW = re.compile(
     rf"(?im)(?:^|[^a-z])(?:access|session|refresh|secret|client|api|db|user|pg){{0,2}}(?:{SECRET_NAME}|[\w.-]{{0,40}}{NOUN}s?)(?:[_-]?(?:key|token|secret|id|value))?"
     r"[\"']?[ \t]*:(?:[ \t]+[!&]\S{1,64}){0,2}[ \t]+[|>][-+\d]{0,2}[ \t]*(?:#.*)?\r?$"
 )
+# A row of names, or the columns of an SQL statement; a name of a secret among them; and what parts the cells of such rows.
+HEADS = re.compile(rf"(?im)(?:^|[|│┃,;\t(\"'`]|  )[ \"'`]{{0,8}}{COLUMN}[\"'`]?[ ]{{0,8}}(?:[\r|│┃,;\t)]|  |$)")
+LISTED = re.compile(r"(?i)\b(?:insert|copy)\s[^()]{1,100}(\()[^()]{1,1000}(?=\))")
+PARTS = (*map(re.compile, ("[|│┃]", "\t", ",", ";", " {2,}")), re.compile("[,\t]"))
+CELL, FRAME = re.compile(rf"[\"'`]?(?:({COLUMN})|[^\W\d][\w .-]{{0,60}})?[\"'`]?", re.IGNORECASE), " |│┃\r"
+PLAIN_CELL = re.compile(r"\W*[\d.,:%+-]*(?:[eE][+-]?\d{1,3})?\W*|\W*\w{1,7}\W*")
+MANIFEST = re.compile(r"[ \t\"'-]*(?:apiVersion[\"']?:\s{1,4}[\"']?v1|kind[\"']?:\s{1,4}[\"']?Secret)\b")
+MANIFEST_LINE = re.compile(r"[\"']?[\w./-]{1,80}[\"']?:(?:\s|$)|[\s{}\[\],]*$")
+MANIFEST_DATA = re.compile(r"[\"']?(?:stringD|d)ata[\"']?:\s{0,4}\{?\s{0,4}$")
 NAME_ABOVE = re.compile(r"(?m)\b(?:name|key)[\"']?\s{0,4}:\s{1,4}[\"']?([\w.-]{1,80})[\"']?,?\s{0,4}$")
 VALUE_BELOW = re.compile(r"[\"']?val(?:ue)?[\"']?\s{0,4}:\s{1,4}(?:([|>][-+\d]{0,2})\s*$)?")
 # A name that ends its line, or a value that does, and what opens or goes on with one: a word of letters and digits stands below it.
 OPENS = re.compile(
     rf"(?im)(?:{NOUN}|{SECRET_NAME})(?:[_-]?(?:id|value|key|token|secret))?s?(?!\w)"
     r"(?:[^\w\n]{0,16}[rbf]?(?P<quote>\"\"\"|''')(?:(?!(?P=quote))[^\n])*$"
-    r"|[\"']?</\w{1,16}>[ \t]*\r?$|[^\n]{0,40}<<[-~]?[ \t]*[\"'\\]?\w{1,40}[\"']?[ \t]*\r?$|[^\w\n]{0,16}[\"'`:=>|(\[{\\][ \t]*\r?$)"
+    r"|[\"']?</\w{1,16}>[ \t]*\r?$|[^\n]{0,40}<<[-~]?[ \t]*[\"'\\]?\w{1,40}[\"']?[ \t]*\r?$"
+    r"|(?:[^\w\n]{0,16}[\"'`:=>|(\[{\\]|(?: is)?)[ \t]*\r?$)"
 )
 GOES_ON = re.compile(
     rf"[-+:\s\"'`(\[]*(?:<\w{{1,16}}>|\w{{1,16}}\s{{0,4}}[=:]\s{{0,4}}[\"']?|\w{{1,16}}\(\d{{1,6}}\)\s[\"'])?{NO_PART}(?=[^\s\"'<]{{0,64}}[A-Za-z])(?=[^\s\"'<]{{0,64}}\d)[^\s\"'<]{{8,}}(?:\\|[\"'`)\],;}}\s]|</\w{{1,16}}>)*"
@@ -303,6 +325,45 @@ class Redactor:
         return hashlib.sha256((self._salt + text).encode("utf-8", "surrogateescape")).hexdigest()[:8]
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Rows below one of names. part: what parts their cells; of those there are `count`, and from `secret` on they are hidden."""
+
+    part: re.Pattern[str]
+    count: int
+    secret: int
+
+    @classmethod
+    def named(cls, line: str, begin: int) -> "Rows | None":
+        """Those below this line, where it has names and a secret's among them."""
+        if len(line) > LONGEST_ROW or not HEADS.search(line):
+            return None
+        listed = LISTED.search(line)
+        for part in PARTS[-1:] if listed else PARTS[:-1]:
+            cells = cls.cells(part, line[: listed.end()] if listed else line, listed.end(1) if listed else begin)
+            found = [CELL.fullmatch(cell.strip()) for _, cell in cells]
+            secret = [at for at, name in enumerate(found) if name and name[1]]
+            if len(cells) > 1 and all(found) and secret:
+                return cls(part, len(cells), secret[0])
+        return None
+
+    def start(self, line: str, begin: int) -> int | None:
+        """Where the secrets of a row begin, 0 where it has none; None where it is no such row."""
+        cells = self.cells(self.part, line[:LONGEST_ROW], begin)
+        if line.strip() and not WORD.search(line, begin):  # a rule
+            return 0
+        if not self.count <= len(cells) <= self.count + 2:
+            return None
+        return 0 if all(PLAIN_CELL.fullmatch(cell) for _, cell in cells[self.secret :]) else cells[self.secret][0]
+
+    @staticmethod
+    def cells(part: re.Pattern[str], line: str, begin: int) -> list[tuple[int, str]]:
+        begin, end = len(line) - len(line[begin:].lstrip(FRAME)), len(line.rstrip(FRAME))
+        bounds = [(found.start(), found.end()) for found in part.finditer(line, begin, end)]
+        starts, ends = [begin, *(last for _, last in bounds)], [*(first for first, _ in bounds), end]
+        return [(first, line[first:last]) for first, last in zip(starts, ends, strict=True)]
+
+
 class Below:
     """Finds the values of secrets that a line above names."""
 
@@ -310,9 +371,13 @@ class Below:
         self._dent: int | None = None  # of the name whose block goes on
         self._named = False
         self._open: int | None = None  # how far a word that goes on is indented at least
+        self._rows: Rows | None = None
+        self._manifest = False  # of Kubernetes, of a secret for all we know
 
     def __bool__(self) -> bool:
-        return self._dent is not None or self._named or self._open is not None
+        return (
+            self._dent is not None or self._named or self._open is not None or self._rows is not None or self._manifest
+        )
 
     def start(self, line: str) -> int | None:
         """Where in this line such a value begins; the lines are given in their order."""
@@ -329,6 +394,17 @@ class Below:
             if len(dent[1]) >= self._open and GOES_ON.fullmatch(line, dent.end()):
                 return dent.end()
             self._open = None
+        if self._rows and (start := self._rows.start(line, dent.end())) is not None:
+            return start or None
+        if rows := Rows.named(line, dent.end()):
+            self._rows = rows
+            return None
+        self._rows = None
+        kept = self._manifest and MANIFEST_LINE.match(line, dent.end())
+        self._manifest = bool(kept or MANIFEST.match(line, dent.end()))
+        if self._manifest and MANIFEST_DATA.match(line, dent.end()):
+            self._dent = len(dent[1])
+            return None
         if named and (value := VALUE_BELOW.match(line, dent.end())):
             self._dent = len(dent[1]) if value[1] else None
             return None if value[1] else value.end()
@@ -428,10 +504,11 @@ def shapes(text: str) -> Iterator[tuple[int, int]]:
 
 
 def names_below(text: str) -> bool:
-    if NAME_ABOVE.search(text) or ("eyJ" in text and WEB_TOKEN.search(text)):
+    if NAME_ABOVE.search(text) or ("eyJ" in text and WEB_TOKEN.search(text)) or "apiVersion" in text or "kind" in text:
         return True
     lower = text.lower()
-    return any(word in lower for word in NEEDS[GIVEN]) and any(p.search(text) for p in (BELOW, OPENS, GIVEN, NAMED))
+    patterns = (BELOW, OPENS, GIVEN, NAMED, HEADS)
+    return any(word in lower for word in NEEDS[GIVEN]) and any(p.search(text) for p in patterns)
 
 
 def below(text: str) -> Iterator[tuple[int, int]]:

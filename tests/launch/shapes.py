@@ -117,6 +117,17 @@ def _named(name: str, text: str, dice: random.Random) -> dict[str, str]:
         "flag below": f"run --{name} \\\n  {text} \\\n  --fast",
         "xml below": f"<{name}>\n  {text}\n</{name}>",
         "prompt": f"Enter your {name}:\n{text}",
+        "said below": f"Give me the {name}\n{text}",
+        # In rows below a row of names.
+        "csv": f'user,{name},host\n"Doe, J.",{text},h1\nann,{text},h2',
+        "tabs": f"user\t{name}\nbob\t{text}",
+        "markdown table": f"| user | {name} |\n|------|------|\n| bob | {text} |",
+        "psql": f" user | {name} \n------+------\n bob  | {text}\n(1 row)",
+        "drawn table": f"[rank0]: ┃ user ┃ {name} ┃\n[rank0]: ┡━━━━━━╇━━━━━┩\n[rank0]: │ bob  │ {text} │",
+        "columns": f"NAME     {name}\nbob      {text}",
+        "insert": f"INSERT INTO users (name, {name}) VALUES ('bob', '{text}');",
+        "insert below": f"insert into users (name, {name}) values\n(1, '{text}'),\n(2, '{text}');",
+        "copy": f"COPY users (name, {name}) FROM stdin;\nbob\t{text}\n\\.",
     }
 
 
@@ -138,6 +149,10 @@ def _unnamed(text: str) -> dict[str, str]:
         "sql": f"create user u identified by '{text}'",
         "kubectl": f"kubectl create secret generic x --from-literal=y={text}",
         "wandb": f"wandb login {text}",
+        "protocol": f"> USER svc\n> PASS {text}\n> AUTH {text}\nAUTH default {text}\nrequirepass {text}",
+        "Kubernetes": f"apiVersion: v1\ndata:\n  x: {base64.b64encode(text.encode()).decode()}\n  y: {text}\nkind: Secret",
+        "Kubernetes, kind first": f"kind: Secret\nmetadata:\n  name: x\nstringData:\n  x: {text}",
+        "Kubernetes in JSON": json.dumps({"data": {"x": text}, "kind": "Secret"}),
         "docker": f"docker login -u svc -p {text} registry.example",
     }
 
@@ -158,6 +173,7 @@ def shown(shape: Shape, text: str) -> bool:
     forms = {
         shape.secret,
         quote(shape.secret, safe=""),
+        quote(quote(shape.secret, safe=""), safe=""),
         json.dumps(shape.secret)[1:-1],
         base64.b64encode(f"u:{shape.secret}".encode()).decode(),
     }

@@ -57,6 +57,7 @@ def test_no_secret_whatever_is_in_a_receipt(tmp_path):
         "token_dispatcher=alltoall, tokenizer: HuggingFaceTokenizer",
         "commit 0123456789abcdef0123456789abcdef01234567",
         f"sha256 {'ab12' * 16}",
+        "step, tokens, loss\n1, 40960000, 6.931E+00\n token | id | logit\n-------+----+------\n hello |  5 | 1.250000e-03",
         "_ZN7cutlass13device_kernelIN4gemm6kernel13GemmUniversalIN4cute5tupleIJiiiiEEE",
         "triton_red_fused__to_copy_add_mul_native_layer_norm_backward_sum_12",
     ],
