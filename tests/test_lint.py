@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lint_cases import CASES, CONFLICTING, CONFLICTS_LATER, DSA, FSDP, GPT, HYBRID, LATER, MLA, MOE, NEEDS_CUDA, words
 from presets import NAMES, lowered
+from rich.console import Console
 
 from benchmarks import launches
 from nam_megatron.blocks.kinds import KINDS
@@ -1227,6 +1228,25 @@ def test_exit_codes(tmp_path, capsys):
         assert [command.main([str(trap), *more]) for more in ((), (f"ignore={rule}",))] == [1, 0]
     assert command.main([str(tmp_path / "none.sh")]) == 2
     assert capsys.readouterr().err.startswith("error: cannot read ")
+
+
+def test_a_pipe_has_one_width_and_a_terminal_its_own(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "trap.txt"
+    file.write_text(" ".join(words(GPT | {"--num-query-groups": "4"})))
+
+    def said(columns: int, **more: bool) -> str:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        with monkeypatch.context() as m:
+            m.setattr("rich.console.Console", partial(Console, **more))
+            command.main([str(file)])
+        return capsys.readouterr().out
+
+    monkeypatch.setenv("TERM", "xterm")
+    piped, narrow = said(70), said(70, force_terminal=True)
+    assert piped == said(200) and "\x1b[" not in piped and "\x1b[" in narrow
+    monkeypatch.setenv("NO_COLOR", "1")
+    plain = said(70, force_terminal=True)
+    assert plain.split() == piped.split() and len(plain.splitlines()) > len(piped.splitlines())
 
 
 @pytest.mark.parametrize(("options", "says"), [

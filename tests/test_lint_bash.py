@@ -112,6 +112,7 @@ SCRIPTS = [
     'false && RUN 5; RUN 4',
     'true || RUN 5 --bf16; RUN 4',
     'RUN 4 2>&1 | cat',
+    'RUN 4 0</dev/null 2>>/dev/null',
     'RUN 4 > /dev/null',
     'RUN 4 &> /dev/null &\nwait',
     '{ RUN 4; } 2>&1',
