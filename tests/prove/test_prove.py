@@ -57,6 +57,8 @@ def test_the_cut_keeps_what_makes_a_layout(preset, layout):
     assert (
         one.recipe.world_size == 1 and one.recipe.schedule.global_batch_size == small.recipe.schedule.global_batch_size
     )
+    wide, narrow = full.recipe.model, small.recipe.model  # what a block adds to the stream is of the same size in both
+    assert narrow.init_std * narrow.hidden_size**0.5 == pytest.approx(wide.init_std * wide.hidden_size**0.5, rel=1e-2)
     assert small.recipe.model.hidden_size <= 64 and small.recipe.data_parallel >= min(2, full.recipe.data_parallel)
 
 
@@ -216,12 +218,12 @@ def test_shards_are_added_up_and_the_worst_replica_counts():
     assert compared(*halves, other_replica)[key].off == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize(("norm", "off"), [(1e-6, 2e-5), (2.0, 1e-7)])
-def test_a_weight_that_a_step_takes_to_nothing_is_compared_with_the_step(norm, off):
-    """Squares of a difference of 2e-7 and of the norm, of one element: a step moves it by 0.01."""
+@pytest.mark.parametrize(("norm", "elements", "off"), [(1e-6, 1, 2e-5), (2.0, 1, 1e-7), (1e-6, 4, 1e-5)])
+def test_a_weight_that_a_step_takes_to_nothing_is_compared_with_the_step(norm, elements, off):
+    """Squares of a difference of 2e-7 and of the norm: a step moves each element by 0.01."""
     key = "decoder.layers.1.mlp.router.weight"
-    said = [("weight", 1, key, ((0, 1),), (2e-7) ** 2, norm**2, 1)]
-    found = compared(said, names={("weight", 1): [(key, 1)]})[key]
+    said = [("weight", 1, key, ((0, elements),), (2e-7) ** 2, norm**2, elements)]
+    found = compared(said, names={("weight", 1): [(key, elements)]})[key]
     assert found.off == pytest.approx(off)
 
 
@@ -458,6 +460,41 @@ def test_gathering_leaves_the_hooks_of_narrow_weights_alone():
     assert fired
 
 
+def test_weights_that_begin_alike_are_told_apart():
+    """A shard of ones in the wrong place would be its right one's equal."""
+    made = torch.nn.ParameterList([torch.ones(4), torch.zeros(4), torch.arange(4.0), torch.ones(1)])
+    worker._tell_apart([made])
+    assert [len(p.unique()) for p in made] == [4, 4, 4, 1] and made[2].tolist() == [0, 1, 2, 3] and made[3] == 1
+
+
+def test_a_side_has_what_its_last_run_said_alone(monkeypatch, tmp_path):
+    """Of a layout of more ranks that ran before it in the same bench."""
+    bench = proof.Bench(load("nam56r_native_dp", ("cluster=h200_1",)), steps=1)
+    bench.folder = tmp_path
+    (tmp_path / "layout-3.said").touch()
+    for codes, said in (
+        ([0], ""),
+        ([1], "rank 0 of 1 ended with code 1: it broke"),
+        ([-9], "1 of 1 ranks were killed"),
+    ):
+        monkeypatch.setattr(ranks, "fork", lambda *_, codes=codes: [ranks.Rank(code, "", "it broke") for code in codes])
+        assert bench._run(bench._side("layout")) == said and not [*tmp_path.iterdir()]
+
+
+def test_a_cpus_adam_takes_the_steps_of_torchs():
+    rates = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.1}
+    ours, theirs = (torch.nn.Parameter(torch.arange(1.0, 5)) for _ in range(2))
+    pair = (
+        (ours, cpu.FusedAdam([ours], capturable=False, adam_w_mode=True, **rates)),
+        (theirs, torch.optim.AdamW([theirs], **rates)),
+    )
+    for step in range(3):
+        for p, optimizer in pair:
+            p.grad = torch.tensor([1.0, -2.0, 0.1, 0.0]) * (step + 1)
+            optimizer.step()
+    assert torch.allclose(ours, theirs, rtol=1e-6)
+
+
 def test_shaken_weights_are_the_noise_of_rounding():
     with proof.Bench(load("nam56r_native_dp", ("cluster=h200_1",)), steps=1) as bench:
         assert not bench.begin().broken
@@ -622,7 +659,7 @@ def test_a_signal_while_files_are_deleted_waits_for_that(tmp_path, monkeypatch):
         def __init__(self, **_): ...
 
         def cleanup(self):
-            for number in ranks.ENDING:
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.raise_signal(number)
             Deleted.cleaned += 1
 
@@ -837,6 +874,10 @@ def test_every_pair_has_an_outcome_and_no_run_is_made_twice(monkeypatch, tmp_pat
     assert cleared == [1, 3, 4, 6], "after its last pair, and not before"
     assert any("cuda_graphs" in sentence for sentence in rows[1]["unproven"])
     assert "8 " not in capsys.readouterr().out.splitlines()[-1]
+    monkeypatch.setattr(sys, "argv", ["", "--presets", "nam56r", "--overlays", "none"])
+    for part in (proof.Part(proof.START, (), "it broke"), proof.Part(proof.START, (row(LOSS, 1.0),))):
+        monkeypatch.setattr(Ran, "begin", lambda self, part=part: part)
+        assert every.command() == 1, "what does not run is no better than what differs"
 
 
 def test_presets_can_be_cut():
