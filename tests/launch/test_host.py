@@ -2,6 +2,7 @@
 
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -184,6 +185,19 @@ def test_the_ranks_get_all_open_files_that_are_allowed(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert line == f"{hard} {hard}"
+
+
+@pytest.mark.parametrize(("told", "first"), [(0, []), (1, [(signal.SIGTERM, [5])])])
+def test_ranks_of_several_hosts_hear_of_an_end_by_slurm_and_then_srun_does(told, first, monkeypatch):
+    """Asked once more, a launcher is to be heard whatever Slurm says."""
+    started, sent = object.__new__(Process), []
+    vars(started).update(_popen=SimpleNamespace(pid=5, poll=lambda: None), _srun=True, _asked=0, _job="7", _environ={})
+    monkeypatch.setattr("launch.run.process.send", lambda number, pids: sent.append((number, [*pids])))
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=told))
+    monkeypatch.setattr(Process, "_descendants", lambda _: [6])
+    for _ in range(3):
+        started.end()
+    assert sent == [*first, (signal.SIGTERM, [5]), (signal.SIGKILL, [5, 6])]
 
 
 def test_shared_memory(tmp_path, monkeypatch):

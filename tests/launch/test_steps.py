@@ -185,10 +185,11 @@ def test_nccls_view_and_ours(tmp_path):
     )
     (tmp_path / "nccl.h.2").write_text(
         "h:2:9 [1] NCCL INFO ncclCommInitRankConfig comm 0x55 rank 1 nranks 4 cudaDev 1 nvmlDev 1 busId 2a000 x\n"
+        "h:2:9 [1] NCCL INFO ncclCommSplit comm 0x57 rank 0 nranks 2 cudaDev 1 nvmlDev 1 busId 2a000 parent 0x55 - Init START\n"
     )
     view = outcome.nccl(tmp_path.glob(receipt.NCCL))
     assert (view["version"], view["network"], view["world"]) == ("2.28.9+cuda13.0", "IB", 4)
-    assert view["ranks"][1] == {"device": 1, "bus": "00000000:2A:00.0"}
+    assert view["ranks"] == {n: {"device": n, "bus": f"00000000:{bus}:00.0"} for n, bus in ((0, "18"), (1, "2A"))}
     device = {"node": 0, "device": 0, "name": "x", "expandable": True}
     buses = "00000000:18:00.0", "00000000:18:00.0", "00000000:5D:00.0"
     said = [stand_in.reading("built", 0, 0, **device | {"rank": rank, "bus": bus}) for rank, bus in enumerate(buses)]
