@@ -319,6 +319,7 @@ def test_what_a_config_says_twice_or_too_finely_is_refused(name, change, says):
 
 
 NEWER = {"rope_theta": 1000000, "rope_type": "default"}  # as transformers 5 writes it
+YARN = CONFIGS["deepseek_v3_yarn"]["rope_scaling"]
 
 
 @pytest.mark.parametrize(
@@ -331,6 +332,10 @@ NEWER = {"rope_theta": 1000000, "rope_type": "default"}  # as transformers 5 wri
         ("qwen3_8b", {"rope_parameters": NEWER | {"rope_thetas": 10000}}, "did you mean `rope_theta`?"),
         ("qwen3_8b", {"rope_parameters": NEWER | {"rope_theta": "10000"}, "rope_theta": None}, "it is a number"),
         ("qwen3_8b", {"rope_parameters": NEWER, "rope_scaling": {"type": "linear", "factor": 8}}, "of two types: default, linear"),
+        *(
+            ("deepseek_v3_yarn", {"rope_parameters": YARN | {key: 2 * value}}, f"with two values of `{key}`")
+            for key, value in YARN.items() if key != "type"
+        ),
         ("glm_4_7_flash", {"mlp_layer_types": ["dense", *["Sparse"] * 46]}, "`mlp_layer_types`: Sparse"),
         ("glm_4_5_air", {"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 44}, "beside other `mlp_layer_types`"),
         ("qwen3_next_80b_a3b", {"layer_types": ["full_attention"] * 48}, "beside other `layer_types`"),

@@ -61,6 +61,18 @@ def test_count_is_that_of_megatrons_modules(name, monkeypatch):
     assert counted.total == sum(map(prod, built.values()))
 
 
+def test_a_gpt_is_the_hybrid_of_its_halves():
+    """Its last layer, here the only one with experts, is that of token prediction, too."""
+    scripts = (
+        "gpt.py --num-layers 2 --moe-layer-freq [0,1] --mtp-num-layers 1",
+        "hybrid.py --hybrid-layer-pattern *-*E/*E",
+    )
+    gpt, hybrid = (
+        lint(f"torchrun pretrain_{script} {' '.join(SIZES.split())} {GQA} {MOE}").model.count for script in scripts
+    )
+    assert (gpt.total, gpt.active) == (hybrid.total, hybrid.active)
+
+
 def test_active_leaves_out_the_experts_not_chosen():
     count = lint(
         f"torchrun pretrain_hybrid.py --hybrid-layer-pattern EE {' '.join(SIZES.split())} {MOE} {SHARED}"
