@@ -5,7 +5,8 @@
 Both get one plan.json, so the seed, the data and every field are the same; only the training program differs. The baseline is Megatron's
 run in the same sitting; a second one of Megatron's says how far apart equal runs are, since kernels with atomics make them differ. Steps
 up to WARM are left out of the times: kernels are tuned in them. Of what RESUMED names Bridge trains the same steps twice: at once, and in
-two commands, the second from the first one's checkpoint; in deterministic mode, in which they have to be equal.
+two commands, the second from the first one's checkpoint; in deterministic mode, in which they have to be equal. Of what LOOPED names each
+of benchmarks/loops.py trains the same steps; in that mode, too. Nemotron's is left out, and said so, without its source.
 """
 
 import argparse
@@ -16,10 +17,12 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import loops
 from measure import AUTHOR13, CUT, EAGER, MLA, built, dataset, ranks
 
 from nam_megatron.compile import argv
@@ -45,6 +48,12 @@ SHORT = ("schedule.global_batch_size=4", f"schedule.train_steps={2 * HALF}", "pr
 RESUMED: dict[str, tuple[str, tuple[str, ...]]] = {
     "smoke_resumed": ("nam56r_smoke", (*LOGGED, *SHORT, "model.vocab_size=65536")),
     "author13_resumed": ("nam56r_fused", (*AUTHOR13, *LOGGED, *SHORT)),
+}
+
+LOOPED: dict[str, tuple[str, tuple[str, ...]]] = {
+    "smoke_loops": ("nam56r_smoke", (*LOGGED, *SHORT)),
+    "author13_loops": ("nam56r_fused", (*AUTHOR13, *LOGGED, *SHORT)),
+    "native13_loops": ("nam56r_native_dp_fused", (*ONE, *EAGER, *LOGGED, *SHORT)),
 }
 
 FIGURES = {
@@ -97,6 +106,26 @@ def resume(name: str, folder: Path, limit: float, data: str | None) -> dict[str,
     return entry
 
 
+def loop(name: str, folder: Path, limit: float, data: str | None) -> dict[str, Any]:
+    """One case by every loop that is here."""
+    preset, overrides = LOOPED[name]
+    overrides = (*overrides, *built(data, folder / f"{name}.data"))
+    lowering = translate(load(preset, overrides))
+    entry = {"name": name, "preset": preset, "overrides": list(LOOPED[name][1]), "data": data and Path(data).name}
+    steps = []
+    for one in loops.LOOPS:
+        if one == "nemotron" and "NAM_NEMOTRON" not in os.environ:
+            entry[one] = {"exit": "NAM_NEMOTRON names no source of it"}
+            continue
+        home = folder / f"{name}.{one}"
+        home.mkdir()
+        command = [sys.executable, loops.__file__, one, preset, str(home), *overrides]
+        entry[one] = trained(command, lowering, folder / f"{name}.{one}.log", limit)
+        steps.append([(step["step"], step["loss"], step["grad_norm"]) for step in entry[one]["steps"]])
+    entry["equal"] = len(steps[0]) == 2 * HALF and all(found == steps[0] for found in steps)
+    return entry
+
+
 def apart(ours: list[float], theirs: list[float]) -> dict[str, float]:
     """Differences of the steps' losses."""
     differences = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
@@ -105,15 +134,20 @@ def apart(ours: list[float], theirs: list[float]) -> dict[str, float]:
 
 def run(name: str, trainer: str, lowering: Lowering, folder: Path, limit: float) -> dict[str, Any]:
     """Steps as the log has them, the median step and tokens per second and GPU after WARM, the peak; or an error."""
-    plan, log = folder / f"{name}.plan.json", folder / f"{name}.{trainer.replace(' ', '_')}.log"
+    plan = folder / f"{name}.plan.json"
     plan.write_text(argv.plan_json(lowering))
+    command = [sys.executable, "-m", TRAINERS[trainer], "--nam-plan", str(plan), *argv.words(lowering)]
+    return trained(command, lowering, folder / f"{name}.{trainer.replace(' ', '_')}.log", limit)
+
+
+def trained(command: Sequence[str], lowering: Lowering, log: Path, limit: float) -> dict[str, Any]:
+    """The same of any command that trains."""
     r = lowering.plan.recipe
     env = dict(os.environ)
     for e in lowering.env:
         env.pop(e.name, None)
         if e.value is not None:
             env[e.name] = e.value
-    command = [sys.executable, "-m", TRAINERS[trainer], "--nam-plan", str(plan), *argv.words(lowering)]
     begin = time.monotonic()
     code = ranks(command, env, r.world_size, log, limit)
     found: dict[str, Any] = {"exit": code, "wall_seconds": round(time.monotonic() - begin, 1), "steps": []}
@@ -139,9 +173,9 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, required=True)
     parser.add_argument("--data", type=dataset, help="a built dataset; mock data by default")
     parser.add_argument("--limit", type=float, default=240, help="seconds for one training")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join([*CASES, *RESUMED]))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join([*CASES, *RESUMED, *LOOPED]))
     args = parser.parse_args()
-    if unknown := set(args.names) - {*CASES, *RESUMED}:
+    if unknown := set(args.names) - {*CASES, *RESUMED, *LOOPED}:
         parser.error(f"no case {', '.join(sorted(unknown))}")
     args.logs.mkdir(parents=True, exist_ok=True)
     smi = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
@@ -157,10 +191,11 @@ def main() -> int:
     }
     failed = False
     for name in args.names or CASES:
-        entry = (measure if name in CASES else resume)(name, args.logs, args.limit, args.data)
+        kind = measure if name in CASES else resume if name in RESUMED else loop
+        entry = kind(name, args.logs, args.limit, args.data)
         made["cases"].append(entry)
         args.out.write_text(json.dumps(made, indent=1) + "\n")
-        if name in RESUMED:
+        if kind is not measure:
             failed |= not entry.get("equal", False)
             print(
                 name,

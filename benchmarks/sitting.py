@@ -260,6 +260,9 @@ JOBS = {
         1, 5, "benchmarks/nemo.py --out {out}/resumed.json --logs {out}/resumed --data {data} smoke_resumed author13_resumed", "data",
         gib=60,
     ),
+    "loops": Job(
+        1, 6, "benchmarks/nemo.py --out {out}/loops.json --logs {out}/loops --data {data} author13_loops native13_loops", "data", gib=60
+    ),
     # Presets at full depth, 100 steps, with receipts.
     **{
         f"receipt_{name}": Job(

@@ -10,8 +10,10 @@ import re
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+import loops
 import megatron.bridge.peft.lora as lora
 import megatron.bridge.peft.utils as peft
 import megatron.bridge.training.pretrain as bridge
@@ -29,7 +31,6 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from safetensors.torch import load_file
 
-import nam_megatron.nemo as nemo
 import nam_megatron.nemo.container as container
 import nam_megatron.nemo.train as nemo_train
 from launch.record import steps as log
@@ -188,71 +189,27 @@ def test_both_train_the_same(layout, tmp_path):
 # One recipe by everybody's loop ----------------------------------------------------------------------------------------------
 
 PLAIN = (*SMALL, "schedule.seed=7")
-NEMOTRON = os.environ.get("NAM_NEMOTRON")  # `src` of a checkout of github.com/NVIDIA-NeMo/Nemotron; see below
 
 
-def ours(words: list[str]) -> int:
-    """Our command."""
+def by_loop(name: str, folder: Path, words: Sequence[str]) -> int:
     pretended()
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    sys.argv = ["nemo", *words]
-    command()
+    loops.LOOPS[name]("nam56r_smoke", folder, words)
     return 0
-
-
-def bridges(words: list[str]) -> int:
-    """Bridge's own pretrain of a recipe function's container."""
-    pretended()
-    bridge.pretrain(nemo.nam56r_smoke_pretrain_config(overrides=words), gpt_step.forward_step)
-    return 0
-
-
-def nemotrons(words: list[str], config: Path) -> int:
-    """Nemotron's runner of its pretraining step, from its source."""
-    pretended()
-    sys.path.insert(0, str(NEMOTRON))
-    from nemotron.steps._runners.megatron_bridge import run_megatron_bridge
-
-    recipe = {"_target_": "nam_megatron.nemo.nam56r_smoke_pretrain_config", "overrides": words}
-    config.write_text(json.dumps({"recipe": recipe}))
-    sys.argv = ["step.py", "--config", str(config)]
-    run_megatron_bridge(
-        default_recipe="none", default_config=config, entry=bridge.pretrain, enable_peft=False, dataset_mode="override"
-    )
-    return 0
-
-
-def by_nemo_run(words: list[str], home: Path) -> list[pretend.Rank]:
-    """An experiment of NeMo-Run's with its local executor, whose script is our command."""
-    os.environ["NEMORUN_HOME"] = str(home)
-    import nemo_run as run
-    from nemo_run.config import set_nemorun_home
-
-    set_nemorun_home(str(home))  # it may have been imported before
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    executor = run.LocalExecutor(env_vars={"PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
-    script = run.Script(str(Path(__file__).with_name("rank.py")), args=["pretrain", *words], entrypoint=sys.executable)
-    with run.Experiment("loops") as experiment:
-        experiment.add(script, executor, name="ours")
-        experiment.run(tail_logs=False)
-    logs = "".join(path.read_text(errors="replace") for path in sorted(home.rglob("*.log")))
-    return [pretend.Rank(code=0, out=logs, err="")]
 
 
 def test_one_recipe_by_every_loop_has_the_same_losses(tmp_path):
     """Nemotron's where its source is: last run on 2026-11-28 with e27b371, `NAM_NEMOTRON=FOLDER/src`."""
-    whole = ["conf=nam56r_smoke", *PLAIN]
-    by = {
-        "our command": pretend.fork(1, lambda: ours(["pretrain", *whole])),
-        "Bridge": pretend.fork(1, lambda: bridges(list(PLAIN))),
-        "NeMo-Run": by_nemo_run(whole, tmp_path),
-    }
-    if NEMOTRON:
-        by["Nemotron"] = pretend.fork(1, lambda: nemotrons(list(PLAIN), tmp_path / "config.yaml"))
+    rank = Path(__file__).with_name("rank.py")
+    by = {name: pretend.fork(1, lambda name=name: by_loop(name, tmp_path, PLAIN)) for name in ("ours", "bridge")}
+    # Its process makes others, which pretend by themselves.
+    by["nemo_run"] = pretend.fork(1, lambda: loops.nemo_run("nam56r_smoke", tmp_path, PLAIN, [str(rank)]) or 0)
+    if "NAM_NEMOTRON" in os.environ:
+        by["nemotron"] = pretend.fork(1, lambda: by_loop("nemotron", tmp_path, PLAIN))
     losses = {name: steps(ranks) for name, ranks in by.items()}
-    assert set(losses["our command"]) == {1, 2, 3, 4}
+    assert set(losses["ours"]) == {1, 2, 3, 4}
     for name, found in losses.items():
-        assert found == losses["our command"], name
+        assert found == losses["ours"], name
 
 
 def test_commands_that_stop_and_resume_are_one_run(tmp_path):

@@ -19,7 +19,7 @@ from packaging.version import Version
 gc.disable()  # until all is imported, which stays
 TESTS = Path(__file__).parents[2]
 sys.path[:0] = [str(TESTS), str(TESTS / "cpu")]
-sys.path.append(str(TESTS / "nemo" / "stand_in"))
+sys.path += [str(TESTS / "nemo" / "stand_in"), str(TESTS.parent / "benchmarks")]
 
 import pretend  # noqa: E402, F401  imports Megatron
 
