@@ -16,7 +16,7 @@ from nam_megatron.budget import text
 from nam_megatron.compile import argv
 from nam_megatron.compile.lower import translate
 from nam_megatron.errors import Refused
-from nam_megatron.judge.same import differences
+from nam_megatron.judge.same import another_model, differences
 from nam_megatron.recipe import Recipe, config_at, load, parsed, resolved, to_tree
 
 # Keys that neither plan nor budget shows, and who reads them.
@@ -165,11 +165,17 @@ def test_a_leak_is_stopped(case):
 
 
 SHARED = ("lane=nemo_native", "cluster.gpus_per_node=4")
+BALANCED = "model.blocks.moe.balancing=global_aux_loss"
 COMPUTES = {
     "Muon by shares": (("optim=muon",), ("optim=muon", *SHARED), {"parallel.tensor"}),
     "Muon whole": (("optim=muon",), ("optim=muon", "feature.muon.tp_mode=duplicated", *SHARED), set()),
     "places of an expert": (("model.blocks.moe.capacity_factor=1.5",), ("model.blocks.moe.capacity_factor=1.5", *SHARED),
                             {"parallel.tensor", "parallel.sequence"}),
+    "places of an expert along a sequence": (("model.blocks.moe.capacity_factor=1.5",),
+                                             ("model.blocks.moe.capacity_factor=1.5", "parallel.context=2"), {"parallel.context"}),
+    "experts' Muon by shares": (("optim=muon",), ("optim=muon", *SHARED, "parallel.expert_tensor=2"),
+                                {"parallel.tensor", "parallel.expert_tensor"}),
+    "balance against all ranks": ((BALANCED,), (BALANCED, "cluster=h200_4"), {"cluster.gpus_per_node"}),
     "neither": ((), SHARED, set()),
 }  # fmt: skip
 
@@ -179,6 +185,13 @@ def test_a_layout_that_decides_what_is_computed_is_no_other_order_of_sums(case):
     *sides, expected = case
     trees = [json.loads(argv.plan_json(lowered("nam56r_native_dp", *words))) for words in sides]
     assert {d.key for d in differences(*trees) if d.computes} == expected
+
+
+def test_weights_with_other_depths_of_token_prediction_are_another_models():
+    """But for those whose depths are left behind."""
+    trees = [json.loads(argv.plan_json(lowered("nam56r", f"feature.mtp.depths={n}"))) for n in range(3)]
+    other = {(a, b) for a in range(3) for b in range(3) if [*another_model(trees[a], trees[b])]}
+    assert other == {(0, 1), (0, 2), (1, 2), (2, 1)}
 
 
 def test_a_preset_that_configures_other_kinds_than_it_has_is_refused(tmp_path):

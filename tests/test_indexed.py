@@ -3,6 +3,7 @@
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -12,6 +13,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
     parse_and_normalize_split,
 )
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.training import training
 
 from nam_megatron.compile.lower import translate
 from nam_megatron.data import indexed
@@ -115,6 +117,7 @@ def test_passes_beyond_count_are_refused(tmp_path):
         (lambda p: p.with_suffix(".idx").write_bytes(b""), "a.idx` is no index of Megatron's"),
         (lambda p: p.with_suffix(".idx").write_bytes(b"x" * 99), "a.idx` is no index of Megatron's"),
         (lambda p: os.truncate(p.with_suffix(".idx"), 50), "a.idx` is cut off: 50 bytes of"),
+        (lambda p: os.truncate(p.with_suffix(".idx"), p.with_suffix(".idx").stat().st_size - 1), "a.idx` is cut off: "),
         (lambda p: os.truncate(p.with_suffix(".bin"), 3), "a.bin` is cut off: 3 bytes of 50"),
         (lambda p: edit(p, 63, 1), "a.idx` has a sequence that does not lie within the 50 bytes"),  # 256 bytes further
         (lambda p: edit(p, 61, 255), "a.idx` has a sequence that does not lie within the 50 bytes"),  # before the first
@@ -162,6 +165,24 @@ def test_shares_are_cut_where_megatron_cuts_them():
         theirs = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
         ours = [ends if ends[0] < ends[1] else None for ends in indexed._ends(split)]
         assert ours == theirs, split
+
+
+def test_as_many_samples_are_counted_as_megatron_asks_for(monkeypatch):
+    words = ("train_steps=10", "decay_steps=10", "eval_interval=4", "eval_steps=3")
+    data = ("data=indexed", "data.path=x", "data.tokenizer=t", "data.split='8,1,1'")
+    recipe = load("nam56r_smoke", [*data, *(f"schedule.{word}" for word in words)])
+    asked = {
+        "train_iters": 10,
+        "eval_interval": 4,
+        "eval_iters": 3,
+        "global_batch_size": recipe.schedule.global_batch_size,
+    }
+    asked |= dict.fromkeys(
+        ("train_samples", "full_validation", "skip_train", "start_eval_at_iter", "phase_transition_iterations")
+    )
+    monkeypatch.setattr(training, "get_args", lambda: SimpleNamespace(**asked))
+    found = (share.samples for share in indexed.shares(recipe.data, recipe.schedule))
+    assert tuple(found) == training.get_train_valid_test_num_samples()
 
 
 def test_what_translates_is_refused_where_the_index_is_there(tmp_path):

@@ -242,6 +242,22 @@ def test_what_cannot_share_a_sequence_is_found(given, rule):
     assert ids(launch(HYBRID, given, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"})) == Counter([rule] if rule else [])
 
 
+@pytest.mark.parametrize(("base", "more", "flag", "last", "beyond", "rule"), [
+    (GPT, {"--context-parallel-size": "2"}, "--seq-length", "1020", "1022", "indivisible"),
+    (GPT, {}, "--cpu-offloading-num-layers", "7", "8", "cpu-offloading"),
+    (GPT, {"--lr-decay-iters": "10"}, "--lr-warmup-iters", "9", "10", "schedule"),
+    (GPT, {"--lr-decay-style": "WSD", "--lr-warmup-iters": "4"}, "--lr-wsd-decay-iters", "6", "7", "wsd-too-long"),
+    (GPT, {}, "--hidden-dropout", "1.0", "1.01", "dropout-range"),
+    (CASES["fsdp-lone-experts"][0], {"--context-parallel-size": "2"}, "--expert-model-parallel-size", "4", "8", "fsdp-lone-experts"),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+def test_a_rule_begins_where_megatron_does(base, more, flag, last, beyond, rule, oracle):
+    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if base is GPT else {}
+    fits, found = (launch(base, more | {flag: value}, env) for value in (last, beyond))
+    assert not ids(fits)[rule] and ids(found)[rule]
+    if rules.BY_ID[rule].severity == FAIL and rule not in LATER:
+        assert ask(oracle, fits).error is None and ask(oracle, found).error
+
+
 @pytest.mark.parametrize("more", [{"--ckpt-format": "torch"}, {"--no-save-optim": True}], ids=str)
 def test_a_checkpoint_without_such_a_state_is_not_shifted(more):
     base, change = CASES["checkpoint-shifted"]
@@ -1223,9 +1239,12 @@ def test_exit_codes(tmp_path, capsys):
     trap.write_text(" ".join(words(GPT | {"--num-query-groups": "4"})))
     assert [command.main([str(p)]) for p in (clean, trap)] == [0, 1]
     assert command.main([str(trap), "ignore=gqa-ignored"]) == 0
+    written = [str(trap), f"recipe={tmp_path}/mine.yaml"]  # whole, and of a launch that is not
+    assert [command.main([*written, *more]) for more in ((), ("ignore=gqa-ignored",))] == [1, 0]
     for rule, word in (("unknown-flag", "--of-a-fork"), ("unknown-variable", "--make-vocab-size-divisible-by $ROWS")):
         trap.write_text(" ".join([*words(GPT), word]))
         assert [command.main([str(trap), *more]) for more in ((), (f"ignore={rule}",))] == [1, 0]
+    capsys.readouterr()
     assert command.main([str(tmp_path / "none.sh")]) == 2
     assert capsys.readouterr().err.startswith("error: cannot read ")
 

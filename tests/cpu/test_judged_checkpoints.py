@@ -304,6 +304,8 @@ def test_a_layout_that_flattened_the_optimizer_is_kept(tmp_path):
         (tmp_path / TRACKER).write_text(" release\n")
         assert refused(tmp_path, *save) == []
     (tmp_path / TRACKER).write_text("2")
+    checkpoint.sign(lowered(*save, "parallel.pipeline=2", "parallel.virtual_pipeline=2"))
+    assert refused(tmp_path, *save, "parallel.pipeline=2") == ["parallel.virtual_pipeline"]
     checkpoint.sign(lowered(*save))
     assert refused(tmp_path, *save, *LAYOUTS["parallel.tensor"]) == ["parallel.tensor"]
     assert refused(tmp_path, *save, "cluster=h200_4") == []  # another data-parallel size reads it
