@@ -260,6 +260,7 @@ JOBS = {
         1, 5, "benchmarks/nemo.py --out {out}/resumed.json --logs {out}/resumed --data {data} smoke_resumed author13_resumed", "data",
         gib=60,
     ),
+    "continued": Job(1, 6, "benchmarks/continued.py {scratch}/continued --json {out}/continued.json", gib=90),
     "loops": Job(
         1, 6, "benchmarks/nemo.py --out {out}/loops.json --logs {out}/loops --data {data} author13_loops native13_loops", "data", gib=60
     ),

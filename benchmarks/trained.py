@@ -47,7 +47,7 @@ def said(*words: str | Path, ends: Sequence[int] = (0,)) -> str:
 
 def trained(folder: Path, words: Sequence[str]) -> dict[int, float]:
     """Losses by step."""
-    said("nam_megatron.translate", f"conf={PRESET}", *words, f"out={folder}")
+    said("nam_megatron.translate", *words, f"out={folder}")
     with (folder / "log").open("w+", errors="replace") as stream:
         code = subprocess.run(["bash", str(folder / "run.sh")], stdout=stream, stderr=stream, check=False).returncode
         stream.seek(0)
@@ -70,7 +70,7 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     at: Path = options.folder
     at.mkdir(parents=True)
-    words = [*CUT, *options.overrides, *built(options.data, at / "data")]
+    words = [f"conf={PRESET}", *CUT, *options.overrides, *built(options.data, at / "data")]
     run = [*words, f"schedule.train_steps={options.steps}", f"schedule.decay_steps={options.steps}"]
     found: dict[str, Any] = {"preset": PRESET, "overrides": told(run), "steps": options.steps}
 
