@@ -90,10 +90,15 @@ def objections(receipts: Sequence[Receipt]) -> Iterator[Problem]:
     declared = [at(r, "job.diagnostic") for r in receipts]
     if len(set(map(shown, declared))) > 1:
         yield Problem(f"a diagnostic beside what is none: {quoted(map(shown, declared))}")
-    peaks = [at(r, "forecast.peak_tflops") for r in receipts]
+    peaks, counts = ([at(r, f"forecast.{key}") for r in receipts] for key in ("peak_tflops", "model_flops_per_token"))
     if len(set(peaks)) > 1:
         measure = quoted(dict.fromkeys(map(shown, peaks)))
         yield Problem(f"MFU is measured by different peaks: {measure} TFLOP/s", hint="leave `device` alone")
+    if len(set(counts)) > 1:
+        yield Problem(
+            f"MFU is of different counts: {quoted(dict.fromkeys(map(shown, counts)))} FLOPs a token",
+            hint="one model is counted in one way: run both with one version",
+        )
 
 
 def of_model(receipts: Sequence[Receipt]) -> str | None:

@@ -24,9 +24,14 @@ FIGURES = {
 
 @dataclass
 class Events:
-    """What came of a run by its own word. world: how many ranks there are; ends, last: what each rank has said last."""
+    """What came of a run by its own word. world: how many ranks there are; planned: steps, interval: of them from line to line.
+
+    ends: how each rank has ended, badly where its last process said so; last: what each has said last.
+    """
 
     world: int
+    planned: int | None = None
+    interval: int | None = None
     said: steps.Said = field(default_factory=steps.Said)
     started: datetime | None = None
     over: datetime | None = None
@@ -34,8 +39,10 @@ class Events:
     last: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     starts: Counter[int] = field(default_factory=Counter)
     mends: Mapping[str, Any] | None = None
+    loaded: int = 0
     strange: int = 0
     missing: int = 0
+    _process: dict[int, int] = field(default_factory=dict)
     _heard: dict[tuple[Any, int], int] = field(default_factory=dict)
 
     def hear(self, line: str | bytes, nonce: str) -> None:
@@ -45,12 +52,13 @@ class Events:
             if event["run"] != nonce:
                 raise ValueError
             self._add(event)
+            self._count(event)
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, OSError, RecursionError):
             self.strange += 1
 
     def _add(self, event: Mapping[str, Any]) -> None:
         """One line of this run, in the order of its file."""
-        rank, pid, number = event["rank"], event["pid"], event["n"]
+        rank = event["rank"]
         figures = [event.get(name) for name in FIGURES]
         whole = (
             event[name] for name in ("n", "pid", "rank", "step", "of", "world", "code") if event.get(name) is not None
@@ -59,14 +67,11 @@ class Events:
             any(type(value) is not int or not -1 < value < LARGEST for value in whole)
             or max(rank or 0, event.get("world", 0)) > MOST
             or (event["event"] == "step" and not event["step"])
-            or (event["event"] == "end" and not event.keys() >= {"step", "code"})
+            or (event["event"] == "end" and (not event.keys() >= {"step", "code"} or event["reason"] not in REASONS))
             or any(not isinstance(event.get(name), str | None) for name in ("when", "bus"))
             or any(type(value) is bool or (type(value) is str and value not in INFINITE) for value in figures)
         ):
             raise ValueError
-        before = self._heard.get((rank, pid), 0)
-        self.missing += max(0, number - before - 1)
-        self._heard[rank, pid] = max(number, before)
         when, kind = datetime.fromtimestamp(event["at"]), event["event"]
         if rank is None:
             if kind == "launched":
@@ -76,11 +81,14 @@ class Events:
             return
         if kind == "start":
             self.starts[rank] += 1
+            self._process[rank] = event["pid"]
             self.ends.pop(rank, None)
             self.world = max(self.world, event["world"])
         self.last[rank] = event
-        if kind == "end" and event["reason"] in REASONS:
-            self.ends[rank] = event
+        if kind == "end" and event["pid"] == self._process.get(rank, event["pid"]):
+            self.ends[rank] = event if went_well(self.ends.get(rank)) else self.ends[rank]
+        elif kind == "loaded":
+            self.loaded = event["step"]
         elif kind == "mends":
             self.mends = dict(event["stood"])
         elif kind == "step":
@@ -95,6 +103,13 @@ class Events:
             self.said.readings.append(
                 steps.Reading(rank, event.get("when", kind), event["step"], device=device, **sizes)
             )
+
+    def _count(self, event: Mapping[str, Any]) -> None:
+        """A line that was read; those before it that were not are missing."""
+        by = event["rank"], event["pid"]
+        before = self._heard.get(by, 0)
+        self.missing += max(0, event["n"] - before - 1)
+        self._heard[by] = max(event["n"], before)
 
     @property
     def last_step(self) -> int | None:
@@ -116,12 +131,30 @@ class Events:
             return f"rank {', '.join(map(str, silent[:8]))}{more} did not say its end in `{FILE}`"
         if (bad := self.failure) and bad["code"] is None:
             return f"rank {bad['rank']} ended without a code: {bad['reason']}"
-        return f"{self.missing} lines are missing from `{FILE}`" if self.missing else None
+        return f"{self.missing} lines are missing from `{FILE}`" if self.missing else self._contradiction
+
+    @property
+    def _contradiction(self) -> str | None:
+        """What a run that says that it went well says against it."""
+        if self.failure:
+            return None
+        told = max((self.loaded, *self.said.steps))
+        done = max((end["step"] or 0 for end in self.ends.values()), default=0)
+        if self.planned is not None and done > self.planned:
+            return f"it ended at step {done}, beyond the {self.planned} of the plan"
+        if self.interval and self.last_step is not None and not told <= done < told + self.interval:
+            return f"it ended at step {done}, and the last line is of step {told}"
+        if self.planned and (other := {step.total for step in self.said.steps.values()} - {self.planned}):
+            return f"it trained for {max(other)} steps, and the plan has {self.planned}"
+        saved = {save.step for save in self.said.saves if save.done}
+        if left := sorted({save.step for save in self.said.saves} - saved):
+            return f"the checkpoint of step {left[-1]} was begun and not finished"
+        return None
 
     @property
     def failure(self) -> Mapping[str, Any] | None:
         """The first end that is none of a run that went well: the others may be of ranks that waited for this one."""
-        bad = [end for end in self.ends.values() if end["reason"] not in WELL]
+        bad = [end for end in self.ends.values() if not went_well(end)]
         return min(bad, key=lambda end: end["at"], default=None)
 
     def facts(self) -> dict[str, Any]:
@@ -131,9 +164,13 @@ class Events:
         return {"ranks": len(self.starts), "ends": dict(ends), "missing": self.missing, "strange": self.strange, **more}
 
 
-def read(folder: Path, nonce: str, world: int = 1) -> Events:
-    """Everything that lies in a run's folder. A line that cannot be read is counted. world: of the plan."""
-    found = Events(world)
+def went_well(end: Mapping[str, Any] | None) -> bool:
+    return end is None or (end["reason"] in WELL and not end["code"])
+
+
+def read(folder: Path, nonce: str, world: int = 1, planned: int | None = None, interval: int | None = None) -> Events:
+    """Everything that lies in a run's folder. A line that cannot be read is counted. world, planned, interval: of the plan."""
+    found = Events(world, planned, interval)
     for path in sorted(folder.glob(EVENTS)):
         for line in filter(str.strip, steps.lines(path, LONGEST)):
             found.hear(line, nonce)

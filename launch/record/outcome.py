@@ -50,7 +50,7 @@ def of_run(folder: Path, receipt: Mapping[str, Any]) -> dict[str, Any]:
     logged = Log.read(folder / LOG, said=not receipt.get("nonce"))
     first = logged.errors[0] if logged.errors else None
     if nonce := receipt.get("nonce"):
-        found = events.read(folder, nonce, world)
+        found = events.read(folder, nonce, world, job.get("train_steps"), job.get("log_interval"))
         said, started, ended, last, failure = found.said, found.started, found.over, found.last_step, found.failure
         code, more = failure and failure["code"], {"hole": found.hole, "events": found.facts()}
         mends = found.mends and {
@@ -120,7 +120,8 @@ def blamed(end: Mapping[str, Any]) -> str:
     if end["reason"] == "error" and end.get("error") in CLASSES:
         return f"{end['error']}, rank {end['rank']}"
     words = {"refused": "a refusal of the trainer's", "error": "an exception of another class"}
-    return f"{words.get(end['reason'], end['reason'])}, rank {end['rank']}"
+    code = f" with code {end['code']}" if end["reason"] in events.WELL else ""
+    return f"{words.get(end['reason'], end['reason'])}{code}, rank {end['rank']}"
 
 
 def error(line: str) -> str | None:

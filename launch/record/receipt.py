@@ -57,7 +57,7 @@ TYPES: tuple[tuple[str, tuple[type, ...]], ...] = (
     ("outcome outcome.nccl outcome.memory outcome.figures outcome.figures.window", (dict,)),
     ("words findings host.gpus outcome.ranks", (list,)),
     ("nonce outcome.end box.salt lineage.host lineage.family lineage.regime lineage.pool", (str,)),
-    ("job.world job.nodes job.tokens_per_step job.train_steps job.stop_every", (int,)),
+    ("job.world job.nodes job.tokens_per_step job.train_steps job.stop_every job.log_interval", (int,)),
     ("forecast.peak_tflops forecast.model_flops_per_token forecast.peak_allocated_gib", (int, float)),
     ("recipe.schedule.timeout_minutes recipe.schedule.steady_timeout_seconds", (int, float)),
     ("outcome.figures.window.median_ms outcome.figures.window.tokens_per_s_per_gpu", (int, float)),
@@ -430,6 +430,8 @@ def kept_of(root: Path) -> dict[str, Any] | None:
         kept = json.loads((root / CHAIN).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
+    except PermissionError:
+        raise Refused(Problem(f"`{root / CHAIN}` may not be read", hint="let this user read it")) from None
     except (OSError, ValueError, RecursionError) as err:
         raise Refused(
             Problem(f"`{root / CHAIN}` cannot be read: {err}", hint="move it away: a new chain begins")

@@ -146,6 +146,12 @@ def test_another_peak_is_another_utilisation():
         compare.table(pair)
 
 
+def test_another_count_is_another_utilisation():
+    pair = [made(run, forecast={"model_flops_per_token": count}) for run, count in (("one", 2e9), ("two", 3e9))]
+    with pytest.raises(Refused, match="MFU is of different counts"):
+        compare.table(pair)
+
+
 def test_marks_of_two_folders_say_nothing_of_each_other():
     """LD_PRELOAD of another library stood beside none, and both were `<set>`."""
 

@@ -271,12 +271,17 @@ def test_a_run_that_may_not_be_looked_into_is_one_all_the_same(root, capsys, mon
     monkeypatch.setattr(os, "scandir", lambda _: barred(folder / "x"))
     with pytest.raises(Refused, match="cannot be looked into: Permission denied"):
         receipt.folders(root)
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: barred(folder / "x"))
+    with pytest.raises(Refused, match="may not be read"):  # no reason to move it away
+        receipt.kept_of(root)
 
 
 def test_a_foreign_receipt_moves_no_cursor(root, capsys):
     folder = run(root)
     rehashed(folder, lineage={"host": "a\x1b[2J\nDAMAGED: b", "family": "f", "regime": "r"})
     receipts.command([str(root)], {})
+    folder.rename(root / f"a\x1b[2J{folder.name}")
+    status.command([str(root)], {"format": "prometheus"})
     out = capsys.readouterr().out
     assert "\x1b" not in out and not any(line.startswith("DAMAGED: b") for line in out.splitlines())
 

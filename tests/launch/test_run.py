@@ -327,7 +327,7 @@ def said_by(folder: Path, *facts: dict, rank: int = 0, nonce: str = "mine") -> N
 
 
 def ending(folder: Path, code: int, signals: list[str] = [], world: int = 1) -> tuple:  # noqa: B006
-    job = {"train_steps": 5, "log_interval": 1, "stop_every": 4, "world": world, "tokens_per_step": 100}
+    job = {"train_steps": 5, "log_interval": 3, "stop_every": 4, "world": world, "tokens_per_step": 100}
     came = outcome.of_run(folder, {"nonce": "mine", "job": job})
     return tuple(ended(code, came, job, signals))
 
@@ -360,6 +360,26 @@ def ending(folder: Path, code: int, signals: list[str] = [], world: int = 1) -> 
 def test_how_it_ended(tmp_path, said, code, signals, expected):
     said_by(tmp_path, *said)
     assert ending(tmp_path, code, signals) == expected
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ([step(5), end(5, "done", 1)], "a rank says: done with code 1, rank 0"),
+        ([step(5), end(3, "error", 1), end(5)], "a rank says: an exception of another class, rank 0"),
+        ([step(5), end(5), end(5, "error", 1)], "a rank says: an exception of another class, rank 0"),
+        ([step(5), end(3, "exploded", 1), end(5)], "1 lines are missing from `events.jsonl`"),
+        ([step(2), end(5)], "it ended at step 5, and the last line is of step 2"),
+        ([step(5), step(6), end(5)], "it ended at step 5, and the last line is of step 6"),
+        ([step(7), end(7)], "it ended at step 7, beyond the 5 of the plan"),
+        ([step(5) | {"of": 9}, end(5)], "it trained for 9 steps, and the plan has 5"),
+        ([step(5), {"event": "saving", "step": 5}, end(5)], "the checkpoint of step 5 was begun and not finished"),
+        ([{"event": "loaded", "step": 5}, end(5)], None),
+    ],
+)
+def test_what_says_something_against_itself_is_not_completed(tmp_path, said, reason):
+    said_by(tmp_path, *said)
+    assert ending(tmp_path, 0)[2] == (reason and f"torchrun ended with 0, but {reason}")
 
 
 @pytest.mark.parametrize(("left", "code"), [("no room", 1), (None, 0), (16, 16)])
@@ -481,9 +501,9 @@ def test_a_torn_line_costs_no_other(tmp_path):
         file.write('{"run": "mine", "rank": 0, "n": 3, "at"')
     came = outcome.of_run(tmp_path, {"nonce": "mine"})
     assert (came["figures"]["last_step"], came["events"]["strange"], came["last_step"]) == (1, 1, None)
-    said_by(tmp_path, step(2), end(5))  # started again
+    said_by(tmp_path, step(5), end(5))  # started again
     came = outcome.of_run(tmp_path, {"nonce": "mine"})
-    assert (came["figures"]["last_step"], came["last_step"], came["hole"]) == (2, 5, None)
+    assert (came["figures"]["last_step"], came["last_step"], came["hole"]) == (5, 5, None)
     assert came["events"] == {"ranks": 1, "ends": {"done": 1}, "missing": 0, "strange": 1, "again": 1}
 
 
@@ -491,6 +511,10 @@ def test_a_run_that_is_started_again_ends_by_its_last_start(tmp_path):
     said_by(tmp_path, step(1), end(5))
     said_by(tmp_path, step(2))
     assert ending(tmp_path, 0)[0] == "failed"
+    lines = (tmp_path / events.FILE).read_text().splitlines()[:3]
+    another = json.dumps(json.loads(lines[0]) | {"pid": 1})  # whose end is not the first one's
+    (tmp_path / events.FILE).write_text("\n".join((lines[0], lines[1], another, lines[2])))
+    assert "did not say its end" in ending(tmp_path, 0)[2]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -540,6 +564,7 @@ def test_hosts_of_a_job_have_files_of_their_own(tmp_path):
             {"NAM_MEGATRON_RUN": "mine", "RANK": host, "WORLD_SIZE": "2", "GROUP_RANK": host, "GROUP_WORLD_SIZE": "2"},
             "megatron",
         )
+        record.say(**step(5))
         record.done = 5
         record.end("done", 0)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["events.0.jsonl", "events.1.jsonl"]
