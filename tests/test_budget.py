@@ -730,6 +730,17 @@ def test_a_process_group_of_one_takes_nothing():
     assert isclose(gathered, device.runtime_gib + device.groups_gib.data + device.groups_gib.gathered)
 
 
+def test_experts_are_reduced_apart_where_their_ranks_are_others():
+    def apart(*overrides):
+        plan = plan_of(*NATIVE, "cluster=h200_2", *overrides)
+        groups = static.groups(plan, Sizes.of(plan.site), static.stages(plan)[0])
+        return [group.name for group in groups] == ["dense", "experts"]
+
+    assert [apart(), apart("parallel.expert=2"), apart("parallel.expert_tensor=2")] == [False, True, True]
+    whole = ("parallel.tensor=2", "parallel.sequence=true")
+    assert [apart(*whole, "parallel.expert_tensor=2"), apart(*whole, "parallel.expert_tensor=1")] == [False, True]
+
+
 def test_gathered_tokens_have_rows_for_whatever_the_router_may_choose():
     """Four of sixteen experts: over two ranks a token may have all four of its rows on one, and over eight the two that are there."""
 

@@ -113,6 +113,12 @@ def test_a_word_of_before_is_told_todays(words):
     assert problem.law == "key-moved" and "`execution.moe.dispatcher`" in problem.hint
 
 
+@pytest.mark.parametrize("sign", ["", "+", "++", "~"])
+def test_a_recorded_word_keeps_what_it_does(sign):
+    for old, new in ("model.blocks.moe.dispatcher", "execution.moe.dispatcher"), ("optim.lr", "optim.lr"):
+        assert migrate.word(f"{sign}{old}=a=b") == f"{sign}{new}=a=b" and migrate.word(f"{sign}{old}") == f"{sign}{new}"
+
+
 MINE = """# @package _global_
 defaults:
   - nam56r

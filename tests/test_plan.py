@@ -476,6 +476,9 @@ def test_departures_from_the_lane_are_part_of_the_identity():
     other = lowered("nam56r_nemo_native", "parallel.sequence=false", "parallel.tensor=1").plan
     assert other.departures == ("tensor=1", "sequence=False")
     assert identity(other) != identity(p)
+    spread = ("parallel.pipeline=2", "parallel.virtual_pipeline=4", "parallel.context=2", "parallel.expert_tensor=2")
+    p = lowered("nam56r_nemo_native", *spread).plan
+    assert p.departures == ("pipeline=2", "virtual_pipeline=4", "context=2", "expert_tensor=2")
 
 
 def test_what_is_not_built_is_in_the_plan(monkeypatch):

@@ -18,6 +18,7 @@ PADDED = ("+overlay=fp8", "feature.fp8.bf16_parts=[]", "execution.moe.expert_gem
 DENSE = ("model.letters.E=mlp", "model.pattern=AE", "model.depth=4", "model.substitute=[]")
 FSDP = ("+overlay=fsdp_ep", "cluster=h200_2", "schedule.micro_batch_size=1")
 SPARSE = ("nam52_h200_sparse_8_11_ref_v1", "+overlay=tp_sp", "model.letters.M=mamba2", "model.pattern=AEM")
+INTERLEAVED = ("model.depth=12", "parallel.pipeline=2", "parallel.virtual_pipeline=2")
 
 # What only we train as meant: preset and words, and what the marker names.
 ALONE = {
@@ -30,6 +31,7 @@ ALONE = {
     "a stage without experts": (
         ("nam56r_native_dp", "model.pattern='AEM|AMM'", "model.depth=6", "parallel.pipeline=2"), "parallel",
     ),
+    "experts in two stages of one rank alone": (("nam56r_native_dp", "model.pattern='AEM|AMM|AEM|AMM'", *INTERLEAVED), "parallel"),
     "experts on one rank of data": (("nam56r_native_dp", *FSDP), "megatron_fsdp"),
     "reshardable checkpoints": (
         ("nam56r_native_dp", "schedule.save=/c", "schedule.save_interval=5", "feature.distributed_optimizer.reshardable=true"),
@@ -47,6 +49,7 @@ SHARED = {
     "context ranks without MTP": ("nam56r_native_dp", "+overlay=cp"),
     "MTP on whole sequences": ("nam56r_native_dp", "feature.mtp.depths=1"),
     "stages with experts": ("nam56r_native_dp", "model.pattern='AEM|AEM'", "model.depth=6", "parallel.pipeline=2"),
+    "experts in one stage of each rank": ("nam56r_native_dp", "model.pattern='AEM|AMM|AMM|AEM'", *INTERLEAVED),
     "experts on several ranks of data": ("nam56r_native_dp", "+overlay=fsdp_ep"),
     "one microbatch": ("nam56r_native_dp", *FSDP, "schedule.global_batch_size=2"),
     "reshardable, not saved": ("nam56r_native_dp", "feature.distributed_optimizer.reshardable=true"),

@@ -308,7 +308,8 @@ class Model(torch.nn.Module):
         blocks = [self.embedding, *self.decoder.layers, self.decoder.final_norm, *self.mtp.layers, self.output_layer]
         for i, block in enumerate(blocks):
             if i not in self.skipped:
-                x, _ = block(x, mask=[torch.ones(1), {"ids": torch.tensor([7])}])
+                at, named = ((), {"x": x}) if i else ((x,), {})  # Megatron names the input of a layer
+                x, _ = block(*at, **named, mask=[torch.ones(1), {"ids": torch.tensor([7])}])
         return x
 
 
@@ -320,6 +321,7 @@ NAN = float("nan")
     [
         (Model(), 1.0, False, "every block's output is finite, so it began in the loss itself"),
         (Model(), NAN, False, "it came with the input of this pipeline stage"),
+        (Model(skipped=(0,)), NAN, False, "it came with the input of this pipeline stage"),
         (Model(embedding=NAN), 1.0, True, "first seen in the output of embedding (Layer)"),
         (Model(four=float("inf"), five=0), 1.0, True, "first seen in the output of decoder.layers.0 (layer 4, Layer)"),
         (Model(five=-float("inf")), 1.0, True, "first seen in the output of decoder.layers.1 (layer 5, Layer)"),

@@ -128,6 +128,12 @@ def test_no_skew_is_found_where_there_is_none(spent):
     assert hang.skew(beats) is None
 
 
+def test_a_slow_rank_is_measured_against_the_others_alone():
+    """Of two, the median of both would lie half way to the slow one."""
+    beats = {r: hang.Beat(r, "h", 1, "step", 9, 9, v, 1.0, 9) for r, v in {0: 0.1, 1: 0.124}.items()}
+    assert hang.skew(beats).ranks == (1,)
+
+
 @given(
     st.lists(
         st.one_of(st.binary(max_size=60), st.sampled_from([b"{}", b"[" * 9999, b'{"rank": 0}', b"null"])), max_size=4

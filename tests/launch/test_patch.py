@@ -234,6 +234,14 @@ def test_a_pin_names_folders(queue, tmp_path, packages):
         patches.read(pin.parent)
 
 
+def test_one_queue_that_is_not_applied_is_a_finding_beside_others_that_are(large):
+    queue, root = large
+    patch.apply(queue, root)
+    assert patch.verify([queue, queue], root) == 0
+    other = replace(queue, after=queue.before)  # to which this tree is a foreign one
+    assert patch.verify([queue, other], root) == patch.verify([other, queue], root) == 1
+
+
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [

@@ -550,6 +550,8 @@ def test_a_signature_proves_what_a_hash_cannot(root, keys, capsys):
     assert listed(root, capsys)[0] == 0
     code, out = listed(root, capsys, signers=str(signers))
     assert code == 1 and "UNSIGNED" in out
+    signature.sign(folder, str(key))  # anew, over what is sealed now
+    assert listed(root, capsys, signers=str(signers))[0] == 0
 
 
 def test_a_run_is_signed_as_it_is_sealed(root, keys, capsys):

@@ -317,10 +317,10 @@ def end(number: int | None, reason: str = "done", code: int = 0, **more) -> dict
     return {"event": "end", "reason": reason, "code": code, "step": number, **more}
 
 
-def said_by(folder: Path, *facts: dict, rank: int = 0, nonce: str = "mine") -> None:
+def said_by(folder: Path, *facts: dict, rank: int = 0, nonce: str = "mine", host: int | None = None) -> None:
     """Events of a rank, from its start."""
     record = events.Record()
-    record.open(folder, nonce, rank)
+    record.open(folder, nonce, rank, host)
     for fact in ({"event": "start", "world": 1}, *facts):
         record.say(**fact)
     record.close()
@@ -411,6 +411,11 @@ def test_all_ranks_have_to_end_and_the_one_that_failed_first_is_named(tmp_path):
     said_by(tmp_path, end(4, "error", 1, error="ValueError"), rank=1)
     said_by(tmp_path, end(4, "error", 1, error="KeyError"), rank=0)
     assert ending(tmp_path, 1, world=2)[2].endswith("ValueError, rank 1")
+    hosts = tmp_path / "hosts"  # each with a file of its own, which are read in another order than they were written
+    hosts.mkdir()
+    for rank, error in ((1, "ValueError"), (0, "KeyError")):
+        said_by(hosts, end(4, "error", 1, error=error), rank=rank, host=rank)
+    assert ending(hosts, 1, world=2)[2].endswith("ValueError, rank 1")
 
 
 def test_old_receipts_are_read_by_their_logs(tmp_path):
