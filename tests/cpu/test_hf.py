@@ -11,16 +11,19 @@ import time
 from functools import partial, reduce
 from operator import getitem
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import megatron.core.transformer.attention as attention
 import modules
+import numpy
 import pretend
 import pytest
 import test_author_lane
 import test_train
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from nam_megatron import generate, train
 from nam_megatron.compile.argv import load_plan, plan_json, words
@@ -978,6 +981,28 @@ def test_imported_weights_know_their_tokenizer(spoken, words_of, tmp_path):
     assert not found("data=built", f"data.path={tmp_path}/else")
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 6, 7, 8, 9, 10, 11])
+def test_windows_predict_every_token_but_the_first_once(tmp_path, tokens):
+    """As many as whole windows hold; what is too short for one is read by itself."""
+    row = list(range(1, tokens + 1))
+    builder = IndexedDatasetBuilder(str(tmp_path / "t.bin"), dtype=numpy.uint16)
+    builder.add_document(row, [tokens])
+    builder.finalize(str(tmp_path / "t.idx"))
+    whole = (tokens - 1) // 3 * 3 or tokens
+    for batch in (1, 2):
+        read = [one for rows in perplexity.windows(tmp_path / "t", 4, None, batch) for one in rows.tolist()]
+        assert [token for one in read for token in one[1:]] == row[1 : 1 + whole]
+
+
+@pytest.mark.parametrize(("weights", "dataset"), [("w", "d"), ("w", "e"), ("v", "d"), ("w", None), (None, "d")])
+def test_a_result_is_of_these_weights_and_that_dataset(tmp_path, monkeypatch, weights, dataset):
+    monkeypatch.setattr(watch.manifest, "read", lambda path: SimpleNamespace(key="d"))
+    said = {"weights": weights, "dataset": dataset}
+    (tmp_path / "s.json").write_text(json.dumps({key: value for key, value in said.items() if value}))
+    assert watch._scored(tmp_path / "s.json", {"weights": "w"}, tmp_path) == ((weights, dataset) == ("w", "d"))
+    assert not watch._scored(tmp_path / "none.json", {"weights": "w"}, tmp_path)
+
+
 def test_perplexity_is_that_of_the_windows(spoken, words_of, tmp_path, capsys, monkeypatch):
     from nam_megatron.data import __main__ as data
 
@@ -992,8 +1017,6 @@ def test_perplexity_is_that_of_the_windows(spoken, words_of, tmp_path, capsys, m
         said = capsys.readouterr()
         found.append(json.loads(said.out))
         assert re.search(rf"> 96 tokens of `valid` in \d+ s, loss {found[-1]['loss']:.4f}\n", said.err)
-    import numpy
-
     row = torch.from_numpy(numpy.fromfile(tmp_path / "set" / "valid.bin", dtype=numpy.uint16).astype(numpy.int64))
     model = open_model(spoken[1], torch.float32)
     windows = torch.stack([row[i * 32 : i * 32 + 33] for i in range(3)])
