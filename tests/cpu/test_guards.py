@@ -14,6 +14,7 @@ from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, Reru
 from megatron.training import training
 
 from nam_megatron.errors import Refused
+from nam_megatron.events import early
 from nam_megatron.mends import whole_step
 from nam_megatron.mends.install import Run
 from nam_megatron.runtime import heartbeat, pretrain
@@ -67,6 +68,24 @@ def guard(monkeypatch, capsys):
         return capsys.readouterr().err or None
 
     return checked
+
+
+@pytest.mark.parametrize(
+    ("code", "done", "signalled", "every", "why"),
+    [
+        (rerun.EXIT_CODE_RESUME_TO_DISAMBIGUATE, 4, False, 2, "wrong result"),
+        (rerun.EXIT_CODE_FAILED_ON_RESULT_VALIDATION, 4, True, None, "wrong result"),
+        (1, 4, True, 2, "error"),
+        ("no room", 4, False, 2, "error"),
+        (None, 4, False, 2, "gave up"),
+        (0, 4, False, 2, "planned stop"),
+        (0, 4, True, 2, "signal"),
+        (0, 3, False, 2, "signal"),  # which another rank got
+        (0, 4, False, None, "signal"),
+    ],
+)
+def test_why_megatrons_loop_left_by_itself(code, done, signalled, every, why):
+    assert early(code, done, signalled, every) == why
 
 
 @pytest.mark.parametrize("loss", [torch.nan, torch.inf, -torch.inf])

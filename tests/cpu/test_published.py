@@ -594,6 +594,11 @@ def test_an_adapter_without_a_weight_is_refused(made, tmp_path):
     ):
         native.export(checkpoint, tmp_path / "out", None, silent)
     assert not (tmp_path / "out").exists()
+    # Nor is a step without any taken for one whose adapters say nothing.
+    (tmp_path / "none").mkdir()
+    distributed.write(tmp_path / "none", {"output_layer.bias": torch.ones(4)}, load_plan(checkpoint / "plan.json"))
+    with pytest.raises(Refused, match=r"has no adapters: nothing is merged"):
+        native.export(tmp_path / "none", tmp_path / "out", None, silent)
 
 
 def test_a_published_model_goes_on_for_twenty_steps_and_back(made, tmp_path):
