@@ -59,7 +59,7 @@ def decode(
     by, which goes on from batch to batch; None: a new one of the seed.
 
     Raises:
-        Refused: no tokens, tokens beyond the vocabulary, or a length that the model was not trained on.
+        Refused: no tokens, tokens beyond the vocabulary, a length that the model was not trained on, or logits that are no numbers.
     """
     import torch
 
@@ -76,6 +76,8 @@ def decode(
     for _ in range(options.new):
         with torch.inference_mode():
             logits = model(tokens, attention_mask=mask, past_key_values=cache, logits_to_keep=1).logits[:, -1].float()
+        if logits.isnan().any():  # greedy, all words would be the first one
+            raise Refused(Problem("the model gives no numbers", hint="are its weights damaged? `nam hf check`"))
         chosen = pick(logits, options, draw)
         said = [token if there else None for token, there in zip(chosen.tolist(), alive, strict=True)]
         yield said

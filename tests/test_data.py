@@ -876,6 +876,28 @@ def test_a_model_that_does_not_fit_the_dataset(vocabulary, largest, model, says)
     assert len(found) == len(says) and all(map(str.__contains__, found, says))
 
 
+@pytest.mark.parametrize(
+    ("name", "damage", "says"),
+    [
+        ("valid.idx", lambda raw: raw[:-2], "is cut off"),
+        ("valid.idx", lambda raw: raw[:-1] + b"\1", "and its documents others"),
+        ("train.idx", lambda raw: b"x" + raw[1:], "is no index of Megatron's"),
+        ("train.bin", lambda raw: raw[:-2], "is cut off"),
+    ],
+)
+def test_check_opens_nothing_that_megatron_cannot_read(tmp_path, bpe, name, damage, says):
+    """A manifest that fits a broken file was a traceback."""
+    out = built(tmp_path, bpe, jsonl(tmp_path / "a.jsonl"))
+    (out / name).write_bytes(damage((out / name).read_bytes()))
+    made, file = (
+        manifest.read(out),
+        manifest.File(sha256=manifest.digest(out / name), bytes=(out / name).stat().st_size),
+    )
+    manifest.write(out, made.model_copy(update={"files": made.files | {name: file}}))
+    (problem,) = build.check(out, None)[1]
+    assert says in problem.message
+
+
 def test_what_check_finds_in_the_tokens_themselves(tmp_path, bpe):
     """A manifest that fits its files and lies about them."""
     out = built(tmp_path, bpe, jsonl(tmp_path / "a.jsonl"))

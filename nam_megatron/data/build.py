@@ -25,8 +25,8 @@ import numpy
 from rich.console import Console
 from rich.progress import Progress
 
+from nam_megatron.data import indexed, sources, tokenizer
 from nam_megatron.data import manifest as manifests
-from nam_megatron.data import sources, tokenizer
 from nam_megatron.data.manifest import SPLITS, TOKENIZER, File, Input, Manifest, Split
 from nam_megatron.data.sources import Piece, Source
 from nam_megatron.errors import Problem, Refused, raise_if
@@ -338,6 +338,11 @@ def check(folder: Path, vocab_size: int | None) -> tuple[Manifest, list[Problem]
     if encoder.get_vocab_size() != manifest.vocabulary:
         problems.append(Problem(f"the tokenizer has {encoder.get_vocab_size()} entries, not {manifest.vocabulary}"))
     for split, said in manifest.splits.items():
+        try:
+            indexed.read(folder / split)
+        except indexed.Unreadable as err:  # though its hash is the manifest's
+            problems.append(Problem(str(err), hint="build the dataset again"))
+            continue
         end = tokenizer.named(folder / TOKENIZER, encoder)["eos"]
         problems += _wrong(IndexedDataset(str(folder / split)), split, said, manifest, end, encoder.id_to_token(end))
     return manifest, problems

@@ -83,6 +83,9 @@ def read(prefix: Path) -> Index:
         raise Unreadable(f"`{path}` says that tokens are of type {code}, which is no integer")
     if len(whole) < (needed := HEADER.size + 12 * sequences + 8 * documents):
         raise Unreadable(f"`{path}` is cut off: {len(whole)} bytes of {needed}")
+    ends_of = whole[HEADER.size + 12 * sequences : needed].cast("q")  # documents, as Megatron asserts
+    if not documents or ends_of[-1] != sequences:
+        raise Unreadable(f"`{path}` has {sequences} sequences, and its documents others")
     index = Index(whole[HEADER.size : HEADER.size + 4 * sequences].cast("i"), BYTES[code])
     if index.lengths and min(index.lengths) < 0:
         raise Unreadable(f"`{path}` has a sequence of {min(index.lengths)} tokens")

@@ -13,6 +13,7 @@ from operator import getitem
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import megatron.core.transformer.attention as attention
 import modules
@@ -548,6 +549,18 @@ def test_sampling_is_repeated_by_its_seed_and_bounded(made):
     warm = partial(draw, temperature=1.5)
     assert warm(seed=1) == warm(seed=1) != warm(seed=2)
     assert warm(seed=1, top_k=1) == warm(seed=2, top_p=1e-9) == draw()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_weights_that_give_no_numbers_say_no_words(temperature):
+    """Greedy they said the first word again and again; drawn from they were a traceback."""
+    model = Mock(
+        return_value=Mock(logits=torch.full((1, 1, 8), torch.nan)),
+        config=Mock(vocab_size=8, max_position_embeddings=8),
+        device="cpu",
+    )
+    with pytest.raises(Refused, match="gives no numbers"):
+        next(decode(model, [[1]], Options(1, temperature)))
 
 
 def test_a_seed_draws_other_words_in_each_batch(made, prompts, capsys):
