@@ -191,7 +191,9 @@ def prometheus(found: Sequence[Status]) -> str:
     """Prometheus' text format, version 0.0.4."""
 
     def of(one: Status) -> str:
-        escaped = "\n".join(map(printable, one.run.split("\n"))).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+        escaped = (
+            "\n".join(map(printable, one.run.split("\n"))).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+        )
         return f'run="{escaped.encode("utf-8", "replace").decode()}"'
 
     def samples() -> Iterator[str]:
