@@ -9,6 +9,7 @@ import runpy
 import shlex
 import struct
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,15 +33,16 @@ from megatron.bridge.training.utils.omegaconf_utils import (
     create_omegaconf_dict_config,
     process_config_with_overrides,
 )
+from megatron.core.rerun_state_machine import RerunMode, RerunState
 from omegaconf import OmegaConf
 
 import nam_megatron.nemo as nemo
 from nam_megatron.errors import Problem, Refused
 from nam_megatron.lint import lint
 from nam_megatron.mends import install
-from nam_megatron.nemo import doctor, engine, guards
+from nam_megatron.nemo import doctor, engine, finetune, guards
 from nam_megatron.nemo.__main__ import command
-from nam_megatron.nemo.container import NamContainer, settled, stack_spec
+from nam_megatron.nemo.container import NamContainer, guarded, settled, stack_spec
 from nam_megatron.nemo.overrides import _plain, flat
 from nam_megatron.nemo.words import apart, laid
 from nam_megatron.recipe import from_tree, load
@@ -662,6 +664,7 @@ def test_words_of_a_container_change_the_recipe_on_our_command_line(monkeypatch,
         "train.nosuch=1": "train.nosuch",
         "logger.x=[1": "`SECTION.FIELD=VALUE`",
         "optimizer.lr=-1": "greater than 0",
+        "validation.eval_micro_batch_size=4": "no recipe key decides it",  # as it comes out in validation, today
     }.items():
         code, _, said = told(monkeypatch, capfd, "dump", "conf=nam56r_native_dp", word)
         assert code == 2 and why in said and "Traceback" not in said, said
@@ -711,6 +714,35 @@ def test_a_refusal_names_the_words_that_decide(override, ranks):
     assert any(f"a recipe says it so: `{group['words']}`" in refused.value.render() for group in DECIDED), (
         refused.value.render()
     )
+
+
+def test_each_host_forgets_where_lines_of_an_older_file_began(monkeypatch):
+    asked, lowering = [], nemo.recipe("nam56r_native_dp").model.lowering
+    monkeypatch.setattr(finetune, "forget", asked.append)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: int(os.environ["RANK"]))
+    for rank, local in ((8, 0), (9, 1)):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(local))
+        guarded([], lowering)
+    assert asked == [lowering.plan.recipe]
+
+
+@pytest.mark.parametrize("complete", [False, True])
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_nan_ends_a_run_that_has_nothing_to_go_back_to(complete, saves, monkeypatch, capfd):
+    """No checkpoint is saved, or its step would be the first: else Megatron saves the state before it, and ends the run."""
+    machine = SimpleNamespace(
+        first_iteration_complete=complete, current_iteration=1, state=RerunState.RERUNNING_IN_PLACE
+    )
+    machine.get_mode = lambda: RerunMode.VALIDATE_RESULTS
+    monkeypatch.setattr(guards, "get_rerun_state_machine", lambda: machine)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    model = torch.nn.Identity()
+    model.post_process = True
+    ends = pytest.raises(guards.NonFinite, match="the loss is nan") if not (complete and saves) else nullcontext()
+    with ends:
+        guards.Watched(model, saves=saves)(torch.tensor(torch.nan))
+    assert ("the loss is nan" in capfd.readouterr().err) is (complete and saves)
 
 
 def test_what_nobody_catches_ends_a_process_in_our_words(monkeypatch, capfd):

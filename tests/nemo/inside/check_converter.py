@@ -1,5 +1,8 @@
 """Megatron-Bridge's own tools on our checkpoints and exports: what opens, what is converted, what is refused."""
 
+import json
+from types import SimpleNamespace
+
 import check_train
 import pretend
 import pytest
@@ -18,6 +21,7 @@ from nam_megatron.data import tokenizer
 from nam_megatron.errors import Refused
 from nam_megatron.hf import check, export
 from nam_megatron.nemo.container import container
+from nam_megatron.nemo.converter import NamBridge
 from nam_megatron.recipe import load
 
 
@@ -26,6 +30,15 @@ def test_bridge_opens_the_config_of_its_own_checkpoint(tmp_path):
     made.to_yaml(str(tmp_path / "run_config.yaml"))
     config, args = load_model_config(str(tmp_path))
     assert args is None and config.lowering.plan == made.model.lowering.plan
+
+
+def test_an_export_whose_config_is_not_its_plans_is_refused(tmp_path):
+    lowering = translate(load("nam56r_smoke", check_train.SMALL))
+    (tmp_path / "plan.json").write_text(argv.plan_json(lowering))
+    said = export._tree(export.config_for(lowering.plan), {})
+    (tmp_path / "config.json").write_text(json.dumps(said | {"rotary_base": said["rotary_base"] + 1}))
+    with pytest.raises(Refused, match=r"the export has `rotary_base` \d+, and the plan"):
+        NamBridge().provider_bridge(SimpleNamespace(model_name_or_path=tmp_path))
 
 
 @pytest.mark.parametrize(("lane", "world"), [("native", 1), ("native", 2), ("author", 1)])

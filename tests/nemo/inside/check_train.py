@@ -341,6 +341,12 @@ def test_answers_alone_are_learned_from_pretrained_weights_and_resumed(pretraine
     goes_on = (*sft(pretrained), *saves, f"schedule.load={tmp_path / 'out'}")
     assert steps(first) | steps(ran(tmp_path / "plan.json", by_others, *goes_on)) == losses
     assert unfit(*goes_on) == []
+    began = tmp_path / "out" / finetune.guards.SIGNED / finetune.BEGAN
+    began.write_text(
+        json.dumps({key: said for key, said in json.loads(began.read_text()).items() if key != "data.path"})
+    )
+    assert unfit(*goes_on) == ["what stands there is not what the run began with"], "of which it says nothing"
+    finetune.sign(translate(load("nam56r_smoke", (*SMALL, *goes_on))).plan.recipe)
     (pretrained / "training.jsonl").write_text("".join(json.dumps(s) + "\n" for s in SAMPLES[::-1]))
     assert unfit(*goes_on) == ["what stands there is not what the run began with"]
 
@@ -514,6 +520,12 @@ def test_what_is_no_start_and_what_no_sample_is_refused(pretrained, tmp_path):
         ("model.seq_length=8", "tokens, and the model takes 8"),
     ):
         assert said in unfit(*good, more)[0], said
+    encoder = tokenizer.load(pretrained / "tokenizer")
+    most = (
+        max(sum(len(tokenizer.encode(encoder, s[key])) for key in ("input", "output")) for s in SAMPLES) + 1
+    )  # its end
+    assert unfit(*good, f"model.seq_length={most}") == []
+    assert f"has {most} tokens, and the model takes {most - 1}" in unfit(*good, f"model.seq_length={most - 1}")[0]
     assert unfit(*good, "model.seq_length=64", "model.blocks.moe.aux_loss_coeff=0.0", "optim.lr=2e-4") == []
     folder = tmp_path / "samples"
     folder.mkdir()
