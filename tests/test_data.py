@@ -224,10 +224,13 @@ def contents(out: Path) -> dict[str, bytes]:
 
 def test_the_number_of_processes_does_not_change_the_result(tmp_path, bpe, monkeypatch):
     monkeypatch.setattr(sources, "PIECE", 2000)
-    inputs = [sources.source(jsonl(tmp_path / "a.jsonl"), "text", ())]
+    digits = jsonl(tmp_path / "digits.jsonl", list("0123456789"))  # no token of more than one letter
+    inputs = [sources.source(path, "text", ()) for path in (digits, jsonl(tmp_path / "a.jsonl"))]
     for workers in (1, 2):
         build.build(tmp_path / str(workers), inputs, build.Options(bpe, 0.2, "refuse", workers))
     assert contents(tmp_path / "1") == contents(tmp_path / "2")
+    ids = [numpy.fromfile(tmp_path / "2" / f"{split}.bin", dtype=numpy.uint16) for split in manifest.SPLITS]
+    assert manifest.read(tmp_path / "2").largest_id == max(of.max() for of in ids)
 
 
 class Killed(BaseException):

@@ -12,6 +12,7 @@ from harness import Case, on_ranks
 from megatron.core import rerun_state_machine as rerun
 from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, RerunState, RerunStateMachine
 from megatron.training import training
+from presets import lowered
 
 from nam_megatron.errors import Refused
 from nam_megatron.events import early
@@ -19,6 +20,7 @@ from nam_megatron.mends import whole_step
 from nam_megatron.mends.install import Run
 from nam_megatron.runtime import heartbeat, pretrain
 from nam_megatron.runtime.nonfinite import Watch
+from nam_megatron.runtime.outofmemory import kind_of
 
 # NaN ---------------------------------------------------------------------------------------------------------------------------------
 
@@ -359,6 +361,12 @@ def test_where_a_nan_began(model, x, here, said):
     assert (watch.began_here(), watch.verdict()) == (here, said)
     model(torch.full((2, 3), NAN))  # a recomputed pass is not looked at
     assert watch.verdict() == said
+
+
+def test_an_mtp_depths_layers_are_numbered_from_one_again():
+    plan = lowered("nam56r_native_dp", "feature.mtp.depths=1").plan
+    for name, kinds in (("decoder.layers", [layer.kind for layer in plan.layers]), ("mtp.layers.0.layers", plan.mtp)):
+        assert [kind_of(f"{name}.7", n, plan) for n in range(len(kinds) + 2)] == ["unknown", *kinds, "unknown"]
 
 
 # The data's config ---------------------------------------------------------------------------------------------------------------------

@@ -994,6 +994,14 @@ def test_imported_weights_know_their_tokenizer(spoken, words_of, tmp_path):
     assert not found("data=built", f"data.path={tmp_path}/else")
 
 
+def test_two_runs_are_apart_by_torchs_own_divergence():
+    torch.manual_seed(5)
+    one, other = 3 * torch.randn(2, 3, 7), torch.randn(2, 3, 7)
+    found = check.compare(check.Run(one, (one,), ()), check.Run(other, (other,), (), own=(other,)), "fp32")
+    p, q = (torch.distributions.Categorical(logits=logits) for logits in (one, other))
+    assert found.kl == pytest.approx(torch.distributions.kl_divergence(p, q).mean().item(), rel=1e-5)
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 6, 7, 8, 9, 10, 11])
 def test_windows_predict_every_token_but_the_first_once(tmp_path, tokens):
     """As many as whole windows hold; what is too short for one is read by itself."""
