@@ -633,6 +633,51 @@ def test_flags_that_may_stand_in_an_open_word_are_not_absent(more):
     assert set(ids(lint(f"torchrun t.py {line} {more} --bf16=1"))) == {"bad-value"}
 
 
+DESCRIBED = "--hidden-size 1024 --num-layers 8 --num-attention-heads 16 --ffn-hidden-size 4096"
+# A text, a finding that it has, and one that it has not.
+BESIDE = (
+    ("A=({})\ntorchrun t.py ${{A[@]}} ${{PROFILING[@]}} --num-query-groups 4", "gqa-ignored", ""),  # nobody fills the second
+    ("torchrun t.py {} $MORE --num-experts 8 --moe-router-enable-expert-bias --moe-router-score-function softmax", "moe-expert-bias", ""),
+    ("torchrun t.py {} --hidden-size 1030 --tensor-model-parallel-size $TP", "indivisible", ""),
+    ("torchrun t.py {} --num-experts 8 --expert-model-parallel-size 8 --overlap-moe-expert-parallel-comm --recompute-modules moe "
+     "--recompute-granularity $HOW --moe-token-dispatcher-type alltoall", "conflict", ""),
+    ("torchrun t.py {} --tokenizer-type BailingTokenizer", "", "bad-value"),
+    ("torchrun t.py {} --tokenizer-type GPT2BPE", "bad-value", ""),
+    ("torchrun t.py {} --tokenizer-type HuggingfaceTokenizer", "bad-value", ""),
+    ("torchrun t.py {} --train-samples 9000000 --global-batch-size $GBS --lr-warmup-samples 2000", "", "schedule-apart"),
+    ("torchrun t.py {} --bias-zero-mean-update --optimizer adamw-8bit", "", "bad-value"),
+    ("torchrun t.py {} --bias-zero-mean-update --optimizer adamw", "bad-value", ""),
+    ("torchrun pretrain_gpt.py {} --use-mpi", "", "unknown-flag"),
+    ("torchrun pretrain_gpt.py {} --data-path2 x", "", "unknown-flag"),
+    ("torchrun pretrain_gpt.py {} --tokenizer-prompt-format x", "", "unknown-flag"),
+    ("torchrun pretrain_gpt.py {} --swigglu", "unknown-flag", ""),
+    ("python tools/merge_parts.py {} --model-types BERT --reset-position-ids --position-embedding-type rope", "", "documents-not-apart"),
+    ("torchrun pretrain_gpt.py {} \\\n --save <PATH TO x> \\\n --bf16", "", "stray-word"),
+    ("torchrun t.py {} --lr 1 --adam-beta1 0.9 --optimizer sgd", "idle-flag", ""),
+    ("torchrun t.py {} --train-samples 9000000 --global-batch-size 512 --lr-warmup-samples 2000", "schedule-apart", ""),
+    ("torchrun t.py {} --train-iters 9000 --lr-warmup-fraction 0.9", "schedule-apart", ""),
+    ("torchrun t.py {} --train-iters 9000 --lr-decay-iters 90000", "schedule-apart", ""),
+    ("torchrun t.py {} --train-iters 50 --lr-decay-iters 90000", "", "schedule-apart"),
+    ("torchrun t.py {} --save $X --load $X --no-load-optim", "restart-anew", ""),
+    ("torchrun t.py {} --save $X --load $Y --no-load-optim", "", "restart-anew"),
+    ("torchrun bench_ep.py --hidden-size 64 --num-experts 8 --num-attention-heads 8", "", "missing-flag"),
+    ("DEFAULTS='{} --num-experts 8 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0'", "", "moe-no-balancing"),
+    ("TEST_TYPE: regular\nMODEL_ARGS:\n  --hidden-size: 1024\n  --num-layers: 8\n  --swiglu: true\n  --num-attention-heads: 16", "",
+     "default-dropout"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "has", "has_not"), BESIDE, ids=lambda value: str(value)[-40:])
+def test_what_is_a_finding_beside_this(text, has, has_not):
+    found = ids(lint(text.format(DESCRIBED)))
+    assert (not has or found[has]) and not found[has_not]
+
+
+def test_what_an_earlier_megatron_had_is_one_finding():
+    found = lint(f"torchrun pretrain_gpt.py {DESCRIBED} --DDP-impl local --data-impl mmap")
+    assert [f.flag for f in found.findings if f.id == "removed-flag"] == ["--DDP-impl --data-impl"]
+
+
 def test_flags_that_a_checkpoint_holds_are_not_absent():
     said = "--tensor-model-parallel-size 2 --moe-grouped-gemm --rotary-base 5 --num-query-groups 4 --mtp-num-layers 1"
     found = lint(f"torchrun t.py --use-checkpoint-args --load x {said}")
@@ -1419,7 +1464,6 @@ def test_layers_of_ours_are_not_taken_as_megatrons():
 
 # What launches of others have -----------------------------------------------------------------------------------------------
 
-DESCRIBED = "--hidden-size 1024 --num-layers 8 --num-attention-heads 16 --ffn-hidden-size 4096"
 OF_ANOTHER = "--rollout-batch-size 8 --actor-num-nodes 2 --sglang-mem-fraction 0.7"
 
 
@@ -1443,8 +1487,8 @@ def test_flags_of_another_parser_are_a_note_and_nothing_is_lacking():
     assert "--sglang-mem-fraction" in report.text(found)
     assert not ids(lint(f"python pretrain_gpt.py {DESCRIBED} --use-mcore-models"))["old-flag"]
     megatrons = lint(f"python pretrain_gpt.py {DESCRIBED} {OF_ANOTHER}")
-    assert ids(megatrons)["unknown-flag"] == 1 and ids(megatrons)["missing-flag"]  # one is nearly Megatron's
-    assert "0.19.2's parser stops at --actor-num-nodes, --sglang-mem-fraction" in " ".join(
+    assert not ids(megatrons)["unknown-flag"] and ids(megatrons)["missing-flag"]  # `rollout` is no `global` misspelt
+    assert "0.19.2's parser stops at --rollout-batch-size, --actor-num-nodes, --sglang-mem-fraction" in " ".join(
         describe.notes(megatrons.args, megatrons.model)
     )
 
@@ -1702,9 +1746,15 @@ def test_gpus_that_are_a_default_of_the_script_do_not_fail_a_layout():
     text = (
         "NNODES=${WORLD_SIZE:-1}\ntorchrun --nproc-per-node 8 --nnodes $NNODES t.py "
         + DESCRIBED
-        + " --pipeline-model-parallel-size 16"
+        + " --pipeline-model-parallel-size 12"
     )
     assert (found := ids(lint(text)))["world-size-unset"] and not found["world-size"]
+    fits = lint(text.replace("size 12", "size 16"))  # on two such nodes
+    assert not ids(fits).keys() & {"world-size-unset", "world-size"} and "the layout asks for 16 GPUs" in report.text(
+        fits
+    )
+    changed = text.replace("${WORLD_SIZE:-1}", "1  # Change for multinode config")
+    assert ids(lint(changed))["world-size-unset"]
     assert (
         ids(lint(text, gpus=None))["world-size-unset"]
         and ids(lint(text.replace("${WORLD_SIZE:-1}", "1")))["world-size"]

@@ -73,6 +73,8 @@ SCRIPTS = [
     '[ 1 = 1 ] || X=5; X=${X:-4}; RUN $X',
     'if [[ 1 == 1 && 2 == 3 ]]; then X=5; else X=4; fi; RUN $X',
     'if [[ 1 == 1 || 2 == 3 ]]; then X=4; fi; RUN $X',
+    'if [[ 1 == 1 && 2 == 3 && 1 == 1 ]]; then X=5; else X=4; fi; RUN $X',
+    'if [[ 1 == 1 || 2 == 3 || 2 == 3 ]]; then X=4; else X=5; fi; RUN $X',
     'if [[ -z $U && 1 == 1 ]]; then X=4; fi; RUN $X',
     '((X=3+1)); RUN $X',
     'let X=3+1; RUN $X',
@@ -185,6 +187,7 @@ SCRIPTS = [
 ]  # fmt: skip
 # Those that lint leaves open.
 OPEN = [
+    "if [[ 1 == 2 || ( 2 == 3 || 1 == 4 ) ]]; then X=5; else X=4; fi; RUN $X",
     'X=$((2**3)); RUN $X',
     'declare -i X=2+3; RUN $X',
     'A=(1 4 2); N=$(wc -l < t.sh); A[$N]=5; RUN ${A[0]}${A[1]}${A[2]}',

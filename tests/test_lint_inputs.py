@@ -827,6 +827,9 @@ def test_file_without_arguments_is_refused(inside, tmp_path):
         ("tiny_llama2_7b.sh", "--hidden-size 2048 --num-attention-heads 16 --ffn-hidden-size 5504", set()),
         ("llama2_7b.sh", "--hidden-size 256 --num-attention-heads 4 --ffn-hidden-size 512 --normalization LayerNorm "
          "--rotary-base 500000", set()),  # a model of its own
+        ("llama2_13b/llama2_7b.sh", "--hidden-size 4096 --num-attention-heads 32 --ffn-hidden-size 11000", {"--ffn-hidden-size 11000"}),
+        ("llama2_7b.sh", "--hidden-size 4096 --num-attention-heads 32 --ffn-hidden-size 11008 --rotary-seq-len-interpolation-factor 1",
+         set()),
         ("llama2_17b.sh", "--hidden-size 2048 --num-attention-heads 32", set()),
     ],
 )  # fmt: skip

@@ -85,6 +85,8 @@ def notes(a: Args, m: Model) -> Iterator[str]:
         more = f" and {len(a.foreign) - 8} more" if len(a.foreign) > 8 else ""
         whose = "of a program whose parser and defaults are not known here, or of another Megatron"
         yield f"no flags of Megatron {a.target.pin}: {', '.join(a.foreign[:8])}{more}; {whose}: of no flag is said that it lacks"
+    if a.of_no_training:
+        yield f"{a.launch.script} is given neither layers nor a batch nor a length: what is not said here is left to it"
     if idle := [a.written(name) for name in IDLE if a.said(name)]:
         yield f"read, and of no effect in this Megatron: {', '.join(idle)}"
     if old := [a.written(name) for name in ALIASES if a.said(name) and not a.switched_off(name)]:
@@ -93,6 +95,11 @@ def notes(a: Args, m: Model) -> Iterator[str]:
         yield f"part of the description is elsewhere ({', '.join(m.from_elsewhere)}): what is said here is of these flags alone"
     if words := [t.about for t in a.trouble if t.rule == "unknown-variable"]:
         yield f"flags may stand in {', '.join(words)}: what is said here is of the others, and of no flag is said that it lacks"
+    asked = known(lambda: max(m.tp * m.pp * m.cp, m.etp * m.ep * m.pp if m.moe else 0), 1)
+    if a.launch.supposed and a.launch.gpus and asked > a.launch.gpus and not asked % a.launch.gpus:
+        yield f"the layout asks for {asked} GPUs or a multiple; the environment says how many, {a.launch.gpus} where it says nothing"
+    if a.empty:
+        yield f"arrays that nothing in the text fills, taken as empty: {', '.join(f'${n}' for n in a.empty)}"
     left: dict[str, list[str]] = {}
     lines = set[int]()
     for why, flag, where in left_open(a):

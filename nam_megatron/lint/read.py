@@ -47,9 +47,11 @@ ENVIRONMENT = re.compile(r"env(ironment)?(_?va?rs?)?", re.IGNORECASE)
 # The first line of a YAML or JSON: `key:`, `- item`, `---`, an opening bracket that is no test of a shell's.
 YAML = re.compile(r"""(-\s+)?["']?[\w.-]+["']?\s*:(\s|$)|-\s|---$|[{\[]\s*(["'\]}]|$)|\{\s*[\w.-]+\s*:""")
 TEST = re.compile(r"\[\s.*\s\]\s*(&&|\|\||;)")  # of a shell
+TO_CHANGE = re.compile(r"#.*\bchange for multi-?node", re.IGNORECASE)  # of the number of nodes, in NVIDIA's examples
 PLACE = re.compile(
-    r"""^(\s*(?:export\s+)?\w+=["']?[^\s"'<]*)<([\w./ (),:-]+)>(?:[ \t]*\(e\.g\..*\))?""", re.MULTILINE
-)  # a value to be put in, `DIR="<path>"`
+    r"""^(\s*(?:export\s+)?\w+=["']?[^\s"'<]*|\s*--[a-z][\w-]+\s+)<([\w./ (),:-]+)>(?:[ \t]*\(e\.g\..*\))?""",
+    re.MULTILINE,
+)  # a value to be put in, `DIR="<path>"`, `--save <path>`
 Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -271,7 +273,7 @@ def _shell(text: str, target: Target, name: str) -> Launch:
         )
         partial = True
     gpus = _gpus(launcher, text, run.variables)
-    by_default = any(NODES.search(name) for name in run.unset)
+    by_default = any(NODES.search(name) for name in run.unset) or bool(TO_CHANGE.search(text))
     return Launch(target, tuple(words), "shell", text, env, script, gpus, tuple(notes), partial, supposed=by_default)
 
 

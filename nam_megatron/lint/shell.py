@@ -441,7 +441,7 @@ class Parser:
         if word == "{":
             self.eat()
             return Branch([(None, self.block("}"))], line)
-        if word == "(":
+        if word == "(" and not self.in_test:
             self.eat()
             return Subshell([Branch([(None, self.block(")"))], line)])
         if word == "function" and self.at + 1 < len(self.tokens) and (name := self.tokens[self.at + 1].literal):
@@ -497,6 +497,8 @@ class Parser:
 
     def _simple(self, line: int) -> object:
         node, start = Command([], line), self.at
+        if self.in_test:  # a later part of `[[ a && b || c ]]`
+            node.words.append(Token("word", parts=(Part("raw", "[["),), line=line))
         while self.token is not None:
             if self.token.kind != "op":
                 self.in_test = self.word == "[[" or (self.in_test and self.word != "]]")

@@ -135,13 +135,14 @@ class Args:
         self.foreign: list[str] = []  # flags of another program's parser, or of another Megatron's
         self._underscores = self._spelt_with_underscores()
         self._parse(list(launch.words))
+        self.empty = self._never_filled()
         self._estrange()
         # Whether another program reads these words and decides what they leave out: its defaults are not Megatron's.
         of_yaml = launch.kind == "yaml" and (bool(self.foreign) or launch.partial)  # what it starts from says the rest
         self.elsewhere = bool(launch.program) or of_yaml or (bool(self.foreign) and self._underscores)
         # Or words that are not here have the model, and so may have anything.
         hidden = any(t.rule == "unknown-variable" for t in self.trouble) and not self.said("hidden_size")
-        self.elsewhere |= hidden and launch.plan is None
+        self.elsewhere |= (hidden and launch.plan is None) or self.of_no_training
         if self.elsewhere:  # its parser takes other values under the same names
             own = ("unknown-flag", "removed-flag") if launch.kind == "yaml" else ()
             self.foreign += [t.about for t in self.trouble if t.rule in own]
@@ -236,6 +237,21 @@ class Args:
                 self._store(flag, name, values[:count], count)
             at += len(taken)
 
+    def _never_filled(self) -> list[str]:
+        """Arrays that a script which is whole in itself expands and never fills: no environment holds an array."""
+        sourced = any(note.startswith("not read, and") for note in self.launch.notes)
+        built = re.search(r"^\s*\w+\+?=\(", self.launch.text, re.MULTILINE)  # of arrays, so that the text is no extract
+        if self.launch.kind != "shell" or self.launch.partial or sourced or not built or not self.said("hidden_size"):
+            return []
+        empty = [t.detail for t in self.trouble if t.rule == "unknown-variable" and self._array(t.detail)]
+        self.trouble = [t for t in self.trouble if t.rule != "unknown-variable" or t.detail not in empty]
+        return empty
+
+    def _array(self, name: str) -> bool:
+        """Whether a text uses a variable as an array only, and sets it nowhere."""
+        uses = re.findall(rf"\$\{{?#?{re.escape(name)}\b(\[[@*]\])?", self.launch.text)
+        return bool(uses) and all(uses) and not set_where(self.launch.text, name)
+
     def _spelt_with_underscores(self) -> bool:
         """Whether another program's parser takes Megatron's flags under its own spelling, `--hidden_size`."""
         names, by_name = {w.partition("=")[0] for w in self.launch.words}, self.target.by_name
@@ -261,6 +277,14 @@ class Args:
         ]
         self.foreign += list(dict.fromkeys(t.about for t in others))
         self.trouble = [t for t in self.trouble if t not in (*unknown, *others) and t.rule != "stray-word"]
+
+    @property
+    def of_no_training(self) -> bool:
+        """Whether a script of its own name is given neither layers nor a batch nor a length: it takes some of Megatron's names."""
+        lengths = "num_layers encoder_num_layers hybrid_layer_pattern hybrid_override_pattern micro_batch_size train_iters train_samples"
+        script = self.launch.script if self.launch.kind == "shell" and not self.launch.partial else None
+        told = self.any_said(*lengths.split(), "use_checkpoint_args")
+        return bool(script) and not MEGATRONS.fullmatch(script or "") and not told
 
     @property
     def _of_a_port(self) -> bool:
@@ -350,10 +374,14 @@ class Args:
                 yield name, given[-1][1].names
 
 
-def _misspelt(unknown: Trouble, alike: float) -> bool:
+def alike(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
+
+
+def _misspelt(unknown: Trouble, least: float) -> bool:
     """Whether an unknown flag is a letter or two away from one of Megatron's."""
     close = re.search("`(.*)`", unknown.detail)
-    return close is not None and difflib.SequenceMatcher(None, unknown.about, close[1]).ratio() >= alike
+    return close is not None and alike(unknown.about, close[1]) >= least
 
 
 def _nearly_a_choice(bad: Trouble) -> bool:
@@ -436,6 +464,21 @@ def harmless(name: str, target: Target) -> bool:
         flag.type in ("str", None)
         and not flag.choices
         and name not in ("hybrid_layer_pattern", "hybrid_override_pattern", "spec")
+    )
+
+
+def set_where(text: str, name: str) -> tuple[int, ...]:
+    return tuple(n for n, line in enumerate(text.splitlines(), 1) if _sets(name, line))
+
+
+def _sets(name: str, line: str) -> bool:
+    """Whether a line of a shell script or of Python sets a variable."""
+    word = re.escape(name)
+    return bool(
+        re.search(
+            rf"(?:^|[\s;(&]){word}\+?\s*=(?!=)|\b(?:for|read(?: -\w+)*|mapfile(?: -\w+)*|-v)\s+{word}\b|\$\{{{word}:?=",
+            line,
+        )
     )
 
 

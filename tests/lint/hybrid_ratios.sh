@@ -1,5 +1,5 @@
 #!/bin/bash
-# finds: removed-flag removed-flag no-layers
+# finds: removed-flag no-layers
 # megatron: refuses
 # Before patterns there were ratios. Without them the script below builds a model without layers.
 torchrun --nproc_per_node 8 pretrain_hybrid.py --num-layers 48 --hybrid-attention-ratio 0.08 --hybrid-mlp-ratio 0.5 \

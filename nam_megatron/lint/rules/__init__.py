@@ -52,7 +52,7 @@ def check(a: Args, m: Model, ignore: Iterable[str] = ()) -> list[Finding]:
             continue
         for text in _texts(rule, a, m):
             flag, detail, fix = ([*text.split("\t"), "", ""] if "\t" in text else [_shown(rule, a), text, ""])[:3]
-            if elsewhere and (parser.absence(rule, flag, fix) or LACKS in detail):
+            if elsewhere and (parser.absence(rule, flag, fix, a) or LACKS in detail):
                 continue
             lines = () if flag.startswith(without("")) else a.launch.lines(flag.split()[0].split("=")[0])
             found.append(Finding(rule.id, rule.severity, flag, rule.message, fix or rule.fix, detail, lines))

@@ -37,7 +37,8 @@ VALUES: Mapping[str, tuple[str, Callable[[Args, Model], Any]]] = {
     "interleaved": ("rotary_interleaved", lambda a, m: _if(m.positions == "rope" and "attention" in m.kinds, a.rotary_interleaved)),
     "no_rope": ("no_rope_freq", lambda a, m: _if(m.positions == "rope", a.no_rope_freq)),
     "interpolation": ("rotary_seq_len_interpolation_factor",
-                      lambda a, m: _if(m.positions == "rope", a.rotary_seq_len_interpolation_factor)),
+                      lambda a, m: _if(m.positions == "rope" and a.rotary_seq_len_interpolation_factor != 1,  # 1 is none
+                                       a.rotary_seq_len_interpolation_factor)),
     "window": ("window_size", lambda a, m: _if("attention" in m.kinds, a.window_size)),
     "eps": ("layernorm_epsilon", lambda a, m: a.layernorm_epsilon),
     "yarn_factor": ("rotary_scaling_factor", lambda a, m: _if(m.mla and m.rope_type == "yarn" and a.rotary_scaling_factor > 1,
@@ -94,8 +95,21 @@ def _cards() -> tuple[tuple[str, re.Pattern[str], re.Pattern[str], Mapping[str, 
 
 def names(a: Args) -> Iterator[str]:
     """What the launch calls itself, in small letters with dashes."""
-    for word in (a.launch.name, *(shown(a.given[n][-1][2]).partition(" ")[2] for n in NAMES if a.said(n))):
-        yield re.sub(r"[\s_/]+", "-", re.sub(r"(?<=\d)p(?=\d)", ".", word.lower()))
+    for word in (_own_name(a.launch.name), *(shown(a.given[n][-1][2]).partition(" ")[2] for n in NAMES if a.said(n))):
+        yield _plain(word)
+
+
+def _own_name(path: str) -> str:
+    """Of a file's path what says which model it is: its end, as far up as needed; a folder is often of several."""
+    parts = path.split("/")
+    ends = ["/".join(parts[-n:]) for n in range(1, len(parts))]
+    return next(
+        (end for end in ends if any(f.search(_plain(end)) and s.search(_plain(end)) for _, f, s, _ in _cards())), path
+    )
+
+
+def _plain(word: str) -> str:
+    return re.sub(r"[\s_/]+", "-", re.sub(r"(?<=\d)p(?=\d)", ".", word.lower()))
 
 
 def named(a: Args) -> tuple[str, Mapping[str, Any]] | None:
@@ -111,9 +125,11 @@ def named(a: Args) -> tuple[str, Mapping[str, Any]] | None:
 
 
 def agrees(a: Args, m: Model, argument: str) -> bool:
-    """Whether the published model that the launch calls itself has the value that is here."""
+    """Whether the published model that the launch calls itself has the value that is here, or it is told that it has another."""
     (_, values) = named(a) or ("", {})
-    return any(VALUES[key][0] == argument and VALUES[key][1](a, m) == values[key] for key in values)
+    flag = a.target.by_dest.get(argument)
+    told = values and flag and any(found.startswith(f"{without(flag.name)}\t") for found in _contradicts(a, m))
+    return bool(told) or any(VALUES[key][0] == argument and VALUES[key][1](a, m) == values[key] for key in values)
 
 
 def _contradicts(a: Args, m: Model) -> Iterator[str]:

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
-from nam_megatron.lint.model import Model
+from nam_megatron.lint.model import Model, known
 from nam_megatron.lint.rules.rule import CONFIG, FAIL, FRAGILE, VALIDATE, Rule, listed
 from nam_megatron.lint.values import Args
 
@@ -134,19 +135,41 @@ IDLE = (
       for name in ("muon_momentum", "muon_extra_scale_factor", "muon_num_ns_steps", "muon_scale_mode")),
     *(Companion(name, "10", "--lr-decay-style WSD", lambda a, m: a.lr_decay_style == "WSD")
       for name in ("lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style")),
+    Companion("moe_router_num_groups", "4", "--moe-router-group-topk", lambda a, m: bool(a.moe_router_group_topk)),
+    Companion("moe_shared_expert_overlap", "", "--moe-shared-expert-intermediate-size",
+              lambda a, m: bool(a.moe_shared_expert_intermediate_size)),
+    Companion("cp_comm_type", "a2a", "--context-parallel-size above 1", lambda a, m: m.cp > 1),
+    Companion("manual_gc_interval", "100", "--manual-gc", lambda a, m: a.manual_gc),
+    Companion("async_save", "", "--use-persistent-ckpt-worker", lambda a, m: a.use_persistent_ckpt_worker),
+    Companion("accumulate_allreduce_grads_in_fp32", "", "no --grad-reduce-in-bf16, which switches it off",
+              lambda a, m: not (a.bf16 and a.grad_reduce_in_bf16)),
+    Companion("rope_scaling_factor", "4", "--use-rope-scaling", lambda a, m: a.use_rope_scaling),
+    *(Companion(name, value, "MLA, or --position-embedding-type yarn", lambda a, m: m.mla or m.positions == "yarn" or m.gpt_oss)
+      for name, value in (("rotary_scaling_factor", "4"), ("mscale", "0.7"), ("mscale_all_dim", "0.7"))),
+    *(Companion(name, value, "--fp8-recipe delayed", lambda a, m: not a.fp8 or a.fp8_recipe == "delayed")
+      for name, value in (("fp8_amax_history_len", "1024"), ("fp8_amax_compute_algo", "max"), ("fp8_margin", "1"))),
+    *(Companion(name, value, "an optimizer of Adam's kind", lambda a, m: a.optimizer != "sgd")
+      for name, value in (("adam_beta1", "0.8"), ("adam_beta2", "0.95"), ("adam_eps", "1e-6"))),
     Companion("mtp_loss_scaling_factor", "0.3", "MTP", lambda a, m: bool(m.mtp_depths or a.mtp_num_layers)),
 )  # fmt: skip
 
 
+def _off(a: Args, name: str) -> bool:
+    """Whether a flag's value asks for nothing: its default, unless that is a strength, which a person says who wants it."""
+    value, strength = a.value(name), isinstance(a.value(name), float) and a.value(name) not in (0, 1)
+    return value is False or (value == a.target.by_dest[name].default and not (strength and a.launch.kind == "shell"))
+
+
 def _idle(a: Args, m: Model) -> Iterator[str]:
     for c in IDLE if a.launch.kind != "container" else ():  # Bridge writes every field, in use or not
-        if a.said(c.name) and a.value(c.name) not in (a.target.by_dest[c.name].default, False) and not c.met(a, m):
+        wanted = a.said(c.name) and not _off(a, c.name)
+        if wanted and not known(partial(c.met, a, m), True):
             yield f"{a.written(c.name)}\twants {c.wants}"
 
 
 def _alone(a: Args, m: Model) -> Iterator[str]:
     for c in COMPANIONS:
-        if a.said(c.name) and not c.met(a, m):
+        if a.said(c.name) and not known(partial(c.met, a, m), True):
             yield f"{a.written(c.name)}\twants {c.wants}"
 
 

@@ -1,6 +1,7 @@
 """Flags that Megatron refuses beside others: one rule, a line for each."""
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 from nam_megatron.lint.model import Model, known
 from nam_megatron.lint.rules.rule import CONFIG, FAIL, VALIDATE, Rule
@@ -96,7 +97,8 @@ CONFLICTS: Mapping[str, Beside] = {
 def _refused(a: Args, m: Model) -> Iterator[str]:
     for name, others in CONFLICTS.items():
         if a.said(name) and a.value(name):
-            yield from (f"{a.written(name)}\tbeside {what}" for what, stands in others.items() if stands(a, m))
+            both = (what for what, stands in others.items() if known(partial(stands, a, m), False))
+            yield from (f"{a.written(name)}\tbeside {what}" for what in both)
 
 
 RULES = (Rule("conflict", FAIL, "", _refused, "Megatron refuses the two of them", "keep one", f"{VALIDATE}, {CONFIG}"),)

@@ -9,6 +9,7 @@ from nam_megatron.lint.rules.cards import agrees, names
 from nam_megatron.lint.rules.rule import CONFIG, DEFAULT, FAIL, FROM_ARGS, VALIDATE, Rule, When, without
 from nam_megatron.lint.values import Args
 
+TESTED = re.compile(r"^TEST_TYPE:", re.MULTILINE)  # Megatron's own functional tests
 OLDER = re.compile(r"(?<![a-z])(gpt-?[23]|bert|t5)(?![a-z\d])")  # models that have Megatron's defaults
 
 
@@ -20,7 +21,8 @@ def _beside_newer(when: When, about: str) -> When:
         rotary = m.positions in ("rope", "yarn", "mrope")
         said = m.hybrid or m.moe or m.mla or newer or rotary or a.untie_embeddings_and_output_weights
         own = not about.startswith("moe_") and any(map(OLDER.search, names(a)))
-        return said and m.plan is None and not own
+        tested = TESTED.search(a.launch.text)  # whose values nobody trains a model with
+        return said and m.plan is None and not own and not tested
 
     return lambda a, m: modern(a, m) and not agrees(a, m, about) and when(a, m)
 
@@ -111,6 +113,19 @@ _SELDOM_MEANT = (
         lambda a, m: "mlp" in m.kinds and a.swiglu and not a.said("ffn_hidden_size") and f"{m.ffn} wide",
         "beside SwiGLU a dense MLP is 8/3 as wide as the residual stream, rounded down to a multiple of 64",
         "say `--ffn-hidden-size`",
+        VALIDATE,
+    ),
+    Rule(
+        "default-expert-ffn",
+        DEFAULT,
+        "moe_ffn_hidden_size",
+        lambda a, m: m.moe
+        and "mlp" in m.kinds
+        and (a.num_experts or 0) > 16
+        and not a.said("moe_ffn_hidden_size")
+        and f"{m.ffn} wide",
+        "each of the many experts is as wide as the dense MLPs beside them",
+        "say `--moe-ffn-hidden-size`",
         VALIDATE,
     ),
     Rule(

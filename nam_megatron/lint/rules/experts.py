@@ -114,7 +114,7 @@ RULES = (
         WRONG,
         "moe_aux_loss_coeff",
         lambda a, m: ("0" if a.said("moe_aux_loss_coeff") else "not said, and so 0")
-        if a.said("moe_router_load_balancing_type") and m.unbalanced
+        if a.said("moe_router_load_balancing_type") and m.unbalanced and not a.launch.partial
         else "",
         "a loss is to balance the experts, and its coefficient is 0: nothing balances them",
         "say `--moe-aux-loss-coeff`, 1e-4 say (or `--moe-router-load-balancing-type none`, if meant)",
@@ -240,6 +240,15 @@ RULES = (
         "padding to a capacity that is not set",
         "add `--moe-expert-capacity-factor`",
         CONFIG,
+    ),
+    Rule(
+        "moe-no-capacity",
+        WRONG,
+        "moe_expert_capacity_factor",
+        lambda a, m: m.moe and a.moe_expert_capacity_factor == 0,
+        "an expert has room for no token: all of them are dropped",
+        "say how much room, 1.0 say, or leave it out: nothing is dropped then",
+        f"{MOE}moe_utils.py get_capacity",
     ),
     Rule(
         "moe-sequential",

@@ -1,11 +1,13 @@
 """Parallel layout, batches, recomputation."""
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from nam_megatron.lint.model import Model, known
 from nam_megatron.lint.rules.rule import CONFIG, COST, FAIL, FRAGILE, OPEN, PATTERN, VALIDATE, Rule, each
-from nam_megatron.lint.values import SIZE, Args
+from nam_megatron.lint.values import SIZE, Args, NotKnown
 
 UNEVEN = (
     "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "num_layers_per_virtual_pipeline_stage",
@@ -15,42 +17,49 @@ UNEVEN = (
 NOT_WITH_PATTERN = (*UNEVEN[2:], "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
 
+Number = Callable[[Args, Model], Any]
+TENSOR = "tensor parallel size"
+
+
+def _sharers(a: Args, m: Model) -> str:
+    return TENSOR if m.cp == 1 else "tensor x context parallel size"
+
+
+# An argument, its width, what that must be divisible by, that one's name, and where.
+CUTS: tuple[tuple[str, Number, Number, str | Number, Number], ...] = (
+    ("num_attention_heads", lambda a, m: m.heads, lambda a, m: m.tp, TENSOR, lambda a, m: True),
+    ("num_attention_heads", lambda a, m: m.heads, lambda a, m: m.groups, "the number of query groups",
+     lambda a, m: "attention" in m.kinds and a.group_query_attention),
+    ("hidden_size", lambda a, m: a.hidden_size, lambda a, m: m.heads, "the number of heads, and there is no --kv-channels:",
+     lambda a, m: not a.said("kv_channels")),
+    ("mamba_num_heads", lambda a, m: m.mamba_heads, lambda a, m: m.tp, TENSOR, lambda a, m: m.mamba),
+    ("mamba_num_groups", lambda a, m: a.mamba_num_groups, lambda a, m: m.tp, TENSOR, lambda a, m: m.mamba),
+    ("mamba_num_heads", lambda a, m: m.mamba_heads, lambda a, m: a.mamba_num_groups, "the number of Mamba groups", lambda a, m: m.mamba),
+    ("linear_num_value_heads", lambda a, m: a.linear_num_value_heads, lambda a, m: a.linear_num_key_heads, "the number of key heads",
+     lambda a, m: m.variant == "gated_delta_net"),
+    *((name, lambda a, m, name=name: getattr(a, name), lambda a, m: m.tp * m.cp, "tensor x context parallel size",
+       lambda a, m: m.variant == "gated_delta_net") for name in ("linear_num_key_heads", "linear_num_value_heads")),
+    ("ffn_hidden_size", lambda a, m: m.ffn, lambda a, m: m.tp, TENSOR, lambda a, m: "mlp" in m.kinds),
+    ("moe_ffn_hidden_size", lambda a, m: m.moe_ffn, lambda a, m: m.etp, "expert tensor parallel size", lambda a, m: m.moe),
+    ("num_experts", lambda a, m: a.num_experts, lambda a, m: m.ep, "expert parallel size", lambda a, m: m.moe),
+    ("seq_length", lambda a, m: a.seq_length, lambda a, m: m.tp * m.cp, lambda a, m: f"{_sharers(a, m)}, under sequence parallelism,",
+     lambda a, m: m.sequence_parallel),
+    ("seq_length", lambda a, m: a.seq_length, lambda a, m: 2 * m.cp, "twice the context parallel size,", lambda a, m: m.cp > 1),
+    ("mamba_num_heads", lambda a, m: m.mamba_heads, lambda a, m: m.tp * m.cp, "tensor x context parallel size",
+     lambda a, m: m.cp > 1 and m.mamba and m.tp > 0 and not m.mamba_heads % m.tp),
+)  # fmt: skip
+
+
 def _indivisible(a: Args, m: Model) -> Iterator[str]:
-    """(flag, why) of every width that the layout cannot cut."""
-
-    def cut(name: str, value: int | None, by: int, what: str) -> Iterator[str]:
-        if value and by > 0 and value % by:
-            yield f"{a.written(name)}\t{value} is not divisible by {what} {by}"
-
-    yield from cut("num_attention_heads", m.heads, m.tp, "tensor parallel size")
-    if "attention" in m.kinds and m.groups > 0 and m.groups % m.tp and m.tp % m.groups:
-        yield f"{a.written('num_query_groups')}\t{m.groups} is neither a multiple nor a divisor of tensor parallel size {m.tp}"
-    if "attention" in m.kinds and a.group_query_attention:
-        yield from cut("num_attention_heads", m.heads, m.groups, "the number of query groups")
-    if not a.said("kv_channels"):
-        yield from cut("hidden_size", a.hidden_size, m.heads, "the number of heads, and there is no --kv-channels:")
-    if m.mamba:
-        yield from cut("mamba_num_heads", m.mamba_heads, m.tp, "tensor parallel size")
-        yield from cut("mamba_num_groups", a.mamba_num_groups, m.tp, "tensor parallel size")
-        yield from cut("mamba_num_heads", m.mamba_heads, a.mamba_num_groups, "the number of Mamba groups")
-    if m.variant == "gated_delta_net":
-        yield from cut(
-            "linear_num_value_heads", a.linear_num_value_heads, a.linear_num_key_heads, "the number of key heads"
-        )
-        for name in ("linear_num_key_heads", "linear_num_value_heads"):
-            yield from cut(name, getattr(a, name), m.tp * m.cp, "tensor x context parallel size")
-    if "mlp" in m.kinds:
-        yield from cut("ffn_hidden_size", m.ffn, m.tp, "tensor parallel size")
-    if m.moe:
-        yield from cut("moe_ffn_hidden_size", m.moe_ffn, m.etp, "expert tensor parallel size")
-        yield from cut("num_experts", a.num_experts, m.ep, "expert parallel size")
-    if m.sequence_parallel:
-        by = "tensor parallel size" if m.cp == 1 else "tensor x context parallel size"
-        yield from cut("seq_length", a.seq_length, m.tp * m.cp, f"{by}, under sequence parallelism,")
-    if m.cp > 1:
-        yield from cut("seq_length", a.seq_length, 2 * m.cp, "twice the context parallel size,")
-    if m.cp > 1 and m.mamba and m.tp > 0 and not m.mamba_heads % m.tp:
-        yield from cut("mamba_num_heads", m.mamba_heads, m.tp * m.cp, "tensor x context parallel size")
+    """(flag, why) of every width that the layout cannot cut. One that is not known says nothing of the others."""
+    for name, width, parts, what, where in CUTS:
+        with suppress(NotKnown):
+            value, by = width(a, m), parts(a, m)
+            if where(a, m) and value and by > 0 and value % by:
+                yield f"{a.written(name)}\t{value} is not divisible by {what(a, m) if callable(what) else what} {by}"
+    with suppress(NotKnown):
+        if "attention" in m.kinds and m.groups > 0 and m.groups % m.tp and m.tp % m.groups:
+            yield f"{a.written('num_query_groups')}\t{m.groups} is neither a multiple nor a divisor of {TENSOR} {m.tp}"
 
 
 def _world(a: Args, m: Model) -> Iterator[str]:
@@ -59,6 +68,13 @@ def _world(a: Args, m: Model) -> Iterator[str]:
         yield f"--tensor-model-parallel-size {m.tp}\t{gpus} GPUs, tensor {m.tp} x pipeline {m.pp} x context {m.cp}"
     if gpus and m.moe and m.etp * m.ep * m.pp > 0 and gpus % (m.etp * m.ep * m.pp):
         yield f"--expert-model-parallel-size {m.ep}\t{gpus} GPUs, expert tensor {m.etp} x expert {m.ep} x pipeline {m.pp}"
+
+
+def _never(a: Args, m: Model) -> Iterator[str]:
+    """Layouts that no number of the script's nodes serves."""
+    asked = (m.tp * m.pp * m.cp, m.etp * m.ep * m.pp if m.moe else 0)
+    if a.launch.supposed and a.launch.gpus and any(n % a.launch.gpus for n in asked):
+        yield from _world(a, m)
 
 
 def _pipeline(a: Args, m: Model) -> Iterator[str]:
@@ -186,7 +202,7 @@ RULES = (
         "world-size-unset",
         OPEN,
         "",
-        lambda a, m: _world(a, m) if a.launch.supposed else [],
+        _never,
         "the layout does not divide the GPUs that the script takes where the environment does not say how many",
         "export what it asks for, or lint with `gpus=N`",
         VALIDATE,

@@ -20,7 +20,7 @@ from nam_megatron.lint.rules.rule import (
     each,
     without,
 )
-from nam_megatron.lint.values import Args, Trouble, harmless
+from nam_megatron.lint.values import CHOICES, Args, Trouble, alike, harmless, set_where
 
 OLD = {
     "hybrid_override_pattern": "use `--hybrid-layer-pattern`",
@@ -75,7 +75,16 @@ NO_TRAINING = re.compile(
 )
 
 
-OF_TRAINING = ("not-positive", "inference-layers", "default-dropout", "default-beta2", "default-balancing")
+OF_TRAINING = (
+    "documents-not-apart",
+    "schedule-apart",
+    "restart-anew",
+    "not-positive",
+    "inference-layers",
+    "default-dropout",
+    "default-beta2",
+    "default-balancing",
+)
 
 
 def runs(name: str) -> bool:
@@ -88,9 +97,35 @@ def own(a: Args) -> list[Trouble]:
     unknown = [
         t
         for t in a.trouble
-        if t.rule == "unknown-flag" and not t.fix and not t.detail and re.fullmatch(r"--[\w-]+", t.about)
+        if t.rule == "unknown-flag" and not t.fix and not _meant(t, a) and re.fullmatch(r"--[\w-]+", t.about)
     ]
-    return [t for t in unknown if not any(flag.startswith(t.about) for flag in a.target.flags)]  # one that is cut short
+    strange = [
+        t for t in unknown if not any(flag.startswith(t.about) for flag in a.target.flags)
+    ]  # one that is cut short
+    return strange + [t for t in a.trouble if t.rule == "bad-value" and _of_a_fork(t, bool(strange))]
+
+
+def _meant(t: Trouble, a: Args) -> bool:
+    """Whether an unknown flag is one of Megatron's, misspelt: not a tool's own, and no digit or word more, which makes another one."""
+    close = re.search("`(.*)`", t.detail)
+    if close is None or NO_TRAINING.search(a.launch.script or "") or t.about.rstrip("0123456789") == close[1]:
+        return False
+    words, others = t.about[2:].split("-"), close[1][2:].split("-")
+    return "".join(words) == "".join(others) or (len(words) == len(others) and all(map(_near, words, others)))
+
+
+def _near(one: str, other: str) -> bool:
+    return alike(one, other) >= 0.7
+
+
+def _of_a_fork(bad: Trouble, strange: bool) -> bool:
+    """Whether a value is the class of a fork's tokenizer, or beside flags of its own an optimizer of its."""
+    name, _, value = bad.about.partition(" ")
+    if name == "--optimizer":
+        return strange and value.startswith("adam") and not re.fullmatch("adam_?w", value, re.IGNORECASE)
+    choices = bad.detail.removeprefix(CHOICES).strip().split(", ")
+    own_class = name == "--tokenizer-type" and re.fullmatch(r"\w+Tokenizer(Fast)?", value)
+    return bool(own_class) and all(alike(value, choice) < 0.9 for choice in choices)
 
 
 def left_open(a: Args) -> Iterator[tuple[str, str, tuple[int, ...]]]:
@@ -108,9 +143,13 @@ def left_open(a: Args) -> Iterator[tuple[str, str, tuple[int, ...]]]:
             yield "branch" if lines else "unset", f"{flag} ({variables})", lines
 
 
-def absence(rule: Rule, flag: str, fix: str) -> bool:
-    """Whether a finding is about something that a launch lacks."""
-    return bool(ABSENCES.fullmatch(rule.id)) or flag.startswith(without("")) or (fix or rule.fix).startswith("add `--")
+def absence(rule: Rule, flag: str, fix: str, a: Args) -> bool:
+    """Whether a finding is about something that a launch lacks. A flag that it gives otherwise is not lacking."""
+    if ABSENCES.fullmatch(rule.id) or flag.startswith(without("")):
+        return True
+    wanted = re.match(r"add `(--[\w-]+)", fix or rule.fix)
+    lacking = a.target.by_name(wanted[1]) if wanted else None
+    return lacking is not None and not a.said(lacking.dest)
 
 
 def of_another(rule: Rule, a: Args) -> bool:
@@ -121,7 +160,7 @@ def of_another(rule: Rule, a: Args) -> bool:
         return True
     if a.ported and rule.id not in ("given-twice", "not-the-card", "unknown-variable", "unknown-flag"):
         return rule.severity != DEFAULT
-    return (a.forked and _of_parser(rule)) or (a.elsewhere and rule.id == "old-flag" and not a.launch.program)
+    return (a.forked and _of_parser(rule)) or ((a.elsewhere or a.launch.partial) and rule.id == "old-flag")
 
 
 def _of_parser(rule: Rule) -> bool:
@@ -139,9 +178,17 @@ def elsewhere(a: Args, m: Model) -> bool:
     return bool(known(lambda: m.from_elsewhere, True)) or a.launch.partial or opened or bool(a.foreign) or a.elsewhere
 
 
-def _unknown_flags(a: Args, m: Model) -> list[str]:
+def _unknown_flags(a: Args, m: Model, rule: str = "unknown-flag") -> list[str]:
     others = own(a)
-    return [f"{t.about}\t{t.detail}\t{t.fix}" for t in a.trouble if t.rule == "unknown-flag" and t not in others]
+    return [f"{t.about}\t{t.detail}\t{t.fix}" for t in a.trouble if t.rule == rule and t not in others]
+
+
+def _removed(a: Args, m: Model) -> list[str]:
+    """One finding of all that an earlier Megatron had: a launch of its time has several."""
+    gone = {t.about: t.fix for t in a.trouble if t.rule == "removed-flag"}
+    if len(gone) < 2:
+        return [f"{flag}\t\t{fix}" for flag, fix in gone.items()]
+    return [f"{' '.join(gone)}\t\t{'; '.join(f'`{flag}`: {fix}' for flag, fix in gone.items())}"]
 
 
 def _trouble(rule: str) -> When:
@@ -183,23 +230,7 @@ def _nearly_set(text: str, name: str) -> str | None:
     if near is None or re.sub(r"\D", "", name) != re.sub(r"\D", "", near):
         return None
     parts = [name.split("_"), near.split("_")]  # of which none is another word
-    alike = [difflib.SequenceMatcher(None, *pair).ratio() >= 0.7 for pair in zip(*parts, strict=False)]
-    return near if all(alike) or len(parts[0]) != len(parts[1]) else None
-
-
-def set_where(text: str, name: str) -> tuple[int, ...]:
-    return tuple(n for n, line in enumerate(text.splitlines(), 1) if _sets(name, line))
-
-
-def _sets(name: str, line: str) -> bool:
-    """Whether a line of a shell script or of Python sets a variable."""
-    word = re.escape(name)
-    return bool(
-        re.search(
-            rf"(?:^|[\s;(&]){word}\+?\s*=(?!=)|\b(?:for|read(?: -\w+)*|mapfile(?: -\w+)*|-v)\s+{word}\b|\$\{{{word}:?=",
-            line,
-        )
-    )
+    return near if all(map(_near, *parts)) or len(parts[0]) != len(parts[1]) else None
 
 
 RULES = (
@@ -234,7 +265,7 @@ RULES = (
         "removed-flag",
         FAIL,
         "",
-        _trouble("removed-flag"),
+        _removed,
         "Megatron 0.19.2 has this flag no more and its parser stops at it",
         "say it as 0.19.2 does",
         PARSER,
@@ -248,7 +279,15 @@ RULES = (
         "give it one, as `--flag=VALUE` where the value starts with a dash",
         PARSER,
     ),
-    Rule("bad-value", FAIL, "", _trouble("bad-value"), "not a value of this flag", "correct it", PARSER),
+    Rule(
+        "bad-value",
+        FAIL,
+        "",
+        lambda a, m: _unknown_flags(a, m, "bad-value"),
+        "not a value of this flag",
+        "correct it",
+        PARSER,
+    ),
     Rule(
         "stray-word",
         FAIL,

@@ -1,8 +1,9 @@
 """Sharding, optimizer, checkpoints, data."""
 
 from collections.abc import Iterator
+from functools import partial
 
-from nam_megatron.lint.model import Model
+from nam_megatron.lint.model import Model, known
 from nam_megatron.lint.rules.laws import law
 from nam_megatron.lint.rules.rule import COST, FAIL, FRAGILE, MOE, OPEN, VALIDATE, WRONG, Rule
 from nam_megatron.lint.values import Args
@@ -67,6 +68,40 @@ def _annealed(a: Args, m: Model) -> Iterator[str]:
             yield f"{a.written(f'lr_wsd_decay_{unit}')}\t{kept}{decay} of decay in {total}"
 
 
+LONG = 1000  # steps; a shorter run is a trial, whose schedule is often that of the long one
+
+
+def _apart(a: Args, m: Model) -> Iterator[str]:
+    """Lengths of the schedule that do not go with the length of the training: a digit too few, or another unit."""
+    for unit in ("iters", "samples"):
+        batch = 1 if unit == "iters" else known(lambda: a.global_batch_size)
+        train, decay, warm = (
+            known(partial(getattr, a, f"{n}_{unit}")) or 0 for n in ("train", "lr_decay", "lr_warmup")
+        )
+        share = known(lambda: a.lr_warmup_fraction) or warm / (decay or train or 1)
+        if train < LONG * (batch or LONG) or known(lambda: a.lr_decay_style) == "constant":
+            continue
+        if 0 < decay <= train / 5:
+            yield f"{a.written(f'lr_decay_{unit}')}\t{1 - decay / train:.0%} of the training is at --min-lr"
+        if decay >= 5 * train:
+            yield f"{a.written(f'lr_decay_{unit}')}\tthe training ends at {train / decay:.0%} of it, far above --min-lr"
+        if share >= 0.5:
+            name = "lr_warmup_fraction" if a.lr_warmup_fraction else f"lr_warmup_{unit}"
+            yield f"{a.written(name)}\t{share:.0%} of the schedule is warm-up"
+        if unit == "samples" and batch and 0 < warm < 10 * batch:
+            yield f"{a.written('lr_warmup_samples')}\ta step is {batch} samples: {warm / batch:.1f} steps"
+
+
+def _own_folder(a: Args, m: Model) -> Iterator[str]:
+    """A run that reads its own checkpoints: a second start begins with what it lacks then."""
+    where = {name: a.given[name][-1][2].split(" ", 1)[-1] for name in ("save", "load") if a.said(name)}
+    if len(where) == 2 and where["save"] == where["load"] and not a.pretrained_checkpoint:
+        if a.finetune:
+            yield f"{a.written('finetune')}\tit counts from step 0 again, with a new optimizer, from the weights of its last save"
+        elif a.no_load_optim:
+            yield f"{a.written('no_load_optim')}\tmoments and master weights begin anew in the middle of the schedule"
+
+
 def _schedule(a: Args, m: Model) -> Iterator[str]:
     """What the learning rate's schedule refuses as it is made, after all else is built."""
     if a.lr_decay_style == "WSD" and a.lr_wsd_decay_iters is None and a.lr_wsd_decay_samples is None:
@@ -101,6 +136,24 @@ RULES = (
         "the learning rate's schedule refuses it",
         "change one of them",
         "core/optimizer_param_scheduler.py",
+    ),
+    Rule(
+        "schedule-apart",
+        OPEN,
+        "lr_decay_iters",
+        _apart,
+        "a length of the learning rate's schedule that hardly goes with the training's",
+        "check its unit and its digits",
+        "core/optimizer_param_scheduler.py get_lr",
+    ),
+    Rule(
+        "restart-anew",
+        OPEN,
+        "finetune",
+        _own_folder,
+        "--load is --save, so that a restart reads what this run saved",
+        "give the first weights as `--pretrained-checkpoint`, or start again without it",
+        "training/checkpointing.py load_checkpoint",
     ),
     Rule(
         "wsd-too-long",
