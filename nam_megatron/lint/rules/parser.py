@@ -110,7 +110,7 @@ def _meant(t: Trouble, a: Args) -> bool:
     close = re.search("`(.*)`", t.detail)
     if close is None or NO_TRAINING.search(a.launch.script or "") or t.about.rstrip("0123456789") == close[1]:
         return False
-    words, others = t.about[2:].split("-"), close[1][2:].split("-")
+    words, others = (re.split("[-_]", flag[2:]) for flag in (t.about, close[1]))
     return "".join(words) == "".join(others) or (len(words) == len(others) and all(map(_near, words, others)))
 
 
