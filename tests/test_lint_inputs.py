@@ -155,8 +155,11 @@ def test_what_arguments_cannot_say_is_listed(base, change, says):
         (
             DEEPSEEK_V2_LITE,
             {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3},
-            "group_limited_greedy",
+            "`topk_group: 3` of `n_group: 8`, each ranked by its best 1, beside top-6",
         ),
+        (DEEPSEEK_V2_LITE, {"norm_topk_prob": True}, "transformers' class leaves it out"),
+        (DEEPSEEK_V3, {"topk_group": 2}, "each ranked by its best 2, beside top-8"),
+        (LLAMA, {"use_sliding_window": True}, "here it is not read"),
         (NEMOTRON_3_NANO, {"conv_kernel": 3}, "conv_kernel: 3"),
         (LLAMA, {"model_type": "gemma2"}, "its MLPs are gated GELU"),
         (GPT_OSS, {"swiglu_limit": 5.0}, "swiglu_limit: 5.0"),
@@ -173,7 +176,8 @@ def test_what_nobody_can_say_is_refused_by_whose_lack_it_is(base, change, says):
         lint(json.dumps(base | change), "config.json")
     (problem,) = refused.value.problems
     assert says in refused.value.render() and problem.key
-    assert any(whose in refused.value.render() for whose in ("Megatron 0.19.2", "here it is not read", "of ours"))
+    whose = ("Megatron 0.19.2", "here it is not read", "of ours", "transformers' class")
+    assert any(lack in refused.value.render() for lack in whose)
 
 
 def test_a_scaling_that_megatron_has_and_no_recipe_is_described_and_not_written():
@@ -285,7 +289,8 @@ def test_two_names_of_one_key_say_one_value():
     [("glm_4_5_air", "partial_rotary_factor"), ("glm_4_5_air", "n_shared_experts"), ("glm_4_5_air", "head_dim"),
      ("qwen3_next_80b_a3b", "partial_rotary_factor"), ("qwen3_next_80b_a3b", "head_dim"), ("qwen3_30b_a3b", "head_dim"),
      ("nemotron_h_8b", "head_dim"), ("mixtral_8x7b", "sliding_window"), ("deepseek_v3_yarn", "routed_scaling_factor"),
-     ("deepseek_v3_yarn", "n_group"), ("deepseek_v3_yarn", "topk_group"), ("deepseek_v3_yarn", "n_shared_experts")],
+     ("deepseek_v3_yarn", "n_group"), ("deepseek_v3_yarn", "topk_group"), ("deepseek_v3_yarn", "n_shared_experts"),
+     ("deepseek_v2_lite", "topk_method")],
 )  # fmt: skip
 def test_a_key_that_transformers_would_give_a_value_of_its_own_is_asked_for(name, key):
     """Without it a model was described that transformers would not build: GLM-4.5 with rope on all of a head, not on half."""
@@ -399,6 +404,9 @@ def test_rotary_embedding_is_read_where_transformers_5_writes_it(name):
 def test_greedy_choice_looks_at_no_groups_and_a_scale_of_zero_is_one():
     greedy = lint(json.dumps(DEEPSEEK_V2_LITE | {"topk_method": "greedy", "n_group": 4, "topk_group": 2}), "a")
     assert "--moe-router-num-groups" not in greedy.launch.words
+    limited = DEEPSEEK_V2_LITE | {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 6}
+    words = lint(json.dumps(limited), "a").launch.words  # top-6 of six groups: Megatron's best 6 // 6 is the best
+    assert words[words.index("--moe-router-group-topk") + 1] == "6"
     scaled = lint(json.dumps(DEEPSEEK_V3 | {"routed_scaling_factor": 0.0}), "b").launch.words
     assert scaled[scaled.index("--moe-router-topk-scaling-factor") + 1] == "0.0"
 
@@ -503,7 +511,14 @@ FOLLOWS = {
 SILENT = {(family, "num_key_value_heads") for family in ("deepseek_v3_yarn", "deepseek_v2_lite", "kimi_k2", "moonlight_16b_a3b",
                                                          "glm_4_7_flash")}  # fmt: skip
 SILENT |= {("glm_4_7_flash", "partial_rotary_factor")}
-SILENT |= {(family, "n_group") for family in ("deepseek_v2_lite",)}
+# Groups beside a top-k that is not twice those chosen.
+SILENT |= {(family, "n_group") for family in CONFIGS if not family.startswith("deepseek_v3")}
+SILENT |= {
+    (family, key)
+    for family in CONFIGS
+    if family.startswith("deepseek_v3")
+    for key in ("topk_group", "num_experts_per_tok")
+}
 SILENT |= {(family, "topk_group") for family in ("deepseek_v2_lite", "kimi_k2", "glm_4_5_air", "nemotron_3_nano_30b_a3b",
                                                   "moonlight_16b_a3b", "glm_4_7_flash",
                                                   "nemotron_3_super_120b_a12b")}  # fmt: skip
@@ -558,7 +573,8 @@ OF_ONE = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_that_lacks_what_decides_its_model_is_refused(name):
     may = OPTIONAL.union(*(keys for family, keys in OF_ONE.items() if name.startswith(family)))
-    may -= {"rope_scaling", "attention_bias"} if name.startswith("gpt_oss") else set()  # whose class has them unsaid
+    unsaid = {"gpt_oss": {"rope_scaling", "attention_bias"}, "deepseek_v2": {"topk_method"}}  # which their classes have
+    may = may.difference(*(keys for family, keys in unsaid.items() if name.startswith(family)))
     lacking = set()
     for key in CONFIGS[name].keys() - {"model_type"}:
         try:
@@ -593,7 +609,7 @@ LAYERS = "--moe-layer-freq"
         ("glm_4_5_air", {"attention_bias": False}, "--add-qkv-bias", None),
         ("glm_4_5_air", {"use_qk_norm": True}, "--qk-layernorm", ""),
         ("qwen3_30b_a3b", {"norm_topk_prob": False}, "--moe-router-pre-softmax", ""),
-        ("deepseek_v2_lite", {"norm_topk_prob": True}, "--moe-router-pre-softmax", None),
+        ("qwen3_30b_a3b", {"norm_topk_prob": False}, "--moe-router-pre-softmax", ""),
         ("llama_3_1_8b", {"tie_word_embeddings": True}, "--untie-embeddings-and-output-weights", None),
         ("llama_3_1_8b", {"rope_scaling": None, "rope_theta": None, "rope_parameters": {"rope_type": "llama3", "factor": 4.0,
          "rope_theta": 7.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

@@ -307,7 +307,8 @@ def _common(s: Said) -> Words:
         s.left.append("no `initializer_range`: the deviation of initial weights is to be given")
     if not s.need("tie_word_embeddings"):
         yield "--untie-embeddings-and-output-weights"
-    s.off("mlp_bias", "use_bias", "mamba_proj_bias", "use_sliding_window")
+    s.off("mlp_bias", "use_bias", "mamba_proj_bias")
+    s.only("use_sliding_window", False, lack=OURS)
     s.only("is_causal", True)
     _elsewhere(s)
     _whole(s)
@@ -354,7 +355,7 @@ _DEEPSEEK = ("routed_scaling_factor", "n_group", "topk_group", "n_shared_experts
 SAID: Mapping[str, tuple[str, ...]] = {
     "mistral": ("sliding_window",), "mixtral": ("sliding_window",), "qwen3": ("head_dim",), "qwen3_moe": ("head_dim",),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), ("head_dim", "partial_rotary_factor")),
-    **dict.fromkeys(LATENT, _DEEPSEEK),
+    **dict.fromkeys(LATENT, _DEEPSEEK), "deepseek_v2": (*_DEEPSEEK, "topk_method"),
     "gpt_oss": ("head_dim", "sliding_window", "layer_types", "attention_bias", "rope_scaling|rope_parameters"),
     "seed_oss": ("head_dim", "attention_bias", "attention_dropout", "residual_dropout"),
     "glm4_moe": (*_DEEPSEEK, "head_dim", "partial_rotary_factor"), "nemotron_h": ("head_dim|attention_head_dim",),
@@ -558,6 +559,10 @@ def _groups(s: Said) -> Words:
     if s.get("topk_method") == "greedy":  # which looks at no groups
         groups = 1
     if groups > 1 and chosen < groups:
+        top, best = s.get("num_experts_per_tok"), 1 if s.get("topk_method") == "group_limited_greedy" else 2
+        if top != best * chosen:
+            what = f"`topk_group: {chosen}` of `n_group: {groups}`, each ranked by its best {best}, beside top-{top}"
+            s.refuse("topk_group", what, f"{MEGATRON}: it ranks a group by its best {top} // {chosen}")
         yield from ("--moe-router-num-groups", str(groups), "--moe-router-group-topk", str(chosen))
     if (scale := s.get("routed_scaling_factor")) not in (None, 1.0):
         yield from ("--moe-router-topk-scaling-factor", str(scale))
@@ -839,10 +844,9 @@ def _deepseek(s: Said) -> Words:
             *(("noaux_tc",) if v3 else ("greedy", "group_limited_greedy")),
             lack="its code chooses otherwise",
         )
+        if not v3:
+            s.only("norm_topk_prob", False, lack="transformers' class leaves it out, the model's own code does not")
         yield from _sigmoid(s) if v3 else _softmax(s)
-        if s.get("topk_method") == "group_limited_greedy" and (s.get("topk_group") or 1) < (s.get("n_group") or 1):
-            what = "`topk_method: group_limited_greedy`, which ranks groups by their best expert,"
-            s.refuse("topk_method", what, f"{MEGATRON}: it ranks them by the sum of their best")
     _depths(s)
 
 
@@ -901,9 +905,8 @@ def _nemotron_h(s: Said) -> Words:
     yield f"--hybrid-layer-pattern={pattern}"
     yield from _heads(s)
     yield from ("--position-embedding-type", "none", "--ffn-hidden-size", str(s.number("intermediate_size")))
-    yield from _numbers(
-        s, "mamba_num_heads", "mamba_head_dim", mamba_state_dim="ssm_state_size", mamba_num_groups="n_groups"
-    )
+    yield from _numbers(s, "mamba_num_heads", "mamba_head_dim", mamba_state_dim="ssm_state_size")
+    yield from ("--mamba-num-groups", str(s.number("n_groups", "mamba_n_groups")))
     s.off("attention_bias")
     _ahead(s, "num_nextn_predict_layers")
     for key, usual in (("conv_kernel", 4), ("use_conv_bias", True), ("mamba_hidden_act", "silu")):

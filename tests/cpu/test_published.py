@@ -26,6 +26,7 @@ from nam_megatron.compile.argv import load_plan, plan_json
 from nam_megatron.errors import Refused
 from nam_megatron.hf import __main__ as command
 from nam_megatron.hf import check, distributed, families, native, quantized
+from nam_megatron.hf.families import config
 from nam_megatron.hf.folder import INDEX
 from nam_megatron.lint import lint, recipe
 
@@ -156,6 +157,7 @@ NAIVE = {
 }  # kernels, since there is no GPU
 OF_ANOTHER = {
     "llama_3",
+    "gpt_oss_plain",
     "qwen3_yarn",
     "moonlight",
     "nemotron_h",
@@ -488,6 +490,15 @@ ARCHITECTURES = {
 def test_every_public_preset_has_its_architecture(name):
     of, keys = native.architecture(lowered(name).plan)
     assert of.architecture == keys["architectures"][0] == ARCHITECTURES[name]
+
+
+def test_what_an_engine_reads_under_another_name_is_written():
+    """SGLang 0.5.23 opens neither family without: it looks at no `layer_types`, and takes 8 groups."""
+    (_, linear), (_, mamba) = (native.architecture(lowered(n).plan) for n in ("qwen3_5_0_8b", "nemotron_h_8b"))
+    assert (linear["full_attention_interval"], mamba["mamba_n_groups"]) == (4, mamba["n_groups"])
+    for kinds, every in (("gdn attention", 2), ("attention gdn", config.ABSENT), ("gdn gdn", 3)):
+        layers = [kind for mixer in kinds.split() for kind in (mixer, "moe")]
+        assert config._interval(families.family("qwen3_next"), None, {"layer_kinds": layers}) == every
 
 
 def test_of_several_architectures_one_is_chosen_by_its_name():

@@ -70,6 +70,14 @@ def _layer_types(of: Family, plan: Plan, c: Config) -> list[str]:
     return found
 
 
+def _interval(of: Family, plan: Plan, c: Config) -> Any:
+    """Of so many layers the last is full attention; in another order none."""
+    kinds = _layer_types(of, plan, c)
+    every = [*kinds, "full_attention"].index("full_attention") + 1
+    said = ["full_attention" if n % every == 0 else "linear_attention" for n in range(1, len(kinds) + 1)]
+    return every if kinds == said else ABSENT
+
+
 def _aux_loss(of: Family, plan: Plan, c: Config) -> float:
     moe = plan.recipe.blocks.moe
     if moe is None:
@@ -85,8 +93,12 @@ COMPUTED: Mapping[str, Callable[[Family, Plan, Config], Any]] = {
     "hidden_dropout": lambda of, plan, c: plan.recipe.model.hidden_dropout,
     "attention_dropout": lambda of, plan, c: plan.recipe.model.attention_dropout,
     "rope_scaling": _rope_scaling,
+    # Of a class that has YaRN where no table is, and asks for a window even where `layer_types` has no layer with it.
+    "rope_table": lambda of, plan, c: _rope_scaling(of, plan, c) or {"rope_type": "default"},
+    "window": lambda of, plan, c: c["attention"]["window"] or c["max_position_embeddings"],
     "partial_rotary_factor": lambda of, plan, c: c["attention"]["rotary_dim"] / c["attention"]["head_dim"],
     "layer_types": _layer_types,
+    "interval": _interval,
     "first_dense": _first_dense,
     "mlp_layer_types": lambda of, plan, c: ["dense" if kind == "mlp" else "sparse" for kind in c["layer_kinds"][1::2]],
     "mlp_only_layers": lambda of, plan, c: [i for i, kind in enumerate(c["layer_kinds"][1::2]) if kind == "mlp"],
