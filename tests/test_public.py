@@ -36,6 +36,7 @@ PUBLISHED = {
     "qwen3_8b": 8_190_735_360,
     "nemotron_h_8b": 8_100_852_736,
     "qwen3_30b_a3b": 30_532_122_624,
+    "seed_oss_36b": 36_151_104_512,
     "qwen3_next_80b_a3b": 79_674_391_296,  # without its layer of token prediction
 }
 # What stock Megatron, given these arguments, would train as another model.
