@@ -109,7 +109,8 @@ def resume(name: str, folder: Path, limit: float, data: str | None) -> dict[str,
 def loop(name: str, folder: Path, limit: float, data: str | None) -> dict[str, Any]:
     """One case by every loop that is here."""
     preset, overrides = LOOPED[name]
-    overrides = (*overrides, *built(data, folder / f"{name}.data"))
+    last = {word.partition("=")[0]: word for word in overrides}  # a command takes a key once
+    overrides = (*last.values(), *built(data, folder / f"{name}.data"))
     lowering = translate(load(preset, overrides))
     entry = {"name": name, "preset": preset, "overrides": list(LOOPED[name][1]), "data": data and Path(data).name}
     steps = []
