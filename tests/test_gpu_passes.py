@@ -26,7 +26,9 @@ def test_a_pass_is_as_old_as_the_oldest_of_its_file_and_an_unknown_commit_is_sai
         run("2026-01-01", "test_dsa.py::b"),
         run("2026-01-03", "test_mla.py::c", revision=here),
     ]
-    dsa, mla = passes.lines(runs, ["test_dsa.py::a", "test_dsa.py::b", "test_dsa.py::d", "test_mla.py::c"])
+    here = ["test_dsa.py::a", "test_dsa.py::b", "test_dsa.py::d", "test_mla.py::c", "test_moe.py::e"]
+    (dsa, *_), (mla, _), _ = found = list(passes.files(runs, here))
+    assert [current for _, current in found] == [False, True, False], "an old one, one of this commit, none"
     assert "2 of   3 on record, since 2026-01-01" in dsa and "does not know that commit" in dsa
     assert "1 of   1 on record" in mla and "nothing it tests has changed" in mla
 

@@ -35,7 +35,7 @@ def pytest_sessionfinish():
 def pytest_terminal_summary(terminalreporter, config):
     if "gpu" in (config.option.markexpr or "") and not torch.cuda.is_available():
         terminalreporter.section("when these tests last passed on a GPU")
-        terminalreporter.write_line("\n".join(passes.lines(passes.read(), chosen)))
+        terminalreporter.write_line("\n".join(line for line, _ in passes.files(passes.read(), chosen)))
 
 
 @pytest.fixture

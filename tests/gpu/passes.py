@@ -3,6 +3,8 @@
     python tests/gpu/passes.py              the list, a line a file
     python tests/gpu/passes.py FILE ...     take in what was written on other hosts, and show it
 
+Exit code 1: some test never passed, or its pass is older than the code that it tests.
+
 `pytest -m gpu tests/gpu` writes `passes.json` where it finds a GPU, and shows the list where it finds none. $NAM_GPU_PASSES is another file
 for it, $NAM_REVISION the commit where there is no .git. What a test file tests are the folders of the modules that it names; where it
 starts programs of ours, all of nam_megatron.
@@ -13,7 +15,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -73,21 +75,22 @@ def tested(file: Path) -> list[str]:
     return sorted(place for place in places if (ROOT / place).exists() and place != "nam_megatron/blocks")
 
 
-def lines(runs: Runs, there: Iterable[str]) -> list[str]:
-    """Of each file: how many of its tests have passed, the oldest of those runs, and how many commits since have changed what it tests."""
+def files(runs: Runs, there: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """Of each file: how many of its tests have passed, the oldest of those runs, and how many commits since have changed what it tests;
+    whether all have passed with the code that is here."""
     by_file: dict[str, list[str]] = {}
     for test in there:
         by_file.setdefault(test.split("::")[0], []).append(test)
     when = {test: run for run in runs for test in run["passed"]}
-    told = []
     for file, tests in sorted(by_file.items()):
         passed = [when[test] for test in tests if test in when]
         line = f"{file:26} {len(passed):3} of {len(tests):3} on record"
+        changed = "never"
         if passed:
             oldest = min(passed, key=lambda run: str(run["date"]))
-            line += f", since {oldest['date']} ({oldest['revision'][:7]}); {changes(oldest['revision'], tested(HERE / file))}"
-        told.append(line)
-    return told
+            changed = changes(oldest["revision"], tested(HERE / file))
+            line += f", since {oldest['date']} ({oldest['revision'][:7]}); {changed or 'nothing it tests has changed'}"
+        yield line, len(passed) == len(tests) and not changed
 
 
 def changes(revision: str, places: Iterable[str]) -> str:
@@ -95,7 +98,7 @@ def changes(revision: str, places: Iterable[str]) -> str:
     if not git("rev-parse", "-q", "--verify", f"{revision}^{{commit}}"):
         return "this repository does not know that commit"
     since = git("log", "--format=%h", f"{revision}..HEAD", "--", *places).split()
-    return f"{len(since)} commits have changed what it tests" if since else "nothing it tests has changed"
+    return f"{len(since)} commits have changed what it tests" if since else ""
 
 
 def collected() -> list[str]:
@@ -113,4 +116,6 @@ if __name__ == "__main__":
     if found:
         runs = newest([*found, *read()])
         write([run | {"passed": [test for test in run["passed"] if test in there]} for run in runs], RECORD)
-    print("\n".join(lines(read(), there)))
+    rows = list(files(read(), there))
+    print("\n".join(line for line, _ in rows))
+    sys.exit(not all(current for _, current in rows))
