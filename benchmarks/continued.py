@@ -4,7 +4,7 @@
 
 On one GPU, by the commands that a user gives: transformers' own class writes the model, `translate conf=` its folder, `hf import`,
 `hf export --as native` of what was not trained, which has to be equal to the bit, run.sh, and `hf export --as native` of what was, which
-the class has to open. Before and after, logits of the class beside Megatron's, both in bf16. The json is rewritten after each model;
+the class has to open. Before and after, logits of the class beside Megatron's, both in bf16. The json is rewritten after each stage;
 FOLDER/NAME/trained stays for `benchmarks/engines.py`.
 """
 
@@ -16,6 +16,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -108,15 +109,16 @@ def compared(plan: Path, checkpoint: Path, folder: Path, scratch: Path, device: 
     return found
 
 
-def continued(name: str, at: Path, device: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"name": name, "cut": CASES[name], "overrides": WORDS}
+def continued(found: dict[str, Any], keep: Callable[[], None], at: Path, device: str) -> None:
+    name = found["name"]
 
     def timed(key: str, *words: str | Path) -> None:
         began = time.monotonic()
         said(*words)
         found[f"{key}_s"] = round(time.monotonic() - began, 1)
+        keep()
 
-    found["parameters"] = written(name, at / "hf", device)
+    found |= {"cut": CASES[name], "overrides": WORDS, "parameters": written(name, at / "hf", device)}
     gc.collect()
     torch.cuda.empty_cache()
     words = (f"conf={at / 'hf'}", *WORDS)
@@ -126,6 +128,7 @@ def continued(name: str, at: Path, device: str) -> dict[str, Any]:
     timed("export", "nam_megatron.hf", "export", at / "weights", at / "back", "--as", "native")
     found["untrained"] = same(at / "hf", at / "back")
     found["logits_before"] = compared(plan, at / "weights", at / "hf", at / "logits.pt", device)
+    keep()
     saves = (f"schedule.load={at / 'weights'}", f"schedule.save={at / 'ckpt'}", f"schedule.save_interval={STEPS}")
     began = time.monotonic()
     losses = trained(at / "run", [*words, *saves])
@@ -133,7 +136,6 @@ def continued(name: str, at: Path, device: str) -> dict[str, Any]:
     timed("export_trained", "nam_megatron.hf", "export", at / "ckpt", at / "trained", "--as", "native")
     found["trained"] = same(at / "hf", at / "trained")
     found["logits_after"] = compared(at / "run" / "plan.json", at / "ckpt", at / "trained", at / "logits.pt", device)
-    return found
 
 
 def main() -> int:
@@ -151,13 +153,18 @@ def main() -> int:
     made: dict[str, Any] = {"torch": torch.__version__, "transformers": transformers.__version__, "models": []}
     if torch.cuda.is_available():
         made["gpu"] = torch.cuda.get_device_name()
-    for name in options.names or CASES:
-        try:
-            entry = continued(name, options.folder / name, options.device)
-        except (Exception, SystemExit) as error:  # the others are still worth their time
-            entry = {"name": name, "error": f"{type(error).__name__}: {error}"}
-        made["models"].append(entry)
+
+    def keep() -> None:
         options.json.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+
+    for name in options.names or CASES:
+        entry: dict[str, Any] = {"name": name}
+        made["models"].append(entry)
+        try:
+            continued(entry, keep, options.folder / name, options.device)
+        except (Exception, SystemExit) as error:  # the others are still worth their time
+            entry["error"] = f"{type(error).__name__}: {error}"
+        keep()
         print(json.dumps(entry), flush=True)
     return int(any("error" in entry for entry in made["models"]))
 
