@@ -49,6 +49,10 @@ def _rope_scaling(of: Family, plan: Plan, c: Config) -> dict[str, Any] | None:
     return None
 
 
+def _rotated(of: Family, plan: Plan, c: Config) -> float:
+    return float(c["attention"]["rotary_dim"] / c["attention"]["head_dim"])
+
+
 def _ffn(of: Family, plan: Plan, c: Config) -> int:
     """Of dense MLPs; where none stands, no layer reads it, and the recipe's may be anything."""
     return c["ffn_hidden_size"] if "mlp" in c["layer_kinds"] else c["moe"]["expert_hidden_size"]
@@ -95,8 +99,12 @@ COMPUTED: Mapping[str, Callable[[Family, Plan, Config], Any]] = {
     "rope_scaling": _rope_scaling,
     # Of a class that has YaRN where no table is, and asks for a window even where `layer_types` has no layer with it.
     "rope_table": lambda of, plan, c: _rope_scaling(of, plan, c) or {"rope_type": "default"},
+    "rope_parameters": lambda of, plan, c: (
+        (_rope_scaling(of, plan, c) or {"rope_type": "default"})
+        | {"rope_theta": c["rotary_base"], "partial_rotary_factor": _rotated(of, plan, c)}
+    ),
     "window": lambda of, plan, c: c["attention"]["window"] or c["max_position_embeddings"],
-    "partial_rotary_factor": lambda of, plan, c: c["attention"]["rotary_dim"] / c["attention"]["head_dim"],
+    "partial_rotary_factor": _rotated,
     "layer_types": _layer_types,
     "interval": _interval,
     "first_dense": _first_dense,
