@@ -566,6 +566,7 @@ OF_ONE = {
     "qwen3_8b": {"sliding_window", "use_sliding_window"},
     "qwen3_0": {"sliding_window", "use_sliding_window"},
     "qwen3_5": {"attn_output_gate", "mtp_num_hidden_layers"},
+    "seed_oss": {"attention_out_bias"},
     "gpt_oss": {"attention_dropout", "experts_per_token", "initial_context_length", "quantization_config", "swiglu_limit"},
 }  # fmt: skip
 
@@ -573,7 +574,8 @@ OF_ONE = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_that_lacks_what_decides_its_model_is_refused(name):
     may = OPTIONAL.union(*(keys for family, keys in OF_ONE.items() if name.startswith(family)))
-    unsaid = {"gpt_oss": {"rope_scaling", "attention_bias"}, "deepseek_v2": {"topk_method"}}  # which their classes have
+    unsaid = {"gpt_oss": {"rope_scaling", "attention_bias"}, "deepseek_v2": {"topk_method"}, "seed_oss": {"attention_bias"}}
+    # Which their classes have.
     may = may.difference(*(keys for family, keys in unsaid.items() if name.startswith(family)))
     lacking = set()
     for key in CONFIGS[name].keys() - {"model_type"}:
