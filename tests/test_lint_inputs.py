@@ -574,7 +574,11 @@ OF_ONE = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_that_lacks_what_decides_its_model_is_refused(name):
     may = OPTIONAL.union(*(keys for family, keys in OF_ONE.items() if name.startswith(family)))
-    unsaid = {"gpt_oss": {"rope_scaling", "attention_bias"}, "deepseek_v2": {"topk_method"}, "seed_oss": {"attention_bias"}}
+    unsaid = {
+        "gpt_oss": {"rope_scaling", "attention_bias"},
+        "deepseek_v2": {"topk_method"},
+        "seed_oss": {"attention_bias"},
+    }
     # Which their classes have.
     may = may.difference(*(keys for family, keys in unsaid.items() if name.startswith(family)))
     lacking = set()
