@@ -5,7 +5,7 @@
 On one GPU, by the commands that a user gives: transformers' own class writes the model, `translate conf=` its folder, `hf import`,
 `hf export --as native` of what was not trained, which has to be equal to the bit, run.sh, and `hf export --as native` of what was, which
 the class has to open. Before and after, logits of the class beside Megatron's, both in bf16. The json is rewritten after each stage;
-FOLDER/NAME/trained stays for `benchmarks/engines.py`.
+FOLDER/NAME/trained stays for `benchmarks/served.py`.
 """
 
 import argparse
@@ -44,8 +44,8 @@ WORDS = (
 
 def config(name: str) -> dict[str, Any]:
     files = yaml.safe_load(CONFIGS.read_text(encoding="utf-8"))
-    said = files[name]
-    return (files[said["like"]]["config"] if "like" in said else {}) | said["config"] | CASES[name]
+    file = files[name]
+    return (files[file["like"]]["config"] if "like" in file else {}) | file["config"] | CASES[name]
 
 
 def written(name: str, to: Path, device: str) -> int:
@@ -121,9 +121,8 @@ def continued(found: dict[str, Any], keep: Callable[[], None], at: Path, device:
     found |= {"cut": CASES[name], "overrides": WORDS, "parameters": written(name, at / "hf", device)}
     gc.collect()
     torch.cuda.empty_cache()
-    words = (f"conf={at / 'hf'}", *WORDS)
     plan = at / "plan" / "plan.json"
-    said("nam_megatron.translate", *words, f"out={plan.parent}")
+    said("nam_megatron.translate", f"conf={at / 'hf'}", *WORDS, f"out={plan.parent}")
     timed("import", "nam_megatron.hf", "import", at / "hf", plan, at / "weights")
     timed("export", "nam_megatron.hf", "export", at / "weights", at / "back", "--as", "native")
     found["untrained"] = same(at / "hf", at / "back")
@@ -131,7 +130,7 @@ def continued(found: dict[str, Any], keep: Callable[[], None], at: Path, device:
     keep()
     saves = (f"schedule.load={at / 'weights'}", f"schedule.save={at / 'ckpt'}", f"schedule.save_interval={STEPS}")
     began = time.monotonic()
-    losses = trained(at / "run", [*words, *saves])
+    losses = trained(at / "run", [*WORDS, *saves], at / "hf")
     found |= {"training_s": round(time.monotonic() - began, 1), "losses": list(losses.values())}
     timed("export_trained", "nam_megatron.hf", "export", at / "ckpt", at / "trained", "--as", "native")
     found["trained"] = same(at / "hf", at / "trained")

@@ -4,7 +4,7 @@
 
 Beside them what the folder's class in transformers would say after the same tokens: where its best is another, how far below its best the
 token of vLLM is. In bf16 both round, so they may part where two tokens are nearly alike; in fp32 they should not. Each folder and type is a
-process of its own; FILE is rewritten after each. `benchmarks/continued.py` makes such folders.
+process of its own, with $SHARE of the GPU's memory (0.4); FILE is rewritten after each. `benchmarks/continued.py` makes such folders.
 """
 
 import gc

@@ -45,9 +45,9 @@ def said(*words: str | Path, ends: Sequence[int] = (0,)) -> str:
     return ran.stdout
 
 
-def trained(folder: Path, words: Sequence[str]) -> dict[int, float]:
+def trained(folder: Path, words: Sequence[str], conf: str | Path = PRESET) -> dict[int, float]:
     """Losses by step."""
-    said("nam_megatron.translate", *words, f"out={folder}")
+    said("nam_megatron.translate", f"conf={conf}", *words, f"out={folder}")
     with (folder / "log").open("w+", errors="replace") as stream:
         code = subprocess.run(["bash", str(folder / "run.sh")], stdout=stream, stderr=stream, check=False).returncode
         stream.seek(0)
@@ -70,7 +70,7 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     at: Path = options.folder
     at.mkdir(parents=True)
-    words = [f"conf={PRESET}", *CUT, *options.overrides, *built(options.data, at / "data")]
+    words = [*CUT, *options.overrides, *built(options.data, at / "data")]
     run = [*words, f"schedule.train_steps={options.steps}", f"schedule.decay_steps={options.steps}"]
     found: dict[str, Any] = {"preset": PRESET, "overrides": told(run), "steps": options.steps}
 

@@ -86,7 +86,8 @@ class Events:
             self.world = max(self.world, event["world"])
         self.last[rank] = event
         if kind == "end" and event["pid"] == self._process.get(rank, event["pid"]):
-            self.ends[rank] = event if went_well(self.ends.get(rank)) else self.ends[rank]
+            if went_well(self.ends.get(rank)):  # a bad end stays
+                self.ends[rank] = event
         elif kind == "loaded":
             self.loaded = event["step"]
         elif kind == "mends":

@@ -85,7 +85,7 @@ def files(runs: Runs, there: Iterable[str]) -> Iterator[tuple[str, bool]]:
     for file, tests in sorted(by_file.items()):
         passed = [when[test] for test in tests if test in when]
         line = f"{file:26} {len(passed):3} of {len(tests):3} on record"
-        changed = "never"
+        changed = ""
         if passed:
             oldest = min(passed, key=lambda run: str(run["date"]))
             changed = changes(oldest["revision"], tested(HERE / file))
