@@ -272,6 +272,7 @@ SAME: dict[str, str] = {
         "how it looks in a debugger"
     ),
     'launch/record/receipt.py: "id": secrets.token_hex(8), -> "id": secrets.token_hex( 9),': "random enough, too",
+    'launch/record/events.py: by = event["rank"], event["pid"] -> by = event["pid"], event["rank"]': "a key, whichever way round",
     "nam_megatron/budget/search.py: best, beyond = 0, max(1, start) -> best, beyond = 0, max( 2, start)": (
         "1 is the value between 0 and a 2 that is too large"
     ),

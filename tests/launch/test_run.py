@@ -22,7 +22,6 @@ import stand_in
 from command import SERVER, _child
 
 from launch.record import outcome, receipt, receipts
-from launch.record.events import Newest
 from launch.record.redact import Redactor
 from launch.run.run import ended
 from nam_megatron import events
@@ -404,10 +403,8 @@ def test_all_ranks_have_to_end_and_the_one_that_failed_first_is_named(tmp_path):
     said_by(tmp_path, step(5), end(5))
     assert ending(tmp_path, 0, world=2)[2] == "torchrun ended with 0, but rank 1 did not say its end in `events.jsonl`"
     said_by(tmp_path, end(4), rank=1)
-    assert ending(tmp_path, 0, world=2)[:2] == (
-        "completed",
-        0,
-    )  # at the multiple of stop_every that the slower one reached
+    # At the multiple of stop_every that the slower one reached.
+    assert ending(tmp_path, 0, world=2)[:2] == ("completed", 0)
     said_by(tmp_path, end(4, "error", 1, error="ValueError"), rank=1)
     said_by(tmp_path, end(4, "error", 1, error="KeyError"), rank=0)
     assert ending(tmp_path, 1, world=2)[2].endswith("ValueError, rank 1")
@@ -463,7 +460,7 @@ def test_lines_of_another_run_change_no_figure(root, tmp_path):
     [
         {"event": "step", "step": None},
         {"event": "step", "step": -5},
-        {"event": "step", "step": 10**30},
+        {"event": "step", "step": 2**53},
         {"event": "step", "loss": True},
         {"event": "step", "when": [1]},
         {"event": "step", "loss": "12_3"},
@@ -500,8 +497,8 @@ def test_a_missing_line_is_a_hole(tmp_path):
 
 
 def test_a_torn_line_costs_no_other(tmp_path):
-    """A process that is killed, or a full disk, may leave half a line; the next one begins its own."""
-    said_by(tmp_path, step(1))
+    """A process that is killed, or a full disk, may leave half a line; the next one begins its own. The first is as long as one may be."""
+    said_by(tmp_path, step(1) | {"of": 2**53 - 1, "more": "x" * 65_000})
     with open(tmp_path / events.FILE, "a") as file:
         file.write('{"run": "mine", "rank": 0, "n": 3, "at"')
     came = outcome.of_run(tmp_path, {"nonce": "mine"})
@@ -536,6 +533,7 @@ def test_a_loss_that_is_no_number_is_said(tmp_path, value):
      '{"run": "mine", "rank": 0, "pid": 1, "n": 1, "at": 0, "event": "step", "step": 1, "of": 5, "gauges": 3}',
      '{"run": "mine", "rank": 0, "pid": 1, "n": 1, "at": 0, "event": "end", "reason": "error"}',
      '{"run": "mine", "rank": 0, "pid": 1, "n": 1, "at": 0, "event": "end", "reason": "error", "code": "x", "step": "y"}',
+     '{"run": "mine", "rank": 0, "pid": 1, "n": 1, "at": 0, "event": "loaded", "step": 5, "more": "' + "x" * 65_536 + '"}',
      "\x00\x00", "\udcff"],
 )  # fmt: skip
 def test_no_line_stops_the_reader(tmp_path, line):
@@ -549,7 +547,7 @@ def test_no_line_stops_the_reader(tmp_path, line):
 
 def test_the_newest_step_is_followed(tmp_path):
     """For the progress bar: whole lines, of this run."""
-    newest = Newest(tmp_path, "mine")
+    newest = outcome.events.Newest(tmp_path, "mine")
     assert newest.step() is None
     said_by(tmp_path, step(1), step(2))
     said_by(tmp_path, step(9), nonce="another")
