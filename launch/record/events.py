@@ -1,10 +1,12 @@
 """The events of a run (nam_megatron/events.py) -> what a receipt says of it. Lines of another run, and torn ones, count for nothing."""
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -127,9 +129,10 @@ class Events:
         """Why this is not the whole record of a run that has ended; None where it is."""
         if not self.starts:
             return f"`{FILE}` says nothing of this run"
-        if silent := [rank for rank in self._ranks if rank not in self.ends]:
-            more = f" and {len(silent) - 8} more" if len(silent) > 8 else ""
-            return f"rank {', '.join(map(str, silent[:8]))}{more} did not say its end in `{FILE}`"
+        for said, what in ((self.ends, "end"), (self.starts, "start")):
+            if silent := [rank for rank in self._ranks if rank not in said]:
+                more = f" and {len(silent) - 8} more" if len(silent) > 8 else ""
+                return f"rank {', '.join(map(str, silent[:8]))}{more} did not say its {what} in `{FILE}`"
         if (bad := self.failure) and bad["code"] is None:
             return f"rank {bad['rank']} ended without a code: {bad['reason']}"
         return f"{self.missing} lines are missing from `{FILE}`" if self.missing else self._contradiction
@@ -147,9 +150,17 @@ class Events:
             return f"it ended at step {done}, and the last line is of step {told}"
         if self.planned and (other := {step.total for step in self.said.steps.values()} - {self.planned}):
             return f"it trained for {max(other)} steps, and the plan has {self.planned}"
-        saved = {save.step for save in self.said.saves if save.done}
-        if left := sorted({save.step for save in self.said.saves} - saved):
-            return f"the checkpoint of step {left[-1]} was begun and not finished"
+        if self.interval and (far := [p for p in pairwise(sorted(self.said.steps)) if p[1] - p[0] > self.interval]):
+            return f"no line is of a step between {far[0][0]} and {far[0][1]}"
+        if nan := [n for n, step in self.said.steps.items() if not math.isfinite(step.values.get(steps.LOSS, 0.0))]:
+            return f"the loss of step {nan[0]} is no number"
+        if beyond := max((rank for rank in self.last if rank >= self.world), default=None):
+            return f"there is no rank {beyond} in a world of {self.world}"
+        begun = {save.step: save.done for save in self.said.saves}  # as was said of each last
+        if left := [step for step, whole in begun.items() if not whole]:
+            return f"the checkpoint of step {max(left)} was begun and not finished"
+        if max(begun, default=0) > done:
+            return f"it ended at step {done}, and a checkpoint is of step {max(begun)}"
         return None
 
     @property
@@ -166,7 +177,7 @@ class Events:
 
 
 def went_well(end: Mapping[str, Any] | None) -> bool:
-    return end is None or (end["reason"] in WELL and not end["code"])
+    return end is None or (end["reason"] in WELL and end["code"] == 0)
 
 
 def read(folder: Path, nonce: str, world: int = 1, planned: int | None = None, interval: int | None = None) -> Events:

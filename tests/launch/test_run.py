@@ -374,8 +374,15 @@ def test_how_it_ended(tmp_path, said, code, signals, expected):
         ([step(5) | {"of": 9}, end(5)], "it trained for 9 steps, and the plan has 5"),
         ([step(5), {"event": "saving", "step": 5}, end(5)], "the checkpoint of step 5 was begun and not finished"),
         ([{"event": "loaded", "step": 5}, end(5)], None),
+        ([step(1), step(5), end(5)], "no line is of a step between 1 and 5"),
+        ([step(2), step(5) | {"loss": "nan"}, end(5)], "the loss of step 5 is no number"),
+        ([step(5), end(5, "done", None)], "rank 0 ended without a code: done"),
+        ([step(5), *({"event": word, "step": 9} for word in ("saving", "saved")), end(5)],
+         "it ended at step 5, and a checkpoint is of step 9"),
+        ([step(5), *({"event": word, "step": 5} for word in ("saving", "saved", "saving", "scheduled")), end(5)],
+         "the checkpoint of step 5 was begun and not finished"),
     ],
-)
+)  # fmt: skip
 def test_what_says_something_against_itself_is_not_completed(tmp_path, said, reason):
     said_by(tmp_path, *said)
     assert ending(tmp_path, 0)[2] == (reason and f"torchrun ended with 0, but {reason}")
@@ -405,6 +412,14 @@ def test_all_ranks_have_to_end_and_the_one_that_failed_first_is_named(tmp_path):
     said_by(tmp_path, end(4), rank=1)
     # At the multiple of stop_every that the slower one reached.
     assert ending(tmp_path, 0, world=2)[:2] == ("completed", 0)
+    beyond = tmp_path / "beyond"
+    beyond.mkdir()
+    for rank, said in enumerate(([end(5)], [end(5)], [step(5)])):
+        said_by(beyond, *said, rank=rank)
+    assert ending(beyond, 0, world=2)[2].endswith("there is no rank 2 in a world of 2")
+    first, _, rest = (beyond / events.FILE).read_text().partition("\n")
+    (beyond / events.FILE).write_text(f"{first}\n" + rest.replace('"start"', '"begin"'))
+    assert ending(beyond, 0, world=2)[2].endswith("rank 1 did not say its start in `events.jsonl`")
     said_by(tmp_path, end(4, "error", 1, error="ValueError"), rank=1)
     said_by(tmp_path, end(4, "error", 1, error="KeyError"), rank=0)
     assert ending(tmp_path, 1, world=2)[2].endswith("ValueError, rank 1")
