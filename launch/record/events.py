@@ -55,7 +55,7 @@ class Events:
                 raise ValueError
             self._add(event)
             self._count(event)
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, OSError, RecursionError):
+        except (ValueError, TypeError, KeyError, OverflowError, OSError, RecursionError):
             self.strange += 1
 
     def _add(self, event: Mapping[str, Any]) -> None:

@@ -307,8 +307,8 @@ OOM = "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.
 
 def step(number: int) -> dict:
     return {
-        "event": "step", "step": number, "of": 5, "ms": 100.0, "loss": 6.9, "grad_norm": 1.2, "tflops": 3.0, "skipped": 0, "nan": 0,
-        "gauges": {},
+        "event": "step", "step": number, "of": 5, "ms": 845.1, "loss": 6.931472, "grad_norm": 1.234, "tflops": 301.2, "lr": 3e-4,
+        "skipped": 0, "nan": 0, "gauges": {},
     }  # fmt: skip
 
 
@@ -337,6 +337,7 @@ def ending(folder: Path, code: int, signals: list[str] = [], world: int = 1) -> 
         ([], 0, [], ("failed", 1, "torchrun ended with 0, but rank 0 did not say its end in `events.jsonl`")),
         ([end(None)], 0, [], ("interrupted", 1, "the trainer ended without saying at which step")),
         ([step(3), end(3)], 0, [], ("interrupted", 1, "the trainer ended at step 3 of 5")),
+        *(([end(n)], 0, [], ("interrupted", 1, f"the trainer ended at step {n} of 5")) for n in (0, 2)),
         ([step(5), end(5)], 0, [], ("completed", 0, None)),
         ([step(5), end(5, "signal")], 0, ["SIGTERM"], ("completed", 0, "SIGTERM came too late to matter")),
         ([step(3), end(3, "signal")], 0, ["SIGTERM"], ("interrupted", 1, "SIGTERM; torchrun ended with 0")),
@@ -473,12 +474,10 @@ def test_lines_of_another_run_change_no_figure(root, tmp_path):
 @pytest.mark.parametrize(
     "strange",
     [
-        {"event": "step", "step": None},
-        {"event": "step", "step": -5},
-        {"event": "step", "step": 2**53},
-        {"event": "step", "loss": True},
-        {"event": "step", "when": [1]},
-        {"event": "step", "loss": "12_3"},
+        *({name: -1} for name in ("n", "pid", "rank", "step", "of", "world", "code")),
+        *({"step": step} for step in (None, True, 2**53)),
+        # Times that no clock has are an OverflowError and an OSError.
+        *({name: it} for name, it in (("at", 1e99), ("at", 1e17), ("loss", True), ("loss", "12_3"), ("when", [1]))),
         {"event": "start", "world": 10**12},
         {"event": "start", "rank": 10**9, "world": 1},
     ],
@@ -534,7 +533,7 @@ def test_a_run_that_is_started_again_ends_by_its_last_start(tmp_path):
     assert "did not say its end" in ending(tmp_path, 0)[2]
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_loss_that_is_no_number_is_said(tmp_path, value):
     said_by(tmp_path, step(1), step(2) | {"loss": value, "nan": 1}, end(5))
     figures = outcome.of_run(tmp_path, {"nonce": "mine"})["figures"]
@@ -566,7 +565,9 @@ def test_the_newest_step_is_followed(tmp_path):
     assert newest.step() is None
     said_by(tmp_path, step(1), step(2))
     said_by(tmp_path, step(9), nonce="another")
-    assert newest.step().number == 2 and newest.step() is None
+    found, line = newest.step(), outcome.steps.parse(stand_in.step_line(2, 5))
+    assert found.number == 2 and newest.step() is None
+    assert len(found.values) == 7 and found.values.items() <= line.values.items()  # as Megatron's line says them
     with open(tmp_path / events.FILE, "a") as file:
         file.write(json.dumps({"run": "mine", "rank": 0, "pid": 1, "n": 1, "at": 0.0} | step(3)))
     assert newest.step() is None
