@@ -96,12 +96,15 @@ def load(path: Path, plan: Path, out: Path, without_mtp: bool, say: Say) -> None
     raise_if([*_of_another(tree, str(path / folder.CONFIG), config), *families.unlike(of, config)])
     places = list(families.places(of, config))
     source = _source(path, tree, text, of)
+    if config["tie_word_embeddings"]:
+        _tie(source, of)
     ahead = families.beyond(of, config)
     misfits = list(_misfits(source, places, ahead if without_mtp else (), ahead))
     raise_if([*misfits[:MOST], *([Problem(f"and {more} more")] if (more := len(misfits) - MOST) > 0 else [])])
     with folder.making(out) as part:
         if source.left_out:
-            say(f"{'; '.join(beside)}: {counted(len(source.left_out), 'tensor')} left out, as `{min(source.left_out)}`")
+            why = "; ".join(beside) or "equal to the embedding"
+            say(f"{why}: {counted(len(source.left_out), 'tensor')} left out, as `{min(source.left_out)}`")
         say(f"{len(places)} tensors, {sum(tensor.nbytes for tensor, _ in places) / 1e9:.2f} GB")
         distributed.write(part, dict(_lazy(source, places)), lowering)
         if source.rounded:
@@ -146,6 +149,26 @@ def _source(path: Path, tree: Mapping[str, Any], text: Mapping[str, Any], of: Fa
         hint = f"keep the one of the model that `{folder.CONFIG}` describes"
         raise Refused(Problem(f"`{path}` holds `{twice[0]}` with and without `{TEXT.removeprefix(WHOLE)}`", hint=hint))
     return Source(path, shelf, spelled, form, frozenset(left_out))
+
+
+def _tie(source: Source, of: Family) -> None:
+    """One tensor for embedding and output layer. Files may hold either, or both, as transformers 5.12.1 ties them (`tie_weights`).
+
+    Raises Refused: both, with other values.
+    """
+    table, head = (of.called("model", f"{slot}.weight") or "" for slot in ("embed_tokens", "lm_head"))
+    there = source.names()
+    if head not in there:
+        return
+    if table not in there:
+        source.spelled[head] = table
+        return
+    if not torch.equal(*(source.form.read(source.shelf, source.stored(name)) for name in (table, head))):
+        what = (
+            f"`{head}` of `{source.file(head)}` is another than `{table}`, and `{source.at / folder.CONFIG}` ties them"
+        )
+        raise Refused(Problem(what, key="tie_word_embeddings", hint="transformers leaves such two apart: say false"))
+    source.left_out |= {source.stored(head)}
 
 
 def _of_another(tree: dict[str, Any], name: str, config: Config) -> Iterator[Problem]:

@@ -25,7 +25,7 @@ NEVER_READ = {
     "architectures", "model_type", "auto_map", "torch_dtype", "dtype", "transformers_version", "use_cache", "bos_token_id", "eos_token_id",
     "pad_token_id", "pretraining_tp", "output_router_logits", "ep_size", "quantization_config", "_name_or_path", "num_logits_to_keep",
     "use_mamba_kernels", "rescale_prenorm_residual", "chunk_size", "max_window_layers", "layer_types", "full_attention_interval", "expand",
-    "time_step_limit", "time_step_min", "time_step_max", "time_step_floor", "mamba_ssm_cache_dtype", "sliding_window", "residual_in_fp32",
+    "time_step_limit", "time_step_min", "time_step_max", "time_step_floor", "mamba_ssm_cache_dtype", "sliding_window",
     "output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward", "id2label", "label2id", "is_encoder_decoder",
     "problem_type", "moe_shared_expert_overlap", "mtp_layers_block_type", "attn_implementation",
 }  # fmt: skip
@@ -388,7 +388,7 @@ def _whole(s: Said) -> None:
 def _elsewhere(s: Said) -> None:
     """Keys that some architectures read: what they say in another is refused."""
     root, kind = s.root, s.root["model_type"]
-    for key in ("sliding_window", "use_sliding_window", "layer_types", "time_step_limit", "residual_in_fp32"):
+    for key in ("sliding_window", "use_sliding_window", "layer_types", "time_step_limit"):
         s.typed(key)
     if kind not in WINDOWED and root.get("sliding_window") and root.get("use_sliding_window", True):
         s.refuse("sliding_window", f"`sliding_window: {root['sliding_window']}` of `{kind}`", OURS)
@@ -398,8 +398,6 @@ def _elsewhere(s: Said) -> None:
         s.refuse("layer_types", f"`layer_types`: {', '.join(map(str, sorted(others)))}", OURS)
     if (limits := root.get("time_step_limit")) and [_float(x) for x in limits] != [0.0, float("inf")]:
         s.refuse("time_step_limit", f"`time_step_limit: {limits}`")
-    if root.get("residual_in_fp32"):
-        s.left.append("`residual_in_fp32: true`")
 
 
 def _float(value: Any) -> float:
@@ -907,6 +905,8 @@ def _nemotron_h(s: Said) -> Words:
     yield from ("--position-embedding-type", "none", "--ffn-hidden-size", str(s.number("intermediate_size")))
     yield from _numbers(s, "mamba_num_heads", "mamba_head_dim", mamba_state_dim="ssm_state_size")
     yield from ("--mamba-num-groups", str(s.number("n_groups", "mamba_n_groups")))
+    if s.get("residual_in_fp32"):
+        yield "--fp32-residual-connection"
     s.off("attention_bias")
     _ahead(s, "num_nextn_predict_layers")
     for key, usual in (("conv_kernel", 4), ("use_conv_bias", True), ("mamba_hidden_act", "silu")):

@@ -23,6 +23,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nam_megatron.budget import parameters
 from nam_megatron.compile.argv import load_plan, plan_json
+from nam_megatron.compile.plan import Plan
 from nam_megatron.errors import Refused
 from nam_megatron.hf import __main__ as command
 from nam_megatron.hf import check, distributed, families, native, quantized
@@ -277,8 +278,9 @@ def test_a_tensor_without_a_place_or_a_place_without_one_is_named(copied):
     folder = copied[0]
     changed(folder, Q, lambda tensor: tensor[:-1].contiguous())
     assert f"`{Q}` is [63, 64] in `{of_shard(folder, Q).name}`, and [64, 64] in the plan" in said(copied)
-    changed(folder, Q, lambda tensor: tensor.to(torch.int8))
-    assert "is I8" in said(copied) or "[63, 64]" in said(copied)
+    changed(folder, GATE, lambda tensor: tensor.to(torch.int8))
+    assert f"`{GATE}` is I8 in `{of_shard(folder, GATE).name}`, which is not read" in (text := said(copied))
+    assert "there are: BF16, F16, F32, F8_E4M3" in text
     (folder / INDEX).unlink()
     for shard in folder.glob("*.safetensors"):
         shard.unlink()
@@ -322,8 +324,11 @@ def test_another_model_and_what_no_reader_takes_are_refused(copied):
     assert "`int4` @ compression_config\n" in with_config(compression_config={"quant_method": "int4"})
     inner = keys | {"quantization_config": {"quant_method": "awq"}}
     assert "weights: `awq` @ quantization_config" in with_config(model_type="whole", vocab_size=None, text_config=inner)
-    (folder / "hf_quant_config.json").write_text("{}")
-    assert f"`{folder / 'hf_quant_config.json'}` quantizes its weights: `modelopt`" in with_config()
+    for name, tool in (("hf_quant_config", "modelopt"), ("quantize_config", "gptq"), ("quant_config", "awq")):
+        at = folder / f"{name}.json"
+        at.write_text("{}")
+        assert f"`{at}` quantizes its weights: `{tool}`" in with_config()
+        at.unlink()
 
 
 def test_nothing_of_a_folder_runs(copied):
@@ -384,8 +389,8 @@ def test_fp8_in_blocks_is_read_by_its_scales(made, tmp_path):
         native.load(tmp_path / "hf", plan, tmp_path / "other", False, silent)
     norm = "model.layers.0.input_layernorm.weight"  # of one axis, and blocks have two
     changed(tmp_path / "hf", norm, lambda tensor: tensor.to(torch.float8_e4m3fn))
-    with pytest.raises(Refused, match=f"`{norm}` of .* is FP8"):
-        native.load(tmp_path / "hf", plan, tmp_path / "other", False, silent)
+    text = said((tmp_path / "hf", plan, tmp_path / "out2"))
+    assert re.search(rf"`{norm}` of .* is FP8.* @ quantization_config\n+hint: read are FP8 in blocks", text)
     quantized(32, 40)
     with pytest.raises(Refused, match=r"_scale_inv` is \[4, 3\] in .*, and \[2, 3\] by its blocks"):
         native.load(tmp_path / "hf", plan, tmp_path / "other", False, silent)
@@ -405,6 +410,29 @@ def test_one_tensor_is_held_at_a_time(made, tmp_path, monkeypatch):
     monkeypatch.setattr(native, "joined", joined)
     native.load(folder, plan, tmp_path / "out", False, silent)
     assert len(held) > 9 and tensors(tmp_path / "out") == tensors(weights)
+
+
+def test_a_tied_output_layer_stands_beside_the_embedding_or_for_it(made, tmp_path):
+    """As transformers ties two that are equal, or one of which is missing, and leaves two apart that differ."""
+    folder, plan, weights = made("qwen3")
+    keys, held = published.keys(folder), {k: v for at in folder.glob("*.safetensors") for k, v in load_file(at).items()}
+    table = held["model.embed_tokens.weight"]
+    for name, more, stops in (
+        ("both", {}, None),
+        ("alone", {"model.embed_tokens.weight": None}, None),
+        ("apart", {"lm_head.weight": table + 1}, "`lm_head.weight` of `model.safetensors` is another than `model.embed_tokens.weight`"),
+        ("more", {"model.norm.weight_blocks": table + 1}, "`model.norm.weight_blocks` of `model.safetensors` has no place"),
+    ):  # fmt: skip
+        those = {
+            key: value for key, value in (held | {"lm_head.weight": table.clone()} | more).items() if value is not None
+        }
+        at, told = written(tmp_path / name, keys, those), list[str]()
+        if stops:
+            assert stops in said((at, plan, tmp_path / "out"))
+            continue
+        native.load(at, plan, tmp_path / f"{name}.out", False, told.append)
+        assert tensors(tmp_path / f"{name}.out") == tensors(weights)
+        assert ("equal to the embedding: 1 tensor left out, as `lm_head.weight`" in told) == (name == "both")
 
 
 @pytest.fixture(scope="module")
@@ -462,7 +490,7 @@ def test_mxfp4_is_what_transformers_makes_of_it(packed, tmp_path):
         ({}, {"modules_to_not_convert": ["model.layers.*.mlp"]}, "says that `model.layers.*.mlp` is not quantized"),
         ({}, {"modules_to_not_convert": None, "ignored_layers": ["model.layers.1.mlp.experts"]}, "experts` is not quantized"),
         ({"model.norm.weight_blocks": torch.zeros(1).byte()}, {}, "is MXFP4, and [64] in the plan is not, turned, in blocks of 32"),
-        ({}, {"modules_to_not_convert": "lm_head"}, "`modules_to_not_convert` is 'lm_head'"),
+        ({}, {"modules_to_not_convert": "lm_head"}, "it is a list of modules"),
         ({}, {"quant_method": "fp8", "weight_block_size": [128, 128]}, f"`{UP}_blocks` of `model.safetensors` has no place"),
     ],
     ids=lambda part: str(part)[:20],
@@ -509,6 +537,28 @@ def test_of_several_architectures_one_is_chosen_by_its_name():
         native.architecture(plan, "llama")
     with pytest.raises(Refused, match="`nothing` are not read"):
         native.architecture(plan, "nothing")
+
+
+def of_config(at: Path, name: str, **more: Any) -> Plan:
+    """The plan of a tiny model with other keys, without weights."""
+    (at / "config.json").write_text(json.dumps(published.built(name, **more).config.to_dict() | more))
+    return published.lowering(at).plan
+
+
+def test_dense_layers_anywhere_are_said_where_a_class_reads_them(tmp_path):
+    kinds = ["sparse", "dense", "sparse"]
+    plan = of_config(tmp_path, "glm_4_7_flash", mlp_layer_types=kinds, num_hidden_layers=3, first_k_dense_replace=None)
+    of, keys = native.architecture(plan)
+    assert (of.model_type, keys["mlp_layer_types"], "first_k_dense_replace" in keys) == ("glm4_moe_lite", kinds, False)
+    with pytest.raises(Refused, match="does not say `first_k_dense_replace`"):
+        native.architecture(plan, "deepseek_v3")
+
+
+def test_nemotron_hs_class_ties_nothing_and_has_a_residual_stream_of_its_own(tmp_path):
+    with pytest.raises(Refused, match="has `tie_word_embeddings` False, and the plan True"):
+        native.architecture(of_config(tmp_path, "nemotron_h", tie_word_embeddings=True))
+    with pytest.raises(Refused, match="--fp32-residual-connection"):
+        of_config(tmp_path, "nemotron_h", residual_in_fp32=True)
 
 
 @pytest.mark.parametrize("name", ["nam56r", "nam56r_native_dp"])

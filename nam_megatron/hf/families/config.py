@@ -58,9 +58,11 @@ def _ffn(of: Family, plan: Plan, c: Config) -> int:
     return c["ffn_hidden_size"] if "mlp" in c["layer_kinds"] else c["moe"]["expert_hidden_size"]
 
 
-def _first_dense(of: Family, plan: Plan, c: Config) -> int:
+def _first_dense(of: Family, plan: Plan, c: Config) -> Any:
+    """How many dense layers stand before the first with experts; where more come later, no number says it."""
     kinds = c["layer_kinds"][1::2]
-    return kinds.index("moe") if "moe" in kinds else len(kinds)
+    first = kinds.index("moe") if "moe" in kinds else len(kinds)
+    return ABSENT if "mlp" in kinds[first:] else first
 
 
 def _layer_types(of: Family, plan: Plan, c: Config) -> list[str]:
