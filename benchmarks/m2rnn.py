@@ -228,7 +228,9 @@ def check_around(report: Report, dtype: torch.dtype, s: int, b: int, borders: li
         return ops.conv(x[..., :c], *rest, cu)
 
     def gate(ops, y, x, *rest):
-        return ops.gate(y, x[..., 2 * K : c].unflatten(-1, (h, V)), x[..., c : c + inner], *rest, 1e-5)
+        return ops.gate(
+            y, x[..., :c].contiguous()[..., 2 * K :].unflatten(-1, (h, V)), x[..., c : c + inner], *rest, 1e-5
+        )
 
     def graded(work, ops, tensors, to=None) -> list[Tensor]:
         leaves = [t.to(to or t.dtype, copy=True).requires_grad_() for t in tensors]

@@ -121,7 +121,7 @@ def leaves(made: Run, dtype: torch.dtype) -> tuple[Run, Run]:
 
 def latents_of(ops: Any, p: Run, case: Case) -> Tensor:
     norms = p.get("gamma_q"), p.get("gamma_kv")
-    return ops.ingress(p["x"], p["gamma"], p["q_down"], p["kv_down"], *norms, case.dr, EPS, EPS)
+    return ops.ingress(p["x"], p["gamma"], p["q_down"], p["kv_down"], *norms, case.dr, EPS, 100 * EPS)
 
 
 def up(ops: Any, latents: Tensor, p: Run, rope: naive.Rope, case: Case) -> Run:

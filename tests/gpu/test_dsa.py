@@ -25,7 +25,8 @@ pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 
 CASES = [(2, 1025, 56), (1, 2048, 28), (1, 2049, 7), (1, 2048, 14), (1, 2047, 32), (1, 4097, 64), (1, 8192, 7)]
 if INTERPRETED:
-    CASES = [(2, 21, 7), (1, 70, 3)]  # the second in several parts of lists and of gradients, in rows of three widths
+    # The second in several parts of lists and of gradients, in rows of three widths; of the third a tile has one query's heads alone.
+    CASES = [(2, 21, 7), (1, 70, 3), (1, 17, 16)]
 
 
 @pytest.fixture(autouse=True)
@@ -91,19 +92,23 @@ def test_equal_scores_are_taken_from_the_left():
     assert taken[2].tolist() == [0, 1, 2, -1], "all there is"
 
 
-def test_kernel_and_definition_take_the_same_of_equal_scores():
+@pytest.mark.parametrize("top_k", [40, 140])
+def test_kernel_and_definition_take_the_same_of_equal_scores(top_k):
     """Of a few heads all are often below zero, and their scores 0: a third of these."""
-    s, top_k = 150, 40
+    s = 150
     make = torch.Generator(bench.DEVICE).manual_seed(0)
     scores = torch.randn(2, s, s, generator=make, device=bench.DEVICE).relu()
     scores[1] *= -1
     causal = naive.causal(s, s, scores.device)
     wanted = naive.select(scores.masked_fill(~causal, -torch.inf), top_k).selected
     padded = torch.nn.functional.pad(scores, (0, -s % kernel.ALIGN.value))
-    indices = kernel.select(padded[..., :s], top_k).indices.long()
+    selection = kernel.select(padded[..., :s], top_k)
+    indices = selection.indices.long()
     found = torch.zeros(2, s, s + 1, dtype=torch.bool, device=scores.device)
     found.scatter_(-1, indices.where(indices >= 0, s), True)
     assert torch.equal(found[..., :s], wanted)
+    for pairs, flat in zip(selection.pairs, indices.flatten(1), strict=True):
+        assert torch.equal(pairs[: (flat >= 0).sum()].long(), flat.argsort(stable=True)[(flat < 0).sum() :])
 
 
 if INTERPRETED:

@@ -6,6 +6,7 @@ are those of benchmarks/m2rnn.py, which prints them beside the times.
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "blocks"))
 
 from benchmarks import m2rnn as bench
-from nam_megatron.blocks.m2rnn import elementwise, kernel
+from nam_megatron.blocks.m2rnn import elementwise, kernel, naive
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
@@ -71,6 +72,14 @@ def test_clipped_gradients_of_the_state(report, dtype):
     """Bounds that some elements meet and some do not, at the end of the sequence and past it too."""
     for clip in (0.05, 2.0):
         bench.check_scan(report, f"clip {clip} ", 9, 1, 1, dtype, clip=clip, k=16)
+
+
+def test_a_gradient_of_bf16_is_rounded_once(report):
+    """Numbers of fp32 enter products with inputs as two of bf16, not cut off to one: few gradients of q and k round another way."""
+    x = bench.inputs(9, 1, 1, dtype=torch.bfloat16, k=16)
+    ways = (partial(kernel.scan, config=kernel.Config(exact=True)), x), (naive.scan, x, torch.float64)
+    found, exact = (bench.run(*way)[2][..., : 2 * x.k] for way in ways)
+    report.check("dq, dk", (found != exact.to(found.dtype)).float().mean().item(), 0.02)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
