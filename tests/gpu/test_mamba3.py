@@ -196,7 +196,7 @@ def test_a_state_forgotten_within_an_unfinished_chunk(case):
     assert not case.wrong(bench.errors(case, DEVICE))
 
 
-@pytest.mark.parametrize("case", [WHOLE, WALKED[0]], ids=str)
+@pytest.mark.parametrize("case", [WHOLE, WALKED[0], replace(WHOLE, shape=bench.TINY)], ids=str)
 def test_pieces_of_a_sequence_are_the_whole(case):
     assert not case.wrong(bench.halves(case, DEVICE))
 

@@ -90,7 +90,7 @@ def test_outputs_and_gradients(size, strength):
         off, as_plain = ((found[name].double() - tensor).norm() / tensor.norm() for found in (ours, plain))
         # A factor is one number, the sum of what all tokens would have it do, which nearly cancels.
         much = 1e-3 if tensor.numel() == 1 else 2e-4
-        assert off <= 1.5 * as_plain + much, f"{name}: off by {off:.1e}, plain torch by {as_plain:.1e}"
+        assert off <= 1.2 * as_plain + much, f"{name}: off by {off:.1e}, plain torch by {as_plain:.1e}"
 
 
 def test_maps_that_leave_a_column_next_to_nothing():
