@@ -106,6 +106,7 @@ class Receipt:
 
     def _stands(self) -> str | None:
         """The seal of what stands there; None where it is no receipt of ours. Raises Refused where the system does not say."""
+        raise_if(irregular([self.folder / FILE]))  # a pipe has no end
         with writing(self.folder):
             (self.folder / FILE).read_bytes()
         with contextlib.suppress(Refused):

@@ -31,8 +31,8 @@ SECRET_SHAPE = re.compile(
     r"|PMAK-[\w-]{16,}|NRAK-\w{16,}|lin_api_\w{16,}|gl[sc]a?_\w{30,}|gsk_\w{30,}|r8_\w{30,}|ntn_\w{30,}|xai-\w{30,}|pplx-\w{30,}|pcsk_\w{30,}"
     r"|tskey-[\w-]{16,}|lsv2_\w{30,}|pscale_\w{30,}|whsec_\w{16,}|sbp_\w{30,}|dp\.[a-z]{2,5}\.\w{30,}|fm[12]_[\w+/=]{30,}|figd_[\w-]{30,}"
     r"|pat\w{14}\.[0-9a-f]{40,}|wandb_v1_\w{16,}|(?:LS0tLS1CRUdJTi|b3BlbnNzaC1rZXkt)[\w+/=]{16,}|[0-9a-f]{32}-us\d{1,2}(?!\d)"
-    r"|(?:SK|AC)[0-9a-f]{32}|eyJ(?:[\w-]{8,}(?:\.[\w-]+){1,2}|[\w-]{16,})|arn:aws[\w:/+=,.@-]+)"
-    r"|(?<=hooks\.slack\.com/services/)[\w/]{16,}|(?<=/api/webhooks/)\d{16,20}/[\w-]{30,}"
+    r"|(?:SK|AC)[0-9a-f]{32}|(?:IQoJb3JpZ2lu|FwoGZXIvYXdz)[\w+/=]{16,}|eyJ(?:[\w-]{8,}(?:\.[\w-]+){1,2}|[\w-]{16,})|arn:aws[\w:/+=,.@-]+)"
+    r"|(?:(?<=\.slack\.com/services/)|(?<=\.slack\.com/triggers/)|(?<=\.slack\.com/workflows/))[\w/]{16,}|(?<=/api/webhooks/)\d{16,20}/[\w-]{30,}"
     r"|\$(?:apr1|2[aby]|[156y]|argon2\w{1,2})\$[\w./$=,+-]{16,}"
     r"|-----BEGIN [A-Z ]{0,40}PRIVATE KEY[A-Z ]{0,40}-----[\s\S]*?(?:-----END [A-Z ]{0,40}-----|\Z)"
 )
@@ -41,6 +41,7 @@ BEGINNINGS = (
     "aiza", "ya29", "1//0", "gocspx-", "googleusercontent", "8q~", "sg.", "npm_", "pypi-", "_v1_", "dapi", "shp", "sq0", "key-",
     "hv", "s.", ".atlasv1.", "pmak-", "nrak-", "lin_api_", "r8_", "ntn_", "xai-", "pplx-", "pcsk_", "lsv2_", "pscale_", "whsec_", "sbp_",
     "dp.", "fm1_", "fm2_", "figd_", "pat", "ls0tls1", "b3blbnnz", "-us", "webhooks", "slack.com", "ac", "eyj", "arn:aws", "$", "-----begin",
+    "iqoj", "fwog",
 )  # fmt: skip
 # Those that begin with nothing of their own: bot tokens, ids of clouds, a secret access key.
 LONG_SHAPE = re.compile(
@@ -49,6 +50,9 @@ LONG_SHAPE = re.compile(
     # A long word in which letters and digits take turns, but for hashes and names of kernels.
     r"|(?<!\w)(?!_?ZN|(?:[0-9a-f]{32}|[0-9a-f]{40}|[0-9a-f]{64})(?![A-Za-z0-9]))"
     r"(?=\d{0,24}(?:[A-Za-z]{1,32}\d{1,24}){3})[A-Za-z0-9]{32,}(?![A-Za-z0-9])"
+    # The same behind a vendor's word or two, and of every sort of character a shorter one.
+    r"|(?<![\w/.$-])(?!_?ZN)(?:[A-Za-z][A-Za-z0-9]{1,11}[_$-]){1,2}(?:(?=[^\W\d_]{0,24}\d)(?=\w{0,24}[a-z])(?=\w{0,24}[A-Z])[A-Za-z0-9]{20,}"
+    r"|(?=\d{0,24}(?:[A-Za-z]{1,32}\d{1,24}){3})[A-Za-z0-9]{32,})(?:[_$][A-Za-z0-9]{8,}){0,2}(?![A-Za-z0-9])"
 )
 ENCODED = re.compile(r"(?<![\w+/])[\w+/-]{24,}={0,2}")  # what may be base64 of a text that names a secret
 LONG = re.compile(r"[\w/+-]{24}|\d{8}[:-]")
@@ -60,9 +64,11 @@ SECRET_NAME = (
 # Up to the quote that it began with, or in one word.
 QUOTED = r"(?:(?<=\")[^\"\r\n]+|(?<=')[^'\r\n]+|[^\s\"']+)"
 MORE = r"(?:[\"']\s{0,4}\+?\s{0,4}[\"'][^\s\"']+)*"  # of a text in pieces
+APART = r"(?:[ \t]{0,40}|\s{0,8})"
 GIVEN = re.compile(
     rf"(?i)((?:^|[^a-z])(?:[\w-]{{0,40}}[_-])?(?:(?:access|session|refresh|secret|client|api|db|user|pg){{1,2}})?{SECRET_NAME}"
-    rf"(?:[_-]?(?:key|token|secret|id|value))?[\"']?\s{{0,8}}(?:=>|=|:|%3D|：)\s{{0,8}}(?:\x1b\[[\d;]{{0,8}}m)?\(?[\"']?)(?![\"']?<){QUOTED}{MORE}"
+    rf"(?:[_-]?(?:key|token|secret|id|value|cookie))?[\"']?{APART}(?:=>|:{{0,2}}=|:|%3D|：){APART}(?:\x1b\[[\d;]{{0,8}}m)?\(?[\"']?)(?![\"']?<){QUOTED}{MORE}"
+    rf"(?:\s=\s[\"']?[^\s\"']+)?"  # behind its type
 )
 # "the password is ...", "your API key ...": letters and digits, or it is a word of the sentence.
 SAID = re.compile(
@@ -72,15 +78,16 @@ SAID = re.compile(
 # The wider net: whatever ends like a secret's name, whatever parts it from its value (quotes, brackets, tags, arrows, cells of a table,
 # colours, dots, a call, the `value` beside a `name`), and a value of letters and digits. Parts of a checkpoint are called keys, too.
 PARTED = (
-    r"(?:\x1b\[[\d;]{0,12}m|%(?:25){0,2}(?:3D|3A|22)|\b[a-z]{0,12}val(?:ue)?\b|\bis\b|<?\b\w{1,16}\((?=[\"'])|\b[a-z]{1,12}\(\d{1,6}\)"
-    r"|\bb(?=[\"'])|[&!]{1,2}\w{1,20}\s|</?\w{1,16}>|\[\w{1,12}\]|\.{2,64}+|[\"'`(*\\\s,:=?>|\])}\u200b\ufeff\uff1d\uff1a-]){1,16}"
+    r"(?:\x1b\[[\d;]{0,12}m|%(?:25){0,2}(?:3D|3A|22)|\b[a-z]{0,12}val(?:ue)?\b|\b(?:is|with)\b|<?\b\w{1,16}\((?=[\"'])|\b[a-z]{1,12}\(\d{1,6}\)"
+    r"|\bb(?=[\"'])|[&!]{1,2}\w{1,20}\s|</?\w{1,16}>|\[\w{1,12}\]|\.{2,64}+|[ \t]{1,40}+|:\s\w{1,16}\s=|"
+    r"[\"'`(*\\\s,;:=?>|\])}\u2190-\u21ff\u2500-\u257f\u200b\ufeff\uff1d\uff1a-]){1,16}"
 )
-NOUN = r"(?:pass(?:word|wd|phrase)|secret|token|credentials?|key|signature)"
+NOUN = r"(?:pass(?:word|wd|phrase)|(?<=[_-])pass|secret|token|credentials?|key|signature)"
 NO_PART = r"(?!(?:decoder|model|module|optimizer|embedding|mtp|output_layer|lm_head|layers)[._])"
 NAMED = re.compile(
-    rf"(?i)({NOUN}(?:[_-]?(?:id|value|key|token|secret|data))?s?{PARTED})"
-    rf"{NO_PART}(?![\w.-]{{0,64}}{NOUN}s?[\"'\s])"
-    rf"(?=[^\s\"'<]{{0,64}}[a-z])(?=[^\s\"'<]{{0,64}}\d)[^\s\"'<]{{12,}}{MORE}"
+    rf"(?i)({NOUN}(?:[_-]?(?:id|value|key|token|secret|data|cookie))?s?{PARTED})"
+    rf"{NO_PART}(?!\[\w{{1,16}}\]:)(?![\w.-]{{0,64}}{NOUN}s?[\"'\s])"
+    rf"(?=[^\s\"'<]{{0,64}}[a-z])(?=[^\s\"'<]{{0,64}}\d)(?:[^\s\"'<]{{12,}}|[A-Za-z0-9!@#%^*~+/-]{{8,}}(?![\w.(\[])){MORE}"
 )
 # The value before its name.
 VALUE_FIRST = re.compile(
@@ -99,8 +106,14 @@ SCHEME = re.compile(
 NETRC = re.compile(
     r"(?i)(\blogin\s{1,8}\S{1,200}\s{1,8}password\s{1,8}|\s-(?:p|pw)\s{1,8}|--(?:[\w-]{0,40}[_-])?(?:password|token|secret|api[_-]key)\s{1,8}"
     r"|\bmysql\w{0,8}\s(?:\S{1,100}\s){0,8}?-p|\s(?:-u\s{0,8}|--user[\s=]{1,8})[\"']?[^\s:@/\"']{1,100}:|--from-literal[\s=]\w{1,40}="
-    r"|\b(?:sshpass|redis-cli|openssl|ssh-keygen|ldap\w{1,12}|7z)\s(?:\S{1,100}\s){0,8}?-(?:[pakNw]|pass(?:in|out)?)\s{0,4}(?:pass:)?[\"']?"
-    r"|[\"'](?:-p[\"'],\s{0,4}[\"']|(?:-u|--user)[\"'],\s{0,4}[\"'][^\s:@/\"']{1,100}:)|\bwandb\s{1,4}login\s{1,4}"
+    r"|\b(?:sshpass|redis-cli|openssl|ssh-keygen|ldap\w{1,12}|7z|zip)\s(?:\S{1,100}\s){0,8}?-"
+    r"(?:(?:[pakNwP]|pass(?:in|out)?)\s{1,4}|p)(?:pass:)?[\"']?"
+    r"|[\"'](?:-p[\"'],\s{0,4}[\"']|(?:-u|--user)[\"'],\s{0,4}[\"'][^\s:@/\"']{1,100}:)|\b(?:wandb|vault)\s{1,4}login\s{1,4}"
+    r"|\bmc\s(?:alias\sset|config\shost\sadd)(?:\s\S{1,200}){3}\s|(?:login|token)[^\n]{0,200}<<<\s{0,4}[\"']?"
+    r"|\becho\s(?:-n\s)?[\"']?(?=\S{1,400}\s{0,4}\|[^\n]{0,200}(?:login|stdin|token))"
+    # A name and a password beside it: of a call, in a line of ~/.pgpass, of a jar of cookies; and what a server hands back in a URL.
+    r"|auth\w{0,12}\s{0,2}[=:(]\s{0,2}\(?[\"'][^\"'\n]{1,100}[\"'],\s{0,4}[\"']|:(?:5432|\*):[\w*.-]{1,64}:[\w*.-]{1,64}:"
+    r"|\t(?:TRUE|FALSE)\t\S{1,200}\t(?:TRUE|FALSE)\t\d{1,20}\t\S{1,200}\t|[?&#](?:code|id_token|ticket|assertion)="
     r"|\b(?:requirepass|masterauth|(?-i:AUTH)[ \t]\w{1,40}(?=[ \t]))\s{1,4}|\bidentified\s{1,4}by\s{1,4}[\"']?"
     r"|\bauth\s{1,4}(?:plain|login)\s{1,4}"
     r"|\sclone\s{1,8}[^\s:@/]{1,100}:(?=[^\s@]{1,200}@))\S+"
@@ -121,7 +134,7 @@ NEEDS = {
     KEY_HEX: ("key", "logged in with"),
     VALUE_FIRST: ("value",),
     NETRC: ("password", "token", "secret", "api-key", "api_key", " clone ", "-p", "-u", "literal", "redis-cli", "openssl", "ssh-keygen",
-            "ldap", "identified", "auth ", "login", "requirepass", "masterauth"),
+            "ldap", "identified", "auth", "login", "requirepass", "stdin", "mc ", ":5432:", "e\t", "code=", "ticket=", "assertion="),
     INSERTED: ("insert",),
     KUBERNETES: ('"secret"', "'secret'"),
 }  # fmt: skip
@@ -129,7 +142,11 @@ DIGITS = str.maketrans("123456789", "0" * 9)
 KNOWN = 10_000  # lines that are remembered
 LONGEST_ROW = 1000  # characters
 KEY_BEGINS = re.compile(r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY[A-Z ]{0,40}-----")
-KEY_LINE = re.compile(r"(?:\[\w+\]:\s*)?\s*(?:[A-Za-z0-9+/=]{1,76}|[\w-]+: \S.{0,76}|-----END [A-Z ]*-----.*)?\s*")
+# What stands before the text of a line, in a log or in a difference.
+BEFORE = r"(?:\[\w{1,16}\]:\s|\d{1,5}: |\d{4}-\d\d-\d\d[ T][\d:.,]{5,16} (?:[A-Z]{1,10} )?)?"
+KEY_LINE = re.compile(
+    rf"{BEFORE}[\s\"'+-]*(?:[A-Za-z0-9+/=]{{1,76}}|[\w-]+: \S.{{0,76}}|-----END [A-Z ]*-----.*)?(?:\\[nr]|[\"',\\)\s])*"
+)
 # A name whose value stands below it: in a block of YAML, or as `value:` under a `name:`, as Kubernetes has it.
 BELOW = re.compile(
     rf"(?im)(?:^|[^a-z])(?:access|session|refresh|secret|client|api|db|user|pg){{0,2}}(?:{SECRET_NAME}|[\w.-]{{0,40}}{NOUN}s?)(?:[_-]?(?:key|token|secret|id|value))?"
@@ -151,15 +168,14 @@ OPENS = re.compile(
     rf"(?im)(?:{NOUN}|{SECRET_NAME})(?:[_-]?(?:id|value|key|token|secret))?s?(?!\w)"
     r"(?:[^\w\n]{0,16}[rbf]?(?P<quote>\"\"\"|''')(?:(?!(?P=quote))[^\n])*$"
     r"|[\"']?</\w{1,16}>[ \t]*\r?$|[^\n]{0,40}<<[-~]?[ \t]*[\"'\\]?\w{1,40}[\"']?[ \t]*\r?$"
-    r"|(?:[^\w\n]{0,16}[\"'`:=>|(\[{\\]|(?: is)?)[ \t]*\r?$)"
+    r"|(?:[^\w\n]{0,16}[\"'`:=>|(\[{\\]|\)|(?: is)?)[ \t]*\r?$)"
 )
 GOES_ON = re.compile(
-    rf"[-+:\s\"'`(\[]*(?:<\w{{1,16}}>|\w{{1,16}}\s{{0,4}}[=:]\s{{0,4}}[\"']?|\w{{1,16}}\(\d{{1,6}}\)\s[\"'])?{NO_PART}(?=[^\s\"'<]{{0,64}}[A-Za-z])(?=[^\s\"'<]{{0,64}}\d)[^\s\"'<]{{8,}}(?:\\|[\"'`)\],;}}\s]|</\w{{1,16}}>)*"
+    rf"[-+:\s\"'`(\[\u2500-\u257f]*(?:<\w{{1,16}}>|\w{{1,16}}\s{{0,4}}[=:]\s{{0,4}}[\"']?|\w{{1,16}}\(\d{{1,6}}\)\s[\"'])?{NO_PART}(?=[^\s\"'<]{{0,64}}[A-Za-z]|\d{{12}})(?=[^\s\"'<]{{0,64}}\d)[^\s\"'<]{{8,}}(?:\\|[\"'`)\],;}}\s]|</\w{{1,16}}>)*"
+    r"|[^\n]{1,200}\binput_value=[^\n]*"  # of pydantic
 )
 WEB_TOKEN = re.compile(r"\beyJ[\w.-]{8,}\\?\r?$", re.MULTILINE)  # broken over lines
-DENT = re.compile(
-    r"(?:\[\w{1,16}\]:\s|\d{1,5}: |\d{4}-\d\d-\d\d[ T][\d:.,]{5,16} (?:[A-Z]{1,10} )?)?([ \t+-]*)"
-)  # of a line of a log or of a difference
+DENT = re.compile(rf"{BEFORE}([ \t+-]*)")
 IN_URL = re.compile(r"(?<=://)[^/\s@:]{0,200}:\S{0,400}@|(?<=://)[^/\s@]{1,200}@")
 # Variables that are recorded: those that the software that trains reads, and no others.
 RECORDED = re.compile(

@@ -341,6 +341,10 @@ def test_a_seal_is_never_written_over(root):
         with pytest.raises(Refused, match="was changed by somebody else during the run"):
             again()
     assert receipt.read(made.folder) == sealed
+    (made.folder / receipt.FILE).unlink()
+    os.mkfifo(made.folder / receipt.FILE)  # whoever waits for its writer never ends
+    with pytest.raises(Refused, match="is a pipe"):
+        made.seal("completed", {})
 
 
 def test_a_kill_between_the_seal_and_the_link_breaks_no_chain(root, capsys):

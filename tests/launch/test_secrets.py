@@ -94,6 +94,7 @@ for name, secret in {
     "Google refresh token": "1//0" + some(60),
     "tenant in capitals": "-".join(some(n, "0123456789ABCDEF") for n in (8, 4, 4, 4, 12)),
     "a key behind a word": "my_hf_" + some(34),
+    "a vendor's word": "tgp_v1_" + some(40), "a short one of every sort": "as-" + some(22), "AWS session": "IQoJb3JpZ2lu" + some(200),
 }.items():  # fmt: skip
     shape(name, "connecting with {} to the bucket", secret)
 for name, line in {
@@ -210,6 +211,14 @@ def test_a_key_ends_where_another_line_begins():
     ):
         stream, whole = Stream(Redactor({})), Stream(Redactor({}))
         assert [line for text in said for line in stream.lines([text])] == whole.lines(said) == shown
+
+
+@pytest.mark.parametrize("before", ["2026-01-01 12:00:00,1 INFO ", "[rank1]: ", "3: ", "  '", "+"])
+def test_a_key_of_several_lines_behind_what_a_log_has_before_each(before):
+    stream = Stream(Redactor({}))
+    shown = [stream.line(f"{before}{line}" + "\\n'" * ("'" in before)) for line in PEM]
+    assert not any(line[:12] in text for line in PEM[1:-1] for text in shown)
+    assert stream.line("zebra") == "zebra"
 
 
 @pytest.mark.parametrize(
