@@ -149,11 +149,15 @@ def finish(command: Callable[[], int]) -> NoReturn:
         code = REFUSED
         sys.stderr.write(Refused(lacking(err)).render())
     except OSError as err:
-        if err.errno not in DISK:
+        if err.errno not in (*DISK, errno.ENAMETOOLONG):
             raise
         code = REFUSED
-        what = f"`{err.filename}`: " if err.filename else "cannot write: "
-        sys.stderr.write(Refused(Problem(f"{what}{err.strerror}", hint=ROOM, law="not-writable")).render())
+        what = f"`{str(err.filename)[:200]}`: " if err.filename else "cannot write: "
+        long = err.errno == errno.ENAMETOOLONG  # a value in the place of a name
+        problem = Problem(
+            f"{what}{err.strerror}", hint=None if long else ROOM, law="file-error" if long else "not-writable"
+        )
+        sys.stderr.write(Refused(problem).render())
     except RuntimeError as err:
         if not str(err).startswith("Symlink loop"):  # as Path.resolve says it
             raise

@@ -62,6 +62,19 @@ def test_a_file_far_too_large_is_refused_at_once(folder):
     assert time.monotonic() - begun < 20
 
 
+@pytest.mark.parametrize("text", ['{"a": ' * 50_000, "- " * 50_000, "x: " + "9" * 5000])
+def test_what_libyaml_or_an_integer_cannot_hold_is_refused(folder, text):
+    """The first ended the process without a word."""
+    (folder / "train.yaml").write_text(text)
+    for done in (own(folder, text), warm("lint", "train.yaml", cwd=folder, module="nam_megatron.cli")):
+        assert done.code == 2 and done.err.startswith("error: ") and "Traceback" not in done.err
+
+
+def test_a_value_in_the_place_of_a_name_is_refused(tmp_path):
+    done = warm("conf=nam56r_smoke", f"assumptions.model/hidden_dropout.why={'9' * 5000}", cwd=tmp_path)
+    assert done.code == 2 and "File name too long" in done.err and len(done.err) < 400
+
+
 def test_an_anchor_of_itself_is_refused(folder):
     done = own(folder, "# @package _global_\nx: &x\n  y: *x\n")
     assert done.code == 2 and "Traceback" not in done.err

@@ -21,8 +21,8 @@ from omegaconf import Container, DictConfig, ListConfig, OmegaConf
 
 from nam_megatron.conf import conf_dir, short
 from nam_megatron.errors import Problem, Refused, raise_if
+from nam_megatron.words.nested import compose
 
-Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 HEADER = 512  # characters in which Hydra looks for its header
 MOST = 100_000  # values of a file, each use of an anchor counted
 MOST_BYTES = 2**21  # of a file; YAML is read at a megabyte a second and more than once
@@ -154,8 +154,8 @@ def _read(file: Path, _written: int, bytes_: int) -> Read:
         hint = "save it as UTF-8 without one; Hydra would not see its `@package`"
         raise Refused(Problem(f"`{file}` begins with a byte order mark", hint=hint, law="byte-order-mark"))
     try:
-        node = yaml.compose(text, Loader=Loader)
-    except yaml.YAMLError:
+        node = compose(text)
+    except yaml.MarkedYAMLError:
         node = yaml.compose(text, Loader=yaml.SafeLoader)  # the same complaint, in better words
     if (found := size(node, {})) > MOST:
         message = f"`{file}` has {found} values, its anchors written out"

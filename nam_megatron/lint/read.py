@@ -18,6 +18,7 @@ from nam_megatron.errors import Problem, Refused, quoted
 from nam_megatron.lint import checkpoint, container, follow, huggingface, others, python
 from nam_megatron.lint.shell import Lexer, ShellError
 from nam_megatron.targets import Target
+from nam_megatron.words.nested import Loader, compose
 
 if TYPE_CHECKING:
     from nam_megatron.lint.ours import Planned
@@ -52,7 +53,6 @@ PLACE = re.compile(
     r"""^(\s*(?:export\s+)?\w+=["']?[^\s"'<]*|\s*--[a-z][\w-]+\s+)<([\w./ (),:-]+)>(?:[ \t]*\(e\.g\..*\))?""",
     re.MULTILINE,
 )  # a value to be put in, `DIR="<path>"`, `--save <path>`
-Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def read(text: str, target: Target, name: str = "-") -> Launch:
             launch = _shell(text, target, name)
     except SyntaxError as err:
         raise Refused(Problem(f"`{name}` is no Python: {err.msg} in line {err.lineno}", hint=FORMS)) from None
-    except (ShellError, yaml.YAMLError, RecursionError) as err:
+    except (ShellError, yaml.YAMLError, RecursionError, ValueError) as err:
         what = " ".join(str(err).split()).replace('in "<unicode string>",', "at") or "nested too deep"
         raise Refused(Problem(f"`{name}` cannot be read: {what}", hint=FORMS)) from None
     if not _flags(launch.words, target):
@@ -361,7 +361,7 @@ def _gpus(launcher: tuple[str, ...], text: str, variables: Mapping[str, str | li
 
 
 def _yaml(text: str, target: Target, name: str) -> Launch:
-    root = yaml.compose(text, Loader=Loader)
+    root = compose(text)
     entries: list[tuple[tuple[str, ...], str, Any]] = []
     notes: list[str] = []
     bases: list[str] = []
@@ -605,7 +605,7 @@ def _with_default(node: yaml.Node, unset: dict[str, str | None]) -> yaml.Node:
     if not found:
         return node
     unset[found[1]] = found[2].strip()
-    inner = yaml.compose(found[2], Loader=Loader)
+    inner = compose(found[2])
     return yaml.ScalarNode("tag:yaml.org,2002:null", "") if inner is None else inner
 
 
