@@ -253,23 +253,23 @@ def test_what_the_scan_owns_stays_fp32_in_a_bf16_model():
     assert on_ranks(CASE, job) == [(kept, torch.bfloat16, [])]
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_packed_sequences_reach_the_scan(padded):
+@pytest.mark.parametrize(("padded", "tp"), [(False, 1), (True, 1), (True, 2)])
+def test_packed_sequences_reach_the_scan(padded, tp):
     """What pads a document comes with it; what lies behind the last one is a document of its own."""
 
     def job(rig):
         mixer = rig.model.decoder.layers[0].mixer
         hidden = torch.randn(12, 1, 64, generator=torch.Generator().manual_seed(1))
-        ends = torch.tensor([0, 5, 5, 6], dtype=torch.int32)
+        ends = torch.tensor([0, 4, 4, 6], dtype=torch.int32)
         given = {"cu_seqlens_q": ends}
         if padded:
             given = {"cu_seqlens_q": torch.tensor([0, 3, 3, 4], dtype=torch.int32), "cu_seqlens_q_padded": ends}
-        together = mixer(hidden, packed_seq_params=PackedSeqParams(qkv_format="thd", **given))[0]
-        apart = torch.cat([mixer(part)[0] for part in hidden.split([5, 1, 6])])
-        return together.detach(), apart.detach()
+        mine = [part.chunk(tp)[torch.distributed.get_rank()] for part in (hidden, *hidden.split([4, 2, 6]))]
+        together = mixer(mine[0], packed_seq_params=PackedSeqParams(qkv_format="thd", **given))[0]
+        return [part.detach() for part in (together, *(mixer(part)[0] for part in mine[1:]))]
 
-    ((together, apart),) = on_ranks(CASE, job)
-    torch.testing.assert_close(together, apart)
+    together, *apart = map(torch.cat, zip(*on_ranks(replace(CASE, tp=tp), job), strict=True))
+    torch.testing.assert_close(together, torch.cat(apart))
 
 
 @pytest.mark.parametrize("tp", [1, 2])
