@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from nam_megatron.blocks.exported import Tensor
 from nam_megatron.errors import Refused
@@ -107,6 +108,9 @@ def test_one_file_of_weights_needs_no_index_and_is_none_beside_one(export):
         path.unlink()
     folder.write_shard(export / folder.SINGLE, TENSORS, lambda t: torch.ones(t.shape, dtype=torch.bfloat16))
     assert folder.reader(export, TENSORS)(TENSORS[0]).tolist() == [[1.0] * 3] * 2
+    save_file({t.name: torch.ones(t.shape, dtype=torch.int8) for t in TENSORS}, export / folder.SINGLE)
+    with pytest.raises(Refused, match=r"`a\.weight` is I8"):  # whatever its scales, they are not read
+        folder.reader(export, TENSORS)
     (export / folder.INDEX).write_text('{"weight_map": {}}')
     with pytest.raises(Refused, match=r"holds no `a\.weight`"):
         folder.reader(export, TENSORS)
@@ -143,3 +147,8 @@ def test_a_folder_that_came_meanwhile_is_left(tmp_path):
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "theirs").write_text("x")
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "theirs"]
+
+
+def test_a_gpu_behind_the_last_is_not_there(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [len([*opened.absent(device)]) for device in ("cuda", "cuda:1", "cuda:2")] == [0, 0, 1]

@@ -17,6 +17,7 @@ from test_train import lowered
 from nam_megatron.compile.lower import translate
 from nam_megatron.data import identity, manifest
 from nam_megatron.errors import Refused
+from nam_megatron.hf import export, opened
 from nam_megatron.mends import checksums as mend
 from nam_megatron.recipe import load
 from nam_megatron.runtime import checkpoint, checksums
@@ -518,6 +519,9 @@ def test_a_step_of_another_run_or_another_step_is_told(step):
     assert text == "is of another run: `optim.lr` is 0.5 in its `plan.json`, and 0.0003 in the run's"
     (problem,) = checkpoint.another(step.parent, lowered(*words))
     assert problem.message == f"checkpoint `{step}` {text}" and problem.key == "schedule.load"
+    for ask in (opened.identity, lambda step: export.checked(step, lowered(*words).plan)):
+        with pytest.raises(Refused, match=r"is of another run: `optim\.lr`"):
+            ask(step)
     first, moved = (("data=built", f"data.path={built(step.parents[1] / name, '1')}") for name in ("d", "e"))
     resigned(*first)
     checkpoint.sign(lowered(*words, *moved))

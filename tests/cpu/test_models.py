@@ -376,6 +376,20 @@ def test_torchs_grouped_gemm_trains_what_transformer_engines_does(layout, sharde
     torch.testing.assert_close(found.gradients, expected.gradients, rtol=1e-4, atol=1e-6)
 
 
+def test_what_is_no_number_or_nothing_has_its_row_at_an_expert_too():
+    """The one has to reach the loss; the other is a share that is too small for its type."""
+    here = SimpleNamespace(arrive=lambda x: x)
+    of = SimpleNamespace(
+        chosen=here,
+        tokens=here,
+        config=SimpleNamespace(moe_permute_fusion=True),
+        sort=lambda rows, probs: (rows, probs),
+    )
+    told = torch.tensor([[0.0, -1.0], [torch.nan, 0.5]])
+    _, _, probs = moe.GatheredDispatcher.dispatch_postprocess(of, torch.ones(2, 4), told)
+    assert of.local_map.tolist() == [[False, True], [True, True]] and probs[1, 1].isnan()
+
+
 @pytest.mark.parametrize("forked", [False, True], ids=["", "router"])
 @pytest.mark.parametrize(
     "layout", [{"dp": 2, "ep": 2}, {"tp": 2, "ep": 2}, {"dp": 4, "ep": 4}, {"dp": 4, "ep": 2}], ids=str
