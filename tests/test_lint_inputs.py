@@ -114,6 +114,10 @@ def test_config_of_a_public_model_is_its_preset(name):
     assert any("sequence length" in line for line in made.lost)  # guessed, and said
 
 
+BAMBA = {
+    "model_type": "bamba", "attn_layer_indices": [9, 18, 27], "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_d_state": 128,
+    "mamba_n_groups": 1, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True, "attention_dropout": 0.0,
+}  # fmt: skip
 SEED_OSS = {"model_type": "seed_oss", "head_dim": 128, "residual_dropout": 0.0, "attention_dropout": 0.0}
 
 
@@ -374,6 +378,12 @@ YARN = CONFIGS["deepseek_v3_yarn"]["rope_scaling"]
         ("qwen3_8b", {"is_causal": False}, "`is_causal: False`"),
         ("qwen3_8b", {"model_type": "stablelm", "partial_rotary_factor": 0.25, "head_dim": 64}, "together are as wide as"),
         ("qwen3_8b", {"model_type": "smollm3", "no_rope_layers": [1, 0]}, "1 or 0 for each layer"),
+        ("qwen3_8b", BAMBA | {"attn_layer_indices": [9, 36]}, "names no layer: 36"),
+        ("qwen3_8b", BAMBA | {"partial_rotary_factor": 1.0}, "turns half of each head"),
+        ("qwen3_8b", BAMBA | {"mamba_n_groups": 2}, "its norm goes over all groups at once"),
+        ("qwen3_8b", BAMBA | {"mamba_d_head": 32}, "make 64"),
+        ("qwen3_8b", BAMBA | {"mamba_d_conv": 3}, "`mamba_d_conv: 3`"),
+        ("qwen3_8b", BAMBA | {"attn_rotary_emb": 128}, "`attn_rotary_emb: 128`"),
         ("qwen3_8b", {"model_type": "dots1", "sliding_window": 64, "use_sliding_window": None, "max_window_layers": 9,
          **dict.fromkeys(("routed_scaling_factor", "n_group", "topk_group", "n_shared_experts", "norm_topk_prob"), 1)},
          "does not say `layer_types`"),

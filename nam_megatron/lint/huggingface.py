@@ -27,7 +27,7 @@ NEVER_READ = {
     "use_mamba_kernels", "rescale_prenorm_residual", "chunk_size", "max_window_layers", "layer_types", "full_attention_interval", "expand",
     "time_step_limit", "time_step_min", "time_step_max", "time_step_floor", "mamba_ssm_cache_dtype", "sliding_window",
     "output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward", "id2label", "label2id", "is_encoder_decoder",
-    "problem_type", "moe_shared_expert_overlap", "mtp_layers_block_type", "attn_implementation",
+    "problem_type", "moe_shared_expert_overlap", "mtp_layers_block_type", "attn_implementation", "mamba_chunk_size",
 }  # fmt: skip
 
 
@@ -40,17 +40,18 @@ LACKS = Path(__file__).with_name("lacks.yaml")
 FLAG, LIST, TEXT, TABLE = (bool, "true or false"), (list, "a list"), (str, "a word"), (dict, "a table")
 HOLD: Mapping[str, tuple[type, str]] = {
     **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias", "use_sliding_window",
-                     "use_qk_norm", "norm_topk_prob", "seq_aux", "use_conv_bias", "rope_interleave", "attn_output_gate",
+                     "use_qk_norm", "norm_topk_prob", "seq_aux", "use_conv_bias", "mamba_conv_bias", "rope_interleave", "attn_output_gate",
                      "residual_in_fp32", "attention_out_bias", "qkv_bias", "use_qkv_bias", "is_causal", "use_parallel_residual",
                      "qk_layernorm"), FLAG),
-    **dict.fromkeys(("layer_types", "mlp_layer_types", "layers_block_type", "mlp_only_layers", "time_step_limit", "no_rope_layers"), LIST),
+    **dict.fromkeys(("layer_types", "mlp_layer_types", "layers_block_type", "mlp_only_layers", "time_step_limit", "no_rope_layers",
+                     "attn_layer_indices"), LIST),
     **dict.fromkeys(("hidden_act", "mlp_hidden_act", "mamba_hidden_act", "topk_method", "scoring_func", "hybrid_override_pattern"), TEXT),
     **dict.fromkeys(("rope_parameters", "rope_scaling"), TABLE),
 }  # fmt: skip
 REAL = {
     "rms_norm_eps", "layer_norm_epsilon", "norm_eps", "layer_norm_eps", "initializer_range", "rope_theta", "partial_rotary_factor",
     "hidden_dropout", "attention_dropout", "routed_scaling_factor", "swiglu_limit", "router_aux_loss_coef", "aux_loss_alpha",
-    "router_jitter_noise", "residual_dropout", "resid_pdrop", "embd_pdrop",
+    "router_jitter_noise", "residual_dropout", "resid_pdrop", "embd_pdrop", "z_loss_coefficient",
 }  # fmt: skip
 MAY_BE_0 = REAL | {"first_k_dense_replace"}
 # Keys that a dense model has no use for.
@@ -336,6 +337,7 @@ PARTLY = {
     "stablelm",
     "phi3",
     "glm",
+    "bamba",
 }
 SQUARE = {"helium", "stablelm"}  # whose heads are together as wide as the hidden state
 PAIRED = {"helium", "ernie4_5", "glm"}  # which turn neighbouring columns
@@ -362,7 +364,8 @@ SAID: Mapping[str, tuple[str, ...]] = {
     "glm4v_moe_text": (*_DEEPSEEK, "partial_rotary_factor", "attention_bias"),
     **dict.fromkeys(("qwen3_vl_text", "helium", "ernie4_5"), ("head_dim",)),
     "glm": ("head_dim", "partial_rotary_factor", "attention_bias"), "nemotron": ("partial_rotary_factor",),
-    "stablelm": ("partial_rotary_factor",), "solar_open": (*_DEEPSEEK[:3], "n_shared_experts", "head_dim"),
+    "stablelm": ("partial_rotary_factor",), "bamba": ("mamba_n_groups", "mamba_d_conv", "mamba_conv_bias"),
+    "solar_open": (*_DEEPSEEK[:3], "n_shared_experts", "head_dim"),
     "dots1": (*_DEEPSEEK, "norm_topk_prob"), "cwm": ("head_dim", "sliding_window", "layer_types", "rope_scaling|rope_parameters"),
     "ministral": ("sliding_window", "layer_types"), "phi3": ("sliding_window",),
 }  # fmt: skip
@@ -922,6 +925,35 @@ def _nemotron_h(s: Said) -> Words:
         yield from _sigmoid(s)
 
 
+def _bamba(s: Said) -> Words:
+    """Mamba-2 or attention, and a gated MLP behind each."""
+    layers, attention = _layers(s), s.need("attn_layer_indices")
+    if strange := [i for i in attention if i not in range(layers)]:
+        raise Refused(
+            Problem(f"`attn_layer_indices` of `{s.name}` names no layer: {strange[0]!r}", key="attn_layer_indices")
+        )
+    yield "--hybrid-layer-pattern=" + "".join("*-" if i in attention else "M-" for i in range(layers))
+    yield from (*_heads(s), *_rope(s), "--ffn-hidden-size", str(s.number("intermediate_size")))
+    s.only("partial_rotary_factor", 0.5, lack="its class turns half of each head, whatever the file says")
+    if s.root.get("partial_rotary_factor") is None:
+        yield from ("--rotary-percent", "0.5")
+    width = s.get("head_dim") or s.number("hidden_size") // s.number("num_attention_heads")
+    s.only("attn_rotary_emb", width // 2, lack="half of each head turns")
+    heads, expand = s.number("mamba_n_heads"), s.number("mamba_expand")
+    width = expand * s.number("hidden_size") // heads
+    s.only("mamba_d_head", width, lack=f"`mamba_expand`, `hidden_size` and `mamba_n_heads` make {width}")
+    yield from ("--mamba-head-dim", str(width), "--mamba-num-groups", "1")
+    yield from _numbers(s, mamba_num_heads="mamba_n_heads", mamba_state_dim="mamba_d_state")
+    s.only("mamba_n_groups", 1, lack="its norm goes over all groups at once, Megatron's over each")
+    s.only("mamba_d_conv", 4)
+    s.only("mamba_conv_bias", True)
+    s.off("attention_bias")
+    # compute_default_rope_parameters of modeling_bamba.py; as pull request 48652 of huggingface/transformers has it of another model
+    s.left.append("half of each head turns, as its weights were trained: transformers 5.12.1 turns all of it")
+    if loss := s.get("z_loss_coefficient"):
+        s.left.append(f"`z_loss_coefficient: {loss}`: a loss of its training")
+
+
 KINDS: Mapping[str, Callable[[Said], Words]] = {
     "llama": _blocks, "mistral": _mistral, "mixtral": _mixtral, "qwen2": _qwen2, "qwen3": _qwen3, "qwen3_moe": _qwen3_moe,
     "qwen3_next": _qwen3_next, "qwen3_5_text": _qwen3_5, "qwen3_5_moe_text": _qwen3_5_moe, "deepseek_v2": _deepseek,
@@ -929,6 +961,7 @@ KINDS: Mapping[str, Callable[[Said], Words]] = {
     "glm4_moe_lite": _deepseek, "nemotron_h": _nemotron_h, "gpt_oss": _gpt_oss, "seed_oss": _seed_oss, "qwen2_moe": _qwen2_moe,
     "arcee": _blocks, "ministral": _ministral, "cwm": _ministral, "dots1": _dots1, "solar_open": _solar_open, "nemotron": _nemotron,
     "stablelm": _stablelm, "phi3": _phi3, "smollm3": _smollm3, "helium": _blocks, "ernie4_5": _blocks,
+    "bamba": _bamba,
     "glm": partial(_blocks, qkv_bias=True), "qwen3_vl_text": _qwen3, "qwen3_vl_moe_text": _qwen3_vl_moe, "glm4v_moe_text": _glm4v_moe,
     **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), _qwen2),
 }  # fmt: skip
