@@ -53,7 +53,7 @@ def test_nothing_to_say(monkeypatch):
         ("omegaconf", "2.4.0", "is 2.4.0"),
         ("transformers", "5.23.0", "is 5.23.0"),
         ("transformer-engine-torch", None, "alone is empty"),
-        ("nvidia-resiliency-ext", None, "Bridge's pretrain imports it"),
+        *(("nvidia-resiliency-ext", version, "Bridge's pretrain imports it") for version in (None, "0.5.3", "0.7.0")),
         ("nvidia-modelopt", None, "is missing"),
         ("datasets", None, "is missing"),
         ("diffusers", None, "is missing"),
