@@ -36,6 +36,7 @@ LAYOUTS = {
     "as it is": (),
     "tensor 4": ("parallel.tensor=4", "parallel.sequence=true"),
     "pipeline 2 x 2": ("parallel.pipeline=2", "parallel.virtual_pipeline=2"),
+    "experts 8 twice": ("cluster.nodes=2", "parallel.expert=8"),
     "experts 4 x 2": ("parallel.tensor=2", "parallel.sequence=true", "parallel.expert=4", "parallel.expert_tensor=2"),
 }
 
@@ -113,8 +114,9 @@ def test_the_two_sides_differ_in_execution_alone():
 
 def test_an_unsharded_optimizer_is_cut_too():
     whole = [f"feature.distributed_optimizer.{key}=false" for key in ("enabled", "overlap_param_gather")]
-    pair = cut.pair(load("nam56r_native_dp", whole), "cpu", 2)
+    pair = cut.pair(load("nam56r_native_dp", [*whole, "optim.clip_grad=0.0"]), "cpu", 2)
     for side in (pair.layout, pair.reference):
+        assert side.plan.recipe.optim.clip_grad == 0, "what clips nothing clips nothing in the proof"
         assert not side.plan.recipe.feature.distributed_optimizer.enabled and cut.resumable(side.plan.recipe)
 
 
@@ -231,9 +233,12 @@ def test_a_weight_that_a_step_takes_to_nothing_is_compared_with_the_step(norm, e
     ("said", "note"),
     [
         ([], "the ranks do not hold all of it"),
-        (
-            [("gradient", 1, "decoder.layers.1.mlp.router.weight", ((0, 4),), 0.0, 1.0, 4)],
-            "the ranks do not hold all of it",
+        *(
+            (
+                [("gradient", 1, "decoder.layers.1.mlp.router.weight", (at,), 0.0, 1.0, 4) for at in held],
+                "the ranks do not hold all of it",
+            )
+            for held in ([(0, 4)], [(0, 4), (2, 6), (4, 8)])
         ),
         ([("gradient", 1, "decoder.layers.1.mlp.router.weight", None, 0.0, 0.0, 0)], "another shape than on one rank"),
         ([("gradient", 1, "decoder.layers.1.mlp.router.bias", ((0, 4),), 0.0, 1.0, 4)], "one rank has no such tensor"),
@@ -269,6 +274,9 @@ def test_outputs_losses_and_counts_of_all_ranks_are_put_together():
     (lost, *_), _ = layout
     found = compared([lost], [("count", 1, "2", [4.0, 4.0])], names=NONE, reference=reference)
     assert found["microbatch 2"].note == "no rank computed it" and found["router"].off == 1 / 8
+    assert (
+        compared(layout[0], names=NONE, reference=reference)["router"].off == 3 / 8
+    )  # no rank counted those of the other
 
 
 # The command -----------------------------------------------------------------------------------------------------------------------
@@ -465,6 +473,8 @@ def test_weights_that_begin_alike_are_told_apart():
     made = torch.nn.ParameterList([torch.ones(4), torch.zeros(4), torch.arange(4.0), torch.ones(1)])
     worker._tell_apart([made])
     assert [len(p.unique()) for p in made] == [4, 4, 4, 1] and made[2].tolist() == [0, 1, 2, 3] and made[3] == 1
+    samples = worker.Samples(8, 6, 10, 1, False)  # a mean over all tokens would be that over those that count
+    assert len({samples[i]["loss_mask"].sum().item() for i in range(8)}) > 2 and samples[3]["loss_mask"].any()
 
 
 def test_a_side_has_what_its_last_run_said_alone(monkeypatch, tmp_path):
