@@ -146,6 +146,14 @@ def test_an_engine_reads_by_its_own_names_what_layers_remember(preset, heads, wi
     assert (told.count("attention"), told.count("mamba"), len(told)) == (grow, stay, config.num_hidden_layers)
     assert not config.to_dict().keys() & {"num_key_value_heads", "head_dim", "layers_block_type"}
     assert NamConfig(**config.to_dict()).layers_block_type == told
+    old = copy.deepcopy(config.to_dict())  # of an export that is older than these keys
+    for keys, key in (
+        (old, "glu_offset"),
+        (old.get("attention", {}), "sinks"),
+        (old.get("mla", {}), "latent_norm_epsilon"),
+    ):
+        keys.pop(key, None)
+    assert NamConfig(**old).to_dict() == config.to_dict()
 
 
 class Asked(Exception):
@@ -188,8 +196,9 @@ def test_each_verb_hands_on_what_was_said(monkeypatch, module, function, line, w
     ("plain", "kernels", "gemm"), [(True, "naive", "transformer_engine"), (False, "fused", "torch")]
 )
 def test_one_device_holds_all_of_the_model(plain, kernels, gemm):
-    plan = lowered("nam56r_fused").plan
-    alone = check.one_device(lowered("nam56r_fused"), plain).plan
+    lowering = lowered("nam56r_fused", "execution.dsa.query_pieces=4")
+    plan, alone = lowering.plan, check.one_device(lowering, plain).plan
+    assert alone.recipe.execution.dsa.query_pieces == 1, "of any length"
     assert (plan.recipe.world_size, alone.recipe.world_size) == (8, 1)
     assert [layer.kind for layer in alone.layers] == [layer.kind for layer in plan.layers] and "|" not in alone.pattern
     assert {alone.recipe.execution.mla.kernels, alone.recipe.execution.mamba3.kernels} == {kernels}

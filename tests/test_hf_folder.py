@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from nam_megatron.blocks.exported import Tensor
 from nam_megatron.errors import Refused
-from nam_megatron.hf import folder, opened
+from nam_megatron.hf import distributed, folder, opened
 
 TENSORS = [Tensor("a.weight", (("x.weight", (2, 3)),)), Tensor("b.weight", (("y.weight", (4,)),))]
 
@@ -152,3 +152,10 @@ def test_a_folder_that_came_meanwhile_is_left(tmp_path):
 def test_a_gpu_behind_the_last_is_not_there(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert [len([*opened.absent(device)]) for device in ("cuda", "cuda:1", "cuda:2")] == [0, 0, 1]
+
+
+def test_weights_that_a_plan_has_not_are_named_and_nothing_of_the_optimizers():
+    step = object.__new__(distributed.Checkpoint)
+    names = [f"{part}.a.weight" for part in ("embedding", "decoder", "mtp", "output_layer")]
+    step.tensors = dict.fromkeys([*names, "optimizer.state.exp_avg.decoder.a.weight"])
+    assert sorted(step.strangers({names[1]})) == sorted({*names} - {names[1]})

@@ -543,6 +543,12 @@ def test_generate_reads_an_export_or_a_checkpoint(made, prompts, capsys):
     assert said[0] == said[1] and len(json.loads(said[0])["new"]) == 5
 
 
+@pytest.mark.parametrize(("temperature", "drawn"), [(0.1, {0}), (1.0, {0, 1}), (100.0, {0, 1, 2})])
+def test_words_are_cut_off_by_what_the_temperature_leaves(temperature, drawn):
+    shares, options = torch.tensor([0.6, 0.3, 0.1]).expand(200, -1), Options(1, temperature, top_p=0.7, seed=1)
+    assert {*generate.pick(shares.log(), options, generate.drawing(options, "cpu")).tolist()} == drawn
+
+
 def test_sampling_is_repeated_by_its_seed_and_bounded(made):
     model = open_model(made("native")[1], torch.float32)
     draw = lambda **kw: [t for (t,) in decode(model, [[1, 2, 3]], Options(20, **kw))]  # noqa: E731
@@ -587,6 +593,8 @@ def test_a_prompt_too_long_is_refused_before_any_text_is_written(made, prompts, 
         assert generate.main([str(made("native")[1]), *words]) == 2
         out, err = capsys.readouterr()
         assert not out and f"{long} tokens and 13 new ones, and the model was trained on 32" in err and hint in err
+    prompts.write_text(json.dumps({"tokens": [1] * 20}))
+    assert generate.main([str(made("native")[1]), *words[:2], "--new", "12"]) == 0, "as the hint says"
 
 
 @pytest.mark.parametrize("which", ["cut", "swapped", "changed", "missing"])
