@@ -143,7 +143,11 @@ class Events:
         if self.failure:
             return None
         told = max((self.loaded, *self.said.steps))
-        done = max((end["step"] or 0 for end in self.ends.values()), default=0)
+        done = max((end["step"] for end in self.ends.values() if end["step"] is not None), default=None)
+        if done is None:
+            return None
+        if self.last_step != done:
+            return f"ranks ended at different steps, at {self.last_step} and {done}"
         if self.planned is not None and done > self.planned:
             return f"it ended at step {done}, beyond the {self.planned} of the plan"
         if self.interval and self.last_step is not None and not told <= done < told + self.interval:
