@@ -32,7 +32,7 @@ SECRET_SHAPE = re.compile(
     r"|tskey-[\w-]{16,}|lsv2_\w{30,}|pscale_\w{30,}|whsec_\w{16,}|sbp_\w{30,}|dp\.[a-z]{2,5}\.\w{30,}|fm[12]_[\w+/=]{30,}|figd_[\w-]{30,}"
     r"|pat\w{14}\.[0-9a-f]{40,}|wandb_v1_\w{16,}|(?:LS0tLS1CRUdJTi|b3BlbnNzaC1rZXkt)[\w+/=]{16,}|[0-9a-f]{32}-us\d{1,2}(?!\d)"
     r"|(?:SK|AC)[0-9a-f]{32}|(?:IQoJb3JpZ2lu|FwoGZXIvYXdz)[\w+/=]{16,}|eyJ(?:[\w-]{8,}(?:\.[\w-]+){1,2}|[\w-]{16,})|arn:aws[\w:/+=,.@-]+)"
-    r"|(?:(?<=\.slack\.com/services/)|(?<=\.slack\.com/triggers/)|(?<=\.slack\.com/workflows/))[\w/]{16,}|(?<=/api/webhooks/)\d{16,20}/[\w-]{30,}"
+    r"|(?:(?<=\.slack\.com/services/)|(?<=\.slack\.com/triggers/)|(?<=\.slack\.com/workflows/))[\w/]{16,}|(?<=telegram\.org/bot)[^\s/]{8,}|(?<=/api/webhooks/)\d{16,20}/[\w-]{30,}"
     r"|\$(?:apr1|2[aby]|[156y]|argon2\w{1,2})\$[\w./$=,+-]{16,}"
     r"|-----BEGIN [A-Z ]{0,40}PRIVATE KEY[A-Z ]{0,40}-----[\s\S]*?(?:-----END [A-Z ]{0,40}-----|\Z)"
 )
@@ -41,7 +41,7 @@ BEGINNINGS = (
     "aiza", "ya29", "1//0", "gocspx-", "googleusercontent", "8q~", "sg.", "npm_", "pypi-", "_v1_", "dapi", "shp", "sq0", "key-",
     "hv", "s.", ".atlasv1.", "pmak-", "nrak-", "lin_api_", "r8_", "ntn_", "xai-", "pplx-", "pcsk_", "lsv2_", "pscale_", "whsec_", "sbp_",
     "dp.", "fm1_", "fm2_", "figd_", "pat", "ls0tls1", "b3blbnnz", "-us", "webhooks", "slack.com", "ac", "eyj", "arn:aws", "$", "-----begin",
-    "iqoj", "fwog",
+    "iqoj", "fwog", "telegram.org",
 )  # fmt: skip
 # Those that begin with nothing of their own: bot tokens, ids of clouds, a secret access key.
 LONG_SHAPE = re.compile(
@@ -67,7 +67,7 @@ MORE = r"(?:[\"']\s{0,4}\+?\s{0,4}[\"'][^\s\"']+)*"  # of a text in pieces
 APART = r"(?:[ \t]{0,40}|\s{0,8})"
 GIVEN = re.compile(
     rf"(?i)((?:^|[^a-z])(?:[\w-]{{0,40}}[_-])?(?:(?:access|session|refresh|secret|client|api|db|user|pg){{1,2}})?{SECRET_NAME}"
-    rf"(?:[_-]?(?:key|token|secret|id|value|cookie))?[\"']?{APART}(?:=>|:{{0,2}}=|:|%3D|：){APART}(?:\x1b\[[\d;]{{0,8}}m)?\(?[\"']?)(?![\"']?<){QUOTED}{MORE}"
+    rf"(?:[_-]?(?:key|token|secret|id|value|cookie|base)){{0,2}}[\"']?{APART}(?:=>|:{{0,2}}=|:|%3D|：){APART}(?:\x1b\[[\d;]{{0,8}}m)?\(?[\"']?)(?![\"']?<){QUOTED}{MORE}"
     rf"(?:\s=\s[\"']?[^\s\"']+)?"  # behind its type
 )
 # "the password is ...", "your API key ...": letters and digits, or it is a word of the sentence.
@@ -78,7 +78,7 @@ SAID = re.compile(
 # The wider net: whatever ends like a secret's name, whatever parts it from its value (quotes, brackets, tags, arrows, cells of a table,
 # colours, dots, a call, the `value` beside a `name`), and a value of letters and digits. Parts of a checkpoint are called keys, too.
 PARTED = (
-    r"(?:\x1b\[[\d;]{0,12}m|%(?:25){0,2}(?:3D|3A|22)|\b[a-z]{0,12}val(?:ue)?\b|\b(?:is|with)\b|<?\b\w{1,16}\((?=[\"'])|\b[a-z]{1,12}\(\d{1,6}\)"
+    r"(?:\x1b\[[\d;]{0,12}m|%(?:25){0,2}(?:3D|3A|22)|\b[a-z]{0,12}val(?:ue)?\b|\b(?:is|was|with|to|provided|content|invalid|int)\b|<-|<?\b\w{1,16}\((?=[\"'])|\b[a-z]{1,12}\(\d{1,6}\)"
     r"|\bb(?=[\"'])|[&!]{1,2}\w{1,20}\s|</?\w{1,16}>|\[\w{1,12}\]|\.{2,64}+|[ \t]{1,40}+|:\s\w{1,16}\s=|"
     r"[\"'`(*\\\s,;:=?>|\])}\u2190-\u21ff\u2500-\u257f\u200b\ufeff\uff1d\uff1a-]){1,16}"
 )
@@ -104,13 +104,14 @@ SCHEME = re.compile(
     r"(?i)(\b(?:bearer|basic|digest|negotiate)\s{1,8})(?:[^\s\"']{16,}|(?=[^\s\"']{0,64}[\d=_])[\w.~+/=-]{6,})"
 )
 NETRC = re.compile(
-    r"(?i)(\blogin\s{1,8}\S{1,200}\s{1,8}password\s{1,8}|\s-(?:p|pw)\s{1,8}|--(?:[\w-]{0,40}[_-])?(?:password|token|secret|api[_-]key)\s{1,8}"
+    r"(?i)(\blogin\s{1,8}\S{1,200}\s{1,8}password\s{1,8}|\s-(?:p|pw|storepass|keypass)\s{1,8}|--(?:[\w-]{0,40}[_-])?(?:password|token|secret|api[_-]key)\s{1,8}"
     r"|\bmysql\w{0,8}\s(?:\S{1,100}\s){0,8}?-p|\s(?:-u\s{0,8}|--user[\s=]{1,8})[\"']?[^\s:@/\"']{1,100}:|--from-literal[\s=]\w{1,40}="
     r"|\b(?:sshpass|redis-cli|openssl|ssh-keygen|ldap\w{1,12}|7z|zip)\s(?:\S{1,100}\s){0,8}?-"
     r"(?:(?:[pakNwP]|pass(?:in|out)?)\s{1,4}|p)(?:pass:)?[\"']?"
-    r"|[\"'](?:-p[\"'],\s{0,4}[\"']|(?:-u|--user)[\"'],\s{0,4}[\"'][^\s:@/\"']{1,100}:)|\b(?:wandb|vault)\s{1,4}login\s{1,4}"
+    r"|[\"'](?:-p[\"'],\s{0,4}[\"']|(?:-u|--user)[\"'],\s{0,4}[\"'][^\s:@/\"']{1,100}:)|\b(?:wandb|vault|cargo)\s{1,4}login\s{1,4}"
     r"|\bmc\s(?:alias\sset|config\shost\sadd)(?:\s\S{1,200}){3}\s|(?:login|token)[^\n]{0,200}<<<\s{0,4}[\"']?"
     r"|\becho\s(?:-n\s)?[\"']?(?=\S{1,400}\s{0,4}\|[^\n]{0,200}(?:login|stdin|token))"
+    r"|(?:password|passphrase)\s(?:for\s|\()[^\n:]{1,40}(?:://[^\n:]{1,100})?:\s|\s-U\s{0,4}[\"']?[^\s%]{1,60}%"
     # A name and a password beside it: of a call, in a line of ~/.pgpass, of a jar of cookies; and what a server hands back in a URL.
     r"|auth\w{0,12}\s{0,2}[=:(]\s{0,2}\(?[\"'][^\"'\n]{1,100}[\"'],\s{0,4}[\"']|:(?:5432|\*):[\w*.-]{1,64}:[\w*.-]{1,64}:"
     r"|\t(?:TRUE|FALSE)\t\S{1,200}\t(?:TRUE|FALSE)\t\d{1,20}\t\S{1,200}\t|[?&#](?:code|id_token|ticket|assertion)="
@@ -123,7 +124,7 @@ COLUMN = rf"(?:[\w.-]{{0,60}}?{SECRET_NAME}(?:[_-]?(?:key|token|secret|id|value)
 INSERTED = re.compile(
     rf"(?i)(\binsert\s[^()]{{1,100}}\((?:[^()]{{0,400}}[^\w()])?{COLUMN}(?:[^\w()][^()]{{0,400}})?\)\s{{0,8}}values\s{{0,8}}\()[^\r\n]+"
 )
-KUBERNETES = re.compile(r"([\"'](?:stringD|d)ata[\"']:\s{0,4}\{)[^{}\r\n]+")
+KUBERNETES = re.compile(r"((?:[\"'](?:stringD|d)ata[\"']:|\bcookies[\"']?\s{0,4}[=:])\s{0,4}\{)[^{}\r\n]+")
 # Of which words one stands in whatever a pattern finds.
 NEEDS = {
     HEADER: ("authorization", "cookie", "x-"),
@@ -134,9 +135,11 @@ NEEDS = {
     KEY_HEX: ("key", "logged in with"),
     VALUE_FIRST: ("value",),
     NETRC: ("password", "token", "secret", "api-key", "api_key", " clone ", "-p", "-u", "literal", "redis-cli", "openssl", "ssh-keygen",
-            "ldap", "identified", "auth", "login", "requirepass", "stdin", "mc ", ":5432:", "e\t", "code=", "ticket=", "assertion="),
+            "ldap", "identified", "auth", "login", "requirepass", "stdin", "passphrase", "-storepass",
+            "-keypass", "mc ", ":5432:", "e\t", "code=", "ticket=",
+            "assertion="),
     INSERTED: ("insert",),
-    KUBERNETES: ('"secret"', "'secret'"),
+    KUBERNETES: ('"secret"', "'secret'", "cookies"),
 }  # fmt: skip
 DIGITS = str.maketrans("123456789", "0" * 9)
 KNOWN = 10_000  # lines that are remembered
@@ -145,7 +148,7 @@ KEY_BEGINS = re.compile(r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY[A-Z ]{0,40}-----")
 # What stands before the text of a line, in a log or in a difference.
 BEFORE = r"(?:\[\w{1,16}\]:\s|\d{1,5}: |\d{4}-\d\d-\d\d[ T][\d:.,]{5,16} (?:[A-Z]{1,10} )?)?"
 KEY_LINE = re.compile(
-    rf"{BEFORE}[\s\"'+-]*(?:[A-Za-z0-9+/=]{{1,76}}|[\w-]+: \S.{{0,76}}|-----END [A-Z ]*-----.*)?(?:\\[nr]|[\"',\\)\s])*"
+    r"[\s\"'+-]*(?:[A-Za-z0-9+/=]{1,76}|[\w-]+: \S.{0,76}|-----END [A-Z ]*-----.*)?(?:\\[nr]|[\"',\\)}\s])*"
 )
 # A name whose value stands below it: in a block of YAML, or as `value:` under a `name:`, as Kubernetes has it.
 BELOW = re.compile(
@@ -453,7 +456,7 @@ class Stream:
     """
 
     def __init__(self, redactor: Redactor):
-        self._redactor, self._in_key, self._below = redactor, False, Below()
+        self._redactor, self._in_key, self._before, self._below = redactor, False, "", Below()
         self._harmless: set[str] = set()  # lines, every digit a 0
 
     def lines(self, said: Sequence[str]) -> list[str]:
@@ -479,10 +482,12 @@ class Stream:
             return text[:start] + MARK
         if not self._in_key and not in_block and form in self._harmless and not self._redactor.valued(text):
             return text
-        if self._in_key and KEY_LINE.fullmatch(text):
+        # Behind what stood before its first line, whatever that is: a clock, a rank, a mark of a quotation.
+        if self._in_key and KEY_LINE.fullmatch(text, len(self._before) if form.startswith(self._before) else 0):
             self._in_key = "-----END" not in text
             return MARK
         begins = KEY_BEGINS.search(text)
+        self._before = form[: begins.start()] if begins else ""
         self._in_key = begins is not None and "-----END" not in text[begins.end() :]
         if (shown := self._redactor.secrets(text)) == text and not self._below:
             self._know((form,))

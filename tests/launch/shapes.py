@@ -105,6 +105,8 @@ def _named(name: str, text: str, dice: random.Random) -> dict[str, str]:
         "semicolons": f"user;u;{name};{text}",
         "cookie of a framework": f"{name}_cookie={text}",
         "locals below": f"  connect({name})\n     \u2502  \u2514 '{text}'",
+        "sentences": f"set {name} to {text}; {name} was {text}",
+        "of R": f"{name} <- '{text}'",
         "of pydantic": f"{name}\n  Input should be an integer [type=int, input_value='{text}', input_type=str]",
         # Of several lines, the secret on one below its name, or broken in two.
         "name above": f"- name: {name}\n  value: {text}",
@@ -157,6 +159,9 @@ def _unnamed(text: str) -> dict[str, str]:
         "sql": f"create user u identified by '{text}'",
         "kubectl": f"kubectl create secret generic x --from-literal=y={text}",
         "wandb": f"wandb login {text}; vault login {text}",
+        "asked for": f"Password for 'https://u@h.example': {text}",
+        "cookies of Python": f"get(url, cookies={{'session': '{text}'}})",
+        "stores of Java": f"keytool -storepass {text} -keypass {text}",
         "pair": f"get(url, auth=('user', '{text}')); HTTPBasicAuth('user', '{text}')",
         "into a pipe": f"echo {text} | docker login --password-stdin",
         "minio": f"mc alias set m https://h.example ACCESS {text}",

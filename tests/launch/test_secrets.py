@@ -213,10 +213,12 @@ def test_a_key_ends_where_another_line_begins():
         assert [line for text in said for line in stream.lines([text])] == whole.lines(said) == shown
 
 
-@pytest.mark.parametrize("before", ["2026-01-01 12:00:00,1 INFO ", "[rank1]: ", "3: ", "  '", "+"])
+@pytest.mark.parametrize(
+    "before", ["2026-01-01 12:00:00,1 INFO ", "[rank1]: ", "3: ", "  '", "+", "> ", '{"log": "', "I1 t.py:8] "]
+)
 def test_a_key_of_several_lines_behind_what_a_log_has_before_each(before):
     stream = Stream(Redactor({}))
-    shown = [stream.line(f"{before}{line}" + "\\n'" * ("'" in before)) for line in PEM]
+    shown = [stream.line(before + line + {"'": "\\n'", '"': '"}'}.get(before[-1], "")) for line in PEM]
     assert not any(line[:12] in text for line in PEM[1:-1] for text in shown)
     assert stream.line("zebra") == "zebra"
 
