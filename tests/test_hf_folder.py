@@ -40,6 +40,14 @@ def refusal(at: Path) -> str:
     return refused.value.render()
 
 
+@pytest.mark.parametrize("said", [None, 5, "x", []])
+def test_a_file_of_which_the_manifest_says_nonsense_is_refused(export, said):
+    tree = json.loads((export / folder.MANIFEST).read_text())
+    tree["files"][folder.CONFIG] = said
+    (export / folder.MANIFEST).write_text(json.dumps(tree))
+    assert f"`{export / folder.CONFIG}` has 2 bytes, not None" in refusal(export)
+
+
 @pytest.mark.parametrize(
     "name",
     [

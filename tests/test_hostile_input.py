@@ -70,6 +70,11 @@ def test_what_libyaml_or_an_integer_cannot_hold_is_refused(folder, text):
         assert done.code == 2 and done.err.startswith("error: ") and "Traceback" not in done.err
 
 
+def test_a_device_is_not_read_to_its_end(tmp_path):
+    done = warm("lint", "/dev/zero", cwd=tmp_path, module="nam_megatron.cli")
+    assert done.code == 2 and "characters, which no launch has" in done.err
+
+
 def test_a_value_in_the_place_of_a_name_is_refused(tmp_path):
     done = warm("conf=nam56r_smoke", f"assumptions.model/hidden_dropout.why={'9' * 5000}", cwd=tmp_path)
     assert done.code == 2 and "File name too long" in done.err and len(done.err) < 400

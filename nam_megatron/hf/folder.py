@@ -134,14 +134,14 @@ def damage(folder: Path, manifest: dict[str, Any], but: Collection[str] = ()) ->
         yield Problem(f"`{folder / MANIFEST}` is not of this version", hint="export again")
         return
     for name, said in files.items():
-        path = folder / name
+        path, said = folder / name, said if isinstance(said, dict) else {}
         if name in but:
             continue
         if not inside(name):
             yield Problem(f"`{ascii(name)[1:-1][:120]}` is no file inside `{folder}`")
         elif not path.is_file():  # a link may lead to one, as in the hub's cache: what it holds is looked at
             yield Problem(f"`{path}` is missing", hint="export again, or copy the whole folder")
-        elif not isinstance(said, dict) or path.stat().st_size != said.get("bytes"):
+        elif path.stat().st_size != said.get("bytes"):
             yield Problem(f"`{path}` has {path.stat().st_size} bytes, not {said.get('bytes')}", hint="copy it again")
         elif digest(path) != said.get("sha256"):
             what = "another tokenizer than was exported" if "tokenizer" in name else "not what was exported"

@@ -8,6 +8,7 @@ import os.path
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -149,7 +150,8 @@ def of_file(name: str) -> str | Path:
     try:
         if name != "-" and (path.is_dir() or checkpoint.is_file(path)):
             return checkpoint.file_of(path)
-        data = sys.stdin.buffer.read() if name == "-" else path.read_bytes()
+        with nullcontext(sys.stdin.buffer) if name == "-" else open(path, "rb") as file:
+            data = file.read(4 * LONGEST + 4)  # a device has no end
     except (OSError, ValueError) as err:
         reason = getattr(err, "strerror", None) or str(err)
         raise Refused(
