@@ -91,7 +91,7 @@ class Events:
             if went_well(self.ends.get(rank)):  # a bad end stays
                 self.ends[rank] = event
         elif kind == "loaded":
-            self.loaded = event["step"]
+            self.loaded = max(self.loaded, event["step"])
         elif kind == "mends":
             self.mends = dict(event["stood"])
         elif kind == "step":

@@ -375,6 +375,7 @@ def test_how_it_ended(tmp_path, said, code, signals, expected):
         ([step(5) | {"of": 9}, end(5)], "it trained for 9 steps, and the plan has 5"),
         ([step(5), {"event": "saving", "step": 5}, end(5)], "the checkpoint of step 5 was begun and not finished"),
         ([{"event": "loaded", "step": 5}, end(5)], None),
+        ([*({"event": "loaded", "step": n} for n in (9, 2)), step(5), end(5)], "it ended at step 5, and the last line is of step 9"),
         ([step(1), step(5), end(5)], "no line is of a step between 1 and 5"),
         ([step(2), step(5) | {"loss": "nan"}, end(5)], "the loss of step 5 is no number"),
         ([step(5), end(5, "done", None)], "rank 0 ended without a code: done"),
