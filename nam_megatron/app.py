@@ -121,7 +121,7 @@ def _preset(conf: str) -> list[str]:
 
 def _options(words: Sequence[str]) -> Namespace:
     """Options, as Hydra has them. Refuses any other, for which its parser would end the process."""
-    parser = ArgumentParser(add_help=False)
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--config-dir", "-cd")
     parser.add_argument("--multirun", "-m", action="store_true")
@@ -134,10 +134,14 @@ def _options(words: Sequence[str]) -> Namespace:
     parser.add_argument("--info", "-i", const="all", nargs="?", choices=info)
 
     def refuse(message: str) -> NoReturn:
-        hint = "a key is KEY=VALUE; `--help` lists options, groups and keys"
+        dashed = re.search(r"arguments: --([\w.]+)", message)
+        key = f"{dashed[1]}=VALUE" if dashed else "KEY=VALUE"
+        hint = f"a key is written without dashes, `{key}`; `--help` lists options, groups and keys"
         raise Refused(Problem(f"options: {message}", hint=hint, law="option-unknown"))
 
     parser.error = refuse  # type: ignore[method-assign]
+    if sum(word.partition("=")[0] in ("--config-dir", "-cd") for word in words) > 1:
+        refuse("--config-dir is given twice, and takes one folder")
     return parser.parse_intermixed_args(words)
 
 

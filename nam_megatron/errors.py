@@ -152,11 +152,9 @@ def finish(command: Callable[[], int]) -> NoReturn:
         if err.errno not in (*DISK, errno.ENAMETOOLONG):
             raise
         code = REFUSED
-        what = f"`{str(err.filename)[:200]}`: " if err.filename else "cannot write: "
+        what = f"`{str(err.filename)[:200]}`: {err.strerror}" if err.filename else f"cannot write: {err.strerror}"
         long = err.errno == errno.ENAMETOOLONG  # a value in the place of a name
-        problem = Problem(
-            f"{what}{err.strerror}", hint=None if long else ROOM, law="file-error" if long else "not-writable"
-        )
+        problem = Problem(what, law="file-error") if long else Problem(what, hint=ROOM, law="not-writable")
         sys.stderr.write(Refused(problem).render())
     except RuntimeError as err:
         if not str(err).startswith("Symlink loop"):  # as Path.resolve says it

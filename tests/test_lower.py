@@ -489,6 +489,7 @@ REFUSALS = [
     (NATIVE, {"parallel.sequence": True}, "parallel.sequence", "switch sequence parallelism off at tensor size 1"),
     (NATIVE, {"schedule.global_batch_size": 60}, "schedule.global_batch_size", "60 is not a multiple of micro batch 4"),
     (NATIVE, {"optim.name": "muon"}, "optim.name", "called muon and Muon is off"),
+    (NATIVE, {"optim.lr": 3e4}, "optim.lr", "a learning rate of 30000 moves"),
     (NATIVE, {"optim.min_lr": 1.0}, "optim.min_lr", "min_lr 1.0 is above lr 0.0003"),
     (NATIVE, {"optim.warmup_steps": 1000}, "optim.warmup_steps", "warm-up of 1000 steps leaves nothing of 1000"),
     (NATIVE, {"optim.decay": "WSD", "optim.wsd_steps": 991, "optim.wsd_shape": "linear"}, "optim.wsd_steps", "a fall of 991 steps"),

@@ -129,6 +129,10 @@ def test_a_shadowed_name_is_refused(tmp_path):
         "error: two files are preset `nam56r_native_dp`: conf/preset/nam56r_native_dp.yaml and "
         f"{tmp_path}/preset/nam56r_native_dp.yaml\n\nhint: give yours another name; Hydra would take the first\n"
     )
+    assert "is given twice" in refused("--config-dir", "..", "conf=nam56r_smoke", "--config-dir", ".", cwd=tmp_path)
+    assert "written without dashes, `conf=VALUE`" in refused(
+        "--conf", "nam56r_smoke", "--config-dir", ".", cwd=tmp_path
+    )
     assert "two files are preset `nam56r_native_dp`" in refused("--config-dir", ".", "conf=nam56r_smoke", cwd=tmp_path)
     assert warm("--config-dir", ".", "conf=nam56r", "format=lines", cwd=tmp_path).code == 0, (
         "it stands on none of the two"

@@ -182,8 +182,8 @@ def cost_text(c: Cost) -> str:
         f"model FLOPs, forward and backward: {c.model / 1e9:.3f} GFLOP a token",
         f"hardware FLOPs, with recompute and what stock kernels add: {c.hardware / 1e9:.3f} GFLOP a token",
         f"Megatron logs {c.megatron / 1e9:.3f} GFLOP a token ({100 * (c.megatron / c.model - 1):+.1f} %): {megatrons_gaps(c)}",
-        f"100 % of {device.bf16_tflops:g} TFLOP/s is {c.floor(device.bf16_tflops):,.0f} tokens a second and GPU, "
-        f"of the measured {device.gemm_tflops:g} {c.floor(device.gemm_tflops):,.0f}",
+        f"tokens/s a GPU at most: {c.floor(device.bf16_tflops):,.0f} at the peak on paper ({device.bf16_tflops:g} TFLOP/s), "
+        f"{c.floor(device.gemm_tflops):,.0f} at the fastest GEMM measured ({device.gemm_tflops:g})",
     ]
     if c.plan.recipe.feature.fp8:
         text.append("FP8 GEMMs may go beyond these bf16 peaks")

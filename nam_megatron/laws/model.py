@@ -28,7 +28,7 @@ def _experts_misfit(recipe: Recipe, parallel: Parallel) -> Words | None:
         return None
     shared = gcd(parallel.expert, recipe.world_size // others)
     fits = f"; here `parallel.expert={shared}`" if not recipe.world_size % others else ""
-    return {"gpus": counted(recipe.world_size, "GPU"), "size": others * parallel.expert, "fits": fits}
+    return {"gpus": counted(recipe.world_size, "GPU"), "size": others * parallel.expert, "or_fits": fits}
 
 
 def _ranks_without_experts(plan: Plan, parallel: Parallel) -> Iterator[Words]:
@@ -104,7 +104,7 @@ LAYOUT = (
         when=_experts_misfit,
         says="{gpus} cannot hold pipeline {parallel.pipeline} x expert {parallel.expert} x expert tensor "
         "{parallel.expert_tensor} = {size}",
-        way=PRODUCT + "{fits}",
+        way=PRODUCT + "{or_fits}",
     ),
     Law(
         id="sequence-without-tensor",

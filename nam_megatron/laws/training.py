@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from nam_megatron.features.names import Features
 from nam_megatron.features.tracking import Tracking
-from nam_megatron.laws.law import CONTRADICTION, MATHS, OURS, REFUSES, WRONG, Law, Words
+from nam_megatron.laws.law import CONTRADICTION, MATHS, OURS, REFUSES, UNTRIED, WRONG, Law, Words
 from nam_megatron.recipe import Recipe
 from nam_megatron.recipe.data import KEYS, Data
 from nam_megatron.recipe.training import Optim, Schedule
@@ -99,6 +99,14 @@ LAWS = (
         when=_named_otherwise,
         says="the optimizer is called {optim.name} and Muon is {muon}",
         way="set `optim=muon` or `optim=adamw`",
+    ),
+    Law(
+        id="lr-above-one",
+        category=UNTRIED,
+        key="optim.lr",
+        when=lambda optim: optim.lr > 1,
+        says="a learning rate of {optim.lr:g} moves each weight by more than 1 in a step",
+        way="a rate of 3e-4 is written with its minus",
     ),
     Law(
         id="min-lr-above-lr",

@@ -72,6 +72,11 @@ def whole_hint(written: Iterable[str]) -> str | None:
         last = key.rpartition(".")[2]
         if found := [f"`{known}`" for known in _known() if argument(known) == last]:
             return f"of Megatron's `--{last.replace('_', '-')}` the recipe's key is {' or '.join(found)}"
+    for key in written:
+        above, _, last = key.rpartition(".")
+        found = [f"`{known}`" for known in _known() if known.endswith(f".{last}")]
+        if above in _known() and 0 < len(found) < 4:
+            return f"elsewhere there is {' or '.join(found)}"
     return None
 
 

@@ -122,7 +122,7 @@ def kinds(recipe: Recipe, letters: str) -> list[str]:
             problems.append(_misplaced(sub.kind, sub.letter, f"{key}.kind"))
         if beyond := [str(rank) for rank in sub.ranks if rank >= len(places)]:
             ranks = f"rank{'s' * (len(beyond) > 1)} {', '.join(beyond)}"
-            message = f"there is no `{sub.letter}` of {ranks}: {len(places)} of them, counted from 0"
+            message = f"there is no `{sub.letter}` of {ranks}: {len(letters)} layers have {len(places)} of them, counted from 0"
             hint = "leave it out, or substitute nothing: `model.substitute=[]`; ranks count within the letter, not as Megatron's layers"
             problems.append(Problem(message, key=f"{key}.ranks", hint=hint, law="rank-beyond-letters"))
         for rank in (rank for rank in sub.ranks if rank < len(places)):
