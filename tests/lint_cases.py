@@ -56,6 +56,7 @@ CASES = {
     "batch": (GPT, {"--global-batch-size": "36"}),
     "checkpoint-format": (GPT, {"--ckpt-format": "fsdp_dtensor"}),
     "companion": (GPT, {"--tp-comm-overlap": True}),
+    "companion-later": (GPT | {"--calculate-per-token-loss": True}, {"--ddp-average-in-collective": True}),
     "idle-flag": (GPT, {"--lr-wsd-decay-iters": "3"}),
     "context-attention": (DSA, {"--context-parallel-size": "2", "--cp-comm-type": "allgather"}, ONE),
     "connections-fsdp": (FSDP, {}, ONE),
@@ -78,7 +79,7 @@ CASES = {
     "default-yarn-scale": (MLA, {"--rope-type": "yarn", "--rotary-scaling-factor": "40"}),
     "default-positions": (GPT, {"--position-embedding-type": None}),
     "default-rope-type": (MLA, {"--rope-type": None}),
-    "default-router-scores": (MOE, {"--moe-router-score-function": None}),
+    "default-router-scores": (MOE | {"--moe-shared-expert-intermediate-size": "1024"}, {"--moe-router-score-function": None}),
     "deterministic": (GPT, {"--deterministic-mode": True, "--cross-entropy-loss-fusion": True}),
     "dist-muon": (GPT, {"--optimizer": "dist_muon", "--muon-tp-mode": "blockwise"}),
     "dsa-bias": (DSA, {"--disable-bias-linear": None}),
@@ -306,7 +307,7 @@ CONFLICTING = {
 LATER = {
     "context-attention", "dsa-latent-norm", "dsa-reuse-cut", "dsa-reuse-source", "dsa-rotate", "dsa-sequence", "dsa-stage-without-indexer",
     "dsa-untrained-overlap", "dsa-without-mla", "fp8-mamba-width", "fsdp-pipeline", "layer-frequency", "moe-sequence",
-    "dropout-range", "moe-grouped-bias", "moe-mtp-metrics", "moe-probs-on-input", "moe-stage-without-experts",
+    "companion-later", "dropout-range", "moe-grouped-bias", "moe-mtp-metrics", "moe-probs-on-input", "moe-stage-without-experts",
     "moe-top-k", "pattern-without-experts", "recompute-mtp",
     "padded-vocab-short", "rope-columns", "schedule", "window-size", "wrong-chip",
 }  # fmt: skip

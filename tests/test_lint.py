@@ -30,7 +30,7 @@ from nam_megatron.judge import same
 from nam_megatron.lint import __main__ as command
 from nam_megatron.lint import describe, follow, lint, recipe, report, rules
 from nam_megatron.lint.read import Launch, read
-from nam_megatron.lint.rules import cards, companions, conflicts
+from nam_megatron.lint.rules import cards, conflicts
 from nam_megatron.lint.rules.rule import FAIL
 from nam_megatron.lint.shell import ShellError
 from nam_megatron.lint.values import Args, NotKnown
@@ -207,15 +207,6 @@ def test_fsdp_switches_the_reuse_of_gradients_buffer_off_and_refuses_nothing(ora
 
 def test_every_conflict_has_a_case():
     assert {(name, what) for name, beside in conflicts.CONFLICTS.items() for what in beside} == CONFLICTING.keys()
-
-
-@pytest.mark.parametrize("companion", companions.COMPANIONS, ids=lambda c: c.name)
-def test_flag_without_its_companion_is_refused_by_megatron_too(companion, oracle):
-    flag = current().by_dest[companion.name].name
-    found = launch(GPT, {flag: companion.given or True})
-    (finding,) = [f for f in found.findings if f.id == "companion"]
-    assert companion.wants in finding.detail
-    assert ask(oracle, found).error is not None
 
 
 @pytest.mark.parametrize("base", [GPT, HYBRID, MOE, MLA, DSA, FSDP], ids=["gpt", "hybrid", "moe", "mla", "dsa", "fsdp"])
@@ -651,6 +642,11 @@ BESIDE = (
     ("torchrun pretrain_gpt.py {} --data-path2 x", "", "unknown-flag"),
     ("torchrun pretrain_gpt.py {} --tokenizer-prompt-format x", "", "unknown-flag"),
     ("torchrun pretrain_gpt.py {} --swigglu", "unknown-flag", ""),
+    ("torchrun pretrain_gpt.py {} --layernorm-epsilon 1e-6", "unknown-flag", ""),
+    ("torchrun t.py {} --a-b 1 --c-d 1 --e-f 1 --num-attention-head 8", "", "unknown-flag"),
+    ("torchrun t.py {} --save $X --save-interval 5 --save-retain-interval 7", "conflict", ""),
+    ("torchrun t.py {} --use-bridge --hidden-size 100 --num-attention-heads 24", "", "indivisible"),
+    ("X=${{2:-}}\n[ -z \"$X\" ] && exit\ntorchrun t.py {} --tokenizer-model $X --bf16", "", "missing-value"),
     ("python tools/merge_parts.py {} --model-types BERT --reset-position-ids --position-embedding-type rope", "", "documents-not-apart"),
     ("torchrun pretrain_gpt.py {} \\\n --save <PATH TO x> \\\n --bf16", "", "stray-word"),
     ("torchrun pretrain_gpt.py {} --bf16 \\ \n --swiglu", "stray-word", ""),
@@ -660,6 +656,9 @@ BESIDE = (
     ("torchrun t.py {} --train-iters 9000 --lr-warmup-fraction 0.9", "schedule-apart", ""),
     ("torchrun t.py {} --train-iters 9000 --lr-decay-iters 90000", "schedule-apart", ""),
     ("torchrun t.py {} --train-iters 50 --lr-decay-iters 90000", "", "schedule-apart"),
+    ("torchrun t.py {} --train-iters 9000 --lr-decay-iters 900000", "", "schedule-apart"),
+    ("torchrun pretrain_gpt.py {} --use-legacy-models", "removed-flag", ""),
+    ("torchrun pretrain_gpt.py {} --use-legacy-models --a-b 1 --c-d 1 --e-f 1", "", "removed-flag"),
     ("torchrun t.py {} --save $X --load $X --no-load-optim", "restart-anew", ""),
     ("torchrun t.py {} --save $X --load $Y --no-load-optim", "", "restart-anew"),
     ("torchrun bench_ep.py --hidden-size 64 --num-experts 8 --num-attention-heads 8", "", "missing-flag"),
@@ -1671,13 +1670,13 @@ LLAMA70 = (
     "--rotary-base 10000 --position-embedding-type rope --norm-epsilon 1e-5 --disable-bias-linear --untie-embeddings-and-output-weights"
 )
 BIASED = " ".join(words(GPT | {"--disable-bias-linear": None}))
-MIXTRAL = " ".join(words(MOE | {"--moe-router-score-function": None, "--untie-embeddings-and-output-weights": True}))
+MIXTRAL = " ".join(words(MOE | {"--moe-router-topk": None, "--untie-embeddings-and-output-weights": True}))
 
 
 @pytest.mark.parametrize(
     ("rule", "name", "text", "louder"),
     [
-        ("default-router-scores", "mixtral_8x7b.sh", f"torchrun pretrain_gpt.py {MIXTRAL}", ("mixtral", "own")),
+        ("default-top-k", "mixtral_8x7b.sh", f"torchrun pretrain_gpt.py {MIXTRAL}", ("mixtral", "own")),
         ("default-bias", "gpt3_345m.sh", f"python t.py {BIASED}", ("gpt3", "own")),
         ("connections-not-one", "dgx_b200.sh",
          f"export CUDA_DEVICE_MAX_CONNECTIONS=8\ntorchrun t.py {DESCRIBED} --tensor-model-parallel-size 2", ("b200", "x")),

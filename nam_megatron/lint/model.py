@@ -435,6 +435,23 @@ class Model:
             raise NotKnown("world size")
         return self.a.launch.gpus // size
 
+    @property
+    def virtual(self) -> bool:
+        """Whether a pipeline rank holds several stages."""
+        a = self.a
+        stages = (a.num_layers_per_virtual_pipeline_stage, a.num_virtual_stages_per_pipeline_rank)
+        cut = bool(a.pipeline_model_parallel_layout) or any(s is not None for s in stages)
+        return self.pp > 1 and (cut or len(self.segments) > self.pp)
+
+    @property
+    def shares_context(self) -> bool:
+        """Whether --hierarchical-context-parallel-sizes multiply to the context parallel size."""
+        return math.prod(self.a.hierarchical_context_parallel_sizes) == self.cp
+
+    @property
+    def offloads_by_te(self) -> bool:
+        return self.a.launch.env.get("NVTE_CPU_OFFLOAD_V1") == "1"
+
     @cached_property
     def unrolled_stages(self) -> str:
         """--pipeline-model-parallel-layout without its commas and repetitions, empty if there is none."""

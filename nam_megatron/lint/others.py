@@ -6,6 +6,7 @@ Megatron-Bridge has for it (container.py); a field without a flag is noted by na
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -295,8 +296,26 @@ def _plain(text: str) -> str:
 @cache
 def closest(name: str, target: Target) -> str | None:
     """The flag of Megatron's that a name is most like."""
-    names = [*target.flags, *(a for f in target.flags.values() for a in f.aliases)]
-    return next(iter(difflib.get_close_matches(name, names, 1, 0.75)), None)
+    asked = _letters(name)
+    near = [
+        n for n, has in _spelt(target) if 2 * (has & asked).bit_count() >= 0.75 * (len(n) + len(name))
+    ]  # no more match
+    return next(iter(difflib.get_close_matches(name, near, 1, 0.75)), None)
+
+
+@cache
+def _spelt(target: Target) -> tuple[tuple[str, int], ...]:
+    return tuple((n, _letters(n)) for n in (*target.flags, *(a for f in target.flags.values() for a in f.aliases)))
+
+
+def _letters(word: str) -> int:
+    """A bit for each letter's first place in a word, its second, ...: what two words share is what both have of each letter."""
+    seen: Counter[str] = Counter()
+    bits = 0
+    for letter in word:
+        bits |= 1 << (ord(letter) % 128 + 128 * seen[letter])
+        seen[letter] += 1
+    return bits
 
 
 MISSPELT = 0.94

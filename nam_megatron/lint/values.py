@@ -265,14 +265,20 @@ class Args:
     def _estrange(self) -> None:
         """Tell the flags of another parser from misspelt ones. What follows such flags belongs to them in ways that nobody knows here."""
         strange = [t for t in self.trouble if t.rule == "unknown-flag"]
-        unknown = [t for t in strange if not _misspelt(t, 0.95 if len(strange) > FORKED else 0.92)]
         forked = bool(MEGATRONS.fullmatch(self.launch.script or ""))
+        least = 0.95 if len(strange) > FORKED else 0.92
+        unknown = [
+            t for t in strange if not _misspelt(t, least) or not (forked or self._flag(f"{t.about}s")[0] is None)
+        ]
         own = self._of_a_port or self._of_deepspeed or (self.launch.partial and not forked)
         many = 1 if own else FORKED if forked else STRANGERS
+        if len(unknown) >= STRANGERS:  # and it may have those that Megatron has no more
+            self.foreign += dict.fromkeys(t.about for t in self.trouble if t.rule == "removed-flag")
+            self.trouble = [t for t in self.trouble if t.rule != "removed-flag"]
         if not self._underscores and len(unknown) < many:
             return
-        self.foreign = list(dict.fromkeys(t.about for t in unknown)) or ["names with underscores"]
-        # Its flags of Megatron's names take values of its own, too, and it may have those that Megatron has no more.
+        self.foreign += list(dict.fromkeys(t.about for t in unknown)) or ["names with underscores"]
+        # Its flags of Megatron's names take values of its own, too.
         others = [
             t
             for t in self.trouble
@@ -335,6 +341,11 @@ class Args:
         elif self.launch.program and self.launch.kind != "script":  # others.py hands on what is nearly a field
             field, meant = (n[2:].replace("-", "_") for n in (name, closest(name, self.target) or name))
             self.trouble.append(Trouble("misspelt-field", field, f"did you mean `{meant}`?"))
+        elif (named := self.target.by_dest.get(name[2:].replace("-", "_"))) and MEGATRONS.fullmatch(
+            self.launch.script or ""
+        ):
+            # Megatron keeps it under this name, and its flag has another: no script adds it again.
+            self.trouble.append(Trouble("unknown-flag", name, f"the flag is `{named.name}`", f"use `{named.name}`"))
         else:
             close = closest(name, self.target)
             self.trouble.append(Trouble("unknown-flag", shown(name), f"did you mean `{close}`?" if close else ""))
@@ -342,8 +353,10 @@ class Args:
     def _store(self, flag: Flag, name: str, words: list[str], count: int) -> None:
         written = " ".join([name, *words])
         if len(words) < count or (not words and flag.nargs == "+"):
-            self.trouble.append(Trouble("missing-value", name))
-            self.given[flag.dest].append((name, Open(()), written))
+            guarded = self._guarded(name)
+            if not guarded:
+                self.trouble.append(Trouble("missing-value", name))
+            self.given[flag.dest].append((name, Open(guarded), written))
             return
         if names := tuple(n for w in words for n in holes(w)):
             self.given[flag.dest].append((name, Open(names), written))
@@ -358,6 +371,11 @@ class Args:
             self.given[flag.dest].append((name, Open(()), written))
             return
         self.given[flag.dest].append((name, values if flag.nargs else values[0], written))
+
+    def _guarded(self, name: str) -> tuple[str, ...]:
+        """The variable behind a flag that is empty unless somebody sets it, where the script looks whether it is, and ends else."""
+        behind = re.findall(rf"{re.escape(name)}[ =]\"?\$\{{?(\w+)", self.launch.text)
+        return tuple(dict.fromkeys(v for v in behind if re.search(rf"-z +\"?\$\{{?{v}\b", self.launch.text)))
 
     # Flags twice
 

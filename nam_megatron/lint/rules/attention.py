@@ -60,6 +60,8 @@ def _not_shared(a: Args, m: Model) -> Iterator[str]:
     if m.cp == 1 or not m.kinds & ROUND:
         return
     how = listed(a.cp_comm_type)
+    if isinstance(a.cp_comm_type, list) and len(how) != m.num_layers:
+        yield f"{a.written('cp_comm_type')}\t{len(how)} ways for {m.num_layers} layers\tgive one, or one for each layer"
     if strange := [way for way in how if way not in SHARED]:
         yield f"{a.written('cp_comm_type')}\tno `{strange[0]}`; {', '.join(SHARED)}"
         return

@@ -132,15 +132,18 @@ def agrees(a: Args, m: Model, argument: str) -> bool:
     return bool(told) or any(VALUES[key][0] == argument and VALUES[key][1](a, m) == values[key] for key in values)
 
 
+def from_card(a: Args) -> bool:
+    """Whether the model comes from a config.json, so that what is lacking may stand there."""
+    words = a.launch.words
+    named = (name for name in (w.partition("=")[0] for w in words) if not BESIDE_CARD.fullmatch(name))
+    return "--megatron-to-hf-mode bridge" in " ".join(words).replace("=", " ") or any(map(FROM_CARD.fullmatch, named))
+
+
 def _contradicts(a: Args, m: Model) -> Iterator[str]:
     card = named(a)
     if card is None or m.ours:
         return
     name, values = card
-    words = a.launch.words
-    from_card = "--megatron-to-hf-mode bridge" in " ".join(words).replace("=", " ") or any(
-        FROM_CARD.fullmatch(name) and not BESIDE_CARD.fullmatch(name) for name in (w.partition("=")[0] for w in words)
-    )
     departs, compared = [], 0
     for key, published in values.items():
         argument, has = VALUES[key]
@@ -150,7 +153,7 @@ def _contradicts(a: Args, m: Model) -> Iterator[str]:
             continue
         compared += 1
         if here != published:
-            if not a.said(argument) and from_card:
+            if not a.said(argument) and from_card(a):
                 continue
             flag = a.written(argument) if a.said(argument) else without(a.written(argument))
             departs.append(f"{flag}\t{name} has {key.replace('_', ' ')} {_word(published)}, here it is {_word(here)}\t")

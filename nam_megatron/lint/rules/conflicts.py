@@ -80,7 +80,7 @@ CONFLICTS: Mapping[str, Beside] = {
     },
     "qk_clip": {"--qk-clip-alpha that is not between 0 and 1": lambda a, m: not 0 < a.qk_clip_alpha < 1},
     "save_retain_interval": {
-        "a --save-interval that does not divide it": lambda a, m: bool(a.save and a.save_interval)
+        "a --save-interval that does not divide it": lambda a, m: bool(a.said("save") and a.save_interval)
         and bool(a.save_retain_interval % a.save_interval)
     },
     "step_batch_size_schedule": {"--global-batch-size": lambda a, m: a.said("global_batch_size")},

@@ -92,7 +92,10 @@ _SELDOM_MEANT = (
         "default-router-scores",
         DEFAULT,
         "moe_router_score_function",
-        lambda a, m: m.moe and not a.said("moe_router_score_function"),
+        # Sigmoid is of those with shared experts, or with groups of experts.
+        lambda a, m: m.moe
+        and not a.said("moe_router_score_function")
+        and bool(a.moe_shared_expert_intermediate_size or a.moe_router_group_topk),
         "the router's scores are a softmax",
         "say `--moe-router-score-function` sigmoid or softmax",
         CONFIG,

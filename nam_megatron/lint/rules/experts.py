@@ -1,17 +1,23 @@
 """Mixture of experts."""
 
+import re
 from collections.abc import Iterator
 
 from nam_megatron.lint.model import Model, known
 from nam_megatron.lint.rules.laws import law
-from nam_megatron.lint.rules.rule import CONFIG, COST, FAIL, FROM_ARGS, HYBRID, LACKS, MOE, VALIDATE, WRONG, Rule, each
+from nam_megatron.lint.rules.rule import CONFIG, COST, FAIL, FROM_ARGS, HYBRID, LACKS, MOE, VALIDATE, WRONG, Rule, off
 from nam_megatron.lint.values import Args
 
-MOE_ONLY = (
-    "moe_router_topk", "moe_shared_expert_intermediate_size", "moe_router_score_function", "moe_router_enable_expert_bias",
-    "moe_aux_loss_coeff", "moe_layer_freq", "moe_token_dispatcher_type", "moe_grouped_gemm", "moe_router_pre_softmax",
-    "moe_router_topk_scaling_factor", "moe_z_loss_coeff", "moe_input_jitter_eps", "moe_router_dtype", "moe_shared_expert_gate",
-)  # fmt: skip
+# Refused without experts, by other rules.
+REFUSED = re.compile(
+    "moe_(ffn_hidden_size|flex_dispatcher_backend|use_upcycling|router_padding_.*|single_.*|enable_deepep|paged_stash|"
+    "expert_rank_.*|latent_size)"
+)
+
+
+def _without_experts(a: Args, m: Model) -> list[str]:
+    names = [n for n in a.given if n.startswith("moe_") and not REFUSED.fullmatch(n) and not off(a, n)]
+    return [] if a.num_experts or m.moe else [f"{a.written(n)}\t" for n in names]
 
 
 def _metrics(a: Args, m: Model) -> Iterator[str]:
@@ -64,7 +70,7 @@ RULES = (
         "experts-not-in-pattern",
         WRONG,
         "num_experts",
-        lambda a, m: m.hybrid and bool(a.num_experts) and not m.moe and bool(m.layers),
+        lambda a, m: m.hybrid and bool(a.num_experts) and not m.moe and bool(m.layers) and not a.foreign,
         "no layer of the pattern is `E`: the experts are not built",
         "write `E` where they belong",
         HYBRID,
@@ -95,7 +101,7 @@ RULES = (
         "moe-flags-ignored",
         WRONG,
         "",
-        lambda a, m: [] if a.num_experts or m.moe else each(a, MOE_ONLY),
+        _without_experts,
         "ignored: there are no experts",
         "add `--num-experts`",
         FROM_ARGS,

@@ -26,12 +26,12 @@ def _graph_modules(a: Args, m: Model) -> Iterator[str]:
             yield "`moe` modules in a model without experts"
         if a.num_experts and "mlp" in modules and a.moe_layer_freq == 1:
             yield "`mlp` in a model with experts"
-        if (
-            a.num_experts
-            and "moe" in modules
-            and not (a.moe_expert_capacity_factor and a.moe_pad_expert_input_to_capacity)
-        ):
-            yield "`moe` without capacity factor and padding to it"
+        if a.num_experts and not (a.moe_expert_capacity_factor and a.moe_pad_expert_input_to_capacity):
+            if "moe" in modules:
+                yield "`moe` without capacity factor and padding to it"
+            waits = a.moe_expert_capacity_factor is not None or a.moe_router_padding_for_fp8
+            if "moe_preprocess" in modules and a.moe_token_dispatcher_type == "alltoall" and waits:
+                yield "`moe_preprocess` with a capacity factor, or with padding for FP8"
         if law("graphs-full-recompute")(a, m):
             yield "full recompute under per-layer graphs"
         again = set(a.recompute_modules or ()) if m.recompute == "selective" else set()

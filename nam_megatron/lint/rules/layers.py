@@ -21,9 +21,13 @@ def _spec(a: Args, m: Model) -> bool:
 
 def _frequencies(a: Args, m: Model) -> Iterator[str]:
     """(flag, why) of every frequency that is no plan of the layers there are."""
-    read = {"moe_layer_freq": bool(a.num_experts), "linear_attention_freq": m.variant == "gated_delta_net"}
+    read = {
+        "moe_layer_freq": not m.hybrid and bool(a.num_experts),
+        "linear_attention_freq": not m.hybrid and m.variant == "gated_delta_net",
+        "no_rope_freq": bool(a.no_rope_freq),
+    }
     for name, is_read in read.items():
-        if m.hybrid or not is_read:
+        if not is_read:
             continue
         match getattr(a, name):
             case None:
@@ -34,6 +38,8 @@ def _frequencies(a: Args, m: Model) -> Iterator[str]:
                 yield f"{a.written(name)}\tan entry is neither 0 nor 1"
             case 0:
                 yield f"{a.written(name)}\tevery 0 layers is no frequency"
+            case int(every) if name == "no_rope_freq" and m.num_layers % every:
+                yield f"{a.written(name)}\tit does not divide {m.num_layers} layers"
 
 
 def _inference(a: Args, m: Model) -> bool:
@@ -67,7 +73,7 @@ RULES = (
     Rule(
         "layer-frequency",
         FAIL,
-        "moe_layer_freq|linear_attention_freq",
+        "moe_layer_freq|linear_attention_freq|no_rope_freq",
         _frequencies,
         "not a plan of the layers there are; the report takes a list cut, or its last entry as going on",
         "give one entry a layer, such as `([0]*1+[1]*7)` for eight",

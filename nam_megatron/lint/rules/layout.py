@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from nam_megatron.lint.model import Model, known
+from nam_megatron.lint.rules.cards import from_card
 from nam_megatron.lint.rules.rule import CONFIG, COST, FAIL, FRAGILE, OPEN, PATTERN, VALIDATE, Rule, each
 from nam_megatron.lint.values import SIZE, Args, NotKnown
 
@@ -31,7 +32,7 @@ CUTS: tuple[tuple[str, Number, Number, str | Number, Number], ...] = (
     ("num_attention_heads", lambda a, m: m.heads, lambda a, m: m.groups, "the number of query groups",
      lambda a, m: "attention" in m.kinds and a.group_query_attention),
     ("hidden_size", lambda a, m: a.hidden_size, lambda a, m: m.heads, "the number of heads, and there is no --kv-channels:",
-     lambda a, m: not a.said("kv_channels")),
+     lambda a, m: not a.said("kv_channels") and not from_card(a)),
     ("mamba_num_heads", lambda a, m: m.mamba_heads, lambda a, m: m.tp, TENSOR, lambda a, m: m.mamba),
     ("mamba_num_groups", lambda a, m: a.mamba_num_groups, lambda a, m: m.tp, TENSOR, lambda a, m: m.mamba),
     ("mamba_num_heads", lambda a, m: m.mamba_heads, lambda a, m: a.mamba_num_groups, "the number of Mamba groups", lambda a, m: m.mamba),
@@ -39,6 +40,9 @@ CUTS: tuple[tuple[str, Number, Number, str | Number, Number], ...] = (
      lambda a, m: m.variant == "gated_delta_net"),
     *((name, lambda a, m, name=name: getattr(a, name), lambda a, m: m.tp * m.cp, "tensor x context parallel size",
        lambda a, m: m.variant == "gated_delta_net") for name in ("linear_num_key_heads", "linear_num_value_heads")),
+    ("tensor_parallel_num_weight_shards", lambda a, m: a.tensor_parallel_num_weight_shards, lambda a, m: m.tp, TENSOR, lambda a, m: True),
+    ("expert_tensor_parallel_num_weight_shards", lambda a, m: a.expert_tensor_parallel_num_weight_shards, lambda a, m: m.etp,
+     "expert tensor parallel size", lambda a, m: True),
     ("ffn_hidden_size", lambda a, m: m.ffn, lambda a, m: m.tp, TENSOR, lambda a, m: "mlp" in m.kinds),
     ("moe_ffn_hidden_size", lambda a, m: m.moe_ffn, lambda a, m: m.etp, "expert tensor parallel size", lambda a, m: m.moe),
     ("num_experts", lambda a, m: a.num_experts, lambda a, m: m.ep, "expert parallel size", lambda a, m: m.moe),
@@ -90,6 +94,16 @@ def _pipeline(a: Args, m: Model) -> Iterator[str]:
         rest, middle = m.num_layers - sum(ends), m.pp - len(ends)
         if bool(rest) != bool(middle) or (middle and rest % middle):
             yield f"{rest} layers for the {middle} other stages"
+        elif virtual := a.num_virtual_stages_per_pipeline_rank:
+            parted = {*ends, rest // middle} if middle else {*ends}
+            yield from (f"{n} layers of a stage, and {virtual} virtual stages a rank" for n in parted if n % virtual)
+    elif stages := m.unrolled_stages:
+        if strange := set(stages) - set("EtmL|"):
+            yield f"no layer `{strange.pop()}`; E, t, m and L are the embedding, a layer, MTP and the loss"
+        elif stages.count("t") != m.num_layers:
+            yield f"{stages.count('t')} layers in --pipeline-model-parallel-layout, {m.num_layers} in the model"
+        elif stages[0] != "E" or stages[-1] != "L":
+            yield "--pipeline-model-parallel-layout begins with E, the embedding, and ends with L, the loss"
     elif m.pattern is not None:
         if m.num_layers % m.pp:
             yield f"{m.num_layers} layers without `|`, and pipeline size {m.pp}"

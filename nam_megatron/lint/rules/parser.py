@@ -76,6 +76,7 @@ NO_TRAINING = re.compile(
 
 
 OF_TRAINING = (
+    "idle-flag",
     "documents-not-apart",
     "schedule-apart",
     "restart-anew",

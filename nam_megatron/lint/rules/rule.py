@@ -77,3 +77,12 @@ def listed(value: object) -> list:
 def each(a: Args, names: Iterable[str]) -> list[str]:
     """A finding for each of `names` that the launch gives."""
     return [f"{a.written(n)}\t" for n in names if a.said(n)]
+
+
+def off(a: Args, name: str) -> bool:
+    """Whether a flag's value asks for nothing: its default, unless that is a strength, which a person says who wants it."""
+    value, default = a.value(name), a.target.by_dest[name].default
+    strength = (
+        isinstance(value, float) and value not in (0, 1) and a.launch.kind in ("shell", "yaml") and not a.elsewhere
+    )
+    return (value is False and default is not True) or (value == default and not strength)

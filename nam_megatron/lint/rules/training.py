@@ -83,7 +83,7 @@ def _apart(a: Args, m: Model) -> Iterator[str]:
             continue
         if 0 < decay <= train / 5:
             yield f"{a.written(f'lr_decay_{unit}')}\t{1 - decay / train:.0%} of the training is at --min-lr"
-        if decay >= 5 * train:
+        if 5 * train <= decay < 50 * train:  # beyond that a trial, whose schedule is that of the long run
             yield f"{a.written(f'lr_decay_{unit}')}\tthe training ends at {train / decay:.0%} of it, far above --min-lr"
         if share >= 0.5:
             name = "lr_warmup_fraction" if a.lr_warmup_fraction else f"lr_warmup_{unit}"
