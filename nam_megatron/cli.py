@@ -8,7 +8,7 @@
     list WHAT               presets, overlays, lanes, clusters, kinds, features, keys, laws
     card NAME               what has been shown of a preset, and by which file
   to run it
-    launch VERB             show, check, run, report, compare, receipts, inspect, patch, stack
+    launch VERB             show, check, run, status, report, compare, scale, receipts, inspect, patch, stack
     nemo VERB               the same recipes under Megatron-Bridge: list, dump, pretrain, finetune, doctor
   from what others have
     lint FILE               which model does any Megatron command line train?

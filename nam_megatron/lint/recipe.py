@@ -409,9 +409,10 @@ def _wanted(a: Args, m: Model, name: str, lost: list[str]) -> Tree:
     about = f"{'Hybrid' if m.hybrid else 'GPT'} of a linted launch"
     preset = {"name": name, "alias_of": None, "family": name, "about": about}
     if _model_alone(a):
-        whose = "a config.json says" if a.launch.kind == "huggingface" else "this launch says"
-        lost.append("all but the model: layout, precision, data, cluster and what else a training has are our groups', and nothing that "
-                    f"{whose}")  # fmt: skip
+        whose = "a config.json" if a.launch.kind == "huggingface" else "this launch"
+        lost.append(
+            f"all but the model, of which alone {whose} speaks: layout, precision, data, cluster and training are our defaults'"
+        )
         computes = {k: v for k, v in _features(a, m).items() if k in OF_MODELS}
         features = {"feature": computes} if computes else {}
         return {
