@@ -208,11 +208,11 @@ class Args:
                 elif word != "--":
                     stray = [word, *itertools.takewhile(lambda w: not self._is_flag(w) and not holes(w), words[at:])]
                     at += len(stray) - 1
-                    cut = "a blank behind `\\` at the end of a line gives such a word, and bash runs the next line by itself"
-                    blank = cut if not word.strip() else ""
-                    self.trouble.append(
-                        Trouble("stray-word", " ".join(w if w.strip() else repr(w) for w in stray), blank)
+                    cut = (
+                        "" if word.strip() else "a blank behind `\\` ends a command: bash runs the next line by itself"
                     )
+                    said = " ".join(w if w.strip() else repr(w) for w in stray)
+                    self.trouble.append(Trouble("stray-word", said, cut))
                 continue
             name, equals, inline = word.partition("=")
             flag, positive = self._flag(name)
