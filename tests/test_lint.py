@@ -650,7 +650,6 @@ BESIDE = (
     ("python tools/merge_parts.py {} --model-types BERT --reset-position-ids --position-embedding-type rope", "", "documents-not-apart"),
     ("torchrun pretrain_gpt.py {} \\\n --save <PATH TO x> \\\n --bf16", "", "stray-word"),
     ("torchrun pretrain_gpt.py {} --bf16 \\ \n --swiglu", "stray-word", ""),
-    ("torchrun pretrain_gpt.py {} '' --bf16", "stray-word", ""),
     ("torchrun t.py {} --lr 1 --adam-beta1 0.9 --optimizer sgd", "idle-flag", ""),
     ("torchrun t.py {} --train-samples 9000000 --global-batch-size 512 --lr-warmup-samples 2000", "schedule-apart", ""),
     ("torchrun t.py {} --train-iters 9000 --lr-warmup-fraction 0.9", "schedule-apart", ""),
