@@ -12,7 +12,8 @@ from typing import Any
 
 import yaml
 
-from nam_megatron.errors import OK, Problem, Refused, finish, not_there
+from nam_megatron.errors import OK, Problem, Refused, finish, not_there, raise_if
+from nam_megatron.words.regular import irregular
 
 # What only executes lay beside what computes until 2026-11-27.
 _EXECUTING = """
@@ -244,6 +245,7 @@ def command(words: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print((__doc__ or "").rstrip())
         return OK
+    raise_if(irregular(map(Path, words)))
     for name in words:
         try:
             sys.stdout.write(text(Path(name).read_text(encoding="utf-8"), name))

@@ -73,6 +73,8 @@ def test_what_libyaml_or_an_integer_cannot_hold_is_refused(folder, text):
 def test_a_device_is_not_read_to_its_end(tmp_path):
     done = warm("lint", "/dev/zero", cwd=tmp_path, module="nam_megatron.cli")
     assert done.code == 2 and "characters, which no launch has" in done.err
+    done = warm("migrate", "/dev/zero", cwd=tmp_path, module="nam_megatron.cli")
+    assert done.code == 2 and "`/dev/zero` is a device, and no file" in done.err
 
 
 def test_a_value_in_the_place_of_a_name_is_refused(tmp_path):
