@@ -35,26 +35,16 @@ CONFLICTS: Mapping[str, Beside] = {
         "--overlap-moe-expert-parallel-comm": lambda a, m: a.overlap_moe_expert_parallel_comm,
         "--delay-wgrad-compute": lambda a, m: a.delay_wgrad_compute,
     },
-    "use_precision_aware_optimizer": {
-        "an optimizer other than adam": lambda a, m: a.optimizer != "adam",
-    },
-    "finetune": {
-        "--override-ckpt-iteration": lambda a, m: a.override_ckpt_iteration is not None,
-    },
-    "override_opt_param_scheduler": {
-        "--use-checkpoint-opt_param-scheduler": lambda a, m: a.use_checkpoint_opt_param_scheduler,
-    },
+    "use_precision_aware_optimizer": {"an optimizer other than adam": lambda a, m: a.optimizer != "adam"},
+    "finetune": {"--override-ckpt-iteration": lambda a, m: a.override_ckpt_iteration is not None},
+    "override_opt_param_scheduler": {"--use-checkpoint-opt_param-scheduler": lambda a, m: a.use_checkpoint_opt_param_scheduler},
     "moe_router_padding_for_quantization": {
         "--moe-token-dispatcher-type allgather, the default": lambda a, m: a.moe_token_dispatcher_type == "allgather",
     },
     "moe_single_grouped_weight": {"--use-megatron-fsdp": lambda a, m: a.use_megatron_fsdp},
     "moe_single_grouped_bias": {"--use-megatron-fsdp": lambda a, m: a.use_megatron_fsdp},
-    "fp4": {
-        "--fp4-recipe custom without --fp4-quantizer-factory": lambda a, m: a.fp4_recipe == "custom" and not a.fp4_quantizer_factory
-    },
-    "fp8": {
-        "--fp8-recipe custom without --fp8-quantizer-factory": lambda a, m: a.fp8_recipe == "custom" and not a.fp8_quantizer_factory
-    },
+    "fp4": {"--fp4-recipe custom without --fp4-quantizer-factory": lambda a, m: a.fp4_recipe == "custom" and not a.fp4_quantizer_factory},
+    "fp8": {"--fp8-recipe custom without --fp8-quantizer-factory": lambda a, m: a.fp8_recipe == "custom" and not a.fp8_quantizer_factory},
     "init_model_with_meta_device": {
         "--use-megatron-fsdp that shards nothing": lambda a, m: a.use_megatron_fsdp and a.data_parallel_sharding_strategy == "no_shard"
     },
@@ -88,9 +78,7 @@ CONFLICTS: Mapping[str, Beside] = {
     "flash_decode": {"--no-rope-freq": lambda a, m: bool(a.no_rope_freq)},
     "fake_process_group": {"--moe-token-dispatcher-type flex": lambda a, m: a.moe_token_dispatcher_type == "flex"},
     "encoder_num_layers": {"--num-layers": lambda a, m: a.num_layers is not None},
-    "inference_fuse_tp_communication": {
-        "a hybrid pattern": lambda a, m: m.hybrid,
-    },
+    "inference_fuse_tp_communication": {"a hybrid pattern": lambda a, m: m.hybrid},
 }  # fmt: skip
 
 
