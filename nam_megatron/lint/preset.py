@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from nam_megatron.conf import READ_FROM
 from nam_megatron.errors import Problem, Refused, shown
 from nam_megatron.lint import Report, lint, recipe
 from nam_megatron.lint.read import of_file
@@ -31,7 +32,8 @@ def of_config(path: Path) -> tuple[str, Path]:
     folder = Path(tempfile.mkdtemp(prefix="nam_megatron_"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     (folder / "preset").mkdir()
-    (folder / "preset" / f"{name}.yaml").write_text(made.yaml, encoding="utf-8")
+    (file := folder / "preset" / f"{name}.yaml").write_text(made.yaml, encoding="utf-8")
+    READ_FROM[file] = str(path)
     sys.stderr.write(shown("".join(f"> {path}: {line}\n" for line in made.lost)))
     return name, folder
 

@@ -162,9 +162,8 @@ def _not_given(keys: Sequence[str], sources: Any = None) -> Problem:
     said, before = [], ""
     for key in keys:
         where = (sources.where(key) if sources else None) or ""
-        file, _, line = where.rpartition(":")
-        place = f"line {line}" if line.isdigit() and file == before else where
-        before = file
+        file, _, line = where.rpartition(":") if where[-1:].isdigit() else (where, "", "")
+        place, before = (where if file != before else f"line {line}" if line else ""), file
         said.append(f"`{key}`" + (f" ({place})" if place else ""))
     hint = f"give them in the file or the command: `{words}`"
     return Problem(f"{len(keys)} keys must be given: {joined(said)}", hint=hint, law="key-not-given")
