@@ -328,28 +328,13 @@ CENTRED = {"nemotron", "stablelm"}  # whose norms take the mean away, and have b
 DROPS = {"seed_oss": "residual_dropout", "nemotron_h": "hidden_dropout", "stablelm": "hidden_dropout"}
 # Whose classes turn a part of each head if a key says so; others' turn all of it.
 PARTLY = {
-    "qwen3_next",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-    "glm4_moe",
-    "glm4v_moe_text",
-    "nemotron",
-    "stablelm",
-    "phi3",
-    "glm",
-    "bamba",
-}
+    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "glm4_moe", "glm4v_moe_text", "nemotron", "stablelm", "phi3", "glm", "bamba",
+}  # fmt: skip
 SQUARE = {"helium", "stablelm"}  # whose heads are together as wide as the hidden state
 PAIRED = {"helium", "ernie4_5", "glm"}  # which turn neighbouring columns
 SEEING = {
-    "qwen2_vl",
-    "qwen2_vl_text",
-    "qwen2_5_vl",
-    "qwen2_5_vl_text",
-    "qwen3_vl_text",
-    "qwen3_vl_moe_text",
-    "glm4v_moe_text",
-}
+    "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "glm4v_moe_text",
+}  # fmt: skip
 BIASED = {"gpt_oss"}  # with a clamped gate of its own, too
 # Keys that a file may leave out and that then have another value in transformers than none: what it builds would be a guess.
 LATENT = {"deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite"}
