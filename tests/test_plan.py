@@ -354,7 +354,7 @@ def test_a_rank_that_does_not_exist():
     problem = refusal(model__substitute=[{"letter": "A", "ranks": [13], "kind": "dsa"}])
     assert (problem.key, problem.message) == (
         "model.substitute[0].ranks",
-        "there is no `A` of rank 13: 13 of them, counted from 0",
+        "there is no `A` of rank 13: 52 layers have 13 of them, counted from 0",
     )
     assert refusal("nam52_h200_dense_ref_v1", model__substitute=[{"letter": "R", "ranks": [0], "kind": "mamba2"}])
 
