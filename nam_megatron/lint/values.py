@@ -296,11 +296,11 @@ class Args:
         told = self.any_said(*lengths.split(), "use_checkpoint_args")
         return bool(script) and not MEGATRONS.fullmatch(script or "") and not told
 
-    @property
+    @cached_property
     def _of_a_port(self) -> bool:
         return bool(PORT.search(self.launch.text))
 
-    @property
+    @cached_property
     def _of_deepspeed(self) -> bool:
         return any(DEEPSPEED.match(word) for word in self.launch.words)
 

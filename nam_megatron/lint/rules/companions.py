@@ -45,10 +45,11 @@ def _is_so(a: Args, m: Model, terms: str) -> bool:
 def _lacking(a: Args, m: Model, which: str) -> Iterator[str]:
     """Of each flag that is given, what it wants and has not."""
     for row in WANTS[which]:
-        for name in a.given:
-            named = any(name == flag or (flag.endswith("_") and name.startswith(flag)) for flag in row["flags"].split())
+        flags = row["flags"].split()
+        beginnings = tuple(flag for flag in flags if flag.endswith("_"))
+        for name in (name for name in a.given if name in flags or name.startswith(beginnings)):
             asks = not off(a, name) if which == "idle" and "always" not in row else not a.switched_off(name)
-            if named and asks and not known(partial(_is_so, a, m, row["with"]), True):
+            if asks and not known(partial(_is_so, a, m, row["with"]), True):
                 yield f"{a.written(name)}\twants {row['wants']}"
 
 
