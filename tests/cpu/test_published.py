@@ -540,7 +540,6 @@ def test_of_several_architectures_one_is_chosen_by_its_name():
 
 
 def of_config(at: Path, name: str, **more: Any) -> Plan:
-    """The plan of a tiny model with other keys, without weights."""
     (at / "config.json").write_text(json.dumps(published.built(name, **more).config.to_dict() | more))
     return published.lowering(at).plan
 
