@@ -208,9 +208,7 @@ class Args:
                 elif word != "--":
                     stray = [word, *itertools.takewhile(lambda w: not self._is_flag(w) and not holes(w), words[at:])]
                     at += len(stray) - 1
-                    cut = (
-                        "" if word.strip() else "a blank behind `\\` ends a command: bash runs the next line by itself"
-                    )
+                    cut = "" if word.strip() else "a blank behind `\\` ends the command there"
                     said = " ".join(w if w.strip() else repr(w) for w in stray)
                     self.trouble.append(Trouble("stray-word", said, cut))
                 continue
