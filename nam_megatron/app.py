@@ -59,7 +59,7 @@ def _run(
         message = f"`{clipped(another)}`: a command has one config, and it is its own"
         raise Refused(Problem(message, hint=hint, law="another-config"))
     options = _options(given)
-    texts = [*_folder(options.config_dir), *options.overrides]
+    texts = [*_folders(options.config_dir), *options.overrides]
     if options.cfg or options.help or options.info or options.shell_completion:
         return _shown(config_name, keys, texts, options)
     points = compose.points(texts, "out" in keys) if options.multirun else [texts]
@@ -123,7 +123,7 @@ def _options(words: Sequence[str]) -> Namespace:
     """Options, as Hydra has them. Refuses any other, for which its parser would end the process."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--config-dir", "-cd", action="append", default=[])
     parser.add_argument("--multirun", "-m", action="store_true")
     parser.add_argument("--run", "-r", action="store_true")
     parser.add_argument("--cfg", "-c", choices=["job"])
@@ -140,17 +140,16 @@ def _options(words: Sequence[str]) -> Namespace:
         raise Refused(Problem(f"options: {message}", hint=hint, law="option-unknown"))
 
     parser.error = refuse  # type: ignore[method-assign]
-    if sum(word.partition("=")[0] in ("--config-dir", "-cd") for word in words) > 1:
+    found = parser.parse_intermixed_args(words)
+    if len(found.config_dir) > 1:
         refuse("--config-dir is given twice, and takes one folder")
-    return parser.parse_intermixed_args(words)
+    return found
 
 
-def _folder(folder: str | None) -> list[str]:
-    """The word that names the folder of `--config-dir`. Raises Refused."""
-    if folder is None:
-        return []
-    raise_if(filter(None, [too_deep(folder) if Path(folder).is_dir() else no_folder(folder)]))
-    return [search([Path(folder)])]
+def _folders(named: Sequence[str]) -> list[str]:
+    """The words that name folders of `--config-dir`. Raises Refused."""
+    raise_if(filter(None, (too_deep(folder) if Path(folder).is_dir() else no_folder(folder) for folder in named)))
+    return [search([Path(folder)]) for folder in named]
 
 
 def _shown(config_name: str, keys: Sequence[str], texts: list[str], options: Namespace) -> int:

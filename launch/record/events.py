@@ -150,7 +150,7 @@ class Events:
             return f"ranks ended at different steps, at {self.last_step} and {done}"
         if self.planned is not None and done > self.planned:
             return f"it ended at step {done}, beyond the {self.planned} of the plan"
-        if self.interval and self.last_step is not None and not told <= done < told + self.interval:
+        if self.interval and not told <= done < told + self.interval:
             return f"it ended at step {done}, and the last line is of step {told}"
         if self.planned and (other := {step.total for step in self.said.steps.values()} - {self.planned}):
             return f"it trained for {max(other)} steps, and the plan has {self.planned}"

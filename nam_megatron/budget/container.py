@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import NoReturn, get_args
 
 from nam_megatron.compile.lower import translate
-from nam_megatron.conf import READ_FROM, conf_dir
+from nam_megatron.conf import conf_dir
 from nam_megatron.errors import Problem, Refused, raise_if
 from nam_megatron.lint import lint, recipe
 from nam_megatron.lint.model import Model
-from nam_megatron.lint.preset import stops
+from nam_megatron.lint.preset import keep, stops
 from nam_megatron.lint.read import of_file
 from nam_megatron.lint.values import Args
 from nam_megatron.recipe.keys import argument, config_at, value_at
@@ -80,10 +80,7 @@ def run(words: Sequence[str], command: Callable[[], NoReturn]) -> NoReturn:
     preset, text, notes, filled = read(Path(name), gpus, rest)
     sys.stderr.write("".join(f"note: {note}\n" for note in notes))
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "preset").mkdir()
-        made = Path(folder) / "preset" / f"{preset}.yaml"
-        made.write_text(text, encoding="utf-8")
-        READ_FROM[made] = name
+        keep(Path(folder), preset, text, name)
         sys.argv[1:] = ["--config-dir", folder, f"conf={preset}", *filled, *rest]
         command()
 

@@ -400,6 +400,14 @@ def _layers(s: Said) -> int:
     return layers
 
 
+def _numbered(s: Said, key: str) -> list[int]:
+    """The layers that a key names by their numbers. Raises Refused: there is no such layer."""
+    found = s.get(key) or []
+    if strange := [i for i in found if i not in range(_layers(s))]:
+        raise Refused(Problem(f"`{key}` of `{s.name}` names no layer: {strange[0]!r}", key=key))
+    return found
+
+
 def _heads(s: Said) -> Words:
     heads, groups = s.number("num_attention_heads"), s.number("num_key_value_heads")
     if heads != groups:
@@ -676,9 +684,7 @@ def _dense_first(s: Said) -> Words:
 
 
 def _qwen(s: Said) -> Words:
-    step, plain = s.get("decoder_sparse_step", 1), s.get("mlp_only_layers") or []
-    if strange := [i for i in plain if i not in range(_layers(s))]:
-        raise Refused(Problem(f"`mlp_only_layers` of `{s.name}` names no layer: {strange[0]!r}", key="mlp_only_layers"))
+    step, plain = s.get("decoder_sparse_step", 1), _numbered(s, "mlp_only_layers")
     frequency = [int((i + 1) % step == 0 and i not in plain) for i in range(_layers(s))]
     if not all(frequency):
         yield from ("--moe-layer-freq", str(frequency).replace(" ", ""))
@@ -912,12 +918,9 @@ def _nemotron_h(s: Said) -> Words:
 
 def _bamba(s: Said) -> Words:
     """Mamba-2 or attention, and a gated MLP behind each."""
-    layers, attention = _layers(s), s.need("attn_layer_indices")
-    if strange := [i for i in attention if i not in range(layers)]:
-        raise Refused(
-            Problem(f"`attn_layer_indices` of `{s.name}` names no layer: {strange[0]!r}", key="attn_layer_indices")
-        )
-    yield "--hybrid-layer-pattern=" + "".join("*-" if i in attention else "M-" for i in range(layers))
+    s.need("attn_layer_indices")
+    attention = _numbered(s, "attn_layer_indices")
+    yield "--hybrid-layer-pattern=" + "".join("*-" if i in attention else "M-" for i in range(_layers(s)))
     yield from (*_heads(s), *_rope(s), "--ffn-hidden-size", str(s.number("intermediate_size")))
     s.only("partial_rotary_factor", 0.5, lack="its class turns half of each head, whatever the file says")
     if s.root.get("partial_rotary_factor") is None:
@@ -945,8 +948,7 @@ KINDS: Mapping[str, Callable[[Said], Words]] = {
     "deepseek_v3": _deepseek, "deepseek_v32": _deepseek, "kimi_k2": _deepseek, "glm4_moe": _glm4_moe,
     "glm4_moe_lite": _deepseek, "nemotron_h": _nemotron_h, "gpt_oss": _gpt_oss, "seed_oss": _seed_oss, "qwen2_moe": _qwen2_moe,
     "arcee": _blocks, "ministral": _ministral, "cwm": _ministral, "dots1": _dots1, "solar_open": _solar_open, "nemotron": _nemotron,
-    "stablelm": _stablelm, "phi3": _phi3, "smollm3": _smollm3, "helium": _blocks, "ernie4_5": _blocks,
-    "bamba": _bamba,
+    "stablelm": _stablelm, "phi3": _phi3, "smollm3": _smollm3, "helium": _blocks, "ernie4_5": _blocks, "bamba": _bamba,
     "glm": partial(_blocks, qkv_bias=True), "qwen3_vl_text": _qwen3, "qwen3_vl_moe_text": _qwen3_vl_moe, "glm4v_moe_text": _glm4v_moe,
     **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), _qwen2),
 }  # fmt: skip

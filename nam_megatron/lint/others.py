@@ -295,11 +295,9 @@ def _plain(text: str) -> str:
 
 @cache
 def closest(name: str, target: Target) -> str | None:
-    """The flag of Megatron's that a name is most like."""
+    """The flag of Megatron's that a name is most like, of those that share letters enough: no others can match."""
     asked = _letters(name)
-    near = [
-        n for n, has in _spelt(target) if 2 * (has & asked).bit_count() >= 0.75 * (len(n) + len(name))
-    ]  # no more match
+    near = [n for n, has in _spelt(target) if 2 * (has & asked).bit_count() >= 0.75 * (len(n) + len(name))]
     return next(iter(difflib.get_close_matches(name, near, 1, 0.75)), None)
 
 

@@ -31,11 +31,17 @@ def of_config(path: Path) -> tuple[str, Path]:
     made = recipe.make(found, path.with_name(f"{name}.yaml"))
     folder = Path(tempfile.mkdtemp(prefix="nam_megatron_"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    (folder / "preset").mkdir()
-    (file := folder / "preset" / f"{name}.yaml").write_text(made.yaml, encoding="utf-8")
-    READ_FROM[file] = str(path)
+    keep(folder, name, made.yaml, str(path))
     sys.stderr.write(shown("".join(f"> {path}: {line}\n" for line in made.lost)))
     return name, folder
+
+
+def keep(folder: Path, name: str, text: str, source: str) -> None:
+    """Write a preset into a folder of this process alone. source: the file that it was made of, which messages name in its place."""
+    file = folder / "preset" / f"{name}.yaml"
+    file.parent.mkdir()
+    file.write_text(text, encoding="utf-8")
+    READ_FROM[file] = source
 
 
 def stops(found: Report) -> Iterator[str]:

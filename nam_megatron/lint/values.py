@@ -265,9 +265,7 @@ class Args:
         strange = [t for t in self.trouble if t.rule == "unknown-flag"]
         forked = bool(MEGATRONS.fullmatch(self.launch.script or ""))
         least = 0.95 if len(strange) > FORKED else 0.92
-        unknown = [
-            t for t in strange if not _misspelt(t, least) or not (forked or self._flag(f"{t.about}s")[0] is None)
-        ]
+        unknown = [t for t in strange if not _misspelt(t, least) or (not forked and self._flag(f"{t.about}s")[0])]
         own = self._of_a_port or self._of_deepspeed or (self.launch.partial and not forked)
         many = 1 if own else FORKED if forked else STRANGERS
         if len(unknown) >= STRANGERS:  # and it may have those that Megatron has no more
