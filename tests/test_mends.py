@@ -28,7 +28,7 @@ PRETENDERS = {
 }
 # The mends that one trainer alone takes; any other is both trainers'.
 ONE_TRAINERS = {
-    Trainer.MEGATRON: {"stage", "step_rate", "events", "whole_step", "yarn"},
+    Trainer.MEGATRON: {"stage", "step_rate", "events", "tracker", "whole_step", "yarn"},
     Trainer.BRIDGE: {
         "bridge_step_rate",
         "bridge_events",
@@ -92,7 +92,7 @@ def test_both_trainers_take_the_same_but_for_those_that_are_one_trainers():
 
 
 STATE = ["group_order", "master_weights", "experts_apart"]  # of Adam's, sharded by Megatron's DDP
-ALWAYS = ["step_rate", "events", "shipped_helpers", "checksums", "marked_fp32", "padding", "stage_log"]
+ALWAYS = ["step_rate", "events", "shipped_helpers", "checksums", "tracker", "marked_fp32", "padding", "stage_log"]
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,21 @@ SERIES: tuple[Mend, ...] = (
         Moment.START,
     ),
     Mend(
+        "tracker",
+        "The file that names the newest checkpoint is emptied before it is written: a kill or a full disk then leaves none named.",
+        (
+            Place(
+                "megatron.training.checkpointing:save_checkpoint",
+                "b652984ca8c8309dede9bb01bb9df1ec30e22ff17d2d5316134cd02d1b692d0e",
+            ),
+        ),
+        (),
+        "the pinned Megatron writes this file under another name first",
+        ("tests/cpu/test_save_faults.py::test_the_tracker_names_a_step_whatever_befalls_its_writing",),
+        Moment.START,
+        trainers=ONLY_MEGATRON,
+    ),
+    Mend(
         "background",
         "A rank waits without end for the process that writes its checkpoints, once that one has died.",
         (
@@ -345,7 +360,7 @@ SERIES: tuple[Mend, ...] = (
     ),
     Mend(
         "sample_order",
-        "Of a dataset written anew at its path the old order of samples is taken: documents are left out, and samples begin in others.",
+        "Of a dataset written anew at its path the old order of samples is taken; so is a damaged one, or one not written to its end.",
         (
             Place(
                 "megatron.core.datasets.megatron_dataset:MegatronDataset.__init__",
@@ -355,10 +370,17 @@ SERIES: tuple[Mend, ...] = (
                 "megatron.core.datasets.gpt_dataset:GPTDataset._build_document_sample_shuffle_indices",
                 "31ef3869909a992bddcf816811c83ec73c625ff8b54f7ab614ef783e3ede39a9",
             ),
+            Place(
+                "megatron.core.datasets.blended_dataset:BlendedDataset._build_indices",
+                "c526c2c6ddd9d47ee82fbc7352ca7fb112b5ab67753792f4f56bb6d934ed0b79",
+            ),
         ),
         (),
-        "the pinned Megatron-Core finds a kept order by the lengths of the documents, too",
-        ("tests/cpu/test_train.py::test_an_order_is_kept_for_the_lengths_that_it_was_made_of",),
+        "the pinned Megatron-Core finds a kept order by the lengths of the documents, too, and takes none that is not as it was written",
+        (
+            "tests/cpu/test_train.py::test_an_order_is_kept_for_the_lengths_that_it_was_made_of",
+            "tests/cpu/test_train.py::test_an_order_that_was_damaged_is_made_again",
+        ),
         Moment.START,
         lambda plan: plan.recipe.data.name in ("indexed", "blend", "built"),
     ),

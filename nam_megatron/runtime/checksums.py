@@ -24,6 +24,7 @@ import torch
 from nam_megatron.errors import OK, Problem, Refused, finish
 
 NAME, ALGORITHM = "integrity.json", "sha256"
+PART = f"{NAME}.part"
 SHARD = re.compile(r"__(\d{1,9})_\d{1,9}\.distcp")  # rank, number
 DIGEST = re.compile(r"[0-9a-f]{64}")
 BOUND: dict[str, str] = {}  # what this process puts into each step that it saves: name and text
@@ -70,7 +71,8 @@ def writer(name: str) -> int:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.is_file() and path.name != NAME)
+    """Files that have a checksum. Of a save that broke off the part of a file may lie there; the next save takes its name."""
+    return sorted(path.name for path in folder.iterdir() if path.is_file() and path.name not in (NAME, PART))
 
 
 def digests(folder: Path, chosen: Sequence[str]) -> dict[str, str]:
@@ -90,7 +92,7 @@ def whole(folder: Path) -> str:
 
 
 def put(folder: Path, found: dict[str, str]) -> None:
-    part = folder / f"{NAME}.part"
+    part = folder / PART
     with open(part, "w", encoding="utf-8") as file:
         json.dump(
             {"algorithm": ALGORITHM, "step": folder.absolute().name, "files": dict(sorted(found.items()))},

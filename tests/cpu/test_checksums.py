@@ -52,6 +52,13 @@ def test_each_file_that_was_saved_has_its_checksum(step):
     assert found(step) == []
 
 
+def test_what_a_broken_save_left_is_not_among_what_is_hashed(step):
+    """A kill before the file of checksums has its name: the next save takes that name away."""
+    (step / f"{checksums.NAME}.part").write_text("{")
+    resigned(step)
+    assert found(step) == []
+
+
 def test_megatron_reads_the_same_file(step):
     """Its `--verify-integrity` is a second reader."""
     from megatron.core.dist_checkpointing import validation

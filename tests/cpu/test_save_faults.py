@@ -9,6 +9,7 @@ that failed ends with 0, and the next run goes on from it.
 import json
 import random
 import resource
+import signal
 import sys
 import tempfile
 from collections import Counter
@@ -85,6 +86,13 @@ def test_the_next_run_goes_on_from_it(tmp_path):
     (rank,) = run(tmp_path, *saving(tmp_path / "run", f"schedule.load={tmp_path}/run/ckpt"))
     assert rank.code == 0, rank.err[-2000:]
     assert logged([rank], norm) == whole[reached:] and newest(tmp_path / "run") == 4
+
+
+def test_the_tracker_names_a_step_whatever_befalls_its_writing(tmp_path):
+    """Emptied first, it would name none: of a kill in between, or a disk that is full then."""
+    kill = partial(inject.at_call, 2, "SIGKILL", tmp_path / "ckpt" / f".{TRACKER}", ("os.rename",))
+    (rank,) = run(tmp_path, *saving(tmp_path), before=kill)
+    assert rank.code == -signal.SIGKILL and newest(tmp_path) == 1
 
 
 def main(words: list[str]) -> int:

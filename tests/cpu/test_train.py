@@ -955,6 +955,29 @@ def test_an_order_is_kept_for_the_lengths_that_it_was_made_of(tmp_path):
     in_rank(job)
 
 
+def test_an_order_that_was_damaged_is_made_again(tmp_path):
+    """Of one file the place of each sample, say: other samples were trained, or every command ended with a traceback."""
+    (tmp_path / "cache").mkdir()
+
+    def job():
+        prefix = indexed(tmp_path)
+        blend = ("--data-path", "1", prefix, "2", prefix, "--data-cache-path", str(tmp_path / "cache"))
+        read = lambda data: [data[i]["tokens"].tolist() for i in range(6)]  # noqa: E731
+        first = read(built(tmp_path, *blend)[0])
+        kept = sorted(tmp_path.glob("cache/*-train-*.npy"))
+        assert len(kept) == 4 + 4  # of two parts, one order each, and of the blend
+        for path in kept:
+            raw = path.read_bytes()
+            for damaged in (raw[:128] + bytes(len(raw) - 128), raw[:-1], b""):
+                path.write_bytes(damaged)
+                assert read(pretrain.datasets((6, 2, 0))[0]) == first and path.read_bytes() == raw, path
+        kept[0].unlink()
+        os.mkfifo(kept[0])
+        assert read(pretrain.datasets((6, 2, 0))[0]) == first
+
+    in_rank(job)
+
+
 @pytest.mark.parametrize("lengths", [(0, 3, 0, 60, 0), (90,), (1,) * 70])
 def test_documents_of_any_length_are_read_through(tmp_path, lengths):
     prefix, ids = str(tmp_path / "any"), [i % 200 for i in range(sum(lengths))]
